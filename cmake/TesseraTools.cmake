@@ -1,0 +1,26 @@
+# Build accelerators and the compile flags of our own targets.
+find_program(TESSERA_CCACHE ccache)
+if(TESSERA_CCACHE)
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${TESSERA_CCACHE})
+endif()
+
+find_program(TESSERA_MOLD mold)
+if(TESSERA_MOLD)
+  add_link_options(-fuse-ld=mold)
+endif()
+
+add_library(tessera_flags INTERFACE)
+target_compile_options(tessera_flags INTERFACE
+  -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror)
+if(TESSERA_CCACHE AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  # ccache can reuse objects beside a precompiled header only when the header carries no time stamp.
+  target_compile_options(tessera_flags INTERFACE -fpch-preprocess)
+endif()
+if(TESSERA_SANITIZE)
+  target_compile_options(tessera_flags INTERFACE
+    -fsanitize=address,undefined -fno-omit-frame-pointer -fno-sanitize-recover=undefined)
+  target_link_options(tessera_flags INTERFACE -fsanitize=address,undefined)
+endif()
+if(TESSERA_FUZZ)
+  target_compile_options(tessera_flags INTERFACE -fsanitize=fuzzer-no-link)
+endif()

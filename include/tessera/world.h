@@ -1,0 +1,101 @@
+// World: the ranks of one training run as one of them sees them. Everything that communicates hangs on
+// a World object; there is no process-global state, so ranks can be threads and several Worlds can live
+// in one process.
+//
+// Made by World::connect in a process that a launcher started, by launch() for local ranks, or by
+// launch_threads() for ranks as threads of one process. Next: mesh.h, shard.h.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tessera/mesh.h"
+
+namespace tessera {
+
+namespace comm {
+class Group;
+class IssueQueue;
+class Store;
+}  // namespace comm
+
+struct WorldOptions {
+  std::string backend = "auto";  ///< "auto" (gloo on CPU, nccl on CUDA), "gloo", "nccl"
+  std::chrono::seconds init_timeout{300};
+  std::chrono::seconds timeout{100};  ///< of every collective
+  std::string master_addr;            ///< "" = MASTER_ADDR, else this host
+  int master_port = 0;                ///< 0 = MASTER_PORT, else chosen
+};
+
+class World : public std::enable_shared_from_this<World> {
+ public:
+  /// Joins the run that the environment describes (torchrun, Open MPI, PMI, Slurm, own spawn), or makes a
+  /// world of one. Collective. Starts the failure watch when there are other processes.
+  /// Errors: kUsage for contradictory variables, kComm when the others do not come in time.
+  static std::shared_ptr<World> connect(const WorldOptions& options = {});
+
+  virtual ~World() = default;
+  World(const World&) = delete;
+  World& operator=(const World&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  int local_rank() const { return local_rank_; }
+  /// "gloo", "in-process", "none" (world of one).
+  virtual std::string backend() const = 0;
+
+  /// A mesh over all ranks.
+  Mesh mesh(const MeshShape& shape);
+
+  /// The group of the ranks (world numbers, ascending) that contain this one. `purpose` keeps groups of
+  /// the same ranks apart ("gather", "reduce", "control"): each has its own channel and is issued to from
+  /// one thread. Collective among the members, made once, then cached. A single rank needs no others.
+  std::shared_ptr<comm::Group> group(const std::vector<int>& ranks, std::string_view purpose);
+  /// All ranks, for control messages from the rank's own thread.
+  comm::Group& control();
+  /// The one queue of sharding collectives.
+  comm::IssueQueue& queue() { return *queue_; }
+
+  /// Marks the run as failed: later collectives here throw, other ranks learn of it. Not collective.
+  virtual void poison(const std::string& why) = 0;
+  bool poisoned() const;
+  /// Makes a poisoned World usable again after every rank has caught its error. Collective.
+  virtual void recover() = 0;
+
+ protected:
+  World(int rank, int size, int local_rank);
+  virtual std::shared_ptr<comm::Group> make_group(const std::vector<int>& ranks, const std::string& key) = 0;
+  /// Derived classes call this first in their destructors: the queue's thread uses their groups.
+  void stop_queue();
+
+  int rank_ = 0;
+  int size_ = 1;
+  int local_rank_ = 0;
+  std::unique_ptr<comm::IssueQueue> queue_;
+  struct Groups;
+  std::shared_ptr<Groups> groups_;
+};
+
+/// Runs `body` as `nproc` local ranks, each a process of its own, and returns the exit code for main().
+/// In a process that a launcher already started (or in a spawned rank) it runs `body` once, as that rank.
+/// Otherwise it starts this very program again nproc times (exec, before any libtorch call), waits, and
+/// prints a failing rank's error last ("rank R: ..."). Call it first in main(). A rank whose body throws
+/// reports the error, sets the failure key and leaves without destroying groups ([Note: failure]).
+int launch(int nproc, const std::function<void(World&)>& body, const WorldOptions& options = {});
+
+/// How the ranks of launch_threads() talk.
+enum class ThreadBackend {
+  kInProcess,  ///< real data through memory; labels of every collective compared over ranks
+  kGloo,       ///< real Gloo over loopback
+};
+
+/// Runs `body` on `ranks` threads of this process, one rank each, and rethrows the first error (by time).
+/// Meant for tests and for trying layouts: libtorch's default generator and its thread pool are shared.
+void launch_threads(int ranks, ThreadBackend backend, const std::function<void(World&)>& body,
+                    const WorldOptions& options = {});
+
+}  // namespace tessera
