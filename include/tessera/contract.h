@@ -1,8 +1,10 @@
-// GradContract: the one statement of what a parameter's bytes and gradients are, before the first step.
+// GradContract: the one statement of what a parameter's bytes and gradients are, before the first
+// step.
 //
-// resolve_contracts is a pure function of (parameter metadata, policy, layout); it runs when a model is
-// sharded, never in a step. Its result is a value: printed, compared, hashed, and agreed on by all ranks
-// before any collective. Whatever is wrong is an error there and names the parameter. Next: shard.h.
+// resolve_contracts is a pure function of (parameter metadata, policy, layout); it runs when a
+// model is sharded, never in a step. Its result is a value: printed, compared, hashed, and agreed
+// on by all ranks before any collective. Whatever is wrong is an error there and names the
+// parameter. Next: shard.h.
 #pragma once
 
 #include <array>
@@ -24,46 +26,69 @@ struct ParameterMeta {
   std::vector<std::int64_t> shape;  ///< global
   DType dtype = DType::kFloat32;    ///< of the tensor as it is
   std::optional<DType> checkpoint;  ///< stored dtype in the file it comes from, if any
-  /// The file's bulk dtype (of most floating elements): a tensor stored wider than it records its dtype.
+  /// The file's bulk dtype (of most floating elements): a tensor stored wider than it records its
+  /// dtype.
   std::optional<DType> checkpoint_bulk;
   bool trainable = true;
-  bool model_pin = false;                 ///< the model family keeps it in fp32
-  std::optional<DType> user_grad_dtype;   ///< a leaf's own grad_dtype, set before sharding
-  std::vector<std::string> aliases;       ///< further names of the same tensor (tied parameters)
-  bool single_tensor_aliases = false;     ///< the aliases are one tensor object: autograd sums their uses raw
+  bool model_pin = false;                ///< the model family keeps it in fp32
+  std::optional<DType> user_grad_dtype;  ///< a leaf's own grad_dtype, set before sharding
+  std::vector<std::string> aliases;      ///< further names of the same tensor (tied parameters)
+  /// The aliases are one tensor object: autograd sums their uses raw.
+  bool single_tensor_aliases = false;
   std::int64_t numel() const;
 };
 
 /// Index into GradContract::reasons.
-enum class ContractField : std::uint8_t { kStorage, kCompute, kGrad, kAccumulate, kReduce, kFinal, kTrainable, kCount };
+enum class ContractField : std::uint8_t {
+  kStorage,
+  kCompute,
+  kGrad,
+  kAccumulate,
+  kReduce,
+  kFinal,
+  kTrainable,
+  kCount
+};
 std::string_view to_string(ContractField field);
 
 struct GradContract {
   std::string name;
   std::vector<std::int64_t> shape;
-  Encoding storage;             ///< the sharded parameter
-  Encoding compute;             ///< the unsharded parameter in forward and backward
-  std::optional<DType> grad;    ///< opt-in rounding of a raw gradient on arrival; none = added unrounded
+  Encoding storage;  ///< the sharded parameter
+  Encoding compute;  ///< the unsharded parameter in forward and backward
+  /// Opt-in rounding of a raw gradient on arrival; none = added unrounded.
+  std::optional<DType> grad;
   DType accumulate = DType::kFloat32;  ///< slot before the wire, shard accumulator after it
   DType reduce = DType::kFloat32;      ///< the wire
-  DType final = DType::kFloat32;       ///< what the optimizer reads; one cast at the end of the step
+  DType final = DType::kFloat32;  ///< what the optimizer reads; one cast at the end of the step
   bool trainable = true;
-  bool raw_sum_by_autograd = false;    ///< several uses in one backward arrive summed in the raw dtype
+  /// Several uses in one backward arrive summed in the raw dtype.
+  bool raw_sum_by_autograd = false;
   ReductionPlan reductions;
   std::vector<std::string> aliases;
-  /// Why each value is what it is: "[precision] param_dtype", "rule 2 (*norm)", "recorded by the checkpoint"...
+  /// Why each value is what it is: "[precision] param_dtype", "rule 2 (*norm)", "recorded by the
+  /// checkpoint"...
   std::array<std::string, static_cast<std::size_t>(ContractField::kCount)> reasons;
 
   std::int64_t numel() const;
+  std::string& reason(ContractField field) { return reasons[static_cast<std::size_t>(field)]; }
+  const std::string& reason(ContractField field) const {
+    return reasons[static_cast<std::size_t>(field)];
+  }
   bool operator==(const GradContract&) const = default;
 };
 
-/// Resolves all parameters of one model. `rules` of the policy that match nothing anywhere are errors.
-/// Errors: kContract naming the parameter, what was found, what was expected, the key to change.
+/// Resolves all parameters of one model, in their order. How each value is found stands in
+/// grad/resolve.cpp, one function a field. Frozen parameters have resolved gradient dtypes too,
+/// which nothing reads; parameters that are not floating mirror their storage everywhere and must
+/// be frozen. Errors: kContract naming the parameter, what was found, what was expected, the key to
+/// change; also for patterns of rules that match no parameter.
 std::vector<GradContract> resolve_contracts(const std::vector<ParameterMeta>& parameters,
-                                            const PrecisionPolicy& policy, const ReductionPlan& reductions);
+                                            const PrecisionPolicy& policy,
+                                            const ReductionPlan& reductions);
 
-/// One line a parameter, aligned: the table that `tessera inspect --contract` prints.
+/// One line a parameter, aligned, then the reasons by number: what `tessera inspect --contract`
+/// prints.
 std::string to_string(const std::vector<GradContract>& contracts);
 /// The same on every rank and every machine for equal contracts (reasons are left out).
 std::uint64_t hash(const std::vector<GradContract>& contracts);

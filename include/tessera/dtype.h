@@ -1,7 +1,7 @@
 // Element types without libtorch, so that contracts, plans and file formats are pure values.
 //
-// The promotion table is c10's (a test compares all pairs); Encoding is what a parameter's bytes look
-// like on the wire, today always a plain dtype. Next: precision.h.
+// The promotion table is c10's (a test compares all pairs); Encoding is what a parameter's bytes
+// look like on the wire, today always a plain dtype. Next: precision.h.
 #pragma once
 
 #include <cstdint>
@@ -36,10 +36,13 @@ std::string_view to_string(DType dtype);
 /// The inverse of to_string, case ignored; none for any other word.
 std::optional<DType> parse_dtype(std::string_view word);
 
+/// float8: a payload that needs a scale to mean anything, never a type to compute in.
+bool is_float8(DType dtype);
 /// Result type of an operation on both, as c10::promoteTypes. Errors: kContract for pairs that c10
-/// refuses (float8 with another type).
+/// refuses (float8 with another type; uint16, uint32 or uint64 with another integer).
 DType promote(DType a, DType b);
-/// Whether every value of `narrow` is exactly a value of `wide` (bfloat16 and float16: neither way).
+/// Whether every finite value of `narrow` is exactly a value of `wide` (bfloat16 and float16:
+/// neither way; a type represents itself).
 bool represents(DType wide, DType narrow);
 
 /// How the elements of a tensor are written into a payload.

@@ -19,6 +19,7 @@ enum class ErrorKind {
   kFormat,    ///< a malformed file
   kIo,        ///< reading or writing failed
   kComm,      ///< a lost or stalled rank, ranks that disagree
+  kNumeric,   ///< a loss or gradient that is not finite
   kInternal,  ///< a bug in Tessera
 };
 

@@ -30,5 +30,7 @@ struct ReductionPlan {
   double divide_factor = 1.0;
   bool operator==(const ReductionPlan&) const = default;
 };
+/// "sum over dp_shard, then dp_replicate, / 4"; "no sum" on a single rank.
+std::string to_string(const ReductionPlan& reductions);
 
 }  // namespace tessera

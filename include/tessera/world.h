@@ -24,28 +24,34 @@ class Store;
 }  // namespace comm
 
 struct WorldOptions {
-  std::string backend = "auto";  ///< "auto" (gloo on CPU, nccl on CUDA), "gloo", "nccl"
-  std::chrono::seconds init_timeout{300};
-  std::chrono::seconds timeout{100};  ///< of every collective
-  std::string master_addr;            ///< "" = MASTER_ADDR, else this host
-  int master_port = 0;                ///< 0 = MASTER_PORT, else chosen
+  std::string backend = "auto";  ///< "auto" (nccl where it is built in and there is CUDA, else gloo), "gloo", "nccl"
+  std::chrono::milliseconds init_timeout = std::chrono::seconds(300);
+  std::chrono::milliseconds timeout = std::chrono::seconds(100);  ///< of every collective
+  std::string master_addr;  ///< where MASTER_ADDR is not set; "" = this host, if all ranks are on one
+  int master_port = 0;      ///< where MASTER_PORT is not set; 0 = derived from the launcher's job
+  /// Gloo: exchange what every rank is about to issue before each collective and name both where they
+  /// differ; without it a disagreement is found once both wait. Also on with TESSERA_COMPARE_ENTRIES=1.
+  bool compare_entries = false;
+  /// A wait this long makes the failure watch compare what ranks have issued.
+  std::chrono::milliseconds blocked_after = std::chrono::seconds(2);
 };
 
 class World : public std::enable_shared_from_this<World> {
  public:
   /// Joins the run that the environment describes (torchrun, Open MPI, PMI, Slurm, own spawn), or makes a
   /// world of one. Collective. Starts the failure watch when there are other processes.
+  /// The last reference to it waits until the others let go of theirs, unless the run has failed.
   /// Errors: kUsage for contradictory variables, kComm when the others do not come in time.
   static std::shared_ptr<World> connect(const WorldOptions& options = {});
 
-  virtual ~World() = default;
+  virtual ~World();
   World(const World&) = delete;
   World& operator=(const World&) = delete;
 
   int rank() const { return rank_; }
   int size() const { return size_; }
   int local_rank() const { return local_rank_; }
-  /// "gloo", "in-process", "none" (world of one).
+  /// "gloo", "nccl", "in-process", "none" (world of one).
   virtual std::string backend() const = 0;
 
   /// A mesh over all ranks.
@@ -54,30 +60,35 @@ class World : public std::enable_shared_from_this<World> {
   /// The group of the ranks (world numbers, ascending) that contain this one. `purpose` keeps groups of
   /// the same ranks apart ("gather", "reduce", "control"): each has its own channel and is issued to from
   /// one thread. Collective among the members, made once, then cached. A single rank needs no others.
+  /// Errors: kUsage for ranks that are not ascending, not in the world, or without this one; kComm.
   std::shared_ptr<comm::Group> group(const std::vector<int>& ranks, std::string_view purpose);
   /// All ranks, for control messages from the rank's own thread.
   comm::Group& control();
   /// The one queue of sharding collectives.
   comm::IssueQueue& queue() { return *queue_; }
 
-  /// Marks the run as failed: later collectives here throw, other ranks learn of it. Not collective.
+  /// Marks the run as failed: waits and later collectives throw kComm, here at once, on the other ranks as
+  /// soon as they learn of it. Not collective. Threads: any.
   virtual void poison(const std::string& why) = 0;
   bool poisoned() const;
-  /// Makes a poisoned World usable again after every rank has caught its error. Collective.
+  /// Makes a poisoned World usable again after every rank has caught its error: groups stay valid and start
+  /// anew, collectives under way are lost. Collective, of all ranks. Errors: kComm.
   virtual void recover() = 0;
 
  protected:
+  struct State;
+
   World(int rank, int size, int local_rank);
-  virtual std::shared_ptr<comm::Group> make_group(const std::vector<int>& ranks, const std::string& key) = 0;
+  /// `name` is the same on all members and different for different groups; at least two ranks.
+  virtual std::shared_ptr<comm::Group> make_group(const std::vector<int>& ranks, const std::string& name) = 0;
   /// Derived classes call this first in their destructors: the queue's thread uses their groups.
   void stop_queue();
 
   int rank_ = 0;
   int size_ = 1;
   int local_rank_ = 0;
+  std::unique_ptr<State> state_;  ///< groups, poison
   std::unique_ptr<comm::IssueQueue> queue_;
-  struct Groups;
-  std::shared_ptr<Groups> groups_;
 };
 
 /// Runs `body` as `nproc` local ranks, each a process of its own, and returns the exit code for main().
@@ -87,13 +98,17 @@ class World : public std::enable_shared_from_this<World> {
 /// reports the error, sets the failure key and leaves without destroying groups ([Note: failure]).
 int launch(int nproc, const std::function<void(World&)>& body, const WorldOptions& options = {});
 
+/// Whether this process is a rank already: of a launcher, or spawned.
+bool launched();
+
 /// How the ranks of launch_threads() talk.
 enum class ThreadBackend {
   kInProcess,  ///< real data through memory; labels of every collective compared over ranks
   kGloo,       ///< real Gloo over loopback
 };
 
-/// Runs `body` on `ranks` threads of this process, one rank each, and rethrows the first error (by time).
+/// Runs `body` on `ranks` threads of this process, one rank each, and rethrows the first error (by time); a
+/// rank that throws poisons the others. Each thread computes with cores / ranks threads (at::set_num_threads).
 /// Meant for tests and for trying layouts: libtorch's default generator and its thread pool are shared.
 void launch_threads(int ranks, ThreadBackend backend, const std::function<void(World&)>& body,
                     const WorldOptions& options = {});

@@ -16,6 +16,8 @@ std::string_view to_string(ErrorKind kind) {
       return "io";
     case ErrorKind::kComm:
       return "comm";
+    case ErrorKind::kNumeric:
+      return "numeric";
     case ErrorKind::kInternal:
       return "internal";
   }

@@ -1,10 +1,10 @@
 // Collectives among the ranks of one group: what a backend implements (gloo, in-process, nccl).
 //
 // Not a general message layer: only what sharding needs, with the semantics that it needs. Sums are
-// formed in rank order in the output's dtype, so that every backend gives the same bits; an all-gather
-// is in place. Every call carries a Label, and a backend never lets two calls with different labels
-// meet (Gloo itself exchanges their data without an error: [Note: collective order] of fsdp/order.h).
-// Threads: a group is issued to from one thread only. Next: queue.h.
+// formed in rank order in the output's dtype, so that every backend gives the same bits; an
+// all-gather is in place. Every call carries a Label, and a backend never lets two calls with
+// different labels meet (Gloo itself exchanges their data without an error: [Note: collective
+// order] of fsdp/order.h). Threads: a group is issued to from one thread only. Next: queue.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,13 +23,13 @@ std::string_view to_string(Kind kind);
 /// Who calls: compared over ranks, printed when ranks disagree.
 struct Label {
   Kind kind = Kind::kBatch;
-  std::string unit;             ///< "model.layers.3", "control", ...
-  std::uint32_t unit_id = 0;    ///< the same on every rank
+  std::string unit;           ///< "model.layers.3", "control", ...
+  std::uint32_t unit_id = 0;  ///< the same on every rank
   std::uint32_t micro_batch = 0;
 };
 
-/// In place: `buffer` is contiguous, numel = size() x slice; rank r's slice is at r x slice, the own
-/// slice is filled by the caller. Bytes a rank sends: (size - 1) x slice bytes.
+/// In place: `buffer` is contiguous, numel = size() x slice; rank r's slice is at r x slice, the
+/// own slice is filled by the caller. Bytes a rank sends: (size - 1) x slice bytes.
 struct AllGather {
   at::Tensor buffer;
 };
@@ -37,9 +37,9 @@ struct AllGather {
 enum class Into : std::uint8_t { kOverwrite, kAdd };
 
 /// `input` [size x slice] in the wire dtype, `output` [slice] in the accumulation dtype:
-/// output (=, +=) sum over ranks, in rank order, of their input's slice of this rank; every addend is
-/// widened to the output's dtype before it is added. `input` is left as it was; neither may be touched
-/// before wait() returned. Bytes a rank sends: (size - 1) x slice bytes.
+/// output (=, +=) sum over ranks, in rank order, of their input's slice of this rank; every addend
+/// is widened to the output's dtype before it is added. `input` is left as it was; neither may be
+/// touched before wait() returned. Bytes a rank sends: (size - 1) x slice bytes.
 struct ReduceScatter {
   at::Tensor input;
   at::Tensor output;
@@ -61,8 +61,8 @@ struct Batch {
 };
 
 /// Something under way. wait() may be called once or more, from any one thread at a time; it does
-/// whatever is left to do (the additions of a reduce-scatter). Errors: kComm with the label, and the
-/// peers waited for.
+/// whatever is left to do (the additions of a reduce-scatter). Errors: kComm with the label, and
+/// the peers waited for.
 class Work {
  public:
   virtual ~Work() = default;
@@ -83,7 +83,8 @@ class Group {
 /// Blocking forms, for control messages. Collective.
 void all_reduce(Group& group, at::Tensor data, const std::string& what);
 /// Every rank's bytes, in rank order; lengths may differ.
-std::vector<std::string> all_gather_bytes(Group& group, const std::string& mine, const std::string& what);
+std::vector<std::string> all_gather_bytes(Group& group, const std::string& mine,
+                                          const std::string& what);
 void barrier(Group& group, const std::string& what);
 
 }  // namespace tessera::comm

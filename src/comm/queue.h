@@ -1,8 +1,10 @@
-// The issuing queue: one thread a World takes every sharding collective, in the order of submission.
+// The issuing queue: one thread a World takes every sharding collective, in the order of
+// submission.
 //
-// Two collectives issued in different orders on two ranks exchange each other's data on Gloo without
-// an error, so nothing else may start one on a sharding group: not the compute thread, not an autograd
-// worker, not a completion callback. What the order is, is decided above (fsdp/order.h); here it is kept.
+// Two collectives issued in different orders on two ranks exchange each other's data on Gloo
+// without an error, so nothing else may start one on a sharding group: not the compute thread, not
+// an autograd worker, not a completion callback. What the order is, is decided above
+// (fsdp/order.h); here it is kept.
 #pragma once
 
 #include <functional>
@@ -12,14 +14,15 @@
 
 namespace tessera::comm {
 
-/// A collective that was submitted, perhaps not yet issued. Copyable handle; empty = nothing to wait for.
+/// A collective that was submitted, perhaps not yet issued. Copyable handle; empty = nothing to
+/// wait for.
 class Pending {
  public:
   struct State;
   Pending() = default;
   explicit Pending(std::shared_ptr<State> state) : state_(std::move(state)) {}
-  /// Blocks until the collective was issued and is complete, on the calling thread. Rethrows what went
-  /// wrong in the queue or in the collective. Idempotent.
+  /// Blocks until the collective was issued and is complete, on the calling thread. Rethrows what
+  /// went wrong in the queue or in the collective. Idempotent.
   void wait();
   bool valid() const { return state_ != nullptr; }
 
@@ -34,8 +37,8 @@ class IssueQueue {
   IssueQueue(const IssueQueue&) = delete;
   IssueQueue& operator=(const IssueQueue&) = delete;
 
-  /// `ready` runs on the issuing thread right before the batch goes out (fills a gather's own slice, for
-  /// example); it may be empty. The group must outlive the returned handle's wait().
+  /// `ready` runs on the issuing thread right before the batch goes out (fills a gather's own
+  /// slice, for example); it may be empty. The group must outlive the returned handle's wait().
   Pending submit(Group& group, Batch batch, std::function<void()> ready = {});
 
   /// Blocks until everything submitted so far was issued (not completed).
@@ -46,8 +49,8 @@ class IssueQueue {
   /// Drops what was never issued and accepts again.
   void recover();
 
-  /// Test seam: called on the issuing thread with the label of each batch before it is issued; returning
-  /// true holds the batch back until the next one was issued (an injected reordering).
+  /// Test seam: called on the issuing thread with the label of each batch before it is issued;
+  /// returning true holds the batch back until the next one was issued (an injected reordering).
   void set_reorder_for_tests(std::function<bool(const Label&)> hold_back);
 
  private:

@@ -1,10 +1,11 @@
-// Bucket plan: where every parameter of a unit lies in the flat buffers that are gathered and reduced.
+// Bucket plan: where every parameter of a unit lies in the flat buffers that are gathered and
+// reduced.
 //
-// Pure. A unit owns one bucket per distinct BucketKey; in a bucket parameters lie one after the other,
-// whole, each beginning at `alignment_bytes` of the compute dtype. The length is a multiple of ranks x 64
-// elements; rank r owns the r-th equal slice, the same elements in every dtype's buffer. Gaps are padding:
-// zero in gradients, in no norm. Source: design.md section 4; compare FSDP2's per-parameter padding
-// (8x for stacked experts at 64 ranks).
+// Pure. A unit owns one bucket per distinct BucketKey; in a bucket parameters lie one after the
+// other, whole, each beginning at `alignment_bytes` of the compute dtype. The length is a multiple
+// of ranks x 64 elements; rank r owns the r-th equal slice, the same elements in every dtype's
+// buffer. Gaps are padding: zero in gradients, in no norm. Source: design.md section 4; compare
+// FSDP2's per-parameter padding (8x for stacked experts at 64 ranks).
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,9 @@
 
 namespace tessera::layout {
 
-/// What parameters of one bucket have in common.
+/// What parameters of one bucket have in common. For frozen ones accumulate, reduce and final have
+/// no meaning: key_of (grad/contract_key.h) sets them to the compute dtype, so that they share a
+/// bucket.
 struct BucketKey {
   DType storage = DType::kFloat32;
   DType compute = DType::kFloat32;
@@ -28,6 +31,10 @@ struct BucketKey {
   bool operator==(const BucketKey&) const = default;
 };
 std::string to_string(const BucketKey& key);
+
+/// The length of a bucket is a multiple of ranks x this, so that every slice begins on a cache line
+/// in every dtype.
+inline constexpr std::int64_t kSliceQuantum = 64;
 
 /// A half-open range of elements.
 struct Range {
@@ -57,7 +64,7 @@ struct BucketPlan {
   Range slice(int rank) const;  ///< rank's elements of the flat buffer
   /// The elements of the parameter (0-based within it) that `rank` owns; {0, 0} when none.
   Range owned(const Placed& placed, int rank) const;
-  /// Where owned(placed, rank) begins within the rank's slice.
+  /// Where owned(placed, rank) begins within the rank's slice; 0 when the rank owns none of it.
   std::int64_t offset_in_slice(const Placed& placed, int rank) const;
   bool operator==(const BucketPlan&) const = default;
 };
@@ -70,7 +77,7 @@ struct UnitPlan {
 
 struct PlanOptions {
   int ranks = 1;
-  std::int64_t alignment_bytes = 64;  ///< 256 on CUDA
+  std::int64_t alignment_bytes = 64;  ///< of each parameter, in the compute dtype; 256 on CUDA
 };
 
 /// What the plan needs to know of a parameter.
@@ -80,13 +87,19 @@ struct PlanItem {
   BucketKey key;
 };
 
-/// Items keep their order within their bucket. Items without elements are placed (numel 0) but take no room.
-UnitPlan plan_unit(const std::string& name, const std::vector<PlanItem>& items, const PlanOptions& options);
+/// Items keep their order within their bucket. Items without elements are placed (numel 0) but take
+/// no room. Errors: kInternal for negative sizes, sizes that add up to more than 2^63 bytes, less
+/// than one rank, an alignment that is no multiple of the element size.
+UnitPlan plan_unit(const std::string& name, const std::vector<PlanItem>& items,
+                   const PlanOptions& options);
 
-/// Throws kInternal unless the plan holds what its head promises: alignment, no overlap, slices that cover,
-/// each item exactly once, keys that agree with the items.
+/// Throws kInternal unless the plan holds what its head promises: alignment, no overlap, slices
+/// that cover, each item exactly once and in order, keys that agree with the items and differ
+/// between buckets.
 void validate(const UnitPlan& plan, const std::vector<PlanItem>& items, const PlanOptions& options);
 
+/// A line a bucket and a line a parameter: what `tessera inspect --contract` prints below the
+/// contract.
 std::string to_string(const UnitPlan& plan, const std::vector<PlanItem>& items);
 
 }  // namespace tessera::layout

@@ -1,0 +1,173 @@
+#!/usr/bin/env python3
+"""PyTorch's side of bench/fsdp2_compare: transformers' Qwen3 of 18.9 M parameters under FSDP2.
+
+    .venv/bin/python bench/fsdp2_compare.py --folder DIR [--steps 30] [--profile]
+
+DIR gets, once, what both sides read: `model/` (a Hugging Face folder with the initial weights in
+fp32) and `batches.safetensors` (`input_ids`, `labels` [S,B,T], fixed random tokens). Then two ranks
+train and one line of JSON is printed: step times, losses, peak RSS, and, with --profile, where a
+step goes. The first steps of a run are warm-up and not counted.
+"""
+
+import argparse
+import json
+import pathlib
+import resource
+import statistics
+import time
+
+import local_ranks
+
+LAYERS, HIDDEN, VOCABULARY = 8, 384, 8192
+SEQUENCE, ROWS_A_RANK = 256, 2
+WARM_UP_STEPS = 5
+OPTIMIZER = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+MAX_NORM = 1.0
+
+
+def qwen3_config():
+    from transformers import Qwen3Config
+    return Qwen3Config(
+        hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=64, intermediate_size=1024, vocab_size=VOCABULARY,
+        tie_word_embeddings=False, use_cache=False, attention_dropout=0.0,
+        max_position_embeddings=SEQUENCE, bos_token_id=None, eos_token_id=None)
+
+
+def prepare(folder, steps, ranks):
+    """Writes model/ and batches.safetensors unless they are there with enough steps."""
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+    from transformers import Qwen3ForCausalLM
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "model/model.safetensors").exists():
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(qwen3_config()).float().save_pretrained(folder / "model")
+    path = folder / "batches.safetensors"
+    if path.exists():
+        with safe_open(path, "pt") as file:
+            if file.get_slice("input_ids").get_shape() == [steps, ROWS_A_RANK * ranks, SEQUENCE]:
+                return
+    drawn = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (steps, ROWS_A_RANK * ranks, SEQUENCE), generator=drawn)
+    save_file({"input_ids": ids, "labels": ids.clone()}, path)
+
+
+# The first category with a part that an event's name contains counts the event's own time. Gloo works
+# on threads of its own; what shows on this thread is the wait, inside the c10d call or FSDP's hook.
+CATEGORIES = (
+    ("communication and hooks", ("FSDP::", "c10d::", "_c10d_functional", "record_param_comms")),
+    ("optimizer", ("_fused_adamw_", "Optimizer.", "clip_grad")),
+    ("attention", ("scaled_dot_product", "flash_attention")),
+    ("products", ("::mm", "::addmm", "::bmm", "::linear", "::matmul", "mkldnn")),
+    ("cross entropy", ("log_softmax", "nll_loss", "cross_entropy")),
+    ("copies and casts", ("copy_", "::cat", "chunk_cat", "clone", "_to_copy", "::to", "fsdp::",
+                          "split_with_sizes", "fill_", "zero_", "contiguous")),
+    ("other kernels", ("aten::",)),
+)
+
+
+def where_time_goes(step, steps):
+    """Shares of a step's wall time by category, of this rank's main thread."""
+    from torch.profiler import ProfilerActivity, profile
+    step(0)
+    start = time.perf_counter()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        for index in range(steps):
+            step(index)
+        wall = time.perf_counter() - start
+    seconds = {name: 0.0 for name, _ in CATEGORIES}
+    for event in profiled.key_averages():
+        for category, parts in CATEGORIES:
+            if any(part in event.key for part in parts) and "gloo:" not in event.key:
+                seconds[category] += event.self_cpu_time_total * 1e-6
+                break
+    seconds["Python and dispatch"] = max(0.0, wall - sum(seconds.values()))
+    return {"profiled_step_ms": round(1e3 * wall / steps, 1),
+            **{name: round(value / wall, 3) for name, value in seconds.items()}}
+
+
+def sharded_model(folder):
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    model.train()
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def train(arguments):
+    import torch
+    import torch.distributed as dist
+    from safetensors import safe_open
+
+    local_ranks.join(arguments)
+    model = sharded_model(arguments.folder)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIMIZER)
+    mine = slice(arguments.rank * ROWS_A_RANK, (arguments.rank + 1) * ROWS_A_RANK)
+    with safe_open(arguments.folder / "batches.safetensors", "pt") as file:
+        ids = file.get_tensor("input_ids")[:, mine].contiguous()
+        labels = file.get_tensor("labels")[:, mine].contiguous()
+
+    def step(index):
+        index %= len(ids)
+        loss = model(input_ids=ids[index], labels=labels[index]).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    losses, milliseconds = [], []
+    for index in range(arguments.steps):
+        dist.barrier()
+        start = time.perf_counter()
+        losses.append(step(index))
+        milliseconds.append(1e3 * (time.perf_counter() - start))
+    losses = torch.stack(losses)
+    dist.all_reduce(losses)  # every rank kept as many labels: the mean of means is the mean
+    result = {"step_ms": milliseconds, "loss": (losses / dist.get_world_size()).tolist(),
+              "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+              "parameters": sum(p.numel() for p in model.parameters())}
+    if arguments.profile:
+        result["shares"] = where_time_goes(step, 5)
+    local_ranks.report(arguments, result)
+    dist.destroy_process_group()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=pathlib.Path, required=True)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--profile", action="store_true")
+    local_ranks.add_rank_arguments(parser)
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        return train(arguments)
+
+    prepare(arguments.folder, arguments.steps, arguments.ranks)
+    passed = ["--folder", arguments.folder, "--steps", arguments.steps]
+    ranks = local_ranks.run_ranks(__file__, passed + ["--profile"] * arguments.profile,
+                                  arguments.ranks)
+    slowest = [max(times) for times in zip(*(rank["step_ms"] for rank in ranks))]
+    counted = sorted(slowest[WARM_UP_STEPS:])
+    print(json.dumps({
+        "median_ms": statistics.median(counted),
+        "p10_ms": counted[len(counted) // 10], "p90_ms": counted[-1 - len(counted) // 10],
+        "step_ms": slowest, "loss": ranks[0]["loss"],
+        "peak_rss_mib": [rank["peak_rss_mib"] for rank in ranks],
+        "parameters": ranks[0]["parameters"],
+        **({"shares": ranks[0]["shares"]} if arguments.profile else {})}))
+
+
+if __name__ == "__main__":
+    main()

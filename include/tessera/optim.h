@@ -1,0 +1,64 @@
+// Optimizers over the shards of a handle: AdamW and SGD with PyTorch's formulas, element by element on the
+// ranges that this rank owns.
+//
+// torch::optim's work on handle.parameters() too; these refuse to step while a backward is owed, skip
+// parameters that no rank used, and decide decay by name, since a shard has lost its dims. Next: clip.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/shard.h"
+
+namespace tessera {
+
+struct AdamWOptions {
+  double lr = 1e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.95;
+  double eps = 1e-8;
+  double weight_decay = 0.1;           ///< decoupled, on every trainable parameter but those of `no_decay`
+  std::vector<std::string> no_decay;   ///< patterns as PrecisionRule::match
+};
+
+struct SgdOptions {
+  double lr = 1e-2;
+  double momentum = 0.0;
+  double weight_decay = 0.0;  ///< added to the gradient, as PyTorch's SGD
+  std::vector<std::string> no_decay;
+};
+
+class Optimizer {
+ public:
+  virtual ~Optimizer() = default;
+  /// Updates every shard that has a gradient. Not collective. Errors: kUsage while a recorded forward waits
+  /// for its backward; kContract for a gradient whose dtype is not the shard's.
+  void step();
+  void set_lr(double lr) { lr_ = lr; }
+  double lr() const { return lr_; }
+
+ protected:
+  Optimizer(const ShardedBase& model, double lr, const std::vector<std::string>& no_decay);
+  struct Item {
+    ShardView view;
+    bool decays = true;
+    std::vector<at::Tensor> state;  ///< [owned] each, dtype of the shard
+    std::int64_t steps = 0;         ///< updates so far, as PyTorch counts
+  };
+  virtual void update(const std::vector<Item*>& items) = 0;
+
+  double lr_;
+
+ private:
+  const ShardedBase& model_;
+  std::vector<Item> items_;
+};
+
+std::unique_ptr<Optimizer> make_adamw(const ShardedBase& model, const AdamWOptions& options);
+std::unique_ptr<Optimizer> make_sgd(const ShardedBase& model, const SgdOptions& options);
+
+}  // namespace tessera

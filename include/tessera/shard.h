@@ -1,0 +1,243 @@
+// fully_shard: turns any torch::nn::Module into a sharded one, called through a handle.
+//
+// C++ has no module hooks, so what Python's FSDP2 does in hooks happens in Sharded<M>::forward. The handle is
+// a module itself, with M's forward signature: it can be a child of another module, stand in a Sequential, and
+// its parameters() are the shards that an optimizer steps. Inner units exist where the code calls such
+// handles. Parameters of one unit may have different dtypes. Not a wrapper that copies M: M's own tensors show
+// the unsharded parameters while the unit computes and throw at any other time.
+// Source of the semantics: PyTorch FSDP2 `fully_shard`; the differences are in docs/. Next: optim.h, clip.h.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "tessera/contract.h"
+#include "tessera/mesh.h"
+#include "tessera/precision.h"
+#include "tessera/visit_tensors.h"
+
+namespace torch::nn {
+class SequentialImpl;
+}
+
+namespace tessera {
+
+namespace fsdp {
+class Unit;
+class Runtime;
+struct Entry;
+struct Parameter;
+}  // namespace fsdp
+
+class ShardedBase;
+
+struct ShardOptions {
+  /// Canonical name of the module in the whole model ("model.layers.0"): put before its parameters' names.
+  /// "" = from its place in the parent that is sharded later.
+  std::string name;
+  /// Give the unsharded parameters back after forward and gather them again in backward. none = true for
+  /// units inside another one, false for the outermost (set when it first runs as the root).
+  std::optional<bool> reshard_after_forward;
+  /// Buckets of inner units that are smaller than this (bytes of the unsharded compute dtype) move to the
+  /// outermost unit and are gathered once a step.
+  std::int64_t merge_below_bytes = 0;
+  /// none = the number of data ranks, as FSDP2 averages.
+  std::optional<double> divide_factor;
+  /// Gradient bytes that may be under way before the issuer waits for the oldest reduction.
+  std::int64_t in_flight_bytes = std::int64_t{256} << 20;
+  /// Resolved beforehand for the whole model, looked up by canonical name; none = resolved here from the
+  /// policy.
+  std::shared_ptr<const std::vector<GradContract>> contracts;
+  /// From a parameter's path in the module to its canonical name; none = `name` + "." + path.
+  std::function<std::string(const std::string&)> canonical_name;
+  /// Handles whose modules still stand plain in the tree, because the code reaches them in another way
+  /// (fsdp/slot.h): each is met where its module is.
+  std::vector<std::shared_ptr<ShardedBase>> inner;
+  /// Tensors to leave alone: not sharded, gathered, reduced or moved.
+  std::vector<at::Tensor> ignored_parameters;
+};
+
+/// One shard with what is needed to use it elsewhere.
+struct ShardView {
+  const GradContract* contract = nullptr;
+  at::Tensor shard;        ///< [end - begin], storage dtype; .grad() in the final dtype
+  std::int64_t begin = 0;  ///< the shard is elements [begin, end) of the flattened parameter
+  std::int64_t end = 0;
+};
+
+/// The part of a handle that does not depend on M.
+class ShardedBase : public torch::nn::Module {
+ public:
+  ~ShardedBase() override;
+  ShardedBase(ShardedBase&&) = default;
+  ShardedBase& operator=(ShardedBase&&) = default;
+  ShardedBase(const ShardedBase&) = delete;  ///< a sharded module is not copied
+  ShardedBase& operator=(const ShardedBase&) = delete;
+
+  /// True names ("layers.0.weight"), of this unit and of all units inside it.
+  torch::OrderedDict<std::string, at::Tensor> named_parameters() const;
+  /// Every parameter of this unit and of all inside, in the order of named_parameters().
+  std::vector<ShardView> shards() const;
+  /// One line a parameter.
+  std::string contract_table() const;
+
+  /// Calls `visit(canonical name, whole parameter)` on every rank, storage dtype, one bucket in memory at a time.
+  /// Collective.
+  void visit_full_parameters(const std::function<void(const std::string&, const at::Tensor&)>& visit) const;
+  /// The same for gradients, final dtype; zeros for trainable parameters without one. Frozen ones are left out.
+  void visit_full_gradients(const std::function<void(const std::string&, const at::Tensor&)>& visit) const;
+  /// The loader filled every shard: they may be gathered.
+  void set_loaded();
+
+  /// false: gradients stay unreduced in the slots until a backward with true (gradient accumulation).
+  void set_requires_gradient_sync(bool value, bool recurse = true);
+  /// false: HSDP's sum over replicas waits for a backward with true.
+  void set_requires_replica_reduce(bool value);
+  void unshard();  ///< gathers this unit now. Collective.
+  void reshard();  ///< gives its memory back
+
+  void train(bool on = true) override;
+  void zero_grad(bool set_to_none = true) override;
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Device device, bool non_blocking = false) override;
+  std::shared_ptr<torch::nn::Module> clone(
+      const std::optional<torch::Device>& device = std::nullopt) const override;
+
+  const std::shared_ptr<fsdp::Unit>& unit() const { return unit_; }
+  const std::shared_ptr<torch::nn::Module>& held() const { return held_; }
+
+ protected:
+  ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& mesh, const PrecisionPolicy& policy,
+              const ShardOptions& options);
+
+  /// One call of the module: enter() before it, leave() after it, neither when it throws.
+  class Call {
+   public:
+    explicit Call(ShardedBase& handle);
+    ~Call();
+    void enter(const std::vector<at::Tensor*>& inputs);
+    void leave(const std::vector<at::Tensor*>& outputs);
+
+   private:
+    ShardedBase& handle_;
+    std::shared_ptr<fsdp::Entry> entry_;
+    bool entered_ = false;
+    bool left_ = false;
+    int exceptions_;
+  };
+
+ private:
+  struct Inner {
+    std::string path;
+    std::shared_ptr<ShardedBase> handle;
+  };
+  struct Own {
+    std::string name;  // true, relative to this handle
+    fsdp::Parameter* parameter;
+  };
+  void adopt(const ShardOptions& options);
+  void set_runtime(const std::shared_ptr<fsdp::Runtime>& runtime);
+  /// All parameters of this handle and those inside, with names relative to this handle.
+  std::vector<Own> all() const;
+  void visit_full(bool gradients,
+                  const std::function<void(const std::string&, const at::Tensor&)>& visit) const;
+
+  std::shared_ptr<torch::nn::Module> held_;
+  std::shared_ptr<fsdp::Unit> unit_;
+  std::shared_ptr<fsdp::Runtime> runtime_;
+  std::vector<Inner> inner_;
+  std::vector<Own> own_;
+  PrecisionPolicy policy_;
+  bool asked_reshard_ = false;
+  bool named_ = false;
+};
+
+/// The signature of M's forward. Specialize it for a module whose forward is a template or overloaded:
+/// `template <> struct tessera::ForwardSignature<MyImpl> { using type = at::Tensor(at::Tensor); };`
+template <class M>
+struct ForwardSignature {
+  template <class R, class C, class... Args>
+  static R (*deduce(R (C::*)(Args...)))(Args...);
+  template <class R, class C, class... Args>
+  static R (*deduce(R (C::*)(Args...) const))(Args...);
+  using type = std::remove_pointer_t<decltype(deduce(&M::forward))>;
+};
+template <>
+struct ForwardSignature<torch::nn::SequentialImpl> {
+  using type = at::Tensor(at::Tensor);
+};
+
+namespace detail {
+
+template <class M, class Signature>
+class ShardedForward;
+
+template <class M, class R, class... Args>
+class ShardedForward<M, R(Args...)> : public ShardedBase {
+ public:
+  R forward(Args... arguments) {
+    static_assert((!(std::is_lvalue_reference_v<Args> && !std::is_const_v<std::remove_reference_t<Args>>) &&
+                   ...),
+                  "a sharded forward cannot write to its arguments");
+    std::tuple<std::decay_t<Args>...> held(std::forward<Args>(arguments)...);
+    Call call(*this);
+    std::vector<at::Tensor*> inputs;
+    visit_tensors(held, [&](at::Tensor& tensor) { inputs.push_back(&tensor); });
+    call.enter(inputs);
+    const auto run = [&](auto&... values) -> R { return module_->forward(static_cast<Args>(values)...); };
+    if constexpr (std::is_void_v<R>) {
+      std::apply(run, held);
+      call.leave({});
+    } else {
+      auto result = std::apply(run, held);
+      std::vector<at::Tensor*> outputs;
+      visit_tensors(result, [&](at::Tensor& tensor) { outputs.push_back(&tensor); });
+      call.leave(outputs);
+      return result;
+    }
+  }
+
+  /// The module itself: its configuration may be read; calling it past the handle throws.
+  const std::shared_ptr<M>& module() const { return module_; }
+
+ protected:
+  ShardedForward(std::shared_ptr<M> module, const Mesh& mesh, const PrecisionPolicy& policy,
+                 const ShardOptions& options)
+      : ShardedBase(module, mesh, policy, options), module_(std::move(module)) {}
+
+ private:
+  std::shared_ptr<M> module_;
+};
+
+}  // namespace detail
+
+template <class M>
+class Sharded : public detail::ShardedForward<M, typename ForwardSignature<M>::type> {
+ public:
+  Sharded(std::shared_ptr<M> module, const Mesh& mesh, const PrecisionPolicy& policy,
+          const ShardOptions& options)
+      : detail::ShardedForward<M, typename ForwardSignature<M>::type>(std::move(module), mesh, policy,
+                                                                      options) {}
+};
+
+/// Shards every parameter under `module` that no inner handle owns yet over the mesh's dp_shard axis
+/// (replicated over dp_replicate), as one unit. Collective: all ranks call it on the same module, inner ones
+/// first. Values are taken from the module; parameters without storage stay unset until they are loaded.
+/// Errors: kContract naming the parameter (dtypes, rules, ranks that disagree), kUsage for gradients or
+/// forwards under way.
+template <class M>
+Sharded<M> fully_shard(std::shared_ptr<M> module, const Mesh& mesh, const PrecisionPolicy& policy = {},
+                       const ShardOptions& options = {}) {
+  return Sharded<M>(std::move(module), mesh, policy, options);
+}
+
+}  // namespace tessera

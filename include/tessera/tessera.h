@@ -1,0 +1,15 @@
+// Everything a program that shards its own modules needs. Start with world.h, then shard.h.
+#pragma once
+
+#include "tessera/clip.h"
+#include "tessera/contract.h"
+#include "tessera/dtype.h"
+#include "tessera/error.h"
+#include "tessera/mesh.h"
+#include "tessera/optim.h"
+#include "tessera/placement.h"
+#include "tessera/precision.h"
+#include "tessera/recompute.h"
+#include "tessera/shard.h"
+#include "tessera/visit_tensors.h"
+#include "tessera/world.h"

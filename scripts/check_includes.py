@@ -1,0 +1,111 @@
+#!/usr/bin/env python3
+"""Checks what the C++ files include: floors, purity, narrow torch headers.
+
+The order of the floors is read from src/CMakeLists.txt, which sources are pure from the PURE lists
+of src/*/CMakeLists.txt. Prints one line for each fault; exit code 1 if there is any.
+"""
+
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
+TORCH = ("torch/", "ATen/", "c10/", "caffe2/")
+WIDE = ("torch/torch.h", "torch/extension.h", "torch/all.h")
+
+
+def floors():
+    text = (ROOT / "src/CMakeLists.txt").read_text()
+    return re.search(r"foreach\(floor ([^)]*)\)", text).group(1).split()
+
+
+def includes(path):
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+        found = INCLUDE.match(line)
+        if found:
+            yield number, found.group(2)
+
+
+def cmake_arguments(text, command):
+    """The words of every call of command, comments removed."""
+    text = re.sub(r"#.*", "", text)
+    return [call.split() for call in re.findall(rf"{command}\(([^)]*)\)", text)]
+
+
+def pure_sources():
+    keywords = {"PURE", "TORCH", "USES", "LINK"}
+    for lists in sorted((ROOT / "src").glob("*/CMakeLists.txt")):
+        for words in cmake_arguments(lists.read_text(), "tessera_floor"):
+            section = None
+            for word in words:
+                if word in keywords:
+                    section = word
+                elif section == "PURE":
+                    yield lists.parent / word
+
+
+def own_header(name):
+    """The file that a quoted include of ours means, or None."""
+    for base in ("src", "include", "tests"):
+        if (ROOT / base / name).is_file():
+            return ROOT / base / name
+    return None
+
+
+def main():
+    order = {name: height for height, name in enumerate(floors())}
+    # A public header belongs to the floor that has a source or private header of its name.
+    home = {}
+    for name in order:
+        for path in (ROOT / "src" / name).glob("*.cpp"):
+            home.setdefault(path.stem, name)
+    faults = []
+
+    def fault(path, line, text):
+        faults.append(f"{path.relative_to(ROOT)}:{line}: {text}")
+
+    def floor_of(name):
+        top, _, rest = name.partition("/")
+        if top == "tessera":
+            return home.get(pathlib.Path(rest).stem)
+        return top if top in order else None
+
+    ours = [p for top in ("src", "include", "tests", "examples", "bench")
+            for p in sorted((ROOT / top).rglob("*")) if p.suffix in (".cpp", ".h")]
+    for path in ours:
+        relative = path.relative_to(ROOT).parts
+        own = relative[1] if relative[0] == "src" else None
+        if own is not None and own not in order:
+            fault(path, 1, f"floor '{own}' is not in the list of src/CMakeLists.txt")
+            continue
+        for line, name in includes(path):
+            if name in WIDE:
+                fault(path, line, f"{name} costs half a minute a file; include narrow headers")
+            target = floor_of(name)
+            if own and target and order[target] > order[own]:
+                fault(path, line, f"floor '{own}' includes {name}, which is of floor '{target}' above it")
+            if relative[0] == "include" and name.split("/")[0] in order:
+                fault(path, line, f"a public header includes the private {name}")
+
+    # Pure code sees no torch header, not even through another header.
+    for source in pure_sources():
+        if not source.is_file():
+            continue
+        seen, waiting = set(), [source]
+        while waiting:
+            path = waiting.pop()
+            for line, name in includes(path):
+                if name.startswith(TORCH):
+                    fault(path, line, f"{name} is reached from the pure {source.relative_to(ROOT)}")
+                header = own_header(name) or (path.parent / name if (path.parent / name).is_file() else None)
+                if header and header not in seen:
+                    seen.add(header)
+                    waiting.append(header)
+
+    print("\n".join(sorted(set(faults))), end="\n" if faults else "")
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+# shellcheck shell=bash
+# What a working copy needs, by name: the one place where packages and versions are listed.
+# Sourced by scripts/bootstrap in the root of the working copy; does nothing by itself.
+# shellcheck disable=SC2034
+
+# To build everything with g++, tests included (their libraries are small). Of libgloo-dev only the
+# headers are used: the library itself is inside libtorch.
+apt_build=(
+  git ca-certificates g++ cmake ninja-build ccache mold pkg-config python3 python3-venv
+  libgloo-dev libcli11-dev libtomlplusplus-dev nlohmann-json3-dev libspdlog-dev libfmt-dev
+  libxxhash-dev libgtest-dev libgmock-dev librapidcheck-dev libbenchmark-dev
+)
+
+# To run the tests, the fuzzers and the lint.
+apt_tests=(
+  clang-19 libclang-rt-19-dev clang-format-19 clang-tidy-19 shellcheck openmpi-bin
+)
+
+torch_pin=torch==2.13.0
+
+# The tests' side in Python, and what the comparison with PyTorch's own sharding needs.
+pip_tests=(numpy==2.4.6 safetensors==0.8.0)
+pip_bench=(transformers==5.23.0)
+
+# ccache reuses objects made with the precompiled header, and between working copies, only when told.
+export CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:-pch_defines,time_macros}
+export CCACHE_BASEDIR=${CCACHE_BASEDIR:-$PWD} CCACHE_NOHASHDIR=1

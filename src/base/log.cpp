@@ -1,0 +1,84 @@
+#include "base/log.h"
+
+#include <spdlog/sinks/basic_file_sink.h>
+#include <spdlog/sinks/stdout_sinks.h>
+#include <spdlog/spdlog.h>
+
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "base/printable.h"
+
+namespace tessera::log {
+namespace {
+
+spdlog::level::level_enum level_of(Level level) {
+  switch (level) {
+    case Level::kWarn:
+      return spdlog::level::warn;
+    case Level::kError:
+      return spdlog::level::err;
+    default:
+      return spdlog::level::info;
+  }
+}
+
+std::shared_ptr<spdlog::logger> make_logger(const Options& options) {
+  auto screen = std::make_shared<spdlog::sinks::stderr_sink_mt>();
+  screen->set_level(options.rank == 0 ? spdlog::level::info : spdlog::level::err);
+  auto logger = std::make_shared<spdlog::logger>("tessera", std::move(screen));
+  if (!options.file.empty()) {
+    logger->sinks().push_back(
+        std::make_shared<spdlog::sinks::basic_file_sink_mt>(options.file.native()));
+  }
+  std::string pattern = "%Y-%m-%d %H:%M:%S.%e %l ";
+  if (options.world_size > 1) pattern += "[rank " + std::to_string(options.rank) + "] ";
+  logger->set_pattern(pattern + "%v");
+  logger->flush_on(spdlog::level::trace);
+  return logger;
+}
+
+/// The one mutable thing: the sinks that lines go to.
+class Sinks {
+ public:
+  std::shared_ptr<spdlog::logger> get() {
+    const std::lock_guard lock(mutex_);
+    if (!logger_) logger_ = make_logger({});
+    return logger_;
+  }
+  void set(std::shared_ptr<spdlog::logger> logger) {
+    const std::lock_guard lock(mutex_);
+    logger_ = std::move(logger);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::shared_ptr<spdlog::logger> logger_;
+};
+
+Sinks& sinks() {
+  // Never destroyed: a watcher thread may report a failure while the process exits.
+  static auto* const instance = new Sinks;
+  return *instance;
+}
+
+}  // namespace
+
+void init(const Options& options) {
+  try {
+    if (options.file.has_parent_path()) {
+      std::filesystem::create_directories(options.file.parent_path());
+    }
+    sinks().set(make_logger(options));
+  } catch (const std::exception& error) {  // spdlog's and the file system's
+    throw Error(ErrorKind::kIo, concat("cannot open the log file ",
+                                       printable(options.file.native(), 1024), ": ", error.what()));
+  }
+}
+
+void write(Level level, const std::string& message) {
+  sinks().get()->log(level_of(level), spdlog::string_view_t(message));
+}
+
+}  // namespace tessera::log

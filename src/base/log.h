@@ -1,0 +1,46 @@
+// What the program says while it runs: lines on stderr and one file a rank.
+//
+// Every line goes to the rank's file once init() named one; stderr shows the lines of rank 0 and
+// the errors of all. Each line is written out at once: a failing rank leaves by _exit and flushes
+// nothing. Metrics and results are not log lines (they go to stdout and metrics.jsonl). The
+// formatting library stays inside log.cpp, whose target must not see libtorch's include folder.
+#pragma once
+
+#include <filesystem>
+#include <string>
+
+#include "tessera/error.h"
+
+namespace tessera::log {
+
+enum class Level { kInfo, kWarn, kError };
+
+struct Options {
+  int rank = 0;
+  int world_size = 1;          ///< lines carry "[rank N]" where there is more than one
+  std::filesystem::path file;  ///< e.g. RUN/logs/rank_0.log, appended to; empty = none
+};
+
+/// Until this is called everything goes to stderr, without a rank. Creates the file's folder.
+/// Errors: kIo where the file cannot be opened; the earlier sinks then stay. Threads: any.
+void init(const Options& options);
+
+/// One line. Threads: any.
+void write(Level level, const std::string& message);
+
+template <class... Parts>
+void info(const Parts&... parts) {
+  write(Level::kInfo, concat(parts...));
+}
+
+template <class... Parts>
+void warn(const Parts&... parts) {
+  write(Level::kWarn, concat(parts...));
+}
+
+template <class... Parts>
+void error(const Parts&... parts) {
+  write(Level::kError, concat(parts...));
+}
+
+}  // namespace tessera::log

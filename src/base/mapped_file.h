@@ -1,0 +1,72 @@
+// Files that are read in place: a read-only mapping of a whole file, and positioned reads.
+//
+// Model and data files are larger than a rank's share of memory, so nobody loads one: a rank maps
+// it, touches the ranges that it owns and gives their pages back. Pages of a mapping count as
+// resident until then, which is why release() exists. A file that is cut short while it is mapped
+// raises SIGBUS, as any mapping does; sizes are checked once, at open. Next: io/safetensors.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <span>
+#include <string>
+
+namespace tessera {
+
+enum class Access { kNormal, kSequential, kRandom };
+
+/// A regular file open for reading. Errors: kIo with path and reason (missing, a folder, a pipe).
+class InputFile {
+ public:
+  explicit InputFile(std::filesystem::path path);
+  ~InputFile();
+  InputFile(InputFile&& other) noexcept;
+  InputFile& operator=(InputFile&& other) noexcept;
+
+  const std::filesystem::path& path() const { return path_; }
+  std::int64_t size_bytes() const { return size_bytes_; }
+  int descriptor() const { return descriptor_; }
+
+  /// Fills `out` from `offset`. Errors: kIo where the file ends before.
+  void read_range(std::int64_t offset, std::span<std::byte> out) const;
+
+ private:
+  std::filesystem::path path_;
+  int descriptor_ = -1;
+  std::int64_t size_bytes_ = 0;
+};
+
+/// The whole of a small text file. Errors: kIo; kFormat where it is larger than `max_bytes`.
+std::string read_text_file(const std::filesystem::path& path, std::int64_t max_bytes);
+
+class MappedFile {
+ public:
+  MappedFile() = default;  ///< maps nothing
+  explicit MappedFile(const std::filesystem::path& path);
+  ~MappedFile();
+  MappedFile(MappedFile&& other) noexcept;
+  MappedFile& operator=(MappedFile&& other) noexcept;
+
+  const std::filesystem::path& path() const { return path_; }
+  std::span<const std::byte> bytes() const { return bytes_; }
+  std::int64_t size_bytes() const { return static_cast<std::int64_t>(bytes_.size()); }
+
+  /// Views `length` bytes from `offset`. Errors: kFormat where that is not inside the file.
+  std::span<const std::byte> range(std::int64_t offset, std::int64_t length) const;
+
+  /// How the mapping will be read; only a hint.
+  void advise(Access access) const;
+
+  /// Gives the pages that `part` (a part of bytes()) touches back to the system; reading them again
+  /// works and faults them in again. Threads: any.
+  void release(std::span<const std::byte> part) const;
+
+ private:
+  void unmap() noexcept;
+
+  std::filesystem::path path_;
+  std::span<const std::byte> bytes_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,54 @@
+// Counter-based random numbers: every value is a pure function of a seed, a name and an index.
+//
+// No generator object and no state, so a rank draws any range of a parameter and gets the values
+// that every other layout gets there; nothing touches libtorch's default generator. Source: Salmon,
+// Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); checked against the
+// known answers of its reference library.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string_view>
+
+namespace tessera {
+
+using PhiloxCounter = std::array<std::uint32_t, 4>;
+using PhiloxKey = std::array<std::uint32_t, 2>;
+
+/// Philox 4x32 with 10 rounds.
+PhiloxCounter philox(PhiloxCounter counter, PhiloxKey key);
+
+/// What a seed and a name stand for in a key. Different names give independent streams.
+std::uint64_t stream_of(std::uint64_t seed, std::string_view name);
+
+/// out[i - begin] = element i of the normal variates of (seed, name), begin <= i < end. Drawn in
+/// float64 (Box-Muller, |z| < 6.8), rounded once to float32.
+/// Errors: kInternal unless 0 <= begin <= end.
+void fill_normal(float* out, std::int64_t begin, std::int64_t end, std::uint64_t seed,
+                 std::string_view name, float mean, float std);
+
+/// As fill_normal, uniform in [low, high).
+void fill_uniform(float* out, std::int64_t begin, std::int64_t end, std::uint64_t seed,
+                  std::string_view name, float low, float high);
+
+/// A permutation of 0 .. size-1 that needs no table: a Feistel network on the next even power of
+/// two (at least 256), walked along its cycle until it is back inside. One look-up costs about 1 to
+/// 4 walks of 8 rounds, more only below 64 elements.
+class Permutation {
+ public:
+  /// Errors: kInternal unless 0 <= size <= 2^62.
+  Permutation(std::uint64_t seed, std::uint64_t epoch, std::int64_t size);
+  /// Errors: kInternal unless 0 <= index < size().
+  std::int64_t operator()(std::int64_t index) const;
+  std::int64_t size() const { return size_; }
+
+ private:
+  std::uint64_t encrypt(std::uint64_t value) const;
+
+  PhiloxKey key_;
+  std::uint64_t epoch_;
+  std::int64_t size_;
+  int half_bits_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,113 @@
+#include "base/wildcard.h"
+
+#include <algorithm>
+#include <cctype>
+#include <numeric>
+#include <utility>
+
+namespace tessera {
+namespace {
+
+std::vector<std::string_view> components(std::string_view name) {
+  std::vector<std::string_view> parts;
+  while (true) {
+    const std::size_t dot = name.find('.');
+    parts.push_back(name.substr(0, dot));
+    if (dot == std::string_view::npos) return parts;
+    name.remove_prefix(dot + 1);
+  }
+}
+
+/// How many characters have to be changed, put in, taken out or swapped with the next before
+/// `pattern` matches `text`. Upper and lower case differ by nothing: that is the likeliest slip.
+std::size_t distance(std::string_view pattern, std::string_view text) {
+  const auto lower = [](char c) { return std::tolower(static_cast<unsigned char>(c)); };
+  const auto same = [&](char p, char t) { return (p == '?' && t != '.') || lower(p) == lower(t); };
+  std::vector<std::size_t> row(text.size() + 1);  // of the pattern's first i characters
+  std::iota(row.begin(), row.end(), std::size_t{0});
+  std::vector<std::size_t> before;
+  std::vector<std::size_t> before_that;
+  for (std::size_t i = 0; i < pattern.size(); ++i) {
+    before_that = std::exchange(before, row);
+    const char p = pattern[i];
+    if (p != '*') ++row[0];
+    for (std::size_t j = 0; j < text.size(); ++j) {
+      if (p == '*') {
+        row[j + 1] = std::min(before[j + 1], row[j]);
+        continue;
+      }
+      const std::size_t change = same(p, text[j]) ? 0 : 1;
+      row[j + 1] = std::min({before[j] + change, before[j + 1] + 1, row[j] + 1});
+      if (i > 0 && j > 0 && same(p, text[j - 1]) && same(pattern[i - 1], text[j])) {
+        row[j + 1] = std::min(row[j + 1], before_that[j - 1] + 1);
+      }
+    }
+  }
+  return row[text.size()];
+}
+
+}  // namespace
+
+bool wildcard_match(std::string_view pattern, std::string_view text) {
+  std::size_t p = 0;
+  std::size_t t = 0;
+  std::size_t star = std::string_view::npos;  // the last `*` and what it has taken so far
+  std::size_t taken = 0;
+  while (t < text.size()) {
+    if (p < pattern.size() && pattern[p] == '*') {
+      star = p++;
+      taken = t;
+    } else if (p < pattern.size() && (pattern[p] == '?' || pattern[p] == text[t])) {
+      ++p;
+      ++t;
+    } else if (star != std::string_view::npos) {
+      p = star + 1;
+      t = ++taken;
+    } else {
+      return false;
+    }
+  }
+  while (p < pattern.size() && pattern[p] == '*') ++p;
+  return p == pattern.size();
+}
+
+bool is_dotted_pattern(std::string_view pattern) {
+  const std::vector<std::string_view> parts = components(pattern);
+  return std::none_of(parts.begin(), parts.end(), [](std::string_view p) { return p.empty(); });
+}
+
+bool dotted_match(std::string_view pattern, std::string_view name) {
+  if (!is_dotted_pattern(pattern)) return false;
+  const std::vector<std::string_view> wanted = components(pattern);
+  const std::vector<std::string_view> found = components(name);
+  for (std::size_t first = 0; first + wanted.size() <= found.size(); ++first) {
+    const auto begin = found.begin() + static_cast<std::ptrdiff_t>(first);
+    if (std::equal(wanted.begin(), wanted.end(), begin, wildcard_match)) return true;
+  }
+  return false;
+}
+
+std::optional<std::string> closest_name(std::string_view pattern,
+                                        const std::vector<std::string>& names) {
+  const auto literals = static_cast<std::size_t>(std::count_if(
+      pattern.begin(), pattern.end(), [](char c) { return c != '*' && c != '?' && c != '.'; }));
+  const std::size_t width = components(pattern).size();
+  std::size_t best = std::min<std::size_t>(literals / 3, 3) + 1;  // more than this is a guess
+  const std::string* result = nullptr;
+  for (const std::string& name : names) {
+    const std::vector<std::string_view> parts = components(name);
+    for (std::size_t first = 0; first + width <= parts.size(); ++first) {
+      const std::string_view last = parts[first + width - 1];
+      const auto length = static_cast<std::size_t>(last.data() + last.size() - parts[first].data());
+      const std::size_t d = distance(pattern, std::string_view(parts[first].data(), length));
+      if (d < best) {
+        best = d;
+        result = &name;
+      }
+    }
+  }
+  if (result == nullptr) return std::nullopt;
+  return *result;
+}
+
+}  // namespace tessera

@@ -1,0 +1,34 @@
+// Patterns over dotted names: what `match` of a precision rule, `freeze` and `no_decay` are written
+// in.
+//
+// A pattern is one or more dotted components that match consecutive whole components, anywhere in
+// the name; `*` (any run) and `?` (any one character) stay within a component; case counts. Never a
+// substring: "wo" does not match "word_embedding". So "*norm" matches "a.input_layernorm.weight"
+// without saying `.weight`, and "model.vision_tower" everything below it. Linear in practice, never
+// exponential.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace tessera {
+
+/// One component, or any plain string: `*` and `?` against the whole of `text`.
+bool wildcard_match(std::string_view pattern, std::string_view text);
+
+/// Whether a dotted pattern matches a dotted name. A pattern with an empty component matches
+/// nothing.
+bool dotted_match(std::string_view pattern, std::string_view name);
+
+/// Whether a pattern could match some name: not empty, no empty component.
+bool is_dotted_pattern(std::string_view pattern);
+
+/// The name of which some run of components is closest to a pattern that matches none of them, if
+/// it is close enough to be meant; the first one among equals. Plain words are dotted names of one
+/// component, so this also finds the key that a misspelt key stands for.
+std::optional<std::string> closest_name(std::string_view pattern,
+                                        const std::vector<std::string>& names);
+
+}  // namespace tessera

@@ -1,0 +1,59 @@
+// The command line as a value: which verb, with what. The library that parses it stays in arguments.cpp.
+//
+// Nothing is opened or checked here beyond the words themselves. Next: verbs.h.
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "cli/overrides.h"
+
+namespace tessera::cli {
+
+struct TrainArguments {
+  std::string config_file;
+  std::optional<int> nproc;
+  bool print_config = false;
+  Overrides overrides;
+};
+
+struct GradientsArguments {
+  std::string model;
+  std::string batch;
+  std::string out;
+  bool no_logits = false;
+  bool impose_routing = false;
+  std::optional<int> nproc;
+  Overrides overrides;
+};
+
+struct InspectArguments {
+  std::string folder;         ///< or
+  std::string contract_file;  ///< --contract
+  bool json = false;
+  std::optional<int> world;
+  Overrides overrides;
+};
+
+/// generate and convert, which are not built yet.
+struct UnbuiltVerb {
+  std::string name;
+};
+
+/// --help and --version.
+struct ShowText {
+  std::string text;
+};
+
+using Arguments =
+    std::variant<TrainArguments, GradientsArguments, InspectArguments, UnbuiltVerb, ShowText>;
+
+/// `words` without the program's name; `version` makes what --version shows, called for that only.
+/// Errors: kUsage with what is wrong, in one line.
+Arguments parse_arguments(const std::vector<std::string>& words,
+                          const std::function<std::string()>& version);
+
+}  // namespace tessera::cli

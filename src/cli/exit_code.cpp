@@ -1,0 +1,34 @@
+#include "cli/exit_code.h"
+
+#include <iostream>
+
+#include "tessera/error.h"
+
+namespace tessera::cli {
+
+int exit_code(const std::exception& error, Phase phase) {
+  const auto* known = dynamic_cast<const Error*>(&error);
+  if (known == nullptr || phase == Phase::kStepping) return kFailed;
+  switch (known->kind()) {
+    case ErrorKind::kUsage:
+    case ErrorKind::kConfig:
+    case ErrorKind::kContract:
+    case ErrorKind::kFormat:
+    case ErrorKind::kIo:
+      return kRefused;
+    case ErrorKind::kComm:
+    case ErrorKind::kNumeric:
+    case ErrorKind::kInternal:
+      return kFailed;
+  }
+  return kFailed;
+}
+
+int report(const std::exception& error, Phase phase) {
+  const auto* known = dynamic_cast<const Error*>(&error);
+  std::cerr << "tessera: " << to_string(known == nullptr ? ErrorKind::kInternal : known->kind()) << ": "
+            << error.what() << '\n';
+  return exit_code(error, phase);
+}
+
+}  // namespace tessera::cli

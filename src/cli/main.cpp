@@ -1,0 +1,45 @@
+// tessera VERB: reads the command line, hands it to the verb, turns errors into one line and a code.
+#include <torch/version.h>
+
+#include <iostream>
+
+#include "cli/arguments.h"
+#include "cli/exit_code.h"
+#include "cli/verbs.h"
+#include "cli/version.h"
+#include "comm/nccl.h"
+#include "tessera/error.h"
+
+namespace tessera::cli {
+namespace {
+
+std::string version_text() {
+  return concat("tessera ", kProjectVersion, " (git ", kGitHash, "), torch ", TORCH_VERSION,
+                ", backends: gloo", comm::nccl_usable() ? " nccl" : "");
+}
+
+struct RunVerb {
+  int operator()(const TrainArguments& arguments) const { return run_train(arguments); }
+  int operator()(const GradientsArguments& arguments) const { return run_gradients(arguments); }
+  int operator()(const InspectArguments& arguments) const { return run_inspect(arguments); }
+  int operator()(const UnbuiltVerb& verb) const {
+    throw Error(ErrorKind::kUsage, concat(verb.name, ": not built yet; train, gradients and inspect are"));
+  }
+  int operator()(const ShowText& show) const {
+    std::cout << show.text;
+    return kDone;
+  }
+};
+
+int run(int argc, char** argv) {
+  try {
+    return std::visit(RunVerb{}, parse_arguments({argv + 1, argv + argc}, version_text));
+  } catch (const std::exception& error) {
+    return report(error, Phase::kPreparing);
+  }
+}
+
+}  // namespace
+}  // namespace tessera::cli
+
+int main(int argc, char** argv) { return argc < 1 ? tessera::cli::kRefused : tessera::cli::run(argc, argv); }

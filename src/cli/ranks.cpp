@@ -1,0 +1,68 @@
+#include "cli/ranks.h"
+
+#include "base/environment.h"
+#include "cli/exit_code.h"
+#include "comm/failure_report.h"
+#include "comm/launch_environment.h"
+#include "comm/spawn.h"
+#include "tessera/error.h"
+#include "train/config_resolve.h"
+
+namespace tessera::cli {
+namespace {
+
+std::string_view backend_word(train::BackendName name) {
+  switch (name) {
+    case train::BackendName::kAuto:
+      return "auto";
+    case train::BackendName::kGloo:
+      return "gloo";
+    case train::BackendName::kNccl:
+      return "nccl";
+  }
+  return "auto";
+}
+
+WorldOptions world_options(const train::CommConfig& comm) {
+  WorldOptions options;
+  options.backend = backend_word(comm.backend);
+  options.init_timeout = std::chrono::seconds(comm.init_timeout_seconds);
+  options.timeout = std::chrono::seconds(comm.timeout_seconds);
+  options.master_addr = comm.master_addr.value_or("");
+  options.master_port = static_cast<int>(comm.master_port.value_or(0));
+  return options;
+}
+
+// As the rank that this process is. A rank among others must not unwind past its groups when it fails.
+int run_as_rank(const WorldOptions& options, int world_size, const RankBody& body) {
+  RunPhase phase;
+  std::shared_ptr<World> world;
+  try {
+    world = World::connect(options);
+    body(*world, phase);
+  } catch (const std::exception& error) {
+    if (world_size == 1) return report(error, phase.now());
+    comm::report_failure(world.get(), error, exit_code(error, phase.now()));
+  }
+  world.reset();  // waits for the others
+  return kDone;
+}
+
+}  // namespace
+
+int run_ranks(const train::Config& config, std::optional<int> nproc, const RankBody& body) {
+  const WorldOptions options = world_options(config.comm);
+  const comm::LaunchEnvironment place = comm::read_launch_environment(
+      base::environment(), {options.master_addr, options.master_port});
+  const bool launched = place.launcher != comm::Launcher::kSingle;
+  TESSERA_CHECK(!launched || !nproc || *nproc == place.world_size, ErrorKind::kUsage, "--nproc: found ",
+                nproc.value_or(0), ", expected ", place.world_size, ", the ranks that ",
+                to_string(place.launcher), " started; leave --nproc out under a launcher");
+  const int ranks =
+      launched ? place.world_size : nproc.value_or(train::ranks_to_spawn(config.parallelism));
+  train::resolve_parallelism(config.parallelism, ranks);
+  if (!launched && ranks > 1) return comm::spawn_ranks(ranks);
+  return run_as_rank(options, ranks, body);
+}
+
+}  // namespace tessera::cli

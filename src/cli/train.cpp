@@ -1,0 +1,34 @@
+#include <filesystem>
+#include <iostream>
+
+#include "base/log.h"
+#include "cli/exit_code.h"
+#include "cli/ranks.h"
+#include "cli/run_folder.h"
+#include "cli/verbs.h"
+#include "train/config_resolve.h"
+#include "train/trainer.h"
+
+namespace tessera::cli {
+
+int run_train(const TrainArguments& arguments) {
+  train::Config config = train::load_config(arguments.config_file);
+  apply(arguments.overrides, config);
+  train::validate(config, train::Verb::kTrain);
+  if (arguments.print_config) {
+    std::cout << train::to_toml(config);
+    return kDone;
+  }
+  return run_ranks(config, arguments.nproc, [&](World& world, RunPhase& phase) {
+    const train::Config run =
+        prepare_run_folder(config, run_name(arguments.config_file), world);
+    const std::filesystem::path folder = *run.job.dump_folder;
+    log::init({.rank = world.rank(),
+               .world_size = world.size(),
+               .file = folder / "logs" / concat("rank_", world.rank(), ".log")});
+    log::info("run folder ", folder.string());
+    train::run_training(run, world, [&phase] { phase.begin_steps(); });
+  });
+}
+
+}  // namespace tessera::cli

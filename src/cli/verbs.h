@@ -1,0 +1,12 @@
+// The verbs of the program, one file each. Each returns the exit code or throws what main() reports.
+#pragma once
+
+#include "cli/arguments.h"
+
+namespace tessera::cli {
+
+int run_train(const TrainArguments& arguments);
+int run_gradients(const GradientsArguments& arguments);
+int run_inspect(const InspectArguments& arguments);
+
+}  // namespace tessera::cli

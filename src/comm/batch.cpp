@@ -1,0 +1,118 @@
+#include "comm/batch.h"
+
+#include "base/hash.h"
+#include "comm/sum.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+OpFacts facts(const Op& op) {
+  if (const auto* gather = std::get_if<AllGather>(&op)) {
+    const auto& buffer = gather->buffer;
+    return {Kind::kAllGather, static_cast<std::int64_t>(buffer.nbytes()), buffer.scalar_type(),
+            buffer.scalar_type()};
+  }
+  if (const auto* reduce = std::get_if<ReduceScatter>(&op)) {
+    return {Kind::kReduceScatter, static_cast<std::int64_t>(reduce->input.nbytes()),
+            reduce->input.scalar_type(), reduce->output.scalar_type()};
+  }
+  const auto& data = std::get<AllReduce>(op).data;
+  return {Kind::kAllReduce, static_cast<std::int64_t>(data.nbytes()), data.scalar_type(),
+          data.scalar_type()};
+}
+
+std::string describe(const OpFacts& op) {
+  std::string text = concat(op.bytes, " B ", c10::toString(op.wire));
+  if (op.result != op.wire) text += concat(" into ", c10::toString(op.result));
+  return text;
+}
+
+class Done : public Work {
+ public:
+  void wait() override {}
+};
+
+}  // namespace
+
+std::string to_string(const Entry& entry) {
+  std::string text =
+      concat(to_string(entry.label.kind), " of ", entry.label.unit, " (#", entry.sequence,
+             ", unit ", entry.label.unit_id, ", micro-batch ", entry.label.micro_batch, ":");
+  bool first = true;
+  for (const OpFacts& op : entry.ops) {
+    text += first ? " " : " + ";
+    if (entry.label.kind != op.kind) text += concat(to_string(op.kind), " ");
+    text += describe(op);
+    first = false;
+  }
+  return text + ")";
+}
+
+void describe(const Batch& batch, std::uint64_t sequence, Entry& entry) {
+  entry.label = batch.label;
+  entry.sequence = sequence;
+  entry.ops.clear();
+  Hasher hash;
+  hash.add(static_cast<std::uint64_t>(batch.label.kind)).add(std::string_view(batch.label.unit));
+  hash.add(std::uint64_t{batch.label.unit_id}).add(std::uint64_t{batch.label.micro_batch});
+  for (const Op& op : batch.ops) {
+    const OpFacts& one = entry.ops.emplace_back(facts(op));
+    hash.add(static_cast<std::uint64_t>(one.kind)).add(one.bytes);
+    hash.add(static_cast<std::uint64_t>(one.wire)).add(static_cast<std::uint64_t>(one.result));
+  }
+  entry.fingerprint = hash.digest();
+}
+
+int transfer_tag(std::uint64_t fingerprint, std::uint64_t sequence, std::uint64_t op) {
+  return static_cast<int>(Hasher().add(fingerprint).add(sequence).add(op).digest() & 0x7fffffffU);
+}
+
+void check_batch(const Batch& batch, int ranks) {
+  const auto usable = [&](const at::Tensor& tensor) {
+    TESSERA_INVARIANT(tensor.defined() && tensor.is_contiguous(), "batch of ", batch.label.unit,
+                      ": found a tensor that is undefined or not contiguous");
+  };
+  for (const Op& op : batch.ops) {
+    if (const auto* gather = std::get_if<AllGather>(&op)) {
+      usable(gather->buffer);
+      TESSERA_INVARIANT(gather->buffer.numel() % ranks == 0, "all_gather of ", batch.label.unit,
+                        ": found ", gather->buffer.numel(), " elements, expected a multiple of ",
+                        ranks);
+    } else if (const auto* reduce = std::get_if<ReduceScatter>(&op)) {
+      usable(reduce->input);
+      usable(reduce->output);
+      TESSERA_INVARIANT(reduce->input.numel() == ranks * reduce->output.numel(),
+                        "reduce_scatter of ", batch.label.unit, ": found ", reduce->input.numel(),
+                        " elements in and ", reduce->output.numel(), " out of ", ranks, " ranks");
+      TESSERA_INVARIANT(can_sum(reduce->input.scalar_type(), reduce->output.scalar_type()),
+                        "reduce_scatter of ", batch.label.unit, ": cannot add ",
+                        c10::toString(reduce->input.scalar_type()), " into ",
+                        c10::toString(reduce->output.scalar_type()));
+    } else {
+      const auto& data = std::get<AllReduce>(op).data;
+      usable(data);
+      TESSERA_INVARIANT(can_sum(data.scalar_type(), data.scalar_type()), "all_reduce of ",
+                        batch.label.unit, ": cannot add ", c10::toString(data.scalar_type()));
+    }
+  }
+}
+
+void run_alone(const Batch& batch) {
+  for (const Op& op : batch.ops) {
+    const auto* reduce = std::get_if<ReduceScatter>(&op);
+    if (reduce == nullptr) continue;
+    sum_in_rank_order({reduce->input.const_data_ptr()}, reduce->input.scalar_type(),
+                      {reduce->output.mutable_data_ptr(), reduce->output.scalar_type(),
+                       reduce->output.numel(), reduce->into});
+  }
+}
+
+std::unique_ptr<Work> SoloGroup::issue(Batch batch) {
+  if (poison_) poison_->check();
+  check_batch(batch, 1);
+  run_alone(batch);
+  return std::make_unique<Done>();
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,63 @@
+// What backends share about a Batch: its text, its fingerprint, its check, and the case of one
+// rank.
+//
+// The fingerprint covers everything that must agree over ranks (kinds, unit, micro-batch, bytes,
+// dtypes); the text is what is printed when it does not. Next: group.h.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/group.h"
+#include "comm/poison.h"
+
+namespace tessera::comm {
+
+struct OpFacts {
+  Kind kind = Kind::kAllGather;
+  std::int64_t bytes = 0;  ///< of the whole buffer
+  at::ScalarType wire = at::ScalarType::Float;
+  at::ScalarType result = at::ScalarType::Float;
+};
+
+/// A batch as it is compared and printed: without its tensors.
+struct Entry {
+  Label label;
+  std::uint64_t sequence = 0;  ///< of its group
+  /// Equal on all ranks that mean the same collective. Into is left out: it is not on the wire.
+  std::uint64_t fingerprint = 0;
+  std::vector<OpFacts> ops;
+};
+void describe(const Batch& batch, std::uint64_t sequence, Entry& entry);
+/// "all_gather of layers.3 (#17, unit 3, micro-batch 0: 4096 B Float)".
+std::string to_string(const Entry& entry);
+
+/// Tag of one transfer: 31 bits that differ for different sequence numbers, fingerprints and ops,
+/// so that Gloo never matches transfers of two collectives.
+int transfer_tag(std::uint64_t fingerprint, std::uint64_t sequence, std::uint64_t op);
+
+/// Errors: kInternal for tensors that are undefined, not contiguous, or whose sizes or dtypes do
+/// not fit.
+void check_batch(const Batch& batch, int ranks);
+
+/// All ops of a group with one rank.
+void run_alone(const Batch& batch);
+
+/// What a group of one rank is, in every backend.
+class SoloGroup : public Group {
+ public:
+  explicit SoloGroup(std::string name, std::shared_ptr<const Poison> poison = nullptr)
+      : name_(std::move(name)), poison_(std::move(poison)) {}
+  int rank() const override { return 0; }
+  int size() const override { return 1; }
+  const std::string& name() const override { return name_; }
+  std::unique_ptr<Work> issue(Batch batch) override;
+
+ private:
+  std::string name_;
+  std::shared_ptr<const Poison> poison_;
+};
+
+}  // namespace tessera::comm

@@ -1,0 +1,313 @@
+#include "comm/exchange.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+// Up to here everyone sends everything to everyone: one round instead of two.
+constexpr std::int64_t kOneRoundBytes = 256 * 1024;
+
+std::byte* at_byte(const at::Tensor& tensor, std::int64_t offset) {
+  return static_cast<std::byte*>(tensor.mutable_data_ptr()) + offset;
+}
+
+/// The bytes as c10d takes them. The exchange keeps what owns them.
+std::vector<at::Tensor> as_bytes(const void* data, std::int64_t bytes) {
+  return {at::from_blob(const_cast<void*>(data), {bytes}, at::TensorOptions().dtype(at::kByte))};
+}
+
+std::int64_t nbytes(const at::Tensor& tensor) { return static_cast<std::int64_t>(tensor.nbytes()); }
+
+}  // namespace
+
+Channel::Channel(ChannelOptions what)
+    : options(std::move(what)), log(std::make_shared<IssueLog>(options.name, options.members)) {
+  options.board->add(log);
+}
+
+at::Tensor Channel::take_buffer(std::int64_t bytes) {
+  {
+    const std::lock_guard lock(mutex_);
+    auto best = free_buffers_.end();
+    for (auto one = free_buffers_.begin(); one != free_buffers_.end(); ++one) {
+      const bool fits = nbytes(*one) >= bytes && nbytes(*one) <= 2 * bytes;
+      if (fits && (best == free_buffers_.end() || nbytes(*one) < nbytes(*best))) best = one;
+    }
+    if (best != free_buffers_.end()) {
+      at::Tensor taken = std::move(*best);
+      free_buffers_.erase(best);
+      return taken;
+    }
+  }
+  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
+}
+
+void Channel::give_back(at::Tensor buffer) {
+  const std::lock_guard lock(mutex_);
+  free_buffers_.push_back(std::move(buffer));
+}
+
+Exchange::Exchange(std::shared_ptr<Channel> channel, Batch batch, std::uint64_t sequence,
+                   std::uint64_t fingerprint)
+    : channel_(std::move(channel)),
+      batch_(std::move(batch)),
+      sequence_(sequence),
+      fingerprint_(fingerprint),
+      under_way_(batch_.ops.size()) {}
+
+Exchange::~Exchange() {
+  // Gloo lets go of a buffer when its work object goes; only then may the memory be used again.
+  for (UnderWay& op : under_way_) {
+    op.receives.clear();
+    op.sends.clear();
+  }
+  release_buffers();
+}
+
+void Exchange::release_buffers() {
+  for (UnderWay& op : under_way_) {
+    if (op.received.defined()) channel_->give_back(std::move(op.received));
+    op.received = at::Tensor();
+  }
+}
+
+int Exchange::world_rank(int peer) const {
+  return channel_->options.members[static_cast<std::size_t>(peer)];
+}
+
+std::string Exchange::text() const {
+  Entry entry;
+  describe(batch_, sequence_, entry);
+  return concat(to_string(entry), " on group ", channel_->options.name);
+}
+
+bool Exchange::in_two_phases(const AllReduce& op) const {
+  return channel_->size() > 2 && nbytes(op.data) * channel_->size() > kOneRoundBytes;
+}
+
+Exchange::Range Exchange::part_of(const AllReduce& op, int rank) const {
+  const std::int64_t each = op.data.numel() / channel_->size();
+  const std::int64_t more = op.data.numel() % channel_->size();
+  const std::int64_t begin = each * rank + std::min<std::int64_t>(rank, more);
+  return {begin, begin + each + (rank < more ? 1 : 0)};
+}
+
+void Exchange::post_receive(UnderWay& op, int peer, void* to, std::int64_t bytes,
+                            std::size_t index) {
+  if (bytes == 0) return;
+  auto tensors = as_bytes(to, bytes);
+  auto work = channel_->backend->recv(tensors, peer, transfer_tag(fingerprint_, sequence_, index));
+  op.receives.push_back({std::move(work), peer});
+}
+
+void Exchange::post_send(UnderWay& op, int peer, const void* from, std::int64_t bytes,
+                         std::size_t index) {
+  if (bytes == 0) return;
+  auto tensors = as_bytes(from, bytes);
+  auto work = channel_->backend->send(tensors, peer, transfer_tag(fingerprint_, sequence_, index));
+  op.sends.push_back({std::move(work), peer});
+}
+
+void Exchange::receive_aside(UnderWay& op, std::int64_t bytes, std::size_t index) {
+  op.received = channel_->take_buffer(bytes * (channel_->size() - 1));
+  int place = 0;
+  for (int peer = 0; peer < channel_->size(); ++peer) {
+    if (peer == channel_->options.self) continue;
+    post_receive(op, peer, at_byte(op.received, bytes * place++), bytes, index);
+  }
+}
+
+void Exchange::post_receives(std::size_t index) {
+  UnderWay& op = under_way_[index];
+  const int self = channel_->options.self;
+  if (const auto* gather = std::get_if<AllGather>(&batch_.ops[index])) {
+    const std::int64_t slice = nbytes(gather->buffer) / channel_->size();
+    for (int peer = 0; peer < channel_->size(); ++peer) {
+      if (peer != self) post_receive(op, peer, at_byte(gather->buffer, slice * peer), slice, index);
+    }
+  } else if (const auto* reduce = std::get_if<ReduceScatter>(&batch_.ops[index])) {
+    receive_aside(op, nbytes(reduce->input) / channel_->size(), index);
+  } else {
+    const auto& all = std::get<AllReduce>(batch_.ops[index]);
+    op.second_phase = in_two_phases(all);
+    const Range mine = part_of(all, self);
+    const auto element = static_cast<std::int64_t>(all.data.element_size());
+    receive_aside(op, op.second_phase ? (mine.end - mine.begin) * element : nbytes(all.data),
+                  index);
+  }
+}
+
+void Exchange::post_sends(std::size_t index) {
+  UnderWay& op = under_way_[index];
+  // Each rank begins with its successor, so that not all send to rank 0 first.
+  for (int step = 1; step < channel_->size(); ++step) {
+    const int peer = (channel_->options.self + step) % channel_->size();
+    if (const auto* gather = std::get_if<AllGather>(&batch_.ops[index])) {
+      const std::int64_t slice = nbytes(gather->buffer) / channel_->size();
+      post_send(op, peer, at_byte(gather->buffer, slice * channel_->options.self), slice, index);
+    } else if (const auto* reduce = std::get_if<ReduceScatter>(&batch_.ops[index])) {
+      const std::int64_t slice = nbytes(reduce->input) / channel_->size();
+      post_send(op, peer, at_byte(reduce->input, slice * peer), slice, index);
+    } else {
+      const auto& all = std::get<AllReduce>(batch_.ops[index]);
+      const auto element = static_cast<std::int64_t>(all.data.element_size());
+      const Range part = op.second_phase ? part_of(all, peer) : Range{0, all.data.numel()};
+      post_send(op, peer, at_byte(all.data, part.begin * element),
+                (part.end - part.begin) * element, index);
+    }
+  }
+}
+
+void Exchange::start() {
+  try {
+    // A transfer whose receiver is ready goes out without a round trip: receives come first.
+    for (std::size_t i = 0; i < batch_.ops.size(); ++i) post_receives(i);
+    for (std::size_t i = 0; i < batch_.ops.size(); ++i) post_sends(i);
+  } catch (const std::exception& error) {
+    channel_->options.poison->check();
+    throw PeerLost(concat(text(), ": a connection is gone: ", error.what()));
+  }
+}
+
+void Exchange::abort() {
+  const std::lock_guard lock(mutex_);
+  for (UnderWay& op : under_way_) {
+    for (Transfer& transfer : op.receives) transfer.work->abort();
+    for (Transfer& transfer : op.sends) transfer.work->abort();
+  }
+}
+
+void Exchange::wait() {
+  if (done_) return;
+  if (failure_) std::rethrow_exception(failure_);
+  const OnBoard on_board(*channel_->options.board, *this);
+  deadline_ = std::chrono::steady_clock::now() + channel_->options.timeout;
+  try {
+    channel_->options.poison->check();  // after this, whoever poisons finds us on the board
+    for (std::size_t i = 0; i < batch_.ops.size(); ++i) finish_first_phase(i);
+    for (UnderWay& op : under_way_) {
+      finish(op.receives);
+      finish(op.sends);
+    }
+  } catch (...) {
+    failure_ = std::current_exception();
+    throw;
+  }
+  release_buffers();
+  batch_.ops.clear();
+  done_ = true;
+}
+
+void Exchange::add_received(UnderWay& op, const void* own, at::ScalarType wire,
+                            const SumInto& result) {
+  const auto bytes = result.numel * static_cast<std::int64_t>(c10::elementSize(wire));
+  std::vector<const void*> addends;
+  addends.reserve(static_cast<std::size_t>(channel_->size()));
+  int place = 0;
+  for (int rank = 0; rank < channel_->size(); ++rank) {
+    addends.push_back(rank == channel_->options.self ? own : at_byte(op.received, bytes * place++));
+  }
+  sum_in_rank_order(addends, wire, result);
+}
+
+void Exchange::finish_first_phase(std::size_t index) {
+  UnderWay& op = under_way_[index];
+  if (std::holds_alternative<AllGather>(batch_.ops[index])) return;
+  finish(op.receives);
+  if (const auto* reduce = std::get_if<ReduceScatter>(&batch_.ops[index])) {
+    const std::int64_t slice = nbytes(reduce->input) / channel_->size();
+    add_received(op, at_byte(reduce->input, slice * channel_->options.self),
+                 reduce->input.scalar_type(),
+                 {reduce->output.mutable_data_ptr(), reduce->output.scalar_type(),
+                  reduce->output.numel(), reduce->into});
+    return;
+  }
+  // The sum goes where this rank's addends are: they must have left first.
+  finish(op.sends);
+  const auto& data = std::get<AllReduce>(batch_.ops[index]).data;
+  const Range mine =
+      op.second_phase ? part_of({data}, channel_->options.self) : Range{0, data.numel()};
+  std::byte* const place = at_byte(data, mine.begin * data.element_size());
+  add_received(op, place, data.scalar_type(),
+               {place, data.scalar_type(), mine.end - mine.begin, Into::kOverwrite});
+  if (op.second_phase) start_second_phase(index);
+}
+
+void Exchange::start_second_phase(std::size_t index) {
+  const std::lock_guard lock(mutex_);
+  channel_->options.poison->check();
+  UnderWay& op = under_way_[index];
+  const auto& all = std::get<AllReduce>(batch_.ops[index]);
+  const auto element = static_cast<std::int64_t>(all.data.element_size());
+  const std::size_t tag_index = index + batch_.ops.size();
+  op.receives.clear();
+  op.sends.clear();
+  for (int peer = 0; peer < channel_->size(); ++peer) {
+    if (peer == channel_->options.self) continue;
+    const Range part = part_of(all, peer);
+    post_receive(op, peer, at_byte(all.data, part.begin * element),
+                 (part.end - part.begin) * element, tag_index);
+  }
+  const Range mine = part_of(all, channel_->options.self);
+  for (int peer = 0; peer < channel_->size(); ++peer) {
+    if (peer == channel_->options.self) continue;
+    post_send(op, peer, at_byte(all.data, mine.begin * element), (mine.end - mine.begin) * element,
+              tag_index);
+  }
+}
+
+void Exchange::finish(std::vector<Transfer>& transfers) {
+  using std::chrono::milliseconds;
+  for (Transfer& transfer : transfers) {
+    if (transfer.finished) continue;
+    const auto left =
+        std::chrono::duration_cast<milliseconds>(deadline_ - std::chrono::steady_clock::now());
+    bool complete = false;
+    try {
+      complete = transfer.work->wait(std::max(left, milliseconds(1)));
+    } catch (const std::exception& error) {
+      fail(transfer, error.what());
+    }
+    if (!complete) fail(transfer, "aborted");
+    transfer.finished = true;
+  }
+}
+
+std::vector<int> Exchange::not_arrived() {
+  std::vector<int> ranks;
+  for (UnderWay& op : under_way_) {
+    for (auto* transfers : {&op.receives, &op.sends}) {
+      for (Transfer& transfer : *transfers) {
+        if (transfer.finished) continue;
+        try {
+          // Gloo has closed the connections after the timeout: what is not there throws at once.
+          transfer.finished = transfer.work->wait(std::chrono::milliseconds(1));
+        } catch (const std::exception&) {
+          ranks.push_back(world_rank(transfer.peer));
+        }
+      }
+    }
+  }
+  std::sort(ranks.begin(), ranks.end());
+  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+  return ranks;
+}
+
+void Exchange::fail(const Transfer& transfer, const std::string& what) {
+  channel_->options.poison->check();
+  if (std::chrono::steady_clock::now() >= deadline_) {
+    std::string missing;
+    for (const int rank : not_arrived()) missing += concat(missing.empty() ? "" : ", ", rank);
+    throw PeerLost(concat(text(), ": waited ", in_seconds(channel_->options.timeout), " for rank ",
+                          missing, "; it is stalled, or does not take part in this collective"));
+  }
+  throw PeerLost(concat(text(), ": lost rank ", world_rank(transfer.peer), ": ", what));
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,100 @@
+// Exchange: one batch under way as sends and receives between pairs of ranks.
+//
+// Posting and waiting only; what is posted for which collective is in the .cpp, op by op. Private
+// to point_to_point.cpp. Threads: start() on the issuing thread, then wait() on one thread at a
+// time.
+#pragma once
+
+#include <chrono>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+#include "comm/point_to_point.h"
+#include "comm/sum.h"
+
+namespace tessera::comm {
+
+/// What all exchanges of a group share. `backend` is changed by the issuing thread only.
+class Channel {
+ public:
+  explicit Channel(ChannelOptions what);
+
+  int size() const { return static_cast<int>(options.members.size()); }
+  at::Tensor take_buffer(std::int64_t bytes);  ///< at least that many; contents undefined
+  void give_back(at::Tensor buffer);
+
+  const ChannelOptions options;
+  const std::shared_ptr<IssueLog> log;
+  c10::intrusive_ptr<c10d::Backend> backend;
+
+ private:
+  std::mutex mutex_;
+  std::vector<at::Tensor> free_buffers_;
+};
+
+class Exchange final : public Work, private Blocked {
+ public:
+  Exchange(std::shared_ptr<Channel> channel, Batch batch, std::uint64_t sequence,
+           std::uint64_t fingerprint);
+  ~Exchange() override;
+
+  /// Posts all transfers of the first phase. Errors: PeerLost.
+  void start();
+  void wait() override;
+
+ private:
+  struct Transfer {
+    c10::intrusive_ptr<c10d::Work> work;
+    int peer;
+    bool finished = false;
+  };
+  /// One op's transfers, and where its peers' data is received before it is added.
+  struct UnderWay {
+    std::vector<Transfer> receives;
+    std::vector<Transfer> sends;
+    at::Tensor received;
+    bool second_phase = false;
+  };
+  struct Range {
+    std::int64_t begin;
+    std::int64_t end;
+  };
+
+  void abort() override;
+
+  void post_receive(UnderWay& op, int peer, void* to, std::int64_t bytes, std::size_t index);
+  void post_send(UnderWay& op, int peer, const void* from, std::int64_t bytes, std::size_t index);
+  void post_receives(std::size_t index);
+  void post_sends(std::size_t index);
+  void receive_aside(UnderWay& op, std::int64_t bytes, std::size_t index);
+
+  void finish_first_phase(std::size_t index);
+  void add_received(UnderWay& op, const void* own, at::ScalarType wire, const SumInto& result);
+  void start_second_phase(std::size_t index);
+  void finish(std::vector<Transfer>& transfers);
+  [[noreturn]] void fail(const Transfer& transfer, const std::string& what);
+  std::vector<int> not_arrived();
+  void release_buffers();
+
+  /// The elements of an all-reduced tensor that `rank` sums.
+  Range part_of(const AllReduce& op, int rank) const;
+  bool in_two_phases(const AllReduce& op) const;
+  int world_rank(int peer) const;
+  std::string text() const;
+
+  std::shared_ptr<Channel> channel_;
+  Batch batch_;
+  std::uint64_t sequence_;
+  std::uint64_t fingerprint_;
+  std::vector<UnderWay> under_way_;
+  std::mutex mutex_;  // of under_way_'s lists, between wait() and abort()
+  std::chrono::steady_clock::time_point deadline_;
+  bool done_ = false;
+  std::exception_ptr failure_;
+};
+
+}  // namespace tessera::comm

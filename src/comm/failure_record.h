@@ -1,0 +1,40 @@
+// What a rank of own spawn writes to its parent before it leaves, and how the parent finds the
+// culprit.
+//
+// Pure. Next: spawn.h.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace tessera::comm {
+
+/// How sure a failure is the cause and not a consequence; the smallest is the culprit's.
+enum class FailureClass : std::uint8_t {
+  kKilled,   ///< died by a signal that own spawn did not send
+  kPrimary,  ///< an error of its own, or an exit without one
+  kNoticed,  ///< noticed that another rank was lost
+};
+
+struct FailureRecord {
+  FailureClass what = FailureClass::kPrimary;
+  std::int64_t time_ns = 0;  ///< of the monotonic clock, the same for all processes of a host
+  int rank = 0;
+  int exit_code = 1;
+  std::string message;
+  bool operator==(const FailureRecord&) const = default;
+};
+
+/// One line of numbers, then the message.
+std::string encode(const FailureRecord& record);
+/// None for anything that encode() does not write.
+std::optional<FailureRecord> decode_failure(const std::string& bytes);
+
+/// The first by time of the smallest class; none of none.
+std::optional<FailureRecord> culprit(const std::vector<FailureRecord>& failures);
+
+std::int64_t monotonic_ns();
+
+}  // namespace tessera::comm

@@ -1,0 +1,54 @@
+#include "comm/gloo.h"
+
+#ifndef USE_C10D_GLOO
+#define USE_C10D_GLOO
+#endif
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+#include "base/environment.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+std::shared_ptr<gloo::transport::Device> make_device(Hosts hosts) {
+  using c10d::ProcessGroupGloo;
+  const auto interfaces = base::environment_variable("GLOO_SOCKET_IFNAME").value_or("");
+  const std::string interface = interfaces.substr(0, interfaces.find(','));
+  try {
+    if (!interface.empty()) return ProcessGroupGloo::createDeviceForInterface(interface);
+    if (hosts == Hosts::kOne) return ProcessGroupGloo::createDeviceForHostname("127.0.0.1");
+    return ProcessGroupGloo::createDefaultDevice();
+  } catch (const std::exception& error) {
+    throw Error(ErrorKind::kComm,
+                concat("gloo: cannot listen", interface.empty() ? "" : " on interface ", interface,
+                       ": ", error.what(), "; set GLOO_SOCKET_IFNAME to a network interface"));
+  }
+}
+
+}  // namespace
+
+struct GlooDevice::Impl {
+  std::shared_ptr<gloo::transport::Device> device;
+};
+
+GlooDevice::GlooDevice(Hosts hosts) : impl_(std::make_unique<Impl>()) {
+  impl_->device = make_device(hosts);
+}
+
+GlooDevice::~GlooDevice() = default;
+
+c10::intrusive_ptr<c10d::Backend> GlooDevice::connect(const c10::intrusive_ptr<c10d::Store>& store,
+                                                      int rank, int size,
+                                                      std::chrono::milliseconds timeout) {
+  auto options = c10d::ProcessGroupGloo::Options::create(timeout);
+  options->devices.push_back(impl_->device);
+  options->threads = 0;  // sends and receives run on the device's thread
+  try {
+    return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
+  } catch (const std::exception& error) {
+    throw Error(ErrorKind::kComm, concat("gloo: cannot connect: ", error.what()));
+  }
+}
+
+}  // namespace tessera::comm

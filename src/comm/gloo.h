@@ -1,0 +1,37 @@
+// Gloo connections: the one door to c10d::ProcessGroupGloo.
+//
+// Only opened here; what goes over them is point_to_point.h. gloo.cpp alone includes
+// ProcessGroupGloo.hpp: Debian's Gloo headers declare some classes other than the library inside
+// libtorch has them, so nothing of Gloo's own may be touched (docs/communication.md).
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "comm/launch_environment.h"
+
+namespace tessera::comm {
+
+/// A socket to listen on and the thread that moves bytes; shared by the groups of one World.
+class GlooDevice {
+ public:
+  /// GLOO_SOCKET_IFNAME's first interface if it is set, loopback where all ranks are on one host,
+  /// else the address of this host's name. Errors: kComm.
+  explicit GlooDevice(Hosts hosts);
+  ~GlooDevice();
+  GlooDevice(const GlooDevice&) = delete;
+  GlooDevice& operator=(const GlooDevice&) = delete;
+
+  /// Connects to all `size` ranks that share the store. Collective. Errors: kComm.
+  c10::intrusive_ptr<c10d::Backend> connect(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                            int size, std::chrono::milliseconds timeout);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tessera::comm

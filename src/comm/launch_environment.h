@@ -1,0 +1,65 @@
+// Which rank this process is, as the launcher's environment variables say.
+//
+// Pure: a function from variables to a value, tried in the order torchrun > Open MPI > PMI > Slurm
+// (only inside a step of several tasks) > own spawn > a single process. Variables that contradict
+// each other are errors that name them; nothing is guessed. Next: spawn.h sets the variables of own
+// spawn, world.cpp connects by the result.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "base/environment.h"
+
+namespace tessera::comm {
+
+enum class Launcher : std::uint8_t { kTorchrun, kOpenMpi, kPmi, kSlurm, kOwnSpawn, kSingle };
+/// "torchrun", "Open MPI", "PMI", "Slurm", "own spawn", "none".
+std::string_view to_string(Launcher launcher);
+
+/// Where the ranks are, as far as the launcher says.
+enum class Hosts : std::uint8_t { kOne, kSeveral, kUnknown };
+
+struct LaunchEnvironment {
+  Launcher launcher = Launcher::kSingle;
+  int rank = 0;
+  int world_size = 1;
+  int local_rank = 0;
+  Hosts hosts = Hosts::kOne;
+  std::string master_addr;        ///< of the store
+  std::uint16_t master_port = 0;  ///< never 0 where there are several ranks
+  /// torchrun's agent holds the store: rank 0 connects as a client too.
+  bool agent_store = false;
+  /// In front of every key: attempts of one torchrun job share a store.
+  std::string store_prefix;
+  int listen_fd = -1;  ///< own spawn: rank 0's inherited listening socket
+  int error_fd = -1;   ///< own spawn: where a rank tells its parent why it failed
+  bool operator==(const LaunchEnvironment&) const = default;
+};
+
+/// "rank 1 of 4 by torchrun, store at 10.0.0.1:29500".
+std::string to_string(const LaunchEnvironment& launch);
+
+/// What the user says for launchers that set no MASTER_ADDR and MASTER_PORT.
+struct StoreAddress {
+  std::string host;
+  int port = 0;
+};
+
+/// Errors: kUsage for missing, malformed or contradictory variables (named with their values), and
+/// for several hosts without an address.
+LaunchEnvironment read_launch_environment(const base::Environment& variables,
+                                          const StoreAddress& fallback = {});
+
+/// The variables by which own spawn tells a child who it is.
+namespace spawn_variable {
+inline constexpr const char* kRank = "TESSERA_SPAWN_RANK";
+inline constexpr const char* kSize = "TESSERA_SPAWN_SIZE";
+inline constexpr const char* kPort = "TESSERA_SPAWN_PORT";
+inline constexpr const char* kListenFd = "TESSERA_SPAWN_LISTEN_FD";
+inline constexpr const char* kErrorFd = "TESSERA_SPAWN_ERROR_FD";
+}  // namespace spawn_variable
+
+}  // namespace tessera::comm

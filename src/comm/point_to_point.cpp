@@ -1,0 +1,84 @@
+#include "comm/point_to_point.h"
+
+#include <ATen/ops/zeros.h>
+
+#include <cstring>
+
+#include "comm/exchange.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+// compare_entries: what each rank sends to the others before a collective.
+constexpr std::int64_t kRecordBytes = 512;
+constexpr std::uint64_t kRecordFingerprint = 0x656e7472696573ULL;
+
+struct Record {
+  std::uint64_t fingerprint;
+  char text[static_cast<std::size_t>(kRecordBytes) - sizeof(std::uint64_t)];
+};
+static_assert(sizeof(Record) == kRecordBytes);
+
+}  // namespace
+
+PointToPointGroup::PointToPointGroup(ChannelOptions options)
+    : channel_(std::make_shared<Channel>(std::move(options))) {
+  channel_->backend = channel_->options.open(epoch_);
+}
+
+PointToPointGroup::~PointToPointGroup() = default;
+
+int PointToPointGroup::rank() const { return channel_->options.self; }
+int PointToPointGroup::size() const { return channel_->size(); }
+const std::string& PointToPointGroup::name() const { return channel_->options.name; }
+
+std::unique_ptr<Work> PointToPointGroup::issue(Batch batch) {
+  channel_->options.poison->check();
+  check_batch(batch, size());
+  if (!channel_->backend) channel_->backend = channel_->options.open(epoch_);
+  const std::uint64_t sequence = next_sequence_++;
+  const std::uint64_t fingerprint = channel_->log->record(batch, sequence);
+  if (channel_->options.compare_entries) compare(batch, sequence);
+  auto work = std::make_unique<Exchange>(channel_, std::move(batch), sequence, fingerprint);
+  work->start();
+  return work;
+}
+
+void PointToPointGroup::reset(int epoch) {
+  channel_->backend.reset();
+  channel_->log->clear();
+  epoch_ = epoch;
+  next_sequence_ = 0;
+}
+
+void PointToPointGroup::compare(const Batch& batch, std::uint64_t sequence) {
+  Entry entry;
+  describe(batch, sequence, entry);
+  auto buffer = at::zeros({size() * kRecordBytes}, at::TensorOptions().dtype(at::kByte));
+  auto* records = static_cast<Record*>(buffer.mutable_data_ptr());
+  Record& mine = records[rank()];
+  mine.fingerprint = entry.fingerprint;
+  to_string(entry).copy(mine.text, sizeof(mine.text) - 1);
+
+  Batch exchange;
+  exchange.label = batch.label;
+  exchange.ops.emplace_back(AllGather{buffer});
+  Exchange work(channel_, std::move(exchange), sequence, kRecordFingerprint);
+  work.start();
+  work.wait();
+  const auto& members = channel_->options.members;
+  for (int other = 0; other < size(); ++other) {
+    if (records[other].fingerprint == mine.fingerprint) continue;
+    records[other].text[sizeof(mine.text) - 1] = '\0';
+    const int first = std::min(rank(), other);
+    const int second = std::max(rank(), other);
+    throw Error(
+        ErrorKind::kComm,
+        concat("ranks disagree: rank ", members[static_cast<std::size_t>(first)], " issues ",
+               records[first].text, " but rank ", members[static_cast<std::size_t>(second)],
+               " issues ", records[second].text, " (group ", name(), ")"));
+  }
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,62 @@
+// Collectives as transfers between pairs of ranks: what the Gloo backend consists of.
+//
+// Gloo's own all-gather copies everything once more and its reduce-scatter is a clone and a full
+// all-reduce (docs/performance.md), and both match by order alone. Here every slice goes straight
+// from its place into its place, sums are formed in rank order (sum.h), and every transfer carries
+// a tag made from what the collective is, so that two different ones never meet. All work is done
+// by Gloo's device thread and by the threads that issue and wait. Next: gloo.h opens the channel.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+#include "comm/group.h"
+#include "comm/poison.h"
+#include "comm/wait_board.h"
+
+namespace tessera::comm {
+
+struct ChannelOptions {
+  std::string name;          ///< "gather of ranks 0, 1"
+  std::vector<int> members;  ///< world ranks
+  int self = 0;              ///< index into members
+  std::chrono::milliseconds timeout{100000};
+  /// Exchange what each rank is about to issue before every collective, and name both where they
+  /// differ.
+  bool compare_entries = false;
+  std::shared_ptr<Poison> poison;
+  std::shared_ptr<WaitBoard> board;
+  /// Opens connections to all members. Collective; `epoch` counts recoveries.
+  std::function<c10::intrusive_ptr<c10d::Backend>(int epoch)> open;
+};
+
+class Channel;
+
+class PointToPointGroup : public Group {
+ public:
+  /// Opens the channel. Collective. Errors: kComm.
+  explicit PointToPointGroup(ChannelOptions options);
+  ~PointToPointGroup() override;
+
+  int rank() const override;
+  int size() const override;
+  const std::string& name() const override;
+  std::unique_ptr<Work> issue(Batch batch) override;
+
+  /// After a failure: closes the connections; the next issue() opens new ones. Nothing may be under
+  /// way.
+  void reset(int epoch);
+
+ private:
+  void compare(const Batch& batch, std::uint64_t sequence);
+
+  std::shared_ptr<Channel> channel_;
+  int epoch_ = 0;
+  std::uint64_t next_sequence_ = 0;
+};
+
+}  // namespace tessera::comm

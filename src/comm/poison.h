@@ -1,0 +1,60 @@
+// Poison: the mark that a World has failed, shared by everything of it that blocks.
+//
+// A collective that was started can no longer be trusted once a rank left the common order, so all
+// later ones throw until recover(). Also the error type that tells a culprit from its victims.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <string>
+
+#include "tessera/error.h"
+
+namespace tessera::comm {
+
+/// "100 s", "0.25 s": how messages name a timeout.
+inline std::string in_seconds(std::chrono::milliseconds time) {
+  return concat(static_cast<double>(time.count()) / 1000.0, " s");
+}
+
+/// A failure that began on another rank (it died, stalled, or said so): this rank's error only says
+/// that it noticed. Own spawn prefers any other error when it looks for the culprit.
+class PeerLost : public Error {
+ public:
+  explicit PeerLost(const std::string& message) : Error(ErrorKind::kComm, message) {}
+};
+
+/// Threads: any.
+class Poison {
+ public:
+  /// The first reason stays.
+  void mark(const std::string& why) {
+    const std::lock_guard lock(mutex_);
+    if (set_.load(std::memory_order_relaxed)) return;
+    why_ = why;
+    set_.store(true, std::memory_order_release);
+  }
+  void clear() {
+    const std::lock_guard lock(mutex_);
+    set_.store(false, std::memory_order_release);
+    why_.clear();
+  }
+  bool is_set() const { return set_.load(std::memory_order_acquire); }
+  std::string why() const {
+    const std::lock_guard lock(mutex_);
+    return why_;
+  }
+  /// Errors: PeerLost (kComm) when marked.
+  void check() const {
+    if (is_set()) [[unlikely]]
+      throw PeerLost(why());
+  }
+
+ private:
+  std::atomic<bool> set_{false};
+  mutable std::mutex mutex_;
+  std::string why_;
+};
+
+}  // namespace tessera::comm

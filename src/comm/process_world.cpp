@@ -1,0 +1,164 @@
+#include "comm/process_world.h"
+
+#include <algorithm>
+#include <exception>
+#include <numeric>
+
+#include "base/environment.h"
+#include "comm/failure_report.h"
+#include "comm/nccl.h"
+#include "comm/point_to_point.h"
+#include "comm/queue.h"
+#include "comm/world_state.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+// How long a rank that is done waits for the others to be done too, before it leaves without them.
+constexpr std::chrono::seconds kGoodbye{30};
+
+bool takes_nccl(const std::string& backend) {
+  return backend == "nccl" || (backend == "auto" && nccl_usable());
+}
+
+}  // namespace
+
+ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& options)
+    : World(launch.rank, launch.world_size, launch.local_rank),
+      launch_(launch),
+      options_(options),
+      exceptions_before_(std::uncaught_exceptions()),
+      everyone_(static_cast<std::size_t>(launch.world_size)) {
+  std::iota(everyone_.begin(), everyone_.end(), 0);
+  if (takes_nccl(options.backend)) {
+    require_nccl();
+  } else {
+    device_ = std::make_shared<GlooDevice>(launch.hosts);
+  }
+  store_ = Store::connect(launch, options.init_timeout);
+  store_->meet("hello", rank_, everyone_, options.init_timeout, *state_->poison);
+  WatchOptions watch;
+  watch.rank = rank_;
+  watch.blocked_after = options.blocked_after;
+  watch_ = std::make_unique<FailureWatch>(store_->second_connection(), state_->board, watch,
+                                          watch_actions());
+}
+
+FailureWatch::Actions ProcessWorld::watch_actions() {
+  FailureWatch::Actions actions;
+  actions.failed = [this](const std::string& why) { leave_after(rank_, why); };
+  actions.lost = [this](const std::string& why) {
+    announce_failure(concat("rank ", rank_, ": ", why));
+    leave_after(rank_, why);
+  };
+  actions.disagree = [this](const std::string& why) {
+    report_failure(this, Error(ErrorKind::kComm, why), 1);
+  };
+  actions.poisoned = [this](const std::string& why) { poison_here(why); };
+  return actions;
+}
+
+ProcessWorld::~ProcessWorld() {
+  const bool failed = poisoned() || std::uncaught_exceptions() > exceptions_before_;
+  if (failed) {
+    watch_->stop();  // it would end this process by what is announced here
+    if (!poisoned()) announce_failure(concat("rank ", rank_, ": left by an exception"));
+    poison_here("left by an exception");
+  }
+  stop_queue();
+  if (!failed) leave_together();
+  watch_->stop();
+}
+
+void ProcessWorld::leave_together() {
+  // A connection that closes while a peer still reads from it looks like a lost rank, and so does
+  // the store when rank 0 takes it away.
+  try {
+    store_->meet("goodbye", rank_, everyone_, kGoodbye, *state_->poison);
+    watch_->stop();
+    gloo_groups_.clear();
+    state_->made.clear();
+    if (rank_ == 0) {
+      store_->meet("gone", rank_, everyone_, kGoodbye, *state_->poison);
+    } else {
+      store_->set(concat("gone/", rank_), "gone");
+    }
+  } catch (const Error&) {
+    // Whoever is missing has failed and says so itself.
+  }
+}
+
+std::shared_ptr<Group> ProcessWorld::make_group(const std::vector<int>& ranks,
+                                                const std::string& name) {
+  ChannelOptions channel;
+  channel.name = name;
+  channel.members = ranks;
+  channel.self = static_cast<int>(std::find(ranks.begin(), ranks.end(), rank_) - ranks.begin());
+  channel.timeout = options_.timeout;
+  channel.compare_entries =
+      options_.compare_entries || base::environment_switch("TESSERA_COMPARE_ENTRIES");
+  channel.poison = state_->poison;
+  channel.board = state_->board;
+  if (!device_) {
+    store_->meet(concat("group ", name), rank_, ranks, options_.init_timeout, *state_->poison);
+    return make_nccl_group(channel, store_->for_group(concat("nccl/", name)), local_rank_);
+  }
+  channel.open = [store = store_, device = device_, timeout = options_.timeout,
+                  patience = options_.init_timeout, poison = state_->poison, rank = rank_, ranks,
+                  name, self = channel.self](int epoch) {
+    const std::string key = concat("group ", name, " (", epoch, ")");
+    store->meet(key, rank, ranks, patience, *poison);
+    return device->connect(store->for_group(key), self, static_cast<int>(ranks.size()), timeout);
+  };
+  auto group = std::make_shared<PointToPointGroup>(std::move(channel));
+  gloo_groups_.push_back(group);
+  return group;
+}
+
+void ProcessWorld::poison_here(const std::string& why) {
+  state_->poison->mark(why);
+  queue_->poison(why);
+  state_->board->abort_all();
+}
+
+void ProcessWorld::poison(const std::string& why) {
+  const std::string text = concat("rank ", rank_, ": ", why);
+  poison_here(text);
+  try {
+    store_->set_if_absent(store_key::poison(epoch_), text);
+  } catch (const Error&) {
+    // The store is gone: the watch says so.
+  }
+}
+
+void ProcessWorld::recover() {
+  TESSERA_CHECK(device_ != nullptr, ErrorKind::kUsage,
+                "recover: not with NCCL; start the run anew");
+  const Poison never;  // our own poison is set
+  const int next = epoch_ + 1;
+  queue_->recover();
+  store_->meet(concat("recover/", next), rank_, everyone_, options_.timeout, never);
+  for (const auto& group : gloo_groups_) group->reset(next);
+  epoch_ = next;
+  watch_->set_epoch(next);
+  state_->poison->clear();
+}
+
+std::optional<std::string> ProcessWorld::announce_failure(const std::string& why) noexcept {
+  try {
+    return store_->set_if_absent(store_key::kFailure, why);
+  } catch (...) {
+    return std::nullopt;
+  }
+}
+
+std::optional<std::string> ProcessWorld::known_failure() noexcept {
+  try {
+    return store_->find(store_key::kFailure);
+  } catch (...) {
+    return std::nullopt;
+  }
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,59 @@
+// ProcessWorld: a World whose ranks are processes. Private to comm/.
+//
+// Store, watch and Gloo (or NCCL) connections. How it ends well and how it ends badly are two
+// different things: the destructor leaves together with the others, report_failure() leaves alone.
+// Next: failure_report.h.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/failure_watch.h"
+#include "comm/gloo.h"
+#include "comm/launch_environment.h"
+#include "comm/store.h"
+#include "tessera/world.h"
+
+namespace tessera::comm {
+
+class PointToPointGroup;
+
+class ProcessWorld : public World {
+ public:
+  /// Collective. Errors: kComm when the others do not come in time.
+  ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& options);
+  ~ProcessWorld() override;
+
+  std::string backend() const override { return device_ ? "gloo" : "nccl"; }
+  void poison(const std::string& why) override;
+  void recover() override;
+
+  /// Writes the failure key unless it is there. Returns what stands there; none when the store is
+  /// gone.
+  std::optional<std::string> announce_failure(const std::string& why) noexcept;
+  std::optional<std::string> known_failure() noexcept;
+
+ protected:
+  std::shared_ptr<Group> make_group(const std::vector<int>& ranks,
+                                    const std::string& name) override;
+
+ private:
+  void poison_here(const std::string& why);
+  void leave_together();
+  FailureWatch::Actions watch_actions();
+
+  const LaunchEnvironment launch_;
+  const WorldOptions options_;
+  const int exceptions_before_;
+  std::vector<int> everyone_;
+  std::shared_ptr<Store> store_;
+  std::unique_ptr<FailureWatch> watch_;
+  std::shared_ptr<GlooDevice> device_;
+  std::vector<std::shared_ptr<PointToPointGroup>> gloo_groups_;
+  std::atomic<int> epoch_{0};
+};
+
+}  // namespace tessera::comm

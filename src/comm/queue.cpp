@@ -1,0 +1,186 @@
+#include "comm/queue.h"
+
+#include <c10/core/GradMode.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <optional>
+#include <thread>
+
+#include "comm/poison.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+
+struct Pending::State {
+  explicit State(std::shared_ptr<Poison> poisoned) : poison(std::move(poisoned)) {}
+
+  void issued(std::unique_ptr<Work> started, std::exception_ptr error) {
+    work = std::move(started);
+    failure = std::move(error);
+    out.store(true, std::memory_order_release);
+    out.notify_all();
+  }
+
+  std::atomic<bool> out{false};  // issued, or never going to be
+  std::unique_ptr<Work> work;
+  std::exception_ptr failure;
+  std::shared_ptr<Poison> poison;
+};
+
+void Pending::wait() {
+  if (!state_) return;
+  state_->out.wait(false, std::memory_order_acquire);
+  if (state_->failure) std::rethrow_exception(state_->failure);
+  if (!state_->work) return;
+  state_->poison->check();
+  state_->work->wait();
+  state_->work.reset();
+}
+
+namespace {
+
+struct Submission {
+  Group* group;
+  Batch batch;
+  std::function<void()> ready;
+  std::shared_ptr<Pending::State> state;
+};
+
+}  // namespace
+
+struct IssueQueue::Impl {
+  Pending submit(Submission submission);
+  void run();
+  void issue(Submission submission);
+  void drop(std::deque<Submission> dropped);
+  const std::shared_ptr<Poison> poison = std::make_shared<Poison>();
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::condition_variable emptied;
+  std::deque<Submission> waiting;
+  bool busy = false;  // one is being issued
+  bool stopping = false;
+  std::optional<Submission> held_back;
+  std::function<bool(const Label&)> hold_back;
+  std::thread thread;
+};
+
+void IssueQueue::Impl::issue(Submission submission) {
+  const c10::AutoGradMode no_grad(false);
+  std::unique_ptr<Work> work;
+  std::exception_ptr failure;
+  try {
+    poison->check();
+    if (submission.ready) submission.ready();
+    work = submission.group->issue(std::move(submission.batch));
+  } catch (const std::exception& error) {
+    failure = std::current_exception();
+    // Whatever comes after it would meet other collectives on the other ranks.
+    poison->mark(concat("a collective could not be issued: ", error.what()));
+  } catch (...) {
+    failure = std::current_exception();
+    poison->mark("a collective could not be issued");
+  }
+  submission.state->issued(std::move(work), failure);
+}
+
+void IssueQueue::Impl::drop(std::deque<Submission> dropped) {
+  if (dropped.empty()) return;
+  const auto why = std::make_exception_ptr(PeerLost(poison->why()));
+  for (Submission& one : dropped) one.state->issued(nullptr, why);
+}
+
+void IssueQueue::Impl::run() {
+  std::unique_lock lock(mutex);
+  for (;;) {
+    changed.wait(lock, [&] { return stopping || !waiting.empty(); });
+    if (waiting.empty()) {
+      if (!held_back) return;
+      waiting.push_back(std::move(*held_back));
+      held_back.reset();
+    }
+    Submission next = std::move(waiting.front());
+    waiting.pop_front();
+    busy = true;
+    const auto hold = hold_back;
+    const bool may_hold = hold && !stopping && !held_back;
+    lock.unlock();
+    if (may_hold && hold(next.batch.label)) {
+      held_back = std::move(next);
+    } else {
+      issue(std::move(next));
+      if (held_back) issue(std::move(*std::exchange(held_back, std::nullopt)));
+    }
+    lock.lock();
+    busy = false;
+    if (waiting.empty()) emptied.notify_all();
+  }
+}
+
+Pending IssueQueue::Impl::submit(Submission submission) {
+  auto state = submission.state;
+  if (submission.group->size() == 1) {  // nobody to keep an order with
+    issue(std::move(submission));
+    return Pending(std::move(state));
+  }
+  {
+    const std::lock_guard lock(mutex);
+    if (!thread.joinable()) thread = std::thread([this] { run(); });
+    waiting.push_back(std::move(submission));
+  }
+  changed.notify_one();
+  return Pending(std::move(state));
+}
+
+IssueQueue::IssueQueue() : impl_(std::make_unique<Impl>()) {}
+
+IssueQueue::~IssueQueue() {
+  {
+    const std::lock_guard lock(impl_->mutex);
+    impl_->stopping = true;
+  }
+  impl_->changed.notify_all();
+  if (impl_->thread.joinable()) impl_->thread.join();
+}
+
+Pending IssueQueue::submit(Group& group, Batch batch, std::function<void()> ready) {
+  impl_->poison->check();
+  return impl_->submit({&group, std::move(batch), std::move(ready),
+                        std::make_shared<Pending::State>(impl_->poison)});
+}
+
+void IssueQueue::drain() {
+  std::unique_lock lock(impl_->mutex);
+  impl_->emptied.wait(lock, [&] { return impl_->waiting.empty() && !impl_->busy; });
+}
+
+void IssueQueue::poison(const std::string& why) {
+  impl_->poison->mark(why);
+  std::deque<Submission> dropped;
+  {
+    const std::lock_guard lock(impl_->mutex);
+    dropped.swap(impl_->waiting);
+    if (!impl_->busy) impl_->emptied.notify_all();
+  }
+  impl_->drop(std::move(dropped));
+}
+
+void IssueQueue::recover() {
+  drain();
+  {
+    const std::lock_guard lock(impl_->mutex);
+    impl_->held_back.reset();
+  }
+  impl_->poison->clear();
+}
+
+void IssueQueue::set_reorder_for_tests(std::function<bool(const Label&)> hold_back) {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->hold_back = std::move(hold_back);
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,55 @@
+// Store: the small shared dictionary by which ranks find each other and tell of failures.
+//
+// A thin layer over c10d's stores: TCP between processes, a map between threads. Waiting is by
+// polling, so that a wait can end when the World is poisoned. Never used inside a step. Next:
+// failure_watch.h.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+#include "comm/launch_environment.h"
+#include "comm/poison.h"
+
+namespace tessera::comm {
+
+/// Threads: any; calls through one Store take turns (give a thread that polls a connection of its
+/// own).
+class Store {
+ public:
+  /// The store of ranks that are threads.
+  static std::shared_ptr<Store> in_memory();
+  /// Joins the store that the launch names; rank 0 serves it unless the launcher does.
+  /// Errors: kComm when the address cannot be had or reached in time.
+  static std::shared_ptr<Store> connect(const LaunchEnvironment& launch,
+                                        std::chrono::milliseconds timeout);
+
+  /// The same store over a connection of its own.
+  std::shared_ptr<Store> second_connection() const;
+
+  void set(const std::string& key, const std::string& value);
+  std::optional<std::string> find(const std::string& key);
+  /// Sets the key where nobody did; returns the value that stands.
+  std::string set_if_absent(const std::string& key, const std::string& value);
+
+  /// Sets `key`/`self`, and returns once all of `members` have set theirs. Errors: kComm naming the
+  /// ranks that did not come within `timeout`; PeerLost as soon as `poison` is marked.
+  void meet(const std::string& key, int self, const std::vector<int>& members,
+            std::chrono::milliseconds timeout, const Poison& poison);
+
+  /// For process groups, with `prefix` in front of their keys.
+  c10::intrusive_ptr<c10d::Store> for_group(const std::string& prefix) const;
+
+ private:
+  explicit Store(c10::intrusive_ptr<c10d::Store> store);
+  bool all_set(const std::vector<std::string>& keys);
+
+  c10::intrusive_ptr<c10d::Store> store_;
+};
+
+}  // namespace tessera::comm

@@ -1,0 +1,106 @@
+#include "comm/thread_world.h"
+
+#include <algorithm>
+
+#include "base/environment.h"
+#include "comm/point_to_point.h"
+#include "comm/queue.h"
+#include "comm/world_state.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+
+void ThreadRun::poison_all(const std::string& why) {
+  const std::lock_guard lock(mutex);
+  for (ThreadWorld* world : worlds) world->poison_here(why);
+  hub.wake_all();
+  for (ThreadWorld* world : worlds) world->wake();
+}
+
+ThreadWorld::ThreadWorld(std::shared_ptr<ThreadRun> run, int rank)
+    : World(rank, run->size, rank), run_(std::move(run)) {
+  if (run_->backend == ThreadBackend::kGloo && size_ > 1) {
+    device_ = std::make_shared<GlooDevice>(Hosts::kOne);
+    WatchOptions watch;
+    watch.rank = rank;
+    watch.blocked_after = run_->options.blocked_after;
+    watch.poll = std::min(watch.poll, watch.blocked_after / 4 + std::chrono::milliseconds(1));
+    FailureWatch::Actions actions;
+    actions.failed = actions.lost =
+        actions.disagree = [this](const std::string& why) { run_->poison_all(why); };
+    actions.poisoned = [](const std::string&) {};  // poison_all() has done it
+    watch_ = std::make_unique<FailureWatch>(run_->store, state_->board, watch, std::move(actions));
+  }
+  const std::lock_guard lock(run_->mutex);
+  run_->worlds.push_back(this);
+}
+
+ThreadWorld::~ThreadWorld() {
+  if (watch_) watch_->stop();
+  {
+    const std::lock_guard lock(run_->mutex);
+    std::erase(run_->worlds, this);
+  }
+  stop_queue();
+}
+
+std::string ThreadWorld::backend() const {
+  if (size_ == 1) return "none";
+  return run_->backend == ThreadBackend::kGloo ? "gloo" : "in-process";
+}
+
+void ThreadWorld::poison(const std::string& why) {
+  run_->poison_all(concat("rank ", rank_, ": ", why));
+}
+
+void ThreadWorld::poison_here(const std::string& why) {
+  state_->poison->mark(why);
+  queue_->poison(why);
+}
+
+void ThreadWorld::wake() { state_->board->abort_all(); }
+
+void ThreadWorld::recover() {
+  run_->hub.meet(size_);  // from here on nobody is in a collective
+  if (rank_ == 0) {
+    ++run_->epoch;
+    run_->hub.reset();
+  }
+  run_->hub.meet(size_);
+  repair(run_->epoch);
+  run_->hub.meet(size_);  // a rank that goes on meets no half-repaired one
+}
+
+void ThreadWorld::repair(int epoch) {
+  queue_->recover();
+  for (const auto& group : gloo_groups_) group->reset(epoch);
+  if (watch_) watch_->set_epoch(epoch);
+  state_->poison->clear();
+}
+
+std::shared_ptr<Group> ThreadWorld::make_group(const std::vector<int>& ranks,
+                                               const std::string& name) {
+  const int self = static_cast<int>(std::find(ranks.begin(), ranks.end(), rank_) - ranks.begin());
+  if (!device_) return run_->hub.make_group(name, ranks, self, state_->poison);
+  ChannelOptions channel;
+  channel.name = name;
+  channel.members = ranks;
+  channel.self = self;
+  channel.timeout = run_->options.timeout;
+  channel.compare_entries =
+      run_->options.compare_entries || base::environment_switch("TESSERA_COMPARE_ENTRIES");
+  channel.poison = state_->poison;
+  channel.board = state_->board;
+  channel.open = [run = run_.get(), device = device_, poison = state_->poison, rank = rank_, ranks,
+                  name, self](int epoch) {
+    const std::string key = concat("group ", name, " (", epoch, ")");
+    run->store->meet(key, rank, ranks, run->options.timeout, *poison);
+    return device->connect(run->store->for_group(key), self, static_cast<int>(ranks.size()),
+                           run->options.timeout);
+  };
+  auto group = std::make_shared<PointToPointGroup>(std::move(channel));
+  gloo_groups_.push_back(group);
+  return group;
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,40 @@
+// The one place for what torch 2.11 and 2.13 name differently.
+#pragma once
+
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/version.h>
+
+#include <memory>
+#include <utility>
+
+#define TESSERA_TORCH_AT_LEAST(major, minor)     \
+  (TORCH_VERSION_MAJOR > (major) ||              \
+   (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
+
+namespace tessera::compat {
+
+/// std::shared_ptr<Node> or c10::intrusive_ptr<Node>.
+using NodePtr = decltype(torch::autograd::Edge::function);
+
+template <class T, class... Args>
+auto make_node(Args&&... args) {
+#if TESSERA_TORCH_AT_LEAST(2, 13)
+  return c10::make_intrusive<T>(std::forward<Args>(args)...);
+#else
+  return std::shared_ptr<T>(new T(std::forward<Args>(args)...), torch::autograd::deleteNode);
+#endif
+}
+
+/// The next use of the leaf makes an AccumulateGrad node of its own.
+inline void reset_grad_accumulator(const at::Tensor& leaf) {
+#if TESSERA_TORCH_AT_LEAST(2, 13)
+  torch::autograd::impl::set_grad_accumulator(
+      leaf, c10::weak_intrusive_ptr<torch::autograd::Node>(NodePtr()));
+#else
+  torch::autograd::impl::set_grad_accumulator(leaf, std::weak_ptr<torch::autograd::Node>());
+#endif
+}
+
+}  // namespace tessera::compat

@@ -1,0 +1,97 @@
+#include "tessera/world.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "base/environment.h"
+#include "comm/batch.h"
+#include "comm/process_world.h"
+#include "comm/queue.h"
+#include "comm/world_state.h"
+#include "tessera/error.h"
+
+namespace tessera {
+namespace {
+
+std::string group_name(const std::vector<int>& ranks, std::string_view purpose) {
+  std::string name = concat(purpose, " of ranks");
+  for (const int rank : ranks) name += concat(rank == ranks.front() ? " " : ",", rank);
+  return name;
+}
+
+/// Nobody to talk to: every group has one rank, nothing is lost by a failure elsewhere.
+class SoloWorld : public World {
+ public:
+  SoloWorld() : World(0, 1, 0) {}
+  ~SoloWorld() override { stop_queue(); }
+  std::string backend() const override { return "none"; }
+  void poison(const std::string& why) override {
+    state_->poison->mark(why);
+    queue_->poison(why);
+  }
+  void recover() override {
+    queue_->recover();
+    state_->poison->clear();
+  }
+
+ protected:
+  std::shared_ptr<comm::Group> make_group(const std::vector<int>&,
+                                          const std::string& name) override {
+    return std::make_shared<comm::SoloGroup>(name, state_->poison);
+  }
+};
+
+}  // namespace
+
+World::World(int rank, int size, int local_rank)
+    : rank_(rank),
+      size_(size),
+      local_rank_(local_rank),
+      state_(std::make_unique<State>()),
+      queue_(std::make_unique<comm::IssueQueue>()) {}
+
+World::~World() = default;
+
+std::shared_ptr<World> World::connect(const WorldOptions& options) {
+  const auto launch = comm::read_launch_environment(base::environment(),
+                                                    {options.master_addr, options.master_port});
+  TESSERA_CHECK(options.backend == "auto" || options.backend == "gloo" || options.backend == "nccl",
+                ErrorKind::kUsage, "world: found backend ", options.backend,
+                ", expected auto, gloo or nccl");
+  if (launch.world_size == 1) return std::make_shared<SoloWorld>();
+  return std::make_shared<comm::ProcessWorld>(launch, options);
+}
+
+Mesh World::mesh(const MeshShape& shape) { return Mesh(shared_from_this(), shape); }
+
+std::shared_ptr<comm::Group> World::group(const std::vector<int>& ranks, std::string_view purpose) {
+  const std::string name = group_name(ranks, purpose);
+  TESSERA_CHECK(
+      std::adjacent_find(ranks.begin(), ranks.end(), std::greater_equal<>()) == ranks.end() &&
+          !ranks.empty() && ranks.front() >= 0 && ranks.back() < size_ &&
+          std::find(ranks.begin(), ranks.end(), rank_) != ranks.end(),
+      ErrorKind::kUsage, "group: found ", name, ", expected ascending ranks below ", size_,
+      " with rank ", rank_, " among them");
+  const std::lock_guard lock(state_->mutex);
+  auto& made = state_->made[name];
+  if (!made) {
+    made = ranks.size() == 1 ? std::make_shared<comm::SoloGroup>(name, state_->poison) : make_group(ranks, name);
+  }
+  return made;
+}
+
+comm::Group& World::control() {
+  std::vector<int> all(static_cast<std::size_t>(size_));
+  std::iota(all.begin(), all.end(), 0);
+  return *group(all, "control");
+}
+
+bool World::poisoned() const { return state_->poison->is_set(); }
+
+void World::stop_queue() { queue_.reset(); }
+
+bool launched() {
+  return comm::read_launch_environment(base::environment()).launcher != comm::Launcher::kSingle;
+}
+
+}  // namespace tessera

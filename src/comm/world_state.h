@@ -1,0 +1,23 @@
+// What a World keeps besides its place: groups and the mark that it has failed. Private to comm/.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "comm/group.h"
+#include "comm/poison.h"
+#include "comm/wait_board.h"
+#include "tessera/world.h"
+
+namespace tessera {
+
+struct World::State {
+  std::mutex mutex;  ///< of `made`
+  std::map<std::string, std::shared_ptr<comm::Group>> made;
+  const std::shared_ptr<comm::Poison> poison = std::make_shared<comm::Poison>();
+  const std::shared_ptr<comm::WaitBoard> board = std::make_shared<comm::WaitBoard>();
+};
+
+}  // namespace tessera

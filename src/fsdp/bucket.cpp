@@ -1,0 +1,180 @@
+#include "fsdp/bucket.h"
+
+#include <ATen/ATen.h>
+
+#include "grad/torch_dtype.h"
+#include "tessera/error.h"
+
+namespace tessera::fsdp {
+namespace {
+
+at::Tensor zeros(std::int64_t numel, DType dtype, at::Device device) {
+  return at::zeros({numel}, at::TensorOptions().dtype(to_scalar_type(dtype)).device(device));
+}
+
+}  // namespace
+
+Bucket::Bucket(layout::BucketPlan plan, BucketGroups groups, int rank, comm::BufferPool& pool,
+               const std::string& released_message)
+    : plan_(std::move(plan)),
+      groups_(groups),
+      rank_(rank),
+      pool_(pool),
+      unsharded_(pool, to_scalar_type(plan_.key.compute), plan_.numel, plan_.ranks, rank,
+                 released_message),
+      arrived_(plan_.parameters.size(), 0) {
+  const auto& key = plan_.key;
+  shard_ = zeros(plan_.slice_numel(), key.storage, pool.device());
+  aliases_shard_ = plan_.ranks == 1 && key.storage == key.compute;
+  if (aliases_shard_) unsharded_.alias(shard_);
+  final_is_accumulator_ =
+      groups_.replicas == nullptr && key.final == key.accumulate && key.reductions.divide_factor == 1.0;
+}
+
+at::Tensor Bucket::shard_of(const layout::Placed& placed) const {
+  const auto owned = plan_.owned(placed, rank_);
+  return shard_.narrow(0, owned.empty() ? 0 : plan_.offset_in_slice(placed, rank_), owned.size());
+}
+
+void Bucket::begin_gather(comm::Batch& batch) {
+  if (aliases_shard_) return;
+  unsharded_.begin();
+  unsharded_.writable_slice().copy_(shard_);
+  if (groups_.gather != nullptr) batch.ops.emplace_back(unsharded_.gather());
+}
+
+void Bucket::ensure_slots() {
+  if (slots_.defined()) return;
+  TESSERA_INVARIANT(!wire_.defined(), "a gradient arrived while its bucket's reduction is under way");
+  const auto dtype = to_scalar_type(plan_.key.accumulate);
+  if (groups_.reduce == nullptr) {
+    if (!accumulator_.defined()) accumulator_ = zeros(plan_.numel, plan_.key.accumulate, pool_.device());
+    slots_ = accumulator_;
+  } else {
+    slots_ = pool_.take(plan_.numel, dtype);
+  }
+}
+
+at::Tensor Bucket::open_slot(std::size_t index, bool& first) {
+  ensure_slots();
+  const auto& placed = plan_.parameters[index];
+  // In the accumulator a sum of earlier backwards may already stand; reset ranges hold zeros.
+  first = arrived_[index] == 0 && !(groups_.reduce == nullptr && has_sum_);
+  arrived_[index] = 1;
+  return slots_.narrow(0, placed.offset, placed.numel);
+}
+
+bool Bucket::has_arrivals() const {
+  return std::any_of(arrived_.begin(), arrived_.end(), [](auto a) { return a != 0; });
+}
+
+std::int64_t Bucket::begin_reduce(comm::Batch& batch) {
+  ensure_slots();
+  const bool own_sum = groups_.reduce == nullptr;
+  // Gaps between parameters and slots that nothing arrived for are zero: they are added on other ranks.
+  if (!(own_sum && has_sum_)) {
+    std::int64_t filled = 0;
+    for (std::size_t i = 0; i <= plan_.parameters.size(); ++i) {
+      const bool last = i == plan_.parameters.size();
+      const auto offset = last ? plan_.numel : plan_.parameters[i].offset;
+      if (!last && arrived_[i] == 0) continue;
+      if (offset > filled) slots_.narrow(0, filled, offset - filled).zero_();
+      if (!last) filled = std::max(filled, offset + plan_.parameters[i].numel);
+    }
+  }
+  std::fill(arrived_.begin(), arrived_.end(), std::uint8_t{0});
+  if (own_sum) {
+    slots_ = at::Tensor();
+    has_sum_ = true;
+    return 0;
+  }
+  if (plan_.key.reduce == plan_.key.accumulate) {
+    wire_ = std::move(slots_);
+  } else {
+    wire_ = pool_.take(plan_.numel, to_scalar_type(plan_.key.reduce));
+    wire_.copy_(slots_);
+    pool_.give_back(std::move(slots_));
+  }
+  slots_ = at::Tensor();
+  if (!accumulator_.defined()) {
+    accumulator_ = zeros(plan_.slice_numel(), plan_.key.accumulate, pool_.device());
+  }
+  batch.ops.emplace_back(comm::ReduceScatter{
+      wire_, accumulator_, has_sum_ ? comm::Into::kAdd : comm::Into::kOverwrite});
+  has_sum_ = true;
+  return static_cast<std::int64_t>(wire_.nbytes());
+}
+
+void Bucket::finish_reduce() {
+  if (wire_.defined()) pool_.give_back(std::move(wire_));
+  wire_ = at::Tensor();
+}
+
+void Bucket::reset_accumulator(std::size_t index) {
+  if (!has_sum_) return;
+  const auto& placed = plan_.parameters[index];
+  const auto owned = plan_.owned(placed, rank_);
+  if (owned.empty()) return;
+  accumulator_.narrow(0, plan_.offset_in_slice(placed, rank_), owned.size()).zero_();
+}
+
+void Bucket::reset_accumulator() { has_sum_ = false; }
+
+void Bucket::import_accumulator(std::size_t index, const at::Tensor& value) {
+  const auto& placed = plan_.parameters[index];
+  if (!accumulator_.defined()) {
+    accumulator_ = zeros(plan_.slice_numel(), plan_.key.accumulate, pool_.device());
+  }
+  if (!has_sum_) accumulator_.zero_();
+  has_sum_ = true;
+  const auto owned = plan_.owned(placed, rank_);
+  if (owned.empty()) return;
+  auto range = accumulator_.narrow(0, plan_.offset_in_slice(placed, rank_), owned.size());
+  if (groups_.replicas == nullptr || groups_.replicas->rank() == 0) {
+    range.copy_(value);
+  } else {
+    range.zero_();  // the replica reduction will add rank 0's
+  }
+}
+
+void Bucket::begin_replica_reduce(comm::Batch& batch) {
+  if (groups_.replicas == nullptr) return;
+  if (!replica_sum_.defined()) replica_sum_ = at::empty_like(accumulator_);
+  replica_sum_.copy_(accumulator_);
+  if (plan_.key.reduce != plan_.key.accumulate) {
+    // Both reductions go out in `reduce`; the partial was already rounded to it once per micro-batch.
+    replica_sum_.copy_(accumulator_.to(to_scalar_type(plan_.key.reduce)));
+  }
+  batch.ops.emplace_back(comm::AllReduce{replica_sum_});
+}
+
+const at::Tensor& Bucket::finish_final() {
+  TESSERA_INVARIANT(has_sum_, "a final gradient without a sum");
+  if (final_is_accumulator_) return accumulator_;
+  const auto& sum = groups_.replicas != nullptr ? replica_sum_ : accumulator_;
+  if (!final_.defined()) final_ = zeros(plan_.slice_numel(), plan_.key.final, pool_.device());
+  const auto factor = plan_.key.reductions.divide_factor;
+  if (plan_.key.final == plan_.key.accumulate) {
+    at::div_out(final_, sum, at::scalar_tensor(factor, sum.options()));
+  } else if (factor == 1.0) {
+    final_.copy_(sum);
+  } else {
+    final_.copy_(sum.div(factor));
+  }
+  return final_;
+}
+
+at::Tensor Bucket::finish_final_or_zeros() {
+  if (has_sum_) return finish_final();
+  return zeros(plan_.slice_numel(), plan_.key.final, pool_.device());
+}
+
+void Bucket::drop_gradients() {
+  if (slots_.defined() && groups_.reduce != nullptr) pool_.give_back(std::move(slots_));
+  slots_ = at::Tensor();
+  finish_reduce();
+  std::fill(arrived_.begin(), arrived_.end(), std::uint8_t{0});
+  has_sum_ = false;
+}
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,58 @@
+// One call of a sharded module: what the hooks of FSDP2 do around a forward.
+#include <ATen/ATen.h>
+
+#include "fsdp/boundary.h"
+#include "fsdp/recompute.h"
+#include "fsdp/runtime.h"
+#include "fsdp/unit.h"
+#include "grad/torch_dtype.h"
+#include "tessera/error.h"
+#include "tessera/shard.h"
+
+namespace tessera {
+namespace {
+
+void cast_floating(const std::vector<at::Tensor*>& tensors, DType dtype) {
+  for (auto* tensor : tensors) {
+    if (tensor->defined() && tensor->is_floating_point()) *tensor = tensor->to(to_scalar_type(dtype));
+  }
+}
+
+}  // namespace
+
+ShardedBase::Call::Call(ShardedBase& handle)
+    : handle_(handle), exceptions_(std::uncaught_exceptions()) {}
+
+ShardedBase::Call::~Call() {
+  if (left_ || std::uncaught_exceptions() == exceptions_) return;
+  try {
+    handle_.unit_->runtime().fail(concat("an exception left the forward of unit ", handle_.unit_->name()));
+  } catch (const std::exception&) {
+    // Telling the others failed too; the exception under way says why.
+  }
+}
+
+void ShardedBase::Call::enter(const std::vector<at::Tensor*>& inputs) {
+  auto& unit = *handle_.unit_;
+  auto& runtime = unit.runtime();
+  const auto& policy = handle_.policy_;
+  const bool again = fsdp::recomputing() != nullptr;
+  entry_ = again ? runtime.enter_recompute(unit) : runtime.enter_forward(unit);
+  entered_ = true;
+  // The marker stands before the cast, so that the cast's backward is part of the unit's.
+  if (entry_ && at::GradMode::is_enabled()) fsdp::mark_inputs(inputs, entry_);
+  if (policy.cast_forward_inputs && policy.param_dtype) cast_floating(inputs, *policy.param_dtype);
+}
+
+void ShardedBase::Call::leave(const std::vector<at::Tensor*>& outputs) {
+  auto& runtime = handle_.unit_->runtime();
+  if (handle_.policy_.output_dtype) cast_floating(outputs, *handle_.policy_.output_dtype);
+  // Under recomputation the unit is gathered already: the entry's backward has begun.
+  if (entry_ && at::GradMode::is_enabled() && fsdp::recomputing() == nullptr) {
+    fsdp::mark_outputs(outputs, entry_);
+  }
+  runtime.leave_forward(*handle_.unit_);
+  left_ = true;
+}
+
+}  // namespace tessera

@@ -1,0 +1,141 @@
+#include "fsdp/collect.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "fsdp/unit.h"
+#include "grad/torch_dtype.h"
+#include "tessera/error.h"
+
+namespace tessera::fsdp {
+namespace {
+
+/// What makes two tensors one parameter: the same elements of one storage.
+struct Identity {
+  const void* storage;
+  std::int64_t offset;
+  std::vector<std::int64_t> sizes;
+  auto operator<=>(const Identity&) const = default;
+};
+
+Identity identity_of(const at::Tensor& tensor) {
+  return {tensor.storage().unsafeGetStorageImpl(), tensor.storage_offset(), tensor.sizes().vec()};
+}
+
+class Walk {
+ public:
+  explicit Walk(const ShardOptions& options) : ignored_(options.ignored_parameters) {
+    for (const auto& handle : options.inner) {
+      held_.emplace(handle->held().get(), handle);
+      // Reached through the handle only, wherever the tree shows them.
+      for (const auto& part : handle->held()->modules(/*include_self=*/false)) modules_.insert(part.get());
+    }
+  }
+
+  /// Handles whose module the tree does not show as such.
+  void add_the_rest(const ShardOptions& options) {
+    for (const auto& handle : options.inner) {
+      if (modules_.insert(handle.get()).second) found.handles.push_back({handle->unit()->name(), handle});
+    }
+  }
+
+  void visit(torch::nn::Module& module, const std::string& path) {
+    if (!modules_.insert(&module).second) return;
+    for (const auto& entry : module.named_parameters(/*recurse=*/false)) {
+      add(entry.value(), path + entry.key());
+    }
+    for (const auto& entry : module.named_children()) {
+      const auto name = path + entry.key();
+      auto handle = std::dynamic_pointer_cast<ShardedBase>(entry.value());
+      if (const auto held = held_.find(entry.value().get()); held != held_.end()) handle = held->second;
+      if (handle) {
+        if (modules_.insert(handle.get()).second) found.handles.push_back({name, handle});
+      } else {
+        visit(*entry.value(), name + ".");
+      }
+    }
+  }
+
+  Found found;
+
+ private:
+  bool ignores(const at::Tensor& tensor) const {
+    return std::any_of(ignored_.begin(), ignored_.end(), [&](const auto& t) { return t.is_same(tensor); });
+  }
+
+  void add(const at::Tensor& tensor, const std::string& name) {
+    if (!tensor.defined() || ignores(tensor)) return;
+    if (auto leaf = find_leaf(tensor)) {
+      found.owned_by_others.push_back(std::move(leaf));
+      return;
+    }
+    TESSERA_CHECK(tensor.layout() == c10::kStrided, ErrorKind::kContract, "parameter ", name,
+                  ": found layout ", tensor.layout(), ", expected a dense one");
+    TESSERA_CHECK(tensor.is_leaf(), ErrorKind::kContract, "parameter ", name,
+                  ": found a tensor that autograd computed, expected a leaf");
+    TESSERA_CHECK(!tensor.grad().defined(), ErrorKind::kUsage, "parameter ", name,
+                  ": found a gradient, expected none before sharding; call zero_grad() first");
+    const auto identity = identity_of(tensor);
+    const auto known = tensor.numel() == 0 ? by_identity_.end() : by_identity_.find(identity);
+    if (known != by_identity_.end()) {
+      alias(found.parameters[known->second], tensor, name);
+      return;
+    }
+    by_identity_.emplace(identity, found.parameters.size());
+    FoundParameter parameter;
+    auto& meta = parameter.meta;
+    meta.name = name;
+    meta.shape = tensor.sizes().vec();
+    meta.dtype = to_dtype(tensor.scalar_type());
+    meta.trainable = tensor.requires_grad();
+    if (tensor.requires_grad()) {
+      const auto user = tensor.grad_dtype();
+      if (user && *user != tensor.scalar_type()) meta.user_grad_dtype = to_dtype(*user);
+    }
+    parameter.leaves.push_back(leaf_of(tensor, name));
+    found.parameters.push_back(std::move(parameter));
+  }
+
+  void alias(FoundParameter& parameter, const at::Tensor& tensor, const std::string& name) {
+    auto& meta = parameter.meta;
+    TESSERA_CHECK(meta.dtype == to_dtype(tensor.scalar_type()), ErrorKind::kContract, "tied parameters ",
+                  meta.name, " and ", name, ": found dtypes ", to_string(meta.dtype), " and ",
+                  c10::toString(tensor.scalar_type()), ", expected one");
+    TESSERA_CHECK(meta.trainable == tensor.requires_grad(), ErrorKind::kContract, "tied parameters ",
+                  meta.name, " and ", name, ": found one frozen and one trainable, expected the same");
+    meta.aliases.push_back(name);
+    for (const auto& leaf : parameter.leaves) {
+      if (leaf->tensor.is_same(tensor)) {
+        meta.single_tensor_aliases = true;  // autograd sums its uses in one forward before we see them
+        return;
+      }
+    }
+    parameter.leaves.push_back(leaf_of(tensor, name));
+  }
+
+  static std::shared_ptr<Leaf> leaf_of(const at::Tensor& tensor, const std::string& name) {
+    auto leaf = std::make_shared<Leaf>();
+    leaf->tensor = tensor;
+    leaf->name = name;
+    return leaf;
+  }
+
+  const std::vector<at::Tensor>& ignored_;
+  std::map<const torch::nn::Module*, std::shared_ptr<ShardedBase>> held_;
+  std::set<const void*> modules_;
+  std::map<Identity, std::size_t> by_identity_;
+};
+
+}  // namespace
+
+Found collect(torch::nn::Module& module, const ShardOptions& options) {
+  Walk walk(options);
+  walk.visit(module, "");
+  walk.add_the_rest(options);
+  return std::move(walk.found);
+}
+
+}  // namespace tessera::fsdp

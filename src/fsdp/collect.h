@@ -1,0 +1,35 @@
+// collect: which parameters a fully_shard call owns, found by walking the module.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fsdp/leaf.h"
+#include "tessera/contract.h"
+#include "tessera/shard.h"
+
+namespace tessera::fsdp {
+
+struct FoundParameter {
+  ParameterMeta meta;
+  std::vector<std::shared_ptr<Leaf>> leaves;  ///< several where tensors share one storage (tied)
+};
+
+struct FoundHandle {
+  std::string path;
+  std::shared_ptr<ShardedBase> handle;
+};
+
+struct Found {
+  std::vector<FoundParameter> parameters;           ///< not owned by any unit yet, in registration order
+  std::vector<FoundHandle> handles;                 ///< sharded children, outermost only
+  std::vector<std::shared_ptr<Leaf>> owned_by_others;  ///< tensors that another unit already owns
+};
+
+/// Errors: kUsage for a parameter with a gradient, kContract for tied tensors of different dtypes or shapes.
+Found collect(torch::nn::Module& module, const ShardOptions& options);
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,81 @@
+// fully_shard: the order in which a module becomes a unit.
+#include "tessera/shard.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "fsdp/collect.h"
+#include "fsdp/contracts.h"
+#include "fsdp/runtime.h"
+#include "fsdp/unit.h"
+#include "tessera/error.h"
+
+namespace tessera {
+namespace {
+
+/// torch's registries refuse dots in names.
+std::string escaped(std::string name) {
+  std::replace(name.begin(), name.end(), '.', '/');
+  return name;
+}
+
+}  // namespace
+
+ShardedBase::~ShardedBase() = default;
+
+ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& mesh,
+                         const PrecisionPolicy& policy, const ShardOptions& options)
+    : torch::nn::Module("Sharded"), held_(std::move(module)),
+      policy_(policy),
+      asked_reshard_(options.reshard_after_forward.has_value()),
+      named_(!options.name.empty()) {
+  TESSERA_CHECK(held_ != nullptr, ErrorKind::kUsage, "fully_shard: found no module, expected one");
+  TESSERA_CHECK(mesh.world() != nullptr, ErrorKind::kUsage,
+                "fully_shard: found a mesh without a world, expected one of World::mesh()");
+  TESSERA_CHECK(std::dynamic_pointer_cast<ShardedBase>(held_) == nullptr, ErrorKind::kUsage,
+                "fully_shard: found a module that is sharded already, expected a plain one");
+  auto found = fsdp::collect(*held_, options);
+  const auto contracts = fsdp::contracts_of(found.parameters, mesh, policy, options);
+  runtime_ = std::make_shared<fsdp::Runtime>(mesh, options.in_flight_bytes);
+  unit_ = std::make_shared<fsdp::Unit>(options.name, runtime_, options.reshard_after_forward.value_or(false));
+  runtime_->add_unit(unit_.get());
+  unit_->add(fsdp::make_parameters(found.parameters, contracts));
+  for (const auto& parameter : unit_->parameters()) {
+    const auto& name = parameter->leaves.front()->name;
+    own_.push_back({named_ ? parameter->contract.name : name, parameter.get()});
+    register_parameter(escaped(name), parameter->shard, parameter->contract.trainable);
+  }
+  for (const auto& inner : found.handles) inner_.push_back({inner.path, inner.handle});
+  unit_->borrowed = found.owned_by_others;
+  adopt(options);
+  for (const auto& inner : inner_) register_module(escaped(inner.path), inner.handle);
+}
+
+/// The inner units join this runtime; what belongs to their common ancestor moves here. [Note: shared across
+/// units]: a parameter that several units use belongs to their lowest common ancestor, found by tensor
+/// identity.
+void ShardedBase::adopt(const ShardOptions& options) {
+  std::vector<fsdp::Unit*> below;
+  for (const auto& inner : inner_) {
+    const auto units = inner.handle->runtime_->units();
+    for (auto* unit : units) {
+      inner.handle->runtime_->remove_unit(unit);
+      runtime_->add_unit(unit);
+      if (unit == inner.handle->unit_.get() && !inner.handle->asked_reshard_) unit->reshard_after_forward = true;
+      if (!inner.handle->named_) unit->add_prefix(named_ ? options.name + "." + inner.path : inner.path);
+      below.push_back(unit);
+    }
+    inner.handle->set_runtime(runtime_);
+  }
+  for (auto* unit : below) unit->join(runtime_);
+  fsdp::move_shared(*unit_, below);
+  fsdp::move_small(*unit_, below, options.merge_below_bytes);
+}
+
+void ShardedBase::set_runtime(const std::shared_ptr<fsdp::Runtime>& runtime) {
+  runtime_ = runtime;
+  for (const auto& inner : inner_) inner.handle->set_runtime(runtime);
+}
+
+}  // namespace tessera

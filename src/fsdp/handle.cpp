@@ -1,0 +1,137 @@
+// What a handle offers beside forward: names, shards, whole tensors, runtime controls.
+#include <ATen/ATen.h>
+
+#include "fsdp/runtime.h"
+#include "fsdp/unit.h"
+#include "tessera/error.h"
+#include "tessera/shard.h"
+
+namespace tessera {
+
+std::vector<ShardedBase::Own> ShardedBase::all() const {
+  auto result = own_;
+  for (const auto& inner : inner_) {
+    for (const auto& own : inner.handle->all()) {
+      result.push_back({inner.handle->named_ ? own.name : inner.path + "." + own.name, own.parameter});
+    }
+  }
+  return result;
+}
+
+torch::OrderedDict<std::string, at::Tensor> ShardedBase::named_parameters() const {
+  torch::OrderedDict<std::string, at::Tensor> result("Parameter");
+  for (const auto& own : all()) result.insert(own.name, own.parameter->shard);
+  return result;
+}
+
+std::vector<ShardView> ShardedBase::shards() const {
+  std::vector<ShardView> result;
+  for (const auto& own : all()) {
+    const auto owned = own.parameter->owned();
+    result.push_back({&own.parameter->contract, own.parameter->shard, owned.begin, owned.end});
+  }
+  return result;
+}
+
+std::string ShardedBase::contract_table() const {
+  std::vector<GradContract> contracts;
+  for (const auto& own : all()) contracts.push_back(own.parameter->contract);
+  return to_string(contracts);
+}
+
+void ShardedBase::visit_full(
+    bool gradients, const std::function<void(const std::string&, const at::Tensor&)>& visit) const {
+  const at::NoGradGuard no_grad;
+  const auto named = all();
+  auto& runtime = *runtime_;
+  // Units in agreed order, so that every rank gathers the same buckets one after the other.
+  for (auto* unit : runtime.units()) {
+    for (std::size_t index = 0; index < unit->buckets().size(); ++index) {
+      auto& bucket = *unit->buckets()[index];
+      if (gradients && !bucket.trainable()) continue;
+      const auto& plan = bucket.plan();
+      const auto slice = gradients ? bucket.finish_final_or_zeros() : bucket.shard();
+      auto flat = slice;
+      if (bucket.groups().gather != nullptr) {
+        flat = at::empty({plan.numel}, slice.options());
+        flat.narrow(0, plan.slice(bucket.rank()).begin, plan.slice_numel()).copy_(slice);
+        comm::Batch batch;
+        batch.label = {comm::Kind::kAllGather, unit->name() + " (whole)", unit->id, 0};
+        batch.ops.emplace_back(comm::AllGather{flat});
+        runtime.queue().submit(*bucket.groups().gather, std::move(batch)).wait();
+      }
+      for (const auto& own : named) {
+        if (own.parameter->unit != unit || own.parameter->bucket != index) continue;
+        const auto& placed = own.parameter->placed();
+        visit(own.parameter->contract.name, flat.narrow(0, placed.offset, placed.numel).view(own.parameter->contract.shape));
+      }
+    }
+  }
+}
+
+void ShardedBase::visit_full_parameters(
+    const std::function<void(const std::string&, const at::Tensor&)>& visit) const {
+  visit_full(false, visit);
+}
+
+void ShardedBase::visit_full_gradients(
+    const std::function<void(const std::string&, const at::Tensor&)>& visit) const {
+  visit_full(true, visit);
+}
+
+void ShardedBase::set_loaded() {
+  for (auto* unit : runtime_->units()) unit->set_has_values();
+}
+
+void ShardedBase::set_requires_gradient_sync(bool value, bool recurse) {
+  unit_->requires_sync = value;
+  if (!recurse) return;
+  for (const auto& inner : inner_) inner.handle->set_requires_gradient_sync(value, true);
+}
+
+void ShardedBase::set_requires_replica_reduce(bool value) { runtime_->set_requires_replica_reduce(value); }
+
+void ShardedBase::unshard() {
+  if (unit_->gathered()) return;
+  unit_->begin_gather(0);
+  unit_->wait_gather();
+}
+
+void ShardedBase::reshard() { unit_->release(); }
+
+void ShardedBase::train(bool on) {
+  torch::nn::Module::train(on);
+  held_->train(on);
+}
+
+void ShardedBase::zero_grad(bool set_to_none) {
+  for (const auto& own : all()) {
+    auto& grad = own.parameter->shard.mutable_grad();
+    if (!grad.defined()) continue;
+    if (set_to_none) {
+      grad.reset();
+    } else {
+      grad.detach_();
+      grad.zero_();
+    }
+  }
+}
+
+namespace {
+
+[[noreturn]] void refuse(const char* what) {
+  throw Error(ErrorKind::kUsage, concat(what, ": found a sharded module, expected a plain one; do it before "
+                                              "fully_shard (dtypes: PrecisionPolicy)"));
+}
+
+}  // namespace
+
+void ShardedBase::to(torch::Device, torch::Dtype, bool) { refuse("to(device, dtype)"); }
+void ShardedBase::to(torch::Dtype, bool) { refuse("to(dtype)"); }
+void ShardedBase::to(torch::Device, bool) { refuse("to(device)"); }
+
+std::shared_ptr<torch::nn::Module> ShardedBase::clone(const std::optional<torch::Device>&) const {
+  refuse("clone()");
+}
+
+}  // namespace tessera

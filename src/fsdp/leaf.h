@@ -1,0 +1,37 @@
+// Leaf: one tensor object of the user's module that shows an unsharded parameter, and the hook that takes
+// its gradients away. [Note: one leaf a use]
+//
+// The engine sums all uses of one AccumulateGrad node in the raw dtype before any hook sees them (bf16 256,
+// 1, -256 gives 0). So tied parameters are several leaves over one storage, and every forward of a unit gives
+// its leaves new AccumulateGrad nodes: contributions meet in the slot, unrounded. Only several uses of one
+// tensor object inside one forward still arrive as autograd's own sum; the contract says so.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+
+#include "grad/sink.h"
+
+namespace tessera::fsdp {
+
+struct Parameter;
+
+struct Leaf {
+  at::Tensor tensor;
+  std::string name;                  ///< as the user's module calls it, relative to the unit
+  Parameter* owner = nullptr;
+  grad::GradSink* sink = nullptr;    ///< null until the unit has joined a runtime
+  grad::SlotId slot = 0;
+};
+
+/// Prepares a tensor: raw gradients of any dtype go to the leaf's sink and nowhere else; `.grad` becomes a
+/// tensor that throws when an optimizer touches it. Frozen leaves only get the mark of their owner.
+void install(const std::shared_ptr<Leaf>& leaf, bool trainable);
+/// Gives the leaf a new AccumulateGrad node for the forward that begins.
+void renew_accumulator(const Leaf& leaf);
+/// The leaf that a tensor already is, or null.
+std::shared_ptr<Leaf> find_leaf(const at::Tensor& tensor);
+
+}  // namespace tessera::fsdp

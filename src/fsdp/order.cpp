@@ -1,0 +1,55 @@
+#include "fsdp/order.h"
+
+#include <algorithm>
+
+#include "tessera/error.h"
+
+namespace tessera::fsdp {
+
+std::uint64_t Trace::hash() const {
+  // FNV-1a over the ids; 0 is never returned, so that it can stand for "no trace".
+  std::uint64_t hash = 0xcbf29ce484222325ULL;
+  for (const auto unit : units) {
+    for (int byte = 0; byte < 4; ++byte) {
+      hash ^= (unit >> (8 * byte)) & 0xffU;
+      hash *= 0x100000001b3ULL;
+    }
+  }
+  return hash == 0 ? 1 : hash;
+}
+
+BackwardOrder backward_order(const Trace& trace, const std::vector<bool>& reshards, bool keep_last) {
+  BackwardOrder order;
+  const auto count = trace.units.size();
+  order.gathers.assign(count, false);
+  for (std::size_t i = count; i-- > 0;) {
+    order.positions.push_back(i);
+    const bool kept = keep_last && i + 1 == count;
+    order.gathers[i] = reshards.at(trace.units[i]) && !kept;
+  }
+  std::vector<bool> seen(reshards.size(), false);
+  for (const auto unit : trace.units) {
+    if (!seen.at(unit)) order.reductions.push_back(unit);
+    seen[unit] = true;
+  }
+  std::reverse(order.reductions.begin(), order.reductions.end());
+  return order;
+}
+
+std::string first_difference(const std::vector<std::vector<std::string>>& names_by_rank) {
+  std::size_t longest = 0;
+  for (const auto& names : names_by_rank) longest = std::max(longest, names.size());
+  for (std::size_t i = 0; i < longest; ++i) {
+    for (std::size_t rank = 1; rank < names_by_rank.size(); ++rank) {
+      const auto entry = [&](std::size_t r) {
+        return i < names_by_rank[r].size() ? names_by_rank[r][i] : std::string("nothing more");
+      };
+      if (entry(rank) == entry(0)) continue;
+      return concat("entry ", i + 1, ": rank 0 entered ", entry(0), ", rank ", rank, " entered ",
+                    entry(rank));
+    }
+  }
+  return "";
+}
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,448 @@
+#include "fsdp/runtime.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "fsdp/recompute.h"
+#include "tessera/error.h"
+
+namespace tessera::fsdp {
+namespace {
+
+std::vector<int> ranks_of(const Mesh& mesh, const std::vector<std::string_view>& axes) {
+  return mesh.shape().group_of(mesh.world()->rank(), axes);
+}
+
+}  // namespace
+
+Entry::~Entry() {
+  if (runtime) runtime->consume(*this);
+}
+
+Runtime::Runtime(Mesh mesh, std::int64_t in_flight_bytes)
+    : mesh_(std::move(mesh)), pool_(at::kCPU), bytes_budget_(in_flight_bytes) {
+  auto& w = world();
+  const auto shard = ranks_of(mesh_, {axis::kShard, axis::kContext});
+  const auto replicas = ranks_of(mesh_, {axis::kReplicate});
+  const auto data = ranks_of(mesh_, {axis::kReplicate, axis::kShard, axis::kContext});
+  if (shard.size() > 1) {
+    // Separate channels, so that a long reduction does not hold up the next gather.
+    gather_group_ = w.group(shard, "gather");
+    reduce_group_ = w.group(shard, "reduce");
+    shard_control_ = w.group(shard, "shard control");
+    shard_rank_ = gather_group_->rank();
+  }
+  if (replicas.size() > 1) replica_group_ = w.group(replicas, "replicas");
+  if (data.size() > 1) {
+    data_group_owner_ = w.group(data, "data");
+    data_group_ = data_group_owner_.get();
+  }
+  groups_ = {gather_group_.get(), reduce_group_.get(), replica_group_.get()};
+}
+
+Runtime::~Runtime() = default;
+
+layout::PlanOptions Runtime::plan_options() const {
+  layout::PlanOptions options;
+  options.ranks = gather_group_ ? gather_group_->size() : 1;
+  options.alignment_bytes = pool_.device().is_cuda() ? 256 : 64;
+  return options;
+}
+
+void Runtime::add_unit(Unit* unit) {
+  units_.push_back(unit);
+  agreed_ = false;
+  for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->id = static_cast<UnitId>(i);
+}
+
+void Runtime::remove_unit(Unit* unit) {
+  std::erase(units_, unit);
+  agreed_ = false;
+  reference_ = {};
+  for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->id = static_cast<UnitId>(i);
+}
+
+void Runtime::agree_on_plan() {
+  agreed_ = true;
+  if (data_group_ == nullptr) return;
+  std::string text;
+  for (const auto* unit : units_) {
+    std::vector<GradContract> contracts;
+    std::vector<layout::PlanItem> items;
+    for (const auto& p : unit->parameters()) contracts.push_back(p->contract);
+    text += concat("unit ", unit->name(), " (", hash(contracts), ", ", unit->buckets().size(), " buckets)\n");
+    for (const auto& c : contracts) text += concat(c.name, " ", hash({c}), "\n");
+  }
+  const auto mine = concat(std::hash<std::string>{}(text));
+  const auto all = comm::all_gather_bytes(*data_group_, mine, "contract hash");
+  if (std::all_of(all.begin(), all.end(), [&](const auto& other) { return other == mine; })) return;
+  const auto texts = comm::all_gather_bytes(*data_group_, text, "contracts");
+  std::vector<std::vector<std::string>> lines(texts.size());
+  for (std::size_t rank = 0; rank < texts.size(); ++rank) {
+    std::istringstream in(texts[rank]);
+    for (std::string line; std::getline(in, line);) lines[rank].push_back(line);
+  }
+  TESSERA_CHECK(false, ErrorKind::kContract, "contracts differ between ranks: ", first_difference(lines),
+                "; shard the same model with the same policy on every rank");
+}
+
+// ---------------------------------------------------------------------------------------- forward
+
+void Runtime::check_usable() {
+  if (failed_ && !world().poisoned()) reset();
+  TESSERA_CHECK(!world().poisoned(), ErrorKind::kComm,
+                "a sharded forward was entered after a failure of this run; call World::recover() on every "
+                "rank first");
+  if (in_backward_ && torch::autograd::get_current_graph_task_id() == -1) {
+    reset();  // the last backward left by an exception
+  }
+  if (!agreed_) agree_on_plan();
+}
+
+void Runtime::gather_needed(Unit& unit) {
+  for (auto* other : unit.needs) {
+    if (!other->gathered()) {
+      if (!other->gather_pending()) issue_gather(*other);
+      other->wait_gather();
+    }
+  }
+  if (!unit.gathered()) {
+    if (!unit.gather_pending()) issue_gather(unit);
+    unit.wait_gather();
+  }
+}
+
+void Runtime::issue_gather(Unit& unit) {
+  if (unit.always_unsharded()) return;
+  if (unit.buckets().empty()) return;
+  ++gathers_issued_;
+  unit.begin_gather(current_ ? current_->number : 0);
+}
+
+void Runtime::prefetch_after(std::size_t position) {
+  if (!follows_reference_ || position + 1 >= reference_.units.size()) return;
+  auto& next = *units_.at(reference_.units[position + 1]);
+  if (!next.gathered() && !next.gather_pending()) issue_gather(next);
+}
+
+std::shared_ptr<Entry> Runtime::record(Unit& unit, std::size_t position) {
+  auto entry = std::make_shared<Entry>();
+  entry->runtime = shared_from_this();
+  entry->unit = unit.shared_from_this();
+  entry->segment = current_;
+  entry->position = position;
+  current_->entries.push_back(entry);
+  expect(*entry);
+  return entry;
+}
+
+std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
+  if (depth_ == 0) {
+    check_usable();
+    current_ = std::make_shared<Segment>();
+    current_->number = next_segment_++;
+    follows_reference_ = !reference_.units.empty();
+  }
+  ++depth_;
+  ++unit.open_calls;
+  const auto position = current_->trace.units.size();
+  current_->trace.units.push_back(unit.id);
+  follows_reference_ = follows_reference_ && position < reference_.units.size() &&
+                       reference_.units[position] == unit.id;
+  for (const auto& leaf : unit.borrowed) {
+    TESSERA_CHECK(std::find(unit.needs.begin(), unit.needs.end(), leaf->owner->unit) != unit.needs.end(),
+                  ErrorKind::kUsage, "unit ", unit.name(), ": found the parameter ",
+                  leaf->owner->contract.name, " that unit ", leaf->owner->unit->name(),
+                  " owns, expected a common parent of both that is sharded; call fully_shard on it");
+  }
+  gather_needed(unit);
+  prefetch_after(position);
+  const bool grad = at::GradMode::is_enabled();
+  if (!grad && first_forward() == nullptr) return nullptr;
+  unit.renew_accumulators();
+  auto entry = record(unit, position);
+  if (auto* recorded = first_forward(); recorded != nullptr && !grad) recorded->entries.push_back(entry);
+  return entry;
+}
+
+std::shared_ptr<Entry> Runtime::enter_recompute(Unit& unit) {
+  auto* recorded = recomputing();
+  TESSERA_CHECK(recorded->next < recorded->entries.size() &&
+                    recorded->entries[recorded->next]->unit.get() == &unit,
+                ErrorKind::kUsage, "recomputation: found a call of unit ", unit.name(),
+                " that the first forward did not make at this place, expected the same calls; make the "
+                "checkpointed function deterministic");
+  auto entry = recorded->entries[recorded->next++];
+  ++unit.open_calls;
+  pre_backward(*entry);
+  unit.renew_accumulators();
+  return entry;
+}
+
+void Runtime::leave_forward(Unit& unit) {
+  --unit.open_calls;
+  if (recomputing() != nullptr) return;
+  --depth_;
+  const auto count = current_->trace.units.size();
+  const bool grad = at::GradMode::is_enabled() || first_forward() != nullptr;
+  const bool is_last = follows_reference_ && count == reference_.units.size() &&
+                       reference_.units.back() == unit.id && current_->trace.units.back() == unit.id;
+  if (unit.open_calls == 0 && (unit.reshard_after_forward || (!grad && depth_ == 0))) {
+    // The last unit's backward comes first: its memory stays.
+    if (grad && is_last && depth_ > 0) {
+      current_->kept_last = true;
+    } else if (unit.active == 0) {
+      unit.release();
+    }
+  }
+  if (depth_ > 0) return;
+  if (!grad && outstanding_ == 0) release_all();
+  current_.reset();
+}
+
+void Runtime::fail(const std::string& why) {
+  failed_ = true;
+  depth_ = 0;
+  if (world().size() > 1) world().poison(why);
+}
+
+// --------------------------------------------------------------------------------------- backward
+
+void Runtime::begin_backward() {
+  if (in_backward_) return;
+  in_backward_ = true;
+  reductions_.clear();
+  reduction_cursor_ = 0;
+  for (auto* unit : units_) unit->reduced = false;
+  import_user_changes();
+  // Nested graph tasks (recomputation) come after this one has begun; the callback is the outermost one's.
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [self = shared_from_this()] { self->end_backward(); });
+}
+
+void Runtime::agree_on_trace(const Segment& segment) {
+  if (data_group_ == nullptr) return;
+  const auto mine = concat(segment.number, ":", segment.trace.hash());
+  const auto all = comm::all_gather_bytes(*data_group_, mine, "forward order");
+  if (std::all_of(all.begin(), all.end(), [&](const auto& other) { return other == mine; })) return;
+  std::string text;
+  for (const auto id : segment.trace.units) text += concat(units_.at(id)->name(), "\n");
+  const auto texts = comm::all_gather_bytes(*data_group_, text, "forward order names");
+  std::vector<std::vector<std::string>> names(texts.size());
+  for (std::size_t rank = 0; rank < texts.size(); ++rank) {
+    std::istringstream in(texts[rank]);
+    for (std::string line; std::getline(in, line);) names[rank].push_back(line);
+  }
+  TESSERA_CHECK(false, ErrorKind::kComm, "the order of units differs between ranks: ",
+                first_difference(names), "; run the same units in the same order on every rank");
+}
+
+void Runtime::touch(Segment& segment, const std::shared_ptr<Segment>& owner) {
+  if (segment.touched) return;
+  segment.touched = true;
+  agree_on_trace(segment);
+  std::vector<bool> reshards;
+  for (const auto* unit : units_) {
+    reshards.push_back(unit->reshard_after_forward && !unit->always_unsharded() && !unit->buckets().empty());
+  }
+  if (segment.settled) {
+    // A second backward over a retained graph: what had stayed gathered was released when the first ended.
+    for (const auto id : segment.order.reductions) {
+      auto& unit = *units_.at(id);
+      if (reshards[id] || unit.always_unsharded() || unit.buckets().empty()) continue;
+      ++gathers_issued_;
+      unit.begin_gather(segment.number);
+    }
+    segment.kept_last = false;
+  }
+  for (const auto& weak : segment.entries) {
+    if (const auto entry = weak.lock()) expect(*entry);
+  }
+  segment.order = backward_order(segment.trace, reshards, segment.kept_last);
+  segment.cursor = 0;
+  for (const auto id : segment.order.reductions) {
+    if (std::find(reductions_.begin(), reductions_.end(), id) == reductions_.end()) {
+      reductions_.push_back(id);
+    }
+  }
+  reference_ = segment.trace;
+  touched_.push_back(owner);
+}
+
+void Runtime::advance_gathers(Segment& segment, std::size_t until) {
+  for (; segment.cursor < until && segment.cursor < segment.order.positions.size(); ++segment.cursor) {
+    const auto position = segment.order.positions[segment.cursor];
+    if (!segment.order.gathers[position]) continue;
+    auto& unit = *units_.at(segment.trace.units[position]);
+    ++gathers_issued_;
+    unit.begin_gather(segment.number);
+  }
+}
+
+void Runtime::pre_backward(Entry& entry) {
+  begin_backward();
+  auto& segment = *entry.segment;
+  touch(segment, entry.segment);
+  // Newer forwards come first in every backward; what they still owe goes out before.
+  for (auto& newer : touched_) {
+    if (newer->number > segment.number) advance_gathers(*newer, newer->order.positions.size());
+  }
+  const auto count = segment.order.positions.size();
+  advance_gathers(segment, count - entry.position);
+  gather_needed(*entry.unit);
+  advance_gathers(segment, count - entry.position + 1);
+  ++entry.unit->active;
+}
+
+void Runtime::post_backward(Entry& entry) {
+  auto& unit = *entry.unit;
+  if (unit.active > 0) --unit.active;
+  consume(entry);
+  if (unit.active == 0 && unit.open_calls == 0 && unit.reshard_after_forward && !unit.gather_pending()) {
+    unit.release();
+  }
+  issue_ready_reductions();
+}
+
+void Runtime::expect(Entry& entry) {
+  if (!entry.consumed) return;
+  entry.consumed = false;
+  ++outstanding_;
+  ++entry.unit->expected;
+  for (auto* lender : entry.unit->needs) ++lender->expected;
+}
+
+void Runtime::consume(Entry& entry) {
+  if (entry.consumed) return;
+  entry.consumed = true;
+  --outstanding_;
+  --entry.unit->expected;
+  for (auto* lender : entry.unit->needs) --lender->expected;
+}
+
+void Runtime::on_gradient() {
+  if (!awaiting_tickets_) begin_backward();
+}
+
+void Runtime::on_tickets_closed(Unit&) {
+  if (in_backward_) {
+    issue_ready_reductions();
+  } else if (awaiting_tickets_ && sink_.open_tickets() == 0) {
+    awaiting_tickets_ = false;
+    settle_gradients();
+  }
+}
+
+void Runtime::issue_ready_reductions() {
+  while (reduction_cursor_ < reductions_.size()) {
+    auto& unit = *units_.at(reductions_[reduction_cursor_]);
+    if (unit.expected > 0 || unit.active > 0 || unit.tickets > 0) return;
+    issue_reduction(unit);
+    ++reduction_cursor_;
+  }
+}
+
+void Runtime::issue_reduction(Unit& unit) {
+  if (unit.reduced || !unit.requires_sync || !unit.trainable()) return;
+  unit.reduced = true;
+  comm::Batch batch;
+  batch.label = {comm::Kind::kReduceScatter, unit.name(), unit.id, 0};
+  std::int64_t bytes = 0;
+  for (auto& bucket : unit.buckets()) {
+    if (bucket->trainable()) bytes += bucket->begin_reduce(batch);
+  }
+  if (batch.ops.empty()) return;
+  while (!in_flight_.empty() && bytes_in_flight_ + bytes > bytes_budget_) finish_oldest_reduction();
+  ++reductions_issued_;
+  in_flight_.push_back({&unit, queue().submit(*groups_.reduce, std::move(batch)), bytes});
+  bytes_in_flight_ += bytes;
+}
+
+void Runtime::finish_oldest_reduction() {
+  auto oldest = std::move(in_flight_.front());
+  in_flight_.pop_front();
+  oldest.work.wait();
+  for (auto& bucket : oldest.unit->buckets()) bucket->finish_reduce();
+  bytes_in_flight_ -= oldest.bytes;
+}
+
+void Runtime::end_backward() {
+  try {
+    for (auto& segment : touched_) advance_gathers(*segment, segment->order.positions.size());
+    // Entries without a marker have had their last use: nothing of this backward is left to run.
+    for (auto* unit : units_) unit->active = 0;
+    for (auto& segment : touched_) {
+      segment->touched = false;
+      segment->settled = true;
+      for (const auto& weak : segment->entries) {
+        if (const auto entry = weak.lock()) consume(*entry);
+      }
+    }
+    touched_.clear();
+    release_all();
+    if (sink_.open_tickets() > 0) {
+      awaiting_tickets_ = true;
+      in_backward_ = false;
+      return;
+    }
+    settle_gradients();
+    in_backward_ = false;
+  } catch (const std::exception& error) {
+    fail(error.what());
+    throw;
+  }
+}
+
+void Runtime::settle_gradients() {
+  const at::NoGradGuard no_grad;
+  for (; reduction_cursor_ < reductions_.size(); ++reduction_cursor_) {
+    issue_reduction(*units_.at(reductions_[reduction_cursor_]));
+  }
+  while (!in_flight_.empty()) finish_oldest_reduction();
+  publish();
+}
+
+void Runtime::release_all() {
+  for (auto* unit : units_) {
+    if (unit->open_calls == 0) unit->release();
+  }
+}
+
+void Runtime::require_idle(const char* what) const {
+  TESSERA_CHECK(outstanding_ == 0, ErrorKind::kUsage, what, ": found ", outstanding_,
+                " unit forwards whose backward has not run, expected none; run backward first, or let the "
+                "loss go out of scope");
+  sink_.require_all_redeemed();
+}
+
+void Runtime::reset() {
+  for (auto& flight : in_flight_) {
+    try {
+      flight.work.wait();
+    } catch (const std::exception&) {
+      // The failure was reported where it happened.
+    }
+  }
+  in_flight_.clear();
+  bytes_in_flight_ = 0;
+  sink_.drop_tickets();
+  for (auto* unit : units_) {
+    unit->open_calls = unit->active = unit->tickets = 0;
+    try {
+      unit->release();
+    } catch (const std::exception&) {
+      // As above: an unfinished gather of the failed step.
+    }
+    for (auto& bucket : unit->buckets()) bucket->drop_gradients();
+    for (auto& p : unit->parameters()) p->used = p->published = false;
+  }
+  depth_ = 0;
+  current_.reset();
+  touched_.clear();
+  reductions_.clear();
+  reduction_cursor_ = 0;
+  reference_ = {};
+  in_backward_ = failed_ = awaiting_tickets_ = false;
+}
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,174 @@
+// Runtime: runs the units of one sharded tree, in an order that all ranks agree on.
+//
+// One per root handle. It follows forwards (gather, prefetch, release), backwards (gather, markers, reduce)
+// and publishes gradients on the shards when the outermost backward ends. What the order is stands in
+// order.h; what moves bytes in unit.h and bucket.h.
+//
+// [Note: readiness] Gradients are never counted: parameters stay unused, hooks fire twice under recomputation,
+// functions return undefined gradients. A unit's backward is over when its *marker* ran, an identity node
+// over the grad-requiring inputs of its forward (boundary.h): `expected` + 1 per recorded forward, - 1 per
+// marker. What has no marker (inputs without gradient) is settled once, in the agreed order, by the
+// end-of-backward callback of the outermost graph task. Deferred gradients hold tickets; a unit with open
+// tickets is not ready.
+//
+// [Note: release] Unsharded memory goes back at the marker, never when the last gradient arrived: with a
+// frozen base and adapters all gradients arrive before the base weight's last use.
+//
+// Threads: the rank's own (forward) and the one that runs its backward, never at the same time.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/buffer_pool.h"
+#include "comm/queue.h"
+#include "fsdp/order.h"
+#include "fsdp/unit.h"
+#include "grad/sink.h"
+#include "tessera/mesh.h"
+#include "tessera/world.h"
+
+namespace tessera::fsdp {
+
+class Runtime;
+
+struct Entry;
+
+/// One forward of the root: the units that it entered, and how far a backward over it has come.
+struct Segment {
+  std::uint32_t number = 0;
+  Trace trace;
+  bool kept_last = false;
+  std::vector<std::weak_ptr<Entry>> entries;
+  bool settled = false;  ///< a backward over it has ended (the graph may have been retained for another)
+  // --- in the current backward ---
+  bool touched = false;
+  BackwardOrder order;
+  std::size_t cursor = 0;  ///< into order.positions: gathers issued so far
+};
+
+/// One recorded forward of one unit. Lives as long as the autograd graph that it is part of.
+struct Entry {
+  std::shared_ptr<Runtime> runtime;
+  std::shared_ptr<Unit> unit;
+  std::shared_ptr<Segment> segment;
+  std::size_t position = 0;
+  bool consumed = true;  ///< nothing waits for its backward
+  ~Entry();
+  Entry() = default;
+  Entry(const Entry&) = delete;
+  Entry& operator=(const Entry&) = delete;
+};
+
+class Runtime : public std::enable_shared_from_this<Runtime> {
+ public:
+  Runtime(Mesh mesh, std::int64_t in_flight_bytes);
+  ~Runtime();
+
+  const Mesh& mesh() const { return mesh_; }
+  World& world() { return *mesh_.world(); }
+  comm::IssueQueue& queue() { return world().queue(); }
+  comm::BufferPool& pool() { return pool_; }
+  grad::GradSink& sink() { return sink_; }
+  const BucketGroups& groups() const { return groups_; }
+  int shard_rank() const { return shard_rank_; }
+  layout::PlanOptions plan_options() const;
+  comm::Group* data_group() { return data_group_; }  ///< all data ranks, control; null for one
+  comm::Group* shard_control() { return shard_control_.get(); }  ///< the shard group, control; null for one
+
+  /// Units are numbered in the order of adding, the same on every rank.
+  void add_unit(Unit* unit);
+  void remove_unit(Unit* unit);
+  const std::vector<Unit*>& units() const { return units_; }
+  /// All ranks have the same contracts and plans. Collective. Errors: kContract naming the first difference.
+  void agree_on_plan();
+
+  // --- forward, called by Call (call.h) ---
+  /// Makes the unit's parameters readable; null when nothing of it needs to be recorded.
+  std::shared_ptr<Entry> enter_forward(Unit& unit);
+  std::shared_ptr<Entry> enter_recompute(Unit& unit);
+  void leave_forward(Unit& unit);
+  /// The exception leaves a forward: nothing of the step can be used any more.
+  void fail(const std::string& why);
+
+  // --- backward, called by the nodes of boundary.h ---
+  void begin_backward();
+  void pre_backward(Entry& entry);
+  void post_backward(Entry& entry);
+  void on_gradient();
+  void on_tickets_closed(Unit& unit);
+  /// Its backward is owed, or finished: counted on its unit and on the units that hold its parameters.
+  void expect(Entry& entry);
+  void consume(Entry& entry);
+
+  // --- user controls ---
+  void set_requires_replica_reduce(bool value) { requires_replica_reduce_ = value; }
+  bool requires_replica_reduce() const { return requires_replica_reduce_; }
+  /// Errors: kUsage while a recorded forward waits for its backward or deferred gradients are owed.
+  void require_idle(const char* what) const;
+  /// Gives back all unsharded memory and forgets everything under way (after World::recover()).
+  void reset();
+  std::int64_t gathers_issued() const { return gathers_issued_; }
+  std::int64_t reductions_issued() const { return reductions_issued_; }
+
+ private:
+  friend struct Entry;
+  void check_usable();
+  std::shared_ptr<Entry> record(Unit& unit, std::size_t position);
+  void gather_needed(Unit& unit);
+  void prefetch_after(std::size_t position);
+  void issue_gather(Unit& unit);
+  void touch(Segment& segment, const std::shared_ptr<Segment>& owner);
+  void agree_on_trace(const Segment& segment);
+  void advance_gathers(Segment& segment, std::size_t until);
+  void issue_ready_reductions();
+  void issue_reduction(Unit& unit);
+  void finish_oldest_reduction();
+  void end_backward();
+  void settle_gradients();
+  void agree_on_used();
+  void publish();
+  void import_user_changes();
+  void release_all();
+
+  Mesh mesh_;
+  comm::BufferPool pool_;
+  grad::GradSink sink_;
+  std::shared_ptr<comm::Group> gather_group_, reduce_group_, replica_group_, data_group_owner_, shard_control_;
+  BucketGroups groups_;
+  comm::Group* data_group_ = nullptr;
+  int shard_rank_ = 0;
+  std::vector<Unit*> units_;
+  bool agreed_ = false;
+
+  // forward
+  int depth_ = 0;
+  std::uint32_t next_segment_ = 0;
+  std::shared_ptr<Segment> current_;
+  Trace reference_;            // the last trace that all ranks agreed on: what prefetch follows
+  bool follows_reference_ = false;
+
+  // backward
+  bool in_backward_ = false;
+  bool failed_ = false;
+  bool awaiting_tickets_ = false;
+  std::vector<std::shared_ptr<Segment>> touched_;
+  std::vector<UnitId> reductions_;  // agreed order of this backward
+  std::size_t reduction_cursor_ = 0;
+  struct InFlight {
+    Unit* unit;
+    comm::Pending work;
+    std::int64_t bytes;
+  };
+  std::deque<InFlight> in_flight_;
+  std::int64_t bytes_in_flight_ = 0;
+  std::int64_t bytes_budget_;
+  bool requires_replica_reduce_ = true;
+  int outstanding_ = 0;  // entries that are not consumed
+  std::int64_t gathers_issued_ = 0;
+  std::int64_t reductions_issued_ = 0;
+};
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,234 @@
+#include "fsdp/unit.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "fsdp/runtime.h"
+#include "grad/contract_key.h"
+#include "grad/torch_dtype.h"
+#include "tessera/error.h"
+
+namespace tessera::fsdp {
+namespace {
+
+/// Whether the tensor's values exist (our own layers make parameters without data).
+bool has_data(const at::Tensor& tensor) {
+  return tensor.numel() == 0 || tensor.storage().nbytes() > 0;
+}
+
+/// Makes the old storage throw, where something outside the sharded module still looks at it.
+void poison_old_storage(const c10::Storage& storage, const std::string& name) {
+  if (!storage || storage.use_count() <= 1 || storage.nbytes() == 0) return;
+  storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(concat(
+      "parameter ", name, ": found an access through a tensor that shared its storage, expected none after "
+      "fully_shard; clone values before sharding, and shard tied parameters in one call"));
+}
+
+}  // namespace
+
+layout::Range Parameter::owned() const {
+  const auto& home = unit->bucket_of(*this);
+  return home.plan().owned(placed(), home.rank());
+}
+
+const layout::Placed& Parameter::placed() const {
+  return unit->bucket_of(*this).plan().parameters[place];
+}
+
+Unit::Unit(std::string name, std::shared_ptr<Runtime> runtime, bool reshard)
+    : reshard_after_forward(reshard), name_(std::move(name)), runtime_(std::move(runtime)) {}
+
+Unit::~Unit() = default;
+
+std::string Unit::released_message() const {
+  return concat("parameters of unit ", name_.empty() ? "(root)" : name_,
+                ": found an access while they are sharded, expected one inside a forward or backward of "
+                "the unit; call the module through the handle that fully_shard returned");
+}
+
+void Unit::add_prefix(const std::string& prefix) {
+  name_ = name_.empty() ? prefix : prefix + "." + name_;
+  for (auto& parameter : parameters_) {
+    parameter->contract.name = prefix + "." + parameter->contract.name;
+    for (auto& alias : parameter->contract.aliases) alias = prefix + "." + alias;
+  }
+  for (auto& bucket : buckets_) bucket->unsharded().set_released_message(released_message());
+}
+
+bool Unit::trainable() const {
+  return std::any_of(buckets_.begin(), buckets_.end(), [](const auto& b) { return b->trainable(); });
+}
+
+bool Unit::always_unsharded() const {
+  return std::all_of(buckets_.begin(), buckets_.end(), [](const auto& b) { return b->aliases_shard(); });
+}
+
+void Unit::add(std::vector<std::unique_ptr<Parameter>> added) {
+  if (!added.empty()) build(std::move(added));
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    for (auto& leaf : parameters_[i]->leaves) {
+      auto& sink = runtime_->sink();
+      if (leaf->sink != &sink) {
+        leaf->sink = &sink;
+        leaf->slot = sink.add(&parameters_[i]->contract, this, i);
+      } else {
+        sink.update(leaf->slot, &parameters_[i]->contract, this, i);
+      }
+    }
+  }
+}
+
+void Unit::build(std::vector<std::unique_ptr<Parameter>> added) {
+  const at::NoGradGuard no_grad;
+  std::vector<layout::PlanItem> items;
+  for (const auto& p : added) {
+    items.push_back({p->contract.name, p->contract.numel(), key_of(p->contract)});
+  }
+  const auto options = runtime_->plan_options();
+  const auto plan = layout::plan_unit(name_, items, options);
+  layout::validate(plan, items, options);
+  for (const auto& bucket_plan : plan.buckets) {
+    auto bucket = std::make_unique<Bucket>(bucket_plan, runtime_->groups(), runtime_->shard_rank(),
+                                           runtime_->pool(), released_message());
+    for (std::size_t place = 0; place < bucket_plan.parameters.size(); ++place) {
+      const auto& placed = bucket_plan.parameters[place];
+      auto& parameter = *added[placed.parameter];
+      const auto full = parameter.leaves.front()->tensor.detach();
+      const auto shard = bucket->shard_of(placed);
+      if (has_data(full)) {
+        const auto owned = bucket_plan.owned(placed, bucket->rank());
+        shard.copy_(full.reshape(-1).narrow(0, owned.begin, owned.size()));
+      } else {
+        has_values_ = false;
+      }
+      if (parameter.shard.defined()) {
+        parameter.shard.set_data(shard);
+      } else {
+        parameter.shard = shard.detach();
+        parameter.shard.set_requires_grad(parameter.contract.trainable);
+      }
+      parameter.unit = this;
+      parameter.bucket = buckets_.size();
+      parameter.place = place;
+      for (auto& leaf : parameter.leaves) {
+        const auto old = leaf->tensor.storage();
+        if (parameter.contract.trainable) leaf->tensor.set_grad_dtype(std::nullopt);
+        leaf->tensor.set_data(bucket->unsharded().view(placed.offset, leaf->tensor.sizes()));
+        if (find_leaf(leaf->tensor) == nullptr) install(leaf, parameter.contract.trainable);
+        leaf->owner = &parameter;
+        if (leaf == parameter.leaves.back()) poison_old_storage(old, parameter.contract.name);
+      }
+    }
+    buckets_.push_back(std::move(bucket));
+  }
+  for (auto& p : added) parameters_.push_back(std::move(p));
+}
+
+std::vector<std::unique_ptr<Parameter>> Unit::take_bucket(std::size_t index) {
+  const at::NoGradGuard no_grad;
+  auto& bucket = *buckets_.at(index);
+  TESSERA_CHECK(!gathered_ && !pending_.valid() && expected == 0, ErrorKind::kUsage, "unit ", name_,
+                ": found a forward under way, expected none while modules are sharded");
+  at::Tensor flat = bucket.shard();
+  if (bucket.groups().gather != nullptr && has_values_) {
+    flat = at::empty({bucket.plan().numel}, bucket.shard().options());
+    flat.narrow(0, bucket.plan().slice(bucket.rank()).begin, bucket.plan().slice_numel())
+        .copy_(bucket.shard());
+    comm::Batch batch;
+    batch.label = {comm::Kind::kAllGather, name_ + " (laid out anew)", id, 0};
+    batch.ops.emplace_back(comm::AllGather{flat});
+    runtime_->queue().submit(*bucket.groups().gather, std::move(batch)).wait();
+  }
+  std::vector<std::unique_ptr<Parameter>> taken;
+  for (auto& parameter : parameters_) {
+    if (parameter->bucket != index) {
+      if (parameter->bucket > index) --parameter->bucket;
+      continue;
+    }
+    const auto placed = bucket.plan().parameters[parameter->place];
+    for (auto& leaf : parameter->leaves) {
+      // The values again, in the storage dtype; several leaves of one parameter share them.
+      auto values = has_values_ ? flat.narrow(0, placed.offset, placed.numel).clone()
+                                : at::empty({0}, flat.options());
+      if (!has_values_) values.unsafeGetTensorImpl()->set_sizes_contiguous(leaf->tensor.sizes());
+      leaf->tensor.set_data(has_values_ ? values.view(leaf->tensor.sizes()) : values);
+    }
+    taken.push_back(std::move(parameter));
+  }
+  std::erase(parameters_, nullptr);
+  buckets_.erase(buckets_.begin() + static_cast<std::ptrdiff_t>(index));
+  add({});  // the slots' numbers have changed
+  return taken;
+}
+
+void Unit::join(const std::shared_ptr<Runtime>& runtime) {
+  runtime_ = runtime;
+  add({});
+}
+
+void Unit::renew_accumulators() {
+  for (const auto& parameter : parameters_) {
+    if (!parameter->contract.trainable) continue;
+    for (const auto& leaf : parameter->leaves) fsdp::renew_accumulator(*leaf);
+  }
+  for (const auto& leaf : borrowed) {
+    if (leaf->owner->contract.trainable) fsdp::renew_accumulator(*leaf);
+  }
+}
+
+void Unit::begin_gather(std::uint32_t micro_batch) {
+  if (pending_.valid()) wait_gather();
+  comm::Batch batch;
+  batch.label = {comm::Kind::kAllGather, name_, id, micro_batch};
+  for (auto& bucket : buckets_) {
+    if (gathered_) {
+      if (bucket->groups().gather != nullptr) batch.ops.emplace_back(bucket->unsharded().gather());
+    } else {
+      bucket->begin_gather(batch);
+    }
+  }
+  comm::Group* group = runtime_->groups().gather;
+  if (batch.ops.empty()) {
+    wait_gather();
+  } else {
+    pending_ = runtime_->queue().submit(*group, std::move(batch));
+  }
+}
+
+void Unit::wait_gather() {
+  pending_.wait();
+  pending_ = {};
+  if (gathered_) return;
+  for (auto& bucket : buckets_) {
+    if (!bucket->aliases_shard()) bucket->unsharded().publish();
+  }
+  gathered_ = true;
+}
+
+void Unit::release() {
+  if (pending_.valid()) wait_gather();
+  if (!gathered_) return;
+  for (auto& bucket : buckets_) bucket->unsharded().end();
+  gathered_ = false;
+}
+
+grad::SlotOwner::View Unit::open_slot(std::size_t index) {
+  auto& parameter = *parameters_.at(index);
+  TESSERA_CHECK(expected > 0 || active > 0 || tickets > 0, ErrorKind::kContract, "gradient of ", parameter.contract.name,
+                ": found one outside an open forward of its unit ", name_,
+                ", expected one after a forward through its handle; call the module through the handle "
+                "that fully_shard returned");
+  runtime_->on_gradient();
+  parameter.used = true;
+  View view;
+  view.slot = bucket_of(parameter).open_slot(parameter.place, view.first);
+  return view;
+}
+
+void Unit::tickets_changed(int delta) {
+  tickets += delta;
+  if (tickets == 0) runtime_->on_tickets_closed(*this);
+}
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,111 @@
+// Unit: the parameters that are gathered and reduced together, usually a block.
+//
+// Knows its parameters, leaves and buckets, and lays them out; it decides nothing about order
+// (fsdp/runtime.h) and nothing about dtypes (the contracts). Next: bucket.h, runtime.h.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#include "fsdp/bucket.h"
+#include "fsdp/leaf.h"
+#include "grad/sink.h"
+#include "tessera/contract.h"
+#include "tessera/mesh.h"
+
+namespace tessera::fsdp {
+
+class Runtime;
+class Unit;
+
+/// One parameter of a unit. The shard tensor stays the same object for good; its data moves when the unit
+/// is laid out anew.
+struct Parameter {
+  GradContract contract;
+  std::vector<std::shared_ptr<Leaf>> leaves;
+  at::Tensor shard;            ///< [owned], storage dtype: what optimizers see
+  Unit* unit = nullptr;
+  std::size_t bucket = 0;      ///< index into Unit::buckets
+  std::size_t place = 0;       ///< index into the bucket plan's parameters
+  bool used = false;           ///< a gradient arrived here since gradients were last published
+  bool published = false;      ///< shard.grad() is ours
+  const void* grad_impl = nullptr;   ///< identity and version of what we published
+  std::uint32_t grad_version = 0;
+
+  layout::Range owned() const;       ///< elements of the parameter in the shard
+  const layout::Placed& placed() const;
+};
+
+class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
+ public:
+  Unit(std::string name, std::shared_ptr<Runtime> runtime, bool reshard_after_forward);
+  ~Unit() override;
+
+  const std::string& name() const { return name_; }
+  /// Puts `prefix` before the unit's and its parameters' names.
+  void add_prefix(const std::string& prefix);
+
+  /// Lays out `parameters` (each with leaves whose tensors hold the full values, or no data at all) into new
+  /// buckets beside those that are there.
+  void add(std::vector<std::unique_ptr<Parameter>> parameters);
+  /// The parameters of bucket `index` with the full values back in their leaves; the bucket is gone.
+  /// Collective.
+  std::vector<std::unique_ptr<Parameter>> take_bucket(std::size_t index);
+
+  const std::vector<std::unique_ptr<Parameter>>& parameters() const { return parameters_; }
+  std::vector<std::unique_ptr<Bucket>>& buckets() { return buckets_; }
+  const std::vector<std::unique_ptr<Bucket>>& buckets() const { return buckets_; }
+  Bucket& bucket_of(const Parameter& parameter) { return *buckets_[parameter.bucket]; }
+  bool trainable() const;
+
+  /// Every parameter has values (loaded, initialized or from a full module).
+  bool has_values() const { return has_values_; }
+  void set_has_values() { has_values_ = true; }
+
+  // --- called by the runtime ---
+  bool gathered() const { return gathered_; }
+  bool gather_pending() const { return pending_.valid(); }
+  /// Starts the gather; again into the same memory where it already is unsharded ([Note: collective order]:
+  /// whether a collective is issued may not depend on what happened on this rank).
+  void begin_gather(std::uint32_t micro_batch);
+  void wait_gather();
+  void release();
+  void renew_accumulators();
+  void join(const std::shared_ptr<Runtime>& runtime);
+  Runtime& runtime() { return *runtime_; }
+  /// Needs no gather: one rank that computes in its storage dtype.
+  bool always_unsharded() const;
+
+  // --- SlotOwner ---
+  View open_slot(std::size_t parameter) override;
+  void tickets_changed(int delta) override;
+
+  // State of the runtime, kept here because it is per unit.
+  std::uint32_t id = 0;              ///< in plan order, the same on every rank
+  int open_calls = 0;                ///< forwards on the stack
+  int expected = 0;                  ///< recorded forwards whose backward is not finished
+  int active = 0;                    ///< backwards that began and have not passed their marker
+  int tickets = 0;                   ///< deferred gradients that are owed
+  bool reshard_after_forward = true;
+  bool requires_sync = true;
+  bool reduced = false;              ///< in this backward
+  std::vector<Unit*> needs;          ///< units that hold some of this module's parameters
+  std::vector<std::shared_ptr<Leaf>> borrowed;  ///< leaves that another unit owns
+
+ private:
+  void build(std::vector<std::unique_ptr<Parameter>> parameters);
+  std::string released_message() const;
+
+  std::string name_;
+  std::shared_ptr<Runtime> runtime_;
+  std::vector<std::unique_ptr<Parameter>> parameters_;
+  std::vector<std::unique_ptr<Bucket>> buckets_;
+  comm::Pending pending_;
+  bool gathered_ = false;
+  bool has_values_ = true;
+};
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,21 @@
+#include "grad/contract_key.h"
+
+namespace tessera {
+
+layout::BucketKey key_of(const GradContract& contract) {
+  layout::BucketKey key;
+  key.storage = contract.storage.dtype;
+  key.compute = contract.compute.dtype;
+  key.trainable = contract.trainable;
+  key.reductions = contract.reductions;
+  if (contract.trainable) {
+    key.accumulate = contract.accumulate;
+    key.reduce = contract.reduce;
+    key.final = contract.final;
+  } else {
+    key.accumulate = key.reduce = key.final = key.compute;
+  }
+  return key;
+}
+
+}  // namespace tessera

@@ -1,0 +1,57 @@
+// The rules of a policy: which of them speak about a parameter, and what they say together.
+//
+// The last matching rule wins field by field. A pattern that matches nothing is an error: it is a
+// rule that its author believes to hold. Next: resolve.cpp.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tessera/contract.h"
+
+namespace tessera::grad {
+
+/// A value and where it comes from: "rule 2 (*norm)", "[precision] param_dtype".
+template <class T>
+struct Setting {
+  T value;
+  std::string reason;
+};
+
+/// What the matching rules ask for one parameter.
+struct Asked {
+  std::optional<Setting<DType>> param_dtype;
+  std::optional<Setting<DType>> reduce_dtype;
+  std::optional<Setting<DType>> storage_dtype;
+  std::optional<Setting<DType>> accumulate_dtype;
+  std::optional<Setting<DType>> grad_dtype;
+  std::optional<Setting<bool>> pin;
+  std::optional<Setting<bool>> widen;
+  std::optional<Setting<bool>> frozen;
+};
+
+/// Whether a dtype can be computed in: floating, and not a payload format.
+bool is_arithmetic(DType dtype);
+
+/// Refuses dtypes that nothing can be computed in, rules without a pattern, and rules that
+/// contradict themselves. Errors: kContract with the key.
+void check_policy(const PrecisionPolicy& policy);
+
+class RuleBook {
+ public:
+  explicit RuleBook(const std::vector<PrecisionRule>& rules);
+
+  /// Also notes which patterns matched.
+  Asked ask(const ParameterMeta& parameter);
+
+  /// Errors: kContract for the first pattern that has matched none of `parameters`, with the name
+  /// that may have been meant.
+  void check_all_matched(const std::vector<ParameterMeta>& parameters) const;
+
+ private:
+  const std::vector<PrecisionRule>& rules_;
+  std::vector<std::vector<bool>> matched_;  ///< by rule, by pattern
+};
+
+}  // namespace tessera::grad

@@ -1,0 +1,39 @@
+// A file that appears under its name complete, or not at all.
+//
+// Bytes go to a temporary name in the same folder; commit() makes them durable and renames. Whoever
+// finds the final name may trust its content, also after a crash or a full disk.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <span>
+
+namespace tessera {
+
+class AtomicFile {
+ public:
+  /// Opens "PATH.<pid>.tmp" (an older one is overwritten). Errors: kIo.
+  explicit AtomicFile(std::filesystem::path path);
+  ~AtomicFile();  ///< removes the temporary file where commit() was not reached
+  AtomicFile(const AtomicFile&) = delete;
+  AtomicFile& operator=(const AtomicFile&) = delete;
+
+  const std::filesystem::path& path() const { return path_; }
+
+  /// Sets the length; what is not written reads as zero. Errors: kIo.
+  void resize(std::int64_t size_bytes);
+
+  /// Errors: kIo (disk full, ...). Threads: any, on ranges that do not overlap.
+  void write(std::int64_t offset, std::span<const std::byte> bytes);
+
+  /// fsync, rename, fsync of the folder. Nothing may be written afterwards. Errors: kIo.
+  void commit();
+
+ private:
+  std::filesystem::path path_;
+  std::filesystem::path temporary_;
+  int descriptor_ = -1;
+};
+
+}  // namespace tessera

@@ -1,0 +1,69 @@
+// A model folder as the Hugging Face hub publishes it: config.json beside safetensors files.
+//
+// Opening reads the config's text and every header, and checks that index and files agree; no
+// weight is read. What the names mean is the business of models/. Next: models/registry.h.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "io/safetensors.h"
+
+namespace tessera {
+
+class HfFolder {
+ public:
+  struct Tensor {
+    std::size_t file = 0;  ///< index for file()
+    const TensorInfo* info = nullptr;
+  };
+
+  /// With model.safetensors that file, else all files that model.safetensors.index.json names.
+  /// Errors: kIo for whatever is missing; kFormat for malformed files, a tensor that index and
+  /// files do not agree on or that two files hold, a file or link that leads outside the folder
+  /// (the blobs of a hub cache, where the folder is one of its snapshots, are inside).
+  static HfFolder open(const std::filesystem::path& folder);
+
+  /// Only config.json's text, for a model that starts from scratch. `path` is the file.
+  static std::string read_config_text(const std::filesystem::path& path);
+
+  const std::filesystem::path& path() const { return path_; }
+  const std::string& config_text() const { return config_text_; }
+
+  /// By name, each tensor once.
+  const std::map<std::string, Tensor, std::less<>>& tensors() const { return tensors_; }
+  const TensorInfo* find(std::string_view name) const;  ///< nullptr where there is none
+  std::size_t num_files() const { return files_.size(); }
+  const SafetensorsFile& file(std::size_t index) const { return files_[index]; }
+
+  /// Views the elements [begin, end) of a tensor, row-major. Errors: kFormat for an unknown name;
+  /// kUsage outside the tensor.
+  std::span<const std::byte> range(std::string_view name, std::int64_t begin_element,
+                                   std::int64_t end_element) const;
+  /// Gives the pages of a view of `name` back.
+  void release(std::string_view name, std::span<const std::byte> view) const;
+
+  /// Units: bytes of tensor data in all files.
+  std::int64_t total_bytes() const;
+  /// The floating dtype of most floating elements (the narrower of two equals); none where no
+  /// tensor is floating.
+  std::optional<DType> bulk_dtype() const;
+
+ private:
+  void open_indexed(const std::filesystem::path& index_path);
+  void open_file(const std::string& name);
+  const Tensor& at(std::string_view name) const;
+
+  std::filesystem::path path_;
+  std::string config_text_;
+  std::vector<SafetensorsFile> files_;
+  std::map<std::string, Tensor, std::less<>> tensors_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,36 @@
+#include "tessera/placement.h"
+
+#include "tessera/error.h"
+
+namespace tessera {
+
+std::string to_string(const Placement& placement) {
+  switch (placement.kind) {
+    case PlacementKind::kReplicate:
+      return "R";
+    case PlacementKind::kShard:
+      return concat("S(", placement.dim, ")");
+    case PlacementKind::kPartial:
+      return "P";
+    case PlacementKind::kInvariant:
+      return "I";
+  }
+  return "?";
+}
+
+std::string to_string(const ReductionPlan& reductions) {
+  const auto joined = [](const std::vector<std::string>& axes) {
+    std::string text;
+    for (const std::string& axis : axes) text += (text.empty() ? "" : " x ") + axis;
+    return text;
+  };
+  const std::string shard = joined(reductions.shard_axes);
+  const std::string replica = joined(reductions.replica_axes);
+  std::string text = "no sum";
+  if (!shard.empty()) text = "sum over " + shard;
+  if (!replica.empty()) text = shard.empty() ? "sum over " + replica : text + ", then " + replica;
+  if (reductions.divide_factor != 1.0) text += concat(", / ", reductions.divide_factor);
+  return text;
+}
+
+}  // namespace tessera

@@ -1,0 +1,64 @@
+// config.json as the hub's published models spell it.
+#include <nlohmann/json.hpp>
+
+#include "models/family.h"
+#include "models/model_spec.h"
+#include "tessera/error.h"
+
+namespace tessera::models {
+namespace {
+
+nlohmann::ordered_json rope_scaling(const RopeSpec& rope) {
+  if (rope.type == RopeType::kDefault) return nullptr;
+  return {{"factor", rope.factor},
+          {"high_freq_factor", rope.high_freq_factor},
+          {"low_freq_factor", rope.low_freq_factor},
+          {"original_max_position_embeddings", rope.original_max_position_embeddings},
+          {"rope_type", "llama3"}};
+}
+
+nlohmann::ordered_json eos_token(const std::vector<std::int64_t>& ids) {
+  if (ids.empty()) return nullptr;
+  if (ids.size() == 1) return ids.front();
+  return ids;
+}
+
+template <class T>
+nlohmann::ordered_json or_null(const std::optional<T>& value) {
+  return value ? nlohmann::ordered_json(*value) : nlohmann::ordered_json(nullptr);
+}
+
+}  // namespace
+
+std::string config_json(const ModelSpec& spec) {
+  const FamilyTraits& family = traits(spec.family);
+  nlohmann::ordered_json json;
+  json["architectures"] = {family.architecture};
+  json["attention_bias"] = spec.attention_bias;
+  json["attention_dropout"] = 0.0;
+  json["bos_token_id"] = or_null(spec.bos_token_id);
+  json["eos_token_id"] = eos_token(spec.eos_token_ids);
+  json["head_dim"] = spec.head_dim;
+  json["hidden_act"] = "silu";
+  json["hidden_size"] = spec.hidden_size;
+  json["initializer_range"] = spec.initializer_range;
+  json["intermediate_size"] = spec.intermediate_size;
+  json["max_position_embeddings"] = spec.max_position_embeddings;
+  if (family.has_mlp_bias) json["mlp_bias"] = spec.mlp_bias;
+  json["model_type"] = family.model_type;
+  json["num_attention_heads"] = spec.num_attention_heads;
+  json["num_hidden_layers"] = spec.num_hidden_layers;
+  json["num_key_value_heads"] = spec.num_key_value_heads;
+  if (spec.pad_token_id) json["pad_token_id"] = *spec.pad_token_id;
+  json["rms_norm_eps"] = spec.rms_norm_eps;
+  json["rope_scaling"] = rope_scaling(spec.rope);
+  json["rope_theta"] = spec.rope.theta;
+  json["tie_word_embeddings"] = spec.tie_word_embeddings;
+  if (spec.dtype) json["torch_dtype"] = to_string(*spec.dtype);
+  json["use_cache"] = true;
+  json["vocab_size"] = spec.vocab_size;
+  if (!spec.tessera_tokenizer.empty()) json["tessera_tokenizer"] = spec.tessera_tokenizer;
+  return json.dump(2) + "\n";
+}
+
+}  // namespace tessera::models

@@ -1,0 +1,105 @@
+#include "models/decoder.h"
+
+#include <utility>
+
+#include "nn/loss.h"
+#include "nn/parameter.h"
+#include "tessera/error.h"
+
+namespace tessera::models {
+namespace {
+
+constexpr const char* kHeadUnit = "head";
+
+nn::RopeOptions rope_options(const ModelSpec& spec) {
+  nn::RopeOptions options;
+  options.head_dim = spec.head_dim;
+  options.theta = spec.rope.theta;
+  if (spec.rope.type == RopeType::kLlama3) {
+    options.llama3 = nn::Llama3Scaling{spec.rope.factor, spec.rope.low_freq_factor,
+                                       spec.rope.high_freq_factor,
+                                       spec.rope.original_max_position_embeddings};
+  }
+  return options;
+}
+
+nn::AttentionOptions attention_options(const ModelSpec& spec) {
+  using QkNorm = nn::AttentionOptions::QkNorm;
+  return {.hidden_size = spec.hidden_size,
+          .heads = spec.num_attention_heads,
+          .kv_heads = spec.num_key_value_heads,
+          .head_dim = spec.head_dim,
+          .bias = spec.attention_bias ? nn::Bias::kYes : nn::Bias::kNo,
+          .qk_norm = spec.qk_norm() ? QkNorm::kYes : QkNorm::kNo,
+          .norm_eps = spec.rms_norm_eps};
+}
+
+/// A module that only gives its children a prefix ("model.").
+class Prefix : public torch::nn::Module {};
+
+}  // namespace
+
+DecoderLayer::DecoderLayer(const ModelSpec& spec, std::shared_ptr<nn::Rope> rope) {
+  self_attn_ = register_module(
+      "self_attn", std::make_shared<nn::Attention>(attention_options(spec), std::move(rope)));
+  mlp_ = register_module(
+      "mlp", std::make_shared<nn::Mlp>(spec.hidden_size, spec.intermediate_size,
+                                       spec.mlp_bias ? nn::Bias::kYes : nn::Bias::kNo));
+  const auto norm = [&](const char* name) {
+    return register_module(name,
+                           std::make_shared<nn::RmsNorm>(spec.hidden_size, spec.rms_norm_eps));
+  };
+  input_layernorm_ = norm("input_layernorm");
+  post_attention_layernorm_ = norm("post_attention_layernorm");
+}
+
+at::Tensor DecoderLayer::forward(const at::Tensor& x) {
+  const at::Tensor attended = x + self_attn_->forward(input_layernorm_->forward(x));
+  return attended + mlp_->forward(post_attention_layernorm_->forward(attended));
+}
+
+DecoderHead::DecoderHead(const ModelSpec& spec) {
+  norm_ = register_module("norm",
+                          std::make_shared<nn::RmsNorm>(spec.hidden_size, spec.rms_norm_eps));
+  lm_head_ =
+      register_module("lm_head", std::make_shared<nn::Linear>(spec.hidden_size, spec.vocab_size));
+}
+
+at::Tensor DecoderHead::forward(const at::Tensor& x, const std::optional<at::Tensor>& labels) {
+  const at::Tensor logits = lm_head_->forward(norm_->forward(x));
+  if (!labels) return logits;
+  return nn::cross_entropy_sum(logits, *labels, nn::Logits::kConsume);
+}
+
+Decoder::Decoder(const ModelSpec& spec) : spec_(spec) {
+  auto model = register_module("model", std::make_shared<Prefix>());
+  const auto embedding =
+      std::make_shared<nn::Embedding>(spec.vocab_size, spec.hidden_size, spec.pad_token_id);
+  model->register_module("embed_tokens", embedding);
+  embedding_.emplace(embedding);
+  auto layers = model->register_module("layers", std::make_shared<Prefix>());
+  const auto rope = std::make_shared<nn::Rope>(rope_options(spec));
+  for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
+    layers_.emplace_back(layers->register_module(std::to_string(i),
+                                                 std::make_shared<DecoderLayer>(spec, rope)));
+  }
+  // The head is a unit, not a name: its parts are registered where Hugging Face has them.
+  const auto head = std::make_shared<DecoderHead>(spec);
+  model->register_module("norm", head->norm());
+  register_module("lm_head", head->lm_head());
+  if (spec.tie_word_embeddings) nn::tie(head->lm_head()->weight, embedding->weight);
+  head_.emplace(head);
+}
+
+at::Tensor Decoder::forward(const at::Tensor& input_ids, const std::optional<at::Tensor>& labels) {
+  at::Tensor x = (*embedding_)(input_ids);
+  for (auto& layer : layers_) x = layer(x);
+  return (*head_)(x, labels);
+}
+
+std::string parameter_name(const std::string& unit, const std::string& path) {
+  if (unit != kHeadUnit) return unit + "." + path;
+  return path.starts_with("norm.") ? "model." + path : path;
+}
+
+}  // namespace tessera::models

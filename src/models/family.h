@@ -1,0 +1,44 @@
+// The registry of model families: what differs between them, one file a family (qwen3.cpp, llama.cpp).
+//
+// All families here are decoder-only models of the same block; the forward is decoder.h's. A new family
+// adds a file with one FamilyTraits and a line in family.cpp. Next: model_spec.h.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "models/model_spec.h"
+
+namespace tessera::models {
+
+/// What a family adds to the common reading of a config.json, its weights' names included.
+struct FamilyTraits {
+  Family family;
+  std::string_view model_type;    ///< "qwen3"
+  std::string_view architecture;  ///< "Qwen3ForCausalLM"
+  /// transformers' values for keys that are absent; none = hidden_size / num_attention_heads.
+  std::optional<std::int64_t> default_head_dim;
+  /// none = num_attention_heads (also what an explicit null means, for every family).
+  std::optional<std::int64_t> default_num_key_value_heads;
+  std::int64_t default_max_position_embeddings;
+  bool has_mlp_bias;  ///< whether the key mlp_bias means anything
+  /// Patterns of parameters that compute in fp32 whatever the policy says.
+  std::vector<std::string> pins;
+  /// A name of the checkpoint (hub layout) -> the module's name.
+  std::string (*module_name)(std::string_view checkpoint_name);
+};
+
+const FamilyTraits& traits(Family family);
+
+/// The family of a config.json's `architectures` and `model_type` (either may be empty).
+/// Errors: kConfig if unknown, or if both are given and disagree; the message lists the known ones.
+const FamilyTraits& family_of(const std::vector<std::string>& architectures,
+                              std::string_view model_type);
+
+// One a family file.
+const FamilyTraits& qwen3_traits();
+const FamilyTraits& llama_traits();
+
+}  // namespace tessera::models

@@ -1,0 +1,268 @@
+#include "models/model_spec.h"
+
+#include <utility>
+
+#include "base/json_reader.h"
+#include "models/config_reader.h"
+#include "models/family.h"
+#include "tessera/error.h"
+
+namespace tessera::models {
+namespace {
+
+// Layers are bounded lower than other sizes: tables of parameters are built from this number.
+constexpr IntRange kLayers{1, 65536};
+constexpr IntRange kSize{1, std::int64_t{1} << 31};
+constexpr NumberRange kTheta{1.0, 1e15};
+constexpr NumberRange kFactor{1.0, 1e9};
+constexpr NumberRange kFrequencyFactor{1e-6, 1e9};
+constexpr std::size_t kLongestText = std::size_t{4} << 20;
+constexpr double kMostElements = 1e18;  ///< of all parameters: no byte count overflows
+
+/// What neither family computes; a value that switches it on is refused.
+void expect_unsupported_off(ConfigReader& keys, Purpose purpose) {
+  keys.expect("hidden_act", "silu", "the activation of the MLP");
+  keys.expect("use_sliding_window", false, "sliding windows are not supported");
+  keys.expect("pretraining_tp", 1, "sliced products are not supported");
+  keys.expect("partial_rotary_factor", 1.0, "rope turns the whole head");
+  keys.expect("quantization_config", nullptr, "quantized weights are not supported");
+  keys.expect("is_encoder_decoder", false, "decoder-only models");
+  keys.expect("is_decoder", false, "no cross attention");
+  keys.expect("add_cross_attention", false, "no cross attention");
+  keys.expect("cross_attention_hidden_size", nullptr, "no cross attention");
+  keys.expect("tie_encoder_decoder", false, "decoder-only models");
+  keys.expect("chunk_size_feed_forward", 0, "the MLP runs in one piece");
+  keys.expect("pruned_heads", nlohmann::json::object(), "all heads are there");
+  keys.expect("rope_interleaved", false, "rope pairs x[i] with x[i + head_dim / 2]");
+  if (purpose == Purpose::kTraining) {
+    keys.expect("attention_dropout", 0.0, "dropout is not supported in training");
+  } else {
+    keys.ignore({"attention_dropout"});
+  }
+}
+
+/// Keys that describe files, generation or the caller's wishes.
+void ignore_harmless(ConfigReader& keys) {
+  keys.ignore({"_name_or_path", "transformers_version", "use_cache", "auto_map", "torchscript",
+               "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
+               "output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate",
+               "output_scores", "use_bfloat16", "tf_legacy_loss", "id2label", "label2id",
+               "num_labels", "problem_type", "task_specific_params", "finetuning_task", "prefix",
+               "tokenizer_class", "decoder_start_token_id", "forced_bos_token_id",
+               "forced_eos_token_id", "sep_token_id", "max_length", "min_length", "do_sample",
+               "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature",
+               "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
+               "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
+               "num_return_sequences", "remove_invalid_values", "exponential_decay_length_penalty",
+               "suppress_tokens", "begin_suppress_tokens",
+               // Only read where use_sliding_window is true, which is refused.
+               "sliding_window", "max_window_layers"});
+}
+
+std::int64_t required(ConfigReader& keys, std::string_view key, IntRange range) {
+  const auto value = keys.integer(key, range);
+  if (!value) keys.refuse(key, concat("an integer from ", range.min, " to ", range.max));
+  return *value;
+}
+
+RopeType rope_type(ConfigReader& keys, const std::string& path) {
+  const auto type = keys.word("type");
+  const auto name = keys.word("rope_type");
+  if (type && name && *type != *name) keys.refuse("type", concat("the same as ", path, "rope_type"));
+  const std::string word = name ? *name : type.value_or("default");
+  if (word == "default") return RopeType::kDefault;
+  if (word == "llama3") return RopeType::kLlama3;
+  keys.refuse(name ? "rope_type" : "type", "\"default\" or \"llama3\"");
+}
+
+/// One of the two records that describe rope: rope_parameters (with theta) or rope_scaling (without).
+void read_rope_record(const nlohmann::json& record, const std::string& path, RopeSpec& rope,
+                      std::vector<std::string>& unknown) {
+  ConfigReader keys(record, path);
+  rope.type = rope_type(keys, path);
+  if (const auto theta = keys.number("rope_theta", kTheta)) rope.theta = *theta;
+  keys.expect("partial_rotary_factor", 1.0, "rope turns the whole head");
+  if (rope.type == RopeType::kLlama3) {
+    const auto number = [&](std::string_view key, NumberRange range) {
+      const auto value = keys.number(key, range);
+      if (!value) keys.refuse(key, "a number, as rope type llama3 needs it");
+      return *value;
+    };
+    rope.factor = number("factor", kFactor);
+    rope.low_freq_factor = number("low_freq_factor", kFrequencyFactor);
+    rope.high_freq_factor = number("high_freq_factor", kFrequencyFactor);
+    rope.original_max_position_embeddings =
+        required(keys, "original_max_position_embeddings", kSize);
+    if (rope.high_freq_factor <= rope.low_freq_factor) {
+      keys.refuse("high_freq_factor", "a number above low_freq_factor");
+    }
+  }
+  for (std::string& line : keys.unknown()) unknown.push_back(std::move(line));
+}
+
+RopeSpec read_rope(ConfigReader& keys, std::vector<std::string>& unknown) {
+  RopeSpec rope;
+  const auto theta = keys.number("rope_theta", kTheta);
+  if (theta) rope.theta = *theta;
+  const nlohmann::json* parameters = keys.take("rope_parameters");
+  const nlohmann::json* scaling = keys.take("rope_scaling");
+  if (parameters != nullptr && scaling != nullptr) {
+    keys.refuse("rope_scaling", "only one of rope_parameters and rope_scaling");
+  }
+  const nlohmann::json* record = parameters != nullptr ? parameters : scaling;
+  const std::string name = parameters != nullptr ? "rope_parameters" : "rope_scaling";
+  if (record != nullptr) {
+    if (!record->is_object()) keys.refuse(name, "an object or null");
+    read_rope_record(*record, name + ".", rope, unknown);
+  }
+  if (theta && rope.theta != *theta) keys.refuse("rope_theta", concat("the value in ", name));
+  return rope;
+}
+
+std::optional<DType> read_dtype(ConfigReader& keys) {
+  std::optional<DType> result;
+  for (const std::string_view key : {"dtype", "torch_dtype"}) {
+    auto word = keys.word(key);
+    if (!word) continue;
+    if (word->starts_with("torch.")) word->erase(0, 6);
+    const auto dtype = parse_dtype(*word);
+    if (!dtype || !is_floating(*dtype)) keys.refuse(key, "float32, bfloat16, float16 or float64");
+    if (result && *result != *dtype) keys.refuse(key, "the same as dtype");
+    result = dtype;
+  }
+  return result;
+}
+
+void read_tokens(ConfigReader& keys, ModelSpec& spec) {
+  // A negative padding index counts from the end, as torch's embedding reads it.
+  const auto pad = keys.integer("pad_token_id", {-spec.vocab_size, spec.vocab_size - 1});
+  if (pad) spec.pad_token_id = *pad < 0 ? *pad + spec.vocab_size : *pad;
+  constexpr IntRange kToken{-1, std::int64_t{1} << 31};
+  spec.bos_token_id = keys.integer("bos_token_id", kToken);
+  spec.eos_token_ids = keys.integers("eos_token_id", kToken);
+  spec.tessera_tokenizer = keys.word("tessera_tokenizer").value_or("");
+  if (!spec.tessera_tokenizer.empty() && spec.tessera_tokenizer != "bytes") {
+    keys.refuse("tessera_tokenizer", "\"bytes\"");
+  }
+}
+
+void read_heads(ConfigReader& keys, const FamilyTraits& family, ModelSpec& spec) {
+  spec.num_attention_heads = required(keys, "num_attention_heads", kSize);
+  const bool null_heads =
+      keys.contains("num_key_value_heads") && keys.take("num_key_value_heads") == nullptr;
+  const auto absent = null_heads ? spec.num_attention_heads
+                                 : family.default_num_key_value_heads.value_or(spec.num_attention_heads);
+  spec.num_key_value_heads = keys.integer("num_key_value_heads", kSize).value_or(absent);
+  TESSERA_CHECK(spec.num_attention_heads % spec.num_key_value_heads == 0, ErrorKind::kConfig,
+                "config.json num_key_value_heads: found ", spec.num_key_value_heads,
+                ", expected a divisor of num_attention_heads = ", spec.num_attention_heads);
+  if (const auto head_dim = keys.integer("head_dim", kSize)) {
+    spec.head_dim = *head_dim;
+  } else if (family.default_head_dim) {
+    spec.head_dim = *family.default_head_dim;
+  } else {
+    TESSERA_CHECK(spec.hidden_size % spec.num_attention_heads == 0, ErrorKind::kConfig,
+                  "config.json hidden_size: found ", spec.hidden_size,
+                  ", expected a multiple of num_attention_heads = ", spec.num_attention_heads,
+                  " (there is no head_dim)");
+    spec.head_dim = spec.hidden_size / spec.num_attention_heads;
+  }
+  TESSERA_CHECK(spec.head_dim % 2 == 0, ErrorKind::kConfig, "config.json head_dim: found ",
+                spec.head_dim, ", expected an even number, as rope turns pairs");
+}
+
+void check_layer_types(ConfigReader& keys, std::int64_t layers) {
+  const nlohmann::json* types = keys.take("layer_types");
+  if (types == nullptr) return;
+  const std::string expected = concat("a list of ", layers, " times \"full_attention\"");
+  if (!types->is_array() || std::cmp_not_equal(types->size(), layers)) {
+    keys.refuse("layer_types", expected);
+  }
+  for (const nlohmann::json& type : *types) {
+    TESSERA_CHECK(type == "full_attention", ErrorKind::kConfig,
+                  "config.json layer_types: found ", shown(type), ", expected ", expected);
+  }
+}
+
+/// In floating point, which cannot overflow.
+void check_total_size(const ModelSpec& spec) {
+  const auto d = [](std::int64_t n) { return static_cast<double>(n); };
+  const double attention = d(spec.hidden_size) * d(spec.head_dim) *
+                           (2 * d(spec.num_attention_heads) + 2 * d(spec.num_key_value_heads));
+  const double mlp = 3 * d(spec.hidden_size) * d(spec.intermediate_size);
+  const double embeddings = 2 * d(spec.hidden_size) * d(spec.vocab_size);
+  const double total = d(spec.num_hidden_layers) * (attention + mlp) + embeddings;
+  TESSERA_CHECK(total <= kMostElements, ErrorKind::kConfig, "config.json: found sizes of about ",
+                total, " parameters, expected at most ", kMostElements);
+}
+
+ModelSpec read_spec(ConfigReader& keys, const FamilyTraits& family,
+                    std::vector<std::string>& unknown) {
+  ModelSpec spec;
+  spec.family = family.family;
+  spec.vocab_size = required(keys, "vocab_size", kSize);
+  spec.hidden_size = required(keys, "hidden_size", kSize);
+  spec.num_hidden_layers = required(keys, "num_hidden_layers", kLayers);
+  spec.intermediate_size = required(keys, "intermediate_size", kSize);
+  spec.max_position_embeddings = keys.integer("max_position_embeddings", kSize)
+                                     .value_or(family.default_max_position_embeddings);
+  read_heads(keys, family, spec);
+  spec.rms_norm_eps = keys.number("rms_norm_eps", {1e-30, 1.0}).value_or(spec.rms_norm_eps);
+  spec.initializer_range =
+      keys.number("initializer_range", {0.0, 1e3}).value_or(spec.initializer_range);
+  spec.tie_word_embeddings = keys.boolean("tie_word_embeddings").value_or(false);
+  spec.attention_bias = keys.boolean("attention_bias").value_or(false);
+  if (family.has_mlp_bias) {
+    spec.mlp_bias = keys.boolean("mlp_bias").value_or(false);
+  } else {
+    keys.expect("mlp_bias", false, "this family has none");
+  }
+  spec.rope = read_rope(keys, unknown);
+  spec.dtype = read_dtype(keys);
+  read_tokens(keys, spec);
+  check_layer_types(keys, spec.num_hidden_layers);
+  check_total_size(spec);
+  return spec;
+}
+
+const FamilyTraits& read_family(ConfigReader& keys) {
+  std::vector<std::string> architectures;
+  if (const nlohmann::json* list = keys.take("architectures")) {
+    if (!list->is_array()) keys.refuse("architectures", "a list of one name");
+    for (const nlohmann::json& name : *list) {
+      if (!name.is_string()) keys.refuse("architectures", "a list of one name");
+      architectures.push_back(name.get<std::string>());
+    }
+  }
+  return family_of(architectures, keys.word("model_type").value_or(""));
+}
+
+}  // namespace
+
+ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options) {
+  TESSERA_CHECK(json_text.size() <= kLongestText, ErrorKind::kFormat, "config.json: found ",
+                json_text.size(), " bytes, expected at most ", kLongestText);
+  const nlohmann::json parsed = parse_json_object(json_text, "config.json");
+  ConfigReader keys(parsed);
+  ParsedSpec result;
+  std::vector<std::string> unknown;
+  const FamilyTraits& family = read_family(keys);
+  expect_unsupported_off(keys, options.purpose);
+  result.spec = read_spec(keys, family, unknown);
+  ignore_harmless(keys);
+  for (std::string& line : keys.unknown()) unknown.push_back(std::move(line));
+  if (options.unknown_keys == UnknownKeys::kWarn) {
+    for (const std::string& line : unknown) {
+      result.warnings.push_back("config.json: unknown key ignored: " + line);
+    }
+  } else if (!unknown.empty()) {
+    throw Error(ErrorKind::kConfig,
+                concat("config.json: found the unknown key ", unknown.front(),
+                       unknown.size() > 1 ? concat(" and ", unknown.size() - 1, " more") : "",
+                       ", expected keys of ", family.architecture,
+                       "; set model.allow_unknown_config_keys to go on without"));
+  }
+  return result;
+}
+
+}  // namespace tessera::models

@@ -1,0 +1,86 @@
+// ModelSpec: what a config.json says about the mathematics of a language model, as a value.
+//
+// Every key of the file is used, on a list of harmless ones, or refused with its value, so that a model
+// is never trained as something else than it is. Both spellings are read: rope_parameters or rope_theta
+// + rope_scaling, dtype or torch_dtype. No torch here, nothing about ranks or dtypes of the computation.
+// Next: parameter_table.h.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tessera/dtype.h"
+
+namespace tessera::models {
+
+enum class Family : std::uint8_t { kQwen3, kLlama };
+
+enum class RopeType : std::uint8_t { kDefault, kLlama3 };
+
+/// Rotary embedding. The factors are used by kLlama3 only.
+struct RopeSpec {
+  double theta = 10000.0;
+  RopeType type = RopeType::kDefault;
+  double factor = 1.0;
+  double low_freq_factor = 1.0;
+  double high_freq_factor = 1.0;
+  std::int64_t original_max_position_embeddings = 0;
+  bool operator==(const RopeSpec&) const = default;
+};
+
+/// The fields carry the names of the file's keys.
+struct ModelSpec {
+  Family family = Family::kQwen3;
+  std::int64_t vocab_size = 0;
+  std::int64_t hidden_size = 0;
+  std::int64_t num_hidden_layers = 0;
+  std::int64_t num_attention_heads = 0;
+  std::int64_t num_key_value_heads = 0;
+  std::int64_t head_dim = 0;
+  std::int64_t intermediate_size = 0;
+  std::int64_t max_position_embeddings = 0;
+  double rms_norm_eps = 1e-6;
+  double initializer_range = 0.02;
+  bool tie_word_embeddings = false;
+  bool attention_bias = false;  ///< on q, k, v and o
+  bool mlp_bias = false;        ///< on gate, up and down (llama)
+  RopeSpec rope;
+  std::optional<DType> dtype;  ///< storage dtype that the file names, if any
+  /// This token's embedding row gets no gradient from the embedding (only from a tied head).
+  std::optional<std::int64_t> pad_token_id;
+  std::optional<std::int64_t> bos_token_id;
+  std::vector<std::int64_t> eos_token_ids;
+  std::string tessera_tokenizer;  ///< "bytes" for a model trained on raw bytes, else empty
+
+  bool qk_norm() const { return family == Family::kQwen3; }
+  std::int64_t q_size() const { return num_attention_heads * head_dim; }
+  std::int64_t kv_size() const { return num_key_value_heads * head_dim; }
+  bool operator==(const ModelSpec&) const = default;
+};
+
+enum class UnknownKeys : std::uint8_t { kRefuse, kWarn };
+enum class Purpose : std::uint8_t { kTraining, kInference };
+
+struct SpecOptions {
+  UnknownKeys unknown_keys = UnknownKeys::kRefuse;  ///< model.allow_unknown_config_keys = kWarn
+  Purpose purpose = Purpose::kTraining;             ///< attention_dropout > 0 is refused for training
+};
+
+struct ParsedSpec {
+  ModelSpec spec;
+  std::vector<std::string> warnings;  ///< one line an unknown key, with kWarn only
+};
+
+/// Reads the text of a config.json.
+/// Errors: kFormat for malformed JSON (not an object, duplicate keys, too deep, over 4 MiB); kConfig for
+/// a key or value that is missing, out of range, unknown or not supported, with both named.
+ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options = {});
+
+/// The config.json of a model in the hub's spelling, one that transformers loads;
+/// parse_spec(config_json(spec)).spec == spec.
+std::string config_json(const ModelSpec& spec);
+
+}  // namespace tessera::models

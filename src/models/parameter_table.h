@@ -1,0 +1,40 @@
+// The parameters of a model as a value: names, global shapes, how they begin, who they belong to.
+//
+// The order is that of the modules (embedding, layers, final norm, head). A tied head stands in the
+// table, as an alias of the embedding, but has no tensor of its own in a checkpoint. What ranks make of
+// the shapes is not known here. Next: decoder.h.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "models/model_spec.h"
+
+namespace tessera::models {
+
+enum class InitKind : std::uint8_t { kNormal, kOnes, kZeros };
+
+/// What optimizers like to treat apart; decided by the layer, never by the dims of a (1-D) shard.
+enum class DecayClass : std::uint8_t { kMatrix, kEmbedding, kNorm, kBias };
+
+struct ParameterSpec {
+  std::string name;                 ///< Hugging Face's
+  std::vector<std::int64_t> shape = {};  ///< global
+  InitKind init = InitKind::kNormal;
+  double init_std = 0.0;  ///< of kNormal (mean 0)
+  DecayClass decay = DecayClass::kMatrix;
+  /// Name of the parameter whose storage this one shares, else empty.
+  std::string tied_to = {};
+  /// The block that is gathered together: "model.embed_tokens", "model.layers.3", "head".
+  std::string unit = {};
+  std::int64_t numel() const;
+  bool operator==(const ParameterSpec&) const = default;
+};
+
+std::vector<ParameterSpec> parameter_table(const ModelSpec& spec);
+
+/// Elements of all parameters, a tied one counted once.
+std::int64_t total_numel(const std::vector<ParameterSpec>& table);
+
+}  // namespace tessera::models

@@ -1,0 +1,50 @@
+// Causal self-attention with grouped key and value heads.
+//
+// Softmax is fp32; scores above the diagonal do not exist. Rows of length 0 batches run forward and
+// backward. Short symbols: B rows, T positions, H query heads, G key/value heads, D head_dim. Next: mlp.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "nn/linear.h"
+#include "nn/rms_norm.h"
+#include "nn/rope.h"
+
+namespace tessera::nn {
+
+/// q [B, H, T, D], k [B, G, T, D], v [B, T, G*D] -> [B, T, H*D]; query head h uses key head h / (H/G).
+at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            double scale);
+
+/// The same out of ATen operations.
+at::Tensor causal_attention_composite(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                      double scale);
+
+struct AttentionOptions {
+  std::int64_t hidden_size = 0;
+  std::int64_t heads = 0;
+  std::int64_t kv_heads = 0;
+  std::int64_t head_dim = 0;
+  Bias bias = Bias::kNo;  ///< of all four projections
+  enum class QkNorm : std::uint8_t { kNo, kYes } qk_norm = QkNorm::kNo;
+  double norm_eps = 0.0;
+};
+
+class Attention : public torch::nn::Module {
+ public:
+  Attention(const AttentionOptions& options, std::shared_ptr<Rope> rope);
+  /// x [B, T, hidden] -> the same shape and dtype.
+  at::Tensor forward(const at::Tensor& x);
+
+ private:
+  AttentionOptions options_;
+  std::shared_ptr<Rope> rope_;
+  std::shared_ptr<Linear> q_proj_, k_proj_, v_proj_, o_proj_;
+  std::shared_ptr<RmsNorm> q_norm_, k_norm_;  ///< null without q/k norm
+};
+
+}  // namespace tessera::nn

@@ -1,0 +1,27 @@
+#include "nn/embedding.h"
+
+#include <ATen/ops/embedding.h>
+
+#include "nn/parameter.h"
+
+namespace tessera::nn {
+
+at::Tensor embedding_composite(const at::Tensor& ids, const at::Tensor& weight,
+                               std::optional<std::int64_t> padding) {
+  return at::embedding(weight, ids, padding.value_or(-1));
+}
+
+at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight,
+                     std::optional<std::int64_t> padding) {
+  return embedding_composite(ids, weight, padding);
+}
+
+Embedding::Embedding(std::int64_t vocabulary, std::int64_t size,
+                     std::optional<std::int64_t> padding)
+    : padding_(padding) {
+  weight = register_parameter("weight", empty_parameter({vocabulary, size}));
+}
+
+at::Tensor Embedding::forward(const at::Tensor& ids) { return embedding(ids, weight, padding_); }
+
+}  // namespace tessera::nn

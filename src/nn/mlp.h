@@ -1,0 +1,32 @@
+// The gated MLP: down(silu(gate(x)) * up(x)).
+//
+// Next: embedding.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "nn/linear.h"
+
+namespace tessera::nn {
+
+/// silu(gate) * up, elementwise.
+at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
+
+/// The same out of ATen operations.
+at::Tensor swiglu_composite(const at::Tensor& gate, const at::Tensor& up);
+
+class Mlp : public torch::nn::Module {
+ public:
+  Mlp(std::int64_t hidden_size, std::int64_t intermediate_size, Bias bias = Bias::kNo);
+  /// x [..., hidden] -> the same shape and dtype.
+  at::Tensor forward(const at::Tensor& x);
+
+ private:
+  std::shared_ptr<Linear> gate_proj_, up_proj_, down_proj_;
+};
+
+}  // namespace tessera::nn

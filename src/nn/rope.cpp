@@ -1,0 +1,62 @@
+#include "nn/rope.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/outer.h>
+#include <ATen/ops/pow.h>
+#include <ATen/ops/where.h>
+
+#include <algorithm>
+#include <numbers>
+
+#include "nn/rms_norm.h"
+
+namespace tessera::nn {
+
+at::Tensor inverse_frequencies(const RopeOptions& options) {
+  const auto dim = static_cast<double>(options.head_dim);
+  const at::Tensor exponents = at::arange(0, options.head_dim, 2, at::kFloat) / dim;
+  const at::Tensor plain = at::pow(options.theta, exponents).reciprocal();
+  if (!options.llama3) return plain;
+  const Llama3Scaling& scaling = *options.llama3;
+  const auto context = static_cast<double>(scaling.original_max_position_embeddings);
+  const at::Tensor wavelength = 2.0 * std::numbers::pi / plain;
+  const at::Tensor blend = (context / wavelength - scaling.low_freq_factor) /
+                           (scaling.high_freq_factor - scaling.low_freq_factor);
+  const at::Tensor stretched = plain / scaling.factor;
+  const at::Tensor between = (1.0 - blend) * stretched + blend * plain;
+  const at::Tensor longer =
+      at::where(wavelength > context / scaling.low_freq_factor, stretched, between);
+  return at::where(wavelength < context / scaling.high_freq_factor, plain, longer);
+}
+
+Rope::Rope(const RopeOptions& options) : frequencies_(inverse_frequencies(options)) {}
+
+RopeTable Rope::table(std::int64_t positions, at::ScalarType dtype, at::Device device) {
+  const std::int64_t place = (static_cast<std::int64_t>(device.type()) << 16) + device.index();
+  RopeTable& kept = tables_[{dtype, place}];
+  if (!kept.cos.defined() || kept.cos.size(0) < positions) {
+    const at::Tensor angles = at::outer(at::arange(positions, at::kFloat), frequencies_);
+    kept = {angles.cos().to(device, dtype), angles.sin().to(device, dtype)};
+  }
+  return {kept.cos.narrow(0, 0, positions), kept.sin.narrow(0, 0, positions)};
+}
+
+at::Tensor rope_heads_composite(const at::Tensor& x, std::int64_t heads, const HeadNorm& norm,
+                                const RopeTable& table) {
+  const std::int64_t head_dim = x.size(2) / heads;
+  at::Tensor split = x.view({x.size(0), x.size(1), heads, head_dim});
+  if (norm.weight.defined()) split = rms_norm_composite(split, norm.weight, norm.eps);
+  const at::Tensor turned = split.transpose(1, 2);
+  const at::Tensor first = turned.narrow(3, 0, head_dim / 2);
+  const at::Tensor second = turned.narrow(3, head_dim / 2, head_dim / 2);
+  return at::cat({first * table.cos - second * table.sin, second * table.cos + first * table.sin},
+                 /*dim=*/3);
+}
+
+at::Tensor rope_heads(const at::Tensor& x, std::int64_t heads, const HeadNorm& norm,
+                      const RopeTable& table) {
+  return rope_heads_composite(x, heads, norm, table);
+}
+
+}  // namespace tessera::nn

@@ -1,0 +1,66 @@
+// Rotary position embedding over pairs (x[i], x[i + D/2]), with the `llama3` stretching of frequencies.
+//
+// Frequencies and tables are fp32; only the finished cos and sin are rounded to the activation's dtype.
+// The q/k norm of Qwen3 is taken along: both work on one head of one position. Short symbols: B rows,
+// T positions, H heads, D head_dim. Next: attention.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <utility>
+
+namespace tessera::nn {
+
+/// Stretches long wavelengths by `factor`, keeps short ones, blends between.
+struct Llama3Scaling {
+  double factor = 1.0;
+  double low_freq_factor = 1.0;
+  double high_freq_factor = 1.0;
+  std::int64_t original_max_position_embeddings = 0;
+};
+
+struct RopeOptions {
+  std::int64_t head_dim = 0;
+  double theta = 10000.0;
+  std::optional<Llama3Scaling> llama3;
+};
+
+/// fp32 [D/2].
+at::Tensor inverse_frequencies(const RopeOptions& options);
+
+/// cos and sin [T, D/2] of positions 0..T-1.
+struct RopeTable {
+  at::Tensor cos;
+  at::Tensor sin;
+};
+
+/// The tables of one model, kept per dtype for the longest sequence seen. No parameter, no buffer.
+/// Threads: one at a time.
+class Rope {
+ public:
+  explicit Rope(const RopeOptions& options);
+  RopeTable table(std::int64_t positions, at::ScalarType dtype, at::Device device);
+
+ private:
+  at::Tensor frequencies_;
+  std::map<std::pair<at::ScalarType, std::int64_t>, RopeTable> tables_;
+};
+
+/// The norm of each head in front of rope (Qwen3), if the weight is defined.
+struct HeadNorm {
+  at::Tensor weight;  ///< [D]
+  double eps = 0.0;
+};
+
+/// x [B, T, H*D] -> norm of each head if asked, then rotated: [B, H, T, D] contiguous, in x's dtype.
+at::Tensor rope_heads(const at::Tensor& x, std::int64_t heads, const HeadNorm& norm,
+                      const RopeTable& table);
+
+/// The same out of ATen operations.
+at::Tensor rope_heads_composite(const at::Tensor& x, std::int64_t heads, const HeadNorm& norm,
+                                const RopeTable& table);
+
+}  // namespace tessera::nn

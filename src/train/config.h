@@ -1,0 +1,177 @@
+// The run configuration as a value: one struct a section of the TOML file, with every default.
+//
+// What a key is called, its unit, range and help text stand in the key table (config_keys.h); parsing,
+// --help, overrides and the dump are all made from that one table. Nothing here reads files or knows
+// torch. Next: config_keys.h, then config_resolve.h for what follows from several keys at once.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tessera/precision.h"
+
+namespace tessera::train {
+
+enum class DeviceName : std::uint8_t { kAuto, kCpu, kCuda };
+enum class OptimizerName : std::uint8_t { kAdamW, kSgd };
+enum class LrDecay : std::uint8_t { kConstant, kLinear, kCosine };
+enum class BackendName : std::uint8_t { kAuto, kGloo, kNccl };
+enum class OnNonfinite : std::uint8_t { kError };
+
+/// A dtype of [precision]: none is written `auto`.
+struct DTypeChoice {
+  std::optional<DType> dtype;
+  bool operator==(const DTypeChoice&) const = default;
+};
+
+struct JobConfig {
+  std::optional<std::string> dump_folder;  ///< RUN; none = outputs/<time>-<name>
+  bool operator==(const JobConfig&) const = default;
+};
+
+struct ModelConfig {
+  std::string path;    ///< Hugging Face folder
+  std::string config;  ///< config.json of a model trained from scratch
+  bool allow_unknown_config_keys = false;
+  std::optional<std::vector<std::string>> freeze;  ///< none = the family's default
+  std::optional<double> aux_loss_coef;             ///< none = what config.json says
+  bool operator==(const ModelConfig&) const = default;
+};
+
+struct DataConfig {
+  std::vector<std::string> path;
+  bool operator==(const DataConfig&) const = default;
+};
+
+struct TrainingConfig {
+  std::optional<std::int64_t> steps;
+  std::optional<std::int64_t> seq_len;
+  std::optional<std::int64_t> local_batch_size;  ///< none = 1 in train, all rows in gradients
+  std::int64_t global_batch_size = -1;           ///< -1 = local_batch_size x data ranks
+  double max_norm = 1.0;
+  bool sync_every_micro_batch = false;
+  bool operator==(const TrainingConfig&) const = default;
+};
+
+struct ParallelismConfig {
+  int data_parallel_replicate_degree = 1;
+  int data_parallel_shard_degree = -1;  ///< -1 = what the other axes leave of the world
+  int tensor_parallel_degree = 1;
+  int expert_parallel_degree = 1;
+  int expert_tensor_parallel_degree = 1;
+  int pipeline_parallel_degree = 1;
+  bool reshard_after_forward = true;
+  bool operator==(const ParallelismConfig&) const = default;
+};
+
+struct PrecisionConfig {
+  DTypeChoice param_dtype{DType::kBFloat16};
+  DTypeChoice reduce_dtype{DType::kFloat32};
+  DTypeChoice storage_dtype{DType::kFloat32};
+  DTypeChoice accumulate_dtype{DType::kFloat32};
+  DTypeChoice activation_reduce_dtype;  ///< none = the activation's own
+  std::vector<PrecisionRule> rule;
+  bool operator==(const PrecisionConfig&) const = default;
+};
+
+struct OptimizerConfig {
+  OptimizerName name = OptimizerName::kAdamW;
+  std::optional<double> lr;
+  std::array<double, 2> betas{0.9, 0.95};
+  double eps = 1e-8;
+  std::optional<double> weight_decay;  ///< none = 0.1 for AdamW, 0 for SGD
+  double momentum = 0.0;
+  std::vector<std::string> no_decay;
+  double effective_weight_decay() const {
+    return weight_decay.value_or(name == OptimizerName::kAdamW ? 0.1 : 0.0);
+  }
+  bool operator==(const OptimizerConfig&) const = default;
+};
+
+struct LrSchedulerConfig {
+  std::int64_t warmup_steps = 0;
+  LrDecay decay = LrDecay::kConstant;
+  double min_lr_factor = 0.0;
+  bool operator==(const LrSchedulerConfig&) const = default;
+};
+
+struct ValidationConfig {
+  std::vector<std::string> path;  ///< empty = no validation
+  std::int64_t interval = 100;
+  std::int64_t steps = 10;
+  bool operator==(const ValidationConfig&) const = default;
+};
+
+struct CheckpointConfig {
+  bool enable = false;
+  std::string folder = "checkpoint";
+  std::int64_t interval = 500;
+  std::int64_t keep_latest_k = 0;
+  std::int64_t load_step = -1;
+  bool operator==(const CheckpointConfig&) const = default;
+};
+
+struct MetricsConfig {
+  std::string folder = "metrics";
+  std::int64_t log_freq = 1;
+  bool enable_tensorboard = false;
+  bool operator==(const MetricsConfig&) const = default;
+};
+
+struct CommConfig {
+  BackendName backend = BackendName::kAuto;
+  std::int64_t init_timeout_seconds = 300;
+  std::int64_t timeout_seconds = 100;
+  std::optional<std::string> master_addr;
+  std::optional<std::int64_t> master_port;
+  bool operator==(const CommConfig&) const = default;
+};
+
+struct DebugConfig {
+  std::int64_t seed = 42;
+  bool check_dtypes = false;
+  OnNonfinite on_nonfinite = OnNonfinite::kError;
+  bool operator==(const DebugConfig&) const = default;
+};
+
+struct Config {
+  DeviceName device = DeviceName::kAuto;  ///< the one key outside all sections
+  JobConfig job;
+  ModelConfig model;
+  DataConfig data;
+  TrainingConfig training;
+  ParallelismConfig parallelism;
+  PrecisionConfig precision;
+  OptimizerConfig optimizer;
+  LrSchedulerConfig lr_scheduler;
+  ValidationConfig validation;
+  CheckpointConfig checkpoint;
+  MetricsConfig metrics;
+  CommConfig comm;
+  DebugConfig debug;
+  bool operator==(const Config&) const = default;
+};
+
+/// Reads a TOML text over the defaults. `source` is the file name that messages show.
+/// Errors: kConfig as "file:line:column: ..." for syntax, wrong types, values out of range and unknown
+/// keys (with the nearest name). What follows from several keys is left to validate().
+Config parse_config(std::string_view text, std::string_view source);
+
+/// parse_config of a file. Errors: kIo when it cannot be read, else as parse_config.
+Config load_config(const std::string& path);
+
+/// `--section.key VALUE`: VALUE is read as TOML, a bare word as a string. Errors: kUsage for a key that
+/// does not exist (with the nearest name), kConfig for a value that does not fit.
+void apply_override(Config& config, std::string_view key, std::string_view value);
+
+/// TOML text of every key that has a value; parse_config gives the same Config back.
+std::string to_toml(const Config& config);
+
+/// What the config asks of fully_shard.
+PrecisionPolicy precision_policy(const PrecisionConfig& precision);
+
+}  // namespace tessera::train

@@ -1,0 +1,273 @@
+#include "train/config_keys.h"
+
+#include "train/config_codec.h"
+
+namespace tessera::train {
+
+template <>
+struct EnumWords<DeviceName> {
+  static constexpr std::array<std::pair<std::string_view, DeviceName>, 3> words{
+      {{"auto", DeviceName::kAuto}, {"cpu", DeviceName::kCpu}, {"cuda", DeviceName::kCuda}}};
+};
+template <>
+struct EnumWords<OptimizerName> {
+  static constexpr std::array<std::pair<std::string_view, OptimizerName>, 2> words{
+      {{"AdamW", OptimizerName::kAdamW}, {"SGD", OptimizerName::kSgd}}};
+};
+template <>
+struct EnumWords<LrDecay> {
+  static constexpr std::array<std::pair<std::string_view, LrDecay>, 3> words{
+      {{"constant", LrDecay::kConstant}, {"linear", LrDecay::kLinear}, {"cosine", LrDecay::kCosine}}};
+};
+template <>
+struct EnumWords<BackendName> {
+  static constexpr std::array<std::pair<std::string_view, BackendName>, 3> words{
+      {{"auto", BackendName::kAuto}, {"gloo", BackendName::kGloo}, {"nccl", BackendName::kNccl}}};
+};
+template <>
+struct EnumWords<OnNonfinite> {
+  static constexpr std::array<std::pair<std::string_view, OnNonfinite>, 1> words{
+      {{"error", OnNonfinite::kError}}};
+};
+template <>
+struct Codec<DeviceName> : EnumCodec<DeviceName> {};
+template <>
+struct Codec<OptimizerName> : EnumCodec<OptimizerName> {};
+template <>
+struct Codec<LrDecay> : EnumCodec<LrDecay> {};
+template <>
+struct Codec<BackendName> : EnumCodec<BackendName> {};
+template <>
+struct Codec<OnNonfinite> : EnumCodec<OnNonfinite> {};
+
+namespace {
+
+// Products of two such counts (steps x rows) fit into 63 bits.
+constexpr double kMostCount = 1'000'000'000;
+
+Limit at_least(double low) { return {.low = low, .words = concat("at least ", low)}; }
+Limit between(double low, double high) {
+  return {.low = low, .high = high, .words = concat("a value from ", low, " to ", high)};
+}
+Limit count_from(int low) {
+  return {.low = static_cast<double>(low),
+          .high = kMostCount,
+          .words = concat("at least ", low, " and at most ", std::int64_t{1'000'000'000})};
+}
+Limit below_one() {
+  return {.low = 0,
+          .high = 1,
+          .high_excluded = true,
+          .words = "numbers from 0 to 1, 1 excluded"};
+}
+Limit positive_or_minus_one() {
+  return {.low = 1, .high = kMostCount, .also = -1, .words = "-1 or at least 1"};
+}
+
+struct Text {
+  std::string unit;
+  std::string help;
+  std::string no_default = "";  ///< shown where the default Config has no value
+};
+
+// All keys of one section: S is its struct.
+template <class S>
+class Section {
+ public:
+  Section(std::vector<ConfigKey>& keys, std::string name, S Config::*section)
+      : keys_(keys), name_(std::move(name)), section_(section) {}
+
+  template <class T>
+  Section& key(const std::string& name, T S::*member, const Text& text, const Limit& limit = {}) {
+    ConfigKey key;
+    key.section = name_;
+    key.name = name;
+    key.type = Codec<T>::type();
+    key.unit = text.unit;
+    key.help = text.help;
+    const std::string full = key.full_name();
+    const auto section = section_;
+    key.set = [full, limit, section, member](Config& config, const ConfigValue& value) {
+      config.*section.*member = Codec<T>::from(value, full, limit);
+    };
+    key.get = [section, member](const Config& config) {
+      return Codec<T>::to(config.*section.*member);
+    };
+    const std::optional<ConfigValue> value = key.get(Config{});
+    key.default_text = value ? to_toml(*value) : text.no_default;
+    keys_.push_back(std::move(key));
+    return *this;
+  }
+
+ private:
+  std::vector<ConfigKey>& keys_;
+  std::string name_;
+  S Config::*section_;
+};
+
+ConfigKey device_key() {
+  ConfigKey key;
+  key.name = "device";
+  key.type = Codec<DeviceName>::type();
+  key.default_text = "\"auto\"";
+  key.help = "Where tensors live; auto takes CUDA when it is there. At the top of the file.";
+  key.set = [](Config& config, const ConfigValue& value) {
+    config.device = Codec<DeviceName>::from(value, "device", {});
+  };
+  key.get = [](const Config& config) { return Codec<DeviceName>::to(config.device); };
+  return key;
+}
+
+void add_inputs(std::vector<ConfigKey>& keys) {
+  Section(keys, "job", &Config::job)
+      .key("dump_folder", &JobConfig::dump_folder,
+           {"folder", "RUN: where config.toml, metrics, logs and checkpoints go.",
+            "outputs/<time>-<name>"});
+  Section(keys, "model", &Config::model)
+      .key("path", &ModelConfig::path, {"folder", "Hugging Face folder to start from."})
+      .key("config", &ModelConfig::config,
+           {"file", "config.json of a model trained from scratch (instead of path)."})
+      .key("allow_unknown_config_keys", &ModelConfig::allow_unknown_config_keys,
+           {"", "Warn instead of refuse when config.json has a key that is not known."})
+      .key("freeze", &ModelConfig::freeze,
+           {"patterns", "Parameters that are not trained; [] trains all.", "the family's"})
+      .key("aux_loss_coef", &ModelConfig::aux_loss_coef,
+           {"", "Weight of the router's auxiliary loss.", "0, or what config.json says"},
+           at_least(0));
+  Section(keys, "data", &Config::data)
+      .key("path", &DataConfig::path,
+           {"files", "Text file, folder of *.txt, list of them, NAME.bin, or X.safetensors."});
+  Section(keys, "training", &Config::training)
+      .key("steps", &TrainingConfig::steps, {"steps", "Optimizer steps of the run.", "required"},
+           count_from(1))
+      .key("seq_len", &TrainingConfig::seq_len,
+           {"tokens", "Predicted tokens of a row.", "required; .safetensors data has its own"},
+           count_from(1))
+      .key("local_batch_size", &TrainingConfig::local_batch_size,
+           {"rows", "Rows of a micro-batch on a data rank.", "1; all rows in `gradients`"},
+           count_from(1))
+      .key("global_batch_size", &TrainingConfig::global_batch_size,
+           {"rows",
+            "Rows of a step; -1 is local_batch_size x data ranks, a multiple of that makes "
+            "micro-batches."},
+           positive_or_minus_one())
+      .key("max_norm", &TrainingConfig::max_norm,
+           {"", "The gradient norm is clipped to this; 0 is off."}, at_least(0))
+      .key("sync_every_micro_batch", &TrainingConfig::sync_every_micro_batch,
+           {"", "Reduce gradients after each micro-batch instead of once a step (less memory)."});
+}
+
+void add_layout(std::vector<ConfigKey>& keys) {
+  using P = ParallelismConfig;
+  Section(keys, "parallelism", &Config::parallelism)
+      .key("data_parallel_replicate_degree", &P::data_parallel_replicate_degree,
+           {"ranks", "Replicas of the sharded model (HSDP)."}, count_from(1))
+      .key("data_parallel_shard_degree", &P::data_parallel_shard_degree,
+           {"ranks", "Ranks that share one copy of the model; -1 is what the others leave."},
+           positive_or_minus_one())
+      .key("tensor_parallel_degree", &P::tensor_parallel_degree,
+           {"ranks", "Tensor parallel ranks; only 1 so far."}, count_from(1))
+      .key("expert_parallel_degree", &P::expert_parallel_degree,
+           {"ranks", "Expert parallel ranks; only 1 so far."}, count_from(1))
+      .key("expert_tensor_parallel_degree", &P::expert_tensor_parallel_degree,
+           {"ranks", "Tensor parallel ranks of an expert; only 1 so far."}, count_from(1))
+      .key("pipeline_parallel_degree", &P::pipeline_parallel_degree,
+           {"ranks", "Pipeline stages; only 1 so far."}, count_from(1))
+      .key("reshard_after_forward", &P::reshard_after_forward,
+           {"", "Release gathered parameters after forward and gather them again for backward."});
+  using D = PrecisionConfig;
+  Section(keys, "precision", &Config::precision)
+      .key("param_dtype", &D::param_dtype,
+           {"", "Parameters in forward and backward; auto is their storage dtype."})
+      .key("reduce_dtype", &D::reduce_dtype, {"", "Gradients on the wire; auto is float32."})
+      .key("storage_dtype", &D::storage_dtype, {"", "Sharded parameters; auto is the file's."})
+      .key("accumulate_dtype", &D::accumulate_dtype,
+           {"", "Gradient sums before and after the wire; never narrower than reduce_dtype."})
+      .key("activation_reduce_dtype", &D::activation_reduce_dtype,
+           {"", "Sums of activations over ranks; auto is the activation's own."})
+      .key("rule", &D::rule,
+           {"",
+            "[[precision.rule]]: match = [patterns] with any of param_dtype reduce_dtype "
+            "storage_dtype accumulate_dtype grad_dtype pin widen frozen; the last match wins."});
+}
+
+void add_update(std::vector<ConfigKey>& keys) {
+  using O = OptimizerConfig;
+  Section(keys, "optimizer", &Config::optimizer)
+      .key("name", &O::name, {"", "Update rule; formulas as PyTorch's."})
+      .key("lr", &O::lr, {"", "Learning rate.", "required"}, at_least(0))
+      .key("betas", &O::betas, {"", "AdamW: decay of the two moments."}, below_one())
+      .key("eps", &O::eps, {"", "AdamW: added to the root of the second moment."}, at_least(0))
+      .key("weight_decay", &O::weight_decay,
+           {"", "Decay: decoupled in AdamW, added to the gradient in SGD.", "0.1; 0 for SGD"},
+           at_least(0))
+      .key("momentum", &O::momentum, {"", "SGD momentum."}, at_least(0))
+      .key("no_decay", &O::no_decay, {"patterns", "Parameters without weight decay."});
+  using L = LrSchedulerConfig;
+  Section(keys, "lr_scheduler", &Config::lr_scheduler)
+      .key("warmup_steps", &L::warmup_steps, {"steps", "lr x step / warmup_steps up to that step."},
+           count_from(0))
+      .key("decay", &L::decay, {"", "From the end of the warm-up to training.steps."})
+      .key("min_lr_factor", &L::min_lr_factor, {"", "Where the decay ends, as a part of lr."},
+           between(0, 1));
+  using V = ValidationConfig;
+  Section(keys, "validation", &Config::validation)
+      .key("path", &V::path, {"files", "Held-out data, as data.path; [] is no validation."})
+      .key("interval", &V::interval, {"steps", "A validation every so many steps."}, count_from(1))
+      .key("steps", &V::steps, {"batches", "Batches of a validation."}, count_from(1));
+}
+
+void add_outputs(std::vector<ConfigKey>& keys) {
+  using K = CheckpointConfig;
+  Section(keys, "checkpoint", &Config::checkpoint)
+      .key("enable", &K::enable, {"", "Write checkpoints; not built yet, only false."})
+      .key("folder", &K::folder, {"folder", "Where they go, relative to RUN."})
+      .key("interval", &K::interval, {"steps", "A checkpoint every so many steps."}, count_from(1))
+      .key("keep_latest_k", &K::keep_latest_k, {"checkpoints", "How many are kept; 0 is all."},
+           at_least(0))
+      .key("load_step", &K::load_step,
+           {"step", "-1 resumes from the latest if there is one, 0 starts anew, N resumes there."},
+           count_from(-1));
+  using M = MetricsConfig;
+  Section(keys, "metrics", &Config::metrics)
+      .key("folder", &M::folder, {"folder", "Where metrics.jsonl goes, relative to RUN."})
+      .key("log_freq", &M::log_freq, {"steps", "Every so many steps a line on stdout."}, count_from(1))
+      .key("enable_tensorboard", &M::enable_tensorboard,
+           {"", "Write TensorBoard files; not built yet, only false."});
+  using C = CommConfig;
+  Section(keys, "comm", &Config::comm)
+      .key("backend", &C::backend, {"", "auto is gloo on CPU and nccl on CUDA."})
+      .key("init_timeout_seconds", &C::init_timeout_seconds,
+           {"seconds", "How long ranks wait for each other at the start."}, between(1, 86400))
+      .key("timeout_seconds", &C::timeout_seconds, {"seconds", "Longest wait of a collective."},
+           between(1, 86400))
+      .key("master_addr", &C::master_addr,
+           {"", "Address of rank 0 where the launcher gives none.", "MASTER_ADDR, else 127.0.0.1"})
+      .key("master_port", &C::master_port, {"", "Its port.", "MASTER_PORT, else chosen"},
+           between(1, 65535));
+  using B = DebugConfig;
+  Section(keys, "debug", &Config::debug)
+      .key("seed", &B::seed, {"", "Of initial weights and of the order of rows."}, at_least(0))
+      .key("check_dtypes", &B::check_dtypes,
+           {"", "Check every dtype and placement at run time (slow)."})
+      .key("on_nonfinite", &B::on_nonfinite,
+           {"", "What a non-finite loss does: error names the first parameters concerned."});
+}
+
+std::vector<ConfigKey> make_keys() {
+  std::vector<ConfigKey> keys{device_key()};
+  add_inputs(keys);
+  add_layout(keys);
+  add_update(keys);
+  add_outputs(keys);
+  return keys;
+}
+
+}  // namespace
+
+const std::vector<ConfigKey>& config_keys() {
+  static const std::vector<ConfigKey> keys = make_keys();
+  return keys;
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,186 @@
+#include "train/config_resolve.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <initializer_list>
+#include <limits>
+#include <utility>
+
+#include "tessera/error.h"
+
+namespace tessera::train {
+namespace {
+
+namespace fs = std::filesystem;
+
+void check_built(const Config& config) {
+  const ParallelismConfig& p = config.parallelism;
+  const std::pair<std::string_view, int> axes[] = {
+      {"tensor_parallel_degree", p.tensor_parallel_degree},
+      {"expert_parallel_degree", p.expert_parallel_degree},
+      {"expert_tensor_parallel_degree", p.expert_tensor_parallel_degree},
+      {"pipeline_parallel_degree", p.pipeline_parallel_degree},
+  };
+  for (const auto& [name, degree] : axes) {
+    TESSERA_CHECK(degree == 1, ErrorKind::kConfig, "parallelism.", name, ": found ", degree,
+                  ", expected 1; this axis is not built yet");
+  }
+  TESSERA_CHECK(!config.checkpoint.enable, ErrorKind::kConfig,
+                "checkpoint.enable: found true, expected false; writing checkpoints is not built yet");
+  TESSERA_CHECK(!config.metrics.enable_tensorboard, ErrorKind::kConfig,
+                "metrics.enable_tensorboard: found true, expected false; TensorBoard files are not "
+                "built yet");
+}
+
+void check_model(const ModelConfig& model) {
+  TESSERA_CHECK(!model.path.empty() || !model.config.empty(), ErrorKind::kConfig,
+                "model.path: found nothing, expected a Hugging Face folder; or set model.config to "
+                "train from scratch");
+  TESSERA_CHECK(model.path.empty() || model.config.empty(), ErrorKind::kConfig,
+                "model.path and model.config: found both, expected one; path loads weights, config "
+                "starts from scratch");
+}
+
+void check_training(const Config& config) {
+  TESSERA_CHECK(config.training.steps, ErrorKind::kConfig,
+                "training.steps: found nothing, expected the number of steps; it has no default");
+  TESSERA_CHECK(config.optimizer.lr, ErrorKind::kConfig,
+                "optimizer.lr: found nothing, expected a learning rate; it has no default");
+  TESSERA_CHECK(!config.data.path.empty(), ErrorKind::kConfig,
+                "data.path: found nothing, expected a text file, a folder, NAME.bin or "
+                "X.safetensors");
+  const DataKind kind = data_kind(config.data.path, "data.path");
+  TESSERA_CHECK(config.training.seq_len || kind == DataKind::kBatches, ErrorKind::kConfig,
+                "training.seq_len: found nothing, expected the tokens of a row; only .safetensors "
+                "data can do without");
+  if (config.validation.path.empty()) return;
+  const DataKind held_out = data_kind(config.validation.path, "validation.path");
+  TESSERA_CHECK(config.training.seq_len || held_out == DataKind::kBatches, ErrorKind::kConfig,
+                "training.seq_len: found nothing, expected the tokens of a row; validation.path "
+                "needs it");
+}
+
+// The dtypes that a sum may be kept in: auto is float32, and nothing is wider than that here.
+void check_precision(const PrecisionConfig& precision) {
+  const DType reduce = precision.reduce_dtype.dtype.value_or(DType::kFloat32);
+  const DType accumulate = precision.accumulate_dtype.dtype.value_or(DType::kFloat32);
+  TESSERA_CHECK(represents(accumulate, reduce), ErrorKind::kConfig,
+                "precision.accumulate_dtype: found ", to_string(accumulate),
+                ", expected it to hold every value of reduce_dtype ", to_string(reduce),
+                "; raise accumulate_dtype or lower reduce_dtype");
+  int number = 0;
+  for (const PrecisionRule& rule : precision.rule) {
+    ++number;
+    if (!rule.reduce_dtype && !rule.accumulate_dtype) continue;
+    const DType on_wire = rule.reduce_dtype.value_or(reduce);
+    const DType kept = rule.accumulate_dtype.value_or(accumulate);
+    TESSERA_CHECK(represents(kept, on_wire), ErrorKind::kConfig, "precision.rule[", number,
+                  "].accumulate_dtype: found ", to_string(kept),
+                  ", expected it to hold every value of reduce_dtype ", to_string(on_wire));
+  }
+}
+
+// Degrees are at least 1 and each fits into 31 bits; a product that does not is cut off there.
+std::int64_t bounded_product(std::initializer_list<int> degrees) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  std::int64_t product = 1;
+  for (const int degree : degrees) product = std::min(product * degree, kMost);
+  return product;
+}
+
+bool ends_with(std::string_view path, std::string_view ending) { return path.ends_with(ending); }
+
+std::string absolute_under(const fs::path& base, const std::string& folder) {
+  return fs::absolute(base / folder).lexically_normal().string();
+}
+
+}  // namespace
+
+void validate(const Config& config, Verb verb) {
+  check_built(config);
+  check_model(config.model);
+  check_precision(config.precision);
+  if (verb == Verb::kTrain) check_training(config);
+}
+
+ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world_size) {
+  ParallelDims dims;
+  dims.pp = parallelism.pipeline_parallel_degree;
+  dims.dp_replicate = parallelism.data_parallel_replicate_degree;
+  dims.tp = parallelism.tensor_parallel_degree;
+  dims.ep = parallelism.expert_parallel_degree;
+  dims.etp = parallelism.expert_tensor_parallel_degree;
+  const std::int64_t others = bounded_product({dims.pp, dims.dp_replicate, dims.tp});
+  const int asked = parallelism.data_parallel_shard_degree;
+  TESSERA_CHECK(world_size % others == 0, ErrorKind::kConfig,
+                "parallelism: found data_parallel_replicate_degree ", dims.dp_replicate,
+                " x tensor_parallel_degree ", dims.tp, " x pipeline_parallel_degree ", dims.pp,
+                ", whose product does not divide ", world_size,
+                " rank(s); change a degree or start another number of ranks");
+  dims.dp_shard = static_cast<int>(world_size / others);
+  TESSERA_CHECK(asked == -1 || asked == dims.dp_shard, ErrorKind::kConfig,
+                "parallelism.data_parallel_shard_degree: found ", asked, ", expected -1 or ",
+                dims.dp_shard, " for ", world_size, " rank(s) and ", others,
+                " rank(s) of the other axes");
+  return dims;
+}
+
+int ranks_to_spawn(const ParallelismConfig& p) {
+  constexpr int kMostRanks = 4096;  // on one host
+  const int shard = std::max(p.data_parallel_shard_degree, 1);
+  const std::int64_t product =
+      bounded_product({p.data_parallel_replicate_degree, shard, p.tensor_parallel_degree,
+                       p.pipeline_parallel_degree});
+  TESSERA_CHECK(product <= kMostRanks, ErrorKind::kConfig,
+                "parallelism: found degrees whose product is above ", kMostRanks,
+                ", which one host cannot start; lower a degree");
+  return static_cast<int>(product);
+}
+
+DataKind data_kind(const std::vector<std::string>& path, std::string_view key) {
+  TESSERA_CHECK(!path.empty(), ErrorKind::kConfig, key, ": found an empty list, expected data");
+  for (const std::string& entry : path) {
+    TESSERA_CHECK(!entry.empty(), ErrorKind::kConfig, key, ": found an empty name, expected a path");
+    const bool prepared = ends_with(entry, ".bin") || ends_with(entry, ".safetensors");
+    TESSERA_CHECK(!prepared || path.size() == 1, ErrorKind::kConfig, key, ": found ", entry,
+                  " in a list of ", path.size(),
+                  ", expected it alone; only text files can be listed together");
+  }
+  if (ends_with(path[0], ".bin")) return DataKind::kTokens;
+  if (ends_with(path[0], ".safetensors")) return DataKind::kBatches;
+  return DataKind::kText;
+}
+
+BatchSizes resolve_batch(const TrainingConfig& training, int data_ranks) {
+  BatchSizes sizes;
+  sizes.local = training.local_batch_size.value_or(1);
+  const std::int64_t together = sizes.local * data_ranks;
+  sizes.global = training.global_batch_size == -1 ? together : training.global_batch_size;
+  TESSERA_CHECK(sizes.global % together == 0, ErrorKind::kConfig,
+                "training.global_batch_size: found ", sizes.global, ", expected a multiple of ",
+                together, " (local_batch_size ", sizes.local, " x ", data_ranks, " data rank(s))");
+  sizes.micro_batches = sizes.global / together;
+  return sizes;
+}
+
+Config resolved_for_run(const Config& config, const std::string& run_folder) {
+  Config resolved = config;
+  const fs::path run = fs::absolute(run_folder).lexically_normal();
+  resolved.job.dump_folder = run.string();
+  resolved.checkpoint.folder = absolute_under(run, config.checkpoint.folder);
+  resolved.metrics.folder = absolute_under(run, config.metrics.folder);
+  resolved.optimizer.weight_decay = config.optimizer.effective_weight_decay();
+  return resolved;
+}
+
+PrecisionPolicy precision_policy(const PrecisionConfig& precision) {
+  PrecisionPolicy policy;
+  policy.param_dtype = precision.param_dtype.dtype;
+  policy.reduce_dtype = precision.reduce_dtype.dtype.value_or(DType::kFloat32);
+  policy.storage_dtype = precision.storage_dtype.dtype;
+  policy.accumulate_dtype = precision.accumulate_dtype.dtype;
+  policy.rules = precision.rule;
+  return policy;
+}
+
+}  // namespace tessera::train

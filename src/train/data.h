@@ -1,0 +1,67 @@
+// What a row holds: batches of input ids and targets from text, NAME.bin or X.safetensors.
+//
+// One class a kind of data behind BatchSource; open_batches chooses. Sources know rows of a step, not
+// ranks: who computes which row is the sampler's. Everything that can be wrong with the data is found
+// when it is opened. Next: trainer.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "train/config_resolve.h"
+#include "train/sampler.h"
+
+namespace tessera::train {
+
+/// Label of a position that is not learned from.
+inline constexpr std::int64_t kIgnoredLabel = -100;
+
+/// Rows of one micro-batch. Shapes: both [b, T] int64, contiguous, b may be 0.
+/// targets[:, t] is what position t is to predict (already shifted), -100 = nothing.
+struct MicroBatch {
+  at::Tensor input_ids;
+  at::Tensor targets;
+  /// Targets that are not -100.
+  std::int64_t kept_labels() const;
+};
+
+/// What the model says about token ids.
+struct Vocabulary {
+  std::int64_t size = 0;      ///< ids are below this
+  bool reads_bytes = false;   ///< trained from scratch, or its config.json says "tessera_tokenizer": "bytes"
+};
+
+class BatchSource {
+ public:
+  virtual ~BatchSource() = default;
+  /// B: rows of every step, the same number always.
+  virtual std::int64_t rows_in_step() const = 0;
+  /// T: inputs of a row.
+  virtual std::int64_t row_tokens() const = 0;
+  /// Rows `rows` of step `step` (from 1); an empty range gives [0, T]. Threads: any.
+  virtual MicroBatch load(std::int64_t step, RowRange rows) const = 0;
+};
+
+/// What a source is opened for.
+struct BatchRequest {
+  std::vector<std::string> path;
+  std::string key = "data.path";  ///< what messages call it
+  TrainingConfig training;
+  int data_ranks = 1;
+  std::uint64_t seed = 0;
+  Vocabulary vocabulary;
+};
+
+/// Opens and checks the data. Errors: kIo for what cannot be read, kFormat for what is malformed, empty,
+/// has ids outside the vocabulary or no kept label, kConfig for what does not fit the keys.
+std::unique_ptr<BatchSource> open_batches(const BatchRequest& request);
+
+/// The one batch of `tessera gradients`: the unprefixed input_ids and labels of a file. Errors: as above.
+std::unique_ptr<BatchSource> open_gradients_batch(const std::string& path,
+                                                  const Vocabulary& vocabulary);
+
+}  // namespace tessera::train

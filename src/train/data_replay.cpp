@@ -1,0 +1,112 @@
+#include "train/data_replay.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+
+#include <cstring>
+
+#include "base/printable.h"
+#include "tessera/error.h"
+
+namespace tessera::train {
+namespace {
+
+std::string shown(const std::filesystem::path& path) { return printable(path.native(), 1024); }
+
+}  // namespace
+
+ReplayedBatches::ReplayedBatches(const std::string& path, StepsPrefix prefix,
+                                 const Vocabulary& vocabulary)
+    : file_(path) {
+  const bool prefixed =
+      prefix == StepsPrefix::kPreferred && file_.header().find("steps/input_ids") != nullptr;
+  input_name_ = prefixed ? "steps/input_ids" : "input_ids";
+  label_name_ = prefixed ? "steps/labels" : "labels";
+  check_shapes();
+  check_values(vocabulary);
+}
+
+const TensorInfo& ReplayedBatches::find(const std::string& name) const {
+  const TensorInfo* tensor = file_.header().find(name);
+  TESSERA_CHECK(tensor != nullptr, ErrorKind::kFormat, shown(file_.path()), ": found no tensor ",
+                name, ", expected input_ids and labels [S,B,T] or [B,T]");
+  TESSERA_CHECK(tensor->dtype == DType::kInt64 || tensor->dtype == DType::kInt32,
+                ErrorKind::kFormat, shown(file_.path()), ": found ", to_string(tensor->dtype),
+                " in ", name, ", expected int64");
+  return *tensor;
+}
+
+void ReplayedBatches::check_shapes() {
+  const TensorInfo& inputs = find(input_name_);
+  const TensorInfo& labels = find(label_name_);
+  const auto& shape = inputs.shape;
+  TESSERA_CHECK(shape.size() == 2 || shape.size() == 3, ErrorKind::kFormat, shown(file_.path()),
+                ": found ", input_name_, " ", shape_text(shape), ", expected [S,B,T] or [B,T]");
+  TESSERA_CHECK(labels.shape == shape, ErrorKind::kFormat, shown(file_.path()), ": found ",
+                label_name_, " ", shape_text(labels.shape), ", expected the shape of ", input_name_,
+                " ", shape_text(shape));
+  TESSERA_CHECK(inputs.numel() > 0, ErrorKind::kFormat, shown(file_.path()), ": found ",
+                input_name_, " ", shape_text(shape), ", expected at least one row of one token");
+  steps_ = shape.size() == 3 ? shape[0] : 1;
+  rows_ = shape[shape.size() - 2];
+  columns_ = shape.back();
+}
+
+at::Tensor ReplayedBatches::read(const TensorInfo& tensor, std::int64_t step_index,
+                                 RowRange rows) const {
+  const std::int64_t begin = (step_index * rows_ + rows.begin) * columns_;
+  const auto bytes = file_.range(tensor, begin, begin + rows.size() * columns_);
+  at::Tensor out = at::empty({rows.size(), columns_}, at::kLong);
+  auto* values = out.mutable_data_ptr<std::int64_t>();
+  if (tensor.dtype == DType::kInt64) {
+    if (!bytes.empty()) std::memcpy(values, bytes.data(), bytes.size());
+    return out;
+  }
+  for (std::size_t i = 0; i < bytes.size() / sizeof(std::int32_t); ++i) {
+    std::int32_t narrow = 0;
+    std::memcpy(&narrow, bytes.data() + i * sizeof(narrow), sizeof(narrow));
+    values[i] = narrow;
+  }
+  return out;
+}
+
+void ReplayedBatches::check_values(const Vocabulary& vocabulary) const {
+  const TensorInfo& inputs = find(input_name_);
+  const TensorInfo& labels = find(label_name_);
+  for (std::int64_t step = 0; step < steps_; ++step) {
+    std::int64_t kept = 0;
+    for (std::int64_t row = 0; row < rows_; ++row) {
+      const at::Tensor ids = read(inputs, step, {row, row + 1});
+      const at::Tensor wanted = read(labels, step, {row, row + 1});
+      const auto* id = ids.const_data_ptr<std::int64_t>();
+      const auto* label = wanted.const_data_ptr<std::int64_t>();
+      for (std::int64_t t = 0; t < columns_; ++t) {
+        TESSERA_CHECK(id[t] >= 0 && id[t] < vocabulary.size, ErrorKind::kFormat,
+                      shown(file_.path()), ": found the token id ", id[t], " in ", input_name_,
+                      " (row ", row, ", column ", t, "), expected 0 to ", vocabulary.size - 1,
+                      ", the model's vocabulary");
+        TESSERA_CHECK(label[t] == kIgnoredLabel || (label[t] >= 0 && label[t] < vocabulary.size),
+                      ErrorKind::kFormat, shown(file_.path()), ": found the label ", label[t],
+                      " in ", label_name_, " (row ", row, ", column ", t, "), expected -100 or 0 to ",
+                      vocabulary.size - 1);
+        if (t > 0 && label[t] != kIgnoredLabel) ++kept;  // column 0 is predicted by nothing
+      }
+    }
+    TESSERA_CHECK(kept > 0, ErrorKind::kFormat, shown(file_.path()), ": found no kept label in ",
+                  label_name_, steps_ > 1 ? concat(" of step ", step + 1) : std::string(),
+                  ", expected at least one that is not -100 after column 0");
+  }
+}
+
+MicroBatch ReplayedBatches::load(std::int64_t step, RowRange rows) const {
+  TESSERA_INVARIANT(step >= 1 && rows.begin >= 0 && rows.end <= rows_, "rows outside the step");
+  const std::int64_t index = (step - 1) % steps_;
+  MicroBatch batch;
+  batch.input_ids = read(find(input_name_), index, rows);
+  batch.targets = at::full({rows.size(), columns_}, kIgnoredLabel, at::kLong);
+  const at::Tensor labels = read(find(label_name_), index, rows);
+  batch.targets.narrow(1, 0, columns_ - 1).copy_(labels.narrow(1, 1, columns_ - 1));
+  return batch;
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,40 @@
+// Batches that a .safetensors file holds ready-made, replayed in order.
+//
+// `input_ids` and `labels` are [S,B,T] (S steps, then from the first again) or [B,T] (one batch), labels
+// as Hugging Face has them: position t predicts labels[t+1]. Next: data.h.
+#pragma once
+
+#include <string>
+
+#include "io/safetensors.h"
+#include "train/data.h"
+
+namespace tessera::train {
+
+/// Whether `steps/input_ids` is taken where the file has it.
+enum class StepsPrefix : std::uint8_t { kPreferred, kIgnored };
+
+class ReplayedBatches final : public BatchSource {
+ public:
+  ReplayedBatches(const std::string& path, StepsPrefix prefix, const Vocabulary& vocabulary);
+
+  std::int64_t steps() const { return steps_; }
+  std::int64_t rows_in_step() const override { return rows_; }
+  std::int64_t row_tokens() const override { return columns_; }
+  MicroBatch load(std::int64_t step, RowRange rows) const override;
+
+ private:
+  const TensorInfo& find(const std::string& name) const;
+  at::Tensor read(const TensorInfo& tensor, std::int64_t step_index, RowRange rows) const;
+  void check_shapes();
+  void check_values(const Vocabulary& vocabulary) const;
+
+  SafetensorsFile file_;
+  std::string input_name_;
+  std::string label_name_;
+  std::int64_t steps_ = 1;    // S
+  std::int64_t rows_ = 0;     // B
+  std::int64_t columns_ = 0;  // T
+};
+
+}  // namespace tessera::train

@@ -1,0 +1,130 @@
+#include "train/gradients.h"
+
+#include <ATen/ATen.h>
+
+#include <cstring>
+
+#include "comm/group.h"
+#include "grad/torch_dtype.h"
+#include "io/safetensors_writer.h"
+#include "tessera/error.h"
+#include "train/data.h"
+#include "train/parallelize.h"
+#include "train/step.h"
+
+namespace tessera::train {
+namespace {
+
+std::span<const std::byte> bytes_of(const at::Tensor& tensor) {
+  return {static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes()};
+}
+
+/// Logits of this rank's rows go to rank 0 row by row, so that nobody holds more than one row of another rank.
+class LogitsWriter {
+ public:
+  LogitsWriter(comm::Group& control, int rank, SafetensorsWriter* writer, std::int64_t rows)
+      : control_(control), rank_(rank), writer_(writer), rows_(rows) {}
+
+  /// `mine` [rows of `range`, T, V] fp32. Every rank calls it with its own range, in the same number of calls.
+  void write(const at::Tensor& mine, RowRange range) {
+    for (std::int64_t i = 0; i < most_rows(range); ++i) {
+      const bool have = i < range.size();
+      std::string message;
+      if (have) {
+        const auto row = mine.select(0, i).contiguous();
+        const std::int64_t number = range.begin + i;
+        message.append(reinterpret_cast<const char*>(&number), sizeof number);
+        message.append(static_cast<const char*>(row.const_data_ptr()), row.nbytes());
+      }
+      const auto all = comm::all_gather_bytes(control_, message, "logits");
+      if (writer_ == nullptr) continue;
+      for (const auto& bytes : all) {
+        if (bytes.empty()) continue;
+        std::int64_t number = 0;
+        std::memcpy(&number, bytes.data(), sizeof number);
+        if (written_.at(static_cast<std::size_t>(number))) continue;  // the same row from a replica
+        written_[static_cast<std::size_t>(number)] = true;
+        const auto payload = std::as_bytes(std::span(bytes)).subspan(sizeof number);
+        const auto elements = static_cast<std::int64_t>(payload.size() / sizeof(float));
+        writer_->write_range("logits", number * elements, payload);
+      }
+    }
+  }
+
+ private:
+  std::int64_t most_rows(RowRange range) {
+    std::int64_t most = 0;
+    const auto mine = std::to_string(range.size());
+    for (const auto& text : comm::all_gather_bytes(control_, mine, "rows of logits")) {
+      most = std::max<std::int64_t>(most, std::stoll(text));
+    }
+    return most;
+  }
+
+  comm::Group& control_;
+  int rank_;
+  SafetensorsWriter* writer_;
+  std::int64_t rows_;
+  std::vector<bool> written_ = std::vector<bool>(static_cast<std::size_t>(rows_), false);
+};
+
+std::vector<TensorSpec> outputs(const GradientsRequest& request, const ModelSource& source,
+                                const BatchSource& batch, const std::vector<GradContract>& contracts) {
+  std::vector<TensorSpec> specs{{"loss", DType::kFloat32, {1}}};
+  if (request.logits) {
+    specs.push_back({"logits", DType::kFloat32,
+                     {batch.rows_in_step(), batch.row_tokens(), source.spec.vocab_size}});
+  }
+  for (const auto& contract : contracts) {
+    if (contract.trainable) specs.push_back({"grad/" + contract.name, DType::kFloat32, contract.shape});
+  }
+  return specs;
+}
+
+}  // namespace
+
+void run_gradients(const GradientsRequest& request, World& world,
+                   const std::function<void()>& on_first_step) {
+  const auto& config = request.config;
+  const auto source = open_model(config.model);
+  const auto dims = resolve_parallelism(config.parallelism, world.size());
+  const auto mesh = world.mesh(mesh_shape(dims));
+  const auto batch = open_gradients_batch(
+      request.batch,
+      {source.spec.vocab_size, !source.folder || source.spec.tessera_tokenizer == "bytes"});
+  const auto contracts = resolve_model(source, config, dims);
+  const auto model = parallelize(source, config, mesh);
+  std::optional<SafetensorsWriter> writer;
+  if (world.rank() == 0) {
+    writer.emplace(request.out, outputs(request, source, *batch, contracts),
+                   std::map<std::string, std::string>{
+                       {"layout", to_string(mesh.shape())},
+                       {"contract_hash", concat(hash(contracts))}});
+  }
+  const int data_rank =
+      mesh.coordinate(axis::kReplicate) * dims.dp_shard + mesh.coordinate(axis::kShard);
+  const auto rows = micro_batches(batch->rows_in_step(),
+                                  config.training.local_batch_size.value_or(batch->rows_in_step()),
+                                  dims.data_ranks(), data_rank);
+  if (on_first_step) on_first_step();
+  if (request.logits) {
+    const at::NoGradGuard no_grad;
+    LogitsWriter logits(world.control(), world.rank(), writer ? &*writer : nullptr, batch->rows_in_step());
+    for (const auto& range : rows) {
+      const auto ids = batch->load(1, range).input_ids;
+      logits.write(model->forward(ids, std::nullopt).to(at::kFloat), range);
+    }
+  }
+  const auto loss = forward_backward(*model, *batch, 1, rows, Sync::kLastMicroBatch);
+  model->visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
+    if (!writer) return;
+    const auto values = gradient.to(at::kFloat).contiguous();
+    writer->write("grad/" + name, bytes_of(values));
+  });
+  if (!writer) return;
+  const auto mean = at::full({1}, loss.mean(), at::TensorOptions().dtype(at::kFloat));
+  writer->write("loss", bytes_of(mean));
+  writer->finish();
+}
+
+}  // namespace tessera::train

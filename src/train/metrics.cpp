@@ -1,0 +1,75 @@
+#include "train/metrics.h"
+
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <system_error>
+
+#include "tessera/error.h"
+
+namespace tessera::train {
+namespace {
+
+template <class... Args>
+std::string formatted(const char* format, Args... args) {
+  std::array<char, 64> text{};
+  std::snprintf(text.data(), text.size(), format, args...);
+  return text.data();
+}
+
+// 12345.6 -> "12,346", as torchtitan prints tokens a second.
+std::string with_thousands(double value) {
+  if (!std::isfinite(value)) return formatted("%f", value);
+  std::string digits = formatted("%.0f", value);
+  for (std::size_t at = digits.size(); at > 3 && digits[at - 4] != '-'; at -= 3) {
+    digits.insert(at - 3, ",");
+  }
+  return digits;
+}
+
+}  // namespace
+
+std::string to_json_line(const StepMetrics& m) {
+  nlohmann::ordered_json line;
+  line["step"] = m.step;
+  line["loss"] = m.loss;
+  line["grad_norm"] = m.grad_norm;
+  line["lr"] = m.lr;
+  line["step_ms"] = m.step_ms;
+  line["tps"] = m.tps;
+  line["tps_global"] = m.tps_global;
+  line["tflops"] = m.tflops;
+  line["peak_rss_mib"] = m.peak_rss_mib;
+  if (m.val_loss) line["val_loss"] = *m.val_loss;
+  return line.dump();  // writes null for what is not finite
+}
+
+std::string to_step_line(const StepMetrics& m) {
+  constexpr double kMibPerGib = 1024.0;
+  std::string line = formatted("step: %2lld", static_cast<long long>(m.step));
+  line += formatted("  loss: %8.4f", m.loss);
+  line += formatted("  grad_norm: %8.4f", m.grad_norm);
+  line += formatted("  memory: %5.2fGiB", m.peak_rss_mib / kMibPerGib);
+  line += "  tps: " + with_thousands(m.tps);
+  line += formatted("  tflops: %.3f", m.tflops);
+  line += formatted("  lr: %.3e", m.lr);
+  line += formatted("  step_ms: %.1f", m.step_ms);
+  if (m.val_loss) line += formatted("  val_loss: %.4f", *m.val_loss);
+  return line;
+}
+
+MetricsFile::MetricsFile(const std::filesystem::path& folder) : path_(folder / "metrics.jsonl") {
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  TESSERA_CHECK(!error, ErrorKind::kIo, folder.string(), ": cannot be made (", error.message(), ")");
+  file_.open(path_, std::ios::trunc);
+  TESSERA_CHECK(file_.is_open(), ErrorKind::kIo, path_.string(), ": cannot be opened for writing");
+}
+
+void MetricsFile::append(const StepMetrics& metrics) {
+  file_ << to_json_line(metrics) << '\n' << std::flush;
+  TESSERA_CHECK(file_.good(), ErrorKind::kIo, path_.string(), ": writing failed; is the disk full?");
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,47 @@
+// What a step reports: one JSON object in metrics.jsonl and one line on stdout. Pure.
+//
+// Only rank 0 writes; the values are agreed over ranks before they come here. Everything else that the
+// program says is a log line (base/log.h).
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <optional>
+#include <string>
+
+namespace tessera::train {
+
+struct StepMetrics {
+  std::int64_t step = 0;   ///< from 1
+  double loss = 0;         ///< before the update, nats
+  double grad_norm = 0;    ///< before clipping
+  double lr = 0;
+  double step_ms = 0;      ///< the slowest rank's whole step
+  double tps = 0;          ///< tokens a second and rank
+  double tps_global = 0;   ///< of all ranks
+  double tflops = 0;       ///< a rank
+  double peak_rss_mib = 0; ///< the largest of all ranks
+  std::optional<double> val_loss;
+};
+
+/// One JSON object without a newline, keys in the order above; a value that is not finite is null.
+std::string to_json_line(const StepMetrics& metrics);
+
+/// "step:  1  loss:  8.0510  grad_norm:  1.5012  memory:  0.61GiB  tps: 12,345  tflops: 0.99  ...".
+std::string to_step_line(const StepMetrics& metrics);
+
+/// metrics.jsonl of a run.
+class MetricsFile {
+ public:
+  /// Creates `folder` and an empty metrics.jsonl in it. Errors: kIo.
+  explicit MetricsFile(const std::filesystem::path& folder);
+  /// Appends one line and hands it to the system. Errors: kIo.
+  void append(const StepMetrics& metrics);
+
+ private:
+  std::filesystem::path path_;
+  std::ofstream file_;
+};
+
+}  // namespace tessera::train

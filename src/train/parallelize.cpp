@@ -1,0 +1,73 @@
+#include "train/parallelize.h"
+
+#include "models/parameter_table.h"
+#include "tessera/error.h"
+#include "train/weights.h"
+
+namespace tessera::train {
+namespace {
+
+// Buckets below this go to the root and are gathered once a step: a message costs as much as moving this many
+// bytes (docs/performance.md).
+constexpr std::int64_t kMergeBelowBytes = std::int64_t{64} << 10;
+
+}  // namespace
+
+MeshShape mesh_shape(const ParallelDims& dims) {
+  return MeshShape::dense(dims.pp, dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp);
+}
+
+std::shared_ptr<Sharded<models::Decoder>> parallelize(const ModelSource& source, const Config& config,
+                                                      const Mesh& mesh) {
+  // 1. The model, full sizes and no data.
+  auto decoder = std::make_shared<models::Decoder>(source.spec);
+
+  // 2. What every parameter is, for the whole model at once.
+  const auto dims = resolve_parallelism(config.parallelism, mesh.shape().size());
+  const auto contracts =
+      std::make_shared<const std::vector<GradContract>>(resolve_model(source, config, dims));
+
+  // 3. Units, inner ones first.
+  PrecisionPolicy as_contracts;  // our layers cast by themselves
+  as_contracts.cast_forward_inputs = false;
+  ShardOptions unit;
+  unit.contracts = contracts;
+  unit.reshard_after_forward = config.parallelism.reshard_after_forward;
+  unit.divide_factor = 1.0;  // the loss is already divided by the batch's kept labels
+  const auto named = [&](const std::string& name) {
+    auto options = unit;
+    options.name = name;
+    options.canonical_name = [name](const std::string& path) { return models::parameter_name(name, path); };
+    return options;
+  };
+  ShardOptions root;
+  root.contracts = contracts;
+  root.divide_factor = 1.0;
+  root.reshard_after_forward = false;
+  root.merge_below_bytes = kMergeBelowBytes;
+  if (!source.spec.tie_word_embeddings) {
+    root.inner.push_back(decoder->embedding().shard(mesh, as_contracts, named("model.embed_tokens")));
+  }
+  for (std::size_t i = 0; i < decoder->layers().size(); ++i) {
+    root.inner.push_back(
+        decoder->layers()[i].shard(mesh, as_contracts, named(concat("model.layers.", i))));
+  }
+  if (!source.spec.tie_word_embeddings) {
+    root.inner.push_back(decoder->head().shard(mesh, as_contracts, named("head")));
+  }
+
+  // 4. The root: what is left, and the small buckets of all units.
+  auto model = std::make_shared<Sharded<models::Decoder>>(decoder, mesh, as_contracts, root);
+
+  // 5. Weights: each rank reads or draws only what it owns.
+  const auto table = models::parameter_table(source.spec);
+  if (source.folder) {
+    load_weights(*model, *source.folder, table);
+  } else {
+    draw_weights(*model, table, static_cast<std::uint64_t>(config.debug.seed));
+  }
+  model->set_loaded();
+  return model;
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,87 @@
+// What a run's model is: its spec, its folder, and the contracts of its parameters.
+#include <algorithm>
+
+#include "models/family.h"
+#include "models/parameter_table.h"
+#include "tessera/error.h"
+#include "train/parallelize.h"
+
+namespace tessera::train {
+namespace {
+
+bool matches_any(const std::vector<std::string>& patterns, const std::string& name) {
+  return std::any_of(patterns.begin(), patterns.end(),
+                     [&](const auto& pattern) { return matches_name(pattern, name); });
+}
+
+/// A freeze pattern that matches nothing would train what the user wanted frozen.
+void require_matches(const std::vector<std::string>& patterns, const std::vector<ParameterMeta>& metas,
+                     const char* key) {
+  for (const auto& pattern : patterns) {
+    const bool any = std::any_of(metas.begin(), metas.end(),
+                                 [&](const auto& meta) { return matches_name(pattern, meta.name); });
+    TESSERA_CHECK(any, ErrorKind::kConfig, key, ": found the pattern \"", pattern,
+                  "\" that matches no parameter, expected one that does");
+  }
+}
+
+}  // namespace
+
+ModelSource open_model(const ModelConfig& model) {
+  ModelSource source;
+  std::string text;
+  if (!model.path.empty()) {
+    source.folder = HfFolder::open(model.path);
+    text = source.folder->config_text();
+  } else {
+    text = HfFolder::read_config_text(model.config);
+  }
+  models::SpecOptions options;
+  options.unknown_keys =
+      model.allow_unknown_config_keys ? models::UnknownKeys::kWarn : models::UnknownKeys::kRefuse;
+  source.spec = models::parse_spec(text, options).spec;
+  return source;
+}
+
+std::vector<GradContract> resolve_model(const ModelSource& source, const Config& config,
+                                        const ParallelDims& dims) {
+  const auto& pins = models::traits(source.spec.family).pins;
+  const auto freeze = config.model.freeze.value_or(std::vector<std::string>{});
+  const auto bulk = source.folder ? source.folder->bulk_dtype() : std::nullopt;
+  std::vector<ParameterMeta> metas;
+  for (const auto& parameter : models::parameter_table(source.spec)) {
+    if (!parameter.tied_to.empty()) {
+      const auto owner = std::find_if(metas.begin(), metas.end(),
+                                      [&](const auto& meta) { return meta.name == parameter.tied_to; });
+      TESSERA_INVARIANT(owner != metas.end(), parameter.name, " is tied to an unknown parameter");
+      owner->aliases.push_back(parameter.name);
+      continue;
+    }
+    ParameterMeta meta;
+    meta.name = parameter.name;
+    meta.shape = parameter.shape;
+    if (source.folder) {
+      if (const auto* info = source.folder->find(parameter.name)) {
+        meta.checkpoint = info->dtype;
+        meta.checkpoint_bulk = bulk;
+        meta.dtype = info->dtype;
+      }
+    } else if (!config.precision.storage_dtype.dtype && source.spec.dtype) {
+      meta.dtype = *source.spec.dtype;  // storage_dtype = "auto" from scratch: what config.json says
+    }
+    meta.model_pin = matches_any(pins, meta.name);
+    meta.trainable = !matches_any(freeze, meta.name);
+    metas.push_back(std::move(meta));
+  }
+  require_matches(freeze, metas, "model.freeze");
+  ReductionPlan reductions;
+  if (dims.dp_shard > 1) reductions.shard_axes.emplace_back(axis::kShard);
+  if (dims.dp_replicate > 1) reductions.replica_axes.emplace_back(axis::kReplicate);
+  auto policy = precision_policy(config.precision);
+  // The optimizer's master dtype; fp64 storage keeps its precision.
+  policy.final_dtype = config.precision.storage_dtype.dtype == DType::kFloat64 ? DType::kFloat64
+                                                                               : DType::kFloat32;
+  return resolve_contracts(metas, policy, reductions);
+}
+
+}  // namespace tessera::train

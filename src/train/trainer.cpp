@@ -1,0 +1,201 @@
+#include "train/trainer.h"
+
+#include <ATen/ATen.h>
+#include <sys/resource.h>
+
+#include <chrono>
+#include <cmath>
+#include <iostream>
+
+#include "base/log.h"
+#include "models/parameter_table.h"
+#include "tessera/clip.h"
+#include "tessera/error.h"
+#include "tessera/optim.h"
+#include "train/data.h"
+#include "train/flops.h"
+#include "train/metrics.h"
+#include "train/parallelize.h"
+#include "train/schedule.h"
+#include "train/step.h"
+
+namespace tessera::train {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double peak_rss_mib() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<double>(usage.ru_maxrss) / 1024.0;  // Linux counts KiB
+}
+
+std::unique_ptr<Optimizer> make_optimizer(const ShardedBase& model, const OptimizerConfig& config) {
+  for (const auto& view : model.shards()) {
+    const auto& contract = *view.contract;
+    TESSERA_CHECK(!contract.trainable || size_of(contract.storage.dtype) >= 4, ErrorKind::kContract,
+                  "optimizer: parameter ", contract.name, ": found storage ",
+                  to_string(contract.storage.dtype),
+                  ", expected float32; training on narrower storage needs a master copy, which is not built "
+                  "yet: set precision.storage_dtype = \"float32\"");
+  }
+  if (config.name == OptimizerName::kSgd) {
+    return make_sgd(model, {*config.lr, config.momentum, config.effective_weight_decay(), config.no_decay});
+  }
+  return make_adamw(model, {*config.lr, config.betas[0], config.betas[1], config.eps,
+                            config.effective_weight_decay(), config.no_decay});
+}
+
+/// Which of the step's rows this data rank computes.
+class Rows {
+ public:
+  Rows(const Config& config, const BatchSource& source, const Mesh& mesh)
+      : rows_(source.rows_in_step()),
+        local_(config.training.local_batch_size.value_or(1)),
+        ranks_(mesh.size_of(axis::kReplicate) * mesh.size_of(axis::kShard)),
+        rank_(mesh.coordinate(axis::kReplicate) * mesh.size_of(axis::kShard) +
+              mesh.coordinate(axis::kShard)) {}
+  std::vector<RowRange> ranges() const { return micro_batches(rows_, local_, ranks_, rank_); }
+  std::int64_t count() const { return rows_; }
+
+ private:
+  std::int64_t rows_;
+  std::int64_t local_;
+  int ranks_;
+  int rank_;
+};
+
+class Trainer {
+ public:
+  Trainer(const Config& config, World& world)
+      : config_(config),
+        world_(world),
+        source_(open_model(config.model)),
+        dims_(resolve_parallelism(config.parallelism, world.size())),
+        mesh_(world.mesh(mesh_shape(dims_))) {
+    const auto vocabulary = vocabulary_of_model();
+    data_ = open_batches({config.data.path, "data.path", config.training, dims_.data_ranks(),
+                          static_cast<std::uint64_t>(config.debug.seed), vocabulary});
+    if (!config.validation.path.empty()) {
+      validation_ = open_batches({config.validation.path, "validation.path", config.training,
+                                  dims_.data_ranks(), static_cast<std::uint64_t>(config.debug.seed),
+                                  vocabulary});
+    }
+    model_ = parallelize(source_, config, mesh_);
+    optimizer_ = make_optimizer(*model_, config.optimizer);
+    if (world.rank() == 0) metrics_.emplace(config.metrics.folder);
+  }
+
+  TrainingResult run() {
+    TrainingResult result;
+    const auto steps = *config_.training.steps;
+    for (std::int64_t step = 1; step <= steps; ++step) {
+      auto metrics = train_step(step);
+      if (validation_ && (step % config_.validation.interval == 0 || step == steps)) {
+        metrics.val_loss = validate_now();
+        result.last_val_loss = metrics.val_loss;
+      }
+      result.steps = step;
+      result.last_loss = metrics.loss;
+      if (metrics_) report(metrics, steps);
+    }
+    return result;
+  }
+
+ private:
+  Vocabulary vocabulary_of_model() const {
+    Vocabulary vocabulary;
+    vocabulary.size = source_.spec.vocab_size;
+    vocabulary.reads_bytes = !source_.folder || source_.spec.tessera_tokenizer == "bytes";
+    return vocabulary;
+  }
+
+  StepMetrics train_step(std::int64_t step) {
+    const auto begin = Clock::now();
+    const Rows rows(config_, *data_, mesh_);
+    const auto sync =
+        config_.training.sync_every_micro_batch ? Sync::kEveryMicroBatch : Sync::kLastMicroBatch;
+    const auto loss = forward_backward(*model_, *data_, step, rows.ranges(), sync);
+    StepMetrics metrics;
+    metrics.step = step;
+    metrics.loss = loss.mean();
+    metrics.grad_norm = clip_grad_norm(*model_, config_.training.max_norm);
+    require_finite(metrics);
+    metrics.lr = learning_rate(config_.lr_scheduler, *config_.optimizer.lr, *config_.training.steps, step);
+    optimizer_->set_lr(metrics.lr);
+    optimizer_->step();
+    model_->zero_grad();
+    const std::chrono::duration<double, std::milli> elapsed = Clock::now() - begin;
+    const auto slowest = max_over_data(*model_, {elapsed.count(), peak_rss_mib()});
+    metrics.step_ms = slowest[0];
+    metrics.peak_rss_mib = slowest[1];
+    const auto tokens = static_cast<double>(rows.count() * data_->row_tokens());
+    metrics.tps_global = tokens / (metrics.step_ms / 1000.0);
+    metrics.tps = metrics.tps_global / world_.size();
+    metrics.tflops = metrics.tps * flops_per_token(model_size(), data_->row_tokens()) / 1e12;
+    return metrics;
+  }
+
+  ModelSize model_size() const {
+    ModelSize size;
+    for (const auto& parameter : models::parameter_table(source_.spec)) {
+      const bool embedding = parameter.name == "model.embed_tokens.weight";
+      if (!embedding) size.active_parameters += parameter.numel();
+    }
+    size.layers = source_.spec.num_hidden_layers;
+    size.heads = source_.spec.num_attention_heads;
+    size.head_dim = source_.spec.head_dim;
+    return size;
+  }
+
+  /// Loss and norm are sums over all ranks: every rank comes to the same answer.
+  void require_finite(const StepMetrics& metrics) {
+    if (std::isfinite(metrics.loss) && std::isfinite(metrics.grad_norm)) return;
+    std::string names;
+    for (const auto& name : nonfinite_parameters(*model_, 3)) {
+      names += concat(names.empty() ? "" : ", ", name);
+    }
+    TESSERA_CHECK(false, ErrorKind::kNumeric, "step ", metrics.step, ": found loss ", metrics.loss,
+                  " and gradient norm ", metrics.grad_norm,
+                  ", expected finite values; first parameters concerned: ", names.empty() ? "none" : names,
+                  "; lower optimizer.lr, or look at the data of this step");
+  }
+
+  double validate_now() {
+    BatchLoss total;
+    const Rows rows(config_, *validation_, mesh_);
+    for (std::int64_t step = 1; step <= config_.validation.steps; ++step) {
+      const auto loss = forward_only(*model_, *validation_, step, rows.ranges());
+      total.sum += loss.sum;
+      total.kept += loss.kept;
+    }
+    return total.mean();
+  }
+
+  void report(const StepMetrics& metrics, std::int64_t steps) {
+    metrics_->append(metrics);
+    const bool due = metrics.step % config_.metrics.log_freq == 0 || metrics.step == steps;
+    if (due || metrics.val_loss) std::cout << to_step_line(metrics) << std::endl;
+  }
+
+  Config config_;
+  World& world_;
+  ModelSource source_;
+  ParallelDims dims_;
+  Mesh mesh_;
+  std::unique_ptr<BatchSource> data_;
+  std::unique_ptr<BatchSource> validation_;
+  std::shared_ptr<Sharded<models::Decoder>> model_;
+  std::unique_ptr<Optimizer> optimizer_;
+  std::optional<MetricsFile> metrics_;
+};
+
+}  // namespace
+
+TrainingResult run_training(const Config& config, World& world, const OnFirstStep& on_first_step) {
+  Trainer trainer(config, world);
+  if (on_first_step) on_first_step();
+  return trainer.run();
+}
+
+}  // namespace tessera::train

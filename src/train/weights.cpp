@@ -1,0 +1,94 @@
+#include "train/weights.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/philox.h"
+#include "grad/torch_dtype.h"
+#include "tessera/error.h"
+
+namespace tessera::train {
+namespace {
+
+// Elements copied at a time: what a rank holds beyond its shard while it loads.
+constexpr std::int64_t kChunk = std::int64_t{1} << 20;
+
+/// Calls fill(part of the shard, first element, last element) for pieces of at most kChunk elements.
+template <class Fill>
+void in_chunks(const ShardView& view, const Fill& fill) {
+  for (auto begin = view.begin; begin < view.end; begin += kChunk) {
+    const auto end = std::min(begin + kChunk, view.end);
+    fill(view.shard.detach().narrow(0, begin - view.begin, end - begin), begin, end);
+  }
+}
+
+/// Names that other programs write and that hold nothing we need: buffers that are computed.
+bool is_computed_buffer(const std::string& name) {
+  return name.ends_with("rotary_emb.inv_freq") || name.ends_with("rotary_emb.cos_cached") ||
+         name.ends_with("rotary_emb.sin_cached");
+}
+
+void check_names(const HfFolder& folder, const std::vector<models::ParameterSpec>& table) {
+  for (const auto& parameter : table) {
+    if (!parameter.tied_to.empty()) continue;
+    const auto* info = folder.find(parameter.name);
+    TESSERA_CHECK(info != nullptr, ErrorKind::kFormat, folder.path().string(), ": found no tensor ",
+                  parameter.name, ", expected one since config.json describes it");
+    TESSERA_CHECK(info->shape == parameter.shape, ErrorKind::kFormat, folder.path().string(), ": tensor ",
+                  parameter.name, ": found shape [", at::IntArrayRef(info->shape), "], expected [",
+                  at::IntArrayRef(parameter.shape), "] from config.json");
+    TESSERA_CHECK(is_floating(info->dtype), ErrorKind::kFormat, folder.path().string(), ": tensor ",
+                  parameter.name, ": found dtype ", to_string(info->dtype), ", expected a floating one");
+  }
+  for (const auto& [name, tensor] : folder.tensors()) {
+    // A tied head may be stored all the same; the embedding's values count.
+    const bool known = std::any_of(table.begin(), table.end(),
+                                   [&, &n = name](const auto& parameter) { return parameter.name == n; });
+    TESSERA_CHECK(known || is_computed_buffer(name), ErrorKind::kFormat, folder.path().string(),
+                  ": found the tensor ", name, ", expected only those of the model; is config.json the right one?");
+  }
+}
+
+}  // namespace
+
+void load_weights(const ShardedBase& model, const HfFolder& folder,
+                  const std::vector<models::ParameterSpec>& table) {
+  const at::NoGradGuard no_grad;
+  check_names(folder, table);
+  for (const auto& view : model.shards()) {
+    const auto& name = view.contract->name;
+    const auto dtype = to_scalar_type(folder.find(name)->dtype);
+    in_chunks(view, [&](const at::Tensor& part, std::int64_t begin, std::int64_t end) {
+      const auto bytes = folder.range(name, begin, end);
+      // The format does not promise alignment.
+      auto raw = at::empty({end - begin}, at::TensorOptions().dtype(dtype));
+      std::memcpy(raw.data_ptr(), bytes.data(), bytes.size());
+      part.copy_(raw);
+      folder.release(name, bytes);
+    });
+  }
+}
+
+void draw_weights(const ShardedBase& model, const std::vector<models::ParameterSpec>& table,
+                  std::uint64_t seed) {
+  const at::NoGradGuard no_grad;
+  for (const auto& view : model.shards()) {
+    const auto& name = view.contract->name;
+    const auto spec = std::find_if(table.begin(), table.end(),
+                                   [&](const auto& parameter) { return parameter.name == name; });
+    TESSERA_INVARIANT(spec != table.end(), name, " is not in the parameter table");
+    if (spec->init != models::InitKind::kNormal) {
+      view.shard.detach().fill_(spec->init == models::InitKind::kOnes ? 1.0 : 0.0);
+      continue;
+    }
+    in_chunks(view, [&](const at::Tensor& part, std::int64_t begin, std::int64_t end) {
+      auto drawn = at::empty({end - begin}, at::TensorOptions().dtype(at::kFloat));
+      fill_normal(drawn.data_ptr<float>(), begin, end, seed, name, 0.0F, static_cast<float>(spec->init_std));
+      part.copy_(drawn);
+    });
+  }
+}
+
+}  // namespace tessera::train

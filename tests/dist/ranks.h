@@ -1,0 +1,47 @@
+// Ranks for tests: threads of this process with their Worlds and groups kept between cases.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+
+#include "comm/thread_ranks.h"
+#include "tessera/world.h"
+
+namespace tessera::test {
+
+/// The ranks of one size and backend, made on first use and kept until the process ends.
+inline comm::ThreadRanks& ranks(int count, ThreadBackend backend = ThreadBackend::kInProcess) {
+  static std::map<std::pair<int, ThreadBackend>, std::unique_ptr<comm::ThreadRanks>> kept;
+  auto& slot = kept[{count, backend}];
+  if (!slot) {
+    WorldOptions options;
+    options.timeout = std::chrono::seconds(20);
+    slot = std::make_unique<comm::ThreadRanks>(count, backend, options);
+  }
+  return *slot;
+}
+
+/// The dense mesh with these degrees.
+inline Mesh data_mesh(World& world, int replicas = 1) {
+  return world.mesh(MeshShape::dense(1, replicas, world.size() / replicas, 1, 1));
+}
+
+/// Bit for bit, dtype included.
+inline ::testing::AssertionResult same_bits(const at::Tensor& a, const at::Tensor& b) {
+  if (a.scalar_type() != b.scalar_type()) {
+    return ::testing::AssertionFailure() << a.scalar_type() << " against " << b.scalar_type();
+  }
+  if (a.sizes() != b.sizes()) return ::testing::AssertionFailure() << a.sizes() << " against " << b.sizes();
+  if (at::equal(a, b)) return ::testing::AssertionSuccess();
+  return ::testing::AssertionFailure() << "largest difference "
+                                       << (a.to(at::kDouble) - b.to(at::kDouble)).abs().max().item<double>();
+}
+
+/// Values that depend on the seed only, not on libtorch's process-wide generator.
+at::Tensor seeded(std::uint64_t seed, at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat);
+
+}  // namespace tessera::test

@@ -1,0 +1,13 @@
+// Input: the text of a NAME.json beside NAME.bin.
+#include "fuzz/hostile_input.h"
+#include "io/token_file.h"
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  using tessera::fuzz::require;
+  tessera::fuzz::value_or_error(tessera::ErrorKind::kFormat, [&] {
+    const auto info = tessera::parse_token_file_info(tessera::fuzz::text_of(data, size), "x");
+    require(info.num_tokens > 0 && info.vocab_size > 0, "positive counts");
+    require(info.num_tokens <= info.num_tokens * size_of(info.dtype), "a size that fits");
+  });
+  return 0;
+}

@@ -1,0 +1,203 @@
+// [Note: collective order]: collectives of different meaning never meet in silence.
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+
+#include "comm/queue.h"
+#include "comm/wait_board.h"
+#include "rank_pools.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+using std::chrono::milliseconds;
+using testing::AllOf;
+using testing::HasSubstr;
+
+std::string error_of(const std::function<void()>& act) {
+  try {
+    act();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kComm) << error.what();
+    return error.what();
+  }
+  return "no error";
+}
+
+Batch gather(std::int64_t numel, const std::string& unit, std::uint32_t id) {
+  return batch_of(AllGather{at::zeros({numel})}, unit, id);
+}
+
+TEST(InProcess, SwappedCollectivesAreNamedOnEveryRank) {
+  ThreadRanks ranks(2, ThreadBackend::kInProcess);
+  std::atomic<int> named{0};
+  const std::string error = error_of([&] {
+    ranks.run([&](World& world) {
+      const auto group = world.group({0, 1}, "gather");
+      // The same sizes: Gloo's own collectives would exchange each other's data here.
+      auto first = group->issue(gather(8, world.rank() == 0 ? "layers.3" : "layers.4", 17));
+      try {
+        first->wait();
+      } catch (const Error& wrong) {
+        EXPECT_THAT(wrong.what(), AllOf(HasSubstr("rank 0 issues all_gather of layers.3 (#0"),
+                                        HasSubstr("but rank 1 issues all_gather of layers.4 (#0"),
+                                        HasSubstr("32 B Float")));
+        ++named;
+        throw;
+      }
+    });
+  });
+  EXPECT_EQ(named, 2);
+  EXPECT_THAT(error, HasSubstr("ranks disagree"));
+}
+
+TEST(InProcess, EveryFieldOfALabelIsCompared) {
+  struct Case {
+    Batch zero;
+    Batch one;
+  };
+  const auto make = [] { return gather(8, "u", 1); };
+  std::vector<Case> cases(6, {make(), make()});
+  cases[0].one = gather(16, "u", 1);
+  cases[1].one = gather(8, "u", 2);
+  cases[2].one.label.micro_batch = 1;
+  cases[3].one = batch_of(AllReduce{at::zeros({8})}, "u", 1);
+  cases[4].one = batch_of(AllGather{at::zeros({16}, at::kHalf)}, "u", 1);
+  cases[5].one.ops.emplace_back(AllGather{at::zeros({8})});
+  ThreadRanks ranks(2, ThreadBackend::kInProcess);
+  for (const Case& one : cases) {
+    EXPECT_THAT(
+        error_of([&] {
+          ranks.run([&](World& world) {
+            world.group({0, 1}, "gather")->issue(world.rank() == 0 ? one.zero : one.one)->wait();
+          });
+        }),
+        HasSubstr("ranks disagree"));
+  }
+}
+
+TEST(InProcess, ReorderedQueueIsNamed) {
+  ThreadRanks ranks(2, ThreadBackend::kInProcess);
+  const std::string error = error_of([&] {
+    ranks.run([&](World& world) {
+      const auto group = world.group({0, 1}, "gather");
+      if (world.rank() == 1) {
+        world.queue().set_reorder_for_tests([](const Label& label) { return label.unit_id == 1; });
+      }
+      auto a = world.queue().submit(*group, gather(8, "layers.1", 1));
+      auto b = world.queue().submit(*group, gather(8, "layers.2", 2));
+      a.wait();
+      b.wait();
+    });
+  });
+  // Entry 0 or entry 1, whichever is waited for first.
+  EXPECT_THAT(error, AllOf(HasSubstr("ranks disagree: rank 0 issues all_gather of layers."),
+                           HasSubstr("layers.1"), HasSubstr("layers.2")));
+}
+
+TEST(InProcess, DeliveryAtWaitShowsCodeThatForgetsToWait) {
+  ThreadRanks ranks(2, ThreadBackend::kInProcess);
+  ranks.bend_for_tests({{}, true});
+  ranks.run([&](World& world) {
+    const auto group = world.group({0, 1}, "gather");
+    auto buffer = at::zeros({2});
+    buffer[world.rank()] = 1.0F;
+    auto work = group->issue(batch_of(AllGather{buffer}));
+    barrier(world.control(), "both have issued");
+    EXPECT_EQ(buffer.sum().item<float>(), 1.0F);
+    work->wait();
+    EXPECT_EQ(buffer.sum().item<float>(), 2.0F);
+  });
+}
+
+TEST(InProcess, LateRankIsNamedAfterTheTimeout) {
+  WorldOptions options;
+  options.timeout = milliseconds(50);
+  ThreadRanks ranks(3, ThreadBackend::kInProcess, options);
+  EXPECT_THAT(
+      error_of([&] {
+        ranks.run([&](World& world) {
+          if (world.rank() == 1) return;
+          barrier(world.control(), "meeting");
+        });
+      }),
+      AllOf(HasSubstr("all_reduce of meeting (#0"), HasSubstr("waited 0.05 s for rank 1;")));
+}
+
+TEST(Gloo, ComparedEntriesNameBothRanks) {
+  WorldOptions options;
+  options.compare_entries = true;
+  ThreadRanks ranks(2, ThreadBackend::kGloo, options);
+  ranks.run([](World& world) { barrier(world.control(), "fine"); });
+  EXPECT_THAT(error_of([&] {
+                ranks.run([&](World& world) {
+                  world.group({0, 1}, "gather")
+                      ->issue(gather(8, world.rank() == 0 ? "layers.3" : "layers.4", 17))
+                      ->wait();
+                });
+              }),
+              AllOf(HasSubstr("rank 0 issues all_gather of layers.3 (#0"),
+                    HasSubstr("but rank 1 issues all_gather of layers.4 (#0")));
+}
+
+TEST(Gloo, SwappedCollectivesAreFoundWhileTheyWait) {
+  WorldOptions options;
+  options.blocked_after = milliseconds(40);
+  ThreadRanks ranks(2, ThreadBackend::kGloo, options);
+  const std::string error = error_of([&] {
+    ranks.run([&](World& world) {
+      const auto group = world.group({0, 1}, "gather");
+      const bool zero = world.rank() == 0;
+      auto a = group->issue(gather(8, zero ? "layers.1" : "layers.2", zero ? 1 : 2));
+      auto b = group->issue(gather(8, zero ? "layers.2" : "layers.1", zero ? 2 : 1));
+      // Rank 0 waits for entry 0, rank 1 for entry 1: both mean layers.1.
+      (zero ? a : b)->wait();
+    });
+  });
+  EXPECT_THAT(error, AllOf(HasSubstr("rank 0 issues all_gather of layers.1 (#0"),
+                           HasSubstr("rank 1 issues all_gather of layers.2 (#0")));
+}
+
+TEST(Gloo, SkippedCollectiveIsFoundWhileTheOthersWait) {
+  WorldOptions options;
+  options.blocked_after = milliseconds(40);
+  ThreadRanks ranks(2, ThreadBackend::kGloo, options);
+  EXPECT_THAT(error_of([&] {
+                ranks.run([&](World& world) {
+                  const auto group = world.group({0, 1}, "gather");
+                  if (world.rank() == 0) group->issue(gather(8, "skipped", 1))->wait();
+                  group->issue(gather(8, "next", 2))->wait();
+                });
+              }),
+              AllOf(HasSubstr("all_gather of skipped (#0"), HasSubstr("all_gather of next (#0")));
+}
+
+TEST(Gloo, LateRankIsNamedAfterTheTimeout) {
+  WorldOptions options;
+  options.timeout = milliseconds(100);
+  ThreadRanks ranks(3, ThreadBackend::kGloo, options);
+  ranks.run([](World& world) { barrier(world.control(), "connect"); });
+  EXPECT_THAT(error_of([&] {
+                ranks.run([&](World& world) {
+                  if (world.rank() == 1) return;
+                  barrier(world.control(), "meeting");
+                });
+              }),
+              AllOf(HasSubstr("all_reduce of meeting (#1"), HasSubstr("waited 0.1 s for rank 1;")));
+}
+
+TEST(FindDisagreement, FirstDifferentEntryOfAnySharedGroupIsNamed) {
+  const std::string mine = "g\t3\taa\tA\ng\t4\tbb\tB\nh\t0\tcc\tC\n";
+  EXPECT_EQ(find_disagreement(1, mine, 0, "g\t4\txx\tX\n"),
+            "ranks disagree: rank 0 issues X but rank 1 issues B (group g)");
+  EXPECT_FALSE(find_disagreement(1, mine, 0, "g\t3\taa\tA\n").has_value());
+  EXPECT_FALSE(find_disagreement(1, mine, 0, "g\t9\txx\tX\n").has_value());
+  EXPECT_FALSE(find_disagreement(1, mine, 0, "garbage\n\t\t\t\ng\t99999999999999999999999\tx\tX\n")
+                   .has_value());
+}
+
+}  // namespace
+}  // namespace tessera::comm

@@ -1,0 +1,145 @@
+// A rank that fails frees the others, the first error is the one that is seen, and the World can be
+// repaired.
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+
+#include "comm/queue.h"
+#include "rank_pools.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+
+class Failing : public testing::TestWithParam<ThreadBackend> {};
+
+double seconds_of(const std::function<void()>& act) {
+  const auto start = std::chrono::steady_clock::now();
+  act();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+TEST_P(Failing, ThrowingRankFreesTheOthersAndItsErrorIsRethrown) {
+  ThreadRanks& ranks = pool(GetParam(), 3);
+  for (int round = 0; round < 3; ++round) {
+    std::atomic<int> freed{0};
+    std::string message;
+    const double seconds = seconds_of([&] {
+      try {
+        ranks.run([&](World& world) {
+          if (world.rank() == round) throw std::runtime_error("out of ideas");
+          try {
+            barrier(world.control(), "never");
+          } catch (const Error& error) {
+            EXPECT_EQ(error.kind(), ErrorKind::kComm);
+            EXPECT_THAT(error.what(), HasSubstr("out of ideas"));
+            EXPECT_TRUE(world.poisoned());
+            ++freed;
+            throw;
+          }
+        });
+      } catch (const std::exception& error) {
+        message = error.what();
+      }
+    });
+    EXPECT_EQ(message, "out of ideas");
+    EXPECT_EQ(freed, 2);
+    EXPECT_LT(seconds, 10.0) << "far below the timeout of 100 s";
+  }
+}
+
+TEST_P(Failing, RankThatThrowsBeforeAGroupIsMadeFreesTheOthers) {
+  ThreadRanks ranks(2, GetParam());
+  const double seconds = seconds_of([&] {
+    EXPECT_THROW(ranks.run([&](World& world) {
+      if (world.rank() == 1) throw std::runtime_error("early");
+      all_reduce(world.control(), at::zeros({1}), "never");
+    }),
+                 std::runtime_error);
+  });
+  EXPECT_LT(seconds, 10.0);
+}
+
+TEST_P(Failing, QueueIsFreedToo) {
+  ThreadRanks& ranks = pool(GetParam(), 3);
+  EXPECT_THROW(ranks.run([&](World& world) {
+    const auto group = world.group(everyone(world), "queue");
+    if (world.rank() == 2) throw std::runtime_error("gone");
+    world.queue().submit(*group, batch_of(AllGather{at::zeros({30})})).wait();
+  }),
+               std::runtime_error);
+  ranks.run([&](World& world) {
+    const auto group = world.group(everyone(world), "queue");
+    auto buffer = at::full({3}, -1.0);
+    buffer[world.rank()] = world.rank();
+    world.queue().submit(*group, batch_of(AllGather{buffer})).wait();
+    EXPECT_EQ(buffer.sum().item<double>(), 3.0);
+  });
+}
+
+TEST_P(Failing, PoisonedWorldThrowsUntilAllRecover) {
+  pool(GetParam(), 3).run([](World& world) {
+    const auto group = world.group(everyone(world), "gather");
+    // Rank 0 takes no part in it: the others can only be freed by the poison.
+    if (world.rank() == 0) world.poison("a bad step");
+    EXPECT_THROW(group->issue(batch_of(AllGather{at::zeros({300})}))->wait(), Error);
+    EXPECT_TRUE(world.poisoned());
+    EXPECT_THROW(group->issue(batch_of(AllGather{at::zeros({300})})), Error);
+    EXPECT_THROW(world.queue().submit(*group, batch_of(AllGather{at::zeros({300})})), Error);
+    world.recover();
+    EXPECT_FALSE(world.poisoned());
+    auto sum = at::ones({1000});
+    all_reduce(*group, sum, "after");
+    EXPECT_EQ(sum.sum().item<float>(), 3000.0F);
+    auto pending = world.queue().submit(*world.group(everyone(world), "queue"),
+                                        batch_of(AllGather{at::zeros({300})}));
+    pending.wait();
+  });
+}
+
+TEST_P(Failing, GroupsOutsideTheWorldAreRefused) {
+  EXPECT_THROW(launch_threads(2, GetParam(), [](World& world) { world.group({0, 2}, "x"); }),
+               Error);
+  EXPECT_THROW(launch_threads(2, GetParam(), [](World& world) { world.group({1, 0}, "x"); }),
+               Error);
+  EXPECT_THROW(launch_threads(2, GetParam(), [](World& world) { world.group({1}, "x"); }), Error);
+  EXPECT_THROW(launch_threads(0, GetParam(), [](World&) {}), Error);
+}
+
+TEST_P(Failing, MeshOfAnotherSizeIsRefused) {
+  EXPECT_THROW(launch_threads(2, GetParam(),
+                              [](World& world) { world.mesh(MeshShape::dense(1, 1, 3, 1, 1)); }),
+               Error);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Failing,
+                         testing::Values(ThreadBackend::kInProcess, ThreadBackend::kGloo),
+                         [](const auto& one) { return name_of(one.param); });
+
+TEST(WorldOfOne, NeedsNobody) {
+  const auto world = World::connect();
+  EXPECT_EQ(world->backend(), "none");
+  EXPECT_EQ(world->size(), 1);
+  barrier(world->control(), "alone");
+  EXPECT_EQ(all_gather_bytes(world->control(), "me", "names"), std::vector<std::string>{"me"});
+  world->poison("no");
+  EXPECT_TRUE(world->poisoned());
+  EXPECT_THROW(barrier(world->control(), "alone"), Error);
+  world->recover();
+  EXPECT_FALSE(world->poisoned());
+}
+
+TEST(WorldOfOne, NcclIsRefusedWhereItIsNotBuiltIn) {
+  WorldOptions options;
+  options.backend = "carrier pigeon";
+  EXPECT_THROW(World::connect(options), Error);
+}
+
+}  // namespace
+}  // namespace tessera::comm

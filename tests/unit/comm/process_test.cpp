@@ -1,0 +1,274 @@
+// [Note: failure]: whatever a rank does, all processes are gone in time and the culprit is named
+// last.
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "base/environment.h"
+
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::StartsWith;
+
+struct Outcome {
+  int exit_code = -1;
+  std::string out;
+  std::string err;
+  double seconds = 0;
+
+  std::string last_error_line() const {
+    const auto end = err.find_last_not_of('\n');
+    if (end == std::string::npos) return {};
+    const auto begin = err.rfind('\n', end);
+    return err.substr(begin == std::string::npos ? 0 : begin + 1, end - begin);
+  }
+};
+
+/// A program and what it has printed; the pipes reach end of file only when all its processes are
+/// gone.
+class Program {
+ public:
+  Program(std::vector<std::string> arguments, tessera::base::Environment variables)
+      : start_(std::chrono::steady_clock::now()) {
+    int out[2];
+    int err[2];
+    if (::pipe2(out, O_CLOEXEC) != 0 || ::pipe2(err, O_CLOEXEC) != 0) std::abort();
+    posix_spawn_file_actions_t actions;
+    ::posix_spawn_file_actions_init(&actions);
+    ::posix_spawn_file_actions_adddup2(&actions, out[1], STDOUT_FILENO);
+    ::posix_spawn_file_actions_adddup2(&actions, err[1], STDERR_FILENO);
+    std::vector<char*> argument_pointers;
+    for (auto& one : arguments) argument_pointers.push_back(one.data());
+    argument_pointers.push_back(nullptr);
+    std::vector<std::string> lines;
+    for (const auto& [name, value] : variables) lines.push_back(name + "=" + value);
+    std::vector<char*> variable_pointers;
+    for (auto& one : lines) variable_pointers.push_back(one.data());
+    variable_pointers.push_back(nullptr);
+    if (::posix_spawn(&pid_, arguments[0].c_str(), &actions, nullptr, argument_pointers.data(),
+                      variable_pointers.data()) != 0) {
+      std::abort();
+    }
+    ::posix_spawn_file_actions_destroy(&actions);
+    ::close(out[1]);
+    ::close(err[1]);
+    out_ = out[0];
+    err_ = err[0];
+  }
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
+
+  pid_t pid() const { return pid_; }
+
+  Outcome wait() {
+    Outcome outcome;
+    pollfd events[2] = {{out_, POLLIN, 0}, {err_, POLLIN, 0}};
+    std::string* texts[2] = {&outcome.out, &outcome.err};
+    int open = 2;
+    while (open > 0) {
+      ::poll(events, 2, -1);
+      for (int i = 0; i < 2; ++i) {
+        if (events[i].fd < 0 || events[i].revents == 0) continue;
+        char buffer[4096];
+        const auto got = ::read(events[i].fd, buffer, sizeof(buffer));
+        if (got > 0) {
+          texts[i]->append(buffer, static_cast<std::size_t>(got));
+        } else {
+          ::close(events[i].fd);
+          events[i].fd = -1;
+          --open;
+        }
+      }
+    }
+    int status = 0;
+    ::waitpid(pid_, &status, 0);
+    outcome.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
+    outcome.seconds =
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+    return outcome;
+  }
+
+ private:
+  std::chrono::steady_clock::time_point start_;
+  pid_t pid_ = -1;
+  int out_ = -1;
+  int err_ = -1;
+};
+
+struct Plan {
+  int nproc = 2;
+  std::string mode = "none";
+  int rank = 0;
+  int step = 0;
+  int steps = 30;
+  int timeout_ms = 100000;
+};
+
+std::vector<std::string> arguments(const Plan& plan) {
+  return {TESSERA_SPAWNED_RANK,           std::to_string(plan.nproc), plan.mode,
+          std::to_string(plan.rank),      std::to_string(plan.step),  std::to_string(plan.steps),
+          std::to_string(plan.timeout_ms)};
+}
+
+Outcome run(const Plan& plan) {
+  return Program(arguments(plan), tessera::base::environment()).wait();
+}
+
+// Starting two ranks takes a few seconds on a busy machine; the rest is the promise of 10 s.
+constexpr double kSeconds = 25;
+
+TEST(OwnSpawn, AllRanksFinish) {
+  for (const int nproc : {1, 2, 3}) {
+    const auto outcome = run({.nproc = nproc});
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
+    for (int rank = 0; rank < nproc; ++rank) {
+      EXPECT_THAT(outcome.out, HasSubstr("done " + std::to_string(rank)));
+    }
+  }
+}
+
+TEST(OwnSpawn, ZeroRanksAreRefused) {
+  const auto outcome = run({.nproc = 0});
+  EXPECT_EQ(outcome.exit_code, 2);
+  EXPECT_THAT(outcome.err, HasSubstr("--nproc: found 0"));
+}
+
+class AnyRank : public testing::TestWithParam<int> {
+ protected:
+  std::string name() const { return "rank " + std::to_string(GetParam()) + ": "; }
+  /// The same moments in every run of the test.
+  std::vector<int> moments(int count) const {
+    std::mt19937 random(static_cast<unsigned>(17 + GetParam()));
+    std::vector<int> steps;
+    for (int i = 0; i < count; ++i) steps.push_back(static_cast<int>(random() % 30));
+    return steps;
+  }
+};
+
+TEST_P(AnyRank, ThatThrowsIsNamedWithItsError) {
+  for (const int step : moments(3)) {
+    const auto outcome = run({.mode = "throw", .rank = GetParam(), .step = step});
+    EXPECT_EQ(outcome.exit_code, 1);
+    EXPECT_EQ(outcome.last_error_line(), name() + "rank fails on purpose");
+    EXPECT_LT(outcome.seconds, kSeconds);
+  }
+}
+
+TEST_P(AnyRank, ThatIsKilledIsNamedWithItsSignal) {
+  for (const int step : moments(3)) {
+    const auto outcome = run({.nproc = 3, .mode = "kill", .rank = GetParam(), .step = step});
+    EXPECT_EQ(outcome.exit_code, 137);
+    EXPECT_EQ(outcome.last_error_line(), name() + "killed by signal 9 (SIGKILL)");
+    EXPECT_LT(outcome.seconds, kSeconds);
+  }
+}
+
+TEST_P(AnyRank, ThatStallsIsNamedAfterTheTimeout) {
+  for (const char* mode : {"stall", "stop"}) {
+    const auto outcome =
+        run({.mode = mode, .rank = GetParam(), .step = moments(1)[0], .timeout_ms = 1000});
+    EXPECT_EQ(outcome.exit_code, 1) << mode;
+    EXPECT_THAT(outcome.last_error_line(),
+                AllOf(StartsWith("rank " + std::to_string(1 - GetParam()) + ": "),
+                      HasSubstr("waited 1 s for rank " + std::to_string(GetParam()))))
+        << mode << "\n"
+        << outcome.err;
+    EXPECT_LT(outcome.seconds, kSeconds + 1);
+  }
+}
+
+TEST_P(AnyRank, ThatExitsWithoutAWordIsNamedWithItsCode) {
+  const auto outcome = run({.mode = "exit", .rank = GetParam(), .step = 3});
+  EXPECT_EQ(outcome.exit_code, 7);
+  EXPECT_EQ(outcome.last_error_line(), name() + "ended with exit code 7");
+}
+
+TEST_P(AnyRank, ThatDisagreesIsNamedBesideAnother) {
+  for (const char* mode : {"disagree", "skip"}) {
+    const auto outcome = run({.mode = mode, .rank = GetParam(), .step = 3});
+    EXPECT_EQ(outcome.exit_code, 1) << mode;
+    EXPECT_THAT(outcome.last_error_line(),
+                AllOf(HasSubstr("ranks disagree: rank 0 issues"), HasSubstr("but rank 1 issues")))
+        << mode << "\n"
+        << outcome.err;
+    EXPECT_LT(outcome.seconds, kSeconds);
+  }
+}
+
+TEST_P(AnyRank, ThatPoisonsItsWorldCanRecoverWithTheOthers) {
+  const auto outcome = run({.mode = "poison", .rank = GetParam(), .step = 3});
+  EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
+}
+
+TEST_P(AnyRank, ErrorsOfUseKeepTheirExitCode) {
+  const auto outcome = run({.mode = "usage", .rank = GetParam(), .step = 0});
+  EXPECT_EQ(outcome.exit_code, 2);
+  EXPECT_EQ(outcome.last_error_line(), name() + "rank asks for the impossible");
+}
+
+INSTANTIATE_TEST_SUITE_P(Process, AnyRank, testing::Values(0, 1),
+                         [](const auto& one) { return "Rank" + std::to_string(one.param); });
+
+TEST(OwnSpawn, SignalsArePassedOn) {
+  Program program(arguments({.mode = "none", .steps = 1000000}), tessera::base::environment());
+  // Wait until it is up: the parent has children once it can be told to stop.
+  while (true) {
+    const std::string path = "/proc/" + std::to_string(program.pid()) + "/task/" +
+                             std::to_string(program.pid()) + "/children";
+    const int fd = ::open(path.c_str(), O_RDONLY);
+    char buffer[64];
+    const auto got = fd >= 0 ? ::read(fd, buffer, sizeof(buffer)) : 0;
+    if (fd >= 0) ::close(fd);
+    if (got > 0 || fd < 0) break;
+    ::sched_yield();
+  }
+  ::kill(program.pid(), SIGTERM);
+  const auto outcome = program.wait();
+  EXPECT_EQ(outcome.exit_code, 143) << outcome.err;
+  EXPECT_LT(outcome.seconds, kSeconds);
+}
+
+TEST(OtherLaunchers, RanksOfAnEnvironmentMeetAndNameALostOne) {
+  // As mpirun and torchrun start them: no parent of ours, the store at a port that both know.
+  for (const std::string mode : {"none", "kill", "throw"}) {
+    auto variables = tessera::base::environment();
+    variables["WORLD_SIZE"] = "2";
+    variables["LOCAL_WORLD_SIZE"] = "2";
+    variables["MASTER_ADDR"] = "127.0.0.1";
+    variables["MASTER_PORT"] =
+        std::to_string(20000 + ::getpid() % 9000 + static_cast<int>(mode.size()));
+    std::vector<std::unique_ptr<Program>> ranks;
+    for (const char* rank : {"0", "1"}) {
+      variables["RANK"] = variables["LOCAL_RANK"] = rank;
+      ranks.push_back(
+          std::make_unique<Program>(arguments({.mode = mode, .rank = 1, .step = 5}), variables));
+    }
+    const auto survivor = ranks[0]->wait();
+    const auto culprit = ranks[1]->wait();
+    if (mode == "none") {
+      EXPECT_EQ(survivor.exit_code, 0) << survivor.err;
+      EXPECT_EQ(culprit.exit_code, 0) << culprit.err;
+      continue;
+    }
+    EXPECT_EQ(survivor.exit_code, 1) << mode;
+    EXPECT_THAT(survivor.last_error_line(), AllOf(StartsWith("rank 0: "), HasSubstr("rank 1")));
+    EXPECT_LT(survivor.seconds, kSeconds);
+    if (mode == "throw") {
+      EXPECT_EQ(culprit.last_error_line(), "rank 1: rank fails on purpose");
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,40 @@
+// Thread ranks that all cases of this binary share: connections are made once.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <utility>
+
+#include "comm/thread_ranks.h"
+
+namespace tessera::comm {
+
+inline ThreadRanks& pool(ThreadBackend backend, int ranks) {
+  static std::map<std::pair<ThreadBackend, int>, std::unique_ptr<ThreadRanks>> pools;
+  auto& one = pools[{backend, ranks}];
+  if (!one) one = std::make_unique<ThreadRanks>(ranks, backend);
+  return *one;
+}
+
+inline std::vector<int> everyone(const World& world) {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < world.size(); ++rank) ranks.push_back(rank);
+  return ranks;
+}
+
+inline Batch batch_of(Op op, const std::string& unit = "unit", std::uint32_t id = 0) {
+  Batch batch;
+  batch.label.unit = unit;
+  batch.label.unit_id = id;
+  batch.label.kind = std::holds_alternative<AllGather>(op)       ? Kind::kAllGather
+                     : std::holds_alternative<ReduceScatter>(op) ? Kind::kReduceScatter
+                                                                 : Kind::kAllReduce;
+  batch.ops.push_back(std::move(op));
+  return batch;
+}
+
+inline std::string name_of(ThreadBackend backend) {
+  return backend == ThreadBackend::kGloo ? "Gloo" : "InProcess";
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,85 @@
+// A program that process_test.cpp runs: its ranks exchange sums, and one of them fails as the
+// arguments say.
+//
+//   spawned_rank NPROC MODE RANK STEP STEPS TIMEOUT_MS
+//   MODE: none | throw | usage | kill | stall | exit | stop | disagree | skip | poison
+#include <ATen/ATen.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <iostream>
+#include <string>
+#include <thread>
+
+#include "comm/group.h"
+#include "comm/queue.h"
+#include "tessera/error.h"
+#include "tessera/world.h"
+
+namespace {
+
+using tessera::World;
+namespace comm = tessera::comm;
+
+struct Plan {
+  int nproc;
+  std::string mode;
+  int rank;
+  int step;
+  int steps;
+};
+
+void misbehave(const Plan& plan, World& world) {
+  if (plan.mode == "throw") throw std::runtime_error("rank fails on purpose");
+  if (plan.mode == "usage") {
+    throw tessera::Error(tessera::ErrorKind::kUsage, "rank asks for the impossible");
+  }
+  if (plan.mode == "kill") ::kill(::getpid(), SIGKILL);
+  if (plan.mode == "stop") ::kill(::getpid(), SIGSTOP);
+  if (plan.mode == "exit") ::_exit(7);
+  if (plan.mode == "stall") {
+    for (;;) std::this_thread::sleep_for(std::chrono::seconds(1));
+  }
+  if (plan.mode == "disagree") {
+    comm::barrier(world.control(), "something else");
+  }
+  if (plan.mode == "poison") world.poison("a step went wrong");
+}
+
+void train(const Plan& plan, World& world) {
+  std::vector<int> all;
+  for (int rank = 0; rank < world.size(); ++rank) all.push_back(rank);
+  const auto group = world.group(all, "gather");
+  for (int step = 0; step < plan.steps; ++step) {
+    const bool fails = step == plan.step && world.rank() == plan.rank;
+    if (fails) misbehave(plan, world);
+    try {
+      auto sum = at::full({4}, world.rank(), at::kLong);
+      if (!(fails && plan.mode == "skip")) comm::all_reduce(world.control(), sum, "sum");
+      comm::Batch batch;
+      batch.label.kind = comm::Kind::kAllGather;
+      batch.label.unit = "layers";
+      batch.ops.emplace_back(comm::AllGather{at::zeros({30000L * world.size()})});
+      world.queue().submit(*group, std::move(batch)).wait();
+      const std::int64_t expected = world.size() * (world.size() - 1) / 2;
+      TESSERA_INVARIANT(sum[0].item<std::int64_t>() == expected || fails, "wrong sum");
+    } catch (const tessera::Error& error) {
+      if (plan.mode != "poison" || !world.poisoned()) throw;
+      world.recover();
+    }
+  }
+  std::cout << "done " << world.rank() << std::endl;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 7) return 64;
+  const Plan plan{std::atoi(argv[1]), argv[2], std::atoi(argv[3]), std::atoi(argv[4]),
+                  std::atoi(argv[5])};
+  tessera::WorldOptions options;
+  options.timeout = std::chrono::milliseconds(std::atoi(argv[6]));
+  options.init_timeout = std::chrono::seconds(60);
+  return tessera::launch(plan.nproc, [&](World& world) { train(plan, world); }, options);
+}

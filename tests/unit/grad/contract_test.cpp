@@ -1,0 +1,124 @@
+#include "tessera/contract.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <set>
+
+#include "grad/contract_key.h"
+#include "unit/grad/contract_cases.h"
+
+namespace tessera::grad::testing {
+namespace {
+
+TEST(Contract, NumelOfScalarsAndOfEmptyShapes) {
+  ParameterMeta meta = scratch("w");
+  EXPECT_EQ(meta.numel(), 12);
+  meta.shape = {};
+  EXPECT_EQ(meta.numel(), 1);
+  meta.shape = {0, std::int64_t{1} << 62, std::int64_t{1} << 62};
+  EXPECT_ANY_THROW(meta.numel());
+  meta.shape = {5, 0};
+  EXPECT_EQ(meta.numel(), 0);
+}
+
+TEST(Contract, KeyCarriesEveryDtypeOfATrainableParameter) {
+  PrecisionPolicy policy = mixed_policy();
+  policy.final_dtype = DType::kFloat64;
+  policy.reduce_dtype = DType::kBFloat16;
+  const ReductionPlan reductions{{"dp_shard"}, {}, 2};
+  const GradContract contract = resolve_contracts({scratch("w")}, policy, reductions).front();
+  const layout::BucketKey key = key_of(contract);
+  EXPECT_EQ(key.storage, DType::kFloat32);
+  EXPECT_EQ(key.compute, DType::kBFloat16);
+  EXPECT_EQ(key.accumulate, DType::kFloat32);
+  EXPECT_EQ(key.reduce, DType::kBFloat16);
+  EXPECT_EQ(key.final, DType::kFloat64);
+  EXPECT_TRUE(key.trainable);
+  EXPECT_EQ(key.reductions, reductions);
+}
+
+TEST(Contract, FrozenParametersShareABucketWhateverTheirGradientDtypes) {
+  PrecisionPolicy policy = mixed_policy();
+  policy.rules = {rule_for("a"), rule_for("*")};
+  policy.rules[0].reduce_dtype = DType::kBFloat16;
+  policy.rules[1].frozen = true;
+  const auto contracts = resolve_contracts({scratch("a"), scratch("b")}, policy, {});
+  EXPECT_EQ(key_of(contracts[0]), key_of(contracts[1]));
+  policy.rules.pop_back();
+  const auto trained = resolve_contracts({scratch("a"), scratch("b")}, policy, {});
+  EXPECT_FALSE(key_of(trained[0]) == key_of(trained[1]));
+}
+
+TEST(Contract, HashChangesWithEveryFieldButNotWithReasons) {
+  const GradContract base = resolve_only(scratch("w"), mixed_policy());
+  const std::vector<std::function<void(GradContract&)>> changes = {
+      [](GradContract& c) { c.name = "v"; },
+      [](GradContract& c) { c.shape = {3, 4}; },
+      [](GradContract& c) { c.shape = {12}; },
+      [](GradContract& c) { c.storage.dtype = DType::kBFloat16; },
+      [](GradContract& c) { c.compute.dtype = DType::kFloat32; },
+      [](GradContract& c) { c.grad = DType::kFloat32; },
+      [](GradContract& c) { c.accumulate = DType::kFloat64; },
+      [](GradContract& c) { c.reduce = DType::kBFloat16; },
+      [](GradContract& c) { c.final = DType::kBFloat16; },
+      [](GradContract& c) { c.trainable = false; },
+      [](GradContract& c) { c.raw_sum_by_autograd = true; },
+      [](GradContract& c) { c.reductions.shard_axes = {"dp_shard"}; },
+      [](GradContract& c) { c.reductions.replica_axes = {"dp_shard"}; },
+      [](GradContract& c) { c.reductions.divide_factor = 2; },
+      [](GradContract& c) { c.aliases = {"v"}; },
+  };
+  std::set<std::uint64_t> seen = {hash({base}), hash({}), hash({base, base})};
+  for (const auto& change : changes) {
+    GradContract changed = base;
+    change(changed);
+    seen.insert(hash({changed}));
+  }
+  EXPECT_EQ(seen.size(), changes.size() + 3);
+  GradContract told = base;
+  told.reason(ContractField::kCompute) = "another reason";
+  EXPECT_EQ(hash({told}), hash({base}));
+}
+
+TEST(Contract, TableIsAlignedAndNumbersItsReasons) {
+  PrecisionPolicy policy = mixed_policy();
+  policy.rules = {rule_for("head")};
+  policy.rules[0].frozen = true;
+  ParameterMeta head = stored("head.weight", DType::kFloat32);
+  head.aliases = {"embed.weight"};
+  const std::string text = to_string(
+      resolve_contracts({stored("w", DType::kBFloat16), head}, policy, {{"dp_shard"}, {}, 2}));
+  EXPECT_EQ(text,
+            "parameter                   shape  trained        storage       compute       grad    "
+            "       "
+            "accumulate   reduce       final         reductions\n"
+            "w                           4x3    trainable (1)  bfloat16 (2)  bfloat16 (3)  "
+            "unrounded (4)  "
+            "float32 (5)  float32 (6)  bfloat16 (7)  sum over dp_shard, / 2\n"
+            "head.weight = embed.weight  4x3    frozen (8)     float32 (2)   float32 (9)   -       "
+            "       "
+            "-            -            -             -\n"
+            "(1) the model\n"
+            "(2) as in the checkpoint\n"
+            "(3) [precision] param_dtype\n"
+            "(4) nothing asks for rounding on arrival\n"
+            "(5) float32 unless asked otherwise\n"
+            "(6) [precision] reduce_dtype\n"
+            "(7) as storage\n"
+            "(8) rule 1 (head)\n"
+            "(9) recorded by the checkpoint (float32, most of it bfloat16)\n");
+}
+
+TEST(Contract, FieldsHaveTheNamesOfTheTable) {
+  EXPECT_EQ(to_string(ContractField::kStorage), "storage");
+  EXPECT_EQ(to_string(ContractField::kTrainable), "trainable");
+}
+
+TEST(Contract, PatternsAreThoseOfTheRules) {
+  EXPECT_TRUE(matches_name("*norm", "model.layers.0.input_layernorm.weight"));
+  EXPECT_FALSE(matches_name("norm", "model.layers.0.input_layernorm.weight"));
+}
+
+}  // namespace
+}  // namespace tessera::grad::testing

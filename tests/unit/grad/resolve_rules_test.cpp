@@ -1,0 +1,48 @@
+#include "grad/resolve_rules.h"
+
+#include <gtest/gtest.h>
+
+#include "tessera/error.h"
+#include "unit/grad/contract_cases.h"
+
+namespace tessera::grad::testing {
+namespace {
+
+TEST(RuleBook, LastMatchingRuleWinsFieldByField) {
+  std::vector<PrecisionRule> rules = {rule_for("*"), rule_for("mlp"), rule_for("norm")};
+  rules[0].param_dtype = DType::kFloat32;
+  rules[0].reduce_dtype = DType::kBFloat16;
+  rules[1].param_dtype = DType::kBFloat16;
+  rules[2].reduce_dtype = DType::kFloat64;
+  const Asked asked = RuleBook(rules).ask(scratch("layers.0.mlp.weight"));
+  ASSERT_TRUE(asked.param_dtype && asked.reduce_dtype);
+  EXPECT_EQ(asked.param_dtype->value, DType::kBFloat16);
+  EXPECT_EQ(asked.param_dtype->reason, "rule 2 (mlp)");
+  EXPECT_EQ(asked.reduce_dtype->value, DType::kBFloat16);
+  EXPECT_EQ(asked.reduce_dtype->reason, "rule 1 (*)");
+  EXPECT_FALSE(asked.pin || asked.frozen || asked.widen || asked.storage_dtype);
+}
+
+TEST(RuleBook, AliasesMatchToo) {
+  std::vector<PrecisionRule> rules = {rule_for("lm_head")};
+  rules[0].frozen = true;
+  ParameterMeta meta = scratch("model.embed_tokens.weight");
+  EXPECT_FALSE(RuleBook(rules).ask(meta).frozen);
+  meta.aliases = {"lm_head.weight"};
+  RuleBook book(rules);
+  EXPECT_TRUE(book.ask(meta).frozen);
+  book.check_all_matched({meta});
+}
+
+TEST(RuleBook, EveryPatternOfARuleMustMatch) {
+  std::vector<PrecisionRule> rules = {rule_for("a")};
+  rules[0].match.push_back("b");
+  RuleBook book(rules);
+  book.ask(scratch("a"));
+  EXPECT_THROW(book.check_all_matched({scratch("a")}), Error);
+  book.ask(scratch("b"));
+  book.check_all_matched({scratch("a"), scratch("b")});
+}
+
+}  // namespace
+}  // namespace tessera::grad::testing

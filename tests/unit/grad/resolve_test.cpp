@@ -1,0 +1,265 @@
+// Resolution against the truth table: what each parameter becomes, and why.
+#include <gtest/gtest.h>
+
+#include "tessera/error.h"
+#include "unit/grad/contract_cases.h"
+
+namespace tessera::grad::testing {
+namespace {
+
+constexpr DType kF64 = DType::kFloat64;
+constexpr DType kF32 = DType::kFloat32;
+constexpr DType kF16 = DType::kFloat16;
+constexpr DType kBF16 = DType::kBFloat16;
+
+struct Row {
+  const char* what;
+  std::optional<DType> checkpoint;
+  std::optional<DType> requested;
+  std::optional<DType> param_dtype;
+  DType storage;
+  DType compute;
+};
+
+TEST(Resolve, TruthTableOfStorageAndCompute) {
+  const std::vector<Row> rows = {
+      {"bf16 file, as it is", kBF16, {}, kBF16, kBF16, kBF16},
+      {"bf16 file, bf16 asked", kBF16, kBF16, kBF16, kBF16, kBF16},
+      {"bf16 file, fp32 storage", kBF16, kF32, kBF16, kF32, kBF16},
+      {"fp32 tensor of a bf16 file", kF32, {}, kBF16, kF32, kF32},
+      {"fp32 tensor, bf16 asked, is kept", kF32, kBF16, kBF16, kF32, kF32},
+      {"fp32 tensor, fp32 asked", kF32, kF32, kBF16, kF32, kF32},
+      {"from scratch, fp32", {}, kF32, kBF16, kF32, kBF16},
+      {"no policy", kBF16, {}, {}, kBF16, kBF16},
+      {"no policy, fp32 tensor", kF32, {}, {}, kF32, kF32},
+      {"fp32 policy over a bf16 file", kBF16, kF32, kF32, kF32, kF32},
+      {"fp16 policy, bf16 file: the bulk records nothing", kBF16, {}, kF16, kBF16, kF16},
+      {"fp16 policy, recorded fp32", kF32, {}, kF16, kF32, kF32},
+      {"fp64 policy is not narrowed by a record", kF32, {}, kF64, kF32, kF64},
+  };
+  for (const Row& row : rows) {
+    ParameterMeta meta = scratch("w");
+    if (row.checkpoint) meta = stored("w", *row.checkpoint);
+    PrecisionPolicy policy;
+    policy.param_dtype = row.param_dtype;
+    policy.storage_dtype = row.requested;
+    const GradContract contract = resolve_only(meta, policy);
+    EXPECT_EQ(contract.storage.dtype, row.storage) << row.what;
+    EXPECT_EQ(contract.compute.dtype, row.compute) << row.what;
+    EXPECT_EQ(contract.reduce, promote(row.compute, kF32)) << row.what;
+    EXPECT_EQ(contract.final, row.storage) << row.what;
+    EXPECT_EQ(contract.grad, std::nullopt) << row.what;
+    for (const std::string& reason : contract.reasons) EXPECT_FALSE(reason.empty()) << row.what;
+  }
+}
+
+TEST(Resolve, MixedFileComputesNormsWiderThanTheRestUnderBfloat16Only) {
+  const std::vector<ParameterMeta> file = {stored("model.norm.weight", kF32),
+                                           stored("lm_head.weight", kBF16)};
+  PrecisionPolicy policy = mixed_policy();
+  policy.storage_dtype = kF32;
+  const std::vector<GradContract> mixed = resolve_contracts(file, policy, {});
+  EXPECT_EQ(mixed[0].compute.dtype, kF32);
+  EXPECT_EQ(mixed[0].reason(ContractField::kCompute),
+            "recorded by the checkpoint (float32, most of it bfloat16)");
+  EXPECT_EQ(mixed[1].compute.dtype, kBF16);
+  EXPECT_EQ(mixed[1].reason(ContractField::kCompute), "[precision] param_dtype");
+  policy.param_dtype = kF32;
+  for (const GradContract& contract : resolve_contracts(file, policy, {})) {
+    EXPECT_EQ(contract.compute.dtype, kF32);
+  }
+}
+
+TEST(Resolve, UniformFloat32FileComputesInThePolicysDtype) {
+  const GradContract contract = resolve_only(stored("w", kF32, kF32), mixed_policy());
+  EXPECT_EQ(contract.storage.dtype, kF32);
+  EXPECT_EQ(contract.compute.dtype, kBF16);
+}
+
+TEST(Resolve, TensorNarrowerThanTheBulkRecordsNothing) {
+  EXPECT_EQ(resolve_only(stored("w", kBF16, kF32), mixed_policy()).compute.dtype, kBF16);
+  EXPECT_EQ(resolve_only(stored("w", kBF16, kF16), mixed_policy()).compute.dtype, kBF16);
+}
+
+TEST(Resolve, RulesDtypeWinsOverTheRecordAndSaysSo) {
+  PrecisionPolicy policy = mixed_policy();
+  policy.rules = {rule_for("*norm")};
+  policy.rules[0].param_dtype = kBF16;
+  const GradContract contract = resolve_only(stored("model.norm.weight", kF32), policy);
+  EXPECT_EQ(contract.compute.dtype, kBF16);
+  EXPECT_EQ(contract.reason(ContractField::kCompute),
+            "rule 1 (*norm), narrower than the float32 that the checkpoint records");
+}
+
+TEST(Resolve, PinComputesInFloat32WhateverElseIsAsked) {
+  PrecisionPolicy policy = mixed_policy();
+  ParameterMeta meta = stored("mlp.gate.weight", kF32, kF32);
+  meta.model_pin = true;
+  GradContract contract = resolve_only(meta, policy);
+  EXPECT_EQ(contract.compute.dtype, kF32);
+  EXPECT_EQ(contract.reason(ContractField::kCompute), "pinned by the model");
+  policy.rules = {rule_for("mlp.gate"), rule_for("mlp")};
+  policy.rules[0].pin = true;
+  policy.rules[1].param_dtype = kBF16;
+  contract = resolve_only(meta, policy);
+  EXPECT_EQ(contract.compute.dtype, kF32);
+  EXPECT_EQ(contract.reason(ContractField::kCompute), "pinned by rule 1 (mlp.gate)");
+}
+
+TEST(Resolve, PinNeverNarrows) {
+  ParameterMeta meta = scratch("w", kF64);
+  meta.model_pin = true;
+  EXPECT_EQ(resolve_only(meta, {}).compute.dtype, kF64);
+}
+
+TEST(Resolve, RuleUndoesTheModelsPin) {
+  PrecisionPolicy policy = mixed_policy();
+  policy.rules = {rule_for("w")};
+  policy.rules[0].pin = false;
+  ParameterMeta meta = stored("w", kBF16);
+  meta.model_pin = true;
+  EXPECT_EQ(resolve_only(meta, policy).compute.dtype, kBF16);
+}
+
+TEST(Resolve, PinOnANarrowFileWidensStorageWhereAllowed) {
+  PrecisionPolicy policy = mixed_policy();
+  policy.rules = {rule_for("gate")};
+  policy.rules[0].pin = true;
+  policy.rules[0].widen = true;
+  const GradContract contract = resolve_only(stored("gate.weight", kBF16), policy);
+  EXPECT_EQ(contract.storage.dtype, kF32);
+  EXPECT_EQ(contract.compute.dtype, kF32);
+  EXPECT_EQ(contract.final, kF32);
+  EXPECT_EQ(contract.reason(ContractField::kStorage), "bfloat16 widened by rule 1 (gate)");
+}
+
+TEST(Resolve, Float32StorageRequestAllowsAPinOnANarrowFile) {
+  PrecisionPolicy policy = mixed_policy();
+  policy.storage_dtype = kF32;
+  ParameterMeta meta = stored("gate.weight", kBF16);
+  meta.model_pin = true;
+  const GradContract contract = resolve_only(meta, policy);
+  EXPECT_EQ(contract.storage.dtype, kF32);
+  EXPECT_EQ(contract.compute.dtype, kF32);
+}
+
+TEST(Resolve, PinWithoutACheckpointLeavesTheStorageThatWasAskedFor) {
+  ParameterMeta meta = scratch("w", kBF16);
+  meta.model_pin = true;
+  const GradContract contract = resolve_only(meta, {});
+  EXPECT_EQ(contract.storage.dtype, kBF16);
+  EXPECT_EQ(contract.compute.dtype, kF32);
+}
+
+TEST(Resolve, ReasonsOfStorageTellAKeptFileFromARequest) {
+  PrecisionPolicy policy;
+  policy.storage_dtype = kBF16;
+  EXPECT_EQ(resolve_only(stored("w", kF32), policy).reason(ContractField::kStorage),
+            "as in the checkpoint, not as narrow as [precision] storage_dtype asks (bfloat16)");
+  EXPECT_EQ(resolve_only(stored("w", kBF16), policy).reason(ContractField::kStorage),
+            "[precision] storage_dtype");
+  EXPECT_EQ(resolve_only(stored("w", kBF16), {}).reason(ContractField::kStorage),
+            "as in the checkpoint");
+  EXPECT_EQ(resolve_only(scratch("w"), {}).reason(ContractField::kStorage), "as the tensor is");
+}
+
+TEST(Resolve, BothHalfTypesMeetInFloat32Storage) {
+  PrecisionPolicy policy;
+  policy.storage_dtype = kF16;
+  EXPECT_EQ(resolve_only(stored("w", kBF16), policy).storage.dtype, kF32);
+}
+
+TEST(Resolve, GradIsRoundedOnlyWhereARuleOrTheLeafAsks) {
+  PrecisionPolicy policy = mixed_policy();
+  ParameterMeta meta = scratch("w");
+  meta.user_grad_dtype = kF32;
+  EXPECT_EQ(resolve_only(meta, policy).grad, kF32);
+  policy.rules = {rule_for("w")};
+  policy.rules[0].grad_dtype = kBF16;
+  const GradContract contract = resolve_only(meta, policy);
+  EXPECT_EQ(contract.grad, kBF16);
+  EXPECT_EQ(contract.reason(ContractField::kGrad), "rule 1 (w)");
+}
+
+TEST(Resolve, AccumulateFollowsComputeAndReduceUnlessAsked) {
+  PrecisionPolicy policy;
+  EXPECT_EQ(resolve_only(scratch("w", kBF16), policy).accumulate, kF32);
+  EXPECT_EQ(resolve_only(scratch("w", kF64), policy).accumulate, kF64);
+  policy.reduce_dtype = kF64;  // explicit, so the accumulator follows
+  EXPECT_EQ(resolve_only(scratch("w"), policy).accumulate, kF64);
+  policy.reduce_dtype = kBF16;
+  EXPECT_EQ(resolve_only(scratch("w"), policy).accumulate, kF32);
+  policy.accumulate_dtype = kBF16;
+  EXPECT_EQ(resolve_only(scratch("w"), policy).accumulate, kBF16);
+}
+
+TEST(Resolve, ReduceNarrowerThanComputeIsAllowedAndSaidSo) {
+  PrecisionPolicy policy;
+  policy.reduce_dtype = kBF16;
+  const GradContract contract = resolve_only(scratch("w"), policy);
+  EXPECT_EQ(contract.reduce, kBF16);
+  EXPECT_EQ(contract.reason(ContractField::kReduce),
+            "[precision] reduce_dtype, narrower than compute (float32)");
+}
+
+TEST(Resolve, FinalIsThePolicysElseStorage) {
+  PrecisionPolicy policy = mixed_policy();
+  EXPECT_EQ(resolve_only(stored("w", kBF16), policy).final, kBF16);
+  policy.final_dtype = kF32;
+  EXPECT_EQ(resolve_only(stored("w", kBF16), policy).final, kF32);
+}
+
+TEST(Resolve, RulesFreezeAndUnfreeze) {
+  PrecisionPolicy policy;
+  policy.rules = {rule_for("base"), rule_for("base.lora")};
+  policy.rules[0].frozen = true;
+  policy.rules[1].frozen = false;
+  const std::vector<GradContract> contracts =
+      resolve_contracts({scratch("base.w"), scratch("base.lora.a"), scratch("head")}, policy, {});
+  EXPECT_FALSE(contracts[0].trainable);
+  EXPECT_EQ(contracts[0].reason(ContractField::kTrainable), "rule 1 (base)");
+  EXPECT_TRUE(contracts[1].trainable);
+  EXPECT_TRUE(contracts[2].trainable);
+  ParameterMeta meta = scratch("base.lora.a");
+  meta.trainable = false;
+  EXPECT_TRUE(resolve_contracts({meta, scratch("base.x")}, policy, {})[0].trainable);
+}
+
+TEST(Resolve, IntegersMirrorTheirStorageWhateverIsAsked) {
+  PrecisionPolicy policy = mixed_policy();
+  policy.storage_dtype = kF32;
+  ParameterMeta meta = scratch("table", DType::kInt64);
+  meta.trainable = false;
+  meta.model_pin = true;
+  const GradContract contract = resolve_only(meta, policy);
+  EXPECT_EQ(contract.storage.dtype, DType::kInt64);
+  EXPECT_EQ(contract.compute.dtype, DType::kInt64);
+  EXPECT_EQ(contract.reduce, DType::kInt64);
+  EXPECT_FALSE(contract.trainable);
+}
+
+TEST(Resolve, PackedPayloadIsUnpackedToTheRequestedStorage) {
+  PrecisionPolicy policy = mixed_policy();
+  policy.storage_dtype = kF32;
+  const GradContract contract = resolve_only(stored("w", DType::kFloat8E4M3), policy);
+  EXPECT_EQ(contract.storage.dtype, kF32);
+  EXPECT_EQ(contract.compute.dtype, kBF16);
+  ParameterMeta frozen = stored("w", DType::kFloat8E4M3);
+  frozen.trainable = false;
+  EXPECT_EQ(resolve_only(frozen, mixed_policy()).storage.dtype, DType::kFloat8E4M3);
+}
+
+TEST(Resolve, OneTensorUnderTwoNamesIsSummedRawByAutograd) {
+  ParameterMeta meta = scratch("embed.weight");
+  meta.aliases = {"head.weight"};
+  EXPECT_FALSE(resolve_only(meta, {}).raw_sum_by_autograd);
+  meta.single_tensor_aliases = true;
+  const GradContract contract = resolve_only(meta, {});
+  EXPECT_TRUE(contract.raw_sum_by_autograd);
+  EXPECT_NE(contract.reason(ContractField::kGrad).find("summed raw by autograd"),
+            std::string::npos);
+  EXPECT_EQ(contract.aliases, meta.aliases);
+}
+
+}  // namespace
+}  // namespace tessera::grad::testing

@@ -1,0 +1,218 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "io/text_corpus.h"
+#include "io/token_file.h"
+#include "unit/io/temporary_folder.h"
+
+namespace tessera {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using testing::error_of;
+using ::testing::HasSubstr;
+using testing::TemporaryFolder;
+
+template <class Id>
+std::string raw(const std::vector<Id>& ids) {
+  return {reinterpret_cast<const char*>(ids.data()), ids.size() * sizeof(Id)};
+}
+
+std::string info(const std::string& dtype, std::int64_t num_tokens) {
+  return R"({"dtype":")" + dtype + R"(","num_tokens":)" + std::to_string(num_tokens) +
+         R"(,"vocab_size":70000,"tokenizer":"x"})";
+}
+
+std::vector<std::int64_t> ids(const TokenSource& source, std::int64_t begin, std::int64_t end) {
+  std::vector<std::int64_t> out(static_cast<std::size_t>(end - begin));
+  source.copy(begin, out);
+  return out;
+}
+
+TEST(TokenFile, BothDtypesAreRead) {
+  const TemporaryFolder folder;
+  folder.write("a.json", info("uint16", 4));
+  const TokenFile narrow(folder.write("a.bin", raw<std::uint16_t>({1, 65535, 0, 7})));
+  EXPECT_EQ(narrow.num_tokens(), 4);
+  EXPECT_EQ(narrow.info().vocab_size, 70000);
+  EXPECT_THAT(ids(narrow, 0, 4), ElementsAre(1, 65535, 0, 7));
+  EXPECT_EQ(narrow.token(3), 7);
+  EXPECT_FALSE(narrow.has_mask());
+  std::vector<std::uint8_t> kept(2);
+  narrow.copy_mask(1, kept);
+  EXPECT_THAT(kept, ElementsAre(1, 1));
+  folder.write("b.json", info("uint32", 3));
+  const TokenFile wide(folder.write("b.bin", raw<std::uint32_t>({4294967295U, 65536, 2})));
+  EXPECT_THAT(ids(wide, 0, 3), ElementsAre(4294967295, 65536, 2));
+  EXPECT_THAT(ids(wide, 1, 3), ElementsAre(65536, 2));
+  EXPECT_TRUE(ids(wide, 3, 3).empty());
+}
+
+TEST(TokenFile, MaskBesideItIsRead) {
+  const TemporaryFolder folder;
+  folder.write("a.json", info("uint16", 4));
+  folder.write("a.mask.bin", std::string("\0\1\2\0", 4));
+  const TokenFile file(folder.write("a.bin", raw<std::uint16_t>({1, 2, 3, 4})));
+  ASSERT_TRUE(file.has_mask());
+  std::vector<std::uint8_t> kept(3);
+  file.copy_mask(1, kept);
+  EXPECT_THAT(kept, ElementsAre(1, 1, 0));
+  error_of(ErrorKind::kUsage, [&] { file.copy_mask(2, kept); });
+}
+
+TEST(TokenFile, RangesOutsideAreRefused) {
+  const TemporaryFolder folder;
+  folder.write("a.json", info("uint16", 4));
+  const TokenFile file(folder.write("a.bin", raw<std::uint16_t>({1, 2, 3, 4})));
+  error_of(ErrorKind::kUsage, [&] { ids(file, -1, 1); });
+  error_of(ErrorKind::kUsage, [&] { ids(file, 3, 5); });
+  error_of(ErrorKind::kUsage, [&] { ids(file, 5, 5); });
+  error_of(ErrorKind::kUsage, [&] { file.token(4); });
+}
+
+TEST(TokenFile, SizesThatDisagreeAreRefused) {
+  const TemporaryFolder folder;
+  const auto bin = folder.write("a.bin", raw<std::uint16_t>({1, 2, 3, 4}));
+  const auto refusal = [&] { return error_of(ErrorKind::kFormat, [&] { TokenFile{bin}; }); };
+  folder.write("a.json", info("uint16", 5));
+  EXPECT_THAT(refusal(), AllOf(HasSubstr("a.bin"), HasSubstr("found 8 bytes, expected 10")));
+  folder.write("a.json", info("uint32", 4));
+  EXPECT_THAT(refusal(), HasSubstr("expected 16"));
+  folder.write("a.json", info("uint16", 3));
+  EXPECT_THAT(refusal(), HasSubstr("expected 6"));
+  folder.write("a.json", info("uint16", (std::int64_t{1} << 60U) - 1));
+  refusal();
+  folder.write("a.json", info("uint16", 4));
+  folder.write("a.mask.bin", "123");
+  EXPECT_THAT(refusal(), AllOf(HasSubstr("a.mask.bin"), HasSubstr("found 3 bytes")));
+}
+
+TEST(TokenFile, MissingFilesAreIoErrors) {
+  const TemporaryFolder folder;
+  EXPECT_THAT(error_of(ErrorKind::kIo, [&] { TokenFile(folder / "a.bin"); }), HasSubstr("a.bin"));
+  folder.write("a.bin", "");
+  EXPECT_THAT(error_of(ErrorKind::kIo, [&] { TokenFile(folder / "a.bin"); }), HasSubstr("a.json"));
+  folder.write("a.json", info("uint16", 1));
+  error_of(ErrorKind::kFormat, [&] { TokenFile(folder / "a.bin"); });
+}
+
+TEST(TokenFileInfo, MalformedDescriptionsAreRefused) {
+  for (const std::string text :
+       {"", "{}", "[]", "{", R"({"dtype":"uint16"})", R"({"dtype":"uint16","num_tokens":1})",
+        R"({"dtype":"int32","num_tokens":1,"vocab_size":1})",
+        R"({"dtype":16,"num_tokens":1,"vocab_size":1})",
+        R"({"dtype":"uint16","num_tokens":0,"vocab_size":1})",
+        R"({"dtype":"uint16","num_tokens":-1,"vocab_size":1})",
+        R"({"dtype":"uint16","num_tokens":1.0,"vocab_size":1})",
+        R"({"dtype":"uint16","num_tokens":"1","vocab_size":1})",
+        R"({"dtype":"uint16","num_tokens":1,"vocab_size":null})",
+        R"({"dtype":"uint16","num_tokens":1152921504606846976,"vocab_size":1})",
+        R"({"dtype":"uint16","num_tokens":18446744073709551616,"vocab_size":1})",
+        R"({"dtype":"uint16","num_tokens":1,"num_tokens":2,"vocab_size":1})"}) {
+    SCOPED_TRACE(text);
+    EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { parse_token_file_info(text, "a.json"); }),
+                HasSubstr("a.json"));
+  }
+}
+
+TEST(TokenFile, FirstIdOutsideTheVocabularyIsNamedWithItsPosition) {
+  const TemporaryFolder folder;
+  std::vector<std::uint16_t> many(600'000, 5);  // several of the scan's parts
+  many[500'001] = 300;
+  many[599'999] = 400;
+  folder.write("a.json", info("uint16", 600'000));
+  const TokenFile file(folder.write("a.bin", raw(many)));
+  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { file.check_ids(300); }),
+              AllOf(HasSubstr("id 300 at position 500001"), HasSubstr("vocabulary of 300")));
+  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { file.check_ids(301); }),
+              HasSubstr("id 400 at position 599999"));
+  EXPECT_NO_THROW(file.check_ids(401));
+}
+
+TEST(TextCorpus, BytesAndAnEndAfterEachFile) {
+  const TemporaryFolder folder;
+  folder.write("b.txt", "\xC3\xA9");
+  folder.write("a.txt", "hi");
+  folder.write("c.md", "not text");
+  folder.write("d.txt/inside.txt", "not entered");
+  const TextCorpus corpus(folder.path());
+  EXPECT_EQ(corpus.num_files(), 2U);
+  ASSERT_EQ(corpus.num_tokens(), 6);
+  EXPECT_THAT(ids(corpus, 0, 6), ElementsAre('h', 'i', 256, 0xC3, 0xA9, 256));
+}
+
+TEST(TextCorpus, EveryRangeIsThatPartOfTheWhole) {
+  const TemporaryFolder folder;
+  const std::vector<std::filesystem::path> files{folder.write("1", "abc"), folder.write("2", ""),
+                                                 folder.write("3", "d"), folder.write("4", "")};
+  const TextCorpus corpus(files);
+  const std::vector<std::int64_t> whole{'a', 'b', 'c', 256, 256, 'd', 256, 256};
+  ASSERT_EQ(corpus.num_tokens(), static_cast<std::int64_t>(whole.size()));
+  for (std::int64_t begin = 0; begin <= corpus.num_tokens(); ++begin) {
+    for (std::int64_t end = begin; end <= corpus.num_tokens(); ++end) {
+      EXPECT_EQ(ids(corpus, begin, end),
+                std::vector<std::int64_t>(whole.begin() + begin, whole.begin() + end));
+    }
+  }
+  error_of(ErrorKind::kUsage, [&] { ids(corpus, 7, 9); });
+  error_of(ErrorKind::kUsage, [&] { ids(corpus, -1, 0); });
+}
+
+TEST(TextCorpus, FilesKeepTheirGivenOrder) {
+  const TemporaryFolder folder;
+  const TextCorpus corpus(std::vector{folder.write("b", "b"), folder.write("a", "a")});
+  EXPECT_THAT(ids(corpus, 0, 4), ElementsAre('b', 256, 'a', 256));
+  EXPECT_THAT(corpus.name(), HasSubstr("and 1 more"));
+}
+
+TEST(TextCorpus, EmptyDataIsRefusedByName) {
+  const TemporaryFolder folder;
+  const auto refusal = [&](const std::filesystem::path& path) {
+    return error_of(ErrorKind::kFormat, [&] { TextCorpus{path}; });
+  };
+  EXPECT_THAT(refusal(folder.path()), HasSubstr(folder.path().native()));
+  EXPECT_THAT(refusal(folder.write("empty.txt", "")), HasSubstr("empty.txt"));
+  EXPECT_THAT(refusal(folder.path()), HasSubstr("found no byte of text"));
+  error_of(ErrorKind::kFormat, [] { TextCorpus(std::vector<std::filesystem::path>{}); });
+  EXPECT_THAT(error_of(ErrorKind::kIo, [&] { TextCorpus(folder / "none.txt"); }),
+              HasSubstr("none.txt"));
+}
+
+TEST(TextCorpus, VocabularyTooSmallForBytesIsRefused) {
+  const TemporaryFolder folder;
+  const TextCorpus corpus(folder.write("a.txt", "a"));
+  EXPECT_NO_THROW(corpus.check_ids(257));
+  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { corpus.check_ids(256); }),
+              AllOf(HasSubstr("at least 257"), HasSubstr("tools/tokenize.py")));
+}
+
+TEST(TokenSource, ReadingAllOfAFileKeepsLittleOfItResident) {
+  // 32 MiB of text: read row by row, at most a few windows may stay mapped.
+  const TemporaryFolder folder;
+  constexpr std::int64_t kBytes = 32 << 20;
+  const TextCorpus corpus(folder.write("a.txt", std::string(kBytes, 'x')));
+  const auto resident_kib = [] {
+    std::ifstream status("/proc/self/status");
+    std::string line;
+    while (std::getline(status, line)) {
+      if (line.rfind("RssFile:", 0) == 0) return std::stoll(line.substr(8));
+    }
+    return -1LL;
+  };
+  const long long before = resident_kib();
+  if (before < 0) GTEST_SKIP() << "this system does not tell RssFile";
+  std::vector<std::int64_t> row(1 << 16);
+  std::int64_t sum = 0;
+  for (std::int64_t begin = 0; begin < kBytes; begin += 1 << 16) {
+    corpus.copy(begin, row);
+    sum += row.front();
+  }
+  EXPECT_EQ(sum, 'x' * (kBytes >> 16));
+  EXPECT_LT(resident_kib() - before, 4 * 1024);
+}
+
+}  // namespace
+}  // namespace tessera

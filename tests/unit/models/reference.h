@@ -1,0 +1,44 @@
+// A folder of tests/golden/data as tensors: a checkpoint, and what transformers computes from it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "io/hf_folder.h"
+#include "io/safetensors.h"
+#include "models/decoder.h"
+
+namespace tessera::models {
+
+/// A copy of a tensor of the file, in the dtype it is stored in.
+at::Tensor read_tensor(const SafetensorsFile& file, const std::string& name);
+
+class Reference {
+ public:
+  /// `name`: "qwen3-fp32", ...
+  explicit Reference(const std::string& name);
+
+  const ModelSpec& spec() const { return spec_; }
+  /// Of reference.safetensors.
+  at::Tensor result(const std::string& name) const { return read_tensor(results_, name); }
+
+  enum class Compute {
+    kFloat32,   ///< everything widened
+    kBFloat16,  ///< bf16, but what the checkpoint stores wider than its bulk stays as it is
+  };
+  /// The model with the checkpoint's weights, unsharded.
+  std::shared_ptr<Decoder> model(Compute compute) const;
+
+ private:
+  HfFolder folder_;
+  SafetensorsFile results_;
+  ModelSpec spec_;
+};
+
+/// The gradient of every parameter of the checkpoint by name, fp32: a tied head's is added to its owner's.
+std::map<std::string, at::Tensor> gradients(Decoder& model);
+
+}  // namespace tessera::models

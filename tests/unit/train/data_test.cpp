@@ -1,0 +1,227 @@
+#include "train/data.h"
+
+#include <ATen/ops/cat.h>
+#include <gmock/gmock.h>
+
+#include <numeric>
+
+#include "io/safetensors_writer.h"
+#include "unit/io/temporary_folder.h"
+
+namespace tessera::train {
+namespace {
+
+using ::testing::HasSubstr;
+using Ids = std::vector<std::int64_t>;
+
+Ids values(const at::Tensor& tensor) {
+  const at::Tensor flat = tensor.contiguous().view({-1});
+  const auto* data = flat.const_data_ptr<std::int64_t>();
+  return {data, data + flat.numel()};
+}
+
+void write_ids(const std::filesystem::path& path,
+               const std::vector<std::pair<std::string, std::pair<std::vector<std::int64_t>, Ids>>>&
+                   tensors) {
+  std::vector<TensorSpec> specs;
+  for (const auto& [name, content] : tensors) specs.push_back({name, DType::kInt64, content.first});
+  SafetensorsWriter writer(path, specs);
+  for (const auto& [name, content] : tensors) {
+    writer.write(name, std::as_bytes(std::span(content.second)));
+  }
+  writer.finish();
+}
+
+BatchRequest request_for(const std::filesystem::path& path) {
+  BatchRequest request;
+  request.path = {path.string()};
+  request.vocabulary = {.size = 300, .reads_bytes = true};
+  return request;
+}
+
+// 16-bit ids 0, 1, 2, ... with the description beside them.
+std::filesystem::path write_counting_tokens(const testing::TemporaryFolder& folder, int count) {
+  std::string bytes;
+  for (int i = 0; i < count; ++i) {
+    bytes += static_cast<char>(i & 255);
+    bytes += static_cast<char>(i >> 8);
+  }
+  folder.write("t.json", R"({"dtype": "uint16", "vocab_size": 300, "num_tokens": )" +
+                             std::to_string(count) + "}");
+  return folder.write("t.bin", bytes);
+}
+
+TEST(TokenBatches, TargetsAreTheNextTokensOfTheSameRow) {
+  const testing::TemporaryFolder folder;
+  BatchRequest request = request_for(write_counting_tokens(folder, 23));  // 4 rows of 5, 3 dropped
+  request.training.seq_len = 4;
+  request.training.local_batch_size = 2;
+  request.data_ranks = 2;
+  const auto batches = open_batches(request);
+  EXPECT_EQ(batches->rows_in_step(), 4);
+  EXPECT_EQ(batches->row_tokens(), 4);
+  const MicroBatch batch = batches->load(1, {0, 4});
+  EXPECT_EQ(batch.kept_labels(), 16);
+  EXPECT_EQ(values(batch.targets), values(batch.input_ids + 1));
+  Ids firsts = values(batch.input_ids.select(1, 0));
+  std::sort(firsts.begin(), firsts.end());
+  EXPECT_EQ(firsts, (Ids{0, 5, 10, 15}));  // rows do not overlap, all appear in the epoch
+}
+
+TEST(TokenBatches, PartsOfAStepMakeTheWhole) {
+  const testing::TemporaryFolder folder;
+  BatchRequest request = request_for(write_counting_tokens(folder, 200));
+  request.training.seq_len = 9;
+  request.training.global_batch_size = 6;
+  const auto batches = open_batches(request);
+  const MicroBatch whole = batches->load(3, {0, 6});
+  const MicroBatch first = batches->load(3, {0, 2});
+  const MicroBatch rest = batches->load(3, {2, 6});
+  EXPECT_EQ(values(at::cat({first.input_ids, rest.input_ids})), values(whole.input_ids));
+}
+
+TEST(TokenBatches, AnEmptyRangeGivesNoRowsOfTheRightWidth) {
+  const testing::TemporaryFolder folder;
+  BatchRequest request = request_for(write_counting_tokens(folder, 50));
+  request.training.seq_len = 9;
+  const MicroBatch batch = open_batches(request)->load(1, {1, 1});
+  EXPECT_EQ(batch.input_ids.sizes(), (at::IntArrayRef{0, 9}));
+  EXPECT_EQ(batch.targets.sizes(), (at::IntArrayRef{0, 9}));
+  EXPECT_EQ(batch.kept_labels(), 0);
+}
+
+TEST(TokenBatches, MaskedTokensAreNoTargets) {
+  const testing::TemporaryFolder folder;
+  const auto path = write_counting_tokens(folder, 5);
+  folder.write("t.mask.bin", std::string{1, 0, 1, 0, 1});
+  BatchRequest request = request_for(path);
+  request.training.seq_len = 4;
+  EXPECT_EQ(values(open_batches(request)->load(1, {0, 1}).targets), (Ids{-100, 2, -100, 4}));
+  folder.write("t.mask.bin", std::string(5, '\0'));
+  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); }),
+              HasSubstr("no kept label"));
+}
+
+TEST(TokenBatches, ReadsTextAsBytes) {
+  const testing::TemporaryFolder folder;
+  BatchRequest request = request_for(folder.write("a.txt", "abcd"));
+  request.training.seq_len = 4;
+  const MicroBatch batch = open_batches(request)->load(1, {0, 1});
+  EXPECT_EQ(values(batch.input_ids), (Ids{'a', 'b', 'c', 'd'}));
+  EXPECT_EQ(values(batch.targets), (Ids{'b', 'c', 'd', 256}));
+}
+
+TEST(TokenBatches, RefusesTextForAModelWithATokenizer) {
+  const testing::TemporaryFolder folder;
+  BatchRequest request = request_for(folder.write("a.txt", "abcd"));
+  request.training.seq_len = 4;
+  request.vocabulary.reads_bytes = false;
+  EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { open_batches(request); }),
+              HasSubstr("tools/tokenize.py"));
+}
+
+TEST(TokenBatches, RefusesDataWithoutOneRow) {
+  const testing::TemporaryFolder folder;
+  BatchRequest request = request_for(folder.write("a.txt", "abcd"));
+  request.training.seq_len = 5;
+  request.key = "validation.path";
+  const std::string message =
+      testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); });
+  EXPECT_THAT(message, HasSubstr("validation.path: found 5 tokens"));
+  EXPECT_THAT(message, HasSubstr("at least one row of 6"));
+}
+
+TEST(TokenBatches, RefusesIdsOutsideTheVocabulary) {
+  const testing::TemporaryFolder folder;
+  BatchRequest request = request_for(write_counting_tokens(folder, 100));
+  request.training.seq_len = 4;
+  request.vocabulary.size = 50;
+  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); }),
+              HasSubstr("the token id 50 at position 50"));
+}
+
+TEST(ReplayedBatches, TakesStepsWhereTheyAreAndBeginsAgain) {
+  const testing::TemporaryFolder folder;
+  write_ids(folder / "b.safetensors", {{"input_ids", {{1, 2}, {9, 9}}},
+                                       {"labels", {{1, 2}, {9, 9}}},
+                                       {"steps/input_ids", {{2, 1, 3}, {1, 2, 3, 4, 5, 6}}},
+                                       {"steps/labels", {{2, 1, 3}, {1, -100, 3, 4, 5, 6}}}});
+  const auto batches = open_batches(request_for(folder / "b.safetensors"));
+  EXPECT_EQ(batches->rows_in_step(), 1);
+  EXPECT_EQ(batches->row_tokens(), 3);
+  EXPECT_EQ(values(batches->load(1, {0, 1}).input_ids), (Ids{1, 2, 3}));
+  EXPECT_EQ(values(batches->load(1, {0, 1}).targets), (Ids{-100, 3, -100}));
+  EXPECT_EQ(values(batches->load(2, {0, 1}).targets), (Ids{5, 6, -100}));
+  EXPECT_EQ(values(batches->load(3, {0, 1}).input_ids), (Ids{1, 2, 3}));
+  const auto gradients =
+      open_gradients_batch((folder / "b.safetensors").string(), {.size = 10, .reads_bytes = false});
+  EXPECT_EQ(values(gradients->load(1, {0, 1}).input_ids), (Ids{9, 9}));
+}
+
+TEST(ReplayedBatches, RowsOfABatchAreLoadedByRange) {
+  const testing::TemporaryFolder folder;
+  Ids ids(2 * 3 * 4);
+  std::iota(ids.begin(), ids.end(), 0);
+  write_ids(folder / "b.safetensors", {{"input_ids", {{2, 3, 4}, ids}}, {"labels", {{2, 3, 4}, ids}}});
+  const auto batches = open_batches(request_for(folder / "b.safetensors"));
+  EXPECT_EQ(values(batches->load(2, {1, 3}).input_ids), (Ids{16, 17, 18, 19, 20, 21, 22, 23}));
+  EXPECT_EQ(values(batches->load(2, {1, 3}).targets), (Ids{17, 18, 19, -100, 21, 22, 23, -100}));
+  EXPECT_EQ(batches->load(2, {3, 3}).targets.sizes(), (at::IntArrayRef{0, 4}));
+  EXPECT_THAT(testing::error_of(
+                  ErrorKind::kFormat,
+                  [&] { open_gradients_batch((folder / "b.safetensors").string(), {.size = 99}); }),
+              HasSubstr("found 2 batches"));
+}
+
+TEST(ReplayedBatches, SizesThatAreGivenMustAgree) {
+  const testing::TemporaryFolder folder;
+  write_ids(folder / "b.safetensors",
+            {{"input_ids", {{2, 2}, {1, 2, 3, 4}}}, {"labels", {{2, 2}, {1, 2, 3, 4}}}});
+  BatchRequest request = request_for(folder / "b.safetensors");
+  request.training.seq_len = 2;
+  request.training.global_batch_size = 2;
+  EXPECT_NO_THROW(open_batches(request));
+  request.training.seq_len = 3;
+  EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { open_batches(request); }),
+              HasSubstr("training.seq_len: found 3, expected 2"));
+  request.training.seq_len.reset();
+  request.training.global_batch_size = 4;
+  EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { open_batches(request); }),
+              HasSubstr("training.global_batch_size: found 4, expected 2"));
+}
+
+struct BadBatch {
+  std::string name;
+  std::vector<std::int64_t> input_shape, label_shape;
+  Ids inputs, labels;
+  std::string says;
+};
+
+class BadBatchFiles : public ::testing::TestWithParam<BadBatch> {};
+
+TEST_P(BadBatchFiles, AreRefused) {
+  const BadBatch& bad = GetParam();
+  const testing::TemporaryFolder folder;
+  write_ids(folder / "b.safetensors", {{bad.name, {bad.input_shape, bad.inputs}},
+                                       {"labels", {bad.label_shape, bad.labels}}});
+  EXPECT_THAT(testing::error_of(ErrorKind::kFormat,
+                                [&] { open_batches(request_for(folder / "b.safetensors")); }),
+              HasSubstr(bad.says));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Files, BadBatchFiles,
+    ::testing::Values(
+        BadBatch{"inputs", {1, 2}, {1, 2}, {1, 2}, {1, 2}, "found no tensor input_ids"},
+        BadBatch{"input_ids", {2}, {2}, {1, 2}, {1, 2}, "found input_ids [2], expected [S,B,T]"},
+        BadBatch{"input_ids", {1, 2}, {2, 1}, {1, 2}, {1, 2}, "found labels [2, 1]"},
+        BadBatch{"input_ids", {0, 2}, {0, 2}, {}, {}, "at least one row"},
+        BadBatch{"input_ids", {1, 2}, {1, 2}, {1, 300}, {1, 2}, "the token id 300"},
+        BadBatch{"input_ids", {1, 2}, {1, 2}, {1, -1}, {1, 2}, "the token id -1"},
+        BadBatch{"input_ids", {1, 2}, {1, 2}, {1, 2}, {1, -1}, "the label -1"},
+        BadBatch{"input_ids", {1, 2}, {1, 2}, {1, 2}, {7, -100}, "no kept label"},
+        BadBatch{"input_ids", {2, 1, 2}, {2, 1, 2}, {1, 2, 3, 4}, {7, 1, 7, -100},
+                 "no kept label in labels of step 2"}));
+
+}  // namespace
+}  // namespace tessera::train

@@ -1,0 +1,116 @@
+#include "train/metrics.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <fstream>
+#include <iterator>
+#include <limits>
+#include <nlohmann/json.hpp>
+
+#include "tessera/error.h"
+#include "train/flops.h"
+#include "unit/io/temporary_folder.h"
+
+namespace tessera::train {
+namespace {
+
+using ::testing::HasSubstr;
+
+StepMetrics some_metrics() {
+  return {.step = 3,
+          .loss = 5.25,
+          .grad_norm = 1.5,
+          .lr = 0.001,
+          .step_ms = 250.0,
+          .tps = 12345.6,
+          .tps_global = 24691.2,
+          .tflops = 0.25,
+          .peak_rss_mib = 512.0,
+          .val_loss = {}};
+}
+
+TEST(MetricsJson, KeysStandInOrder) {
+  EXPECT_EQ(to_json_line(some_metrics()),
+            R"({"step":3,"loss":5.25,"grad_norm":1.5,"lr":0.001,"step_ms":250.0,"tps":12345.6,)"
+            R"("tps_global":24691.2,"tflops":0.25,"peak_rss_mib":512.0})");
+}
+
+TEST(MetricsJson, ValidationLossIsThereWhereItWasMeasured) {
+  StepMetrics metrics = some_metrics();
+  metrics.val_loss = 4.5;
+  EXPECT_EQ(nlohmann::json::parse(to_json_line(metrics))["val_loss"], 4.5);
+}
+
+TEST(MetricsJson, NonFiniteValuesAreNull) {
+  StepMetrics metrics = some_metrics();
+  metrics.loss = std::nan("");
+  metrics.grad_norm = std::numeric_limits<double>::infinity();
+  const auto line = nlohmann::json::parse(to_json_line(metrics));
+  EXPECT_TRUE(line["loss"].is_null());
+  EXPECT_TRUE(line["grad_norm"].is_null());
+}
+
+TEST(MetricsJson, LossReadsBackBitForBit) {
+  StepMetrics metrics = some_metrics();
+  metrics.loss = 5.123456789012345678;
+  EXPECT_EQ(nlohmann::json::parse(to_json_line(metrics))["loss"].get<double>(), metrics.loss);
+}
+
+TEST(StepLine, HasTorchtitansWordsInItsOrder) {
+  EXPECT_EQ(to_step_line(some_metrics()),
+            "step:  3  loss:   5.2500  grad_norm:   1.5000  memory:  0.50GiB  tps: 12,346  "
+            "tflops: 0.250  lr: 1.000e-03  step_ms: 250.0");
+}
+
+TEST(StepLine, SurvivesValuesThatAreNotNumbers) {
+  StepMetrics metrics = some_metrics();
+  metrics.loss = std::nan("");
+  metrics.tps = std::numeric_limits<double>::infinity();
+  metrics.val_loss = std::nan("");
+  const std::string line = to_step_line(metrics);
+  EXPECT_THAT(line, HasSubstr("tps: inf"));
+  EXPECT_THAT(line, HasSubstr("val_loss: nan"));
+}
+
+TEST(StepLine, GroupsThousands) {
+  StepMetrics metrics = some_metrics();
+  for (const auto& [tps, text] : {std::pair{999.0, "tps: 999 "},
+                                  {1000.0, "tps: 1,000 "},
+                                  {1234567.0, "tps: 1,234,567 "}}) {
+    metrics.tps = tps;
+    EXPECT_THAT(to_step_line(metrics), HasSubstr(text));
+  }
+}
+
+TEST(MetricsFile, StartsAnewAndAppends) {
+  const testing::TemporaryFolder folder;
+  std::filesystem::create_directories(folder / "metrics");
+  std::ofstream(folder / "metrics" / "metrics.jsonl") << "of an older run\n";
+  MetricsFile file(folder / "metrics");
+  file.append(some_metrics());
+  file.append(some_metrics());
+  std::ifstream in(folder / "metrics" / "metrics.jsonl");
+  const std::string text{std::istreambuf_iterator<char>(in), {}};
+  EXPECT_EQ(text, to_json_line(some_metrics()) + "\n" + to_json_line(some_metrics()) + "\n");
+}
+
+TEST(MetricsFile, SaysWhereItCannotWrite) {
+  try {
+    MetricsFile file("/dev/null/metrics");
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kIo);
+    EXPECT_THAT(error.what(), HasSubstr("/dev/null/metrics"));
+  }
+}
+
+TEST(Flops, IsTheFormulaOfTheInterface) {
+  // 6 x 1000 + 12 x 2 x 3 x 4 x 5
+  EXPECT_EQ(flops_per_token({.active_parameters = 1000, .layers = 2, .heads = 3, .head_dim = 4}, 5),
+            7440.0);
+}
+
+}  // namespace
+}  // namespace tessera::train

@@ -1,0 +1,91 @@
+#!/usr/bin/env python3
+"""Closes ./run: expected and obtained figures side by side, the run folder, what to try next.
+
+    tools/tiny_report.py CONFIG RUN [overrides that were given to tessera train]
+
+The yardstick is the byte-frequency model: it gives every byte the share that it has in the training
+text (one more of each, so that none is impossible), whatever came before. Exit code 3 when the
+trained model is not clearly better on the held-out text. Standard library only.
+"""
+
+import collections
+import json
+import math
+import pathlib
+import sys
+import tomllib
+
+CLEARLY_NATS = 0.3
+SYMBOLS, END_OF_DOCUMENT = 257, 256
+
+
+def counts(paths):
+    """How often each byte stands in the text: a file, a folder of .txt, or a list of them."""
+    total = collections.Counter()
+    files = []
+    for path in map(pathlib.Path, [paths] if isinstance(paths, str) else paths):
+        files += sorted(path.glob("*.txt")) if path.is_dir() else [path]
+    for name in files:
+        total.update(name.read_bytes())
+        total[END_OF_DOCUMENT] += 1
+    return total
+
+
+def byte_frequency_loss(train, held_out):
+    """Mean negative log-likelihood, in nats a byte, of the held-out text."""
+    seen, wanted = counts(train), counts(held_out)
+    whole = sum(seen.values()) + SYMBOLS
+    return sum(n * -math.log((seen[symbol] + 1) / whole)
+               for symbol, n in wanted.items()) / sum(wanted.values())
+
+
+def main(config, run, overrides):
+    settings = tomllib.loads((pathlib.Path(run) / "config.toml").read_text())
+    expected = json.loads(pathlib.Path("configs/tiny.expected.json").read_text())[
+        pathlib.Path(config).stem]
+    steps = [json.loads(line)
+             for line in (pathlib.Path(run) / "metrics/metrics.jsonl").read_text().splitlines()]
+    validated = [step for step in steps if "val_loss" in step]
+    if not validated:
+        print(f"tiny_report: {run}/metrics/metrics.jsonl has no val_loss", file=sys.stderr)
+        return 3
+    frequency = byte_frequency_loss(settings["data"]["path"], settings["validation"]["path"])
+    obtained, tolerance = validated[-1]["val_loss"], expected["tolerance"]
+    minutes = sum(step["step_ms"] for step in steps) / 60e3
+
+    first, last = steps[:10], steps[-10:]
+    rows = [
+        ("held-out loss, byte frequencies only", f"{expected['byte_frequency_loss']:.3f}",
+         f"{frequency:.3f}"),
+        (f"held-out loss, the model after step {validated[-1]['step']}",
+         f"{expected['val_loss']:.2f} +- {tolerance:.2f}", f"{obtained:.3f}"),
+        ("training loss, mean of the first 10 steps", f"{expected['first_loss']:.2f}",
+         f"{sum(s['loss'] for s in first) / len(first):.3f}"),
+        ("training loss, mean of the last 10 steps", f"{expected['last_loss']:.2f}",
+         f"{sum(s['loss'] for s in last) / len(last):.3f}"),
+        ("minutes of training", f"about {expected['minutes']}", f"{minutes:.1f}"),
+        ("peak memory of a rank, MiB", f"about {expected['peak_rss_mib']}",
+         f"{max(s['peak_rss_mib'] for s in steps):.0f}"),
+    ]
+    print(f"\n{'(losses in nats a byte)':44}{'expected':>16}{'obtained':>12}")
+    for name, wanted, got in rows:
+        print(f"{name:44}{wanted:>16}{got:>12}")
+    if overrides:
+        print(f"The expected figures are those of {config} without {' '.join(overrides)}.")
+    elif abs(obtained - expected["val_loss"]) > tolerance:
+        print("The held-out loss is outside of what was expected: worth an issue, with the run folder.")
+
+    fell = math.isfinite(obtained) and obtained < frequency - CLEARLY_NATS
+    print("\nThe model is clearly better than byte frequencies." if fell else
+          f"\nThe held-out loss did not fall {CLEARLY_NATS} below byte frequencies.")
+    print(f"Run folder: {run}  (config.toml, metrics/metrics.jsonl, logs/)\n\nNext:\n"
+          "  build/release/tessera train configs/tiny.toml --nproc 2 --data.path YOUR_TEXT.txt\n"
+          "  build/release/tessera train --help\n"
+          "  ./test --fast")
+    return 0 if fell else 3
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        raise SystemExit(__doc__)
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))
