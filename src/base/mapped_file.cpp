@@ -21,7 +21,7 @@ std::string reason(int error_number) {
 }
 
 // A fault maps the cached pages of the whole aligned window around it (Linux, fault_around_bytes).
-constexpr std::uintptr_t kFaultWindowBytes = 64 * 1024;
+constexpr std::uintptr_t kFaultWindowBytes = std::uintptr_t{64} * 1024;
 
 }  // namespace
 

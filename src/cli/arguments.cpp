@@ -65,8 +65,8 @@ void add_inspect(::CLI::App& app, InspectArguments& inspect) {
 }
 
 void add_unbuilt(::CLI::App& app) {
-  for (const auto& [name, what] : {std::pair{"generate", "Text from a model; not built yet."},
-                                   std::pair{"convert", "A checkpoint as a folder; not built yet."}}) {
+  for (const auto& [name, what] : {std::pair{"generate", "Text from a model; not yet built."},
+                                   std::pair{"convert", "A checkpoint as a folder; not yet built."}}) {
     app.add_subcommand(name, what)->allow_extras();
   }
 }

@@ -38,7 +38,7 @@ struct InspectArguments {
   Overrides overrides;
 };
 
-/// generate and convert, which are not built yet.
+/// generate and convert, which are not yet built.
 struct UnbuiltVerb {
   std::string name;
 };

@@ -18,14 +18,20 @@ std::int64_t total_numel(const HfFolder& folder) {
   return total;
 }
 
+// Without the quotes of a message: a table has its own borders.
+std::string shown_name(std::string_view name) {
+  const std::string quoted = printable(name);
+  return quoted.substr(1, quoted.size() - 2);
+}
+
 void print_table(const HfFolder& folder) {
   std::size_t widest = 0;
   for (const auto& [name, tensor] : folder.tensors()) {
-    widest = std::max(widest, printable(name).size());
+    widest = std::max(widest, shown_name(name).size());
   }
   for (const auto& [name, tensor] : folder.tensors()) {
     const TensorInfo& info = *tensor.info;
-    std::cout << std::left << std::setw(static_cast<int>(widest) + 2) << printable(name)
+    std::cout << std::left << std::setw(static_cast<int>(widest) + 2) << shown_name(name)
               << std::setw(10) << to_string(info.dtype) << std::setw(20) << shape_text(info.shape)
               << std::right << std::setw(14) << info.size_bytes() << " bytes\n";
   }
@@ -56,7 +62,7 @@ void print_json(const HfFolder& folder) {
 
 int run_inspect(const InspectArguments& arguments) {
   TESSERA_CHECK(arguments.contract_file.empty(), ErrorKind::kUsage,
-                "inspect --contract: not built yet; a folder can be inspected");
+                "inspect --contract: not yet built; a folder can be inspected");
   TESSERA_CHECK(arguments.overrides.empty(), ErrorKind::kUsage, "--",
                 arguments.overrides.empty() ? "" : arguments.overrides.front().first,
                 ": found beside a folder, expected it beside --contract only");

@@ -23,7 +23,7 @@ struct RunVerb {
   int operator()(const GradientsArguments& arguments) const { return run_gradients(arguments); }
   int operator()(const InspectArguments& arguments) const { return run_inspect(arguments); }
   int operator()(const UnbuiltVerb& verb) const {
-    throw Error(ErrorKind::kUsage, concat(verb.name, ": not built yet; train, gradients and inspect are"));
+    throw Error(ErrorKind::kUsage, concat(verb.name, ": not yet built; train, gradients and inspect are"));
   }
   int operator()(const ShowText& show) const {
     std::cout << show.text;

@@ -22,6 +22,13 @@ std::vector<at::Tensor> as_bytes(const void* data, std::int64_t bytes) {
   return {at::from_blob(const_cast<void*>(data), {bytes}, at::TensorOptions().dtype(at::kByte))};
 }
 
+/// Gloo's message without the place in its source and without its advice.
+std::string reason(const std::string& what) {
+  auto begin = what.find("] ");
+  begin = what.starts_with('[') && begin != std::string::npos ? begin + 2 : 0;
+  return what.substr(begin, what.find(". ", begin) - begin);
+}
+
 std::int64_t nbytes(const at::Tensor& tensor) { return static_cast<std::int64_t>(tensor.nbytes()); }
 
 }  // namespace
@@ -171,7 +178,7 @@ void Exchange::start() {
     for (std::size_t i = 0; i < batch_.ops.size(); ++i) post_sends(i);
   } catch (const std::exception& error) {
     channel_->options.poison->check();
-    throw PeerLost(concat(text(), ": a connection is gone: ", error.what()));
+    throw PeerLost(concat(text(), ": a connection is gone: ", reason(error.what())));
   }
 }
 
@@ -307,7 +314,7 @@ void Exchange::fail(const Transfer& transfer, const std::string& what) {
     throw PeerLost(concat(text(), ": waited ", in_seconds(channel_->options.timeout), " for rank ",
                           missing, "; it is stalled, or does not take part in this collective"));
   }
-  throw PeerLost(concat(text(), ": lost rank ", world_rank(transfer.peer), ": ", what));
+  throw PeerLost(concat(text(), ": lost rank ", world_rank(transfer.peer), ": ", reason(what)));
 }
 
 }  // namespace tessera::comm

@@ -5,7 +5,10 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <future>
 #include <iostream>
+#include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -26,12 +29,25 @@ void claim_exit() {
   while (claimed.test_and_set()) std::this_thread::sleep_for(std::chrono::hours(1));
 }
 
+// What a failing rank still spends on the store.
+constexpr std::chrono::milliseconds kLastWords{1000};
+
 /// Leaves even if the store no longer answers.
-void leave_at_the_latest(std::chrono::seconds after, int code) {
+void leave_at_the_latest(std::chrono::milliseconds after, int code) {
   std::thread([after, code] {
     std::this_thread::sleep_for(after);
     ::_exit(code);
   }).detach();
+}
+
+/// What the failure key says; none when there is none, or the store does not answer soon.
+std::optional<std::string> known_cause(ProcessWorld* world) {
+  if (world == nullptr) return std::nullopt;
+  auto answer = std::make_shared<std::promise<std::optional<std::string>>>();
+  auto future = answer->get_future();
+  std::thread([world, answer] { answer->set_value(world->known_failure()); }).detach();
+  if (future.wait_for(kLastWords / 2) != std::future_status::ready) return std::nullopt;
+  return future.get();
 }
 
 void tell_parent(const FailureRecord& record) {
@@ -61,22 +77,24 @@ int rank_by_environment() {
 
 void report_failure(World* world, const std::exception& error, int code) {
   claim_exit();
-  leave_at_the_latest(std::chrono::seconds(3), code);
   const int rank = world != nullptr ? world->rank() : rank_by_environment();
   FailureRecord record{FailureClass::kPrimary, monotonic_ns(), rank, code, error.what()};
   auto* const process_world = dynamic_cast<ProcessWorld*>(world);
   if (dynamic_cast<const PeerLost*>(&error) != nullptr) {
     record.what = FailureClass::kNoticed;
-    if (process_world != nullptr) {
-      if (const auto cause = process_world->known_failure()) {
-        record.message = concat("stopped because of ", *cause);
-      }
+    if (const auto cause = known_cause(process_world)) {
+      record.message = concat("stopped because of ", *cause);
     }
   }
   const std::string line = concat("rank ", rank, ": ", record.message);
   tell_parent(record);
   print(line);
-  if (process_world != nullptr) process_world->announce_failure(line);
+  if (process_world != nullptr) {
+    leave_at_the_latest(kLastWords, code);
+    process_world->announce_failure(line);
+    // The others read it from this process.
+    if (process_world->serves_store()) std::this_thread::sleep_for(kLastWords / 2);
+  }
   ::_exit(code);
 }
 

@@ -67,7 +67,7 @@ void FailureWatch::look() {
   if (poisoned_epoch_ != epoch) {
     if (const auto why = store_->find(store_key::poison(epoch))) {
       poisoned_epoch_ = epoch;
-      actions_.poisoned(*why);
+      actions_.poisoned(*why, epoch);
       return;
     }
   }

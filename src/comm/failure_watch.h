@@ -45,7 +45,7 @@ class FailureWatch {
     std::function<void(const std::string& why)> failed;  ///< the failure key: why as written there
     std::function<void(const std::string& why)> lost;    ///< store gone, or a silent peer
     std::function<void(const std::string& why)> disagree;  ///< ranks issue different collectives
-    std::function<void(const std::string& why)> poisoned;  ///< another rank poisoned its World
+    std::function<void(const std::string& why, int epoch)> poisoned;  ///< a rank poisoned its World
   };
 
   FailureWatch(std::shared_ptr<Store> own_connection, std::shared_ptr<WaitBoard> board,

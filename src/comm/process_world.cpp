@@ -1,5 +1,7 @@
 #include "comm/process_world.h"
 
+#include <c10/util/Logging.h>
+
 #include <algorithm>
 #include <exception>
 #include <numeric>
@@ -22,6 +24,13 @@ bool takes_nccl(const std::string& backend) {
   return backend == "nccl" || (backend == "auto" && nccl_usable());
 }
 
+/// libtorch warns with a stack trace for every connection that closes; our own errors say which
+/// rank it was.
+void silence_store_warnings() {
+  if (base::environment_variable("TORCH_CPP_LOG_LEVEL")) return;
+  FLAGS_caffe2_log_level = std::max(FLAGS_caffe2_log_level, static_cast<int>(c10::GLOG_ERROR));
+}
+
 }  // namespace
 
 ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& options)
@@ -31,6 +40,7 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
       exceptions_before_(std::uncaught_exceptions()),
       everyone_(static_cast<std::size_t>(launch.world_size)) {
   std::iota(everyone_.begin(), everyone_.end(), 0);
+  silence_store_warnings();
   if (takes_nccl(options.backend)) {
     require_nccl();
   } else {
@@ -55,7 +65,7 @@ FailureWatch::Actions ProcessWorld::watch_actions() {
   actions.disagree = [this](const std::string& why) {
     report_failure(this, Error(ErrorKind::kComm, why), 1);
   };
-  actions.poisoned = [this](const std::string& why) { poison_here(why); };
+  actions.poisoned = [this](const std::string& why, int epoch) { poison_here(why, epoch); };
   return actions;
 }
 
@@ -64,7 +74,7 @@ ProcessWorld::~ProcessWorld() {
   if (failed) {
     watch_->stop();  // it would end this process by what is announced here
     if (!poisoned()) announce_failure(concat("rank ", rank_, ": left by an exception"));
-    poison_here("left by an exception");
+    poison_here("left by an exception", epoch_);
   }
   stop_queue();
   if (!failed) leave_together();
@@ -116,7 +126,9 @@ std::shared_ptr<Group> ProcessWorld::make_group(const std::vector<int>& ranks,
   return group;
 }
 
-void ProcessWorld::poison_here(const std::string& why) {
+void ProcessWorld::poison_here(const std::string& why, int epoch) {
+  const std::lock_guard lock(epoch_mutex_);
+  if (epoch != epoch_) return;  // recovered in the meantime
   state_->poison->mark(why);
   queue_->poison(why);
   state_->board->abort_all();
@@ -124,9 +136,10 @@ void ProcessWorld::poison_here(const std::string& why) {
 
 void ProcessWorld::poison(const std::string& why) {
   const std::string text = concat("rank ", rank_, ": ", why);
-  poison_here(text);
+  const int epoch = epoch_;
+  poison_here(text, epoch);
   try {
-    store_->set_if_absent(store_key::poison(epoch_), text);
+    store_->set_if_absent(store_key::poison(epoch), text);
   } catch (const Error&) {
     // The store is gone: the watch says so.
   }
@@ -137,13 +150,17 @@ void ProcessWorld::recover() {
                 "recover: not with NCCL; start the run anew");
   const Poison never;  // our own poison is set
   const int next = epoch_ + 1;
-  queue_->recover();
+  queue_->drain();
   store_->meet(concat("recover/", next), rank_, everyone_, options_.timeout, never);
-  for (const auto& group : gloo_groups_) group->reset(next);
+  const std::lock_guard lock(epoch_mutex_);
   epoch_ = next;
   watch_->set_epoch(next);
+  for (const auto& group : gloo_groups_) group->reset(next);
+  queue_->recover();
   state_->poison->clear();
 }
+
+bool ProcessWorld::serves_store() const { return rank_ == 0 && !launch_.agent_store; }
 
 std::optional<std::string> ProcessWorld::announce_failure(const std::string& why) noexcept {
   try {

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -35,13 +36,14 @@ class ProcessWorld : public World {
   /// gone.
   std::optional<std::string> announce_failure(const std::string& why) noexcept;
   std::optional<std::string> known_failure() noexcept;
+  bool serves_store() const;
 
  protected:
   std::shared_ptr<Group> make_group(const std::vector<int>& ranks,
                                     const std::string& name) override;
 
  private:
-  void poison_here(const std::string& why);
+  void poison_here(const std::string& why, int epoch);
   void leave_together();
   FailureWatch::Actions watch_actions();
 
@@ -53,6 +55,7 @@ class ProcessWorld : public World {
   std::unique_ptr<FailureWatch> watch_;
   std::shared_ptr<GlooDevice> device_;
   std::vector<std::shared_ptr<PointToPointGroup>> gloo_groups_;
+  std::mutex epoch_mutex_;  ///< held while the World is poisoned and while it is repaired
   std::atomic<int> epoch_{0};
 };
 

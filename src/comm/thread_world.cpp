@@ -28,7 +28,7 @@ ThreadWorld::ThreadWorld(std::shared_ptr<ThreadRun> run, int rank)
     FailureWatch::Actions actions;
     actions.failed = actions.lost =
         actions.disagree = [this](const std::string& why) { run_->poison_all(why); };
-    actions.poisoned = [](const std::string&) {};  // poison_all() has done it
+    actions.poisoned = [](const std::string&, int) {};  // poison_all() has done it
     watch_ = std::make_unique<FailureWatch>(run_->store, state_->board, watch, std::move(actions));
   }
   const std::lock_guard lock(run_->mutex);

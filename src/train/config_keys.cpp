@@ -220,7 +220,7 @@ void add_update(std::vector<ConfigKey>& keys) {
 void add_outputs(std::vector<ConfigKey>& keys) {
   using K = CheckpointConfig;
   Section(keys, "checkpoint", &Config::checkpoint)
-      .key("enable", &K::enable, {"", "Write checkpoints; not built yet, only false."})
+      .key("enable", &K::enable, {"", "Write checkpoints; not yet built, only false."})
       .key("folder", &K::folder, {"folder", "Where they go, relative to RUN."})
       .key("interval", &K::interval, {"steps", "A checkpoint every so many steps."}, count_from(1))
       .key("keep_latest_k", &K::keep_latest_k, {"checkpoints", "How many are kept; 0 is all."},
@@ -233,7 +233,7 @@ void add_outputs(std::vector<ConfigKey>& keys) {
       .key("folder", &M::folder, {"folder", "Where metrics.jsonl goes, relative to RUN."})
       .key("log_freq", &M::log_freq, {"steps", "Every so many steps a line on stdout."}, count_from(1))
       .key("enable_tensorboard", &M::enable_tensorboard,
-           {"", "Write TensorBoard files; not built yet, only false."});
+           {"", "Write TensorBoard files; not yet built, only false."});
   using C = CommConfig;
   Section(keys, "comm", &Config::comm)
       .key("backend", &C::backend, {"", "auto is gloo on CPU and nccl on CUDA."})

@@ -23,10 +23,10 @@ void check_built(const Config& config) {
   };
   for (const auto& [name, degree] : axes) {
     TESSERA_CHECK(degree == 1, ErrorKind::kConfig, "parallelism.", name, ": found ", degree,
-                  ", expected 1; this axis is not built yet");
+                  ", expected 1; this axis is not yet built");
   }
   TESSERA_CHECK(!config.checkpoint.enable, ErrorKind::kConfig,
-                "checkpoint.enable: found true, expected false; writing checkpoints is not built yet");
+                "checkpoint.enable: found true, expected false; writing checkpoints is not yet built");
   TESSERA_CHECK(!config.metrics.enable_tensorboard, ErrorKind::kConfig,
                 "metrics.enable_tensorboard: found true, expected false; TensorBoard files are not "
                 "built yet");

@@ -14,7 +14,7 @@ namespace tessera::train {
 /// Which command the configuration is for: they need different keys.
 enum class Verb : std::uint8_t { kTrain, kGradients, kContract };
 
-/// Errors: kConfig naming the key: missing ones, contradictions, what is not built yet.
+/// Errors: kConfig naming the key: missing ones, contradictions, what is not yet built.
 void validate(const Config& config, Verb verb);
 
 /// Every degree, -1 filled in.

@@ -27,7 +27,7 @@ TEST_P(DenseReference, Float32LogitsLossAndGradientsAgree) {
   const Reference reference(GetParam().folder);
   const auto model = reference.model(Reference::Compute::kFloat32);
   const at::Tensor ids = reference.result("input_ids");
-  const at::Tensor labels = reference.result("labels");
+  const at::Tensor labels = nn::next_token_targets(reference.result("labels"));
 
   const at::Tensor logits = model->logits(ids);
   EXPECT_LT((logits - reference.result("logits")).abs().max().item<double>(), 5e-5);
@@ -48,7 +48,7 @@ TEST_P(DenseReference, Float32LogitsLossAndGradientsAgree) {
 TEST_P(DenseReference, GradientsThroughVisibleLogitsAgree) {
   const Reference reference(GetParam().folder);
   const auto model = reference.model(Reference::Compute::kFloat32);
-  const at::Tensor labels = reference.result("labels");
+  const at::Tensor labels = nn::next_token_targets(reference.result("labels"));
   const at::Tensor logits = model->logits(reference.result("input_ids"));
   const at::Tensor before = logits.detach().clone();
   const double kept = static_cast<double>(nn::count_kept(labels));
@@ -62,7 +62,7 @@ TEST_P(DenseReference, GradientsThroughVisibleLogitsAgree) {
 TEST_P(DenseReference, BFloat16GradientsPointTheSameWay) {
   const Reference reference(GetParam().folder);
   const auto model = reference.model(Reference::Compute::kBFloat16);
-  const at::Tensor labels = reference.result("labels");
+  const at::Tensor labels = nn::next_token_targets(reference.result("labels"));
   const double kept = static_cast<double>(nn::count_kept(labels));
   const at::Tensor loss = model->loss_sum(reference.result("input_ids"), labels) / kept;
   EXPECT_EQ(loss.scalar_type(), at::kFloat);

@@ -1,0 +1,34 @@
+// One instruction set's table: compiled once for each, with TESSERA_CPU_LEVEL and its flags.
+#include "nn/cpu/level_kernels.h"
+
+namespace tessera::nn::cpu::TESSERA_CPU_LEVEL {
+namespace {
+
+#define TESSERA_TEXT_OF(word) #word
+#define TESSERA_TEXT(word) TESSERA_TEXT_OF(word)
+
+template <class T, class W>
+constexpr Kernels<T, W> kernels_of() {
+  return {.norm_forward = norm_forward<T, W>,
+          .norm_backward = norm_backward<T, W>,
+          .heads_forward = heads_forward<T, W>,
+          .heads_backward = heads_backward<T, W>,
+          .causal_softmax = causal_softmax<T>,
+          .causal_softmax_backward = causal_softmax_backward<T>,
+          .swiglu_forward = swiglu_forward<T>,
+          .swiglu_backward = swiglu_backward<T>,
+          .cross_entropy_forward = cross_entropy_forward<T>,
+          .cross_entropy_backward = cross_entropy_backward<T>,
+          .embedding_backward = embedding_backward<T>};
+}
+
+constexpr Level kLevel{.name = TESSERA_TEXT(TESSERA_CPU_LEVEL),
+                       .fp32 = kernels_of<float, float>(),
+                       .bf16 = kernels_of<BFloat16, BFloat16>(),
+                       .bf16_wide_weights = kernels_of<BFloat16, float>()};
+
+}  // namespace
+
+const Level& level() { return kLevel; }
+
+}  // namespace tessera::nn::cpu::TESSERA_CPU_LEVEL

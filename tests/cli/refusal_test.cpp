@@ -1,0 +1,79 @@
+// What the program refuses: exit code 2, one line on stderr that names the key, nothing on stdout.
+#include <gmock/gmock.h>
+
+#include "cli/program.h"
+
+namespace tessera::cli {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+using Words = std::vector<std::string>;
+
+struct Refused {
+  Words words;
+  std::string says;
+  std::string environment = "";
+};
+
+class Refusals : public ::testing::TestWithParam<Refused> {};
+
+TEST_P(Refusals, AreExitCodeTwoAndOneLine) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  folder.write("broken.toml", "[training]\nsteps = = 3\n");
+  folder.write("empty.txt", "");
+  folder.write("short.txt", "too short");
+  folder.write("ids.json", R"({"dtype": "uint16", "num_tokens": 40, "vocab_size": 300})");
+  folder.write("ids.bin", std::string(80, '\1'));  // id 257
+  folder.write("small_vocabulary.json", [&] {
+    std::string text = read_file(folder / "model.json");
+    return text.replace(text.find("260"), 3, "200");
+  }());
+  const Outcome outcome = run_program(folder, GetParam().words, GetParam().environment);
+  EXPECT_EQ(outcome.code, 2) << outcome.err;
+  EXPECT_EQ(outcome.out, "");
+  EXPECT_THAT(outcome.err, HasSubstr(GetParam().says));
+  const std::string last = outcome.err.substr(outcome.err.rfind('\n', outcome.err.size() - 2) + 1);
+  EXPECT_THAT(last, StartsWith("tessera: ")) << "the error stands last";
+  EXPECT_THAT(last, HasSubstr(GetParam().says)) << "on one line";
+}
+
+Words train(const Words& more) {
+  Words words{"train", "run.toml"};
+  words.insert(words.end(), more.begin(), more.end());
+  return words;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Commands, Refusals,
+    ::testing::Values(
+        Refused{{"generate", "--model", "m", "--prompt", "x"}, "generate: not yet built"},
+        Refused{{"convert", "a", "b"}, "convert: not yet built"},
+        Refused{{"train", "absent.toml"}, "absent.toml"},
+        Refused{{"train", "broken.toml"}, "broken.toml:2:9"},
+        Refused{train({"--training.stpes", "3"}), "the nearest is --training.steps"},
+        Refused{train({"--training.steps", "many"}), "training.steps: found \"many\""},
+        Refused{train({"--checkpoint.enable", "true"}), "not yet"},
+        Refused{train({"--metrics.enable_tensorboard", "true"}), "not yet"},
+        Refused{train({"--parallelism.tensor_parallel_degree", "2"}), "tensor_parallel_degree"},
+        Refused{train({"--nproc", "3", "--parallelism.data_parallel_shard_degree", "2"}),
+                "data_parallel_shard_degree: found 2, expected -1 or 3"},
+        Refused{train({"--nproc", "2"}), "--nproc: found 2, expected 3",
+                "RANK=0 WORLD_SIZE=3 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29999"},
+        Refused{train({"--training.global_batch_size", "5", "--training.local_batch_size", "2"}),
+                "training.global_batch_size: found 5"},
+        Refused{train({"--model.config", "absent.json"}), "absent.json"},
+        Refused{train({"--data.path", "absent.txt"}), "absent.txt"},
+        Refused{train({"--data.path", "empty.txt"}), "empty.txt"},
+        Refused{train({"--data.path", "short.txt"}), "at least one row of 17"},
+        Refused{train({"--validation.path", "short.txt"}), "validation.path"},
+        Refused{train({"--model.config", "small_vocabulary.json"}), "vocabulary of at least 257"},
+        Refused{train({"--data.path", "ids.bin", "--model.config", "small_vocabulary.json"}),
+                "the token id 257 at position 0"},
+        Refused{train({"--job.dump_folder", "/dev/null/run"}), "/dev/null/run"},
+        Refused{{"gradients", "--model", ".", "--batch", "absent.safetensors", "--out", "o"}, "config.json"},
+        Refused{{"inspect", "absent"}, "absent"}));
+
+}  // namespace
+}  // namespace tessera::cli

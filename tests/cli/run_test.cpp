@@ -1,0 +1,126 @@
+// What a training run leaves behind, on one rank and on two.
+#include <gmock/gmock.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "cli/program.h"
+#include "train/config.h"
+
+namespace tessera::cli {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+std::vector<nlohmann::ordered_json> read_metrics(const std::filesystem::path& run) {
+  std::vector<nlohmann::ordered_json> lines;
+  std::istringstream text(read_file(run / "metrics" / "metrics.jsonl"));
+  for (std::string line; std::getline(text, line);) lines.push_back(nlohmann::ordered_json::parse(line));
+  return lines;
+}
+
+std::vector<std::filesystem::path> runs_of(const testing::TemporaryFolder& folder) {
+  std::vector<std::filesystem::path> runs;
+  for (const auto& entry : std::filesystem::directory_iterator(folder / "outputs")) {
+    runs.push_back(entry.path());
+  }
+  std::ranges::sort(runs);
+  return runs;
+}
+
+TEST(TrainCommand, LeavesConfigMetricsAndLogs) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  const Outcome outcome = run_program(folder, {"train", "run.toml", "--metrics.log_freq", "2"});
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  ASSERT_EQ(runs_of(folder).size(), 1u);
+  const auto run = runs_of(folder).front();
+  EXPECT_TRUE(run.filename().string().ends_with("-run"));
+
+  const auto metrics = read_metrics(run);
+  ASSERT_EQ(metrics.size(), 3u);
+  std::vector<std::string> keys;
+  for (const auto& [key, value] : metrics[0].items()) keys.push_back(key);
+  EXPECT_EQ(keys, (std::vector<std::string>{"step", "loss", "grad_norm", "lr", "step_ms", "tps",
+                                            "tps_global", "tflops", "peak_rss_mib"}));
+  EXPECT_EQ(metrics[2]["step"], 3);
+  EXPECT_NEAR(metrics[0]["loss"].get<double>(), std::log(260.0), 0.1);  // small weights: uniform
+
+  EXPECT_THAT(outcome.out, StartsWith("step:  2  loss: "));  // steps 2 and 3, nothing else
+  EXPECT_EQ(std::ranges::count(outcome.out, '\n'), 2);
+  EXPECT_THAT(read_file(run / "logs" / "rank_0.log"), HasSubstr("run folder"));
+
+  const train::Config config = train::load_config((run / "config.toml").string());
+  EXPECT_EQ(config.metrics.folder, run / "metrics");
+  EXPECT_EQ(config.checkpoint.folder, run / "checkpoint");
+  EXPECT_EQ(config.metrics.log_freq, 2);
+}
+
+TEST(TrainCommand, TheRunsOwnConfigRepeatsItBitForBit) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  ASSERT_EQ(run_program(folder, {"train", "run.toml", "--job.dump_folder", "one"}).code, 0);
+  const auto first = read_metrics(folder / "one");
+  const Outcome again = run_program(folder, {"train", "one/config.toml"});
+  ASSERT_EQ(again.code, 0) << again.err;
+  const auto second = read_metrics(folder / "one");
+  ASSERT_EQ(second.size(), first.size()) << "a run that starts anew truncates metrics.jsonl";
+  for (std::size_t i = 0; i < first.size(); ++i) EXPECT_EQ(second[i]["loss"], first[i]["loss"]);
+}
+
+TEST(TrainCommand, TwoLocalRanksTrainAsOneDoes) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  ASSERT_EQ(run_program(folder, {"train", "run.toml", "--job.dump_folder", "one"}).code, 0);
+  const Outcome two =
+      run_program(folder, {"train", "run.toml", "--job.dump_folder", "two", "--nproc", "2"});
+  ASSERT_EQ(two.code, 0) << two.err;
+  const auto expected = read_metrics(folder / "one");
+  const auto found = read_metrics(folder / "two");
+  ASSERT_EQ(found.size(), expected.size());
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    // fp32 sums in another order: a few units in the last place of a loss of about 5.6.
+    EXPECT_NEAR(found[i]["loss"].get<double>(), expected[i]["loss"].get<double>(), 1e-5);
+  }
+  EXPECT_EQ(std::ranges::count(two.out, '\n'), 3) << "step lines of rank 0 only";
+  EXPECT_THAT(read_file(folder / "two" / "logs" / "rank_1.log"), HasSubstr("[rank 1]"));
+}
+
+TEST(TrainCommand, ErrorsOfRanksComeOnceAtTheEnd) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  const Outcome outcome =
+      run_program(folder, {"train", "run.toml", "--nproc", "2", "--data.path", "absent.txt"});
+  EXPECT_EQ(outcome.code, 2) << outcome.err;
+  const std::string last = outcome.err.substr(outcome.err.rfind('\n', outcome.err.size() - 2) + 1);
+  EXPECT_THAT(last, StartsWith("rank "));
+  EXPECT_THAT(last, HasSubstr("absent.txt"));
+}
+
+TEST(TrainCommand, PrintConfigShowsOverridesAndStartsNothing) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  const Outcome outcome =
+      run_program(folder, {"train", "run.toml", "--print-config", "--training.steps", "7"});
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_EQ(train::parse_config(outcome.out, "stdout").training.steps, 7);
+  EXPECT_FALSE(std::filesystem::exists(folder / "outputs"));
+}
+
+TEST(Program, HelpAndVersionGoToStdout) {
+  const testing::TemporaryFolder folder;
+  const Outcome help = run_program(folder, {"--help"});
+  EXPECT_EQ(help.code, 0);
+  EXPECT_THAT(help.out, HasSubstr("training.seq_len  integer (tokens), default required"));
+  EXPECT_EQ(help.err, "");
+  const Outcome version = run_program(folder, {"--version"});
+  EXPECT_EQ(version.code, 0);
+  EXPECT_THAT(version.out, HasSubstr("git "));
+  EXPECT_THAT(version.out, HasSubstr("torch 2."));
+  EXPECT_THAT(version.out, HasSubstr("gloo"));
+}
+
+}  // namespace
+}  // namespace tessera::cli
