@@ -28,6 +28,12 @@ std::string describe(const OpFacts& op) {
   return text;
 }
 
+struct FirstTensor {
+  const at::Tensor& operator()(const AllGather& op) const { return op.buffer; }
+  const at::Tensor& operator()(const ReduceScatter& op) const { return op.input; }
+  const at::Tensor& operator()(const AllReduce& op) const { return op.data; }
+};
+
 class Done : public Work {
  public:
   void wait() override {}
@@ -68,10 +74,12 @@ int transfer_tag(std::uint64_t fingerprint, std::uint64_t sequence, std::uint64_
   return static_cast<int>(Hasher().add(fingerprint).add(sequence).add(op).digest() & 0x7fffffffU);
 }
 
-void check_batch(const Batch& batch, int ranks) {
+void check_batch(const Batch& batch, int ranks, at::DeviceType device) {
   const auto usable = [&](const at::Tensor& tensor) {
     TESSERA_INVARIANT(tensor.defined() && tensor.is_contiguous(), "batch of ", batch.label.unit,
                       ": found a tensor that is undefined or not contiguous");
+    TESSERA_INVARIANT(tensor.device().type() == device, "batch of ", batch.label.unit,
+                      ": found a tensor on ", tensor.device(), ", expected ", device);
   };
   for (const Op& op : batch.ops) {
     if (const auto* gather = std::get_if<AllGather>(&op)) {
@@ -102,6 +110,11 @@ void run_alone(const Batch& batch) {
   for (const Op& op : batch.ops) {
     const auto* reduce = std::get_if<ReduceScatter>(&op);
     if (reduce == nullptr) continue;
+    if (!reduce->output.is_cpu()) {
+      const auto input = reduce->input.view(reduce->output.sizes());
+      reduce->into == Into::kAdd ? reduce->output.add_(input) : reduce->output.copy_(input);
+      continue;
+    }
     sum_in_rank_order({reduce->input.const_data_ptr()}, reduce->input.scalar_type(),
                       {reduce->output.mutable_data_ptr(), reduce->output.scalar_type(),
                        reduce->output.numel(), reduce->into});
@@ -110,7 +123,9 @@ void run_alone(const Batch& batch) {
 
 std::unique_ptr<Work> SoloGroup::issue(Batch batch) {
   if (poison_) poison_->check();
-  check_batch(batch, 1);
+  if (batch.ops.empty()) return std::make_unique<Done>();
+  const at::Tensor& any = std::visit(FirstTensor(), batch.ops.front());
+  check_batch(batch, 1, any.defined() ? any.device().type() : at::kCPU);
   run_alone(batch);
   return std::make_unique<Done>();
 }

@@ -38,11 +38,11 @@ std::string to_string(const Entry& entry);
 /// so that Gloo never matches transfers of two collectives.
 int transfer_tag(std::uint64_t fingerprint, std::uint64_t sequence, std::uint64_t op);
 
-/// Errors: kInternal for tensors that are undefined, not contiguous, or whose sizes or dtypes do
-/// not fit.
-void check_batch(const Batch& batch, int ranks);
+/// Errors: kInternal for tensors that are undefined, not contiguous, on another device, or whose
+/// sizes or dtypes do not fit.
+void check_batch(const Batch& batch, int ranks, at::DeviceType device = at::kCPU);
 
-/// All ops of a group with one rank.
+/// All ops of a group with one rank, on any device.
 void run_alone(const Batch& batch);
 
 /// What a group of one rank is, in every backend.

@@ -7,9 +7,9 @@
 
 namespace tessera::comm {
 
-GatherBuffer::GatherBuffer(BufferPool& pool, at::ScalarType dtype, std::int64_t numel, int ranks,
+GatherBuffer::GatherBuffer(std::shared_ptr<BufferPool> pool, at::ScalarType dtype, std::int64_t numel, int ranks,
                            int rank, std::string released_message)
-    : pool_(pool),
+    : pool_(std::move(pool)),
       dtype_(dtype),
       numel_(numel),
       ranks_(ranks),
@@ -18,14 +18,14 @@ GatherBuffer::GatherBuffer(BufferPool& pool, at::ScalarType dtype, std::int64_t 
   TESSERA_INVARIANT(numel % ranks == 0, numel, " elements over ", ranks, " ranks");
   const auto bytes = static_cast<std::size_t>(numel) * c10::elementSize(dtype);
   storage_ = c10::Storage(c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t{}, bytes, at::DataPtr(nullptr, pool.device()),
+      c10::StorageImpl::use_byte_size_t{}, bytes, at::DataPtr(nullptr, pool_->device()),
       /*allocator=*/nullptr, /*resizable=*/false));
   hide();
 }
 
 void GatherBuffer::begin() {
   TESSERA_INVARIANT(!memory_.defined() && !aliased_.defined(), "a gather began twice");
-  memory_ = pool_.take(numel_, dtype_);
+  memory_ = pool_->take(numel_, dtype_);
 }
 
 at::Tensor GatherBuffer::writable_slice() const {
@@ -43,7 +43,7 @@ void GatherBuffer::publish() {
 void GatherBuffer::end() {
   if (aliased_.defined()) return;
   hide();
-  if (memory_.defined()) pool_.give_back(std::move(memory_));
+  if (memory_.defined()) pool_->give_back(std::move(memory_));
   memory_ = at::Tensor();
 }
 
@@ -59,7 +59,7 @@ at::Tensor GatherBuffer::view(std::int64_t offset, at::IntArrayRef sizes) const 
   // released.
   auto view = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(storage_),
-      c10::DispatchKeySet(c10::computeDispatchKey(dtype_, c10::kStrided, pool_.device())),
+      c10::DispatchKeySet(c10::computeDispatchKey(dtype_, c10::kStrided, pool_->device())),
       c10::scalarTypeToTypeMeta(dtype_));
   view.unsafeGetTensorImpl()->set_storage_offset(offset);
   view.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
@@ -71,16 +71,21 @@ void GatherBuffer::set_released_message(std::string message) {
   if (!published_) hide();
 }
 
+void GatherBuffer::use_pool(std::shared_ptr<BufferPool> pool) {
+  TESSERA_INVARIANT(!memory_.defined(), "a gather buffer changed its pool while it holds memory");
+  pool_ = std::move(pool);
+}
+
 void GatherBuffer::show(void* data) {
   auto* impl = storage_.unsafeGetStorageImpl();
   impl->clear_data_ptr_access_error_msg_();
-  impl->set_data_ptr_noswap(at::DataPtr(data, pool_.device()));
+  impl->set_data_ptr_noswap(at::DataPtr(data, pool_->device()));
   published_ = true;
 }
 
 void GatherBuffer::hide() {
   auto* impl = storage_.unsafeGetStorageImpl();
-  impl->set_data_ptr_noswap(at::DataPtr(nullptr, pool_.device()));
+  impl->set_data_ptr_noswap(at::DataPtr(nullptr, pool_->device()));
   impl->release_data_and_set_meta_custom_data_ptr_error_msg_(released_message_);
   published_ = false;
 }

@@ -10,6 +10,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <string>
 
 #include "comm/buffer_pool.h"
@@ -21,7 +22,7 @@ class GatherBuffer {
  public:
   /// `numel` of the whole buffer, a multiple of `ranks`. `released_message` is what an access to released
   /// memory throws.
-  GatherBuffer(BufferPool& pool, at::ScalarType dtype, std::int64_t numel, int ranks, int rank,
+  GatherBuffer(std::shared_ptr<BufferPool> pool, at::ScalarType dtype, std::int64_t numel, int ranks, int rank,
                std::string released_message);
 
   /// Takes memory from the pool; the views still throw.
@@ -42,12 +43,14 @@ class GatherBuffer {
   at::Tensor view(std::int64_t offset, at::IntArrayRef sizes) const;
   bool published() const { return published_; }
   void set_released_message(std::string message);
+  /// Takes its memory from another pool from now on; not while it holds any.
+  void use_pool(std::shared_ptr<BufferPool> pool);
 
  private:
   void show(void* data);
   void hide();
 
-  BufferPool& pool_;
+  std::shared_ptr<BufferPool> pool_;
   at::ScalarType dtype_;
   std::int64_t numel_;
   int ranks_;

@@ -1,8 +1,8 @@
 // Gloo connections: the one door to c10d::ProcessGroupGloo.
 //
 // Only opened here; what goes over them is point_to_point.h. gloo.cpp alone includes
-// ProcessGroupGloo.hpp: Debian's Gloo headers declare some classes other than the library inside
-// libtorch has them, so nothing of Gloo's own may be touched (docs/communication.md).
+// ProcessGroupGloo.hpp: Debian's Gloo headers (libtorch brings none) are older than the Gloo inside
+// libtorch and lay out some classes differently, so nothing of Gloo's own may be called, only c10d's.
 #pragma once
 
 #include <chrono>

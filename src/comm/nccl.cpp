@@ -71,7 +71,7 @@ class NcclGroup : public Group {
 
   std::unique_ptr<Work> issue(Batch batch) override {
     channel_.poison->check();
-    check_batch(batch, size());
+    check_batch(batch, size(), at::kCUDA);
     Entry entry;
     describe(batch, next_sequence_, entry);
     log_->record(batch, next_sequence_++);

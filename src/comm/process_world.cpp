@@ -51,6 +51,8 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
   WatchOptions watch;
   watch.rank = rank_;
   watch.blocked_after = options.blocked_after;
+  // Who raises the timeout to look at a rank in a debugger is not to be cut off here.
+  watch.silent_after = std::max(watch.silent_after, options.timeout / 20);
   watch_ = std::make_unique<FailureWatch>(store_->second_connection(), state_->board, watch,
                                           watch_actions());
 }
@@ -137,7 +139,7 @@ void ProcessWorld::poison_here(const std::string& why, int epoch) {
 void ProcessWorld::poison(const std::string& why) {
   const std::string text = concat("rank ", rank_, ": ", why);
   const int epoch = epoch_;
-  poison_here(text, epoch);
+  poison_here(why, epoch);
   try {
     store_->set_if_absent(store_key::poison(epoch), text);
   } catch (const Error&) {

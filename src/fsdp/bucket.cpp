@@ -14,17 +14,18 @@ at::Tensor zeros(std::int64_t numel, DType dtype, at::Device device) {
 
 }  // namespace
 
-Bucket::Bucket(layout::BucketPlan plan, BucketGroups groups, int rank, comm::BufferPool& pool,
+Bucket::Bucket(layout::BucketPlan plan, BucketGroups groups, int rank,
+               std::shared_ptr<comm::BufferPool> pool,
                const std::string& released_message)
     : plan_(std::move(plan)),
       groups_(groups),
       rank_(rank),
-      pool_(pool),
-      unsharded_(pool, to_scalar_type(plan_.key.compute), plan_.numel, plan_.ranks, rank,
+      pool_(std::move(pool)),
+      unsharded_(pool_, to_scalar_type(plan_.key.compute), plan_.numel, plan_.ranks, rank,
                  released_message),
       arrived_(plan_.parameters.size(), 0) {
   const auto& key = plan_.key;
-  shard_ = zeros(plan_.slice_numel(), key.storage, pool.device());
+  shard_ = zeros(plan_.slice_numel(), key.storage, pool_->device());
   aliases_shard_ = plan_.ranks == 1 && key.storage == key.compute;
   if (aliases_shard_) unsharded_.alias(shard_);
   final_is_accumulator_ =
@@ -48,10 +49,10 @@ void Bucket::ensure_slots() {
   TESSERA_INVARIANT(!wire_.defined(), "a gradient arrived while its bucket's reduction is under way");
   const auto dtype = to_scalar_type(plan_.key.accumulate);
   if (groups_.reduce == nullptr) {
-    if (!accumulator_.defined()) accumulator_ = zeros(plan_.numel, plan_.key.accumulate, pool_.device());
+    if (!accumulator_.defined()) accumulator_ = zeros(plan_.numel, plan_.key.accumulate, pool_->device());
     slots_ = accumulator_;
   } else {
-    slots_ = pool_.take(plan_.numel, dtype);
+    slots_ = pool_->take(plan_.numel, dtype);
   }
 }
 
@@ -91,13 +92,13 @@ std::int64_t Bucket::begin_reduce(comm::Batch& batch) {
   if (plan_.key.reduce == plan_.key.accumulate) {
     wire_ = std::move(slots_);
   } else {
-    wire_ = pool_.take(plan_.numel, to_scalar_type(plan_.key.reduce));
+    wire_ = pool_->take(plan_.numel, to_scalar_type(plan_.key.reduce));
     wire_.copy_(slots_);
-    pool_.give_back(std::move(slots_));
+    pool_->give_back(std::move(slots_));
   }
   slots_ = at::Tensor();
   if (!accumulator_.defined()) {
-    accumulator_ = zeros(plan_.slice_numel(), plan_.key.accumulate, pool_.device());
+    accumulator_ = zeros(plan_.slice_numel(), plan_.key.accumulate, pool_->device());
   }
   batch.ops.emplace_back(comm::ReduceScatter{
       wire_, accumulator_, has_sum_ ? comm::Into::kAdd : comm::Into::kOverwrite});
@@ -106,7 +107,7 @@ std::int64_t Bucket::begin_reduce(comm::Batch& batch) {
 }
 
 void Bucket::finish_reduce() {
-  if (wire_.defined()) pool_.give_back(std::move(wire_));
+  if (wire_.defined()) pool_->give_back(std::move(wire_));
   wire_ = at::Tensor();
 }
 
@@ -123,7 +124,7 @@ void Bucket::reset_accumulator() { has_sum_ = false; }
 void Bucket::import_accumulator(std::size_t index, const at::Tensor& value) {
   const auto& placed = plan_.parameters[index];
   if (!accumulator_.defined()) {
-    accumulator_ = zeros(plan_.slice_numel(), plan_.key.accumulate, pool_.device());
+    accumulator_ = zeros(plan_.slice_numel(), plan_.key.accumulate, pool_->device());
   }
   if (!has_sum_) accumulator_.zero_();
   has_sum_ = true;
@@ -152,7 +153,7 @@ const at::Tensor& Bucket::finish_final() {
   TESSERA_INVARIANT(has_sum_, "a final gradient without a sum");
   if (final_is_accumulator_) return accumulator_;
   const auto& sum = groups_.replicas != nullptr ? replica_sum_ : accumulator_;
-  if (!final_.defined()) final_ = zeros(plan_.slice_numel(), plan_.key.final, pool_.device());
+  if (!final_.defined()) final_ = zeros(plan_.slice_numel(), plan_.key.final, pool_->device());
   const auto factor = plan_.key.reductions.divide_factor;
   if (plan_.key.final == plan_.key.accumulate) {
     at::div_out(final_, sum, at::scalar_tensor(factor, sum.options()));
@@ -166,11 +167,18 @@ const at::Tensor& Bucket::finish_final() {
 
 at::Tensor Bucket::finish_final_or_zeros() {
   if (has_sum_) return finish_final();
-  return zeros(plan_.slice_numel(), plan_.key.final, pool_.device());
+  return zeros(plan_.slice_numel(), plan_.key.final, pool_->device());
+}
+
+void Bucket::use_pool(const std::shared_ptr<comm::BufferPool>& pool) {
+  TESSERA_INVARIANT(!slots_.defined() || groups_.reduce == nullptr, "a bucket with gradients changed its pool");
+  TESSERA_INVARIANT(!wire_.defined(), "a bucket in flight changed its pool");
+  unsharded_.use_pool(pool);
+  pool_ = pool;
 }
 
 void Bucket::drop_gradients() {
-  if (slots_.defined() && groups_.reduce != nullptr) pool_.give_back(std::move(slots_));
+  if (slots_.defined() && groups_.reduce != nullptr) pool_->give_back(std::move(slots_));
   slots_ = at::Tensor();
   finish_reduce();
   std::fill(arrived_.begin(), arrived_.end(), std::uint8_t{0});

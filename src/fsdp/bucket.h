@@ -28,7 +28,7 @@ struct BucketGroups {
 
 class Bucket {
  public:
-  Bucket(layout::BucketPlan plan, BucketGroups groups, int rank, comm::BufferPool& pool,
+  Bucket(layout::BucketPlan plan, BucketGroups groups, int rank, std::shared_ptr<comm::BufferPool> pool,
          const std::string& released_message);
 
   const layout::BucketPlan& plan() const { return plan_; }
@@ -77,6 +77,9 @@ class Bucket {
   /// Whether finish_final() returns the accumulator itself.
   bool final_is_accumulator() const { return final_is_accumulator_; }
 
+  /// Its unit joined another runtime: memory comes from that one's pool. Nothing may be under way.
+  void use_pool(const std::shared_ptr<comm::BufferPool>& pool);
+
   void drop_gradients();  ///< after an exception: gives buffers back, forgets partial sums
 
  private:
@@ -85,7 +88,7 @@ class Bucket {
   layout::BucketPlan plan_;
   BucketGroups groups_;
   int rank_;
-  comm::BufferPool& pool_;
+  std::shared_ptr<comm::BufferPool> pool_;
   bool aliases_shard_ = false;
   bool final_is_accumulator_ = false;
   at::Tensor shard_;

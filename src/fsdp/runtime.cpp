@@ -20,7 +20,7 @@ Entry::~Entry() {
 }
 
 Runtime::Runtime(Mesh mesh, std::int64_t in_flight_bytes)
-    : mesh_(std::move(mesh)), pool_(at::kCPU), bytes_budget_(in_flight_bytes) {
+    : mesh_(std::move(mesh)), pool_(std::make_shared<comm::BufferPool>(at::kCPU)), bytes_budget_(in_flight_bytes) {
   auto& w = world();
   const auto shard = ranks_of(mesh_, {axis::kShard, axis::kContext});
   const auto replicas = ranks_of(mesh_, {axis::kReplicate});
@@ -45,7 +45,7 @@ Runtime::~Runtime() = default;
 layout::PlanOptions Runtime::plan_options() const {
   layout::PlanOptions options;
   options.ranks = gather_group_ ? gather_group_->size() : 1;
-  options.alignment_bytes = pool_.device().is_cuda() ? 256 : 64;
+  options.alignment_bytes = pool_->device().is_cuda() ? 256 : 64;
   return options;
 }
 

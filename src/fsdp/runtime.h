@@ -70,7 +70,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   const Mesh& mesh() const { return mesh_; }
   World& world() { return *mesh_.world(); }
   comm::IssueQueue& queue() { return world().queue(); }
-  comm::BufferPool& pool() { return pool_; }
+  const std::shared_ptr<comm::BufferPool>& pool() { return pool_; }
   grad::GradSink& sink() { return sink_; }
   const BucketGroups& groups() const { return groups_; }
   int shard_rank() const { return shard_rank_; }
@@ -134,7 +134,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void release_all();
 
   Mesh mesh_;
-  comm::BufferPool pool_;
+  std::shared_ptr<comm::BufferPool> pool_;
   grad::GradSink sink_;
   std::shared_ptr<comm::Group> gather_group_, reduce_group_, replica_group_, data_group_owner_, shard_control_;
   BucketGroups groups_;

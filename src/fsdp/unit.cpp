@@ -164,6 +164,7 @@ std::vector<std::unique_ptr<Parameter>> Unit::take_bucket(std::size_t index) {
 
 void Unit::join(const std::shared_ptr<Runtime>& runtime) {
   runtime_ = runtime;
+  for (auto& bucket : buckets_) bucket->use_pool(runtime->pool());
   add({});
 }
 

@@ -38,7 +38,12 @@ TextCorpus::TextCorpus(const fs::path& path) : name_(path.native()) { map(text_f
 TextCorpus::TextCorpus(const std::vector<fs::path>& files) {
   if (!files.empty()) name_ = files.front().native();
   if (files.size() > 1) name_ += concat(" and ", files.size() - 1, " more");
-  map(files);
+  std::vector<fs::path> all;
+  for (const fs::path& entry : files) {
+    const std::vector<fs::path> found = text_files(entry);
+    all.insert(all.end(), found.begin(), found.end());
+  }
+  map(all);
 }
 
 void TextCorpus::map(const std::vector<fs::path>& files) {

@@ -24,7 +24,7 @@ class TextCorpus final : public TokenSource {
   /// not entered). Errors: kIo; kFormat where there is no byte of text.
   explicit TextCorpus(const std::filesystem::path& path);
 
-  /// Several files in this order. Errors: the same.
+  /// Several of these, in this order. Errors: the same.
   explicit TextCorpus(const std::vector<std::filesystem::path>& files);
 
   std::int64_t num_tokens() const override { return ends_.back(); }

@@ -54,8 +54,9 @@ DecoderLayer::DecoderLayer(const ModelSpec& spec, std::shared_ptr<nn::Rope> rope
 }
 
 at::Tensor DecoderLayer::forward(const at::Tensor& x) {
-  const at::Tensor attended = x + self_attn_->forward(input_layernorm_->forward(x));
-  return attended + mlp_->forward(post_attention_layernorm_->forward(attended));
+  const at::Tensor attended = self_attn_->forward(input_layernorm_->forward(x));
+  const auto [sum, normed] = post_attention_layernorm_->add_forward(x, attended);
+  return sum + mlp_->forward(normed);
 }
 
 DecoderHead::DecoderHead(const ModelSpec& spec) {

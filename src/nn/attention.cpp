@@ -8,33 +8,37 @@
 #include <limits>
 #include <utility>
 
+#include "nn/cpu/dispatch.h"
+#include "nn/cpu/functions.h"
+
 namespace tessera::nn {
 
 at::Tensor causal_attention_composite(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                       double scale) {
   const std::int64_t rows = q.size(0);
-  const std::int64_t heads = q.size(1);
+  const std::int64_t groups = q.size(1);
   const std::int64_t positions = q.size(2);
-  const std::int64_t head_dim = q.size(3);
-  const std::int64_t groups = k.size(1);
-  // Query heads of one group stand together: [B, G, H/G, T, D] against [B, G, 1, T, D].
-  const at::Tensor grouped = q.view({rows, groups, heads / groups, positions, head_dim});
-  const at::Tensor values =
-      v.view({rows, positions, groups, 1, head_dim}).permute({0, 2, 3, 1, 4});
-  const at::Tensor scores = at::matmul(grouped, k.unsqueeze(2).transpose(3, 4)) * scale;
+  const std::int64_t repeat = q.size(3);
+  const std::int64_t head_dim = q.size(4);
+  const at::Tensor queries = q.reshape({rows, groups, positions * repeat, head_dim});
+  const at::Tensor values = v.reshape({rows, positions, groups, head_dim}).transpose(1, 2);
+  const at::Tensor scores = at::matmul(queries, k.squeeze(3).transpose(2, 3)) * scale;
   const at::Tensor position = at::arange(positions, q.device());
-  const at::Tensor later = position.unsqueeze(0) > position.unsqueeze(1);
+  const at::Tensor later = position.unsqueeze(0) > position.repeat_interleave(repeat).unsqueeze(1);
   const at::ScalarType inside = at::promote_types(q.scalar_type(), at::kFloat);
   const at::Tensor weights =
-      at::softmax(scores.to(inside).masked_fill(later, -std::numeric_limits<double>::infinity()), 4)
+      at::softmax(scores.to(inside).masked_fill(later, -std::numeric_limits<double>::infinity()), 3)
           .to(q.scalar_type());
-  const at::Tensor mixed = at::matmul(weights, values);  // [B, G, H/G, T, D]
-  return mixed.permute({0, 3, 1, 2, 4}).reshape({rows, positions, heads * head_dim});
+  return at::matmul(weights, values)
+      .reshape({rows, groups, positions, repeat * head_dim})
+      .transpose(1, 2)
+      .reshape({rows, positions, groups * repeat * head_dim});
 }
 
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             double scale) {
-  return causal_attention_composite(q, k, v, scale);
+  return cpu::has_kernels(q) ? cpu::causal_attention(q, k, v, scale)
+                             : causal_attention_composite(q, k, v, scale);
 }
 
 Attention::Attention(const AttentionOptions& options, std::shared_ptr<Rope> rope)
@@ -62,10 +66,10 @@ at::Tensor Attention::forward(const at::Tensor& x) {
     return norm ? HeadNorm{norm->weight, norm->eps()} : HeadNorm{};
   };
   const RopeTable table = rope_->table(x.size(1), x.scalar_type(), x.device());
-  const at::Tensor q =
-      rope_heads(q_proj_->forward(x), options_.heads, head_norm(q_norm_), table);
-  const at::Tensor k =
-      rope_heads(k_proj_->forward(x), options_.kv_heads, head_norm(k_norm_), table);
+  const HeadLayout queries{.heads = options_.heads, .repeat = options_.heads / options_.kv_heads};
+  const HeadLayout keys{.heads = options_.kv_heads};
+  const at::Tensor q = rope_heads(q_proj_->forward(x), queries, head_norm(q_norm_), table);
+  const at::Tensor k = rope_heads(k_proj_->forward(x), keys, head_norm(k_norm_), table);
   const at::Tensor v = v_proj_->forward(x);
   const double scale = 1.0 / std::sqrt(static_cast<double>(options_.head_dim));
   return o_proj_->forward(causal_attention(q, k, v, scale));

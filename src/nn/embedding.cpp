@@ -2,6 +2,8 @@
 
 #include <ATen/ops/embedding.h>
 
+#include "nn/cpu/dispatch.h"
+#include "nn/cpu/functions.h"
 #include "nn/parameter.h"
 
 namespace tessera::nn {
@@ -13,7 +15,8 @@ at::Tensor embedding_composite(const at::Tensor& ids, const at::Tensor& weight,
 
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight,
                      std::optional<std::int64_t> padding) {
-  return embedding_composite(ids, weight, padding);
+  return cpu::has_kernels(weight) ? cpu::embedding(ids, weight, padding)
+                                  : embedding_composite(ids, weight, padding);
 }
 
 Embedding::Embedding(std::int64_t vocabulary, std::int64_t size,

@@ -1,16 +1,62 @@
 #include "nn/linear.h"
 
-#include <ATen/ops/linear.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/mm.h>
+#include <c10/util/accumulate.h>
+#include <torch/csrc/autograd/custom_function.h>
 
+#include <vector>
+
+#include "nn/first_derivative.h"
 #include "nn/parameter.h"
 
 namespace tessera::nn {
 
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+/// One node a layer, plain products of 2-D views, nothing computed for what needs no gradient.
+struct LinearFunction : torch::autograd::Function<LinearFunction> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
+                            const at::Tensor& bias) {
+    const at::ScalarType compute = weight.scalar_type();
+    std::vector<std::int64_t> shape = input.sizes().vec();
+    const std::int64_t rows = c10::multiply_integers(shape.begin(), shape.end() - 1);
+    const at::Tensor x = input.reshape({rows, weight.size(1)}).to(compute);
+    const at::Tensor y = bias.defined() ? at::addmm(bias.to(compute), x, weight.t())
+                                        : at::mm(x, weight.t());
+    ctx->save_for_backward({x, weight});
+    ctx->saved_data["input_dtype"] = input.scalar_type();
+    ctx->saved_data["input_shape"] = input.sizes();
+    shape.back() = weight.size(0);
+    return y.to(input.scalar_type()).view(shape);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward();
+    const variable_list saved = ctx->get_saved_variables();
+    const at::Tensor& x = saved[0];
+    const at::Tensor& weight = saved[1];
+    const at::Tensor grad =
+        grads[0].reshape({x.size(0), weight.size(0)}).to(weight.scalar_type());
+    variable_list result(3);
+    if (ctx->needs_input_grad(0)) {
+      result[0] = at::mm(grad, weight)
+                      .to(ctx->saved_data["input_dtype"].toScalarType())
+                      .view(ctx->saved_data["input_shape"].toIntVector());
+    }
+    if (ctx->needs_input_grad(1)) result[1] = at::mm(grad.t(), x);
+    if (ctx->needs_input_grad(2)) result[2] = grad.sum(0);
+    return result;
+  }
+};
+
+}  // namespace
+
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
-  const at::ScalarType compute = weight.scalar_type();
-  const std::optional<at::Tensor> added =
-      bias.defined() ? std::optional(bias.to(compute)) : std::nullopt;
-  return at::linear(x.to(compute), weight, added).to(x.scalar_type());
+  return LinearFunction::apply(x, weight, bias);
 }
 
 Linear::Linear(std::int64_t in_features, std::int64_t out_features, Bias with_bias) {

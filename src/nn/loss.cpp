@@ -3,6 +3,8 @@
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/full_like.h>
 
+#include "nn/cpu/dispatch.h"
+#include "nn/cpu/functions.h"
 #include "tessera/error.h"
 
 namespace tessera::nn {
@@ -45,9 +47,10 @@ at::Tensor cross_entropy_sum_composite(const at::Tensor& logits, const at::Tenso
                                 kIgnoredLabel);
 }
 
-at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets, Logits /*use*/) {
+at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets, Logits use) {
   check_targets(logits, targets);
-  return cross_entropy_sum_composite(logits, targets);
+  return cpu::has_kernels(logits) ? cpu::cross_entropy_sum(logits, targets, use)
+                                  : cross_entropy_sum_composite(logits, targets);
 }
 
 }  // namespace tessera::nn

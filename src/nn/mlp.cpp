@@ -2,6 +2,9 @@
 
 #include <ATen/ops/silu.h>
 
+#include "nn/cpu/dispatch.h"
+#include "nn/cpu/functions.h"
+
 namespace tessera::nn {
 
 at::Tensor swiglu_composite(const at::Tensor& gate, const at::Tensor& up) {
@@ -9,7 +12,9 @@ at::Tensor swiglu_composite(const at::Tensor& gate, const at::Tensor& up) {
 }
 
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
-  return swiglu_composite(gate, up);
+  return cpu::has_kernels(gate) && up.scalar_type() == gate.scalar_type()
+             ? cpu::swiglu(gate, up)
+             : swiglu_composite(gate, up);
 }
 
 Mlp::Mlp(std::int64_t hidden_size, std::int64_t intermediate_size, Bias bias) {

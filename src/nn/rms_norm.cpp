@@ -2,6 +2,8 @@
 
 #include <ATen/ops/rsqrt.h>
 
+#include "nn/cpu/dispatch.h"
+#include "nn/cpu/functions.h"
 #include "nn/parameter.h"
 
 namespace tessera::nn {
@@ -14,7 +16,17 @@ at::Tensor rms_norm_composite(const at::Tensor& x, const at::Tensor& weight, dou
 }
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
-  return rms_norm_composite(x, weight, eps);
+  return cpu::has_kernels(x, weight) ? cpu::rms_norm(x, weight, eps)
+                                     : rms_norm_composite(x, weight, eps);
+}
+
+SumAndNorm add_rms_norm(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight,
+                        double eps) {
+  if (cpu::has_kernels(x, weight) && residual.scalar_type() == x.scalar_type()) {
+    return cpu::add_rms_norm(x, residual, weight, eps);
+  }
+  const at::Tensor sum = (x + residual).to(x.scalar_type());
+  return {sum, rms_norm_composite(sum, weight, eps)};
 }
 
 RmsNorm::RmsNorm(std::int64_t size, double eps) : eps_(eps) {
@@ -22,5 +34,9 @@ RmsNorm::RmsNorm(std::int64_t size, double eps) : eps_(eps) {
 }
 
 at::Tensor RmsNorm::forward(const at::Tensor& x) { return rms_norm(x, weight, eps_); }
+
+SumAndNorm RmsNorm::add_forward(const at::Tensor& x, const at::Tensor& residual) {
+  return add_rms_norm(x, residual, weight, eps_);
+}
 
 }  // namespace tessera::nn

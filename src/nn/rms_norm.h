@@ -1,8 +1,7 @@
-// RMSNorm as Hugging Face's models compute it: the norm in fp32, rounded to the input's dtype, times the
-// weight, returned in the input's dtype.
+// RMSNorm as Hugging Face's models compute it, returned in the input's dtype whatever the weight's.
 //
-// A weight that is wider than the input (fp32 norms beside bf16 activations) multiplies in its own dtype
-// before the one cast back. Next: rope.h.
+// The composite form rounds the normed value to the input's dtype before it multiplies by the weight, as
+// theirs does; the CPU kernel stays in fp32 and rounds once. Next: rope.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,13 +14,23 @@ namespace tessera::nn {
 /// x [..., K], weight [K] -> [..., K] in x's dtype.
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
 
-/// The same out of ATen operations: any device and floating dtype; what the CPU kernel is tested with.
+struct SumAndNorm {
+  at::Tensor sum;
+  at::Tensor normed;
+};
+
+/// x + residual in x's dtype, and its norm: the end of one block and the beginning of the next.
+SumAndNorm add_rms_norm(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight,
+                        double eps);
+
+/// The first out of ATen operations: any device and floating dtype; what the CPU kernel is tested with.
 at::Tensor rms_norm_composite(const at::Tensor& x, const at::Tensor& weight, double eps);
 
 class RmsNorm : public torch::nn::Module {
  public:
   RmsNorm(std::int64_t size, double eps);
   at::Tensor forward(const at::Tensor& x);
+  SumAndNorm add_forward(const at::Tensor& x, const at::Tensor& residual);
   double eps() const { return eps_; }
 
   at::Tensor weight;  ///< [size]

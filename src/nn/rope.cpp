@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <numbers>
 
+#include "nn/cpu/dispatch.h"
+#include "nn/cpu/functions.h"
 #include "nn/rms_norm.h"
 
 namespace tessera::nn {
@@ -42,21 +44,24 @@ RopeTable Rope::table(std::int64_t positions, at::ScalarType dtype, at::Device d
   return {kept.cos.narrow(0, 0, positions), kept.sin.narrow(0, 0, positions)};
 }
 
-at::Tensor rope_heads_composite(const at::Tensor& x, std::int64_t heads, const HeadNorm& norm,
+at::Tensor rope_heads_composite(const at::Tensor& x, const HeadLayout& layout, const HeadNorm& norm,
                                 const RopeTable& table) {
-  const std::int64_t head_dim = x.size(2) / heads;
-  at::Tensor split = x.view({x.size(0), x.size(1), heads, head_dim});
+  const std::int64_t head_dim = x.size(2) / layout.heads;
+  at::Tensor split = x.reshape(
+      {x.size(0), x.size(1), layout.heads / layout.repeat, layout.repeat, head_dim});
   if (norm.weight.defined()) split = rms_norm_composite(split, norm.weight, norm.eps);
-  const at::Tensor turned = split.transpose(1, 2);
-  const at::Tensor first = turned.narrow(3, 0, head_dim / 2);
-  const at::Tensor second = turned.narrow(3, head_dim / 2, head_dim / 2);
-  return at::cat({first * table.cos - second * table.sin, second * table.cos + first * table.sin},
-                 /*dim=*/3);
+  const at::Tensor turned = split.transpose(1, 2);  // [B, G, T, R, D]
+  const at::Tensor first = turned.narrow(4, 0, head_dim / 2);
+  const at::Tensor second = turned.narrow(4, head_dim / 2, head_dim / 2);
+  const at::Tensor cos = table.cos.unsqueeze(1);
+  const at::Tensor sin = table.sin.unsqueeze(1);
+  return at::cat({first * cos - second * sin, second * cos + first * sin}, /*dim=*/4);
 }
 
-at::Tensor rope_heads(const at::Tensor& x, std::int64_t heads, const HeadNorm& norm,
+at::Tensor rope_heads(const at::Tensor& x, const HeadLayout& layout, const HeadNorm& norm,
                       const RopeTable& table) {
-  return rope_heads_composite(x, heads, norm, table);
+  return cpu::has_kernels(x, norm.weight) ? cpu::rope_heads(x, layout, norm, table)
+                                          : rope_heads_composite(x, layout, norm, table);
 }
 
 }  // namespace tessera::nn

@@ -55,12 +55,19 @@ struct HeadNorm {
   double eps = 0.0;
 };
 
-/// x [B, T, H*D] -> norm of each head if asked, then rotated: [B, H, T, D] contiguous, in x's dtype.
-at::Tensor rope_heads(const at::Tensor& x, std::int64_t heads, const HeadNorm& norm,
+/// H heads, of which R in a row share a key and value head (R = 1 for keys themselves).
+struct HeadLayout {
+  std::int64_t heads = 0;
+  std::int64_t repeat = 1;
+};
+
+/// x [B, T, H*D] -> norm of each head if asked, then rotated, in x's dtype: [B, H/R, T, R, D] contiguous,
+/// so that all rows that meet one key head lie together, ordered by position.
+at::Tensor rope_heads(const at::Tensor& x, const HeadLayout& layout, const HeadNorm& norm,
                       const RopeTable& table);
 
 /// The same out of ATen operations.
-at::Tensor rope_heads_composite(const at::Tensor& x, std::int64_t heads, const HeadNorm& norm,
+at::Tensor rope_heads_composite(const at::Tensor& x, const HeadLayout& layout, const HeadNorm& norm,
                                 const RopeTable& table);
 
 }  // namespace tessera::nn

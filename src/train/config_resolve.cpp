@@ -28,8 +28,8 @@ void check_built(const Config& config) {
   TESSERA_CHECK(!config.checkpoint.enable, ErrorKind::kConfig,
                 "checkpoint.enable: found true, expected false; writing checkpoints is not yet built");
   TESSERA_CHECK(!config.metrics.enable_tensorboard, ErrorKind::kConfig,
-                "metrics.enable_tensorboard: found true, expected false; TensorBoard files are not "
-                "built yet");
+                "metrics.enable_tensorboard: found true, expected false; TensorBoard files are not yet "
+                "built");
 }
 
 void check_model(const ModelConfig& model) {

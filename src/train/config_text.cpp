@@ -206,7 +206,8 @@ std::string config_help() {
     }
     out += concat("  ", key.full_name(), "  ", key.type);
     if (!key.unit.empty()) out += concat(" (", key.unit, ")");
-    out += concat(", default ", key.default_text, "\n");
+    const bool required = key.default_text.starts_with("required");
+    out += concat(required ? ", " : ", default ", key.default_text, "\n");
     append_wrapped(out, key.help, 6);
   }
   return out;

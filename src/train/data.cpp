@@ -7,6 +7,7 @@
 
 #include "io/text_corpus.h"
 #include "io/token_file.h"
+#include "nn/loss.h"
 #include "tessera/error.h"
 #include "train/data_replay.h"
 
@@ -37,7 +38,7 @@ class TokenBatches final : public BatchSource {
       if (mask.empty()) continue;
       tokens_->copy_mask(begin, mask);
       for (std::size_t t = 1; t < mask.size(); ++t) {
-        if (mask[t] == 0) targets[t - 1] = kIgnoredLabel;
+        if (mask[t] == 0) targets[t - 1] = nn::kIgnoredLabel;
       }
     }
     return batch;
@@ -107,7 +108,7 @@ std::unique_ptr<BatchSource> open_replay(const BatchRequest& request) {
 
 }  // namespace
 
-std::int64_t MicroBatch::kept_labels() const { return targets.ne(kIgnoredLabel).sum().item<std::int64_t>(); }
+std::int64_t MicroBatch::kept_labels() const { return nn::count_kept(targets); }
 
 std::unique_ptr<BatchSource> open_batches(const BatchRequest& request) {
   switch (data_kind(request.path, request.key)) {

@@ -17,11 +17,8 @@
 
 namespace tessera::train {
 
-/// Label of a position that is not learned from.
-inline constexpr std::int64_t kIgnoredLabel = -100;
-
 /// Rows of one micro-batch. Shapes: both [b, T] int64, contiguous, b may be 0.
-/// targets[:, t] is what position t is to predict (already shifted), -100 = nothing.
+/// targets[:, t] is what position t is to predict (already shifted), -100 = nothing (nn/loss.h).
 struct MicroBatch {
   at::Tensor input_ids;
   at::Tensor targets;

@@ -1,11 +1,11 @@
 #include "train/data_replay.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 
 #include <cstring>
 
 #include "base/printable.h"
+#include "nn/loss.h"
 #include "tessera/error.h"
 
 namespace tessera::train {
@@ -85,11 +85,11 @@ void ReplayedBatches::check_values(const Vocabulary& vocabulary) const {
                       shown(file_.path()), ": found the token id ", id[t], " in ", input_name_,
                       " (row ", row, ", column ", t, "), expected 0 to ", vocabulary.size - 1,
                       ", the model's vocabulary");
-        TESSERA_CHECK(label[t] == kIgnoredLabel || (label[t] >= 0 && label[t] < vocabulary.size),
+        TESSERA_CHECK(label[t] == nn::kIgnoredLabel || (label[t] >= 0 && label[t] < vocabulary.size),
                       ErrorKind::kFormat, shown(file_.path()), ": found the label ", label[t],
                       " in ", label_name_, " (row ", row, ", column ", t, "), expected -100 or 0 to ",
                       vocabulary.size - 1);
-        if (t > 0 && label[t] != kIgnoredLabel) ++kept;  // column 0 is predicted by nothing
+        if (t > 0 && label[t] != nn::kIgnoredLabel) ++kept;  // column 0 is predicted by nothing
       }
     }
     TESSERA_CHECK(kept > 0, ErrorKind::kFormat, shown(file_.path()), ": found no kept label in ",
@@ -103,9 +103,7 @@ MicroBatch ReplayedBatches::load(std::int64_t step, RowRange rows) const {
   const std::int64_t index = (step - 1) % steps_;
   MicroBatch batch;
   batch.input_ids = read(find(input_name_), index, rows);
-  batch.targets = at::full({rows.size(), columns_}, kIgnoredLabel, at::kLong);
-  const at::Tensor labels = read(find(label_name_), index, rows);
-  batch.targets.narrow(1, 0, columns_ - 1).copy_(labels.narrow(1, 1, columns_ - 1));
+  batch.targets = nn::next_token_targets(read(find(label_name_), index, rows));
   return batch;
 }
 

@@ -113,7 +113,7 @@ TEST(Program, HelpAndVersionGoToStdout) {
   const testing::TemporaryFolder folder;
   const Outcome help = run_program(folder, {"--help"});
   EXPECT_EQ(help.code, 0);
-  EXPECT_THAT(help.out, HasSubstr("training.seq_len  integer (tokens), default required"));
+  EXPECT_THAT(help.out, HasSubstr("training.seq_len  integer (tokens), required"));
   EXPECT_EQ(help.err, "");
   const Outcome version = run_program(folder, {"--version"});
   EXPECT_EQ(version.code, 0);

@@ -98,8 +98,8 @@ struct CrossEntropy {
 template <class T>
 struct EmbeddingBackward {
   const T* grad;          ///< [tokens, K]
-  const long* tokens;     ///< by place in `order`
-  const long* order;      ///< positions, ascending within a token
+  const long* tokens;     ///< by place in `order`, then one -1
+  const long* order;      ///< positions in `grad`, ascending within a token
   T* grad_weight;         ///< [V, K], zeroed
   long columns;
 };

@@ -294,7 +294,6 @@ void embedding_backward(const EmbeddingBackward<T>& job, long begin, long end) {
   while (place < end && place > 0 && job.tokens[place] == job.tokens[place - 1]) ++place;
   while (place < end) {
     const long token = job.tokens[place];
-    if (token < 0) return;  // sorted to the end: no gradient
     long after = place + 1;
     while (job.tokens[after] == token) ++after;
     for_lanes(job.columns, [&](long i, long count) {

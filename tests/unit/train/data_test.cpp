@@ -111,6 +111,18 @@ TEST(TokenBatches, ReadsTextAsBytes) {
   EXPECT_EQ(values(batch.targets), (Ids{'b', 'c', 'd', 256}));
 }
 
+TEST(TokenBatches, ReadsAListOfFilesAndFoldersInItsOrder) {
+  const testing::TemporaryFolder folder;
+  folder.write("books/b.txt", "b");
+  folder.write("books/a.txt", "a");
+  folder.write("books/notes.md", "x");
+  BatchRequest request = request_for(folder.write("z.txt", "z"));
+  request.path.push_back((folder / "books").string());
+  request.training.seq_len = 5;
+  EXPECT_EQ(values(open_batches(request)->load(1, {0, 1}).input_ids),
+            (Ids{'z', 256, 'a', 256, 'b'}));
+}
+
 TEST(TokenBatches, RefusesTextForAModelWithATokenizer) {
   const testing::TemporaryFolder folder;
   BatchRequest request = request_for(folder.write("a.txt", "abcd"));

@@ -1,0 +1,35 @@
+#include "nn/cpu/parallel.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/TensorIterator.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+namespace tessera::nn::cpu {
+
+void for_ranges(std::int64_t size, std::int64_t grain,
+                c10::function_ref<void(std::int64_t, std::int64_t)> body) {
+  if (size <= 0) return;
+  if (size <= grain || at::get_num_threads() == 1 || at::in_parallel_region()) {
+    body(0, size);
+    return;
+  }
+  // One byte a part; the address that the iterator hands out says which part it is.
+  const std::int64_t parts = (size + grain - 1) / grain;
+  at::Tensor bytes = at::empty({parts}, at::kByte);
+  const char* first = static_cast<const char*>(bytes.const_data_ptr());
+  auto iterator = at::TensorIteratorConfig()
+                      .set_check_mem_overlap(false)
+                      .resize_outputs(false)
+                      .add_output(bytes)
+                      .build();
+  iterator.for_each(
+      [&](char** data, const std::int64_t* /*strides*/, std::int64_t count) {
+        const std::int64_t part = data[0] - first;
+        body(part * grain, std::min(size, (part + count) * grain));
+      },
+      /*grain_size=*/1);
+}
+
+}  // namespace tessera::nn::cpu

@@ -1,0 +1,108 @@
+#include "comm/failure_watch.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <future>
+
+#include "rank_pools.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+using std::chrono::milliseconds;
+using testing::HasSubstr;
+
+/// A watch of rank 0 over a store in memory; what it does first is what the test waits for.
+class Watched : public testing::Test {
+ protected:
+  struct Blocked0 : Blocked {
+    void abort() override {}
+  };
+
+  void start() {
+    const auto act = [this](const char* what) {
+      return [this, what](const std::string& why) {
+        if (!acted_.exchange(true)) action_.set_value(concat(what, ": ", why));
+      };
+    };
+    FailureWatch::Actions actions;
+    actions.failed = act("failed");
+    actions.lost = act("lost");
+    actions.disagree = act("disagree");
+    actions.poisoned = [act](const std::string& why, int epoch) {
+      act("poisoned")(concat(why, " in epoch ", epoch));
+    };
+    watch_ = std::make_unique<FailureWatch>(
+        store_, board_, WatchOptions{0, milliseconds(2), milliseconds(4), milliseconds(30)},
+        actions);
+  }
+  std::string first_action() { return action_.get_future().get(); }
+
+  std::shared_ptr<Store> store_ = Store::in_memory();
+  std::shared_ptr<WaitBoard> board_ = std::make_shared<WaitBoard>();
+  std::promise<std::string> action_;
+  std::atomic<bool> acted_{false};
+  Blocked0 blocked_;
+  std::unique_ptr<FailureWatch> watch_;
+};
+
+TEST_F(Watched, FailureKeyIsSeen) {
+  start();
+  EXPECT_EQ(store_->set_if_absent(store_key::kFailure, "rank 3: no memory"), "rank 3: no memory");
+  EXPECT_EQ(store_->set_if_absent(store_key::kFailure, "rank 0: too late"), "rank 3: no memory");
+  EXPECT_EQ(first_action(), "failed: rank 3: no memory");
+}
+
+TEST_F(Watched, PoisonOfItsEpochIsSeen) {
+  store_->set(store_key::poison(0), "old");
+  start();
+  EXPECT_EQ(first_action(), "poisoned: old in epoch 0");
+}
+
+TEST_F(Watched, SilentPeerIsLostOnlyWhileSomethingWaits) {
+  const auto log = std::make_shared<IssueLog>("g", std::vector<int>{0, 2});
+  board_->add(log);
+  start();
+  const OnBoard waiting(*board_, blocked_);
+  EXPECT_THAT(first_action(), HasSubstr("lost: rank 2 has given no sign of life for 0.03 s"));
+}
+
+TEST_F(Watched, DifferentEntriesOfAPeerAreNamed) {
+  const auto mine = std::make_shared<IssueLog>("g", std::vector<int>{0, 1});
+  board_->add(mine);
+  mine->record(batch_of(AllGather{at::zeros({4})}, "mine", 1), 5);
+  IssueLog theirs("g", {0, 1});
+  theirs.record(batch_of(AllGather{at::zeros({4})}, "theirs", 1), 5);
+  store_->set("issued/0/1", theirs.lines());
+  start();
+  const OnBoard waiting(*board_, blocked_);
+  EXPECT_EQ(
+      first_action(),
+      "disagree: ranks disagree: rank 0 issues all_gather of mine (#5, unit 1, micro-batch 0: 16 "
+      "B Float) but rank 1 issues all_gather of theirs (#5, unit 1, micro-batch 0: 16 B Float) "
+      "(group g)");
+}
+
+TEST(Store, MeetingNamesWhoDidNotCome) {
+  const auto store = Store::in_memory();
+  const Poison poison;
+  try {
+    store->meet("hello", 1, {0, 1, 2}, milliseconds(10), poison);
+    FAIL();
+  } catch (const PeerLost& error) {
+    EXPECT_STREQ(error.what(), "hello: rank 0, 2 of 3 did not come within 0.01 s");
+  }
+  store->meet("alone", 0, {0}, milliseconds(10), poison);
+}
+
+TEST(Store, PoisonEndsAMeeting) {
+  Poison poison;
+  poison.mark("enough");
+  EXPECT_THROW(Store::in_memory()->meet("hello", 0, {0, 1}, std::chrono::hours(1), poison),
+               PeerLost);
+}
+
+}  // namespace
+}  // namespace tessera::comm
