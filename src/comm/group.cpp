@@ -1,5 +1,6 @@
 #include "comm/group.h"
 
+#include <ATen/record_function.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
@@ -43,6 +44,7 @@ void all_reduce(Group& group, at::Tensor data, const std::string& what) {
   batch.label.kind = Kind::kAllReduce;
   batch.label.unit = what;
   batch.ops.emplace_back(AllReduce{std::move(data)});
+  RECORD_USER_SCOPE("tessera::wait");
   group.issue(std::move(batch))->wait();
 }
 
@@ -60,6 +62,7 @@ void all_gather(Group& group, at::Tensor buffer, const std::string& what) {
 
 std::vector<std::string> all_gather_bytes(Group& group, const std::string& mine,
                                           const std::string& what) {
+  RECORD_USER_SCOPE("tessera::wait");
   const auto ranks = static_cast<std::size_t>(group.size());
   const auto self = static_cast<std::size_t>(group.rank());
   auto lengths = at::zeros({group.size()}, at::kLong);

@@ -1,5 +1,7 @@
 #include "comm/queue.h"
 
+#include <ATen/record_function.h>
+
 #include <c10/core/GradMode.h>
 
 #include <atomic>
@@ -33,6 +35,7 @@ struct Pending::State {
 
 void Pending::wait() {
   if (!state_) return;
+  RECORD_USER_SCOPE("tessera::wait");
   state_->out.wait(false, std::memory_order_acquire);
   if (state_->failure) std::rethrow_exception(state_->failure);
   if (!state_->work) return;

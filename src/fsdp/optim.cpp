@@ -1,6 +1,7 @@
 #include "tessera/optim.h"
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
 
@@ -106,6 +107,7 @@ Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std:
 }
 
 void Optimizer::step() {
+  RECORD_USER_SCOPE("tessera::optimizer");
   const at::NoGradGuard no_grad;
   model_.unit()->runtime().require_idle("optimizer step");
   std::vector<Item*> items;

@@ -1,6 +1,7 @@
 // ConfigReader: the keys of one JSON object, each taken at most once, with what is left over known.
 //
-// It knows types and ranges, not models. Private to model_spec.cpp and its tests. Next: model_spec.cpp.
+// It knows types and ranges, not models. Private to model_spec.cpp and its tests. Next:
+// model_spec.cpp.
 #pragma once
 
 #include <cstdint>

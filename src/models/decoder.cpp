@@ -16,9 +16,9 @@ nn::RopeOptions rope_options(const ModelSpec& spec) {
   options.head_dim = spec.head_dim;
   options.theta = spec.rope.theta;
   if (spec.rope.type == RopeType::kLlama3) {
-    options.llama3 = nn::Llama3Scaling{spec.rope.factor, spec.rope.low_freq_factor,
-                                       spec.rope.high_freq_factor,
-                                       spec.rope.original_max_position_embeddings};
+    options.llama3 =
+        nn::Llama3Scaling{spec.rope.factor, spec.rope.low_freq_factor, spec.rope.high_freq_factor,
+                          spec.rope.original_max_position_embeddings};
   }
   return options;
 }
@@ -42,9 +42,9 @@ class Prefix : public torch::nn::Module {};
 DecoderLayer::DecoderLayer(const ModelSpec& spec, std::shared_ptr<nn::Rope> rope) {
   self_attn_ = register_module(
       "self_attn", std::make_shared<nn::Attention>(attention_options(spec), std::move(rope)));
-  mlp_ = register_module(
-      "mlp", std::make_shared<nn::Mlp>(spec.hidden_size, spec.intermediate_size,
-                                       spec.mlp_bias ? nn::Bias::kYes : nn::Bias::kNo));
+  mlp_ = register_module("mlp",
+                         std::make_shared<nn::Mlp>(spec.hidden_size, spec.intermediate_size,
+                                                   spec.mlp_bias ? nn::Bias::kYes : nn::Bias::kNo));
   const auto norm = [&](const char* name) {
     return register_module(name,
                            std::make_shared<nn::RmsNorm>(spec.hidden_size, spec.rms_norm_eps));
@@ -60,16 +60,16 @@ at::Tensor DecoderLayer::forward(const at::Tensor& x) {
 }
 
 DecoderHead::DecoderHead(const ModelSpec& spec) {
-  norm_ = register_module("norm",
-                          std::make_shared<nn::RmsNorm>(spec.hidden_size, spec.rms_norm_eps));
+  norm_ =
+      register_module("norm", std::make_shared<nn::RmsNorm>(spec.hidden_size, spec.rms_norm_eps));
   lm_head_ =
       register_module("lm_head", std::make_shared<nn::Linear>(spec.hidden_size, spec.vocab_size));
 }
 
-at::Tensor DecoderHead::forward(const at::Tensor& x, const std::optional<at::Tensor>& labels) {
+at::Tensor DecoderHead::forward(const at::Tensor& x, const std::optional<at::Tensor>& targets) {
   const at::Tensor logits = lm_head_->forward(norm_->forward(x));
-  if (!labels) return logits;
-  return nn::cross_entropy_sum(logits, *labels, nn::Logits::kConsume);
+  if (!targets) return logits;
+  return nn::cross_entropy_sum(logits, *targets, nn::Logits::kConsume);
 }
 
 Decoder::Decoder(const ModelSpec& spec) : spec_(spec) {
@@ -81,8 +81,8 @@ Decoder::Decoder(const ModelSpec& spec) : spec_(spec) {
   auto layers = model->register_module("layers", std::make_shared<Prefix>());
   const auto rope = std::make_shared<nn::Rope>(rope_options(spec));
   for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
-    layers_.emplace_back(layers->register_module(std::to_string(i),
-                                                 std::make_shared<DecoderLayer>(spec, rope)));
+    layers_.emplace_back(
+        layers->register_module(std::to_string(i), std::make_shared<DecoderLayer>(spec, rope)));
   }
   // The head is a unit, not a name: its parts are registered where Hugging Face has them.
   const auto head = std::make_shared<DecoderHead>(spec);
@@ -92,10 +92,10 @@ Decoder::Decoder(const ModelSpec& spec) : spec_(spec) {
   head_.emplace(head);
 }
 
-at::Tensor Decoder::forward(const at::Tensor& input_ids, const std::optional<at::Tensor>& labels) {
+at::Tensor Decoder::forward(const at::Tensor& input_ids, const std::optional<at::Tensor>& targets) {
   at::Tensor x = (*embedding_)(input_ids);
   for (auto& layer : layers_) x = layer(x);
-  return (*head_)(x, labels);
+  return (*head_)(x, targets);
 }
 
 std::string parameter_name(const std::string& unit, const std::string& path) {

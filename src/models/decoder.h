@@ -1,9 +1,9 @@
 // The decoder-only language model of all dense families: embedding, equal layers, norm and head.
 //
 // Its parameters carry Hugging Face's names (a test compares them with parameter_table). Embedding,
-// layers and head are reached through fsdp::Slot, so that each can become a sharding unit; the head unit
-// is norm, output projection and loss together, a grouping that the names do not show. Short symbols:
-// B rows, T positions, V vocabulary. Next: fsdp/slot.h, nn/attention.h.
+// layers and head are reached through fsdp::Slot, so that each can become a sharding unit; the head
+// unit is norm, output projection and loss together, a grouping that the names do not show. Short
+// symbols: B rows, T positions, V vocabulary. Next: fsdp/slot.h, nn/attention.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,8 +39,9 @@ class DecoderLayer : public torch::nn::Module {
 class DecoderHead : public torch::nn::Module {
  public:
   explicit DecoderHead(const ModelSpec& spec);
-  /// x [B, T, hidden], labels [B, T] i64 -> logits [B, T, V], or with labels the sum of losses, [] fp32.
-  at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& labels);
+  /// x [B, T, hidden], targets [B, T] i64 -> logits [B, T, V], or with targets the sum of losses,
+  /// [] fp32.
+  at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& targets);
 
   const std::shared_ptr<nn::RmsNorm>& norm() const { return norm_; }
   const std::shared_ptr<nn::Linear>& lm_head() const { return lm_head_; }
@@ -54,12 +55,12 @@ class Decoder : public torch::nn::Module {
  public:
   explicit Decoder(const ModelSpec& spec);
 
-  /// input_ids, labels [B, T] i64 -> logits [B, T, V] in the head's input dtype, or with labels the sum
-  /// of the token losses (nn/loss.h), [] fp32, without a wider copy of the logits.
-  at::Tensor forward(const at::Tensor& input_ids, const std::optional<at::Tensor>& labels);
+  /// input_ids, targets [B, T] i64 -> logits [B, T, V] in the head's input dtype, or with targets
+  /// the sum of the token losses (nn/loss.h), [] fp32, without a wider copy of the logits.
+  at::Tensor forward(const at::Tensor& input_ids, const std::optional<at::Tensor>& targets);
   at::Tensor logits(const at::Tensor& input_ids) { return forward(input_ids, std::nullopt); }
-  at::Tensor loss_sum(const at::Tensor& input_ids, const at::Tensor& labels) {
-    return forward(input_ids, labels);
+  at::Tensor loss_sum(const at::Tensor& input_ids, const at::Tensor& targets) {
+    return forward(input_ids, targets);
   }
 
   const ModelSpec& spec() const { return spec_; }

@@ -1,7 +1,8 @@
-// The registry of model families: what differs between them, one file a family (qwen3.cpp, llama.cpp).
+// The registry of model families: what differs between them, one file a family (qwen3.cpp,
+// llama.cpp).
 //
-// All families here are decoder-only models of the same block; the forward is decoder.h's. A new family
-// adds a file with one FamilyTraits and a line in family.cpp. Next: model_spec.h.
+// All families here are decoder-only models of the same block; the forward is decoder.h's. A new
+// family adds a file with one FamilyTraits and a line in family.cpp. Next: model_spec.h.
 #pragma once
 
 #include <optional>

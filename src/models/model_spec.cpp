@@ -43,20 +43,20 @@ void expect_unsupported_off(ConfigReader& keys, Purpose purpose) {
 
 /// Keys that describe files, generation or the caller's wishes.
 void ignore_harmless(ConfigReader& keys) {
-  keys.ignore({"_name_or_path", "transformers_version", "use_cache", "auto_map", "torchscript",
-               "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
-               "output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate",
-               "output_scores", "use_bfloat16", "tf_legacy_loss", "id2label", "label2id",
-               "num_labels", "problem_type", "task_specific_params", "finetuning_task", "prefix",
-               "tokenizer_class", "decoder_start_token_id", "forced_bos_token_id",
-               "forced_eos_token_id", "sep_token_id", "max_length", "min_length", "do_sample",
-               "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature",
-               "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
-               "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
-               "num_return_sequences", "remove_invalid_values", "exponential_decay_length_penalty",
-               "suppress_tokens", "begin_suppress_tokens",
-               // Only read where use_sliding_window is true, which is refused.
-               "sliding_window", "max_window_layers"});
+  keys.ignore(
+      {"_name_or_path", "transformers_version", "use_cache", "auto_map", "torchscript",
+       "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
+       "output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate",
+       "output_scores", "use_bfloat16", "tf_legacy_loss", "id2label", "label2id", "num_labels",
+       "problem_type", "task_specific_params", "finetuning_task", "prefix", "tokenizer_class",
+       "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "sep_token_id",
+       "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
+       "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
+       "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
+       "num_return_sequences", "remove_invalid_values", "exponential_decay_length_penalty",
+       "suppress_tokens", "begin_suppress_tokens",
+       // Only read where use_sliding_window is true, which is refused.
+       "sliding_window", "max_window_layers"});
 }
 
 std::int64_t required(ConfigReader& keys, std::string_view key, IntRange range) {
@@ -68,14 +68,16 @@ std::int64_t required(ConfigReader& keys, std::string_view key, IntRange range) 
 RopeType rope_type(ConfigReader& keys, const std::string& path) {
   const auto type = keys.word("type");
   const auto name = keys.word("rope_type");
-  if (type && name && *type != *name) keys.refuse("type", concat("the same as ", path, "rope_type"));
+  if (type && name && *type != *name)
+    keys.refuse("type", concat("the same as ", path, "rope_type"));
   const std::string word = name ? *name : type.value_or("default");
   if (word == "default") return RopeType::kDefault;
   if (word == "llama3") return RopeType::kLlama3;
   keys.refuse(name ? "rope_type" : "type", "\"default\" or \"llama3\"");
 }
 
-/// One of the two records that describe rope: rope_parameters (with theta) or rope_scaling (without).
+/// One of the two records that describe rope: rope_parameters (with theta) or rope_scaling
+/// (without).
 void read_rope_record(const nlohmann::json& record, const std::string& path, RopeSpec& rope,
                       std::vector<std::string>& unknown) {
   ConfigReader keys(record, path);
@@ -150,8 +152,9 @@ void read_heads(ConfigReader& keys, const FamilyTraits& family, ModelSpec& spec)
   spec.num_attention_heads = required(keys, "num_attention_heads", kSize);
   const bool null_heads =
       keys.contains("num_key_value_heads") && keys.take("num_key_value_heads") == nullptr;
-  const auto absent = null_heads ? spec.num_attention_heads
-                                 : family.default_num_key_value_heads.value_or(spec.num_attention_heads);
+  const auto absent = null_heads
+                          ? spec.num_attention_heads
+                          : family.default_num_key_value_heads.value_or(spec.num_attention_heads);
   spec.num_key_value_heads = keys.integer("num_key_value_heads", kSize).value_or(absent);
   TESSERA_CHECK(spec.num_attention_heads % spec.num_key_value_heads == 0, ErrorKind::kConfig,
                 "config.json num_key_value_heads: found ", spec.num_key_value_heads,
@@ -179,8 +182,8 @@ void check_layer_types(ConfigReader& keys, std::int64_t layers) {
     keys.refuse("layer_types", expected);
   }
   for (const nlohmann::json& type : *types) {
-    TESSERA_CHECK(type == "full_attention", ErrorKind::kConfig,
-                  "config.json layer_types: found ", shown(type), ", expected ", expected);
+    TESSERA_CHECK(type == "full_attention", ErrorKind::kConfig, "config.json layer_types: found ",
+                  shown(type), ", expected ", expected);
   }
 }
 

@@ -1,9 +1,10 @@
 // ModelSpec: what a config.json says about the mathematics of a language model, as a value.
 //
-// Every key of the file is used, on a list of harmless ones, or refused with its value, so that a model
-// is never trained as something else than it is. Both spellings are read: rope_parameters or rope_theta
-// + rope_scaling, dtype or torch_dtype. No torch here, nothing about ranks or dtypes of the computation.
-// Next: parameter_table.h.
+// Every key of the file is used, on a list of harmless ones, or refused with its value, so that a
+// model is never trained as something else than it is. Both spellings are read: rope_parameters or
+// rope_theta
+// + rope_scaling, dtype or torch_dtype. No torch here, nothing about ranks or dtypes of the
+// computation. Next: parameter_table.h.
 #pragma once
 
 #include <cstdint>
@@ -66,7 +67,7 @@ enum class Purpose : std::uint8_t { kTraining, kInference };
 
 struct SpecOptions {
   UnknownKeys unknown_keys = UnknownKeys::kRefuse;  ///< model.allow_unknown_config_keys = kWarn
-  Purpose purpose = Purpose::kTraining;             ///< attention_dropout > 0 is refused for training
+  Purpose purpose = Purpose::kTraining;  ///< attention_dropout > 0 is refused for training
 };
 
 struct ParsedSpec {
@@ -75,8 +76,9 @@ struct ParsedSpec {
 };
 
 /// Reads the text of a config.json.
-/// Errors: kFormat for malformed JSON (not an object, duplicate keys, too deep, over 4 MiB); kConfig for
-/// a key or value that is missing, out of range, unknown or not supported, with both named.
+/// Errors: kFormat for malformed JSON (not an object, duplicate keys, too deep, over 4 MiB);
+/// kConfig for a key or value that is missing, out of range, unknown or not supported, with both
+/// named.
 ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options = {});
 
 /// The config.json of a model in the hub's spelling, one that transformers loads;

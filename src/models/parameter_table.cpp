@@ -17,7 +17,10 @@ class Table {
   void begin_unit(std::string unit) { unit_ = std::move(unit); }
 
   void matrix(std::string name, Shape shape, DecayClass decay = DecayClass::kMatrix) {
-    add({.name = std::move(name), .shape = std::move(shape), .init_std = init_std_, .decay = decay});
+    add({.name = std::move(name),
+         .shape = std::move(shape),
+         .init_std = init_std_,
+         .decay = decay});
   }
   void norm(std::string name, std::int64_t size) {
     add({.name = std::move(name),

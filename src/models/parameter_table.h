@@ -1,8 +1,8 @@
 // The parameters of a model as a value: names, global shapes, how they begin, who they belong to.
 //
 // The order is that of the modules (embedding, layers, final norm, head). A tied head stands in the
-// table, as an alias of the embedding, but has no tensor of its own in a checkpoint. What ranks make of
-// the shapes is not known here. Next: decoder.h.
+// table, as an alias of the embedding, but has no tensor of its own in a checkpoint. What ranks
+// make of the shapes is not known here. Next: decoder.h.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ enum class InitKind : std::uint8_t { kNormal, kOnes, kZeros };
 enum class DecayClass : std::uint8_t { kMatrix, kEmbedding, kNorm, kBias };
 
 struct ParameterSpec {
-  std::string name;                 ///< Hugging Face's
+  std::string name;                      ///< Hugging Face's
   std::vector<std::int64_t> shape = {};  ///< global
   InitKind init = InitKind::kNormal;
   double init_std = 0.0;  ///< of kNormal (mean 0)

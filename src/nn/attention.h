@@ -1,8 +1,8 @@
 // Causal self-attention with grouped key and value heads.
 //
-// Softmax is fp32; keys behind a query's position do not exist. Batches without rows run forward and
-// backward. Short symbols: B rows, T positions, G key/value heads, R query heads of each (H = G*R in all),
-// D head_dim. Next: mlp.h.
+// Softmax is fp32; keys behind a query's position do not exist. Batches without rows run forward
+// and backward. Short symbols: B rows, T positions, G key/value heads, R query heads of each (H =
+// G*R in all), D head_dim. Next: mlp.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,7 +17,8 @@
 
 namespace tessera::nn {
 
-/// q [B, G, T, R, D], k [B, G, T, 1, D] (both as rope_heads gives them), v [B, T, G*D] -> [B, T, H*D].
+/// q [B, G, T, R, D], k [B, G, T, 1, D] (both as rope_heads gives them), v [B, T, G*D] -> [B, T,
+/// H*D].
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             double scale);
 

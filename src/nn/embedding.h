@@ -11,7 +11,8 @@
 
 namespace tessera::nn {
 
-/// ids [...] i64, weight [V, K] -> [..., K]. The row `padding` of the weight gets no gradient from here.
+/// ids [...] i64, weight [V, K] -> [..., K]. The row `padding` of the weight gets no gradient from
+/// here.
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight,
                      std::optional<std::int64_t> padding = std::nullopt);
 

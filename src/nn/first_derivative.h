@@ -10,8 +10,9 @@ namespace tessera::nn {
 /// A graph built over such a backward (create_graph) would be silently wrong.
 /// Errors: kUsage.
 inline void refuse_double_backward() {
-  TESSERA_CHECK(!c10::GradMode::is_enabled(), ErrorKind::kUsage,
-                "backward: found create_graph, expected none; second derivatives are not supported");
+  TESSERA_CHECK(
+      !c10::GradMode::is_enabled(), ErrorKind::kUsage,
+      "backward: found create_graph, expected none; second derivatives are not supported");
 }
 
 }  // namespace tessera::nn

@@ -25,8 +25,8 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     std::vector<std::int64_t> shape = input.sizes().vec();
     const std::int64_t rows = c10::multiply_integers(shape.begin(), shape.end() - 1);
     const at::Tensor x = input.reshape({rows, weight.size(1)}).to(compute);
-    const at::Tensor y = bias.defined() ? at::addmm(bias.to(compute), x, weight.t())
-                                        : at::mm(x, weight.t());
+    const at::Tensor y =
+        bias.defined() ? at::addmm(bias.to(compute), x, weight.t()) : at::mm(x, weight.t());
     ctx->save_for_backward({x, weight});
     ctx->saved_data["input_dtype"] = input.scalar_type();
     ctx->saved_data["input_shape"] = input.sizes();
@@ -39,8 +39,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor& x = saved[0];
     const at::Tensor& weight = saved[1];
-    const at::Tensor grad =
-        grads[0].reshape({x.size(0), weight.size(0)}).to(weight.scalar_type());
+    const at::Tensor grad = grads[0].reshape({x.size(0), weight.size(0)}).to(weight.scalar_type());
     variable_list result(3);
     if (ctx->needs_input_grad(0)) {
       result[0] = at::mm(grad, weight)

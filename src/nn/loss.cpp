@@ -16,8 +16,8 @@ void check_targets(const at::Tensor& logits, const at::Tensor& targets) {
                 ErrorKind::kFormat, "loss: found logits ", logits.sizes(), " and targets ",
                 targets.sizes(), ", expected [B, T, V] and [B, T]");
   if (targets.numel() == 0) return;
-  const at::Tensor bad = targets.ne(kIgnoredLabel).logical_and(targets.lt(0).logical_or(
-      targets.ge(logits.size(2))));
+  const at::Tensor bad =
+      targets.ne(kIgnoredLabel).logical_and(targets.lt(0).logical_or(targets.ge(logits.size(2))));
   TESSERA_CHECK(!bad.any().item<bool>(), ErrorKind::kFormat, "loss: found the label ",
                 targets.masked_select(bad)[0].item<std::int64_t>(), ", expected 0 to ",
                 logits.size(2) - 1, " or ", kIgnoredLabel);

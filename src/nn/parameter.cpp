@@ -19,8 +19,9 @@ at::Tensor empty_parameter(at::IntArrayRef sizes) {
   at::Tensor parameter = at::empty({0}, at::kFloat);
   parameter.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
   if (parameter.numel() > 0) {
-    parameter.storage().unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
-        std::string(kNoData));
+    parameter.storage()
+        .unsafeGetStorageImpl()
+        ->release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(kNoData));
   }
   parameter.set_requires_grad(true);
   return parameter;
@@ -34,8 +35,7 @@ void materialize(const torch::nn::Module& module) {
   for (const auto& item : module.named_parameters()) {
     const at::Tensor& parameter = item.value();
     if (has_data(parameter)) continue;
-    const auto bytes =
-        static_cast<std::size_t>(parameter.numel()) * parameter.dtype().itemsize();
+    const auto bytes = static_cast<std::size_t>(parameter.numel()) * parameter.dtype().itemsize();
     at::DataPtr data = c10::GetAllocator(c10::DeviceType::CPU)->allocate(bytes);
     std::memset(data.get(), 0, bytes);
     c10::StorageImpl* storage = parameter.storage().unsafeGetStorageImpl();

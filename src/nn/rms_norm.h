@@ -1,7 +1,7 @@
 // RMSNorm as Hugging Face's models compute it, returned in the input's dtype whatever the weight's.
 //
-// The composite form rounds the normed value to the input's dtype before it multiplies by the weight, as
-// theirs does; the CPU kernel stays in fp32 and rounds once. Next: rope.h.
+// The composite form rounds the normed value to the input's dtype before it multiplies by the
+// weight, as theirs does; the CPU kernel stays in fp32 and rounds once. Next: rope.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,7 +23,8 @@ struct SumAndNorm {
 SumAndNorm add_rms_norm(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight,
                         double eps);
 
-/// The first out of ATen operations: any device and floating dtype; what the CPU kernel is tested with.
+/// The first out of ATen operations: any device and floating dtype; what the CPU kernel is tested
+/// with.
 at::Tensor rms_norm_composite(const at::Tensor& x, const at::Tensor& weight, double eps);
 
 class RmsNorm : public torch::nn::Module {

@@ -47,8 +47,8 @@ RopeTable Rope::table(std::int64_t positions, at::ScalarType dtype, at::Device d
 at::Tensor rope_heads_composite(const at::Tensor& x, const HeadLayout& layout, const HeadNorm& norm,
                                 const RopeTable& table) {
   const std::int64_t head_dim = x.size(2) / layout.heads;
-  at::Tensor split = x.reshape(
-      {x.size(0), x.size(1), layout.heads / layout.repeat, layout.repeat, head_dim});
+  at::Tensor split =
+      x.reshape({x.size(0), x.size(1), layout.heads / layout.repeat, layout.repeat, head_dim});
   if (norm.weight.defined()) split = rms_norm_composite(split, norm.weight, norm.eps);
   const at::Tensor turned = split.transpose(1, 2);  // [B, G, T, R, D]
   const at::Tensor first = turned.narrow(4, 0, head_dim / 2);

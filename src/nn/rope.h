@@ -1,8 +1,9 @@
-// Rotary position embedding over pairs (x[i], x[i + D/2]), with the `llama3` stretching of frequencies.
+// Rotary position embedding over pairs (x[i], x[i + D/2]), with the `llama3` stretching of
+// frequencies.
 //
-// Frequencies and tables are fp32; only the finished cos and sin are rounded to the activation's dtype.
-// The q/k norm of Qwen3 is taken along: both work on one head of one position. Short symbols: B rows,
-// T positions, H heads, D head_dim. Next: attention.h.
+// Frequencies and tables are fp32; only the finished cos and sin are rounded to the activation's
+// dtype. The q/k norm of Qwen3 is taken along: both work on one head of one position. Short
+// symbols: B rows, T positions, H heads, D head_dim. Next: attention.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -61,8 +62,8 @@ struct HeadLayout {
   std::int64_t repeat = 1;
 };
 
-/// x [B, T, H*D] -> norm of each head if asked, then rotated, in x's dtype: [B, H/R, T, R, D] contiguous,
-/// so that all rows that meet one key head lie together, ordered by position.
+/// x [B, T, H*D] -> norm of each head if asked, then rotated, in x's dtype: [B, H/R, T, R, D]
+/// contiguous, so that all rows that meet one key head lie together, ordered by position.
 at::Tensor rope_heads(const at::Tensor& x, const HeadLayout& layout, const HeadNorm& norm,
                       const RopeTable& table);
 

@@ -115,7 +115,9 @@ void run_gradients(const GradientsRequest& request, World& world,
       logits.write(model->forward(ids, std::nullopt).to(at::kFloat), range);
     }
   }
-  const auto loss = forward_backward(*model, *batch, 1, rows, Sync::kLastMicroBatch);
+  const auto sync =
+      config.training.sync_every_micro_batch ? Sync::kEveryMicroBatch : Sync::kLastMicroBatch;
+  const auto loss = forward_backward(*model, *batch, 1, rows, sync);
   model->visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
     if (!writer) return;
     const auto values = gradient.to(at::kFloat).contiguous();

@@ -5,8 +5,10 @@
 
 #include <chrono>
 #include <cmath>
+#include <fstream>
 #include <iostream>
 
+#include "base/environment.h"
 #include "base/log.h"
 #include "models/parameter_table.h"
 #include "tessera/clip.h"
@@ -16,6 +18,7 @@
 #include "train/flops.h"
 #include "train/metrics.h"
 #include "train/parallelize.h"
+#include "train/profile.h"
 #include "train/schedule.h"
 #include "train/step.h"
 
@@ -23,6 +26,9 @@ namespace tessera::train {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+// Steps before that fill caches and pools.
+constexpr std::int64_t kProfileAfter = 3;
 
 double peak_rss_mib() {
   rusage usage{};
@@ -83,14 +89,20 @@ class Trainer {
     }
     model_ = parallelize(source_, config, mesh_);
     optimizer_ = make_optimizer(*model_, config.optimizer);
-    if (world.rank() == 0) metrics_.emplace(config.metrics.folder);
+    if (world.rank() == 0) {
+      metrics_.emplace(config.metrics.folder);
+      if (base::environment_switch("TESSERA_PROFILE")) profile_ = std::make_unique<StepProfile>();
+    }
   }
 
-  TrainingResult run() {
+  TrainingResult run(const TrainingHooks& hooks) {
+    if (hooks.on_first_step) hooks.on_first_step();
     TrainingResult result;
     const auto steps = *config_.training.steps;
     for (std::int64_t step = 1; step <= steps; ++step) {
+      if (profile_ && step > kProfileAfter) profile_->begin_step();
       auto metrics = train_step(step);
+      if (profile_ && step > kProfileAfter) profile_->end_step();
       if (validation_ && (step % config_.validation.interval == 0 || step == steps)) {
         metrics.val_loss = validate_now();
         result.last_val_loss = metrics.val_loss;
@@ -98,7 +110,9 @@ class Trainer {
       result.steps = step;
       result.last_loss = metrics.loss;
       if (metrics_) report(metrics, steps);
+      if (hooks.after_step) hooks.after_step(metrics, *model_);
     }
+    if (profile_) std::ofstream(*config_.job.dump_folder + "/profile.json") << profile_->to_json() << "\n";
     return result;
   }
 
@@ -188,14 +202,14 @@ class Trainer {
   std::shared_ptr<Sharded<models::Decoder>> model_;
   std::unique_ptr<Optimizer> optimizer_;
   std::optional<MetricsFile> metrics_;
+  std::unique_ptr<StepProfile> profile_;
 };
 
 }  // namespace
 
-TrainingResult run_training(const Config& config, World& world, const OnFirstStep& on_first_step) {
+TrainingResult run_training(const Config& config, World& world, const TrainingHooks& hooks) {
   Trainer trainer(config, world);
-  if (on_first_step) on_first_step();
-  return trainer.run();
+  return trainer.run(hooks);
 }
 
 }  // namespace tessera::train

@@ -11,6 +11,11 @@
 
 #include "tessera/world.h"
 #include "train/config.h"
+#include "train/metrics.h"
+
+namespace tessera {
+class ShardedBase;
+}
 
 namespace tessera::train {
 
@@ -21,13 +26,18 @@ struct TrainingResult {
   std::optional<double> last_val_loss;
 };
 
-/// Called on every rank when everything was checked and the first step begins: errors before it are the
-/// user's input, after it failures of the run.
-using OnFirstStep = std::function<void()>;
+/// Where a caller may look on, on every rank alike; a hook may communicate if it does so on every rank.
+struct TrainingHooks {
+  /// Everything was checked and the first step begins: errors before it are the user's input, after it
+  /// failures of the run.
+  std::function<void()> on_first_step = {};
+  /// The step was reported; the model holds the updated parameters.
+  std::function<void(const StepMetrics&, const ShardedBase&)> after_step = {};
+};
 
 /// Trains as `config` (resolved_for_run) says. Collective. Rank 0 writes metrics and prints step lines.
 /// Errors: kConfig, kFormat, kIo, kContract before the first step; later kComm, kIo, and kNumeric for a loss or
 /// a norm that is not finite, on all ranks alike.
-TrainingResult run_training(const Config& config, World& world, const OnFirstStep& on_first_step = {});
+TrainingResult run_training(const Config& config, World& world, const TrainingHooks& hooks = {});
 
 }  // namespace tessera::train

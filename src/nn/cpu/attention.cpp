@@ -1,5 +1,5 @@
-// Plain products around a fused softmax: at the lengths that one rank trains this is faster than a flash
-// kernel, and the products take whatever matrix units the machine has.
+// Plain products around a fused softmax: at the lengths that one rank trains this is faster than a
+// flash kernel, and the products take whatever matrix units the machine has.
 #include <ATen/ops/bmm.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -89,8 +89,8 @@ struct CausalAttentionFunction : torch::autograd::Function<CausalAttentionFuncti
     const at::Tensor& weights = saved[3];
     const std::int64_t groups = ctx->saved_data["groups"].toInt();
     const std::int64_t repeat = ctx->saved_data["repeat"].toInt();
-    const at::Tensor turned_q = queries.view({queries.size(0) / groups, groups,
-                                              queries.size(1) / repeat, repeat, queries.size(2)});
+    const at::Tensor turned_q = queries.view(
+        {queries.size(0) / groups, groups, queries.size(1) / repeat, repeat, queries.size(2)});
     const Sizes sizes(turned_q);
     const at::Tensor grad = by_group(grads[0].contiguous(), sizes, repeat);
     const at::Tensor grad_values = at::bmm(weights.transpose(1, 2), grad);

@@ -21,9 +21,9 @@ inline bool has_kernels(const at::Tensor& activation) {
 /// With a norm's weight (undefined counts as none).
 inline bool has_kernels(const at::Tensor& activation, const at::Tensor& weight) {
   return has_kernels(activation) &&
-         (!weight.defined() || (weight.device().is_cpu() &&
-                                (weight.scalar_type() == activation.scalar_type() ||
-                                 weight.scalar_type() == at::kFloat)));
+         (!weight.defined() ||
+          (weight.device().is_cpu() && (weight.scalar_type() == activation.scalar_type() ||
+                                        weight.scalar_type() == at::kFloat)));
 }
 
 template <class T>

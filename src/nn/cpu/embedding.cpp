@@ -55,8 +55,7 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
     const at::Tensor grad = grads[0].contiguous();
     const std::int64_t columns = grad.size(-1);
     const Order order(ids, ctx->saved_data["padding"].toInt());
-    const at::Tensor result =
-        at::zeros({ctx->saved_data["rows"].toInt(), columns}, grad.options());
+    const at::Tensor result = at::zeros({ctx->saved_data["rows"].toInt(), columns}, grad.options());
     with_kernels(grad.scalar_type(), [&](auto types, const auto& kernels) {
       using T = typename decltype(types)::T;
       const EmbeddingBackward<T> job{.grad = data<T>(grad),

@@ -1,17 +1,19 @@
 // The table of fused CPU kernels: plain functions over plain memory, one table an instruction set.
 //
-// kernels() picks the widest set that this machine has, once. Every kernel works on a range, so that
-// callers divide the rows over threads; sums over rows are formed in blocks whose borders depend on the
-// sizes alone, so results do not depend on the number of threads. All keep fp32 inside and round once.
-// T is the activation's type, W a norm weight's (T or float). Short symbols: K columns, D head_dim,
-// H heads, R query heads of a key/value head, V vocabulary. Next: functions.h (autograd).
+// kernels() picks the widest set that this machine has, once. Every kernel works on a range, so
+// that callers divide the rows over threads; sums over rows are formed in blocks whose borders
+// depend on the sizes alone, so results do not depend on the number of threads. All keep fp32
+// inside and round once. T is the activation's type, W a norm weight's (T or float). Short symbols:
+// K columns, D head_dim, H heads, R query heads of a key/value head, V vocabulary. Next:
+// functions.h (autograd).
 #pragma once
 
 #include "nn/cpu/element.h"
 
 namespace tessera::nn::cpu {
 
-/// Rows of x [rows, K]; `residual` may be null, else x + residual is what is normed, and goes to `sum`.
+/// Rows of x [rows, K]; `residual` may be null, else x + residual is what is normed, and goes to
+/// `sum`.
 template <class T, class W>
 struct NormForward {
   const T* x;
@@ -63,11 +65,11 @@ struct HeadsBackward {
   long positions, heads, repeat, head_dim;
 };
 
-/// Rows of scores, in place: row r stands for position first + (r % period) / repeat and sees that many
-/// keys and one more; what lies behind becomes 0.
+/// Rows of scores, in place: row r stands for position first + (r % period) / repeat and sees that
+/// many keys and one more; what lies behind becomes 0.
 template <class T>
 struct CausalRows {
-  T* scores;      ///< [rows, keys], or dP on the way back
+  T* scores;         ///< [rows, keys], or dP on the way back
   const T* weights;  ///< [rows, keys], softmax's result; backward only
   long keys, first, repeat, period;
   float scale;
@@ -85,22 +87,22 @@ struct Swiglu {
 
 template <class T>
 struct CrossEntropy {
-  const T* logits;        ///< [rows, V]
-  const long* targets;    ///< [rows], negative = ignored
-  float* log_sum;         ///< [rows]: log of the sum of exponentials
-  double* loss;           ///< [rows]; forward
-  T* grad_logits;         ///< [rows, V], may be `logits`; backward
-  float grad;             ///< of the summed loss
+  const T* logits;      ///< [rows, V]
+  const long* targets;  ///< [rows], negative = ignored
+  float* log_sum;       ///< [rows]: log of the sum of exponentials
+  double* loss;         ///< [rows]; forward
+  T* grad_logits;       ///< [rows, V], may be `logits`; backward
+  float grad;           ///< of the summed loss
   long vocabulary;
 };
 
 /// Rows of grad are summed by token: `order` lists positions, equal tokens together.
 template <class T>
 struct EmbeddingBackward {
-  const T* grad;          ///< [tokens, K]
-  const long* tokens;     ///< by place in `order`, then one -1
-  const long* order;      ///< positions in `grad`, ascending within a token
-  T* grad_weight;         ///< [V, K], zeroed
+  const T* grad;       ///< [tokens, K]
+  const long* tokens;  ///< by place in `order`, then one -1
+  const long* order;   ///< positions in `grad`, ascending within a token
+  T* grad_weight;      ///< [V, K], zeroed
   long columns;
 };
 

@@ -49,11 +49,10 @@ void norm_backward(const NormBackward<T, W>& job, long begin, long end) {
       products += weighted_x * load(job.weight + i, count);
       store(job.grad_weight + i, load(job.grad_weight + i, count) + weighted_x * scale, count);
     });
-    const float along =
-        sum(products) * scale * scale * scale / static_cast<float>(columns);
+    const float along = sum(products) * scale * scale * scale / static_cast<float>(columns);
     for_lanes(columns, [&](long i, long count) {
-      Lanes value = load(grad + i, count) * load(job.weight + i, count) * scale -
-                    load(x + i, count) * along;
+      Lanes value =
+          load(grad + i, count) * load(job.weight + i, count) * scale - load(x + i, count) * along;
       if (grad_sum != nullptr) value += load(grad_sum + i, count);
       store(grad_x + i, value, count);
     });
@@ -120,13 +119,13 @@ TESSERA_LANES_INLINE void turn_head_back(const HeadsBackward<T, W>& job, long to
   const T* sin = job.sin + (token % job.positions) * half;
   const auto unturned = [&](long i, long count, Lanes& first, Lanes& second)
                             __attribute__((always_inline)) {
-    const Lanes c = load(cos + i, count);
-    const Lanes s = load(sin + i, count);
-    const Lanes a = load(grad + i, count);
-    const Lanes b = load(grad + half + i, count);
-    first = a * c + b * s;
-    second = b * c - a * s;
-  };
+                              const Lanes c = load(cos + i, count);
+                              const Lanes s = load(sin + i, count);
+                              const Lanes a = load(grad + i, count);
+                              const Lanes b = load(grad + half + i, count);
+                              first = a * c + b * s;
+                              second = b * c - a * s;
+                            };
   if (job.weight == nullptr) {
     for_lanes(half, [&](long i, long count) {
       Lanes first, second;
@@ -148,13 +147,13 @@ TESSERA_LANES_INLINE void turn_head_back(const HeadsBackward<T, W>& job, long to
     store(sums, load(sums, count) + first * scale, count);
     store(sums + half, load(sums + half, count) + second * scale, count);
   });
-  const float along =
-      sum(products) * scale * scale * scale / static_cast<float>(job.head_dim);
+  const float along = sum(products) * scale * scale * scale / static_cast<float>(job.head_dim);
   for_lanes(half, [&](long i, long count) {
     Lanes first, second;
     unturned(i, count, first, second);
     first = first * load(job.weight + i, count) * scale - load(x + i, count) * along;
-    second = second * load(job.weight + half + i, count) * scale - load(x + half + i, count) * along;
+    second =
+        second * load(job.weight + half + i, count) * scale - load(x + half + i, count) * along;
     store(grad_x + i, first, count);
     store(grad_x + half + i, second, count);
   });
@@ -187,8 +186,7 @@ void causal_softmax(const CausalRows<T>& job, long begin, long end) {
     constexpr long kKept = kLanes * 64;
     Lanes total = {};
     for_lanes(visible, [&](long i, long count) {
-      const Lanes value =
-          exp((load(scores + i, count, -__builtin_inff()) - highest) * job.scale);
+      const Lanes value = exp((load(scores + i, count, -__builtin_inff()) - highest) * job.scale);
       if (i < kKept) store(exponentials + i, value);
       total += value;
     });
@@ -289,7 +287,8 @@ void cross_entropy_backward(const CrossEntropy<T>& job, long begin, long end) {
 
 template <class T>
 void embedding_backward(const EmbeddingBackward<T>& job, long begin, long end) {
-  // A range may begin inside a token's run: the range that holds the run's beginning adds all of it.
+  // A range may begin inside a token's run: the range that holds the run's beginning adds all of
+  // it.
   long place = begin;
   while (place < end && place > 0 && job.tokens[place] == job.tokens[place - 1]) ++place;
   while (place < end) {

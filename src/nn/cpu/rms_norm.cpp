@@ -28,8 +28,9 @@ void run_forward(const at::Tensor& x, const at::Tensor& residual, const at::Tens
                                 .scale = mutable_data<float>(scale),
                                 .columns = x.size(-1),
                                 .eps = static_cast<float>(eps)};
-    for_ranges(scale.numel(), rows_a_thread(job.columns),
-               [&](std::int64_t begin, std::int64_t end) { kernels.norm_forward(job, begin, end); });
+    for_ranges(
+        scale.numel(), rows_a_thread(job.columns),
+        [&](std::int64_t begin, std::int64_t end) { kernels.norm_forward(job, begin, end); });
   });
 }
 
@@ -92,8 +93,8 @@ struct AddRmsNormFunction : torch::autograd::Function<AddRmsNormFunction> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward();
     const variable_list saved = ctx->get_saved_variables();
-    const variable_list result = run_backward(grads[1].contiguous(), grads[0].contiguous(), saved[0],
-                                              saved[1].contiguous(), saved[2]);
+    const variable_list result = run_backward(grads[1].contiguous(), grads[0].contiguous(),
+                                              saved[0], saved[1].contiguous(), saved[2]);
     return {result[0], result[0], result[1], at::Tensor()};
   }
 };

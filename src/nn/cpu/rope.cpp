@@ -21,9 +21,8 @@ struct RopeHeadsFunction : torch::autograd::Function<RopeHeadsFunction> {
     const std::int64_t head_dim = x.size(2) / heads;
     const at::Tensor y =
         at::empty({x.size(0), heads / repeat, x.size(1), repeat, head_dim}, x.options());
-    const at::Tensor scale = weight.defined()
-                                 ? at::empty({x.size(0) * x.size(1), heads}, at::kFloat)
-                                 : at::Tensor();
+    const at::Tensor scale =
+        weight.defined() ? at::empty({x.size(0) * x.size(1), heads}, at::kFloat) : at::Tensor();
     const at::Tensor factors = weight.defined() ? weight.contiguous() : weight;
     with_kernels(x.scalar_type(), weight.defined() ? weight.scalar_type() : x.scalar_type(),
                  [&](auto types, const auto& kernels) {

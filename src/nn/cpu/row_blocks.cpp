@@ -15,8 +15,8 @@ constexpr std::int64_t kRows = 64;
 
 RowBlocks::RowBlocks(std::int64_t rows, std::int64_t columns)
     : rows_(rows),
-      sums_(at::zeros({std::max<std::int64_t>(1, (rows + kRows - 1) / kRows), columns}, at::kFloat)) {
-}
+      sums_(at::zeros({std::max<std::int64_t>(1, (rows + kRows - 1) / kRows), columns},
+                      at::kFloat)) {}
 
 void RowBlocks::run(c10::function_ref<void(std::int64_t, std::int64_t, float*)> part) {
   const std::int64_t columns = sums_.size(1);

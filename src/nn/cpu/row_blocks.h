@@ -1,7 +1,7 @@
 // Sums over rows (a norm weight's gradient) in blocks of a fixed number of rows.
 //
-// Each block has its own fp32 sum and the blocks are added in order, so that the result is the same on
-// any number of threads.
+// Each block has its own fp32 sum and the blocks are added in order, so that the result is the same
+// on any number of threads.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,9 +1,9 @@
 // Sixteen fp32 lanes for the CPU kernels, written once and compiled for several instruction sets.
 //
-// GCC's and clang's vector types are lowered to whatever the flags of the translation unit allow; the
-// order of every reduction is that of sixteen lanes on all of them. Only kernel code includes this: no
-// torch header and no other library, so that nothing compiled with wide instructions can be picked by the
-// linker for common use. Next: kernels.h.
+// GCC's and clang's vector types are lowered to whatever the flags of the translation unit allow;
+// the order of every reduction is that of sixteen lanes on all of them. Only kernel code includes
+// this: no torch header and no other library, so that nothing compiled with wide instructions can
+// be picked by the linker for common use. Next: kernels.h.
 #pragma once
 
 #include "nn/cpu/element.h"

@@ -53,9 +53,10 @@ std::shared_ptr<Decoder> Reference::model(Compute compute) const {
   for (auto& item : decoder->named_parameters()) {
     const auto* info = folder_.find(item.key());
     if (info == nullptr) continue;  // a tied head
-    const at::Tensor stored = read_tensor(folder_.file(folder_.tensors().at(item.key()).file), item.key());
-    const bool wide = compute == Compute::kFloat32 ||
-                      (info->dtype == DType::kFloat32 && !bulk_is_wide);
+    const at::Tensor stored =
+        read_tensor(folder_.file(folder_.tensors().at(item.key()).file), item.key());
+    const bool wide =
+        compute == Compute::kFloat32 || (info->dtype == DType::kFloat32 && !bulk_is_wide);
     item.value().set_data(stored.to(wide ? at::kFloat : at::kBFloat16));
   }
   if (spec_.tie_word_embeddings) {
@@ -73,7 +74,8 @@ std::map<std::string, at::Tensor> gradients(Decoder& model) {
     result[item.key()] = item.value().grad().to(at::kFloat);
   }
   if (model.spec().tie_word_embeddings) {
-    result["model.embed_tokens.weight"] = result["model.embed_tokens.weight"] + result["lm_head.weight"];
+    result["model.embed_tokens.weight"] =
+        result["model.embed_tokens.weight"] + result["lm_head.weight"];
     result.erase("lm_head.weight");
   }
   return result;

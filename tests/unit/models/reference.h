@@ -38,7 +38,8 @@ class Reference {
   ModelSpec spec_;
 };
 
-/// The gradient of every parameter of the checkpoint by name, fp32: a tied head's is added to its owner's.
+/// The gradient of every parameter of the checkpoint by name, fp32: a tied head's is added to its
+/// owner's.
 std::map<std::string, at::Tensor> gradients(Decoder& model);
 
 }  // namespace tessera::models

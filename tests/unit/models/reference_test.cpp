@@ -1,11 +1,12 @@
 // Dense models against transformers (tests/golden/data). Bounds: that data's README.
+#include "unit/models/reference.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <string>
 
 #include "nn/loss.h"
-#include "unit/models/reference.h"
 
 namespace tessera::models {
 namespace {
@@ -80,7 +81,8 @@ TEST_P(DenseReference, BFloat16GradientsPointTheSameWay) {
 
 INSTANTIATE_TEST_SUITE_P(Folders, DenseReference,
                          ::testing::Values(Case{"qwen3-fp32", 0.0016}, Case{"qwen3-mixed", 0.0010},
-                                           Case{"llama-fp32", 0.0007}, Case{"llama-mixed", 0.0007}));
+                                           Case{"llama-fp32", 0.0007},
+                                           Case{"llama-mixed", 0.0007}));
 
 }  // namespace
 }  // namespace tessera::models

@@ -1,0 +1,361 @@
+// [Note: readiness]: several losses, several backwards, deferred gradients.
+#include <gmock/gmock.h>
+
+#include "dist/plain.h"
+#include "fsdp/leaf.h"
+#include "fsdp/runtime.h"
+#include "fsdp/unit.h"
+#include "tessera/optim.h"
+
+namespace tessera::test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr std::int64_t kWidth = 5;
+
+/// Returns the hidden state and an auxiliary loss on the way, as a router does.
+class Routed : public torch::nn::Module {
+ public:
+  explicit Routed(std::uint64_t seed)
+      : gate(register_parameter("gate", seeded(seed, {kWidth, kWidth}))),
+        block(register_module("block", std::make_shared<Block>(seed + 1, kWidth))) {}
+  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x) {
+    const auto scores = at::softmax(at::linear(x, gate), -1);
+    const auto y = handle ? handle->forward(x * scores) : block->forward(x * scores);
+    return {y, scores.pow(2).sum()};
+  }
+  at::Tensor gate;
+  std::shared_ptr<Block> block;
+  std::shared_ptr<Sharded<Block>> handle;
+};
+
+class TwoRouted : public torch::nn::Module {
+ public:
+  TwoRouted()
+      : first(register_module("first", std::make_shared<Routed>(1))),
+        second(register_module("second", std::make_shared<Routed>(20))) {}
+  void shard(const Mesh& mesh) {
+    for (const auto& routed : {first, second}) {
+      routed->handle = std::make_shared<Sharded<Block>>(fully_shard(routed->block, mesh));
+      routed->replace_module("block", routed->handle);
+    }
+    one = std::make_shared<Sharded<Routed>>(fully_shard(first, mesh));
+    two = std::make_shared<Sharded<Routed>>(fully_shard(second, mesh));
+    replace_module("first", one);
+    replace_module("second", two);
+  }
+  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x) {
+    const auto [y, aux] = one ? one->forward(x) : first->forward(x);
+    const auto [z, more] = two ? two->forward(y) : second->forward(y);
+    return {z, aux + more};
+  }
+  std::shared_ptr<Routed> first, second;
+  std::shared_ptr<Sharded<Routed>> one, two;
+};
+
+class Sizes : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, Sizes, ::testing::Values(1, 2, 3));
+
+/// Sum over ranks of each backward apart, added in the order of the backwards, over the number of ranks.
+Tensors apart(torch::nn::Module& plain, int count, const std::vector<std::function<void(int)>>& backwards) {
+  Tensors sums;
+  for (const auto& run : backwards) {
+    for (const auto& [name, sum] : plain_gradients(plain, count, 1.0, run)) {
+      auto& all = sums[name];
+      all = all.defined() ? all + sum : sum;
+    }
+  }
+  for (auto& [name, sum] : sums) sum = sum.div(count);
+  return sums;
+}
+
+// Naive: the auxiliary loss's backward "finishes" the units: they are reduced and released before the main one.
+TEST_P(Sizes, AnAuxiliaryLossWhoseBackwardRunsFirst) {
+  ranks(GetParam()).run([](World& world) {
+    TwoRouted plain;
+    auto module = std::make_shared<TwoRouted>();
+    module->shard(data_mesh(world));
+    auto handle = fully_shard(module, data_mesh(world));
+    for (int step = 0; step < 3; ++step) {
+      handle.zero_grad();
+      const auto [y, aux] = handle.forward(input_of(world.rank(), step, kWidth));
+      backward_and_keep_graph(aux);
+      backward(squares(y));
+      const auto only = [&](bool main) {
+        return [&plain, main, step](int rank) {
+          const auto [z, other] = plain.forward(input_of(rank, step, kWidth));
+          backward(main ? squares(z) : other);
+        };
+      };
+      expect_same(whole_gradients(handle), apart(plain, world.size(), {only(false), only(true)}));
+    }
+  });
+}
+
+TEST_P(Sizes, SummedLosses) {
+  ranks(GetParam()).run([](World& world) {
+    TwoRouted plain;
+    auto module = std::make_shared<TwoRouted>();
+    module->shard(data_mesh(world));
+    auto handle = fully_shard(module, data_mesh(world));
+    for (int step = 0; step < 2; ++step) {
+      handle.zero_grad();
+      const auto [y, aux] = handle.forward(input_of(world.rank(), step, kWidth));
+      backward(squares(y) + aux * 0.5);
+      expect_same(whole_gradients(handle), plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+        const auto [z, other] = plain.forward(input_of(rank, step, kWidth));
+        backward(squares(z) + other * 0.5);
+      }));
+    }
+  });
+}
+
+TEST_P(Sizes, OnlyTheAuxiliaryLossIsDifferentiated) {
+  ranks(GetParam()).run([](World& world) {
+    TwoRouted plain;
+    auto module = std::make_shared<TwoRouted>();
+    module->shard(data_mesh(world));
+    auto handle = fully_shard(module, data_mesh(world));
+    const auto [y, aux] = handle.forward(input_of(world.rank(), 0, kWidth));
+    backward(aux);
+    const auto found = whole_gradients(handle);
+    expect_same(found, plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+      const auto [z, other] = plain.forward(input_of(rank, 0, kWidth));
+      backward(other);
+    }));
+    for (const auto& view : handle.shards()) {
+      if (view.contract->name == "second.block.a") EXPECT_FALSE(view.shard.grad().defined()) << "used by no rank";
+    }
+  });
+}
+
+// Two forwards, one backward, as DPO does (chosen and rejected); naive: counting finishes after the first.
+TEST_P(Sizes, TwoForwardsThenOneBackward) {
+  ranks(GetParam()).run([](World& world) {
+    Chain plain(1, 2, kWidth);
+    ShardedChain model(data_mesh(world), 1, 2, kWidth);
+    for (int step = 0; step < 3; ++step) {
+      model.handle.zero_grad();
+      const auto loss_of = [&](auto&& forward, int rank) {
+        const auto chosen = squares(forward(input_of(rank, step, kWidth)));
+        const auto rejected = squares(forward(input_of(rank + 50, step, kWidth)));
+        return chosen * 0.5 - rejected * 0.25;
+      };
+      backward(loss_of([&](const at::Tensor& x) { return model.handle.forward(x); }, world.rank()));
+      expect_same(whole_gradients(model.handle), plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+        backward(loss_of([&](const at::Tensor& x) { return plain.forward(x); }, rank));
+      }));
+      EXPECT_EQ(model.handle.unit()->expected, 0);
+    }
+  });
+}
+
+TEST_P(Sizes, TwoForwardsThenTwoBackwardsInEitherOrder) {
+  ranks(GetParam()).run([](World& world) {
+    Chain plain(1, 2, kWidth);
+    ShardedChain model(data_mesh(world), 1, 2, kWidth);
+    for (const bool first_first : {true, false}) {
+      model.handle.zero_grad();
+      const auto one = squares(model.handle.forward(input_of(world.rank(), 0, kWidth)));
+      const auto two = squares(model.handle.forward(input_of(world.rank(), 1, kWidth)));
+      backward(first_first ? one : two);
+      backward(first_first ? two : one);
+      const auto only = [&](int step) {
+        return [&plain, step](int rank) { backward(squares(plain.forward(input_of(rank, step, kWidth)))); };
+      };
+      expect_same(whole_gradients(model.handle),
+                  apart(plain, world.size(), {only(first_first ? 0 : 1), only(first_first ? 1 : 0)}));
+    }
+  });
+}
+
+TEST(Backward, AUnitWhoseResultOneRankDoesNotUse) {
+  ranks(2).run([](World& world) {
+    Chain plain(1, 2, kWidth);
+    auto chain = std::make_shared<Chain>(1, 2, kWidth);
+    chain->shard_blocks(data_mesh(world));
+    struct Last : torch::nn::Module {
+      explicit Last(std::shared_ptr<Chain> c) : chain(register_module("chain", std::move(c))) {}
+      std::vector<at::Tensor> forward(const at::Tensor& x) {
+        const auto y = x * chain->scale;
+        const auto z = chain->call(0, y);
+        return {z, chain->call(1, z)};
+      }
+      std::shared_ptr<Chain> chain;
+    };
+    auto handle = fully_shard(std::make_shared<Last>(chain), data_mesh(world));
+    for (int step = 0; step < 3; ++step) {
+      handle.zero_grad();
+      const auto results = handle.forward(input_of(world.rank(), step, kWidth));
+      backward(squares(results[world.rank() == 0 ? 1 : 0]));
+      Tensors expected;
+      Last same(std::make_shared<Chain>(1, 2, kWidth));
+      expected = plain_gradients(same, 2, 2, [&](int rank) {
+        backward(squares(same.forward(input_of(rank, step, kWidth))[rank == 0 ? 1 : 0]));
+      });
+      expect_same(whole_gradients(handle), expected);
+      for (const auto& view : handle.shards()) EXPECT_TRUE(view.shard.grad().defined()) << view.contract->name;
+    }
+  });
+}
+
+TEST(Backward, CreateGraphIsRefusedByName) {
+  ranks(1).run([](World& world) {
+    auto handle = fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world));
+    const auto loss = squares(handle.forward(input_of(0, 0, kWidth)));
+    EXPECT_THAT(error_of([&] { torch::autograd::backward({loss}, {}, true, /*create_graph=*/true); }),
+                AllOf(HasSubstr("create_graph"), HasSubstr("gradient of")));
+  });
+}
+
+// Handles that are called directly, not through the root that adopted them; the small buckets are the root's.
+TEST(Backward, InnerHandlesCalledPastTheRootStillReduceWhatTheRootHolds) {
+  ranks(2).run([](World& world) {
+    ShardOptions merge;
+    merge.merge_below_bytes = 1 << 20;
+    ShardedChain model(data_mesh(world), 1, 2, kWidth, {}, merge);
+    Chain plain(1, 2, kWidth);
+    backward(squares(model.chain->handles[0]->forward(input_of(world.rank(), 0, kWidth))));
+    expect_same(whole_gradients(model.handle), plain_gradients(plain, 2, 2, [&](int rank) {
+      backward(squares(plain.blocks[0]->forward(input_of(rank, 0, kWidth))));
+    }));
+  });
+}
+
+// ---------------------------------------------------------------------------- deferred gradients
+
+struct Owed {
+  grad::GradSink* sink;
+  grad::Ticket ticket;
+  at::Tensor raw;
+};
+
+/// x * w whose weight gradient is promised in backward and handed in later.
+class DeferredScale : public torch::autograd::Function<DeferredScale> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& w,
+                            std::int64_t owed, std::int64_t micro_batch) {
+    context->save_for_backward({x, w});
+    context->saved_data["owed"] = owed;
+    context->saved_data["micro_batch"] = micro_batch;
+    return x * w;
+  }
+  static variable_list backward(AutogradContext* context, variable_list grads) {
+    const auto saved = context->get_saved_variables();
+    const auto leaf = fsdp::find_leaf(saved[1]);
+    auto& sink = *leaf->sink;
+    auto* list = reinterpret_cast<std::vector<Owed>*>(context->saved_data["owed"].toInt());
+    list->push_back({&sink, sink.promise(leaf->slot, "layer 4", context->saved_data["micro_batch"].toInt()),
+                     grads[0] * saved[0]});
+    return {grads[0] * saved[1], at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+};
+
+class Deferred : public torch::nn::Module {
+ public:
+  at::Tensor forward(const at::Tensor& x) {
+    const auto y = DeferredScale::apply(x * eager, weight, reinterpret_cast<std::int64_t>(&owed), micro_batch++);
+    if (redeems_inside && y.requires_grad()) {
+      // Runs before DeferredScale's backward; what earlier ones owe is handed in while this one is under way.
+      y.register_hook([this](const at::Tensor& grad) {
+        redeem();
+        return grad;
+      });
+    }
+    return y;
+  }
+  void redeem() {
+    for (const auto& one : std::exchange(owed, {})) one.sink->redeem(one.ticket, one.raw);
+  }
+  at::Tensor eager = register_parameter("eager", seeded(1, {kWidth}));
+  at::Tensor weight = register_parameter("weight", seeded(2, {kWidth}));
+  std::vector<Owed> owed;
+  std::int64_t micro_batch = 0;
+  bool redeems_inside = false;
+};
+
+Tensors deferred_expected(int count, int micro_batches) {
+  Deferred plain;
+  // Unsharded the promise is an ordinary gradient.
+  const auto forward = [&](const at::Tensor& x) { return x * plain.eager * plain.weight; };
+  Tensors slots, sums;
+  for (int rank = 0; rank < count; ++rank) {
+    slots.clear();
+    for (int i = 0; i < micro_batches; ++i) {
+      for (const auto& [name, raw] :
+           raw_gradients(plain, [&] { backward(forward(input_of(rank, i, kWidth).select(0, 0)).sum()); })) {
+        slots[name] = slots[name].defined() ? slots[name] + raw : raw;
+      }
+    }
+    for (const auto& [name, slot] : slots) sums[name] = sums[name].defined() ? sums[name] + slot : slot;
+  }
+  for (auto& [name, sum] : sums) sum = sum.div(count);
+  return sums;
+}
+
+// Naive: the unit is reduced when its marker ran, without the gradient that is still owed.
+TEST_P(Sizes, DeferredGradientsHandedInAfterTheBackward) {
+  ranks(GetParam()).run([](World& world) {
+    auto module = std::make_shared<Deferred>();
+    auto handle = fully_shard(module, data_mesh(world));
+    const auto optimizer = make_sgd(handle, {.lr = 0.0});
+    for (int step = 0; step < 2; ++step) {
+      handle.zero_grad();
+      backward(handle.forward(input_of(world.rank(), 0, kWidth).select(0, 0)).sum());
+      EXPECT_EQ(module->owed.size(), 1U);
+      const auto view = handle.shards()[0];
+      EXPECT_FALSE(view.shard.grad().defined()) << "the step's gradients are not complete";
+      module->redeem();
+      expect_same(whole_gradients(handle), deferred_expected(world.size(), 1));
+      optimizer->step();
+    }
+  });
+}
+
+TEST_P(Sizes, DeferredGradientsOfSeveralMicroBatchesHandedInLater) {
+  ranks(GetParam()).run([](World& world) {
+    for (const bool inside : {false, true}) {
+      auto module = std::make_shared<Deferred>();
+      module->redeems_inside = inside;
+      auto handle = fully_shard(module, data_mesh(world));
+      handle.set_requires_gradient_sync(false);
+      for (int i = 0; i < 3; ++i) {
+        handle.set_requires_gradient_sync(i == 2);
+        backward(handle.forward(input_of(world.rank(), i, kWidth).select(0, 0)).sum());
+      }
+      module->redeem();
+      expect_same(whole_gradients(handle), deferred_expected(world.size(), 3), inside ? "inside" : "after");
+    }
+  });
+}
+
+TEST(DeferredGradients, HandedInTwiceNamesLayerAndMicroBatch) {
+  ranks(1).run([](World& world) {
+    auto module = std::make_shared<Deferred>();
+    auto handle = fully_shard(module, data_mesh(world));
+    backward(handle.forward(seeded(1, {kWidth})).sum());
+    const auto twice = module->owed;
+    module->redeem();
+    EXPECT_THAT(error_of([&] { twice[0].sink->redeem(twice[0].ticket, twice[0].raw); }),
+                AllOf(HasSubstr("weight"), HasSubstr("layer 4"), HasSubstr("micro-batch 0"), HasSubstr("twice")));
+  });
+}
+
+TEST_P(Sizes, LeftOverAtTheStepNamesLayerAndMicroBatch) {
+  ranks(GetParam()).run([](World& world) {
+    auto module = std::make_shared<Deferred>();
+    module->micro_batch = 3;
+    auto handle = fully_shard(module, data_mesh(world));
+    const auto optimizer = make_sgd(handle, {});
+    backward(handle.forward(seeded(1, {kWidth})).sum());
+    EXPECT_THAT(error_of([&] { optimizer->step(); }),
+                AllOf(HasSubstr("weight"), HasSubstr("layer 4"), HasSubstr("micro-batch 3")));
+  });
+}
+
+}  // namespace
+}  // namespace tessera::test

@@ -1,0 +1,156 @@
+// [Note: failure]: an exception inside a sharded step frees the other ranks at once and can be recovered from.
+#include <gmock/gmock.h>
+
+#include "dist/plain.h"
+#include "fsdp/runtime.h"
+#include "fsdp/unit.h"
+#include "tessera/optim.h"
+
+namespace tessera::test {
+namespace {
+
+using ::testing::HasSubstr;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr std::int64_t kWidth = 5;
+
+/// An operation of the user that throws in backward.
+class ThrowsInBackward : public torch::autograd::Function<ThrowsInBackward> {
+ public:
+  static at::Tensor forward(AutogradContext*, const at::Tensor& x) { return x * 1.0; }
+  static variable_list backward(AutogradContext*, variable_list) {
+    throw std::runtime_error("the user's backward went wrong");
+  }
+};
+
+enum class When { kForward, kInnerForward, kBackward };
+
+class Failures : public ::testing::TestWithParam<std::tuple<int, When, ThreadBackend>> {};
+INSTANTIATE_TEST_SUITE_P(Grid, Failures,
+                         ::testing::Combine(::testing::Values(1, 2, 3),
+                                            ::testing::Values(When::kForward, When::kInnerForward, When::kBackward),
+                                            ::testing::Values(ThreadBackend::kInProcess, ThreadBackend::kGloo)));
+
+// Naive: the other ranks wait in their collectives until the timeout (20 s here), and the next step starts on
+// half-gathered units and half-filled slots.
+TEST_P(Failures, OthersLeavePromptlyAndTheNextStepIsRight) {
+  const auto [count, when, backend] = GetParam();
+  ranks(count, backend).run([when = when](World& world) {
+    Chain plain(1, 3, kWidth);
+    ShardedChain model(data_mesh(world), 1, 3, kWidth);
+    const auto optimizer = make_sgd(model.handle, {.lr = 0.0});
+    const auto step = [&](int number) {
+      model.handle.zero_grad();
+      backward(squares(model.handle.forward(input_of(world.rank(), number, kWidth))));
+      expect_same(whole_gradients(model.handle), plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+        backward(squares(plain.forward(input_of(rank, number, kWidth))));
+      }), concat("step ", number));
+      optimizer->step();
+    };
+    step(0);
+    step(1);
+    const bool culprit = world.rank() == world.size() - 1;
+    std::string error;
+    const auto seconds = seconds_of([&] {
+      error = error_of([&] {
+        auto x = input_of(world.rank(), 2, kWidth);
+        if (culprit && when == When::kForward) throw std::runtime_error("the user's loader went wrong");
+        if (culprit && when == When::kInnerForward) {
+          model.chain->blocks[1]->before = [] { throw std::runtime_error("the user's forward went wrong"); };
+        }
+        if (when == When::kBackward) x.requires_grad_();
+        auto y = model.handle.forward(culprit && when == When::kBackward ? ThrowsInBackward::apply(x) : x * 1.0);
+        backward(squares(y));
+        // A rank that had nothing left to wait for learns of it at its next collective.
+        comm::barrier(world.control(), "end of the step");
+      });
+      if (when == When::kForward && culprit) world.poison(error);  // outside of any handle: nobody else can know
+    });
+    model.chain->blocks[1]->before = nullptr;
+    EXPECT_NE(error, "");
+    if (culprit) EXPECT_THAT(error, HasSubstr("the user's"));
+    EXPECT_LT(seconds, 5) << error;
+    world.recover();
+    step(3);
+    step(4);
+    EXPECT_EQ(model.handle.unit()->expected, 0);
+  });
+}
+
+TEST(FailuresOfOne, ARankAloneGoesOnWithoutRecover) {
+  ranks(1).run([](World& world) {
+    Chain plain(1, 2, kWidth);
+    ShardedChain model(data_mesh(world), 1, 2, kWidth);
+    for (const bool in_backward : {true, false}) {
+      auto x = input_of(0, 0, kWidth).requires_grad_();
+      model.chain->blocks[1]->before = [&] {
+        if (!in_backward) throw std::runtime_error("forward");
+      };
+      EXPECT_THAT(error_of([&] {
+        backward(squares(model.handle.forward(ThrowsInBackward::apply(x))));
+      }), HasSubstr(in_backward ? "the user's backward" : "forward"));
+      model.chain->blocks[1]->before = nullptr;
+      model.handle.zero_grad();
+      backward(squares(model.handle.forward(input_of(0, 1, kWidth))));
+      expect_same(whole_gradients(model.handle), plain_gradients(plain, 1, 1, [&](int) {
+        backward(squares(plain.forward(input_of(0, 1, kWidth))));
+      }));
+    }
+  });
+}
+
+/// Catches what its inner unit throws and goes on, which a sharded step does not allow.
+class Swallows : public torch::nn::Module {
+ public:
+  at::Tensor forward(const at::Tensor& x) {
+    try {
+      return handle->forward(x);
+    } catch (const std::runtime_error&) {
+      return calls_again ? handle->forward(x) : x;
+    }
+  }
+  std::shared_ptr<Sharded<Block>> handle;
+  bool calls_again = false;
+};
+
+// Naive: counters of calls go out of step, and a later forward crashes.
+TEST(FailuresOfOne, AnInnerExceptionThatAnOuterForwardCatchesIsNamed) {
+  ranks(1).run([](World& world) {
+    for (const bool calls_again : {false, true}) {
+      auto block = std::make_shared<Block>(1, kWidth);
+      auto outer = std::make_shared<Swallows>();
+      outer->calls_again = calls_again;
+      outer->handle = outer->register_module(
+          "inner", std::make_shared<Sharded<Block>>(fully_shard(block, data_mesh(world))));
+      auto handle = fully_shard(outer, data_mesh(world));
+      bool throws = true;
+      block->before = [&] {
+        if (std::exchange(throws, false)) throw std::runtime_error("once");
+      };
+      EXPECT_THAT(error_of([&] { handle.forward(input_of(0, 0, kWidth)); }), HasSubstr("exception"));
+      Block plain(1, kWidth);
+      const auto x = input_of(0, 0, kWidth);
+      EXPECT_TRUE(same_bits(handle.forward(x).detach(), plain.forward(x).detach()));
+      EXPECT_EQ(handle.unit()->open_calls, 0);
+    }
+  });
+}
+
+TEST(FailuresOfMany, AForwardAfterAFailureAsksForRecover) {
+  ranks(2).run([](World& world) {
+    ShardedChain model(data_mesh(world), 1, 2, kWidth);
+    model.chain->blocks[0]->before = [&] {
+      if (world.rank() == 0) throw std::runtime_error("rank 0 throws");
+    };
+    (void)error_of([&] {
+      backward(squares(model.handle.forward(input_of(0, 0, kWidth))));
+      comm::barrier(world.control(), "end of the step");
+    });
+    EXPECT_THAT(error_of([&] { model.handle.forward(input_of(0, 0, kWidth)); }), HasSubstr("recover()"));
+    world.recover();
+  });
+}
+
+}  // namespace
+}  // namespace tessera::test

@@ -1,0 +1,283 @@
+// The handle as a user sees it: signatures, names, modes, what is refused.
+#include <gmock/gmock.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+
+#include "dist/plain.h"
+#include "fsdp/unit.h"
+
+namespace tessera::test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::UnorderedElementsAre;
+
+constexpr std::int64_t kWidth = 5;
+
+class Sizes : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, Sizes, ::testing::Values(1, 2));
+
+TEST_P(Sizes, ASequentialOfHandlesTrainsAsUnsharded) {
+  ranks(GetParam()).run([](World& world) {
+    const auto mesh = data_mesh(world);
+    const auto make = [] {
+      return std::pair{std::make_shared<Affine>(1, kWidth, 7), std::make_shared<Affine>(2, 7, kWidth)};
+    };
+    auto [a, b] = make();
+    torch::nn::Sequential plain(a, torch::nn::Functional(at::relu), b);
+    auto [c, d] = make();
+    torch::nn::Sequential handles(std::make_shared<Sharded<Affine>>(fully_shard(c, mesh)),
+                                  torch::nn::Functional(at::relu),
+                                  std::make_shared<Sharded<Affine>>(fully_shard(d, mesh)));
+    auto handle = fully_shard(handles.ptr(), mesh);  // Sharded<SequentialImpl>
+    for (int step = 0; step < 2; ++step) {
+      handle.zero_grad();
+      backward(squares(handle.forward(input_of(world.rank(), step, kWidth))));
+      expect_same(whole_gradients(handle), plain_gradients(*plain, world.size(), world.size(), [&](int rank) {
+        backward(squares(plain->forward(input_of(rank, step, kWidth))));
+      }));
+    }
+    EXPECT_THAT(handle.named_parameters().keys(), ElementsAre("0.weight", "0.bias", "2.weight", "2.bias"));
+  });
+}
+
+TEST_P(Sizes, AWholeSequentialAsOneUnit) {
+  ranks(GetParam()).run([](World& world) {
+    torch::nn::Sequential plain(std::make_shared<Affine>(1, kWidth, 7), std::make_shared<Affine>(2, 7, kWidth));
+    torch::nn::Sequential same(std::make_shared<Affine>(1, kWidth, 7), std::make_shared<Affine>(2, 7, kWidth));
+    auto handle = fully_shard(same.ptr(), data_mesh(world));
+    backward(squares(handle.forward(input_of(world.rank(), 0, kWidth))));
+    expect_same(whole_gradients(handle), plain_gradients(*plain, world.size(), world.size(), [&](int rank) {
+      backward(squares(plain->forward(input_of(rank, 0, kWidth))));
+    }));
+  });
+}
+
+struct Sample {
+  at::Tensor x;
+  at::Tensor ids;
+  int count = 0;
+  template <class F>
+  void visit_tensors(F&& f) {
+    f(x);
+    f(ids);
+  }
+};
+
+struct Answer {
+  std::map<std::string, at::Tensor> named;
+  std::pair<at::Tensor, int> counted;
+  template <class F>
+  void visit_tensors(F&& f) {
+    tessera::visit_tensors(named, f);
+    tessera::visit_tensors(counted, f);
+  }
+};
+
+/// Everything that a forward may take and give.
+class Signature : public torch::nn::Module {
+ public:
+  Answer forward(const std::vector<at::Tensor>& list, std::optional<at::Tensor> maybe,
+                 const std::tuple<at::Tensor, double>& scaled, std::map<std::string, at::Tensor> named, Sample sample,
+                 std::string mode) {
+    auto y = table.index_select(0, sample.ids).sum() * 0.0 + std::get<0>(scaled) * std::get<1>(scaled) * weight;
+    for (const auto& one : list) y = y + one;
+    if (maybe) y = y * *maybe;
+    for (const auto& [key, value] : named) y = y + value;
+    y = y + sample.x * sample.count;
+    if (mode == "double") y = y * 2;
+    return {{{"y", y}, {"z", y.sum()}}, {table.index_select(0, sample.ids), 3}};
+  }
+  at::Tensor weight = register_parameter("weight", seeded(1, {kWidth}));
+  at::Tensor table = register_parameter("table", seeded(2, {4, kWidth}));
+};
+
+TEST_P(Sizes, ArgumentsAndResultsOfEveryShape) {
+  ranks(GetParam()).run([](World& world) {
+    Signature plain;
+    auto handle = fully_shard(std::make_shared<Signature>(), data_mesh(world));
+    const auto loss_of = [](auto& model, int rank, std::vector<at::Tensor>& inputs) {
+      const auto seed = static_cast<std::uint64_t>(40 + rank);
+      inputs.clear();
+      for (std::uint64_t i = 0; i < 6; ++i) inputs.push_back(seeded(seed + 10 * i, {kWidth}).requires_grad_());
+      auto answer = model.forward({inputs[0], inputs[1]}, inputs[2], std::tuple{inputs[3], 0.5}, {{"k", inputs[4]}},
+                                  Sample{inputs[5], at::tensor({0, 2, 2}), 3}, "double");
+      EXPECT_EQ(answer.counted.second, 3);
+      return answer.named.at("y").pow(2).sum() + answer.named.at("z") + answer.counted.first.pow(2).sum();
+    };
+    std::vector<at::Tensor> ours, theirs;
+    backward(loss_of(handle, world.rank(), ours));
+    const auto found = whole_gradients(handle);
+    backward(loss_of(plain, world.rank(), theirs));
+    for (std::size_t i = 0; i < ours.size(); ++i) EXPECT_TRUE(same_bits(ours[i].grad(), theirs[i].grad())) << i;
+    expect_same(found, plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+      backward(loss_of(plain, rank, theirs));
+    }));
+  });
+}
+
+TEST_P(Sizes, NoOptionalNoListNoResult) {
+  class Quiet : public torch::nn::Module {
+   public:
+    void forward(std::optional<at::Tensor> maybe, std::vector<at::Tensor> list) {
+      EXPECT_FALSE(maybe.has_value());
+      EXPECT_TRUE(list.empty());
+      seen = weight.sum();
+    }
+    at::Tensor weight = register_parameter("weight", at::ones({kWidth}));
+    at::Tensor seen;
+  };
+  ranks(GetParam()).run([](World& world) {
+    auto module = std::make_shared<Quiet>();
+    auto handle = fully_shard(module, data_mesh(world));
+    handle.forward(std::nullopt, {});
+    EXPECT_EQ(module->seen.item<float>(), static_cast<float>(kWidth));
+  });
+}
+
+TEST_P(Sizes, AResultMayBeChangedInPlaceAndMayBeAnInput) {
+  class Mixed : public torch::nn::Module {
+   public:
+    std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& x, const at::Tensor& ids) {
+      return {x * weight, x, ids};
+    }
+    at::Tensor weight = register_parameter("weight", seeded(1, {kWidth}));
+  };
+  ranks(GetParam()).run([](World& world) {
+    Mixed plain;
+    auto handle = fully_shard(std::make_shared<Mixed>(), data_mesh(world));
+    const auto loss_of = [](auto& model, at::Tensor leaf) {
+      const auto ids = at::tensor({1, 2});
+      auto [y, x, same] = model.forward(leaf * 1.0, ids);
+      EXPECT_TRUE(at::equal(same, ids));
+      y.mul_(3.0);  // naive: a custom Function's outputs are views that may not be changed in place
+      y.add_(x);
+      return y.pow(2).sum() + x.sum();
+    };
+    for (int step = 0; step < 2; ++step) {
+      handle.zero_grad();
+      auto x = input_of(world.rank(), step, kWidth).requires_grad_();
+      auto z = input_of(world.rank(), step, kWidth).requires_grad_();
+      backward(loss_of(handle, x));
+      const auto found = whole_gradients(handle);
+      backward(loss_of(plain, z));
+      EXPECT_TRUE(same_bits(x.grad(), z.grad()));
+      expect_same(found, plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+        backward(loss_of(plain, input_of(rank, step, kWidth).requires_grad_()));
+      }));
+    }
+  });
+}
+
+// ------------------------------------------------------------------------------- names, modes, refusals
+
+TEST_P(Sizes, NamesAreTrueNamesWhateverTheNesting) {
+  ranks(GetParam()).run([](World& world) {
+    ShardedChain model(data_mesh(world), 1, 2, kWidth);
+    EXPECT_THAT(model.handle.named_parameters().keys(),
+                UnorderedElementsAre("scale", "block0.a", "block0.b", "block1.a", "block1.b"));
+    std::vector<std::string> contracts;
+    for (const auto& view : model.handle.shards()) contracts.push_back(view.contract->name);
+    EXPECT_THAT(contracts, UnorderedElementsAre("scale", "block0.a", "block0.b", "block1.a", "block1.b"));
+    EXPECT_THAT(model.handle.contract_table(), AllOf(HasSubstr("block0.a"), HasSubstr("float32")));
+    EXPECT_THAT(model.chain->handles[1]->named_parameters().keys(), ElementsAre("a", "b"));
+  });
+}
+
+TEST_P(Sizes, CanonicalNamesAreKeptWhereTheyAreGiven) {
+  ranks(GetParam()).run([](World& world) {
+    ShardOptions inner, root;
+    inner.name = "model.layers.0";
+    root.name = "model";
+    auto chain = std::make_shared<Chain>(1, 1, kWidth);
+    chain->shard_blocks(data_mesh(world), {}, inner);
+    auto handle = fully_shard(chain, data_mesh(world), {}, root);
+    EXPECT_THAT(handle.named_parameters().keys(),
+                UnorderedElementsAre("model.scale", "model.layers.0.a", "model.layers.0.b"));
+  });
+}
+
+TEST(Handle, AParentThatIsNotShardedShowsTheShards) {
+  ranks(2).run([](World& world) {
+    struct Parent : torch::nn::Module {
+      std::shared_ptr<Sharded<Block>> block;
+    };
+    Parent parent;
+    parent.block = parent.register_module(
+        "block", std::make_shared<Sharded<Block>>(fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world))));
+    const auto parameters = parent.parameters();
+    ASSERT_EQ(parameters.size(), 2U);
+    const auto shards = parent.block->shards();
+    EXPECT_TRUE(parameters[0].is_same(shards[0].shard));
+    EXPECT_TRUE(parameters[1].is_same(shards[1].shard));
+    std::int64_t elements = 0;
+    for (const auto& one : shards) elements += one.end - one.begin;
+    auto total = at::tensor({elements});
+    comm::all_reduce(world.control(), total, "elements");
+    EXPECT_EQ(total.item<std::int64_t>(), 2 * kWidth * (kWidth + 1)) << "every element once over the ranks";
+  });
+}
+
+TEST_P(Sizes, ModesReachTheModulesInside) {
+  ranks(GetParam()).run([](World& world) {
+    ShardedChain model(data_mesh(world), 1, 2, kWidth);
+    model.handle.eval();
+    EXPECT_FALSE(model.handle.is_training());
+    EXPECT_FALSE(model.chain->is_training());
+    EXPECT_FALSE(model.chain->blocks[1]->is_training());
+    model.handle.train();
+    EXPECT_TRUE(model.chain->blocks[1]->is_training());
+  });
+}
+
+TEST(Handle, CopiesAndMovesToOtherDtypesAreRefused) {
+  ranks(1).run([](World& world) {
+    auto handle = std::make_shared<Sharded<Block>>(fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world)));
+    torch::nn::Module& module = *handle;
+    EXPECT_THAT(error_of([&] { module.clone(); }), HasSubstr("sharded module"));
+    EXPECT_THAT(error_of([&] { module.to(at::kBFloat16); }), HasSubstr("sharded module"));
+    EXPECT_THAT(error_of([&] { module.to(at::Device(at::kCPU)); }), HasSubstr("sharded module"));
+    EXPECT_THAT(error_of([&] { module.to(at::kCPU, at::kDouble); }), HasSubstr("sharded module"));
+    EXPECT_FALSE((std::is_copy_constructible_v<Sharded<Block>>));
+    EXPECT_THAT(error_of([&] { fully_shard(std::make_shared<Block>(1, kWidth), Mesh()); }), HasSubstr("mesh without a world"));
+  });
+}
+
+TEST(Handle, APlainParentsCloneAndToReachTheRefusal) {
+  ranks(1).run([](World& world) {
+    struct Parent : torch::nn::Module {};
+    Parent parent;
+    parent.register_module("block", std::make_shared<Sharded<Block>>(
+                                        fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world))));
+    EXPECT_THAT(error_of([&] { parent.to(at::kBFloat16); }), HasSubstr("sharded module"));
+  });
+}
+
+TEST_P(Sizes, InputsAreCastToParamDtypeAndOutputsToOutputDtype) {
+  ranks(GetParam()).run([](World& world) {
+    class Sees : public torch::nn::Module {
+     public:
+      at::Tensor forward(const at::Tensor& x, const at::Tensor& ids) {
+        EXPECT_EQ(x.scalar_type(), at::kBFloat16);
+        EXPECT_EQ(ids.scalar_type(), at::kLong);
+        EXPECT_EQ(weight.scalar_type(), at::kBFloat16);
+        return x * weight;
+      }
+      at::Tensor weight = register_parameter("weight", at::ones({kWidth}));
+    };
+    PrecisionPolicy policy;
+    policy.param_dtype = DType::kBFloat16;
+    policy.output_dtype = DType::kFloat32;
+    auto handle = fully_shard(std::make_shared<Sees>(), data_mesh(world), policy);
+    auto x = seeded(1, {kWidth}).requires_grad_();
+    const auto y = handle.forward(x, at::tensor({1}));
+    EXPECT_EQ(y.scalar_type(), at::kFloat);
+    backward(y.sum());
+    EXPECT_EQ(x.grad().scalar_type(), at::kFloat);
+  });
+}
+
+}  // namespace
+}  // namespace tessera::test

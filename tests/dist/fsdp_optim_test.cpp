@@ -1,0 +1,207 @@
+// Optimizers, norm and clip over shards: PyTorch's numbers on the whole model, whatever the layout.
+#include <gmock/gmock.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include "dist/plain.h"
+#include "fsdp/unit.h"
+#include "tessera/clip.h"
+#include "tessera/optim.h"
+
+namespace tessera::test {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr std::int64_t kWidth = 7;
+constexpr int kSteps = 5;
+
+class Sizes : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, Sizes, ::testing::Values(1, 2, 3, 4));
+
+/// Steps both with the same gradients; the plain module's are those that the sharded one found.
+template <class Step>
+void train_beside(World& world, ShardedChain& model, Chain& plain, Optimizer& ours, const Step& theirs,
+                  const std::function<void()>& compare) {
+  for (int step = 0; step < kSteps; ++step) {
+    model.handle.zero_grad();
+    backward(squares(model.handle.forward(input_of(world.rank(), step, kWidth))));
+    const auto gradients = whole_gradients(model.handle);
+    for (const auto& entry : plain.named_parameters()) entry.value().mutable_grad() = gradients.at(entry.key());
+    ours.step();
+    theirs();
+    compare();
+  }
+}
+
+TEST_P(Sizes, SgdWithMomentumAndDecayIsPyTorchsBitForBit) {
+  ranks(GetParam()).run([](World& world) {
+    ShardedChain model(data_mesh(world), 1, 2, kWidth);
+    Chain plain(1, 2, kWidth);
+    const auto ours = make_sgd(model.handle, {.lr = 0.05, .momentum = 0.9, .weight_decay = 0.1});
+    torch::optim::SGD theirs(plain.parameters(), torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(0.1));
+    train_beside(world, model, plain, *ours, [&] { theirs.step(); }, [&] {
+      for (const auto& [name, value] : whole_parameters(model.handle)) {
+        // Decay, momentum and step are three roundings each; vector and scalar loops may fuse them differently.
+        EXPECT_TRUE(at::allclose(value, plain.named_parameters()[name].detach(), 1e-6, 1e-7)) << name;
+      }
+    });
+  });
+}
+
+TEST_P(Sizes, AdamWIsPyTorchsWithinRounding) {
+  ranks(GetParam()).run([](World& world) {
+    ShardedChain model(data_mesh(world), 1, 2, kWidth);
+    Chain plain(1, 2, kWidth);
+    AdamWOptions options;
+    options.lr = 0.01;
+    const auto ours = make_adamw(model.handle, options);
+    torch::optim::AdamW theirs(plain.parameters(), torch::optim::AdamWOptions(0.01)
+                                                       .betas({options.beta1, options.beta2})
+                                                       .eps(options.eps)
+                                                       .weight_decay(options.weight_decay));
+    train_beside(world, model, plain, *ours, [&] { theirs.step(); }, [&] {
+      for (const auto& [name, value] : whole_parameters(model.handle)) {
+        // The fused kernel divides in another order: a few units in the last place a step.
+        EXPECT_TRUE(at::allclose(value, plain.named_parameters()[name].detach(), 1e-5, 1e-6)) << name;
+      }
+    });
+  });
+}
+
+// Every layout computes each element alone: the same bits on 1, 2, 3 and 4 ranks.
+class Kinds : public ::testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(Both, Kinds, ::testing::Values(false, true),
+                         [](const auto& adam) { return adam.param ? "AdamW" : "Sgd"; });
+
+TEST_P(Kinds, TheSameGradientsGiveTheSameBitsOnAnyNumberOfRanks) {
+  Tensors expected;
+  for (const int count : {1, 2, 3, 4}) {
+    ranks(count).run([&](World& world) {
+      ShardOptions options;
+      options.divide_factor = 1.0;
+      auto handle = fully_shard(std::make_shared<Chain>(1, 2, kWidth), data_mesh(world), {}, options);
+      const auto optimizer = GetParam() ? make_adamw(handle, {.lr = 0.01})
+                                        : make_sgd(handle, {.lr = 0.013, .momentum = 0.9, .weight_decay = 0.07});
+      for (int step = 0; step < 3; ++step) {
+        handle.zero_grad();
+        // Only rank 0 has a gradient: no sum differs.
+        backward(squares(handle.forward(input_of(0, step, kWidth))) * (world.rank() == 0 ? 1.0 : 0.0));
+        clip_grad_norm(handle, 1.0);
+        optimizer->step();
+      }
+      const auto found = whole_parameters(handle);
+      if (count == 1) {
+        expected = found;
+      } else {
+        for (const auto& [name, value] : expected) {
+          EXPECT_TRUE(at::allclose(found.at(name), value, 1e-6, 1e-7)) << count << " " << name;
+        }
+      }
+    });
+  }
+}
+
+TEST_P(Sizes, NoDecayIsByName) {
+  ranks(GetParam()).run([](World& world) {
+    for (const bool adam : {false, true}) {
+      ShardedChain model(data_mesh(world), 1, 1, kWidth);
+      const std::vector<std::string> no_decay = {"scale"};
+      const auto optimizer =
+          adam ? make_adamw(model.handle, {.lr = 0.5, .weight_decay = 0.5, .no_decay = no_decay})
+               : make_sgd(model.handle, {.lr = 0.5, .weight_decay = 0.5, .no_decay = no_decay});
+      const auto before = whole_parameters(model.handle);
+      backward(squares(model.handle.forward(at::zeros({2, kWidth}))));  // all gradients are zero
+      optimizer->step();
+      const auto after = whole_parameters(model.handle);
+      EXPECT_TRUE(same_bits(after.at("scale"), before.at("scale")));
+      EXPECT_TRUE(at::allclose(after.at("block0.a"), before.at("block0.a") * 0.75, 1e-6, 0));
+    }
+    ShardedChain model(data_mesh(world), 1, 1, kWidth);
+    EXPECT_THAT(error_of([&] { make_sgd(model.handle, {.no_decay = {"scales"}}); }), HasSubstr("scales"));
+  });
+}
+
+TEST_P(Sizes, AGradientOfAnotherDtypeThanTheShardIsRefused) {
+  ranks(GetParam()).run([](World& world) {
+    PrecisionPolicy policy;
+    policy.final_dtype = DType::kBFloat16;
+    auto handle = fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world), policy);
+    const auto optimizer = make_sgd(handle, {});
+    backward(squares(handle.forward(input_of(0, 0, kWidth))));
+    EXPECT_THAT(error_of([&] { optimizer->step(); }), HasSubstr("final_dtype"));
+  });
+}
+
+// ------------------------------------------------------------------------------------ norm and clip
+
+double plain_norm(const Tensors& gradients) {
+  double sum = 0;
+  for (const auto& [name, gradient] : gradients) sum += gradient.to(at::kDouble).pow(2).sum().item<double>();
+  return std::sqrt(sum);
+}
+
+class Meshes : public ::testing::TestWithParam<std::pair<int, int>> {};
+INSTANTIATE_TEST_SUITE_P(Grid, Meshes,
+                         ::testing::Values(std::pair(1, 1), std::pair(2, 1), std::pair(3, 1), std::pair(4, 1),
+                                           std::pair(2, 2), std::pair(4, 2)));
+
+// Naive: padding counted, replicas counted twice, fp32 sums of squares.
+TEST_P(Meshes, NormCountsEveryElementOnceAndIsTheSameOnEveryRank) {
+  const auto [count, replicas] = GetParam();
+  ranks(count).run([replicas = replicas](World& world) {
+    auto chain = std::make_shared<Chain>(1, 3, kWidth);
+    chain->shard_blocks(data_mesh(world, replicas));
+    auto handle = fully_shard(chain, data_mesh(world, replicas));
+    backward(squares(handle.forward(input_of(world.rank(), 0, kWidth))));
+    const auto expected = plain_norm(whole_gradients(handle));
+    const auto norm = gradient_norm(handle);
+    EXPECT_NEAR(norm, expected, 1e-12 * expected);  // fp64 sums in another order
+    auto all = at::full({1}, norm, at::kDouble);
+    comm::all_reduce(world.control(), all, "norms");
+    EXPECT_EQ(all.item<double>(), norm * world.size());
+    EXPECT_EQ(clip_grad_norm(handle, 0.0), norm) << "0 only measures";
+    EXPECT_EQ(gradient_norm(handle), norm);
+    EXPECT_EQ(clip_grad_norm(handle, norm * 2), norm) << "below the limit";
+    EXPECT_EQ(gradient_norm(handle), norm);
+    EXPECT_EQ(clip_grad_norm(handle, norm / 4), norm);
+    EXPECT_NEAR(gradient_norm(handle), norm / 4, 1e-6 * norm);
+  });
+}
+
+TEST(Norm, LargeValuesDoNotOverflowAndSmallOnesAreNotLost) {
+  ranks(2).run([](World& world) {
+    ShardOptions options;
+    options.divide_factor = 1.0;
+    auto handle = fully_shard(std::make_shared<Scale>(at::ones({64 * 3})), data_mesh(world), {}, options);
+    auto x = at::full({64 * 3}, 1.0F);
+    x[0] = 1e25F;
+    backward((handle.forward(x)).sum() * (world.rank() == 0 ? 1.0 : 0.0));
+    EXPECT_NEAR(gradient_norm(handle), 1e25, 1e19);
+    handle.zero_grad();
+    x[0] = 65536.0F;  // its square swallows 1 in fp32
+    backward((handle.forward(x)).sum() * (world.rank() == 0 ? 1.0 : 0.0));
+    EXPECT_DOUBLE_EQ(gradient_norm(handle), std::sqrt(65536.0 * 65536.0 + 191.0));
+  });
+}
+
+TEST(Norm, WhatIsNotFiniteIsNamedOnEveryRankAndScalesNothing) {
+  ranks(3).run([](World& world) {
+    ShardedChain model(data_mesh(world), 1, 2, kWidth);
+    backward(squares(model.handle.forward(input_of(world.rank(), 0, kWidth))));
+    EXPECT_TRUE(nonfinite_parameters(model.handle, 4).empty());
+    for (const auto& view : model.handle.shards()) {
+      // Element 40 of block1.b lies on one rank.
+      if (view.contract->name == "block1.b" && view.begin <= 40 && 40 < view.end) {
+        view.shard.mutable_grad()[40 - view.begin] = std::numeric_limits<float>::infinity();
+      }
+    }
+    const auto before = model.handle.shards()[0].shard.grad().clone();
+    EXPECT_FALSE(std::isfinite(clip_grad_norm(model.handle, 1.0)));
+    EXPECT_TRUE(same_bits(model.handle.shards()[0].shard.grad(), before));
+    EXPECT_THAT(nonfinite_parameters(model.handle, 4), ::testing::ElementsAre("block1.b"));
+  });
+}
+
+}  // namespace
+}  // namespace tessera::test

@@ -1,0 +1,190 @@
+// Parameters of every kind: shapes, strides, dtypes, frozen ones, a leaf's own grad_dtype, ignored ones.
+#include <gmock/gmock.h>
+
+#include "dist/plain.h"
+#include "fsdp/unit.h"
+#include "tessera/optim.h"
+
+namespace tessera::test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+/// One of each.
+class Odd : public torch::nn::Module {
+ public:
+  at::Tensor forward(const at::Tensor& x) {
+    auto y = x * scalar + one + empty.sum() + prime.sum() * x;
+    y = y + (strided * at::arange(15).reshape({5, 3})).sum() + integer.sum();
+    y = y + half.to(at::kFloat).pow(2).sum() + wide.to(at::kFloat).sum() * x + frozen.to(at::kFloat).sum();
+    return y;
+  }
+  at::Tensor scalar = register_parameter("scalar", seeded(1, {}));
+  at::Tensor empty = register_parameter("empty", at::zeros({0, 3}));
+  at::Tensor one = register_parameter("one", seeded(2, {1}));
+  at::Tensor prime = register_parameter("prime", seeded(3, {7, 19}));
+  at::Tensor strided = register_parameter("strided", seeded(4, {3, 5}).t());
+  at::Tensor integer = register_parameter("integer", at::tensor({3, 1, 2}), false);
+  at::Tensor half = register_parameter("half", seeded(5, {11}, at::kBFloat16));
+  at::Tensor wide = register_parameter("wide", seeded(6, {13}, at::kDouble));
+  at::Tensor frozen = register_parameter("frozen", seeded(7, {5}, at::kBFloat16), false);
+};
+
+class Sizes : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, Sizes, ::testing::Values(1, 2, 3, 4));
+
+TEST_P(Sizes, EveryShapeAndDtypeTrainsAsUnsharded) {
+  ranks(GetParam()).run([](World& world) {
+    Odd plain;
+    auto handle = fully_shard(std::make_shared<Odd>(), data_mesh(world));
+    const auto before = whole_parameters(handle);
+    EXPECT_EQ(before.size(), 9U);
+    for (const auto& entry : plain.named_parameters()) {
+      EXPECT_TRUE(same_bits(before.at(entry.key()), entry.value().detach())) << entry.key();
+    }
+    const auto optimizer = make_sgd(handle, {.lr = 0.125});
+    for (int step = 0; step < 2; ++step) {
+      handle.zero_grad();
+      const auto loss = squares(handle.forward(input_of(world.rank(), step, 1)));
+      EXPECT_TRUE(same_bits(loss.detach(), squares(plain.forward(input_of(world.rank(), step, 1))).detach()));
+      backward(loss);
+      // fp64 parameters are summed in fp64.
+      Tensors sums;
+      for (int rank = 0; rank < world.size(); ++rank) {
+        for (const auto& [name, raw] : raw_gradients(plain, [&] { backward(squares(plain.forward(input_of(rank, step, 1)))); })) {
+          const auto wide = raw.to(name == "wide" ? at::kDouble : at::kFloat);
+          sums[name] = sums[name].defined() ? sums[name] + wide : wide;
+        }
+      }
+      const auto found = whole_gradients(handle);
+      EXPECT_EQ(found.size(), 7U);
+      const at::NoGradGuard no_grad;
+      for (const auto& [name, sum] : sums) {
+        const auto parameter = plain.named_parameters()[name];
+        const auto expected = sum.div(world.size()).to(parameter.scalar_type());
+        EXPECT_TRUE(same_bits(found.at(name), expected)) << name;
+        parameter.add_(expected, -0.125);
+      }
+      optimizer->step();
+    }
+    const auto after = whole_parameters(handle);
+    for (const auto& entry : plain.named_parameters()) {
+      EXPECT_TRUE(same_bits(after.at(entry.key()), entry.value().detach())) << entry.key();
+    }
+  });
+}
+
+TEST_P(Sizes, AModuleWithoutParametersIsAUnitToo) {
+  struct Nothing : torch::nn::Module {
+    at::Tensor forward(const at::Tensor& x) { return x * 2; }
+  };
+  ranks(GetParam()).run([](World& world) {
+    auto handle = fully_shard(std::make_shared<Nothing>(), data_mesh(world));
+    auto x = seeded(1, {3}).requires_grad_();
+    backward(handle.forward(x).sum());
+    EXPECT_TRUE(same_bits(x.grad(), at::full({3}, 2.0F)));
+  });
+}
+
+TEST_P(Sizes, OnlyEmptyParameters) {
+  struct Hollow : torch::nn::Module {
+    at::Tensor forward(const at::Tensor& x) { return x + empty.sum(); }
+    at::Tensor empty = register_parameter("empty", at::zeros({0}));
+  };
+  ranks(GetParam()).run([](World& world) {
+    auto handle = fully_shard(std::make_shared<Hollow>(), data_mesh(world));
+    const auto optimizer = make_adamw(handle, {});
+    for (int step = 0; step < 2; ++step) {
+      handle.zero_grad();
+      backward(handle.forward(seeded(1, {3})).sum());
+      EXPECT_TRUE(handle.shards()[0].shard.grad().defined());
+      optimizer->step();
+    }
+  });
+}
+
+// Frozen is decided when a model is sharded; a later change is an error, not a gradient that nobody reduces.
+TEST_P(Sizes, AFrozenParameterThatIsUnfrozenAfterShardingIsRefusedAtItsGradient) {
+  ranks(GetParam()).run([](World& world) {
+    auto module = std::make_shared<Odd>();
+    auto handle = fully_shard(module, data_mesh(world));
+    module->frozen.set_requires_grad(true);
+    EXPECT_THAT(error_of([&] { backward(squares(handle.forward(seeded(1, {1})))); }),
+                AllOf(HasSubstr("frozen"), HasSubstr("before sharding")));
+    if (world.size() > 1) comm::barrier(world.control(), "every rank has failed");
+  });
+}
+
+TEST(Parameters, FrozenByARuleAndTrainedByARule) {
+  ranks(2).run([](World& world) {
+    PrecisionPolicy policy;
+    PrecisionRule freeze, train;
+    freeze.match = {"prime"};
+    freeze.frozen = true;
+    train.match = {"frozen"};
+    train.frozen = false;
+    policy.rules = {freeze, train};
+    auto handle = fully_shard(std::make_shared<Odd>(), data_mesh(world), policy);
+    backward(squares(handle.forward(seeded(1, {1}))));
+    const auto found = whole_gradients(handle);
+    EXPECT_EQ(found.count("prime"), 0U);
+    ASSERT_EQ(found.count("frozen"), 1U);
+    EXPECT_GT(found.at("frozen").to(at::kFloat).abs().sum().item<float>(), 0);
+  });
+}
+
+TEST(Parameters, ALeafsOwnGradDtypeRoundsOnArrival) {
+  ranks(2).run([](World& world) {
+    const double fine = 1.0 + 1.0 / 1024;
+    for (const bool own : {false, true}) {
+      auto module = std::make_shared<Scale>(at::ones({3}));
+      if (own) module->weight.set_grad_dtype(at::kBFloat16);
+      auto handle = fully_shard(module, data_mesh(world));
+      backward((handle.forward(at::ones({3})) * fine).sum());
+      EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), at::full({3}, static_cast<float>(own ? 1.0 : fine))));
+    }
+  });
+}
+
+TEST(Parameters, AGradientBeforeShardingIsRefused) {
+  ranks(1).run([](World& world) {
+    auto module = std::make_shared<Scale>(at::ones({3}));
+    backward(module->forward(at::ones({3})).sum());
+    EXPECT_THAT(error_of([&] { fully_shard(module, data_mesh(world)); }),
+                AllOf(HasSubstr("weight"), HasSubstr("zero_grad()")));
+  });
+}
+
+TEST(Parameters, IgnoredOnesStayAsTheyAre) {
+  ranks(2).run([](World& world) {
+    auto module = std::make_shared<Block>(1, 4);
+    ShardOptions options;
+    options.ignored_parameters = {module->b};
+    auto handle = fully_shard(module, data_mesh(world), {}, options);
+    EXPECT_EQ(handle.shards().size(), 1U);
+    backward(squares(handle.forward(input_of(world.rank(), 0, 4))));
+    EXPECT_TRUE(module->b.grad().defined()) << "the user's own, unreduced";
+    EXPECT_EQ(module->b.grad().sizes(), module->b.sizes());
+  });
+}
+
+TEST(Parameters, SparseAndComplexGradientsAreRefusedByName) {
+  class Table : public torch::nn::Module {
+   public:
+    at::Tensor forward(const at::Tensor& ids) {
+      return at::embedding(weight, ids, -1, /*scale_grad_by_freq=*/false, /*sparse=*/true).sum();
+    }
+    at::Tensor weight = register_parameter("weight", seeded(1, {4, 3}));
+  };
+  ranks(1).run([](World& world) {
+    auto handle = fully_shard(std::make_shared<Table>(), data_mesh(world));
+    EXPECT_THAT(error_of([&] { backward(handle.forward(at::tensor({1, 2}))); }),
+                AllOf(HasSubstr("weight"), HasSubstr("Sparse"), HasSubstr("dense")));
+    auto complex = std::make_shared<Scale>(at::ones({3}, at::kComplexFloat));
+    EXPECT_NE(error_of([&] { fully_shard(complex, data_mesh(world)); }), "");
+  });
+}
+
+}  // namespace
+}  // namespace tessera::test

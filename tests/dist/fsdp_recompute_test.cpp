@@ -1,0 +1,187 @@
+// [Note: recomputation]: inside (unit(checkpoint(block))), outside (checkpoint(unit(block))), nested.
+#include <gmock/gmock.h>
+
+#include "dist/plain.h"
+#include "fsdp/runtime.h"
+#include "fsdp/unit.h"
+#include "tessera/optim.h"
+
+namespace tessera::test {
+namespace {
+
+constexpr std::int64_t kWidth = 5;
+constexpr int kSteps = 3;
+
+enum class Where { kNowhere, kInside, kOutside, kBoth };
+
+struct Run {
+  Tensors gradients, parameters;
+  std::int64_t gathers = 0, reductions = 0;
+  int calls = 0;
+};
+
+Run train(World& world, Where where, const PrecisionPolicy& policy = {}) {
+  ShardedChain model(data_mesh(world), 3, 3, kWidth, policy);
+  model.chain->recomputes_outside = where == Where::kOutside || where == Where::kBoth;
+  for (const auto& block : model.chain->blocks) block->recomputes = where == Where::kInside || where == Where::kBoth;
+  const auto optimizer = make_sgd(model.handle, {.lr = 0.01});
+  Run run;
+  for (int step = 0; step < kSteps; ++step) {
+    model.handle.zero_grad();
+    backward(squares(model.handle.forward(input_of(world.rank(), step, kWidth))));
+    run.gradients = whole_gradients(model.handle);
+    optimizer->step();
+    if (world.size() == 1) continue;
+    EXPECT_FALSE(model.handle.unit()->gathered());
+    for (const auto& handle : model.chain->handles) {
+      EXPECT_FALSE(handle->unit()->gathered());
+      EXPECT_EQ(handle->unit()->expected, 0);
+      EXPECT_EQ(handle->unit()->open_calls, 0);
+    }
+  }
+  run.parameters = whole_parameters(model.handle);
+  run.gathers = model.handle.unit()->runtime().gathers_issued();
+  run.reductions = model.handle.unit()->runtime().reductions_issued();
+  for (const auto& block : model.chain->blocks) run.calls += block->calls;
+  return run;
+}
+
+class Recompute : public ::testing::TestWithParam<std::tuple<int, Where>> {};
+INSTANTIATE_TEST_SUITE_P(Grid, Recompute,
+                         ::testing::Combine(::testing::Values(1, 2, 3),
+                                            ::testing::Values(Where::kInside, Where::kOutside, Where::kBoth)));
+
+// Naive: the second forward gathers, records and counts again: reductions never start or start twice.
+TEST_P(Recompute, GivesTheBitsOfThePlainCall) {
+  const auto [count, where] = GetParam();
+  ranks(count).run([where = where](World& world) {
+    for (const auto param_dtype : {std::optional<DType>(), std::optional(DType::kBFloat16)}) {
+      PrecisionPolicy policy;
+      policy.param_dtype = param_dtype;
+      const auto expected = train(world, Where::kNowhere, policy);
+      const auto found = train(world, where, policy);
+      expect_same(found.gradients, expected.gradients);
+      expect_same(found.parameters, expected.parameters);
+      EXPECT_EQ(found.gathers, expected.gathers) << "recomputation gathers nothing of its own";
+      EXPECT_EQ(found.reductions, expected.reductions);
+      const int again = where == Where::kInside ? 0 : 3 * kSteps;
+      EXPECT_EQ(found.calls, expected.calls + again) << "it was recomputed";
+    }
+  });
+}
+
+/// outer handle { inner handle { block } , weight }: recomputation around handles that hold handles.
+class Nest : public torch::nn::Module {
+ public:
+  explicit Nest(std::uint64_t seed)
+      : weight(register_parameter("weight", seeded(seed, {kWidth}) + 1.0)),
+        block(register_module("block", std::make_shared<Block>(seed + 1, kWidth))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    const auto body = [this](const std::vector<at::Tensor>& inputs) {
+      return handle ? handle->forward(inputs[0]) : block->forward(inputs[0]);
+    };
+    const auto y = recomputes ? checkpoint(body, {x * weight}) : body({x * weight});
+    return y * weight;
+  }
+  at::Tensor weight;
+  std::shared_ptr<Block> block;
+  std::shared_ptr<Sharded<Block>> handle;
+  bool recomputes = false;
+};
+
+class NestPair : public torch::nn::Module {
+ public:
+  NestPair()
+      : first(register_module("first", std::make_shared<Nest>(1))),
+        second(register_module("second", std::make_shared<Nest>(7))) {}
+  void shard(const Mesh& mesh) {
+    for (const auto& [name, nest, handle] : {std::tuple{"first", first, &one}, std::tuple{"second", second, &two}}) {
+      nest->handle = std::make_shared<Sharded<Block>>(fully_shard(nest->block, mesh));
+      nest->replace_module("block", nest->handle);
+      *handle = std::make_shared<Sharded<Nest>>(fully_shard(nest, mesh));
+      replace_module(name, *handle);
+    }
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const auto body = [this](const std::vector<at::Tensor>& inputs) {
+      return one ? two->forward(one->forward(inputs[0])) : second->forward(first->forward(inputs[0]));
+    };
+    return recomputes ? checkpoint(body, {x}) : body({x});
+  }
+  std::shared_ptr<Nest> first, second;
+  std::shared_ptr<Sharded<Nest>> one, two;
+  bool recomputes = false;
+};
+
+class NestedRecompute : public ::testing::TestWithParam<std::tuple<int, bool, bool>> {};
+INSTANTIATE_TEST_SUITE_P(Grid, NestedRecompute,
+                         ::testing::Combine(::testing::Values(1, 2), ::testing::Bool(), ::testing::Bool()));
+
+TEST_P(NestedRecompute, NestedHandlesGiveTheBitsOfThePlainModel) {
+  const auto [count, around_all, around_inner] = GetParam();
+  ranks(count).run([around_all = around_all, around_inner = around_inner](World& world) {
+    NestPair plain;
+    auto pair = std::make_shared<NestPair>();
+    pair->shard(data_mesh(world));
+    pair->recomputes = around_all;
+    pair->first->recomputes = pair->second->recomputes = around_inner;
+    auto handle = fully_shard(pair, data_mesh(world));
+    for (int step = 0; step < 3; ++step) {
+      handle.zero_grad();
+      backward(squares(handle.forward(input_of(world.rank(), step, kWidth))));
+      expect_same(whole_gradients(handle), plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+        backward(squares(plain.forward(input_of(rank, step, kWidth))));
+      }), concat("step ", step));
+    }
+    EXPECT_EQ(handle.unit()->expected, 0);
+  });
+}
+
+TEST(RecomputeErrors, AFunctionThatCallsOtherUnitsTheSecondTimeIsNamed) {
+  ranks(1).run([](World& world) {
+    ShardedChain model(data_mesh(world), 3, 2, kWidth);
+    int calls = 0;
+    const auto x = input_of(0, 0, kWidth).requires_grad_();
+    const auto y = checkpoint(
+        [&](const auto& inputs) { return model.chain->handles[calls++ == 0 ? 0 : 1]->forward(inputs[0]); }, {x});
+    EXPECT_THAT(error_of([&] { backward(squares(y)); }), ::testing::HasSubstr("deterministic"));
+  });
+}
+
+TEST(RecomputeMore, WithoutGradInputsAndInsideNoGrad) {
+  ranks(2).run([](World& world) {
+    Chain plain(3, 1, kWidth);
+    auto block = std::make_shared<Block>(13, kWidth);
+    auto handle = fully_shard(block, data_mesh(world));
+    const auto x = input_of(world.rank(), 0, kWidth);
+    const auto run = [&](const std::vector<at::Tensor>& inputs) { return handle.forward(inputs[0]); };
+    backward(squares(checkpoint(run, {x})));
+    Block same(13, kWidth);
+    expect_same(whole_gradients(handle), plain_gradients(same, 2, 2, [&](int rank) {
+      backward(squares(same.forward(input_of(rank, 0, kWidth))));
+    }));
+    const at::NoGradGuard no_grad;
+    EXPECT_TRUE(same_bits(checkpoint(run, {x}), same.forward(x)));
+  });
+}
+
+TEST(RecomputeMore, ABackwardTwiceOverARetainedGraph) {
+  ranks(2).run([](World& world) {
+    ShardedChain model(data_mesh(world), 3, 2, kWidth);
+    model.chain->recomputes_outside = true;
+    Chain plain(3, 2, kWidth);
+    const auto loss = squares(model.handle.forward(input_of(world.rank(), 0, kWidth)));
+    backward_and_keep_graph(loss);
+    const auto once = whole_gradients(model.handle);
+    expect_same(once, plain_gradients(plain, 2, 2, [&](int rank) {
+      backward(squares(plain.forward(input_of(rank, 0, kWidth))));
+    }));
+    backward(loss);
+    for (const auto& [name, gradient] : whole_gradients(model.handle)) {
+      EXPECT_TRUE(same_bits(gradient, once.at(name) * 2)) << name;
+    }
+  });
+}
+
+}  // namespace
+}  // namespace tessera::test

@@ -1,0 +1,183 @@
+// What sharded results are compared with: the same modules unsharded, and sums formed rank by rank.
+#pragma once
+
+#include <torch/csrc/autograd/autograd.h>
+
+#include <chrono>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "dist/modules.h"
+#include "tessera/recompute.h"
+#include "tessera/shard.h"
+
+namespace tessera::test {
+
+using Tensors = std::map<std::string, at::Tensor>;
+
+inline void backward(const at::Tensor& loss) { torch::autograd::backward({loss}, {}); }
+inline void backward_and_keep_graph(const at::Tensor& loss) {
+  torch::autograd::backward({loss}, {}, /*retain_graph=*/true);
+}
+
+inline at::Tensor squares(const at::Tensor& y) { return y.to(at::kFloat).pow(2).sum(); }
+
+/// What `run` throws, "" when nothing.
+template <class Run>
+std::string error_of(const Run& run) {
+  try {
+    run();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+inline Tensors whole_gradients(const ShardedBase& handle) {
+  Tensors all;
+  handle.visit_full_gradients([&](const auto& name, const at::Tensor& g) { all[name] = g.clone(); });
+  return all;
+}
+
+inline Tensors whole_parameters(const ShardedBase& handle) {
+  Tensors all;
+  handle.visit_full_parameters([&](const auto& name, const at::Tensor& p) { all[name] = p.clone(); });
+  return all;
+}
+
+inline void expect_same(const Tensors& found, const Tensors& expected, const std::string& what = "") {
+  EXPECT_EQ(found.size(), expected.size()) << what;
+  for (const auto& [name, value] : expected) {
+    const auto it = found.find(name);
+    if (it == found.end()) {
+      ADD_FAILURE() << what << " lacks " << name;
+    } else {
+      EXPECT_TRUE(same_bits(it->second, value)) << what << " " << name;
+    }
+  }
+}
+
+/// One rank's raw gradients of the plain module; parameters that were not used are missing.
+inline Tensors raw_gradients(torch::nn::Module& module, const std::function<void()>& forward_backward) {
+  for (auto& p : module.parameters()) p.mutable_grad().reset();
+  forward_backward();
+  Tensors raw;
+  for (const auto& entry : module.named_parameters()) {
+    if (entry.value().grad().defined()) raw[entry.key()] = entry.value().grad().clone();
+  }
+  return raw;
+}
+
+/// Sum over ranks in rank order in fp32, over `divide`, in the parameter's dtype; zeros where no rank used it.
+inline Tensors plain_gradients(torch::nn::Module& module, int ranks, double divide,
+                               const std::function<void(int rank)>& forward_backward) {
+  Tensors sums;
+  for (int rank = 0; rank < ranks; ++rank) {
+    for (const auto& [name, raw] : raw_gradients(module, [&] { forward_backward(rank); })) {
+      auto& sum = sums[name];
+      sum = sum.defined() ? sum + raw.to(at::kFloat) : raw.to(at::kFloat);
+    }
+  }
+  Tensors result;
+  for (const auto& entry : module.named_parameters()) {
+    if (!entry.value().requires_grad()) continue;
+    const auto found = sums.find(entry.key());
+    const auto dtype = entry.value().scalar_type();
+    result[entry.key()] =
+        found == sums.end() ? at::zeros_like(entry.value()) : found->second.div(divide).to(dtype);
+  }
+  return result;
+}
+
+/// x + b relu(a x); its weights are needed in backward. Optionally recomputed inside (unit(checkpoint(block))).
+class Block : public torch::nn::Module {
+ public:
+  Block(std::uint64_t seed, std::int64_t width, at::ScalarType dtype = at::kFloat)
+      : a(register_parameter("a", seeded(seed, {width + 1, width}, dtype))),
+        b(register_parameter("b", seeded(seed + 1, {width, width + 1}, dtype))) {}
+
+  at::Tensor forward(const at::Tensor& x) {
+    ++calls;
+    if (before) before();
+    if (!recomputes) return body(x);
+    return checkpoint([this](const auto& inputs) { return body(inputs[0]); }, {x});
+  }
+
+  at::Tensor body(const at::Tensor& x) const {
+    const auto y = at::linear(at::relu(at::linear(x.to(a.scalar_type()), a)), b);
+    return x + y.to(x.scalar_type()) * 0.5;
+  }
+
+  at::Tensor a, b;
+  bool recomputes = false;
+  int calls = 0;
+  std::function<void()> before;  ///< runs inside the forward, before the block computes
+};
+
+/// block0, block1, ... and a scale of its own; blocks may be units.
+class Chain : public torch::nn::Module {
+ public:
+  Chain(std::uint64_t seed, int count, std::int64_t width, at::ScalarType dtype = at::kFloat)
+      : scale(register_parameter("scale", seeded(seed, {width}) + 1.0)) {
+    for (int i = 0; i < count; ++i) {
+      const auto block_seed = seed + 10 * static_cast<std::uint64_t>(i + 1);
+      blocks.push_back(register_module(concat("block", i), std::make_shared<Block>(block_seed, width, dtype)));
+    }
+  }
+
+  /// Every block a unit of its own from now on.
+  void shard_blocks(const Mesh& mesh, const PrecisionPolicy& policy = {}, const ShardOptions& options = {}) {
+    for (std::size_t i = 0; i < blocks.size(); ++i) {
+      handles.push_back(std::make_shared<Sharded<Block>>(fully_shard(blocks[i], mesh, policy, options)));
+      replace_module(concat("block", i), handles.back());
+    }
+  }
+
+  at::Tensor call(std::size_t i, const at::Tensor& x) {
+    return handles.empty() ? blocks[i]->forward(x) : handles[i]->forward(x);
+  }
+
+  at::Tensor forward(const at::Tensor& x) {
+    auto y = x * scale;
+    for (std::size_t i = 0; i < blocks.size(); ++i) {
+      if (skip == static_cast<int>(i)) continue;
+      if (recomputes_outside) {
+        y = checkpoint([this, i](const auto& inputs) { return call(i, inputs[0]); }, {y});
+      } else {
+        y = call(i, y);
+      }
+    }
+    return y;
+  }
+
+  std::vector<std::shared_ptr<Block>> blocks;
+  std::vector<std::shared_ptr<Sharded<Block>>> handles;
+  at::Tensor scale;
+  int skip = -1;
+  bool recomputes_outside = false;
+};
+
+/// A chain whose blocks are units inside a root unit.
+struct ShardedChain {
+  ShardedChain(const Mesh& mesh, std::uint64_t seed, int count, std::int64_t width,
+               const PrecisionPolicy& policy = {}, const ShardOptions& root = {}, const ShardOptions& inner = {})
+      : chain(std::make_shared<Chain>(seed, count, width)),
+        handle((chain->shard_blocks(mesh, policy, inner), fully_shard(chain, mesh, policy, root))) {}
+  std::shared_ptr<Chain> chain;
+  Sharded<Chain> handle;
+};
+
+inline at::Tensor input_of(int rank, int step, std::int64_t width) {
+  return seeded(static_cast<std::uint64_t>(1000 + 100 * step + rank), {3, width});
+}
+
+/// Seconds that `run` took.
+template <class Run>
+double seconds_of(const Run& run) {
+  const auto begin = std::chrono::steady_clock::now();
+  run();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+}  // namespace tessera::test

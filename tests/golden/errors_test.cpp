@@ -1,0 +1,141 @@
+// What is wrong with a folder or a batch is said before the first step, on two ranks, with its name.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "golden/layouts.h"
+#include "golden/model_folder.h"
+#include "unit/io/temporary_folder.h"
+
+namespace tessera::golden {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing::error_of;
+
+constexpr const char* kTensor = "model.layers.1.mlp.up_proj.weight";
+const Layout kTwoRanks{.ranks = 2};
+
+StoredTensor& tensor_of(std::vector<StoredTensor>& tensors, const std::string& name) {
+  const auto found = std::find_if(tensors.begin(), tensors.end(),
+                                  [&](const auto& tensor) { return tensor.spec.name == name; });
+  if (found == tensors.end()) throw std::runtime_error("no tensor " + name);
+  return *found;
+}
+
+/// What gradients and train both say of the folder.
+std::string error_of_folder(const std::filesystem::path& folder, ErrorKind kind) {
+  const auto& reference = Reference::of("qwen3-fp32");
+  const auto message =
+      error_of(kind, [&] { run_gradients(folder, kTwoRanks, reference.batches()); });
+  auto config = training_config(reference, OptimizerKind::kSgd, kTwoRanks);
+  config.model.path = folder;
+  EXPECT_EQ(error_of(kind, [&] { run_training(config, kTwoRanks); }), message);
+  return message;
+}
+
+std::string error_of_change(const std::function<void(std::vector<StoredTensor>&)>& change) {
+  return error_of_folder(changed_folder("qwen3-fp32", change), ErrorKind::kFormat);
+}
+
+TEST(GoldenErrors, UnchangedFolderIsAccepted) {
+  const auto folder = changed_folder("qwen3-fp32", [](auto&) {});
+  EXPECT_GT(run_gradients(folder, kTwoRanks, Reference::of("qwen3-fp32").batches()).loss, 0);
+}
+
+TEST(GoldenErrors, MissingTensorIsNamed) {
+  EXPECT_THAT(error_of_change([](auto& tensors) {
+                std::erase_if(tensors, [](const auto& tensor) { return tensor.spec.name == kTensor; });
+              }),
+              AllOf(HasSubstr(kTensor), HasSubstr("no tensor"), HasSubstr("config.json")));
+}
+
+TEST(GoldenErrors, ExtraTensorIsNamed) {
+  EXPECT_THAT(error_of_change([](auto& tensors) {
+                auto extra = tensor_of(tensors, kTensor);
+                extra.spec.name = "model.layers.4.mlp.up_proj.weight";  // the config has layers 0 to 3
+                tensors.push_back(extra);
+              }),
+              AllOf(HasSubstr("model.layers.4.mlp.up_proj.weight"), HasSubstr("config.json")));
+}
+
+TEST(GoldenErrors, WrongShapeIsNamedWithBothShapes) {
+  EXPECT_THAT(error_of_change([](auto& tensors) {
+                auto& shape = tensor_of(tensors, kTensor).spec.shape;
+                std::swap(shape[0], shape[1]);
+              }),
+              AllOf(HasSubstr(kTensor), HasSubstr("[32, 80]"), HasSubstr("[80, 32]")));
+}
+
+TEST(GoldenErrors, IntegerWeightIsNamedWithItsDtype) {
+  EXPECT_THAT(error_of_folder(changed_folder("qwen3-fp32",
+                                             [](auto& tensors) {
+                                               tensor_of(tensors, kTensor).spec.dtype = DType::kInt32;
+                                             }),
+                              ErrorKind::kFormat),
+              AllOf(HasSubstr(kTensor), HasSubstr("int32")));
+}
+
+/// A file of batches like the reference's, changed.
+std::filesystem::path batches(const std::function<void(const std::string& name, std::int64_t* values,
+                                                       std::int64_t count)>& change) {
+  const SafetensorsFile file(Reference::of("qwen3-fp32").batches());
+  const auto path = temporary_path("batches.safetensors");
+  const std::vector<std::string> names{"input_ids", "labels", "steps/input_ids", "steps/labels"};
+  std::vector<TensorSpec> specs;
+  for (const auto& name : names) specs.push_back({name, DType::kInt64, file.info(name).shape});
+  SafetensorsWriter writer(path, specs);
+  for (const auto& name : names) {
+    const at::Tensor values = read_tensor(file, name);
+    change(name, values.mutable_data_ptr<std::int64_t>(), values.numel());
+    writer.write(name, std::as_bytes(std::span(values.const_data_ptr<std::int64_t>(),
+                                               static_cast<std::size_t>(values.numel()))));
+  }
+  writer.finish();
+  return path;
+}
+
+std::string error_of_gradients(const std::filesystem::path& batch) {
+  return error_of(ErrorKind::kFormat,
+                  [&] { run_gradients(data_folder("qwen3-fp32"), kTwoRanks, batch.string()); });
+}
+
+std::string error_of_training(const std::filesystem::path& batch) {
+  auto config = training_config(Reference::of("qwen3-fp32"), OptimizerKind::kSgd, kTwoRanks);
+  config.data.path = {batch.string()};
+  return error_of(ErrorKind::kFormat, [&] { run_training(config, kTwoRanks); });
+}
+
+TEST(GoldenErrors, BatchWithoutAKeptLabelIsNamed) {
+  const auto path = batches([](const std::string& name, std::int64_t* values, std::int64_t count) {
+    if (name == "labels") std::fill(values, values + count, -100);
+    if (name == "steps/labels") std::fill(values + 2 * count / 5, values + 3 * count / 5, -100);
+  });
+  EXPECT_THAT(error_of_gradients(path), AllOf(HasSubstr(path.string()), HasSubstr("no kept label")));
+  EXPECT_THAT(error_of_training(path),
+              AllOf(HasSubstr(path.string()), HasSubstr("no kept label"), HasSubstr("step 3")));
+}
+
+TEST(GoldenErrors, TokenOutsideTheVocabularyIsNamedWithItsPlace) {
+  const auto path = batches([](const std::string& name, std::int64_t* values, std::int64_t count) {
+    if (name.ends_with("input_ids")) values[count - 1] = 128;  // the last token of the last row
+  });
+  EXPECT_THAT(error_of_gradients(path),
+              AllOf(HasSubstr("128"), HasSubstr("row 1, column 23"), HasSubstr("0 to 127")));
+  EXPECT_THAT(error_of_training(path),
+              AllOf(HasSubstr("128"), HasSubstr("row 1, column 23"), HasSubstr("steps/input_ids")));
+}
+
+TEST(GoldenErrors, LabelOutsideTheVocabularyIsNamed) {
+  const auto path = batches([](const std::string& name, std::int64_t* values, std::int64_t) {
+    if (name.ends_with("labels")) values[1] = -1;
+  });
+  EXPECT_THAT(error_of_gradients(path), AllOf(HasSubstr("label -1"), HasSubstr("column 1")));
+  EXPECT_THAT(error_of_training(path), AllOf(HasSubstr("label -1"), HasSubstr("column 1")));
+}
+
+}  // namespace
+}  // namespace tessera::golden

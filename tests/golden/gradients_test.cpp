@@ -1,0 +1,96 @@
+// `tessera gradients` against transformers under every layout, and against itself bit for bit.
+//
+// [Note: same bits] The batch has two rows. Where no forward has more than one row, every parameter's
+// gradient is g0 + g1 and perhaps + 0 for each rank without a row: on the wire in rank order, in an
+// accumulator in the order of micro-batches, over replicas after shards. So all such layouts agree in every
+// bit. One forward of both rows adds inside its matrix products, in another order: it agrees with itself under
+// reshard_after_forward, and with the rest within the bounds.
+#include <gtest/gtest.h>
+
+#include "golden/layouts.h"
+#include "golden/model_folder.h"
+
+namespace tessera::golden {
+namespace {
+
+class GoldenGradients : public ::testing::TestWithParam<std::string> {
+ protected:
+  const Reference& reference() const { return Reference::of(GetParam()); }
+  Gradients gradients(const Layout& layout, Spelling spelling = Spelling::kWritten,
+                      Files files = Files::kOne) const {
+    return run_gradients(model_folder(GetParam(), spelling, files), layout, reference().batches());
+  }
+  void expect_within_bounds(const Gradients& found) const {
+    EXPECT_NEAR(found.loss, reference().result("loss").item<double>(), kLossBound);
+    const auto logits = reference().result("logits");
+    ASSERT_EQ(found.logits.sizes(), logits.sizes());
+    EXPECT_LT((found.logits - logits).abs().max().item<double>(), kLogitsBound);
+    ASSERT_EQ(found.by_name.size(), reference().gradients().size());
+    for (const auto& [name, expected] : reference().gradients()) {
+      ASSERT_TRUE(found.by_name.contains(name)) << name;
+      ASSERT_EQ(found.by_name.at(name).sizes(), expected.sizes()) << name;
+      EXPECT_LT(relative_error(found.by_name.at(name), expected), kGradientBound) << name;
+    }
+  }
+};
+
+TEST_P(GoldenGradients, EveryLayoutIsWithinTheBoundsAndOneRowAForwardAlwaysHasTheSameBits) {
+  const auto whole = gradients({.ranks = 1});
+  const auto by_row = gradients({.ranks = 2});
+  int index = 0;
+  for (const auto& layout : grid()) {
+    SCOPED_TRACE(to_string(layout));
+    // Every layout reads another of the four forms of the folder, which hold the same numbers.
+    const auto spelling = index % 2 == 0 ? Spelling::kWritten : Spelling::kHub;
+    const auto files = index / 3 % 2 == 0 ? Files::kOne : Files::kSeveral;
+    ++index;
+    const auto found = gradients(layout, spelling, files);
+    expect_within_bounds(found);
+    expect_same_bits(found, layout.one_row_a_forward() ? by_row : whole);
+  }
+}
+
+TEST_P(GoldenGradients, FilesAndSpellingOfTheConfigChangeNoBit) {
+  for (const int ranks : {1, 3}) {
+    const auto expected = gradients({.ranks = ranks});
+    for (const auto spelling : {Spelling::kWritten, Spelling::kHub}) {
+      for (const auto files : {Files::kOne, Files::kSeveral}) {
+        SCOPED_TRACE(concat(ranks, " ranks, ", spelling == Spelling::kHub ? "hub" : "written", ", ",
+                            files == Files::kSeveral ? "several files" : "one file"));
+        expect_same_bits(gradients({.ranks = ranks}, spelling, files), expected);
+      }
+    }
+    const auto published = data_folder(GetParam()) / "sharded";  // as save_pretrained cuts it
+    if (!std::filesystem::exists(published)) continue;
+    expect_same_bits(run_gradients(published, {.ranks = ranks}, reference().batches()), expected);
+  }
+}
+
+TEST_P(GoldenGradients, GlooGivesTheBitsOfTheInProcessBackend) {
+  const auto expected = gradients({.ranks = 2});
+  const Layout layouts[] = {
+      {.ranks = 2, .backend = ThreadBackend::kGloo},
+      {.ranks = 3,
+       .reshard_after_forward = false,
+       .micro_batches = MicroBatches::kOneRowEachSync,
+       .backend = ThreadBackend::kGloo},
+      {.ranks = 4, .replicas = 2, .backend = ThreadBackend::kGloo},
+  };
+  for (const auto& layout : layouts) {
+    SCOPED_TRACE(to_string(layout));
+    expect_same_bits(gradients(layout), expected);
+  }
+}
+
+TEST_P(GoldenGradients, ASecondRunHasTheSameBits) {
+  for (const Layout& layout : {Layout{.ranks = 1}, Layout{.ranks = 3}, Layout{.ranks = 4, .replicas = 2}}) {
+    SCOPED_TRACE(to_string(layout));
+    expect_same_bits(gradients(layout), gradients(layout));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Dense, GoldenGradients, ::testing::ValuesIn(kFolders),
+                         [](const auto& info) { return test_name(info.param); });
+
+}  // namespace
+}  // namespace tessera::golden

@@ -1,0 +1,160 @@
+#include "golden/layouts.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <iostream>
+#include <sstream>
+
+#include "dist/ranks.h"
+#include "golden/model_folder.h"
+#include "tessera/shard.h"
+#include "train/gradients.h"
+
+namespace tessera::golden {
+namespace {
+
+/// Step lines of runs are not what a test says.
+class QuietOutput {
+ public:
+  QuietOutput() : before_(std::cout.rdbuf(swallowed_.rdbuf())) {}
+  ~QuietOutput() { std::cout.rdbuf(before_); }
+  QuietOutput(const QuietOutput&) = delete;
+  QuietOutput& operator=(const QuietOutput&) = delete;
+
+ private:
+  std::ostringstream swallowed_;
+  std::streambuf* before_;
+};
+
+/// One thread a rank: how many there are must not decide how sums are split.
+void on_ranks(const Layout& layout, const std::function<void(World&)>& body) {
+  const QuietOutput quiet;
+  test::ranks(layout.ranks, layout.backend).run([&](World& world) {
+    at::set_num_threads(1);
+    body(world);
+  });
+}
+
+}  // namespace
+
+std::string to_string(const Layout& layout) {
+  constexpr const char* kMicro[] = {"whole batch", "one row", "one row, each reduced"};
+  return concat(layout.replicas, " x ", layout.ranks / layout.replicas, " ranks, ",
+                layout.reshard_after_forward ? "reshard" : "no reshard", ", ",
+                kMicro[static_cast<int>(layout.micro_batches)],
+                layout.backend == ThreadBackend::kGloo ? ", gloo" : "");
+}
+
+std::vector<Layout> grid() {
+  std::vector<Layout> layouts;
+  const std::pair<int, int> shapes[] = {{1, 1}, {2, 1}, {3, 1}, {4, 1}, {2, 2}, {4, 2}};
+  for (const auto& [ranks, replicas] : shapes) {
+    for (const bool reshard : {true, false}) {
+      for (const auto micro :
+           {MicroBatches::kWhole, MicroBatches::kOneRow, MicroBatches::kOneRowEachSync}) {
+        layouts.push_back({ranks, replicas, reshard, micro});
+      }
+    }
+  }
+  return layouts;
+}
+
+train::Config config_for(const Layout& layout) {
+  train::Config config;
+  config.parallelism.data_parallel_replicate_degree = layout.replicas;
+  config.parallelism.reshard_after_forward = layout.reshard_after_forward;
+  if (layout.micro_batches != MicroBatches::kWhole) config.training.local_batch_size = 1;
+  config.training.sync_every_micro_batch = layout.micro_batches == MicroBatches::kOneRowEachSync;
+  config.precision.param_dtype.dtype = DType::kFloat32;
+  return config;
+}
+
+Gradients run_gradients(train::Config config, const Layout& layout, const std::string& batch) {
+  train::GradientsRequest request;
+  request.config = std::move(config);
+  request.batch = batch;
+  request.out = temporary_path("gradients.safetensors");
+  on_ranks(layout, [&](World& world) { train::run_gradients(request, world); });
+  Gradients gradients;
+  {
+    const SafetensorsFile file(request.out);
+    for (const TensorInfo& info : file.header().tensors) {
+      if (info.name == "loss") {
+        gradients.loss = read_tensor(file, info.name).item<double>();
+      } else if (info.name == "logits") {
+        gradients.logits = read_tensor(file, info.name);
+      } else {
+        gradients.by_name[info.name.substr(std::string_view("grad/").size())] =
+            read_tensor(file, info.name);
+      }
+    }
+  }
+  std::filesystem::remove(request.out);
+  return gradients;
+}
+
+Gradients run_gradients(const std::filesystem::path& model, const Layout& layout,
+                        const std::string& batch) {
+  auto config = config_for(layout);
+  config.model.path = model;
+  return run_gradients(config, layout, batch);
+}
+
+void expect_same_bits(const Gradients& found, const Gradients& expected) {
+  EXPECT_EQ(found.loss, expected.loss);
+  EXPECT_TRUE(test::same_bits(found.logits, expected.logits)) << "logits";
+  expect_same_bits(found.by_name, expected.by_name);
+}
+
+TrainingRun run_training(train::Config config, const Layout& layout,
+                         const std::set<std::int64_t>& keep_parameters_of) {
+  const auto folder = temporary_path("run");
+  std::filesystem::create_directories(folder);
+  config.job.dump_folder = folder;
+  config.metrics.folder = folder / "metrics";
+  TrainingRun run;
+  on_ranks(layout, [&](World& world) {
+    train::TrainingHooks hooks;
+    hooks.after_step = [&](const train::StepMetrics& metrics, const ShardedBase& model) {
+      const bool first = world.rank() == 0;
+      if (first) {
+        run.losses.push_back(metrics.loss);
+        run.norms.push_back(metrics.grad_norm);
+      }
+      if (!keep_parameters_of.contains(metrics.step)) return;
+      model.visit_full_parameters([&](const std::string& name, const at::Tensor& parameter) {
+        if (first) run.parameters[metrics.step][name] = parameter.detach().clone();
+      });
+    };
+    const auto result = train::run_training(config, world, hooks);
+    if (world.rank() == 0) run.result = result;
+  });
+  std::ifstream lines(folder / "metrics" / "metrics.jsonl");
+  for (std::string line; std::getline(lines, line);) run.lines.push_back(line);
+  return run;
+}
+
+std::string to_string(OptimizerKind kind) { return kind == OptimizerKind::kSgd ? "sgd" : "adamw"; }
+
+train::Config training_config(const Reference& reference, OptimizerKind kind, const Layout& layout) {
+  auto config = config_for(layout);
+  config.model.path = data_folder(reference.name());
+  config.data.path = {reference.batches()};
+  config.training.steps = 6;       // five batches, then the first again
+  config.training.max_norm = 0.0;  // no clipping
+  // Otherwise a rank's rows come one by one.
+  if (layout.micro_batches == MicroBatches::kWhole) config.training.local_batch_size = 2;
+  if (kind == OptimizerKind::kSgd) {
+    config.optimizer.name = train::OptimizerName::kSgd;
+    config.optimizer.lr = 0.05;
+  } else {
+    config.optimizer.name = train::OptimizerName::kAdamW;
+    config.optimizer.lr = 1e-3;
+  }
+  return config;
+}
+
+}  // namespace tessera::golden

@@ -1,0 +1,69 @@
+// The same computation under any layout: run_gradients and run_training on thread ranks.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "golden/reference.h"
+#include "tessera/world.h"
+#include "train/config.h"
+#include "train/trainer.h"
+
+namespace tessera::golden {
+
+enum class MicroBatches {
+  kWhole,          ///< all rows of a rank in one forward
+  kOneRow,         ///< one row a forward, gradients reduced after the last
+  kOneRowEachSync  ///< one row a forward, gradients reduced after each
+};
+
+struct Layout {
+  int ranks = 1;
+  int replicas = 1;  ///< dp_replicate; the rest is dp_shard
+  bool reshard_after_forward = true;
+  MicroBatches micro_batches = MicroBatches::kWhole;
+  ThreadBackend backend = ThreadBackend::kInProcess;
+
+  /// Rows of the batch of two that a rank has in one forward: with one everywhere, every layout adds the
+  /// same two gradients.
+  bool one_row_a_forward() const { return ranks > 1 || micro_batches != MicroBatches::kWhole; }
+};
+std::string to_string(const Layout& layout);
+
+/// Ranks 1, 2, 3, 4, 2 replicas, 2 replicas of 2 shards x reshard_after_forward x micro-batches.
+std::vector<Layout> grid();
+
+/// What of the layout stands in a config; fp32 compute.
+train::Config config_for(const Layout& layout);
+
+struct Gradients {
+  double loss = 0;
+  at::Tensor logits;
+  Tensors by_name;
+};
+/// Through the file that run_gradients writes.
+Gradients run_gradients(train::Config config, const Layout& layout, const std::string& batch);
+/// The one batch of a folder's reference, in fp32.
+Gradients run_gradients(const std::filesystem::path& model, const Layout& layout,
+                        const std::string& batch);
+void expect_same_bits(const Gradients& found, const Gradients& expected);
+
+struct TrainingRun {
+  std::vector<double> losses;         ///< by step
+  std::vector<double> norms;
+  std::map<std::int64_t, Tensors> parameters;  ///< by step, of the steps that were asked for
+  std::vector<std::string> lines;     ///< metrics.jsonl
+  train::TrainingResult result;
+};
+TrainingRun run_training(train::Config config, const Layout& layout,
+                         const std::set<std::int64_t>& keep_parameters_of = {});
+
+enum class OptimizerKind { kSgd, kAdamW };
+std::string to_string(OptimizerKind kind);
+/// The reference's optimizer settings on the reference's batches.
+train::Config training_config(const Reference& reference, OptimizerKind kind, const Layout& layout);
+
+}  // namespace tessera::golden

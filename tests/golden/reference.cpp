@@ -1,0 +1,87 @@
+#include "golden/reference.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "dist/ranks.h"
+#include "golden/model_folder.h"
+#include "grad/torch_dtype.h"
+
+namespace tessera::golden {
+
+at::Tensor read_tensor(const SafetensorsFile& file, const std::string& name) {
+  const TensorInfo& info = file.info(name);
+  const auto bytes = file.bytes(name);
+  at::Tensor tensor = at::empty(info.shape, to_scalar_type(info.dtype));
+  std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
+  return tensor;
+}
+
+Reference::Reference(const std::string& name)
+    : name_(name),
+      results_(data_folder(name) / "reference.safetensors"),
+      summary_(nlohmann::json::parse(read_text(data_folder(name) / "reference.json"))) {
+  constexpr std::string_view kPrefix = "grad/";
+  for (const TensorInfo& info : results_.header().tensors) {
+    if (!info.name.starts_with(kPrefix)) continue;
+    gradients_[info.name.substr(kPrefix.size())] = read_tensor(results_, info.name);
+  }
+  const SafetensorsFile model(data_folder(name) / "model.safetensors");
+  for (const TensorInfo& info : model.header().tensors) {
+    parameters_[info.name] = read_tensor(model, info.name).to(at::kFloat);
+  }
+}
+
+const Reference& Reference::of(const std::string& name) {
+  static std::map<std::string, std::unique_ptr<Reference>> opened;
+  auto& slot = opened[name];
+  if (!slot) slot = std::make_unique<Reference>(name);
+  return *slot;
+}
+
+std::vector<double> Reference::step_losses(const std::string& optimizer) const {
+  const at::Tensor losses = result(concat("steps/", optimizer, "_losses"));
+  const auto* values = losses.const_data_ptr<double>();
+  return {values, values + losses.numel()};
+}
+
+double Reference::moved(const std::string& parameter, const std::string& optimizer) const {
+  return summary_.at("parameters").at(parameter).at(optimizer + "_moved_l2");
+}
+
+double Reference::bfloat16_bound() const {
+  const double worst =
+      summary_.at("noise").at("bf16_vs_fp32_same_routing").at("grad_cosine_diff_worst").at("value");
+  return std::max(0.01, 2 * worst);
+}
+
+std::string test_name(const std::string& folder) {
+  std::string name = folder;
+  std::replace(name.begin(), name.end(), '-', '_');
+  return name;
+}
+
+double relative_error(const at::Tensor& found, const at::Tensor& expected) {
+  const auto wide = expected.to(at::kDouble);
+  return ((found.to(at::kDouble) - wide).norm() / wide.norm()).item<double>();
+}
+
+double cosine_difference(const at::Tensor& found, const at::Tensor& expected) {
+  const auto a = found.to(at::kDouble);
+  const auto b = expected.to(at::kDouble);
+  return 1 - ((a * b).sum() / (a.norm() * b.norm())).item<double>();
+}
+
+void expect_same_bits(const Tensors& found, const Tensors& expected) {
+  ASSERT_EQ(found.size(), expected.size());
+  for (const auto& [name, tensor] : expected) {
+    ASSERT_TRUE(found.contains(name)) << name;
+    EXPECT_TRUE(test::same_bits(found.at(name), tensor)) << name;
+  }
+}
+
+}  // namespace tessera::golden

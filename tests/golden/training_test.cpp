@@ -1,0 +1,121 @@
+// `tessera train` against the losses of transformers and torch.optim over five steps, under any layout.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "golden/layouts.h"
+#include "golden/model_folder.h"
+
+namespace tessera::golden {
+namespace {
+
+using Case = std::tuple<std::string, OptimizerKind>;
+
+class GoldenTraining : public ::testing::TestWithParam<Case> {
+ protected:
+  const Reference& reference() const { return Reference::of(std::get<0>(GetParam())); }
+  OptimizerKind kind() const { return std::get<1>(GetParam()); }
+  TrainingRun run(const Layout& layout, const std::set<std::int64_t>& keep = {}) const {
+    return run_training(training_config(reference(), kind(), layout), layout, keep);
+  }
+};
+
+double norm_of_difference(const at::Tensor& a, const at::Tensor& b) {
+  return (a.to(at::kDouble) - b.to(at::kDouble)).norm().item<double>();
+}
+
+TEST_P(GoldenTraining, LossesAndDistancesAreThoseOfTheReference) {
+  const Layout layouts[] = {
+      {.ranks = 1},
+      {.ranks = 1, .micro_batches = MicroBatches::kOneRow},
+      {.ranks = 2},
+      {.ranks = 2, .reshard_after_forward = false, .micro_batches = MicroBatches::kOneRowEachSync},
+      {.ranks = 3},
+      {.ranks = 4, .reshard_after_forward = false},
+      {.ranks = 2, .replicas = 2, .micro_batches = MicroBatches::kOneRow},
+      {.ranks = 4, .replicas = 2},
+      {.ranks = 2, .backend = ThreadBackend::kGloo},
+  };
+  const auto expected = reference().step_losses(to_string(kind()));
+  ASSERT_EQ(expected.size(), 6U);
+  for (const auto& layout : layouts) {
+    SCOPED_TRACE(to_string(layout));
+    const auto found = run(layout, {5});
+    ASSERT_EQ(found.losses.size(), expected.size());
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_NEAR(found.losses[i], expected[i], kStepLossBound) << "step " << i + 1;
+    }
+    const auto& after = found.parameters.at(5);
+    ASSERT_EQ(after.size(), reference().parameters().size());
+    for (const auto& [name, before] : reference().parameters()) {
+      const double moved = norm_of_difference(after.at(name), before);
+      const double wanted = reference().moved(name, to_string(kind()));
+      EXPECT_NEAR(moved, wanted, kMovedBound * wanted) << name;
+    }
+  }
+}
+
+TEST_P(GoldenTraining, WhatIsReportedIsWhatHappened) {
+  const auto found = run({.ranks = 2});
+  ASSERT_EQ(found.lines.size(), 6U);
+  for (std::size_t i = 0; i < found.lines.size(); ++i) {
+    const auto line = nlohmann::json::parse(found.lines[i]);
+    EXPECT_EQ(line.at("step"), i + 1);
+    // The file has as many digits as a float64 needs, or a few less.
+    EXPECT_NEAR(line.at("loss").get<double>(), found.losses[i], 1e-9 * found.losses[i]);
+    EXPECT_NEAR(line.at("grad_norm").get<double>(), found.norms[i], 1e-9 * found.norms[i]);
+  }
+  EXPECT_EQ(found.result.steps, 6);
+  EXPECT_EQ(found.result.last_loss, found.losses.back());
+}
+
+TEST_P(GoldenTraining, ASecondRunHasTheSameBits) {
+  for (const Layout& layout : {Layout{.ranks = 3}, Layout{.ranks = 4, .replicas = 2}}) {
+    SCOPED_TRACE(to_string(layout));
+    const auto first = run(layout, {6});
+    const auto second = run(layout, {6});
+    EXPECT_EQ(first.losses, second.losses);
+    EXPECT_EQ(first.norms, second.norms);
+    expect_same_bits(second.parameters.at(6), first.parameters.at(6));
+  }
+}
+
+std::string case_name(const ::testing::TestParamInfo<Case>& info) {
+  return test_name(std::get<0>(info.param)) + "_" + to_string(std::get<1>(info.param));
+}
+
+INSTANTIATE_TEST_SUITE_P(Dense, GoldenTraining,
+                         ::testing::Combine(::testing::ValuesIn(kFolders),
+                                            ::testing::Values(OptimizerKind::kSgd, OptimizerKind::kAdamW)),
+                         case_name);
+
+// SGD's first update is lr x clipped gradient, so its length is lr x min(norm, max_norm): it ties the norm
+// that is reported and the clip to what parameters do, on every layout.
+TEST(GoldenClipping, TheFirstUpdateIsAsLongAsTheClippedNorm) {
+  const auto& reference = Reference::of("llama-fp32");
+  const auto batch = run_gradients(data_folder("llama-fp32"), {.ranks = 1}, reference.batches());
+  for (const Layout& layout : {Layout{.ranks = 1}, Layout{.ranks = 3}, Layout{.ranks = 2, .replicas = 2},
+                               Layout{.ranks = 4, .replicas = 2}}) {
+    for (const double max_norm : {0.0, 0.25, 1e6}) {
+      SCOPED_TRACE(concat(to_string(layout), ", max_norm ", max_norm));
+      auto config = training_config(reference, OptimizerKind::kSgd, layout);
+      config.training.steps = 1;
+      config.training.max_norm = max_norm;
+      const auto run = run_training(config, layout, {1});
+      double squares = 0;
+      for (const auto& [name, before] : reference.parameters()) {
+        const double moved = norm_of_difference(run.parameters.at(1).at(name), before);
+        squares += moved * moved;
+      }
+      const double norm = run.norms.front();
+      EXPECT_GT(norm, 0.25);  // else nothing is clipped
+      const double expected = max_norm == 0.25 ? 0.05 * max_norm : 0.05 * norm;
+      // Parameters near 1 are rounded to 2^-24 each: 1e-4 of an update of 1e-3 a element at most.
+      EXPECT_NEAR(std::sqrt(squares), expected, 1e-4 * expected);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera::golden
