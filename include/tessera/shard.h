@@ -51,8 +51,9 @@ struct ShardOptions {
   std::int64_t merge_below_bytes = 0;
   /// none = the number of data ranks, as FSDP2 averages.
   std::optional<double> divide_factor;
-  /// Gradient bytes that may be under way before the issuer waits for the oldest reduction.
-  std::int64_t in_flight_bytes = std::int64_t{256} << 20;
+  /// Gradient bytes that may be under way before the issuer waits for the oldest reduction: enough for the wire to
+  /// stay busy, little enough for buffers to be used again while they are warm.
+  std::int64_t in_flight_bytes = std::int64_t{32} << 20;
   /// Resolved beforehand for the whole model, looked up by canonical name; none = resolved here from the
   /// policy.
   std::shared_ptr<const std::vector<GradContract>> contracts;
@@ -92,7 +93,8 @@ class ShardedBase : public torch::nn::Module {
   /// Calls `visit(canonical name, whole parameter)` on every rank, storage dtype, one bucket in memory at a time.
   /// Collective.
   void visit_full_parameters(const std::function<void(const std::string&, const at::Tensor&)>& visit) const;
-  /// The same for gradients, final dtype; zeros for trainable parameters without one. Frozen ones are left out.
+  /// The same for gradients as they stand on the shards, final dtype; zeros for trainable parameters without one.
+  /// Frozen ones are left out.
   void visit_full_gradients(const std::function<void(const std::string&, const at::Tensor&)>& visit) const;
   /// The loader filled every shard: they may be gathered.
   void set_loaded();
@@ -130,7 +132,7 @@ class ShardedBase : public torch::nn::Module {
    private:
     ShardedBase& handle_;
     std::shared_ptr<fsdp::Entry> entry_;
-    bool entered_ = false;
+    std::uint64_t generation_ = 0;
     bool left_ = false;
     int exceptions_;
   };

@@ -52,12 +52,13 @@ void add_gradients(::CLI::App& app, GradientsArguments& gradients, const std::st
 }
 
 void add_inspect(::CLI::App& app, InspectArguments& inspect) {
-  ::CLI::App* verb = app.add_subcommand("inspect", "Tensors of a folder, or the contract of a run.");
+  ::CLI::App* verb =
+      app.add_subcommand("inspect", "Tensors of a folder, or the contract of a run.");
   ::CLI::Option* folder = verb->add_option("folder", inspect.folder, "Hugging Face folder.");
   verb->add_flag("--json", inspect.json, "As JSON.")->needs(folder);
   ::CLI::Option* contract = verb->add_option(
       "--contract", inspect.contract_file,
-      "TOML file: every parameter's contract with its reasons, and the bucket plan.");
+      "TOML file: every parameter's contract with the reason of each value.");
   contract->excludes(folder);
   verb->add_option("--world", inspect.world, "Ranks to plan for; default as own spawn.")
       ->needs(contract)
@@ -65,14 +66,16 @@ void add_inspect(::CLI::App& app, InspectArguments& inspect) {
 }
 
 void add_unbuilt(::CLI::App& app) {
-  for (const auto& [name, what] : {std::pair{"generate", "Text from a model; not yet built."},
-                                   std::pair{"convert", "A checkpoint as a folder; not yet built."}}) {
+  for (const auto& [name, what] :
+       {std::pair{"generate", "Text from a model; not yet built."},
+        std::pair{"convert", "A checkpoint as a folder; not yet built."}}) {
     app.add_subcommand(name, what)->allow_extras();
   }
 }
 
 const std::vector<std::string>& verbs() {
-  static const std::vector<std::string> names{"train", "gradients", "inspect", "generate", "convert"};
+  static const std::vector<std::string> names{"train", "gradients", "inspect", "generate",
+                                              "convert"};
   return names;
 }
 
@@ -80,8 +83,9 @@ const std::vector<std::string>& verbs() {
 void check_verb(const std::vector<std::string>& words) {
   if (words.empty() || words.front().starts_with("-")) return;
   const std::string& verb = words.front();
-  TESSERA_CHECK(std::ranges::find(verbs(), verb) != verbs().end(), ErrorKind::kUsage, "unknown verb ",
-                printable(verb), "; the nearest is ", train::nearest_name(verb, verbs()));
+  TESSERA_CHECK(std::ranges::find(verbs(), verb) != verbs().end(), ErrorKind::kUsage,
+                "unknown verb ", printable(verb), "; the nearest is ",
+                train::nearest_name(verb, verbs()));
 }
 
 std::string one_line(std::string text) {
@@ -99,7 +103,8 @@ Arguments chosen(const ::CLI::App& app, Parsed parsed, Overrides overrides) {
   if (app.got_subcommand("gradients")) return takes_overrides(std::move(parsed.gradients));
   if (app.got_subcommand("inspect")) {
     TESSERA_CHECK(!parsed.inspect.folder.empty() || !parsed.inspect.contract_file.empty(),
-                  ErrorKind::kUsage, "inspect: found nothing to look at, expected a folder or --contract "
+                  ErrorKind::kUsage,
+                  "inspect: found nothing to look at, expected a folder or --contract "
                   "CONFIG.toml");
     return takes_overrides(std::move(parsed.inspect));
   }

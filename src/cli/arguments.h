@@ -1,4 +1,5 @@
-// The command line as a value: which verb, with what. The library that parses it stays in arguments.cpp.
+// The command line as a value: which verb, with what. The library that parses it stays in
+// arguments.cpp.
 //
 // Nothing is opened or checked here beyond the words themselves. Next: verbs.h.
 #pragma once

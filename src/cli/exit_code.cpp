@@ -26,8 +26,8 @@ int exit_code(const std::exception& error, Phase phase) {
 
 int report(const std::exception& error, Phase phase) {
   const auto* known = dynamic_cast<const Error*>(&error);
-  std::cerr << "tessera: " << to_string(known == nullptr ? ErrorKind::kInternal : known->kind()) << ": "
-            << error.what() << '\n';
+  std::cerr << "tessera: " << to_string(known == nullptr ? ErrorKind::kInternal : known->kind())
+            << ": " << error.what() << '\n';
   return exit_code(error, phase);
 }
 

@@ -1,5 +1,5 @@
-// Exit codes of the program: 0 done, 2 refused before the first step, 1 failed later, 3 a check that found
-// problems. Pure.
+// Exit codes of the program: 0 done, 2 refused before the first step, 1 failed later, 3 a check
+// that found problems. Pure.
 #pragma once
 
 #include <exception>
@@ -13,7 +13,8 @@ inline constexpr int kFailed = 1;
 inline constexpr int kRefused = 2;
 
 /// What an error means for the exit code. Before the first step everything that a user gave (usage,
-/// configuration, contract, files) is refused; a lost rank, a full disk or a bug is a failure always.
+/// configuration, contract, files) is refused; a lost rank, a full disk or a bug is a failure
+/// always.
 int exit_code(const std::exception& error, Phase phase);
 
 /// Prints "tessera: <kind>: <message>" on stderr and returns exit_code().

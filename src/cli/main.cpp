@@ -1,4 +1,5 @@
-// tessera VERB: reads the command line, hands it to the verb, turns errors into one line and a code.
+// tessera VERB: reads the command line, hands it to the verb, turns errors into one line and a
+// code.
 #include <torch/version.h>
 
 #include <iostream>
@@ -23,7 +24,8 @@ struct RunVerb {
   int operator()(const GradientsArguments& arguments) const { return run_gradients(arguments); }
   int operator()(const InspectArguments& arguments) const { return run_inspect(arguments); }
   int operator()(const UnbuiltVerb& verb) const {
-    throw Error(ErrorKind::kUsage, concat(verb.name, ": not yet built; train, gradients and inspect are"));
+    throw Error(ErrorKind::kUsage,
+                concat(verb.name, ": not yet built; train, gradients and inspect are"));
   }
   int operator()(const ShowText& show) const {
     std::cout << show.text;
@@ -42,4 +44,6 @@ int run(int argc, char** argv) {
 }  // namespace
 }  // namespace tessera::cli
 
-int main(int argc, char** argv) { return argc < 1 ? tessera::cli::kRefused : tessera::cli::run(argc, argv); }
+int main(int argc, char** argv) {
+  return argc < 1 ? tessera::cli::kRefused : tessera::cli::run(argc, argv);
+}

@@ -34,8 +34,8 @@ SplitWords split_overrides(const std::vector<std::string>& words) {
       split.overrides.emplace_back(name, words[i].substr(equals + 1));
       continue;
     }
-    TESSERA_CHECK(i + 1 < words.size() && !words[i + 1].starts_with("--"), ErrorKind::kUsage, words[i],
-                  ": found no value, expected one, as in ", words[i], " VALUE");
+    TESSERA_CHECK(i + 1 < words.size() && !words[i + 1].starts_with("--"), ErrorKind::kUsage,
+                  words[i], ": found no value, expected one, as in ", words[i], " VALUE");
     split.overrides.emplace_back(name, words[++i]);
   }
   return split;

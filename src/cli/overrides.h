@@ -1,4 +1,5 @@
-// `--section.key VALUE` among the words of a command line. Pure; no other option has a dot in its name.
+// `--section.key VALUE` among the words of a command line. Pure; no other option has a dot in its
+// name.
 #pragma once
 
 #include <string>
@@ -16,8 +17,8 @@ struct SplitWords {
   std::vector<std::string> other;  ///< everything else, in its order
 };
 
-/// Takes `--section.key VALUE`, `--section.key=VALUE` and the same of keys at top level out of `words`.
-/// Errors: kUsage for one without a VALUE. Whether the key exists is apply()'s to say.
+/// Takes `--section.key VALUE`, `--section.key=VALUE` and the same of keys at top level out of
+/// `words`. Errors: kUsage for one without a VALUE. Whether the key exists is apply()'s to say.
 SplitWords split_overrides(const std::vector<std::string>& words);
 
 /// Errors: as train::apply_override.

@@ -33,7 +33,8 @@ WorldOptions world_options(const train::CommConfig& comm) {
   return options;
 }
 
-// As the rank that this process is. A rank among others must not unwind past its groups when it fails.
+// As the rank that this process is. A rank among others must not unwind past its groups when it
+// fails.
 int run_as_rank(const WorldOptions& options, int world_size, const RankBody& body) {
   RunPhase phase;
   std::shared_ptr<World> world;
@@ -55,9 +56,10 @@ int run_ranks(const train::Config& config, std::optional<int> nproc, const RankB
   const comm::LaunchEnvironment place = comm::read_launch_environment(
       base::environment(), {options.master_addr, options.master_port});
   const bool launched = place.launcher != comm::Launcher::kSingle;
-  TESSERA_CHECK(!launched || !nproc || *nproc == place.world_size, ErrorKind::kUsage, "--nproc: found ",
-                nproc.value_or(0), ", expected ", place.world_size, ", the ranks that ",
-                to_string(place.launcher), " started; leave --nproc out under a launcher");
+  TESSERA_CHECK(!launched || !nproc || *nproc == place.world_size, ErrorKind::kUsage,
+                "--nproc: found ", nproc.value_or(0), ", expected ", place.world_size,
+                ", the ranks that ", to_string(place.launcher),
+                " started; leave --nproc out under a launcher");
   const int ranks =
       launched ? place.world_size : nproc.value_or(train::ranks_to_spawn(config.parallelism));
   train::resolve_parallelism(config.parallelism, ranks);

@@ -1,7 +1,7 @@
 // From one command to ranks that run it: whoever launched us, or own spawn, or this process alone.
 //
-// The parent of own spawn only waits and touches nothing of libtorch; its children run the same command
-// line and come back here as ranks. Next: comm/launch_environment.h, comm/spawn.h.
+// The parent of own spawn only waits and touches nothing of libtorch; its children run the same
+// command line and come back here as ranks. Next: comm/launch_environment.h, comm/spawn.h.
 #pragma once
 
 #include <functional>
@@ -15,10 +15,10 @@ namespace tessera::cli {
 
 using RankBody = std::function<void(World& world, RunPhase& phase)>;
 
-/// Runs `body` on every rank and returns the exit code for main(). `config` is validated; it gives the
-/// degrees and [comm]. A failing rank reports and leaves without returning ([Note: failure]).
-/// Errors: kUsage for --nproc that a launcher contradicts and for contradictory variables, kConfig for
-/// degrees that the number of ranks does not allow; both before any rank starts.
+/// Runs `body` on every rank and returns the exit code for main(). `config` is validated; it gives
+/// the degrees and [comm]. A failing rank reports and leaves without returning ([Note: failure]).
+/// Errors: kUsage for --nproc that a launcher contradicts and for contradictory variables, kConfig
+/// for degrees that the number of ranks does not allow; both before any rank starts.
 int run_ranks(const train::Config& config, std::optional<int> nproc, const RankBody& body);
 
 }  // namespace tessera::cli

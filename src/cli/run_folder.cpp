@@ -58,7 +58,8 @@ std::string run_name(const std::string& config_file) {
   return stem.empty() ? "run" : stem;
 }
 
-train::Config prepare_run_folder(const train::Config& config, const std::string& name, World& world) {
+train::Config prepare_run_folder(const train::Config& config, const std::string& name,
+                                 World& world) {
   std::string chosen;
   if (world.rank() == 0) {
     if (config.job.dump_folder) make_folder(*config.job.dump_folder);

@@ -11,9 +11,10 @@ namespace tessera::cli {
 /// "tiny" of "configs/tiny.toml".
 std::string run_name(const std::string& config_file);
 
-/// The config with its folders absolute (train::resolved_for_run). Rank 0 chooses job.dump_folder where
-/// the config names none (outputs/<time>-<name>, never one that exists), makes it and writes config.toml
-/// into it. Collective over the World. Errors: kIo when it cannot be made.
-train::Config prepare_run_folder(const train::Config& config, const std::string& name, World& world);
+/// The config with its folders absolute (train::resolved_for_run). Rank 0 chooses job.dump_folder
+/// where the config names none (outputs/<time>-<name>, never one that exists), makes it and writes
+/// config.toml into it. Collective over the World. Errors: kIo when it cannot be made.
+train::Config prepare_run_folder(const train::Config& config, const std::string& name,
+                                 World& world);
 
 }  // namespace tessera::cli

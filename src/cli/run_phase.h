@@ -8,7 +8,8 @@ namespace tessera::cli {
 
 enum class Phase : std::uint8_t { kPreparing, kStepping };
 
-/// Set by the trainer's callback, when everything was checked and the first step begins. Threads: any.
+/// Set by the trainer's callback, when everything was checked and the first step begins. Threads:
+/// any.
 class RunPhase {
  public:
   void begin_steps() { stepping_.store(true); }

@@ -20,8 +20,7 @@ int run_train(const TrainArguments& arguments) {
     return kDone;
   }
   return run_ranks(config, arguments.nproc, [&](World& world, RunPhase& phase) {
-    const train::Config run =
-        prepare_run_folder(config, run_name(arguments.config_file), world);
+    const train::Config run = prepare_run_folder(config, run_name(arguments.config_file), world);
     const std::filesystem::path folder = *run.job.dump_folder;
     log::init({.rank = world.rank(),
                .world_size = world.size(),

@@ -1,4 +1,5 @@
-// The verbs of the program, one file each. Each returns the exit code or throws what main() reports.
+// The verbs of the program, one file each. Each returns the exit code or throws what main()
+// reports.
 #pragma once
 
 #include "cli/arguments.h"

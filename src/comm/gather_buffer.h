@@ -24,6 +24,9 @@ class GatherBuffer {
   /// memory throws.
   GatherBuffer(std::shared_ptr<BufferPool> pool, at::ScalarType dtype, std::int64_t numel, int ranks, int rank,
                std::string released_message);
+  ~GatherBuffer() { hide(); }  ///< tensors that outlive it throw, too
+  GatherBuffer(const GatherBuffer&) = delete;
+  GatherBuffer& operator=(const GatherBuffer&) = delete;
 
   /// Takes memory from the pool; the views still throw.
   void begin();

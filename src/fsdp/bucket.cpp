@@ -165,11 +165,6 @@ const at::Tensor& Bucket::finish_final() {
   return final_;
 }
 
-at::Tensor Bucket::finish_final_or_zeros() {
-  if (has_sum_) return finish_final();
-  return zeros(plan_.slice_numel(), plan_.key.final, pool_->device());
-}
-
 void Bucket::use_pool(const std::shared_ptr<comm::BufferPool>& pool) {
   TESSERA_INVARIANT(!slots_.defined() || groups_.reduce == nullptr, "a bucket with gradients changed its pool");
   TESSERA_INVARIANT(!wire_.defined(), "a bucket in flight changed its pool");

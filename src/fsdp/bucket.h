@@ -66,14 +66,16 @@ class Bucket {
   /// Replaces the parameter's sum by `value` ([owned], already times the divide factor) on this rank.
   void import_accumulator(std::size_t index, const at::Tensor& value);
   bool has_sum() const { return has_sum_; }
+  /// The accumulator holds micro-batches that no published gradient shows yet.
+  bool has_unpublished_arrivals() const { return groups_.reduce == nullptr && has_arrivals(); }
 
   /// Adds the sum over replicas to `batch`, out of place, so that later micro-batches can add to the partial.
   void begin_replica_reduce(comm::Batch& batch);
   /// [slice] in the final dtype: the accumulated (and replica-summed) gradient over the divide factor.
   /// Aliases the accumulator where nothing has to change.
   const at::Tensor& finish_final();
-  /// The same where there is a sum, else zeros of that shape.
-  at::Tensor finish_final_or_zeros();
+  /// What finish_final() made last.
+  const at::Tensor& final_gradient() const { return final_is_accumulator_ ? accumulator_ : final_; }
   /// Whether finish_final() returns the accumulator itself.
   bool final_is_accumulator() const { return final_is_accumulator_; }
 

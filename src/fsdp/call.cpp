@@ -38,7 +38,7 @@ void ShardedBase::Call::enter(const std::vector<at::Tensor*>& inputs) {
   const auto& policy = handle_.policy_;
   const bool again = fsdp::recomputing() != nullptr;
   entry_ = again ? runtime.enter_recompute(unit) : runtime.enter_forward(unit);
-  entered_ = true;
+  generation_ = runtime.generation();
   // The marker stands before the cast, so that the cast's backward is part of the unit's.
   if (entry_ && at::GradMode::is_enabled()) fsdp::mark_inputs(inputs, entry_);
   if (policy.cast_forward_inputs && policy.param_dtype) cast_floating(inputs, *policy.param_dtype);
@@ -46,6 +46,9 @@ void ShardedBase::Call::enter(const std::vector<at::Tensor*>& inputs) {
 
 void ShardedBase::Call::leave(const std::vector<at::Tensor*>& outputs) {
   auto& runtime = handle_.unit_->runtime();
+  TESSERA_CHECK(runtime.generation() == generation_, ErrorKind::kUsage, "unit ", handle_.unit_->name(),
+                ": found that an exception of a unit inside was caught in its forward, expected it to leave the "
+                "sharded step; catch it where the outermost module is called");
   if (handle_.policy_.output_dtype) cast_floating(outputs, *handle_.policy_.output_dtype);
   // Under recomputation the unit is gathered already: the entry's backward has begun.
   if (entry_ && at::GradMode::is_enabled() && fsdp::recomputing() == nullptr) {

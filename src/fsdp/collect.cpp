@@ -69,6 +69,9 @@ class Walk {
   void add(const at::Tensor& tensor, const std::string& name) {
     if (!tensor.defined() || ignores(tensor)) return;
     if (auto leaf = find_leaf(tensor)) {
+      TESSERA_CHECK(leaf->owner != nullptr, ErrorKind::kUsage, "parameter ", name,
+                    ": found one that was sharded by a handle that is gone, expected one with values; make the "
+                    "module anew");
       found.owned_by_others.push_back(std::move(leaf));
       return;
     }

@@ -3,6 +3,7 @@
 
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
+#include "grad/torch_dtype.h"
 #include "tessera/error.h"
 #include "tessera/shard.h"
 
@@ -39,6 +40,24 @@ std::string ShardedBase::contract_table() const {
   return to_string(contracts);
 }
 
+namespace {
+
+/// The bucket's gradients as they stand on the shards, whatever the user did to them: [slice], final dtype.
+at::Tensor gradient_slice(const fsdp::Unit& unit, std::size_t index) {
+  const auto& bucket = *unit.buckets()[index];
+  auto slice = at::zeros({bucket.plan().slice_numel()},
+                         bucket.shard().options().dtype(to_scalar_type(bucket.plan().key.final)));
+  for (const auto& parameter : unit.parameters()) {
+    const auto& gradient = parameter->shard.grad();
+    if (parameter->bucket != index || !gradient.defined() || gradient.numel() == 0) continue;
+    slice.narrow(0, bucket.plan().offset_in_slice(parameter->placed(), bucket.rank()), gradient.numel())
+        .copy_(gradient);
+  }
+  return slice;
+}
+
+}  // namespace
+
 void ShardedBase::visit_full(
     bool gradients, const std::function<void(const std::string&, const at::Tensor&)>& visit) const {
   const at::NoGradGuard no_grad;
@@ -50,7 +69,7 @@ void ShardedBase::visit_full(
       auto& bucket = *unit->buckets()[index];
       if (gradients && !bucket.trainable()) continue;
       const auto& plan = bucket.plan();
-      const auto slice = gradients ? bucket.finish_final_or_zeros() : bucket.shard();
+      const auto slice = gradients ? gradient_slice(*unit, index) : bucket.shard();
       auto flat = slice;
       if (bucket.groups().gather != nullptr) {
         flat = at::empty({plan.numel}, slice.options());
@@ -92,9 +111,11 @@ void ShardedBase::set_requires_gradient_sync(bool value, bool recurse) {
 void ShardedBase::set_requires_replica_reduce(bool value) { runtime_->set_requires_replica_reduce(value); }
 
 void ShardedBase::unshard() {
-  if (unit_->gathered()) return;
-  unit_->begin_gather(0);
-  unit_->wait_gather();
+  if (!unit_->gathered()) {
+    unit_->begin_gather(0);
+    unit_->wait_gather();
+  }
+  unit_->unsharded_by_user = true;
 }
 
 void ShardedBase::reshard() { unit_->release(); }

@@ -20,7 +20,7 @@ class LeafHook : public FunctionPreHook {
 
   variable_list operator()(const variable_list& grads) override {
     TESSERA_CHECK(leaf_->sink != nullptr, ErrorKind::kContract, "gradient of ", leaf_->name,
-                  ": found one before its module was called through its handle, expected none");
+                  ": found one after the handle of its module is gone, expected none; keep the handle");
     leaf_->sink->accept(leaf_->slot, grads.at(0), grad::Source::kEager);
     return {at::Tensor()};
   }

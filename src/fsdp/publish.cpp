@@ -5,9 +5,26 @@
 #include <set>
 
 #include "fsdp/runtime.h"
+#include "grad/torch_dtype.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
+namespace {
+
+void see(Parameter& p) {
+  p.seen_grad = p.shard.grad();
+  p.seen_version = static_cast<std::uint32_t>(p.seen_grad._version());
+}
+
+bool is_changed(const Parameter& p, const Bucket& bucket) {
+  const auto& grad = p.shard.grad();
+  if (!grad.is_same(p.seen_grad)) return true;
+  // Changes of a view of the accumulator are in the sum already.
+  if (bucket.final_is_accumulator() && bucket.accumulator().defined() && grad.is_alias_of(bucket.accumulator())) return false;
+  return static_cast<std::uint32_t>(grad._version()) != p.seen_version;
+}
+
+}  // namespace
 
 /// One bitmap a step: a parameter that is used on any rank has a gradient on all (zeros elsewhere); one that
 /// is used nowhere has none, and the optimizer skips it, as unsharded. [Note: unused]
@@ -31,18 +48,21 @@ void Runtime::agree_on_used() {
 
 void Runtime::publish() {
   bool any = false;
-  for (const auto* unit : units_) any = any || unit->reduced;
-  if (!any) return;
+  for (auto* unit : units_) {
+    unit->unpublished = unit->unpublished || unit->reduced;
+    any = any || unit->unpublished;
+  }
+  // A partial sum over replicas waits in the accumulators.
+  if (!any || (groups_.replicas != nullptr && !requires_replica_reduce_)) return;
   agree_on_used();
   std::vector<Bucket*> finals;
   for (auto* unit : units_) {
-    if (!unit->reduced) continue;
+    if (!unit->unpublished) continue;
     for (auto& bucket : unit->buckets()) {
       if (bucket->trainable() && bucket->has_sum()) finals.push_back(bucket.get());
     }
   }
   if (groups_.replicas != nullptr) {
-    if (!requires_replica_reduce_) return;  // the partial sum waits in the accumulator
     comm::Batch batch;
     batch.label = {comm::Kind::kAllReduce, "replicas", 0, 0};
     for (auto* bucket : finals) bucket->begin_replica_reduce(batch);
@@ -50,21 +70,34 @@ void Runtime::publish() {
   }
   for (auto* bucket : finals) bucket->finish_final();
   for (auto* unit : units_) {
-    if (!unit->reduced) continue;
+    if (!unit->unpublished) continue;
+    unit->unpublished = false;
     for (auto& p : unit->parameters()) {
       if (!p->contract.trainable || (!p->used && !p->published)) continue;
-      auto& bucket = unit->bucket_of(*p);
+      const auto& bucket = unit->bucket_of(*p);
       const auto owned = p->owned();
-      const auto& flat = bucket.finish_final();
-      auto grad = flat.narrow(0, owned.empty() ? 0 : bucket.plan().offset_in_slice(p->placed(), bucket.rank()),
-                              owned.size());
-      p->shard.mutable_grad() = grad;
-      p->grad_impl = grad.unsafeGetTensorImpl();
-      p->grad_version = static_cast<std::uint32_t>(grad._version());
+      const auto begin = owned.empty() ? 0 : bucket.plan().offset_in_slice(p->placed(), bucket.rank());
+      // A version counter of its own: what the user changes is this gradient, not the whole bucket.
+      p->shard.mutable_grad() = bucket.final_gradient().narrow(0, begin, owned.size()).variable_data();
+      see(*p);
       p->published = true;
       p->used = false;
     }
   }
+}
+
+/// The user's `.grad` takes the place of the parameter's sum.
+void Runtime::import_changed(Unit& unit, Parameter& p) {
+  const auto& grad = p.shard.grad();
+  auto& bucket = unit.bucket_of(p);
+  TESSERA_CHECK(grad.sizes() == p.shard.sizes(), ErrorKind::kContract, "gradient of ", p.contract.name,
+                ": found shape ", grad.sizes(), " on the shard, expected ", p.shard.sizes());
+  const bool waiting = unit.unpublished || bucket.has_unpublished_arrivals();
+  TESSERA_CHECK(!waiting || !grad.any().item<bool>(), ErrorKind::kUsage, "gradient of ", p.contract.name,
+                ": found it changed while micro-batches of this step wait to be added to it, expected changes only "
+                "after a backward that reduces; change it after the last micro-batch, or zero it");
+  bucket.import_accumulator(p.place, grad.to(to_scalar_type(p.contract.accumulate)).mul(p.contract.reductions.divide_factor));
+  p.published = true;
 }
 
 void Runtime::import_user_changes() {
@@ -80,18 +113,13 @@ void Runtime::import_user_changes() {
         if (p->published) bucket.reset_accumulator(p->place);
         keeps[p->bucket] = keeps[p->bucket] || (!p->published && bucket.has_sum());
         p->published = false;
+        p->seen_grad = at::Tensor();
         continue;
       }
       keeps[p->bucket] = true;
-      const bool ours = p->published && grad.unsafeGetTensorImpl() == p->grad_impl;
-      const bool unchanged = ours && static_cast<std::uint32_t>(grad._version()) == p->grad_version;
-      if (unchanged || (ours && bucket.final_is_accumulator())) continue;
-      TESSERA_CHECK(grad.sizes() == p->shard.sizes(), ErrorKind::kContract, "gradient of ",
-                    p->contract.name, ": found shape ", grad.sizes(), " on the shard, expected ",
-                    p->shard.sizes());
-      bucket.import_accumulator(
-          p->place, grad.to(bucket.accumulator().scalar_type()).mul(p->contract.reductions.divide_factor));
-      p->published = true;
+      if (p->published && !is_changed(*p, bucket)) continue;
+      import_changed(*unit, *p);
+      see(*p);
     }
     for (std::size_t i = 0; i < keeps.size(); ++i) {
       if (!keeps[i] && unit->buckets()[i]->trainable()) unit->buckets()[i]->reset_accumulator();

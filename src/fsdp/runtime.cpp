@@ -9,6 +9,27 @@
 namespace tessera::fsdp {
 namespace {
 
+/// Rides in the graph task's callback: when an exception ends the backward, it is destroyed without having run.
+class BackwardEnd {
+ public:
+  explicit BackwardEnd(std::shared_ptr<Runtime> runtime)
+      : runtime_(std::move(runtime)), generation_(runtime_->generation()) {}
+  ~BackwardEnd() {
+    try {
+      if (runtime_) runtime_->abandon_backward(generation_);
+    } catch (const std::exception&) {
+      // Telling the others failed too; the exception under way says why.
+    }
+  }
+  BackwardEnd(const BackwardEnd&) = delete;
+  BackwardEnd& operator=(const BackwardEnd&) = delete;
+  void run() { std::exchange(runtime_, nullptr)->end_backward(); }
+
+ private:
+  std::shared_ptr<Runtime> runtime_;
+  std::uint64_t generation_;
+};
+
 std::vector<int> ranks_of(const Mesh& mesh, const std::vector<std::string_view>& axes) {
   return mesh.shape().group_of(mesh.world()->rank(), axes);
 }
@@ -136,11 +157,32 @@ std::shared_ptr<Entry> Runtime::record(Unit& unit, std::size_t position) {
   return entry;
 }
 
+void Runtime::check_borrowed(const Unit& unit) const {
+  for (const auto& leaf : unit.borrowed) {
+    TESSERA_CHECK(leaf->owner != nullptr, ErrorKind::kUsage, "unit ", unit.name(), ": found that the handle which "
+                  "owns its parameter ", leaf->name, " is gone, expected it to live; keep the outermost handle");
+    TESSERA_CHECK(std::find(unit.needs.begin(), unit.needs.end(), leaf->owner->unit) != unit.needs.end(),
+                  ErrorKind::kUsage, "unit ", unit.name(), ": found the parameter ",
+                  leaf->owner->contract.name, " that unit ", leaf->owner->unit->name(),
+                  " owns, expected a common parent of both that is sharded; call fully_shard on it");
+  }
+}
+
+/// After a forward that nobody differentiated, units may still show the parameters of before the last step.
+void Runtime::release_stale() {
+  if (outstanding_ > 0 || in_backward_) return;
+  for (auto* unit : units_) {
+    if (!unit->unsharded_by_user) unit->release();
+  }
+}
+
 std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   if (depth_ == 0) {
     check_usable();
     current_ = std::make_shared<Segment>();
     current_->number = next_segment_++;
+    for (auto* each : units_) current_->units.push_back(each->shared_from_this());
+    release_stale();
     follows_reference_ = !reference_.units.empty();
   }
   ++depth_;
@@ -149,12 +191,7 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   current_->trace.units.push_back(unit.id);
   follows_reference_ = follows_reference_ && position < reference_.units.size() &&
                        reference_.units[position] == unit.id;
-  for (const auto& leaf : unit.borrowed) {
-    TESSERA_CHECK(std::find(unit.needs.begin(), unit.needs.end(), leaf->owner->unit) != unit.needs.end(),
-                  ErrorKind::kUsage, "unit ", unit.name(), ": found the parameter ",
-                  leaf->owner->contract.name, " that unit ", leaf->owner->unit->name(),
-                  " owns, expected a common parent of both that is sharded; call fully_shard on it");
-  }
+  check_borrowed(unit);
   gather_needed(unit);
   prefetch_after(position);
   const bool grad = at::GradMode::is_enabled();
@@ -175,6 +212,11 @@ std::shared_ptr<Entry> Runtime::enter_recompute(Unit& unit) {
   auto entry = recorded->entries[recorded->next++];
   ++unit.open_calls;
   pre_backward(*entry);
+  if (auto* inner = first_forward(); inner != nullptr && !at::GradMode::is_enabled()) {
+    // A checkpoint inside this one runs it for the first time: backward goes through its own recomputation.
+    inner->entries.push_back(entry);
+    --unit.active;
+  }
   unit.renew_accumulators();
   return entry;
 }
@@ -202,7 +244,9 @@ void Runtime::leave_forward(Unit& unit) {
 
 void Runtime::fail(const std::string& why) {
   failed_ = true;
+  ++generation_;
   depth_ = 0;
+  current_.reset();
   if (world().size() > 1) world().poison(why);
 }
 
@@ -211,13 +255,23 @@ void Runtime::fail(const std::string& why) {
 void Runtime::begin_backward() {
   if (in_backward_) return;
   in_backward_ = true;
+  awaiting_tickets_ = false;
+  // What the last backward left to the deferred gradients is still to be reduced.
+  for (; reduction_cursor_ < reductions_.size(); ++reduction_cursor_) {
+    units_.at(reductions_[reduction_cursor_])->owed = true;
+  }
   reductions_.clear();
   reduction_cursor_ = 0;
   for (auto* unit : units_) unit->reduced = false;
   import_user_changes();
   // Nested graph tasks (recomputation) come after this one has begun; the callback is the outermost one's.
   torch::autograd::Engine::get_default_engine().queue_callback(
-      [self = shared_from_this()] { self->end_backward(); });
+      [end = std::make_shared<BackwardEnd>(shared_from_this())] { end->run(); });
+}
+
+void Runtime::abandon_backward(std::uint64_t generation) {
+  if (generation != generation_ || !in_backward_) return;
+  fail("an exception left a backward through sharded modules");
 }
 
 void Runtime::agree_on_trace(const Segment& segment) {
@@ -260,13 +314,17 @@ void Runtime::touch(Segment& segment, const std::shared_ptr<Segment>& owner) {
   }
   segment.order = backward_order(segment.trace, reshards, segment.kept_last);
   segment.cursor = 0;
+  for (const auto id : segment.order.reductions) add_reduction(id);
+  // A unit that only lends its parameters (the root, when inner handles are called directly) comes last.
   for (const auto id : segment.order.reductions) {
-    if (std::find(reductions_.begin(), reductions_.end(), id) == reductions_.end()) {
-      reductions_.push_back(id);
-    }
+    for (const auto* lender : units_.at(id)->needs) add_reduction(lender->id);
   }
   reference_ = segment.trace;
   touched_.push_back(owner);
+}
+
+void Runtime::add_reduction(UnitId id) {
+  if (std::find(reductions_.begin(), reductions_.end(), id) == reductions_.end()) reductions_.push_back(id);
 }
 
 void Runtime::advance_gathers(Segment& segment, std::size_t until) {
@@ -343,7 +401,9 @@ void Runtime::issue_ready_reductions() {
 }
 
 void Runtime::issue_reduction(Unit& unit) {
-  if (unit.reduced || !unit.requires_sync || !unit.trainable()) return;
+  if (unit.reduced || !unit.trainable()) return;
+  unit.owed = !unit.requires_sync;
+  if (unit.owed) return;
   unit.reduced = true;
   comm::Batch batch;
   batch.label = {comm::Kind::kReduceScatter, unit.name(), unit.id, 0};
@@ -398,6 +458,10 @@ void Runtime::settle_gradients() {
   for (; reduction_cursor_ < reductions_.size(); ++reduction_cursor_) {
     issue_reduction(*units_.at(reductions_[reduction_cursor_]));
   }
+  // Units that only earlier backwards, without sync, have reached.
+  for (auto* unit : units_) {
+    if (unit->owed) issue_reduction(*unit);
+  }
   while (!in_flight_.empty()) finish_oldest_reduction();
   publish();
 }
@@ -428,6 +492,7 @@ void Runtime::reset() {
   sink_.drop_tickets();
   for (auto* unit : units_) {
     unit->open_calls = unit->active = unit->tickets = 0;
+    unit->owed = unit->unpublished = false;
     try {
       unit->release();
     } catch (const std::exception&) {
@@ -437,6 +502,7 @@ void Runtime::reset() {
     for (auto& p : unit->parameters()) p->used = p->published = false;
   }
   depth_ = 0;
+  ++generation_;
   current_.reset();
   touched_.clear();
   reductions_.clear();

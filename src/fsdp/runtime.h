@@ -42,6 +42,7 @@ struct Segment {
   Trace trace;
   bool kept_last = false;
   std::vector<std::weak_ptr<Entry>> entries;
+  std::vector<std::shared_ptr<Unit>> units;  ///< of the whole tree: a graph may outlive the handles
   bool settled = false;  ///< a backward over it has ended (the graph may have been retained for another)
   // --- in the current backward ---
   bool touched = false;
@@ -90,11 +91,16 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::shared_ptr<Entry> enter_forward(Unit& unit);
   std::shared_ptr<Entry> enter_recompute(Unit& unit);
   void leave_forward(Unit& unit);
-  /// The exception leaves a forward: nothing of the step can be used any more.
+  /// An exception leaves a forward or a backward: nothing of the step can be used any more.
   void fail(const std::string& why);
+  /// Changes with every failure: calls that began before it must not go on.
+  std::uint64_t generation() const { return generation_; }
 
   // --- backward, called by the nodes of boundary.h ---
   void begin_backward();
+  void end_backward();
+  /// The backward that began at `generation` ended without end_backward().
+  void abandon_backward(std::uint64_t generation);
   void pre_backward(Entry& entry);
   void post_backward(Entry& entry);
   void on_gradient();
@@ -126,11 +132,14 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void issue_ready_reductions();
   void issue_reduction(Unit& unit);
   void finish_oldest_reduction();
-  void end_backward();
   void settle_gradients();
   void agree_on_used();
   void publish();
   void import_user_changes();
+  void import_changed(Unit& unit, Parameter& parameter);
+  void check_borrowed(const Unit& unit) const;
+  void add_reduction(UnitId id);
+  void release_stale();
   void release_all();
 
   Mesh mesh_;
@@ -153,6 +162,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   // backward
   bool in_backward_ = false;
   bool failed_ = false;
+  std::uint64_t generation_ = 0;
   bool awaiting_tickets_ = false;
   std::vector<std::shared_ptr<Segment>> touched_;
   std::vector<UnitId> reductions_;  // agreed order of this backward

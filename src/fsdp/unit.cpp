@@ -39,7 +39,19 @@ const layout::Placed& Parameter::placed() const {
 Unit::Unit(std::string name, std::shared_ptr<Runtime> runtime, bool reshard)
     : reshard_after_forward(reshard), name_(std::move(name)), runtime_(std::move(runtime)) {}
 
-Unit::~Unit() = default;
+Unit::~Unit() {
+  runtime_->remove_unit(this);
+  for (auto* other : runtime_->units()) std::erase(other->needs, this);
+}
+
+Parameter::~Parameter() {
+  for (const auto& leaf : leaves) {
+    // The module may live on; its tensors hold the leaf through their hook, and nothing else may.
+    leaf->owner = nullptr;
+    leaf->sink = nullptr;
+    leaf->tensor = at::Tensor();
+  }
+}
 
 std::string Unit::released_message() const {
   return concat("parameters of unit ", name_.empty() ? "(root)" : name_,
@@ -211,7 +223,7 @@ void Unit::release() {
   if (pending_.valid()) wait_gather();
   if (!gathered_) return;
   for (auto& bucket : buckets_) bucket->unsharded().end();
-  gathered_ = false;
+  gathered_ = unsharded_by_user = false;
 }
 
 grad::SlotOwner::View Unit::open_slot(std::size_t index) {

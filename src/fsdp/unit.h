@@ -24,6 +24,11 @@ class Unit;
 /// One parameter of a unit. The shard tensor stays the same object for good; its data moves when the unit
 /// is laid out anew.
 struct Parameter {
+  Parameter() = default;
+  ~Parameter();
+  Parameter(const Parameter&) = delete;
+  Parameter& operator=(const Parameter&) = delete;
+
   GradContract contract;
   std::vector<std::shared_ptr<Leaf>> leaves;
   at::Tensor shard;            ///< [owned], storage dtype: what optimizers see
@@ -32,8 +37,8 @@ struct Parameter {
   std::size_t place = 0;       ///< index into the bucket plan's parameters
   bool used = false;           ///< a gradient arrived here since gradients were last published
   bool published = false;      ///< shard.grad() is ours
-  const void* grad_impl = nullptr;   ///< identity and version of what we published
-  std::uint32_t grad_version = 0;
+  at::Tensor seen_grad;        ///< shard.grad() as it was last looked at, and its version then
+  std::uint32_t seen_version = 0;
 
   layout::Range owned() const;       ///< elements of the parameter in the shard
   const layout::Placed& placed() const;
@@ -92,6 +97,9 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   bool reshard_after_forward = true;
   bool requires_sync = true;
   bool reduced = false;              ///< in this backward
+  bool owed = false;                 ///< a backward without sync left gradients in its slots
+  bool unpublished = false;          ///< reduced since its gradients were last published
+  bool unsharded_by_user = false;    ///< kept until the user or a forward gives it back
   std::vector<Unit*> needs;          ///< units that hold some of this module's parameters
   std::vector<std::shared_ptr<Leaf>> borrowed;  ///< leaves that another unit owns
 

@@ -64,6 +64,7 @@ void GradSink::accept(SlotId id, const at::Tensor& raw, Source source) {
 }
 
 Ticket GradSink::promise(SlotId slot, std::string layer, std::int64_t micro_batch) {
+  if (open_ == 0) promises_.clear();  // a long run keeps no book of what is settled
   const auto ticket = next_ticket_++;
   promises_.emplace(ticket, Promise{slot, std::move(layer), micro_batch, false});
   ++open_;

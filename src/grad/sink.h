@@ -62,6 +62,8 @@ class GradSink {
   /// Throws kContract naming every ticket that is still open.
   void require_all_redeemed() const;
   std::size_t open_tickets() const { return open_; }
+  /// Open ones and those that were redeemed beside them.
+  std::size_t remembered_tickets() const { return promises_.size(); }
   /// Forgets all tickets (after an exception).
   void drop_tickets();
 

@@ -5,6 +5,7 @@
 #include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <optional>
 #include <vector>
 
 #include "nn/first_derivative.h"
@@ -20,14 +21,15 @@ using torch::autograd::variable_list;
 /// One node a layer, plain products of 2-D views, nothing computed for what needs no gradient.
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
-                            const at::Tensor& bias) {
+                            const std::optional<at::Tensor>& bias) {
     const at::ScalarType compute = weight.scalar_type();
     std::vector<std::int64_t> shape = input.sizes().vec();
     const std::int64_t rows = c10::multiply_integers(shape.begin(), shape.end() - 1);
     const at::Tensor x = input.reshape({rows, weight.size(1)}).to(compute);
     const at::Tensor y =
-        bias.defined() ? at::addmm(bias.to(compute), x, weight.t()) : at::mm(x, weight.t());
+        bias ? at::addmm(bias->to(compute), x, weight.t()) : at::mm(x, weight.t());
     ctx->save_for_backward({x, weight});
+    ctx->saved_data["has_bias"] = bias.has_value();
     ctx->saved_data["input_dtype"] = input.scalar_type();
     ctx->saved_data["input_shape"] = input.sizes();
     shape.back() = weight.size(0);
@@ -47,7 +49,8 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
                       .view(ctx->saved_data["input_shape"].toIntVector());
     }
     if (ctx->needs_input_grad(1)) result[1] = at::mm(grad.t(), x);
-    if (ctx->needs_input_grad(2)) result[2] = grad.sum(0);
+    // Edges are counted over tensors: there is none for a bias that is not there.
+    if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) result[2] = grad.sum(0);
     return result;
   }
 };
@@ -55,7 +58,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
 }  // namespace
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
-  return LinearFunction::apply(x, weight, bias);
+  return LinearFunction::apply(x, weight, bias.defined() ? std::make_optional(bias) : std::nullopt);
 }
 
 Linear::Linear(std::int64_t in_features, std::int64_t out_features, Bias with_bias) {

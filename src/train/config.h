@@ -1,8 +1,10 @@
 // The run configuration as a value: one struct a section of the TOML file, with every default.
 //
-// What a key is called, its unit, range and help text stand in the key table (config_keys.h); parsing,
-// --help, overrides and the dump are all made from that one table. Nothing here reads files or knows
-// torch. Next: config_keys.h, then config_resolve.h for what follows from several keys at once.
+// What a key is called, its unit, range and help text stand in the key table (config_keys.h);
+// parsing,
+// --help, overrides and the dump are all made from that one table. Nothing here reads files or
+// knows torch. Next: config_keys.h, then config_resolve.h for what follows from several keys at
+// once.
 #pragma once
 
 #include <array>
@@ -157,15 +159,15 @@ struct Config {
 };
 
 /// Reads a TOML text over the defaults. `source` is the file name that messages show.
-/// Errors: kConfig as "file:line:column: ..." for syntax, wrong types, values out of range and unknown
-/// keys (with the nearest name). What follows from several keys is left to validate().
+/// Errors: kConfig as "file:line:column: ..." for syntax, wrong types, values out of range and
+/// unknown keys (with the nearest name). What follows from several keys is left to validate().
 Config parse_config(std::string_view text, std::string_view source);
 
 /// parse_config of a file. Errors: kIo when it cannot be read, else as parse_config.
 Config load_config(const std::string& path);
 
-/// `--section.key VALUE`: VALUE is read as TOML, a bare word as a string. Errors: kUsage for a key that
-/// does not exist (with the nearest name), kConfig for a value that does not fit.
+/// `--section.key VALUE`: VALUE is read as TOML, a bare word as a string. Errors: kUsage for a key
+/// that does not exist (with the nearest name), kConfig for a value that does not fit.
 void apply_override(Config& config, std::string_view key, std::string_view value);
 
 /// TOML text of every key that has a value; parse_config gives the same Config back.

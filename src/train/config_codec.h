@@ -1,7 +1,8 @@
-// How one C++ type of the configuration reads from and writes to a ConfigValue (used by config_keys.cpp).
+// How one C++ type of the configuration reads from and writes to a ConfigValue (used by
+// config_keys.cpp).
 //
-// One Codec a type: its words in --help, the conversion with its error, and the way back. Optional<T>
-// is T that may be absent. Next: config_keys.cpp.
+// One Codec a type: its words in --help, the conversion with its error, and the way back.
+// Optional<T> is T that may be absent. Next: config_keys.cpp.
 #pragma once
 
 #include <algorithm>
@@ -30,8 +31,8 @@ struct Limit {
   double low = -std::numeric_limits<double>::infinity();
   double high = std::numeric_limits<double>::infinity();
   bool high_excluded = false;
-  std::optional<double> also{}; ///< one more value that is allowed (-1 as "fill in")
-  std::string words{};         ///< "at least 1"
+  std::optional<double> also{};  ///< one more value that is allowed (-1 as "fill in")
+  std::string words{};           ///< "at least 1"
 
   bool allows(double value) const {
     if (also && value == *also) return true;
@@ -88,7 +89,8 @@ struct Codec<double> {
     } else {
       refuse_value(key, v, "a number");
     }
-    if (!limit.allows(d)) refuse_value(key, v, limit.words.empty() ? "a finite number" : limit.words);
+    if (!limit.allows(d))
+      refuse_value(key, v, limit.words.empty() ? "a finite number" : limit.words);
     return d;
   }
   static std::optional<ConfigValue> to(double d) { return ConfigValue{d}; }
@@ -130,10 +132,12 @@ struct Codec<std::vector<std::string>> {
 template <>
 struct Codec<std::array<double, 2>> {
   static std::string type() { return "list of 2 numbers"; }
-  static std::array<double, 2> from(const ConfigValue& v, std::string_view key, const Limit& limit) {
+  static std::array<double, 2> from(const ConfigValue& v, std::string_view key,
+                                    const Limit& limit) {
     const ConfigValue::Array* items = std::get_if<ConfigValue::Array>(&v.value);
     if (items == nullptr || items->size() != 2) refuse_value(key, v, "a list of 2 numbers");
-    return {Codec<double>::from((*items)[0], key, limit), Codec<double>::from((*items)[1], key, limit)};
+    return {Codec<double>::from((*items)[0], key, limit),
+            Codec<double>::from((*items)[1], key, limit)};
   }
   static std::optional<ConfigValue> to(const std::array<double, 2>& pair) {
     return ConfigValue{ConfigValue::Array{{pair[0]}, {pair[1]}}};

@@ -17,7 +17,9 @@ struct EnumWords<OptimizerName> {
 template <>
 struct EnumWords<LrDecay> {
   static constexpr std::array<std::pair<std::string_view, LrDecay>, 3> words{
-      {{"constant", LrDecay::kConstant}, {"linear", LrDecay::kLinear}, {"cosine", LrDecay::kCosine}}};
+      {{"constant", LrDecay::kConstant},
+       {"linear", LrDecay::kLinear},
+       {"cosine", LrDecay::kCosine}}};
 };
 template <>
 struct EnumWords<BackendName> {
@@ -55,10 +57,7 @@ Limit count_from(int low) {
           .words = concat("at least ", low, " and at most ", std::int64_t{1'000'000'000})};
 }
 Limit below_one() {
-  return {.low = 0,
-          .high = 1,
-          .high_excluded = true,
-          .words = "numbers from 0 to 1, 1 excluded"};
+  return {.low = 0, .high = 1, .high_excluded = true, .words = "numbers from 0 to 1, 1 excluded"};
 }
 Limit positive_or_minus_one() {
   return {.low = 1, .high = kMostCount, .also = -1, .words = "-1 or at least 1"};
@@ -74,11 +73,11 @@ struct Text {
 template <class S>
 class Section {
  public:
-  Section(std::vector<ConfigKey>& keys, std::string name, S Config::*section)
+  Section(std::vector<ConfigKey>& keys, std::string name, S Config::* section)
       : keys_(keys), name_(std::move(name)), section_(section) {}
 
   template <class T>
-  Section& key(const std::string& name, T S::*member, const Text& text, const Limit& limit = {}) {
+  Section& key(const std::string& name, T S::* member, const Text& text, const Limit& limit = {}) {
     ConfigKey key;
     key.section = name_;
     key.name = name;
@@ -102,7 +101,7 @@ class Section {
  private:
   std::vector<ConfigKey>& keys_;
   std::string name_;
-  S Config::*section_;
+  S Config::* section_;
 };
 
 ConfigKey device_key() {
@@ -231,7 +230,8 @@ void add_outputs(std::vector<ConfigKey>& keys) {
   using M = MetricsConfig;
   Section(keys, "metrics", &Config::metrics)
       .key("folder", &M::folder, {"folder", "Where metrics.jsonl goes, relative to RUN."})
-      .key("log_freq", &M::log_freq, {"steps", "Every so many steps a line on stdout."}, count_from(1))
+      .key("log_freq", &M::log_freq, {"steps", "Every so many steps a line on stdout."},
+           count_from(1))
       .key("enable_tensorboard", &M::enable_tensorboard,
            {"", "Write TensorBoard files; not yet built, only false."});
   using C = CommConfig;

@@ -1,7 +1,7 @@
 // The key table: every key of the configuration once, with type, unit, range, default and help.
 //
-// It knows no TOML: values come and go as ConfigValue, which the reader (config_parse.cpp), the dump and
-// the help text share. A new key is one line in config_keys.cpp. Next: config_keys.cpp.
+// It knows no TOML: values come and go as ConfigValue, which the reader (config_parse.cpp), the
+// dump and the help text share. A new key is one line in config_keys.cpp. Next: config_keys.cpp.
 #pragma once
 
 #include <cstdint>
@@ -36,8 +36,8 @@ std::string describe(const ConfigValue& value);
 struct ConfigKey {
   std::string section;  ///< empty = at top level
   std::string name;
-  std::string type;     ///< "integer", "list of strings", "adamw | sgd", ...
-  std::string unit;     ///< "steps", "seconds", "" where there is none
+  std::string type;  ///< "integer", "list of strings", "adamw | sgd", ...
+  std::string unit;  ///< "steps", "seconds", "" where there is none
   std::string default_text;
   std::string help;
   /// Errors: kConfig, "training.steps: found ..., expected ...".
@@ -48,7 +48,8 @@ struct ConfigKey {
   std::string full_name() const { return section.empty() ? name : section + "." + name; }
 };
 
-/// In the order of the documentation; keys of a section are adjacent, the top-level key comes first.
+/// In the order of the documentation; keys of a section are adjacent, the top-level key comes
+/// first.
 const std::vector<ConfigKey>& config_keys();
 
 /// None when there is no such key.

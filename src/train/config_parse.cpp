@@ -16,10 +16,10 @@ constexpr std::size_t kMaxTextBytes = 4 << 20;
 constexpr std::size_t kMaxReasonBytes = 400;
 constexpr int kMaxDepth = 32;
 
-// The parser builds and destroys nested tables by recursion, one level for every component of a dotted
-// key, without a bound of its own. Values never need more than three levels here, so that deep texts are
-// refused before it sees them. Strings are skipped by TOML's rules; a text that breaks these rules is
-// refused by the parser where it breaks them.
+// The parser builds and destroys nested tables by recursion, one level for every component of a
+// dotted key, without a bound of its own. Values never need more than three levels here, so that
+// deep texts are refused before it sees them. Strings are skipped by TOML's rules; a text that
+// breaks these rules is refused by the parser where it breaks them.
 class DepthScan {
  public:
   explicit DepthScan(std::string_view text) : text_(text) {}
@@ -110,13 +110,15 @@ ConfigValue convert(const toml::node& node) {
   }
   if (const auto* table = node.as_table()) {
     ConfigValue::Table entries;
-    for (const auto& [key, item] : *table) entries.push_back({std::string(key.str()), convert(item)});
+    for (const auto& [key, item] : *table)
+      entries.push_back({std::string(key.str()), convert(item)});
     return {std::move(entries)};
   }
   throw Error(ErrorKind::kConfig, "found a date or time, expected no such value");
 }
 
-void set_key(Config& config, const ConfigKey& key, const toml::node& node, std::string_view source) {
+void set_key(Config& config, const ConfigKey& key, const toml::node& node,
+             std::string_view source) {
   try {
     key.set(config, convert(node));
   } catch (const Error& error) {
@@ -141,17 +143,19 @@ void read_top_level(Config& config, const toml::key& name, const toml::node& nod
   if (is_section(word)) {
     const toml::table* table = node.as_table();
     TESSERA_CHECK(table != nullptr, ErrorKind::kConfig, where(source, node.source()), word,
-                  ": found ", node.is_array() ? "an array" : "a value", ", expected a section [", word,
-                  "]");
+                  ": found ", node.is_array() ? "an array" : "a value", ", expected a section [",
+                  word, "]");
     return read_section(config, word, *table, source);
   }
   if (const ConfigKey* key = find_key(word); key != nullptr && key->section.empty()) {
     return set_key(config, *key, node, source);
   }
   TESSERA_CHECK(!node.is_table(), ErrorKind::kConfig, where(source, name.source()),
-                "unknown section ", printable(word), "; the nearest is [", nearest_section(word), "]");
-  throw Error(ErrorKind::kConfig, concat(where(source, name.source()), "unknown key ", printable(word),
-                                         "; the nearest is \"", nearest_key(word), "\""));
+                "unknown section ", printable(word), "; the nearest is [", nearest_section(word),
+                "]");
+  throw Error(ErrorKind::kConfig,
+              concat(where(source, name.source()), "unknown key ", printable(word),
+                     "; the nearest is \"", nearest_key(word), "\""));
 }
 
 // What a VALUE of the command line is when read as TOML; none when it is a bare word.
@@ -162,12 +166,13 @@ std::optional<ConfigValue> toml_value(std::string_view key, std::string_view val
   try {
     const toml::table table = parse_text(concat("value = ", value), "");
     const toml::node* node = table.get("value");
-    if (node != nullptr && table.size() == 1 && value.find('\n') == value.npos) return convert(*node);
+    if (node != nullptr && table.size() == 1 && value.find('\n') == value.npos)
+      return convert(*node);
     return std::nullopt;
   } catch (const Error& error) {
     if (!meant_as_toml) return std::nullopt;
-    throw Error(ErrorKind::kConfig, concat("--", key, ": found ", printable(value), ", which is not TOML (",
-                                           error.what(), ")"));
+    throw Error(ErrorKind::kConfig, concat("--", key, ": found ", printable(value),
+                                           ", which is not TOML (", error.what(), ")"));
   }
 }
 
@@ -196,8 +201,8 @@ Config load_config(const std::string& path) {
 
 void apply_override(Config& config, std::string_view name, std::string_view value) {
   const ConfigKey* key = find_key(name);
-  TESSERA_CHECK(key != nullptr, ErrorKind::kUsage, "unknown key --", printable(name), "; the nearest is --",
-                nearest_key(name));
+  TESSERA_CHECK(key != nullptr, ErrorKind::kUsage, "unknown key --", printable(name),
+                "; the nearest is --", nearest_key(name));
   const std::optional<ConfigValue> parsed = toml_value(name, value);
   const ConfigValue word = bare_word(name, value);
   const bool scalar = parsed && !std::holds_alternative<std::string>(parsed->value) &&

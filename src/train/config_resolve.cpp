@@ -25,11 +25,13 @@ void check_built(const Config& config) {
     TESSERA_CHECK(degree == 1, ErrorKind::kConfig, "parallelism.", name, ": found ", degree,
                   ", expected 1; this axis is not yet built");
   }
-  TESSERA_CHECK(!config.checkpoint.enable, ErrorKind::kConfig,
-                "checkpoint.enable: found true, expected false; writing checkpoints is not yet built");
-  TESSERA_CHECK(!config.metrics.enable_tensorboard, ErrorKind::kConfig,
-                "metrics.enable_tensorboard: found true, expected false; TensorBoard files are not yet "
-                "built");
+  TESSERA_CHECK(
+      !config.checkpoint.enable, ErrorKind::kConfig,
+      "checkpoint.enable: found true, expected false; writing checkpoints is not yet built");
+  TESSERA_CHECK(
+      !config.metrics.enable_tensorboard, ErrorKind::kConfig,
+      "metrics.enable_tensorboard: found true, expected false; TensorBoard files are not yet "
+      "built");
 }
 
 void check_model(const ModelConfig& model) {
@@ -140,7 +142,8 @@ int ranks_to_spawn(const ParallelismConfig& p) {
 DataKind data_kind(const std::vector<std::string>& path, std::string_view key) {
   TESSERA_CHECK(!path.empty(), ErrorKind::kConfig, key, ": found an empty list, expected data");
   for (const std::string& entry : path) {
-    TESSERA_CHECK(!entry.empty(), ErrorKind::kConfig, key, ": found an empty name, expected a path");
+    TESSERA_CHECK(!entry.empty(), ErrorKind::kConfig, key,
+                  ": found an empty name, expected a path");
     const bool prepared = ends_with(entry, ".bin") || ends_with(entry, ".safetensors");
     TESSERA_CHECK(!prepared || path.size() == 1, ErrorKind::kConfig, key, ": found ", entry,
                   " in a list of ", path.size(),

@@ -1,7 +1,9 @@
-// What follows from several keys at once: relations that must hold, degrees filled in for a world, rows
-// of a step. Pure; whatever is impossible is refused here with the key's name, before any rank starts.
+// What follows from several keys at once: relations that must hold, degrees filled in for a world,
+// rows of a step. Pure; whatever is impossible is refused here with the key's name, before any rank
+// starts.
 //
-// Single values are checked where they are read (config_keys.h). Next: sampler.h for who gets which row.
+// Single values are checked where they are read (config_keys.h). Next: sampler.h for who gets which
+// row.
 #pragma once
 
 #include <cstdint>
@@ -37,15 +39,16 @@ ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world
 /// How many ranks own spawn starts where --nproc is not given: the product of the degrees, -1 as 1.
 int ranks_to_spawn(const ParallelismConfig& parallelism);
 
-/// What kind of data a path of data.path or validation.path names; by its ending and by how many there are.
+/// What kind of data a path of data.path or validation.path names; by its ending and by how many
+/// there are.
 enum class DataKind : std::uint8_t { kText, kTokens, kBatches };
 /// Errors: kConfig for a list that holds .bin or .safetensors beside others, or nothing.
 DataKind data_kind(const std::vector<std::string>& path, std::string_view key);
 
 /// Rows of a step where the data has none of its own (text, .bin).
 struct BatchSizes {
-  std::int64_t local = 1;         ///< rows of a micro-batch on a data rank
-  std::int64_t global = 1;        ///< rows of a step
+  std::int64_t local = 1;   ///< rows of a micro-batch on a data rank
+  std::int64_t global = 1;  ///< rows of a step
   std::int64_t micro_batches = 1;
   bool operator==(const BatchSizes&) const = default;
 };

@@ -8,8 +8,9 @@ using Table = ConfigValue::Table;
 
 std::optional<DType> rule_dtype(const ConfigValue& v, std::string_view key) {
   const DTypeChoice choice = Codec<DTypeChoice>::from(v, key, {});
-  TESSERA_CHECK(choice.dtype, ErrorKind::kConfig, key,
-                ": found \"auto\", expected a dtype; leave the key out of the rule to keep the policy's");
+  TESSERA_CHECK(
+      choice.dtype, ErrorKind::kConfig, key,
+      ": found \"auto\", expected a dtype; leave the key out of the rule to keep the policy's");
   return choice.dtype;
 }
 
@@ -20,7 +21,7 @@ struct RuleKey {
   std::function<std::optional<ConfigValue>(const PrecisionRule&)> get;
 };
 
-RuleKey dtype_key(std::string name, std::optional<DType> PrecisionRule::*member) {
+RuleKey dtype_key(std::string name, std::optional<DType> PrecisionRule::* member) {
   return {std::move(name),
           [member](PrecisionRule& rule, const ConfigValue& v, std::string_view key) {
             rule.*member = rule_dtype(v, key);
@@ -31,12 +32,13 @@ RuleKey dtype_key(std::string name, std::optional<DType> PrecisionRule::*member)
           }};
 }
 
-RuleKey flag_key(std::string name, std::optional<bool> PrecisionRule::*member) {
-  return {std::move(name),
-          [member](PrecisionRule& rule, const ConfigValue& v, std::string_view key) {
-            rule.*member = Codec<bool>::from(v, key, {});
-          },
-          [member](const PrecisionRule& rule) { return Codec<std::optional<bool>>::to(rule.*member); }};
+RuleKey flag_key(std::string name, std::optional<bool> PrecisionRule::* member) {
+  return {
+      std::move(name),
+      [member](PrecisionRule& rule, const ConfigValue& v, std::string_view key) {
+        rule.*member = Codec<bool>::from(v, key, {});
+      },
+      [member](const PrecisionRule& rule) { return Codec<std::optional<bool>>::to(rule.*member); }};
 }
 
 const std::vector<RuleKey>& rule_keys() {
@@ -65,8 +67,8 @@ void set_rule_key(PrecisionRule& rule, const std::string& context, const std::st
     if (key.name == name) return key.set(rule, value, context + "." + name);
     names.push_back(key.name);
   }
-  throw Error(ErrorKind::kConfig, concat(context, ": unknown key ", printable(name), "; the nearest is \"",
-                                         nearest_name(name, names), "\""));
+  throw Error(ErrorKind::kConfig, concat(context, ": unknown key ", printable(name),
+                                         "; the nearest is \"", nearest_name(name, names), "\""));
 }
 
 PrecisionRule read_rule(const ConfigValue& value, const std::string& context) {

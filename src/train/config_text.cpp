@@ -129,7 +129,8 @@ std::string describe(const ConfigValue& value) {
 }
 
 void refuse_value(std::string_view key, const ConfigValue& found, std::string_view expected) {
-  throw Error(ErrorKind::kConfig, concat(key, ": found ", describe(found), ", expected ", expected));
+  throw Error(ErrorKind::kConfig,
+              concat(key, ": found ", describe(found), ", expected ", expected));
 }
 
 const ConfigKey* find_key(std::string_view full_name) {

@@ -51,8 +51,8 @@ class TokenBatches final : public BatchSource {
 };
 
 std::unique_ptr<TokenSource> open_text(const BatchRequest& request) {
-  TESSERA_CHECK(request.vocabulary.reads_bytes, ErrorKind::kConfig, request.key,
-                ": found text (", request.path[0],
+  TESSERA_CHECK(request.vocabulary.reads_bytes, ErrorKind::kConfig, request.key, ": found text (",
+                request.path[0],
                 "), but this model has a tokenizer of its own; make NAME.bin of the text with "
                 "tools/tokenize.py");
   if (request.path.size() == 1) return std::make_unique<TextCorpus>(request.path[0]);
@@ -96,8 +96,8 @@ std::unique_ptr<BatchSource> open_replay(const BatchRequest& request) {
                                                    request.vocabulary);
   const TrainingConfig& training = request.training;
   TESSERA_CHECK(!training.seq_len || *training.seq_len == batches->row_tokens(), ErrorKind::kConfig,
-                "training.seq_len: found ", *training.seq_len, ", expected ",
-                batches->row_tokens(), ", the columns of ", request.path[0], "; or leave it out");
+                "training.seq_len: found ", *training.seq_len, ", expected ", batches->row_tokens(),
+                ", the columns of ", request.path[0], "; or leave it out");
   TESSERA_CHECK(
       training.global_batch_size == -1 || training.global_batch_size == batches->rows_in_step(),
       ErrorKind::kConfig, "training.global_batch_size: found ", training.global_batch_size,

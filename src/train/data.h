@@ -1,8 +1,8 @@
 // What a row holds: batches of input ids and targets from text, NAME.bin or X.safetensors.
 //
-// One class a kind of data behind BatchSource; open_batches chooses. Sources know rows of a step, not
-// ranks: who computes which row is the sampler's. Everything that can be wrong with the data is found
-// when it is opened. Next: trainer.h.
+// One class a kind of data behind BatchSource; open_batches chooses. Sources know rows of a step,
+// not ranks: who computes which row is the sampler's. Everything that can be wrong with the data is
+// found when it is opened. Next: trainer.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -28,8 +28,9 @@ struct MicroBatch {
 
 /// What the model says about token ids.
 struct Vocabulary {
-  std::int64_t size = 0;      ///< ids are below this
-  bool reads_bytes = false;   ///< trained from scratch, or its config.json says "tessera_tokenizer": "bytes"
+  std::int64_t size = 0;  ///< ids are below this
+  bool reads_bytes =
+      false;  ///< trained from scratch, or its config.json says "tessera_tokenizer": "bytes"
 };
 
 class BatchSource {
@@ -53,11 +54,12 @@ struct BatchRequest {
   Vocabulary vocabulary;
 };
 
-/// Opens and checks the data. Errors: kIo for what cannot be read, kFormat for what is malformed, empty,
-/// has ids outside the vocabulary or no kept label, kConfig for what does not fit the keys.
+/// Opens and checks the data. Errors: kIo for what cannot be read, kFormat for what is malformed,
+/// empty, has ids outside the vocabulary or no kept label, kConfig for what does not fit the keys.
 std::unique_ptr<BatchSource> open_batches(const BatchRequest& request);
 
-/// The one batch of `tessera gradients`: the unprefixed input_ids and labels of a file. Errors: as above.
+/// The one batch of `tessera gradients`: the unprefixed input_ids and labels of a file. Errors: as
+/// above.
 std::unique_ptr<BatchSource> open_gradients_batch(const std::string& path,
                                                   const Vocabulary& vocabulary);
 

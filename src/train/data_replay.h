@@ -1,7 +1,7 @@
 // Batches that a .safetensors file holds ready-made, replayed in order.
 //
-// `input_ids` and `labels` are [S,B,T] (S steps, then from the first again) or [B,T] (one batch), labels
-// as Hugging Face has them: position t predicts labels[t+1]. Next: data.h.
+// `input_ids` and `labels` are [S,B,T] (S steps, then from the first again) or [B,T] (one batch),
+// labels as Hugging Face has them: position t predicts labels[t+1]. Next: data.h.
 #pragma once
 
 #include <string>

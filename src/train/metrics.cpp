@@ -62,14 +62,16 @@ std::string to_step_line(const StepMetrics& m) {
 MetricsFile::MetricsFile(const std::filesystem::path& folder) : path_(folder / "metrics.jsonl") {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
-  TESSERA_CHECK(!error, ErrorKind::kIo, folder.string(), ": cannot be made (", error.message(), ")");
+  TESSERA_CHECK(!error, ErrorKind::kIo, folder.string(), ": cannot be made (", error.message(),
+                ")");
   file_.open(path_, std::ios::trunc);
   TESSERA_CHECK(file_.is_open(), ErrorKind::kIo, path_.string(), ": cannot be opened for writing");
 }
 
 void MetricsFile::append(const StepMetrics& metrics) {
   file_ << to_json_line(metrics) << '\n' << std::flush;
-  TESSERA_CHECK(file_.good(), ErrorKind::kIo, path_.string(), ": writing failed; is the disk full?");
+  TESSERA_CHECK(file_.good(), ErrorKind::kIo, path_.string(),
+                ": writing failed; is the disk full?");
 }
 
 }  // namespace tessera::train

@@ -1,7 +1,7 @@
 // What a step reports: one JSON object in metrics.jsonl and one line on stdout. Pure.
 //
-// Only rank 0 writes; the values are agreed over ranks before they come here. Everything else that the
-// program says is a log line (base/log.h).
+// Only rank 0 writes; the values are agreed over ranks before they come here. Everything else that
+// the program says is a log line (base/log.h).
 #pragma once
 
 #include <cstdint>
@@ -13,15 +13,15 @@
 namespace tessera::train {
 
 struct StepMetrics {
-  std::int64_t step = 0;   ///< from 1
-  double loss = 0;         ///< before the update, nats
-  double grad_norm = 0;    ///< before clipping
+  std::int64_t step = 0;  ///< from 1
+  double loss = 0;        ///< before the update, nats
+  double grad_norm = 0;   ///< before clipping
   double lr = 0;
-  double step_ms = 0;      ///< the slowest rank's whole step
-  double tps = 0;          ///< tokens a second and rank
-  double tps_global = 0;   ///< of all ranks
-  double tflops = 0;       ///< a rank
-  double peak_rss_mib = 0; ///< the largest of all ranks
+  double step_ms = 0;       ///< the slowest rank's whole step
+  double tps = 0;           ///< tokens a second and rank
+  double tps_global = 0;    ///< of all ranks
+  double tflops = 0;        ///< a rank
+  double peak_rss_mib = 0;  ///< the largest of all ranks
   std::optional<double> val_loss;
 };
 

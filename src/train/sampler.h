@@ -40,7 +40,8 @@ class RowOrder {
 RowRange contiguous_block(std::int64_t rows, int parts, int part);
 
 /// The micro-batches of one data rank: its contiguous block in pieces of `local_rows`, then empty
-/// ranges up to the largest number of any rank, so that all enter the same collectives. At least one.
+/// ranges up to the largest number of any rank, so that all enter the same collectives. At least
+/// one.
 std::vector<RowRange> micro_batches(std::int64_t rows, std::int64_t local_rows, int data_ranks,
                                     int data_rank);
 

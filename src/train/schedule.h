@@ -7,8 +7,8 @@
 
 namespace tessera::train {
 
-/// Steps count from 1. lr x step / warmup while step <= warmup; then from lr at the end of the warm-up
-/// to lr x min_lr_factor at step `steps`, straight or along half a cosine.
+/// Steps count from 1. lr x step / warmup while step <= warmup; then from lr at the end of the
+/// warm-up to lr x min_lr_factor at step `steps`, straight or along half a cosine.
 double learning_rate(const LrSchedulerConfig& schedule, double lr, std::int64_t steps,
                      std::int64_t step);
 

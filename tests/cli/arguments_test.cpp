@@ -36,9 +36,9 @@ TEST(Arguments, TrainTakesFileRanksAndOverridesInAnyOrder) {
 }
 
 TEST(Arguments, NegativeValuesAndEqualSignsBelongToTheKey) {
-  const auto train = std::get<TrainArguments>(
-      parse({"train", "a.toml", "--parallelism.data_parallel_shard_degree", "-1", "--data.path=a=b",
-             "--device", "cpu"}));
+  const auto train =
+      std::get<TrainArguments>(parse({"train", "a.toml", "--parallelism.data_parallel_shard_degree",
+                                      "-1", "--data.path=a=b", "--device", "cpu"}));
   EXPECT_EQ(train.overrides, (Overrides{{"parallelism.data_parallel_shard_degree", "-1"},
                                         {"data.path", "a=b"},
                                         {"device", "cpu"}}));
@@ -82,9 +82,8 @@ TEST(Arguments, HelpHasEveryKey) {
 
 TEST(Arguments, VersionIsMadeOnlyWhenAsked) {
   EXPECT_EQ(std::get<ShowText>(parse({"--version"})).text, "tessera 1 (git abc)\n");
-  EXPECT_NO_THROW(parse_arguments({"train", "a.toml"}, []() -> std::string {
-    throw std::logic_error("version made");
-  }));
+  EXPECT_NO_THROW(parse_arguments({"train", "a.toml"},
+                                  []() -> std::string { throw std::logic_error("version made"); }));
 }
 
 TEST(Arguments, RefusalsAreOneLineAndNameTheWord) {

@@ -24,14 +24,16 @@ inline std::string read_file(const std::filesystem::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-/// `environment` stands in front of the command ("RANK=0 WORLD_SIZE=2"). One thread a rank: tests share
-/// the machine. The launcher's own variables are cleared.
-inline Outcome run_program(const testing::TemporaryFolder& folder, const std::vector<std::string>& words,
+/// `environment` stands in front of the command ("RANK=0 WORLD_SIZE=2"). One thread a rank: tests
+/// share the machine. The launcher's own variables are cleared.
+inline Outcome run_program(const testing::TemporaryFolder& folder,
+                           const std::vector<std::string>& words,
                            const std::string& environment = "") {
-  std::string command = "cd '" + folder.path().string() +
-                        "' && env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u MASTER_ADDR -u MASTER_PORT "
-                        "OMP_NUM_THREADS=1 " +
-                        environment + " timeout 60 '" TESSERA_PROGRAM "'";
+  std::string command =
+      "cd '" + folder.path().string() +
+      "' && env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u MASTER_ADDR -u MASTER_PORT "
+      "OMP_NUM_THREADS=1 " +
+      environment + " timeout 60 '" TESSERA_PROGRAM "'";
   for (const std::string& word : words) command += " '" + word + "'";
   command += " > stdout.txt 2> stderr.txt < /dev/null";
   const int status = std::system(command.c_str());

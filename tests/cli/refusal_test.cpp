@@ -72,7 +72,8 @@ INSTANTIATE_TEST_SUITE_P(
         Refused{train({"--data.path", "ids.bin", "--model.config", "small_vocabulary.json"}),
                 "the token id 257 at position 0"},
         Refused{train({"--job.dump_folder", "/dev/null/run"}), "/dev/null/run"},
-        Refused{{"gradients", "--model", ".", "--batch", "absent.safetensors", "--out", "o"}, "config.json"},
+        Refused{{"gradients", "--model", ".", "--batch", "absent.safetensors", "--out", "o"},
+                "config.json"},
         Refused{{"inspect", "absent"}, "absent"}));
 
 }  // namespace

@@ -17,7 +17,8 @@ using ::testing::StartsWith;
 std::vector<nlohmann::ordered_json> read_metrics(const std::filesystem::path& run) {
   std::vector<nlohmann::ordered_json> lines;
   std::istringstream text(read_file(run / "metrics" / "metrics.jsonl"));
-  for (std::string line; std::getline(text, line);) lines.push_back(nlohmann::ordered_json::parse(line));
+  for (std::string line; std::getline(text, line);)
+    lines.push_back(nlohmann::ordered_json::parse(line));
   return lines;
 }
 
@@ -107,6 +108,18 @@ TEST(TrainCommand, PrintConfigShowsOverridesAndStartsNothing) {
   ASSERT_EQ(outcome.code, 0) << outcome.err;
   EXPECT_EQ(train::parse_config(outcome.out, "stdout").training.steps, 7);
   EXPECT_FALSE(std::filesystem::exists(folder / "outputs"));
+}
+
+TEST(InspectCommand, ShowsTheContractOfEveryParameterWithoutWeights) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  const Outcome outcome = run_program(folder, {"inspect", "--contract", "run.toml", "--world", "4",
+                                               "--precision.param_dtype", "bfloat16"});
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.out, HasSubstr("model.layers.0.self_attn.q_proj.weight"));
+  EXPECT_THAT(outcome.out, HasSubstr("bfloat16"));
+  EXPECT_THAT(outcome.out, HasSubstr("14 parameters on"));
+  EXPECT_THAT(outcome.out, HasSubstr("dp_shard 4"));
 }
 
 TEST(Program, HelpAndVersionGoToStdout) {

@@ -128,7 +128,9 @@ TEST_P(Sizes, OnlyTheAuxiliaryLossIsDifferentiated) {
       backward(other);
     }));
     for (const auto& view : handle.shards()) {
-      if (view.contract->name == "second.block.a") EXPECT_FALSE(view.shard.grad().defined()) << "used by no rank";
+      if (view.contract->name == "second.block.a") {
+        EXPECT_FALSE(view.shard.grad().defined()) << "used by no rank";
+      }
     }
   });
 }
@@ -302,7 +304,7 @@ TEST_P(Sizes, DeferredGradientsHandedInAfterTheBackward) {
   ranks(GetParam()).run([](World& world) {
     auto module = std::make_shared<Deferred>();
     auto handle = fully_shard(module, data_mesh(world));
-    const auto optimizer = make_sgd(handle, {.lr = 0.0});
+    const auto optimizer = make_sgd(handle, sgd(0.0));
     for (int step = 0; step < 2; ++step) {
       handle.zero_grad();
       backward(handle.forward(input_of(world.rank(), 0, kWidth).select(0, 0)).sum());

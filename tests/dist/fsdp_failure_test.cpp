@@ -39,7 +39,7 @@ TEST_P(Failures, OthersLeavePromptlyAndTheNextStepIsRight) {
   ranks(count, backend).run([when = when](World& world) {
     Chain plain(1, 3, kWidth);
     ShardedChain model(data_mesh(world), 1, 3, kWidth);
-    const auto optimizer = make_sgd(model.handle, {.lr = 0.0});
+    const auto optimizer = make_sgd(model.handle, sgd(0.0));
     const auto step = [&](int number) {
       model.handle.zero_grad();
       backward(squares(model.handle.forward(input_of(world.rank(), number, kWidth))));
@@ -69,7 +69,9 @@ TEST_P(Failures, OthersLeavePromptlyAndTheNextStepIsRight) {
     });
     model.chain->blocks[1]->before = nullptr;
     EXPECT_NE(error, "");
-    if (culprit) EXPECT_THAT(error, HasSubstr("the user's"));
+    if (culprit) {
+      EXPECT_THAT(error, HasSubstr("the user's"));
+    }
     EXPECT_LT(seconds, 5) << error;
     world.recover();
     step(3);

@@ -73,7 +73,9 @@ TEST_P(Sizes, AdaptersOnAFrozenBaseTrainAsUnsharded) {
       EXPECT_TRUE(same_bits(x.grad(), y.grad())) << "what flows through the base";
     }
     for (const auto& view : handle.shards()) {
-      if (view.contract->name.find("base") != std::string::npos) EXPECT_FALSE(view.shard.grad().defined());
+      if (view.contract->name.find("base") != std::string::npos) {
+        EXPECT_FALSE(view.shard.grad().defined());
+      }
     }
   });
 }
@@ -112,7 +114,7 @@ TEST(Lifetime, PeakMemoryIsTheRootAndTwoUnitsNotTheModel) {
     }
     const std::int64_t block_bytes = 2 * 33 * 32 * 4;
     // Gathered: this block and the next; gradients: the one that arrives and the one on the wire.
-    EXPECT_LE(model.handle.unit()->runtime().pool().total_bytes(), 6 * block_bytes);
+    EXPECT_LE(model.handle.unit()->runtime().pool()->total_bytes(), 6 * block_bytes);
   });
 }
 
@@ -170,7 +172,7 @@ TEST_P(Sizes, TorchOptimOnTheShardsWorks) {
   ranks(GetParam()).run([](World& world) {
     ShardedChain model(data_mesh(world), 1, 2, kWidth), other(data_mesh(world), 1, 2, kWidth);
     torch::optim::SGD theirs(static_cast<torch::nn::Module&>(model.handle).parameters(), torch::optim::SGDOptions(0.1));
-    const auto ours = make_sgd(other.handle, {.lr = 0.1});
+    const auto ours = make_sgd(other.handle, sgd(0.1));
     for (int step = 0; step < 2; ++step) {
       for (auto* each : {&model, &other}) {
         each->handle.zero_grad();
@@ -228,7 +230,7 @@ TEST_P(Sizes, AForwardThatIsDroppedDoesNotKeepOldWeights) {
     const auto x = input_of(0, 0, kWidth);
     backward(squares(model.handle.forward(x)));
     const auto before = model.handle.forward(x).detach();  // say, to log it
-    const auto optimizer = make_sgd(model.handle, {.lr = 0.5});
+    const auto optimizer = make_sgd(model.handle, sgd(0.5));
     optimizer->step();
     const auto scale = whole_parameters(model.handle).at("scale");
     ShardedChain fresh(data_mesh(world), 1, 2, kWidth, policy);

@@ -38,7 +38,7 @@ TEST_P(Sizes, SgdWithMomentumAndDecayIsPyTorchsBitForBit) {
   ranks(GetParam()).run([](World& world) {
     ShardedChain model(data_mesh(world), 1, 2, kWidth);
     Chain plain(1, 2, kWidth);
-    const auto ours = make_sgd(model.handle, {.lr = 0.05, .momentum = 0.9, .weight_decay = 0.1});
+    const auto ours = make_sgd(model.handle, sgd(0.05, 0.9, 0.1));
     torch::optim::SGD theirs(plain.parameters(), torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(0.1));
     train_beside(world, model, plain, *ours, [&] { theirs.step(); }, [&] {
       for (const auto& [name, value] : whole_parameters(model.handle)) {
@@ -81,8 +81,8 @@ TEST_P(Kinds, TheSameGradientsGiveTheSameBitsOnAnyNumberOfRanks) {
       ShardOptions options;
       options.divide_factor = 1.0;
       auto handle = fully_shard(std::make_shared<Chain>(1, 2, kWidth), data_mesh(world), {}, options);
-      const auto optimizer = GetParam() ? make_adamw(handle, {.lr = 0.01})
-                                        : make_sgd(handle, {.lr = 0.013, .momentum = 0.9, .weight_decay = 0.07});
+      const auto optimizer = GetParam() ? make_adamw(handle, adamw(0.01))
+                                        : make_sgd(handle, sgd(0.013, 0.9, 0.07));
       for (int step = 0; step < 3; ++step) {
         handle.zero_grad();
         // Only rank 0 has a gradient: no sum differs.
@@ -106,10 +106,10 @@ TEST_P(Sizes, NoDecayIsByName) {
   ranks(GetParam()).run([](World& world) {
     for (const bool adam : {false, true}) {
       ShardedChain model(data_mesh(world), 1, 1, kWidth);
-      const std::vector<std::string> no_decay = {"scale"};
-      const auto optimizer =
-          adam ? make_adamw(model.handle, {.lr = 0.5, .weight_decay = 0.5, .no_decay = no_decay})
-               : make_sgd(model.handle, {.lr = 0.5, .weight_decay = 0.5, .no_decay = no_decay});
+      auto with_momentum = sgd(0.5, 0.0, 0.5);
+      auto adaptive = adamw(0.5, 0.5);
+      with_momentum.no_decay = adaptive.no_decay = {"scale"};
+      const auto optimizer = adam ? make_adamw(model.handle, adaptive) : make_sgd(model.handle, with_momentum);
       const auto before = whole_parameters(model.handle);
       backward(squares(model.handle.forward(at::zeros({2, kWidth}))));  // all gradients are zero
       optimizer->step();
@@ -118,7 +118,9 @@ TEST_P(Sizes, NoDecayIsByName) {
       EXPECT_TRUE(at::allclose(after.at("block0.a"), before.at("block0.a") * 0.75, 1e-6, 0));
     }
     ShardedChain model(data_mesh(world), 1, 1, kWidth);
-    EXPECT_THAT(error_of([&] { make_sgd(model.handle, {.no_decay = {"scales"}}); }), HasSubstr("scales"));
+    auto misspelt = sgd(0.5);
+    misspelt.no_decay = {"scales"};
+    EXPECT_THAT(error_of([&] { make_sgd(model.handle, misspelt); }), HasSubstr("scales"));
   });
 }
 

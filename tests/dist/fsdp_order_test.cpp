@@ -176,7 +176,7 @@ struct Bits {
 
 Bits train(World& world, const ShardOptions& root, const ShardOptions& inner = {}) {
   ShardedChain model(data_mesh(world), 3, 3, kWidth, {}, root, inner);
-  const auto optimizer = make_sgd(model.handle, {.lr = 0.01, .momentum = 0.9});
+  const auto optimizer = make_sgd(model.handle, sgd(0.01, 0.9));
   Bits bits;
   for (int step = 0; step < 3; ++step) {
     model.handle.zero_grad();
@@ -284,13 +284,15 @@ TEST_P(Sizes, ASteadyStepMakesNoNewBlock) {
     policy.param_dtype = DType::kBFloat16;
     policy.reduce_dtype = DType::kBFloat16;
     ShardedChain model(data_mesh(world), 3, 4, 16, policy);
-    auto& pool = model.handle.unit()->runtime().pool();
+    auto& pool = *model.handle.unit()->runtime().pool();
     std::int64_t blocks = -1;
     for (int step = 0; step < 6; ++step) {
       model.handle.zero_grad();
       backward(squares(model.handle.forward(input_of(world.rank(), step, 16))));
       if (step == 2) blocks = pool.blocks_made();
-      if (step > 2) EXPECT_EQ(pool.blocks_made(), blocks) << "step " << step;
+      if (step > 2) {
+        EXPECT_EQ(pool.blocks_made(), blocks) << "step " << step;
+      }
     }
     EXPECT_GT(blocks, 0);
   });

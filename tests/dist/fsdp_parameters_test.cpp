@@ -43,7 +43,7 @@ TEST_P(Sizes, EveryShapeAndDtypeTrainsAsUnsharded) {
     for (const auto& entry : plain.named_parameters()) {
       EXPECT_TRUE(same_bits(before.at(entry.key()), entry.value().detach())) << entry.key();
     }
-    const auto optimizer = make_sgd(handle, {.lr = 0.125});
+    const auto optimizer = make_sgd(handle, sgd(0.125));
     for (int step = 0; step < 2; ++step) {
       handle.zero_grad();
       const auto loss = squares(handle.forward(input_of(world.rank(), step, 1)));

@@ -24,7 +24,7 @@ Run train(World& world, Where where, const PrecisionPolicy& policy = {}) {
   ShardedChain model(data_mesh(world), 3, 3, kWidth, policy);
   model.chain->recomputes_outside = where == Where::kOutside || where == Where::kBoth;
   for (const auto& block : model.chain->blocks) block->recomputes = where == Where::kInside || where == Where::kBoth;
-  const auto optimizer = make_sgd(model.handle, {.lr = 0.01});
+  const auto optimizer = make_sgd(model.handle, sgd(0.01));
   Run run;
   for (int step = 0; step < kSteps; ++step) {
     model.handle.zero_grad();

@@ -60,8 +60,8 @@ TEST_P(Sizes, UsedOnNoRankHasNoGradientAndIsNotStepped) {
     for (const bool adam : {true, false}) {
       auto handle = fully_shard(std::make_shared<Partly>(-1), data_mesh(world));
       const auto before = whole_parameters(handle);
-      const auto optimizer = adam ? make_adamw(handle, {.lr = 0.1, .weight_decay = 0.5})
-                                  : make_sgd(handle, {.lr = 0.1, .momentum = 0.9, .weight_decay = 0.5});
+      const auto optimizer = adam ? make_adamw(handle, adamw(0.1, 0.5))
+                                  : make_sgd(handle, sgd(0.1, 0.9, 0.5));
       for (int step = 0; step < 2; ++step) {
         handle.zero_grad();
         backward(squares(handle.forward(input_of(world.rank(), step, kWidth), world.rank())));
@@ -138,7 +138,7 @@ TEST_P(Sizes, OneTensorInTwoUnitsMovesToTheirCommonAncestor) {
     EXPECT_EQ(handle.unit()->parameters().size(), 1U);
     EXPECT_EQ(module->one->unit()->parameters().size(), 1U);
     EXPECT_EQ(module->two->unit()->parameters().size(), 1U);
-    const auto optimizer = make_sgd(handle, {.lr = 0.25});
+    const auto optimizer = make_sgd(handle, sgd(0.25));
     for (int step = 0; step < 3; ++step) {
       handle.zero_grad();
       backward(squares(handle.forward(input_of(world.rank(), step, kWidth))));

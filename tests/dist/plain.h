@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "dist/modules.h"
+#include "tessera/optim.h"
 #include "tessera/recompute.h"
 #include "tessera/shard.h"
 
@@ -170,6 +171,21 @@ struct ShardedChain {
 
 inline at::Tensor input_of(int rank, int step, std::int64_t width) {
   return seeded(static_cast<std::uint64_t>(1000 + 100 * step + rank), {3, width});
+}
+
+inline SgdOptions sgd(double lr, double momentum = 0.0, double weight_decay = 0.0) {
+  SgdOptions options;
+  options.lr = lr;
+  options.momentum = momentum;
+  options.weight_decay = weight_decay;
+  return options;
+}
+
+inline AdamWOptions adamw(double lr, double weight_decay = 0.1) {
+  AdamWOptions options;
+  options.lr = lr;
+  options.weight_decay = weight_decay;
+  return options;
 }
 
 /// Seconds that `run` took.

@@ -9,7 +9,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   using namespace tessera;
   fuzz::value_or_error(ErrorKind::kConfig, [&] {
     const train::Config config = train::parse_config(fuzz::text_of(data, size), "x");
-    fuzz::require(train::parse_config(train::to_toml(config), "x") == config, "the dump reads back");
+    fuzz::require(train::parse_config(train::to_toml(config), "x") == config,
+                  "the dump reads back");
     train::validate(config, train::Verb::kTrain);
     fuzz::require(train::resolve_parallelism(config.parallelism, 8).world_size() == 8, "8 ranks");
     fuzz::require(train::resolve_batch(config.training, 8).global >= 8, "rows for 8 ranks");

@@ -1,5 +1,5 @@
-// bf16 compute under sharding: gradients still point where the fp32 ones do, and what a checkpoint stores
-// wider than its bulk is computed as wide.
+// bf16 compute under sharding: gradients still point where the fp32 ones do, and what a checkpoint
+// stores wider than its bulk is computed as wide.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -26,8 +26,10 @@ class GoldenBFloat16 : public ::testing::TestWithParam<std::string> {
 };
 
 TEST_P(GoldenBFloat16, GradientsPointTheSameWayOnEveryLayout) {
-  const Layout layouts[] = {
-      {.ranks = 1}, {.ranks = 1, .micro_batches = MicroBatches::kOneRow}, {.ranks = 2}, {.ranks = 4}};
+  const Layout layouts[] = {{.ranks = 1},
+                            {.ranks = 1, .micro_batches = MicroBatches::kOneRow},
+                            {.ranks = 2},
+                            {.ranks = 4}};
   for (const auto& layout : layouts) {
     SCOPED_TRACE(to_string(layout));
     const auto found = gradients(layout);
@@ -41,7 +43,8 @@ TEST_P(GoldenBFloat16, GradientsPointTheSameWayOnEveryLayout) {
   }
 }
 
-// Slots, wire and sums are fp32, so that [Note: same bits] of gradients_test.cpp holds here as well.
+// Slots, wire and sums are fp32, so that [Note: same bits] of gradients_test.cpp holds here as
+// well.
 TEST_P(GoldenBFloat16, OneRowAForwardHasTheSameBitsUnderEveryLayout) {
   const auto expected = gradients({.ranks = 2});
   const Layout layouts[] = {
@@ -73,7 +76,8 @@ bool is_bfloat16(const at::Tensor& values) {
   return at::equal(values.to(at::kBFloat16).to(at::kFloat), values);
 }
 
-// One forward, one rank: nothing is added after the layer, so a gradient has the digits of its computation.
+// One forward, one rank: nothing is added after the layer, so a gradient has the digits of its
+// computation.
 TEST_P(GoldenBFloat16, NormsOfMixedFoldersHaveGradientsOfFloat32) {
   const auto found = gradients({.ranks = 1});
   int norms = 0;

@@ -1,4 +1,5 @@
-// What is wrong with a folder or a batch is said before the first step, on two ranks, with its name.
+// What is wrong with a folder or a batch is said before the first step, on two ranks, with its
+// name.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -13,8 +14,8 @@ namespace tessera::golden {
 namespace {
 
 using ::testing::AllOf;
-using ::testing::HasSubstr;
 using testing::error_of;
+using ::testing::HasSubstr;
 
 constexpr const char* kTensor = "model.layers.1.mlp.up_proj.weight";
 const Layout kTwoRanks{.ranks = 2};
@@ -48,7 +49,8 @@ TEST(GoldenErrors, UnchangedFolderIsAccepted) {
 
 TEST(GoldenErrors, MissingTensorIsNamed) {
   EXPECT_THAT(error_of_change([](auto& tensors) {
-                std::erase_if(tensors, [](const auto& tensor) { return tensor.spec.name == kTensor; });
+                std::erase_if(tensors,
+                              [](const auto& tensor) { return tensor.spec.name == kTensor; });
               }),
               AllOf(HasSubstr(kTensor), HasSubstr("no tensor"), HasSubstr("config.json")));
 }
@@ -56,7 +58,8 @@ TEST(GoldenErrors, MissingTensorIsNamed) {
 TEST(GoldenErrors, ExtraTensorIsNamed) {
   EXPECT_THAT(error_of_change([](auto& tensors) {
                 auto extra = tensor_of(tensors, kTensor);
-                extra.spec.name = "model.layers.4.mlp.up_proj.weight";  // the config has layers 0 to 3
+                extra.spec.name =
+                    "model.layers.4.mlp.up_proj.weight";  // the config has layers 0 to 3
                 tensors.push_back(extra);
               }),
               AllOf(HasSubstr("model.layers.4.mlp.up_proj.weight"), HasSubstr("config.json")));
@@ -73,15 +76,17 @@ TEST(GoldenErrors, WrongShapeIsNamedWithBothShapes) {
 TEST(GoldenErrors, IntegerWeightIsNamedWithItsDtype) {
   EXPECT_THAT(error_of_folder(changed_folder("qwen3-fp32",
                                              [](auto& tensors) {
-                                               tensor_of(tensors, kTensor).spec.dtype = DType::kInt32;
+                                               tensor_of(tensors, kTensor).spec.dtype =
+                                                   DType::kInt32;
                                              }),
                               ErrorKind::kFormat),
               AllOf(HasSubstr(kTensor), HasSubstr("int32")));
 }
 
 /// A file of batches like the reference's, changed.
-std::filesystem::path batches(const std::function<void(const std::string& name, std::int64_t* values,
-                                                       std::int64_t count)>& change) {
+std::filesystem::path batches(
+    const std::function<void(const std::string& name, std::int64_t* values, std::int64_t count)>&
+        change) {
   const SafetensorsFile file(Reference::of("qwen3-fp32").batches());
   const auto path = temporary_path("batches.safetensors");
   const std::vector<std::string> names{"input_ids", "labels", "steps/input_ids", "steps/labels"};
@@ -114,7 +119,8 @@ TEST(GoldenErrors, BatchWithoutAKeptLabelIsNamed) {
     if (name == "labels") std::fill(values, values + count, -100);
     if (name == "steps/labels") std::fill(values + 2 * count / 5, values + 3 * count / 5, -100);
   });
-  EXPECT_THAT(error_of_gradients(path), AllOf(HasSubstr(path.string()), HasSubstr("no kept label")));
+  EXPECT_THAT(error_of_gradients(path),
+              AllOf(HasSubstr(path.string()), HasSubstr("no kept label")));
   EXPECT_THAT(error_of_training(path),
               AllOf(HasSubstr(path.string()), HasSubstr("no kept label"), HasSubstr("step 3")));
 }

@@ -1,10 +1,10 @@
 // `tessera gradients` against transformers under every layout, and against itself bit for bit.
 //
-// [Note: same bits] The batch has two rows. Where no forward has more than one row, every parameter's
-// gradient is g0 + g1 and perhaps + 0 for each rank without a row: on the wire in rank order, in an
-// accumulator in the order of micro-batches, over replicas after shards. So all such layouts agree in every
-// bit. One forward of both rows adds inside its matrix products, in another order: it agrees with itself under
-// reshard_after_forward, and with the rest within the bounds.
+// [Note: same bits] The batch has two rows. Where no forward has more than one row, every
+// parameter's gradient is g0 + g1 and perhaps + 0 for each rank without a row: on the wire in rank
+// order, in an accumulator in the order of micro-batches, over replicas after shards. So all such
+// layouts agree in every bit. One forward of both rows adds inside its matrix products, in another
+// order: it agrees with itself under reshard_after_forward, and with the rest within the bounds.
 #include <gtest/gtest.h>
 
 #include "golden/layouts.h"
@@ -83,7 +83,8 @@ TEST_P(GoldenGradients, GlooGivesTheBitsOfTheInProcessBackend) {
 }
 
 TEST_P(GoldenGradients, ASecondRunHasTheSameBits) {
-  for (const Layout& layout : {Layout{.ranks = 1}, Layout{.ranks = 3}, Layout{.ranks = 4, .replicas = 2}}) {
+  for (const Layout& layout :
+       {Layout{.ranks = 1}, Layout{.ranks = 3}, Layout{.ranks = 4, .replicas = 2}}) {
     SCOPED_TRACE(to_string(layout));
     expect_same_bits(gradients(layout), gradients(layout));
   }

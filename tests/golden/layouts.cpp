@@ -139,7 +139,8 @@ TrainingRun run_training(train::Config config, const Layout& layout,
 
 std::string to_string(OptimizerKind kind) { return kind == OptimizerKind::kSgd ? "sgd" : "adamw"; }
 
-train::Config training_config(const Reference& reference, OptimizerKind kind, const Layout& layout) {
+train::Config training_config(const Reference& reference, OptimizerKind kind,
+                              const Layout& layout) {
   auto config = config_for(layout);
   config.model.path = data_folder(reference.name());
   config.data.path = {reference.batches()};

@@ -27,8 +27,8 @@ struct Layout {
   MicroBatches micro_batches = MicroBatches::kWhole;
   ThreadBackend backend = ThreadBackend::kInProcess;
 
-  /// Rows of the batch of two that a rank has in one forward: with one everywhere, every layout adds the
-  /// same two gradients.
+  /// Rows of the batch of two that a rank has in one forward: with one everywhere, every layout
+  /// adds the same two gradients.
   bool one_row_a_forward() const { return ranks > 1 || micro_batches != MicroBatches::kWhole; }
 };
 std::string to_string(const Layout& layout);
@@ -52,10 +52,10 @@ Gradients run_gradients(const std::filesystem::path& model, const Layout& layout
 void expect_same_bits(const Gradients& found, const Gradients& expected);
 
 struct TrainingRun {
-  std::vector<double> losses;         ///< by step
+  std::vector<double> losses;  ///< by step
   std::vector<double> norms;
   std::map<std::int64_t, Tensors> parameters;  ///< by step, of the steps that were asked for
-  std::vector<std::string> lines;     ///< metrics.jsonl
+  std::vector<std::string> lines;              ///< metrics.jsonl
   train::TrainingResult result;
 };
 TrainingRun run_training(train::Config config, const Layout& layout,

@@ -1,8 +1,9 @@
-// A program that weights_test.cpp runs: two process ranks load a model and print how far their memory grew.
+// A program that weights_test.cpp runs: two process ranks load a model and print how far their
+// memory grew.
 //
 //   load_memory SMALL_FOLDER FOLDER HOW
-//   HOW: shards (as train does) | copies (every tensor copied first) | pages (every page of the files touched
-//   and kept): the last two do what a loader must not.
+//   HOW: shards (as train does) | copies (every tensor copied first) | pages (every page of the
+//   files touched and kept): the last two do what a loader must not.
 #include <ATen/ATen.h>
 #include <fcntl.h>
 #include <unistd.h>
@@ -46,7 +47,8 @@ std::shared_ptr<tessera::ShardedBase> load(const std::string& folder, World& wor
   train::Config config;
   config.model.path = folder;
   const auto dims = train::resolve_parallelism(config.parallelism, world.size());
-  return train::parallelize(train::open_model(config.model), config, world.mesh(train::mesh_shape(dims)));
+  return train::parallelize(train::open_model(config.model), config,
+                            world.mesh(train::mesh_shape(dims)));
 }
 
 /// What the whole model costs when it is held: its copies, or its pages.
@@ -60,7 +62,8 @@ std::vector<at::Tensor> hold_everything(const tessera::HfFolder& folder, const s
       std::copy(bytes.begin(), bytes.end(), static_cast<std::byte*>(copies.back().data_ptr()));
       folder.release(name, bytes);
     } else {
-      for (std::size_t i = 0; i < bytes.size(); i += 4096) sum += static_cast<std::int64_t>(bytes[i]);
+      for (std::size_t i = 0; i < bytes.size(); i += 4096)
+        sum += static_cast<std::int64_t>(bytes[i]);
     }
   }
   copies.push_back(at::scalar_tensor(sum));

@@ -27,8 +27,8 @@ void write_model(const fs::path& folder, const std::string& config,
   std::ofstream(folder / "config.json") << config;
   nlohmann::json weight_map;
   for (int file = 0; file < files; ++file) {
-    const std::string name =
-        files == 1 ? "model.safetensors" : concat("model-", file + 1, "-of-", files, ".safetensors");
+    const std::string name = files == 1 ? "model.safetensors"
+                                        : concat("model-", file + 1, "-of-", files, ".safetensors");
     std::vector<const StoredTensor*> mine;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       if (static_cast<int>(i) % files == file) mine.push_back(&tensors[i]);

@@ -1,4 +1,5 @@
-// Model folders that tests derive from the reference data: other spellings, other files, or damaged.
+// Model folders that tests derive from the reference data: other spellings, other files, or
+// damaged.
 #pragma once
 
 #include <cstddef>
@@ -19,8 +20,8 @@ struct StoredTensor {
 /// Of model.safetensors of a folder, in the order of their bytes.
 std::vector<StoredTensor> read_model(const std::filesystem::path& folder);
 
-/// Writes config.json and the tensors: into model.safetensors, or with more than one file in turn into as
-/// many, with an index.
+/// Writes config.json and the tensors: into model.safetensors, or with more than one file in turn
+/// into as many, with an index.
 void write_model(const std::filesystem::path& folder, const std::string& config,
                  const std::vector<StoredTensor>& tensors, int files);
 
@@ -29,14 +30,18 @@ std::string read_text(const std::filesystem::path& path);
 /// "tests/golden/data/NAME".
 std::filesystem::path data_folder(const std::string& name);
 
-enum class Spelling { kWritten, kHub };   ///< config.json as transformers writes it, as the hub has it
+enum class Spelling {
+  kWritten,
+  kHub
+};  ///< config.json as transformers writes it, as the hub has it
 enum class Files { kOne, kSeveral };
 
-/// The folder of the reference data in another form; derived ones are made once and kept until the process
-/// ends.
+/// The folder of the reference data in another form; derived ones are made once and kept until the
+/// process ends.
 std::filesystem::path model_folder(const std::string& name, Spelling spelling, Files files);
 
-/// A copy of the folder with tensors that `change` has changed, in a temporary folder of its own number.
+/// A copy of the folder with tensors that `change` has changed, in a temporary folder of its own
+/// number.
 std::filesystem::path changed_folder(const std::string& name,
                                      const std::function<void(std::vector<StoredTensor>&)>& change);
 

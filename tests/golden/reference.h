@@ -1,4 +1,5 @@
-// What transformers computed from a folder of tests/golden/data, and the bounds of that data's README.
+// What transformers computed from a folder of tests/golden/data, and the bounds of that data's
+// README.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,13 +13,13 @@
 
 namespace tessera::golden {
 
-// "Expected of a second fp32 implementation" in the data's README: 10 to 30 times the measured noise of
-// fp32 against fp64, and far below what any wrong detail of a model makes.
+// "Expected of a second fp32 implementation" in the data's README: 10 to 30 times the measured
+// noise of fp32 against fp64, and far below what any wrong detail of a model makes.
 inline constexpr double kLossBound = 5e-6;
 inline constexpr double kLogitsBound = 5e-5;
 inline constexpr double kGradientBound = 5e-5;  // relative L2
 inline constexpr double kStepLossBound = 5e-5;
-inline constexpr double kMovedBound = 1e-3;     // relative
+inline constexpr double kMovedBound = 1e-3;  // relative
 
 using Tensors = std::map<std::string, at::Tensor>;
 
@@ -40,7 +41,8 @@ class Reference {
   std::vector<double> step_losses(const std::string& optimizer) const;
   /// L2 norm of a parameter's way over five steps.
   double moved(const std::string& parameter, const std::string& optimizer) const;
-  /// Largest 1 - cosine allowed under bf16 compute: the larger of 0.01 and twice the worst recorded.
+  /// Largest 1 - cosine allowed under bf16 compute: the larger of 0.01 and twice the worst
+  /// recorded.
   double bfloat16_bound() const;
   /// tests/golden/data/NAME/reference.safetensors: a file of batches too.
   std::string batches() const { return results_.path().string(); }
@@ -54,7 +56,8 @@ class Reference {
 };
 
 /// The folders of dense models.
-inline const std::vector<std::string> kFolders{"qwen3-fp32", "qwen3-mixed", "llama-fp32", "llama-mixed"};
+inline const std::vector<std::string> kFolders{"qwen3-fp32", "qwen3-mixed", "llama-fp32",
+                                               "llama-mixed"};
 
 /// "qwen3_fp32": what GoogleTest allows in names.
 std::string test_name(const std::string& folder);
@@ -62,8 +65,8 @@ std::string test_name(const std::string& folder);
 double relative_error(const at::Tensor& found, const at::Tensor& expected);
 double cosine_difference(const at::Tensor& found, const at::Tensor& expected);
 
-/// Same names and same values, dtype included. A zero equals a zero of the other sign: 0 + -0 is 0, and how
-/// many ranks without rows add their zeros depends on the layout.
+/// Same names and same values, dtype included. A zero equals a zero of the other sign: 0 + -0 is 0,
+/// and how many ranks without rows add their zeros depends on the layout.
 void expect_same_bits(const Tensors& found, const Tensors& expected);
 
 }  // namespace tessera::golden

@@ -1,4 +1,5 @@
-// `tessera train` against the losses of transformers and torch.optim over five steps, under any layout.
+// `tessera train` against the losses of transformers and torch.optim over five steps, under any
+// layout.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -87,16 +88,18 @@ std::string case_name(const ::testing::TestParamInfo<Case>& info) {
 
 INSTANTIATE_TEST_SUITE_P(Dense, GoldenTraining,
                          ::testing::Combine(::testing::ValuesIn(kFolders),
-                                            ::testing::Values(OptimizerKind::kSgd, OptimizerKind::kAdamW)),
+                                            ::testing::Values(OptimizerKind::kSgd,
+                                                              OptimizerKind::kAdamW)),
                          case_name);
 
-// SGD's first update is lr x clipped gradient, so its length is lr x min(norm, max_norm): it ties the norm
-// that is reported and the clip to what parameters do, on every layout.
+// SGD's first update is lr x clipped gradient, so its length is lr x min(norm, max_norm): it ties
+// the norm that is reported and the clip to what parameters do, on every layout.
 TEST(GoldenClipping, TheFirstUpdateIsAsLongAsTheClippedNorm) {
   const auto& reference = Reference::of("llama-fp32");
   const auto batch = run_gradients(data_folder("llama-fp32"), {.ranks = 1}, reference.batches());
-  for (const Layout& layout : {Layout{.ranks = 1}, Layout{.ranks = 3}, Layout{.ranks = 2, .replicas = 2},
-                               Layout{.ranks = 4, .replicas = 2}}) {
+  for (const Layout& layout :
+       {Layout{.ranks = 1}, Layout{.ranks = 3}, Layout{.ranks = 2, .replicas = 2},
+        Layout{.ranks = 4, .replicas = 2}}) {
     for (const double max_norm : {0.0, 0.25, 1e6}) {
       SCOPED_TRACE(concat(to_string(layout), ", max_norm ", max_norm));
       auto config = training_config(reference, OptimizerKind::kSgd, layout);

@@ -41,9 +41,9 @@ TEST(GoldenInitialWeights, AreTheSameBitsUnderEveryLayout) {
   for (const std::string folder : {"qwen3-fp32", "llama-mixed"}) {
     const auto expected = drawn(folder, {.ranks = 1});
     ASSERT_EQ(expected.size(), Reference::of(folder).parameters().size());
-    for (const Layout& layout : {Layout{.ranks = 2}, Layout{.ranks = 3}, Layout{.ranks = 2, .replicas = 2},
-                                 Layout{.ranks = 4, .replicas = 2},
-                                 Layout{.ranks = 3, .backend = ThreadBackend::kGloo}}) {
+    for (const Layout& layout :
+         {Layout{.ranks = 2}, Layout{.ranks = 3}, Layout{.ranks = 2, .replicas = 2},
+          Layout{.ranks = 4, .replicas = 2}, Layout{.ranks = 3, .backend = ThreadBackend::kGloo}}) {
       SCOPED_TRACE(concat(folder, ", ", to_string(layout)));
       expect_same_bits(drawn(folder, layout), expected);
     }
@@ -73,7 +73,8 @@ TEST(GoldenInitialWeights, DependOnTheSeed) {
 
 TEST(GoldenLoadedWeights, AreTheFilesBitsUnderEveryLayout) {
   for (const auto& folder : kFolders) {
-    for (const Layout& layout : {Layout{.ranks = 1}, Layout{.ranks = 3}, Layout{.ranks = 4, .replicas = 2}}) {
+    for (const Layout& layout :
+         {Layout{.ranks = 1}, Layout{.ranks = 3}, Layout{.ranks = 4, .replicas = 2}}) {
       SCOPED_TRACE(concat(folder, ", ", to_string(layout)));
       auto config = config_for(layout);
       config.model.path = model_folder(folder, Spelling::kHub, Files::kSeveral);
@@ -124,10 +125,11 @@ BigModel write_big_model(const testing::TemporaryFolder& folder) {
 std::vector<std::int64_t> growth_of_two_ranks(const testing::TemporaryFolder& folder,
                                               const std::string& how) {
   const auto out = folder / "growth.txt";
-  const std::string command = concat("env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u MASTER_ADDR -u MASTER_PORT "
-                                     "OMP_NUM_THREADS=1 timeout 60 '" TESSERA_LOAD_MEMORY "' '",
-                                     data_folder("qwen3-fp32").string(), "' '", folder.path().string(),
-                                     "' ", how, " > '", out.string(), "'");
+  const std::string command = concat(
+      "env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u MASTER_ADDR -u MASTER_PORT "
+      "OMP_NUM_THREADS=1 timeout 60 '" TESSERA_LOAD_MEMORY "' '",
+      data_folder("qwen3-fp32").string(), "' '", folder.path().string(), "' ", how, " > '",
+      out.string(), "'");
   EXPECT_EQ(std::system(command.c_str()), 0) << command;
   std::vector<std::int64_t> growth;
   std::ifstream lines(out);
@@ -138,7 +140,8 @@ std::vector<std::int64_t> growth_of_two_ranks(const testing::TemporaryFolder& fo
 TEST(GoldenLoadingMemory, OfTwoRanksIsAShardAndAUnitAndNeverTheModel) {
   const testing::TemporaryFolder folder;
   const auto model = write_big_model(folder);
-  // A chunk of the loader is 4 MiB, copied and cast; the rest is the allocator's and the page cache's grain.
+  // A chunk of the loader is 4 MiB, copied and cast; the rest is the allocator's and the page
+  // cache's grain.
   constexpr std::int64_t kConstant = std::int64_t{12} << 20;
   const auto limit = model.bytes / 2 + model.largest_unit_bytes + kConstant;
   ASSERT_LT(limit, model.bytes) << "the test would not see a loader that holds everything";

@@ -107,10 +107,9 @@ TEST_P(ConfigRefusals, NamePlaceKeyAndWhatWasFound) {
 INSTANTIATE_TEST_SUITE_P(
     Texts, ConfigRefusals,
     ::testing::Values(
-        BadText{"[training\n", "1:10: ", ""},
-        BadText{"a = 1\na = 2\n", "2:", ""},
-        BadText{"[training]\nsteps = \"ten\"\n", "2:9: ",
-                "training.steps: found \"ten\" (string), expected an integer"},
+        BadText{"[training\n", "1:10: ", ""}, BadText{"a = 1\na = 2\n", "2:", ""},
+        BadText{"[training]\nsteps = \"ten\"\n",
+                "2:9: ", "training.steps: found \"ten\" (string), expected an integer"},
         BadText{"[training]\nsteps = 0\n", "2:9: ", "found 0 (integer), expected at least 1"},
         BadText{"[training]\nsteps = 2.5\n", "2:9: ", "found 2.5 (number), expected an integer"},
         BadText{"[training]\nglobal_batch_size = 0\n", "2:21: ", "expected -1 or at least 1"},
@@ -121,23 +120,23 @@ INSTANTIATE_TEST_SUITE_P(
         BadText{"[optimizer]\nname = \"Lion\"\n", "2:8: ", "expected one of AdamW | SGD"},
         BadText{"[optimizer]\nmomentum = 1979-05-27\n", "2:12: ", "found a date"},
         BadText{"[optimizer.lr]\nx = 1\n", "1:1: ", "optimizer.lr: found {x = 1} (table)"},
-        BadText{"[parallelism]\ndata_parallel_shard_degree = 0\n", "2:30: ",
-                "expected -1 or at least 1"},
-        BadText{"[parallelism]\ntensor_parallel_degree = 99999999999\n", "2:26: ",
-                "expected at least 1 and at most 1000000000"},
-        BadText{"[precision]\nparam_dtype = \"float8\"\n", "2:15: ",
-                "expected one of float32 | bfloat16 | float16 | auto"},
+        BadText{"[parallelism]\ndata_parallel_shard_degree = 0\n",
+                "2:30: ", "expected -1 or at least 1"},
+        BadText{"[parallelism]\ntensor_parallel_degree = 99999999999\n",
+                "2:26: ", "expected at least 1 and at most 1000000000"},
+        BadText{"[precision]\nparam_dtype = \"float8\"\n",
+                "2:15: ", "expected one of float32 | bfloat16 | float16 | auto"},
         BadText{"[precision]\nrule = 3\n", "2:8: ", "expected a list of tables"},
         BadText{"[[precision.rule]]\nparam_dtype = \"float32\"\n", "1:", "precision.rule[1].match"},
         BadText{"[[precision.rule]]\nmatch = []\n", "1:", "precision.rule[1].match"},
-        BadText{"[[precision.rule]]\nmatch = [\"a\"]\nparam_dtype = \"auto\"\n", "1:",
-                "precision.rule[1].param_dtype: found \"auto\""},
-        BadText{"[[precision.rule]]\nmatch = [\"a\"]\nparam_type = \"float32\"\n", "1:",
-                "unknown key 'param_type'; the nearest is \"param_dtype\""},
-        BadText{"[training]\nstepz = 3\n", "2:1: ",
-                "unknown key 'training.stepz'; the nearest is \"training.steps\""},
-        BadText{"[trainig]\nsteps = 3\n", "1:2: ",
-                "unknown section 'trainig'; the nearest is [training]"},
+        BadText{"[[precision.rule]]\nmatch = [\"a\"]\nparam_dtype = \"auto\"\n",
+                "1:", "precision.rule[1].param_dtype: found \"auto\""},
+        BadText{"[[precision.rule]]\nmatch = [\"a\"]\nparam_type = \"float32\"\n",
+                "1:", "unknown key 'param_type'; the nearest is \"param_dtype\""},
+        BadText{"[training]\nstepz = 3\n",
+                "2:1: ", "unknown key 'training.stepz'; the nearest is \"training.steps\""},
+        BadText{"[trainig]\nsteps = 3\n",
+                "1:2: ", "unknown section 'trainig'; the nearest is [training]"},
         BadText{"devize = \"cpu\"\n", "1:1: ", "unknown key 'devize'; the nearest is \"device\""},
         BadText{"training = 3\n", "1:12: ", "expected a section [training]"},
         BadText{"[[training]]\nsteps = 3\n", "1:", "expected a section [training]"},
@@ -159,9 +158,10 @@ TEST(ConfigParse, RefusesDeepNestingBeforeItIsParsed) {
 TEST(ConfigParse, DotsAndBracketsInStringsAndCommentsAreNoNesting) {
   const std::string dots(200, '.');
   const std::string brackets(200, '[');
-  const Config config = parse_config("# " + dots + brackets + "\n[data]\npath = [\"" + dots + "\", '" +
-                                         brackets + "', \"\"\"\n" + dots + "\\\"\"\"\"]\n",
-                                     "x");
+  const Config config =
+      parse_config("# " + dots + brackets + "\n[data]\npath = [\"" + dots + "\", '" + brackets +
+                       "', \"\"\"\n" + dots + "\\\"\"\"\"]\n",
+                   "x");
   EXPECT_EQ(config.data.path, (std::vector<std::string>{dots, brackets, dots + "\""}));
 }
 
@@ -227,11 +227,13 @@ RC_GTEST_PROP(ConfigDump, AnyConfigReadsBackEqual, ()) {
   const auto names = *rc::gen::nonEmpty(rc::gen::container<std::vector<std::string>>(
       rc::gen::nonEmpty(rc::gen::container<std::string>(rc::gen::inRange<char>(1, 127)))));
   config.data.path = names;
-  config.optimizer.lr = *rc::gen::map(rc::gen::inRange(0, 1 << 30), [](int i) { return i * 1e-17; });
+  config.optimizer.lr =
+      *rc::gen::map(rc::gen::inRange(0, 1 << 30), [](int i) { return i * 1e-17; });
   config.training.steps = *rc::gen::inRange<std::int64_t>(1, 1000000000);
   config.training.max_norm = *rc::gen::inRange(0, 1000);
   config.precision.storage_dtype = *rc::gen::element(DTypeChoice{}, DTypeChoice{DType::kFloat16});
-  config.lr_scheduler.decay = *rc::gen::element(LrDecay::kConstant, LrDecay::kLinear, LrDecay::kCosine);
+  config.lr_scheduler.decay =
+      *rc::gen::element(LrDecay::kConstant, LrDecay::kLinear, LrDecay::kCosine);
   PrecisionRule rule;
   rule.match = names;
   rule.param_dtype = DType::kBFloat16;

@@ -53,9 +53,8 @@ struct BadConfig {
 class ConfigRelations : public ::testing::TestWithParam<BadConfig> {};
 
 TEST_P(ConfigRelations, AreRefusedWithTheirKey) {
-  const std::string message = testing::error_of(ErrorKind::kConfig, [] {
-    validate(small_config(GetParam().change), Verb::kTrain);
-  });
+  const std::string message = testing::error_of(
+      ErrorKind::kConfig, [] { validate(small_config(GetParam().change), Verb::kTrain); });
   EXPECT_THAT(message, StartsWith(GetParam().begins));
   EXPECT_THAT(message, HasSubstr(GetParam().says));
 }

@@ -20,9 +20,9 @@ Ids values(const at::Tensor& tensor) {
   return {data, data + flat.numel()};
 }
 
-void write_ids(const std::filesystem::path& path,
-               const std::vector<std::pair<std::string, std::pair<std::vector<std::int64_t>, Ids>>>&
-                   tensors) {
+void write_ids(
+    const std::filesystem::path& path,
+    const std::vector<std::pair<std::string, std::pair<std::vector<std::int64_t>, Ids>>>& tensors) {
   std::vector<TensorSpec> specs;
   for (const auto& [name, content] : tensors) specs.push_back({name, DType::kInt64, content.first});
   SafetensorsWriter writer(path, specs);
@@ -137,8 +137,7 @@ TEST(TokenBatches, RefusesDataWithoutOneRow) {
   BatchRequest request = request_for(folder.write("a.txt", "abcd"));
   request.training.seq_len = 5;
   request.key = "validation.path";
-  const std::string message =
-      testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); });
+  const std::string message = testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); });
   EXPECT_THAT(message, HasSubstr("validation.path: found 5 tokens"));
   EXPECT_THAT(message, HasSubstr("at least one row of 6"));
 }
@@ -174,7 +173,8 @@ TEST(ReplayedBatches, RowsOfABatchAreLoadedByRange) {
   const testing::TemporaryFolder folder;
   Ids ids(2 * 3 * 4);
   std::iota(ids.begin(), ids.end(), 0);
-  write_ids(folder / "b.safetensors", {{"input_ids", {{2, 3, 4}, ids}}, {"labels", {{2, 3, 4}, ids}}});
+  write_ids(folder / "b.safetensors",
+            {{"input_ids", {{2, 3, 4}, ids}}, {"labels", {{2, 3, 4}, ids}}});
   const auto batches = open_batches(request_for(folder / "b.safetensors"));
   EXPECT_EQ(values(batches->load(2, {1, 3}).input_ids), (Ids{16, 17, 18, 19, 20, 21, 22, 23}));
   EXPECT_EQ(values(batches->load(2, {1, 3}).targets), (Ids{17, 18, 19, -100, 21, 22, 23, -100}));
@@ -214,8 +214,8 @@ class BadBatchFiles : public ::testing::TestWithParam<BadBatch> {};
 TEST_P(BadBatchFiles, AreRefused) {
   const BadBatch& bad = GetParam();
   const testing::TemporaryFolder folder;
-  write_ids(folder / "b.safetensors", {{bad.name, {bad.input_shape, bad.inputs}},
-                                       {"labels", {bad.label_shape, bad.labels}}});
+  write_ids(folder / "b.safetensors",
+            {{bad.name, {bad.input_shape, bad.inputs}}, {"labels", {bad.label_shape, bad.labels}}});
   EXPECT_THAT(testing::error_of(ErrorKind::kFormat,
                                 [&] { open_batches(request_for(folder / "b.safetensors")); }),
               HasSubstr(bad.says));
@@ -232,7 +232,11 @@ INSTANTIATE_TEST_SUITE_P(
         BadBatch{"input_ids", {1, 2}, {1, 2}, {1, -1}, {1, 2}, "the token id -1"},
         BadBatch{"input_ids", {1, 2}, {1, 2}, {1, 2}, {1, -1}, "the label -1"},
         BadBatch{"input_ids", {1, 2}, {1, 2}, {1, 2}, {7, -100}, "no kept label"},
-        BadBatch{"input_ids", {2, 1, 2}, {2, 1, 2}, {1, 2, 3, 4}, {7, 1, 7, -100},
+        BadBatch{"input_ids",
+                 {2, 1, 2},
+                 {2, 1, 2},
+                 {1, 2, 3, 4},
+                 {7, 1, 7, -100},
                  "no kept label in labels of step 2"}));
 
 }  // namespace

@@ -76,9 +76,8 @@ TEST(StepLine, SurvivesValuesThatAreNotNumbers) {
 
 TEST(StepLine, GroupsThousands) {
   StepMetrics metrics = some_metrics();
-  for (const auto& [tps, text] : {std::pair{999.0, "tps: 999 "},
-                                  {1000.0, "tps: 1,000 "},
-                                  {1234567.0, "tps: 1,234,567 "}}) {
+  for (const auto& [tps, text] :
+       {std::pair{999.0, "tps: 999 "}, {1000.0, "tps: 1,000 "}, {1234567.0, "tps: 1,234,567 "}}) {
     metrics.tps = tps;
     EXPECT_THAT(to_step_line(metrics), HasSubstr(text));
   }

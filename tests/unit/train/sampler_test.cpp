@@ -65,14 +65,16 @@ std::vector<std::int64_t> rows_of_step(const RowOrder& order, std::int64_t step,
   std::vector<std::int64_t> rows;
   for (int rank = 0; rank < ranks; ++rank) {
     for (const RowRange& range : micro_batches(order.rows_in_step(), local, ranks, rank)) {
-      for (std::int64_t i = range.begin; i < range.end; ++i) rows.push_back(order.data_row(step, i));
+      for (std::int64_t i = range.begin; i < range.end; ++i)
+        rows.push_back(order.data_row(step, i));
     }
   }
   return rows;
 }
 
 RC_GTEST_PROP(RowOrder, RowsOfAStepDoNotDependOnRanksOrMicroBatches, ()) {
-  const RowOrder order(*rc::gen::arbitrary<std::uint32_t>(), *rc::gen::inRange<std::int64_t>(1, 100), 12);
+  const RowOrder order(*rc::gen::arbitrary<std::uint32_t>(),
+                       *rc::gen::inRange<std::int64_t>(1, 100), 12);
   const auto step = *rc::gen::inRange<std::int64_t>(1, 50);
   const auto expected = rows_of_step(order, step, 12, 1);
   for (const int ranks : {1, 2, 3, 4, 6, 12}) {

@@ -1,0 +1,204 @@
+// What a Case must give: the unsharded model, rank by rank, with the contract's rounding points and the order of
+// additions that the design promises (arrival order in the slot, rank order on the wire, replicas last).
+#pragma once
+
+#include <torch/csrc/autograd/autograd.h>
+
+#include <map>
+#include <set>
+#include <vector>
+
+#include "grad/torch_dtype.h"
+#include "property/fsdp_case.h"
+
+namespace tessera::test {
+
+class Reference {
+ public:
+  /// `contracts` by parameter.
+  Reference(const Case& c, std::vector<GradContract> contracts)
+      : case_(c), contracts_(std::move(contracts)), slots_(static_cast<std::size_t>(c.ranks)),
+        sums_(static_cast<std::size_t>(c.replicas)) {
+    for (std::size_t p = 0; p < case_.parameters.size(); ++p) {
+      masters_.push_back(case_.parameters[p].initial.clone().to(to_scalar_type(contracts_[p].storage.dtype)));
+    }
+    for (auto& slots : slots_) slots.resize(masters_.size());
+    for (auto& sums : sums_) sums.resize(masters_.size());
+    gradients_.resize(masters_.size());
+  }
+
+  const at::Tensor& master(std::size_t p) const { return masters_[p]; }
+  /// Undefined where no rank used the parameter.
+  const at::Tensor& gradient(std::size_t p) const { return gradients_[p]; }
+
+  at::Tensor evaluate(int rank, const at::Tensor& x) {
+    const at::NoGradGuard no_grad;
+    rank_ = rank;
+    return call_unit(0, x);
+  }
+
+  void step(int number) {
+    begin_step();
+    for (int i = 0; i < case_.micro_batches; ++i) {
+      const bool last = i + 1 == case_.micro_batches;
+      for (rank_ = 0; rank_ < case_.ranks; ++rank_) {
+        auto x = case_.batch(rank_, number, i);
+        torch::autograd::backward({case_loss(call_unit(0, x.requires_grad_(case_.input_requires_grad)))}, {});
+      }
+      if (case_.syncs_every || last) reduce();
+      if (last) publish();
+    }
+    const at::NoGradGuard no_grad;
+    for (std::size_t p = 0; p < masters_.size(); ++p) {
+      if (gradients_[p].defined()) masters_[p].add_(gradients_[p], -kLr);
+    }
+  }
+
+  static constexpr double kLr = 0.5;  // a power of two: one rounding, however a kernel fuses
+
+ private:
+  int shard_ranks() const { return case_.ranks / case_.replicas; }
+  at::ScalarType accumulate(std::size_t p) const { return to_scalar_type(contracts_[p].accumulate); }
+  at::Tensor rounded_to_wire(std::size_t p, const at::Tensor& sum) const {
+    return sum.to(to_scalar_type(contracts_[p].reduce)).to(accumulate(p));
+  }
+
+  void begin_step() {
+    if (case_.zero == CaseZero::kKeep) return;
+    for (auto& sums : sums_) std::fill(sums.begin(), sums.end(), at::Tensor());
+    if (shard_ranks() == 1) {
+      for (auto& slots : slots_) std::fill(slots.begin(), slots.end(), at::Tensor());
+    }
+    std::fill(gradients_.begin(), gradients_.end(), at::Tensor());
+  }
+
+  // --- forward: one alias a tensor object, renewed wherever a unit begins ---
+
+  void renew(std::size_t object) {
+    const auto p = case_.objects[object].parameter;
+    auto alias = masters_[p].to(to_scalar_type(contracts_[p].compute.dtype)).detach().clone();
+    if (contracts_[p].trainable && at::GradMode::is_enabled()) {
+      alias.set_requires_grad(true);
+      alias.set_grad_dtype(std::nullopt);
+      alias.register_hook([this, p, rank = static_cast<std::size_t>(rank_)](const at::Tensor& raw) { arrive(rank, p, raw); });
+    }
+    aliases_[object] = alias;
+  }
+
+  void arrive(std::size_t rank, std::size_t p, const at::Tensor& raw) {
+    const at::NoGradGuard no_grad;
+    const auto value = contracts_[p].grad ? raw.to(to_scalar_type(*contracts_[p].grad)) : raw;
+    auto& slot = slots_[rank][p];
+    if (slot.defined()) {
+      slot.add_(value);
+    } else {
+      slot = value.to(accumulate(p)).clone();
+    }
+  }
+
+  std::vector<std::size_t> objects_of_unit(std::size_t unit) const {
+    std::vector<std::size_t> result;
+    for (const auto& node : case_.nodes) {
+      if (node.unit == unit) result.insert(result.end(), node.objects.begin(), node.objects.end());
+    }
+    return result;
+  }
+
+  at::Tensor call_unit(std::size_t unit, const at::Tensor& x) {
+    for (const auto object : objects_of_unit(unit)) renew(object);
+    const auto& policy = case_.policies[unit];
+    const bool casts = policy.cast_forward_inputs && policy.param_dtype;
+    return call_node(unit, casts ? x.to(to_scalar_type(*policy.param_dtype)) : x);
+  }
+
+  at::Tensor call_node(std::size_t number, at::Tensor x) {
+    const auto& node = case_.nodes[number];
+    for (const auto object : node.objects) {
+      const auto& parameter = case_.parameters[case_.objects[object].parameter];
+      if (parameter.used_by == -2 || parameter.used_by == rank_) x = apply_parameter(parameter, x, aliases_.at(object));
+    }
+    for (const auto& child : node.children) {
+      for (int i = 0; i < child.repeats; ++i) x = call_child(child, x);
+    }
+    return x;
+  }
+
+  at::Tensor call_child(const CaseChild& child, const at::Tensor& x) {
+    if (!child.recomputes || !at::GradMode::is_enabled()) {
+      return child.handle ? call_unit(child.node, x) : call_node(child.node, x);
+    }
+    // What is recomputed has a backward of its own: its uses do not meet those outside before the slot.
+    std::set<std::size_t> below, entered;
+    subtree(child, below, entered);
+    std::map<std::size_t, at::Tensor> outside;
+    for (const auto object : below) {
+      outside[object] = aliases_[object];
+      renew(object);
+    }
+    const auto y = child.handle ? call_unit(child.node, x) : call_node(child.node, x);
+    for (const auto& [object, alias] : outside) {
+      if (entered.count(object) > 0) {
+        renew(object);
+      } else {
+        aliases_[object] = alias;
+      }
+    }
+    return y;
+  }
+
+  /// Objects of the nodes below, and those among them that belong to units which are entered there.
+  void subtree(const CaseChild& child, std::set<std::size_t>& below, std::set<std::size_t>& entered) const {
+    const auto& node = case_.nodes[child.node];
+    below.insert(node.objects.begin(), node.objects.end());
+    if (child.handle) {
+      const auto objects = objects_of_unit(child.node);
+      below.insert(objects.begin(), objects.end());
+      entered.insert(objects.begin(), objects.end());
+    }
+    for (const auto& next : node.children) subtree(next, below, entered);
+  }
+
+  // --- sums ---
+
+  void reduce() {
+    if (shard_ranks() == 1) return;  // slot and accumulator are one
+    for (std::size_t p = 0; p < masters_.size(); ++p) {
+      for (std::size_t replica = 0; replica < sums_.size(); ++replica) {
+        const auto group = static_cast<std::size_t>(shard_ranks());
+        at::Tensor total;
+        for (std::size_t s = 0; s < group; ++s) {
+          auto slot = std::exchange(slots_[replica * group + s][p], at::Tensor());
+          if (!slot.defined()) slot = at::zeros(masters_[p].sizes(), at::TensorOptions().dtype(accumulate(p)));
+          const auto wire = rounded_to_wire(p, slot);
+          total = total.defined() ? total + wire : wire;
+        }
+        auto& sum = sums_[replica][p];
+        sum = sum.defined() ? sum + total : total;
+      }
+    }
+  }
+
+  void publish() {
+    for (std::size_t p = 0; p < masters_.size(); ++p) {
+      if (!contracts_[p].trainable || case_.parameters[p].used_by == -1) continue;
+      at::Tensor total;
+      for (std::size_t replica = 0; replica < sums_.size(); ++replica) {
+        auto part = shard_ranks() == 1 ? slots_[replica][p] : sums_[replica][p];
+        if (!part.defined()) part = at::zeros(masters_[p].sizes(), at::TensorOptions().dtype(accumulate(p)));
+        if (sums_.size() > 1) part = rounded_to_wire(p, part);
+        total = total.defined() ? total + part : part;
+      }
+      gradients_[p] = total.div(contracts_[p].reductions.divide_factor).to(to_scalar_type(contracts_[p].final));
+    }
+  }
+
+  const Case& case_;
+  std::vector<GradContract> contracts_;
+  std::vector<at::Tensor> masters_, gradients_;
+  std::vector<std::vector<at::Tensor>> slots_;  // [rank][parameter]
+  std::vector<std::vector<at::Tensor>> sums_;   // [replica][parameter]
+  std::map<std::size_t, at::Tensor> aliases_;
+  int rank_ = 0;
+};
+
+}  // namespace tessera::test

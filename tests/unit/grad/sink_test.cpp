@@ -1,0 +1,203 @@
+// GradSink: what it adds, what it refuses, and the book of deferred gradients.
+#include "grad/sink.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+
+#include "tessera/error.h"
+
+namespace tessera::grad {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+/// Slots in memory of its own.
+class Owner : public SlotOwner {
+ public:
+  Owner(std::int64_t numel, at::ScalarType dtype) : slot(at::full({numel}, 1e30, at::TensorOptions().dtype(dtype))) {}
+  View open_slot(std::size_t parameter) override {
+    opened.push_back(parameter);
+    const bool first = std::exchange(empty, false);
+    return {slot, first};
+  }
+  void tickets_changed(int delta) override { tickets += delta; }
+
+  at::Tensor slot;
+  bool empty = true;
+  std::vector<std::size_t> opened;
+  int tickets = 0;
+};
+
+GradContract contract_of(std::vector<std::int64_t> shape, DType accumulate = DType::kFloat32) {
+  GradContract contract;
+  contract.name = "model.norm.weight";
+  contract.shape = std::move(shape);
+  contract.accumulate = accumulate;
+  return contract;
+}
+
+std::string error_of(const std::function<void()>& run) {
+  try {
+    run();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kContract);
+    return error.what();
+  }
+  return "";
+}
+
+class Sink : public ::testing::Test {
+ protected:
+  SlotId slot() { return sink.add(&contract, &owner, 5); }
+  GradContract contract = contract_of({2, 2});
+  Owner owner{4, at::kFloat};
+  GradSink sink;
+};
+
+at::Tensor full(double value, at::ScalarType dtype) { return at::full({2, 2}, value, at::TensorOptions().dtype(dtype)); }
+
+// Naive: sums in the raw dtype (256 + 1 - 256 = 0 in bf16), or a slot of the first raw dtype.
+TEST_F(Sink, GradientsOfAnyDtypeAreAddedUnrounded) {
+  const auto id = slot();
+  sink.accept(id, full(256, at::kBFloat16), Source::kEager);
+  sink.accept(id, full(1, at::kHalf), Source::kCaptured);
+  sink.accept(id, full(-256, at::kBFloat16), Source::kEager);
+  sink.accept(id, full(0.5, at::kDouble), Source::kDeferred);
+  EXPECT_TRUE(at::equal(owner.slot, at::full({4}, 1.5F)));
+  EXPECT_THAT(owner.opened, ::testing::Each(5U));
+}
+
+TEST_F(Sink, TheFirstOverwritesWhatStoodThere) {
+  sink.accept(slot(), full(3, at::kFloat), Source::kEager);
+  EXPECT_TRUE(at::equal(owner.slot, at::full({4}, 3.0F)));
+}
+
+TEST_F(Sink, StridedAndExpandedGradientsLandInTheirPlaces) {
+  const auto id = slot();
+  sink.accept(id, at::arange(4, at::kFloat).reshape({2, 2}).t(), Source::kEager);
+  EXPECT_TRUE(at::equal(owner.slot, at::tensor({0.0F, 2.0F, 1.0F, 3.0F})));
+  sink.accept(id, at::ones({1, 1}).expand({2, 2}), Source::kEager);
+  EXPECT_TRUE(at::equal(owner.slot, at::tensor({1.0F, 3.0F, 2.0F, 4.0F})));
+}
+
+TEST_F(Sink, AnUndefinedGradientIsNothing) {
+  sink.accept(slot(), at::Tensor(), Source::kEager);
+  EXPECT_TRUE(owner.opened.empty());
+}
+
+TEST_F(Sink, RoundsOnArrivalOnlyWhereTheContractAsks) {
+  contract.grad = DType::kBFloat16;
+  sink.accept(slot(), full(1.0 + 1.0 / 1024, at::kFloat), Source::kEager);
+  EXPECT_TRUE(at::equal(owner.slot, at::ones({4})));
+}
+
+TEST_F(Sink, AScalarAndAnEmptyParameter) {
+  contract.shape = {};
+  Owner one(1, at::kFloat);
+  sink.accept(sink.add(&contract, &one, 0), at::full({}, 2.0F), Source::kEager);
+  EXPECT_EQ(one.slot.item<float>(), 2.0F);
+  auto hollow = contract_of({0, 3});
+  Owner none(0, at::kFloat);
+  sink.accept(sink.add(&hollow, &none, 0), at::zeros({0, 3}), Source::kEager);
+  EXPECT_EQ(none.opened.size(), 1U);
+}
+
+TEST_F(Sink, RefusesByNameWhatBreaksTheContract) {
+  const auto id = slot();
+  const auto refused = [&](const at::Tensor& raw) {
+    return error_of([&] { sink.accept(id, raw, Source::kEager); });
+  };
+  EXPECT_THAT(refused(at::zeros({2, 2}).to_sparse()), AllOf(HasSubstr("model.norm.weight"), HasSubstr("layout")));
+  EXPECT_THAT(refused(at::zeros({2, 2}, at::kComplexFloat)), HasSubstr("real floating"));
+  EXPECT_THAT(refused(at::zeros({4})), AllOf(HasSubstr("shape [4]"), HasSubstr("[2, 2]")));
+  EXPECT_THAT(refused(at::zeros({2, 2}).requires_grad_()), HasSubstr("create_graph"));
+  contract.trainable = false;
+  EXPECT_THAT(refused(at::zeros({2, 2})), HasSubstr("frozen"));
+  EXPECT_TRUE(owner.opened.empty()) << "nothing was opened for what was refused";
+}
+
+TEST_F(Sink, ASlotThatMovesGoesToItsNewOwner) {
+  const auto id = slot();
+  Owner other(4, at::kDouble);
+  auto moved = contract_of({2, 2}, DType::kFloat64);
+  sink.update(id, &moved, &other, 7);
+  sink.accept(id, full(2, at::kFloat), Source::kEager);
+  EXPECT_TRUE(owner.opened.empty());
+  EXPECT_THAT(other.opened, ::testing::ElementsAre(7U));
+  EXPECT_EQ(&sink.contract(id), &moved);
+}
+
+// ---------------------------------------------------------------------------------------- tickets
+
+TEST_F(Sink, ATicketIsOpenFromPromiseToRedeem) {
+  const auto id = slot();
+  const auto first = sink.promise(id, "layer 4", 2);
+  const auto second = sink.promise(id, "layer 4", 3);
+  EXPECT_NE(first, second);
+  EXPECT_EQ(owner.tickets, 2);
+  EXPECT_EQ(sink.open_tickets(), 2U);
+  sink.redeem(second, full(1, at::kFloat));
+  sink.redeem(first, full(2, at::kBFloat16));
+  EXPECT_EQ(owner.tickets, 0);
+  EXPECT_EQ(sink.open_tickets(), 0U);
+  EXPECT_TRUE(at::equal(owner.slot, at::full({4}, 3.0F)));
+  sink.require_all_redeemed();
+}
+
+TEST_F(Sink, ATicketMayBeRedeemedWithNothing) {
+  const auto ticket = sink.promise(slot(), "layer 4", 2);
+  sink.redeem(ticket, at::Tensor());
+  EXPECT_EQ(sink.open_tickets(), 0U);
+  EXPECT_TRUE(owner.opened.empty());
+}
+
+TEST_F(Sink, RedeemedTwiceNamesLayerAndMicroBatch) {
+  const auto id = slot();
+  const auto ticket = sink.promise(id, "layer 4", 2);
+  sink.redeem(ticket, full(1, at::kFloat));
+  EXPECT_THAT(error_of([&] { sink.redeem(ticket, full(1, at::kFloat)); }),
+              AllOf(HasSubstr("model.norm.weight"), HasSubstr("layer 4"), HasSubstr("micro-batch 2"), HasSubstr("twice")));
+  EXPECT_TRUE(at::equal(owner.slot, at::ones({4}))) << "the second was not added";
+  EXPECT_EQ(owner.tickets, 0);
+}
+
+TEST_F(Sink, AnUnknownTicketIsRefused) {
+  EXPECT_THAT(error_of([&] { sink.redeem(99, full(1, at::kFloat)); }), HasSubstr("ticket 99"));
+}
+
+TEST_F(Sink, WhatIsLeftOverIsNamed) {
+  const auto id = slot();
+  sink.redeem(sink.promise(id, "layer 1", 0), full(1, at::kFloat));
+  sink.promise(id, "layer 2", 0);
+  sink.promise(id, "layer 2", 1);
+  const auto error = error_of([&] { sink.require_all_redeemed(); });
+  EXPECT_THAT(error, AllOf(HasSubstr("found 2"), HasSubstr("layer 2, micro-batch 0"), HasSubstr("layer 2, micro-batch 1")));
+  EXPECT_THAT(error, ::testing::Not(HasSubstr("layer 1")));
+}
+
+TEST_F(Sink, AWrongGradientLeavesItsTicketOpen) {
+  const auto ticket = sink.promise(slot(), "layer 4", 2);
+  EXPECT_THAT(error_of([&] { sink.redeem(ticket, at::zeros({3})); }), HasSubstr("a deferred weight gradient"));
+  EXPECT_EQ(sink.open_tickets(), 1U);
+  sink.redeem(ticket, full(1, at::kFloat));
+}
+
+TEST_F(Sink, DroppedTicketsAreForgotten) {
+  const auto id = slot();
+  const auto ticket = sink.promise(id, "layer 4", 2);
+  sink.drop_tickets();
+  EXPECT_EQ(owner.tickets, 0);
+  sink.require_all_redeemed();
+  EXPECT_NE(error_of([&] { sink.redeem(ticket, full(1, at::kFloat)); }), "");
+}
+
+// Naive: the book grows by an entry a layer and micro-batch for as long as the run lasts.
+TEST_F(Sink, RedeemedTicketsAreNotKeptForEver) {
+  const auto id = slot();
+  for (int i = 0; i < 1000; ++i) sink.redeem(sink.promise(id, "layer", i), full(0, at::kFloat));
+  EXPECT_LE(sink.remembered_tickets(), 1U);
+}
+
+}  // namespace
+}  // namespace tessera::grad

@@ -1,0 +1,141 @@
+// What layers promise about dtypes, frozen weights and empty batches.
+#include "nn/attention.h"
+#include "nn/embedding.h"
+#include "nn/linear.h"
+#include "nn/mlp.h"
+#include "nn/parameter.h"
+#include "nn/rms_norm.h"
+#include "nn/rope.h"
+#include "tessera/error.h"
+#include "unit/nn/compare.h"
+
+namespace tessera::nn {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+class Layers : public ::testing::Test {
+ protected:
+  void SetUp() override { at::manual_seed(11); }
+};
+
+TEST_F(Layers, LinearEqualsProductInFloat64) {
+  const auto ours = [](const Tensors& in) { return linear(in[0], in[1], in[2]); };
+  const auto plain = [](const Tensors& in) { return at::linear(in[0], in[1], in[2]); };
+  for (const std::int64_t rows : {0, 3}) {
+    expect_equals_composite(ours, plain,
+                            {at::randn({rows, 5, 7}), at::randn({9, 7}), at::randn({9})}, kFloat32,
+                            "float");
+    // All inputs are bf16: products are summed in fp32 and rounded once.
+    expect_equals_composite(ours, plain,
+                            {at::randn({rows, 5, 7}).to(at::kBFloat16),
+                             at::randn({9, 7}).to(at::kBFloat16), at::randn({9}).to(at::kBFloat16)},
+                            kOneBFloat16Rounding, "bfloat16");
+  }
+}
+
+TEST_F(Layers, AnotherWeightDtypeComputesThereAndReturnsTheInputs) {
+  const at::Tensor x = at::randn({2, 3, 8}).to(at::kBFloat16).requires_grad_(true);
+  const at::Tensor weight = at::randn({4, 8}).requires_grad_(true);
+  const at::Tensor y = linear(x, weight);
+  EXPECT_EQ(y.scalar_type(), at::kBFloat16);
+  EXPECT_TRUE(y.equal(at::linear(x.to(at::kFloat), weight).to(at::kBFloat16)));
+  y.sum().backward();
+  EXPECT_EQ(x.grad().scalar_type(), at::kBFloat16);
+  EXPECT_EQ(weight.grad().scalar_type(), at::kFloat);
+
+  EXPECT_EQ(rms_norm(x, at::ones({8}), 1e-6).scalar_type(), at::kBFloat16);
+  EXPECT_EQ(rms_norm(x.to(at::kFloat), at::ones({8}).to(at::kBFloat16), 1e-6).scalar_type(),
+            at::kFloat);
+  EXPECT_EQ(rms_norm(x.to(at::kHalf), at::ones({8}), 1e-6).scalar_type(), at::kHalf);
+}
+
+// The gradient of a bf16 norm weight is summed in fp32 and reaches a leaf that asks for raw values so.
+TEST_F(Layers, NormWeightGradientsAreFloat32WhereTheLeafTakesThem) {
+  const at::Tensor x = at::randn({40, 8}).to(at::kBFloat16);
+  const at::Tensor plain = at::ones({8}).to(at::kBFloat16).requires_grad_(true);
+  rms_norm(x, plain, 1e-6).sum().backward();
+  EXPECT_EQ(plain.grad().scalar_type(), at::kBFloat16);
+  const at::Tensor raw = at::ones({8}).to(at::kBFloat16).requires_grad_(true);
+  raw.set_grad_dtype(std::nullopt);
+  rms_norm(x, raw, 1e-6).sum().backward();
+  EXPECT_EQ(raw.grad().scalar_type(), at::kFloat);
+}
+
+TEST_F(Layers, FrozenWeightsGetNoGradientAndInputsStillDo) {
+  const at::Tensor x = at::randn({2, 8}).requires_grad_(true);
+  const at::Tensor weight = at::randn({8, 8});
+  const at::Tensor norm = at::ones({8});
+  linear(rms_norm(x, norm, 1e-6), weight).sum().backward();
+  EXPECT_TRUE(x.grad().defined());
+  EXPECT_FALSE(weight.grad().defined());
+  EXPECT_FALSE(norm.grad().defined());
+}
+
+TEST_F(Layers, Float64TakesTheCompositeForm) {
+  const at::Tensor x = at::randn({2, 3, 8}, at::kDouble);
+  EXPECT_EQ(rms_norm(x, at::ones({8}, at::kDouble), 1e-6).scalar_type(), at::kDouble);
+  EXPECT_EQ(swiglu(x, x).scalar_type(), at::kDouble);
+}
+
+TEST_F(Layers, RopeTablesAreRoundedOnlyAtTheEnd) {
+  RopeOptions options;
+  options.head_dim = 8;
+  options.theta = 1e6;
+  Rope rope(options);
+  const RopeTable exact = rope.table(5000, at::kFloat, at::kCPU);
+  const RopeTable rounded = rope.table(4999, at::kBFloat16, at::kCPU);
+  EXPECT_TRUE(rounded.cos.equal(exact.cos.narrow(0, 0, 4999).to(at::kBFloat16)));
+  // The last frequency turns by 1e6^-0.75 a position: cos is that of the exact angle.
+  EXPECT_NEAR(exact.cos[4999][3].item<double>(), std::cos(4999 * std::pow(1e6, -0.75)), 1e-5);
+}
+
+TEST_F(Layers, Llama3ScalingKeepsShortWavesAndStretchesLongOnes) {
+  RopeOptions options;
+  options.head_dim = 64;
+  options.theta = 500000.0;
+  const at::Tensor plain = inverse_frequencies(options);
+  options.llama3 = Llama3Scaling{.factor = 32.0,
+                                 .low_freq_factor = 1.0,
+                                 .high_freq_factor = 4.0,
+                                 .original_max_position_embeddings = 8192};
+  const at::Tensor scaled = inverse_frequencies(options);
+  EXPECT_EQ(scaled[0].item<float>(), plain[0].item<float>());
+  EXPECT_FLOAT_EQ(scaled[31].item<float>(), plain[31].item<float>() / 32);
+  // In between: wavelength 2*pi/f with 8192/4 < wavelength < 8192.
+  const at::Tensor wavelength = 2 * 3.14159265358979 / plain;
+  const at::Tensor middle = wavelength.gt(8192.0 / 4).logical_and(wavelength.lt(8192.0));
+  ASSERT_TRUE(middle.any().item<bool>());
+  const at::Tensor ratio = (scaled / plain).masked_select(middle);
+  EXPECT_TRUE(ratio.gt(1.0 / 32).logical_and(ratio.lt(1.0)).all().item<bool>());
+}
+
+TEST_F(Layers, AttentionWithoutRowsRunsForwardAndBackward) {
+  RopeOptions rope;
+  rope.head_dim = 4;
+  const AttentionOptions options{.hidden_size = 8,
+                                 .heads = 4,
+                                 .kv_heads = 2,
+                                 .head_dim = 4,
+                                 .bias = Bias::kYes,
+                                 .qk_norm = AttentionOptions::QkNorm::kYes,
+                                 .norm_eps = 1e-6};
+  Attention attention(options, std::make_shared<Rope>(rope));
+  materialize(attention);
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
+    attention.to(dtype);
+    attention.zero_grad();
+    const at::Tensor x = at::zeros({0, 5, 8}, dtype).requires_grad_(true);
+    const at::Tensor y = attention.forward(x);
+    EXPECT_EQ(y.sizes(), x.sizes());
+    y.sum().backward();
+    EXPECT_EQ(x.grad().sizes(), x.sizes());
+    for (const auto& item : attention.named_parameters()) {
+      ASSERT_TRUE(item.value().grad().defined()) << item.key();
+      EXPECT_EQ(item.value().grad().abs().sum().item<double>(), 0.0) << item.key();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera::nn
