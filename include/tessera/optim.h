@@ -54,7 +54,7 @@ class Optimizer {
   double lr_;
 
  private:
-  const ShardedBase& model_;
+  std::shared_ptr<fsdp::Unit> unit_;
   std::vector<Item> items_;
 };
 

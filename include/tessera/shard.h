@@ -44,7 +44,7 @@ struct ShardOptions {
   /// "" = from its place in the parent that is sharded later.
   std::string name;
   /// Give the unsharded parameters back after forward and gather them again in backward. none = true for
-  /// units inside another one, false for the outermost (set when it first runs as the root).
+  /// units inside another one (set when the outer one is sharded), false for the outermost.
   std::optional<bool> reshard_after_forward;
   /// Buckets of inner units that are smaller than this (bytes of the unsharded compute dtype) move to the
   /// outermost unit and are gathered once a step.
@@ -104,7 +104,7 @@ class ShardedBase : public torch::nn::Module {
   /// false: HSDP's sum over replicas waits for a backward with true.
   void set_requires_replica_reduce(bool value);
   void unshard();  ///< gathers this unit now. Collective.
-  void reshard();  ///< gives its memory back
+  void reshard();  ///< gives its memory back; on all ranks or on none, since the next forward gathers it again
 
   void train(bool on = true) override;
   void zero_grad(bool set_to_none = true) override;

@@ -24,7 +24,7 @@ class Store;
 }  // namespace comm
 
 struct WorldOptions {
-  std::string backend = "auto";  ///< "auto" (nccl where it is built in and there is CUDA, else gloo), "gloo", "nccl"
+  std::string backend = "auto";  ///< "auto" (gloo), "gloo", "nccl" (where it is built in)
   std::chrono::milliseconds init_timeout = std::chrono::seconds(300);
   std::chrono::milliseconds timeout = std::chrono::seconds(100);  ///< of every collective
   std::string master_addr;  ///< where MASTER_ADDR is not set; "" = this host, if all ranks are on one

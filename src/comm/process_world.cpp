@@ -20,9 +20,8 @@ namespace {
 // How long a rank that is done waits for the others to be done too, before it leaves without them.
 constexpr std::chrono::seconds kGoodbye{30};
 
-bool takes_nccl(const std::string& backend) {
-  return backend == "nccl" || (backend == "auto" && nccl_usable());
-}
+/// "auto" is Gloo as long as models live on the CPU.
+bool takes_nccl(const std::string& backend) { return backend == "nccl"; }
 
 /// libtorch warns with a stack trace for every connection that closes; our own errors say which
 /// rank it was.

@@ -89,7 +89,7 @@ class Sgd : public Optimizer {
 }  // namespace
 
 Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std::string>& no_decay)
-    : lr_(lr), model_(model) {
+    : lr_(lr), unit_(model.unit()) {
   for (const auto& view : model.shards()) {
     if (!view.contract->trainable) continue;
     Item item;
@@ -109,7 +109,7 @@ Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std:
 void Optimizer::step() {
   RECORD_USER_SCOPE("tessera::optimizer");
   const at::NoGradGuard no_grad;
-  model_.unit()->runtime().require_idle("optimizer step");
+  unit_->runtime().require_idle("optimizer step");
   std::vector<Item*> items;
   for (auto& item : items_) {
     const auto& grad = item.view.shard.grad();

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include "base/hash.h"
 #include "fsdp/recompute.h"
 #include "tessera/error.h"
 
@@ -89,12 +90,14 @@ void Runtime::agree_on_plan() {
   std::string text;
   for (const auto* unit : units_) {
     std::vector<GradContract> contracts;
-    std::vector<layout::PlanItem> items;
     for (const auto& p : unit->parameters()) contracts.push_back(p->contract);
-    text += concat("unit ", unit->name(), " (", hash(contracts), ", ", unit->buckets().size(), " buckets)\n");
+    text += concat("unit ", unit->name(), unit->reshard_after_forward ? ", resharded after forward" : "", "\n");
+    for (const auto& bucket : unit->buckets()) {
+      text += concat("bucket ", to_string(bucket->plan().key), ", ", bucket->plan().numel, " elements\n");
+    }
     for (const auto& c : contracts) text += concat(c.name, " ", hash({c}), "\n");
   }
-  const auto mine = concat(std::hash<std::string>{}(text));
+  const auto mine = concat(hash_bytes(text));
   const auto all = comm::all_gather_bytes(*data_group_, mine, "contract hash");
   if (std::all_of(all.begin(), all.end(), [&](const auto& other) { return other == mine; })) return;
   const auto texts = comm::all_gather_bytes(*data_group_, text, "contracts");

@@ -32,6 +32,13 @@ void check_built(const Config& config) {
       !config.metrics.enable_tensorboard, ErrorKind::kConfig,
       "metrics.enable_tensorboard: found true, expected false; TensorBoard files are not yet "
       "built");
+  TESSERA_CHECK(!config.debug.check_dtypes, ErrorKind::kConfig,
+                "debug.check_dtypes: found true, expected false; the check is not yet built");
+  TESSERA_CHECK(config.device != DeviceName::kCuda, ErrorKind::kConfig,
+                "device: found cuda, expected auto or cpu; training on CUDA is not yet built");
+  TESSERA_CHECK(config.model.aux_loss_coef.value_or(0.0) == 0.0, ErrorKind::kConfig,
+                "model.aux_loss_coef: found ", config.model.aux_loss_coef.value_or(0.0),
+                ", expected 0; mixtures of experts are not yet built");
 }
 
 void check_model(const ModelConfig& model) {

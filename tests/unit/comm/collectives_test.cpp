@@ -189,9 +189,10 @@ TEST_P(Collectives, BytesOfDifferentLengthsAreGathered) {
   });
 }
 
-TEST_P(Collectives, GroupsOfAMeshAxisStayAmongThemselves) {
-  if (ranks() != 4) GTEST_SKIP() << "needs four ranks";
-  threads().run([&](World& world) {
+class FourRanks : public testing::TestWithParam<ThreadBackend> {};
+
+TEST_P(FourRanks, GroupsOfAMeshAxisStayAmongThemselves) {
+  pool(GetParam(), 4).run([&](World& world) {
     const auto shape = MeshShape::dense(1, 2, 2, 1, 1);
     const Mesh mesh = world.mesh(shape);
     for (const auto name : {axis::kReplicate, axis::kShard}) {
@@ -214,6 +215,10 @@ INSTANTIATE_TEST_SUITE_P(All, Collectives,
                                                           ThreadBackend::kGloo),
                                           testing::Values(1, 2, 3, 4)),
                          case_name);
+
+INSTANTIATE_TEST_SUITE_P(All, FourRanks,
+                         testing::Values(ThreadBackend::kInProcess, ThreadBackend::kGloo),
+                         [](const auto& one) { return name_of(one.param); });
 
 TEST(Sum, BoolAndNarrowingPairsAreRefused) {
   EXPECT_FALSE(can_sum(at::kBool, at::kBool));
