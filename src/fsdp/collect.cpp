@@ -22,6 +22,8 @@ struct Identity {
 };
 
 Identity identity_of(const at::Tensor& tensor) {
+  // Empty tensors may share a storage without showing anything of it.
+  if (tensor.numel() == 0) return {tensor.unsafeGetTensorImpl(), 0, tensor.sizes().vec()};
   return {tensor.storage().unsafeGetStorageImpl(), tensor.storage_offset(), tensor.sizes().vec()};
 }
 
@@ -82,7 +84,7 @@ class Walk {
     TESSERA_CHECK(!tensor.grad().defined(), ErrorKind::kUsage, "parameter ", name,
                   ": found a gradient, expected none before sharding; call zero_grad() first");
     const auto identity = identity_of(tensor);
-    const auto known = tensor.numel() == 0 ? by_identity_.end() : by_identity_.find(identity);
+    const auto known = by_identity_.find(identity);
     if (known != by_identity_.end()) {
       alias(found.parameters[known->second], tensor, name);
       return;

@@ -44,7 +44,8 @@ struct Block : torch::CustomClassHolder {
 class Recompute : public torch::autograd::Function<Recompute> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context,
-                            const c10::intrusive_ptr<Block>& block, const variable_list& inputs) {
+                            const c10::intrusive_ptr<Block>& block, at::TensorList arguments) {
+    const auto inputs = arguments.vec();
     context->saved_data["block"] = c10::IValue::make_capsule(block);
     context->save_for_backward(inputs);
     const fsdp::FirstForwardScope scope(block->recorded);
@@ -96,7 +97,8 @@ at::Tensor checkpoint(std::function<at::Tensor(const std::vector<at::Tensor>&)> 
       return run({all.begin(), all.end() - 1});
     };
   }
-  return Recompute::apply(block, arguments);
+  // A TensorList: in a vector the engine would not find the tensors, and cut the graph in silence.
+  return Recompute::apply(block, at::TensorList(arguments));
 }
 
 }  // namespace tessera

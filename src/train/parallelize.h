@@ -22,7 +22,8 @@ struct ModelSource {
 ModelSource open_model(const ModelConfig& model);
 
 /// The contract of every parameter (once where it is tied), in the order of the model. Pure but for the
-/// headers of the folder. Errors: kContract, kConfig naming the parameter and the key.
+/// headers of the folder. Errors: kContract, kConfig naming the parameter and the key; kFormat for a
+/// tensor of the folder that is not floating.
 std::vector<GradContract> resolve_model(const ModelSource& source, const Config& config,
                                         const ParallelDims& dims);
 

@@ -62,6 +62,9 @@ std::vector<GradContract> resolve_model(const ModelSource& source, const Config&
     meta.shape = parameter.shape;
     if (source.folder) {
       if (const auto* info = source.folder->find(parameter.name)) {
+        TESSERA_CHECK(is_floating(info->dtype), ErrorKind::kFormat, source.folder->path().string(),
+                      ": tensor ", parameter.name, ": found dtype ", to_string(info->dtype),
+                      ", expected a floating one");
         meta.checkpoint = info->dtype;
         meta.checkpoint_bulk = bulk;
         meta.dtype = info->dtype;

@@ -39,8 +39,6 @@ void check_names(const HfFolder& folder, const std::vector<models::ParameterSpec
     TESSERA_CHECK(info->shape == parameter.shape, ErrorKind::kFormat, folder.path().string(), ": tensor ",
                   parameter.name, ": found shape [", at::IntArrayRef(info->shape), "], expected [",
                   at::IntArrayRef(parameter.shape), "] from config.json");
-    TESSERA_CHECK(is_floating(info->dtype), ErrorKind::kFormat, folder.path().string(), ": tensor ",
-                  parameter.name, ": found dtype ", to_string(info->dtype), ", expected a floating one");
   }
   for (const auto& [name, tensor] : folder.tensors()) {
     // A tied head may be stored all the same; the embedding's values count.

@@ -57,8 +57,8 @@ class TwoRouted : public torch::nn::Module {
   std::shared_ptr<Sharded<Routed>> one, two;
 };
 
-class Sizes : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, Sizes, ::testing::Values(1, 2, 3));
+class BackwardOnRanks : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, BackwardOnRanks, ::testing::Values(1, 2, 3));
 
 /// Sum over ranks of each backward apart, added in the order of the backwards, over the number of ranks.
 Tensors apart(torch::nn::Module& plain, int count, const std::vector<std::function<void(int)>>& backwards) {
@@ -74,7 +74,7 @@ Tensors apart(torch::nn::Module& plain, int count, const std::vector<std::functi
 }
 
 // Naive: the auxiliary loss's backward "finishes" the units: they are reduced and released before the main one.
-TEST_P(Sizes, AnAuxiliaryLossWhoseBackwardRunsFirst) {
+TEST_P(BackwardOnRanks, AnAuxiliaryLossWhoseBackwardRunsFirst) {
   ranks(GetParam()).run([](World& world) {
     TwoRouted plain;
     auto module = std::make_shared<TwoRouted>();
@@ -96,7 +96,7 @@ TEST_P(Sizes, AnAuxiliaryLossWhoseBackwardRunsFirst) {
   });
 }
 
-TEST_P(Sizes, SummedLosses) {
+TEST_P(BackwardOnRanks, SummedLosses) {
   ranks(GetParam()).run([](World& world) {
     TwoRouted plain;
     auto module = std::make_shared<TwoRouted>();
@@ -114,7 +114,7 @@ TEST_P(Sizes, SummedLosses) {
   });
 }
 
-TEST_P(Sizes, OnlyTheAuxiliaryLossIsDifferentiated) {
+TEST_P(BackwardOnRanks, OnlyTheAuxiliaryLossIsDifferentiated) {
   ranks(GetParam()).run([](World& world) {
     TwoRouted plain;
     auto module = std::make_shared<TwoRouted>();
@@ -136,7 +136,7 @@ TEST_P(Sizes, OnlyTheAuxiliaryLossIsDifferentiated) {
 }
 
 // Two forwards, one backward, as DPO does (chosen and rejected); naive: counting finishes after the first.
-TEST_P(Sizes, TwoForwardsThenOneBackward) {
+TEST_P(BackwardOnRanks, TwoForwardsThenOneBackward) {
   ranks(GetParam()).run([](World& world) {
     Chain plain(1, 2, kWidth);
     ShardedChain model(data_mesh(world), 1, 2, kWidth);
@@ -156,7 +156,7 @@ TEST_P(Sizes, TwoForwardsThenOneBackward) {
   });
 }
 
-TEST_P(Sizes, TwoForwardsThenTwoBackwardsInEitherOrder) {
+TEST_P(BackwardOnRanks, TwoForwardsThenTwoBackwardsInEitherOrder) {
   ranks(GetParam()).run([](World& world) {
     Chain plain(1, 2, kWidth);
     ShardedChain model(data_mesh(world), 1, 2, kWidth);
@@ -300,7 +300,7 @@ Tensors deferred_expected(int count, int micro_batches) {
 }
 
 // Naive: the unit is reduced when its marker ran, without the gradient that is still owed.
-TEST_P(Sizes, DeferredGradientsHandedInAfterTheBackward) {
+TEST_P(BackwardOnRanks, DeferredGradientsHandedInAfterTheBackward) {
   ranks(GetParam()).run([](World& world) {
     auto module = std::make_shared<Deferred>();
     auto handle = fully_shard(module, data_mesh(world));
@@ -318,7 +318,7 @@ TEST_P(Sizes, DeferredGradientsHandedInAfterTheBackward) {
   });
 }
 
-TEST_P(Sizes, DeferredGradientsOfSeveralMicroBatchesHandedInLater) {
+TEST_P(BackwardOnRanks, DeferredGradientsOfSeveralMicroBatchesHandedInLater) {
   ranks(GetParam()).run([](World& world) {
     for (const bool inside : {false, true}) {
       auto module = std::make_shared<Deferred>();
@@ -347,7 +347,7 @@ TEST(DeferredGradients, HandedInTwiceNamesLayerAndMicroBatch) {
   });
 }
 
-TEST_P(Sizes, LeftOverAtTheStepNamesLayerAndMicroBatch) {
+TEST_P(BackwardOnRanks, LeftOverAtTheStepNamesLayerAndMicroBatch) {
   ranks(GetParam()).run([](World& world) {
     auto module = std::make_shared<Deferred>();
     module->micro_batch = 3;

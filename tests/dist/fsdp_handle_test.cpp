@@ -1,7 +1,7 @@
 // The handle as a user sees it: signatures, names, modes, what is refused.
 #include <gmock/gmock.h>
 #include <torch/nn/modules/container/sequential.h>
-#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/container/functional.h>
 
 #include "dist/plain.h"
 #include "fsdp/unit.h"
@@ -16,10 +16,10 @@ using ::testing::UnorderedElementsAre;
 
 constexpr std::int64_t kWidth = 5;
 
-class Sizes : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, Sizes, ::testing::Values(1, 2));
+class HandleOnRanks : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, HandleOnRanks, ::testing::Values(1, 2));
 
-TEST_P(Sizes, ASequentialOfHandlesTrainsAsUnsharded) {
+TEST_P(HandleOnRanks, ASequentialOfHandlesTrainsAsUnsharded) {
   ranks(GetParam()).run([](World& world) {
     const auto mesh = data_mesh(world);
     const auto make = [] {
@@ -43,7 +43,7 @@ TEST_P(Sizes, ASequentialOfHandlesTrainsAsUnsharded) {
   });
 }
 
-TEST_P(Sizes, AWholeSequentialAsOneUnit) {
+TEST_P(HandleOnRanks, AWholeSequentialAsOneUnit) {
   ranks(GetParam()).run([](World& world) {
     torch::nn::Sequential plain(std::make_shared<Affine>(1, kWidth, 7), std::make_shared<Affine>(2, 7, kWidth));
     torch::nn::Sequential same(std::make_shared<Affine>(1, kWidth, 7), std::make_shared<Affine>(2, 7, kWidth));
@@ -94,7 +94,7 @@ class Signature : public torch::nn::Module {
   at::Tensor table = register_parameter("table", seeded(2, {4, kWidth}));
 };
 
-TEST_P(Sizes, ArgumentsAndResultsOfEveryShape) {
+TEST_P(HandleOnRanks, ArgumentsAndResultsOfEveryShape) {
   ranks(GetParam()).run([](World& world) {
     Signature plain;
     auto handle = fully_shard(std::make_shared<Signature>(), data_mesh(world));
@@ -118,7 +118,7 @@ TEST_P(Sizes, ArgumentsAndResultsOfEveryShape) {
   });
 }
 
-TEST_P(Sizes, NoOptionalNoListNoResult) {
+TEST_P(HandleOnRanks, NoOptionalNoListNoResult) {
   class Quiet : public torch::nn::Module {
    public:
     void forward(std::optional<at::Tensor> maybe, std::vector<at::Tensor> list) {
@@ -137,7 +137,7 @@ TEST_P(Sizes, NoOptionalNoListNoResult) {
   });
 }
 
-TEST_P(Sizes, AResultMayBeChangedInPlaceAndMayBeAnInput) {
+TEST_P(HandleOnRanks, AResultMayBeChangedInPlaceAndMayBeAnInput) {
   class Mixed : public torch::nn::Module {
    public:
     std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& x, const at::Tensor& ids) {
@@ -173,7 +173,7 @@ TEST_P(Sizes, AResultMayBeChangedInPlaceAndMayBeAnInput) {
 
 // ------------------------------------------------------------------------------- names, modes, refusals
 
-TEST_P(Sizes, NamesAreTrueNamesWhateverTheNesting) {
+TEST_P(HandleOnRanks, NamesAreTrueNamesWhateverTheNesting) {
   ranks(GetParam()).run([](World& world) {
     ShardedChain model(data_mesh(world), 1, 2, kWidth);
     EXPECT_THAT(model.handle.named_parameters().keys(),
@@ -186,7 +186,7 @@ TEST_P(Sizes, NamesAreTrueNamesWhateverTheNesting) {
   });
 }
 
-TEST_P(Sizes, CanonicalNamesAreKeptWhereTheyAreGiven) {
+TEST_P(HandleOnRanks, CanonicalNamesAreKeptWhereTheyAreGiven) {
   ranks(GetParam()).run([](World& world) {
     ShardOptions inner, root;
     inner.name = "model.layers.0";
@@ -220,7 +220,7 @@ TEST(Handle, AParentThatIsNotShardedShowsTheShards) {
   });
 }
 
-TEST_P(Sizes, ModesReachTheModulesInside) {
+TEST_P(HandleOnRanks, ModesReachTheModulesInside) {
   ranks(GetParam()).run([](World& world) {
     ShardedChain model(data_mesh(world), 1, 2, kWidth);
     model.handle.eval();
@@ -255,7 +255,7 @@ TEST(Handle, APlainParentsCloneAndToReachTheRefusal) {
   });
 }
 
-TEST_P(Sizes, InputsAreCastToParamDtypeAndOutputsToOutputDtype) {
+TEST_P(HandleOnRanks, InputsAreCastToParamDtypeAndOutputsToOutputDtype) {
   ranks(GetParam()).run([](World& world) {
     class Sees : public torch::nn::Module {
      public:

@@ -51,11 +51,11 @@ class LoraPair : public torch::nn::Module {
   std::shared_ptr<Sharded<Lora>> one, two;
 };
 
-class Sizes : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, Sizes, ::testing::Values(1, 2, 3));
+class LifetimeOnRanks : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, LifetimeOnRanks, ::testing::Values(1, 2, 3));
 
 // Naive: released when the last gradient arrived, so the base's last use reads freed memory or throws.
-TEST_P(Sizes, AdaptersOnAFrozenBaseTrainAsUnsharded) {
+TEST_P(LifetimeOnRanks, AdaptersOnAFrozenBaseTrainAsUnsharded) {
   ranks(GetParam()).run([](World& world) {
     LoraPair plain(3);
     auto pair = std::make_shared<LoraPair>(3);
@@ -149,7 +149,7 @@ TEST(Lifetime, OneRankThatCastsReleasesAsWell) {
 }
 
 // Naive: torch::optim on the module's own parameters steps nothing, silently, for ever.
-TEST_P(Sizes, AnOptimizerOnTheModulesOwnParametersIsNamed) {
+TEST_P(LifetimeOnRanks, AnOptimizerOnTheModulesOwnParametersIsNamed) {
   ranks(GetParam()).run([](World& world) {
     ShardedChain model(data_mesh(world), 1, 2, kWidth);
     torch::optim::SGD wrong(std::vector<at::Tensor>{model.chain->blocks[0]->a}, torch::optim::SGDOptions(0.1));
@@ -158,7 +158,7 @@ TEST_P(Sizes, AnOptimizerOnTheModulesOwnParametersIsNamed) {
   });
 }
 
-TEST_P(Sizes, AClipOfTheModulesOwnParametersIsNamed) {
+TEST_P(LifetimeOnRanks, AClipOfTheModulesOwnParametersIsNamed) {
   ranks(GetParam()).run([](World& world) {
     ShardedChain model(data_mesh(world), 1, 2, kWidth);
     backward(squares(model.handle.forward(input_of(world.rank(), 0, kWidth))));
@@ -168,7 +168,7 @@ TEST_P(Sizes, AClipOfTheModulesOwnParametersIsNamed) {
   });
 }
 
-TEST_P(Sizes, TorchOptimOnTheShardsWorks) {
+TEST_P(LifetimeOnRanks, TorchOptimOnTheShardsWorks) {
   ranks(GetParam()).run([](World& world) {
     ShardedChain model(data_mesh(world), 1, 2, kWidth), other(data_mesh(world), 1, 2, kWidth);
     torch::optim::SGD theirs(static_cast<torch::nn::Module&>(model.handle).parameters(), torch::optim::SGDOptions(0.1));
@@ -209,7 +209,7 @@ TEST(Lifetime, CallingAModulePastItsHandleOnOneRankThrowsAtItsGradient) {
   });
 }
 
-TEST_P(Sizes, StepWhileABackwardIsOwedIsRefused) {
+TEST_P(LifetimeOnRanks, StepWhileABackwardIsOwedIsRefused) {
   ranks(GetParam()).run([](World& world) {
     ShardedChain model(data_mesh(world), 1, 2, kWidth);
     const auto optimizer = make_sgd(model.handle, {});
@@ -222,7 +222,7 @@ TEST_P(Sizes, StepWhileABackwardIsOwedIsRefused) {
 }
 
 // Naive: the root stays gathered after a forward that nobody differentiates, and computes on with old weights.
-TEST_P(Sizes, AForwardThatIsDroppedDoesNotKeepOldWeights) {
+TEST_P(LifetimeOnRanks, AForwardThatIsDroppedDoesNotKeepOldWeights) {
   ranks(GetParam()).run([](World& world) {
     PrecisionPolicy policy;
     policy.param_dtype = DType::kBFloat16;  // one rank gathers as well
@@ -245,7 +245,7 @@ TEST_P(Sizes, AForwardThatIsDroppedDoesNotKeepOldWeights) {
   });
 }
 
-TEST_P(Sizes, EvaluationBetweenForwardAndBackwardDisturbsNothing) {
+TEST_P(LifetimeOnRanks, EvaluationBetweenForwardAndBackwardDisturbsNothing) {
   ranks(GetParam()).run([](World& world) {
     Chain plain(1, 2, kWidth);
     ShardedChain model(data_mesh(world), 1, 2, kWidth);
@@ -270,7 +270,7 @@ TEST_P(Sizes, EvaluationBetweenForwardAndBackwardDisturbsNothing) {
   });
 }
 
-TEST_P(Sizes, TheGraphMayOutliveTheHandle) {
+TEST_P(LifetimeOnRanks, TheGraphMayOutliveTheHandle) {
   ranks(GetParam()).run([](World& world) {
     auto model = std::make_unique<ShardedChain>(data_mesh(world), 1, 2, kWidth);
     auto x = input_of(world.rank(), 0, kWidth).requires_grad_();
@@ -287,7 +287,7 @@ TEST_P(Sizes, TheGraphMayOutliveTheHandle) {
 }
 
 // Naive: the module's tensors show freed memory once the handle is gone.
-TEST_P(Sizes, TheModuleOutlivesItsHandleAsAnErrorNotAsFreedMemory) {
+TEST_P(LifetimeOnRanks, TheModuleOutlivesItsHandleAsAnErrorNotAsFreedMemory) {
   ranks(GetParam()).run([](World& world) {
     auto module = std::make_shared<Block>(1, kWidth);
     {

@@ -16,8 +16,8 @@ using ::testing::HasSubstr;
 constexpr std::int64_t kWidth = 7;
 constexpr int kSteps = 5;
 
-class Sizes : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, Sizes, ::testing::Values(1, 2, 3, 4));
+class OptimOnRanks : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, OptimOnRanks, ::testing::Values(1, 2, 3, 4));
 
 /// Steps both with the same gradients; the plain module's are those that the sharded one found.
 template <class Step>
@@ -34,7 +34,7 @@ void train_beside(World& world, ShardedChain& model, Chain& plain, Optimizer& ou
   }
 }
 
-TEST_P(Sizes, SgdWithMomentumAndDecayIsPyTorchsBitForBit) {
+TEST_P(OptimOnRanks, SgdWithMomentumAndDecayIsPyTorchsBitForBit) {
   ranks(GetParam()).run([](World& world) {
     ShardedChain model(data_mesh(world), 1, 2, kWidth);
     Chain plain(1, 2, kWidth);
@@ -49,7 +49,7 @@ TEST_P(Sizes, SgdWithMomentumAndDecayIsPyTorchsBitForBit) {
   });
 }
 
-TEST_P(Sizes, AdamWIsPyTorchsWithinRounding) {
+TEST_P(OptimOnRanks, AdamWIsPyTorchsWithinRounding) {
   ranks(GetParam()).run([](World& world) {
     ShardedChain model(data_mesh(world), 1, 2, kWidth);
     Chain plain(1, 2, kWidth);
@@ -102,7 +102,7 @@ TEST_P(Kinds, TheSameGradientsGiveTheSameBitsOnAnyNumberOfRanks) {
   }
 }
 
-TEST_P(Sizes, NoDecayIsByName) {
+TEST_P(OptimOnRanks, NoDecayIsByName) {
   ranks(GetParam()).run([](World& world) {
     for (const bool adam : {false, true}) {
       ShardedChain model(data_mesh(world), 1, 1, kWidth);
@@ -124,7 +124,7 @@ TEST_P(Sizes, NoDecayIsByName) {
   });
 }
 
-TEST_P(Sizes, AGradientOfAnotherDtypeThanTheShardIsRefused) {
+TEST_P(OptimOnRanks, AGradientOfAnotherDtypeThanTheShardIsRefused) {
   ranks(GetParam()).run([](World& world) {
     PrecisionPolicy policy;
     policy.final_dtype = DType::kBFloat16;

@@ -190,10 +190,10 @@ Bits train(World& world, const ShardOptions& root, const ShardOptions& inner = {
   return bits;
 }
 
-class Sizes : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, Sizes, ::testing::Values(1, 2, 3));
+class OrderOnRanks : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, OrderOnRanks, ::testing::Values(1, 2, 3));
 
-TEST_P(Sizes, ATinyBudgetGivesTheSameBits) {
+TEST_P(OrderOnRanks, ATinyBudgetGivesTheSameBits) {
   ranks(GetParam()).run([](World& world) {
     const auto expected = train(world, {});
     ShardOptions tiny;
@@ -204,7 +204,7 @@ TEST_P(Sizes, ATinyBudgetGivesTheSameBits) {
   });
 }
 
-TEST_P(Sizes, KeepingUnitsGatheredAfterForwardGivesTheSameBits) {
+TEST_P(OrderOnRanks, KeepingUnitsGatheredAfterForwardGivesTheSameBits) {
   ranks(GetParam()).run([](World& world) {
     const auto expected = train(world, {});
     ShardOptions keep, give_back;
@@ -228,7 +228,7 @@ TEST(Order, KeepingUnitsGatheredSavesTheGathersOfTheBackward) {
   });
 }
 
-TEST_P(Sizes, SmallBucketsMergedIntoTheRootGiveTheSameBits) {
+TEST_P(OrderOnRanks, SmallBucketsMergedIntoTheRootGiveTheSameBits) {
   ranks(GetParam()).run([](World& world) {
     const auto expected = train(world, {});
     ShardOptions merge;
@@ -278,7 +278,7 @@ TEST(Order, SomeBucketsBelowTheThresholdMoveAndTheRestStays) {
 }
 
 // Naive: buffers from the allocator, fresh pages every step.
-TEST_P(Sizes, ASteadyStepMakesNoNewBlock) {
+TEST_P(OrderOnRanks, ASteadyStepMakesNoNewBlock) {
   ranks(GetParam()).run([](World& world) {
     PrecisionPolicy policy;
     policy.param_dtype = DType::kBFloat16;

@@ -31,10 +31,10 @@ class Odd : public torch::nn::Module {
   at::Tensor frozen = register_parameter("frozen", seeded(7, {5}, at::kBFloat16), false);
 };
 
-class Sizes : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, Sizes, ::testing::Values(1, 2, 3, 4));
+class ParametersOnRanks : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, ParametersOnRanks, ::testing::Values(1, 2, 3, 4));
 
-TEST_P(Sizes, EveryShapeAndDtypeTrainsAsUnsharded) {
+TEST_P(ParametersOnRanks, EveryShapeAndDtypeTrainsAsUnsharded) {
   ranks(GetParam()).run([](World& world) {
     Odd plain;
     auto handle = fully_shard(std::make_shared<Odd>(), data_mesh(world));
@@ -75,7 +75,7 @@ TEST_P(Sizes, EveryShapeAndDtypeTrainsAsUnsharded) {
   });
 }
 
-TEST_P(Sizes, AModuleWithoutParametersIsAUnitToo) {
+TEST_P(ParametersOnRanks, AModuleWithoutParametersIsAUnitToo) {
   struct Nothing : torch::nn::Module {
     at::Tensor forward(const at::Tensor& x) { return x * 2; }
   };
@@ -87,7 +87,7 @@ TEST_P(Sizes, AModuleWithoutParametersIsAUnitToo) {
   });
 }
 
-TEST_P(Sizes, OnlyEmptyParameters) {
+TEST_P(ParametersOnRanks, OnlyEmptyParameters) {
   struct Hollow : torch::nn::Module {
     at::Tensor forward(const at::Tensor& x) { return x + empty.sum(); }
     at::Tensor empty = register_parameter("empty", at::zeros({0}));
@@ -104,8 +104,24 @@ TEST_P(Sizes, OnlyEmptyParameters) {
   });
 }
 
+// Naive: an empty tensor in two modules is taken for two parameters, one of which never has a gradient.
+TEST_P(ParametersOnRanks, OneEmptyTensorInTwoModulesIsOneParameter) {
+  struct Twice : torch::nn::Module {
+    at::Tensor forward(const at::Tensor& x) { return x * weight + empty.sum(); }
+    at::Tensor weight = register_parameter("weight", seeded(1, {3}));
+    at::Tensor empty = register_parameter("empty", at::zeros({0, 3}));
+    at::Tensor again = register_parameter("again", empty);
+  };
+  ranks(GetParam()).run([](World& world) {
+    auto handle = fully_shard(std::make_shared<Twice>(), data_mesh(world));
+    backward(squares(handle.forward(seeded(2, {3}))));
+    EXPECT_EQ(handle.shards().size(), 2U);
+    for (const auto& view : handle.shards()) EXPECT_TRUE(view.shard.grad().defined()) << view.contract->name;
+  });
+}
+
 // Frozen is decided when a model is sharded; a later change is an error, not a gradient that nobody reduces.
-TEST_P(Sizes, AFrozenParameterThatIsUnfrozenAfterShardingIsRefusedAtItsGradient) {
+TEST_P(ParametersOnRanks, AFrozenParameterThatIsUnfrozenAfterShardingIsRefusedAtItsGradient) {
   ranks(GetParam()).run([](World& world) {
     auto module = std::make_shared<Odd>();
     auto handle = fully_shard(module, data_mesh(world));

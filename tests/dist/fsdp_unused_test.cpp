@@ -34,11 +34,11 @@ at::Tensor grad_of(const ShardedBase& handle, const std::string& name) {
   return {};
 }
 
-class Sizes : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, Sizes, ::testing::Values(1, 2, 3));
+class UnusedOnRanks : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, UnusedOnRanks, ::testing::Values(1, 2, 3));
 
 // Naive: ranks without the gradient skip the reduction (a hang), or have no gradient where others have one.
-TEST_P(Sizes, UsedOnOneRankHasAGradientEverywhere) {
+TEST_P(UnusedOnRanks, UsedOnOneRankHasAGradientEverywhere) {
   ranks(GetParam()).run([](World& world) {
     const int user = world.size() - 1;
     Partly plain(user);
@@ -55,7 +55,7 @@ TEST_P(Sizes, UsedOnOneRankHasAGradientEverywhere) {
 }
 
 // Naive: a gradient of zeros: weight decay, momentum and Adam's averages move what nobody used.
-TEST_P(Sizes, UsedOnNoRankHasNoGradientAndIsNotStepped) {
+TEST_P(UnusedOnRanks, UsedOnNoRankHasNoGradientAndIsNotStepped) {
   ranks(GetParam()).run([](World& world) {
     for (const bool adam : {true, false}) {
       auto handle = fully_shard(std::make_shared<Partly>(-1), data_mesh(world));
@@ -75,7 +75,7 @@ TEST_P(Sizes, UsedOnNoRankHasNoGradientAndIsNotStepped) {
   });
 }
 
-TEST_P(Sizes, UsedInOneStepAndNotInTheNext) {
+TEST_P(UnusedOnRanks, UsedInOneStepAndNotInTheNext) {
   ranks(GetParam()).run([](World& world) {
     auto module = std::make_shared<Partly>(-2);
     auto handle = fully_shard(module, data_mesh(world));
@@ -129,7 +129,7 @@ class Tied : public torch::nn::Module {
 };
 
 // Naive: the unit that owns it releases it while the other still needs it, or both reduce half of it.
-TEST_P(Sizes, OneTensorInTwoUnitsMovesToTheirCommonAncestor) {
+TEST_P(UnusedOnRanks, OneTensorInTwoUnitsMovesToTheirCommonAncestor) {
   ranks(GetParam()).run([](World& world) {
     Tied plain;
     auto module = std::make_shared<Tied>();
@@ -182,7 +182,7 @@ TEST(SharedAcrossUnits, UsesOfTwoUnitsAddUnrounded) {
   });
 }
 
-TEST_P(Sizes, AWeightThatTheRootUsesToo) {
+TEST_P(UnusedOnRanks, AWeightThatTheRootUsesToo) {
   struct Head : torch::nn::Module {
     explicit Head(std::shared_ptr<Block> b)
         : block(register_module("block", std::move(b))), weight(register_parameter("weight", block->a)) {}
@@ -214,7 +214,7 @@ TEST_P(Sizes, AWeightThatTheRootUsesToo) {
   });
 }
 
-TEST_P(Sizes, SharedButNeverAdoptedIsNamedAtTheFirstForward) {
+TEST_P(UnusedOnRanks, SharedButNeverAdoptedIsNamedAtTheFirstForward) {
   ranks(GetParam()).run([](World& world) {
     Tied tied;
     tied.shard(data_mesh(world));

@@ -72,25 +72,44 @@ TEST_P(GoldenBFloat16, ContractComputesNormsOfMixedFoldersInFloat32) {
   }
 }
 
-bool is_bfloat16(const at::Tensor& values) {
-  return at::equal(values.to(at::kBFloat16).to(at::kFloat), values);
+/// The folder with norm weights of at most 8 bits, or those and a quarter of their last bit.
+std::filesystem::path with_norms(const std::string& folder, bool above) {
+  return changed_folder(folder, [&](std::vector<StoredTensor>& tensors) {
+    for (auto& tensor : tensors) {
+      if (!tensor.spec.name.ends_with("norm.weight")) continue;
+      auto values = at::from_blob(tensor.bytes.data(), tensor.spec.shape, at::kFloat);
+      values.copy_(values.to(at::kBFloat16));
+      if (above) values.mul_(1 + 0x1p-10);
+    }
+  });
 }
 
-// One forward, one rank: nothing is added after the layer, so a gradient has the digits of its
-// computation.
-TEST_P(GoldenBFloat16, NormsOfMixedFoldersHaveGradientsOfFloat32) {
-  const auto found = gradients({.ranks = 1});
-  int norms = 0;
-  for (const auto& [name, gradient] : found.by_name) {
-    if (!name.ends_with("norm.weight")) continue;
-    ++norms;
-    EXPECT_EQ(is_bfloat16(gradient), !mixed()) << name;
+// What bf16 rounds away makes a difference exactly where norms are computed in fp32.
+TEST_P(GoldenBFloat16, DigitsOfNormWeightsCountInMixedFoldersOnly) {
+  const auto short_norms = with_norms(GetParam(), false);
+  const auto long_norms = with_norms(GetParam(), true);
+  const Layout layout{.ranks = 2};
+  const auto run = [&](const std::filesystem::path& folder, const std::vector<PrecisionRule>& rules) {
+    auto changed = config(layout);
+    changed.model.path = folder;
+    changed.precision.rule = rules;
+    return run_gradients(changed, layout, reference().batches());
+  };
+  const auto few = run(short_norms, {});
+  const auto more = run(long_norms, {});
+  if (mixed()) {
+    EXPECT_FALSE(at::equal(few.logits, more.logits));
+  } else {
+    expect_same_bits(more, few);
   }
-  EXPECT_GT(norms, 0);
+  PrecisionRule in_bfloat16;
+  in_bfloat16.match = {"*norm"};
+  in_bfloat16.param_dtype = DType::kBFloat16;
+  expect_same_bits(run(long_norms, {in_bfloat16}), run(short_norms, {in_bfloat16}));
 }
 
 INSTANTIATE_TEST_SUITE_P(Dense, GoldenBFloat16, ::testing::ValuesIn(kFolders),
-                         [](const auto& info) { return test_name(info.param); });
+                         [](const auto& each) { return test_name(each.param); });
 
 }  // namespace
 }  // namespace tessera::golden

@@ -91,7 +91,7 @@ TEST_P(GoldenGradients, ASecondRunHasTheSameBits) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Dense, GoldenGradients, ::testing::ValuesIn(kFolders),
-                         [](const auto& info) { return test_name(info.param); });
+                         [](const auto& each) { return test_name(each.param); });
 
 }  // namespace
 }  // namespace tessera::golden

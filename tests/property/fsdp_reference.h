@@ -76,7 +76,7 @@ class Reference {
 
   void renew(std::size_t object) {
     const auto p = case_.objects[object].parameter;
-    auto alias = masters_[p].to(to_scalar_type(contracts_[p].compute.dtype)).detach().clone();
+    auto alias = masters_[p].to(to_scalar_type(contracts_[p].compute.dtype)).detach().clone(at::MemoryFormat::Contiguous);
     if (contracts_[p].trainable && at::GradMode::is_enabled()) {
       alias.set_requires_grad(true);
       alias.set_grad_dtype(std::nullopt);

@@ -21,15 +21,19 @@ void for_ranges(std::int64_t size, std::int64_t grain,
   const char* first = static_cast<const char*>(bytes.const_data_ptr());
   auto iterator = at::TensorIteratorConfig()
                       .set_check_mem_overlap(false)
+                      .check_all_same_dtype(false)
+                      .declare_static_dtype_and_device(at::kByte, at::kCPU)
                       .resize_outputs(false)
                       .add_output(bytes)
                       .build();
-  iterator.for_each(
-      [&](char** data, const std::int64_t* /*strides*/, std::int64_t count) {
-        const std::int64_t part = data[0] - first;
-        body(part * grain, std::min(size, (part + count) * grain));
-      },
-      /*grain_size=*/1);
+  const auto run_parts = [&](char** data, const std::int64_t* strides, std::int64_t inner,
+                             std::int64_t outer) {
+    for (std::int64_t i = 0; i < outer; ++i) {
+      const std::int64_t part = data[0] + i * strides[1] - first;
+      body(part * grain, std::min(size, (part + inner) * grain));
+    }
+  };
+  iterator.for_each(at::TensorIteratorBase::loop2d_t(run_parts), /*grain_size=*/1);
 }
 
 }  // namespace tessera::nn::cpu

@@ -42,17 +42,18 @@ variable_list run_backward(const at::Tensor& grad, const at::Tensor& grad_sum, c
   with_kernels(x.scalar_type(), weight.scalar_type(), [&](auto types, const auto& kernels) {
     using T = typename decltype(types)::T;
     using W = typename decltype(types)::W;
-    NormBackward<T, W> job{.grad = data<T>(grad),
-                           .grad_sum = data<T>(grad_sum),
-                           .x = data<T>(x),
-                           .weight = data<W>(weight),
-                           .scale = data<float>(scale),
-                           .grad_x = mutable_data<T>(grad_x),
-                           .grad_weight = nullptr,
-                           .columns = x.size(-1)};
-    blocks.run([&, job](std::int64_t begin, std::int64_t end, float* sums) mutable {
-      job.grad_weight = sums;
-      kernels.norm_backward(job, begin, end);
+    const NormBackward<T, W> job{.grad = data<T>(grad),
+                                 .grad_sum = data<T>(grad_sum),
+                                 .x = data<T>(x),
+                                 .weight = data<W>(weight),
+                                 .scale = data<float>(scale),
+                                 .grad_x = mutable_data<T>(grad_x),
+                                 .grad_weight = nullptr,
+                                 .columns = x.size(-1)};
+    blocks.run([&](std::int64_t begin, std::int64_t end, float* sums) {
+      NormBackward<T, W> part = job;
+      part.grad_weight = sums;
+      kernels.norm_backward(part, begin, end);
     });
   });
   return {grad_x, blocks.total()};

@@ -14,10 +14,12 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 struct RopeHeadsFunction : torch::autograd::Function<RopeHeadsFunction> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
-                            const at::Tensor& cos, const at::Tensor& sin, std::int64_t heads,
-                            std::int64_t repeat, double eps) {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input,
+                            const std::optional<at::Tensor>& norm_weight, const at::Tensor& cos,
+                            const at::Tensor& sin, std::int64_t heads, std::int64_t repeat,
+                            double eps) {
     const at::Tensor x = input.contiguous();
+    const at::Tensor weight = norm_weight.value_or(at::Tensor());
     const std::int64_t head_dim = x.size(2) / heads;
     const at::Tensor y =
         at::empty({x.size(0), heads / repeat, x.size(1), repeat, head_dim}, x.options());
@@ -67,21 +69,22 @@ struct RopeHeadsFunction : torch::autograd::Function<RopeHeadsFunction> {
                  [&](auto types, const auto& kernels) {
                    using T = typename decltype(types)::T;
                    using W = typename decltype(types)::W;
-                   HeadsBackward<T, W> job{.grad = data<T>(grad),
-                                           .x = data<T>(saved[0]),
-                                           .weight = data<W>(factors),
-                                           .cos = data<T>(saved[2]),
-                                           .sin = data<T>(saved[3]),
-                                           .scale = data<float>(saved[4]),
-                                           .grad_x = mutable_data<T>(grad_x),
-                                           .grad_weight = nullptr,
-                                           .positions = grad.size(2),
-                                           .heads = heads,
-                                           .repeat = repeat,
-                                           .head_dim = head_dim};
-                   blocks.run([&, job](std::int64_t begin, std::int64_t end, float* sums) mutable {
-                     job.grad_weight = sums;
-                     kernels.heads_backward(job, begin, end);
+                   const HeadsBackward<T, W> job{.grad = data<T>(grad),
+                                                 .x = data<T>(saved[0]),
+                                                 .weight = data<W>(factors),
+                                                 .cos = data<T>(saved[2]),
+                                                 .sin = data<T>(saved[3]),
+                                                 .scale = data<float>(saved[4]),
+                                                 .grad_x = mutable_data<T>(grad_x),
+                                                 .grad_weight = nullptr,
+                                                 .positions = grad.size(2),
+                                                 .heads = heads,
+                                                 .repeat = repeat,
+                                                 .head_dim = head_dim};
+                   blocks.run([&](std::int64_t begin, std::int64_t end, float* sums) {
+                     HeadsBackward<T, W> part = job;
+                     part.grad_weight = sums;
+                     kernels.heads_backward(part, begin, end);
                    });
                  });
     const at::Tensor none;
@@ -93,7 +96,9 @@ struct RopeHeadsFunction : torch::autograd::Function<RopeHeadsFunction> {
 
 at::Tensor rope_heads(const at::Tensor& x, const HeadLayout& layout, const HeadNorm& norm,
                       const RopeTable& table) {
-  return RopeHeadsFunction::apply(x, norm.weight, table.cos, table.sin, layout.heads, layout.repeat,
+  const std::optional<at::Tensor> weight =
+      norm.weight.defined() ? std::optional(norm.weight) : std::nullopt;
+  return RopeHeadsFunction::apply(x, weight, table.cos, table.sin, layout.heads, layout.repeat,
                                   norm.eps);
 }
 

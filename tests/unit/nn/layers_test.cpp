@@ -20,7 +20,7 @@ class Layers : public ::testing::Test {
 };
 
 TEST_F(Layers, LinearEqualsProductInFloat64) {
-  const auto ours = [](const Tensors& in) { return linear(in[0], in[1], in[2]); };
+  const auto ours = [](const Tensors& in) { return nn::linear(in[0], in[1], in[2]); };
   const auto plain = [](const Tensors& in) { return at::linear(in[0], in[1], in[2]); };
   for (const std::int64_t rows : {0, 3}) {
     expect_equals_composite(ours, plain,
@@ -37,28 +37,28 @@ TEST_F(Layers, LinearEqualsProductInFloat64) {
 TEST_F(Layers, AnotherWeightDtypeComputesThereAndReturnsTheInputs) {
   const at::Tensor x = at::randn({2, 3, 8}).to(at::kBFloat16).requires_grad_(true);
   const at::Tensor weight = at::randn({4, 8}).requires_grad_(true);
-  const at::Tensor y = linear(x, weight);
+  const at::Tensor y = nn::linear(x, weight);
   EXPECT_EQ(y.scalar_type(), at::kBFloat16);
   EXPECT_TRUE(y.equal(at::linear(x.to(at::kFloat), weight).to(at::kBFloat16)));
   y.sum().backward();
   EXPECT_EQ(x.grad().scalar_type(), at::kBFloat16);
   EXPECT_EQ(weight.grad().scalar_type(), at::kFloat);
 
-  EXPECT_EQ(rms_norm(x, at::ones({8}), 1e-6).scalar_type(), at::kBFloat16);
-  EXPECT_EQ(rms_norm(x.to(at::kFloat), at::ones({8}).to(at::kBFloat16), 1e-6).scalar_type(),
+  EXPECT_EQ(nn::rms_norm(x, at::ones({8}), 1e-6).scalar_type(), at::kBFloat16);
+  EXPECT_EQ(nn::rms_norm(x.to(at::kFloat), at::ones({8}).to(at::kBFloat16), 1e-6).scalar_type(),
             at::kFloat);
-  EXPECT_EQ(rms_norm(x.to(at::kHalf), at::ones({8}), 1e-6).scalar_type(), at::kHalf);
+  EXPECT_EQ(nn::rms_norm(x.to(at::kHalf), at::ones({8}), 1e-6).scalar_type(), at::kHalf);
 }
 
 // The gradient of a bf16 norm weight is summed in fp32 and reaches a leaf that asks for raw values so.
 TEST_F(Layers, NormWeightGradientsAreFloat32WhereTheLeafTakesThem) {
   const at::Tensor x = at::randn({40, 8}).to(at::kBFloat16);
   const at::Tensor plain = at::ones({8}).to(at::kBFloat16).requires_grad_(true);
-  rms_norm(x, plain, 1e-6).sum().backward();
+  nn::rms_norm(x, plain, 1e-6).sum().backward();
   EXPECT_EQ(plain.grad().scalar_type(), at::kBFloat16);
   const at::Tensor raw = at::ones({8}).to(at::kBFloat16).requires_grad_(true);
   raw.set_grad_dtype(std::nullopt);
-  rms_norm(x, raw, 1e-6).sum().backward();
+  nn::rms_norm(x, raw, 1e-6).sum().backward();
   EXPECT_EQ(raw.grad().scalar_type(), at::kFloat);
 }
 
@@ -66,7 +66,7 @@ TEST_F(Layers, FrozenWeightsGetNoGradientAndInputsStillDo) {
   const at::Tensor x = at::randn({2, 8}).requires_grad_(true);
   const at::Tensor weight = at::randn({8, 8});
   const at::Tensor norm = at::ones({8});
-  linear(rms_norm(x, norm, 1e-6), weight).sum().backward();
+  nn::linear(nn::rms_norm(x, norm, 1e-6), weight).sum().backward();
   EXPECT_TRUE(x.grad().defined());
   EXPECT_FALSE(weight.grad().defined());
   EXPECT_FALSE(norm.grad().defined());
@@ -74,7 +74,7 @@ TEST_F(Layers, FrozenWeightsGetNoGradientAndInputsStillDo) {
 
 TEST_F(Layers, Float64TakesTheCompositeForm) {
   const at::Tensor x = at::randn({2, 3, 8}, at::kDouble);
-  EXPECT_EQ(rms_norm(x, at::ones({8}, at::kDouble), 1e-6).scalar_type(), at::kDouble);
+  EXPECT_EQ(nn::rms_norm(x, at::ones({8}, at::kDouble), 1e-6).scalar_type(), at::kDouble);
   EXPECT_EQ(swiglu(x, x).scalar_type(), at::kDouble);
 }
 

@@ -64,6 +64,9 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(
         BadConfig{"checkpoint.enable=true", "checkpoint.enable", "not yet built"},
         BadConfig{"metrics.enable_tensorboard=true", "metrics.enable_tensorboard", "not yet built"},
+        BadConfig{"debug.check_dtypes=true", "debug.check_dtypes", "not yet built"},
+        BadConfig{"device=cuda", "device", "not yet built"},
+        BadConfig{"model.aux_loss_coef=0.1", "model.aux_loss_coef", "not yet built"},
         BadConfig{"parallelism.tensor_parallel_degree=2", "parallelism.tensor_parallel_degree",
                   "not yet built"},
         BadConfig{"parallelism.expert_parallel_degree=2", "parallelism.expert_parallel_degree",
