@@ -1,19 +1,20 @@
-// What sharding costs a unit beside its collectives: 200 x Linear(64, 64), each a unit of its own, on two
-// Gloo ranks; beside it, in the same process and in turns, c10d's bare collectives of the same sizes: two
-// all-gathers and one reduce-scatter a unit. Prints one line of JSON, medians in ms a unit and step.
+// What sharding costs a unit beside its collectives: 200 x Linear(64, 64), each a unit of its own,
+// on two Gloo ranks; beside it, in the same process and in turns, c10d's bare collectives of the
+// same sizes: two all-gathers and one reduce-scatter a unit. Prints one line of JSON, medians in ms
+// a unit and step.
 //
 //   unit_overhead [UNITS] [STEPS]
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <tessera/tessera.h>
 #include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "base/environment.h"
 #include "comm/group.h"
@@ -93,8 +94,10 @@ void run(tessera::World& world, int units, int steps) {
   Case cases[] = {{"tessera", [&] { train(sharded); }},
                   {"collectives",
                    [&] {
-                     for (int i = 0; i < 2 * units; ++i) gloo->_allgather_base(whole, shard)->wait();
-                     for (int i = 0; i < units; ++i) gloo->_reduce_scatter_base(shard, whole)->wait();
+                     for (int i = 0; i < 2 * units; ++i)
+                       gloo->_allgather_base(whole, shard)->wait();
+                     for (int i = 0; i < units; ++i)
+                       gloo->_reduce_scatter_base(shard, whole)->wait();
                    }},
                   {"unsharded", [&] { train(*plain); }}};
   auto& runtime = sharded.unit()->runtime();
@@ -103,7 +106,8 @@ void run(tessera::World& world, int units, int steps) {
       tessera::comm::barrier(world.control(), "bench");
       const auto begin = std::chrono::steady_clock::now();
       one.run();
-      const std::chrono::duration<double, std::milli> elapsed = std::chrono::steady_clock::now() - begin;
+      const std::chrono::duration<double, std::milli> elapsed =
+          std::chrono::steady_clock::now() - begin;
       if (step >= 0) one.ms.push_back(elapsed.count() / units);
     }
   }

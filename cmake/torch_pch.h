@@ -1,5 +1,5 @@
-// The one precompiled header of everything that sees libtorch. Narrow on purpose: torch/torch.h costs
-// three times as much.
+// The one precompiled header of everything that sees libtorch. Narrow on purpose: torch/torch.h
+// costs three times as much.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -8,8 +8,6 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/nn/module.h>
 
 #include <algorithm>
@@ -21,5 +19,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <unordered_map>
 #include <vector>

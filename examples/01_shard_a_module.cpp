@@ -2,7 +2,8 @@
 //
 //   build/release/examples/01_shard_a_module
 //
-// The ranks learn a fixed linear map from random inputs; rank 0 prints the loss, which falls below 0.01.
+// The ranks learn a fixed linear map from random inputs; rank 0 prints the loss, which falls below
+// 0.01.
 #include <tessera/tessera.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/linear.h>
@@ -34,7 +35,8 @@ int main() {
     // 1. A mesh: all ranks shard (dp_shard = 2), nothing is replicated.
     const auto mesh = world.mesh(tessera::MeshShape::dense(1, 1, world.size(), 1, 1));
 
-    // 2. A plain module, then its handle. Values are rank 0's on every rank only if they were equal before.
+    // 2. A plain module, then its handle. Values are rank 0's on every rank only if they were equal
+    // before.
     at::manual_seed(1);
     auto model = tessera::fully_shard(std::make_shared<Mlp>(), mesh);
 
@@ -44,7 +46,8 @@ int main() {
     options.weight_decay = 0.0;
     const auto optimizer = tessera::make_adamw(model, options);
 
-    const auto target = at::sin(at::arange(16 * 4, at::TensorOptions().dtype(at::kFloat))).view({16, 4}) * 0.3;
+    const auto target =
+        at::sin(at::arange(16 * 4, at::TensorOptions().dtype(at::kFloat))).view({16, 4}) * 0.3;
     double last = 0;
     for (int step = 0; step < 200; ++step) {
       const auto x = inputs(step, world.rank());
@@ -57,6 +60,7 @@ int main() {
       if (world.rank() == 0 && step % 50 == 0) std::printf("step %3d  loss %.4f\n", step, last);
     }
     if (world.rank() == 0) std::printf("final loss %.4f (expected below 0.01)\n", last);
-    TESSERA_CHECK(std::isfinite(last) && last < 0.01, tessera::ErrorKind::kNumeric, "the loss did not fall: ", last);
+    TESSERA_CHECK(std::isfinite(last) && last < 0.01, tessera::ErrorKind::kNumeric,
+                  "the loss did not fall: ", last);
   });
 }

@@ -2,8 +2,9 @@
 //
 //   build/release/examples/02_mixed_dtypes
 //
-// Linear(10,20), ReLU, Linear(20,30) in fp32, then Linear(30,10) in bf16. Two ranks train it for two epochs as one
-// unit, once more as nested units, and compare both with the plain model on all rows, bit for bit.
+// Linear(10,20), ReLU, Linear(20,30) in fp32, then Linear(30,10) in bf16. Two ranks train it for
+// two epochs as one unit, once more as nested units, and compare both with the plain model on all
+// rows, bit for bit.
 #include <tessera/tessera.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/linear.h>
@@ -35,7 +36,8 @@ struct Nested : torch::nn::Module {
   using Layer = tessera::Sharded<torch::nn::LinearImpl>;
   Nested(const Mixed& plain, const tessera::Mesh& mesh) {
     const auto shard = [&](const char* name, const torch::nn::Linear& layer) {
-      return register_module(name, std::make_shared<Layer>(tessera::fully_shard(layer.ptr(), mesh)));
+      return register_module(name,
+                             std::make_shared<Layer>(tessera::fully_shard(layer.ptr(), mesh)));
     };
     layer1 = shard("layer1", plain.layer1);
     layer2 = shard("layer2", plain.layer2);
@@ -48,7 +50,8 @@ struct Nested : torch::nn::Module {
 };
 
 at::Tensor rows(int epoch, int rank) {
-  return at::cos(at::arange(80, at::TensorOptions().dtype(at::kFloat)).view({8, 10}) * (1 + rank) + epoch);
+  return at::cos(at::arange(80, at::TensorOptions().dtype(at::kFloat)).view({8, 10}) * (1 + rank) +
+                 epoch);
 }
 
 template <class Model>
@@ -93,11 +96,12 @@ void train_and_compare(tessera::World& world, Handle& model, const char* what) {
   }
   const auto expected = train_plain();
   model.visit_full_parameters([&](const std::string& name, const at::Tensor& value) {
-    TESSERA_CHECK(at::equal(value, expected.at(name)), tessera::ErrorKind::kNumeric, what, ": ", name,
-                  " differs from the plain model");
+    TESSERA_CHECK(at::equal(value, expected.at(name)), tessera::ErrorKind::kNumeric, what, ": ",
+                  name, " differs from the plain model");
   });
   if (world.rank() == 0) {
-    std::printf("%-12s loss %.6f, all 6 parameters equal to the plain model's, bit for bit\n", what, loss_value);
+    std::printf("%-12s loss %.6f, all 6 parameters equal to the plain model's, bit for bit\n", what,
+                loss_value);
   }
 }
 

@@ -46,18 +46,18 @@ std::string concat(const Args&... args) {
 }  // namespace tessera
 
 /// TESSERA_CHECK(condition, ErrorKind::kX, parts of the message...)
-#define TESSERA_CHECK(condition, kind, ...)                              \
-  do {                                                                   \
-    if (!(condition)) [[unlikely]]                                       \
-      throw ::tessera::Error((kind), ::tessera::concat(__VA_ARGS__));    \
+#define TESSERA_CHECK(condition, kind, ...)                           \
+  do {                                                                \
+    if (!(condition)) [[unlikely]]                                    \
+      throw ::tessera::Error((kind), ::tessera::concat(__VA_ARGS__)); \
   } while (false)
 
 /// TESSERA_INVARIANT(condition, parts of the message...)
-#define TESSERA_INVARIANT(condition, ...)                                                       \
-  do {                                                                                          \
-    if (!(condition)) [[unlikely]]                                                              \
-      throw ::tessera::Error(::tessera::ErrorKind::kInternal,                                   \
-                             ::tessera::concat("internal error, please report: ", __VA_ARGS__, \
-                                               " (" #condition ", ", __FILE__, ":", __LINE__,   \
-                                               ")"));                                           \
+#define TESSERA_INVARIANT(condition, ...)                                                         \
+  do {                                                                                            \
+    if (!(condition)) [[unlikely]]                                                                \
+      throw ::tessera::Error(                                                                     \
+          ::tessera::ErrorKind::kInternal,                                                        \
+          ::tessera::concat("internal error, please report: ", __VA_ARGS__, " (" #condition ", ", \
+                            __FILE__, ":", __LINE__, ")"));                                       \
   } while (false)

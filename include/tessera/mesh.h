@@ -1,8 +1,8 @@
 // Named meshes: how the ranks of a World are arranged, and which of them form a group on an axis.
 //
-// A mesh is a value (names, sizes, the ranks in row-major order); the groups behind its axes belong to
-// the World and are made on first use, by all ranks together. "axis" is of a mesh, "dim" of a tensor.
-// Next: world.h makes meshes, shard.h uses them.
+// A mesh is a value (names, sizes, the ranks in row-major order); the groups behind its axes belong
+// to the World and are made on first use, by all ranks together. "axis" is of a mesh, "dim" of a
+// tensor. Next: world.h makes meshes, shard.h uses them.
 #pragma once
 
 #include <cstdint>
@@ -46,13 +46,13 @@ class MeshShape {
   static MeshShape sparse(int pp, int dp_replicate, int expert_data, int ep, int etp);
 
   const std::vector<MeshAxis>& axes() const { return axes_; }
-  int size() const;                             ///< product of all axes
+  int size() const;  ///< product of all axes
   bool has(std::string_view name) const;
-  int size_of(std::string_view name) const;     ///< 1 for an axis that the mesh does not have
+  int size_of(std::string_view name) const;  ///< 1 for an axis that the mesh does not have
   /// Coordinate of `rank` on `name` (row-major; the last axis varies fastest).
   int coordinate(int rank, std::string_view name) const;
-  /// The ranks that differ from `rank` only on the named axes (flattened, in mesh order), ascending in
-  /// row-major order: the group of `rank` on these axes.
+  /// The ranks that differ from `rank` only on the named axes (flattened, in mesh order), ascending
+  /// in row-major order: the group of `rank` on these axes.
   std::vector<int> group_of(int rank, const std::vector<std::string_view>& names) const;
   bool operator==(const MeshShape&) const = default;
 

@@ -1,8 +1,9 @@
-// Optimizers over the shards of a handle: AdamW and SGD with PyTorch's formulas, element by element on the
-// ranges that this rank owns.
+// Optimizers over the shards of a handle: AdamW and SGD with PyTorch's formulas, element by element
+// on the ranges that this rank owns.
 //
-// torch::optim's work on handle.parameters() too; these refuse to step while a backward is owed, skip
-// parameters that no rank used, and decide decay by name, since a shard has lost its dims. Next: clip.h.
+// torch::optim's work on handle.parameters() too; these refuse to step while a backward is owed,
+// skip parameters that no rank used, and decide decay by name, since a shard has lost its dims.
+// Next: clip.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,8 +22,8 @@ struct AdamWOptions {
   double beta1 = 0.9;
   double beta2 = 0.95;
   double eps = 1e-8;
-  double weight_decay = 0.1;           ///< decoupled, on every trainable parameter but those of `no_decay`
-  std::vector<std::string> no_decay;   ///< patterns as PrecisionRule::match
+  double weight_decay = 0.1;  ///< decoupled, on every trainable parameter but those of `no_decay`
+  std::vector<std::string> no_decay;  ///< patterns as PrecisionRule::match
 };
 
 struct SgdOptions {
@@ -35,8 +36,8 @@ struct SgdOptions {
 class Optimizer {
  public:
   virtual ~Optimizer() = default;
-  /// Updates every shard that has a gradient. Not collective. Errors: kUsage while a recorded forward waits
-  /// for its backward; kContract for a gradient whose dtype is not the shard's.
+  /// Updates every shard that has a gradient. Not collective. Errors: kUsage while a recorded
+  /// forward waits for its backward; kContract for a gradient whose dtype is not the shard's.
   void step();
   void set_lr(double lr) { lr_ = lr; }
   double lr() const { return lr_; }

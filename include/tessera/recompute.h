@@ -1,8 +1,9 @@
 // checkpoint(): activation recomputation that handles know about.
 //
-// Keeps only the inputs of `function` and runs it again in backward. Compose it as unit(checkpoint(block)) or
-// checkpoint(unit(block)); both give the gradients of the plain call. See [Note: recomputation] in
-// fsdp/recompute.h. Random state is not restored yet: functions must be deterministic.
+// Keeps only the inputs of `function` and runs it again in backward. Compose it as
+// unit(checkpoint(block)) or checkpoint(unit(block)); both give the gradients of the plain call.
+// See [Note: recomputation] in fsdp/recompute.h. Random state is not restored yet: functions must
+// be deterministic.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,8 +13,8 @@
 
 namespace tessera {
 
-/// function(inputs), recomputed in backward. Gradients flow to `inputs` and to every parameter that the
-/// function uses. Its tensors must all come in through `inputs` or be parameters.
+/// function(inputs), recomputed in backward. Gradients flow to `inputs` and to every parameter that
+/// the function uses. Its tensors must all come in through `inputs` or be parameters.
 at::Tensor checkpoint(std::function<at::Tensor(const std::vector<at::Tensor>&)> function,
                       const std::vector<at::Tensor>& inputs);
 

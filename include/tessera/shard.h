@@ -1,11 +1,12 @@
 // fully_shard: turns any torch::nn::Module into a sharded one, called through a handle.
 //
-// C++ has no module hooks, so what Python's FSDP2 does in hooks happens in Sharded<M>::forward. The handle is
-// a module itself, with M's forward signature: it can be a child of another module, stand in a Sequential, and
-// its parameters() are the shards that an optimizer steps. Inner units exist where the code calls such
-// handles. Parameters of one unit may have different dtypes. Not a wrapper that copies M: M's own tensors show
-// the unsharded parameters while the unit computes and throw at any other time.
-// Source of the semantics: PyTorch FSDP2 `fully_shard`; the differences are in docs/. Next: optim.h, clip.h.
+// C++ has no module hooks, so what Python's FSDP2 does in hooks happens in Sharded<M>::forward. The
+// handle is a module itself, with M's forward signature: it can be a child of another module, stand
+// in a Sequential, and its parameters() are the shards that an optimizer steps. Inner units exist
+// where the code calls such handles. Parameters of one unit may have different dtypes. Not a
+// wrapper that copies M: M's own tensors show the unsharded parameters while the unit computes and
+// throw at any other time. Source of the semantics: PyTorch FSDP2 `fully_shard`; the differences
+// are in docs/. Next: optim.h, clip.h.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -40,27 +41,29 @@ struct Parameter;
 class ShardedBase;
 
 struct ShardOptions {
-  /// Canonical name of the module in the whole model ("model.layers.0"): put before its parameters' names.
+  /// Canonical name of the module in the whole model ("model.layers.0"): put before its parameters'
+  /// names.
   /// "" = from its place in the parent that is sharded later.
   std::string name;
-  /// Give the unsharded parameters back after forward and gather them again in backward. none = true for
-  /// units inside another one (set when the outer one is sharded), false for the outermost.
+  /// Give the unsharded parameters back after forward and gather them again in backward. none =
+  /// true for units inside another one (set when the outer one is sharded), false for the
+  /// outermost.
   std::optional<bool> reshard_after_forward;
-  /// Buckets of inner units that are smaller than this (bytes of the unsharded compute dtype) move to the
-  /// outermost unit and are gathered once a step.
+  /// Buckets of inner units that are smaller than this (bytes of the unsharded compute dtype) move
+  /// to the outermost unit and are gathered once a step.
   std::int64_t merge_below_bytes = 0;
   /// none = the number of data ranks, as FSDP2 averages.
   std::optional<double> divide_factor;
-  /// Gradient bytes that may be under way before the issuer waits for the oldest reduction: enough for the wire to
-  /// stay busy, little enough for buffers to be used again while they are warm.
+  /// Gradient bytes that may be under way before the issuer waits for the oldest reduction: enough
+  /// for the wire to stay busy, little enough for buffers to be used again while they are warm.
   std::int64_t in_flight_bytes = std::int64_t{32} << 20;
-  /// Resolved beforehand for the whole model, looked up by canonical name; none = resolved here from the
-  /// policy.
+  /// Resolved beforehand for the whole model, looked up by canonical name; none = resolved here
+  /// from the policy.
   std::shared_ptr<const std::vector<GradContract>> contracts;
   /// From a parameter's path in the module to its canonical name; none = `name` + "." + path.
   std::function<std::string(const std::string&)> canonical_name;
-  /// Handles whose modules still stand plain in the tree, because the code reaches them in another way
-  /// (fsdp/slot.h): each is met where its module is.
+  /// Handles whose modules still stand plain in the tree, because the code reaches them in another
+  /// way (fsdp/slot.h): each is met where its module is.
   std::vector<std::shared_ptr<ShardedBase>> inner;
   /// Tensors to leave alone: not sharded, gathered, reduced or moved.
   std::vector<at::Tensor> ignored_parameters;
@@ -90,21 +93,25 @@ class ShardedBase : public torch::nn::Module {
   /// One line a parameter.
   std::string contract_table() const;
 
-  /// Calls `visit(canonical name, whole parameter)` on every rank, storage dtype, one bucket in memory at a time.
-  /// Collective.
-  void visit_full_parameters(const std::function<void(const std::string&, const at::Tensor&)>& visit) const;
-  /// The same for gradients as they stand on the shards, final dtype; zeros for trainable parameters without one.
-  /// Frozen ones are left out.
-  void visit_full_gradients(const std::function<void(const std::string&, const at::Tensor&)>& visit) const;
+  /// Calls `visit(canonical name, whole parameter)` on every rank, storage dtype, one bucket in
+  /// memory at a time. Collective.
+  void visit_full_parameters(
+      const std::function<void(const std::string&, const at::Tensor&)>& visit) const;
+  /// The same for gradients as they stand on the shards, final dtype; zeros for trainable
+  /// parameters without one. Frozen ones are left out.
+  void visit_full_gradients(
+      const std::function<void(const std::string&, const at::Tensor&)>& visit) const;
   /// The loader filled every shard: they may be gathered.
   void set_loaded();
 
-  /// false: gradients stay unreduced in the slots until a backward with true (gradient accumulation).
+  /// false: gradients stay unreduced in the slots until a backward with true (gradient
+  /// accumulation).
   void set_requires_gradient_sync(bool value, bool recurse = true);
   /// false: HSDP's sum over replicas waits for a backward with true.
   void set_requires_replica_reduce(bool value);
   void unshard();  ///< gathers this unit now. Collective.
-  void reshard();  ///< gives its memory back; on all ranks or on none, since the next forward gathers it again
+  void reshard();  ///< gives its memory back; on all ranks or on none, since the next forward
+                   ///< gathers it again
 
   void train(bool on = true) override;
   void zero_grad(bool set_to_none = true) override;
@@ -118,8 +125,8 @@ class ShardedBase : public torch::nn::Module {
   const std::shared_ptr<torch::nn::Module>& held() const { return held_; }
 
  protected:
-  ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& mesh, const PrecisionPolicy& policy,
-              const ShardOptions& options);
+  ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& mesh,
+              const PrecisionPolicy& policy, const ShardOptions& options);
 
   /// One call of the module: enter() before it, leave() after it, neither when it throws.
   class Call {
@@ -163,8 +170,9 @@ class ShardedBase : public torch::nn::Module {
   bool named_ = false;
 };
 
-/// The signature of M's forward. Specialize it for a module whose forward is a template or overloaded:
-/// `template <> struct tessera::ForwardSignature<MyImpl> { using type = at::Tensor(at::Tensor); };`
+/// The signature of M's forward. Specialize it for a module whose forward is a template or
+/// overloaded: `template <> struct tessera::ForwardSignature<MyImpl> { using type =
+/// at::Tensor(at::Tensor); };`
 template <class M>
 struct ForwardSignature {
   template <class R, class C, class... Args>
@@ -187,15 +195,18 @@ template <class M, class R, class... Args>
 class ShardedForward<M, R(Args...)> : public ShardedBase {
  public:
   R forward(Args... arguments) {
-    static_assert((!(std::is_lvalue_reference_v<Args> && !std::is_const_v<std::remove_reference_t<Args>>) &&
-                   ...),
-                  "a sharded forward cannot write to its arguments");
+    static_assert(
+        (!(std::is_lvalue_reference_v<Args> && !std::is_const_v<std::remove_reference_t<Args>>) &&
+         ...),
+        "a sharded forward cannot write to its arguments");
     std::tuple<std::decay_t<Args>...> held(std::forward<Args>(arguments)...);
     Call call(*this);
     std::vector<at::Tensor*> inputs;
     visit_tensors(held, [&](at::Tensor& tensor) { inputs.push_back(&tensor); });
     call.enter(inputs);
-    const auto run = [&](auto&... values) -> R { return module_->forward(static_cast<Args>(values)...); };
+    const auto run = [&](auto&... values) -> R {
+      return module_->forward(static_cast<Args>(values)...);
+    };
     if constexpr (std::is_void_v<R>) {
       std::apply(run, held);
       call.leave({});
@@ -227,18 +238,18 @@ class Sharded : public detail::ShardedForward<M, typename ForwardSignature<M>::t
  public:
   Sharded(std::shared_ptr<M> module, const Mesh& mesh, const PrecisionPolicy& policy,
           const ShardOptions& options)
-      : detail::ShardedForward<M, typename ForwardSignature<M>::type>(std::move(module), mesh, policy,
-                                                                      options) {}
+      : detail::ShardedForward<M, typename ForwardSignature<M>::type>(std::move(module), mesh,
+                                                                      policy, options) {}
 };
 
-/// Shards every parameter under `module` that no inner handle owns yet over the mesh's dp_shard axis
-/// (replicated over dp_replicate), as one unit. Collective: all ranks call it on the same module, inner ones
-/// first. Values are taken from the module; parameters without storage stay unset until they are loaded.
-/// Errors: kContract naming the parameter (dtypes, rules, ranks that disagree), kUsage for gradients or
-/// forwards under way.
+/// Shards every parameter under `module` that no inner handle owns yet over the mesh's dp_shard
+/// axis (replicated over dp_replicate), as one unit. Collective: all ranks call it on the same
+/// module, inner ones first. Values are taken from the module; parameters without storage stay
+/// unset until they are loaded. Errors: kContract naming the parameter (dtypes, rules, ranks that
+/// disagree), kUsage for gradients or forwards under way.
 template <class M>
-Sharded<M> fully_shard(std::shared_ptr<M> module, const Mesh& mesh, const PrecisionPolicy& policy = {},
-                       const ShardOptions& options = {}) {
+Sharded<M> fully_shard(std::shared_ptr<M> module, const Mesh& mesh,
+                       const PrecisionPolicy& policy = {}, const ShardOptions& options = {}) {
   return Sharded<M>(std::move(module), mesh, policy, options);
 }
 

@@ -1,7 +1,8 @@
 // visit_tensors: every tensor inside the arguments or the result of a forward.
 //
 // Tensors, optionals, pairs, tuples, vectors, arrays, maps of them, and any type with a member
-// `void visit_tensors(F&& f)` that calls f(at::Tensor&) for each of its tensors. Anything else holds none.
+// `void visit_tensors(F&& f)` that calls f(at::Tensor&) for each of its tensors. Anything else
+// holds none.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,7 +28,8 @@ struct AnyTensorVisitor {
 };
 
 template <class T>
-concept HasVisitTensors = requires(T& value, AnyTensorVisitor visitor) { value.visit_tensors(visitor); };
+concept HasVisitTensors =
+    requires(T& value, AnyTensorVisitor visitor) { value.visit_tensors(visitor); };
 
 template <class T>
 struct TensorVisit {
@@ -76,7 +78,8 @@ struct MapTensorVisit {
 template <class K, class T, class C, class A>
 struct TensorVisit<std::map<K, T, C, A>> : MapTensorVisit<std::map<K, T, C, A>> {};
 template <class K, class T, class H, class E, class A>
-struct TensorVisit<std::unordered_map<K, T, H, E, A>> : MapTensorVisit<std::unordered_map<K, T, H, E, A>> {};
+struct TensorVisit<std::unordered_map<K, T, H, E, A>>
+    : MapTensorVisit<std::unordered_map<K, T, H, E, A>> {};
 template <class... T>
 struct TensorVisit<std::tuple<T...>> {
   template <class F>

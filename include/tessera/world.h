@@ -1,6 +1,6 @@
-// World: the ranks of one training run as one of them sees them. Everything that communicates hangs on
-// a World object; there is no process-global state, so ranks can be threads and several Worlds can live
-// in one process.
+// World: the ranks of one training run as one of them sees them. Everything that communicates hangs
+// on a World object; there is no process-global state, so ranks can be threads and several Worlds
+// can live in one process.
 //
 // Made by World::connect in a process that a launcher started, by launch() for local ranks, or by
 // launch_threads() for ranks as threads of one process. Next: mesh.h, shard.h.
@@ -27,10 +27,12 @@ struct WorldOptions {
   std::string backend = "auto";  ///< "auto" (gloo), "gloo", "nccl" (where it is built in)
   std::chrono::milliseconds init_timeout = std::chrono::seconds(300);
   std::chrono::milliseconds timeout = std::chrono::seconds(100);  ///< of every collective
-  std::string master_addr;  ///< where MASTER_ADDR is not set; "" = this host, if all ranks are on one
-  int master_port = 0;      ///< where MASTER_PORT is not set; 0 = derived from the launcher's job
-  /// Gloo: exchange what every rank is about to issue before each collective and name both where they
-  /// differ; without it a disagreement is found once both wait. Also on with TESSERA_COMPARE_ENTRIES=1.
+  std::string
+      master_addr;      ///< where MASTER_ADDR is not set; "" = this host, if all ranks are on one
+  int master_port = 0;  ///< where MASTER_PORT is not set; 0 = derived from the launcher's job
+  /// Gloo: exchange what every rank is about to issue before each collective and name both where
+  /// they differ; without it a disagreement is found once both wait. Also on with
+  /// TESSERA_COMPARE_ENTRIES=1.
   bool compare_entries = false;
   /// A wait this long makes the failure watch compare what ranks have issued.
   std::chrono::milliseconds blocked_after = std::chrono::seconds(2);
@@ -38,9 +40,9 @@ struct WorldOptions {
 
 class World : public std::enable_shared_from_this<World> {
  public:
-  /// Joins the run that the environment describes (torchrun, Open MPI, PMI, Slurm, own spawn), or makes a
-  /// world of one. Collective. Starts the failure watch when there are other processes.
-  /// The last reference to it waits until the others let go of theirs, unless the run has failed.
+  /// Joins the run that the environment describes (torchrun, Open MPI, PMI, Slurm, own spawn), or
+  /// makes a world of one. Collective. Starts the failure watch when there are other processes. The
+  /// last reference to it waits until the others let go of theirs, unless the run has failed.
   /// Errors: kUsage for contradictory variables, kComm when the others do not come in time.
   static std::shared_ptr<World> connect(const WorldOptions& options = {});
 
@@ -57,22 +59,23 @@ class World : public std::enable_shared_from_this<World> {
   /// A mesh over all ranks.
   Mesh mesh(const MeshShape& shape);
 
-  /// The group of the ranks (world numbers, ascending) that contain this one. `purpose` keeps groups of
-  /// the same ranks apart ("gather", "reduce", "control"): each has its own channel and is issued to from
-  /// one thread. Collective among the members, made once, then cached. A single rank needs no others.
-  /// Errors: kUsage for ranks that are not ascending, not in the world, or without this one; kComm.
+  /// The group of the ranks (world numbers, ascending) that contain this one. `purpose` keeps
+  /// groups of the same ranks apart ("gather", "reduce", "control"): each has its own channel and
+  /// is issued to from one thread. Collective among the members, made once, then cached. A single
+  /// rank needs no others. Errors: kUsage for ranks that are not ascending, not in the world, or
+  /// without this one; kComm.
   std::shared_ptr<comm::Group> group(const std::vector<int>& ranks, std::string_view purpose);
   /// All ranks, for control messages from the rank's own thread.
   comm::Group& control();
   /// The one queue of sharding collectives.
   comm::IssueQueue& queue() { return *queue_; }
 
-  /// Marks the run as failed: waits and later collectives throw kComm, here at once, on the other ranks as
-  /// soon as they learn of it. Not collective. Threads: any.
+  /// Marks the run as failed: waits and later collectives throw kComm, here at once, on the other
+  /// ranks as soon as they learn of it. Not collective. Threads: any.
   virtual void poison(const std::string& why) = 0;
   bool poisoned() const;
-  /// Makes a poisoned World usable again after every rank has caught its error: groups stay valid and start
-  /// anew, collectives under way are lost. Collective, of all ranks. Errors: kComm.
+  /// Makes a poisoned World usable again after every rank has caught its error: groups stay valid
+  /// and start anew, collectives under way are lost. Collective, of all ranks. Errors: kComm.
   virtual void recover() = 0;
 
  protected:
@@ -80,7 +83,8 @@ class World : public std::enable_shared_from_this<World> {
 
   World(int rank, int size, int local_rank);
   /// `name` is the same on all members and different for different groups; at least two ranks.
-  virtual std::shared_ptr<comm::Group> make_group(const std::vector<int>& ranks, const std::string& name) = 0;
+  virtual std::shared_ptr<comm::Group> make_group(const std::vector<int>& ranks,
+                                                  const std::string& name) = 0;
   /// Derived classes call this first in their destructors: the queue's thread uses their groups.
   void stop_queue();
 
@@ -91,11 +95,12 @@ class World : public std::enable_shared_from_this<World> {
   std::unique_ptr<comm::IssueQueue> queue_;
 };
 
-/// Runs `body` as `nproc` local ranks, each a process of its own, and returns the exit code for main().
-/// In a process that a launcher already started (or in a spawned rank) it runs `body` once, as that rank.
-/// Otherwise it starts this very program again nproc times (exec, before any libtorch call), waits, and
-/// prints a failing rank's error last ("rank R: ..."). Call it first in main(). A rank whose body throws
-/// reports the error, sets the failure key and leaves without destroying groups ([Note: failure]).
+/// Runs `body` as `nproc` local ranks, each a process of its own, and returns the exit code for
+/// main(). In a process that a launcher already started (or in a spawned rank) it runs `body` once,
+/// as that rank. Otherwise it starts this very program again nproc times (exec, before any libtorch
+/// call), waits, and prints a failing rank's error last ("rank R: ..."). Call it first in main(). A
+/// rank whose body throws reports the error, sets the failure key and leaves without destroying
+/// groups ([Note: failure]).
 int launch(int nproc, const std::function<void(World&)>& body, const WorldOptions& options = {});
 
 /// Whether this process is a rank already: of a launcher, or spawned.
@@ -107,9 +112,10 @@ enum class ThreadBackend {
   kGloo,       ///< real Gloo over loopback
 };
 
-/// Runs `body` on `ranks` threads of this process, one rank each, and rethrows the first error (by time); a
-/// rank that throws poisons the others. Each thread computes with cores / ranks threads (at::set_num_threads).
-/// Meant for tests and for trying layouts: libtorch's default generator and its thread pool are shared.
+/// Runs `body` on `ranks` threads of this process, one rank each, and rethrows the first error (by
+/// time); a rank that throws poisons the others. Each thread computes with cores / ranks threads
+/// (at::set_num_threads). Meant for tests and for trying layouts: libtorch's default generator and
+/// its thread pool are shared.
 void launch_threads(int ranks, ThreadBackend backend, const std::function<void(World&)>& body,
                     const WorldOptions& options = {});
 

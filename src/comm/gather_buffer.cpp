@@ -7,8 +7,8 @@
 
 namespace tessera::comm {
 
-GatherBuffer::GatherBuffer(std::shared_ptr<BufferPool> pool, at::ScalarType dtype, std::int64_t numel, int ranks,
-                           int rank, std::string released_message)
+GatherBuffer::GatherBuffer(std::shared_ptr<BufferPool> pool, at::ScalarType dtype,
+                           std::int64_t numel, int ranks, int rank, std::string released_message)
     : pool_(std::move(pool)),
       dtype_(dtype),
       numel_(numel),

@@ -1,11 +1,12 @@
 // GatherBuffer: how a unit gets unsharded memory, and how that memory answers while there is none.
 //
-// One flat buffer of a bucket in its compute dtype. Its storage object lives as long as the bucket, and the
-// unsharded parameters are views of it; the bytes come and go. Tensors that autograd saved share the storage
-// and see the data again after the next gather, with an unchanged version counter. While there are no bytes,
-// any access throws our message ([Note: release]); a storage resized to zero would crash, or show another
-// unit's weights. Backends with memory of their own (shared memory, registered memory) belong behind this
-// class. Source: c10/core/StorageImpl.h (release_data_and_set_meta_custom_data_ptr_error_msg_).
+// One flat buffer of a bucket in its compute dtype. Its storage object lives as long as the bucket,
+// and the unsharded parameters are views of it; the bytes come and go. Tensors that autograd saved
+// share the storage and see the data again after the next gather, with an unchanged version
+// counter. While there are no bytes, any access throws our message ([Note: release]); a storage
+// resized to zero would crash, or show another unit's weights. Backends with memory of their own
+// (shared memory, registered memory) belong behind this class. Source: c10/core/StorageImpl.h
+// (release_data_and_set_meta_custom_data_ptr_error_msg_).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,10 +21,10 @@ namespace tessera::comm {
 
 class GatherBuffer {
  public:
-  /// `numel` of the whole buffer, a multiple of `ranks`. `released_message` is what an access to released
-  /// memory throws.
-  GatherBuffer(std::shared_ptr<BufferPool> pool, at::ScalarType dtype, std::int64_t numel, int ranks, int rank,
-               std::string released_message);
+  /// `numel` of the whole buffer, a multiple of `ranks`. `released_message` is what an access to
+  /// released memory throws.
+  GatherBuffer(std::shared_ptr<BufferPool> pool, at::ScalarType dtype, std::int64_t numel,
+               int ranks, int rank, std::string released_message);
   ~GatherBuffer() { hide(); }  ///< tensors that outlive it throw, too
   GatherBuffer(const GatherBuffer&) = delete;
   GatherBuffer& operator=(const GatherBuffer&) = delete;
@@ -38,8 +39,8 @@ class GatherBuffer {
   void publish();
   /// Gives the memory back; the views throw again.
   void end();
-  /// Makes the views show `flat` (numel elements, compute dtype) for good: one rank that computes in its
-  /// storage dtype needs neither memory nor copies.
+  /// Makes the views show `flat` (numel elements, compute dtype) for good: one rank that computes
+  /// in its storage dtype needs neither memory nor copies.
   void alias(const at::Tensor& flat);
 
   /// A view of elements [offset, offset + numel of sizes), made once; its bytes follow the buffer.

@@ -2,7 +2,8 @@
 //
 // Only opened here; what goes over them is point_to_point.h. gloo.cpp alone includes
 // ProcessGroupGloo.hpp: Debian's Gloo headers (libtorch brings none) are older than the Gloo inside
-// libtorch and lay out some classes differently, so nothing of Gloo's own may be called, only c10d's.
+// libtorch and lay out some classes differently, so nothing of Gloo's own may be called, only
+// c10d's.
 #pragma once
 
 #include <chrono>

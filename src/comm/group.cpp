@@ -1,8 +1,8 @@
 #include "comm/group.h"
 
-#include <ATen/record_function.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <cstring>

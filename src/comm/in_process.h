@@ -42,7 +42,8 @@ class Hub {
   void wake_all();
   /// Forgets everything under way; groups start to count anew. Nothing may be in a call.
   void reset();
-  /// Blocks until all `ranks` ranks called it. Errors: kComm after the timeout, or when a rank has left.
+  /// Blocks until all `ranks` ranks called it. Errors: kComm after the timeout, or when a rank has
+  /// left.
   void meet(int ranks);
   /// A rank has left by an exception and will meet nobody before reset().
   void abandon();

@@ -1,7 +1,6 @@
 #include "comm/queue.h"
 
 #include <ATen/record_function.h>
-
 #include <c10/core/GradMode.h>
 
 #include <atomic>

@@ -9,8 +9,8 @@
 #include <memory>
 #include <utility>
 
-#define TESSERA_TORCH_AT_LEAST(major, minor)     \
-  (TORCH_VERSION_MAJOR > (major) ||              \
+#define TESSERA_TORCH_AT_LEAST(major, minor) \
+  (TORCH_VERSION_MAJOR > (major) ||          \
    (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
 
 namespace tessera::compat {

@@ -75,7 +75,8 @@ std::shared_ptr<comm::Group> World::group(const std::vector<int>& ranks, std::st
   const std::lock_guard lock(state_->mutex);
   auto& made = state_->made[name];
   if (!made) {
-    made = ranks.size() == 1 ? std::make_shared<comm::SoloGroup>(name, state_->poison) : make_group(ranks, name);
+    made = ranks.size() == 1 ? std::make_shared<comm::SoloGroup>(name, state_->poison)
+                             : make_group(ranks, name);
   }
   return made;
 }

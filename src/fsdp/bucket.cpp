@@ -15,8 +15,7 @@ at::Tensor zeros(std::int64_t numel, DType dtype, at::Device device) {
 }  // namespace
 
 Bucket::Bucket(layout::BucketPlan plan, BucketGroups groups, int rank,
-               std::shared_ptr<comm::BufferPool> pool,
-               const std::string& released_message)
+               std::shared_ptr<comm::BufferPool> pool, const std::string& released_message)
     : plan_(std::move(plan)),
       groups_(groups),
       rank_(rank),
@@ -28,8 +27,8 @@ Bucket::Bucket(layout::BucketPlan plan, BucketGroups groups, int rank,
   shard_ = zeros(plan_.slice_numel(), key.storage, pool_->device());
   aliases_shard_ = plan_.ranks == 1 && key.storage == key.compute;
   if (aliases_shard_) unsharded_.alias(shard_);
-  final_is_accumulator_ =
-      groups_.replicas == nullptr && key.final == key.accumulate && key.reductions.divide_factor == 1.0;
+  final_is_accumulator_ = groups_.replicas == nullptr && key.final == key.accumulate &&
+                          key.reductions.divide_factor == 1.0;
 }
 
 at::Tensor Bucket::shard_of(const layout::Placed& placed) const {
@@ -46,10 +45,12 @@ void Bucket::begin_gather(comm::Batch& batch) {
 
 void Bucket::ensure_slots() {
   if (slots_.defined()) return;
-  TESSERA_INVARIANT(!wire_.defined(), "a gradient arrived while its bucket's reduction is under way");
+  TESSERA_INVARIANT(!wire_.defined(),
+                    "a gradient arrived while its bucket's reduction is under way");
   const auto dtype = to_scalar_type(plan_.key.accumulate);
   if (groups_.reduce == nullptr) {
-    if (!accumulator_.defined()) accumulator_ = zeros(plan_.numel, plan_.key.accumulate, pool_->device());
+    if (!accumulator_.defined())
+      accumulator_ = zeros(plan_.numel, plan_.key.accumulate, pool_->device());
     slots_ = accumulator_;
   } else {
     slots_ = pool_->take(plan_.numel, dtype);
@@ -72,7 +73,8 @@ bool Bucket::has_arrivals() const {
 std::int64_t Bucket::begin_reduce(comm::Batch& batch) {
   ensure_slots();
   const bool own_sum = groups_.reduce == nullptr;
-  // Gaps between parameters and slots that nothing arrived for are zero: they are added on other ranks.
+  // Gaps between parameters and slots that nothing arrived for are zero: they are added on other
+  // ranks.
   if (!(own_sum && has_sum_)) {
     std::int64_t filled = 0;
     for (std::size_t i = 0; i <= plan_.parameters.size(); ++i) {
@@ -100,8 +102,8 @@ std::int64_t Bucket::begin_reduce(comm::Batch& batch) {
   if (!accumulator_.defined()) {
     accumulator_ = zeros(plan_.slice_numel(), plan_.key.accumulate, pool_->device());
   }
-  batch.ops.emplace_back(comm::ReduceScatter{
-      wire_, accumulator_, has_sum_ ? comm::Into::kAdd : comm::Into::kOverwrite});
+  batch.ops.emplace_back(comm::ReduceScatter{wire_, accumulator_,
+                                             has_sum_ ? comm::Into::kAdd : comm::Into::kOverwrite});
   has_sum_ = true;
   return static_cast<std::int64_t>(wire_.nbytes());
 }
@@ -143,7 +145,8 @@ void Bucket::begin_replica_reduce(comm::Batch& batch) {
   if (!replica_sum_.defined()) replica_sum_ = at::empty_like(accumulator_);
   replica_sum_.copy_(accumulator_);
   if (plan_.key.reduce != plan_.key.accumulate) {
-    // Both reductions go out in `reduce`; the partial was already rounded to it once per micro-batch.
+    // Both reductions go out in `reduce`; the partial was already rounded to it once per
+    // micro-batch.
     replica_sum_.copy_(accumulator_.to(to_scalar_type(plan_.key.reduce)));
   }
   batch.ops.emplace_back(comm::AllReduce{replica_sum_});
@@ -166,7 +169,8 @@ const at::Tensor& Bucket::finish_final() {
 }
 
 void Bucket::use_pool(const std::shared_ptr<comm::BufferPool>& pool) {
-  TESSERA_INVARIANT(!slots_.defined() || groups_.reduce == nullptr, "a bucket with gradients changed its pool");
+  TESSERA_INVARIANT(!slots_.defined() || groups_.reduce == nullptr,
+                    "a bucket with gradients changed its pool");
   TESSERA_INVARIANT(!wire_.defined(), "a bucket in flight changed its pool");
   unsharded_.use_pool(pool);
   pool_ = pool;

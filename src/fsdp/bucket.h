@@ -1,9 +1,9 @@
 // Bucket: the flat buffers of the parameters of one unit that share all dtypes and reductions.
 //
-// The plan (layout/bucket_plan.h) says where each parameter lies; this class owns the bytes: the shard, the
-// gather buffer, the gradient slots while gradients arrive, and the shard's accumulator. It prepares and
-// finishes collectives but starts none: fsdp/runtime.h does, in the agreed order. With one rank in the
-// shard group the slots *are* the accumulator and nothing is copied.
+// The plan (layout/bucket_plan.h) says where each parameter lies; this class owns the bytes: the
+// shard, the gather buffer, the gradient slots while gradients arrive, and the shard's accumulator.
+// It prepares and finishes collectives but starts none: fsdp/runtime.h does, in the agreed order.
+// With one rank in the shard group the slots *are* the accumulator and nothing is copied.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -28,8 +28,8 @@ struct BucketGroups {
 
 class Bucket {
  public:
-  Bucket(layout::BucketPlan plan, BucketGroups groups, int rank, std::shared_ptr<comm::BufferPool> pool,
-         const std::string& released_message);
+  Bucket(layout::BucketPlan plan, BucketGroups groups, int rank,
+         std::shared_ptr<comm::BufferPool> pool, const std::string& released_message);
 
   const layout::BucketPlan& plan() const { return plan_; }
   const BucketGroups& groups() const { return groups_; }
@@ -37,42 +37,46 @@ class Bucket {
   int rank() const { return rank_; }
 
   // --- parameters ---
-  const at::Tensor& shard() const { return shard_; }         ///< [slice], storage dtype
-  at::Tensor shard_of(const layout::Placed& placed) const;   ///< [owned], a view of shard()
+  const at::Tensor& shard() const { return shard_; }        ///< [slice], storage dtype
+  at::Tensor shard_of(const layout::Placed& placed) const;  ///< [owned], a view of shard()
   comm::GatherBuffer& unsharded() { return unsharded_; }
   const comm::GatherBuffer& unsharded() const { return unsharded_; }
   /// One rank that computes in the storage dtype: the unsharded parameters are the shard.
   bool aliases_shard() const { return aliases_shard_; }
-  /// Takes memory and writes this rank's slice, cast to the compute dtype; adds the collective, if there is
-  /// one to run, to `batch`.
+  /// Takes memory and writes this rank's slice, cast to the compute dtype; adds the collective, if
+  /// there is one to run, to `batch`.
   void begin_gather(comm::Batch& batch);
 
   // --- gradients ---
-  /// The slot of plan().parameters[index]. `first` tells whether it is empty; it no longer is afterwards.
+  /// The slot of plan().parameters[index]. `first` tells whether it is empty; it no longer is
+  /// afterwards.
   at::Tensor open_slot(std::size_t index, bool& first);
   bool has_slots() const { return slots_.defined(); }
   /// Whether any gradient arrived since the last reduction.
   bool has_arrivals() const;
-  /// Zeroes what never arrived and adds the reduction into the accumulator to `batch`. No slot may be opened
-  /// before finish_reduce(). Returns the bytes that stay busy until then.
+  /// Zeroes what never arrived and adds the reduction into the accumulator to `batch`. No slot may
+  /// be opened before finish_reduce(). Returns the bytes that stay busy until then.
   std::int64_t begin_reduce(comm::Batch& batch);
   void finish_reduce();
 
-  /// Sum over ranks and micro-batches so far, [slice] in the accumulation dtype; zeros where nothing arrived.
+  /// Sum over ranks and micro-batches so far, [slice] in the accumulation dtype; zeros where
+  /// nothing arrived.
   const at::Tensor& accumulator() const { return accumulator_; }
   /// Starts a new sum for the parameter: its range reads as zero.
   void reset_accumulator(std::size_t index);
   void reset_accumulator();
-  /// Replaces the parameter's sum by `value` ([owned], already times the divide factor) on this rank.
+  /// Replaces the parameter's sum by `value` ([owned], already times the divide factor) on this
+  /// rank.
   void import_accumulator(std::size_t index, const at::Tensor& value);
   bool has_sum() const { return has_sum_; }
   /// The accumulator holds micro-batches that no published gradient shows yet.
   bool has_unpublished_arrivals() const { return groups_.reduce == nullptr && has_arrivals(); }
 
-  /// Adds the sum over replicas to `batch`, out of place, so that later micro-batches can add to the partial.
+  /// Adds the sum over replicas to `batch`, out of place, so that later micro-batches can add to
+  /// the partial.
   void begin_replica_reduce(comm::Batch& batch);
-  /// [slice] in the final dtype: the accumulated (and replica-summed) gradient over the divide factor.
-  /// Aliases the accumulator where nothing has to change.
+  /// [slice] in the final dtype: the accumulated (and replica-summed) gradient over the divide
+  /// factor. Aliases the accumulator where nothing has to change.
   const at::Tensor& finish_final();
   /// What finish_final() made last.
   const at::Tensor& final_gradient() const { return final_is_accumulator_ ? accumulator_ : final_; }
@@ -95,13 +99,13 @@ class Bucket {
   bool final_is_accumulator_ = false;
   at::Tensor shard_;
   comm::GatherBuffer unsharded_;
-  at::Tensor slots_;              // [numel], accumulate dtype, while gradients arrive
-  at::Tensor wire_;               // [numel], reduce dtype, while a reduction is under way
+  at::Tensor slots_;                   // [numel], accumulate dtype, while gradients arrive
+  at::Tensor wire_;                    // [numel], reduce dtype, while a reduction is under way
   std::vector<std::uint8_t> arrived_;  // per parameter, since the last reduction
-  at::Tensor accumulator_;        // [slice], accumulate dtype
-  bool has_sum_ = false;          // accumulator_ holds a sum (else it is to be overwritten)
-  at::Tensor replica_sum_;        // [slice], accumulate dtype, where there are replicas
-  at::Tensor final_;              // [slice], final dtype, where it is not the accumulator
+  at::Tensor accumulator_;             // [slice], accumulate dtype
+  bool has_sum_ = false;               // accumulator_ holds a sum (else it is to be overwritten)
+  at::Tensor replica_sum_;             // [slice], accumulate dtype, where there are replicas
+  at::Tensor final_;                   // [slice], final dtype, where it is not the accumulator
 };
 
 }  // namespace tessera::fsdp

@@ -14,7 +14,8 @@ namespace {
 
 void cast_floating(const std::vector<at::Tensor*>& tensors, DType dtype) {
   for (auto* tensor : tensors) {
-    if (tensor->defined() && tensor->is_floating_point()) *tensor = tensor->to(to_scalar_type(dtype));
+    if (tensor->defined() && tensor->is_floating_point())
+      *tensor = tensor->to(to_scalar_type(dtype));
   }
 }
 
@@ -26,7 +27,8 @@ ShardedBase::Call::Call(ShardedBase& handle)
 ShardedBase::Call::~Call() {
   if (left_ || std::uncaught_exceptions() == exceptions_) return;
   try {
-    handle_.unit_->runtime().fail(concat("an exception left the forward of unit ", handle_.unit_->name()));
+    handle_.unit_->runtime().fail(
+        concat("an exception left the forward of unit ", handle_.unit_->name()));
   } catch (const std::exception&) {
     // Telling the others failed too; the exception under way says why.
   }
@@ -46,8 +48,10 @@ void ShardedBase::Call::enter(const std::vector<at::Tensor*>& inputs) {
 
 void ShardedBase::Call::leave(const std::vector<at::Tensor*>& outputs) {
   auto& runtime = handle_.unit_->runtime();
-  TESSERA_CHECK(runtime.generation() == generation_, ErrorKind::kUsage, "unit ", handle_.unit_->name(),
-                ": found that an exception of a unit inside was caught in its forward, expected it to leave the "
+  TESSERA_CHECK(runtime.generation() == generation_, ErrorKind::kUsage, "unit ",
+                handle_.unit_->name(),
+                ": found that an exception of a unit inside was caught in its forward, expected it "
+                "to leave the "
                 "sharded step; catch it where the outermost module is called");
   if (handle_.policy_.output_dtype) cast_floating(outputs, *handle_.policy_.output_dtype);
   // Under recomputation the unit is gathered already: the entry's backward has begun.

@@ -49,9 +49,9 @@ double sum_of_squares(const T* data, std::int64_t count) {
 double local_sum_of_squares(const at::Tensor& gradient) {
   const auto flat = gradient.contiguous();
   double sum = 0.0;
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, flat.scalar_type(), "sum_of_squares", [&] {
-    sum = sum_of_squares(flat.const_data_ptr<scalar_t>(), flat.numel());
-  });
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kBFloat16, at::kHalf, flat.scalar_type(), "sum_of_squares",
+      [&] { sum = sum_of_squares(flat.const_data_ptr<scalar_t>(), flat.numel()); });
   return sum;
 }
 
@@ -94,8 +94,10 @@ std::vector<std::string> nonfinite_parameters(const ShardedBase& model, std::siz
   }
   auto* group = model.unit()->runtime().data_group();
   if (group != nullptr) {
-    for (const auto& other : comm::all_gather_bytes(*group, mine, "parameters that are not finite")) {
-      for (std::size_t i = 0; i < mine.size(); ++i) mine[i] = static_cast<char>(mine[i] | other.at(i));
+    for (const auto& other :
+         comm::all_gather_bytes(*group, mine, "parameters that are not finite")) {
+      for (std::size_t i = 0; i < mine.size(); ++i)
+        mine[i] = static_cast<char>(mine[i] | other.at(i));
     }
   }
   std::vector<std::string> names;

@@ -33,14 +33,16 @@ class Walk {
     for (const auto& handle : options.inner) {
       held_.emplace(handle->held().get(), handle);
       // Reached through the handle only, wherever the tree shows them.
-      for (const auto& part : handle->held()->modules(/*include_self=*/false)) modules_.insert(part.get());
+      for (const auto& part : handle->held()->modules(/*include_self=*/false))
+        modules_.insert(part.get());
     }
   }
 
   /// Handles whose module the tree does not show as such.
   void add_the_rest(const ShardOptions& options) {
     for (const auto& handle : options.inner) {
-      if (modules_.insert(handle.get()).second) found.handles.push_back({handle->unit()->name(), handle});
+      if (modules_.insert(handle.get()).second)
+        found.handles.push_back({handle->unit()->name(), handle});
     }
   }
 
@@ -52,7 +54,8 @@ class Walk {
     for (const auto& entry : module.named_children()) {
       const auto name = path + entry.key();
       auto handle = std::dynamic_pointer_cast<ShardedBase>(entry.value());
-      if (const auto held = held_.find(entry.value().get()); held != held_.end()) handle = held->second;
+      if (const auto held = held_.find(entry.value().get()); held != held_.end())
+        handle = held->second;
       if (handle) {
         if (modules_.insert(handle.get()).second) found.handles.push_back({name, handle});
       } else {
@@ -65,14 +68,16 @@ class Walk {
 
  private:
   bool ignores(const at::Tensor& tensor) const {
-    return std::any_of(ignored_.begin(), ignored_.end(), [&](const auto& t) { return t.is_same(tensor); });
+    return std::any_of(ignored_.begin(), ignored_.end(),
+                       [&](const auto& t) { return t.is_same(tensor); });
   }
 
   void add(const at::Tensor& tensor, const std::string& name) {
     if (!tensor.defined() || ignores(tensor)) return;
     if (auto leaf = find_leaf(tensor)) {
       TESSERA_CHECK(leaf->owner != nullptr, ErrorKind::kUsage, "parameter ", name,
-                    ": found one that was sharded by a handle that is gone, expected one with values; make the "
+                    ": found one that was sharded by a handle that is gone, expected one with "
+                    "values; make the "
                     "module anew");
       found.owned_by_others.push_back(std::move(leaf));
       return;
@@ -106,15 +111,18 @@ class Walk {
 
   void alias(FoundParameter& parameter, const at::Tensor& tensor, const std::string& name) {
     auto& meta = parameter.meta;
-    TESSERA_CHECK(meta.dtype == to_dtype(tensor.scalar_type()), ErrorKind::kContract, "tied parameters ",
-                  meta.name, " and ", name, ": found dtypes ", to_string(meta.dtype), " and ",
-                  c10::toString(tensor.scalar_type()), ", expected one");
-    TESSERA_CHECK(meta.trainable == tensor.requires_grad(), ErrorKind::kContract, "tied parameters ",
-                  meta.name, " and ", name, ": found one frozen and one trainable, expected the same");
+    TESSERA_CHECK(meta.dtype == to_dtype(tensor.scalar_type()), ErrorKind::kContract,
+                  "tied parameters ", meta.name, " and ", name, ": found dtypes ",
+                  to_string(meta.dtype), " and ", c10::toString(tensor.scalar_type()),
+                  ", expected one");
+    TESSERA_CHECK(meta.trainable == tensor.requires_grad(), ErrorKind::kContract,
+                  "tied parameters ", meta.name, " and ", name,
+                  ": found one frozen and one trainable, expected the same");
     meta.aliases.push_back(name);
     for (const auto& leaf : parameter.leaves) {
       if (leaf->tensor.is_same(tensor)) {
-        meta.single_tensor_aliases = true;  // autograd sums its uses in one forward before we see them
+        meta.single_tensor_aliases =
+            true;  // autograd sums its uses in one forward before we see them
         return;
       }
     }

@@ -24,12 +24,13 @@ struct FoundHandle {
 };
 
 struct Found {
-  std::vector<FoundParameter> parameters;           ///< not owned by any unit yet, in registration order
-  std::vector<FoundHandle> handles;                 ///< sharded children, outermost only
+  std::vector<FoundParameter> parameters;  ///< not owned by any unit yet, in registration order
+  std::vector<FoundHandle> handles;        ///< sharded children, outermost only
   std::vector<std::shared_ptr<Leaf>> owned_by_others;  ///< tensors that another unit already owns
 };
 
-/// Errors: kUsage for a parameter with a gradient, kContract for tied tensors of different dtypes or shapes.
+/// Errors: kUsage for a parameter with a gradient, kContract for tied tensors of different dtypes
+/// or shapes.
 Found collect(torch::nn::Module& module, const ShardOptions& options);
 
 }  // namespace tessera::fsdp

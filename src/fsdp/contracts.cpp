@@ -17,7 +17,8 @@ void lend(Unit& ancestor, Unit& owner) {
 }
 
 /// Moves bucket `index` of `unit`, but for the parameters in `stay`.
-void move_bucket(Unit& ancestor, Unit& unit, std::size_t index, const std::set<const Parameter*>& stay) {
+void move_bucket(Unit& ancestor, Unit& unit, std::size_t index,
+                 const std::set<const Parameter*>& stay) {
   const bool had_values = unit.has_values();
   auto taken = unit.take_bucket(index);
   std::vector<std::unique_ptr<Parameter>> move;
@@ -48,8 +49,9 @@ ReductionPlan data_reductions(const Mesh& mesh, std::optional<double> divide_fac
   return plan;
 }
 
-std::vector<GradContract> contracts_of(const std::vector<FoundParameter>& parameters, const Mesh& mesh,
-                                       const PrecisionPolicy& policy, const ShardOptions& options) {
+std::vector<GradContract> contracts_of(const std::vector<FoundParameter>& parameters,
+                                       const Mesh& mesh, const PrecisionPolicy& policy,
+                                       const ShardOptions& options) {
   const auto canonical = [&](const std::string& path) {
     if (options.canonical_name) return options.canonical_name(path);
     return options.name.empty() ? path : options.name + "." + path;
@@ -66,10 +68,11 @@ std::vector<GradContract> contracts_of(const std::vector<FoundParameter>& parame
   std::vector<GradContract> contracts;
   for (const auto& meta : metas) {
     const auto& name = meta.name;
-    const auto found =
-        std::find_if(options.contracts->begin(), options.contracts->end(), [&](const auto& contract) {
-          return contract.name == name || std::find(contract.aliases.begin(), contract.aliases.end(),
-                                                    name) != contract.aliases.end();
+    const auto found = std::find_if(
+        options.contracts->begin(), options.contracts->end(), [&](const auto& contract) {
+          return contract.name == name ||
+                 std::find(contract.aliases.begin(), contract.aliases.end(), name) !=
+                     contract.aliases.end();
         });
     TESSERA_CHECK(found != options.contracts->end(), ErrorKind::kContract, "parameter ", name,
                   ": found no contract, expected one of those resolved for the model");
@@ -80,8 +83,8 @@ std::vector<GradContract> contracts_of(const std::vector<FoundParameter>& parame
   return contracts;
 }
 
-std::vector<std::unique_ptr<Parameter>> make_parameters(const std::vector<FoundParameter>& found,
-                                                        const std::vector<GradContract>& contracts) {
+std::vector<std::unique_ptr<Parameter>> make_parameters(
+    const std::vector<FoundParameter>& found, const std::vector<GradContract>& contracts) {
   std::vector<std::unique_ptr<Parameter>> parameters;
   for (std::size_t i = 0; i < found.size(); ++i) {
     auto parameter = std::make_unique<Parameter>();
@@ -126,7 +129,8 @@ void move_shared(Unit& ancestor, const std::vector<Unit*>& below) {
       if (leaf->owner->unit == &ancestor) lend(ancestor, *unit);
     }
   }
-  std::erase_if(ancestor.borrowed, [&](const auto& leaf) { return leaf->owner->unit == &ancestor; });
+  std::erase_if(ancestor.borrowed,
+                [&](const auto& leaf) { return leaf->owner->unit == &ancestor; });
 }
 
 void move_small(Unit& ancestor, const std::vector<Unit*>& below, std::int64_t bytes) {

@@ -13,8 +13,9 @@
 namespace tessera::fsdp {
 
 /// One contract a parameter: looked up in options.contracts, else resolved from the policy.
-std::vector<GradContract> contracts_of(const std::vector<FoundParameter>& parameters, const Mesh& mesh,
-                                       const PrecisionPolicy& policy, const ShardOptions& options);
+std::vector<GradContract> contracts_of(const std::vector<FoundParameter>& parameters,
+                                       const Mesh& mesh, const PrecisionPolicy& policy,
+                                       const ShardOptions& options);
 
 /// The data axes of a mesh and the divide factor (none: the number of data ranks).
 ReductionPlan data_reductions(const Mesh& mesh, std::optional<double> divide_factor);

@@ -1,6 +1,4 @@
 // fully_shard: the order in which a module becomes a unit.
-#include "tessera/shard.h"
-
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -10,6 +8,7 @@
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "tessera/error.h"
+#include "tessera/shard.h"
 
 namespace tessera {
 namespace {
@@ -26,7 +25,8 @@ ShardedBase::~ShardedBase() = default;
 
 ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& mesh,
                          const PrecisionPolicy& policy, const ShardOptions& options)
-    : torch::nn::Module("Sharded"), held_(std::move(module)),
+    : torch::nn::Module("Sharded"),
+      held_(std::move(module)),
       policy_(policy),
       asked_reshard_(options.reshard_after_forward.has_value()),
       named_(!options.name.empty()) {
@@ -38,7 +38,8 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
   auto found = fsdp::collect(*held_, options);
   const auto contracts = fsdp::contracts_of(found.parameters, mesh, policy, options);
   runtime_ = std::make_shared<fsdp::Runtime>(mesh, options.in_flight_bytes);
-  unit_ = std::make_shared<fsdp::Unit>(options.name, runtime_, options.reshard_after_forward.value_or(false));
+  unit_ = std::make_shared<fsdp::Unit>(options.name, runtime_,
+                                       options.reshard_after_forward.value_or(false));
   runtime_->add_unit(unit_.get());
   unit_->add(fsdp::make_parameters(found.parameters, contracts));
   for (const auto& parameter : unit_->parameters()) {
@@ -53,9 +54,9 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
   for (const auto& inner : inner_) register_module(escaped(inner.path), inner.handle);
 }
 
-/// The inner units join this runtime; what belongs to their common ancestor moves here. [Note: shared across
-/// units]: a parameter that several units use belongs to their lowest common ancestor, found by tensor
-/// identity.
+/// The inner units join this runtime; what belongs to their common ancestor moves here. [Note:
+/// shared across units]: a parameter that several units use belongs to their lowest common
+/// ancestor, found by tensor identity.
 void ShardedBase::adopt(const ShardOptions& options) {
   std::vector<fsdp::Unit*> below;
   for (const auto& inner : inner_) {
@@ -63,8 +64,10 @@ void ShardedBase::adopt(const ShardOptions& options) {
     for (auto* unit : units) {
       inner.handle->runtime_->remove_unit(unit);
       runtime_->add_unit(unit);
-      if (unit == inner.handle->unit_.get() && !inner.handle->asked_reshard_) unit->reshard_after_forward = true;
-      if (!inner.handle->named_) unit->add_prefix(named_ ? options.name + "." + inner.path : inner.path);
+      if (unit == inner.handle->unit_.get() && !inner.handle->asked_reshard_)
+        unit->reshard_after_forward = true;
+      if (!inner.handle->named_)
+        unit->add_prefix(named_ ? options.name + "." + inner.path : inner.path);
       below.push_back(unit);
     }
     inner.handle->set_runtime(runtime_);

@@ -13,7 +13,8 @@ std::vector<ShardedBase::Own> ShardedBase::all() const {
   auto result = own_;
   for (const auto& inner : inner_) {
     for (const auto& own : inner.handle->all()) {
-      result.push_back({inner.handle->named_ ? own.name : inner.path + "." + own.name, own.parameter});
+      result.push_back(
+          {inner.handle->named_ ? own.name : inner.path + "." + own.name, own.parameter});
     }
   }
   return result;
@@ -42,7 +43,8 @@ std::string ShardedBase::contract_table() const {
 
 namespace {
 
-/// The bucket's gradients as they stand on the shards, whatever the user did to them: [slice], final dtype.
+/// The bucket's gradients as they stand on the shards, whatever the user did to them: [slice],
+/// final dtype.
 at::Tensor gradient_slice(const fsdp::Unit& unit, std::size_t index) {
   const auto& bucket = *unit.buckets()[index];
   auto slice = at::zeros({bucket.plan().slice_numel()},
@@ -50,7 +52,9 @@ at::Tensor gradient_slice(const fsdp::Unit& unit, std::size_t index) {
   for (const auto& parameter : unit.parameters()) {
     const auto& gradient = parameter->shard.grad();
     if (parameter->bucket != index || !gradient.defined() || gradient.numel() == 0) continue;
-    slice.narrow(0, bucket.plan().offset_in_slice(parameter->placed(), bucket.rank()), gradient.numel())
+    slice
+        .narrow(0, bucket.plan().offset_in_slice(parameter->placed(), bucket.rank()),
+                gradient.numel())
         .copy_(gradient);
   }
   return slice;
@@ -82,7 +86,8 @@ void ShardedBase::visit_full(
       for (const auto& own : named) {
         if (own.parameter->unit != unit || own.parameter->bucket != index) continue;
         const auto& placed = own.parameter->placed();
-        visit(own.parameter->contract.name, flat.narrow(0, placed.offset, placed.numel).view(own.parameter->contract.shape));
+        visit(own.parameter->contract.name,
+              flat.narrow(0, placed.offset, placed.numel).view(own.parameter->contract.shape));
       }
     }
   }
@@ -108,7 +113,9 @@ void ShardedBase::set_requires_gradient_sync(bool value, bool recurse) {
   for (const auto& inner : inner_) inner.handle->set_requires_gradient_sync(value, true);
 }
 
-void ShardedBase::set_requires_replica_reduce(bool value) { runtime_->set_requires_replica_reduce(value); }
+void ShardedBase::set_requires_replica_reduce(bool value) {
+  runtime_->set_requires_replica_reduce(value);
+}
 
 void ShardedBase::unshard() {
   if (!unit_->gathered()) {
@@ -141,8 +148,10 @@ void ShardedBase::zero_grad(bool set_to_none) {
 namespace {
 
 [[noreturn]] void refuse(const char* what) {
-  throw Error(ErrorKind::kUsage, concat(what, ": found a sharded module, expected a plain one; do it before "
-                                              "fully_shard (dtypes: PrecisionPolicy)"));
+  throw Error(ErrorKind::kUsage,
+              concat(what,
+                     ": found a sharded module, expected a plain one; do it before "
+                     "fully_shard (dtypes: PrecisionPolicy)"));
 }
 
 }  // namespace

@@ -19,8 +19,9 @@ class LeafHook : public FunctionPreHook {
   explicit LeafHook(std::shared_ptr<Leaf> leaf) : leaf_(std::move(leaf)) {}
 
   variable_list operator()(const variable_list& grads) override {
-    TESSERA_CHECK(leaf_->sink != nullptr, ErrorKind::kContract, "gradient of ", leaf_->name,
-                  ": found one after the handle of its module is gone, expected none; keep the handle");
+    TESSERA_CHECK(
+        leaf_->sink != nullptr, ErrorKind::kContract, "gradient of ", leaf_->name,
+        ": found one after the handle of its module is gone, expected none; keep the handle");
     leaf_->sink->accept(leaf_->slot, grads.at(0), grad::Source::kEager);
     return {at::Tensor()};
   }

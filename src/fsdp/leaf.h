@@ -1,10 +1,11 @@
-// Leaf: one tensor object of the user's module that shows an unsharded parameter, and the hook that takes
-// its gradients away. [Note: one leaf a use]
+// Leaf: one tensor object of the user's module that shows an unsharded parameter, and the hook that
+// takes its gradients away. [Note: one leaf a use]
 //
-// The engine sums all uses of one AccumulateGrad node in the raw dtype before any hook sees them (bf16 256,
-// 1, -256 gives 0). So tied parameters are several leaves over one storage, and every forward of a unit gives
-// its leaves new AccumulateGrad nodes: contributions meet in the slot, unrounded. Only several uses of one
-// tensor object inside one forward still arrive as autograd's own sum; the contract says so.
+// The engine sums all uses of one AccumulateGrad node in the raw dtype before any hook sees them
+// (bf16 256, 1, -256 gives 0). So tied parameters are several leaves over one storage, and every
+// forward of a unit gives its leaves new AccumulateGrad nodes: contributions meet in the slot,
+// unrounded. Only several uses of one tensor object inside one forward still arrive as autograd's
+// own sum; the contract says so.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,14 +21,15 @@ struct Parameter;
 
 struct Leaf {
   at::Tensor tensor;
-  std::string name;                  ///< as the user's module calls it, relative to the unit
+  std::string name;  ///< as the user's module calls it, relative to the unit
   Parameter* owner = nullptr;
-  grad::GradSink* sink = nullptr;    ///< null until the unit has joined a runtime
+  grad::GradSink* sink = nullptr;  ///< null until the unit has joined a runtime
   grad::SlotId slot = 0;
 };
 
-/// Prepares a tensor: raw gradients of any dtype go to the leaf's sink and nowhere else; `.grad` becomes a
-/// tensor that throws when an optimizer touches it. Frozen leaves only get the mark of their owner.
+/// Prepares a tensor: raw gradients of any dtype go to the leaf's sink and nowhere else; `.grad`
+/// becomes a tensor that throws when an optimizer touches it. Frozen leaves only get the mark of
+/// their owner.
 void install(const std::shared_ptr<Leaf>& leaf, bool trainable);
 /// Gives the leaf a new AccumulateGrad node for the forward that begins.
 void renew_accumulator(const Leaf& leaf);

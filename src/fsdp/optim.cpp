@@ -46,8 +46,9 @@ class AdamW : public Optimizer {
           steps.push_back(item->state[2]);
         }
         if (parameters.empty()) continue;
-        at::_fused_adamw_(parameters, grads, first, second, {}, steps, lr_, options_.beta1, options_.beta2,
-                          decays ? options_.weight_decay : 0.0, options_.eps, /*amsgrad=*/false,
+        at::_fused_adamw_(parameters, grads, first, second, {}, steps, lr_, options_.beta1,
+                          options_.beta2, decays ? options_.weight_decay : 0.0, options_.eps,
+                          /*amsgrad=*/false,
                           /*maximize=*/false);
       }
     }
@@ -117,7 +118,8 @@ void Optimizer::step() {
     TESSERA_CHECK(grad.scalar_type() == item.view.shard.scalar_type(), ErrorKind::kContract,
                   "optimizer step: gradient of ", item.view.contract->name, ": found ",
                   c10::toString(grad.scalar_type()), ", expected the shard's ",
-                  c10::toString(item.view.shard.scalar_type()), "; set final_dtype to the storage dtype");
+                  c10::toString(item.view.shard.scalar_type()),
+                  "; set final_dtype to the storage dtype");
     ++item.steps;
     items.push_back(&item);
   }

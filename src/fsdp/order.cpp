@@ -18,7 +18,8 @@ std::uint64_t Trace::hash() const {
   return hash == 0 ? 1 : hash;
 }
 
-BackwardOrder backward_order(const Trace& trace, const std::vector<bool>& reshards, bool keep_last) {
+BackwardOrder backward_order(const Trace& trace, const std::vector<bool>& reshards,
+                             bool keep_last) {
   BackwardOrder order;
   const auto count = trace.units.size();
   order.gathers.assign(count, false);

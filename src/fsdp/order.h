@@ -1,11 +1,12 @@
 // The order of collectives as values. [Note: collective order]
 //
-// Two equal-size Gloo collectives that are issued in different orders on two ranks exchange each other's
-// data without an error. So the order is not what happens to be ready first but a pure function of what all
-// ranks agreed on: the sequence in which units were entered in one forward of the root (a Segment). Backward
-// gathers follow it in reverse, reductions in reverse of first entry; a unit that is ready early waits for
-// its turn, one that is never ready is issued when the backward ends. Whether an entry gathers at all depends
-// on the sequence only, never on what this rank still has in memory. Pure: no torch header.
+// Two equal-size Gloo collectives that are issued in different orders on two ranks exchange each
+// other's data without an error. So the order is not what happens to be ready first but a pure
+// function of what all ranks agreed on: the sequence in which units were entered in one forward of
+// the root (a Segment). Backward gathers follow it in reverse, reductions in reverse of first
+// entry; a unit that is ready early waits for its turn, one that is never ready is issued when the
+// backward ends. Whether an entry gathers at all depends on the sequence only, never on what this
+// rank still has in memory. Pure: no torch header.
 #pragma once
 
 #include <cstdint>
@@ -32,12 +33,13 @@ struct BackwardOrder {
   std::vector<UnitId> reductions;
 };
 
-/// `reshards[u]`: unit u gives its memory back after its forward. `keep_last`: the trace's last entry kept
-/// its memory, because its backward comes first.
+/// `reshards[u]`: unit u gives its memory back after its forward. `keep_last`: the trace's last
+/// entry kept its memory, because its backward comes first.
 BackwardOrder backward_order(const Trace& trace, const std::vector<bool>& reshards, bool keep_last);
 
-/// The first place where two ranks' traces differ, in words: "entry 3: rank 0 entered layers.3, rank 1 entered
-/// layers.4 (a unit whose forward runs on some ranks only ...)". Empty when they agree.
+/// The first place where two ranks' traces differ, in words: "entry 3: rank 0 entered layers.3,
+/// rank 1 entered layers.4 (a unit whose forward runs on some ranks only ...)". Empty when they
+/// agree.
 std::string first_difference(const std::vector<std::vector<std::string>>& names_by_rank);
 
 }  // namespace tessera::fsdp

@@ -1,5 +1,5 @@
-// Gradients at the end of a backward: who used what, the replica sum, the final cast, `.grad` of the shards;
-// and at the beginning of the next one what the user did to them.
+// Gradients at the end of a backward: who used what, the replica sum, the final cast, `.grad` of
+// the shards; and at the beginning of the next one what the user did to them.
 #include <ATen/ATen.h>
 
 #include <set>
@@ -20,14 +20,16 @@ bool is_changed(const Parameter& p, const Bucket& bucket) {
   const auto& grad = p.shard.grad();
   if (!grad.is_same(p.seen_grad)) return true;
   // Changes of a view of the accumulator are in the sum already.
-  if (bucket.final_is_accumulator() && bucket.accumulator().defined() && grad.is_alias_of(bucket.accumulator())) return false;
+  if (bucket.final_is_accumulator() && bucket.accumulator().defined() &&
+      grad.is_alias_of(bucket.accumulator()))
+    return false;
   return static_cast<std::uint32_t>(grad._version()) != p.seen_version;
 }
 
 }  // namespace
 
-/// One bitmap a step: a parameter that is used on any rank has a gradient on all (zeros elsewhere); one that
-/// is used nowhere has none, and the optimizer skips it, as unsharded. [Note: unused]
+/// One bitmap a step: a parameter that is used on any rank has a gradient on all (zeros elsewhere);
+/// one that is used nowhere has none, and the optimizer skips it, as unsharded. [Note: unused]
 void Runtime::agree_on_used() {
   if (data_group_ == nullptr) return;
   std::vector<std::uint8_t> used;
@@ -76,9 +78,11 @@ void Runtime::publish() {
       if (!p->contract.trainable || (!p->used && !p->published)) continue;
       const auto& bucket = unit->bucket_of(*p);
       const auto owned = p->owned();
-      const auto begin = owned.empty() ? 0 : bucket.plan().offset_in_slice(p->placed(), bucket.rank());
+      const auto begin =
+          owned.empty() ? 0 : bucket.plan().offset_in_slice(p->placed(), bucket.rank());
       // A version counter of its own: what the user changes is this gradient, not the whole bucket.
-      p->shard.mutable_grad() = bucket.final_gradient().narrow(0, begin, owned.size()).variable_data();
+      p->shard.mutable_grad() =
+          bucket.final_gradient().narrow(0, begin, owned.size()).variable_data();
       see(*p);
       p->published = true;
       p->used = false;
@@ -90,13 +94,18 @@ void Runtime::publish() {
 void Runtime::import_changed(Unit& unit, Parameter& p) {
   const auto& grad = p.shard.grad();
   auto& bucket = unit.bucket_of(p);
-  TESSERA_CHECK(grad.sizes() == p.shard.sizes(), ErrorKind::kContract, "gradient of ", p.contract.name,
-                ": found shape ", grad.sizes(), " on the shard, expected ", p.shard.sizes());
+  TESSERA_CHECK(grad.sizes() == p.shard.sizes(), ErrorKind::kContract, "gradient of ",
+                p.contract.name, ": found shape ", grad.sizes(), " on the shard, expected ",
+                p.shard.sizes());
   const bool waiting = unit.unpublished || bucket.has_unpublished_arrivals();
-  TESSERA_CHECK(!waiting || !grad.any().item<bool>(), ErrorKind::kUsage, "gradient of ", p.contract.name,
-                ": found it changed while micro-batches of this step wait to be added to it, expected changes only "
+  TESSERA_CHECK(!waiting || !grad.any().item<bool>(), ErrorKind::kUsage, "gradient of ",
+                p.contract.name,
+                ": found it changed while micro-batches of this step wait to be added to it, "
+                "expected changes only "
                 "after a backward that reduces; change it after the last micro-batch, or zero it");
-  bucket.import_accumulator(p.place, grad.to(to_scalar_type(p.contract.accumulate)).mul(p.contract.reductions.divide_factor));
+  bucket.import_accumulator(
+      p.place,
+      grad.to(to_scalar_type(p.contract.accumulate)).mul(p.contract.reductions.divide_factor));
   p.published = true;
 }
 
@@ -109,7 +118,8 @@ void Runtime::import_user_changes() {
       auto& bucket = unit->bucket_of(*p);
       const auto& grad = p->shard.grad();
       if (!grad.defined()) {
-        // zero_grad(set_to_none): a new sum begins. Without a publication the sum is one that still waits.
+        // zero_grad(set_to_none): a new sum begins. Without a publication the sum is one that still
+        // waits.
         if (p->published) bucket.reset_accumulator(p->place);
         keeps[p->bucket] = keeps[p->bucket] || (!p->published && bucket.has_sum());
         p->published = false;

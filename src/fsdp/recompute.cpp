@@ -34,8 +34,8 @@ namespace {
 
 using torch::autograd::variable_list;
 
-/// The state that backward needs travels in the context's saved_data only as tensors; the function and the
-/// recorded entries ride in a holder.
+/// The state that backward needs travels in the context's saved_data only as tensors; the function
+/// and the recorded entries ride in a holder.
 struct Block : torch::CustomClassHolder {
   std::function<at::Tensor(const std::vector<at::Tensor>&)> run;
   fsdp::Recorded recorded;
@@ -59,7 +59,8 @@ class Recompute : public torch::autograd::Function<Recompute> {
   }
 
   static variable_list backward(torch::autograd::AutogradContext* context, variable_list grads) {
-    const auto block = c10::static_intrusive_pointer_cast<Block>(context->saved_data["block"].toCapsule());
+    const auto block =
+        c10::static_intrusive_pointer_cast<Block>(context->saved_data["block"].toCapsule());
     // The outermost graph task must know the runtimes before the nested one reaches them.
     for (const auto& entry : block->recorded.entries) entry->runtime->begin_backward();
     variable_list inputs;
@@ -89,9 +90,11 @@ at::Tensor checkpoint(std::function<at::Tensor(const std::vector<at::Tensor>&)> 
   auto block = c10::make_intrusive<Block>();
   block->run = std::move(function);
   auto arguments = inputs;
-  const bool any = std::any_of(inputs.begin(), inputs.end(), [](const auto& t) { return t.requires_grad(); });
+  const bool any =
+      std::any_of(inputs.begin(), inputs.end(), [](const auto& t) { return t.requires_grad(); });
   if (!any) {
-    // Parameters alone would not make the node part of the graph: an empty input that requires grad does.
+    // Parameters alone would not make the node part of the graph: an empty input that requires grad
+    // does.
     arguments.push_back(at::empty({0}).set_requires_grad(true));
     block->run = [run = std::move(block->run)](const std::vector<at::Tensor>& all) {
       return run({all.begin(), all.end() - 1});

@@ -1,10 +1,11 @@
 // Recomputation: what handles may not do while a checkpointed forward runs again inside backward.
 //
-// [Note: recomputation] The composition is unit(checkpoint(block)). A handle that is called inside a
-// checkpoint records its forward when it runs the first time (without grad); when it runs again, inside
-// backward, it neither opens a new segment nor counts: it takes the entry that it made the first time, which
-// then is gathered, marked and released as in any backward. Used by tessera::checkpoint (recompute.cpp); code
-// that recomputes by other means must hold these scopes itself.
+// [Note: recomputation] The composition is unit(checkpoint(block)). A handle that is called inside
+// a checkpoint records its forward when it runs the first time (without grad); when it runs again,
+// inside backward, it neither opens a new segment nor counts: it takes the entry that it made the
+// first time, which then is gathered, marked and released as in any backward. Used by
+// tessera::checkpoint (recompute.cpp); code that recomputes by other means must hold these scopes
+// itself.
 #pragma once
 
 #include <memory>

@@ -10,7 +10,8 @@
 namespace tessera::fsdp {
 namespace {
 
-/// Rides in the graph task's callback: when an exception ends the backward, it is destroyed without having run.
+/// Rides in the graph task's callback: when an exception ends the backward, it is destroyed without
+/// having run.
 class BackwardEnd {
  public:
   explicit BackwardEnd(std::shared_ptr<Runtime> runtime)
@@ -42,7 +43,9 @@ Entry::~Entry() {
 }
 
 Runtime::Runtime(Mesh mesh, std::int64_t in_flight_bytes)
-    : mesh_(std::move(mesh)), pool_(std::make_shared<comm::BufferPool>(at::kCPU)), bytes_budget_(in_flight_bytes) {
+    : mesh_(std::move(mesh)),
+      pool_(std::make_shared<comm::BufferPool>(at::kCPU)),
+      bytes_budget_(in_flight_bytes) {
   auto& w = world();
   const auto shard = ranks_of(mesh_, {axis::kShard, axis::kContext});
   const auto replicas = ranks_of(mesh_, {axis::kReplicate});
@@ -91,9 +94,11 @@ void Runtime::agree_on_plan() {
   for (const auto* unit : units_) {
     std::vector<GradContract> contracts;
     for (const auto& p : unit->parameters()) contracts.push_back(p->contract);
-    text += concat("unit ", unit->name(), unit->reshard_after_forward ? ", resharded after forward" : "", "\n");
+    text += concat("unit ", unit->name(),
+                   unit->reshard_after_forward ? ", resharded after forward" : "", "\n");
     for (const auto& bucket : unit->buckets()) {
-      text += concat("bucket ", to_string(bucket->plan().key), ", ", bucket->plan().numel, " elements\n");
+      text += concat("bucket ", to_string(bucket->plan().key), ", ", bucket->plan().numel,
+                     " elements\n");
     }
     for (const auto& c : contracts) text += concat(c.name, " ", hash({c}), "\n");
   }
@@ -106,7 +111,8 @@ void Runtime::agree_on_plan() {
     std::istringstream in(texts[rank]);
     for (std::string line; std::getline(in, line);) lines[rank].push_back(line);
   }
-  TESSERA_CHECK(false, ErrorKind::kContract, "contracts differ between ranks: ", first_difference(lines),
+  TESSERA_CHECK(false, ErrorKind::kContract,
+                "contracts differ between ranks: ", first_difference(lines),
                 "; shard the same model with the same policy on every rank");
 }
 
@@ -114,9 +120,10 @@ void Runtime::agree_on_plan() {
 
 void Runtime::check_usable() {
   if (failed_ && !world().poisoned()) reset();
-  TESSERA_CHECK(!world().poisoned(), ErrorKind::kComm,
-                "a sharded forward was entered after a failure of this run; call World::recover() on every "
-                "rank first");
+  TESSERA_CHECK(
+      !world().poisoned(), ErrorKind::kComm,
+      "a sharded forward was entered after a failure of this run; call World::recover() on every "
+      "rank first");
   if (in_backward_ && torch::autograd::get_current_graph_task_id() == -1) {
     reset();  // the last backward left by an exception
   }
@@ -162,16 +169,20 @@ std::shared_ptr<Entry> Runtime::record(Unit& unit, std::size_t position) {
 
 void Runtime::check_borrowed(const Unit& unit) const {
   for (const auto& leaf : unit.borrowed) {
-    TESSERA_CHECK(leaf->owner != nullptr, ErrorKind::kUsage, "unit ", unit.name(), ": found that the handle which "
-                  "owns its parameter ", leaf->name, " is gone, expected it to live; keep the outermost handle");
-    TESSERA_CHECK(std::find(unit.needs.begin(), unit.needs.end(), leaf->owner->unit) != unit.needs.end(),
-                  ErrorKind::kUsage, "unit ", unit.name(), ": found the parameter ",
-                  leaf->owner->contract.name, " that unit ", leaf->owner->unit->name(),
-                  " owns, expected a common parent of both that is sharded; call fully_shard on it");
+    TESSERA_CHECK(leaf->owner != nullptr, ErrorKind::kUsage, "unit ", unit.name(),
+                  ": found that the handle which "
+                  "owns its parameter ",
+                  leaf->name, " is gone, expected it to live; keep the outermost handle");
+    TESSERA_CHECK(
+        std::find(unit.needs.begin(), unit.needs.end(), leaf->owner->unit) != unit.needs.end(),
+        ErrorKind::kUsage, "unit ", unit.name(), ": found the parameter ",
+        leaf->owner->contract.name, " that unit ", leaf->owner->unit->name(),
+        " owns, expected a common parent of both that is sharded; call fully_shard on it");
   }
 }
 
-/// After a forward that nobody differentiated, units may still show the parameters of before the last step.
+/// After a forward that nobody differentiated, units may still show the parameters of before the
+/// last step.
 void Runtime::release_stale() {
   if (outstanding_ > 0 || in_backward_) return;
   for (auto* unit : units_) {
@@ -201,22 +212,25 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   if (!grad && first_forward() == nullptr) return nullptr;
   unit.renew_accumulators();
   auto entry = record(unit, position);
-  if (auto* recorded = first_forward(); recorded != nullptr && !grad) recorded->entries.push_back(entry);
+  if (auto* recorded = first_forward(); recorded != nullptr && !grad)
+    recorded->entries.push_back(entry);
   return entry;
 }
 
 std::shared_ptr<Entry> Runtime::enter_recompute(Unit& unit) {
   auto* recorded = recomputing();
-  TESSERA_CHECK(recorded->next < recorded->entries.size() &&
-                    recorded->entries[recorded->next]->unit.get() == &unit,
-                ErrorKind::kUsage, "recomputation: found a call of unit ", unit.name(),
-                " that the first forward did not make at this place, expected the same calls; make the "
-                "checkpointed function deterministic");
+  TESSERA_CHECK(
+      recorded->next < recorded->entries.size() &&
+          recorded->entries[recorded->next]->unit.get() == &unit,
+      ErrorKind::kUsage, "recomputation: found a call of unit ", unit.name(),
+      " that the first forward did not make at this place, expected the same calls; make the "
+      "checkpointed function deterministic");
   auto entry = recorded->entries[recorded->next++];
   ++unit.open_calls;
   pre_backward(*entry);
   if (auto* inner = first_forward(); inner != nullptr && !at::GradMode::is_enabled()) {
-    // A checkpoint inside this one runs it for the first time: backward goes through its own recomputation.
+    // A checkpoint inside this one runs it for the first time: backward goes through its own
+    // recomputation.
     inner->entries.push_back(entry);
     --unit.active;
   }
@@ -231,7 +245,8 @@ void Runtime::leave_forward(Unit& unit) {
   const auto count = current_->trace.units.size();
   const bool grad = at::GradMode::is_enabled() || first_forward() != nullptr;
   const bool is_last = follows_reference_ && count == reference_.units.size() &&
-                       reference_.units.back() == unit.id && current_->trace.units.back() == unit.id;
+                       reference_.units.back() == unit.id &&
+                       current_->trace.units.back() == unit.id;
   if (unit.open_calls == 0 && (unit.reshard_after_forward || (!grad && depth_ == 0))) {
     // The last unit's backward comes first: its memory stays.
     if (grad && is_last && depth_ > 0) {
@@ -267,7 +282,8 @@ void Runtime::begin_backward() {
   reduction_cursor_ = 0;
   for (auto* unit : units_) unit->reduced = false;
   import_user_changes();
-  // Nested graph tasks (recomputation) come after this one has begun; the callback is the outermost one's.
+  // Nested graph tasks (recomputation) come after this one has begun; the callback is the outermost
+  // one's.
   torch::autograd::Engine::get_default_engine().queue_callback(
       [end = std::make_shared<BackwardEnd>(shared_from_this())] { end->run(); });
 }
@@ -290,8 +306,9 @@ void Runtime::agree_on_trace(const Segment& segment) {
     std::istringstream in(texts[rank]);
     for (std::string line; std::getline(in, line);) names[rank].push_back(line);
   }
-  TESSERA_CHECK(false, ErrorKind::kComm, "the order of units differs between ranks: ",
-                first_difference(names), "; run the same units in the same order on every rank");
+  TESSERA_CHECK(false, ErrorKind::kComm,
+                "the order of units differs between ranks: ", first_difference(names),
+                "; run the same units in the same order on every rank");
 }
 
 void Runtime::touch(Segment& segment, const std::shared_ptr<Segment>& owner) {
@@ -300,10 +317,12 @@ void Runtime::touch(Segment& segment, const std::shared_ptr<Segment>& owner) {
   agree_on_trace(segment);
   std::vector<bool> reshards;
   for (const auto* unit : units_) {
-    reshards.push_back(unit->reshard_after_forward && !unit->always_unsharded() && !unit->buckets().empty());
+    reshards.push_back(unit->reshard_after_forward && !unit->always_unsharded() &&
+                       !unit->buckets().empty());
   }
   if (segment.settled) {
-    // A second backward over a retained graph: what had stayed gathered was released when the first ended.
+    // A second backward over a retained graph: what had stayed gathered was released when the first
+    // ended.
     for (const auto id : segment.order.reductions) {
       auto& unit = *units_.at(id);
       if (reshards[id] || unit.always_unsharded() || unit.buckets().empty()) continue;
@@ -318,7 +337,8 @@ void Runtime::touch(Segment& segment, const std::shared_ptr<Segment>& owner) {
   segment.order = backward_order(segment.trace, reshards, segment.kept_last);
   segment.cursor = 0;
   for (const auto id : segment.order.reductions) add_reduction(id);
-  // A unit that only lends its parameters (the root, when inner handles are called directly) comes last.
+  // A unit that only lends its parameters (the root, when inner handles are called directly) comes
+  // last.
   for (const auto id : segment.order.reductions) {
     for (const auto* lender : units_.at(id)->needs) add_reduction(lender->id);
   }
@@ -327,11 +347,13 @@ void Runtime::touch(Segment& segment, const std::shared_ptr<Segment>& owner) {
 }
 
 void Runtime::add_reduction(UnitId id) {
-  if (std::find(reductions_.begin(), reductions_.end(), id) == reductions_.end()) reductions_.push_back(id);
+  if (std::find(reductions_.begin(), reductions_.end(), id) == reductions_.end())
+    reductions_.push_back(id);
 }
 
 void Runtime::advance_gathers(Segment& segment, std::size_t until) {
-  for (; segment.cursor < until && segment.cursor < segment.order.positions.size(); ++segment.cursor) {
+  for (; segment.cursor < until && segment.cursor < segment.order.positions.size();
+       ++segment.cursor) {
     const auto position = segment.order.positions[segment.cursor];
     if (!segment.order.gathers[position]) continue;
     auto& unit = *units_.at(segment.trace.units[position]);
@@ -359,7 +381,8 @@ void Runtime::post_backward(Entry& entry) {
   auto& unit = *entry.unit;
   if (unit.active > 0) --unit.active;
   consume(entry);
-  if (unit.active == 0 && unit.open_calls == 0 && unit.reshard_after_forward && !unit.gather_pending()) {
+  if (unit.active == 0 && unit.open_calls == 0 && unit.reshard_after_forward &&
+      !unit.gather_pending()) {
     unit.release();
   }
   issue_ready_reductions();
@@ -476,9 +499,10 @@ void Runtime::release_all() {
 }
 
 void Runtime::require_idle(const char* what) const {
-  TESSERA_CHECK(outstanding_ == 0, ErrorKind::kUsage, what, ": found ", outstanding_,
-                " unit forwards whose backward has not run, expected none; run backward first, or let the "
-                "loss go out of scope");
+  TESSERA_CHECK(
+      outstanding_ == 0, ErrorKind::kUsage, what, ": found ", outstanding_,
+      " unit forwards whose backward has not run, expected none; run backward first, or let the "
+      "loss go out of scope");
   sink_.require_all_redeemed();
 }
 

@@ -1,18 +1,18 @@
 // Runtime: runs the units of one sharded tree, in an order that all ranks agree on.
 //
-// One per root handle. It follows forwards (gather, prefetch, release), backwards (gather, markers, reduce)
-// and publishes gradients on the shards when the outermost backward ends. What the order is stands in
-// order.h; what moves bytes in unit.h and bucket.h.
+// One per root handle. It follows forwards (gather, prefetch, release), backwards (gather, markers,
+// reduce) and publishes gradients on the shards when the outermost backward ends. What the order is
+// stands in order.h; what moves bytes in unit.h and bucket.h.
 //
-// [Note: readiness] Gradients are never counted: parameters stay unused, hooks fire twice under recomputation,
-// functions return undefined gradients. A unit's backward is over when its *marker* ran, an identity node
-// over the grad-requiring inputs of its forward (boundary.h): `expected` + 1 per recorded forward, - 1 per
-// marker. What has no marker (inputs without gradient) is settled once, in the agreed order, by the
-// end-of-backward callback of the outermost graph task. Deferred gradients hold tickets; a unit with open
-// tickets is not ready.
+// [Note: readiness] Gradients are never counted: parameters stay unused, hooks fire twice under
+// recomputation, functions return undefined gradients. A unit's backward is over when its *marker*
+// ran, an identity node over the grad-requiring inputs of its forward (boundary.h): `expected` + 1
+// per recorded forward, - 1 per marker. What has no marker (inputs without gradient) is settled
+// once, in the agreed order, by the end-of-backward callback of the outermost graph task. Deferred
+// gradients hold tickets; a unit with open tickets is not ready.
 //
-// [Note: release] Unsharded memory goes back at the marker, never when the last gradient arrived: with a
-// frozen base and adapters all gradients arrive before the base weight's last use.
+// [Note: release] Unsharded memory goes back at the marker, never when the last gradient arrived:
+// with a frozen base and adapters all gradients arrive before the base weight's last use.
 //
 // Threads: the rank's own (forward) and the one that runs its backward, never at the same time.
 #pragma once
@@ -43,7 +43,8 @@ struct Segment {
   bool kept_last = false;
   std::vector<std::weak_ptr<Entry>> entries;
   std::vector<std::shared_ptr<Unit>> units;  ///< of the whole tree: a graph may outlive the handles
-  bool settled = false;  ///< a backward over it has ended (the graph may have been retained for another)
+  bool settled =
+      false;  ///< a backward over it has ended (the graph may have been retained for another)
   // --- in the current backward ---
   bool touched = false;
   BackwardOrder order;
@@ -77,13 +78,16 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   int shard_rank() const { return shard_rank_; }
   layout::PlanOptions plan_options() const;
   comm::Group* data_group() { return data_group_; }  ///< all data ranks, control; null for one
-  comm::Group* shard_control() { return shard_control_.get(); }  ///< the shard group, control; null for one
+  comm::Group* shard_control() {
+    return shard_control_.get();
+  }  ///< the shard group, control; null for one
 
   /// Units are numbered in the order of adding, the same on every rank.
   void add_unit(Unit* unit);
   void remove_unit(Unit* unit);
   const std::vector<Unit*>& units() const { return units_; }
-  /// All ranks have the same contracts and plans. Collective. Errors: kContract naming the first difference.
+  /// All ranks have the same contracts and plans. Collective. Errors: kContract naming the first
+  /// difference.
   void agree_on_plan();
 
   // --- forward, called by Call (call.h) ---
@@ -105,7 +109,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void post_backward(Entry& entry);
   void on_gradient();
   void on_tickets_closed(Unit& unit);
-  /// Its backward is owed, or finished: counted on its unit and on the units that hold its parameters.
+  /// Its backward is owed, or finished: counted on its unit and on the units that hold its
+  /// parameters.
   void expect(Entry& entry);
   void consume(Entry& entry);
 
@@ -145,7 +150,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Mesh mesh_;
   std::shared_ptr<comm::BufferPool> pool_;
   grad::GradSink sink_;
-  std::shared_ptr<comm::Group> gather_group_, reduce_group_, replica_group_, data_group_owner_, shard_control_;
+  std::shared_ptr<comm::Group> gather_group_, reduce_group_, replica_group_, data_group_owner_,
+      shard_control_;
   BucketGroups groups_;
   comm::Group* data_group_ = nullptr;
   int shard_rank_ = 0;
@@ -156,7 +162,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   int depth_ = 0;
   std::uint32_t next_segment_ = 0;
   std::shared_ptr<Segment> current_;
-  Trace reference_;            // the last trace that all ranks agreed on: what prefetch follows
+  Trace reference_;  // the last trace that all ranks agreed on: what prefetch follows
   bool follows_reference_ = false;
 
   // backward

@@ -20,9 +20,10 @@ bool has_data(const at::Tensor& tensor) {
 /// Makes the old storage throw, where something outside the sharded module still looks at it.
 void poison_old_storage(const c10::Storage& storage, const std::string& name) {
   if (!storage || storage.use_count() <= 1 || storage.nbytes() == 0) return;
-  storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(concat(
-      "parameter ", name, ": found an access through a tensor that shared its storage, expected none after "
-      "fully_shard; clone values before sharding, and shard tied parameters in one call"));
+  storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
+      concat("parameter ", name,
+             ": found an access through a tensor that shared its storage, expected none after "
+             "fully_shard; clone values before sharding, and shard tied parameters in one call"));
 }
 
 }  // namespace
@@ -54,9 +55,10 @@ Parameter::~Parameter() {
 }
 
 std::string Unit::released_message() const {
-  return concat("parameters of unit ", name_.empty() ? "(root)" : name_,
-                ": found an access while they are sharded, expected one inside a forward or backward of "
-                "the unit; call the module through the handle that fully_shard returned");
+  return concat(
+      "parameters of unit ", name_.empty() ? "(root)" : name_,
+      ": found an access while they are sharded, expected one inside a forward or backward of "
+      "the unit; call the module through the handle that fully_shard returned");
 }
 
 void Unit::add_prefix(const std::string& prefix) {
@@ -69,11 +71,13 @@ void Unit::add_prefix(const std::string& prefix) {
 }
 
 bool Unit::trainable() const {
-  return std::any_of(buckets_.begin(), buckets_.end(), [](const auto& b) { return b->trainable(); });
+  return std::any_of(buckets_.begin(), buckets_.end(),
+                     [](const auto& b) { return b->trainable(); });
 }
 
 bool Unit::always_unsharded() const {
-  return std::all_of(buckets_.begin(), buckets_.end(), [](const auto& b) { return b->aliases_shard(); });
+  return std::all_of(buckets_.begin(), buckets_.end(),
+                     [](const auto& b) { return b->aliases_shard(); });
 }
 
 void Unit::add(std::vector<std::unique_ptr<Parameter>> added) {
@@ -228,10 +232,11 @@ void Unit::release() {
 
 grad::SlotOwner::View Unit::open_slot(std::size_t index) {
   auto& parameter = *parameters_.at(index);
-  TESSERA_CHECK(expected > 0 || active > 0 || tickets > 0, ErrorKind::kContract, "gradient of ", parameter.contract.name,
-                ": found one outside an open forward of its unit ", name_,
-                ", expected one after a forward through its handle; call the module through the handle "
-                "that fully_shard returned");
+  TESSERA_CHECK(
+      expected > 0 || active > 0 || tickets > 0, ErrorKind::kContract, "gradient of ",
+      parameter.contract.name, ": found one outside an open forward of its unit ", name_,
+      ", expected one after a forward through its handle; call the module through the handle "
+      "that fully_shard returned");
   runtime_->on_gradient();
   parameter.used = true;
   View view;

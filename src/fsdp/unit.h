@@ -21,8 +21,8 @@ namespace tessera::fsdp {
 class Runtime;
 class Unit;
 
-/// One parameter of a unit. The shard tensor stays the same object for good; its data moves when the unit
-/// is laid out anew.
+/// One parameter of a unit. The shard tensor stays the same object for good; its data moves when
+/// the unit is laid out anew.
 struct Parameter {
   Parameter() = default;
   ~Parameter();
@@ -31,16 +31,16 @@ struct Parameter {
 
   GradContract contract;
   std::vector<std::shared_ptr<Leaf>> leaves;
-  at::Tensor shard;            ///< [owned], storage dtype: what optimizers see
+  at::Tensor shard;  ///< [owned], storage dtype: what optimizers see
   Unit* unit = nullptr;
-  std::size_t bucket = 0;      ///< index into Unit::buckets
-  std::size_t place = 0;       ///< index into the bucket plan's parameters
-  bool used = false;           ///< a gradient arrived here since gradients were last published
-  bool published = false;      ///< shard.grad() is ours
-  at::Tensor seen_grad;        ///< shard.grad() as it was last looked at, and its version then
+  std::size_t bucket = 0;  ///< index into Unit::buckets
+  std::size_t place = 0;   ///< index into the bucket plan's parameters
+  bool used = false;       ///< a gradient arrived here since gradients were last published
+  bool published = false;  ///< shard.grad() is ours
+  at::Tensor seen_grad;    ///< shard.grad() as it was last looked at, and its version then
   std::uint32_t seen_version = 0;
 
-  layout::Range owned() const;       ///< elements of the parameter in the shard
+  layout::Range owned() const;  ///< elements of the parameter in the shard
   const layout::Placed& placed() const;
 };
 
@@ -53,11 +53,11 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   /// Puts `prefix` before the unit's and its parameters' names.
   void add_prefix(const std::string& prefix);
 
-  /// Lays out `parameters` (each with leaves whose tensors hold the full values, or no data at all) into new
-  /// buckets beside those that are there.
+  /// Lays out `parameters` (each with leaves whose tensors hold the full values, or no data at all)
+  /// into new buckets beside those that are there.
   void add(std::vector<std::unique_ptr<Parameter>> parameters);
-  /// The parameters of bucket `index` with the full values back in their leaves; the bucket is gone.
-  /// Collective.
+  /// The parameters of bucket `index` with the full values back in their leaves; the bucket is
+  /// gone. Collective.
   std::vector<std::unique_ptr<Parameter>> take_bucket(std::size_t index);
 
   const std::vector<std::unique_ptr<Parameter>>& parameters() const { return parameters_; }
@@ -73,8 +73,8 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   // --- called by the runtime ---
   bool gathered() const { return gathered_; }
   bool gather_pending() const { return pending_.valid(); }
-  /// Starts the gather; again into the same memory where it already is unsharded ([Note: collective order]:
-  /// whether a collective is issued may not depend on what happened on this rank).
+  /// Starts the gather; again into the same memory where it already is unsharded ([Note: collective
+  /// order]: whether a collective is issued may not depend on what happened on this rank).
   void begin_gather(std::uint32_t micro_batch);
   void wait_gather();
   void release();
@@ -89,18 +89,18 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   void tickets_changed(int delta) override;
 
   // State of the runtime, kept here because it is per unit.
-  std::uint32_t id = 0;              ///< in plan order, the same on every rank
-  int open_calls = 0;                ///< forwards on the stack
-  int expected = 0;                  ///< recorded forwards whose backward is not finished
-  int active = 0;                    ///< backwards that began and have not passed their marker
-  int tickets = 0;                   ///< deferred gradients that are owed
+  std::uint32_t id = 0;  ///< in plan order, the same on every rank
+  int open_calls = 0;    ///< forwards on the stack
+  int expected = 0;      ///< recorded forwards whose backward is not finished
+  int active = 0;        ///< backwards that began and have not passed their marker
+  int tickets = 0;       ///< deferred gradients that are owed
   bool reshard_after_forward = true;
   bool requires_sync = true;
-  bool reduced = false;              ///< in this backward
-  bool owed = false;                 ///< a backward without sync left gradients in its slots
-  bool unpublished = false;          ///< reduced since its gradients were last published
-  bool unsharded_by_user = false;    ///< kept until the user or a forward gives it back
-  std::vector<Unit*> needs;          ///< units that hold some of this module's parameters
+  bool reduced = false;            ///< in this backward
+  bool owed = false;               ///< a backward without sync left gradients in its slots
+  bool unpublished = false;        ///< reduced since its gradients were last published
+  bool unsharded_by_user = false;  ///< kept until the user or a forward gives it back
+  std::vector<Unit*> needs;        ///< units that hold some of this module's parameters
   std::vector<std::shared_ptr<Leaf>> borrowed;  ///< leaves that another unit owns
 
  private:

@@ -31,16 +31,20 @@ void GradSink::update(SlotId slot, const GradContract* contract, SlotOwner* owne
 
 void GradSink::check(const Slot& slot, const at::Tensor& raw, Source source) const {
   const auto& contract = *slot.contract;
-  const auto from = [&] { return concat("gradient of ", contract.name, " from ", to_string(source)); };
+  const auto from = [&] {
+    return concat("gradient of ", contract.name, " from ", to_string(source));
+  };
   TESSERA_CHECK(raw.layout() == c10::kStrided, ErrorKind::kContract, from(), ": found layout ",
                 raw.layout(), ", expected a dense one; use dense embeddings");
-  TESSERA_CHECK(c10::isFloatingType(raw.scalar_type()), ErrorKind::kContract, from(), ": found dtype ",
-                c10::toString(raw.scalar_type()), ", expected a real floating one");
+  TESSERA_CHECK(c10::isFloatingType(raw.scalar_type()), ErrorKind::kContract, from(),
+                ": found dtype ", c10::toString(raw.scalar_type()),
+                ", expected a real floating one");
   TESSERA_CHECK(raw.sizes() == c10::IntArrayRef(contract.shape), ErrorKind::kContract, from(),
                 ": found shape ", raw.sizes(), ", expected ", c10::IntArrayRef(contract.shape));
-  TESSERA_CHECK(!raw.requires_grad(), ErrorKind::kContract, from(),
-                ": found a gradient that itself requires grad, expected a value; create_graph is not "
-                "supported through a sharded module");
+  TESSERA_CHECK(
+      !raw.requires_grad(), ErrorKind::kContract, from(),
+      ": found a gradient that itself requires grad, expected a value; create_graph is not "
+      "supported through a sharded module");
   TESSERA_CHECK(contract.trainable, ErrorKind::kContract, from(),
                 ": found one, expected none since the parameter is frozen (",
                 contract.reasons[static_cast<std::size_t>(ContractField::kTrainable)],

@@ -1,14 +1,15 @@
 // GradSink: the one way for a gradient to reach a collective. [Note: gradient lifetime]
 //
 //   eager autograd (a hook on each leaf, which sees the raw value) --+
-//   deferred weight gradients (promise ... redeem) ------------------+--> accept() --> slot --> wire
-//   captured backward -----------------------------------------------+   check, round if asked, add
+//   deferred weight gradients (promise ... redeem) ------------------+--> accept() --> slot -->
+//   wire captured backward -----------------------------------------------+   check, round if
+//   asked, add
 //
-// A slot is a parameter's place in its bucket's gradient buffer, in the contract's `accumulate` dtype: cast
-// and add *is* the copy-in. Whatever dtype arrives is added unrounded unless the contract's `grad` asks for
-// a rounding. Gradients are never counted ([Note: readiness] of fsdp/runtime.h); only tickets are. The sink
-// owns no memory and starts no collective: slots belong to a SlotOwner (fsdp/unit.h).
-// Threads: those that run the rank's backward, one at a time.
+// A slot is a parameter's place in its bucket's gradient buffer, in the contract's `accumulate`
+// dtype: cast and add *is* the copy-in. Whatever dtype arrives is added unrounded unless the
+// contract's `grad` asks for a rounding. Gradients are never counted ([Note: readiness] of
+// fsdp/runtime.h); only tickets are. The sink owns no memory and starts no collective: slots belong
+// to a SlotOwner (fsdp/unit.h). Threads: those that run the rank's backward, one at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -45,19 +46,23 @@ using Ticket = std::uint64_t;
 
 class GradSink {
  public:
-  /// `contract` must outlive the sink or be replaced by update(); `parameter` is the owner's own number.
+  /// `contract` must outlive the sink or be replaced by update(); `parameter` is the owner's own
+  /// number.
   SlotId add(const GradContract* contract, SlotOwner* owner, std::size_t parameter);
   /// The slot's parameter moved to another unit or contract.
   void update(SlotId slot, const GradContract* contract, SlotOwner* owner, std::size_t parameter);
 
   /// Checks `raw` against the contract and adds it to the slot. An undefined gradient is nothing.
-  /// Shapes: raw as the parameter's global shape. Errors: kContract naming the parameter, for sparse or
-  /// complex gradients, a wrong shape or device, a gradient that itself requires grad (create_graph).
+  /// Shapes: raw as the parameter's global shape. Errors: kContract naming the parameter, for
+  /// sparse or complex gradients, a wrong shape or device, a gradient that itself requires grad
+  /// (create_graph).
   void accept(SlotId slot, const at::Tensor& raw, Source source);
 
-  /// Announces a gradient that will come after this backward's nodes ran: its unit is not ready before.
+  /// Announces a gradient that will come after this backward's nodes ran: its unit is not ready
+  /// before.
   Ticket promise(SlotId slot, std::string layer, std::int64_t micro_batch);
-  /// Hands it in. Errors: kContract for a ticket that was redeemed before, naming layer and micro-batch.
+  /// Hands it in. Errors: kContract for a ticket that was redeemed before, naming layer and
+  /// micro-batch.
   void redeem(Ticket ticket, const at::Tensor& raw);
   /// Throws kContract naming every ticket that is still open.
   void require_all_redeemed() const;

@@ -19,13 +19,15 @@ std::span<const std::byte> bytes_of(const at::Tensor& tensor) {
   return {static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes()};
 }
 
-/// Logits of this rank's rows go to rank 0 row by row, so that nobody holds more than one row of another rank.
+/// Logits of this rank's rows go to rank 0 row by row, so that nobody holds more than one row of
+/// another rank.
 class LogitsWriter {
  public:
   LogitsWriter(comm::Group& control, int rank, SafetensorsWriter* writer, std::int64_t rows)
       : control_(control), rank_(rank), writer_(writer), rows_(rows) {}
 
-  /// `mine` [rows of `range`, T, V] fp32. Every rank calls it with its own range, in the same number of calls.
+  /// `mine` [rows of `range`, T, V] fp32. Every rank calls it with its own range, in the same
+  /// number of calls.
   void write(const at::Tensor& mine, RowRange range) {
     for (std::int64_t i = 0; i < most_rows(range); ++i) {
       const bool have = i < range.size();
@@ -69,14 +71,17 @@ class LogitsWriter {
 };
 
 std::vector<TensorSpec> outputs(const GradientsRequest& request, const ModelSource& source,
-                                const BatchSource& batch, const std::vector<GradContract>& contracts) {
+                                const BatchSource& batch,
+                                const std::vector<GradContract>& contracts) {
   std::vector<TensorSpec> specs{{"loss", DType::kFloat32, {1}}};
   if (request.logits) {
-    specs.push_back({"logits", DType::kFloat32,
+    specs.push_back({"logits",
+                     DType::kFloat32,
                      {batch.rows_in_step(), batch.row_tokens(), source.spec.vocab_size}});
   }
   for (const auto& contract : contracts) {
-    if (contract.trainable) specs.push_back({"grad/" + contract.name, DType::kFloat32, contract.shape});
+    if (contract.trainable)
+      specs.push_back({"grad/" + contract.name, DType::kFloat32, contract.shape});
   }
   return specs;
 }
@@ -97,9 +102,8 @@ void run_gradients(const GradientsRequest& request, World& world,
   std::optional<SafetensorsWriter> writer;
   if (world.rank() == 0) {
     writer.emplace(request.out, outputs(request, source, *batch, contracts),
-                   std::map<std::string, std::string>{
-                       {"layout", to_string(mesh.shape())},
-                       {"contract_hash", concat(hash(contracts))}});
+                   std::map<std::string, std::string>{{"layout", to_string(mesh.shape())},
+                                                      {"contract_hash", concat(hash(contracts))}});
   }
   const int data_rank =
       mesh.coordinate(axis::kReplicate) * dims.dp_shard + mesh.coordinate(axis::kShard);
@@ -109,7 +113,8 @@ void run_gradients(const GradientsRequest& request, World& world,
   if (on_first_step) on_first_step();
   if (request.logits) {
     const at::NoGradGuard no_grad;
-    LogitsWriter logits(world.control(), world.rank(), writer ? &*writer : nullptr, batch->rows_in_step());
+    LogitsWriter logits(world.control(), world.rank(), writer ? &*writer : nullptr,
+                        batch->rows_in_step());
     for (const auto& range : rows) {
       const auto ids = batch->load(1, range).input_ids;
       logits.write(model->forward(ids, std::nullopt).to(at::kFloat), range);

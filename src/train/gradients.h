@@ -1,4 +1,5 @@
-// `tessera gradients`: loss, logits and the full gradient of every parameter of one batch, under any layout.
+// `tessera gradients`: loss, logits and the full gradient of every parameter of one batch, under
+// any layout.
 #pragma once
 
 #include <functional>
@@ -10,9 +11,9 @@
 namespace tessera::train {
 
 struct GradientsRequest {
-  Config config;          ///< model.path set; training, parallelism, precision count
-  std::string batch;      ///< .safetensors with input_ids and labels [B, T]
-  std::string out;        ///< .safetensors to write
+  Config config;      ///< model.path set; training, parallelism, precision count
+  std::string batch;  ///< .safetensors with input_ids and labels [B, T]
+  std::string out;    ///< .safetensors to write
   bool logits = true;
   bool impose_routing = false;  ///< mixtures of experts; without effect on dense models
 };

@@ -7,8 +7,8 @@
 namespace tessera::train {
 namespace {
 
-// Buckets below this go to the root and are gathered once a step: a message costs as much as moving this many
-// bytes (docs/performance.md).
+// Buckets below this go to the root and are gathered once a step: a message costs as much as moving
+// this many bytes (docs/performance.md).
 constexpr std::int64_t kMergeBelowBytes = std::int64_t{64} << 10;
 
 }  // namespace
@@ -17,8 +17,8 @@ MeshShape mesh_shape(const ParallelDims& dims) {
   return MeshShape::dense(dims.pp, dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp);
 }
 
-std::shared_ptr<Sharded<models::Decoder>> parallelize(const ModelSource& source, const Config& config,
-                                                      const Mesh& mesh) {
+std::shared_ptr<Sharded<models::Decoder>> parallelize(const ModelSource& source,
+                                                      const Config& config, const Mesh& mesh) {
   // 1. The model, full sizes and no data.
   auto decoder = std::make_shared<models::Decoder>(source.spec);
 
@@ -37,7 +37,9 @@ std::shared_ptr<Sharded<models::Decoder>> parallelize(const ModelSource& source,
   const auto named = [&](const std::string& name) {
     auto options = unit;
     options.name = name;
-    options.canonical_name = [name](const std::string& path) { return models::parameter_name(name, path); };
+    options.canonical_name = [name](const std::string& path) {
+      return models::parameter_name(name, path);
+    };
     return options;
   };
   ShardOptions root;
@@ -46,7 +48,8 @@ std::shared_ptr<Sharded<models::Decoder>> parallelize(const ModelSource& source,
   root.reshard_after_forward = false;
   root.merge_below_bytes = kMergeBelowBytes;
   if (!source.spec.tie_word_embeddings) {
-    root.inner.push_back(decoder->embedding().shard(mesh, as_contracts, named("model.embed_tokens")));
+    root.inner.push_back(
+        decoder->embedding().shard(mesh, as_contracts, named("model.embed_tokens")));
   }
   for (std::size_t i = 0; i < decoder->layers().size(); ++i) {
     root.inner.push_back(

@@ -1,4 +1,5 @@
-// From a model without data to a sharded one with weights: the order in which a model is made parallel.
+// From a model without data to a sharded one with weights: the order in which a model is made
+// parallel.
 #pragma once
 
 #include <memory>
@@ -21,16 +22,16 @@ struct ModelSource {
 /// Errors: kIo, kFormat, kConfig: see HfFolder and models::parse_spec.
 ModelSource open_model(const ModelConfig& model);
 
-/// The contract of every parameter (once where it is tied), in the order of the model. Pure but for the
-/// headers of the folder. Errors: kContract, kConfig naming the parameter and the key; kFormat for a
-/// tensor of the folder that is not floating.
+/// The contract of every parameter (once where it is tied), in the order of the model. Pure but for
+/// the headers of the folder. Errors: kContract, kConfig naming the parameter and the key; kFormat
+/// for a tensor of the folder that is not floating.
 std::vector<GradContract> resolve_model(const ModelSource& source, const Config& config,
                                         const ParallelDims& dims);
 
-/// Collective. The units: the embedding, each layer, norm and head; where the head is tied, embedding and head
-/// belong to the root. Weights are loaded from the folder, or drawn.
-std::shared_ptr<Sharded<models::Decoder>> parallelize(const ModelSource& source, const Config& config,
-                                                      const Mesh& mesh);
+/// Collective. The units: the embedding, each layer, norm and head; where the head is tied,
+/// embedding and head belong to the root. Weights are loaded from the folder, or drawn.
+std::shared_ptr<Sharded<models::Decoder>> parallelize(const ModelSource& source,
+                                                      const Config& config, const Mesh& mesh);
 
 MeshShape mesh_shape(const ParallelDims& dims);
 

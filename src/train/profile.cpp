@@ -17,7 +17,8 @@ struct Frame {
   double inner_ms = 0;  // of the calls inside
 };
 
-// RecordFunction's callbacks are plain functions: what they write to belongs to the thread, as the rank does.
+// RecordFunction's callbacks are plain functions: what they write to belongs to the thread, as the
+// rank does.
 struct Times {
   std::vector<Frame> stack;
   std::map<std::string, double, std::less<>> self_ms;
@@ -42,12 +43,13 @@ void on_end(const at::RecordFunction& function, at::ObserverContext*) {
 }
 
 const char* kind_of(std::string_view name) {
-  for (const auto* product : {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mkldnn_linear",
-                              "aten::mm_out", "tessera::product"}) {
+  for (const auto* product : {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm",
+                              "aten::mkldnn_linear", "aten::mm_out", "tessera::product"}) {
     if (name == product) return "products";
   }
   if (name == "tessera::wait") return "waiting for communication";
-  if (name == "tessera::optimizer" || name.find("_fused_adamw") != std::string_view::npos) return "optimizer";
+  if (name == "tessera::optimizer" || name.find("_fused_adamw") != std::string_view::npos)
+    return "optimizer";
   return "other kernels";
 }
 
@@ -63,9 +65,9 @@ struct StepProfile::State {
 };
 
 StepProfile::StepProfile() : state_(std::make_unique<State>()) {
-  state_->handle = at::addThreadLocalCallback(at::RecordFunctionCallback(on_begin, on_end)
-                                                  .scopes({at::RecordScope::FUNCTION,
-                                                           at::RecordScope::USER_SCOPE}));
+  state_->handle = at::addThreadLocalCallback(
+      at::RecordFunctionCallback(on_begin, on_end)
+          .scopes({at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE}));
 }
 
 StepProfile::~StepProfile() {

@@ -1,7 +1,10 @@
-// Where a step goes: self time of every kernel, of waiting and of the optimizer on the rank's own thread.
+// Where a step goes: self time of every kernel, of waiting and of the optimizer on the rank's own
+// thread.
 //
-// Uses libtorch's RecordFunction, so it sees each ATen call of forward and backward and our own scopes
-// ("tessera::..."). It costs a few per cent while it is on. Switched on by TESSERA_PROFILE=1 until --profile.
+// Uses libtorch's RecordFunction, so it sees each ATen call of forward and backward and our own
+// scopes
+// ("tessera::..."). It costs a few per cent while it is on. Switched on by TESSERA_PROFILE=1 until
+// --profile.
 #pragma once
 
 #include <cstdint>

@@ -15,11 +15,12 @@ bool matches_any(const std::vector<std::string>& patterns, const std::string& na
 }
 
 /// A freeze pattern that matches nothing would train what the user wanted frozen.
-void require_matches(const std::vector<std::string>& patterns, const std::vector<ParameterMeta>& metas,
-                     const char* key) {
+void require_matches(const std::vector<std::string>& patterns,
+                     const std::vector<ParameterMeta>& metas, const char* key) {
   for (const auto& pattern : patterns) {
-    const bool any = std::any_of(metas.begin(), metas.end(),
-                                 [&](const auto& meta) { return matches_name(pattern, meta.name); });
+    const bool any = std::any_of(metas.begin(), metas.end(), [&](const auto& meta) {
+      return matches_name(pattern, meta.name);
+    });
     TESSERA_CHECK(any, ErrorKind::kConfig, key, ": found the pattern \"", pattern,
                   "\" that matches no parameter, expected one that does");
   }
@@ -51,8 +52,9 @@ std::vector<GradContract> resolve_model(const ModelSource& source, const Config&
   std::vector<ParameterMeta> metas;
   for (const auto& parameter : models::parameter_table(source.spec)) {
     if (!parameter.tied_to.empty()) {
-      const auto owner = std::find_if(metas.begin(), metas.end(),
-                                      [&](const auto& meta) { return meta.name == parameter.tied_to; });
+      const auto owner = std::find_if(metas.begin(), metas.end(), [&](const auto& meta) {
+        return meta.name == parameter.tied_to;
+      });
       TESSERA_INVARIANT(owner != metas.end(), parameter.name, " is tied to an unknown parameter");
       owner->aliases.push_back(parameter.name);
       continue;
@@ -70,7 +72,8 @@ std::vector<GradContract> resolve_model(const ModelSource& source, const Config&
         meta.dtype = info->dtype;
       }
     } else if (!config.precision.storage_dtype.dtype && source.spec.dtype) {
-      meta.dtype = *source.spec.dtype;  // storage_dtype = "auto" from scratch: what config.json says
+      meta.dtype =
+          *source.spec.dtype;  // storage_dtype = "auto" from scratch: what config.json says
     }
     meta.model_pin = matches_any(pins, meta.name);
     meta.trainable = !matches_any(freeze, meta.name);
@@ -82,8 +85,8 @@ std::vector<GradContract> resolve_model(const ModelSource& source, const Config&
   if (dims.dp_replicate > 1) reductions.replica_axes.emplace_back(axis::kReplicate);
   auto policy = precision_policy(config.precision);
   // The optimizer's master dtype; fp64 storage keeps its precision.
-  policy.final_dtype = config.precision.storage_dtype.dtype == DType::kFloat64 ? DType::kFloat64
-                                                                               : DType::kFloat32;
+  policy.final_dtype =
+      config.precision.storage_dtype.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   return resolve_contracts(metas, policy, reductions);
 }
 

@@ -14,20 +14,24 @@ namespace tessera::train {
 namespace {
 
 /// Every data rank's values, by rank.
-std::vector<std::vector<double>> gather_over_data(const ShardedBase& model, const std::vector<double>& values) {
+std::vector<std::vector<double>> gather_over_data(const ShardedBase& model,
+                                                  const std::vector<double>& values) {
   auto* group = model.unit()->runtime().data_group();
   if (group == nullptr) return {values};
-  const std::string mine(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(double));
+  const std::string mine(reinterpret_cast<const char*>(values.data()),
+                         values.size() * sizeof(double));
   std::vector<std::vector<double>> result;
   for (const auto& bytes : comm::all_gather_bytes(*group, mine, "values of a step")) {
-    TESSERA_INVARIANT(bytes.size() == mine.size(), "values of a step: another count on another rank");
+    TESSERA_INVARIANT(bytes.size() == mine.size(),
+                      "values of a step: another count on another rank");
     result.emplace_back(values.size());
     std::memcpy(result.back().data(), bytes.data(), bytes.size());
   }
   return result;
 }
 
-BatchLoss count_kept(const ShardedBase& model, const std::vector<MicroBatch>& batches, std::int64_t step) {
+BatchLoss count_kept(const ShardedBase& model, const std::vector<MicroBatch>& batches,
+                     std::int64_t step) {
   std::int64_t kept = 0;
   for (const auto& batch : batches) kept += batch.kept_labels();
   BatchLoss loss;
@@ -37,7 +41,8 @@ BatchLoss count_kept(const ShardedBase& model, const std::vector<MicroBatch>& ba
   return loss;
 }
 
-std::vector<MicroBatch> load(const BatchSource& source, std::int64_t step, const std::vector<RowRange>& rows) {
+std::vector<MicroBatch> load(const BatchSource& source, std::int64_t step,
+                             const std::vector<RowRange>& rows) {
   std::vector<MicroBatch> batches;
   batches.reserve(rows.size());
   for (const auto& range : rows) batches.push_back(source.load(step, range));
@@ -62,8 +67,8 @@ std::vector<double> max_over_data(const ShardedBase& model, const std::vector<do
   return largest;
 }
 
-BatchLoss forward_backward(Sharded<models::Decoder>& model, const BatchSource& source, std::int64_t step,
-                           const std::vector<RowRange>& rows, Sync sync) {
+BatchLoss forward_backward(Sharded<models::Decoder>& model, const BatchSource& source,
+                           std::int64_t step, const std::vector<RowRange>& rows, Sync sync) {
   const auto batches = load(source, step, rows);
   auto loss = count_kept(model, batches, step);
   double sum = 0.0;
@@ -81,13 +86,14 @@ BatchLoss forward_backward(Sharded<models::Decoder>& model, const BatchSource& s
   return loss;
 }
 
-BatchLoss forward_only(Sharded<models::Decoder>& model, const BatchSource& source, std::int64_t step,
-                       const std::vector<RowRange>& rows) {
+BatchLoss forward_only(Sharded<models::Decoder>& model, const BatchSource& source,
+                       std::int64_t step, const std::vector<RowRange>& rows) {
   const at::NoGradGuard no_grad;
   const auto batches = load(source, step, rows);
   auto loss = count_kept(model, batches, step);
   double sum = 0.0;
-  for (const auto& batch : batches) sum += model.forward(batch.input_ids, batch.targets).item<double>();
+  for (const auto& batch : batches)
+    sum += model.forward(batch.input_ids, batch.targets).item<double>();
   loss.sum = sum_over_data(model, {sum}).front();
   return loss;
 }

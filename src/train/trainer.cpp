@@ -39,14 +39,16 @@ double peak_rss_mib() {
 std::unique_ptr<Optimizer> make_optimizer(const ShardedBase& model, const OptimizerConfig& config) {
   for (const auto& view : model.shards()) {
     const auto& contract = *view.contract;
-    TESSERA_CHECK(!contract.trainable || size_of(contract.storage.dtype) >= 4, ErrorKind::kContract,
-                  "optimizer: parameter ", contract.name, ": found storage ",
-                  to_string(contract.storage.dtype),
-                  ", expected float32; training on narrower storage needs a master copy, which is not built "
-                  "yet: set precision.storage_dtype = \"float32\"");
+    TESSERA_CHECK(
+        !contract.trainable || size_of(contract.storage.dtype) >= 4, ErrorKind::kContract,
+        "optimizer: parameter ", contract.name, ": found storage ",
+        to_string(contract.storage.dtype),
+        ", expected float32; training on narrower storage needs a master copy, which is not built "
+        "yet: set precision.storage_dtype = \"float32\"");
   }
   if (config.name == OptimizerName::kSgd) {
-    return make_sgd(model, {*config.lr, config.momentum, config.effective_weight_decay(), config.no_decay});
+    return make_sgd(
+        model, {*config.lr, config.momentum, config.effective_weight_decay(), config.no_decay});
   }
   return make_adamw(model, {*config.lr, config.betas[0], config.betas[1], config.eps,
                             config.effective_weight_decay(), config.no_decay});
@@ -112,7 +114,8 @@ class Trainer {
       if (metrics_) report(metrics, steps);
       if (hooks.after_step) hooks.after_step(metrics, *model_);
     }
-    if (profile_) std::ofstream(*config_.job.dump_folder + "/profile.json") << profile_->to_json() << "\n";
+    if (profile_)
+      std::ofstream(*config_.job.dump_folder + "/profile.json") << profile_->to_json() << "\n";
     return result;
   }
 
@@ -135,7 +138,8 @@ class Trainer {
     metrics.loss = loss.mean();
     metrics.grad_norm = clip_grad_norm(*model_, config_.training.max_norm);
     require_finite(metrics);
-    metrics.lr = learning_rate(config_.lr_scheduler, *config_.optimizer.lr, *config_.training.steps, step);
+    metrics.lr =
+        learning_rate(config_.lr_scheduler, *config_.optimizer.lr, *config_.training.steps, step);
     optimizer_->set_lr(metrics.lr);
     optimizer_->step();
     model_->zero_grad();
@@ -169,10 +173,11 @@ class Trainer {
     for (const auto& name : nonfinite_parameters(*model_, 3)) {
       names += concat(names.empty() ? "" : ", ", name);
     }
-    TESSERA_CHECK(false, ErrorKind::kNumeric, "step ", metrics.step, ": found loss ", metrics.loss,
-                  " and gradient norm ", metrics.grad_norm,
-                  ", expected finite values; first parameters concerned: ", names.empty() ? "none" : names,
-                  "; lower optimizer.lr, or look at the data of this step");
+    TESSERA_CHECK(
+        false, ErrorKind::kNumeric, "step ", metrics.step, ": found loss ", metrics.loss,
+        " and gradient norm ", metrics.grad_norm,
+        ", expected finite values; first parameters concerned: ", names.empty() ? "none" : names,
+        "; lower optimizer.lr, or look at the data of this step");
   }
 
   double validate_now() {

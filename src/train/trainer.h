@@ -1,7 +1,8 @@
 // The training loop: what `tessera train` runs on every rank.
 //
-// Order of a step: the rows, their kept labels (one all-reduce), micro-batches forward and backward, the norm
-// and the clip, the update, the report. Next: parallelize.h for how the model came to be.
+// Order of a step: the rows, their kept labels (one all-reduce), micro-batches forward and
+// backward, the norm and the clip, the update, the report. Next: parallelize.h for how the model
+// came to be.
 #pragma once
 
 #include <cstdint>
@@ -26,18 +27,19 @@ struct TrainingResult {
   std::optional<double> last_val_loss;
 };
 
-/// Where a caller may look on, on every rank alike; a hook may communicate if it does so on every rank.
+/// Where a caller may look on, on every rank alike; a hook may communicate if it does so on every
+/// rank.
 struct TrainingHooks {
-  /// Everything was checked and the first step begins: errors before it are the user's input, after it
-  /// failures of the run.
+  /// Everything was checked and the first step begins: errors before it are the user's input, after
+  /// it failures of the run.
   std::function<void()> on_first_step = {};
   /// The step was reported; the model holds the updated parameters.
   std::function<void(const StepMetrics&, const ShardedBase&)> after_step = {};
 };
 
-/// Trains as `config` (resolved_for_run) says. Collective. Rank 0 writes metrics and prints step lines.
-/// Errors: kConfig, kFormat, kIo, kContract before the first step; later kComm, kIo, and kNumeric for a loss or
-/// a norm that is not finite, on all ranks alike.
+/// Trains as `config` (resolved_for_run) says. Collective. Rank 0 writes metrics and prints step
+/// lines. Errors: kConfig, kFormat, kIo, kContract before the first step; later kComm, kIo, and
+/// kNumeric for a loss or a norm that is not finite, on all ranks alike.
 TrainingResult run_training(const Config& config, World& world, const TrainingHooks& hooks = {});
 
 }  // namespace tessera::train

@@ -15,7 +15,8 @@ namespace {
 // Elements copied at a time: what a rank holds beyond its shard while it loads.
 constexpr std::int64_t kChunk = std::int64_t{1} << 20;
 
-/// Calls fill(part of the shard, first element, last element) for pieces of at most kChunk elements.
+/// Calls fill(part of the shard, first element, last element) for pieces of at most kChunk
+/// elements.
 template <class Fill>
 void in_chunks(const ShardView& view, const Fill& fill) {
   for (auto begin = view.begin; begin < view.end; begin += kChunk) {
@@ -36,16 +37,18 @@ void check_names(const HfFolder& folder, const std::vector<models::ParameterSpec
     const auto* info = folder.find(parameter.name);
     TESSERA_CHECK(info != nullptr, ErrorKind::kFormat, folder.path().string(), ": found no tensor ",
                   parameter.name, ", expected one since config.json describes it");
-    TESSERA_CHECK(info->shape == parameter.shape, ErrorKind::kFormat, folder.path().string(), ": tensor ",
-                  parameter.name, ": found shape [", at::IntArrayRef(info->shape), "], expected [",
-                  at::IntArrayRef(parameter.shape), "] from config.json");
+    TESSERA_CHECK(info->shape == parameter.shape, ErrorKind::kFormat, folder.path().string(),
+                  ": tensor ", parameter.name, ": found shape [", at::IntArrayRef(info->shape),
+                  "], expected [", at::IntArrayRef(parameter.shape), "] from config.json");
   }
   for (const auto& [name, tensor] : folder.tensors()) {
     // A tied head may be stored all the same; the embedding's values count.
-    const bool known = std::any_of(table.begin(), table.end(),
-                                   [&, &n = name](const auto& parameter) { return parameter.name == n; });
+    const bool known =
+        std::any_of(table.begin(), table.end(),
+                    [&, &n = name](const auto& parameter) { return parameter.name == n; });
     TESSERA_CHECK(known || is_computed_buffer(name), ErrorKind::kFormat, folder.path().string(),
-                  ": found the tensor ", name, ", expected only those of the model; is config.json the right one?");
+                  ": found the tensor ", name,
+                  ", expected only those of the model; is config.json the right one?");
   }
 }
 
@@ -83,7 +86,8 @@ void draw_weights(const ShardedBase& model, const std::vector<models::ParameterS
     }
     in_chunks(view, [&](const at::Tensor& part, std::int64_t begin, std::int64_t end) {
       auto drawn = at::empty({end - begin}, at::TensorOptions().dtype(at::kFloat));
-      fill_normal(drawn.data_ptr<float>(), begin, end, seed, name, 0.0F, static_cast<float>(spec->init_std));
+      fill_normal(drawn.data_ptr<float>(), begin, end, seed, name, 0.0F,
+                  static_cast<float>(spec->init_std));
       part.copy_(drawn);
     });
   }

@@ -1,4 +1,5 @@
-// Weights of a sharded model: read from a Hugging Face folder or drawn, each rank only the ranges that it owns.
+// Weights of a sharded model: read from a Hugging Face folder or drawn, each rank only the ranges
+// that it owns.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +11,9 @@
 
 namespace tessera::train {
 
-/// Copies the owned range of every parameter out of the mapped files and gives the pages back. Not collective.
-/// Errors: kFormat for a tensor that is missing, has another shape, or that the model does not have.
+/// Copies the owned range of every parameter out of the mapped files and gives the pages back. Not
+/// collective. Errors: kFormat for a tensor that is missing, has another shape, or that the model
+/// does not have.
 void load_weights(const ShardedBase& model, const HfFolder& folder,
                   const std::vector<models::ParameterSpec>& table);
 

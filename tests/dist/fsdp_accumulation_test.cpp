@@ -1,4 +1,5 @@
-// Schedules of accumulation: sums in the contract's dtypes, rounded at arrival (if asked), wire and final only.
+// Schedules of accumulation: sums in the contract's dtypes, rounded at arrival (if asked), wire and
+// final only.
 #include <gmock/gmock.h>
 
 #include "dist/plain.h"
@@ -23,8 +24,10 @@ struct Schedule {
 
 std::string name_of(const ::testing::TestParamInfo<Schedule>& info) {
   const auto& s = info.param;
-  return concat(s.ranks, "ranks", s.replicas, "replicas", s.sync == Sync::kEvery ? "Synced" : "NoSync",
-                s.replica_sync == Sync::kEvery ? "" : "ReplicasDeferred", s.zero == Zero::kNone ? "ToNone" : "Zeros");
+  return concat(s.ranks, "ranks", s.replicas, "replicas",
+                s.sync == Sync::kEvery ? "Synced" : "NoSync",
+                s.replica_sync == Sync::kEvery ? "" : "ReplicasDeferred",
+                s.zero == Zero::kNone ? "ToNone" : "Zeros");
 }
 
 class Accumulate : public ::testing::TestWithParam<Schedule> {
@@ -51,92 +54,102 @@ class Accumulate : public ::testing::TestWithParam<Schedule> {
     ranks(GetParam().ranks).run([&](World& world) {
       ShardOptions options;
       options.divide_factor = factor;
-      auto handle = fully_shard(std::make_shared<Scale>(at::ones({kWidth})), data_mesh(world, GetParam().replicas),
-                                {}, options);
+      auto handle = fully_shard(std::make_shared<Scale>(at::ones({kWidth})),
+                                data_mesh(world, GetParam().replicas), {}, options);
       body(world, handle);
     });
   }
 
   static void expect(const Sharded<Scale>& handle, double gradient) {
-    EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), at::full({kWidth}, static_cast<float>(gradient))));
+    EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"),
+                          at::full({kWidth}, static_cast<float>(gradient))));
     const auto view = handle.shards()[0];
     ASSERT_TRUE(view.shard.grad().defined());
-    EXPECT_TRUE(same_bits(view.shard.grad(), at::full({view.end - view.begin}, static_cast<float>(gradient))));
+    EXPECT_TRUE(same_bits(view.shard.grad(),
+                          at::full({view.end - view.begin}, static_cast<float>(gradient))));
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(
-    Grid, Accumulate,
-    ::testing::Values(Schedule{1, 1, Sync::kEvery, Sync::kEvery, Zero::kNone},
-                      Schedule{1, 1, Sync::kLast, Sync::kEvery, Zero::kZeros},
-                      Schedule{2, 1, Sync::kEvery, Sync::kEvery, Zero::kNone},
-                      Schedule{2, 1, Sync::kEvery, Sync::kEvery, Zero::kZeros},
-                      Schedule{2, 1, Sync::kLast, Sync::kEvery, Zero::kNone},
-                      Schedule{3, 1, Sync::kLast, Sync::kEvery, Zero::kZeros},
-                      Schedule{2, 2, Sync::kEvery, Sync::kLast, Zero::kNone},
-                      Schedule{2, 2, Sync::kEvery, Sync::kLast, Zero::kZeros},
-                      Schedule{2, 2, Sync::kLast, Sync::kEvery, Zero::kZeros},
-                      Schedule{4, 2, Sync::kEvery, Sync::kEvery, Zero::kNone},
-                      Schedule{4, 2, Sync::kEvery, Sync::kLast, Zero::kNone},
-                      Schedule{4, 2, Sync::kEvery, Sync::kLast, Zero::kZeros},
-                      Schedule{4, 2, Sync::kLast, Sync::kLast, Zero::kNone}),
-    name_of);
+INSTANTIATE_TEST_SUITE_P(Grid, Accumulate,
+                         ::testing::Values(Schedule{1, 1, Sync::kEvery, Sync::kEvery, Zero::kNone},
+                                           Schedule{1, 1, Sync::kLast, Sync::kEvery, Zero::kZeros},
+                                           Schedule{2, 1, Sync::kEvery, Sync::kEvery, Zero::kNone},
+                                           Schedule{2, 1, Sync::kEvery, Sync::kEvery, Zero::kZeros},
+                                           Schedule{2, 1, Sync::kLast, Sync::kEvery, Zero::kNone},
+                                           Schedule{3, 1, Sync::kLast, Sync::kEvery, Zero::kZeros},
+                                           Schedule{2, 2, Sync::kEvery, Sync::kLast, Zero::kNone},
+                                           Schedule{2, 2, Sync::kEvery, Sync::kLast, Zero::kZeros},
+                                           Schedule{2, 2, Sync::kLast, Sync::kEvery, Zero::kZeros},
+                                           Schedule{4, 2, Sync::kEvery, Sync::kEvery, Zero::kNone},
+                                           Schedule{4, 2, Sync::kEvery, Sync::kLast, Zero::kNone},
+                                           Schedule{4, 2, Sync::kEvery, Sync::kLast, Zero::kZeros},
+                                           Schedule{4, 2, Sync::kLast, Sync::kLast, Zero::kNone}),
+                         name_of);
 
 // Naive: a deferred partial is lost, counted twice, or mixed with the step before.
 TEST_P(Accumulate, EveryStepSumsItsOwnMicroBatches) {
   for (const double factor : {1.0, 4.0}) {
-    run([&](World& world, Sharded<Scale>& handle) {
-      for (int step = 0; step < 3; ++step) {
-        handle.zero_grad(GetParam().zero == Zero::kNone);
-        for (int i = 0; i < 3; ++i) micro_batch(handle, world, step, i, i == 2);
-        expect(handle, sum(world.size(), step, 3) / factor);
-      }
-    }, factor);
+    run(
+        [&](World& world, Sharded<Scale>& handle) {
+          for (int step = 0; step < 3; ++step) {
+            handle.zero_grad(GetParam().zero == Zero::kNone);
+            for (int i = 0; i < 3; ++i) micro_batch(handle, world, step, i, i == 2);
+            expect(handle, sum(world.size(), step, 3) / factor);
+          }
+        },
+        factor);
   }
 }
 
 TEST_P(Accumulate, WithoutZeroGradStepsAddUp) {
-  run([&](World& world, Sharded<Scale>& handle) {
-    double total = 0;
-    for (int step = 0; step < 3; ++step) {
-      for (int i = 0; i < 2; ++i) micro_batch(handle, world, step, i, i == 1);
-      total += sum(world.size(), step, 2);
-      expect(handle, total / 2);
-    }
-  }, 2.0);
+  run(
+      [&](World& world, Sharded<Scale>& handle) {
+        double total = 0;
+        for (int step = 0; step < 3; ++step) {
+          for (int i = 0; i < 2; ++i) micro_batch(handle, world, step, i, i == 1);
+          total += sum(world.size(), step, 2);
+          expect(handle, total / 2);
+        }
+      },
+      2.0);
 }
 
 // A clip between steps that accumulate: what the user wrote is what is added to.
 TEST_P(Accumulate, GradientsThatTheUserChangedAreAddedTo) {
-  run([&](World& world, Sharded<Scale>& handle) {
-    for (int i = 0; i < 2; ++i) micro_batch(handle, world, 0, i, i == 1);
-    {
-      const at::NoGradGuard no_grad;
-      for (const auto& view : handle.shards()) view.shard.grad().mul_(0.5);
-    }
-    expect(handle, sum(world.size(), 0, 2) / 4);
-    for (int i = 0; i < 3; ++i) micro_batch(handle, world, 1, i, i == 2);
-    expect(handle, sum(world.size(), 0, 2) / 4 + sum(world.size(), 1, 3) / 2);
-    for (auto& view : handle.shards()) view.shard.mutable_grad() = at::full({view.end - view.begin}, 8.0F);
-    for (int i = 0; i < 2; ++i) micro_batch(handle, world, 2, i, i == 1);
-    expect(handle, 8 + sum(world.size(), 2, 2) / 2);
-  }, 2.0);
+  run(
+      [&](World& world, Sharded<Scale>& handle) {
+        for (int i = 0; i < 2; ++i) micro_batch(handle, world, 0, i, i == 1);
+        {
+          const at::NoGradGuard no_grad;
+          for (const auto& view : handle.shards()) view.shard.grad().mul_(0.5);
+        }
+        expect(handle, sum(world.size(), 0, 2) / 4);
+        for (int i = 0; i < 3; ++i) micro_batch(handle, world, 1, i, i == 2);
+        expect(handle, sum(world.size(), 0, 2) / 4 + sum(world.size(), 1, 3) / 2);
+        for (auto& view : handle.shards())
+          view.shard.mutable_grad() = at::full({view.end - view.begin}, 8.0F);
+        for (int i = 0; i < 2; ++i) micro_batch(handle, world, 2, i, i == 1);
+        expect(handle, 8 + sum(world.size(), 2, 2) / 2);
+      },
+      2.0);
 }
 
 // A getter must not undo what the user did.
 TEST_P(Accumulate, ReadingWholeGradientsChangesNothing) {
-  run([&](World& world, Sharded<Scale>& handle) {
-    micro_batch(handle, world, 0, 0, true);
-    const auto norm = clip_grad_norm(handle, 0.25);
-    EXPECT_GT(norm, 0.25);
-    const auto view = handle.shards()[0];
-    const auto clipped = view.shard.grad().clone();
-    const auto whole = whole_gradients(handle).at("weight");
-    EXPECT_TRUE(same_bits(view.shard.grad(), clipped));
-    EXPECT_NEAR(whole.norm().item<double>(), 0.25, 1e-6);
-    handle.zero_grad();
-    EXPECT_TRUE(at::equal(whole_gradients(handle).at("weight"), at::zeros({kWidth})));
-  }, 2.0);
+  run(
+      [&](World& world, Sharded<Scale>& handle) {
+        micro_batch(handle, world, 0, 0, true);
+        const auto norm = clip_grad_norm(handle, 0.25);
+        EXPECT_GT(norm, 0.25);
+        const auto view = handle.shards()[0];
+        const auto clipped = view.shard.grad().clone();
+        const auto whole = whole_gradients(handle).at("weight");
+        EXPECT_TRUE(same_bits(view.shard.grad(), clipped));
+        EXPECT_NEAR(whole.norm().item<double>(), 0.25, 1e-6);
+        handle.zero_grad();
+        EXPECT_TRUE(at::equal(whole_gradients(handle).at("weight"), at::zeros({kWidth})));
+      },
+      2.0);
 }
 
 /// Two parameters of one bucket.
@@ -146,7 +159,8 @@ struct Pair : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) { return (x * one).sum() + (x * two).sum(); }
 };
 
-// Naive: gradients of a bucket share a version counter; one edit makes the neighbours' sums be read back rounded.
+// Naive: gradients of a bucket share a version counter; one edit makes the neighbours' sums be read
+// back rounded.
 TEST(Accumulation, AnEditOfOneGradientLeavesItsNeighboursSumUnrounded) {
   for (const int count : {1, 2}) {
     ranks(count).run([](World& world) {
@@ -160,8 +174,9 @@ TEST(Accumulation, AnEditOfOneGradientLeavesItsNeighboursSumUnrounded) {
       for (const auto& view : handle.shards()) {
         if (view.contract->name == "one") view.shard.mutable_grad().fill_(0.0);
       }
-      backward(handle.forward(at::full({3}, part)));    // 257: rounded to 256 in the final dtype
-      backward(handle.forward(at::full({3}, part)));    // 258 is what a bf16 sum of 256, 1, 1 never reaches
+      backward(handle.forward(at::full({3}, part)));  // 257: rounded to 256 in the final dtype
+      backward(handle.forward(
+          at::full({3}, part)));  // 258 is what a bf16 sum of 256, 1, 1 never reaches
       const auto found = whole_gradients(handle);
       EXPECT_TRUE(same_bits(found.at("one"), at::full({3}, 2.0, at::kBFloat16)));
       EXPECT_TRUE(same_bits(found.at("two"), at::full({3}, 258.0, at::kBFloat16)));
@@ -169,16 +184,20 @@ TEST(Accumulation, AnEditOfOneGradientLeavesItsNeighboursSumUnrounded) {
   }
 }
 
-// ------------------------------------------------------------------------------ where it is rounded
+// ------------------------------------------------------------------------------ where it is
+// rounded
 
-Tensors scaled(World& world, const PrecisionPolicy& policy, const std::vector<double>& micro_batches, int replicas = 1) {
+Tensors scaled(World& world, const PrecisionPolicy& policy,
+               const std::vector<double>& micro_batches, int replicas = 1) {
   ShardOptions options;
   options.divide_factor = 1.0;
-  auto handle = fully_shard(std::make_shared<Scale>(at::ones({kWidth})), data_mesh(world, replicas), policy, options);
+  auto handle = fully_shard(std::make_shared<Scale>(at::ones({kWidth})), data_mesh(world, replicas),
+                            policy, options);
   for (std::size_t i = 0; i < micro_batches.size(); ++i) {
     handle.set_requires_gradient_sync(i + 1 == micro_batches.size());
     // Only rank 0 brings a gradient, so that the sum over ranks adds nothing to the question.
-    backward((handle.forward(at::ones({kWidth})) * (world.rank() == 0 ? micro_batches[i] : 0.0)).sum());
+    backward(
+        (handle.forward(at::ones({kWidth})) * (world.rank() == 0 ? micro_batches[i] : 0.0)).sum());
   }
   return whole_gradients(handle);
 }
@@ -192,7 +211,8 @@ TEST(Rounding, TheWireRoundsToReduceAndNothingElseDoes) {
     EXPECT_TRUE(same_bits(scaled(world, policy, {kFine}).at("weight"), exact));
     policy.reduce_dtype = DType::kBFloat16;
     EXPECT_TRUE(same_bits(scaled(world, policy, {kFine}).at("weight"), at::ones({kWidth})));
-    // The slot before the wire is fp32: 2^-10 four times is 2^-8, which bf16 rounds to even only at the wire.
+    // The slot before the wire is fp32: 2^-10 four times is 2^-8, which bf16 rounds to even only at
+    // the wire.
     EXPECT_TRUE(same_bits(scaled(world, policy, {kFine, 3.0 / 1024, 4.0 / 1024}).at("weight"),
                           at::full({kWidth}, 1.0F + 1.0F / 128)));
   });
@@ -210,7 +230,8 @@ TEST(Rounding, OneRankHasNoWire) {
   ranks(1).run([](World& world) {
     PrecisionPolicy policy;
     policy.reduce_dtype = DType::kBFloat16;
-    EXPECT_TRUE(same_bits(scaled(world, policy, {kFine}).at("weight"), at::full({kWidth}, static_cast<float>(kFine))));
+    EXPECT_TRUE(same_bits(scaled(world, policy, {kFine}).at("weight"),
+                          at::full({kWidth}, static_cast<float>(kFine))));
   });
 }
 
@@ -219,7 +240,8 @@ TEST(Rounding, FinalIsOneCastAtTheEndOfTheStep) {
     ranks(count).run([](World& world) {
       PrecisionPolicy policy;
       policy.final_dtype = DType::kBFloat16;
-      EXPECT_TRUE(same_bits(scaled(world, policy, {256, 1, 1}).at("weight"), at::full({kWidth}, 258, at::kBFloat16)));
+      EXPECT_TRUE(same_bits(scaled(world, policy, {256, 1, 1}).at("weight"),
+                            at::full({kWidth}, 258, at::kBFloat16)));
     });
   }
 }
@@ -241,25 +263,30 @@ TEST(Rounding, AccumulationInDoubleKeepsWhatFloatLoses) {
     PrecisionPolicy policy;
     policy.accumulate_dtype = policy.reduce_dtype = policy.final_dtype = DType::kFloat64;
     const double tiny = std::ldexp(1.0, -40);
-    EXPECT_TRUE(same_bits(scaled(world, policy, {1, tiny}).at("weight"), at::full({kWidth}, 1 + tiny, at::kDouble)));
+    EXPECT_TRUE(same_bits(scaled(world, policy, {1, tiny}).at("weight"),
+                          at::full({kWidth}, 1 + tiny, at::kDouble)));
   });
 }
 
 TEST(Rounding, TheDefaultDividesByTheDataRanksOnce) {
   ranks(4).run([](World& world) {
     for (const int replicas : {1, 2, 4}) {
-      auto handle = fully_shard(std::make_shared<Scale>(at::ones({kWidth})), data_mesh(world, replicas));
+      auto handle =
+          fully_shard(std::make_shared<Scale>(at::ones({kWidth})), data_mesh(world, replicas));
       backward((handle.forward(at::ones({kWidth})) * static_cast<double>(world.rank())).sum());
-      EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), at::full({kWidth}, 1.5F))) << replicas;
+      EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), at::full({kWidth}, 1.5F)))
+          << replicas;
     }
   });
 }
 
-// Naive: a unit that only an unsynced micro-batch used keeps its gradient in the slot, for ever or for the next step.
+// Naive: a unit that only an unsynced micro-batch used keeps its gradient in the slot, for ever or
+// for the next step.
 class Owed : public ::testing::TestWithParam<std::tuple<int, int, bool>> {};
 INSTANTIATE_TEST_SUITE_P(Grid, Owed,
-                         ::testing::Values(std::tuple(1, 1, false), std::tuple(2, 1, false), std::tuple(2, 2, false),
-                                           std::tuple(2, 2, true), std::tuple(4, 2, true)));
+                         ::testing::Values(std::tuple(1, 1, false), std::tuple(2, 1, false),
+                                           std::tuple(2, 2, false), std::tuple(2, 2, true),
+                                           std::tuple(4, 2, true)));
 
 TEST_P(Owed, AUnitThatTheLastMicroBatchDoesNotUseIsReducedAllTheSame) {
   const auto [count, replicas, by_replicas] = GetParam();
@@ -273,13 +300,17 @@ TEST_P(Owed, AUnitThatTheLastMicroBatchDoesNotUseIsReducedAllTheSame) {
     for (int step = 0; step < 2; ++step) {
       handle.zero_grad();
       for (const bool last : {false, true}) {
-        by_replicas ? handle.set_requires_replica_reduce(last) : handle.set_requires_gradient_sync(last);
+        by_replicas ? handle.set_requires_replica_reduce(last)
+                    : handle.set_requires_gradient_sync(last);
         chain->skip = last ? 1 : -1;
-        backward(squares(handle.forward(input_of(0, step, kWidth))) * (world.rank() == 0 ? 1.0 : 0.0));
+        backward(squares(handle.forward(input_of(0, step, kWidth))) *
+                 (world.rank() == 0 ? 1.0 : 0.0));
       }
-      const auto raw = raw_gradients(plain, [&] { backward(squares(plain.forward(input_of(0, step, kWidth)))); });
+      const auto raw = raw_gradients(
+          plain, [&] { backward(squares(plain.forward(input_of(0, step, kWidth)))); });
       const auto found = whole_gradients(handle);
-      for (const char* name : {"block1.a", "block1.b"}) EXPECT_TRUE(same_bits(found.at(name), raw.at(name))) << step;
+      for (const char* name : {"block1.a", "block1.b"})
+        EXPECT_TRUE(same_bits(found.at(name), raw.at(name))) << step;
     }
   });
 }

@@ -60,8 +60,10 @@ class TwoRouted : public torch::nn::Module {
 class BackwardOnRanks : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, BackwardOnRanks, ::testing::Values(1, 2, 3));
 
-/// Sum over ranks of each backward apart, added in the order of the backwards, over the number of ranks.
-Tensors apart(torch::nn::Module& plain, int count, const std::vector<std::function<void(int)>>& backwards) {
+/// Sum over ranks of each backward apart, added in the order of the backwards, over the number of
+/// ranks.
+Tensors apart(torch::nn::Module& plain, int count,
+              const std::vector<std::function<void(int)>>& backwards) {
   Tensors sums;
   for (const auto& run : backwards) {
     for (const auto& [name, sum] : plain_gradients(plain, count, 1.0, run)) {
@@ -73,7 +75,8 @@ Tensors apart(torch::nn::Module& plain, int count, const std::vector<std::functi
   return sums;
 }
 
-// Naive: the auxiliary loss's backward "finishes" the units: they are reduced and released before the main one.
+// Naive: the auxiliary loss's backward "finishes" the units: they are reduced and released before
+// the main one.
 TEST_P(BackwardOnRanks, AnAuxiliaryLossWhoseBackwardRunsFirst) {
   ranks(GetParam()).run([](World& world) {
     TwoRouted plain;
@@ -106,10 +109,11 @@ TEST_P(BackwardOnRanks, SummedLosses) {
       handle.zero_grad();
       const auto [y, aux] = handle.forward(input_of(world.rank(), step, kWidth));
       backward(squares(y) + aux * 0.5);
-      expect_same(whole_gradients(handle), plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-        const auto [z, other] = plain.forward(input_of(rank, step, kWidth));
-        backward(squares(z) + other * 0.5);
-      }));
+      expect_same(whole_gradients(handle),
+                  plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+                    const auto [z, other] = plain.forward(input_of(rank, step, kWidth));
+                    backward(squares(z) + other * 0.5);
+                  }));
     }
   });
 }
@@ -124,9 +128,9 @@ TEST_P(BackwardOnRanks, OnlyTheAuxiliaryLossIsDifferentiated) {
     backward(aux);
     const auto found = whole_gradients(handle);
     expect_same(found, plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-      const auto [z, other] = plain.forward(input_of(rank, 0, kWidth));
-      backward(other);
-    }));
+                  const auto [z, other] = plain.forward(input_of(rank, 0, kWidth));
+                  backward(other);
+                }));
     for (const auto& view : handle.shards()) {
       if (view.contract->name == "second.block.a") {
         EXPECT_FALSE(view.shard.grad().defined()) << "used by no rank";
@@ -135,7 +139,8 @@ TEST_P(BackwardOnRanks, OnlyTheAuxiliaryLossIsDifferentiated) {
   });
 }
 
-// Two forwards, one backward, as DPO does (chosen and rejected); naive: counting finishes after the first.
+// Two forwards, one backward, as DPO does (chosen and rejected); naive: counting finishes after the
+// first.
 TEST_P(BackwardOnRanks, TwoForwardsThenOneBackward) {
   ranks(GetParam()).run([](World& world) {
     Chain plain(1, 2, kWidth);
@@ -148,9 +153,10 @@ TEST_P(BackwardOnRanks, TwoForwardsThenOneBackward) {
         return chosen * 0.5 - rejected * 0.25;
       };
       backward(loss_of([&](const at::Tensor& x) { return model.handle.forward(x); }, world.rank()));
-      expect_same(whole_gradients(model.handle), plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-        backward(loss_of([&](const at::Tensor& x) { return plain.forward(x); }, rank));
-      }));
+      expect_same(whole_gradients(model.handle),
+                  plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+                    backward(loss_of([&](const at::Tensor& x) { return plain.forward(x); }, rank));
+                  }));
       EXPECT_EQ(model.handle.unit()->expected, 0);
     }
   });
@@ -167,10 +173,13 @@ TEST_P(BackwardOnRanks, TwoForwardsThenTwoBackwardsInEitherOrder) {
       backward(first_first ? one : two);
       backward(first_first ? two : one);
       const auto only = [&](int step) {
-        return [&plain, step](int rank) { backward(squares(plain.forward(input_of(rank, step, kWidth)))); };
+        return [&plain, step](int rank) {
+          backward(squares(plain.forward(input_of(rank, step, kWidth))));
+        };
       };
-      expect_same(whole_gradients(model.handle),
-                  apart(plain, world.size(), {only(first_first ? 0 : 1), only(first_first ? 1 : 0)}));
+      expect_same(
+          whole_gradients(model.handle),
+          apart(plain, world.size(), {only(first_first ? 0 : 1), only(first_first ? 1 : 0)}));
     }
   });
 }
@@ -200,7 +209,8 @@ TEST(Backward, AUnitWhoseResultOneRankDoesNotUse) {
         backward(squares(same.forward(input_of(rank, step, kWidth))[rank == 0 ? 1 : 0]));
       });
       expect_same(whole_gradients(handle), expected);
-      for (const auto& view : handle.shards()) EXPECT_TRUE(view.shard.grad().defined()) << view.contract->name;
+      for (const auto& view : handle.shards())
+        EXPECT_TRUE(view.shard.grad().defined()) << view.contract->name;
     }
   });
 }
@@ -209,12 +219,14 @@ TEST(Backward, CreateGraphIsRefusedByName) {
   ranks(1).run([](World& world) {
     auto handle = fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world));
     const auto loss = squares(handle.forward(input_of(0, 0, kWidth)));
-    EXPECT_THAT(error_of([&] { torch::autograd::backward({loss}, {}, true, /*create_graph=*/true); }),
-                AllOf(HasSubstr("create_graph"), HasSubstr("gradient of")));
+    EXPECT_THAT(
+        error_of([&] { torch::autograd::backward({loss}, {}, true, /*create_graph=*/true); }),
+        AllOf(HasSubstr("create_graph"), HasSubstr("gradient of")));
   });
 }
 
-// Handles that are called directly, not through the root that adopted them; the small buckets are the root's.
+// Handles that are called directly, not through the root that adopted them; the small buckets are
+// the root's.
 TEST(Backward, InnerHandlesCalledPastTheRootStillReduceWhatTheRootHolds) {
   ranks(2).run([](World& world) {
     ShardOptions merge;
@@ -223,8 +235,8 @@ TEST(Backward, InnerHandlesCalledPastTheRootStillReduceWhatTheRootHolds) {
     Chain plain(1, 2, kWidth);
     backward(squares(model.chain->handles[0]->forward(input_of(world.rank(), 0, kWidth))));
     expect_same(whole_gradients(model.handle), plain_gradients(plain, 2, 2, [&](int rank) {
-      backward(squares(plain.blocks[0]->forward(input_of(rank, 0, kWidth))));
-    }));
+                  backward(squares(plain.blocks[0]->forward(input_of(rank, 0, kWidth))));
+                }));
   });
 }
 
@@ -251,8 +263,9 @@ class DeferredScale : public torch::autograd::Function<DeferredScale> {
     const auto leaf = fsdp::find_leaf(saved[1]);
     auto& sink = *leaf->sink;
     auto* list = reinterpret_cast<std::vector<Owed>*>(context->saved_data["owed"].toInt());
-    list->push_back({&sink, sink.promise(leaf->slot, "layer 4", context->saved_data["micro_batch"].toInt()),
-                     grads[0] * saved[0]});
+    list->push_back(
+        {&sink, sink.promise(leaf->slot, "layer 4", context->saved_data["micro_batch"].toInt()),
+         grads[0] * saved[0]});
     return {grads[0] * saved[1], at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
@@ -260,9 +273,11 @@ class DeferredScale : public torch::autograd::Function<DeferredScale> {
 class Deferred : public torch::nn::Module {
  public:
   at::Tensor forward(const at::Tensor& x) {
-    const auto y = DeferredScale::apply(x * eager, weight, reinterpret_cast<std::int64_t>(&owed), micro_batch++);
+    const auto y = DeferredScale::apply(x * eager, weight, reinterpret_cast<std::int64_t>(&owed),
+                                        micro_batch++);
     if (redeems_inside && y.requires_grad()) {
-      // Runs before DeferredScale's backward; what earlier ones owe is handed in while this one is under way.
+      // Runs before DeferredScale's backward; what earlier ones owe is handed in while this one is
+      // under way.
       y.register_hook([this](const at::Tensor& grad) {
         redeem();
         return grad;
@@ -288,12 +303,13 @@ Tensors deferred_expected(int count, int micro_batches) {
   for (int rank = 0; rank < count; ++rank) {
     slots.clear();
     for (int i = 0; i < micro_batches; ++i) {
-      for (const auto& [name, raw] :
-           raw_gradients(plain, [&] { backward(forward(input_of(rank, i, kWidth).select(0, 0)).sum()); })) {
+      for (const auto& [name, raw] : raw_gradients(
+               plain, [&] { backward(forward(input_of(rank, i, kWidth).select(0, 0)).sum()); })) {
         slots[name] = slots[name].defined() ? slots[name] + raw : raw;
       }
     }
-    for (const auto& [name, slot] : slots) sums[name] = sums[name].defined() ? sums[name] + slot : slot;
+    for (const auto& [name, slot] : slots)
+      sums[name] = sums[name].defined() ? sums[name] + slot : slot;
   }
   for (auto& [name, sum] : sums) sum = sum.div(count);
   return sums;
@@ -330,7 +346,8 @@ TEST_P(BackwardOnRanks, DeferredGradientsOfSeveralMicroBatchesHandedInLater) {
         backward(handle.forward(input_of(world.rank(), i, kWidth).select(0, 0)).sum());
       }
       module->redeem();
-      expect_same(whole_gradients(handle), deferred_expected(world.size(), 3), inside ? "inside" : "after");
+      expect_same(whole_gradients(handle), deferred_expected(world.size(), 3),
+                  inside ? "inside" : "after");
     }
   });
 }
@@ -343,7 +360,8 @@ TEST(DeferredGradients, HandedInTwiceNamesLayerAndMicroBatch) {
     const auto twice = module->owed;
     module->redeem();
     EXPECT_THAT(error_of([&] { twice[0].sink->redeem(twice[0].ticket, twice[0].raw); }),
-                AllOf(HasSubstr("weight"), HasSubstr("layer 4"), HasSubstr("micro-batch 0"), HasSubstr("twice")));
+                AllOf(HasSubstr("weight"), HasSubstr("layer 4"), HasSubstr("micro-batch 0"),
+                      HasSubstr("twice")));
   });
 }
 

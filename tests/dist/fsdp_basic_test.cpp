@@ -1,5 +1,6 @@
-// Properties: a sharded module computes what the plain one does, bit for bit where the order of additions is
-// the same; units may hold several dtypes; every schedule forms its sums in the contract's dtypes.
+// Properties: a sharded module computes what the plain one does, bit for bit where the order of
+// additions is the same; units may hold several dtypes; every schedule forms its sums in the
+// contract's dtypes.
 #include <torch/csrc/autograd/autograd.h>
 
 #include "dist/modules.h"
@@ -16,7 +17,8 @@ at::Tensor mse(const at::Tensor& y, const at::Tensor& target) {
   return (y.to(at::kFloat) - target).pow(2).mean();
 }
 
-/// Plain gradients of the mean of `ranks` local losses, each rank's gradient summed in rank order in fp32.
+/// Plain gradients of the mean of `ranks` local losses, each rank's gradient summed in rank order
+/// in fp32.
 std::map<std::string, at::Tensor> plain_gradients(torch::nn::Module& module, int ranks,
                                                   const std::function<at::Tensor(int)>& loss_of) {
   std::map<std::string, at::Tensor> sums;
@@ -97,17 +99,21 @@ TEST_P(Layouts, NestedUnitsGiveTheSameBitsAsOne) {
     // Every layer a unit of its own, called through its handle.
     struct Nested : torch::nn::Module {
       std::shared_ptr<Sharded<Affine>> a, b, c;
-      at::Tensor forward(const at::Tensor& x) { return c->forward(b->forward(at::relu(a->forward(x)))); }
+      at::Tensor forward(const at::Tensor& x) {
+        return c->forward(b->forward(at::relu(a->forward(x))));
+      }
     };
     auto nested = std::make_shared<Nested>();
     const auto shard = [&](const char* name, const std::shared_ptr<Affine>& layer) {
-      return nested->register_module(name, std::make_shared<Sharded<Affine>>(fully_shard(layer, mesh)));
+      return nested->register_module(name,
+                                     std::make_shared<Sharded<Affine>>(fully_shard(layer, mesh)));
     };
     nested->a = shard("layer1", module->layer1);
     nested->b = shard("layer2", module->layer2);
     nested->c = shard("layer3", module->layer3);
     ShardOptions options;
-    options.merge_below_bytes = 200;  // layer3's bf16 bias alone is no bucket; small ones move to the root
+    options.merge_below_bytes =
+        200;  // layer3's bf16 bias alone is no bucket; small ones move to the root
     auto handle = fully_shard(nested, mesh, {}, options);
     const auto x = seeded(static_cast<std::uint64_t>(world.rank()), {4, 10});
     for (int step = 0; step < 3; ++step) {  // prefetch follows the agreed order from the second on
@@ -119,7 +125,8 @@ TEST_P(Layouts, NestedUnitsGiveTheSameBitsAsOne) {
       backward(one.to(at::kFloat).pow(2).sum());
       backward(other.to(at::kFloat).pow(2).sum());
       std::map<std::string, at::Tensor> expected;
-      whole.visit_full_gradients([&](const auto& name, const auto& g) { expected[name] = g.clone(); });
+      whole.visit_full_gradients(
+          [&](const auto& name, const auto& g) { expected[name] = g.clone(); });
       int seen = 0;
       handle.visit_full_gradients([&](const auto& name, const auto& g) {
         EXPECT_TRUE(same_bits(g, expected.at(name))) << name;
@@ -130,16 +137,20 @@ TEST_P(Layouts, NestedUnitsGiveTheSameBitsAsOne) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Grid, Layouts,
-    ::testing::Values(Layout{1, 1, ThreadBackend::kInProcess}, Layout{2, 1, ThreadBackend::kInProcess},
-                      Layout{3, 1, ThreadBackend::kInProcess}, Layout{4, 1, ThreadBackend::kInProcess},
-                      Layout{2, 2, ThreadBackend::kInProcess}, Layout{4, 2, ThreadBackend::kInProcess},
-                      Layout{2, 1, ThreadBackend::kGloo}, Layout{4, 2, ThreadBackend::kGloo}),
-    [](const auto& layout) {
-      return concat(layout.param.ranks, "ranks", layout.param.replicas, "replicas",
-                    layout.param.backend == ThreadBackend::kGloo ? "Gloo" : "InProcess");
-    });
+INSTANTIATE_TEST_SUITE_P(Grid, Layouts,
+                         ::testing::Values(Layout{1, 1, ThreadBackend::kInProcess},
+                                           Layout{2, 1, ThreadBackend::kInProcess},
+                                           Layout{3, 1, ThreadBackend::kInProcess},
+                                           Layout{4, 1, ThreadBackend::kInProcess},
+                                           Layout{2, 2, ThreadBackend::kInProcess},
+                                           Layout{4, 2, ThreadBackend::kInProcess},
+                                           Layout{2, 1, ThreadBackend::kGloo},
+                                           Layout{4, 2, ThreadBackend::kGloo}),
+                         [](const auto& layout) {
+                           return concat(
+                               layout.param.ranks, "ranks", layout.param.replicas, "replicas",
+                               layout.param.backend == ThreadBackend::kGloo ? "Gloo" : "InProcess");
+                         });
 
 // 256, 1, -256 in bf16 is 0; the contract's sums are fp32, so every schedule must give 1.
 enum class Schedule { kSynced, kNoSync, kReplicasDeferred };
@@ -153,8 +164,9 @@ TEST_P(Accumulation, TwoHundredFiftySixPlusOneMinusTwoHundredFiftySixIsOne) {
     policy.param_dtype = DType::kBFloat16;
     policy.final_dtype = DType::kFloat32;
     policy.cast_forward_inputs = false;
-    auto handle = fully_shard(std::make_shared<Scale>(at::ones({8}, at::TensorOptions().dtype(storage))),
-                              data_mesh(world, replicas), policy);
+    auto handle =
+        fully_shard(std::make_shared<Scale>(at::ones({8}, at::TensorOptions().dtype(storage))),
+                    data_mesh(world, replicas), policy);
     const double values[] = {256, 1, -256};
     for (int i = 0; i < 3; ++i) {
       const bool last = i == 2;

@@ -1,4 +1,5 @@
-// [Note: failure]: an exception inside a sharded step frees the other ranks at once and can be recovered from.
+// [Note: failure]: an exception inside a sharded step frees the other ranks at once and can be
+// recovered from.
 #include <gmock/gmock.h>
 
 #include "dist/plain.h"
@@ -27,13 +28,14 @@ class ThrowsInBackward : public torch::autograd::Function<ThrowsInBackward> {
 enum class When { kForward, kInnerForward, kBackward };
 
 class Failures : public ::testing::TestWithParam<std::tuple<int, When, ThreadBackend>> {};
-INSTANTIATE_TEST_SUITE_P(Grid, Failures,
-                         ::testing::Combine(::testing::Values(1, 2, 3),
-                                            ::testing::Values(When::kForward, When::kInnerForward, When::kBackward),
-                                            ::testing::Values(ThreadBackend::kInProcess, ThreadBackend::kGloo)));
+INSTANTIATE_TEST_SUITE_P(
+    Grid, Failures,
+    ::testing::Combine(::testing::Values(1, 2, 3),
+                       ::testing::Values(When::kForward, When::kInnerForward, When::kBackward),
+                       ::testing::Values(ThreadBackend::kInProcess, ThreadBackend::kGloo)));
 
-// Naive: the other ranks wait in their collectives until the timeout (20 s here), and the next step starts on
-// half-gathered units and half-filled slots.
+// Naive: the other ranks wait in their collectives until the timeout (20 s here), and the next step
+// starts on half-gathered units and half-filled slots.
 TEST_P(Failures, OthersLeavePromptlyAndTheNextStepIsRight) {
   const auto [count, when, backend] = GetParam();
   ranks(count, backend).run([when = when](World& world) {
@@ -43,9 +45,12 @@ TEST_P(Failures, OthersLeavePromptlyAndTheNextStepIsRight) {
     const auto step = [&](int number) {
       model.handle.zero_grad();
       backward(squares(model.handle.forward(input_of(world.rank(), number, kWidth))));
-      expect_same(whole_gradients(model.handle), plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-        backward(squares(plain.forward(input_of(rank, number, kWidth))));
-      }), concat("step ", number));
+      expect_same(
+          whole_gradients(model.handle),
+          plain_gradients(
+              plain, world.size(), world.size(),
+              [&](int rank) { backward(squares(plain.forward(input_of(rank, number, kWidth)))); }),
+          concat("step ", number));
       optimizer->step();
     };
     step(0);
@@ -55,17 +60,22 @@ TEST_P(Failures, OthersLeavePromptlyAndTheNextStepIsRight) {
     const auto seconds = seconds_of([&] {
       error = error_of([&] {
         auto x = input_of(world.rank(), 2, kWidth);
-        if (culprit && when == When::kForward) throw std::runtime_error("the user's loader went wrong");
+        if (culprit && when == When::kForward)
+          throw std::runtime_error("the user's loader went wrong");
         if (culprit && when == When::kInnerForward) {
-          model.chain->blocks[1]->before = [] { throw std::runtime_error("the user's forward went wrong"); };
+          model.chain->blocks[1]->before = [] {
+            throw std::runtime_error("the user's forward went wrong");
+          };
         }
         if (when == When::kBackward) x.requires_grad_();
-        auto y = model.handle.forward(culprit && when == When::kBackward ? ThrowsInBackward::apply(x) : x * 1.0);
+        auto y = model.handle.forward(
+            culprit && when == When::kBackward ? ThrowsInBackward::apply(x) : x * 1.0);
         backward(squares(y));
         // A rank that had nothing left to wait for learns of it at its next collective.
         comm::barrier(world.control(), "end of the step");
       });
-      if (when == When::kForward && culprit) world.poison(error);  // outside of any handle: nobody else can know
+      if (when == When::kForward && culprit)
+        world.poison(error);  // outside of any handle: nobody else can know
     });
     model.chain->blocks[1]->before = nullptr;
     EXPECT_NE(error, "");
@@ -89,15 +99,15 @@ TEST(FailuresOfOne, ARankAloneGoesOnWithoutRecover) {
       model.chain->blocks[1]->before = [&] {
         if (!in_backward) throw std::runtime_error("forward");
       };
-      EXPECT_THAT(error_of([&] {
-        backward(squares(model.handle.forward(ThrowsInBackward::apply(x))));
-      }), HasSubstr(in_backward ? "the user's backward" : "forward"));
+      EXPECT_THAT(
+          error_of([&] { backward(squares(model.handle.forward(ThrowsInBackward::apply(x)))); }),
+          HasSubstr(in_backward ? "the user's backward" : "forward"));
       model.chain->blocks[1]->before = nullptr;
       model.handle.zero_grad();
       backward(squares(model.handle.forward(input_of(0, 1, kWidth))));
       expect_same(whole_gradients(model.handle), plain_gradients(plain, 1, 1, [&](int) {
-        backward(squares(plain.forward(input_of(0, 1, kWidth))));
-      }));
+                    backward(squares(plain.forward(input_of(0, 1, kWidth))));
+                  }));
     }
   });
 }
@@ -130,7 +140,8 @@ TEST(FailuresOfOne, AnInnerExceptionThatAnOuterForwardCatchesIsNamed) {
       block->before = [&] {
         if (std::exchange(throws, false)) throw std::runtime_error("once");
       };
-      EXPECT_THAT(error_of([&] { handle.forward(input_of(0, 0, kWidth)); }), HasSubstr("exception"));
+      EXPECT_THAT(error_of([&] { handle.forward(input_of(0, 0, kWidth)); }),
+                  HasSubstr("exception"));
       Block plain(1, kWidth);
       const auto x = input_of(0, 0, kWidth);
       EXPECT_TRUE(same_bits(handle.forward(x).detach(), plain.forward(x).detach()));
@@ -149,7 +160,8 @@ TEST(FailuresOfMany, AForwardAfterAFailureAsksForRecover) {
       backward(squares(model.handle.forward(input_of(0, 0, kWidth))));
       comm::barrier(world.control(), "end of the step");
     });
-    EXPECT_THAT(error_of([&] { model.handle.forward(input_of(0, 0, kWidth)); }), HasSubstr("recover()"));
+    EXPECT_THAT(error_of([&] { model.handle.forward(input_of(0, 0, kWidth)); }),
+                HasSubstr("recover()"));
     world.recover();
   });
 }

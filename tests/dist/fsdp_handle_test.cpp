@@ -1,7 +1,7 @@
 // The handle as a user sees it: signatures, names, modes, what is refused.
 #include <gmock/gmock.h>
-#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/container/functional.h>
+#include <torch/nn/modules/container/sequential.h>
 
 #include "dist/plain.h"
 #include "fsdp/unit.h"
@@ -23,7 +23,8 @@ TEST_P(HandleOnRanks, ASequentialOfHandlesTrainsAsUnsharded) {
   ranks(GetParam()).run([](World& world) {
     const auto mesh = data_mesh(world);
     const auto make = [] {
-      return std::pair{std::make_shared<Affine>(1, kWidth, 7), std::make_shared<Affine>(2, 7, kWidth)};
+      return std::pair{std::make_shared<Affine>(1, kWidth, 7),
+                       std::make_shared<Affine>(2, 7, kWidth)};
     };
     auto [a, b] = make();
     torch::nn::Sequential plain(a, torch::nn::Functional(at::relu), b);
@@ -35,23 +36,28 @@ TEST_P(HandleOnRanks, ASequentialOfHandlesTrainsAsUnsharded) {
     for (int step = 0; step < 2; ++step) {
       handle.zero_grad();
       backward(squares(handle.forward(input_of(world.rank(), step, kWidth))));
-      expect_same(whole_gradients(handle), plain_gradients(*plain, world.size(), world.size(), [&](int rank) {
-        backward(squares(plain->forward(input_of(rank, step, kWidth))));
-      }));
+      expect_same(whole_gradients(handle),
+                  plain_gradients(*plain, world.size(), world.size(), [&](int rank) {
+                    backward(squares(plain->forward(input_of(rank, step, kWidth))));
+                  }));
     }
-    EXPECT_THAT(handle.named_parameters().keys(), ElementsAre("0.weight", "0.bias", "2.weight", "2.bias"));
+    EXPECT_THAT(handle.named_parameters().keys(),
+                ElementsAre("0.weight", "0.bias", "2.weight", "2.bias"));
   });
 }
 
 TEST_P(HandleOnRanks, AWholeSequentialAsOneUnit) {
   ranks(GetParam()).run([](World& world) {
-    torch::nn::Sequential plain(std::make_shared<Affine>(1, kWidth, 7), std::make_shared<Affine>(2, 7, kWidth));
-    torch::nn::Sequential same(std::make_shared<Affine>(1, kWidth, 7), std::make_shared<Affine>(2, 7, kWidth));
+    torch::nn::Sequential plain(std::make_shared<Affine>(1, kWidth, 7),
+                                std::make_shared<Affine>(2, 7, kWidth));
+    torch::nn::Sequential same(std::make_shared<Affine>(1, kWidth, 7),
+                               std::make_shared<Affine>(2, 7, kWidth));
     auto handle = fully_shard(same.ptr(), data_mesh(world));
     backward(squares(handle.forward(input_of(world.rank(), 0, kWidth))));
-    expect_same(whole_gradients(handle), plain_gradients(*plain, world.size(), world.size(), [&](int rank) {
-      backward(squares(plain->forward(input_of(rank, 0, kWidth))));
-    }));
+    expect_same(whole_gradients(handle),
+                plain_gradients(*plain, world.size(), world.size(), [&](int rank) {
+                  backward(squares(plain->forward(input_of(rank, 0, kWidth))));
+                }));
   });
 }
 
@@ -80,9 +86,10 @@ struct Answer {
 class Signature : public torch::nn::Module {
  public:
   Answer forward(const std::vector<at::Tensor>& list, std::optional<at::Tensor> maybe,
-                 const std::tuple<at::Tensor, double>& scaled, std::map<std::string, at::Tensor> named, Sample sample,
-                 std::string mode) {
-    auto y = table.index_select(0, sample.ids).sum() * 0.0 + std::get<0>(scaled) * std::get<1>(scaled) * weight;
+                 const std::tuple<at::Tensor, double>& scaled,
+                 std::map<std::string, at::Tensor> named, Sample sample, std::string mode) {
+    auto y = table.index_select(0, sample.ids).sum() * 0.0 +
+             std::get<0>(scaled) * std::get<1>(scaled) * weight;
     for (const auto& one : list) y = y + one;
     if (maybe) y = y * *maybe;
     for (const auto& [key, value] : named) y = y + value;
@@ -101,20 +108,23 @@ TEST_P(HandleOnRanks, ArgumentsAndResultsOfEveryShape) {
     const auto loss_of = [](auto& model, int rank, std::vector<at::Tensor>& inputs) {
       const auto seed = static_cast<std::uint64_t>(40 + rank);
       inputs.clear();
-      for (std::uint64_t i = 0; i < 6; ++i) inputs.push_back(seeded(seed + 10 * i, {kWidth}).requires_grad_());
-      auto answer = model.forward({inputs[0], inputs[1]}, inputs[2], std::tuple{inputs[3], 0.5}, {{"k", inputs[4]}},
-                                  Sample{inputs[5], at::tensor({0, 2, 2}), 3}, "double");
+      for (std::uint64_t i = 0; i < 6; ++i)
+        inputs.push_back(seeded(seed + 10 * i, {kWidth}).requires_grad_());
+      auto answer =
+          model.forward({inputs[0], inputs[1]}, inputs[2], std::tuple{inputs[3], 0.5},
+                        {{"k", inputs[4]}}, Sample{inputs[5], at::tensor({0, 2, 2}), 3}, "double");
       EXPECT_EQ(answer.counted.second, 3);
-      return answer.named.at("y").pow(2).sum() + answer.named.at("z") + answer.counted.first.pow(2).sum();
+      return answer.named.at("y").pow(2).sum() + answer.named.at("z") +
+             answer.counted.first.pow(2).sum();
     };
     std::vector<at::Tensor> ours, theirs;
     backward(loss_of(handle, world.rank(), ours));
     const auto found = whole_gradients(handle);
     backward(loss_of(plain, world.rank(), theirs));
-    for (std::size_t i = 0; i < ours.size(); ++i) EXPECT_TRUE(same_bits(ours[i].grad(), theirs[i].grad())) << i;
-    expect_same(found, plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-      backward(loss_of(plain, rank, theirs));
-    }));
+    for (std::size_t i = 0; i < ours.size(); ++i)
+      EXPECT_TRUE(same_bits(ours[i].grad(), theirs[i].grad())) << i;
+    expect_same(found, plain_gradients(plain, world.size(), world.size(),
+                                       [&](int rank) { backward(loss_of(plain, rank, theirs)); }));
   });
 }
 
@@ -140,7 +150,8 @@ TEST_P(HandleOnRanks, NoOptionalNoListNoResult) {
 TEST_P(HandleOnRanks, AResultMayBeChangedInPlaceAndMayBeAnInput) {
   class Mixed : public torch::nn::Module {
    public:
-    std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& x, const at::Tensor& ids) {
+    std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& x,
+                                                           const at::Tensor& ids) {
       return {x * weight, x, ids};
     }
     at::Tensor weight = register_parameter("weight", seeded(1, {kWidth}));
@@ -165,13 +176,14 @@ TEST_P(HandleOnRanks, AResultMayBeChangedInPlaceAndMayBeAnInput) {
       backward(loss_of(plain, z));
       EXPECT_TRUE(same_bits(x.grad(), z.grad()));
       expect_same(found, plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-        backward(loss_of(plain, input_of(rank, step, kWidth).requires_grad_()));
-      }));
+                    backward(loss_of(plain, input_of(rank, step, kWidth).requires_grad_()));
+                  }));
     }
   });
 }
 
-// ------------------------------------------------------------------------------- names, modes, refusals
+// ------------------------------------------------------------------------------- names, modes,
+// refusals
 
 TEST_P(HandleOnRanks, NamesAreTrueNamesWhateverTheNesting) {
   ranks(GetParam()).run([](World& world) {
@@ -180,7 +192,8 @@ TEST_P(HandleOnRanks, NamesAreTrueNamesWhateverTheNesting) {
                 UnorderedElementsAre("scale", "block0.a", "block0.b", "block1.a", "block1.b"));
     std::vector<std::string> contracts;
     for (const auto& view : model.handle.shards()) contracts.push_back(view.contract->name);
-    EXPECT_THAT(contracts, UnorderedElementsAre("scale", "block0.a", "block0.b", "block1.a", "block1.b"));
+    EXPECT_THAT(contracts,
+                UnorderedElementsAre("scale", "block0.a", "block0.b", "block1.a", "block1.b"));
     EXPECT_THAT(model.handle.contract_table(), AllOf(HasSubstr("block0.a"), HasSubstr("float32")));
     EXPECT_THAT(model.chain->handles[1]->named_parameters().keys(), ElementsAre("a", "b"));
   });
@@ -205,8 +218,9 @@ TEST(Handle, AParentThatIsNotShardedShowsTheShards) {
       std::shared_ptr<Sharded<Block>> block;
     };
     Parent parent;
-    parent.block = parent.register_module(
-        "block", std::make_shared<Sharded<Block>>(fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world))));
+    parent.block =
+        parent.register_module("block", std::make_shared<Sharded<Block>>(fully_shard(
+                                            std::make_shared<Block>(1, kWidth), data_mesh(world))));
     const auto parameters = parent.parameters();
     ASSERT_EQ(parameters.size(), 2U);
     const auto shards = parent.block->shards();
@@ -216,7 +230,8 @@ TEST(Handle, AParentThatIsNotShardedShowsTheShards) {
     for (const auto& one : shards) elements += one.end - one.begin;
     auto total = at::tensor({elements});
     comm::all_reduce(world.control(), total, "elements");
-    EXPECT_EQ(total.item<std::int64_t>(), 2 * kWidth * (kWidth + 1)) << "every element once over the ranks";
+    EXPECT_EQ(total.item<std::int64_t>(), 2 * kWidth * (kWidth + 1))
+        << "every element once over the ranks";
   });
 }
 
@@ -234,14 +249,16 @@ TEST_P(HandleOnRanks, ModesReachTheModulesInside) {
 
 TEST(Handle, CopiesAndMovesToOtherDtypesAreRefused) {
   ranks(1).run([](World& world) {
-    auto handle = std::make_shared<Sharded<Block>>(fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world)));
+    auto handle = std::make_shared<Sharded<Block>>(
+        fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world)));
     torch::nn::Module& module = *handle;
     EXPECT_THAT(error_of([&] { module.clone(); }), HasSubstr("sharded module"));
     EXPECT_THAT(error_of([&] { module.to(at::kBFloat16); }), HasSubstr("sharded module"));
     EXPECT_THAT(error_of([&] { module.to(at::Device(at::kCPU)); }), HasSubstr("sharded module"));
     EXPECT_THAT(error_of([&] { module.to(at::kCPU, at::kDouble); }), HasSubstr("sharded module"));
     EXPECT_FALSE((std::is_copy_constructible_v<Sharded<Block>>));
-    EXPECT_THAT(error_of([&] { fully_shard(std::make_shared<Block>(1, kWidth), Mesh()); }), HasSubstr("mesh without a world"));
+    EXPECT_THAT(error_of([&] { fully_shard(std::make_shared<Block>(1, kWidth), Mesh()); }),
+                HasSubstr("mesh without a world"));
   });
 }
 
@@ -249,8 +266,8 @@ TEST(Handle, APlainParentsCloneAndToReachTheRefusal) {
   ranks(1).run([](World& world) {
     struct Parent : torch::nn::Module {};
     Parent parent;
-    parent.register_module("block", std::make_shared<Sharded<Block>>(
-                                        fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world))));
+    parent.register_module("block", std::make_shared<Sharded<Block>>(fully_shard(
+                                        std::make_shared<Block>(1, kWidth), data_mesh(world))));
     EXPECT_THAT(error_of([&] { parent.to(at::kBFloat16); }), HasSubstr("sharded module"));
   });
 }

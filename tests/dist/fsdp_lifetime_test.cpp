@@ -21,11 +21,13 @@ constexpr std::int64_t kWidth = 6;
 class Lora : public torch::nn::Module {
  public:
   explicit Lora(std::uint64_t seed)
-      : base(register_parameter("base", seeded(seed, {kWidth, kWidth}, at::kBFloat16), /*requires_grad=*/false)),
+      : base(register_parameter("base", seeded(seed, {kWidth, kWidth}, at::kBFloat16),
+                                /*requires_grad=*/false)),
         down(register_parameter("down", seeded(seed + 1, {2, kWidth}))),
         up(register_parameter("up", seeded(seed + 2, {kWidth, 2}))) {}
   at::Tensor forward(const at::Tensor& x) {
-    // The base comes first in forward, so its use in backward is the unit's last: all adapter gradients are in.
+    // The base comes first in forward, so its use in backward is the unit's last: all adapter
+    // gradients are in.
     const auto y = at::linear(x.to(at::kBFloat16), base).to(x.scalar_type());
     return y + at::linear(at::linear(y, down), up);
   }
@@ -54,7 +56,8 @@ class LoraPair : public torch::nn::Module {
 class LifetimeOnRanks : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, LifetimeOnRanks, ::testing::Values(1, 2, 3));
 
-// Naive: released when the last gradient arrived, so the base's last use reads freed memory or throws.
+// Naive: released when the last gradient arrived, so the base's last use reads freed memory or
+// throws.
 TEST_P(LifetimeOnRanks, AdaptersOnAFrozenBaseTrainAsUnsharded) {
   ranks(GetParam()).run([](World& world) {
     LoraPair plain(3);
@@ -65,9 +68,10 @@ TEST_P(LifetimeOnRanks, AdaptersOnAFrozenBaseTrainAsUnsharded) {
       handle.zero_grad();
       auto x = input_of(world.rank(), step, kWidth).requires_grad_();
       backward(squares(handle.forward(x)));
-      expect_same(whole_gradients(handle), plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-        backward(squares(plain.forward(input_of(rank, step, kWidth))));
-      }));
+      expect_same(whole_gradients(handle),
+                  plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+                    backward(squares(plain.forward(input_of(rank, step, kWidth))));
+                  }));
       auto y = input_of(world.rank(), step, kWidth).requires_grad_();
       backward(squares(plain.forward(y)));
       EXPECT_TRUE(same_bits(x.grad(), y.grad())) << "what flows through the base";
@@ -80,7 +84,8 @@ TEST_P(LifetimeOnRanks, AdaptersOnAFrozenBaseTrainAsUnsharded) {
   });
 }
 
-// Naive: released at the last gradient: between the adapters' gradients and the base's use it is gone.
+// Naive: released at the last gradient: between the adapters' gradients and the base's use it is
+// gone.
 TEST(Lifetime, BaseIsGatheredUntilTheMarkerAndReleasedThere) {
   ranks(2).run([](World& world) {
     auto pair = std::make_shared<LoraPair>(3);
@@ -118,7 +123,8 @@ TEST(Lifetime, PeakMemoryIsTheRootAndTwoUnitsNotTheModel) {
   });
 }
 
-// ------------------------------------------------------------------------ touching what is released
+// ------------------------------------------------------------------------ touching what is
+// released
 
 // Naive: a segfault, or another unit's weights.
 TEST(Lifetime, ReadingAndWritingAReleasedParameterNamesTheUnit) {
@@ -152,9 +158,11 @@ TEST(Lifetime, OneRankThatCastsReleasesAsWell) {
 TEST_P(LifetimeOnRanks, AnOptimizerOnTheModulesOwnParametersIsNamed) {
   ranks(GetParam()).run([](World& world) {
     ShardedChain model(data_mesh(world), 1, 2, kWidth);
-    torch::optim::SGD wrong(std::vector<at::Tensor>{model.chain->blocks[0]->a}, torch::optim::SGDOptions(0.1));
+    torch::optim::SGD wrong(std::vector<at::Tensor>{model.chain->blocks[0]->a},
+                            torch::optim::SGDOptions(0.1));
     backward(squares(model.handle.forward(input_of(world.rank(), 0, kWidth))));
-    EXPECT_THAT(error_of([&] { wrong.step(); }), AllOf(HasSubstr("parameter"), HasSubstr("handle")));
+    EXPECT_THAT(error_of([&] { wrong.step(); }),
+                AllOf(HasSubstr("parameter"), HasSubstr("handle")));
   });
 }
 
@@ -162,8 +170,11 @@ TEST_P(LifetimeOnRanks, AClipOfTheModulesOwnParametersIsNamed) {
   ranks(GetParam()).run([](World& world) {
     ShardedChain model(data_mesh(world), 1, 2, kWidth);
     backward(squares(model.handle.forward(input_of(world.rank(), 0, kWidth))));
-    const auto message = AllOf(HasSubstr("gradient of the unsharded parameter a"), HasSubstr("handle.parameters()"));
-    EXPECT_THAT(error_of([&] { torch::nn::utils::clip_grad_norm_({model.chain->blocks[0]->a}, 1.0); }), message);
+    const auto message =
+        AllOf(HasSubstr("gradient of the unsharded parameter a"), HasSubstr("handle.parameters()"));
+    EXPECT_THAT(
+        error_of([&] { torch::nn::utils::clip_grad_norm_({model.chain->blocks[0]->a}, 1.0); }),
+        message);
     EXPECT_THAT(error_of([&] { (void)model.chain->blocks[0]->a.grad().norm(); }), message);
   });
 }
@@ -171,7 +182,8 @@ TEST_P(LifetimeOnRanks, AClipOfTheModulesOwnParametersIsNamed) {
 TEST_P(LifetimeOnRanks, TorchOptimOnTheShardsWorks) {
   ranks(GetParam()).run([](World& world) {
     ShardedChain model(data_mesh(world), 1, 2, kWidth), other(data_mesh(world), 1, 2, kWidth);
-    torch::optim::SGD theirs(static_cast<torch::nn::Module&>(model.handle).parameters(), torch::optim::SGDOptions(0.1));
+    torch::optim::SGD theirs(static_cast<torch::nn::Module&>(model.handle).parameters(),
+                             torch::optim::SGDOptions(0.1));
     const auto ours = make_sgd(other.handle, sgd(0.1));
     for (int step = 0; step < 2; ++step) {
       for (auto* each : {&model, &other}) {
@@ -194,18 +206,21 @@ TEST(Lifetime, CallingAModulePastItsHandleThrowsAtTheReleasedParameter) {
   });
 }
 
-// One rank that computes in its storage dtype is never released: the gradient is what gives it away.
+// One rank that computes in its storage dtype is never released: the gradient is what gives it
+// away.
 TEST(Lifetime, CallingAModulePastItsHandleOnOneRankThrowsAtItsGradient) {
   ranks(1).run([](World& world) {
     ShardedChain model(data_mesh(world), 1, 2, kWidth);
-    const auto error = error_of([&] { backward(squares(model.chain->blocks[0]->forward(input_of(0, 0, kWidth)))); });
-    EXPECT_THAT(error, AllOf(HasSubstr("block0.b"), HasSubstr("outside an open forward"), HasSubstr("handle")));
+    const auto error = error_of(
+        [&] { backward(squares(model.chain->blocks[0]->forward(input_of(0, 0, kWidth)))); });
+    EXPECT_THAT(error, AllOf(HasSubstr("block0.b"), HasSubstr("outside an open forward"),
+                             HasSubstr("handle")));
     model.handle.zero_grad();
     backward(squares(model.handle.forward(input_of(0, 0, kWidth))));  // and the model goes on
     Chain plain(1, 2, kWidth);
     expect_same(whole_gradients(model.handle), plain_gradients(plain, 1, 1, [&](int) {
-      backward(squares(plain.forward(input_of(0, 0, kWidth))));
-    }));
+                  backward(squares(plain.forward(input_of(0, 0, kWidth))));
+                }));
   });
 }
 
@@ -221,7 +236,8 @@ TEST_P(LifetimeOnRanks, StepWhileABackwardIsOwedIsRefused) {
   });
 }
 
-// Naive: the root stays gathered after a forward that nobody differentiates, and computes on with old weights.
+// Naive: the root stays gathered after a forward that nobody differentiates, and computes on with
+// old weights.
 TEST_P(LifetimeOnRanks, AForwardThatIsDroppedDoesNotKeepOldWeights) {
   ranks(GetParam()).run([](World& world) {
     PrecisionPolicy policy;
@@ -238,7 +254,8 @@ TEST_P(LifetimeOnRanks, AForwardThatIsDroppedDoesNotKeepOldWeights) {
       const at::NoGradGuard no_grad;
       std::map<std::string, at::Tensor> values;
       auto theirs = fresh.handle.named_parameters();
-      for (const auto& entry : model.handle.named_parameters()) theirs[entry.key()].copy_(entry.value());
+      for (const auto& entry : model.handle.named_parameters())
+        theirs[entry.key()].copy_(entry.value());
     }
     EXPECT_TRUE(same_bits(model.handle.forward(x).detach(), fresh.handle.forward(x).detach()));
     EXPECT_FALSE(at::equal(before, model.handle.forward(x).detach()));
@@ -258,9 +275,10 @@ TEST_P(LifetimeOnRanks, EvaluationBetweenForwardAndBackwardDisturbsNothing) {
                               plain.forward(input_of(7, step, kWidth)).detach()));
       }
       backward(loss);
-      expect_same(whole_gradients(model.handle), plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-        backward(squares(plain.forward(input_of(rank, step, kWidth))));
-      }));
+      expect_same(whole_gradients(model.handle),
+                  plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+                    backward(squares(plain.forward(input_of(rank, step, kWidth))));
+                  }));
       const at::NoGradGuard no_grad;
       model.handle.forward(input_of(world.rank(), step, kWidth));
       if (world.size() == 1) continue;
@@ -303,7 +321,8 @@ TEST(Lifetime, ATensorThatSharedStorageWithAParameterThrowsAfterSharding) {
     auto module = std::make_shared<Block>(1, kWidth);
     const auto outside = module->a.detach();
     auto handle = fully_shard(module, data_mesh(world));
-    EXPECT_THAT(error_of([&] { (void)outside.sum(); }), AllOf(HasSubstr("parameter a"), HasSubstr("clone values")));
+    EXPECT_THAT(error_of([&] { (void)outside.sum(); }),
+                AllOf(HasSubstr("parameter a"), HasSubstr("clone values")));
   });
 }
 

@@ -21,13 +21,14 @@ INSTANTIATE_TEST_SUITE_P(Ranks, OptimOnRanks, ::testing::Values(1, 2, 3, 4));
 
 /// Steps both with the same gradients; the plain module's are those that the sharded one found.
 template <class Step>
-void train_beside(World& world, ShardedChain& model, Chain& plain, Optimizer& ours, const Step& theirs,
-                  const std::function<void()>& compare) {
+void train_beside(World& world, ShardedChain& model, Chain& plain, Optimizer& ours,
+                  const Step& theirs, const std::function<void()>& compare) {
   for (int step = 0; step < kSteps; ++step) {
     model.handle.zero_grad();
     backward(squares(model.handle.forward(input_of(world.rank(), step, kWidth))));
     const auto gradients = whole_gradients(model.handle);
-    for (const auto& entry : plain.named_parameters()) entry.value().mutable_grad() = gradients.at(entry.key());
+    for (const auto& entry : plain.named_parameters())
+      entry.value().mutable_grad() = gradients.at(entry.key());
     ours.step();
     theirs();
     compare();
@@ -39,13 +40,18 @@ TEST_P(OptimOnRanks, SgdWithMomentumAndDecayIsPyTorchsBitForBit) {
     ShardedChain model(data_mesh(world), 1, 2, kWidth);
     Chain plain(1, 2, kWidth);
     const auto ours = make_sgd(model.handle, sgd(0.05, 0.9, 0.1));
-    torch::optim::SGD theirs(plain.parameters(), torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(0.1));
-    train_beside(world, model, plain, *ours, [&] { theirs.step(); }, [&] {
-      for (const auto& [name, value] : whole_parameters(model.handle)) {
-        // Decay, momentum and step are three roundings each; vector and scalar loops may fuse them differently.
-        EXPECT_TRUE(at::allclose(value, plain.named_parameters()[name].detach(), 1e-6, 1e-7)) << name;
-      }
-    });
+    torch::optim::SGD theirs(plain.parameters(),
+                             torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(0.1));
+    train_beside(
+        world, model, plain, *ours, [&] { theirs.step(); },
+        [&] {
+          for (const auto& [name, value] : whole_parameters(model.handle)) {
+            // Decay, momentum and step are three roundings each; vector and scalar loops may fuse
+            // them differently.
+            EXPECT_TRUE(at::allclose(value, plain.named_parameters()[name].detach(), 1e-6, 1e-7))
+                << name;
+          }
+        });
   });
 }
 
@@ -60,12 +66,15 @@ TEST_P(OptimOnRanks, AdamWIsPyTorchsWithinRounding) {
                                                        .betas({options.beta1, options.beta2})
                                                        .eps(options.eps)
                                                        .weight_decay(options.weight_decay));
-    train_beside(world, model, plain, *ours, [&] { theirs.step(); }, [&] {
-      for (const auto& [name, value] : whole_parameters(model.handle)) {
-        // The fused kernel divides in another order: a few units in the last place a step.
-        EXPECT_TRUE(at::allclose(value, plain.named_parameters()[name].detach(), 1e-5, 1e-6)) << name;
-      }
-    });
+    train_beside(
+        world, model, plain, *ours, [&] { theirs.step(); },
+        [&] {
+          for (const auto& [name, value] : whole_parameters(model.handle)) {
+            // The fused kernel divides in another order: a few units in the last place a step.
+            EXPECT_TRUE(at::allclose(value, plain.named_parameters()[name].detach(), 1e-5, 1e-6))
+                << name;
+          }
+        });
   });
 }
 
@@ -80,13 +89,15 @@ TEST_P(Kinds, TheSameGradientsGiveTheSameBitsOnAnyNumberOfRanks) {
     ranks(count).run([&](World& world) {
       ShardOptions options;
       options.divide_factor = 1.0;
-      auto handle = fully_shard(std::make_shared<Chain>(1, 2, kWidth), data_mesh(world), {}, options);
-      const auto optimizer = GetParam() ? make_adamw(handle, adamw(0.01))
-                                        : make_sgd(handle, sgd(0.013, 0.9, 0.07));
+      auto handle =
+          fully_shard(std::make_shared<Chain>(1, 2, kWidth), data_mesh(world), {}, options);
+      const auto optimizer =
+          GetParam() ? make_adamw(handle, adamw(0.01)) : make_sgd(handle, sgd(0.013, 0.9, 0.07));
       for (int step = 0; step < 3; ++step) {
         handle.zero_grad();
         // Only rank 0 has a gradient: no sum differs.
-        backward(squares(handle.forward(input_of(0, step, kWidth))) * (world.rank() == 0 ? 1.0 : 0.0));
+        backward(squares(handle.forward(input_of(0, step, kWidth))) *
+                 (world.rank() == 0 ? 1.0 : 0.0));
         clip_grad_norm(handle, 1.0);
         optimizer->step();
       }
@@ -109,7 +120,8 @@ TEST_P(OptimOnRanks, NoDecayIsByName) {
       auto with_momentum = sgd(0.5, 0.0, 0.5);
       auto adaptive = adamw(0.5, 0.5);
       with_momentum.no_decay = adaptive.no_decay = {"scale"};
-      const auto optimizer = adam ? make_adamw(model.handle, adaptive) : make_sgd(model.handle, with_momentum);
+      const auto optimizer =
+          adam ? make_adamw(model.handle, adaptive) : make_sgd(model.handle, with_momentum);
       const auto before = whole_parameters(model.handle);
       backward(squares(model.handle.forward(at::zeros({2, kWidth}))));  // all gradients are zero
       optimizer->step();
@@ -135,18 +147,20 @@ TEST_P(OptimOnRanks, AGradientOfAnotherDtypeThanTheShardIsRefused) {
   });
 }
 
-// ------------------------------------------------------------------------------------ norm and clip
+// ------------------------------------------------------------------------------------ norm and
+// clip
 
 double plain_norm(const Tensors& gradients) {
   double sum = 0;
-  for (const auto& [name, gradient] : gradients) sum += gradient.to(at::kDouble).pow(2).sum().item<double>();
+  for (const auto& [name, gradient] : gradients)
+    sum += gradient.to(at::kDouble).pow(2).sum().item<double>();
   return std::sqrt(sum);
 }
 
 class Meshes : public ::testing::TestWithParam<std::pair<int, int>> {};
 INSTANTIATE_TEST_SUITE_P(Grid, Meshes,
-                         ::testing::Values(std::pair(1, 1), std::pair(2, 1), std::pair(3, 1), std::pair(4, 1),
-                                           std::pair(2, 2), std::pair(4, 2)));
+                         ::testing::Values(std::pair(1, 1), std::pair(2, 1), std::pair(3, 1),
+                                           std::pair(4, 1), std::pair(2, 2), std::pair(4, 2)));
 
 // Naive: padding counted, replicas counted twice, fp32 sums of squares.
 TEST_P(Meshes, NormCountsEveryElementOnceAndIsTheSameOnEveryRank) {
@@ -175,7 +189,8 @@ TEST(Norm, LargeValuesDoNotOverflowAndSmallOnesAreNotLost) {
   ranks(2).run([](World& world) {
     ShardOptions options;
     options.divide_factor = 1.0;
-    auto handle = fully_shard(std::make_shared<Scale>(at::ones({64 * 3})), data_mesh(world), {}, options);
+    auto handle =
+        fully_shard(std::make_shared<Scale>(at::ones({64 * 3})), data_mesh(world), {}, options);
     auto x = at::full({64 * 3}, 1.0F);
     x[0] = 1e25F;
     backward((handle.forward(x)).sum() * (world.rank() == 0 ? 1.0 : 0.0));

@@ -1,5 +1,5 @@
-// [Note: collective order]: ranks that disagree are named, and what is issued when (prefetch, budget, merging,
-// memory) changes no bit.
+// [Note: collective order]: ranks that disagree are named, and what is issued when (prefetch,
+// budget, merging, memory) changes no bit.
 #include <gmock/gmock.h>
 
 #include "comm/queue.h"
@@ -31,7 +31,8 @@ INSTANTIATE_TEST_SUITE_P(Both, Backends,
                            return backend.param == ThreadBackend::kGloo ? "Gloo" : "InProcess";
                          });
 
-// Naive: two reductions of one size that meet swapped add block0's gradients to block1's and say nothing.
+// Naive: two reductions of one size that meet swapped add block0's gradients to block1's and say
+// nothing.
 TEST_P(Backends, ReductionsSwappedOnOneRankAreNamed) {
   comm::ThreadRanks two(2, GetParam(), impatient());
   std::string error;
@@ -49,7 +50,8 @@ TEST_P(Backends, ReductionsSwappedOnOneRankAreNamed) {
       });
     });
   });
-  EXPECT_THAT(error, AllOf(HasSubstr("rank 0 issues"), HasSubstr("rank 1 issues"), HasSubstr("block0")));
+  EXPECT_THAT(error,
+              AllOf(HasSubstr("rank 0 issues"), HasSubstr("rank 1 issues"), HasSubstr("block0")));
   EXPECT_LT(seconds, 10) << "found only by the timeout";
 }
 
@@ -64,7 +66,8 @@ TEST_P(Backends, UnitsEnteredInAnotherOrderAreNamed) {
       backward(squares(model.handle.forward(input_of(world.rank(), 0, kWidth))));
     });
   });
-  EXPECT_THAT(error, AllOf(HasSubstr("rank 0"), HasSubstr("rank 1"), HasSubstr("block0"), HasSubstr("block1")));
+  EXPECT_THAT(error, AllOf(HasSubstr("rank 0"), HasSubstr("rank 1"), HasSubstr("block0"),
+                           HasSubstr("block1")));
 }
 
 // Naive: rank 0 waits for a gather that rank 1 never enters, until the timeout.
@@ -93,8 +96,8 @@ TEST(Order, UnitSkippedOnOneReplicaIsNamedBeforeItsGradientIsSummed) {
       backward(squares(model.handle.forward(input_of(world.rank(), 0, kWidth))));
     });
   });
-  EXPECT_THAT(error, AllOf(HasSubstr("the order of units differs between ranks"), HasSubstr("rank 0 entered block1"),
-                           HasSubstr("rank 1 entered block2")));
+  EXPECT_THAT(error, AllOf(HasSubstr("the order of units differs between ranks"),
+                           HasSubstr("rank 0 entered block1"), HasSubstr("rank 1 entered block2")));
 }
 
 TEST(Order, RanksWithOtherPoliciesAreRefusedBeforeTheFirstGather) {
@@ -122,8 +125,10 @@ struct Log {
 };
 
 std::string line_of(const comm::Label& label) {
-  if (label.kind == comm::Kind::kAllGather) return "gather " + (label.unit.empty() ? "root" : label.unit);
-  if (label.kind == comm::Kind::kReduceScatter) return "reduce " + (label.unit.empty() ? "root" : label.unit);
+  if (label.kind == comm::Kind::kAllGather)
+    return "gather " + (label.unit.empty() ? "root" : label.unit);
+  if (label.kind == comm::Kind::kReduceScatter)
+    return "reduce " + (label.unit.empty() ? "root" : label.unit);
   return "";
 }
 
@@ -157,14 +162,16 @@ TEST(Order, NextUnitIsGatheredBeforeThisOneComputesFromTheSecondStepOn) {
   for (const auto& step : steps) EXPECT_EQ(step.at(0), step.at(1)) << "ranks issue in one order";
   EXPECT_EQ(steps[1].at(0), steps[2].at(0)) << "a steady step repeats itself";
   EXPECT_THAT(steps[0].at(0),
-              ElementsAre("gather root", "gather block0", "compute block0", "gather block1", "compute block1",
-                          "gather block2", "compute block2", "gather block2", "gather block1", "reduce block2",
-                          "gather block0", "reduce block1", "reduce block0", "reduce root"));
+              ElementsAre("gather root", "gather block0", "compute block0", "gather block1",
+                          "compute block1", "gather block2", "compute block2", "gather block2",
+                          "gather block1", "reduce block2", "gather block0", "reduce block1",
+                          "reduce block0", "reduce root"));
   // The last block keeps its memory: its backward comes first.
   EXPECT_THAT(steps[1].at(0),
-              ElementsAre("gather root", "gather block0", "gather block1", "compute block0", "gather block2",
-                          "compute block1", "compute block2", "gather block1", "reduce block2", "gather block0",
-                          "reduce block1", "reduce block0", "reduce root"));
+              ElementsAre("gather root", "gather block0", "gather block1", "compute block0",
+                          "gather block2", "compute block1", "compute block2", "gather block1",
+                          "reduce block2", "gather block0", "reduce block1", "reduce block0",
+                          "reduce root"));
 }
 
 // ------------------------------------------------------------------------- nothing changes a bit
@@ -223,7 +230,8 @@ TEST(Order, KeepingUnitsGatheredSavesTheGathersOfTheBackward) {
     ShardOptions keep;
     keep.reshard_after_forward = false;
     EXPECT_EQ(train(world, {}, keep).gathers, 3 * 4);
-    // 3 blocks in forward and backward, the root once; the last block's second gather falls away from step 2 on.
+    // 3 blocks in forward and backward, the root once; the last block's second gather falls away
+    // from step 2 on.
     EXPECT_EQ(train(world, {}).gathers, 7 + 6 + 6);
   });
 }
@@ -247,7 +255,9 @@ TEST(Order, SomeBucketsBelowTheThresholdMoveAndTheRestStays) {
   struct Two : torch::nn::Module {
     at::Tensor small = register_parameter("small", seeded(1, {4}));
     at::Tensor large = register_parameter("large", seeded(2, {64, 8}, at::kDouble));
-    at::Tensor forward(const at::Tensor& x) { return (x * small).sum() * large.to(at::kFloat).sum(); }
+    at::Tensor forward(const at::Tensor& x) {
+      return (x * small).sum() * large.to(at::kFloat).sum();
+    }
   };
   struct Outer : torch::nn::Module {
     std::shared_ptr<Sharded<Two>> two;
@@ -257,7 +267,8 @@ TEST(Order, SomeBucketsBelowTheThresholdMoveAndTheRestStays) {
     const auto mesh = data_mesh(world);
     auto plain = std::make_shared<Two>();
     auto outer = std::make_shared<Outer>();
-    outer->two = outer->register_module("two", std::make_shared<Sharded<Two>>(fully_shard(std::make_shared<Two>(), mesh)));
+    outer->two = outer->register_module(
+        "two", std::make_shared<Sharded<Two>>(fully_shard(std::make_shared<Two>(), mesh)));
     ShardOptions options;
     options.merge_below_bytes = 2048;
     auto handle = fully_shard(outer, mesh, {}, options);

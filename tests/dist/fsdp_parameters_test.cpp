@@ -1,4 +1,5 @@
-// Parameters of every kind: shapes, strides, dtypes, frozen ones, a leaf's own grad_dtype, ignored ones.
+// Parameters of every kind: shapes, strides, dtypes, frozen ones, a leaf's own grad_dtype, ignored
+// ones.
 #include <gmock/gmock.h>
 
 #include "dist/plain.h"
@@ -17,7 +18,8 @@ class Odd : public torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) {
     auto y = x * scalar + one + empty.sum() + prime.sum() * x;
     y = y + (strided * at::arange(15).reshape({5, 3})).sum() + integer.sum();
-    y = y + half.to(at::kFloat).pow(2).sum() + wide.to(at::kFloat).sum() * x + frozen.to(at::kFloat).sum();
+    y = y + half.to(at::kFloat).pow(2).sum() + wide.to(at::kFloat).sum() * x +
+        frozen.to(at::kFloat).sum();
     return y;
   }
   at::Tensor scalar = register_parameter("scalar", seeded(1, {}));
@@ -47,12 +49,14 @@ TEST_P(ParametersOnRanks, EveryShapeAndDtypeTrainsAsUnsharded) {
     for (int step = 0; step < 2; ++step) {
       handle.zero_grad();
       const auto loss = squares(handle.forward(input_of(world.rank(), step, 1)));
-      EXPECT_TRUE(same_bits(loss.detach(), squares(plain.forward(input_of(world.rank(), step, 1))).detach()));
+      EXPECT_TRUE(same_bits(loss.detach(),
+                            squares(plain.forward(input_of(world.rank(), step, 1))).detach()));
       backward(loss);
       // fp64 parameters are summed in fp64.
       Tensors sums;
       for (int rank = 0; rank < world.size(); ++rank) {
-        for (const auto& [name, raw] : raw_gradients(plain, [&] { backward(squares(plain.forward(input_of(rank, step, 1)))); })) {
+        for (const auto& [name, raw] : raw_gradients(
+                 plain, [&] { backward(squares(plain.forward(input_of(rank, step, 1)))); })) {
           const auto wide = raw.to(name == "wide" ? at::kDouble : at::kFloat);
           sums[name] = sums[name].defined() ? sums[name] + wide : wide;
         }
@@ -104,7 +108,8 @@ TEST_P(ParametersOnRanks, OnlyEmptyParameters) {
   });
 }
 
-// Naive: an empty tensor in two modules is taken for two parameters, one of which never has a gradient.
+// Naive: an empty tensor in two modules is taken for two parameters, one of which never has a
+// gradient.
 TEST_P(ParametersOnRanks, OneEmptyTensorInTwoModulesIsOneParameter) {
   struct Twice : torch::nn::Module {
     at::Tensor forward(const at::Tensor& x) { return x * weight + empty.sum(); }
@@ -116,11 +121,13 @@ TEST_P(ParametersOnRanks, OneEmptyTensorInTwoModulesIsOneParameter) {
     auto handle = fully_shard(std::make_shared<Twice>(), data_mesh(world));
     backward(squares(handle.forward(seeded(2, {3}))));
     EXPECT_EQ(handle.shards().size(), 2U);
-    for (const auto& view : handle.shards()) EXPECT_TRUE(view.shard.grad().defined()) << view.contract->name;
+    for (const auto& view : handle.shards())
+      EXPECT_TRUE(view.shard.grad().defined()) << view.contract->name;
   });
 }
 
-// Frozen is decided when a model is sharded; a later change is an error, not a gradient that nobody reduces.
+// Frozen is decided when a model is sharded; a later change is an error, not a gradient that nobody
+// reduces.
 TEST_P(ParametersOnRanks, AFrozenParameterThatIsUnfrozenAfterShardingIsRefusedAtItsGradient) {
   ranks(GetParam()).run([](World& world) {
     auto module = std::make_shared<Odd>();
@@ -158,7 +165,8 @@ TEST(Parameters, ALeafsOwnGradDtypeRoundsOnArrival) {
       if (own) module->weight.set_grad_dtype(at::kBFloat16);
       auto handle = fully_shard(module, data_mesh(world));
       backward((handle.forward(at::ones({3})) * fine).sum());
-      EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), at::full({3}, static_cast<float>(own ? 1.0 : fine))));
+      EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"),
+                            at::full({3}, static_cast<float>(own ? 1.0 : fine))));
     }
   });
 }

@@ -1,4 +1,5 @@
-// [Note: recomputation]: inside (unit(checkpoint(block))), outside (checkpoint(unit(block))), nested.
+// [Note: recomputation]: inside (unit(checkpoint(block))), outside (checkpoint(unit(block))),
+// nested.
 #include <gmock/gmock.h>
 
 #include "dist/plain.h"
@@ -23,7 +24,8 @@ struct Run {
 Run train(World& world, Where where, const PrecisionPolicy& policy = {}) {
   ShardedChain model(data_mesh(world), 3, 3, kWidth, policy);
   model.chain->recomputes_outside = where == Where::kOutside || where == Where::kBoth;
-  for (const auto& block : model.chain->blocks) block->recomputes = where == Where::kInside || where == Where::kBoth;
+  for (const auto& block : model.chain->blocks)
+    block->recomputes = where == Where::kInside || where == Where::kBoth;
   const auto optimizer = make_sgd(model.handle, sgd(0.01));
   Run run;
   for (int step = 0; step < kSteps; ++step) {
@@ -49,9 +51,11 @@ Run train(World& world, Where where, const PrecisionPolicy& policy = {}) {
 class Recompute : public ::testing::TestWithParam<std::tuple<int, Where>> {};
 INSTANTIATE_TEST_SUITE_P(Grid, Recompute,
                          ::testing::Combine(::testing::Values(1, 2, 3),
-                                            ::testing::Values(Where::kInside, Where::kOutside, Where::kBoth)));
+                                            ::testing::Values(Where::kInside, Where::kOutside,
+                                                              Where::kBoth)));
 
-// Naive: the second forward gathers, records and counts again: reductions never start or start twice.
+// Naive: the second forward gathers, records and counts again: reductions never start or start
+// twice.
 TEST_P(Recompute, GivesTheBitsOfThePlainCall) {
   const auto [count, where] = GetParam();
   ranks(count).run([where = where](World& world) {
@@ -70,7 +74,8 @@ TEST_P(Recompute, GivesTheBitsOfThePlainCall) {
   });
 }
 
-/// outer handle { inner handle { block } , weight }: recomputation around handles that hold handles.
+/// outer handle { inner handle { block } , weight }: recomputation around handles that hold
+/// handles.
 class Nest : public torch::nn::Module {
  public:
   explicit Nest(std::uint64_t seed)
@@ -95,7 +100,8 @@ class NestPair : public torch::nn::Module {
       : first(register_module("first", std::make_shared<Nest>(1))),
         second(register_module("second", std::make_shared<Nest>(7))) {}
   void shard(const Mesh& mesh) {
-    for (const auto& [name, nest, handle] : {std::tuple{"first", first, &one}, std::tuple{"second", second, &two}}) {
+    for (const auto& [name, nest, handle] :
+         {std::tuple{"first", first, &one}, std::tuple{"second", second, &two}}) {
       nest->handle = std::make_shared<Sharded<Block>>(fully_shard(nest->block, mesh));
       nest->replace_module("block", nest->handle);
       *handle = std::make_shared<Sharded<Nest>>(fully_shard(nest, mesh));
@@ -104,7 +110,8 @@ class NestPair : public torch::nn::Module {
   }
   at::Tensor forward(const at::Tensor& x) {
     const auto body = [this](const std::vector<at::Tensor>& inputs) {
-      return one ? two->forward(one->forward(inputs[0])) : second->forward(first->forward(inputs[0]));
+      return one ? two->forward(one->forward(inputs[0]))
+                 : second->forward(first->forward(inputs[0]));
     };
     return recomputes ? checkpoint(body, {x}) : body({x});
   }
@@ -115,7 +122,8 @@ class NestPair : public torch::nn::Module {
 
 class NestedRecompute : public ::testing::TestWithParam<std::tuple<int, bool, bool>> {};
 INSTANTIATE_TEST_SUITE_P(Grid, NestedRecompute,
-                         ::testing::Combine(::testing::Values(1, 2), ::testing::Bool(), ::testing::Bool()));
+                         ::testing::Combine(::testing::Values(1, 2), ::testing::Bool(),
+                                            ::testing::Bool()));
 
 TEST_P(NestedRecompute, NestedHandlesGiveTheBitsOfThePlainModel) {
   const auto [count, around_all, around_inner] = GetParam();
@@ -129,9 +137,12 @@ TEST_P(NestedRecompute, NestedHandlesGiveTheBitsOfThePlainModel) {
     for (int step = 0; step < 3; ++step) {
       handle.zero_grad();
       backward(squares(handle.forward(input_of(world.rank(), step, kWidth))));
-      expect_same(whole_gradients(handle), plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-        backward(squares(plain.forward(input_of(rank, step, kWidth))));
-      }), concat("step ", step));
+      expect_same(whole_gradients(handle),
+                  plain_gradients(plain, world.size(), world.size(),
+                                  [&](int rank) {
+                                    backward(squares(plain.forward(input_of(rank, step, kWidth))));
+                                  }),
+                  concat("step ", step));
     }
     EXPECT_EQ(handle.unit()->expected, 0);
   });
@@ -143,7 +154,10 @@ TEST(RecomputeErrors, AFunctionThatCallsOtherUnitsTheSecondTimeIsNamed) {
     int calls = 0;
     const auto x = input_of(0, 0, kWidth).requires_grad_();
     const auto y = checkpoint(
-        [&](const auto& inputs) { return model.chain->handles[calls++ == 0 ? 0 : 1]->forward(inputs[0]); }, {x});
+        [&](const auto& inputs) {
+          return model.chain->handles[calls++ == 0 ? 0 : 1]->forward(inputs[0]);
+        },
+        {x});
     EXPECT_THAT(error_of([&] { backward(squares(y)); }), ::testing::HasSubstr("deterministic"));
   });
 }
@@ -154,12 +168,14 @@ TEST(RecomputeMore, WithoutGradInputsAndInsideNoGrad) {
     auto block = std::make_shared<Block>(13, kWidth);
     auto handle = fully_shard(block, data_mesh(world));
     const auto x = input_of(world.rank(), 0, kWidth);
-    const auto run = [&](const std::vector<at::Tensor>& inputs) { return handle.forward(inputs[0]); };
+    const auto run = [&](const std::vector<at::Tensor>& inputs) {
+      return handle.forward(inputs[0]);
+    };
     backward(squares(checkpoint(run, {x})));
     Block same(13, kWidth);
     expect_same(whole_gradients(handle), plain_gradients(same, 2, 2, [&](int rank) {
-      backward(squares(same.forward(input_of(rank, 0, kWidth))));
-    }));
+                  backward(squares(same.forward(input_of(rank, 0, kWidth))));
+                }));
     const at::NoGradGuard no_grad;
     EXPECT_TRUE(same_bits(checkpoint(run, {x}), same.forward(x)));
   });
@@ -174,8 +190,8 @@ TEST(RecomputeMore, ABackwardTwiceOverARetainedGraph) {
     backward_and_keep_graph(loss);
     const auto once = whole_gradients(model.handle);
     expect_same(once, plain_gradients(plain, 2, 2, [&](int rank) {
-      backward(squares(plain.forward(input_of(rank, 0, kWidth))));
-    }));
+                  backward(squares(plain.forward(input_of(rank, 0, kWidth))));
+                }));
     backward(loss);
     for (const auto& [name, gradient] : whole_gradients(model.handle)) {
       EXPECT_TRUE(same_bits(gradient, once.at(name) * 2)) << name;

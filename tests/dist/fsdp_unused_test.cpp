@@ -37,7 +37,8 @@ at::Tensor grad_of(const ShardedBase& handle, const std::string& name) {
 class UnusedOnRanks : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, UnusedOnRanks, ::testing::Values(1, 2, 3));
 
-// Naive: ranks without the gradient skip the reduction (a hang), or have no gradient where others have one.
+// Naive: ranks without the gradient skip the reduction (a hang), or have no gradient where others
+// have one.
 TEST_P(UnusedOnRanks, UsedOnOneRankHasAGradientEverywhere) {
   ranks(GetParam()).run([](World& world) {
     const int user = world.size() - 1;
@@ -46,9 +47,10 @@ TEST_P(UnusedOnRanks, UsedOnOneRankHasAGradientEverywhere) {
     for (int step = 0; step < 2; ++step) {
       handle.zero_grad();
       backward(squares(handle.forward(input_of(world.rank(), step, kWidth), world.rank())));
-      expect_same(whole_gradients(handle), plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-        backward(squares(plain.forward(input_of(rank, step, kWidth), rank)));
-      }));
+      expect_same(whole_gradients(handle),
+                  plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+                    backward(squares(plain.forward(input_of(rank, step, kWidth), rank)));
+                  }));
       EXPECT_TRUE(grad_of(handle, "some").defined());
     }
   });
@@ -60,8 +62,8 @@ TEST_P(UnusedOnRanks, UsedOnNoRankHasNoGradientAndIsNotStepped) {
     for (const bool adam : {true, false}) {
       auto handle = fully_shard(std::make_shared<Partly>(-1), data_mesh(world));
       const auto before = whole_parameters(handle);
-      const auto optimizer = adam ? make_adamw(handle, adamw(0.1, 0.5))
-                                  : make_sgd(handle, sgd(0.1, 0.9, 0.5));
+      const auto optimizer =
+          adam ? make_adamw(handle, adamw(0.1, 0.5)) : make_sgd(handle, sgd(0.1, 0.9, 0.5));
       for (int step = 0; step < 2; ++step) {
         handle.zero_grad();
         backward(squares(handle.forward(input_of(world.rank(), step, kWidth), world.rank())));
@@ -102,7 +104,8 @@ TEST_P(UnusedOnRanks, UsedInOneStepAndNotInTheNext) {
 class Shares : public torch::nn::Module {
  public:
   explicit Shares(std::uint64_t seed, const at::Tensor& shared)
-      : own(register_parameter("own", seeded(seed, {kWidth}))), weight(register_parameter("weight", shared)) {}
+      : own(register_parameter("own", seeded(seed, {kWidth}))),
+        weight(register_parameter("weight", shared)) {}
   at::Tensor forward(const at::Tensor& x) { return at::tanh(at::linear(x * own, weight)); }
   at::Tensor own, weight;
 };
@@ -128,7 +131,8 @@ class Tied : public torch::nn::Module {
   std::shared_ptr<Sharded<Shares>> one, two;
 };
 
-// Naive: the unit that owns it releases it while the other still needs it, or both reduce half of it.
+// Naive: the unit that owns it releases it while the other still needs it, or both reduce half of
+// it.
 TEST_P(UnusedOnRanks, OneTensorInTwoUnitsMovesToTheirCommonAncestor) {
   ranks(GetParam()).run([](World& world) {
     Tied plain;
@@ -149,10 +153,12 @@ TEST_P(UnusedOnRanks, OneTensorInTwoUnitsMovesToTheirCommonAncestor) {
       expect_same(whole_gradients(handle), expected, concat("step ", step));
       optimizer->step();
       const at::NoGradGuard no_grad;
-      for (const auto& [name, gradient] : expected) plain.named_parameters()[name].add_(gradient, -0.25);
+      for (const auto& [name, gradient] : expected)
+        plain.named_parameters()[name].add_(gradient, -0.25);
     }
     auto values = whole_parameters(handle);
-    for (auto& [name, value] : values) EXPECT_TRUE(same_bits(value, plain.named_parameters()[name].detach())) << name;
+    for (auto& [name, value] : values)
+      EXPECT_TRUE(same_bits(value, plain.named_parameters()[name].detach())) << name;
   });
 }
 
@@ -174,8 +180,10 @@ TEST(SharedAcrossUnits, UsesOfTwoUnitsAddUnrounded) {
     auto first = std::make_shared<Use>(at::ones({3}, bf16));
     auto second = std::make_shared<Use>(first->weight);
     auto both = std::make_shared<Both>();
-    both->one = both->register_module("one", std::make_shared<Sharded<Use>>(fully_shard(first, data_mesh(world), policy)));
-    both->two = both->register_module("two", std::make_shared<Sharded<Use>>(fully_shard(second, data_mesh(world), policy)));
+    both->one = both->register_module(
+        "one", std::make_shared<Sharded<Use>>(fully_shard(first, data_mesh(world), policy)));
+    both->two = both->register_module(
+        "two", std::make_shared<Sharded<Use>>(fully_shard(second, data_mesh(world), policy)));
     auto handle = fully_shard(both, data_mesh(world), policy);
     backward(handle.forward(at::ones({3}, bf16)));
     EXPECT_TRUE(same_bits(whole_gradients(handle).at("one.weight"), at::full({3}, 257.0F)));
@@ -185,7 +193,8 @@ TEST(SharedAcrossUnits, UsesOfTwoUnitsAddUnrounded) {
 TEST_P(UnusedOnRanks, AWeightThatTheRootUsesToo) {
   struct Head : torch::nn::Module {
     explicit Head(std::shared_ptr<Block> b)
-        : block(register_module("block", std::move(b))), weight(register_parameter("weight", block->a)) {}
+        : block(register_module("block", std::move(b))),
+          weight(register_parameter("weight", block->a)) {}
     at::Tensor forward(const at::Tensor& x) {
       const auto y = handle ? handle->forward(x) : block->forward(x);
       return at::linear(y, weight);

@@ -14,7 +14,9 @@ class Affine : public torch::nn::Module {
   Affine(std::uint64_t seed, std::int64_t in, std::int64_t out, at::ScalarType dtype = at::kFloat)
       : weight(register_parameter("weight", seeded(seed, {out, in}, dtype))),
         bias(register_parameter("bias", seeded(seed + 1, {out}, dtype))) {}
-  at::Tensor forward(const at::Tensor& x) { return at::linear(x.to(weight.scalar_type()), weight, bias); }
+  at::Tensor forward(const at::Tensor& x) {
+    return at::linear(x.to(weight.scalar_type()), weight, bias);
+  }
   at::Tensor weight, bias;
 };
 
@@ -24,7 +26,8 @@ class MixedMlp : public torch::nn::Module {
   explicit MixedMlp(std::uint64_t seed)
       : layer1(register_module("layer1", std::make_shared<Affine>(seed, 10, 20))),
         layer2(register_module("layer2", std::make_shared<Affine>(seed + 10, 20, 30))),
-        layer3(register_module("layer3", std::make_shared<Affine>(seed + 20, 30, 10, at::kBFloat16))) {}
+        layer3(register_module("layer3",
+                               std::make_shared<Affine>(seed + 20, 30, 10, at::kBFloat16))) {}
   at::Tensor forward(const at::Tensor& x) {
     return layer3->forward(layer2->forward(at::relu(layer1->forward(x))));
   }

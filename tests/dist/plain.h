@@ -37,17 +37,20 @@ std::string error_of(const Run& run) {
 
 inline Tensors whole_gradients(const ShardedBase& handle) {
   Tensors all;
-  handle.visit_full_gradients([&](const auto& name, const at::Tensor& g) { all[name] = g.clone(); });
+  handle.visit_full_gradients(
+      [&](const auto& name, const at::Tensor& g) { all[name] = g.clone(); });
   return all;
 }
 
 inline Tensors whole_parameters(const ShardedBase& handle) {
   Tensors all;
-  handle.visit_full_parameters([&](const auto& name, const at::Tensor& p) { all[name] = p.clone(); });
+  handle.visit_full_parameters(
+      [&](const auto& name, const at::Tensor& p) { all[name] = p.clone(); });
   return all;
 }
 
-inline void expect_same(const Tensors& found, const Tensors& expected, const std::string& what = "") {
+inline void expect_same(const Tensors& found, const Tensors& expected,
+                        const std::string& what = "") {
   EXPECT_EQ(found.size(), expected.size()) << what;
   for (const auto& [name, value] : expected) {
     const auto it = found.find(name);
@@ -60,7 +63,8 @@ inline void expect_same(const Tensors& found, const Tensors& expected, const std
 }
 
 /// One rank's raw gradients of the plain module; parameters that were not used are missing.
-inline Tensors raw_gradients(torch::nn::Module& module, const std::function<void()>& forward_backward) {
+inline Tensors raw_gradients(torch::nn::Module& module,
+                             const std::function<void()>& forward_backward) {
   for (auto& p : module.parameters()) p.mutable_grad().reset();
   forward_backward();
   Tensors raw;
@@ -70,7 +74,8 @@ inline Tensors raw_gradients(torch::nn::Module& module, const std::function<void
   return raw;
 }
 
-/// Sum over ranks in rank order in fp32, over `divide`, in the parameter's dtype; zeros where no rank used it.
+/// Sum over ranks in rank order in fp32, over `divide`, in the parameter's dtype; zeros where no
+/// rank used it.
 inline Tensors plain_gradients(torch::nn::Module& module, int ranks, double divide,
                                const std::function<void(int rank)>& forward_backward) {
   Tensors sums;
@@ -91,7 +96,8 @@ inline Tensors plain_gradients(torch::nn::Module& module, int ranks, double divi
   return result;
 }
 
-/// x + b relu(a x); its weights are needed in backward. Optionally recomputed inside (unit(checkpoint(block))).
+/// x + b relu(a x); its weights are needed in backward. Optionally recomputed inside
+/// (unit(checkpoint(block))).
 class Block : public torch::nn::Module {
  public:
   Block(std::uint64_t seed, std::int64_t width, at::ScalarType dtype = at::kFloat)
@@ -123,14 +129,17 @@ class Chain : public torch::nn::Module {
       : scale(register_parameter("scale", seeded(seed, {width}) + 1.0)) {
     for (int i = 0; i < count; ++i) {
       const auto block_seed = seed + 10 * static_cast<std::uint64_t>(i + 1);
-      blocks.push_back(register_module(concat("block", i), std::make_shared<Block>(block_seed, width, dtype)));
+      blocks.push_back(
+          register_module(concat("block", i), std::make_shared<Block>(block_seed, width, dtype)));
     }
   }
 
   /// Every block a unit of its own from now on.
-  void shard_blocks(const Mesh& mesh, const PrecisionPolicy& policy = {}, const ShardOptions& options = {}) {
+  void shard_blocks(const Mesh& mesh, const PrecisionPolicy& policy = {},
+                    const ShardOptions& options = {}) {
     for (std::size_t i = 0; i < blocks.size(); ++i) {
-      handles.push_back(std::make_shared<Sharded<Block>>(fully_shard(blocks[i], mesh, policy, options)));
+      handles.push_back(
+          std::make_shared<Sharded<Block>>(fully_shard(blocks[i], mesh, policy, options)));
       replace_module(concat("block", i), handles.back());
     }
   }
@@ -162,9 +171,11 @@ class Chain : public torch::nn::Module {
 /// A chain whose blocks are units inside a root unit.
 struct ShardedChain {
   ShardedChain(const Mesh& mesh, std::uint64_t seed, int count, std::int64_t width,
-               const PrecisionPolicy& policy = {}, const ShardOptions& root = {}, const ShardOptions& inner = {})
+               const PrecisionPolicy& policy = {}, const ShardOptions& root = {},
+               const ShardOptions& inner = {})
       : chain(std::make_shared<Chain>(seed, count, width)),
-        handle((chain->shard_blocks(mesh, policy, inner), fully_shard(chain, mesh, policy, root))) {}
+        handle((chain->shard_blocks(mesh, policy, inner), fully_shard(chain, mesh, policy, root))) {
+  }
   std::shared_ptr<Chain> chain;
   Sharded<Chain> handle;
 };

@@ -35,10 +35,12 @@ inline ::testing::AssertionResult same_bits(const at::Tensor& a, const at::Tenso
   if (a.scalar_type() != b.scalar_type()) {
     return ::testing::AssertionFailure() << a.scalar_type() << " against " << b.scalar_type();
   }
-  if (a.sizes() != b.sizes()) return ::testing::AssertionFailure() << a.sizes() << " against " << b.sizes();
+  if (a.sizes() != b.sizes())
+    return ::testing::AssertionFailure() << a.sizes() << " against " << b.sizes();
   if (at::equal(a, b)) return ::testing::AssertionSuccess();
-  return ::testing::AssertionFailure() << "largest difference "
-                                       << (a.to(at::kDouble) - b.to(at::kDouble)).abs().max().item<double>();
+  return ::testing::AssertionFailure()
+         << "largest difference "
+         << (a.to(at::kDouble) - b.to(at::kDouble)).abs().max().item<double>();
 }
 
 /// Values that depend on the seed only, not on libtorch's process-wide generator.

@@ -89,7 +89,8 @@ TEST_P(GoldenBFloat16, DigitsOfNormWeightsCountInMixedFoldersOnly) {
   const auto short_norms = with_norms(GetParam(), false);
   const auto long_norms = with_norms(GetParam(), true);
   const Layout layout{.ranks = 2};
-  const auto run = [&](const std::filesystem::path& folder, const std::vector<PrecisionRule>& rules) {
+  const auto run = [&](const std::filesystem::path& folder,
+                       const std::vector<PrecisionRule>& rules) {
     auto changed = config(layout);
     changed.model.path = folder;
     changed.precision.rule = rules;

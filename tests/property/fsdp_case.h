@@ -1,8 +1,9 @@
-// A random case of the property test of fully_shard: a module tree, a policy, a schedule and a layout, all from
-// one seed. A value: fsdp_reference.h computes what it must give, fsdp_property_test.cpp runs it sharded.
+// A random case of the property test of fully_shard: a module tree, a policy, a schedule and a
+// layout, all from one seed. A value: fsdp_reference.h computes what it must give,
+// fsdp_property_test.cpp runs it sharded.
 //
-// A *parameter* has values; an *object* is a tensor of the user's module that shows them (two objects over one
-// storage are tied); a node registers objects, also one that another node has.
+// A *parameter* has values; an *object* is a tensor of the user's module that shows them (two
+// objects over one storage are tied); a node registers objects, also one that another node has.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -47,7 +48,7 @@ struct Case {
   std::uint64_t seed = 0;
   std::vector<CaseParameter> parameters;
   std::vector<CaseObject> objects;
-  std::vector<CaseNode> nodes;  ///< children come after their parents
+  std::vector<CaseNode> nodes;            ///< children come after their parents
   std::vector<PrecisionPolicy> policies;  ///< by unit (node number)
   std::vector<ShardOptions> options;      ///< by unit
   int ranks = 1, replicas = 1;
@@ -68,9 +69,11 @@ struct Case {
 };
 
 /// What a node does with one of its parameters; the same code sharded and plain.
-inline at::Tensor apply_parameter(const CaseParameter& parameter, const at::Tensor& x, const at::Tensor& w) {
+inline at::Tensor apply_parameter(const CaseParameter& parameter, const at::Tensor& x,
+                                  const at::Tensor& w) {
   if (!at::isFloatingType(w.scalar_type())) return x + w.sum().to(x.scalar_type()) * 0.0625;
-  // A product with the activations as they are: raw gradients of another dtype than the parameter's.
+  // A product with the activations as they are: raw gradients of another dtype than the
+  // parameter's.
   if (w.dim() == 1 && w.size(0) == kColumns) return (x * (w * 0.25 + 1.0)).to(x.scalar_type());
   if (w.dim() == 2 && w.size(1) == kColumns) {
     const auto y = at::tanh(at::matmul(x.to(w.scalar_type()), w.t())).sum(-1, /*keepdim=*/true);
@@ -101,19 +104,33 @@ class Draw {
 
 inline CaseParameter draw_parameter(Draw& draw, std::uint64_t seed, int ranks) {
   CaseParameter p;
-  const auto shape = draw.of<std::vector<std::int64_t>>(
-      {{}, {1}, {kColumns}, {kColumns}, {3, kColumns}, {5, kColumns}, {7}, {13}, {3, 11}, {0}, {0, 3}, {2, 3, 5}, {67}, {129}});
+  const auto shape = draw.of<std::vector<std::int64_t>>({{},
+                                                         {1},
+                                                         {kColumns},
+                                                         {kColumns},
+                                                         {3, kColumns},
+                                                         {5, kColumns},
+                                                         {7},
+                                                         {13},
+                                                         {3, 11},
+                                                         {0},
+                                                         {0, 3},
+                                                         {2, 3, 5},
+                                                         {67},
+                                                         {129}});
   if (draw.one_in(12)) {
     p.initial = at::arange(5) - 2;
     p.trainable = false;
     return p;
   }
-  const auto dtype = draw.of({at::kFloat, at::kFloat, at::kFloat, at::kBFloat16, at::kBFloat16, at::kDouble});
+  const auto dtype =
+      draw.of({at::kFloat, at::kFloat, at::kFloat, at::kBFloat16, at::kBFloat16, at::kDouble});
   p.initial = seeded(seed, shape, dtype);
   if (p.initial.dim() == 2 && draw.one_in(3)) p.initial = p.initial.t().contiguous().t();
   p.coefficients = seeded(seed + 500, shape);
   p.trainable = !draw.one_in(6);
-  if (draw.one_in(5)) p.used_by = draw.one_in(2) ? -1 : static_cast<int>(draw.below(static_cast<std::size_t>(ranks)));
+  if (draw.one_in(5))
+    p.used_by = draw.one_in(2) ? -1 : static_cast<int>(draw.below(static_cast<std::size_t>(ranks)));
   return p;
 }
 
@@ -135,7 +152,8 @@ inline void draw_tree(Draw& draw, Case& c) {
     c.nodes.push_back(std::move(node));
   }
   auto& first = c.parameters[c.objects[c.nodes[0].objects[0]].parameter];
-  first = {seeded(c.seed, {kColumns}), seeded(c.seed + 1, {kColumns}), true, -2};  // every loss depends on it
+  first = {seeded(c.seed, {kColumns}), seeded(c.seed + 1, {kColumns}), true,
+           -2};  // every loss depends on it
 }
 
 /// One object in a second node; or a second object over the same storage, in the same unit.
@@ -162,8 +180,10 @@ inline void draw_ties(Draw& draw, Case& c) {
 
 inline bool appears_once(const Case& c, std::size_t object) {
   int nodes = 0, objects = 0;
-  for (const auto& node : c.nodes) nodes += static_cast<int>(std::count(node.objects.begin(), node.objects.end(), object));
-  for (const auto& other : c.objects) objects += other.parameter == c.objects[object].parameter ? 1 : 0;
+  for (const auto& node : c.nodes)
+    nodes += static_cast<int>(std::count(node.objects.begin(), node.objects.end(), object));
+  for (const auto& other : c.objects)
+    objects += other.parameter == c.objects[object].parameter ? 1 : 0;
   return nodes == 1 && objects == 1;
 }
 
@@ -171,18 +191,29 @@ inline PrecisionRule draw_rule(Draw& draw, std::size_t object) {
   PrecisionRule rule;
   rule.match = {Case::name_of(object)};
   switch (draw.below(5)) {
-    case 0: rule.grad_dtype = DType::kBFloat16; break;
-    case 1: rule.pin = true; break;
-    case 2: rule.param_dtype = draw.of({DType::kBFloat16, DType::kFloat32}); break;
-    case 3: rule.reduce_dtype = DType::kBFloat16; break;
-    default: rule.frozen = true; break;
+    case 0:
+      rule.grad_dtype = DType::kBFloat16;
+      break;
+    case 1:
+      rule.pin = true;
+      break;
+    case 2:
+      rule.param_dtype = draw.of({DType::kBFloat16, DType::kFloat32});
+      break;
+    case 3:
+      rule.reduce_dtype = DType::kBFloat16;
+      break;
+    default:
+      rule.frozen = true;
+      break;
   }
   return rule;
 }
 
 inline void draw_policies(Draw& draw, Case& c) {
   PrecisionPolicy base;
-  if (draw.one_in(2)) base.param_dtype = draw.of({DType::kBFloat16, DType::kBFloat16, DType::kFloat32});
+  if (draw.one_in(2))
+    base.param_dtype = draw.of({DType::kBFloat16, DType::kBFloat16, DType::kFloat32});
   if (draw.one_in(3)) base.reduce_dtype = draw.of({DType::kBFloat16, DType::kFloat32});
   if (draw.one_in(5)) base.storage_dtype = DType::kFloat32;
   if (draw.one_in(6)) base.accumulate_dtype = DType::kFloat64;
@@ -229,21 +260,24 @@ inline Case Case::make(std::uint64_t seed) {
 }
 
 inline std::string Case::describe() const {
-  auto text = concat("seed ", seed, ": ", ranks, " ranks, ", replicas, " replicas",
-                     backend == ThreadBackend::kGloo ? ", Gloo" : "", ", ", micro_batches, " micro-batches",
-                     syncs_every ? "" : " synced last", replicas_every ? "" : ", replicas last",
-                     input_requires_grad ? ", input requires grad" : "", ", zero mode ", static_cast<int>(zero),
-                     ", merge below ", options[0].merge_below_bytes, "\n");
+  auto text =
+      concat("seed ", seed, ": ", ranks, " ranks, ", replicas, " replicas",
+             backend == ThreadBackend::kGloo ? ", Gloo" : "", ", ", micro_batches, " micro-batches",
+             syncs_every ? "" : " synced last", replicas_every ? "" : ", replicas last",
+             input_requires_grad ? ", input requires grad" : "", ", zero mode ",
+             static_cast<int>(zero), ", merge below ", options[0].merge_below_bytes, "\n");
   for (std::size_t i = 0; i < nodes.size(); ++i) {
     text += concat("  node ", i, " (unit ", nodes[i].unit, "):");
     for (const auto object : nodes[i].objects) {
       const auto& p = parameters[objects[object].parameter];
-      text += concat(" ", name_of(object), "=", objects[object].parameter, ":", c10::toString(p.initial.scalar_type()),
-                     p.initial.sizes(), p.trainable ? "" : " frozen", p.used_by == -2 ? "" : concat(" used by ", p.used_by));
+      text += concat(" ", name_of(object), "=", objects[object].parameter, ":",
+                     c10::toString(p.initial.scalar_type()), p.initial.sizes(),
+                     p.trainable ? "" : " frozen",
+                     p.used_by == -2 ? "" : concat(" used by ", p.used_by));
     }
     for (const auto& child : nodes[i].children) {
-      text += concat(" -> ", child.node, child.handle ? " handle" : "", child.recomputes ? " recomputed" : "",
-                     child.repeats > 1 ? " twice" : "");
+      text += concat(" -> ", child.node, child.handle ? " handle" : "",
+                     child.recomputes ? " recomputed" : "", child.repeats > 1 ? " twice" : "");
     }
     text += "\n";
   }

@@ -1,8 +1,8 @@
-// Property: a sharded module is the unsharded one, bit for bit, for random trees, dtypes, shapes, ties, policies,
-// schedules, layouts and recomputation.
+// Property: a sharded module is the unsharded one, bit for bit, for random trees, dtypes, shapes,
+// ties, policies, schedules, layouts and recomputation.
 //
-// TESSERA_PROPERTY_SEED=N replays one case, TESSERA_PROPERTY_CASES=N runs more (default 300); TESSERA_PROPERTY_FROM
-// is the first seed (default 1).
+// TESSERA_PROPERTY_SEED=N replays one case, TESSERA_PROPERTY_CASES=N runs more (default 300);
+// TESSERA_PROPERTY_FROM is the first seed (default 1).
 #include <cstdlib>
 #include <iostream>
 
@@ -26,12 +26,15 @@ class Node : public torch::nn::Module {
     const auto& node = case_.nodes[number_];
     for (std::size_t i = 0; i < node.objects.size(); ++i) {
       const auto& parameter = case_.parameters[case_.objects[node.objects[i]].parameter];
-      if (parameter.used_by == -2 || parameter.used_by == rank_) x = apply_parameter(parameter, x, tensors[i]);
+      if (parameter.used_by == -2 || parameter.used_by == rank_)
+        x = apply_parameter(parameter, x, tensors[i]);
     }
     for (std::size_t i = 0; i < node.children.size(); ++i) {
       const auto& child = node.children[i];
       for (int repeat = 0; repeat < child.repeats; ++repeat) {
-        x = child.recomputes ? checkpoint([this, i](const auto& inputs) { return call(i, inputs[0]); }, {x}) : call(i, x);
+        x = child.recomputes
+                ? checkpoint([this, i](const auto& inputs) { return call(i, inputs[0]); }, {x})
+                : call(i, x);
       }
     }
     return x;
@@ -53,7 +56,8 @@ class Node : public torch::nn::Module {
 
 class Builder {
  public:
-  Builder(const Case& c, World& world) : case_(c), rank_(world.rank()), mesh_(data_mesh(world, c.replicas)) {
+  Builder(const Case& c, World& world)
+      : case_(c), rank_(world.rank()), mesh_(data_mesh(world, c.replicas)) {
     std::vector<at::Tensor> first(c.parameters.size());
     for (const auto& object : c.objects) {
       const auto& parameter = c.parameters[object.parameter];
@@ -112,16 +116,19 @@ std::size_t parameter_of(const Case& c, const std::string& name) {
   return c.objects.at(object).parameter;
 }
 
-void expect_step(const Case& c, Sharded<Node>& handle, const Reference& reference, const std::string& where) {
+void expect_step(const Case& c, Sharded<Node>& handle, const Reference& reference,
+                 const std::string& where) {
   std::size_t seen = 0;
   handle.visit_full_gradients([&](const std::string& name, const at::Tensor& found) {
     const auto& expected = reference.gradient(parameter_of(c, name));
-    EXPECT_TRUE(same_bits(found, expected.defined() ? expected : at::zeros_like(found))) << where << " gradient " << name;
+    EXPECT_TRUE(same_bits(found, expected.defined() ? expected : at::zeros_like(found)))
+        << where << " gradient " << name;
     ++seen;
   });
   for (const auto& view : handle.shards()) {
     if (!view.contract->trainable) continue;
-    EXPECT_EQ(view.shard.grad().defined(), reference.gradient(parameter_of(c, view.contract->name)).defined())
+    EXPECT_EQ(view.shard.grad().defined(),
+              reference.gradient(parameter_of(c, view.contract->name)).defined())
         << where << " whether there is a gradient of " << view.contract->name;
     --seen;
   }
@@ -130,7 +137,8 @@ void expect_step(const Case& c, Sharded<Node>& handle, const Reference& referenc
 
 std::shared_ptr<Reference> reference_of(const Case& c, const Sharded<Node>& handle) {
   std::vector<GradContract> contracts(c.parameters.size());
-  for (const auto& view : handle.shards()) contracts[parameter_of(c, view.contract->name)] = *view.contract;
+  for (const auto& view : handle.shards())
+    contracts[parameter_of(c, view.contract->name)] = *view.contract;
   return std::make_shared<Reference>(c, contracts);
 }
 
@@ -146,7 +154,8 @@ void run_rank(const Case& c, World& world, std::shared_ptr<Reference>& reference
       const auto y = handle.forward(c.batch(world.rank(), step, 5));
       comm::barrier(world.control(), "evaluated");
       if (world.rank() == 0) {
-        EXPECT_TRUE(same_bits(y, reference->evaluate(0, c.batch(0, step, 5)))) << where << " output";
+        EXPECT_TRUE(same_bits(y, reference->evaluate(0, c.batch(0, step, 5))))
+            << where << " output";
       }
     }
     if (c.zero != CaseZero::kKeep) handle.zero_grad(c.zero == CaseZero::kNone);
@@ -163,7 +172,8 @@ void run_rank(const Case& c, World& world, std::shared_ptr<Reference>& reference
     expect_step(c, handle, *reference, where);
     optimizer->step();
     handle.visit_full_parameters([&](const std::string& name, const at::Tensor& value) {
-      EXPECT_TRUE(same_bits(value, reference->master(parameter_of(c, name)))) << where << " value of " << name;
+      EXPECT_TRUE(same_bits(value, reference->master(parameter_of(c, name))))
+          << where << " value of " << name;
     });
   }
   EXPECT_EQ(handle.unit()->expected, 0);
@@ -172,14 +182,17 @@ void run_rank(const Case& c, World& world, std::shared_ptr<Reference>& reference
 /// Whether the case held.
 bool holds(std::uint64_t seed) {
   const auto c = Case::make(seed);
-  const int failures = ::testing::UnitTest::GetInstance()->current_test_info()->result()->total_part_count();
+  const int failures =
+      ::testing::UnitTest::GetInstance()->current_test_info()->result()->total_part_count();
   std::shared_ptr<Reference> reference;
   try {
     ranks(c.ranks, c.backend).run([&](World& world) { run_rank(c, world, reference); });
   } catch (const std::exception& error) {
     ADD_FAILURE() << error.what();
   }
-  if (::testing::UnitTest::GetInstance()->current_test_info()->result()->total_part_count() == failures) return true;
+  if (::testing::UnitTest::GetInstance()->current_test_info()->result()->total_part_count() ==
+      failures)
+    return true;
   std::cerr << "replay with TESSERA_PROPERTY_SEED=" << seed << "\n" << c.describe();
   return false;
 }

@@ -1,5 +1,6 @@
-// What a Case must give: the unsharded model, rank by rank, with the contract's rounding points and the order of
-// additions that the design promises (arrival order in the slot, rank order on the wire, replicas last).
+// What a Case must give: the unsharded model, rank by rank, with the contract's rounding points and
+// the order of additions that the design promises (arrival order in the slot, rank order on the
+// wire, replicas last).
 #pragma once
 
 #include <torch/csrc/autograd/autograd.h>
@@ -17,10 +18,13 @@ class Reference {
  public:
   /// `contracts` by parameter.
   Reference(const Case& c, std::vector<GradContract> contracts)
-      : case_(c), contracts_(std::move(contracts)), slots_(static_cast<std::size_t>(c.ranks)),
+      : case_(c),
+        contracts_(std::move(contracts)),
+        slots_(static_cast<std::size_t>(c.ranks)),
         sums_(static_cast<std::size_t>(c.replicas)) {
     for (std::size_t p = 0; p < case_.parameters.size(); ++p) {
-      masters_.push_back(case_.parameters[p].initial.clone().to(to_scalar_type(contracts_[p].storage.dtype)));
+      masters_.push_back(
+          case_.parameters[p].initial.clone().to(to_scalar_type(contracts_[p].storage.dtype)));
     }
     for (auto& slots : slots_) slots.resize(masters_.size());
     for (auto& sums : sums_) sums.resize(masters_.size());
@@ -43,7 +47,8 @@ class Reference {
       const bool last = i + 1 == case_.micro_batches;
       for (rank_ = 0; rank_ < case_.ranks; ++rank_) {
         auto x = case_.batch(rank_, number, i);
-        torch::autograd::backward({case_loss(call_unit(0, x.requires_grad_(case_.input_requires_grad)))}, {});
+        torch::autograd::backward(
+            {case_loss(call_unit(0, x.requires_grad_(case_.input_requires_grad)))}, {});
       }
       if (case_.syncs_every || last) reduce();
       if (last) publish();
@@ -58,7 +63,9 @@ class Reference {
 
  private:
   int shard_ranks() const { return case_.ranks / case_.replicas; }
-  at::ScalarType accumulate(std::size_t p) const { return to_scalar_type(contracts_[p].accumulate); }
+  at::ScalarType accumulate(std::size_t p) const {
+    return to_scalar_type(contracts_[p].accumulate);
+  }
   at::Tensor rounded_to_wire(std::size_t p, const at::Tensor& sum) const {
     return sum.to(to_scalar_type(contracts_[p].reduce)).to(accumulate(p));
   }
@@ -76,11 +83,16 @@ class Reference {
 
   void renew(std::size_t object) {
     const auto p = case_.objects[object].parameter;
-    auto alias = masters_[p].to(to_scalar_type(contracts_[p].compute.dtype)).detach().clone(at::MemoryFormat::Contiguous);
+    auto alias = masters_[p]
+                     .to(to_scalar_type(contracts_[p].compute.dtype))
+                     .detach()
+                     .clone(at::MemoryFormat::Contiguous);
     if (contracts_[p].trainable && at::GradMode::is_enabled()) {
       alias.set_requires_grad(true);
       alias.set_grad_dtype(std::nullopt);
-      alias.register_hook([this, p, rank = static_cast<std::size_t>(rank_)](const at::Tensor& raw) { arrive(rank, p, raw); });
+      alias.register_hook([this, p, rank = static_cast<std::size_t>(rank_)](const at::Tensor& raw) {
+        arrive(rank, p, raw);
+      });
     }
     aliases_[object] = alias;
   }
@@ -115,7 +127,8 @@ class Reference {
     const auto& node = case_.nodes[number];
     for (const auto object : node.objects) {
       const auto& parameter = case_.parameters[case_.objects[object].parameter];
-      if (parameter.used_by == -2 || parameter.used_by == rank_) x = apply_parameter(parameter, x, aliases_.at(object));
+      if (parameter.used_by == -2 || parameter.used_by == rank_)
+        x = apply_parameter(parameter, x, aliases_.at(object));
     }
     for (const auto& child : node.children) {
       for (int i = 0; i < child.repeats; ++i) x = call_child(child, x);
@@ -127,7 +140,8 @@ class Reference {
     if (!child.recomputes || !at::GradMode::is_enabled()) {
       return child.handle ? call_unit(child.node, x) : call_node(child.node, x);
     }
-    // What is recomputed has a backward of its own: its uses do not meet those outside before the slot.
+    // What is recomputed has a backward of its own: its uses do not meet those outside before the
+    // slot.
     std::set<std::size_t> below, entered;
     subtree(child, below, entered);
     std::map<std::size_t, at::Tensor> outside;
@@ -147,7 +161,8 @@ class Reference {
   }
 
   /// Objects of the nodes below, and those among them that belong to units which are entered there.
-  void subtree(const CaseChild& child, std::set<std::size_t>& below, std::set<std::size_t>& entered) const {
+  void subtree(const CaseChild& child, std::set<std::size_t>& below,
+               std::set<std::size_t>& entered) const {
     const auto& node = case_.nodes[child.node];
     below.insert(node.objects.begin(), node.objects.end());
     if (child.handle) {
@@ -168,7 +183,8 @@ class Reference {
         at::Tensor total;
         for (std::size_t s = 0; s < group; ++s) {
           auto slot = std::exchange(slots_[replica * group + s][p], at::Tensor());
-          if (!slot.defined()) slot = at::zeros(masters_[p].sizes(), at::TensorOptions().dtype(accumulate(p)));
+          if (!slot.defined())
+            slot = at::zeros(masters_[p].sizes(), at::TensorOptions().dtype(accumulate(p)));
           const auto wire = rounded_to_wire(p, slot);
           total = total.defined() ? total + wire : wire;
         }
@@ -184,11 +200,13 @@ class Reference {
       at::Tensor total;
       for (std::size_t replica = 0; replica < sums_.size(); ++replica) {
         auto part = shard_ranks() == 1 ? slots_[replica][p] : sums_[replica][p];
-        if (!part.defined()) part = at::zeros(masters_[p].sizes(), at::TensorOptions().dtype(accumulate(p)));
+        if (!part.defined())
+          part = at::zeros(masters_[p].sizes(), at::TensorOptions().dtype(accumulate(p)));
         if (sums_.size() > 1) part = rounded_to_wire(p, part);
         total = total.defined() ? total + part : part;
       }
-      gradients_[p] = total.div(contracts_[p].reductions.divide_factor).to(to_scalar_type(contracts_[p].final));
+      gradients_[p] =
+          total.div(contracts_[p].reductions.divide_factor).to(to_scalar_type(contracts_[p].final));
     }
   }
 

@@ -1,4 +1,5 @@
-// The order of collectives as a value: what a backward over a trace issues, and how a difference is told.
+// The order of collectives as a value: what a backward over a trace issues, and how a difference is
+// told.
 #include "fsdp/order.h"
 
 #include <gmock/gmock.h>
@@ -46,7 +47,8 @@ TEST(BackwardOrder, AUnitThatKeepsItsMemoryIsNeverGatheredAgain) {
 
 TEST(TraceHash, TellsOrdersApart) {
   std::set<std::uint64_t> hashes;
-  const std::vector<Trace> traces = {{{}}, {{0}}, {{1}}, {{0, 1}}, {{1, 0}}, {{0, 1, 1}}, {{0, 0}}, {{256}}, {{0, 256}}};
+  const std::vector<Trace> traces = {{{}},        {{0}},    {{1}},   {{0, 1}},  {{1, 0}},
+                                     {{0, 1, 1}}, {{0, 0}}, {{256}}, {{0, 256}}};
   for (const auto& trace : traces) hashes.insert(trace.hash());
   EXPECT_EQ(hashes.size(), traces.size());
   EXPECT_EQ((Trace{{0, 1}}.hash()), (Trace{{0, 1}}.hash()));
@@ -55,12 +57,15 @@ TEST(TraceHash, TellsOrdersApart) {
 
 TEST(FirstDifference, NamesBothRanksEntries) {
   EXPECT_EQ(first_difference({{"a", "b"}, {"a", "b"}, {"a", "b"}}), "");
-  EXPECT_EQ(first_difference({{"a", "b"}, {"a", "b"}, {"a", "c"}}), "entry 2: rank 0 entered b, rank 2 entered c");
+  EXPECT_EQ(first_difference({{"a", "b"}, {"a", "b"}, {"a", "c"}}),
+            "entry 2: rank 0 entered b, rank 2 entered c");
 }
 
 TEST(FirstDifference, AShorterTraceHasNothingMore) {
-  EXPECT_THAT(first_difference({{"a"}, {"a", "b"}}), HasSubstr("rank 0 entered nothing more, rank 1 entered b"));
-  EXPECT_THAT(first_difference({{"a", "b"}, {}}), HasSubstr("rank 0 entered a, rank 1 entered nothing more"));
+  EXPECT_THAT(first_difference({{"a"}, {"a", "b"}}),
+              HasSubstr("rank 0 entered nothing more, rank 1 entered b"));
+  EXPECT_THAT(first_difference({{"a", "b"}, {}}),
+              HasSubstr("rank 0 entered a, rank 1 entered nothing more"));
   EXPECT_EQ(first_difference({{}, {}}), "");
   EXPECT_EQ(first_difference({{"a"}}), "");
 }

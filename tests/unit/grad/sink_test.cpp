@@ -15,7 +15,8 @@ using ::testing::HasSubstr;
 /// Slots in memory of its own.
 class Owner : public SlotOwner {
  public:
-  Owner(std::int64_t numel, at::ScalarType dtype) : slot(at::full({numel}, 1e30, at::TensorOptions().dtype(dtype))) {}
+  Owner(std::int64_t numel, at::ScalarType dtype)
+      : slot(at::full({numel}, 1e30, at::TensorOptions().dtype(dtype))) {}
   View open_slot(std::size_t parameter) override {
     opened.push_back(parameter);
     const bool first = std::exchange(empty, false);
@@ -55,7 +56,9 @@ class Sink : public ::testing::Test {
   GradSink sink;
 };
 
-at::Tensor full(double value, at::ScalarType dtype) { return at::full({2, 2}, value, at::TensorOptions().dtype(dtype)); }
+at::Tensor full(double value, at::ScalarType dtype) {
+  return at::full({2, 2}, value, at::TensorOptions().dtype(dtype));
+}
 
 // Naive: sums in the raw dtype (256 + 1 - 256 = 0 in bf16), or a slot of the first raw dtype.
 TEST_F(Sink, GradientsOfAnyDtypeAreAddedUnrounded) {
@@ -108,7 +111,8 @@ TEST_F(Sink, RefusesByNameWhatBreaksTheContract) {
   const auto refused = [&](const at::Tensor& raw) {
     return error_of([&] { sink.accept(id, raw, Source::kEager); });
   };
-  EXPECT_THAT(refused(at::zeros({2, 2}).to_sparse()), AllOf(HasSubstr("model.norm.weight"), HasSubstr("layout")));
+  EXPECT_THAT(refused(at::zeros({2, 2}).to_sparse()),
+              AllOf(HasSubstr("model.norm.weight"), HasSubstr("layout")));
   EXPECT_THAT(refused(at::zeros({2, 2}, at::kComplexFloat)), HasSubstr("real floating"));
   EXPECT_THAT(refused(at::zeros({4})), AllOf(HasSubstr("shape [4]"), HasSubstr("[2, 2]")));
   EXPECT_THAT(refused(at::zeros({2, 2}).requires_grad_()), HasSubstr("create_graph"));
@@ -157,7 +161,8 @@ TEST_F(Sink, RedeemedTwiceNamesLayerAndMicroBatch) {
   const auto ticket = sink.promise(id, "layer 4", 2);
   sink.redeem(ticket, full(1, at::kFloat));
   EXPECT_THAT(error_of([&] { sink.redeem(ticket, full(1, at::kFloat)); }),
-              AllOf(HasSubstr("model.norm.weight"), HasSubstr("layer 4"), HasSubstr("micro-batch 2"), HasSubstr("twice")));
+              AllOf(HasSubstr("model.norm.weight"), HasSubstr("layer 4"),
+                    HasSubstr("micro-batch 2"), HasSubstr("twice")));
   EXPECT_TRUE(at::equal(owner.slot, at::ones({4}))) << "the second was not added";
   EXPECT_EQ(owner.tickets, 0);
 }
@@ -172,13 +177,15 @@ TEST_F(Sink, WhatIsLeftOverIsNamed) {
   sink.promise(id, "layer 2", 0);
   sink.promise(id, "layer 2", 1);
   const auto error = error_of([&] { sink.require_all_redeemed(); });
-  EXPECT_THAT(error, AllOf(HasSubstr("found 2"), HasSubstr("layer 2, micro-batch 0"), HasSubstr("layer 2, micro-batch 1")));
+  EXPECT_THAT(error, AllOf(HasSubstr("found 2"), HasSubstr("layer 2, micro-batch 0"),
+                           HasSubstr("layer 2, micro-batch 1")));
   EXPECT_THAT(error, ::testing::Not(HasSubstr("layer 1")));
 }
 
 TEST_F(Sink, AWrongGradientLeavesItsTicketOpen) {
   const auto ticket = sink.promise(slot(), "layer 4", 2);
-  EXPECT_THAT(error_of([&] { sink.redeem(ticket, at::zeros({3})); }), HasSubstr("a deferred weight gradient"));
+  EXPECT_THAT(error_of([&] { sink.redeem(ticket, at::zeros({3})); }),
+              HasSubstr("a deferred weight gradient"));
   EXPECT_EQ(sink.open_tickets(), 1U);
   sink.redeem(ticket, full(1, at::kFloat));
 }

@@ -23,8 +23,8 @@ inline std::vector<at::Tensor> run(const Function& function, std::vector<at::Ten
   return results;
 }
 
-/// How far results may be from the fp64 ones: `relative` of the element itself (a rounding of the result)
-/// plus `absolute` of the largest element (sums of many terms).
+/// How far results may be from the fp64 ones: `relative` of the element itself (a rounding of the
+/// result) plus `absolute` of the largest element (sums of many terms).
 struct Bound {
   double relative;
   double absolute;

@@ -25,9 +25,8 @@ struct Dtypes {
   at::ScalarType weight;
 };
 
-constexpr Dtypes kDtypes[] = {{at::kFloat, at::kFloat},
-                              {at::kBFloat16, at::kBFloat16},
-                              {at::kBFloat16, at::kFloat}};
+constexpr Dtypes kDtypes[] = {
+    {at::kFloat, at::kFloat}, {at::kBFloat16, at::kBFloat16}, {at::kBFloat16, at::kFloat}};
 
 Bound bound_of(at::ScalarType dtype) {
   return dtype == at::kFloat ? kFloat32 : kOneBFloat16Rounding;
@@ -68,11 +67,12 @@ TEST_F(Fused, AddRmsNormEqualsAddThenNorm) {
     return at::cat({sum, rms_norm_composite(sum, in[2], kEps)}, 0);
   };
   for (const std::int64_t size : {17, 384}) {
-    expect_equals_composite(fused, composite,
-                            {draw({3, 5, size}, at::kFloat), draw({3, 5, size}, at::kFloat),
-                             draw({size}, at::kFloat)},
-                            kFloat32, "float");
-    // In bf16 the norm starts from the rounded sum: sums that bf16 holds exactly leave one rounding.
+    expect_equals_composite(
+        fused, composite,
+        {draw({3, 5, size}, at::kFloat), draw({3, 5, size}, at::kFloat), draw({size}, at::kFloat)},
+        kFloat32, "float");
+    // In bf16 the norm starts from the rounded sum: sums that bf16 holds exactly leave one
+    // rounding.
     const at::Tensor whole = at::randint(-8, 9, {3, 5, size}).to(at::kBFloat16);
     for (const at::ScalarType weight : {at::kBFloat16, at::kFloat}) {
       expect_equals_composite(fused, composite, {whole, whole.flip(0), draw({size}, weight)},
@@ -111,16 +111,16 @@ TEST_F(Fused, SwigluEqualsComposite) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
     for (const std::int64_t size : {0, 1, 15, 16, 1000}) {
       // Wide enough to reach both tails of the sigmoid.
-      expect_equals_composite(
-          fused, composite, {draw({3, size}, dtype) * 30, draw({3, size}, dtype)}, bound_of(dtype),
-          name_of({dtype, dtype}, size));
+      expect_equals_composite(fused, composite,
+                              {draw({3, size}, dtype) * 30, draw({3, size}, dtype)},
+                              bound_of(dtype), name_of({dtype, dtype}, size));
     }
   }
 }
 
 TEST_F(Fused, CausalAttentionEqualsComposite) {
-  // fp32: sums of up to 70 products. bf16: scores, weights and their gradients are rounded on the way,
-  // each 2^-8 at most, and the errors add up.
+  // fp32: sums of up to 70 products. bf16: scores, weights and their gradients are rounded on the
+  // way, each 2^-8 at most, and the errors add up.
   const Bound float_bound{4e-6, 4e-6};
   const Bound bfloat_bound{4.0 / 256, 4.0 / 256};
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
@@ -193,8 +193,8 @@ TEST_F(Fused, ThreadsDoNotChangeResults) {
     at::set_num_threads(count);
     Tensors all = run([](const Tensors& in) { return nn::rms_norm(in[0], in[1], 1e-6); }, inputs,
                       at::ones({4, 100, 390}));
-    const Tensors gated = run([](const Tensors& in) { return swiglu(in[0], in[0]); }, {gate},
-                              at::ones({300, 1000}));
+    const Tensors gated =
+        run([](const Tensors& in) { return swiglu(in[0], in[0]); }, {gate}, at::ones({300, 1000}));
     const Tensors embedded = run([&](const Tensors& in) { return nn::embedding(ids, in[0]); },
                                  {draw({50, 200}, at::kFloat)}, at::ones({4, 400, 200}));
     all.insert(all.end(), gated.begin(), gated.end());

@@ -50,7 +50,8 @@ TEST_F(Layers, AnotherWeightDtypeComputesThereAndReturnsTheInputs) {
   EXPECT_EQ(nn::rms_norm(x.to(at::kHalf), at::ones({8}), 1e-6).scalar_type(), at::kHalf);
 }
 
-// The gradient of a bf16 norm weight is summed in fp32 and reaches a leaf that asks for raw values so.
+// The gradient of a bf16 norm weight is summed in fp32 and reaches a leaf that asks for raw values
+// so.
 TEST_F(Layers, NormWeightGradientsAreFloat32WhereTheLeafTakesThem) {
   const at::Tensor x = at::randn({40, 8}).to(at::kBFloat16);
   const at::Tensor plain = at::ones({8}).to(at::kBFloat16).requires_grad_(true);

@@ -123,10 +123,10 @@ TEST_F(Levels, RoundingToBFloat16IsThatOfLibtorch) {
   values[0] = std::numeric_limits<float>::quiet_NaN();
   values[1] = std::numeric_limits<float>::infinity();
   values[2] = -std::numeric_limits<float>::infinity();
-  values[3] = 1.00390625F;   // half way, down to even
-  values[4] = 1.01171875F;   // half way, up to even
+  values[3] = 1.00390625F;    // half way, down to even
+  values[4] = 1.01171875F;    // half way, up to even
   values[5] = 3.3961775e38F;  // rounds to infinity
-  values[6] = 1e-40F;        // no normal number
+  values[6] = 1e-40F;         // no normal number
   values[7] = -0.0F;
   const at::Tensor rounded = at::tensor(values).to(at::kBFloat16);
   const auto* expected = static_cast<const BFloat16*>(rounded.const_data_ptr());

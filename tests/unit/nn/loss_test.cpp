@@ -56,8 +56,7 @@ TEST(Loss, ConsumedLogitsGiveTheSameGradient) {
 
 TEST(Loss, ConsumedLogitsRefuseASecondBackward) {
   const at::Tensor x = at::randn({1, 2, 5}).requires_grad_(true);
-  const at::Tensor loss =
-      cross_entropy_sum(x * 2, at::zeros({1, 2}, at::kLong), Logits::kConsume);
+  const at::Tensor loss = cross_entropy_sum(x * 2, at::zeros({1, 2}, at::kLong), Logits::kConsume);
   loss.backward({}, /*retain_graph=*/true);
   EXPECT_THROW(loss.backward(), std::exception);
 }

@@ -47,7 +47,10 @@ TEST(Parameter, MaterializeGivesZerosAndKeepsTheTensors) {
   materialize(linear);
   EXPECT_TRUE(before.is_same(linear.weight));
   EXPECT_EQ(linear.weight.abs().sum().item<double>(), 0.0);
-  { at::NoGradGuard guard; linear.weight.fill_(2); }
+  {
+    at::NoGradGuard guard;
+    linear.weight.fill_(2);
+  }
   materialize(linear);  // what has data keeps it
   EXPECT_EQ(linear.weight.sum().item<double>(), 24.0);
 }
