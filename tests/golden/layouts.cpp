@@ -16,6 +16,8 @@
 namespace tessera::golden {
 namespace {
 
+constexpr const char* kTiedName = "model.embed_tokens.weight";
+
 /// Step lines of runs are not what a test says.
 class QuietOutput {
  public:
@@ -107,6 +109,14 @@ void expect_same_bits(const Gradients& found, const Gradients& expected) {
   EXPECT_EQ(found.loss, expected.loss);
   EXPECT_TRUE(test::same_bits(found.logits, expected.logits)) << "logits";
   expect_same_bits(found.by_name, expected.by_name);
+}
+
+void expect_same_row_sums(Gradients on_one_rank, Gradients on_several, Tied tied) {
+  if (tied == Tied::kYes) {
+    EXPECT_EQ(on_one_rank.by_name.erase(kTiedName), 1U);
+    on_several.by_name.erase(kTiedName);
+  }
+  expect_same_bits(on_one_rank, on_several);
 }
 
 TrainingRun run_training(train::Config config, const Layout& layout,

@@ -50,6 +50,9 @@ Gradients run_gradients(train::Config config, const Layout& layout, const std::s
 Gradients run_gradients(const std::filesystem::path& model, const Layout& layout,
                         const std::string& batch);
 void expect_same_bits(const Gradients& found, const Gradients& expected);
+/// One rank, row by row, against several ranks: all but a tied weight ([Note: same bits],
+/// gradients_test.cpp).
+void expect_same_row_sums(Gradients on_one_rank, Gradients on_several, Tied tied);
 
 struct TrainingRun {
   std::vector<double> losses;  ///< by step

@@ -26,6 +26,8 @@ using Tensors = std::map<std::string, at::Tensor>;
 /// A copy, in the dtype it is stored in.
 at::Tensor read_tensor(const SafetensorsFile& file, const std::string& name);
 
+enum class Tied { kNo, kYes };  ///< the head is the embedding
+
 class Reference {
  public:
   explicit Reference(const std::string& name);
@@ -39,6 +41,7 @@ class Reference {
   /// Every parameter of the checkpoint, widened to fp32.
   const Tensors& parameters() const { return parameters_; }
   std::vector<double> step_losses(const std::string& optimizer) const;
+  Tied tied() const { return parameters_.contains("lm_head.weight") ? Tied::kNo : Tied::kYes; }
   /// L2 norm of a parameter's way over five steps.
   double moved(const std::string& parameter, const std::string& optimizer) const;
   /// Largest 1 - cosine allowed under bf16 compute: the larger of 0.01 and twice the worst

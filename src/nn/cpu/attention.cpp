@@ -1,7 +1,14 @@
 // Plain products around a fused softmax: at the lengths that one rank trains this is faster than a
 // flash kernel, and the products take whatever matrix units the machine has.
 #include <ATen/ops/bmm.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
 
 #include "nn/cpu/dispatch.h"
 #include "nn/cpu/functions.h"
@@ -45,24 +52,67 @@ at::Tensor flat(const at::Tensor& x) {
   return x.view({x.size(0) * x.size(1), x.size(2) * x.size(3), x.size(4)});
 }
 
-/// Softmax of the rows of `scores` [B*G, T*R, T] in place; with `weights` its backward.
-void softmax_in_place(const at::Tensor& scores, const at::Tensor& weights, const Sizes& sizes,
-                      double scale) {
+/// Query positions [begin, end): their scores have keys 0..end-1, what lies behind the diagonal is
+/// never computed but inside a block.
+struct Block {
+  std::int64_t begin, end;
+  std::int64_t size() const { return end - begin; }
+};
+
+std::vector<Block> blocks_of(std::int64_t positions) {
+  constexpr std::int64_t kPositions = 256;
+  std::vector<Block> blocks;
+  for (std::int64_t begin = 0; begin < positions; begin += kPositions) {
+    blocks.push_back({begin, std::min(positions, begin + kPositions)});
+  }
+  return blocks;
+}
+
+/// Softmax of the rows of `scores` [B*G, block*R, keys] in place; with `weights` its backward.
+void softmax_in_place(const at::Tensor& scores, const at::Tensor& weights, const Block& block,
+                      std::int64_t repeat, double scale) {
   with_kernels(scores.scalar_type(), [&](auto types, const auto& kernels) {
     using T = typename decltype(types)::T;
     const CausalRows<T> job{.scores = mutable_data<T>(scores),
                             .weights = data<T>(weights),
-                            .keys = sizes.positions,
-                            .first = 0,
-                            .repeat = sizes.repeat,
-                            .period = sizes.positions * sizes.repeat,
+                            .keys = block.end,
+                            .first = block.begin,
+                            .repeat = repeat,
+                            .period = block.size() * repeat,
                             .scale = static_cast<float>(scale)};
     const auto kernel =
         weights.defined() ? kernels.causal_softmax_backward : kernels.causal_softmax;
-    for_ranges(scores.size(0) * scores.size(1), rows_a_thread(sizes.positions),
+    for_ranges(scores.size(0) * scores.size(1), rows_a_thread(job.keys),
                [&](std::int64_t begin, std::int64_t end) { kernel(job, begin, end); });
   });
 }
+
+/// The parts of [B*G, T*R, D] and [B*G, T, D] that a block meets.
+at::Tensor queries_of(const at::Tensor& x, const Block& block, std::int64_t repeat) {
+  return x.narrow(1, block.begin * repeat, block.size() * repeat);
+}
+at::Tensor keys_of(const at::Tensor& x, const Block& block) { return x.narrow(1, 0, block.end); }
+
+/// A gradient of keys or values: one block's is taken as it is, several are added in fp32 and
+/// rounded once.
+class KeySum {
+ public:
+  explicit KeySum(const at::Tensor& like) : like_(like) {}
+  void add(const at::Tensor& part) {
+    if (part.size(1) == like_.size(1) && !sum_.defined()) {
+      sum_ = part;
+      return;
+    }
+    if (!sum_.defined()) sum_ = at::zeros(like_.sizes(), at::kFloat);
+    sum_.narrow(1, 0, part.size(1)).add_(part);
+  }
+  at::Tensor take() {
+    return sum_.defined() ? sum_.to(like_.scalar_type()) : at::zeros_like(like_);
+  }
+
+ private:
+  at::Tensor like_, sum_;
+};
 
 struct CausalAttentionFunction : torch::autograd::Function<CausalAttentionFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k,
@@ -71,13 +121,20 @@ struct CausalAttentionFunction : torch::autograd::Function<CausalAttentionFuncti
     const at::Tensor queries = flat(q.contiguous());
     const at::Tensor keys = flat(k.contiguous());
     const at::Tensor values = by_group(v.contiguous(), sizes, 1);
-    const at::Tensor weights = at::bmm(queries, keys.transpose(1, 2));
-    softmax_in_place(weights, {}, sizes, scale);
-    ctx->save_for_backward({queries, keys, values, weights});
+    variable_list saved{queries, keys, values};
+    variable_list mixed;
+    for (const Block& block : blocks_of(sizes.positions)) {
+      const at::Tensor weights =
+          at::bmm(queries_of(queries, block, sizes.repeat), keys_of(keys, block).transpose(1, 2));
+      softmax_in_place(weights, {}, block, sizes.repeat, scale);
+      mixed.push_back(at::bmm(weights, keys_of(values, block)));
+      saved.push_back(weights);
+    }
+    ctx->save_for_backward(std::move(saved));
     ctx->saved_data["scale"] = scale;
     ctx->saved_data["groups"] = sizes.groups;
     ctx->saved_data["repeat"] = sizes.repeat;
-    return by_position(at::bmm(weights, values), sizes, sizes.repeat);
+    return by_position(mixed.size() == 1 ? mixed[0] : at::cat(mixed, 1), sizes, sizes.repeat);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -86,21 +143,29 @@ struct CausalAttentionFunction : torch::autograd::Function<CausalAttentionFuncti
     const at::Tensor& queries = saved[0];
     const at::Tensor& keys = saved[1];
     const at::Tensor& values = saved[2];
-    const at::Tensor& weights = saved[3];
+    const double scale = ctx->saved_data["scale"].toDouble();
     const std::int64_t groups = ctx->saved_data["groups"].toInt();
     const std::int64_t repeat = ctx->saved_data["repeat"].toInt();
     const at::Tensor turned_q = queries.view(
         {queries.size(0) / groups, groups, queries.size(1) / repeat, repeat, queries.size(2)});
     const Sizes sizes(turned_q);
     const at::Tensor grad = by_group(grads[0].contiguous(), sizes, repeat);
-    const at::Tensor grad_values = at::bmm(weights.transpose(1, 2), grad);
-    const at::Tensor grad_scores = at::bmm(grad, values.transpose(1, 2));
-    softmax_in_place(grad_scores, weights, sizes, ctx->saved_data["scale"].toDouble());
-    const at::Tensor grad_queries = at::bmm(grad_scores, keys);
-    const at::Tensor grad_keys = at::bmm(grad_scores.transpose(1, 2), queries);
-    return {grad_queries.view(turned_q.sizes()),
-            grad_keys.view({sizes.rows, groups, sizes.positions, 1, sizes.head_dim}),
-            by_position(grad_values, sizes, 1), at::Tensor()};
+    KeySum grad_keys(keys), grad_values(values);
+    variable_list grad_queries;
+    const std::vector<Block> blocks = blocks_of(sizes.positions);
+    for (std::size_t i = 0; i < blocks.size(); ++i) {
+      const at::Tensor& weights = saved[3 + i];
+      const at::Tensor block_grad = queries_of(grad, blocks[i], repeat);
+      grad_values.add(at::bmm(weights.transpose(1, 2), block_grad));
+      const at::Tensor scores = at::bmm(block_grad, keys_of(values, blocks[i]).transpose(1, 2));
+      softmax_in_place(scores, weights, blocks[i], repeat, scale);
+      grad_queries.push_back(at::bmm(scores, keys_of(keys, blocks[i])));
+      grad_keys.add(at::bmm(scores.transpose(1, 2), queries_of(queries, blocks[i], repeat)));
+    }
+    const at::Tensor whole = grad_queries.size() == 1 ? grad_queries[0] : at::cat(grad_queries, 1);
+    return {whole.view(turned_q.sizes()),
+            grad_keys.take().view({sizes.rows, groups, sizes.positions, 1, sizes.head_dim}),
+            by_position(grad_values.take(), sizes, 1), at::Tensor()};
   }
 };
 

@@ -95,13 +95,14 @@ TESSERA_LANES_INLINE float greatest(Lanes value) {
   return result;
 }
 
-/// e^x within 2 units in the last place; 0 below -87 (no denormals), infinity above 88.7.
+/// e^x within 2 units in the last place for x in [-87, 87], the value of the nearer end outside
+/// (nothing here depends on numbers beyond 1e38); NaN stays NaN.
 TESSERA_LANES_INLINE Lanes exp(Lanes x) {
-  constexpr float kLowest = -87.0F;
-  constexpr float kHighest = 88.72F;
+  constexpr float kEnd = 87.0F;
   // x = n ln 2 + r, |r| <= ln 2 / 2. Adding 1.5 * 2^23 leaves the rounded n in the low bits.
   constexpr float kShift = 12582912.0F;
-  const Lanes bounded = x > kHighest ? all(kHighest) : (x < kLowest ? all(kLowest) : x);
+  const Lanes low = x < -kEnd ? all(-kEnd) : x;
+  const Lanes bounded = low > kEnd ? all(kEnd) : low;
   const Lanes shifted = bounded * 1.44269504F + kShift;
   const Lanes n = shifted - kShift;
   Lanes r = bounded - n * 0.693145752F;
@@ -114,14 +115,10 @@ TESSERA_LANES_INLINE Lanes exp(Lanes x) {
   series = series * r + 0.5F;
   series = series * r + 1.0F;
   series = series * r + 1.0F;
-  // n may be 128, which is no exponent: 2^n in two factors.
-  const IntLanes exponent = __builtin_convertvector(n, IntLanes);
-  const IntLanes half = exponent >> 1;
-  const Lanes result = series * reinterpret_cast<Lanes>((half + 127) << 23) *
-                       reinterpret_cast<Lanes>((exponent - half + 127) << 23);
-  const Lanes low = x < kLowest ? Lanes{} : result;
-  const Lanes high = x > kHighest ? all(__builtin_inff()) : low;
-  return x == x ? high : x;
+  // Times 2^n: n is added to the exponent.
+  const WordLanes scaled =
+      reinterpret_cast<WordLanes>(series) + (reinterpret_cast<WordLanes>(shifted) << 23);
+  return x == x ? reinterpret_cast<Lanes>(scaled) : x;
 }
 
 TESSERA_LANES_INLINE Lanes sigmoid(Lanes x) { return 1.0F / (1.0F + exp(-x)); }

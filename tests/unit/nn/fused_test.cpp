@@ -137,6 +137,20 @@ TEST_F(Fused, CausalAttentionEqualsComposite) {
   }
 }
 
+TEST_F(Fused, LongSequencesRunInBlocksAndEqualComposite) {
+  const auto fused = [](const Tensors& in) { return causal_attention(in[0], in[1], in[2], 0.5); };
+  const auto composite = [](const Tensors& in) {
+    return causal_attention_composite(in[0], in[1], in[2], 0.5);
+  };
+  const auto inputs = [](at::ScalarType dtype) {
+    return Tensors{draw({2, 2, 520, 2, 4}, dtype), draw({2, 2, 520, 1, 4}, dtype),
+                   draw({2, 520, 8}, dtype)};
+  };
+  expect_equals_composite(fused, composite, inputs(at::kFloat), {1e-5, 1e-5}, "float");
+  expect_equals_composite(fused, composite, inputs(at::kBFloat16), {4.0 / 256, 4.0 / 256},
+                          "bfloat16");
+}
+
 TEST_F(Fused, LongSoftmaxRowsEqualComposite) {
   // More keys than the kernel keeps exponentials of.
   expect_equals_composite(
