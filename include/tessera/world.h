@@ -7,6 +7,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -77,6 +78,8 @@ class World : public std::enable_shared_from_this<World> {
   /// Makes a poisoned World usable again after every rank has caught its error: groups stay valid
   /// and start anew, collectives under way are lost. Collective, of all ranks. Errors: kComm.
   virtual void recover() = 0;
+  /// How often that was done: the same on every rank.
+  std::uint64_t recoveries() const { return recoveries_; }
 
  protected:
   struct State;
@@ -91,6 +94,7 @@ class World : public std::enable_shared_from_this<World> {
   int rank_ = 0;
   int size_ = 1;
   int local_rank_ = 0;
+  std::uint64_t recoveries_ = 0;  ///< counted by derived classes
   std::unique_ptr<State> state_;  ///< groups, poison
   std::unique_ptr<comm::IssueQueue> queue_;
 };

@@ -158,6 +158,7 @@ void ProcessWorld::recover() {
   watch_->set_epoch(next);
   for (const auto& group : gloo_groups_) group->reset(next);
   queue_->recover();
+  ++recoveries_;
   state_->poison->clear();
 }
 

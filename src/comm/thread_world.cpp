@@ -75,6 +75,7 @@ void ThreadWorld::repair(int epoch) {
   queue_->recover();
   for (const auto& group : gloo_groups_) group->reset(epoch);
   if (watch_) watch_->set_epoch(epoch);
+  ++recoveries_;
   state_->poison->clear();
 }
 

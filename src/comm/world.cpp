@@ -31,6 +31,7 @@ class SoloWorld : public World {
   }
   void recover() override {
     queue_->recover();
+    ++recoveries_;
     state_->poison->clear();
   }
 

@@ -9,12 +9,15 @@ namespace tessera::fsdp {
 std::uint64_t Trace::hash() const {
   // FNV-1a over the ids; 0 is never returned, so that it can stand for "no trace".
   std::uint64_t hash = 0xcbf29ce484222325ULL;
-  for (const auto unit : units) {
+  const auto add = [&](std::uint64_t value) {
     for (int byte = 0; byte < 4; ++byte) {
-      hash ^= (unit >> (8 * byte)) & 0xffU;
+      hash ^= (value >> (8 * byte)) & 0xffU;
       hash *= 0x100000001b3ULL;
     }
-  }
+  };
+  for (const auto unit : units) add(unit);
+  add(units.size());
+  for (const auto position : exits) add(position);
   return hash == 0 ? 1 : hash;
 }
 
@@ -23,11 +26,15 @@ BackwardOrder backward_order(const Trace& trace, const std::vector<bool>& reshar
   BackwardOrder order;
   const auto count = trace.units.size();
   order.gathers.assign(count, false);
-  for (std::size_t i = count; i-- > 0;) {
-    order.positions.push_back(i);
+  order.places.assign(count, count);
+  for (const auto position : trace.exits) order.places.at(position) = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (order.places[i] == count) order.positions.push_back(i);  // its forward has not ended yet
     const bool kept = keep_last && i + 1 == count;
     order.gathers[i] = reshards.at(trace.units[i]) && !kept;
   }
+  order.positions.insert(order.positions.end(), trace.exits.rbegin(), trace.exits.rend());
+  for (std::size_t place = 0; place < count; ++place) order.places[order.positions[place]] = place;
   std::vector<bool> seen(reshards.size(), false);
   for (const auto unit : trace.units) {
     if (!seen.at(unit)) order.reductions.push_back(unit);

@@ -17,17 +17,20 @@ namespace tessera::fsdp {
 
 using UnitId = std::uint32_t;
 
-/// The units in the order in which one forward of the root entered them.
+/// The units in the order in which one forward of the root entered them, and in which it left them.
 struct Trace {
   std::vector<UnitId> units;
+  std::vector<std::size_t> exits;  ///< positions in `units`, as their forwards ended
   bool operator==(const Trace&) const = default;
   std::uint64_t hash() const;
 };
 
 /// What one backward over a trace issues.
 struct BackwardOrder {
-  /// Positions of the trace, last first: one gather each, where `gathers` is set.
+  /// Positions of the trace in reverse of their exits (backward enters an outer unit before the
+  /// inner ones): one gather each, where `gathers` is set.
   std::vector<std::size_t> positions;
+  std::vector<std::size_t> places;  ///< by position of the trace: its index in `positions`
   std::vector<bool> gathers;  ///< by position of the trace
   /// Each unit once, in reverse of its first entry.
   std::vector<UnitId> reductions;

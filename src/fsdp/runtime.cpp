@@ -63,6 +63,7 @@ Runtime::Runtime(Mesh mesh, std::int64_t in_flight_bytes)
     data_group_ = data_group_owner_.get();
   }
   groups_ = {gather_group_.get(), reduce_group_.get(), replica_group_.get()};
+  recoveries_ = w.recoveries();
 }
 
 Runtime::~Runtime() = default;
@@ -119,7 +120,8 @@ void Runtime::agree_on_plan() {
 // ---------------------------------------------------------------------------------------- forward
 
 void Runtime::check_usable() {
-  if (failed_ && !world().poisoned()) reset();
+  // A recovery is of all ranks, also of those that had nothing under way.
+  if ((failed_ || recoveries_ != world().recoveries()) && !world().poisoned()) reset();
   TESSERA_CHECK(
       !world().poisoned(), ErrorKind::kComm,
       "a sharded forward was entered after a failure of this run; call World::recover() on every "
@@ -191,7 +193,7 @@ void Runtime::release_stale() {
 }
 
 std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
-  if (depth_ == 0) {
+  if (open_.empty()) {
     check_usable();
     current_ = std::make_shared<Segment>();
     current_->number = next_segment_++;
@@ -199,9 +201,9 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
     release_stale();
     follows_reference_ = !reference_.units.empty();
   }
-  ++depth_;
   ++unit.open_calls;
   const auto position = current_->trace.units.size();
+  open_.push_back(position);
   current_->trace.units.push_back(unit.id);
   follows_reference_ = follows_reference_ && position < reference_.units.size() &&
                        reference_.units[position] == unit.id;
@@ -241,21 +243,23 @@ std::shared_ptr<Entry> Runtime::enter_recompute(Unit& unit) {
 void Runtime::leave_forward(Unit& unit) {
   --unit.open_calls;
   if (recomputing() != nullptr) return;
-  --depth_;
+  current_->trace.exits.push_back(open_.back());
+  open_.pop_back();
+  const bool outermost = open_.empty();
   const auto count = current_->trace.units.size();
   const bool grad = at::GradMode::is_enabled() || first_forward() != nullptr;
   const bool is_last = follows_reference_ && count == reference_.units.size() &&
                        reference_.units.back() == unit.id &&
                        current_->trace.units.back() == unit.id;
-  if (unit.open_calls == 0 && (unit.reshard_after_forward || (!grad && depth_ == 0))) {
+  if (unit.open_calls == 0 && (unit.reshard_after_forward || (!grad && outermost))) {
     // The last unit's backward comes first: its memory stays.
-    if (grad && is_last && depth_ > 0) {
+    if (grad && is_last && !outermost) {
       current_->kept_last = true;
     } else if (unit.active == 0) {
       unit.release();
     }
   }
-  if (depth_ > 0) return;
+  if (!outermost) return;
   if (!grad && outstanding_ == 0) release_all();
   current_.reset();
 }
@@ -263,7 +267,7 @@ void Runtime::leave_forward(Unit& unit) {
 void Runtime::fail(const std::string& why) {
   failed_ = true;
   ++generation_;
-  depth_ = 0;
+  open_.clear();
   current_.reset();
   if (world().size() > 1) world().poison(why);
 }
@@ -370,10 +374,10 @@ void Runtime::pre_backward(Entry& entry) {
   for (auto& newer : touched_) {
     if (newer->number > segment.number) advance_gathers(*newer, newer->order.positions.size());
   }
-  const auto count = segment.order.positions.size();
-  advance_gathers(segment, count - entry.position);
+  const auto place = segment.order.places.at(entry.position);
+  advance_gathers(segment, place + 1);
   gather_needed(*entry.unit);
-  advance_gathers(segment, count - entry.position + 1);
+  advance_gathers(segment, place + 2);
   ++entry.unit->active;
 }
 
@@ -507,29 +511,22 @@ void Runtime::require_idle(const char* what) const {
 }
 
 void Runtime::reset() {
-  for (auto& flight : in_flight_) {
-    try {
-      flight.work.wait();
-    } catch (const std::exception&) {
-      // The failure was reported where it happened.
-    }
-  }
+  // Nothing is waited for: what was under way when the run failed is lost.
   in_flight_.clear();
   bytes_in_flight_ = 0;
   sink_.drop_tickets();
   for (auto* unit : units_) {
     unit->open_calls = unit->active = unit->tickets = 0;
     unit->owed = unit->unpublished = false;
-    try {
-      unit->release();
-    } catch (const std::exception&) {
-      // As above: an unfinished gather of the failed step.
-    }
+    unit->abandon_gather();
     for (auto& bucket : unit->buckets()) bucket->drop_gradients();
     for (auto& p : unit->parameters()) p->used = p->published = false;
   }
-  depth_ = 0;
+  open_.clear();
   ++generation_;
+  recoveries_ = world().recoveries();
+  next_segment_ = 0;
+  agreed_ = false;
   current_.reset();
   touched_.clear();
   reductions_.clear();

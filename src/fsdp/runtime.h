@@ -159,7 +159,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool agreed_ = false;
 
   // forward
-  int depth_ = 0;
+  std::vector<std::size_t> open_;  // positions of the forwards on the stack
   std::uint32_t next_segment_ = 0;
   std::shared_ptr<Segment> current_;
   Trace reference_;  // the last trace that all ranks agreed on: what prefetch follows
@@ -169,6 +169,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool in_backward_ = false;
   bool failed_ = false;
   std::uint64_t generation_ = 0;
+  std::uint64_t recoveries_ = 0;  // of the world, when this was last reset
   bool awaiting_tickets_ = false;
   std::vector<std::shared_ptr<Segment>> touched_;
   std::vector<UnitId> reductions_;  // agreed order of this backward

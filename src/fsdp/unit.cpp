@@ -230,6 +230,12 @@ void Unit::release() {
   gathered_ = unsharded_by_user = false;
 }
 
+void Unit::abandon_gather() {
+  pending_ = {};
+  gathered_ = true;
+  release();
+}
+
 grad::SlotOwner::View Unit::open_slot(std::size_t index) {
   auto& parameter = *parameters_.at(index);
   TESSERA_CHECK(

@@ -78,6 +78,7 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   void begin_gather(std::uint32_t micro_batch);
   void wait_gather();
   void release();
+  void abandon_gather();  ///< after a failure: gives memory back without waiting for anything
   void renew_accumulators();
   void join(const std::shared_ptr<Runtime>& runtime);
   Runtime& runtime() { return *runtime_; }

@@ -289,7 +289,7 @@ TEST_P(HandleOnRanks, InputsAreCastToParamDtypeAndOutputsToOutputDtype) {
     policy.output_dtype = DType::kFloat32;
     auto handle = fully_shard(std::make_shared<Sees>(), data_mesh(world), policy);
     auto x = seeded(1, {kWidth}).requires_grad_();
-    const auto y = handle.forward(x, at::tensor({1}));
+    const auto y = handle.forward(x, at::tensor({1}, at::kLong));
     EXPECT_EQ(y.scalar_type(), at::kFloat);
     backward(y.sum());
     EXPECT_EQ(x.grad().scalar_type(), at::kFloat);

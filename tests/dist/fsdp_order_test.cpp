@@ -125,10 +125,10 @@ struct Log {
 };
 
 std::string line_of(const comm::Label& label) {
-  if (label.kind == comm::Kind::kAllGather)
-    return "gather " + (label.unit.empty() ? "root" : label.unit);
-  if (label.kind == comm::Kind::kReduceScatter)
-    return "reduce " + (label.unit.empty() ? "root" : label.unit);
+  if (!label.unit.empty() && label.unit.rfind("block", 0) != 0) return "";  // a control message
+  const auto unit = label.unit.empty() ? "root" : label.unit;
+  if (label.kind == comm::Kind::kAllGather) return "gather " + unit;
+  if (label.kind == comm::Kind::kReduceScatter) return "reduce " + unit;
   return "";
 }
 

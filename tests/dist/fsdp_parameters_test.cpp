@@ -39,6 +39,8 @@ INSTANTIATE_TEST_SUITE_P(Ranks, ParametersOnRanks, ::testing::Values(1, 2, 3, 4)
 TEST_P(ParametersOnRanks, EveryShapeAndDtypeTrainsAsUnsharded) {
   ranks(GetParam()).run([](World& world) {
     Odd plain;
+    // Sharded parameters are contiguous; sums over strided ones are formed in another order.
+    plain.strided.set_data(plain.strided.contiguous());
     auto handle = fully_shard(std::make_shared<Odd>(), data_mesh(world));
     const auto before = whole_parameters(handle);
     EXPECT_EQ(before.size(), 9U);
@@ -129,14 +131,14 @@ TEST_P(ParametersOnRanks, OneEmptyTensorInTwoModulesIsOneParameter) {
 // Frozen is decided when a model is sharded; a later change is an error, not a gradient that nobody
 // reduces.
 TEST_P(ParametersOnRanks, AFrozenParameterThatIsUnfrozenAfterShardingIsRefusedAtItsGradient) {
-  ranks(GetParam()).run([](World& world) {
+  const auto errors = errors_of(GetParam(), [](World& world) {
     auto module = std::make_shared<Odd>();
     auto handle = fully_shard(module, data_mesh(world));
     module->frozen.set_requires_grad(true);
-    EXPECT_THAT(error_of([&] { backward(squares(handle.forward(seeded(1, {1})))); }),
-                AllOf(HasSubstr("frozen"), HasSubstr("before sharding")));
-    if (world.size() > 1) comm::barrier(world.control(), "every rank has failed");
+    backward(squares(handle.forward(seeded(1, {1}))));
   });
+  EXPECT_THAT(errors, ::testing::Contains(AllOf(HasSubstr("frozen"), HasSubstr("before sharding"))));
+  EXPECT_THAT(errors, ::testing::Not(::testing::Contains("")));
 }
 
 TEST(Parameters, FrozenByARuleAndTrainedByARule) {

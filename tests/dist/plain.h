@@ -35,6 +35,15 @@ std::string error_of(const Run& run) {
   return "";
 }
 
+/// What each rank's `body` throws. One that fails ends the others' waits, so they may say something else.
+inline std::vector<std::string> errors_of(int count, const std::function<void(World&)>& body) {
+  std::vector<std::string> errors(static_cast<std::size_t>(count));
+  ranks(count).run([&](World& world) {
+    errors[static_cast<std::size_t>(world.rank())] = error_of([&] { body(world); });
+  });
+  return errors;
+}
+
 inline Tensors whole_gradients(const ShardedBase& handle) {
   Tensors all;
   handle.visit_full_gradients(
