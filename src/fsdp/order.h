@@ -31,7 +31,7 @@ struct BackwardOrder {
   /// inner ones): one gather each, where `gathers` is set.
   std::vector<std::size_t> positions;
   std::vector<std::size_t> places;  ///< by position of the trace: its index in `positions`
-  std::vector<bool> gathers;  ///< by position of the trace
+  std::vector<bool> gathers;        ///< by position of the trace
   /// Each unit once, in reverse of its first entry.
   std::vector<UnitId> reductions;
 };

@@ -59,6 +59,8 @@ TEST_P(Failures, OthersLeavePromptlyAndTheNextStepIsRight) {
     std::string error;
     const auto seconds = seconds_of([&] {
       error = error_of([&] {
+        // Nobody may still be in the step before: a poison would end that one.
+        comm::barrier(world.control(), "before the failure");
         auto x = input_of(world.rank(), 2, kWidth);
         if (culprit && when == When::kForward)
           throw std::runtime_error("the user's loader went wrong");

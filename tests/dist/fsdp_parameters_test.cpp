@@ -137,7 +137,8 @@ TEST_P(ParametersOnRanks, AFrozenParameterThatIsUnfrozenAfterShardingIsRefusedAt
     module->frozen.set_requires_grad(true);
     backward(squares(handle.forward(seeded(1, {1}))));
   });
-  EXPECT_THAT(errors, ::testing::Contains(AllOf(HasSubstr("frozen"), HasSubstr("before sharding"))));
+  EXPECT_THAT(errors,
+              ::testing::Contains(AllOf(HasSubstr("frozen"), HasSubstr("before sharding"))));
   EXPECT_THAT(errors, ::testing::Not(::testing::Contains("")));
 }
 

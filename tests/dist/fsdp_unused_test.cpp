@@ -229,7 +229,8 @@ TEST_P(UnusedOnRanks, SharedButNeverAdoptedIsNamedAtTheFirstForward) {
     tied.shard(data_mesh(world));
     tied.two->forward(seeded(1, {2, kWidth}));
   });
-  EXPECT_THAT(errors, ::testing::Contains(AllOf(HasSubstr("weight"), HasSubstr("common parent"), HasSubstr("fully_shard"))));
+  EXPECT_THAT(errors, ::testing::Contains(AllOf(HasSubstr("weight"), HasSubstr("common parent"),
+                                                HasSubstr("fully_shard"))));
   EXPECT_THAT(errors, ::testing::Not(::testing::Contains("")));
 }
 

@@ -35,7 +35,8 @@ std::string error_of(const Run& run) {
   return "";
 }
 
-/// What each rank's `body` throws. One that fails ends the others' waits, so they may say something else.
+/// What each rank's `body` throws. One that fails ends the others' waits, so they may say something
+/// else.
 inline std::vector<std::string> errors_of(int count, const std::function<void(World&)>& body) {
   std::vector<std::string> errors(static_cast<std::size_t>(count));
   ranks(count).run([&](World& world) {

@@ -49,8 +49,8 @@ TEST(BackwardOrder, UnitsThatDidNotRunAreNotReduced) {
   EXPECT_TRUE(backward_order(flat({}), kReshards, true).gathers.empty());
 }
 
-// Naive: the reverse of the entries. An outer unit is entered first in both directions, so everything inside it
-// would be gathered before its backward begins: the whole model at once.
+// Naive: the reverse of the entries. An outer unit is entered first in both directions, so
+// everything inside it would be gathered before its backward begins: the whole model at once.
 TEST(BackwardOrder, AnOuterUnitComesBeforeWhatIsInsideIt) {
   // 0 { 1 { 2, 3 }, 4 }
   const Trace trace{{0, 1, 2, 3, 4}, {2, 3, 1, 4, 0}};
@@ -72,9 +72,17 @@ TEST(BackwardOrder, AUnitThatKeepsItsMemoryIsNeverGatheredAgain) {
 
 TEST(TraceHash, TellsOrdersApart) {
   std::set<std::uint64_t> hashes;
-  const std::vector<Trace> traces = {flat({}),        flat({0}),    flat({1}),      flat({0, 1}),
-                                     flat({1, 0}),    flat({0, 1, 1}), flat({0, 0}), flat({256}),
-                                     flat({0, 256}), {{0, 1, 2}, {2, 1, 0}}, {{0, 1, 2}, {1, 2, 0}}};
+  const std::vector<Trace> traces = {flat({}),
+                                     flat({0}),
+                                     flat({1}),
+                                     flat({0, 1}),
+                                     flat({1, 0}),
+                                     flat({0, 1, 1}),
+                                     flat({0, 0}),
+                                     flat({256}),
+                                     flat({0, 256}),
+                                     {{0, 1, 2}, {2, 1, 0}},
+                                     {{0, 1, 2}, {1, 2, 0}}};
   for (const auto& trace : traces) hashes.insert(trace.hash());
   EXPECT_EQ(hashes.size(), traces.size());
   EXPECT_EQ(flat({0, 1}).hash(), flat({0, 1}).hash());
