@@ -9,25 +9,15 @@
 #include <cstdint>
 #include <map>
 #include <optional>
-#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "base/hash.h"
+#include "io/tensor_box.h"
 #include "tessera/dtype.h"
 
 namespace tessera {
-
-/// A part of a tensor with edges along its dims. Shapes: both [dims of the tensor].
-struct TensorBox {
-  std::vector<std::int64_t> offset;
-  std::vector<std::int64_t> size;
-
-  static TensorBox whole(std::span<const std::int64_t> shape);
-  std::int64_t numel() const;
-  bool operator==(const TensorBox&) const = default;
-};
 
 /// Elements [begin, end) of `box`, flattened in row-major order, are the tensor `key` of `file`.
 struct CheckpointPiece {
@@ -103,15 +93,5 @@ CheckpointManifest parse_checkpoint_manifest(std::string_view text, std::string_
 
 /// Errors: kFormat where the text is not, byte for byte, one that to_json wrote.
 void check_manifest_hash(std::string_view text, std::string_view where);
-
-/// How many elements of `box` come before element `position` of the flattened tensor.
-std::int64_t elements_before(const TensorBox& box, std::span<const std::int64_t> shape,
-                             std::int64_t position);
-/// Where element `index` of the flattened box stands in the flattened tensor; grows with `index`.
-std::int64_t position_in_tensor(const TensorBox& box, std::span<const std::int64_t> shape,
-                                std::int64_t index);
-/// Elements that follow one another in the box and in the tensor alike: the box is rows of this
-/// length.
-std::int64_t row_length(const TensorBox& box, std::span<const std::int64_t> shape);
 
 }  // namespace tessera
