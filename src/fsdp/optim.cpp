@@ -24,8 +24,14 @@ class AdamW : public Optimizer {
  public:
   AdamW(const ShardedBase& model, const AdamWOptions& options)
       : Optimizer(model, options.lr, options.no_decay), options_(options) {}
+  std::vector<std::string> moment_names() const override { return {"exp_avg", "exp_avg_sq"}; }
 
  protected:
+  void make_state(Item& item) const override {
+    item.state = {at::zeros_like(item.view.shard), at::zeros_like(item.view.shard),
+                  at::zeros({}, at::TensorOptions().dtype(at::kFloat))};
+  }
+
   void update(const std::vector<Item*>& items) override {
     // One fused call for those that decay and one for the rest; it wants one dtype a call.
     for (const bool decays : {true, false}) {
@@ -33,12 +39,9 @@ class AdamW : public Optimizer {
         std::vector<at::Tensor> parameters, grads, first, second, steps;
         for (auto* item : items) {
           if (item->decays != decays || item->view.shard.scalar_type() != dtype) continue;
-          if (item->state.empty()) {
-            item->state = {at::zeros_like(item->view.shard), at::zeros_like(item->view.shard),
-                           at::zeros({}, at::TensorOptions().dtype(at::kFloat))};
-          }
+          if (item->state.empty()) make_state(*item);
           if (item->view.shard.numel() == 0) continue;
-          item->state[2].add_(1);
+          item->state[2].fill_(static_cast<double>(item->steps));
           parameters.push_back(item->view.shard.detach());
           grads.push_back(item->view.shard.grad());
           first.push_back(item->state[0]);
@@ -62,8 +65,17 @@ class Sgd : public Optimizer {
  public:
   Sgd(const ShardedBase& model, const SgdOptions& options)
       : Optimizer(model, options.lr, options.no_decay), options_(options) {}
+  std::vector<std::string> moment_names() const override {
+    if (options_.momentum == 0.0) return {};
+    return {"momentum_buffer"};
+  }
 
  protected:
+  void make_state(Item& item) const override {
+    item.state.clear();
+    if (options_.momentum != 0.0) item.state.push_back(at::zeros_like(item.view.shard));
+  }
+
   void update(const std::vector<Item*>& items) override {
     for (auto* item : items) {
       auto parameter = item->view.shard.detach();
@@ -105,6 +117,38 @@ Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std:
     TESSERA_CHECK(any, ErrorKind::kConfig, "optimizer.no_decay: found the pattern \"", pattern,
                   "\" that matches no trainable parameter, expected one that does");
   }
+}
+
+std::vector<at::Tensor> Optimizer::moments_of(const Item& item) const {
+  if (item.state.empty()) return {};
+  const auto count = static_cast<std::ptrdiff_t>(moment_names().size());
+  return {item.state.begin(), item.state.begin() + count};
+}
+
+std::vector<OptimizerState> Optimizer::state() const {
+  std::vector<OptimizerState> states;
+  for (const auto& item : items_) states.push_back({item.view, item.steps, moments_of(item)});
+  return states;
+}
+
+Optimizer::Item& Optimizer::find(std::string_view parameter) {
+  const auto found = std::find_if(items_.begin(), items_.end(), [&](const auto& item) {
+    return item.view.contract->name == parameter;
+  });
+  TESSERA_CHECK(found != items_.end(), ErrorKind::kUsage, "optimizer: found no trainable parameter ",
+                parameter, " among its ", items_.size());
+  return *found;
+}
+
+void Optimizer::set_steps(std::string_view parameter, std::int64_t steps) {
+  find(parameter).steps = steps;
+}
+
+std::vector<at::Tensor> Optimizer::make_moments(std::string_view parameter) {
+  const at::NoGradGuard no_grad;
+  auto& item = find(parameter);
+  if (item.state.empty()) make_state(item);
+  return moments_of(item);
 }
 
 void Optimizer::step() {

@@ -204,6 +204,21 @@ std::string to_json(const CheckpointManifest& manifest) {
   return text += kAfterHash;
 }
 
+void merge(CheckpointManifest& whole, const CheckpointManifest& part) {
+  for (const auto& [name, file] : part.files) {
+    TESSERA_INVARIANT(whole.files.emplace(name, file).second, "two ranks wrote the file ", name);
+  }
+  for (const auto& [name, tensor] : part.tensors) {
+    const auto [known, added] = whole.tensors.try_emplace(name, tensor);
+    if (added) continue;
+    TESSERA_INVARIANT(known->second.dtype == tensor.dtype && known->second.shape == tensor.shape &&
+                          known->second.source_dtype == tensor.source_dtype,
+                      "two ranks describe ", name, " differently");
+    known->second.pieces.insert(known->second.pieces.end(), tensor.pieces.begin(),
+                                tensor.pieces.end());
+  }
+}
+
 void check_manifest_hash(std::string_view text, std::string_view where) {
   const std::size_t tail = kHashDigits + kAfterHash.size();
   TESSERA_CHECK(text.size() > tail && text.ends_with(kAfterHash), ErrorKind::kFormat, where,

@@ -91,6 +91,14 @@ std::string to_json(const CheckpointManifest& manifest);
 /// The inverse, validated; the text's own hash is not looked at. Errors: kFormat.
 CheckpointManifest parse_checkpoint_manifest(std::string_view text, std::string_view where);
 
+/// The same for what one rank of several wrote: not every element need have a piece, nothing is
+/// validated.
+CheckpointManifest parse_manifest_part(std::string_view text, std::string_view where);
+
+/// Adds the files and pieces of another rank. Errors: kInternal where both describe a tensor
+/// differently or wrote a file of one name.
+void merge(CheckpointManifest& whole, const CheckpointManifest& part);
+
 /// Errors: kFormat where the text is not, byte for byte, one that to_json wrote.
 void check_manifest_hash(std::string_view text, std::string_view where);
 

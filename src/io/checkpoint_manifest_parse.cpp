@@ -127,7 +127,7 @@ CheckpointTensor read_tensor(const Value& value) {
 
 }  // namespace
 
-CheckpointManifest parse_checkpoint_manifest(std::string_view text, std::string_view where) {
+CheckpointManifest parse_manifest_part(std::string_view text, std::string_view where) {
   const Json json = parse_json_object(text, where, kMaxDepth);
   const Value root(json, where);
   CheckpointManifest manifest;
@@ -142,6 +142,11 @@ CheckpointManifest parse_checkpoint_manifest(std::string_view text, std::string_
   manifest.data = read_data(root.member("data"));
   manifest.files = root.member("files").by_name(read_file);
   manifest.tensors = root.member("tensors").by_name(read_tensor);
+  return manifest;
+}
+
+CheckpointManifest parse_checkpoint_manifest(std::string_view text, std::string_view where) {
+  CheckpointManifest manifest = parse_manifest_part(text, where);
   validate(manifest, where);
   return manifest;
 }

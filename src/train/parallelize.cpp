@@ -18,7 +18,8 @@ MeshShape mesh_shape(const ParallelDims& dims) {
 }
 
 std::shared_ptr<Sharded<models::Decoder>> parallelize(const ModelSource& source,
-                                                      const Config& config, const Mesh& mesh) {
+                                                      const Config& config, const Mesh& mesh,
+                                                      InitialWeights weights) {
   // 1. The model, full sizes and no data.
   auto decoder = std::make_shared<models::Decoder>(source.spec);
 
@@ -64,7 +65,9 @@ std::shared_ptr<Sharded<models::Decoder>> parallelize(const ModelSource& source,
 
   // 5. Weights: each rank reads or draws only what it owns.
   const auto table = models::parameter_table(source.spec);
-  if (source.folder) {
+  if (weights == InitialWeights::kLater) {
+    // The caller fills the shards.
+  } else if (source.folder) {
     load_weights(*model, *source.folder, table);
   } else {
     draw_weights(*model, table, static_cast<std::uint64_t>(config.debug.seed));
