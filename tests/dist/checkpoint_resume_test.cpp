@@ -161,10 +161,10 @@ TEST(Resume, OnOtherLayoutsHasTheLossesWithinRounding) {
     for (std::size_t i = 0; i < rest.losses.size(); ++i) {
       largest = std::max(largest, std::abs(rest.losses[i] - whole.losses[i + 5]));
     }
-    // Sums of fp32 gradients in another order, through 20 updates of about lr each: 2^-24 of a loss
-    // of 5 a step, carried along by AdamW.
-    EXPECT_LT(largest, 2e-5);
-    RecordProperty(text_of(layout), std::to_string(largest));
+    // Sums of fp32 gradients in another order: 2^-24 of a loss of 5 is 3e-7, and 20 updates carry
+    // such differences along.
+    EXPECT_LT(largest, 5e-6);
+    RecordProperty(text_of(layout), concat(largest));
   }
 }
 

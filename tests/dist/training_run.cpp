@@ -7,6 +7,7 @@
 #include <iterator>
 #include <sstream>
 
+#include "base/log.h"
 #include "dist/ranks.h"
 #include "train/config_resolve.h"
 
@@ -57,6 +58,7 @@ RunLosses train_on(const RanksOfRun& layout, train::Config config,
   std::filesystem::create_directories(run);
   config = train::resolved_for_run(config, run.string());
   RunLosses found;
+  log::init({.rank = 1, .world_size = 1, .file = {}});  // only rank 0 says what it does
   const QuietOutput quiet;
   ranks(layout.ranks).run([&](World& world) {
     at::set_num_threads(1);  // how many there are must not decide how sums are split
