@@ -26,7 +26,11 @@ int run_train(const TrainArguments& arguments) {
                .world_size = world.size(),
                .file = folder / "logs" / concat("rank_", world.rank(), ".log")});
     log::info("run folder ", folder.string());
-    train::run_training(run, world, {.on_first_step = [&phase] { phase.begin_steps(); }});
+    const auto begin = [&] {
+      if (world.rank() == 0) write_run_config(run);
+      phase.begin_steps();
+    };
+    train::run_training(run, world, {.on_first_step = begin});
   });
 }
 

@@ -17,7 +17,8 @@
 namespace tessera::comm {
 namespace {
 
-// How long a rank that is done waits for the others to be done too, before it leaves without them.
+// A rank that is done waits for the others to be done too, but not for one that gives no sign of
+// life for this long.
 constexpr std::chrono::seconds kGoodbye{30};
 
 /// "auto" is Gloo as long as models live on the CPU.
@@ -82,11 +83,31 @@ ProcessWorld::~ProcessWorld() {
   watch_->stop();
 }
 
+bool ProcessWorld::missing_are_alive(const std::string& key, std::map<int, std::string>& beats) {
+  for (const int rank : everyone_) {
+    if (store_->find(concat(key, "/", rank))) continue;
+    const std::string beat = store_->find(store_key::pulse(rank)).value_or("");
+    if (std::exchange(beats[rank], beat) == beat) return false;
+  }
+  return true;
+}
+
+void ProcessWorld::wait_for_the_last(const std::string& key) {
+  std::map<int, std::string> beats;
+  for (;;) {
+    try {
+      return store_->meet(key, rank_, everyone_, kGoodbye, *state_->poison);
+    } catch (const PeerLost&) {
+      if (poisoned() || !missing_are_alive(key, beats)) throw;
+    }
+  }
+}
+
 void ProcessWorld::leave_together() {
   // A connection that closes while a peer still reads from it looks like a lost rank, and so does
   // the store when rank 0 takes it away.
   try {
-    store_->meet("goodbye", rank_, everyone_, kGoodbye, *state_->poison);
+    wait_for_the_last("goodbye");
     watch_->stop();
     gloo_groups_.clear();
     state_->made.clear();

@@ -45,6 +45,10 @@ class ProcessWorld : public World {
  private:
   void poison_here(const std::string& why, int epoch);
   void leave_together();
+  /// Meets everyone, however long they take as long as they live.
+  void wait_for_the_last(const std::string& key);
+  /// Whether every rank that has not come to `key` has beaten since `beats` were noted.
+  bool missing_are_alive(const std::string& key, std::map<int, std::string>& beats);
   FailureWatch::Actions watch_actions();
 
   const LaunchEnvironment launch_;

@@ -131,6 +131,7 @@ Pending IssueQueue::Impl::submit(Submission submission) {
   }
   {
     const std::lock_guard lock(mutex);
+    TESSERA_INVARIANT(!stopping, "queue: ", submission.batch.label.unit, " came after the end");
     if (!thread.joinable()) thread = std::thread([this] { run(); });
     waiting.push_back(std::move(submission));
   }
@@ -140,7 +141,9 @@ Pending IssueQueue::Impl::submit(Submission submission) {
 
 IssueQueue::IssueQueue() : impl_(std::make_unique<Impl>()) {}
 
-IssueQueue::~IssueQueue() {
+IssueQueue::~IssueQueue() { stop(); }
+
+void IssueQueue::stop() {
   {
     const std::lock_guard lock(impl_->mutex);
     impl_->stopping = true;

@@ -61,7 +61,8 @@ void ThreadWorld::poison_here(const std::string& why) {
 void ThreadWorld::wake() { state_->board->abort_all(); }
 
 void ThreadWorld::recover() {
-  run_->hub.meet(size_);  // from here on nobody is in a collective
+  queue_->drain();        // its thread may still be inside a collective
+  run_->hub.meet(size_);  // from here on nobody is in one
   if (rank_ == 0) {
     ++run_->epoch;
     run_->hub.reset();

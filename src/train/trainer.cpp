@@ -81,16 +81,24 @@ class Trainer {
         source_(open_model(config.model)),
         dims_(resolve_parallelism(config.parallelism, world.size())),
         mesh_(world.mesh(mesh_shape(dims_))) {
-    const auto vocabulary = vocabulary_of_model();
-    data_ = open_batches({config.data.path, "data.path", config.training, dims_.data_ranks(),
-                          static_cast<std::uint64_t>(config.debug.seed), vocabulary});
+    BatchRequest request{config.data.path,
+                         "data.path",
+                         config.training,
+                         dims_.data_ranks(),
+                         static_cast<std::uint64_t>(config.debug.seed),
+                         vocabulary_of_model()};
+    request.steps = *config.training.steps;
+    data_ = open_batches(request);
     if (!config.validation.path.empty()) {
-      validation_ = open_batches({config.validation.path, "validation.path", config.training,
-                                  dims_.data_ranks(), static_cast<std::uint64_t>(config.debug.seed),
-                                  vocabulary});
+      request.path = config.validation.path;
+      request.key = "validation.path";
+      request.steps = config.validation.steps;
+      request.labels = LabelsNeeded::kInAnyStep;
+      validation_ = open_batches(request);
     }
     model_ = parallelize(source_, config, mesh_);
     optimizer_ = make_optimizer(*model_, config.optimizer);
+    flops_per_token_ = flops_per_token(model_size(), data_->row_tokens());
     if (world.rank() == 0) {
       metrics_.emplace(config.metrics.folder);
       if (base::environment_switch("TESSERA_PROFILE")) profile_ = std::make_unique<StepProfile>();
@@ -150,7 +158,7 @@ class Trainer {
     const auto tokens = static_cast<double>(rows.count() * data_->row_tokens());
     metrics.tps_global = tokens / (metrics.step_ms / 1000.0);
     metrics.tps = metrics.tps_global / world_.size();
-    metrics.tflops = metrics.tps * flops_per_token(model_size(), data_->row_tokens()) / 1e12;
+    metrics.tflops = metrics.tps * flops_per_token_ / 1e12;
     return metrics;
   }
 
@@ -206,6 +214,7 @@ class Trainer {
   std::unique_ptr<BatchSource> validation_;
   std::shared_ptr<Sharded<models::Decoder>> model_;
   std::unique_ptr<Optimizer> optimizer_;
+  double flops_per_token_ = 0;
   std::optional<MetricsFile> metrics_;
   std::unique_ptr<StepProfile> profile_;
 };

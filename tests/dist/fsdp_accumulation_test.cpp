@@ -290,7 +290,7 @@ INSTANTIATE_TEST_SUITE_P(Grid, Owed,
 
 TEST_P(Owed, AUnitThatTheLastMicroBatchDoesNotUseIsReducedAllTheSame) {
   const auto [count, replicas, by_replicas] = GetParam();
-  ranks(count).run([replicas = replicas, by_replicas = by_replicas](World& world) {
+  ranks(count).run([replicas, by_replicas](World& world) {
     auto chain = std::make_shared<Chain>(1, 2, kWidth);
     ShardOptions options;
     options.divide_factor = 1.0;

@@ -38,7 +38,7 @@ INSTANTIATE_TEST_SUITE_P(
 // starts on half-gathered units and half-filled slots.
 TEST_P(Failures, OthersLeavePromptlyAndTheNextStepIsRight) {
   const auto [count, when, backend] = GetParam();
-  ranks(count, backend).run([when = when](World& world) {
+  ranks(count, backend).run([when](World& world) {
     Chain plain(1, 3, kWidth);
     ShardedChain model(data_mesh(world), 1, 3, kWidth);
     const auto optimizer = make_sgd(model.handle, sgd(0.0));

@@ -165,7 +165,7 @@ INSTANTIATE_TEST_SUITE_P(Grid, Meshes,
 // Naive: padding counted, replicas counted twice, fp32 sums of squares.
 TEST_P(Meshes, NormCountsEveryElementOnceAndIsTheSameOnEveryRank) {
   const auto [count, replicas] = GetParam();
-  ranks(count).run([replicas = replicas](World& world) {
+  ranks(count).run([replicas](World& world) {
     auto chain = std::make_shared<Chain>(1, 3, kWidth);
     chain->shard_blocks(data_mesh(world, replicas));
     auto handle = fully_shard(chain, data_mesh(world, replicas));

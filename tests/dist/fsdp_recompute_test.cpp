@@ -58,7 +58,7 @@ INSTANTIATE_TEST_SUITE_P(Grid, Recompute,
 // twice.
 TEST_P(Recompute, GivesTheBitsOfThePlainCall) {
   const auto [count, where] = GetParam();
-  ranks(count).run([where = where](World& world) {
+  ranks(count).run([where](World& world) {
     for (const auto param_dtype : {std::optional<DType>(), std::optional(DType::kBFloat16)}) {
       PrecisionPolicy policy;
       policy.param_dtype = param_dtype;
@@ -127,7 +127,7 @@ INSTANTIATE_TEST_SUITE_P(Grid, NestedRecompute,
 
 TEST_P(NestedRecompute, NestedHandlesGiveTheBitsOfThePlainModel) {
   const auto [count, around_all, around_inner] = GetParam();
-  ranks(count).run([around_all = around_all, around_inner = around_inner](World& world) {
+  ranks(count).run([around_all, around_inner](World& world) {
     NestPair plain;
     auto pair = std::make_shared<NestPair>();
     pair->shard(data_mesh(world));

@@ -79,7 +79,7 @@ TEST_P(Collectives, ReduceScatterAddsInRankOrderInTheOutputsDtype) {
         for (int rank = 0; rank < ranks(); ++rank) {
           inputs.push_back(values(slice * ranks(), wire, rank, 2));
         }
-        threads().run([&, wire = wire, result = result](World& world) {
+        threads().run([&](World& world) {
           const auto group = world.group(everyone(world), "reduce");
           std::vector<at::Tensor> slices;
           for (const auto& input : inputs) {
@@ -161,7 +161,8 @@ TEST_P(Collectives, SeveralUnderWayAreWaitedForInAnyOrder) {
     std::vector<at::Tensor> buffers;
     std::vector<std::unique_ptr<Work>> works;
     for (std::uint32_t i = 0; i < 8; ++i) {
-      buffers.push_back(at::full({16L * world.size()}, static_cast<float>(world.rank() + 10 * i)));
+      buffers.push_back(at::full({16L * world.size()},
+                                 static_cast<float>(world.rank()) + 10.0F * static_cast<float>(i)));
       works.push_back(group->issue(batch_of(AllGather{buffers.back()}, "unit", i)));
     }
     for (std::uint32_t i = 8; i-- > 0;) {
