@@ -237,12 +237,13 @@ void Exchange::finish_first_phase(std::size_t index) {
   }
   // The sum goes where this rank's addends are: they must have left first.
   finish(op.sends);
-  const auto& data = std::get<AllReduce>(batch_.ops[index]).data;
+  const auto& all = std::get<AllReduce>(batch_.ops[index]);
+  const auto& result = all.result();
   const Range mine =
-      op.second_phase ? part_of({data}, channel_->options.self) : Range{0, data.numel()};
-  std::byte* const place = at_byte(data, mine.begin * data.element_size());
-  add_received(op, place, data.scalar_type(),
-               {place, data.scalar_type(), mine.end - mine.begin, Into::kOverwrite});
+      op.second_phase ? part_of(all, channel_->options.self) : Range{0, all.data.numel()};
+  add_received(op, at_byte(all.data, mine.begin * all.data.element_size()), all.data.scalar_type(),
+               {at_byte(result, mine.begin * result.element_size()), result.scalar_type(),
+                mine.end - mine.begin, Into::kOverwrite});
   if (op.second_phase) start_second_phase(index);
 }
 
@@ -251,20 +252,21 @@ void Exchange::start_second_phase(std::size_t index) {
   channel_->options.poison->check();
   UnderWay& op = under_way_[index];
   const auto& all = std::get<AllReduce>(batch_.ops[index]);
-  const auto element = static_cast<std::int64_t>(all.data.element_size());
+  const auto& sums = all.result();
+  const auto element = static_cast<std::int64_t>(sums.element_size());
   const std::size_t tag_index = index + batch_.ops.size();
   op.receives.clear();
   op.sends.clear();
   for (int peer = 0; peer < channel_->size(); ++peer) {
     if (peer == channel_->options.self) continue;
     const Range part = part_of(all, peer);
-    post_receive(op, peer, at_byte(all.data, part.begin * element),
-                 (part.end - part.begin) * element, tag_index);
+    post_receive(op, peer, at_byte(sums, part.begin * element), (part.end - part.begin) * element,
+                 tag_index);
   }
   const Range mine = part_of(all, channel_->options.self);
   for (int peer = 0; peer < channel_->size(); ++peer) {
     if (peer == channel_->options.self) continue;
-    post_send(op, peer, at_byte(all.data, mine.begin * element), (mine.end - mine.begin) * element,
+    post_send(op, peer, at_byte(sums, mine.begin * element), (mine.end - mine.begin) * element,
               tag_index);
   }
 }

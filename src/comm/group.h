@@ -46,9 +46,16 @@ struct ReduceScatter {
   Into into = Into::kOverwrite;
 };
 
-/// In place sum over ranks, in rank order, the same bits on every rank.
+/// Sum over ranks of `data`, in rank order, the same bits on every rank: in place, or into `output`
+/// (as many elements, the dtype in which sums are formed; `data` is left as it was). Every addend
+/// is widened to the result's dtype before it is added, so addends travel in `data`'s dtype. Bytes
+/// a rank sends, for size H: (H - 1) x data for H = 2 or up to 256 KiB in all; else (H - 1) / H x
+/// (data + result), since sums travel as they are: rounding them again would be one rounding more
+/// than a reduce-scatter has.
 struct AllReduce {
   at::Tensor data;
+  at::Tensor output = {};  ///< undefined: in place
+  const at::Tensor& result() const { return output.defined() ? output : data; }
 };
 
 using Op = std::variant<AllGather, ReduceScatter, AllReduce>;

@@ -103,7 +103,11 @@ class NcclGroup : public Group {
       if (!direct) left.emplace_back(*reduce, summed.view(reduce->output.sizes()));
       return backend_->_reduce_scatter_base(summed, input);
     }
-    std::vector<at::Tensor> data = {std::get<AllReduce>(op).data};
+    const auto& all = std::get<AllReduce>(op);
+    std::vector<at::Tensor> data = {all.output.defined() ? all.data.clone() : all.data};
+    if (all.output.defined()) {
+      left.emplace_back(ReduceScatter{all.data, all.output}, data[0].view(all.output.sizes()));
+    }
     return backend_->allreduce(data);
   }
 

@@ -143,13 +143,11 @@ void Bucket::import_accumulator(std::size_t index, const at::Tensor& value) {
 void Bucket::begin_replica_reduce(comm::Batch& batch) {
   if (groups_.replicas == nullptr) return;
   if (!replica_sum_.defined()) replica_sum_ = at::empty_like(accumulator_);
-  replica_sum_.copy_(accumulator_);
   if (plan_.key.reduce != plan_.key.accumulate) {
-    // Both reductions go out in `reduce`; the partial was already rounded to it once per
-    // micro-batch.
-    replica_sum_.copy_(accumulator_.to(to_scalar_type(plan_.key.reduce)));
+    wire_ = pool_->take(accumulator_.numel(), to_scalar_type(plan_.key.reduce));
+    wire_.copy_(accumulator_);
   }
-  batch.ops.emplace_back(comm::AllReduce{replica_sum_});
+  batch.ops.emplace_back(comm::AllReduce{wire_.defined() ? wire_ : accumulator_, replica_sum_});
 }
 
 const at::Tensor& Bucket::finish_final() {

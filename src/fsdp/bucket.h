@@ -75,6 +75,7 @@ class Bucket {
   /// Adds the sum over replicas to `batch`, out of place, so that later micro-batches can add to
   /// the partial.
   void begin_replica_reduce(comm::Batch& batch);
+  void finish_replica_reduce() { finish_reduce(); }
   /// [slice] in the final dtype: the accumulated (and replica-summed) gradient over the divide
   /// factor. Aliases the accumulator where nothing has to change.
   const at::Tensor& finish_final();

@@ -69,6 +69,7 @@ void Runtime::publish() {
     batch.label = {comm::Kind::kAllReduce, "replicas", 0, 0};
     for (auto* bucket : finals) bucket->begin_replica_reduce(batch);
     if (!batch.ops.empty()) queue().submit(*groups_.replicas, std::move(batch)).wait();
+    for (auto* bucket : finals) bucket->finish_replica_reduce();
   }
   for (auto* bucket : finals) bucket->finish_final();
   for (auto* unit : units_) {

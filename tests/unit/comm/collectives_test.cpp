@@ -115,6 +115,29 @@ TEST_P(Collectives, AllReduceGivesTheSameBitsOnEveryRank) {
   }
 }
 
+TEST_P(Collectives, AllReduceIntoAnotherTensorAddsInItsDtypeAndLeavesTheAddends) {
+  const std::pair<at::ScalarType, at::ScalarType> dtypes[] = {{at::kFloat, at::kFloat},
+                                                              {at::kBFloat16, at::kFloat},
+                                                              {at::kHalf, at::kFloat},
+                                                              {at::kFloat, at::kDouble},
+                                                              {at::kBFloat16, at::kBFloat16}};
+  for (const auto& [wire, result] : dtypes) {
+    for (const std::int64_t numel : {0L, 1L, 2L, 1003L, 100003L}) {
+      std::vector<at::Tensor> inputs;
+      for (int rank = 0; rank < ranks(); ++rank) inputs.push_back(values(numel, wire, rank, 5));
+      const auto expected = plain_sum(inputs, result);
+      threads().run([&, wire = wire, result = result](World& world) {
+        const auto& mine = inputs[static_cast<std::size_t>(world.rank())];
+        const auto data = mine.clone();
+        const auto output = at::full({numel}, 3.0, result);
+        world.group(everyone(world), "replicas")->issue(batch_of(AllReduce{data, output}))->wait();
+        EXPECT_TRUE(same_bits(output, expected)) << wire << " " << result << " " << numel;
+        EXPECT_TRUE(same_bits(data, mine));
+      });
+    }
+  }
+}
+
 TEST_P(Collectives, CancellingValuesShowTheOrderOfAdditions) {
   const std::vector<float> by_rank = {1e8F, 1.0F, -1e8F, 1.0F};
   float expected = by_rank[0];
@@ -244,6 +267,8 @@ TEST(Batch, TensorsThatDoNotFitAreRefused) {
   EXPECT_THROW(group.issue(batch_of(ReduceScatter{at::zeros({4}), at::zeros({3})})), Error);
   EXPECT_THROW(group.issue(batch_of(ReduceScatter{at::zeros({4}), at::zeros({4}, at::kHalf)})),
                Error);
+  EXPECT_THROW(group.issue(batch_of(AllReduce{at::zeros({4}), at::zeros({3})})), Error);
+  EXPECT_THROW(group.issue(batch_of(AllReduce{at::zeros({4}), at::zeros({4}, at::kHalf)})), Error);
 }
 
 }  // namespace
