@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include "fsdp/quotient.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
 
@@ -154,15 +155,12 @@ const at::Tensor& Bucket::finish_final() {
   TESSERA_INVARIANT(has_sum_, "a final gradient without a sum");
   if (final_is_accumulator_) return accumulator_;
   const auto& sum = groups_.replicas != nullptr ? replica_sum_ : accumulator_;
-  if (!final_.defined()) final_ = zeros(plan_.slice_numel(), plan_.key.final, pool_->device());
-  const auto factor = plan_.key.reductions.divide_factor;
-  if (plan_.key.final == plan_.key.accumulate) {
-    at::div_out(final_, sum, at::scalar_tensor(factor, sum.options()));
-  } else if (factor == 1.0) {
-    final_.copy_(sum);
-  } else {
-    final_.copy_(sum.div(factor));
+  const bool in_place = groups_.replicas != nullptr && plan_.key.final == plan_.key.accumulate;
+  if (!final_.defined()) {
+    final_ = in_place ? sum : zeros(plan_.slice_numel(), plan_.key.final, pool_->device());
   }
+  const auto factor = plan_.key.reductions.divide_factor;
+  if (!in_place || factor != 1.0) divide_into(final_, sum, factor);
   return final_;
 }
 
