@@ -37,7 +37,8 @@ class Optimizer {
  public:
   virtual ~Optimizer() = default;
   /// Updates every shard that has a gradient. Not collective. Errors: kUsage while a recorded
-  /// forward waits for its backward; kContract for a gradient whose dtype is not the shard's.
+  /// forward waits for its backward; kContract for a gradient whose dtype is neither the shard's
+  /// nor float32 for a 16-bit shard (PrecisionPolicy::final_dtype).
   void step();
   void set_lr(double lr) { lr_ = lr; }
   double lr() const { return lr_; }
@@ -47,8 +48,7 @@ class Optimizer {
   struct Item {
     ShardView view;
     bool decays = true;
-    std::vector<at::Tensor> state;  ///< [owned] each, dtype of the shard
-    std::int64_t steps = 0;         ///< updates so far, as PyTorch counts
+    std::vector<at::Tensor> state;  ///< what the optimizer keeps, made at the first update
   };
   virtual void update(const std::vector<Item*>& items) = 0;
 
@@ -59,7 +59,15 @@ class Optimizer {
   std::vector<Item> items_;
 };
 
+/// Everything is formed in float32, in float64 for float64 shards: the moments, and for shards in
+/// bfloat16 or float16 a master copy, which is stepped and then rounded into the shard (so that
+/// updates below a 16-bit step add up, where torch.optim on such a parameter loses them). The
+/// master is taken from the shard at the first step; elements that somebody else has written since
+/// the last one are taken over. State, bytes an element of the shard: 8 in float32, 12 in 16 bits,
+/// 16 in float64.
 std::unique_ptr<Optimizer> make_adamw(const ShardedBase& model, const AdamWOptions& options);
+/// Steps the shard in its own dtype, as PyTorch does: on a 16-bit shard updates below half a step
+/// of it are lost. Momentum has the dtype of the gradient.
 std::unique_ptr<Optimizer> make_sgd(const ShardedBase& model, const SgdOptions& options);
 
 }  // namespace tessera

@@ -1,6 +1,8 @@
 #include "tessera/optim.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
 #include <ATen/record_function.h>
 
 #include <algorithm>
@@ -20,6 +22,23 @@ bool matches_any(const std::vector<std::string>& patterns, const GradContract& c
   });
 }
 
+bool is_narrow(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
+
+/// What moments and masters are kept in.
+at::ScalarType state_dtype(at::ScalarType shard) { return is_narrow(shard) ? at::kFloat : shard; }
+
+/// Elements of the shard that somebody else has written since the master was rounded into it.
+template <class T>
+void take_over_changes(const T* shard, float* master, std::int64_t numel) {
+  constexpr std::int64_t kGrain = 1 << 15;
+  at::parallel_for(0, numel, kGrain, [&](std::int64_t begin, std::int64_t end) {
+    for (auto i = begin; i < end; ++i) {
+      const auto value = static_cast<float>(shard[i]);
+      master[i] = static_cast<float>(static_cast<T>(master[i])) == value ? master[i] : value;
+    }
+  });
+}
+
 class AdamW : public Optimizer {
  public:
   AdamW(const ShardedBase& model, const AdamWOptions& options)
@@ -29,33 +48,79 @@ class AdamW : public Optimizer {
   void update(const std::vector<Item*>& items) override {
     // One fused call for those that decay and one for the rest; it wants one dtype a call.
     for (const bool decays : {true, false}) {
-      for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
-        std::vector<at::Tensor> parameters, grads, first, second, steps;
+      for (const auto dtype : {at::kFloat, at::kDouble}) {
+        Lists lists;
         for (auto* item : items) {
           if (item->decays != decays || item->view.shard.scalar_type() != dtype) continue;
-          if (item->state.empty()) {
-            item->state = {at::zeros_like(item->view.shard), at::zeros_like(item->view.shard),
-                           at::zeros({}, at::TensorOptions().dtype(at::kFloat))};
-          }
-          if (item->view.shard.numel() == 0) continue;
-          item->state[2].add_(1);
-          parameters.push_back(item->view.shard.detach());
-          grads.push_back(item->view.shard.grad());
-          first.push_back(item->state[0]);
-          second.push_back(item->state[1]);
-          steps.push_back(item->state[2]);
+          add(lists, *item, item->view.shard.detach(), item->view.shard.grad());
         }
-        if (parameters.empty()) continue;
-        at::_fused_adamw_(parameters, grads, first, second, {}, steps, lr_, options_.beta1,
-                          options_.beta2, decays ? options_.weight_decay : 0.0, options_.eps,
-                          /*amsgrad=*/false,
-                          /*maximize=*/false);
+        step_fused(lists, decays);
       }
+    }
+    for (auto* item : items) {
+      if (is_narrow(item->view.shard.scalar_type())) step_narrow(*item);
     }
   }
 
  private:
+  enum State : std::size_t { kFirst, kSecond, kSteps, kMaster };
+  struct Lists {
+    std::vector<at::Tensor> parameters, grads, first, second, steps;
+  };
+
+  static void make_state(Item& item) {
+    if (!item.state.empty()) return;
+    const auto& shard = item.view.shard;
+    const auto options =
+        shard.options().dtype(state_dtype(shard.scalar_type())).requires_grad(false);
+    item.state = {at::zeros(shard.sizes(), options), at::zeros(shard.sizes(), options),
+                  at::zeros({}, at::TensorOptions().dtype(at::kFloat))};
+    if (is_narrow(shard.scalar_type())) item.state.push_back(shard.detach().to(at::kFloat));
+  }
+
+  static void add(Lists& lists, Item& item, const at::Tensor& parameter, const at::Tensor& grad) {
+    make_state(item);
+    if (parameter.numel() == 0) return;
+    item.state[kSteps].add_(1);
+    lists.parameters.push_back(parameter);
+    lists.grads.push_back(grad);
+    lists.first.push_back(item.state[kFirst]);
+    lists.second.push_back(item.state[kSecond]);
+    lists.steps.push_back(item.state[kSteps]);
+  }
+
+  void step_fused(Lists& lists, bool decays) const {
+    if (lists.parameters.empty()) return;
+    at::_fused_adamw_(lists.parameters, lists.grads, lists.first, lists.second, {}, lists.steps,
+                      lr_, options_.beta1, options_.beta2, decays ? options_.weight_decay : 0.0,
+                      options_.eps, /*amsgrad=*/false, /*maximize=*/false);
+  }
+
+  /// The master is stepped, in fp32 throughout, and rounded into the shard.
+  void step_narrow(Item& item) {
+    make_state(item);
+    auto shard = item.view.shard.detach();
+    const auto& master = item.state[kMaster];
+    if (shard.numel() == 0) return;
+    AT_DISPATCH_REDUCED_FLOATING_TYPES(shard.scalar_type(), "adamw", [&] {
+      take_over_changes(shard.const_data_ptr<scalar_t>(), master.mutable_data_ptr<float>(),
+                        shard.numel());
+    });
+    auto grad = item.view.shard.grad();
+    if (grad.scalar_type() != at::kFloat) {
+      if (!widened_.defined() || widened_.numel() < grad.numel()) {
+        widened_ = at::empty(grad.sizes(), grad.options().dtype(at::kFloat));
+      }
+      grad = widened_.narrow(0, 0, grad.numel()).copy_(grad);
+    }
+    Lists lists;
+    add(lists, item, master, grad);
+    step_fused(lists, item.decays);
+    shard.copy_(master);
+  }
+
   AdamWOptions options_;
+  at::Tensor widened_;  // a 16-bit gradient in fp32, one parameter after the other
 };
 
 class Sgd : public Optimizer {
@@ -115,12 +180,12 @@ void Optimizer::step() {
   for (auto& item : items_) {
     const auto& grad = item.view.shard.grad();
     if (!grad.defined()) continue;  // no rank used it
-    TESSERA_CHECK(grad.scalar_type() == item.view.shard.scalar_type(), ErrorKind::kContract,
-                  "optimizer step: gradient of ", item.view.contract->name, ": found ",
-                  c10::toString(grad.scalar_type()), ", expected the shard's ",
-                  c10::toString(item.view.shard.scalar_type()),
+    const auto dtype = item.view.shard.scalar_type();
+    TESSERA_CHECK(grad.scalar_type() == dtype || grad.scalar_type() == state_dtype(dtype),
+                  ErrorKind::kContract, "optimizer step: gradient of ", item.view.contract->name,
+                  ": found ", c10::toString(grad.scalar_type()), ", expected the shard's ",
+                  c10::toString(dtype), is_narrow(dtype) ? " or Float" : "",
                   "; set final_dtype to the storage dtype");
-    ++item.steps;
     items.push_back(&item);
   }
   update(items);
