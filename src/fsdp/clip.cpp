@@ -58,6 +58,7 @@ double local_sum_of_squares(const at::Tensor& gradient) {
 }  // namespace
 
 double gradient_norm(const ShardedBase& model) {
+  model.unit()->runtime().sink().require_all_redeemed("gradient norm");
   double sum = 0.0;
   for (const auto& view : model.shards()) {
     if (view.shard.grad().defined()) sum += local_sum_of_squares(view.shard.grad());

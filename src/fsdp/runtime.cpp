@@ -265,7 +265,7 @@ void Runtime::require_idle(const char* what) const {
       outstanding_ == 0, ErrorKind::kUsage, what, ": found ", outstanding_,
       " unit forwards whose backward has not run, expected none; run backward first, or let the "
       "loss go out of scope");
-  sink_.require_all_redeemed();
+  sink_.require_all_redeemed(what);
 }
 
 void Runtime::reset() {
