@@ -89,7 +89,11 @@ class Group {
 
 /// Blocking forms, for control messages. Collective.
 void all_reduce(Group& group, at::Tensor data, const std::string& what);
-/// Every rank's bytes, in rank order; lengths may differ.
+/// Every rank's bytes, in rank order, where every rank knows the length: one exchange. Lengths that
+/// differ all the same are different collectives: they are named or wait, and never meet.
+std::vector<std::string> all_gather_fixed(Group& group, const std::string& mine,
+                                          const std::string& what);
+/// Every rank's bytes, in rank order; lengths may differ: two exchanges.
 std::vector<std::string> all_gather_bytes(Group& group, const std::string& mine,
                                           const std::string& what);
 void barrier(Group& group, const std::string& what);

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include "base/hash.h"
 #include "fsdp/runtime.h"
 #include "tessera/error.h"
 
@@ -58,11 +59,15 @@ void Runtime::abandon_backward(std::uint64_t generation) {
 
 void Runtime::agree_on_trace(const Segment& segment) {
   if (data_group_ == nullptr) return;
-  const auto mine = concat(segment.number, ":", segment.trace.hash());
-  const auto all = comm::all_gather_bytes(*data_group_, mine, "forward order");
-  if (std::all_of(all.begin(), all.end(), [&](const auto& other) { return other == mine; })) return;
+  const auto hash = Hasher().add(segment.trace.hash()).add(std::uint64_t{segment.number}).digest();
+  if (is_on_all_ranks(hash, "forward order")) return;
   std::string text;
-  for (const auto id : segment.trace.units) text += concat(units_.at(id)->name(), "\n");
+  const auto& units = segment.trace.units;
+  for (const auto id : units) text += concat(units_.at(id)->name(), "\n");
+  for (const auto position : segment.trace.exits) {
+    text += concat("the end of ", units_.at(units.at(position))->name(), "\n");
+  }
+  text += concat("no other unit in forward ", segment.number, "\n");
   TESSERA_CHECK(false, ErrorKind::kComm, "the order of units differs between ranks: ",
                 difference_between_ranks(text, "forward order names"),
                 "; run the same units in the same order on every rank");

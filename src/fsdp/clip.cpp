@@ -96,7 +96,7 @@ std::vector<std::string> nonfinite_parameters(const ShardedBase& model, std::siz
   auto* group = model.unit()->runtime().data_group();
   if (group != nullptr) {
     for (const auto& other :
-         comm::all_gather_bytes(*group, mine, "parameters that are not finite")) {
+         comm::all_gather_fixed(*group, mine, "parameters that are not finite")) {
       for (std::size_t i = 0; i < mine.size(); ++i)
         mine[i] = static_cast<char>(mine[i] | other.at(i));
     }

@@ -66,6 +66,12 @@ void Runtime::remove_unit(Unit* unit) {
   for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->id = static_cast<UnitId>(i);
 }
 
+bool Runtime::is_on_all_ranks(std::uint64_t hash, const char* what) {
+  const std::string mine(reinterpret_cast<const char*>(&hash), sizeof(hash));
+  const auto all = comm::all_gather_fixed(*data_group_, mine, what);
+  return std::all_of(all.begin(), all.end(), [&](const auto& other) { return other == mine; });
+}
+
 std::string Runtime::difference_between_ranks(const std::string& lines, const char* what) {
   std::vector<std::vector<std::string>> by_rank;
   for (const auto& text : comm::all_gather_bytes(*data_group_, lines, what)) {
@@ -91,9 +97,7 @@ void Runtime::agree_on_plan() {
     }
     for (const auto& c : contracts) text += concat(c.name, " ", hash({c}), "\n");
   }
-  const auto mine = concat(hash_bytes(text));
-  const auto all = comm::all_gather_bytes(*data_group_, mine, "contract hash");
-  if (std::all_of(all.begin(), all.end(), [&](const auto& other) { return other == mine; })) return;
+  if (is_on_all_ranks(hash_bytes(text), "contract hash")) return;
   TESSERA_CHECK(false, ErrorKind::kContract,
                 "contracts differ between ranks: ", difference_between_ranks(text, "contracts"),
                 "; shard the same model with the same policy on every rank");

@@ -2,6 +2,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+
 #include "comm/batch.h"
 #include "comm/sum.h"
 #include "rank_pools.h"
@@ -211,6 +213,43 @@ TEST_P(Collectives, BytesOfDifferentLengthsAreGathered) {
               std::vector<std::string>(all.size()));
     barrier(world.control(), "end");
   });
+}
+
+TEST_P(Collectives, BytesOfAKnownLengthAreGatheredInOneExchange) {
+  threads().run([&](World& world) {
+    const auto text_of = [](int rank, std::size_t length) {
+      return std::string(length, static_cast<char>('a' + rank));
+    };
+    for (const std::size_t length : {0UL, 1UL, 8UL, 100001UL}) {
+      const auto all = all_gather_fixed(world.control(), text_of(world.rank(), length), "values");
+      ASSERT_EQ(all.size(), static_cast<std::size_t>(world.size()));
+      for (int rank = 0; rank < world.size(); ++rank) {
+        EXPECT_EQ(all[static_cast<std::size_t>(rank)], text_of(rank, length));
+      }
+    }
+  });
+}
+
+TEST(FixedBytes, TakeOneExchangeAndLengthsThatDifferAreNamed) {
+  ThreadRanks ranks(2, ThreadBackend::kInProcess);
+  std::atomic<int> issued = 0;
+  Hub::Bend bend;
+  bend.before_issue = [&](int, const Batch&) { ++issued; };
+  ranks.bend_for_tests(bend);
+  ranks.run([](World& world) { all_gather_fixed(world.control(), "12345678", "values"); });
+  EXPECT_EQ(issued, 2) << "one by each rank";
+  ranks.run([](World& world) { all_gather_bytes(world.control(), "12345678", "values"); });
+  EXPECT_EQ(issued, 6);
+  std::string error;
+  try {
+    ranks.run([](World& world) {
+      all_gather_fixed(world.control(), world.rank() == 0 ? "1234" : "12345678", "values");
+    });
+  } catch (const std::exception& caught) {
+    error = caught.what();
+  }
+  EXPECT_NE(error.find("ranks disagree"), std::string::npos) << error;
+  EXPECT_NE(error.find("values"), std::string::npos) << error;
 }
 
 class FourRanks : public testing::TestWithParam<ThreadBackend> {};
