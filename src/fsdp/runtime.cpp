@@ -83,8 +83,8 @@ std::string Runtime::difference_between_ranks(const std::string& lines, const ch
 }
 
 void Runtime::agree_on_plan() {
-  agreed_ = true;
-  if (data_group_ == nullptr) return;
+  agreed_ = data_group_ == nullptr;
+  if (agreed_) return;
   std::string text;
   for (const auto* unit : units_) {
     std::vector<GradContract> contracts;
@@ -97,8 +97,8 @@ void Runtime::agree_on_plan() {
     }
     for (const auto& c : contracts) text += concat(c.name, " ", hash({c}), "\n");
   }
-  if (is_on_all_ranks(hash_bytes(text), "contract hash")) return;
-  TESSERA_CHECK(false, ErrorKind::kContract,
+  agreed_ = is_on_all_ranks(hash_bytes(text), "contract hash");
+  TESSERA_CHECK(agreed_, ErrorKind::kContract,
                 "contracts differ between ranks: ", difference_between_ranks(text, "contracts"),
                 "; shard the same model with the same policy on every rank");
 }

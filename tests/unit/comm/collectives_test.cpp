@@ -128,7 +128,7 @@ TEST_P(Collectives, AllReduceIntoAnotherTensorAddsInItsDtypeAndLeavesTheAddends)
       std::vector<at::Tensor> inputs;
       for (int rank = 0; rank < ranks(); ++rank) inputs.push_back(values(numel, wire, rank, 5));
       const auto expected = plain_sum(inputs, result);
-      threads().run([&, wire = wire, result = result](World& world) {
+      threads().run([&](World& world) {
         const auto& mine = inputs[static_cast<std::size_t>(world.rank())];
         const auto data = mine.clone();
         const auto output = at::full({numel}, 3.0, result);
