@@ -45,11 +45,11 @@ void Runtime::begin_backward() {
   reductions_.clear();
   reduction_cursor_ = 0;
   for (auto* unit : units_) unit->reduced = false;
-  import_user_changes();
   // Nested graph tasks (recomputation) come after this one has begun; the callback is the outermost
-  // one's.
+  // one's. Whatever throws from here on ends as a failure of all ranks.
   torch::autograd::Engine::get_default_engine().queue_callback(
       [end = std::make_shared<BackwardEnd>(shared_from_this())] { end->run(); });
+  import_user_changes();
 }
 
 void Runtime::abandon_backward(std::uint64_t generation) {
@@ -75,6 +75,9 @@ void Runtime::agree_on_trace(const Segment& segment) {
 
 void Runtime::touch(Segment& segment, const std::shared_ptr<Segment>& owner) {
   if (segment.touched) return;
+  TESSERA_CHECK(segment.weights == segment.weights_now(), ErrorKind::kUsage,
+                "backward: found parameters that were changed since this forward, expected those "
+                "that it computed with; run every backward of a forward before the optimizer steps");
   segment.touched = true;
   agree_on_trace(segment);
   std::vector<bool> reshards;
@@ -82,9 +85,9 @@ void Runtime::touch(Segment& segment, const std::shared_ptr<Segment>& owner) {
     reshards.push_back(unit->reshard_after_forward && !unit->always_unsharded() &&
                        !unit->buckets().empty());
   }
-  if (segment.settled) {
-    // A second backward over a retained graph: what had stayed gathered was released when the first
-    // ended.
+  if (segment.settled || segment.number + 1 != next_segment_) {
+    // What had stayed gathered was released: when another backward over this graph ended, or when a
+    // later forward began.
     for (const auto id : segment.order.reductions) {
       auto& unit = *units_.at(id);
       if (reshards[id] || unit.always_unsharded() || unit.buckets().empty()) continue;
@@ -175,7 +178,12 @@ void Runtime::on_tickets_closed(Unit&) {
     issue_ready_reductions();
   } else if (awaiting_tickets_ && sink_.open_tickets() == 0) {
     awaiting_tickets_ = false;
-    settle_gradients();
+    try {
+      settle_gradients();
+    } catch (const std::exception& error) {
+      fail(error.what());
+      throw;
+    }
   }
 }
 

@@ -169,12 +169,19 @@ void Runtime::check_borrowed(const Unit& unit) const {
   }
 }
 
-/// After a forward that nobody differentiated, units may still show the parameters of before the
-/// last step.
+std::uint64_t Segment::weights_now() const {
+  std::uint64_t version = 0;
+  for (const auto& unit : units) version += unit->weights_version();
+  return version;
+}
+
+/// Units may still show the parameters of before the last step: after a forward that nobody
+/// differentiated, or whose graph is kept (torch::optim steps all the same, and writes past
+/// version counters). A kept graph's tensors follow the next gather.
 void Runtime::release_stale() {
-  if (outstanding_ > 0 || in_backward_) return;
+  if (in_backward_) return;
   for (auto* unit : units_) {
-    if (!unit->unsharded_by_user) unit->release();
+    if (!unit->unsharded_by_user || unit->is_stale()) unit->release();
   }
 }
 
@@ -184,6 +191,7 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
     current_ = std::make_shared<Segment>();
     current_->number = next_segment_++;
     for (auto* each : units_) current_->units.push_back(each->shared_from_this());
+    current_->weights = current_->weights_now();
     release_stale();
     follows_reference_ = !reference_.units.empty();
   }

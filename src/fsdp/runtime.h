@@ -40,6 +40,7 @@ struct Entry;
 /// One forward of the root: the units that it entered, and how far a backward over it has come.
 struct Segment {
   std::uint32_t number = 0;
+  std::uint64_t weights = 0;  ///< weights_now() when it began
   Trace trace;
   bool kept_last = false;
   std::vector<std::weak_ptr<Entry>> entries;
@@ -50,6 +51,9 @@ struct Segment {
   bool touched = false;
   BackwardOrder order;
   std::size_t cursor = 0;  ///< into order.positions: gathers issued so far
+
+  /// Changes whenever a shard of its units is written to.
+  std::uint64_t weights_now() const;
 };
 
 /// One recorded forward of one unit. Lives as long as the autograd graph that it is part of.
