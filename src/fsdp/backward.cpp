@@ -2,6 +2,7 @@
 // outermost graph task settles.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "base/hash.h"
 #include "fsdp/runtime.h"
@@ -32,6 +33,23 @@ class BackwardEnd {
   std::uint64_t generation_;
 };
 
+/// torch::autograd::grad on a leaf takes its gradient off in front of the leaf's hooks: it would
+/// never be reduced, and nobody told.
+void refuse_capture(const Unit& unit) {
+  const auto* targets = torch::autograd::get_current_graph_task_exec_info();
+  if (targets == nullptr || targets->empty()) return;  // an ordinary backward
+  for (const auto& parameter : unit.parameters()) {
+    for (const auto& leaf : parameter->leaves) {
+      const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(leaf->tensor);
+      const auto target = targets->find(accumulator.get());
+      TESSERA_CHECK(target == targets->end() || target->second.captures_ == nullptr,
+                    ErrorKind::kUsage, "gradient of ", parameter->contract.name,
+                    ": found torch::autograd::grad on the unsharded parameter, which no reduction "
+                    "sees, expected backward(); read the gradient from the handle's parameters");
+    }
+  }
+}
+
 }  // namespace
 
 void Runtime::begin_backward() {
@@ -49,6 +67,7 @@ void Runtime::begin_backward() {
   // one's. Whatever throws from here on ends as a failure of all ranks.
   torch::autograd::Engine::get_default_engine().queue_callback(
       [end = std::make_shared<BackwardEnd>(shared_from_this())] { end->run(); });
+  for (const auto* unit : units_) refuse_capture(*unit);
   import_user_changes();
 }
 

@@ -222,6 +222,22 @@ TEST(Backward, CreateGraphIsRefusedByName) {
   });
 }
 
+// Naive: the gradient of this rank's rows alone is returned, and nothing is reduced. Gradients of
+// inputs are taken as ever.
+TEST(Backward, AutogradGradOfAParameterIsNamedAndOfAnInputWorks) {
+  ranks(1).run([](World& world) {
+    auto module = std::make_shared<Block>(1, kWidth);
+    auto handle = fully_shard(module, data_mesh(world));
+    auto x = input_of(0, 0, kWidth).requires_grad_();
+    EXPECT_THAT(
+        error_of([&] { torch::autograd::grad({squares(handle.forward(x))}, {module->a}); }),
+        AllOf(HasSubstr("gradient of a"), HasSubstr("torch::autograd::grad")));
+    Block plain(1, kWidth);
+    EXPECT_TRUE(same_bits(torch::autograd::grad({squares(handle.forward(x))}, {x}).front(),
+                          torch::autograd::grad({squares(plain.forward(x))}, {x}).front()));
+  });
+}
+
 // Handles that are called directly, not through the root that adopted them; the small buckets are
 // the root's.
 TEST(Backward, InnerHandlesCalledPastTheRootStillReduceWhatTheRootHolds) {
