@@ -94,9 +94,10 @@ void Runtime::agree_on_trace(const Segment& segment) {
 
 void Runtime::touch(Segment& segment, const std::shared_ptr<Segment>& owner) {
   if (segment.touched) return;
-  TESSERA_CHECK(segment.weights == segment.weights_now(), ErrorKind::kUsage,
-                "backward: found parameters that were changed since this forward, expected those "
-                "that it computed with; run every backward of a forward before the optimizer steps");
+  TESSERA_CHECK(
+      segment.weights == segment.weights_now(), ErrorKind::kUsage,
+      "backward: found parameters that were changed since this forward, expected those "
+      "that it computed with; run every backward of a forward before the optimizer steps");
   segment.touched = true;
   agree_on_trace(segment);
   std::vector<bool> reshards;

@@ -2,10 +2,10 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
 
 #include <cmath>
 
+#include "base/parallel.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "tessera/error.h"
@@ -20,11 +20,10 @@ double sum_of_squares(const T* data, std::int64_t count) {
   constexpr int kLanes = 8;
   const auto blocks = (count + kBlock - 1) / kBlock;
   std::vector<double> partial(static_cast<std::size_t>(blocks), 0.0);
-  at::parallel_for(0, blocks, 1, [&](std::int64_t first, std::int64_t last) {
-    for (auto block = first; block < last; ++block) {
+  base::for_ranges(count, kBlock, [&](std::int64_t first, std::int64_t last) {
+    for (auto begin = first; begin < last; begin += kBlock) {
       double lanes[kLanes] = {};
-      const auto begin = block * kBlock;
-      const auto end = std::min(begin + kBlock, count);
+      const auto end = std::min(begin + kBlock, last);
       auto i = begin;
       for (; i + kLanes <= end; i += kLanes) {
         for (int lane = 0; lane < kLanes; ++lane) {
@@ -38,7 +37,7 @@ double sum_of_squares(const T* data, std::int64_t count) {
       }
       double sum = 0.0;
       for (const auto lane : lanes) sum += lane;
-      partial[static_cast<std::size_t>(block)] = sum;
+      partial[static_cast<std::size_t>(begin / kBlock)] = sum;
     }
   });
   double sum = 0.0;

@@ -40,7 +40,8 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
     const auto& other = inner.handle->runtime_->mesh();
     TESSERA_CHECK(other.world() == mesh.world() && other.shape() == mesh.shape(), ErrorKind::kUsage,
                   "fully_shard: found ", inner.path, " sharded over the mesh ",
-                  to_string(other.shape()), other.world() == mesh.world() ? "" : " of another world",
+                  to_string(other.shape()),
+                  other.world() == mesh.world() ? "" : " of another world",
                   ", expected that of the module around it, ", to_string(mesh.shape()),
                   "; shard a module and its parts over one mesh");
   }

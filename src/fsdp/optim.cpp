@@ -2,11 +2,11 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
 #include <ATen/record_function.h>
 
 #include <algorithm>
 
+#include "base/parallel.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "tessera/error.h"
@@ -31,7 +31,7 @@ at::ScalarType state_dtype(at::ScalarType shard) { return is_narrow(shard) ? at:
 template <class T>
 void take_over_changes(const T* shard, float* master, std::int64_t numel) {
   constexpr std::int64_t kGrain = 1 << 15;
-  at::parallel_for(0, numel, kGrain, [&](std::int64_t begin, std::int64_t end) {
+  base::for_ranges(numel, kGrain, [&](std::int64_t begin, std::int64_t end) {
     for (auto i = begin; i < end; ++i) {
       const auto value = static_cast<float>(shard[i]);
       master[i] = static_cast<float>(static_cast<T>(master[i])) == value ? master[i] : value;

@@ -2,11 +2,12 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
+
 
 #include <bit>
 #include <cmath>
 
+#include "base/parallel.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
@@ -35,7 +36,7 @@ To rounded(double value) {
 template <class From, class To>
 void divide(const From* sum, To* result, std::int64_t numel, double factor) {
   constexpr std::int64_t kGrain = 1 << 15;
-  at::parallel_for(0, numel, kGrain, [&](std::int64_t begin, std::int64_t end) {
+  base::for_ranges(numel, kGrain, [&](std::int64_t begin, std::int64_t end) {
     for (auto i = begin; i < end; ++i) {
       result[i] = rounded<To>(static_cast<double>(sum[i]) / factor);
     }

@@ -229,9 +229,8 @@ TEST(Backward, AutogradGradOfAParameterIsNamedAndOfAnInputWorks) {
     auto module = std::make_shared<Block>(1, kWidth);
     auto handle = fully_shard(module, data_mesh(world));
     auto x = input_of(0, 0, kWidth).requires_grad_();
-    EXPECT_THAT(
-        error_of([&] { torch::autograd::grad({squares(handle.forward(x))}, {module->a}); }),
-        AllOf(HasSubstr("gradient of a"), HasSubstr("torch::autograd::grad")));
+    EXPECT_THAT(error_of([&] { torch::autograd::grad({squares(handle.forward(x))}, {module->a}); }),
+                AllOf(HasSubstr("gradient of a"), HasSubstr("torch::autograd::grad")));
     Block plain(1, kWidth);
     EXPECT_TRUE(same_bits(torch::autograd::grad({squares(handle.forward(x))}, {x}).front(),
                           torch::autograd::grad({squares(plain.forward(x))}, {x}).front()));
