@@ -25,7 +25,7 @@ namespace tessera::comm {
 
 /// Keys of the store.
 namespace store_key {
-inline constexpr const char* kFailure = "failure";  ///< "rank R: its error": every process leaves
+inline constexpr const char* kFailure = "failure";  ///< a FailureRecord: every process leaves
 std::string poison(int epoch);                      ///< "rank R: why": every World is poisoned
 std::string pulse(int rank);                        ///< a number that grows while the rank lives
 }  // namespace store_key

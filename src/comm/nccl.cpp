@@ -5,6 +5,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
+#include "base/one_line.h"
 #include "comm/batch.h"
 #include "tessera/error.h"
 
@@ -29,7 +30,7 @@ class NcclWork : public Work {
     try {
       for (const auto& work : works_) work->wait();
     } catch (const std::exception& error) {
-      throw PeerLost(concat(what_, ": ", error.what()));
+      throw PeerLost(concat(what_, ": ", one_line(error.what())));
     }
     for (const auto& [op, summed] : left_) {
       if (op.into == Into::kAdd) {

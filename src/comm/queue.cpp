@@ -11,6 +11,7 @@
 #include <optional>
 #include <thread>
 
+#include "base/one_line.h"
 #include "comm/poison.h"
 #include "tessera/error.h"
 
@@ -82,7 +83,7 @@ void IssueQueue::Impl::issue(Submission submission) {
   } catch (const std::exception& error) {
     failure = std::current_exception();
     // Whatever comes after it would meet other collectives on the other ranks.
-    poison->mark(concat("a collective could not be issued: ", error.what()));
+    poison->mark(concat("a collective could not be issued: ", one_line(error.what())));
   } catch (...) {
     failure = std::current_exception();
     poison->mark("a collective could not be issued");

@@ -43,8 +43,8 @@ std::unique_ptr<Optimizer> make_optimizer(const ShardedBase& model, const Optimi
         !contract.trainable || size_of(contract.storage.dtype) >= 4, ErrorKind::kContract,
         "optimizer: parameter ", contract.name, ": found storage ",
         to_string(contract.storage.dtype),
-        ", expected float32; training on narrower storage needs a master copy, which is not built "
-        "yet: set precision.storage_dtype = \"float32\"");
+        ", expected float32; training on narrower storage needs a master copy, which is not yet "
+        "built: set precision.storage_dtype = \"float32\"");
   }
   if (config.name == OptimizerName::kSgd) {
     return make_sgd(
