@@ -29,7 +29,10 @@ int run_train(const TrainArguments& arguments) {
     log::info("run folder ", folder.string());
     const StopSignal stop;
     train::TrainingHooks hooks;
-    hooks.on_first_step = [&phase] { phase.begin_steps(); };
+    hooks.on_first_step = [&] {
+      if (world.rank() == 0) write_run_config(run);
+      phase.begin_steps();
+    };
     hooks.stop_requested = [] { return StopSignal::requested(); };
     train::run_training(run, world, hooks);
   });

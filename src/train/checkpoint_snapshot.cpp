@@ -12,15 +12,14 @@
 namespace tessera::train {
 namespace {
 
-void add_optimizer(std::vector<StatePart>& parts, const OptimizerState& state,
-                   const std::vector<std::string>& moment_names) {
+void add_optimizer(std::vector<StatePart>& parts, const OptimizerState& state) {
   const auto& contract = *state.view.contract;
   const auto named = [&](const std::string& kept) {
     return concat(kOptimizerPrefix, kept, "/", contract.name);
   };
-  for (std::size_t i = 0; i < state.moments.size(); ++i) {
-    parts.push_back({named(moment_names[i]), contract.shape, std::nullopt, state.view.begin,
-                     state.view.end, state.moments[i]});
+  for (const auto& kept : state.kept) {
+    parts.push_back({named(kept.name), contract.shape, std::nullopt, state.view.begin,
+                     state.view.end, kept.values});
   }
   // Exactly one shard holds the first element.
   if (state.steps > 0 && state.view.begin == 0 && state.view.end > 0) {
@@ -43,8 +42,7 @@ std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& op
     parts.push_back({concat(kModelPrefix, contract.name), contract.shape,
                      source_dtype(contract.name), view.begin, view.end, view.shard.detach()});
   }
-  const auto moment_names = optimizer.moment_names();
-  for (const auto& state : optimizer.state()) add_optimizer(parts, state, moment_names);
+  for (const auto& state : optimizer.state()) add_optimizer(parts, state);
   std::erase_if(parts, [](const StatePart& part) { return part.begin == part.end; });
   return parts;
 }

@@ -64,13 +64,13 @@ std::shared_ptr<Sharded<models::Decoder>> parallelize(const ModelSource& source,
   auto model = std::make_shared<Sharded<models::Decoder>>(decoder, mesh, as_contracts, root);
 
   // 5. Weights: each rank reads or draws only what it owns.
-  const auto table = models::parameter_table(source.spec);
   if (weights == InitialWeights::kLater) {
     // The caller fills the shards.
   } else if (source.folder) {
-    load_weights(*model, *source.folder, table);
+    load_weights(*model, *source.folder);
   } else {
-    draw_weights(*model, table, static_cast<std::uint64_t>(config.debug.seed));
+    draw_weights(*model, models::parameter_table(source.spec),
+                 static_cast<std::uint64_t>(config.debug.seed));
   }
   model->set_loaded();
   return model;

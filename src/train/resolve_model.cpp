@@ -1,10 +1,12 @@
 // What a run's model is: its spec, its folder, and the contracts of its parameters.
 #include <algorithm>
 
+#include "base/log.h"
 #include "models/family.h"
 #include "models/parameter_table.h"
 #include "tessera/error.h"
 #include "train/parallelize.h"
+#include "train/weights.h"
 
 namespace tessera::train {
 namespace {
@@ -40,7 +42,9 @@ ModelSource open_model(const ModelConfig& model) {
   models::SpecOptions options;
   options.unknown_keys =
       model.allow_unknown_config_keys ? models::UnknownKeys::kWarn : models::UnknownKeys::kRefuse;
-  source.spec = models::parse_spec(text, options).spec;
+  auto parsed = models::parse_spec(text, options);
+  for (const auto& warning : parsed.warnings) log::warn("config.json: ", warning);
+  source.spec = std::move(parsed.spec);
   return source;
 }
 
@@ -49,8 +53,11 @@ std::vector<GradContract> resolve_model(const ModelSource& source, const Config&
   const auto& pins = models::traits(source.spec.family).pins;
   const auto freeze = config.model.freeze.value_or(std::vector<std::string>{});
   const auto bulk = source.folder ? source.folder->bulk_dtype() : std::nullopt;
+  const auto table = models::parameter_table(source.spec);
+  // Before anything of the config.json's sizes is allocated.
+  if (source.folder) check_tensors(*source.folder, table);
   std::vector<ParameterMeta> metas;
-  for (const auto& parameter : models::parameter_table(source.spec)) {
+  for (const auto& parameter : table) {
     if (!parameter.tied_to.empty()) {
       const auto owner = std::find_if(metas.begin(), metas.end(), [&](const auto& meta) {
         return meta.name == parameter.tied_to;
@@ -84,10 +91,14 @@ std::vector<GradContract> resolve_model(const ModelSource& source, const Config&
   if (dims.dp_shard > 1) reductions.shard_axes.emplace_back(axis::kShard);
   if (dims.dp_replicate > 1) reductions.replica_axes.emplace_back(axis::kReplicate);
   auto policy = precision_policy(config.precision);
-  // The optimizer's master dtype; fp64 storage keeps its precision.
-  policy.final_dtype =
-      config.precision.storage_dtype.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  return resolve_contracts(metas, policy, reductions);
+  policy.final_dtype = DType::kFloat32;  // the optimizer's master dtype ...
+  auto contracts = resolve_contracts(metas, policy, reductions);
+  for (auto& contract : contracts) {
+    if (contract.storage.dtype != DType::kFloat64) continue;
+    contract.final = DType::kFloat64;  // ... but fp64 storage keeps its precision
+    contract.reason(ContractField::kFinal) = "as storage, which is wider than float32";
+  }
+  return contracts;
 }
 
 }  // namespace tessera::train

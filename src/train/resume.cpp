@@ -120,19 +120,15 @@ std::string list(const std::set<std::string>& names) {
   return text.empty() ? "none" : text;
 }
 
-/// One trainable parameter's state: the number of updates, and all moments or none.
-struct SavedState {
-  bool stepped = false;
-  bool moments = false;
-};
+std::set<std::string> names_of(const Optimizer& optimizer) {
+  const auto names = optimizer.kept_names();
+  return {names.begin(), names.end()};
+}
 
 class Loader {
  public:
   Loader(const CheckpointFolder& checkpoint, const ShardedBase& model, Optimizer& optimizer)
-      : checkpoint_(checkpoint),
-        model_(model),
-        optimizer_(optimizer),
-        moment_names_(optimizer.moment_names()) {}
+      : checkpoint_(checkpoint), model_(model), optimizer_(optimizer) {}
 
   /// Errors: kFormat, kConfig for tensors that do not fit model and optimizer.
   void check() const {
@@ -158,15 +154,13 @@ class Loader {
     }
     for (const auto& state : optimizer_.state()) {
       const auto& name = state.view.contract->name;
-      const auto saved = saved_state(name);
-      if (!saved.stepped) continue;
+      if (!has("step", name)) continue;
       std::int64_t steps = 0;
       checkpoint_.read(named("step", name), 0, 1, std::as_writable_bytes(std::span(&steps, 1)));
       optimizer_.set_steps(name, steps);
-      if (!saved.moments) continue;
-      const auto moments = optimizer_.make_moments(name);
-      for (std::size_t i = 0; i < moments.size(); ++i) {
-        read(named(moment_names_[i], name), state.view, moments[i]);
+      if (!keeps_any(name)) continue;
+      for (const auto& kept : optimizer_.make_kept(name)) {
+        read(named(kept.name, name), state.view, kept.values);
       }
     }
   }
@@ -176,13 +170,12 @@ class Loader {
     return concat(kOptimizerPrefix, kept, "/", parameter);
   }
 
-  SavedState saved_state(const std::string& parameter) const {
-    SavedState saved;
-    saved.stepped = checkpoint_.find(named("step", parameter)) != nullptr;
-    for (const auto& moment : moment_names_) {
-      saved.moments = saved.moments || checkpoint_.find(named(moment, parameter)) != nullptr;
-    }
-    return saved;
+  bool has(const std::string& kept, const std::string& parameter) const {
+    return checkpoint_.find(named(kept, parameter)) != nullptr;
+  }
+  bool keeps_any(const std::string& parameter) const {
+    return std::any_of(kept_names_.begin(), kept_names_.end(),
+                       [&](const auto& kept) { return has(kept, parameter); });
   }
 
   void check_optimizer_kind() const {
@@ -193,23 +186,22 @@ class Loader {
       found.insert(name.substr(begin, name.find('/', begin) - begin));
     }
     found.erase("step");
-    const std::set<std::string> expected(moment_names_.begin(), moment_names_.end());
-    TESSERA_CHECK(std::includes(expected.begin(), expected.end(), found.begin(), found.end()),
+    TESSERA_CHECK(std::includes(kept_names_.begin(), kept_names_.end(), found.begin(), found.end()),
                   ErrorKind::kConfig, "optimizer.name: found an optimizer that keeps ",
-                  list(expected), ", expected one that keeps ", list(found),
+                  list(kept_names_), ", expected one that keeps ", list(found),
                   " as the checkpoint ", shown(checkpoint_.path()),
                   " does; a resumed run keeps its optimizer");
   }
 
+  /// All that the optimizer keeps of a parameter, or nothing: never updated, or frozen until now.
   void check_state(const GradContract& contract) const {
-    const auto saved = saved_state(contract.name);
-    if (!saved.stepped && !saved.moments) return;  // never updated, or frozen until now
-    require_tensor(checkpoint_, named("step", contract.name), DType::kInt64, {});
-    if (!saved.moments) return;
-    const auto moments = optimizer_.make_moments(contract.name);
-    for (std::size_t i = 0; i < moments.size(); ++i) {
-      require_tensor(checkpoint_, named(moment_names_[i], contract.name),
-                     to_dtype(moments[i].scalar_type()), contract.shape);
+    const auto& name = contract.name;
+    const bool kept_any = keeps_any(name);
+    if (kept_any || has("step", name)) require_tensor(checkpoint_, named("step", name), DType::kInt64, {});
+    if (!kept_any) return;
+    for (const auto& kept : optimizer_.make_kept(name)) {
+      require_tensor(checkpoint_, named(kept.name, name), to_dtype(kept.values.scalar_type()),
+                     contract.shape);
     }
   }
 
@@ -221,7 +213,7 @@ class Loader {
   const CheckpointFolder& checkpoint_;
   const ShardedBase& model_;
   Optimizer& optimizer_;
-  std::vector<std::string> moment_names_;
+  const std::set<std::string> kept_names_ = names_of(optimizer_);
 };
 
 }  // namespace

@@ -44,8 +44,8 @@ std::unique_ptr<Optimizer> make_optimizer(const ShardedBase& model, const Optimi
         !contract.trainable || size_of(contract.storage.dtype) >= 4, ErrorKind::kContract,
         "optimizer: parameter ", contract.name, ": found storage ",
         to_string(contract.storage.dtype),
-        ", expected float32; training on narrower storage needs a master copy, which is not built "
-        "yet: set precision.storage_dtype = \"float32\"");
+        ", expected float32; training on narrower storage needs a master copy, which is not yet "
+        "built: set precision.storage_dtype = \"float32\"");
   }
   if (config.name == OptimizerName::kSgd) {
     return make_sgd(
@@ -83,13 +83,20 @@ class Trainer {
         source_(open_model(config.model)),
         dims_(resolve_parallelism(config.parallelism, world.size())),
         mesh_(world.mesh(mesh_shape(dims_))) {
-    const auto vocabulary = vocabulary_of_model();
-    data_ = open_batches({config.data.path, "data.path", config.training, dims_.data_ranks(),
-                          static_cast<std::uint64_t>(config.debug.seed), vocabulary});
+    BatchRequest request{config.data.path,
+                         "data.path",
+                         config.training,
+                         dims_.data_ranks(),
+                         static_cast<std::uint64_t>(config.debug.seed),
+                         vocabulary_of_model()};
+    request.steps = *config.training.steps;
+    data_ = open_batches(request);
     if (!config.validation.path.empty()) {
-      validation_ = open_batches({config.validation.path, "validation.path", config.training,
-                                  dims_.data_ranks(), static_cast<std::uint64_t>(config.debug.seed),
-                                  vocabulary});
+      request.path = config.validation.path;
+      request.key = "validation.path";
+      request.steps = config.validation.steps;
+      request.labels = LabelsNeeded::kInAnyStep;
+      validation_ = open_batches(request);
     }
     checkpoints_.emplace(config, source_, *data_, mesh_, hooks.before_checkpoint_write);
     model_ = parallelize(source_, config, mesh_,
@@ -97,6 +104,7 @@ class Trainer {
                                                  : InitialWeights::kOfSource);
     optimizer_ = make_optimizer(*model_, config.optimizer);
     done_ = checkpoints_->load(*model_, *optimizer_);
+    flops_per_token_ = flops_per_token(model_size(), data_->row_tokens());
     if (world.rank() == 0) {
       metrics_.emplace(config.metrics.folder, done_);
       if (base::environment_switch("TESSERA_PROFILE")) profile_ = std::make_unique<StepProfile>();
@@ -185,7 +193,7 @@ class Trainer {
     const auto tokens = static_cast<double>(rows.count() * data_->row_tokens());
     metrics.tps_global = tokens / (metrics.step_ms / 1000.0);
     metrics.tps = metrics.tps_global / world_.size();
-    metrics.tflops = metrics.tps * flops_per_token(model_size(), data_->row_tokens()) / 1e12;
+    metrics.tflops = metrics.tps * flops_per_token_ / 1e12;
     return {metrics, most[2] > 0, most[3] > 0};
   }
 
@@ -244,6 +252,7 @@ class Trainer {
   std::unique_ptr<Optimizer> optimizer_;
   std::optional<CheckpointSession> checkpoints_;
   std::int64_t done_ = 0;  ///< steps before this run
+  double flops_per_token_ = 0;
   std::optional<MetricsFile> metrics_;
   std::unique_ptr<StepProfile> profile_;
 };

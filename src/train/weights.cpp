@@ -31,7 +31,9 @@ bool is_computed_buffer(const std::string& name) {
          name.ends_with("rotary_emb.sin_cached");
 }
 
-void check_names(const HfFolder& folder, const std::vector<models::ParameterSpec>& table) {
+}  // namespace
+
+void check_tensors(const HfFolder& folder, const std::vector<models::ParameterSpec>& table) {
   for (const auto& parameter : table) {
     if (!parameter.tied_to.empty()) continue;
     const auto* info = folder.find(parameter.name);
@@ -52,12 +54,8 @@ void check_names(const HfFolder& folder, const std::vector<models::ParameterSpec
   }
 }
 
-}  // namespace
-
-void load_weights(const ShardedBase& model, const HfFolder& folder,
-                  const std::vector<models::ParameterSpec>& table) {
+void load_weights(const ShardedBase& model, const HfFolder& folder) {
   const at::NoGradGuard no_grad;
-  check_names(folder, table);
   for (const auto& view : model.shards()) {
     const auto& name = view.contract->name;
     const auto dtype = to_scalar_type(folder.find(name)->dtype);
