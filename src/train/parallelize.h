@@ -37,10 +37,9 @@ enum class InitialWeights : std::uint8_t {
 
 /// Collective. The units: the embedding, each layer, norm and head; where the head is tied,
 /// embedding and head belong to the root. Weights are loaded from the folder, or drawn.
-std::shared_ptr<Sharded<models::Decoder>> parallelize(const ModelSource& source,
-                                                      const Config& config, const Mesh& mesh,
-                                                      InitialWeights weights =
-                                                          InitialWeights::kOfSource);
+std::shared_ptr<Sharded<models::Decoder>> parallelize(
+    const ModelSource& source, const Config& config, const Mesh& mesh,
+    InitialWeights weights = InitialWeights::kOfSource);
 
 MeshShape mesh_shape(const ParallelDims& dims);
 

@@ -99,9 +99,9 @@ class Trainer {
       validation_ = open_batches(request);
     }
     checkpoints_.emplace(config, source_, *data_, mesh_, hooks.before_checkpoint_write);
-    model_ = parallelize(source_, config, mesh_,
-                         checkpoints_->resumes() ? InitialWeights::kLater
-                                                 : InitialWeights::kOfSource);
+    model_ =
+        parallelize(source_, config, mesh_,
+                    checkpoints_->resumes() ? InitialWeights::kLater : InitialWeights::kOfSource);
     optimizer_ = make_optimizer(*model_, config.optimizer);
     done_ = checkpoints_->load(*model_, *optimizer_);
     flops_per_token_ = flops_per_token(model_size(), data_->row_tokens());
