@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "tessera/shard.h"
@@ -33,6 +34,17 @@ struct SgdOptions {
   std::vector<std::string> no_decay;
 };
 
+/// What an optimizer keeps of one parameter, for a checkpoint.
+struct OptimizerState {
+  struct Kept {
+    std::string name;   ///< as PyTorch calls it: "exp_avg"
+    at::Tensor values;  ///< over the elements of the shard; the optimizer's own tensor
+  };
+  ShardView view;
+  std::int64_t steps = 0;  ///< updates so far, the same on every rank
+  std::vector<Kept> kept;  ///< empty before the first update
+};
+
 class Optimizer {
  public:
   virtual ~Optimizer() = default;
@@ -43,18 +55,34 @@ class Optimizer {
   void set_lr(double lr) { lr_ = lr; }
   double lr() const { return lr_; }
 
+  /// Every name that OptimizerState::Kept may have.
+  virtual std::vector<std::string> kept_names() const = 0;
+  /// Of every trainable parameter, in the model's order.
+  std::vector<OptimizerState> state() const;
+  /// Goes on as after `steps` updates of a parameter. Errors: kUsage for an unknown name.
+  void set_steps(std::string_view parameter, std::int64_t steps);
+  /// What it keeps of a parameter, made where there is nothing yet, for the caller to fill. Errors:
+  /// the same.
+  std::vector<OptimizerState::Kept> make_kept(std::string_view parameter);
+
  protected:
   Optimizer(const ShardedBase& model, double lr, const std::vector<std::string>& no_decay);
   struct Item {
     ShardView view;
     bool decays = true;
     std::vector<at::Tensor> state;  ///< what the optimizer keeps, made at the first update
+    std::int64_t steps = 0;         ///< updates so far, as PyTorch counts
   };
   virtual void update(const std::vector<Item*>& items) = 0;
+  /// Makes `state` where there is none.
+  virtual void make_state(Item& item) const = 0;
+  virtual std::vector<OptimizerState::Kept> kept_of(const Item& item) const = 0;
 
   double lr_;
 
  private:
+  Item& find(std::string_view parameter);
+
   std::shared_ptr<fsdp::Unit> unit_;
   std::vector<Item> items_;
 };

@@ -9,6 +9,7 @@
 #include "base/parallel.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
+#include "grad/torch_dtype.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -43,6 +44,9 @@ class AdamW : public Optimizer {
  public:
   AdamW(const ShardedBase& model, const AdamWOptions& options)
       : Optimizer(model, options.lr, options.no_decay), options_(options) {}
+  std::vector<std::string> kept_names() const override {
+    return {"exp_avg", "exp_avg_sq", "master"};
+  }
 
  protected:
   void update(const std::vector<Item*>& items) override {
@@ -68,7 +72,7 @@ class AdamW : public Optimizer {
     std::vector<at::Tensor> parameters, grads, first, second, steps;
   };
 
-  static void make_state(Item& item) {
+  void make_state(Item& item) const override {
     if (!item.state.empty()) return;
     const auto& shard = item.view.shard;
     const auto options =
@@ -78,10 +82,18 @@ class AdamW : public Optimizer {
     if (is_narrow(shard.scalar_type())) item.state.push_back(shard.detach().to(at::kFloat));
   }
 
-  static void add(Lists& lists, Item& item, const at::Tensor& parameter, const at::Tensor& grad) {
+  std::vector<OptimizerState::Kept> kept_of(const Item& item) const override {
+    if (item.state.empty()) return {};
+    std::vector<OptimizerState::Kept> kept{{"exp_avg", item.state[kFirst]},
+                                           {"exp_avg_sq", item.state[kSecond]}};
+    if (item.state.size() > kMaster) kept.push_back({"master", item.state[kMaster]});
+    return kept;
+  }
+
+  void add(Lists& lists, Item& item, const at::Tensor& parameter, const at::Tensor& grad) const {
     make_state(item);
     if (parameter.numel() == 0) return;
-    item.state[kSteps].add_(1);
+    item.state[kSteps].fill_(static_cast<double>(item.steps));
     lists.parameters.push_back(parameter);
     lists.grads.push_back(grad);
     lists.first.push_back(item.state[kFirst]);
@@ -127,8 +139,24 @@ class Sgd : public Optimizer {
  public:
   Sgd(const ShardedBase& model, const SgdOptions& options)
       : Optimizer(model, options.lr, options.no_decay), options_(options) {}
+  std::vector<std::string> kept_names() const override {
+    if (options_.momentum == 0.0) return {};
+    return {"momentum_buffer"};
+  }
 
  protected:
+  void make_state(Item& item) const override {
+    if (!item.state.empty() || options_.momentum == 0.0) return;
+    const auto dtype = to_scalar_type(item.view.contract->final);
+    item.state = {at::zeros(item.view.shard.sizes(),
+                            item.view.shard.options().dtype(dtype).requires_grad(false))};
+  }
+
+  std::vector<OptimizerState::Kept> kept_of(const Item& item) const override {
+    if (item.state.empty()) return {};
+    return {{"momentum_buffer", item.state[0]}};
+  }
+
   void update(const std::vector<Item*>& items) override {
     for (auto* item : items) {
       auto parameter = item->view.shard.detach();
@@ -172,6 +200,33 @@ Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std:
   }
 }
 
+std::vector<OptimizerState> Optimizer::state() const {
+  std::vector<OptimizerState> states;
+  for (const auto& item : items_) states.push_back({item.view, item.steps, kept_of(item)});
+  return states;
+}
+
+Optimizer::Item& Optimizer::find(std::string_view parameter) {
+  const auto found = std::find_if(items_.begin(), items_.end(), [&](const auto& item) {
+    return item.view.contract->name == parameter;
+  });
+  TESSERA_CHECK(found != items_.end(), ErrorKind::kUsage,
+                "optimizer: found no trainable parameter ", parameter, " among its ",
+                items_.size());
+  return *found;
+}
+
+void Optimizer::set_steps(std::string_view parameter, std::int64_t steps) {
+  find(parameter).steps = steps;
+}
+
+std::vector<OptimizerState::Kept> Optimizer::make_kept(std::string_view parameter) {
+  const at::NoGradGuard no_grad;
+  auto& item = find(parameter);
+  make_state(item);
+  return kept_of(item);
+}
+
 void Optimizer::step() {
   RECORD_USER_SCOPE("tessera::optimizer");
   const at::NoGradGuard no_grad;
@@ -186,6 +241,7 @@ void Optimizer::step() {
                   ": found ", c10::toString(grad.scalar_type()), ", expected the shard's ",
                   c10::toString(dtype), is_narrow(dtype) ? " or Float" : "",
                   "; set final_dtype to the storage dtype");
+    ++item.steps;
     items.push_back(&item);
   }
   update(items);

@@ -26,9 +26,6 @@ void check_built(const Config& config) {
                   ", expected 1; this axis is not yet built");
   }
   TESSERA_CHECK(
-      !config.checkpoint.enable, ErrorKind::kConfig,
-      "checkpoint.enable: found true, expected false; writing checkpoints is not yet built");
-  TESSERA_CHECK(
       !config.metrics.enable_tensorboard, ErrorKind::kConfig,
       "metrics.enable_tensorboard: found true, expected false; TensorBoard files are not yet "
       "built");
@@ -53,6 +50,12 @@ void check_model(const ModelConfig& model) {
                 "starts from scratch");
 }
 
+void check_checkpoint(const CheckpointConfig& checkpoint) {
+  TESSERA_CHECK(checkpoint.enable || checkpoint.load_step == -1, ErrorKind::kConfig,
+                "checkpoint.load_step: found ", checkpoint.load_step,
+                " without checkpoints, expected -1; set checkpoint.enable = true");
+}
+
 void check_training(const Config& config) {
   TESSERA_CHECK(config.training.steps, ErrorKind::kConfig,
                 "training.steps: found nothing, expected the number of steps; it has no default");
@@ -61,6 +64,7 @@ void check_training(const Config& config) {
   TESSERA_CHECK(!config.data.path.empty(), ErrorKind::kConfig,
                 "data.path: found nothing, expected a text file, a folder, NAME.bin or "
                 "X.safetensors");
+  check_checkpoint(config.checkpoint);
   const DataKind kind = data_kind(config.data.path, "data.path");
   TESSERA_CHECK(config.training.seq_len || kind == DataKind::kBatches, ErrorKind::kConfig,
                 "training.seq_len: found nothing, expected the tokens of a row; only .safetensors "

@@ -2,6 +2,7 @@
 // parallel.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 
@@ -28,10 +29,17 @@ ModelSource open_model(const ModelConfig& model);
 std::vector<GradContract> resolve_model(const ModelSource& source, const Config& config,
                                         const ParallelDims& dims);
 
+/// Where the values of the parameters come from.
+enum class InitialWeights : std::uint8_t {
+  kOfSource,  ///< the folder, or drawn where there is none
+  kLater,     ///< left unset for the caller to fill (a checkpoint)
+};
+
 /// Collective. The units: the embedding, each layer, norm and head; where the head is tied,
 /// embedding and head belong to the root. Weights are loaded from the folder, or drawn.
-std::shared_ptr<Sharded<models::Decoder>> parallelize(const ModelSource& source,
-                                                      const Config& config, const Mesh& mesh);
+std::shared_ptr<Sharded<models::Decoder>> parallelize(
+    const ModelSource& source, const Config& config, const Mesh& mesh,
+    InitialWeights weights = InitialWeights::kOfSource);
 
 MeshShape mesh_shape(const ParallelDims& dims);
 

@@ -62,7 +62,8 @@ TEST_P(ConfigRelations, AreRefusedWithTheirKey) {
 INSTANTIATE_TEST_SUITE_P(
     Configs, ConfigRelations,
     ::testing::Values(
-        BadConfig{"checkpoint.enable=true", "checkpoint.enable", "not yet built"},
+        BadConfig{"checkpoint.enable=false\ncheckpoint.load_step=5", "checkpoint.load_step",
+                  "expected -1; set checkpoint.enable = true"},
         BadConfig{"metrics.enable_tensorboard=true", "metrics.enable_tensorboard", "not yet built"},
         BadConfig{"debug.check_dtypes=true", "debug.check_dtypes", "not yet built"},
         BadConfig{"device=cuda", "device", "not yet built"},
