@@ -29,6 +29,9 @@ struct ParameterMeta {
   /// The file's bulk dtype (of most floating elements): a tensor stored wider than it records its
   /// dtype.
   std::optional<DType> checkpoint_bulk;
+  /// Its values are yet to be drawn: storage is what is asked for, and no value is lost where that
+  /// is narrower than `dtype`.
+  bool drawn = false;
   bool trainable = true;
   bool model_pin = false;                ///< the model family keeps it in fp32
   std::optional<DType> user_grad_dtype;  ///< a leaf's own grad_dtype, set before sharding
