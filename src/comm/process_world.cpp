@@ -28,6 +28,9 @@ bool takes_nccl(const std::string& backend) { return backend == "nccl"; }
 // must not be held up by that.
 constexpr std::chrono::milliseconds kTellOthers{500};
 
+// Long enough for several heartbeats of every watch.
+constexpr std::chrono::milliseconds kHeartbeats{1500};
+
 /// What `call` returns; none when the store fails or gives no answer soon.
 template <class Call>
 auto in_time(Call call) -> decltype(call()) {
@@ -36,6 +39,15 @@ auto in_time(Call call) -> decltype(call()) {
   } catch (...) {
     return std::nullopt;
   }
+}
+
+/// Gloo does not say for whom it waited: "; no sign of life from rank 1". "" where all live.
+std::string silence(Store& store, const std::vector<int>& ranks) {
+  std::string text;
+  for (const int rank : silent_ranks(store, ranks, kHeartbeats)) {
+    text += concat(text.empty() ? "; no sign of life from rank " : ", ", rank);
+  }
+  return text;
 }
 
 std::optional<FailureRecord> decoded(const std::optional<std::string>& bytes) {
@@ -164,7 +176,7 @@ std::shared_ptr<Group> ProcessWorld::make_group(const std::vector<int>& ranks,
     try {
       return device->connect(store->for_group(key), self, static_cast<int>(ranks.size()), timeout);
     } catch (const PeerLost& error) {
-      throw PeerLost(concat(key, ": ", error.what(), " (store served by ", store->server(), ")"));
+      throw PeerLost(concat(key, ": ", error.what(), silence(*store, ranks)));
     }
   };
   auto group = std::make_shared<PointToPointGroup>(std::move(channel));

@@ -1,7 +1,6 @@
 #include "train/trainer.h"
 
 #include <ATen/ATen.h>
-#include <sys/resource.h>
 
 #include <chrono>
 #include <cmath>
@@ -31,10 +30,14 @@ using Clock = std::chrono::steady_clock;
 // Steps before that fill caches and pools.
 constexpr std::int64_t kProfileAfter = 3;
 
+/// Of this program: getrusage() would begin with what the launcher's process had at fork.
 double peak_rss_mib() {
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  return static_cast<double>(usage.ru_maxrss) / 1024.0;  // Linux counts KiB
+  std::ifstream status("/proc/self/status");
+  for (std::string name; status >> name;) {
+    double kib = 0;
+    if (name == "VmHWM:" && status >> kib) return kib / 1024.0;
+  }
+  throw Error(ErrorKind::kIo, "/proc/self/status: found no VmHWM, expected the peak of memory");
 }
 
 std::unique_ptr<Optimizer> make_optimizer(const ShardedBase& model, const OptimizerConfig& config) {

@@ -47,6 +47,11 @@ std::vector<std::pair<double, double>> losses_and_norms(const testing::Temporary
   return steps;
 }
 
+double peak_rss_mib(const testing::TemporaryFolder& folder) {
+  const auto lines = lines_with(read_file(metrics_of(folder)), "peak_rss_mib");
+  return nlohmann::json::parse(lines.back()).at("peak_rss_mib").get<double>();
+}
+
 std::string starter_name(const ::testing::TestParamInfo<Starter>& one) {
   return name_of(one.param);
 }
@@ -102,6 +107,9 @@ TEST_P(OtherLaunchers, TrainTheSameBitsAsOwnSpawn) {
   const auto expected = losses_and_norms(spawned);
   EXPECT_EQ(expected.size(), 6U);
   EXPECT_EQ(losses_and_norms(folder_), expected);
+  // A launcher's own memory (torchrun is a Python with torch: twice ours) is not the ranks'.
+  const double peak = peak_rss_mib(spawned);
+  EXPECT_NEAR(peak_rss_mib(folder_), peak, 0.25 * peak);
 }
 
 TEST_P(OtherLaunchers, AnotherNprocIsRefusedOnce) {

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <atomic>
 #include <random>
 #include <thread>
@@ -130,6 +131,25 @@ TEST(LostRank, StalledAtARandomMomentIsNamedAndNobodyStaysAfterTheTimeout) {
         << run.err();
     expect_all_gone(ranks);
   });
+}
+
+// A write to a connection that a lost rank has closed raises SIGPIPE: whoever died of it would be
+// taken for the culprit.
+TEST(LostRank, SigpipeEndsNoRank) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  Process run(folder.path(), endless_training());
+  const auto ranks = run.wait_for_ranks(kRanks);
+  ASSERT_EQ(ranks.size(), static_cast<std::size_t>(kRanks));
+  const auto lines_of_metrics = [&] {
+    const std::string text = read_file(folder / "run/metrics/metrics.jsonl");
+    return std::count(text.begin(), text.end(), '\n');
+  };
+  ASSERT_TRUE(wait_until(seconds(60), [&] { return lines_of_metrics() > 0; })) << run.err();
+  const auto before = lines_of_metrics();
+  for (const auto& [rank, pid] : ranks) kill(pid, SIGPIPE);
+  EXPECT_TRUE(wait_until(seconds(60), [&] { return lines_of_metrics() > before + 1; }))
+      << run.err();
 }
 
 }  // namespace
