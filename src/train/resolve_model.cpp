@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "base/log.h"
+#include "base/printable.h"
 #include "models/family.h"
 #include "models/parameter_table.h"
 #include "tessera/error.h"
@@ -42,7 +43,14 @@ ModelSource open_model(const ModelConfig& model) {
   models::SpecOptions options;
   options.unknown_keys =
       model.allow_unknown_config_keys ? models::UnknownKeys::kWarn : models::UnknownKeys::kRefuse;
-  auto parsed = models::parse_spec(text, options);
+  auto parsed = [&] {
+    try {
+      return models::parse_spec(text, options);
+    } catch (const Error& error) {
+      const auto& where = model.path.empty() ? model.config : model.path;
+      throw Error(error.kind(), concat(printable(where, 1024), ": ", error.what()));
+    }
+  }();
   for (const auto& warning : parsed.warnings) log::warn("config.json: ", warning);
   source.spec = std::move(parsed.spec);
   return source;
@@ -98,6 +106,10 @@ std::vector<GradContract> resolve_model(const ModelSource& source, const Config&
     contract.final = DType::kFloat64;  // ... but fp64 storage keeps its precision
     contract.reason(ContractField::kFinal) = "as storage, which is wider than float32";
   }
+  TESSERA_CHECK(std::ranges::any_of(contracts, [](const auto& each) { return each.trainable; }),
+                ErrorKind::kConfig,
+                "model.freeze: found every parameter frozen, expected one to train; take a pattern "
+                "out of model.freeze or of the rules with frozen = true");
   return contracts;
 }
 
