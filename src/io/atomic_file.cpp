@@ -20,8 +20,8 @@ void check_io(bool done, std::string_view what, const std::filesystem::path& pat
                 std::generic_category().message(error_number), " (errno ", error_number, ")");
 }
 
-/// A rename is durable once its folder is. Some network file systems refuse; then it is not ours to
-/// promise.
+}  // namespace
+
 void sync_folder(const std::filesystem::path& folder) {
   const int descriptor =
       ::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -29,8 +29,6 @@ void sync_folder(const std::filesystem::path& folder) {
   ::fsync(descriptor);
   ::close(descriptor);
 }
-
-}  // namespace
 
 AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), temporary_(path_) {
   temporary_ += "." + std::to_string(::getpid()) + ".tmp";

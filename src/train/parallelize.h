@@ -2,10 +2,11 @@
 // parallel.
 #pragma once
 
+#include <filesystem>
 #include <memory>
-#include <optional>
+#include <vector>
 
-#include "io/hf_folder.h"
+#include "io/tensor_source.h"
 #include "models/decoder.h"
 #include "tessera/mesh.h"
 #include "tessera/shard.h"
@@ -17,7 +18,10 @@ namespace tessera::train {
 /// What the config's model section names: a folder with weights, or a config.json alone.
 struct ModelSource {
   models::ModelSpec spec;
-  std::optional<HfFolder> folder;
+  std::shared_ptr<const TensorSource> folder;  ///< null from scratch
+  /// The Hugging Face folder that the weights come from: this one, or the one that the run of a
+  /// checkpoint began with; empty where training began from scratch.
+  std::filesystem::path origin;
 };
 /// Errors: kIo, kFormat, kConfig: see HfFolder and models::parse_spec.
 ModelSource open_model(const ModelConfig& model);

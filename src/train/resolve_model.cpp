@@ -1,6 +1,7 @@
 // What a run's model is: its spec, its folder, and the contracts of its parameters.
 #include <algorithm>
 
+#include "io/hf_tensors.h"
 #include "models/family.h"
 #include "models/parameter_table.h"
 #include "tessera/error.h"
@@ -32,8 +33,10 @@ ModelSource open_model(const ModelConfig& model) {
   ModelSource source;
   std::string text;
   if (!model.path.empty()) {
-    source.folder = HfFolder::open(model.path);
-    text = source.folder->config_text();
+    const auto tensors = std::make_shared<HfTensors>(HfFolder::open(model.path));
+    text = tensors->folder().config_text();
+    source.folder = tensors;
+    source.origin = model.path;
   } else {
     text = HfFolder::read_config_text(model.config);
   }

@@ -1,0 +1,172 @@
+#!/usr/bin/env python3
+"""What `tessera convert` writes, as transformers and safetensors read it.
+
+Run by ctest with TESSERA_PROGRAM; leaves with 77 (skipped) where `transformers` is missing, as with
+TESSERA_TORCH.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import unittest
+
+try:
+    import torch
+    import transformers
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+except ImportError as missing:
+    print(f"skipped: {missing}")
+    sys.exit(77)
+
+DATA = pathlib.Path(__file__).resolve().parent / "data"
+FOLDERS = ("qwen3-fp32", "qwen3-mixed", "llama-fp32", "llama-mixed")
+FLOAT32 = ("--precision.param_dtype", "float32", "--precision.storage_dtype", "float32")
+# Of a second fp32 implementation, from the README of the reference data.
+LOGITS_BOUND = 5e-5
+
+
+class Convert(unittest.TestCase):
+    def setUp(self):
+        made = tempfile.TemporaryDirectory()
+        self.addCleanup(made.cleanup)
+        self.folder = pathlib.Path(made.name)
+
+    def run_tessera(self, *words, code=0):
+        done = subprocess.run([os.environ["TESSERA_PROGRAM"], *map(str, words)], capture_output=True, text=True,
+                              cwd=self.folder, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        self.assertEqual(done.returncode, code, done.stderr)
+        return done.stdout if code == 0 else done.stderr
+
+    def gradients(self, model, batch, *more):
+        self.run_tessera("gradients", "--model", model, "--batch", batch, "--out", "gradients.safetensors", *more)
+        return load_file(self.folder / "gradients.safetensors")
+
+    def tensors(self, folder):
+        """By name, with the file that each stands in."""
+        found = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            if path.name == "reference.safetensors":
+                continue
+            with safe_open(path, "pt") as file:
+                self.assertEqual(file.metadata() or {}, {"format": "pt"} if folder.parent != DATA else
+                                 file.metadata() or {})
+                for name in file.keys():
+                    self.assertNotIn(name, found)
+                    found[name] = (file.get_tensor(name), path.name)
+        return found
+
+    def logits_of_transformers(self, folder, ids):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            return model(ids).logits
+
+    def assertSameBits(self, found, expected):
+        self.assertEqual(found.keys(), expected.keys())
+        for name, tensor in expected.items():
+            self.assertEqual(found[name].dtype, tensor.dtype, name)
+            self.assertTrue(torch.equal(found[name], tensor), name)
+
+    def test_a_folder_comes_out_with_the_same_bytes_and_gradients(self):
+        for name in FOLDERS:
+            for limit, files in (("5GB", 1), ("60KB", None)):
+                with self.subTest(name, limit=limit):
+                    out = self.folder / f"{name}-{limit}"
+                    self.run_tessera("convert", DATA / name, out, "--max-shard-size", limit)
+                    before, after = self.tensors(DATA / name), self.tensors(out)
+                    self.assertSameBits({k: v[0] for k, v in after.items()}, {k: v[0] for k, v in before.items()})
+                    names = {file for _, file in after.values()}
+                    if files == 1:
+                        self.assertEqual(names, {"model.safetensors"})
+                    else:
+                        index = json.loads((out / "model.safetensors.index.json").read_text())
+                        self.assertGreater(len(names), 1)
+                        self.assertEqual(index["weight_map"], {k: v[1] for k, v in after.items()})
+                        self.assertEqual(index["metadata"]["total_size"], sum(v[0].nbytes for v in after.values()))
+                    batch = DATA / name / "reference.safetensors"
+                    self.assertSameBits(self.gradients(out, batch), self.gradients(DATA / name, batch))
+
+    def test_transformers_computes_the_logits_that_tessera_does(self):
+        for name in FOLDERS:
+            with self.subTest(name):
+                out = self.folder / name
+                self.run_tessera("convert", DATA / name, out, "--max-shard-size", "60KB")
+                batch = DATA / name / "reference.safetensors"
+                expected = load_file(batch)
+                found = self.logits_of_transformers(out, expected["input_ids"])
+                ours = self.gradients(DATA / name, batch, *FLOAT32)["logits"]
+                self.assertLess((found - ours).abs().max(), LOGITS_BOUND)
+                self.assertLess((found - expected["logits"]).abs().max(), LOGITS_BOUND)
+                # What transformers reads from the folder is what it wrote there once, key for key.
+                original = transformers.AutoConfig.from_pretrained(DATA / name).to_dict()
+                written = transformers.AutoConfig.from_pretrained(out).to_dict()
+                for key in ("_name_or_path", "transformers_version", "head_dim"):
+                    original.pop(key, None), written.pop(key, None)
+                self.assertEqual(written, original)
+
+    def test_a_chosen_dtype_is_every_tensors(self):
+        for name, dtype in (("qwen3-mixed", "float32"), ("qwen3-mixed", "bfloat16"), ("llama-fp32", "bfloat16")):
+            with self.subTest(name, dtype=dtype):
+                out = self.folder / f"{name}-{dtype}"
+                self.run_tessera("convert", DATA / name, out, "--dtype", dtype)
+                expected = {k: v[0].to(getattr(torch, dtype)) for k, v in self.tensors(DATA / name).items()}
+                self.assertSameBits({k: v[0] for k, v in self.tensors(out).items()}, expected)
+                self.assertEqual(json.loads((out / "config.json").read_text())["torch_dtype"], dtype)
+
+    def copy_of(self, name):
+        folder = self.folder / name
+        folder.mkdir()
+        for file in ("config.json", "model.safetensors"):
+            (folder / file).write_bytes((DATA / "llama-fp32" / file).read_bytes())
+        return folder
+
+    def test_the_tokenizer_comes_along_and_nothing_else(self):
+        source = self.copy_of("source")
+        texts = {"tokenizer.json": "{}", "tokenizer_config.json": "[1]", "special_tokens_map.json": "", "vocab.json": "v",
+                 "merges.txt": "m", "generation_config.json": "{}", "chat_template.jinja": "c"}
+        for file, text in {**texts, "notes.md": "n", "training_args.bin": "t"}.items():
+            (source / file).write_text(text)
+        self.run_tessera("convert", source, "out")
+        found = {path.name: path for path in (self.folder / "out").iterdir()}
+        self.assertEqual(found.keys(), texts.keys() | {"config.json", "model.safetensors"})
+        for file, text in texts.items():
+            self.assertEqual(found[file].read_text(), text)
+        (source / "merges.txt").unlink()
+        (self.folder / "secret").write_text("s")
+        (source / "merges.txt").symlink_to("../secret")
+        self.assertIn("merges.txt", self.run_tessera("convert", source, "other", code=2))
+        self.assertFalse((self.folder / "other").exists())
+
+    def test_a_tied_head_that_is_stored_all_the_same_is_written_once(self):
+        source = self.copy_of("source")
+        tensors = load_file(source / "model.safetensors")
+        self.assertNotIn("lm_head.weight", tensors)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        from safetensors.torch import save_file
+        save_file(tensors, source / "model.safetensors")
+        self.run_tessera("convert", source, "out")
+        self.assertSameBits({k: v[0] for k, v in self.tensors(self.folder / "out").items()},
+                            load_file(DATA / "llama-fp32" / "model.safetensors"))
+
+    def test_what_is_there_is_not_overwritten_and_refusals_leave_nothing(self):
+        (self.folder / "out").mkdir()
+        (self.folder / "out" / "mine").write_text("mine")
+        self.assertIn("empty one", self.run_tessera("convert", DATA / "llama-fp32", "out", code=2))
+        self.assertIn("--dtype", self.run_tessera("convert", DATA / "llama-fp32", "x", "--dtype", "int8", code=2))
+        self.assertIn("--max-shard-size",
+                      self.run_tessera("convert", DATA / "llama-fp32", "x", "--max-shard-size", "lots", code=2))
+        damaged = self.copy_of("damaged")
+        (damaged / "model.safetensors").write_bytes(b"\0" * 100)
+        self.run_tessera("convert", damaged, "x", code=2)
+        self.assertEqual(sorted(p.name for p in self.folder.iterdir()), ["damaged", "out"])
+        (self.folder / "out" / "mine").unlink()
+        self.run_tessera("convert", DATA / "llama-fp32", "out")  # an empty folder is as good as none
+        self.assertEqual(len(list((self.folder / "out").iterdir())), 2)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=1)
