@@ -89,6 +89,7 @@ class World : public std::enable_shared_from_this<World> {
   virtual std::shared_ptr<comm::Group> make_group(const std::vector<int>& ranks,
                                                   const std::string& name) = 0;
   /// Derived classes call this first in their destructors: the queue's thread uses their groups.
+  /// The queue itself stays, for a failure watch that still runs.
   void stop_queue();
 
   int rank_ = 0;

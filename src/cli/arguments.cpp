@@ -5,6 +5,7 @@
 #include <CLI/Formatter.hpp>
 #include <algorithm>
 
+#include "base/one_line.h"
 #include "base/printable.h"
 #include "tessera/error.h"
 #include "train/config_keys.h"
@@ -125,12 +126,6 @@ void check_verb(const std::vector<std::string>& words) {
   TESSERA_CHECK(std::ranges::find(verbs(), verb) != verbs().end(), ErrorKind::kUsage,
                 "unknown verb ", printable(verb), "; the nearest is ",
                 train::nearest_name(verb, verbs()));
-}
-
-std::string one_line(std::string text) {
-  std::ranges::replace(text, '\n', ' ');
-  while (!text.empty() && text.back() == ' ') text.pop_back();
-  return text;
 }
 
 Arguments chosen(const ::CLI::App& app, Parsed parsed, Overrides overrides) {

@@ -69,7 +69,7 @@ void print_contract(const InspectArguments& arguments) {
   const auto contracts = train::resolve_model(train::open_model(config.model), config, dims);
   std::cout << to_string(contracts) << contracts.size() << " parameters on "
             << to_string(train::mesh_shape(dims)) << ", contract hash " << std::hex
-            << hash(contracts) << std::dec << "\n(the bucket plan is not yet shown)\n";
+            << hash(contracts) << std::dec << "\n(the bucket plan: not yet built)\n";
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include "cli/verbs.h"
 #include "cli/version.h"
 #include "comm/nccl.h"
+#include "comm/refusal.h"
 #include "tessera/error.h"
 
 namespace tessera::cli {
@@ -35,7 +36,10 @@ int run(int argc, char** argv) {
   try {
     return std::visit(RunVerb{}, parse_arguments({argv + 1, argv + argc}, version_text));
   } catch (const std::exception& error) {
-    return report(error, Phase::kPreparing);
+    // Under a launcher every rank comes to the same error here.
+    const int code = exit_code(error, Phase::kPreparing);
+    comm::refuse_once(error, code, [&] { report(error, Phase::kPreparing); });
+    return code;
   }
 }
 

@@ -44,13 +44,6 @@ fs::path make_fresh_folder(const std::string& name) {
   }
 }
 
-void write_config(const train::Config& config, const fs::path& file) {
-  std::ofstream out(file, std::ios::trunc);
-  out << train::to_toml(config);
-  out.close();
-  TESSERA_CHECK(!out.fail(), ErrorKind::kIo, file.string(), ": writing failed");
-}
-
 }  // namespace
 
 std::string run_name(const std::string& config_file) {
@@ -66,10 +59,17 @@ train::Config prepare_run_folder(const train::Config& config, const std::string&
     const fs::path folder =
         config.job.dump_folder ? fs::path(*config.job.dump_folder) : make_fresh_folder(name);
     chosen = fs::absolute(folder).lexically_normal().string();
-    write_config(train::resolved_for_run(config, chosen), fs::path(chosen) / "config.toml");
   }
   chosen = comm::all_gather_bytes(world.control(), chosen, "run folder").front();
   return train::resolved_for_run(config, chosen);
+}
+
+void write_run_config(const train::Config& run) {
+  const fs::path file = fs::path(*run.job.dump_folder) / "config.toml";
+  std::ofstream out(file, std::ios::trunc);
+  out << train::to_toml(run);
+  out.close();
+  TESSERA_CHECK(!out.fail(), ErrorKind::kIo, file.string(), ": writing failed");
 }
 
 }  // namespace tessera::cli

@@ -6,12 +6,12 @@ namespace tessera::comm {
 
 namespace store_key {
 std::string poison(int epoch) { return concat("poison/", epoch); }
+std::string pulse(int rank) { return concat("pulse/", rank); }
 }  // namespace store_key
 
 namespace {
 
 std::string issued_key(int epoch, int rank) { return concat("issued/", epoch, "/", rank); }
-std::string pulse_key(int rank) { return concat("pulse/", rank); }
 
 }  // namespace
 
@@ -71,7 +71,7 @@ void FailureWatch::look() {
       return;
     }
   }
-  store_->set(pulse_key(options_.rank), std::to_string(++beats_));
+  store_->set(store_key::pulse(options_.rank), std::to_string(++beats_));
   const auto waited = board_->longest_wait();
   if (!waited || *waited < options_.blocked_after) {
     pulses_.clear();
@@ -84,8 +84,9 @@ void FailureWatch::look() {
 
 void FailureWatch::publish(int epoch) {
   std::string lines = board_->lines();
-  if (lines == published_) return;
+  if (lines == published_ && epoch == published_epoch_) return;
   store_->set(issued_key(epoch, options_.rank), lines);
+  published_epoch_ = epoch;
   published_ = std::move(lines);
 }
 
@@ -105,7 +106,7 @@ void FailureWatch::listen_for_peers() {
   const auto now = std::chrono::steady_clock::now();
   for (const int peer : board_->peers()) {
     if (peer == options_.rank || over_) continue;
-    const std::string beat = store_->find(pulse_key(peer)).value_or("");
+    const std::string beat = store_->find(store_key::pulse(peer)).value_or("");
     auto [pulse, first] = pulses_.try_emplace(peer, Pulse{beat, now});
     if (pulse->second.beat != beat) pulse->second = {beat, now};
     if (now - pulse->second.since < options_.silent_after) continue;

@@ -25,8 +25,9 @@ namespace tessera::comm {
 
 /// Keys of the store.
 namespace store_key {
-inline constexpr const char* kFailure = "failure";  ///< "rank R: its error": every process leaves
+inline constexpr const char* kFailure = "failure";  ///< a FailureRecord: every process leaves
 std::string poison(int epoch);                      ///< "rank R: why": every World is poisoned
+std::string pulse(int rank);                        ///< a number that grows while the rank lives
 }  // namespace store_key
 
 struct WatchOptions {
@@ -82,6 +83,7 @@ class FailureWatch {
   int poisoned_epoch_ = -1;
   std::uint64_t beats_ = 0;
   std::string published_;
+  int published_epoch_ = -1;
   std::map<int, Pulse> pulses_;
   std::thread thread_;
 };

@@ -19,17 +19,17 @@ std::span<const std::byte> bytes_of(const at::Tensor& tensor) {
   return {static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes()};
 }
 
-/// Logits of this rank's rows go to rank 0 row by row, so that nobody holds more than one row of
-/// another rank.
+/// Logits go to rank 0 row by row, so that nobody holds more than one row of every rank.
 class LogitsWriter {
  public:
-  LogitsWriter(comm::Group& control, int rank, SafetensorsWriter* writer, std::int64_t rows)
-      : control_(control), rank_(rank), writer_(writer), rows_(rows) {}
+  LogitsWriter(comm::Group& control, SafetensorsWriter* writer, std::int64_t rows)
+      : control_(control), writer_(writer), written_(static_cast<std::size_t>(rows), false) {}
 
   /// `mine` [rows of `range`, T, V] fp32. Every rank calls it with its own range, in the same
   /// number of calls.
   void write(const at::Tensor& mine, RowRange range) {
-    for (std::int64_t i = 0; i < most_rows(range); ++i) {
+    const auto most = most_rows(range);
+    for (std::int64_t i = 0; i < most; ++i) {
       const bool have = i < range.size();
       std::string message;
       if (have) {
@@ -64,10 +64,8 @@ class LogitsWriter {
   }
 
   comm::Group& control_;
-  int rank_;
   SafetensorsWriter* writer_;
-  std::int64_t rows_;
-  std::vector<bool> written_ = std::vector<bool>(static_cast<std::size_t>(rows_), false);
+  std::vector<bool> written_;
 };
 
 std::vector<TensorSpec> outputs(const GradientsRequest& request, const ModelSource& source,
@@ -113,8 +111,7 @@ void run_gradients(const GradientsRequest& request, World& world,
   if (on_first_step) on_first_step();
   if (request.logits) {
     const at::NoGradGuard no_grad;
-    LogitsWriter logits(world.control(), world.rank(), writer ? &*writer : nullptr,
-                        batch->rows_in_step());
+    LogitsWriter logits(world.control(), writer ? &*writer : nullptr, batch->rows_in_step());
     for (const auto& range : rows) {
       const auto ids = batch->load(1, range).input_ids;
       logits.write(model->forward(ids, std::nullopt).to(at::kFloat), range);

@@ -46,7 +46,7 @@ std::vector<fs::path> files_to_copy(const fs::path& origin) {
 /// The parameters in the model's order, a tied one once.
 std::vector<TensorSpec> tensors_to_write(const ModelSource& source, const ExportOptions& options) {
   const auto table = models::parameter_table(source.spec);
-  check_names(*source.folder, table);
+  check_tensors(*source.folder, table);
   std::vector<TensorSpec> tensors;
   for (const models::ParameterSpec& parameter : table) {
     if (!parameter.tied_to.empty()) continue;

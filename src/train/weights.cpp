@@ -30,7 +30,7 @@ bool is_computed_buffer(const std::string& name) {
 
 }  // namespace
 
-void check_names(const TensorSource& folder, const std::vector<models::ParameterSpec>& table) {
+void check_tensors(const TensorSource& folder, const std::vector<models::ParameterSpec>& table) {
   for (const auto& parameter : table) {
     if (!parameter.tied_to.empty()) continue;
     const auto* info = folder.find(parameter.name);
@@ -60,10 +60,8 @@ at::Tensor read_elements(const TensorSource& folder, const std::string& name, st
   return elements;
 }
 
-void load_weights(const ShardedBase& model, const TensorSource& folder,
-                  const std::vector<models::ParameterSpec>& table) {
+void load_weights(const ShardedBase& model, const TensorSource& folder) {
   const at::NoGradGuard no_grad;
-  check_names(folder, table);
   for (const auto& view : model.shards()) {
     const auto& name = view.contract->name;
     in_chunks(view, [&](const at::Tensor& part, std::int64_t begin, std::int64_t end) {

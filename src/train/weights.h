@@ -14,17 +14,16 @@
 
 namespace tessera::train {
 
-/// Whether the folder holds the parameters of the model and no others. Errors: kFormat for a tensor
-/// that is missing, has another shape, or that the model does not have.
-void check_names(const TensorSource& folder, const std::vector<models::ParameterSpec>& table);
+/// That the folder holds the tensors of the table and no others. Errors: kFormat for a tensor that
+/// is missing, has another shape, or that the model does not have.
+void check_tensors(const TensorSource& folder, const std::vector<models::ParameterSpec>& table);
 
 /// A copy of the elements [begin, end) of a tensor, 1-D, in its dtype.
 at::Tensor read_elements(const TensorSource& folder, const std::string& name, std::int64_t begin,
                          std::int64_t end);
 
-/// Copies the owned range of every parameter. Not collective. Errors: as check_names.
-void load_weights(const ShardedBase& model, const TensorSource& folder,
-                  const std::vector<models::ParameterSpec>& table);
+/// Copies the owned range of every parameter; the folder passed check_tensors. Not collective.
+void load_weights(const ShardedBase& model, const TensorSource& folder);
 
 /// Units: elements copied at a time; what loading holds beside the weights themselves.
 inline constexpr std::int64_t kLoadChunk = std::int64_t{1} << 20;

@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "grad/torch_dtype.h"
-#include "models/parameter_table.h"
 #include "nn/parameter.h"
 #include "tessera/error.h"
 #include "train/weights.h"
@@ -32,7 +31,6 @@ at::Tensor load_parameter(const TensorSource& folder, const GradContract& contra
 std::shared_ptr<models::Decoder> load_whole_model(const ModelSource& source,
                                                   const std::vector<GradContract>& contracts) {
   TESSERA_INVARIANT(source.folder != nullptr, "a model without weights");
-  check_names(*source.folder, models::parameter_table(source.spec));
   auto decoder = std::make_shared<models::Decoder>(source.spec);
   const auto parameters = decoder->named_parameters();
   for (const GradContract& contract : contracts) {

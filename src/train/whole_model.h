@@ -14,7 +14,6 @@
 namespace tessera::train {
 
 /// `source` has a folder; `contracts` are resolve_model's. The parameters require no gradient.
-/// Errors: kFormat as check_names.
 std::shared_ptr<models::Decoder> load_whole_model(const ModelSource& source,
                                                   const std::vector<GradContract>& contracts);
 

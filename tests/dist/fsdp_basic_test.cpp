@@ -46,7 +46,7 @@ class Layouts : public ::testing::TestWithParam<Layout> {};
 
 TEST_P(Layouts, MixedDtypeModelTrainsAsThePlainOne) {
   const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([&, count = count, replicas = replicas](World& world) {
+  ranks(count, backend).run([&](World& world) {
     const auto plain = std::make_shared<MixedMlp>(7);
     auto handle = fully_shard(std::make_shared<MixedMlp>(7), data_mesh(world, replicas));
     SgdOptions options;
@@ -92,7 +92,7 @@ TEST_P(Layouts, MixedDtypeModelTrainsAsThePlainOne) {
 
 TEST_P(Layouts, NestedUnitsGiveTheSameBitsAsOne) {
   const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([&, replicas = replicas](World& world) {
+  ranks(count, backend).run([&](World& world) {
     const auto mesh = data_mesh(world, replicas);
     auto whole = fully_shard(std::make_shared<MixedMlp>(3), mesh);
     auto module = std::make_shared<MixedMlp>(3);
@@ -159,7 +159,7 @@ class Accumulation : public ::testing::TestWithParam<std::tuple<Schedule, int, a
 
 TEST_P(Accumulation, TwoHundredFiftySixPlusOneMinusTwoHundredFiftySixIsOne) {
   const auto [schedule, replicas, storage] = GetParam();
-  ranks(2).run([&, schedule = schedule, replicas = replicas, storage = storage](World& world) {
+  ranks(2).run([&](World& world) {
     PrecisionPolicy policy;
     policy.param_dtype = DType::kBFloat16;
     policy.final_dtype = DType::kFloat32;

@@ -29,7 +29,7 @@ FLOAT32 = ("--precision.param_dtype", "float32", "--precision.storage_dtype", "f
 LOGITS_BOUND = 5e-5
 
 
-class Convert(unittest.TestCase):
+class Program(unittest.TestCase):
     def setUp(self):
         made = tempfile.TemporaryDirectory()
         self.addCleanup(made.cleanup)
@@ -70,6 +70,15 @@ class Convert(unittest.TestCase):
             self.assertEqual(found[name].dtype, tensor.dtype, name)
             self.assertTrue(torch.equal(found[name], tensor), name)
 
+    def copy_of(self, name):
+        folder = self.folder / name
+        folder.mkdir()
+        for file in ("config.json", "model.safetensors"):
+            (folder / file).write_bytes((DATA / "llama-fp32" / file).read_bytes())
+        return folder
+
+
+class ConvertFolder(Program):
     def test_a_folder_comes_out_with_the_same_bytes_and_gradients(self):
         for name in FOLDERS:
             for limit, files in (("5GB", 1), ("60KB", None)):
@@ -116,13 +125,6 @@ class Convert(unittest.TestCase):
                 self.assertSameBits({k: v[0] for k, v in self.tensors(out).items()}, expected)
                 self.assertEqual(json.loads((out / "config.json").read_text())["torch_dtype"], dtype)
 
-    def copy_of(self, name):
-        folder = self.folder / name
-        folder.mkdir()
-        for file in ("config.json", "model.safetensors"):
-            (folder / file).write_bytes((DATA / "llama-fp32" / file).read_bytes())
-        return folder
-
     def test_the_tokenizer_comes_along_and_nothing_else(self):
         source = self.copy_of("source")
         texts = {"tokenizer.json": "{}", "tokenizer_config.json": "[1]", "special_tokens_map.json": "", "vocab.json": "v",
@@ -166,6 +168,106 @@ class Convert(unittest.TestCase):
         (self.folder / "out" / "mine").unlink()
         self.run_tessera("convert", DATA / "llama-fp32", "out")  # an empty folder is as good as none
         self.assertEqual(len(list((self.folder / "out").iterdir())), 2)
+
+
+class ConvertCheckpoint(Program):
+    """The same of checkpoints that two ranks wrote."""
+
+    def train(self, model, data, *more):
+        (self.folder / "run.toml").write_text(
+            f"[model]\n{model}\n[data]\npath = {data}\n[training]\nsteps = 3\nseq_len = 24\n"
+            'global_batch_size = 2\n[optimizer]\nlr = 0.01\n[job]\ndump_folder = "run"\n')
+        self.run_tessera("train", "run.toml", "--nproc", "2", "--checkpoint.interval", "2", *more)
+        return self.folder / "run/checkpoint/step-3"
+
+    def check_same_model(self, checkpoint, out, batch, bound=LOGITS_BOUND):
+        """transformers on what convert wrote, and gradients on either, give the same."""
+        ours = self.gradients(checkpoint, batch, *FLOAT32)
+        self.assertSameBits(self.gradients(out, batch, *FLOAT32), ours)
+        found = self.logits_of_transformers(out, load_file(batch)["input_ids"])
+        self.assertLess((found - ours["logits"]).abs().max(), bound)
+
+    def test_a_finetuned_folder_keeps_its_dtypes_and_its_tokenizer(self):
+        source = self.copy_of("source")
+        (source / "tokenizer.json").write_text("{}")
+        batch = DATA / "llama-fp32" / "reference.safetensors"
+        checkpoint = self.train('path = "source"', f'"{batch}"', *FLOAT32)
+        self.run_tessera("convert", checkpoint, "out", "--max-shard-size", "60KB")
+        self.assertTrue((self.folder / "out" / "tokenizer.json").is_file())
+        self.assertNotIn("lm_head.weight", self.tensors(self.folder / "out"))
+        self.check_same_model(checkpoint, self.folder / "out", batch)
+        before = load_file(source / "model.safetensors")
+        after = {k: v[0] for k, v in self.tensors(self.folder / "out").items()}
+        self.assertEqual(before.keys(), after.keys())
+        self.assertFalse(any(torch.equal(before[k], after[k]) for k in before if before[k].ndim == 2))
+        # `checkpoint` alone means the latest one.
+        self.run_tessera("convert", checkpoint.parent, "latest")
+        self.check_same_model(checkpoint, self.folder / "latest", batch)
+
+    def test_a_mixed_folder_comes_back_in_the_dtypes_it_had(self):
+        batch = DATA / "qwen3-mixed" / "reference.safetensors"
+        checkpoint = self.train(f'path = "{DATA / "qwen3-mixed"}"', f'"{batch}"')
+        self.run_tessera("convert", checkpoint, "out")
+        dtypes = {k: v[0].dtype for k, v in self.tensors(self.folder / "out").items()}
+        self.assertEqual(dtypes, {k: v[0].dtype for k, v in self.tensors(DATA / "qwen3-mixed").items()})
+        self.assertEqual(set(dtypes.values()), {torch.float32, torch.bfloat16})
+        self.run_tessera("convert", checkpoint, "wide", "--dtype", "float32")
+        self.check_same_model(checkpoint, self.folder / "wide", batch)
+        # Rounded once to what the folder had.
+        wide = {k: v[0] for k, v in self.tensors(self.folder / "wide").items()}
+        self.assertSameBits({k: v[0] for k, v in self.tensors(self.folder / "out").items()},
+                            {k: v.to(dtypes[k]) for k, v in wide.items()})
+        # Under the run's own precision a checkpoint computes as the run did: norms in fp32.
+        bf16 = self.gradients(checkpoint, batch)
+        self.assertSameBits(bf16, self.gradients(checkpoint, batch, "--precision.rule",
+                                                 '[{match = ["*norm"], param_dtype = "float32"}]'))
+        self.assertFalse(torch.equal(bf16["loss"], self.gradients(checkpoint, batch, *FLOAT32)["loss"]))
+
+    def test_a_byte_model_from_scratch(self):
+        (self.folder / "page.txt").write_text("".join(f"line {i} of a page.\n" for i in range(60)))
+        (self.folder / "model.json").write_text(json.dumps({
+            "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 16,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+            "intermediate_size": 32, "vocab_size": 260, "max_position_embeddings": 64}))
+        checkpoint = self.train('config = "model.json"', '"page.txt"')
+        said = self.run_tessera("convert", checkpoint, "out")
+        self.assertIn("0 tokenizer file(s)", said)
+        self.assertEqual(json.loads((self.folder / "out/config.json").read_text())["tessera_tokenizer"], "bytes")
+        ids = torch.randint(0, 257, (2, 24), generator=torch.Generator().manual_seed(1))
+        from safetensors.torch import save_file
+        save_file({"input_ids": ids, "labels": ids.clone()}, self.folder / "batch.safetensors")
+        self.check_same_model(checkpoint, self.folder / "out", self.folder / "batch.safetensors")
+        words = ("--prompt", "line ", "--max-new-tokens", "20")
+        text = self.run_tessera("generate", "--model", checkpoint, *words)
+        self.assertEqual(self.run_tessera("generate", "--model", "out", *words), text)
+        # As ./run proposes: on with the run's own config to another length, from another folder.
+        os.rename(self.folder / "page.txt", self.folder / "moved.txt")
+        self.run_tessera("train", "run/config.toml", "--nproc", "2", "--training.steps", "5",
+                         "--data.path", "moved.txt")
+        self.run_tessera("convert", "run/checkpoint", "longer")
+        self.check_same_model(self.folder / "run/checkpoint/step-5", self.folder / "longer",
+                              self.folder / "batch.safetensors")
+
+    def test_the_folder_that_training_began_with_may_be_gone(self):
+        source = self.copy_of("source")
+        batch = DATA / "llama-fp32" / "reference.safetensors"
+        checkpoint = self.train('path = "source"', f'"{batch}"', *FLOAT32)
+        source.rename(self.folder / "elsewhere")
+        self.run_tessera("convert", checkpoint, "out")
+        self.check_same_model(checkpoint, self.folder / "out", batch)
+
+    def test_an_altered_checkpoint_is_named_and_nothing_is_written(self):
+        self.copy_of("source")
+        batch = DATA / "llama-fp32" / "reference.safetensors"
+        checkpoint = self.train('path = "source"', f'"{batch}"', *FLOAT32)
+        file = checkpoint / "rank_1.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-5] ^= 1
+        file.write_bytes(content)
+        for words in (("convert", checkpoint, "out"),
+                      ("generate", "--model", checkpoint, "--prompt-tokens", "1", "--max-new-tokens", "1")):
+            self.assertIn("rank_1.safetensors", self.run_tessera(*words, code=2))
+        self.assertFalse((self.folder / "out").exists())
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@
 #include <utility>
 #include <vector>
 
+#include "base/parallel.h"
 #include "nn/cpu/dispatch.h"
 #include "nn/cpu/functions.h"
-#include "nn/cpu/parallel.h"
 
 namespace tessera::nn::cpu {
 namespace {
@@ -83,8 +83,8 @@ void softmax_in_place(const at::Tensor& scores, const at::Tensor& weights, const
                             .scale = static_cast<float>(scale)};
     const auto kernel =
         weights.defined() ? kernels.causal_softmax_backward : kernels.causal_softmax;
-    for_ranges(scores.size(0) * scores.size(1), rows_a_thread(job.keys),
-               [&](std::int64_t begin, std::int64_t end) { kernel(job, begin, end); });
+    base::for_ranges(scores.size(0) * scores.size(1), rows_a_thread(job.keys),
+                     [&](std::int64_t begin, std::int64_t end) { kernel(job, begin, end); });
   });
 }
 

@@ -102,6 +102,32 @@ TEST(TokenBatches, MaskedTokensAreNoTargets) {
               HasSubstr("no kept label"));
 }
 
+// Only the first token of a row is kept: no position predicts it.
+TEST(TokenBatches, AMaskThatKeepsNoTargetOfAnyRowIsRefused) {
+  const testing::TemporaryFolder folder;
+  BatchRequest request = request_for(write_counting_tokens(folder, 11));
+  folder.write("t.mask.bin", std::string{1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1});
+  request.training.seq_len = 4;
+  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); }),
+              HasSubstr("no kept label"));
+}
+
+TEST(TokenBatches, AStepWithoutATargetIsRefusedBeforeTheFirstUnlessOneInAllIsEnough) {
+  const testing::TemporaryFolder folder;
+  BatchRequest request = request_for(write_counting_tokens(folder, 10));
+  folder.write("t.mask.bin", std::string{1, 1, 1, 1, 1, 0, 0, 0, 0, 0});
+  request.training.seq_len = 4;
+  request.training.global_batch_size = 1;
+  request.steps = 2;  // one epoch: a step has the one row, the next the other
+  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); }),
+              HasSubstr("no kept label in the rows of step"));
+  request.labels = LabelsNeeded::kInAnyStep;
+  open_batches(request);
+  request.labels = LabelsNeeded::kInEveryStep;
+  request.training.global_batch_size = 2;
+  open_batches(request);
+}
+
 TEST(TokenBatches, ReadsTextAsBytes) {
   const testing::TemporaryFolder folder;
   BatchRequest request = request_for(folder.write("a.txt", "abcd"));

@@ -1,10 +1,11 @@
-// A folder's tensors as a source that is read in ranges.
-#include "io/hf_tensors.h"
-
+// Tensors of folders and of checkpoints as sources that are read in ranges.
 #include <gmock/gmock.h>
 
-#include <cstring>
+#include <algorithm>
 
+#include "io/checkpoint_tensors.h"
+#include "io/hf_tensors.h"
+#include "unit/io/checkpoint_cases.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera {
@@ -32,6 +33,30 @@ TEST(HfTensors, EveryRangeIsThatPartOfTheFile) {
   EXPECT_EQ(source.bulk_dtype(), DType::kBFloat16);
   EXPECT_EQ(source.find("absent"), nullptr);
   testing::error_of(ErrorKind::kFormat, [&] { source.read("absent", 0, 0, {}); });
+}
+
+TEST(CheckpointTensors, AreTheModelsUnderItsNamesWithWhatTheyWerePublishedAs) {
+  const testing::TemporaryFolder folder;
+  testing::Random random(5);
+  for (int i = 0; i < 20; ++i) {
+    const auto path = folder / std::to_string(i);
+    const auto written = testing::write_random_checkpoint(random, path);
+    const CheckpointTensors source(CheckpointFolder::open(path));
+    std::size_t of_model = 0;
+    for (const auto& [name, tensor] : written.manifest.tensors) {
+      if (!name.starts_with(kModelPrefix)) continue;
+      ++of_model;
+      const std::string plain = name.substr(kModelPrefix.size());
+      ASSERT_NE(source.find(plain), nullptr) << plain;
+      EXPECT_EQ(*source.find(plain), (SourceTensor{tensor.dtype, tensor.shape,
+                                                   tensor.source_dtype.value_or(tensor.dtype)}));
+      std::vector<std::byte> found(written.values.at(name).size());
+      source.read(plain, 0, tensor.numel(), found);
+      EXPECT_EQ(found, written.values.at(name));
+    }
+    EXPECT_EQ(source.tensors().size(), of_model) << "the optimizer's are not the model's";
+    EXPECT_EQ(source.find("model/w"), nullptr);
+  }
 }
 
 }  // namespace
