@@ -38,9 +38,8 @@ std::string to_string(const Hash128& hash) {
 }
 
 std::optional<Hash128> parse_hash128(std::string_view text) {
-  const bool digits = std::all_of(text.begin(), text.end(), [](char c) {
-    return kDigits.find(c) != std::string_view::npos;
-  });
+  const bool digits = std::all_of(text.begin(), text.end(),
+                                  [](char c) { return kDigits.find(c) != std::string_view::npos; });
   if (text.size() != 2 * kDigitsOfHalf || !digits) return std::nullopt;
   return Hash128{parse_half(text.substr(0, kDigitsOfHalf)), parse_half(text.substr(kDigitsOfHalf))};
 }

@@ -1,8 +1,8 @@
 // A stable 64-bit hash of bytes: the same on every rank, compiler and machine (XXH3, little
 // endian).
 //
-// For comparing values over ranks, for keying random numbers and, with 128 bits, for finding bytes of
-// a file that changed; not a cryptographic hash, and not std::hash, whose result each standard
+// For comparing values over ranks, for keying random numbers and, with 128 bits, for finding bytes
+// of a file that changed; not a cryptographic hash, and not std::hash, whose result each standard
 // library chooses for itself.
 #pragma once
 

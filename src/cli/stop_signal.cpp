@@ -24,12 +24,12 @@ void on_signal(int number) {
 }
 
 void install(int number, void (*handler)(int)) {
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_handler = handler;
   action.sa_flags = SA_RESTART;  // a step under way does not notice
   ::sigemptyset(&action.sa_mask);
-  TESSERA_CHECK(::sigaction(number, &action, nullptr) == 0, ErrorKind::kIo, "sigaction: ",
-                std::strerror(errno));
+  TESSERA_CHECK(::sigaction(number, &action, nullptr) == 0, ErrorKind::kIo,
+                "sigaction: ", std::strerror(errno));
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// SIGINT and SIGTERM while a rank trains: the first asks the run to end after its step, a second one
-// ends this process at once.
+// SIGINT and SIGTERM while a rank trains: the first asks the run to end after its step, a second
+// one ends this process at once.
 //
 // Signals belong to the process, so this is one of the few things that do: make one, in a rank's
 // own process. The trainer only sees a function (TrainingHooks::stop_requested).

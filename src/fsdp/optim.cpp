@@ -148,9 +148,8 @@ class Sgd : public Optimizer {
   void make_state(Item& item) const override {
     if (!item.state.empty() || options_.momentum == 0.0) return;
     const auto dtype = to_scalar_type(item.view.contract->final);
-    item.state = {at::zeros(item.view.shard.sizes(), item.view.shard.options()
-                                                         .dtype(dtype)
-                                                         .requires_grad(false))};
+    item.state = {at::zeros(item.view.shard.sizes(),
+                            item.view.shard.options().dtype(dtype).requires_grad(false))};
   }
 
   std::vector<OptimizerState::Kept> kept_of(const Item& item) const override {
@@ -211,8 +210,9 @@ Optimizer::Item& Optimizer::find(std::string_view parameter) {
   const auto found = std::find_if(items_.begin(), items_.end(), [&](const auto& item) {
     return item.view.contract->name == parameter;
   });
-  TESSERA_CHECK(found != items_.end(), ErrorKind::kUsage, "optimizer: found no trainable parameter ",
-                parameter, " among its ", items_.size());
+  TESSERA_CHECK(found != items_.end(), ErrorKind::kUsage,
+                "optimizer: found no trainable parameter ", parameter, " among its ",
+                items_.size());
   return *found;
 }
 

@@ -140,8 +140,8 @@ void CheckpointFolder::verify(const std::string& name) const {
   std::vector<std::byte> chunk(kChunkBytes);
   Hash128Stream hash;
   for (std::int64_t at = 0; at < file.size_bytes();) {
-    const auto count = std::min<std::int64_t>(static_cast<std::int64_t>(kChunkBytes),
-                                              file.size_bytes() - at);
+    const auto count =
+        std::min<std::int64_t>(static_cast<std::int64_t>(kChunkBytes), file.size_bytes() - at);
     const auto bytes = std::span(chunk).first(static_cast<std::size_t>(count));
     file.read_range(at, bytes);
     hash.add(bytes);
@@ -154,15 +154,13 @@ void CheckpointFolder::verify_all() const {
   for (const std::string& name : data_files()) verify(name);
 }
 
-const TensorInfo& CheckpointFolder::where_in_file(const CheckpointPiece& piece,
-                                                  DType dtype) const {
+const TensorInfo& CheckpointFolder::where_in_file(const CheckpointPiece& piece, DType dtype) const {
   auto header = headers_.find(piece.file);
   if (header == headers_.end()) {
     header = headers_.emplace(piece.file, SafetensorsFile(path_ / piece.file).header()).first;
   }
   const TensorInfo* const info = header->second.find(piece.key);
-  TESSERA_CHECK(info != nullptr && info->dtype == dtype &&
-                    info->numel() == piece.end - piece.begin,
+  TESSERA_CHECK(info != nullptr && info->dtype == dtype && info->numel() == piece.end - piece.begin,
                 ErrorKind::kFormat, shown(path_ / piece.file), ": found ",
                 info == nullptr ? std::string("nothing")
                                 : concat(to_string(info->dtype), " ", shape_text(info->shape)),

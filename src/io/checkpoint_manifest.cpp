@@ -140,8 +140,8 @@ std::string piece_text(const CheckpointPiece& piece) {
 }
 
 std::string tensor_line(const CheckpointTensor& tensor) {
-  std::string text = concat(R"({"dtype": ")", to_string(tensor.dtype), R"(", "shape": )",
-                            numbers(tensor.shape));
+  std::string text =
+      concat(R"({"dtype": ")", to_string(tensor.dtype), R"(", "shape": )", numbers(tensor.shape));
   if (tensor.source_dtype) {
     text += concat(R"(, "source_dtype": ")", to_string(*tensor.source_dtype), "\"");
   }
@@ -190,16 +190,15 @@ void validate(const CheckpointManifest& manifest, std::string_view where) {
 
 std::string to_json(const CheckpointManifest& manifest) {
   const CheckpointData& data = manifest.data;
-  std::string text =
-      concat("{\n \"format\": ", manifest.format, ",\n \"step\": ", manifest.step,
-             ",\n \"world_size\": ", manifest.world_size, ",\n \"config_hash\": \"",
-             to_string(manifest.config_hash), "\",\n \"model_path\": ", quoted(manifest.model_path),
-             ",\n \"seed\": ", manifest.seed, ",\n \"data\": {\"path\": ",
-             listed(data.path, quoted), ", \"bytes\": ", data.bytes, ", \"xxh3_128\": \"",
-             to_string(data.xxh3_128), "\", \"seq_len\": ", data.seq_len,
-             ", \"global_batch_size\": ", data.global_batch_size, "},\n \"files\": ",
-             by_name(manifest.files, file_line), ",\n \"tensors\": ",
-             by_name(manifest.tensors, tensor_line), kHashKey);
+  std::string text = concat(
+      "{\n \"format\": ", manifest.format, ",\n \"step\": ", manifest.step,
+      ",\n \"world_size\": ", manifest.world_size, ",\n \"config_hash\": \"",
+      to_string(manifest.config_hash), "\",\n \"model_path\": ", quoted(manifest.model_path),
+      ",\n \"seed\": ", manifest.seed, ",\n \"data\": {\"path\": ", listed(data.path, quoted),
+      ", \"bytes\": ", data.bytes, ", \"xxh3_128\": \"", to_string(data.xxh3_128),
+      "\", \"seq_len\": ", data.seq_len, ", \"global_batch_size\": ", data.global_batch_size,
+      "},\n \"files\": ", by_name(manifest.files, file_line),
+      ",\n \"tensors\": ", by_name(manifest.tensors, tensor_line), kHashKey);
   text += to_string(Hash128Stream().add(text).digest());
   return text += kAfterHash;
 }

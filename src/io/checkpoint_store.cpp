@@ -102,7 +102,8 @@ std::optional<std::int64_t> CheckpointStore::latest() const {
   TESSERA_CHECK(step, ErrorKind::kFormat, shown(file), ": found ", printable(text),
                 ", expected step-N; write the name of a complete checkpoint into it");
   TESSERA_CHECK(fs::is_directory(complete(*step), ignored), ErrorKind::kFormat, shown(file),
-                ": found ", text, ", which is not there; write the name of a complete checkpoint "
+                ": found ", text,
+                ", which is not there; write the name of a complete checkpoint "
                 "into it, or set checkpoint.load_step");
   return step;
 }

@@ -117,9 +117,9 @@ void CheckpointSaver::meet() {
     // Nobody leaves before the folder is gone: the first rank that does takes the others along.
     if (world_.rank() == 0) store_.discard(step_);
     comm::barrier(world_.control(), "checkpoint: cleaned up");
-    throw Error(ErrorKind::kIo, concat("checkpoint of step ", step_, ": rank ", rank, ": ",
-                                       all[rank].substr(1),
-                                       "; earlier checkpoints are as they were"));
+    throw Error(ErrorKind::kIo,
+                concat("checkpoint of step ", step_, ": rank ", rank, ": ", all[rank].substr(1),
+                       "; earlier checkpoints are as they were"));
   }
   if (phase_ == Phase::kManifest) {
     phase_ = Phase::kIdle;
@@ -147,7 +147,8 @@ void CheckpointSaver::write_manifest(const std::vector<std::string>& parts) cons
   require_files(manifest);
   const fs::path folder = store_.temporary(step_);
   const auto bytes_of = [](const std::string& text) { return std::as_bytes(std::span(text)); };
-  manifest.files["config.json"] = write_file(folder / "config.json", bytes_of(options_.config_json));
+  manifest.files["config.json"] =
+      write_file(folder / "config.json", bytes_of(options_.config_json));
   validate(manifest, "the manifest to be written");
   write_file(folder / kManifestFile, bytes_of(to_json(manifest)));
   store_.finish(step_);

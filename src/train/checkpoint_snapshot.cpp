@@ -77,8 +77,7 @@ std::vector<StatePart> cut(const std::vector<StatePart>& parts, int replica, int
 std::byte* Snapshot::grow_to(std::size_t size) {
   if (!buffer_.defined() || buffer_.nbytes() < size) {
     buffer_ = at::Tensor();  // two would be twice the memory
-    buffer_ =
-        at::empty({static_cast<std::int64_t>(size)}, at::TensorOptions().dtype(at::kByte));
+    buffer_ = at::empty({static_cast<std::int64_t>(size)}, at::TensorOptions().dtype(at::kByte));
   }
   size_ = size;
   return data_ = static_cast<std::byte*>(buffer_.mutable_data_ptr());

@@ -219,7 +219,8 @@ void add_update(std::vector<ConfigKey>& keys) {
 void add_outputs(std::vector<ConfigKey>& keys) {
   using K = CheckpointConfig;
   Section(keys, "checkpoint", &Config::checkpoint)
-      .key("enable", &K::enable, {"", "Write checkpoints, and go on from one; the last step is always saved."})
+      .key("enable", &K::enable,
+           {"", "Write checkpoints, and go on from one; the last step is always saved."})
       .key("folder", &K::folder, {"folder", "Where they go, relative to RUN."})
       .key("interval", &K::interval, {"steps", "A checkpoint every so many steps."}, count_from(1))
       .key("keep_latest_k", &K::keep_latest_k, {"checkpoints", "How many are kept; 0 is all."},

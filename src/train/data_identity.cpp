@@ -40,8 +40,8 @@ class Content {
  private:
   void add_range(const InputFile& file, std::int64_t begin, std::int64_t length) {
     for (std::int64_t at = 0; at < length;) {
-      const auto count = std::min<std::int64_t>(length - at,
-                                                static_cast<std::int64_t>(chunk_.size()));
+      const auto count =
+          std::min<std::int64_t>(length - at, static_cast<std::int64_t>(chunk_.size()));
       const auto bytes = std::span(chunk_).first(static_cast<std::size_t>(count));
       file.read_range(begin + at, bytes);
       hash_.add(bytes);
@@ -93,17 +93,17 @@ void require_same_data(const CheckpointData& found, const CheckpointData& expect
                        const std::string& checkpoint) {
   const std::string after =
       concat(" of the checkpoint ", checkpoint, "; set it back, or start anew in another folder");
-  TESSERA_CHECK(found.seq_len == expected.seq_len, ErrorKind::kConfig,
-                "training.seq_len: found ", found.seq_len, ", expected ", expected.seq_len, after);
+  TESSERA_CHECK(found.seq_len == expected.seq_len, ErrorKind::kConfig, "training.seq_len: found ",
+                found.seq_len, ", expected ", expected.seq_len, after);
   TESSERA_CHECK(found.global_batch_size == expected.global_batch_size, ErrorKind::kConfig,
                 "training.global_batch_size: found ", found.global_batch_size, ", expected ",
                 expected.global_batch_size, after);
   const std::string before = expected.path.empty() ? std::string("nothing") : expected.path[0];
-  TESSERA_CHECK(
-      found.bytes == expected.bytes && found.xxh3_128 == expected.xxh3_128, ErrorKind::kConfig,
-      "data.path: found ", found.bytes, " bytes with XXH3-128 ", to_string(found.xxh3_128),
-      ", expected the data", after, " (", printable(before, 1024), ", ", expected.bytes,
-      " bytes, ", to_string(expected.xxh3_128), ")");
+  TESSERA_CHECK(found.bytes == expected.bytes && found.xxh3_128 == expected.xxh3_128,
+                ErrorKind::kConfig, "data.path: found ", found.bytes, " bytes with XXH3-128 ",
+                to_string(found.xxh3_128), ", expected the data", after, " (",
+                printable(before, 1024), ", ", expected.bytes, " bytes, ",
+                to_string(expected.xxh3_128), ")");
 }
 
 }  // namespace tessera::train

@@ -1,6 +1,8 @@
-// What data a run is trained on, as a value: so that a resumed run goes on with the same rows. Pure.
+// What data a run is trained on, as a value: so that a resumed run goes on with the same rows.
+// Pure.
 //
-// Names do not count, data may have moved; sizes and content do. Large files are looked at in parts.
+// Names do not count, data may have moved; sizes and content do. Large files are looked at in
+// parts.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +13,8 @@
 
 namespace tessera::train {
 
-/// A file up to this size is hashed whole; of a larger one as many bytes, in kSamples equal parts at
-/// equal distances, its beginning and end among them.
+/// A file up to this size is hashed whole; of a larger one as many bytes, in kSamples equal parts
+/// at equal distances, its beginning and end among them.
 inline constexpr std::int64_t kHashedWholeBytes = std::int64_t{64} << 20;
 inline constexpr std::int64_t kSamples = 64;
 

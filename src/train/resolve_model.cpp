@@ -98,9 +98,9 @@ std::vector<GradContract> resolve_model(const ModelSource& source, const Config&
         meta.published = info->original;
         meta.dtype = info->dtype;
       }
-    } else if (!config.precision.storage_dtype.dtype && source.spec.dtype) {
-      meta.dtype =
-          *source.spec.dtype;  // storage_dtype = "auto" from scratch: what config.json says
+    } else {
+      meta.drawn = true;
+      meta.dtype = source.spec.dtype.value_or(DType::kFloat32);
     }
     meta.model_pin = matches_any(pins, meta.name);
     meta.trainable = !matches_any(freeze, meta.name);

@@ -197,7 +197,8 @@ class Loader {
   void check_state(const GradContract& contract) const {
     const auto& name = contract.name;
     const bool kept_any = keeps_any(name);
-    if (kept_any || has("step", name)) require_tensor(checkpoint_, named("step", name), DType::kInt64, {});
+    if (kept_any || has("step", name))
+      require_tensor(checkpoint_, named("step", name), DType::kInt64, {});
     if (!kept_any) return;
     for (const auto& kept : optimizer_.make_kept(name)) {
       require_tensor(checkpoint_, named(kept.name, name), to_dtype(kept.values.scalar_type()),

@@ -1,7 +1,6 @@
 #include "train/trainer.h"
 
 #include <ATen/ATen.h>
-#include <sys/resource.h>
 
 #include <chrono>
 #include <cmath>
@@ -31,10 +30,14 @@ using Clock = std::chrono::steady_clock;
 // Steps before that fill caches and pools.
 constexpr std::int64_t kProfileAfter = 3;
 
+/// Of this program: getrusage() would begin with what the launcher's process had at fork.
 double peak_rss_mib() {
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  return static_cast<double>(usage.ru_maxrss) / 1024.0;  // Linux counts KiB
+  std::ifstream status("/proc/self/status");
+  for (std::string name; status >> name;) {
+    double kib = 0;
+    if (name == "VmHWM:" && status >> kib) return kib / 1024.0;
+  }
+  throw Error(ErrorKind::kIo, "/proc/self/status: found no VmHWM, expected the peak of memory");
 }
 
 std::unique_ptr<Optimizer> make_optimizer(const ShardedBase& model, const OptimizerConfig& config) {
@@ -99,9 +102,9 @@ class Trainer {
       validation_ = open_batches(request);
     }
     checkpoints_.emplace(config, source_, *data_, mesh_, hooks.before_checkpoint_write);
-    model_ = parallelize(source_, config, mesh_,
-                         checkpoints_->resumes() ? InitialWeights::kLater
-                                                 : InitialWeights::kOfSource);
+    model_ =
+        parallelize(source_, config, mesh_,
+                    checkpoints_->resumes() ? InitialWeights::kLater : InitialWeights::kOfSource);
     optimizer_ = make_optimizer(*model_, config.optimizer);
     done_ = checkpoints_->load(*model_, *optimizer_);
     flops_per_token_ = flops_per_token(model_size(), data_->row_tokens());

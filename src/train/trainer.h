@@ -46,7 +46,8 @@ struct TrainingHooks {
 /// Trains as `config` (resolved_for_run) says, from the checkpoint that it names on. Collective.
 /// Rank 0 writes metrics and prints step lines; when it returns all checkpoints are complete.
 /// Errors: kConfig, kFormat, kIo, kContract before the first step; later kComm, kIo, and
-/// kNumeric for a loss or a norm that is not finite, on all ranks alike; so is kIo for a checkpoint.
+/// kNumeric for a loss or a norm that is not finite, on all ranks alike; so is kIo for a
+/// checkpoint.
 TrainingResult run_training(const Config& config, World& world, const TrainingHooks& hooks = {});
 
 }  // namespace tessera::train

@@ -153,6 +153,36 @@ TEST(AskedToStop, SavesTheStepAndGoesOnLaterWithTheSameBits) {
   }
 }
 
+// What torchrun sets for its attempts at one job; no folder is named.
+TEST(RestartedRun, GoesOnInTheFolderOfTheAttemptBefore) {
+  const TemporaryFolder folder;
+  write_small_run(folder);
+  const auto attempt = [&](const std::string& run_id, int number, int steps) {
+    const auto outcome =
+        run_program(folder, {"train", "run.toml", "--training.steps", std::to_string(steps)},
+                    "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29999 "
+                    "TORCHELASTIC_RUN_ID=" +
+                        run_id + " TORCHELASTIC_RESTART_COUNT=" + std::to_string(number));
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return outcome.err;
+  };
+  const auto runs = [&] {
+    std::vector<std::string> names;
+    for (const auto& entry : fs::directory_iterator(folder / "outputs")) {
+      if (entry.path().filename() != ".restarts") names.push_back(entry.path().filename());
+    }
+    return names;
+  };
+  attempt("a", 0, 2);
+  EXPECT_THAT(attempt("a", 1, 3), HasSubstr("resumed from"));
+  ASSERT_EQ(runs().size(), 1U);
+  EXPECT_EQ(losses(folder / "outputs" / runs().front()).size(), 3U);
+  attempt("a", 0, 2);  // another job of that name
+  attempt("b", 0, 2);
+  EXPECT_EQ(runs().size(), 3U);
+  EXPECT_THAT(attempt("c", 1, 2), HasSubstr("set job.dump_folder"));
+}
+
 // A stopped rank holds the step up for ever: the first signal waits for it, a second one does not.
 TEST(AskedToStop, ASecondSignalEndsAtOnce) {
   const TemporaryFolder folder;

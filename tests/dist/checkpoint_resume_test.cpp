@@ -51,7 +51,8 @@ void expect_same_tensors(const fs::path& found, const fs::path& expected) {
   const auto a = all_tensors(found);
   const auto b = all_tensors(expected);
   ASSERT_EQ(a.size(), b.size());
-  for (const auto& [name, values] : b) EXPECT_TRUE(a.contains(name) && a.at(name) == values) << name;
+  for (const auto& [name, values] : b)
+    EXPECT_TRUE(a.contains(name) && a.at(name) == values) << name;
 }
 
 struct Kind {
@@ -146,6 +147,58 @@ TEST(Resume, EveryLayoutReadsTheBitsOfEveryOther) {
   }
 }
 
+/// Updates by gradients that depend on parameter, step and element only.
+void step_by_hand(const ShardedBase& model, Optimizer& optimizer, int step) {
+  for (const auto& view : model.shards()) {
+    const auto whole = seeded(hash_bytes(view.contract->name, static_cast<std::uint64_t>(step)),
+                              {view.contract->numel()});
+    view.shard.mutable_grad() = whole.narrow(0, view.begin, view.end - view.begin).clone();
+  }
+  optimizer.step();
+}
+
+void save_now(World& world, const fs::path& folder, std::int64_t step, const ShardedBase& model,
+              const Optimizer& optimizer) {
+  train::CheckpointOptions options;
+  options.folder = folder;
+  options.config_json = "{}";
+  options.source_dtype = [](const std::string&) { return DType::kBFloat16; };
+  train::CheckpointSaver saver(world, std::move(options));
+  saver.save(step, model, optimizer);
+  saver.finish();
+}
+
+TEST(Resume, SixteenBitShardsGoOnWithTheirMasters) {
+  const TemporaryFolder folder;
+  auto config = small_run(folder);
+  config.precision.storage_dtype.dtype = DType::kBFloat16;
+  const auto source = train::open_model(config.model);
+  ranks(2).run([&](World& world) {
+    const auto mesh = data_mesh(world);
+    const auto whole = train::parallelize(source, config, mesh);
+    const auto optimizer = make_adamw(*whole, {.lr = 1e-4});  // below a bf16 step
+    for (int step = 1; step <= 4; ++step) {
+      step_by_hand(*whole, *optimizer, step);
+      if (step == 2) save_now(world, folder / "parts", 2, *whole, *optimizer);
+    }
+    save_now(world, folder / "whole", 4, *whole, *optimizer);
+
+    const auto resumed = train::parallelize(source, config, mesh, train::InitialWeights::kLater);
+    const auto resumed_optimizer = make_adamw(*resumed, {.lr = 1e-4});
+    train::load_checkpoint(CheckpointFolder::open(folder / "parts/step-2"), *resumed,
+                           *resumed_optimizer, world);
+    for (int step = 3; step <= 4; ++step) step_by_hand(*resumed, *resumed_optimizer, step);
+    save_now(world, folder / "parts", 4, *resumed, *resumed_optimizer);
+  });
+  expect_same_tensors(folder / "parts/step-4", folder / "whole/step-4");
+  const auto checkpoint = CheckpointFolder::open(folder / "parts/step-4");
+  const std::string name = "model.layers.1.mlp.up_proj.weight";
+  EXPECT_EQ(checkpoint.find("model/" + name)->dtype, DType::kBFloat16);
+  EXPECT_EQ(checkpoint.find("model/" + name)->source_dtype, DType::kBFloat16);
+  EXPECT_EQ(checkpoint.find("optim/master/" + name)->dtype, DType::kFloat32);
+  EXPECT_EQ(checkpoint.find("optim/exp_avg_sq/" + name)->dtype, DType::kFloat32);
+}
+
 TEST(Resume, OnOtherLayoutsHasTheLossesWithinRounding) {
   const TemporaryFolder folder;
   const auto config = small_run(folder);
@@ -209,8 +262,7 @@ TEST(Resume, AnotherModelSeedOrDataIsRefusedWithBothValues) {
   for (const auto& change : changes) {
     auto changed = with_steps(config, 4);
     change.set(changed);
-    EXPECT_THAT(error_of(ErrorKind::kConfig,
-                         [&] { train_on({2, 1}, changed, folder / "run"); }),
+    EXPECT_THAT(error_of(ErrorKind::kConfig, [&] { train_on({2, 1}, changed, folder / "run"); }),
                 HasSubstr(change.says));
   }
   EXPECT_EQ(file_text(folder / "run/metrics/metrics.jsonl"), metrics) << "nothing was touched";

@@ -117,9 +117,9 @@ TEST(CheckpointSaving, KeepsTheLatestFewAndLeavesNothingElse) {
   config.checkpoint.keep_latest_k = 2;
   train_on({2, 1}, config, folder / "run");
   EXPECT_THAT(names_in(folder / "run/checkpoint"), ElementsAre("latest", "step-6", "step-7"));
-  EXPECT_THAT(names_in(folder / "run/checkpoint/step-7"),
-              ElementsAre("config.json", "manifest.json", "rank_0.safetensors",
-                          "rank_1.safetensors"));
+  EXPECT_THAT(
+      names_in(folder / "run/checkpoint/step-7"),
+      ElementsAre("config.json", "manifest.json", "rank_0.safetensors", "rank_1.safetensors"));
 }
 
 TEST(CheckpointSaving, WhatACrashLeftUnfinishedGoesAtTheNextStart) {
@@ -245,8 +245,8 @@ TEST(CheckpointSnapshot, CutsOfReplicasHoldEachElementOnce) {
   std::int64_t total = 0;
   for (int i = 0; i < 20; ++i) {
     const std::int64_t size = i * 7 % 11;
-    parts.push_back({concat("p", i), {100}, std::nullopt, 3, 3 + size,
-                     at::arange(size).to(dtypes[i % 5])});
+    parts.push_back(
+        {concat("p", i), {100}, std::nullopt, 3, 3 + size, at::arange(size).to(dtypes[i % 5])});
     total += static_cast<std::int64_t>(parts.back().values.nbytes());
   }
   for (const int replicas : {1, 2, 3, 5, 64}) {

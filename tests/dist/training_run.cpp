@@ -52,8 +52,8 @@ train::Config small_run(const testing::TemporaryFolder& folder) {
   return config;
 }
 
-RunLosses train_on(const RanksOfRun& layout, train::Config config,
-                   const std::filesystem::path& run, const HooksOf& hooks) {
+RunLosses train_on(const RanksOfRun& layout, train::Config config, const std::filesystem::path& run,
+                   const HooksOf& hooks) {
   config.parallelism.data_parallel_replicate_degree = layout.replicas;
   std::filesystem::create_directories(run);
   config = train::resolved_for_run(config, run.string());

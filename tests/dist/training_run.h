@@ -31,8 +31,8 @@ struct RunLosses {
 
 /// Runs `config` in the run folder `run` (config.job.dump_folder). `hooks` get the world too.
 using HooksOf = std::function<train::TrainingHooks(World&)>;
-RunLosses train_on(const RanksOfRun& layout, train::Config config,
-                   const std::filesystem::path& run, const HooksOf& hooks = {});
+RunLosses train_on(const RanksOfRun& layout, train::Config config, const std::filesystem::path& run,
+                   const HooksOf& hooks = {});
 
 std::string file_text(const std::filesystem::path& path);
 

@@ -17,8 +17,9 @@ TEST(Hash128, IsWhatXxh128sumPrintsAndReadsItBack) {
   const auto nothing = Hash128Stream().digest();
   EXPECT_EQ(to_string(nothing), "99aa06d3014798d86001c324468d497f");  // published
   EXPECT_EQ(parse_hash128(to_string(nothing)), nothing);
-  for (const char* text : {"", "99aa06d3014798d86001c324468d497", "99AA06D3014798D86001C324468D497F",
-                           "99aa06d3014798d86001c324468d497g", "99aa06d3014798d86001c324468d497f0"}) {
+  for (const char* text :
+       {"", "99aa06d3014798d86001c324468d497", "99AA06D3014798D86001C324468D497F",
+        "99aa06d3014798d86001c324468d497g", "99aa06d3014798d86001c324468d497f0"}) {
     EXPECT_EQ(parse_hash128(text), std::nullopt) << text;
   }
 }

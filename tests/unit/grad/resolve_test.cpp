@@ -53,6 +53,22 @@ TEST(Resolve, TruthTableOfStorageAndCompute) {
   }
 }
 
+// There are no values yet that a narrower storage could lose.
+TEST(Resolve, AParameterThatIsYetToBeDrawnIsStoredAsAsked) {
+  ParameterMeta meta = scratch("w");
+  meta.drawn = true;
+  PrecisionPolicy policy;
+  policy.storage_dtype = kBF16;
+  EXPECT_EQ(resolve_only(meta, policy).storage.dtype, kBF16);
+  PrecisionRule rule = rule_for("w");
+  rule.storage_dtype = kF16;
+  policy.rules = {rule};
+  EXPECT_EQ(resolve_only(meta, policy).storage.dtype, kF16);
+  EXPECT_EQ(resolve_only(meta, {}).storage.dtype, kF32);
+  meta.drawn = false;
+  EXPECT_EQ(resolve_only(meta, policy).storage.dtype, kF32);
+}
+
 TEST(Resolve, MixedFileComputesNormsWiderThanTheRestUnderBfloat16Only) {
   const std::vector<ParameterMeta> file = {stored("model.norm.weight", kF32),
                                            stored("lm_head.weight", kBF16)};

@@ -78,8 +78,8 @@ CheckpointTensor random_tensor(Random& random, const std::string& name,
   for (const TensorBox& box : random_boxes(random, tensor.shape)) {
     for (std::int64_t begin = 0; begin < box.numel();) {
       const std::int64_t end = pick(random, begin + 1, box.numel());
-      tensor.pieces.push_back({files[random() % files.size()], name + "#" + std::to_string(number++),
-                               box, begin, end});
+      tensor.pieces.push_back(
+          {files[random() % files.size()], name + "#" + std::to_string(number++), box, begin, end});
       begin = end;
     }
   }

@@ -16,8 +16,8 @@ namespace {
 using ::testing::AllOf;
 using testing::error_of;
 using ::testing::HasSubstr;
-using testing::random_manifest;
 using testing::Random;
+using testing::random_manifest;
 
 /// One tensor [4, 6] of two files: the left half in two pieces, the right half in one.
 CheckpointManifest small_manifest() {
@@ -115,7 +115,8 @@ TEST(CheckpointManifest, WhatDoesNotFitIsRefusedByName) {
       {"with common elements", [&](auto& m) { piece(m, 2).box = {{0, 2}, {4, 3}}; }},
       {"found 12 elements in its pieces, expected 24",
        [](auto& m) { m.tensors["model/w"].pieces.pop_back(); }},
-      {"found no piece with element 4", [&](auto& m) { piece(m, 0).end = 4, piece(m, 1).begin = 5; }},
+      {"found no piece with element 4",
+       [&](auto& m) { piece(m, 0).end = 4, piece(m, 1).begin = 5; }},
       {"two pieces with element 4", [&](auto& m) { piece(m, 1).begin = 4; }},
       {"less than 2^63 bytes", [](auto& m) { m.tensors["model/w"].shape = {kMax, 6}; }},
       {"no negative dim", [](auto& m) { m.tensors["model/w"].shape = {4, -6}; }},
