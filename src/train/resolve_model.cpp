@@ -3,6 +3,8 @@
 
 #include "base/log.h"
 #include "base/printable.h"
+#include "io/checkpoint_tensors.h"
+#include "io/hf_tensors.h"
 #include "models/family.h"
 #include "models/parameter_table.h"
 #include "tessera/error.h"
@@ -29,14 +31,31 @@ void require_matches(const std::vector<std::string>& patterns,
   }
 }
 
+/// A run may have begun with a checkpoint of another one.
+std::filesystem::path first_origin(std::filesystem::path path) {
+  constexpr int kMost = 64;  // a chain that leads back to itself has no beginning
+  for (int i = 0; i < kMost && !path.empty() && CheckpointFolder::is_one(path); ++i) {
+    path = CheckpointFolder::open(path).manifest().model_path;
+  }
+  return path;
+}
+
 }  // namespace
 
 ModelSource open_model(const ModelConfig& model) {
   ModelSource source;
   std::string text;
-  if (!model.path.empty()) {
-    source.folder = HfFolder::open(model.path);
-    text = source.folder->config_text();
+  if (!model.path.empty() && CheckpointFolder::is_one(model.path)) {
+    const auto tensors = std::make_shared<CheckpointTensors>(CheckpointFolder::open(model.path));
+    tensors->folder().verify_all();
+    text = tensors->folder().config_text();
+    source.folder = tensors;
+    source.origin = first_origin(tensors->folder().manifest().model_path);
+  } else if (!model.path.empty()) {
+    const auto tensors = std::make_shared<HfTensors>(HfFolder::open(model.path));
+    text = tensors->folder().config_text();
+    source.folder = tensors;
+    source.origin = model.path;
   } else {
     text = HfFolder::read_config_text(model.config);
   }
@@ -84,6 +103,7 @@ std::vector<GradContract> resolve_model(const ModelSource& source, const Config&
                       ", expected a floating one");
         meta.checkpoint = info->dtype;
         meta.checkpoint_bulk = bulk;
+        meta.published = info->original;
         meta.dtype = info->dtype;
       }
     } else {
