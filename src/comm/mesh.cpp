@@ -41,8 +41,9 @@ int MeshShape::size() const {
   std::int64_t product = 1;
   for (const MeshAxis& one : axes_) {
     product *= one.size;
-    TESSERA_CHECK(product <= std::numeric_limits<int>::max(), ErrorKind::kConfig,
-                  "mesh: found sizes whose product does not fit into 31 bits, expected fewer ranks");
+    TESSERA_CHECK(
+        product <= std::numeric_limits<int>::max(), ErrorKind::kConfig,
+        "mesh: found sizes whose product does not fit into 31 bits, expected fewer ranks");
   }
   return static_cast<int>(product);
 }

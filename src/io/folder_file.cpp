@@ -42,7 +42,7 @@ fs::path file_inside(const fs::path& folder, const std::string& name) {
 std::optional<fs::path> optional_file_inside(const fs::path& folder, const std::string& name) {
   std::error_code ignored;
   if (!fs::exists(fs::symlink_status(folder / name, ignored))) return std::nullopt;
-  const fs::path file = file_inside(folder, name);
+  fs::path file = file_inside(folder, name);
   TESSERA_CHECK(fs::is_regular_file(file, ignored), ErrorKind::kFormat, folder.native(), ": ",
                 printable(name), " is no plain file, expected one");
   return file;

@@ -187,14 +187,13 @@ TEST_P(Accumulation, TwoHundredFiftySixPlusOneMinusTwoHundredFiftySixIsOne) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Grid, Accumulation,
-                         ::testing::Combine(::testing::Values(Schedule::kSynced, Schedule::kNoSync,
-                                                              Schedule::kReplicasDeferred),
-                                            ::testing::Values(RanksAndReplicas{2, 1},
-                                                              RanksAndReplicas{2, 2},
-                                                              RanksAndReplicas{3, 1},
-                                                              RanksAndReplicas{4, 2}),
-                                            ::testing::Values(at::kFloat, at::kBFloat16)));
+INSTANTIATE_TEST_SUITE_P(
+    Grid, Accumulation,
+    ::testing::Combine(::testing::Values(Schedule::kSynced, Schedule::kNoSync,
+                                         Schedule::kReplicasDeferred),
+                       ::testing::Values(RanksAndReplicas{2, 1}, RanksAndReplicas{2, 2},
+                                         RanksAndReplicas{3, 1}, RanksAndReplicas{4, 2}),
+                       ::testing::Values(at::kFloat, at::kBFloat16)));
 
 TEST(OneLeafAUse, TiedTensorsOfOneUnitAddUnrounded) {
   // One backward brings bf16 256 and 1 for one parameter: autograd's own sum is 256.
