@@ -24,14 +24,14 @@ struct AdamWOptions {
   double beta2 = 0.95;
   double eps = 1e-8;
   double weight_decay = 0.1;  ///< decoupled, on every trainable parameter but those of `no_decay`
-  std::vector<std::string> no_decay;  ///< patterns as PrecisionRule::match
+  std::vector<std::string> no_decay{};  ///< patterns as PrecisionRule::match
 };
 
 struct SgdOptions {
   double lr = 1e-2;
   double momentum = 0.0;
   double weight_decay = 0.0;  ///< added to the gradient, as PyTorch's SGD
-  std::vector<std::string> no_decay;
+  std::vector<std::string> no_decay{};
 };
 
 /// What an optimizer keeps of one parameter, for a checkpoint.

@@ -12,7 +12,6 @@
 
 #include "base/environment.h"
 #include "base/one_line.h"
-#include "comm/bounded_calls.h"
 #include "comm/failure_record.h"
 #include "comm/launch_environment.h"
 #include "comm/poison.h"
@@ -30,14 +29,8 @@ void claim_exit() {
   while (claimed.test_and_set()) std::this_thread::sleep_for(std::chrono::hours(1));
 }
 
-// What a failing rank still spends on each call of the store.
+// How long rank 0 stays for the others to read what it has announced.
 constexpr std::chrono::milliseconds kLastWords{500};
-
-/// What `call` returns; none when the store does not answer soon.
-template <class Call>
-std::optional<FailureRecord> in_time(Call call) {
-  return BoundedCalls().run(std::move(call), kLastWords).value_or(std::nullopt);
-}
 
 void tell_parent(const FailureRecord& record) {
   const auto fd = base::environment_variable(spawn_variable::kErrorFd);
@@ -70,13 +63,12 @@ void print(const std::string& line) {
 /// A failure of its own is announced first: the rank whose words stand prints them for all that
 /// failed alike. One that was only noticed is printed by every rank.
 void print_and_announce(ProcessWorld& world, const FailureRecord& record) {
-  const auto announce = [&world, record] { return world.announce_failure(record); };
   if (record.what == FailureClass::kPrimary) {
-    const auto standing = in_time(announce);
+    const auto standing = world.announce_failure(record);
     if (!standing || !says_the_same(*standing, record)) print(to_string(record));
   } else {
     print(to_string(record));
-    in_time(announce);
+    world.announce_failure(record);
   }
 }
 
@@ -89,8 +81,7 @@ void report_failure(World* world, const std::exception& error, int code) {
   auto* const process_world = dynamic_cast<ProcessWorld*>(world);
   if (dynamic_cast<const PeerLost*>(&error) != nullptr) {
     record.what = FailureClass::kNoticed;
-    const auto known = [process_world] { return process_world->known_failure(); };
-    const auto cause = process_world != nullptr ? in_time(known) : std::nullopt;
+    const auto cause = process_world != nullptr ? process_world->known_failure() : std::nullopt;
     if (cause) record.message = concat("stopped because of ", to_string(*cause));
   }
   if (world == nullptr) report_before_joining(error, std::move(record));

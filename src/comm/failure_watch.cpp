@@ -15,6 +15,23 @@ std::string issued_key(int epoch, int rank) { return concat("issued/", epoch, "/
 
 }  // namespace
 
+std::vector<int> silent_ranks(Store& store, const std::vector<int>& ranks,
+                              std::chrono::milliseconds time) {
+  const auto beats = [&] {
+    std::vector<std::optional<std::string>> all;
+    for (const int rank : ranks) all.push_back(store.find(store_key::pulse(rank)));
+    return all;
+  };
+  const auto before = beats();
+  std::this_thread::sleep_for(time);
+  const auto after = beats();
+  std::vector<int> silent;
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (before[i] == after[i]) silent.push_back(ranks[i]);
+  }
+  return silent;
+}
+
 FailureWatch::FailureWatch(std::shared_ptr<Store> own_connection, std::shared_ptr<WaitBoard> board,
                            WatchOptions options, Actions actions)
     : store_(std::move(own_connection)),

@@ -17,6 +17,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "comm/store.h"
 #include "comm/wait_board.h"
@@ -29,6 +30,11 @@ inline constexpr const char* kFailure = "failure";  ///< a FailureRecord: every 
 std::string poison(int epoch);                      ///< "rank R: why": every World is poisoned
 std::string pulse(int rank);                        ///< a number that grows while the rank lives
 }  // namespace store_key
+
+/// Those of `ranks` whose watches give no sign of life for `time`. Waits for as long. Errors:
+/// PeerLost when the store does not answer.
+std::vector<int> silent_ranks(Store& store, const std::vector<int>& ranks,
+                              std::chrono::milliseconds time);
 
 struct WatchOptions {
   int rank = 0;

@@ -3,6 +3,8 @@
 #ifndef USE_C10D_GLOO
 #define USE_C10D_GLOO
 #endif
+#include <signal.h>
+
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "base/environment.h"
@@ -35,6 +37,15 @@ std::shared_ptr<gloo::transport::Device> make_device(Reach reach) {
   }
 }
 
+/// Gloo writes to connections that a lost rank has closed. That is an error, which names the rank,
+/// and no signal to die of; a handler of the program's own stays.
+void ignore_broken_pipes() {
+  struct sigaction now{};
+  if (::sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) {
+    ::signal(SIGPIPE, SIG_IGN);
+  }
+}
+
 }  // namespace
 
 struct GlooDevice::Impl {
@@ -42,6 +53,7 @@ struct GlooDevice::Impl {
 };
 
 GlooDevice::GlooDevice(Reach reach) : impl_(std::make_unique<Impl>()) {
+  ignore_broken_pipes();
   impl_->device = make_device(reach);
 }
 

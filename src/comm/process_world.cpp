@@ -6,6 +6,7 @@
 
 #include "base/environment.h"
 #include "base/one_line.h"
+#include "comm/bounded_calls.h"
 #include "comm/failure_report.h"
 #include "comm/nccl.h"
 #include "comm/point_to_point.h"
@@ -22,6 +23,36 @@ constexpr std::chrono::seconds kGoodbye{30};
 
 /// "auto" is Gloo as long as models live on the CPU.
 bool takes_nccl(const std::string& backend) { return backend == "nccl"; }
+
+// For telling the others of a failure: the store may have gone with rank 0, and the error itself
+// must not be held up by that.
+constexpr std::chrono::milliseconds kTellOthers{500};
+
+// Long enough for several heartbeats of every watch.
+constexpr std::chrono::milliseconds kHeartbeats{1500};
+
+/// What `call` returns; none when the store fails or gives no answer soon.
+template <class Call>
+auto in_time(Call call) -> decltype(call()) {
+  try {
+    return BoundedCalls().run(std::move(call), kTellOthers).value_or(std::nullopt);
+  } catch (...) {
+    return std::nullopt;
+  }
+}
+
+/// Gloo does not say for whom it waited: "; no sign of life from rank 1". "" where all live.
+std::string silence(Store& store, const std::vector<int>& ranks) {
+  std::string text;
+  for (const int rank : silent_ranks(store, ranks, kHeartbeats)) {
+    text += concat(text.empty() ? "; no sign of life from rank " : ", ", rank);
+  }
+  return text;
+}
+
+std::optional<FailureRecord> decoded(const std::optional<std::string>& bytes) {
+  return bytes ? decode_failure(*bytes) : std::nullopt;
+}
 
 /// Stands on the board so that the watch listens for the peers' heartbeats meanwhile.
 class Meeting : public Blocked {
@@ -43,7 +74,7 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
   } else {
     device_ = std::make_shared<GlooDevice>(reach(launch));
   }
-  store_ = Store::connect(launch, options.init_timeout);
+  store_ = Store::connect(launch, options.init_timeout, options.timeout);
   WatchOptions watch;
   watch.rank = rank_;
   watch.blocked_after = options.blocked_after;
@@ -142,7 +173,11 @@ std::shared_ptr<Group> ProcessWorld::make_group(const std::vector<int>& ranks,
                   name, self = channel.self](int epoch) {
     const std::string key = concat("group ", name, " (", epoch, ")");
     store->meet(key, rank, ranks, patience, *poison);
-    return device->connect(store->for_group(key), self, static_cast<int>(ranks.size()), timeout);
+    try {
+      return device->connect(store->for_group(key), self, static_cast<int>(ranks.size()), timeout);
+    } catch (const PeerLost& error) {
+      throw PeerLost(concat(key, ": ", error.what(), silence(*store, ranks)));
+    }
   };
   auto group = std::make_shared<PointToPointGroup>(std::move(channel));
   gloo_groups_.push_back(group);
@@ -161,11 +196,9 @@ void ProcessWorld::poison(const std::string& why) {
   const std::string text = concat("rank ", rank_, ": ", one_line(why));
   const int epoch = epoch_;
   poison_here(why, epoch);
-  try {
-    store_->set_if_absent(store_key::poison(epoch), text);
-  } catch (const Error&) {
-    // The store is gone: the watch says so.
-  }
+  in_time([store = store_, text, epoch]() -> std::optional<std::string> {
+    return store->set_if_absent(store_key::poison(epoch), text);
+  });
 }
 
 void ProcessWorld::recover() {
@@ -191,20 +224,13 @@ FailureRecord ProcessWorld::noticed(const std::string& why) const {
 }
 
 std::optional<FailureRecord> ProcessWorld::announce_failure(const FailureRecord& failure) noexcept {
-  try {
-    return decode_failure(store_->set_if_absent(store_key::kFailure, encode(failure)));
-  } catch (...) {
-    return std::nullopt;
-  }
+  return decoded(in_time([store = store_, bytes = encode(failure)]() -> std::optional<std::string> {
+    return store->set_if_absent(store_key::kFailure, bytes);
+  }));
 }
 
 std::optional<FailureRecord> ProcessWorld::known_failure() noexcept {
-  try {
-    const auto bytes = store_->find(store_key::kFailure);
-    return bytes ? decode_failure(*bytes) : std::nullopt;
-  } catch (...) {
-    return std::nullopt;
-  }
+  return decoded(in_time([store = store_] { return store->find(store_key::kFailure); }));
 }
 
 }  // namespace tessera::comm

@@ -34,7 +34,7 @@ class ProcessWorld : public World {
   void recover() override;
 
   /// Writes the failure key unless it is there. Returns what stands there; none when the store is
-  /// gone.
+  /// gone, or gives no answer soon.
   std::optional<FailureRecord> announce_failure(const FailureRecord& failure) noexcept;
   std::optional<FailureRecord> known_failure() noexcept;
   bool serves_store() const;

@@ -23,7 +23,7 @@ constexpr std::chrono::seconds kPatience{3};
 /// None when nobody serves the store, or what answers is none.
 std::shared_ptr<Store> reach_others(const LaunchEnvironment& launch) {
   try {
-    return Store::connect(launch, kPatience);
+    return Store::connect(launch, kPatience, kPatience);
   } catch (const Error&) {
     return nullptr;
   }

@@ -64,7 +64,8 @@ std::shared_ptr<Store> Store::in_memory() {
 }
 
 std::shared_ptr<Store> Store::connect(const LaunchEnvironment& launch,
-                                      std::chrono::milliseconds timeout) {
+                                      std::chrono::milliseconds timeout,
+                                      std::chrono::milliseconds answers_within) {
   silence_warnings();
   c10d::TCPStoreOptions options;
   options.port = launch.master_port;
@@ -96,7 +97,7 @@ std::shared_ptr<Store> Store::connect(const LaunchEnvironment& launch,
   }
   if (!tcp) throw PeerLost(no_answer(server, timeout));
   return std::shared_ptr<Store>(new Store(
-      c10::make_intrusive<c10d::PrefixStore>(launch.store_prefix, *tcp), server, timeout));
+      c10::make_intrusive<c10d::PrefixStore>(launch.store_prefix, *tcp), server, answers_within));
 }
 
 std::shared_ptr<Store> Store::second_connection() const {

@@ -27,10 +27,14 @@ class Store {
   /// The store of ranks that are threads.
   static std::shared_ptr<Store> in_memory();
   /// Joins the store that the launch names; rank 0 serves it unless the launcher does, on loopback
-  /// where that is its address. `timeout` also limits every later call. Errors: kComm when the
-  /// address cannot be had (port in use) or reached in time.
+  /// where that is its address. Once joined it is to answer each call within `answers_within`.
+  /// Errors: kComm when the address cannot be had (port in use) or reached within `timeout`.
   static std::shared_ptr<Store> connect(const LaunchEnvironment& launch,
-                                        std::chrono::milliseconds timeout);
+                                        std::chrono::milliseconds timeout,
+                                        std::chrono::milliseconds answers_within);
+
+  /// "rank 0 at 127.0.0.1:29500": who serves it, for messages.
+  const std::string& server() const { return server_; }
 
   /// The same store over a connection of its own.
   std::shared_ptr<Store> second_connection() const;
@@ -57,7 +61,7 @@ class Store {
   auto call(const std::string& what, Operation operation) const;
 
   c10::intrusive_ptr<c10d::Store> store_;
-  std::string server_;  ///< who serves it, for messages
+  std::string server_;
   std::chrono::milliseconds answers_within_;
   std::unique_ptr<BoundedCalls> calls_;  ///< none: calls never hang
 };

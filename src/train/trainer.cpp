@@ -1,7 +1,6 @@
 #include "train/trainer.h"
 
 #include <ATen/ATen.h>
-#include <sys/resource.h>
 
 #include <chrono>
 #include <cmath>
@@ -31,10 +30,14 @@ using Clock = std::chrono::steady_clock;
 // Steps before that fill caches and pools.
 constexpr std::int64_t kProfileAfter = 3;
 
+/// Of this program: getrusage() would begin with what the launcher's process had at fork.
 double peak_rss_mib() {
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  return static_cast<double>(usage.ru_maxrss) / 1024.0;  // Linux counts KiB
+  std::ifstream status("/proc/self/status");
+  for (std::string name; status >> name;) {
+    double kib = 0;
+    if (name == "VmHWM:" && status >> kib) return kib / 1024.0;
+  }
+  throw Error(ErrorKind::kIo, "/proc/self/status: found no VmHWM, expected the peak of memory");
 }
 
 std::unique_ptr<Optimizer> make_optimizer(const ShardedBase& model, const OptimizerConfig& config) {
@@ -53,6 +56,13 @@ std::unique_ptr<Optimizer> make_optimizer(const ShardedBase& model, const Optimi
   }
   return make_adamw(model, {*config.lr, config.betas[0], config.betas[1], config.eps,
                             config.effective_weight_decay(), config.no_decay});
+}
+
+/// A run whose output goes nowhere is not told from one that works.
+void print_line(const std::string& line) {
+  std::cout << line << std::endl;
+  TESSERA_CHECK(std::cout.good(), ErrorKind::kIo,
+                "stdout: a step line cannot be written, expected an open file with space");
 }
 
 /// Which of the step's rows this data rank computes.
@@ -237,7 +247,7 @@ class Trainer {
   void report(const StepMetrics& metrics, std::int64_t steps) {
     metrics_->append(metrics);
     const bool due = metrics.step % config_.metrics.log_freq == 0 || metrics.step == steps;
-    if (due || metrics.val_loss) std::cout << to_step_line(metrics) << std::endl;
+    if (due || metrics.val_loss) print_line(to_step_line(metrics));
   }
 
   Config config_;

@@ -48,8 +48,8 @@ Words train(const Words& more) {
 INSTANTIATE_TEST_SUITE_P(
     Commands, Refusals,
     ::testing::Values(
-        Refused{{"generate", "--model", "m", "--prompt", "x"}, "generate: not yet built"},
-        Refused{{"convert", "a", "b"}, "convert: not yet built"},
+        Refused{{"generate", "--model", "m", "--prompt", "x", "--max-new-tokens", "1"}, "'m'"},
+        Refused{{"convert", "absent", "b"}, "absent"},
         Refused{{"train", "absent.toml"}, "absent.toml"},
         Refused{{"train", "broken.toml"}, "broken.toml:2:9"},
         Refused{train({"--training.stpes", "3"}), "the nearest is --training.steps"},
@@ -62,6 +62,13 @@ INSTANTIATE_TEST_SUITE_P(
                 "data_parallel_shard_degree: found 2, expected -1 or 3"},
         Refused{train({"--nproc", "2"}), "--nproc: found 2, expected 3",
                 "RANK=0 WORLD_SIZE=3 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29999"},
+        Refused{train({}),
+                "on several hosts and says no address; set MASTER_ADDR or comm.master_addr",
+                "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=0 "
+                "OMPI_COMM_WORLD_LOCAL_SIZE=1"},
+        Refused{train({}), "Slurm started 2 ranks on several hosts and says no address",
+                "SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2 "
+                "SLURM_LOCALID=0"},
         Refused{train({"--training.global_batch_size", "5", "--training.local_batch_size", "2"}),
                 "training.global_batch_size: found 5"},
         Refused{train({"--model.config", "absent.json"}), "absent.json"},
