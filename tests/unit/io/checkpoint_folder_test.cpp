@@ -80,9 +80,9 @@ TEST(CheckpointFolder, StretchesLeadToTheSameValuesInOnePass) {
       bytes.resize(values.size());
       for (const auto& one : stretches) {
         wanted[one.file].push_back(
-            {one.offset, std::span(bytes).subspan(static_cast<std::size_t>(one.begin) * size,
-                                                  static_cast<std::size_t>(one.end - one.begin) *
-                                                      size)});
+            {one.offset,
+             std::span(bytes).subspan(static_cast<std::size_t>(one.begin) * size,
+                                      static_cast<std::size_t>(one.end - one.begin) * size)});
       }
     }
     for (auto& [file, bytes] : wanted) checkpoint.verify(file, bytes);
@@ -237,6 +237,13 @@ TEST(CheckpointStore, OnlyFinishedFoldersCount) {
   EXPECT_EQ(store.latest(), 10) << "the newest, where a crash came before `latest`";
   store.set_latest(9);
   EXPECT_EQ(store.latest(), 9);
+  fs::create_hard_link(store.folder() / "latest", store.folder() / "same file");
+  store.set_latest(9);
+  EXPECT_TRUE(fs::equivalent(store.folder() / "latest", store.folder() / "same file"))
+      << "what stands there already is not written again";
+  store.set_latest(10);
+  EXPECT_EQ(store.latest(), 10);
+  store.set_latest(9);
 
   folder.write("checkpoint/latest.77.tmp", "step-100");
   folder.write("checkpoint/notes.tmp", "the user's own");
