@@ -11,7 +11,9 @@
 #include <thread>
 
 #include "base/environment.h"
+#include "base/log.h"
 #include "base/one_line.h"
+#include "comm/bounded_calls.h"
 #include "comm/failure_record.h"
 #include "comm/launch_environment.h"
 #include "comm/poison.h"
@@ -30,7 +32,7 @@ void claim_exit() {
 }
 
 // How long rank 0 stays for the others to read what it has announced.
-constexpr std::chrono::milliseconds kLastWords{500};
+constexpr std::chrono::milliseconds kLastWords{1000};
 
 void tell_parent(const FailureRecord& record) {
   const auto fd = base::environment_variable(spawn_variable::kErrorFd);
@@ -47,6 +49,18 @@ void print(const std::string& line) {
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, text.data(), text.size());
 }
 
+/// The rank's log keeps what it left for: launchers drop what was printed last when they end. A log
+/// that cannot be written holds nobody up.
+[[noreturn]] void leave(const FailureRecord& record) {
+  BoundedCalls().run(
+      [text = record.message] {
+        log::write_to_file(log::Level::kError, text);
+        return true;
+      },
+      kLastWords);
+  ::_exit(record.exit_code);
+}
+
 /// A rank that never joined: nobody but its launcher knows that it has failed.
 [[noreturn]] void report_before_joining(const std::exception& error, FailureRecord record) {
   LaunchEnvironment launch;
@@ -57,7 +71,7 @@ void print(const std::string& line) {
   record.rank = launch.rank;
   tell_parent(record);
   refuse_once(error, record.exit_code, [&] { print(to_string(record)); });
-  ::_exit(record.exit_code);
+  leave(record);
 }
 
 /// A failure of its own is announced first: the rank whose words stand prints them for all that
@@ -94,7 +108,7 @@ void report_failure(World* world, const std::exception& error, int code) {
     // The others read it from this process.
     if (process_world->serves_store()) std::this_thread::sleep_for(kLastWords);
   }
-  ::_exit(code);
+  leave(record);
 }
 
 void leave_after(int rank, const FailureRecord& cause) {
@@ -105,7 +119,7 @@ void leave_after(int rank, const FailureRecord& cause) {
   tell_parent(record);
   // A refusal is about what was asked, not about a rank: it is said once.
   if (cause.exit_code != kRefusedCode) print(to_string(record));
-  ::_exit(cause.exit_code);
+  leave(record);
 }
 
 int default_exit_code(const std::exception& error) {
