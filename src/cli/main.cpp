@@ -24,10 +24,8 @@ struct RunVerb {
   int operator()(const TrainArguments& arguments) const { return run_train(arguments); }
   int operator()(const GradientsArguments& arguments) const { return run_gradients(arguments); }
   int operator()(const InspectArguments& arguments) const { return run_inspect(arguments); }
-  int operator()(const UnbuiltVerb& verb) const {
-    throw Error(ErrorKind::kUsage,
-                concat(verb.name, ": not yet built; train, gradients and inspect are"));
-  }
+  int operator()(const GenerateArguments& arguments) const { return run_generate(arguments); }
+  int operator()(const ConvertArguments& arguments) const { return run_convert(arguments); }
   int operator()(const ShowText& show) const {
     std::cout << show.text;
     return kDone;

@@ -9,5 +9,7 @@ namespace tessera::cli {
 int run_train(const TrainArguments& arguments);
 int run_gradients(const GradientsArguments& arguments);
 int run_inspect(const InspectArguments& arguments);
+int run_generate(const GenerateArguments& arguments);
+int run_convert(const ConvertArguments& arguments);
 
 }  // namespace tessera::cli

@@ -107,20 +107,35 @@ Exchange::Range Exchange::part_of(const AllReduce& op, int rank) const {
   return {begin, begin + each + (rank < more ? 1 : 0)};
 }
 
+/// A transfer cannot even begin: the connection is closed already.
+void Exchange::blame(int peer, const std::exception& error) const {
+  channel_->options.poison->check();
+  throw PeerLost(concat(text(), ": the connection to rank ", world_rank(peer),
+                        " is gone: ", reason(error.what())));
+}
+
 void Exchange::post_receive(UnderWay& op, int peer, void* to, std::int64_t bytes,
                             std::size_t index) {
   if (bytes == 0) return;
   auto tensors = as_bytes(to, bytes);
-  auto work = channel_->backend->recv(tensors, peer, transfer_tag(fingerprint_, sequence_, index));
-  op.receives.push_back({std::move(work), peer});
+  const auto tag = transfer_tag(fingerprint_, sequence_, index);
+  try {
+    op.receives.push_back({channel_->backend->recv(tensors, peer, tag), peer});
+  } catch (const std::exception& error) {
+    blame(peer, error);
+  }
 }
 
 void Exchange::post_send(UnderWay& op, int peer, const void* from, std::int64_t bytes,
                          std::size_t index) {
   if (bytes == 0) return;
   auto tensors = as_bytes(from, bytes);
-  auto work = channel_->backend->send(tensors, peer, transfer_tag(fingerprint_, sequence_, index));
-  op.sends.push_back({std::move(work), peer});
+  const auto tag = transfer_tag(fingerprint_, sequence_, index);
+  try {
+    op.sends.push_back({channel_->backend->send(tensors, peer, tag), peer});
+  } catch (const std::exception& error) {
+    blame(peer, error);
+  }
 }
 
 std::int64_t Exchange::bytes_aside(std::size_t index) const {
@@ -176,21 +191,15 @@ void Exchange::post_sends(std::size_t index) {
 }
 
 void Exchange::start() {
-  // Outside of what is blamed on a peer: here only this rank's memory can fail.
   for (std::size_t i = 0; i < batch_.ops.size(); ++i) {
     if (std::holds_alternative<AllGather>(batch_.ops[i])) continue;
     const auto* all = std::get_if<AllReduce>(&batch_.ops[i]);
     under_way_[i].second_phase = all != nullptr && in_two_phases(*all);
     under_way_[i].received = channel_->take_buffer(bytes_aside(i) * (channel_->size() - 1));
   }
-  try {
-    // A transfer whose receiver is ready goes out without a round trip: receives come first.
-    for (std::size_t i = 0; i < batch_.ops.size(); ++i) post_receives(i);
-    for (std::size_t i = 0; i < batch_.ops.size(); ++i) post_sends(i);
-  } catch (const std::exception& error) {
-    channel_->options.poison->check();
-    throw PeerLost(concat(text(), ": a connection is gone: ", reason(error.what())));
-  }
+  // A transfer whose receiver is ready goes out without a round trip: receives come first.
+  for (std::size_t i = 0; i < batch_.ops.size(); ++i) post_receives(i);
+  for (std::size_t i = 0; i < batch_.ops.size(); ++i) post_sends(i);
 }
 
 void Exchange::abort() {

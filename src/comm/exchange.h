@@ -66,6 +66,8 @@ class Exchange final : public Work, private Blocked {
 
   void abort() override;
 
+  /// Errors: PeerLost naming the peer, always.
+  [[noreturn]] void blame(int peer, const std::exception& error) const;
   void post_receive(UnderWay& op, int peer, void* to, std::int64_t bytes, std::size_t index);
   void post_send(UnderWay& op, int peer, const void* from, std::int64_t bytes, std::size_t index);
   void post_receives(std::size_t index);

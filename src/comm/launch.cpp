@@ -20,6 +20,9 @@ void run_as_rank(const std::function<void(World&)>& body, const WorldOptions& op
     body(*world);
   } catch (const std::exception& error) {
     comm::report_failure(world.get(), error, comm::default_exit_code(error));
+  } catch (...) {
+    const Error error(ErrorKind::kInternal, "the body threw something that is no std::exception");
+    comm::report_failure(world.get(), error, comm::default_exit_code(error));
   }
   world.reset();  // waits for the others
 }

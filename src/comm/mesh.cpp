@@ -1,6 +1,8 @@
 #include "tessera/mesh.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <limits>
 
 #include "tessera/error.h"
 #include "tessera/world.h"
@@ -36,9 +38,14 @@ MeshShape MeshShape::sparse(int pp, int dp_replicate, int expert_data, int ep, i
 }
 
 int MeshShape::size() const {
-  int product = 1;
-  for (const MeshAxis& one : axes_) product *= one.size;
-  return product;
+  std::int64_t product = 1;
+  for (const MeshAxis& one : axes_) {
+    product *= one.size;
+    TESSERA_CHECK(
+        product <= std::numeric_limits<int>::max(), ErrorKind::kConfig,
+        "mesh: found sizes whose product does not fit into 31 bits, expected fewer ranks");
+  }
+  return static_cast<int>(product);
 }
 
 bool MeshShape::has(std::string_view name) const {

@@ -72,6 +72,8 @@ double gradient_norm(const ShardedBase& model) {
 }
 
 double clip_grad_norm(const ShardedBase& model, double max_norm) {
+  TESSERA_CHECK(!std::isnan(max_norm), ErrorKind::kUsage,
+                "clip_grad_norm: found max_norm NaN, expected a number; 0 only measures");
   const at::NoGradGuard no_grad;
   const auto norm = gradient_norm(model);
   const auto scale = max_norm / (norm + 1e-6);

@@ -5,6 +5,7 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "base/parallel.h"
 #include "fsdp/runtime.h"
@@ -247,11 +248,31 @@ void Optimizer::step() {
   update(items);
 }
 
+namespace {
+
+/// `highest` itself is outside. Errors: kUsage.
+void check_option(const char* name, double value, double lowest, double highest) {
+  TESSERA_CHECK(value >= lowest && value < highest, ErrorKind::kUsage, "optimizer: found ", name,
+                " ", value, ", expected at least ", lowest, " and below ", highest);
+}
+
+constexpr double kUnbounded = std::numeric_limits<double>::infinity();
+
+}  // namespace
+
 std::unique_ptr<Optimizer> make_adamw(const ShardedBase& model, const AdamWOptions& options) {
+  check_option("lr", options.lr, 0, kUnbounded);
+  check_option("beta1", options.beta1, 0, 1);
+  check_option("beta2", options.beta2, 0, 1);
+  check_option("eps", options.eps, 0, kUnbounded);
+  check_option("weight_decay", options.weight_decay, 0, kUnbounded);
   return std::make_unique<AdamW>(model, options);
 }
 
 std::unique_ptr<Optimizer> make_sgd(const ShardedBase& model, const SgdOptions& options) {
+  check_option("lr", options.lr, 0, kUnbounded);
+  check_option("momentum", options.momentum, 0, kUnbounded);
+  check_option("weight_decay", options.weight_decay, 0, kUnbounded);
   return std::make_unique<Sgd>(model, options);
 }
 

@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 
-
 #include <bit>
 #include <cmath>
 

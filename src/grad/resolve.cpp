@@ -39,7 +39,7 @@ std::string where_to_change(const std::string& reason, const char* key) {
 /// The compute dtype that the checkpoint records: of floating tensors stored wider than the bulk.
 std::optional<DType> recorded(const ParameterMeta& meta) {
   if (!meta.checkpoint || !meta.checkpoint_bulk) return std::nullopt;
-  const DType own = *meta.checkpoint;
+  const DType own = meta.published.value_or(*meta.checkpoint);
   const DType bulk = *meta.checkpoint_bulk;
   if (!is_arithmetic(own) || !is_floating(bulk) || own == bulk) return std::nullopt;
   if (!represents(own, bulk)) return std::nullopt;

@@ -31,6 +31,12 @@ void sync_folder(const std::filesystem::path& folder) {
 }
 
 AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), temporary_(path_) {
+  // The rename at the end would put a file in the place of a device, as root even of /dev/null.
+  std::error_code unknown;
+  const auto there = std::filesystem::status(path_, unknown);
+  TESSERA_CHECK(!std::filesystem::exists(there) || std::filesystem::is_regular_file(there),
+                ErrorKind::kIo, printable(path_.native(), 1024),
+                ": found something that is no regular file, expected a file or nothing");
   temporary_ += "." + std::to_string(::getpid()) + ".tmp";
   descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   check_io(descriptor_ >= 0, "create", temporary_);

@@ -40,4 +40,8 @@ class AtomicFile {
   int descriptor_ = -1;
 };
 
+/// A rename is durable once its folder is. Some network file systems refuse; then it is not ours to
+/// promise.
+void sync_folder(const std::filesystem::path& folder);
+
 }  // namespace tessera

@@ -23,7 +23,7 @@ RunIdentity identity_of(const Config& config, const ModelSource& source, const B
 SourceDType dtypes_of(const ModelSource& source) {
   return [&source](const std::string& parameter) -> std::optional<DType> {
     const auto* info = source.folder ? source.folder->find(parameter) : nullptr;
-    return info == nullptr ? std::nullopt : std::optional(info->dtype);
+    return info == nullptr ? std::nullopt : std::optional(info->original);
   };
 }
 

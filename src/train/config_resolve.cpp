@@ -183,6 +183,13 @@ BatchSizes resolve_batch(const TrainingConfig& training, int data_ranks) {
 Config resolved_for_run(const Config& config, const std::string& run_folder) {
   Config resolved = config;
   const fs::path run = fs::absolute(run_folder).lexically_normal();
+  const auto make_absolute = [](std::string& path) {
+    if (!path.empty()) path = absolute_under("", path);
+  };
+  make_absolute(resolved.model.path);
+  make_absolute(resolved.model.config);
+  for (std::string& path : resolved.data.path) make_absolute(path);
+  for (std::string& path : resolved.validation.path) make_absolute(path);
   resolved.job.dump_folder = run.string();
   resolved.checkpoint.folder = absolute_under(run, config.checkpoint.folder);
   resolved.metrics.folder = absolute_under(run, config.metrics.folder);

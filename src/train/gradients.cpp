@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 
 #include <cstring>
+#include <filesystem>
+#include <system_error>
 
 #include "comm/group.h"
 #include "grad/torch_dtype.h"
@@ -84,11 +86,25 @@ std::vector<TensorSpec> outputs(const GradientsRequest& request, const ModelSour
   return specs;
 }
 
+void refuse_overwriting_inputs(const GradientsRequest& request) {
+  namespace fs = std::filesystem;
+  TESSERA_CHECK(!request.out.empty(), ErrorKind::kUsage,
+                "--out: found nothing, expected a file to write");
+  std::error_code unknown;  // what does not exist is equivalent to nothing
+  const bool is_batch = fs::equivalent(request.out, request.batch, unknown);
+  const bool is_model =
+      fs::exists(request.out, unknown) &&
+      fs::equivalent(fs::absolute(request.out).parent_path(), request.config.model.path, unknown);
+  TESSERA_CHECK(!is_batch && !is_model, ErrorKind::kUsage, "--out: found ", request.out,
+                ", which is read, expected another file");
+}
+
 }  // namespace
 
 void run_gradients(const GradientsRequest& request, World& world,
                    const std::function<void()>& on_first_step) {
   const auto& config = request.config;
+  refuse_overwriting_inputs(request);
   const auto source = open_model(config.model);
   const auto dims = resolve_parallelism(config.parallelism, world.size());
   const auto mesh = world.mesh(mesh_shape(dims));

@@ -2,6 +2,9 @@
 #include <algorithm>
 
 #include "base/log.h"
+#include "base/printable.h"
+#include "io/checkpoint_tensors.h"
+#include "io/hf_tensors.h"
 #include "models/family.h"
 #include "models/parameter_table.h"
 #include "tessera/error.h"
@@ -28,21 +31,45 @@ void require_matches(const std::vector<std::string>& patterns,
   }
 }
 
+/// A run may have begun with a checkpoint of another one.
+std::filesystem::path first_origin(std::filesystem::path path) {
+  constexpr int kMost = 64;  // a chain that leads back to itself has no beginning
+  for (int i = 0; i < kMost && !path.empty() && CheckpointFolder::is_one(path); ++i) {
+    path = CheckpointFolder::open(path).manifest().model_path;
+  }
+  return path;
+}
+
 }  // namespace
 
 ModelSource open_model(const ModelConfig& model) {
   ModelSource source;
   std::string text;
-  if (!model.path.empty()) {
-    source.folder = HfFolder::open(model.path);
-    text = source.folder->config_text();
+  if (!model.path.empty() && CheckpointFolder::is_one(model.path)) {
+    const auto tensors = std::make_shared<CheckpointTensors>(CheckpointFolder::open(model.path));
+    tensors->folder().verify_all();
+    text = tensors->folder().config_text();
+    source.folder = tensors;
+    source.origin = first_origin(tensors->folder().manifest().model_path);
+  } else if (!model.path.empty()) {
+    const auto tensors = std::make_shared<HfTensors>(HfFolder::open(model.path));
+    text = tensors->folder().config_text();
+    source.folder = tensors;
+    source.origin = model.path;
   } else {
     text = HfFolder::read_config_text(model.config);
   }
   models::SpecOptions options;
   options.unknown_keys =
       model.allow_unknown_config_keys ? models::UnknownKeys::kWarn : models::UnknownKeys::kRefuse;
-  auto parsed = models::parse_spec(text, options);
+  auto parsed = [&] {
+    try {
+      return models::parse_spec(text, options);
+    } catch (const Error& error) {
+      const auto& where = model.path.empty() ? model.config : model.path;
+      throw Error(error.kind(), concat(printable(where, 1024), ": ", error.what()));
+    }
+  }();
   for (const auto& warning : parsed.warnings) log::warn("config.json: ", warning);
   source.spec = std::move(parsed.spec);
   return source;
@@ -76,6 +103,7 @@ std::vector<GradContract> resolve_model(const ModelSource& source, const Config&
                       ", expected a floating one");
         meta.checkpoint = info->dtype;
         meta.checkpoint_bulk = bulk;
+        meta.published = info->original;
         meta.dtype = info->dtype;
       }
     } else {
@@ -98,6 +126,10 @@ std::vector<GradContract> resolve_model(const ModelSource& source, const Config&
     contract.final = DType::kFloat64;  // ... but fp64 storage keeps its precision
     contract.reason(ContractField::kFinal) = "as storage, which is wider than float32";
   }
+  TESSERA_CHECK(std::ranges::any_of(contracts, [](const auto& each) { return each.trainable; }),
+                ErrorKind::kConfig,
+                "model.freeze: found every parameter frozen, expected one to train; take a pattern "
+                "out of model.freeze or of the rules with frozen = true");
   return contracts;
 }
 

@@ -58,6 +58,13 @@ std::unique_ptr<Optimizer> make_optimizer(const ShardedBase& model, const Optimi
                             config.effective_weight_decay(), config.no_decay});
 }
 
+/// A run whose output goes nowhere is not told from one that works.
+void print_line(const std::string& line) {
+  std::cout << line << std::endl;
+  TESSERA_CHECK(std::cout.good(), ErrorKind::kIo,
+                "stdout: a step line cannot be written, expected an open file with space");
+}
+
 /// Which of the step's rows this data rank computes.
 class Rows {
  public:
@@ -240,7 +247,7 @@ class Trainer {
   void report(const StepMetrics& metrics, std::int64_t steps) {
     metrics_->append(metrics);
     const bool due = metrics.step % config_.metrics.log_freq == 0 || metrics.step == steps;
-    if (due || metrics.val_loss) std::cout << to_step_line(metrics) << std::endl;
+    if (due || metrics.val_loss) print_line(to_step_line(metrics));
   }
 
   Config config_;

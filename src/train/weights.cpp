@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <cstring>
+#include <cstddef>
 
 #include "base/philox.h"
 #include "grad/torch_dtype.h"
@@ -12,15 +12,12 @@
 namespace tessera::train {
 namespace {
 
-// Elements copied at a time: what a rank holds beyond its shard while it loads.
-constexpr std::int64_t kChunk = std::int64_t{1} << 20;
-
-/// Calls fill(part of the shard, first element, last element) for pieces of at most kChunk
+/// Calls fill(part of the shard, first element, last element) for pieces of at most kLoadChunk
 /// elements.
 template <class Fill>
 void in_chunks(const ShardView& view, const Fill& fill) {
-  for (auto begin = view.begin; begin < view.end; begin += kChunk) {
-    const auto end = std::min(begin + kChunk, view.end);
+  for (auto begin = view.begin; begin < view.end; begin += kLoadChunk) {
+    const auto end = std::min(begin + kLoadChunk, view.end);
     fill(view.shard.detach().narrow(0, begin - view.begin, end - begin), begin, end);
   }
 }
@@ -33,7 +30,7 @@ bool is_computed_buffer(const std::string& name) {
 
 }  // namespace
 
-void check_tensors(const HfFolder& folder, const std::vector<models::ParameterSpec>& table) {
+void check_tensors(const TensorSource& folder, const std::vector<models::ParameterSpec>& table) {
   for (const auto& parameter : table) {
     if (!parameter.tied_to.empty()) continue;
     const auto* info = folder.find(parameter.name);
@@ -54,18 +51,21 @@ void check_tensors(const HfFolder& folder, const std::vector<models::ParameterSp
   }
 }
 
-void load_weights(const ShardedBase& model, const HfFolder& folder) {
+at::Tensor read_elements(const TensorSource& folder, const std::string& name, std::int64_t begin,
+                         std::int64_t end) {
+  auto elements =
+      at::empty({end - begin}, at::TensorOptions().dtype(to_scalar_type(folder.find(name)->dtype)));
+  folder.read(name, begin, end,
+              {static_cast<std::byte*>(elements.mutable_data_ptr()), elements.nbytes()});
+  return elements;
+}
+
+void load_weights(const ShardedBase& model, const TensorSource& folder) {
   const at::NoGradGuard no_grad;
   for (const auto& view : model.shards()) {
     const auto& name = view.contract->name;
-    const auto dtype = to_scalar_type(folder.find(name)->dtype);
     in_chunks(view, [&](const at::Tensor& part, std::int64_t begin, std::int64_t end) {
-      const auto bytes = folder.range(name, begin, end);
-      // The format does not promise alignment.
-      auto raw = at::empty({end - begin}, at::TensorOptions().dtype(dtype));
-      std::memcpy(raw.data_ptr(), bytes.data(), bytes.size());
-      part.copy_(raw);
-      folder.release(name, bytes);
+      part.copy_(read_elements(folder, name, begin, end));
     });
   }
 }

@@ -104,7 +104,8 @@ TEST(KilledRun, GoesOnWithTheBitsOfTheUndisturbedRun) {
     }
     if (all) {
       run.signal(SIGKILL);
-      EXPECT_EQ(run.wait(kLong), 128 + SIGKILL);
+      const int code = run.wait(kLong);
+      EXPECT_TRUE(code == 128 + SIGKILL || code == 0) << code;  // 0: it ended in this very moment
     } else {
       ::kill(pids.at(random() % 2), SIGKILL);
       const int code = run.wait(kLong);

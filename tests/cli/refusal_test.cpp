@@ -48,8 +48,8 @@ Words train(const Words& more) {
 INSTANTIATE_TEST_SUITE_P(
     Commands, Refusals,
     ::testing::Values(
-        Refused{{"generate", "--model", "m", "--prompt", "x"}, "generate: not yet built"},
-        Refused{{"convert", "a", "b"}, "convert: not yet built"},
+        Refused{{"generate", "--model", "m", "--prompt", "x", "--max-new-tokens", "1"}, "'m'"},
+        Refused{{"convert", "absent", "b"}, "absent"},
         Refused{{"train", "absent.toml"}, "absent.toml"},
         Refused{{"train", "broken.toml"}, "broken.toml:2:9"},
         Refused{train({"--training.stpes", "3"}), "the nearest is --training.steps"},

@@ -233,5 +233,27 @@ TEST_P(DeferredOnRanks, LeftOverAtTheStepNamesLayerAndMicroBatch) {
   });
 }
 
+// Naive: a sum in the raw dtype, where 256 + 1 is 256 and the promise of 1 is lost.
+TEST_P(DeferredOnRanks, PromisesOfTwoHundredFiftySixOneAndMinusTwoHundredFiftySixMakeOne) {
+  ranks(GetParam()).run([](World& world) {
+    PrecisionPolicy policy;
+    policy.param_dtype = DType::kBFloat16;
+    policy.final_dtype = DType::kFloat32;
+    auto module = std::make_shared<Deferred>();
+    {
+      const at::NoGradGuard no_grad;
+      module->eager.fill_(1);  // the promises are the inputs themselves
+    }
+    auto handle = fully_shard(module, data_mesh(world), policy);
+    for (const double value : {256.0, 1.0, -256.0}) {
+      const bool last = value < 0;
+      handle.set_requires_gradient_sync(last);
+      backward(handle.forward(at::full({kWidth}, value)).sum());
+      module->redeem();
+    }
+    EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), at::ones({kWidth})));
+  });
+}
+
 }  // namespace
 }  // namespace tessera::test

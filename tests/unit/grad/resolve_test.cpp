@@ -92,6 +92,21 @@ TEST(Resolve, UniformFloat32FileComputesInThePolicysDtype) {
   EXPECT_EQ(contract.compute.dtype, kBF16);
 }
 
+TEST(Resolve, ALaterStateOfAMixedFileRecordsWhatThatFileDid) {
+  // A checkpoint of fp32 masters, of a run that began with a mixed folder.
+  ParameterMeta norm = stored("model.norm.weight", kF32, kBF16);
+  norm.published = kF32;
+  ParameterMeta head = stored("lm_head.weight", kF32, kBF16);
+  head.published = kBF16;
+  EXPECT_EQ(resolve_only(norm, mixed_policy()).compute.dtype, kF32);
+  EXPECT_EQ(resolve_only(head, mixed_policy()).compute.dtype, kBF16);
+  PrecisionPolicy as_stored = mixed_policy();
+  as_stored.param_dtype.reset();
+  for (const ParameterMeta& meta : {norm, head}) {
+    EXPECT_EQ(resolve_only(meta, as_stored).compute.dtype, kF32) << "no bit of a master is lost";
+  }
+}
+
 TEST(Resolve, TensorNarrowerThanTheBulkRecordsNothing) {
   EXPECT_EQ(resolve_only(stored("w", kBF16, kF32), mixed_policy()).compute.dtype, kBF16);
   EXPECT_EQ(resolve_only(stored("w", kBF16, kF16), mixed_policy()).compute.dtype, kBF16);
