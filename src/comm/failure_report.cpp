@@ -49,16 +49,16 @@ void print(const std::string& line) {
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, text.data(), text.size());
 }
 
-/// The rank's log keeps what it left for: launchers drop what was printed last when they end. A log
+/// The rank's log keeps what it left for: launchers drop what was printed last when they end, and
+/// kill ranks that are slow to leave, so this comes before anything that may wait for others. A log
 /// that cannot be written holds nobody up.
-[[noreturn]] void leave(const FailureRecord& record) {
+void keep_in_log(const FailureRecord& record) {
   BoundedCalls().run(
       [text = record.message] {
         log::write_to_file(log::Level::kError, text);
         return true;
       },
       kLastWords);
-  ::_exit(record.exit_code);
 }
 
 /// A rank that never joined: nobody but its launcher knows that it has failed.
@@ -70,8 +70,9 @@ void print(const std::string& line) {
   }
   record.rank = launch.rank;
   tell_parent(record);
+  keep_in_log(record);
   refuse_once(error, record.exit_code, [&] { print(to_string(record)); });
-  leave(record);
+  ::_exit(record.exit_code);
 }
 
 /// A failure of its own is announced first: the rank whose words stand prints them for all that
@@ -101,6 +102,7 @@ void report_failure(World* world, const std::exception& error, int code) {
   if (world == nullptr) report_before_joining(error, std::move(record));
   record.rank = world->rank();
   tell_parent(record);
+  keep_in_log(record);
   if (process_world == nullptr) {
     print(to_string(record));
   } else {
@@ -108,7 +110,7 @@ void report_failure(World* world, const std::exception& error, int code) {
     // The others read it from this process.
     if (process_world->serves_store()) std::this_thread::sleep_for(kLastWords);
   }
-  leave(record);
+  ::_exit(record.exit_code);
 }
 
 void leave_after(int rank, const FailureRecord& cause) {
@@ -117,9 +119,10 @@ void leave_after(int rank, const FailureRecord& cause) {
   const FailureRecord record{FailureClass::kNoticed, monotonic_ns(), rank, cause.exit_code,
                              concat("stopped because of ", to_string(cause))};
   tell_parent(record);
+  keep_in_log(record);
   // A refusal is about what was asked, not about a rank: it is said once.
   if (cause.exit_code != kRefusedCode) print(to_string(record));
-  leave(record);
+  ::_exit(record.exit_code);
 }
 
 int default_exit_code(const std::exception& error) {

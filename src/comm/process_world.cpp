@@ -183,7 +183,9 @@ void ProcessWorld::poison_here(const std::string& why, int epoch) {
 }
 
 void ProcessWorld::poison(const std::string& why) {
-  const std::string text = concat("rank ", rank_, ": ", one_line(why));
+  const std::string suspicion = state_->poison->suspicion();
+  const std::string text = concat("rank ", rank_, ": ", one_line(why),
+                                  suspicion.empty() ? "" : ": ", one_line(suspicion));
   const int epoch = epoch_;
   poison_here(why, epoch);
   in_time([store = store_, text, epoch] {
