@@ -279,6 +279,15 @@ Reach reach(const LaunchEnvironment& launch) {
                                                                         : Reach::kNetwork;
 }
 
+void require_network_address(const LaunchEnvironment& launch, const std::string& address) {
+  TESSERA_CHECK(launch.hosts != Hosts::kSeveral || is_loopback(launch.master_addr) ||
+                    !is_loopback(address),
+                ErrorKind::kComm, "store: found that ", launch.master_addr, " leads to ", address,
+                " on the host of rank ", launch.rank,
+                ", expected an address that other hosts reach; set MASTER_ADDR or comm.master_addr "
+                "to one, or GLOO_SOCKET_IFNAME to a network interface");
+}
+
 LaunchEnvironment read_launch_environment(const base::Environment& all,
                                           const StoreAddress& fallback) {
   const Variables variables(all);

@@ -127,6 +127,22 @@ TEST(LaunchEnvironment, OnlyAnAddressThatOthersNeedOpensTheNetwork) {
   EXPECT_EQ(reach_of(with(kSlurm, {{"SLURM_STEP_NODELIST", "a[1-2]"}})), Reach::kNetwork);
 }
 
+TEST(LaunchEnvironment, ANameThatMeansLoopbackOnItsOwnHostIsRefusedForSeveralHosts) {
+  const auto several = read_launch_environment(with(kSlurm, {{"MASTER_ADDR", "head"}}));
+  EXPECT_NO_THROW(require_network_address(several, "10.0.0.1"));
+  try {
+    require_network_address(several, "127.0.1.1");
+    FAIL() << "nobody else reaches 127.0.1.1";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kComm);
+    EXPECT_THAT(error.what(), HasSubstr("head leads to 127.0.1.1 on the host of rank 5"));
+  }
+  // Somebody tries several "hosts" on one.
+  const auto asked = read_launch_environment(with(kSlurm, {{"MASTER_ADDR", "127.0.0.1"}}));
+  EXPECT_NO_THROW(require_network_address(asked, "127.0.0.1"));
+  EXPECT_NO_THROW(require_network_address(read_launch_environment(kPmi), "127.0.0.1"));
+}
+
 TEST(LaunchEnvironment, LoopbackAddressesAreKnown) {
   for (const char* host : {"127.0.0.1", "127.1.2.3", "::1", "localhost"}) {
     EXPECT_TRUE(is_loopback(host)) << host;
