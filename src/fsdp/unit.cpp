@@ -56,7 +56,7 @@ Parameter::~Parameter() {
 
 std::string Unit::released_message() const {
   return concat(
-      "parameters of unit ", name_.empty() ? "(root)" : name_,
+      "parameters of unit ", shown_name(),
       ": found an access while they are sharded, expected one inside a forward or backward of "
       "the unit; call the module through the handle that fully_shard returned");
 }
@@ -144,7 +144,7 @@ void Unit::build(std::vector<std::unique_ptr<Parameter>> added) {
 std::vector<std::unique_ptr<Parameter>> Unit::take_bucket(std::size_t index) {
   const at::NoGradGuard no_grad;
   auto& bucket = *buckets_.at(index);
-  TESSERA_CHECK(!gathered_ && !pending_.valid() && expected == 0, ErrorKind::kUsage, "unit ", name_,
+  TESSERA_CHECK(!gathered_ && !pending_.valid() && expected == 0, ErrorKind::kUsage, "unit ", shown_name(),
                 ": found a forward under way, expected none while modules are sharded");
   at::Tensor flat = bucket.shard();
   if (bucket.groups().gather != nullptr && has_values_) {
@@ -152,7 +152,7 @@ std::vector<std::unique_ptr<Parameter>> Unit::take_bucket(std::size_t index) {
     flat.narrow(0, bucket.plan().slice(bucket.rank()).begin, bucket.plan().slice_numel())
         .copy_(bucket.shard());
     comm::Batch batch;
-    batch.label = {comm::Kind::kAllGather, name_ + " (laid out anew)", id, 0};
+    batch.label = {comm::Kind::kAllGather, shown_name() + " (laid out anew)", id, 0};
     batch.ops.emplace_back(comm::AllGather{flat});
     runtime_->queue().submit(*bucket.groups().gather, std::move(batch)).wait();
   }
@@ -211,7 +211,7 @@ void Unit::begin_gather(std::uint32_t micro_batch) {
   if (pending_.valid()) wait_gather();
   gathered_version_ = weights_version();
   comm::Batch batch;
-  batch.label = {comm::Kind::kAllGather, name_, id, micro_batch};
+  batch.label = {comm::Kind::kAllGather, shown_name(), id, micro_batch};
   for (auto& bucket : buckets_) {
     if (gathered_) {
       if (bucket->groups().gather != nullptr) batch.ops.emplace_back(bucket->unsharded().gather());
@@ -254,7 +254,7 @@ grad::SlotOwner::View Unit::open_slot(std::size_t index) {
   auto& parameter = *parameters_.at(index);
   TESSERA_CHECK(
       expected > 0 || active > 0 || tickets > 0, ErrorKind::kContract, "gradient of ",
-      parameter.contract.name, ": found one outside an open forward of its unit ", name_,
+      parameter.contract.name, ": found one outside an open forward of its unit ", shown_name(),
       ", expected one after a forward through its handle; call the module through the handle "
       "that fully_shard returned");
   runtime_->on_gradient();
@@ -267,6 +267,13 @@ grad::SlotOwner::View Unit::open_slot(std::size_t index) {
 void Unit::tickets_changed(int delta) {
   tickets += delta;
   if (tickets == 0) runtime_->on_tickets_closed(*this);
+}
+
+Unit& unit_of_handle(const std::shared_ptr<Unit>& unit) {
+  TESSERA_CHECK(unit != nullptr, ErrorKind::kUsage,
+                "sharded module: found a handle that was moved from, expected the one that holds "
+                "the module now");
+  return *unit;
 }
 
 }  // namespace tessera::fsdp
