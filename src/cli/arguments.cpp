@@ -55,10 +55,11 @@ void add_inspect(::CLI::App& app, InspectArguments& inspect) {
   ::CLI::App* verb =
       app.add_subcommand("inspect", "Tensors of a folder, or the contract of a run.");
   ::CLI::Option* folder = verb->add_option("folder", inspect.folder, "Hugging Face folder.");
-  verb->add_flag("--json", inspect.json, "As JSON.")->needs(folder);
+  verb->add_flag("--json", inspect.json, "As JSON.");
   ::CLI::Option* contract =
       verb->add_option("--contract", inspect.contract_file,
-                       "TOML file: every parameter's contract with the reason of each value.");
+                       "TOML file: every parameter's contract with the reason of each value, and "
+                       "the bucket plan.");
   contract->excludes(folder);
   verb->add_option("--world", inspect.world, "Ranks to plan for; default as own spawn.")
       ->needs(contract)

@@ -110,18 +110,6 @@ TEST(TrainCommand, PrintConfigShowsOverridesAndStartsNothing) {
   EXPECT_FALSE(std::filesystem::exists(folder / "outputs"));
 }
 
-TEST(InspectCommand, ShowsTheContractOfEveryParameterWithoutWeights) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
-  const Outcome outcome = run_program(folder, {"inspect", "--contract", "run.toml", "--world", "4",
-                                               "--precision.param_dtype", "bfloat16"});
-  ASSERT_EQ(outcome.code, 0) << outcome.err;
-  EXPECT_THAT(outcome.out, HasSubstr("model.layers.0.self_attn.q_proj.weight"));
-  EXPECT_THAT(outcome.out, HasSubstr("bfloat16"));
-  EXPECT_THAT(outcome.out, HasSubstr("14 parameters on"));
-  EXPECT_THAT(outcome.out, HasSubstr("dp_shard 4"));
-}
-
 TEST(Program, HelpAndVersionGoToStdout) {
   const testing::TemporaryFolder folder;
   const Outcome help = run_program(folder, {"--help"});
