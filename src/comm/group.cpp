@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/trace.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -45,6 +46,7 @@ void all_reduce(Group& group, at::Tensor data, const std::string& what) {
   batch.label.unit = what;
   batch.ops.emplace_back(AllReduce{std::move(data)});
   RECORD_USER_SCOPE("tessera::wait");
+  const TraceScope traced(TraceRow::kWaits, what);
   group.issue(std::move(batch))->wait();
 }
 
@@ -63,6 +65,7 @@ void all_gather(Group& group, at::Tensor buffer, const std::string& what) {
 std::vector<std::string> all_gather_bytes(Group& group, const std::string& mine,
                                           const std::string& what) {
   RECORD_USER_SCOPE("tessera::wait");
+  const TraceScope traced(TraceRow::kWaits, what);
   const auto ranks = static_cast<std::size_t>(group.size());
   const auto self = static_cast<std::size_t>(group.rank());
   auto lengths = at::zeros({group.size()}, at::kLong);

@@ -3,9 +3,11 @@
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
+#include <ATen/record_function.h>
 
 #include <cmath>
 
+#include "base/trace.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "tessera/error.h"
@@ -72,6 +74,8 @@ double gradient_norm(const ShardedBase& model) {
 }
 
 double clip_grad_norm(const ShardedBase& model, double max_norm) {
+  RECORD_USER_SCOPE("tessera::optimizer");
+  const TraceScope traced(TraceRow::kOptimizer, "norm and clip");
   const at::NoGradGuard no_grad;
   const auto norm = gradient_norm(model);
   const auto scale = max_norm / (norm + 1e-6);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "base/trace.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "tessera/error.h"
@@ -109,6 +110,7 @@ Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std:
 
 void Optimizer::step() {
   RECORD_USER_SCOPE("tessera::optimizer");
+  const TraceScope traced(TraceRow::kOptimizer, "update");
   const at::NoGradGuard no_grad;
   unit_->runtime().require_idle("optimizer step");
   std::vector<Item*> items;

@@ -210,6 +210,7 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   check_borrowed(unit);
   gather_needed(unit);
   prefetch_after(position);
+  spans_.forward_begins(unit.name());
   const bool grad = at::GradMode::is_enabled();
   if (!grad && first_forward() == nullptr) return nullptr;
   unit.renew_accumulators();
@@ -237,10 +238,12 @@ std::shared_ptr<Entry> Runtime::enter_recompute(Unit& unit) {
     --unit.active;
   }
   unit.renew_accumulators();
+  spans_.recomputation_begins(unit.name());
   return entry;
 }
 
 void Runtime::leave_forward(Unit& unit) {
+  spans_.forward_ends();
   --unit.open_calls;
   if (recomputing() != nullptr) return;
   current_->trace.exits.push_back(open_.back());
@@ -268,6 +271,7 @@ void Runtime::fail(const std::string& why) {
   failed_ = true;
   ++generation_;
   open_.clear();
+  spans_.forget();
   current_.reset();
   if (world().size() > 1) world().poison(why);
 }
@@ -379,10 +383,12 @@ void Runtime::pre_backward(Entry& entry) {
   gather_needed(*entry.unit);
   advance_gathers(segment, place + 2);
   ++entry.unit->active;
+  spans_.backward_begins(&entry, entry.unit->name());
 }
 
 void Runtime::post_backward(Entry& entry) {
   auto& unit = *entry.unit;
+  spans_.backward_ends(&entry);
   if (unit.active > 0) --unit.active;
   consume(entry);
   if (unit.active == 0 && unit.open_calls == 0 && unit.reshard_after_forward &&
@@ -469,6 +475,7 @@ void Runtime::end_backward() {
       }
     }
     touched_.clear();
+    spans_.all_backwards_end();
     release_all();
     if (sink_.open_tickets() > 0) {
       awaiting_tickets_ = true;
