@@ -33,6 +33,9 @@ void add_train(::CLI::App& app, TrainArguments& train, const std::string& keys) 
   verb->add_option("config", train.config_file, "The TOML file.")->required();
   verb->add_flag("--print-config", train.print_config,
                  "Print the whole configuration after all overrides, and leave.");
+  verb->add_flag("--profile", train.profile,
+                 "Print at the end where a step went: products, other kernels, waiting, optimizer, "
+                 "our own code (rank 0, from the fourth step on).");
   add_nproc(*verb, train.nproc);
   verb->footer(keys);
 }

@@ -2,6 +2,7 @@
 
 #include <iostream>
 
+#include "base/terminal_line.h"
 #include "tessera/error.h"
 
 namespace tessera::cli {
@@ -26,6 +27,7 @@ int exit_code(const std::exception& error, Phase phase) {
 
 int report(const std::exception& error, Phase phase) {
   const auto* known = dynamic_cast<const Error*>(&error);
+  terminal_line::clear();
   std::cerr << "tessera: " << to_string(known == nullptr ? ErrorKind::kInternal : known->kind())
             << ": " << error.what() << '\n';
   return exit_code(error, phase);

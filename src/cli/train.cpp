@@ -26,7 +26,10 @@ int run_train(const TrainArguments& arguments) {
                .world_size = world.size(),
                .file = folder / "logs" / concat("rank_", world.rank(), ".log")});
     log::info("run folder ", folder.string());
-    train::run_training(run, world, {.on_first_step = [&phase] { phase.begin_steps(); }});
+    train::TrainingHooks hooks;
+    hooks.on_first_step = [&phase] { phase.begin_steps(); };
+    if (arguments.profile) hooks.profiling = train::Profiling::kYes;
+    train::run_training(run, world, hooks);
   });
 }
 

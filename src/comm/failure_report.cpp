@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "base/environment.h"
+#include "base/terminal_line.h"
 #include "comm/failure_record.h"
 #include "comm/launch_environment.h"
 #include "comm/poison.h"
@@ -61,6 +62,7 @@ void tell_parent(const FailureRecord& record) {
 void print(const std::string& line) {
   std::cout.flush();
   std::fflush(stdout);
+  terminal_line::clear();
   const std::string text = line + "\n";
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, text.data(), text.size());
 }

@@ -5,11 +5,9 @@
 
 #include <chrono>
 #include <cmath>
-#include <fstream>
 #include <iostream>
 
-#include "base/environment.h"
-#include "base/log.h"
+#include "base/terminal_line.h"
 #include "models/parameter_table.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"
@@ -17,8 +15,8 @@
 #include "train/data.h"
 #include "train/flops.h"
 #include "train/metrics.h"
+#include "train/observers.h"
 #include "train/parallelize.h"
-#include "train/profile.h"
 #include "train/schedule.h"
 #include "train/step.h"
 
@@ -26,9 +24,6 @@ namespace tessera::train {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-// Steps before that fill caches and pools.
-constexpr std::int64_t kProfileAfter = 3;
 
 double peak_rss_mib() {
   rusage usage{};
@@ -91,20 +86,18 @@ class Trainer {
     }
     model_ = parallelize(source_, config, mesh_);
     optimizer_ = make_optimizer(*model_, config.optimizer);
-    if (world.rank() == 0) {
-      metrics_.emplace(config.metrics.folder);
-      if (base::environment_switch("TESSERA_PROFILE")) profile_ = std::make_unique<StepProfile>();
-    }
+    if (world.rank() == 0) metrics_.emplace(config.metrics.folder);
   }
 
   TrainingResult run(const TrainingHooks& hooks) {
+    observers_.emplace(config_, world_, /*first_step=*/1, hooks.profiling);
     if (hooks.on_first_step) hooks.on_first_step();
     TrainingResult result;
     const auto steps = *config_.training.steps;
     for (std::int64_t step = 1; step <= steps; ++step) {
-      if (profile_ && step > kProfileAfter) profile_->begin_step();
+      observers_->begin_step(step);
       auto metrics = train_step(step);
-      if (profile_ && step > kProfileAfter) profile_->end_step();
+      observers_->end_step(step);
       if (validation_ && (step % config_.validation.interval == 0 || step == steps)) {
         metrics.val_loss = validate_now();
         result.last_val_loss = metrics.val_loss;
@@ -112,10 +105,10 @@ class Trainer {
       result.steps = step;
       result.last_loss = metrics.loss;
       if (metrics_) report(metrics, steps);
+      observers_->report(metrics);
       if (hooks.after_step) hooks.after_step(metrics, *model_);
     }
-    if (profile_)
-      std::ofstream(*config_.job.dump_folder + "/profile.json") << profile_->to_json() << "\n";
+    observers_->finish();
     return result;
   }
 
@@ -194,7 +187,9 @@ class Trainer {
   void report(const StepMetrics& metrics, std::int64_t steps) {
     metrics_->append(metrics);
     const bool due = metrics.step % config_.metrics.log_freq == 0 || metrics.step == steps;
-    if (due || metrics.val_loss) std::cout << to_step_line(metrics) << std::endl;
+    if (!due && !metrics.val_loss) return;
+    terminal_line::clear();
+    std::cout << to_step_line(metrics) << std::endl;
   }
 
   Config config_;
@@ -207,7 +202,7 @@ class Trainer {
   std::shared_ptr<Sharded<models::Decoder>> model_;
   std::unique_ptr<Optimizer> optimizer_;
   std::optional<MetricsFile> metrics_;
-  std::unique_ptr<StepProfile> profile_;
+  std::optional<Observers> observers_;
 };
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "tessera/world.h"
 #include "train/config.h"
 #include "train/metrics.h"
+#include "train/profile.h"
 
 namespace tessera {
 class ShardedBase;
@@ -35,6 +36,8 @@ struct TrainingHooks {
   std::function<void()> on_first_step = {};
   /// The step was reported; the model holds the updated parameters.
   std::function<void(const StepMetrics&, const ShardedBase&)> after_step = {};
+  /// Rank 0 prints where a step went at the end, on stderr, and writes RUN/profile.json.
+  Profiling profiling = Profiling::kNo;
 };
 
 /// Trains as `config` (resolved_for_run) says. Collective. Rank 0 writes metrics and prints step

@@ -55,7 +55,6 @@ INSTANTIATE_TEST_SUITE_P(
         Refused{train({"--training.stpes", "3"}), "the nearest is --training.steps"},
         Refused{train({"--training.steps", "many"}), "training.steps: found \"many\""},
         Refused{train({"--checkpoint.enable", "true"}), "not yet"},
-        Refused{train({"--metrics.enable_tensorboard", "true"}), "not yet"},
         Refused{train({"--parallelism.tensor_parallel_degree", "2"}), "tensor_parallel_degree"},
         Refused{train({"--nproc", "3", "--parallelism.data_parallel_shard_degree", "2"}),
                 "data_parallel_shard_degree: found 2, expected -1 or 3"},
