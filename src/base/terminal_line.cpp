@@ -53,4 +53,11 @@ void clear() {
   line.visible = false;
 }
 
+void clear_of_any_process() {
+  State& line = state();
+  const std::lock_guard lock(line.mutex);
+  if (is_possible()) put(kEraseLine);
+  line.visible = false;
+}
+
 }  // namespace tessera::terminal_line

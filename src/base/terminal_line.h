@@ -17,4 +17,7 @@ void show(const std::string& text);
 /// Removes it. Threads: any.
 void clear();
 
+/// Removes whatever stands there, also of another process of this run: before an error is printed.
+void clear_of_any_process();
+
 }  // namespace tessera::terminal_line

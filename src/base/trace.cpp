@@ -1,6 +1,7 @@
 #include "base/trace.h"
 
 #include <algorithm>
+#include <tuple>
 
 namespace tessera {
 namespace {
@@ -56,10 +57,9 @@ void TraceScope::begin(TraceRow row, std::string_view name) {
 void TraceScope::end() { trace_->add({row_, std::string(name_), begin_, TraceClock::now()}); }
 
 std::vector<TraceSpan> nested(std::vector<TraceSpan> spans) {
-  std::stable_sort(spans.begin(), spans.end(), [](const TraceSpan& a, const TraceSpan& b) {
-    if (a.row != b.row) return a.row < b.row;
-    if (a.begin != b.begin) return a.begin < b.begin;
-    return a.end > b.end;  // the outer one first
+  std::sort(spans.begin(), spans.end(), [](const TraceSpan& a, const TraceSpan& b) {
+    // Of those that begin together the outer one comes first.
+    return std::tie(a.row, a.begin, b.end, a.name) < std::tie(b.row, b.begin, a.end, b.name);
   });
   std::vector<TraceSpan*> open;
   for (TraceSpan& span : spans) {

@@ -27,7 +27,7 @@ int exit_code(const std::exception& error, Phase phase) {
 
 int report(const std::exception& error, Phase phase) {
   const auto* known = dynamic_cast<const Error*>(&error);
-  terminal_line::clear();
+  terminal_line::clear_of_any_process();
   std::cerr << "tessera: " << to_string(known == nullptr ? ErrorKind::kInternal : known->kind())
             << ": " << error.what() << '\n';
   return exit_code(error, phase);

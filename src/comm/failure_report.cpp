@@ -62,7 +62,7 @@ void tell_parent(const FailureRecord& record) {
 void print(const std::string& line) {
   std::cout.flush();
   std::fflush(stdout);
-  terminal_line::clear();
+  terminal_line::clear_of_any_process();
   const std::string text = line + "\n";
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, text.data(), text.size());
 }

@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "base/environment.h"
+#include "base/terminal_line.h"
 #include "comm/failure_record.h"
 #include "comm/launch_environment.h"
 #include "tessera/error.h"
@@ -318,6 +319,7 @@ int spawn_ranks(int nproc) {
   const auto guilty = culprit(run.failures());
   if (!guilty) return 0;
   std::cout.flush();
+  terminal_line::clear_of_any_process();
   std::cerr << "rank " << guilty->rank << ": " << guilty->message << std::endl;
   return guilty->exit_code;
 }

@@ -139,6 +139,25 @@ TEST(ProgressLine, AnErrorHasALineOfItsOwn) {
   })) << outcome.err;
 }
 
+TEST(ProgressLine, AFailingRankOfSeveralHasItsErrorOnALineOfItsOwn) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  Terminal terminal;
+  const Outcome outcome = run_on(
+      terminal, folder,
+      {"train", "run.toml", "--nproc", "2", "--optimizer.name", "SGD", "--optimizer.lr", "1e38"},
+      false);
+  EXPECT_EQ(outcome.code, 1) << outcome.err;
+  const auto lines = screen(outcome.err);
+  int errors = 0;
+  for (const std::string& line : lines) {
+    if (line.find("expected finite") == std::string::npos) continue;
+    ++errors;
+    EXPECT_TRUE(line.starts_with("rank ")) << line;
+  }
+  EXPECT_GE(errors, 1) << outcome.err;
+}
+
 TEST(ProgressLine, IsSilentWhereStderrIsNoTerminal) {
   const testing::TemporaryFolder folder;
   write_small_run(folder);
