@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Closes ./run: expected and obtained figures side by side, the run folder, what to try next.
+"""Closes ./run: expected and obtained figures side by side, some lines that the model writes, the run
+folder, what to try next.
 
     tools/tiny_report.py CONFIG RUN [overrides that were given to tessera train]
 
@@ -12,9 +13,13 @@ import collections
 import json
 import math
 import pathlib
+import subprocess
 import sys
+import textwrap
 import tomllib
 
+PROGRAM = "build/release/tessera"
+PROMPT = "It is a truth "
 CLEARLY_NATS = 0.3
 SYMBOLS, END_OF_DOCUMENT = 257, 256
 
@@ -37,6 +42,18 @@ def byte_frequency_loss(train, held_out):
     whole = sum(seen.values()) + SYMBOLS
     return sum(n * -math.log((seen[symbol] + 1) / whole)
                for symbol, n in wanted.items()) / sum(wanted.values())
+
+
+def written_text(checkpoint):
+    """What the model adds to PROMPT, whole lines of a terminal's width; "" where it cannot."""
+    words = [PROGRAM, "generate", "--model", checkpoint, "--prompt", PROMPT, "--max-new-tokens", "400",
+             "--temperature", "0.7", "--seed", "1"]
+    done = subprocess.run(words, capture_output=True, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        print(done.stderr.decode(errors="replace"), file=sys.stderr)
+        return ""
+    return textwrap.fill(PROMPT + done.stdout.decode(errors="replace"), 96, initial_indent="  ",
+                         subsequent_indent="  ")
 
 
 def main(config, run, overrides):
@@ -78,10 +95,19 @@ def main(config, run, overrides):
     fell = math.isfinite(obtained) and obtained < frequency - CLEARLY_NATS
     print("\nThe model is clearly better than byte frequencies." if fell else
           f"\nThe held-out loss did not fall {CLEARLY_NATS} below byte frequencies.")
-    print(f"Run folder: {run}  (config.toml, metrics/metrics.jsonl, logs/)\n\nNext:\n"
-          "  build/release/tessera train configs/tiny.toml --nproc 2 --data.path YOUR_TEXT.txt\n"
-          "  build/release/tessera train --help\n"
-          "  ./test --fast")
+    checkpoint = pathlib.Path(run) / "checkpoint"
+    print(f"Run folder: {run}  (config.toml, metrics/, logs/, checkpoint/)")
+    if not (checkpoint / "latest").is_file():
+        print("There is no checkpoint to go on from.")
+        return 0 if fell else 3
+    if text := written_text(checkpoint):
+        print(f"\nThe model goes on from \"{PROMPT}\" (drawn at temperature 0.7):\n\n{text}")
+    longer = 2 * settings["training"]["steps"]
+    print(f"\nNext:\n"
+          f"  {PROGRAM} train {run}/config.toml --nproc 2 --training.steps {longer}   # goes on\n"
+          f"  {PROGRAM} generate --model {checkpoint} --prompt \"My dear \" --max-new-tokens 300 "
+          "--temperature 0.7\n"
+          f"  {PROGRAM} convert {checkpoint} {run}/hf   # a folder that transformers loads")
     return 0 if fell else 3
 
 

@@ -10,7 +10,7 @@ namespace tessera {
 
 /// L2 norm of all gradients of the model. Sums of squares are formed in fp64 over the owned ranges
 /// (padding has no part in it) and added in rank order: the same value on every rank. Parameters
-/// without gradient count as zero. Collective.
+/// without gradient count as zero. Collective. Errors: kContract while deferred gradients are owed.
 double gradient_norm(const ShardedBase& model);
 
 /// Scales all gradients by min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_, and

@@ -29,6 +29,12 @@ struct ParameterMeta {
   /// The file's bulk dtype (of most floating elements): a tensor stored wider than it records its
   /// dtype.
   std::optional<DType> checkpoint_bulk;
+  /// Where that file is a later state of training: the dtype in the one that training began with,
+  /// which is what is recorded then.
+  std::optional<DType> published;
+  /// Its values are yet to be drawn: storage is what is asked for, and no value is lost where that
+  /// is narrower than `dtype`.
+  bool drawn = false;
   bool trainable = true;
   bool model_pin = false;                ///< the model family keeps it in fp32
   std::optional<DType> user_grad_dtype;  ///< a leaf's own grad_dtype, set before sharding

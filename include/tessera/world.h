@@ -43,7 +43,8 @@ class World : public std::enable_shared_from_this<World> {
  public:
   /// Joins the run that the environment describes (torchrun, Open MPI, PMI, Slurm, own spawn), or
   /// makes a world of one. Collective. Starts the failure watch when there are other processes. The
-  /// last reference to it waits until the others let go of theirs, unless the run has failed.
+  /// last reference to it waits until the others let go of theirs, unless the run has failed. With
+  /// Gloo the process ignores SIGPIPE from then on, unless it handles it: a lost rank is an error.
   /// Errors: kUsage for contradictory variables, kComm when the others do not come in time.
   static std::shared_ptr<World> connect(const WorldOptions& options = {});
 
@@ -89,6 +90,7 @@ class World : public std::enable_shared_from_this<World> {
   virtual std::shared_ptr<comm::Group> make_group(const std::vector<int>& ranks,
                                                   const std::string& name) = 0;
   /// Derived classes call this first in their destructors: the queue's thread uses their groups.
+  /// The queue itself stays, for a failure watch that still runs.
   void stop_queue();
 
   int rank_ = 0;

@@ -1,18 +1,49 @@
 // A stable 64-bit hash of bytes: the same on every rank, compiler and machine (XXH3, little
 // endian).
 //
-// For comparing values over ranks and for keying random numbers; not a cryptographic hash, and not
-// std::hash, whose result each standard library chooses for itself.
+// For comparing values over ranks, for keying random numbers and, with 128 bits, for finding bytes
+// of a file that changed; not a cryptographic hash, and not std::hash, whose result each standard
+// library chooses for itself.
 #pragma once
 
 #include <bit>
+#include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 
 namespace tessera {
 
 std::uint64_t hash_bytes(std::string_view bytes, std::uint64_t seed = 0);
+
+/// XXH3-128 of bytes; as text the 32 digits that `xxh128sum` prints.
+struct Hash128 {
+  std::uint64_t high = 0;
+  std::uint64_t low = 0;
+  bool operator==(const Hash128&) const = default;
+};
+std::string to_string(const Hash128& hash);
+/// The inverse; none for anything but 32 lower-case hexadecimal digits.
+std::optional<Hash128> parse_hash128(std::string_view text);
+
+/// The hash of bytes that come in parts.
+class Hash128Stream {
+ public:
+  Hash128Stream();
+  ~Hash128Stream();
+  Hash128Stream(Hash128Stream&&) noexcept;
+  Hash128Stream& operator=(Hash128Stream&&) noexcept;
+  Hash128Stream& add(std::span<const std::byte> bytes);
+  Hash128Stream& add(std::string_view text) { return add(std::as_bytes(std::span(text))); }
+  Hash128 digest() const;  ///< of all bytes so far
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
 
 /// Collects fields in a form in which different values never give the same bytes: numbers as 8
 /// little-endian bytes, strings with their length in front.

@@ -5,6 +5,7 @@
 #include <CLI/Formatter.hpp>
 #include <algorithm>
 
+#include "base/one_line.h"
 #include "base/printable.h"
 #include "tessera/error.h"
 #include "train/config_keys.h"
@@ -13,12 +14,16 @@ namespace tessera::cli {
 namespace {
 
 constexpr int kMostRanks = 4096;
+constexpr std::int64_t kMostNewTokens = std::int64_t{1} << 31;
+constexpr double kMostTemperature = 1e6;
 
 // Owns what the parser writes to, until the verb that was given is known.
 struct Parsed {
   TrainArguments train;
   GradientsArguments gradients;
   InspectArguments inspect;
+  GenerateArguments generate;
+  ConvertArguments convert;
 };
 
 void add_nproc(::CLI::App& verb, std::optional<int>& nproc) {
@@ -69,12 +74,47 @@ void add_inspect(::CLI::App& app, InspectArguments& inspect) {
       ->check(::CLI::Range(1, 1 << 20));
 }
 
-void add_unbuilt(::CLI::App& app) {
-  for (const auto& [name, what] :
-       {std::pair{"generate", "Text from a model; not yet built."},
-        std::pair{"convert", "A checkpoint as a folder; not yet built."}}) {
-    app.add_subcommand(name, what)->allow_extras();
-  }
+void add_generate(::CLI::App& app, GenerateArguments& generate) {
+  ::CLI::App* verb = app.add_subcommand(
+      "generate",
+      "Tokens after a prompt: only the new ones are printed, text after --prompt, ids "
+      "after --prompt-tokens.");
+  verb->add_option("--model", generate.model, "Hugging Face folder, or checkpoint/step-N of a run.")
+      ->required();
+  ::CLI::Option* text = verb->add_option(
+      "--prompt", generate.prompt,
+      "Text, for models trained on bytes; \"\" stands for the beginning of a document.");
+  ::CLI::Option* ids =
+      verb->add_option("--prompt-tokens", generate.prompt_tokens, "Token ids: 1,2,3.");
+  text->excludes(ids);
+  verb->add_option("--max-new-tokens", generate.max_new_tokens,
+                   "Fewer come out where the model ends the document or has no position left.")
+      ->required()
+      ->check(::CLI::Range(std::int64_t{1}, kMostNewTokens));
+  verb->add_option("--temperature", generate.temperature,
+                   "0 (default): the most likely token, always; above: drawn from softmax(logits / "
+                   "temperature).")
+      ->check(::CLI::Range(0.0, kMostTemperature));
+  verb->add_option("--top-k", generate.top_k, "Drawn from this many of the most likely tokens.")
+      ->check(::CLI::Range(std::int64_t{1}, kMostNewTokens));
+  verb->add_option("--seed", generate.seed, "Of the draws; default 42.")
+      ->check(::CLI::NonNegativeNumber);
+  verb->footer("Computes in the dtypes of the folder; --precision.KEY VALUE changes that.");
+}
+
+void add_convert(::CLI::App& app, ConvertArguments& convert) {
+  ::CLI::App* verb = app.add_subcommand(
+      "convert", "A checkpoint (or a folder) as a Hugging Face folder that transformers loads.");
+  verb->add_option("checkpoint", convert.source,
+                   "checkpoint/step-N of a run, or a Hugging Face folder.")
+      ->required();
+  verb->add_option("out", convert.out, "The folder to make; it must not exist, or be empty.")
+      ->required();
+  verb->add_option("--dtype", convert.dtype,
+                   "auto (default): each tensor as in the folder that training began with, else as "
+                   "stored; or float32, bfloat16 for all.");
+  verb->add_option("--max-shard-size", convert.max_shard_size,
+                   "Of a file: bytes, or with KB MB GB KiB MiB GiB; default 5GB.");
 }
 
 const std::vector<std::string>& verbs() {
@@ -92,12 +132,6 @@ void check_verb(const std::vector<std::string>& words) {
                 train::nearest_name(verb, verbs()));
 }
 
-std::string one_line(std::string text) {
-  std::ranges::replace(text, '\n', ' ');
-  while (!text.empty() && text.back() == ' ') text.pop_back();
-  return text;
-}
-
 Arguments chosen(const ::CLI::App& app, Parsed parsed, Overrides overrides) {
   const auto takes_overrides = [&](auto arguments) -> Arguments {
     arguments.overrides = std::move(overrides);
@@ -112,7 +146,12 @@ Arguments chosen(const ::CLI::App& app, Parsed parsed, Overrides overrides) {
                   "CONFIG.toml");
     return takes_overrides(std::move(parsed.inspect));
   }
-  return UnbuiltVerb{app.got_subcommand("generate") ? "generate" : "convert"};
+  if (app.got_subcommand("generate")) {
+    TESSERA_CHECK(parsed.generate.prompt || parsed.generate.prompt_tokens, ErrorKind::kUsage,
+                  "generate: found no prompt, expected --prompt TEXT or --prompt-tokens 1,2,3");
+    return takes_overrides(std::move(parsed.generate));
+  }
+  return takes_overrides(std::move(parsed.convert));
 }
 
 }  // namespace
@@ -130,7 +169,8 @@ Arguments parse_arguments(const std::vector<std::string>& words,
   add_train(app, parsed.train, keys);
   add_gradients(app, parsed.gradients, keys);
   add_inspect(app, parsed.inspect);
-  add_unbuilt(app);
+  add_generate(app, parsed.generate);
+  add_convert(app, parsed.convert);
   try {
     std::ranges::reverse(split.other);  // the order that this parser wants
     app.parse(split.other);

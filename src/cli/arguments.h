@@ -4,6 +4,7 @@
 // Nothing is opened or checked here beyond the words themselves. Next: verbs.h.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
@@ -40,9 +41,23 @@ struct InspectArguments {
   Overrides overrides;
 };
 
-/// generate and convert, which are not yet built.
-struct UnbuiltVerb {
-  std::string name;
+struct GenerateArguments {
+  std::string model;
+  std::optional<std::string> prompt;         ///< or
+  std::optional<std::string> prompt_tokens;  ///< "1,2,3"
+  std::int64_t max_new_tokens = 0;
+  double temperature = 0.0;
+  std::int64_t top_k = 0;  ///< 0 = all
+  std::uint64_t seed = 42;
+  Overrides overrides;
+};
+
+struct ConvertArguments {
+  std::string source;
+  std::string out;
+  std::string dtype = "auto";
+  std::string max_shard_size = "5GB";
+  Overrides overrides;
 };
 
 /// --help and --version.
@@ -50,8 +65,8 @@ struct ShowText {
   std::string text;
 };
 
-using Arguments =
-    std::variant<TrainArguments, GradientsArguments, InspectArguments, UnbuiltVerb, ShowText>;
+using Arguments = std::variant<TrainArguments, GradientsArguments, InspectArguments,
+                               GenerateArguments, ConvertArguments, ShowText>;
 
 /// `words` without the program's name; `version` makes what --version shows, called for that only.
 /// Errors: kUsage with what is wrong, in one line.

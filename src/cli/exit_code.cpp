@@ -2,6 +2,7 @@
 
 #include <iostream>
 
+#include "base/one_line.h"
 #include "base/terminal_line.h"
 #include "tessera/error.h"
 
@@ -29,7 +30,7 @@ int report(const std::exception& error, Phase phase) {
   const auto* known = dynamic_cast<const Error*>(&error);
   terminal_line::clear_of_any_process();
   std::cerr << "tessera: " << to_string(known == nullptr ? ErrorKind::kInternal : known->kind())
-            << ": " << error.what() << '\n';
+            << ": " << one_line(error.what()) << '\n';
   return exit_code(error, phase);
 }
 

@@ -17,7 +17,7 @@ inline constexpr int kRefused = 2;
 /// always.
 int exit_code(const std::exception& error, Phase phase);
 
-/// Prints "tessera: <kind>: <message>" on stderr and returns exit_code().
+/// Prints "tessera: <kind>: <message>" on stderr, in one line, and returns exit_code().
 int report(const std::exception& error, Phase phase);
 
 }  // namespace tessera::cli

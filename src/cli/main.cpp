@@ -9,6 +9,7 @@
 #include "cli/verbs.h"
 #include "cli/version.h"
 #include "comm/nccl.h"
+#include "comm/refusal.h"
 #include "tessera/error.h"
 
 namespace tessera::cli {
@@ -23,10 +24,8 @@ struct RunVerb {
   int operator()(const TrainArguments& arguments) const { return run_train(arguments); }
   int operator()(const GradientsArguments& arguments) const { return run_gradients(arguments); }
   int operator()(const InspectArguments& arguments) const { return run_inspect(arguments); }
-  int operator()(const UnbuiltVerb& verb) const {
-    throw Error(ErrorKind::kUsage,
-                concat(verb.name, ": not yet built; train, gradients and inspect are"));
-  }
+  int operator()(const GenerateArguments& arguments) const { return run_generate(arguments); }
+  int operator()(const ConvertArguments& arguments) const { return run_convert(arguments); }
   int operator()(const ShowText& show) const {
     std::cout << show.text;
     return kDone;
@@ -37,7 +36,10 @@ int run(int argc, char** argv) {
   try {
     return std::visit(RunVerb{}, parse_arguments({argv + 1, argv + argc}, version_text));
   } catch (const std::exception& error) {
-    return report(error, Phase::kPreparing);
+    // Under a launcher every rank comes to the same error here.
+    const int code = exit_code(error, Phase::kPreparing);
+    comm::refuse_once(error, code, [&] { report(error, Phase::kPreparing); });
+    return code;
   }
 }
 

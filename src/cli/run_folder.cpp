@@ -1,11 +1,17 @@
 #include "cli/run_folder.h"
 
+#include <unistd.h>
+
 #include <array>
 #include <ctime>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <system_error>
 
+#include "base/environment.h"
+#include "base/hash.h"
+#include "base/log.h"
 #include "comm/group.h"
 #include "tessera/error.h"
 #include "train/config_resolve.h"
@@ -44,11 +50,41 @@ fs::path make_fresh_folder(const std::string& name) {
   }
 }
 
-void write_config(const train::Config& config, const fs::path& file) {
-  std::ofstream out(file, std::ios::trunc);
-  out << train::to_toml(config);
-  out.close();
-  TESSERA_CHECK(!out.fail(), ErrorKind::kIo, file.string(), ": writing failed");
+/// Where rank 0 notes which folder it chose, for torchrun's next attempt at the same job; none
+/// under other launchers.
+std::optional<fs::path> note_for_restarts() {
+  if (!base::environment_variable("TORCHELASTIC_RESTART_COUNT")) return std::nullopt;
+  std::array<char, 256> host{};
+  ::gethostname(host.data(), host.size() - 1);
+  Hasher job;
+  job.add(std::string_view(host.data()));
+  for (const char* name : {"TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"}) {
+    job.add(std::string_view(base::environment_variable(name).value_or("")));
+  }
+  return fs::path("outputs") / ".restarts" / std::to_string(job.digest());
+}
+
+/// The folder of the attempts before this one: a restart goes on where they were.
+std::optional<fs::path> folder_of_earlier_attempt(const fs::path& note) {
+  if (base::environment_variable("TORCHELASTIC_RESTART_COUNT") == "0") return std::nullopt;
+  std::string folder;
+  std::getline(std::ifstream(note), folder);
+  std::error_code ignored;
+  if (!folder.empty() && fs::is_directory(folder, ignored)) return folder;
+  log::warn(
+      "torchrun started this job again, and which folder it had is not known: it begins anew "
+      "in another; set job.dump_folder");
+  return std::nullopt;
+}
+
+fs::path choose_folder(const std::string& name) {
+  const auto note = note_for_restarts();
+  if (!note) return make_fresh_folder(name);
+  if (const auto earlier = folder_of_earlier_attempt(*note)) return *earlier;
+  const auto folder = make_fresh_folder(name);
+  make_folder(note->parent_path());
+  std::ofstream(*note) << fs::absolute(folder).string() << '\n';
+  return folder;
 }
 
 }  // namespace
@@ -64,12 +100,19 @@ train::Config prepare_run_folder(const train::Config& config, const std::string&
   if (world.rank() == 0) {
     if (config.job.dump_folder) make_folder(*config.job.dump_folder);
     const fs::path folder =
-        config.job.dump_folder ? fs::path(*config.job.dump_folder) : make_fresh_folder(name);
+        config.job.dump_folder ? fs::path(*config.job.dump_folder) : choose_folder(name);
     chosen = fs::absolute(folder).lexically_normal().string();
-    write_config(train::resolved_for_run(config, chosen), fs::path(chosen) / "config.toml");
   }
   chosen = comm::all_gather_bytes(world.control(), chosen, "run folder").front();
   return train::resolved_for_run(config, chosen);
+}
+
+void write_run_config(const train::Config& run) {
+  const fs::path file = fs::path(*run.job.dump_folder) / "config.toml";
+  std::ofstream out(file, std::ios::trunc);
+  out << train::to_toml(run);
+  out.close();
+  TESSERA_CHECK(!out.fail(), ErrorKind::kIo, file.string(), ": writing failed");
 }
 
 }  // namespace tessera::cli

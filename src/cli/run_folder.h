@@ -12,9 +12,13 @@ namespace tessera::cli {
 std::string run_name(const std::string& config_file);
 
 /// The config with its folders absolute (train::resolved_for_run). Rank 0 chooses job.dump_folder
-/// where the config names none (outputs/<time>-<name>, never one that exists), makes it and writes
-/// config.toml into it. Collective over the World. Errors: kIo when it cannot be made.
+/// where the config names none and makes it: outputs/<time>-<name>, never one that exists but where
+/// torchrun restarts a job, which goes on in its folder.
+/// Collective over the World. Errors: kIo when it cannot be made.
 train::Config prepare_run_folder(const train::Config& config, const std::string& name,
                                  World& world);
+
+/// RUN/config.toml, once the command is not refused any more. Errors: kIo.
+void write_run_config(const train::Config& run);
 
 }  // namespace tessera::cli

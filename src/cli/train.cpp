@@ -5,6 +5,7 @@
 #include "cli/exit_code.h"
 #include "cli/ranks.h"
 #include "cli/run_folder.h"
+#include "cli/stop_signal.h"
 #include "cli/verbs.h"
 #include "train/config_resolve.h"
 #include "train/trainer.h"
@@ -26,8 +27,13 @@ int run_train(const TrainArguments& arguments) {
                .world_size = world.size(),
                .file = folder / "logs" / concat("rank_", world.rank(), ".log")});
     log::info("run folder ", folder.string());
+    const StopSignal stop;
     train::TrainingHooks hooks;
-    hooks.on_first_step = [&phase] { phase.begin_steps(); };
+    hooks.on_first_step = [&] {
+      if (world.rank() == 0) write_run_config(run);
+      phase.begin_steps();
+    };
+    hooks.stop_requested = [] { return StopSignal::requested(); };
     if (arguments.profile) hooks.profiling = train::Profiling::kYes;
     train::run_training(run, world, hooks);
   });

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "base/one_line.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -23,7 +24,8 @@ std::vector<at::Tensor> as_bytes(const void* data, std::int64_t bytes) {
 }
 
 /// Gloo's message without the place in its source and without its advice.
-std::string reason(const std::string& what) {
+std::string reason(const std::string& error) {
+  const std::string what = one_line(error);
   auto begin = what.find("] ");
   begin = what.starts_with('[') && begin != std::string::npos ? begin + 2 : 0;
   return what.substr(begin, what.find(". ", begin) - begin);
@@ -105,24 +107,48 @@ Exchange::Range Exchange::part_of(const AllReduce& op, int rank) const {
   return {begin, begin + each + (rank < more ? 1 : 0)};
 }
 
+/// A transfer cannot even begin: the connection is closed already.
+void Exchange::blame(int peer, const std::exception& error) const {
+  channel_->options.poison->check();
+  throw PeerLost(concat(text(), ": the connection to rank ", world_rank(peer),
+                        " is gone: ", reason(error.what())));
+}
+
 void Exchange::post_receive(UnderWay& op, int peer, void* to, std::int64_t bytes,
                             std::size_t index) {
   if (bytes == 0) return;
   auto tensors = as_bytes(to, bytes);
-  auto work = channel_->backend->recv(tensors, peer, transfer_tag(fingerprint_, sequence_, index));
-  op.receives.push_back({std::move(work), peer});
+  const auto tag = transfer_tag(fingerprint_, sequence_, index);
+  try {
+    op.receives.push_back({channel_->backend->recv(tensors, peer, tag), peer});
+  } catch (const std::exception& error) {
+    blame(peer, error);
+  }
 }
 
 void Exchange::post_send(UnderWay& op, int peer, const void* from, std::int64_t bytes,
                          std::size_t index) {
   if (bytes == 0) return;
   auto tensors = as_bytes(from, bytes);
-  auto work = channel_->backend->send(tensors, peer, transfer_tag(fingerprint_, sequence_, index));
-  op.sends.push_back({std::move(work), peer});
+  const auto tag = transfer_tag(fingerprint_, sequence_, index);
+  try {
+    op.sends.push_back({channel_->backend->send(tensors, peer, tag), peer});
+  } catch (const std::exception& error) {
+    blame(peer, error);
+  }
+}
+
+std::int64_t Exchange::bytes_aside(std::size_t index) const {
+  if (const auto* reduce = std::get_if<ReduceScatter>(&batch_.ops[index])) {
+    return nbytes(reduce->input) / channel_->size();
+  }
+  const auto& all = std::get<AllReduce>(batch_.ops[index]);
+  if (!in_two_phases(all)) return nbytes(all.data);
+  const Range mine = part_of(all, channel_->options.self);
+  return (mine.end - mine.begin) * static_cast<std::int64_t>(all.data.element_size());
 }
 
 void Exchange::receive_aside(UnderWay& op, std::int64_t bytes, std::size_t index) {
-  op.received = channel_->take_buffer(bytes * (channel_->size() - 1));
   int place = 0;
   for (int peer = 0; peer < channel_->size(); ++peer) {
     if (peer == channel_->options.self) continue;
@@ -138,15 +164,8 @@ void Exchange::post_receives(std::size_t index) {
     for (int peer = 0; peer < channel_->size(); ++peer) {
       if (peer != self) post_receive(op, peer, at_byte(gather->buffer, slice * peer), slice, index);
     }
-  } else if (const auto* reduce = std::get_if<ReduceScatter>(&batch_.ops[index])) {
-    receive_aside(op, nbytes(reduce->input) / channel_->size(), index);
   } else {
-    const auto& all = std::get<AllReduce>(batch_.ops[index]);
-    op.second_phase = in_two_phases(all);
-    const Range mine = part_of(all, self);
-    const auto element = static_cast<std::int64_t>(all.data.element_size());
-    receive_aside(op, op.second_phase ? (mine.end - mine.begin) * element : nbytes(all.data),
-                  index);
+    receive_aside(op, bytes_aside(index), index);
   }
 }
 
@@ -172,14 +191,15 @@ void Exchange::post_sends(std::size_t index) {
 }
 
 void Exchange::start() {
-  try {
-    // A transfer whose receiver is ready goes out without a round trip: receives come first.
-    for (std::size_t i = 0; i < batch_.ops.size(); ++i) post_receives(i);
-    for (std::size_t i = 0; i < batch_.ops.size(); ++i) post_sends(i);
-  } catch (const std::exception& error) {
-    channel_->options.poison->check();
-    throw PeerLost(concat(text(), ": a connection is gone: ", reason(error.what())));
+  for (std::size_t i = 0; i < batch_.ops.size(); ++i) {
+    if (std::holds_alternative<AllGather>(batch_.ops[i])) continue;
+    const auto* all = std::get_if<AllReduce>(&batch_.ops[i]);
+    under_way_[i].second_phase = all != nullptr && in_two_phases(*all);
+    under_way_[i].received = channel_->take_buffer(bytes_aside(i) * (channel_->size() - 1));
   }
+  // A transfer whose receiver is ready goes out without a round trip: receives come first.
+  for (std::size_t i = 0; i < batch_.ops.size(); ++i) post_receives(i);
+  for (std::size_t i = 0; i < batch_.ops.size(); ++i) post_sends(i);
 }
 
 void Exchange::abort() {
@@ -237,12 +257,13 @@ void Exchange::finish_first_phase(std::size_t index) {
   }
   // The sum goes where this rank's addends are: they must have left first.
   finish(op.sends);
-  const auto& data = std::get<AllReduce>(batch_.ops[index]).data;
+  const auto& all = std::get<AllReduce>(batch_.ops[index]);
+  const auto& result = all.result();
   const Range mine =
-      op.second_phase ? part_of({data}, channel_->options.self) : Range{0, data.numel()};
-  std::byte* const place = at_byte(data, mine.begin * data.element_size());
-  add_received(op, place, data.scalar_type(),
-               {place, data.scalar_type(), mine.end - mine.begin, Into::kOverwrite});
+      op.second_phase ? part_of(all, channel_->options.self) : Range{0, all.data.numel()};
+  add_received(op, at_byte(all.data, mine.begin * all.data.element_size()), all.data.scalar_type(),
+               {at_byte(result, mine.begin * result.element_size()), result.scalar_type(),
+                mine.end - mine.begin, Into::kOverwrite});
   if (op.second_phase) start_second_phase(index);
 }
 
@@ -251,20 +272,21 @@ void Exchange::start_second_phase(std::size_t index) {
   channel_->options.poison->check();
   UnderWay& op = under_way_[index];
   const auto& all = std::get<AllReduce>(batch_.ops[index]);
-  const auto element = static_cast<std::int64_t>(all.data.element_size());
+  const auto& sums = all.result();
+  const auto element = static_cast<std::int64_t>(sums.element_size());
   const std::size_t tag_index = index + batch_.ops.size();
   op.receives.clear();
   op.sends.clear();
   for (int peer = 0; peer < channel_->size(); ++peer) {
     if (peer == channel_->options.self) continue;
     const Range part = part_of(all, peer);
-    post_receive(op, peer, at_byte(all.data, part.begin * element),
-                 (part.end - part.begin) * element, tag_index);
+    post_receive(op, peer, at_byte(sums, part.begin * element), (part.end - part.begin) * element,
+                 tag_index);
   }
   const Range mine = part_of(all, channel_->options.self);
   for (int peer = 0; peer < channel_->size(); ++peer) {
     if (peer == channel_->options.self) continue;
-    post_send(op, peer, at_byte(all.data, mine.begin * element), (mine.end - mine.begin) * element,
+    post_send(op, peer, at_byte(sums, mine.begin * element), (mine.end - mine.begin) * element,
               tag_index);
   }
 }

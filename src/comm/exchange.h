@@ -66,10 +66,14 @@ class Exchange final : public Work, private Blocked {
 
   void abort() override;
 
+  /// Errors: PeerLost naming the peer, always.
+  [[noreturn]] void blame(int peer, const std::exception& error) const;
   void post_receive(UnderWay& op, int peer, void* to, std::int64_t bytes, std::size_t index);
   void post_send(UnderWay& op, int peer, const void* from, std::int64_t bytes, std::size_t index);
   void post_receives(std::size_t index);
   void post_sends(std::size_t index);
+  /// What each peer sends of an op whose addends are received beside its result.
+  std::int64_t bytes_aside(std::size_t index) const;
   void receive_aside(UnderWay& op, std::int64_t bytes, std::size_t index);
 
   void finish_first_phase(std::size_t index);

@@ -29,6 +29,10 @@ std::optional<FailureRecord> decode_failure(const std::string& bytes) {
   return record;
 }
 
+std::string to_string(const FailureRecord& record) {
+  return concat("rank ", record.rank, ": ", record.message);
+}
+
 std::optional<FailureRecord> culprit(const std::vector<FailureRecord>& failures) {
   const FailureRecord* first = nullptr;
   for (const FailureRecord& one : failures) {

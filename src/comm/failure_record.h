@@ -1,7 +1,7 @@
-// What a rank of own spawn writes to its parent before it leaves, and how the parent finds the
-// culprit.
+// What a rank says before it leaves: to its parent if own spawn started it, and to the other ranks
+// under the store's failure key. And how the parent finds the culprit.
 //
-// Pure. Next: spawn.h.
+// Pure. Next: spawn.h, failure_report.h.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +18,9 @@ enum class FailureClass : std::uint8_t {
   kNoticed,  ///< noticed that another rank was lost
 };
 
+/// Exit code of what was refused before the first step: everything that a user asked wrongly.
+inline constexpr int kRefusedCode = 2;
+
 struct FailureRecord {
   FailureClass what = FailureClass::kPrimary;
   std::int64_t time_ns = 0;  ///< of the monotonic clock, the same for all processes of a host
@@ -31,6 +34,9 @@ struct FailureRecord {
 std::string encode(const FailureRecord& record);
 /// None for anything that encode() does not write.
 std::optional<FailureRecord> decode_failure(const std::string& bytes);
+
+/// "rank R: message".
+std::string to_string(const FailureRecord& record);
 
 /// The first by time of the smallest class; none of none.
 std::optional<FailureRecord> culprit(const std::vector<FailureRecord>& failures);

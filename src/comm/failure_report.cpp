@@ -5,19 +5,19 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
-#include <future>
 #include <iostream>
-#include <memory>
 #include <optional>
 #include <string>
 #include <thread>
 
 #include "base/environment.h"
+#include "base/one_line.h"
 #include "base/terminal_line.h"
 #include "comm/failure_record.h"
 #include "comm/launch_environment.h"
 #include "comm/poison.h"
 #include "comm/process_world.h"
+#include "comm/refusal.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -30,26 +30,8 @@ void claim_exit() {
   while (claimed.test_and_set()) std::this_thread::sleep_for(std::chrono::hours(1));
 }
 
-// What a failing rank still spends on the store.
-constexpr std::chrono::milliseconds kLastWords{1000};
-
-/// Leaves even if the store no longer answers.
-void leave_at_the_latest(std::chrono::milliseconds after, int code) {
-  std::thread([after, code] {
-    std::this_thread::sleep_for(after);
-    ::_exit(code);
-  }).detach();
-}
-
-/// What the failure key says; none when there is none, or the store does not answer soon.
-std::optional<std::string> known_cause(ProcessWorld* world) {
-  if (world == nullptr) return std::nullopt;
-  auto answer = std::make_shared<std::promise<std::optional<std::string>>>();
-  auto future = answer->get_future();
-  std::thread([world, answer] { answer->set_value(world->known_failure()); }).detach();
-  if (future.wait_for(kLastWords / 2) != std::future_status::ready) return std::nullopt;
-  return future.get();
-}
+// How long rank 0 stays for the others to read what it has announced.
+constexpr std::chrono::milliseconds kLastWords{500};
 
 void tell_parent(const FailureRecord& record) {
   const auto fd = base::environment_variable(spawn_variable::kErrorFd);
@@ -67,11 +49,28 @@ void print(const std::string& line) {
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, text.data(), text.size());
 }
 
-int rank_by_environment() {
+/// A rank that never joined: nobody but its launcher knows that it has failed.
+[[noreturn]] void report_before_joining(const std::exception& error, FailureRecord record) {
+  LaunchEnvironment launch;
   try {
-    return read_launch_environment(base::environment()).rank;
-  } catch (const Error&) {
-    return 0;
+    launch = read_launch_environment(base::environment());
+  } catch (const Error&) {  // then that is the error
+  }
+  record.rank = launch.rank;
+  tell_parent(record);
+  refuse_once(error, record.exit_code, [&] { print(to_string(record)); });
+  ::_exit(record.exit_code);
+}
+
+/// A failure of its own is announced first: the rank whose words stand prints them for all that
+/// failed alike. One that was only noticed is printed by every rank.
+void print_and_announce(ProcessWorld& world, const FailureRecord& record) {
+  if (record.what == FailureClass::kPrimary) {
+    const auto standing = world.announce_failure(record);
+    if (!standing || !says_the_same(*standing, record)) print(to_string(record));
+  } else {
+    print(to_string(record));
+    world.announce_failure(record);
   }
 }
 
@@ -79,33 +78,36 @@ int rank_by_environment() {
 
 void report_failure(World* world, const std::exception& error, int code) {
   claim_exit();
-  const int rank = world != nullptr ? world->rank() : rank_by_environment();
-  FailureRecord record{FailureClass::kPrimary, monotonic_ns(), rank, code, error.what()};
+  finish_report();
+  FailureRecord record{FailureClass::kPrimary, monotonic_ns(), 0, code, one_line(error.what())};
   auto* const process_world = dynamic_cast<ProcessWorld*>(world);
   if (dynamic_cast<const PeerLost*>(&error) != nullptr) {
     record.what = FailureClass::kNoticed;
-    if (const auto cause = known_cause(process_world)) {
-      record.message = concat("stopped because of ", *cause);
-    }
+    const auto cause = process_world != nullptr ? process_world->known_failure() : std::nullopt;
+    if (cause) record.message = concat("stopped because of ", to_string(*cause));
   }
-  const std::string line = concat("rank ", rank, ": ", record.message);
+  if (world == nullptr) report_before_joining(error, std::move(record));
+  record.rank = world->rank();
   tell_parent(record);
-  print(line);
-  if (process_world != nullptr) {
-    leave_at_the_latest(kLastWords, code);
-    process_world->announce_failure(line);
+  if (process_world == nullptr) {
+    print(to_string(record));
+  } else {
+    print_and_announce(*process_world, record);
     // The others read it from this process.
-    if (process_world->serves_store()) std::this_thread::sleep_for(kLastWords / 2);
+    if (process_world->serves_store()) std::this_thread::sleep_for(kLastWords);
   }
   ::_exit(code);
 }
 
-void leave_after(int rank, const std::string& why) {
+void leave_after(int rank, const FailureRecord& cause) {
   claim_exit();
-  const std::string message = concat("stopped because of ", why);
-  tell_parent({FailureClass::kNoticed, monotonic_ns(), rank, 1, message});
-  print(concat("rank ", rank, ": ", message));
-  ::_exit(1);
+  finish_report();
+  const FailureRecord record{FailureClass::kNoticed, monotonic_ns(), rank, cause.exit_code,
+                             concat("stopped because of ", to_string(cause))};
+  tell_parent(record);
+  // A refusal is about what was asked, not about a rank: it is said once.
+  if (cause.exit_code != kRefusedCode) print(to_string(record));
+  ::_exit(cause.exit_code);
 }
 
 int default_exit_code(const std::exception& error) {
@@ -114,7 +116,7 @@ int default_exit_code(const std::exception& error) {
   const ErrorKind kind = known->kind();
   const bool asked_wrongly = kind == ErrorKind::kUsage || kind == ErrorKind::kConfig ||
                              kind == ErrorKind::kContract || kind == ErrorKind::kFormat;
-  return asked_wrongly ? 2 : 1;
+  return asked_wrongly ? kRefusedCode : 1;
 }
 
 }  // namespace tessera::comm

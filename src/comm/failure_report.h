@@ -4,19 +4,21 @@
 // report a lost connection in place of its cause. [Note: failure] in failure_watch.h.
 #pragma once
 
-#include <string>
+#include <exception>
 
+#include "comm/failure_record.h"
 #include "tessera/world.h"
 
 namespace tessera::comm {
 
-/// Prints "rank R: what" on stderr, tells own spawn's parent and the other ranks, and leaves by
-/// _exit(code). `world` may be null (the rank failed before it joined). An error that only noticed
-/// another rank's failure (PeerLost) is printed with that failure where it is known.
+/// Prints "rank R: what" on stderr, in one line, tells own spawn's parent and the other ranks, and
+/// leaves by _exit(code). `world` may be null (the rank failed before it joined). An error that
+/// only noticed another rank's failure (PeerLost) is printed with that failure where it is known;
+/// one that another rank has announced word for word is not printed again.
 [[noreturn]] void report_failure(World* world, const std::exception& error, int code);
 
-/// For threads that saw another rank fail.
-[[noreturn]] void leave_after(int rank, const std::string& why);
+/// For threads that saw another rank fail: prints its error, and leaves with its exit code.
+[[noreturn]] void leave_after(int rank, const FailureRecord& cause);
 
 /// Exit code of an error outside the trainer: 2 for what was asked wrongly, 1 for what failed.
 int default_exit_code(const std::exception& error);

@@ -6,14 +6,31 @@ namespace tessera::comm {
 
 namespace store_key {
 std::string poison(int epoch) { return concat("poison/", epoch); }
+std::string pulse(int rank) { return concat("pulse/", rank); }
 }  // namespace store_key
 
 namespace {
 
 std::string issued_key(int epoch, int rank) { return concat("issued/", epoch, "/", rank); }
-std::string pulse_key(int rank) { return concat("pulse/", rank); }
 
 }  // namespace
+
+std::vector<int> silent_ranks(Store& store, const std::vector<int>& ranks,
+                              std::chrono::milliseconds time) {
+  const auto beats = [&] {
+    std::vector<std::optional<std::string>> all;
+    for (const int rank : ranks) all.push_back(store.find(store_key::pulse(rank)));
+    return all;
+  };
+  const auto before = beats();
+  std::this_thread::sleep_for(time);
+  const auto after = beats();
+  std::vector<int> silent;
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (before[i] == after[i]) silent.push_back(ranks[i]);
+  }
+  return silent;
+}
 
 FailureWatch::FailureWatch(std::shared_ptr<Store> own_connection, std::shared_ptr<WaitBoard> board,
                            WatchOptions options, Actions actions)
@@ -71,7 +88,7 @@ void FailureWatch::look() {
       return;
     }
   }
-  store_->set(pulse_key(options_.rank), std::to_string(++beats_));
+  store_->set(store_key::pulse(options_.rank), std::to_string(++beats_));
   const auto waited = board_->longest_wait();
   if (!waited || *waited < options_.blocked_after) {
     pulses_.clear();
@@ -84,8 +101,9 @@ void FailureWatch::look() {
 
 void FailureWatch::publish(int epoch) {
   std::string lines = board_->lines();
-  if (lines == published_) return;
+  if (lines == published_ && epoch == published_epoch_) return;
   store_->set(issued_key(epoch, options_.rank), lines);
+  published_epoch_ = epoch;
   published_ = std::move(lines);
 }
 
@@ -105,7 +123,7 @@ void FailureWatch::listen_for_peers() {
   const auto now = std::chrono::steady_clock::now();
   for (const int peer : board_->peers()) {
     if (peer == options_.rank || over_) continue;
-    const std::string beat = store_->find(pulse_key(peer)).value_or("");
+    const std::string beat = store_->find(store_key::pulse(peer)).value_or("");
     auto [pulse, first] = pulses_.try_emplace(peer, Pulse{beat, now});
     if (pulse->second.beat != beat) pulse->second = {beat, now};
     if (now - pulse->second.since < options_.silent_after) continue;

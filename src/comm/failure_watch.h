@@ -17,6 +17,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "comm/store.h"
 #include "comm/wait_board.h"
@@ -25,9 +26,15 @@ namespace tessera::comm {
 
 /// Keys of the store.
 namespace store_key {
-inline constexpr const char* kFailure = "failure";  ///< "rank R: its error": every process leaves
+inline constexpr const char* kFailure = "failure";  ///< a FailureRecord: every process leaves
 std::string poison(int epoch);                      ///< "rank R: why": every World is poisoned
+std::string pulse(int rank);                        ///< a number that grows while the rank lives
 }  // namespace store_key
+
+/// Those of `ranks` whose watches give no sign of life for `time`. Waits for as long. Errors:
+/// PeerLost when the store does not answer.
+std::vector<int> silent_ranks(Store& store, const std::vector<int>& ranks,
+                              std::chrono::milliseconds time);
 
 struct WatchOptions {
   int rank = 0;
@@ -82,6 +89,7 @@ class FailureWatch {
   int poisoned_epoch_ = -1;
   std::uint64_t beats_ = 0;
   std::string published_;
+  int published_epoch_ = -1;
   std::map<int, Pulse> pulses_;
   std::thread thread_;
 };

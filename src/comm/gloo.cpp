@@ -3,26 +3,46 @@
 #ifndef USE_C10D_GLOO
 #define USE_C10D_GLOO
 #endif
+#include <signal.h>
+
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "base/environment.h"
+#include "base/one_line.h"
+#include "comm/bounded_calls.h"
+#include "comm/poison.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
 namespace {
 
-std::shared_ptr<gloo::transport::Device> make_device(Hosts hosts) {
+// Gloo gives its own error at its timeout; only where it gives none do we.
+constexpr std::chrono::milliseconds kMargin{1000};
+
+std::shared_ptr<gloo::transport::Device> make_device(Reach reach) {
   using c10d::ProcessGroupGloo;
   const auto interfaces = base::environment_variable("GLOO_SOCKET_IFNAME").value_or("");
   const std::string interface = interfaces.substr(0, interfaces.find(','));
   try {
     if (!interface.empty()) return ProcessGroupGloo::createDeviceForInterface(interface);
-    if (hosts == Hosts::kOne) return ProcessGroupGloo::createDeviceForHostname("127.0.0.1");
+    if (reach == Reach::kThisHost) {
+      return ProcessGroupGloo::createDeviceForHostname("127.0.0.1");
+    }
     return ProcessGroupGloo::createDefaultDevice();
   } catch (const std::exception& error) {
-    throw Error(ErrorKind::kComm,
-                concat("gloo: cannot listen", interface.empty() ? "" : " on interface ", interface,
-                       ": ", error.what(), "; set GLOO_SOCKET_IFNAME to a network interface"));
+    throw Error(
+        ErrorKind::kComm,
+        concat("gloo: cannot listen", interface.empty() ? "" : " on interface ", interface, ": ",
+               one_line(error.what()), "; set GLOO_SOCKET_IFNAME to a network interface"));
+  }
+}
+
+/// Gloo writes to connections that a lost rank has closed. That is an error, which names the rank,
+/// and no signal to die of; a handler of the program's own stays.
+void ignore_broken_pipes() {
+  struct sigaction now{};
+  if (::sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) {
+    ::signal(SIGPIPE, SIG_IGN);
   }
 }
 
@@ -32,8 +52,9 @@ struct GlooDevice::Impl {
   std::shared_ptr<gloo::transport::Device> device;
 };
 
-GlooDevice::GlooDevice(Hosts hosts) : impl_(std::make_unique<Impl>()) {
-  impl_->device = make_device(hosts);
+GlooDevice::GlooDevice(Reach reach) : impl_(std::make_unique<Impl>()) {
+  ignore_broken_pipes();
+  impl_->device = make_device(reach);
 }
 
 GlooDevice::~GlooDevice() = default;
@@ -44,11 +65,18 @@ c10::intrusive_ptr<c10d::Backend> GlooDevice::connect(const c10::intrusive_ptr<c
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);
   options->devices.push_back(impl_->device);
   options->threads = 0;  // sends and receives run on the device's thread
-  try {
+  using Group = c10::intrusive_ptr<c10d::Backend>;
+  const auto open = [=]() -> Group {
     return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
+  };
+  std::optional<Group> group;
+  try {
+    group = BoundedCalls().run(open, timeout + kMargin);
   } catch (const std::exception& error) {
-    throw Error(ErrorKind::kComm, concat("gloo: cannot connect: ", error.what()));
+    throw PeerLost(concat("gloo: cannot connect: ", one_line(error.what())));
   }
+  if (!group) throw PeerLost(concat("gloo: not connected within ", in_seconds(timeout)));
+  return *group;
 }
 
 }  // namespace tessera::comm

@@ -19,14 +19,16 @@ namespace tessera::comm {
 /// A socket to listen on and the thread that moves bytes; shared by the groups of one World.
 class GlooDevice {
  public:
-  /// GLOO_SOCKET_IFNAME's first interface if it is set, loopback where all ranks are on one host,
-  /// else the address of this host's name. Errors: kComm.
-  explicit GlooDevice(Hosts hosts);
+  /// GLOO_SOCKET_IFNAME's first interface if it is set, loopback where that reaches all ranks, else
+  /// the address of this host's name. From here on the process ignores SIGPIPE, unless it has a
+  /// handler of its own. Errors: kComm.
+  explicit GlooDevice(Reach reach);
   ~GlooDevice();
   GlooDevice(const GlooDevice&) = delete;
   GlooDevice& operator=(const GlooDevice&) = delete;
 
-  /// Connects to all `size` ranks that share the store. Collective. Errors: kComm.
+  /// Connects to all `size` ranks that share the store. Collective. Errors: PeerLost where one does
+  /// not come, or the store does not answer.
   c10::intrusive_ptr<c10d::Backend> connect(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                             int size, std::chrono::milliseconds timeout);
 

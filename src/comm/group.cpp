@@ -60,27 +60,42 @@ void all_gather(Group& group, at::Tensor buffer, const std::string& what) {
   group.issue(std::move(batch))->wait();
 }
 
+/// Every rank's bytes, each padded to `slice`.
+std::vector<std::string> gather_slices(Group& group, const std::string& mine, std::size_t slice,
+                                       const std::string& what) {
+  const auto ranks = static_cast<std::size_t>(group.size());
+  auto texts = at::empty({static_cast<std::int64_t>(slice * ranks)}, at::kByte);
+  auto* bytes = static_cast<char*>(texts.mutable_data_ptr());
+  if (!mine.empty()) {
+    std::memcpy(bytes + static_cast<std::size_t>(group.rank()) * slice, mine.data(), mine.size());
+  }
+  all_gather(group, texts, what);
+  std::vector<std::string> all;
+  all.reserve(ranks);
+  for (std::size_t rank = 0; rank < ranks; ++rank) all.emplace_back(bytes + rank * slice, slice);
+  return all;
+}
+
 }  // namespace
+
+std::vector<std::string> all_gather_fixed(Group& group, const std::string& mine,
+                                          const std::string& what) {
+  RECORD_USER_SCOPE("tessera::wait");
+  return gather_slices(group, mine, mine.size(), what);
+}
 
 std::vector<std::string> all_gather_bytes(Group& group, const std::string& mine,
                                           const std::string& what) {
   RECORD_USER_SCOPE("tessera::wait");
   const TraceScope traced(TraceRow::kWaits, what);
-  const auto ranks = static_cast<std::size_t>(group.size());
-  const auto self = static_cast<std::size_t>(group.rank());
   auto lengths = at::zeros({group.size()}, at::kLong);
   auto* length = lengths.mutable_data_ptr<std::int64_t>();
-  length[self] = static_cast<std::int64_t>(mine.size());
+  length[group.rank()] = static_cast<std::int64_t>(mine.size());
   all_gather(group, lengths, what);
-  const auto longest = static_cast<std::size_t>(*std::max_element(length, length + ranks));
-  auto texts = at::empty({static_cast<std::int64_t>(longest * ranks)}, at::kByte);
-  auto* bytes = static_cast<char*>(texts.mutable_data_ptr());
-  if (!mine.empty()) std::memcpy(bytes + self * longest, mine.data(), mine.size());
-  all_gather(group, texts, what);
-  std::vector<std::string> all;
-  all.reserve(ranks);
-  for (std::size_t rank = 0; rank < ranks; ++rank) {
-    all.emplace_back(bytes + rank * longest, static_cast<std::size_t>(length[rank]));
+  const auto longest = static_cast<std::size_t>(*std::max_element(length, length + group.size()));
+  auto all = gather_slices(group, mine, longest, what);
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    all[rank].resize(static_cast<std::size_t>(length[rank]));
   }
   return all;
 }

@@ -48,9 +48,16 @@ struct ReduceScatter {
   std::uint32_t bucket = 0;  ///< of its unit, for traces
 };
 
-/// In place sum over ranks, in rank order, the same bits on every rank.
+/// Sum over ranks of `data`, in rank order, the same bits on every rank: in place, or into `output`
+/// (as many elements, the dtype in which sums are formed; `data` is left as it was). Every addend
+/// is widened to the result's dtype before it is added, so addends travel in `data`'s dtype. Bytes
+/// a rank sends, for size H: (H - 1) x data for H = 2 or up to 256 KiB in all; else (H - 1) / H x
+/// (data + result), since sums travel as they are: rounding them again would be one rounding more
+/// than a reduce-scatter has.
 struct AllReduce {
   at::Tensor data;
+  at::Tensor output = {};  ///< undefined: in place
+  const at::Tensor& result() const { return output.defined() ? output : data; }
 };
 
 using Op = std::variant<AllGather, ReduceScatter, AllReduce>;
@@ -84,7 +91,11 @@ class Group {
 
 /// Blocking forms, for control messages. Collective.
 void all_reduce(Group& group, at::Tensor data, const std::string& what);
-/// Every rank's bytes, in rank order; lengths may differ.
+/// Every rank's bytes, in rank order, where every rank knows the length: one exchange. Lengths that
+/// differ all the same are different collectives: they are named or wait, and never meet.
+std::vector<std::string> all_gather_fixed(Group& group, const std::string& mine,
+                                          const std::string& what);
+/// Every rank's bytes, in rank order; lengths may differ: two exchanges.
 std::vector<std::string> all_gather_bytes(Group& group, const std::string& mine,
                                           const std::string& what);
 void barrier(Group& group, const std::string& what);

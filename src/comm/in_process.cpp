@@ -70,13 +70,14 @@ void run_all_reduce(const std::vector<Batch>& batches, std::size_t op) {
   for (const Batch& batch : batches) {
     addends.push_back(std::get<AllReduce>(batch.ops[op]).data.const_data_ptr());
   }
-  const auto& first = std::get<AllReduce>(batches.front().ops[op]).data;
+  const auto wire = std::get<AllReduce>(batches.front().ops[op]).data.scalar_type();
+  const auto& first = std::get<AllReduce>(batches.front().ops[op]).result();
   sum_in_rank_order(
-      addends, first.scalar_type(),
+      addends, wire,
       {first.mutable_data_ptr(), first.scalar_type(), first.numel(), Into::kOverwrite});
   if (first.nbytes() == 0) return;
   for (std::size_t to = 1; to < batches.size(); ++to) {
-    const auto& target = std::get<AllReduce>(batches[to].ops[op]).data;
+    const auto& target = std::get<AllReduce>(batches[to].ops[op]).result();
     std::memcpy(bytes_of(target), bytes_of(first), first.nbytes());
   }
 }
@@ -119,6 +120,7 @@ Batch cloned(const Batch& batch) {
     } else {
       auto& all = std::get<AllReduce>(op);
       all.data = all.data.clone();
+      if (all.output.defined()) all.output = all.output.clone();
     }
   }
   return copy;
@@ -131,7 +133,7 @@ void deliver(const Batch& staged, const Batch& batch) {
     } else if (const auto* reduce = std::get_if<ReduceScatter>(&batch.ops[i])) {
       reduce->output.copy_(std::get<ReduceScatter>(staged.ops[i]).output);
     } else {
-      std::get<AllReduce>(batch.ops[i]).data.copy_(std::get<AllReduce>(staged.ops[i]).data);
+      std::get<AllReduce>(batch.ops[i]).result().copy_(std::get<AllReduce>(staged.ops[i]).result());
     }
   }
 }
@@ -202,7 +204,7 @@ class HubGroup : public Group {
       bend = hub_.bend_;
     }
     const auto self = static_cast<std::size_t>(self_);
-    if (bend->before_issue) bend->before_issue(room_->members[self], batch.label);
+    if (bend->before_issue) bend->before_issue(room_->members[self], batch);
     const Joined joined = join(std::move(batch));
     if (joined.last) complete(*joined.meeting, bend->deliver_at_wait);
     return std::make_unique<HubWork>(room_, joined.meeting, self_, hub_.timeout_, poison_);

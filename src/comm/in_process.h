@@ -27,7 +27,7 @@ class Hub {
   /// For tests: bent timing, which correct code does not notice.
   struct Bend {
     /// Runs on the issuing thread before a rank's batch is registered: may block to delay it.
-    std::function<void(int rank, const Label&)> before_issue;
+    std::function<void(int rank, const Batch&)> before_issue;
     /// A rank's results appear in its wait() and not before: code that forgets to wait sees old
     /// data.
     bool deliver_at_wait = false;

@@ -1,8 +1,10 @@
 #include <iostream>
 
 #include "base/environment.h"
+#include "base/one_line.h"
 #include "comm/failure_report.h"
 #include "comm/launch_environment.h"
+#include "comm/refusal.h"
 #include "comm/spawn.h"
 #include "tessera/error.h"
 #include "tessera/world.h"
@@ -17,6 +19,9 @@ void run_as_rank(const std::function<void(World&)>& body, const WorldOptions& op
     world = World::connect(options);
     body(*world);
   } catch (const std::exception& error) {
+    comm::report_failure(world.get(), error, comm::default_exit_code(error));
+  } catch (...) {
+    const Error error(ErrorKind::kInternal, "the body threw something that is no std::exception");
     comm::report_failure(world.get(), error, comm::default_exit_code(error));
   }
   world.reset();  // waits for the others
@@ -35,8 +40,9 @@ int launch(int nproc, const std::function<void(World&)>& body, const WorldOption
     run_as_rank(body, options);
     return 0;
   } catch (const std::exception& error) {
-    std::cerr << error.what() << std::endl;
-    return comm::default_exit_code(error);
+    const int code = comm::default_exit_code(error);
+    comm::refuse_once(error, code, [&] { std::cerr << one_line(error.what()) << std::endl; });
+    return code;
   }
 }
 

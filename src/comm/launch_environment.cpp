@@ -144,9 +144,9 @@ Hosts count_hosts(const LaunchEnvironment& launch, const Spelling& names,
   return *local_size < launch.world_size ? Hosts::kSeveral : Hosts::kOne;
 }
 
-/// A port that all ranks of a job on one host agree on without talking, below the range that the
-/// kernel hands out, and different for jobs side by side.
-std::uint16_t port_of_job(const Spelling& names, const Variables& variables) {
+/// The same on all ranks of a job, different for jobs side by side; none where the launcher does
+/// not name its jobs.
+std::optional<std::uint32_t> hash_of_job(const Spelling& names, const Variables& variables) {
   std::uint32_t hash = 2166136261U;
   bool known = false;
   for (const auto name : names.job) {
@@ -155,7 +155,24 @@ std::uint16_t port_of_job(const Spelling& names, const Variables& variables) {
       known = true;
     }
   }
-  return known ? static_cast<std::uint16_t>(10000U + hash % 20000U) : std::uint16_t{29500};
+  if (!known) return std::nullopt;
+  return hash;
+}
+
+/// A port that all ranks of a job on one host agree on without talking, below the range that the
+/// kernel hands out.
+std::uint16_t port_of_job(const Spelling& names, const Variables& variables) {
+  const auto hash = hash_of_job(names, variables);
+  return hash ? static_cast<std::uint16_t>(10000U + *hash % 20000U) : std::uint16_t{29500};
+}
+
+std::string store_prefix(const Spelling& names, const Variables& variables) {
+  std::string prefix = "tessera";
+  if (const auto hash = hash_of_job(names, variables)) prefix += concat("/job_", *hash);
+  if (const auto attempt = variables.number("TORCHELASTIC_RESTART_COUNT")) {
+    prefix += concat("/attempt_", *attempt);
+  }
+  return prefix;
 }
 
 void find_store(LaunchEnvironment& launch, const Spelling& names, const Variables& variables,
@@ -228,6 +245,15 @@ std::string to_string(const LaunchEnvironment& launch) {
   return text;
 }
 
+bool is_loopback(std::string_view host) {
+  return host == "localhost" || host == "::1" || host.starts_with("127.");
+}
+
+Reach reach(const LaunchEnvironment& launch) {
+  return launch.hosts == Hosts::kOne || is_loopback(launch.master_addr) ? Reach::kThisHost
+                                                                        : Reach::kNetwork;
+}
+
 LaunchEnvironment read_launch_environment(const base::Environment& all,
                                           const StoreAddress& fallback) {
   const Variables variables(all);
@@ -245,10 +271,7 @@ LaunchEnvironment read_launch_environment(const base::Environment& all,
   check_position(launch, names, variables);
   launch.hosts = count_hosts(launch, names, variables);
   if (launch.world_size > 1) find_store(launch, names, variables, fallback);
-  launch.store_prefix = "tessera";
-  if (const auto attempt = variables.number("TORCHELASTIC_RESTART_COUNT")) {
-    launch.store_prefix += concat("/attempt_", *attempt);
-  }
+  launch.store_prefix = store_prefix(names, variables);
   return launch;
 }
 

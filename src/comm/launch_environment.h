@@ -32,7 +32,8 @@ struct LaunchEnvironment {
   std::uint16_t master_port = 0;  ///< never 0 where there are several ranks
   /// torchrun's agent holds the store: rank 0 connects as a client too.
   bool agent_store = false;
-  /// In front of every key: attempts of one torchrun job share a store.
+  /// In front of every key: attempts of one torchrun job share a store, and a rank that by mistake
+  /// reached another job's store must not end that job.
   std::string store_prefix;
   int listen_fd = -1;  ///< own spawn: rank 0's inherited listening socket
   int error_fd = -1;   ///< own spawn: where a rank tells its parent why it failed
@@ -41,6 +42,14 @@ struct LaunchEnvironment {
 
 /// "rank 1 of 4 by torchrun, store at 10.0.0.1:29500".
 std::string to_string(const LaunchEnvironment& launch);
+
+/// "127.0.0.1" and the rest of 127/8, "::1", "localhost".
+bool is_loopback(std::string_view host);
+
+/// From where the ranks' sockets have to be reached. Nothing listens beyond loopback unless an
+/// address was given that needs it.
+enum class Reach : std::uint8_t { kThisHost, kNetwork };
+Reach reach(const LaunchEnvironment& launch);
 
 /// What the user says for launchers that set no MASTER_ADDR and MASTER_PORT.
 struct StoreAddress {

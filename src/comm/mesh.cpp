@@ -1,6 +1,8 @@
 #include "tessera/mesh.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <limits>
 
 #include "tessera/error.h"
 #include "tessera/world.h"
@@ -19,7 +21,7 @@ MeshShape::MeshShape(std::vector<MeshAxis> axes) : axes_(std::move(axes)) {
 
 MeshShape MeshShape::dense(int pp, int dp_replicate, int dp_shard, int cp, int tp) {
   TESSERA_CHECK(cp == 1, ErrorKind::kConfig, "mesh: found size ", cp,
-                " (axis cp), expected 1; context parallelism is not built yet");
+                " (axis cp), expected 1; context parallelism is not yet built");
   return MeshShape({{std::string(axis::kPipeline), pp},
                     {std::string(axis::kReplicate), dp_replicate},
                     {std::string(axis::kShard), dp_shard},
@@ -36,9 +38,14 @@ MeshShape MeshShape::sparse(int pp, int dp_replicate, int expert_data, int ep, i
 }
 
 int MeshShape::size() const {
-  int product = 1;
-  for (const MeshAxis& one : axes_) product *= one.size;
-  return product;
+  std::int64_t product = 1;
+  for (const MeshAxis& one : axes_) {
+    product *= one.size;
+    TESSERA_CHECK(
+        product <= std::numeric_limits<int>::max(), ErrorKind::kConfig,
+        "mesh: found sizes whose product does not fit into 31 bits, expected fewer ranks");
+  }
+  return static_cast<int>(product);
 }
 
 bool MeshShape::has(std::string_view name) const {

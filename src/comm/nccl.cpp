@@ -5,6 +5,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
+#include "base/one_line.h"
 #include "comm/batch.h"
 #include "tessera/error.h"
 
@@ -29,7 +30,7 @@ class NcclWork : public Work {
     try {
       for (const auto& work : works_) work->wait();
     } catch (const std::exception& error) {
-      throw PeerLost(concat(what_, ": ", error.what()));
+      throw PeerLost(concat(what_, ": ", one_line(error.what())));
     }
     for (const auto& [op, summed] : left_) {
       if (op.into == Into::kAdd) {
@@ -103,7 +104,11 @@ class NcclGroup : public Group {
       if (!direct) left.emplace_back(*reduce, summed.view(reduce->output.sizes()));
       return backend_->_reduce_scatter_base(summed, input);
     }
-    std::vector<at::Tensor> data = {std::get<AllReduce>(op).data};
+    const auto& all = std::get<AllReduce>(op);
+    std::vector<at::Tensor> data = {all.output.defined() ? all.data.clone() : all.data};
+    if (all.output.defined()) {
+      left.emplace_back(ReduceScatter{all.data, all.output}, data[0].view(all.output.sizes()));
+    }
     return backend_->allreduce(data);
   }
 

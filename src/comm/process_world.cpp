@@ -1,12 +1,12 @@
 #include "comm/process_world.h"
 
-#include <c10/util/Logging.h>
-
 #include <algorithm>
 #include <exception>
 #include <numeric>
 
 #include "base/environment.h"
+#include "base/one_line.h"
+#include "comm/bounded_calls.h"
 #include "comm/failure_report.h"
 #include "comm/nccl.h"
 #include "comm/point_to_point.h"
@@ -17,18 +17,48 @@
 namespace tessera::comm {
 namespace {
 
-// How long a rank that is done waits for the others to be done too, before it leaves without them.
+// A rank that is done waits for the others to be done too, but not for one that gives no sign of
+// life for this long.
 constexpr std::chrono::seconds kGoodbye{30};
 
 /// "auto" is Gloo as long as models live on the CPU.
 bool takes_nccl(const std::string& backend) { return backend == "nccl"; }
 
-/// libtorch warns with a stack trace for every connection that closes; our own errors say which
-/// rank it was.
-void silence_store_warnings() {
-  if (base::environment_variable("TORCH_CPP_LOG_LEVEL")) return;
-  FLAGS_caffe2_log_level = std::max(FLAGS_caffe2_log_level, static_cast<int>(c10::GLOG_ERROR));
+// For telling the others of a failure: the store may have gone with rank 0, and the error itself
+// must not be held up by that.
+constexpr std::chrono::milliseconds kTellOthers{500};
+
+// Long enough for several heartbeats of every watch.
+constexpr std::chrono::milliseconds kHeartbeats{1500};
+
+/// What `call` returns; none when the store fails or gives no answer soon.
+template <class Call>
+auto in_time(Call call) -> decltype(call()) {
+  try {
+    return BoundedCalls().run(std::move(call), kTellOthers).value_or(std::nullopt);
+  } catch (...) {
+    return std::nullopt;
+  }
 }
+
+/// Gloo does not say for whom it waited: "; no sign of life from rank 1". "" where all live.
+std::string silence(Store& store, const std::vector<int>& ranks) {
+  std::string text;
+  for (const int rank : silent_ranks(store, ranks, kHeartbeats)) {
+    text += concat(text.empty() ? "; no sign of life from rank " : ", ", rank);
+  }
+  return text;
+}
+
+std::optional<FailureRecord> decoded(const std::optional<std::string>& bytes) {
+  return bytes ? decode_failure(*bytes) : std::nullopt;
+}
+
+/// Stands on the board so that the watch listens for the peers' heartbeats meanwhile.
+class Meeting : public Blocked {
+ public:
+  void abort() override {}  // Store::meet() looks at the poison by itself
+};
 
 }  // namespace
 
@@ -39,30 +69,29 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
       exceptions_before_(std::uncaught_exceptions()),
       everyone_(static_cast<std::size_t>(launch.world_size)) {
   std::iota(everyone_.begin(), everyone_.end(), 0);
-  silence_store_warnings();
   if (takes_nccl(options.backend)) {
     require_nccl();
   } else {
-    device_ = std::make_shared<GlooDevice>(launch.hosts);
+    device_ = std::make_shared<GlooDevice>(reach(launch));
   }
-  store_ = Store::connect(launch, options.init_timeout);
-  store_->meet("hello", rank_, everyone_, options.init_timeout, *state_->poison);
+  store_ = Store::connect(launch, options.init_timeout, options.timeout);
   WatchOptions watch;
   watch.rank = rank_;
   watch.blocked_after = options.blocked_after;
   // Who raises the timeout to look at a rank in a debugger is not to be cut off here.
   watch.silent_after = std::max(watch.silent_after, options.timeout / 20);
+  // Before the ranks meet: who was refused on the way here says so by the failure key.
   watch_ = std::make_unique<FailureWatch>(store_->second_connection(), state_->board, watch,
                                           watch_actions());
+  store_->meet("hello", rank_, everyone_, options.init_timeout, *state_->poison);
 }
 
 FailureWatch::Actions ProcessWorld::watch_actions() {
   FailureWatch::Actions actions;
-  actions.failed = [this](const std::string& why) { leave_after(rank_, why); };
-  actions.lost = [this](const std::string& why) {
-    announce_failure(concat("rank ", rank_, ": ", why));
-    leave_after(rank_, why);
+  actions.failed = [this](const std::string& bytes) {
+    leave_after(rank_, decode_failure(bytes).value_or(noticed(bytes)));
   };
+  actions.lost = [this](const std::string& why) { report_failure(this, PeerLost(why), 1); };
   actions.disagree = [this](const std::string& why) {
     report_failure(this, Error(ErrorKind::kComm, why), 1);
   };
@@ -74,7 +103,7 @@ ProcessWorld::~ProcessWorld() {
   const bool failed = poisoned() || std::uncaught_exceptions() > exceptions_before_;
   if (failed) {
     watch_->stop();  // it would end this process by what is announced here
-    if (!poisoned()) announce_failure(concat("rank ", rank_, ": left by an exception"));
+    if (!poisoned()) announce_failure(noticed("left by an exception"));
     poison_here("left by an exception", epoch_);
   }
   stop_queue();
@@ -82,11 +111,35 @@ ProcessWorld::~ProcessWorld() {
   watch_->stop();
 }
 
+bool ProcessWorld::missing_are_alive(const std::string& key, std::map<int, std::string>& beats) {
+  for (const int rank : everyone_) {
+    if (store_->find(concat(key, "/", rank))) continue;
+    const std::string beat = store_->find(store_key::pulse(rank)).value_or("");
+    if (std::exchange(beats[rank], beat) == beat) return false;
+  }
+  return true;
+}
+
+void ProcessWorld::wait_for_the_last(const std::string& key) {
+  std::map<int, std::string> beats;
+  for (;;) {
+    try {
+      return store_->meet(key, rank_, everyone_, kGoodbye, *state_->poison);
+    } catch (const PeerLost&) {
+      if (poisoned() || !missing_are_alive(key, beats)) throw;
+    }
+  }
+}
+
 void ProcessWorld::leave_together() {
   // A connection that closes while a peer still reads from it looks like a lost rank, and so does
   // the store when rank 0 takes it away.
   try {
-    store_->meet("goodbye", rank_, everyone_, kGoodbye, *state_->poison);
+    {
+      Meeting goodbye;
+      const OnBoard waiting(*state_->board, goodbye);
+      wait_for_the_last("goodbye");
+    }
     watch_->stop();
     gloo_groups_.clear();
     state_->made.clear();
@@ -120,7 +173,11 @@ std::shared_ptr<Group> ProcessWorld::make_group(const std::vector<int>& ranks,
                   name, self = channel.self](int epoch) {
     const std::string key = concat("group ", name, " (", epoch, ")");
     store->meet(key, rank, ranks, patience, *poison);
-    return device->connect(store->for_group(key), self, static_cast<int>(ranks.size()), timeout);
+    try {
+      return device->connect(store->for_group(key), self, static_cast<int>(ranks.size()), timeout);
+    } catch (const PeerLost& error) {
+      throw PeerLost(concat(key, ": ", error.what(), silence(*store, ranks)));
+    }
   };
   auto group = std::make_shared<PointToPointGroup>(std::move(channel));
   gloo_groups_.push_back(group);
@@ -136,14 +193,12 @@ void ProcessWorld::poison_here(const std::string& why, int epoch) {
 }
 
 void ProcessWorld::poison(const std::string& why) {
-  const std::string text = concat("rank ", rank_, ": ", why);
+  const std::string text = concat("rank ", rank_, ": ", one_line(why));
   const int epoch = epoch_;
   poison_here(why, epoch);
-  try {
-    store_->set_if_absent(store_key::poison(epoch), text);
-  } catch (const Error&) {
-    // The store is gone: the watch says so.
-  }
+  in_time([store = store_, text, epoch]() -> std::optional<std::string> {
+    return store->set_if_absent(store_key::poison(epoch), text);
+  });
 }
 
 void ProcessWorld::recover() {
@@ -164,20 +219,18 @@ void ProcessWorld::recover() {
 
 bool ProcessWorld::serves_store() const { return rank_ == 0 && !launch_.agent_store; }
 
-std::optional<std::string> ProcessWorld::announce_failure(const std::string& why) noexcept {
-  try {
-    return store_->set_if_absent(store_key::kFailure, why);
-  } catch (...) {
-    return std::nullopt;
-  }
+FailureRecord ProcessWorld::noticed(const std::string& why) const {
+  return {FailureClass::kNoticed, monotonic_ns(), rank_, 1, why};
 }
 
-std::optional<std::string> ProcessWorld::known_failure() noexcept {
-  try {
-    return store_->find(store_key::kFailure);
-  } catch (...) {
-    return std::nullopt;
-  }
+std::optional<FailureRecord> ProcessWorld::announce_failure(const FailureRecord& failure) noexcept {
+  return decoded(in_time([store = store_, bytes = encode(failure)]() -> std::optional<std::string> {
+    return store->set_if_absent(store_key::kFailure, bytes);
+  }));
+}
+
+std::optional<FailureRecord> ProcessWorld::known_failure() noexcept {
+  return decoded(in_time([store = store_] { return store->find(store_key::kFailure); }));
 }
 
 }  // namespace tessera::comm

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/failure_record.h"
 #include "comm/failure_watch.h"
 #include "comm/gloo.h"
 #include "comm/launch_environment.h"
@@ -33,9 +34,9 @@ class ProcessWorld : public World {
   void recover() override;
 
   /// Writes the failure key unless it is there. Returns what stands there; none when the store is
-  /// gone.
-  std::optional<std::string> announce_failure(const std::string& why) noexcept;
-  std::optional<std::string> known_failure() noexcept;
+  /// gone, or gives no answer soon.
+  std::optional<FailureRecord> announce_failure(const FailureRecord& failure) noexcept;
+  std::optional<FailureRecord> known_failure() noexcept;
   bool serves_store() const;
 
  protected:
@@ -45,7 +46,12 @@ class ProcessWorld : public World {
  private:
   void poison_here(const std::string& why, int epoch);
   void leave_together();
+  /// Meets everyone, however long they take as long as they live.
+  void wait_for_the_last(const std::string& key);
+  /// Whether every rank that has not come to `key` has beaten since `beats` were noted.
+  bool missing_are_alive(const std::string& key, std::map<int, std::string>& beats);
   FailureWatch::Actions watch_actions();
+  FailureRecord noticed(const std::string& why) const;
 
   const LaunchEnvironment launch_;
   const WorldOptions options_;

@@ -11,6 +11,7 @@
 #include <optional>
 #include <thread>
 
+#include "base/one_line.h"
 #include "comm/poison.h"
 #include "comm/traced_collective.h"
 #include "tessera/error.h"
@@ -87,7 +88,7 @@ void IssueQueue::Impl::issue(Submission submission) {
   } catch (const std::exception& error) {
     failure = std::current_exception();
     // Whatever comes after it would meet other collectives on the other ranks.
-    poison->mark(concat("a collective could not be issued: ", error.what()));
+    poison->mark(concat("a collective could not be issued: ", one_line(error.what())));
   } catch (...) {
     failure = std::current_exception();
     poison->mark("a collective could not be issued");
@@ -137,6 +138,7 @@ Pending IssueQueue::Impl::submit(Submission submission) {
   }
   {
     const std::lock_guard lock(mutex);
+    TESSERA_INVARIANT(!stopping, "queue: ", submission.batch.label.unit, " came after the end");
     if (!thread.joinable()) thread = std::thread([this] { run(); });
     waiting.push_back(std::move(submission));
   }
@@ -146,7 +148,9 @@ Pending IssueQueue::Impl::submit(Submission submission) {
 
 IssueQueue::IssueQueue() : impl_(std::make_unique<Impl>()) {}
 
-IssueQueue::~IssueQueue() {
+IssueQueue::~IssueQueue() { stop(); }
+
+void IssueQueue::stop() {
   {
     const std::lock_guard lock(impl_->mutex);
     impl_->stopping = true;

@@ -33,7 +33,7 @@ class Pending {
 class IssueQueue {
  public:
   IssueQueue();
-  ~IssueQueue();  ///< issues what is left unless poisoned, then joins
+  ~IssueQueue();  ///< stop()
   IssueQueue(const IssueQueue&) = delete;
   IssueQueue& operator=(const IssueQueue&) = delete;
 
@@ -43,6 +43,10 @@ class IssueQueue {
 
   /// Blocks until everything submitted so far was issued (not completed).
   void drain();
+
+  /// Issues what is left unless poisoned, then ends the issuing thread; nothing can be submitted
+  /// after it. Idempotent.
+  void stop();
 
   /// After this every submit and every wait throws `why` (as kComm). [Note: failure].
   void poison(const std::string& why);

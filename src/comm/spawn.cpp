@@ -1,14 +1,11 @@
 #include "comm/spawn.h"
 
-#include <arpa/inet.h>
 #include <fcntl.h>
-#include <netinet/in.h>
 #include <poll.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/signalfd.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -28,6 +25,7 @@
 #include "base/terminal_line.h"
 #include "comm/failure_record.h"
 #include "comm/launch_environment.h"
+#include "comm/listener.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -40,45 +38,6 @@ constexpr std::chrono::seconds kGrace{5};
 
 void check_call(bool worked, const char* what) {
   TESSERA_CHECK(worked, ErrorKind::kIo, "own spawn: ", what, ": ", std::strerror(errno));
-}
-
-/// A file descriptor that closes itself.
-class Descriptor {
- public:
-  Descriptor() = default;
-  explicit Descriptor(int fd) : fd_(fd) {}
-  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~Descriptor() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  int get() const { return fd_; }
-
- private:
-  int fd_ = -1;
-};
-
-struct Listener {
-  Descriptor socket;
-  int port = 0;
-};
-
-Listener listen_on_loopback() {
-  Listener listener{Descriptor(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)), 0};
-  check_call(listener.socket.get() >= 0, "socket");
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  auto* const generic = reinterpret_cast<sockaddr*>(&address);
-  socklen_t length = sizeof(address);
-  check_call(::bind(listener.socket.get(), generic, length) == 0, "bind");
-  check_call(::listen(listener.socket.get(), SOMAXCONN) == 0, "listen");
-  check_call(::getsockname(listener.socket.get(), generic, &length) == 0, "getsockname");
-  listener.port = ntohs(address.sin_port);
-  return listener;
 }
 
 std::vector<std::string> own_arguments() {
@@ -208,7 +167,7 @@ Child start_child(int rank, int nproc, const Listener& listener, const Signals& 
 class Spawned {
  public:
   Spawned(int nproc, const Signals& signals) : signals_(signals) {
-    const Listener listener = listen_on_loopback();
+    const Listener listener = listen_on_loopback("127.0.0.1", 0);
     for (int rank = 0; rank < nproc; ++rank) {
       children_.push_back(start_child(rank, nproc, listener, signals));
     }
@@ -320,7 +279,7 @@ int spawn_ranks(int nproc) {
   if (!guilty) return 0;
   std::cout.flush();
   terminal_line::clear_of_any_process();
-  std::cerr << "rank " << guilty->rank << ": " << guilty->message << std::endl;
+  std::cerr << to_string(*guilty) << std::endl;
   return guilty->exit_code;
 }
 

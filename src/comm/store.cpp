@@ -1,6 +1,6 @@
 #include "comm/store.h"
 
-#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
 
 #include <algorithm>
 #include <thread>
@@ -8,21 +8,26 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "base/environment.h"
+#include "base/one_line.h"
+#include "comm/listener.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
 namespace {
 
-/// Runs one store operation; whatever it throws becomes kComm.
-template <class F>
-auto guarded(const std::string& what, F&& operation) {
-  try {
-    return operation();
-  } catch (const c10::Error& error) {
-    throw Error(ErrorKind::kComm, concat("store: ", what, ": ", error.what_without_backtrace()));
-  } catch (const std::exception& error) {
-    throw Error(ErrorKind::kComm, concat("store: ", what, ": ", error.what()));
-  }
+// c10d gives its own error at its timeout; only where it gives none do we.
+constexpr std::chrono::milliseconds kMargin{1000};
+
+/// libtorch warns with a stack trace for every connection that closes; our own errors say which
+/// rank it was.
+void silence_warnings() {
+  if (base::environment_variable("TORCH_CPP_LOG_LEVEL")) return;
+  FLAGS_caffe2_log_level = std::max(FLAGS_caffe2_log_level, static_cast<int>(c10::GLOG_ERROR));
+}
+
+std::string no_answer(const std::string& server, std::chrono::milliseconds limit) {
+  return concat("store: no answer for ", in_seconds(limit), " from ", server);
 }
 
 std::string list(const std::vector<int>& ranks) {
@@ -33,52 +38,93 @@ std::string list(const std::vector<int>& ranks) {
 
 }  // namespace
 
-Store::Store(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+template <class Operation>
+auto Store::call(const std::string& what, Operation operation) const {
+  const auto on_store = [store = store_, operation = std::move(operation)] {
+    return operation(*store);
+  };
+  try {
+    if (!calls_) return on_store();
+    if (auto answer = calls_->run(on_store, answers_within_)) return *std::move(answer);
+  } catch (const std::exception& error) {
+    throw PeerLost(concat("store: ", what, ": ", one_line(error.what()), " (", server_, ")"));
+  }
+  throw PeerLost(concat(no_answer(server_, answers_within_), " (", what, ")"));
+}
+
+Store::Store(c10::intrusive_ptr<c10d::Store> store, std::string server,
+             std::chrono::milliseconds answers_within)
+    : store_(std::move(store)), server_(std::move(server)), answers_within_(answers_within) {
+  if (answers_within_.count() > 0) calls_ = std::make_unique<BoundedCalls>();
+}
 
 std::shared_ptr<Store> Store::in_memory() {
-  return std::shared_ptr<Store>(new Store(c10::make_intrusive<c10d::HashStore>()));
+  return std::shared_ptr<Store>(
+      new Store(c10::make_intrusive<c10d::HashStore>(), "this process", {}));
 }
 
 std::shared_ptr<Store> Store::connect(const LaunchEnvironment& launch,
-                                      std::chrono::milliseconds timeout) {
+                                      std::chrono::milliseconds timeout,
+                                      std::chrono::milliseconds answers_within) {
+  silence_warnings();
   c10d::TCPStoreOptions options;
   options.port = launch.master_port;
   options.isServer = launch.rank == 0 && !launch.agent_store;
   options.numWorkers = static_cast<std::size_t>(launch.world_size);
   options.waitWorkers = false;  // meet() waits, and names who is missing
   options.timeout = timeout;
-  if (options.isServer && launch.listen_fd >= 0) options.masterListenFd = launch.listen_fd;
-  const std::string where = concat(launch.master_addr, ":", launch.master_port);
-  return guarded(concat(options.isServer ? "serving at " : "connecting to ", where), [&] {
-    auto tcp = c10::make_intrusive<c10d::TCPStore>(launch.master_addr, options);
-    if (launch.store_prefix.empty()) return std::shared_ptr<Store>(new Store(std::move(tcp)));
-    return std::shared_ptr<Store>(
-        new Store(c10::make_intrusive<c10d::PrefixStore>(launch.store_prefix, std::move(tcp))));
-  });
+  if (options.isServer && launch.listen_fd >= 0) {
+    options.masterListenFd = launch.listen_fd;
+  } else if (options.isServer && is_loopback(launch.master_addr)) {
+    options.masterListenFd =
+        listen_on_loopback(launch.master_addr, launch.master_port).socket.release();
+  }
+  const std::string server = concat(launch.agent_store ? "the launcher" : "rank 0", " at ",
+                                    launch.master_addr, ":", launch.master_port);
+  const auto open = [options, host = launch.master_addr] {
+    return c10::make_intrusive<c10d::TCPStore>(host, options);
+  };
+  std::optional<c10::intrusive_ptr<c10d::TCPStore>> tcp;
+  try {
+    tcp = BoundedCalls().run(open, timeout + kMargin);
+  } catch (const std::exception& error) {
+    const std::string why = one_line(error.what());
+    TESSERA_CHECK(why.find("EADDRINUSE") == why.npos, ErrorKind::kComm,
+                  port_in_use(launch.master_addr, launch.master_port));
+    TESSERA_CHECK(!options.isServer, ErrorKind::kComm, "store: cannot serve as ", server, ": ",
+                  why);
+    throw PeerLost(concat("store: cannot reach ", server, ": ", why));
+  }
+  if (!tcp) throw PeerLost(no_answer(server, timeout));
+  return std::shared_ptr<Store>(new Store(
+      c10::make_intrusive<c10d::PrefixStore>(launch.store_prefix, *tcp), server, answers_within));
 }
 
 std::shared_ptr<Store> Store::second_connection() const {
-  return guarded("second connection",
-                 [&] { return std::shared_ptr<Store>(new Store(store_->clone())); });
+  auto connection = call("second connection", [](c10d::Store& store) { return store.clone(); });
+  return std::shared_ptr<Store>(new Store(std::move(connection), server_, answers_within_));
 }
 
 void Store::set(const std::string& key, const std::string& value) {
-  guarded(key, [&] { store_->set(key, value); });
+  call(key, [=](c10d::Store& store) {
+    store.set(key, value);
+    return true;
+  });
 }
 
 std::optional<std::string> Store::find(const std::string& key) {
-  return guarded(key, [&]() -> std::optional<std::string> {
-    if (!store_->check({key})) return std::nullopt;
-    return store_->get_to_str(key);
+  return call(key, [=](c10d::Store& store) -> std::optional<std::string> {
+    if (!store.check({key})) return std::nullopt;
+    return store.get_to_str(key);
   });
 }
 
 std::string Store::set_if_absent(const std::string& key, const std::string& value) {
-  return guarded(key, [&] { return store_->compareSet(key, std::string(), value); });
+  return call(key, [=](c10d::Store& store) { return store.compareSet(key, std::string(), value); });
 }
 
 bool Store::all_set(const std::vector<std::string>& keys) {
-  return guarded(keys.front(), [&] { return store_->check(keys); });
+  return call(keys.front(), [=](c10d::Store& store) { return store.check(keys); });
 }
 
 void Store::meet(const std::string& key, int self, const std::vector<int>& members,

@@ -1,8 +1,9 @@
 // Store: the small shared dictionary by which ranks find each other and tell of failures.
 //
 // A thin layer over c10d's stores: TCP between processes, a map between threads. Waiting is by
-// polling, so that a wait can end when the World is poisoned. Never used inside a step. Next:
-// failure_watch.h.
+// polling, so that a wait can end when the World is poisoned, and a server that has stopped without
+// closing its connections is found by a limit on every call (bounded_calls.h). Never used inside a
+// step. Next: failure_watch.h.
 #pragma once
 
 #include <chrono>
@@ -13,21 +14,27 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "comm/bounded_calls.h"
 #include "comm/launch_environment.h"
 #include "comm/poison.h"
 
 namespace tessera::comm {
 
 /// Threads: any; calls through one Store take turns (give a thread that polls a connection of its
-/// own).
+/// own). Errors of every call: PeerLost when the server has gone, or gives no answer in time.
 class Store {
  public:
   /// The store of ranks that are threads.
   static std::shared_ptr<Store> in_memory();
-  /// Joins the store that the launch names; rank 0 serves it unless the launcher does.
-  /// Errors: kComm when the address cannot be had or reached in time.
+  /// Joins the store that the launch names; rank 0 serves it unless the launcher does, on loopback
+  /// where that is its address. Once joined it is to answer each call within `answers_within`.
+  /// Errors: kComm when the address cannot be had (port in use) or reached within `timeout`.
   static std::shared_ptr<Store> connect(const LaunchEnvironment& launch,
-                                        std::chrono::milliseconds timeout);
+                                        std::chrono::milliseconds timeout,
+                                        std::chrono::milliseconds answers_within);
+
+  /// "rank 0 at 127.0.0.1:29500": who serves it, for messages.
+  const std::string& server() const { return server_; }
 
   /// The same store over a connection of its own.
   std::shared_ptr<Store> second_connection() const;
@@ -46,10 +53,17 @@ class Store {
   c10::intrusive_ptr<c10d::Store> for_group(const std::string& prefix) const;
 
  private:
-  explicit Store(c10::intrusive_ptr<c10d::Store> store);
+  Store(c10::intrusive_ptr<c10d::Store> store, std::string server,
+        std::chrono::milliseconds answers_within);
   bool all_set(const std::vector<std::string>& keys);
+  /// Runs `operation` on the c10d store; whatever it throws becomes PeerLost.
+  template <class Operation>
+  auto call(const std::string& what, Operation operation) const;
 
   c10::intrusive_ptr<c10d::Store> store_;
+  std::string server_;
+  std::chrono::milliseconds answers_within_;
+  std::unique_ptr<BoundedCalls> calls_;  ///< none: calls never hang
 };
 
 }  // namespace tessera::comm

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "comm/queue.h"
 #include "comm/thread_world.h"
 #include "tessera/error.h"
 
@@ -117,6 +118,8 @@ void ThreadRanks::run(const std::function<void(World&)>& body) {
   const bool poisoned = std::any_of(impl_->worlds.begin(), impl_->worlds.end(),
                                     [](const auto& world) { return world->poisoned(); });
   if (poisoned) {
+    // A queue's thread that is still inside a collective would join the next generation's.
+    for (const auto& world : impl_->worlds) world->queue().drain();
     impl_->run->hub.reset();
     const int epoch = ++impl_->run->epoch;
     for (const auto& world : impl_->worlds) world->repair(epoch);

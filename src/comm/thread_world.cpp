@@ -20,7 +20,7 @@ void ThreadRun::poison_all(const std::string& why) {
 ThreadWorld::ThreadWorld(std::shared_ptr<ThreadRun> run, int rank)
     : World(rank, run->size, rank), run_(std::move(run)) {
   if (run_->backend == ThreadBackend::kGloo && size_ > 1) {
-    device_ = std::make_shared<GlooDevice>(Hosts::kOne);
+    device_ = std::make_shared<GlooDevice>(Reach::kThisHost);
     WatchOptions watch;
     watch.rank = rank;
     watch.blocked_after = run_->options.blocked_after;
@@ -61,7 +61,8 @@ void ThreadWorld::poison_here(const std::string& why) {
 void ThreadWorld::wake() { state_->board->abort_all(); }
 
 void ThreadWorld::recover() {
-  run_->hub.meet(size_);  // from here on nobody is in a collective
+  queue_->drain();        // its thread may still be inside a collective
+  run_->hub.meet(size_);  // from here on nobody is in one
   if (rank_ == 0) {
     ++run_->epoch;
     run_->hub.reset();

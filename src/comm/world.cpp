@@ -90,7 +90,7 @@ comm::Group& World::control() {
 
 bool World::poisoned() const { return state_->poison->is_set(); }
 
-void World::stop_queue() { queue_.reset(); }
+void World::stop_queue() { queue_->stop(); }
 
 bool launched() {
   return comm::read_launch_environment(base::environment()).launcher != comm::Launcher::kSingle;

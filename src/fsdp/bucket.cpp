@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include "fsdp/quotient.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
 
@@ -149,28 +150,23 @@ void Bucket::import_accumulator(std::size_t index, const at::Tensor& value) {
 void Bucket::begin_replica_reduce(comm::Batch& batch) {
   if (groups_.replicas == nullptr) return;
   if (!replica_sum_.defined()) replica_sum_ = at::empty_like(accumulator_);
-  replica_sum_.copy_(accumulator_);
   if (plan_.key.reduce != plan_.key.accumulate) {
-    // Both reductions go out in `reduce`; the partial was already rounded to it once per
-    // micro-batch.
-    replica_sum_.copy_(accumulator_.to(to_scalar_type(plan_.key.reduce)));
+    wire_ = pool_->take(accumulator_.numel(), to_scalar_type(plan_.key.reduce));
+    wire_.copy_(accumulator_);
   }
-  batch.ops.emplace_back(comm::AllReduce{replica_sum_});
+  batch.ops.emplace_back(comm::AllReduce{wire_.defined() ? wire_ : accumulator_, replica_sum_});
 }
 
 const at::Tensor& Bucket::finish_final() {
   TESSERA_INVARIANT(has_sum_, "a final gradient without a sum");
   if (final_is_accumulator_) return accumulator_;
   const auto& sum = groups_.replicas != nullptr ? replica_sum_ : accumulator_;
-  if (!final_.defined()) final_ = zeros(plan_.slice_numel(), plan_.key.final, pool_->device());
-  const auto factor = plan_.key.reductions.divide_factor;
-  if (plan_.key.final == plan_.key.accumulate) {
-    at::div_out(final_, sum, at::scalar_tensor(factor, sum.options()));
-  } else if (factor == 1.0) {
-    final_.copy_(sum);
-  } else {
-    final_.copy_(sum.div(factor));
+  const bool in_place = groups_.replicas != nullptr && plan_.key.final == plan_.key.accumulate;
+  if (!final_.defined()) {
+    final_ = in_place ? sum : zeros(plan_.slice_numel(), plan_.key.final, pool_->device());
   }
+  const auto factor = plan_.key.reductions.divide_factor;
+  if (!in_place || factor != 1.0) divide_into(final_, sum, factor);
   return final_;
 }
 

@@ -79,8 +79,10 @@ class Bucket {
   /// Adds the sum over replicas to `batch`, out of place, so that later micro-batches can add to
   /// the partial.
   void begin_replica_reduce(comm::Batch& batch);
+  void finish_replica_reduce() { finish_reduce(); }
   /// [slice] in the final dtype: the accumulated (and replica-summed) gradient over the divide
-  /// factor. Aliases the accumulator where nothing has to change.
+  /// factor, rounded once (quotient.h). Aliases the accumulator where nothing has to change; else
+  /// the memory of the last step.
   const at::Tensor& finish_final();
   /// What finish_final() made last.
   const at::Tensor& final_gradient() const { return final_is_accumulator_ ? accumulator_ : final_; }
@@ -105,12 +107,13 @@ class Bucket {
   at::Tensor shard_;
   comm::GatherBuffer unsharded_;
   at::Tensor slots_;                   // [numel], accumulate dtype, while gradients arrive
-  at::Tensor wire_;                    // [numel], reduce dtype, while a reduction is under way
+  at::Tensor wire_;                    // reduce dtype, while a reduction is under way: [numel], or
+                                       // [slice] between replicas
   std::vector<std::uint8_t> arrived_;  // per parameter, since the last reduction
   at::Tensor accumulator_;             // [slice], accumulate dtype
   bool has_sum_ = false;               // accumulator_ holds a sum (else it is to be overwritten)
   at::Tensor replica_sum_;             // [slice], accumulate dtype, where there are replicas
-  at::Tensor final_;                   // [slice], final dtype, where it is not the accumulator
+  at::Tensor final_;  // [slice], final dtype: the replica sum where it has that dtype, else its own
 };
 
 }  // namespace tessera::fsdp

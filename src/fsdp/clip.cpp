@@ -2,11 +2,11 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
 #include <ATen/record_function.h>
 
 #include <cmath>
 
+#include "base/parallel.h"
 #include "base/trace.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
@@ -22,11 +22,10 @@ double sum_of_squares(const T* data, std::int64_t count) {
   constexpr int kLanes = 8;
   const auto blocks = (count + kBlock - 1) / kBlock;
   std::vector<double> partial(static_cast<std::size_t>(blocks), 0.0);
-  at::parallel_for(0, blocks, 1, [&](std::int64_t first, std::int64_t last) {
-    for (auto block = first; block < last; ++block) {
+  base::for_ranges(count, kBlock, [&](std::int64_t first, std::int64_t last) {
+    for (auto begin = first; begin < last; begin += kBlock) {
       double lanes[kLanes] = {};
-      const auto begin = block * kBlock;
-      const auto end = std::min(begin + kBlock, count);
+      const auto end = std::min(begin + kBlock, last);
       auto i = begin;
       for (; i + kLanes <= end; i += kLanes) {
         for (int lane = 0; lane < kLanes; ++lane) {
@@ -40,7 +39,7 @@ double sum_of_squares(const T* data, std::int64_t count) {
       }
       double sum = 0.0;
       for (const auto lane : lanes) sum += lane;
-      partial[static_cast<std::size_t>(block)] = sum;
+      partial[static_cast<std::size_t>(begin / kBlock)] = sum;
     }
   });
   double sum = 0.0;
@@ -60,6 +59,7 @@ double local_sum_of_squares(const at::Tensor& gradient) {
 }  // namespace
 
 double gradient_norm(const ShardedBase& model) {
+  model.unit()->runtime().sink().require_all_redeemed("gradient norm");
   double sum = 0.0;
   for (const auto& view : model.shards()) {
     if (view.shard.grad().defined()) sum += local_sum_of_squares(view.shard.grad());
@@ -74,6 +74,8 @@ double gradient_norm(const ShardedBase& model) {
 }
 
 double clip_grad_norm(const ShardedBase& model, double max_norm) {
+  TESSERA_CHECK(!std::isnan(max_norm), ErrorKind::kUsage,
+                "clip_grad_norm: found max_norm NaN, expected a number; 0 only measures");
   RECORD_USER_SCOPE("tessera::optimizer");
   const TraceScope traced(TraceRow::kOptimizer, "norm and clip");
   const at::NoGradGuard no_grad;
@@ -99,7 +101,7 @@ std::vector<std::string> nonfinite_parameters(const ShardedBase& model, std::siz
   auto* group = model.unit()->runtime().data_group();
   if (group != nullptr) {
     for (const auto& other :
-         comm::all_gather_bytes(*group, mine, "parameters that are not finite")) {
+         comm::all_gather_fixed(*group, mine, "parameters that are not finite")) {
       for (std::size_t i = 0; i < mine.size(); ++i)
         mine[i] = static_cast<char>(mine[i] | other.at(i));
     }

@@ -18,13 +18,30 @@ struct Identity {
   const void* storage;
   std::int64_t offset;
   std::vector<std::int64_t> sizes;
+  std::vector<std::int64_t> strides;
   auto operator<=>(const Identity&) const = default;
 };
 
 Identity identity_of(const at::Tensor& tensor) {
   // Empty tensors may share a storage without showing anything of it.
-  if (tensor.numel() == 0) return {tensor.unsafeGetTensorImpl(), 0, tensor.sizes().vec()};
-  return {tensor.storage().unsafeGetStorageImpl(), tensor.storage_offset(), tensor.sizes().vec()};
+  if (tensor.numel() == 0) return {tensor.unsafeGetTensorImpl(), 0, tensor.sizes().vec(), {}};
+  return {tensor.storage().unsafeGetStorageImpl(), tensor.storage_offset(), tensor.sizes().vec(),
+          tensor.strides().vec()};
+}
+
+/// The elements of its storage between a tensor's first and last.
+struct Extent {
+  std::int64_t begin;
+  std::int64_t end;
+  std::string name;
+};
+
+Extent extent_of(const at::Tensor& tensor, const std::string& name) {
+  std::int64_t last = tensor.storage_offset();
+  for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  }
+  return {tensor.storage_offset(), last + 1, name};
 }
 
 class Walk {
@@ -94,6 +111,7 @@ class Walk {
       alias(found.parameters[known->second], tensor, name);
       return;
     }
+    claim_memory(tensor, name);
     by_identity_.emplace(identity, found.parameters.size());
     FoundParameter parameter;
     auto& meta = parameter.meta;
@@ -107,6 +125,21 @@ class Walk {
     }
     parameter.leaves.push_back(leaf_of(tensor, name));
     found.parameters.push_back(std::move(parameter));
+  }
+
+  /// Another view of a parameter's memory cannot stay one: each parameter gets memory of its own.
+  void claim_memory(const at::Tensor& tensor, const std::string& name) {
+    if (tensor.numel() == 0) return;
+    const auto mine = extent_of(tensor, name);
+    auto& claimed = memory_[tensor.storage().unsafeGetStorageImpl()];
+    for (const auto& other : claimed) {
+      TESSERA_CHECK(mine.end <= other.begin || other.end <= mine.begin, ErrorKind::kContract,
+                    "parameters ", other.name, " and ", name,
+                    ": found two views of the same memory with other shapes or strides, expected "
+                    "the same tensor or memory of their own; register one of them, and make the "
+                    "other from it in forward");
+    }
+    claimed.push_back(mine);
   }
 
   void alias(FoundParameter& parameter, const at::Tensor& tensor, const std::string& name) {
@@ -140,6 +173,7 @@ class Walk {
   std::map<const torch::nn::Module*, std::shared_ptr<ShardedBase>> held_;
   std::set<const void*> modules_;
   std::map<Identity, std::size_t> by_identity_;
+  std::map<const void*, std::vector<Extent>> memory_;  // by storage
 };
 
 }  // namespace

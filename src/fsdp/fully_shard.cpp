@@ -36,6 +36,15 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
   TESSERA_CHECK(std::dynamic_pointer_cast<ShardedBase>(held_) == nullptr, ErrorKind::kUsage,
                 "fully_shard: found a module that is sharded already, expected a plain one");
   auto found = fsdp::collect(*held_, options);
+  for (const auto& inner : found.handles) {
+    const auto& other = inner.handle->runtime_->mesh();
+    TESSERA_CHECK(other.world() == mesh.world() && other.shape() == mesh.shape(), ErrorKind::kUsage,
+                  "fully_shard: found ", inner.path, " sharded over the mesh ",
+                  to_string(other.shape()),
+                  other.world() == mesh.world() ? "" : " of another world",
+                  ", expected that of the module around it, ", to_string(mesh.shape()),
+                  "; shard a module and its parts over one mesh");
+  }
   const auto contracts = fsdp::contracts_of(found.parameters, mesh, policy, options);
   runtime_ = std::make_shared<fsdp::Runtime>(mesh, options.in_flight_bytes);
   unit_ = std::make_shared<fsdp::Unit>(options.name, runtime_,

@@ -65,6 +65,7 @@ at::Tensor gradient_slice(const fsdp::Unit& unit, std::size_t index) {
 void ShardedBase::visit_full(
     bool gradients, const std::function<void(const std::string&, const at::Tensor&)>& visit) const {
   const at::NoGradGuard no_grad;
+  if (gradients) runtime_->sink().require_all_redeemed("whole gradients");
   const auto named = all();
   auto& runtime = *runtime_;
   // Units in agreed order, so that every rank gathers the same buckets one after the other.

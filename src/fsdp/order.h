@@ -2,11 +2,12 @@
 //
 // Two equal-size Gloo collectives that are issued in different orders on two ranks exchange each
 // other's data without an error. So the order is not what happens to be ready first but a pure
-// function of what all ranks agreed on: the sequence in which units were entered in one forward of
-// the root (a Segment). Backward gathers follow it in reverse, reductions in reverse of first
-// entry; a unit that is ready early waits for its turn, one that is never ready is issued when the
-// backward ends. Whether an entry gathers at all depends on the sequence only, never on what this
-// rank still has in memory. Pure: no torch header.
+// function of what all ranks agreed on: the Trace of one forward of the root, that is the sequence
+// in which units were entered and the one in which they were left. Backward gathers follow the
+// second in reverse (so an outer unit comes before what is inside it), reductions the first entries
+// in reverse; a unit that is ready early waits for its turn, one that is never ready is issued when
+// the backward ends. Whether an entry gathers at all depends on the trace and on the units' options
+// only, never on what this rank still has in memory. Pure: no torch header.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +28,8 @@ struct Trace {
 
 /// What one backward over a trace issues.
 struct BackwardOrder {
-  /// Positions of the trace in reverse of their exits (backward enters an outer unit before the
-  /// inner ones): one gather each, where `gathers` is set.
+  /// Positions of the trace in reverse of their exits, those that have not exited first: one gather
+  /// each, where `gathers` is set.
   std::vector<std::size_t> positions;
   std::vector<std::size_t> places;  ///< by position of the trace: its index in `positions`
   std::vector<bool> gathers;        ///< by position of the trace
@@ -40,8 +41,8 @@ struct BackwardOrder {
 /// entry kept its memory, because its backward comes first.
 BackwardOrder backward_order(const Trace& trace, const std::vector<bool>& reshards, bool keep_last);
 
-/// The first place where two ranks' traces differ, in words: "entry 3: rank 0 entered layers.3,
-/// rank 1 entered layers.4 (a unit whose forward runs on some ranks only ...)". Empty when they
+/// The first place where two ranks' lists differ, in words: "entry 3: rank 0 entered layers.3,
+/// rank 1 entered layers.4", or "... entered nothing more" for the shorter one. Empty when they
 /// agree.
 std::string first_difference(const std::vector<std::vector<std::string>>& names_by_rank);
 

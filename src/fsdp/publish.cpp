@@ -38,8 +38,7 @@ void Runtime::agree_on_used() {
   }
   if (used.empty()) return;
   std::string mine(used.begin(), used.end());
-  for (const auto& other : comm::all_gather_bytes(*data_group_, mine, "used parameters")) {
-    TESSERA_INVARIANT(other.size() == used.size(), "bitmaps of other lengths");
+  for (const auto& other : comm::all_gather_fixed(*data_group_, mine, "used parameters")) {
     for (std::size_t i = 0; i < used.size(); ++i) used[i] |= static_cast<std::uint8_t>(other[i]);
   }
   std::size_t i = 0;
@@ -69,6 +68,7 @@ void Runtime::publish() {
     batch.label = {comm::Kind::kAllReduce, "replicas", 0, 0};
     for (auto* bucket : finals) bucket->begin_replica_reduce(batch);
     if (!batch.ops.empty()) queue().submit(*groups_.replicas, std::move(batch)).wait();
+    for (auto* bucket : finals) bucket->finish_replica_reduce();
   }
   for (auto* bucket : finals) bucket->finish_final();
   for (auto* unit : units_) {

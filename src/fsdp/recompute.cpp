@@ -1,8 +1,11 @@
 #include "fsdp/recompute.h"
 
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
+
+#include <utility>
 
 #include "fsdp/runtime.h"
 #include "tessera/error.h"
@@ -34,11 +37,43 @@ namespace {
 
 using torch::autograd::variable_list;
 
+at::Tensor random_state() {
+  auto generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard lock(generator.mutex());
+  return generator.get_state();
+}
+
+void set_random_state(const at::Tensor& state) {
+  auto generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard lock(generator.mutex());
+  generator.set_state(state);
+}
+
+/// Random numbers as they came the first time; afterwards they go on where they were. An undefined
+/// state: nothing was drawn, nothing changes.
+class RandomStateScope {
+ public:
+  explicit RandomStateScope(const at::Tensor& state) {
+    if (!state.defined()) return;
+    before_ = random_state();
+    set_random_state(state);
+  }
+  ~RandomStateScope() {
+    if (before_.defined()) set_random_state(before_);
+  }
+  RandomStateScope(const RandomStateScope&) = delete;
+  RandomStateScope& operator=(const RandomStateScope&) = delete;
+
+ private:
+  at::Tensor before_;
+};
+
 /// The state that backward needs travels in the context's saved_data only as tensors; the function
 /// and the recorded entries ride in a holder.
 struct Block : torch::CustomClassHolder {
   std::function<at::Tensor(const std::vector<at::Tensor>&)> run;
   fsdp::Recorded recorded;
+  at::Tensor random;  ///< before the first forward, if that drew anything (5 KB)
 };
 
 class Recompute : public torch::autograd::Function<Recompute> {
@@ -50,7 +85,9 @@ class Recompute : public torch::autograd::Function<Recompute> {
     context->save_for_backward(inputs);
     const fsdp::FirstForwardScope scope(block->recorded);
     const at::NoGradGuard no_grad;
+    auto random = random_state();
     auto output = block->run(inputs);
+    if (!at::equal(random, random_state())) block->random = std::move(random);
     // An input that comes back unchanged would be taken for an in-place result.
     for (const auto& input : inputs) {
       if (output.is_same(input)) return output.clone();
@@ -70,6 +107,7 @@ class Recompute : public torch::autograd::Function<Recompute> {
     at::Tensor output;
     {
       const fsdp::RecomputeScope scope(block->recorded);
+      const RandomStateScope random(block->random);
       const at::AutoGradMode grad(true);
       output = block->run(inputs);
     }

@@ -3,9 +3,9 @@
 // [Note: recomputation] The composition is unit(checkpoint(block)). A handle that is called inside
 // a checkpoint records its forward when it runs the first time (without grad); when it runs again,
 // inside backward, it neither opens a new segment nor counts: it takes the entry that it made the
-// first time, which then is gathered, marked and released as in any backward. Used by
-// tessera::checkpoint (recompute.cpp); code that recomputes by other means must hold these scopes
-// itself.
+// first time, which then is gathered, marked and released as in any backward. Random state is that
+// of the first time (recompute.cpp). Used by tessera::checkpoint; code that recomputes by other
+// means must hold these scopes itself.
 #pragma once
 
 #include <memory>

@@ -10,28 +10,6 @@
 namespace tessera::fsdp {
 namespace {
 
-/// Rides in the graph task's callback: when an exception ends the backward, it is destroyed without
-/// having run.
-class BackwardEnd {
- public:
-  explicit BackwardEnd(std::shared_ptr<Runtime> runtime)
-      : runtime_(std::move(runtime)), generation_(runtime_->generation()) {}
-  ~BackwardEnd() {
-    try {
-      if (runtime_) runtime_->abandon_backward(generation_);
-    } catch (const std::exception&) {
-      // Telling the others failed too; the exception under way says why.
-    }
-  }
-  BackwardEnd(const BackwardEnd&) = delete;
-  BackwardEnd& operator=(const BackwardEnd&) = delete;
-  void run() { std::exchange(runtime_, nullptr)->end_backward(); }
-
- private:
-  std::shared_ptr<Runtime> runtime_;
-  std::uint64_t generation_;
-};
-
 std::vector<int> ranks_of(const Mesh& mesh, const std::vector<std::string_view>& axes) {
   return mesh.shape().group_of(mesh.world()->rank(), axes);
 }
@@ -88,9 +66,25 @@ void Runtime::remove_unit(Unit* unit) {
   for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->id = static_cast<UnitId>(i);
 }
 
+bool Runtime::is_on_all_ranks(std::uint64_t hash, const char* what) {
+  const std::string mine(reinterpret_cast<const char*>(&hash), sizeof(hash));
+  const auto all = comm::all_gather_fixed(*data_group_, mine, what);
+  return std::all_of(all.begin(), all.end(), [&](const auto& other) { return other == mine; });
+}
+
+std::string Runtime::difference_between_ranks(const std::string& lines, const char* what) {
+  std::vector<std::vector<std::string>> by_rank;
+  for (const auto& text : comm::all_gather_bytes(*data_group_, lines, what)) {
+    std::istringstream in(text);
+    by_rank.emplace_back();
+    for (std::string line; std::getline(in, line);) by_rank.back().push_back(line);
+  }
+  return first_difference(by_rank);
+}
+
 void Runtime::agree_on_plan() {
-  agreed_ = true;
-  if (data_group_ == nullptr) return;
+  agreed_ = data_group_ == nullptr;
+  if (agreed_) return;
   std::string text;
   for (const auto* unit : units_) {
     std::vector<GradContract> contracts;
@@ -103,17 +97,9 @@ void Runtime::agree_on_plan() {
     }
     for (const auto& c : contracts) text += concat(c.name, " ", hash({c}), "\n");
   }
-  const auto mine = concat(hash_bytes(text));
-  const auto all = comm::all_gather_bytes(*data_group_, mine, "contract hash");
-  if (std::all_of(all.begin(), all.end(), [&](const auto& other) { return other == mine; })) return;
-  const auto texts = comm::all_gather_bytes(*data_group_, text, "contracts");
-  std::vector<std::vector<std::string>> lines(texts.size());
-  for (std::size_t rank = 0; rank < texts.size(); ++rank) {
-    std::istringstream in(texts[rank]);
-    for (std::string line; std::getline(in, line);) lines[rank].push_back(line);
-  }
-  TESSERA_CHECK(false, ErrorKind::kContract,
-                "contracts differ between ranks: ", first_difference(lines),
+  agreed_ = is_on_all_ranks(hash_bytes(text), "contract hash");
+  TESSERA_CHECK(agreed_, ErrorKind::kContract,
+                "contracts differ between ranks: ", difference_between_ranks(text, "contracts"),
                 "; shard the same model with the same policy on every rank");
 }
 
@@ -183,12 +169,19 @@ void Runtime::check_borrowed(const Unit& unit) const {
   }
 }
 
-/// After a forward that nobody differentiated, units may still show the parameters of before the
-/// last step.
+std::uint64_t Segment::weights_now() const {
+  std::uint64_t version = 0;
+  for (const auto& unit : units) version += unit->weights_version();
+  return version;
+}
+
+/// Units may still show the parameters of before the last step: after a forward that nobody
+/// differentiated, or whose graph is kept (torch::optim steps all the same, and writes past
+/// version counters). A kept graph's tensors follow the next gather.
 void Runtime::release_stale() {
-  if (outstanding_ > 0 || in_backward_) return;
+  if (in_backward_) return;
   for (auto* unit : units_) {
-    if (!unit->unsharded_by_user) unit->release();
+    if (!unit->unsharded_by_user || unit->is_stale()) unit->release();
   }
 }
 
@@ -198,6 +191,7 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
     current_ = std::make_shared<Segment>();
     current_->number = next_segment_++;
     for (auto* each : units_) current_->units.push_back(each->shared_from_this());
+    current_->weights = current_->weights_now();
     release_stale();
     follows_reference_ = !reference_.units.empty();
   }
@@ -276,233 +270,6 @@ void Runtime::fail(const std::string& why) {
   if (world().size() > 1) world().poison(why);
 }
 
-// --------------------------------------------------------------------------------------- backward
-
-void Runtime::begin_backward() {
-  if (in_backward_) return;
-  in_backward_ = true;
-  awaiting_tickets_ = false;
-  // What the last backward left to the deferred gradients is still to be reduced.
-  for (; reduction_cursor_ < reductions_.size(); ++reduction_cursor_) {
-    units_.at(reductions_[reduction_cursor_])->owed = true;
-  }
-  reductions_.clear();
-  reduction_cursor_ = 0;
-  for (auto* unit : units_) unit->reduced = false;
-  import_user_changes();
-  // Nested graph tasks (recomputation) come after this one has begun; the callback is the outermost
-  // one's.
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [end = std::make_shared<BackwardEnd>(shared_from_this())] { end->run(); });
-}
-
-void Runtime::abandon_backward(std::uint64_t generation) {
-  if (generation != generation_ || !in_backward_) return;
-  fail("an exception left a backward through sharded modules");
-}
-
-void Runtime::agree_on_trace(const Segment& segment) {
-  if (data_group_ == nullptr) return;
-  const auto mine = concat(segment.number, ":", segment.trace.hash());
-  const auto all = comm::all_gather_bytes(*data_group_, mine, "forward order");
-  if (std::all_of(all.begin(), all.end(), [&](const auto& other) { return other == mine; })) return;
-  std::string text;
-  for (const auto id : segment.trace.units) text += concat(units_.at(id)->name(), "\n");
-  const auto texts = comm::all_gather_bytes(*data_group_, text, "forward order names");
-  std::vector<std::vector<std::string>> names(texts.size());
-  for (std::size_t rank = 0; rank < texts.size(); ++rank) {
-    std::istringstream in(texts[rank]);
-    for (std::string line; std::getline(in, line);) names[rank].push_back(line);
-  }
-  TESSERA_CHECK(false, ErrorKind::kComm,
-                "the order of units differs between ranks: ", first_difference(names),
-                "; run the same units in the same order on every rank");
-}
-
-void Runtime::touch(Segment& segment, const std::shared_ptr<Segment>& owner) {
-  if (segment.touched) return;
-  segment.touched = true;
-  agree_on_trace(segment);
-  std::vector<bool> reshards;
-  for (const auto* unit : units_) {
-    reshards.push_back(unit->reshard_after_forward && !unit->always_unsharded() &&
-                       !unit->buckets().empty());
-  }
-  if (segment.settled) {
-    // A second backward over a retained graph: what had stayed gathered was released when the first
-    // ended.
-    for (const auto id : segment.order.reductions) {
-      auto& unit = *units_.at(id);
-      if (reshards[id] || unit.always_unsharded() || unit.buckets().empty()) continue;
-      ++gathers_issued_;
-      unit.begin_gather(segment.number);
-    }
-    segment.kept_last = false;
-  }
-  for (const auto& weak : segment.entries) {
-    if (const auto entry = weak.lock()) expect(*entry);
-  }
-  segment.order = backward_order(segment.trace, reshards, segment.kept_last);
-  segment.cursor = 0;
-  for (const auto id : segment.order.reductions) add_reduction(id);
-  // A unit that only lends its parameters (the root, when inner handles are called directly) comes
-  // last.
-  for (const auto id : segment.order.reductions) {
-    for (const auto* lender : units_.at(id)->needs) add_reduction(lender->id);
-  }
-  reference_ = segment.trace;
-  touched_.push_back(owner);
-}
-
-void Runtime::add_reduction(UnitId id) {
-  if (std::find(reductions_.begin(), reductions_.end(), id) == reductions_.end())
-    reductions_.push_back(id);
-}
-
-void Runtime::advance_gathers(Segment& segment, std::size_t until) {
-  for (; segment.cursor < until && segment.cursor < segment.order.positions.size();
-       ++segment.cursor) {
-    const auto position = segment.order.positions[segment.cursor];
-    if (!segment.order.gathers[position]) continue;
-    auto& unit = *units_.at(segment.trace.units[position]);
-    ++gathers_issued_;
-    unit.begin_gather(segment.number);
-  }
-}
-
-void Runtime::pre_backward(Entry& entry) {
-  begin_backward();
-  auto& segment = *entry.segment;
-  touch(segment, entry.segment);
-  // Newer forwards come first in every backward; what they still owe goes out before.
-  for (auto& newer : touched_) {
-    if (newer->number > segment.number) advance_gathers(*newer, newer->order.positions.size());
-  }
-  const auto place = segment.order.places.at(entry.position);
-  advance_gathers(segment, place + 1);
-  gather_needed(*entry.unit);
-  advance_gathers(segment, place + 2);
-  ++entry.unit->active;
-  spans_.backward_begins(&entry, entry.unit->name());
-}
-
-void Runtime::post_backward(Entry& entry) {
-  auto& unit = *entry.unit;
-  spans_.backward_ends(&entry);
-  if (unit.active > 0) --unit.active;
-  consume(entry);
-  if (unit.active == 0 && unit.open_calls == 0 && unit.reshard_after_forward &&
-      !unit.gather_pending()) {
-    unit.release();
-  }
-  issue_ready_reductions();
-}
-
-void Runtime::expect(Entry& entry) {
-  if (!entry.consumed) return;
-  entry.consumed = false;
-  ++outstanding_;
-  ++entry.unit->expected;
-  for (auto* lender : entry.unit->needs) ++lender->expected;
-}
-
-void Runtime::consume(Entry& entry) {
-  if (entry.consumed) return;
-  entry.consumed = true;
-  --outstanding_;
-  --entry.unit->expected;
-  for (auto* lender : entry.unit->needs) --lender->expected;
-}
-
-void Runtime::on_gradient() {
-  if (!awaiting_tickets_) begin_backward();
-}
-
-void Runtime::on_tickets_closed(Unit&) {
-  if (in_backward_) {
-    issue_ready_reductions();
-  } else if (awaiting_tickets_ && sink_.open_tickets() == 0) {
-    awaiting_tickets_ = false;
-    settle_gradients();
-  }
-}
-
-void Runtime::issue_ready_reductions() {
-  while (reduction_cursor_ < reductions_.size()) {
-    auto& unit = *units_.at(reductions_[reduction_cursor_]);
-    if (unit.expected > 0 || unit.active > 0 || unit.tickets > 0) return;
-    issue_reduction(unit);
-    ++reduction_cursor_;
-  }
-}
-
-void Runtime::issue_reduction(Unit& unit) {
-  if (unit.reduced || !unit.trainable()) return;
-  unit.owed = !unit.requires_sync;
-  if (unit.owed) return;
-  unit.reduced = true;
-  comm::Batch batch;
-  batch.label = {comm::Kind::kReduceScatter, unit.name(), unit.id, 0};
-  std::int64_t bytes = 0;
-  for (auto& bucket : unit.buckets()) {
-    if (bucket->trainable()) bytes += bucket->begin_reduce(batch);
-  }
-  if (batch.ops.empty()) return;
-  while (!in_flight_.empty() && bytes_in_flight_ + bytes > bytes_budget_) finish_oldest_reduction();
-  ++reductions_issued_;
-  in_flight_.push_back({&unit, queue().submit(*groups_.reduce, std::move(batch)), bytes});
-  bytes_in_flight_ += bytes;
-}
-
-void Runtime::finish_oldest_reduction() {
-  auto oldest = std::move(in_flight_.front());
-  in_flight_.pop_front();
-  oldest.work.wait();
-  for (auto& bucket : oldest.unit->buckets()) bucket->finish_reduce();
-  bytes_in_flight_ -= oldest.bytes;
-}
-
-void Runtime::end_backward() {
-  try {
-    for (auto& segment : touched_) advance_gathers(*segment, segment->order.positions.size());
-    // Entries without a marker have had their last use: nothing of this backward is left to run.
-    for (auto* unit : units_) unit->active = 0;
-    for (auto& segment : touched_) {
-      segment->touched = false;
-      segment->settled = true;
-      for (const auto& weak : segment->entries) {
-        if (const auto entry = weak.lock()) consume(*entry);
-      }
-    }
-    touched_.clear();
-    spans_.all_backwards_end();
-    release_all();
-    if (sink_.open_tickets() > 0) {
-      awaiting_tickets_ = true;
-      in_backward_ = false;
-      return;
-    }
-    settle_gradients();
-    in_backward_ = false;
-  } catch (const std::exception& error) {
-    fail(error.what());
-    throw;
-  }
-}
-
-void Runtime::settle_gradients() {
-  const at::NoGradGuard no_grad;
-  for (; reduction_cursor_ < reductions_.size(); ++reduction_cursor_) {
-    issue_reduction(*units_.at(reductions_[reduction_cursor_]));
-  }
-  // Units that only earlier backwards, without sync, have reached.
-  for (auto* unit : units_) {
-    if (unit->owed) issue_reduction(*unit);
-  }
-  while (!in_flight_.empty()) finish_oldest_reduction();
-  publish();
-}
-
 void Runtime::release_all() {
   for (auto* unit : units_) {
     if (unit->open_calls == 0) unit->release();
@@ -514,7 +281,7 @@ void Runtime::require_idle(const char* what) const {
       outstanding_ == 0, ErrorKind::kUsage, what, ": found ", outstanding_,
       " unit forwards whose backward has not run, expected none; run backward first, or let the "
       "loss go out of scope");
-  sink_.require_all_redeemed();
+  sink_.require_all_redeemed(what);
 }
 
 void Runtime::reset() {

@@ -2,7 +2,8 @@
 //
 // One per root handle. It follows forwards (gather, prefetch, release), backwards (gather, markers,
 // reduce) and publishes gradients on the shards when the outermost backward ends. What the order is
-// stands in order.h; what moves bytes in unit.h and bucket.h.
+// stands in order.h; what moves bytes in unit.h and bucket.h. Its parts: runtime.cpp (plan,
+// forward, failure), backward.cpp, publish.cpp (what happens to gradients between two backwards).
 //
 // [Note: readiness] Gradients are never counted: parameters stay unused, hooks fire twice under
 // recomputation, functions return undefined gradients. A unit's backward is over when its *marker*
@@ -40,6 +41,7 @@ struct Entry;
 /// One forward of the root: the units that it entered, and how far a backward over it has come.
 struct Segment {
   std::uint32_t number = 0;
+  std::uint64_t weights = 0;  ///< weights_now() when it began
   Trace trace;
   bool kept_last = false;
   std::vector<std::weak_ptr<Entry>> entries;
@@ -50,6 +52,9 @@ struct Segment {
   bool touched = false;
   BackwardOrder order;
   std::size_t cursor = 0;  ///< into order.positions: gathers issued so far
+
+  /// Changes whenever a shard of its units is written to.
+  std::uint64_t weights_now() const;
 };
 
 /// One recorded forward of one unit. Lives as long as the autograd graph that it is part of.
@@ -127,26 +132,33 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
  private:
   friend struct Entry;
+  // plan and forward: runtime.cpp
   void check_usable();
+  /// Whether all data ranks have the same hash. Collective.
+  bool is_on_all_ranks(std::uint64_t hash, const char* what);
+  /// The first line in which `lines` differs between ranks, in words. Collective.
+  std::string difference_between_ranks(const std::string& lines, const char* what);
   std::shared_ptr<Entry> record(Unit& unit, std::size_t position);
   void gather_needed(Unit& unit);
   void prefetch_after(std::size_t position);
   void issue_gather(Unit& unit);
+  void check_borrowed(const Unit& unit) const;
+  void release_stale();
+  void release_all();
+  // backward: backward.cpp
   void touch(Segment& segment, const std::shared_ptr<Segment>& owner);
   void agree_on_trace(const Segment& segment);
   void advance_gathers(Segment& segment, std::size_t until);
+  void add_reduction(UnitId id);
   void issue_ready_reductions();
   void issue_reduction(Unit& unit);
   void finish_oldest_reduction();
   void settle_gradients();
+  // between backwards: publish.cpp
   void agree_on_used();
   void publish();
   void import_user_changes();
   void import_changed(Unit& unit, Parameter& parameter);
-  void check_borrowed(const Unit& unit) const;
-  void add_reduction(UnitId id);
-  void release_stale();
-  void release_all();
 
   Mesh mesh_;
   std::shared_ptr<comm::BufferPool> pool_;

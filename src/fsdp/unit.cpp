@@ -196,8 +196,22 @@ void Unit::renew_accumulators() {
   }
 }
 
+std::uint64_t Unit::weights_version() const {
+  std::uint64_t version = 0;
+  for (const auto& parameter : parameters_) {
+    version += static_cast<std::uint64_t>(parameter->shard._version());
+  }
+  return version;
+}
+
+bool Unit::is_stale() const {
+  return (gathered_ || pending_.valid()) && !always_unsharded() &&
+         gathered_version_ != weights_version();
+}
+
 void Unit::begin_gather(std::uint32_t micro_batch) {
   if (pending_.valid()) wait_gather();
+  gathered_version_ = weights_version();
   comm::Batch batch;
   batch.label = {comm::Kind::kAllGather, name_, id, micro_batch};
   for (auto& bucket : buckets_) {

@@ -78,6 +78,10 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   void begin_gather(std::uint32_t micro_batch);
   void wait_gather();
   void release();
+  /// The sum of the shards' version counters: changes with every write to one of them.
+  std::uint64_t weights_version() const;
+  /// Unsharded, or about to be, with other values than the shards hold now.
+  bool is_stale() const;
   void abandon_gather();  ///< after a failure: gives memory back without waiting for anything
   void renew_accumulators();
   void join(const std::shared_ptr<Runtime>& runtime);
@@ -114,6 +118,7 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   std::vector<std::unique_ptr<Bucket>> buckets_;
   comm::Pending pending_;
   bool gathered_ = false;
+  std::uint64_t gathered_version_ = 0;  // weights_version() of what is or will be gathered
   bool has_values_ = true;
 };
 

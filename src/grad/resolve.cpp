@@ -39,7 +39,7 @@ std::string where_to_change(const std::string& reason, const char* key) {
 /// The compute dtype that the checkpoint records: of floating tensors stored wider than the bulk.
 std::optional<DType> recorded(const ParameterMeta& meta) {
   if (!meta.checkpoint || !meta.checkpoint_bulk) return std::nullopt;
-  const DType own = *meta.checkpoint;
+  const DType own = meta.published.value_or(*meta.checkpoint);
   const DType bulk = *meta.checkpoint_bulk;
   if (!is_arithmetic(own) || !is_floating(bulk) || own == bulk) return std::nullopt;
   if (!represents(own, bulk)) return std::nullopt;
@@ -86,12 +86,14 @@ void pin_storage(GradContract& contract, const ParameterMeta& meta, const Asked&
 void resolve_storage(GradContract& contract, const ParameterMeta& meta, const Asked& asked,
                      const PrecisionPolicy& policy) {
   const DType found = meta.checkpoint.value_or(meta.dtype);
-  const std::string as_found = meta.checkpoint ? "as in the checkpoint" : "as the tensor is";
+  const std::string as_found = meta.checkpoint ? "as in the checkpoint"
+                               : meta.drawn    ? "as config.json says"
+                                               : "as the tensor is";
   contract.storage.dtype = found;
   contract.reason(ContractField::kStorage) = as_found;
   if (!is_floating(found)) return;
   if (const auto setting = first_of(asked.storage_dtype, policy.storage_dtype, "storage_dtype")) {
-    const DType merged = widen_to(found, setting->value);
+    const DType merged = meta.drawn ? setting->value : widen_to(found, setting->value);
     contract.storage.dtype = merged;
     contract.reason(ContractField::kStorage) =
         merged == setting->value ? setting->reason

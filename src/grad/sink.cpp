@@ -67,48 +67,55 @@ void GradSink::accept(SlotId id, const at::Tensor& raw, Source source) {
   }
 }
 
-Ticket GradSink::promise(SlotId slot, std::string layer, std::int64_t micro_batch) {
-  if (open_ == 0) promises_.clear();  // a long run keeps no book of what is settled
-  const auto ticket = next_ticket_++;
-  promises_.emplace(ticket, Promise{slot, std::move(layer), micro_batch, false});
-  ++open_;
-  slots_.at(slot).owner->tickets_changed(+1);
+std::string Ticket::Promise::text() const {
+  return concat(parameter, " (layer ", layer, ", micro-batch ", micro_batch, ")");
+}
+
+Ticket GradSink::promise(SlotId id, std::string layer, std::int64_t micro_batch) {
+  const auto& slot = slots_.at(id);
+  Ticket ticket;
+  ticket.promise_ = std::make_shared<Ticket::Promise>(
+      Ticket::Promise{this, id, slot.contract->name, std::move(layer), micro_batch});
+  open_.push_back(ticket.promise_);
+  slot.owner->tickets_changed(+1);
   return ticket;
 }
 
-void GradSink::redeem(Ticket ticket, const at::Tensor& raw) {
-  const auto found = promises_.find(ticket);
-  TESSERA_CHECK(found != promises_.end(), ErrorKind::kContract, "ticket ", ticket,
-                ": found no promise of that number, expected one of promise()");
-  auto& promise = found->second;
-  TESSERA_CHECK(!promise.redeemed, ErrorKind::kContract, "deferred gradient of ",
-                contract(promise.slot).name, " (layer ", promise.layer, ", micro-batch ",
-                promise.micro_batch, "): redeemed twice, expected once");
-  accept(promise.slot, raw, Source::kDeferred);
-  promise.redeemed = true;
-  --open_;
-  slots_.at(promise.slot).owner->tickets_changed(-1);
+void GradSink::redeem(const Ticket& ticket, const at::Tensor& raw) {
+  const auto& promise = ticket.promise_;
+  TESSERA_CHECK(promise != nullptr, ErrorKind::kContract,
+                "deferred gradient: found an empty ticket, expected one of promise()");
+  TESSERA_CHECK(promise->state != Ticket::State::kRedeemed, ErrorKind::kContract,
+                "deferred gradient of ", promise->text(),
+                ": found its ticket redeemed twice, expected once");
+  TESSERA_CHECK(
+      promise->state != Ticket::State::kDropped, ErrorKind::kContract, "deferred gradient of ",
+      promise->text(),
+      ": found a ticket of a step that failed, expected one of this step; forget what the "
+      "failed step owed");
+  TESSERA_CHECK(promise->sink == this, ErrorKind::kContract, "deferred gradient of ",
+                promise->text(),
+                ": found a ticket of another model, expected one of this sink's promise()");
+  accept(promise->slot, raw, Source::kDeferred);
+  promise->state = Ticket::State::kRedeemed;
+  std::erase(open_, promise);
+  slots_.at(promise->slot).owner->tickets_changed(-1);
 }
 
-void GradSink::require_all_redeemed() const {
-  if (open_ == 0) return;
+void GradSink::require_all_redeemed(const char* before) const {
+  if (open_.empty()) return;
   std::string open;
-  for (const auto& [ticket, promise] : promises_) {
-    if (promise.redeemed) continue;
-    open += concat(open.empty() ? "" : "; ", slots_.at(promise.slot).contract->name, " (layer ",
-                   promise.layer, ", micro-batch ", promise.micro_batch, ")");
+  for (const auto& promise : open_) {
+    open += concat(open.empty() ? "" : "; ", promise->text());
   }
-  TESSERA_CHECK(false, ErrorKind::kContract, "deferred gradients: found ", open_,
-                " not redeemed at the end of the step, expected none: ", open,
-                "; run the deferred weight gradients before the step ends");
+  TESSERA_CHECK(false, ErrorKind::kContract, before, ": found ", open_.size(),
+                " deferred gradients that are not redeemed, expected none: ", open,
+                "; run the deferred weight gradients first");
 }
 
 void GradSink::drop_tickets() {
-  for (const auto& [ticket, promise] : promises_) {
-    if (!promise.redeemed) slots_.at(promise.slot).owner->tickets_changed(-1);
-  }
-  promises_.clear();
-  open_ = 0;
+  for (const auto& promise : open_) promise->state = Ticket::State::kDropped;
+  open_.clear();
 }
 
 }  // namespace tessera::grad

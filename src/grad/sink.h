@@ -15,8 +15,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "tessera/contract.h"
@@ -42,7 +42,29 @@ class SlotOwner {
 };
 
 using SlotId = std::uint32_t;
-using Ticket = std::uint64_t;
+
+class GradSink;
+
+/// A gradient that is owed: made by GradSink::promise(), handed back to redeem(). Copies are the
+/// same ticket. It knows what it stands for, so that the sink keeps no book of what is settled.
+class Ticket {
+ public:
+  Ticket() = default;
+
+ private:
+  friend class GradSink;
+  enum class State : std::uint8_t { kOpen, kRedeemed, kDropped };
+  struct Promise {
+    const GradSink* sink;
+    SlotId slot;
+    std::string parameter;
+    std::string layer;
+    std::int64_t micro_batch;
+    State state = State::kOpen;
+    std::string text() const;
+  };
+  std::shared_ptr<Promise> promise_;
+};
 
 class GradSink {
  public:
@@ -61,15 +83,13 @@ class GradSink {
   /// Announces a gradient that will come after this backward's nodes ran: its unit is not ready
   /// before.
   Ticket promise(SlotId slot, std::string layer, std::int64_t micro_batch);
-  /// Hands it in. Errors: kContract for a ticket that was redeemed before, naming layer and
-  /// micro-batch.
-  void redeem(Ticket ticket, const at::Tensor& raw);
-  /// Throws kContract naming every ticket that is still open.
-  void require_all_redeemed() const;
-  std::size_t open_tickets() const { return open_; }
-  /// Open ones and those that were redeemed beside them.
-  std::size_t remembered_tickets() const { return promises_.size(); }
-  /// Forgets all tickets (after an exception).
+  /// Hands it in. Errors: kContract for a ticket that was redeemed before (in whatever step), or
+  /// dropped, naming parameter, layer and micro-batch; for one of another sink.
+  void redeem(const Ticket& ticket, const at::Tensor& raw);
+  /// Throws kContract naming every ticket that is still open. `before`: what it stands in front of.
+  void require_all_redeemed(const char* before) const;
+  std::size_t open_tickets() const { return open_.size(); }
+  /// Forgets all tickets (after an exception). Owners are not told: nothing of theirs goes on.
   void drop_tickets();
 
   const GradContract& contract(SlotId slot) const { return *slots_.at(slot).contract; }
@@ -80,18 +100,10 @@ class GradSink {
     SlotOwner* owner = nullptr;
     std::size_t parameter = 0;
   };
-  struct Promise {
-    SlotId slot = 0;
-    std::string layer;
-    std::int64_t micro_batch = 0;
-    bool redeemed = false;
-  };
   void check(const Slot& slot, const at::Tensor& raw, Source source) const;
 
   std::vector<Slot> slots_;
-  std::unordered_map<Ticket, Promise> promises_;
-  Ticket next_ticket_ = 1;
-  std::size_t open_ = 0;
+  std::vector<std::shared_ptr<Ticket::Promise>> open_;  // in the order of promise()
 };
 
 }  // namespace tessera::grad

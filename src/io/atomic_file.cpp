@@ -20,8 +20,8 @@ void check_io(bool done, std::string_view what, const std::filesystem::path& pat
                 std::generic_category().message(error_number), " (errno ", error_number, ")");
 }
 
-/// A rename is durable once its folder is. Some network file systems refuse; then it is not ours to
-/// promise.
+}  // namespace
+
 void sync_folder(const std::filesystem::path& folder) {
   const int descriptor =
       ::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -30,9 +30,13 @@ void sync_folder(const std::filesystem::path& folder) {
   ::close(descriptor);
 }
 
-}  // namespace
-
 AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), temporary_(path_) {
+  // The rename at the end would put a file in the place of a device, as root even of /dev/null.
+  std::error_code unknown;
+  const auto there = std::filesystem::status(path_, unknown);
+  TESSERA_CHECK(!std::filesystem::exists(there) || std::filesystem::is_regular_file(there),
+                ErrorKind::kIo, printable(path_.native(), 1024),
+                ": found something that is no regular file, expected a file or nothing");
   temporary_ += "." + std::to_string(::getpid()) + ".tmp";
   descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   check_io(descriptor_ >= 0, "create", temporary_);

@@ -11,6 +11,10 @@
 
 namespace tessera {
 
+/// A name in a folder is durable once the folder is: after a rename, or for files just made. Some
+/// network file systems refuse; then it is not ours to promise.
+void sync_folder(const std::filesystem::path& folder);
+
 class AtomicFile {
  public:
   /// Opens "PATH.<pid>.tmp" (an older one is overwritten). Errors: kIo.
@@ -35,5 +39,9 @@ class AtomicFile {
   std::filesystem::path temporary_;
   int descriptor_ = -1;
 };
+
+/// A rename is durable once its folder is. Some network file systems refuse; then it is not ours to
+/// promise.
+void sync_folder(const std::filesystem::path& folder);
 
 }  // namespace tessera

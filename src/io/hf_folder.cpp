@@ -4,7 +4,9 @@
 #include <system_error>
 
 #include "base/printable.h"
+#include "io/folder_file.h"
 #include "io/hf_index.h"
+#include "io/tensor_source.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -23,29 +25,6 @@ bool is_there(const fs::path& path) {
   return fs::exists(fs::symlink_status(path, ignored));
 }
 
-bool is_inside(const fs::path& file, const fs::path& folder) {
-  const auto [rest, unused] = std::mismatch(folder.begin(), folder.end(), file.begin(), file.end());
-  return rest == folder.end();
-}
-
-/// Links are followed here, once; a folder from a stranger must not name files elsewhere.
-void check_inside(const fs::path& folder, const std::string& name) {
-  std::error_code failed;
-  const fs::path real_folder = fs::canonical(folder, failed);
-  TESSERA_CHECK(!failed, ErrorKind::kIo, "cannot open ", printable(folder.native(), 1024), ": ",
-                failed.message());
-  const fs::path real_file = fs::canonical(folder / name, failed);
-  TESSERA_CHECK(!failed, ErrorKind::kIo, "cannot open ", printable((folder / name).native(), 1024),
-                ": ", failed.message());
-  if (is_inside(real_file, real_folder)) return;
-  // models--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH is how the hub's cache shares files.
-  const bool is_snapshot = real_folder.parent_path().filename() == "snapshots";
-  const fs::path blobs = real_folder.parent_path().parent_path() / "blobs";
-  TESSERA_CHECK(is_snapshot && is_inside(real_file, blobs), ErrorKind::kFormat, folder.native(),
-                ": ", printable(name), " is a link to ", printable(real_file.native(), 1024),
-                ", expected a file inside the folder; copy it there");
-}
-
 }  // namespace
 
 HfFolder HfFolder::open(const fs::path& folder) {
@@ -55,15 +34,13 @@ HfFolder HfFolder::open(const fs::path& folder) {
                 ": found no such folder, expected a model folder with config.json and safetensors");
   HfFolder model;
   model.path_ = folder;
-  check_inside(folder, "config.json");
-  model.config_text_ = read_config_text(folder / "config.json");
+  model.config_text_ = read_config_text(file_inside(folder, "config.json"));
   if (is_there(folder / kSingleFile)) {
     model.open_file(std::string(kSingleFile));
   } else {
     TESSERA_CHECK(is_there(folder / kIndexFile), ErrorKind::kIo, folder.native(),
                   ": found neither ", kSingleFile, " nor ", kIndexFile, ", expected one of them");
-    check_inside(folder, std::string(kIndexFile));
-    model.open_indexed(folder / kIndexFile);
+    model.open_indexed(file_inside(folder, std::string(kIndexFile)));
   }
   return model;
 }
@@ -73,8 +50,7 @@ std::string HfFolder::read_config_text(const fs::path& path) {
 }
 
 void HfFolder::open_file(const std::string& name) {
-  check_inside(path_, name);
-  files_.emplace_back(path_ / name);
+  files_.emplace_back(file_inside(path_, name));
   const std::size_t file = files_.size() - 1;
   for (const TensorInfo& tensor : files_[file].header().tensors) {
     const auto [at, added] = tensors_.try_emplace(tensor.name, Tensor{file, &tensor});
@@ -139,14 +115,9 @@ std::int64_t HfFolder::total_bytes() const {
 std::optional<DType> HfFolder::bulk_dtype() const {
   std::map<DType, std::int64_t> elements;
   for (const auto& [name, tensor] : tensors_) {
-    if (is_floating(tensor.info->dtype)) elements[tensor.info->dtype] += tensor.info->numel();
+    elements[tensor.info->dtype] += tensor.info->numel();
   }
-  std::optional<DType> bulk;
-  for (const auto& [dtype, count] : elements) {
-    const bool narrower = bulk && size_of(dtype) < size_of(*bulk);
-    if (!bulk || count > elements[*bulk] || (count == elements[*bulk] && narrower)) bulk = dtype;
-  }
-  return bulk;
+  return tessera::bulk_dtype(elements);
 }
 
 }  // namespace tessera

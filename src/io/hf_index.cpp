@@ -1,23 +1,16 @@
 #include "io/hf_index.h"
 
-#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "base/json_reader.h"
 #include "base/printable.h"
+#include "io/plain_file_name.h"
 #include "tessera/error.h"
 
 namespace tessera {
 namespace {
 
 constexpr int kMaxDepth = 8;
-
-bool is_plain_file_name(std::string_view name) {
-  return !name.empty() && name.size() <= 255 && name != "." && name != ".." &&
-         std::none_of(name.begin(), name.end(), [](char c) {
-           return c == '/' || c == '\\' || static_cast<unsigned char>(c) < 0x20U || c == '\x7F';
-         });
-}
 
 }  // namespace
 

@@ -1,7 +1,6 @@
 #include "io/safetensors_writer.h"
 
 #include <algorithm>
-#include <array>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <tuple>
@@ -12,6 +11,7 @@
 namespace tessera {
 namespace {
 
+constexpr std::size_t kLengthBytes = 8;
 constexpr std::size_t kHeaderAlignment = 8;
 
 std::string json_string(const std::string& text) {
@@ -87,27 +87,37 @@ std::string header_text(const SafetensorsHeader& header) {
 
 }  // namespace
 
+SafetensorsLayout lay_out_safetensors(std::vector<TensorSpec> tensors,
+                                      const std::map<std::string, std::string>& metadata,
+                                      TensorOrder order) {
+  SafetensorsLayout layout;
+  layout.header = lay_out(std::move(tensors), order);
+  layout.header.metadata = metadata;
+  const std::string text = header_text(layout.header);
+  for (std::size_t i = 0; i < kLengthBytes; ++i) {
+    layout.beginning.push_back(static_cast<char>((text.size() >> (8 * i)) & 0xFFU));
+  }
+  layout.beginning += text;
+  layout.file_bytes = static_cast<std::int64_t>(layout.beginning.size());
+  const std::int64_t data_begin = layout.file_bytes;
+  for (TensorInfo& tensor : layout.header.tensors) {
+    tensor.begin += data_begin;
+    tensor.end += data_begin;
+    layout.file_bytes = tensor.end;
+  }
+  return layout;
+}
+
 SafetensorsWriter::SafetensorsWriter(const std::filesystem::path& path,
                                      std::vector<TensorSpec> tensors,
                                      const std::map<std::string, std::string>& metadata,
                                      TensorOrder order)
-    : header_(lay_out(std::move(tensors), order)), written_(header_.tensors.size()), file_(path) {
-  header_.metadata = metadata;
-  const std::string text = header_text(header_);
-  std::array<std::byte, 8> length{};
-  for (std::size_t i = 0; i < length.size(); ++i) {
-    length[i] = static_cast<std::byte>((text.size() >> (8 * i)) & 0xFFU);
-  }
-  const auto data_begin = static_cast<std::int64_t>(length.size() + text.size());
-  std::int64_t file_size = data_begin;
-  for (TensorInfo& tensor : header_.tensors) {
-    tensor.begin += data_begin;
-    tensor.end += data_begin;
-    file_size = tensor.end;
-  }
-  file_.resize(file_size);
-  file_.write(0, length);
-  file_.write(static_cast<std::int64_t>(length.size()), std::as_bytes(std::span(text)));
+    : SafetensorsWriter(path, lay_out_safetensors(std::move(tensors), metadata, order)) {}
+
+SafetensorsWriter::SafetensorsWriter(const std::filesystem::path& path, SafetensorsLayout layout)
+    : header_(std::move(layout.header)), written_(header_.tensors.size()), file_(path) {
+  file_.resize(layout.file_bytes);
+  file_.write(0, std::as_bytes(std::span(layout.beginning)));
 }
 
 void SafetensorsWriter::write(std::string_view name, std::span<const std::byte> bytes) {

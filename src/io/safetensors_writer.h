@@ -33,6 +33,17 @@ enum class TensorOrder {
   kGiven,
 };
 
+/// A file without its data: for who holds all of it and writes it in one go.
+struct SafetensorsLayout {
+  SafetensorsHeader header;  ///< offsets and names as a reader of the file will see them
+  std::string beginning;     ///< the bytes before the data
+  std::int64_t file_bytes = 0;
+};
+/// Errors: as the constructor of SafetensorsWriter.
+SafetensorsLayout lay_out_safetensors(std::vector<TensorSpec> tensors,
+                                      const std::map<std::string, std::string>& metadata = {},
+                                      TensorOrder order = TensorOrder::kAligned);
+
 class SafetensorsWriter {
  public:
   /// Writes the header. Errors: kUsage for a name twice, "__metadata__", text that is not UTF-8, a
@@ -56,6 +67,7 @@ class SafetensorsWriter {
   void finish();
 
  private:
+  SafetensorsWriter(const std::filesystem::path& path, SafetensorsLayout layout);
   using Ranges = std::vector<std::pair<std::int64_t, std::int64_t>>;
 
   SafetensorsHeader header_;

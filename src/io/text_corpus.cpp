@@ -14,6 +14,8 @@ namespace fs = std::filesystem;
 // Each file is a mapping and a process has 65530 by default; others need some too.
 constexpr std::size_t kMaxFiles = 16384;
 
+}  // namespace
+
 std::vector<fs::path> text_files(const fs::path& path) {
   std::error_code failed;
   if (!fs::is_directory(path, failed)) return {path};
@@ -30,8 +32,6 @@ std::vector<fs::path> text_files(const fs::path& path) {
   std::sort(files.begin(), files.end());
   return files;
 }
-
-}  // namespace
 
 TextCorpus::TextCorpus(const fs::path& path) : name_(path.native()) { map(text_files(path)); }
 

@@ -15,13 +15,16 @@
 
 namespace tessera {
 
+/// A text file itself, or the *.txt files of a folder in the order of their names (folders below it
+/// are not entered). Errors: kIo.
+std::vector<std::filesystem::path> text_files(const std::filesystem::path& path);
+
 class TextCorpus final : public TokenSource {
  public:
   static constexpr std::int64_t kEndOfDocument = 256;
   static constexpr std::int64_t kVocabSize = 257;
 
-  /// A text file, or the *.txt files of a folder in the order of their names (folders below it are
-  /// not entered). Errors: kIo; kFormat where there is no byte of text.
+  /// The text_files() of `path`. Errors: kIo; kFormat where there is no byte of text.
   explicit TextCorpus(const std::filesystem::path& path);
 
   /// Several of these, in this order. Errors: the same.

@@ -1,5 +1,7 @@
 #include "models/decoder.h"
 
+#include <c10/core/GradMode.h>
+
 #include <utility>
 
 #include "nn/loss.h"
@@ -54,7 +56,14 @@ DecoderLayer::DecoderLayer(const ModelSpec& spec, std::shared_ptr<nn::Rope> rope
 }
 
 at::Tensor DecoderLayer::forward(const at::Tensor& x) {
-  const at::Tensor attended = self_attn_->forward(input_layernorm_->forward(x));
+  return after_attention(x, self_attn_->forward(input_layernorm_->forward(x)));
+}
+
+at::Tensor DecoderLayer::decode(const at::Tensor& x, nn::KvCache& cache) {
+  return after_attention(x, self_attn_->decode(input_layernorm_->forward(x), cache));
+}
+
+at::Tensor DecoderLayer::after_attention(const at::Tensor& x, const at::Tensor& attended) {
   const auto [sum, normed] = post_attention_layernorm_->add_forward(x, attended);
   return sum + mlp_->forward(normed);
 }
@@ -96,6 +105,22 @@ at::Tensor Decoder::forward(const at::Tensor& input_ids, const std::optional<at:
   at::Tensor x = (*embedding_)(input_ids);
   for (auto& layer : layers_) x = layer(x);
   return (*head_)(x, targets);
+}
+
+DecoderCache Decoder::make_cache(std::int64_t capacity) const {
+  return {std::vector<nn::KvCache>(layers_.size(), nn::KvCache(capacity))};
+}
+
+at::Tensor Decoder::decode(const at::Tensor& input_ids, DecoderCache& cache) {
+  const at::NoGradGuard no_grad;
+  TESSERA_CHECK(!embedding_->handle() && !head_->handle() && !layers_.front().handle(),
+                ErrorKind::kUsage, "decode: found a sharded model, expected a whole one");
+  TESSERA_INVARIANT(cache.layers.size() == layers_.size(), "a cache of another model");
+  at::Tensor x = embedding_->module()->forward(input_ids);
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    x = layers_[i].module()->decode(x, cache.layers[i]);
+  }
+  return head_->module()->forward(x.narrow(1, x.size(1) - 1, 1), std::nullopt).squeeze(1);
 }
 
 std::string parameter_name(const std::string& unit, const std::string& path) {

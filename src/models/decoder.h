@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -18,6 +19,7 @@
 #include "models/model_spec.h"
 #include "nn/attention.h"
 #include "nn/embedding.h"
+#include "nn/kv_cache.h"
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"
 
@@ -28,8 +30,12 @@ class DecoderLayer : public torch::nn::Module {
   DecoderLayer(const ModelSpec& spec, std::shared_ptr<nn::Rope> rope);
   /// x [B, T, hidden] -> the same shape and dtype.
   at::Tensor forward(const at::Tensor& x);
+  /// As nn::Attention::decode.
+  at::Tensor decode(const at::Tensor& x, nn::KvCache& cache);
 
  private:
+  at::Tensor after_attention(const at::Tensor& x, const at::Tensor& attended);
+
   std::shared_ptr<nn::Attention> self_attn_;
   std::shared_ptr<nn::Mlp> mlp_;
   std::shared_ptr<nn::RmsNorm> input_layernorm_, post_attention_layernorm_;
@@ -51,6 +57,12 @@ class DecoderHead : public torch::nn::Module {
   std::shared_ptr<nn::Linear> lm_head_;
 };
 
+/// What a model remembers of one text while it writes it: one cache a layer.
+struct DecoderCache {
+  std::vector<nn::KvCache> layers;
+  std::int64_t length() const { return layers.front().length(); }  ///< positions so far
+};
+
 class Decoder : public torch::nn::Module {
  public:
   explicit Decoder(const ModelSpec& spec);
@@ -62,6 +74,15 @@ class Decoder : public torch::nn::Module {
   at::Tensor loss_sum(const at::Tensor& input_ids, const at::Tensor& targets) {
     return forward(input_ids, targets);
   }
+
+  /// Room for `capacity` positions; memory is taken when the first ones come.
+  DecoderCache make_cache(std::int64_t capacity) const;
+  /// input_ids [B, T] that follow the positions in the cache, which they join -> logits [B, V] of
+  /// the last one. No gradient, no sharding: the modules are called past any handle. The first call
+  /// of a cache gives the bits of forward's hidden states; later ones differ from it by the order
+  /// of additions. Errors: kUsage for more positions than the cache has room for, or a sharded
+  /// model.
+  at::Tensor decode(const at::Tensor& input_ids, DecoderCache& cache);
 
   const ModelSpec& spec() const { return spec_; }
   fsdp::Slot<nn::Embedding>& embedding() { return *embedding_; }

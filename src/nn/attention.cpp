@@ -3,7 +3,9 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/softmax.h>
+#include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <utility>
@@ -13,18 +15,18 @@
 
 namespace tessera::nn {
 
-at::Tensor causal_attention_composite(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                      double scale) {
+at::Tensor cached_attention_composite(const at::Tensor& q, const at::Tensor& keys,
+                                      const at::Tensor& values, double scale) {
   const std::int64_t rows = q.size(0);
   const std::int64_t groups = q.size(1);
   const std::int64_t positions = q.size(2);
   const std::int64_t repeat = q.size(3);
   const std::int64_t head_dim = q.size(4);
   const at::Tensor queries = q.reshape({rows, groups, positions * repeat, head_dim});
-  const at::Tensor values = v.reshape({rows, positions, groups, head_dim}).transpose(1, 2);
-  const at::Tensor scores = at::matmul(queries, k.squeeze(3).transpose(2, 3)) * scale;
-  const at::Tensor position = at::arange(positions, q.device());
-  const at::Tensor later = position.unsqueeze(0) > position.repeat_interleave(repeat).unsqueeze(1);
+  const at::Tensor scores = at::matmul(queries, keys.transpose(2, 3)) * scale;
+  const at::Tensor position = at::arange(keys.size(2), q.device());
+  const at::Tensor own = position.narrow(0, keys.size(2) - positions, positions);
+  const at::Tensor later = position.unsqueeze(0) > own.repeat_interleave(repeat).unsqueeze(1);
   const at::ScalarType inside = at::promote_types(q.scalar_type(), at::kFloat);
   const at::Tensor weights =
       at::softmax(scores.to(inside).masked_fill(later, -std::numeric_limits<double>::infinity()), 3)
@@ -35,10 +37,22 @@ at::Tensor causal_attention_composite(const at::Tensor& q, const at::Tensor& k, 
       .reshape({rows, positions, groups * repeat * head_dim});
 }
 
+at::Tensor causal_attention_composite(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                      double scale) {
+  const at::Tensor values = v.reshape({q.size(0), q.size(2), q.size(1), q.size(4)}).transpose(1, 2);
+  return cached_attention_composite(q, k.squeeze(3), values, scale);
+}
+
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             double scale) {
   return cpu::has_kernels(q) ? cpu::causal_attention(q, k, v, scale)
                              : causal_attention_composite(q, k, v, scale);
+}
+
+at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
+                            double scale) {
+  return cpu::has_kernels(q) ? cpu::cached_attention(q, keys, values, scale)
+                             : cached_attention_composite(q, keys, values, scale);
 }
 
 Attention::Attention(const AttentionOptions& options, std::shared_ptr<Rope> rope)
@@ -61,18 +75,35 @@ Attention::Attention(const AttentionOptions& options, std::shared_ptr<Rope> rope
   }
 }
 
-at::Tensor Attention::forward(const at::Tensor& x) {
+double Attention::scale() const { return 1.0 / std::sqrt(static_cast<double>(options_.head_dim)); }
+
+Attention::Heads Attention::project(const at::Tensor& x, const RopeTable& table) {
   const auto head_norm = [&](const std::shared_ptr<RmsNorm>& norm) {
     return norm ? HeadNorm{norm->weight, norm->eps()} : HeadNorm{};
   };
-  const RopeTable table = rope_->table(x.size(1), x.scalar_type(), x.device());
   const HeadLayout queries{.heads = options_.heads, .repeat = options_.heads / options_.kv_heads};
   const HeadLayout keys{.heads = options_.kv_heads};
-  const at::Tensor q = rope_heads(q_proj_->forward(x), queries, head_norm(q_norm_), table);
-  const at::Tensor k = rope_heads(k_proj_->forward(x), keys, head_norm(k_norm_), table);
-  const at::Tensor v = v_proj_->forward(x);
-  const double scale = 1.0 / std::sqrt(static_cast<double>(options_.head_dim));
-  return o_proj_->forward(causal_attention(q, k, v, scale));
+  return {rope_heads(q_proj_->forward(x), queries, head_norm(q_norm_), table),
+          rope_heads(k_proj_->forward(x), keys, head_norm(k_norm_), table), v_proj_->forward(x)};
+}
+
+at::Tensor Attention::forward(const at::Tensor& x) {
+  const Heads heads = project(x, rope_->table(x.size(1), x.scalar_type(), x.device()));
+  return o_proj_->forward(causal_attention(heads.q, heads.k, heads.v, scale()));
+}
+
+at::Tensor Attention::decode(const at::Tensor& x, KvCache& cache) {
+  const at::NoGradGuard no_grad;
+  const std::int64_t begin = cache.length();
+  // The table of all positions is made once, not at every one of them.
+  const RopeTable all =
+      rope_->table(std::max(cache.capacity(), begin + x.size(1)), x.scalar_type(), x.device());
+  const Heads heads =
+      project(x, {all.cos.narrow(0, begin, x.size(1)), all.sin.narrow(0, begin, x.size(1))});
+  cache.append(heads.k, heads.v);
+  return o_proj_->forward(begin == 0
+                              ? causal_attention(heads.q, heads.k, heads.v, scale())
+                              : cached_attention(heads.q, cache.keys(), cache.values(), scale()));
 }
 
 }  // namespace tessera::nn

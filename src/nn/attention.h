@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "nn/kv_cache.h"
 #include "nn/linear.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
@@ -22,9 +23,19 @@ namespace tessera::nn {
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             double scale);
 
-/// The same out of ATen operations.
+/// Without a gradient: q [B, G, T, R, D] of the last T of the N positions that keys and values
+/// [B, G, N, D] hold -> [B, T, H*D]. Sums of one query lie in another order than in
+/// causal_attention where the products' shapes differ.
+at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
+                            double scale);
+
+/// The first out of ATen operations.
 at::Tensor causal_attention_composite(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                       double scale);
+
+/// The second out of ATen operations.
+at::Tensor cached_attention_composite(const at::Tensor& q, const at::Tensor& keys,
+                                      const at::Tensor& values, double scale);
 
 struct AttentionOptions {
   std::int64_t hidden_size = 0;
@@ -41,8 +52,18 @@ class Attention : public torch::nn::Module {
   Attention(const AttentionOptions& options, std::shared_ptr<Rope> rope);
   /// x [B, T, hidden] -> the same shape and dtype.
   at::Tensor forward(const at::Tensor& x);
+  /// The same for positions that follow those of the cache, which they join. No gradient. The first
+  /// call of a cache gives forward's bits. Errors: as KvCache::append.
+  at::Tensor decode(const at::Tensor& x, KvCache& cache);
 
  private:
+  struct Heads {
+    at::Tensor q, k;  ///< as causal_attention takes them
+    at::Tensor v;
+  };
+  Heads project(const at::Tensor& x, const RopeTable& table);
+  double scale() const;
+
   AttentionOptions options_;
   std::shared_ptr<Rope> rope_;
   std::shared_ptr<Linear> q_proj_, k_proj_, v_proj_, o_proj_;

@@ -109,7 +109,7 @@ struct ValidationConfig {
 };
 
 struct CheckpointConfig {
-  bool enable = false;
+  bool enable = true;
   std::string folder = "checkpoint";
   std::int64_t interval = 500;
   std::int64_t keep_latest_k = 0;

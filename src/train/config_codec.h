@@ -41,7 +41,7 @@ struct Limit {
   }
 };
 
-/// Specialized for every enumeration of config.h: `words` lists {spelling, enumerator}.
+/// Specialized for every enumeration of config.h: `kWords` lists {spelling, enumerator}.
 template <class E>
 struct EnumWords;
 
@@ -169,7 +169,7 @@ template <class E>
 struct EnumCodec {
   static std::string type() {
     std::string text;
-    for (const auto& [word, value] : EnumWords<E>::words) {
+    for (const auto& [word, value] : EnumWords<E>::kWords) {
       if (!text.empty()) text += " | ";
       text += word;
     }
@@ -177,13 +177,13 @@ struct EnumCodec {
   }
   static E from(const ConfigValue& v, std::string_view key, const Limit&) {
     const std::string* s = std::get_if<std::string>(&v.value);
-    for (const auto& [word, value] : EnumWords<E>::words) {
+    for (const auto& [word, value] : EnumWords<E>::kWords) {
       if (s != nullptr && equal_ignoring_case(*s, word)) return value;
     }
     refuse_value(key, v, "one of " + type());
   }
   static std::optional<ConfigValue> to(E e) {
-    for (const auto& [word, value] : EnumWords<E>::words) {
+    for (const auto& [word, value] : EnumWords<E>::kWords) {
       if (value == e) return ConfigValue{std::string(word)};
     }
     return std::nullopt;

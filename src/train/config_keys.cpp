@@ -6,29 +6,29 @@ namespace tessera::train {
 
 template <>
 struct EnumWords<DeviceName> {
-  static constexpr std::array<std::pair<std::string_view, DeviceName>, 3> words{
+  static constexpr std::array<std::pair<std::string_view, DeviceName>, 3> kWords{
       {{"auto", DeviceName::kAuto}, {"cpu", DeviceName::kCpu}, {"cuda", DeviceName::kCuda}}};
 };
 template <>
 struct EnumWords<OptimizerName> {
-  static constexpr std::array<std::pair<std::string_view, OptimizerName>, 2> words{
+  static constexpr std::array<std::pair<std::string_view, OptimizerName>, 2> kWords{
       {{"AdamW", OptimizerName::kAdamW}, {"SGD", OptimizerName::kSgd}}};
 };
 template <>
 struct EnumWords<LrDecay> {
-  static constexpr std::array<std::pair<std::string_view, LrDecay>, 3> words{
+  static constexpr std::array<std::pair<std::string_view, LrDecay>, 3> kWords{
       {{"constant", LrDecay::kConstant},
        {"linear", LrDecay::kLinear},
        {"cosine", LrDecay::kCosine}}};
 };
 template <>
 struct EnumWords<BackendName> {
-  static constexpr std::array<std::pair<std::string_view, BackendName>, 3> words{
+  static constexpr std::array<std::pair<std::string_view, BackendName>, 3> kWords{
       {{"auto", BackendName::kAuto}, {"gloo", BackendName::kGloo}, {"nccl", BackendName::kNccl}}};
 };
 template <>
 struct EnumWords<OnNonfinite> {
-  static constexpr std::array<std::pair<std::string_view, OnNonfinite>, 1> words{
+  static constexpr std::array<std::pair<std::string_view, OnNonfinite>, 1> kWords{
       {{"error", OnNonfinite::kError}}};
 };
 template <>
@@ -109,7 +109,7 @@ ConfigKey device_key() {
   key.name = "device";
   key.type = Codec<DeviceName>::type();
   key.default_text = "\"auto\"";
-  key.help = "Where tensors live; auto takes CUDA when it is there. At the top of the file.";
+  key.help = "Where tensors live; auto is cpu: CUDA is not yet built. At the top of the file.";
   key.set = [](Config& config, const ConfigValue& value) {
     config.device = Codec<DeviceName>::from(value, "device", {});
   };
@@ -219,11 +219,12 @@ void add_update(std::vector<ConfigKey>& keys) {
 void add_outputs(std::vector<ConfigKey>& keys) {
   using K = CheckpointConfig;
   Section(keys, "checkpoint", &Config::checkpoint)
-      .key("enable", &K::enable, {"", "Write checkpoints; not yet built, only false."})
+      .key("enable", &K::enable,
+           {"", "Write checkpoints, and go on from one; the last step is always saved."})
       .key("folder", &K::folder, {"folder", "Where they go, relative to RUN."})
       .key("interval", &K::interval, {"steps", "A checkpoint every so many steps."}, count_from(1))
       .key("keep_latest_k", &K::keep_latest_k, {"checkpoints", "How many are kept; 0 is all."},
-           at_least(0))
+           count_from(0))
       .key("load_step", &K::load_step,
            {"step", "-1 resumes from the latest if there is one, 0 starts anew, N resumes there."},
            count_from(-1));
@@ -242,7 +243,8 @@ void add_outputs(std::vector<ConfigKey>& keys) {
            count_from(1));
   using C = CommConfig;
   Section(keys, "comm", &Config::comm)
-      .key("backend", &C::backend, {"", "auto is gloo on CPU and nccl on CUDA."})
+      .key("backend", &C::backend,
+           {"", "auto is gloo; nccl carries CUDA tensors only, which are not yet built."})
       .key("init_timeout_seconds", &C::init_timeout_seconds,
            {"seconds", "How long ranks wait for each other at the start."}, between(1, 86400))
       .key("timeout_seconds", &C::timeout_seconds, {"seconds", "Longest wait of a collective."},

@@ -25,13 +25,13 @@ void check_built(const Config& config) {
     TESSERA_CHECK(degree == 1, ErrorKind::kConfig, "parallelism.", name, ": found ", degree,
                   ", expected 1; this axis is not yet built");
   }
-  TESSERA_CHECK(
-      !config.checkpoint.enable, ErrorKind::kConfig,
-      "checkpoint.enable: found true, expected false; writing checkpoints is not yet built");
   TESSERA_CHECK(!config.debug.check_dtypes, ErrorKind::kConfig,
                 "debug.check_dtypes: found true, expected false; the check is not yet built");
   TESSERA_CHECK(config.device != DeviceName::kCuda, ErrorKind::kConfig,
                 "device: found cuda, expected auto or cpu; training on CUDA is not yet built");
+  TESSERA_CHECK(config.comm.backend != BackendName::kNccl, ErrorKind::kConfig,
+                "comm.backend: found nccl, expected auto or gloo; nccl carries CUDA tensors only, "
+                "and training on CUDA is not yet built");
   TESSERA_CHECK(config.model.aux_loss_coef.value_or(0.0) == 0.0, ErrorKind::kConfig,
                 "model.aux_loss_coef: found ", config.model.aux_loss_coef.value_or(0.0),
                 ", expected 0; mixtures of experts are not yet built");
@@ -46,6 +46,12 @@ void check_model(const ModelConfig& model) {
                 "starts from scratch");
 }
 
+void check_checkpoint(const CheckpointConfig& checkpoint) {
+  TESSERA_CHECK(checkpoint.enable || checkpoint.load_step == -1, ErrorKind::kConfig,
+                "checkpoint.load_step: found ", checkpoint.load_step,
+                " without checkpoints, expected -1; set checkpoint.enable = true");
+}
+
 void check_training(const Config& config) {
   TESSERA_CHECK(config.training.steps, ErrorKind::kConfig,
                 "training.steps: found nothing, expected the number of steps; it has no default");
@@ -54,6 +60,7 @@ void check_training(const Config& config) {
   TESSERA_CHECK(!config.data.path.empty(), ErrorKind::kConfig,
                 "data.path: found nothing, expected a text file, a folder, NAME.bin or "
                 "X.safetensors");
+  check_checkpoint(config.checkpoint);
   const DataKind kind = data_kind(config.data.path, "data.path");
   TESSERA_CHECK(config.training.seq_len || kind == DataKind::kBatches, ErrorKind::kConfig,
                 "training.seq_len: found nothing, expected the tokens of a row; only .safetensors "
@@ -176,6 +183,13 @@ BatchSizes resolve_batch(const TrainingConfig& training, int data_ranks) {
 Config resolved_for_run(const Config& config, const std::string& run_folder) {
   Config resolved = config;
   const fs::path run = fs::absolute(run_folder).lexically_normal();
+  const auto make_absolute = [](std::string& path) {
+    if (!path.empty()) path = absolute_under("", path);
+  };
+  make_absolute(resolved.model.path);
+  make_absolute(resolved.model.config);
+  for (std::string& path : resolved.data.path) make_absolute(path);
+  for (std::string& path : resolved.validation.path) make_absolute(path);
   resolved.job.dump_folder = run.string();
   resolved.checkpoint.folder = absolute_under(run, config.checkpoint.folder);
   resolved.metrics.folder = absolute_under(run, config.metrics.folder);

@@ -55,8 +55,9 @@ struct BatchSizes {
 /// Errors: kConfig when global_batch_size is not a multiple of local_batch_size x data ranks.
 BatchSizes resolve_batch(const TrainingConfig& training, int data_ranks);
 
-/// The config as it is written to RUN/config.toml: dump_folder set to `run_folder`; checkpoint and
-/// metrics folders absolute; optimizer.weight_decay filled in.
+/// The config as it is written to RUN/config.toml: dump_folder set to `run_folder`; every path
+/// absolute, those of checkpoints and metrics under the run, all others under the working folder;
+/// optimizer.weight_decay filled in.
 Config resolved_for_run(const Config& config, const std::string& run_folder);
 
 }  // namespace tessera::train

@@ -60,19 +60,47 @@ std::unique_ptr<TokenSource> open_text(const BatchRequest& request) {
       std::vector<std::filesystem::path>(request.path.begin(), request.path.end()));
 }
 
-// Errors: kFormat where no token of a mask is a target. Reads until the first one.
-void check_mask(const TokenSource& tokens) {
-  if (!tokens.has_mask()) return;
-  constexpr std::int64_t kChunk = 1 << 16;
-  std::vector<std::uint8_t> mask;
-  for (std::int64_t begin = 0; begin < tokens.num_tokens(); begin += kChunk) {
-    mask.resize(static_cast<std::size_t>(std::min(kChunk, tokens.num_tokens() - begin)));
-    tokens.copy_mask(begin, mask);
-    if (std::ranges::any_of(mask, [](std::uint8_t kept) { return kept != 0; })) return;
+/// For each row, whether one of its targets is kept; the first token of a row is no target.
+std::vector<bool> rows_with_labels(const TokenSource& tokens, std::int64_t rows,
+                                   std::int64_t seq_len) {
+  std::vector<bool> kept;
+  std::vector<std::uint8_t> mask(static_cast<std::size_t>(seq_len));
+  for (std::int64_t row = 0; row < rows; ++row) {
+    tokens.copy_mask(row * (seq_len + 1) + 1, mask);
+    kept.push_back(std::ranges::any_of(mask, [](std::uint8_t target) { return target != 0; }));
   }
-  throw Error(ErrorKind::kFormat, concat(tokens.name(),
-                                         ": found no kept label, expected a mask with at least one "
-                                         "byte that is not 0"));
+  return kept;
+}
+
+/// A mean over no label is not a number: better found here than in step 1000.
+void check_mask(const TokenSource& tokens, const BatchRequest& request, std::int64_t rows,
+                const RowOrder& order) {
+  if (!tokens.has_mask()) return;
+  const auto kept = rows_with_labels(tokens, rows, *request.training.seq_len);
+  TESSERA_CHECK(std::ranges::count(kept, true) > 0, ErrorKind::kFormat, tokens.name(),
+                ": found no kept label, expected a mask with a byte that is not 0 among the "
+                "targets of its ",
+                rows, " rows");
+  if (std::ranges::count(kept, false) == 0) return;
+  const auto step_has_label = [&](std::int64_t step) {
+    for (std::int64_t i = 0; i < order.rows_in_step(); ++i) {
+      if (kept[static_cast<std::size_t>(order.data_row(step, i))]) return true;
+    }
+    return false;
+  };
+  bool any = false;
+  for (std::int64_t step = 1; step <= request.steps; ++step) {
+    const bool has = step_has_label(step);
+    any |= has;
+    TESSERA_CHECK(has || request.labels == LabelsNeeded::kInAnyStep, ErrorKind::kFormat,
+                  tokens.name(), ": found no kept label in the rows of step ", step,
+                  ", expected at least one; raise training.global_batch_size, or take rows without "
+                  "a target out of the data");
+    if (any && request.labels == LabelsNeeded::kInAnyStep) return;
+  }
+  TESSERA_CHECK(any || request.steps == 0, ErrorKind::kFormat, tokens.name(),
+                ": found no kept label in the rows of steps 1 to ", request.steps,
+                ", expected at least one; raise validation.steps");
 }
 
 std::unique_ptr<BatchSource> open_tokens(const BatchRequest& request,
@@ -86,9 +114,9 @@ std::unique_ptr<BatchSource> open_tokens(const BatchRequest& request,
                 " tokens in ", tokens->name(), ", expected at least one row of ", seq_len + 1,
                 " (training.seq_len + 1)");
   tokens->check_ids(request.vocabulary.size);
-  check_mask(*tokens);
-  return std::make_unique<TokenBatches>(std::move(tokens), seq_len,
-                                        RowOrder(request.seed, rows, sizes.global));
+  const RowOrder order(request.seed, rows, sizes.global);
+  check_mask(*tokens, request, rows, order);
+  return std::make_unique<TokenBatches>(std::move(tokens), seq_len, order);
 }
 
 std::unique_ptr<BatchSource> open_replay(const BatchRequest& request) {

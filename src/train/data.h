@@ -44,6 +44,9 @@ class BatchSource {
   virtual MicroBatch load(std::int64_t step, RowRange rows) const = 0;
 };
 
+/// A step without a kept label has no loss to train on; a validation only needs one in all.
+enum class LabelsNeeded : std::uint8_t { kInEveryStep, kInAnyStep };
+
 /// What a source is opened for.
 struct BatchRequest {
   std::vector<std::string> path;
@@ -52,6 +55,8 @@ struct BatchRequest {
   int data_ranks = 1;
   std::uint64_t seed = 0;
   Vocabulary vocabulary;
+  std::int64_t steps = 0;  ///< that will be loaded, from 1: their labels are looked at
+  LabelsNeeded labels = LabelsNeeded::kInEveryStep;
 };
 
 /// Opens and checks the data. Errors: kIo for what cannot be read, kFormat for what is malformed,

@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 
 #include <cstring>
+#include <filesystem>
+#include <system_error>
 
 #include "comm/group.h"
 #include "fsdp/plan.h"
@@ -20,17 +22,17 @@ std::span<const std::byte> bytes_of(const at::Tensor& tensor) {
   return {static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes()};
 }
 
-/// Logits of this rank's rows go to rank 0 row by row, so that nobody holds more than one row of
-/// another rank.
+/// Logits go to rank 0 row by row, so that nobody holds more than one row of every rank.
 class LogitsWriter {
  public:
-  LogitsWriter(comm::Group& control, int rank, SafetensorsWriter* writer, std::int64_t rows)
-      : control_(control), rank_(rank), writer_(writer), rows_(rows) {}
+  LogitsWriter(comm::Group& control, SafetensorsWriter* writer, std::int64_t rows)
+      : control_(control), writer_(writer), written_(static_cast<std::size_t>(rows), false) {}
 
   /// `mine` [rows of `range`, T, V] fp32. Every rank calls it with its own range, in the same
   /// number of calls.
   void write(const at::Tensor& mine, RowRange range) {
-    for (std::int64_t i = 0; i < most_rows(range); ++i) {
+    const auto most = most_rows(range);
+    for (std::int64_t i = 0; i < most; ++i) {
       const bool have = i < range.size();
       std::string message;
       if (have) {
@@ -65,10 +67,8 @@ class LogitsWriter {
   }
 
   comm::Group& control_;
-  int rank_;
   SafetensorsWriter* writer_;
-  std::int64_t rows_;
-  std::vector<bool> written_ = std::vector<bool>(static_cast<std::size_t>(rows_), false);
+  std::vector<bool> written_;
 };
 
 std::vector<TensorSpec> outputs(const GradientsRequest& request, const ModelSource& source,
@@ -87,11 +87,25 @@ std::vector<TensorSpec> outputs(const GradientsRequest& request, const ModelSour
   return specs;
 }
 
+void refuse_overwriting_inputs(const GradientsRequest& request) {
+  namespace fs = std::filesystem;
+  TESSERA_CHECK(!request.out.empty(), ErrorKind::kUsage,
+                "--out: found nothing, expected a file to write");
+  std::error_code unknown;  // what does not exist is equivalent to nothing
+  const bool is_batch = fs::equivalent(request.out, request.batch, unknown);
+  const bool is_model =
+      fs::exists(request.out, unknown) &&
+      fs::equivalent(fs::absolute(request.out).parent_path(), request.config.model.path, unknown);
+  TESSERA_CHECK(!is_batch && !is_model, ErrorKind::kUsage, "--out: found ", request.out,
+                ", which is read, expected another file");
+}
+
 }  // namespace
 
 void run_gradients(const GradientsRequest& request, World& world,
                    const std::function<void()>& on_first_step) {
   const auto& config = request.config;
+  refuse_overwriting_inputs(request);
   const auto source = open_model(config.model);
   const auto dims = resolve_parallelism(config.parallelism, world.size());
   const auto mesh = world.mesh(mesh_shape(dims));
@@ -116,8 +130,7 @@ void run_gradients(const GradientsRequest& request, World& world,
   if (on_first_step) on_first_step();
   if (request.logits) {
     const at::NoGradGuard no_grad;
-    LogitsWriter logits(world.control(), world.rank(), writer ? &*writer : nullptr,
-                        batch->rows_in_step());
+    LogitsWriter logits(world.control(), writer ? &*writer : nullptr, batch->rows_in_step());
     for (const auto& range : rows) {
       const auto ids = batch->load(1, range).input_ids;
       logits.write(model->forward(ids, std::nullopt).to(at::kFloat), range);

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <system_error>
 
+#include "io/atomic_file.h"
 #include "tessera/error.h"
 
 namespace tessera::train {
@@ -59,12 +60,39 @@ std::string to_step_line(const StepMetrics& m) {
   return line;
 }
 
-MetricsFile::MetricsFile(const std::filesystem::path& folder) : path_(folder / "metrics.jsonl") {
+namespace {
+
+/// The lines up to step `done`, in order; a line that a crash tore ends them.
+std::string lines_up_to(const std::filesystem::path& path, std::int64_t done) {
+  std::ifstream file(path, std::ios::binary);
+  std::string kept;
+  for (std::string line; std::getline(file, line);) {
+    const auto json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    const auto step = json.is_object() ? json.find("step") : json.end();
+    if (step == json.end() || !step->is_number_integer() || step->get<std::int64_t>() > done) break;
+    kept += line + '\n';
+  }
+  return kept;
+}
+
+/// In one go: a crash in between leaves the file as it was.
+void cut_back(const std::filesystem::path& path, std::int64_t done) {
+  const auto kept = lines_up_to(path, done);
+  AtomicFile file(path);
+  file.write(0, std::as_bytes(std::span(kept)));
+  file.commit();
+}
+
+}  // namespace
+
+MetricsFile::MetricsFile(const std::filesystem::path& folder, std::int64_t done)
+    : path_(folder / "metrics.jsonl") {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   TESSERA_CHECK(!error, ErrorKind::kIo, folder.string(), ": cannot be made (", error.message(),
                 ")");
-  file_.open(path_, std::ios::trunc);
+  if (done > 0) cut_back(path_, done);
+  file_.open(path_, done > 0 ? std::ios::app : std::ios::trunc);
   TESSERA_CHECK(file_.is_open(), ErrorKind::kIo, path_.string(), ": cannot be opened for writing");
 }
 

@@ -44,8 +44,9 @@ std::string to_step_line(const StepMetrics& metrics);
 /// metrics.jsonl of a run.
 class MetricsFile {
  public:
-  /// Creates `folder` and an empty metrics.jsonl in it. Errors: kIo.
-  explicit MetricsFile(const std::filesystem::path& folder);
+  /// Creates `folder` and an empty metrics.jsonl in it; where `done` steps lie behind, one with
+  /// their lines only (what was reported after the checkpoint is done again). Errors: kIo.
+  explicit MetricsFile(const std::filesystem::path& folder, std::int64_t done = 0);
   /// Appends one line and hands it to the system. Errors: kIo.
   void append(const StepMetrics& metrics);
 

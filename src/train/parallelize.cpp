@@ -12,7 +12,8 @@ MeshShape mesh_shape(const ParallelDims& dims) {
 }
 
 std::shared_ptr<Sharded<models::Decoder>> parallelize(const ModelSource& source,
-                                                      const Config& config, const Mesh& mesh) {
+                                                      const Config& config, const Mesh& mesh,
+                                                      InitialWeights weights) {
   // 1. The model, full sizes and no data.
   auto decoder = std::make_shared<models::Decoder>(source.spec);
 
@@ -57,11 +58,13 @@ std::shared_ptr<Sharded<models::Decoder>> parallelize(const ModelSource& source,
   auto model = std::make_shared<Sharded<models::Decoder>>(decoder, mesh, as_contracts, root);
 
   // 5. Weights: each rank reads or draws only what it owns.
-  const auto table = models::parameter_table(source.spec);
-  if (source.folder) {
-    load_weights(*model, *source.folder, table);
+  if (weights == InitialWeights::kLater) {
+    // The caller fills the shards.
+  } else if (source.folder) {
+    load_weights(*model, *source.folder);
   } else {
-    draw_weights(*model, table, static_cast<std::uint64_t>(config.debug.seed));
+    draw_weights(*model, models::parameter_table(source.spec),
+                 static_cast<std::uint64_t>(config.debug.seed));
   }
   model->set_loaded();
   return model;

@@ -2,10 +2,12 @@
 // parallel.
 #pragma once
 
+#include <cstdint>
+#include <filesystem>
 #include <memory>
-#include <optional>
+#include <vector>
 
-#include "io/hf_folder.h"
+#include "io/tensor_source.h"
 #include "models/decoder.h"
 #include "tessera/mesh.h"
 #include "tessera/shard.h"
@@ -14,12 +16,17 @@
 
 namespace tessera::train {
 
-/// What the config's model section names: a folder with weights, or a config.json alone.
+/// What the config's model section names: a folder with weights (Hugging Face's, or a checkpoint of
+/// a run), or a config.json alone.
 struct ModelSource {
   models::ModelSpec spec;
-  std::optional<HfFolder> folder;
+  std::shared_ptr<const TensorSource> folder;  ///< null from scratch
+  /// The Hugging Face folder that the weights come from: this one, or the one that the run of a
+  /// checkpoint began with; empty where training began from scratch.
+  std::filesystem::path origin;
 };
-/// Errors: kIo, kFormat, kConfig: see HfFolder and models::parse_spec.
+/// Reads a checkpoint through once, to verify it. Errors: kIo, kFormat, kConfig: see HfFolder,
+/// CheckpointFolder and models::parse_spec.
 ModelSource open_model(const ModelConfig& model);
 
 /// The contract of every parameter (once where it is tied), in the order of the model. Pure but for
@@ -28,10 +35,17 @@ ModelSource open_model(const ModelConfig& model);
 std::vector<GradContract> resolve_model(const ModelSource& source, const Config& config,
                                         const ParallelDims& dims);
 
+/// Where the values of the parameters come from.
+enum class InitialWeights : std::uint8_t {
+  kOfSource,  ///< the folder, or drawn where there is none
+  kLater,     ///< left unset for the caller to fill (a checkpoint)
+};
+
 /// Collective. The units: the embedding, each layer, norm and head; where the head is tied,
 /// embedding and head belong to the root. Weights are loaded from the folder, or drawn.
-std::shared_ptr<Sharded<models::Decoder>> parallelize(const ModelSource& source,
-                                                      const Config& config, const Mesh& mesh);
+std::shared_ptr<Sharded<models::Decoder>> parallelize(
+    const ModelSource& source, const Config& config, const Mesh& mesh,
+    InitialWeights weights = InitialWeights::kOfSource);
 
 MeshShape mesh_shape(const ParallelDims& dims);
 

@@ -21,23 +21,18 @@ std::vector<std::vector<double>> gather_over_data(const ShardedBase& model,
   const std::string mine(reinterpret_cast<const char*>(values.data()),
                          values.size() * sizeof(double));
   std::vector<std::vector<double>> result;
-  for (const auto& bytes : comm::all_gather_bytes(*group, mine, "values of a step")) {
-    TESSERA_INVARIANT(bytes.size() == mine.size(),
-                      "values of a step: another count on another rank");
+  for (const auto& bytes : comm::all_gather_fixed(*group, mine, "values of a step")) {
     result.emplace_back(values.size());
     std::memcpy(result.back().data(), bytes.data(), bytes.size());
   }
   return result;
 }
 
-BatchLoss count_kept(const ShardedBase& model, const std::vector<MicroBatch>& batches,
-                     std::int64_t step) {
+BatchLoss count_kept(const ShardedBase& model, const std::vector<MicroBatch>& batches) {
   std::int64_t kept = 0;
   for (const auto& batch : batches) kept += batch.kept_labels();
   BatchLoss loss;
   loss.kept = static_cast<std::int64_t>(sum_over_data(model, {static_cast<double>(kept)}).front());
-  TESSERA_CHECK(loss.kept > 0, ErrorKind::kFormat, "batch of step ", step,
-                ": found no kept label (all are -100), expected at least one");
   return loss;
 }
 
@@ -70,7 +65,9 @@ std::vector<double> max_over_data(const ShardedBase& model, const std::vector<do
 BatchLoss forward_backward(Sharded<models::Decoder>& model, const BatchSource& source,
                            std::int64_t step, const std::vector<RowRange>& rows, Sync sync) {
   const auto batches = load(source, step, rows);
-  auto loss = count_kept(model, batches, step);
+  auto loss = count_kept(model, batches);
+  TESSERA_CHECK(loss.kept > 0, ErrorKind::kFormat, "batch of step ", step,
+                ": found no kept label (all are -100), expected at least one");
   double sum = 0.0;
   for (std::size_t i = 0; i < batches.size(); ++i) {
     const bool last = i + 1 == batches.size();
@@ -90,7 +87,7 @@ BatchLoss forward_only(Sharded<models::Decoder>& model, const BatchSource& sourc
                        std::int64_t step, const std::vector<RowRange>& rows) {
   const at::NoGradGuard no_grad;
   const auto batches = load(source, step, rows);
-  auto loss = count_kept(model, batches, step);
+  auto loss = count_kept(model, batches);
   double sum = 0.0;
   for (const auto& batch : batches)
     sum += model.forward(batch.input_ids, batch.targets).item<double>();

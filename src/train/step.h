@@ -32,7 +32,7 @@ enum class Sync : std::uint8_t { kLastMicroBatch, kEveryMicroBatch };
 BatchLoss forward_backward(Sharded<models::Decoder>& model, const BatchSource& source,
                            std::int64_t step, const std::vector<RowRange>& rows, Sync sync);
 
-/// The loss alone. Collective.
+/// The loss alone; a batch without a kept label adds nothing. Collective.
 BatchLoss forward_only(Sharded<models::Decoder>& model, const BatchSource& source,
                        std::int64_t step, const std::vector<RowRange>& rows);
 

@@ -1,17 +1,19 @@
 #include "train/trainer.h"
 
 #include <ATen/ATen.h>
-#include <sys/resource.h>
 
 #include <chrono>
 #include <cmath>
+#include <fstream>
 #include <iostream>
 
+#include "base/log.h"
 #include "base/terminal_line.h"
 #include "models/parameter_table.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"
 #include "tessera/optim.h"
+#include "train/checkpoint_session.h"
 #include "train/data.h"
 #include "train/flops.h"
 #include "train/metrics.h"
@@ -25,10 +27,14 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+/// Of this program: getrusage() would begin with what the launcher's process had at fork.
 double peak_rss_mib() {
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  return static_cast<double>(usage.ru_maxrss) / 1024.0;  // Linux counts KiB
+  std::ifstream status("/proc/self/status");
+  for (std::string name; status >> name;) {
+    double kib = 0;
+    if (name == "VmHWM:" && status >> kib) return kib / 1024.0;
+  }
+  throw Error(ErrorKind::kIo, "/proc/self/status: found no VmHWM, expected the peak of memory");
 }
 
 std::unique_ptr<Optimizer> make_optimizer(const ShardedBase& model, const OptimizerConfig& config) {
@@ -38,8 +44,8 @@ std::unique_ptr<Optimizer> make_optimizer(const ShardedBase& model, const Optimi
         !contract.trainable || size_of(contract.storage.dtype) >= 4, ErrorKind::kContract,
         "optimizer: parameter ", contract.name, ": found storage ",
         to_string(contract.storage.dtype),
-        ", expected float32; training on narrower storage needs a master copy, which is not built "
-        "yet: set precision.storage_dtype = \"float32\"");
+        ", expected float32; training on narrower storage needs a master copy, which is not yet "
+        "built: set precision.storage_dtype = \"float32\"");
   }
   if (config.name == OptimizerName::kSgd) {
     return make_sgd(
@@ -47,6 +53,13 @@ std::unique_ptr<Optimizer> make_optimizer(const ShardedBase& model, const Optimi
   }
   return make_adamw(model, {*config.lr, config.betas[0], config.betas[1], config.eps,
                             config.effective_weight_decay(), config.no_decay});
+}
+
+/// A run whose output goes nowhere is not told from one that works.
+void print_line(const std::string& line) {
+  std::cout << line << std::endl;
+  TESSERA_CHECK(std::cout.good(), ErrorKind::kIo,
+                "stdout: a step line cannot be written, expected an open file with space");
 }
 
 /// Which of the step's rows this data rank computes.
@@ -70,34 +83,72 @@ class Rows {
 
 class Trainer {
  public:
-  Trainer(const Config& config, World& world)
+  Trainer(const Config& config, World& world, const TrainingHooks& hooks)
       : config_(config),
+        hooks_(hooks),
         world_(world),
         source_(open_model(config.model)),
         dims_(resolve_parallelism(config.parallelism, world.size())),
         mesh_(world.mesh(mesh_shape(dims_))) {
-    const auto vocabulary = vocabulary_of_model();
-    data_ = open_batches({config.data.path, "data.path", config.training, dims_.data_ranks(),
-                          static_cast<std::uint64_t>(config.debug.seed), vocabulary});
+    BatchRequest request{config.data.path,
+                         "data.path",
+                         config.training,
+                         dims_.data_ranks(),
+                         static_cast<std::uint64_t>(config.debug.seed),
+                         vocabulary_of_model()};
+    request.steps = *config.training.steps;
+    data_ = open_batches(request);
     if (!config.validation.path.empty()) {
-      validation_ = open_batches({config.validation.path, "validation.path", config.training,
-                                  dims_.data_ranks(), static_cast<std::uint64_t>(config.debug.seed),
-                                  vocabulary});
+      request.path = config.validation.path;
+      request.key = "validation.path";
+      request.steps = config.validation.steps;
+      request.labels = LabelsNeeded::kInAnyStep;
+      validation_ = open_batches(request);
     }
-    model_ = parallelize(source_, config, mesh_);
+    checkpoints_.emplace(config, source_, *data_, mesh_, hooks.before_checkpoint_write);
+    model_ =
+        parallelize(source_, config, mesh_,
+                    checkpoints_->resumes() ? InitialWeights::kLater : InitialWeights::kOfSource);
     optimizer_ = make_optimizer(*model_, config.optimizer);
-    if (world.rank() == 0) metrics_.emplace(config.metrics.folder);
+    done_ = checkpoints_->load(*model_, *optimizer_);
+    flops_per_token_ = flops_per_token(model_size(), data_->row_tokens());
+    if (world.rank() == 0) metrics_.emplace(config.metrics.folder, done_);
   }
 
-  TrainingResult run(const TrainingHooks& hooks) {
-    observers_.emplace(config_, world_, /*first_step=*/1, hooks.profiling);
-    if (hooks.on_first_step) hooks.on_first_step();
+  TrainingResult run() {
+    observers_.emplace(config_, world_, done_ + 1, hooks_.profiling);
+    if (hooks_.on_first_step) hooks_.on_first_step();
     TrainingResult result;
+    result.steps = done_;
+    try {
+      run_steps(result);
+    } catch (const Error& error) {
+      // All ranks are here, and the checkpoint under way is the last good one.
+      if (error.kind() == ErrorKind::kNumeric) checkpoints_->finish();
+      throw;
+    }
+    checkpoints_->finish();
+    observers_->finish();
+    return result;
+  }
+
+ private:
+  /// What the ranks tell each other at the end of a step.
+  struct StepEnd {
+    StepMetrics metrics;
+    bool stop = false;           ///< some rank was asked to stop
+    bool anyone_writes = false;  ///< some rank's checkpoint writer has work left
+  };
+
+  void run_steps(TrainingResult& result) {
     const auto steps = *config_.training.steps;
-    for (std::int64_t step = 1; step <= steps; ++step) {
+    bool stop = max_over_data(*model_, {asked_to_stop()}).front() > 0;
+    while (!stop && result.steps < steps) {
+      const auto step = result.steps + 1;
       observers_->begin_step(step);
-      auto metrics = train_step(step);
+      auto [metrics, asked, anyone_writes] = train_step(step);
       observers_->end_step(step);
+      stop = asked;
       if (validation_ && (step % config_.validation.interval == 0 || step == steps)) {
         metrics.val_loss = validate_now();
         result.last_val_loss = metrics.val_loss;
@@ -106,13 +157,16 @@ class Trainer {
       result.last_loss = metrics.loss;
       if (metrics_) report(metrics, steps);
       observers_->report(metrics);
-      if (hooks.after_step) hooks.after_step(metrics, *model_);
+      if (hooks_.after_step) hooks_.after_step(metrics, *model_);
+      checkpoints_->after_step(step, stop || step == steps, anyone_writes, *model_, *optimizer_);
     }
-    observers_->finish();
-    return result;
+    if (stop) log::info("asked to stop: ended after step ", result.steps, " of ", steps);
   }
 
- private:
+  double asked_to_stop() const {
+    return hooks_.stop_requested && hooks_.stop_requested() ? 1.0 : 0.0;
+  }
+
   Vocabulary vocabulary_of_model() const {
     Vocabulary vocabulary;
     vocabulary.size = source_.spec.vocab_size;
@@ -120,7 +174,7 @@ class Trainer {
     return vocabulary;
   }
 
-  StepMetrics train_step(std::int64_t step) {
+  StepEnd train_step(std::int64_t step) {
     const auto begin = Clock::now();
     const Rows rows(config_, *data_, mesh_);
     const auto sync =
@@ -137,14 +191,15 @@ class Trainer {
     optimizer_->step();
     model_->zero_grad();
     const std::chrono::duration<double, std::milli> elapsed = Clock::now() - begin;
-    const auto slowest = max_over_data(*model_, {elapsed.count(), peak_rss_mib()});
-    metrics.step_ms = slowest[0];
-    metrics.peak_rss_mib = slowest[1];
+    const auto most = max_over_data(*model_, {elapsed.count(), peak_rss_mib(), asked_to_stop(),
+                                              checkpoints_->writing() ? 1.0 : 0.0});
+    metrics.step_ms = most[0];
+    metrics.peak_rss_mib = most[1];
     const auto tokens = static_cast<double>(rows.count() * data_->row_tokens());
     metrics.tps_global = tokens / (metrics.step_ms / 1000.0);
     metrics.tps = metrics.tps_global / world_.size();
-    metrics.tflops = metrics.tps * flops_per_token(model_size(), data_->row_tokens()) / 1e12;
-    return metrics;
+    metrics.tflops = metrics.tps * flops_per_token_ / 1e12;
+    return {metrics, most[2] > 0, most[3] > 0};
   }
 
   ModelSize model_size() const {
@@ -189,10 +244,11 @@ class Trainer {
     const bool due = metrics.step % config_.metrics.log_freq == 0 || metrics.step == steps;
     if (!due && !metrics.val_loss) return;
     terminal_line::clear();
-    std::cout << to_step_line(metrics) << std::endl;
+    print_line(to_step_line(metrics));
   }
 
   Config config_;
+  const TrainingHooks& hooks_;
   World& world_;
   ModelSource source_;
   ParallelDims dims_;
@@ -201,6 +257,9 @@ class Trainer {
   std::unique_ptr<BatchSource> validation_;
   std::shared_ptr<Sharded<models::Decoder>> model_;
   std::unique_ptr<Optimizer> optimizer_;
+  std::optional<CheckpointSession> checkpoints_;
+  std::int64_t done_ = 0;  ///< steps before this run
+  double flops_per_token_ = 0;
   std::optional<MetricsFile> metrics_;
   std::optional<Observers> observers_;
 };
@@ -208,8 +267,7 @@ class Trainer {
 }  // namespace
 
 TrainingResult run_training(const Config& config, World& world, const TrainingHooks& hooks) {
-  Trainer trainer(config, world);
-  return trainer.run(hooks);
+  return Trainer(config, world, hooks).run();
 }
 
 }  // namespace tessera::train

@@ -23,7 +23,7 @@ namespace tessera::train {
 
 /// What a run ends with, the same on every rank.
 struct TrainingResult {
-  std::int64_t steps = 0;
+  std::int64_t steps = 0;  ///< the last one that was done, before a resumption included
   double last_loss = 0;
   std::optional<double> last_val_loss;
 };
@@ -34,15 +34,23 @@ struct TrainingHooks {
   /// Everything was checked and the first step begins: errors before it are the user's input, after
   /// it failures of the run.
   std::function<void()> on_first_step = {};
-  /// The step was reported; the model holds the updated parameters.
+  /// The step was reported; the model holds the updated parameters. Its checkpoint, if one is due,
+  /// comes next.
   std::function<void(const StepMetrics&, const ShardedBase&)> after_step = {};
   /// Rank 0 prints where a step went at the end, on stderr, and writes RUN/profile.json.
   Profiling profiling = Profiling::kNo;
+  /// Whether this rank was asked to stop: one that says yes ends the run on all of them, after the
+  /// step and with a checkpoint. Asked once a step.
+  std::function<bool()> stop_requested = {};
+  /// Called by this rank's writer before it writes a checkpoint's file. Threads: the writer's own.
+  std::function<void(std::int64_t step)> before_checkpoint_write = {};
 };
 
-/// Trains as `config` (resolved_for_run) says. Collective. Rank 0 writes metrics and prints step
-/// lines. Errors: kConfig, kFormat, kIo, kContract before the first step; later kComm, kIo, and
-/// kNumeric for a loss or a norm that is not finite, on all ranks alike.
+/// Trains as `config` (resolved_for_run) says, from the checkpoint that it names on. Collective.
+/// Rank 0 writes metrics and prints step lines; when it returns all checkpoints are complete.
+/// Errors: kConfig, kFormat, kIo, kContract before the first step; later kComm, kIo, and
+/// kNumeric for a loss or a norm that is not finite, on all ranks alike; so is kIo for a
+/// checkpoint.
 TrainingResult run_training(const Config& config, World& world, const TrainingHooks& hooks = {});
 
 }  // namespace tessera::train

@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <cstring>
+#include <cstddef>
 
 #include "base/philox.h"
 #include "fsdp/runtime.h"
@@ -15,15 +15,12 @@
 namespace tessera::train {
 namespace {
 
-// Elements copied at a time: what a rank holds beyond its shard while it loads.
-constexpr std::int64_t kChunk = std::int64_t{1} << 20;
-
-/// Calls fill(part of the shard, first element, last element) for pieces of at most kChunk
+/// Calls fill(part of the shard, first element, last element) for pieces of at most kLoadChunk
 /// elements.
 template <class Fill>
 void in_chunks(const ShardView& view, LoadingProgress& progress, const Fill& fill) {
-  for (auto begin = view.begin; begin < view.end; begin += kChunk) {
-    const auto end = std::min(begin + kChunk, view.end);
+  for (auto begin = view.begin; begin < view.end; begin += kLoadChunk) {
+    const auto end = std::min(begin + kLoadChunk, view.end);
     fill(view.shard.detach().narrow(0, begin - view.begin, end - begin), begin, end);
     progress.add((end - begin) * static_cast<std::int64_t>(view.shard.element_size()));
   }
@@ -43,7 +40,9 @@ bool is_computed_buffer(const std::string& name) {
          name.ends_with("rotary_emb.sin_cached");
 }
 
-void check_names(const HfFolder& folder, const std::vector<models::ParameterSpec>& table) {
+}  // namespace
+
+void check_tensors(const TensorSource& folder, const std::vector<models::ParameterSpec>& table) {
   for (const auto& parameter : table) {
     if (!parameter.tied_to.empty()) continue;
     const auto* info = folder.find(parameter.name);
@@ -64,23 +63,22 @@ void check_names(const HfFolder& folder, const std::vector<models::ParameterSpec
   }
 }
 
-}  // namespace
+at::Tensor read_elements(const TensorSource& folder, const std::string& name, std::int64_t begin,
+                         std::int64_t end) {
+  auto elements =
+      at::empty({end - begin}, at::TensorOptions().dtype(to_scalar_type(folder.find(name)->dtype)));
+  folder.read(name, begin, end,
+              {static_cast<std::byte*>(elements.mutable_data_ptr()), elements.nbytes()});
+  return elements;
+}
 
-void load_weights(const ShardedBase& model, const HfFolder& folder,
-                  const std::vector<models::ParameterSpec>& table) {
+void load_weights(const ShardedBase& model, const TensorSource& folder) {
   const at::NoGradGuard no_grad;
-  check_names(folder, table);
   LoadingProgress progress = progress_of(model, "loading weights");
   for (const auto& view : model.shards()) {
     const auto& name = view.contract->name;
-    const auto dtype = to_scalar_type(folder.find(name)->dtype);
     in_chunks(view, progress, [&](const at::Tensor& part, std::int64_t begin, std::int64_t end) {
-      const auto bytes = folder.range(name, begin, end);
-      // The format does not promise alignment.
-      auto raw = at::empty({end - begin}, at::TensorOptions().dtype(dtype));
-      std::memcpy(raw.data_ptr(), bytes.data(), bytes.size());
-      part.copy_(raw);
-      folder.release(name, bytes);
+      part.copy_(read_elements(folder, name, begin, end));
     });
   }
 }

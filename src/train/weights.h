@@ -1,21 +1,32 @@
-// Weights of a sharded model: read from a Hugging Face folder or drawn, each rank only the ranges
-// that it owns.
+// Weights: read from a folder or drawn, of a sharded model by each rank only the ranges that it
+// owns.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
+#include <string>
 #include <vector>
 
-#include "io/hf_folder.h"
+#include "io/tensor_source.h"
 #include "models/parameter_table.h"
 #include "tessera/shard.h"
 
 namespace tessera::train {
 
-/// Copies the owned range of every parameter out of the mapped files and gives the pages back. Not
-/// collective. Errors: kFormat for a tensor that is missing, has another shape, or that the model
-/// does not have.
-void load_weights(const ShardedBase& model, const HfFolder& folder,
-                  const std::vector<models::ParameterSpec>& table);
+/// That the folder holds the tensors of the table and no others. Errors: kFormat for a tensor that
+/// is missing, has another shape, or that the model does not have.
+void check_tensors(const TensorSource& folder, const std::vector<models::ParameterSpec>& table);
+
+/// A copy of the elements [begin, end) of a tensor, 1-D, in its dtype.
+at::Tensor read_elements(const TensorSource& folder, const std::string& name, std::int64_t begin,
+                         std::int64_t end);
+
+/// Copies the owned range of every parameter; the folder passed check_tensors. Not collective.
+void load_weights(const ShardedBase& model, const TensorSource& folder);
+
+/// Units: elements copied at a time; what loading holds beside the weights themselves.
+inline constexpr std::int64_t kLoadChunk = std::int64_t{1} << 20;
 
 /// Element i of parameter p depends on (seed, p, i) only: drawn in fp32, then cast. Not collective.
 void draw_weights(const ShardedBase& model, const std::vector<models::ParameterSpec>& table,

@@ -65,10 +65,40 @@ TEST(Arguments, InspectTakesAFolderOrAContract) {
   EXPECT_EQ(contract.world, 4);
 }
 
-TEST(Arguments, UnbuiltVerbsTakeAnythingAndSayWhoTheyAre) {
-  EXPECT_EQ(std::get<UnbuiltVerb>(parse({"generate", "--model", "m", "--prompt", "x"})).name,
-            "generate");
-  EXPECT_EQ(std::get<UnbuiltVerb>(parse({"convert", "a", "b"})).name, "convert");
+TEST(Arguments, GenerateTakesAPromptAndHowToChoose) {
+  const auto greedy = std::get<GenerateArguments>(
+      parse({"generate", "--model", "m", "--prompt", "a -b, [c] --d", "--max-new-tokens", "5"}));
+  EXPECT_EQ(greedy.model, "m");
+  EXPECT_EQ(greedy.prompt, "a -b, [c] --d");
+  EXPECT_EQ(greedy.prompt_tokens, std::nullopt);
+  EXPECT_EQ(greedy.max_new_tokens, 5);
+  EXPECT_EQ(greedy.temperature, 0.0);
+  EXPECT_EQ(greedy.top_k, 0);
+  EXPECT_EQ(greedy.seed, 42U);
+  const auto drawn = std::get<GenerateArguments>(
+      parse({"generate", "--model", "m", "--prompt-tokens", "1,2,3", "--max-new-tokens", "5",
+             "--temperature", "0.8", "--top-k", "40", "--seed", "18446744073709551615",
+             "--precision.param_dtype", "bfloat16"}));
+  EXPECT_EQ(drawn.prompt_tokens, "1,2,3");
+  EXPECT_EQ(drawn.temperature, 0.8);
+  EXPECT_EQ(drawn.top_k, 40);
+  EXPECT_EQ(drawn.seed, 18446744073709551615U);
+  EXPECT_EQ(drawn.overrides, (Overrides{{"precision.param_dtype", "bfloat16"}}));
+  const Words empty{"generate", "--model", "m", "--prompt", "", "--max-new-tokens", "5"};
+  EXPECT_EQ(std::get<GenerateArguments>(parse(empty)).prompt, "");
+}
+
+TEST(Arguments, ConvertTakesTwoFoldersAndOptions) {
+  const auto plain = std::get<ConvertArguments>(parse({"convert", "a", "b"}));
+  EXPECT_EQ(plain.source, "a");
+  EXPECT_EQ(plain.out, "b");
+  EXPECT_EQ(plain.dtype, "auto");
+  EXPECT_EQ(plain.max_shard_size, "5GB");
+  const auto chosen = std::get<ConvertArguments>(
+      parse({"convert", "a", "--dtype", "bfloat16", "b", "--max-shard-size=10KB"}));
+  EXPECT_EQ(chosen.out, "b");
+  EXPECT_EQ(chosen.dtype, "bfloat16");
+  EXPECT_EQ(chosen.max_shard_size, "10KB");
 }
 
 TEST(Arguments, HelpHasEveryKey) {
@@ -99,6 +129,21 @@ TEST(Arguments, RefusalsAreOneLineAndNameTheWord) {
               HasSubstr("--training.steps: found no value"));
   EXPECT_THAT(refusal({"gradients", "--model", "m", "--batch", "b"}), HasSubstr("--out"));
   EXPECT_THAT(refusal({"inspect"}), HasSubstr("inspect"));
+  EXPECT_THAT(refusal({"generate", "--model", "m", "--max-new-tokens", "1"}),
+              HasSubstr("found no prompt"));
+  EXPECT_THAT(refusal({"generate", "--model", "m", "--prompt", "x"}),
+              HasSubstr("--max-new-tokens"));
+  EXPECT_THAT(refusal({"generate", "--model", "m", "--prompt", "x", "--prompt-tokens", "1",
+                       "--max-new-tokens", "1"}),
+              HasSubstr("--prompt-tokens"));
+  for (const Words& bad : {Words{"--max-new-tokens", "0"}, Words{"--temperature", "-1"},
+                           Words{"--top-k", "0"}, Words{"--seed", "-1"}}) {
+    Words words{"generate", "--model", "m", "--prompt", "x", "--max-new-tokens", "1"};
+    if (bad[0] == "--max-new-tokens") words.resize(5);
+    words.insert(words.end(), bad.begin(), bad.end());
+    EXPECT_THAT(refusal(words), HasSubstr(bad[0]));
+  }
+  EXPECT_THAT(refusal({"convert", "a"}), HasSubstr("out"));
   for (const Words& words : {Words{}, Words{"train"}, Words{"trian"}}) {
     EXPECT_EQ(refusal(words).find('\n'), std::string::npos);
   }

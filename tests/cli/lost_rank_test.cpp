@@ -1,149 +1,155 @@
-// A rank of a real training run is killed or stopped at a random moment: every process is gone
-// within 10 s of the event, or of the collective's timeout, and own spawn names the culprit last.
-#include <fcntl.h>
+// A rank of a real training run is killed, throws or stalls at a random moment, from the start of
+// the processes into the steps: every process is gone within 10 s of the event, or of the timeout,
+// and own spawn prints the culprit's error last. Other launchers: launchers_test.cpp.
 #include <gmock/gmock.h>
 #include <signal.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
-#include <chrono>
+#include <algorithm>
+#include <atomic>
 #include <random>
-#include <sstream>
 #include <thread>
 
+#include "cli/process.h"
 #include "cli/program.h"
 
 namespace tessera::cli {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
+using std::chrono::seconds;
+using ::testing::AllOf;
+using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 constexpr int kRanks = 3;
-constexpr auto kGone = std::chrono::seconds(10);
+constexpr int kCases = 20;
+constexpr seconds kGone{10};
+constexpr seconds kTimeout{3};       // of a collective
+constexpr seconds kInitTimeout{10};  // of what comes before
 
-/// `tessera train` with own spawn, running until something ends it.
-class EndlessRun {
- public:
-  explicit EndlessRun(const testing::TemporaryFolder& folder) : folder_(folder) {
-    pid_ = fork();
-    if (pid_ != 0) return;
-    const auto to = [](const std::filesystem::path& path, int fd) {
-      dup2(open(path.c_str(), O_CREAT | O_WRONLY | O_TRUNC, 0600), fd);
-    };
-    to(folder / "stdout.txt", STDOUT_FILENO);
-    to(folder / "stderr.txt", STDERR_FILENO);
-    if (chdir(folder.path().c_str()) != 0) _exit(99);
-    setenv("OMP_NUM_THREADS", "1", 1);
-    for (const auto* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}) {
-      unsetenv(name);
-    }
-    execl(TESSERA_PROGRAM, TESSERA_PROGRAM, "train", "run.toml", "--nproc", "3", "--training.steps",
-          "100000", "--training.global_batch_size", "3", "--comm.timeout_seconds", "3",
-          "--metrics.log_freq", "100000", static_cast<char*>(nullptr));
-    _exit(99);
-  }
-  ~EndlessRun() {
-    if (pid_ > 0 && !ended_) {
-      kill(pid_, SIGKILL);
-      waitpid(pid_, nullptr, 0);
-    }
-  }
+Words endless_training() {
+  return started_by(
+      Starter::kOwnSpawn, kRanks,
+      {"train", "run.toml", "--training.steps", "1000000", "--training.global_batch_size", "3",
+       "--metrics.log_freq", "1000000", "--job.dump_folder", "run", "--comm.timeout_seconds",
+       std::to_string(kTimeout.count()), "--comm.init_timeout_seconds",
+       std::to_string(kInitTimeout.count())});
+}
 
-  /// The processes of the ranks, in the order in which they were started; waits until all are
-  /// there.
-  std::vector<pid_t> rank_pids() const {
-    const auto file =
-        "/proc/" + std::to_string(pid_) + "/task/" + std::to_string(pid_) + "/children";
-    const auto deadline = Clock::now() + std::chrono::seconds(20);
-    std::vector<pid_t> pids;
-    while (pids.size() < kRanks && Clock::now() < deadline) {
-      pids.clear();
-      std::istringstream text(read_file(file));
-      for (pid_t pid = 0; text >> pid;) pids.push_back(pid);
-      std::this_thread::sleep_for(milliseconds(5));
-    }
-    return pids;
-  }
-
-  /// Exit code, or -1 if it is still there after `limit`.
-  int wait(std::chrono::milliseconds limit) {
-    const auto deadline = Clock::now() + limit;
-    int status = 0;
-    while (Clock::now() < deadline) {
-      if (waitpid(pid_, &status, WNOHANG) == pid_) {
-        ended_ = true;
-        return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-      }
-      std::this_thread::sleep_for(milliseconds(10));
-    }
-    return -1;
-  }
-
-  std::string last_error_line() const {
-    std::istringstream text(read_file(folder_ / "stderr.txt"));
-    std::string last;
-    for (std::string line; std::getline(text, line);) {
-      if (!line.empty()) last = line;
-    }
-    return last;
-  }
-
- private:
-  const testing::TemporaryFolder& folder_;
-  pid_t pid_ = -1;
-  bool ended_ = false;
+struct Case {
+  int number = 0;
+  int rank = 0;
+  milliseconds moment{0};  ///< after the start of the processes
 };
 
-bool alive(pid_t pid) { return kill(pid, 0) == 0; }
-
-void expect_all_gone(const std::vector<pid_t>& pids) {
-  for (const auto pid : pids) EXPECT_FALSE(alive(pid)) << "process " << pid;
+std::string to_string(const Case& one) {
+  return "case " + std::to_string(one.number) + ": rank " + std::to_string(one.rank) + " after " +
+         std::to_string(one.moment.count()) + " ms";
 }
 
-TEST(LostRank, KilledAtTwentyRandomMomentsIsNamedAndNobodyStays) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
-  std::mt19937 random(20);
-  for (int i = 0; i < 20; ++i) {
-    EndlessRun run(folder);
-    const auto pids = run.rank_pids();
-    ASSERT_EQ(pids.size(), static_cast<std::size_t>(kRanks));
-    const auto rank = random() % kRanks;
-    const auto moment =
-        milliseconds(random() % 2500);  // from the start of the processes into the steps
-    SCOPED_TRACE("case " + std::to_string(i) + ": rank " + std::to_string(rank) + " after " +
-                 std::to_string(moment.count()) + " ms");
-    std::this_thread::sleep_for(moment);
-    kill(pids[rank], SIGKILL);
-    EXPECT_EQ(run.wait(kGone), 128 + SIGKILL);
+/// The same in every run of the test.
+std::vector<Case> random_cases(unsigned seed) {
+  std::mt19937 random(seed);
+  std::vector<Case> cases;
+  for (int i = 0; i < kCases; ++i) {
+    cases.push_back({i, static_cast<int>(random() % kRanks), milliseconds(random() % 3000)});
+  }
+  return cases;
+}
+
+/// Several runs at a time: most of a case is waiting.
+template <class RunCase>
+void run_side_by_side(const std::vector<Case>& cases, int at_a_time, RunCase run_case) {
+  std::atomic<std::size_t> next{0};
+  std::vector<std::thread> workers;
+  for (int worker = 0; worker < at_a_time; ++worker) {
+    workers.emplace_back([&] {
+      for (std::size_t i = next++; i < cases.size(); i = next++) {
+        SCOPED_TRACE(to_string(cases[i]));
+        const testing::TemporaryFolder folder;
+        write_small_run(folder);
+        run_case(cases[i], folder);
+      }
+    });
+  }
+  for (std::thread& worker : workers) worker.join();
+}
+
+void expect_all_gone(const std::map<int, pid_t>& ranks) {
+  for (const auto& [rank, pid] : ranks) EXPECT_FALSE(alive(pid)) << "rank " << rank;
+}
+
+std::string name_of_rank(const Case& one) { return "rank " + std::to_string(one.rank); }
+
+TEST(LostRank, KilledAtARandomMomentIsNamedAndNobodyStays) {
+  run_side_by_side(
+      random_cases(20), 3, [](const Case& one, const testing::TemporaryFolder& folder) {
+        Process run(folder.path(), endless_training());
+        const auto ranks = run.wait_for_ranks(kRanks);
+        ASSERT_EQ(ranks.size(), static_cast<std::size_t>(kRanks));
+        std::this_thread::sleep_for(one.moment);
+        kill(ranks.at(one.rank), SIGKILL);
+        EXPECT_EQ(run.wait(kGone), 128 + SIGKILL) << run.err();
+        EXPECT_EQ(run.last_error_line(), name_of_rank(one) + ": killed by signal 9 (SIGKILL)");
+        expect_all_gone(ranks);
+      });
+}
+
+TEST(LostRank, ThatThrowsAtARandomMomentIsNamedWithItsErrorAndNobodyStays) {
+  run_side_by_side(random_cases(3), 3, [](const Case& one, const testing::TemporaryFolder& folder) {
+    const Variables failing{{"LD_PRELOAD", TESSERA_FAILING_ALLOCATOR},
+                            {"TESSERA_TEST_FAIL_RANK", std::to_string(one.rank)},
+                            {"TESSERA_TEST_FAIL_AFTER_MS", std::to_string(one.moment.count())}};
+    Process run(folder.path(), endless_training(), failing);
+    const auto ranks = run.wait_for_ranks(kRanks);
+    ASSERT_EQ(ranks.size(), static_cast<std::size_t>(kRanks));
+    ASSERT_TRUE(wait_until(seconds(60), [&] { return exists(folder / "failed"); })) << run.err();
+    EXPECT_EQ(run.wait(kGone), 1) << run.err();
     EXPECT_THAT(run.last_error_line(),
-                HasSubstr("rank " + std::to_string(rank) + ": killed by signal 9 (SIGKILL)"));
-    expect_all_gone(pids);
-  }
+                AllOf(HasSubstr(name_of_rank(one) + ": "), HasSubstr("can't allocate memory"),
+                      Not(HasSubstr("Exception raised from"))))
+        << run.err();
+    expect_all_gone(ranks);
+  });
 }
 
-TEST(LostRank, StalledAtRandomMomentsEndsTheRunAfterTheTimeout) {
+TEST(LostRank, StalledAtARandomMomentIsNamedAndNobodyStaysAfterTheTimeout) {
+  run_side_by_side(random_cases(7), 5, [](const Case& one, const testing::TemporaryFolder& folder) {
+    Process run(folder.path(), endless_training());
+    const auto ranks = run.wait_for_ranks(kRanks);
+    ASSERT_EQ(ranks.size(), static_cast<std::size_t>(kRanks));
+    std::this_thread::sleep_for(one.moment);
+    std::error_code absent;
+    const bool stepping =
+        std::filesystem::file_size(folder / "run/metrics/metrics.jsonl", absent) > 0 && !absent;
+    kill(ranks.at(one.rank), SIGSTOP);
+    const seconds timeout = stepping ? kTimeout : kInitTimeout;
+    EXPECT_EQ(run.wait(timeout + kGone), 1) << run.err();
+    // Whoever noticed says for whom it waited; others may wait for those that do.
+    EXPECT_THAT(run.last_error_line(), ContainsRegex("rank ([0-9], )*" + std::to_string(one.rank)))
+        << run.err();
+    expect_all_gone(ranks);
+  });
+}
+
+// A write to a connection that a lost rank has closed raises SIGPIPE: whoever died of it would be
+// taken for the culprit.
+TEST(LostRank, SigpipeEndsNoRank) {
   const testing::TemporaryFolder folder;
   write_small_run(folder);
-  std::mt19937 random(7);
-  for (int i = 0; i < 5; ++i) {
-    EndlessRun run(folder);
-    const auto pids = run.rank_pids();
-    ASSERT_EQ(pids.size(), static_cast<std::size_t>(kRanks));
-    const auto rank = random() % kRanks;
-    const auto moment = milliseconds(2000 + random() % 1500);
-    SCOPED_TRACE("case " + std::to_string(i) + ": rank " + std::to_string(rank) + " after " +
-                 std::to_string(moment.count()) + " ms");
-    std::this_thread::sleep_for(moment);
-    kill(pids[rank], SIGSTOP);
-    const int code = run.wait(std::chrono::seconds(3) + kGone);
-    EXPECT_NE(code, -1) << "still running 10 s after the timeout";
-    EXPECT_NE(code, 0);
-    EXPECT_THAT(run.last_error_line(), HasSubstr("rank "));
-    expect_all_gone(pids);
-  }
+  Process run(folder.path(), endless_training());
+  const auto ranks = run.wait_for_ranks(kRanks);
+  ASSERT_EQ(ranks.size(), static_cast<std::size_t>(kRanks));
+  const auto lines_of_metrics = [&] {
+    const std::string text = read_file(folder / "run/metrics/metrics.jsonl");
+    return std::count(text.begin(), text.end(), '\n');
+  };
+  ASSERT_TRUE(wait_until(seconds(60), [&] { return lines_of_metrics() > 0; })) << run.err();
+  const auto before = lines_of_metrics();
+  for (const auto& [rank, pid] : ranks) kill(pid, SIGPIPE);
+  EXPECT_TRUE(wait_until(seconds(60), [&] { return lines_of_metrics() > before + 1; }))
+      << run.err();
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
-// Schedules of accumulation: sums in the contract's dtypes, rounded at arrival (if asked), wire and
-// final only.
-#include <gmock/gmock.h>
+// Schedules of accumulation: every step sums its own micro-batches, whatever is deferred.
+#include <gtest/gtest.h>
 
 #include "dist/plain.h"
 #include "fsdp/runtime.h"
@@ -184,102 +183,6 @@ TEST(Accumulation, AnEditOfOneGradientLeavesItsNeighboursSumUnrounded) {
   }
 }
 
-// ------------------------------------------------------------------------------ where it is
-// rounded
-
-Tensors scaled(World& world, const PrecisionPolicy& policy,
-               const std::vector<double>& micro_batches, int replicas = 1) {
-  ShardOptions options;
-  options.divide_factor = 1.0;
-  auto handle = fully_shard(std::make_shared<Scale>(at::ones({kWidth})), data_mesh(world, replicas),
-                            policy, options);
-  for (std::size_t i = 0; i < micro_batches.size(); ++i) {
-    handle.set_requires_gradient_sync(i + 1 == micro_batches.size());
-    // Only rank 0 brings a gradient, so that the sum over ranks adds nothing to the question.
-    backward(
-        (handle.forward(at::ones({kWidth})) * (world.rank() == 0 ? micro_batches[i] : 0.0)).sum());
-  }
-  return whole_gradients(handle);
-}
-
-constexpr double kFine = 1.0 + 1.0 / 1024;  // exact in fp32, 1 in bf16
-
-TEST(Rounding, TheWireRoundsToReduceAndNothingElseDoes) {
-  ranks(2).run([](World& world) {
-    PrecisionPolicy policy;
-    const auto exact = at::full({kWidth}, static_cast<float>(kFine));
-    EXPECT_TRUE(same_bits(scaled(world, policy, {kFine}).at("weight"), exact));
-    policy.reduce_dtype = DType::kBFloat16;
-    EXPECT_TRUE(same_bits(scaled(world, policy, {kFine}).at("weight"), at::ones({kWidth})));
-    // The slot before the wire is fp32: 2^-10 four times is 2^-8, which bf16 rounds to even only at
-    // the wire.
-    EXPECT_TRUE(same_bits(scaled(world, policy, {kFine, 3.0 / 1024, 4.0 / 1024}).at("weight"),
-                          at::full({kWidth}, 1.0F + 1.0F / 128)));
-  });
-}
-
-TEST(Rounding, ReplicasRoundToReduceToo) {
-  ranks(2).run([](World& world) {
-    PrecisionPolicy policy;
-    policy.reduce_dtype = DType::kBFloat16;
-    EXPECT_TRUE(same_bits(scaled(world, policy, {kFine}, 2).at("weight"), at::ones({kWidth})));
-  });
-}
-
-TEST(Rounding, OneRankHasNoWire) {
-  ranks(1).run([](World& world) {
-    PrecisionPolicy policy;
-    policy.reduce_dtype = DType::kBFloat16;
-    EXPECT_TRUE(same_bits(scaled(world, policy, {kFine}).at("weight"),
-                          at::full({kWidth}, static_cast<float>(kFine))));
-  });
-}
-
-TEST(Rounding, FinalIsOneCastAtTheEndOfTheStep) {
-  for (const int count : {1, 2}) {
-    ranks(count).run([](World& world) {
-      PrecisionPolicy policy;
-      policy.final_dtype = DType::kBFloat16;
-      EXPECT_TRUE(same_bits(scaled(world, policy, {256, 1, 1}).at("weight"),
-                            at::full({kWidth}, 258, at::kBFloat16)));
-    });
-  }
-}
-
-TEST(Rounding, ArrivalRoundsOnlyWhereARuleAsks) {
-  ranks(2).run([](World& world) {
-    PrecisionPolicy policy;
-    PrecisionRule rule;
-    rule.match = {"weight"};
-    rule.grad_dtype = DType::kBFloat16;
-    policy.rules = {rule};
-    EXPECT_TRUE(same_bits(scaled(world, policy, {kFine, 1.0 / 1024}).at("weight"),
-                          at::full({kWidth}, static_cast<float>(kFine))));
-  });
-}
-
-TEST(Rounding, AccumulationInDoubleKeepsWhatFloatLoses) {
-  ranks(2).run([](World& world) {
-    PrecisionPolicy policy;
-    policy.accumulate_dtype = policy.reduce_dtype = policy.final_dtype = DType::kFloat64;
-    const double tiny = std::ldexp(1.0, -40);
-    EXPECT_TRUE(same_bits(scaled(world, policy, {1, tiny}).at("weight"),
-                          at::full({kWidth}, 1 + tiny, at::kDouble)));
-  });
-}
-
-TEST(Rounding, TheDefaultDividesByTheDataRanksOnce) {
-  ranks(4).run([](World& world) {
-    for (const int replicas : {1, 2, 4}) {
-      auto handle =
-          fully_shard(std::make_shared<Scale>(at::ones({kWidth})), data_mesh(world, replicas));
-      backward((handle.forward(at::ones({kWidth})) * static_cast<double>(world.rank())).sum());
-      EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), at::full({kWidth}, 1.5F)))
-          << replicas;
-    }
-  });
-}
-
 // Naive: a unit that only an unsynced micro-batch used keeps its gradient in the slot, for ever or
 // for the next step.
 class Owed : public ::testing::TestWithParam<std::tuple<int, int, bool>> {};
@@ -290,7 +193,7 @@ INSTANTIATE_TEST_SUITE_P(Grid, Owed,
 
 TEST_P(Owed, AUnitThatTheLastMicroBatchDoesNotUseIsReducedAllTheSame) {
   const auto [count, replicas, by_replicas] = GetParam();
-  ranks(count).run([replicas = replicas, by_replicas = by_replicas](World& world) {
+  ranks(count).run([replicas, by_replicas](World& world) {
     auto chain = std::make_shared<Chain>(1, 2, kWidth);
     ShardOptions options;
     options.divide_factor = 1.0;

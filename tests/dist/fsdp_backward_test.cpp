@@ -1,8 +1,7 @@
-// [Note: readiness]: several losses, several backwards, deferred gradients.
+// [Note: readiness]: several losses, several backwards.
 #include <gmock/gmock.h>
 
 #include "dist/plain.h"
-#include "fsdp/leaf.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "tessera/optim.h"
@@ -12,8 +11,6 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 constexpr std::int64_t kWidth = 5;
 
@@ -225,6 +222,21 @@ TEST(Backward, CreateGraphIsRefusedByName) {
   });
 }
 
+// Naive: the gradient of this rank's rows alone is returned, and nothing is reduced. Gradients of
+// inputs are taken as ever.
+TEST(Backward, AutogradGradOfAParameterIsNamedAndOfAnInputWorks) {
+  ranks(1).run([](World& world) {
+    auto module = std::make_shared<Block>(1, kWidth);
+    auto handle = fully_shard(module, data_mesh(world));
+    auto x = input_of(0, 0, kWidth).requires_grad_();
+    EXPECT_THAT(error_of([&] { torch::autograd::grad({squares(handle.forward(x))}, {module->a}); }),
+                AllOf(HasSubstr("gradient of a"), HasSubstr("torch::autograd::grad")));
+    Block plain(1, kWidth);
+    EXPECT_TRUE(same_bits(torch::autograd::grad({squares(handle.forward(x))}, {x}).front(),
+                          torch::autograd::grad({squares(plain.forward(x))}, {x}).front()));
+  });
+}
+
 // Handles that are called directly, not through the root that adopted them; the small buckets are
 // the root's.
 TEST(Backward, InnerHandlesCalledPastTheRootStillReduceWhatTheRootHolds) {
@@ -237,143 +249,6 @@ TEST(Backward, InnerHandlesCalledPastTheRootStillReduceWhatTheRootHolds) {
     expect_same(whole_gradients(model.handle), plain_gradients(plain, 2, 2, [&](int rank) {
                   backward(squares(plain.blocks[0]->forward(input_of(rank, 0, kWidth))));
                 }));
-  });
-}
-
-// ---------------------------------------------------------------------------- deferred gradients
-
-struct Owed {
-  grad::GradSink* sink;
-  grad::Ticket ticket;
-  at::Tensor raw;
-};
-
-/// x * w whose weight gradient is promised in backward and handed in later.
-class DeferredScale : public torch::autograd::Function<DeferredScale> {
- public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& w,
-                            std::int64_t owed, std::int64_t micro_batch) {
-    context->save_for_backward({x, w});
-    context->saved_data["owed"] = owed;
-    context->saved_data["micro_batch"] = micro_batch;
-    return x * w;
-  }
-  static variable_list backward(AutogradContext* context, variable_list grads) {
-    const auto saved = context->get_saved_variables();
-    const auto leaf = fsdp::find_leaf(saved[1]);
-    auto& sink = *leaf->sink;
-    auto* list = reinterpret_cast<std::vector<Owed>*>(context->saved_data["owed"].toInt());
-    list->push_back(
-        {&sink, sink.promise(leaf->slot, "layer 4", context->saved_data["micro_batch"].toInt()),
-         grads[0] * saved[0]});
-    return {grads[0] * saved[1], at::Tensor(), at::Tensor(), at::Tensor()};
-  }
-};
-
-class Deferred : public torch::nn::Module {
- public:
-  at::Tensor forward(const at::Tensor& x) {
-    const auto y = DeferredScale::apply(x * eager, weight, reinterpret_cast<std::int64_t>(&owed),
-                                        micro_batch++);
-    if (redeems_inside && y.requires_grad()) {
-      // Runs before DeferredScale's backward; what earlier ones owe is handed in while this one is
-      // under way.
-      y.register_hook([this](const at::Tensor& grad) {
-        redeem();
-        return grad;
-      });
-    }
-    return y;
-  }
-  void redeem() {
-    for (const auto& one : std::exchange(owed, {})) one.sink->redeem(one.ticket, one.raw);
-  }
-  at::Tensor eager = register_parameter("eager", seeded(1, {kWidth}));
-  at::Tensor weight = register_parameter("weight", seeded(2, {kWidth}));
-  std::vector<Owed> owed;
-  std::int64_t micro_batch = 0;
-  bool redeems_inside = false;
-};
-
-Tensors deferred_expected(int count, int micro_batches) {
-  Deferred plain;
-  // Unsharded the promise is an ordinary gradient.
-  const auto forward = [&](const at::Tensor& x) { return x * plain.eager * plain.weight; };
-  Tensors slots, sums;
-  for (int rank = 0; rank < count; ++rank) {
-    slots.clear();
-    for (int i = 0; i < micro_batches; ++i) {
-      for (const auto& [name, raw] : raw_gradients(
-               plain, [&] { backward(forward(input_of(rank, i, kWidth).select(0, 0)).sum()); })) {
-        slots[name] = slots[name].defined() ? slots[name] + raw : raw;
-      }
-    }
-    for (const auto& [name, slot] : slots)
-      sums[name] = sums[name].defined() ? sums[name] + slot : slot;
-  }
-  for (auto& [name, sum] : sums) sum = sum.div(count);
-  return sums;
-}
-
-// Naive: the unit is reduced when its marker ran, without the gradient that is still owed.
-TEST_P(BackwardOnRanks, DeferredGradientsHandedInAfterTheBackward) {
-  ranks(GetParam()).run([](World& world) {
-    auto module = std::make_shared<Deferred>();
-    auto handle = fully_shard(module, data_mesh(world));
-    const auto optimizer = make_sgd(handle, sgd(0.0));
-    for (int step = 0; step < 2; ++step) {
-      handle.zero_grad();
-      backward(handle.forward(input_of(world.rank(), 0, kWidth).select(0, 0)).sum());
-      EXPECT_EQ(module->owed.size(), 1U);
-      const auto view = handle.shards()[0];
-      EXPECT_FALSE(view.shard.grad().defined()) << "the step's gradients are not complete";
-      module->redeem();
-      expect_same(whole_gradients(handle), deferred_expected(world.size(), 1));
-      optimizer->step();
-    }
-  });
-}
-
-TEST_P(BackwardOnRanks, DeferredGradientsOfSeveralMicroBatchesHandedInLater) {
-  ranks(GetParam()).run([](World& world) {
-    for (const bool inside : {false, true}) {
-      auto module = std::make_shared<Deferred>();
-      module->redeems_inside = inside;
-      auto handle = fully_shard(module, data_mesh(world));
-      handle.set_requires_gradient_sync(false);
-      for (int i = 0; i < 3; ++i) {
-        handle.set_requires_gradient_sync(i == 2);
-        backward(handle.forward(input_of(world.rank(), i, kWidth).select(0, 0)).sum());
-      }
-      module->redeem();
-      expect_same(whole_gradients(handle), deferred_expected(world.size(), 3),
-                  inside ? "inside" : "after");
-    }
-  });
-}
-
-TEST(DeferredGradients, HandedInTwiceNamesLayerAndMicroBatch) {
-  ranks(1).run([](World& world) {
-    auto module = std::make_shared<Deferred>();
-    auto handle = fully_shard(module, data_mesh(world));
-    backward(handle.forward(seeded(1, {kWidth})).sum());
-    const auto twice = module->owed;
-    module->redeem();
-    EXPECT_THAT(error_of([&] { twice[0].sink->redeem(twice[0].ticket, twice[0].raw); }),
-                AllOf(HasSubstr("weight"), HasSubstr("layer 4"), HasSubstr("micro-batch 0"),
-                      HasSubstr("twice")));
-  });
-}
-
-TEST_P(BackwardOnRanks, LeftOverAtTheStepNamesLayerAndMicroBatch) {
-  ranks(GetParam()).run([](World& world) {
-    auto module = std::make_shared<Deferred>();
-    module->micro_batch = 3;
-    auto handle = fully_shard(module, data_mesh(world));
-    const auto optimizer = make_sgd(handle, {});
-    backward(handle.forward(seeded(1, {kWidth})).sum());
-    EXPECT_THAT(error_of([&] { optimizer->step(); }),
-                AllOf(HasSubstr("weight"), HasSubstr("layer 4"), HasSubstr("micro-batch 3")));
   });
 }
 

@@ -46,7 +46,7 @@ class Layouts : public ::testing::TestWithParam<Layout> {};
 
 TEST_P(Layouts, MixedDtypeModelTrainsAsThePlainOne) {
   const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([&, count = count, replicas = replicas](World& world) {
+  ranks(count, backend).run([&](World& world) {
     const auto plain = std::make_shared<MixedMlp>(7);
     auto handle = fully_shard(std::make_shared<MixedMlp>(7), data_mesh(world, replicas));
     SgdOptions options;
@@ -92,7 +92,7 @@ TEST_P(Layouts, MixedDtypeModelTrainsAsThePlainOne) {
 
 TEST_P(Layouts, NestedUnitsGiveTheSameBitsAsOne) {
   const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([&, replicas = replicas](World& world) {
+  ranks(count, backend).run([&](World& world) {
     const auto mesh = data_mesh(world, replicas);
     auto whole = fully_shard(std::make_shared<MixedMlp>(3), mesh);
     auto module = std::make_shared<MixedMlp>(3);
@@ -155,18 +155,24 @@ INSTANTIATE_TEST_SUITE_P(Grid, Layouts,
 // 256, 1, -256 in bf16 is 0; the contract's sums are fp32, so every schedule must give 1.
 enum class Schedule { kSynced, kNoSync, kReplicasDeferred };
 
-class Accumulation : public ::testing::TestWithParam<std::tuple<Schedule, int, at::ScalarType>> {};
+struct RanksAndReplicas {
+  int ranks;
+  int replicas;
+};
+
+class Accumulation
+    : public ::testing::TestWithParam<std::tuple<Schedule, RanksAndReplicas, at::ScalarType>> {};
 
 TEST_P(Accumulation, TwoHundredFiftySixPlusOneMinusTwoHundredFiftySixIsOne) {
-  const auto [schedule, replicas, storage] = GetParam();
-  ranks(2).run([&, schedule = schedule, replicas = replicas, storage = storage](World& world) {
+  const auto [schedule, layout, storage] = GetParam();
+  ranks(layout.ranks).run([&](World& world) {
     PrecisionPolicy policy;
     policy.param_dtype = DType::kBFloat16;
     policy.final_dtype = DType::kFloat32;
     policy.cast_forward_inputs = false;
     auto handle =
         fully_shard(std::make_shared<Scale>(at::ones({8}, at::TensorOptions().dtype(storage))),
-                    data_mesh(world, replicas), policy);
+                    data_mesh(world, layout.replicas), policy);
     const double values[] = {256, 1, -256};
     for (int i = 0; i < 3; ++i) {
       const bool last = i == 2;
@@ -181,11 +187,13 @@ TEST_P(Accumulation, TwoHundredFiftySixPlusOneMinusTwoHundredFiftySixIsOne) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Grid, Accumulation,
-                         ::testing::Combine(::testing::Values(Schedule::kSynced, Schedule::kNoSync,
-                                                              Schedule::kReplicasDeferred),
-                                            ::testing::Values(1, 2),
-                                            ::testing::Values(at::kFloat, at::kBFloat16)));
+INSTANTIATE_TEST_SUITE_P(
+    Grid, Accumulation,
+    ::testing::Combine(::testing::Values(Schedule::kSynced, Schedule::kNoSync,
+                                         Schedule::kReplicasDeferred),
+                       ::testing::Values(RanksAndReplicas{2, 1}, RanksAndReplicas{2, 2},
+                                         RanksAndReplicas{3, 1}, RanksAndReplicas{4, 2}),
+                       ::testing::Values(at::kFloat, at::kBFloat16)));
 
 TEST(OneLeafAUse, TiedTensorsOfOneUnitAddUnrounded) {
   // One backward brings bf16 256 and 1 for one parameter: autograd's own sum is 256.

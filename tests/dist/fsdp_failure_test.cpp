@@ -38,7 +38,9 @@ INSTANTIATE_TEST_SUITE_P(
 // starts on half-gathered units and half-filled slots.
 TEST_P(Failures, OthersLeavePromptlyAndTheNextStepIsRight) {
   const auto [count, when, backend] = GetParam();
-  ranks(count, backend).run([when = when](World& world) {
+  Meeting meeting(count);
+  ranks(count, backend).run([when, &meeting](World& world) {
+    Meeting::Seat seat(meeting);
     Chain plain(1, 3, kWidth);
     ShardedChain model(data_mesh(world), 1, 3, kWidth);
     const auto optimizer = make_sgd(model.handle, sgd(0.0));
@@ -56,11 +58,10 @@ TEST_P(Failures, OthersLeavePromptlyAndTheNextStepIsRight) {
     step(0);
     step(1);
     const bool culprit = world.rank() == world.size() - 1;
+    seat.wait();  // a poison would end a step that is still under way
     std::string error;
     const auto seconds = seconds_of([&] {
       error = error_of([&] {
-        // Nobody may still be in the step before: a poison would end that one.
-        comm::barrier(world.control(), "before the failure");
         auto x = input_of(world.rank(), 2, kWidth);
         if (culprit && when == When::kForward)
           throw std::runtime_error("the user's loader went wrong");

@@ -272,6 +272,23 @@ TEST(Handle, APlainParentsCloneAndToReachTheRefusal) {
   });
 }
 
+// Naive: the parts' slices are gathered over the ranks of the other mesh: other weights, silently.
+TEST(Handle, PartsOverAnotherMeshAreRefused) {
+  ranks(4).run([](World& world) {
+    class Parent : public torch::nn::Module {
+     public:
+      explicit Parent(std::shared_ptr<Sharded<Block>> part)
+          : block(register_module("block", std::move(part))) {}
+      at::Tensor forward(const at::Tensor& x) { return block->forward(x); }
+      std::shared_ptr<Sharded<Block>> block;
+    };
+    const auto parent = std::make_shared<Parent>(std::make_shared<Sharded<Block>>(
+        fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world, 2))));
+    EXPECT_THAT(error_of([&] { fully_shard(parent, data_mesh(world)); }),
+                AllOf(HasSubstr("block sharded over the mesh"), HasSubstr("over one mesh")));
+  });
+}
+
 TEST_P(HandleOnRanks, InputsAreCastToParamDtypeAndOutputsToOutputDtype) {
   ranks(GetParam()).run([](World& world) {
     class Sees : public torch::nn::Module {

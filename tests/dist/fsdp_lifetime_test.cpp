@@ -262,6 +262,37 @@ TEST_P(LifetimeOnRanks, AForwardThatIsDroppedDoesNotKeepOldWeights) {
   });
 }
 
+// Naive: the second backward gathers the new weights under the first forward's saved tensors.
+TEST_P(LifetimeOnRanks, ABackwardThroughWeightsThatHaveChangedSinceIsRefused) {
+  ranks(GetParam()).run([](World& world) {
+    ShardedChain model(data_mesh(world), 1, 2, kWidth);
+    const auto optimizer = make_sgd(model.handle, sgd(0.5));
+    const auto y = model.handle.forward(input_of(world.rank(), 0, kWidth));
+    backward_and_keep_graph(y.sum());
+    optimizer->step();
+    EXPECT_THAT(error_of([&] { backward(squares(y)); }), HasSubstr("changed since this forward"));
+  });
+}
+
+// Naive: the kept graph keeps the root gathered, and its old weights serve the next forward.
+TEST_P(LifetimeOnRanks, AKeptGraphAndTorchOptimDoNotKeepOldWeights) {
+  ranks(GetParam()).run([](World& world) {
+    PrecisionPolicy policy;
+    policy.param_dtype = DType::kBFloat16;  // one rank gathers as well
+    ShardedChain model(data_mesh(world), 1, 2, kWidth, policy),
+        other(data_mesh(world), 1, 2, kWidth, policy);
+    torch::optim::SGD theirs(static_cast<torch::nn::Module&>(model.handle).parameters(),
+                             torch::optim::SGDOptions(0.5));
+    const auto ours = make_sgd(other.handle, sgd(0.5));
+    const auto x = input_of(0, 0, kWidth);
+    for (auto* each : {&model, &other}) backward(squares(each->handle.forward(x)));
+    const auto kept = model.handle.forward(x);  // with its graph
+    theirs.step();
+    ours->step();
+    EXPECT_TRUE(same_bits(model.handle.forward(x).detach(), other.handle.forward(x).detach()));
+  });
+}
+
 TEST_P(LifetimeOnRanks, EvaluationBetweenForwardAndBackwardDisturbsNothing) {
   ranks(GetParam()).run([](World& world) {
     Chain plain(1, 2, kWidth);

@@ -136,8 +136,8 @@ TEST(Order, NextUnitIsGatheredBeforeThisOneComputesFromTheSecondStepOn) {
   comm::ThreadRanks two(2, ThreadBackend::kInProcess);
   Log log;
   comm::Hub::Bend bend;
-  bend.before_issue = [&](int rank, const comm::Label& label) {
-    const auto line = line_of(label);
+  bend.before_issue = [&](int rank, const comm::Batch& batch) {
+    const auto line = line_of(batch.label);
     if (!line.empty()) log.add(rank, line);
   };
   two.bend_for_tests(bend);

@@ -2,6 +2,8 @@
 // ones.
 #include <gmock/gmock.h>
 
+#include <functional>
+
 #include "dist/plain.h"
 #include "fsdp/unit.h"
 #include "tessera/optim.h"
@@ -210,6 +212,23 @@ TEST(Parameters, SparseAndComplexGradientsAreRefusedByName) {
                 AllOf(HasSubstr("weight"), HasSubstr("Sparse"), HasSubstr("dense")));
     auto complex = std::make_shared<Scale>(at::ones({3}, at::kComplexFloat));
     EXPECT_NE(error_of([&] { fully_shard(complex, data_mesh(world)); }), "");
+  });
+}
+
+// Naive: a weight tied to its transpose becomes the weight itself, or a copy that trains alone.
+TEST(Parameters, OtherViewsOfOneMemoryAreRefused) {
+  ranks(2).run([](World& world) {
+    using View = std::function<at::Tensor(const at::Tensor&)>;
+    const auto refusal_of = [&](const View& view) {
+      auto module = std::make_shared<Scale>(seeded(1, {4, 4}));
+      module->register_parameter("view", view(module->weight.detach()));
+      return error_of([&] { fully_shard(module, data_mesh(world)); });
+    };
+    const auto message = AllOf(HasSubstr("weight and view"), HasSubstr("same memory"));
+    EXPECT_THAT(refusal_of([](const auto& weight) { return weight.t(); }), message);
+    EXPECT_THAT(refusal_of([](const auto& weight) { return weight.view({16}); }), message);
+    EXPECT_THAT(refusal_of([](const auto& weight) { return weight[1]; }), message);
+    EXPECT_EQ(refusal_of([](const auto& weight) { return weight; }), "");
   });
 }
 

@@ -58,7 +58,7 @@ INSTANTIATE_TEST_SUITE_P(Grid, Recompute,
 // twice.
 TEST_P(Recompute, GivesTheBitsOfThePlainCall) {
   const auto [count, where] = GetParam();
-  ranks(count).run([where = where](World& world) {
+  ranks(count).run([where](World& world) {
     for (const auto param_dtype : {std::optional<DType>(), std::optional(DType::kBFloat16)}) {
       PrecisionPolicy policy;
       policy.param_dtype = param_dtype;
@@ -127,7 +127,7 @@ INSTANTIATE_TEST_SUITE_P(Grid, NestedRecompute,
 
 TEST_P(NestedRecompute, NestedHandlesGiveTheBitsOfThePlainModel) {
   const auto [count, around_all, around_inner] = GetParam();
-  ranks(count).run([around_all = around_all, around_inner = around_inner](World& world) {
+  ranks(count).run([around_all, around_inner](World& world) {
     NestPair plain;
     auto pair = std::make_shared<NestPair>();
     pair->shard(data_mesh(world));
@@ -146,6 +146,56 @@ TEST_P(NestedRecompute, NestedHandlesGiveTheBitsOfThePlainModel) {
     }
     EXPECT_EQ(handle.unit()->expected, 0);
   });
+}
+
+// Naive: the second forward draws other masks than the first, so gradients belong to no forward; or
+// what is drawn after a backward depends on whether anything was recomputed.
+TEST(RecomputeRandom, DropoutGivesTheBitsOfThePlainCall) {
+  ranks(1).run([](World& world) {
+    const auto run = [&](Where where) {
+      at::manual_seed(7);
+      ShardedChain model(data_mesh(world), 3, 3, kWidth);
+      model.chain->recomputes_outside = where == Where::kOutside || where == Where::kBoth;
+      for (const auto& block : model.chain->blocks) {
+        block->recomputes = where == Where::kInside || where == Where::kBoth;
+        block->dropout = 0.5;
+      }
+      const auto optimizer = make_sgd(model.handle, sgd(0.01));
+      std::vector<Tensors> seen;
+      for (int step = 0; step < kSteps; ++step) {
+        model.handle.zero_grad();
+        backward(squares(model.handle.forward(input_of(0, step, kWidth))));
+        seen.push_back(whole_gradients(model.handle));
+        optimizer->step();
+        seen.push_back({{"drawn afterwards", at::rand({3})}});
+      }
+      return seen;
+    };
+    const auto expected = run(Where::kNowhere);
+    EXPECT_FALSE(at::equal(expected[1].at("drawn afterwards"), expected[3].at("drawn afterwards")));
+    for (const auto where : {Where::kInside, Where::kOutside, Where::kBoth}) {
+      const auto found = run(where);
+      for (std::size_t i = 0; i < expected.size(); ++i) {
+        expect_same(found[i], expected[i], concat("where ", static_cast<int>(where), ", ", i));
+      }
+    }
+  });
+}
+
+TEST(RecomputeRandom, AnExceptionInTheSecondForwardLeavesTheRandomNumbersWhereTheyWere) {
+  at::manual_seed(7);
+  int calls = 0;
+  const auto y = checkpoint(
+      [&](const auto& inputs) {
+        if (calls++ > 0) throw std::runtime_error("the second time");
+        return at::dropout(inputs[0], 0.5, true);
+      },
+      {at::ones({8}).requires_grad_()});
+  EXPECT_THAT(error_of([&] { backward(y.sum()); }), ::testing::HasSubstr("the second time"));
+  const auto after = at::rand({3});
+  at::manual_seed(7);
+  (void)at::dropout(at::ones({8}), 0.5, true);
+  EXPECT_TRUE(at::equal(after, at::rand({3})));
 }
 
 TEST(RecomputeErrors, AFunctionThatCallsOtherUnitsTheSecondTimeIsNamed) {

@@ -122,12 +122,14 @@ class Block : public torch::nn::Module {
   }
 
   at::Tensor body(const at::Tensor& x) const {
-    const auto y = at::linear(at::relu(at::linear(x.to(a.scalar_type()), a)), b);
+    auto y = at::linear(at::relu(at::linear(x.to(a.scalar_type()), a)), b);
+    if (dropout > 0) y = at::dropout(y, dropout, /*train=*/true);
     return x + y.to(x.scalar_type()) * 0.5;
   }
 
   at::Tensor a, b;
   bool recomputes = false;
+  double dropout = 0;  ///< from libtorch's process-wide generator: on one rank only
   int calls = 0;
   std::function<void()> before;  ///< runs inside the forward, before the block computes
 };

@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <barrier>
 #include <functional>
 #include <map>
 #include <memory>
@@ -24,6 +25,27 @@ inline comm::ThreadRanks& ranks(int count, ThreadBackend backend = ThreadBackend
   }
   return *slot;
 }
+
+/// Where the ranks of a test wait for each other without a collective. Every rank takes a seat; one
+/// whose body has ended, by an exception too, is not waited for.
+class Meeting {
+ public:
+  explicit Meeting(int ranks) : barrier_(ranks) {}
+  class Seat {
+   public:
+    explicit Seat(Meeting& meeting) : meeting_(meeting) {}
+    ~Seat() { meeting_.barrier_.arrive_and_drop(); }
+    Seat(const Seat&) = delete;
+    Seat& operator=(const Seat&) = delete;
+    void wait() { meeting_.barrier_.arrive_and_wait(); }
+
+   private:
+    Meeting& meeting_;
+  };
+
+ private:
+  std::barrier<> barrier_;
+};
 
 /// The dense mesh with these degrees.
 inline Mesh data_mesh(World& world, int replicas = 1) {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <nlohmann/json.hpp>
 
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
@@ -71,6 +72,15 @@ TEST(GoldenErrors, WrongShapeIsNamedWithBothShapes) {
                 std::swap(shape[0], shape[1]);
               }),
               AllOf(HasSubstr(kTensor), HasSubstr("[32, 80]"), HasSubstr("[80, 32]")));
+}
+
+// 2^36 elements a weight: no machine that runs this could allocate them before it looked.
+TEST(GoldenErrors, SizesThatTheFilesDoNotHaveAreFoundBeforeTheyAreAllocated) {
+  const auto folder = changed_folder("qwen3-fp32", [](auto&) {});
+  auto config = nlohmann::json::parse(read_text(folder / "config.json"));
+  config["intermediate_size"] = std::int64_t{1} << 31;
+  write_model(folder, config.dump(), read_model(folder), 1);
+  EXPECT_THAT(error_of_folder(folder, ErrorKind::kFormat), HasSubstr("2147483648"));
 }
 
 TEST(GoldenErrors, IntegerWeightIsNamedWithItsDtype) {

@@ -125,6 +125,7 @@ TrainingRun run_training(train::Config config, const Layout& layout,
   std::filesystem::create_directories(folder);
   config.job.dump_folder = folder;
   config.metrics.folder = folder / "metrics";
+  config.checkpoint.enable = false;
   TrainingRun run;
   on_ranks(layout, [&](World& world) {
     train::TrainingHooks hooks;

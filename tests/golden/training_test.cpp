@@ -2,8 +2,11 @@
 // layout.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <nlohmann/json.hpp>
+#include <span>
 
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
@@ -54,6 +57,33 @@ TEST_P(GoldenTraining, LossesAndDistancesAreThoseOfTheReference) {
       const double wanted = reference().moved(name, to_string(kind()));
       EXPECT_NEAR(moved, wanted, kMovedBound * wanted) << name;
     }
+  }
+}
+
+// A tensor stored in fp64 keeps its precision through the optimizer; the run is the same otherwise.
+TEST_P(GoldenTraining, AWiderTensorOfTheFileTrainsInItsDtype) {
+  const auto folder = changed_folder(reference().name(), [](std::vector<StoredTensor>& tensors) {
+    StoredTensor& norm = *std::ranges::find(tensors, std::string("model.norm.weight"),
+                                            [](const auto& tensor) { return tensor.spec.name; });
+    ASSERT_EQ(norm.spec.dtype, DType::kFloat32);
+    std::vector<double> wide(norm.bytes.size() / sizeof(float));
+    for (std::size_t i = 0; i < wide.size(); ++i) {
+      float value = 0;
+      std::memcpy(&value, norm.bytes.data() + i * sizeof value, sizeof value);
+      wide[i] = value;
+    }
+    const auto bytes = std::as_bytes(std::span(wide));
+    norm.bytes.assign(bytes.begin(), bytes.end());
+    norm.spec.dtype = DType::kFloat64;
+  });
+  const Layout layout{.ranks = 2};
+  auto config = training_config(reference(), kind(), layout);
+  config.model.path = folder;
+  const auto found = run_training(config, layout, {5});
+  EXPECT_EQ(found.parameters.at(5).at("model.norm.weight").scalar_type(), at::kDouble);
+  const auto expected = reference().step_losses(to_string(kind()));
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_NEAR(found.losses[i], expected[i], kStepLossBound) << "step " << i + 1;
   }
 }
 

@@ -9,6 +9,7 @@
 #include <set>
 #include <vector>
 
+#include "dist/quotient.h"
 #include "grad/torch_dtype.h"
 #include "property/fsdp_case.h"
 
@@ -205,8 +206,8 @@ class Reference {
         if (sums_.size() > 1) part = rounded_to_wire(p, part);
         total = total.defined() ? total + part : part;
       }
-      gradients_[p] =
-          total.div(contracts_[p].reductions.divide_factor).to(to_scalar_type(contracts_[p].final));
+      gradients_[p] = divided(total, contracts_[p].reductions.divide_factor,
+                              to_scalar_type(contracts_[p].final));
     }
   }
 

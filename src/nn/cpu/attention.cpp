@@ -10,9 +10,9 @@
 #include <utility>
 #include <vector>
 
+#include "base/parallel.h"
 #include "nn/cpu/dispatch.h"
 #include "nn/cpu/functions.h"
-#include "nn/cpu/parallel.h"
 
 namespace tessera::nn::cpu {
 namespace {
@@ -59,11 +59,12 @@ struct Block {
   std::int64_t size() const { return end - begin; }
 };
 
-std::vector<Block> blocks_of(std::int64_t positions) {
+/// Of the positions [first, end).
+std::vector<Block> blocks_of(std::int64_t first, std::int64_t end) {
   constexpr std::int64_t kPositions = 256;
   std::vector<Block> blocks;
-  for (std::int64_t begin = 0; begin < positions; begin += kPositions) {
-    blocks.push_back({begin, std::min(positions, begin + kPositions)});
+  for (std::int64_t begin = first; begin < end; begin += kPositions) {
+    blocks.push_back({begin, std::min(end, begin + kPositions)});
   }
   return blocks;
 }
@@ -82,8 +83,8 @@ void softmax_in_place(const at::Tensor& scores, const at::Tensor& weights, const
                             .scale = static_cast<float>(scale)};
     const auto kernel =
         weights.defined() ? kernels.causal_softmax_backward : kernels.causal_softmax;
-    for_ranges(scores.size(0) * scores.size(1), rows_a_thread(job.keys),
-               [&](std::int64_t begin, std::int64_t end) { kernel(job, begin, end); });
+    base::for_ranges(scores.size(0) * scores.size(1), rows_a_thread(job.keys),
+                     [&](std::int64_t begin, std::int64_t end) { kernel(job, begin, end); });
   });
 }
 
@@ -92,6 +93,39 @@ at::Tensor queries_of(const at::Tensor& x, const Block& block, std::int64_t repe
   return x.narrow(1, block.begin * repeat, block.size() * repeat);
 }
 at::Tensor keys_of(const at::Tensor& x, const Block& block) { return x.narrow(1, 0, block.end); }
+
+/// What the queries of a block see of the keys, and the mean of values that they make of it.
+struct Mixed {
+  at::Tensor weights;  ///< [B*G, block*R, end]
+  at::Tensor values;   ///< [B*G, block*R, D]
+};
+
+Mixed mix(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
+          const Block& block, std::int64_t repeat, double scale) {
+  const at::Tensor weights = at::bmm(queries, keys_of(keys, block).transpose(1, 2));
+  softmax_in_place(weights, {}, block, repeat, scale);
+  return {weights, at::bmm(weights, keys_of(values, block))};
+}
+
+at::Tensor joined(const std::vector<at::Tensor>& parts) {
+  return parts.size() == 1 ? parts[0] : at::cat(parts, 1);
+}
+
+/// Keeps no weights. queries [B*G, T*R, D] of the last T of N positions, keys and values
+/// [B*G, N, D].
+at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
+                  const Sizes& sizes, double scale) {
+  const std::int64_t end = keys.size(1);
+  const std::int64_t first = end - sizes.positions;
+  std::vector<at::Tensor> parts;
+  for (const Block& block : blocks_of(first, end)) {
+    const Block own{block.begin - first, block.end - first};
+    parts.push_back(
+        mix(queries_of(queries, own, sizes.repeat), keys, values, block, sizes.repeat, scale)
+            .values);
+  }
+  return by_position(joined(parts), sizes, sizes.repeat);
+}
 
 /// A gradient of keys or values: one block's is taken as it is, several are added in fp32 and
 /// rounded once.
@@ -123,18 +157,17 @@ struct CausalAttentionFunction : torch::autograd::Function<CausalAttentionFuncti
     const at::Tensor values = by_group(v.contiguous(), sizes, 1);
     variable_list saved{queries, keys, values};
     variable_list mixed;
-    for (const Block& block : blocks_of(sizes.positions)) {
-      const at::Tensor weights =
-          at::bmm(queries_of(queries, block, sizes.repeat), keys_of(keys, block).transpose(1, 2));
-      softmax_in_place(weights, {}, block, sizes.repeat, scale);
-      mixed.push_back(at::bmm(weights, keys_of(values, block)));
-      saved.push_back(weights);
+    for (const Block& block : blocks_of(0, sizes.positions)) {
+      Mixed part =
+          mix(queries_of(queries, block, sizes.repeat), keys, values, block, sizes.repeat, scale);
+      mixed.push_back(std::move(part.values));
+      saved.push_back(std::move(part.weights));
     }
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["scale"] = scale;
     ctx->saved_data["groups"] = sizes.groups;
     ctx->saved_data["repeat"] = sizes.repeat;
-    return by_position(mixed.size() == 1 ? mixed[0] : at::cat(mixed, 1), sizes, sizes.repeat);
+    return by_position(joined(mixed), sizes, sizes.repeat);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -152,7 +185,7 @@ struct CausalAttentionFunction : torch::autograd::Function<CausalAttentionFuncti
     const at::Tensor grad = by_group(grads[0].contiguous(), sizes, repeat);
     KeySum grad_keys(keys), grad_values(values);
     variable_list grad_queries;
-    const std::vector<Block> blocks = blocks_of(sizes.positions);
+    const std::vector<Block> blocks = blocks_of(0, sizes.positions);
     for (std::size_t i = 0; i < blocks.size(); ++i) {
       const at::Tensor& weights = saved[3 + i];
       const at::Tensor block_grad = queries_of(grad, blocks[i], repeat);
@@ -173,7 +206,22 @@ struct CausalAttentionFunction : torch::autograd::Function<CausalAttentionFuncti
 
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             double scale) {
+  if (!c10::GradMode::is_enabled()) {
+    // The same products without the weights of all blocks in memory.
+    const Sizes sizes(q);
+    return attend(flat(q.contiguous()), flat(k.contiguous()), by_group(v.contiguous(), sizes, 1),
+                  sizes, scale);
+  }
   return CausalAttentionFunction::apply(q, k, v, scale);
+}
+
+at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
+                            double scale) {
+  const Sizes sizes(q);
+  const auto by_head = [&](const at::Tensor& x) {
+    return x.reshape({sizes.rows * sizes.groups, x.size(2), sizes.head_dim});
+  };
+  return attend(flat(q.contiguous()), by_head(keys), by_head(values), sizes, scale);
 }
 
 }  // namespace tessera::nn::cpu

@@ -6,9 +6,9 @@
 #include <numeric>
 #include <vector>
 
+#include "base/parallel.h"
 #include "nn/cpu/dispatch.h"
 #include "nn/cpu/functions.h"
-#include "nn/cpu/parallel.h"
 
 namespace tessera::nn::cpu {
 namespace {
@@ -63,10 +63,10 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
                                      .order = order.positions.data(),
                                      .grad_weight = mutable_data<T>(result),
                                      .columns = columns};
-      for_ranges(static_cast<std::int64_t>(order.positions.size()), rows_a_thread(columns),
-                 [&](std::int64_t begin, std::int64_t end) {
-                   kernels.embedding_backward(job, begin, end);
-                 });
+      base::for_ranges(static_cast<std::int64_t>(order.positions.size()), rows_a_thread(columns),
+                       [&](std::int64_t begin, std::int64_t end) {
+                         kernels.embedding_backward(job, begin, end);
+                       });
     });
     return {at::Tensor(), result, at::Tensor()};
   }

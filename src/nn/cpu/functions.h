@@ -21,6 +21,8 @@ at::Tensor rope_heads(const at::Tensor& x, const HeadLayout& layout, const HeadN
                       const RopeTable& table);
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             double scale);
+at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
+                            double scale);
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight,
                      std::optional<std::int64_t> padding);

@@ -6,9 +6,9 @@
 #include <numeric>
 #include <vector>
 
+#include "base/parallel.h"
 #include "nn/cpu/dispatch.h"
 #include "nn/cpu/functions.h"
-#include "nn/cpu/parallel.h"
 
 namespace tessera::nn::cpu {
 namespace {
@@ -31,10 +31,10 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
       job.log_sum = mutable_data<float>(log_sum);
       job.loss = losses.data();
       job.vocabulary = logits.size(-1);
-      for_ranges(targets.numel(), rows_a_thread(job.vocabulary),
-                 [&](std::int64_t begin, std::int64_t end) {
-                   kernels.cross_entropy_forward(job, begin, end);
-                 });
+      base::for_ranges(targets.numel(), rows_a_thread(job.vocabulary),
+                       [&](std::int64_t begin, std::int64_t end) {
+                         kernels.cross_entropy_forward(job, begin, end);
+                       });
     });
     ctx->save_for_backward({logits, targets, log_sum});
     ctx->saved_data["consume"] = consume;
@@ -56,10 +56,10 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
       job.grad_logits = mutable_data<T>(result);
       job.grad = grads[0].item<float>();
       job.vocabulary = logits.size(-1);
-      for_ranges(saved[1].numel(), rows_a_thread(job.vocabulary),
-                 [&](std::int64_t begin, std::int64_t end) {
-                   kernels.cross_entropy_backward(job, begin, end);
-                 });
+      base::for_ranges(saved[1].numel(), rows_a_thread(job.vocabulary),
+                       [&](std::int64_t begin, std::int64_t end) {
+                         kernels.cross_entropy_backward(job, begin, end);
+                       });
     });
     // A second backward through this graph would read gradients as logits: autograd now refuses it.
     if (consume) logits.unsafeGetTensorImpl()->bump_version();

@@ -3,9 +3,9 @@
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "base/parallel.h"
 #include "nn/cpu/dispatch.h"
 #include "nn/cpu/functions.h"
-#include "nn/cpu/parallel.h"
 #include "nn/cpu/row_blocks.h"
 
 namespace tessera::nn::cpu {
@@ -28,7 +28,7 @@ void run_forward(const at::Tensor& x, const at::Tensor& residual, const at::Tens
                                 .scale = mutable_data<float>(scale),
                                 .columns = x.size(-1),
                                 .eps = static_cast<float>(eps)};
-    for_ranges(
+    base::for_ranges(
         scale.numel(), rows_a_thread(job.columns),
         [&](std::int64_t begin, std::int64_t end) { kernels.norm_forward(job, begin, end); });
   });

@@ -2,9 +2,9 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "base/parallel.h"
 #include "nn/cpu/dispatch.h"
 #include "nn/cpu/functions.h"
-#include "nn/cpu/parallel.h"
 #include "nn/cpu/row_blocks.h"
 
 namespace tessera::nn::cpu {
@@ -41,10 +41,10 @@ struct RopeHeadsFunction : torch::autograd::Function<RopeHeadsFunction> {
                                                 .repeat = repeat,
                                                 .head_dim = head_dim,
                                                 .eps = static_cast<float>(eps)};
-                   for_ranges(x.size(0) * x.size(1), rows_a_thread(x.size(2)),
-                              [&](std::int64_t begin, std::int64_t end) {
-                                kernels.heads_forward(job, begin, end);
-                              });
+                   base::for_ranges(x.size(0) * x.size(1), rows_a_thread(x.size(2)),
+                                    [&](std::int64_t begin, std::int64_t end) {
+                                      kernels.heads_forward(job, begin, end);
+                                    });
                  });
     // Without a norm the gradient does not depend on x.
     ctx->save_for_backward({weight.defined() ? x : at::Tensor(), weight, cos, sin, scale});

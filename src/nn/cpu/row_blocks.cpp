@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "nn/cpu/parallel.h"
+#include "base/parallel.h"
 
 namespace tessera::nn::cpu {
 namespace {
@@ -21,7 +21,7 @@ RowBlocks::RowBlocks(std::int64_t rows, std::int64_t columns)
 void RowBlocks::run(c10::function_ref<void(std::int64_t, std::int64_t, float*)> part) {
   const std::int64_t columns = sums_.size(1);
   auto* sums = static_cast<float*>(sums_.mutable_data_ptr());
-  for_ranges(rows_, kRows, [&](std::int64_t begin, std::int64_t end) {
+  base::for_ranges(rows_, kRows, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t row = begin; row < end; row += kRows) {
       part(row, std::min(end, row + kRows), sums + row / kRows * columns);
     }

@@ -1,9 +1,9 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "base/parallel.h"
 #include "nn/cpu/dispatch.h"
 #include "nn/cpu/functions.h"
-#include "nn/cpu/parallel.h"
 
 namespace tessera::nn::cpu {
 namespace {
@@ -23,7 +23,7 @@ struct SwigluFunction : torch::autograd::Function<SwigluFunction> {
       job.gate = data<T>(gate);
       job.up = data<T>(up);
       job.out = mutable_data<T>(out);
-      for_ranges(gate.numel(), rows_a_thread(1), [&](std::int64_t begin, std::int64_t end) {
+      base::for_ranges(gate.numel(), rows_a_thread(1), [&](std::int64_t begin, std::int64_t end) {
         kernels.swiglu_forward(job, begin, end);
       });
     });
@@ -45,7 +45,7 @@ struct SwigluFunction : torch::autograd::Function<SwigluFunction> {
       job.grad = data<T>(grad);
       job.grad_gate = mutable_data<T>(grad_gate);
       job.grad_up = mutable_data<T>(grad_up);
-      for_ranges(grad.numel(), rows_a_thread(1), [&](std::int64_t begin, std::int64_t end) {
+      base::for_ranges(grad.numel(), rows_a_thread(1), [&](std::int64_t begin, std::int64_t end) {
         kernels.swiglu_backward(job, begin, end);
       });
     });

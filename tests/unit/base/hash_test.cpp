@@ -13,6 +13,32 @@ TEST(Hash, IsXxh3SoThatItNeverChanges) {
   EXPECT_NE(hash_bytes("", 1), hash_bytes(""));
 }
 
+TEST(Hash128, IsWhatXxh128sumPrintsAndReadsItBack) {
+  const auto nothing = Hash128Stream().digest();
+  EXPECT_EQ(to_string(nothing), "99aa06d3014798d86001c324468d497f");  // published
+  EXPECT_EQ(parse_hash128(to_string(nothing)), nothing);
+  for (const char* text :
+       {"", "99aa06d3014798d86001c324468d497", "99AA06D3014798D86001C324468D497F",
+        "99aa06d3014798d86001c324468d497g", "99aa06d3014798d86001c324468d497f0"}) {
+    EXPECT_EQ(parse_hash128(text), std::nullopt) << text;
+  }
+}
+
+TEST(Hash128, PartsGiveTheHashOfTheWhole) {
+  std::string text(5000, 'x');
+  for (std::size_t i = 0; i < text.size(); ++i) text[i] = static_cast<char>(i * 31);
+  const auto whole = Hash128Stream().add(text).digest();
+  for (const std::size_t part : {1U, 7U, 240U, 1024U, 4999U}) {
+    Hash128Stream stream;
+    for (std::size_t at = 0; at < text.size(); at += part) {
+      stream.add(std::string_view(text).substr(at, part));
+    }
+    EXPECT_EQ(stream.digest(), whole) << part;
+  }
+  text[2500] = static_cast<char>(text[2500] ^ 1);
+  EXPECT_NE(Hash128Stream().add(text).digest(), whole);
+}
+
 TEST(Hasher, FieldsDoNotRunIntoEachOther) {
   const auto two = [](std::string_view a, std::string_view b) {
     return Hasher().add(a).add(b).digest();

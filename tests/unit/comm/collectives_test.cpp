@@ -2,6 +2,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+
 #include "comm/batch.h"
 #include "comm/sum.h"
 #include "rank_pools.h"
@@ -79,7 +81,7 @@ TEST_P(Collectives, ReduceScatterAddsInRankOrderInTheOutputsDtype) {
         for (int rank = 0; rank < ranks(); ++rank) {
           inputs.push_back(values(slice * ranks(), wire, rank, 2));
         }
-        threads().run([&, wire = wire, result = result](World& world) {
+        threads().run([&](World& world) {
           const auto group = world.group(everyone(world), "reduce");
           std::vector<at::Tensor> slices;
           for (const auto& input : inputs) {
@@ -110,6 +112,29 @@ TEST_P(Collectives, AllReduceGivesTheSameBitsOnEveryRank) {
         auto data = inputs[static_cast<std::size_t>(world.rank())].clone();
         all_reduce(world.control(), data, "sum");
         EXPECT_TRUE(same_bits(data, expected)) << dtype << " " << numel;
+      });
+    }
+  }
+}
+
+TEST_P(Collectives, AllReduceIntoAnotherTensorAddsInItsDtypeAndLeavesTheAddends) {
+  const std::pair<at::ScalarType, at::ScalarType> dtypes[] = {{at::kFloat, at::kFloat},
+                                                              {at::kBFloat16, at::kFloat},
+                                                              {at::kHalf, at::kFloat},
+                                                              {at::kFloat, at::kDouble},
+                                                              {at::kBFloat16, at::kBFloat16}};
+  for (const auto& [wire, result] : dtypes) {
+    for (const std::int64_t numel : {0L, 1L, 2L, 1003L, 100003L}) {
+      std::vector<at::Tensor> inputs;
+      for (int rank = 0; rank < ranks(); ++rank) inputs.push_back(values(numel, wire, rank, 5));
+      const auto expected = plain_sum(inputs, result);
+      threads().run([&](World& world) {
+        const auto& mine = inputs[static_cast<std::size_t>(world.rank())];
+        const auto data = mine.clone();
+        const auto output = at::full({numel}, 3.0, result);
+        world.group(everyone(world), "replicas")->issue(batch_of(AllReduce{data, output}))->wait();
+        EXPECT_TRUE(same_bits(output, expected)) << wire << " " << result << " " << numel;
+        EXPECT_TRUE(same_bits(data, mine));
       });
     }
   }
@@ -161,7 +186,8 @@ TEST_P(Collectives, SeveralUnderWayAreWaitedForInAnyOrder) {
     std::vector<at::Tensor> buffers;
     std::vector<std::unique_ptr<Work>> works;
     for (std::uint32_t i = 0; i < 8; ++i) {
-      buffers.push_back(at::full({16L * world.size()}, static_cast<float>(world.rank() + 10 * i)));
+      buffers.push_back(at::full({16L * world.size()},
+                                 static_cast<float>(world.rank()) + 10.0F * static_cast<float>(i)));
       works.push_back(group->issue(batch_of(AllGather{buffers.back()}, "unit", i)));
     }
     for (std::uint32_t i = 8; i-- > 0;) {
@@ -187,6 +213,43 @@ TEST_P(Collectives, BytesOfDifferentLengthsAreGathered) {
               std::vector<std::string>(all.size()));
     barrier(world.control(), "end");
   });
+}
+
+TEST_P(Collectives, BytesOfAKnownLengthAreGatheredInOneExchange) {
+  threads().run([&](World& world) {
+    const auto text_of = [](int rank, std::size_t length) {
+      return std::string(length, static_cast<char>('a' + rank));
+    };
+    for (const std::size_t length : {0UL, 1UL, 8UL, 100001UL}) {
+      const auto all = all_gather_fixed(world.control(), text_of(world.rank(), length), "values");
+      ASSERT_EQ(all.size(), static_cast<std::size_t>(world.size()));
+      for (int rank = 0; rank < world.size(); ++rank) {
+        EXPECT_EQ(all[static_cast<std::size_t>(rank)], text_of(rank, length));
+      }
+    }
+  });
+}
+
+TEST(FixedBytes, TakeOneExchangeAndLengthsThatDifferAreNamed) {
+  ThreadRanks ranks(2, ThreadBackend::kInProcess);
+  std::atomic<int> issued = 0;
+  Hub::Bend bend;
+  bend.before_issue = [&](int, const Batch&) { ++issued; };
+  ranks.bend_for_tests(bend);
+  ranks.run([](World& world) { all_gather_fixed(world.control(), "12345678", "values"); });
+  EXPECT_EQ(issued, 2) << "one by each rank";
+  ranks.run([](World& world) { all_gather_bytes(world.control(), "12345678", "values"); });
+  EXPECT_EQ(issued, 6);
+  std::string error;
+  try {
+    ranks.run([](World& world) {
+      all_gather_fixed(world.control(), world.rank() == 0 ? "1234" : "12345678", "values");
+    });
+  } catch (const std::exception& caught) {
+    error = caught.what();
+  }
+  EXPECT_NE(error.find("ranks disagree"), std::string::npos) << error;
+  EXPECT_NE(error.find("values"), std::string::npos) << error;
 }
 
 class FourRanks : public testing::TestWithParam<ThreadBackend> {};
@@ -243,6 +306,8 @@ TEST(Batch, TensorsThatDoNotFitAreRefused) {
   EXPECT_THROW(group.issue(batch_of(ReduceScatter{at::zeros({4}), at::zeros({3})})), Error);
   EXPECT_THROW(group.issue(batch_of(ReduceScatter{at::zeros({4}), at::zeros({4}, at::kHalf)})),
                Error);
+  EXPECT_THROW(group.issue(batch_of(AllReduce{at::zeros({4}), at::zeros({3})})), Error);
+  EXPECT_THROW(group.issue(batch_of(AllReduce{at::zeros({4}), at::zeros({4}, at::kHalf)})), Error);
 }
 
 }  // namespace

@@ -17,6 +17,10 @@ TEST(FailureRecord, AnythingElseIsNone) {
   }
 }
 
+TEST(FailureRecord, IsShownAsItsRanksLine) {
+  EXPECT_EQ(to_string({FailureClass::kPrimary, 1, 3, 2, "no memory"}), "rank 3: no memory");
+}
+
 TEST(FailureRecord, CulpritIsKilledBeforeFailedBeforeNoticedThenFirstByTime) {
   EXPECT_FALSE(culprit({}).has_value());
   const FailureRecord noticed{FailureClass::kNoticed, 1, 0, 1, ""};

@@ -69,6 +69,11 @@ TEST_F(Watched, SilentPeerIsLostOnlyWhileSomethingWaits) {
   EXPECT_THAT(first_action(), HasSubstr("lost: rank 2 has given no sign of life for 0.03 s"));
 }
 
+TEST_F(Watched, RanksWithoutAHeartbeatAreSilent) {
+  start();
+  EXPECT_EQ(silent_ranks(*store_, {0, 2}, std::chrono::seconds(1)), std::vector<int>{2});
+}
+
 TEST_F(Watched, DifferentEntriesOfAPeerAreNamed) {
   const auto mine = std::make_shared<IssueLog>("g", std::vector<int>{0, 1});
   board_->add(mine);

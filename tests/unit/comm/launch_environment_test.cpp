@@ -95,6 +95,42 @@ TEST(LaunchEnvironment, OpenMpiOnOneHostUsesLoopbackAndAPortOfTheJob) {
             read_launch_environment(with(kOpenMpi, {{"PMIX_NAMESPACE", "job8"}})).master_port);
 }
 
+TEST(LaunchEnvironment, JobsKeepTheirKeysApart) {
+  const auto prefix = [](const Environment& variables) {
+    return read_launch_environment(variables).store_prefix;
+  };
+  EXPECT_NE(prefix(kOpenMpi), prefix(with(kOpenMpi, {{"PMIX_NAMESPACE", "job8"}})));
+  EXPECT_EQ(
+      prefix(kOpenMpi),
+      prefix(with(kOpenMpi, {{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "0"}})));
+  const Environment run = with(torchrun("0", "2"), {{"TORCHELASTIC_RUN_ID", "a"}});
+  EXPECT_NE(prefix(run), prefix(with(run, {{"TORCHELASTIC_RUN_ID", "b"}})));
+  EXPECT_NE(prefix(run), prefix(with(run, {{"TORCHELASTIC_RESTART_COUNT", "1"}})));
+}
+
+TEST(LaunchEnvironment, OnlyAnAddressThatOthersNeedOpensTheNetwork) {
+  const auto reach_of = [](const Environment& variables) {
+    return reach(read_launch_environment(variables));
+  };
+  EXPECT_EQ(reach_of(kOpenMpi), Reach::kThisHost);
+  EXPECT_EQ(reach_of(kSpawn), Reach::kThisHost);
+  EXPECT_EQ(reach_of(torchrun("0", "2")), Reach::kThisHost) << "both on this host";
+  // How many ranks of this host there are is not said: the address decides.
+  EXPECT_EQ(reach_of(kPmi), Reach::kThisHost);
+  EXPECT_EQ(reach_of(with(kPmi, {{"MASTER_ADDR", "localhost"}})), Reach::kThisHost);
+  EXPECT_EQ(reach_of(with(kPmi, {{"MASTER_ADDR", "10.1.2.3"}})), Reach::kNetwork);
+  EXPECT_EQ(reach_of(with(kSlurm, {{"MASTER_ADDR", "head"}})), Reach::kNetwork);
+}
+
+TEST(LaunchEnvironment, LoopbackAddressesAreKnown) {
+  for (const char* host : {"127.0.0.1", "127.1.2.3", "::1", "localhost"}) {
+    EXPECT_TRUE(is_loopback(host)) << host;
+  }
+  for (const char* host : {"", "0.0.0.0", "10.0.0.127", "::", "localhost.example", "head"}) {
+    EXPECT_FALSE(is_loopback(host)) << host;
+  }
+}
+
 TEST(LaunchEnvironment, PmiAndSlurmAreRead) {
   const auto pmi = read_launch_environment(kPmi);
   EXPECT_EQ(pmi.launcher, Launcher::kPmi);

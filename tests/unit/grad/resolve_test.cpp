@@ -53,6 +53,22 @@ TEST(Resolve, TruthTableOfStorageAndCompute) {
   }
 }
 
+// There are no values yet that a narrower storage could lose.
+TEST(Resolve, AParameterThatIsYetToBeDrawnIsStoredAsAsked) {
+  ParameterMeta meta = scratch("w");
+  meta.drawn = true;
+  PrecisionPolicy policy;
+  policy.storage_dtype = kBF16;
+  EXPECT_EQ(resolve_only(meta, policy).storage.dtype, kBF16);
+  PrecisionRule rule = rule_for("w");
+  rule.storage_dtype = kF16;
+  policy.rules = {rule};
+  EXPECT_EQ(resolve_only(meta, policy).storage.dtype, kF16);
+  EXPECT_EQ(resolve_only(meta, {}).storage.dtype, kF32);
+  meta.drawn = false;
+  EXPECT_EQ(resolve_only(meta, policy).storage.dtype, kF32);
+}
+
 TEST(Resolve, MixedFileComputesNormsWiderThanTheRestUnderBfloat16Only) {
   const std::vector<ParameterMeta> file = {stored("model.norm.weight", kF32),
                                            stored("lm_head.weight", kBF16)};
@@ -74,6 +90,21 @@ TEST(Resolve, UniformFloat32FileComputesInThePolicysDtype) {
   const GradContract contract = resolve_only(stored("w", kF32, kF32), mixed_policy());
   EXPECT_EQ(contract.storage.dtype, kF32);
   EXPECT_EQ(contract.compute.dtype, kBF16);
+}
+
+TEST(Resolve, ALaterStateOfAMixedFileRecordsWhatThatFileDid) {
+  // A checkpoint of fp32 masters, of a run that began with a mixed folder.
+  ParameterMeta norm = stored("model.norm.weight", kF32, kBF16);
+  norm.published = kF32;
+  ParameterMeta head = stored("lm_head.weight", kF32, kBF16);
+  head.published = kBF16;
+  EXPECT_EQ(resolve_only(norm, mixed_policy()).compute.dtype, kF32);
+  EXPECT_EQ(resolve_only(head, mixed_policy()).compute.dtype, kBF16);
+  PrecisionPolicy as_stored = mixed_policy();
+  as_stored.param_dtype.reset();
+  for (const ParameterMeta& meta : {norm, head}) {
+    EXPECT_EQ(resolve_only(meta, as_stored).compute.dtype, kF32) << "no bit of a master is lost";
+  }
 }
 
 TEST(Resolve, TensorNarrowerThanTheBulkRecordsNothing) {

@@ -2,6 +2,8 @@
 
 #include <gmock/gmock.h>
 
+#include <filesystem>
+
 #include "unit/train/config_fixture.h"
 
 namespace tessera::train {
@@ -61,7 +63,8 @@ TEST_P(ConfigRelations, AreRefusedWithTheirKey) {
 INSTANTIATE_TEST_SUITE_P(
     Configs, ConfigRelations,
     ::testing::Values(
-        BadConfig{"checkpoint.enable=true", "checkpoint.enable", "not yet built"},
+        BadConfig{"checkpoint.enable=false\ncheckpoint.load_step=5", "checkpoint.load_step",
+                  "expected -1; set checkpoint.enable = true"},
         BadConfig{"debug.check_dtypes=true", "debug.check_dtypes", "not yet built"},
         BadConfig{"device=cuda", "device", "not yet built"},
         BadConfig{"model.aux_loss_coef=0.1", "model.aux_loss_coef", "not yet built"},
@@ -161,6 +164,19 @@ TEST(DataKind, GoesByTheEnding) {
   EXPECT_EQ(data_kind({"a.safetensors"}, "k"), DataKind::kBatches);
   EXPECT_EQ(data_kind({"folder"}, "k"), DataKind::kText);
   EXPECT_EQ(data_kind({"a.txt", "b"}, "k"), DataKind::kText);
+}
+
+TEST(ResolvedForRun, HoldsPathsAbsoluteSoThatItMeansTheSameElsewhere) {
+  Config config = small_config("");
+  config.data.path = {"a.txt", "/b.txt"};
+  config.validation.path = {"../held_out.txt"};
+  const Config resolved = resolved_for_run(config, "/runs/one");
+  const auto here = std::filesystem::current_path();
+  EXPECT_EQ(resolved.data.path, (std::vector<std::string>{here / "a.txt", "/b.txt"}));
+  EXPECT_EQ(resolved.validation.path[0], here.parent_path() / "held_out.txt");
+  EXPECT_EQ(resolved.model.path.empty(), config.model.path.empty());
+  const std::string model = resolved.model.path + resolved.model.config;
+  EXPECT_EQ(model, here / (config.model.path + config.model.config));
 }
 
 TEST(ResolvedForRun, HoldsFoldersAbsolute) {

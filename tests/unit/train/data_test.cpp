@@ -102,6 +102,32 @@ TEST(TokenBatches, MaskedTokensAreNoTargets) {
               HasSubstr("no kept label"));
 }
 
+// Only the first token of a row is kept: no position predicts it.
+TEST(TokenBatches, AMaskThatKeepsNoTargetOfAnyRowIsRefused) {
+  const testing::TemporaryFolder folder;
+  BatchRequest request = request_for(write_counting_tokens(folder, 11));
+  folder.write("t.mask.bin", std::string{1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1});
+  request.training.seq_len = 4;
+  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); }),
+              HasSubstr("no kept label"));
+}
+
+TEST(TokenBatches, AStepWithoutATargetIsRefusedBeforeTheFirstUnlessOneInAllIsEnough) {
+  const testing::TemporaryFolder folder;
+  BatchRequest request = request_for(write_counting_tokens(folder, 10));
+  folder.write("t.mask.bin", std::string{1, 1, 1, 1, 1, 0, 0, 0, 0, 0});
+  request.training.seq_len = 4;
+  request.training.global_batch_size = 1;
+  request.steps = 2;  // one epoch: a step has the one row, the next the other
+  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); }),
+              HasSubstr("no kept label in the rows of step"));
+  request.labels = LabelsNeeded::kInAnyStep;
+  open_batches(request);
+  request.labels = LabelsNeeded::kInEveryStep;
+  request.training.global_batch_size = 2;
+  open_batches(request);
+}
+
 TEST(TokenBatches, ReadsTextAsBytes) {
   const testing::TemporaryFolder folder;
   BatchRequest request = request_for(folder.write("a.txt", "abcd"));
@@ -121,6 +147,49 @@ TEST(TokenBatches, ReadsAListOfFilesAndFoldersInItsOrder) {
   request.training.seq_len = 5;
   EXPECT_EQ(values(open_batches(request)->load(1, {0, 1}).input_ids),
             (Ids{'z', 256, 'a', 256, 'b'}));
+}
+
+TEST(TokenBatches, RowsOfTextComeInTheOrderOfTheSeedOverTheBordersOfDocuments) {
+  const testing::TemporaryFolder folder;
+  std::string text;
+  for (int i = 0; i < 89; ++i) text += static_cast<char>(' ' + i);
+  folder.write("books/a.txt", text.substr(0, 30));
+  folder.write("books/b.txt", text.substr(30, 40));
+  folder.write("books/c.txt", text.substr(70, 19));  // 92 tokens with the ends: 18 rows of 5
+  BatchRequest request = request_for(folder / "books");
+  request.training.seq_len = 4;
+  request.training.global_batch_size = 18;
+  const auto epoch = [&](std::uint64_t seed, std::int64_t step) {
+    request.seed = seed;
+    return open_batches(request)->load(step, {0, 18});
+  };
+  const MicroBatch one = epoch(1, 1);
+  EXPECT_TRUE(one.input_ids.equal(epoch(1, 1).input_ids));
+  EXPECT_FALSE(one.input_ids.equal(epoch(2, 1).input_ids));
+  EXPECT_FALSE(one.input_ids.equal(epoch(1, 2).input_ids)) << "another epoch, another order";
+  // The same rows in every order: those of the documents one after the other, with their ends.
+  Ids whole;
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    if (i == 30 || i == 70) whole.push_back(256);
+    whole.push_back(text[i]);
+  }
+  whole.push_back(256);
+  std::vector<Ids> expected;
+  for (std::size_t row = 0; row < 18; ++row) {
+    expected.emplace_back(whole.begin() + static_cast<std::ptrdiff_t>(5 * row),
+                          whole.begin() + static_cast<std::ptrdiff_t>(5 * row + 5));
+  }
+  for (const MicroBatch& batch : {one, epoch(2, 1), epoch(1, 2)}) {
+    std::vector<Ids> rows;
+    for (std::int64_t row = 0; row < 18; ++row) {
+      rows.push_back(values(batch.input_ids[row]));
+      rows.back().push_back(batch.targets[row][3].item<std::int64_t>());
+    }
+    std::ranges::sort(rows);
+    std::vector<Ids> sorted = expected;
+    std::ranges::sort(sorted);
+    EXPECT_EQ(rows, sorted);
+  }
 }
 
 TEST(TokenBatches, RefusesTextForAModelWithATokenizer) {

@@ -9,11 +9,11 @@
 
 #include <cstdint>
 
-namespace tessera::nn::cpu {
+namespace tessera::base {
 
 /// body(begin, end) for parts of [0, size) that begin at multiples of `grain`, on several threads
 /// where there are more than `grain` items. `body` must not throw.
 void for_ranges(std::int64_t size, std::int64_t grain,
                 c10::function_ref<void(std::int64_t, std::int64_t)> body);
 
-}  // namespace tessera::nn::cpu
+}  // namespace tessera::base

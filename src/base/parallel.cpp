@@ -1,4 +1,4 @@
-#include "nn/cpu/parallel.h"
+#include "base/parallel.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-namespace tessera::nn::cpu {
+namespace tessera::base {
 
 void for_ranges(std::int64_t size, std::int64_t grain,
                 c10::function_ref<void(std::int64_t, std::int64_t)> body) {
@@ -38,4 +38,4 @@ void for_ranges(std::int64_t size, std::int64_t grain,
   iterator.for_each(at::TensorIteratorBase::loop2d_t(run_parts), /*grain_size=*/1);
 }
 
-}  // namespace tessera::nn::cpu
+}  // namespace tessera::base

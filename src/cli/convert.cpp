@@ -1,0 +1,64 @@
+#include <iostream>
+
+#include "base/printable.h"
+#include "cli/exit_code.h"
+#include "cli/verbs.h"
+#include "io/atomic_folder.h"
+#include "tessera/error.h"
+#include "train/hf_export.h"
+
+namespace tessera::cli {
+namespace {
+
+train::ExportOptions options_of(const ConvertArguments& arguments) {
+  train::ExportOptions options;
+  const auto dtype = parse_dtype(arguments.dtype);
+  TESSERA_CHECK(arguments.dtype == "auto" || dtype == DType::kFloat32 || dtype == DType::kBFloat16,
+                ErrorKind::kUsage, "--dtype: found ", printable(arguments.dtype),
+                ", expected auto, float32 or bfloat16");
+  options.dtype = dtype;
+  options.max_shard_bytes = parse_byte_size(arguments.max_shard_size, "--max-shard-size");
+  return options;
+}
+
+train::ModelConfig model_of(const ConvertArguments& arguments) {
+  train::Config config;
+  for (const auto& [key, value] : arguments.overrides) {
+    TESSERA_CHECK(key == "model.allow_unknown_config_keys", ErrorKind::kUsage, "--", key,
+                  ": found beside convert, expected only --model.allow_unknown_config_keys there");
+  }
+  apply(arguments.overrides, config);
+  config.model.path = arguments.source;
+  return config.model;
+}
+
+void say_what_was_not_there(const train::ModelSource& source) {
+  std::error_code ignored;
+  if (source.origin.empty() || std::filesystem::is_directory(source.origin, ignored)) return;
+  std::cerr << "tessera: convert: " << printable(source.origin.native(), 1024)
+            << ", where training began, is no longer there: no tokenizer files are copied\n";
+}
+
+}  // namespace
+
+int run_convert(const ConvertArguments& arguments) {
+  const train::ExportOptions options = options_of(arguments);
+  const train::ModelSource source = train::open_model(model_of(arguments));
+  const train::ExportPlan plan = train::plan_export(source, options);
+  say_what_was_not_there(source);
+  AtomicFolder out(arguments.out);
+  try {
+    train::write_export(source, plan, out.temporary());
+    out.commit();
+  } catch (const std::exception& error) {
+    return report(error, Phase::kStepping);
+  }
+  std::size_t tensors = 0;
+  for (const HfShard& shard : plan.shards) tensors += shard.tensors.size();
+  std::cout << arguments.out << ": " << tensors << " tensors, " << plan.size_bytes << " bytes in "
+            << plan.shards.size() << " file(s), " << plan.copies.size()
+            << " tokenizer file(s) copied\n";
+  return kDone;
+}
+
+}  // namespace tessera::cli

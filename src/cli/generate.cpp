@@ -1,0 +1,148 @@
+#include "train/generate.h"
+
+#include <algorithm>
+#include <charconv>
+#include <iostream>
+
+#include "base/byte_text.h"
+#include "base/mapped_file.h"
+#include "base/printable.h"
+#include "cli/exit_code.h"
+#include "cli/verbs.h"
+#include "io/folder_file.h"
+#include "io/text_corpus.h"
+#include "models/generation_config.h"
+#include "tessera/error.h"
+#include "train/config_resolve.h"
+#include "train/parallelize.h"
+#include "train/whole_model.h"
+
+namespace tessera::cli {
+namespace {
+
+using Ids = std::vector<std::int64_t>;
+
+/// Dtypes as the folder has them, unless the command line says otherwise.
+train::Config config_of(const GenerateArguments& arguments) {
+  train::Config config;
+  config.model.path = arguments.model;
+  config.precision.param_dtype = {};
+  config.precision.storage_dtype = {};
+  for (const auto& [key, value] : arguments.overrides) {
+    TESSERA_CHECK(key.starts_with("precision.") || key == "model.allow_unknown_config_keys",
+                  ErrorKind::kUsage, "--", key,
+                  ": found beside generate, expected only --precision.KEY and "
+                  "--model.allow_unknown_config_keys there");
+  }
+  apply(arguments.overrides, config);
+  train::validate(config, train::Verb::kContract);
+  return config;
+}
+
+Ids parse_ids(const std::string& text) {
+  Ids ids;
+  const char* at = text.data();
+  const char* const end = at + text.size();
+  while (true) {
+    while (at != end && *at == ' ') ++at;
+    std::int64_t id = 0;
+    const auto [rest, failed] = std::from_chars(at, end, id);
+    TESSERA_CHECK(failed == std::errc{}, ErrorKind::kUsage, "--prompt-tokens: found ",
+                  printable(text), ", expected token ids with commas between, as 1,2,3");
+    ids.push_back(id);
+    at = rest;
+    while (at != end && *at == ' ') ++at;
+    if (at == end) return ids;
+    TESSERA_CHECK(*at == ',', ErrorKind::kUsage, "--prompt-tokens: found ", printable(text),
+                  ", expected token ids with commas between, as 1,2,3");
+    ++at;
+  }
+}
+
+/// The bytes of the text; without any, the end of the document before.
+Ids ids_of(const std::string& text, const models::ModelSpec& spec) {
+  TESSERA_CHECK(spec.tessera_tokenizer == "bytes", ErrorKind::kUsage,
+                "--prompt: found text for a model with a tokenizer of its own, expected "
+                "--prompt-tokens 1,2,3; tools/tokenize.py --encode TEXT makes ids of text");
+  if (text.empty()) return {TextCorpus::kEndOfDocument};
+  Ids ids;
+  for (const char c : text) ids.push_back(static_cast<unsigned char>(c));
+  return ids;
+}
+
+/// New tokens as they come: text, or ids that --prompt-tokens takes.
+class Printer {
+ public:
+  enum class As : std::uint8_t { kText, kIds };
+  explicit Printer(As as) : as_(as) {}
+
+  void print(std::int64_t token) {
+    if (as_ == As::kIds) {
+      std::cout << (any_ ? "," : "") << token;
+    } else if (token < TextCorpus::kEndOfDocument) {
+      std::cout << text_.add(static_cast<unsigned char>(token));
+    }
+    any_ = true;
+    std::cout.flush();
+  }
+  void finish() {
+    std::cout << text_.finish() << '\n' << std::flush;
+    TESSERA_CHECK(std::cout.good(), ErrorKind::kIo, "generate: standard output is closed");
+  }
+
+ private:
+  As as_;
+  ByteText text_;
+  bool any_ = false;
+};
+
+/// What ends a text: of a published model as its generation_config.json says, as transformers does.
+Ids end_tokens(const train::ModelSource& source) {
+  Ids ids;
+  if (!source.origin.empty()) {
+    constexpr std::int64_t kMostBytes = 1 << 20;
+    if (const auto file = optional_file_inside(source.origin, "generation_config.json")) {
+      ids = models::generation_end_tokens(read_text_file(*file, kMostBytes), file->native());
+    }
+  }
+  if (ids.empty()) ids = source.spec.eos_token_ids;
+  if (source.spec.tessera_tokenizer == "bytes") ids.push_back(TextCorpus::kEndOfDocument);
+  return ids;
+}
+
+train::GenerateOptions options_of(const GenerateArguments& arguments,
+                                  const train::ModelSource& source) {
+  train::GenerateOptions options;
+  options.max_new_tokens = arguments.max_new_tokens;
+  options.sampling = {arguments.temperature, arguments.top_k, arguments.seed};
+  options.end_tokens = end_tokens(source);
+  if (source.spec.tessera_tokenizer == "bytes") {
+    // What lies above stands for nothing and was never trained.
+    options.ids_below = std::min(TextCorpus::kVocabSize, source.spec.vocab_size);
+  }
+  return options;
+}
+
+}  // namespace
+
+int run_generate(const GenerateArguments& arguments) {
+  const train::Config config = config_of(arguments);
+  const train::ModelSource source = train::open_model(config.model);
+  const Ids prompt = arguments.prompt ? ids_of(*arguments.prompt, source.spec)
+                                      : parse_ids(*arguments.prompt_tokens);
+  train::check_prompt(source.spec, prompt);
+  const train::GenerateOptions options = options_of(arguments, source);
+  const auto model =
+      train::load_whole_model(source, train::resolve_model(source, config, train::ParallelDims{}));
+  Printer printer(arguments.prompt ? Printer::As::kText : Printer::As::kIds);
+  const train::EndedBy end =
+      train::generate(*model, prompt, options, [&](std::int64_t token) { printer.print(token); });
+  printer.finish();
+  if (end == train::EndedBy::kPositions) {
+    std::cerr << "tessera: generate: ended at the model's max_position_embeddings, "
+              << source.spec.max_position_embeddings << '\n';
+  }
+  return kDone;
+}
+
+}  // namespace tessera::cli

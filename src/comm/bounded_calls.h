@@ -1,0 +1,49 @@
+// BoundedCalls: runs calls that may never return, and stops waiting for them.
+//
+// c10d's store waits without a limit for an answer, and Gloo for the store: where the process that
+// serves it is stopped, only another thread can tell. Next: store.h.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <future>
+#include <memory>
+#include <optional>
+#include <type_traits>
+#include <utility>
+
+namespace tessera::comm {
+
+/// One thread that takes calls in turn. Threads: any.
+class BoundedCalls {
+ public:
+  BoundedCalls();
+  /// A call that has not returned is left to itself, with all that it holds.
+  ~BoundedCalls();
+  BoundedCalls(const BoundedCalls&) = delete;
+  BoundedCalls& operator=(const BoundedCalls&) = delete;
+
+  /// What `call` returns or throws; none if it takes longer than `limit`, or an earlier one hangs.
+  /// `call` must own what it uses: it may outlive the caller.
+  template <class Call, class Result = std::invoke_result_t<Call>>
+  std::optional<Result> run(Call call, std::chrono::milliseconds limit) {
+    auto task = std::make_shared<std::packaged_task<Result()>>(std::move(call));
+    std::future<Result> answer = task->get_future();
+    if (!post([task] { (*task)(); })) return std::nullopt;
+    if (answer.wait_for(limit) != std::future_status::ready) {
+      give_up();
+      return std::nullopt;
+    }
+    return answer.get();
+  }
+
+ private:
+  struct State;
+
+  bool post(std::function<void()> job);
+  void give_up();
+
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace tessera::comm

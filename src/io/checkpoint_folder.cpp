@@ -1,0 +1,195 @@
+#include "io/checkpoint_folder.h"
+
+#include <algorithm>
+#include <cstring>
+#include <system_error>
+
+#include "base/mapped_file.h"
+#include "base/printable.h"
+#include "io/checkpoint_store.h"
+#include "io/safetensors.h"
+#include "tessera/error.h"
+
+namespace tessera {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kConfigFile = "config.json";
+constexpr std::int64_t kMaxConfigBytes = 4 << 20;
+// What is read at a time: enough for one call to cost nothing, little enough to stay in the cache.
+constexpr std::size_t kChunkBytes = std::size_t{1} << 20;
+
+std::string shown(const fs::path& path) { return printable(path.native(), 1024); }
+
+void check_size(const fs::path& path, std::int64_t found, std::int64_t expected) {
+  TESSERA_CHECK(found == expected, ErrorKind::kFormat, shown(path), ": found ", found,
+                " bytes, expected ", expected,
+                " as the manifest says; the file was cut off or altered, take another checkpoint");
+}
+
+void check_hash(const fs::path& path, const Hash128& found, const Hash128& expected) {
+  TESSERA_CHECK(found == expected, ErrorKind::kFormat, shown(path), ": found XXH3-128 ",
+                to_string(found), ", expected ", to_string(expected),
+                " as the manifest says; the file was altered, take another checkpoint");
+}
+
+/// Opened for this call only: a checkpoint of many ranks has more files than a process may open.
+InputFile open_listed(const fs::path& path, const CheckpointFile& listed) {
+  InputFile file(path);
+  check_size(path, file.size_bytes(), listed.bytes);
+  return file;
+}
+
+/// Copies the elements [first, last) of a piece's box to their positions in `out`, which begins at
+/// position `begin` of the tensor.
+struct PieceRead {
+  const InputFile& file;
+  const CheckpointPiece& piece;
+  std::span<const std::int64_t> shape;
+  std::int64_t data_offset;  // of the piece's first element in the file
+  std::int64_t element_bytes;
+  std::int64_t begin;
+  std::span<std::byte> out;
+
+  std::int64_t position(std::int64_t index) const {
+    return position_in_tensor(piece.box, shape, index);
+  }
+  std::span<std::byte> place(std::int64_t index, std::int64_t count) const {
+    return out.subspan(static_cast<std::size_t>((position(index) - begin) * element_bytes),
+                       static_cast<std::size_t>(count * element_bytes));
+  }
+  void fetch(std::int64_t index, std::span<std::byte> into) const {
+    file.read_range(data_offset + (index - piece.begin) * element_bytes, into);
+  }
+
+  void copy(std::int64_t first, std::int64_t last) const {
+    if (position(last - 1) - position(first) == last - 1 - first) {  // one row
+      fetch(first, place(first, last - first));
+      return;
+    }
+    const std::int64_t row = row_length(piece.box, shape);
+    std::vector<std::byte> chunk(kChunkBytes);
+    const auto most = static_cast<std::int64_t>(kChunkBytes) / element_bytes;
+    for (std::int64_t at = first; at < last;) {
+      const std::int64_t count = std::min(most, last - at);
+      const auto bytes = std::span(chunk).first(static_cast<std::size_t>(count * element_bytes));
+      fetch(at, bytes);
+      for (std::int64_t done = 0; done < count;) {
+        const std::int64_t in_row = std::min(row - (at + done) % row, count - done);
+        const auto to = place(at + done, in_row);
+        std::memcpy(to.data(), bytes.data() + done * element_bytes, to.size());
+        done += in_row;
+      }
+      at += count;
+    }
+  }
+};
+
+}  // namespace
+
+bool CheckpointFolder::is_one(const fs::path& path) {
+  std::error_code ignored;
+  return fs::exists(path / kManifestFile, ignored) || fs::exists(path / kLatestFile, ignored);
+}
+
+CheckpointFolder CheckpointFolder::open(const fs::path& path) {
+  CheckpointFolder checkpoint;
+  std::error_code ignored;
+  checkpoint.path_ = path;
+  if (!fs::exists(path / kManifestFile, ignored) && fs::exists(path / kLatestFile, ignored)) {
+    checkpoint.path_ = path / step_folder(*CheckpointStore(path).latest());
+  }
+  const fs::path manifest = checkpoint.path_ / kManifestFile;
+  const std::string text = read_text_file(manifest, kMaxManifestBytes);
+  check_manifest_hash(text, shown(manifest));
+  checkpoint.manifest_hash_ = Hash128Stream().add(text).digest();
+  checkpoint.manifest_ = parse_checkpoint_manifest(text, shown(manifest));
+
+  for (const auto& [name, file] : checkpoint.manifest_.files) {
+    open_listed(checkpoint.path_ / name, file);
+  }
+  const auto config = checkpoint.manifest_.files.find(kConfigFile);
+  TESSERA_CHECK(config != checkpoint.manifest_.files.end(), ErrorKind::kFormat, shown(manifest),
+                ": found no ", kConfigFile, " among the files, expected one");
+  const fs::path config_path = checkpoint.path_ / kConfigFile;
+  checkpoint.config_text_ = read_text_file(config_path, kMaxConfigBytes);
+  check_hash(config_path, Hash128Stream().add(checkpoint.config_text_).digest(),
+             config->second.xxh3_128);
+  return checkpoint;
+}
+
+const CheckpointTensor* CheckpointFolder::find(std::string_view name) const {
+  const auto found = manifest_.tensors.find(name);
+  return found == manifest_.tensors.end() ? nullptr : &found->second;
+}
+
+std::vector<std::string> CheckpointFolder::data_files() const {
+  std::vector<std::string> names;
+  for (const auto& [name, file] : manifest_.files) {
+    if (name != kConfigFile) names.push_back(name);
+  }
+  return names;
+}
+
+void CheckpointFolder::verify(const std::string& name) const {
+  const auto listed = manifest_.files.find(name);
+  TESSERA_CHECK(listed != manifest_.files.end(), ErrorKind::kUsage, shown(path_),
+                ": found no file ", printable(name), " in the manifest");
+  const InputFile file = open_listed(path_ / name, listed->second);
+  std::vector<std::byte> chunk(kChunkBytes);
+  Hash128Stream hash;
+  for (std::int64_t at = 0; at < file.size_bytes();) {
+    const auto count =
+        std::min<std::int64_t>(static_cast<std::int64_t>(kChunkBytes), file.size_bytes() - at);
+    const auto bytes = std::span(chunk).first(static_cast<std::size_t>(count));
+    file.read_range(at, bytes);
+    hash.add(bytes);
+    at += count;
+  }
+  check_hash(file.path(), hash.digest(), listed->second.xxh3_128);
+}
+
+void CheckpointFolder::verify_all() const {
+  for (const std::string& name : data_files()) verify(name);
+}
+
+const TensorInfo& CheckpointFolder::where_in_file(const CheckpointPiece& piece, DType dtype) const {
+  auto header = headers_.find(piece.file);
+  if (header == headers_.end()) {
+    header = headers_.emplace(piece.file, SafetensorsFile(path_ / piece.file).header()).first;
+  }
+  const TensorInfo* const info = header->second.find(piece.key);
+  TESSERA_CHECK(info != nullptr && info->dtype == dtype && info->numel() == piece.end - piece.begin,
+                ErrorKind::kFormat, shown(path_ / piece.file), ": found ",
+                info == nullptr ? std::string("nothing")
+                                : concat(to_string(info->dtype), " ", shape_text(info->shape)),
+                " under ", printable(piece.key), ", expected ", piece.end - piece.begin,
+                " elements of ", to_string(dtype), " as the manifest says");
+  return *info;
+}
+
+void CheckpointFolder::read(std::string_view name, std::int64_t begin, std::int64_t end,
+                            std::span<std::byte> out) const {
+  const CheckpointTensor* const tensor = find(name);
+  TESSERA_CHECK(tensor != nullptr, ErrorKind::kFormat, shown(path_), ": found no tensor ",
+                printable(name), " among its ", manifest_.tensors.size());
+  const std::int64_t element_bytes = size_of(tensor->dtype);
+  TESSERA_CHECK(0 <= begin && begin <= end && end <= tensor->numel() &&
+                    static_cast<std::int64_t>(out.size()) == (end - begin) * element_bytes,
+                ErrorKind::kUsage, shown(path_), ": elements ", begin, " to ", end, " of ",
+                printable(name), " ", shape_text(tensor->shape), ", asked for ", out.size(),
+                " bytes");
+  for (const CheckpointPiece& piece : tensor->pieces) {
+    const std::int64_t first =
+        std::max(piece.begin, elements_before(piece.box, tensor->shape, begin));
+    const std::int64_t last = std::min(piece.end, elements_before(piece.box, tensor->shape, end));
+    if (first >= last) continue;
+    const TensorInfo& info = where_in_file(piece, tensor->dtype);
+    const InputFile file =
+        open_listed(path_ / piece.file, manifest_.files.find(piece.file)->second);
+    PieceRead{file, piece, tensor->shape, info.begin, element_bytes, begin, out}.copy(first, last);
+  }
+}
+
+}  // namespace tessera

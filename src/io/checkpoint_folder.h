@@ -1,0 +1,71 @@
+// A checkpoint on disk, read by whoever wants any part of it: the trainer on any number of ranks,
+// generate, convert, inspect.
+//
+// Opening reads the manifest and looks at every file's size, not at weights. Ranges of a tensor's
+// flattened elements are read out of whatever pieces hold them; nothing is ever held whole. What
+// open() did not check, verify() does: it reads a file through once. Writing: train/checkpoint.h;
+// which folders are complete: checkpoint_store.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "io/checkpoint_manifest.h"
+#include "io/safetensors_header.h"
+
+namespace tessera {
+
+class CheckpointFolder {
+ public:
+  /// Whether `path` is meant as a checkpoint: holds manifest.json, or `latest` beside step-N.
+  static bool is_one(const std::filesystem::path& path);
+
+  /// `path` is step-N, or the folder above it (its `latest` is taken).
+  /// Errors: kIo for what is missing or cannot be read; kFormat naming the file for a manifest that
+  /// is malformed or was altered, a config.json that was altered, a file of another size.
+  static CheckpointFolder open(const std::filesystem::path& path);
+
+  const std::filesystem::path& path() const { return path_; }  ///< of step-N
+  const CheckpointManifest& manifest() const { return manifest_; }
+  /// The manifest's own hash: equal where ranks see the same checkpoint.
+  const Hash128& manifest_hash() const { return manifest_hash_; }
+  const std::string& config_text() const { return config_text_; }  ///< config.json, verified
+
+  /// "model/<name>" and "optim/<state>/<name>", each with dtype and global shape.
+  const std::map<std::string, CheckpointTensor, std::less<>>& tensors() const {
+    return manifest_.tensors;
+  }
+  const CheckpointTensor* find(std::string_view name) const;  ///< nullptr where there is none
+
+  /// Names of all files but manifest.json and config.json, in order: the work that ranks divide.
+  std::vector<std::string> data_files() const;
+  /// Compares a file's content with the manifest's hash. Reads all of it. Errors: kFormat naming
+  /// the file; kIo.
+  void verify(const std::string& file) const;
+  void verify_all() const;
+
+  /// Copies the elements [begin, end) of the flattened tensor; `out` has exactly their bytes, in
+  /// the tensor's dtype. Errors: kFormat for an unknown name or where a file does not hold what the
+  /// manifest says; kUsage outside the tensor; kIo. Threads: one at a time.
+  void read(std::string_view name, std::int64_t begin, std::int64_t end,
+            std::span<std::byte> out) const;
+
+ private:
+  const TensorInfo& where_in_file(const CheckpointPiece& piece, DType dtype) const;
+
+  std::filesystem::path path_;
+  CheckpointManifest manifest_;
+  Hash128 manifest_hash_;
+  std::string config_text_;
+  /// Headers of the files that were read from.
+  mutable std::map<std::string, SafetensorsHeader, std::less<>> headers_;
+};
+
+}  // namespace tessera

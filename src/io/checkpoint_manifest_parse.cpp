@@ -1,0 +1,154 @@
+// manifest.json as text from anywhere: every value is looked at before it is used.
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <type_traits>
+
+#include "base/json_reader.h"
+#include "base/printable.h"
+#include "io/checkpoint_manifest.h"
+#include "tessera/error.h"
+
+namespace tessera {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr int kMaxDepth = 8;
+
+/// A value and its place in the text ("FILE: tensors: 'NAME': pieces"), which is spelled out for
+/// messages only.
+class Value {
+ public:
+  Value(const Json& json, std::string_view name, const Value* parent = nullptr)
+      : json_(json), name_(name), parent_(parent) {}
+
+  Value member(const char* key) const {
+    require(json_.is_object(), "an object");
+    const auto found = json_.find(key);
+    TESSERA_CHECK(found != json_.end(), ErrorKind::kFormat, where(), ": found no \"", key,
+                  "\", expected one");
+    return {*found, key, this};
+  }
+  std::optional<Value> find(const char* key) const {
+    return json_.contains(key) ? std::optional(member(key)) : std::nullopt;
+  }
+
+  std::int64_t integer() const {
+    constexpr auto kLargest = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
+    const bool fits = json_.is_number_integer() &&
+                      (!json_.is_number_unsigned() || json_.get<std::uint64_t>() <= kLargest);
+    require(fits, "an integer below 2^63");
+    return json_.get<std::int64_t>();
+  }
+  const std::string& text() const {
+    require(json_.is_string(), "a string");
+    return json_.get_ref<const std::string&>();
+  }
+  Hash128 hash() const {
+    const auto hash = parse_hash128(text());
+    require(hash.has_value(), "32 hexadecimal digits");
+    return *hash;
+  }
+  DType dtype() const {
+    const auto dtype = parse_dtype(text());
+    require(dtype.has_value(), "the name of a dtype");
+    return *dtype;
+  }
+  template <class Read>
+  auto list(const Read& read) const {
+    require(json_.is_array(), "a list");
+    std::vector<std::decay_t<decltype(read(*this))>> items;
+    for (const Json& item : json_) items.push_back(read(Value(item, "an item", this)));
+    return items;
+  }
+  std::vector<std::int64_t> integers() const {
+    return list([](const Value& item) { return item.integer(); });
+  }
+  template <class Read>
+  auto by_name(const Read& read) const {
+    require(json_.is_object(), "an object");
+    std::map<std::string, decltype(read(*this)), std::less<>> items;
+    for (const auto& [name, item] : json_.items()) {
+      items.emplace(name, read(Value(item, name, this)));
+    }
+    return items;
+  }
+
+ private:
+  std::string where() const {
+    return parent_ == nullptr ? std::string(name_)
+                              : concat(parent_->where(), ": ", printable(name_));
+  }
+  std::string shown() const {
+    if (json_.is_structured()) return json_.is_array() ? "a list" : "an object";
+    return printable(json_.dump(-1, ' ', false, Json::error_handler_t::replace), 60);
+  }
+  void require(bool condition, const char* expected) const {
+    TESSERA_CHECK(condition, ErrorKind::kFormat, where(), ": found ", shown(), ", expected ",
+                  expected);
+  }
+
+  const Json& json_;
+  std::string_view name_;
+  const Value* parent_;
+};
+
+CheckpointData read_data(const Value& value) {
+  CheckpointData data;
+  data.path = value.member("path").list([](const Value& item) { return item.text(); });
+  data.bytes = value.member("bytes").integer();
+  data.xxh3_128 = value.member("xxh3_128").hash();
+  data.seq_len = value.member("seq_len").integer();
+  data.global_batch_size = value.member("global_batch_size").integer();
+  return data;
+}
+
+CheckpointFile read_file(const Value& value) {
+  return {value.member("bytes").integer(), value.member("xxh3_128").hash()};
+}
+
+CheckpointPiece read_piece(const Value& value) {
+  const Value box = value.member("box");
+  return {value.member("file").text(),
+          value.member("key").text(),
+          {box.member("offset").integers(), box.member("size").integers()},
+          value.member("begin").integer(),
+          value.member("end").integer()};
+}
+
+CheckpointTensor read_tensor(const Value& value) {
+  CheckpointTensor tensor;
+  tensor.dtype = value.member("dtype").dtype();
+  tensor.shape = value.member("shape").integers();
+  if (const auto source = value.find("source_dtype")) tensor.source_dtype = source->dtype();
+  tensor.pieces = value.member("pieces").list(read_piece);
+  return tensor;
+}
+
+}  // namespace
+
+CheckpointManifest parse_manifest_part(std::string_view text, std::string_view where) {
+  const Json json = parse_json_object(text, where, kMaxDepth);
+  const Value root(json, where);
+  CheckpointManifest manifest;
+  manifest.format = root.member("format").integer();
+  // Another format may have other keys: its number is what the message is to be about.
+  if (manifest.format != CheckpointManifest::kFormat) validate(manifest, where);
+  manifest.step = root.member("step").integer();
+  manifest.world_size = root.member("world_size").integer();
+  manifest.config_hash = root.member("config_hash").hash();
+  manifest.model_path = root.member("model_path").text();
+  manifest.seed = root.member("seed").integer();
+  manifest.data = read_data(root.member("data"));
+  manifest.files = root.member("files").by_name(read_file);
+  manifest.tensors = root.member("tensors").by_name(read_tensor);
+  return manifest;
+}
+
+CheckpointManifest parse_checkpoint_manifest(std::string_view text, std::string_view where) {
+  CheckpointManifest manifest = parse_manifest_part(text, where);
+  validate(manifest, where);
+  return manifest;
+}
+
+}  // namespace tessera

@@ -1,0 +1,156 @@
+#include "io/checkpoint_store.h"
+
+#include <algorithm>
+#include <charconv>
+#include <system_error>
+
+#include "base/mapped_file.h"
+#include "base/printable.h"
+#include "io/atomic_file.h"
+#include "tessera/error.h"
+
+namespace tessera {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kStepPrefix = "step-";
+constexpr std::string_view kTemporary = ".tmp";
+constexpr std::int64_t kMaxLatestBytes = 64;
+
+std::string shown(const fs::path& path) { return printable(path.native(), 1024); }
+
+void check_done(const std::error_code& error, std::string_view what, const fs::path& path) {
+  TESSERA_CHECK(!error, ErrorKind::kIo, "cannot ", what, " ", shown(path), ": ", error.message(),
+                " (errno ", error.value(), ")");
+}
+
+std::vector<fs::path> entries(const fs::path& folder) {
+  std::vector<fs::path> paths;
+  std::error_code error;
+  fs::directory_iterator entry(folder, error);
+  for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
+    paths.push_back(entry->path());
+  }
+  if (error != std::errc::no_such_file_or_directory) check_done(error, "list", folder);
+  return paths;
+}
+
+/// Only names of our own: the folder may be one that holds other things too.
+bool is_unfinished(std::string_view name) {
+  return name.ends_with(kTemporary) &&
+         (name.starts_with(kStepPrefix) || name.starts_with(concat(kLatestFile, ".")));
+}
+
+void rename_folder(const fs::path& from, const fs::path& to) {
+  std::error_code error;
+  fs::rename(from, to, error);
+  check_done(error, "rename to", to);
+}
+
+/// In two moves: a crash in between leaves no complete folder with files missing.
+void remove_complete(const fs::path& folder) {
+  fs::path aside = folder;
+  aside += concat(".old", kTemporary);
+  rename_folder(folder, aside);
+  std::error_code error;
+  fs::remove_all(aside, error);
+  check_done(error, "remove", aside);
+}
+
+}  // namespace
+
+std::string step_folder(std::int64_t step) { return concat(kStepPrefix, step); }
+
+std::optional<std::int64_t> parse_step_folder(std::string_view name) {
+  if (!name.starts_with(kStepPrefix)) return std::nullopt;
+  const std::string_view digits = name.substr(kStepPrefix.size());
+  std::int64_t step = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), step);
+  const bool whole = error == std::errc() && end == digits.data() + digits.size();
+  // "step-007" and "step--1" are not names that we give.
+  return whole && step >= 0 && step_folder(step) == name ? std::optional(step) : std::nullopt;
+}
+
+fs::path CheckpointStore::complete(std::int64_t step) const { return folder_ / step_folder(step); }
+
+fs::path CheckpointStore::temporary(std::int64_t step) const {
+  return folder_ / concat(step_folder(step), kTemporary);
+}
+
+std::vector<std::int64_t> CheckpointStore::steps() const {
+  std::vector<std::int64_t> found;
+  for (const fs::path& path : entries(folder_)) {
+    std::error_code ignored;
+    const auto step = parse_step_folder(path.filename().native());
+    if (step && fs::is_directory(path, ignored)) found.push_back(*step);
+  }
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+std::optional<std::int64_t> CheckpointStore::latest() const {
+  const fs::path file = folder_ / kLatestFile;
+  std::error_code ignored;
+  if (!fs::exists(fs::symlink_status(file, ignored))) {
+    const auto found = steps();
+    return found.empty() ? std::nullopt : std::optional(found.back());
+  }
+  std::string text = read_text_file(file, kMaxLatestBytes);
+  while (text.ends_with('\n')) text.pop_back();
+  const auto step = parse_step_folder(text);
+  TESSERA_CHECK(step, ErrorKind::kFormat, shown(file), ": found ", printable(text),
+                ", expected step-N; write the name of a complete checkpoint into it");
+  TESSERA_CHECK(fs::is_directory(complete(*step), ignored), ErrorKind::kFormat, shown(file),
+                ": found ", text,
+                ", which is not there; write the name of a complete checkpoint "
+                "into it, or set checkpoint.load_step");
+  return step;
+}
+
+void CheckpointStore::clean() const {
+  std::error_code error;
+  fs::create_directories(folder_, error);
+  check_done(error, "make the folder", folder_);
+  for (const fs::path& path : entries(folder_)) {
+    if (!is_unfinished(path.filename().native())) continue;
+    fs::remove_all(path, error);
+    check_done(error, "remove the unfinished", path);
+  }
+}
+
+void CheckpointStore::begin(std::int64_t step) const {
+  std::error_code error;
+  fs::create_directories(temporary(step), error);
+  check_done(error, "make the folder", temporary(step));
+}
+
+void CheckpointStore::discard(std::int64_t step) const noexcept {
+  std::error_code ignored;
+  fs::remove_all(temporary(step), ignored);
+}
+
+void CheckpointStore::finish(std::int64_t step) const {
+  sync_folder(temporary(step));
+  std::error_code ignored;
+  if (fs::exists(complete(step), ignored)) remove_complete(complete(step));
+  rename_folder(temporary(step), complete(step));
+  sync_folder(folder_);
+}
+
+void CheckpointStore::set_latest(std::int64_t step) const {
+  AtomicFile file(folder_ / kLatestFile);
+  const std::string text = step_folder(step) + "\n";
+  file.write(0, std::as_bytes(std::span(text)));
+  file.commit();
+}
+
+void CheckpointStore::keep(std::int64_t count, std::int64_t step) const {
+  if (count <= 0) return;
+  auto found = steps();
+  std::erase_if(found, [step](std::int64_t one) { return one > step; });
+  const auto kept = static_cast<std::size_t>(count);
+  for (std::size_t i = 0; i + kept < found.size(); ++i) remove_complete(complete(found[i]));
+}
+
+}  // namespace tessera

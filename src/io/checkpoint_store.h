@@ -1,0 +1,58 @@
+// The folder of a run's checkpoints: which are complete, which one is the latest, how one becomes
+// complete and how old ones go.
+//
+// A checkpoint is complete when its folder has its final name, step-N; until then it is step-N.tmp.
+// A crash at any moment leaves complete checkpoints, perhaps a folder that ends in .tmp, and a
+// `latest` that names a complete one. Knows folders, not tensors: those are checkpoint_folder.h.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace tessera {
+
+inline constexpr std::string_view kLatestFile = "latest";
+
+/// "step-12".
+std::string step_folder(std::int64_t step);
+/// The inverse; none for anything else.
+std::optional<std::int64_t> parse_step_folder(std::string_view name);
+
+class CheckpointStore {
+ public:
+  explicit CheckpointStore(std::filesystem::path folder) : folder_(std::move(folder)) {}
+
+  const std::filesystem::path& folder() const { return folder_; }
+  std::filesystem::path complete(std::int64_t step) const;   ///< FOLDER/step-N
+  std::filesystem::path temporary(std::int64_t step) const;  ///< FOLDER/step-N.tmp
+
+  /// The complete ones, ascending; none where there is no folder yet. Errors: kIo.
+  std::vector<std::int64_t> steps() const;
+  /// What the file `latest` names; the newest complete one where there is no such file (a crash
+  /// before the first was written). Errors: kFormat for a text that is not step-N, and where that
+  /// is not there; kIo.
+  std::optional<std::int64_t> latest() const;
+
+  /// Makes the folder and removes what a crash left unfinished. Errors: kIo.
+  void clean() const;
+  /// Makes step-N.tmp, or takes the one that is there. Errors: kIo.
+  void begin(std::int64_t step) const;
+  /// Removes step-N.tmp; never throws: it is for cleaning up after an error.
+  void discard(std::int64_t step) const noexcept;
+  /// Gives step-N.tmp its final name, durably; one of this name that another attempt left is
+  /// replaced. Errors: kIo.
+  void finish(std::int64_t step) const;
+  void set_latest(std::int64_t step) const;  ///< Errors: kIo.
+  /// Removes complete checkpoints older than the newest `count` up to `step` (0: none). Later ones
+  /// are not touched: another attempt's, or the user's. Errors: kIo.
+  void keep(std::int64_t count, std::int64_t step) const;
+
+ private:
+  std::filesystem::path folder_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,21 @@
+#include "io/checkpoint_tensors.h"
+
+#include <string>
+#include <utility>
+
+namespace tessera {
+
+CheckpointTensors::CheckpointTensors(CheckpointFolder folder) : folder_(std::move(folder)) {
+  for (const auto& [name, tensor] : folder_.tensors()) {
+    if (!name.starts_with(kModelPrefix)) continue;
+    tensors_[name.substr(kModelPrefix.size())] = {tensor.dtype, tensor.shape,
+                                                  tensor.source_dtype.value_or(tensor.dtype)};
+  }
+}
+
+void CheckpointTensors::read(std::string_view name, std::int64_t begin, std::int64_t end,
+                             std::span<std::byte> out) const {
+  folder_.read(std::string(kModelPrefix).append(name), begin, end, out);
+}
+
+}  // namespace tessera

@@ -1,0 +1,37 @@
+// A part of a tensor with edges along its dims, and where its elements stand in the whole.
+//
+// Flattened means row-major, for the box as for the tensor. A box inside its tensor has positions
+// that grow with the index, so any range of the tensor is one range of the box. Pure arithmetic on
+// values that were checked (checkpoint_manifest.h).
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace tessera {
+
+/// Shapes: both [dims of the tensor].
+struct TensorBox {
+  std::vector<std::int64_t> offset;
+  std::vector<std::int64_t> size;
+
+  static TensorBox whole(std::span<const std::int64_t> shape);
+  std::int64_t numel() const;
+  bool operator==(const TensorBox&) const = default;
+};
+
+/// Whether they have an element in common (of the same tensor, no empty one).
+bool overlap(const TensorBox& a, const TensorBox& b);
+
+/// How many elements of `box` come before element `position` of the tensor.
+std::int64_t elements_before(const TensorBox& box, std::span<const std::int64_t> shape,
+                             std::int64_t position);
+/// Where element `index` of the box stands in the tensor.
+std::int64_t position_in_tensor(const TensorBox& box, std::span<const std::int64_t> shape,
+                                std::int64_t index);
+/// Elements that follow one another in the box and in the tensor alike: the box is rows of this
+/// length.
+std::int64_t row_length(const TensorBox& box, std::span<const std::int64_t> shape);
+
+}  // namespace tessera

@@ -1,0 +1,63 @@
+// A model's tensors wherever they lie: a Hugging Face folder, a checkpoint of a run.
+//
+// Names are Hugging Face's, bytes are copied out in ranges, so that whoever reads a model needs not
+// know its files and never holds it whole. Implementations: hf_tensors.h, checkpoint_tensors.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tessera/dtype.h"
+
+namespace tessera {
+
+struct SourceTensor {
+  DType dtype = DType::kFloat32;
+  std::vector<std::int64_t> shape;
+  /// What the tensor was published as: of a checkpoint the dtype in the folder that training began
+  /// with, where there was one.
+  DType original = DType::kFloat32;
+
+  std::int64_t numel() const;
+  bool operator==(const SourceTensor&) const = default;
+};
+
+class TensorSource {
+ public:
+  using Tensors = std::map<std::string, SourceTensor, std::less<>>;
+
+  virtual ~TensorSource() = default;
+
+  /// The folder that messages name.
+  virtual const std::filesystem::path& path() const = 0;
+  virtual const Tensors& tensors() const = 0;
+
+  /// Copies the elements [begin, end) of the flattened tensor, in its dtype; `out` has exactly
+  /// their bytes. Errors: kFormat for an unknown name, kUsage outside the tensor, kIo. Threads: one
+  /// at a time.
+  virtual void read(std::string_view name, std::int64_t begin, std::int64_t end,
+                    std::span<std::byte> out) const = 0;
+
+  const SourceTensor* find(std::string_view name) const;  ///< nullptr where there is none
+
+  /// The floating dtype of most floating elements, as they were published (the narrower of two
+  /// equals); none where no tensor is floating.
+  std::optional<DType> bulk_dtype() const;
+
+ protected:
+  TensorSource() = default;
+  TensorSource(const TensorSource&) = default;
+  TensorSource& operator=(const TensorSource&) = default;
+};
+
+/// The floating dtype that has most elements, the narrower of two equals.
+std::optional<DType> bulk_dtype(const std::map<DType, std::int64_t>& elements);
+
+}  // namespace tessera

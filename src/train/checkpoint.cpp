@@ -1,0 +1,171 @@
+#include "train/checkpoint.h"
+
+#include <algorithm>
+#include <system_error>
+
+#include "base/log.h"
+#include "base/printable.h"
+#include "comm/group.h"
+#include "io/atomic_file.h"
+#include "tessera/error.h"
+
+namespace tessera::train {
+namespace {
+
+namespace fs = std::filesystem;
+using std::chrono::milliseconds;
+
+// Small enough that a part is hashed and written while it is in the cache.
+constexpr std::size_t kChunkBytes = std::size_t{1} << 20;
+// How long a rank waits for its writer before it tells the others that it still does: far below the
+// timeout of a collective.
+constexpr milliseconds kPatience{500};
+
+constexpr char kDone = '+';
+constexpr char kFailed = '-';
+
+/// Writes a whole file and gives it its name. Returns what the manifest says of it.
+CheckpointFile write_file(const fs::path& path, std::span<const std::byte> bytes) {
+  AtomicFile file(path);
+  Hash128Stream hash;
+  for (std::size_t at = 0; at < bytes.size(); at += kChunkBytes) {
+    const auto chunk = bytes.subspan(at, std::min(kChunkBytes, bytes.size() - at));
+    hash.add(chunk);
+    file.write(static_cast<std::int64_t>(at), chunk);
+  }
+  file.commit();
+  return {static_cast<std::int64_t>(bytes.size()), hash.digest()};
+}
+
+double ms_since(std::chrono::steady_clock::time_point begin) {
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin)
+      .count();
+}
+
+std::string one_decimal(double value) {
+  std::string text = std::to_string(value);
+  return text.substr(0, text.find('.') + 2);
+}
+
+}  // namespace
+
+CheckpointSaver::CheckpointSaver(World& world, CheckpointOptions options)
+    : world_(world), options_(std::move(options)), store_(options_.folder) {}
+
+CheckpointSaver::~CheckpointSaver() = default;
+
+void CheckpointSaver::start(std::function<std::string()> work) {
+  work_ = std::async(std::launch::async, [work = std::move(work)] {
+    try {
+      return kDone + work();
+    } catch (const std::exception& error) {
+      return kFailed + std::string(error.what());
+    }
+  });
+}
+
+void CheckpointSaver::save(std::int64_t step, const ShardedBase& model,
+                           const Optimizer& optimizer) {
+  const auto asked = Clock::now();
+  finish();
+  const double waited = ms_since(asked);
+  begun_ = Clock::now();
+  const auto parts = cut(state_parts(model, optimizer, options_.source_dtype), options_.replica,
+                         options_.replicas);
+  snapshot_.take(parts, concat("rank_", world_.rank(), ".safetensors"));
+  step_ = step;
+  phase_ = Phase::kFiles;
+  if (world_.rank() == 0) {
+    const double mib = static_cast<double>(snapshot_.bytes().size()) / (1 << 20);
+    log::info("checkpoint of step ", step, ": copied ", one_decimal(mib), " MiB in ",
+              one_decimal(ms_since(begun_)), " ms, after ", one_decimal(waited),
+              " ms for the one before");
+  }
+  start([this] {
+    if (options_.before_write) options_.before_write(step_);
+    store_.begin(step_);
+    auto entries = snapshot_.entries();
+    entries.files[snapshot_.name()] =
+        write_file(store_.temporary(step_) / snapshot_.name(), snapshot_.bytes());
+    return to_json(entries);
+  });
+}
+
+bool CheckpointSaver::writing() const {
+  return work_.valid() && work_.wait_for(milliseconds(0)) != std::future_status::ready;
+}
+
+void CheckpointSaver::advance(bool anyone_writes) {
+  if (phase_ != Phase::kIdle && !anyone_writes) meet();
+}
+
+void CheckpointSaver::finish() {
+  while (phase_ != Phase::kIdle) {
+    if (work_.valid()) work_.wait_for(kPatience);
+    const auto all = comm::all_gather_bytes(world_.control(), writing() ? "writes" : "",
+                                            "checkpoint: who still writes");
+    advance(std::any_of(all.begin(), all.end(), [](const auto& one) { return !one.empty(); }));
+  }
+}
+
+void CheckpointSaver::meet() {
+  const std::string mine = work_.valid() ? work_.get() : std::string(1, kDone);
+  auto all = comm::all_gather_bytes(world_.control(), mine, "checkpoint: what was written");
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].front() != kFailed) continue;
+    phase_ = Phase::kIdle;
+    // Nobody leaves before the folder is gone: the first rank that does takes the others along.
+    if (world_.rank() == 0) store_.discard(step_);
+    comm::barrier(world_.control(), "checkpoint: cleaned up");
+    throw Error(ErrorKind::kIo,
+                concat("checkpoint of step ", step_, ": rank ", rank, ": ", all[rank].substr(1),
+                       "; earlier checkpoints are as they were"));
+  }
+  if (phase_ == Phase::kManifest) {
+    phase_ = Phase::kIdle;
+    if (world_.rank() == 0) {
+      log::info("checkpoint of step ", step_, ": complete after ", one_decimal(ms_since(begun_)),
+                " ms");
+    }
+    return;
+  }
+  phase_ = Phase::kManifest;
+  if (world_.rank() != 0) return;
+  start([this, parts = std::move(all)] {
+    write_manifest(parts);
+    return std::string();
+  });
+}
+
+void CheckpointSaver::write_manifest(const std::vector<std::string>& parts) const {
+  CheckpointManifest manifest = options_.about;
+  manifest.step = step_;
+  manifest.world_size = world_.size();
+  for (const auto& part : parts) {
+    merge(manifest, parse_manifest_part(std::string_view(part).substr(1), "a rank's part"));
+  }
+  require_files(manifest);
+  const fs::path folder = store_.temporary(step_);
+  const auto bytes_of = [](const std::string& text) { return std::as_bytes(std::span(text)); };
+  manifest.files["config.json"] =
+      write_file(folder / "config.json", bytes_of(options_.config_json));
+  validate(manifest, "the manifest to be written");
+  write_file(folder / kManifestFile, bytes_of(to_json(manifest)));
+  store_.finish(step_);
+  store_.set_latest(step_);
+  store_.keep(options_.keep_latest_k, step_);
+}
+
+void CheckpointSaver::require_files(const CheckpointManifest& manifest) const {
+  for (const auto& [name, file] : manifest.files) {
+    const fs::path path = store_.temporary(step_) / name;
+    std::error_code error;
+    const auto size = fs::file_size(path, error);
+    TESSERA_CHECK(!error && size == static_cast<std::uintmax_t>(file.bytes), ErrorKind::kIo,
+                  printable(path.native(), 1024), ": found ",
+                  error ? error.message() : concat(size, " bytes"), ", expected the ", file.bytes,
+                  " bytes that its rank wrote; do all hosts share checkpoint.folder?");
+  }
+}
+
+}  // namespace tessera::train

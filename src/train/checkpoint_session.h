@@ -1,0 +1,44 @@
+// All that the trainer knows of checkpoints: what the run goes on from, and when one is saved.
+// Without [checkpoint] enable every call does nothing. Next: resume.h, checkpoint.h.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+
+#include "train/checkpoint.h"
+#include "train/data.h"
+#include "train/parallelize.h"
+#include "train/resume.h"
+
+namespace tessera::train {
+
+class CheckpointSession {
+ public:
+  /// Opens what the run goes on from. Collective. Errors: as open_resumed(). `before_write`: see
+  /// CheckpointOptions.
+  CheckpointSession(const Config& config, const ModelSource& source, const BatchSource& data,
+                    const Mesh& mesh, std::function<void(std::int64_t)> before_write);
+
+  bool resumes() const { return resumed_.has_value(); }
+  /// Fills model and optimizer where the run goes on; returns the last step that is done (0: none).
+  /// Collective. Errors: as load_checkpoint().
+  std::int64_t load(const ShardedBase& model, Optimizer& optimizer);
+
+  /// This rank's writer has work left.
+  bool writing() const { return saver_ && saver_->writing(); }
+  /// `anyone_writes` is writing() of all ranks, `last` the end of the run. Collective. Errors: kIo
+  /// where writing failed, on all ranks alike.
+  void after_step(std::int64_t step, bool last, bool anyone_writes, const ShardedBase& model,
+                  const Optimizer& optimizer);
+  /// Waits for what is being written. Collective. Errors: the same.
+  void finish();
+
+ private:
+  std::int64_t interval_;
+  World& world_;
+  std::optional<CheckpointFolder> resumed_;
+  std::optional<CheckpointSaver> saver_;
+};
+
+}  // namespace tessera::train

@@ -1,0 +1,65 @@
+// One rank's part of a checkpoint, copied to memory of its own: the only thing that a step waits
+// for.
+//
+// The copy is the file itself, header and data, so that writing it is one pass over one buffer
+// while training goes on. The buffer is kept for the next checkpoint. Next: checkpoint.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "io/checkpoint_manifest.h"
+#include "tessera/optim.h"
+#include "tessera/shard.h"
+
+namespace tessera::train {
+
+/// Elements [begin, end) of a global tensor, as they stand on this rank.
+struct StatePart {
+  std::string name;  ///< "model/<name>", "optim/<state>/<name>"
+  std::vector<std::int64_t> shape;
+  std::optional<DType> source_dtype;
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  at::Tensor values;  ///< [end - begin]
+};
+
+/// The dtype of a parameter in the folder that training began with, where there is one.
+using SourceDType = std::function<std::optional<DType>(const std::string& parameter)>;
+
+/// Everything that a checkpoint holds of this rank's shards; the number of updates of a parameter
+/// goes with its first element. Replicas of a shard list the same.
+std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& optimizer,
+                                   const SourceDType& source_dtype);
+
+/// The `replica`-th of `replicas` equal cuts (in bytes) of a list of parts: together each element
+/// once.
+std::vector<StatePart> cut(const std::vector<StatePart>& parts, int replica, int replicas);
+
+class Snapshot {
+ public:
+  /// Copies the parts into the buffer as the file `name`.
+  void take(const std::vector<StatePart>& parts, const std::string& name);
+
+  const std::string& name() const { return name_; }
+  std::span<const std::byte> bytes() const { return {data_, size_}; }  ///< the whole file
+  /// The manifest's entries for the pieces in it.
+  const CheckpointManifest& entries() const { return entries_; }
+
+ private:
+  std::byte* grow_to(std::size_t size);
+
+  std::string name_;
+  at::Tensor buffer_;
+  std::byte* data_ = nullptr;
+  std::size_t size_ = 0;
+  CheckpointManifest entries_;
+};
+
+}  // namespace tessera::train

@@ -1,0 +1,63 @@
+#include "train/generate.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "tessera/error.h"
+
+namespace tessera::train {
+namespace {
+
+/// [1, T]
+at::Tensor row_of(const std::vector<std::int64_t>& ids) {
+  at::Tensor row = at::empty({1, static_cast<std::int64_t>(ids.size())}, at::kLong);
+  std::copy(ids.begin(), ids.end(), row.mutable_data_ptr<std::int64_t>());
+  return row;
+}
+
+}  // namespace
+
+void check_prompt(const models::ModelSpec& spec, const std::vector<std::int64_t>& prompt) {
+  TESSERA_CHECK(!prompt.empty(), ErrorKind::kUsage,
+                "prompt: found no token, expected at least one");
+  for (std::size_t i = 0; i < prompt.size(); ++i) {
+    TESSERA_CHECK(prompt[i] >= 0 && prompt[i] < spec.vocab_size, ErrorKind::kUsage,
+                  "prompt: found the token id ", prompt[i], " at position ", i, ", expected 0 to ",
+                  spec.vocab_size - 1, ", the model's vocabulary");
+  }
+  TESSERA_CHECK(std::cmp_less_equal(prompt.size(), spec.max_position_embeddings), ErrorKind::kUsage,
+                "prompt: found ", prompt.size(), " tokens, expected at most ",
+                spec.max_position_embeddings, ", the model's max_position_embeddings");
+}
+
+EndedBy generate(models::Decoder& model, const std::vector<std::int64_t>& prompt,
+                 const GenerateOptions& options,
+                 const std::function<void(std::int64_t)>& on_token) {
+  const c10::NoGradGuard no_grad;
+  const models::ModelSpec& spec = model.spec();
+  check_prompt(spec, prompt);
+  const auto given = static_cast<std::int64_t>(prompt.size());
+  // The last token is never put in, so it needs no position.
+  const std::int64_t most =
+      std::min(options.max_new_tokens, spec.max_position_embeddings - given + 1);
+  models::DecoderCache cache = model.make_cache(given + most - 1);
+  at::Tensor next = row_of(prompt);
+  for (std::int64_t made = 0; made < most; ++made) {
+    const at::Tensor logits = model.decode(next, cache).to(at::kFloat).contiguous();
+    const auto count = options.ids_below == 0 ? logits.size(1) : options.ids_below;
+    const std::int64_t token =
+        choose_token({logits.const_data_ptr<float>(), static_cast<std::size_t>(count)},
+                     options.sampling, given + made);
+    on_token(token);
+    if (std::ranges::find(options.end_tokens, token) != options.end_tokens.end()) {
+      return EndedBy::kEndToken;
+    }
+    next = row_of({token});
+  }
+  return most < options.max_new_tokens ? EndedBy::kPositions : EndedBy::kCount;
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,34 @@
+// Tokens after a prompt, one after the other, by one process.
+//
+// The prompt runs through the model at once, each further token alone over the cached keys and
+// values of those before it. Next: sampling.h chooses, whole_model.h loads.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "models/decoder.h"
+#include "train/sampling.h"
+
+namespace tessera::train {
+
+struct GenerateOptions {
+  std::int64_t max_new_tokens = 0;
+  Sampling sampling;
+  std::vector<std::int64_t> end_tokens;  ///< the first of them that is chosen is the last token
+  std::int64_t ids_below = 0;            ///< only these are chosen; 0 = the whole vocabulary
+};
+
+enum class EndedBy : std::uint8_t { kCount, kEndToken, kPositions };
+
+/// Errors: kUsage for an empty prompt, a prompt token outside the vocabulary, a prompt longer than
+/// the model's max_position_embeddings.
+void check_prompt(const models::ModelSpec& spec, const std::vector<std::int64_t>& prompt);
+
+/// Calls on_token(id) for every new token as it is chosen, an end token included. Ends early where
+/// the model has no further position. Errors: as check_prompt; kNumeric as choose_token.
+EndedBy generate(models::Decoder& model, const std::vector<std::int64_t>& prompt,
+                 const GenerateOptions& options, const std::function<void(std::int64_t)>& on_token);
+
+}  // namespace tessera::train

@@ -1,0 +1,42 @@
+// A model as a Hugging Face folder that transformers loads: config.json in the hub's spelling,
+// safetensors files, the tokenizer of the folder that training began with.
+//
+// What will be written is a value, planned and refused before the first byte; writing goes tensor
+// by tensor in small parts, so that no model is ever in memory. Next: io/hf_shards.h.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "io/hf_shards.h"
+#include "train/parallelize.h"
+
+namespace tessera::train {
+
+struct ExportOptions {
+  std::optional<DType> dtype;  ///< of every tensor; none = as it was published, else as stored
+  std::int64_t max_shard_bytes = 5'000'000'000;
+};
+
+struct ExportPlan {
+  std::vector<HfShard> shards;
+  std::map<std::string, std::string> texts;  ///< files by name: config.json, the index
+  /// Tokenizer files and generation_config.json, copied as they are.
+  std::vector<std::filesystem::path> copies;
+  std::int64_t size_bytes = 0;  ///< of all tensors
+};
+
+/// `source` has a folder. Errors: kFormat for tensors that are not the model's or not floating, or
+/// for a tokenizer file that is a link out of its folder; kIo.
+ExportPlan plan_export(const ModelSource& source, const ExportOptions& options);
+
+/// Writes the files of the plan into `folder`, which is there. Errors: kIo; kFormat for a value
+/// that does not fit into the dtype that is written.
+void write_export(const ModelSource& source, const ExportPlan& plan,
+                  const std::filesystem::path& folder);
+
+}  // namespace tessera::train

@@ -1,0 +1,40 @@
+// What a run goes on from: finding a checkpoint, refusing one of another run, reading it.
+//
+// Whatever is wrong is found before the first step and on every rank alike. Any layout reads any
+// other: each rank reads the ranges that it owns, out of whatever pieces hold them. Next:
+// checkpoint.h writes them.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "io/checkpoint_folder.h"
+#include "models/model_spec.h"
+#include "tessera/optim.h"
+#include "tessera/shard.h"
+#include "tessera/world.h"
+#include "train/config.h"
+
+namespace tessera::train {
+
+/// What a run and its checkpoint must have in common.
+struct RunIdentity {
+  models::ModelSpec spec;
+  CheckpointData data;  ///< on rank 0
+  std::int64_t seed = 0;
+};
+
+/// Readies checkpoint.folder for writing (what a crash left unfinished goes) and opens what the run
+/// goes on from: none = it starts anew. Collective. Errors, on all ranks alike: kConfig where
+/// load_step is 0 and there are checkpoints, or names none, and for another model, seed or data,
+/// with what was found and expected; kIo, kFormat naming the file.
+std::optional<CheckpointFolder> open_resumed(const CheckpointConfig& config,
+                                             const RunIdentity& identity, World& world);
+
+/// Verifies every file, each on one rank, then fills shards and optimizer state. Collective.
+/// Errors, on all ranks alike before anything is filled: kFormat naming the file or tensor;
+/// kConfig for the states of another optimizer.
+void load_checkpoint(const CheckpointFolder& checkpoint, const ShardedBase& model,
+                     Optimizer& optimizer, World& world);
+
+}  // namespace tessera::train

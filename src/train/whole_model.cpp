@@ -1,0 +1,49 @@
+#include "train/whole_model.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+#include "grad/torch_dtype.h"
+#include "nn/parameter.h"
+#include "tessera/error.h"
+#include "train/weights.h"
+
+namespace tessera::train {
+namespace {
+
+/// Values pass through the storage dtype, as they do on the way into a shard.
+at::Tensor load_parameter(const TensorSource& folder, const GradContract& contract) {
+  const auto storage = to_scalar_type(contract.storage.dtype);
+  at::Tensor whole =
+      at::empty(contract.shape, at::TensorOptions().dtype(to_scalar_type(contract.compute.dtype)));
+  const at::Tensor flat = whole.view({-1});
+  for (std::int64_t begin = 0; begin < flat.numel(); begin += kLoadChunk) {
+    const auto end = std::min(begin + kLoadChunk, flat.numel());
+    flat.narrow(0, begin, end - begin)
+        .copy_(read_elements(folder, contract.name, begin, end).to(storage));
+  }
+  return whole;
+}
+
+}  // namespace
+
+std::shared_ptr<models::Decoder> load_whole_model(const ModelSource& source,
+                                                  const std::vector<GradContract>& contracts) {
+  TESSERA_INVARIANT(source.folder != nullptr, "a model without weights");
+  auto decoder = std::make_shared<models::Decoder>(source.spec);
+  const auto parameters = decoder->named_parameters();
+  for (const GradContract& contract : contracts) {
+    at::Tensor parameter = parameters[contract.name];
+    parameter.set_requires_grad(false);
+    parameter.set_data(load_parameter(*source.folder, contract));
+  }
+  if (source.spec.tie_word_embeddings) {
+    at::Tensor head = decoder->head().module()->lm_head()->weight;
+    head.set_requires_grad(false);
+    head.set_data(decoder->embedding().module()->weight.detach());
+  }
+  return decoder;
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,302 @@
+// Checkpoints under what happens to real runs: killed at any moment, asked to stop, a full disk, a
+// folder that cannot be written.
+#include <gmock/gmock.h>
+#include <sched.h>
+#include <sys/mount.h>
+
+#include <algorithm>
+#include <random>
+
+#include "cli/started_program.h"
+#include "io/checkpoint_folder.h"
+#include "io/checkpoint_store.h"
+
+namespace tessera::cli {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+using testing::TemporaryFolder;
+
+constexpr auto kLong = std::chrono::minutes(2);
+
+std::vector<std::string> two_ranks(const std::string& run, int steps, int interval) {
+  return {"train",
+          "run.toml",
+          "--nproc",
+          "2",
+          "--job.dump_folder",
+          run,
+          "--training.steps",
+          std::to_string(steps),
+          "--checkpoint.interval",
+          std::to_string(interval),
+          "--metrics.log_freq",
+          "100000"};
+}
+
+CheckpointStore store_of(const TemporaryFolder& folder, const std::string& run) {
+  return CheckpointStore(folder / (run + "/checkpoint"));
+}
+
+/// Both ranks' files of a step are those of the undisturbed run.
+void expect_same_bits(const CheckpointStore& found, const CheckpointStore& expected,
+                      std::int64_t step) {
+  CheckpointFolder::open(found.complete(step)).verify_all();
+  for (const std::string file : {"rank_0.safetensors", "rank_1.safetensors"}) {
+    const auto wanted = read_file(expected.complete(step) / file);
+    EXPECT_FALSE(wanted.empty());
+    EXPECT_TRUE(read_file(found.complete(step) / file) == wanted) << file << " of step " << step;
+  }
+}
+
+std::vector<std::string> losses(const fs::path& run) {
+  std::istringstream text(read_file(run / "metrics/metrics.jsonl"));
+  std::vector<std::string> found;
+  for (std::string line; std::getline(text, line);) {
+    found.push_back(line.substr(0, line.find("\"lr\"")));  // step, loss and norm, no times
+  }
+  return found;
+}
+
+bool gone(const std::vector<pid_t>& pids) {
+  return std::ranges::none_of(pids, [](pid_t pid) { return ::kill(pid, 0) == 0; });
+}
+
+// 40 times everything is killed, 20 times one rank, from the start of the processes into the steps
+// and the writing. A run goes on where the last one was stopped; one that reached its end is
+// compared and begun anew.
+TEST(KilledRun, GoesOnWithTheBitsOfTheUndisturbedRun) {
+  constexpr int kSteps = 300;
+  constexpr int kInterval = 5;
+  const TemporaryFolder folder;
+  write_small_run(folder);
+  StartedProgram undisturbed(folder, two_ranks("whole", kSteps, kInterval));
+  ASSERT_EQ(undisturbed.wait(kLong), 0) << undisturbed.err();
+  const auto whole = store_of(folder, "whole");
+  const auto store = store_of(folder, "run");
+
+  std::mt19937 random(60);
+  int with_checkpoint = 0;
+  const auto expect_end = [&] {
+    EXPECT_EQ(store.latest(), kSteps);
+    expect_same_bits(store, whole, kSteps);
+    EXPECT_EQ(losses(folder / "run"), losses(folder / "whole"));
+    fs::remove_all(folder / "run");
+  };
+  for (int i = 0; i < 60; ++i) {
+    const bool all = i % 3 != 2;
+    const auto moment = milliseconds(random() % 2000);
+    SCOPED_TRACE("case " + std::to_string(i) + (all ? ", all" : ", one rank") + " after " +
+                 std::to_string(moment.count()) + " ms");
+    StartedProgram run(folder, two_ranks("run", kSteps, kInterval));
+    ASSERT_TRUE(eventually([&] { return run.rank_pids().size() == 2 || run.ended(); }));
+    const auto pids = run.rank_pids();
+    std::this_thread::sleep_for(moment);
+    if (run.ended()) {
+      ASSERT_EQ(run.wait(kLong), 0) << run.err();
+      expect_end();
+      continue;
+    }
+    if (all) {
+      run.signal(SIGKILL);
+      const int code = run.wait(kLong);
+      EXPECT_TRUE(code == 128 + SIGKILL || code == 0) << code;  // 0: it ended in this very moment
+    } else {
+      ::kill(pids.at(random() % 2), SIGKILL);
+      const int code = run.wait(kLong);
+      EXPECT_TRUE(code == 128 + SIGKILL || code == 0) << code;  // 0: it was ending by itself
+    }
+    ASSERT_TRUE(eventually([&] { return gone(pids); })) << "ranks die with their parent";
+    if (const auto latest = store.latest()) {
+      expect_same_bits(store, whole, *latest);
+      ++with_checkpoint;
+    }
+  }
+  EXPECT_GE(with_checkpoint, 30) << "most moments were in the steps";
+  StartedProgram last(folder, two_ranks("run", kSteps, kInterval));
+  ASSERT_EQ(last.wait(kLong), 0) << last.err();
+  expect_end();
+}
+
+TEST(AskedToStop, SavesTheStepAndGoesOnLaterWithTheSameBits) {
+  const TemporaryFolder folder;
+  write_small_run(folder);
+  struct Case {
+    int signal;
+    bool one_rank;
+  };
+  for (const Case one : {Case{SIGTERM, false}, Case{SIGINT, false}, Case{SIGTERM, true}}) {
+    SCOPED_TRACE(one.signal);
+    fs::remove_all(folder / "run");
+    fs::remove_all(folder / "whole");
+    StartedProgram run(folder, two_ranks("run", 100'000, 100'000));
+    ASSERT_TRUE(eventually([&] { return losses(folder / "run").size() >= 5; })) << run.err();
+    if (one.one_rank) {
+      ::kill(run.rank_pids().at(1), one.signal);
+    } else {
+      run.signal(one.signal);
+    }
+    ASSERT_EQ(run.wait(kLong), 0) << run.err();
+    const auto steps = static_cast<int>(losses(folder / "run").size());
+    EXPECT_THAT(store_of(folder, "run").steps(), ElementsAre(steps));
+
+    for (const std::string name : {"run", "whole"}) {
+      StartedProgram rest(folder, two_ranks(name, steps + 3, 100'000));
+      ASSERT_EQ(rest.wait(kLong), 0) << rest.err();
+    }
+    expect_same_bits(store_of(folder, "run"), store_of(folder, "whole"), steps + 3);
+    EXPECT_EQ(losses(folder / "run"), losses(folder / "whole"));
+  }
+}
+
+// What torchrun sets for its attempts at one job; no folder is named.
+TEST(RestartedRun, GoesOnInTheFolderOfTheAttemptBefore) {
+  const TemporaryFolder folder;
+  write_small_run(folder);
+  const auto attempt = [&](const std::string& run_id, int number, int steps) {
+    const auto outcome =
+        run_program(folder, {"train", "run.toml", "--training.steps", std::to_string(steps)},
+                    "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29999 "
+                    "TORCHELASTIC_RUN_ID=" +
+                        run_id + " TORCHELASTIC_RESTART_COUNT=" + std::to_string(number));
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return outcome.err;
+  };
+  const auto runs = [&] {
+    std::vector<std::string> names;
+    for (const auto& entry : fs::directory_iterator(folder / "outputs")) {
+      if (entry.path().filename() != ".restarts") names.push_back(entry.path().filename());
+    }
+    return names;
+  };
+  attempt("a", 0, 2);
+  EXPECT_THAT(attempt("a", 1, 3), HasSubstr("resumed from"));
+  ASSERT_EQ(runs().size(), 1U);
+  EXPECT_EQ(losses(folder / "outputs" / runs().front()).size(), 3U);
+  attempt("a", 0, 2);  // another job of that name
+  attempt("b", 0, 2);
+  EXPECT_EQ(runs().size(), 3U);
+  EXPECT_THAT(attempt("c", 1, 2), HasSubstr("set job.dump_folder"));
+}
+
+// A stopped rank holds the step up for ever: the first signal waits for it, a second one does not.
+TEST(AskedToStop, ASecondSignalEndsAtOnce) {
+  const TemporaryFolder folder;
+  write_small_run(folder);
+  StartedProgram run(folder, two_ranks("run", 100'000, 100'000));
+  ASSERT_TRUE(eventually([&] { return losses(folder / "run").size() >= 3; })) << run.err();
+  const auto pids = run.rank_pids();
+  ::kill(pids.at(1), SIGSTOP);
+  run.signal(SIGTERM);
+  EXPECT_EQ(run.wait(milliseconds(500)), -1) << "the step is not finished";
+  run.signal(SIGTERM);
+  EXPECT_EQ(run.wait(std::chrono::seconds(15)), 128 + SIGTERM);
+  EXPECT_TRUE(eventually([&] { return gone(pids); }));
+}
+
+/// The file that an error line of a run names, the step before it intact, nothing half written; and
+/// the same command without the obstacle goes on to the bits of the undisturbed run.
+void expect_intact(const TemporaryFolder& folder, std::int64_t step) {
+  const auto store = store_of(folder, "run");
+  EXPECT_EQ(store.latest(), step);
+  CheckpointFolder::open(store.complete(step)).verify_all();
+  for (const auto& entry : fs::directory_iterator(store.folder())) {
+    EXPECT_THAT(entry.path().filename(), Not(HasSubstr(".tmp")));
+  }
+}
+
+TEST(FullDisk, AFileThatMayNotGrowIsNamedAndTheCheckpointBeforeStays) {
+  const TemporaryFolder folder;
+  write_small_run(folder);
+  StartedProgram first(folder, two_ranks("run", 4, 2));
+  ASSERT_EQ(first.wait(kLong), 0) << first.err();
+  StartedProgram full(folder, two_ranks("run", 8, 2), rlim_t{40'000});  // a rank's file has 67 KB
+  EXPECT_EQ(full.wait(kLong), 1);
+  EXPECT_THAT(full.err(), AllOf(HasSubstr("checkpoint of step 6"), HasSubstr("rank_0.safetensors"),
+                                HasSubstr("File too large")));
+  expect_intact(folder, 4);
+  for (const std::string name : {"run", "whole"}) {
+    StartedProgram rest(folder, two_ranks(name, 8, 2));
+    ASSERT_EQ(rest.wait(kLong), 0) << rest.err();
+  }
+  expect_same_bits(store_of(folder, "run"), store_of(folder, "whole"), 8);
+}
+
+/// A small disk of memory in place of a run's checkpoint folder, seen by this process and its
+/// children only.
+class SmallDisk {
+ public:
+  explicit SmallDisk(fs::path folder) : folder_(std::move(folder)) {
+    fs::create_directories(folder_);
+    mounted_ = ::unshare(CLONE_NEWNS) == 0 &&
+               ::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
+               ::mount("tmpfs", folder_.c_str(), "tmpfs", 0, "size=400k") == 0;
+  }
+  ~SmallDisk() {
+    if (mounted_) ::umount2(folder_.c_str(), MNT_DETACH);
+  }
+  SmallDisk(const SmallDisk&) = delete;
+  SmallDisk& operator=(const SmallDisk&) = delete;
+
+  bool mounted() const { return mounted_; }
+  bool remount(unsigned long flags, const char* options) const {
+    return ::mount("tmpfs", folder_.c_str(), "tmpfs", MS_REMOUNT | flags, options) == 0;
+  }
+
+ private:
+  fs::path folder_;
+  bool mounted_ = false;
+};
+
+TEST(FullDisk, IsNamedAndTheCheckpointBeforeStays) {
+  const TemporaryFolder folder;
+  write_small_run(folder);
+  const SmallDisk disk(folder / "run/checkpoint");
+  if (!disk.mounted()) GTEST_SKIP() << "needs the right to mount";
+  StartedProgram full(folder, two_ranks("run", 20, 2));  // 140 KB each: two fit
+  EXPECT_EQ(full.wait(kLong), 1);
+  EXPECT_THAT(full.err(), AllOf(HasSubstr("checkpoint of step 6"), HasSubstr("rank_"),
+                                HasSubstr("No space left on device")));
+  expect_intact(folder, 4);
+  ASSERT_TRUE(disk.remount(0, "size=4m"));
+  for (const std::string name : {"run", "whole"}) {
+    StartedProgram rest(folder, two_ranks(name, 20, 2));
+    ASSERT_EQ(rest.wait(kLong), 0) << rest.err();
+  }
+  expect_same_bits(store_of(folder, "run"), store_of(folder, "whole"), 20);
+}
+
+TEST(ReadOnlyFolder, IsRefusedAtTheStartAndEndsARunWithTheCheckpointBeforeIntact) {
+  const TemporaryFolder folder;
+  write_small_run(folder);
+  const SmallDisk disk(folder / "run/checkpoint");
+  if (!disk.mounted()) GTEST_SKIP() << "needs the right to mount";
+  ASSERT_TRUE(disk.remount(0, "size=100m"));
+  const auto store = store_of(folder, "run");
+  StartedProgram run(folder, two_ranks("run", 100'000, 5));
+  ASSERT_TRUE(eventually([&] { return store.steps().size() >= 2; })) << run.err();
+  // Refused as busy while a file is open for writing.
+  ASSERT_TRUE(eventually([&] { return disk.remount(MS_RDONLY, "size=100m"); }));
+  EXPECT_EQ(run.wait(kLong), 1);
+  EXPECT_THAT(run.err(), AllOf(HasSubstr("checkpoint of step "), HasSubstr("run/checkpoint/step-"),
+                               HasSubstr("Read-only file system")));
+  const auto latest = store.latest();
+  ASSERT_TRUE(latest.has_value());
+  CheckpointFolder::open(store.complete(*latest)).verify_all();
+
+  StartedProgram refused(folder, two_ranks("run", 100'000, 5));
+  EXPECT_EQ(refused.wait(kLong), 2);
+  EXPECT_THAT(refused.err(),
+              AllOf(HasSubstr("run/checkpoint"), HasSubstr("Read-only file system")));
+  ASSERT_TRUE(disk.remount(0, "size=100m"));
+  StartedProgram rest(folder, two_ranks("run", static_cast<int>(*latest) + 1, 5));
+  EXPECT_EQ(rest.wait(kLong), 0) << rest.err();
+}
+
+}  // namespace
+}  // namespace tessera::cli

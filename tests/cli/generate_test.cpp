@@ -1,0 +1,217 @@
+// `tessera generate` as a user runs it; greedy tokens against transformers' generate.
+#include <gmock/gmock.h>
+
+#include <algorithm>
+#include <fstream>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "cli/byte_model.h"
+#include "cli/program.h"
+#include "io/safetensors.h"
+
+namespace tessera::cli {
+namespace {
+
+using ::testing::HasSubstr;
+using Words = std::vector<std::string>;
+
+std::string joined(const std::vector<std::int64_t>& ids) {
+  std::string text;
+  for (const std::int64_t id : ids) text += (text.empty() ? "" : ",") + std::to_string(id);
+  return text;
+}
+
+Outcome generate(const testing::TemporaryFolder& folder, const std::string& model,
+                 const Words& more) {
+  Words words{"generate", "--model", model};
+  words.insert(words.end(), more.begin(), more.end());
+  return run_program(folder, words);
+}
+
+// tests/golden/make_greedy.py wrote what is expected; its margins are far above fp32 noise.
+TEST(GenerateCommand, GreedyTokensAreThoseOfTransformers) {
+  const testing::TemporaryFolder folder;
+  const std::filesystem::path data = TESSERA_TEST_DATA;
+  const auto texts = nlohmann::json::parse(std::ifstream(data / "greedy.json"));
+  ASSERT_EQ(texts.size(), 8U);
+  for (const auto& text : texts) {
+    const auto tokens = text["tokens"].get<std::vector<std::int64_t>>();
+    ASSERT_GE(tokens.size(), 20U);
+    const auto name = text["folder"].get<std::string>();
+    // As transformers computed it: everything widened to fp32.
+    const Outcome found =
+        generate(folder, (data / name).string(),
+                 {"--prompt-tokens", joined(text["prompt"].get<std::vector<std::int64_t>>()),
+                  "--max-new-tokens", std::to_string(tokens.size()), "--precision.storage_dtype",
+                  "float32", "--precision.param_dtype", "float32"});
+    EXPECT_EQ(found.code, 0) << found.err;
+    EXPECT_EQ(found.out, joined(tokens) + "\n") << name << " " << text["prompt"];
+    EXPECT_EQ(found.err, "");
+  }
+}
+
+TEST(GenerateCommand, DtypesAreTheFoldersUnlessAsked) {
+  const testing::TemporaryFolder folder;
+  const std::string model = std::filesystem::path(TESSERA_TEST_DATA) / "qwen3-mixed";
+  const Words prompt{"--prompt-tokens", "79,25,90", "--max-new-tokens", "30"};
+  Words wide = prompt;
+  wide.insert(wide.end(), {"--precision.param_dtype", "float32"});
+  Words same = prompt;
+  same.insert(same.end(), {"--precision.storage_dtype", "auto"});
+  const std::string found = generate(folder, model, prompt).out;
+  EXPECT_EQ(generate(folder, model, same).out, found);
+  EXPECT_NE(generate(folder, model, wide).out, found) << "30 tokens of random weights: bf16 shows";
+}
+
+class GenerateBytes : public ::testing::Test {
+ protected:
+  GenerateBytes() { write_folder(folder_ / "bytes", byte_spec()); }
+  Outcome run(const Words& more) { return generate(folder_, "bytes", more); }
+
+  testing::TemporaryFolder folder_;
+};
+
+TEST_F(GenerateBytes, TextAndIdsAreTheSameTokens) {
+  const Outcome text = run({"--prompt", "Hi \xC3\xA9", "--max-new-tokens", "20"});
+  ASSERT_EQ(text.code, 0) << text.err;
+  const Outcome ids = run({"--prompt-tokens", "72, 105,32,195,169", "--max-new-tokens", "20"});
+  ASSERT_EQ(ids.code, 0) << ids.err;
+  std::istringstream numbers(ids.out);
+  std::string bytes;
+  for (std::string number; std::getline(numbers, number, ',');) {
+    if (std::stoi(number) < 256) bytes += static_cast<char>(std::stoi(number));
+  }
+  // The program shows some of them escaped; what is plain has to be there in its order.
+  std::size_t at = 0;
+  for (const char c : bytes) {
+    if (c < 'A' || c > 'Z') continue;
+    at = text.out.find(c, at);
+    ASSERT_NE(at, std::string::npos) << text.out << " for " << ids.out;
+    ++at;
+  }
+  EXPECT_EQ(text.out.back(), '\n');
+}
+
+TEST_F(GenerateBytes, OutputIsUtf8WithoutControlCodes) {
+  const Outcome drawn =
+      run({"--prompt", "", "--max-new-tokens", "60", "--temperature", "50", "--seed", "3"});
+  ASSERT_EQ(drawn.code, 0) << drawn.err;
+  EXPECT_THAT(drawn.out, HasSubstr("\\x")) << "60 nearly uniform bytes without an invalid one";
+  for (const char c : drawn.out) {
+    EXPECT_TRUE(static_cast<unsigned char>(c) >= 32 || c == '\n' || c == '\r' || c == '\t');
+  }
+  const nlohmann::json as_text = drawn.out;
+  EXPECT_NO_THROW(static_cast<void>(as_text.dump())) << "not UTF-8";
+}
+
+TEST_F(GenerateBytes, ASeedRepeatsItsTextAndOthersDiffer) {
+  const auto text = [&](const std::string& seed) {
+    return run({"--prompt", "a", "--max-new-tokens", "30", "--temperature", "1", "--top-k", "50",
+                "--seed", seed})
+        .out;
+  };
+  const std::string first = text("7");
+  EXPECT_EQ(text("7"), first);
+  EXPECT_NE(text("8"), first);
+  // A longer text begins with the shorter one.
+  const Words shorter{"--prompt-tokens", "97", "--max-new-tokens", "10", "--temperature", "1"};
+  Words longer = shorter;
+  longer[3] = "20";
+  const std::string start = run(shorter).out;
+  EXPECT_EQ(run(longer).out.rfind(start.substr(0, start.size() - 1), 0), 0U);
+}
+
+TEST_F(GenerateBytes, TheModelsPositionsEndTheText) {
+  const Outcome full = run({"--prompt-tokens", "1,2,3,4", "--max-new-tokens", "1000"});
+  ASSERT_EQ(full.code, 0) << full.err;
+  const auto count = std::count(full.out.begin(), full.out.end(), ',') + 1;
+  if (count < 61) {  // the model may end its document before
+    EXPECT_THAT(full.out, HasSubstr(",256\n"));
+  } else {
+    EXPECT_EQ(count, 61) << "64 positions, and one token that needs none";
+    EXPECT_THAT(full.err, HasSubstr("max_position_embeddings, 64"));
+  }
+}
+
+TEST_F(GenerateBytes, TheEndOfADocumentEndsTheText) {
+  // A head of zeros: all logits are equal, and the first id is chosen unless only the end is left.
+  write_folder(folder_ / "ending", byte_spec());
+  const auto path = folder_ / "ending/model.safetensors";
+  const TensorInfo head = SafetensorsFile(path).info("lm_head.weight");
+  std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(head.begin) << std::string(static_cast<std::size_t>(head.size_bytes()), '\0');
+  file.close();
+  folder_.write("ending/generation_config.json", R"({"eos_token_id": [5, 0]})");
+  const Outcome ended =
+      generate(folder_, "ending", {"--prompt-tokens", "9", "--max-new-tokens", "9"});
+  EXPECT_EQ(ended.out, "0\n") << ended.err;
+  folder_.write("ending/generation_config.json", R"({"eos_token_id": 5})");
+  EXPECT_EQ(generate(folder_, "ending", {"--prompt-tokens", "9", "--max-new-tokens", "3"}).out,
+            "0,0,0\n");
+  folder_.write("ending/generation_config.json", R"({"eos_token_id": "x"})");
+  EXPECT_EQ(generate(folder_, "ending", {"--prompt-tokens", "9", "--max-new-tokens", "3"}).code, 2);
+}
+
+TEST_F(GenerateBytes, Byte256EndsTheTextAndIsNotShown) {
+  // The head's row of 256 alone is not zero: with a prompt's last hidden state its logit is above
+  // or below all others, so that one of the two signs ends at once.
+  const auto path = folder_ / "bytes/model.safetensors";
+  const TensorInfo head = SafetensorsFile(path).info("lm_head.weight");
+  const std::int64_t row = head.shape[1];
+  std::vector<std::string> out;
+  for (const float value : {1.0F, -1.0F}) {
+    std::vector<float> weights(static_cast<std::size_t>(head.numel()), 0.0F);
+    std::fill_n(weights.begin() + 256 * row, row, value);
+    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(head.begin).write(reinterpret_cast<const char*>(weights.data()), head.size_bytes());
+    file.close();
+    out.push_back(run({"--prompt", "x", "--max-new-tokens", "1"}).out);
+  }
+  std::ranges::sort(out);
+  EXPECT_EQ(out, (std::vector<std::string>{"\n", "\\x00\n"}));
+}
+
+struct Refused {
+  std::string model;
+  Words words;
+  std::string says;
+};
+
+TEST_F(GenerateBytes, WhatCannotRunIsRefusedBeforeItDoes) {
+  const std::string other = std::filesystem::path(TESSERA_TEST_DATA) / "qwen3-fp32";
+  const std::string long_prompt(65, 'x');
+  for (const Refused& refused : std::vector<Refused>{
+           {other, {"--prompt", "text"}, "--prompt-tokens 1,2,3"},
+           {other, {"--prompt", "text"}, "tools/tokenize.py"},
+           {"bytes", {"--prompt", long_prompt}, "found 65 tokens, expected at most 64"},
+           {other, {"--prompt-tokens", "128"}, "token id 128 at position 0"},
+           {other, {"--prompt-tokens", "1,,2"}, "expected token ids with commas"},
+           {other, {"--prompt-tokens", ""}, "expected token ids with commas"},
+           {other, {"--prompt-tokens", "1 2"}, "expected token ids with commas"},
+           {other, {"--prompt-tokens", "1", "--training.steps", "2"}, "--training.steps"},
+           {"absent", {"--prompt", "x"}, "absent"}}) {
+    Words words = refused.words;
+    words.insert(words.end(), {"--max-new-tokens", "1"});
+    const Outcome outcome = generate(folder_, refused.model, words);
+    EXPECT_EQ(outcome.code, 2) << outcome.err;
+    EXPECT_THAT(outcome.err, HasSubstr(refused.says));
+    EXPECT_EQ(outcome.out, "");
+  }
+}
+
+TEST_F(GenerateBytes, WeightsThatAreNotNumbersAreAFailure) {
+  const auto file = folder_ / "bytes/model.safetensors";
+  const TensorInfo norm = SafetensorsFile(file).info("model.norm.weight");
+  std::fstream stream(file, std::ios::in | std::ios::out | std::ios::binary);
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  stream.seekp(norm.begin).write(reinterpret_cast<const char*>(&nan), sizeof nan);
+  stream.close();
+  const Outcome outcome = run({"--prompt", "x", "--max-new-tokens", "1"});
+  EXPECT_EQ(outcome.code, 1);
+  EXPECT_THAT(outcome.err, HasSubstr("expected finite numbers"));
+}
+
+}  // namespace
+}  // namespace tessera::cli

@@ -1,0 +1,209 @@
+#include "cli/process.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <sstream>
+#include <thread>
+
+#include "base/environment.h"
+
+namespace tessera::cli {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+std::string read(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+std::string proc(pid_t pid, const std::string& what) {
+  return "/proc/" + std::to_string(pid) + "/" + what;
+}
+
+std::vector<pid_t> descendants(pid_t pid) {
+  std::vector<pid_t> all;
+  std::istringstream text(read(proc(pid, "task/" + std::to_string(pid) + "/children")));
+  for (pid_t child = 0; text >> child;) {
+    all.push_back(child);
+    for (const pid_t further : descendants(child)) all.push_back(further);
+  }
+  return all;
+}
+
+/// Which rank a process is; none for the launcher itself, and between fork and exec.
+std::optional<int> rank_of(pid_t pid) {
+  std::istringstream words(read(proc(pid, "cmdline")));
+  std::string program;
+  std::getline(words, program, '\0');
+  if (program != TESSERA_PROGRAM) return std::nullopt;
+  std::istringstream variables(read(proc(pid, "environ")));
+  for (std::string line; std::getline(variables, line, '\0');) {
+    for (const std::string name : {"RANK=", "OMPI_COMM_WORLD_RANK=", "TESSERA_SPAWN_RANK="}) {
+      if (line.starts_with(name)) return std::atoi(line.c_str() + name.size());
+    }
+  }
+  return std::nullopt;
+}
+
+/// An array of pointers as posix_spawn wants it, over strings that outlive it.
+std::vector<char*> pointers(std::vector<std::string>& strings) {
+  std::vector<char*> all;
+  for (std::string& one : strings) all.push_back(one.data());
+  all.push_back(nullptr);
+  return all;
+}
+
+std::vector<std::string> environment_with(const Variables& set) {
+  base::Environment variables = base::environment();
+  for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}) {
+    variables.erase(name);
+  }
+  variables["OMP_NUM_THREADS"] = "1";
+  for (const auto& [name, value] : set) variables[name] = value;
+  std::vector<std::string> lines;
+  for (const auto& [name, value] : variables) lines.push_back(name + "=" + value);
+  return lines;
+}
+
+/// What a command prints, "" where it is not there.
+std::string output_of(const std::string& command) {
+  FILE* const pipe = ::popen((command + " 2>/dev/null").c_str(), "r");
+  if (pipe == nullptr) return {};
+  std::string text;
+  std::array<char, 256> buffer{};
+  while (std::fgets(buffer.data(), buffer.size(), pipe) != nullptr) text += buffer.data();
+  return ::pclose(pipe) == 0 ? text : "";
+}
+
+}  // namespace
+
+Process::Process(std::filesystem::path folder, const Words& words, const Variables& set)
+    : folder_(std::move(folder)) {
+  constexpr int kFlags = O_CREAT | O_WRONLY | O_TRUNC;
+  posix_spawn_file_actions_t actions;
+  ::posix_spawn_file_actions_init(&actions);
+  ::posix_spawn_file_actions_addchdir_np(&actions, folder_.c_str());
+  ::posix_spawn_file_actions_addopen(&actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
+  ::posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, "stdout.txt", kFlags, 0600);
+  ::posix_spawn_file_actions_addopen(&actions, STDERR_FILENO, "stderr.txt", kFlags, 0600);
+  std::vector<std::string> arguments = words;
+  std::vector<std::string> variables = environment_with(set);
+  if (::posix_spawnp(&pid_, arguments[0].c_str(), &actions, nullptr, pointers(arguments).data(),
+                     pointers(variables).data()) != 0) {
+    std::abort();
+  }
+  ::posix_spawn_file_actions_destroy(&actions);
+}
+
+Process::~Process() {
+  if (code_) return;
+  std::vector<pid_t> all = descendants(pid_);
+  ::kill(pid_, SIGTERM);  // launchers end their ranks then
+  if (!wait(seconds(5))) all.push_back(pid_);
+  for (const pid_t one : all) ::kill(one, SIGKILL);
+  wait(seconds(5));
+}
+
+std::optional<int> Process::wait(milliseconds limit) {
+  wait_until(limit, [&] {
+    int status = 0;
+    if (!code_ && ::waitpid(pid_, &status, WNOHANG) == pid_) {
+      code_ = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+    }
+    return code_.has_value();
+  });
+  return code_;
+}
+
+std::string Process::out() const { return read(folder_ / "stdout.txt"); }
+std::string Process::err() const { return read(folder_ / "stderr.txt"); }
+
+std::string Process::last_error_line() const {
+  std::istringstream text(err());
+  std::string last;
+  for (std::string line; std::getline(text, line);) {
+    if (!line.empty()) last = line;
+  }
+  return last;
+}
+
+std::map<int, pid_t> Process::wait_for_ranks(std::size_t count) const {
+  std::map<int, pid_t> ranks;
+  wait_until(seconds(60), [&] {
+    ranks.clear();
+    for (const pid_t pid : descendants(pid_)) {
+      if (const auto rank = rank_of(pid)) ranks[*rank] = pid;
+    }
+    return ranks.size() >= count;
+  });
+  return ranks;
+}
+
+bool alive(pid_t pid) {
+  const std::string stat = read(proc(pid, "stat"));  // "PID (name) STATE ..."
+  const auto name_end = stat.rfind(')');
+  return name_end != std::string::npos && stat.at(name_end + 2) != 'Z';
+}
+
+std::vector<std::string> lines_with(const std::string& text, const std::string& part) {
+  std::vector<std::string> lines;
+  std::istringstream all(text);
+  for (std::string line; std::getline(all, line);) {
+    if (line.find(part) != std::string::npos) lines.push_back(line);
+  }
+  return lines;
+}
+
+std::string name_of(Starter starter) {
+  switch (starter) {
+    case Starter::kOwnSpawn:
+      return "OwnSpawn";
+    case Starter::kTorchrun:
+      return "Torchrun";
+    case Starter::kOpenMpi:
+      return "OpenMpi";
+  }
+  return "";
+}
+
+std::string why_not(Starter starter) {
+  if (starter == Starter::kOpenMpi &&
+      output_of("mpirun --version").find("Open MPI") == std::string::npos) {
+    return "mpirun of Open MPI is not installed (Debian: openmpi-bin)";
+  }
+  if (starter == Starter::kTorchrun &&
+      output_of(TESSERA_PYTHON " -c 'import torch.distributed.run; print(1)'") != "1\n") {
+    return "no torchrun: " TESSERA_PYTHON " has no torch";
+  }
+  return "";
+}
+
+Words started_by(Starter starter, int ranks, const Words& words) {
+  const std::string count = std::to_string(ranks);
+  Words all{TESSERA_PROGRAM};
+  if (starter == Starter::kTorchrun) {
+    // Of its own, at a free port; "--" because torchrun would take --nproc for itself.
+    all = {TESSERA_PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count,
+           "--no-python",  "--", TESSERA_PROGRAM};
+  } else if (starter == Starter::kOpenMpi) {
+    all = {"mpirun", "--allow-run-as-root", "--oversubscribe", "-np", count, TESSERA_PROGRAM};
+  }
+  all.insert(all.end(), words.begin(), words.end());
+  if (starter == Starter::kOwnSpawn) all.insert(all.end(), {"--nproc", count});
+  return all;
+}
+
+void pause_a_little() { std::this_thread::sleep_for(milliseconds(5)); }
+
+}  // namespace tessera::cli

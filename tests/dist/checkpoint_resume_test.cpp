@@ -1,0 +1,349 @@
+// A run that goes on from a checkpoint is the run that was never interrupted: bit for bit on the
+// same layout, and with the same tensors, bit for bit, on any other.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "dist/ranks.h"
+#include "dist/training_run.h"
+#include "io/checkpoint_folder.h"
+#include "io/checkpoint_store.h"
+#include "train/checkpoint.h"
+#include "train/parallelize.h"
+#include "train/resume.h"
+
+namespace tessera::test {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::AllOf;
+using testing::error_of;
+using ::testing::HasSubstr;
+using testing::TemporaryFolder;
+
+const RanksOfRun kLayouts[] = {{1, 1}, {2, 1}, {3, 1}, {2, 2}, {4, 2}};
+
+std::string text_of(const RanksOfRun& layout) {
+  return concat(layout.replicas, " x ", layout.ranks / layout.replicas);
+}
+
+train::Config with_steps(train::Config config, std::int64_t steps) {
+  config.training.steps = steps;
+  config.checkpoint.enable = true;
+  return config;
+}
+
+/// Every tensor of a checkpoint, whole, whatever wrote it.
+std::map<std::string, std::vector<std::byte>> all_tensors(const fs::path& path) {
+  const auto checkpoint = CheckpointFolder::open(path);
+  checkpoint.verify_all();
+  std::map<std::string, std::vector<std::byte>> values;
+  for (const auto& [name, tensor] : checkpoint.tensors()) {
+    auto& bytes = values[name];
+    bytes.resize(static_cast<std::size_t>(tensor.numel() * size_of(tensor.dtype)));
+    checkpoint.read(name, 0, tensor.numel(), bytes);
+  }
+  return values;
+}
+
+void expect_same_tensors(const fs::path& found, const fs::path& expected) {
+  const auto a = all_tensors(found);
+  const auto b = all_tensors(expected);
+  ASSERT_EQ(a.size(), b.size());
+  for (const auto& [name, values] : b)
+    EXPECT_TRUE(a.contains(name) && a.at(name) == values) << name;
+}
+
+struct Kind {
+  std::string name;
+  std::function<void(train::Config&)> set;
+};
+
+const Kind kKinds[] = {
+    {"AdamW", [](train::Config&) {}},
+    {"momentum",
+     [](train::Config& config) {
+       config.optimizer.name = train::OptimizerName::kSgd;
+       config.optimizer.momentum = 0.9;
+       config.optimizer.lr = 0.1;
+     }},
+    {"accumulation and a frozen part",
+     [](train::Config& config) {
+       config.training.local_batch_size = 1;
+       config.model.freeze = {"layers.0"};
+       config.lr_scheduler.decay = train::LrDecay::kCosine;
+     }},
+};
+
+TEST(Resume, OnTheSameLayoutHasTheBitsOfTheUndisturbedRun) {
+  for (const auto& kind : kKinds) {
+    for (const auto& layout : kLayouts) {
+      SCOPED_TRACE(kind.name + " on " + text_of(layout));
+      const TemporaryFolder folder;
+      auto config = small_run(folder);
+      kind.set(config);
+      const auto whole = train_on(layout, with_steps(config, 12), folder / "whole");
+
+      // The same schedule until step 12, stopped after 5 by whoever asks.
+      const auto first = train_on(layout, with_steps(config, 12), folder / "parts", [](World&) {
+        train::TrainingHooks hooks;
+        hooks.stop_requested = [asked = 0]() mutable { return asked++ == 5; };
+        return hooks;
+      });
+      EXPECT_EQ(first.result.steps, 5);
+      const auto second = train_on(layout, with_steps(config, 12), folder / "parts");
+      EXPECT_EQ(second.result.steps, 12);
+
+      auto losses = first.losses;
+      losses.insert(losses.end(), second.losses.begin(), second.losses.end());
+      EXPECT_EQ(losses, whole.losses);
+      for (int rank = 0; rank < layout.ranks; ++rank) {
+        const auto file = concat("checkpoint/step-12/rank_", rank, ".safetensors");
+        const auto expected = file_text(folder / "whole" / file);
+        EXPECT_GT(expected.size(), 0U);
+        EXPECT_TRUE(file_text(folder / "parts" / file) == expected) << file;
+      }
+    }
+  }
+}
+
+/// Reads a checkpoint on another layout and writes what was read.
+void copy_on(const RanksOfRun& layout, const train::Config& config, const fs::path& from,
+             const fs::path& to) {
+  ranks(layout.ranks).run([&](World& world) {
+    const auto source = train::open_model(config.model);
+    const auto mesh = data_mesh(world, layout.replicas);
+    auto same = config;
+    same.parallelism.data_parallel_replicate_degree = layout.replicas;
+    const auto model = train::parallelize(source, same, mesh, train::InitialWeights::kLater);
+    const auto optimizer = make_adamw(*model, {});
+    const auto checkpoint = CheckpointFolder::open(from);
+    train::load_checkpoint(checkpoint, *model, *optimizer, world);
+    train::CheckpointOptions options;
+    options.folder = to;
+    options.config_json = checkpoint.config_text();
+    options.source_dtype = [](const std::string&) { return std::nullopt; };
+    options.replica = mesh.coordinate(axis::kReplicate);
+    options.replicas = layout.replicas;
+    train::CheckpointSaver saver(world, std::move(options));
+    saver.save(checkpoint.manifest().step, *model, *optimizer);
+    saver.finish();
+  });
+}
+
+TEST(Resume, EveryLayoutReadsTheBitsOfEveryOther) {
+  for (const auto& from : kLayouts) {
+    const TemporaryFolder folder;
+    const auto config = small_run(folder);
+    train_on(from, with_steps(config, 3), folder / "from");
+    const auto written = folder / "from/checkpoint/step-3";
+    for (const auto& to : kLayouts) {
+      SCOPED_TRACE(text_of(from) + " to " + text_of(to));
+      const auto copy = folder / ("to " + text_of(to));
+      copy_on(to, config, written, copy);
+      expect_same_tensors(copy / "step-3", written);
+    }
+  }
+}
+
+/// Updates by gradients that depend on parameter, step and element only.
+void step_by_hand(const ShardedBase& model, Optimizer& optimizer, int step) {
+  for (const auto& view : model.shards()) {
+    const auto whole = seeded(hash_bytes(view.contract->name, static_cast<std::uint64_t>(step)),
+                              {view.contract->numel()});
+    view.shard.mutable_grad() = whole.narrow(0, view.begin, view.end - view.begin).clone();
+  }
+  optimizer.step();
+}
+
+void save_now(World& world, const fs::path& folder, std::int64_t step, const ShardedBase& model,
+              const Optimizer& optimizer) {
+  train::CheckpointOptions options;
+  options.folder = folder;
+  options.config_json = "{}";
+  options.source_dtype = [](const std::string&) { return DType::kBFloat16; };
+  train::CheckpointSaver saver(world, std::move(options));
+  saver.save(step, model, optimizer);
+  saver.finish();
+}
+
+TEST(Resume, SixteenBitShardsGoOnWithTheirMasters) {
+  const TemporaryFolder folder;
+  auto config = small_run(folder);
+  config.precision.storage_dtype.dtype = DType::kBFloat16;
+  const auto source = train::open_model(config.model);
+  ranks(2).run([&](World& world) {
+    const auto mesh = data_mesh(world);
+    const auto whole = train::parallelize(source, config, mesh);
+    const auto optimizer = make_adamw(*whole, {.lr = 1e-4});  // below a bf16 step
+    for (int step = 1; step <= 4; ++step) {
+      step_by_hand(*whole, *optimizer, step);
+      if (step == 2) save_now(world, folder / "parts", 2, *whole, *optimizer);
+    }
+    save_now(world, folder / "whole", 4, *whole, *optimizer);
+
+    const auto resumed = train::parallelize(source, config, mesh, train::InitialWeights::kLater);
+    const auto resumed_optimizer = make_adamw(*resumed, {.lr = 1e-4});
+    train::load_checkpoint(CheckpointFolder::open(folder / "parts/step-2"), *resumed,
+                           *resumed_optimizer, world);
+    for (int step = 3; step <= 4; ++step) step_by_hand(*resumed, *resumed_optimizer, step);
+    save_now(world, folder / "parts", 4, *resumed, *resumed_optimizer);
+  });
+  expect_same_tensors(folder / "parts/step-4", folder / "whole/step-4");
+  const auto checkpoint = CheckpointFolder::open(folder / "parts/step-4");
+  const std::string name = "model.layers.1.mlp.up_proj.weight";
+  EXPECT_EQ(checkpoint.find("model/" + name)->dtype, DType::kBFloat16);
+  EXPECT_EQ(checkpoint.find("model/" + name)->source_dtype, DType::kBFloat16);
+  EXPECT_EQ(checkpoint.find("optim/master/" + name)->dtype, DType::kFloat32);
+  EXPECT_EQ(checkpoint.find("optim/exp_avg_sq/" + name)->dtype, DType::kFloat32);
+}
+
+TEST(Resume, OnOtherLayoutsHasTheLossesWithinRounding) {
+  const TemporaryFolder folder;
+  const auto config = small_run(folder);
+  const auto whole = train_on({2, 1}, with_steps(config, 25), folder / "whole");
+  train_on({2, 1}, with_steps(config, 5), folder / "start");
+  for (const RanksOfRun& layout : {RanksOfRun{3, 1}, RanksOfRun{1, 1}, RanksOfRun{4, 2}}) {
+    SCOPED_TRACE(text_of(layout));
+    const auto run = folder / ("on " + text_of(layout));
+    fs::copy(folder / "start", run, fs::copy_options::recursive);
+    const auto rest = train_on(layout, with_steps(config, 25), run);
+    ASSERT_EQ(rest.losses.size(), 20U);
+    double largest = 0;
+    for (std::size_t i = 0; i < rest.losses.size(); ++i) {
+      largest = std::max(largest, std::abs(rest.losses[i] - whole.losses[i + 5]));
+    }
+    // Sums of fp32 gradients in another order: 2^-24 of a loss of 5 is 3e-7, and 20 updates carry
+    // such differences along.
+    EXPECT_LT(largest, 5e-6);
+    RecordProperty(text_of(layout), concat(largest));
+  }
+}
+
+struct Change {
+  std::string says;
+  std::function<void(train::Config&)> set;
+};
+
+TEST(Resume, AnotherModelSeedOrDataIsRefusedWithBothValues) {
+  const TemporaryFolder folder;
+  const auto config = small_run(folder);
+  train_on({2, 1}, with_steps(config, 2), folder / "run");
+  const auto metrics = file_text(folder / "run/metrics/metrics.jsonl");
+  const auto model = file_text(folder / "model.json");
+  const auto other_model = [&](const std::string& from, const std::string& to) {
+    auto text = model;
+    return folder.write("other.json", text.replace(text.find(from), from.size(), to)).string();
+  };
+  const Change changes[] = {
+      {"debug.seed: found 7, expected 42", [](auto& c) { c.debug.seed = 7; }},
+      {"model: found intermediate_size 32, expected 24",
+       [&](auto& c) {
+         c.model.config = other_model("\"intermediate_size\": 24", "\"intermediate_size\": 32");
+       }},
+      {"model: found rope_theta 500.0, expected 10000.0",
+       [&](auto& c) { c.model.config = other_model("10000.0", "500.0"); }},
+      {"training.seq_len: found 13, expected 12", [](auto& c) { c.training.seq_len = 13; }},
+      {"training.global_batch_size: found 24, expected 12",
+       [](auto& c) { c.training.global_batch_size = 24; }},
+      {"data.path: found ",
+       [&](auto& c) {
+         auto text = file_text(folder / "page.txt");
+         text[100] = '!';
+         c.data.path = {folder.write("other.txt", text)};
+       }},
+      {"optimizer.name: found an optimizer that keeps none",
+       [](auto& c) { c.optimizer.name = train::OptimizerName::kSgd; }},
+      {"checkpoint.load_step: found 0 and ", [](auto& c) { c.checkpoint.load_step = 0; }},
+      {"checkpoint.load_step: found 1, expected a step with a checkpoint",
+       [](auto& c) { c.checkpoint.load_step = 1; }},
+  };
+  for (const auto& change : changes) {
+    auto changed = with_steps(config, 4);
+    change.set(changed);
+    EXPECT_THAT(error_of(ErrorKind::kConfig, [&] { train_on({2, 1}, changed, folder / "run"); }),
+                HasSubstr(change.says));
+  }
+  EXPECT_EQ(file_text(folder / "run/metrics/metrics.jsonl"), metrics) << "nothing was touched";
+}
+
+TEST(Resume, MovedDataOtherStepsAndAnotherScheduleAreFine) {
+  const TemporaryFolder folder;
+  auto config = small_run(folder);
+  train_on({2, 1}, with_steps(config, 2), folder / "run");
+  fs::rename(folder / "page.txt", folder / "moved.txt");
+  config.data.path = {(folder / "moved.txt").string()};
+  config.optimizer.lr = 0.002;
+  config.lr_scheduler.decay = train::LrDecay::kLinear;
+  config.training.local_batch_size = 2;
+  const auto rest = train_on({2, 1}, with_steps(config, 5), folder / "run");
+  EXPECT_EQ(rest.losses.size(), 3U);
+  EXPECT_EQ(rest.result.steps, 5);
+  const auto none = train_on({2, 1}, with_steps(config, 5), folder / "run");
+  EXPECT_EQ(none.losses.size(), 0U) << "it was done";
+  EXPECT_EQ(none.result.steps, 5);
+}
+
+TEST(Resume, AnAlteredFileIsNamedOnAllRanksBeforeAnythingElse) {
+  const TemporaryFolder folder;
+  const auto config = small_run(folder);
+  train_on({3, 1}, with_steps(config, 2), folder / "run");
+  for (const std::string file : {"rank_0.safetensors", "rank_1.safetensors", "rank_2.safetensors",
+                                 "config.json", "manifest.json"}) {
+    const auto path = folder / ("run/checkpoint/step-2/" + file);
+    const auto before = file_text(path);
+    auto text = before;
+    text[text.size() / 2] = static_cast<char>(text[text.size() / 2] ^ 4);
+    folder.write("run/checkpoint/step-2/" + file, text);
+    // One rank more and one less than wrote it: every file is verified by somebody.
+    for (const int ranks : {1, 2, 4}) {
+      EXPECT_THAT(error_of(ErrorKind::kFormat,
+                           [&] { train_on({ranks, 1}, with_steps(config, 3), folder / "run"); }),
+                  HasSubstr(file))
+          << ranks << " ranks";
+    }
+    folder.write("run/checkpoint/step-2/" + file, before);
+  }
+  EXPECT_EQ(train_on({3, 1}, with_steps(config, 3), folder / "run").losses.size(), 1U);
+}
+
+TEST(Resume, AnEarlierStepThatWasAskedForBecomesTheLatest) {
+  const TemporaryFolder folder;
+  auto config = small_run(folder);
+  config.checkpoint.interval = 2;
+  const auto whole = train_on({2, 1}, with_steps(config, 6), folder / "run");
+  const auto expected = file_text(folder / "run/checkpoint/step-6/rank_1.safetensors");
+  const CheckpointStore store(folder / "run/checkpoint");
+  EXPECT_EQ(store.steps(), (std::vector<std::int64_t>{2, 4, 6}));
+
+  config.checkpoint.load_step = 2;
+  EXPECT_EQ(train_on({2, 1}, with_steps(config, 2), folder / "run").losses.size(), 0U);
+  EXPECT_EQ(store.latest(), 2) << "a restart goes on from what was chosen";
+  config.checkpoint.load_step = -1;
+  const auto again = train_on({2, 1}, with_steps(config, 6), folder / "run");
+  EXPECT_EQ(again.losses, std::vector<double>(whole.losses.begin() + 2, whole.losses.end()));
+  EXPECT_EQ(file_text(folder / "run/checkpoint/step-6/rank_1.safetensors"), expected);
+  EXPECT_EQ(store.latest(), 6);
+}
+
+TEST(Resume, MetricsAreCutBackToTheResumedStep) {
+  const TemporaryFolder folder;
+  auto config = small_run(folder);
+  config.checkpoint.interval = 2;
+  const auto lines = [&] {
+    const auto text = file_text(folder / "run/metrics/metrics.jsonl");
+    return std::count(text.begin(), text.end(), '\n');
+  };
+  train_on({1, 1}, with_steps(config, 6), folder / "run");
+  EXPECT_EQ(lines(), 6);
+  config.checkpoint.load_step = 4;
+  train_on({1, 1}, with_steps(config, 4), folder / "run");
+  EXPECT_EQ(lines(), 4);
+  config.checkpoint.load_step = -1;
+  train_on({1, 1}, with_steps(config, 7), folder / "run");
+  EXPECT_EQ(lines(), 7);
+}
+
+}  // namespace
+}  // namespace tessera::test

@@ -1,0 +1,276 @@
+// Writing: beside the steps, one at a time, complete or not at all.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <fstream>
+#include <mutex>
+
+#include "dist/ranks.h"
+#include "dist/training_run.h"
+#include "io/checkpoint_folder.h"
+#include "io/checkpoint_store.h"
+#include "train/checkpoint_snapshot.h"
+
+namespace tessera::test {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using testing::error_of;
+using ::testing::HasSubstr;
+using testing::TemporaryFolder;
+
+/// Something that happens once, and that others wait for.
+class Event {
+ public:
+  void happen() {
+    const std::lock_guard lock(mutex_);
+    happened_ = true;
+    changed_.notify_all();
+  }
+  /// False where it did not come in a minute: the test fails instead of hanging.
+  bool wait() {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, std::chrono::minutes(1), [this] { return happened_; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool happened_ = false;
+};
+
+train::Config with_checkpoints(const TemporaryFolder& folder, std::int64_t steps,
+                               std::int64_t interval) {
+  auto config = small_run(folder);
+  config.training.steps = steps;
+  config.checkpoint.enable = true;
+  config.checkpoint.interval = interval;
+  return config;
+}
+
+std::vector<std::string> names_in(const fs::path& folder) {
+  std::vector<std::string> names;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    names.push_back(entry.path().filename());
+  }
+  std::ranges::sort(names);
+  return names;
+}
+
+// Rank 1's writer is held up until five steps later; a step that waited for it would never come.
+TEST(CheckpointSaving, TrainingGoesOnWhileASlowWriterWrites) {
+  const TemporaryFolder folder;
+  const auto config = with_checkpoints(folder, 12, 4);
+  Event later;
+  std::atomic<bool> came{false};
+  const CheckpointStore store(folder / "run/checkpoint");
+  const auto run = train_on({2, 1}, config, folder / "run", [&](World& world) {
+    train::TrainingHooks hooks;
+    hooks.before_checkpoint_write = [&, rank = world.rank()](std::int64_t step) {
+      if (rank == 1 && step == 4) came = later.wait();
+    };
+    hooks.after_step = [&](const train::StepMetrics& metrics, const ShardedBase&) {
+      if (metrics.step == 5) {
+        EXPECT_THAT(store.steps(), ElementsAre());
+      }
+      if (metrics.step == 7) later.happen();
+    };
+    return hooks;
+  });
+  EXPECT_TRUE(came) << "steps 5 to 7 came while it was held up";
+  EXPECT_EQ(run.losses.size(), 12U);
+  EXPECT_THAT(store.steps(), ElementsAre(4, 8, 12));
+  for (const auto step : store.steps()) CheckpointFolder::open(store.complete(step)).verify_all();
+  // What was written late is what was copied in time.
+  const auto undisturbed = with_checkpoints(folder, 12, 4);
+  train_on({2, 1}, undisturbed, folder / "other");
+  for (const std::string file : {"step-4/rank_0.safetensors", "step-4/rank_1.safetensors"}) {
+    EXPECT_TRUE(file_text(store.folder() / file) == file_text(folder / "other/checkpoint" / file));
+  }
+}
+
+TEST(CheckpointSaving, TheNextOneWaitsForTheOneBefore) {
+  const TemporaryFolder folder;
+  const auto config = with_checkpoints(folder, 6, 1);  // each save meets the last one's writer
+  const CheckpointStore store(folder / "run/checkpoint");
+  train_on({3, 1}, config, folder / "run", [&](World& world) {
+    train::TrainingHooks hooks;
+    hooks.before_checkpoint_write = [&, rank = world.rank()](std::int64_t step) {
+      if (rank != 0) return;
+      const auto steps = store.steps();
+      EXPECT_EQ(steps.empty() ? 0 : steps.back(), step - 1);
+    };
+    return hooks;
+  });
+  EXPECT_THAT(store.steps(), ElementsAre(1, 2, 3, 4, 5, 6));
+  EXPECT_EQ(store.latest(), 6);
+}
+
+TEST(CheckpointSaving, KeepsTheLatestFewAndLeavesNothingElse) {
+  const TemporaryFolder folder;
+  auto config = with_checkpoints(folder, 7, 2);
+  config.checkpoint.keep_latest_k = 2;
+  train_on({2, 1}, config, folder / "run");
+  EXPECT_THAT(names_in(folder / "run/checkpoint"), ElementsAre("latest", "step-6", "step-7"));
+  EXPECT_THAT(
+      names_in(folder / "run/checkpoint/step-7"),
+      ElementsAre("config.json", "manifest.json", "rank_0.safetensors", "rank_1.safetensors"));
+}
+
+TEST(CheckpointSaving, WhatACrashLeftUnfinishedGoesAtTheNextStart) {
+  const TemporaryFolder folder;
+  const auto config = with_checkpoints(folder, 2, 2);
+  folder.write("run/checkpoint/step-9.tmp/rank_0.safetensors", "torn");
+  train_on({2, 1}, config, folder / "run");
+  EXPECT_THAT(names_in(folder / "run/checkpoint"), ElementsAre("latest", "step-2"));
+}
+
+// A file stands where rank 1 wants to write: the same error on every rank, nothing half done.
+TEST(CheckpointSaving, AWritingErrorEndsTheRunAndLeavesTheCheckpointBefore) {
+  for (const std::string obstacle : {"rank_1.safetensors", "config.json", "manifest.json"}) {
+    SCOPED_TRACE(obstacle);
+    const TemporaryFolder folder;
+    const auto config = with_checkpoints(folder, 8, 3);
+    const CheckpointStore store(folder / "run/checkpoint");
+    const auto message = error_of(ErrorKind::kIo, [&] {
+      train_on({2, 1}, config, folder / "run", [&](World& world) {
+        train::TrainingHooks hooks;
+        hooks.before_checkpoint_write = [&, rank = world.rank()](std::int64_t step) {
+          if (step == 6 && rank == 1) fs::create_directories(store.temporary(6) / obstacle / "x");
+        };
+        return hooks;
+      });
+    });
+    EXPECT_THAT(message, AllOf(HasSubstr("checkpoint of step 6"), HasSubstr(obstacle),
+                               HasSubstr("earlier checkpoints are as they were")));
+    EXPECT_THAT(names_in(store.folder()), ElementsAre("latest", "step-3"));
+    EXPECT_EQ(store.latest(), 3);
+    const auto rest = train_on({2, 1}, config, folder / "run");
+    EXPECT_EQ(rest.losses.size(), 5U);
+    EXPECT_THAT(store.steps(), ElementsAre(3, 6, 8));
+  }
+}
+
+TEST(CheckpointSaving, AFolderThatCannotBeWrittenIsRefusedBeforeTheFirstStep) {
+  const TemporaryFolder folder;
+  const auto config = with_checkpoints(folder, 2, 2);
+  folder.write("run/checkpoint", "a file");
+  bool began = false;
+  const auto message = error_of(ErrorKind::kIo, [&] {
+    train_on({2, 1}, config, folder / "run", [&](World&) {
+      train::TrainingHooks hooks;
+      hooks.on_first_step = [&] { began = true; };
+      return hooks;
+    });
+  });
+  EXPECT_THAT(message, HasSubstr("run/checkpoint"));
+  EXPECT_FALSE(began);
+}
+
+TEST(CheckpointSaving, OneRankThatIsAskedToStopStopsAllAfterTheSameStep) {
+  for (const int asked_rank : {0, 2}) {
+    const TemporaryFolder folder;
+    const auto config = with_checkpoints(folder, 12, 100);
+    const auto run = train_on({3, 1}, config, folder / "run", [&](World& world) {
+      train::TrainingHooks hooks;
+      hooks.stop_requested = [asked = 0, mine = world.rank() == asked_rank]() mutable {
+        return mine && asked++ == 4;
+      };
+      return hooks;
+    });
+    EXPECT_EQ(run.result.steps, 4);
+    EXPECT_EQ(run.losses.size(), 4U);
+    EXPECT_EQ(CheckpointStore(folder / "run/checkpoint").latest(), 4);
+  }
+}
+
+TEST(CheckpointSaving, AskedToStopBeforeTheFirstStepDoesNone) {
+  const TemporaryFolder folder;
+  const auto config = with_checkpoints(folder, 12, 100);
+  const auto run = train_on({2, 1}, config, folder / "run", [&](World& world) {
+    train::TrainingHooks hooks;
+    hooks.stop_requested = [mine = world.rank() == 1] { return mine; };
+    return hooks;
+  });
+  EXPECT_EQ(run.result.steps, 0);
+  EXPECT_EQ(CheckpointStore(folder / "run/checkpoint").latest(), std::nullopt);
+}
+
+// The loss is no longer finite while the last good checkpoint is still being written.
+TEST(CheckpointSaving, ANonFiniteLossWaitsForTheCheckpointUnderWay) {
+  const TemporaryFolder folder;
+  auto config = with_checkpoints(folder, 12, 4);
+  const CheckpointStore store(folder / "run/checkpoint");
+  Event spoiled;
+  const auto message = error_of(ErrorKind::kNumeric, [&] {
+    train_on({2, 1}, config, folder / "run", [&](World& world) {
+      train::TrainingHooks hooks;
+      hooks.before_checkpoint_write = [&, rank = world.rank()](std::int64_t) {
+        if (rank == 1) {
+          EXPECT_TRUE(spoiled.wait());
+        }
+      };
+      hooks.after_step = [&](const train::StepMetrics& metrics, const ShardedBase& model) {
+        if (metrics.step != 5) return;
+        const at::NoGradGuard no_grad;
+        for (const auto& view : model.shards()) view.shard.detach().fill_(std::nan(""));
+        spoiled.happen();
+      };
+      return hooks;
+    });
+  });
+  EXPECT_THAT(message, HasSubstr("step 6"));
+  EXPECT_EQ(store.latest(), 4);
+  CheckpointFolder::open(store.folder()).verify_all();
+}
+
+TEST(CheckpointSaving, WithoutItNothingIsWrittenOrRead) {
+  const TemporaryFolder folder;
+  auto config = with_checkpoints(folder, 2, 1);
+  train_on({1, 1}, config, folder / "run");
+  config.checkpoint.enable = false;
+  config.training.steps = 3;
+  EXPECT_EQ(train_on({1, 1}, config, folder / "run").losses.size(), 3U);
+  EXPECT_EQ(CheckpointStore(folder / "run/checkpoint").latest(), 2);
+}
+
+TEST(CheckpointSnapshot, CutsOfReplicasHoldEachElementOnce) {
+  std::vector<train::StatePart> parts;
+  const at::ScalarType dtypes[] = {at::kFloat, at::kLong, at::kBFloat16, at::kDouble, at::kByte};
+  std::int64_t total = 0;
+  for (int i = 0; i < 20; ++i) {
+    const std::int64_t size = i * 7 % 11;
+    parts.push_back(
+        {concat("p", i), {100}, std::nullopt, 3, 3 + size, at::arange(size).to(dtypes[i % 5])});
+    total += static_cast<std::int64_t>(parts.back().values.nbytes());
+  }
+  for (const int replicas : {1, 2, 3, 5, 64}) {
+    std::map<std::string, std::vector<std::pair<std::int64_t, std::int64_t>>> ranges;
+    for (int replica = 0; replica < replicas; ++replica) {
+      std::int64_t bytes = 0;
+      for (const auto& part : train::cut(parts, replica, replicas)) {
+        ranges[part.name].emplace_back(part.begin, part.end);
+        bytes += static_cast<std::int64_t>(part.values.nbytes());
+        ASSERT_EQ(part.values.size(0), part.end - part.begin);
+        EXPECT_EQ(part.values[0].item<std::int64_t>(), part.begin - 3);
+      }
+      EXPECT_LE(std::abs(bytes - total / replicas), 9) << "equal but for an element and rounding";
+    }
+    for (const auto& part : parts) {
+      auto at = part.begin;
+      for (const auto& [begin, end] : ranges[part.name]) {
+        EXPECT_EQ(begin, at);
+        at = end;
+      }
+      EXPECT_EQ(at, part.end);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera::test

@@ -1,0 +1,85 @@
+#include "dist/training_run.h"
+
+#include <ATen/Parallel.h>
+
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <sstream>
+
+#include "base/log.h"
+#include "dist/ranks.h"
+#include "train/config_resolve.h"
+
+namespace tessera::test {
+namespace {
+
+/// Step lines of runs are not what a test says.
+class QuietOutput {
+ public:
+  QuietOutput() : before_(std::cout.rdbuf(swallowed_.rdbuf())) {}
+  ~QuietOutput() { std::cout.rdbuf(before_); }
+  QuietOutput(const QuietOutput&) = delete;
+  QuietOutput& operator=(const QuietOutput&) = delete;
+
+ private:
+  std::ostringstream swallowed_;
+  std::streambuf* before_;
+};
+
+}  // namespace
+
+train::Config small_run(const testing::TemporaryFolder& folder) {
+  const auto model = folder.write("model.json", R"({"architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24, "hidden_act": "silu",
+    "vocab_size": 259, "max_position_embeddings": 64, "rope_theta": 10000.0, "rms_norm_eps": 1e-06,
+    "attention_bias": false, "tie_word_embeddings": true, "initializer_range": 0.02})");
+  std::string text;
+  for (int line = 0; line < 80; ++line) text += "line " + std::to_string(line * 37) + " of it.\n";
+  train::Config config;
+  config.model.config = model;
+  config.data.path = {folder.write("page.txt", text)};
+  config.training.steps = 12;
+  config.training.seq_len = 12;
+  config.training.global_batch_size = 12;  // for 1, 2, 3 and 4 ranks
+  config.precision.param_dtype.dtype = DType::kFloat32;
+  config.optimizer.lr = 0.01;
+  config.optimizer.no_decay = {"*norm"};
+  config.lr_scheduler.warmup_steps = 3;
+  config.checkpoint.enable = false;
+  config.checkpoint.interval = 1000;
+  return config;
+}
+
+RunLosses train_on(const RanksOfRun& layout, train::Config config, const std::filesystem::path& run,
+                   const HooksOf& hooks) {
+  config.parallelism.data_parallel_replicate_degree = layout.replicas;
+  std::filesystem::create_directories(run);
+  config = train::resolved_for_run(config, run.string());
+  RunLosses found;
+  log::init({.rank = 1, .world_size = 1, .file = {}});  // only rank 0 says what it does
+  const QuietOutput quiet;
+  ranks(layout.ranks).run([&](World& world) {
+    at::set_num_threads(1);  // how many there are must not decide how sums are split
+    auto mine = hooks ? hooks(world) : train::TrainingHooks{};
+    const auto after_step = mine.after_step;
+    mine.after_step = [&, after_step](const train::StepMetrics& metrics, const ShardedBase& model) {
+      if (world.rank() == 0) {
+        found.losses.push_back(metrics.loss);
+        found.norms.push_back(metrics.grad_norm);
+      }
+      if (after_step) after_step(metrics, model);
+    };
+    const auto result = train::run_training(config, world, mine);
+    if (world.rank() == 0) found.result = result;
+  });
+  return found;
+}
+
+std::string file_text(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+}  // namespace tessera::test

@@ -1,0 +1,39 @@
+// `tessera train` as a function: a small model on a page of text, on thread ranks, in a folder.
+#pragma once
+
+#include <filesystem>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "tessera/world.h"
+#include "train/config.h"
+#include "train/trainer.h"
+#include "unit/io/temporary_folder.h"
+
+namespace tessera::test {
+
+/// Writes a model of two layers and a page of text into `folder`. Returns a config that trains on
+/// it: 4 rows a step, AdamW with clipping, fp32, no checkpoints until asked.
+train::Config small_run(const testing::TemporaryFolder& folder);
+
+struct RanksOfRun {
+  int ranks = 1;
+  int replicas = 1;
+};
+
+/// By step, from the first that was done.
+struct RunLosses {
+  std::vector<double> losses;
+  std::vector<double> norms;
+  train::TrainingResult result;
+};
+
+/// Runs `config` in the run folder `run` (config.job.dump_folder). `hooks` get the world too.
+using HooksOf = std::function<train::TrainingHooks(World&)>;
+RunLosses train_on(const RanksOfRun& layout, train::Config config, const std::filesystem::path& run,
+                   const HooksOf& hooks = {});
+
+std::string file_text(const std::filesystem::path& path);
+
+}  // namespace tessera::test

@@ -1,0 +1,274 @@
+#!/usr/bin/env python3
+"""What `tessera convert` writes, as transformers and safetensors read it.
+
+Run by ctest with TESSERA_PROGRAM; leaves with 77 (skipped) where `transformers` is missing, as with
+TESSERA_TORCH.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import unittest
+
+try:
+    import torch
+    import transformers
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+except ImportError as missing:
+    print(f"skipped: {missing}")
+    sys.exit(77)
+
+DATA = pathlib.Path(__file__).resolve().parent / "data"
+FOLDERS = ("qwen3-fp32", "qwen3-mixed", "llama-fp32", "llama-mixed")
+FLOAT32 = ("--precision.param_dtype", "float32", "--precision.storage_dtype", "float32")
+# Of a second fp32 implementation, from the README of the reference data.
+LOGITS_BOUND = 5e-5
+
+
+class Program(unittest.TestCase):
+    def setUp(self):
+        made = tempfile.TemporaryDirectory()
+        self.addCleanup(made.cleanup)
+        self.folder = pathlib.Path(made.name)
+
+    def run_tessera(self, *words, code=0):
+        done = subprocess.run([os.environ["TESSERA_PROGRAM"], *map(str, words)], capture_output=True, text=True,
+                              cwd=self.folder, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        self.assertEqual(done.returncode, code, done.stderr)
+        return done.stdout if code == 0 else done.stderr
+
+    def gradients(self, model, batch, *more):
+        self.run_tessera("gradients", "--model", model, "--batch", batch, "--out", "gradients.safetensors", *more)
+        return load_file(self.folder / "gradients.safetensors")
+
+    def tensors(self, folder):
+        """By name, with the file that each stands in."""
+        found = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            if path.name == "reference.safetensors":
+                continue
+            with safe_open(path, "pt") as file:
+                self.assertEqual(file.metadata() or {}, {"format": "pt"} if folder.parent != DATA else
+                                 file.metadata() or {})
+                for name in file.keys():
+                    self.assertNotIn(name, found)
+                    found[name] = (file.get_tensor(name), path.name)
+        return found
+
+    def logits_of_transformers(self, folder, ids):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            return model(ids).logits
+
+    def assertSameBits(self, found, expected):
+        self.assertEqual(found.keys(), expected.keys())
+        for name, tensor in expected.items():
+            self.assertEqual(found[name].dtype, tensor.dtype, name)
+            self.assertTrue(torch.equal(found[name], tensor), name)
+
+    def copy_of(self, name):
+        folder = self.folder / name
+        folder.mkdir()
+        for file in ("config.json", "model.safetensors"):
+            (folder / file).write_bytes((DATA / "llama-fp32" / file).read_bytes())
+        return folder
+
+
+class ConvertFolder(Program):
+    def test_a_folder_comes_out_with_the_same_bytes_and_gradients(self):
+        for name in FOLDERS:
+            for limit, files in (("5GB", 1), ("60KB", None)):
+                with self.subTest(name, limit=limit):
+                    out = self.folder / f"{name}-{limit}"
+                    self.run_tessera("convert", DATA / name, out, "--max-shard-size", limit)
+                    before, after = self.tensors(DATA / name), self.tensors(out)
+                    self.assertSameBits({k: v[0] for k, v in after.items()}, {k: v[0] for k, v in before.items()})
+                    names = {file for _, file in after.values()}
+                    if files == 1:
+                        self.assertEqual(names, {"model.safetensors"})
+                    else:
+                        index = json.loads((out / "model.safetensors.index.json").read_text())
+                        self.assertGreater(len(names), 1)
+                        self.assertEqual(index["weight_map"], {k: v[1] for k, v in after.items()})
+                        self.assertEqual(index["metadata"]["total_size"], sum(v[0].nbytes for v in after.values()))
+                    batch = DATA / name / "reference.safetensors"
+                    self.assertSameBits(self.gradients(out, batch), self.gradients(DATA / name, batch))
+
+    def test_transformers_computes_the_logits_that_tessera_does(self):
+        for name in FOLDERS:
+            with self.subTest(name):
+                out = self.folder / name
+                self.run_tessera("convert", DATA / name, out, "--max-shard-size", "60KB")
+                batch = DATA / name / "reference.safetensors"
+                expected = load_file(batch)
+                found = self.logits_of_transformers(out, expected["input_ids"])
+                ours = self.gradients(DATA / name, batch, *FLOAT32)["logits"]
+                self.assertLess((found - ours).abs().max(), LOGITS_BOUND)
+                self.assertLess((found - expected["logits"]).abs().max(), LOGITS_BOUND)
+                # What transformers reads from the folder is what it wrote there once, key for key.
+                original = transformers.AutoConfig.from_pretrained(DATA / name).to_dict()
+                written = transformers.AutoConfig.from_pretrained(out).to_dict()
+                for key in ("_name_or_path", "transformers_version", "head_dim"):
+                    original.pop(key, None), written.pop(key, None)
+                self.assertEqual(written, original)
+
+    def test_a_chosen_dtype_is_every_tensors(self):
+        for name, dtype in (("qwen3-mixed", "float32"), ("qwen3-mixed", "bfloat16"), ("llama-fp32", "bfloat16")):
+            with self.subTest(name, dtype=dtype):
+                out = self.folder / f"{name}-{dtype}"
+                self.run_tessera("convert", DATA / name, out, "--dtype", dtype)
+                expected = {k: v[0].to(getattr(torch, dtype)) for k, v in self.tensors(DATA / name).items()}
+                self.assertSameBits({k: v[0] for k, v in self.tensors(out).items()}, expected)
+                self.assertEqual(json.loads((out / "config.json").read_text())["torch_dtype"], dtype)
+
+    def test_the_tokenizer_comes_along_and_nothing_else(self):
+        source = self.copy_of("source")
+        texts = {"tokenizer.json": "{}", "tokenizer_config.json": "[1]", "special_tokens_map.json": "", "vocab.json": "v",
+                 "merges.txt": "m", "generation_config.json": "{}", "chat_template.jinja": "c"}
+        for file, text in {**texts, "notes.md": "n", "training_args.bin": "t"}.items():
+            (source / file).write_text(text)
+        self.run_tessera("convert", source, "out")
+        found = {path.name: path for path in (self.folder / "out").iterdir()}
+        self.assertEqual(found.keys(), texts.keys() | {"config.json", "model.safetensors"})
+        for file, text in texts.items():
+            self.assertEqual(found[file].read_text(), text)
+        (source / "merges.txt").unlink()
+        (self.folder / "secret").write_text("s")
+        (source / "merges.txt").symlink_to("../secret")
+        self.assertIn("merges.txt", self.run_tessera("convert", source, "other", code=2))
+        self.assertFalse((self.folder / "other").exists())
+
+    def test_a_tied_head_that_is_stored_all_the_same_is_written_once(self):
+        source = self.copy_of("source")
+        tensors = load_file(source / "model.safetensors")
+        self.assertNotIn("lm_head.weight", tensors)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        from safetensors.torch import save_file
+        save_file(tensors, source / "model.safetensors")
+        self.run_tessera("convert", source, "out")
+        self.assertSameBits({k: v[0] for k, v in self.tensors(self.folder / "out").items()},
+                            load_file(DATA / "llama-fp32" / "model.safetensors"))
+
+    def test_what_is_there_is_not_overwritten_and_refusals_leave_nothing(self):
+        (self.folder / "out").mkdir()
+        (self.folder / "out" / "mine").write_text("mine")
+        self.assertIn("empty one", self.run_tessera("convert", DATA / "llama-fp32", "out", code=2))
+        self.assertIn("--dtype", self.run_tessera("convert", DATA / "llama-fp32", "x", "--dtype", "int8", code=2))
+        self.assertIn("--max-shard-size",
+                      self.run_tessera("convert", DATA / "llama-fp32", "x", "--max-shard-size", "lots", code=2))
+        damaged = self.copy_of("damaged")
+        (damaged / "model.safetensors").write_bytes(b"\0" * 100)
+        self.run_tessera("convert", damaged, "x", code=2)
+        self.assertEqual(sorted(p.name for p in self.folder.iterdir()), ["damaged", "out"])
+        (self.folder / "out" / "mine").unlink()
+        self.run_tessera("convert", DATA / "llama-fp32", "out")  # an empty folder is as good as none
+        self.assertEqual(len(list((self.folder / "out").iterdir())), 2)
+
+
+class ConvertCheckpoint(Program):
+    """The same of checkpoints that two ranks wrote."""
+
+    def train(self, model, data, *more):
+        (self.folder / "run.toml").write_text(
+            f"[model]\n{model}\n[data]\npath = {data}\n[training]\nsteps = 3\nseq_len = 24\n"
+            'global_batch_size = 2\n[optimizer]\nlr = 0.01\n[job]\ndump_folder = "run"\n')
+        self.run_tessera("train", "run.toml", "--nproc", "2", "--checkpoint.interval", "2", *more)
+        return self.folder / "run/checkpoint/step-3"
+
+    def check_same_model(self, checkpoint, out, batch, bound=LOGITS_BOUND):
+        """transformers on what convert wrote, and gradients on either, give the same."""
+        ours = self.gradients(checkpoint, batch, *FLOAT32)
+        self.assertSameBits(self.gradients(out, batch, *FLOAT32), ours)
+        found = self.logits_of_transformers(out, load_file(batch)["input_ids"])
+        self.assertLess((found - ours["logits"]).abs().max(), bound)
+
+    def test_a_finetuned_folder_keeps_its_dtypes_and_its_tokenizer(self):
+        source = self.copy_of("source")
+        (source / "tokenizer.json").write_text("{}")
+        batch = DATA / "llama-fp32" / "reference.safetensors"
+        checkpoint = self.train('path = "source"', f'"{batch}"', *FLOAT32)
+        self.run_tessera("convert", checkpoint, "out", "--max-shard-size", "60KB")
+        self.assertTrue((self.folder / "out" / "tokenizer.json").is_file())
+        self.assertNotIn("lm_head.weight", self.tensors(self.folder / "out"))
+        self.check_same_model(checkpoint, self.folder / "out", batch)
+        before = load_file(source / "model.safetensors")
+        after = {k: v[0] for k, v in self.tensors(self.folder / "out").items()}
+        self.assertEqual(before.keys(), after.keys())
+        self.assertFalse(any(torch.equal(before[k], after[k]) for k in before if before[k].ndim == 2))
+        # `checkpoint` alone means the latest one.
+        self.run_tessera("convert", checkpoint.parent, "latest")
+        self.check_same_model(checkpoint, self.folder / "latest", batch)
+
+    def test_a_mixed_folder_comes_back_in_the_dtypes_it_had(self):
+        batch = DATA / "qwen3-mixed" / "reference.safetensors"
+        checkpoint = self.train(f'path = "{DATA / "qwen3-mixed"}"', f'"{batch}"')
+        self.run_tessera("convert", checkpoint, "out")
+        dtypes = {k: v[0].dtype for k, v in self.tensors(self.folder / "out").items()}
+        self.assertEqual(dtypes, {k: v[0].dtype for k, v in self.tensors(DATA / "qwen3-mixed").items()})
+        self.assertEqual(set(dtypes.values()), {torch.float32, torch.bfloat16})
+        self.run_tessera("convert", checkpoint, "wide", "--dtype", "float32")
+        self.check_same_model(checkpoint, self.folder / "wide", batch)
+        # Rounded once to what the folder had.
+        wide = {k: v[0] for k, v in self.tensors(self.folder / "wide").items()}
+        self.assertSameBits({k: v[0] for k, v in self.tensors(self.folder / "out").items()},
+                            {k: v.to(dtypes[k]) for k, v in wide.items()})
+        # Under the run's own precision a checkpoint computes as the run did: norms in fp32.
+        bf16 = self.gradients(checkpoint, batch)
+        self.assertSameBits(bf16, self.gradients(checkpoint, batch, "--precision.rule",
+                                                 '[{match = ["*norm"], param_dtype = "float32"}]'))
+        self.assertFalse(torch.equal(bf16["loss"], self.gradients(checkpoint, batch, *FLOAT32)["loss"]))
+
+    def test_a_byte_model_from_scratch(self):
+        (self.folder / "page.txt").write_text("".join(f"line {i} of a page.\n" for i in range(60)))
+        (self.folder / "model.json").write_text(json.dumps({
+            "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 16,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+            "intermediate_size": 32, "vocab_size": 260, "max_position_embeddings": 64}))
+        checkpoint = self.train('config = "model.json"', '"page.txt"')
+        said = self.run_tessera("convert", checkpoint, "out")
+        self.assertIn("0 tokenizer file(s)", said)
+        self.assertEqual(json.loads((self.folder / "out/config.json").read_text())["tessera_tokenizer"], "bytes")
+        ids = torch.randint(0, 257, (2, 24), generator=torch.Generator().manual_seed(1))
+        from safetensors.torch import save_file
+        save_file({"input_ids": ids, "labels": ids.clone()}, self.folder / "batch.safetensors")
+        self.check_same_model(checkpoint, self.folder / "out", self.folder / "batch.safetensors")
+        words = ("--prompt", "line ", "--max-new-tokens", "20")
+        text = self.run_tessera("generate", "--model", checkpoint, *words)
+        self.assertEqual(self.run_tessera("generate", "--model", "out", *words), text)
+        # As ./run proposes: on with the run's own config to another length, from another folder.
+        os.rename(self.folder / "page.txt", self.folder / "moved.txt")
+        self.run_tessera("train", "run/config.toml", "--nproc", "2", "--training.steps", "5",
+                         "--data.path", "moved.txt")
+        self.run_tessera("convert", "run/checkpoint", "longer")
+        self.check_same_model(self.folder / "run/checkpoint/step-5", self.folder / "longer",
+                              self.folder / "batch.safetensors")
+
+    def test_the_folder_that_training_began_with_may_be_gone(self):
+        source = self.copy_of("source")
+        batch = DATA / "llama-fp32" / "reference.safetensors"
+        checkpoint = self.train('path = "source"', f'"{batch}"', *FLOAT32)
+        source.rename(self.folder / "elsewhere")
+        self.run_tessera("convert", checkpoint, "out")
+        self.check_same_model(checkpoint, self.folder / "out", batch)
+
+    def test_an_altered_checkpoint_is_named_and_nothing_is_written(self):
+        self.copy_of("source")
+        batch = DATA / "llama-fp32" / "reference.safetensors"
+        checkpoint = self.train('path = "source"', f'"{batch}"', *FLOAT32)
+        file = checkpoint / "rank_1.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-5] ^= 1
+        file.write_bytes(content)
+        for words in (("convert", checkpoint, "out"),
+                      ("generate", "--model", checkpoint, "--prompt-tokens", "1", "--max-new-tokens", "1")):
+            self.assertIn("rank_1.safetensors", self.run_tessera(*words, code=2))
+        self.assertFalse((self.folder / "out").exists())
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=1)

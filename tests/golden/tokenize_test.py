@@ -1,0 +1,241 @@
+#!/usr/bin/env python3
+"""tools/tokenize.py: its files against the tokenizer itself, and a training run on them.
+
+Run by ctest with TESSERA_PROGRAM; leaves with 77 (skipped) where `tokenizers` or `transformers` is
+missing, as with TESSERA_TORCH.
+"""
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import runpy
+import subprocess
+import sys
+import tempfile
+import unittest
+
+try:
+    import numpy
+    import tokenizers
+    import transformers  # noqa: F401
+except ImportError as missing:
+    print(f"skipped: {missing}")
+    sys.exit(77)
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools/tokenize.py"
+END = "<|end|>"
+# As most published templates are: no marks, a prompt for the answer, an end of turn.
+PLAIN_TEMPLATE = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|turn|>\n{% endfor %}"
+                  "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+MARKED_TEMPLATE = ("{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>{% generation %}"
+                   "{{ m.content }}<|turn|>{% endgeneration %}{{ '\n' }}{% else %}<|{{ m.role }}|>"
+                   "{{ m.content }}<|turn|>\n{% endif %}{% endfor %}")
+# Only the last answer keeps its first word, as templates do that drop earlier reasoning.
+REWRITING_TEMPLATE = ("{% for m in messages %}{% if m.role == 'assistant' and not loop.last %}"
+                      "<|assistant|>...<|turn|>{% else %}<|{{ m.role }}|>{{ m.content }}<|turn|>{% endif %}"
+                      "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
+TALK = [{"role": "user", "content": "How many words?"}, {"role": "assistant", "content": "Three words."},
+        {"role": "user", "content": "And now?"}, {"role": "assistant", "content": "Two words, still."}]
+
+
+def some_text(lines):
+    """Words, numbers, runs of white space, and characters of two to four bytes."""
+    words = ["the", "cat", "sat", "na\u00efve", "\u4e2d\u6587", "\U0001F600", "x1", "(and)", "don't", "  ", "\t"]
+    return "".join(" ".join(words[(i * 7 + j * 3) % len(words)] for j in range(i % 9)) + "\n" * (1 + i % 3)
+                   for i in range(lines))
+
+
+def write_model(folder):
+    """tokenizer.json of byte-level tokens, with a config.json that names the end of a text."""
+    folder.mkdir()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600, special_tokens=[END, "<|user|>", "<|assistant|>", "<|turn|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator([some_text(400)], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 16,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+        "intermediate_size": 32, "vocab_size": 600, "max_position_embeddings": 64,
+        "eos_token_id": tokenizer.token_to_id(END)}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "chat_template": PLAIN_TEMPLATE}))
+    return tokenizer
+
+
+class Tokenize(unittest.TestCase):
+    def setUp(self):
+        self.made = tempfile.TemporaryDirectory()
+        self.folder = pathlib.Path(self.made.name)
+        self.tokenizer = write_model(self.folder / "model")
+        self.end = self.tokenizer.token_to_id(END)
+        self.size = self.tokenizer.get_vocab_size()
+
+    def tearDown(self):
+        self.made.cleanup()
+
+    def run_tool(self, *words, ok=True):
+        """As the command does it, in this process: importing transformers takes seconds."""
+        out, before = io.StringIO(), (sys.argv, sys.path[:], os.getcwd())
+        sys.argv = [str(TOOL), "--model", str(self.folder / "model"), *map(str, words)]
+        sys.path.insert(0, str(TOOL.parent))  # as Python does for a script
+        os.chdir(self.folder)
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+                runpy.run_path(str(TOOL), run_name="__main__")
+        except SystemExit as error:
+            self.assertFalse(ok, error)
+            return str(error)
+        finally:
+            sys.argv, sys.path[:] = before[0], before[1]
+            os.chdir(before[2])
+        self.assertTrue(ok, "was not refused")
+        return out.getvalue()
+
+    def read(self, name="out"):
+        about = json.loads((self.folder / f"{name}.json").read_text())
+        ids = numpy.fromfile(self.folder / f"{name}.bin", dtype=about["dtype"])
+        self.assertEqual(about["num_tokens"], len(ids))
+        return about, ids.tolist()
+
+    def ids_of(self, text):
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def test_documents_are_separated_and_in_order(self):
+        books = self.folder / "books"
+        books.mkdir()
+        (books / "b.txt").write_text("second the cat")
+        (books / "a.txt").write_text("first sat")
+        (books / "c.md").write_text("not text")
+        (self.folder / "last.txt").write_text("last")
+        (self.folder / "empty.txt").write_text("")
+        (self.folder / "list").write_text(f"{books}\nlast.txt\nempty.txt\n")
+        expected = [id for text in ("first sat", "second the cat", "last", "")
+                    for id in self.ids_of(text) + [self.end]]
+        for words in ([books, "last.txt", "empty.txt"], ["@list"]):
+            self.run_tool("--out", "out", *words)
+            about, ids = self.read()
+            self.assertEqual(ids, expected)
+            self.assertEqual(about, {"dtype": "uint16", "num_tokens": len(ids), "vocab_size": self.size})
+        self.run_tool("--out", "out", "--no-eos", "last.txt")
+        self.assertEqual(self.read()[1], self.ids_of("last"))
+        self.run_tool("--out", "out", "--eos", "<|turn|>", "last.txt")
+        self.assertEqual(self.read()[1], self.ids_of("last") + [self.tokenizer.token_to_id("<|turn|>")])
+
+    def test_windows_give_the_tokens_of_the_whole(self):
+        text = some_text(600)
+        (self.folder / "a.txt").write_text(text)
+        for window in (100, 257, 1000, 1 << 20):
+            self.run_tool("--out", "out", "--window", str(window), "--context", "64", "a.txt")
+            self.assertEqual(self.read()[1], self.ids_of(text) + [self.end], window)
+
+    def test_memory_does_not_grow_with_the_text(self):
+        text = some_text(2000)
+        peaks = []
+        for times in (4, 40):
+            (self.folder / "a.txt").write_text(text * times)
+            script = ("import resource, runpy, sys; sys.argv = sys.argv[1:]; "
+                      "runpy.run_path(sys.argv[0], run_name='__main__'); "
+                      "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)")
+            done = subprocess.run(
+                [sys.executable, "-c", script, TOOL, "--model", "model", "--out", "out", "--window", "65536",
+                 "a.txt"], capture_output=True, text=True, cwd=self.folder, check=True)
+            peaks.append(int(done.stdout.split()[-1]) / 1024)
+        # The text is 2.2 MB, then 22 MB; encoded at once that is 250 MB more.
+        self.assertLess(peaks[1] - peaks[0], 30, peaks)
+
+    def test_wide_ids_where_the_vocabulary_needs_them(self):
+        source = json.loads((self.folder / "model/tokenizer.json").read_text())
+        source["added_tokens"].append({"id": 70000, "content": "<|far|>", "single_word": False, "lstrip": False,
+                                       "rstrip": False, "normalized": False, "special": True})
+        source["model"]["vocab"]["<|far|>"] = 70000
+        (self.folder / "model/tokenizer.json").write_text(json.dumps(source))
+        (self.folder / "a.txt").write_text("the<|far|>")
+        self.run_tool("--out", "out", "a.txt")
+        about, ids = self.read()
+        self.assertEqual((about["dtype"], about["vocab_size"]), ("uint32", 70001))
+        self.assertEqual(ids[-2:], [70000, self.end])
+
+    def test_encode_and_decode_are_inverse(self):
+        ids = self.run_tool("--encode", "the cat sat").strip()
+        self.assertEqual(ids, ",".join(map(str, self.ids_of("the cat sat"))))
+        self.assertEqual(self.run_tool("--decode", ids), "the cat sat\n")
+
+    def test_refusals_leave_no_file(self):
+        (self.folder / "a.txt").write_bytes(b"\xff\xfe not text")
+        self.assertIn("not UTF-8", self.run_tool("--out", "out", "a.txt", ok=False))
+        self.assertIn("no *.txt", self.run_tool("--out", "out", "model", ok=False))
+        self.assertEqual(list(self.folder.glob("out*")), [])
+        (self.folder / "model/config.json").unlink()
+        (self.folder / "model/tokenizer_config.json").unlink()
+        self.assertIn("--no-eos", self.run_tool("--out", "out", "a.txt", ok=False))
+
+    def write_talks(self, *talks):
+        (self.folder / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+
+    def check_talk(self, ids, mask):
+        """What is kept is what the assistant says, with its end of turn; the rest is the whole talk."""
+        kept, runs = [], 0
+        for i, (id, on) in enumerate(zip(ids, mask)):
+            if on:
+                runs += i == 0 or not mask[i - 1]
+                kept.append(id)
+        self.assertEqual(self.tokenizer.decode(kept, skip_special_tokens=False),
+                         "Three words.<|turn|>Two words, still.<|turn|>")
+        self.assertEqual(runs, 2)
+        whole = "".join(f"<|{m['role']}|>{m['content']}<|turn|>\n" for m in TALK)
+        self.assertEqual(ids, self.ids_of(whole) + [self.end])
+        self.assertEqual(mask[-1], 0)
+
+    def test_chat_masks_all_but_the_assistant(self):
+        template = self.folder / "marked.jinja"
+        template.write_text(MARKED_TEMPLATE)
+        for words in ([], ["--chat-template", template]):
+            self.write_talks(TALK, {"messages": TALK})
+            self.run_tool("--out", "out", "--chat", *words, "talks.jsonl")
+            ids, mask = self.read()[1], (self.folder / "out.mask.bin").read_bytes()
+            self.assertEqual(len(mask), len(ids))
+            half = len(ids) // 2
+            self.check_talk(ids[:half], mask[:half])
+            self.check_talk(ids[half:], mask[half:])
+
+    def test_chat_that_cannot_be_masked_is_refused_by_line(self):
+        template = self.folder / "rewriting.jinja"
+        template.write_text(REWRITING_TEMPLATE)
+        self.write_talks(TALK[:2], TALK)
+        self.assertIn("talks.jsonl:2: the chat template writes earlier turns anew",
+                      self.run_tool("--out", "out", "--chat", "--chat-template", template, "talks.jsonl", ok=False))
+        for line, says in (("{", "talks.jsonl:1"), ("[]", "expected a list"), ('[{"role": "user", "content": "x"}]',
+                                                                              "nothing to train on")):
+            (self.folder / "talks.jsonl").write_text(line + "\n")
+            self.assertIn(says, self.run_tool("--out", "out", "--chat", "talks.jsonl", ok=False))
+
+    def test_a_mask_of_an_earlier_file_does_not_stay(self):
+        self.write_talks(TALK)
+        self.run_tool("--out", "out", "--chat", "talks.jsonl")
+        (self.folder / "a.txt").write_text("the cat")
+        self.run_tool("--out", "out", "a.txt")
+        self.assertFalse((self.folder / "out.mask.bin").exists())
+
+    def test_tessera_trains_on_the_result(self):
+        self.write_talks(*[TALK] * 20)
+        self.run_tool("--out", "out", "--chat", "talks.jsonl")
+        (self.folder / "run.toml").write_text(
+            '[model]\nconfig = "model/config.json"\n[data]\npath = "out.bin"\n[training]\nsteps = 2\n'
+            'seq_len = 16\nglobal_batch_size = 4\n[optimizer]\nlr = 0.01\n[job]\ndump_folder = "run"\n')
+        done = subprocess.run([os.environ["TESSERA_PROGRAM"], "train", "run.toml"], capture_output=True, text=True,
+                              cwd=self.folder)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        steps = [json.loads(line) for line in (self.folder / "run/metrics/metrics.jsonl").read_text().splitlines()]
+        self.assertEqual([step["step"] for step in steps], [1, 2])
+        self.assertAlmostEqual(steps[0]["loss"], numpy.log(600), delta=0.2)  # vocab_size, drawn weights: nearly uniform
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=1)

@@ -1,0 +1,230 @@
+// Checkpoints on disk: any range out of any pieces, every altered byte found, complete folders.
+#include "io/checkpoint_folder.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+
+#include "io/checkpoint_store.h"
+#include "unit/io/checkpoint_cases.h"
+#include "unit/io/temporary_folder.h"
+
+namespace tessera {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using testing::error_of;
+using ::testing::HasSubstr;
+using testing::pick;
+using testing::Random;
+using testing::TemporaryFolder;
+using testing::write_random_checkpoint;
+
+void verify_everything(const fs::path& folder) { CheckpointFolder::open(folder).verify_all(); }
+
+/// Which file an error is about: each message begins with its path.
+void expect_found(const fs::path& folder, const std::string& file) {
+  try {
+    verify_everything(folder);
+    ADD_FAILURE() << file << " was altered, and nothing was found";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr(file));
+  }
+}
+
+TEST(CheckpointFolder, AnyRangeOfAnyTensorHasItsValues) {
+  const TemporaryFolder folder;
+  Random random(3);
+  for (int i = 0; i < 60; ++i) {
+    const auto path = folder / std::to_string(i);
+    const auto written = write_random_checkpoint(random, path);
+    const auto checkpoint = CheckpointFolder::open(path);
+    checkpoint.verify_all();
+    EXPECT_EQ(checkpoint.manifest(), written.manifest);
+    for (const auto& [name, tensor] : checkpoint.tensors()) {
+      const auto size = size_of(tensor.dtype);
+      const auto& values = written.values.at(name);
+      for (int range = 0; range < 20; ++range) {
+        const auto begin = pick(random, 0, tensor.numel());
+        const auto end = pick(random, begin, tensor.numel());
+        std::vector<std::byte> found(static_cast<std::size_t>((end - begin) * size));
+        checkpoint.read(name, begin, end, found);
+        EXPECT_TRUE(std::equal(found.begin(), found.end(), values.begin() + begin * size))
+            << name << " " << begin << " to " << end;
+      }
+    }
+  }
+}
+
+TEST(CheckpointFolder, RowsLongerThanWhatIsReadAtATimeHaveTheirValues) {
+  const TemporaryFolder folder;
+  // Two boxes side by side, of 3 rows of 300000 and 100000 elements: several chunks of 1 MiB.
+  const std::vector<std::int64_t> shape{3, 400'000};
+  CheckpointManifest manifest;
+  std::vector<std::int32_t> values(1'200'000);
+  for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<std::int32_t>(i * 7);
+  auto& tensor = manifest.tensors["model/w"];
+  tensor = {DType::kInt32, shape, std::nullopt, {}};
+  const TensorBox boxes[] = {{{0, 0}, {3, 300'000}}, {{0, 300'000}, {3, 100'000}}};
+  std::ofstream(folder / "config.json") << "{}";
+  for (int b = 0; b < 2; ++b) {
+    const auto file = "rank_" + std::to_string(b) + ".safetensors";
+    tensor.pieces.push_back({file, "w", boxes[b], 0, boxes[b].numel()});
+    std::vector<std::int32_t> part;
+    for (std::int64_t i = 0; i < boxes[b].numel(); ++i) {
+      part.push_back(values[static_cast<std::size_t>(position_in_tensor(boxes[b], shape, i))]);
+    }
+    testing::write_safetensors(folder / file, "w", DType::kInt32, std::as_bytes(std::span(part)));
+  }
+  testing::finish_checkpoint(folder.path(), manifest);
+  const auto checkpoint = CheckpointFolder::open(folder.path());
+  std::vector<std::int32_t> found(1'100'001);
+  checkpoint.read("model/w", 12'345, 1'112'346, std::as_writable_bytes(std::span(found)));
+  EXPECT_TRUE(std::equal(found.begin(), found.end(), values.begin() + 12'345));
+}
+
+TEST(CheckpointFolder, EachOfTwoHundredRandomFlippedBitsIsFound) {
+  const TemporaryFolder folder;
+  Random random(4);
+  const auto path = folder / "step-1";
+  write_random_checkpoint(random, path);
+  std::vector<fs::path> files;
+  for (const auto& entry : fs::directory_iterator(path)) files.push_back(entry.path());
+  ASSERT_GE(files.size(), 3U);
+  for (int i = 0; i < 200; ++i) {
+    const auto& file = files[random() % files.size()];
+    const auto at = pick(random, 0, static_cast<std::int64_t>(fs::file_size(file)) - 1);
+    SCOPED_TRACE(file.string() + " byte " + std::to_string(at));
+    std::fstream stream(file, std::ios::in | std::ios::out | std::ios::binary);
+    stream.seekg(at);
+    const char before = static_cast<char>(stream.get());
+    const auto put = [&](char value) { stream.seekp(at).put(value).flush(); };
+    put(static_cast<char>(before ^ (1 << random() % 8)));
+    expect_found(path, file.filename());
+    put(before);
+  }
+  EXPECT_NO_THROW(verify_everything(path));
+}
+
+TEST(CheckpointFolder, AMissingOrTornFileIsNamed) {
+  Random random(5);
+  for (const std::string file : {"rank_0.safetensors", "config.json", "manifest.json"}) {
+    const TemporaryFolder folder;
+    const auto path = folder / "step-1";
+    write_random_checkpoint(random, path);
+    fs::resize_file(path / file, fs::file_size(path / file) - 1);
+    expect_found(path, file);
+    fs::resize_file(path / file, 0);
+    expect_found(path, file);
+    fs::remove(path / file);
+    expect_found(path, file);
+  }
+}
+
+TEST(CheckpointFolder, FilesThatContradictTheManifestAreRefused) {
+  const TemporaryFolder folder;
+  std::ofstream(folder / "config.json") << "{}";
+  const std::vector<float> values(4);
+  testing::write_safetensors(folder / "rank_0.safetensors", "other", DType::kFloat32,
+                             std::as_bytes(std::span(values)));
+  CheckpointManifest manifest;
+  manifest.tensors["model/w"] = {
+      DType::kFloat32, {4}, std::nullopt, {{"rank_0.safetensors", "w", {{0}, {4}}, 0, 4}}};
+  testing::finish_checkpoint(folder.path(), manifest);
+  const auto checkpoint = CheckpointFolder::open(folder.path());
+  std::vector<std::byte> out(16);
+  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { checkpoint.read("model/w", 0, 4, out); }),
+              AllOf(HasSubstr("rank_0.safetensors"), HasSubstr("found nothing under 'w'")));
+  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { checkpoint.read("model/v", 0, 4, out); }),
+              HasSubstr("found no tensor 'model/v'"));
+  EXPECT_THAT(error_of(ErrorKind::kUsage, [&] { checkpoint.read("model/w", 1, 5, out); }),
+              HasSubstr("'model/w' [4]"));
+}
+
+TEST(CheckpointFolder, TheFolderAboveGivesItsLatest) {
+  const TemporaryFolder folder;
+  Random random(6);
+  const CheckpointStore store(folder.path());
+  EXPECT_FALSE(CheckpointFolder::is_one(folder.path()));
+  write_random_checkpoint(random, store.complete(7));
+  const auto newer = write_random_checkpoint(random, store.complete(12));
+  store.set_latest(12);
+  EXPECT_TRUE(CheckpointFolder::is_one(folder.path()));
+  EXPECT_TRUE(CheckpointFolder::is_one(store.complete(7)));
+  EXPECT_EQ(CheckpointFolder::open(folder.path()).manifest(), newer.manifest);
+  EXPECT_EQ(CheckpointFolder::open(folder.path()).path(), store.complete(12));
+}
+
+TEST(CheckpointStore, NamesOfStepsAreThoseThatItGives) {
+  EXPECT_EQ(parse_step_folder("step-0"), 0);
+  EXPECT_EQ(parse_step_folder(step_folder(12)), 12);
+  for (const char* name : {"step-", "step-01", "step--1", "step-1.tmp", "step-1x", "Step-1", "1",
+                           "step-99999999999999999999", "step-+1"}) {
+    EXPECT_EQ(parse_step_folder(name), std::nullopt) << name;
+  }
+}
+
+TEST(CheckpointStore, OnlyFinishedFoldersCount) {
+  const TemporaryFolder folder;
+  const CheckpointStore store(folder / "checkpoint");
+  EXPECT_THAT(store.steps(), ElementsAre());
+  EXPECT_EQ(store.latest(), std::nullopt);
+  store.clean();
+  for (const std::int64_t step : {10, 9, 100}) {
+    store.begin(step);
+    folder.write("checkpoint/" + step_folder(step) + ".tmp/a", "new");
+    if (step != 100) store.finish(step);
+  }
+  EXPECT_THAT(store.steps(), ElementsAre(9, 10));
+  EXPECT_EQ(store.latest(), 10) << "the newest, where a crash came before `latest`";
+  store.set_latest(9);
+  EXPECT_EQ(store.latest(), 9);
+
+  folder.write("checkpoint/latest.77.tmp", "step-100");
+  folder.write("checkpoint/notes.tmp", "the user's own");
+  store.clean();
+  EXPECT_FALSE(fs::exists(store.temporary(100)));
+  EXPECT_FALSE(fs::exists(folder / "checkpoint/latest.77.tmp"));
+  EXPECT_TRUE(fs::exists(folder / "checkpoint/notes.tmp"));
+  EXPECT_THAT(store.steps(), ElementsAre(9, 10));
+}
+
+TEST(CheckpointStore, AFinishedFolderReplacesOneOfItsName) {
+  const TemporaryFolder folder;
+  const CheckpointStore store(folder.path());
+  folder.write("step-5/old", "");
+  folder.write("step-5.tmp/new", "");
+  store.finish(5);
+  EXPECT_TRUE(fs::exists(folder / "step-5/new"));
+  EXPECT_FALSE(fs::exists(folder / "step-5/old"));
+  EXPECT_EQ(std::distance(fs::directory_iterator(folder.path()), {}), 1);
+}
+
+TEST(CheckpointStore, KeepsTheNewestUpToTheStepAndLeavesLaterOnes) {
+  const TemporaryFolder folder;
+  const CheckpointStore store(folder.path());
+  for (const std::int64_t step : {1, 2, 10, 20, 30}) store.begin(step), store.finish(step);
+  store.keep(0, 20);
+  EXPECT_THAT(store.steps(), ElementsAre(1, 2, 10, 20, 30));
+  store.keep(2, 20);
+  EXPECT_THAT(store.steps(), ElementsAre(10, 20, 30));
+  store.keep(1, 20);
+  EXPECT_THAT(store.steps(), ElementsAre(20, 30));
+}
+
+TEST(CheckpointStore, AnUnusableLatestSaysWhatToDo) {
+  const TemporaryFolder folder;
+  const CheckpointStore store(folder.path());
+  folder.write("latest", "step-7\n");
+  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { store.latest(); }),
+              AllOf(HasSubstr("found step-7, which is not there"), HasSubstr("load_step")));
+  folder.write("latest", "../step-7");
+  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { store.latest(); }),
+              HasSubstr("found '../step-7', expected step-N"));
+}
+
+}  // namespace
+}  // namespace tessera
