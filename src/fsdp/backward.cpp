@@ -160,10 +160,12 @@ void Runtime::pre_backward(Entry& entry) {
   gather_needed(*entry.unit);
   advance_gathers(segment, place + 2);
   ++entry.unit->active;
+  spans_.backward_begins(&entry, entry.unit->name());
 }
 
 void Runtime::post_backward(Entry& entry) {
   auto& unit = *entry.unit;
+  spans_.backward_ends(&entry);
   if (unit.active > 0) --unit.active;
   consume(entry);
   if (unit.active == 0 && unit.open_calls == 0 && unit.reshard_after_forward &&
@@ -255,6 +257,7 @@ void Runtime::end_backward() {
       }
     }
     touched_.clear();
+    spans_.all_backwards_end();
     release_all();
     if (sink_.open_tickets() > 0) {
       awaiting_tickets_ = true;

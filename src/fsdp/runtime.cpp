@@ -204,6 +204,7 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   check_borrowed(unit);
   gather_needed(unit);
   prefetch_after(position);
+  spans_.forward_begins(unit.name());
   const bool grad = at::GradMode::is_enabled();
   if (!grad && first_forward() == nullptr) return nullptr;
   unit.renew_accumulators();
@@ -231,10 +232,12 @@ std::shared_ptr<Entry> Runtime::enter_recompute(Unit& unit) {
     --unit.active;
   }
   unit.renew_accumulators();
+  spans_.recomputation_begins(unit.name());
   return entry;
 }
 
 void Runtime::leave_forward(Unit& unit) {
+  spans_.forward_ends();
   --unit.open_calls;
   if (recomputing() != nullptr) return;
   current_->trace.exits.push_back(open_.back());
@@ -262,6 +265,7 @@ void Runtime::fail(const std::string& why) {
   failed_ = true;
   ++generation_;
   open_.clear();
+  spans_.forget();
   current_.reset();
   if (world().size() > 1) world().poison(why);
 }

@@ -136,6 +136,7 @@ void Unit::build(std::vector<std::unique_ptr<Parameter>> added) {
         if (leaf == parameter.leaves.back()) poison_old_storage(old, parameter.contract.name);
       }
     }
+    bucket->set_number(buckets_.size());
     buckets_.push_back(std::move(bucket));
   }
   for (auto& p : added) parameters_.push_back(std::move(p));
@@ -174,6 +175,7 @@ std::vector<std::unique_ptr<Parameter>> Unit::take_bucket(std::size_t index) {
   }
   std::erase(parameters_, nullptr);
   buckets_.erase(buckets_.begin() + static_cast<std::ptrdiff_t>(index));
+  for (std::size_t i = index; i < buckets_.size(); ++i) buckets_[i]->set_number(i);
   add({});  // the slots' numbers have changed
   return taken;
 }
@@ -214,7 +216,7 @@ void Unit::begin_gather(std::uint32_t micro_batch) {
   batch.label = {comm::Kind::kAllGather, shown_name(), id, micro_batch};
   for (auto& bucket : buckets_) {
     if (gathered_) {
-      if (bucket->groups().gather != nullptr) batch.ops.emplace_back(bucket->unsharded().gather());
+      if (bucket->groups().gather != nullptr) batch.ops.emplace_back(bucket->gather());
     } else {
       bucket->begin_gather(batch);
     }
