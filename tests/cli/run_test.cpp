@@ -52,6 +52,7 @@ TEST(TrainCommand, LeavesConfigMetricsAndLogs) {
   EXPECT_THAT(outcome.out, StartsWith("step:  2  loss: "));  // steps 2 and 3, nothing else
   EXPECT_EQ(std::ranges::count(outcome.out, '\n'), 2);
   EXPECT_THAT(read_file(run / "logs" / "rank_0.log"), HasSubstr("run folder"));
+  EXPECT_EQ(read_file(run / "checkpoint" / "latest"), "step-3") << "the last step is saved";
 
   const train::Config config = train::load_config((run / "config.toml").string());
   EXPECT_EQ(config.metrics.folder, run / "metrics");
@@ -62,7 +63,10 @@ TEST(TrainCommand, LeavesConfigMetricsAndLogs) {
 TEST(TrainCommand, TheRunsOwnConfigRepeatsItBitForBit) {
   const testing::TemporaryFolder folder;
   write_small_run(folder);
-  ASSERT_EQ(run_program(folder, {"train", "run.toml", "--job.dump_folder", "one"}).code, 0);
+  ASSERT_EQ(run_program(folder, {"train", "run.toml", "--job.dump_folder", "one",
+                                 "--checkpoint.enable", "false"})
+                .code,
+            0);
   const auto first = read_metrics(folder / "one");
   const Outcome again = run_program(folder, {"train", "one/config.toml"});
   ASSERT_EQ(again.code, 0) << again.err;
