@@ -40,10 +40,15 @@ void Pending::wait() {
   RECORD_USER_SCOPE("tessera::wait");
   const auto begin = state_->traced ? TraceClock::now() : TraceClock::time_point();
   state_->out.wait(false, std::memory_order_acquire);
-  if (state_->failure) std::rethrow_exception(state_->failure);
-  if (!state_->work) return;
-  state_->poison->check();
-  state_->work->wait();
+  try {
+    if (state_->failure) std::rethrow_exception(state_->failure);
+    if (!state_->work) return;
+    state_->poison->check();
+    state_->work->wait();
+  } catch (const PeerLost& error) {
+    state_->poison->suspect(error.what());
+    throw;
+  }
   state_->work.reset();
   if (state_->traced) state_->traced->waited_since(begin);
 }
