@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/printable.h"
+#include "base/terminal_line.h"
 
 namespace tessera::log {
 namespace {
@@ -78,6 +79,7 @@ void init(const Options& options) {
 }
 
 void write(Level level, const std::string& message) {
+  terminal_line::clear();
   sinks().get()->log(level_of(level), spdlog::string_view_t(message));
 }
 

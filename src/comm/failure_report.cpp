@@ -13,6 +13,7 @@
 #include "base/environment.h"
 #include "base/log.h"
 #include "base/one_line.h"
+#include "base/terminal_line.h"
 #include "comm/bounded_calls.h"
 #include "comm/failure_record.h"
 #include "comm/launch_environment.h"
@@ -45,6 +46,7 @@ void tell_parent(const FailureRecord& record) {
 void print(const std::string& line) {
   std::cout.flush();
   std::fflush(stdout);
+  terminal_line::clear_of_any_process();
   const std::string text = line + "\n";
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, text.data(), text.size());
 }
