@@ -61,7 +61,6 @@ void run(tessera::World& world, const std::filesystem::path& folder, int rounds)
   const auto optimizer = tessera::make_sgd(model, {});
   tessera::train::CheckpointOptions options;
   options.folder = folder;
-  options.keep_latest_k = 1;
   options.config_json = "{}";
   options.source_dtype = [](const std::string&) { return std::nullopt; };
   tessera::train::CheckpointSaver saver(world, options);
@@ -78,6 +77,7 @@ void run(tessera::World& world, const std::filesystem::path& folder, int rounds)
       tessera::train::load_checkpoint(checkpoint, model, *optimizer, world);
     });
     if (world.rank() != 0) continue;
+    std::filesystem::remove_all(folder / tessera::step_folder(round));  // as the others' files
     std::printf("{\"copy\": %.1f, \"save\": %.1f, \"load\": %.1f}\n", copy, save, load);
     std::fflush(stdout);
   }

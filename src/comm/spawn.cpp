@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "base/environment.h"
+#include "base/terminal_line.h"
 #include "comm/failure_record.h"
 #include "comm/launch_environment.h"
 #include "comm/listener.h"
@@ -277,6 +278,7 @@ int spawn_ranks(int nproc) {
   const auto guilty = culprit(run.failures());
   if (!guilty) return 0;
   std::cout.flush();
+  terminal_line::clear_of_any_process();
   std::cerr << to_string(*guilty) << std::endl;
   return guilty->exit_code;
 }

@@ -17,7 +17,7 @@ namespace fs = std::filesystem;
 
 constexpr std::string_view kConfigFile = "config.json";
 constexpr std::int64_t kMaxConfigBytes = 4 << 20;
-// What is read at a time: enough for one call to cost nothing, little enough to stay in the cache.
+// What is read at a time where rows are put together.
 constexpr std::size_t kChunkBytes = std::size_t{1} << 20;
 
 std::string shown(const fs::path& path) { return printable(path.native(), 1024); }
@@ -41,8 +41,29 @@ InputFile open_listed(const fs::path& path, const CheckpointFile& listed) {
   return file;
 }
 
-/// Copies the elements [first, last) of a piece's box to their positions in `out`, which begins at
-/// position `begin` of the tensor.
+/// Elements [first, last) of a box.
+struct BoxRange {
+  std::int64_t first = 0;
+  std::int64_t last = 0;
+  bool empty() const { return first >= last; }
+};
+
+/// What a piece holds of the elements [begin, end) of its tensor.
+BoxRange part_in(const CheckpointPiece& piece, std::span<const std::int64_t> shape,
+                 std::int64_t begin, std::int64_t end) {
+  return {std::max(piece.begin, elements_before(piece.box, shape, begin)),
+          std::min(piece.end, elements_before(piece.box, shape, end))};
+}
+
+/// Whether they follow one another in the tensor too.
+bool is_one_row(const TensorBox& box, std::span<const std::int64_t> shape, BoxRange range) {
+  return position_in_tensor(box, shape, range.last - 1) -
+             position_in_tensor(box, shape, range.first) ==
+         range.last - 1 - range.first;
+}
+
+/// Copies elements of a piece to their positions in `out`, which begins at position `begin` of the
+/// tensor.
 struct PieceRead {
   const InputFile& file;
   const CheckpointPiece& piece;
@@ -63,8 +84,9 @@ struct PieceRead {
     file.read_range(data_offset + (index - piece.begin) * element_bytes, into);
   }
 
-  void copy(std::int64_t first, std::int64_t last) const {
-    if (position(last - 1) - position(first) == last - 1 - first) {  // one row
+  void copy(BoxRange part) const {
+    const auto [first, last] = part;
+    if (is_one_row(piece.box, shape, part)) {
       fetch(first, place(first, last - first));
       return;
     }
@@ -129,25 +151,17 @@ std::vector<std::string> CheckpointFolder::data_files() const {
   for (const auto& [name, file] : manifest_.files) {
     if (name != kConfigFile) names.push_back(name);
   }
+  std::stable_sort(names.begin(), names.end(),
+                   [](const auto& a, const auto& b) { return a.size() < b.size(); });
   return names;
 }
 
-void CheckpointFolder::verify(const std::string& name) const {
+void CheckpointFolder::verify(const std::string& name, std::vector<WantedBytes> wanted) const {
   const auto listed = manifest_.files.find(name);
   TESSERA_CHECK(listed != manifest_.files.end(), ErrorKind::kUsage, shown(path_),
                 ": found no file ", printable(name), " in the manifest");
   const InputFile file = open_listed(path_ / name, listed->second);
-  std::vector<std::byte> chunk(kChunkBytes);
-  Hash128Stream hash;
-  for (std::int64_t at = 0; at < file.size_bytes();) {
-    const auto count =
-        std::min<std::int64_t>(static_cast<std::int64_t>(kChunkBytes), file.size_bytes() - at);
-    const auto bytes = std::span(chunk).first(static_cast<std::size_t>(count));
-    file.read_range(at, bytes);
-    hash.add(bytes);
-    at += count;
-  }
-  check_hash(file.path(), hash.digest(), listed->second.xxh3_128);
+  check_hash(file.path(), read_hashed_file(file, std::move(wanted)), listed->second.xxh3_128);
 }
 
 void CheckpointFolder::verify_all() const {
@@ -169,26 +183,49 @@ const TensorInfo& CheckpointFolder::where_in_file(const CheckpointPiece& piece, 
   return *info;
 }
 
-void CheckpointFolder::read(std::string_view name, std::int64_t begin, std::int64_t end,
-                            std::span<std::byte> out) const {
+const CheckpointTensor& CheckpointFolder::checked(std::string_view name, std::int64_t begin,
+                                                  std::int64_t end) const {
   const CheckpointTensor* const tensor = find(name);
   TESSERA_CHECK(tensor != nullptr, ErrorKind::kFormat, shown(path_), ": found no tensor ",
                 printable(name), " among its ", manifest_.tensors.size());
-  const std::int64_t element_bytes = size_of(tensor->dtype);
-  TESSERA_CHECK(0 <= begin && begin <= end && end <= tensor->numel() &&
-                    static_cast<std::int64_t>(out.size()) == (end - begin) * element_bytes,
-                ErrorKind::kUsage, shown(path_), ": elements ", begin, " to ", end, " of ",
-                printable(name), " ", shape_text(tensor->shape), ", asked for ", out.size(),
-                " bytes");
-  for (const CheckpointPiece& piece : tensor->pieces) {
-    const std::int64_t first =
-        std::max(piece.begin, elements_before(piece.box, tensor->shape, begin));
-    const std::int64_t last = std::min(piece.end, elements_before(piece.box, tensor->shape, end));
-    if (first >= last) continue;
-    const TensorInfo& info = where_in_file(piece, tensor->dtype);
+  TESSERA_CHECK(0 <= begin && begin <= end && end <= tensor->numel(), ErrorKind::kUsage,
+                shown(path_), ": elements ", begin, " to ", end, " do not lie inside ",
+                printable(name), " ", shape_text(tensor->shape));
+  return *tensor;
+}
+
+std::vector<CheckpointFolder::Stretch> CheckpointFolder::stretches(std::string_view name,
+                                                                   std::int64_t begin,
+                                                                   std::int64_t end) const {
+  const CheckpointTensor& tensor = checked(name, begin, end);
+  std::vector<Stretch> found;
+  for (const CheckpointPiece& piece : tensor.pieces) {
+    const BoxRange part = part_in(piece, tensor.shape, begin, end);
+    if (part.empty()) continue;
+    const std::int64_t position = position_in_tensor(piece.box, tensor.shape, part.first);
+    if (!is_one_row(piece.box, tensor.shape, part)) return {};
+    const TensorInfo& info = where_in_file(piece, tensor.dtype);
+    found.push_back({piece.file,
+                     info.begin + (part.first - piece.begin) * size_of(tensor.dtype), position,
+                     position + part.last - part.first});
+  }
+  return found;
+}
+
+void CheckpointFolder::read(std::string_view name, std::int64_t begin, std::int64_t end,
+                            std::span<std::byte> out) const {
+  const CheckpointTensor& tensor = checked(name, begin, end);
+  const std::int64_t element_bytes = size_of(tensor.dtype);
+  TESSERA_CHECK(static_cast<std::int64_t>(out.size()) == (end - begin) * element_bytes,
+                ErrorKind::kUsage, shown(path_), ": found room for ", out.size(), " bytes of ",
+                printable(name), ", expected ", (end - begin) * element_bytes);
+  for (const CheckpointPiece& piece : tensor.pieces) {
+    const BoxRange part = part_in(piece, tensor.shape, begin, end);
+    if (part.empty()) continue;
+    const TensorInfo& info = where_in_file(piece, tensor.dtype);
     const InputFile file =
         open_listed(path_ / piece.file, manifest_.files.find(piece.file)->second);
-    PieceRead{file, piece, tensor->shape, info.begin, element_bytes, begin, out}.copy(first, last);
+    PieceRead{file, piece, tensor.shape, info.begin, element_bytes, begin, out}.copy(part);
   }
 }
 

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "io/checkpoint_manifest.h"
+#include "io/hashed_file.h"
 #include "io/safetensors_header.h"
 
 namespace tessera {
@@ -44,11 +45,13 @@ class CheckpointFolder {
   }
   const CheckpointTensor* find(std::string_view name) const;  ///< nullptr where there is none
 
-  /// Names of all files but manifest.json and config.json, in order: the work that ranks divide.
+  /// Names of all files but manifest.json and config.json, rank_2 before rank_10: the work that
+  /// ranks divide.
   std::vector<std::string> data_files() const;
-  /// Compares a file's content with the manifest's hash. Reads all of it. Errors: kFormat naming
-  /// the file; kIo.
-  void verify(const std::string& file) const;
+  /// Compares a file's content with the manifest's hash: reads it through once, and leaves bytes
+  /// that are wanted where they are wanted (stretches() says which those are). Errors: kFormat
+  /// naming the file; kIo.
+  void verify(const std::string& file, std::vector<WantedBytes> wanted = {}) const;
   void verify_all() const;
 
   /// Copies the elements [begin, end) of the flattened tensor; `out` has exactly their bytes, in
@@ -57,7 +60,19 @@ class CheckpointFolder {
   void read(std::string_view name, std::int64_t begin, std::int64_t end,
             std::span<std::byte> out) const;
 
+  /// Elements [begin, end) of a tensor that lie one after the other from `offset` of a file on.
+  struct Stretch {
+    std::string file;
+    std::int64_t offset = 0;
+    std::int64_t begin = 0;
+    std::int64_t end = 0;
+  };
+  /// Where the elements [begin, end) lie, for who reads whole files anyway: none where a piece holds
+  /// them in rows of a box; read() puts those together. Errors: as read().
+  std::vector<Stretch> stretches(std::string_view name, std::int64_t begin, std::int64_t end) const;
+
  private:
+  const CheckpointTensor& checked(std::string_view name, std::int64_t begin, std::int64_t end) const;
   const TensorInfo& where_in_file(const CheckpointPiece& piece, DType dtype) const;
 
   std::filesystem::path path_;

@@ -140,7 +140,7 @@ void CheckpointStore::finish(std::int64_t step) const {
 
 void CheckpointStore::set_latest(std::int64_t step) const {
   AtomicFile file(folder_ / kLatestFile);
-  const std::string text = step_folder(step) + "\n";
+  const std::string text = step_folder(step);
   file.write(0, std::as_bytes(std::span(text)));
   file.commit();
 }

@@ -6,7 +6,7 @@
 #include "base/log.h"
 #include "base/printable.h"
 #include "comm/group.h"
-#include "io/atomic_file.h"
+#include "io/hashed_file.h"
 #include "tessera/error.h"
 
 namespace tessera::train {
@@ -15,8 +15,6 @@ namespace {
 namespace fs = std::filesystem;
 using std::chrono::milliseconds;
 
-// Small enough that a part is hashed and written while it is in the cache.
-constexpr std::size_t kChunkBytes = std::size_t{1} << 20;
 // How long a rank waits for its writer before it tells the others that it still does: far below the
 // timeout of a collective.
 constexpr milliseconds kPatience{500};
@@ -24,17 +22,8 @@ constexpr milliseconds kPatience{500};
 constexpr char kDone = '+';
 constexpr char kFailed = '-';
 
-/// Writes a whole file and gives it its name. Returns what the manifest says of it.
-CheckpointFile write_file(const fs::path& path, std::span<const std::byte> bytes) {
-  AtomicFile file(path);
-  Hash128Stream hash;
-  for (std::size_t at = 0; at < bytes.size(); at += kChunkBytes) {
-    const auto chunk = bytes.subspan(at, std::min(kChunkBytes, bytes.size() - at));
-    hash.add(chunk);
-    file.write(static_cast<std::int64_t>(at), chunk);
-  }
-  file.commit();
-  return {static_cast<std::int64_t>(bytes.size()), hash.digest()};
+std::span<const std::byte> bytes_of(const std::string& text) {
+  return std::as_bytes(std::span(text));
 }
 
 double ms_since(std::chrono::steady_clock::time_point begin) {
@@ -81,14 +70,20 @@ void CheckpointSaver::save(std::int64_t step, const ShardedBase& model,
               one_decimal(ms_since(begun_)), " ms, after ", one_decimal(waited),
               " ms for the one before");
   }
-  start([this] {
-    if (options_.before_write) options_.before_write(step_);
-    store_.begin(step_);
-    auto entries = snapshot_.entries();
-    entries.files[snapshot_.name()] =
-        write_file(store_.temporary(step_) / snapshot_.name(), snapshot_.bytes());
-    return to_json(entries);
-  });
+  start([this] { return write_files(); });
+}
+
+std::string CheckpointSaver::write_files() const {
+  if (options_.before_write) options_.before_write(step_);
+  store_.begin(step_);
+  auto entries = snapshot_.entries();
+  const auto write = [&](const std::string& name, std::span<const std::byte> bytes) {
+    const auto hash = write_hashed_file(store_.temporary(step_) / name, bytes);
+    entries.files[name] = {std::ssize(bytes), hash};
+  };
+  write(snapshot_.name(), snapshot_.bytes());
+  if (world_.rank() == 0) write("config.json", bytes_of(options_.config_json));
+  return to_json(entries);
 }
 
 bool CheckpointSaver::writing() const {
@@ -145,12 +140,8 @@ void CheckpointSaver::write_manifest(const std::vector<std::string>& parts) cons
     merge(manifest, parse_manifest_part(std::string_view(part).substr(1), "a rank's part"));
   }
   require_files(manifest);
-  const fs::path folder = store_.temporary(step_);
-  const auto bytes_of = [](const std::string& text) { return std::as_bytes(std::span(text)); };
-  manifest.files["config.json"] =
-      write_file(folder / "config.json", bytes_of(options_.config_json));
   validate(manifest, "the manifest to be written");
-  write_file(folder / kManifestFile, bytes_of(to_json(manifest)));
+  write_hashed_file(store_.temporary(step_) / kManifestFile, bytes_of(to_json(manifest)));
   store_.finish(step_);
   store_.set_latest(step_);
   store_.keep(options_.keep_latest_k, step_);

@@ -58,6 +58,7 @@ class CheckpointSaver {
 
   void start(std::function<std::string()> work);
   void meet();
+  std::string write_files() const;
   void write_manifest(const std::vector<std::string>& parts) const;
   void require_files(const CheckpointManifest& manifest) const;
 

@@ -1,6 +1,7 @@
 #include "train/checkpoint_snapshot.h"
 
 #include <ATen/ATen.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstring>
@@ -30,6 +31,16 @@ void add_optimizer(std::vector<StatePart>& parts, const OptimizerState& state) {
                      1,
                      at::full({1}, state.steps, at::TensorOptions().dtype(at::kLong))});
   }
+}
+
+/// The first checkpoint touches the buffer for the first time, while a step waits: one fault for
+/// 512 pages, where the system can.
+void take_huge_pages(const at::Tensor& buffer) {
+  constexpr std::uintptr_t kHugePage = std::uintptr_t{2} << 20;
+  const auto begin = reinterpret_cast<std::uintptr_t>(buffer.const_data_ptr());
+  const auto first = (begin + kHugePage - 1) & ~(kHugePage - 1);
+  const auto last = (begin + buffer.nbytes()) & ~(kHugePage - 1);
+  if (first < last) ::madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 }
 
 }  // namespace
@@ -78,6 +89,7 @@ std::byte* Snapshot::grow_to(std::size_t size) {
   if (!buffer_.defined() || buffer_.nbytes() < size) {
     buffer_ = at::Tensor();  // two would be twice the memory
     buffer_ = at::empty({static_cast<std::int64_t>(size)}, at::TensorOptions().dtype(at::kByte));
+    take_huge_pages(buffer_);
   }
   size_ = size;
   return data_ = static_cast<std::byte*>(buffer_.mutable_data_ptr());

@@ -233,8 +233,14 @@ void add_outputs(std::vector<ConfigKey>& keys) {
       .key("folder", &M::folder, {"folder", "Where metrics.jsonl goes, relative to RUN."})
       .key("log_freq", &M::log_freq, {"steps", "Every so many steps a line on stdout."},
            count_from(1))
-      .key("enable_tensorboard", &M::enable_tensorboard,
-           {"", "Write TensorBoard files; not yet built, only false."});
+      .key(
+          "enable_tensorboard", &M::enable_tensorboard,
+          {"", "Write TensorBoard event files to tb/ in that folder; tags are the metrics' names."})
+      .key("trace_steps", &M::trace_steps,
+           {"steps",
+            "Steps of which a trace is written to trace/step-N.json in that folder, for "
+            "ui.perfetto.dev: one row a rank and queue."},
+           count_from(1));
   using C = CommConfig;
   Section(keys, "comm", &Config::comm)
       .key("backend", &C::backend,

@@ -31,9 +31,9 @@ struct RunIdentity {
 std::optional<CheckpointFolder> open_resumed(const CheckpointConfig& config,
                                              const RunIdentity& identity, World& world);
 
-/// Verifies every file, each on one rank, then fills shards and optimizer state. Collective.
-/// Errors, on all ranks alike before anything is filled: kFormat naming the file or tensor;
-/// kConfig for the states of another optimizer.
+/// Fills shards and optimizer state, and verifies every file, each on one rank. Collective. Errors,
+/// on all ranks alike: kFormat naming the file or tensor; kConfig for the states of another
+/// optimizer. After one the model holds nothing of use.
 void load_checkpoint(const CheckpointFolder& checkpoint, const ShardedBase& model,
                      Optimizer& optimizer, World& world);
 

@@ -140,7 +140,7 @@ std::string Process::last_error_line() const {
 
 std::map<int, pid_t> Process::wait_for_ranks(std::size_t count) const {
   std::map<int, pid_t> ranks;
-  wait_until(seconds(60), [&] {
+  wait_until(seconds(120), [&] {
     ranks.clear();
     for (const pid_t pid : descendants(pid_)) {
       if (const auto rank = rank_of(pid)) ranks[*rank] = pid;

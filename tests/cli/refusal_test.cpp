@@ -56,7 +56,6 @@ INSTANTIATE_TEST_SUITE_P(
         Refused{train({"--training.steps", "many"}), "training.steps: found \"many\""},
         Refused{train({"--checkpoint.enable", "false", "--checkpoint.load_step", "5"}),
                 "checkpoint.load_step: found 5 without checkpoints"},
-        Refused{train({"--metrics.enable_tensorboard", "true"}), "not yet built"},
         Refused{train({"--parallelism.tensor_parallel_degree", "2"}), "this axis is not yet built"},
         Refused{train({"--nproc", "3", "--parallelism.data_parallel_shard_degree", "2"}),
                 "data_parallel_shard_degree: found 2, expected -1 or 3"},

@@ -52,6 +52,7 @@ TEST(TrainCommand, LeavesConfigMetricsAndLogs) {
   EXPECT_THAT(outcome.out, StartsWith("step:  2  loss: "));  // steps 2 and 3, nothing else
   EXPECT_EQ(std::ranges::count(outcome.out, '\n'), 2);
   EXPECT_THAT(read_file(run / "logs" / "rank_0.log"), HasSubstr("run folder"));
+  EXPECT_EQ(read_file(run / "checkpoint" / "latest"), "step-3") << "the last step is saved";
 
   const train::Config config = train::load_config((run / "config.toml").string());
   EXPECT_EQ(config.metrics.folder, run / "metrics");
@@ -62,7 +63,10 @@ TEST(TrainCommand, LeavesConfigMetricsAndLogs) {
 TEST(TrainCommand, TheRunsOwnConfigRepeatsItBitForBit) {
   const testing::TemporaryFolder folder;
   write_small_run(folder);
-  ASSERT_EQ(run_program(folder, {"train", "run.toml", "--job.dump_folder", "one"}).code, 0);
+  ASSERT_EQ(run_program(folder, {"train", "run.toml", "--job.dump_folder", "one",
+                                 "--checkpoint.enable", "false"})
+                .code,
+            0);
   const auto first = read_metrics(folder / "one");
   const Outcome again = run_program(folder, {"train", "one/config.toml"});
   ASSERT_EQ(again.code, 0) << again.err;
@@ -89,6 +93,26 @@ TEST(TrainCommand, TwoLocalRanksTrainAsOneDoes) {
   EXPECT_THAT(read_file(folder / "two" / "logs" / "rank_1.log"), HasSubstr("[rank 1]"));
 }
 
+TEST(TrainCommand, ATraceHasAllRanksOnOneClock) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  const Outcome outcome =
+      run_program(folder, {"train", "run.toml", "--nproc", "2", "--job.dump_folder", "run",
+                           "--metrics.trace_steps", "[2]"});
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.err, HasSubstr("trace of step 2: "));
+  const auto trace = nlohmann::json::parse(read_file(folder / "run/metrics/trace/step-2.json"));
+  std::map<int, std::pair<double, double>> steps;
+  for (const auto& event : trace["traceEvents"]) {
+    if (event["name"] != "step 2") continue;
+    const double begin = event["ts"];
+    steps[event["pid"]] = {begin, begin + event["dur"].get<double>()};
+  }
+  ASSERT_EQ(steps.size(), 2U);
+  // Both have begun before either has ended: the step's collectives are between them.
+  EXPECT_LT(std::max(steps[0].first, steps[1].first), std::min(steps[0].second, steps[1].second));
+}
+
 TEST(TrainCommand, ErrorsOfRanksComeOnceAtTheEnd) {
   const testing::TemporaryFolder folder;
   write_small_run(folder);
@@ -108,18 +132,6 @@ TEST(TrainCommand, PrintConfigShowsOverridesAndStartsNothing) {
   ASSERT_EQ(outcome.code, 0) << outcome.err;
   EXPECT_EQ(train::parse_config(outcome.out, "stdout").training.steps, 7);
   EXPECT_FALSE(std::filesystem::exists(folder / "outputs"));
-}
-
-TEST(InspectCommand, ShowsTheContractOfEveryParameterWithoutWeights) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
-  const Outcome outcome = run_program(folder, {"inspect", "--contract", "run.toml", "--world", "4",
-                                               "--precision.param_dtype", "bfloat16"});
-  ASSERT_EQ(outcome.code, 0) << outcome.err;
-  EXPECT_THAT(outcome.out, HasSubstr("model.layers.0.self_attn.q_proj.weight"));
-  EXPECT_THAT(outcome.out, HasSubstr("bfloat16"));
-  EXPECT_THAT(outcome.out, HasSubstr("14 parameters on"));
-  EXPECT_THAT(outcome.out, HasSubstr("dp_shard 4"));
 }
 
 TEST(Program, HelpAndVersionGoToStdout) {

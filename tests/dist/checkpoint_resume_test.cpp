@@ -171,12 +171,17 @@ void save_now(World& world, const fs::path& folder, std::int64_t step, const Sha
 TEST(Resume, SixteenBitShardsGoOnWithTheirMasters) {
   const TemporaryFolder folder;
   auto config = small_run(folder);
-  config.precision.storage_dtype.dtype = DType::kBFloat16;
+  auto model = file_text(folder / "model.json");
+  model.insert(model.find('{') + 1, R"("torch_dtype": "bfloat16", )");
+  config.model.config = folder.write("narrow.json", model);
+  config.precision.storage_dtype.dtype.reset();  // as config.json says
   const auto source = train::open_model(config.model);
+  AdamWOptions small_updates;
+  small_updates.lr = 1e-4;  // below a bf16 step
   ranks(2).run([&](World& world) {
     const auto mesh = data_mesh(world);
     const auto whole = train::parallelize(source, config, mesh);
-    const auto optimizer = make_adamw(*whole, {.lr = 1e-4});  // below a bf16 step
+    const auto optimizer = make_adamw(*whole, small_updates);
     for (int step = 1; step <= 4; ++step) {
       step_by_hand(*whole, *optimizer, step);
       if (step == 2) save_now(world, folder / "parts", 2, *whole, *optimizer);
@@ -184,7 +189,7 @@ TEST(Resume, SixteenBitShardsGoOnWithTheirMasters) {
     save_now(world, folder / "whole", 4, *whole, *optimizer);
 
     const auto resumed = train::parallelize(source, config, mesh, train::InitialWeights::kLater);
-    const auto resumed_optimizer = make_adamw(*resumed, {.lr = 1e-4});
+    const auto resumed_optimizer = make_adamw(*resumed, small_updates);
     train::load_checkpoint(CheckpointFolder::open(folder / "parts/step-2"), *resumed,
                            *resumed_optimizer, world);
     for (int step = 3; step <= 4; ++step) step_by_hand(*resumed, *resumed_optimizer, step);
@@ -193,10 +198,10 @@ TEST(Resume, SixteenBitShardsGoOnWithTheirMasters) {
   expect_same_tensors(folder / "parts/step-4", folder / "whole/step-4");
   const auto checkpoint = CheckpointFolder::open(folder / "parts/step-4");
   const std::string name = "model.layers.1.mlp.up_proj.weight";
-  EXPECT_EQ(checkpoint.find("model/" + name)->dtype, DType::kBFloat16);
-  EXPECT_EQ(checkpoint.find("model/" + name)->source_dtype, DType::kBFloat16);
-  EXPECT_EQ(checkpoint.find("optim/master/" + name)->dtype, DType::kFloat32);
-  EXPECT_EQ(checkpoint.find("optim/exp_avg_sq/" + name)->dtype, DType::kFloat32);
+  EXPECT_EQ(checkpoint.tensors().at("model/" + name).dtype, DType::kBFloat16);
+  EXPECT_EQ(checkpoint.tensors().at("model/" + name).source_dtype, DType::kBFloat16);
+  EXPECT_EQ(checkpoint.tensors().at("optim/master/" + name).dtype, DType::kFloat32);
+  EXPECT_EQ(checkpoint.tensors().at("optim/exp_avg_sq/" + name).dtype, DType::kFloat32);
 }
 
 TEST(Resume, OnOtherLayoutsHasTheLossesWithinRounding) {

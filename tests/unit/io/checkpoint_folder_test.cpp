@@ -59,6 +59,61 @@ TEST(CheckpointFolder, AnyRangeOfAnyTensorHasItsValues) {
   }
 }
 
+// A reader of whole files keeps what it wants on the way: the same values as read() gives.
+TEST(CheckpointFolder, StretchesLeadToTheSameValuesInOnePass) {
+  const TemporaryFolder folder;
+  Random random(30);
+  int in_one_pass = 0;
+  for (int i = 0; i < 60; ++i) {
+    const auto path = folder / std::to_string(i);
+    const auto written = write_random_checkpoint(random, path);
+    const auto checkpoint = CheckpointFolder::open(path);
+    std::map<std::string, std::vector<WantedBytes>> wanted;
+    for (const auto& file : checkpoint.data_files()) wanted[file] = {};
+    std::map<std::string, std::vector<std::byte>> found;
+    for (const auto& [name, values] : written.values) {
+      const auto size = static_cast<std::size_t>(size_of(checkpoint.find(name)->dtype));
+      const auto numel = checkpoint.find(name)->numel();
+      const auto stretches = checkpoint.stretches(name, 0, numel);
+      if (stretches.empty()) continue;
+      auto& bytes = found[name];
+      bytes.resize(values.size());
+      for (const auto& one : stretches) {
+        wanted[one.file].push_back(
+            {one.offset, std::span(bytes).subspan(static_cast<std::size_t>(one.begin) * size,
+                                                  static_cast<std::size_t>(one.end - one.begin) *
+                                                      size)});
+      }
+    }
+    for (auto& [file, bytes] : wanted) checkpoint.verify(file, bytes);
+    for (const auto& [name, bytes] : found) {
+      EXPECT_TRUE(bytes == written.values.at(name)) << name;
+      ++in_one_pass;
+    }
+  }
+  EXPECT_GT(in_one_pass, 60);
+}
+
+TEST(HashedFile, LongRunsOfWantedAndUnwantedBytesComeWithTheHashOfAll) {
+  const TemporaryFolder folder;
+  std::vector<std::byte> content(3'000'000);
+  for (std::size_t i = 0; i < content.size(); ++i) content[i] = static_cast<std::byte>(i * 31 >> 3);
+  const auto path = folder / "file";
+  const auto hash = write_hashed_file(path, content);
+  EXPECT_EQ(hash, Hash128Stream().add(content).digest());
+  const InputFile file(path);
+  std::vector<std::byte> late(1'200'000);
+  std::vector<std::byte> early(5);
+  EXPECT_EQ(read_hashed_file(file, {{1'700'000, late}, {1'000'000, early}}), hash);
+  EXPECT_TRUE(std::equal(late.begin(), late.end(), content.begin() + 1'700'000));
+  EXPECT_TRUE(std::equal(early.begin(), early.end(), content.begin() + 1'000'000));
+  EXPECT_THROW(read_hashed_file(file, {{0, late}, {1'199'999, early}}), Error);
+  EXPECT_THROW(read_hashed_file(file, {{2'999'996, early}}), Error);
+  EXPECT_THROW(read_hashed_file(file, {{3'000'001, {}}}), Error);
+  write_hashed_file(path, {});
+  EXPECT_EQ(read_hashed_file(InputFile(path)), Hash128Stream().digest());
+}
+
 TEST(CheckpointFolder, RowsLongerThanWhatIsReadAtATimeHaveTheirValues) {
   const TemporaryFolder folder;
   // Two boxes side by side, of 3 rows of 300000 and 100000 elements: several chunks of 1 MiB.

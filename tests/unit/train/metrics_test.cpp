@@ -95,6 +95,32 @@ TEST(MetricsFile, StartsAnewAndAppends) {
   EXPECT_EQ(text, to_json_line(some_metrics()) + "\n" + to_json_line(some_metrics()) + "\n");
 }
 
+TEST(MetricsFile, IsCutBackToTheStepsThatAreDone) {
+  const testing::TemporaryFolder folder;
+  const auto line = [](std::int64_t step) {
+    auto metrics = some_metrics();
+    metrics.step = step;
+    return to_json_line(metrics) + "\n";
+  };
+  const auto after = [&](const std::string& before, std::int64_t done) {
+    const auto path = folder.write("metrics/metrics.jsonl", before);
+    auto next = some_metrics();
+    next.step = done + 1;
+    MetricsFile(folder / "metrics", done).append(next);
+    std::ifstream in(path);
+    return std::string{std::istreambuf_iterator<char>(in), {}};
+  };
+  const auto three = line(1) + line(2) + line(3);
+  EXPECT_EQ(after(three, 3), three + line(4));
+  EXPECT_EQ(after(three, 2), line(1) + line(2) + line(3)) << "step 3 is done again";
+  EXPECT_EQ(after(line(1) + line(2) + "{\"step\": 3, \"lo", 3), line(1) + line(2) + line(4))
+      << "a crash tore the last line";
+  EXPECT_EQ(after("", 2), line(3));
+  std::filesystem::remove_all(folder / "metrics");
+  MetricsFile(folder / "metrics", 5).append(some_metrics());
+  EXPECT_TRUE(std::filesystem::exists(folder / "metrics/metrics.jsonl"));
+}
+
 TEST(MetricsFile, SaysWhereItCannotWrite) {
   try {
     MetricsFile file("/dev/null/metrics");

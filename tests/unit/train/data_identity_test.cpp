@@ -1,0 +1,92 @@
+// Which data is the same data.
+#include "train/data_identity.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+
+#include "unit/io/temporary_folder.h"
+
+namespace tessera::train {
+namespace {
+
+using testing::error_of;
+using ::testing::HasSubstr;
+using testing::TemporaryFolder;
+
+Hash128 hash_of(const std::vector<std::string>& path) { return data_identity(path, 8, 4).xxh3_128; }
+
+TEST(DataIdentity, IsTheContentNotThePlace) {
+  const TemporaryFolder folder;
+  const auto a = folder.write("a/1.txt", "one").string();
+  folder.write("a/2.txt", "two");
+  folder.write("a/notes.md", "not read");
+  folder.write("b/1.txt", "one");
+  folder.write("b/2.txt", "two");
+  folder.write("c/1.txt", "onet");  // the same text, cut elsewhere
+  folder.write("c/2.txt", "wo");
+  const auto in = [&](const char* name) { return (folder / name).string(); };
+  const auto found = data_identity({in("a")}, 8, 4);
+  EXPECT_EQ(found.bytes, 6);
+  EXPECT_EQ(found.seq_len, 8);
+  EXPECT_EQ(found.global_batch_size, 4);
+  EXPECT_EQ(hash_of({in("b")}), found.xxh3_128);
+  EXPECT_EQ(hash_of({in("a/1.txt"), in("a/2.txt")}), found.xxh3_128);
+  EXPECT_NE(hash_of({in("c")}), found.xxh3_128);
+  EXPECT_NE(hash_of({in("a/2.txt"), in("a/1.txt")}), found.xxh3_128);
+  EXPECT_NE(hash_of({in("a/1.txt")}), found.xxh3_128);
+}
+
+TEST(DataIdentity, OfTokensCountsTheirDtypeAndMask) {
+  const TemporaryFolder folder;
+  const auto bin = folder.write("t.bin", "12345678").string();
+  const std::string json = R"({"dtype": "uint16", "num_tokens": 4, "vocab_size": 9})";
+  folder.write("t.json", json);
+  const auto plain = hash_of({bin});
+  folder.write("t.json", R"({"vocab_size": 99, "dtype": "uint16", "num_tokens": 4, "made_by": 1})");
+  EXPECT_EQ(hash_of({bin}), plain) << "the same tokens, described otherwise";
+  folder.write("t.json", R"({"dtype": "uint32", "num_tokens": 2, "vocab_size": 9})");
+  EXPECT_NE(hash_of({bin}), plain);
+  folder.write("t.json", json);
+  folder.write("t.mask.bin", std::string_view("\1\1\1\0", 4));
+  EXPECT_NE(hash_of({bin}), plain);
+}
+
+TEST(DataIdentity, OfALargeFileSeesItsLengthItsEndsAndItsSamples) {
+  const TemporaryFolder folder;
+  const auto path = folder.write("large.txt", "begin").string();
+  const auto size = kHashedWholeBytes + 1000;
+  std::filesystem::resize_file(path, static_cast<std::uintmax_t>(size));  // holes: no bytes on disk
+  const auto whole = hash_of({path});
+  const auto changed_at = [&](std::int64_t at) {
+    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+    const char before = static_cast<char>(file.seekg(at).get());
+    file.seekp(at).put('x').flush();
+    const auto changed = hash_of({path});
+    file.seekp(at).put(before).flush();
+    return changed;
+  };
+  for (const std::int64_t at : {std::int64_t{0}, size / 2 / 1000 * 1000, size - 1}) {
+    EXPECT_NE(changed_at(at), whole) << at;
+  }
+  EXPECT_EQ(hash_of({path}), whole);
+  std::filesystem::resize_file(path, static_cast<std::uintmax_t>(size + 1));
+  EXPECT_NE(hash_of({path}), whole);
+}
+
+TEST(DataIdentity, OtherRowsAreRefusedWithTheirKey) {
+  const CheckpointData saved{{"a.txt"}, 10, {1, 2}, 8, 4};
+  EXPECT_NO_THROW(require_same_data({{"moved.txt"}, 10, {1, 2}, 8, 4}, saved, "step-3"));
+  const auto refused = [&](const CheckpointData& found) {
+    return error_of(ErrorKind::kConfig, [&] { require_same_data(found, saved, "step-3"); });
+  };
+  EXPECT_THAT(refused({{"a.txt"}, 10, {1, 2}, 9, 4}), HasSubstr("seq_len: found 9, expected 8"));
+  EXPECT_THAT(refused({{"a.txt"}, 10, {1, 2}, 8, 6}),
+              HasSubstr("global_batch_size: found 6, expected 4"));
+  EXPECT_THAT(refused({{"a.txt"}, 11, {1, 2}, 8, 4}), HasSubstr("data.path: found 11 bytes"));
+  EXPECT_THAT(refused({{"a.txt"}, 10, {1, 3}, 8, 4}), HasSubstr("step-3"));
+}
+
+}  // namespace
+}  // namespace tessera::train
