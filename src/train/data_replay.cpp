@@ -86,7 +86,7 @@ void ReplayedBatches::check_values(const Vocabulary& vocabulary) const {
                       " (row ", row, ", column ", t, "), expected 0 to ", vocabulary.size - 1,
                       ", the model's vocabulary");
         TESSERA_CHECK(
-            label[t] == nn::kIgnoredLabel || (label[t] >= 0 && label[t] < vocabulary.size),
+            t == 0 || label[t] == nn::kIgnoredLabel || (label[t] >= 0 && label[t] < vocabulary.size),
             ErrorKind::kFormat, shown(file_.path()), ": found the label ", label[t], " in ",
             label_name_, " (row ", row, ", column ", t, "), expected -100 or 0 to ",
             vocabulary.size - 1);

@@ -114,10 +114,28 @@ TEST(TensorBoard, IsWrittenUnlessTurnedOff) {
             0);
   EXPECT_FALSE(std::filesystem::exists(folder / "off/metrics/tb"));
   for (int again = 0; again < 2; ++again) {
-    ASSERT_EQ(run_program(folder, {"train", "run.toml", "--job.dump_folder", "on"}).code, 0);
+    ASSERT_EQ(run_program(folder, {"train", "run.toml", "--job.dump_folder", "on",
+                                   "--checkpoint.enable", "false"})
+                  .code,
+              0);
   }
   const auto files = std::filesystem::directory_iterator(folder / "on/metrics/tb");
   EXPECT_EQ(std::distance(files, {}), 1) << "a run that starts anew removes the earlier file";
+}
+
+// Step 3 of the first run comes again, and is shown once.
+TEST(TensorBoard, AResumedRunGoesOnWithoutWhatRanTwice) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  const auto train = [&](const std::string& steps, const std::string& from) {
+    return run_program(folder, {"train", "run.toml", "--job.dump_folder", "run", "--training.steps",
+                                steps, "--checkpoint.interval", "2", "--checkpoint.load_step", from});
+  };
+  ASSERT_EQ(train("3", "-1").code, 0);
+  ASSERT_EQ(train("5", "2").code, 0);
+  const json losses = read_events(folder, "run/metrics/tb").at("loss");
+  ASSERT_EQ(losses.size(), 5U);
+  for (std::size_t i = 0; i < losses.size(); ++i) EXPECT_EQ(losses[i][0], i + 1);
 }
 
 }  // namespace
