@@ -18,8 +18,9 @@ constexpr const char* kAdvice = "; set MASTER_ADDR or comm.master_addr to an add
 }  // namespace
 
 std::uint16_t SocketAddress::port() const {
-  return ntohs(bytes.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6*>(&bytes)->sin6_port
-                                           : reinterpret_cast<const sockaddr_in*>(&bytes)->sin_port);
+  return ntohs(bytes.ss_family == AF_INET6
+                   ? reinterpret_cast<const sockaddr_in6*>(&bytes)->sin6_port
+                   : reinterpret_cast<const sockaddr_in*>(&bytes)->sin_port);
 }
 
 std::string host_text(const SocketAddress& address) {

@@ -30,7 +30,7 @@ class Descriptor {
 };
 
 struct Listener {
-  Descriptor socket;  ///< close-on-exec
+  Descriptor socket;    ///< close-on-exec
   std::string address;  ///< "127.0.0.1"
   std::uint16_t port = 0;
 };
