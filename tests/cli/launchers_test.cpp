@@ -126,7 +126,8 @@ TEST_P(OtherLaunchers, ALostRankIsNamedByEveryOther) {
     }
     EXPECT_NE(process.wait(kPatience).value_or(0), 0) << process.err();
     for (const auto& [rank, pid] : ranks) {
-      if (rank == victim) continue;
+      // MPICH's mpiexec kills the others on the spot.
+      if (rank == victim || GetParam() == Starter::kHydra) continue;
       // Not what the launcher passed on: it may end before it has read everything.
       const std::string log = read_file(folder_ / log_of(rank));
       EXPECT_FALSE(lines_with(log, "rank " + std::to_string(victim)).empty())

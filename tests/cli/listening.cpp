@@ -25,16 +25,43 @@ std::string address_text(const std::string& hex) {
   return text.data();
 }
 
+std::set<std::string> sockets(pid_t pid) {
+  std::set<std::string> inodes;
+  std::error_code gone;
+  const std::filesystem::path folder = "/proc/" + std::to_string(pid) + "/fd";
+  for (const auto& entry : std::filesystem::directory_iterator(folder, gone)) {
+    const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
+    if (target.starts_with("socket:[")) inodes.insert(target.substr(8, target.size() - 9));
+  }
+  return inodes;
+}
+
+pid_t parent_of(pid_t pid) {
+  std::ifstream lines("/proc/" + std::to_string(pid) + "/status");
+  for (std::string line; std::getline(lines, line);) {
+    if (line.starts_with("PPid:")) return std::stoi(line.substr(5));
+  }
+  return 0;
+}
+
+/// Without those that another program, its launcher, has left open in it.
+std::set<std::string> own_sockets(pid_t pid) {
+  std::set<std::string> inodes = sockets(pid);
+  const auto program = [](pid_t of) {
+    std::error_code gone;
+    return std::filesystem::read_symlink("/proc/" + std::to_string(of) + "/exe", gone);
+  };
+  const pid_t parent = parent_of(pid);
+  if (program(parent) == program(pid)) return inodes;
+  for (const std::string& inode : sockets(parent)) inodes.erase(inode);
+  return inodes;
+}
+
 }  // namespace
 
 std::vector<std::string> listening_addresses(pid_t pid) {
   const std::string proc = "/proc/" + std::to_string(pid);
-  std::set<std::string> inodes;
-  for (const auto& entry : std::filesystem::directory_iterator(proc + "/fd")) {
-    std::error_code gone;
-    const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
-    if (target.starts_with("socket:[")) inodes.insert(target.substr(8, target.size() - 9));
-  }
+  const std::set<std::string> inodes = own_sockets(pid);
   std::vector<std::string> addresses;
   for (const char* table : {"/net/tcp", "/net/tcp6"}) {
     std::ifstream rows(proc + table);
