@@ -23,5 +23,5 @@ struct Block : torch::nn::Module {
 
 int main() {
   const at::Tensor rows = at::ones({4, 8});
-// BLOCK
+  // BLOCK
 }
