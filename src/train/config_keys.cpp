@@ -250,7 +250,8 @@ void add_outputs(std::vector<ConfigKey>& keys) {
       .key("timeout_seconds", &C::timeout_seconds, {"seconds", "Longest wait of a collective."},
            between(1, 86400))
       .key("master_addr", &C::master_addr,
-           {"", "Address of rank 0 where the launcher gives none.", "MASTER_ADDR, else 127.0.0.1"})
+           {"", "Address of rank 0 where the launcher gives none.",
+            "MASTER_ADDR; else 127.0.0.1 on one host; under Slurm the first host of the step"})
       .key("master_port", &C::master_port, {"", "Its port.", "MASTER_PORT, else chosen"},
            between(1, 65535));
   using B = DebugConfig;

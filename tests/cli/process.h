@@ -57,8 +57,9 @@ bool wait_until(std::chrono::milliseconds limit, Condition condition) {
 /// The lines of `text` in which `part` stands.
 std::vector<std::string> lines_with(const std::string& text, const std::string& part);
 
-/// Who starts the ranks.
-enum class Starter { kOwnSpawn, kTorchrun, kOpenMpi };
+/// Who starts the ranks. kPmi and kSlurm are a few lines of bash that set what those launchers set
+/// and, as srun does, leave the other ranks alone when one fails; kHydra is MPICH's mpiexec.
+enum class Starter { kOwnSpawn, kTorchrun, kStaticTorchrun, kOpenMpi, kHydra, kPmi, kSlurm };
 std::string name_of(Starter starter);
 /// Why it cannot be tried here, "" if it can.
 std::string why_not(Starter starter);

@@ -73,6 +73,21 @@ INSTANTIATE_TEST_SUITE_P(
         Refused{train({}), "Slurm started 2 ranks on several hosts and says no address",
                 "SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2 "
                 "SLURM_LOCALID=0"},
+        Refused{train({}), "Slurm: found an option in place of a list",
+                "SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2 "
+                "SLURM_LOCALID=0 SLURM_STEP_NODELIST=--version"},
+        Refused{train({}), "PMI started 4 ranks on several hosts and says no address",
+                "PMI_RANK=0 PMI_SIZE=4 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2"},
+        Refused{train({}), "PMI started 2 ranks and says neither where nor an address",
+                "PMI_RANK=1 PMI_SIZE=2"},
+        Refused{train({}), "torchrun started 2 ranks and says neither where nor an address",
+                "RANK=0 WORLD_SIZE=2"},
+        Refused{train({"--nproc", "3"}), "--nproc: found 3, expected 2, the ranks that PMI started",
+                "PMI_RANK=0 PMI_SIZE=2 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2 MASTER_PORT=29997"},
+        Refused{train({"--nproc", "3"}),
+                "--nproc: found 3, expected 2, the ranks that Slurm started",
+                "SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=1 "
+                "SLURM_LOCALID=0 MASTER_PORT=29998"},
         Refused{train({"--training.global_batch_size", "5", "--training.local_batch_size", "2"}),
                 "training.global_batch_size: found 5"},
         Refused{train({"--model.config", "absent.json"}), "absent.json"},
