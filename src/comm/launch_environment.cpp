@@ -115,8 +115,8 @@ Launcher recognise(const Variables& variables) {
   if (variables.has("OMPI_COMM_WORLD_RANK") || variables.has("OMPI_COMM_WORLD_SIZE")) {
     return Launcher::kOpenMpi;
   }
-  const bool in_step = variables.has("SLURM_STEP_ID") &&
-                       variables.number("SLURM_STEP_NUM_TASKS").value_or(1) > 1;
+  const bool in_step =
+      variables.has("SLURM_STEP_ID") && variables.number("SLURM_STEP_NUM_TASKS").value_or(1) > 1;
   if (variables.has("PMI_RANK") || variables.has("PMI_SIZE")) {
     return in_step && is_slurms_pmi(variables) ? Launcher::kSlurm : Launcher::kPmi;
   }
@@ -277,6 +277,15 @@ bool is_loopback(std::string_view host) {
 Reach reach(const LaunchEnvironment& launch) {
   return launch.hosts == Hosts::kOne || is_loopback(launch.master_addr) ? Reach::kThisHost
                                                                         : Reach::kNetwork;
+}
+
+void require_network_address(const LaunchEnvironment& launch, const std::string& address) {
+  TESSERA_CHECK(
+      launch.hosts != Hosts::kSeveral || is_loopback(launch.master_addr) || !is_loopback(address),
+      ErrorKind::kComm, "store: found that ", launch.master_addr, " leads to ", address,
+      " on the host of rank ", launch.rank,
+      ", expected an address that other hosts reach; set MASTER_ADDR or comm.master_addr "
+      "to one, or GLOO_SOCKET_IFNAME to a network interface");
 }
 
 LaunchEnvironment read_launch_environment(const base::Environment& all,

@@ -52,6 +52,10 @@ bool is_loopback(std::string_view host);
 enum class Reach : std::uint8_t { kThisHost, kNetwork };
 Reach reach(const LaunchEnvironment& launch);
 
+/// Errors: kComm where ranks of several hosts would have to reach `address`, a loopback one, though
+/// the address that was given is none.
+void require_network_address(const LaunchEnvironment& launch, const std::string& address);
+
 /// What the user says for launchers that set no MASTER_ADDR and MASTER_PORT.
 struct StoreAddress {
   std::string host;

@@ -41,8 +41,8 @@ class Poison {
     why_.clear();
     suspicion_.clear();
   }
-  /// What a wait has thrown and is on its way out of the step: whoever marks the World for that says
-  /// it too, since an unwinding stack does not know its exception. The first one stays.
+  /// What a wait has thrown and is on its way out of the step: whoever marks the World for that
+  /// says it too, since an unwinding stack does not know its exception. The first one stays.
   void suspect(const std::string& why) {
     const std::lock_guard lock(mutex_);
     if (suspicion_.empty()) suspicion_ = why;

@@ -62,7 +62,7 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
   if (takes_nccl(options.backend)) {
     require_nccl();
   } else {
-    device_ = std::make_shared<GlooDevice>(reach(launch));
+    device_ = std::make_shared<GlooDevice>(launch);
   }
   store_ = Store::connect(launch, options.init_timeout, options.timeout);
   WatchOptions watch;

@@ -1,8 +1,8 @@
 // The first host of a Slurm step, as `scontrol` says.
 //
 // Slurm gives a step its hosts as a list ("node[01-03,7],gpu5") whose syntax is its own, and no
-// address. Only where neither MASTER_ADDR nor the user says one, scontrol is asked to spell the list
-// out: one short process, no shell, a limit on its time and on what is read. Pure. Next:
+// address. Only where neither MASTER_ADDR nor the user says one, scontrol is asked to spell the
+// list out: one short process, no shell, a limit on its time and on what is read. Pure. Next:
 // launch_environment.h, which says whether that is needed.
 #pragma once
 

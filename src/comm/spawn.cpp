@@ -167,7 +167,7 @@ Child start_child(int rank, int nproc, const Listener& listener, const Signals& 
 class Spawned {
  public:
   Spawned(int nproc, const Signals& signals) : signals_(signals) {
-    const Listener listener = listen_on_loopback("127.0.0.1", 0);
+    const Listener listener = listen_on("127.0.0.1", 0);
     for (int rank = 0; rank < nproc; ++rank) {
       children_.push_back(start_child(rank, nproc, listener, signals));
     }

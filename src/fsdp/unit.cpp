@@ -145,7 +145,8 @@ void Unit::build(std::vector<std::unique_ptr<Parameter>> added) {
 std::vector<std::unique_ptr<Parameter>> Unit::take_bucket(std::size_t index) {
   const at::NoGradGuard no_grad;
   auto& bucket = *buckets_.at(index);
-  TESSERA_CHECK(!gathered_ && !pending_.valid() && expected == 0, ErrorKind::kUsage, "unit ", shown_name(),
+  TESSERA_CHECK(!gathered_ && !pending_.valid() && expected == 0, ErrorKind::kUsage, "unit ",
+                shown_name(),
                 ": found a forward under way, expected none while modules are sharded");
   at::Tensor flat = bucket.shard();
   if (bucket.groups().gather != nullptr && has_values_) {

@@ -205,9 +205,8 @@ std::vector<CheckpointFolder::Stretch> CheckpointFolder::stretches(std::string_v
     const std::int64_t position = position_in_tensor(piece.box, tensor.shape, part.first);
     if (!is_one_row(piece.box, tensor.shape, part)) return {};
     const TensorInfo& info = where_in_file(piece, tensor.dtype);
-    found.push_back({piece.file,
-                     info.begin + (part.first - piece.begin) * size_of(tensor.dtype), position,
-                     position + part.last - part.first});
+    found.push_back({piece.file, info.begin + (part.first - piece.begin) * size_of(tensor.dtype),
+                     position, position + part.last - part.first});
   }
   return found;
 }

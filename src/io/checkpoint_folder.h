@@ -67,12 +67,13 @@ class CheckpointFolder {
     std::int64_t begin = 0;
     std::int64_t end = 0;
   };
-  /// Where the elements [begin, end) lie, for who reads whole files anyway: none where a piece holds
-  /// them in rows of a box; read() puts those together. Errors: as read().
+  /// Where the elements [begin, end) lie, for who reads whole files anyway: none where a piece
+  /// holds them in rows of a box; read() puts those together. Errors: as read().
   std::vector<Stretch> stretches(std::string_view name, std::int64_t begin, std::int64_t end) const;
 
  private:
-  const CheckpointTensor& checked(std::string_view name, std::int64_t begin, std::int64_t end) const;
+  const CheckpointTensor& checked(std::string_view name, std::int64_t begin,
+                                  std::int64_t end) const;
   const TensorInfo& where_in_file(const CheckpointPiece& piece, DType dtype) const;
 
   std::filesystem::path path_;

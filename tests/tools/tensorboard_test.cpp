@@ -128,8 +128,9 @@ TEST(TensorBoard, AResumedRunGoesOnWithoutWhatRanTwice) {
   const testing::TemporaryFolder folder;
   write_small_run(folder);
   const auto train = [&](const std::string& steps, const std::string& from) {
-    return run_program(folder, {"train", "run.toml", "--job.dump_folder", "run", "--training.steps",
-                                steps, "--checkpoint.interval", "2", "--checkpoint.load_step", from});
+    return run_program(folder,
+                       {"train", "run.toml", "--job.dump_folder", "run", "--training.steps", steps,
+                        "--checkpoint.interval", "2", "--checkpoint.load_step", from});
   };
   ASSERT_EQ(train("3", "-1").code, 0);
   ASSERT_EQ(train("5", "2").code, 0);

@@ -45,10 +45,8 @@ const Environment kOpenMpi = {{"OMPI_COMM_WORLD_RANK", "3"},
                               {"OMPI_COMM_WORLD_LOCAL_RANK", "3"},
                               {"OMPI_COMM_WORLD_LOCAL_SIZE", "4"},
                               {"PMIX_NAMESPACE", "job7"}};
-const Environment kPmi = {{"PMI_RANK", "1"},
-                          {"PMI_SIZE", "2"},
-                          {"MPI_LOCALRANKID", "1"},
-                          {"MPI_LOCALNRANKS", "2"}};
+const Environment kPmi = {
+    {"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "2"}};
 const Environment kPmiSomewhere = {{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}};
 const Environment kSlurm = {{"SLURM_STEP_ID", "0"},        {"SLURM_PROCID", "5"},
                             {"SLURM_STEP_NUM_TASKS", "8"}, {"SLURM_LOCALID", "1"},
@@ -127,6 +125,22 @@ TEST(LaunchEnvironment, OnlyAnAddressThatOthersNeedOpensTheNetwork) {
   EXPECT_EQ(reach_of(with(kSlurm, {{"SLURM_STEP_NODELIST", "a[1-2]"}})), Reach::kNetwork);
 }
 
+TEST(LaunchEnvironment, ANameThatMeansLoopbackOnItsOwnHostIsRefusedForSeveralHosts) {
+  const auto several = read_launch_environment(with(kSlurm, {{"MASTER_ADDR", "head"}}));
+  EXPECT_NO_THROW(require_network_address(several, "10.0.0.1"));
+  try {
+    require_network_address(several, "127.0.1.1");
+    FAIL() << "nobody else reaches 127.0.1.1";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kComm);
+    EXPECT_THAT(error.what(), HasSubstr("head leads to 127.0.1.1 on the host of rank 5"));
+  }
+  // Somebody tries several "hosts" on one.
+  const auto asked = read_launch_environment(with(kSlurm, {{"MASTER_ADDR", "127.0.0.1"}}));
+  EXPECT_NO_THROW(require_network_address(asked, "127.0.0.1"));
+  EXPECT_NO_THROW(require_network_address(read_launch_environment(kPmi), "127.0.0.1"));
+}
+
 TEST(LaunchEnvironment, LoopbackAddressesAreKnown) {
   for (const char* host : {"127.0.0.1", "127.1.2.3", "::1", "localhost"}) {
     EXPECT_TRUE(is_loopback(host)) << host;
@@ -164,19 +178,19 @@ TEST(LaunchEnvironment, WhereNobodySaysHowManyHostsAnAddressIsNeeded) {
   EXPECT_THAT(error_of(with(kPmiSomewhere, {{"MASTER_ADDR", ""}})), neither);
   EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}}), neither);
   EXPECT_EQ(read_launch_environment(kPmiSomewhere, {"127.0.0.1", 0}).master_addr, "127.0.0.1");
-  EXPECT_EQ(read_launch_environment(with(kPmiSomewhere, {{"MASTER_ADDR", ""}}), {"head", 0})
-                .master_addr,
-            "head");
+  EXPECT_EQ(
+      read_launch_environment(with(kPmiSomewhere, {{"MASTER_ADDR", ""}}), {"head", 0}).master_addr,
+      "head");
 }
 
 TEST(LaunchEnvironment, SrunsOwnPmiLeavesTheHostsToTheStep) {
   const Environment both = with(kSlurm, {{"PMI_RANK", "5"}, {"PMI_SIZE", "8"}});
-  EXPECT_EQ(read_launch_environment(both, {"head", 1}), read_launch_environment(kSlurm, {"head", 1}));
+  EXPECT_EQ(read_launch_environment(both, {"head", 1}),
+            read_launch_environment(kSlurm, {"head", 1}));
   // mpiexec inside an allocation: its proxies are the step's tasks, its ranks are others.
-  const Environment inside = with(kSlurm, {{"PMI_RANK", "1"},
-                                           {"PMI_SIZE", "2"},
-                                           {"MPI_LOCALRANKID", "1"},
-                                           {"MPI_LOCALNRANKS", "2"}});
+  const Environment inside = with(
+      kSlurm,
+      {{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "2"}});
   EXPECT_EQ(read_launch_environment(inside).launcher, Launcher::kPmi);
 }
 

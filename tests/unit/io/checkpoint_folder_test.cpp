@@ -80,9 +80,9 @@ TEST(CheckpointFolder, StretchesLeadToTheSameValuesInOnePass) {
       bytes.resize(values.size());
       for (const auto& one : stretches) {
         wanted[one.file].push_back(
-            {one.offset, std::span(bytes).subspan(static_cast<std::size_t>(one.begin) * size,
-                                                  static_cast<std::size_t>(one.end - one.begin) *
-                                                      size)});
+            {one.offset,
+             std::span(bytes).subspan(static_cast<std::size_t>(one.begin) * size,
+                                      static_cast<std::size_t>(one.end - one.begin) * size)});
       }
     }
     for (auto& [file, bytes] : wanted) checkpoint.verify(file, bytes);
