@@ -10,6 +10,13 @@ endif()
 find_package(CLI11 REQUIRED)
 find_package(spdlog REQUIRED)
 find_package(fmt REQUIRED)
+# All of it in headers, fmt too, so that no library is asked of those who link ours.
+add_library(tessera_spdlog INTERFACE)
+target_include_directories(tessera_spdlog SYSTEM INTERFACE
+  $<TARGET_PROPERTY:spdlog::spdlog_header_only,INTERFACE_INCLUDE_DIRECTORIES>)
+target_compile_definitions(tessera_spdlog INTERFACE
+  $<TARGET_PROPERTY:spdlog::spdlog_header_only,INTERFACE_COMPILE_DEFINITIONS>)
+target_link_libraries(tessera_spdlog INTERFACE Threads::Threads fmt::fmt-header-only)
 
 if(TESSERA_PURE_ONLY)
   return()

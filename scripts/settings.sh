@@ -19,7 +19,7 @@ apt_tests=(
 torch_pin=torch==2.13.0
 
 # The tests' side in Python, and what the comparison with PyTorch's own sharding needs.
-pip_tests=(numpy==2.4.6 safetensors==0.8.0)
+pip_tests=(numpy==2.4.6 safetensors==0.8.0 tensorboard==2.21.0 matplotlib==3.11.2)
 pip_bench=(transformers==5.23.0)
 
 # ccache reuses objects made with the precompiled header, and between working copies, only when told.

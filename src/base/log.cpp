@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/printable.h"
+#include "base/terminal_line.h"
 
 namespace tessera::log {
 namespace {
@@ -78,7 +79,16 @@ void init(const Options& options) {
 }
 
 void write(Level level, const std::string& message) {
+  terminal_line::clear();
   sinks().get()->log(level_of(level), spdlog::string_view_t(message));
+}
+
+void write_to_file(Level level, const std::string& message) {
+  const auto all = sinks().get();
+  if (all->sinks().size() < 2) return;
+  spdlog::logger file("tessera", all->sinks().back());
+  file.flush_on(spdlog::level::trace);
+  file.log(level_of(level), spdlog::string_view_t(message));
 }
 
 }  // namespace tessera::log

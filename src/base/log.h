@@ -28,6 +28,10 @@ void init(const Options& options);
 /// One line. Threads: any.
 void write(Level level, const std::string& message);
 
+/// One line to the file alone, if there is one: for what reaches the screen by another way.
+/// Threads: any.
+void write_to_file(Level level, const std::string& message);
+
 template <class... Parts>
 void info(const Parts&... parts) {
   write(Level::kInfo, concat(parts...));

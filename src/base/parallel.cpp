@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
 #include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
 
@@ -11,6 +12,7 @@ namespace tessera::base {
 void for_ranges(std::int64_t size, std::int64_t grain,
                 c10::function_ref<void(std::int64_t, std::int64_t)> body) {
   if (size <= 0) return;
+  RECORD_USER_SCOPE("tessera::kernel");
   if (size <= grain || at::get_num_threads() == 1 || at::in_parallel_region()) {
     body(0, size);
     return;

@@ -38,6 +38,9 @@ void add_train(::CLI::App& app, TrainArguments& train, const std::string& keys) 
   verb->add_option("config", train.config_file, "The TOML file.")->required();
   verb->add_flag("--print-config", train.print_config,
                  "Print the whole configuration after all overrides, and leave.");
+  verb->add_flag("--profile", train.profile,
+                 "Print at the end where a step went: products, other kernels, waiting, optimizer, "
+                 "our own code (rank 0, from the fourth step on).");
   add_nproc(*verb, train.nproc);
   verb->footer(keys);
 }
@@ -60,10 +63,11 @@ void add_inspect(::CLI::App& app, InspectArguments& inspect) {
   ::CLI::App* verb =
       app.add_subcommand("inspect", "Tensors of a folder, or the contract of a run.");
   ::CLI::Option* folder = verb->add_option("folder", inspect.folder, "Hugging Face folder.");
-  verb->add_flag("--json", inspect.json, "As JSON.")->needs(folder);
+  verb->add_flag("--json", inspect.json, "As JSON.");
   ::CLI::Option* contract =
       verb->add_option("--contract", inspect.contract_file,
-                       "TOML file: every parameter's contract with the reason of each value.");
+                       "TOML file: every parameter's contract with the reason of each value, and "
+                       "the bucket plan.");
   contract->excludes(folder);
   verb->add_option("--world", inspect.world, "Ranks to plan for; default as own spawn.")
       ->needs(contract)

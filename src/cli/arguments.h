@@ -19,6 +19,7 @@ struct TrainArguments {
   std::string config_file;
   std::optional<int> nproc;
   bool print_config = false;
+  bool profile = false;
   Overrides overrides;
 };
 

@@ -3,6 +3,7 @@
 #include <iostream>
 
 #include "base/one_line.h"
+#include "base/terminal_line.h"
 #include "tessera/error.h"
 
 namespace tessera::cli {
@@ -27,6 +28,7 @@ int exit_code(const std::exception& error, Phase phase) {
 
 int report(const std::exception& error, Phase phase) {
   const auto* known = dynamic_cast<const Error*>(&error);
+  terminal_line::clear_of_any_process();
   std::cerr << "tessera: " << to_string(known == nullptr ? ErrorKind::kInternal : known->kind())
             << ": " << one_line(error.what()) << '\n';
   return exit_code(error, phase);

@@ -9,8 +9,6 @@
 #include "cli/verbs.h"
 #include "io/hf_folder.h"
 #include "tessera/error.h"
-#include "train/config_resolve.h"
-#include "train/parallelize.h"
 
 namespace tessera::cli {
 namespace {
@@ -60,24 +58,11 @@ void print_json(const HfFolder& folder) {
   std::cout << whole.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << '\n';
 }
 
-// What train would agree on before its first collective, for that many ranks; no weight is read.
-void print_contract(const InspectArguments& arguments) {
-  train::Config config = train::load_config(arguments.contract_file);
-  apply(arguments.overrides, config);
-  train::validate(config, train::Verb::kContract);
-  const int world = arguments.world.value_or(train::ranks_to_spawn(config.parallelism));
-  const train::ParallelDims dims = train::resolve_parallelism(config.parallelism, world);
-  const auto contracts = train::resolve_model(train::open_model(config.model), config, dims);
-  std::cout << to_string(contracts) << contracts.size() << " parameters on "
-            << to_string(train::mesh_shape(dims)) << ", contract hash " << std::hex
-            << hash(contracts) << std::dec << "\n(the bucket plan: not yet built)\n";
-}
-
 }  // namespace
 
 int run_inspect(const InspectArguments& arguments) {
   if (!arguments.contract_file.empty()) {
-    print_contract(arguments);
+    inspect_contract(arguments);
     return kDone;
   }
   TESSERA_CHECK(arguments.overrides.empty(), ErrorKind::kUsage, "--",

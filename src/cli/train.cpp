@@ -35,6 +35,7 @@ int run_train(const TrainArguments& arguments) {
       phase.begin_steps();
     };
     hooks.stop_requested = [] { return StopSignal::requested(); };
+    if (arguments.profile) hooks.profiling = train::Profiling::kYes;
     train::run_training(run, world, hooks);
   });
 }

@@ -11,7 +11,10 @@
 #include <thread>
 
 #include "base/environment.h"
+#include "base/log.h"
 #include "base/one_line.h"
+#include "base/terminal_line.h"
+#include "comm/bounded_calls.h"
 #include "comm/failure_record.h"
 #include "comm/launch_environment.h"
 #include "comm/poison.h"
@@ -30,7 +33,7 @@ void claim_exit() {
 }
 
 // How long rank 0 stays for the others to read what it has announced.
-constexpr std::chrono::milliseconds kLastWords{500};
+constexpr std::chrono::milliseconds kLastWords{1000};
 
 void tell_parent(const FailureRecord& record) {
   const auto fd = base::environment_variable(spawn_variable::kErrorFd);
@@ -43,8 +46,21 @@ void tell_parent(const FailureRecord& record) {
 void print(const std::string& line) {
   std::cout.flush();
   std::fflush(stdout);
+  terminal_line::clear_of_any_process();
   const std::string text = line + "\n";
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, text.data(), text.size());
+}
+
+/// The rank's log keeps what it left for: launchers drop what was printed last when they end, and
+/// kill ranks that are slow to leave, so this comes before anything that may wait for others. A log
+/// that cannot be written holds nobody up.
+void keep_in_log(const FailureRecord& record) {
+  BoundedCalls().run(
+      [text = record.message] {
+        log::write_to_file(log::Level::kError, text);
+        return true;
+      },
+      kLastWords);
 }
 
 /// A rank that never joined: nobody but its launcher knows that it has failed.
@@ -56,6 +72,7 @@ void print(const std::string& line) {
   }
   record.rank = launch.rank;
   tell_parent(record);
+  keep_in_log(record);
   refuse_once(error, record.exit_code, [&] { print(to_string(record)); });
   ::_exit(record.exit_code);
 }
@@ -87,6 +104,7 @@ void report_failure(World* world, const std::exception& error, int code) {
   if (world == nullptr) report_before_joining(error, std::move(record));
   record.rank = world->rank();
   tell_parent(record);
+  keep_in_log(record);
   if (process_world == nullptr) {
     print(to_string(record));
   } else {
@@ -94,7 +112,7 @@ void report_failure(World* world, const std::exception& error, int code) {
     // The others read it from this process.
     if (process_world->serves_store()) std::this_thread::sleep_for(kLastWords);
   }
-  ::_exit(code);
+  ::_exit(record.exit_code);
 }
 
 void leave_after(int rank, const FailureRecord& cause) {
@@ -103,9 +121,10 @@ void leave_after(int rank, const FailureRecord& cause) {
   const FailureRecord record{FailureClass::kNoticed, monotonic_ns(), rank, cause.exit_code,
                              concat("stopped because of ", to_string(cause))};
   tell_parent(record);
+  keep_in_log(record);
   // A refusal is about what was asked, not about a rank: it is said once.
   if (cause.exit_code != kRefusedCode) print(to_string(record));
-  ::_exit(cause.exit_code);
+  ::_exit(record.exit_code);
 }
 
 int default_exit_code(const std::exception& error) {

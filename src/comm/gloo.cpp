@@ -9,6 +9,7 @@
 
 #include "base/environment.h"
 #include "base/one_line.h"
+#include "comm/address.h"
 #include "comm/bounded_calls.h"
 #include "comm/poison.h"
 #include "tessera/error.h"
@@ -19,16 +20,22 @@ namespace {
 // Gloo gives its own error at its timeout; only where it gives none do we.
 constexpr std::chrono::milliseconds kMargin{1000};
 
-std::shared_ptr<gloo::transport::Device> make_device(Reach reach) {
+std::string address_for(const LaunchEnvironment& launch) {
+  if (reach(launch) == Reach::kThisHost) return "127.0.0.1";
+  std::string address = local_address_towards(launch.master_addr);
+  require_network_address(launch, address);
+  return address;
+}
+
+std::shared_ptr<gloo::transport::Device> make_device(const LaunchEnvironment& launch) {
   using c10d::ProcessGroupGloo;
   const auto interfaces = base::environment_variable("GLOO_SOCKET_IFNAME").value_or("");
   const std::string interface = interfaces.substr(0, interfaces.find(','));
   try {
     if (!interface.empty()) return ProcessGroupGloo::createDeviceForInterface(interface);
-    if (reach == Reach::kThisHost) {
-      return ProcessGroupGloo::createDeviceForHostname("127.0.0.1");
-    }
-    return ProcessGroupGloo::createDefaultDevice();
+    return ProcessGroupGloo::createDeviceForHostname(address_for(launch));
+  } catch (const Error&) {
+    throw;
   } catch (const std::exception& error) {
     throw Error(
         ErrorKind::kComm,
@@ -52,9 +59,9 @@ struct GlooDevice::Impl {
   std::shared_ptr<gloo::transport::Device> device;
 };
 
-GlooDevice::GlooDevice(Reach reach) : impl_(std::make_unique<Impl>()) {
+GlooDevice::GlooDevice(const LaunchEnvironment& launch) : impl_(std::make_unique<Impl>()) {
   ignore_broken_pipes();
-  impl_->device = make_device(reach);
+  impl_->device = make_device(launch);
 }
 
 GlooDevice::~GlooDevice() = default;

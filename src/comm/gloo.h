@@ -20,9 +20,9 @@ namespace tessera::comm {
 class GlooDevice {
  public:
   /// GLOO_SOCKET_IFNAME's first interface if it is set, loopback where that reaches all ranks, else
-  /// the address of this host's name. From here on the process ignores SIGPIPE, unless it has a
-  /// handler of its own. Errors: kComm.
-  explicit GlooDevice(Reach reach);
+  /// the address from which this host reaches the store. From here on the process ignores SIGPIPE,
+  /// unless it has a handler of its own. Errors: kComm.
+  explicit GlooDevice(const LaunchEnvironment& launch);
   ~GlooDevice();
   GlooDevice(const GlooDevice&) = delete;
   GlooDevice& operator=(const GlooDevice&) = delete;

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/trace.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -45,6 +46,7 @@ void all_reduce(Group& group, at::Tensor data, const std::string& what) {
   batch.label.unit = what;
   batch.ops.emplace_back(AllReduce{std::move(data)});
   RECORD_USER_SCOPE("tessera::wait");
+  const TraceScope traced(TraceRow::kWaits, what);
   group.issue(std::move(batch))->wait();
 }
 
@@ -85,6 +87,7 @@ std::vector<std::string> all_gather_fixed(Group& group, const std::string& mine,
 std::vector<std::string> all_gather_bytes(Group& group, const std::string& mine,
                                           const std::string& what) {
   RECORD_USER_SCOPE("tessera::wait");
+  const TraceScope traced(TraceRow::kWaits, what);
   auto lengths = at::zeros({group.size()}, at::kLong);
   auto* length = lengths.mutable_data_ptr<std::int64_t>();
   length[group.rank()] = static_cast<std::int64_t>(mine.size());

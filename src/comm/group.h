@@ -32,6 +32,7 @@ struct Label {
 /// own slice is filled by the caller. Bytes a rank sends: (size - 1) x slice bytes.
 struct AllGather {
   at::Tensor buffer;
+  std::uint32_t bucket = 0;  ///< of its unit, for traces
 };
 
 enum class Into : std::uint8_t { kOverwrite, kAdd };
@@ -44,6 +45,7 @@ struct ReduceScatter {
   at::Tensor input;
   at::Tensor output;
   Into into = Into::kOverwrite;
+  std::uint32_t bucket = 0;  ///< of its unit, for traces
 };
 
 /// Sum over ranks of `data`, in rank order, the same bits on every rank: in place, or into `output`

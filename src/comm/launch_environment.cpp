@@ -87,7 +87,7 @@ const Spelling& spelling(Launcher launcher) {
        {"SLURM_LOCALID"},
        {},
        {"SLURM_STEP_NUM_NODES"},
-       {"SLURM_JOB_ID"}},
+       {"SLURM_JOB_ID", "SLURM_STEP_ID"}},
   };
   for (const Spelling& one : all) {
     if (one.launcher == launcher) return one;
@@ -103,15 +103,24 @@ std::optional<int> first_number(const Variables& variables,
   return std::nullopt;
 }
 
+/// srun's own PMI names the same ranks as its step does, and only the step says where they are.
+bool is_slurms_pmi(const Variables& variables) {
+  return variables.text("PMI_RANK") == variables.text("SLURM_PROCID") &&
+         variables.text("PMI_SIZE") == variables.text("SLURM_STEP_NUM_TASKS") &&
+         !variables.has("MPI_LOCALRANKID");
+}
+
 Launcher recognise(const Variables& variables) {
   if (variables.has("RANK") || variables.has("WORLD_SIZE")) return Launcher::kTorchrun;
   if (variables.has("OMPI_COMM_WORLD_RANK") || variables.has("OMPI_COMM_WORLD_SIZE")) {
     return Launcher::kOpenMpi;
   }
-  if (variables.has("PMI_RANK") || variables.has("PMI_SIZE")) return Launcher::kPmi;
-  if (variables.has("SLURM_STEP_ID") && variables.number("SLURM_STEP_NUM_TASKS").value_or(1) > 1) {
-    return Launcher::kSlurm;
+  const bool in_step =
+      variables.has("SLURM_STEP_ID") && variables.number("SLURM_STEP_NUM_TASKS").value_or(1) > 1;
+  if (variables.has("PMI_RANK") || variables.has("PMI_SIZE")) {
+    return in_step && is_slurms_pmi(variables) ? Launcher::kSlurm : Launcher::kPmi;
   }
+  if (in_step) return Launcher::kSlurm;
   if (variables.has(spawn_variable::kRank)) return Launcher::kOwnSpawn;
   return Launcher::kSingle;
 }
@@ -175,17 +184,30 @@ std::string store_prefix(const Spelling& names, const Variables& variables) {
   return prefix;
 }
 
+/// Where the store is if nobody says so.
+void find_host(LaunchEnvironment& launch, const Variables& variables) {
+  if (launch.hosts == Hosts::kOne) {
+    launch.master_addr = "127.0.0.1";
+    return;
+  }
+  if (launch.launcher == Launcher::kSlurm) launch.node_list = variables.text("SLURM_STEP_NODELIST");
+  TESSERA_CHECK(!launch.node_list.empty(), ErrorKind::kUsage,
+                "environment: ", to_string(launch.launcher), " started ", launch.world_size,
+                launch.hosts == Hosts::kSeveral ? " ranks on several hosts and says no address"
+                                                : " ranks and says neither where nor an address",
+                "; set MASTER_ADDR or comm.master_addr",
+                launch.hosts == Hosts::kSeveral ? "" : " (127.0.0.1 if all are on this host)");
+}
+
 void find_store(LaunchEnvironment& launch, const Spelling& names, const Variables& variables,
                 const StoreAddress& fallback) {
-  const std::string addr =
-      variables.has("MASTER_ADDR") ? variables.text("MASTER_ADDR") : fallback.host;
+  std::string addr = variables.text("MASTER_ADDR");
+  if (addr.empty()) addr = fallback.host;
   const int port = variables.number("MASTER_PORT").value_or(fallback.port);
   TESSERA_CHECK(port >= 0 && port <= 65535, ErrorKind::kUsage, "environment: found port ", port,
                 " (", variables.shown("MASTER_PORT"), "), expected 1 to 65535");
-  TESSERA_CHECK(!addr.empty() || launch.hosts != Hosts::kSeveral, ErrorKind::kUsage,
-                "environment: ", to_string(launch.launcher), " started ", launch.world_size,
-                " ranks on several hosts and says no address; set MASTER_ADDR or comm.master_addr");
-  launch.master_addr = addr.empty() ? "127.0.0.1" : addr;
+  if (addr.empty()) find_host(launch, variables);
+  if (!addr.empty()) launch.master_addr = addr;
   launch.master_port = port != 0 ? static_cast<std::uint16_t>(port) : port_of_job(names, variables);
   launch.agent_store = launch.launcher == Launcher::kTorchrun &&
                        (variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True" ||
@@ -240,7 +262,10 @@ std::string to_string(const LaunchEnvironment& launch) {
   std::string text =
       concat("rank ", launch.rank, " of ", launch.world_size, " by ", to_string(launch.launcher));
   if (launch.world_size > 1) {
-    text += concat(", store at ", launch.master_addr, ":", launch.master_port);
+    const std::string host = launch.master_addr.empty()
+                                 ? concat("the first host of ", launch.node_list)
+                                 : launch.master_addr;
+    text += concat(", store at ", host, ":", launch.master_port);
   }
   return text;
 }
@@ -252,6 +277,15 @@ bool is_loopback(std::string_view host) {
 Reach reach(const LaunchEnvironment& launch) {
   return launch.hosts == Hosts::kOne || is_loopback(launch.master_addr) ? Reach::kThisHost
                                                                         : Reach::kNetwork;
+}
+
+void require_network_address(const LaunchEnvironment& launch, const std::string& address) {
+  TESSERA_CHECK(
+      launch.hosts != Hosts::kSeveral || is_loopback(launch.master_addr) || !is_loopback(address),
+      ErrorKind::kComm, "store: found that ", launch.master_addr, " leads to ", address,
+      " on the host of rank ", launch.rank,
+      ", expected an address that other hosts reach; set MASTER_ADDR or comm.master_addr "
+      "to one, or GLOO_SOCKET_IFNAME to a network interface");
 }
 
 LaunchEnvironment read_launch_environment(const base::Environment& all,

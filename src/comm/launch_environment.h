@@ -28,7 +28,8 @@ struct LaunchEnvironment {
   int world_size = 1;
   int local_rank = 0;
   Hosts hosts = Hosts::kOne;
-  std::string master_addr;        ///< of the store
+  std::string master_addr;        ///< of the store; "" where `node_list` has to be asked
+  std::string node_list;          ///< Slurm's, "node[01-03,7]": its first host has the store
   std::uint16_t master_port = 0;  ///< never 0 where there are several ranks
   /// torchrun's agent holds the store: rank 0 connects as a client too.
   bool agent_store = false;
@@ -47,9 +48,13 @@ std::string to_string(const LaunchEnvironment& launch);
 bool is_loopback(std::string_view host);
 
 /// From where the ranks' sockets have to be reached. Nothing listens beyond loopback unless an
-/// address was given that needs it.
+/// address was given (by the user or by Slurm) that needs it.
 enum class Reach : std::uint8_t { kThisHost, kNetwork };
 Reach reach(const LaunchEnvironment& launch);
+
+/// Errors: kComm where ranks of several hosts would have to reach `address`, a loopback one, though
+/// the address that was given is none.
+void require_network_address(const LaunchEnvironment& launch, const std::string& address);
 
 /// What the user says for launchers that set no MASTER_ADDR and MASTER_PORT.
 struct StoreAddress {
@@ -58,7 +63,8 @@ struct StoreAddress {
 };
 
 /// Errors: kUsage for missing, malformed or contradictory variables (named with their values), and
-/// for several hosts without an address.
+/// where no address is given and the ranks are not known to be on one host. Slurm's node list does
+/// for an address: slurm_hosts.h turns it into one.
 LaunchEnvironment read_launch_environment(const base::Environment& variables,
                                           const StoreAddress& fallback = {});
 

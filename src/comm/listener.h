@@ -1,7 +1,7 @@
-// A listening socket that only this host reaches.
+// A listening socket at one address.
 //
-// c10d's store server listens on every interface; where all ranks are on one host it is handed one
-// of these instead. No torch header. Next: spawn.cpp passes one to rank 0, store.cpp opens one.
+// c10d's store server listens on every interface; it is handed one of these instead. No torch
+// header. Next: spawn.cpp passes one to rank 0, store.cpp opens one.
 #pragma once
 
 #include <cstdint>
@@ -30,13 +30,15 @@ class Descriptor {
 };
 
 struct Listener {
-  Descriptor socket;  ///< close-on-exec
+  Descriptor socket;    ///< close-on-exec
+  std::string address;  ///< "127.0.0.1"
   std::uint16_t port = 0;
 };
 
-/// Listens on a loopback address (launch_environment.h, is_loopback); port 0 = any free one.
-/// Errors: kComm when the port is taken (it says so) or sockets cannot be had.
-Listener listen_on_loopback(const std::string& host, std::uint16_t port);
+/// Listens on the first address of `host` that is this host's own; port 0 = any free one.
+/// Errors: kComm when the port is taken (it says so), no address of `host` is this host's, or
+/// sockets cannot be had.
+Listener listen_on(const std::string& host, std::uint16_t port);
 
 /// "store: cannot listen on HOST:PORT: ...; do Z", for a port that somebody else listens on.
 std::string port_in_use(const std::string& host, std::uint16_t port);

@@ -39,6 +39,17 @@ class Poison {
     const std::lock_guard lock(mutex_);
     set_.store(false, std::memory_order_release);
     why_.clear();
+    suspicion_.clear();
+  }
+  /// What a wait has thrown and is on its way out of the step: whoever marks the World for that
+  /// says it too, since an unwinding stack does not know its exception. The first one stays.
+  void suspect(const std::string& why) {
+    const std::lock_guard lock(mutex_);
+    if (suspicion_.empty()) suspicion_ = why;
+  }
+  std::string suspicion() const {
+    const std::lock_guard lock(mutex_);
+    return suspicion_;
   }
   bool is_set() const { return set_.load(std::memory_order_acquire); }
   std::string why() const {
@@ -55,6 +66,7 @@ class Poison {
   std::atomic<bool> set_{false};
   mutable std::mutex mutex_;
   std::string why_;
+  std::string suspicion_;
 };
 
 }  // namespace tessera::comm

@@ -26,20 +26,10 @@ bool takes_nccl(const std::string& backend) { return backend == "nccl"; }
 
 // For telling the others of a failure: the store may have gone with rank 0, and the error itself
 // must not be held up by that.
-constexpr std::chrono::milliseconds kTellOthers{500};
+constexpr std::chrono::milliseconds kTellOthers{2000};
 
 // Long enough for several heartbeats of every watch.
 constexpr std::chrono::milliseconds kHeartbeats{1500};
-
-/// What `call` returns; none when the store fails or gives no answer soon.
-template <class Call>
-auto in_time(Call call) -> decltype(call()) {
-  try {
-    return BoundedCalls().run(std::move(call), kTellOthers).value_or(std::nullopt);
-  } catch (...) {
-    return std::nullopt;
-  }
-}
 
 /// Gloo does not say for whom it waited: "; no sign of life from rank 1". "" where all live.
 std::string silence(Store& store, const std::vector<int>& ranks) {
@@ -72,7 +62,7 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
   if (takes_nccl(options.backend)) {
     require_nccl();
   } else {
-    device_ = std::make_shared<GlooDevice>(reach(launch));
+    device_ = std::make_shared<GlooDevice>(launch);
   }
   store_ = Store::connect(launch, options.init_timeout, options.timeout);
   WatchOptions watch;
@@ -193,10 +183,12 @@ void ProcessWorld::poison_here(const std::string& why, int epoch) {
 }
 
 void ProcessWorld::poison(const std::string& why) {
-  const std::string text = concat("rank ", rank_, ": ", one_line(why));
+  const std::string suspicion = state_->poison->suspicion();
+  const std::string text = concat("rank ", rank_, ": ", one_line(why),
+                                  suspicion.empty() ? "" : ": ", one_line(suspicion));
   const int epoch = epoch_;
   poison_here(why, epoch);
-  in_time([store = store_, text, epoch]() -> std::optional<std::string> {
+  in_time([store = store_, text, epoch] {
     return store->set_if_absent(store_key::poison(epoch), text);
   });
 }
@@ -219,18 +211,31 @@ void ProcessWorld::recover() {
 
 bool ProcessWorld::serves_store() const { return rank_ == 0 && !launch_.agent_store; }
 
+std::optional<std::string> ProcessWorld::in_time(std::function<std::string()> call) noexcept {
+  if (store_is_silent_) return std::nullopt;
+  try {
+    auto answer = BoundedCalls().run(std::move(call), kTellOthers);
+    if (!answer) store_is_silent_ = true;
+    return answer;
+  } catch (...) {
+    return std::nullopt;
+  }
+}
+
 FailureRecord ProcessWorld::noticed(const std::string& why) const {
   return {FailureClass::kNoticed, monotonic_ns(), rank_, 1, why};
 }
 
 std::optional<FailureRecord> ProcessWorld::announce_failure(const FailureRecord& failure) noexcept {
-  return decoded(in_time([store = store_, bytes = encode(failure)]() -> std::optional<std::string> {
+  return decoded(in_time([store = store_, bytes = encode(failure)] {
     return store->set_if_absent(store_key::kFailure, bytes);
   }));
 }
 
 std::optional<FailureRecord> ProcessWorld::known_failure() noexcept {
-  return decoded(in_time([store = store_] { return store->find(store_key::kFailure); }));
+  return decoded(in_time([store = store_] {
+    return store->find(store_key::kFailure).value_or(std::string());  // which no failure encodes to
+  }));
 }
 
 }  // namespace tessera::comm

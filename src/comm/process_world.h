@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -52,6 +53,8 @@ class ProcessWorld : public World {
   bool missing_are_alive(const std::string& key, std::map<int, std::string>& beats);
   FailureWatch::Actions watch_actions();
   FailureRecord noticed(const std::string& why) const;
+  /// What a call of the store returns; none when it fails or gives no answer soon.
+  std::optional<std::string> in_time(std::function<std::string()> call) noexcept;
 
   const LaunchEnvironment launch_;
   const WorldOptions options_;
@@ -63,6 +66,7 @@ class ProcessWorld : public World {
   std::vector<std::shared_ptr<PointToPointGroup>> gloo_groups_;
   std::mutex epoch_mutex_;  ///< held while the World is poisoned and while it is repaired
   std::atomic<int> epoch_{0};
+  std::atomic<bool> store_is_silent_{false};
 };
 
 }  // namespace tessera::comm

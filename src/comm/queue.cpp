@@ -13,6 +13,7 @@
 
 #include "base/one_line.h"
 #include "comm/poison.h"
+#include "comm/traced_collective.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -31,17 +32,25 @@ struct Pending::State {
   std::unique_ptr<Work> work;
   std::exception_ptr failure;
   std::shared_ptr<Poison> poison;
+  std::unique_ptr<TracedCollective> traced;  // null: nobody looks
 };
 
 void Pending::wait() {
   if (!state_) return;
   RECORD_USER_SCOPE("tessera::wait");
+  const auto begin = state_->traced ? TraceClock::now() : TraceClock::time_point();
   state_->out.wait(false, std::memory_order_acquire);
-  if (state_->failure) std::rethrow_exception(state_->failure);
-  if (!state_->work) return;
-  state_->poison->check();
-  state_->work->wait();
+  try {
+    if (state_->failure) std::rethrow_exception(state_->failure);
+    if (!state_->work) return;
+    state_->poison->check();
+    state_->work->wait();
+  } catch (const PeerLost& error) {
+    state_->poison->suspect(error.what());
+    throw;
+  }
   state_->work.reset();
+  if (state_->traced) state_->traced->waited_since(begin);
 }
 
 namespace {
@@ -79,6 +88,7 @@ void IssueQueue::Impl::issue(Submission submission) {
   try {
     poison->check();
     if (submission.ready) submission.ready();
+    if (submission.state->traced) submission.state->traced->issued();
     work = submission.group->issue(std::move(submission.batch));
   } catch (const std::exception& error) {
     failure = std::current_exception();
@@ -126,6 +136,7 @@ void IssueQueue::Impl::run() {
 
 Pending IssueQueue::Impl::submit(Submission submission) {
   auto state = submission.state;
+  state->traced = TracedCollective::of(submission.batch, submission.group->size());
   if (submission.group->size() == 1) {  // nobody to keep an order with
     issue(std::move(submission));
     return Pending(std::move(state));

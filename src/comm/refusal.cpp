@@ -11,6 +11,7 @@
 #include "base/one_line.h"
 #include "comm/failure_watch.h"
 #include "comm/poison.h"
+#include "comm/slurm_hosts.h"
 #include "comm/store.h"
 #include "tessera/error.h"
 
@@ -75,6 +76,7 @@ void refuse_once(const std::exception& error, int code, const std::function<void
   LaunchEnvironment launch;
   try {
     launch = read_launch_environment(base::environment());
+    find_first_host(launch, kPatience);
   } catch (const Error&) {
     return print();  // no address at which others could be asked
   }

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "base/environment.h"
+#include "base/terminal_line.h"
 #include "comm/failure_record.h"
 #include "comm/launch_environment.h"
 #include "comm/listener.h"
@@ -166,7 +167,7 @@ Child start_child(int rank, int nproc, const Listener& listener, const Signals& 
 class Spawned {
  public:
   Spawned(int nproc, const Signals& signals) : signals_(signals) {
-    const Listener listener = listen_on_loopback("127.0.0.1", 0);
+    const Listener listener = listen_on("127.0.0.1", 0);
     for (int rank = 0; rank < nproc; ++rank) {
       children_.push_back(start_child(rank, nproc, listener, signals));
     }
@@ -277,6 +278,7 @@ int spawn_ranks(int nproc) {
   const auto guilty = culprit(run.failures());
   if (!guilty) return 0;
   std::cout.flush();
+  terminal_line::clear_of_any_process();
   std::cerr << to_string(*guilty) << std::endl;
   return guilty->exit_code;
 }

@@ -20,7 +20,7 @@ void ThreadRun::poison_all(const std::string& why) {
 ThreadWorld::ThreadWorld(std::shared_ptr<ThreadRun> run, int rank)
     : World(rank, run->size, rank), run_(std::move(run)) {
   if (run_->backend == ThreadBackend::kGloo && size_ > 1) {
-    device_ = std::make_shared<GlooDevice>(Reach::kThisHost);
+    device_ = std::make_shared<GlooDevice>(LaunchEnvironment{});
     WatchOptions watch;
     watch.rank = rank;
     watch.blocked_after = run_->options.blocked_after;

@@ -7,6 +7,7 @@
 #include "comm/batch.h"
 #include "comm/process_world.h"
 #include "comm/queue.h"
+#include "comm/slurm_hosts.h"
 #include "comm/world_state.h"
 #include "tessera/error.h"
 
@@ -54,12 +55,13 @@ World::World(int rank, int size, int local_rank)
 World::~World() = default;
 
 std::shared_ptr<World> World::connect(const WorldOptions& options) {
-  const auto launch = comm::read_launch_environment(base::environment(),
-                                                    {options.master_addr, options.master_port});
+  auto launch = comm::read_launch_environment(base::environment(),
+                                              {options.master_addr, options.master_port});
   TESSERA_CHECK(options.backend == "auto" || options.backend == "gloo" || options.backend == "nccl",
                 ErrorKind::kUsage, "world: found backend ", options.backend,
                 ", expected auto, gloo or nccl");
   if (launch.world_size == 1) return std::make_shared<SoloWorld>();
+  comm::find_first_host(launch, comm::kScontrolPatience);
   return std::make_shared<comm::ProcessWorld>(launch, options);
 }
 

@@ -82,9 +82,9 @@ void Runtime::agree_on_trace(const Segment& segment) {
   if (is_on_all_ranks(hash, "forward order")) return;
   std::string text;
   const auto& units = segment.trace.units;
-  for (const auto id : units) text += concat(units_.at(id)->name(), "\n");
+  for (const auto id : units) text += concat(units_.at(id)->shown_name(), "\n");
   for (const auto position : segment.trace.exits) {
-    text += concat("the end of ", units_.at(units.at(position))->name(), "\n");
+    text += concat("the end of ", units_.at(units.at(position))->shown_name(), "\n");
   }
   text += concat("no other unit in forward ", segment.number, "\n");
   TESSERA_CHECK(false, ErrorKind::kComm, "the order of units differs between ranks: ",
@@ -160,10 +160,12 @@ void Runtime::pre_backward(Entry& entry) {
   gather_needed(*entry.unit);
   advance_gathers(segment, place + 2);
   ++entry.unit->active;
+  spans_.backward_begins(&entry, entry.unit->name());
 }
 
 void Runtime::post_backward(Entry& entry) {
   auto& unit = *entry.unit;
+  spans_.backward_ends(&entry);
   if (unit.active > 0) --unit.active;
   consume(entry);
   if (unit.active == 0 && unit.open_calls == 0 && unit.reshard_after_forward &&
@@ -222,7 +224,7 @@ void Runtime::issue_reduction(Unit& unit) {
   if (unit.owed) return;
   unit.reduced = true;
   comm::Batch batch;
-  batch.label = {comm::Kind::kReduceScatter, unit.name(), unit.id, 0};
+  batch.label = {comm::Kind::kReduceScatter, unit.shown_name(), unit.id, 0};
   std::int64_t bytes = 0;
   for (auto& bucket : unit.buckets()) {
     if (bucket->trainable()) bytes += bucket->begin_reduce(batch);
@@ -255,6 +257,7 @@ void Runtime::end_backward() {
       }
     }
     touched_.clear();
+    spans_.all_backwards_end();
     release_all();
     if (sink_.open_tickets() > 0) {
       awaiting_tickets_ = true;

@@ -41,7 +41,13 @@ void Bucket::begin_gather(comm::Batch& batch) {
   if (aliases_shard_) return;
   unsharded_.begin();
   unsharded_.writable_slice().copy_(shard_);
-  if (groups_.gather != nullptr) batch.ops.emplace_back(unsharded_.gather());
+  if (groups_.gather != nullptr) batch.ops.emplace_back(gather());
+}
+
+comm::AllGather Bucket::gather() const {
+  auto op = unsharded_.gather();
+  op.bucket = number_;
+  return op;
 }
 
 void Bucket::ensure_slots() {
@@ -103,8 +109,8 @@ std::int64_t Bucket::begin_reduce(comm::Batch& batch) {
   if (!accumulator_.defined()) {
     accumulator_ = zeros(plan_.slice_numel(), plan_.key.accumulate, pool_->device());
   }
-  batch.ops.emplace_back(comm::ReduceScatter{wire_, accumulator_,
-                                             has_sum_ ? comm::Into::kAdd : comm::Into::kOverwrite});
+  batch.ops.emplace_back(comm::ReduceScatter{
+      wire_, accumulator_, has_sum_ ? comm::Into::kAdd : comm::Into::kOverwrite, number_});
   has_sum_ = true;
   return static_cast<std::int64_t>(wire_.nbytes());
 }

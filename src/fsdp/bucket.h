@@ -35,6 +35,8 @@ class Bucket {
   const BucketGroups& groups() const { return groups_; }
   bool trainable() const { return plan_.key.trainable; }
   int rank() const { return rank_; }
+  /// Its index among its unit's buckets.
+  void set_number(std::size_t number) { number_ = static_cast<std::uint32_t>(number); }
 
   // --- parameters ---
   const at::Tensor& shard() const { return shard_; }        ///< [slice], storage dtype
@@ -46,6 +48,8 @@ class Bucket {
   /// Takes memory and writes this rank's slice, cast to the compute dtype; adds the collective, if
   /// there is one to run, to `batch`.
   void begin_gather(comm::Batch& batch);
+  /// The collective again, into the memory that is there.
+  comm::AllGather gather() const;
 
   // --- gradients ---
   /// The slot of plan().parameters[index]. `first` tells whether it is empty; it no longer is
@@ -96,6 +100,7 @@ class Bucket {
   layout::BucketPlan plan_;
   BucketGroups groups_;
   int rank_;
+  std::uint32_t number_ = 0;
   std::shared_ptr<comm::BufferPool> pool_;
   bool aliases_shard_ = false;
   bool final_is_accumulator_ = false;

@@ -22,13 +22,15 @@ void cast_floating(const std::vector<at::Tensor*>& tensors, DType dtype) {
 }  // namespace
 
 ShardedBase::Call::Call(ShardedBase& handle)
-    : handle_(handle), exceptions_(std::uncaught_exceptions()) {}
+    : handle_(handle), exceptions_(std::uncaught_exceptions()) {
+  fsdp::unit_of_handle(handle.unit_);
+}
 
 ShardedBase::Call::~Call() {
   if (left_ || std::uncaught_exceptions() == exceptions_) return;
   try {
     handle_.unit_->runtime().fail(
-        concat("an exception left the forward of unit ", handle_.unit_->name()));
+        concat("an exception left the forward of unit ", handle_.unit_->shown_name()));
   } catch (const std::exception&) {
     // Telling the others failed too; the exception under way says why.
   }
@@ -49,7 +51,7 @@ void ShardedBase::Call::enter(const std::vector<at::Tensor*>& inputs) {
 void ShardedBase::Call::leave(const std::vector<at::Tensor*>& outputs) {
   auto& runtime = handle_.unit_->runtime();
   TESSERA_CHECK(runtime.generation() == generation_, ErrorKind::kUsage, "unit ",
-                handle_.unit_->name(),
+                handle_.unit_->shown_name(),
                 ": found that an exception of a unit inside was caught in its forward, expected it "
                 "to leave the "
                 "sharded step; catch it where the outermost module is called");

@@ -2,10 +2,12 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
+#include <ATen/record_function.h>
 
 #include <cmath>
 
 #include "base/parallel.h"
+#include "base/trace.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "tessera/error.h"
@@ -74,6 +76,8 @@ double gradient_norm(const ShardedBase& model) {
 double clip_grad_norm(const ShardedBase& model, double max_norm) {
   TESSERA_CHECK(!std::isnan(max_norm), ErrorKind::kUsage,
                 "clip_grad_norm: found max_norm NaN, expected a number; 0 only measures");
+  RECORD_USER_SCOPE("tessera::optimizer");
+  const TraceScope traced(TraceRow::kOptimizer, "norm and clip");
   const at::NoGradGuard no_grad;
   const auto norm = gradient_norm(model);
   const auto scale = max_norm / (norm + 1e-6);

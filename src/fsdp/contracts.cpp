@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 
+#include "layout/model_plan.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
@@ -138,8 +139,7 @@ void move_small(Unit& ancestor, const std::vector<Unit*>& below, std::int64_t by
   std::vector<std::unique_ptr<Parameter>> moved;
   for (auto* unit : below) {
     for (std::size_t index = 0; index < unit->buckets().size();) {
-      const auto& plan = unit->buckets()[index]->plan();
-      if (plan.numel * size_of(plan.key.compute) >= bytes) {
+      if (!layout::is_small(unit->buckets()[index]->plan(), bytes)) {
         ++index;
         continue;
       }

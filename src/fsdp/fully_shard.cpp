@@ -45,10 +45,17 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
                   ", expected that of the module around it, ", to_string(mesh.shape()),
                   "; shard a module and its parts over one mesh");
   }
+  for (const auto& leaf : found.owned_by_others) {
+    TESSERA_CHECK(leaf->owner->unit->module != held_.get(), ErrorKind::kUsage,
+                  "fully_shard: found the parameter ", leaf->owner->contract.name,
+                  " of a module that another handle has sharded, expected a plain module; use that "
+                  "handle, or make the module anew");
+  }
   const auto contracts = fsdp::contracts_of(found.parameters, mesh, policy, options);
   runtime_ = std::make_shared<fsdp::Runtime>(mesh, options.in_flight_bytes);
   unit_ = std::make_shared<fsdp::Unit>(options.name, runtime_,
                                        options.reshard_after_forward.value_or(false));
+  unit_->module = held_.get();
   runtime_->add_unit(unit_.get());
   unit_->add(fsdp::make_parameters(found.parameters, contracts));
   for (const auto& parameter : unit_->parameters()) {

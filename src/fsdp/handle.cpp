@@ -65,6 +65,7 @@ at::Tensor gradient_slice(const fsdp::Unit& unit, std::size_t index) {
 void ShardedBase::visit_full(
     bool gradients, const std::function<void(const std::string&, const at::Tensor&)>& visit) const {
   const at::NoGradGuard no_grad;
+  fsdp::unit_of_handle(unit_);
   if (gradients) runtime_->sink().require_all_redeemed("whole gradients");
   const auto named = all();
   auto& runtime = *runtime_;
@@ -80,7 +81,7 @@ void ShardedBase::visit_full(
         flat = at::empty({plan.numel}, slice.options());
         flat.narrow(0, plan.slice(bucket.rank()).begin, plan.slice_numel()).copy_(slice);
         comm::Batch batch;
-        batch.label = {comm::Kind::kAllGather, unit->name() + " (whole)", unit->id, 0};
+        batch.label = {comm::Kind::kAllGather, unit->shown_name() + " (whole)", unit->id, 0};
         batch.ops.emplace_back(comm::AllGather{flat});
         runtime.queue().submit(*bucket.groups().gather, std::move(batch)).wait();
       }
@@ -105,30 +106,32 @@ void ShardedBase::visit_full_gradients(
 }
 
 void ShardedBase::set_loaded() {
-  for (auto* unit : runtime_->units()) unit->set_has_values();
+  for (auto* unit : fsdp::unit_of_handle(unit_).runtime().units()) unit->set_has_values();
 }
 
 void ShardedBase::set_requires_gradient_sync(bool value, bool recurse) {
-  unit_->requires_sync = value;
+  fsdp::unit_of_handle(unit_).requires_sync = value;
   if (!recurse) return;
   for (const auto& inner : inner_) inner.handle->set_requires_gradient_sync(value, true);
 }
 
 void ShardedBase::set_requires_replica_reduce(bool value) {
-  runtime_->set_requires_replica_reduce(value);
+  fsdp::unit_of_handle(unit_).runtime().set_requires_replica_reduce(value);
 }
 
 void ShardedBase::unshard() {
-  if (!unit_->gathered()) {
-    unit_->begin_gather(0);
-    unit_->wait_gather();
+  auto& unit = fsdp::unit_of_handle(unit_);
+  if (!unit.gathered()) {
+    unit.begin_gather(0);
+    unit.wait_gather();
   }
-  unit_->unsharded_by_user = true;
+  unit.unsharded_by_user = true;
 }
 
-void ShardedBase::reshard() { unit_->release(); }
+void ShardedBase::reshard() { fsdp::unit_of_handle(unit_).release(); }
 
 void ShardedBase::train(bool on) {
+  fsdp::unit_of_handle(unit_);
   torch::nn::Module::train(on);
   held_->train(on);
 }

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "base/parallel.h"
+#include "base/trace.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "grad/torch_dtype.h"
@@ -230,6 +231,7 @@ std::vector<OptimizerState::Kept> Optimizer::make_kept(std::string_view paramete
 
 void Optimizer::step() {
   RECORD_USER_SCOPE("tessera::optimizer");
+  const TraceScope traced(TraceRow::kOptimizer, "update");
   const at::NoGradGuard no_grad;
   unit_->runtime().require_idle("optimizer step");
   std::vector<Item*> items;

@@ -157,14 +157,14 @@ std::shared_ptr<Entry> Runtime::record(Unit& unit, std::size_t position) {
 
 void Runtime::check_borrowed(const Unit& unit) const {
   for (const auto& leaf : unit.borrowed) {
-    TESSERA_CHECK(leaf->owner != nullptr, ErrorKind::kUsage, "unit ", unit.name(),
+    TESSERA_CHECK(leaf->owner != nullptr, ErrorKind::kUsage, "unit ", unit.shown_name(),
                   ": found that the handle which "
                   "owns its parameter ",
                   leaf->name, " is gone, expected it to live; keep the outermost handle");
     TESSERA_CHECK(
         std::find(unit.needs.begin(), unit.needs.end(), leaf->owner->unit) != unit.needs.end(),
-        ErrorKind::kUsage, "unit ", unit.name(), ": found the parameter ",
-        leaf->owner->contract.name, " that unit ", leaf->owner->unit->name(),
+        ErrorKind::kUsage, "unit ", unit.shown_name(), ": found the parameter ",
+        leaf->owner->contract.name, " that unit ", leaf->owner->unit->shown_name(),
         " owns, expected a common parent of both that is sharded; call fully_shard on it");
   }
 }
@@ -204,6 +204,7 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   check_borrowed(unit);
   gather_needed(unit);
   prefetch_after(position);
+  spans_.forward_begins(unit.name());
   const bool grad = at::GradMode::is_enabled();
   if (!grad && first_forward() == nullptr) return nullptr;
   unit.renew_accumulators();
@@ -218,7 +219,7 @@ std::shared_ptr<Entry> Runtime::enter_recompute(Unit& unit) {
   TESSERA_CHECK(
       recorded->next < recorded->entries.size() &&
           recorded->entries[recorded->next]->unit.get() == &unit,
-      ErrorKind::kUsage, "recomputation: found a call of unit ", unit.name(),
+      ErrorKind::kUsage, "recomputation: found a call of unit ", unit.shown_name(),
       " that the first forward did not make at this place, expected the same calls; make the "
       "checkpointed function deterministic");
   auto entry = recorded->entries[recorded->next++];
@@ -231,10 +232,12 @@ std::shared_ptr<Entry> Runtime::enter_recompute(Unit& unit) {
     --unit.active;
   }
   unit.renew_accumulators();
+  spans_.recomputation_begins(unit.name());
   return entry;
 }
 
 void Runtime::leave_forward(Unit& unit) {
+  spans_.forward_ends();
   --unit.open_calls;
   if (recomputing() != nullptr) return;
   current_->trace.exits.push_back(open_.back());
@@ -262,6 +265,7 @@ void Runtime::fail(const std::string& why) {
   failed_ = true;
   ++generation_;
   open_.clear();
+  spans_.forget();
   current_.reset();
   if (world().size() > 1) world().poison(why);
 }

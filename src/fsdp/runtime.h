@@ -27,6 +27,7 @@
 #include "comm/queue.h"
 #include "fsdp/order.h"
 #include "fsdp/unit.h"
+#include "fsdp/unit_trace.h"
 #include "grad/sink.h"
 #include "tessera/mesh.h"
 #include "tessera/world.h"
@@ -195,6 +196,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::int64_t bytes_in_flight_ = 0;
   std::int64_t bytes_budget_;
   bool requires_replica_reduce_ = true;
+  UnitTrace spans_;
   int outstanding_ = 0;  // entries that are not consumed
   std::int64_t gathers_issued_ = 0;
   std::int64_t reductions_issued_ = 0;

@@ -56,7 +56,7 @@ Parameter::~Parameter() {
 
 std::string Unit::released_message() const {
   return concat(
-      "parameters of unit ", name_.empty() ? "(root)" : name_,
+      "parameters of unit ", shown_name(),
       ": found an access while they are sharded, expected one inside a forward or backward of "
       "the unit; call the module through the handle that fully_shard returned");
 }
@@ -136,6 +136,7 @@ void Unit::build(std::vector<std::unique_ptr<Parameter>> added) {
         if (leaf == parameter.leaves.back()) poison_old_storage(old, parameter.contract.name);
       }
     }
+    bucket->set_number(buckets_.size());
     buckets_.push_back(std::move(bucket));
   }
   for (auto& p : added) parameters_.push_back(std::move(p));
@@ -144,7 +145,8 @@ void Unit::build(std::vector<std::unique_ptr<Parameter>> added) {
 std::vector<std::unique_ptr<Parameter>> Unit::take_bucket(std::size_t index) {
   const at::NoGradGuard no_grad;
   auto& bucket = *buckets_.at(index);
-  TESSERA_CHECK(!gathered_ && !pending_.valid() && expected == 0, ErrorKind::kUsage, "unit ", name_,
+  TESSERA_CHECK(!gathered_ && !pending_.valid() && expected == 0, ErrorKind::kUsage, "unit ",
+                shown_name(),
                 ": found a forward under way, expected none while modules are sharded");
   at::Tensor flat = bucket.shard();
   if (bucket.groups().gather != nullptr && has_values_) {
@@ -152,7 +154,7 @@ std::vector<std::unique_ptr<Parameter>> Unit::take_bucket(std::size_t index) {
     flat.narrow(0, bucket.plan().slice(bucket.rank()).begin, bucket.plan().slice_numel())
         .copy_(bucket.shard());
     comm::Batch batch;
-    batch.label = {comm::Kind::kAllGather, name_ + " (laid out anew)", id, 0};
+    batch.label = {comm::Kind::kAllGather, shown_name() + " (laid out anew)", id, 0};
     batch.ops.emplace_back(comm::AllGather{flat});
     runtime_->queue().submit(*bucket.groups().gather, std::move(batch)).wait();
   }
@@ -174,6 +176,7 @@ std::vector<std::unique_ptr<Parameter>> Unit::take_bucket(std::size_t index) {
   }
   std::erase(parameters_, nullptr);
   buckets_.erase(buckets_.begin() + static_cast<std::ptrdiff_t>(index));
+  for (std::size_t i = index; i < buckets_.size(); ++i) buckets_[i]->set_number(i);
   add({});  // the slots' numbers have changed
   return taken;
 }
@@ -211,10 +214,10 @@ void Unit::begin_gather(std::uint32_t micro_batch) {
   if (pending_.valid()) wait_gather();
   gathered_version_ = weights_version();
   comm::Batch batch;
-  batch.label = {comm::Kind::kAllGather, name_, id, micro_batch};
+  batch.label = {comm::Kind::kAllGather, shown_name(), id, micro_batch};
   for (auto& bucket : buckets_) {
     if (gathered_) {
-      if (bucket->groups().gather != nullptr) batch.ops.emplace_back(bucket->unsharded().gather());
+      if (bucket->groups().gather != nullptr) batch.ops.emplace_back(bucket->gather());
     } else {
       bucket->begin_gather(batch);
     }
@@ -254,7 +257,7 @@ grad::SlotOwner::View Unit::open_slot(std::size_t index) {
   auto& parameter = *parameters_.at(index);
   TESSERA_CHECK(
       expected > 0 || active > 0 || tickets > 0, ErrorKind::kContract, "gradient of ",
-      parameter.contract.name, ": found one outside an open forward of its unit ", name_,
+      parameter.contract.name, ": found one outside an open forward of its unit ", shown_name(),
       ", expected one after a forward through its handle; call the module through the handle "
       "that fully_shard returned");
   runtime_->on_gradient();
@@ -267,6 +270,13 @@ grad::SlotOwner::View Unit::open_slot(std::size_t index) {
 void Unit::tickets_changed(int delta) {
   tickets += delta;
   if (tickets == 0) runtime_->on_tickets_closed(*this);
+}
+
+Unit& unit_of_handle(const std::shared_ptr<Unit>& unit) {
+  TESSERA_CHECK(unit != nullptr, ErrorKind::kUsage,
+                "sharded module: found a handle that was moved from, expected the one that holds "
+                "the module now");
+  return *unit;
 }
 
 }  // namespace tessera::fsdp

@@ -50,6 +50,8 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   ~Unit() override;
 
   const std::string& name() const { return name_; }
+  /// For messages and labels: the outermost unit of a model has no name of its own.
+  std::string shown_name() const { return name_.empty() ? "(root)" : name_; }
   /// Puts `prefix` before the unit's and its parameters' names.
   void add_prefix(const std::string& prefix);
 
@@ -104,6 +106,7 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   bool reduced = false;            ///< in this backward
   bool owed = false;               ///< a backward without sync left gradients in its slots
   bool unpublished = false;        ///< reduced since its gradients were last published
+  const void* module = nullptr;    ///< what the handle holds, to know it again
   bool unsharded_by_user = false;  ///< kept until the user or a forward gives it back
   std::vector<Unit*> needs;        ///< units that hold some of this module's parameters
   std::vector<std::shared_ptr<Leaf>> borrowed;  ///< leaves that another unit owns
@@ -121,5 +124,8 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   std::uint64_t gathered_version_ = 0;  // weights_version() of what is or will be gathered
   bool has_values_ = true;
 };
+
+/// The unit of a handle that was not moved from. Errors: kUsage.
+Unit& unit_of_handle(const std::shared_ptr<Unit>& unit);
 
 }  // namespace tessera::fsdp

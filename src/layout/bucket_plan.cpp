@@ -39,6 +39,19 @@ BucketPlan& bucket_for(UnitPlan& plan, const BucketKey& key, int ranks) {
   return plan.buckets.back();
 }
 
+/// What the elements of the line above are in bytes.
+std::string bytes_line(const BucketPlan& bucket) {
+  const auto sent = [&](std::int64_t bytes) { return sent_bytes(bytes, bucket.ranks); };
+  std::string text =
+      concat("    a rank keeps ", shard_bytes(bucket), " B, gathers ", gathered_bytes(bucket),
+             " B (sends ", sent(gathered_bytes(bucket)), ")");
+  if (bucket.key.trainable) {
+    text +=
+        concat(", reduces ", reduced_bytes(bucket), " B (sends ", sent(reduced_bytes(bucket)), ")");
+  }
+  return text + "\n";
+}
+
 std::int64_t widest_bytes(const BucketKey& key) {
   return std::max({size_of(key.storage), size_of(key.compute), size_of(key.accumulate),
                    size_of(key.reduce), size_of(key.final)});
@@ -100,15 +113,33 @@ std::string to_string(const BucketKey& key) {
   return text + ", " + to_string(key.reductions);
 }
 
+std::int64_t gathered_bytes(const BucketPlan& bucket) {
+  return bucket.numel * size_of(bucket.key.compute);
+}
+
+std::int64_t reduced_bytes(const BucketPlan& bucket) {
+  return bucket.key.trainable ? bucket.numel * size_of(bucket.key.reduce) : 0;
+}
+
+std::int64_t shard_bytes(const BucketPlan& bucket) {
+  return bucket.slice_numel() * size_of(bucket.key.storage);
+}
+
+std::int64_t padding_numel(const BucketPlan& bucket) {
+  std::int64_t used = 0;
+  for (const Placed& placed : bucket.parameters) used += placed.numel;
+  return bucket.numel - used;
+}
+
+std::int64_t sent_bytes(std::int64_t bytes, int ranks) { return bytes / ranks * (ranks - 1); }
+
 std::string to_string(const UnitPlan& plan, const std::vector<PlanItem>& items) {
   std::string text = concat("unit ", plan.name.empty() ? "(root)" : plan.name, "\n");
   for (std::size_t b = 0; b < plan.buckets.size(); ++b) {
     const BucketPlan& bucket = plan.buckets[b];
-    std::int64_t used = 0;
-    for (const Placed& placed : bucket.parameters) used += placed.numel;
-    text +=
-        concat("  bucket ", b, ": ", to_string(bucket.key), "; ", bucket.numel, " elements, ",
-               bucket.numel - used, " padding, ", bucket.ranks, " x ", bucket.slice_numel(), "\n");
+    text += concat("  bucket ", b, ": ", to_string(bucket.key), "; ", bucket.numel, " elements, ",
+                   padding_numel(bucket), " padding, ", bucket.ranks, " x ", bucket.slice_numel(),
+                   "\n", bytes_line(bucket));
     for (const Placed& placed : bucket.parameters) {
       TESSERA_INVARIANT(placed.parameter < items.size(), "item ", placed.parameter, " of ",
                         items.size());

@@ -69,6 +69,16 @@ struct BucketPlan {
   bool operator==(const BucketPlan&) const = default;
 };
 
+/// Unsharded bytes: the flat buffer in the compute dtype.
+std::int64_t gathered_bytes(const BucketPlan& bucket);
+/// The flat buffer on the wire; 0 for frozen parameters.
+std::int64_t reduced_bytes(const BucketPlan& bucket);
+/// The slice that a rank keeps, in the storage dtype.
+std::int64_t shard_bytes(const BucketPlan& bucket);
+std::int64_t padding_numel(const BucketPlan& bucket);
+/// What one rank sends of a buffer of `bytes` in a gather or in a reduction.
+std::int64_t sent_bytes(std::int64_t bytes, int ranks);
+
 struct UnitPlan {
   std::string name;
   std::vector<BucketPlan> buckets;  ///< in order of first appearance of their keys
@@ -98,7 +108,7 @@ UnitPlan plan_unit(const std::string& name, const std::vector<PlanItem>& items,
 /// between buckets.
 void validate(const UnitPlan& plan, const std::vector<PlanItem>& items, const PlanOptions& options);
 
-/// A line a bucket and a line a parameter: what `tessera inspect --contract` prints below the
+/// Two lines a bucket and one a parameter: what `tessera inspect --contract` prints below the
 /// contract.
 std::string to_string(const UnitPlan& plan, const std::vector<PlanItem>& items);
 

@@ -120,7 +120,8 @@ struct CheckpointConfig {
 struct MetricsConfig {
   std::string folder = "metrics";
   std::int64_t log_freq = 1;
-  bool enable_tensorboard = false;
+  bool enable_tensorboard = true;
+  std::vector<std::int64_t> trace_steps;
   bool operator==(const MetricsConfig&) const = default;
 };
 

@@ -129,6 +129,27 @@ struct Codec<std::vector<std::string>> {
   }
 };
 
+/// A single integer is a list of one.
+template <>
+struct Codec<std::vector<std::int64_t>> {
+  static std::string type() { return "list of integers"; }
+  static std::vector<std::int64_t> from(const ConfigValue& v, std::string_view key,
+                                        const Limit& limit) {
+    const ConfigValue::Array* items = std::get_if<ConfigValue::Array>(&v.value);
+    if (items == nullptr) return {Codec<std::int64_t>::from(v, key, limit)};
+    std::vector<std::int64_t> result;
+    for (const ConfigValue& item : *items) {
+      result.push_back(Codec<std::int64_t>::from(item, key, limit));
+    }
+    return result;
+  }
+  static std::optional<ConfigValue> to(const std::vector<std::int64_t>& list) {
+    ConfigValue::Array items;
+    for (const std::int64_t i : list) items.push_back({i});
+    return ConfigValue{std::move(items)};
+  }
+};
+
 template <>
 struct Codec<std::array<double, 2>> {
   static std::string type() { return "list of 2 numbers"; }

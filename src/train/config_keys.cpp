@@ -233,8 +233,14 @@ void add_outputs(std::vector<ConfigKey>& keys) {
       .key("folder", &M::folder, {"folder", "Where metrics.jsonl goes, relative to RUN."})
       .key("log_freq", &M::log_freq, {"steps", "Every so many steps a line on stdout."},
            count_from(1))
-      .key("enable_tensorboard", &M::enable_tensorboard,
-           {"", "Write TensorBoard files; not yet built, only false."});
+      .key(
+          "enable_tensorboard", &M::enable_tensorboard,
+          {"", "Write TensorBoard event files to tb/ in that folder; tags are the metrics' names."})
+      .key("trace_steps", &M::trace_steps,
+           {"steps",
+            "Steps of which a trace is written to trace/step-N.json in that folder, for "
+            "ui.perfetto.dev: one row a rank and queue."},
+           count_from(1));
   using C = CommConfig;
   Section(keys, "comm", &Config::comm)
       .key("backend", &C::backend,
@@ -244,7 +250,8 @@ void add_outputs(std::vector<ConfigKey>& keys) {
       .key("timeout_seconds", &C::timeout_seconds, {"seconds", "Longest wait of a collective."},
            between(1, 86400))
       .key("master_addr", &C::master_addr,
-           {"", "Address of rank 0 where the launcher gives none.", "MASTER_ADDR, else 127.0.0.1"})
+           {"", "Address of rank 0 where the launcher gives none.",
+            "MASTER_ADDR; else 127.0.0.1 on one host; under Slurm the first host of the step"})
       .key("master_port", &C::master_port, {"", "Its port.", "MASTER_PORT, else chosen"},
            between(1, 65535));
   using B = DebugConfig;

@@ -26,10 +26,6 @@ void check_built(const Config& config) {
     TESSERA_CHECK(degree == 1, ErrorKind::kConfig, "parallelism.", name, ": found ", degree,
                   ", expected 1; this axis is not yet built");
   }
-  TESSERA_CHECK(
-      !config.metrics.enable_tensorboard, ErrorKind::kConfig,
-      "metrics.enable_tensorboard: found true, expected false; TensorBoard files are not yet "
-      "built");
   TESSERA_CHECK(!config.debug.check_dtypes, ErrorKind::kConfig,
                 "debug.check_dtypes: found true, expected false; the check is not yet built");
   TESSERA_CHECK(config.device != DeviceName::kCuda, ErrorKind::kConfig,
@@ -82,6 +78,10 @@ void check_training(const Config& config) {
   TESSERA_CHECK(config.training.seq_len || kind == DataKind::kBatches, ErrorKind::kConfig,
                 "training.seq_len: found nothing, expected the tokens of a row; only .safetensors "
                 "data can do without");
+  for (const std::int64_t step : config.metrics.trace_steps) {
+    TESSERA_CHECK(step <= *config.training.steps, ErrorKind::kConfig, "metrics.trace_steps: found ",
+                  step, ", expected at most training.steps, ", *config.training.steps);
+  }
   if (config.validation.path.empty()) return;
   const DataKind held_out = data_kind(config.validation.path, "validation.path");
   TESSERA_CHECK(config.training.seq_len || held_out == DataKind::kBatches, ErrorKind::kConfig,

@@ -85,11 +85,11 @@ void ReplayedBatches::check_values(const Vocabulary& vocabulary) const {
                       shown(file_.path()), ": found the token id ", id[t], " in ", input_name_,
                       " (row ", row, ", column ", t, "), expected 0 to ", vocabulary.size - 1,
                       ", the model's vocabulary");
-        TESSERA_CHECK(
-            label[t] == nn::kIgnoredLabel || (label[t] >= 0 && label[t] < vocabulary.size),
-            ErrorKind::kFormat, shown(file_.path()), ": found the label ", label[t], " in ",
-            label_name_, " (row ", row, ", column ", t, "), expected -100 or 0 to ",
-            vocabulary.size - 1);
+        TESSERA_CHECK(t == 0 || label[t] == nn::kIgnoredLabel ||
+                          (label[t] >= 0 && label[t] < vocabulary.size),
+                      ErrorKind::kFormat, shown(file_.path()), ": found the label ", label[t],
+                      " in ", label_name_, " (row ", row, ", column ", t,
+                      "), expected -100 or 0 to ", vocabulary.size - 1);
         if (t > 0 && label[t] != nn::kIgnoredLabel) ++kept;  // column 0 is predicted by nothing
       }
     }

@@ -7,6 +7,7 @@
 #include <system_error>
 
 #include "comm/group.h"
+#include "fsdp/plan.h"
 #include "grad/torch_dtype.h"
 #include "io/safetensors_writer.h"
 #include "tessera/error.h"
@@ -116,8 +117,10 @@ void run_gradients(const GradientsRequest& request, World& world,
   std::optional<SafetensorsWriter> writer;
   if (world.rank() == 0) {
     writer.emplace(request.out, outputs(request, source, *batch, contracts),
-                   std::map<std::string, std::string>{{"layout", to_string(mesh.shape())},
-                                                      {"contract_hash", concat(hash(contracts))}});
+                   std::map<std::string, std::string>{
+                       {"layout", to_string(mesh.shape())},
+                       {"contract_hash", concat(hash(contracts))},
+                       {"plan_hash", concat(layout::hash(fsdp::plan_of(*model)))}});
   }
   const int data_rank =
       mesh.coordinate(axis::kReplicate) * dims.dp_shard + mesh.coordinate(axis::kShard);

@@ -19,7 +19,8 @@ std::string formatted(const char* format, Args... args) {
   return text.data();
 }
 
-// 12345.6 -> "12,346", as torchtitan prints tokens a second.
+}  // namespace
+
 std::string with_thousands(double value) {
   if (!std::isfinite(value)) return formatted("%f", value);
   std::string digits = formatted("%.0f", value);
@@ -29,20 +30,19 @@ std::string with_thousands(double value) {
   return digits;
 }
 
-}  // namespace
+std::vector<Scalar> named_values(const StepMetrics& m) {
+  std::vector<Scalar> values{{"loss", m.loss},     {"grad_norm", m.grad_norm},
+                             {"lr", m.lr},         {"step_ms", m.step_ms},
+                             {"tps", m.tps},       {"tps_global", m.tps_global},
+                             {"tflops", m.tflops}, {"peak_rss_mib", m.peak_rss_mib}};
+  if (m.val_loss) values.push_back({"val_loss", *m.val_loss});
+  return values;
+}
 
 std::string to_json_line(const StepMetrics& m) {
   nlohmann::ordered_json line;
   line["step"] = m.step;
-  line["loss"] = m.loss;
-  line["grad_norm"] = m.grad_norm;
-  line["lr"] = m.lr;
-  line["step_ms"] = m.step_ms;
-  line["tps"] = m.tps;
-  line["tps_global"] = m.tps_global;
-  line["tflops"] = m.tflops;
-  line["peak_rss_mib"] = m.peak_rss_mib;
-  if (m.val_loss) line["val_loss"] = *m.val_loss;
+  for (const Scalar& metric : named_values(m)) line[metric.tag] = metric.value;
   return line.dump();  // writes null for what is not finite
 }
 

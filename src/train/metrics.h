@@ -9,6 +9,9 @@
 #include <fstream>
 #include <optional>
 #include <string>
+#include <vector>
+
+#include "io/tensorboard.h"
 
 namespace tessera::train {
 
@@ -24,6 +27,13 @@ struct StepMetrics {
   double peak_rss_mib = 0;  ///< the largest of all ranks
   std::optional<double> val_loss;
 };
+
+/// 12345.6 -> "12,346", as torchtitan prints tokens a second.
+std::string with_thousands(double value);
+
+/// Every value under its name, without the step: the keys of metrics.jsonl, the tags of
+/// TensorBoard.
+std::vector<Scalar> named_values(const StepMetrics& metrics);
 
 /// One JSON object without a newline, keys in the order above; a value that is not finite is null.
 std::string to_json_line(const StepMetrics& metrics);

@@ -2,16 +2,10 @@
 
 #include "models/parameter_table.h"
 #include "tessera/error.h"
+#include "train/model_plan.h"
 #include "train/weights.h"
 
 namespace tessera::train {
-namespace {
-
-// Buckets below this go to the root and are gathered once a step: a message costs as much as moving
-// this many bytes (docs/performance.md).
-constexpr std::int64_t kMergeBelowBytes = std::int64_t{64} << 10;
-
-}  // namespace
 
 MeshShape mesh_shape(const ParallelDims& dims) {
   return MeshShape::dense(dims.pp, dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp);

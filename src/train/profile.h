@@ -1,19 +1,21 @@
-// Where a step goes: self time of every kernel, of waiting and of the optimizer on the rank's own
-// thread.
+// Where a step goes (`tessera train --profile`): self time of every kernel, of waiting and of the
+// optimizer on the rank's own thread.
 //
 // Uses libtorch's RecordFunction, so it sees each ATen call of forward and backward and our own
-// scopes
-// ("tessera::..."). It costs a few per cent while it is on. Switched on by TESSERA_PROFILE=1 until
-// --profile.
+// scopes ("tessera::..."). What none of them covers is our own code and autograd's. It costs a few
+// per cent while it is on.
 #pragma once
 
 #include <cstdint>
-#include <filesystem>
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace tessera::train {
+
+enum class Profiling : std::uint8_t { kNo, kYes };
 
 class StepProfile {
  public:
@@ -28,11 +30,16 @@ class StepProfile {
   void end_step();
 
   /// Shares of the counted steps by kind ("products", "other kernels", "waiting for communication",
-  /// "optimizer", "own code"), then "step_ms", then the ten most expensive names in ms a step.
+  /// "optimizer", "own code"), then "step_ms", then the most expensive names in ms a step.
   std::string to_json() const;
+  /// The same for people: ms a step and per cent, which add up to the whole step.
+  std::string to_table() const;
 
  private:
   struct State;
+  struct Summary;
+  Summary summary() const;
+
   std::unique_ptr<State> state_;
 };
 

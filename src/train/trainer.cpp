@@ -7,8 +7,8 @@
 #include <fstream>
 #include <iostream>
 
-#include "base/environment.h"
 #include "base/log.h"
+#include "base/terminal_line.h"
 #include "models/parameter_table.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"
@@ -17,8 +17,8 @@
 #include "train/data.h"
 #include "train/flops.h"
 #include "train/metrics.h"
+#include "train/observers.h"
 #include "train/parallelize.h"
-#include "train/profile.h"
 #include "train/schedule.h"
 #include "train/step.h"
 
@@ -26,9 +26,6 @@ namespace tessera::train {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-// Steps before that fill caches and pools.
-constexpr std::int64_t kProfileAfter = 3;
 
 /// Of this program: getrusage() would begin with what the launcher's process had at fork.
 double peak_rss_mib() {
@@ -40,17 +37,22 @@ double peak_rss_mib() {
   throw Error(ErrorKind::kIo, "/proc/self/status: found no VmHWM, expected the peak of memory");
 }
 
-std::unique_ptr<Optimizer> make_optimizer(const ShardedBase& model, const OptimizerConfig& config) {
+/// SGD steps a shard as it is, where AdamW keeps an fp32 master of a 16-bit one.
+void require_wide_storage(const ShardedBase& model) {
   for (const auto& view : model.shards()) {
     const auto& contract = *view.contract;
-    TESSERA_CHECK(
-        !contract.trainable || size_of(contract.storage.dtype) >= 4, ErrorKind::kContract,
-        "optimizer: parameter ", contract.name, ": found storage ",
-        to_string(contract.storage.dtype),
-        ", expected float32; training on narrower storage needs a master copy, which is not yet "
-        "built: set precision.storage_dtype = \"float32\"");
+    TESSERA_CHECK(!contract.trainable || size_of(contract.storage.dtype) >= 4, ErrorKind::kContract,
+                  "optimizer: parameter ", contract.name, ": found storage ",
+                  to_string(contract.storage.dtype),
+                  ", expected float32: SGD would lose all updates below a step of the narrower "
+                  "dtype; set precision.storage_dtype = \"float32\", or take AdamW, which keeps "
+                  "masters");
   }
+}
+
+std::unique_ptr<Optimizer> make_optimizer(const ShardedBase& model, const OptimizerConfig& config) {
   if (config.name == OptimizerName::kSgd) {
+    require_wide_storage(model);
     return make_sgd(
         model, {*config.lr, config.momentum, config.effective_weight_decay(), config.no_decay});
   }
@@ -115,13 +117,11 @@ class Trainer {
     optimizer_ = make_optimizer(*model_, config.optimizer);
     done_ = checkpoints_->load(*model_, *optimizer_);
     flops_per_token_ = flops_per_token(model_size(), data_->row_tokens());
-    if (world.rank() == 0) {
-      metrics_.emplace(config.metrics.folder, done_);
-      if (base::environment_switch("TESSERA_PROFILE")) profile_ = std::make_unique<StepProfile>();
-    }
+    if (world.rank() == 0) metrics_.emplace(config.metrics.folder, done_);
   }
 
   TrainingResult run() {
+    observers_.emplace(config_, world_, done_ + 1, hooks_.profiling);
     if (hooks_.on_first_step) hooks_.on_first_step();
     TrainingResult result;
     result.steps = done_;
@@ -133,8 +133,7 @@ class Trainer {
       throw;
     }
     checkpoints_->finish();
-    if (profile_)
-      std::ofstream(*config_.job.dump_folder + "/profile.json") << profile_->to_json() << "\n";
+    observers_->finish();
     return result;
   }
 
@@ -151,9 +150,9 @@ class Trainer {
     bool stop = max_over_data(*model_, {asked_to_stop()}).front() > 0;
     while (!stop && result.steps < steps) {
       const auto step = result.steps + 1;
-      if (profile_ && step > kProfileAfter) profile_->begin_step();
+      observers_->begin_step(step);
       auto [metrics, asked, anyone_writes] = train_step(step);
-      if (profile_ && step > kProfileAfter) profile_->end_step();
+      observers_->end_step(step);
       stop = asked;
       if (validation_ && (step % config_.validation.interval == 0 || step == steps)) {
         metrics.val_loss = validate_now();
@@ -162,6 +161,7 @@ class Trainer {
       result.steps = step;
       result.last_loss = metrics.loss;
       if (metrics_) report(metrics, steps);
+      observers_->report(metrics);
       if (hooks_.after_step) hooks_.after_step(metrics, *model_);
       checkpoints_->after_step(step, stop || step == steps, anyone_writes, *model_, *optimizer_);
     }
@@ -247,7 +247,9 @@ class Trainer {
   void report(const StepMetrics& metrics, std::int64_t steps) {
     metrics_->append(metrics);
     const bool due = metrics.step % config_.metrics.log_freq == 0 || metrics.step == steps;
-    if (due || metrics.val_loss) print_line(to_step_line(metrics));
+    if (!due && !metrics.val_loss) return;
+    terminal_line::clear();
+    print_line(to_step_line(metrics));
   }
 
   Config config_;
@@ -264,7 +266,7 @@ class Trainer {
   std::int64_t done_ = 0;  ///< steps before this run
   double flops_per_token_ = 0;
   std::optional<MetricsFile> metrics_;
-  std::unique_ptr<StepProfile> profile_;
+  std::optional<Observers> observers_;
 };
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "tessera/world.h"
 #include "train/config.h"
 #include "train/metrics.h"
+#include "train/profile.h"
 
 namespace tessera {
 class ShardedBase;
@@ -36,6 +37,8 @@ struct TrainingHooks {
   /// The step was reported; the model holds the updated parameters. Its checkpoint, if one is due,
   /// comes next.
   std::function<void(const StepMetrics&, const ShardedBase&)> after_step = {};
+  /// Rank 0 prints where a step went at the end, on stderr, and writes RUN/profile.json.
+  Profiling profiling = Profiling::kNo;
   /// Whether this rank was asked to stop: one that says yes ends the run on all of them, after the
   /// step and with a checkpoint. Asked once a step.
   std::function<bool()> stop_requested = {};

@@ -6,8 +6,11 @@
 #include <cstddef>
 
 #include "base/philox.h"
+#include "fsdp/runtime.h"
+#include "fsdp/unit.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
+#include "train/progress.h"
 
 namespace tessera::train {
 namespace {
@@ -15,11 +18,20 @@ namespace {
 /// Calls fill(part of the shard, first element, last element) for pieces of at most kLoadChunk
 /// elements.
 template <class Fill>
-void in_chunks(const ShardView& view, const Fill& fill) {
+void in_chunks(const ShardView& view, LoadingProgress& progress, const Fill& fill) {
   for (auto begin = view.begin; begin < view.end; begin += kLoadChunk) {
     const auto end = std::min(begin + kLoadChunk, view.end);
     fill(view.shard.detach().narrow(0, begin - view.begin, end - begin), begin, end);
+    progress.add((end - begin) * static_cast<std::int64_t>(view.shard.element_size()));
   }
+}
+
+/// Shown by rank 0: the others are about as far.
+LoadingProgress progress_of(const ShardedBase& model, const char* what) {
+  std::int64_t bytes = 0;
+  for (const auto& view : model.shards()) bytes += static_cast<std::int64_t>(view.shard.nbytes());
+  const bool shown = model.unit()->runtime().world().rank() == 0;
+  return {what, bytes, shown ? LoadingProgress::Shown::kYes : LoadingProgress::Shown::kNo};
 }
 
 /// Names that other programs write and that hold nothing we need: buffers that are computed.
@@ -62,9 +74,10 @@ at::Tensor read_elements(const TensorSource& folder, const std::string& name, st
 
 void load_weights(const ShardedBase& model, const TensorSource& folder) {
   const at::NoGradGuard no_grad;
+  LoadingProgress progress = progress_of(model, "loading weights");
   for (const auto& view : model.shards()) {
     const auto& name = view.contract->name;
-    in_chunks(view, [&](const at::Tensor& part, std::int64_t begin, std::int64_t end) {
+    in_chunks(view, progress, [&](const at::Tensor& part, std::int64_t begin, std::int64_t end) {
       part.copy_(read_elements(folder, name, begin, end));
     });
   }
@@ -73,6 +86,7 @@ void load_weights(const ShardedBase& model, const TensorSource& folder) {
 void draw_weights(const ShardedBase& model, const std::vector<models::ParameterSpec>& table,
                   std::uint64_t seed) {
   const at::NoGradGuard no_grad;
+  LoadingProgress progress = progress_of(model, "drawing weights");
   for (const auto& view : model.shards()) {
     const auto& name = view.contract->name;
     const auto spec = std::find_if(table.begin(), table.end(),
@@ -82,7 +96,7 @@ void draw_weights(const ShardedBase& model, const std::vector<models::ParameterS
       view.shard.detach().fill_(spec->init == models::InitKind::kOnes ? 1.0 : 0.0);
       continue;
     }
-    in_chunks(view, [&](const at::Tensor& part, std::int64_t begin, std::int64_t end) {
+    in_chunks(view, progress, [&](const at::Tensor& part, std::int64_t begin, std::int64_t end) {
       auto drawn = at::empty({end - begin}, at::TensorOptions().dtype(at::kFloat));
       fill_normal(drawn.data_ptr<float>(), begin, end, seed, name, 0.0F,
                   static_cast<float>(spec->init_std));

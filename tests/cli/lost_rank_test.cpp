@@ -104,7 +104,7 @@ TEST(LostRank, ThatThrowsAtARandomMomentIsNamedWithItsErrorAndNobodyStays) {
     Process run(folder.path(), endless_training(), failing);
     const auto ranks = run.wait_for_ranks(kRanks);
     ASSERT_EQ(ranks.size(), static_cast<std::size_t>(kRanks));
-    ASSERT_TRUE(wait_until(seconds(60), [&] { return exists(folder / "failed"); })) << run.err();
+    ASSERT_TRUE(wait_until(seconds(120), [&] { return exists(folder / "failed"); })) << run.err();
     EXPECT_EQ(run.wait(kGone), 1) << run.err();
     EXPECT_THAT(run.last_error_line(),
                 AllOf(HasSubstr(name_of_rank(one) + ": "), HasSubstr("can't allocate memory"),
@@ -145,10 +145,10 @@ TEST(LostRank, SigpipeEndsNoRank) {
     const std::string text = read_file(folder / "run/metrics/metrics.jsonl");
     return std::count(text.begin(), text.end(), '\n');
   };
-  ASSERT_TRUE(wait_until(seconds(60), [&] { return lines_of_metrics() > 0; })) << run.err();
+  ASSERT_TRUE(wait_until(seconds(120), [&] { return lines_of_metrics() > 0; })) << run.err();
   const auto before = lines_of_metrics();
   for (const auto& [rank, pid] : ranks) kill(pid, SIGPIPE);
-  EXPECT_TRUE(wait_until(seconds(60), [&] { return lines_of_metrics() > before + 1; }))
+  EXPECT_TRUE(wait_until(seconds(120), [&] { return lines_of_metrics() > before + 1; }))
       << run.err();
 }
 

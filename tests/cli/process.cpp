@@ -15,6 +15,7 @@
 #include <thread>
 
 #include "base/environment.h"
+#include "comm/listener.h"
 
 namespace tessera::cli {
 namespace {
@@ -49,7 +50,8 @@ std::optional<int> rank_of(pid_t pid) {
   if (program != TESSERA_PROGRAM) return std::nullopt;
   std::istringstream variables(read(proc(pid, "environ")));
   for (std::string line; std::getline(variables, line, '\0');) {
-    for (const std::string name : {"RANK=", "OMPI_COMM_WORLD_RANK=", "TESSERA_SPAWN_RANK="}) {
+    for (const std::string name :
+         {"RANK=", "OMPI_COMM_WORLD_RANK=", "TESSERA_SPAWN_RANK=", "PMI_RANK=", "SLURM_PROCID="}) {
       if (line.starts_with(name)) return std::atoi(line.c_str() + name.size());
     }
   }
@@ -84,6 +86,54 @@ std::string output_of(const std::string& command) {
   std::array<char, 256> buffer{};
   while (std::fgets(buffer.data(), buffer.size(), pipe) != nullptr) text += buffer.data();
   return ::pclose(pipe) == 0 ? text : "";
+}
+
+std::string free_port() { return std::to_string(comm::listen_on("127.0.0.1", 0).port); }
+
+/// Torchrun; "--" because it would take --nproc for itself.
+Words torchrun(const Words& how, const std::string& count) {
+  Words all{TESSERA_PYTHON, "-m", "torch.distributed.run"};
+  all.insert(all.end(), how.begin(), how.end());
+  all.insert(all.end(), {"--nproc-per-node", count, "--no-python", "--"});
+  return all;
+}
+
+/// `count` processes that each get the variables which `exports` sets from $rank and $size; the
+/// code of the last that failed. $$ is the same for all and no other job's.
+Words bash_with(const std::string& exports, const std::string& count) {
+  return {"bash", "-c",
+          "size=$1; shift; for ((rank = 0; rank < size; ++rank)); do export " + exports +
+              "; \"$@\" & done; code=0; "
+              "for job in $(jobs -p); do wait \"$job\" || code=$?; done; exit $code",
+          "launcher", count};
+}
+
+/// What stands in front of the program.
+Words launcher(Starter starter, const std::string& count) {
+  switch (starter) {
+    case Starter::kOwnSpawn:
+      return {};
+    case Starter::kTorchrun:  // of its own, at a free port
+      return torchrun({"--standalone"}, count);
+    case Starter::kStaticTorchrun:
+      return torchrun({"--nnodes", "1", "--node-rank", "0", "--master-addr", "127.0.0.1",
+                       "--master-port", free_port()},
+                      count);
+    case Starter::kOpenMpi:
+      return {"mpirun", "--allow-run-as-root", "--oversubscribe", "-np", count};
+    case Starter::kHydra:
+      return {"mpiexec.hydra", "-n", count};
+    case Starter::kPmi:
+      return bash_with(
+          "PMI_RANK=$rank PMI_SIZE=$size MPI_LOCALRANKID=$rank MPI_LOCALNRANKS=$size PMI_JOBID=$$",
+          count);
+    case Starter::kSlurm:
+      return bash_with(
+          "SLURM_PROCID=$rank SLURM_LOCALID=$rank SLURM_STEP_NUM_TASKS=$size SLURM_STEP_ID=0 "
+          "SLURM_STEP_NUM_NODES=1 SLURM_STEP_NODELIST=here SLURM_JOB_ID=$$",
+          count);
+  }
+  return {};
 }
 
 }  // namespace
@@ -140,7 +190,7 @@ std::string Process::last_error_line() const {
 
 std::map<int, pid_t> Process::wait_for_ranks(std::size_t count) const {
   std::map<int, pid_t> ranks;
-  wait_until(seconds(60), [&] {
+  wait_until(seconds(120), [&] {
     ranks.clear();
     for (const pid_t pid : descendants(pid_)) {
       if (const auto rank = rank_of(pid)) ranks[*rank] = pid;
@@ -171,8 +221,16 @@ std::string name_of(Starter starter) {
       return "OwnSpawn";
     case Starter::kTorchrun:
       return "Torchrun";
+    case Starter::kStaticTorchrun:
+      return "StaticTorchrun";
     case Starter::kOpenMpi:
       return "OpenMpi";
+    case Starter::kHydra:
+      return "Hydra";
+    case Starter::kPmi:
+      return "Pmi";
+    case Starter::kSlurm:
+      return "Slurm";
   }
   return "";
 }
@@ -182,7 +240,10 @@ std::string why_not(Starter starter) {
       output_of("mpirun --version").find("Open MPI") == std::string::npos) {
     return "mpirun of Open MPI is not installed (Debian: openmpi-bin)";
   }
-  if (starter == Starter::kTorchrun &&
+  if (starter == Starter::kHydra && output_of("mpiexec.hydra --version").empty()) {
+    return "mpiexec.hydra of MPICH is not installed (Debian: mpich)";
+  }
+  if ((starter == Starter::kTorchrun || starter == Starter::kStaticTorchrun) &&
       output_of(TESSERA_PYTHON " -c 'import torch.distributed.run; print(1)'") != "1\n") {
     return "no torchrun: " TESSERA_PYTHON " has no torch";
   }
@@ -190,17 +251,12 @@ std::string why_not(Starter starter) {
 }
 
 Words started_by(Starter starter, int ranks, const Words& words) {
-  const std::string count = std::to_string(ranks);
-  Words all{TESSERA_PROGRAM};
-  if (starter == Starter::kTorchrun) {
-    // Of its own, at a free port; "--" because torchrun would take --nproc for itself.
-    all = {TESSERA_PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count,
-           "--no-python",  "--", TESSERA_PROGRAM};
-  } else if (starter == Starter::kOpenMpi) {
-    all = {"mpirun", "--allow-run-as-root", "--oversubscribe", "-np", count, TESSERA_PROGRAM};
-  }
+  Words all = launcher(starter, std::to_string(ranks));
+  all.emplace_back(TESSERA_PROGRAM);
   all.insert(all.end(), words.begin(), words.end());
-  if (starter == Starter::kOwnSpawn) all.insert(all.end(), {"--nproc", count});
+  if (starter == Starter::kOwnSpawn) all.insert(all.end(), {"--nproc", std::to_string(ranks)});
+  // It does not name its jobs: they would all take one port.
+  if (starter == Starter::kHydra) all.insert(all.end(), {"--comm.master_port", free_port()});
   return all;
 }
 

@@ -34,7 +34,7 @@ class Process {
   std::string last_error_line() const;
 
   /// The processes of the ranks that it has started, by rank, once there are `count`. Fewer if that
-  /// takes longer than a minute.
+  /// takes longer than two minutes.
   std::map<int, pid_t> wait_for_ranks(std::size_t count) const;
 
  private:
@@ -48,13 +48,18 @@ bool alive(pid_t pid);
 
 /// Looks every few milliseconds; false if `condition` does not come true in time.
 template <class Condition>
-bool wait_until(std::chrono::milliseconds limit, Condition condition);
+bool wait_until(std::chrono::steady_clock::time_point deadline, Condition condition);
+template <class Condition>
+bool wait_until(std::chrono::milliseconds limit, Condition condition) {
+  return wait_until(std::chrono::steady_clock::now() + limit, condition);
+}
 
 /// The lines of `text` in which `part` stands.
 std::vector<std::string> lines_with(const std::string& text, const std::string& part);
 
-/// Who starts the ranks.
-enum class Starter { kOwnSpawn, kTorchrun, kOpenMpi };
+/// Who starts the ranks. kPmi and kSlurm are a few lines of bash that set what those launchers set
+/// and, as srun does, leave the other ranks alone when one fails; kHydra is MPICH's mpiexec.
+enum class Starter { kOwnSpawn, kTorchrun, kStaticTorchrun, kOpenMpi, kHydra, kPmi, kSlurm };
 std::string name_of(Starter starter);
 /// Why it cannot be tried here, "" if it can.
 std::string why_not(Starter starter);
@@ -66,8 +71,7 @@ Words started_by(Starter starter, int ranks, const Words& words);
 void pause_a_little();
 
 template <class Condition>
-bool wait_until(std::chrono::milliseconds limit, Condition condition) {
-  const auto deadline = std::chrono::steady_clock::now() + limit;
+bool wait_until(std::chrono::steady_clock::time_point deadline, Condition condition) {
   while (!condition()) {
     if (std::chrono::steady_clock::now() >= deadline) return false;
     pause_a_little();

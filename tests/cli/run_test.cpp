@@ -93,6 +93,26 @@ TEST(TrainCommand, TwoLocalRanksTrainAsOneDoes) {
   EXPECT_THAT(read_file(folder / "two" / "logs" / "rank_1.log"), HasSubstr("[rank 1]"));
 }
 
+TEST(TrainCommand, ATraceHasAllRanksOnOneClock) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  const Outcome outcome =
+      run_program(folder, {"train", "run.toml", "--nproc", "2", "--job.dump_folder", "run",
+                           "--metrics.trace_steps", "[2]"});
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.err, HasSubstr("trace of step 2: "));
+  const auto trace = nlohmann::json::parse(read_file(folder / "run/metrics/trace/step-2.json"));
+  std::map<int, std::pair<double, double>> steps;
+  for (const auto& event : trace["traceEvents"]) {
+    if (event["name"] != "step 2") continue;
+    const double begin = event["ts"];
+    steps[event["pid"]] = {begin, begin + event["dur"].get<double>()};
+  }
+  ASSERT_EQ(steps.size(), 2U);
+  // Both have begun before either has ended: the step's collectives are between them.
+  EXPECT_LT(std::max(steps[0].first, steps[1].first), std::min(steps[0].second, steps[1].second));
+}
+
 TEST(TrainCommand, ErrorsOfRanksComeOnceAtTheEnd) {
   const testing::TemporaryFolder folder;
   write_small_run(folder);
@@ -112,18 +132,6 @@ TEST(TrainCommand, PrintConfigShowsOverridesAndStartsNothing) {
   ASSERT_EQ(outcome.code, 0) << outcome.err;
   EXPECT_EQ(train::parse_config(outcome.out, "stdout").training.steps, 7);
   EXPECT_FALSE(std::filesystem::exists(folder / "outputs"));
-}
-
-TEST(InspectCommand, ShowsTheContractOfEveryParameterWithoutWeights) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
-  const Outcome outcome = run_program(folder, {"inspect", "--contract", "run.toml", "--world", "4",
-                                               "--precision.param_dtype", "bfloat16"});
-  ASSERT_EQ(outcome.code, 0) << outcome.err;
-  EXPECT_THAT(outcome.out, HasSubstr("model.layers.0.self_attn.q_proj.weight"));
-  EXPECT_THAT(outcome.out, HasSubstr("bfloat16"));
-  EXPECT_THAT(outcome.out, HasSubstr("14 parameters on"));
-  EXPECT_THAT(outcome.out, HasSubstr("dp_shard 4"));
 }
 
 TEST(Program, HelpAndVersionGoToStdout) {

@@ -262,6 +262,29 @@ TEST(Handle, CopiesAndMovesToOtherDtypesAreRefused) {
   });
 }
 
+// Naive: the second handle owns nothing, and trains nothing.
+TEST_P(HandleOnRanks, AModuleThatIsShardedAlreadyIsRefused) {
+  ranks(GetParam()).run([](World& world) {
+    auto block = std::make_shared<Block>(1, kWidth);
+    auto handle = fully_shard(block, data_mesh(world));
+    EXPECT_THAT(error_of([&] { fully_shard(block, data_mesh(world)); }),
+                AllOf(HasSubstr("that another handle has sharded"), HasSubstr("parameter a")));
+  });
+}
+
+TEST(Handle, AHandleThatWasMovedFromIsRefusedByName) {
+  ranks(1).run([](World& world) {
+    auto first = fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world));
+    auto second = std::move(first);
+    // NOLINTBEGIN(bugprone-use-after-move): what this is about
+    EXPECT_THAT(error_of([&] { first.forward(at::ones({1, kWidth})); }),
+                HasSubstr("a handle that was moved from"));
+    EXPECT_THAT(error_of([&] { first.unshard(); }), HasSubstr("a handle that was moved from"));
+    // NOLINTEND(bugprone-use-after-move)
+    EXPECT_EQ(second.shards().size(), 2U);
+  });
+}
+
 TEST(Handle, APlainParentsCloneAndToReachTheRefusal) {
   ranks(1).run([](World& world) {
     struct Parent : torch::nn::Module {};

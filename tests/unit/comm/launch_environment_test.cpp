@@ -45,7 +45,9 @@ const Environment kOpenMpi = {{"OMPI_COMM_WORLD_RANK", "3"},
                               {"OMPI_COMM_WORLD_LOCAL_RANK", "3"},
                               {"OMPI_COMM_WORLD_LOCAL_SIZE", "4"},
                               {"PMIX_NAMESPACE", "job7"}};
-const Environment kPmi = {{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}};
+const Environment kPmi = {
+    {"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "2"}};
+const Environment kPmiSomewhere = {{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}};
 const Environment kSlurm = {{"SLURM_STEP_ID", "0"},        {"SLURM_PROCID", "5"},
                             {"SLURM_STEP_NUM_TASKS", "8"}, {"SLURM_LOCALID", "1"},
                             {"SLURM_STEP_NUM_NODES", "2"}, {"SLURM_JOB_ID", "99"}};
@@ -115,11 +117,28 @@ TEST(LaunchEnvironment, OnlyAnAddressThatOthersNeedOpensTheNetwork) {
   EXPECT_EQ(reach_of(kOpenMpi), Reach::kThisHost);
   EXPECT_EQ(reach_of(kSpawn), Reach::kThisHost);
   EXPECT_EQ(reach_of(torchrun("0", "2")), Reach::kThisHost) << "both on this host";
-  // How many ranks of this host there are is not said: the address decides.
   EXPECT_EQ(reach_of(kPmi), Reach::kThisHost);
-  EXPECT_EQ(reach_of(with(kPmi, {{"MASTER_ADDR", "localhost"}})), Reach::kThisHost);
-  EXPECT_EQ(reach_of(with(kPmi, {{"MASTER_ADDR", "10.1.2.3"}})), Reach::kNetwork);
+  // How many ranks of this host there are is not said: the address decides.
+  EXPECT_EQ(reach_of(with(kPmiSomewhere, {{"MASTER_ADDR", "localhost"}})), Reach::kThisHost);
+  EXPECT_EQ(reach_of(with(kPmiSomewhere, {{"MASTER_ADDR", "10.1.2.3"}})), Reach::kNetwork);
   EXPECT_EQ(reach_of(with(kSlurm, {{"MASTER_ADDR", "head"}})), Reach::kNetwork);
+  EXPECT_EQ(reach_of(with(kSlurm, {{"SLURM_STEP_NODELIST", "a[1-2]"}})), Reach::kNetwork);
+}
+
+TEST(LaunchEnvironment, ANameThatMeansLoopbackOnItsOwnHostIsRefusedForSeveralHosts) {
+  const auto several = read_launch_environment(with(kSlurm, {{"MASTER_ADDR", "head"}}));
+  EXPECT_NO_THROW(require_network_address(several, "10.0.0.1"));
+  try {
+    require_network_address(several, "127.0.1.1");
+    FAIL() << "nobody else reaches 127.0.1.1";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kComm);
+    EXPECT_THAT(error.what(), HasSubstr("head leads to 127.0.1.1 on the host of rank 5"));
+  }
+  // Somebody tries several "hosts" on one.
+  const auto asked = read_launch_environment(with(kSlurm, {{"MASTER_ADDR", "127.0.0.1"}}));
+  EXPECT_NO_THROW(require_network_address(asked, "127.0.0.1"));
+  EXPECT_NO_THROW(require_network_address(read_launch_environment(kPmi), "127.0.0.1"));
 }
 
 TEST(LaunchEnvironment, LoopbackAddressesAreKnown) {
@@ -143,6 +162,61 @@ TEST(LaunchEnvironment, PmiAndSlurmAreRead) {
   EXPECT_EQ(slurm.hosts, Hosts::kSeveral);
   EXPECT_EQ(slurm.master_addr, "head");
   EXPECT_EQ(slurm.master_port, 1234);
+}
+
+TEST(LaunchEnvironment, PmiOnOneHostIsKnownByItsLocalRanks) {
+  const auto launch = read_launch_environment(kPmi);
+  EXPECT_EQ(launch.hosts, Hosts::kOne);
+  EXPECT_EQ(launch.local_rank, 1);
+  EXPECT_EQ(launch.master_addr, "127.0.0.1");
+  EXPECT_THAT(error_of(with(kPmi, {{"PMI_SIZE", "4"}})), HasSubstr("on several hosts"));
+}
+
+TEST(LaunchEnvironment, WhereNobodySaysHowManyHostsAnAddressIsNeeded) {
+  const auto neither = HasSubstr("says neither where nor an address; set MASTER_ADDR");
+  EXPECT_THAT(error_of(kPmiSomewhere), neither);
+  EXPECT_THAT(error_of(with(kPmiSomewhere, {{"MASTER_ADDR", ""}})), neither);
+  EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}}), neither);
+  EXPECT_EQ(read_launch_environment(kPmiSomewhere, {"127.0.0.1", 0}).master_addr, "127.0.0.1");
+  EXPECT_EQ(
+      read_launch_environment(with(kPmiSomewhere, {{"MASTER_ADDR", ""}}), {"head", 0}).master_addr,
+      "head");
+}
+
+TEST(LaunchEnvironment, SrunsOwnPmiLeavesTheHostsToTheStep) {
+  const Environment both = with(kSlurm, {{"PMI_RANK", "5"}, {"PMI_SIZE", "8"}});
+  EXPECT_EQ(read_launch_environment(both, {"head", 1}),
+            read_launch_environment(kSlurm, {"head", 1}));
+  // mpiexec inside an allocation: its proxies are the step's tasks, its ranks are others.
+  const Environment inside = with(
+      kSlurm,
+      {{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "2"}});
+  EXPECT_EQ(read_launch_environment(inside).launcher, Launcher::kPmi);
+}
+
+TEST(LaunchEnvironment, SlurmsNodeListStandsForAnAddressThatNobodyGives) {
+  const Environment listed = with(kSlurm, {{"SLURM_STEP_NODELIST", "node[01-02]"}});
+  const auto launch = read_launch_environment(listed);
+  EXPECT_EQ(launch.node_list, "node[01-02]");
+  EXPECT_EQ(launch.master_addr, "");
+  EXPECT_THAT(to_string(launch), HasSubstr("store at the first host of node[01-02]:"));
+  EXPECT_EQ(read_launch_environment(listed, {"head", 0}).master_addr, "head");
+  EXPECT_EQ(read_launch_environment(listed, {"head", 0}).node_list, "");
+  EXPECT_EQ(read_launch_environment(with(listed, {{"SLURM_STEP_NUM_NODES", "1"}})).master_addr,
+            "127.0.0.1");
+  EXPECT_EQ(read_launch_environment(without(listed, "SLURM_STEP_NUM_NODES")).node_list,
+            "node[01-02]")
+      << "how many hosts they are does not matter";
+}
+
+TEST(LaunchEnvironment, StepsOfOneSlurmJobHavePortsOfTheirOwn) {
+  const Environment one_host = with(kSlurm, {{"SLURM_STEP_NUM_NODES", "1"}});
+  const auto port = [&](const std::string& step) {
+    return read_launch_environment(with(one_host, {{"SLURM_STEP_ID", step}})).master_port;
+  };
+  EXPECT_NE(port("0"), port("1"));
+  EXPECT_GE(port("0"), 10000);
+  EXPECT_LT(port("0"), 30000);
 }
 
 TEST(LaunchEnvironment, SlurmOutsideAStepOfSeveralTasksIsNoLauncher) {

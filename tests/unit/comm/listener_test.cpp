@@ -6,12 +6,13 @@
 #include <sys/socket.h>
 
 #include "tessera/error.h"
+#include "unit/io/temporary_folder.h"
 
 namespace tessera::comm {
 namespace {
 
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 std::string bound_to(const Listener& listener) {
   sockaddr_storage bytes{};
@@ -27,9 +28,9 @@ std::string bound_to(const Listener& listener) {
 }
 
 TEST(Listener, TakesAFreePortOfTheLoopbackAddressThatIsNamed) {
-  const Listener one = listen_on_loopback("127.0.0.1", 0);
-  const Listener two = listen_on_loopback("127.0.0.2", 0);
-  const Listener name = listen_on_loopback("localhost", 0);
+  const Listener one = listen_on("127.0.0.1", 0);
+  const Listener two = listen_on("127.0.0.2", 0);
+  const Listener name = listen_on("localhost", 0);
   EXPECT_EQ(bound_to(one), "127.0.0.1");
   EXPECT_EQ(bound_to(two), "127.0.0.2");
   EXPECT_EQ(bound_to(name), "127.0.0.1");
@@ -37,10 +38,22 @@ TEST(Listener, TakesAFreePortOfTheLoopbackAddressThatIsNamed) {
   EXPECT_NE(one.port, name.port);
 }
 
+TEST(Listener, SaysAtWhichAddress) {
+  EXPECT_EQ(listen_on("localhost", 0).address, "127.0.0.1");
+  EXPECT_EQ(listen_on("0.0.0.0", 0).address, "0.0.0.0");
+}
+
+// Of the documentation's network: nobody's.
+TEST(Listener, AnotherHostsAddressIsRefused) {
+  EXPECT_THAT(testing::error_of(ErrorKind::kComm, [] { listen_on("192.0.2.1", 0); }),
+              AllOf(HasSubstr("found 192.0.2.1 (192.0.2.1) as the address of rank 0"),
+                    HasSubstr("comm.master_addr")));
+}
+
 TEST(Listener, PortInUseIsNamedWithWhatToDo) {
-  const Listener first = listen_on_loopback("127.0.0.1", 0);
+  const Listener first = listen_on("127.0.0.1", 0);
   try {
-    listen_on_loopback("127.0.0.1", first.port);
+    listen_on("127.0.0.1", first.port);
     FAIL() << "two listen on one port";
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kComm);

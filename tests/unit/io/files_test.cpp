@@ -178,6 +178,15 @@ TEST_F(Log, OtherRanksShowErrorsOnly) {
               AllOf(HasSubstr("quiet {}"), HasSubstr("loud {}")));
 }
 
+TEST_F(Log, WhatIsForTheFileAloneStaysOffTheScreen) {
+  ::testing::internal::CaptureStderr();
+  log::write_to_file(log::Level::kError, "without a file");
+  log::init({.rank = 0, .world_size = 2, .file = folder_ / "rank_0.log"});
+  log::write_to_file(log::Level::kError, "with one");
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
+  EXPECT_THAT(read_text_file(folder_ / "rank_0.log", 4096), HasSubstr("[rank 0] with one\n"));
+}
+
 TEST_F(Log, UnwritableFileIsAnIoErrorAndKeepsTheEarlierSinks) {
   log::init({.rank = 0, .world_size = 1, .file = folder_ / "a.log"});
   folder_.write("b", "a file, not a folder");

@@ -143,8 +143,10 @@ TEST(BucketPlan, PrintsABucketAndAParameterALine) {
             "unit layers.0\n"
             "  bucket 0: float32, accumulate float32, reduce float32, final float32, sum over "
             "dp_shard, / 2; 128 elements, 28 padding, 2 x 64\n"
+            "    a rank keeps 256 B, gathers 512 B (sends 256), reduces 512 B (sends 256)\n"
             "    0 .. 100  w\n"
             "  bucket 1: float32 -> bfloat16, frozen, no sum; 128 elements, 64 padding, 2 x 64\n"
+            "    a rank keeps 256 B, gathers 256 B (sends 128)\n"
             "    0 .. 64  base\n");
 }
 

@@ -89,6 +89,14 @@ frozen = false
   EXPECT_EQ(precision_policy(config.precision).rules, config.precision.rule);
 }
 
+TEST(ConfigParse, StepsToTraceAreAListOrOneOfThem) {
+  EXPECT_EQ(parse_config("metrics.trace_steps = [3, 4]", "x").metrics.trace_steps,
+            (std::vector<std::int64_t>{3, 4}));
+  EXPECT_EQ(parse_config("metrics.trace_steps = 7", "x").metrics.trace_steps,
+            std::vector<std::int64_t>{7});
+  EXPECT_TRUE(parse_config("metrics.trace_steps = []", "x").metrics.trace_steps.empty());
+}
+
 struct BadText {
   std::string text;
   std::string place;    // after "run.toml:"
@@ -107,6 +115,8 @@ TEST_P(ConfigRefusals, NamePlaceKeyAndWhatWasFound) {
 INSTANTIATE_TEST_SUITE_P(
     Texts, ConfigRefusals,
     ::testing::Values(
+        BadText{"metrics.trace_steps = [3, 0]", "1:", "metrics.trace_steps: found 0 (integer)"},
+        BadText{"metrics.trace_steps = [\"3\"]", "1:", "expected an integer"},
         BadText{"[training\n", "1:10: ", ""}, BadText{"a = 1\na = 2\n", "2:", ""},
         BadText{"[training]\nsteps = \"ten\"\n",
                 "2:9: ", "training.steps: found \"ten\" (string), expected an integer"},

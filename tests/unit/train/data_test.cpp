@@ -238,6 +238,14 @@ TEST(ReplayedBatches, TakesStepsWhereTheyAreAndBeginsAgain) {
   EXPECT_EQ(values(gradients->load(1, {0, 1}).input_ids), (Ids{9, 9}));
 }
 
+// A label that nothing predicts is no claim about the vocabulary.
+TEST(ReplayedBatches, TheFirstColumnOfLabelsMayHoldAnything) {
+  const testing::TemporaryFolder folder;
+  write_ids(folder / "b.safetensors",
+            {{"input_ids", {{1, 3}, {1, 2, 3}}}, {"labels", {{1, 3}, {1 << 30, 2, 3}}}});
+  EXPECT_EQ(open_batches(request_for(folder / "b.safetensors"))->load(1, {0, 1}).kept_labels(), 2);
+}
+
 TEST(ReplayedBatches, RowsOfABatchAreLoadedByRange) {
   const testing::TemporaryFolder folder;
   Ids ids(2 * 3 * 4);

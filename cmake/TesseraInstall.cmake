@@ -1,0 +1,57 @@
+# cmake --install: the headers, one archive libtessera.a, the program, what find_package(Tessera)
+# needs, licences. Components: `library` and `program`; without --component both.
+#
+# The archive holds the floors that the public headers stand on. It is made of their objects, so
+# that what they use inside (JSON, logging: header-only) is no requirement of those who link it.
+include(GNUInstallDirs)
+include(CMakePackageConfigHelpers)
+
+add_library(tessera_library STATIC)
+add_library(Tessera::tessera ALIAS tessera_library)
+foreach(floor base layout comm grad fsdp)
+  foreach(half tessera_${floor}_pure tessera_${floor})
+    if(TARGET ${half})
+      target_sources(tessera_library PRIVATE $<TARGET_OBJECTS:${half}>)
+    endif()
+  endforeach()
+endforeach()
+set_target_properties(tessera_library PROPERTIES
+  OUTPUT_NAME tessera EXPORT_NAME tessera LINKER_LANGUAGE CXX)
+target_compile_features(tessera_library INTERFACE cxx_std_20)
+target_include_directories(tessera_library INTERFACE
+  $<BUILD_INTERFACE:${CMAKE_SOURCE_DIR}/include> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
+target_link_libraries(tessera_library INTERFACE torch Threads::Threads)
+
+set(tessera_cmake_folder ${CMAKE_INSTALL_LIBDIR}/cmake/Tessera)
+install(TARGETS tessera_library EXPORT TesseraTargets COMPONENT library)
+install(DIRECTORY include/tessera DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT library
+  FILES_MATCHING PATTERN "*.h")
+install(EXPORT TesseraTargets NAMESPACE Tessera:: DESTINATION ${tessera_cmake_folder}
+  COMPONENT library)
+configure_package_config_file(cmake/TesseraConfig.cmake.in
+  ${CMAKE_CURRENT_BINARY_DIR}/TesseraConfig.cmake INSTALL_DESTINATION ${tessera_cmake_folder}
+  NO_SET_AND_CHECK_MACRO NO_CHECK_REQUIRED_COMPONENTS_MACRO)
+# Before 1.0 a new minor version may change the interface.
+write_basic_package_version_file(${CMAKE_CURRENT_BINARY_DIR}/TesseraConfigVersion.cmake
+  COMPATIBILITY SameMinorVersion)
+install(FILES ${CMAKE_CURRENT_BINARY_DIR}/TesseraConfig.cmake
+  ${CMAKE_CURRENT_BINARY_DIR}/TesseraConfigVersion.cmake
+  DESTINATION ${tessera_cmake_folder} COMPONENT library)
+
+# The installed program looks for libtorch where this build has found it. It is named: the search
+# path that the linker was given is left out by CMake where it lies in the source folder (.venv).
+set_target_properties(tessera PROPERTIES INSTALL_RPATH "${TORCH_INSTALL_PREFIX}/lib")
+install(TARGETS tessera COMPONENT program)
+
+# Ours, and those of the headers that are compiled into the library and the program.
+foreach(component library program)
+  install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DATADIR}/licenses/tessera COMPONENT ${component})
+  foreach(package nlohmann-json3-dev libspdlog-dev libfmt-dev libxxhash-dev libgloo-dev)
+    install(FILES /usr/share/doc/${package}/copyright RENAME ${package}
+      DESTINATION ${CMAKE_INSTALL_DATADIR}/licenses/tessera COMPONENT ${component} OPTIONAL)
+  endforeach()
+endforeach()
+foreach(package libcli11-dev libtomlplusplus-dev)
+  install(FILES /usr/share/doc/${package}/copyright RENAME ${package}
+    DESTINATION ${CMAKE_INSTALL_DATADIR}/licenses/tessera COMPONENT program OPTIONAL)
+endforeach()

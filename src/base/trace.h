@@ -1,0 +1,99 @@
+// Trace: what one rank did in one step, as spans of time in rows. Pure.
+//
+// Nearly always there is none: whoever could add a span asks current_trace() and does nothing else.
+// A trace is made for single steps (train/step_trace.h) and written by io/chrome_trace.h. It
+// belongs to a thread, as a rank does: forward, backward, waits and updates run on the rank's own
+// thread, and a collective takes the trace along to the issuing thread (comm/traced_collective.h).
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace tessera {
+
+/// In the order in which they are shown.
+enum class TraceRow : std::uint8_t {
+  kCompute,     ///< the step, forward and backward of each unit
+  kWaits,       ///< the rank's own thread waits for others
+  kGathers,     ///< all-gathers under way
+  kReductions,  ///< reduce-scatters under way
+  kReplicas,    ///< sums over replicas under way
+  kOptimizer,   ///< norm, clip and update
+  kCount
+};
+std::string_view to_string(TraceRow row);
+
+using TraceClock = std::chrono::steady_clock;
+
+struct TraceSpan {
+  using Argument = std::pair<std::string, std::variant<std::int64_t, double, std::string>>;
+
+  TraceRow row = TraceRow::kCompute;
+  std::string name;
+  TraceClock::time_point begin;
+  TraceClock::time_point end;
+  std::vector<Argument> arguments = {};
+};
+
+/// Threads: any.
+class Trace : public std::enable_shared_from_this<Trace> {
+ public:
+  void add(TraceSpan span);
+  std::vector<TraceSpan> take();
+
+ private:
+  std::mutex mutex_;
+  std::vector<TraceSpan> spans_;
+};
+
+/// Of the rank whose thread this is; null: nobody looks.
+Trace* current_trace();
+
+/// Makes `trace` the thread's current one while it lives.
+class TraceHere {
+ public:
+  explicit TraceHere(std::shared_ptr<Trace> trace);
+  ~TraceHere();
+  TraceHere(const TraceHere&) = delete;
+  TraceHere& operator=(const TraceHere&) = delete;
+
+ private:
+  std::shared_ptr<Trace> trace_;
+  Trace* before_;
+};
+
+/// A span from its construction to its end, in the current trace. `name` must live as long.
+class TraceScope {
+ public:
+  TraceScope(TraceRow row, std::string_view name) : trace_(current_trace()) {
+    if (trace_ != nullptr) begin(row, name);
+  }
+  ~TraceScope() {
+    if (trace_ != nullptr) end();
+  }
+  TraceScope(const TraceScope&) = delete;
+  TraceScope& operator=(const TraceScope&) = delete;
+
+ private:
+  void begin(TraceRow row, std::string_view name);
+  void end();
+
+  Trace* trace_;
+  TraceRow row_{};
+  std::string_view name_;
+  TraceClock::time_point begin_;
+};
+
+/// Spans of a row in order of their beginning, each apart from the next or around it. What reaches
+/// into the next one without holding it is cut where that begins, and gets the argument "uncut_ms":
+/// of several collectives under way the row shows the one that was issued last.
+std::vector<TraceSpan> nested(std::vector<TraceSpan> spans);
+
+}  // namespace tessera

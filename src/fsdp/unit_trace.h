@@ -1,0 +1,51 @@
+// Spans of units' forwards and backwards, while the rank's thread has a trace.
+//
+// A forward counts from when its parameters are there to its return, a backward from its
+// pre-backward node to its marker; what has no marker lasts until the backward ends, as its
+// gathered memory does. Next: base/trace.h.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "base/trace.h"
+
+namespace tessera::fsdp {
+
+class UnitTrace {
+ public:
+  void forward_begins(const std::string& unit) {
+    if (current_trace() != nullptr) open(forwards_, nullptr, "forward ", unit);
+  }
+  void recomputation_begins(const std::string& unit) {
+    if (current_trace() != nullptr) open(forwards_, nullptr, "forward again ", unit);
+  }
+  void forward_ends() {
+    if (!forwards_.empty()) close(forwards_, forwards_.back().key);
+  }
+  /// `key`: the recorded forward whose backward this is.
+  void backward_begins(const void* key, const std::string& unit) {
+    if (current_trace() != nullptr) open(backwards_, key, "backward ", unit);
+  }
+  void backward_ends(const void* key) {
+    if (!backwards_.empty()) close(backwards_, key);
+  }
+  /// Of all that is still open.
+  void all_backwards_end();
+  void forget();
+
+ private:
+  struct Open {
+    const void* key;
+    std::string name;
+    TraceClock::time_point begin;
+  };
+  void open(std::vector<Open>& list, const void* key, const char* what, const std::string& unit);
+  /// The last one with this key.
+  void close(std::vector<Open>& list, const void* key);
+
+  std::vector<Open> forwards_;   // on the stack
+  std::vector<Open> backwards_;  // that have begun and not passed their marker
+};
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,55 @@
+// Model plan: the units of a whole sharded model with their buckets, worked out without any tensor.
+//
+// Pure. What fully_shard does unit by unit (fsdp/unit.h, fsdp/contracts.h) as one value: the same
+// plan_unit, and the same rule for small buckets, so that `tessera inspect --contract` shows what a
+// run of any size would do. Next: bucket_plan.h; docs/communication.md for who sends what.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "layout/bucket_plan.h"
+
+namespace tessera::layout {
+
+/// A unit by name with what belongs to it, in registration order.
+struct UnitItems {
+  std::string name;
+  std::vector<PlanItem> items;
+};
+
+struct PlannedUnit {
+  UnitPlan plan;
+  std::vector<PlanItem> items;  ///< bucket by bucket: what Placed::parameter counts
+};
+
+struct ModelPlan {
+  PlanOptions options;
+  std::vector<PlannedUnit> units;  ///< the outermost first, as the runtime numbers them
+};
+
+/// Whether a bucket of an inner unit moves to the outermost one.
+bool is_small(const BucketPlan& bucket, std::int64_t merge_below_bytes);
+
+/// `outermost` around `inner` ones: small buckets of inner units are laid out anew behind the
+/// outermost unit's own. Errors: as plan_unit.
+ModelPlan plan_model(const UnitItems& outermost, const std::vector<UnitItems>& inner,
+                     const PlanOptions& options, std::int64_t merge_below_bytes);
+
+/// A line a unit, two a bucket and one a parameter.
+std::string to_string(const ModelPlan& plan);
+/// The same on every rank and every machine for equal plans.
+std::uint64_t hash(const ModelPlan& plan);
+
+enum class Reshard : std::uint8_t { kYes, kNo };
+
+/// Bytes that one rank sends in a step from the second on, whose forwards enter each unit once in
+/// the plan's order (docs/communication.md); control messages and sums over replicas are not in it.
+struct Traffic {
+  std::int64_t gathers = 0;
+  std::int64_t reductions = 0;
+};
+Traffic step_traffic(const ModelPlan& plan, Reshard reshard, std::int64_t micro_batches);
+
+}  // namespace tessera::layout

@@ -1,0 +1,30 @@
+// The bucket plan of one of our models for any number of ranks, from its spec and its contracts.
+//
+// Pure: nothing is allocated and no rank is asked. parallelize.cpp makes the same units out of
+// modules; that both plans are equal is tested for every layout, and their hashes can be compared
+// (`inspect --contract` and the metadata of `gradients`). Next: layout/model_plan.h.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "layout/model_plan.h"
+#include "models/model_spec.h"
+#include "tessera/contract.h"
+
+namespace tessera::train {
+
+/// Buckets below this go to the root and are gathered once a step: a message costs as much as
+/// moving this many bytes (docs/performance.md).
+inline constexpr std::int64_t kMergeBelowBytes = std::int64_t{64} << 10;
+
+/// The units inside the root, in the order of the model: the embedding, each layer, norm and head;
+/// where the head is tied, embedding and head belong to the root.
+std::vector<std::string> inner_units(const models::ModelSpec& spec);
+
+/// `contracts` as resolve_model gives them; `shard_ranks` of the dp_shard axis.
+layout::ModelPlan plan_model(const models::ModelSpec& spec,
+                             const std::vector<GradContract>& contracts, int shard_ranks);
+
+}  // namespace tessera::train

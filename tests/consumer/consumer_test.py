@@ -1,0 +1,87 @@
+#!/usr/bin/env python3
+"""A project outside of this tree uses an installed Tessera: configure, build, run, and what
+find_package says where it cannot be used.
+
+Run by ctest after the test `install`, with
+  TESSERA_PREFIX   the folder that `cmake --install` filled
+  TESSERA_TORCH_PREFIX   the libtorch of this build
+  TESSERA_WORK     an empty place for the consumer's build
+"""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import unittest
+
+SOURCE = pathlib.Path(__file__).resolve().parent
+PREFIX = pathlib.Path(os.environ["TESSERA_PREFIX"])
+TORCH = os.environ["TESSERA_TORCH_PREFIX"]
+WORK = pathlib.Path(os.environ["TESSERA_WORK"])
+
+
+def run(*words, **more):
+    return subprocess.run(list(map(str, words)), capture_output=True, text=True, **more)
+
+
+def configure(folder, *prefixes, source=SOURCE):
+    """As a user would; with ccache, where there is one, since libtorch's headers take their time."""
+    shutil.rmtree(folder, ignore_errors=True)
+    launcher = [f"-DCMAKE_CXX_COMPILER_LAUNCHER={shutil.which('ccache')}"] if shutil.which("ccache") else []
+    return run("cmake", "-S", source, "-B", folder, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
+               f"-DCMAKE_PREFIX_PATH={';'.join(map(str, prefixes))}", *launcher)
+
+
+class Consumer(unittest.TestCase):
+    def test_it_builds_without_warnings_and_trains_on_two_ranks(self):
+        done = configure(WORK / "build", PREFIX, TORCH)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        done = run("cmake", "--build", WORK / "build", "-j", "2")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        done = run(WORK / "build" / "consumer", env={**os.environ, "OMP_NUM_THREADS": "1"})
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertRegex(done.stdout, r"^2 ranks, loss \d\.\d+, then 0\.\d+\n$")
+
+    def test_nothing_but_torch_and_threads_is_asked_of_a_user(self):
+        targets = next(PREFIX.glob("lib*/**/TesseraTargets.cmake")).read_text()
+        self.assertIn('INTERFACE_LINK_LIBRARIES "torch;Threads::Threads"', targets)
+        self.assertIn('INTERFACE_INCLUDE_DIRECTORIES "${_IMPORT_PREFIX}/include"', targets)
+
+    def test_without_libtorch_find_package_says_what_is_missing(self):
+        done = configure(WORK / "no_torch", PREFIX)
+        self.assertNotEqual(done.returncode, 0)
+        said = " ".join(done.stderr.split())
+        self.assertIn("Tessera needs libtorch", said)
+        self.assertIn("CMAKE_PREFIX_PATH", said)
+
+    def test_another_libtorch_is_refused_with_both_versions(self):
+        other = WORK / "other_torch"
+        other.mkdir(parents=True, exist_ok=True)
+        (other / "TorchConfig.cmake").write_text("set(Torch_FOUND TRUE)\n")
+        (other / "TorchConfigVersion.cmake").write_text(
+            'set(PACKAGE_VERSION "1.0.0")\nset(PACKAGE_VERSION_COMPATIBLE TRUE)\n')
+        done = configure(WORK / "wrong_torch", PREFIX, other)
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("found 1.0.0", " ".join(done.stderr.split()))
+
+    def test_another_minor_version_is_refused(self):
+        source = WORK / "asks_for_more"
+        source.mkdir(parents=True, exist_ok=True)
+        (source / "CMakeLists.txt").write_text(
+            "cmake_minimum_required(VERSION 3.25)\nproject(Asks LANGUAGES CXX)\nfind_package(Tessera 0.2 REQUIRED)\n")
+        done = configure(WORK / "version", PREFIX, TORCH, source=source)
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("0.2", done.stderr)
+
+    def test_the_installed_program_finds_libtorch(self):
+        environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+        done = run(PREFIX / "bin" / "tessera", "--version", env=environment)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("torch", done.stdout)
+
+    def test_licences_come_along(self):
+        self.assertIn("Apache License", (PREFIX / "share/licenses/tessera/LICENSE").read_text())
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=1)

@@ -1,0 +1,93 @@
+#!/usr/bin/env python3
+"""A newcomer's way: clone, ./run, the three commands that it proposes (on with more steps, a sample, a
+Hugging Face folder), and that folder in transformers, with the logits that Tessera computes.
+
+Shorter than ./run by itself, in a clone of its own with this tree's uncommitted changes. Packages, .venv
+and corpus are those that are here; the program is compiled anew, which ccache answers where it is set up.
+Leaves with 77 (skipped) where this is no git working copy or `transformers` is missing.
+"""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+
+try:
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+except ImportError as missing:
+    print(f"skipped: {missing}")
+    sys.exit(77)
+sys.dont_write_bytecode = True
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+import clean_copy  # noqa: E402
+
+STEPS = 40
+FLOAT32 = ("--precision.param_dtype", "float32", "--precision.storage_dtype", "float32")
+# Of a second fp32 implementation, from the README of the reference data.
+LOGITS_BOUND = 5e-5
+
+
+class Newcomer(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        made = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(made.cleanup)
+        cls.clone = pathlib.Path(made.name) / "tessera"
+        subprocess.run(["git", "clone", "--quiet", clean_copy.ROOT, cls.clone], check=True)
+        clean_copy.overlay(cls.clone)
+        (cls.clone / ".venv").symlink_to(clean_copy.ROOT / ".venv")
+        corpus = clean_copy.ROOT / ".cache"
+        if (corpus / "corpus").is_dir():
+            (cls.clone / ".cache").symlink_to(corpus)
+        cls.environment = clean_copy.environment(cls.clone)
+        cls.said = cls.run_here("./run", "--no-apt", "--training.steps", STEPS, "--validation.interval", STEPS,
+                                "--validation.steps", 4, "--checkpoint.interval", STEPS)
+
+    @classmethod
+    def run_here(cls, *words):
+        done = subprocess.run(list(map(str, words)), cwd=cls.clone, env=cls.environment, capture_output=True,
+                              text=True, errors="replace", stdin=subprocess.DEVNULL, check=False)
+        if done.returncode:
+            raise AssertionError(f"{words}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
+        return done.stdout
+
+    def logits_of_tessera(self, checkpoint, ids):
+        save_file({"input_ids": ids, "labels": ids.clone()}, self.clone / "batch.safetensors")
+        self.run_here("build/release/tessera", "gradients", "--model", checkpoint, "--batch", "batch.safetensors",
+                      "--out", "gradients.safetensors", *FLOAT32)
+        return load_file(self.clone / "gradients.safetensors")["logits"]
+
+    def test_run_and_the_commands_that_it_proposes(self):
+        self.assertIn("The model is clearly better than byte frequencies.", self.said)
+        run = re.search(r"Run folder: (\S+)", self.said)[1]
+        proposed = [line.split("#")[0].strip() for line in self.said.split("\nNext:\n")[1].splitlines()]
+        self.assertEqual([re.split(r"\s+", line)[:2] for line in proposed if line],
+                         [["build/release/tessera", verb] for verb in ("train", "generate", "convert")])
+        said = [self.run_here("bash", "-euo", "pipefail", "-c", line) for line in proposed if line]
+
+        # On from the checkpoint, not from the beginning, and to the new length.
+        steps = [json.loads(line)["step"]
+                 for line in (self.clone / run / "metrics/metrics.jsonl").read_text().splitlines()]
+        self.assertEqual(steps, list(range(1, 2 * STEPS + 1)))
+        self.assertNotIn("step:  1  ", said[0])
+        self.assertEqual((self.clone / run / "checkpoint/latest").read_text().strip(), f"step-{2 * STEPS}")
+        self.assertGreater(len(said[1]), 100)  # 300 new bytes, some of them escaped or of one letter
+
+        ids = torch.randint(0, 257, (2, 32), generator=torch.Generator().manual_seed(1))
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.clone / run / "hf", dtype=torch.float32).eval()
+        with torch.no_grad():
+            found = model(ids).logits
+        expected = self.logits_of_tessera(f"{run}/checkpoint/step-{2 * STEPS}", ids)
+        self.assertLess((found - expected).abs().max().item(), LOGITS_BOUND)
+
+
+if __name__ == "__main__":
+    if not (clean_copy.ROOT / ".git").exists():
+        print("skipped: not a git working copy")
+        sys.exit(77)
+    unittest.main(verbosity=1)

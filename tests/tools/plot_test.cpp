@@ -1,0 +1,81 @@
+// tools/plot.py on the metrics of a run.
+#include <gmock/gmock.h>
+
+#include "tools/python.h"
+
+namespace tessera::cli {
+namespace {
+
+using ::testing::HasSubstr;
+
+std::string metrics_line(int step) {
+  const std::string number = std::to_string(step);
+  return R"({"step":)" + number + R"(,"loss":2.5,"grad_norm":null,"lr":0.1,"step_ms":10.0,)" +
+         R"("tps":100.0,"tps_global":200.0,"tflops":0.1,"peak_rss_mib":)" + number + "}\n";
+}
+
+/// Width and height of a PNG; nothing for any other file.
+std::vector<unsigned> size_of_png(const std::filesystem::path& path) {
+  const std::string bytes = read_file(path);
+  if (bytes.size() < 24 || bytes.substr(0, 8) != "\x89PNG\r\n\x1A\n") return {};
+  const auto number = [&](std::size_t at) {
+    unsigned value = 0;
+    for (std::size_t i = 0; i < 4; ++i) {
+      value = value << 8U | static_cast<unsigned char>(bytes[at + i]);
+    }
+    return value;
+  };
+  return {number(16), number(20)};
+}
+
+TEST(PlotTool, DrawsARunIntoItsFolder) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  ASSERT_EQ(run_program(folder, {"train", "run.toml", "--job.dump_folder", "run",
+                                 "--validation.path", "page.txt"})
+                .code,
+            0);
+  const Outcome outcome = run_python(folder, "tools/plot.py", {"run"});
+  ASSERT_EQ(outcome.code, 0) << outcome.err
+                             << "\nscripts/bootstrap --with-tests installs matplotlib";
+  EXPECT_EQ(outcome.out, "run/metrics.png\n");
+  const auto size = size_of_png(folder / "run/metrics.png");
+  ASSERT_EQ(size.size(), 2U);
+  EXPECT_GE(size[0], 1000U);
+  EXPECT_GE(size[1], 600U);
+}
+
+TEST(PlotTool, TakesAFileAndLeavesOutTheLineThatACrashHasTorn) {
+  const testing::TemporaryFolder folder;
+  folder.write("metrics.jsonl", metrics_line(1) + metrics_line(2) + R"({"step":3,"lo)");
+  const Outcome outcome = run_python(folder, "tools/plot.py", {"metrics.jsonl", "out.png"});
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_EQ(size_of_png(folder / "out.png").size(), 2U);
+}
+
+TEST(PlotTool, SaysWhatIsMissing) {
+  const testing::TemporaryFolder folder;
+  folder.write("torn.jsonl", metrics_line(1) + "nonsense\n" + metrics_line(2));
+  folder.write("empty.jsonl", "");
+  folder.write("good.jsonl", metrics_line(1));
+  folder.write("without/matplotlib.py", "raise ImportError('not here')\n");
+  struct Case {
+    std::vector<std::string> words;
+    std::string says;
+    std::string environment = "";
+  };
+  for (const Case& c : {Case{{"absent"}, "found no absent/metrics/metrics.jsonl"},
+                        Case{{"torn.jsonl"}, "torn.jsonl:2: found a line that is no metrics"},
+                        Case{{"empty.jsonl"}, "found no step"}, Case{{}, "found 0 arguments"},
+                        Case{{"good.jsonl", "absent/out.png"}, "absent/out.png"},
+                        Case{{"good.jsonl"}, "found no matplotlib", "PYTHONPATH=without"}}) {
+    const Outcome outcome = run_python(folder, "tools/plot.py", c.words, c.environment);
+    EXPECT_EQ(outcome.code, 2) << outcome.err;
+    EXPECT_THAT(outcome.err, HasSubstr("plot: "));
+    EXPECT_THAT(outcome.err, HasSubstr(c.says));
+    EXPECT_THAT(outcome.err, ::testing::Not(HasSubstr("Traceback")));
+  }
+}
+
+}  // namespace
+}  // namespace tessera::cli

@@ -1,0 +1,85 @@
+#include "layout/model_plan.h"
+
+#include <gtest/gtest.h>
+
+namespace tessera::layout {
+namespace {
+
+BucketKey key_of_compute(DType compute) {
+  BucketKey key;
+  key.compute = compute;
+  return key;
+}
+
+const BucketKey kFloat = key_of_compute(DType::kFloat32);
+const BucketKey kHalf = key_of_compute(DType::kBFloat16);
+const PlanOptions kTwo{2, 64};
+
+std::vector<std::string> names_in(const PlannedUnit& unit, std::size_t bucket) {
+  std::vector<std::string> names;
+  for (const Placed& placed : unit.plan.buckets.at(bucket).parameters) {
+    names.push_back(unit.items.at(placed.parameter).name);
+  }
+  return names;
+}
+
+TEST(ModelPlan, SmallBucketsOfInnerUnitsLieBehindTheOutermostsOwn) {
+  // 4096 B is the bound: "w" has 8192 B, the norms 256 B each.
+  const ModelPlan plan = plan_model({"", {{"embed", 100, kFloat}}},
+                                    {{"a", {{"a.w", 4096, kHalf}, {"a.norm", 64, kFloat}}},
+                                     {"b", {{"b.norm", 64, kFloat}, {"b.w", 4096, kHalf}}}},
+                                    kTwo, 4096);
+  ASSERT_EQ(plan.units.size(), 3U);
+  ASSERT_EQ(plan.units[0].plan.buckets.size(), 2U) << "its own stays as small as it is";
+  EXPECT_EQ(names_in(plan.units[0], 0), std::vector<std::string>{"embed"});
+  EXPECT_EQ(names_in(plan.units[0], 1), (std::vector<std::string>{"a.norm", "b.norm"}));
+  ASSERT_EQ(plan.units[2].plan.buckets.size(), 1U);
+  EXPECT_EQ(names_in(plan.units[2], 0), std::vector<std::string>{"b.w"});
+  for (const std::size_t inner : {1U, 2U}) {
+    validate(plan.units[inner].plan, plan.units[inner].items, kTwo);
+  }
+}
+
+TEST(ModelPlan, TheBoundIsOfTheUnshardedComputeDtype) {
+  const BucketPlan bucket = plan_unit("u", {{"w", 128, kHalf}}, kTwo).buckets[0];
+  EXPECT_EQ(gathered_bytes(bucket), 256);
+  EXPECT_FALSE(is_small(bucket, 256));
+  EXPECT_TRUE(is_small(bucket, 257));
+  EXPECT_FALSE(is_small(bucket, 0)) << "0 merges nothing";
+}
+
+TEST(ModelPlan, TrafficIsTheFormulaOfTheDocumentation) {
+  BucketKey frozen = kFloat;
+  frozen.trainable = false;
+  const PlanOptions four{4, 64};
+  const ModelPlan plan = plan_model(
+      {"", {{"embed", 1024, kFloat}}},
+      {{"a", {{"a.w", 2048, kHalf}}}, {"b", {{"b.w", 4096, kHalf}}}, {"c", {{"c.w", 512, frozen}}}},
+      four, 0);
+  // (N - 1) S c of each: 3 x 1024/4 x 4, 3 x 2048/4 x 2, 3 x 4096/4 x 2, 3 x 512/4 x 4.
+  const std::int64_t root = 3072, a = 3072, b = 6144, c = 1536;
+  EXPECT_EQ(step_traffic(plan, Reshard::kYes, 3).gathers, 3 * (root + a + b + c + a + b))
+      << "backward gathers again what is neither first nor last";
+  EXPECT_EQ(step_traffic(plan, Reshard::kNo, 3).gathers, 3 * (root + a + b + c));
+  // (N - 1) S r in fp32, nothing of the frozen one, once a step.
+  EXPECT_EQ(step_traffic(plan, Reshard::kYes, 3).reductions, 3 * (1024 + 2048 + 4096));
+  EXPECT_EQ(step_traffic(plan_model({"", {{"w", 64, kHalf}}}, {}, {1, 64}, 0), Reshard::kYes, 1)
+                .reductions,
+            0)
+      << "one rank sends nothing";
+}
+
+TEST(ModelPlan, HashesDifferWhereThePlansDo) {
+  const auto hash_of = [](const BucketKey& key, std::int64_t numel, const PlanOptions& options) {
+    return hash(plan_model({"", {{"w", numel, key}}}, {}, options, 0));
+  };
+  const std::uint64_t one = hash_of(kFloat, 100, kTwo);
+  EXPECT_EQ(hash_of(kFloat, 100, kTwo), one);
+  EXPECT_NE(hash_of(kHalf, 100, kTwo), one);
+  EXPECT_NE(hash_of(kFloat, 101, kTwo), one);
+  EXPECT_NE(hash_of(kFloat, 100, {4, 64}), one);
+  EXPECT_NE(hash_of(kFloat, 100, {2, 256}), one);
+}
+
+}  // namespace
+}  // namespace tessera::layout

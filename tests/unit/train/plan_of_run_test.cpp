@@ -1,0 +1,74 @@
+// The plan that is worked out from a configuration is the one that ranks lay their buckets out by.
+#include <gtest/gtest.h>
+
+#include "fsdp/plan.h"
+#include "train/model_plan.h"
+#include "train/parallelize.h"
+#include "unit/train/run_case.h"
+
+namespace tessera::train {
+namespace {
+
+struct PlanCase {
+  std::string name;
+  int ranks = 1;
+  int replicas = 1;
+  Head head = Head::kOwn;
+  std::vector<PrecisionRule> rules = {};
+  std::vector<std::string> freeze = {};
+};
+
+PrecisionRule rule(const std::string& match, DType param, DType reduce) {
+  PrecisionRule made;
+  made.match = {match};
+  made.param_dtype = param;
+  made.reduce_dtype = reduce;
+  return made;
+}
+
+class PlanOfRun : public ::testing::TestWithParam<PlanCase> {};
+
+TEST_P(PlanOfRun, EqualsThePlanOfTheConfiguration) {
+  const PlanCase& c = GetParam();
+  const testing::TemporaryFolder folder;
+  Config config = run_case(folder, c.head);
+  config.parallelism.data_parallel_replicate_degree = c.replicas;
+  config.precision.rule = c.rules;
+  config.model.freeze = c.freeze;
+
+  const ModelSource source = open_model(config.model);
+  const ParallelDims dims = resolve_parallelism(config.parallelism, c.ranks);
+  const auto expected = plan_model(source.spec, resolve_model(source, config, dims), dims.dp_shard);
+  bool has_moved = false;
+  for (const auto& item : expected.units.front().items) {
+    has_moved = has_moved || item.name.starts_with("model.layers.");
+  }
+  EXPECT_EQ(has_moved, !c.rules.empty()) << "some cases have small buckets, which merge";
+
+  on_ranks(c.ranks, [&](World& world) {
+    const auto model = parallelize(source, config, world.mesh(mesh_shape(dims)));
+    const layout::ModelPlan found = fsdp::plan_of(*model);
+    EXPECT_EQ(to_string(found), to_string(expected));
+    EXPECT_EQ(hash(found), hash(expected));
+  });
+}
+
+// Buckets of 1 KiB (norms), 32 KiB and 48 KiB merge; up_proj's of 96 KiB stands alone.
+const std::vector<PrecisionRule> kRules{
+    rule("*norm", DType::kFloat32, DType::kFloat32),
+    rule("mlp.up_proj", DType::kFloat32, DType::kBFloat16),
+    rule("mlp.down_proj", DType::kBFloat16, DType::kBFloat16),
+    rule("layers.1.self_attn.q_proj", DType::kFloat16, DType::kFloat32)};
+
+INSTANTIATE_TEST_SUITE_P(
+    Layouts, PlanOfRun,
+    ::testing::Values(PlanCase{"one_rank", 1}, PlanCase{"two_ranks", 2}, PlanCase{"three_ranks", 3},
+                      PlanCase{"two_by_two", 4, 2}, PlanCase{"tied", 2, 1, Head::kTied},
+                      PlanCase{"mixed", 2, 1, Head::kOwn, kRules},
+                      PlanCase{"mixed_tied", 3, 1, Head::kTied, kRules},
+                      PlanCase{
+                          "frozen", 2, 1, Head::kOwn, kRules, {"model.embed_tokens", "layers.2"}}),
+    [](const auto& one) { return one.param.name; });
+
+}  // namespace
+}  // namespace tessera::train

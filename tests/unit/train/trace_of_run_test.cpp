@@ -1,0 +1,195 @@
+// Traces of whole steps: what is in them agrees with the plan, and rows can be drawn.
+#include <gmock/gmock.h>
+
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "train/model_plan.h"
+#include "train/parallelize.h"
+#include "train/trainer.h"
+#include "unit/train/run_case.h"
+
+namespace tessera::train {
+namespace {
+
+using nlohmann::json;
+
+struct Span {
+  std::string name;
+  double begin = 0;
+  double end = 0;
+  json arguments;
+};
+/// By rank and name of the row, in the order of their beginning.
+using Rows = std::map<std::pair<int, std::string>, std::vector<Span>>;
+
+Rows read_trace(const std::filesystem::path& path) {
+  std::ifstream file(path);
+  const json trace = json::parse(file);
+  std::map<std::pair<int, int>, std::string> names;
+  for (const json& event : trace["traceEvents"]) {
+    if (event["name"] == "thread_name") {
+      names[{event["pid"], event["tid"]}] = event["args"]["name"];
+    }
+  }
+  Rows rows;
+  for (const json& event : trace["traceEvents"]) {
+    if (event["ph"] != "X") continue;
+    const double begin = event["ts"];
+    rows[{event["pid"], names.at({event["pid"], event["tid"]})}].push_back(
+        {event["name"], begin, begin + event["dur"].get<double>(), event["args"]});
+  }
+  return rows;
+}
+
+void expect_nested(const Rows& rows) {
+  // Times have nanoseconds; sums of doubles of microseconds may be off by far less than one.
+  constexpr double kHalfNanosecond = 5e-4;
+  for (const auto& [row, spans] : rows) {
+    std::vector<Span> open;
+    for (const Span& span : spans) {
+      EXPECT_LE(span.begin, span.end + kHalfNanosecond);
+      if (!open.empty()) {
+        EXPECT_GE(span.begin, open.back().begin - kHalfNanosecond);
+      }
+      while (!open.empty() && open.back().end <= span.begin + kHalfNanosecond) open.pop_back();
+      if (!open.empty()) {
+        EXPECT_LE(span.end, open.back().end + kHalfNanosecond)
+            << row.second << " of rank " << row.first << ": " << span.name << " in "
+            << open.back().name;
+      }
+      open.push_back(span);
+    }
+  }
+}
+
+std::vector<std::string> names_of(const std::vector<Span>& spans) {
+  std::vector<std::string> names;
+  for (const Span& span : spans) names.push_back(span.name);
+  return names;
+}
+
+std::int64_t sent(const std::vector<Span>& spans) {
+  std::int64_t bytes = 0;
+  for (const Span& span : spans) bytes += span.arguments["sent_bytes"].get<std::int64_t>();
+  return bytes;
+}
+
+struct TraceCase {
+  std::string name;
+  int ranks = 2;
+  Head head = Head::kOwn;
+  bool reshard = true;
+  std::int64_t micro_batches = 1;
+};
+
+class TraceOfRun : public ::testing::TestWithParam<TraceCase> {};
+
+TEST_P(TraceOfRun, SendsTheBytesOfThePlanInRowsThatNest) {
+  const TraceCase& c = GetParam();
+  const testing::TemporaryFolder folder;
+  Config config = run_case(folder, c.head);
+  config.metrics.trace_steps = {3};
+  config.parallelism.reshard_after_forward = c.reshard;
+  config.training.global_batch_size = c.micro_batches * c.ranks;
+  on_ranks(c.ranks, [&](World& world) { run_training(config, world); });
+
+  EXPECT_FALSE(std::filesystem::exists(folder / "run/metrics/trace/step-2.json"));
+  const Rows rows = read_trace(folder / "run/metrics/trace/step-3.json");
+  expect_nested(rows);
+  const ModelSource source = open_model(config.model);
+  const ParallelDims dims = resolve_parallelism(config.parallelism, c.ranks);
+  const auto plan = plan_model(source.spec, resolve_model(source, config, dims), dims.dp_shard);
+  const auto traffic = layout::step_traffic(
+      plan, c.reshard ? layout::Reshard::kYes : layout::Reshard::kNo, c.micro_batches);
+  for (int rank = 0; rank < c.ranks; ++rank) {
+    SCOPED_TRACE(rank);
+    EXPECT_EQ(sent(rows.at({rank, "gathers"})), traffic.gathers);
+    EXPECT_EQ(sent(rows.at({rank, "reductions"})), traffic.reductions);
+    const auto compute = names_of(rows.at({rank, "compute"}));
+    EXPECT_EQ(compute.front(), "step 3");
+    for (const auto& unit : plan.units) {
+      const std::string name = unit.plan.name.empty() ? "(root)" : unit.plan.name;
+      EXPECT_EQ(std::ranges::count(compute, "forward " + name), c.micro_batches) << name;
+      EXPECT_EQ(std::ranges::count(compute, "backward " + name), c.micro_batches) << name;
+    }
+    const auto updates = names_of(rows.at({rank, "optimizer"}));
+    EXPECT_EQ(updates, (std::vector<std::string>{"norm and clip", "update"}));
+    EXPECT_THAT(names_of(rows.at({rank, "waits"})), ::testing::Contains("gradient norm"));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Layouts, TraceOfRun,
+                         ::testing::Values(TraceCase{"two_ranks"},
+                                           TraceCase{"three_ranks_tied", 3, Head::kTied},
+                                           TraceCase{"no_reshard", 2, Head::kOwn, false},
+                                           TraceCase{"two_micro_batches", 2, Head::kOwn, true, 2}),
+                         [](const auto& one) { return one.param.name; });
+
+TEST(TraceOfRun, NamesUnitBucketsAndTheirBytes) {
+  const testing::TemporaryFolder folder;
+  Config config = run_case(folder, Head::kOwn);
+  config.metrics.trace_steps = {2, 3};
+  PrecisionRule rule;
+  rule.match = {"down_proj"};
+  rule.param_dtype = DType::kFloat32;
+  config.precision.rule = {rule};
+  on_ranks(2, [&](World& world) { run_training(config, world); });
+  for (const char* step : {"step-2.json", "step-3.json"}) {
+    const Rows rows = read_trace(folder / "run/metrics/trace" / step);
+    expect_nested(rows);
+    int seen = 0;
+    for (const Span& span : rows.at({1, "gathers"})) {
+      if (span.name != "model.layers.1") continue;
+      ++seen;
+      EXPECT_EQ(span.arguments["kind"], "all_gather");
+      EXPECT_EQ(span.arguments["unit"], "model.layers.1");
+      // q and o 128 x 128, k and v 64 x 128, gate and up 192 x 128, norms 320: 98624 elements in
+      // bf16, up to a multiple of 2 x 64; down 192 x 128 in fp32.
+      EXPECT_EQ(span.arguments["bucket 0"], "197376 B BFloat16");
+      EXPECT_EQ(span.arguments["bucket 1"], "98304 B Float");
+      EXPECT_EQ(span.arguments["buffer_bytes"], 197376 + 98304);
+      EXPECT_EQ(span.arguments["sent_bytes"], (197376 + 98304) / 2);
+      EXPECT_GE(span.arguments["queued_ms"].get<double>(), 0.0);
+      EXPECT_GE(span.arguments["waited_ms"].get<double>(), 0.0);
+    }
+    EXPECT_EQ(seen, 2) << "forward and backward";
+  }
+}
+
+TEST(TraceOfRun, OneRankAndReplicasHaveTheirRows) {
+  for (const int ranks : {1, 2}) {
+    const testing::TemporaryFolder folder;
+    Config config = run_case(folder, Head::kOwn);
+    config.metrics.trace_steps = {1};
+    config.parallelism.data_parallel_replicate_degree = ranks;
+    on_ranks(ranks, [&](World& world) { run_training(config, world); });
+    const Rows rows = read_trace(folder / "run/metrics/trace/step-1.json");
+    expect_nested(rows);
+    EXPECT_EQ(rows.contains({0, "sums over replicas"}), ranks == 2);
+    EXPECT_FALSE(rows.contains({0, "gathers"})) << "nobody shares a shard";
+    EXPECT_TRUE(rows.contains({0, "compute"}));
+  }
+}
+
+TEST(TraceOfRun, ATraceChangesNoNumber) {
+  std::vector<double> losses[2];
+  for (const bool traced : {false, true}) {
+    const testing::TemporaryFolder folder;
+    Config config = run_case(folder, Head::kOwn);
+    if (traced) config.metrics.trace_steps = {1, 2, 3};
+    on_ranks(2, [&](World& world) {
+      TrainingHooks hooks;
+      hooks.after_step = [&](const StepMetrics& metrics, const ShardedBase&) {
+        if (world.rank() == 0) losses[traced ? 1 : 0].push_back(metrics.loss);
+      };
+      run_training(config, world, hooks);
+    });
+  }
+  EXPECT_EQ(losses[0].size(), 3U);
+  EXPECT_EQ(losses[0], losses[1]);
+}
+
+}  // namespace
+}  // namespace tessera::train
