@@ -1,19 +1,25 @@
 // Saving and loading the parameters of a model of 100 M elements (400 MB), sharded over the ranks:
 // Tessera's side of bench/checkpoint_io. Prints one line of JSON a round on rank 0, in ms: `copy`,
 // what a step waits for; `save` until everything is on disk, manifest and hashes included; `load`
-// from opening to filled shards, every file verified.
+// from opening to filled shards, every file verified, out of the page cache; `cold load`, the same
+// after the files were dropped from it; `hash`, what hashing takes of each of these, in memory.
 //
 //   checkpoint_io FOLDER ROUNDS RANKS
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <fcntl.h>
 #include <tessera/tessera.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <span>
 
+#include "base/hash.h"
 #include "base/log.h"
+#include "base/mapped_file.h"
 #include "comm/group.h"
 #include "io/checkpoint_folder.h"
 #include "io/checkpoint_store.h"
@@ -53,6 +59,24 @@ double timed(tessera::World& world, const std::function<void()>& action) {
   return ms_since(begin);
 }
 
+/// Drops what is in the page cache of the files in a folder; they are on disk already.
+void drop_from_cache(const std::filesystem::path& folder) {
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder)) {
+    if (!entry.is_regular_file()) continue;
+    const tessera::InputFile file(entry.path());
+    ::posix_fadvise(file.descriptor(), 0, 0, POSIX_FADV_DONTNEED);
+  }
+}
+
+void hash_in_parts(std::span<const std::byte> bytes) {
+  constexpr std::size_t kPart = std::size_t{512} << 10;
+  tessera::Hash128Stream hash;
+  for (; !bytes.empty(); bytes = bytes.subspan(std::min(kPart, bytes.size()))) {
+    hash.add(bytes.first(std::min(kPart, bytes.size())));
+  }
+  if (hash.digest() == tessera::Hash128{}) std::abort();  // it is needed, so it is not left out
+}
+
 void run(tessera::World& world, const std::filesystem::path& folder, int rounds) {
   at::set_num_threads(1);
   tessera::log::init({.rank = world.rank() + 1, .world_size = world.size(), .file = {}});
@@ -64,6 +88,9 @@ void run(tessera::World& world, const std::filesystem::path& folder, int rounds)
   options.config_json = "{}";
   options.source_dtype = [](const std::string&) { return std::nullopt; };
   tessera::train::CheckpointSaver saver(world, options);
+  const auto share = at::ones({kLayers * kMatrices * kSide * kSide / world.size()});
+  const std::span share_bytes(static_cast<const std::byte*>(share.const_data_ptr()),
+                              share.nbytes());
   for (int round = 1; round <= rounds; ++round) {
     double copy = 0;
     const double save = timed(world, [&] {
@@ -72,13 +99,19 @@ void run(tessera::World& world, const std::filesystem::path& folder, int rounds)
       copy = ms_since(begin);
       saver.finish();
     });
-    const double load = timed(world, [&] {
+    const auto read_back = [&] {
       const auto checkpoint = tessera::CheckpointFolder::open(folder);
       tessera::train::load_checkpoint(checkpoint, model, *optimizer, world);
-    });
+    };
+    const double load = timed(world, read_back);
+    if (world.rank() == 0) drop_from_cache(folder);
+    const double cold = timed(world, read_back);
+    const double hash = timed(world, [&] { hash_in_parts(share_bytes); });
     if (world.rank() != 0) continue;
     std::filesystem::remove_all(folder / tessera::step_folder(round));  // as the others' files
-    std::printf("{\"copy\": %.1f, \"save\": %.1f, \"load\": %.1f}\n", copy, save, load);
+    std::printf(
+        "{\"copy\": %.1f, \"save\": %.1f, \"load\": %.1f, \"cold load\": %.1f, \"hash\": %.1f}\n",
+        copy, save, load, cold, hash);
     std::fflush(stdout);
   }
 }

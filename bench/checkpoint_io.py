@@ -2,20 +2,22 @@
 """Saving and loading 400 MB of parameters: Tessera beside Python safetensors and
 torch.distributed.checkpoint.
 
-    .venv/bin/python bench/checkpoint_io.py [--rounds 5] [--folder DIR]
+    bench/checkpoint_io [--rounds 5] [--folder DIR] [--memory DIR]
 
-Each round runs all of them once, each in processes of its own (one save and one load to warm up,
-then the one that counts), in the same folder. 100 matrices [1000, 1000] in fp32, 2 ranks x 1 thread
-where there are ranks. What each does:
+100 matrices [1000, 1000] in fp32, 2 ranks x 1 thread where there are ranks. A round runs all of them
+once, in turns, each in processes of its own (one save and load to warm up, then the one that
+counts). What each does:
 
 - tessera: each rank copies its half, writes, hashes and fsyncs it; manifest, rename. Load: verifies
-  every byte, then fills the shards.
-- safetensors: save_file of the whole in one process, then fsync (save_file alone is shown too);
+  every byte and fills the shards. `hash` is what hashing alone takes of either.
+- safetensors: save_file of the whole in one process; "+ fsync" is the same and an fsync. Load:
   load_file, then a copy into the parameters (load_file alone only maps the file).
-- dcp: torch.distributed.checkpoint of DTensors on 2 Gloo ranks; its writer calls fsync, its reader
-  fills the same DTensors and verifies nothing.
+- dcp: torch.distributed.checkpoint of DTensors on 2 Gloo ranks. Its writer calls fsync by default;
+  "dcp, no fsync" is with sync_files=False. Its reader fills the same DTensors and verifies nothing.
 
-All files are in the page cache when they are loaded. Prints medians in ms and the ratios by round.
+Twice: in --folder, on a disk, where fsync counts, and in --memory, a folder in memory (tmpfs), where
+fsync costs nothing. `load` is out of the page cache, `cold load` after the files were dropped from it
+(in memory there is no such thing). Prints medians in ms, GB/s and the ratios by round.
 """
 
 import argparse
@@ -29,9 +31,10 @@ import sys
 import tempfile
 import time
 
-import local_ranks
-
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "bench"))
+import local_ranks  # noqa: E402
+
 MATRICES, SIDE = 100, 1000
 MEGABYTES = MATRICES * SIDE * SIDE * 4 / 1e6
 WARM_UP = 1
@@ -41,6 +44,20 @@ def timed(action):
     start = time.perf_counter()
     action()
     return 1e3 * (time.perf_counter() - start)
+
+
+def sync_file(path):
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def drop_from_cache(folder):
+    """Dirty pages stay where they are, so what was not yet synced is synced first."""
+    for path in pathlib.Path(folder).rglob("*"):
+        if path.is_file():
+            sync_file(path)
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def whole_state():
@@ -56,10 +73,6 @@ def measure_safetensors(arguments):
     state = whole_state()
     path = os.path.join(arguments.folder, "model.safetensors")
 
-    def sync():
-        with open(path, "rb+") as file:
-            os.fsync(file.fileno())
-
     def load():
         for name, value in load_file(path).items():
             state[name].copy_(value)
@@ -67,14 +80,15 @@ def measure_safetensors(arguments):
     for _ in range(WARM_UP + 1):
         if os.path.exists(path):
             os.remove(path)
-        write = timed(lambda: save_file(state, path))
-        result = {"save": write + timed(sync), "save without fsync": write, "load": timed(load),
-                  "load_file alone": timed(lambda: load_file(path))}
+        result = {"save": timed(lambda: save_file(state, path))}
+        result["save and fsync"] = result["save"] + timed(lambda: sync_file(path))
+        result["load"] = timed(load)
+        drop_from_cache(arguments.folder)
+        result["cold load"] = timed(load)
     return result
 
 
 def measure_dcp(arguments):
-    import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
@@ -85,6 +99,11 @@ def measure_dcp(arguments):
              for name, value in whole_state().items()}
     folder = os.path.join(arguments.folder, "dcp")
 
+    def on_first_rank(action):
+        if arguments.rank == 0:
+            action()
+        dist.barrier()
+
     def together(action):
         def run():
             action()
@@ -92,63 +111,89 @@ def measure_dcp(arguments):
         dist.barrier()
         return timed(run)
 
+    def save(sync_files):
+        on_first_rank(lambda: shutil.rmtree(folder, ignore_errors=True))
+        writer = dcp.FileSystemWriter(folder, sync_files=sync_files)
+        return together(lambda: dcp.save(state, storage_writer=writer))
+
     for _ in range(WARM_UP + 1):
-        if arguments.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        result = {"save": together(lambda: dcp.save(state, checkpoint_id=folder)),
+        result = {"save": save(False), "save and fsync": save(True),
                   "load": together(lambda: dcp.load(state, checkpoint_id=folder))}
+        on_first_rank(lambda: drop_from_cache(folder))
+        result["cold load"] = together(lambda: dcp.load(state, checkpoint_id=folder))
     local_ranks.report(arguments, result)
 
 
-def run_tessera(folder):
-    command = [ROOT / "build/release/bench/checkpoint_io", os.path.join(folder, "tessera"),
-               str(WARM_UP + 1), "2"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True,
-                          env=local_ranks.quiet_environment(), stdin=subprocess.DEVNULL)
+def output_of(command):
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True, env=local_ranks.quiet_environment(), stdin=subprocess.DEVNULL)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_tessera(folder):
+    result = output_of([ROOT / "build/release/bench/checkpoint_io", os.path.join(folder, "tessera"),
+                        str(WARM_UP + 1), "2"])
+    result["save and fsync"] = result.pop("save")
+    return result
 
 
 def run_safetensors(folder):
-    command = [sys.executable, __file__, "--side", "safetensors", "--folder", folder]
-    done = subprocess.run(command, check=True, capture_output=True, text=True,
-                          env=local_ranks.quiet_environment(), stdin=subprocess.DEVNULL)
-    return json.loads(done.stdout.splitlines()[-1])
+    return output_of([sys.executable, __file__, "--side", "safetensors", "--folder", folder])
 
 
 def run_dcp(folder):
     return local_ranks.run_ranks(__file__, ["--side", "dcp", "--folder", folder])[0]
 
 
-def compare(arguments):
-    sides = {"tessera": run_tessera, "safetensors": run_safetensors, "dcp": run_dcp}
-    rounds = {side: [] for side in sides}
-    for number in range(1, arguments.rounds + 1):
-        for side, run in sides.items():
-            folder = tempfile.mkdtemp(dir=arguments.folder)
+SIDES = {"tessera": run_tessera, "safetensors": run_safetensors, "dcp": run_dcp}
+
+
+def run_rounds(parent, rounds):
+    found = {side: [] for side in SIDES}
+    for number in range(1, rounds + 1):
+        for side, run in SIDES.items():
+            folder = tempfile.mkdtemp(dir=parent)
             try:
-                rounds[side].append(run(folder))
+                found[side].append(run(folder))
             finally:
                 shutil.rmtree(folder)
-            shown = ", ".join(f"{key} {value:.0f}" for key, value in rounds[side][-1].items())
-            print(f"round {number} {side}: {shown} ms", flush=True)
-    print(f"\n{MEGABYTES:.0f} MB, medians of {arguments.rounds} rounds; GB/s; how much faster "
-          "Tessera is, by round")
-    for what in ("save", "load"):
-        ours = [one[what] for one in rounds["tessera"]]
-        for side in sides:
-            theirs = [one[what] for one in rounds[side]]
-            middle = statistics.median(theirs)
-            ratios = ", ".join(f"{b / a:.2f}" for a, b in zip(ours, theirs))
-            print(f"  {what} {side:12} {middle:6.0f} ms  {MEGABYTES / middle:5.2f} GB/s  {ratios}")
-    copies = statistics.median(one["copy"] for one in rounds["tessera"])
-    print(f"  a step waits for the copy alone: {copies:.0f} ms")
+            shown = ", ".join(f"{key} {value:.0f}" for key, value in found[side][-1].items())
+            print(f"round {number} {side}: {shown} ms", file=sys.stderr, flush=True)
+    return found
+
+
+def print_rows(found, what, sides):
+    """`sides`: label, side and what of it is compared with Tessera's `what`."""
+    ours = [one[what] for one in found["tessera"]]
+    for label, side, key in [("tessera", "tessera", what), *sides]:
+        theirs = [one[key] for one in found[side]]
+        middle = statistics.median(theirs)
+        ratios = ", ".join(f"{b / a:.2f}" for a, b in zip(ours, theirs))
+        print(f"  {label:24}{middle:7.0f} ms {MEGABYTES / middle:6.2f} GB/s   x tessera: {ratios}")
+
+
+def compare(where, parent, rounds, cold):
+    found = run_rounds(parent, rounds)
+    print(f"\n{where}: {MEGABYTES:.0f} MB, medians of {rounds} rounds")
+    print(" save")
+    print_rows(found, "save and fsync", [("safetensors + fsync", "safetensors", "save and fsync"),
+                                         ("dcp", "dcp", "save and fsync"),
+                                         ("safetensors, no fsync", "safetensors", "save"),
+                                         ("dcp, no fsync", "dcp", "save")])
+    for what in ["load", "cold load"] if cold else ["load"]:
+        print(f" {what}")
+        print_rows(found, what, [("safetensors", "safetensors", what), ("dcp", "dcp", what)])
+    for key, says in [("copy", "what a step waits for, the copy"), ("hash", "hashing alone")]:
+        print(f" tessera: {says}: {statistics.median(one[key] for one in found['tessera']):.0f} ms")
+    sys.stdout.flush()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", help="where to write; default: build/bench, on the disk of this tree")
+    parser.add_argument("--folder", default=str(ROOT / "build/bench"), help="on a disk")
+    parser.add_argument("--memory", default="/dev/shm", help="in memory; \"\" leaves it out")
     parser.add_argument("--side", choices=["safetensors", "dcp"], help=argparse.SUPPRESS)
     local_ranks.add_rank_arguments(parser)
     arguments = parser.parse_args()
@@ -159,9 +204,10 @@ def main():
             raise SystemExit("--side dcp is started by this script itself")
         measure_dcp(arguments)
     else:
-        arguments.folder = arguments.folder or str(ROOT / "build/bench")
         os.makedirs(arguments.folder, exist_ok=True)
-        compare(arguments)
+        compare("on disk", arguments.folder, arguments.rounds, cold=True)
+        if arguments.memory:
+            compare("in memory", arguments.memory, arguments.rounds, cold=False)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 #include "base/json_reader.h"
 
+#include <algorithm>
 #include <set>
 #include <string>
 #include <vector>
@@ -37,11 +38,10 @@ nlohmann::json parse_json(std::string_view text, std::string_view where, int max
   try {
     return json::parse(text.begin(), text.end(), check);
   } catch (const json::parse_error& error) {
-    throw Error(ErrorKind::kFormat, concat(where, ": malformed JSON at byte ", error.byte, ": ",
-                                           printable(error.what(), 200)));
-  } catch (const json::exception& error) {
     throw Error(ErrorKind::kFormat,
-                concat(where, ": malformed JSON: ", printable(error.what(), 200)));
+                concat(where, ": malformed JSON at byte ", error.byte, ": ", complaint_of(error)));
+  } catch (const json::exception& error) {
+    throw Error(ErrorKind::kFormat, concat(where, ": malformed JSON: ", complaint_of(error)));
   }
 }
 
@@ -50,6 +50,17 @@ nlohmann::json parse_json_object(std::string_view text, std::string_view where, 
   TESSERA_CHECK(value.is_object(), ErrorKind::kFormat, where, ": found a JSON ", value.type_name(),
                 ", expected an object");
   return value;
+}
+
+std::string complaint_of(const nlohmann::json::exception& error) {
+  // "[json.exception.parse_error.101] parse error at line 1, column 2: what is wrong"
+  std::string_view text = error.what();
+  if (text.starts_with('[')) text.remove_prefix(std::min(text.find("] ") + 2, text.size()));
+  if (text.starts_with("parse error at ")) {
+    text.remove_prefix(std::min(text.find(": ") + 2, text.size()));
+  }
+  std::string shown = printable(text, 200);
+  return shown.substr(1, shown.size() - 2);  // it is a sentence of its own, and has quotes inside
 }
 
 }  // namespace tessera

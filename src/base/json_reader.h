@@ -7,6 +7,7 @@
 #pragma once
 
 #include <nlohmann/json.hpp>
+#include <string>
 #include <string_view>
 
 namespace tessera {
@@ -20,5 +21,9 @@ nlohmann::json parse_json(std::string_view text, std::string_view where,
 /// The same, where the value must be an object.
 nlohmann::json parse_json_object(std::string_view text, std::string_view where,
                                  int max_depth = kMaxJsonDepth);
+
+/// What a JSON error says, in one line fit for a message: without the name of its class, and
+/// without the place, which callers give as a byte.
+std::string complaint_of(const nlohmann::json::exception& error);
 
 }  // namespace tessera

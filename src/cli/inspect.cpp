@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <filesystem>
 #include <iomanip>
 #include <iostream>
 #include <nlohmann/json.hpp>
@@ -67,7 +68,10 @@ int run_inspect(const InspectArguments& arguments) {
   TESSERA_CHECK(arguments.overrides.empty(), ErrorKind::kUsage, "--",
                 arguments.overrides.empty() ? "" : arguments.overrides.front().first,
                 ": found beside a folder, expected it beside --contract only");
-  const HfFolder folder = HfFolder::open(arguments.folder);
+  const bool is_file = std::string_view(arguments.folder).ends_with(".safetensors") &&
+                       !std::filesystem::is_directory(arguments.folder);
+  const HfFolder folder =
+      is_file ? HfFolder::of_file(arguments.folder) : HfFolder::open(arguments.folder);
   arguments.json ? print_json(folder) : print_table(folder);
   return kDone;
 }

@@ -3,10 +3,12 @@
 #include <unistd.h>
 
 #include <array>
+#include <chrono>
 #include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <optional>
+#include <set>
 #include <system_error>
 
 #include "base/environment.h"
@@ -30,10 +32,13 @@ std::string local_time() {
   return text.data();
 }
 
-void make_folder(const fs::path& folder) {
+// A rank of an earlier attempt that was killed may still be giving its memory back.
+constexpr std::chrono::seconds kEndOfEarlierRun{3};
+
+void make_folder(const fs::path& folder, std::string_view key = "job.dump_folder") {
   std::error_code error;
   fs::create_directories(folder, error);
-  TESSERA_CHECK(!error, ErrorKind::kIo, "job.dump_folder: cannot make ", folder.string(), " (",
+  TESSERA_CHECK(!error, ErrorKind::kIo, key, ": cannot make ", folder.string(), " (",
                 error.message(), ")");
 }
 
@@ -87,6 +92,39 @@ fs::path choose_folder(const std::string& name) {
   return folder;
 }
 
+bool is_inside(const fs::path& path, const std::set<fs::path>& folders) {
+  for (fs::path up = path; up != up.root_path(); up = up.parent_path()) {
+    if (folders.contains(up)) return true;
+  }
+  return false;
+}
+
+/// Locks on RUN and on those folders of the run that lie elsewhere, by their names or by links.
+std::vector<FolderLock> lock_folders(const train::Config& run) {
+  struct Folder {
+    std::string_view key;
+    fs::path path;
+  };
+  const fs::path home = *run.job.dump_folder;
+  std::vector<Folder> folders{{"job.dump_folder", home}, {"metrics.folder", run.metrics.folder}};
+  if (run.checkpoint.enable) folders.push_back({"checkpoint.folder", run.checkpoint.folder});
+  std::vector<FolderLock> locks;
+  std::set<fs::path> locked;
+  for (const auto& [key, path] : folders) {
+    std::error_code error;
+    if (!fs::exists(path, error) && is_inside(path, {home})) continue;  // made when it is needed
+    make_folder(path, key);
+    const fs::path real = fs::canonical(path, error);
+    TESSERA_CHECK(!error, ErrorKind::kIo, key, ": cannot open ", path.string(), " (",
+                  error.message(), ")");
+    if (is_inside(real, locked)) continue;
+    locks.emplace_back(real, kEndOfEarlierRun,
+                       concat("wait for that run to end, or set another ", key));
+    locked.insert(real);
+  }
+  return locks;
+}
+
 }  // namespace
 
 std::string run_name(const std::string& config_file) {
@@ -94,17 +132,20 @@ std::string run_name(const std::string& config_file) {
   return stem.empty() ? "run" : stem;
 }
 
-train::Config prepare_run_folder(const train::Config& config, const std::string& name,
-                                 World& world) {
+RunFolder prepare_run_folder(const train::Config& config, const std::string& name, World& world) {
+  RunFolder folder;
   std::string chosen;
   if (world.rank() == 0) {
     if (config.job.dump_folder) make_folder(*config.job.dump_folder);
-    const fs::path folder =
+    const fs::path run =
         config.job.dump_folder ? fs::path(*config.job.dump_folder) : choose_folder(name);
-    chosen = fs::absolute(folder).lexically_normal().string();
+    chosen = fs::absolute(run).lexically_normal().string();
+    // Before any rank opens its log there.
+    folder.locks = lock_folders(train::resolved_for_run(config, chosen));
   }
   chosen = comm::all_gather_bytes(world.control(), chosen, "run folder").front();
-  return train::resolved_for_run(config, chosen);
+  folder.config = train::resolved_for_run(config, chosen);
+  return folder;
 }
 
 void write_run_config(const train::Config& run) {

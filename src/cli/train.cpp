@@ -21,7 +21,8 @@ int run_train(const TrainArguments& arguments) {
     return kDone;
   }
   return run_ranks(config, arguments.nproc, [&](World& world, RunPhase& phase) {
-    const train::Config run = prepare_run_folder(config, run_name(arguments.config_file), world);
+    const RunFolder run_folder = prepare_run_folder(config, run_name(arguments.config_file), world);
+    const train::Config& run = run_folder.config;
     const std::filesystem::path folder = *run.job.dump_folder;
     log::init({.rank = world.rank(),
                .world_size = world.size(),

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string_view>
 #include <system_error>
+#include <utility>
 
 #include "base/mapped_file.h"
 #include "base/printable.h"
@@ -151,8 +153,10 @@ std::vector<std::string> CheckpointFolder::data_files() const {
   for (const auto& [name, file] : manifest_.files) {
     if (name != kConfigFile) names.push_back(name);
   }
-  std::stable_sort(names.begin(), names.end(),
-                   [](const auto& a, const auto& b) { return a.size() < b.size(); });
+  // By rank: names of one length differ in their digits.
+  std::sort(names.begin(), names.end(), [](const auto& a, const auto& b) {
+    return std::pair(a.size(), std::string_view(a)) < std::pair(b.size(), std::string_view(b));
+  });
   return names;
 }
 

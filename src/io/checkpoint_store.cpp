@@ -139,8 +139,14 @@ void CheckpointStore::finish(std::int64_t step) const {
 }
 
 void CheckpointStore::set_latest(std::int64_t step) const {
-  AtomicFile file(folder_ / kLatestFile);
   const std::string text = step_folder(step);
+  const fs::path path = folder_ / kLatestFile;
+  std::error_code none;
+  // A resumed run most often finds it so: a write would wait for the disk.
+  if (fs::file_size(path, none) == text.size() && read_text_file(path, kMaxLatestBytes) == text) {
+    return;
+  }
+  AtomicFile file(path);
   file.write(0, std::as_bytes(std::span(text)));
   file.commit();
 }

@@ -29,14 +29,18 @@ bool is_there(const fs::path& path) {
 
 HfFolder HfFolder::open(const fs::path& folder) {
   std::error_code ignored;
-  TESSERA_CHECK(fs::is_directory(folder, ignored), ErrorKind::kIo, "cannot open ",
-                printable(folder.native(), 1024),
-                ": found no such folder, expected a model folder with config.json and safetensors");
+  const auto status = fs::status(folder, ignored);
+  TESSERA_CHECK(fs::is_directory(status), ErrorKind::kIo, "cannot open ",
+                printable(folder.native(), 1024), ": found ",
+                fs::is_regular_file(status) ? "a file"
+                : fs::exists(status)        ? "something that is no folder"
+                                            : "no such folder",
+                ", expected a model folder with config.json and safetensors");
   HfFolder model;
   model.path_ = folder;
   model.config_text_ = read_config_text(file_inside(folder, "config.json"));
   if (is_there(folder / kSingleFile)) {
-    model.open_file(std::string(kSingleFile));
+    model.add_file(file_inside(folder, std::string(kSingleFile)));
   } else {
     TESSERA_CHECK(is_there(folder / kIndexFile), ErrorKind::kIo, folder.native(),
                   ": found neither ", kSingleFile, " nor ", kIndexFile, ", expected one of them");
@@ -45,19 +49,26 @@ HfFolder HfFolder::open(const fs::path& folder) {
   return model;
 }
 
+HfFolder HfFolder::of_file(const fs::path& file) {
+  HfFolder one;
+  one.path_ = file.has_parent_path() ? file.parent_path() : fs::path(".");
+  one.add_file(file);
+  return one;
+}
+
 std::string HfFolder::read_config_text(const fs::path& path) {
   return read_text_file(path, kMaxConfigBytes);
 }
 
-void HfFolder::open_file(const std::string& name) {
-  files_.emplace_back(file_inside(path_, name));
+void HfFolder::add_file(const fs::path& path) {
+  files_.emplace_back(path);
   const std::size_t file = files_.size() - 1;
   for (const TensorInfo& tensor : files_[file].header().tensors) {
     const auto [at, added] = tensors_.try_emplace(tensor.name, Tensor{file, &tensor});
     TESSERA_CHECK(added, ErrorKind::kFormat, path_.native(), ": found the tensor ",
                   printable(tensor.name), " in ",
-                  files_[at->second.file].path().filename().native(), " and in ", name,
-                  ", expected it once");
+                  files_[at->second.file].path().filename().native(), " and in ",
+                  path.filename().native(), ", expected it once");
   }
 }
 
@@ -69,7 +80,7 @@ void HfFolder::open_indexed(const fs::path& index_path) {
   files_.reserve(opened.size());
   for (auto& [file, number] : opened) {
     number = files_.size();
-    open_file(std::string(file));
+    add_file(file_inside(path_, std::string(file)));
   }
   for (const auto& [tensor, file] : index.weight_map) {
     const auto found = tensors_.find(tensor);

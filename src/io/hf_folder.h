@@ -30,6 +30,10 @@ class HfFolder {
   /// (the blobs of a hub cache, where the folder is one of its snapshots, are inside).
   static HfFolder open(const std::filesystem::path& folder);
 
+  /// One safetensors file by itself, for looking into it: tensors without a config. Errors: as
+  /// open().
+  static HfFolder of_file(const std::filesystem::path& file);
+
   /// Only config.json's text, for a model that starts from scratch. `path` is the file.
   static std::string read_config_text(const std::filesystem::path& path);
 
@@ -57,7 +61,7 @@ class HfFolder {
 
  private:
   void open_indexed(const std::filesystem::path& index_path);
-  void open_file(const std::string& name);
+  void add_file(const std::filesystem::path& path);
   const Tensor& at(std::string_view name) const;
 
   std::filesystem::path path_;

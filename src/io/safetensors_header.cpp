@@ -8,6 +8,7 @@
 #include <tuple>
 #include <utility>
 
+#include "base/json_reader.h"
 #include "base/printable.h"
 #include "tessera/error.h"
 
@@ -226,7 +227,7 @@ bool HeaderReader::end_array() {
 
 bool HeaderReader::parse_error(std::size_t at, const std::string&, const Json::exception& error) {
   throw Error(ErrorKind::kFormat, concat(where_, ": malformed JSON at byte ", at,
-                                         " of the header: ", printable(error.what(), 200)));
+                                         " of the header: ", complaint_of(error)));
 }
 
 /// The bytes of the JSON text, after the length in front of it has been checked against the file.

@@ -6,6 +6,7 @@
 #include <limits>
 #include <utility>
 
+#include "base/printable.h"
 #include "tessera/error.h"
 
 namespace tessera::train {
@@ -52,6 +53,16 @@ void check_checkpoint(const CheckpointConfig& checkpoint) {
                 " without checkpoints, expected -1; set checkpoint.enable = true");
 }
 
+// Absolute is anywhere; relative is in RUN, and a config that leaves it most likely has the working
+// folder in mind.
+void require_inside_run(std::string_view key, const std::string& folder) {
+  const fs::path path = fs::path(folder).lexically_normal();
+  TESSERA_CHECK(path.is_absolute() || path.empty() || *path.begin() != "..", ErrorKind::kConfig,
+                key, ": found ", printable(folder, 1024),
+                ", which leads out of RUN (job.dump_folder), expected a folder inside it; for a "
+                "folder elsewhere write an absolute path");
+}
+
 void check_training(const Config& config) {
   TESSERA_CHECK(config.training.steps, ErrorKind::kConfig,
                 "training.steps: found nothing, expected the number of steps; it has no default");
@@ -61,6 +72,8 @@ void check_training(const Config& config) {
                 "data.path: found nothing, expected a text file, a folder, NAME.bin or "
                 "X.safetensors");
   check_checkpoint(config.checkpoint);
+  require_inside_run("checkpoint.folder", config.checkpoint.folder);
+  require_inside_run("metrics.folder", config.metrics.folder);
   const DataKind kind = data_kind(config.data.path, "data.path");
   TESSERA_CHECK(config.training.seq_len || kind == DataKind::kBatches, ErrorKind::kConfig,
                 "training.seq_len: found nothing, expected the tokens of a row; only .safetensors "

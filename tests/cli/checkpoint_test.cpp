@@ -7,9 +7,8 @@
 #include <algorithm>
 #include <random>
 
+#include "cli/same_bits.h"
 #include "cli/started_program.h"
-#include "io/checkpoint_folder.h"
-#include "io/checkpoint_store.h"
 
 namespace tessera::cli {
 namespace {
@@ -37,30 +36,6 @@ std::vector<std::string> two_ranks(const std::string& run, int steps, int interv
           std::to_string(interval),
           "--metrics.log_freq",
           "100000"};
-}
-
-CheckpointStore store_of(const TemporaryFolder& folder, const std::string& run) {
-  return CheckpointStore(folder / (run + "/checkpoint"));
-}
-
-/// Both ranks' files of a step are those of the undisturbed run.
-void expect_same_bits(const CheckpointStore& found, const CheckpointStore& expected,
-                      std::int64_t step) {
-  CheckpointFolder::open(found.complete(step)).verify_all();
-  for (const std::string file : {"rank_0.safetensors", "rank_1.safetensors"}) {
-    const auto wanted = read_file(expected.complete(step) / file);
-    EXPECT_FALSE(wanted.empty());
-    EXPECT_TRUE(read_file(found.complete(step) / file) == wanted) << file << " of step " << step;
-  }
-}
-
-std::vector<std::string> losses(const fs::path& run) {
-  std::istringstream text(read_file(run / "metrics/metrics.jsonl"));
-  std::vector<std::string> found;
-  for (std::string line; std::getline(text, line);) {
-    found.push_back(line.substr(0, line.find("\"lr\"")));  // step, loss and norm, no times
-  }
-  return found;
 }
 
 bool gone(const std::vector<pid_t>& pids) {

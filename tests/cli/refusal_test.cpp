@@ -22,6 +22,7 @@ TEST_P(Refusals, AreExitCodeTwoAndOneLine) {
   const testing::TemporaryFolder folder;
   write_small_run(folder);
   folder.write("broken.toml", "[training]\nsteps = = 3\n");
+  folder.write("torn.safetensors", "{");
   folder.write("empty.txt", "");
   folder.write("short.txt", "too short");
   folder.write("ids.json", R"({"dtype": "uint16", "num_tokens": 40, "vocab_size": 300})");
@@ -56,6 +57,10 @@ INSTANTIATE_TEST_SUITE_P(
         Refused{train({"--training.steps", "many"}), "training.steps: found \"many\""},
         Refused{train({"--checkpoint.enable", "false", "--checkpoint.load_step", "5"}),
                 "checkpoint.load_step: found 5 without checkpoints"},
+        Refused{train({"--checkpoint.folder", "../checkpoint"}),
+                "checkpoint.folder: found '../checkpoint', which leads out of RUN"},
+        Refused{train({"--metrics.folder", "metrics/../.."}),
+                "metrics.folder: found 'metrics/../..', which leads out of RUN"},
         Refused{train({"--parallelism.tensor_parallel_degree", "2"}), "this axis is not yet built"},
         Refused{train({"--nproc", "3", "--parallelism.data_parallel_shard_degree", "2"}),
                 "data_parallel_shard_degree: found 2, expected -1 or 3"},
@@ -96,6 +101,8 @@ INSTANTIATE_TEST_SUITE_P(
         Refused{train({"--job.dump_folder", "/dev/null/run"}), "/dev/null/run"},
         Refused{{"gradients", "--model", ".", "--batch", "absent.safetensors", "--out", "o"},
                 "config.json"},
+        Refused{{"inspect", "run.toml"}, "'run.toml': found a file, expected a model folder"},
+        Refused{{"inspect", "torn.safetensors"}, "torn.safetensors: found 1 bytes"},
         Refused{{"inspect", "absent"}, "absent"}));
 
 }  // namespace

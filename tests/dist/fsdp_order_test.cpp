@@ -125,8 +125,9 @@ struct Log {
 };
 
 std::string line_of(const comm::Label& label) {
-  if (!label.unit.empty() && label.unit.rfind("block", 0) != 0) return "";  // a control message
-  const auto unit = label.unit.empty() ? "root" : label.unit;
+  const bool is_root = label.unit == "(root)";
+  if (!is_root && label.unit.rfind("block", 0) != 0) return "";  // a control message
+  const auto unit = is_root ? "root" : label.unit;
   if (label.kind == comm::Kind::kAllGather) return "gather " + unit;
   if (label.kind == comm::Kind::kReduceScatter) return "reduce " + unit;
   return "";

@@ -15,6 +15,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 import clean_copy  # noqa: E402
 import page  # noqa: E402
 
-BLOCK_SECONDS = 600
+BLOCK_SECONDS = 1200
 BUILD = pathlib.Path(os.environ["TESSERA_BUILD"])
 PROJECT = """cmake_minimum_required(VERSION 3.25)
 project(Blocks LANGUAGES CXX)
@@ -46,13 +47,19 @@ class Runner:
         self.skipped = []
 
     def shell(self, text):
-        done = subprocess.run(["bash", "-euo", "pipefail", "-c", text], cwd=self.folder, env=self.environment,
-                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              timeout=BLOCK_SECONDS, text=True, errors="replace", check=False)
-        self.printed = done.stdout
-        print(done.stdout, end="", flush=True)
-        if done.returncode:
-            raise Failed(f"exit code {done.returncode}")
+        process = subprocess.Popen(["bash", "-euo", "pipefail", "-c", text], cwd=self.folder, env=self.environment,
+                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                   text=True, errors="replace", start_new_session=True)
+        why = ""
+        try:
+            self.printed, _ = process.communicate(timeout=BLOCK_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the ranks that it has started, too
+            self.printed, _ = process.communicate()
+            why = f"did not end within {BLOCK_SECONDS} s"
+        print(self.printed, end="", flush=True)
+        if process.returncode:
+            raise Failed(why or f"exit code {process.returncode}")
 
     def compile_and_run(self, step):
         text = step.text
@@ -116,7 +123,7 @@ def main(name):
         for step in steps:
             try:
                 runner.take(step)
-            except (Failed, subprocess.TimeoutExpired) as error:
+            except Failed as error:
                 raise SystemExit(f"{name}:{step.line}: {error}")
     taken = sum(step.kind not in ("text", "setup", "prints") for step in steps) - len(runner.skipped)
     print(f"{name}: {taken} blocks run, {len(runner.skipped)} left out")

@@ -237,6 +237,13 @@ TEST(CheckpointStore, OnlyFinishedFoldersCount) {
   EXPECT_EQ(store.latest(), 10) << "the newest, where a crash came before `latest`";
   store.set_latest(9);
   EXPECT_EQ(store.latest(), 9);
+  fs::create_hard_link(store.folder() / "latest", store.folder() / "same file");
+  store.set_latest(9);
+  EXPECT_TRUE(fs::equivalent(store.folder() / "latest", store.folder() / "same file"))
+      << "what stands there already is not written again";
+  store.set_latest(10);
+  EXPECT_EQ(store.latest(), 10);
+  store.set_latest(9);
 
   folder.write("checkpoint/latest.77.tmp", "step-100");
   folder.write("checkpoint/notes.tmp", "the user's own");

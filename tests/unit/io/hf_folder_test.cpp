@@ -45,6 +45,25 @@ std::string refusal(const fs::path& folder, ErrorKind kind = ErrorKind::kFormat)
   return error_of(kind, [&] { HfFolder::open(folder); });
 }
 
+TEST(HfFolder, OneFileByItselfHasItsTensorsWhereverALinkLeads) {
+  const TemporaryFolder folder;
+  fs::create_directories(folder / "far");
+  write_tensors(folder / "far/blob", {{"a", DType::kFloat32, {2}}});
+  fs::create_directories(folder / "near");
+  fs::create_symlink(folder / "far/blob", folder / "near/a.safetensors");
+  const auto one = HfFolder::of_file(folder / "near/a.safetensors");
+  ASSERT_NE(one.find("a"), nullptr);
+  EXPECT_EQ(one.total_bytes(), 8);
+  EXPECT_EQ(one.config_text(), "");
+}
+
+TEST(HfFolder, AFileInThePlaceOfAFolderIsCalledSo) {
+  const TemporaryFolder folder;
+  EXPECT_THAT(refusal(folder.write("manifest.json", "{}"), ErrorKind::kIo),
+              HasSubstr("manifest.json': found a file, expected a model folder"));
+  EXPECT_THAT(refusal("/dev/null", ErrorKind::kIo), HasSubstr("found something that is no folder"));
+}
+
 TEST(HfFolder, ReferenceSingleFileAndShardsHoldTheSameTensors) {
   const fs::path data = TESSERA_TEST_DATA;
   for (const std::string family : {"qwen3-mixed", "llama-fp32"}) {
@@ -105,12 +124,12 @@ TEST(HfFolder, SingleFileWinsOverAnIndex) {
 
 TEST(HfFolder, WhatIsMissingIsNamed) {
   const TemporaryFolder folder;
-  EXPECT_THAT(refusal(folder / "nowhere", ErrorKind::kIo), HasSubstr("nowhere"));
+  EXPECT_THAT(refusal(folder / "nowhere", ErrorKind::kIo),
+              HasSubstr("nowhere': found no such folder"));
   EXPECT_THAT(refusal(folder.path(), ErrorKind::kIo), HasSubstr("config.json"));
   folder.write("config.json", "{}");
   EXPECT_THAT(refusal(folder.path(), ErrorKind::kIo),
               HasSubstr("found neither model.safetensors nor model.safetensors.index.json"));
-  EXPECT_THAT(refusal(folder / "config.json", ErrorKind::kIo), HasSubstr("no such folder"));
   const auto sharded = sharded_folder();
   fs::remove(*sharded / "2.safetensors");
   EXPECT_THAT(refusal(sharded->path(), ErrorKind::kIo), HasSubstr("2.safetensors"));

@@ -34,6 +34,20 @@ TEST(ConfigValidate, BatchFilesNeedNoSeqLen) {
   EXPECT_NO_THROW(validate(config, Verb::kTrain));
 }
 
+TEST(ConfigValidate, RelativeFoldersOfARunStayInside) {
+  for (const std::string key : {"checkpoint.folder", "metrics.folder"}) {
+    for (const std::string folder : {"..", "../elsewhere", "a/../../elsewhere"}) {
+      const Config config = small_config(key + "=" + folder);
+      EXPECT_THAT(
+          testing::error_of(ErrorKind::kConfig, [&] { validate(config, Verb::kTrain); }),
+          ::testing::AllOf(StartsWith(key), HasSubstr("'" + folder + "', which leads out")));
+    }
+    for (const std::string folder : {"a/../b", "..a", ".", "/tmp/../elsewhere"}) {
+      EXPECT_NO_THROW(validate(small_config(key + "=" + folder), Verb::kTrain)) << folder;
+    }
+  }
+}
+
 TEST(ConfigValidate, GradientsNeedsOnlyAModel) {
   Config config;
   config.model.path = "folder";

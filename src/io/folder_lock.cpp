@@ -1,0 +1,81 @@
+#include "io/folder_lock.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <system_error>
+#include <thread>
+
+#include "base/printable.h"
+#include "tessera/error.h"
+
+namespace tessera {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr std::chrono::milliseconds kLookAgain{20};
+
+std::string shown(const std::filesystem::path& path) { return printable(path.native(), 1024); }
+
+std::string this_process() {
+  std::array<char, 256> host{};
+  ::gethostname(host.data(), host.size() - 1);
+  return concat("process ", ::getpid(), " on ", host.data());
+}
+
+/// What the holder wrote; it may be between taking the lock and writing.
+std::string holder(int descriptor) {
+  std::array<char, 300> text{};
+  const ssize_t size = ::pread(descriptor, text.data(), text.size(), 0);
+  if (size <= 0) return "another process";
+  const std::string shown = printable({text.data(), static_cast<std::size_t>(size)}, 300);
+  return shown.substr(1, shown.size() - 2);  // a part of our own sentence, not a name
+}
+
+/// Only what a message says later: where it cannot be written the lock is held all the same.
+void write_holder(int descriptor) {
+  const std::string text = this_process();
+  if (::ftruncate(descriptor, 0) != 0) return;
+  [[maybe_unused]] const ssize_t written = ::pwrite(descriptor, text.data(), text.size(), 0);
+}
+
+}  // namespace
+
+std::filesystem::path lock_file(const std::filesystem::path& folder) { return folder / ".lock"; }
+
+FolderLock::FolderLock(const std::filesystem::path& folder, std::chrono::milliseconds patience,
+                       const std::string& remedy) {
+  const auto path = lock_file(folder);
+  descriptor_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666);
+  int error_number = errno;
+  const auto failed = [&](std::string_view what) {
+    return concat("cannot ", what, " ", shown(path), ": ",
+                  std::generic_category().message(error_number), " (errno ", error_number, ")");
+  };
+  TESSERA_CHECK(descriptor_ >= 0, ErrorKind::kIo, failed("create"));
+  const auto deadline = Clock::now() + patience;
+  while (::flock(descriptor_, LOCK_EX | LOCK_NB) != 0) {
+    error_number = errno;
+    if (error_number == EINTR) continue;
+    const bool is_held = error_number == EWOULDBLOCK;
+    if (is_held && Clock::now() < deadline) {
+      std::this_thread::sleep_for(kLookAgain);
+      continue;
+    }
+    const std::string by = holder(descriptor_);
+    ::close(std::exchange(descriptor_, -1));
+    TESSERA_CHECK(is_held, ErrorKind::kIo, failed("lock"));
+    throw Error(ErrorKind::kConfig,
+                concat(shown(folder), ": found in use by ", by, ", expected nobody; ", remedy));
+  }
+  write_holder(descriptor_);
+}
+
+FolderLock::~FolderLock() {
+  if (descriptor_ >= 0) ::close(descriptor_);
+}
+
+}  // namespace tessera

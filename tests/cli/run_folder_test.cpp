@@ -1,0 +1,144 @@
+// Whose a run's folder is: one run at a time, and the attempts of a launcher that restarts it.
+#include <gmock/gmock.h>
+#include <signal.h>
+
+#include "cli/process.h"
+#include "cli/same_bits.h"
+#include "io/folder_lock.h"
+
+namespace tessera::cli {
+namespace {
+
+namespace fs = std::filesystem;
+using std::chrono::minutes;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing::TemporaryFolder;
+
+constexpr minutes kPatience{2};
+
+Words train(int steps, const Words& more = {}) {
+  Words words{"train",
+              "run.toml",
+              "--training.steps",
+              std::to_string(steps),
+              "--metrics.log_freq",
+              "1000000",
+              "--checkpoint.interval",
+              "20"};
+  words.insert(words.end(), more.begin(), more.end());
+  return words;
+}
+
+Words on_two_ranks(int steps, const Words& more = {}) {
+  return started_by(Starter::kOwnSpawn, 2, train(steps, more));
+}
+
+class RunFolder : public ::testing::Test {
+ protected:
+  void SetUp() override { write_small_run(folder_); }
+
+  void wait_for_steps(const std::string& run, std::size_t steps) const {
+    ASSERT_TRUE(wait_until(minutes(1), [&] { return losses(folder_ / run).size() >= steps; }));
+  }
+  /// Each program's output goes to a folder of its own; paths are absolute.
+  Process elsewhere(const std::string& name, const Words& words) const {
+    const TemporaryFolder& folder = folder_;
+    fs::create_directories(folder / name);
+    for (const auto* file : {"run.toml", "model.json", "page.txt"}) {
+      fs::copy_file(folder / file, folder / name / file, fs::copy_options::overwrite_existing);
+    }
+    return Process(folder / name, words);
+  }
+
+  const TemporaryFolder folder_;
+};
+
+TEST_F(RunFolder, OfARunIsRefusedToAnotherUntilThatIsGone) {
+  const std::string run = (folder_ / "run").string();
+  std::map<int, pid_t> ranks;
+  {
+    Process first(folder_.path(), on_two_ranks(1'000'000, {"--job.dump_folder", run}));
+    wait_for_steps("run", 30);
+    ranks = first.wait_for_ranks(2);
+    ASSERT_EQ(ranks.size(), 2U);
+    auto second = elsewhere("second", on_two_ranks(40, {"--job.dump_folder", run}));
+    EXPECT_EQ(second.wait(kPatience), 2) << second.err();
+    EXPECT_THAT(second.last_error_line(),
+                AllOf(HasSubstr("'" + run + "': found in use by process " +
+                                std::to_string(ranks.at(0)) + " on "),
+                      HasSubstr("set another job.dump_folder")));
+    // The first one's files are as they were: it goes on writing them.
+    const auto steps = losses(folder_ / "run").size();
+    wait_for_steps("run", steps + 5);
+    ::kill(first.pid(), SIGKILL);
+    EXPECT_EQ(first.wait(kPatience), 128 + SIGKILL);
+  }
+  // At once, without waiting for the ranks: they are ending.
+  const auto latest = store_of(folder_, "run").latest();
+  ASSERT_TRUE(latest.has_value());
+  const int steps = static_cast<int>(*latest) + 5;
+  auto third = elsewhere("third", on_two_ranks(steps, {"--job.dump_folder", run}));
+  EXPECT_EQ(third.wait(kPatience), 0) << third.err();
+  EXPECT_EQ(losses(folder_ / "run").size(), static_cast<std::size_t>(steps));
+}
+
+TEST_F(RunFolder, FoldersElsewhereAreOneRunsToo) {
+  for (const std::string key : {"checkpoint.folder", "metrics.folder"}) {
+    const std::string shared = (folder_ / ("shared-" + key)).string();
+    fs::create_directories(shared);
+    Words words = train(2, {"--job.dump_folder", "run-" + key, "--" + key, shared});
+    words.insert(words.begin(), TESSERA_PROGRAM);
+    {
+      const FolderLock other_run(shared, std::chrono::milliseconds(0), "");
+      Process refused(folder_.path(), words);
+      EXPECT_EQ(refused.wait(kPatience), 2);
+      EXPECT_THAT(refused.last_error_line(),
+                  AllOf(HasSubstr("'" + shared + "': found in use by process "),
+                        HasSubstr("set another " + key)));
+    }
+    Process taken(folder_.path(), words);
+    EXPECT_EQ(taken.wait(kPatience), 0) << taken.err();
+  }
+}
+
+// As it happens: torchrun notices, ends the other rank and starts both again; no folder is named.
+TEST_F(RunFolder, TorchrunsNextAttemptGoesOnToTheBitsOfTheUndisturbedRun) {
+  if (const auto why = why_not(Starter::kTorchrun); !why.empty()) GTEST_SKIP() << why;
+  constexpr int kSteps = 500;
+  Process whole(folder_.path(), on_two_ranks(kSteps, {"--job.dump_folder", "whole"}));
+  ASSERT_EQ(whole.wait(kPatience), 0) << whole.err();
+
+  auto words = started_by(Starter::kTorchrun, 2, train(kSteps));
+  words.insert(std::find(words.begin(), words.end(), "--standalone"), {"--max-restarts", "1"});
+  Process restarted(folder_.path(), words);
+  std::string run;
+  const auto has_checkpoint = [&] {
+    if (!fs::exists(folder_ / "outputs")) return false;
+    for (const auto& entry : fs::directory_iterator(folder_ / "outputs")) {
+      const std::string name = entry.path().filename();
+      if (name != ".restarts") run = "outputs/" + name;
+    }
+    return !run.empty() && store_of(folder_, run).latest().has_value();
+  };
+  ASSERT_TRUE(wait_until(minutes(1), has_checkpoint)) << restarted.err();
+  const auto ranks = restarted.wait_for_ranks(2);
+  ASSERT_EQ(ranks.size(), 2U);
+  ::kill(ranks.at(1), SIGKILL);
+  ASSERT_EQ(restarted.wait(kPatience), 0) << restarted.err();
+
+  const std::string err = restarted.err();
+  EXPECT_THAT(err, HasSubstr("resumed from"));
+  EXPECT_EQ(lines_with(err, "run folder").size(), 2U) << "two attempts\n" << err;
+  std::size_t runs = 0;
+  for (const auto& entry : fs::directory_iterator(folder_ / "outputs")) {
+    runs += entry.path().filename() == ".restarts" ? 0U : 1U;
+  }
+  EXPECT_EQ(runs, 1U);
+  EXPECT_EQ(losses(folder_ / run), losses(folder_ / "whole"));
+  EXPECT_EQ(losses(folder_ / run).size(), static_cast<std::size_t>(kSteps));
+  expect_same_bits(store_of(folder_, run), store_of(folder_, "whole"), kSteps);
+}
+
+}  // namespace
+}  // namespace tessera::cli
