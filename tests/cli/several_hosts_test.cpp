@@ -136,6 +136,15 @@ TEST_F(SeveralHosts, WithoutAnAddressAreRefused) {
       << err_;
 }
 
+TEST_F(SeveralHosts, AScontrolThatNamesNoHostIsRefused) {
+  Variables set = scontrol_that_prints("; reboot\\n");
+  set["SLURM_STEP_NODELIST"] = "node[1-2]";
+  EXPECT_EQ(run(step(), set), 2) << err_;
+  EXPECT_THAT(lines_with(err_, "Slurm: found '; reboot' for `scontrol show hostnames 'node[1-2]'`"),
+              Not(IsEmpty()))
+      << err_;
+}
+
 TEST_F(SeveralHosts, AnAddressOfNeitherIsNamed) {
   EXPECT_EQ(run(step(), {{"MASTER_ADDR", "10.77.0.2"}}), 1) << err_;
   EXPECT_EQ(lines_with(err_,
