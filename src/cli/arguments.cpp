@@ -48,7 +48,9 @@ void add_train(::CLI::App& app, TrainArguments& train, const std::string& keys) 
 void add_gradients(::CLI::App& app, GradientsArguments& gradients, const std::string& keys) {
   ::CLI::App* verb = app.add_subcommand(
       "gradients", "Loss and every parameter's gradient for one batch, under any layout.");
-  verb->add_option("--model", gradients.model, "Hugging Face folder.")->required();
+  verb->add_option("--model", gradients.model,
+                   "Hugging Face folder, or checkpoint/step-N of a run.")
+      ->required();
   verb->add_option("--batch", gradients.batch, ".safetensors with input_ids and labels [B,T].")
       ->required();
   verb->add_option("--out", gradients.out, ".safetensors to write.")->required();
