@@ -64,7 +64,10 @@ void add_gradients(::CLI::App& app, GradientsArguments& gradients, const std::st
 void add_inspect(::CLI::App& app, InspectArguments& inspect) {
   ::CLI::App* verb =
       app.add_subcommand("inspect", "Tensors of a folder, or the contract of a run.");
-  ::CLI::Option* folder = verb->add_option("folder", inspect.folder, "Hugging Face folder.");
+  ::CLI::Option* folder =
+      verb->add_option("folder", inspect.folder,
+                       "Hugging Face folder, checkpoint/step-N of a run, or one "
+                       "safetensors file.");
   verb->add_flag("--json", inspect.json, "As JSON.");
   ::CLI::Option* contract =
       verb->add_option("--contract", inspect.contract_file,
