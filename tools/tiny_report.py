@@ -56,15 +56,23 @@ def written_text(checkpoint):
                          subsequent_indent="  ")
 
 
+def from_here(folder):
+    """As one would type it: a run's config.toml has its folders absolute."""
+    path, here = pathlib.Path(folder), pathlib.Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
 def main(config, run, overrides):
     settings = tomllib.loads((pathlib.Path(run) / "config.toml").read_text())
+    metrics = from_here(settings["metrics"]["folder"])
+    checkpoint = from_here(settings["checkpoint"]["folder"])
     expected = json.loads(pathlib.Path("configs/tiny.expected.json").read_text())[
         pathlib.Path(config).stem]
     steps = [json.loads(line)
-             for line in (pathlib.Path(run) / "metrics/metrics.jsonl").read_text().splitlines()]
+             for line in (metrics / "metrics.jsonl").read_text().splitlines()]
     validated = [step for step in steps if "val_loss" in step]
     if not validated:
-        print(f"tiny_report: {run}/metrics/metrics.jsonl has no val_loss", file=sys.stderr)
+        print(f"tiny_report: {metrics}/metrics.jsonl has no val_loss", file=sys.stderr)
         return 3
     frequency = byte_frequency_loss(settings["data"]["path"], settings["validation"]["path"])
     obtained, tolerance = validated[-1]["val_loss"], expected["tolerance"]
@@ -95,8 +103,7 @@ def main(config, run, overrides):
     fell = math.isfinite(obtained) and obtained < frequency - CLEARLY_NATS
     print("\nThe model is clearly better than byte frequencies." if fell else
           f"\nThe held-out loss did not fall {CLEARLY_NATS} below byte frequencies.")
-    checkpoint = pathlib.Path(run) / "checkpoint"
-    print(f"Run folder: {run}  (config.toml, metrics/, logs/, checkpoint/)")
+    print(f"Run folder: {run}  (config.toml, logs/; {metrics}/, {checkpoint}/)")
     if not (checkpoint / "latest").is_file():
         print("There is no checkpoint to go on from.")
         return 0 if fell else 3

@@ -48,7 +48,9 @@ void add_train(::CLI::App& app, TrainArguments& train, const std::string& keys) 
 void add_gradients(::CLI::App& app, GradientsArguments& gradients, const std::string& keys) {
   ::CLI::App* verb = app.add_subcommand(
       "gradients", "Loss and every parameter's gradient for one batch, under any layout.");
-  verb->add_option("--model", gradients.model, "Hugging Face folder.")->required();
+  verb->add_option("--model", gradients.model,
+                   "Hugging Face folder, or checkpoint/step-N of a run.")
+      ->required();
   verb->add_option("--batch", gradients.batch, ".safetensors with input_ids and labels [B,T].")
       ->required();
   verb->add_option("--out", gradients.out, ".safetensors to write.")->required();
@@ -62,7 +64,10 @@ void add_gradients(::CLI::App& app, GradientsArguments& gradients, const std::st
 void add_inspect(::CLI::App& app, InspectArguments& inspect) {
   ::CLI::App* verb =
       app.add_subcommand("inspect", "Tensors of a folder, or the contract of a run.");
-  ::CLI::Option* folder = verb->add_option("folder", inspect.folder, "Hugging Face folder.");
+  ::CLI::Option* folder =
+      verb->add_option("folder", inspect.folder,
+                       "Hugging Face folder, checkpoint/step-N of a run, or one "
+                       "safetensors file.");
   verb->add_flag("--json", inspect.json, "As JSON.");
   ::CLI::Option* contract =
       verb->add_option("--contract", inspect.contract_file,

@@ -8,6 +8,7 @@
 #include "base/mapped_file.h"
 #include "base/printable.h"
 #include "cli/exit_code.h"
+#include "cli/standard_output.h"
 #include "cli/verbs.h"
 #include "io/folder_file.h"
 #include "io/text_corpus.h"
@@ -83,11 +84,11 @@ class Printer {
       std::cout << text_.add(static_cast<unsigned char>(token));
     }
     any_ = true;
-    std::cout.flush();
+    check_standard_output();  // before the next token is computed for nobody
   }
   void finish() {
-    std::cout << text_.finish() << '\n' << std::flush;
-    TESSERA_CHECK(std::cout.good(), ErrorKind::kIo, "generate: standard output is closed");
+    std::cout << text_.finish() << '\n';
+    check_standard_output();
   }
 
  private:

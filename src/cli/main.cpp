@@ -6,6 +6,7 @@
 
 #include "cli/arguments.h"
 #include "cli/exit_code.h"
+#include "cli/standard_output.h"
 #include "cli/verbs.h"
 #include "cli/version.h"
 #include "comm/nccl.h"
@@ -34,7 +35,11 @@ struct RunVerb {
 
 int run(int argc, char** argv) {
   try {
-    return std::visit(RunVerb{}, parse_arguments({argv + 1, argv + argc}, version_text));
+    const int code = std::visit(RunVerb{}, parse_arguments({argv + 1, argv + argc}, version_text));
+    if (code == kDone) check_standard_output();
+    return code;
+  } catch (const OutputLost& error) {
+    return report(error, Phase::kStepping);
   } catch (const std::exception& error) {
     // Under a launcher every rank comes to the same error here.
     const int code = exit_code(error, Phase::kPreparing);
@@ -47,5 +52,6 @@ int run(int argc, char** argv) {
 }  // namespace tessera::cli
 
 int main(int argc, char** argv) {
+  tessera::cli::keep_standard_descriptors();
   return argc < 1 ? tessera::cli::kRefused : tessera::cli::run(argc, argv);
 }

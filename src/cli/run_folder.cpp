@@ -2,19 +2,23 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <ctime>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <optional>
 #include <set>
+#include <span>
 #include <system_error>
 
 #include "base/environment.h"
 #include "base/hash.h"
 #include "base/log.h"
 #include "comm/group.h"
+#include "io/atomic_file.h"
 #include "tessera/error.h"
 #include "train/config_resolve.h"
 
@@ -40,6 +44,21 @@ void make_folder(const fs::path& folder, std::string_view key = "job.dump_folder
   fs::create_directories(folder, error);
   TESSERA_CHECK(!error, ErrorKind::kIo, key, ": cannot make ", folder.string(), " (",
                 error.message(), ")");
+}
+
+/// Whole or not at all, whatever happens on the way: what stands there may be all that is known of
+/// a run.
+void replace_file(const fs::path& path, const std::string& text) {
+  AtomicFile file(path);
+  file.write(0, std::as_bytes(std::span(text)));
+  file.commit();
+}
+
+bool holds(const fs::path& path, const std::string& text) {
+  std::error_code unknown;
+  if (fs::file_size(path, unknown) != text.size()) return false;
+  std::ifstream file(path, std::ios::binary);
+  return std::equal(std::istreambuf_iterator<char>(file), {}, text.begin(), text.end());
 }
 
 // Two runs of the same second get different folders: create_directory says whether it was new.
@@ -88,7 +107,7 @@ fs::path choose_folder(const std::string& name) {
   if (const auto earlier = folder_of_earlier_attempt(*note)) return *earlier;
   const auto folder = make_fresh_folder(name);
   make_folder(note->parent_path());
-  std::ofstream(*note) << fs::absolute(folder).string() << '\n';
+  replace_file(*note, fs::absolute(folder).string() + '\n');
   return folder;
 }
 
@@ -150,10 +169,8 @@ RunFolder prepare_run_folder(const train::Config& config, const std::string& nam
 
 void write_run_config(const train::Config& run) {
   const fs::path file = fs::path(*run.job.dump_folder) / "config.toml";
-  std::ofstream out(file, std::ios::trunc);
-  out << train::to_toml(run);
-  out.close();
-  TESSERA_CHECK(!out.fail(), ErrorKind::kIo, file.string(), ": writing failed");
+  const std::string text = train::to_toml(run);
+  if (!holds(file, text)) replace_file(file, text);
 }
 
 }  // namespace tessera::cli

@@ -40,10 +40,6 @@ StopSignal::StopSignal() {
   install(SIGXFSZ, SIG_IGN);
 }
 
-StopSignal::~StopSignal() {
-  for (const int number : kSignals) ::signal(number, SIG_DFL);
-}
-
 bool StopSignal::requested() { return arrived.load(); }
 
 }  // namespace tessera::cli

@@ -10,9 +10,11 @@ namespace tessera::cli {
 class StopSignal {
  public:
   /// Installs the handlers; also makes writing past a file size limit an error of the write
-  /// (EFBIG, with a message) instead of a signal. Errors: kIo.
+  /// (EFBIG, with a message) instead of a signal. The handlers stay for the rest of the process: a
+  /// first signal while a run that is saved takes its leave does not make it a failure. Errors:
+  /// kIo.
   StopSignal();
-  ~StopSignal();  ///< the signals end the process again
+  ~StopSignal() = default;
   StopSignal(const StopSignal&) = delete;
   StopSignal& operator=(const StopSignal&) = delete;
 

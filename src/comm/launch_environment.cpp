@@ -218,6 +218,8 @@ void find_store(LaunchEnvironment& launch, const Spelling& names, const Variable
                 ", expected the agent's address");
 }
 
+bool is_any_address(std::string_view host) { return host == "0.0.0.0" || host == "::"; }
+
 LaunchEnvironment from_own_spawn(const Variables& variables) {
   LaunchEnvironment launch;
   launch.launcher = Launcher::kOwnSpawn;
@@ -280,12 +282,14 @@ Reach reach(const LaunchEnvironment& launch) {
 }
 
 void require_network_address(const LaunchEnvironment& launch, const std::string& address) {
-  TESSERA_CHECK(
-      launch.hosts != Hosts::kSeveral || is_loopback(launch.master_addr) || !is_loopback(address),
-      ErrorKind::kComm, "store: found that ", launch.master_addr, " leads to ", address,
-      " on the host of rank ", launch.rank,
-      ", expected an address that other hosts reach; set MASTER_ADDR or comm.master_addr "
-      "to one, or GLOO_SOCKET_IFNAME to a network interface");
+  // Who gives rank 0 all addresses expects others from outside.
+  const bool outside = launch.hosts == Hosts::kSeveral ||
+                       (launch.hosts == Hosts::kUnknown && is_any_address(launch.master_addr));
+  TESSERA_CHECK(!outside || is_loopback(launch.master_addr) || !is_loopback(address),
+                ErrorKind::kComm, "store: found that ", launch.master_addr, " leads to ", address,
+                " on the host of rank ", launch.rank,
+                ", expected an address that other hosts reach; set MASTER_ADDR or comm.master_addr "
+                "to one, or GLOO_SOCKET_IFNAME to a network interface");
 }
 
 LaunchEnvironment read_launch_environment(const base::Environment& all,

@@ -53,7 +53,8 @@ enum class Reach : std::uint8_t { kThisHost, kNetwork };
 Reach reach(const LaunchEnvironment& launch);
 
 /// Errors: kComm where ranks of several hosts would have to reach `address`, a loopback one, though
-/// the address that was given is none.
+/// the address that was given is none; that ranks may be elsewhere counts only where that address
+/// is all of rank 0's (0.0.0.0).
 void require_network_address(const LaunchEnvironment& launch, const std::string& address);
 
 /// What the user says for launchers that set no MASTER_ADDR and MASTER_PORT.

@@ -51,10 +51,12 @@ Listener listen_on(const std::string& host, std::uint16_t port) {
     if (auto listener = try_to_listen(host, address)) return *std::move(listener);
     tried += concat(tried.empty() ? "" : ", ", host_text(address));
   }
-  throw Error(ErrorKind::kComm,
-              concat("store: found ", host, " (", tried,
-                     ") as the address of rank 0, expected one of its host's own; set MASTER_ADDR "
-                     "or comm.master_addr to one (0.0.0.0 on rank 0 alone: all of them)"));
+  throw Error(
+      ErrorKind::kComm,
+      concat("store: found ", host, " (", tried,
+             ") as the address of rank 0, expected one of its host's own; set MASTER_ADDR "
+             "or comm.master_addr to one (0.0.0.0 on rank 0 alone, with GLOO_SOCKET_IFNAME: all of "
+             "them)"));
 }
 
 std::string port_in_use(const std::string& host, std::uint16_t port) {

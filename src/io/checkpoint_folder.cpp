@@ -114,15 +114,19 @@ struct PieceRead {
 
 bool CheckpointFolder::is_one(const fs::path& path) {
   std::error_code ignored;
-  return fs::exists(path / kManifestFile, ignored) || fs::exists(path / kLatestFile, ignored);
+  if (!fs::is_directory(path, ignored)) return false;
+  if (fs::exists(path / kManifestFile, ignored)) return true;
+  // Other programs have a file `latest` and folders of steps too, beside the model that is meant.
+  return !fs::exists(path / kConfigFile, ignored) && !CheckpointStore(path).steps().empty();
 }
 
 CheckpointFolder CheckpointFolder::open(const fs::path& path) {
   CheckpointFolder checkpoint;
   std::error_code ignored;
   checkpoint.path_ = path;
-  if (!fs::exists(path / kManifestFile, ignored) && fs::exists(path / kLatestFile, ignored)) {
-    checkpoint.path_ = path / step_folder(*CheckpointStore(path).latest());
+  if (!fs::exists(path / kManifestFile, ignored)) {
+    const CheckpointStore store(path);
+    if (const auto latest = store.latest()) checkpoint.path_ = store.complete(*latest);
   }
   const fs::path manifest = checkpoint.path_ / kManifestFile;
   const std::string text = read_text_file(manifest, kMaxManifestBytes);

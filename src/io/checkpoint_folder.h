@@ -25,7 +25,8 @@ namespace tessera {
 
 class CheckpointFolder {
  public:
-  /// Whether `path` is meant as a checkpoint: holds manifest.json, or `latest` beside step-N.
+  /// Whether `path` is meant as a checkpoint: holds manifest.json; or step-N and no config.json,
+  /// as the folder above checkpoints. A file `latest` alone says nothing. Errors: kIo.
   static bool is_one(const std::filesystem::path& path);
 
   /// `path` is step-N, or the folder above it (its `latest` is taken).

@@ -251,7 +251,8 @@ void add_outputs(std::vector<ConfigKey>& keys) {
            between(1, 86400))
       .key("master_addr", &C::master_addr,
            {"", "Address of rank 0 where the launcher gives none.",
-            "MASTER_ADDR; else 127.0.0.1 on one host; under Slurm the first host of the step"})
+            "MASTER_ADDR; else 127.0.0.1 on one host; under Slurm the first host of the step; "
+            "else refused"})
       .key("master_port", &C::master_port, {"", "Its port.", "MASTER_PORT, else chosen"},
            between(1, 65535));
   using B = DebugConfig;

@@ -166,6 +166,24 @@ TEST(RestartedRun, GoesOnInTheFolderOfTheAttemptBefore) {
   EXPECT_THAT(attempt("c", 1, 2), HasSubstr("set job.dump_folder"));
 }
 
+// Else the next attempt would begin anew, hours later.
+TEST(RestartedRun, IsRefusedWhereItsFolderCannotBeNoted) {
+  const TemporaryFolder folder;
+  write_small_run(folder);
+  const auto first_attempt = [&] {
+    return run_program(folder, {"train", "run.toml"},
+                       "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29999 "
+                       "TORCHELASTIC_RUN_ID=a TORCHELASTIC_RESTART_COUNT=0");
+  };
+  ASSERT_EQ(first_attempt().code, 0);
+  const fs::path note = fs::directory_iterator(folder / "outputs/.restarts")->path();
+  fs::remove(note);
+  fs::create_directory(note);
+  const auto outcome = first_attempt();
+  EXPECT_EQ(outcome.code, 2);
+  EXPECT_THAT(outcome.err, HasSubstr("outputs/.restarts/" + note.filename().string()));
+}
+
 // A stopped rank holds the step up for ever: the first signal waits for it, a second one does not.
 TEST(AskedToStop, ASecondSignalEndsAtOnce) {
   const TemporaryFolder folder;
@@ -208,6 +226,44 @@ TEST(FullDisk, AFileThatMayNotGrowIsNamedAndTheCheckpointBeforeStays) {
     ASSERT_EQ(rest.wait(kLong), 0) << rest.err();
   }
   expect_same_bits(store_of(folder, "run"), store_of(folder, "whole"), 8);
+}
+
+// `tessera train RUN/config.toml` goes on with nothing else.
+TEST(FullDisk, LeavesTheRunsConfigAsItWas) {
+  const TemporaryFolder folder;
+  write_small_run(folder);
+  const Words train{TESSERA_PROGRAM, "train",
+                    "run.toml",      "--job.dump_folder",
+                    "run",           "--metrics.enable_tensorboard",
+                    "false"};
+  const auto with = [&](Words words, const Words& more) {
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  };
+  Process first(folder.path(), train);
+  ASSERT_EQ(first.wait(kLong), 0) << first.err();
+  const fs::path config = folder / "run/config.toml";
+  const std::string before = read_file(config);
+  ASSERT_GT(before.size(), 1000U);
+  fs::remove_all(folder / "run/logs");
+
+  Process full(folder.path(),
+               with({"prlimit", "--fsize=1000"}, with(train, {"--training.steps", "5"})));
+  EXPECT_EQ(full.wait(kLong), 2);
+  EXPECT_THAT(full.err(), AllOf(HasSubstr("run/config.toml"), HasSubstr("File too large")));
+  EXPECT_EQ(read_file(config), before);
+  for (const auto& entry : fs::directory_iterator(folder / "run")) {
+    EXPECT_THAT(entry.path().filename(), Not(HasSubstr(".tmp")));
+  }
+
+  fs::create_hard_link(config, folder / "link");
+  Process same(folder.path(), {TESSERA_PROGRAM, "train", "run/config.toml"});
+  ASSERT_EQ(same.wait(kLong), 0) << same.err();
+  EXPECT_TRUE(fs::equivalent(config, folder / "link")) << "nothing new, nothing written";
+  Process longer(folder.path(),
+                 {TESSERA_PROGRAM, "train", "run/config.toml", "--training.steps", "5"});
+  ASSERT_EQ(longer.wait(kLong), 0) << longer.err();
+  EXPECT_THAT(read_file(config), HasSubstr("steps = 5"));
 }
 
 /// A small disk of memory in place of a run's checkpoint folder, seen by this process and its

@@ -1,7 +1,9 @@
-// What `inspect --contract` says about a run before it starts.
+// What `inspect` says about a run before it starts, and about what one leaves.
 #include <gmock/gmock.h>
 
+#include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "cli/program.h"
 #include "io/safetensors.h"
@@ -10,6 +12,8 @@ namespace tessera::cli {
 namespace {
 
 using nlohmann::json;
+using ::testing::ContainsRegex;
+using ::testing::EndsWith;
 using ::testing::HasSubstr;
 
 TEST(InspectCommand, ShowsTheContractOfEveryParameterWithoutWeights) {
@@ -109,6 +113,82 @@ TEST(InspectCommand, ALargeModelOn64RanksIsPlannedWithoutItsWeights) {
   EXPECT_EQ(found["units"].size(), 83U);
   EXPECT_GT(found["shard_bytes"].get<std::int64_t>(), std::int64_t{4} << 30);
   EXPECT_THAT(found["layout"], HasSubstr("dp_shard 64"));
+}
+
+TEST(InspectCommand, ACheckpointHasTheKeysOfAFolderWithStepFilesAndPieces) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  ASSERT_EQ(
+      run_program(folder, {"train", "run.toml", "--nproc", "2", "--job.dump_folder", "run"}).code,
+      0);
+  const Outcome outcome = run_program(folder, {"inspect", "run/checkpoint/step-3", "--json"});
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_EQ(run_program(folder, {"inspect", "run/checkpoint", "--json"}).out, outcome.out);
+  const json found = json::parse(outcome.out);
+  const json manifest = json::parse(read_file(folder / "run/checkpoint/step-3/manifest.json"));
+  EXPECT_EQ(found["step"], 3);
+  EXPECT_EQ(found["files"], manifest["files"]);
+  ASSERT_EQ(found["tensors"].size(), manifest["tensors"].size());
+  ASSERT_EQ(found["tensors"].size(), 14U * 4U) << "each with three of the optimizer";
+  const std::map<std::string, std::int64_t> sizes{{"float32", 4}, {"int64", 8}};
+  std::int64_t elements = 0;
+  std::int64_t bytes = 0;
+  for (const auto& [name, tensor] : found["tensors"].items()) {
+    const json& expected = manifest["tensors"][name];
+    EXPECT_EQ(tensor["dtype"], expected["dtype"]) << name;
+    EXPECT_EQ(tensor["shape"], expected["shape"]) << name;
+    EXPECT_EQ(tensor["pieces"], expected["pieces"]) << name;
+    std::int64_t held = 0;
+    std::set<std::string> files;
+    for (const json& piece : tensor["pieces"]) {
+      held += piece["end"].get<std::int64_t>() - piece["begin"].get<std::int64_t>();
+      files.insert(piece["file"]);
+    }
+    EXPECT_EQ(tensor["bytes"], held * sizes.at(tensor["dtype"])) << name;
+    EXPECT_EQ(tensor["file"], files.size() == 1 ? json(*files.begin()) : json()) << name;
+    elements += held;
+    bytes += held * sizes.at(tensor["dtype"]);
+  }
+  EXPECT_EQ(found["total"]["tensors"], 14 * 4);
+  EXPECT_EQ(found["total"]["elements"], elements);
+  EXPECT_EQ(found["total"]["bytes"], bytes);
+  EXPECT_EQ(found["total"]["files"], 2);
+
+  const Outcome text = run_program(folder, {"inspect", "run/checkpoint"});
+  ASSERT_EQ(text.code, 0) << text.err;
+  EXPECT_THAT(text.out, ContainsRegex("model/lm_head\\.weight +float32 +\\[260, 16\\] +16640 bytes "
+                                      "in [12] piece\\(s\\)\n"));
+  EXPECT_THAT(text.out, EndsWith("step 3: 56 tensors, " + std::to_string(elements) + " elements, " +
+                                 std::to_string(bytes) + " bytes in 2 file(s)\n"));
+}
+
+TEST(InspectCommand, ADamagedCheckpointIsRefused) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  ASSERT_EQ(run_program(folder, {"train", "run.toml", "--job.dump_folder", "run"}).code, 0);
+  const auto file = folder / "run/checkpoint/step-3/rank_0.safetensors";
+  std::filesystem::resize_file(file, std::filesystem::file_size(file) - 1);
+  const Outcome outcome = run_program(folder, {"inspect", "run/checkpoint/step-3"});
+  EXPECT_EQ(outcome.code, 2);
+  EXPECT_EQ(outcome.out, "");
+  EXPECT_THAT(outcome.err, HasSubstr("rank_0.safetensors': found "));
+}
+
+// DeepSpeed and others write such a file, and folders of steps, beside the model.
+TEST(InspectCommand, AFolderOfAModelWithAFileLatestIsAFolder) {
+  const testing::TemporaryFolder folder;
+  const std::filesystem::path model = std::filesystem::path(TESSERA_TEST_DATA) / "qwen3-mixed";
+  std::filesystem::copy(model, folder / "model", std::filesystem::copy_options::recursive);
+  const Outcome before = run_program(folder, {"inspect", "model", "--json"});
+  ASSERT_EQ(before.code, 0) << before.err;
+  std::filesystem::create_directories(folder / "model/step-500");
+  folder.write("model/latest", "global_step500");
+  const Outcome outcome = run_program(folder, {"inspect", "model", "--json"});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_EQ(outcome.out, before.out);
+  const Outcome text = run_program(
+      folder, {"generate", "--model", "model", "--prompt-tokens", "1,2", "--max-new-tokens", "1"});
+  EXPECT_EQ(text.code, 0) << text.err;
 }
 
 }  // namespace

@@ -25,17 +25,19 @@ inline std::string read_file(const std::filesystem::path& path) {
 }
 
 /// `environment` stands in front of the command ("RANK=0 WORLD_SIZE=2"). One thread a rank: tests
-/// share the machine. The launcher's own variables are cleared.
+/// share the machine. The launcher's own variables are cleared. `standard_output` is the shell's
+/// redirection; any other leaves `out` empty.
 inline Outcome run_program(const testing::TemporaryFolder& folder,
                            const std::vector<std::string>& words,
-                           const std::string& environment = "") {
+                           const std::string& environment = "",
+                           const std::string& standard_output = "> stdout.txt") {
   std::string command =
       "cd '" + folder.path().string() +
       "' && env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u MASTER_ADDR -u MASTER_PORT "
       "OMP_NUM_THREADS=1 " +
       environment + " timeout 60 '" TESSERA_PROGRAM "'";
   for (const std::string& word : words) command += " '" + word + "'";
-  command += " > stdout.txt 2> stderr.txt < /dev/null";
+  command += " " + standard_output + " 2> stderr.txt < /dev/null";
   const int status = std::system(command.c_str());
   Outcome outcome;
   outcome.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;

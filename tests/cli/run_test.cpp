@@ -147,5 +147,52 @@ TEST(Program, HelpAndVersionGoToStdout) {
   EXPECT_THAT(version.out, HasSubstr("gloo"));
 }
 
+struct StandardOutput {
+  std::string name;
+  std::string redirection;
+};
+
+class LostOutput : public ::testing::TestWithParam<StandardOutput> {};
+
+// Full disk, and a descriptor that is not there: nobody may take either for success.
+TEST_P(LostOutput, IsAFailureOfEveryVerb) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  const std::string model = std::string(TESSERA_TEST_DATA) + "/qwen3-mixed";
+  const std::vector<std::vector<std::string>> commands{
+      {"--help"},
+      {"--version"},
+      {"train", "--help"},
+      {"train", "run.toml", "--print-config"},
+      {"inspect", model},
+      {"inspect", model, "--json"},
+      {"inspect", "--contract", "run.toml"},
+      {"convert", model, "converted"},
+      {"generate", "--model", model, "--prompt-tokens", "1,2", "--max-new-tokens", "4"},
+      {"train", "run.toml", "--job.dump_folder", "run"},
+      {"train", "run.toml", "--job.dump_folder", "run2", "--nproc", "2"}};
+  for (const auto& words : commands) {
+    const Outcome outcome = run_program(folder, words, "", GetParam().redirection);
+    EXPECT_EQ(outcome.code, 1) << words.front() << "\n" << outcome.err;
+    EXPECT_THAT(outcome.err, HasSubstr("stdout: ")) << words.front();
+  }
+  EXPECT_TRUE(std::filesystem::exists(folder / "converted/config.json")) << "it was complete";
+}
+
+TEST_P(LostOutput, IsNoMatterWhereNothingIsPrinted) {
+  const testing::TemporaryFolder folder;
+  const std::string model = std::string(TESSERA_TEST_DATA) + "/qwen3-mixed";
+  const Outcome outcome = run_program(
+      folder,
+      {"gradients", "--model", model, "--batch", model + "/reference.safetensors", "--out", "g"},
+      "", GetParam().redirection);
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+}
+
+INSTANTIATE_TEST_SUITE_P(Program, LostOutput,
+                         ::testing::Values(StandardOutput{"FullDisk", "> /dev/full"},
+                                           StandardOutput{"Closed", ">&-"}),
+                         [](const auto& one) { return one.param.name; });
+
 }  // namespace
 }  // namespace tessera::cli

@@ -4,12 +4,13 @@
 #include <gtest/gtest.h>
 
 #include "tessera/error.h"
+#include "unit/io/temporary_folder.h"
 
 namespace tessera::comm {
 namespace {
 
 using base::Environment;
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 Environment torchrun(const std::string& rank, const std::string& size) {
   return {{"RANK", rank},
@@ -139,6 +140,23 @@ TEST(LaunchEnvironment, ANameThatMeansLoopbackOnItsOwnHostIsRefusedForSeveralHos
   const auto asked = read_launch_environment(with(kSlurm, {{"MASTER_ADDR", "127.0.0.1"}}));
   EXPECT_NO_THROW(require_network_address(asked, "127.0.0.1"));
   EXPECT_NO_THROW(require_network_address(read_launch_environment(kPmi), "127.0.0.1"));
+}
+
+// Gloo would tell the others 127.0.0.1, and those of other hosts would wait for nobody.
+TEST(LaunchEnvironment, AllAddressesOfRank0DoNotLeadToLoopbackUnlessOneHostIsCertain) {
+  for (const char* host : {"0.0.0.0", "::"}) {
+    const auto unknown = read_launch_environment(with(kPmiSomewhere, {{"MASTER_ADDR", host}}));
+    EXPECT_NO_THROW(require_network_address(unknown, host)) << "the store itself";
+    EXPECT_NO_THROW(require_network_address(unknown, "10.0.0.1"));
+    EXPECT_THAT(
+        testing::error_of(ErrorKind::kComm, [&] { require_network_address(unknown, "127.0.0.1"); }),
+        HasSubstr("GLOO_SOCKET_IFNAME"))
+        << host;
+    const auto one = read_launch_environment(with(kPmi, {{"MASTER_ADDR", host}}));
+    EXPECT_NO_THROW(require_network_address(one, "127.0.0.1")) << host;
+  }
+  const auto named = read_launch_environment(with(kPmiSomewhere, {{"MASTER_ADDR", "head"}}));
+  EXPECT_NO_THROW(require_network_address(named, "127.0.1.1")) << "perhaps all are there";
 }
 
 TEST(LaunchEnvironment, LoopbackAddressesAreKnown) {

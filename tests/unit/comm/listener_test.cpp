@@ -47,7 +47,7 @@ TEST(Listener, SaysAtWhichAddress) {
 TEST(Listener, AnotherHostsAddressIsRefused) {
   EXPECT_THAT(testing::error_of(ErrorKind::kComm, [] { listen_on("192.0.2.1", 0); }),
               AllOf(HasSubstr("found 192.0.2.1 (192.0.2.1) as the address of rank 0"),
-                    HasSubstr("comm.master_addr")));
+                    HasSubstr("comm.master_addr"), HasSubstr("with GLOO_SOCKET_IFNAME")));
 }
 
 TEST(Listener, PortInUseIsNamedWithWhatToDo) {

@@ -206,11 +206,26 @@ TEST(CheckpointFolder, TheFolderAboveGivesItsLatest) {
   EXPECT_FALSE(CheckpointFolder::is_one(folder.path()));
   write_random_checkpoint(random, store.complete(7));
   const auto newer = write_random_checkpoint(random, store.complete(12));
+  EXPECT_TRUE(CheckpointFolder::is_one(folder.path())) << "a crash before the first `latest`";
+  EXPECT_EQ(CheckpointFolder::open(folder.path()).path(), store.complete(12));
   store.set_latest(12);
   EXPECT_TRUE(CheckpointFolder::is_one(folder.path()));
   EXPECT_TRUE(CheckpointFolder::is_one(store.complete(7)));
   EXPECT_EQ(CheckpointFolder::open(folder.path()).manifest(), newer.manifest);
   EXPECT_EQ(CheckpointFolder::open(folder.path()).path(), store.complete(12));
+}
+
+TEST(CheckpointFolder, AModelsFolderIsNoneWhateverElseItHolds) {
+  const TemporaryFolder folder;
+  folder.write("config.json", "{}");
+  folder.write("model.safetensors", "");
+  EXPECT_FALSE(CheckpointFolder::is_one(folder.path()));
+  folder.write("latest", "global_step500");
+  EXPECT_FALSE(CheckpointFolder::is_one(folder.path()));
+  std::filesystem::create_directories(folder / "step-500");
+  EXPECT_FALSE(CheckpointFolder::is_one(folder.path()));
+  EXPECT_FALSE(CheckpointFolder::is_one(folder / "config.json"));
+  EXPECT_FALSE(CheckpointFolder::is_one(folder / "absent"));
 }
 
 TEST(CheckpointStore, NamesOfStepsAreThoseThatItGives) {
