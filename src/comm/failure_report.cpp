@@ -72,7 +72,6 @@ void keep_in_log(const FailureRecord& record) {
   }
   record.rank = launch.rank;
   tell_parent(record);
-  keep_in_log(record);
   refuse_once(error, record.exit_code, [&] { print(to_string(record)); });
   ::_exit(record.exit_code);
 }
@@ -95,16 +94,19 @@ void report_failure(World* world, const std::exception& error, int code) {
   claim_exit();
   finish_report();
   FailureRecord record{FailureClass::kPrimary, monotonic_ns(), 0, code, one_line(error.what())};
+  keep_in_log(record);  // a store that is gone may take a second to say so
   auto* const process_world = dynamic_cast<ProcessWorld*>(world);
   if (dynamic_cast<const PeerLost*>(&error) != nullptr) {
     record.what = FailureClass::kNoticed;
     const auto cause = process_world != nullptr ? process_world->known_failure() : std::nullopt;
-    if (cause) record.message = concat("stopped because of ", to_string(*cause));
+    if (cause) {
+      record.message = concat("stopped because of ", to_string(*cause));
+      keep_in_log(record);
+    }
   }
   if (world == nullptr) report_before_joining(error, std::move(record));
   record.rank = world->rank();
   tell_parent(record);
-  keep_in_log(record);
   if (process_world == nullptr) {
     print(to_string(record));
   } else {

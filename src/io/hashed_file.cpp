@@ -14,7 +14,7 @@ namespace tessera {
 namespace {
 
 // Small enough that bytes are still in the cache when they are hashed, or written after it.
-constexpr std::size_t kChunkBytes = std::size_t{512} << 10;
+constexpr std::size_t kChunkBytes = std::size_t{128} << 10;
 // The disk begins with what is written while the rest still comes.
 constexpr std::int64_t kWriteOutBytes = std::int64_t{8} << 20;
 

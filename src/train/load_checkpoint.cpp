@@ -8,10 +8,13 @@
 
 #include "base/log.h"
 #include "base/printable.h"
+#include "fsdp/runtime.h"
+#include "fsdp/unit.h"
 #include "grad/torch_dtype.h"
 #include "io/checkpoint_store.h"
 #include "tessera/error.h"
 #include "train/agreement.h"
+#include "train/progress.h"
 #include "train/resume.h"
 
 namespace tessera::train {
@@ -72,7 +75,17 @@ class Loader {
       if (is_mine(i)) mine[files[i]] = {};
     }
     for (const auto& part : parts()) want(part, mine);
-    for (auto& [file, wanted] : mine) checkpoint_.verify(file, std::move(wanted));
+    const auto& listed = checkpoint_.manifest().files;
+    std::int64_t total = 0;
+    for (const auto& [file, wanted] : mine) total += listed.find(file)->second.bytes;
+    // The other ranks are about as far.
+    const bool shown = model_.unit()->runtime().world().rank() == 0;
+    LoadingProgress progress("loading the checkpoint", total,
+                             shown ? LoadingProgress::Shown::kYes : LoadingProgress::Shown::kNo);
+    for (auto& [file, wanted] : mine) {
+      checkpoint_.verify(file, std::move(wanted));
+      progress.add(listed.find(file)->second.bytes);
+    }
   }
 
   /// The rest, once all files are verified.

@@ -2,18 +2,21 @@
 // folder that cannot be written.
 #include <gmock/gmock.h>
 #include <sched.h>
+#include <signal.h>
 #include <sys/mount.h>
 
 #include <algorithm>
 #include <random>
+#include <thread>
 
+#include "cli/process.h"
 #include "cli/same_bits.h"
-#include "cli/started_program.h"
 
 namespace tessera::cli {
 namespace {
 
 namespace fs = std::filesystem;
+using std::chrono::milliseconds;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -23,23 +26,28 @@ using testing::TemporaryFolder;
 
 constexpr auto kLong = std::chrono::minutes(2);
 
-std::vector<std::string> two_ranks(const std::string& run, int steps, int interval) {
-  return {"train",
-          "run.toml",
-          "--nproc",
-          "2",
-          "--job.dump_folder",
-          run,
-          "--training.steps",
-          std::to_string(steps),
-          "--checkpoint.interval",
-          std::to_string(interval),
-          "--metrics.log_freq",
-          "100000"};
+/// `limit` stands in front of the program.
+Words two_ranks(const std::string& run, int steps, int interval, const Words& limit = {}) {
+  Words words = limit;
+  const Words program{TESSERA_PROGRAM,
+                      "train",
+                      "run.toml",
+                      "--nproc",
+                      "2",
+                      "--job.dump_folder",
+                      run,
+                      "--training.steps",
+                      std::to_string(steps),
+                      "--checkpoint.interval",
+                      std::to_string(interval),
+                      "--metrics.log_freq",
+                      "100000"};
+  words.insert(words.end(), program.begin(), program.end());
+  return words;
 }
 
-bool gone(const std::vector<pid_t>& pids) {
-  return std::ranges::none_of(pids, [](pid_t pid) { return ::kill(pid, 0) == 0; });
+bool gone(const std::map<int, pid_t>& ranks) {
+  return std::ranges::none_of(ranks, [](const auto& one) { return alive(one.second); });
 }
 
 // 40 times everything is killed, 20 times one rank, from the start of the processes into the steps
@@ -50,7 +58,7 @@ TEST(KilledRun, GoesOnWithTheBitsOfTheUndisturbedRun) {
   constexpr int kInterval = 5;
   const TemporaryFolder folder;
   write_small_run(folder);
-  StartedProgram undisturbed(folder, two_ranks("whole", kSteps, kInterval));
+  Process undisturbed(folder.path(), two_ranks("whole", kSteps, kInterval));
   ASSERT_EQ(undisturbed.wait(kLong), 0) << undisturbed.err();
   const auto whole = store_of(folder, "whole");
   const auto store = store_of(folder, "run");
@@ -68,32 +76,31 @@ TEST(KilledRun, GoesOnWithTheBitsOfTheUndisturbedRun) {
     const auto moment = milliseconds(random() % 2000);
     SCOPED_TRACE("case " + std::to_string(i) + (all ? ", all" : ", one rank") + " after " +
                  std::to_string(moment.count()) + " ms");
-    StartedProgram run(folder, two_ranks("run", kSteps, kInterval));
-    ASSERT_TRUE(eventually([&] { return run.rank_pids().size() == 2 || run.ended(); }));
-    const auto pids = run.rank_pids();
+    Process run(folder.path(), two_ranks("run", kSteps, kInterval));
+    const auto pids = run.wait_for_ranks(2);
     std::this_thread::sleep_for(moment);
-    if (run.ended()) {
+    if (run.wait(milliseconds(0))) {
       ASSERT_EQ(run.wait(kLong), 0) << run.err();
       expect_end();
       continue;
     }
     if (all) {
-      run.signal(SIGKILL);
-      const int code = run.wait(kLong);
+      ::kill(run.pid(), SIGKILL);
+      const int code = run.wait(kLong).value_or(-1);
       EXPECT_TRUE(code == 128 + SIGKILL || code == 0) << code;  // 0: it ended in this very moment
     } else {
-      ::kill(pids.at(random() % 2), SIGKILL);
-      const int code = run.wait(kLong);
+      ::kill(pids.at(static_cast<int>(random() % 2)), SIGKILL);
+      const int code = run.wait(kLong).value_or(-1);
       EXPECT_TRUE(code == 128 + SIGKILL || code == 0) << code;  // 0: it was ending by itself
     }
-    ASSERT_TRUE(eventually([&] { return gone(pids); })) << "ranks die with their parent";
+    ASSERT_TRUE(wait_until(kLong, [&] { return gone(pids); })) << "ranks die with their parent";
     if (const auto latest = store.latest()) {
       expect_same_bits(store, whole, *latest);
       ++with_checkpoint;
     }
   }
   EXPECT_GE(with_checkpoint, 30) << "most moments were in the steps";
-  StartedProgram last(folder, two_ranks("run", kSteps, kInterval));
+  Process last(folder.path(), two_ranks("run", kSteps, kInterval));
   ASSERT_EQ(last.wait(kLong), 0) << last.err();
   expect_end();
 }
@@ -109,19 +116,19 @@ TEST(AskedToStop, SavesTheStepAndGoesOnLaterWithTheSameBits) {
     SCOPED_TRACE(one.signal);
     fs::remove_all(folder / "run");
     fs::remove_all(folder / "whole");
-    StartedProgram run(folder, two_ranks("run", 100'000, 100'000));
-    ASSERT_TRUE(eventually([&] { return losses(folder / "run").size() >= 5; })) << run.err();
+    Process run(folder.path(), two_ranks("run", 100'000, 100'000));
+    ASSERT_TRUE(wait_until(kLong, [&] { return losses(folder / "run").size() >= 5; })) << run.err();
     if (one.one_rank) {
-      ::kill(run.rank_pids().at(1), one.signal);
+      ::kill(run.wait_for_ranks(2).at(1), one.signal);
     } else {
-      run.signal(one.signal);
+      ::kill(run.pid(), one.signal);
     }
     ASSERT_EQ(run.wait(kLong), 0) << run.err();
     const auto steps = static_cast<int>(losses(folder / "run").size());
     EXPECT_THAT(store_of(folder, "run").steps(), ElementsAre(steps));
 
     for (const std::string name : {"run", "whole"}) {
-      StartedProgram rest(folder, two_ranks(name, steps + 3, 100'000));
+      Process rest(folder.path(), two_ranks(name, steps + 3, 100'000));
       ASSERT_EQ(rest.wait(kLong), 0) << rest.err();
     }
     expect_same_bits(store_of(folder, "run"), store_of(folder, "whole"), steps + 3);
@@ -163,15 +170,15 @@ TEST(RestartedRun, GoesOnInTheFolderOfTheAttemptBefore) {
 TEST(AskedToStop, ASecondSignalEndsAtOnce) {
   const TemporaryFolder folder;
   write_small_run(folder);
-  StartedProgram run(folder, two_ranks("run", 100'000, 100'000));
-  ASSERT_TRUE(eventually([&] { return losses(folder / "run").size() >= 3; })) << run.err();
-  const auto pids = run.rank_pids();
+  Process run(folder.path(), two_ranks("run", 100'000, 100'000));
+  ASSERT_TRUE(wait_until(kLong, [&] { return losses(folder / "run").size() >= 3; })) << run.err();
+  const auto pids = run.wait_for_ranks(2);
   ::kill(pids.at(1), SIGSTOP);
-  run.signal(SIGTERM);
-  EXPECT_EQ(run.wait(milliseconds(500)), -1) << "the step is not finished";
-  run.signal(SIGTERM);
+  ::kill(run.pid(), SIGTERM);
+  EXPECT_EQ(run.wait(milliseconds(500)), std::nullopt) << "the step is not finished";
+  ::kill(run.pid(), SIGTERM);
   EXPECT_EQ(run.wait(std::chrono::seconds(15)), 128 + SIGTERM);
-  EXPECT_TRUE(eventually([&] { return gone(pids); }));
+  EXPECT_TRUE(wait_until(kLong, [&] { return gone(pids); }));
 }
 
 /// The file that an error line of a run names, the step before it intact, nothing half written; and
@@ -188,15 +195,16 @@ void expect_intact(const TemporaryFolder& folder, std::int64_t step) {
 TEST(FullDisk, AFileThatMayNotGrowIsNamedAndTheCheckpointBeforeStays) {
   const TemporaryFolder folder;
   write_small_run(folder);
-  StartedProgram first(folder, two_ranks("run", 4, 2));
+  Process first(folder.path(), two_ranks("run", 4, 2));
   ASSERT_EQ(first.wait(kLong), 0) << first.err();
-  StartedProgram full(folder, two_ranks("run", 8, 2), rlim_t{40'000});  // a rank's file has 67 KB
+  Process full(folder.path(),
+               two_ranks("run", 8, 2, {"prlimit", "--fsize=40000"}));  // a rank's file has 67 KB
   EXPECT_EQ(full.wait(kLong), 1);
   EXPECT_THAT(full.err(), AllOf(HasSubstr("checkpoint of step 6"), HasSubstr("rank_0.safetensors"),
                                 HasSubstr("File too large")));
   expect_intact(folder, 4);
   for (const std::string name : {"run", "whole"}) {
-    StartedProgram rest(folder, two_ranks(name, 8, 2));
+    Process rest(folder.path(), two_ranks(name, 8, 2));
     ASSERT_EQ(rest.wait(kLong), 0) << rest.err();
   }
   expect_same_bits(store_of(folder, "run"), store_of(folder, "whole"), 8);
@@ -233,14 +241,14 @@ TEST(FullDisk, IsNamedAndTheCheckpointBeforeStays) {
   write_small_run(folder);
   const SmallDisk disk(folder / "run/checkpoint");
   if (!disk.mounted()) GTEST_SKIP() << "needs the right to mount";
-  StartedProgram full(folder, two_ranks("run", 20, 2));  // 140 KB each: two fit
+  Process full(folder.path(), two_ranks("run", 20, 2));  // 140 KB each: two fit
   EXPECT_EQ(full.wait(kLong), 1);
   EXPECT_THAT(full.err(), AllOf(HasSubstr("checkpoint of step 6"), HasSubstr("rank_"),
                                 HasSubstr("No space left on device")));
   expect_intact(folder, 4);
   ASSERT_TRUE(disk.remount(0, "size=4m"));
   for (const std::string name : {"run", "whole"}) {
-    StartedProgram rest(folder, two_ranks(name, 20, 2));
+    Process rest(folder.path(), two_ranks(name, 20, 2));
     ASSERT_EQ(rest.wait(kLong), 0) << rest.err();
   }
   expect_same_bits(store_of(folder, "run"), store_of(folder, "whole"), 20);
@@ -253,10 +261,10 @@ TEST(ReadOnlyFolder, IsRefusedAtTheStartAndEndsARunWithTheCheckpointBeforeIntact
   if (!disk.mounted()) GTEST_SKIP() << "needs the right to mount";
   ASSERT_TRUE(disk.remount(0, "size=100m"));
   const auto store = store_of(folder, "run");
-  StartedProgram run(folder, two_ranks("run", 100'000, 5));
-  ASSERT_TRUE(eventually([&] { return store.steps().size() >= 2; })) << run.err();
+  Process run(folder.path(), two_ranks("run", 100'000, 5));
+  ASSERT_TRUE(wait_until(kLong, [&] { return store.steps().size() >= 2; })) << run.err();
   // Refused as busy while a file is open for writing.
-  ASSERT_TRUE(eventually([&] { return disk.remount(MS_RDONLY, "size=100m"); }));
+  ASSERT_TRUE(wait_until(kLong, [&] { return disk.remount(MS_RDONLY, "size=100m"); }));
   EXPECT_EQ(run.wait(kLong), 1);
   EXPECT_THAT(run.err(), AllOf(HasSubstr("checkpoint of step "), HasSubstr("run/checkpoint/step-"),
                                HasSubstr("Read-only file system")));
@@ -264,12 +272,12 @@ TEST(ReadOnlyFolder, IsRefusedAtTheStartAndEndsARunWithTheCheckpointBeforeIntact
   ASSERT_TRUE(latest.has_value());
   CheckpointFolder::open(store.complete(*latest)).verify_all();
 
-  StartedProgram refused(folder, two_ranks("run", 100'000, 5));
+  Process refused(folder.path(), two_ranks("run", 100'000, 5));
   EXPECT_EQ(refused.wait(kLong), 2);
   EXPECT_THAT(refused.err(),
               AllOf(HasSubstr("run/checkpoint"), HasSubstr("Read-only file system")));
   ASSERT_TRUE(disk.remount(0, "size=100m"));
-  StartedProgram rest(folder, two_ranks("run", static_cast<int>(*latest) + 1, 5));
+  Process rest(folder.path(), two_ranks("run", static_cast<int>(*latest) + 1, 5));
   EXPECT_EQ(rest.wait(kLong), 0) << rest.err();
 }
 

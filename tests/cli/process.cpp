@@ -195,7 +195,7 @@ std::map<int, pid_t> Process::wait_for_ranks(std::size_t count) const {
     for (const pid_t pid : descendants(pid_)) {
       if (const auto rank = rank_of(pid)) ranks[*rank] = pid;
     }
-    return ranks.size() >= count;
+    return ranks.size() >= count || !alive(pid_);
   });
   return ranks;
 }

@@ -33,8 +33,8 @@ class Process {
   std::string err() const;
   std::string last_error_line() const;
 
-  /// The processes of the ranks that it has started, by rank, once there are `count`. Fewer if that
-  /// takes longer than two minutes.
+  /// The processes of the ranks that it has started, by rank, once there are `count`. Fewer if it
+  /// has ended, or that takes longer than two minutes.
   std::map<int, pid_t> wait_for_ranks(std::size_t count) const;
 
  private:

@@ -81,9 +81,6 @@ INSTANTIATE_TEST_SUITE_P(
         Refused{train({}), "Slurm started 2 ranks on several hosts and says no address",
                 "SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2 "
                 "SLURM_LOCALID=0"},
-        Refused{train({}), "Slurm: found an option in place of a list",
-                "SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2 "
-                "SLURM_LOCALID=0 SLURM_STEP_NODELIST=--version"},
         Refused{train({}), "PMI started 4 ranks on several hosts and says no address",
                 "PMI_RANK=0 PMI_SIZE=4 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2"},
         Refused{train({}), "PMI started 2 ranks and says neither where nor an address",
