@@ -137,7 +137,9 @@ class Loader {
   };
 
   static Part part_of(const std::string& name, const ShardView& view, const at::Tensor& values) {
-    return {name, view.begin, view.end,
+    return {name,
+            view.begin,
+            view.end,
             {static_cast<std::byte*>(values.mutable_data_ptr()), values.nbytes()}};
   }
 
@@ -191,9 +193,8 @@ void load_checkpoint(const CheckpointFolder& checkpoint, const ShardedBase& mode
   on_all_or_none(world, "verifying the checkpoint", [&] {
     loader.check();
     // On the layout that wrote it a rank verifies the file that it needs.
-    loader.verify([&](std::size_t file) {
-      return static_cast<int>(file) % world.size() == world.rank();
-    });
+    loader.verify(
+        [&](std::size_t file) { return static_cast<int>(file) % world.size() == world.rank(); });
   });
   on_all_or_none(world, "reading the checkpoint", [&] { loader.fill_rest(); });
   // Whoever restarts this run goes on from here, not from what another attempt reached later.

@@ -8,16 +8,6 @@
 
 namespace tessera::train {
 
-std::vector<std::string> inner_units(const models::ModelSpec& spec) {
-  std::vector<std::string> units;
-  if (!spec.tie_word_embeddings) units.emplace_back("model.embed_tokens");
-  for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
-    units.push_back(concat("model.layers.", i));
-  }
-  if (!spec.tie_word_embeddings) units.emplace_back("head");
-  return units;
-}
-
 layout::ModelPlan plan_model(const models::ModelSpec& spec,
                              const std::vector<GradContract>& contracts, int shard_ranks) {
   std::map<std::string, std::string> unit_of;
@@ -26,7 +16,7 @@ layout::ModelPlan plan_model(const models::ModelSpec& spec,
   }
   std::map<std::string, std::size_t> number_of;
   std::vector<layout::UnitItems> inner;
-  for (const std::string& name : inner_units(spec)) {
+  for (const std::string& name : models::sharding_units(spec)) {
     number_of.emplace(name, inner.size());
     inner.push_back({name, {}});
   }

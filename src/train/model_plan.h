@@ -6,7 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "layout/model_plan.h"
@@ -18,10 +17,6 @@ namespace tessera::train {
 /// Buckets below this go to the root and are gathered once a step: a message costs as much as
 /// moving this many bytes (docs/performance.md).
 inline constexpr std::int64_t kMergeBelowBytes = std::int64_t{64} << 10;
-
-/// The units inside the root, in the order of the model: the embedding, each layer, norm and head;
-/// where the head is tied, embedding and head belong to the root.
-std::vector<std::string> inner_units(const models::ModelSpec& spec);
 
 /// `contracts` as resolve_model gives them; `shard_ranks` of the dp_shard axis.
 layout::ModelPlan plan_model(const models::ModelSpec& spec,

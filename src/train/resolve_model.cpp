@@ -77,12 +77,13 @@ ModelSource open_model(const ModelConfig& model) {
 
 std::vector<GradContract> resolve_model(const ModelSource& source, const Config& config,
                                         const ParallelDims& dims) {
-  const auto& pins = models::traits(source.spec.family).pins;
-  const auto freeze = config.model.freeze.value_or(std::vector<std::string>{});
+  const auto& family = models::traits(source.spec.family);
+  const auto& pins = family.pins;
+  const auto freeze = config.model.freeze.value_or(family.frozen);
   const auto bulk = source.folder ? source.folder->bulk_dtype() : std::nullopt;
   const auto table = models::parameter_table(source.spec);
   // Before anything of the config.json's sizes is allocated.
-  if (source.folder) check_tensors(*source.folder, table);
+  if (source.folder) check_tensors(*source.folder, source.spec);
   std::vector<ParameterMeta> metas;
   for (const auto& parameter : table) {
     if (!parameter.tied_to.empty()) {
@@ -114,7 +115,7 @@ std::vector<GradContract> resolve_model(const ModelSource& source, const Config&
     meta.trainable = !matches_any(freeze, meta.name);
     metas.push_back(std::move(meta));
   }
-  require_matches(freeze, metas, "model.freeze");
+  if (config.model.freeze) require_matches(freeze, metas, "model.freeze");
   ReductionPlan reductions;
   if (dims.dp_shard > 1) reductions.shard_axes.emplace_back(axis::kShard);
   if (dims.dp_replicate > 1) reductions.replica_axes.emplace_back(axis::kReplicate);
