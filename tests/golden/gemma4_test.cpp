@@ -1,14 +1,20 @@
 // Gemma 4 under sharding: training against transformers, a frozen tower, images and routing of a
 // batch file. Its gradients are in gradients_test.cpp.
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 
+#include "dist/ranks.h"
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
 #include "io/safetensors_writer.h"
+#include "models/language_model.h"
+#include "train/data.h"
+#include "train/parallelize.h"
+#include "train/weights.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::golden {
@@ -97,6 +103,58 @@ TEST_P(GoldenGemma4, ATowerThatIsTrainedHasGradientsOnEveryLayout) {
   }
   const Layout three{.ranks = 3};
   expect_same_bits(run_gradients(config, three, reference().batches()), expected);
+}
+
+// In the reference's model every bucket is small enough to move to the root. Here none does: each
+// layer of the tower and of the text is gathered on its own.
+TEST_P(GoldenGemma4, UnitsThatAreGatheredOnTheirOwnGiveTheSameGradients) {
+  const int ranks = 2;
+  Tensors found;
+  test::ranks(ranks).run([&](World& world) {
+    at::set_num_threads(1);
+    train::ModelConfig config;
+    config.path = data_folder(GetParam());
+    const auto source = train::open_model(config);
+    const auto plain = models::make_language_model(source.spec);
+    for (auto& item : plain->named_parameters()) {
+      if (item.key().starts_with("model.vision_tower.")) item.value().set_requires_grad(false);
+    }
+    const Mesh mesh = test::data_mesh(world);
+    PrecisionPolicy policy;
+    policy.cast_forward_inputs = false;
+    ShardOptions root;
+    root.divide_factor = 1.0;
+    for (const models::ModelUnit& unit : plain->units()) {
+      ShardOptions options;
+      options.name = unit.name;
+      options.divide_factor = 1.0;
+      options.reshard_after_forward = true;
+      options.canonical_name = [&plain, &unit](const std::string& path) {
+        return plain->canonical_name(unit.name, path);
+      };
+      root.inner.push_back(unit.shard(mesh, policy, options));
+    }
+    Sharded<models::LanguageModel> model(plain, mesh, policy, root);
+    train::load_weights(model, *source.folder);
+    train::load_buffers(*plain, *source.folder);
+    model.set_loaded();
+    const auto batch = train::open_gradients_batch(
+        reference().batches(), train::vocabulary_of(source.spec, false), std::nullopt);
+    const train::RowRange row{world.rank(), world.rank() + 1};
+    const double kept = static_cast<double>(batch->load(1, {0, ranks}).kept_labels());
+    for (int i = 0; i < 2; ++i) {  // the second step follows the recorded order
+      model.zero_grad();
+      const at::Tensor loss = model.forward(batch->load(1, row).inputs());
+      (loss / kept).backward();
+    }
+    model.visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
+      if (world.rank() == 0) found[name] = gradient.detach().clone();
+    });
+  });
+  ASSERT_EQ(found.size(), reference().gradients().size());
+  for (const auto& [name, gradient] : reference().gradients()) {
+    EXPECT_LT(relative_error(found.at(name), gradient), kGradientBound) << name;
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Folders, GoldenGemma4, ::testing::ValuesIn(kGemmaFolders),
