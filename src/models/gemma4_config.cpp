@@ -195,11 +195,14 @@ ModelSpec read_gemma4(ConfigReader& keys, Purpose purpose, std::vector<std::stri
   keys.expect("audio_config", nullptr, "audio is not supported");
   keys.expect("quantization_config", nullptr, "quantized weights are not supported");
   keys.expect("is_encoder_decoder", false, "decoder-only models");
-  keys.ignore({"boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index",
-               "initializer_range"});
+  keys.ignore({"initializer_range"});  // the text_config's counts
   gemma.image_token_id = or_default(keys, "image_token_id", kToken, gemma.image_token_id);
   gemma.video_token_id = or_default(keys, "video_token_id", kToken, gemma.video_token_id);
   gemma.audio_token_id = or_default(keys, "audio_token_id", kToken, gemma.audio_token_id);
+  gemma.boi_token_id = or_default(keys, "boi_token_id", kToken, gemma.boi_token_id);
+  gemma.eoi_token_id = or_default(keys, "eoi_token_id", kToken, gemma.eoi_token_id);
+  gemma.boa_token_id = or_default(keys, "boa_token_id", kToken, gemma.boa_token_id);
+  gemma.eoa_token_index = or_default(keys, "eoa_token_index", kToken, gemma.eoa_token_index);
   spec.tie_word_embeddings = keys.boolean("tie_word_embeddings").value_or(true);
   join_dtype(keys, spec.dtype);
   spec.tessera_tokenizer = read_tokenizer(keys);

@@ -97,7 +97,11 @@ nlohmann::ordered_json gemma4_json(const ModelSpec& spec) {
   json["architectures"] = {"Gemma4ForConditionalGeneration"};
   json["audio_config"] = nullptr;
   json["audio_token_id"] = gemma.audio_token_id;
+  json["boa_token_id"] = gemma.boa_token_id;
+  json["boi_token_id"] = gemma.boi_token_id;
   if (spec.dtype) json["dtype"] = to_string(*spec.dtype);
+  json["eoa_token_index"] = gemma.eoa_token_index;
+  json["eoi_token_id"] = gemma.eoi_token_id;
   json["image_token_id"] = gemma.image_token_id;
   json["initializer_range"] = spec.initializer_range;
   json["model_type"] = "gemma4";

@@ -69,11 +69,11 @@ Gemma4TextLayer::Gemma4TextLayer(const ModelSpec& spec, std::size_t number,
   pre_feedforward_layernorm_ = norm("pre_feedforward_layernorm");
   post_feedforward_layernorm_ = norm("post_feedforward_layernorm");
   if (const auto& experts = spec.gemma4->experts) {
-    router_ = register_module("router", std::make_shared<Gemma4Router>(spec, *experts));
-    experts_ = register_module("experts", std::make_shared<Gemma4ExpertBank>(spec, *experts));
     post_feedforward_layernorm_1_ = norm("post_feedforward_layernorm_1");
     post_feedforward_layernorm_2_ = norm("post_feedforward_layernorm_2");
     pre_feedforward_layernorm_2_ = norm("pre_feedforward_layernorm_2");
+    router_ = register_module("router", std::make_shared<Gemma4Router>(spec, *experts));
+    experts_ = register_module("experts", std::make_shared<Gemma4ExpertBank>(spec, *experts));
   }
   layer_scalar_ = register_buffer("layer_scalar", at::ones({1}));
 }

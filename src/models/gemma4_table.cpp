@@ -20,9 +20,9 @@ void add_experts(TableBuilder& table, const std::string& layer, std::int64_t hid
                            "pre_feedforward_layernorm_2"}) {
     table.norm(concat(layer, ".", name, ".weight"), hidden);
   }
-  table.linear(layer + ".router.proj", moe.num_experts, hidden, false);
   table.norm(layer + ".router.scale", hidden);
   table.norm(layer + ".router.per_expert_scale", moe.num_experts);
+  table.linear(layer + ".router.proj", moe.num_experts, hidden, false);
   table.matrix(layer + ".experts.gate_up_proj",
                {moe.num_experts, 2 * moe.moe_intermediate_size, hidden});
   table.matrix(layer + ".experts.down_proj", {moe.num_experts, hidden, moe.moe_intermediate_size});
@@ -54,8 +54,8 @@ void add_vision(TableBuilder& table, const Gemma4Vision& vision) {
   const std::int64_t hidden = vision.hidden_size;
   const std::string front = concat(kTower, "patch_embedder");
   table.begin_unit(front);
-  table.linear(front + ".input_proj", hidden, 3 * vision.patch_size * vision.patch_size, false);
   table.ones(front + ".position_embedding_table", {2, vision.position_embedding_size, hidden});
+  table.linear(front + ".input_proj", hidden, 3 * vision.patch_size * vision.patch_size, false);
   const std::int64_t q_size = vision.num_attention_heads * vision.head_dim;
   const std::int64_t kv_size = vision.num_key_value_heads * vision.head_dim;
   for (std::int64_t i = 0; i < vision.num_hidden_layers; ++i) {

@@ -106,7 +106,12 @@ TEST(Gemma4Model, ParametersAndBuffersAreThoseOfTheTables) {
   for (const ModelSpec& spec : {small(), untied_text()}) {
     const Gemma4Model model(spec);
     Shapes parameters;
-    for (const ParameterSpec& row : parameter_table(spec)) parameters[row.name] = row.shape;
+    std::vector<std::string> in_order;
+    for (const ParameterSpec& row : parameter_table(spec)) {
+      parameters[row.name] = row.shape;
+      in_order.push_back(row.name);
+    }
+    EXPECT_EQ(model.named_parameters().keys(), in_order) << "plans are made from the table";
     Shapes buffers;
     for (const BufferSpec& row : buffer_table(spec)) buffers[row.name] = row.shape;
     EXPECT_EQ(shapes_of(model.named_parameters()), parameters);
