@@ -2,6 +2,7 @@
 #include <nlohmann/json.hpp>
 
 #include "models/family.h"
+#include "models/gemma4_config.h"
 #include "models/model_spec.h"
 #include "tessera/error.h"
 
@@ -31,6 +32,7 @@ nlohmann::ordered_json or_null(const std::optional<T>& value) {
 }  // namespace
 
 std::string config_json(const ModelSpec& spec) {
+  if (spec.family == Family::kGemma4) return gemma4_json(spec).dump(2) + "\n";
   const FamilyTraits& family = traits(spec.family);
   nlohmann::ordered_json json;
   json["architectures"] = {family.architecture};

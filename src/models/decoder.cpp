@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "models/unit_of_slot.h"
 #include "nn/loss.h"
 #include "nn/parameter.h"
 #include "tessera/error.h"
@@ -35,9 +36,6 @@ nn::AttentionOptions attention_options(const ModelSpec& spec) {
           .qk_norm = spec.qk_norm() ? QkNorm::kYes : QkNorm::kNo,
           .norm_eps = spec.rms_norm_eps};
 }
-
-/// A module that only gives its children a prefix ("model.").
-class Prefix : public torch::nn::Module {};
 
 }  // namespace
 
@@ -82,6 +80,9 @@ at::Tensor DecoderHead::forward(const at::Tensor& x, const std::optional<at::Ten
 }
 
 Decoder::Decoder(const ModelSpec& spec) : spec_(spec) {
+  TESSERA_CHECK(spec.family != Family::kGemma4, ErrorKind::kConfig,
+                "config.json architectures: found Gemma4ForConditionalGeneration, expected a dense "
+                "family here");
   auto model = register_module("model", std::make_shared<Prefix>());
   const auto embedding =
       std::make_shared<nn::Embedding>(spec.vocab_size, spec.hidden_size, spec.pad_token_id);
@@ -107,6 +108,12 @@ at::Tensor Decoder::forward(const at::Tensor& input_ids, const std::optional<at:
   return (*head_)(x, targets);
 }
 
+at::Tensor Decoder::forward(const ModelInputs& inputs) {
+  TESSERA_CHECK(!inputs.images, ErrorKind::kFormat,
+                "pixel_values: found images, expected none for a model of text");
+  return forward(inputs.input_ids, inputs.targets);
+}
+
 DecoderCache Decoder::make_cache(std::int64_t capacity) const {
   return {std::vector<nn::KvCache>(layers_.size(), nn::KvCache(capacity))};
 }
@@ -123,7 +130,17 @@ at::Tensor Decoder::decode(const at::Tensor& input_ids, DecoderCache& cache) {
   return head_->module()->forward(x.narrow(1, x.size(1) - 1, 1), std::nullopt).squeeze(1);
 }
 
-std::string parameter_name(const std::string& unit, const std::string& path) {
+std::vector<ModelUnit> Decoder::units() {
+  std::vector<ModelUnit> units;
+  if (!spec_.tie_word_embeddings) units.push_back(unit_of(*embedding_, "model.embed_tokens"));
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    units.push_back(unit_of(layers_[i], concat("model.layers.", i)));
+  }
+  if (!spec_.tie_word_embeddings) units.push_back(unit_of(*head_, kHeadUnit));
+  return units;
+}
+
+std::string Decoder::canonical_name(const std::string& unit, const std::string& path) const {
   if (unit != kHeadUnit) return unit + "." + path;
   return path.starts_with("norm.") ? "model." + path : path;
 }

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "fsdp/slot.h"
+#include "models/language_model.h"
 #include "models/model_spec.h"
 #include "nn/attention.h"
 #include "nn/embedding.h"
@@ -63,9 +64,13 @@ struct DecoderCache {
   std::int64_t length() const { return layers.front().length(); }  ///< positions so far
 };
 
-class Decoder : public torch::nn::Module {
+class Decoder : public LanguageModel {
  public:
+  /// Errors: kConfig for a spec of another family than the dense ones.
   explicit Decoder(const ModelSpec& spec);
+
+  /// Errors: kFormat for images.
+  at::Tensor forward(const ModelInputs& inputs) override;
 
   /// input_ids, targets [B, T] i64 -> logits [B, T, V] in the head's input dtype, or with targets
   /// the sum of the token losses (nn/loss.h), [] fp32, without a wider copy of the logits.
@@ -84,7 +89,9 @@ class Decoder : public torch::nn::Module {
   /// model.
   at::Tensor decode(const at::Tensor& input_ids, DecoderCache& cache);
 
-  const ModelSpec& spec() const { return spec_; }
+  std::vector<ModelUnit> units() override;
+  std::string canonical_name(const std::string& unit, const std::string& path) const override;
+  const ModelSpec& spec() const override { return spec_; }
   fsdp::Slot<nn::Embedding>& embedding() { return *embedding_; }
   std::vector<fsdp::Slot<DecoderLayer>>& layers() { return layers_; }
   fsdp::Slot<DecoderHead>& head() { return *head_; }
@@ -95,10 +102,5 @@ class Decoder : public torch::nn::Module {
   std::vector<fsdp::Slot<DecoderLayer>> layers_;
   std::optional<fsdp::Slot<DecoderHead>> head_;
 };
-
-/// The Hugging Face name of a unit's parameter: `unit` as in parameter_table ("model.embed_tokens",
-/// "model.layers.3", "head"), `path` inside the unit's module ("norm.weight" of the head is
-/// "model.norm.weight").
-std::string parameter_name(const std::string& unit, const std::string& path);
 
 }  // namespace tessera::models

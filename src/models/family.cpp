@@ -8,7 +8,9 @@
 namespace tessera::models {
 namespace {
 
-std::array<const FamilyTraits*, 2> all_families() { return {&qwen3_traits(), &llama_traits()}; }
+std::array<const FamilyTraits*, 3> all_families() {
+  return {&qwen3_traits(), &llama_traits(), &gemma4_traits()};
+}
 
 std::string known_families() {
   std::string list;
@@ -22,7 +24,15 @@ std::string known_families() {
 }  // namespace
 
 const FamilyTraits& traits(Family family) {
-  return family == Family::kQwen3 ? qwen3_traits() : llama_traits();
+  switch (family) {
+    case Family::kQwen3:
+      return qwen3_traits();
+    case Family::kLlama:
+      return llama_traits();
+    case Family::kGemma4:
+      return gemma4_traits();
+  }
+  TESSERA_INVARIANT(false, "a family that is not listed");
 }
 
 std::vector<const FamilyTraits*> families() {

@@ -1,8 +1,10 @@
 // The registry of model families: what differs between them, one file a family (qwen3.cpp,
-// llama.cpp).
+// llama.cpp,
+// gemma4.cpp).
 //
-// All families here are decoder-only models of the same block; the forward is decoder.h's. A new
-// family adds a file with one FamilyTraits and a line in family.cpp. Next: model_spec.h.
+// Dense families are decoder-only models of the same block; the forward is decoder.h's. Gemma 4
+// reads its config.json itself and has a forward of its own (gemma4_model.h). A new family adds a
+// file with one FamilyTraits and a line in family.cpp. Next: model_spec.h.
 #pragma once
 
 #include <optional>
@@ -33,6 +35,8 @@ struct FamilyTraits {
   std::int64_t default_max_position_embeddings;
   bool has_mlp_bias;  ///< whether the key mlp_bias means anything
   KeepInFloat32 pins;
+  /// What is frozen where the config's model.freeze is not given.
+  std::vector<std::string> frozen;
   /// A name of the checkpoint (hub layout) -> the module's name.
   std::string (*module_name)(std::string_view checkpoint_name);
 };
@@ -49,5 +53,6 @@ const FamilyTraits& family_of(const std::vector<std::string>& architectures,
 // One a family file.
 const FamilyTraits& qwen3_traits();
 const FamilyTraits& llama_traits();
+const FamilyTraits& gemma4_traits();
 
 }  // namespace tessera::models

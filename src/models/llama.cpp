@@ -13,6 +13,7 @@ const FamilyTraits& llama_traits() {
       .default_max_position_embeddings = 2048,
       .has_mlp_bias = true,
       .pins = {},
+      .frozen = {},
       .module_name = [](std::string_view name) { return std::string(name); },
   };
   return traits;

@@ -5,24 +5,22 @@
 #include "base/json_reader.h"
 #include "models/config_reader.h"
 #include "models/family.h"
+#include "models/gemma4_config.h"
+#include "models/spec_keys.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
 namespace {
 
-// Layers are bounded lower than other sizes: tables of parameters are built from this number.
-constexpr IntRange kLayers{1, 65536};
-constexpr IntRange kSize{1, std::int64_t{1} << 31};
-constexpr NumberRange kTheta{1.0, 1e15};
 constexpr NumberRange kFactor{1.0, 1e9};
 constexpr NumberRange kFrequencyFactor{1e-6, 1e9};
 constexpr std::size_t kLongestText = std::size_t{4} << 20;
-constexpr double kMostElements = 1e18;  ///< of all parameters: no byte count overflows
 
-/// What neither family computes; a value that switches it on is refused.
+/// What no dense family computes; a value that switches it on is refused.
 void expect_unsupported_off(ConfigReader& keys, Purpose purpose) {
   keys.expect("hidden_act", "silu", "the activation of the MLP");
   keys.expect("use_sliding_window", false, "sliding windows are not supported");
+  keys.ignore({"sliding_window", "max_window_layers"});  // read only where that is true
   keys.expect("pretraining_tp", 1, "sliced products are not supported");
   keys.expect("partial_rotary_factor", 1.0, "rope turns the whole head");
   keys.expect("quantization_config", nullptr, "quantized weights are not supported");
@@ -39,30 +37,6 @@ void expect_unsupported_off(ConfigReader& keys, Purpose purpose) {
   } else {
     keys.ignore({"attention_dropout"});
   }
-}
-
-/// Keys that describe files, generation or the caller's wishes.
-void ignore_harmless(ConfigReader& keys) {
-  keys.ignore(
-      {"_name_or_path", "transformers_version", "use_cache", "auto_map", "torchscript",
-       "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
-       "output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate",
-       "output_scores", "use_bfloat16", "tf_legacy_loss", "id2label", "label2id", "num_labels",
-       "problem_type", "task_specific_params", "finetuning_task", "prefix", "tokenizer_class",
-       "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "sep_token_id",
-       "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
-       "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
-       "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
-       "num_return_sequences", "remove_invalid_values", "exponential_decay_length_penalty",
-       "suppress_tokens", "begin_suppress_tokens",
-       // Only read where use_sliding_window is true, which is refused.
-       "sliding_window", "max_window_layers"});
-}
-
-std::int64_t required(ConfigReader& keys, std::string_view key, IntRange range) {
-  const auto value = keys.integer(key, range);
-  if (!value) keys.refuse(key, concat("an integer from ", range.min, " to ", range.max));
-  return *value;
 }
 
 RopeType rope_type(ConfigReader& keys, const std::string& path) {
@@ -121,33 +95,6 @@ RopeSpec read_rope(ConfigReader& keys, std::vector<std::string>& unknown) {
   return rope;
 }
 
-std::optional<DType> read_dtype(ConfigReader& keys) {
-  std::optional<DType> result;
-  for (const std::string_view key : {"dtype", "torch_dtype"}) {
-    auto word = keys.word(key);
-    if (!word) continue;
-    if (word->starts_with("torch.")) word->erase(0, 6);
-    const auto dtype = parse_dtype(*word);
-    if (!dtype || !is_floating(*dtype)) keys.refuse(key, "float32, bfloat16, float16 or float64");
-    if (result && *result != *dtype) keys.refuse(key, "the same as dtype");
-    result = dtype;
-  }
-  return result;
-}
-
-void read_tokens(ConfigReader& keys, ModelSpec& spec) {
-  // A negative padding index counts from the end, as torch's embedding reads it.
-  const auto pad = keys.integer("pad_token_id", {-spec.vocab_size, spec.vocab_size - 1});
-  if (pad) spec.pad_token_id = *pad < 0 ? *pad + spec.vocab_size : *pad;
-  constexpr IntRange kToken{-1, std::int64_t{1} << 31};
-  spec.bos_token_id = keys.integer("bos_token_id", kToken);
-  spec.eos_token_ids = keys.integers("eos_token_id", kToken);
-  spec.tessera_tokenizer = keys.word("tessera_tokenizer").value_or("");
-  if (!spec.tessera_tokenizer.empty() && spec.tessera_tokenizer != "bytes") {
-    keys.refuse("tessera_tokenizer", "\"bytes\"");
-  }
-}
-
 void read_heads(ConfigReader& keys, const FamilyTraits& family, ModelSpec& spec) {
   spec.num_attention_heads = required(keys, "num_attention_heads", kSize);
   const bool null_heads =
@@ -195,8 +142,7 @@ void check_total_size(const ModelSpec& spec) {
   const double mlp = 3 * d(spec.hidden_size) * d(spec.intermediate_size);
   const double embeddings = 2 * d(spec.hidden_size) * d(spec.vocab_size);
   const double total = d(spec.num_hidden_layers) * (attention + mlp) + embeddings;
-  TESSERA_CHECK(total <= kMostElements, ErrorKind::kConfig, "config.json: found sizes of about ",
-                total, " parameters, expected at most ", kMostElements);
+  check_total(total);
 }
 
 ModelSpec read_spec(ConfigReader& keys, const FamilyTraits& family,
@@ -223,6 +169,7 @@ ModelSpec read_spec(ConfigReader& keys, const FamilyTraits& family,
   spec.rope = read_rope(keys, unknown);
   spec.dtype = read_dtype(keys);
   read_tokens(keys, spec);
+  spec.tessera_tokenizer = read_tokenizer(keys);
   check_layer_types(keys, spec.num_hidden_layers);
   check_total_size(spec);
   return spec;
@@ -250,8 +197,12 @@ ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options) {
   ParsedSpec result;
   std::vector<std::string> unknown;
   const FamilyTraits& family = read_family(keys);
-  expect_unsupported_off(keys, options.purpose);
-  result.spec = read_spec(keys, family, unknown);
+  if (family.family == Family::kGemma4) {
+    result.spec = read_gemma4(keys, options.purpose, unknown);
+  } else {
+    expect_unsupported_off(keys, options.purpose);
+    result.spec = read_spec(keys, family, unknown);
+  }
   ignore_harmless(keys);
   for (std::string& line : keys.unknown()) unknown.push_back(std::move(line));
   if (options.unknown_keys == UnknownKeys::kWarn) {

@@ -13,24 +13,13 @@
 #include <string_view>
 #include <vector>
 
+#include "models/gemma4_spec.h"
+#include "models/rope_spec.h"
 #include "tessera/dtype.h"
 
 namespace tessera::models {
 
-enum class Family : std::uint8_t { kQwen3, kLlama };
-
-enum class RopeType : std::uint8_t { kDefault, kLlama3 };
-
-/// Rotary embedding. The factors are used by kLlama3 only.
-struct RopeSpec {
-  double theta = 10000.0;
-  RopeType type = RopeType::kDefault;
-  double factor = 1.0;
-  double low_freq_factor = 1.0;
-  double high_freq_factor = 1.0;
-  std::int64_t original_max_position_embeddings = 0;
-  bool operator==(const RopeSpec&) const = default;
-};
+enum class Family : std::uint8_t { kQwen3, kLlama, kGemma4 };
 
 /// The fields carry the names of the file's keys.
 struct ModelSpec {
@@ -54,7 +43,8 @@ struct ModelSpec {
   std::optional<std::int64_t> pad_token_id;
   std::optional<std::int64_t> bos_token_id;
   std::vector<std::int64_t> eos_token_ids;
-  std::string tessera_tokenizer;  ///< "bytes" for a model trained on raw bytes, else empty
+  std::string tessera_tokenizer;     ///< "bytes" for a model trained on raw bytes, else empty
+  std::optional<Gemma4Spec> gemma4;  ///< of kGemma4, and of no other family
 
   bool qk_norm() const { return family == Family::kQwen3; }
   std::int64_t q_size() const { return num_attention_heads * head_dim; }

@@ -1,56 +1,15 @@
 #include "models/parameter_table.h"
 
+#include <set>
 #include <utility>
 
+#include "models/table_builder.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
-/// Collects rows for one unit after the other.
-class Table {
- public:
-  explicit Table(double init_std) : init_std_(init_std) {}
-
-  void begin_unit(std::string unit) { unit_ = std::move(unit); }
-
-  void matrix(std::string name, Shape shape, DecayClass decay = DecayClass::kMatrix) {
-    add({.name = std::move(name),
-         .shape = std::move(shape),
-         .init_std = init_std_,
-         .decay = decay});
-  }
-  void norm(std::string name, std::int64_t size) {
-    add({.name = std::move(name),
-         .shape = {size},
-         .init = InitKind::kOnes,
-         .decay = DecayClass::kNorm});
-  }
-  void linear(const std::string& module, std::int64_t out, std::int64_t in, bool bias) {
-    matrix(module + ".weight", {out, in});
-    if (!bias) return;
-    add({.name = module + ".bias",
-         .shape = {out},
-         .init = InitKind::kZeros,
-         .decay = DecayClass::kBias});
-  }
-  ParameterSpec& last() { return rows_.back(); }
-  std::vector<ParameterSpec> rows() && { return std::move(rows_); }
-
- private:
-  void add(ParameterSpec row) {
-    row.unit = unit_;
-    rows_.push_back(std::move(row));
-  }
-
-  double init_std_;
-  std::string unit_;
-  std::vector<ParameterSpec> rows_;
-};
-
-void add_layer(Table& table, const ModelSpec& spec, const std::string& layer) {
+void add_layer(TableBuilder& table, const ModelSpec& spec, const std::string& layer) {
   table.begin_unit(layer);
   const std::string attention = layer + ".self_attn.";
   table.linear(attention + "q_proj", spec.q_size(), spec.hidden_size, spec.attention_bias);
@@ -78,8 +37,12 @@ std::int64_t ParameterSpec::numel() const {
 }
 
 std::vector<ParameterSpec> parameter_table(const ModelSpec& spec) {
-  Table table(spec.initializer_range);
-  const Shape embedding{spec.vocab_size, spec.hidden_size};
+  TableBuilder table(spec.initializer_range);
+  if (spec.family == Family::kGemma4) {
+    add_gemma4(table, spec);
+    return std::move(table).rows();
+  }
+  const std::vector<std::int64_t> embedding{spec.vocab_size, spec.hidden_size};
   table.begin_unit("model.embed_tokens");
   table.matrix("model.embed_tokens.weight", embedding, DecayClass::kEmbedding);
   for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
@@ -93,6 +56,41 @@ std::vector<ParameterSpec> parameter_table(const ModelSpec& spec) {
     table.last().decay = DecayClass::kEmbedding;
   }
   return std::move(table).rows();
+}
+
+std::vector<std::string> sharding_units(const ModelSpec& spec) {
+  std::set<std::string> of_root{"model.embed_vision"};
+  const std::vector<ParameterSpec> table = parameter_table(spec);
+  for (const ParameterSpec& alias : table) {
+    if (alias.tied_to.empty()) continue;
+    of_root.insert(alias.unit);
+    for (const ParameterSpec& row : table) {
+      if (row.name == alias.tied_to) of_root.insert(row.unit);
+    }
+  }
+  std::vector<std::string> units;
+  for (const ParameterSpec& row : table) {
+    if (of_root.contains(row.unit) || (!units.empty() && units.back() == row.unit)) continue;
+    units.push_back(row.unit);
+  }
+  return units;
+}
+
+std::vector<BufferSpec> buffer_table(const ModelSpec& spec) {
+  return spec.family == Family::kGemma4 ? gemma4_buffers(spec) : std::vector<BufferSpec>{};
+}
+
+std::int64_t active_numel(const ModelSpec& spec, const ParameterSpec& row) {
+  const bool is_head = !row.tied_to.empty();
+  if (row.decay == DecayClass::kEmbedding && !is_head) return 0;
+  if (row.name.starts_with("model.vision_tower.") || row.name.starts_with("model.embed_vision.")) {
+    return 0;
+  }
+  if (!spec.gemma4 || !spec.gemma4->experts || row.name.find(".experts.") == std::string::npos) {
+    return row.numel();
+  }
+  const Gemma4Experts& experts = *spec.gemma4->experts;
+  return row.numel() / experts.num_experts * experts.top_k_experts;
 }
 
 std::int64_t total_numel(const std::vector<ParameterSpec>& table) {

@@ -34,6 +34,25 @@ struct ParameterSpec {
 
 std::vector<ParameterSpec> parameter_table(const ModelSpec& spec);
 
+/// The units of the table that are sharded on their own, in its order; all others belong to the
+/// root: where the head is tied, embedding and head, and what is too small.
+std::vector<std::string> sharding_units(const ModelSpec& spec);
+
+/// A tensor of the checkpoint that is part of the forward and never trained. Every rank holds it
+/// whole.
+struct BufferSpec {
+  std::string name;
+  std::vector<std::int64_t> shape = {};
+  InitKind init = InitKind::kZeros;  ///< never kNormal
+  bool operator==(const BufferSpec&) const = default;
+};
+
+std::vector<BufferSpec> buffer_table(const ModelSpec& spec);
+
+/// Elements that multiply each token of a text: none of an embedding or a vision tower, of experts
+/// only those that a token goes to.
+std::int64_t active_numel(const ModelSpec& spec, const ParameterSpec& row);
+
 /// Elements of all parameters, a tied one counted once.
 std::int64_t total_numel(const std::vector<ParameterSpec>& table);
 

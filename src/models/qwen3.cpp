@@ -13,6 +13,7 @@ const FamilyTraits& qwen3_traits() {
       .default_max_position_embeddings = 32768,
       .has_mlp_bias = false,
       .pins = {},
+      .frozen = {},
       .module_name = [](std::string_view name) { return std::string(name); },
   };
   return traits;

@@ -71,4 +71,12 @@ Linear::Linear(std::int64_t in_features, std::int64_t out_features, Bias with_bi
 
 at::Tensor Linear::forward(const at::Tensor& x) { return linear(x, weight, bias); }
 
+std::shared_ptr<Linear> add_projection(torch::nn::Module& parent, const std::string& name,
+                                       const Projection& projection) {
+  auto linear = std::make_shared<Linear>(projection.in, projection.out);
+  if (projection.weight_name == WeightName::kOwn) return parent.register_module(name, linear);
+  const auto outer = parent.register_module(name, std::make_shared<torch::nn::Module>());
+  return outer->register_module("linear", linear);
+}
+
 }  // namespace tessera::nn

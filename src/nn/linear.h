@@ -7,7 +7,9 @@
 #include <torch/nn/module.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
+#include <string>
 
 namespace tessera::nn {
 
@@ -24,5 +26,21 @@ class Linear : public torch::nn::Module {
   at::Tensor weight;  ///< [out, in]
   at::Tensor bias;    ///< [out] or undefined
 };
+
+/// Where a projection's weight stands in the names of a model.
+enum class WeightName : std::uint8_t {
+  kOwn,    ///< "q_proj.weight"
+  kInner,  ///< "q_proj.linear.weight", as in Gemma 4's vision tower
+};
+
+struct Projection {
+  std::int64_t in = 0;
+  std::int64_t out = 0;
+  WeightName weight_name = WeightName::kOwn;
+};
+
+/// A Linear without bias that is registered under `name` of `parent`.
+std::shared_ptr<Linear> add_projection(torch::nn::Module& parent, const std::string& name,
+                                       const Projection& projection);
 
 }  // namespace tessera::nn

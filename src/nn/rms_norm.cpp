@@ -1,23 +1,34 @@
 #include "nn/rms_norm.h"
 
+#include <ATen/ops/ones.h>
 #include <ATen/ops/rsqrt.h>
 
 #include "nn/cpu/dispatch.h"
 #include "nn/cpu/functions.h"
 #include "nn/parameter.h"
+#include "tessera/error.h"
 
 namespace tessera::nn {
 
-at::Tensor rms_norm_composite(const at::Tensor& x, const at::Tensor& weight, double eps) {
+at::Tensor rms_norm_composite(const at::Tensor& x, const at::Tensor& weight, double eps,
+                              NormRounding rounding) {
   const at::ScalarType inside = at::promote_types(x.scalar_type(), at::kFloat);
   const at::Tensor wide = x.to(inside);
   const at::Tensor normed = wide * at::rsqrt(wide.pow(2).mean(-1, /*keepdim=*/true) + eps);
+  if (rounding == NormRounding::kOnce) return (normed * weight.to(inside)).to(x.scalar_type());
   return (normed.to(x.scalar_type()) * weight).to(x.scalar_type());
 }
 
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
+                    NormRounding rounding) {
   return cpu::has_kernels(x, weight) ? cpu::rms_norm(x, weight, eps)
-                                     : rms_norm_composite(x, weight, eps);
+                                     : rms_norm_composite(x, weight, eps, rounding);
+}
+
+at::Tensor plain_rms_norm(const at::Tensor& x, double eps) {
+  // A product with 1 changes no bit.
+  const at::ScalarType inside = at::promote_types(x.scalar_type(), at::kFloat);
+  return rms_norm(x, at::ones({x.size(-1)}, x.options().dtype(inside)), eps, NormRounding::kOnce);
 }
 
 SumAndNorm add_rms_norm(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight,
@@ -29,13 +40,15 @@ SumAndNorm add_rms_norm(const at::Tensor& x, const at::Tensor& residual, const a
   return {sum, rms_norm_composite(sum, weight, eps)};
 }
 
-RmsNorm::RmsNorm(std::int64_t size, double eps) : eps_(eps) {
+RmsNorm::RmsNorm(std::int64_t size, double eps, NormRounding rounding)
+    : eps_(eps), rounding_(rounding) {
   weight = register_parameter("weight", empty_parameter({size}));
 }
 
-at::Tensor RmsNorm::forward(const at::Tensor& x) { return rms_norm(x, weight, eps_); }
+at::Tensor RmsNorm::forward(const at::Tensor& x) { return rms_norm(x, weight, eps_, rounding_); }
 
 SumAndNorm RmsNorm::add_forward(const at::Tensor& x, const at::Tensor& residual) {
+  TESSERA_INVARIANT(rounding_ == NormRounding::kBeforeWeight, "add_forward of a Gemma norm");
   return add_rms_norm(x, residual, weight, eps_);
 }
 

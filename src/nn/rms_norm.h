@@ -1,7 +1,8 @@
 // RMSNorm as Hugging Face's models compute it, returned in the input's dtype whatever the weight's.
 //
-// The composite form rounds the normed value to the input's dtype before it multiplies by the
-// weight, as theirs does; the CPU kernel stays in fp32 and rounds once. Next: rope.h.
+// Llama's and Qwen3's composite form rounds the normed value to the input's dtype before it
+// multiplies by the weight, as theirs does; Gemma's multiplies first, and may have no weight. The
+// CPU kernel stays in fp32 and rounds once for both. Next: rope.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,8 +12,17 @@
 
 namespace tessera::nn {
 
+enum class NormRounding : std::uint8_t {
+  kBeforeWeight,
+  kOnce,  ///< after the weight
+};
+
 /// x [..., K], weight [K] -> [..., K] in x's dtype.
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
+                    NormRounding rounding = NormRounding::kBeforeWeight);
+
+/// The same without a weight: x [..., K] -> [..., K].
+at::Tensor plain_rms_norm(const at::Tensor& x, double eps);
 
 struct SumAndNorm {
   at::Tensor sum;
@@ -25,19 +35,22 @@ SumAndNorm add_rms_norm(const at::Tensor& x, const at::Tensor& residual, const a
 
 /// The first out of ATen operations: any device and floating dtype; what the CPU kernel is tested
 /// with.
-at::Tensor rms_norm_composite(const at::Tensor& x, const at::Tensor& weight, double eps);
+at::Tensor rms_norm_composite(const at::Tensor& x, const at::Tensor& weight, double eps,
+                              NormRounding rounding = NormRounding::kBeforeWeight);
 
 class RmsNorm : public torch::nn::Module {
  public:
-  RmsNorm(std::int64_t size, double eps);
+  RmsNorm(std::int64_t size, double eps, NormRounding rounding = NormRounding::kBeforeWeight);
   at::Tensor forward(const at::Tensor& x);
   SumAndNorm add_forward(const at::Tensor& x, const at::Tensor& residual);
   double eps() const { return eps_; }
+  NormRounding rounding() const { return rounding_; }
 
   at::Tensor weight;  ///< [size]
 
  private:
   double eps_;
+  NormRounding rounding_;
 };
 
 }  // namespace tessera::nn

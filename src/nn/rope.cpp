@@ -12,6 +12,7 @@
 #include "nn/cpu/dispatch.h"
 #include "nn/cpu/functions.h"
 #include "nn/rms_norm.h"
+#include "tessera/error.h"
 
 namespace tessera::nn {
 
@@ -19,6 +20,13 @@ at::Tensor inverse_frequencies(const RopeOptions& options) {
   const auto dim = static_cast<double>(options.head_dim);
   const at::Tensor exponents = at::arange(0, options.head_dim, 2, at::kFloat) / dim;
   const at::Tensor plain = at::pow(options.theta, exponents).reciprocal();
+  if (options.turned_pairs) {
+    TESSERA_INVARIANT(!options.llama3 && *options.turned_pairs <= options.head_dim / 2,
+                      "rope of two kinds, or more pairs than there are");
+    const at::Tensor turned = plain / options.factor;
+    turned.slice(0, *options.turned_pairs).zero_();
+    return turned;
+  }
   if (!options.llama3) return plain;
   const Llama3Scaling& scaling = *options.llama3;
   const auto context = static_cast<double>(scaling.original_max_position_embeddings);
@@ -49,7 +57,8 @@ at::Tensor rope_heads_composite(const at::Tensor& x, const HeadLayout& layout, c
   const std::int64_t head_dim = x.size(2) / layout.heads;
   at::Tensor split =
       x.reshape({x.size(0), x.size(1), layout.heads / layout.repeat, layout.repeat, head_dim});
-  if (norm.weight.defined()) split = rms_norm_composite(split, norm.weight, norm.eps);
+  if (norm.weight.defined())
+    split = rms_norm_composite(split, norm.weight, norm.eps, norm.rounding);
   const at::Tensor turned = split.transpose(1, 2);  // [B, G, T, R, D]
   const at::Tensor first = turned.narrow(4, 0, head_dim / 2);
   const at::Tensor second = turned.narrow(4, head_dim / 2, head_dim / 2);

@@ -1,5 +1,5 @@
 // Rotary position embedding over pairs (x[i], x[i + D/2]), with the `llama3` stretching of
-// frequencies.
+// frequencies and the `proportional` kind that turns only the first pairs.
 //
 // Frequencies and tables are fp32; only the finished cos and sin are rounded to the activation's
 // dtype. The q/k norm of Qwen3 is taken along: both work on one head of one position. Short
@@ -12,6 +12,8 @@
 #include <map>
 #include <optional>
 #include <utility>
+
+#include "nn/rms_norm.h"
 
 namespace tessera::nn {
 
@@ -26,7 +28,11 @@ struct Llama3Scaling {
 struct RopeOptions {
   std::int64_t head_dim = 0;
   double theta = 10000.0;
-  std::optional<Llama3Scaling> llama3;
+  std::optional<Llama3Scaling> llama3 = std::nullopt;
+  /// `proportional`: the first so many pairs turn, all others pass unchanged; frequencies are those
+  /// of the whole head, divided by `factor`.
+  std::optional<std::int64_t> turned_pairs = std::nullopt;
+  double factor = 1.0;
 };
 
 /// fp32 [D/2].
@@ -54,6 +60,7 @@ class Rope {
 struct HeadNorm {
   at::Tensor weight;  ///< [D]
   double eps = 0.0;
+  NormRounding rounding = NormRounding::kBeforeWeight;
 };
 
 /// H heads, of which R in a row share a key and value head (R = 1 for keys themselves).

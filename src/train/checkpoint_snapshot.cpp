@@ -33,6 +33,19 @@ void add_optimizer(std::vector<StatePart>& parts, const OptimizerState& state) {
   }
 }
 
+/// Every rank holds buffers whole: the one with the first element of the first parameter writes
+/// them.
+void add_buffers(std::vector<StatePart>& parts, const ShardedBase& model,
+                 const SourceDType& source_dtype) {
+  const auto views = model.shards();
+  if (views.empty() || views.front().begin != 0 || views.front().end == 0) return;
+  for (const auto& item : model.held()->named_buffers()) {
+    const at::Tensor& buffer = item.value();
+    parts.push_back({concat(kModelPrefix, item.key()), buffer.sizes().vec(),
+                     source_dtype(item.key()), 0, buffer.numel(), buffer.reshape({-1})});
+  }
+}
+
 /// The first checkpoint touches the buffer for the first time, while a step waits: one fault for
 /// 512 pages, where the system can.
 void take_huge_pages(const at::Tensor& buffer) {
@@ -53,6 +66,7 @@ std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& op
     parts.push_back({concat(kModelPrefix, contract.name), contract.shape,
                      source_dtype(contract.name), view.begin, view.end, view.shard.detach()});
   }
+  add_buffers(parts, model, source_dtype);
   for (const auto& state : optimizer.state()) add_optimizer(parts, state);
   std::erase_if(parts, [](const StatePart& part) { return part.begin == part.end; });
   return parts;

@@ -138,6 +138,16 @@ std::unique_ptr<BatchSource> open_replay(const BatchRequest& request) {
 
 std::int64_t MicroBatch::kept_labels() const { return nn::count_kept(targets); }
 
+models::ModelInputs MicroBatch::inputs() const {
+  models::ModelInputs inputs;
+  inputs.input_ids = input_ids;
+  inputs.targets = targets;
+  inputs.images = images;
+  inputs.token_types = token_types;
+  inputs.imposed_routing = imposed_routing;
+  return inputs;
+}
+
 std::unique_ptr<BatchSource> open_batches(const BatchRequest& request) {
   switch (data_kind(request.path, request.key)) {
     case DataKind::kText:
@@ -151,11 +161,23 @@ std::unique_ptr<BatchSource> open_batches(const BatchRequest& request) {
 }
 
 std::unique_ptr<BatchSource> open_gradients_batch(const std::string& path,
-                                                  const Vocabulary& vocabulary) {
+                                                  const Vocabulary& vocabulary,
+                                                  const std::optional<RoutingWanted>& routing) {
   auto batches = std::make_unique<ReplayedBatches>(path, StepsPrefix::kIgnored, vocabulary);
   TESSERA_CHECK(batches->steps() == 1, ErrorKind::kFormat, path, ": found ", batches->steps(),
                 " batches in input_ids, expected one, [B,T]");
+  if (routing) batches->impose(*routing);
   return batches;
+}
+
+Vocabulary vocabulary_of(const models::ModelSpec& spec, bool from_scratch) {
+  Vocabulary vocabulary;
+  vocabulary.size = spec.vocab_size;
+  vocabulary.reads_bytes = from_scratch || spec.tessera_tokenizer == "bytes";
+  if (spec.gemma4 && spec.gemma4->vision) {
+    vocabulary.images = ImageTokens{spec.gemma4->image_token_id, *spec.gemma4->vision};
+  }
+  return vocabulary;
 }
 
 }  // namespace tessera::train

@@ -9,9 +9,12 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "models/language_model.h"
+#include "models/model_spec.h"
 #include "train/config_resolve.h"
 #include "train/sampler.h"
 
@@ -22,8 +25,20 @@ namespace tessera::train {
 struct MicroBatch {
   at::Tensor input_ids;
   at::Tensor targets;
+  /// Those of the rows; with none of them N = 0, so that the tower runs on every rank.
+  std::optional<models::Images> images = std::nullopt;
+  std::optional<at::Tensor> token_types = std::nullopt;  ///< [b, T] i64
+  std::vector<at::Tensor> imposed_routing = {};          ///< [b*T, K] i64 a layer, or empty
   /// Targets that are not -100.
   std::int64_t kept_labels() const;
+  /// With the targets: for the loss.
+  models::ModelInputs inputs() const;
+};
+
+/// What a model with a vision tower makes of images.
+struct ImageTokens {
+  std::int64_t id = 0;  ///< stands in input_ids where a soft token goes
+  models::Gemma4Vision vision;
 };
 
 /// What the model says about token ids.
@@ -31,6 +46,7 @@ struct Vocabulary {
   std::int64_t size = 0;  ///< ids are below this
   bool reads_bytes =
       false;  ///< trained from scratch, or its config.json says "tessera_tokenizer": "bytes"
+  std::optional<ImageTokens> images = std::nullopt;
 };
 
 class BatchSource {
@@ -63,9 +79,20 @@ struct BatchRequest {
 /// empty, has ids outside the vocabulary or no kept label, kConfig for what does not fit the keys.
 std::unique_ptr<BatchSource> open_batches(const BatchRequest& request);
 
+/// The vocabulary of a model; `from_scratch` means that it has no folder.
+Vocabulary vocabulary_of(const models::ModelSpec& spec, bool from_scratch);
+
+/// Which experts a batch file is to impose: router/<i>/indices [B*T, K] of every layer.
+struct RoutingWanted {
+  std::int64_t layers = 0;
+  std::int64_t experts = 0;
+  std::int64_t experts_per_token = 0;
+};
+
 /// The one batch of `tessera gradients`: the unprefixed input_ids and labels of a file. Errors: as
 /// above.
 std::unique_ptr<BatchSource> open_gradients_batch(const std::string& path,
-                                                  const Vocabulary& vocabulary);
+                                                  const Vocabulary& vocabulary,
+                                                  const std::optional<RoutingWanted>& routing);
 
 }  // namespace tessera::train

@@ -1,15 +1,13 @@
 #include "train/data_replay.h"
 
-#include <ATen/ops/empty.h>
-
-#include <cstring>
-
 #include "base/printable.h"
 #include "nn/loss.h"
 #include "tessera/error.h"
 
 namespace tessera::train {
 namespace {
+
+std::string indices_name(std::int64_t layer) { return concat("router/", layer, "/indices"); }
 
 std::string shown(const std::filesystem::path& path) { return printable(path.native(), 1024); }
 
@@ -24,12 +22,35 @@ ReplayedBatches::ReplayedBatches(const std::string& path, StepsPrefix prefix,
   label_name_ = prefixed ? "steps/labels" : "labels";
   check_shapes();
   check_values(vocabulary);
+  if (!vocabulary.images) return;
+  const BatchSize size{steps_, rows_, columns_};
+  images_ = ReplayedImages::open(file_, *vocabulary.images, size,
+                                 prefixed ? "steps/input_ids" : "input_ids");
+}
+
+void ReplayedBatches::impose(const RoutingWanted& routing) {
+  TESSERA_INVARIANT(steps_ == 1, "routing of several steps");
+  const std::vector<std::int64_t> expected{rows_ * columns_, routing.experts_per_token};
+  for (std::int64_t layer = 0; layer < routing.layers; ++layer) {
+    const TensorInfo& indices = find(indices_name(layer));
+    TESSERA_CHECK(indices.shape == expected, ErrorKind::kFormat, shown(file_.path()), ": found ",
+                  indices_name(layer), " ", shape_text(indices.shape), ", expected ",
+                  shape_text(expected));
+    const at::Tensor all = read_integers(file_, indices, 0, indices.numel());
+    TESSERA_CHECK(all.ge(0).logical_and(all.lt(routing.experts)).all().item<bool>(),
+                  ErrorKind::kFormat, shown(file_.path()),
+                  ": found an expert outside the model's in ", indices_name(layer),
+                  ", expected 0 to ", routing.experts - 1);
+  }
+  routing_ = routing;
 }
 
 const TensorInfo& ReplayedBatches::find(const std::string& name) const {
   const TensorInfo* tensor = file_.header().find(name);
   TESSERA_CHECK(tensor != nullptr, ErrorKind::kFormat, shown(file_.path()), ": found no tensor ",
-                name, ", expected input_ids and labels [S,B,T] or [B,T]");
+                name, ", expected ",
+                name.starts_with("router/") ? "the experts of every token, [B*T,k]"
+                                            : "input_ids and labels [S,B,T] or [B,T]");
   TESSERA_CHECK(tensor->dtype == DType::kInt64 || tensor->dtype == DType::kInt32,
                 ErrorKind::kFormat, shown(file_.path()), ": found ", to_string(tensor->dtype),
                 " in ", name, ", expected int64");
@@ -55,19 +76,8 @@ void ReplayedBatches::check_shapes() {
 at::Tensor ReplayedBatches::read(const TensorInfo& tensor, std::int64_t step_index,
                                  RowRange rows) const {
   const std::int64_t begin = (step_index * rows_ + rows.begin) * columns_;
-  const auto bytes = file_.range(tensor, begin, begin + rows.size() * columns_);
-  at::Tensor out = at::empty({rows.size(), columns_}, at::kLong);
-  auto* values = out.mutable_data_ptr<std::int64_t>();
-  if (tensor.dtype == DType::kInt64) {
-    if (!bytes.empty()) std::memcpy(values, bytes.data(), bytes.size());
-    return out;
-  }
-  for (std::size_t i = 0; i < bytes.size() / sizeof(std::int32_t); ++i) {
-    std::int32_t narrow = 0;
-    std::memcpy(&narrow, bytes.data() + i * sizeof(narrow), sizeof(narrow));
-    values[i] = narrow;
-  }
-  return out;
+  return read_integers(file_, tensor, begin, begin + rows.size() * columns_)
+      .view({rows.size(), columns_});
 }
 
 void ReplayedBatches::check_values(const Vocabulary& vocabulary) const {
@@ -105,6 +115,14 @@ MicroBatch ReplayedBatches::load(std::int64_t step, RowRange rows) const {
   MicroBatch batch;
   batch.input_ids = read(find(input_name_), index, rows);
   batch.targets = nn::next_token_targets(read(find(label_name_), index, rows));
+  if (images_) images_->load(index, rows, batch);
+  for (std::int64_t layer = 0; routing_ && layer < routing_->layers; ++layer) {
+    const std::int64_t k = routing_->experts_per_token;
+    batch.imposed_routing.push_back(read_integers(file_, find(indices_name(layer)),
+                                                  rows.begin * columns_ * k,
+                                                  rows.end * columns_ * k)
+                                        .view({rows.size() * columns_, k}));
+  }
   return batch;
 }
 

@@ -1,13 +1,15 @@
 // Batches that a .safetensors file holds ready-made, replayed in order.
 //
 // `input_ids` and `labels` are [S,B,T] (S steps, then from the first again) or [B,T] (one batch),
-// labels as Hugging Face has them: position t predicts labels[t+1]. Next: data.h.
+// labels as Hugging Face has them: position t predicts labels[t+1]. Next: data_images.h.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "io/safetensors.h"
 #include "train/data.h"
+#include "train/data_images.h"
 
 namespace tessera::train {
 
@@ -22,6 +24,9 @@ class ReplayedBatches final : public BatchSource {
   std::int64_t rows_in_step() const override { return rows_; }
   std::int64_t row_tokens() const override { return columns_; }
   MicroBatch load(std::int64_t step, RowRange rows) const override;
+  /// From now on micro-batches impose the file's routing. One step only. Errors: kFormat where the
+  /// file has none, or another shape.
+  void impose(const RoutingWanted& routing);
 
  private:
   const TensorInfo& find(const std::string& name) const;
@@ -30,6 +35,8 @@ class ReplayedBatches final : public BatchSource {
   void check_values(const Vocabulary& vocabulary) const;
 
   SafetensorsFile file_;
+  std::optional<ReplayedImages> images_;
+  std::optional<RoutingWanted> routing_;
   std::string input_name_;
   std::string label_name_;
   std::int64_t steps_ = 1;    // S

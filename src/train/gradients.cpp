@@ -87,6 +87,14 @@ std::vector<TensorSpec> outputs(const GradientsRequest& request, const ModelSour
   return specs;
 }
 
+/// Dense models have nothing to impose.
+std::optional<RoutingWanted> routing_of(const GradientsRequest& request,
+                                        const models::ModelSpec& spec) {
+  if (!request.impose_routing || !spec.gemma4 || !spec.gemma4->experts) return std::nullopt;
+  const models::Gemma4Experts& experts = *spec.gemma4->experts;
+  return RoutingWanted{spec.num_hidden_layers, experts.num_experts, experts.top_k_experts};
+}
+
 void refuse_overwriting_inputs(const GradientsRequest& request) {
   namespace fs = std::filesystem;
   TESSERA_CHECK(!request.out.empty(), ErrorKind::kUsage,
@@ -109,9 +117,8 @@ void run_gradients(const GradientsRequest& request, World& world,
   const auto source = open_model(config.model);
   const auto dims = resolve_parallelism(config.parallelism, world.size());
   const auto mesh = world.mesh(mesh_shape(dims));
-  const auto batch = open_gradients_batch(
-      request.batch,
-      {source.spec.vocab_size, !source.folder || source.spec.tessera_tokenizer == "bytes"});
+  const auto batch = open_gradients_batch(request.batch, vocabulary_of(source.spec, !source.folder),
+                                          routing_of(request, source.spec));
   const auto contract = resolve_model(source, config, dims);
   const auto model = parallelize(source, config, mesh);
   std::optional<SafetensorsWriter> writer;
@@ -132,8 +139,9 @@ void run_gradients(const GradientsRequest& request, World& world,
     const at::NoGradGuard no_grad;
     LogitsWriter logits(world.control(), writer ? &*writer : nullptr, batch->rows_in_step());
     for (const auto& range : rows) {
-      const auto ids = batch->load(1, range).input_ids;
-      logits.write(model->forward(ids, std::nullopt).to(at::kFloat), range);
+      auto inputs = batch->load(1, range).inputs();
+      inputs.targets.reset();
+      logits.write(model->forward(inputs).to(at::kFloat), range);
     }
   }
   const auto sync =

@@ -43,10 +43,10 @@ std::vector<fs::path> files_to_copy(const fs::path& origin) {
   return found;
 }
 
-/// The parameters in the model's order, a tied one once.
+/// The parameters in the model's order, a tied one once, then the buffers.
 std::vector<TensorSpec> tensors_to_write(const ModelSource& source, const ExportOptions& options) {
   const auto table = models::parameter_table(source.spec);
-  check_tensors(*source.folder, table);
+  check_tensors(*source.folder, source.spec);
   std::vector<TensorSpec> tensors;
   for (const models::ParameterSpec& parameter : table) {
     if (!parameter.tied_to.empty()) continue;
@@ -55,6 +55,10 @@ std::vector<TensorSpec> tensors_to_write(const ModelSource& source, const Export
                   source.folder->path().string(), ": tensor ", parameter.name, ": found dtype ",
                   to_string(stored.dtype), ", expected a floating one");
     tensors.push_back({parameter.name, options.dtype.value_or(stored.original), parameter.shape});
+  }
+  for (const models::BufferSpec& buffer : models::buffer_table(source.spec)) {
+    const SourceTensor& stored = *source.folder->find(buffer.name);
+    tensors.push_back({buffer.name, options.dtype.value_or(stored.original), buffer.shape});
   }
   return tensors;
 }

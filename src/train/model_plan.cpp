@@ -9,12 +9,12 @@
 namespace tessera::train {
 namespace {
 
-/// Which unit a parameter belongs to: 0 = the root, n = the n-th of inner_units.
+/// Which unit a parameter belongs to: 0 = the root, n = the n-th of sharding_units.
 class UnitNumbers {
  public:
   explicit UnitNumbers(const models::ModelSpec& spec) {
     std::map<std::string, std::size_t> numbers;
-    for (const std::string& name : inner_units(spec)) numbers.emplace(name, numbers.size() + 1);
+    for (const std::string& name : models::sharding_units(spec)) numbers.emplace(name, numbers.size() + 1);
     for (const auto& parameter : models::parameter_table(spec)) {
       const auto unit = numbers.find(parameter.unit);
       number_of_.emplace(parameter.name, unit == numbers.end() ? 0 : unit->second);
@@ -28,21 +28,11 @@ class UnitNumbers {
 
 }  // namespace
 
-std::vector<std::string> inner_units(const models::ModelSpec& spec) {
-  std::vector<std::string> units;
-  if (!spec.tie_word_embeddings) units.emplace_back("model.embed_tokens");
-  for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
-    units.push_back(concat("model.layers.", i));
-  }
-  if (!spec.tie_word_embeddings) units.emplace_back("head");
-  return units;
-}
-
 std::vector<UnitMeta> units_of(const models::ModelSpec& spec,
                                const std::vector<ParameterMeta>& parameters) {
   const UnitNumbers numbers(spec);
   std::vector<UnitMeta> units(1);
-  for (const std::string& name : inner_units(spec)) {
+  for (const std::string& name : models::sharding_units(spec)) {
     units.emplace_back();
     units.back().name = name;
     units.back().nested = true;
@@ -59,7 +49,7 @@ layout::ModelPlan plan_model(const models::ModelSpec& spec,
   const UnitNumbers numbers(spec);
   layout::UnitItems root;
   std::vector<layout::UnitItems> inner;
-  for (const std::string& name : inner_units(spec)) inner.push_back({name, {}});
+  for (const std::string& name : models::sharding_units(spec)) inner.push_back({name, {}});
   for (const GradContract& contract : contracts) {
     const std::size_t unit = numbers.of(contract.name);
     auto& items = unit == 0 ? root.items : inner[unit - 1].items;

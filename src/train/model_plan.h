@@ -6,7 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "layout/model_plan.h"
@@ -19,12 +18,8 @@ namespace tessera::train {
 /// moving this many bytes (docs/performance.md).
 inline constexpr std::int64_t kMergeBelowBytes = std::int64_t{64} << 10;
 
-/// The units inside the root, in the order of the model: the embedding, each layer, norm and head;
-/// where the head is tied, embedding and head belong to the root.
-std::vector<std::string> inner_units(const models::ModelSpec& spec);
-
-/// The same units with the root in front, as the contract knows them: which of `parameters` each
-/// has before small buckets merge. Our layers cast their inputs by themselves.
+/// The units of models::sharding_units with the root in front, as the contract knows them: which of
+/// `parameters` each has before small buckets merge. Our layers cast their inputs by themselves.
 std::vector<UnitMeta> units_of(const models::ModelSpec& spec,
                                const std::vector<ParameterMeta>& parameters);
 

@@ -11,11 +11,11 @@ MeshShape mesh_shape(const ParallelDims& dims) {
   return MeshShape::dense(dims.pp, dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp);
 }
 
-std::shared_ptr<Sharded<models::Decoder>> parallelize(const ModelSource& source,
-                                                      const Config& config, const Mesh& mesh,
-                                                      InitialWeights weights) {
+std::shared_ptr<Sharded<models::LanguageModel>> parallelize(const ModelSource& source,
+                                                            const Config& config, const Mesh& mesh,
+                                                            InitialWeights weights) {
   // 1. The model, full sizes and no data.
-  auto decoder = std::make_shared<models::Decoder>(source.spec);
+  const auto plain = models::make_language_model(source.spec);
 
   // 2. What every parameter is, for the whole model at once.
   const auto dims = resolve_parallelism(config.parallelism, mesh.shape().size());
@@ -32,8 +32,8 @@ std::shared_ptr<Sharded<models::Decoder>> parallelize(const ModelSource& source,
   const auto named = [&](const std::string& name) {
     auto options = unit;
     options.name = name;
-    options.canonical_name = [name](const std::string& path) {
-      return models::parameter_name(name, path);
+    options.canonical_name = [plain = plain.get(), name](const std::string& path) {
+      return plain->canonical_name(name, path);
     };
     return options;
   };
@@ -42,20 +42,12 @@ std::shared_ptr<Sharded<models::Decoder>> parallelize(const ModelSource& source,
   root.divide_factor = 1.0;
   root.reshard_after_forward = false;
   root.merge_below_bytes = kMergeBelowBytes;
-  if (!source.spec.tie_word_embeddings) {
-    root.inner.push_back(
-        decoder->embedding().shard(mesh, as_contracts, named("model.embed_tokens")));
-  }
-  for (std::size_t i = 0; i < decoder->layers().size(); ++i) {
-    root.inner.push_back(
-        decoder->layers()[i].shard(mesh, as_contracts, named(concat("model.layers.", i))));
-  }
-  if (!source.spec.tie_word_embeddings) {
-    root.inner.push_back(decoder->head().shard(mesh, as_contracts, named("head")));
+  for (const models::ModelUnit& each : plain->units()) {
+    root.inner.push_back(each.shard(mesh, as_contracts, named(each.name)));
   }
 
   // 4. The root: what is left, and the small buckets of all units.
-  auto model = std::make_shared<Sharded<models::Decoder>>(decoder, mesh, as_contracts, root);
+  auto model = std::make_shared<Sharded<models::LanguageModel>>(plain, mesh, as_contracts, root);
 
   // 5. Weights: each rank reads or draws only what it owns.
   if (weights == InitialWeights::kLater) {
@@ -66,6 +58,7 @@ std::shared_ptr<Sharded<models::Decoder>> parallelize(const ModelSource& source,
     draw_weights(*model, models::parameter_table(source.spec),
                  static_cast<std::uint64_t>(config.debug.seed));
   }
+  if (source.folder) load_buffers(*plain, *source.folder);
   model->set_loaded();
   return model;
 }

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "io/tensor_source.h"
-#include "models/decoder.h"
+#include "models/language_model.h"
 #include "tessera/mesh.h"
 #include "tessera/model_contract.h"
 #include "tessera/shard.h"
@@ -45,9 +45,9 @@ enum class InitialWeights : std::uint8_t {
   kLater,     ///< left unset for the caller to fill (a checkpoint)
 };
 
-/// Collective. The units: the embedding, each layer, norm and head; where the head is tied,
-/// embedding and head belong to the root. Weights are loaded from the folder, or drawn.
-std::shared_ptr<Sharded<models::Decoder>> parallelize(
+/// Collective. The units: models::sharding_units; what is left belongs to the root. Weights are
+/// loaded from the folder, or drawn; buffers are loaded in any case, whole on every rank.
+std::shared_ptr<Sharded<models::LanguageModel>> parallelize(
     const ModelSource& source, const Config& config, const Mesh& mesh,
     InitialWeights weights = InitialWeights::kOfSource);
 

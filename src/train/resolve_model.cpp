@@ -79,8 +79,9 @@ std::vector<ParameterMeta> metas_of(const ModelSource& source, const ModelConfig
                                     Purpose purpose) {
   const auto table = models::parameter_table(source.spec);
   // Before anything of the config.json's sizes is allocated.
-  if (source.folder) check_tensors(*source.folder, table);
-  const auto freeze = model.freeze.value_or(std::vector<std::string>{});
+  if (source.folder) check_tensors(*source.folder, source.spec);
+  const auto& family = models::traits(source.spec.family);
+  const auto freeze = model.freeze.value_or(family.frozen);
   std::vector<ParameterMeta> metas;
   for (const auto& parameter : table) {
     if (!parameter.tied_to.empty()) {
@@ -92,8 +93,8 @@ std::vector<ParameterMeta> metas_of(const ModelSource& source, const ModelConfig
     meta.frozen_as = model.frozen;
     metas.push_back(std::move(meta));
   }
-  require_matches(freeze, metas, "model.freeze");
-  apply_pins(models::traits(source.spec.family), metas);
+  if (model.freeze) require_matches(freeze, metas, "model.freeze");
+  apply_pins(family, metas);
   return metas;
 }
 

@@ -62,7 +62,7 @@ std::vector<double> max_over_data(const ShardedBase& model, const std::vector<do
   return largest;
 }
 
-BatchLoss forward_backward(Sharded<models::Decoder>& model, const BatchSource& source,
+BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,
                            std::int64_t step, const std::vector<RowRange>& rows, Sync sync) {
   const auto batches = load(source, step, rows);
   auto loss = count_kept(model, batches);
@@ -73,7 +73,7 @@ BatchLoss forward_backward(Sharded<models::Decoder>& model, const BatchSource& s
     const bool last = i + 1 == batches.size();
     model.set_requires_gradient_sync(last || sync == Sync::kEveryMicroBatch);
     model.set_requires_replica_reduce(last);
-    const auto token_losses = model.forward(batches[i].input_ids, batches[i].targets);
+    const auto token_losses = model.forward(batches[i].inputs());
     // The mean over the whole batch is differentiated: no rank divides again.
     const auto seed = at::full_like(token_losses, 1.0 / static_cast<double>(loss.kept));
     torch::autograd::backward({token_losses}, {seed});
@@ -83,14 +83,13 @@ BatchLoss forward_backward(Sharded<models::Decoder>& model, const BatchSource& s
   return loss;
 }
 
-BatchLoss forward_only(Sharded<models::Decoder>& model, const BatchSource& source,
+BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource& source,
                        std::int64_t step, const std::vector<RowRange>& rows) {
   const at::NoGradGuard no_grad;
   const auto batches = load(source, step, rows);
   auto loss = count_kept(model, batches);
   double sum = 0.0;
-  for (const auto& batch : batches)
-    sum += model.forward(batch.input_ids, batch.targets).item<double>();
+  for (const auto& batch : batches) sum += model.forward(batch.inputs()).item<double>();
   loss.sum = sum_over_data(model, {sum}).front();
   return loss;
 }

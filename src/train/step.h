@@ -5,7 +5,7 @@
 #include <functional>
 #include <vector>
 
-#include "models/decoder.h"
+#include "models/language_model.h"
 #include "tessera/shard.h"
 #include "train/data.h"
 #include "train/sampler.h"
@@ -29,11 +29,11 @@ enum class Sync : std::uint8_t { kLastMicroBatch, kEveryMicroBatch };
 /// Runs all micro-batches; gradients of mean loss stand on the shards afterwards. Collective: every
 /// rank passes as many row ranges (empty ones for nothing). Errors: kFormat when no label of the
 /// batch is kept.
-BatchLoss forward_backward(Sharded<models::Decoder>& model, const BatchSource& source,
+BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,
                            std::int64_t step, const std::vector<RowRange>& rows, Sync sync);
 
 /// The loss alone; a batch without a kept label adds nothing. Collective.
-BatchLoss forward_only(Sharded<models::Decoder>& model, const BatchSource& source,
+BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource& source,
                        std::int64_t step, const std::vector<RowRange>& rows);
 
 }  // namespace tessera::train

@@ -162,12 +162,7 @@ class Trainer {
     return hooks_.stop_requested && hooks_.stop_requested() ? 1.0 : 0.0;
   }
 
-  Vocabulary vocabulary_of_model() const {
-    Vocabulary vocabulary;
-    vocabulary.size = source_.spec.vocab_size;
-    vocabulary.reads_bytes = !source_.folder || source_.spec.tessera_tokenizer == "bytes";
-    return vocabulary;
-  }
+  Vocabulary vocabulary_of_model() const { return vocabulary_of(source_.spec, !source_.folder); }
 
   StepEnd train_step(std::int64_t step) {
     const auto begin = Clock::now();
@@ -200,8 +195,7 @@ class Trainer {
   ModelSize model_size() const {
     ModelSize size;
     for (const auto& parameter : models::parameter_table(source_.spec)) {
-      const bool embedding = parameter.name == "model.embed_tokens.weight";
-      if (!embedding) size.active_parameters += parameter.numel();
+      size.active_parameters += models::active_numel(source_.spec, parameter);
     }
     size.layers = source_.spec.num_hidden_layers;
     size.heads = source_.spec.num_attention_heads;
@@ -250,7 +244,7 @@ class Trainer {
   Mesh mesh_;
   std::unique_ptr<BatchSource> data_;
   std::unique_ptr<BatchSource> validation_;
-  std::shared_ptr<Sharded<models::Decoder>> model_;
+  std::shared_ptr<Sharded<models::LanguageModel>> model_;
   std::unique_ptr<Optimizer> optimizer_;
   std::optional<CheckpointSession> checkpoints_;
   std::int64_t done_ = 0;  ///< steps before this run

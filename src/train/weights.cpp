@@ -40,25 +40,38 @@ bool is_computed_buffer(const std::string& name) {
          name.ends_with("rotary_emb.sin_cached");
 }
 
+void check_shape(const TensorSource& folder, const std::string& name,
+                 const std::vector<std::int64_t>& shape) {
+  const auto* info = folder.find(name);
+  TESSERA_CHECK(info != nullptr, ErrorKind::kFormat, folder.path().string(), ": found no tensor ",
+                name, ", expected one since config.json describes it");
+  TESSERA_CHECK(info->shape == shape, ErrorKind::kFormat, folder.path().string(), ": tensor ", name,
+                ": found shape [", at::IntArrayRef(info->shape), "], expected [",
+                at::IntArrayRef(shape), "] from config.json");
+}
+
 }  // namespace
 
-void check_tensors(const TensorSource& folder, const std::vector<models::ParameterSpec>& table) {
+void check_tensors(const TensorSource& folder, const models::ModelSpec& spec) {
+  const auto table = models::parameter_table(spec);
+  const auto buffers = models::buffer_table(spec);
   for (const auto& parameter : table) {
-    if (!parameter.tied_to.empty()) continue;
-    const auto* info = folder.find(parameter.name);
-    TESSERA_CHECK(info != nullptr, ErrorKind::kFormat, folder.path().string(), ": found no tensor ",
-                  parameter.name, ", expected one since config.json describes it");
-    TESSERA_CHECK(info->shape == parameter.shape, ErrorKind::kFormat, folder.path().string(),
-                  ": tensor ", parameter.name, ": found shape [", at::IntArrayRef(info->shape),
-                  "], expected [", at::IntArrayRef(parameter.shape), "] from config.json");
+    if (parameter.tied_to.empty()) check_shape(folder, parameter.name, parameter.shape);
   }
+  for (const auto& buffer : buffers) {
+    check_shape(folder, buffer.name, buffer.shape);
+    const DType dtype = folder.find(buffer.name)->dtype;
+    TESSERA_CHECK(is_floating(dtype) && !is_float8(dtype), ErrorKind::kFormat,
+                  folder.path().string(), ": buffer ", buffer.name, ": found dtype ",
+                  to_string(dtype), ", expected a floating one");
+  }
+  const auto has = [](const auto& rows, const std::string& name) {
+    return std::ranges::any_of(rows, [&](const auto& row) { return row.name == name; });
+  };
   for (const auto& [name, tensor] : folder.tensors()) {
     // A tied head may be stored all the same; the embedding's values count.
-    const bool known =
-        std::any_of(table.begin(), table.end(),
-                    [&, &n = name](const auto& parameter) { return parameter.name == n; });
-    TESSERA_CHECK(known || is_computed_buffer(name), ErrorKind::kFormat, folder.path().string(),
-                  ": found the tensor ", name,
+    TESSERA_CHECK(has(table, name) || has(buffers, name) || is_computed_buffer(name),
+                  ErrorKind::kFormat, folder.path().string(), ": found the tensor ", name,
                   ", expected only those of the model; is config.json the right one?");
   }
 }
@@ -80,6 +93,15 @@ void load_weights(const ShardedBase& model, const TensorSource& folder) {
     in_chunks(view, progress, [&](const at::Tensor& part, std::int64_t begin, std::int64_t end) {
       part.copy_(read_elements(folder, name, begin, end));
     });
+  }
+}
+
+void load_buffers(const torch::nn::Module& model, const TensorSource& folder) {
+  const at::NoGradGuard no_grad;
+  for (auto& item : model.named_buffers()) {
+    at::Tensor& buffer = item.value();
+    const std::vector<std::int64_t> shape = buffer.sizes().vec();
+    buffer.set_data(read_elements(folder, item.key(), 0, buffer.numel()).view(shape));
   }
 }
 

@@ -14,9 +14,10 @@
 
 namespace tessera::train {
 
-/// That the folder holds the tensors of the table and no others. Errors: kFormat for a tensor that
-/// is missing, has another shape, or that the model does not have.
-void check_tensors(const TensorSource& folder, const std::vector<models::ParameterSpec>& table);
+/// That the folder holds the model's parameters and buffers and no other tensors. Errors: kFormat
+/// for a tensor that is missing, has another shape, or that the model does not have; for a buffer
+/// that is not floating.
+void check_tensors(const TensorSource& folder, const models::ModelSpec& spec);
 
 /// A copy of the elements [begin, end) of a tensor, 1-D, in its dtype.
 at::Tensor read_elements(const TensorSource& folder, const std::string& name, std::int64_t begin,
@@ -24,6 +25,9 @@ at::Tensor read_elements(const TensorSource& folder, const std::string& name, st
 
 /// Copies the owned range of every parameter; the folder passed check_tensors. Not collective.
 void load_weights(const ShardedBase& model, const TensorSource& folder);
+
+/// Gives every buffer the folder's values, in the dtype they are stored in. Not collective.
+void load_buffers(const torch::nn::Module& model, const TensorSource& folder);
 
 /// Units: elements copied at a time; what loading holds beside the weights themselves.
 inline constexpr std::int64_t kLoadChunk = std::int64_t{1} << 20;

@@ -45,6 +45,13 @@ class Program(unittest.TestCase):
         self.run_tessera("gradients", "--model", model, "--batch", batch, "--out", "gradients.safetensors", *more)
         return load_file(self.folder / "gradients.safetensors")
 
+    def train(self, model, data, *more):
+        (self.folder / "run.toml").write_text(
+            f"[model]\n{model}\n[data]\npath = {data}\n[training]\nsteps = 3\nseq_len = 24\n"
+            'global_batch_size = 2\n[optimizer]\nlr = 0.01\n[job]\ndump_folder = "run"\n')
+        self.run_tessera("train", "run.toml", "--nproc", "2", "--checkpoint.interval", "2", *more)
+        return self.folder / "run/checkpoint/step-3"
+
     def tensors(self, folder):
         """By name, with the file that each stands in."""
         found = {}
@@ -173,13 +180,6 @@ class ConvertFolder(Program):
 class ConvertCheckpoint(Program):
     """The same of checkpoints that two ranks wrote."""
 
-    def train(self, model, data, *more):
-        (self.folder / "run.toml").write_text(
-            f"[model]\n{model}\n[data]\npath = {data}\n[training]\nsteps = 3\nseq_len = 24\n"
-            'global_batch_size = 2\n[optimizer]\nlr = 0.01\n[job]\ndump_folder = "run"\n')
-        self.run_tessera("train", "run.toml", "--nproc", "2", "--checkpoint.interval", "2", *more)
-        return self.folder / "run/checkpoint/step-3"
-
     def check_same_model(self, checkpoint, out, batch, bound=LOGITS_BOUND):
         """transformers on what convert wrote, and gradients on either, give the same."""
         ours = self.gradients(checkpoint, batch, *FLOAT32)
@@ -268,6 +268,52 @@ class ConvertCheckpoint(Program):
                       ("generate", "--model", checkpoint, "--prompt-tokens", "1", "--max-new-tokens", "1")):
             self.assertIn("rank_1.safetensors", self.run_tessera(*words, code=2))
         self.assertFalse((self.folder / "out").exists())
+
+
+class ConvertGemma4(Program):
+    """Images and stored buffers: other inputs, another class of transformers."""
+
+    def logits_with_images(self, folder, batch):
+        model = transformers.Gemma4ForConditionalGeneration.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager")
+        model.train()  # as the reference: masks come from the token types
+        keys = ("input_ids", "pixel_values", "image_position_ids", "mm_token_type_ids")
+        with torch.no_grad():
+            return model(**{key: batch[key] for key in keys}).logits
+
+    def test_a_folder_comes_out_with_the_same_bytes_and_config(self):
+        for name in ("gemma4-fp32", "gemma4-mixed"):
+            with self.subTest(name):
+                out = self.folder / name
+                self.run_tessera("convert", DATA / name, out, "--max-shard-size", "60KB")
+                self.assertSameBits({k: v[0] for k, v in self.tensors(out).items()},
+                                    {k: v[0] for k, v in self.tensors(DATA / name).items()})
+                original = transformers.AutoConfig.from_pretrained(DATA / name).to_dict()
+                written = transformers.AutoConfig.from_pretrained(out).to_dict()
+                for config in (original, written):
+                    config.pop("_name_or_path", None), config.pop("transformers_version", None)
+                self.assertEqual(written, original)
+
+    def test_a_trained_checkpoint_gives_transformers_the_same_logits(self):
+        source = DATA / "gemma4-mixed"
+        batch = source / "reference.safetensors"
+        checkpoint = self.train(f'path = "{source}"', f'"{batch}"', *FLOAT32)
+        self.run_tessera("convert", checkpoint, "out", "--dtype", "float32")
+        ours = self.gradients(checkpoint, batch, *FLOAT32)
+        self.assertSameBits(self.gradients(self.folder / "out", batch, *FLOAT32), ours)
+        found = self.logits_with_images(self.folder / "out", load_file(batch))
+        self.assertLess((found - ours["logits"]).abs().max(), LOGITS_BOUND)
+        before = {k: v[0].float() for k, v in self.tensors(source).items()}
+        after = {k: v[0] for k, v in self.tensors(self.folder / "out").items()}
+        self.assertEqual(before.keys(), after.keys())
+        still = {k for k in before if torch.equal(before[k], after[k])}
+        self.assertTrue({k for k in before if k.startswith("model.vision_tower.")} <= still)
+        self.assertTrue({k for k in before if k.endswith("layer_scalar")} <= still)
+        self.assertFalse(any("language_model" in k and k.endswith("proj.weight") for k in still))
+
+    def test_generation_is_refused(self):
+        self.assertIn("Gemma4ForConditionalGeneration", self.run_tessera(
+            "generate", "--model", DATA / "gemma4-fp32", "--prompt-tokens", "1", "--max-new-tokens", "1", code=2))
 
 
 if __name__ == "__main__":

@@ -100,6 +100,8 @@ TEST_P(GoldenGradients, ASecondRunHasTheSameBits) {
 
 INSTANTIATE_TEST_SUITE_P(Dense, GoldenGradients, ::testing::ValuesIn(kFolders),
                          [](const auto& each) { return test_name(each.param); });
+INSTANTIATE_TEST_SUITE_P(Gemma4, GoldenGradients, ::testing::ValuesIn(kGemmaFolders),
+                         [](const auto& each) { return test_name(each.param); });
 
 }  // namespace
 }  // namespace tessera::golden

@@ -44,8 +44,10 @@ struct Gradients {
   at::Tensor logits;
   Tensors by_name;
 };
+enum class Routing { kOwn, kImposed };  ///< of the model, or of the batch file
 /// Through the file that run_gradients writes.
-Gradients run_gradients(train::Config config, const Layout& layout, const std::string& batch);
+Gradients run_gradients(train::Config config, const Layout& layout, const std::string& batch,
+                        Routing routing = Routing::kOwn);
 /// The one batch of a folder's reference, in fp32.
 Gradients run_gradients(const std::filesystem::path& model, const Layout& layout,
                         const std::string& batch);

@@ -62,6 +62,9 @@ class Reference {
 inline const std::vector<std::string> kFolders{"qwen3-fp32", "qwen3-mixed", "llama-fp32",
                                                "llama-mixed"};
 
+/// Those of models with images and a mixture of experts.
+inline const std::vector<std::string> kGemmaFolders{"gemma4-fp32", "gemma4-mixed"};
+
 /// "qwen3_fp32": what GoogleTest allows in names.
 std::string test_name(const std::string& folder);
 

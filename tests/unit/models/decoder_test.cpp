@@ -54,7 +54,7 @@ TEST(Decoder, UnitsCoverEveryParameterUnderItsTrueName) {
   std::map<std::string, at::Tensor> found;
   const auto add = [&](const std::string& unit, const torch::nn::Module& module) {
     for (const auto& item : module.named_parameters()) {
-      found[parameter_name(unit, item.key())] = item.value();
+      found[model.canonical_name(unit, item.key())] = item.value();
     }
   };
   add("model.embed_tokens", *model.embedding().module());

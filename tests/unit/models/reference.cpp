@@ -27,6 +27,12 @@ at::ScalarType scalar_type(DType dtype) {
   }
 }
 
+/// After the two leaves got data of their own.
+void tie_again(at::Tensor& head, const at::Tensor& owner) {
+  head.set_data(head.to(owner.scalar_type()));
+  nn::tie(head, owner);
+}
+
 std::filesystem::path folder(const std::string& name) {
   return std::filesystem::path(TESSERA_TEST_DATA) / name;
 }
@@ -46,36 +52,53 @@ Reference::Reference(const std::string& name)
       results_(folder(name) / "reference.safetensors"),
       spec_(parse_spec(folder_.config_text()).spec) {}
 
-std::shared_ptr<Decoder> Reference::model(Compute compute) const {
-  auto decoder = std::make_shared<Decoder>(spec_);
-  nn::materialize(*decoder);
+at::Tensor Reference::stored(const std::string& name) const {
+  return read_tensor(folder_.file(folder_.tensors().at(name).file), name);
+}
+
+void Reference::load(const torch::nn::Module& model, Compute compute) const {
+  nn::materialize(model);
   const bool bulk_is_wide = folder_.bulk_dtype() == DType::kFloat32;
-  for (auto& item : decoder->named_parameters()) {
+  for (auto& item : model.named_parameters()) {
     const auto* info = folder_.find(item.key());
     if (info == nullptr) continue;  // a tied head
-    const at::Tensor stored =
-        read_tensor(folder_.file(folder_.tensors().at(item.key()).file), item.key());
     const bool wide =
         compute == Compute::kFloat32 || (info->dtype == DType::kFloat32 && !bulk_is_wide);
-    item.value().set_data(stored.to(wide ? at::kFloat : at::kBFloat16));
+    item.value().set_data(stored(item.key()).to(wide ? at::kFloat : at::kBFloat16));
   }
+  for (auto& item : model.named_buffers()) item.value().set_data(stored(item.key()));
+}
+
+std::shared_ptr<Decoder> Reference::model(Compute compute) const {
+  auto decoder = std::make_shared<Decoder>(spec_);
+  load(*decoder, compute);
   if (spec_.tie_word_embeddings) {
-    at::Tensor& head = decoder->head().module()->lm_head()->weight;
-    const at::Tensor& owner = decoder->embedding().module()->weight;
-    head.set_data(head.to(owner.scalar_type()));
-    nn::tie(head, owner);
+    tie_again(decoder->head().module()->lm_head()->weight, decoder->embedding().module()->weight);
   }
   return decoder;
 }
 
-std::map<std::string, at::Tensor> gradients(Decoder& model) {
+std::shared_ptr<Gemma4Model> Reference::gemma4(Compute compute) const {
+  auto model = std::make_shared<Gemma4Model>(spec_);
+  load(*model, compute);
+  tie_again(model->head().module()->lm_head()->weight, model->embedding().module()->weight);
+  for (auto& item : model->named_parameters()) {
+    if (item.key().starts_with("model.vision_tower.")) item.value().set_requires_grad(false);
+  }
+  return model;
+}
+
+std::map<std::string, at::Tensor> gradients(const torch::nn::Module& model, const ModelSpec& spec) {
   std::map<std::string, at::Tensor> result;
   for (auto& item : model.named_parameters()) {
+    if (!item.value().requires_grad()) continue;
     result[item.key()] = item.value().grad().to(at::kFloat);
   }
-  if (model.spec().tie_word_embeddings) {
-    result["model.embed_tokens.weight"] =
-        result["model.embed_tokens.weight"] + result["lm_head.weight"];
+  if (spec.tie_word_embeddings) {
+    const bool dense = spec.family != Family::kGemma4;
+    at::Tensor& owner =
+        result.at(dense ? "model.embed_tokens.weight" : "model.language_model.embed_tokens.weight");
+    owner = owner + result.at("lm_head.weight");
     result.erase("lm_head.weight");
   }
   return result;

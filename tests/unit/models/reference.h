@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "io/hf_folder.h"
 #include "io/safetensors.h"
 #include "models/decoder.h"
+#include "models/gemma4_model.h"
 
 namespace tessera::models {
 
@@ -31,15 +33,20 @@ class Reference {
   };
   /// The model with the checkpoint's weights, unsharded.
   std::shared_ptr<Decoder> model(Compute compute) const;
+  /// The same of a gemma4 folder, its vision tower frozen.
+  std::shared_ptr<Gemma4Model> gemma4(Compute compute) const;
 
  private:
+  at::Tensor stored(const std::string& name) const;
+  void load(const torch::nn::Module& model, Compute compute) const;
+
   HfFolder folder_;
   SafetensorsFile results_;
   ModelSpec spec_;
 };
 
-/// The gradient of every parameter of the checkpoint by name, fp32: a tied head's is added to its
-/// owner's.
-std::map<std::string, at::Tensor> gradients(Decoder& model);
+/// The gradient of every trainable parameter of the checkpoint by name, fp32: a tied head's is
+/// added to its owner's. A parameter that got none throws.
+std::map<std::string, at::Tensor> gradients(const torch::nn::Module& model, const ModelSpec& spec);
 
 }  // namespace tessera::models

@@ -38,7 +38,7 @@ TEST_P(DenseReference, Float32LogitsLossAndGradientsAgree) {
   EXPECT_NEAR(loss.item<double>(), reference.result("loss").item<double>(), 5e-6);
 
   loss.backward();
-  const auto found = gradients(*model);
+  const auto found = gradients(*model, model->spec());
   for (const auto& [name, gradient] : found) {
     const at::Tensor expected = reference.result("grad/" + name);
     ASSERT_EQ(gradient.sizes(), expected.sizes()) << name;
@@ -55,7 +55,7 @@ TEST_P(DenseReference, GradientsThroughVisibleLogitsAgree) {
   const double kept = static_cast<double>(nn::count_kept(labels));
   (nn::cross_entropy_sum(logits, labels) / kept).backward();
   EXPECT_TRUE(logits.equal(before)) << "backward wrote over logits that are still visible";
-  for (const auto& [name, gradient] : gradients(*model)) {
+  for (const auto& [name, gradient] : gradients(*model, model->spec())) {
     EXPECT_LT(relative_error(gradient, reference.result("grad/" + name)), 5e-5) << name;
   }
 }
@@ -71,7 +71,7 @@ TEST_P(DenseReference, BFloat16GradientsPointTheSameWay) {
   EXPECT_NEAR(loss.item<double>(), reference.result("loss").item<double>(), 0.02);
   loss.backward();
   const double bound = std::max(0.01, 2 * GetParam().bf16_worst);
-  for (const auto& [name, gradient] : gradients(*model)) {
+  for (const auto& [name, gradient] : gradients(*model, model->spec())) {
     const at::Tensor expected = reference.result("grad/" + name);
     const double cosine =
         ((gradient * expected).sum() / (gradient.norm() * expected.norm())).item<double>();

@@ -233,8 +233,8 @@ TEST(ReplayedBatches, TakesStepsWhereTheyAreAndBeginsAgain) {
   EXPECT_EQ(values(batches->load(1, {0, 1}).targets), (Ids{-100, 3, -100}));
   EXPECT_EQ(values(batches->load(2, {0, 1}).targets), (Ids{5, 6, -100}));
   EXPECT_EQ(values(batches->load(3, {0, 1}).input_ids), (Ids{1, 2, 3}));
-  const auto gradients =
-      open_gradients_batch((folder / "b.safetensors").string(), {.size = 10, .reads_bytes = false});
+  const auto gradients = open_gradients_batch((folder / "b.safetensors").string(),
+                                              {.size = 10, .reads_bytes = false}, {});
   EXPECT_EQ(values(gradients->load(1, {0, 1}).input_ids), (Ids{9, 9}));
 }
 
@@ -256,10 +256,11 @@ TEST(ReplayedBatches, RowsOfABatchAreLoadedByRange) {
   EXPECT_EQ(values(batches->load(2, {1, 3}).input_ids), (Ids{16, 17, 18, 19, 20, 21, 22, 23}));
   EXPECT_EQ(values(batches->load(2, {1, 3}).targets), (Ids{17, 18, 19, -100, 21, 22, 23, -100}));
   EXPECT_EQ(batches->load(2, {3, 3}).targets.sizes(), (at::IntArrayRef{0, 4}));
-  EXPECT_THAT(testing::error_of(
-                  ErrorKind::kFormat,
-                  [&] { open_gradients_batch((folder / "b.safetensors").string(), {.size = 99}); }),
-              HasSubstr("found 2 batches"));
+  EXPECT_THAT(
+      testing::error_of(
+          ErrorKind::kFormat,
+          [&] { open_gradients_batch((folder / "b.safetensors").string(), {.size = 99}, {}); }),
+      HasSubstr("found 2 batches"));
 }
 
 TEST(ReplayedBatches, SizesThatAreGivenMustAgree) {

@@ -68,7 +68,7 @@ TEST(TrainModelPlan, UnitsOfTheContractHoldEveryParameterOnceAndCastNothingThems
       metas.back().name = contract.name;
     }
     const auto units = units_of(spec, metas);
-    ASSERT_EQ(units.size(), 1 + inner_units(spec).size());
+    ASSERT_EQ(units.size(), 1 + models::sharding_units(spec).size());
     EXPECT_EQ(units.front().name, "");
     EXPECT_FALSE(units.front().nested);
     std::vector<int> seen(metas.size(), 0);

@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <fstream>
+#include <sstream>
 
 #include "fsdp/plan.h"
 #include "train/model_plan.h"
@@ -68,6 +70,36 @@ TEST_P(PlanOfRun, EqualsThePlanOfTheConfiguration) {
     EXPECT_EQ(to_string(found), to_string(expected));
     EXPECT_EQ(hash(found), hash(expected));
   });
+}
+
+/// The reference's Gemma 4, wide enough that layers are no small buckets.
+std::string wide_gemma4() {
+  std::ifstream in(std::string(TESSERA_TEST_DATA) + "/gemma4-fp32/config.json");
+  std::stringstream text;
+  text << in.rdbuf();
+  models::ModelSpec spec = models::parse_spec(text.str()).spec;
+  spec.hidden_size = 256;
+  spec.gemma4->vision->hidden_size = 256;
+  return models::config_json(spec);
+}
+
+// Tower, text layers and what belongs to the root; norms are small and move there.
+TEST(PlanOfGemma4, EqualsThePlanOfTheConfiguration) {
+  const testing::TemporaryFolder folder;
+  std::ofstream(folder / "config.json") << wide_gemma4();
+  Config config;
+  config.model.config = folder / "config.json";
+  const ModelSource source = open_model(config.model);
+  for (const int ranks : {1, 3}) {
+    const ParallelDims dims = resolve_parallelism(config.parallelism, ranks);
+    const auto expected =
+        plan_model(source.spec, resolve_model(source, config, dims), dims.dp_shard);
+    EXPECT_EQ(expected.units.size(), 1U + 3U + 4U);
+    on_ranks(ranks, [&](World& world) {
+      const auto model = parallelize(source, config, world.mesh(mesh_shape(dims)));
+      EXPECT_EQ(to_string(fsdp::plan_of(*model)), to_string(expected));
+    });
+  }
 }
 
 // Buckets of 1 KiB (norms), 32 KiB and 48 KiB merge; up_proj's of 96 KiB stands alone.

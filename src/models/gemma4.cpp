@@ -1,0 +1,24 @@
+// Gemma 4 with images: a frozen vision tower, a projector, and a text model whose layers slide or
+// see everything, with a mixture of experts beside each dense MLP.
+#include "models/family.h"
+
+namespace tessera::models {
+
+const FamilyTraits& gemma4_traits() {
+  static const FamilyTraits traits{
+      .family = Family::kGemma4,
+      .model_type = "gemma4",
+      .architecture = "Gemma4ForConditionalGeneration",
+      // Its own reader knows the defaults.
+      .default_head_dim = std::nullopt,
+      .default_num_key_value_heads = std::nullopt,
+      .default_max_position_embeddings = 131072,
+      .has_mlp_bias = false,
+      .pins = {},
+      .frozen = {"model.vision_tower"},
+      .module_name = [](std::string_view name) { return std::string(name); },
+  };
+  return traits;
+}
+
+}  // namespace tessera::models

@@ -1,0 +1,101 @@
+#include "models/gemma4_layer.h"
+
+#include <ATen/ops/ones.h>
+
+#include <utility>
+
+#include "nn/attention.h"
+#include "nn/masked_attention.h"
+
+namespace tessera::models {
+namespace {
+
+constexpr double kScale = 1.0;  // of the scores: queries and keys are normed
+
+}  // namespace
+
+std::shared_ptr<nn::RmsNorm> gemma_norm(std::int64_t size, double eps) {
+  return std::make_shared<nn::RmsNorm>(size, eps, nn::NormRounding::kOnce);
+}
+
+Gemma4Attention::Gemma4Attention(const ModelSpec& spec, const Gemma4Layer& layer,
+                                 std::shared_ptr<nn::Rope> rope)
+    : heads_(spec.num_attention_heads),
+      layer_(layer),
+      eps_(spec.rms_norm_eps),
+      rope_(std::move(rope)) {
+  const std::int64_t q_size = heads_ * layer.head_dim;
+  const std::int64_t kv_size = layer.num_key_value_heads * layer.head_dim;
+  q_proj_ = nn::add_projection(*this, "q_proj", {spec.hidden_size, q_size});
+  k_proj_ = nn::add_projection(*this, "k_proj", {spec.hidden_size, kv_size});
+  if (!layer.key_is_value) {
+    v_proj_ = nn::add_projection(*this, "v_proj", {spec.hidden_size, kv_size});
+  }
+  o_proj_ = nn::add_projection(*this, "o_proj", {q_size, spec.hidden_size});
+  q_norm_ = register_module("q_norm", gemma_norm(layer.head_dim, eps_));
+  k_norm_ = register_module("k_norm", gemma_norm(layer.head_dim, eps_));
+}
+
+at::Tensor Gemma4Attention::forward(const at::Tensor& x, const std::optional<at::Tensor>& visible) {
+  const nn::RopeTable table = rope_->table(x.size(1), x.scalar_type(), x.device());
+  const auto head_norm = [&](const nn::RmsNorm& norm) {
+    return nn::HeadNorm{norm.weight, norm.eps(), norm.rounding()};
+  };
+  const std::int64_t groups = layer_.num_key_value_heads;
+  const at::Tensor keys = k_proj_->forward(x);
+  const at::Tensor raw = v_proj_ ? v_proj_->forward(x) : keys;
+  const at::Tensor q =
+      nn::rope_heads(q_proj_->forward(x), {.heads = heads_, .repeat = heads_ / groups},
+                     head_norm(*q_norm_), table);
+  const at::Tensor k = nn::rope_heads(keys, {.heads = groups}, head_norm(*k_norm_), table);
+  const at::Tensor by_head = raw.reshape({x.size(0), x.size(1), groups, layer_.head_dim});
+  const at::Tensor v = nn::plain_rms_norm(by_head, eps_).reshape(raw.sizes());
+  return o_proj_->forward(visible ? nn::masked_attention(q, k, v, *visible, kScale)
+                                  : nn::causal_attention(q, k, v, kScale));
+}
+
+Gemma4TextLayer::Gemma4TextLayer(const ModelSpec& spec, std::size_t number,
+                                 std::shared_ptr<nn::Rope> rope) {
+  const auto norm = [&](const char* name) {
+    return register_module(name, gemma_norm(spec.hidden_size, spec.rms_norm_eps));
+  };
+  self_attn_ = register_module(
+      "self_attn",
+      std::make_shared<Gemma4Attention>(spec, spec.gemma4->layers.at(number), std::move(rope)));
+  mlp_ = register_module("mlp",
+                         std::make_shared<nn::GegluMlp>(spec.hidden_size, spec.intermediate_size));
+  input_layernorm_ = norm("input_layernorm");
+  post_attention_layernorm_ = norm("post_attention_layernorm");
+  pre_feedforward_layernorm_ = norm("pre_feedforward_layernorm");
+  post_feedforward_layernorm_ = norm("post_feedforward_layernorm");
+  if (const auto& experts = spec.gemma4->experts) {
+    post_feedforward_layernorm_1_ = norm("post_feedforward_layernorm_1");
+    post_feedforward_layernorm_2_ = norm("post_feedforward_layernorm_2");
+    pre_feedforward_layernorm_2_ = norm("pre_feedforward_layernorm_2");
+    router_ = register_module("router", std::make_shared<Gemma4Router>(spec, *experts));
+    experts_ = register_module("experts", std::make_shared<Gemma4ExpertBank>(spec, *experts));
+  }
+  layer_scalar_ = register_buffer("layer_scalar", at::ones({1}));
+}
+
+at::Tensor Gemma4TextLayer::feed_forward(const at::Tensor& x,
+                                         const std::optional<at::Tensor>& imposed) {
+  const at::Tensor dense = mlp_->forward(pre_feedforward_layernorm_->forward(x));
+  if (!router_) return dense;
+  const at::Tensor tokens = x.reshape({-1, x.size(2)});
+  const at::Tensor mixed = experts_->forward(pre_feedforward_layernorm_2_->forward(tokens),
+                                             router_->forward(tokens, imposed));
+  return post_feedforward_layernorm_1_->forward(dense) +
+         post_feedforward_layernorm_2_->forward(mixed).view(x.sizes());
+}
+
+at::Tensor Gemma4TextLayer::forward(const at::Tensor& x, const std::optional<at::Tensor>& visible,
+                                    const std::optional<at::Tensor>& imposed) {
+  const at::Tensor attended = self_attn_->forward(input_layernorm_->forward(x), visible);
+  const at::Tensor middle = x + post_attention_layernorm_->forward(attended);
+  const at::Tensor fed = feed_forward(middle, imposed);
+  const at::Tensor sum = middle + post_feedforward_layernorm_->forward(fed);
+  return (sum * layer_scalar_).to(sum.scalar_type());
+}
+
+}  // namespace tessera::models

@@ -1,0 +1,189 @@
+#include "models/gemma4_model.h"
+
+#include <ATen/ops/scalar_tensor.h>
+
+#include <cmath>
+#include <utility>
+
+#include "models/unit_of_slot.h"
+#include "nn/loss.h"
+#include "nn/masked_attention.h"
+#include "nn/parameter.h"
+#include "nn/soft_cap.h"
+#include "tessera/error.h"
+
+namespace tessera::models {
+namespace {
+
+constexpr const char* kText = "model.language_model.";
+constexpr const char* kHeadUnit = "head";
+constexpr std::int64_t kImageType = 1;
+constexpr std::int64_t kVideoType = 2;
+
+nn::RopeOptions rope_options(const RopeSpec& rope, std::int64_t head_dim) {
+  nn::RopeOptions options;
+  options.head_dim = head_dim;
+  options.theta = rope.theta;
+  if (rope.type == RopeType::kProportional) {
+    // In this order: transformers rounds down after the product.
+    options.turned_pairs = static_cast<std::int64_t>(
+        std::floor(rope.partial_rotary_factor * static_cast<double>(head_dim) / 2.0));
+    options.factor = rope.factor;
+  }
+  return options;
+}
+
+}  // namespace
+
+Gemma4Head::Gemma4Head(const ModelSpec& spec) : cap_(spec.gemma4->final_logit_softcapping) {
+  norm_ = register_module("norm", gemma_norm(spec.hidden_size, spec.rms_norm_eps));
+  lm_head_ = nn::add_projection(*this, "lm_head", {spec.hidden_size, spec.vocab_size});
+}
+
+at::Tensor Gemma4Head::forward(const at::Tensor& x, const std::optional<at::Tensor>& targets) {
+  at::Tensor logits = lm_head_->forward(norm_->forward(x));
+  if (cap_) logits = nn::soft_cap(logits, *cap_);
+  if (!targets) return logits;
+  // The cap's derivative is computed from the capped logits: they may not be consumed.
+  return nn::cross_entropy_sum(logits, *targets, cap_ ? nn::Logits::kKeep : nn::Logits::kConsume);
+}
+
+Gemma4Model::Gemma4Model(const ModelSpec& spec) : spec_(spec) {
+  auto model = register_module("model", std::make_shared<Prefix>());
+  register_vision(*model);
+  auto text = model->register_module("language_model", std::make_shared<Prefix>());
+  const auto embedding =
+      std::make_shared<nn::Embedding>(spec.vocab_size, spec.hidden_size, spec.pad_token_id);
+  text->register_module("embed_tokens", embedding);
+  embedding_.emplace(embedding);
+  auto layers = text->register_module("layers", std::make_shared<Prefix>());
+  const Gemma4Spec& gemma = *spec.gemma4;
+  std::shared_ptr<nn::Rope> ropes[2];  // one a layer type
+  for (std::size_t i = 0; i < gemma.layers.size(); ++i) {
+    const Gemma4Layer& layer = gemma.layers[i];
+    auto& rope = ropes[static_cast<std::size_t>(layer.type)];
+    if (!rope) {
+      const RopeSpec& kind = layer.type == LayerType::kFull ? gemma.full_rope : spec.rope;
+      rope = std::make_shared<nn::Rope>(rope_options(kind, layer.head_dim));
+    }
+    layers_.emplace_back(layers->register_module(std::to_string(i),
+                                                 std::make_shared<Gemma4TextLayer>(spec, i, rope)));
+  }
+  // The head is a unit, not a name: its parts are registered where Hugging Face has them.
+  const auto head = std::make_shared<Gemma4Head>(spec);
+  text->register_module("norm", head->norm());
+  register_module("lm_head", head->lm_head());
+  if (spec.tie_word_embeddings) nn::tie(head->lm_head()->weight, embedding->weight);
+  head_.emplace(head);
+}
+
+void Gemma4Model::register_vision(torch::nn::Module& model) {
+  if (!spec_.gemma4->vision) return;
+  const Gemma4Vision& vision = *spec_.gemma4->vision;
+  tower_ = model.register_module("vision_tower", std::make_shared<Gemma4VisionTower>(vision));
+  projector_ = model.register_module("embed_vision",
+                                     std::make_shared<Gemma4Projector>(vision, spec_.hidden_size));
+}
+
+at::Tensor Gemma4Model::soft_tokens(const Images& images) {
+  TESSERA_CHECK(tower_ != nullptr, ErrorKind::kFormat,
+                "pixel_values: found images, expected none for a model without vision_config");
+  return tower_->forward(images);
+}
+
+void Gemma4Model::check_images(const ModelInputs& inputs, const at::Tensor& image_tokens) const {
+  if (inputs.token_types) {
+    TESSERA_CHECK(inputs.token_types->sizes() == inputs.input_ids.sizes() &&
+                      inputs.token_types->eq(kImageType).equal(image_tokens),
+                  ErrorKind::kFormat,
+                  "mm_token_type_ids: found types that do not fit input_ids, expected 1 at every "
+                  "image token (id ",
+                  spec_.gemma4->image_token_id, ") and nowhere else");
+  }
+  if (inputs.images) return;
+  TESSERA_CHECK(!image_tokens.any().item<bool>(), ErrorKind::kFormat,
+                "input_ids: found image tokens (id ", spec_.gemma4->image_token_id,
+                ") without pixel_values, expected their images");
+}
+
+at::Tensor Gemma4Model::place(const at::Tensor& x, const at::Tensor& image_tokens,
+                              const at::Tensor& projected) const {
+  const at::Tensor places = image_tokens.reshape({image_tokens.numel()}).nonzero().squeeze(1);
+  TESSERA_CHECK(places.size(0) == projected.size(0), ErrorKind::kFormat, "input_ids: found ",
+                places.size(0), " image tokens (id ", spec_.gemma4->image_token_id, "), expected ",
+                projected.size(0), ", as many as the images make");
+  return x.reshape({image_tokens.numel(), x.size(2)})
+      .index_copy(0, places, projected.to(x.scalar_type()))
+      .view(x.sizes());
+}
+
+at::Tensor Gemma4Model::embed(const ModelInputs& inputs) {
+  const Gemma4Spec& gemma = *spec_.gemma4;
+  const at::Tensor image_tokens = inputs.input_ids.eq(gemma.image_token_id);
+  check_images(inputs, image_tokens);
+  // The tower first: the order of units is the same on every rank, with images or without.
+  at::Tensor projected;
+  if (inputs.images) projected = projector_->forward(soft_tokens(*inputs.images));
+  const at::Tensor no_text = image_tokens.logical_or(inputs.input_ids.eq(gemma.video_token_id))
+                                 .logical_or(inputs.input_ids.eq(gemma.audio_token_id));
+  const at::Tensor ids = inputs.input_ids.masked_fill(no_text, spec_.pad_token_id.value_or(0));
+  const at::Tensor embedded = (*embedding_)(ids);
+  // The factor too has the embedding's dtype.
+  const double factor =
+      at::scalar_tensor(std::sqrt(static_cast<double>(spec_.hidden_size)), embedded.scalar_type())
+          .item<double>();
+  const at::Tensor x = embedded * factor;
+  return projected.defined() ? place(x, image_tokens, projected) : x;
+}
+
+std::optional<at::Tensor> Gemma4Model::visible(std::size_t number,
+                                               const ModelInputs& inputs) const {
+  const Gemma4Spec& gemma = *spec_.gemma4;
+  const std::int64_t positions = inputs.input_ids.size(1);
+  if (gemma.layers.at(number).type == LayerType::kFull) return std::nullopt;
+  std::optional<at::Tensor> blocks;
+  if (gemma.image_attention == ImageAttention::kBothWays && inputs.token_types) {
+    blocks = nn::number_runs(
+        inputs.token_types->eq(kImageType).logical_or(inputs.token_types->eq(kVideoType)));
+  } else if (positions <= gemma.sliding_window) {
+    return std::nullopt;
+  }
+  return nn::sliding_visibility(positions, gemma.sliding_window, blocks);
+}
+
+at::Tensor Gemma4Model::forward(const ModelInputs& inputs) {
+  TESSERA_CHECK(inputs.imposed_routing.empty() ||
+                    (spec_.gemma4->experts && inputs.imposed_routing.size() == layers_.size()),
+                ErrorKind::kFormat, "imposed routing: found ", inputs.imposed_routing.size(),
+                " layers, expected one of each layer with experts");
+  at::Tensor x = embed(inputs);
+  std::optional<at::Tensor> sliding;  // one for all layers of the type
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    const bool slides = spec_.gemma4->layers[i].type == LayerType::kSliding;
+    if (slides && !sliding) sliding = visible(i, inputs);
+    std::optional<at::Tensor> imposed;
+    if (!inputs.imposed_routing.empty()) imposed = inputs.imposed_routing[i];
+    x = layers_[i](x, slides ? sliding : std::nullopt, imposed);
+  }
+  return (*head_)(x, inputs.targets);
+}
+
+std::vector<ModelUnit> Gemma4Model::units() {
+  std::vector<ModelUnit> units;
+  if (tower_) units = tower_->units();
+  if (!spec_.tie_word_embeddings) {
+    units.push_back(unit_of(*embedding_, concat(kText, "embed_tokens")));
+  }
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    units.push_back(unit_of(layers_[i], concat(kText, "layers.", i)));
+  }
+  if (!spec_.tie_word_embeddings) units.push_back(unit_of(*head_, kHeadUnit));
+  return units;
+}
+
+std::string Gemma4Model::canonical_name(const std::string& unit, const std::string& path) const {
+  if (unit != kHeadUnit) return unit + "." + path;
+  return path.starts_with("norm.") ? kText + path : path;
+}
+
+}  // namespace tessera::models

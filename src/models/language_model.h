@@ -1,0 +1,84 @@
+// LanguageModel: what training needs to know of a model, whatever its family.
+//
+// A batch goes in as one value, images and routing included; what may be sharded on its own is
+// listed as units, in the order in which forward enters them. Short symbols: B rows, T positions, N
+// images, P patches of an image (padded), K experts a token. Next: decoder.h, gemma4_model.h,
+// ../fsdp/slot.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "models/model_spec.h"
+#include "tessera/shard.h"
+
+namespace tessera::models {
+
+/// Images in the order of their runs of image tokens, row-major over the batch. N may be 0.
+struct Images {
+  at::Tensor pixel_values;  ///< [N, P, 3*patch^2] in [0, 1]
+  at::Tensor position_ids;  ///< [N, P, 2] i64: (x, y) of a patch, (-1, -1) for padding
+};
+
+struct ModelInputs {
+  at::Tensor input_ids;                   ///< [B, T] i64
+  std::optional<at::Tensor> targets;      ///< [B, T] i64, shifted; none = logits are wanted
+  std::optional<Images> images;           ///< none = the vision tower does not run
+  std::optional<at::Tensor> token_types;  ///< [B, T] i64: 1 at image tokens
+  /// Experts instead of the model's own choice, [B*T, K] i64 one a layer; empty = its own.
+  std::vector<at::Tensor> imposed_routing;
+
+  template <class F>
+  void visit_tensors(F&& f) {
+    f(input_ids);
+    if (targets) f(*targets);
+    if (images) {
+      f(images->pixel_values);
+      f(images->position_ids);
+    }
+    if (token_types) f(*token_types);
+    for (at::Tensor& indices : imposed_routing) f(indices);
+  }
+};
+
+/// What becomes of a unit's gradient where all its parameters are frozen.
+enum class Backward : std::uint8_t {
+  kPassesThrough,  ///< earlier units may need it
+  kEnds,           ///< what comes before is frozen too, or data: never gathered in backward
+};
+
+/// One block that may become a sharding unit.
+struct ModelUnit {
+  std::string name;  ///< as in parameter_table
+  Backward if_frozen = Backward::kPassesThrough;
+  /// As fsdp::Slot::shard.
+  std::function<std::shared_ptr<ShardedBase>(const Mesh&, const PrecisionPolicy&,
+                                             const ShardOptions&)>
+      shard;
+};
+
+class LanguageModel : public torch::nn::Module {
+ public:
+  /// Logits [B, T, V], or with targets the sum of the token losses (nn/loss.h), [] fp32.
+  virtual at::Tensor forward(const ModelInputs& inputs) = 0;
+  /// Without those that belong to the root: a tied embedding and head, small parts.
+  virtual std::vector<ModelUnit> units() = 0;
+  /// The Hugging Face name of a unit's parameter; `path` inside the unit's module.
+  virtual std::string canonical_name(const std::string& unit, const std::string& path) const = 0;
+  virtual const ModelSpec& spec() const = 0;
+};
+
+/// The model of the spec's family, its parameters without data.
+std::shared_ptr<LanguageModel> make_language_model(const ModelSpec& spec);
+
+/// A module that only gives its children a prefix ("model.").
+class Prefix : public torch::nn::Module {};
+
+}  // namespace tessera::models

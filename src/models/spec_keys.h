@@ -1,0 +1,39 @@
+// What the readers of all families do with the keys of a config.json.
+//
+// Private to model_spec.cpp and the families' own readers. Next: model_spec.cpp, gemma4_config.cpp.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "models/config_reader.h"
+#include "models/model_spec.h"
+
+namespace tessera::models {
+
+// Layers are bounded lower than other sizes: tables of parameters are built from this number.
+inline constexpr IntRange kLayers{1, 65536};
+inline constexpr IntRange kSize{1, std::int64_t{1} << 31};
+inline constexpr NumberRange kTheta{1.0, 1e15};
+
+/// Keys that describe files, generation or the caller's wishes.
+void ignore_harmless(ConfigReader& keys);
+
+/// Errors: kConfig if absent.
+std::int64_t required(ConfigReader& keys, std::string_view key, IntRange range);
+
+/// Of `dtype` and `torch_dtype`, which must agree.
+std::optional<DType> read_dtype(ConfigReader& keys);
+
+/// Padding, begin and end; vocab_size is set.
+void read_tokens(ConfigReader& keys, ModelSpec& spec);
+
+/// Our own key: "bytes", or empty where it is absent.
+std::string read_tokenizer(ConfigReader& keys);
+
+/// Errors: kConfig for more elements of all parameters than byte counts can hold.
+void check_total(double elements);
+
+}  // namespace tessera::models

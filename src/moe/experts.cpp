@@ -1,0 +1,124 @@
+#include "moe/experts.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "nn/first_derivative.h"
+
+namespace tessera::moe {
+namespace {
+
+using nn::refuse_double_backward;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+at::Tensor token_of_row(const at::Tensor& slot_of_row, std::int64_t experts_per_token) {
+  return slot_of_row.floor_divide(experts_per_token);
+}
+
+struct GatherFunction : torch::autograd::Function<GatherFunction> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x,
+                            const at::Tensor& slot_of_row, const at::Tensor& row_of_slot,
+                            std::int64_t experts_per_token) {
+    ctx->save_for_backward({row_of_slot});
+    ctx->saved_data["k"] = experts_per_token;
+    return x.index_select(0, token_of_row(slot_of_row, experts_per_token));
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward();
+    const at::Tensor row_of_slot = ctx->get_saved_variables()[0];
+    const std::int64_t k = ctx->saved_data["k"].toInt();
+    const at::Tensor by_slot = grads[0].index_select(0, row_of_slot);
+    const std::int64_t tokens = row_of_slot.numel() / k;
+    return {by_slot.view({tokens, k, by_slot.size(1)}).sum(1), at::Tensor(), at::Tensor(),
+            at::Tensor()};
+  }
+};
+
+struct CombineFunction : torch::autograd::Function<CombineFunction> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& rows, const at::Tensor& weights,
+                            const at::Tensor& slot_of_row, const at::Tensor& row_of_slot) {
+    const at::Tensor by_slot = row_of_slot.view(weights.sizes());
+    at::Tensor sum;
+    for (std::int64_t k = 0; k < weights.size(1); ++k) {
+      const at::Tensor picked = rows.index_select(0, by_slot.select(1, k));
+      const at::Tensor part =
+          (picked.to(weights.scalar_type()) * weights.narrow(1, k, 1)).to(rows.scalar_type());
+      sum = k == 0 ? part : sum.add_(part);
+    }
+    ctx->save_for_backward({rows, weights, slot_of_row, row_of_slot});
+    return sum;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward();
+    const variable_list saved = ctx->get_saved_variables();
+    const at::Tensor& rows = saved[0];
+    const at::Tensor& weights = saved[1];
+    const at::Tensor grad =
+        grads[0].index_select(0, token_of_row(saved[2], weights.size(1))).to(weights.scalar_type());
+    variable_list result(4);
+    if (ctx->needs_input_grad(0)) {
+      const at::Tensor factor = weights.reshape({-1}).index_select(0, saved[2]).unsqueeze(1);
+      result[0] = (grad * factor).to(rows.scalar_type());
+    }
+    if (ctx->needs_input_grad(1)) {
+      result[1] = (grad * rows.to(weights.scalar_type()))
+                      .sum(1)
+                      .index_select(0, saved[3])
+                      .view(weights.sizes());
+    }
+    return result;
+  }
+};
+
+}  // namespace
+
+Dispatch dispatch(const at::Tensor& indices, std::int64_t experts) {
+  Dispatch result;
+  result.experts_per_token = indices.size(1);
+  const at::Tensor on_host = indices.to(at::kCPU).contiguous();
+  const auto* expert = on_host.const_data_ptr<std::int64_t>();
+  const std::int64_t slots = indices.numel();
+  result.offsets.assign(static_cast<std::size_t>(experts) + 1, 0);
+  for (std::int64_t i = 0; i < slots; ++i) {
+    ++result.offsets.at(static_cast<std::size_t>(expert[i]) + 1);
+  }
+  for (std::size_t e = 1; e < result.offsets.size(); ++e) {
+    result.offsets[e] += result.offsets[e - 1];
+  }
+  nn::GroupOffsets next = result.offsets;
+  const at::Tensor slot_of_row = at::empty({slots}, on_host.options());
+  const at::Tensor row_of_slot = at::empty({slots}, on_host.options());
+  auto* slot = slot_of_row.mutable_data_ptr<std::int64_t>();
+  auto* row = row_of_slot.mutable_data_ptr<std::int64_t>();
+  for (std::int64_t i = 0; i < slots; ++i) {
+    row[i] = next[static_cast<std::size_t>(expert[i])]++;
+    slot[row[i]] = i;
+  }
+  result.slot_of_row = slot_of_row.to(indices.device());
+  result.row_of_slot = row_of_slot.to(indices.device());
+  return result;
+}
+
+at::Tensor gather_tokens(const at::Tensor& x, const Dispatch& dispatch) {
+  return GatherFunction::apply(x, dispatch.slot_of_row, dispatch.row_of_slot,
+                               dispatch.experts_per_token);
+}
+
+at::Tensor combine(const at::Tensor& rows, const at::Tensor& weights, const Dispatch& dispatch) {
+  return CombineFunction::apply(rows, weights, dispatch.slot_of_row, dispatch.row_of_slot);
+}
+
+at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeights& weights,
+                   Gated gated) {
+  const Dispatch order = dispatch(routing.indices, weights.gate_up.size(0));
+  const at::Tensor rows = gather_tokens(x, order);
+  const at::Tensor both = nn::grouped_linear(rows, weights.gate_up, order.offsets);
+  const std::int64_t inner = both.size(1) / 2;
+  const at::Tensor turned = gated(both.narrow(1, 0, inner), both.narrow(1, inner, inner));
+  return combine(nn::grouped_linear(turned, weights.down, order.offsets), routing.weights, order);
+}
+
+}  // namespace tessera::moe

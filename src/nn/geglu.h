@@ -1,0 +1,30 @@
+// The MLP gated by GELU: down(gelu(gate(x)) * up(x)), gelu in its tanh form.
+//
+// Next: grouped_linear.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "nn/linear.h"
+
+namespace tessera::nn {
+
+/// gelu_tanh(gate) * up, elementwise.
+at::Tensor geglu(const at::Tensor& gate, const at::Tensor& up);
+
+class GegluMlp : public torch::nn::Module {
+ public:
+  GegluMlp(std::int64_t hidden_size, std::int64_t intermediate_size,
+           WeightName weight_name = WeightName::kOwn);
+  /// x [..., hidden] -> the same shape and dtype.
+  at::Tensor forward(const at::Tensor& x);
+
+ private:
+  std::shared_ptr<Linear> gate_proj_, up_proj_, down_proj_;
+};
+
+}  // namespace tessera::nn

@@ -1,0 +1,60 @@
+#include "nn/masked_attention.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/cumsum.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/softmax.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <limits>
+
+namespace tessera::nn {
+
+at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const at::Tensor& visible, double scale) {
+  const std::int64_t rows = q.size(0);
+  const std::int64_t groups = q.size(1);
+  const std::int64_t positions = q.size(2);
+  const std::int64_t repeat = q.size(3);
+  const std::int64_t head_dim = q.size(4);
+  const at::Tensor queries = q.reshape({rows, groups, positions * repeat, head_dim});
+  const at::Tensor values = v.reshape({rows, positions, groups, head_dim}).transpose(1, 2);
+  const at::Tensor scores = at::matmul(queries, k.squeeze(3).transpose(2, 3)) * scale;
+  const at::ScalarType inside = at::promote_types(q.scalar_type(), at::kFloat);
+  const at::Tensor hidden = visible.logical_not().unsqueeze(1).unsqueeze(3);  // [B, 1, T, 1, T]
+  const at::Tensor masked = scores.to(inside)
+                                .view({rows, groups, positions, repeat, positions})
+                                .masked_fill(hidden, -std::numeric_limits<double>::infinity());
+  const at::Tensor weights = at::softmax(masked, 4).to(q.scalar_type());
+  return at::matmul(weights.view({rows, groups, positions * repeat, positions}), values)
+      .view({rows, groups, positions, repeat * head_dim})
+      .transpose(1, 2)
+      .reshape({rows, positions, groups * repeat * head_dim});
+}
+
+at::Tensor number_runs(const at::Tensor& flags) {
+  if (flags.size(1) == 0) return flags.to(at::kLong);
+  const at::Tensor before =
+      at::cat({at::zeros_like(flags.narrow(1, 0, 1)), flags.narrow(1, 0, flags.size(1) - 1)}, 1);
+  const at::Tensor begins = flags.logical_and(before.logical_not());
+  const at::Tensor numbers = at::cumsum(begins.to(at::kLong), 1) - 1;
+  return numbers.masked_fill(flags.logical_not(), -1);
+}
+
+at::Tensor sliding_visibility(std::int64_t positions, std::int64_t window,
+                              const std::optional<at::Tensor>& blocks) {
+  const at::Tensor position =
+      at::arange(positions, blocks ? blocks->options() : at::TensorOptions(at::kLong));
+  const at::Tensor query = position.unsqueeze(1);
+  const at::Tensor key = position.unsqueeze(0);
+  at::Tensor seen = (key <= query).unsqueeze(0);
+  if (blocks) {
+    const at::Tensor of_query = blocks->unsqueeze(2);
+    seen = seen.logical_or((of_query == blocks->unsqueeze(1)).logical_and(of_query >= 0));
+  }
+  return seen.logical_and(key > query - window);
+}
+
+}  // namespace tessera::nn

@@ -1,0 +1,36 @@
+#include "nn/soft_cap.h"
+
+#include <ATen/ops/div.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "nn/first_derivative.h"
+
+namespace tessera::nn {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+struct SoftCapFunction : torch::autograd::Function<SoftCapFunction> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& z, double cap) {
+    at::Tensor capped = at::div(z, cap).tanh_().mul_(cap);
+    ctx->save_for_backward({capped});
+    ctx->saved_data["cap"] = cap;
+    return capped;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward();
+    const at::Tensor capped = ctx->get_saved_variables()[0];
+    // d tanh(u) = 1 - tanh(u)^2
+    at::Tensor slope = at::div(capped, ctx->saved_data["cap"].toDouble());
+    slope.square_().neg_().add_(1.0).mul_(grads[0]);
+    return {slope, at::Tensor()};
+  }
+};
+
+}  // namespace
+
+at::Tensor soft_cap(const at::Tensor& z, double cap) { return SoftCapFunction::apply(z, cap); }
+
+}  // namespace tessera::nn

@@ -1,0 +1,236 @@
+// Gemma 4 under sharding: training against transformers, a frozen tower, images and routing of a
+// batch file. Its gradients are in gradients_test.cpp.
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "dist/ranks.h"
+#include "golden/layouts.h"
+#include "golden/model_folder.h"
+#include "io/safetensors_writer.h"
+#include "models/language_model.h"
+#include "train/data.h"
+#include "train/parallelize.h"
+#include "train/weights.h"
+#include "unit/io/temporary_folder.h"
+
+namespace tessera::golden {
+namespace {
+
+using ::testing::AllOf;
+using testing::error_of;
+using ::testing::HasSubstr;
+
+class GoldenGemma4 : public ::testing::TestWithParam<std::string> {
+ protected:
+  const Reference& reference() const { return Reference::of(GetParam()); }
+};
+
+double norm_of_difference(const at::Tensor& a, const at::Tensor& b) {
+  return (a.to(at::kDouble) - b.to(at::kDouble)).norm().item<double>();
+}
+
+TEST_P(GoldenGemma4, TrainingIsThatOfTheReferenceAndTheTowerStays) {
+  const Layout layouts[] = {
+      {.ranks = 1},
+      {.ranks = 2},
+      {.ranks = 3, .reshard_after_forward = false, .micro_batches = MicroBatches::kOneRowEachSync},
+      {.ranks = 4, .replicas = 2}};
+  for (const auto kind : {OptimizerKind::kSgd, OptimizerKind::kAdamW}) {
+    const auto expected = reference().step_losses(to_string(kind));
+    for (const auto& layout : layouts) {
+      SCOPED_TRACE(to_string(kind) + ", " + to_string(layout));
+      const auto found = run_training(training_config(reference(), kind, layout), layout, {5});
+      ASSERT_EQ(found.losses.size(), expected.size());
+      for (std::size_t i = 0; i < expected.size(); ++i) {
+        EXPECT_NEAR(found.losses[i], expected[i], kStepLossBound) << "step " << i + 1;
+      }
+      std::size_t frozen = 0;
+      for (const auto& [name, after] : found.parameters.at(5)) {
+        const at::Tensor& before = reference().parameters().at(name);
+        if (reference().gradients().contains(name)) {
+          const double wanted = reference().moved(name, to_string(kind));
+          EXPECT_NEAR(norm_of_difference(after, before), wanted, kMovedBound * wanted) << name;
+        } else {
+          EXPECT_TRUE(after.equal(before)) << name;
+          ++frozen;
+        }
+      }
+      EXPECT_EQ(frozen, 28U);
+    }
+  }
+}
+
+TEST_P(GoldenGemma4, BFloat16GradientsPointTheSameWayWithTheRecordedRouting) {
+  for (const Layout& layout : {Layout{.ranks = 1}, Layout{.ranks = 3}}) {
+    SCOPED_TRACE(to_string(layout));
+    auto config = config_for(layout);
+    config.model.path = data_folder(GetParam());
+    config.precision = {};  // the defaults: bf16 compute, fp32 for storage, sums and wire
+    const auto found = run_gradients(config, layout, reference().batches(), Routing::kImposed);
+    EXPECT_NEAR(found.loss, reference().result("loss").item<double>(), 0.02);
+    ASSERT_EQ(found.by_name.size(), reference().gradients().size());
+    for (const auto& [name, expected] : reference().gradients()) {
+      EXPECT_LT(cosine_difference(found.by_name.at(name), expected), reference().bfloat16_bound())
+          << name;
+    }
+  }
+}
+
+// The recorded routing is the model's own: imposing it changes no bit.
+TEST_P(GoldenGemma4, ImposedRoutingOfTheSameChoiceChangesNoBit) {
+  for (const Layout& layout :
+       {Layout{.ranks = 1, .micro_batches = MicroBatches::kOneRow}, Layout{.ranks = 3}}) {
+    auto config = config_for(layout);
+    config.model.path = data_folder(GetParam());
+    const auto own = run_gradients(config, layout, reference().batches());
+    expect_same_bits(run_gradients(config, layout, reference().batches(), Routing::kImposed), own);
+  }
+}
+
+TEST_P(GoldenGemma4, ATowerThatIsTrainedHasGradientsOnEveryLayout) {
+  const Layout one{.ranks = 2};
+  auto config = config_for(one);
+  config.model.path = data_folder(GetParam());
+  config.model.freeze = std::vector<std::string>{};
+  const auto expected = run_gradients(config, one, reference().batches());
+  EXPECT_EQ(expected.by_name.size(), reference().gradients().size() + 28U);
+  for (const auto& [name, gradient] : reference().gradients()) {
+    EXPECT_LT(relative_error(expected.by_name.at(name), gradient), kGradientBound) << name;
+  }
+  const Layout three{.ranks = 3};
+  expect_same_bits(run_gradients(config, three, reference().batches()), expected);
+}
+
+// In the reference's model every bucket is small enough to move to the root. Here none does: each
+// layer of the tower and of the text is gathered on its own.
+TEST_P(GoldenGemma4, UnitsThatAreGatheredOnTheirOwnGiveTheSameGradients) {
+  const int ranks = 2;
+  Tensors found;
+  test::ranks(ranks).run([&](World& world) {
+    at::set_num_threads(1);
+    train::ModelConfig config;
+    config.path = data_folder(GetParam());
+    const auto source = train::open_model(config);
+    const auto plain = models::make_language_model(source.spec);
+    for (auto& item : plain->named_parameters()) {
+      if (item.key().starts_with("model.vision_tower.")) item.value().set_requires_grad(false);
+    }
+    const Mesh mesh = test::data_mesh(world);
+    PrecisionPolicy policy;
+    policy.cast_forward_inputs = false;
+    ShardOptions root;
+    root.divide_factor = 1.0;
+    for (const models::ModelUnit& unit : plain->units()) {
+      ShardOptions options;
+      options.name = unit.name;
+      options.divide_factor = 1.0;
+      options.reshard_after_forward = true;
+      options.canonical_name = [&plain, &unit](const std::string& path) {
+        return plain->canonical_name(unit.name, path);
+      };
+      root.inner.push_back(unit.shard(mesh, policy, options));
+    }
+    Sharded<models::LanguageModel> model(plain, mesh, policy, root);
+    train::load_weights(model, *source.folder);
+    train::load_buffers(*plain, *source.folder);
+    model.set_loaded();
+    const auto batch = train::open_gradients_batch(
+        reference().batches(), train::vocabulary_of(source.spec, false), std::nullopt);
+    const train::RowRange row{world.rank(), world.rank() + 1};
+    const double kept = static_cast<double>(batch->load(1, {0, ranks}).kept_labels());
+    for (int i = 0; i < 2; ++i) {  // the second step follows the recorded order
+      model.zero_grad();
+      const at::Tensor loss = model.forward(batch->load(1, row).inputs());
+      (loss / kept).backward();
+    }
+    model.visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
+      if (world.rank() == 0) found[name] = gradient.detach().clone();
+    });
+  });
+  ASSERT_EQ(found.size(), reference().gradients().size());
+  for (const auto& [name, gradient] : reference().gradients()) {
+    EXPECT_LT(relative_error(found.at(name), gradient), kGradientBound) << name;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Folders, GoldenGemma4, ::testing::ValuesIn(kGemmaFolders),
+                         [](const auto& each) { return test_name(each.param); });
+
+// Batches that do not fit.
+
+/// The reference's batch with one tensor changed, or taken out where `change` gives an undefined
+/// one.
+std::string batch_with(const std::string& name,
+                       const std::function<at::Tensor(const at::Tensor&)>& change) {
+  const auto& reference = Reference::of("gemma4-fp32");
+  std::map<std::string, at::Tensor> tensors;
+  for (const char* each :
+       {"input_ids", "labels", "mm_token_type_ids", "pixel_values", "image_position_ids",
+        "router/0/indices", "router/1/indices", "router/2/indices", "router/3/indices"}) {
+    tensors[each] = reference.result(each);
+  }
+  tensors[name] = change(tensors.at(name).clone());
+  if (!tensors[name].defined()) tensors.erase(name);
+  std::vector<TensorSpec> specs;
+  for (auto& [each, tensor] : tensors) {
+    tensor = tensor.contiguous();
+    const auto dtype = tensor.scalar_type() == at::kFloat ? DType::kFloat32 : DType::kInt64;
+    specs.push_back({each, dtype, tensor.sizes().vec()});
+  }
+  const std::string path = temporary_path("batch.safetensors");
+  SafetensorsWriter writer(path, specs);
+  for (const auto& [each, tensor] : tensors) {
+    writer.write(each, {static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes()});
+  }
+  writer.finish();
+  return path;
+}
+
+std::string refusal(const std::string& batch) {
+  const Layout layout{.ranks = 2};
+  auto config = config_for(layout);
+  config.model.path = data_folder("gemma4-fp32");
+  return error_of(ErrorKind::kFormat,
+                  [&] { run_gradients(config, layout, batch, Routing::kImposed); });
+}
+
+TEST(GoldenGemma4Batch, ImagesThatDoNotFitTheTokensAreRefused) {
+  const auto none = [](const at::Tensor&) { return at::Tensor(); };
+  EXPECT_THAT(refusal(batch_with("mm_token_type_ids", none)), HasSubstr("mm_token_type_ids"));
+  EXPECT_THAT(refusal(batch_with("image_position_ids", none)), HasSubstr("image_position_ids"));
+  EXPECT_THAT(refusal(batch_with("pixel_values", none)), HasSubstr("without pixel_values"));
+  EXPECT_THAT(refusal(batch_with("mm_token_type_ids",
+                                 [](const at::Tensor& types) { return at::zeros_like(types); })),
+              AllOf(HasSubstr("found type 0"), HasSubstr("token id 120")));
+  EXPECT_THAT(refusal(batch_with("pixel_values",
+                                 [](const at::Tensor& pixels) { return pixels.narrow(0, 0, 1); })),
+              HasSubstr("image_position_ids [2, 36, 2]"));
+  EXPECT_THAT(refusal(batch_with("image_position_ids",
+                                 [](const at::Tensor& places) { return places.flip(0); })),
+              AllOf(HasSubstr("found a run of 4 image tokens"), HasSubstr("2 as image 0 makes")));
+  EXPECT_THAT(refusal(batch_with("image_position_ids",
+                                 [](at::Tensor places) {
+                                   places[1][0][0] = 15;
+                                   return places;
+                                 })),
+              HasSubstr("image 1"));
+}
+
+TEST(GoldenGemma4Batch, RoutingThatIsMissingOrImpossibleIsRefused) {
+  EXPECT_THAT(
+      refusal(batch_with("router/2/indices", [](const at::Tensor&) { return at::Tensor(); })),
+      HasSubstr("router/2/indices"));
+  EXPECT_THAT(refusal(batch_with("router/2/indices",
+                                 [](const at::Tensor& all) { return all.narrow(1, 0, 1); })),
+              HasSubstr("[48, 1]"));
+  EXPECT_THAT(
+      refusal(batch_with("router/2/indices", [](const at::Tensor& all) { return all + 100; })),
+      HasSubstr("expected 0 to 7"));
+}
+
+}  // namespace
+}  // namespace tessera::golden

@@ -1,0 +1,114 @@
+// Experts against one token at a time in fp64.
+#include "moe/experts.h"
+
+#include "nn/geglu.h"
+#include "unit/nn/compare.h"
+
+namespace tessera::moe {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+class Experts : public ::testing::Test {
+ protected:
+  void SetUp() override { at::manual_seed(13); }
+};
+
+constexpr std::int64_t kExperts = 5;
+constexpr std::int64_t kHidden = 12;
+constexpr std::int64_t kInner = 7;
+
+/// [M, 2] ascending; expert 3 is never chosen.
+at::Tensor choice(std::int64_t tokens) {
+  const at::Tensor all = at::tensor({0, 1, 1, 4, 0, 4, 2, 4, 0, 2, 1, 2}, at::kLong).view({6, 2});
+  return all.repeat({(tokens + 5) / 6, 1}).narrow(0, 0, tokens);
+}
+
+/// What experts() computes, token by token and slot by slot.
+at::Tensor one_by_one(const at::Tensor& x, const Routing& routing, const ExpertWeights& weights) {
+  Tensors tokens;
+  for (std::int64_t t = 0; t < x.size(0); ++t) {
+    at::Tensor sum = at::zeros({x.size(1)}, x.options());
+    for (std::int64_t k = 0; k < routing.indices.size(1); ++k) {
+      const std::int64_t e = routing.indices[t][k].item<std::int64_t>();
+      const Tensors both = at::mv(weights.gate_up[e], x[t]).chunk(2, 0);
+      sum = sum + at::mv(weights.down[e], nn::geglu(both[0], both[1])) * routing.weights[t][k];
+    }
+    tokens.push_back(sum);
+  }
+  return at::stack(tokens);
+}
+
+Routing routing_of(const at::Tensor& weights) { return {choice(weights.size(0)), weights, {}}; }
+
+TEST_F(Experts, EqualTokenByTokenWithAllGradients) {
+  const auto fused = [](const Tensors& in) {
+    return experts(in[0], routing_of(in[1]), {in[2], in[3]}, nn::geglu);
+  };
+  const auto composite = [](const Tensors& in) {
+    return one_by_one(in[0], routing_of(in[1]), {in[2], in[3]});
+  };
+  for (const std::int64_t tokens : {1, 6, 23}) {
+    const Tensors inputs{at::randn({tokens, kHidden}), at::rand({tokens, 2}),
+                         at::randn({kExperts, 2 * kInner, kHidden}),
+                         at::randn({kExperts, kHidden, kInner})};
+    nn::expect_equals_composite(fused, composite, inputs, nn::kFloat32,
+                                std::to_string(tokens) + " tokens");
+  }
+}
+
+TEST_F(Experts, AnExpertWithoutTokensHasZerosAsGradient) {
+  const at::Tensor gate_up = at::randn({kExperts, 2 * kInner, kHidden}).requires_grad_(true);
+  const at::Tensor down = at::randn({kExperts, kHidden, kInner}).requires_grad_(true);
+  experts(at::randn({6, kHidden}), routing_of(at::rand({6, 2})), {gate_up, down}, nn::geglu)
+      .sum()
+      .backward();
+  EXPECT_EQ(gate_up.grad()[3].abs().max().item<double>(), 0.0);
+  EXPECT_EQ(down.grad()[3].abs().max().item<double>(), 0.0);
+  EXPECT_GT(down.grad()[2].abs().max().item<double>(), 0.0);
+}
+
+TEST_F(Experts, NoTokensRunForwardAndBackward) {
+  const at::Tensor x = at::randn({0, kHidden}).requires_grad_(true);
+  const at::Tensor gate_up = at::randn({kExperts, 2 * kInner, kHidden}).requires_grad_(true);
+  const at::Tensor down = at::randn({kExperts, kHidden, kInner}).requires_grad_(true);
+  const at::Tensor out = experts(x, routing_of(at::empty({0, 2})), {gate_up, down}, nn::geglu);
+  EXPECT_EQ(out.sizes(), x.sizes());
+  out.sum().backward();
+  EXPECT_EQ(x.grad().sizes(), x.sizes());
+  EXPECT_EQ(gate_up.grad().abs().max().item<double>(), 0.0);
+}
+
+TEST_F(Experts, ProductsAreWideAndSumsInTheHiddenDtype) {
+  const at::Tensor rows = at::randn({12, 4}).to(at::kBFloat16);
+  const at::Tensor weights = at::rand({6, 2});
+  const Dispatch order = dispatch(choice(6), kExperts);
+  const at::Tensor found = combine(rows, weights, order);
+  const at::Tensor by_slot = rows.index_select(0, order.row_of_slot).view({6, 2, 4});
+  const at::Tensor parts = (by_slot.to(at::kFloat) * weights.unsqueeze(2)).to(at::kBFloat16);
+  EXPECT_TRUE(found.equal(parts.select(1, 0) + parts.select(1, 1)));
+}
+
+TEST_F(Experts, RowsAreOrderedByExpertThenToken) {
+  const Dispatch order = dispatch(choice(6), kExperts);
+  EXPECT_EQ(order.offsets, (nn::GroupOffsets{0, 3, 6, 9, 9, 12}));
+  EXPECT_TRUE(
+      order.slot_of_row.equal(at::tensor({0, 4, 8, 1, 2, 10, 6, 9, 11, 3, 5, 7}, at::kLong)));
+  EXPECT_TRUE(order.slot_of_row.index_select(0, order.row_of_slot).equal(at::arange(12)));
+}
+
+TEST_F(Experts, GroupedLinearEqualsItsCompositeInMixedDtypes) {
+  const nn::GroupOffsets offsets{0, 4, 4, 9};
+  const auto fused = [&](const Tensors& in) { return nn::grouped_linear(in[0], in[1], offsets); };
+  const auto composite = [&](const Tensors& in) {
+    return nn::grouped_linear_composite(in[0], in[1], offsets);
+  };
+  nn::expect_equals_composite(fused, composite, {at::randn({9, 6}), at::randn({3, 5, 6})},
+                              nn::kFloat32, "float");
+  nn::expect_equals_composite(fused, composite,
+                              {at::randn({9, 6}).to(at::kBFloat16), at::randn({3, 5, 6})},
+                              nn::kOneBFloat16Rounding, "bfloat16, weight float");
+}
+
+}  // namespace
+}  // namespace tessera::moe
