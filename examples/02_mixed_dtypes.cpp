@@ -34,10 +34,10 @@ struct Mixed : torch::nn::Module {
 /// The same model with every layer behind a handle of its own.
 struct Nested : torch::nn::Module {
   using Layer = tessera::Sharded<torch::nn::LinearImpl>;
-  Nested(const Mixed& plain, const tessera::Mesh& mesh) {
+  Nested(const Mixed& plain, const tessera::Mesh& mesh, const tessera::PrecisionPolicy& policy) {
     const auto shard = [&](const char* name, const torch::nn::Linear& layer) {
-      return register_module(name,
-                             std::make_shared<Layer>(tessera::fully_shard(layer.ptr(), mesh)));
+      return register_module(
+          name, std::make_shared<Layer>(tessera::fully_shard(layer.ptr(), mesh, policy)));
     };
     layer1 = shard("layer1", plain.layer1);
     layer2 = shard("layer2", plain.layer2);
@@ -111,11 +111,16 @@ int main() {
   return tessera::launch(kRanks, [](tessera::World& world) {
     const auto mesh = world.mesh(tessera::MeshShape::dense(1, 1, world.size(), 1, 1));
 
-    auto whole = tessera::fully_shard(std::make_shared<Mixed>(), mesh);
+    // SGD keeps no master copy of bf16 shards: that has to be asked for.
+    tessera::PrecisionPolicy policy;
+    policy.optimizer.master = tessera::MasterRequest::kNone;
+
+    auto whole = tessera::fully_shard(std::make_shared<Mixed>(), mesh, policy);
     if (world.rank() == 0) std::printf("%s\n", whole.contract_table().c_str());
     train_and_compare(world, whole, "one unit:");
 
-    auto nested = tessera::fully_shard(std::make_shared<Nested>(Mixed(), mesh), mesh);
+    auto nested =
+        tessera::fully_shard(std::make_shared<Nested>(Mixed(), mesh, policy), mesh, policy);
     train_and_compare(world, nested, "nested units:");
   });
 }

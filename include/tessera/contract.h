@@ -4,7 +4,7 @@
 // resolve_contracts is a pure function of (parameter metadata, policy, layout); it runs when a
 // model is sharded, never in a step. Its result is a value: printed, compared, hashed, and agreed
 // on by all ranks before any collective. Whatever is wrong is an error there and names the
-// parameter. Next: shard.h.
+// parameter. Next: model_contract.h for buffers and units, shard.h.
 #pragma once
 
 #include <array>
@@ -12,6 +12,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "tessera/dtype.h"
@@ -36,13 +37,27 @@ struct ParameterMeta {
   /// is narrower than `dtype`.
   bool drawn = false;
   bool trainable = true;
-  bool model_pin = false;                ///< the model family keeps it in fp32
+  FrozenAs frozen_as = FrozenAs::kShard;  ///< where it is frozen and no rule says how
+  /// The pattern by which the model family keeps it in fp32 (`_keep_in_fp32_modules_strict`).
+  std::optional<std::string> strict_pin;
+  /// The same for `_keep_in_fp32_modules`, which speaks only where param_dtype is float16.
+  std::optional<std::string> pin16;
   std::optional<DType> user_grad_dtype;  ///< a leaf's own grad_dtype, set before sharding
   std::vector<std::string> aliases;      ///< further names of the same tensor (tied parameters)
+  /// Aliases that the file holds too, with their dtypes there. The owner's values count.
+  std::vector<std::pair<std::string, DType>> stored_aliases;
   /// The aliases are one tensor object: autograd sums their uses raw.
   bool single_tensor_aliases = false;
   std::int64_t numel() const;
 };
+
+/// What the optimizer steps: where the value of a shard is kept to full precision.
+enum class Master : std::uint8_t {
+  kNone,     ///< nowhere: the shard itself is stepped, in its 16 bits
+  kStorage,  ///< in the shard, which is float32 or wider
+  kCopy,     ///< in a float32 copy of a 16-bit shard
+};
+std::string_view to_string(Master master);  ///< "none", "storage", "copy"
 
 /// Index into GradContract::reasons.
 enum class ContractField : std::uint8_t {
@@ -53,6 +68,9 @@ enum class ContractField : std::uint8_t {
   kReduce,
   kFinal,
   kTrainable,
+  kMaster,
+  kState,
+  kDecay,
   kCount
 };
 std::string_view to_string(ContractField field);
@@ -68,6 +86,11 @@ struct GradContract {
   DType reduce = DType::kFloat32;      ///< the wire
   DType final = DType::kFloat32;  ///< what the optimizer reads; one cast at the end of the step
   bool trainable = true;
+  FrozenAs frozen_as = FrozenAs::kShard;  ///< of a frozen parameter
+  Master master = Master::kStorage;       ///< kNone for a frozen one
+  DType state = DType::kFloat32;          ///< the optimizer's moments
+  std::optional<bool>
+      decays;  ///< whether weight decay applies; none = the optimizer's list decides
   /// Several uses in one backward arrive summed in the raw dtype.
   bool raw_sum_by_autograd = false;
   ReductionPlan reductions;

@@ -92,10 +92,11 @@ class Optimizer {
 /// updates below a 16-bit step add up, where torch.optim on such a parameter loses them). The
 /// master is taken from the shard at the first step; elements that somebody else has written since
 /// the last one are taken over. State, bytes an element of the shard: 8 in float32, 12 in 16 bits,
-/// 16 in float64.
+/// 16 in float64. Errors: kContract for a 16-bit shard whose contract says Master::kNone.
 std::unique_ptr<Optimizer> make_adamw(const ShardedBase& model, const AdamWOptions& options);
 /// Steps the shard in its own dtype, as PyTorch does: on a 16-bit shard updates below half a step
-/// of it are lost. Momentum has the dtype of the gradient.
+/// of it are lost. Momentum has the dtype of the gradient. Errors: kContract for a 16-bit shard
+/// whose contract promises a master (ask for MasterRequest::kNone).
 std::unique_ptr<Optimizer> make_sgd(const ShardedBase& model, const SgdOptions& options);
 
 }  // namespace tessera

@@ -20,8 +20,8 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/contract.h"
 #include "tessera/mesh.h"
+#include "tessera/model_contract.h"
 #include "tessera/precision.h"
 #include "tessera/visit_tensors.h"
 
@@ -54,6 +54,9 @@ struct ShardOptions {
   std::int64_t merge_below_bytes = 0;
   /// none = the number of data ranks, as FSDP2 averages.
   std::optional<double> divide_factor;
+  /// Floating outputs of this unit are cast to it, wherever the unit stands; none = those of the
+  /// outermost one to PrecisionPolicy::output_dtype, those of units inside stay as they come.
+  std::optional<DType> output_dtype;
   /// Gradient bytes that may be under way before the issuer waits for the oldest reduction: enough
   /// for the wire to stay busy, little enough for buffers to be used again while they are warm.
   std::int64_t in_flight_bytes = std::int64_t{32} << 20;
@@ -90,7 +93,10 @@ class ShardedBase : public torch::nn::Module {
   torch::OrderedDict<std::string, at::Tensor> named_parameters() const;
   /// Every parameter of this unit and of all inside, in the order of named_parameters().
   std::vector<ShardView> shards() const;
-  /// One line a parameter.
+  /// What all ranks agreed on: the parameters in the order of shards(), and this unit with all
+  /// inside.
+  ModelContract contract() const;
+  /// to_string of it.
   std::string contract_table() const;
 
   /// Calls `visit(canonical name, whole parameter)` on every rank, storage dtype, one bucket in
@@ -154,6 +160,8 @@ class ShardedBase : public torch::nn::Module {
     fsdp::Parameter* parameter;
   };
   void adopt(const ShardOptions& options);
+  enum class Place : std::uint8_t { kOutermost, kInside };
+  void resolve_unit(Place place);
   void set_runtime(const std::shared_ptr<fsdp::Runtime>& runtime);
   /// All parameters of this handle and those inside, with names relative to this handle.
   std::vector<Own> all() const;
@@ -166,6 +174,7 @@ class ShardedBase : public torch::nn::Module {
   std::vector<Inner> inner_;
   std::vector<Own> own_;
   PrecisionPolicy policy_;
+  std::optional<DType> asked_output_;
   bool asked_reshard_ = false;
   bool named_ = false;
 };

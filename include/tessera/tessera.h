@@ -6,6 +6,7 @@
 #include "tessera/dtype.h"
 #include "tessera/error.h"
 #include "tessera/mesh.h"
+#include "tessera/model_contract.h"
 #include "tessera/optim.h"
 #include "tessera/placement.h"
 #include "tessera/precision.h"

@@ -132,8 +132,10 @@ int run_generate(const GenerateArguments& arguments) {
                                       : parse_ids(*arguments.prompt_tokens);
   train::check_prompt(source.spec, prompt);
   const train::GenerateOptions options = options_of(arguments, source);
-  const auto model =
-      train::load_whole_model(source, train::resolve_model(source, config, train::ParallelDims{}));
+  const auto model = train::load_whole_model(
+      source,
+      train::resolve_model(source, config, train::ParallelDims{}, train::Purpose::kInference)
+          .parameters);
   Printer printer(arguments.prompt ? Printer::As::kText : Printer::As::kIds);
   const train::EndedBy end =
       train::generate(*model, prompt, options, [&](std::int64_t token) { printer.print(token); });

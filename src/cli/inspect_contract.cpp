@@ -16,7 +16,7 @@ using Json = nlohmann::ordered_json;
 
 struct Planned {
   MeshShape mesh;
-  std::vector<GradContract> contracts;
+  ModelContract contract;
   layout::ModelPlan plan;
   layout::Reshard reshard = layout::Reshard::kYes;
 
@@ -40,16 +40,18 @@ Planned plan_run(const InspectArguments& arguments) {
   const train::ModelSource source = train::open_model(config.model);
   Planned planned;
   planned.mesh = train::mesh_shape(dims);
-  planned.contracts = train::resolve_model(source, config, dims);
-  planned.plan = train::plan_model(source.spec, planned.contracts, dims.dp_shard);
+  planned.contract = train::resolve_model(source, config, dims);
+  planned.plan = train::plan_model(source.spec, planned.contract.parameters, dims.dp_shard);
   if (!config.parallelism.reshard_after_forward) planned.reshard = layout::Reshard::kNo;
   return planned;
 }
 
 void print_text(const Planned& planned) {
   const layout::Traffic traffic = planned.traffic();
-  std::cout << to_string(planned.contracts) << planned.contracts.size() << " parameters on "
-            << to_string(planned.mesh) << ", contract hash " << hash(planned.contracts) << "\n\n"
+  const ModelContract& contract = planned.contract;
+  std::cout << to_string(contract) << contract.parameters.size() << " parameters, "
+            << contract.buffers.size() << " buffers on " << to_string(planned.mesh)
+            << ", contract hash " << hash(contract) << "\n\n"
             << planned.plan.units.size() << " units over " << planned.plan.options.ranks
             << " rank(s), parameters begin at multiples of " << planned.plan.options.alignment_bytes
             << " B, plan hash " << layout::hash(planned.plan) << "\n"
@@ -79,13 +81,42 @@ Json json_of(const GradContract& contract) {
           {"aliases", contract.aliases},
           {"shape", contract.shape},
           {"trainable", field(ContractField::kTrainable, contract.trainable)},
+          {"frozen_as", contract.trainable ? Json() : Json(to_string(contract.frozen_as))},
           {"storage", field(ContractField::kStorage, to_string(contract.storage.dtype))},
           {"compute", field(ContractField::kCompute, to_string(contract.compute.dtype))},
           {"grad", grad},
           {"accumulate", dtype(ContractField::kAccumulate, contract.accumulate)},
           {"reduce", dtype(ContractField::kReduce, contract.reduce)},
           {"final", dtype(ContractField::kFinal, contract.final)},
+          {"master",
+           contract.trainable ? field(ContractField::kMaster, to_string(contract.master)) : Json()},
+          {"state", dtype(ContractField::kState, contract.state)},
+          {"decay", contract.decays ? field(ContractField::kDecay, *contract.decays) : Json()},
           {"reductions", json_of(contract.reductions)}};
+}
+
+Json json_of(const BufferContract& contract) {
+  const auto field = [&](BufferField which, DType value) {
+    return Json{{"value", to_string(value)}, {"reason", contract.reason(which)}};
+  };
+  return {{"name", contract.name},
+          {"shape", contract.shape},
+          {"storage", field(BufferField::kStorage, contract.storage)},
+          {"compute", field(BufferField::kCompute, contract.compute)},
+          {"stored", contract.stored}};
+}
+
+/// `value` is null where tensors stay as they come.
+Json casts_of(const UnitContract& contract) {
+  const auto field = [&](UnitField which, const std::optional<DType>& value) {
+    return Json{{"value", value ? Json(to_string(*value)) : Json()},
+                {"reason", contract.reason(which)}};
+  };
+  return {{"name", contract.name},
+          {"nested", contract.nested},
+          {"input", field(UnitField::kInput, contract.input)},
+          {"activation", field(UnitField::kActivation, contract.activation)},
+          {"output", field(UnitField::kOutput, contract.output)}};
 }
 
 Json json_of(const layout::BucketPlan& bucket, const std::vector<layout::PlanItem>& items) {
@@ -122,21 +153,26 @@ Json json_of(const layout::BucketPlan& bucket, const std::vector<layout::PlanIte
 
 void print_json(const Planned& planned) {
   Json parameters = Json::array();
-  for (const GradContract& contract : planned.contracts) parameters.push_back(json_of(contract));
+  for (const auto& contract : planned.contract.parameters) parameters.push_back(json_of(contract));
+  Json buffers = Json::array();
+  for (const auto& contract : planned.contract.buffers) buffers.push_back(json_of(contract));
   Json units = Json::array();
-  for (const layout::PlannedUnit& unit : planned.plan.units) {
+  for (std::size_t i = 0; i < planned.plan.units.size(); ++i) {
+    const layout::PlannedUnit& unit = planned.plan.units[i];
+    units.push_back(casts_of(planned.contract.units.at(i)));
     Json buckets = Json::array();
     for (const auto& bucket : unit.plan.buckets) buckets.push_back(json_of(bucket, unit.items));
-    units.push_back({{"name", unit.plan.name}, {"buckets", buckets}});
+    units.back()["buckets"] = buckets;
   }
   const layout::Traffic traffic = planned.traffic();
   // The hashes as text, as in the metadata of `gradients`: they have 64 bits.
   const Json whole = {{"layout", to_string(planned.mesh)},
                       {"world_size", planned.mesh.size()},
-                      {"contract_hash", concat(hash(planned.contracts))},
+                      {"contract_hash", concat(hash(planned.contract))},
                       {"plan_hash", concat(layout::hash(planned.plan))},
                       {"alignment_bytes", planned.plan.options.alignment_bytes},
                       {"parameters", parameters},
+                      {"buffers", buffers},
                       {"units", units},
                       {"shard_bytes", planned.kept_bytes()},
                       {"step_gather_sent_bytes", traffic.gathers},

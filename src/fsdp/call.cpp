@@ -39,13 +39,12 @@ ShardedBase::Call::~Call() {
 void ShardedBase::Call::enter(const std::vector<at::Tensor*>& inputs) {
   auto& unit = *handle_.unit_;
   auto& runtime = unit.runtime();
-  const auto& policy = handle_.policy_;
   const bool again = fsdp::recomputing() != nullptr;
   entry_ = again ? runtime.enter_recompute(unit) : runtime.enter_forward(unit);
   generation_ = runtime.generation();
   // The marker stands before the cast, so that the cast's backward is part of the unit's.
   if (entry_ && at::GradMode::is_enabled()) fsdp::mark_inputs(inputs, entry_);
-  if (policy.cast_forward_inputs && policy.param_dtype) cast_floating(inputs, *policy.param_dtype);
+  if (unit.contract.input) cast_floating(inputs, *unit.contract.input);
 }
 
 void ShardedBase::Call::leave(const std::vector<at::Tensor*>& outputs) {
@@ -55,7 +54,8 @@ void ShardedBase::Call::leave(const std::vector<at::Tensor*>& outputs) {
                 ": found that an exception of a unit inside was caught in its forward, expected it "
                 "to leave the "
                 "sharded step; catch it where the outermost module is called");
-  if (handle_.policy_.output_dtype) cast_floating(outputs, *handle_.policy_.output_dtype);
+  const auto& output = handle_.unit_->contract.output;
+  if (output) cast_floating(outputs, *output);
   // Under recomputation the unit is gathered already: the entry's backward has begun.
   if (entry_ && at::GradMode::is_enabled() && fsdp::recomputing() == nullptr) {
     fsdp::mark_outputs(outputs, entry_);

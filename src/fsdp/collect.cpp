@@ -1,6 +1,7 @@
 #include "fsdp/collect.h"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <map>
@@ -120,8 +121,10 @@ class Walk {
     meta.dtype = to_dtype(tensor.scalar_type());
     meta.trainable = tensor.requires_grad();
     if (tensor.requires_grad()) {
-      const auto user = tensor.grad_dtype();
-      if (user && *user != tensor.scalar_type()) meta.user_grad_dtype = to_dtype(*user);
+      // grad_dtype() gives the tensor's own dtype where nobody has set one.
+      const auto* autograd = torch::autograd::impl::get_autograd_meta(tensor);
+      if (autograd != nullptr && autograd->grad_dtype_)
+        meta.user_grad_dtype = to_dtype(*autograd->grad_dtype_);
     }
     parameter.leaves.push_back(leaf_of(tensor, name));
     found.parameters.push_back(std::move(parameter));

@@ -36,6 +36,13 @@ void move_bucket(Unit& ancestor, Unit& unit, std::size_t index,
   lend(ancestor, unit);
 }
 
+void require_built(const GradContract& contract) {
+  TESSERA_CHECK(contract.trainable || contract.frozen_as == FrozenAs::kShard, ErrorKind::kConfig,
+                "parameter ", contract.name, ": found frozen = \"replicate\" (",
+                contract.reason(ContractField::kTrainable),
+                "), expected \"shard\"; whole frozen parameters are not yet built");
+}
+
 }  // namespace
 
 ReductionPlan data_reductions(const Mesh& mesh, std::optional<double> divide_factor) {
@@ -64,7 +71,9 @@ std::vector<GradContract> contracts_of(const std::vector<FoundParameter>& parame
     for (auto& alias : metas.back().aliases) alias = canonical(alias);
   }
   if (options.contracts == nullptr) {
-    return resolve_contracts(metas, policy, data_reductions(mesh, options.divide_factor));
+    auto contracts = resolve_contracts(metas, policy, data_reductions(mesh, options.divide_factor));
+    for (const auto& contract : contracts) require_built(contract);
+    return contracts;
   }
   std::vector<GradContract> contracts;
   for (const auto& meta : metas) {
@@ -79,6 +88,7 @@ std::vector<GradContract> contracts_of(const std::vector<FoundParameter>& parame
                   ": found no contract, expected one of those resolved for the model");
     TESSERA_CHECK(found->shape == meta.shape, ErrorKind::kContract, "parameter ", name,
                   ": found another shape than its contract's");
+    require_built(*found);
     contracts.push_back(*found);
   }
   return contracts;

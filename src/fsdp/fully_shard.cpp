@@ -7,6 +7,7 @@
 #include "fsdp/contracts.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
+#include "grad/resolve_steps.h"
 #include "tessera/error.h"
 #include "tessera/shard.h"
 
@@ -28,6 +29,7 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
     : torch::nn::Module("Sharded"),
       held_(std::move(module)),
       policy_(policy),
+      asked_output_(options.output_dtype),
       asked_reshard_(options.reshard_after_forward.has_value()),
       named_(!options.name.empty()) {
   TESSERA_CHECK(held_ != nullptr, ErrorKind::kUsage, "fully_shard: found no module, expected one");
@@ -63,11 +65,25 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
     own_.push_back({named_ ? parameter->contract.name : name, parameter.get()});
     register_parameter(escaped(name), parameter->shard, parameter->contract.trainable);
   }
+  resolve_unit(Place::kOutermost);
   for (const auto& inner : found.handles) inner_.push_back({inner.path, inner.handle});
   unit_->borrowed = found.owned_by_others;
   runtime_->agree_on_plan();  // before any collective that moves parameters
   adopt(options);
   for (const auto& inner : inner_) register_module(escaped(inner.path), inner.handle);
+}
+
+void ShardedBase::resolve_unit(Place place) {
+  UnitMeta meta;
+  meta.name = unit_->name();
+  meta.nested = place == Place::kInside;
+  meta.asked_output = asked_output_;
+  std::vector<GradContract> contracts;
+  for (const auto& own : own_) {
+    meta.parameters.push_back(contracts.size());
+    contracts.push_back(own.parameter->contract);
+  }
+  unit_->contract = grad::resolve_unit(meta, contracts, policy_);
 }
 
 /// The inner units join this runtime; what belongs to their common ancestor moves here. [Note:
@@ -87,6 +103,7 @@ void ShardedBase::adopt(const ShardOptions& options) {
       below.push_back(unit);
     }
     inner.handle->set_runtime(runtime_);
+    inner.handle->resolve_unit(Place::kInside);
   }
   for (auto* unit : below) unit->join(runtime_);
   fsdp::move_shared(*unit_, below);

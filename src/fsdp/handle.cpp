@@ -35,11 +35,19 @@ std::vector<ShardView> ShardedBase::shards() const {
   return result;
 }
 
-std::string ShardedBase::contract_table() const {
-  std::vector<GradContract> contracts;
-  for (const auto& own : all()) contracts.push_back(own.parameter->contract);
-  return to_string(contracts);
+ModelContract ShardedBase::contract() const {
+  ModelContract model;
+  for (const auto& own : all()) model.parameters.push_back(own.parameter->contract);
+  // In the order of units: this one, then those inside as they were found.
+  const std::function<void(const ShardedBase&)> add = [&](const ShardedBase& handle) {
+    model.units.push_back(fsdp::unit_of_handle(handle.unit_).contract);
+    for (const auto& inner : handle.inner_) add(*inner.handle);
+  };
+  add(*this);
+  return model;
 }
+
+std::string ShardedBase::contract_table() const { return to_string(contract()); }
 
 namespace {
 

@@ -190,7 +190,7 @@ Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std:
     if (!view.contract->trainable) continue;
     Item item;
     item.view = view;
-    item.decays = !matches_any(no_decay, *view.contract);
+    item.decays = view.contract->decays.value_or(true) && !matches_any(no_decay, *view.contract);
     items_.push_back(std::move(item));
   }
   for (const auto& pattern : no_decay) {
@@ -258,11 +258,26 @@ void check_option(const char* name, double value, double lowest, double highest)
                 " ", value, ", expected at least ", lowest, " and below ", highest);
 }
 
+/// What an optimizer keeps beside a 16-bit shard is what the contract says.
+void require_master(const ShardedBase& model, Master kept, const char* why, const char* what) {
+  for (const auto& view : model.shards()) {
+    const auto& contract = *view.contract;
+    const bool fits = !contract.trainable || contract.master == Master::kStorage;
+    TESSERA_CHECK(fits || contract.master == kept, ErrorKind::kContract, "optimizer: parameter ",
+                  contract.name, ", stored in ", to_string(contract.storage.dtype),
+                  ": found the master \"", to_string(contract.master), "\" in its contract (",
+                  contract.reason(ContractField::kMaster), "), expected \"", to_string(kept),
+                  "\": ", why, "; ", what);
+  }
+}
+
 constexpr double kUnbounded = std::numeric_limits<double>::infinity();
 
 }  // namespace
 
 std::unique_ptr<Optimizer> make_adamw(const ShardedBase& model, const AdamWOptions& options) {
+  require_master(model, Master::kCopy, "AdamW without a master is not yet built",
+                 "leave the master at auto or store the parameter in float32");
   check_option("lr", options.lr, 0, kUnbounded);
   check_option("beta1", options.beta1, 0, 1);
   check_option("beta2", options.beta2, 0, 1);
@@ -272,6 +287,9 @@ std::unique_ptr<Optimizer> make_adamw(const ShardedBase& model, const AdamWOptio
 }
 
 std::unique_ptr<Optimizer> make_sgd(const ShardedBase& model, const SgdOptions& options) {
+  require_master(model, Master::kNone, "SGD keeps none",
+                 "store the parameter in float32, take AdamW, or set optimizer.master = \"none\" "
+                 "(MasterRequest::kNone): updates below half a step of 16 bits are lost then");
   check_option("lr", options.lr, 0, kUnbounded);
   check_option("momentum", options.momentum, 0, kUnbounded);
   check_option("weight_decay", options.weight_decay, 0, kUnbounded);

@@ -87,15 +87,15 @@ void Runtime::agree_on_plan() {
   if (agreed_) return;
   std::string text;
   for (const auto* unit : units_) {
-    std::vector<GradContract> contracts;
-    for (const auto& p : unit->parameters()) contracts.push_back(p->contract);
+    ModelContract contract{{}, {}, {unit->contract}};
+    for (const auto& p : unit->parameters()) contract.parameters.push_back(p->contract);
     text += concat("unit ", unit->name(),
                    unit->reshard_after_forward ? ", resharded after forward" : "", "\n");
     for (const auto& bucket : unit->buckets()) {
       text += concat("bucket ", to_string(bucket->plan().key), ", ", bucket->plan().numel,
                      " elements\n");
     }
-    for (const auto& c : contracts) text += concat(c.name, " ", hash({c}), "\n");
+    text += to_lines(contract);
   }
   agreed_ = is_on_all_ranks(hash_bytes(text), "contract hash");
   TESSERA_CHECK(agreed_, ErrorKind::kContract,

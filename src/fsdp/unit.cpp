@@ -63,6 +63,7 @@ std::string Unit::released_message() const {
 
 void Unit::add_prefix(const std::string& prefix) {
   name_ = name_.empty() ? prefix : prefix + "." + name_;
+  contract.name = name_;
   for (auto& parameter : parameters_) {
     parameter->contract.name = prefix + "." + parameter->contract.name;
     for (auto& alias : parameter->contract.aliases) alias = prefix + "." + alias;

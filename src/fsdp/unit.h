@@ -13,8 +13,8 @@
 #include "fsdp/bucket.h"
 #include "fsdp/leaf.h"
 #include "grad/sink.h"
-#include "tessera/contract.h"
 #include "tessera/mesh.h"
+#include "tessera/model_contract.h"
 
 namespace tessera::fsdp {
 
@@ -94,6 +94,8 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   // --- SlotOwner ---
   View open_slot(std::size_t parameter) override;
   void tickets_changed(int delta) override;
+
+  UnitContract contract;  ///< what a call casts; its name is name()
 
   // State of the runtime, kept here because it is per unit.
   std::uint32_t id = 0;  ///< in plan order, the same on every rank

@@ -2,7 +2,6 @@
 
 #include <limits>
 
-#include "base/hash.h"
 #include "base/wildcard.h"
 #include "tessera/error.h"
 
@@ -27,11 +26,6 @@ std::int64_t product(const std::vector<std::int64_t>& shape, const std::string& 
   return empty ? 0 : numel;
 }
 
-void add_names(Hasher& hasher, const std::vector<std::string>& names) {
-  hasher.add(std::uint64_t{names.size()});
-  for (const std::string& name : names) hasher.add(std::string_view(name));
-}
-
 }  // namespace
 
 std::string_view to_string(ContractField field) {
@@ -50,10 +44,56 @@ std::string_view to_string(ContractField field) {
       return "final";
     case ContractField::kTrainable:
       return "trainable";
+    case ContractField::kMaster:
+      return "master";
+    case ContractField::kState:
+      return "state";
+    case ContractField::kDecay:
+      return "decay";
     case ContractField::kCount:
       break;
   }
   return "unknown";
+}
+
+std::string_view to_string(Master master) {
+  switch (master) {
+    case Master::kNone:
+      return "none";
+    case Master::kStorage:
+      return "storage";
+    case Master::kCopy:
+      break;
+  }
+  return "copy";
+}
+
+std::string_view to_string(FrozenAs kept) {
+  return kept == FrozenAs::kShard ? "shard" : "replicate";
+}
+
+std::string_view to_string(Intrinsic intrinsic) {
+  switch (intrinsic) {
+    case Intrinsic::kMinority:
+      return "minority";
+    case Intrinsic::kAll:
+      return "all";
+    case Intrinsic::kNone:
+      break;
+  }
+  return "none";
+}
+
+std::string_view to_string(NarrowerRequest what) {
+  switch (what) {
+    case NarrowerRequest::kKeep:
+      return "keep";
+    case NarrowerRequest::kNarrow:
+      return "narrow";
+    case NarrowerRequest::kError:
+      break;
+  }
+  return "error";
 }
 
 std::int64_t ParameterMeta::numel() const { return product(shape, name); }
@@ -61,29 +101,6 @@ std::int64_t GradContract::numel() const { return product(shape, name); }
 
 bool matches_name(std::string_view pattern, std::string_view name) {
   return dotted_match(pattern, name);
-}
-
-std::uint64_t hash(const std::vector<GradContract>& contracts) {
-  // By name, so that the number does not hang on the order of the enumerators.
-  const auto add_dtype = [](Hasher& hasher, DType dtype) { hasher.add(to_string(dtype)); };
-  Hasher hasher;
-  hasher.add(std::string_view("contract 1")).add(std::uint64_t{contracts.size()});
-  for (const GradContract& contract : contracts) {
-    hasher.add(std::string_view(contract.name)).add(std::uint64_t{contract.shape.size()});
-    for (const std::int64_t size : contract.shape) hasher.add(size);
-    add_dtype(hasher, contract.storage.dtype);
-    add_dtype(hasher, contract.compute.dtype);
-    hasher.add(contract.grad ? to_string(*contract.grad) : std::string_view());
-    add_dtype(hasher, contract.accumulate);
-    add_dtype(hasher, contract.reduce);
-    add_dtype(hasher, contract.final);
-    hasher.add(contract.trainable).add(contract.raw_sum_by_autograd);
-    add_names(hasher, contract.reductions.shard_axes);
-    add_names(hasher, contract.reductions.replica_axes);
-    hasher.add(contract.reductions.divide_factor);
-    add_names(hasher, contract.aliases);
-  }
-  return hasher.digest();
 }
 
 }  // namespace tessera

@@ -1,92 +1,112 @@
-// The printed form of contracts: aligned columns, and every reason once, below, by its number.
+// The printed form of contracts (printed_table.h).
 #include <algorithm>
-#include <array>
 
-#include "tessera/contract.h"
+#include "grad/printed_table.h"
 #include "tessera/error.h"
+#include "tessera/model_contract.h"
 
 namespace tessera {
 namespace {
 
-constexpr std::size_t kColumns = 10;
-using Row = std::array<std::string, kColumns>;
+using grad::Legend;
+using grad::Row;
 
-/// Numbers the distinct reasons in order of first use.
-class Legend {
- public:
-  std::string mark(const std::string& reason) {
-    if (reason.empty()) return "";
-    const auto found = std::find(reasons_.begin(), reasons_.end(), reason);
-    const auto index = static_cast<std::size_t>(found - reasons_.begin());
-    if (found == reasons_.end()) reasons_.push_back(reason);
-    return concat(" (", index + 1, ")");
-  }
-  std::string print() const {
-    std::string text;
-    for (std::size_t index = 0; index < reasons_.size(); ++index) {
-      text += concat("(", index + 1, ") ", reasons_[index], "\n");
-    }
-    return text;
-  }
-
- private:
-  std::vector<std::string> reasons_;
-};
-
-std::string shape_text(const std::vector<std::int64_t>& shape) {
+std::string shape_cell(const std::vector<std::int64_t>& shape) {
   if (shape.empty()) return "scalar";
   std::string text;
   for (const std::int64_t size : shape) text += concat(text.empty() ? "" : "x", size);
   return text;
 }
 
-std::string name_text(const GradContract& contract) {
+std::string name_cell(const GradContract& contract) {
   std::string text = contract.name;
   for (const std::string& alias : contract.aliases) text += " = " + alias;
   return text;
+}
+
+std::string_view trained_cell(const GradContract& contract) {
+  if (contract.trainable) return "trainable";
+  return contract.frozen_as == FrozenAs::kReplicate ? "frozen, whole" : "frozen";
+}
+
+std::string_view decay_cell(const GradContract& contract) {
+  if (!contract.decays) return "unknown";
+  return *contract.decays ? "yes" : "no";
 }
 
 Row row_of(const GradContract& contract, Legend& legend) {
   const auto cell = [&](std::string_view value, ContractField field) {
     return std::string(value) + legend.mark(contract.reason(field));
   };
-  Row row;
-  row[0] = name_text(contract);
-  row[1] = shape_text(contract.shape);
-  row[2] = cell(contract.trainable ? "trainable" : "frozen", ContractField::kTrainable);
-  row[3] = cell(to_string(contract.storage.dtype), ContractField::kStorage);
-  row[4] = cell(to_string(contract.compute.dtype), ContractField::kCompute);
+  Row row{name_cell(contract), shape_cell(contract.shape),
+          cell(trained_cell(contract), ContractField::kTrainable),
+          cell(to_string(contract.storage.dtype), ContractField::kStorage),
+          cell(to_string(contract.compute.dtype), ContractField::kCompute)};
   if (contract.trainable) {
-    row[5] = cell(contract.grad ? to_string(*contract.grad) : "unrounded", ContractField::kGrad);
-    row[6] = cell(to_string(contract.accumulate), ContractField::kAccumulate);
-    row[7] = cell(to_string(contract.reduce), ContractField::kReduce);
-    row[8] = cell(to_string(contract.final), ContractField::kFinal);
-    row[9] = to_string(contract.reductions);
+    row.push_back(
+        cell(contract.grad ? to_string(*contract.grad) : "unrounded", ContractField::kGrad));
+    row.push_back(cell(to_string(contract.accumulate), ContractField::kAccumulate));
+    row.push_back(cell(to_string(contract.reduce), ContractField::kReduce));
+    row.push_back(cell(to_string(contract.final), ContractField::kFinal));
+    row.push_back(cell(to_string(contract.master), ContractField::kMaster));
+    row.push_back(cell(to_string(contract.state), ContractField::kState));
+    row.push_back(cell(decay_cell(contract), ContractField::kDecay));
+    row.push_back(to_string(contract.reductions));
   } else {
-    std::fill(row.begin() + 5, row.end(), "-");
+    row.insert(row.end(), 8, "-");
   }
   return row;
+}
+
+std::string parameter_table(const std::vector<GradContract>& contracts, Legend& legend) {
+  std::vector<Row> rows{{"parameter", "shape", "trained", "storage", "compute", "grad",
+                         "accumulate", "reduce", "final", "master", "state", "decay",
+                         "reductions"}};
+  for (const GradContract& contract : contracts) rows.push_back(row_of(contract, legend));
+  return grad::aligned(rows);
+}
+
+std::string buffer_table(const std::vector<BufferContract>& contracts, Legend& legend) {
+  std::vector<Row> rows{{"buffer", "shape", "storage", "compute", "in checkpoints"}};
+  for (const BufferContract& contract : contracts) {
+    rows.push_back({contract.name, shape_cell(contract.shape),
+                    std::string(to_string(contract.storage)) +
+                        legend.mark(contract.reason(BufferField::kStorage)),
+                    std::string(to_string(contract.compute)) +
+                        legend.mark(contract.reason(BufferField::kCompute)),
+                    contract.stored ? "yes" : "no"});
+  }
+  return grad::aligned(rows);
+}
+
+std::string unit_table(const std::vector<UnitContract>& contracts, Legend& legend) {
+  std::vector<Row> rows{{"unit", "input", "activation", "output"}};
+  for (const UnitContract& contract : contracts) {
+    const auto cell = [&](const std::optional<DType>& dtype, const char* none, UnitField field) {
+      return (dtype ? std::string(to_string(*dtype)) : none) + legend.mark(contract.reason(field));
+    };
+    rows.push_back({contract.name.empty() ? "(root)" : contract.name,
+                    cell(contract.input, "as it comes", UnitField::kInput),
+                    cell(contract.activation, "unknown", UnitField::kActivation),
+                    cell(contract.output, "as it comes", UnitField::kOutput)});
+  }
+  return grad::aligned(rows);
 }
 
 }  // namespace
 
 std::string to_string(const std::vector<GradContract>& contracts) {
   Legend legend;
-  std::vector<Row> rows{{"parameter", "shape", "trained", "storage", "compute", "grad",
-                         "accumulate", "reduce", "final", "reductions"}};
-  for (const GradContract& contract : contracts) rows.push_back(row_of(contract, legend));
-  std::array<std::size_t, kColumns> width{};
-  for (const Row& row : rows) {
-    for (std::size_t c = 0; c < kColumns; ++c) width[c] = std::max(width[c], row[c].size());
-  }
-  std::string text;
-  for (const Row& row : rows) {
-    for (std::size_t c = 0; c + 1 < kColumns; ++c) {
-      text += row[c] + std::string(width[c] + 2 - row[c].size(), ' ');
-    }
-    text += row[kColumns - 1] + "\n";
-  }
-  return text + legend.print();
+  const std::string table = parameter_table(contracts, legend);
+  return table + legend.print();
+}
+
+std::string to_string(const ModelContract& contract) {
+  Legend legend;
+  std::string text = parameter_table(contract.parameters, legend);
+  if (!contract.buffers.empty()) text += "\n" + buffer_table(contract.buffers, legend);
+  if (!contract.units.empty()) text += "\n" + unit_table(contract.units, legend);
+  return text + "\n" + legend.print();
 }
 
 }  // namespace tessera

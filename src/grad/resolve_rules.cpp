@@ -8,9 +8,10 @@
 namespace tessera::grad {
 namespace {
 
-bool matches_any_name(const std::string& pattern, const ParameterMeta& parameter) {
-  return matches_name(pattern, parameter.name) ||
-         std::any_of(parameter.aliases.begin(), parameter.aliases.end(),
+bool matches_any_name(const std::string& pattern, const std::string& name,
+                      const std::vector<std::string>& aliases) {
+  return matches_name(pattern, name) ||
+         std::any_of(aliases.begin(), aliases.end(),
                      [&](const std::string& alias) { return matches_name(pattern, alias); });
 }
 
@@ -65,13 +66,16 @@ RuleBook::RuleBook(const std::vector<PrecisionRule>& rules) : rules_(rules) {
   for (const PrecisionRule& rule : rules) matched_.emplace_back(rule.match.size(), false);
 }
 
-Asked RuleBook::ask(const ParameterMeta& parameter) {
+Asked RuleBook::ask(const std::string& name, const std::vector<std::string>& aliases) {
+  ++tensors_;
+  names_.push_back(name);
+  names_.insert(names_.end(), aliases.begin(), aliases.end());
   Asked asked;
   for (std::size_t index = 0; index < rules_.size(); ++index) {
     const PrecisionRule& rule = rules_[index];
     std::string reason;
     for (std::size_t p = 0; p < rule.match.size(); ++p) {
-      if (!matches_any_name(rule.match[p], parameter)) continue;
+      if (!matches_any_name(rule.match[p], name, aliases)) continue;
       matched_[index][p] = true;
       if (reason.empty()) reason = concat("rule ", index + 1, " (", rule.match[p], ")");
     }
@@ -88,21 +92,16 @@ Asked RuleBook::ask(const ParameterMeta& parameter) {
   return asked;
 }
 
-void RuleBook::check_all_matched(const std::vector<ParameterMeta>& parameters) const {
+void RuleBook::check_all_matched() const {
   for (std::size_t index = 0; index < rules_.size(); ++index) {
     for (std::size_t p = 0; p < matched_[index].size(); ++p) {
       if (matched_[index][p]) continue;
       const std::string& pattern = rules_[index].match[p];
-      std::vector<std::string> names;
-      for (const ParameterMeta& parameter : parameters) {
-        names.push_back(parameter.name);
-        names.insert(names.end(), parameter.aliases.begin(), parameter.aliases.end());
-      }
-      const std::optional<std::string> close = closest_name(pattern, names);
+      const std::optional<std::string> close = closest_name(pattern, names_);
       throw Error(ErrorKind::kContract,
                   concat("[[precision.rule]] ", index + 1, ": found the pattern \"", pattern,
-                         "\", which matches none of ", parameters.size(),
-                         " parameters, expected at least one match",
+                         "\", which matches none of ", tensors_,
+                         " parameters and buffers, expected at least one match",
                          close ? concat(" (nearest name: ", *close, ")") : "",
                          "; correct match or leave the pattern out"));
     }

@@ -28,7 +28,7 @@ struct Asked {
   std::optional<Setting<DType>> grad_dtype;
   std::optional<Setting<bool>> pin;
   std::optional<Setting<bool>> widen;
-  std::optional<Setting<bool>> frozen;
+  std::optional<Setting<FrozenRule>> frozen;
 };
 
 /// Whether a dtype can be computed in: floating, and not a payload format.
@@ -42,16 +42,18 @@ class RuleBook {
  public:
   explicit RuleBook(const std::vector<PrecisionRule>& rules);
 
-  /// Also notes which patterns matched.
-  Asked ask(const ParameterMeta& parameter);
+  /// Of one tensor by its names. Also notes which patterns matched.
+  Asked ask(const std::string& name, const std::vector<std::string>& aliases = {});
 
-  /// Errors: kContract for the first pattern that has matched none of `parameters`, with the name
-  /// that may have been meant.
-  void check_all_matched(const std::vector<ParameterMeta>& parameters) const;
+  /// Errors: kContract for the first pattern that has matched none of the names that were asked
+  /// for, with the one that may have been meant.
+  void check_all_matched() const;
 
  private:
   const std::vector<PrecisionRule>& rules_;
   std::vector<std::vector<bool>> matched_;  ///< by rule, by pattern
+  std::vector<std::string> names_;          ///< asked for, aliases included
+  std::size_t tensors_ = 0;
 };
 
 }  // namespace tessera::grad

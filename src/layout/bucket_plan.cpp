@@ -35,7 +35,7 @@ BucketPlan& bucket_for(UnitPlan& plan, const BucketKey& key, int ranks) {
   const auto found = std::find_if(plan.buckets.begin(), plan.buckets.end(),
                                   [&](const BucketPlan& bucket) { return bucket.key == key; });
   if (found != plan.buckets.end()) return *found;
-  plan.buckets.push_back({key, ranks, 0, {}});
+  plan.buckets.push_back({key, key.replicated ? 1 : ranks, 0, {}});
   return plan.buckets.back();
 }
 
@@ -93,7 +93,7 @@ UnitPlan plan_unit(const std::string& name, const std::vector<PlanItem>& items,
     bucket.numel = add(bucket.numel, item.numel);
   }
   for (BucketPlan& bucket : plan.buckets) {
-    bucket.numel = round_up(bucket.numel, std::int64_t{options.ranks} * kSliceQuantum);
+    bucket.numel = round_up(bucket.numel, std::int64_t{bucket.ranks} * kSliceQuantum);
     TESSERA_INVARIANT(
         bucket.numel <= std::numeric_limits<std::int64_t>::max() / widest_bytes(bucket.key),
         "a bucket of more than 2^63 bytes");
@@ -108,7 +108,7 @@ std::string to_string(const BucketKey& key) {
     text += concat(", accumulate ", to_string(key.accumulate), ", reduce ", to_string(key.reduce),
                    ", final ", to_string(key.final));
   } else {
-    text += ", frozen";
+    text += key.replicated ? ", frozen, whole on every rank" : ", frozen";
   }
   return text + ", " + to_string(key.reductions);
 }

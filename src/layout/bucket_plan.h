@@ -27,6 +27,7 @@ struct BucketKey {
   DType reduce = DType::kFloat32;
   DType final = DType::kFloat32;
   bool trainable = true;
+  bool replicated = false;  ///< frozen and whole on every rank: one slice, whatever the ranks
   ReductionPlan reductions;
   bool operator==(const BucketKey&) const = default;
 };
@@ -56,7 +57,7 @@ struct Placed {
 
 struct BucketPlan {
   BucketKey key;
-  int ranks = 1;
+  int ranks = 1;           ///< that share it: 1 where the key says replicated
   std::int64_t numel = 0;  ///< of the flat buffer: a multiple of ranks x 64
   std::vector<Placed> parameters;
 

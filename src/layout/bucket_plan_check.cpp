@@ -10,12 +10,14 @@ namespace tessera::layout {
 namespace {
 
 void check_length(const BucketPlan& bucket, const std::string& where, const PlanOptions& options) {
-  TESSERA_INVARIANT(bucket.ranks == options.ranks, where, ": found ", bucket.ranks,
-                    " ranks, expected ", options.ranks);
-  TESSERA_INVARIANT(
-      bucket.numel >= 0 && bucket.numel % (std::int64_t{options.ranks} * kSliceQuantum) == 0, where,
-      ": found ", bucket.numel, " elements, expected a multiple of ", options.ranks, " x ",
-      kSliceQuantum);
+  const int ranks = bucket.key.replicated ? 1 : options.ranks;
+  TESSERA_INVARIANT(bucket.ranks == ranks, where, ": found ", bucket.ranks, " ranks, expected ",
+                    ranks);
+  TESSERA_INVARIANT(!bucket.key.replicated || !bucket.key.trainable, where,
+                    ": replicated, but trained");
+  TESSERA_INVARIANT(bucket.numel >= 0 && bucket.numel % (std::int64_t{ranks} * kSliceQuantum) == 0,
+                    where, ": found ", bucket.numel, " elements, expected a multiple of ", ranks,
+                    " x ", kSliceQuantum);
   std::int64_t covered = 0;
   for (int rank = 0; rank < bucket.ranks; ++rank) {
     const Range slice = bucket.slice(rank);
@@ -57,7 +59,7 @@ void check_parameters(const BucketPlan& bucket, const std::string& where,
     end = placed.offset + placed.numel;
     before = &placed;
   }
-  TESSERA_INVARIANT(bucket.numel - end < std::int64_t{options.ranks} * kSliceQuantum, where,
+  TESSERA_INVARIANT(bucket.numel - end < std::int64_t{bucket.ranks} * kSliceQuantum, where,
                     ": ends with ", bucket.numel - end, " elements of padding");
 }
 

@@ -25,6 +25,11 @@ const FamilyTraits& traits(Family family) {
   return family == Family::kQwen3 ? qwen3_traits() : llama_traits();
 }
 
+std::vector<const FamilyTraits*> families() {
+  const auto all = all_families();
+  return {all.begin(), all.end()};
+}
+
 const FamilyTraits& family_of(const std::vector<std::string>& architectures,
                               std::string_view model_type) {
   TESSERA_CHECK(architectures.size() <= 1, ErrorKind::kConfig, "config.json architectures: found ",

@@ -14,6 +14,13 @@
 
 namespace tessera::models {
 
+/// Parameters that transformers' classes of a family keep in fp32, as patterns of whole dotted
+/// components. A test compares them with the classes.
+struct KeepInFloat32 {
+  std::vector<std::string> strict;  ///< _keep_in_fp32_modules_strict: under every param_dtype
+  std::vector<std::string> under_float16;  ///< _keep_in_fp32_modules: under float16 only
+};
+
 /// What a family adds to the common reading of a config.json, its weights' names included.
 struct FamilyTraits {
   Family family;
@@ -25,13 +32,14 @@ struct FamilyTraits {
   std::optional<std::int64_t> default_num_key_value_heads;
   std::int64_t default_max_position_embeddings;
   bool has_mlp_bias;  ///< whether the key mlp_bias means anything
-  /// Patterns of parameters that compute in fp32 whatever the policy says.
-  std::vector<std::string> pins;
+  KeepInFloat32 pins;
   /// A name of the checkpoint (hub layout) -> the module's name.
   std::string (*module_name)(std::string_view checkpoint_name);
 };
 
 const FamilyTraits& traits(Family family);
+/// All of them, in the order of messages.
+std::vector<const FamilyTraits*> families();
 
 /// The family of a config.json's `architectures` and `model_type` (either may be empty).
 /// Errors: kConfig if unknown, or if both are given and disagree; the message lists the known ones.

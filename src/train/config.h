@@ -23,6 +23,7 @@ enum class OptimizerName : std::uint8_t { kAdamW, kSgd };
 enum class LrDecay : std::uint8_t { kConstant, kLinear, kCosine };
 enum class BackendName : std::uint8_t { kAuto, kGloo, kNccl };
 enum class OnNonfinite : std::uint8_t { kError };
+enum class RecomputeMode : std::uint8_t { kNone, kFull, kSelective };
 
 /// A dtype of [precision]: none is written `auto`.
 struct DTypeChoice {
@@ -40,6 +41,7 @@ struct ModelConfig {
   std::string config;  ///< config.json of a model trained from scratch
   bool allow_unknown_config_keys = false;
   std::optional<std::vector<std::string>> freeze;  ///< none = the family's default
+  FrozenAs frozen = FrozenAs::kShard;              ///< how frozen parameters are kept
   std::optional<double> aux_loss_coef;             ///< none = what config.json says
   bool operator==(const ModelConfig&) const = default;
 };
@@ -76,12 +78,36 @@ struct PrecisionConfig {
   DTypeChoice storage_dtype{DType::kFloat32};
   DTypeChoice accumulate_dtype{DType::kFloat32};
   DTypeChoice activation_reduce_dtype;  ///< none = the activation's own
+  Intrinsic intrinsic = Intrinsic::kMinority;
+  NarrowerRequest on_narrower_request = NarrowerRequest::kKeep;
   std::vector<PrecisionRule> rule;
   bool operator==(const PrecisionConfig&) const = default;
 };
 
+struct ActivationCheckpointConfig {
+  RecomputeMode mode = RecomputeMode::kNone;
+  bool operator==(const ActivationCheckpointConfig&) const = default;
+};
+
+struct LoraConfig {
+  std::int64_t rank = 0;        ///< 0 = no adapters
+  std::optional<double> alpha;  ///< none = rank
+  std::vector<std::string> targets;
+  double dropout = 0.0;
+  bool operator==(const LoraConfig&) const = default;
+};
+
+struct GradScalerConfig {
+  double init_scale = 65536.0;
+  double growth_factor = 2.0;
+  double backoff_factor = 0.5;
+  std::int64_t growth_interval = 2000;
+  bool operator==(const GradScalerConfig&) const = default;
+};
+
 struct OptimizerConfig {
   OptimizerName name = OptimizerName::kAdamW;
+  MasterRequest master = MasterRequest::kAuto;
   std::optional<double> lr;
   std::array<double, 2> betas{0.9, 0.95};
   double eps = 1e-8;
@@ -149,6 +175,9 @@ struct Config {
   TrainingConfig training;
   ParallelismConfig parallelism;
   PrecisionConfig precision;
+  ActivationCheckpointConfig activation_checkpoint;
+  LoraConfig lora;
+  GradScalerConfig grad_scaler;
   OptimizerConfig optimizer;
   LrSchedulerConfig lr_scheduler;
   ValidationConfig validation;
@@ -175,6 +204,7 @@ void apply_override(Config& config, std::string_view key, std::string_view value
 std::string to_toml(const Config& config);
 
 /// What the config asks of fully_shard.
-PrecisionPolicy precision_policy(const PrecisionConfig& precision);
+PrecisionPolicy precision_policy(const PrecisionConfig& precision,
+                                 const OptimizerConfig& optimizer = {});
 
 }  // namespace tessera::train

@@ -1,6 +1,6 @@
 #include "train/config_keys.h"
 
-#include "train/config_codec.h"
+#include "train/config_section.h"
 
 namespace tessera::train {
 
@@ -32,6 +32,20 @@ struct EnumWords<OnNonfinite> {
       {{"error", OnNonfinite::kError}}};
 };
 template <>
+struct EnumWords<FrozenAs> {
+  static constexpr std::array<std::pair<std::string_view, FrozenAs>, 2> kWords{
+      {{"shard", FrozenAs::kShard}, {"replicate", FrozenAs::kReplicate}}};
+};
+template <>
+struct EnumWords<MasterRequest> {
+  static constexpr std::array<std::pair<std::string_view, MasterRequest>, 2> kWords{
+      {{"auto", MasterRequest::kAuto}, {"none", MasterRequest::kNone}}};
+};
+template <>
+struct Codec<FrozenAs> : EnumCodec<FrozenAs> {};
+template <>
+struct Codec<MasterRequest> : EnumCodec<MasterRequest> {};
+template <>
 struct Codec<DeviceName> : EnumCodec<DeviceName> {};
 template <>
 struct Codec<OptimizerName> : EnumCodec<OptimizerName> {};
@@ -43,66 +57,6 @@ template <>
 struct Codec<OnNonfinite> : EnumCodec<OnNonfinite> {};
 
 namespace {
-
-// Products of two such counts (steps x rows) fit into 63 bits.
-constexpr double kMostCount = 1'000'000'000;
-
-Limit at_least(double low) { return {.low = low, .words = concat("at least ", low)}; }
-Limit between(double low, double high) {
-  return {.low = low, .high = high, .words = concat("a value from ", low, " to ", high)};
-}
-Limit count_from(int low) {
-  return {.low = static_cast<double>(low),
-          .high = kMostCount,
-          .words = concat("at least ", low, " and at most ", std::int64_t{1'000'000'000})};
-}
-Limit below_one() {
-  return {.low = 0, .high = 1, .high_excluded = true, .words = "numbers from 0 to 1, 1 excluded"};
-}
-Limit positive_or_minus_one() {
-  return {.low = 1, .high = kMostCount, .also = -1, .words = "-1 or at least 1"};
-}
-
-struct Text {
-  std::string unit;
-  std::string help;
-  std::string no_default = "";  ///< shown where the default Config has no value
-};
-
-// All keys of one section: S is its struct.
-template <class S>
-class Section {
- public:
-  Section(std::vector<ConfigKey>& keys, std::string name, S Config::* section)
-      : keys_(keys), name_(std::move(name)), section_(section) {}
-
-  template <class T>
-  Section& key(const std::string& name, T S::* member, const Text& text, const Limit& limit = {}) {
-    ConfigKey key;
-    key.section = name_;
-    key.name = name;
-    key.type = Codec<T>::type();
-    key.unit = text.unit;
-    key.help = text.help;
-    const std::string full = key.full_name();
-    const auto section = section_;
-    key.set = [full, limit, section, member](Config& config, const ConfigValue& value) {
-      config.*section.*member = Codec<T>::from(value, full, limit);
-    };
-    key.get = [section, member](const Config& config) {
-      return Codec<T>::to(config.*section.*member);
-    };
-    const std::optional<ConfigValue> value = key.get(Config{});
-    key.default_text = value ? to_toml(*value) : text.no_default;
-    keys_.push_back(std::move(key));
-    return *this;
-  }
-
- private:
-  std::vector<ConfigKey>& keys_;
-  std::string name_;
-  S Config::* section_;
-};
 
 ConfigKey device_key() {
   ConfigKey key;
@@ -130,6 +84,10 @@ void add_inputs(std::vector<ConfigKey>& keys) {
            {"", "Warn instead of refuse when config.json has a key that is not known."})
       .key("freeze", &ModelConfig::freeze,
            {"patterns", "Parameters that are not trained; [] trains all.", "the family's"})
+      .key("frozen", &ModelConfig::frozen,
+           {"",
+            "How frozen parameters are kept: shard like trained ones, or replicate: whole on every "
+            "rank in the compute dtype; only shard so far."})
       .key("aux_loss_coef", &ModelConfig::aux_loss_coef,
            {"", "Weight of the router's auxiliary loss.", "0, or what config.json says"},
            at_least(0));
@@ -174,26 +132,16 @@ void add_layout(std::vector<ConfigKey>& keys) {
            {"ranks", "Pipeline stages; only 1 so far."}, count_from(1))
       .key("reshard_after_forward", &P::reshard_after_forward,
            {"", "Release gathered parameters after forward and gather them again for backward."});
-  using D = PrecisionConfig;
-  Section(keys, "precision", &Config::precision)
-      .key("param_dtype", &D::param_dtype,
-           {"", "Parameters in forward and backward; auto is their storage dtype."})
-      .key("reduce_dtype", &D::reduce_dtype, {"", "Gradients on the wire; auto is float32."})
-      .key("storage_dtype", &D::storage_dtype, {"", "Sharded parameters; auto is the file's."})
-      .key("accumulate_dtype", &D::accumulate_dtype,
-           {"", "Gradient sums before and after the wire; never narrower than reduce_dtype."})
-      .key("activation_reduce_dtype", &D::activation_reduce_dtype,
-           {"", "Sums of activations over ranks; auto is the activation's own."})
-      .key("rule", &D::rule,
-           {"",
-            "[[precision.rule]]: match = [patterns] with any of param_dtype reduce_dtype "
-            "storage_dtype accumulate_dtype grad_dtype pin widen frozen; the last match wins."});
 }
 
 void add_update(std::vector<ConfigKey>& keys) {
   using O = OptimizerConfig;
   Section(keys, "optimizer", &Config::optimizer)
       .key("name", &O::name, {"", "Update rule; formulas as PyTorch's."})
+      .key("master", &O::master,
+           {"",
+            "Where the value of a 16-bit shard is kept: auto in a float32 copy (AdamW), none "
+            "nowhere: updates below half a step of it are lost (SGD)."})
       .key("lr", &O::lr, {"", "Learning rate.", "required"}, at_least(0))
       .key("betas", &O::betas, {"", "AdamW: decay of the two moments."}, below_one())
       .key("eps", &O::eps, {"", "AdamW: added to the root of the second moment."}, at_least(0))
@@ -267,6 +215,7 @@ std::vector<ConfigKey> make_keys() {
   std::vector<ConfigKey> keys{device_key()};
   add_inputs(keys);
   add_layout(keys);
+  add_precision(keys);
   add_update(keys);
   add_outputs(keys);
   return keys;

@@ -38,6 +38,32 @@ void check_built(const Config& config) {
                 ", expected 0; mixtures of experts are not yet built");
 }
 
+/// Values that the contract knows and a run cannot do yet.
+void check_precision_built(const Config& config) {
+  const auto refuse = [](const std::string& key, std::string_view found,
+                         std::string_view expected) {
+    throw Error(ErrorKind::kConfig,
+                concat(key, ": found ", found, ", expected ", expected, "; it is not yet built"));
+  };
+  if (config.model.frozen == FrozenAs::kReplicate) refuse("model.frozen", "replicate", "shard");
+  for (std::size_t i = 0; i < config.precision.rule.size(); ++i) {
+    if (config.precision.rule[i].frozen == FrozenRule::kReplicate) {
+      refuse(concat("precision.rule[", i + 1, "].frozen"), "replicate", "shard");
+    }
+  }
+  if (config.activation_checkpoint.mode != RecomputeMode::kNone) {
+    const bool full = config.activation_checkpoint.mode == RecomputeMode::kFull;
+    refuse("activation_checkpoint.mode", full ? "full" : "selective", "none");
+  }
+  if (config.lora.rank != 0) refuse("lora.rank", concat(config.lora.rank), "0");
+  TESSERA_CHECK(config.lora == LoraConfig{}, ErrorKind::kConfig,
+                "lora: found alpha, targets or dropout with rank 0, expected a rank above 0 beside "
+                "them; set lora.rank or leave them out");
+  if (!(config.grad_scaler == GradScalerConfig{})) {
+    refuse("grad_scaler", "other values than the default", "the default");
+  }
+}
+
 void check_model(const ModelConfig& model) {
   TESSERA_CHECK(!model.path.empty() || !model.config.empty(), ErrorKind::kConfig,
                 "model.path: found nothing, expected a Hugging Face folder; or set model.config to "
@@ -127,6 +153,7 @@ std::string absolute_under(const fs::path& base, const std::string& folder) {
 
 void validate(const Config& config, Verb verb) {
   check_built(config);
+  check_precision_built(config);
   check_model(config.model);
   check_precision(config.precision);
   if (verb == Verb::kTrain) check_training(config);
@@ -210,13 +237,17 @@ Config resolved_for_run(const Config& config, const std::string& run_folder) {
   return resolved;
 }
 
-PrecisionPolicy precision_policy(const PrecisionConfig& precision) {
+PrecisionPolicy precision_policy(const PrecisionConfig& precision,
+                                 const OptimizerConfig& optimizer) {
   PrecisionPolicy policy;
   policy.param_dtype = precision.param_dtype.dtype;
   policy.reduce_dtype = precision.reduce_dtype.dtype.value_or(DType::kFloat32);
   policy.storage_dtype = precision.storage_dtype.dtype;
   policy.accumulate_dtype = precision.accumulate_dtype.dtype;
   policy.rules = precision.rule;
+  policy.intrinsic = precision.intrinsic;
+  policy.on_narrower_request = precision.on_narrower_request;
+  policy.optimizer = {optimizer.master, optimizer.no_decay};
   return policy;
 }
 

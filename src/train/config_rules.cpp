@@ -41,6 +41,31 @@ RuleKey flag_key(std::string name, std::optional<bool> PrecisionRule::* member) 
       [member](const PrecisionRule& rule) { return Codec<std::optional<bool>>::to(rule.*member); }};
 }
 
+/// true, false, or how it is kept.
+RuleKey frozen_key() {
+  return {"frozen",
+          [](PrecisionRule& rule, const ConfigValue& v, std::string_view key) {
+            const std::string* word = std::get_if<std::string>(&v.value);
+            if (const bool* flag = std::get_if<bool>(&v.value)) {
+              rule.frozen = *flag ? FrozenRule::kYes : FrozenRule::kNo;
+            } else if (word != nullptr && equal_ignoring_case(*word, "shard")) {
+              rule.frozen = FrozenRule::kShard;
+            } else if (word != nullptr && equal_ignoring_case(*word, "replicate")) {
+              rule.frozen = FrozenRule::kReplicate;
+            } else {
+              refuse_value(key, v, "true, false, \"shard\" or \"replicate\"");
+            }
+          },
+          [](const PrecisionRule& rule) -> std::optional<ConfigValue> {
+            if (!rule.frozen) return std::nullopt;
+            if (*rule.frozen == FrozenRule::kShard) return ConfigValue{std::string("shard")};
+            if (*rule.frozen == FrozenRule::kReplicate) {
+              return ConfigValue{std::string("replicate")};
+            }
+            return ConfigValue{*rule.frozen == FrozenRule::kYes};
+          }};
+}
+
 const std::vector<RuleKey>& rule_keys() {
   static const std::vector<RuleKey> keys = {
       {"match",
@@ -55,7 +80,7 @@ const std::vector<RuleKey>& rule_keys() {
       dtype_key("grad_dtype", &PrecisionRule::grad_dtype),
       flag_key("pin", &PrecisionRule::pin),
       flag_key("widen", &PrecisionRule::widen),
-      flag_key("frozen", &PrecisionRule::frozen),
+      frozen_key(),
   };
   return keys;
 }

@@ -112,14 +112,14 @@ void run_gradients(const GradientsRequest& request, World& world,
   const auto batch = open_gradients_batch(
       request.batch,
       {source.spec.vocab_size, !source.folder || source.spec.tessera_tokenizer == "bytes"});
-  const auto contracts = resolve_model(source, config, dims);
+  const auto contract = resolve_model(source, config, dims);
   const auto model = parallelize(source, config, mesh);
   std::optional<SafetensorsWriter> writer;
   if (world.rank() == 0) {
-    writer.emplace(request.out, outputs(request, source, *batch, contracts),
+    writer.emplace(request.out, outputs(request, source, *batch, contract.parameters),
                    std::map<std::string, std::string>{
                        {"layout", to_string(mesh.shape())},
-                       {"contract_hash", concat(hash(contracts))},
+                       {"contract_hash", concat(hash(contract))},
                        {"plan_hash", concat(layout::hash(fsdp::plan_of(*model)))}});
   }
   const int data_rank =

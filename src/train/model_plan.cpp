@@ -7,6 +7,26 @@
 #include "tessera/error.h"
 
 namespace tessera::train {
+namespace {
+
+/// Which unit a parameter belongs to: 0 = the root, n = the n-th of inner_units.
+class UnitNumbers {
+ public:
+  explicit UnitNumbers(const models::ModelSpec& spec) {
+    std::map<std::string, std::size_t> numbers;
+    for (const std::string& name : inner_units(spec)) numbers.emplace(name, numbers.size() + 1);
+    for (const auto& parameter : models::parameter_table(spec)) {
+      const auto unit = numbers.find(parameter.unit);
+      number_of_.emplace(parameter.name, unit == numbers.end() ? 0 : unit->second);
+    }
+  }
+  std::size_t of(const std::string& parameter) const { return number_of_.at(parameter); }
+
+ private:
+  std::map<std::string, std::size_t> number_of_;
+};
+
+}  // namespace
 
 std::vector<std::string> inner_units(const models::ModelSpec& spec) {
   std::vector<std::string> units;
@@ -18,22 +38,31 @@ std::vector<std::string> inner_units(const models::ModelSpec& spec) {
   return units;
 }
 
+std::vector<UnitMeta> units_of(const models::ModelSpec& spec,
+                               const std::vector<ParameterMeta>& parameters) {
+  const UnitNumbers numbers(spec);
+  std::vector<UnitMeta> units(1);
+  for (const std::string& name : inner_units(spec)) {
+    units.emplace_back();
+    units.back().name = name;
+    units.back().nested = true;
+  }
+  for (UnitMeta& unit : units) unit.casts_inputs = false;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    units[numbers.of(parameters[i].name)].parameters.push_back(i);
+  }
+  return units;
+}
+
 layout::ModelPlan plan_model(const models::ModelSpec& spec,
                              const std::vector<GradContract>& contracts, int shard_ranks) {
-  std::map<std::string, std::string> unit_of;
-  for (const auto& parameter : models::parameter_table(spec)) {
-    unit_of.emplace(parameter.name, parameter.unit);
-  }
-  std::map<std::string, std::size_t> number_of;
-  std::vector<layout::UnitItems> inner;
-  for (const std::string& name : inner_units(spec)) {
-    number_of.emplace(name, inner.size());
-    inner.push_back({name, {}});
-  }
+  const UnitNumbers numbers(spec);
   layout::UnitItems root;
+  std::vector<layout::UnitItems> inner;
+  for (const std::string& name : inner_units(spec)) inner.push_back({name, {}});
   for (const GradContract& contract : contracts) {
-    const auto unit = number_of.find(unit_of.at(contract.name));
-    auto& items = unit == number_of.end() ? root.items : inner[unit->second].items;
+    const std::size_t unit = numbers.of(contract.name);
+    auto& items = unit == 0 ? root.items : inner[unit - 1].items;
     items.push_back({contract.name, contract.numel(), key_of(contract)});
   }
   layout::PlanOptions options;

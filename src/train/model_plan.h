@@ -11,7 +11,7 @@
 
 #include "layout/model_plan.h"
 #include "models/model_spec.h"
-#include "tessera/contract.h"
+#include "tessera/model_contract.h"
 
 namespace tessera::train {
 
@@ -22,6 +22,11 @@ inline constexpr std::int64_t kMergeBelowBytes = std::int64_t{64} << 10;
 /// The units inside the root, in the order of the model: the embedding, each layer, norm and head;
 /// where the head is tied, embedding and head belong to the root.
 std::vector<std::string> inner_units(const models::ModelSpec& spec);
+
+/// The same units with the root in front, as the contract knows them: which of `parameters` each
+/// has before small buckets merge. Our layers cast their inputs by themselves.
+std::vector<UnitMeta> units_of(const models::ModelSpec& spec,
+                               const std::vector<ParameterMeta>& parameters);
 
 /// `contracts` as resolve_model gives them; `shard_ranks` of the dp_shard axis.
 layout::ModelPlan plan_model(const models::ModelSpec& spec,

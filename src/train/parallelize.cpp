@@ -19,8 +19,8 @@ std::shared_ptr<Sharded<models::Decoder>> parallelize(const ModelSource& source,
 
   // 2. What every parameter is, for the whole model at once.
   const auto dims = resolve_parallelism(config.parallelism, mesh.shape().size());
-  const auto contracts =
-      std::make_shared<const std::vector<GradContract>>(resolve_model(source, config, dims));
+  const auto contracts = std::make_shared<const std::vector<GradContract>>(
+      resolve_model(source, config, dims).parameters);
 
   // 3. Units, inner ones first.
   PrecisionPolicy as_contracts;  // our layers cast by themselves

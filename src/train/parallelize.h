@@ -10,6 +10,7 @@
 #include "io/tensor_source.h"
 #include "models/decoder.h"
 #include "tessera/mesh.h"
+#include "tessera/model_contract.h"
 #include "tessera/shard.h"
 #include "train/config.h"
 #include "train/config_resolve.h"
@@ -29,11 +30,14 @@ struct ModelSource {
 /// CheckpointFolder and models::parse_spec.
 ModelSource open_model(const ModelConfig& model);
 
-/// The contract of every parameter (once where it is tied), in the order of the model. Pure but for
-/// the headers of the folder. Errors: kContract, kConfig naming the parameter and the key; kFormat
-/// for a tensor of the folder that is not floating.
-std::vector<GradContract> resolve_model(const ModelSource& source, const Config& config,
-                                        const ParallelDims& dims);
+/// What the contracts are for: inference trains nothing, so nothing is refused for its gradients.
+enum class Purpose : std::uint8_t { kTraining, kInference };
+
+/// The contract of every parameter (once where it is tied) and of every unit, in the order of the
+/// model. Pure but for the headers of the folder. Errors: kContract, kConfig naming the parameter
+/// and the key; kFormat for a tensor of the folder that is not floating.
+ModelContract resolve_model(const ModelSource& source, const Config& config,
+                            const ParallelDims& dims, Purpose purpose = Purpose::kTraining);
 
 /// Where the values of the parameters come from.
 enum class InitialWeights : std::uint8_t {

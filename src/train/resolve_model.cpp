@@ -8,6 +8,8 @@
 #include "models/family.h"
 #include "models/parameter_table.h"
 #include "tessera/error.h"
+#include "train/family_pins.h"
+#include "train/model_plan.h"
 #include "train/parallelize.h"
 #include "train/weights.h"
 
@@ -38,6 +40,61 @@ std::filesystem::path first_origin(std::filesystem::path path) {
     path = CheckpointFolder::open(path).manifest().model_path;
   }
   return path;
+}
+
+/// What is known of one parameter: from the folder's header, or from config.json alone.
+ParameterMeta meta_of(const models::ParameterSpec& parameter, const ModelSource& source) {
+  ParameterMeta meta;
+  meta.name = parameter.name;
+  meta.shape = parameter.shape;
+  if (!source.folder) {
+    meta.drawn = true;
+    meta.dtype = source.spec.dtype.value_or(DType::kFloat32);
+    return meta;
+  }
+  if (const auto* info = source.folder->find(parameter.name)) {
+    TESSERA_CHECK(is_floating(info->dtype), ErrorKind::kFormat, source.folder->path().string(),
+                  ": tensor ", parameter.name, ": found dtype ", to_string(info->dtype),
+                  ", expected a floating one");
+    meta.checkpoint = info->dtype;
+    meta.checkpoint_bulk = source.folder->bulk_dtype();
+    meta.published = info->original;
+    meta.dtype = info->dtype;
+  }
+  return meta;
+}
+
+/// A tied parameter is another name of its owner; a folder may hold it all the same.
+void add_alias(std::vector<ParameterMeta>& metas, const models::ParameterSpec& tied,
+               const ModelSource& source) {
+  const auto owner = std::find_if(metas.begin(), metas.end(),
+                                  [&](const auto& meta) { return meta.name == tied.tied_to; });
+  TESSERA_INVARIANT(owner != metas.end(), tied.name, " is tied to an unknown parameter");
+  owner->aliases.push_back(tied.name);
+  const auto* info = source.folder ? source.folder->find(tied.name) : nullptr;
+  if (info != nullptr) owner->stored_aliases.emplace_back(tied.name, info->dtype);
+}
+
+std::vector<ParameterMeta> metas_of(const ModelSource& source, const ModelConfig& model,
+                                    Purpose purpose) {
+  const auto table = models::parameter_table(source.spec);
+  // Before anything of the config.json's sizes is allocated.
+  if (source.folder) check_tensors(*source.folder, table);
+  const auto freeze = model.freeze.value_or(std::vector<std::string>{});
+  std::vector<ParameterMeta> metas;
+  for (const auto& parameter : table) {
+    if (!parameter.tied_to.empty()) {
+      add_alias(metas, parameter, source);
+      continue;
+    }
+    ParameterMeta meta = meta_of(parameter, source);
+    meta.trainable = purpose == Purpose::kTraining && !matches_any(freeze, meta.name);
+    meta.frozen_as = model.frozen;
+    metas.push_back(std::move(meta));
+  }
+  require_matches(freeze, metas, "model.freeze");
+  apply_pins(models::traits(source.spec.family), metas);
+  return metas;
 }
 
 }  // namespace
@@ -75,62 +132,22 @@ ModelSource open_model(const ModelConfig& model) {
   return source;
 }
 
-std::vector<GradContract> resolve_model(const ModelSource& source, const Config& config,
-                                        const ParallelDims& dims) {
-  const auto& pins = models::traits(source.spec.family).pins;
-  const auto freeze = config.model.freeze.value_or(std::vector<std::string>{});
-  const auto bulk = source.folder ? source.folder->bulk_dtype() : std::nullopt;
-  const auto table = models::parameter_table(source.spec);
-  // Before anything of the config.json's sizes is allocated.
-  if (source.folder) check_tensors(*source.folder, table);
-  std::vector<ParameterMeta> metas;
-  for (const auto& parameter : table) {
-    if (!parameter.tied_to.empty()) {
-      const auto owner = std::find_if(metas.begin(), metas.end(), [&](const auto& meta) {
-        return meta.name == parameter.tied_to;
-      });
-      TESSERA_INVARIANT(owner != metas.end(), parameter.name, " is tied to an unknown parameter");
-      owner->aliases.push_back(parameter.name);
-      continue;
-    }
-    ParameterMeta meta;
-    meta.name = parameter.name;
-    meta.shape = parameter.shape;
-    if (source.folder) {
-      if (const auto* info = source.folder->find(parameter.name)) {
-        TESSERA_CHECK(is_floating(info->dtype), ErrorKind::kFormat, source.folder->path().string(),
-                      ": tensor ", parameter.name, ": found dtype ", to_string(info->dtype),
-                      ", expected a floating one");
-        meta.checkpoint = info->dtype;
-        meta.checkpoint_bulk = bulk;
-        meta.published = info->original;
-        meta.dtype = info->dtype;
-      }
-    } else {
-      meta.drawn = true;
-      meta.dtype = source.spec.dtype.value_or(DType::kFloat32);
-    }
-    meta.model_pin = matches_any(pins, meta.name);
-    meta.trainable = !matches_any(freeze, meta.name);
-    metas.push_back(std::move(meta));
-  }
-  require_matches(freeze, metas, "model.freeze");
+ModelContract resolve_model(const ModelSource& source, const Config& config,
+                            const ParallelDims& dims, Purpose purpose) {
+  const auto metas = metas_of(source, config.model, purpose);
   ReductionPlan reductions;
   if (dims.dp_shard > 1) reductions.shard_axes.emplace_back(axis::kShard);
   if (dims.dp_replicate > 1) reductions.replica_axes.emplace_back(axis::kReplicate);
-  auto policy = precision_policy(config.precision);
-  policy.final_dtype = DType::kFloat32;  // the optimizer's master dtype ...
-  auto contracts = resolve_contracts(metas, policy, reductions);
-  for (auto& contract : contracts) {
-    if (contract.storage.dtype != DType::kFloat64) continue;
-    contract.final = DType::kFloat64;  // ... but fp64 storage keeps its precision
-    contract.reason(ContractField::kFinal) = "as storage, which is wider than float32";
-  }
-  TESSERA_CHECK(std::ranges::any_of(contracts, [](const auto& each) { return each.trainable; }),
-                ErrorKind::kConfig,
+  auto policy = precision_policy(config.precision, config.optimizer);
+  if (purpose == Purpose::kInference) policy.optimizer.no_decay.reset();
+  auto contract =
+      resolve_model_contract(metas, {}, units_of(source.spec, metas), policy, reductions);
+  const bool any =
+      std::ranges::any_of(contract.parameters, [](const auto& each) { return each.trainable; });
+  TESSERA_CHECK(any || purpose == Purpose::kInference, ErrorKind::kConfig,
                 "model.freeze: found every parameter frozen, expected one to train; take a pattern "
                 "out of model.freeze or of the rules with frozen = true");
-  return contracts;
+  return contract;
 }
 
 }  // namespace tessera::train

@@ -37,27 +37,17 @@ double peak_rss_mib() {
   throw Error(ErrorKind::kIo, "/proc/self/status: found no VmHWM, expected the peak of memory");
 }
 
-/// SGD steps a shard as it is, where AdamW keeps an fp32 master of a 16-bit one.
-void require_wide_storage(const ShardedBase& model) {
-  for (const auto& view : model.shards()) {
-    const auto& contract = *view.contract;
-    TESSERA_CHECK(!contract.trainable || size_of(contract.storage.dtype) >= 4, ErrorKind::kContract,
-                  "optimizer: parameter ", contract.name, ": found storage ",
-                  to_string(contract.storage.dtype),
-                  ", expected float32: SGD would lose all updates below a step of the narrower "
-                  "dtype; set precision.storage_dtype = \"float32\", or take AdamW, which keeps "
-                  "masters");
-  }
-}
-
 std::unique_ptr<Optimizer> make_optimizer(const ShardedBase& model, const OptimizerConfig& config) {
+  // Which parameters decay stands in their contracts.
   if (config.name == OptimizerName::kSgd) {
-    require_wide_storage(model);
-    return make_sgd(
-        model, {*config.lr, config.momentum, config.effective_weight_decay(), config.no_decay});
+    return make_sgd(model, {*config.lr, config.momentum, config.effective_weight_decay(), {}});
   }
-  return make_adamw(model, {*config.lr, config.betas[0], config.betas[1], config.eps,
-                            config.effective_weight_decay(), config.no_decay});
+  return make_adamw(model, {*config.lr,
+                            config.betas[0],
+                            config.betas[1],
+                            config.eps,
+                            config.effective_weight_decay(),
+                            {}});
 }
 
 /// A run whose output goes nowhere is not told from one that works.

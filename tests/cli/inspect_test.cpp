@@ -20,7 +20,9 @@ TEST(InspectCommand, ShowsTheContractOfEveryParameterWithoutWeights) {
   ASSERT_EQ(outcome.code, 0) << outcome.err;
   EXPECT_THAT(outcome.out, HasSubstr("model.layers.0.self_attn.q_proj.weight"));
   EXPECT_THAT(outcome.out, HasSubstr("bfloat16"));
-  EXPECT_THAT(outcome.out, HasSubstr("14 parameters on"));
+  EXPECT_THAT(outcome.out, HasSubstr("14 parameters, 0 buffers on"));
+  EXPECT_THAT(outcome.out, HasSubstr("\nunit                input"));
+  EXPECT_THAT(outcome.out, HasSubstr("\n(root)              as it comes ("));
   EXPECT_THAT(outcome.out, HasSubstr("dp_shard 4"));
   EXPECT_THAT(outcome.out,
               HasSubstr("4 units over 4 rank(s), parameters begin at multiples of 64"));
@@ -43,7 +45,7 @@ TEST(InspectCommand, JsonHasTheReasonOfEachValueAndTheBytesOfEachBucket) {
     }
     const bool trainable = parameter["trainable"]["value"];
     EXPECT_EQ(trainable, parameter["name"] != "lm_head.weight");
-    for (const char* field : {"accumulate", "reduce", "final"}) {
+    for (const char* field : {"accumulate", "reduce", "final", "master", "state", "decay"}) {
       EXPECT_EQ(parameter[field].is_null(), !trainable);
       if (!trainable) continue;
       EXPECT_NE(parameter[field]["reason"], "") << parameter["name"] << field;
@@ -51,7 +53,14 @@ TEST(InspectCommand, JsonHasTheReasonOfEachValueAndTheBytesOfEachBucket) {
   }
   std::int64_t placed = 0;
   std::int64_t kept = 0;
+  EXPECT_EQ(found["buffers"], json::array());
   for (const json& unit : found["units"]) {
+    for (const char* field : {"input", "activation", "output"}) {
+      EXPECT_NE(unit[field]["reason"], "") << unit["name"] << field;
+    }
+    EXPECT_EQ(unit["nested"], unit["name"] != "");
+    EXPECT_TRUE(unit["input"]["value"].is_null()) << "our layers cast by themselves";
+    EXPECT_EQ(unit["activation"]["value"].is_null(), unit["name"] == "");
     for (const json& bucket : unit["buckets"]) {
       const std::int64_t numel = bucket["numel"];
       EXPECT_EQ(numel % (2 * 64), 0);

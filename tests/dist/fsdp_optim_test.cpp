@@ -143,6 +143,7 @@ TEST_P(OptimOnRanks, WhatNoDecayNamesIsNotDecayedAndAMisspeltNameIsRefused) {
 Sharded<Scale> ones(World& world, DType storage, std::optional<DType> final = std::nullopt) {
   PrecisionPolicy policy;
   policy.final_dtype = final;
+  policy.loss_scaling = true;  // float16 computes here with gradients of 1
   ShardOptions options;
   options.divide_factor = world.size();
   const auto dtype = storage == DType::kFloat16 ? at::kHalf : at::kBFloat16;
@@ -154,7 +155,7 @@ Sharded<Scale> ones(World& world, DType storage, std::optional<DType> final = st
 TEST_P(OptimOnRanks, AdamWAddsUpUpdatesBelowAStepOfA16BitShard) {
   ranks(GetParam()).run([](World& world) {
     for (const auto storage : {DType::kBFloat16, DType::kFloat16}) {
-      for (const auto final : {std::optional<DType>(), std::optional(DType::kFloat32)}) {
+      for (const auto final : {std::optional<DType>(), std::optional(storage)}) {
         auto handle = ones(world, storage, final);
         const auto optimizer = make_adamw(handle, adamw(1e-4, 0.0));
         for (int step = 0; step < 40; ++step) {
@@ -173,7 +174,10 @@ TEST_P(OptimOnRanks, AdamWAddsUpUpdatesBelowAStepOfA16BitShard) {
 // Naive: gradients rounded to the shard's dtype before the moments, moments rounded each step.
 TEST_P(OptimOnRanks, AdamWOnA16BitShardIsTheRoundedFp32One) {
   ranks(GetParam()).run([](World& world) {
-    auto handle = fully_shard(std::make_shared<Block>(1, kWidth, at::kBFloat16), data_mesh(world));
+    PrecisionPolicy policy;
+    policy.final_dtype = DType::kBFloat16;
+    auto handle =
+        fully_shard(std::make_shared<Block>(1, kWidth, at::kBFloat16), data_mesh(world), policy);
     const auto options = adamw(0.01);
     const auto optimizer = make_adamw(handle, options);
     Tensors masters;
@@ -218,6 +222,48 @@ TEST_P(OptimOnRanks, AChangedElementOfA16BitShardIsTakenOverAndTheOthersKeepThei
     auto expected = at::full({kWidth}, 1.0 - 10 * 1e-3);
     expected[0] = 2.0 - 9 * 1e-3;
     EXPECT_TRUE(same_bits(whole_parameters(handle).at("weight"), expected.to(at::kBFloat16)));
+  });
+}
+
+// Naive: SGD silently loses updates of a shard whose contract promises a master, or AdamW keeps one
+// that nobody asked for.
+TEST_P(OptimOnRanks, AnOptimizerThatKeepsAnotherMasterThanTheContractSaysIsRefused) {
+  ranks(GetParam()).run([](World& world) {
+    const auto narrow = [] { return std::make_shared<Block>(1, kWidth, at::kBFloat16); };
+    auto with_master = fully_shard(narrow(), data_mesh(world));
+    EXPECT_THAT(error_of([&] { make_sgd(with_master, {}); }),
+                AllOf(HasSubstr("stored in bfloat16"), HasSubstr("found the master \"copy\""),
+                      HasSubstr("MasterRequest::kNone")));
+    EXPECT_NE(make_adamw(with_master, {}), nullptr);
+    auto without = fully_shard(narrow(), data_mesh(world), without_master());
+    EXPECT_THAT(error_of([&] { make_adamw(without, {}); }), HasSubstr("found the master \"none\""));
+    EXPECT_NE(make_sgd(without, {}), nullptr);
+  });
+}
+
+TEST_P(OptimOnRanks, The16BitShardWithAMasterGetsFloat32GradientsByDefault) {
+  ranks(GetParam()).run([](World& world) {
+    auto handle = ones(world, DType::kBFloat16);
+    // 1 + 2^-10 has no bfloat16: it reaches the optimizer unrounded.
+    backward((handle.forward(at::ones({kWidth})) * (1.0 + 1.0 / 1024)).sum());
+    EXPECT_TRUE(
+        same_bits(whole_gradients(handle).at("weight"), at::full({kWidth}, 1.0F + 1.0F / 1024)));
+  });
+}
+
+// The contract's decision and the optimizer's own list are the same to the update.
+TEST_P(OptimOnRanks, NoDecayOfTheContractIsFollowed) {
+  ranks(GetParam()).run([](World& world) {
+    PrecisionPolicy policy;
+    policy.optimizer.no_decay = {"b"};
+    auto handle = fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world), policy);
+    const auto optimizer = make_adamw(handle, adamw(0.5, 0.5));
+    const auto before = whole_parameters(handle);
+    backward(squares(handle.forward(at::zeros({2, kWidth}))));  // all gradients are zero
+    optimizer->step();
+    const auto after = whole_parameters(handle);
+    EXPECT_TRUE(same_bits(after.at("b"), before.at("b")));
+    EXPECT_TRUE(at::allclose(after.at("a"), before.at("a") * 0.75, 1e-6, 0));
   });
 }
 

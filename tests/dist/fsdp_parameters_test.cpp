@@ -43,7 +43,7 @@ TEST_P(ParametersOnRanks, EveryShapeAndDtypeTrainsAsUnsharded) {
     Odd plain;
     // Sharded parameters are contiguous; sums over strided ones are formed in another order.
     plain.strided.set_data(plain.strided.contiguous());
-    auto handle = fully_shard(std::make_shared<Odd>(), data_mesh(world));
+    auto handle = fully_shard(std::make_shared<Odd>(), data_mesh(world), without_master());
     const auto before = whole_parameters(handle);
     EXPECT_EQ(before.size(), 9U);
     for (const auto& entry : plain.named_parameters()) {
@@ -149,9 +149,9 @@ TEST(Parameters, FrozenByARuleAndTrainedByARule) {
     PrecisionPolicy policy;
     PrecisionRule freeze, train;
     freeze.match = {"prime"};
-    freeze.frozen = true;
+    freeze.frozen = FrozenRule::kYes;
     train.match = {"frozen"};
-    train.frozen = false;
+    train.frozen = FrozenRule::kNo;
     policy.rules = {freeze, train};
     auto handle = fully_shard(std::make_shared<Odd>(), data_mesh(world), policy);
     backward(squares(handle.forward(seeded(1, {1}))));
@@ -173,6 +173,27 @@ TEST(Parameters, ALeafsOwnGradDtypeRoundsOnArrival) {
       EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"),
                             at::full({3}, static_cast<float>(own ? 1.0 : fine))));
     }
+  });
+}
+
+// Naive: what autograd calls the default, and a user who asks for the same, cannot be told apart;
+// or none is taken for a dtype.
+TEST(Parameters, ALeafsOwnGradDtypeCountsAlsoWhereItIsTheTensorsAndNoneRoundsNothing) {
+  ranks(2).run([](World& world) {
+    const double fine = 1.0 + 1.0 / 1024;
+    const auto gradient = [&](const std::function<void(at::Tensor&)>& set) {
+      auto module = std::make_shared<Scale>(at::ones({3}, at::kBFloat16));
+      set(module->weight);
+      auto handle = fully_shard(module, data_mesh(world));
+      backward((handle.forward(at::ones({3})) * fine).sum());
+      return whole_gradients(handle).at("weight");
+    };
+    const auto unrounded = at::full({3}, static_cast<float>(fine));
+    EXPECT_TRUE(same_bits(gradient([](at::Tensor&) {}), unrounded));
+    EXPECT_TRUE(
+        same_bits(gradient([](at::Tensor& w) { w.set_grad_dtype(std::nullopt); }), unrounded));
+    EXPECT_TRUE(
+        same_bits(gradient([](at::Tensor& w) { w.set_grad_dtype(at::kBFloat16); }), at::ones({3})));
   });
 }
 

@@ -22,6 +22,13 @@ inline void backward_and_keep_graph(const at::Tensor& loss) {
   torch::autograd::backward({loss}, {}, /*retain_graph=*/true);
 }
 
+/// 16-bit shards are stepped as they are, without a master: what SGD does, here and in PyTorch.
+inline PrecisionPolicy without_master() {
+  PrecisionPolicy policy;
+  policy.optimizer.master = MasterRequest::kNone;
+  return policy;
+}
+
 inline at::Tensor squares(const at::Tensor& y) { return y.to(at::kFloat).pow(2).sum(); }
 
 /// What `run` throws, "" when nothing.

@@ -67,9 +67,9 @@ TEST_P(GoldenBFloat16, OneRowAForwardHasTheSameBitsUnderEveryLayout) {
 
 TEST_P(GoldenBFloat16, ContractComputesNormsOfMixedFoldersInFloat32) {
   const auto run = config({});
-  const auto contracts =
+  const auto resolved =
       train::resolve_model(train::open_model(run.model), run, train::resolve_parallelism({}, 2));
-  for (const auto& contract : contracts) {
+  for (const auto& contract : resolved.parameters) {
     const bool norm = contract.name.ends_with("norm.weight");
     EXPECT_EQ(contract.compute.dtype, norm && mixed() ? DType::kFloat32 : DType::kBFloat16)
         << contract.name << ": " << contract.reason(ContractField::kCompute);
@@ -112,6 +112,40 @@ TEST_P(GoldenBFloat16, DigitsOfNormWeightsCountInMixedFoldersOnly) {
   in_bfloat16.match = {"*norm"};
   in_bfloat16.param_dtype = DType::kBFloat16;
   expect_same_bits(run(long_norms, {in_bfloat16}), run(short_norms, {in_bfloat16}));
+}
+
+// Storage narrowed to what it computes in loses what the gather would have rounded away.
+TEST_P(GoldenBFloat16, NarrowedStorageHasTheGradientsOfWideStorage) {
+  const Layout layout{.ranks = 2};
+  auto narrow = config(layout);
+  narrow.precision.intrinsic = Intrinsic::kNone;  // all in bf16
+  auto wide = narrow;
+  narrow.precision.storage_dtype.dtype = DType::kBFloat16;
+  narrow.precision.on_narrower_request = NarrowerRequest::kNarrow;
+  const auto resolved = train::resolve_model(train::open_model(narrow.model), narrow,
+                                             train::resolve_parallelism({}, 2));
+  for (const auto& contract : resolved.parameters) {
+    EXPECT_EQ(contract.storage.dtype, DType::kBFloat16) << contract.name;
+  }
+  expect_same_bits(run_gradients(narrow, layout, reference().batches()),
+                   run_gradients(wide, layout, reference().batches()));
+}
+
+// Naive: the optimizer steps 16 bits, and small updates are lost; or gradients are rounded to the
+// storage dtype on their way to the master.
+TEST_P(GoldenBFloat16, StorageAsInTheFileTrainsWithTheBitsOfFloat32Storage) {
+  for (const Layout& layout : {Layout{.ranks = 1}, Layout{.ranks = 4, .replicas = 2}}) {
+    SCOPED_TRACE(to_string(layout));
+    auto wide = training_config(reference(), OptimizerKind::kAdamW, layout);
+    wide.model.path = data_folder(GetParam());
+    wide.precision = {};
+    auto as_stored = wide;
+    as_stored.precision.storage_dtype = {};
+    const auto expected = run_training(wide, layout);
+    const auto found = run_training(as_stored, layout);
+    EXPECT_EQ(found.losses, expected.losses);
+    EXPECT_EQ(found.norms, expected.norms);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Dense, GoldenBFloat16, ::testing::ValuesIn(kFolders),

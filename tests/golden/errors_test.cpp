@@ -66,6 +66,26 @@ TEST(GoldenErrors, ExtraTensorIsNamed) {
               AllOf(HasSubstr("model.layers.4.mlp.up_proj.weight"), HasSubstr("config.json")));
 }
 
+// Naive: which of two different weights was meant is decided by whoever reads last.
+TEST(GoldenErrors, ATiedHeadThatIsStoredInAnotherDtypeIsNamedWithBoth) {
+  const auto with_head = [](DType dtype) {
+    return changed_folder("llama-fp32", [dtype](auto& tensors) {
+      auto head = tensor_of(tensors, "model.embed_tokens.weight");
+      head.spec.name = "lm_head.weight";
+      head.spec.dtype = dtype;
+      head.bytes.resize(head.bytes.size() / 4 * static_cast<std::size_t>(size_of(dtype)));
+      tensors.push_back(head);
+    });
+  };
+  const auto& reference = Reference::of("llama-fp32");
+  EXPECT_GT(run_gradients(with_head(DType::kFloat32), kTwoRanks, reference.batches()).loss, 0);
+  EXPECT_THAT(
+      error_of(ErrorKind::kContract,
+               [&] { run_gradients(with_head(DType::kBFloat16), kTwoRanks, reference.batches()); }),
+      AllOf(HasSubstr("lm_head.weight: found bfloat16"), HasSubstr("expected float32"),
+            HasSubstr("model.embed_tokens.weight")));
+}
+
 TEST(GoldenErrors, WrongShapeIsNamedWithBothShapes) {
   EXPECT_THAT(error_of_change([](auto& tensors) {
                 auto& shape = tensor_of(tensors, kTensor).spec.shape;

@@ -82,11 +82,13 @@ class NarrowStorage(unittest.TestCase):
         self.train("parts", "auto", "--training.steps", STEPS // 2)
         self.assertEqual(self.train("parts", "auto"), whole)
 
-    def test_sgd_is_refused(self):
+    def test_sgd_is_refused_unless_it_is_told_to_keep_no_master(self):
         said = self.run_tessera("train", "run.toml", "--nproc", 2, "--precision.storage_dtype", "bfloat16",
                                 "--optimizer.name", "SGD", code=2)
-        self.assertIn("found storage bfloat16, expected float32", said)
-        self.assertIn("AdamW", said)
+        self.assertIn('stored in bfloat16: found the master "copy" in its contract', said)
+        self.assertIn('master = "none"', said)
+        steps = self.train("told", "bfloat16", "--optimizer.name", "SGD", "--optimizer.master", "none")
+        self.assertEqual(len(steps), STEPS)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,13 @@ rc::Gen<DType> any_dtype() {
 }
 
 rc::Gen<BucketKey> any_key() {
-  return rc::gen::map(rc::gen::tuple(any_dtype(), any_dtype(), rc::gen::arbitrary<bool>()),
-                      [](const std::tuple<DType, DType, bool>& drawn) {
+  return rc::gen::map(rc::gen::tuple(any_dtype(), any_dtype(), rc::gen::inRange(0, 3)),
+                      [](const std::tuple<DType, DType, int>& drawn) {
                         BucketKey key;
                         key.storage = std::get<0>(drawn);
                         key.compute = std::get<1>(drawn);
-                        key.trainable = std::get<2>(drawn);
+                        key.trainable = std::get<2>(drawn) == 0;
+                        key.replicated = std::get<2>(drawn) == 1;
                         return key;
                       });
 }
@@ -62,7 +63,8 @@ RC_GTEST_PROP(BucketPlanProperty, OwnedRangesPartitionEveryParameter, ()) {
   for (const BucketPlan& bucket : plan_unit("u", items, options).buckets) {
     for (const Placed& placed : bucket.parameters) {
       std::int64_t next = 0;
-      for (int rank = 0; rank < options.ranks; ++rank) {
+      RC_ASSERT(bucket.ranks == (bucket.key.replicated ? 1 : options.ranks));
+      for (int rank = 0; rank < bucket.ranks; ++rank) {
         const Range mine = bucket.owned(placed, rank);
         if (mine.empty()) {
           RC_ASSERT(mine == Range{});

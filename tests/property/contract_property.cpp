@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "grad/contract_key.h"
-#include "tessera/contract.h"
 #include "tessera/error.h"
+#include "tessera/model_contract.h"
 
 namespace tessera {
 namespace {
@@ -43,7 +43,10 @@ ParameterMeta draw_meta(std::size_t index) {
   meta.checkpoint = maybe(any_dtype());
   meta.checkpoint_bulk = maybe(any_dtype());
   meta.trainable = *rc::gen::arbitrary<bool>();
-  meta.model_pin = *rc::gen::inRange(0, 5) == 0;
+  if (*rc::gen::inRange(0, 5) == 0) meta.strict_pin = "family";
+  if (*rc::gen::inRange(0, 5) == 0) meta.pin16 = "family16";
+  meta.frozen_as = *rc::gen::element(FrozenAs::kShard, FrozenAs::kReplicate);
+  meta.drawn = !meta.checkpoint && *rc::gen::inRange(0, 3) == 0;
   meta.user_grad_dtype = maybe(computable());
   return meta;
 }
@@ -62,6 +65,14 @@ PrecisionPolicy draw_policy() {
   policy.storage_dtype = maybe(computable());
   policy.accumulate_dtype = maybe(computable());
   policy.final_dtype = maybe(computable());
+  policy.output_dtype = maybe(computable());
+  policy.cast_forward_inputs = *rc::gen::arbitrary<bool>();
+  policy.loss_scaling = *rc::gen::inRange(0, 3) != 0;
+  policy.intrinsic = *rc::gen::element(Intrinsic::kMinority, Intrinsic::kAll, Intrinsic::kNone);
+  policy.on_narrower_request = *rc::gen::weightedElement<NarrowerRequest>(
+      {{3, NarrowerRequest::kKeep}, {3, NarrowerRequest::kNarrow}, {1, NarrowerRequest::kError}});
+  policy.optimizer.master = *rc::gen::element(MasterRequest::kAuto, MasterRequest::kNone);
+  if (*rc::gen::inRange(0, 4) == 0) policy.optimizer.no_decay = {"norm"};
   const auto count = *rc::gen::inRange(0, 3);
   for (int i = 0; i < count; ++i) {
     PrecisionRule rule;
@@ -73,7 +84,8 @@ PrecisionPolicy draw_policy() {
     rule.grad_dtype = maybe(computable());
     rule.pin = maybe(rc::gen::arbitrary<bool>());
     rule.widen = maybe(rc::gen::arbitrary<bool>());
-    rule.frozen = maybe(rc::gen::arbitrary<bool>());
+    rule.frozen = maybe(rc::gen::element(FrozenRule::kNo, FrozenRule::kYes, FrozenRule::kShard,
+                                         FrozenRule::kReplicate));
     policy.rules.push_back(rule);
   }
   return policy;
@@ -94,19 +106,37 @@ std::optional<std::vector<GradContract>> resolved(const std::vector<ParameterMet
   }
 }
 
-void check_floating(const GradContract& contract, const ParameterMeta& meta) {
+void check_floating(const GradContract& contract, const ParameterMeta& meta,
+                    const PrecisionPolicy& policy) {
   const DType compute = contract.compute.dtype;
   const DType found = meta.checkpoint.value_or(meta.dtype);
+  const bool may_narrow = meta.drawn || policy.on_narrower_request == NarrowerRequest::kNarrow;
   RC_ASSERT(is_floating(compute) && !is_float8(compute));
-  RC_ASSERT(represents(contract.storage.dtype, found));
+  RC_ASSERT(may_narrow || represents(contract.storage.dtype, found));
   RC_ASSERT(represents(contract.accumulate, contract.reduce));
   RC_ASSERT(contract.reduce != DType::kFloat16);
-  if (contract.trainable) RC_ASSERT(!is_float8(contract.storage.dtype));
+  if (!contract.trainable) {
+    RC_ASSERT(contract.master == Master::kNone && !contract.decays);
+    return;
+  }
+  RC_ASSERT(!is_float8(contract.storage.dtype));
+  RC_ASSERT(compute != DType::kFloat16 || policy.loss_scaling);
+  RC_ASSERT(contract.decays.has_value() == policy.optimizer.no_decay.has_value());
+  const bool wide = represents(contract.storage.dtype, DType::kFloat32);
+  RC_ASSERT((contract.master == Master::kStorage) == wide);
+  if (contract.master == Master::kNone) {
+    RC_ASSERT(contract.state == contract.final);
+    RC_ASSERT(policy.final_dtype || contract.final == contract.storage.dtype);
+  } else {
+    RC_ASSERT(represents(contract.state, DType::kFloat32));
+    RC_ASSERT(policy.final_dtype || contract.final == contract.state);
+  }
 }
 
 RC_GTEST_PROP(ContractProperty, ResolvedValuesKeepTheirPromises, ()) {
   const std::vector<ParameterMeta> model = draw_model();
-  const auto contracts = resolved(model, draw_policy());
+  const PrecisionPolicy policy = draw_policy();
+  const auto contracts = resolved(model, policy);
   RC_PRE(contracts.has_value());
   RC_ASSERT(contracts->size() == model.size());
   for (std::size_t i = 0; i < model.size(); ++i) {
@@ -114,7 +144,7 @@ RC_GTEST_PROP(ContractProperty, ResolvedValuesKeepTheirPromises, ()) {
     RC_ASSERT(contract.name == model[i].name && contract.shape == model[i].shape);
     for (const std::string& reason : contract.reasons) RC_ASSERT(!reason.empty());
     if (is_floating(contract.storage.dtype)) {
-      check_floating(contract, model[i]);
+      check_floating(contract, model[i], policy);
     } else {
       RC_ASSERT(!contract.trainable && contract.compute == contract.storage);
     }
@@ -137,6 +167,7 @@ RC_GTEST_PROP(ContractProperty, WithoutRulesNeighboursDoNotMatter, ()) {
   const std::vector<ParameterMeta> model = draw_model();
   PrecisionPolicy policy = draw_policy();
   policy.rules.clear();
+  policy.optimizer.no_decay.reset();
   const auto together = resolved(model, policy);
   RC_PRE(together.has_value());
   for (std::size_t i = 0; i < model.size(); ++i) {
@@ -146,7 +177,7 @@ RC_GTEST_PROP(ContractProperty, WithoutRulesNeighboursDoNotMatter, ()) {
 
 RC_GTEST_PROP(ContractProperty, PinnedParametersComputeInFloat32AtLeast, ()) {
   std::vector<ParameterMeta> model = draw_model();
-  for (ParameterMeta& meta : model) meta.model_pin = true;
+  for (ParameterMeta& meta : model) meta.strict_pin = "family";
   PrecisionPolicy policy = draw_policy();
   for (PrecisionRule& rule : policy.rules) rule.pin.reset();
   const auto contracts = resolved(model, policy);
@@ -165,10 +196,121 @@ RC_GTEST_PROP(ContractProperty, KeysAgreeWithContracts, ()) {
     for (const GradContract& b : *contracts) {
       const bool bytes = a.storage == b.storage && a.compute == b.compute;
       const bool sums = a.accumulate == b.accumulate && a.reduce == b.reduce && a.final == b.final;
-      const bool alike = a.trainable == b.trainable && bytes && (!a.trainable || sums);
+      const bool kept = a.frozen_as == b.frozen_as;
+      const bool whole = !a.trainable && a.frozen_as == FrozenAs::kReplicate;
+      const bool alike = a.trainable == b.trainable && (a.trainable ? bytes && sums
+                                                        : whole     ? kept && a.compute == b.compute
+                                                                    : kept && bytes);
       RC_ASSERT((key_of(a) == key_of(b)) == alike);
     }
   }
+}
+
+std::vector<BufferMeta> draw_buffers() {
+  std::vector<BufferMeta> buffers;
+  const auto count = *rc::gen::inRange<std::size_t>(0, 4);
+  for (std::size_t i = 0; i < count; ++i) {
+    BufferMeta meta;
+    meta.name = "layers." + std::to_string(i) + ".buffer";
+    meta.shape = {3};
+    meta.dtype = *any_dtype();
+    meta.checkpoint = maybe(rc::gen::just(meta.dtype));
+    meta.checkpoint_bulk = maybe(any_dtype());
+    if (*rc::gen::inRange(0, 5) == 0) meta.strict_pin = "family";
+    if (*rc::gen::inRange(0, 5) == 0) meta.pin16 = "family16";
+    meta.stored = *rc::gen::arbitrary<bool>();
+    meta.computed_table = *rc::gen::inRange(0, 4) == 0;
+    buffers.push_back(meta);
+  }
+  return buffers;
+}
+
+/// Every parameter in one of up to three units.
+std::vector<UnitMeta> draw_units(std::size_t parameters) {
+  std::vector<UnitMeta> units(*rc::gen::inRange<std::size_t>(1, 4));
+  for (std::size_t u = 0; u < units.size(); ++u) {
+    units[u].name = u == 0 ? "" : "layers." + std::to_string(u);
+    units[u].nested = u > 0;
+    units[u].casts_inputs = *rc::gen::arbitrary<bool>();
+    units[u].asked_output = maybe(computable());
+  }
+  for (std::size_t i = 0; i < parameters; ++i) {
+    units[*rc::gen::inRange<std::size_t>(0, units.size())].parameters.push_back(i);
+  }
+  return units;
+}
+
+struct WholeModel {
+  std::vector<ParameterMeta> parameters = draw_model();
+  std::vector<BufferMeta> buffers = draw_buffers();
+  std::vector<UnitMeta> units = draw_units(parameters.size());
+
+  std::optional<ModelContract> resolve(const PrecisionPolicy& policy) const {
+    try {
+      return resolve_model_contract(parameters, buffers, units, policy, {{"dp_shard"}, {}, 2});
+    } catch (const Error& error) {
+      RC_ASSERT(error.kind() == ErrorKind::kContract);
+      return std::nullopt;
+    }
+  }
+};
+
+void check_buffer(const BufferContract& contract, const BufferMeta& meta) {
+  for (const std::string& reason : contract.reasons) RC_ASSERT(!reason.empty());
+  RC_ASSERT(contract.storage == meta.dtype && contract.stored == meta.stored);
+  if (!is_floating(contract.storage) || meta.computed_table) {
+    RC_ASSERT(contract.compute == contract.storage);
+  }
+}
+
+void check_unit(const UnitContract& contract, const UnitMeta& meta, const PrecisionPolicy& policy) {
+  for (const std::string& reason : contract.reasons) RC_ASSERT(!reason.empty());
+  if (contract.input) {
+    RC_ASSERT(meta.casts_inputs && policy.cast_forward_inputs);
+    RC_ASSERT(contract.input == policy.param_dtype);
+  }
+  const auto inherited = meta.nested ? std::nullopt : policy.output_dtype;
+  RC_ASSERT(contract.output == (meta.asked_output ? meta.asked_output : inherited));
+}
+
+RC_GTEST_PROP(ModelContractProperty, BuffersAndUnitsKeepTheirPromises, ()) {
+  const WholeModel model;
+  const PrecisionPolicy policy = draw_policy();
+  const auto contract = model.resolve(policy);
+  RC_PRE(contract.has_value());
+  RC_ASSERT(contract->buffers.size() == model.buffers.size());
+  RC_ASSERT(contract->units.size() == model.units.size());
+  for (std::size_t i = 0; i < model.buffers.size(); ++i) {
+    check_buffer(contract->buffers[i], model.buffers[i]);
+  }
+  for (std::size_t i = 0; i < model.units.size(); ++i) {
+    check_unit(contract->units[i], model.units[i], policy);
+  }
+}
+
+/// The number that ranks compare and the lines that name a difference tell the same models apart.
+RC_GTEST_PROP(ModelContractProperty, HashesDifferExactlyWhereLinesDo, ()) {
+  const WholeModel model;
+  const PrecisionPolicy policy = draw_policy();
+  PrecisionPolicy other = policy;
+  switch (*rc::gen::inRange(0, 4)) {
+    case 0:
+      other.output_dtype = maybe(computable());
+      break;
+    case 1:
+      other.cast_forward_inputs = !policy.cast_forward_inputs;
+      break;
+    case 2:
+      other.optimizer.master = MasterRequest::kNone;
+      break;
+    default:
+      other.intrinsic = Intrinsic::kAll;
+      break;
+  }
+  const auto first = model.resolve(policy);
+  const auto second = model.resolve(other);
+  RC_PRE(first && second);
+  RC_ASSERT((to_lines(*first) == to_lines(*second)) == (hash(*first) == hash(*second)));
 }
 
 }  // namespace

@@ -204,7 +204,7 @@ inline PrecisionRule draw_rule(Draw& draw, std::size_t object) {
       rule.reduce_dtype = DType::kBFloat16;
       break;
     default:
-      rule.frozen = true;
+      rule.frozen = FrozenRule::kYes;
       break;
   }
   return rule;
@@ -218,6 +218,8 @@ inline void draw_policies(Draw& draw, Case& c) {
   if (draw.one_in(5)) base.storage_dtype = DType::kFloat32;
   if (draw.one_in(6)) base.accumulate_dtype = DType::kFloat64;
   base.cast_forward_inputs = draw.one_in(2);
+  base.optimizer.master = MasterRequest::kNone;  // the reference steps shards as SGD does
+  if (draw.one_in(4)) base.output_dtype = draw.of({DType::kBFloat16, DType::kFloat32});
   c.policies.assign(c.nodes.size(), base);
   c.options.assign(c.nodes.size(), {});
   const auto factor = draw.of<std::optional<double>>({std::nullopt, 1.0, 3.0});

@@ -30,6 +30,9 @@ class Reference {
     for (auto& slots : slots_) slots.resize(masters_.size());
     for (auto& sums : sums_) sums.resize(masters_.size());
     gradients_.resize(masters_.size());
+    brings_.assign(masters_.size(), kNobody);
+    claim_below(0);
+    claim(0);
   }
 
   const at::Tensor& master(std::size_t p) const { return masters_[p]; }
@@ -69,6 +72,21 @@ class Reference {
   }
   at::Tensor rounded_to_wire(std::size_t p, const at::Tensor& sum) const {
     return sum.to(to_scalar_type(contracts_[p].reduce)).to(accumulate(p));
+  }
+
+  // --- which unit brings a parameter: the first that is sharded, inner ones before outer ---
+
+  void claim_below(std::size_t number) {
+    for (const auto& child : case_.nodes[number].children) {
+      claim_below(child.node);
+      if (child.handle) claim(child.node);
+    }
+  }
+  void claim(std::size_t unit) {
+    for (const auto object : objects_of_unit(unit)) {
+      auto& owner = brings_[case_.objects[object].parameter];
+      if (owner == kNobody) owner = unit;
+    }
   }
 
   void begin_step() {
@@ -120,8 +138,24 @@ class Reference {
   at::Tensor call_unit(std::size_t unit, const at::Tensor& x) {
     for (const auto object : objects_of_unit(unit)) renew(object);
     const auto& policy = case_.policies[unit];
-    const bool casts = policy.cast_forward_inputs && policy.param_dtype;
-    return call_node(unit, casts ? x.to(to_scalar_type(*policy.param_dtype)) : x);
+    const bool casts =
+        policy.cast_forward_inputs && policy.param_dtype && !all_wider(unit, *policy.param_dtype);
+    const auto y = call_node(unit, casts ? x.to(to_scalar_type(*policy.param_dtype)) : x);
+    // Only what leaves the outermost unit is cast.
+    return unit == 0 && policy.output_dtype ? y.to(to_scalar_type(*policy.output_dtype)) : y;
+  }
+
+  /// Whether each floating parameter that the unit brings computes in more than `dtype`.
+  bool all_wider(std::size_t unit, DType dtype) const {
+    bool any = false;
+    for (std::size_t p = 0; p < brings_.size(); ++p) {
+      if (brings_[p] != unit) continue;
+      const auto compute = contracts_[p].compute.dtype;
+      if (!is_floating(compute)) continue;
+      any = true;
+      if (compute == dtype || !represents(compute, dtype)) return false;
+    }
+    return any;
   }
 
   at::Tensor call_node(std::size_t number, at::Tensor x) {
@@ -218,6 +252,8 @@ class Reference {
   std::vector<std::vector<at::Tensor>> sums_;   // [replica][parameter]
   std::map<std::size_t, at::Tensor> aliases_;
   int rank_ = 0;
+  static constexpr std::size_t kNobody = ~std::size_t{0};
+  std::vector<std::size_t> brings_;  // by parameter: a unit
 };
 
 }  // namespace tessera::test

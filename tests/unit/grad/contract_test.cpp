@@ -42,12 +42,26 @@ TEST(Contract, FrozenParametersShareABucketWhateverTheirGradientDtypes) {
   PrecisionPolicy policy = mixed_policy();
   policy.rules = {rule_for("a"), rule_for("*")};
   policy.rules[0].reduce_dtype = DType::kBFloat16;
-  policy.rules[1].frozen = true;
+  policy.rules[1].frozen = FrozenRule::kYes;
   const auto contracts = resolve_contracts({scratch("a"), scratch("b")}, policy, {});
   EXPECT_EQ(key_of(contracts[0]), key_of(contracts[1]));
   policy.rules.pop_back();
   const auto trained = resolve_contracts({scratch("a"), scratch("b")}, policy, {});
   EXPECT_FALSE(key_of(trained[0]) == key_of(trained[1]));
+}
+
+TEST(Contract, WholeFrozenParametersHaveABucketOfOneSliceInTheirComputeDtype) {
+  PrecisionPolicy policy = mixed_policy();
+  policy.rules = {rule_for("a"), rule_for("b")};
+  policy.rules[0].frozen = FrozenRule::kShard;
+  policy.rules[1].frozen = FrozenRule::kReplicate;
+  const auto contracts =
+      resolve_contracts({scratch("a"), scratch("b")}, policy, {{"dp_shard"}, {"dp_replicate"}, 2});
+  EXPECT_FALSE(key_of(contracts[0]).replicated);
+  const layout::BucketKey key = key_of(contracts[1]);
+  EXPECT_TRUE(key.replicated);
+  EXPECT_EQ(key.storage, DType::kBFloat16) << "cast once after loading";
+  EXPECT_TRUE(key.reductions.shard_axes.empty() && key.reductions.replica_axes.empty());
 }
 
 TEST(Contract, HashChangesWithEveryFieldButNotWithReasons) {
@@ -63,13 +77,19 @@ TEST(Contract, HashChangesWithEveryFieldButNotWithReasons) {
       [](GradContract& c) { c.reduce = DType::kBFloat16; },
       [](GradContract& c) { c.final = DType::kBFloat16; },
       [](GradContract& c) { c.trainable = false; },
+      [](GradContract& c) { c.frozen_as = FrozenAs::kReplicate; },
+      [](GradContract& c) { c.master = Master::kCopy; },
+      [](GradContract& c) { c.state = DType::kBFloat16; },
+      [](GradContract& c) { c.decays = true; },
+      [](GradContract& c) { c.decays = false; },
       [](GradContract& c) { c.raw_sum_by_autograd = true; },
       [](GradContract& c) { c.reductions.shard_axes = {"dp_shard"}; },
       [](GradContract& c) { c.reductions.replica_axes = {"dp_shard"}; },
       [](GradContract& c) { c.reductions.divide_factor = 2; },
       [](GradContract& c) { c.aliases = {"v"}; },
   };
-  std::set<std::uint64_t> seen = {hash({base}), hash({}), hash({base, base})};
+  std::set<std::uint64_t> seen = {hash({base}), hash(std::vector<GradContract>{}),
+                                  hash({base, base})};
   for (const auto& change : changes) {
     GradContract changed = base;
     change(changed);
@@ -84,30 +104,32 @@ TEST(Contract, HashChangesWithEveryFieldButNotWithReasons) {
 TEST(Contract, TableIsAlignedAndNumbersItsReasons) {
   PrecisionPolicy policy = mixed_policy();
   policy.rules = {rule_for("head")};
-  policy.rules[0].frozen = true;
+  policy.rules[0].frozen = FrozenRule::kYes;
   ParameterMeta head = stored("head.weight", DType::kFloat32);
   head.aliases = {"embed.weight"};
   const std::string text = to_string(
       resolve_contracts({stored("w", DType::kBFloat16), head}, policy, {{"dp_shard"}, {}, 2}));
-  EXPECT_EQ(text,
-            "parameter                   shape  trained        storage       compute       grad    "
-            "       "
-            "accumulate   reduce       final         reductions\n"
-            "w                           4x3    trainable (1)  bfloat16 (2)  bfloat16 (3)  "
-            "unrounded (4)  "
-            "float32 (5)  float32 (6)  bfloat16 (7)  sum over dp_shard, / 2\n"
-            "head.weight = embed.weight  4x3    frozen (8)     float32 (2)   float32 (9)   -       "
-            "       "
-            "-            -            -             -\n"
-            "(1) the model\n"
-            "(2) as in the checkpoint\n"
-            "(3) [precision] param_dtype\n"
-            "(4) nothing asks for rounding on arrival\n"
-            "(5) float32 unless asked otherwise\n"
-            "(6) [precision] reduce_dtype\n"
-            "(7) as storage\n"
-            "(8) rule 1 (head)\n"
-            "(9) recorded by the checkpoint (float32, most of it bfloat16)\n");
+  EXPECT_EQ(
+      text,
+      "parameter                   shape  trained        storage       compute       grad        "
+      "   accumulate   reduce       final        master    state        decay         reductions\n"
+      "w                           4x3    trainable (1)  bfloat16 (2)  bfloat16 (3)  unrounded "
+      "(4)  float32 (5)  float32 (6)  float32 (7)  copy (8)  float32 (9)  unknown (10)  sum over "
+      "dp_shard, / 2\n"
+      "head.weight = embed.weight  4x3    frozen (11)    float32 (2)   float32 (12)  -           "
+      "   -            -            -            -         -            -             -\n"
+      "(1) the model\n"
+      "(2) as in the checkpoint\n"
+      "(3) [precision] param_dtype\n"
+      "(4) nothing asks for rounding on arrival\n"
+      "(5) float32 unless asked otherwise\n"
+      "(6) [precision] reduce_dtype\n"
+      "(7) as the master copy\n"
+      "(8) storage is bfloat16\n"
+      "(9) as the master\n"
+      "(10) the optimizer's own no_decay says\n"
+      "(11) rule 1 (head)\n"
+      "(12) recorded by the checkpoint (float32, most of it bfloat16)\n");
 }
 
 TEST(Contract, FieldsHaveTheNamesOfTheTable) {

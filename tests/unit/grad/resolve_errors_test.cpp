@@ -34,8 +34,9 @@ TEST(ResolveErrors, PinOnANarrowFileNamesParameterPinAndKeys) {
                     HasSubstr("rule 1 (mlp.gate)"), HasSubstr("expected float32"),
                     HasSubstr("widen = true"), HasSubstr("storage_dtype")));
   ParameterMeta meta = stored("sinks", DType::kBFloat16);
-  meta.model_pin = true;
-  EXPECT_THAT(refusal({meta}, mixed_policy()), HasSubstr("by the model"));
+  meta.strict_pin = "sinks";
+  EXPECT_THAT(refusal({meta}, mixed_policy()),
+              HasSubstr("by the model family (_keep_in_fp32_modules_strict: sinks)"));
   policy.storage_dtype = DType::kBFloat16;  // asking for the narrow storage changes nothing
   EXPECT_THAT(refusal({stored("mlp.gate.weight", DType::kBFloat16)}, policy),
               HasSubstr("widen = true"));

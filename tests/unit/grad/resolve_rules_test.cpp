@@ -14,7 +14,7 @@ TEST(RuleBook, LastMatchingRuleWinsFieldByField) {
   rules[0].reduce_dtype = DType::kBFloat16;
   rules[1].param_dtype = DType::kBFloat16;
   rules[2].reduce_dtype = DType::kFloat64;
-  const Asked asked = RuleBook(rules).ask(scratch("layers.0.mlp.weight"));
+  const Asked asked = RuleBook(rules).ask("layers.0.mlp.weight");
   ASSERT_TRUE(asked.param_dtype && asked.reduce_dtype);
   EXPECT_EQ(asked.param_dtype->value, DType::kBFloat16);
   EXPECT_EQ(asked.param_dtype->reason, "rule 2 (mlp)");
@@ -25,23 +25,21 @@ TEST(RuleBook, LastMatchingRuleWinsFieldByField) {
 
 TEST(RuleBook, AliasesMatchToo) {
   std::vector<PrecisionRule> rules = {rule_for("lm_head")};
-  rules[0].frozen = true;
-  ParameterMeta meta = scratch("model.embed_tokens.weight");
-  EXPECT_FALSE(RuleBook(rules).ask(meta).frozen);
-  meta.aliases = {"lm_head.weight"};
+  rules[0].frozen = FrozenRule::kYes;
+  EXPECT_FALSE(RuleBook(rules).ask("model.embed_tokens.weight").frozen);
   RuleBook book(rules);
-  EXPECT_TRUE(book.ask(meta).frozen);
-  book.check_all_matched({meta});
+  EXPECT_TRUE(book.ask("model.embed_tokens.weight", {"lm_head.weight"}).frozen);
+  book.check_all_matched();
 }
 
 TEST(RuleBook, EveryPatternOfARuleMustMatch) {
   std::vector<PrecisionRule> rules = {rule_for("a")};
   rules[0].match.push_back("b");
   RuleBook book(rules);
-  book.ask(scratch("a"));
-  EXPECT_THROW(book.check_all_matched({scratch("a")}), Error);
-  book.ask(scratch("b"));
-  book.check_all_matched({scratch("a"), scratch("b")});
+  book.ask("a");
+  EXPECT_THROW(book.check_all_matched(), Error);
+  book.ask("b");
+  book.check_all_matched();
 }
 
 }  // namespace

@@ -43,11 +43,15 @@ TEST(Resolve, TruthTableOfStorageAndCompute) {
     PrecisionPolicy policy;
     policy.param_dtype = row.param_dtype;
     policy.storage_dtype = row.requested;
+    policy.loss_scaling = true;
     const GradContract contract = resolve_only(meta, policy);
     EXPECT_EQ(contract.storage.dtype, row.storage) << row.what;
     EXPECT_EQ(contract.compute.dtype, row.compute) << row.what;
     EXPECT_EQ(contract.reduce, promote(row.compute, kF32)) << row.what;
-    EXPECT_EQ(contract.final, row.storage) << row.what;
+    const bool narrow = row.storage == kBF16;
+    EXPECT_EQ(contract.master, narrow ? Master::kCopy : Master::kStorage) << row.what;
+    EXPECT_EQ(contract.final, kF32) << row.what;
+    EXPECT_EQ(contract.state, kF32) << row.what;
     EXPECT_EQ(contract.grad, std::nullopt) << row.what;
     for (const std::string& reason : contract.reasons) EXPECT_FALSE(reason.empty()) << row.what;
   }
@@ -59,6 +63,7 @@ TEST(Resolve, AParameterThatIsYetToBeDrawnIsStoredAsAsked) {
   meta.drawn = true;
   PrecisionPolicy policy;
   policy.storage_dtype = kBF16;
+  policy.loss_scaling = true;
   EXPECT_EQ(resolve_only(meta, policy).storage.dtype, kBF16);
   PrecisionRule rule = rule_for("w");
   rule.storage_dtype = kF16;
@@ -125,10 +130,11 @@ TEST(Resolve, RulesDtypeWinsOverTheRecordAndSaysSo) {
 TEST(Resolve, PinComputesInFloat32WhateverElseIsAsked) {
   PrecisionPolicy policy = mixed_policy();
   ParameterMeta meta = stored("mlp.gate.weight", kF32, kF32);
-  meta.model_pin = true;
+  meta.strict_pin = "gate";
   GradContract contract = resolve_only(meta, policy);
   EXPECT_EQ(contract.compute.dtype, kF32);
-  EXPECT_EQ(contract.reason(ContractField::kCompute), "pinned by the model");
+  EXPECT_EQ(contract.reason(ContractField::kCompute),
+            "pinned by the model family (_keep_in_fp32_modules_strict: gate)");
   policy.rules = {rule_for("mlp.gate"), rule_for("mlp")};
   policy.rules[0].pin = true;
   policy.rules[1].param_dtype = kBF16;
@@ -139,7 +145,7 @@ TEST(Resolve, PinComputesInFloat32WhateverElseIsAsked) {
 
 TEST(Resolve, PinNeverNarrows) {
   ParameterMeta meta = scratch("w", kF64);
-  meta.model_pin = true;
+  meta.strict_pin = "gate";
   EXPECT_EQ(resolve_only(meta, {}).compute.dtype, kF64);
 }
 
@@ -148,7 +154,7 @@ TEST(Resolve, RuleUndoesTheModelsPin) {
   policy.rules = {rule_for("w")};
   policy.rules[0].pin = false;
   ParameterMeta meta = stored("w", kBF16);
-  meta.model_pin = true;
+  meta.strict_pin = "gate";
   EXPECT_EQ(resolve_only(meta, policy).compute.dtype, kBF16);
 }
 
@@ -168,7 +174,7 @@ TEST(Resolve, Float32StorageRequestAllowsAPinOnANarrowFile) {
   PrecisionPolicy policy = mixed_policy();
   policy.storage_dtype = kF32;
   ParameterMeta meta = stored("gate.weight", kBF16);
-  meta.model_pin = true;
+  meta.strict_pin = "gate";
   const GradContract contract = resolve_only(meta, policy);
   EXPECT_EQ(contract.storage.dtype, kF32);
   EXPECT_EQ(contract.compute.dtype, kF32);
@@ -176,7 +182,7 @@ TEST(Resolve, Float32StorageRequestAllowsAPinOnANarrowFile) {
 
 TEST(Resolve, PinWithoutACheckpointLeavesTheStorageThatWasAskedFor) {
   ParameterMeta meta = scratch("w", kBF16);
-  meta.model_pin = true;
+  meta.strict_pin = "gate";
   const GradContract contract = resolve_only(meta, {});
   EXPECT_EQ(contract.storage.dtype, kBF16);
   EXPECT_EQ(contract.compute.dtype, kF32);
@@ -233,18 +239,51 @@ TEST(Resolve, ReduceNarrowerThanComputeIsAllowedAndSaidSo) {
             "[precision] reduce_dtype, narrower than compute (float32)");
 }
 
-TEST(Resolve, FinalIsThePolicysElseStorage) {
+TEST(Resolve, FinalIsThePolicysElseTheMasters) {
   PrecisionPolicy policy = mixed_policy();
+  GradContract contract = resolve_only(stored("w", kBF16), policy);
+  EXPECT_EQ(contract.final, kF32);
+  EXPECT_EQ(contract.reason(ContractField::kFinal), "as the master copy");
+  EXPECT_EQ(resolve_only(stored("w", kF32), policy).final, kF32);
+  EXPECT_EQ(resolve_only(stored("w", kF64), policy).final, kF64);
+  policy.final_dtype = kBF16;
+  EXPECT_EQ(resolve_only(stored("w", kF32), policy).final, kBF16);
   EXPECT_EQ(resolve_only(stored("w", kBF16), policy).final, kBF16);
-  policy.final_dtype = kF32;
-  EXPECT_EQ(resolve_only(stored("w", kBF16), policy).final, kF32);
+}
+
+TEST(Resolve, WithoutAMasterTheOptimizerReadsAndKeepsTheStorageDtype) {
+  PrecisionPolicy policy = mixed_policy();
+  policy.optimizer.master = MasterRequest::kNone;
+  const GradContract narrow = resolve_only(stored("w", kBF16), policy);
+  EXPECT_EQ(narrow.master, Master::kNone);
+  EXPECT_EQ(narrow.final, kBF16);
+  EXPECT_EQ(narrow.state, kBF16);
+  EXPECT_EQ(narrow.reason(ContractField::kMaster), "[optimizer] master");
+  const GradContract wide = resolve_only(stored("w", kF32), policy);
+  EXPECT_EQ(wide.master, Master::kStorage) << "float32 storage is a master whatever is asked";
+  EXPECT_EQ(wide.final, kF32);
+}
+
+TEST(Resolve, DecayIsDecidedByNoDecayAndItsPatternsMustMatchTrainedParameters) {
+  PrecisionPolicy policy;
+  EXPECT_EQ(resolve_only(scratch("norm.weight"), policy).decays, std::nullopt);
+  policy.optimizer.no_decay = {"norm"};
+  ParameterMeta frozen = scratch("head.norm");
+  frozen.trainable = false;
+  const auto contracts =
+      resolve_contracts({scratch("norm.weight"), scratch("w"), frozen}, policy, {});
+  EXPECT_EQ(contracts[0].decays, false);
+  EXPECT_EQ(contracts[0].reason(ContractField::kDecay), "[optimizer] no_decay (norm)");
+  EXPECT_EQ(contracts[1].decays, true);
+  EXPECT_EQ(contracts[2].decays, std::nullopt);
+  EXPECT_THROW(resolve_contracts({scratch("w"), frozen}, policy, {}), Error);
 }
 
 TEST(Resolve, RulesFreezeAndUnfreeze) {
   PrecisionPolicy policy;
   policy.rules = {rule_for("base"), rule_for("base.lora")};
-  policy.rules[0].frozen = true;
-  policy.rules[1].frozen = false;
+  policy.rules[0].frozen = FrozenRule::kYes;
+  policy.rules[1].frozen = FrozenRule::kNo;
   const std::vector<GradContract> contracts =
       resolve_contracts({scratch("base.w"), scratch("base.lora.a"), scratch("head")}, policy, {});
   EXPECT_FALSE(contracts[0].trainable);
@@ -261,7 +300,7 @@ TEST(Resolve, IntegersMirrorTheirStorageWhateverIsAsked) {
   policy.storage_dtype = kF32;
   ParameterMeta meta = scratch("table", DType::kInt64);
   meta.trainable = false;
-  meta.model_pin = true;
+  meta.strict_pin = "gate";
   const GradContract contract = resolve_only(meta, policy);
   EXPECT_EQ(contract.storage.dtype, DType::kInt64);
   EXPECT_EQ(contract.compute.dtype, DType::kInt64);

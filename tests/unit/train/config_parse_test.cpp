@@ -8,6 +8,7 @@
 namespace tessera::train {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
@@ -85,8 +86,40 @@ frozen = false
   EXPECT_EQ(config.precision.rule[0].param_dtype, DType::kFloat32);
   EXPECT_EQ(config.precision.rule[0].pin, true);
   EXPECT_EQ(config.precision.rule[1].grad_dtype, DType::kBFloat16);
-  EXPECT_EQ(config.precision.rule[1].frozen, false);
+  EXPECT_EQ(config.precision.rule[1].frozen, FrozenRule::kNo);
   EXPECT_EQ(precision_policy(config.precision).rules, config.precision.rule);
+}
+
+TEST(ConfigParse, FrozenOfARuleIsAFlagOrTheWayItIsKept) {
+  const auto frozen = [](const std::string& value) {
+    return parse_config("[[precision.rule]]\nmatch = \"x\"\nfrozen = " + value, "x")
+        .precision.rule[0]
+        .frozen;
+  };
+  EXPECT_EQ(frozen("true"), FrozenRule::kYes);
+  EXPECT_EQ(frozen("false"), FrozenRule::kNo);
+  EXPECT_EQ(frozen("\"shard\""), FrozenRule::kShard);
+  EXPECT_EQ(frozen("\"Replicate\""), FrozenRule::kReplicate);
+  EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { frozen("\"whole\""); }),
+              AllOf(HasSubstr("precision.rule[1].frozen: found \"whole\""),
+                    HasSubstr("expected true, false, \"shard\" or \"replicate\"")));
+}
+
+TEST(ConfigParse, PrecisionPolicyCarriesWhatTheContractDependsOn) {
+  const Config config = parse_config(R"([precision]
+intrinsic = "All"
+on_narrower_request = "error"
+[optimizer]
+master = "none"
+no_decay = "norm"
+)",
+                                     "run.toml");
+  const PrecisionPolicy policy = precision_policy(config.precision, config.optimizer);
+  EXPECT_EQ(policy.intrinsic, Intrinsic::kAll);
+  EXPECT_EQ(policy.on_narrower_request, NarrowerRequest::kError);
+  EXPECT_EQ(policy.optimizer.master, MasterRequest::kNone);
+  EXPECT_EQ(policy.optimizer.no_decay, std::vector<std::string>{"norm"});
+  EXPECT_FALSE(policy.loss_scaling) << "there is no scaler yet";
 }
 
 TEST(ConfigParse, StepsToTraceAreAListOrOneOfThem) {
@@ -248,6 +281,18 @@ RC_GTEST_PROP(ConfigDump, AnyConfigReadsBackEqual, ()) {
   rule.match = names;
   rule.param_dtype = DType::kBFloat16;
   rule.widen = *rc::gen::arbitrary<bool>();
+  rule.frozen = *rc::gen::element(FrozenRule::kNo, FrozenRule::kYes, FrozenRule::kShard,
+                                  FrozenRule::kReplicate);
+  config.model.frozen = *rc::gen::element(FrozenAs::kShard, FrozenAs::kReplicate);
+  config.precision.intrinsic =
+      *rc::gen::element(Intrinsic::kMinority, Intrinsic::kAll, Intrinsic::kNone);
+  config.precision.on_narrower_request =
+      *rc::gen::element(NarrowerRequest::kKeep, NarrowerRequest::kNarrow, NarrowerRequest::kError);
+  config.optimizer.master = *rc::gen::element(MasterRequest::kAuto, MasterRequest::kNone);
+  config.activation_checkpoint.mode =
+      *rc::gen::element(RecomputeMode::kNone, RecomputeMode::kFull, RecomputeMode::kSelective);
+  config.lora = {*rc::gen::inRange<std::int64_t>(0, 99), 0.5, names, 0.25};
+  config.grad_scaler.growth_interval = *rc::gen::inRange<std::int64_t>(1, 9999);
   config.precision.rule.push_back(rule);
   RC_ASSERT(parse_config(to_toml(config), "dump") == config);
 }

@@ -58,5 +58,29 @@ TEST(TrainModelPlan, ALargeModelOn64RanksHasEveryElementOnceAndLittlePadding) {
   }
 }
 
+TEST(TrainModelPlan, UnitsOfTheContractHoldEveryParameterOnceAndCastNothingThemselves) {
+  for (const bool tied : {false, true}) {
+    auto spec = large_spec();
+    spec.tie_word_embeddings = tied;
+    std::vector<ParameterMeta> metas;
+    for (const GradContract& contract : contracts_of(spec)) {
+      metas.emplace_back();
+      metas.back().name = contract.name;
+    }
+    const auto units = units_of(spec, metas);
+    ASSERT_EQ(units.size(), 1 + inner_units(spec).size());
+    EXPECT_EQ(units.front().name, "");
+    EXPECT_FALSE(units.front().nested);
+    std::vector<int> seen(metas.size(), 0);
+    for (const UnitMeta& unit : units) {
+      EXPECT_FALSE(unit.casts_inputs);
+      EXPECT_EQ(unit.nested, &unit != &units.front());
+      for (const std::size_t parameter : unit.parameters) ++seen.at(parameter);
+    }
+    EXPECT_EQ(seen, std::vector<int>(metas.size(), 1));
+    EXPECT_EQ(units.front().parameters.empty(), !tied);
+  }
+}
+
 }  // namespace
 }  // namespace tessera::train

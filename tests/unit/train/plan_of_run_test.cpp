@@ -1,6 +1,8 @@
 // The plan that is worked out from a configuration is the one that ranks lay their buckets out by.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "fsdp/plan.h"
 #include "train/model_plan.h"
 #include "train/parallelize.h"
@@ -26,6 +28,13 @@ PrecisionRule rule(const std::string& match, DType param, DType reduce) {
   return made;
 }
 
+PrecisionRule frozen_rule(const std::string& match) {
+  PrecisionRule made;
+  made.match = {match};
+  made.frozen = FrozenRule::kShard;
+  return made;
+}
+
 class PlanOfRun : public ::testing::TestWithParam<PlanCase> {};
 
 TEST_P(PlanOfRun, EqualsThePlanOfTheConfiguration) {
@@ -38,7 +47,8 @@ TEST_P(PlanOfRun, EqualsThePlanOfTheConfiguration) {
 
   const ModelSource source = open_model(config.model);
   const ParallelDims dims = resolve_parallelism(config.parallelism, c.ranks);
-  const auto expected = plan_model(source.spec, resolve_model(source, config, dims), dims.dp_shard);
+  const ModelContract contract = resolve_model(source, config, dims);
+  const auto expected = plan_model(source.spec, contract.parameters, dims.dp_shard);
   bool has_moved = false;
   for (const auto& item : expected.units.front().items) {
     has_moved = has_moved || item.name.starts_with("model.layers.");
@@ -47,6 +57,13 @@ TEST_P(PlanOfRun, EqualsThePlanOfTheConfiguration) {
 
   on_ranks(c.ranks, [&](World& world) {
     const auto model = parallelize(source, config, world.mesh(mesh_shape(dims)));
+    const ModelContract agreed = model->contract();
+    EXPECT_EQ(agreed.units, contract.units);
+    EXPECT_EQ(agreed.buffers, contract.buffers);
+    for (const GradContract& parameter : contract.parameters) {
+      EXPECT_NE(std::ranges::find(agreed.parameters, parameter), agreed.parameters.end())
+          << parameter.name;
+    }
     const layout::ModelPlan found = fsdp::plan_of(*model);
     EXPECT_EQ(to_string(found), to_string(expected));
     EXPECT_EQ(hash(found), hash(expected));
@@ -54,11 +71,10 @@ TEST_P(PlanOfRun, EqualsThePlanOfTheConfiguration) {
 }
 
 // Buckets of 1 KiB (norms), 32 KiB and 48 KiB merge; up_proj's of 96 KiB stands alone.
-const std::vector<PrecisionRule> kRules{
-    rule("*norm", DType::kFloat32, DType::kFloat32),
-    rule("mlp.up_proj", DType::kFloat32, DType::kBFloat16),
-    rule("mlp.down_proj", DType::kBFloat16, DType::kBFloat16),
-    rule("layers.1.self_attn.q_proj", DType::kFloat16, DType::kFloat32)};
+const std::vector<PrecisionRule> kRules{rule("*norm", DType::kFloat32, DType::kFloat32),
+                                        rule("mlp.up_proj", DType::kFloat32, DType::kBFloat16),
+                                        rule("mlp.down_proj", DType::kBFloat16, DType::kBFloat16),
+                                        frozen_rule("layers.1.self_attn.q_proj")};
 
 INSTANTIATE_TEST_SUITE_P(
     Layouts, PlanOfRun,

@@ -1,0 +1,55 @@
+// The steps of resolution that have a file of their own: each sets some fields of a contract and
+// the reasons of their values. resolve.cpp calls them in order.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "grad/resolve_rules.h"
+#include "tessera/model_contract.h"
+
+namespace tessera::grad {
+
+/// Promote, but a float8 payload is taken by any wider type.
+DType widen_to(DType found, DType asked);
+
+/// What a rule asks, else the policy; none where neither does.
+std::optional<Setting<DType>> first_of(const std::optional<Setting<DType>>& rule,
+                                       const std::optional<DType>& policy, const char* key);
+
+/// How to change a setting: by the rule that made it, else by the key of the section.
+std::string where_to_change(const std::string& reason, const char* key);
+
+/// The compute dtype that the checkpoint records for a tensor that it stores as `own`.
+std::optional<Setting<DType>> recorded(std::optional<DType> own, std::optional<DType> bulk,
+                                       Intrinsic intrinsic);
+
+/// By what a tensor is kept in float32, if it is: the last rule that says so, else the family.
+struct Pins {
+  const std::optional<std::string>& strict;
+  const std::optional<std::string>& only_float16;
+};
+std::optional<std::string> pinned_by(const Pins& pins, const Asked& asked,
+                                     const PrecisionPolicy& policy);
+
+/// resolve.cpp: all fields of one parameter. Errors: kContract.
+GradContract resolve_parameter(const ParameterMeta& meta, const Asked& asked,
+                               const PrecisionPolicy& policy, const ReductionPlan& reductions);
+/// resolve_storage.cpp. Errors: kContract.
+void resolve_storage(GradContract& contract, const ParameterMeta& meta, const Asked& asked,
+                     const PrecisionPolicy& policy);
+/// resolve_optimizer.cpp: master, final, state, decay. After storage.
+void resolve_optimizer(GradContract& contract, const PrecisionPolicy& policy);
+/// Errors: kContract for a pattern of no_decay that no trainable parameter matches.
+void check_no_decay(const std::vector<GradContract>& contracts, const OptimizerPrecision& asked);
+
+/// resolve_buffers.cpp. `parameters` decide which subtrees are frozen.
+BufferContract resolve_buffer(const BufferMeta& meta, const Asked& asked,
+                              const std::vector<GradContract>& parameters,
+                              const PrecisionPolicy& policy);
+/// resolve_units.cpp. `parameters` are those that the unit's indices count.
+UnitContract resolve_unit(const UnitMeta& unit, const std::vector<GradContract>& parameters,
+                          const PrecisionPolicy& policy);
+
+}  // namespace tessera::grad

@@ -1,0 +1,58 @@
+#include "train/family_pins.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tessera/error.h"
+
+namespace tessera::train {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+std::vector<ParameterMeta> parameters() {
+  std::vector<ParameterMeta> metas(3);
+  metas[0].name = "model.layers.0.input_layernorm.weight";
+  metas[1].name = "model.norm.weight";
+  metas[2].name = "model.layers.0.mlp.router.weight";
+  return metas;
+}
+
+models::FamilyTraits family_with(models::KeepInFloat32 pins) {
+  models::FamilyTraits family = models::qwen3_traits();
+  family.pins = std::move(pins);
+  return family;
+}
+
+// Naive: a substring match, where "norm" is every name with it (transformers issue 26484).
+TEST(FamilyPins, MatchWholeComponentsAndAreKeptApart) {
+  auto metas = parameters();
+  apply_pins(family_with({{"router"}, {"norm"}}), metas);
+  EXPECT_EQ(metas[0].strict_pin, std::nullopt);
+  EXPECT_EQ(metas[0].pin16, std::nullopt);
+  EXPECT_EQ(metas[1].pin16, "norm");
+  EXPECT_EQ(metas[1].strict_pin, std::nullopt);
+  EXPECT_EQ(metas[2].strict_pin, "router");
+  EXPECT_EQ(metas[2].pin16, std::nullopt);
+}
+
+TEST(FamilyPins, OneThatMatchesNothingIsAnErrorOfTheTable) {
+  auto metas = parameters();
+  try {
+    apply_pins(family_with({{}, {"norm", "sinks"}}), metas);
+    FAIL() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kContract);
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("qwen3"), HasSubstr("\"sinks\""),
+                                    HasSubstr("_keep_in_fp32_modules, which matches none of 3")));
+  }
+}
+
+TEST(FamilyPins, OfEachFamilyAreApplicable) {
+  EXPECT_GE(models::families().size(), 2U);
+  for (const auto* family : models::families()) EXPECT_FALSE(family->architecture.empty());
+}
+
+}  // namespace
+}  // namespace tessera::train
