@@ -47,7 +47,7 @@ std::string_view to_string(NarrowerRequest what);  ///< "keep", "narrow", "error
 
 /// Which master of a 16-bit shard is asked for.
 enum class MasterRequest : std::uint8_t {
-  kAuto,  ///< float32
+  kAuto,  ///< to float32: Master::kRemainder beside bfloat16, kCopy beside float16
   kNone,  ///< the optimizer steps the shard itself: updates below half a step of it are lost
 };
 
