@@ -55,9 +55,10 @@ struct ParameterMeta {
 enum class Master : std::uint8_t {
   kNone,     ///< nowhere: the shard itself is stepped, in its 16 bits
   kStorage,  ///< in the shard, which is float32 or wider
-  kCopy,     ///< in a float32 copy of a 16-bit shard
+  kRemainder,  ///< in a bfloat16 shard and 16 more bits beside it (base/split_float.h)
+  kCopy,       ///< in a float32 copy of a float16 shard
 };
-std::string_view to_string(Master master);  ///< "none", "storage", "copy"
+std::string_view to_string(Master master);  ///< "none", "storage", "remainder", "copy"
 
 /// Index into GradContract::reasons.
 enum class ContractField : std::uint8_t {

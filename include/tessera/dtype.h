@@ -45,9 +45,16 @@ DType promote(DType a, DType b);
 /// neither way; a type represents itself).
 bool represents(DType wide, DType narrow);
 
+/// What a value halfway between two of the payload becomes.
+enum class Rounding : std::uint8_t {
+  kNearestEven,  ///< the one with an even last bit, as every cast of libtorch
+  kHalfAway,     ///< the one away from zero; float32 to bfloat16 only
+};
+
 /// How the elements of a tensor are written into a payload.
 struct Encoding {
   DType dtype = DType::kFloat32;
+  Rounding rounding = Rounding::kNearestEven;
   std::int64_t payload_bytes(std::int64_t numel) const { return numel * size_of(dtype); }
   bool operator==(const Encoding&) const = default;
 };

@@ -56,7 +56,7 @@ class Optimizer {
   double lr() const { return lr_; }
 
   /// Every name that OptimizerState::Kept may have.
-  virtual std::vector<std::string> kept_names() const = 0;
+  std::vector<std::string> kept_names() const;
   /// Of every trainable parameter, in the model's order.
   std::vector<OptimizerState> state() const;
   /// Goes on as after `steps` updates of a parameter. Errors: kUsage for an unknown name.
@@ -71,32 +71,42 @@ class Optimizer {
     ShardView view;
     bool decays = true;
     std::vector<at::Tensor> state;  ///< what the optimizer keeps, made at the first update
-    std::int64_t steps = 0;         ///< updates so far, as PyTorch counts
+    at::Tensor master;              ///< what the contract's Master keeps beside a 16-bit shard
+    bool has_state = false;
+    std::int64_t steps = 0;          ///< updates so far, as PyTorch counts
+    std::uint32_t seen_version = 0;  ///< of the shard, when it was last stepped
   };
+  /// Every item has its state and a gradient.
   virtual void update(const std::vector<Item*>& items) = 0;
-  /// Makes `state` where there is none.
   virtual void make_state(Item& item) const = 0;
-  virtual std::vector<OptimizerState::Kept> kept_of(const Item& item) const = 0;
+  virtual std::vector<std::string> state_names() const = 0;
+  /// Of an item whose state is made.
+  virtual std::vector<OptimizerState::Kept> named_state(const Item& item) const = 0;
+  /// Whether somebody else has written the shard since it was last stepped.
+  bool was_changed(const Item& item);
 
   double lr_;
 
  private:
   Item& find(std::string_view parameter);
+  void make_item_state(Item& item) const;
+  std::vector<OptimizerState::Kept> kept_of(const Item& item) const;
 
   std::shared_ptr<fsdp::Unit> unit_;
   std::vector<Item> items_;
+  bool warned_ = false;  // of a master that was given up
 };
 
-/// Everything is formed in float32, in float64 for float64 shards: the moments, and for shards in
-/// bfloat16 or float16 a master copy, which is stepped and then rounded into the shard (so that
-/// updates below a 16-bit step add up, where torch.optim on such a parameter loses them). The
-/// master is taken from the shard at the first step; elements that somebody else has written since
-/// the last one are taken over. State, bytes an element of the shard: 8 in float32, 12 in 16 bits,
-/// 16 in float64. Errors: kContract for a 16-bit shard whose contract says Master::kNone.
+/// Everything is formed in float32, in float64 for float64 shards. A shard in 16 bits is stepped with
+/// what its contract's Master keeps beside it, so that updates below a 16-bit step add up, where
+/// torch.optim on such a parameter loses them; with Master::kNone it is stepped as torch.optim does,
+/// moments and all in its own dtype. A shard that somebody else has written since its last step goes
+/// on from the values that were written: of bfloat16 ones the bits beside them are dropped. State,
+/// bytes an element of the shard: 8 in float32, 10 in bfloat16 (moments and remainder), 12 in
+/// float16 (moments and copy), 16 in float64, 4 for 16 bits without a master.
 std::unique_ptr<Optimizer> make_adamw(const ShardedBase& model, const AdamWOptions& options);
-/// Steps the shard in its own dtype, as PyTorch does: on a 16-bit shard updates below half a step
-/// of it are lost. Momentum has the dtype of the gradient. Errors: kContract for a 16-bit shard
-/// whose contract promises a master (ask for MasterRequest::kNone).
+/// PyTorch's formulas, with masters as make_adamw. Momentum has the dtype in which the shard is
+/// stepped.
 std::unique_ptr<Optimizer> make_sgd(const ShardedBase& model, const SgdOptions& options);
 
 }  // namespace tessera

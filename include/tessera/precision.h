@@ -47,7 +47,7 @@ std::string_view to_string(NarrowerRequest what);  ///< "keep", "narrow", "error
 
 /// Which master of a 16-bit shard is asked for.
 enum class MasterRequest : std::uint8_t {
-  kAuto,  ///< float32
+  kAuto,  ///< to float32: Master::kRemainder beside bfloat16, kCopy beside float16
   kNone,  ///< the optimizer steps the shard itself: updates below half a step of it are lost
 };
 
@@ -84,6 +84,9 @@ struct PrecisionRule {
 /// The dtypes of a unit's parameters. none = see each field.
 struct PrecisionPolicy {
   std::optional<DType> param_dtype;    ///< compute dtype; none = each parameter's storage dtype
+  /// How float32 storage is rounded to a bfloat16 compute dtype. kHalfAway makes a run the bits of
+  /// one that stores bfloat16 with Master::kRemainder, which rounds that way; other casts do not ask.
+  Rounding param_rounding = Rounding::kNearestEven;
   std::optional<DType> reduce_dtype;   ///< wire dtype; none = promote(compute, fp32); never float16
   std::optional<DType> storage_dtype;  ///< requested storage; none = as it is (file or tensor)
   /// none = fp32, fp64 where compute is fp64, in any case no narrower than reduce.

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "fsdp/quotient.h"
+#include "fsdp/split_master.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
 
@@ -40,7 +41,12 @@ at::Tensor Bucket::shard_of(const layout::Placed& placed) const {
 void Bucket::begin_gather(comm::Batch& batch) {
   if (aliases_shard_) return;
   unsharded_.begin();
-  unsharded_.writable_slice().copy_(shard_);
+  const auto slice = unsharded_.writable_slice();
+  if (plan_.key.rounding == Rounding::kHalfAway) {
+    round_half_away(shard_, slice);
+  } else {
+    slice.copy_(shard_);
+  }
   if (groups_.gather != nullptr) batch.ops.emplace_back(gather());
 }
 

@@ -122,7 +122,8 @@ void Unit::build(std::vector<std::unique_ptr<Parameter>> added) {
       if (parameter.shard.defined()) {
         parameter.shard.set_data(shard);
       } else {
-        parameter.shard = shard.detach();
+        // With a version of its own: a bucket's shards are views of one memory.
+        parameter.shard = shard.variable_data();
         parameter.shard.set_requires_grad(parameter.contract.trainable);
       }
       parameter.unit = this;

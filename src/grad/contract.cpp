@@ -62,6 +62,8 @@ std::string_view to_string(Master master) {
       return "none";
     case Master::kStorage:
       return "storage";
+    case Master::kRemainder:
+      return "remainder";
     case Master::kCopy:
       break;
   }

@@ -42,6 +42,7 @@ std::vector<FieldText> fields_of(const GradContract& c) {
           {"shape", text(c.shape)},
           {"storage", text(c.storage.dtype)},
           {"compute", text(c.compute.dtype)},
+          {"rounding", c.compute.rounding == Rounding::kHalfAway ? "half_away" : "nearest_even"},
           {"grad", text(c.grad)},
           {"accumulate", text(c.accumulate)},
           {"reduce", text(c.reduce)},

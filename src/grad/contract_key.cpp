@@ -6,6 +6,7 @@ layout::BucketKey key_of(const GradContract& contract) {
   layout::BucketKey key;
   key.storage = contract.storage.dtype;
   key.compute = contract.compute.dtype;
+  key.rounding = contract.compute.rounding;
   key.trainable = contract.trainable;
   key.reductions = contract.reductions;
   if (contract.trainable) {

@@ -26,7 +26,7 @@ void resolve_master(GradContract& contract, const OptimizerPrecision& asked) {
     contract.master = Master::kNone;
     reason = "[optimizer] master";
   } else {
-    contract.master = Master::kCopy;
+    contract.master = storage == DType::kBFloat16 ? Master::kRemainder : Master::kCopy;
     reason = concat("storage is ", to_string(storage));
   }
 }
@@ -36,9 +36,9 @@ void resolve_final(GradContract& contract, const PrecisionPolicy& policy) {
   if (policy.final_dtype) {
     contract.final = *policy.final_dtype;
     reason = "[precision] final_dtype";
-  } else if (contract.master == Master::kCopy) {
+  } else if (contract.master == Master::kRemainder || contract.master == Master::kCopy) {
     contract.final = DType::kFloat32;
-    reason = "as the master copy";
+    reason = "as the master";
   } else {
     contract.final = contract.storage.dtype;
     reason = "as storage";

@@ -104,6 +104,7 @@ UnitPlan plan_unit(const std::string& name, const std::vector<PlanItem>& items,
 std::string to_string(const BucketKey& key) {
   std::string text(to_string(key.storage));
   if (key.compute != key.storage) text += concat(" -> ", to_string(key.compute));
+  if (key.rounding == Rounding::kHalfAway) text += " (halves away from zero)";
   if (key.trainable) {
     text += concat(", accumulate ", to_string(key.accumulate), ", reduce ", to_string(key.reduce),
                    ", final ", to_string(key.final));

@@ -23,6 +23,7 @@ namespace tessera::layout {
 struct BucketKey {
   DType storage = DType::kFloat32;
   DType compute = DType::kFloat32;
+  Rounding rounding = Rounding::kNearestEven;  ///< from storage to compute
   DType accumulate = DType::kFloat32;
   DType reduce = DType::kFloat32;
   DType final = DType::kFloat32;

@@ -140,8 +140,9 @@ void add_update(std::vector<ConfigKey>& keys) {
       .key("name", &O::name, {"", "Update rule; formulas as PyTorch's."})
       .key("master", &O::master,
            {"",
-            "Where the value of a 16-bit shard is kept: auto in a float32 copy (AdamW), none "
-            "nowhere: updates below half a step of it are lost (SGD)."})
+            "Where the full value of a 16-bit shard is kept: auto beside it (16 more bits for "
+            "bfloat16, a float32 copy for float16), none nowhere: updates below half a step of it "
+            "are lost."})
       .key("lr", &O::lr, {"", "Learning rate.", "required"}, at_least(0))
       .key("betas", &O::betas, {"", "AdamW: decay of the two moments."}, below_one())
       .key("eps", &O::eps, {"", "AdamW: added to the root of the second moment."}, at_least(0))

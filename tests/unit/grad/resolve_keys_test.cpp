@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "grad/contract_key.h"
 #include "tessera/error.h"
 #include "unit/grad/contract_cases.h"
 
@@ -34,7 +35,7 @@ TEST(OnNarrowerRequest, KeepsNarrowsOrRefuses) {
   const GradContract contract = resolve_only(stored("w", kF32), policy);
   EXPECT_EQ(contract.storage.dtype, kBF16);
   EXPECT_EQ(contract.compute.dtype, kF32) << "the file's record still counts";
-  EXPECT_EQ(contract.master, Master::kCopy);
+  EXPECT_EQ(contract.master, Master::kRemainder);
   EXPECT_EQ(contract.reason(ContractField::kStorage),
             "[precision] storage_dtype, narrowed from float32 as [precision] on_narrower_request "
             "says");
@@ -193,6 +194,30 @@ TEST(FinalKey, Float64StorageKeepsItsPrecisionThroughToTheOptimizer) {
   const GradContract contract = resolve_only(stored("w", kF64), mixed_policy());
   EXPECT_EQ(contract.final, kF64);
   EXPECT_EQ(contract.state, kF64);
+}
+
+TEST(ParamRounding, IsOfFloat32StorageThatIsGatheredInBFloat16) {
+  PrecisionPolicy policy = mixed_policy();
+  policy.param_rounding = Rounding::kHalfAway;
+  const GradContract contract = resolve_only(scratch("w"), policy);
+  EXPECT_EQ(contract.compute, (Encoding{kBF16, Rounding::kHalfAway}));
+  EXPECT_THAT(contract.reason(ContractField::kCompute), HasSubstr("param_rounding"));
+  EXPECT_EQ(key_of(contract).rounding, Rounding::kHalfAway);
+  // Nothing is rounded between two of the same.
+  EXPECT_EQ(resolve_only(stored("w", kBF16), policy).compute.rounding, Rounding::kNearestEven);
+}
+
+TEST(OptimizerMaster, IsBesideSixteenBitsUnlessNoneIsAskedFor) {
+  PrecisionPolicy policy;
+  policy.loss_scaling = true;
+  EXPECT_EQ(resolve_only(stored("w", kBF16), policy).master, Master::kRemainder);
+  EXPECT_EQ(resolve_only(stored("w", DType::kFloat16), policy).master, Master::kCopy);
+  EXPECT_EQ(resolve_only(stored("w", kF32), policy).master, Master::kStorage);
+  policy.optimizer.master = MasterRequest::kNone;
+  const GradContract contract = resolve_only(stored("w", kBF16), policy);
+  EXPECT_EQ(contract.master, Master::kNone);
+  EXPECT_EQ(contract.final, kBF16);
+  EXPECT_EQ(contract.state, kBF16);
 }
 
 }  // namespace

@@ -49,7 +49,7 @@ TEST(Resolve, TruthTableOfStorageAndCompute) {
     EXPECT_EQ(contract.compute.dtype, row.compute) << row.what;
     EXPECT_EQ(contract.reduce, promote(row.compute, kF32)) << row.what;
     const bool narrow = row.storage == kBF16;
-    EXPECT_EQ(contract.master, narrow ? Master::kCopy : Master::kStorage) << row.what;
+    EXPECT_EQ(contract.master, narrow ? Master::kRemainder : Master::kStorage) << row.what;
     EXPECT_EQ(contract.final, kF32) << row.what;
     EXPECT_EQ(contract.state, kF32) << row.what;
     EXPECT_EQ(contract.grad, std::nullopt) << row.what;
@@ -243,7 +243,7 @@ TEST(Resolve, FinalIsThePolicysElseTheMasters) {
   PrecisionPolicy policy = mixed_policy();
   GradContract contract = resolve_only(stored("w", kBF16), policy);
   EXPECT_EQ(contract.final, kF32);
-  EXPECT_EQ(contract.reason(ContractField::kFinal), "as the master copy");
+  EXPECT_EQ(contract.reason(ContractField::kFinal), "as the master");
   EXPECT_EQ(resolve_only(stored("w", kF32), policy).final, kF32);
   EXPECT_EQ(resolve_only(stored("w", kF64), policy).final, kF64);
   policy.final_dtype = kBF16;

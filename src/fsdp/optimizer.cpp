@@ -1,0 +1,144 @@
+// What all optimizers do: which shards they step, when, and what they keep for checkpoints.
+#include <ATen/ATen.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+
+#include "base/log.h"
+#include "base/trace.h"
+#include "fsdp/optimizer_shards.h"
+#include "fsdp/runtime.h"
+#include "fsdp/unit.h"
+#include "grad/torch_dtype.h"
+#include "tessera/error.h"
+#include "tessera/optim.h"
+
+namespace tessera {
+namespace {
+
+bool matches_any(const std::vector<std::string>& patterns, const GradContract& contract) {
+  return std::any_of(patterns.begin(), patterns.end(), [&](const auto& pattern) {
+    if (matches_name(pattern, contract.name)) return true;
+    return std::any_of(contract.aliases.begin(), contract.aliases.end(),
+                       [&](const auto& alias) { return matches_name(pattern, alias); });
+  });
+}
+
+std::uint32_t version_of(const at::Tensor& shard) {
+  return static_cast<std::uint32_t>(shard._version());
+}
+
+}  // namespace
+
+Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std::string>& no_decay)
+    : lr_(lr), unit_(model.unit()) {
+  for (const auto& view : model.shards()) {
+    if (!view.contract->trainable) continue;
+    Item item;
+    item.view = view;
+    item.decays = view.contract->decays.value_or(true) && !matches_any(no_decay, *view.contract);
+    items_.push_back(std::move(item));
+  }
+  for (const auto& pattern : no_decay) {
+    const bool any = std::any_of(items_.begin(), items_.end(), [&](const auto& item) {
+      return matches_any({pattern}, *item.view.contract);
+    });
+    TESSERA_CHECK(any, ErrorKind::kConfig, "optimizer.no_decay: found the pattern \"", pattern,
+                  "\" that matches no trainable parameter, expected one that does");
+  }
+}
+
+std::vector<OptimizerState> Optimizer::state() const {
+  std::vector<OptimizerState> states;
+  for (const auto& item : items_) states.push_back({item.view, item.steps, kept_of(item)});
+  return states;
+}
+
+Optimizer::Item& Optimizer::find(std::string_view parameter) {
+  const auto found = std::find_if(items_.begin(), items_.end(), [&](const auto& item) {
+    return item.view.contract->name == parameter;
+  });
+  TESSERA_CHECK(found != items_.end(), ErrorKind::kUsage,
+                "optimizer: found no trainable parameter ", parameter, " among its ",
+                items_.size());
+  return *found;
+}
+
+void Optimizer::set_steps(std::string_view parameter, std::int64_t steps) {
+  find(parameter).steps = steps;
+}
+
+std::vector<OptimizerState::Kept> Optimizer::make_kept(std::string_view parameter) {
+  const at::NoGradGuard no_grad;
+  auto& item = find(parameter);
+  make_item_state(item);
+  return kept_of(item);
+}
+
+void Optimizer::make_item_state(Item& item) const {
+  if (item.has_state) return;
+  item.has_state = true;
+  item.master = fsdp::MasterOfShard::make(item.view);
+  item.seen_version = version_of(item.view.shard);
+  make_state(item);
+}
+
+std::vector<OptimizerState::Kept> Optimizer::kept_of(const Item& item) const {
+  if (!item.has_state) return {};
+  auto kept = named_state(item);
+  if (item.master.defined()) {
+    kept.push_back({fsdp::MasterOfShard::name(item.view.contract->master), item.master});
+  }
+  return kept;
+}
+
+std::vector<std::string> Optimizer::kept_names() const {
+  auto names = state_names();
+  for (const auto kind : {Master::kRemainder, Master::kCopy}) {
+    names.emplace_back(fsdp::MasterOfShard::name(kind));
+  }
+  return names;
+}
+
+bool Optimizer::was_changed(const Item& item) {
+  const bool changed = version_of(item.view.shard) != item.seen_version;
+  if (changed && item.view.contract->master == Master::kRemainder && !warned_) {
+    warned_ = true;
+    log::warn("optimizer: parameter ", item.view.contract->name,
+              " was written since its last step: it goes on from the bfloat16 values that were "
+              "written, without the bits beside them; where that happens at every step, store it in "
+              "float32");
+  }
+  return changed;
+}
+
+void Optimizer::step() {
+  RECORD_USER_SCOPE("tessera::optimizer");
+  const TraceScope traced(TraceRow::kOptimizer, "update");
+  const at::NoGradGuard no_grad;
+  unit_->runtime().require_idle("optimizer step");
+  std::vector<Item*> items;
+  for (auto& item : items_) {
+    const auto& grad = item.view.shard.grad();
+    if (!grad.defined()) continue;  // no rank used it
+    const auto dtype = item.view.shard.scalar_type();
+    const auto wanted = fsdp::stepped_dtype(*item.view.contract);
+    TESSERA_CHECK(grad.scalar_type() == dtype || grad.scalar_type() == wanted,
+                  ErrorKind::kContract, "optimizer step: gradient of ", item.view.contract->name,
+                  ": found ", c10::toString(grad.scalar_type()), ", expected the shard's ",
+                  c10::toString(dtype), wanted != dtype ? " or Float" : "",
+                  "; set final_dtype to the storage dtype");
+    make_item_state(item);
+    ++item.steps;
+    items.push_back(&item);
+  }
+  update(items);
+  for (auto* item : items) {
+    // Also where this rank owns no element of it: whether a unit is gathered anew must not differ
+    // between ranks.
+    item->view.shard.unsafeGetTensorImpl()->bump_version();
+    item->seen_version = version_of(item->view.shard);
+  }
+}
+
+}  // namespace tessera

@@ -1,0 +1,48 @@
+// What the optimizers share: the values that they step, whatever a shard is stored in.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+
+#include "tessera/contract.h"
+#include "tessera/optim.h"
+
+namespace tessera::fsdp {
+
+/// A stretch of one shard in the dtype in which it is stepped.
+struct Stepped {
+  at::Tensor values;    ///< to be updated in place
+  at::Tensor gradient;  ///< same dtype
+  std::int64_t begin = 0;
+  std::int64_t end = 0;  ///< of the shard's elements
+};
+
+/// The dtype in which a contract's shard is stepped: the master's, or storage where there is none.
+at::ScalarType stepped_dtype(const GradContract& contract);
+
+/// Where a 16-bit shard has its further bits.
+class MasterOfShard {
+ public:
+  /// What is kept beside the shard, made for the values that it has now: an undefined tensor where
+  /// the contract needs none.
+  static at::Tensor make(const ShardView& view);
+  /// The name of that in checkpoints; "" for none.
+  static const char* name(Master master);
+
+  /// Calls `update` for the shard's stretches and keeps what it leaves. `changed`: somebody else
+  /// has written the shard since it was last stepped.
+  void step(const ShardView& view, const at::Tensor& kept, bool changed,
+            const std::function<void(const Stepped&)>& update);
+
+ private:
+  void step_split(const ShardView& view, const at::Tensor& remainder,
+                  const std::function<void(const Stepped&)>& update);
+  void step_copy(const ShardView& view, const at::Tensor& master,
+                 const std::function<void(const Stepped&)>& update);
+  at::Tensor widened(const at::Tensor& gradient);
+
+  at::Tensor values_, gradient_;  // one stretch after the other
+};
+
+}  // namespace tessera::fsdp
