@@ -150,7 +150,12 @@ void CheckpointSaver::write_manifest(const std::vector<std::string>& parts) cons
   write_hashed_file(store_.temporary(step_) / kManifestFile, bytes_of(text));
   store_.finish(step_);
   store_.set_latest(step_);
-  store_.keep(options_.keep_latest_k, step_);
+  try {
+    store_.keep(options_.keep_latest_k, step_);
+  } catch (const std::exception& error) {
+    // Nothing is lost by it.
+    log::warn("checkpoint of step ", step_, " is complete, but an older one stays: ", error.what());
+  }
 }
 
 void CheckpointSaver::require_files(const CheckpointManifest& manifest) const {

@@ -121,6 +121,17 @@ class Trainer {
   }
 
   TrainingResult run() {
+    try {
+      return run_to_the_end();
+    } catch (const std::exception& error) {
+      // Unwinding waits for this rank's checkpoint writer, the others would wait for both.
+      if (hooks_.on_failure) hooks_.on_failure(error);
+      throw;
+    }
+  }
+
+ private:
+  TrainingResult run_to_the_end() {
     observers_.emplace(config_, world_, done_ + 1, hooks_.profiling);
     if (hooks_.on_first_step) hooks_.on_first_step();
     TrainingResult result;
@@ -129,7 +140,7 @@ class Trainer {
       run_steps(result);
     } catch (const Error& error) {
       // All ranks are here, and the checkpoint under way is the last good one.
-      if (error.kind() == ErrorKind::kNumeric) checkpoints_->finish();
+      if (error.kind() == ErrorKind::kNumeric) finish_after_failure();
       throw;
     }
     checkpoints_->finish();
@@ -137,7 +148,15 @@ class Trainer {
     return result;
   }
 
- private:
+  /// What ended the run stays its error.
+  void finish_after_failure() {
+    try {
+      checkpoints_->finish();
+    } catch (const std::exception& second) {
+      log::error(second.what());
+    }
+  }
+
   /// What the ranks tell each other at the end of a step.
   struct StepEnd {
     StepMetrics metrics;

@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <sys/mount.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <random>
@@ -164,6 +165,28 @@ TEST(RestartedRun, GoesOnInTheFolderOfTheAttemptBefore) {
   attempt("b", 0, 2);
   EXPECT_EQ(runs().size(), 3U);
   EXPECT_THAT(attempt("c", 1, 2), HasSubstr("set job.dump_folder"));
+}
+
+// Rank 0's file is a pipe that nobody reads: its writer never ends. Then a step line finds no
+// space.
+TEST(FailingRank, DoesNotWaitForItsWriterNorDoTheOthers) {
+  constexpr int kSaved = 3000;
+  const TemporaryFolder folder;
+  write_small_run(folder);
+  auto words = two_ranks("run", 100'000, kSaved, {"sh", "-c", "exec \"$0\" \"$@\" > /dev/full"});
+  words.back() = std::to_string(kSaved + 5);  // metrics.log_freq
+  Process run(folder.path(), words);
+  ASSERT_TRUE(wait_until(kLong, [&] { return losses(folder / "run").size() >= 2; })) << run.err();
+  const auto pipe = store_of(folder, "run").temporary(kSaved) / "rank_0.safetensors";
+  fs::create_directories(pipe.parent_path());
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  ASSERT_LT(losses(folder / "run").size(), kSaved) << "too late to hold its writer up";
+  const auto pids = run.wait_for_ranks(2);
+  ASSERT_TRUE(wait_until(kLong, [&] { return losses(folder / "run").size() >= kSaved + 5; }));
+  EXPECT_EQ(run.wait(std::chrono::seconds(10)), 1) << run.err();
+  EXPECT_THAT(run.err(), HasSubstr("a step line cannot be written"));
+  EXPECT_TRUE(wait_until(std::chrono::seconds(1), [&] { return gone(pids); }));
+  EXPECT_TRUE(fs::is_fifo(pipe)) << "it was written to";
 }
 
 // A stopped rank holds the step up for ever: the first signal waits for it, a second one does not.
