@@ -1,6 +1,8 @@
 #include "train/checkpoint_session.h"
 
+#include "train/agreement.h"
 #include "train/data_identity.h"
+#include "train/restart_note.h"
 
 namespace tessera::train {
 namespace {
@@ -32,7 +34,10 @@ SourceDType dtypes_of(const ModelSource& source) {
 CheckpointSession::CheckpointSession(const Config& config, const ModelSource& source,
                                      const BatchSource& data, const Mesh& mesh,
                                      std::function<void(std::int64_t)> before_write)
-    : interval_(config.checkpoint.interval), world_(*mesh.world()) {
+    : interval_(config.checkpoint.interval),
+      load_step_(config.checkpoint.load_step),
+      folder_(config.checkpoint.folder),
+      world_(*mesh.world()) {
   if (!config.checkpoint.enable) return;
   const auto identity = identity_of(config, source, data, world_);
   resumed_ = open_resumed(config.checkpoint, identity, world_);
@@ -53,9 +58,13 @@ CheckpointSession::CheckpointSession(const Config& config, const ModelSource& so
 }
 
 std::int64_t CheckpointSession::load(const ShardedBase& model, Optimizer& optimizer) {
-  if (!resumed_) return 0;
-  load_checkpoint(*resumed_, model, optimizer, world_);
-  return resumed_->manifest().step;
+  if (!saver_) return 0;
+  if (resumed_) load_checkpoint(*resumed_, model, optimizer, world_);
+  // Only now does `latest` stand for what was chosen.
+  on_all_or_none(world_, "note for restarts", [&] {
+    if (world_.rank() == 0) RestartNote(folder_).write(load_step_);
+  });
+  return resumed_ ? resumed_->manifest().step : 0;
 }
 
 void CheckpointSession::after_step(std::int64_t step, bool last, bool anyone_writes,

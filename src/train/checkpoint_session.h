@@ -36,6 +36,8 @@ class CheckpointSession {
 
  private:
   std::int64_t interval_;
+  std::int64_t load_step_;
+  std::string folder_;
   World& world_;
   std::optional<CheckpointFolder> resumed_;
   std::optional<CheckpointSaver> saver_;

@@ -6,12 +6,14 @@
 #include <set>
 #include <system_error>
 
+#include "base/log.h"
 #include "base/printable.h"
 #include "comm/group.h"
 #include "io/checkpoint_store.h"
 #include "tessera/error.h"
 #include "train/agreement.h"
 #include "train/data_identity.h"
+#include "train/restart_note.h"
 
 namespace tessera::train {
 namespace {
@@ -47,6 +49,13 @@ void try_folder(const CheckpointStore& store, World& world) {
 
 std::optional<std::int64_t> step_to_load(const CheckpointConfig& config,
                                          const CheckpointStore& store) {
+  const RestartNote note(store.folder());
+  note.forget_other_jobs();
+  if (note.has(config.load_step)) {
+    log::info("started again by torchrun: goes on from `latest`; checkpoint.load_step ",
+              config.load_step, " was for an earlier attempt");
+    return store.latest();
+  }
   const auto steps = store.steps();
   const auto newest = [&] { return shown(store.complete(steps.back())); };
   if (config.load_step < 0) return store.latest();

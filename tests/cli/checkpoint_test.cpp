@@ -167,6 +167,41 @@ TEST(RestartedRun, GoesOnInTheFolderOfTheAttemptBefore) {
   EXPECT_THAT(attempt("c", 1, 2), HasSubstr("set job.dump_folder"));
 }
 
+// load_step is for the first attempt that comes so far; what another job left does not count.
+TEST(RestartedRun, LoadStepIsForTheFirstAttempt) {
+  const TemporaryFolder folder;
+  write_small_run(folder);
+  const auto attempt = [&](const std::string& job, int number, int load_step, int steps) {
+    return run_program(folder,
+                       {"train", "run.toml", "--job.dump_folder", "run", "--checkpoint.interval",
+                        "1", "--training.steps", std::to_string(steps), "--checkpoint.load_step",
+                        std::to_string(load_step)},
+                       "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29999 "
+                       "TORCHELASTIC_RUN_ID=" +
+                           job + " TORCHELASTIC_RESTART_COUNT=" + std::to_string(number));
+  };
+  const auto expect_resumed = [&](const Outcome& outcome, const std::string& step) {
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    EXPECT_THAT(outcome.err, HasSubstr("run/checkpoint/" + step + ", written by"));
+  };
+  EXPECT_EQ(attempt("a", 0, 0, 2).code, 0);
+  expect_resumed(attempt("a", 1, 0, 4), "step-2");
+  expect_resumed(attempt("a", 2, 0, 5), "step-4");
+  // Attempt 0 of another job was refused: its restarts are too.
+  for (const int number : {0, 1}) {
+    const auto outcome = attempt("b", number, 0, 6);
+    EXPECT_EQ(outcome.code, 2);
+    EXPECT_THAT(outcome.err, HasSubstr("checkpoint.load_step: found 0 and "));
+  }
+  // Its first attempt never came so far: the second one still goes back.
+  expect_resumed(attempt("c", 1, 2, 4), "step-2");
+  expect_resumed(attempt("c", 2, 2, 6), "step-4");
+  expect_resumed(attempt("c", 3, 3, 4), "step-3");
+  expect_resumed(attempt("d", 1, 3, 4), "step-3");
+  expect_resumed(attempt("d", 0, 3, 4), "step-3");
+  expect_resumed(attempt("d", 1, 3, 5), "step-4");
+}
+
 // Rank 0's file is a pipe that nobody reads: its writer never ends. Then a step line finds no
 // space.
 TEST(FailingRank, DoesNotWaitForItsWriterNorDoTheOthers) {
