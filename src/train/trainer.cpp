@@ -95,9 +95,11 @@ class Trainer {
         source_(open_model(config.model)),
         dims_(resolve_parallelism(config.parallelism, world.size())),
         mesh_(world.mesh(mesh_shape(dims_))) {
+    checkpoints_.emplace(config, mesh_);
+    config_.training.global_batch_size = checkpoints_->global_batch_size(dims_.data_ranks());
     BatchRequest request{config.data.path,
                          "data.path",
-                         config.training,
+                         config_.training,
                          dims_.data_ranks(),
                          static_cast<std::uint64_t>(config.debug.seed),
                          vocabulary_of_model()};
@@ -110,7 +112,7 @@ class Trainer {
       request.labels = LabelsNeeded::kInAnyStep;
       validation_ = open_batches(request);
     }
-    checkpoints_.emplace(config, source_, *data_, mesh_, hooks.before_checkpoint_write);
+    checkpoints_->begin(source_, *data_, hooks.before_checkpoint_write);
     model_ =
         parallelize(source_, config, mesh_,
                     checkpoints_->resumes() ? InitialWeights::kLater : InitialWeights::kOfSource);

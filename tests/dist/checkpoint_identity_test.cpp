@@ -113,6 +113,32 @@ TEST(ResumedRun, AFolderWithAnotherStepThanItsNameSaysIsRefused) {
   EXPECT_EQ(file_text(folder / "run/checkpoint/latest"), "step-2") << "nothing was touched";
 }
 
+// By default a batch is what the ranks have together: going on, the checkpoint's number stays.
+TEST(ResumedRun, TheBatchStaysOnAnotherNumberOfRanksWhereNobodySetIt) {
+  const TemporaryFolder folder;
+  auto config = small_run(folder);
+  config.training.global_batch_size = -1;
+  const auto whole = train_on({4, 1}, with_steps(config, 8), folder / "whole");
+  train_on({4, 1}, with_steps(config, 3), folder / "start");
+  for (const RanksOfRun& layout : {RanksOfRun{1, 1}, RanksOfRun{2, 1}, RanksOfRun{4, 2}}) {
+    SCOPED_TRACE(layout.ranks);
+    const auto run =
+        folder / ("on " + std::to_string(layout.ranks) + " in " + std::to_string(layout.replicas));
+    fs::copy(folder / "start", run, fs::copy_options::recursive);
+    const auto rest = train_on(layout, with_steps(config, 8), run);
+    ASSERT_EQ(rest.losses.size(), 5U);
+    // Other rows would differ in the first digits: as OnOtherLayoutsHasTheLossesWithinRounding.
+    for (std::size_t i = 0; i < rest.losses.size(); ++i) {
+      EXPECT_NEAR(rest.losses[i], whole.losses[i + 3], 5e-6);
+    }
+    EXPECT_EQ(CheckpointFolder::open(run / "checkpoint").manifest().data.global_batch_size, 4);
+  }
+  EXPECT_THAT(error_of(ErrorKind::kConfig,
+                       [&] { train_on({3, 1}, with_steps(config, 8), folder / "start"); }),
+              AllOf(HasSubstr("found -1, which keeps the 4 rows of the checkpoint"),
+                    HasSubstr("expected a multiple of 3 (local_batch_size 1 x 3 data rank(s))")));
+}
+
 TEST(ResumedRun, MovedDataOtherStepsAndAnotherScheduleAreFine) {
   const TemporaryFolder folder;
   auto config = small_run(folder);
