@@ -155,7 +155,7 @@ class Trainer {
     try {
       checkpoints_->finish();
     } catch (const std::exception& second) {
-      log::error(second.what());
+      if (world_.rank() == 0) log::error(second.what());
     }
   }
 
