@@ -205,7 +205,7 @@ TEST(RestartedRun, LoadStepIsForTheFirstAttempt) {
 // Rank 0's file is a pipe that nobody reads: its writer never ends. Then a step line finds no
 // space.
 TEST(FailingRank, DoesNotWaitForItsWriterNorDoTheOthers) {
-  constexpr int kSaved = 1000;
+  constexpr int kSaved = 200;
   const TemporaryFolder folder;
   write_small_run(folder);
   auto words = two_ranks("run", 100'000, kSaved, {"sh", "-c", "exec \"$0\" \"$@\" > /dev/full"});
