@@ -46,6 +46,7 @@ class AdamW : public Optimizer {
  public:
   AdamW(const ShardedBase& model, const AdamWOptions& options)
       : Optimizer(model, options.lr, options.no_decay), options_(options) {}
+  std::string name() const override { return "AdamW"; }
   std::vector<std::string> kept_names() const override {
     return {"exp_avg", "exp_avg_sq", "master"};
   }
@@ -141,6 +142,7 @@ class Sgd : public Optimizer {
  public:
   Sgd(const ShardedBase& model, const SgdOptions& options)
       : Optimizer(model, options.lr, options.no_decay), options_(options) {}
+  std::string name() const override { return "SGD"; }
   std::vector<std::string> kept_names() const override {
     if (options_.momentum == 0.0) return {};
     return {"momentum_buffer"};

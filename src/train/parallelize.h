@@ -25,8 +25,8 @@ struct ModelSource {
   /// checkpoint began with; empty where training began from scratch.
   std::filesystem::path origin;
 };
-/// Reads a checkpoint through once, to verify it. Errors: kIo, kFormat, kConfig: see HfFolder,
-/// CheckpointFolder and models::parse_spec.
+/// Reads no weight: whoever does verifies a checkpoint's files (verify_weights). Errors: kIo,
+/// kFormat, kConfig: see HfFolder, CheckpointFolder and models::parse_spec.
 ModelSource open_model(const ModelConfig& model);
 
 /// The contract of every parameter (once where it is tied), in the order of the model. Pure but for
@@ -42,7 +42,9 @@ enum class InitialWeights : std::uint8_t {
 };
 
 /// Collective. The units: the embedding, each layer, norm and head; where the head is tied,
-/// embedding and head belong to the root. Weights are loaded from the folder, or drawn.
+/// embedding and head belong to the root. Weights are loaded from the folder, whose files are
+/// verified before, each on one rank, or drawn. Errors, on all ranks alike: kFormat naming the
+/// file.
 std::shared_ptr<Sharded<models::Decoder>> parallelize(
     const ModelSource& source, const Config& config, const Mesh& mesh,
     InitialWeights weights = InitialWeights::kOfSource);
