@@ -55,6 +55,8 @@ class Optimizer {
   void set_lr(double lr) { lr_ = lr; }
   double lr() const { return lr_; }
 
+  /// "AdamW", "SGD".
+  virtual std::string name() const = 0;
   /// Every name that OptimizerState::Kept may have.
   std::vector<std::string> kept_names() const;
   /// Of every trainable parameter, in the model's order.

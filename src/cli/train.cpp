@@ -7,6 +7,7 @@
 #include "cli/run_folder.h"
 #include "cli/stop_signal.h"
 #include "cli/verbs.h"
+#include "comm/failure_report.h"
 #include "train/config_resolve.h"
 #include "train/trainer.h"
 
@@ -35,6 +36,9 @@ int run_train(const TrainArguments& arguments) {
       phase.begin_steps();
     };
     hooks.stop_requested = [] { return StopSignal::requested(); };
+    hooks.on_failure = [&](const std::exception& error) {
+      if (world.size() > 1) comm::report_failure(&world, error, exit_code(error, phase.now()));
+    };
     if (arguments.profile) hooks.profiling = train::Profiling::kYes;
     train::run_training(run, world, hooks);
   });

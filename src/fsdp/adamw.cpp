@@ -12,6 +12,7 @@ class AdamW : public Optimizer {
  public:
   AdamW(const ShardedBase& model, const AdamWOptions& options)
       : Optimizer(model, options.lr, options.no_decay), options_(options) {}
+  std::string name() const override { return "AdamW"; }
 
  protected:
   std::vector<std::string> state_names() const override { return {"exp_avg", "exp_avg_sq"}; }

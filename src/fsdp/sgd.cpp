@@ -12,6 +12,7 @@ class Sgd : public Optimizer {
  public:
   Sgd(const ShardedBase& model, const SgdOptions& options)
       : Optimizer(model, options.lr, options.no_decay), options_(options) {}
+  std::string name() const override { return "SGD"; }
 
  protected:
   std::vector<std::string> state_names() const override {

@@ -36,6 +36,14 @@ void check_hash(const fs::path& path, const Hash128& found, const Hash128& expec
                 " as the manifest says; the file was altered, take another checkpoint");
 }
 
+/// A folder may have any name, but one that names a step names its own.
+void check_step(const fs::path& folder, std::int64_t found) {
+  const auto named = parse_step_folder((folder / "").parent_path().filename().native());
+  TESSERA_CHECK(!named || *named == found, ErrorKind::kFormat, shown(folder / kManifestFile),
+                ": found step ", found, ", expected ", named.value_or(0),
+                " as its folder is named; give the folder its name back");
+}
+
 /// Opened for this call only: a checkpoint of many ranks has more files than a process may open.
 InputFile open_listed(const fs::path& path, const CheckpointFile& listed) {
   InputFile file(path);
@@ -134,6 +142,7 @@ CheckpointFolder CheckpointFolder::open(const fs::path& path) {
   checkpoint.manifest_hash_ = Hash128Stream().add(text).digest();
   checkpoint.manifest_ = parse_checkpoint_manifest(text, shown(manifest));
 
+  check_step(checkpoint.path_, checkpoint.manifest_.step);
   for (const auto& [name, file] : checkpoint.manifest_.files) {
     open_listed(checkpoint.path_ / name, file);
   }

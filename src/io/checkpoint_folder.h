@@ -31,7 +31,8 @@ class CheckpointFolder {
 
   /// `path` is step-N, or the folder above it (its `latest` is taken).
   /// Errors: kIo for what is missing or cannot be read; kFormat naming the file for a manifest that
-  /// is malformed or was altered, a config.json that was altered, a file of another size.
+  /// is malformed or was altered, a config.json that was altered, a file of another size, a step-N
+  /// that holds another step.
   static CheckpointFolder open(const std::filesystem::path& path);
 
   const std::filesystem::path& path() const { return path_; }  ///< of step-N

@@ -174,10 +174,11 @@ void validate(const CheckpointManifest& manifest, std::string_view where) {
   TESSERA_CHECK(manifest.format == CheckpointManifest::kFormat, ErrorKind::kFormat, where,
                 ": found format ", manifest.format, ", expected ", CheckpointManifest::kFormat,
                 "; it was written by another version of tessera");
-  TESSERA_CHECK(manifest.step >= 0 && manifest.world_size >= 1 && manifest.seed >= 0,
+  TESSERA_CHECK(manifest.step >= 0 && manifest.step < kMaxStep && manifest.world_size >= 1 &&
+                    manifest.seed >= 0,
                 ErrorKind::kFormat, where, ": found step ", manifest.step, ", world_size ",
-                manifest.world_size, ", seed ", manifest.seed,
-                ", expected numbers that are not negative, and a rank");
+                manifest.world_size, ", seed ", manifest.seed, ", expected a step below ", kMaxStep,
+                ", numbers that are not negative, and a rank");
   for (const auto& [name, file] : manifest.files) {
     TESSERA_CHECK(is_plain_file_name(name) && name != kManifestFile, ErrorKind::kFormat, where,
                   ": found the file ", printable(name),
@@ -196,8 +197,9 @@ std::string to_json(const CheckpointManifest& manifest) {
       to_string(manifest.config_hash), "\",\n \"model_path\": ", quoted(manifest.model_path),
       ",\n \"seed\": ", manifest.seed, ",\n \"data\": {\"path\": ", listed(data.path, quoted),
       ", \"bytes\": ", data.bytes, ", \"xxh3_128\": \"", to_string(data.xxh3_128),
-      "\", \"seq_len\": ", data.seq_len, ", \"global_batch_size\": ", data.global_batch_size,
-      "},\n \"files\": ", by_name(manifest.files, file_line),
+      "\", \"seq_len\": ", data.seq_len, ", \"global_batch_size\": ", data.global_batch_size, "}",
+      manifest.optimizer.empty() ? "" : ",\n \"optimizer\": " + quoted(manifest.optimizer),
+      ",\n \"files\": ", by_name(manifest.files, file_line),
       ",\n \"tensors\": ", by_name(manifest.tensors, tensor_line), kHashKey);
   text += to_string(Hash128Stream().add(text).digest());
   return text += kAfterHash;

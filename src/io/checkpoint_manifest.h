@@ -66,6 +66,8 @@ struct CheckpointManifest {
   std::string model_path;       ///< model.path of that config; empty for a model from scratch
   std::int64_t seed = 0;
   CheckpointData data;
+  /// As the configuration spells it: "AdamW"; empty in checkpoints of before it was written.
+  std::string optimizer;
   std::map<std::string, CheckpointFile, std::less<>> files;  ///< all but manifest.json
   /// "model/<name>" and "optim/<state>/<name>".
   std::map<std::string, CheckpointTensor, std::less<>> tensors;
@@ -76,8 +78,11 @@ struct CheckpointManifest {
 inline constexpr std::string_view kManifestFile = "manifest.json";
 inline constexpr std::string_view kModelPrefix = "model/";
 inline constexpr std::string_view kOptimizerPrefix = "optim/";
-/// Far above any real one (1000 tensors on 1000 ranks have about 1 MB).
-inline constexpr std::int64_t kMaxManifestBytes = std::int64_t{256} << 20;
+/// Of a manifest's text. AdamW on 1000 ranks with 50 units writes about 30 MB; reading one takes up
+/// to thirty times its size.
+inline constexpr std::int64_t kMaxManifestBytes = std::int64_t{64} << 20;
+/// Of a manifest: far above any real one, and steps after it can still be counted.
+inline constexpr std::int64_t kMaxStep = std::int64_t{1} << 62;
 /// Boxes that one tensor may be cut into: ranks of tensor, expert and pipeline axes together.
 inline constexpr std::size_t kMaxBoxes = 4096;
 

@@ -6,6 +6,7 @@
 #include "base/json_reader.h"
 #include "base/printable.h"
 #include "io/checkpoint_manifest.h"
+#include "io/safetensors_header.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -61,7 +62,10 @@ class Value {
     for (const Json& item : json_) items.push_back(read(Value(item, "an item", this)));
     return items;
   }
+  /// Of a shape or a box.
   std::vector<std::int64_t> integers() const {
+    TESSERA_CHECK(!json_.is_array() || json_.size() <= kMaxTensorDims, ErrorKind::kFormat, where(),
+                  ": found ", json_.size(), " dims, expected at most ", kMaxTensorDims);
     return list([](const Value& item) { return item.integer(); });
   }
   template <class Read>
@@ -140,6 +144,7 @@ CheckpointManifest parse_manifest_part(std::string_view text, std::string_view w
   manifest.model_path = root.member("model_path").text();
   manifest.seed = root.member("seed").integer();
   manifest.data = read_data(root.member("data"));
+  if (const auto optimizer = root.find("optimizer")) manifest.optimizer = optimizer->text();
   manifest.files = root.member("files").by_name(read_file);
   manifest.tensors = root.member("tensors").by_name(read_tensor);
   return manifest;

@@ -18,4 +18,12 @@ void CheckpointTensors::read(std::string_view name, std::int64_t begin, std::int
   folder_.read(std::string(kModelPrefix).append(name), begin, end, out);
 }
 
+std::vector<TensorSource::HashedFile> CheckpointTensors::hashed_files() const {
+  std::vector<HashedFile> files;
+  for (const auto& name : folder_.data_files()) {
+    files.push_back({name, folder_.manifest().files.find(name)->second.bytes});
+  }
+  return files;
+}
+
 }  // namespace tessera

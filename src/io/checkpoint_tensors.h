@@ -16,6 +16,8 @@ class CheckpointTensors final : public TensorSource {
   const Tensors& tensors() const override { return tensors_; }
   void read(std::string_view name, std::int64_t begin, std::int64_t end,
             std::span<std::byte> out) const override;
+  std::vector<HashedFile> hashed_files() const override;
+  void verify(const HashedFile& file) const override { folder_.verify(file.name); }
 
  private:
   CheckpointFolder folder_;

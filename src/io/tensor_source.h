@@ -45,6 +45,16 @@ class TensorSource {
   virtual void read(std::string_view name, std::int64_t begin, std::int64_t end,
                     std::span<std::byte> out) const = 0;
 
+  /// A file with weights whose hash is on record, not yet compared: verify() does.
+  struct HashedFile {
+    std::string name;
+    std::int64_t bytes = 0;
+  };
+  /// None where the format has no hashes.
+  virtual std::vector<HashedFile> hashed_files() const { return {}; }
+  /// Reads the file through once. Errors: kFormat naming the file; kIo.
+  virtual void verify(const HashedFile& /*file*/) const {}
+
   const SourceTensor* find(std::string_view name) const;  ///< nullptr where there is none
 
   /// The floating dtype of most floating elements, as they were published (the narrower of two

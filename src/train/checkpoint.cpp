@@ -63,6 +63,7 @@ void CheckpointSaver::save(std::int64_t step, const ShardedBase& model,
                          options_.replicas);
   snapshot_.take(parts, concat("rank_", world_.rank(), ".safetensors"));
   step_ = step;
+  optimizer_ = optimizer.name();
   phase_ = Phase::kFiles;
   if (world_.rank() == 0) {
     const double mib = static_cast<double>(snapshot_.bytes().size()) / (1 << 20);
@@ -135,16 +136,26 @@ void CheckpointSaver::meet() {
 void CheckpointSaver::write_manifest(const std::vector<std::string>& parts) const {
   CheckpointManifest manifest = options_.about;
   manifest.step = step_;
+  manifest.optimizer = optimizer_;
   manifest.world_size = world_.size();
   for (const auto& part : parts) {
     merge(manifest, parse_manifest_part(std::string_view(part).substr(1), "a rank's part"));
   }
   require_files(manifest);
   validate(manifest, "the manifest to be written");
-  write_hashed_file(store_.temporary(step_) / kManifestFile, bytes_of(to_json(manifest)));
+  const std::string text = to_json(manifest);
+  TESSERA_CHECK(std::ssize(text) <= kMaxManifestBytes, ErrorKind::kIo, "manifest.json: found ",
+                text.size(), " bytes, expected at most ", kMaxManifestBytes,
+                ", which readers take; run on fewer ranks");
+  write_hashed_file(store_.temporary(step_) / kManifestFile, bytes_of(text));
   store_.finish(step_);
   store_.set_latest(step_);
-  store_.keep(options_.keep_latest_k, step_);
+  try {
+    store_.keep(options_.keep_latest_k, step_);
+  } catch (const std::exception& error) {
+    // Nothing is lost by it.
+    log::warn("checkpoint of step ", step_, " is complete, but an older one stays: ", error.what());
+  }
 }
 
 void CheckpointSaver::require_files(const CheckpointManifest& manifest) const {

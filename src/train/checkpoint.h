@@ -68,6 +68,7 @@ class CheckpointSaver {
   Snapshot snapshot_;
   Phase phase_ = Phase::kIdle;
   std::int64_t step_ = 0;
+  std::string optimizer_;
   Clock::time_point begun_;
   /// What a rank has to say when its work is done: its part of the manifest. Last member: its
   /// destructor waits for work that uses the others.

@@ -1,6 +1,10 @@
 #include "train/checkpoint_session.h"
 
+#include "base/log.h"
+#include "base/printable.h"
+#include "train/agreement.h"
 #include "train/data_identity.h"
+#include "train/restart_note.h"
 
 namespace tessera::train {
 namespace {
@@ -29,40 +33,58 @@ SourceDType dtypes_of(const ModelSource& source) {
 
 }  // namespace
 
-CheckpointSession::CheckpointSession(const Config& config, const ModelSource& source,
-                                     const BatchSource& data, const Mesh& mesh,
-                                     std::function<void(std::int64_t)> before_write)
-    : interval_(config.checkpoint.interval), world_(*mesh.world()) {
-  if (!config.checkpoint.enable) return;
-  const auto identity = identity_of(config, source, data, world_);
-  resumed_ = open_resumed(config.checkpoint, identity, world_);
+CheckpointSession::CheckpointSession(const Config& config, const Mesh& mesh)
+    : config_(config), mesh_(mesh), world_(*mesh.world()) {
+  if (config.checkpoint.enable) resumed_ = open_resumed(config.checkpoint, world_);
+}
+
+std::int64_t CheckpointSession::global_batch_size(int data_ranks) const {
+  if (!resumed_) return config_.training.global_batch_size;
+  const auto rows = resumed_global_batch_size(config_, data_ranks, resumed_->manifest().data,
+                                              printable(resumed_->path().native(), 1024));
+  if (rows != config_.training.global_batch_size) {
+    log::info("training.global_batch_size: ", rows, ", as that of the checkpoint");
+  }
+  return rows;
+}
+
+void CheckpointSession::begin(const ModelSource& source, const BatchSource& data,
+                              std::function<void(std::int64_t)> before_write) {
+  if (!config_.checkpoint.enable) return;
+  const auto identity = identity_of(config_, source, data, world_);
+  if (resumed_) require_same_run(identity, *resumed_, world_);
 
   CheckpointOptions options;
-  options.folder = config.checkpoint.folder;
-  options.keep_latest_k = config.checkpoint.keep_latest_k;
-  options.about.config_hash = Hash128Stream().add(to_toml(config)).digest();
-  options.about.model_path = config.model.path;
+  options.folder = config_.checkpoint.folder;
+  options.keep_latest_k = config_.checkpoint.keep_latest_k;
+  options.about.config_hash = Hash128Stream().add(to_toml(config_)).digest();
+  options.about.model_path = config_.model.path;
   options.about.seed = identity.seed;
   options.about.data = identity.data;
   options.config_json = models::config_json(identity.spec);
   options.source_dtype = dtypes_of(source);
-  options.replica = mesh.coordinate(axis::kReplicate);
-  options.replicas = mesh.size_of(axis::kReplicate);
+  options.replica = mesh_.coordinate(axis::kReplicate);
+  options.replicas = mesh_.size_of(axis::kReplicate);
   options.before_write = std::move(before_write);
   saver_.emplace(world_, std::move(options));
 }
 
 std::int64_t CheckpointSession::load(const ShardedBase& model, Optimizer& optimizer) {
-  if (!resumed_) return 0;
-  load_checkpoint(*resumed_, model, optimizer, world_);
-  return resumed_->manifest().step;
+  if (!saver_) return 0;
+  if (resumed_) load_checkpoint(*resumed_, model, optimizer, world_);
+  // Only now does `latest` stand for what was chosen.
+  on_all_or_none(world_, "note for restarts", [&] {
+    if (world_.rank() == 0)
+      RestartNote(config_.checkpoint.folder).write(config_.checkpoint.load_step);
+  });
+  return resumed_ ? resumed_->manifest().step : 0;
 }
 
 void CheckpointSession::after_step(std::int64_t step, bool last, bool anyone_writes,
                                    const ShardedBase& model, const Optimizer& optimizer) {
   if (!saver_) return;
   saver_->advance(anyone_writes);
-  if (last || step % interval_ == 0) saver_->save(step, model, optimizer);
+  if (last || step % config_.checkpoint.interval == 0) saver_->save(step, model, optimizer);
 }
 
 void CheckpointSession::finish() {

@@ -15,12 +15,16 @@ namespace tessera::train {
 
 class CheckpointSession {
  public:
-  /// Opens what the run goes on from. Collective. Errors: as open_resumed(). `before_write`: see
-  /// CheckpointOptions.
-  CheckpointSession(const Config& config, const ModelSource& source, const BatchSource& data,
-                    const Mesh& mesh, std::function<void(std::int64_t)> before_write);
+  /// Opens what the run goes on from. Collective. Errors: as open_resumed().
+  CheckpointSession(const Config& config, const Mesh& mesh);
 
   bool resumes() const { return resumed_.has_value(); }
+  /// training.global_batch_size of this run. Errors: as resumed_global_batch_size().
+  std::int64_t global_batch_size(int data_ranks) const;
+  /// Once the data is open: that it is the same run, and all that saving needs. Collective. Errors:
+  /// as require_same_run(). `before_write`: see CheckpointOptions.
+  void begin(const ModelSource& source, const BatchSource& data,
+             std::function<void(std::int64_t)> before_write);
   /// Fills model and optimizer where the run goes on; returns the last step that is done (0: none).
   /// Collective. Errors: as load_checkpoint().
   std::int64_t load(const ShardedBase& model, Optimizer& optimizer);
@@ -35,7 +39,8 @@ class CheckpointSession {
   void finish();
 
  private:
-  std::int64_t interval_;
+  const Config config_;
+  const Mesh mesh_;
   World& world_;
   std::optional<CheckpointFolder> resumed_;
   std::optional<CheckpointSaver> saver_;

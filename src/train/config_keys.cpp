@@ -105,8 +105,8 @@ void add_inputs(std::vector<ConfigKey>& keys) {
            count_from(1))
       .key("global_batch_size", &TrainingConfig::global_batch_size,
            {"rows",
-            "Rows of a step; -1 is local_batch_size x data ranks, a multiple of that makes "
-            "micro-batches."},
+            "Rows of a step; -1 is local_batch_size x data ranks, on resume the checkpoint's; a "
+            "multiple makes micro-batches."},
            positive_or_minus_one())
       .key("max_norm", &TrainingConfig::max_norm,
            {"", "The gradient norm is clipped to this; 0 is off."}, at_least(0))

@@ -89,6 +89,24 @@ CheckpointData data_identity(const std::vector<std::string>& path, std::int64_t 
   return {path, content.bytes(), content.digest(), seq_len, global_batch_size};
 }
 
+std::int64_t resumed_global_batch_size(const Config& config, int data_ranks,
+                                       const CheckpointData& before,
+                                       const std::string& checkpoint) {
+  const TrainingConfig& training = config.training;
+  const bool by_itself = training.global_batch_size == -1 &&
+                         data_kind(config.data.path, "data.path") != DataKind::kBatches;
+  if (!by_itself) return training.global_batch_size;
+  const BatchSizes sizes = resolve_batch(training, data_ranks);
+  const std::int64_t rows = before.global_batch_size;
+  TESSERA_CHECK(rows > 0 && rows % sizes.global == 0, ErrorKind::kConfig,
+                "training.global_batch_size: found -1, which keeps the ", rows,
+                " rows of the checkpoint ", checkpoint, ", expected a multiple of ", sizes.global,
+                " (local_batch_size ", sizes.local, " x ", data_ranks,
+                " data rank(s)); start a number of ranks that divides them, or lower "
+                "training.local_batch_size");
+  return rows;
+}
+
 void require_same_data(const CheckpointData& found, const CheckpointData& expected,
                        const std::string& checkpoint) {
   const std::string after =

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "io/checkpoint_manifest.h"
+#include "train/config.h"
 
 namespace tessera::train {
 
@@ -21,6 +22,13 @@ inline constexpr std::int64_t kSamples = 64;
 /// Of data.path as the config has it. Reads the files. Errors: kIo, kFormat for what is not there.
 CheckpointData data_identity(const std::vector<std::string>& path, std::int64_t seq_len,
                              std::int64_t global_batch_size);
+
+/// training.global_batch_size of a run that goes on: where it is -1, the rows of a step of the
+/// checkpoint, so that any number of ranks that divides them makes the same steps. Batches that are
+/// given (X.safetensors) have their own number. Errors: kConfig where they are no multiple of
+/// local_batch_size x `data_ranks`.
+std::int64_t resumed_global_batch_size(const Config& config, int data_ranks,
+                                       const CheckpointData& before, const std::string& checkpoint);
 
 /// Errors: kConfig where `found` gives other rows than those of a checkpoint; says which key.
 void require_same_data(const CheckpointData& found, const CheckpointData& expected,

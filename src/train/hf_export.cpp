@@ -111,6 +111,7 @@ ExportPlan plan_export(const ModelSource& source, const ExportOptions& options) 
   plan.texts["config.json"] = models::config_json(spec);
   if (plan.shards.size() > 1) plan.texts["model.safetensors.index.json"] = index_json(plan.shards);
   plan.copies = files_to_copy(source.origin);
+  verify_weights(*source.folder);
   return plan;
 }
 

@@ -30,8 +30,9 @@ struct ExportPlan {
   std::int64_t size_bytes = 0;  ///< of all tensors
 };
 
-/// `source` has a folder. Errors: kFormat for tensors that are not the model's or not floating, or
-/// for a tokenizer file that is a link out of its folder; kIo.
+/// `source` has a folder; a checkpoint's files are verified, so that a damaged one is refused
+/// before anything is written. Errors: kFormat naming such a file, for tensors that are not the
+/// model's or not floating, or for a tokenizer file that is a link out of its folder; kIo.
 ExportPlan plan_export(const ModelSource& source, const ExportOptions& options);
 
 /// Writes the files of the plan into `folder`, which is there. Errors: kIo; kFormat for a value

@@ -114,6 +114,11 @@ class Loader {
   }
 
   void check_optimizer_kind() const {
+    const auto& written = checkpoint_.manifest().optimizer;
+    TESSERA_CHECK(written.empty() || written == optimizer_.name(), ErrorKind::kConfig,
+                  "optimizer.name: found ", optimizer_.name(), ", expected ",
+                  printable(written, 256), " of the checkpoint ", shown(checkpoint_.path()),
+                  "; a resumed run keeps its optimizer");
     std::set<std::string> found;
     for (const auto& [name, tensor] : checkpoint_.tensors()) {
       if (!name.starts_with(kOptimizerPrefix)) continue;
@@ -134,6 +139,14 @@ class Loader {
     const bool kept_any = keeps_any(name);
     if (kept_any || has("step", name))
       require_tensor(checkpoint_, named("step", name), DType::kInt64, {});
+    // AdamW keeps moments of all that it has updated. SGD may begin with a momentum later: its
+    // buffer then is the next gradient, as in PyTorch.
+    TESSERA_CHECK(kept_any || !has("step", name) || optimizer_.name() != "AdamW",
+                  ErrorKind::kConfig,
+                  "optimizer.name: found AdamW, expected an optimizer that keeps "
+                  "no moments of ",
+                  printable(name), ", as that of the checkpoint ", shown(checkpoint_.path()),
+                  "; a resumed run keeps its optimizer");
     if (!kept_any) return;
     for (const auto& kept : optimizer_.make_kept(name)) {
       require_tensor(checkpoint_, named(kept.name, name), to_dtype(kept.values.scalar_type()),

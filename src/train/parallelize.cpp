@@ -2,6 +2,7 @@
 
 #include "models/parameter_table.h"
 #include "tessera/error.h"
+#include "train/agreement.h"
 #include "train/model_plan.h"
 #include "train/weights.h"
 
@@ -53,6 +54,11 @@ std::shared_ptr<Sharded<models::LanguageModel>> parallelize(const ModelSource& s
   if (weights == InitialWeights::kLater) {
     // The caller fills the shards.
   } else if (source.folder) {
+    auto& world = *mesh.world();
+    if (!source.folder->hashed_files().empty()) {
+      on_all_or_none(world, "verifying the weights",
+                     [&] { verify_weights(*source.folder, world.rank(), world.size()); });
+    }
     load_weights(*model, *source.folder);
   } else {
     draw_weights(*model, models::parameter_table(source.spec),

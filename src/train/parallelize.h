@@ -26,8 +26,8 @@ struct ModelSource {
   /// checkpoint began with; empty where training began from scratch.
   std::filesystem::path origin;
 };
-/// Reads a checkpoint through once, to verify it. Errors: kIo, kFormat, kConfig: see HfFolder,
-/// CheckpointFolder and models::parse_spec.
+/// Reads no weight: whoever does verifies a checkpoint's files (verify_weights). Errors: kIo,
+/// kFormat, kConfig: see HfFolder, CheckpointFolder and models::parse_spec.
 ModelSource open_model(const ModelConfig& model);
 
 /// What the contracts are for: inference trains nothing, so nothing is refused for its gradients.
@@ -46,7 +46,8 @@ enum class InitialWeights : std::uint8_t {
 };
 
 /// Collective. The units: models::sharding_units; what is left belongs to the root. Weights are
-/// loaded from the folder, or drawn; buffers are loaded in any case, whole on every rank.
+/// loaded from the folder, whose files are verified before, each on one rank, or drawn; buffers are
+/// loaded in any case, whole on every rank. Errors, on all ranks alike: kFormat naming the file.
 std::shared_ptr<Sharded<models::LanguageModel>> parallelize(
     const ModelSource& source, const Config& config, const Mesh& mesh,
     InitialWeights weights = InitialWeights::kOfSource);

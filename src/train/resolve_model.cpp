@@ -33,11 +33,17 @@ void require_matches(const std::vector<std::string>& patterns,
   }
 }
 
-/// A run may have begun with a checkpoint of another one.
+/// A run may have begun with a checkpoint of another one. It is looked for for the sake of
+/// tokenizer files only: one that cannot be opened any more is as good as gone.
 std::filesystem::path first_origin(std::filesystem::path path) {
   constexpr int kMost = 64;  // a chain that leads back to itself has no beginning
   for (int i = 0; i < kMost && !path.empty() && CheckpointFolder::is_one(path); ++i) {
-    path = CheckpointFolder::open(path).manifest().model_path;
+    try {
+      path = CheckpointFolder::open(path).manifest().model_path;
+    } catch (const Error& error) {
+      log::warn("no tokenizer files are taken from where training began: ", error.what());
+      return {};
+    }
   }
   return path;
 }
@@ -105,7 +111,6 @@ ModelSource open_model(const ModelConfig& model) {
   std::string text;
   if (!model.path.empty() && CheckpointFolder::is_one(model.path)) {
     const auto tensors = std::make_shared<CheckpointTensors>(CheckpointFolder::open(model.path));
-    tensors->folder().verify_all();
     text = tensors->folder().config_text();
     source.folder = tensors;
     source.origin = first_origin(tensors->folder().manifest().model_path);

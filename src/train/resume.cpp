@@ -6,12 +6,14 @@
 #include <set>
 #include <system_error>
 
+#include "base/log.h"
 #include "base/printable.h"
 #include "comm/group.h"
 #include "io/checkpoint_store.h"
 #include "tessera/error.h"
 #include "train/agreement.h"
 #include "train/data_identity.h"
+#include "train/restart_note.h"
 
 namespace tessera::train {
 namespace {
@@ -47,6 +49,13 @@ void try_folder(const CheckpointStore& store, World& world) {
 
 std::optional<std::int64_t> step_to_load(const CheckpointConfig& config,
                                          const CheckpointStore& store) {
+  const RestartNote note(store.folder());
+  note.forget_other_jobs();
+  if (note.has(config.load_step)) {
+    log::info("started again by torchrun: goes on from `latest`; checkpoint.load_step ",
+              config.load_step, " was for an earlier attempt");
+    return store.latest();
+  }
   const auto steps = store.steps();
   const auto newest = [&] { return shown(store.complete(steps.back())); };
   if (config.load_step < 0) return store.latest();
@@ -86,22 +95,9 @@ void require_same_model(const models::ModelSpec& found, const CheckpointFolder& 
   }
 }
 
-void require_same_run(const RunIdentity& identity, const CheckpointFolder& checkpoint,
-                      const World& world) {
-  const auto& manifest = checkpoint.manifest();
-  require_same_model(identity.spec, checkpoint);
-  TESSERA_CHECK(identity.seed == manifest.seed, ErrorKind::kConfig, "debug.seed: found ",
-                identity.seed, ", expected ", manifest.seed, " of the checkpoint ",
-                shown(checkpoint.path()), "; set it back, or start anew in another folder");
-  if (world.rank() == 0) {
-    require_same_data(identity.data, manifest.data, shown(checkpoint.path()));
-  }
-}
-
 }  // namespace
 
-std::optional<CheckpointFolder> open_resumed(const CheckpointConfig& config,
-                                             const RunIdentity& identity, World& world) {
+std::optional<CheckpointFolder> open_resumed(const CheckpointConfig& config, World& world) {
   const CheckpointStore store(config.folder);
   try_folder(store, world);
   std::string chosen;
@@ -114,10 +110,8 @@ std::optional<CheckpointFolder> open_resumed(const CheckpointConfig& config,
   if (chosen.empty()) return std::nullopt;
 
   std::optional<CheckpointFolder> checkpoint;
-  on_all_or_none(world, "opening the checkpoint", [&] {
-    checkpoint = CheckpointFolder::open(store.complete(std::stoll(chosen)));
-    require_same_run(identity, *checkpoint, world);
-  });
+  on_all_or_none(world, "opening the checkpoint",
+                 [&] { checkpoint = CheckpointFolder::open(store.complete(std::stoll(chosen))); });
   const auto hash = to_string(checkpoint->manifest_hash());
   const auto first = from_first_rank(world, "hash of the manifest", hash);
   on_all_or_none(world, "the same manifest", [&] {
@@ -126,6 +120,20 @@ std::optional<CheckpointFolder> open_resumed(const CheckpointConfig& config,
                   " as on rank 0; do all hosts share checkpoint.folder?");
   });
   return checkpoint;
+}
+
+void require_same_run(const RunIdentity& identity, const CheckpointFolder& checkpoint,
+                      World& world) {
+  on_all_or_none(world, "the same run", [&] {
+    const auto& manifest = checkpoint.manifest();
+    require_same_model(identity.spec, checkpoint);
+    TESSERA_CHECK(identity.seed == manifest.seed, ErrorKind::kConfig, "debug.seed: found ",
+                  identity.seed, ", expected ", manifest.seed, " of the checkpoint ",
+                  shown(checkpoint.path()), "; set it back, or start anew in another folder");
+    if (world.rank() == 0) {
+      require_same_data(identity.data, manifest.data, shown(checkpoint.path()));
+    }
+  });
 }
 
 }  // namespace tessera::train

@@ -26,10 +26,13 @@ struct RunIdentity {
 
 /// Readies checkpoint.folder for writing (what a crash left unfinished goes) and opens what the run
 /// goes on from: none = it starts anew. Collective. Errors, on all ranks alike: kConfig where
-/// load_step is 0 and there are checkpoints, or names none, and for another model, seed or data,
-/// with what was found and expected; kIo, kFormat naming the file.
-std::optional<CheckpointFolder> open_resumed(const CheckpointConfig& config,
-                                             const RunIdentity& identity, World& world);
+/// load_step is 0 and there are checkpoints, or names none; kIo, kFormat naming the file.
+std::optional<CheckpointFolder> open_resumed(const CheckpointConfig& config, World& world);
+
+/// Collective. Errors, on all ranks alike: kConfig for another model, seed or data, with what was
+/// found and expected.
+void require_same_run(const RunIdentity& identity, const CheckpointFolder& checkpoint,
+                      World& world);
 
 /// Fills shards and optimizer state, and verifies every file, each on one rank. Collective. Errors,
 /// on all ranks alike: kFormat naming the file or tensor; kConfig for the states of another

@@ -85,9 +85,11 @@ class Trainer {
         source_(open_model(config.model)),
         dims_(resolve_parallelism(config.parallelism, world.size())),
         mesh_(world.mesh(mesh_shape(dims_))) {
+    checkpoints_.emplace(config, mesh_);
+    config_.training.global_batch_size = checkpoints_->global_batch_size(dims_.data_ranks());
     BatchRequest request{config.data.path,
                          "data.path",
-                         config.training,
+                         config_.training,
                          dims_.data_ranks(),
                          static_cast<std::uint64_t>(config.debug.seed),
                          vocabulary_of_model()};
@@ -100,7 +102,7 @@ class Trainer {
       request.labels = LabelsNeeded::kInAnyStep;
       validation_ = open_batches(request);
     }
-    checkpoints_.emplace(config, source_, *data_, mesh_, hooks.before_checkpoint_write);
+    checkpoints_->begin(source_, *data_, hooks.before_checkpoint_write);
     model_ =
         parallelize(source_, config, mesh_,
                     checkpoints_->resumes() ? InitialWeights::kLater : InitialWeights::kOfSource);
@@ -111,6 +113,17 @@ class Trainer {
   }
 
   TrainingResult run() {
+    try {
+      return run_to_the_end();
+    } catch (const std::exception& error) {
+      // Unwinding waits for this rank's checkpoint writer, the others would wait for both.
+      if (hooks_.on_failure) hooks_.on_failure(error);
+      throw;
+    }
+  }
+
+ private:
+  TrainingResult run_to_the_end() {
     observers_.emplace(config_, world_, done_ + 1, hooks_.profiling);
     if (hooks_.on_first_step) hooks_.on_first_step();
     TrainingResult result;
@@ -119,7 +132,7 @@ class Trainer {
       run_steps(result);
     } catch (const Error& error) {
       // All ranks are here, and the checkpoint under way is the last good one.
-      if (error.kind() == ErrorKind::kNumeric) checkpoints_->finish();
+      if (error.kind() == ErrorKind::kNumeric) finish_after_failure();
       throw;
     }
     checkpoints_->finish();
@@ -127,7 +140,15 @@ class Trainer {
     return result;
   }
 
- private:
+  /// What ended the run stays its error.
+  void finish_after_failure() {
+    try {
+      checkpoints_->finish();
+    } catch (const std::exception& second) {
+      if (world_.rank() == 0) log::error(second.what());
+    }
+  }
+
   /// What the ranks tell each other at the end of a step.
   struct StepEnd {
     StepMetrics metrics;

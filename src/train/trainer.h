@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <optional>
 #include <string>
@@ -37,6 +38,9 @@ struct TrainingHooks {
   /// The step was reported; the model holds the updated parameters. Its checkpoint, if one is due,
   /// comes next.
   std::function<void(const StepMetrics&, const ShardedBase&)> after_step = {};
+  /// An error ends the run, which still stands: its checkpoint writer may be busy, and is waited
+  /// for afterwards. A rank among others leaves the process from here, so that they need not wait.
+  std::function<void(const std::exception&)> on_failure = {};
   /// Rank 0 prints where a step went at the end, on stderr, and writes RUN/profile.json.
   Profiling profiling = Profiling::kNo;
   /// Whether this rank was asked to stop: one that says yes ends the run on all of them, after the

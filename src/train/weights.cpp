@@ -76,6 +76,23 @@ void check_tensors(const TensorSource& folder, const models::ModelSpec& spec) {
   }
 }
 
+void verify_weights(const TensorSource& folder, int rank, int ranks) {
+  std::vector<TensorSource::HashedFile> mine;
+  std::int64_t bytes = 0;
+  const auto files = folder.hashed_files();
+  for (std::size_t i = static_cast<std::size_t>(rank); i < files.size();
+       i += static_cast<std::size_t>(ranks)) {
+    mine.push_back(files[i]);
+    bytes += files[i].bytes;
+  }
+  LoadingProgress progress("verifying weights", bytes,
+                           rank == 0 ? LoadingProgress::Shown::kYes : LoadingProgress::Shown::kNo);
+  for (const auto& file : mine) {
+    folder.verify(file);
+    progress.add(file.bytes);
+  }
+}
+
 at::Tensor read_elements(const TensorSource& folder, const std::string& name, std::int64_t begin,
                          std::int64_t end) {
   auto elements =

@@ -19,6 +19,10 @@ namespace tessera::train {
 /// that is not floating.
 void check_tensors(const TensorSource& folder, const models::ModelSpec& spec);
 
+/// Verifies every `ranks`-th file of those that have a hash on record, from the `rank`-th on: all
+/// of them together each file once. Rank 0 shows how far it is. Errors: as TensorSource::verify().
+void verify_weights(const TensorSource& folder, int rank = 0, int ranks = 1);
+
 /// A copy of the elements [begin, end) of a tensor, 1-D, in its dtype.
 at::Tensor read_elements(const TensorSource& folder, const std::string& name, std::int64_t begin,
                          std::int64_t end);

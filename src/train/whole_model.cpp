@@ -31,6 +31,7 @@ at::Tensor load_parameter(const TensorSource& folder, const GradContract& contra
 std::shared_ptr<models::Decoder> load_whole_model(const ModelSource& source,
                                                   const std::vector<GradContract>& contracts) {
   TESSERA_INVARIANT(source.folder != nullptr, "a model without weights");
+  verify_weights(*source.folder);
   auto decoder = std::make_shared<models::Decoder>(source.spec);
   const auto parameters = decoder->named_parameters();
   for (const GradContract& contract : contracts) {

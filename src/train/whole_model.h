@@ -14,6 +14,7 @@
 namespace tessera::train {
 
 /// `source` has a folder; `contracts` are resolve_model's. The parameters require no gradient.
+/// A checkpoint's files are verified before. Errors: kFormat naming the file; kIo.
 std::shared_ptr<models::Decoder> load_whole_model(const ModelSource& source,
                                                   const std::vector<GradContract>& contracts);
 

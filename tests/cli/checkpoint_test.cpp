@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <sys/mount.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <random>
@@ -182,6 +183,63 @@ TEST(RestartedRun, IsRefusedWhereItsFolderCannotBeNoted) {
   const auto outcome = first_attempt();
   EXPECT_EQ(outcome.code, 2);
   EXPECT_THAT(outcome.err, HasSubstr("outputs/.restarts/" + note.filename().string()));
+}
+
+// load_step is for the first attempt that comes so far; what another job left does not count.
+TEST(RestartedRun, LoadStepIsForTheFirstAttempt) {
+  const TemporaryFolder folder;
+  write_small_run(folder);
+  const auto attempt = [&](const std::string& job, int number, int load_step, int steps) {
+    return run_program(folder,
+                       {"train", "run.toml", "--job.dump_folder", "run", "--checkpoint.interval",
+                        "1", "--training.steps", std::to_string(steps), "--checkpoint.load_step",
+                        std::to_string(load_step)},
+                       "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29999 "
+                       "TORCHELASTIC_RUN_ID=" +
+                           job + " TORCHELASTIC_RESTART_COUNT=" + std::to_string(number));
+  };
+  const auto expect_resumed = [&](const Outcome& outcome, const std::string& step) {
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    EXPECT_THAT(outcome.err, HasSubstr("run/checkpoint/" + step + ", written by"));
+  };
+  EXPECT_EQ(attempt("a", 0, 0, 2).code, 0);
+  expect_resumed(attempt("a", 1, 0, 4), "step-2");
+  expect_resumed(attempt("a", 2, 0, 5), "step-4");
+  // Attempt 0 of another job was refused: its restarts are too.
+  for (const int number : {0, 1}) {
+    const auto outcome = attempt("b", number, 0, 6);
+    EXPECT_EQ(outcome.code, 2);
+    EXPECT_THAT(outcome.err, HasSubstr("checkpoint.load_step: found 0 and "));
+  }
+  // Its first attempt never came so far: the second one still goes back.
+  expect_resumed(attempt("c", 1, 2, 4), "step-2");
+  expect_resumed(attempt("c", 2, 2, 6), "step-4");
+  expect_resumed(attempt("c", 3, 3, 4), "step-3");
+  expect_resumed(attempt("d", 1, 3, 4), "step-3");
+  expect_resumed(attempt("d", 0, 3, 4), "step-3");
+  expect_resumed(attempt("d", 1, 3, 5), "step-4");
+}
+
+// Rank 0's file is a pipe that nobody reads: its writer never ends. Then a step line finds no
+// space.
+TEST(FailingRank, DoesNotWaitForItsWriterNorDoTheOthers) {
+  constexpr int kSaved = 200;
+  const TemporaryFolder folder;
+  write_small_run(folder);
+  auto words = two_ranks("run", 100'000, kSaved, {"sh", "-c", "exec \"$0\" \"$@\" > /dev/full"});
+  words.back() = std::to_string(kSaved + 5);  // metrics.log_freq
+  Process run(folder.path(), words);
+  ASSERT_TRUE(wait_until(kLong, [&] { return losses(folder / "run").size() >= 2; })) << run.err();
+  const auto pipe = store_of(folder, "run").temporary(kSaved) / "rank_0.safetensors";
+  fs::create_directories(pipe.parent_path());
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  ASSERT_LT(losses(folder / "run").size(), kSaved) << "too late to hold its writer up";
+  const auto pids = run.wait_for_ranks(2);
+  ASSERT_TRUE(wait_until(kLong, [&] { return losses(folder / "run").size() >= kSaved + 5; }));
+  EXPECT_EQ(run.wait(std::chrono::seconds(10)), 1) << run.err();
+  EXPECT_THAT(run.err(), HasSubstr("a step line cannot be written"));
+  EXPECT_TRUE(wait_until(std::chrono::seconds(1), [&] { return gone(pids); }));
+  EXPECT_TRUE(fs::is_fifo(pipe)) << "it was written to";
 }
 
 // A stopped rank holds the step up for ever: the first signal waits for it, a second one does not.

@@ -122,6 +122,24 @@ TEST(CheckpointSaving, KeepsTheLatestFewAndLeavesNothingElse) {
       ElementsAre("config.json", "manifest.json", "rank_0.safetensors", "rank_1.safetensors"));
 }
 
+// Something stands where step-2 is to go: the run goes on, nothing is lost.
+TEST(CheckpointSaving, AnOldOneThatCannotGoStays) {
+  const TemporaryFolder folder;
+  auto config = with_checkpoints(folder, 6, 2);
+  config.checkpoint.keep_latest_k = 1;
+  const CheckpointStore store(folder / "run/checkpoint");
+  const auto run = train_on({2, 1}, config, folder / "run", [&](World& world) {
+    train::TrainingHooks hooks;
+    hooks.before_checkpoint_write = [&, rank = world.rank()](std::int64_t step) {
+      if (rank == 0 && step == 2) fs::create_directories(store.folder() / "step-2.old.tmp/x");
+    };
+    return hooks;
+  });
+  EXPECT_EQ(run.result.steps, 6);
+  EXPECT_EQ(store.latest(), 6);
+  EXPECT_THAT(store.steps(), ElementsAre(2, 4, 6));
+}
+
 TEST(CheckpointSaving, WhatACrashLeftUnfinishedGoesAtTheNextStart) {
   const TemporaryFolder folder;
   const auto config = with_checkpoints(folder, 2, 2);
@@ -230,6 +248,34 @@ TEST(CheckpointSaving, ANonFiniteLossWaitsForTheCheckpointUnderWay) {
   EXPECT_THAT(message, HasSubstr("step 6"));
   EXPECT_EQ(store.latest(), 4);
   CheckpointFolder::open(store.folder()).verify_all();
+}
+
+// The disk is full, too: what made the loss infinite must not be hidden by that.
+TEST(CheckpointSaving, ANonFiniteLossIsToldAlsoWhereTheCheckpointFails) {
+  const TemporaryFolder folder;
+  const auto config = with_checkpoints(folder, 12, 4);
+  const CheckpointStore store(folder / "run/checkpoint");
+  Event spoiled;
+  const auto message = error_of(ErrorKind::kNumeric, [&] {
+    train_on({2, 1}, config, folder / "run", [&](World& world) {
+      train::TrainingHooks hooks;
+      hooks.before_checkpoint_write = [&, rank = world.rank()](std::int64_t step) {
+        if (rank != 1) return;
+        fs::create_directories(store.temporary(step) / "rank_1.safetensors/x");
+        EXPECT_TRUE(spoiled.wait());
+      };
+      hooks.after_step = [&](const train::StepMetrics& metrics, const ShardedBase& model) {
+        if (metrics.step != 5) return;
+        const at::NoGradGuard no_grad;
+        for (const auto& view : model.shards()) view.shard.detach().fill_(std::nan(""));
+        spoiled.happen();
+      };
+      return hooks;
+    });
+  });
+  EXPECT_THAT(message,
+              AllOf(HasSubstr("step 6: found loss nan"), HasSubstr("parameters concerned")));
+  EXPECT_EQ(store.latest(), std::nullopt);
 }
 
 TEST(CheckpointSaving, WithoutItNothingIsWrittenOrRead) {

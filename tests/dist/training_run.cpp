@@ -52,6 +52,12 @@ train::Config small_run(const testing::TemporaryFolder& folder) {
   return config;
 }
 
+train::Config with_steps(train::Config config, std::int64_t steps) {
+  config.training.steps = steps;
+  config.checkpoint.enable = true;
+  return config;
+}
+
 RunLosses train_on(const RanksOfRun& layout, train::Config config, const std::filesystem::path& run,
                    const HooksOf& hooks) {
   config.parallelism.data_parallel_replicate_degree = layout.replicas;

@@ -1,6 +1,7 @@
 // `tessera train` as a function: a small model on a page of text, on thread ranks, in a folder.
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
 #include <functional>
 #include <string>
@@ -16,6 +17,9 @@ namespace tessera::test {
 /// Writes a model of two layers and a page of text into `folder`. Returns a config that trains on
 /// it: 4 rows a step, AdamW with clipping, fp32, no checkpoints until asked.
 train::Config small_run(const testing::TemporaryFolder& folder);
+
+/// The same with that many steps, and with checkpoints.
+train::Config with_steps(train::Config config, std::int64_t steps);
 
 struct RanksOfRun {
   int ranks = 1;

@@ -95,6 +95,7 @@ CheckpointManifest random_manifest(Random& random) {
   manifest.model_path = random() % 2 == 0 ? "" : "models/a \"quoted\"\n\xC3\xA9";
   manifest.seed = pick(random, 0, 100);
   manifest.data = {{"a.txt", "b.txt"}, pick(random, 0, 1 << 20), {random(), random()}, 16, 4};
+  if (random() % 2 == 0) manifest.optimizer = "AdamW";
   std::vector<std::string> names;
   for (std::int64_t rank = 0; rank < manifest.world_size; ++rank) {
     names.push_back("rank_" + std::to_string(rank) + ".safetensors");

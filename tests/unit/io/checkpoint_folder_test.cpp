@@ -59,6 +59,23 @@ TEST(CheckpointFolder, AnyRangeOfAnyTensorHasItsValues) {
   }
 }
 
+// Whoever asks for a step by its folder's name gets that step.
+TEST(CheckpointFolder, AStepUnderTheNameOfAnotherIsRefused) {
+  const TemporaryFolder folder;
+  Random random(31);
+  const auto step = write_random_checkpoint(random, folder / "any name").manifest.step;
+  const auto named = folder / step_folder(step);
+  fs::rename(folder / "any name", named);
+  EXPECT_EQ(CheckpointFolder::open(named).manifest().step, step);
+  const auto other = folder / step_folder(step + 1);
+  fs::rename(named, other);
+  for (const auto& path : {other, other / ""}) {
+    EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { CheckpointFolder::open(path); }),
+                AllOf(HasSubstr(kManifestFile), HasSubstr("found step " + std::to_string(step)),
+                      HasSubstr("expected " + std::to_string(step + 1))));
+  }
+}
+
 // A reader of whole files keeps what it wants on the way: the same values as read() gives.
 TEST(CheckpointFolder, StretchesLeadToTheSameValuesInOnePass) {
   const TemporaryFolder folder;
@@ -144,7 +161,7 @@ TEST(CheckpointFolder, RowsLongerThanWhatIsReadAtATimeHaveTheirValues) {
 TEST(CheckpointFolder, EachOfTwoHundredRandomFlippedBitsIsFound) {
   const TemporaryFolder folder;
   Random random(4);
-  const auto path = folder / "step-1";
+  const auto path = folder / "written";
   write_random_checkpoint(random, path);
   std::vector<fs::path> files;
   for (const auto& entry : fs::directory_iterator(path)) files.push_back(entry.path());
@@ -168,7 +185,7 @@ TEST(CheckpointFolder, AMissingOrTornFileIsNamed) {
   Random random(5);
   for (const std::string file : {"rank_0.safetensors", "config.json", "manifest.json"}) {
     const TemporaryFolder folder;
-    const auto path = folder / "step-1";
+    const auto path = folder / "written";
     write_random_checkpoint(random, path);
     fs::resize_file(path / file, fs::file_size(path / file) - 1);
     expect_found(path, file);
@@ -204,15 +221,21 @@ TEST(CheckpointFolder, TheFolderAboveGivesItsLatest) {
   Random random(6);
   const CheckpointStore store(folder.path());
   EXPECT_FALSE(CheckpointFolder::is_one(folder.path()));
-  write_random_checkpoint(random, store.complete(7));
-  const auto newer = write_random_checkpoint(random, store.complete(12));
+  const auto write = [&] {
+    const auto manifest = write_random_checkpoint(random, folder / "written").manifest;
+    fs::rename(folder / "written", store.complete(manifest.step));
+    return manifest;
+  };
+  const auto older = write();
+  const auto newer = write();
   EXPECT_TRUE(CheckpointFolder::is_one(folder.path())) << "a crash before the first `latest`";
-  EXPECT_EQ(CheckpointFolder::open(folder.path()).path(), store.complete(12));
-  store.set_latest(12);
+  EXPECT_EQ(CheckpointFolder::open(folder.path()).path(),
+            store.complete(std::max(older.step, newer.step)));
+  store.set_latest(newer.step);
   EXPECT_TRUE(CheckpointFolder::is_one(folder.path()));
-  EXPECT_TRUE(CheckpointFolder::is_one(store.complete(7)));
-  EXPECT_EQ(CheckpointFolder::open(folder.path()).manifest(), newer.manifest);
-  EXPECT_EQ(CheckpointFolder::open(folder.path()).path(), store.complete(12));
+  EXPECT_TRUE(CheckpointFolder::is_one(store.complete(older.step)));
+  EXPECT_EQ(CheckpointFolder::open(folder.path()).manifest(), newer);
+  EXPECT_EQ(CheckpointFolder::open(folder.path()).path(), store.complete(newer.step));
 }
 
 TEST(CheckpointFolder, AModelsFolderIsNoneWhateverElseItHolds) {

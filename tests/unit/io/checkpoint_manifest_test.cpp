@@ -89,6 +89,12 @@ TEST(CheckpointManifest, ElementsWithoutAPieceAndElementsWithTwoAreFound) {
   EXPECT_GT(broken, 1000);
 }
 
+std::string ones(int count) {
+  std::string text;
+  for (int i = 0; i < count; ++i) text += ", 1";
+  return text;
+}
+
 struct Broken {
   std::string says;
   std::function<void(CheckpointManifest&)> change;
@@ -101,6 +107,9 @@ TEST(CheckpointManifest, WhatDoesNotFitIsRefusedByName) {
   };
   const Broken cases[] = {
       {"found format 2, expected 1", [](auto& m) { m.format = 2; }},
+      {"found step 4611686018427387904", [](auto& m) { m.step = kMaxStep; }},
+      {"found step 9223372036854775807", [](auto& m) { m.step = kMax; }},
+      {"found step -1", [](auto& m) { m.step = -1; }},
       {"world_size 0", [](auto& m) { m.world_size = 0; }},
       {"found the file '../x'", [](auto& m) { m.files["../x"] = {}; }},
       {"found the file 'manifest.json'", [](auto& m) { m.files["manifest.json"] = {}; }},
@@ -149,6 +158,10 @@ TEST(CheckpointManifest, TypesAndMissingKeysAreRefusedWithTheirPlace) {
       {with("\"begin\": 5", "\"begin\": \"5\""), "'tensors': 'model/w': 'pieces'"},
       {with("\"float32\"", "\"float\""), "expected the name of a dtype"},
       {with("\"shape\": [4, 6]", "\"shape\": 24"), "'shape': found '24', expected a list"},
+      {with("\"shape\": [4, 6]", "\"shape\": [4, 6" + ones(63) + "]"),
+       "'shape': found 65 dims, expected at most 64"},
+      {with("\"size\": [4, 3]", "\"size\": [4, 3" + ones(100'000) + "]"),
+       "'size': found 100002 dims, expected at most 64"},
       {with("\"box\": {", "\"box\": {\"offset\": [], "), "twice in one object"},
       {with("\"format\": 1", "\"format\": 7"), "found format 7"},
       {"[]", "expected an object"},
