@@ -71,7 +71,7 @@ TEST(CheckpointWeights, ADamagedFileIsFoundWhereWeightsAreReadAndOnlyThere) {
     text.back() = static_cast<char>(text.back() ^ 1);
     folder.write(file, text);
     const auto source = train::open_model(from.model);
-    const auto contracts = train::resolve_model(source, from, {});
+    const auto contracts = train::resolve_model(source, from, {}).parameters;
     EXPECT_FALSE(contracts.empty());
     for (const int count : {1, 2, 4}) {
       EXPECT_THAT(error_of(ErrorKind::kFormat,
@@ -110,7 +110,7 @@ TEST(CheckpointWeights, AnOriginThatIsDamagedIsAsGoodAsGone) {
   const auto source = train::open_model(model);
   EXPECT_TRUE(source.origin.empty());
   EXPECT_TRUE(train::plan_export(source, {}).copies.empty());
-  EXPECT_NO_THROW(train::load_whole_model(source, train::resolve_model(source, config, {})));
+  EXPECT_NO_THROW(train::load_whole_model(source, train::resolve_model(source, config, {}).parameters));
 }
 
 }  // namespace

@@ -92,12 +92,13 @@ TEST(PlanOfGemma4, EqualsThePlanOfTheConfiguration) {
   const ModelSource source = open_model(config.model);
   for (const int ranks : {1, 3}) {
     const ParallelDims dims = resolve_parallelism(config.parallelism, ranks);
-    const auto expected =
-        plan_model(source.spec, resolve_model(source, config, dims), dims.dp_shard);
+    const ModelContract contract = resolve_model(source, config, dims);
+    const auto expected = plan_model(source.spec, contract.parameters, dims.dp_shard);
     EXPECT_EQ(expected.units.size(), 1U + 3U + 4U);
     on_ranks(ranks, [&](World& world) {
       const auto model = parallelize(source, config, world.mesh(mesh_shape(dims)));
       EXPECT_EQ(to_string(fsdp::plan_of(*model)), to_string(expected));
+      EXPECT_EQ(model->contract().units, contract.units);
     });
   }
 }
