@@ -33,7 +33,10 @@ CheckpointSession::CheckpointSession(const Config& config, const ModelSource& so
                                      const BatchSource& data, const Mesh& mesh,
                                      std::function<void(std::int64_t)> before_write)
     : interval_(config.checkpoint.interval), world_(*mesh.world()) {
-  if (!config.checkpoint.enable) return;
+  if (!config.checkpoint.enable) {
+    require_no_checkpoints(config.checkpoint, world_);
+    return;
+  }
   const auto identity = identity_of(config, source, data, world_);
   resumed_ = open_resumed(config.checkpoint, identity, world_);
 
