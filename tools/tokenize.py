@@ -40,7 +40,21 @@ WINDOW, CONTEXT = 1 << 22, 1 << 12
 
 
 def fail(message):
-    raise SystemExit(f"tokenize: {message}")
+    """One line, and the exit code of what is refused."""
+    print(f"tokenize: {' '.join(str(message).split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        fail(f"{message}; see --help")
+
+
+def read_text(path):
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        fail(f"{path}: found bytes that are not UTF-8 ({error})")
 
 
 def files_of(paths, ending):
@@ -52,7 +66,13 @@ def files_of(paths, ending):
 
 
 def read_json(path):
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        fail(f"{path}: found no JSON ({error})")
+    return found if isinstance(found, dict) else fail(f"{path}: found no JSON object")
 
 
 def open_tokenizer(model):
@@ -61,7 +81,10 @@ def open_tokenizer(model):
     source = model / "tokenizer.json" if model.is_dir() else model
     if not source.is_file():
         fail(f"{source} is not there")
-    return Tokenizer.from_file(str(source))
+    try:
+        return Tokenizer.from_file(str(source))
+    except Exception as error:  # the library has no class of its own
+        fail(f"{source}: found no tokenizer ({error})")
 
 
 def end_of_text(arguments, tokenizer):
@@ -73,6 +96,8 @@ def end_of_text(arguments, tokenizer):
         found = read_json(arguments.model / "config.json").get("eos_token_id")
         found = found[0] if isinstance(found, list) and found else found
         if isinstance(found, int):
+            if not 0 <= found < 1 << 32:
+                fail(f"{arguments.model / 'config.json'}: found eos_token_id {found}, expected a token id")
             return found
         word = read_json(arguments.model / "tokenizer_config.json").get("eos_token")
         word = word.get("content") if isinstance(word, dict) else word
@@ -127,9 +152,12 @@ class Chat:
         import transformers
 
         self.tokenizer = tokenizer
-        self.renderer = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
+        try:
+            self.renderer = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
+        except Exception as error:  # of whatever class the folder's tokenizer is
+            fail(f"{model}: transformers finds no tokenizer there ({error})")
         if template is not None:
-            self.renderer.chat_template = template.read_text(encoding="utf-8")
+            self.renderer.chat_template = read_text(template)
         if not self.renderer.chat_template:
             fail(f"{model}: found no chat template in tokenizer_config.json or chat_template.jinja; "
                  "give one by --chat-template")
@@ -145,6 +173,9 @@ class Chat:
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
+            if i == 0:
+                raise ValueError("found an answer first, expected what it answers before it; or give a "
+                                 "template with {% generation %} marks by --chat-template")
             before = self.render(messages[:i], begin_answer=True)
             after = self.render(messages[:i + 1])
             if not (after.startswith(before) and text.startswith(after)):
@@ -170,6 +201,10 @@ class Chat:
 def conversation(line):
     """The messages of a line, or ValueError."""
     found = json.loads(line)
+    try:
+        json.dumps(found, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"found half of a surrogate pair ({error.object[error.start]!a}), expected text") from error
     messages = found.get("messages") if isinstance(found, dict) else found
     if not isinstance(messages, list) or not messages or not all(
             isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
@@ -180,17 +215,17 @@ def conversation(line):
 
 
 def encode_conversations(arguments, tokenizer):
-    import jinja2
-
     chat = Chat(arguments.model, arguments.chat_template, tokenizer)
     for path in files_of(arguments.text, ".jsonl"):
-        with open(path, encoding="utf-8") as lines:
+        with open(path, "rb") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
                 try:
-                    encoded = chat.encode(conversation(line))
-                except (ValueError, jinja2.TemplateError) as error:
+                    encoded = chat.encode(conversation(line.decode("utf-8")))
+                except UnicodeDecodeError as error:
+                    fail(f"{path}:{number}: found bytes that are not UTF-8 ({error})")
+                except Exception as error:  # a template is a program: it may raise anything
                     fail(f"{path}:{number}: {error}")
                 yield f"{path}:{number}", [encoded]
 
@@ -262,12 +297,34 @@ def add_documents(arguments, tokenizer, eos, out):
         documents += 1
         if not arguments.chat:
             print(f"{name}: {out.count - before} tokens", file=sys.stderr)
+    if documents == 0:
+        fail("found no conversation, expected one a line")
     print(f"{documents} documents", file=sys.stderr)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, fromfile_prefix_chars="@",
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def encode(tokenizer, text):
+    try:
+        text.encode("utf-8")  # what the shell hands over need not be
+    except UnicodeEncodeError:
+        fail(f"--encode: found {text!a}, expected UTF-8")
+    return ",".join(map(str, tokenizer.encode(text).ids))
+
+
+def decode(tokenizer, text):
+    ids = []
+    for word in text.split(","):
+        if not re.fullmatch(r"[0-9]{1,10}", word.strip(), re.ASCII):
+            fail(f"--decode: found {word.strip()[:40]!a}, expected token ids with commas between, as 1,2,3")
+        ids.append(int(word))
+        if ids[-1] >= 1 << 32 or tokenizer.id_to_token(ids[-1]) is None:
+            fail(f"--decode: found the id {ids[-1]}, expected one of the tokenizer's "
+                 f"{tokenizer.get_vocab_size()} tokens")
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def parse_arguments():
+    parser = Parser(description=__doc__, fromfile_prefix_chars="@",
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=pathlib.Path, required=True)
     parser.add_argument("--out", type=pathlib.Path, help="NAME, without .bin")
     parser.add_argument("--eos", help="the token, as text, that ends a document")
@@ -280,16 +337,30 @@ def main():
     parser.add_argument("--context", type=int, default=CONTEXT, help=argparse.SUPPRESS)
     parser.add_argument("text", type=pathlib.Path, nargs="*")
     arguments = parser.parse_args()
+    if arguments.window < 1:
+        fail(f"--window: found {arguments.window}, expected at least 1")
+    return arguments
+
+
+def run(arguments):
     tokenizer = open_tokenizer(arguments.model)
     if arguments.encode is not None:
-        print(*tokenizer.encode(arguments.encode).ids, sep=",")
+        print(encode(tokenizer, arguments.encode))
     elif arguments.decode is not None:
-        ids = sys.stdin.read() if arguments.decode == "-" else arguments.decode
-        print(tokenizer.decode([int(i) for i in ids.split(",")], skip_special_tokens=False))
+        print(decode(tokenizer, sys.stdin.read() if arguments.decode == "-" else arguments.decode))
     elif arguments.out is None or not arguments.text:
         fail("found no --out NAME with text, expected one; or --encode, --decode")
     else:
         write_tokens(arguments, tokenizer)
+
+
+def main():
+    try:
+        run(parse_arguments())
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}" if error.filename else error)
+    except UnicodeError as error:  # of standard input, standard output or an @LIST
+        fail(f"found text that is not of the expected encoding ({error})")
 
 
 if __name__ == "__main__":

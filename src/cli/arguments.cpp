@@ -4,6 +4,9 @@
 #include <CLI/Config.hpp>
 #include <CLI/Formatter.hpp>
 #include <algorithm>
+#include <charconv>
+#include <limits>
+#include <system_error>
 
 #include "base/one_line.h"
 #include "base/printable.h"
@@ -79,6 +82,26 @@ void add_inspect(::CLI::App& app, InspectArguments& inspect) {
       ->check(::CLI::Range(1, 1 << 20));
 }
 
+/// Range lets "nan" through: it is neither below nor above.
+std::string not_a_temperature(const std::string& text) {
+  double value = 0.0;
+  const auto [rest, failed] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (failed == std::errc{} && rest == text.data() + text.size() && value >= 0.0 &&
+      value <= kMostTemperature) {
+    return "";
+  }
+  return concat("found ", printable(text), ", expected a number from 0 to ", kMostTemperature);
+}
+
+/// The parser itself takes the largest number for whatever is larger.
+std::string not_a_seed(const std::string& text) {
+  std::uint64_t value = 0;
+  const auto [rest, failed] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (failed == std::errc{} && rest == text.data() + text.size()) return "";
+  return concat("found ", printable(text), ", expected a whole number from 0 to ",
+                std::numeric_limits<std::uint64_t>::max());
+}
+
 void add_generate(::CLI::App& app, GenerateArguments& generate) {
   ::CLI::App* verb = app.add_subcommand(
       "generate",
@@ -99,11 +122,11 @@ void add_generate(::CLI::App& app, GenerateArguments& generate) {
   verb->add_option("--temperature", generate.temperature,
                    "0 (default): the most likely token, always; above: drawn from softmax(logits / "
                    "temperature).")
-      ->check(::CLI::Range(0.0, kMostTemperature));
+      ->check(not_a_temperature, "FLOAT from 0 to 1e6");
   verb->add_option("--top-k", generate.top_k, "Drawn from this many of the most likely tokens.")
       ->check(::CLI::Range(std::int64_t{1}, kMostNewTokens));
   verb->add_option("--seed", generate.seed, "Of the draws; default 42.")
-      ->check(::CLI::NonNegativeNumber);
+      ->check(not_a_seed, "below 2^64");
   verb->footer("Computes in the dtypes of the folder; --precision.KEY VALUE changes that.");
 }
 

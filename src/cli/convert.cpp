@@ -4,6 +4,7 @@
 #include "cli/exit_code.h"
 #include "cli/verbs.h"
 #include "io/atomic_folder.h"
+#include "io/checkpoint_manifest.h"
 #include "tessera/error.h"
 #include "train/hf_export.h"
 
@@ -32,6 +33,22 @@ train::ModelConfig model_of(const ConvertArguments& arguments) {
   return config.model;
 }
 
+/// It would be removed with the checkpoint, by its run or by hand.
+void require_outside_checkpoints(const std::filesystem::path& out) {
+  namespace fs = std::filesystem;
+  std::error_code failed;
+  const fs::path whole = fs::weakly_canonical(fs::absolute(out), failed);
+  TESSERA_CHECK(!failed, ErrorKind::kIo, "cannot reach ", printable(out.native(), 1024), ": ",
+                failed.message());
+  for (fs::path up = whole; up != up.root_path(); up = up.parent_path()) {
+    const bool is_checkpoint =
+        fs::exists(up / kManifestFile, failed) && fs::exists(up / "config.json", failed);
+    TESSERA_CHECK(!is_checkpoint, ErrorKind::kUsage, "convert: found ",
+                  printable(out.native(), 1024), " inside the checkpoint ",
+                  printable(up.native(), 1024), ", expected a folder outside of it");
+  }
+}
+
 void say_what_was_not_there(const train::ModelSource& source) {
   std::error_code ignored;
   if (source.origin.empty() || std::filesystem::is_directory(source.origin, ignored)) return;
@@ -43,6 +60,7 @@ void say_what_was_not_there(const train::ModelSource& source) {
 
 int run_convert(const ConvertArguments& arguments) {
   const train::ExportOptions options = options_of(arguments);
+  require_outside_checkpoints(arguments.out);
   const train::ModelSource source = train::open_model(model_of(arguments));
   const train::ExportPlan plan = train::plan_export(source, options);
   say_what_was_not_there(source);

@@ -111,14 +111,7 @@ fs::path choose_folder(const std::string& name) {
   return folder;
 }
 
-bool is_inside(const fs::path& path, const std::set<fs::path>& folders) {
-  for (fs::path up = path; up != up.root_path(); up = up.parent_path()) {
-    if (folders.contains(up)) return true;
-  }
-  return false;
-}
-
-/// Locks on RUN and on those folders of the run that lie elsewhere, by their names or by links.
+/// Locks on RUN and on each folder of the run, inside RUN too: another run may name it as its own.
 std::vector<FolderLock> lock_folders(const train::Config& run) {
   struct Folder {
     std::string_view key;
@@ -130,16 +123,14 @@ std::vector<FolderLock> lock_folders(const train::Config& run) {
   std::vector<FolderLock> locks;
   std::set<fs::path> locked;
   for (const auto& [key, path] : folders) {
-    std::error_code error;
-    if (!fs::exists(path, error) && is_inside(path, {home})) continue;  // made when it is needed
     make_folder(path, key);
+    std::error_code error;
     const fs::path real = fs::canonical(path, error);
     TESSERA_CHECK(!error, ErrorKind::kIo, key, ": cannot open ", path.string(), " (",
                   error.message(), ")");
-    if (is_inside(real, locked)) continue;
+    if (!locked.insert(real).second) continue;
     locks.emplace_back(real, kEndOfEarlierRun,
                        concat("wait for that run to end, or set another ", key));
-    locked.insert(real);
   }
   return locks;
 }

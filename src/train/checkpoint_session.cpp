@@ -35,7 +35,11 @@ SourceDType dtypes_of(const ModelSource& source) {
 
 CheckpointSession::CheckpointSession(const Config& config, const Mesh& mesh)
     : config_(config), mesh_(mesh), world_(*mesh.world()) {
-  if (config.checkpoint.enable) resumed_ = open_resumed(config.checkpoint, world_);
+  if (config.checkpoint.enable) {
+    resumed_ = open_resumed(config.checkpoint, world_);
+  } else {
+    require_no_checkpoints(config.checkpoint, world_);
+  }
 }
 
 std::int64_t CheckpointSession::global_batch_size(int data_ranks) const {

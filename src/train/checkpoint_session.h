@@ -1,5 +1,6 @@
 // All that the trainer knows of checkpoints: what the run goes on from, and when one is saved.
-// Without [checkpoint] enable every call does nothing. Next: resume.h, checkpoint.h.
+// Without [checkpoint] enable a folder that holds some is refused, and every call does nothing.
+// Next: resume.h, checkpoint.h.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,8 @@ namespace tessera::train {
 
 class CheckpointSession {
  public:
-  /// Opens what the run goes on from. Collective. Errors: as open_resumed().
+  /// Opens what the run goes on from. Collective. Errors: as open_resumed() or
+  /// require_no_checkpoints().
   CheckpointSession(const Config& config, const Mesh& mesh);
 
   bool resumes() const { return resumed_.has_value(); }

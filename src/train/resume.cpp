@@ -97,6 +97,19 @@ void require_same_model(const models::ModelSpec& found, const CheckpointFolder& 
 
 }  // namespace
 
+void require_no_checkpoints(const CheckpointConfig& config, World& world) {
+  on_all_or_none(world, "checkpoint folder", [&] {
+    if (world.rank() != 0) return;
+    const CheckpointStore store(config.folder);
+    const auto steps = store.steps();
+    TESSERA_CHECK(
+        steps.empty(), ErrorKind::kConfig, "checkpoint.enable: found false and ",
+        shown(store.complete(steps.back())),
+        ", expected a checkpoint.folder without checkpoints to start anew; choose another "
+        "job.dump_folder or checkpoint.folder, or set checkpoint.enable = true to go on");
+  });
+}
+
 std::optional<CheckpointFolder> open_resumed(const CheckpointConfig& config, World& world) {
   const CheckpointStore store(config.folder);
   try_folder(store, world);

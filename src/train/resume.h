@@ -34,6 +34,11 @@ std::optional<CheckpointFolder> open_resumed(const CheckpointConfig& config, Wor
 void require_same_run(const RunIdentity& identity, const CheckpointFolder& checkpoint,
                       World& world);
 
+/// Of a run that does not look at checkpoints: it would write its metrics and config over those of
+/// the run that made them. Collective. Errors, on all ranks alike: kConfig where there are some;
+/// kIo.
+void require_no_checkpoints(const CheckpointConfig& config, World& world);
+
 /// Fills shards and optimizer state, and verifies every file, each on one rank. Collective. Errors,
 /// on all ranks alike: kFormat naming the file or tensor; kConfig for the states of another
 /// optimizer. After one the model holds nothing of use.

@@ -159,15 +159,21 @@ class Trainer {
   void run_steps(TrainingResult& result) {
     const auto steps = *config_.training.steps;
     bool stop = max_over_data(*model_, {asked_to_stop()}).front() > 0;
+    if (result.steps >= steps) {
+      log::info("step ", result.steps, " is done already and training.steps is ", steps,
+                ": nothing is left to do; raise training.steps to go on");
+      return;
+    }
     while (!stop && result.steps < steps) {
       const auto step = result.steps + 1;
       observers_->begin_step(step);
       auto [metrics, asked, anyone_writes] = train_step(step);
       observers_->end_step(step);
       stop = asked;
-      if (validation_ && (step % config_.validation.interval == 0 || step == steps)) {
+      if (validation_ && !stop && (step % config_.validation.interval == 0 || step == steps)) {
         metrics.val_loss = validate_now();
-        result.last_val_loss = metrics.val_loss;
+        stop = !metrics.val_loss;
+        if (!stop) result.last_val_loss = metrics.val_loss;
       }
       result.steps = step;
       result.last_loss = metrics.loss;
@@ -238,13 +244,15 @@ class Trainer {
         "; lower optimizer.lr, or look at the data of this step");
   }
 
-  double validate_now() {
+  /// None where some rank was asked to stop meanwhile: it may be many batches.
+  std::optional<double> validate_now() {
     BatchLoss total;
     const Rows rows(config_, *validation_, mesh_);
     for (std::int64_t step = 1; step <= config_.validation.steps; ++step) {
       const auto loss = forward_only(*model_, *validation_, step, rows.ranges());
       total.sum += loss.sum;
       total.kept += loss.kept;
+      if (max_over_data(*model_, {asked_to_stop()}).front() > 0) return std::nullopt;
     }
     return total.mean();
   }

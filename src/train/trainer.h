@@ -44,7 +44,8 @@ struct TrainingHooks {
   /// Rank 0 prints where a step went at the end, on stderr, and writes RUN/profile.json.
   Profiling profiling = Profiling::kNo;
   /// Whether this rank was asked to stop: one that says yes ends the run on all of them, after the
-  /// step and with a checkpoint. Asked once a step.
+  /// step and with a checkpoint. Asked once a step and after each batch of a validation, which ends
+  /// there without a loss.
   std::function<bool()> stop_requested = {};
   /// Called by this rank's writer before it writes a checkpoint's file. Threads: the writer's own.
   std::function<void(std::int64_t step)> before_checkpoint_write = {};

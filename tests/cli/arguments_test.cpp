@@ -136,8 +136,12 @@ TEST(Arguments, RefusalsAreOneLineAndNameTheWord) {
   EXPECT_THAT(refusal({"generate", "--model", "m", "--prompt", "x", "--prompt-tokens", "1",
                        "--max-new-tokens", "1"}),
               HasSubstr("--prompt-tokens"));
-  for (const Words& bad : {Words{"--max-new-tokens", "0"}, Words{"--temperature", "-1"},
-                           Words{"--top-k", "0"}, Words{"--seed", "-1"}}) {
+  for (const Words& bad :
+       {Words{"--max-new-tokens", "0"}, Words{"--temperature", "-1"}, Words{"--temperature", "nan"},
+        Words{"--temperature", "-nan"}, Words{"--temperature", "inf"},
+        Words{"--temperature", "1e400"}, Words{"--temperature", "1x"}, Words{"--temperature", ""},
+        Words{"--top-k", "0"}, Words{"--seed", "-1"}, Words{"--seed", "1.5"},
+        Words{"--seed", "18446744073709551616"}, Words{"--seed", "99999999999999999999"}}) {
     Words words{"generate", "--model", "m", "--prompt", "x", "--max-new-tokens", "1"};
     if (bad[0] == "--max-new-tokens") words.resize(5);
     words.insert(words.end(), bad.begin(), bad.end());

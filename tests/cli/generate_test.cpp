@@ -190,6 +190,10 @@ TEST_F(GenerateBytes, WhatCannotRunIsRefusedBeforeItDoes) {
            {other, {"--prompt-tokens", "1,,2"}, "expected token ids with commas"},
            {other, {"--prompt-tokens", ""}, "expected token ids with commas"},
            {other, {"--prompt-tokens", "1 2"}, "expected token ids with commas"},
+           {other, {"--prompt-tokens", "1", "--temperature", "nan"}, "--temperature: found 'nan'"},
+           {other, {"--prompt-tokens", "1", "--temperature", "inf"}, "--temperature: found 'inf'"},
+           {other, {"--prompt-tokens", "1", "--temperature", "-1"}, "--temperature: found '-1'"},
+           {other, {"--prompt-tokens", "1", "--seed", "18446744073709551616"}, "--seed: found '18"},
            {other, {"--prompt-tokens", "1", "--training.steps", "2"}, "--training.steps"},
            {"absent", {"--prompt", "x"}, "absent"}}) {
     Words words = refused.words;

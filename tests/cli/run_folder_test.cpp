@@ -3,6 +3,7 @@
 #include <signal.h>
 
 #include "cli/process.h"
+#include "cli/program.h"
 #include "cli/same_bits.h"
 #include "io/folder_lock.h"
 
@@ -100,6 +101,69 @@ TEST_F(RunFolder, FoldersElsewhereAreOneRunsToo) {
     Process taken(folder_.path(), words);
     EXPECT_EQ(taken.wait(kPatience), 0) << taken.err();
   }
+}
+
+TEST_F(RunFolder, FoldersInsideARunAreItsOwnToo) {
+  Process first(folder_.path(), on_two_ranks(1'000'000, {"--job.dump_folder", "run"}));
+  wait_for_steps("run", 30);
+  for (const std::string name : {"checkpoint", "metrics"}) {
+    const std::string inside = (folder_ / "run" / name).string();
+    auto second = elsewhere("second", on_two_ranks(40, {"--" + name + ".folder", inside}));
+    EXPECT_EQ(second.wait(kPatience), 2) << second.err();
+    EXPECT_THAT(second.last_error_line(), AllOf(HasSubstr("'" + inside + "': found in use by"),
+                                                HasSubstr("set another " + name + ".folder")));
+  }
+  const auto steps = losses(folder_ / "run").size();
+  wait_for_steps("run", steps + 5);
+  ::kill(first.pid(), SIGTERM);
+  EXPECT_EQ(first.wait(kPatience), 0) << first.err();
+}
+
+class EndedRun : public RunFolder {
+ protected:
+  void SetUp() override {
+    RunFolder::SetUp();
+    const auto outcome = run_program(folder_, run(3));
+    ASSERT_EQ(outcome.code, 0) << outcome.err;
+  }
+  static Words run(int steps, Words more = {}) {
+    more.insert(more.end(), {"--job.dump_folder", "run"});
+    return train(steps, more);
+  }
+};
+
+TEST_F(EndedRun, IsNotOverwrittenByOneWithoutCheckpoints) {
+  const auto metrics = read_file(folder_ / "run/metrics/metrics.jsonl");
+  const auto config = read_file(folder_ / "run/config.toml");
+  const auto outcome = run_program(folder_, run(1, {"--checkpoint.enable", "false"}));
+  EXPECT_EQ(outcome.code, 2);
+  EXPECT_THAT(outcome.err, AllOf(HasSubstr("checkpoint.enable: found false and '" +
+                                           (folder_ / "run/checkpoint/step-3").string() + "'"),
+                                 HasSubstr("another job.dump_folder or checkpoint.folder")));
+  EXPECT_EQ(read_file(folder_ / "run/metrics/metrics.jsonl"), metrics);
+  EXPECT_EQ(read_file(folder_ / "run/config.toml"), config);
+}
+
+TEST_F(EndedRun, SaysThatNothingIsLeftToDo) {
+  const auto metrics = read_file(folder_ / "run/metrics/metrics.jsonl");
+  for (const int steps : {2, 3}) {
+    const auto outcome = run_program(folder_, run(steps));
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    EXPECT_THAT(outcome.err, HasSubstr("step 3 is done already and training.steps is " +
+                                       std::to_string(steps) + ": nothing is left to do"));
+    EXPECT_EQ(read_file(folder_ / "run/metrics/metrics.jsonl"), metrics);
+  }
+}
+
+TEST_F(EndedRun, IsNotConvertedIntoItsOwnCheckpoint) {
+  for (const std::string source : {"run/checkpoint", "run/checkpoint/step-3"}) {
+    const auto outcome = run_program(folder_, {"convert", source, "run/checkpoint/step-3/a/b"});
+    EXPECT_EQ(outcome.code, 2);
+    EXPECT_THAT(outcome.err, HasSubstr("inside the checkpoint"));
+    EXPECT_FALSE(fs::exists(folder_ / "run/checkpoint/step-3/a"));
+  }
+  const auto outcome = run_program(folder_, {"convert", "run/checkpoint", "run/converted"});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
 }
 
 // As it happens: torchrun notices, ends the other rank and starts both again; no folder is named.

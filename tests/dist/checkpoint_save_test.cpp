@@ -210,6 +210,34 @@ TEST(CheckpointSaving, OneRankThatIsAskedToStopStopsAllAfterTheSameStep) {
   }
 }
 
+// Asked before the first step, in each step and after each validation batch: the fifth time is
+// within the validation of step 2, after its second batch.
+TEST(CheckpointSaving, AskedToStopInAValidationLeavesItAndSavesTheStep) {
+  for (const int asked_rank : {0, 1}) {
+    const TemporaryFolder folder;
+    auto config = with_checkpoints(folder, 12, 100);
+    config.validation.path = config.data.path;
+    config.validation.interval = 2;
+    config.validation.steps = 1'000'000'000;
+    std::optional<double> val_loss;
+    const auto run = train_on({2, 1}, config, folder / "run", [&](World& world) {
+      train::TrainingHooks hooks;
+      hooks.stop_requested = [asked = 0, mine = world.rank() == asked_rank]() mutable {
+        return ++asked == 5 && mine;
+      };
+      hooks.after_step = [&, rank = world.rank()](const train::StepMetrics& metrics,
+                                                  const ShardedBase&) {
+        if (rank == 0) val_loss = metrics.val_loss;
+      };
+      return hooks;
+    });
+    EXPECT_EQ(run.result.steps, 2);
+    EXPECT_EQ(run.result.last_val_loss, std::nullopt);
+    EXPECT_EQ(val_loss, std::nullopt);
+    EXPECT_EQ(CheckpointStore(folder / "run/checkpoint").latest(), 2);
+  }
+}
+
 TEST(CheckpointSaving, AskedToStopBeforeTheFirstStepDoesNone) {
   const TemporaryFolder folder;
   const auto config = with_checkpoints(folder, 12, 100);
@@ -278,14 +306,18 @@ TEST(CheckpointSaving, ANonFiniteLossIsToldAlsoWhereTheCheckpointFails) {
   EXPECT_EQ(store.latest(), std::nullopt);
 }
 
-TEST(CheckpointSaving, WithoutItNothingIsWrittenOrRead) {
+TEST(CheckpointSaving, WithoutItNothingIsWrittenAndAFolderThatHoldsSomeIsRefused) {
   const TemporaryFolder folder;
   auto config = with_checkpoints(folder, 2, 1);
   train_on({1, 1}, config, folder / "run");
   config.checkpoint.enable = false;
   config.training.steps = 3;
-  EXPECT_EQ(train_on({1, 1}, config, folder / "run").losses.size(), 3U);
+  const auto message =
+      error_of(ErrorKind::kConfig, [&] { train_on({2, 1}, config, folder / "run"); });
+  EXPECT_THAT(message, HasSubstr("run/checkpoint/step-2"));
   EXPECT_EQ(CheckpointStore(folder / "run/checkpoint").latest(), 2);
+  EXPECT_EQ(train_on({2, 1}, config, folder / "other").losses.size(), 3U);
+  EXPECT_FALSE(std::filesystem::exists(folder / "other/checkpoint"));
 }
 
 TEST(CheckpointSnapshot, CutsOfReplicasHoldEachElementOnce) {

@@ -82,16 +82,18 @@ class Tokenize(unittest.TestCase):
 
     def run_tool(self, *words, ok=True):
         """As the command does it, in this process: importing transformers takes seconds."""
-        out, before = io.StringIO(), (sys.argv, sys.path[:], os.getcwd())
+        out, err, before = io.StringIO(), io.StringIO(), (sys.argv, sys.path[:], os.getcwd())
         sys.argv = [str(TOOL), "--model", str(self.folder / "model"), *map(str, words)]
         sys.path.insert(0, str(TOOL.parent))  # as Python does for a script
         os.chdir(self.folder)
         try:
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
                 runpy.run_path(str(TOOL), run_name="__main__")
         except SystemExit as error:
-            self.assertFalse(ok, error)
-            return str(error)
+            self.assertFalse(ok, err.getvalue())
+            self.assertEqual(error.code, 2)
+            self.assertRegex(err.getvalue(), r"\Atokenize: [^\n]+\n\Z")
+            return err.getvalue()
         finally:
             sys.argv, sys.path[:] = before[0], before[1]
             os.chdir(before[2])
@@ -176,6 +178,38 @@ class Tokenize(unittest.TestCase):
         (self.folder / "model/tokenizer_config.json").unlink()
         self.assertIn("--no-eos", self.run_tool("--out", "out", "a.txt", ok=False))
 
+    def test_what_cannot_be_used_is_refused_in_a_line(self):
+        (self.folder / "bad.jsonl").write_bytes(b'[{"role": "user", "content": "\xff"}]\n')
+        (self.folder / "torn.list").write_bytes(b"\xff\xfe\n")
+        (self.folder / "a.txt").write_text("the cat")
+        gap = self.size
+        for words, says in (
+                (["--out", "out", "nope.txt"], "nope.txt: No such file"),
+                (["--out", "out", "--chat", "nope.jsonl"], "nope.jsonl: No such file"),
+                (["--out", "out", "--chat", "--chat-template", "nope.jinja", "bad.jsonl"], "nope.jinja: No such file"),
+                (["--out", "out", "--chat", "bad.jsonl"], "bad.jsonl:1: found bytes that are not UTF-8"),
+                (["--out", "out", "@nope.list"], "nope.list"),
+                (["--out", "out", "@torn.list"], "encoding"),
+                (["--out", "a.txt/out", "a.txt"], "a.txt"),
+                (["--out", "out", "--window", "0", "a.txt"], "--window"),
+                (["--out", "out"], "--out NAME"),
+                (["--unknown"], "--unknown"),
+                (["--encode", "a\udc80"], "expected UTF-8"),
+                (["--decode", "x"], "found 'x', expected token ids"),
+                (["--decode", ""], "found '', expected token ids"),
+                (["--decode=-1"], "found '-1', expected token ids"),
+                (["--decode", "1,2," + "9" * 30], "expected token ids"),
+                (["--decode", f"1,2,{gap}"], f"found the id {gap}, expected one of the tokenizer's {gap}"),
+                (["--decode", "4294967296"], "found the id 4294967296")):
+            self.assertIn(says, self.run_tool(*words, ok=False), words)
+        self.assertEqual(list(self.folder.glob("out*")), [])
+        for name, text in (("config.json", "{"), ("config.json", "[]"), ("config.json", '{"eos_token_id": -1}'),
+                           ("tokenizer.json", "{}")):
+            (self.folder / "model" / name).write_text(text)
+            self.assertIn(name, self.run_tool("--out", "out", "a.txt", ok=False), text)
+        (self.folder / "model/tokenizer.json").unlink()
+        self.assertIn("tokenizer.json is not there", self.run_tool("--out", "out", "a.txt", ok=False))
+
     def write_talks(self, *talks):
         (self.folder / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
 
@@ -211,8 +245,12 @@ class Tokenize(unittest.TestCase):
         self.write_talks(TALK[:2], TALK)
         self.assertIn("talks.jsonl:2: the chat template writes earlier turns anew",
                       self.run_tool("--out", "out", "--chat", "--chat-template", template, "talks.jsonl", ok=False))
-        for line, says in (("{", "talks.jsonl:1"), ("[]", "expected a list"), ('[{"role": "user", "content": "x"}]',
-                                                                              "nothing to train on")):
+        for line, says in (("{", "talks.jsonl:1"), ("[]", "expected a list"), ("", "no conversation"),
+                           ("[" * 100_000, "talks.jsonl:1"),
+                           ('[{"role": "user", "content": "x"}]', "nothing to train on"),
+                           ('[{"role": "assistant", "content": "x"}]', "found an answer first"),
+                           ('[{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "x"}]',
+                            "talks.jsonl:1: found half of a surrogate pair")):
             (self.folder / "talks.jsonl").write_text(line + "\n")
             self.assertIn(says, self.run_tool("--out", "out", "--chat", "talks.jsonl", ok=False))
 
