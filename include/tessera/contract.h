@@ -53,8 +53,8 @@ struct ParameterMeta {
 
 /// What the optimizer steps: where the value of a shard is kept to full precision.
 enum class Master : std::uint8_t {
-  kNone,     ///< nowhere: the shard itself is stepped, in its 16 bits
-  kStorage,  ///< in the shard, which is float32 or wider
+  kNone,       ///< nowhere: the shard itself is stepped, in its 16 bits
+  kStorage,    ///< in the shard, which is float32 or wider
   kRemainder,  ///< in a bfloat16 shard and 16 more bits beside it (base/split_float.h)
   kCopy,       ///< in a float32 copy of a float16 shard
 };

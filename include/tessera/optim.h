@@ -99,13 +99,13 @@ class Optimizer {
   bool warned_ = false;  // of a master that was given up
 };
 
-/// Everything is formed in float32, in float64 for float64 shards. A shard in 16 bits is stepped with
-/// what its contract's Master keeps beside it, so that updates below a 16-bit step add up, where
-/// torch.optim on such a parameter loses them; with Master::kNone it is stepped as torch.optim does,
-/// moments and all in its own dtype. A shard that somebody else has written since its last step goes
-/// on from the values that were written: of bfloat16 ones the bits beside them are dropped. State,
-/// bytes an element of the shard: 8 in float32, 10 in bfloat16 (moments and remainder), 12 in
-/// float16 (moments and copy), 16 in float64, 4 for 16 bits without a master.
+/// Everything is formed in float32, in float64 for float64 shards. A shard in 16 bits is stepped
+/// with what its contract's Master keeps beside it, so that updates below a 16-bit step add up,
+/// where torch.optim on such a parameter loses them; with Master::kNone it is stepped as
+/// torch.optim does, moments and all in its own dtype. A shard that somebody else has written since
+/// its last step goes on from the values that were written: of bfloat16 ones the bits beside them
+/// are dropped. State, bytes an element of the shard: 8 in float32, 10 in bfloat16 (moments and
+/// remainder), 12 in float16 (moments and copy), 16 in float64, 4 for 16 bits without a master.
 std::unique_ptr<Optimizer> make_adamw(const ShardedBase& model, const AdamWOptions& options);
 /// PyTorch's formulas, with masters as make_adamw. Momentum has the dtype in which the shard is
 /// stepped.

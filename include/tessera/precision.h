@@ -83,9 +83,10 @@ struct PrecisionRule {
 
 /// The dtypes of a unit's parameters. none = see each field.
 struct PrecisionPolicy {
-  std::optional<DType> param_dtype;    ///< compute dtype; none = each parameter's storage dtype
+  std::optional<DType> param_dtype;  ///< compute dtype; none = each parameter's storage dtype
   /// How float32 storage is rounded to a bfloat16 compute dtype. kHalfAway makes a run the bits of
-  /// one that stores bfloat16 with Master::kRemainder, which rounds that way; other casts do not ask.
+  /// one that stores bfloat16 with Master::kRemainder, which rounds that way; other casts do not
+  /// ask.
   Rounding param_rounding = Rounding::kNearestEven;
   std::optional<DType> reduce_dtype;   ///< wire dtype; none = promote(compute, fp32); never float16
   std::optional<DType> storage_dtype;  ///< requested storage; none = as it is (file or tensor)

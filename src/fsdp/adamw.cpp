@@ -49,9 +49,8 @@ class AdamW : public Optimizer {
 
   void make_state(Item& item) const override {
     const auto& shard = item.view.shard;
-    const auto options = shard.options()
-                             .dtype(fsdp::stepped_dtype(*item.view.contract))
-                             .requires_grad(false);
+    const auto options =
+        shard.options().dtype(fsdp::stepped_dtype(*item.view.contract)).requires_grad(false);
     item.state = {at::zeros(shard.sizes(), options), at::zeros(shard.sizes(), options),
                   at::zeros({}, at::TensorOptions().dtype(at::kFloat))};
   }

@@ -104,10 +104,11 @@ bool Optimizer::was_changed(const Item& item) {
   const bool changed = version_of(item.view.shard) != item.seen_version;
   if (changed && item.view.contract->master == Master::kRemainder && !warned_) {
     warned_ = true;
-    log::warn("optimizer: parameter ", item.view.contract->name,
-              " was written since its last step: it goes on from the bfloat16 values that were "
-              "written, without the bits beside them; where that happens at every step, store it in "
-              "float32");
+    log::warn(
+        "optimizer: parameter ", item.view.contract->name,
+        " was written since its last step: it goes on from the bfloat16 values that were "
+        "written, without the bits beside them; where that happens at every step, store it in "
+        "float32");
   }
   return changed;
 }
@@ -123,9 +124,9 @@ void Optimizer::step() {
     if (!grad.defined()) continue;  // no rank used it
     const auto dtype = item.view.shard.scalar_type();
     const auto wanted = fsdp::stepped_dtype(*item.view.contract);
-    TESSERA_CHECK(grad.scalar_type() == dtype || grad.scalar_type() == wanted,
-                  ErrorKind::kContract, "optimizer step: gradient of ", item.view.contract->name,
-                  ": found ", c10::toString(grad.scalar_type()), ", expected the shard's ",
+    TESSERA_CHECK(grad.scalar_type() == dtype || grad.scalar_type() == wanted, ErrorKind::kContract,
+                  "optimizer step: gradient of ", item.view.contract->name, ": found ",
+                  c10::toString(grad.scalar_type()), ", expected the shard's ",
                   c10::toString(dtype), wanted != dtype ? " or Float" : "",
                   "; set final_dtype to the storage dtype");
     make_item_state(item);

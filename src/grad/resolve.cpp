@@ -121,8 +121,8 @@ void resolve_compute(GradContract& contract, const ParameterMeta& meta, const As
                 " small gradients vanish, and the scaler ([grad_scaler]) is not yet built; change ",
                 where_to_change(compute.reason, "param_dtype"));
   contract.compute.dtype = compute.value;
-  if (policy.param_rounding == Rounding::kHalfAway &&
-      contract.storage.dtype == DType::kFloat32 && compute.value == DType::kBFloat16) {
+  if (policy.param_rounding == Rounding::kHalfAway && contract.storage.dtype == DType::kFloat32 &&
+      compute.value == DType::kBFloat16) {
     contract.compute.rounding = Rounding::kHalfAway;
     compute.reason += "; param_rounding: halves away from zero";
   }

@@ -14,7 +14,8 @@ class UnitNumbers {
  public:
   explicit UnitNumbers(const models::ModelSpec& spec) {
     std::map<std::string, std::size_t> numbers;
-    for (const std::string& name : models::sharding_units(spec)) numbers.emplace(name, numbers.size() + 1);
+    for (const std::string& name : models::sharding_units(spec))
+      numbers.emplace(name, numbers.size() + 1);
     for (const auto& parameter : models::parameter_table(spec)) {
       const auto unit = numbers.find(parameter.unit);
       number_of_.emplace(parameter.name, unit == numbers.end() ? 0 : unit->second);

@@ -126,7 +126,8 @@ TEST_F(SeveralHosts, ALostRankIsNamedByTheOther) {
   kill(ranks.at(1), SIGKILL);
   EXPECT_EQ(process.wait(seconds(10)).value_or(-1), 128 + SIGKILL) << "the last that failed";
   // By its closed connection or, where the machine is busy, by its silence.
-  EXPECT_THAT(lines_with(process.err(), "rank 0: "), Contains(HasSubstr("rank 1"))) << process.err();
+  EXPECT_THAT(lines_with(process.err(), "rank 0: "), Contains(HasSubstr("rank 1")))
+      << process.err();
 }
 
 TEST_F(SeveralHosts, WithoutAnAddressAreRefused) {

@@ -110,7 +110,8 @@ TEST(CheckpointWeights, AnOriginThatIsDamagedIsAsGoodAsGone) {
   const auto source = train::open_model(model);
   EXPECT_TRUE(source.origin.empty());
   EXPECT_TRUE(train::plan_export(source, {}).copies.empty());
-  EXPECT_NO_THROW(train::load_whole_model(source, train::resolve_model(source, config, {}).parameters));
+  EXPECT_NO_THROW(
+      train::load_whole_model(source, train::resolve_model(source, config, {}).parameters));
 }
 
 }  // namespace

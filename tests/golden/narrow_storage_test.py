@@ -64,7 +64,7 @@ class NarrowStorage(unittest.TestCase):
 
     def test_with_adamw_small_updates_add_up_beside_the_shards(self):
         """Naive: without masters, updates of 1e-4 would vanish beside weights of 0.02. (That they are the bits
-        of fp32 storage under the same rounding is shown in tests/dist/fsdp_optim_test.cpp.)"""
+        of fp32 storage under the same rounding is shown in tests/dist/fsdp_narrow_shards_test.cpp.)"""
         wide, narrow = self.train("wide", "float32"), self.train("narrow", "auto")
         self.assertEqual(len(narrow), STEPS)
         fp32, stored = self.tensors("wide", "model/"), self.tensors("narrow", "model/")
