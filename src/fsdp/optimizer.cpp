@@ -95,7 +95,10 @@ std::vector<OptimizerState::Kept> Optimizer::kept_of(const Item& item) const {
 std::vector<std::string> Optimizer::kept_names() const {
   auto names = state_names();
   for (const auto kind : {Master::kRemainder, Master::kCopy}) {
-    names.emplace_back(fsdp::MasterOfShard::name(kind));
+    const bool kept = std::any_of(items_.begin(), items_.end(), [&](const auto& item) {
+      return item.view.contract->master == kind;
+    });
+    if (kept) names.emplace_back(fsdp::MasterOfShard::name(kind));
   }
   return names;
 }

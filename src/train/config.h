@@ -74,6 +74,7 @@ struct ParallelismConfig {
 
 struct PrecisionConfig {
   DTypeChoice param_dtype{DType::kBFloat16};
+  Rounding param_rounding = Rounding::kNearestEven;
   DTypeChoice reduce_dtype{DType::kFloat32};
   DTypeChoice storage_dtype{DType::kFloat32};
   DTypeChoice accumulate_dtype{DType::kFloat32};

@@ -3,6 +3,11 @@
 namespace tessera::train {
 
 template <>
+struct EnumWords<Rounding> {
+  static constexpr std::array<std::pair<std::string_view, Rounding>, 2> kWords{
+      {{"nearest_even", Rounding::kNearestEven}, {"half_away", Rounding::kHalfAway}}};
+};
+template <>
 struct EnumWords<Intrinsic> {
   static constexpr std::array<std::pair<std::string_view, Intrinsic>, 3> kWords{
       {{"minority", Intrinsic::kMinority}, {"all", Intrinsic::kAll}, {"none", Intrinsic::kNone}}};
@@ -22,6 +27,8 @@ struct EnumWords<RecomputeMode> {
        {"selective", RecomputeMode::kSelective}}};
 };
 template <>
+struct Codec<Rounding> : EnumCodec<Rounding> {};
+template <>
 struct Codec<Intrinsic> : EnumCodec<Intrinsic> {};
 template <>
 struct Codec<NarrowerRequest> : EnumCodec<NarrowerRequest> {};
@@ -33,6 +40,10 @@ void add_precision(std::vector<ConfigKey>& keys) {
   Section(keys, "precision", &Config::precision)
       .key("param_dtype", &D::param_dtype,
            {"", "Parameters in forward and backward; auto is their storage dtype."})
+      .key("param_rounding", &D::param_rounding,
+           {"",
+            "How float32 storage becomes bfloat16 parameters: halves to even, or away from zero as "
+            "bfloat16 storage with its master rounds."})
       .key("reduce_dtype", &D::reduce_dtype, {"", "Gradients on the wire; auto is float32."})
       .key("storage_dtype", &D::storage_dtype, {"", "Sharded parameters; auto is the file's."})
       .key("accumulate_dtype", &D::accumulate_dtype,

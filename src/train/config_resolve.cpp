@@ -245,6 +245,7 @@ PrecisionPolicy precision_policy(const PrecisionConfig& precision,
   policy.storage_dtype = precision.storage_dtype.dtype;
   policy.accumulate_dtype = precision.accumulate_dtype.dtype;
   policy.rules = precision.rule;
+  policy.param_rounding = precision.param_rounding;
   policy.intrinsic = precision.intrinsic;
   policy.on_narrower_request = precision.on_narrower_request;
   policy.optimizer = {optimizer.master, optimizer.no_decay};

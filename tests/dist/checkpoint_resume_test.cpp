@@ -194,7 +194,7 @@ TEST(Resume, SixteenBitShardsGoOnWithTheirMasters) {
   const std::string name = "model.layers.1.mlp.up_proj.weight";
   EXPECT_EQ(checkpoint.tensors().at("model/" + name).dtype, DType::kBFloat16);
   EXPECT_EQ(checkpoint.tensors().at("model/" + name).source_dtype, DType::kBFloat16);
-  EXPECT_EQ(checkpoint.tensors().at("optim/master/" + name).dtype, DType::kFloat32);
+  EXPECT_EQ(checkpoint.tensors().at("optim/master_remainder/" + name).dtype, DType::kInt16);
   EXPECT_EQ(checkpoint.tensors().at("optim/exp_avg_sq/" + name).dtype, DType::kFloat32);
 }
 
