@@ -29,8 +29,18 @@ Bucket::Bucket(layout::BucketPlan plan, BucketGroups groups, int rank,
   shard_ = zeros(plan_.slice_numel(), key.storage, pool_->device());
   aliases_shard_ = plan_.ranks == 1 && key.storage == key.compute;
   if (aliases_shard_) unsharded_.alias(shard_);
-  final_is_accumulator_ = groups_.replicas == nullptr && key.final == key.accumulate &&
-                          key.reductions.divide_factor == 1.0;
+  final_is_accumulator_ = publishes_accumulator();
+}
+
+bool Bucket::publishes_accumulator() const {
+  return groups_.replicas == nullptr && plan_.key.final == plan_.key.accumulate &&
+         plan_.key.reductions.divide_factor == 1.0;
+}
+
+void Bucket::set_divide_factor(double factor) {
+  plan_.key.reductions.divide_factor = factor;
+  final_is_accumulator_ = publishes_accumulator();
+  if (final_is_accumulator_) final_ = at::Tensor();
 }
 
 at::Tensor Bucket::shard_of(const layout::Placed& placed) const {
@@ -41,13 +51,29 @@ at::Tensor Bucket::shard_of(const layout::Placed& placed) const {
 void Bucket::begin_gather(comm::Batch& batch) {
   if (aliases_shard_) return;
   unsharded_.begin();
-  const auto slice = unsharded_.writable_slice();
+  encode(unsharded_.writable_slice());
+  if (groups_.gather != nullptr) batch.ops.emplace_back(gather());
+}
+
+void Bucket::encode(const at::Tensor& slice) const {
   if (plan_.key.rounding == Rounding::kHalfAway) {
     round_half_away(shard_, slice);
   } else {
     slice.copy_(shard_);
   }
-  if (groups_.gather != nullptr) batch.ops.emplace_back(gather());
+}
+
+bool Bucket::shows_shard() const {
+  if (aliases_shard_) return true;
+  const auto slice = unsharded_.writable_slice();
+  auto now = shard_;
+  if (slice.scalar_type() != shard_.scalar_type()) {
+    now = pool_->take(slice.numel(), slice.scalar_type());
+    encode(now);
+  }
+  const bool same = at::equal(slice.view(at::kByte), now.view(at::kByte));
+  if (!now.is_same(shard_)) pool_->give_back(std::move(now));
+  return same;
 }
 
 comm::AllGather Bucket::gather() const {

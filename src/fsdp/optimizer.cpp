@@ -121,6 +121,7 @@ void Optimizer::step() {
   const TraceScope traced(TraceRow::kOptimizer, "update");
   const at::NoGradGuard no_grad;
   unit_->runtime().require_idle("optimizer step");
+  unit_->runtime().require_reduced("optimizer step");
   std::vector<Item*> items;
   for (auto& item : items_) {
     const auto& grad = item.view.shard.grad();
