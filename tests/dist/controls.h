@@ -20,6 +20,25 @@ inline void PrintTo(const Counts& counts, std::ostream* out) {
   *out << counts.gathers << " gathers, " << counts.reductions << " reductions";
 }
 
+/// As plain_gradients of fp32 parameters; with replicas sums are formed over shards, then over
+/// them.
+inline Tensors plain_gradients_over(torch::nn::Module& module, World& world, int replicas,
+                                    double divide,
+                                    const std::function<void(int rank)>& forward_backward) {
+  const int shards = world.size() / replicas;
+  Tensors result;
+  for (int replica = 0; replica < replicas; ++replica) {
+    const auto sums = plain_gradients(
+        module, shards, 1.0, [&](int shard) { forward_backward(replica * shards + shard); });
+    for (const auto& [name, sum] : sums) {
+      auto& total = result[name];
+      total = total.defined() ? total + sum : sum;
+    }
+  }
+  for (auto& [name, total] : result) total = total.div(divide);
+  return result;
+}
+
 /// A chain of units and the same chain unsharded, which follows its weights.
 class Twins {
  public:
@@ -27,6 +46,7 @@ class Twins {
 
   explicit Twins(World& world, int replicas = 1, const PrecisionPolicy& policy = {})
       : world_(world),
+        replicas_(replicas),
         plain(1, kBlocks, kWidth),
         model(data_mesh(world, replicas), 1, kBlocks, kWidth, policy) {}
 
@@ -48,13 +68,13 @@ class Twins {
   /// The gradients of one micro-batch are the plain chain's with the weights of the shards.
   void expect_plain(int micro_batch, const std::string& what = "", double divide = 0) {
     follow();
-    expect_same(
-        whole_gradients(model.handle),
-        plain_gradients(plain, world_.size(), divide > 0 ? divide : world_.size(),
-                        [&](int rank) {
-                          backward(squares(plain.forward(input_of(rank, micro_batch, kWidth))));
-                        }),
-        concat(what, " micro-batch ", micro_batch));
+    expect_same(whole_gradients(model.handle),
+                plain_gradients_over(
+                    plain, world_, replicas_, divide > 0 ? divide : world_.size(),
+                    [&](int rank) {
+                      backward(squares(plain.forward(input_of(rank, micro_batch, kWidth))));
+                    }),
+                concat(what, " micro-batch ", micro_batch));
   }
 
   /// One step, compared; what it issued.
@@ -78,6 +98,7 @@ class Twins {
 
  private:
   World& world_;
+  int replicas_;
 
  public:
   Chain plain;

@@ -102,7 +102,7 @@ TEST(NormOrders, WhatIsNotFiniteShowsOnEveryRankWhateverItsPlace) {
         auto gradient = at::ones({300});
         gradient[299] = value;  // the last rank's
         with_gradient(world, gradient, [&](ShardedBase& handle) {
-          const auto& shard = handle.shards()[0].shard;
+          const auto shard = handle.shards()[0].shard;
           const auto before = shard.grad().clone();
           const auto norm = clip_grad_norm(handle, 1.0, p);
           EXPECT_EQ(std::isnan(norm), std::isnan(value)) << p;

@@ -99,7 +99,7 @@ TEST_P(Schedules, OneForwardOneBackwardIsTheSumOfItsMicroBatches) {
         twins.handle().set_is_last_backward(last);
         twins.handle().set_requires_gradient_sync(last || syncs_every);
         backward(losses[i]);
-        losses[i] = {};
+        losses[i] = at::Tensor();
       };
       for (int i = 0; i < kMicroBatches; ++i) {
         losses.push_back(squares(twins.forward(i)));
@@ -180,7 +180,7 @@ TEST_P(Schedules, NormsWithBuffersTrainAsUnsharded) {
       handle.zero_grad();
       backward(squares(handle.forward(input_of(world.rank(), step, 5))));
       expect_same(whole_gradients(handle),
-                  plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+                  plain_gradients_over(plain, world, replicas, world.size(), [&](int rank) {
                     backward(squares(plain.forward(input_of(rank, step, 5))));
                   }));
     }

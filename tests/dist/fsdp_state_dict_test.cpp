@@ -164,7 +164,7 @@ TEST_P(StateDicts, AModelMadeWithoutStorageTrainsOnceItIsLoaded) {
     load_state_dict(handle, whole_dict(plain));
     backward(squares(handle.forward(input_of(world.rank(), 0, Twins::kWidth))));
     expect_same(whole_gradients(handle),
-                plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+                plain_gradients_over(plain, world, replicas, world.size(), [&](int rank) {
                   backward(squares(plain.forward(input_of(rank, 0, Twins::kWidth))));
                 }));
   });
