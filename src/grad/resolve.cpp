@@ -118,7 +118,8 @@ void resolve_compute(GradContract& contract, const ParameterMeta& meta, const As
                 ErrorKind::kContract, meta.name, ": found the compute dtype float16 (",
                 compute.reason,
                 ") of a trained parameter, expected float32 or bfloat16: without a loss scaler"
-                " small gradients vanish, and the scaler ([grad_scaler]) is not yet built; change ",
+                " small gradients vanish; set PrecisionPolicy::loss_scaling and train with a"
+                " GradScaler, or change ",
                 where_to_change(compute.reason, "param_dtype"));
   contract.compute.dtype = compute.value;
   if (policy.param_rounding == Rounding::kHalfAway && contract.storage.dtype == DType::kFloat32 &&
@@ -159,10 +160,10 @@ void resolve_reduce(GradContract& contract, const Asked& asked, const PrecisionP
     reason = "compute, at least float32";
     return;
   }
-  TESSERA_CHECK(setting->value != DType::kFloat16, ErrorKind::kContract, contract.name,
-                ": found the reduce dtype float16 (", setting->reason,
-                "), expected float32 or bfloat16: without a loss scaler small gradients vanish;"
-                " change ",
+  TESSERA_CHECK(setting->value != DType::kFloat16 || policy.loss_scaling, ErrorKind::kContract,
+                contract.name, ": found the reduce dtype float16 (", setting->reason,
+                "), expected float32 or bfloat16: without a loss scaler small gradients vanish; set"
+                " PrecisionPolicy::loss_scaling and train with a GradScaler, or change ",
                 where_to_change(setting->reason, "reduce_dtype"));
   contract.reduce = setting->value;
   reason = setting->reason;
