@@ -45,6 +45,13 @@ Extent extent_of(const at::Tensor& tensor, const std::string& name) {
   return {tensor.storage_offset(), last + 1, name};
 }
 
+/// What a user has set; grad_dtype() gives the tensor's own dtype where nobody has.
+std::optional<DType> own_grad_dtype(const at::Tensor& tensor) {
+  const auto* autograd = torch::autograd::impl::get_autograd_meta(tensor);
+  if (autograd == nullptr || !autograd->grad_dtype_) return std::nullopt;
+  return to_dtype(*autograd->grad_dtype_);
+}
+
 class Walk {
  public:
   explicit Walk(const ShardOptions& options) : ignored_(options.ignored_parameters) {
@@ -120,12 +127,7 @@ class Walk {
     meta.shape = tensor.sizes().vec();
     meta.dtype = to_dtype(tensor.scalar_type());
     meta.trainable = tensor.requires_grad();
-    if (tensor.requires_grad()) {
-      // grad_dtype() gives the tensor's own dtype where nobody has set one.
-      const auto* autograd = torch::autograd::impl::get_autograd_meta(tensor);
-      if (autograd != nullptr && autograd->grad_dtype_)
-        meta.user_grad_dtype = to_dtype(*autograd->grad_dtype_);
-    }
+    meta.user_grad_dtype = own_grad_dtype(tensor);  // a rule may train what is frozen here
     parameter.leaves.push_back(leaf_of(tensor, name));
     found.parameters.push_back(std::move(parameter));
   }
@@ -154,6 +156,13 @@ class Walk {
     TESSERA_CHECK(meta.trainable == tensor.requires_grad(), ErrorKind::kContract,
                   "tied parameters ", meta.name, " and ", name,
                   ": found one frozen and one trainable, expected the same");
+    const auto own = own_grad_dtype(tensor);
+    const auto text = [](const std::optional<DType>& dtype) {
+      return dtype ? to_string(*dtype) : std::string_view("none");
+    };
+    TESSERA_CHECK(own == meta.user_grad_dtype, ErrorKind::kContract, "tied parameters ", meta.name,
+                  " and ", name, ": found the grad_dtypes ", text(meta.user_grad_dtype), " and ",
+                  text(own), ", expected the same; set it on both");
     meta.aliases.push_back(name);
     for (const auto& leaf : parameter.leaves) {
       if (leaf->tensor.is_same(tensor)) {
