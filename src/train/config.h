@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "tessera/precision.h"
+#include "tessera/recompute_mode.h"
 
 namespace tessera::train {
 
@@ -23,7 +24,6 @@ enum class OptimizerName : std::uint8_t { kAdamW, kSgd };
 enum class LrDecay : std::uint8_t { kConstant, kLinear, kCosine };
 enum class BackendName : std::uint8_t { kAuto, kGloo, kNccl };
 enum class OnNonfinite : std::uint8_t { kError };
-enum class RecomputeMode : std::uint8_t { kNone, kFull, kSelective };
 
 /// A dtype of [precision]: none is written `auto`.
 struct DTypeChoice {
