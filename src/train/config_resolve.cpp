@@ -51,10 +51,6 @@ void check_precision_built(const Config& config) {
       refuse(concat("precision.rule[", i + 1, "].frozen"), "replicate", "shard");
     }
   }
-  if (config.activation_checkpoint.mode != RecomputeMode::kNone) {
-    const bool full = config.activation_checkpoint.mode == RecomputeMode::kFull;
-    refuse("activation_checkpoint.mode", full ? "full" : "selective", "none");
-  }
   if (config.lora.rank != 0) refuse("lora.rank", concat(config.lora.rank), "0");
   TESSERA_CHECK(config.lora == LoraConfig{}, ErrorKind::kConfig,
                 "lora: found alpha, targets or dropout with rank 0, expected a rank above 0 beside "
