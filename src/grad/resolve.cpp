@@ -121,12 +121,21 @@ void resolve_compute(GradContract& contract, const ParameterMeta& meta, const As
                 " small gradients vanish, and the scaler ([grad_scaler]) is not yet built; change ",
                 where_to_change(compute.reason, "param_dtype"));
   contract.compute.dtype = compute.value;
-  if (policy.param_rounding == Rounding::kHalfAway && contract.storage.dtype == DType::kFloat32 &&
-      compute.value == DType::kBFloat16) {
+  if (policy.param_rounding == Rounding::kHalfAway && !contract.replicated() &&
+      contract.storage.dtype == DType::kFloat32 && compute.value == DType::kBFloat16) {
     contract.compute.rounding = Rounding::kHalfAway;
     compute.reason += "; param_rounding: halves away from zero";
   }
   contract.reason(ContractField::kCompute) = compute.reason;
+}
+
+/// Nothing gathers it, so nothing would cast it on the way: it is kept as it computes.
+void keep_whole(GradContract& contract) {
+  if (!contract.replicated() || contract.storage == contract.compute) return;
+  std::string& reason = contract.reason(ContractField::kStorage);
+  reason = concat("as compute: whole on every rank, cast once when it is loaded, from ",
+                  to_string(contract.storage.dtype), " (", reason, ")");
+  contract.storage = contract.compute;
 }
 
 void resolve_grad(GradContract& contract, const ParameterMeta& meta, const Asked& asked) {
@@ -225,6 +234,7 @@ GradContract resolve_parameter(const ParameterMeta& meta, const Asked& asked,
     return contract;
   }
   resolve_compute(contract, meta, asked, policy);
+  keep_whole(contract);
   resolve_grad(contract, meta, asked);
   resolve_reduce(contract, asked, policy);
   resolve_accumulate(contract, asked, policy);
