@@ -13,5 +13,6 @@
 #include "tessera/precision.h"
 #include "tessera/recompute.h"
 #include "tessera/shard.h"
+#include "tessera/trainable.h"
 #include "tessera/visit_tensors.h"
 #include "tessera/world.h"

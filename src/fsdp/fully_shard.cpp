@@ -94,7 +94,8 @@ void ShardedBase::resolve_buffers() {
   const std::function<void(ShardedBase&)> resolve = [&](ShardedBase& handle) {
     grad::RuleBook rules(handle.policy_.rules);
     for (auto& buffer : handle.unit_->buffers) {
-      if (buffer.given) continue;
+      // What was cast once stays: digits do not come back.
+      if (buffer.given || handle.unit_->buffers_are_cast()) continue;
       buffer.contract = grad::resolve_buffer(buffer.meta, rules.ask(buffer.meta.name), parameters,
                                              handle.policy_);
     }

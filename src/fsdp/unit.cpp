@@ -99,6 +99,14 @@ void Unit::add(std::vector<std::unique_ptr<Parameter>> added) {
   }
 }
 
+std::unique_ptr<Bucket> Unit::make_bucket(const layout::BucketPlan& plan) const {
+  // What is whole on every rank takes part in no collective.
+  const bool whole = plan.key.replicated;
+  return std::make_unique<Bucket>(plan, whole ? BucketGroups{} : runtime_->groups(),
+                                  whole ? 0 : runtime_->shard_rank(), runtime_->pool(),
+                                  released_message());
+}
+
 void Unit::build(std::vector<std::unique_ptr<Parameter>> added) {
   const at::NoGradGuard no_grad;
   std::vector<layout::PlanItem> items;
@@ -109,11 +117,7 @@ void Unit::build(std::vector<std::unique_ptr<Parameter>> added) {
   const auto plan = layout::plan_unit(name_, items, options);
   layout::validate(plan, items, options);
   for (const auto& bucket_plan : plan.buckets) {
-    // What is whole on every rank takes part in no collective.
-    const bool whole = bucket_plan.key.replicated;
-    auto bucket = std::make_unique<Bucket>(bucket_plan, whole ? BucketGroups{} : runtime_->groups(),
-                                           whole ? 0 : runtime_->shard_rank(), runtime_->pool(),
-                                           released_message());
+    auto bucket = make_bucket(bucket_plan);
     for (std::size_t place = 0; place < bucket_plan.parameters.size(); ++place) {
       const auto& placed = bucket_plan.parameters[place];
       auto& parameter = *added[placed.parameter];

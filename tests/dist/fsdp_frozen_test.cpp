@@ -8,6 +8,7 @@
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "tessera/clip.h"
+#include "tessera/trainable.h"
 
 namespace tessera::test {
 namespace {
@@ -156,6 +157,28 @@ TEST_P(FrozenOnRanks, ValuesThatAreLoadedLaterAreCastOnTheWayIn) {
     handle.set_loaded();
     EXPECT_TRUE(same_bits(whole_parameters(handle).at("a"), fine.to(at::kBFloat16)));
     EXPECT_TRUE(same_bits(block->a.detach(), fine.to(at::kBFloat16)));
+  });
+}
+
+// Property: parameters move from slices to whole and back without changing a bit.
+TEST_P(FrozenOnRanks, SetTrainableMovesThemBetweenSlicesAndWhole) {
+  ranks(count()).run([&](World& world) {
+    Chain plain(1, kBlocks, kWidth);
+    auto chain = std::make_shared<Chain>(1, kBlocks, kWidth);
+    chain->shard_blocks(mesh(world));
+    auto handle = fully_shard(chain, mesh(world));
+    const auto values = whole_parameters(handle);
+    for (const bool trainable : {false, true}) {
+      set_trainable(handle,
+                    {{.match = {"a"}, .trainable = trainable, .frozen_as = FrozenAs::kReplicate}});
+      expect_same(whole_parameters(handle), values);
+      for (auto& block : plain.blocks) block->a.set_requires_grad(trainable);
+      const auto expected = plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+        backward(squares(plain.forward(input_of(rank, 0, kWidth))));
+      });
+      expect_close(step_of(handle, world.rank()).gradients, expected, one_axis());
+      handle.zero_grad();
+    }
   });
 }
 
