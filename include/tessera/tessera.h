@@ -4,6 +4,7 @@
 #include "tessera/clip.h"
 #include "tessera/contract.h"
 #include "tessera/dtype.h"
+#include "tessera/dtype_watch.h"
 #include "tessera/error.h"
 #include "tessera/grad_scaler.h"
 #include "tessera/loss_scale.h"
