@@ -234,9 +234,9 @@ TEST(Resume, AScaledRunGoesOnAtItsScaleOnAnyLayoutAndMayComeFromFloat32OrGoThere
 
   auto narrow = half;
   narrow.grad_scaler.min_scale = 0x1p30;
-  EXPECT_THAT(
-      error_of(ErrorKind::kConfig, [&] { train_on({2, 1}, with_steps(narrow, 9), folder / "run"); }),
-      HasSubstr("lower grad_scaler.min_scale"));
+  EXPECT_THAT(error_of(ErrorKind::kConfig,
+                       [&] { train_on({2, 1}, with_steps(narrow, 9), folder / "run"); }),
+              HasSubstr("lower grad_scaler.min_scale"));
   train_on({2, 1}, with_steps(config, 9), folder / "run");
   EXPECT_EQ(state("run"), std::nullopt);
   half.grad_scaler = {};
