@@ -13,8 +13,8 @@ namespace tessera {
 /// All but growth_interval are powers of two.
 struct GradScalerOptions {
   double init_scale = 65536.0;
-  double growth_factor = 2.0;   ///< at least 1; 1 = never grows
-  double backoff_factor = 0.5;  ///< below 1
+  double growth_factor = 2.0;           ///< at least 1; 1 = never grows
+  double backoff_factor = 0.5;          ///< below 1
   std::int64_t growth_interval = 2000;  ///< finite steps in a row before the scale grows
   double min_scale = 1.0;
   bool operator==(const GradScalerOptions&) const = default;

@@ -32,9 +32,8 @@ void validate(const GradScalerOptions& options) {
   require_power_of_two("growth_factor", options.growth_factor);
   require_power_of_two("backoff_factor", options.backoff_factor);
   require_power_of_two("min_scale", options.min_scale);
-  TESSERA_CHECK(options.growth_factor >= 1, ErrorKind::kConfig,
-                "grad_scaler.growth_factor: found ", options.growth_factor,
-                ", expected at least 1; 1 never grows");
+  TESSERA_CHECK(options.growth_factor >= 1, ErrorKind::kConfig, "grad_scaler.growth_factor: found ",
+                options.growth_factor, ", expected at least 1; 1 never grows");
   TESSERA_CHECK(options.backoff_factor < 1, ErrorKind::kConfig,
                 "grad_scaler.backoff_factor: found ", options.backoff_factor,
                 ", expected less than 1: a scale that stays would leave out the next step as well");
@@ -53,8 +52,8 @@ LossScale::LossScale(const GradScalerOptions& options) : options_(options) {
 }
 
 void LossScale::restore(const LossScaleState& state) {
-  TESSERA_CHECK(is_loss_scale(state.scale) && state.scale >= options_.min_scale,
-                ErrorKind::kConfig, "grad_scaler: found a run at scale ", state.scale,
+  TESSERA_CHECK(is_loss_scale(state.scale) && state.scale >= options_.min_scale, ErrorKind::kConfig,
+                "grad_scaler: found a run at scale ", state.scale,
                 ", expected a power of two of at least min_scale, ", options_.min_scale,
                 "; lower grad_scaler.min_scale");
   TESSERA_CHECK(state.good_steps >= 0 && state.skipped_steps >= 0, ErrorKind::kConfig,

@@ -195,12 +195,12 @@ void validate(const CheckpointManifest& manifest, std::string_view where) {
                   ": found ", file.bytes, " bytes");
   }
   if (const auto& state = manifest.loss_scale) {
-    TESSERA_CHECK(is_loss_scale(state->scale) && state->good_steps >= 0 &&
-                      state->skipped_steps >= 0,
-                  ErrorKind::kFormat, where, ": found the loss scale ", state->scale, " after ",
-                  state->good_steps, " finite and ", state->skipped_steps,
-                  " skipped steps, expected a power of two that float32 holds, and numbers that "
-                  "are not negative");
+    TESSERA_CHECK(
+        is_loss_scale(state->scale) && state->good_steps >= 0 && state->skipped_steps >= 0,
+        ErrorKind::kFormat, where, ": found the loss scale ", state->scale, " after ",
+        state->good_steps, " finite and ", state->skipped_steps,
+        " skipped steps, expected a power of two that float32 holds, and numbers that "
+        "are not negative");
   }
   for (const auto& [name, tensor] : manifest.tensors) check_tensor(manifest, name, tensor, where);
 }

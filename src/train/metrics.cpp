@@ -60,7 +60,8 @@ std::string to_step_line(const StepMetrics& m) {
   line += formatted("  step_ms: %.1f", m.step_ms);
   if (m.val_loss) line += formatted("  val_loss: %.4f", *m.val_loss);
   if (m.loss_scale) line += formatted("  loss_scale: %g", *m.loss_scale);
-  if (m.skipped_steps) line += formatted("  skipped: %lld", static_cast<long long>(*m.skipped_steps));
+  if (m.skipped_steps)
+    line += formatted("  skipped: %lld", static_cast<long long>(*m.skipped_steps));
   return line;
 }
 

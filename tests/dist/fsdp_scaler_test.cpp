@@ -214,8 +214,8 @@ TEST(GradScaler, AnOverflowOnOneRankLeavesTheStepOutOnAll) {
   on_layouts([](World& world, const Mesh& mesh) {
     for (const auto wire : {std::optional<DType>(), std::optional(DType::kFloat16)}) {
       for (int bad = 0; bad < world.size(); ++bad) {
-        auto handle = fully_shard(std::make_shared<Scale>(at::ones({kWidth})), mesh,
-                                  in_float16(wire));
+        auto handle =
+            fully_shard(std::make_shared<Scale>(at::ones({kWidth})), mesh, in_float16(wire));
         const auto optimizer = make_adamw(handle, adamw(0.01, 0.0));
         GradScaler scaler(handle, from(0x1p12));
         const auto step = [&](double large) {
@@ -244,7 +244,8 @@ TEST(GradScaler, ASumThatOverflowsOnTheWireIsSeen) {
   ranks(2).run([](World& world) {
     auto policy = in_float16(DType::kFloat16);
     policy.param_dtype = DType::kFloat32;
-    auto handle = fully_shard(std::make_shared<Scale>(at::ones({kWidth})), data_mesh(world), policy);
+    auto handle =
+        fully_shard(std::make_shared<Scale>(at::ones({kWidth})), data_mesh(world), policy);
     GradScaler scaler(handle, from(0x1p15));
     handle.set_requires_gradient_sync(false);
     backward(scaler.scaled(handle.forward(at::full({kWidth}, 1.5)).sum()));
@@ -277,9 +278,8 @@ TEST(LossScale, MovesAsThatOfPyTorch) {
       const bool inf = random() % odds == 0 && ours.can_shrink();
       skipped += inf ? 1 : 0;
       inf ? ours.step_was_skipped() : ours.step_was_finite();
-      at::_amp_update_scale_(scale, tracker, at::full({}, inf ? 1.0F : 0.0F),
-                             options.growth_factor, options.backoff_factor,
-                             options.growth_interval);
+      at::_amp_update_scale_(scale, tracker, at::full({}, inf ? 1.0F : 0.0F), options.growth_factor,
+                             options.backoff_factor, options.growth_interval);
       ASSERT_EQ(ours.value(), scale.item<float>()) << "run " << run << " step " << step;
       ASSERT_EQ(ours.state().good_steps, tracker.item<int>());
     }

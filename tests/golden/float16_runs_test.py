@@ -80,7 +80,8 @@ class Float16(unittest.TestCase):
             with self.subTest(name):
                 self.assertEqual((value.dtype, narrow[name].dtype), (torch.float32, torch.float16))
                 self.assertTrue(torch.equal(narrow[name], value.half()))
-        self.train("told", *HALF, "--precision.storage_dtype", "auto", "--optimizer.master", "none")
+        self.train("told", *HALF, "--precision.storage_dtype", "auto", "--optimizer.master", "none",
+                   "--optimizer.name", "SGD")
         self.assertEqual(len(self.lines("told")), STEPS)
 
     def test_steps_that_overflow_are_left_out_and_a_resumed_run_goes_on_at_their_scale(self):
