@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <functional>
 
-#include "fsdp/contracts.h"
 #include "fsdp/relayout.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
@@ -120,6 +119,9 @@ void set_trainable(ShardedBase& model, const std::vector<TrainableChange>& chang
       auto next = grad::retrained(contract, *asked.frozen, handle.policy_);
       next.raw_sum_by_autograd =
           next.trainable && own.parameter->leaves.size() <= contract.aliases.size();
+      if (const auto& factor = own.parameter->unit->divide_factor; factor && next.trainable) {
+        next.reductions.divide_factor = *factor;
+      }
       now.back() = next;
       changed.push_back({own.parameter, std::move(next)});
     }
