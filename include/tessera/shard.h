@@ -38,7 +38,9 @@ struct Entry;
 struct Parameter;
 }  // namespace fsdp
 
+class Optimizer;
 class ShardedBase;
+struct TrainableChange;
 
 struct ShardOptions {
   /// Canonical name of the module in the whole model ("model.layers.0"): put before its parameters'
@@ -151,6 +153,8 @@ class ShardedBase : public torch::nn::Module {
   };
 
  private:
+  friend void set_trainable(ShardedBase& model, const std::vector<TrainableChange>& changes,
+                            const std::vector<Optimizer*>& follow);
   struct Inner {
     std::string path;
     std::shared_ptr<ShardedBase> handle;

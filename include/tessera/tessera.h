@@ -14,5 +14,6 @@
 #include "tessera/precision.h"
 #include "tessera/recompute.h"
 #include "tessera/shard.h"
+#include "tessera/trainable.h"
 #include "tessera/visit_tensors.h"
 #include "tessera/world.h"

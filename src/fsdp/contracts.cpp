@@ -36,14 +36,14 @@ void move_bucket(Unit& ancestor, Unit& unit, std::size_t index,
   lend(ancestor, unit);
 }
 
+}  // namespace
+
 void require_built(const GradContract& contract) {
   TESSERA_CHECK(contract.trainable || contract.frozen_as == FrozenAs::kShard, ErrorKind::kConfig,
                 "parameter ", contract.name, ": found frozen = \"replicate\" (",
                 contract.reason(ContractField::kTrainable),
                 "), expected \"shard\"; whole frozen parameters are not yet built");
 }
-
-}  // namespace
 
 ReductionPlan data_reductions(const Mesh& mesh, std::optional<double> divide_factor) {
   ReductionPlan plan;

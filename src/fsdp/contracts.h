@@ -17,6 +17,9 @@ std::vector<GradContract> contracts_of(const std::vector<FoundParameter>& parame
                                        const Mesh& mesh, const PrecisionPolicy& policy,
                                        const ShardOptions& options);
 
+/// Errors: kConfig for a contract that cannot be run yet.
+void require_built(const GradContract& contract);
+
 /// The data axes of a mesh and the divide factor (none: the number of data ranks).
 ReductionPlan data_reductions(const Mesh& mesh, std::optional<double> divide_factor);
 

@@ -97,10 +97,20 @@ void Runtime::agree_on_plan() {
     }
     text += to_lines(contract);
   }
-  agreed_ = is_on_all_ranks(hash_bytes(text), "contract hash");
-  TESSERA_CHECK(agreed_, ErrorKind::kContract,
-                "contracts differ between ranks: ", difference_between_ranks(text, "contracts"),
-                "; shard the same model with the same policy on every rank");
+  agree(text, "contracts", "shard the same model with the same policy on every rank");
+  agreed_ = true;
+}
+
+void Runtime::agree(const std::string& lines, const char* what, const char* mend) {
+  if (data_group_ == nullptr || is_on_all_ranks(hash_bytes(lines), what)) return;
+  TESSERA_CHECK(false, ErrorKind::kContract, what,
+                " differ between ranks: ", difference_between_ranks(lines, what), "; ", mend);
+}
+
+void Runtime::begin_relayout() {
+  for (auto* unit : units_) unit->release();
+  agreed_ = false;
+  ++layout_;
 }
 
 // ---------------------------------------------------------------------------------------- forward

@@ -95,6 +95,13 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// All ranks have the same contracts and plans. Collective. Errors: kContract naming the first
   /// difference.
   void agree_on_plan();
+  /// All data ranks have the same `lines`. Collective. Errors: kContract naming the first
+  /// difference and the `mend`.
+  void agree(const std::string& lines, const char* what, const char* mend);
+  /// Gives all unsharded memory back before units are laid out anew. Nothing may be under way.
+  void begin_relayout();
+  /// Changes with every begin_relayout().
+  std::uint64_t layout() const { return layout_; }
 
   // --- forward, called by Call (call.h) ---
   /// Makes the unit's parameters readable; null when nothing of it needs to be recorded.
@@ -178,6 +185,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   int shard_rank_ = 0;
   std::vector<Unit*> units_;
   bool agreed_ = false;
+  std::uint64_t layout_ = 0;
 
   // forward
   std::vector<std::size_t> open_;  // positions of the forwards on the stack

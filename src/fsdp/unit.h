@@ -113,9 +113,10 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   std::vector<Unit*> needs;        ///< units that hold some of this module's parameters
   std::vector<std::shared_ptr<Leaf>> borrowed;  ///< leaves that another unit owns
 
+  std::string released_message() const;  ///< of accesses to parameters that are not unsharded
+
  private:
   void build(std::vector<std::unique_ptr<Parameter>> parameters);
-  std::string released_message() const;
 
   std::string name_;
   std::shared_ptr<Runtime> runtime_;
