@@ -111,8 +111,8 @@ void check_loss_scaling(const GradContract& contract, const PrecisionPolicy& pol
       contract.compute.dtype != DType::kFloat16 || !contract.trainable || policy.loss_scaling,
       ErrorKind::kContract, contract.name, ": found the compute dtype float16 (", reason,
       ") of a trained parameter, expected float32 or bfloat16: without a loss scaler"
-      " small gradients vanish; set PrecisionPolicy::loss_scaling and train with a"
-      " GradScaler, or change ",
+      " small gradients vanish; set PrecisionPolicy::loss_scaling and train with a GradScaler, or"
+      " change ",
       where_to_change(reason, "param_dtype"));
 }
 

@@ -92,9 +92,9 @@ class Float16(unittest.TestCase):
         whole = self.lines("whole")
         self.assertEqual(whole[0][2:], [None, 2.0**40, 1.0])
         skipped = int(whole[-1][4])
-        self.assertTrue(1 <= skipped < STEPS // 2, skipped)
+        self.assertTrue(1 <= skipped <= STEPS - 3, skipped)
         self.assertEqual(sum(line[2] is None for line in whole), skipped)
-        self.train("parts", *HALF, *scaler, "--training.steps", 3)
+        self.train("parts", *HALF, *scaler, "--training.steps", 5)
         self.train("parts", *HALF, *scaler)
         self.assertEqual(self.lines("parts"), whole)
 
@@ -113,7 +113,7 @@ class Float16(unittest.TestCase):
     def test_contract_shows_what_is_in_fp16(self):
         (self.folder / "half.toml").write_text(
             (self.folder / "run.toml").read_text() + '[precision]\nparam_dtype = "float16"\nreduce_dtype = "float16"\n')
-        done = subprocess.run([os.environ["TESSERA_PROGRAM"], "inspect", "model", "--contract", "half.toml"],
+        done = subprocess.run([os.environ["TESSERA_PROGRAM"], "inspect", "--contract", "half.toml"],
                               capture_output=True, text=True, cwd=self.folder, check=False)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("float16", done.stdout)
