@@ -38,7 +38,9 @@ struct Entry;
 struct Parameter;
 }  // namespace fsdp
 
+class Optimizer;
 class ShardedBase;
+struct TrainableChange;
 
 struct ShardOptions {
   /// Canonical name of the module in the whole model ("model.layers.0"): put before its parameters'
@@ -63,6 +65,8 @@ struct ShardOptions {
   /// Resolved beforehand for the whole model, looked up by canonical name; none = resolved here
   /// from the policy.
   std::shared_ptr<const std::vector<GradContract>> contracts;
+  /// The same for buffers; used with `contracts` only.
+  std::shared_ptr<const std::vector<BufferContract>> buffer_contracts;
   /// From a parameter's path in the module to its canonical name; none = `name` + "." + path.
   std::function<std::string(const std::string&)> canonical_name;
   /// Handles whose modules still stand plain in the tree, because the code reaches them in another
@@ -78,6 +82,12 @@ struct ShardView {
   at::Tensor shard;        ///< [end - begin], storage dtype; .grad() in the final dtype
   std::int64_t begin = 0;  ///< the shard is elements [begin, end) of the flattened parameter
   std::int64_t end = 0;
+};
+
+/// One buffer: a tensor that a module registered as such, whole on every rank.
+struct BufferView {
+  const BufferContract* contract = nullptr;
+  at::Tensor tensor;  ///< the module's own; in the contract's compute dtype once it is loaded
 };
 
 /// A gather that was started by hand. Forwards wait for theirs by themselves.
@@ -108,8 +118,11 @@ class ShardedBase : public torch::nn::Module {
   torch::OrderedDict<std::string, at::Tensor> named_buffers() const;
   /// Every parameter of this unit and of all inside, in the order of named_parameters().
   std::vector<ShardView> shards() const;
-  /// What all ranks agreed on: the parameters in the order of shards(), and this unit with all
-  /// inside.
+  /// Every buffer of this unit and of all inside. A loader writes values in the storage dtype or in
+  /// the compute dtype and then calls set_loaded().
+  std::vector<BufferView> buffers() const;
+  /// What all ranks agreed on: the parameters in the order of shards(), the buffers in that of
+  /// buffers(), and this unit with all inside.
   ModelContract contract() const;
   /// to_string of it.
   std::string contract_table() const;
@@ -122,7 +135,8 @@ class ShardedBase : public torch::nn::Module {
   /// parameters without one. Frozen ones are left out.
   void visit_full_gradients(
       const std::function<void(const std::string&, const at::Tensor&)>& visit) const;
-  /// The loader filled every shard: they may be gathered.
+  /// The loader filled every shard and buffer: shards may be gathered, and buffers are cast to
+  /// their compute dtype. Without a loader that happens in the first forward.
   void set_loaded();
 
   // Controls, to be set to the same on every rank at the same place: none of them communicates, a
@@ -192,10 +206,13 @@ class ShardedBase : public torch::nn::Module {
     std::shared_ptr<fsdp::Entry> entry_;
     std::uint64_t generation_ = 0;
     bool left_ = false;
+    bool watched_ = false;  // by a DtypeWatch
     int exceptions_;
   };
 
  private:
+  friend void set_trainable(ShardedBase& model, const std::vector<TrainableChange>& changes,
+                            const std::vector<Optimizer*>& follow);
   struct Inner {
     std::string path;
     std::shared_ptr<ShardedBase> handle;
@@ -208,6 +225,9 @@ class ShardedBase : public torch::nn::Module {
   void for_units(bool recurse, const std::function<void(ShardedBase&)>& act);
   enum class Place : std::uint8_t { kOutermost, kInside };
   void resolve_unit(Place place);
+  /// The contracts of the buffers of this handle and of those inside; what is frozen around them
+  /// decides.
+  void resolve_buffers();
   void set_runtime(const std::shared_ptr<fsdp::Runtime>& runtime);
   /// All parameters of this handle and those inside, with names relative to this handle.
   std::vector<Own> all() const;

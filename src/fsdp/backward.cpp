@@ -4,6 +4,9 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+#include <array>
+
 #include "base/hash.h"
 #include "fsdp/runtime.h"
 #include "tessera/error.h"
@@ -54,6 +57,10 @@ void refuse_capture(const Unit& unit) {
 
 void Runtime::begin_backward() {
   if (in_backward_) return;
+  TESSERA_CHECK(has_scaler_ || loss_scale_ == 1.0, ErrorKind::kUsage,
+                "backward: found gradients at the loss scale ", loss_scale_,
+                " of a GradScaler that ended in the middle of a step, expected it to live on; keep "
+                "it as long as the model trains, or recover the World");
   in_backward_ = true;
   awaiting_tickets_ = false;
   // What the last backward left to the deferred gradients is still to be reduced.
@@ -76,14 +83,22 @@ void Runtime::abandon_backward(std::uint64_t generation) {
   fail("an exception left a backward through sharded modules");
 }
 
-void Runtime::agree_on_trace(const Segment& segment) {
-  if (data_group_ == nullptr) return;
-  const auto hash = Hasher()
-                        .add(segment.trace.hash())
-                        .add(std::uint64_t{segment.number})
-                        .add(std::string_view(controls()))
-                        .digest();
-  if (is_on_all_ranks(hash, "forward order")) return;
+bool Runtime::agree_on_trace(const Segment& segment) {
+  if (data_group_ == nullptr) return true;
+  const std::string differentiated(segment.differentiated.begin(), segment.differentiated.end());
+  const std::array<std::uint64_t, 2> hashes{Hasher()
+                                                .add(segment.trace.hash())
+                                                .add(std::uint64_t{segment.number})
+                                                .add(std::string_view(controls()))
+                                                .digest(),
+                                            hash_bytes(differentiated)};
+  const std::string mine(reinterpret_cast<const char*>(hashes.data()), sizeof hashes);
+  const auto all = comm::all_gather_fixed(*data_group_, mine, "forward order");
+  const auto agree = [&](std::size_t bytes) {
+    return std::ranges::all_of(
+        all, [&](const auto& other) { return other.compare(0, bytes, mine, 0, bytes) == 0; });
+  };
+  if (agree(sizeof hashes[0])) return agree(sizeof hashes);
   agree_on_controls();
   std::string text;
   const auto& units = segment.trace.units;
@@ -95,6 +110,7 @@ void Runtime::agree_on_trace(const Segment& segment) {
   TESSERA_CHECK(false, ErrorKind::kComm, "the order of units differs between ranks: ",
                 difference_between_ranks(text, "forward order names"),
                 "; run the same units in the same order on every rank");
+  return false;
 }
 
 void Runtime::touch(Segment& segment, const std::shared_ptr<Segment>& owner) {
@@ -104,7 +120,7 @@ void Runtime::touch(Segment& segment, const std::shared_ptr<Segment>& owner) {
       "backward: found parameters that were changed since this forward, expected those "
       "that it computed with; run every backward of a forward before the optimizer steps");
   segment.touched = true;
-  agree_on_trace(segment);
+  const bool alike = agree_on_trace(segment);
   std::vector<bool> gathers, keeps;  // in backward; after forward
   std::vector<std::vector<UnitId>> prefetch;
   for (const auto* unit : units_) {
@@ -127,7 +143,8 @@ void Runtime::touch(Segment& segment, const std::shared_ptr<Segment>& owner) {
   for (const auto& weak : segment.entries) {
     if (const auto entry = weak.lock()) expect(*entry);
   }
-  segment.order = backward_order(segment.trace, gathers, segment.kept_last, prefetch);
+  segment.order = backward_order(segment.trace, gathers, segment.kept_last, prefetch,
+                                 alike ? segment.differentiated : std::vector<bool>());
   segment.cursor = 0;
   for (const auto id : segment.order.reductions) add_reduction(id);
   // A unit that only lends its parameters (the root, when inner handles are called directly) comes

@@ -54,7 +54,8 @@ void plan_issues(const Trace& trace, const std::vector<std::vector<UnitId>>& pre
 }  // namespace
 
 BackwardOrder backward_order(const Trace& trace, const std::vector<bool>& reshards, bool keep_last,
-                             const std::vector<std::vector<UnitId>>& prefetch) {
+                             const std::vector<std::vector<UnitId>>& prefetch,
+                             const std::vector<bool>& reached) {
   BackwardOrder order;
   const auto count = trace.units.size();
   order.gathers.assign(count, false);
@@ -63,7 +64,7 @@ BackwardOrder backward_order(const Trace& trace, const std::vector<bool>& reshar
   for (std::size_t i = 0; i < count; ++i) {
     if (order.places[i] == count) order.positions.push_back(i);  // its forward has not ended yet
     const bool kept = keep_last && i + 1 == count;
-    order.gathers[i] = reshards.at(trace.units[i]) && !kept;
+    order.gathers[i] = reshards.at(trace.units[i]) && !kept && (reached.empty() || reached.at(i));
   }
   order.positions.insert(order.positions.end(), trace.exits.rbegin(), trace.exits.rend());
   for (std::size_t place = 0; place < count; ++place) order.places[order.positions[place]] = place;

@@ -45,9 +45,11 @@ struct BackwardOrder {
 /// `reshards[u]`: unit u gives its memory back after its forward. `keep_last`: the trace's last
 /// entry kept its memory, because its backward comes first. `prefetch[u]`, where there is one: the
 /// units whose gathers go out while u computes; empty = the one that comes after it. Units that do
-/// not come after it, or are under way already, are left out.
+/// not come after it, or are under way already, are left out. `reached`, by position of the trace:
+/// whether backward comes there at all; empty = everywhere.
 BackwardOrder backward_order(const Trace& trace, const std::vector<bool>& reshards, bool keep_last,
-                             const std::vector<std::vector<UnitId>>& prefetch = {});
+                             const std::vector<std::vector<UnitId>>& prefetch = {},
+                             const std::vector<bool>& reached = {});
 
 /// The first place where two ranks' lists differ, in words: "entry 3: rank 0 entered layers.3,
 /// rank 1 entered layers.4", or "... entered nothing more" for the shorter one. Empty when they

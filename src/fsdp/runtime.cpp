@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include "base/hash.h"
+#include "fsdp/integrity.h"
 #include "fsdp/recompute.h"
 #include "tessera/error.h"
 
@@ -100,6 +101,7 @@ void Runtime::agree_on_plan() {
   for (const auto* unit : units_) {
     ModelContract contract{{}, {}, {unit->contract}};
     for (const auto& p : unit->parameters()) contract.parameters.push_back(p->contract);
+    for (const auto& buffer : unit->buffers) contract.buffers.push_back(buffer.contract);
     text += concat("unit ", unit->name(),
                    unit->reshard_after_forward ? ", resharded after forward" : "", "\n");
     for (const auto& bucket : unit->buckets()) {
@@ -108,10 +110,20 @@ void Runtime::agree_on_plan() {
     }
     text += to_lines(contract);
   }
-  agreed_ = is_on_all_ranks(hash_bytes(text), "contract hash");
-  TESSERA_CHECK(agreed_, ErrorKind::kContract,
-                "contracts differ between ranks: ", difference_between_ranks(text, "contracts"),
-                "; shard the same model with the same policy on every rank");
+  agree(text, "contracts", "shard the same model with the same policy on every rank");
+  agreed_ = true;
+}
+
+void Runtime::agree(const std::string& lines, const char* what, const char* mend) {
+  if (data_group_ == nullptr || is_on_all_ranks(hash_bytes(lines), what)) return;
+  TESSERA_CHECK(false, ErrorKind::kContract, what,
+                " differ between ranks: ", difference_between_ranks(lines, what), "; ", mend);
+}
+
+void Runtime::begin_relayout() {
+  for (auto* unit : units_) unit->release();
+  agreed_ = false;
+  ++layout_;
 }
 
 // ---------------------------------------------------------------------------------------- forward
@@ -127,10 +139,12 @@ void Runtime::check_usable() {
     reset();  // the last backward left by an exception
   }
   if (!agreed_) agree_on_plan();
+  for (auto* unit : units_) unit->cast_buffers();
 }
 
 void Runtime::gather_needed(Unit& unit, Gathers when) {
   const auto gather = [&](Unit& one) {
+    check_integrity(one);
     if (one.gathered() || (when == Gathers::kInBackward && !one.unshard_in_backward)) return;
     if (!one.gather_pending()) issue_gather(one);
     one.wait_gather();
@@ -171,6 +185,7 @@ std::shared_ptr<Entry> Runtime::record(Unit& unit, std::size_t position) {
   entry->segment = current_;
   entry->position = position;
   current_->entries.push_back(entry);
+  current_->differentiated[position] = true;
   expect(*entry);
   return entry;
 }
@@ -209,6 +224,7 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   const auto position = current_->trace.units.size();
   open_.push_back(position);
   current_->trace.units.push_back(unit.id);
+  current_->differentiated.push_back(false);
   follows_reference_ = follows_reference_ && position < reference_.units.size() &&
                        reference_.units[position] == unit.id;
   check_borrowed(unit);
@@ -279,6 +295,10 @@ void Runtime::leave_forward(Unit& unit) {
   current_.reset();
 }
 
+void Runtime::leave_undifferentiated(Entry& entry) {
+  entry.segment->differentiated.at(entry.position) = false;
+}
+
 void Runtime::fail(const std::string& why) {
   failed_ = true;
   ++generation_;
@@ -309,6 +329,7 @@ void Runtime::reset() {
     for (auto& p : unit->parameters()) p->used = p->published = false;
   }
   open_.clear();
+  if (!has_scaler_) loss_scale_ = 1.0;
   ++generation_;
   recoveries_ = world().recoveries();
   next_segment_ = 0;
