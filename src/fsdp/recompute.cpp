@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "fsdp/forward_state.h"
@@ -100,8 +101,7 @@ class Recompute : public torch::autograd::Function<Recompute> {
     if (!roots.empty()) torch::autograd::backward(roots, root_grads);
     variable_list result{at::Tensor()};  // the block itself
     for (const auto& input : inputs) {
-      const bool has_grad = input.defined() && input.requires_grad();
-      result.push_back(has_grad ? input.grad() : at::Tensor());
+      result.push_back(input.requires_grad() ? input.grad() : at::Tensor());
     }
     return result;
   }
@@ -115,7 +115,7 @@ class Recompute : public torch::autograd::Function<Recompute> {
     }
     saved.resize(block.inputs);
     for (auto& input : saved) {
-      if (input.defined()) input = input.detach().set_requires_grad(input.requires_grad());
+      input = input.detach().set_requires_grad(input.requires_grad());
     }
     return saved;
   }
@@ -138,6 +138,20 @@ class Recompute : public torch::autograd::Function<Recompute> {
   }
 };
 
+/// The function gets its inputs where they were: autograd takes no undefined ones.
+void restore_places(Block& block, const std::vector<at::Tensor>& inputs) {
+  std::vector<bool> defined;
+  for (const auto& input : inputs) defined.push_back(input.defined());
+  block.run = [run = std::move(block.run), defined](const std::vector<at::Tensor>& arguments) {
+    variable_list all(defined.size());
+    auto next = arguments.begin();
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      if (defined[i]) all[i] = *next++;
+    }
+    return run(all);
+  };
+}
+
 }  // namespace
 
 std::vector<at::Tensor> checkpoint(Run function, const std::vector<at::Tensor>& inputs,
@@ -147,18 +161,16 @@ std::vector<at::Tensor> checkpoint(Run function, const std::vector<at::Tensor>& 
   block->run = std::move(function);
   block->recorded.mode = mode;
   block->autocast = fsdp::Autocast::now();
-  auto arguments = inputs;
-  const bool any = std::any_of(inputs.begin(), inputs.end(), [](const at::Tensor& input) {
-    return input.defined() && input.requires_grad();
-  });
-  if (!any) {
+  variable_list arguments;
+  std::copy_if(inputs.begin(), inputs.end(), std::back_inserter(arguments),
+               [](const at::Tensor& input) { return input.defined(); });
+  if (std::none_of(arguments.begin(), arguments.end(),
+                   [](const at::Tensor& input) { return input.requires_grad(); })) {
     // Parameters alone would not make the node part of the graph: an empty input that requires grad
     // does.
     arguments.push_back(at::empty({0}).set_requires_grad(true));
-    block->run = [run = std::move(block->run)](const std::vector<at::Tensor>& all) {
-      return run({all.begin(), all.end() - 1});
-    };
   }
+  restore_places(*block, inputs);
   // A TensorList: in a vector the engine would not find the tensors, and cut the graph in silence.
   return Recompute::apply(block, at::TensorList(arguments));
 }

@@ -48,7 +48,8 @@ TEST(RecomputeAutocast, TheSecondForwardComputesInTheDtypesOfTheFirst) {
         loss = squares(at::linear(checkpoint(body, {y}, mode), weight));
         if (backward_inside) backward(loss);
       }
-      EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
+      EXPECT_EQ(at::autocast::is_autocast_cache_enabled(), mode != RecomputeMode::kNone)
+          << "as it was before";
       if (!backward_inside) backward(loss);
       EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
       return Tensors{{"weight", weight.grad()}, {"x", x.grad()}};
@@ -87,6 +88,26 @@ TEST(RecomputeResults, SeveralResultsUsedOrNotGiveTheGradientsOfThePlainCall) {
       };
       expect_same(run(mode), run(RecomputeMode::kNone));
     }
+  }
+}
+
+TEST(RecomputeResults, InputsThatAreNotThereStayWhereTheyAre) {
+  for (const bool wants_gradient : {true, false}) {
+    const auto x = input_of(0, 0, kWidth).requires_grad_(wants_gradient);
+    const auto mask = at::ones({kWidth});
+    const auto weight = seeded(1, {kWidth}).requires_grad_();
+    int calls = 0;
+    const auto y = checkpoint(
+        [&](const std::vector<at::Tensor>& in) {
+          ++calls;
+          EXPECT_EQ(in.size(), 4U);
+          EXPECT_TRUE(!in[0].defined() && !in[2].defined());
+          return in[1] * in[3] * weight;
+        },
+        {at::Tensor(), x, at::Tensor(), mask});
+    backward(y.sum());
+    EXPECT_EQ(calls, 2);
+    EXPECT_TRUE(same_bits(weight.grad(), x.detach().sum(0)));
   }
 }
 

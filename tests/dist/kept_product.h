@@ -26,8 +26,8 @@ struct KeptProduct : torch::autograd::Function<KeptProduct> {
   }
 };
 
-/// relu(x A^T) B^T, dropped out if asked, + x, as `mode` says; its input is bent first, so that it
-/// keeps more than products without a checkpoint.
+/// x + silu(relu(tanh(x) A^T) B^T), dropped out if asked, as `mode` says. Without a checkpoint it
+/// holds more than its input and products.
 class KeptBlock : public torch::nn::Module {
  public:
   KeptBlock(std::uint64_t seed, std::int64_t width)
@@ -43,7 +43,7 @@ class KeptBlock : public torch::nn::Module {
     const auto inner = at::relu(KeptProduct::apply(at::tanh(x), a, &computed));
     auto y = KeptProduct::apply(inner, b, &computed);
     if (dropout > 0) y = at::dropout(y, dropout, /*train=*/true);
-    return x + at::sigmoid(y);
+    return x + at::sigmoid(y) * y;
   }
 
   at::Tensor a, b;
