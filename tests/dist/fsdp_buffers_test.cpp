@@ -28,7 +28,7 @@ struct Tower : torch::nn::Module {
   at::Tensor std_bias = register_buffer("std_bias", at::full({kWidth}, kFine));
   at::Tensor std_scale = register_buffer("std_scale", seeded(2, {kWidth}));
   at::Tensor inv_freq = register_buffer("inv_freq", at::full({3}, kFine));
-  at::Tensor count = register_buffer("count", at::tensor({1, 2, 3}));
+  at::Tensor count = register_buffer("count", at::tensor({1, 2, 3}, at::kLong));
 };
 
 struct Model : torch::nn::Module {

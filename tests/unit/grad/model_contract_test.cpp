@@ -57,6 +57,16 @@ TEST(ResolveBuffers, OfAFrozenPartAreCastToTheComputeDtypeAndOthersStay) {
   }
 }
 
+TEST(ResolveBuffers, AModelThatIsFrozenAsAWholeIsAFrozenPart) {
+  const ModelContract all =
+      resolve_model_contract({frozen(scratch("w"))}, {buffer("scale")}, {}, mixed_policy(), {});
+  EXPECT_EQ(all.buffers.front().compute, kBF16);
+  EXPECT_EQ(
+      resolve_model_contract({}, {buffer("scale")}, {}, mixed_policy(), {}).buffers[0].compute,
+      kF32)
+      << "nothing says so";
+}
+
 TEST(ResolveBuffers, APartIsFrozenByRulesToo) {
   PrecisionPolicy policy = mixed_policy();
   policy.rules = {rule_for("text"), rule_for("tower")};

@@ -59,6 +59,14 @@ TEST(ConfigValidate, KeysBesideWhatIsNotBuiltAreAccepted) {
       validate(small_config("checkpoint.enable=false\ncheckpoint.interval=5"), Verb::kTrain));
 }
 
+TEST(ConfigValidate, FrozenPartsMayBeWholeAndDtypesChecked) {
+  for (const Verb verb : {Verb::kTrain, Verb::kGradients}) {
+    EXPECT_NO_THROW(validate(small_config("model.frozen=replicate\ndebug.check_dtypes=true\n"
+                                          "precision.rule=[{match='x', frozen='replicate'}]"),
+                             verb));
+  }
+}
+
 struct BadConfig {
   std::string change;
   std::string begins;  // the key
