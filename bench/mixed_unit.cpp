@@ -33,20 +33,15 @@ constexpr std::int64_t kColumns = 512;
 constexpr double kMostTime = 1.05;
 constexpr double kMostBytes = 1.03;
 
-/// x, as far as values go; gradients of the parameters are `ready`.
+/// x, as far as values go; the gradient of the parameter is `ready`.
 struct Touch : torch::autograd::Function<Touch> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
-                            const variable_list& /*parameters*/, const variable_list* ready) {
-    context->saved_data["ready"] = reinterpret_cast<std::int64_t>(ready);
+                            const at::Tensor& /*parameter*/, const at::Tensor& ready) {
+    context->saved_data["ready"] = ready;
     return x.clone();
   }
-  static variable_list backward(AutogradContext* context, variable_list gradients) {
-    const auto* ready =
-        reinterpret_cast<const variable_list*>(context->saved_data["ready"].toInt());
-    variable_list all{gradients[0]};
-    all.insert(all.end(), ready->begin(), ready->end());
-    all.emplace_back();
-    return all;
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    return {gradients[0], context->saved_data["ready"].toTensor(), at::Tensor()};
   }
 };
 
@@ -63,7 +58,10 @@ struct Layer : torch::nn::Module {
     if (ready.empty()) {
       for (const auto& parameter : parameters_here) ready.push_back(at::ones_like(parameter));
     }
-    return Touch::apply(x, parameters_here, &ready);
+    auto y = x;
+    for (std::size_t i = 0; i < ready.size(); ++i)
+      y = Touch::apply(y, parameters_here[i], ready[i]);
+    return y;
   }
   variable_list parameters_here;
   variable_list ready;  // in the compute dtypes
@@ -105,7 +103,7 @@ struct Case {
           tessera::fully_shard(std::make_shared<Layer>(), mesh, policy)));
       chain->register_module(std::to_string(i), chain->layers.back());
     }
-    model = std::make_shared<tessera::Sharded<Chain>>(tessera::fully_shard(chain, mesh, policy));
+    model = std::make_shared<tessera::Sharded<Chain>>(tessera::fully_shard(chain, mesh));
     held->most = held->now;  // the modules' own values are gone
   }
   void step(const at::Tensor& x) const {
