@@ -7,6 +7,7 @@
 
 #include <utility>
 
+#include "base/sample_place.h"
 #include "fsdp/runtime.h"
 #include "tessera/error.h"
 #include "tessera/recompute.h"
@@ -74,6 +75,7 @@ struct Block : torch::CustomClassHolder {
   std::function<at::Tensor(const std::vector<at::Tensor>&)> run;
   fsdp::Recorded recorded;
   at::Tensor random;  ///< before the first forward, if that drew anything (5 KB)
+  std::optional<SamplePlace> place = sample_place();
 };
 
 class Recompute : public torch::autograd::Function<Recompute> {
@@ -108,6 +110,7 @@ class Recompute : public torch::autograd::Function<Recompute> {
     {
       const fsdp::RecomputeScope scope(block->recorded);
       const RandomStateScope random(block->random);
+      const SampleScope place(block->place);
       const at::AutoGradMode grad(true);
       output = block->run(inputs);
     }

@@ -8,6 +8,7 @@
 
 #include "grad/torch_dtype.h"
 #include "io/safetensors_writer.h"
+#include "models/lora_table.h"
 #include "tessera/error.h"
 
 namespace tessera::train {
@@ -59,14 +60,15 @@ void take_huge_pages(const at::Tensor& buffer) {
 }  // namespace
 
 std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& optimizer,
-                                   const SourceDType& source_dtype) {
+                                   const SourceDType& source_dtype, Holds holds) {
   std::vector<StatePart> parts;
   for (const auto& view : model.shards()) {
     const auto& contract = *view.contract;
+    if (holds == Holds::kAdapters && !models::is_adapter(contract.name)) continue;
     parts.push_back({concat(kModelPrefix, contract.name), contract.shape,
                      source_dtype(contract.name), view.begin, view.end, view.shard.detach()});
   }
-  add_buffers(parts, model, source_dtype);
+  if (holds == Holds::kModel) add_buffers(parts, model, source_dtype);
   for (const auto& state : optimizer.state()) add_optimizer(parts, state);
   std::erase_if(parts, [](const StatePart& part) { return part.begin == part.end; });
   return parts;

@@ -114,7 +114,7 @@ void run_gradients(const GradientsRequest& request, World& world,
                    const std::function<void()>& on_first_step) {
   const auto& config = request.config;
   refuse_overwriting_inputs(request);
-  const auto source = open_model(config.model);
+  const auto source = open_model(config.model, config.lora);
   const auto dims = resolve_parallelism(config.parallelism, world.size());
   const auto mesh = world.mesh(mesh_shape(dims));
   const auto batch = open_gradients_batch(request.batch, vocabulary_of(source.spec, !source.folder),
@@ -144,9 +144,10 @@ void run_gradients(const GradientsRequest& request, World& world,
       logits.write(model->forward(inputs).to(at::kFloat), range);
     }
   }
-  const auto sync =
-      config.training.sync_every_micro_batch ? Sync::kEveryMicroBatch : Sync::kLastMicroBatch;
-  const auto loss = forward_backward(*model, *batch, 1, rows, sync);
+  StepOptions options;
+  if (config.training.sync_every_micro_batch) options.sync = Sync::kEveryMicroBatch;
+  options.seed = static_cast<std::uint64_t>(config.debug.seed);
+  const auto loss = forward_backward(*model, *batch, 1, rows, options);
   model->visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
     if (!writer) return;
     const auto values = gradient.to(at::kFloat).contiguous();

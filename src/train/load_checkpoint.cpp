@@ -12,6 +12,7 @@
 #include "fsdp/unit.h"
 #include "grad/torch_dtype.h"
 #include "io/checkpoint_store.h"
+#include "models/lora_table.h"
 #include "tessera/error.h"
 #include "train/agreement.h"
 #include "train/progress.h"
@@ -54,6 +55,7 @@ class Loader {
   void check() const {
     std::set<std::string> known;
     for (const auto& view : model_.shards()) {
+      if (!holds(*view.contract)) continue;
       const auto name = concat(kModelPrefix, view.contract->name);
       require_tensor(checkpoint_, name, view.contract->storage.dtype, view.contract->shape);
       known.insert(name);
@@ -103,6 +105,11 @@ class Loader {
  private:
   static std::string named(const std::string& kept, const std::string& parameter) {
     return concat(kOptimizerPrefix, kept, "/", parameter);
+  }
+
+  /// Adapters alone, beside a model that was loaded from its own folder.
+  bool holds(const GradContract& contract) const {
+    return !checkpoint_.manifest().lora || models::is_adapter(contract.name);
   }
 
   bool has(const std::string& kept, const std::string& parameter) const {
@@ -173,6 +180,7 @@ class Loader {
     const at::NoGradGuard no_grad;
     std::vector<Part> found;
     for (const auto& view : model_.shards()) {
+      if (!holds(*view.contract)) continue;
       found.push_back(
           part_of(concat(kModelPrefix, view.contract->name), view, view.shard.detach()));
     }

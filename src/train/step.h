@@ -26,11 +26,18 @@ std::vector<double> max_over_data(const ShardedBase& model, const std::vector<do
 
 enum class Sync : std::uint8_t { kLastMicroBatch, kEveryMicroBatch };
 
+/// How the micro-batches of a step are run.
+struct StepOptions {
+  Sync sync = Sync::kLastMicroBatch;
+  std::uint64_t seed = 0;  ///< of what is drawn in forward (dropout)
+};
+
 /// Runs all micro-batches; gradients of mean loss stand on the shards afterwards. Collective: every
 /// rank passes as many row ranges (empty ones for nothing). Errors: kFormat when no label of the
 /// batch is kept.
 BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,
-                           std::int64_t step, const std::vector<RowRange>& rows, Sync sync);
+                           std::int64_t step, const std::vector<RowRange>& rows,
+                           const StepOptions& options);
 
 /// The loss alone; a batch without a kept label adds nothing. Collective.
 BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource& source,

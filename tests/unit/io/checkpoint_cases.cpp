@@ -96,6 +96,10 @@ CheckpointManifest random_manifest(Random& random) {
   manifest.seed = pick(random, 0, 100);
   manifest.data = {{"a.txt", "b.txt"}, pick(random, 0, 1 << 20), {random(), random()}, 16, 4};
   if (random() % 2 == 0) manifest.optimizer = "AdamW";
+  if (random() % 2 == 0) {
+    manifest.lora = {
+        {random(), random()}, pick(random, 1, 64), 0.1, 0.25, {"layers.0.q_proj", "a\"b"}};
+  }
   std::vector<std::string> names;
   for (std::int64_t rank = 0; rank < manifest.world_size; ++rank) {
     names.push_back("rank_" + std::to_string(rank) + ".safetensors");
