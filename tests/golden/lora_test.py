@@ -29,6 +29,7 @@ FLOAT32 = ("--precision.param_dtype", "float32")
 LOGITS_BOUND = 5e-5
 LOSS_BOUND = 5e-6
 GRADIENT_BOUND = 5e-5  # relative L2
+BFLOAT16_BOUND = 0.01  # 1 - cosine, likewise
 RANK, ALPHA = 4, 10
 TARGETS = ("q_proj", "o_proj", "layers.1.mlp.down_proj")
 
@@ -59,7 +60,7 @@ class Lora(unittest.TestCase):
     def gradients(self, model, name, *more):
         out = self.folder / "gradients.safetensors"
         self.run_tessera("gradients", "--model", model, "--batch", DATA / name / "reference.safetensors",
-                         "--out", out, *FLOAT32, *more)
+                         "--out", out, *(more if "--precision.param_dtype" in more else FLOAT32 + more))
         found = load_file(out)
         out.unlink()
         return found
@@ -113,6 +114,16 @@ class Lora(unittest.TestCase):
                 self.assertGreater((truth[1] - plain).abs().max().item(), 100 * LOGITS_BOUND, "they learned")
                 for ranks in (1, 3):
                     self.expect_gradients(self.gradients(checkpoint, name, "--nproc", ranks), truth)
+
+    def test_beside_a_bf16_model_gradients_point_where_those_of_fp64_do(self):
+        checkpoint = self.train(DATA / "qwen3-fp32")
+        self.run_tessera("convert", checkpoint, "adapter")
+        truth = self.truth(DATA / "qwen3-fp32", self.folder / "adapter", "qwen3-fp32")[2]
+        found = self.gradients(checkpoint, "qwen3-fp32", "--precision.param_dtype", "bfloat16", "--nproc", 2)
+        for name, expected in truth.items():
+            ours = found[f"grad/{name}"].double().flatten()
+            cosine = torch.nn.functional.cosine_similarity(ours, expected.flatten(), dim=0)
+            self.assertLess(1 - cosine.item(), BFLOAT16_BOUND, name)
 
     def test_gemma4_with_adapters_in_text_tower_and_projector(self):
         targets = ("language_model.layers.*.self_attn.q_proj", "mlp.down_proj", "layers.0.self_attn.v_proj.linear",
