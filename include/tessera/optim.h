@@ -18,6 +18,11 @@
 
 namespace tessera {
 
+namespace fsdp {
+struct Carried;
+struct Relaid;
+}  // namespace fsdp
+
 struct AdamWOptions {
   double lr = 1e-3;
   double beta1 = 0.9;
@@ -49,8 +54,9 @@ class Optimizer {
  public:
   virtual ~Optimizer() = default;
   /// Updates every shard that has a gradient. Not collective. Errors: kUsage while a recorded
-  /// forward waits for its backward; kContract for a gradient whose dtype is neither the shard's
-  /// nor float32 for a 16-bit shard (PrecisionPolicy::final_dtype).
+  /// forward waits for its backward, or after a set_trainable() that did not name this optimizer;
+  /// kContract for a gradient whose dtype is neither the shard's nor float32 for a 16-bit shard
+  /// (PrecisionPolicy::final_dtype).
   void step();
   void set_lr(double lr) { lr_ = lr; }
   double lr() const { return lr_; }
@@ -90,13 +96,22 @@ class Optimizer {
   double lr_;
 
  private:
+  friend void set_trainable(ShardedBase& model, const std::vector<TrainableChange>& changes,
+                            const std::vector<Optimizer*>& follow);
+  Item make_item(const ShardView& view) const;
+  /// New tensors for what is kept of relaid parameters, yet to be filled: added to `carried`.
+  void carry_state(const std::vector<fsdp::Relaid>& relaid, std::vector<fsdp::Carried>& carried);
+  /// Steps what the model trains now.
+  void follow(const ShardedBase& model);
   Item& find(std::string_view parameter);
   void make_item_state(Item& item) const;
   std::vector<OptimizerState::Kept> kept_of(const Item& item) const;
 
   std::shared_ptr<fsdp::Unit> unit_;
-  std::vector<Item> items_;
-  bool warned_ = false;  // of a master that was given up
+  std::vector<std::string> no_decay_;
+  std::vector<Item> items_;   // trained parameters, and frozen ones that were trained before
+  std::uint64_t layout_ = 0;  // of the runtime, that the items' shards have
+  bool warned_ = false;       // of a master that was given up
 };
 
 /// Everything is formed in float32, in float64 for float64 shards. A shard in 16 bits is stepped

@@ -1,5 +1,8 @@
 #include "comm/batch.h"
 
+#include <algorithm>
+#include <numeric>
+
 #include "base/hash.h"
 #include "comm/sum.h"
 #include "tessera/error.h"
@@ -17,12 +20,16 @@ OpFacts facts(const Op& op) {
     return {Kind::kReduceScatter, static_cast<std::int64_t>(reduce->input.nbytes()),
             reduce->input.scalar_type(), reduce->output.scalar_type()};
   }
+  if (const auto* exchange = std::get_if<AllToAll>(&op)) {
+    return {Kind::kAllToAll, 0, exchange->input.scalar_type(), exchange->output.scalar_type()};
+  }
   const auto& all = std::get<AllReduce>(op);
   return {Kind::kAllReduce, static_cast<std::int64_t>(all.data.nbytes()), all.data.scalar_type(),
           all.result().scalar_type()};
 }
 
 std::string describe(const OpFacts& op) {
+  if (op.kind == Kind::kAllToAll) return c10::toString(op.wire);
   std::string text = concat(op.bytes, " B ", c10::toString(op.wire));
   if (op.result != op.wire) text += concat(" into ", c10::toString(op.result));
   return text;
@@ -32,7 +39,25 @@ struct FirstTensor {
   const at::Tensor& operator()(const AllGather& op) const { return op.buffer; }
   const at::Tensor& operator()(const ReduceScatter& op) const { return op.input; }
   const at::Tensor& operator()(const AllReduce& op) const { return op.data; }
+  const at::Tensor& operator()(const AllToAll& op) const { return op.input; }
 };
+
+void check_all_to_all(const AllToAll& op, int ranks, const std::string& unit) {
+  const auto sum = [](const auto& counts) {
+    return std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
+  };
+  for (const auto* counts : {&op.sends, &op.receives}) {
+    TESSERA_INVARIANT(
+        counts->size() == static_cast<std::size_t>(ranks) &&
+            std::all_of(counts->begin(), counts->end(), [](auto count) { return count >= 0; }),
+        "all_to_all of ", unit, ": found ", counts->size(), " counts or negative ones, expected ",
+        ranks);
+  }
+  TESSERA_INVARIANT(sum(op.sends) == op.input.numel() && sum(op.receives) == op.output.numel() &&
+                        op.input.scalar_type() == op.output.scalar_type(),
+                    "all_to_all of ", unit, ": found ", op.input.numel(), " elements in and ",
+                    op.output.numel(), " out, expected the sums of their counts in one dtype");
+}
 
 class Done : public Work {
  public:
@@ -44,7 +69,8 @@ class Done : public Work {
 std::string to_string(const Entry& entry) {
   std::string text =
       concat(to_string(entry.label.kind), " of ", entry.label.unit, " (#", entry.sequence,
-             ", unit ", entry.label.unit_id, ", micro-batch ", entry.label.micro_batch, ":");
+             ", unit ", entry.label.unit_id, ", micro-batch ", entry.label.micro_batch,
+             entry.label.controls.empty() ? "" : ", ", entry.label.controls, ":");
   bool first = true;
   for (const OpFacts& op : entry.ops) {
     text += first ? " " : " + ";
@@ -62,6 +88,7 @@ void describe(const Batch& batch, std::uint64_t sequence, Entry& entry) {
   Hasher hash;
   hash.add(static_cast<std::uint64_t>(batch.label.kind)).add(std::string_view(batch.label.unit));
   hash.add(std::uint64_t{batch.label.unit_id}).add(std::uint64_t{batch.label.micro_batch});
+  hash.add(std::string_view(batch.label.controls));
   for (const Op& op : batch.ops) {
     const OpFacts& one = entry.ops.emplace_back(facts(op));
     hash.add(static_cast<std::uint64_t>(one.kind)).add(one.bytes);
@@ -97,6 +124,10 @@ void check_batch(const Batch& batch, int ranks, at::DeviceType device) {
                         "reduce_scatter of ", batch.label.unit, ": cannot add ",
                         c10::toString(reduce->input.scalar_type()), " into ",
                         c10::toString(reduce->output.scalar_type()));
+    } else if (const auto* exchange = std::get_if<AllToAll>(&op)) {
+      usable(exchange->input);
+      usable(exchange->output);
+      check_all_to_all(*exchange, ranks, batch.label.unit);
     } else {
       const auto& all = std::get<AllReduce>(op);
       usable(all.data);
@@ -116,6 +147,10 @@ void run_alone(const Batch& batch) {
   for (const Op& op : batch.ops) {
     if (const auto* all = std::get_if<AllReduce>(&op)) {
       if (all->output.defined()) all->output.copy_(all->data.view(all->output.sizes()));
+      continue;
+    }
+    if (const auto* exchange = std::get_if<AllToAll>(&op)) {
+      exchange->output.copy_(exchange->input.view(exchange->output.sizes()));
       continue;
     }
     const auto* reduce = std::get_if<ReduceScatter>(&op);

@@ -4,6 +4,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "base/one_line.h"
 #include "tessera/error.h"
@@ -32,6 +33,16 @@ std::string reason(const std::string& error) {
 }
 
 std::int64_t nbytes(const at::Tensor& tensor) { return static_cast<std::int64_t>(tensor.nbytes()); }
+
+/// Where rank `peer`'s stretch begins, in elements.
+std::int64_t stretch_begin(const std::vector<std::int64_t>& counts, int peer) {
+  return std::accumulate(counts.begin(), counts.begin() + peer, std::int64_t{0});
+}
+
+/// Whether what peers send lands beside the result, to be added.
+bool is_sum(const Op& op) {
+  return std::holds_alternative<ReduceScatter>(op) || std::holds_alternative<AllReduce>(op);
+}
 
 }  // namespace
 
@@ -164,6 +175,14 @@ void Exchange::post_receives(std::size_t index) {
     for (int peer = 0; peer < channel_->size(); ++peer) {
       if (peer != self) post_receive(op, peer, at_byte(gather->buffer, slice * peer), slice, index);
     }
+  } else if (const auto* exchange = std::get_if<AllToAll>(&batch_.ops[index])) {
+    std::int64_t offset = 0;
+    for (int peer = 0; peer < channel_->size(); ++peer) {
+      const auto bytes = exchange->receives[static_cast<std::size_t>(peer)] *
+                         static_cast<std::int64_t>(exchange->output.element_size());
+      if (peer != self) post_receive(op, peer, at_byte(exchange->output, offset), bytes, index);
+      offset += bytes;
+    }
   } else {
     receive_aside(op, bytes_aside(index), index);
   }
@@ -180,6 +199,10 @@ void Exchange::post_sends(std::size_t index) {
     } else if (const auto* reduce = std::get_if<ReduceScatter>(&batch_.ops[index])) {
       const std::int64_t slice = nbytes(reduce->input) / channel_->size();
       post_send(op, peer, at_byte(reduce->input, slice * peer), slice, index);
+    } else if (const auto* exchange = std::get_if<AllToAll>(&batch_.ops[index])) {
+      const auto element = static_cast<std::int64_t>(exchange->input.element_size());
+      post_send(op, peer, at_byte(exchange->input, stretch_begin(exchange->sends, peer) * element),
+                exchange->sends[static_cast<std::size_t>(peer)] * element, index);
     } else {
       const auto& all = std::get<AllReduce>(batch_.ops[index]);
       const auto element = static_cast<std::int64_t>(all.data.element_size());
@@ -192,14 +215,25 @@ void Exchange::post_sends(std::size_t index) {
 
 void Exchange::start() {
   for (std::size_t i = 0; i < batch_.ops.size(); ++i) {
-    if (std::holds_alternative<AllGather>(batch_.ops[i])) continue;
+    if (!is_sum(batch_.ops[i])) continue;
     const auto* all = std::get_if<AllReduce>(&batch_.ops[i]);
     under_way_[i].second_phase = all != nullptr && in_two_phases(*all);
     under_way_[i].received = channel_->take_buffer(bytes_aside(i) * (channel_->size() - 1));
   }
   // A transfer whose receiver is ready goes out without a round trip: receives come first.
   for (std::size_t i = 0; i < batch_.ops.size(); ++i) post_receives(i);
-  for (std::size_t i = 0; i < batch_.ops.size(); ++i) post_sends(i);
+  for (std::size_t i = 0; i < batch_.ops.size(); ++i) {
+    post_sends(i);
+    if (const auto* exchange = std::get_if<AllToAll>(&batch_.ops[i])) copy_own_stretch(*exchange);
+  }
+}
+
+void Exchange::copy_own_stretch(const AllToAll& op) const {
+  const int self = channel_->options.self;
+  const auto numel = op.sends[static_cast<std::size_t>(self)];
+  op.output.view(-1)
+      .narrow(0, stretch_begin(op.receives, self), numel)
+      .copy_(op.input.view(-1).narrow(0, stretch_begin(op.sends, self), numel));
 }
 
 void Exchange::abort() {
@@ -245,7 +279,7 @@ void Exchange::add_received(UnderWay& op, const void* own, at::ScalarType wire,
 
 void Exchange::finish_first_phase(std::size_t index) {
   UnderWay& op = under_way_[index];
-  if (std::holds_alternative<AllGather>(batch_.ops[index])) return;
+  if (!is_sum(batch_.ops[index])) return;
   finish(op.receives);
   if (const auto* reduce = std::get_if<ReduceScatter>(&batch_.ops[index])) {
     const std::int64_t slice = nbytes(reduce->input) / channel_->size();

@@ -74,6 +74,7 @@ class Exchange final : public Work, private Blocked {
   void post_sends(std::size_t index);
   /// What each peer sends of an op whose addends are received beside its result.
   std::int64_t bytes_aside(std::size_t index) const;
+  void copy_own_stretch(const AllToAll& op) const;
   void receive_aside(UnderWay& op, std::int64_t bytes, std::size_t index);
 
   void finish_first_phase(std::size_t index);

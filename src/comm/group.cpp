@@ -20,6 +20,8 @@ std::string_view to_string(Kind kind) {
       return "reduce_scatter";
     case Kind::kAllReduce:
       return "all_reduce";
+    case Kind::kAllToAll:
+      return "all_to_all";
     case Kind::kBatch:
       return "batch";
   }
@@ -33,8 +35,10 @@ std::int64_t Batch::bytes() const {
       sum += static_cast<std::int64_t>(gather->buffer.nbytes());
     } else if (const auto* reduce = std::get_if<ReduceScatter>(&op)) {
       sum += static_cast<std::int64_t>(reduce->input.nbytes());
+    } else if (const auto* all = std::get_if<AllReduce>(&op)) {
+      sum += static_cast<std::int64_t>(all->data.nbytes());
     } else {
-      sum += static_cast<std::int64_t>(std::get<AllReduce>(op).data.nbytes());
+      sum += static_cast<std::int64_t>(std::get<AllToAll>(op).input.nbytes());
     }
   }
   return sum;

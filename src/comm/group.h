@@ -17,7 +17,7 @@
 
 namespace tessera::comm {
 
-enum class Kind : std::uint8_t { kAllGather, kReduceScatter, kAllReduce, kBatch };
+enum class Kind : std::uint8_t { kAllGather, kReduceScatter, kAllReduce, kAllToAll, kBatch };
 std::string_view to_string(Kind kind);
 
 /// Who calls: compared over ranks, printed when ranks disagree.
@@ -26,6 +26,9 @@ struct Label {
   std::string unit;           ///< "model.layers.3", "control", ...
   std::uint32_t unit_id = 0;  ///< the same on every rank
   std::uint32_t micro_batch = 0;
+  /// Runtime controls that differ from their defaults, in words: ranks that set them differently
+  /// find out here.
+  std::string controls = {};
 };
 
 /// In place: `buffer` is contiguous, numel = size() x slice; rank r's slice is at r x slice, the
@@ -60,7 +63,18 @@ struct AllReduce {
   const at::Tensor& result() const { return output.defined() ? output : data; }
 };
 
-using Op = std::variant<AllGather, ReduceScatter, AllReduce>;
+/// Every rank sends a stretch of its own to every rank. `input` holds them in rank order, sends[r]
+/// elements for rank r; `output` takes them in rank order, receives[r] elements from rank r. What r
+/// expects of s is what s sends to r: both know it beforehand (counts travel in another exchange).
+/// Bytes a rank sends: all of `input` but its own stretch.
+struct AllToAll {
+  at::Tensor input;
+  std::vector<std::int64_t> sends;
+  at::Tensor output;
+  std::vector<std::int64_t> receives;
+};
+
+using Op = std::variant<AllGather, ReduceScatter, AllReduce, AllToAll>;
 
 /// The collectives of one unit on one group: they go out together.
 struct Batch {

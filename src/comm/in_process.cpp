@@ -82,16 +82,54 @@ void run_all_reduce(const std::vector<Batch>& batches, std::size_t op) {
   }
 }
 
+void run_all_to_all(const std::vector<Batch>& batches, std::size_t op) {
+  std::vector<std::size_t> taken(batches.size(), 0);  // of each sender's input
+  for (std::size_t to = 0; to < batches.size(); ++to) {
+    const auto& target = std::get<AllToAll>(batches[to].ops[op]);
+    std::size_t filled = 0;
+    for (std::size_t from = 0; from < batches.size(); ++from) {
+      const auto& source = std::get<AllToAll>(batches[from].ops[op]);
+      const auto bytes = static_cast<std::size_t>(source.sends[to]) * source.input.element_size();
+      if (bytes > 0) {
+        std::memcpy(bytes_of(target.output) + filled, bytes_of(source.input) + taken[from], bytes);
+      }
+      filled += bytes;
+      taken[from] += bytes;
+    }
+  }
+}
+
 void run(const std::vector<Batch>& batches) {
   for (std::size_t op = 0; op < batches.front().ops.size(); ++op) {
     if (std::holds_alternative<AllGather>(batches.front().ops[op])) {
       run_all_gather(batches, op);
     } else if (std::holds_alternative<ReduceScatter>(batches.front().ops[op])) {
       run_reduce_scatter(batches, op);
+    } else if (std::holds_alternative<AllToAll>(batches.front().ops[op])) {
+      run_all_to_all(batches, op);
     } else {
       run_all_reduce(batches, op);
     }
   }
+}
+
+/// The first pair of ranks of which one sends what the other does not expect.
+std::string count_disagreement(const Hub::Room& room, const Hub::Meeting& meeting) {
+  const auto& batches = meeting.batches;
+  for (std::size_t op = 0; op < batches.front().ops.size(); ++op) {
+    if (!std::holds_alternative<AllToAll>(batches.front().ops[op])) continue;
+    for (std::size_t from = 0; from < batches.size(); ++from) {
+      for (std::size_t to = 0; to < batches.size(); ++to) {
+        const auto sent = std::get<AllToAll>(batches[from].ops[op]).sends[to];
+        const auto expected = std::get<AllToAll>(batches[to].ops[op]).receives[from];
+        if (sent == expected) continue;
+        return concat("ranks disagree: all_to_all of ", batches.front().label.unit, ": rank ",
+                      room.members[from], " sends ", sent, " elements but rank ", room.members[to],
+                      " expects ", expected, " (group ", room.name, ")");
+      }
+    }
+  }
+  return {};
 }
 
 /// Empty when all members mean the same collective.
@@ -106,7 +144,7 @@ std::string disagreement(const Hub::Room& room, const Hub::Meeting& meeting) {
                   " but rank ", room.members[other], " issues ", to_string(entry), " (group ",
                   room.name, ")");
   }
-  return {};
+  return count_disagreement(room, meeting);
 }
 
 Batch cloned(const Batch& batch) {
@@ -117,6 +155,9 @@ Batch cloned(const Batch& batch) {
     } else if (auto* reduce = std::get_if<ReduceScatter>(&op)) {
       reduce->input = reduce->input.clone();
       reduce->output = reduce->output.clone();
+    } else if (auto* exchange = std::get_if<AllToAll>(&op)) {
+      exchange->input = exchange->input.clone();
+      exchange->output = exchange->output.clone();
     } else {
       auto& all = std::get<AllReduce>(op);
       all.data = all.data.clone();
@@ -132,6 +173,8 @@ void deliver(const Batch& staged, const Batch& batch) {
       gather->buffer.copy_(std::get<AllGather>(staged.ops[i]).buffer);
     } else if (const auto* reduce = std::get_if<ReduceScatter>(&batch.ops[i])) {
       reduce->output.copy_(std::get<ReduceScatter>(staged.ops[i]).output);
+    } else if (const auto* exchange = std::get_if<AllToAll>(&batch.ops[i])) {
+      exchange->output.copy_(std::get<AllToAll>(staged.ops[i]).output);
     } else {
       std::get<AllReduce>(batch.ops[i]).result().copy_(std::get<AllReduce>(staged.ops[i]).result());
     }

@@ -104,6 +104,13 @@ class NcclGroup : public Group {
       if (!direct) left.emplace_back(*reduce, summed.view(reduce->output.sizes()));
       return backend_->_reduce_scatter_base(summed, input);
     }
+    if (const auto* exchange = std::get_if<AllToAll>(&op)) {
+      at::Tensor input = exchange->input.view(-1);
+      at::Tensor output = exchange->output.view(-1);
+      auto sends = exchange->sends;
+      auto receives = exchange->receives;
+      return backend_->alltoall_base(output, input, receives, sends);
+    }
     const auto& all = std::get<AllReduce>(op);
     std::vector<at::Tensor> data = {all.output.defined() ? all.data.clone() : all.data};
     if (all.output.defined()) {

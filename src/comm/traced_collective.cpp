@@ -13,6 +13,7 @@ TraceRow row_of(Kind kind) {
     case Kind::kReduceScatter:
       return TraceRow::kReductions;
     case Kind::kAllReduce:
+    case Kind::kAllToAll:
     case Kind::kBatch:
       break;
   }

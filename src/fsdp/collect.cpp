@@ -45,6 +45,13 @@ Extent extent_of(const at::Tensor& tensor, const std::string& name) {
   return {tensor.storage_offset(), last + 1, name};
 }
 
+/// What a user has set; grad_dtype() gives the tensor's own dtype where nobody has.
+std::optional<DType> own_grad_dtype(const at::Tensor& tensor) {
+  const auto* autograd = torch::autograd::impl::get_autograd_meta(tensor);
+  if (autograd == nullptr || !autograd->grad_dtype_) return std::nullopt;
+  return to_dtype(*autograd->grad_dtype_);
+}
+
 class Walk {
  public:
   explicit Walk(const ShardOptions& options) : ignored_(options.ignored_parameters) {
@@ -68,6 +75,9 @@ class Walk {
     if (!modules_.insert(&module).second) return;
     for (const auto& entry : module.named_parameters(/*recurse=*/false)) {
       add(entry.value(), path + entry.key());
+    }
+    for (const auto& entry : module.named_buffers(/*recurse=*/false)) {
+      add_buffer(entry.value(), path + entry.key());
     }
     for (const auto& entry : module.named_children()) {
       const auto name = path + entry.key();
@@ -120,14 +130,23 @@ class Walk {
     meta.shape = tensor.sizes().vec();
     meta.dtype = to_dtype(tensor.scalar_type());
     meta.trainable = tensor.requires_grad();
-    if (tensor.requires_grad()) {
-      // grad_dtype() gives the tensor's own dtype where nobody has set one.
-      const auto* autograd = torch::autograd::impl::get_autograd_meta(tensor);
-      if (autograd != nullptr && autograd->grad_dtype_)
-        meta.user_grad_dtype = to_dtype(*autograd->grad_dtype_);
-    }
+    meta.user_grad_dtype = own_grad_dtype(tensor);  // a rule may train what is frozen here
     parameter.leaves.push_back(leaf_of(tensor, name));
     found.parameters.push_back(std::move(parameter));
+  }
+
+  void add_buffer(const at::Tensor& tensor, const std::string& name) {
+    if (!tensor.defined() || ignores(tensor) ||
+        !buffers_.insert(tensor.unsafeGetTensorImpl()).second)
+      return;
+    const auto dtype = tensor.scalar_type();
+    if (c10::isComplexType(dtype) || c10::isQIntType(dtype)) return;  // nothing would cast them
+    FoundBuffer buffer;
+    buffer.meta.name = name;
+    buffer.meta.shape = tensor.sizes().vec();
+    buffer.meta.dtype = to_dtype(dtype);
+    buffer.tensor = tensor;
+    found.buffers.push_back(std::move(buffer));
   }
 
   /// Another view of a parameter's memory cannot stay one: each parameter gets memory of its own.
@@ -154,6 +173,13 @@ class Walk {
     TESSERA_CHECK(meta.trainable == tensor.requires_grad(), ErrorKind::kContract,
                   "tied parameters ", meta.name, " and ", name,
                   ": found one frozen and one trainable, expected the same");
+    const auto own = own_grad_dtype(tensor);
+    const auto text = [](const std::optional<DType>& dtype) {
+      return dtype ? to_string(*dtype) : std::string_view("none");
+    };
+    TESSERA_CHECK(own == meta.user_grad_dtype, ErrorKind::kContract, "tied parameters ", meta.name,
+                  " and ", name, ": found the grad_dtypes ", text(meta.user_grad_dtype), " and ",
+                  text(own), ", expected the same; set it on both");
     meta.aliases.push_back(name);
     for (const auto& leaf : parameter.leaves) {
       if (leaf->tensor.is_same(tensor)) {
@@ -175,6 +201,7 @@ class Walk {
   const std::vector<at::Tensor>& ignored_;
   std::map<const torch::nn::Module*, std::shared_ptr<ShardedBase>> held_;
   std::set<const void*> modules_;
+  std::set<const void*> buffers_;
   std::map<Identity, std::size_t> by_identity_;
   std::map<const void*, std::vector<Extent>> memory_;  // by storage
 };

@@ -1,6 +1,9 @@
 // What a handle offers beside forward: names, shards, whole tensors, runtime controls.
 #include <ATen/ATen.h>
 
+#include <set>
+
+#include "fsdp/integrity.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "grad/torch_dtype.h"
@@ -26,6 +29,26 @@ torch::OrderedDict<std::string, at::Tensor> ShardedBase::named_parameters() cons
   return result;
 }
 
+torch::OrderedDict<std::string, at::Tensor> ShardedBase::named_buffers() const {
+  torch::OrderedDict<std::string, at::Tensor> result("Buffer");
+  std::set<const at::TensorImpl*> seen;
+  const auto add = [&](const std::string& name, const at::Tensor& buffer) {
+    if (buffer.defined() && seen.insert(buffer.unsafeGetTensorImpl()).second)
+      result.insert(name, buffer);
+  };
+  // What is inside first: it knows its names, also where its module still stands plain in the tree.
+  for (const auto& inner : inner_) {
+    for (const auto& buffer : inner.handle->named_buffers()) {
+      add(inner.handle->named_ ? buffer.key() : inner.path + "." + buffer.key(), buffer.value());
+    }
+  }
+  for (const auto& buffer : held_->named_buffers()) {
+    const auto prefix = named_ ? fsdp::unit_of_handle(unit_).name() + "." : "";
+    add(canonical_name_ ? canonical_name_(buffer.key()) : prefix + buffer.key(), buffer.value());
+  }
+  return result;
+}
+
 std::vector<ShardView> ShardedBase::shards() const {
   std::vector<ShardView> result;
   for (const auto& own : all()) {
@@ -35,9 +58,21 @@ std::vector<ShardView> ShardedBase::shards() const {
   return result;
 }
 
+std::vector<BufferView> ShardedBase::buffers() const {
+  std::vector<BufferView> result;
+  for (const auto& buffer : fsdp::unit_of_handle(unit_).buffers) {
+    result.push_back({&buffer.contract, buffer.tensor});
+  }
+  for (const auto& inner : inner_) {
+    for (auto& view : inner.handle->buffers()) result.push_back(std::move(view));
+  }
+  return result;
+}
+
 ModelContract ShardedBase::contract() const {
   ModelContract model;
   for (const auto& own : all()) model.parameters.push_back(own.parameter->contract);
+  for (const auto& view : buffers()) model.buffers.push_back(*view.contract);
   // In the order of units: this one, then those inside as they were found.
   const std::function<void(const ShardedBase&)> add = [&](const ShardedBase& handle) {
     model.units.push_back(fsdp::unit_of_handle(handle.unit_).contract);
@@ -74,11 +109,12 @@ void ShardedBase::visit_full(
     bool gradients, const std::function<void(const std::string&, const at::Tensor&)>& visit) const {
   const at::NoGradGuard no_grad;
   fsdp::unit_of_handle(unit_);
-  if (gradients) runtime_->sink().require_all_redeemed("whole gradients");
+  if (gradients) runtime_->require_reduced("whole gradients");
   const auto named = all();
   auto& runtime = *runtime_;
   // Units in agreed order, so that every rank gathers the same buckets one after the other.
   for (auto* unit : runtime.units()) {
+    fsdp::check_integrity(*unit);
     for (std::size_t index = 0; index < unit->buckets().size(); ++index) {
       auto& bucket = *unit->buckets()[index];
       if (gradients && !bucket.trainable()) continue;
@@ -114,29 +150,12 @@ void ShardedBase::visit_full_gradients(
 }
 
 void ShardedBase::set_loaded() {
-  for (auto* unit : fsdp::unit_of_handle(unit_).runtime().units()) unit->set_has_values();
-}
-
-void ShardedBase::set_requires_gradient_sync(bool value, bool recurse) {
-  fsdp::unit_of_handle(unit_).requires_sync = value;
-  if (!recurse) return;
-  for (const auto& inner : inner_) inner.handle->set_requires_gradient_sync(value, true);
-}
-
-void ShardedBase::set_requires_replica_reduce(bool value) {
-  fsdp::unit_of_handle(unit_).runtime().set_requires_replica_reduce(value);
-}
-
-void ShardedBase::unshard() {
-  auto& unit = fsdp::unit_of_handle(unit_);
-  if (!unit.gathered()) {
-    unit.begin_gather(0);
-    unit.wait_gather();
+  for (auto* unit : fsdp::unit_of_handle(unit_).runtime().units()) {
+    unit->set_has_values();
+    unit->forget_cast();
+    unit->cast_buffers();
   }
-  unit.unsharded_by_user = true;
 }
-
-void ShardedBase::reshard() { fsdp::unit_of_handle(unit_).release(); }
 
 void ShardedBase::train(bool on) {
   fsdp::unit_of_handle(unit_);

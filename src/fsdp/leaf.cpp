@@ -46,15 +46,17 @@ at::Tensor poisoned_like(const at::Tensor& leaf, const std::string& name) {
 }  // namespace
 
 void install(const std::shared_ptr<Leaf>& leaf, bool trainable) {
-  auto& tensor = leaf->tensor;
-  torch::autograd::impl::add_hook(tensor, std::make_unique<LeafHook>(leaf));
-  if (!trainable) {
-    tensor.set_requires_grad(false);
-    return;
-  }
-  tensor.set_requires_grad(true);
+  torch::autograd::impl::add_hook(leaf->tensor, std::make_unique<LeafHook>(leaf));
+  set_trainable(*leaf, trainable);
+}
+
+void set_trainable(const Leaf& leaf, bool trainable) {
+  const auto& tensor = leaf.tensor;
+  tensor.mutable_grad().reset();
+  tensor.set_requires_grad(trainable);
+  if (!trainable) return;
   tensor.set_grad_dtype(std::nullopt);
-  tensor.mutable_grad() = poisoned_like(tensor, leaf->name);
+  tensor.mutable_grad() = poisoned_like(tensor, leaf.name);
 }
 
 void renew_accumulator(const Leaf& leaf) { compat::reset_grad_accumulator(leaf.tensor); }

@@ -31,6 +31,8 @@ struct Leaf {
 /// becomes a tensor that throws when an optimizer touches it. Frozen leaves only get the mark of
 /// their owner.
 void install(const std::shared_ptr<Leaf>& leaf, bool trainable);
+/// Changes whether an installed leaf takes gradients.
+void set_trainable(const Leaf& leaf, bool trainable);
 /// Gives the leaf a new AccumulateGrad node for the forward that begins.
 void renew_accumulator(const Leaf& leaf);
 /// The leaf that a tensor already is, or null.

@@ -31,13 +31,10 @@ std::uint32_t version_of(const at::Tensor& shard) {
 }  // namespace
 
 Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std::string>& no_decay)
-    : lr_(lr), unit_(model.unit()) {
+    : lr_(lr), unit_(model.unit()), no_decay_(no_decay) {
+  layout_ = unit_->runtime().layout();
   for (const auto& view : model.shards()) {
-    if (!view.contract->trainable) continue;
-    Item item;
-    item.view = view;
-    item.decays = view.contract->decays.value_or(true) && !matches_any(no_decay, *view.contract);
-    items_.push_back(std::move(item));
+    if (view.contract->trainable) items_.push_back(make_item(view));
   }
   for (const auto& pattern : no_decay) {
     const bool any = std::any_of(items_.begin(), items_.end(), [&](const auto& item) {
@@ -48,9 +45,19 @@ Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std:
   }
 }
 
+Optimizer::Item Optimizer::make_item(const ShardView& view) const {
+  Item item;
+  item.view = view;
+  item.decays = view.contract->decays.value_or(true) && !matches_any(no_decay_, *view.contract);
+  return item;
+}
+
 std::vector<OptimizerState> Optimizer::state() const {
   std::vector<OptimizerState> states;
-  for (const auto& item : items_) states.push_back({item.view, item.steps, kept_of(item)});
+  for (const auto& item : items_) {
+    if (!item.view.contract->trainable) continue;
+    states.push_back({item.view, item.steps, kept_of(item)});
+  }
   return states;
 }
 
@@ -121,6 +128,10 @@ void Optimizer::step() {
   const TraceScope traced(TraceRow::kOptimizer, "update");
   const at::NoGradGuard no_grad;
   unit_->runtime().require_idle("optimizer step");
+  TESSERA_CHECK(layout_ == unit_->runtime().layout(), ErrorKind::kUsage,
+                "optimizer step: found that set_trainable() has laid the model out anew without "
+                "this optimizer, expected it among those that follow; name it there");
+  unit_->runtime().require_reduced("optimizer step");
   std::vector<Item*> items;
   for (auto& item : items_) {
     const auto& grad = item.view.shard.grad();

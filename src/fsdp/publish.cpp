@@ -4,6 +4,7 @@
 
 #include <set>
 
+#include "fsdp/integrity.h"
 #include "fsdp/runtime.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
@@ -48,11 +49,8 @@ void Runtime::agree_on_used() {
 }
 
 void Runtime::publish() {
-  bool any = false;
-  for (auto* unit : units_) {
-    unit->unpublished = unit->unpublished || unit->reduced;
-    any = any || unit->unpublished;
-  }
+  const bool any =
+      std::any_of(units_.begin(), units_.end(), [](const auto* unit) { return unit->unpublished; });
   // A partial sum over replicas waits in the accumulators.
   if (!any || (groups_.replicas != nullptr && !requires_replica_reduce_)) return;
   agree_on_used();
@@ -65,12 +63,12 @@ void Runtime::publish() {
   }
   if (groups_.replicas != nullptr) {
     comm::Batch batch;
-    batch.label = {comm::Kind::kAllReduce, "replicas", 0, 0};
+    batch.label = {comm::Kind::kAllReduce, "replicas", 0, 0, controls()};
     for (auto* bucket : finals) bucket->begin_replica_reduce(batch);
     if (!batch.ops.empty()) queue().submit(*groups_.replicas, std::move(batch)).wait();
     for (auto* bucket : finals) bucket->finish_replica_reduce();
   }
-  for (auto* bucket : finals) bucket->finish_final();
+  for (auto* bucket : finals) bucket->finish_final(loss_scale_);
   for (auto* unit : units_) {
     if (!unit->unpublished) continue;
     unit->unpublished = false;
@@ -103,15 +101,15 @@ void Runtime::import_changed(Unit& unit, Parameter& p) {
                 ": found it changed while micro-batches of this step wait to be added to it, "
                 "expected changes only "
                 "after a backward that reduces; change it after the last micro-batch, or zero it");
-  bucket.import_accumulator(
-      p.place,
-      grad.to(to_scalar_type(p.contract.accumulate)).mul(p.contract.reductions.divide_factor));
+  const auto factor = p.contract.reductions.divide_factor * loss_scale_;
+  bucket.import_accumulator(p.place, grad.to(to_scalar_type(p.contract.accumulate)).mul(factor));
   p.published = true;
 }
 
 void Runtime::import_user_changes() {
   const at::NoGradGuard no_grad;
   for (auto* unit : units_) {
+    check_integrity(*unit);
     std::vector<bool> keeps(unit->buckets().size(), false);
     for (auto& p : unit->parameters()) {
       if (!p->contract.trainable) continue;
@@ -120,14 +118,18 @@ void Runtime::import_user_changes() {
       if (!grad.defined()) {
         // zero_grad(set_to_none): a new sum begins. Without a publication the sum is one that still
         // waits.
-        if (p->published) bucket.reset_accumulator(p->place);
+        if (p->published) {
+          finish_reductions_of(*unit);
+          bucket.reset_accumulator(p->place);
+        }
         keeps[p->bucket] = keeps[p->bucket] || (!p->published && bucket.has_sum());
         p->published = false;
         p->seen_grad = at::Tensor();
         continue;
       }
       keeps[p->bucket] = true;
-      if (p->published && !is_changed(*p, bucket)) continue;
+      if (p->published && !rescaled_ && !is_changed(*p, bucket)) continue;
+      finish_reductions_of(*unit);
       import_changed(*unit, *p);
       see(*p);
     }
@@ -135,6 +137,26 @@ void Runtime::import_user_changes() {
       if (!keeps[i] && unit->buckets()[i]->trainable()) unit->buckets()[i]->reset_accumulator();
     }
   }
+  rescaled_ = false;
+}
+
+void Runtime::require_whole_sums(const char* what) const {
+  require_idle(what);
+  require_reduced(what);
+  for (const auto* unit : units_) {
+    TESSERA_CHECK(!unit->owed && !unit->unpublished, ErrorKind::kUsage, what,
+                  ": found micro-batches whose gradients wait to be reduced in ",
+                  unit->shown_name(),
+                  ", expected none; run the last one with set_requires_gradient_sync(true) and "
+                  "set_requires_replica_reduce(true) first");
+  }
+}
+
+void Runtime::set_loss_scale(double scale, const char* what) {
+  if (scale == loss_scale_) return;
+  require_whole_sums(what);
+  loss_scale_ = scale;
+  rescaled_ = true;
 }
 
 }  // namespace tessera::fsdp

@@ -67,6 +67,12 @@ using grad::Setting;
 using grad::where_to_change;
 using grad::widen_to;
 
+void check_trainable_dtype(const GradContract& contract, DType dtype) {
+  TESSERA_CHECK(is_floating(dtype) || !contract.trainable, ErrorKind::kContract, contract.name,
+                ": found a trainable parameter of ", to_string(dtype),
+                ", expected a floating dtype; freeze it (frozen = true in a [[precision.rule]])");
+}
+
 void resolve_trainable(GradContract& contract, const ParameterMeta& meta, const Asked& asked) {
   const FrozenRule rule = asked.frozen ? asked.frozen->value : FrozenRule::kYes;
   contract.trainable = asked.frozen ? rule == FrozenRule::kNo : meta.trainable;
@@ -77,9 +83,7 @@ void resolve_trainable(GradContract& contract, const ParameterMeta& meta, const 
                          : rule == FrozenRule::kReplicate ? FrozenAs::kReplicate
                                                           : meta.frozen_as;
   }
-  TESSERA_CHECK(is_floating(meta.dtype) || !contract.trainable, ErrorKind::kContract, meta.name,
-                ": found a trainable parameter of ", to_string(meta.dtype),
-                ", expected a floating dtype; freeze it (frozen = true in a [[precision.rule]])");
+  check_trainable_dtype(contract, meta.dtype);
 }
 
 /// Before a pin is looked at.
@@ -102,6 +106,17 @@ Setting<DType> asked_compute(const ParameterMeta& meta, const Asked& asked,
   return {*policy.param_dtype, "[precision] param_dtype"};
 }
 
+void check_loss_scaling(const GradContract& contract, const PrecisionPolicy& policy) {
+  const std::string& reason = contract.reason(ContractField::kCompute);
+  TESSERA_CHECK(
+      contract.compute.dtype != DType::kFloat16 || !contract.trainable || policy.loss_scaling,
+      ErrorKind::kContract, contract.name, ": found the compute dtype float16 (", reason,
+      ") of a trained parameter, expected float32 or bfloat16: without a loss scaler"
+      " small gradients vanish; set PrecisionPolicy::loss_scaling and train with a GradScaler, or"
+      " change ",
+      where_to_change(reason, "param_dtype"));
+}
+
 void resolve_compute(GradContract& contract, const ParameterMeta& meta, const Asked& asked,
                      const PrecisionPolicy& policy) {
   Setting<DType> compute = asked_compute(meta, asked, policy, contract.storage.dtype);
@@ -115,19 +130,25 @@ void resolve_compute(GradContract& contract, const ParameterMeta& meta, const As
   TESSERA_CHECK(is_arithmetic(compute.value), ErrorKind::kContract, meta.name,
                 ": found the compute dtype ", to_string(compute.value), " (", compute.reason,
                 "), expected float32, bfloat16, float16 or float64; set [precision] param_dtype");
-  TESSERA_CHECK(compute.value != DType::kFloat16 || !contract.trainable || policy.loss_scaling,
-                ErrorKind::kContract, meta.name, ": found the compute dtype float16 (",
-                compute.reason,
-                ") of a trained parameter, expected float32 or bfloat16: without a loss scaler"
-                " small gradients vanish, and the scaler ([grad_scaler]) is not yet built; change ",
-                where_to_change(compute.reason, "param_dtype"));
   contract.compute.dtype = compute.value;
-  if (policy.param_rounding == Rounding::kHalfAway && contract.storage.dtype == DType::kFloat32 &&
-      compute.value == DType::kBFloat16) {
+  contract.reason(ContractField::kCompute) = compute.reason;
+  check_loss_scaling(contract, policy);
+  if (policy.param_rounding == Rounding::kHalfAway && !contract.replicated() &&
+      contract.storage.dtype == DType::kFloat32 && compute.value == DType::kBFloat16) {
     contract.compute.rounding = Rounding::kHalfAway;
     compute.reason += "; param_rounding: halves away from zero";
   }
   contract.reason(ContractField::kCompute) = compute.reason;
+}
+
+/// Nothing gathers it, so nothing would cast it on the way: it is kept as it computes.
+void keep_whole(GradContract& contract) {
+  if (!contract.replicated() || contract.storage == contract.compute) return;
+  std::string& reason = contract.reason(ContractField::kStorage);
+  reason = concat("as compute: whole on every rank, cast once when it is loaded, from ",
+                  to_string(contract.storage.dtype), " (", reason, ")");
+  contract.compute.rounding = Rounding::kNearestEven;  // as copies round
+  contract.storage = contract.compute;
 }
 
 void resolve_grad(GradContract& contract, const ParameterMeta& meta, const Asked& asked) {
@@ -160,10 +181,10 @@ void resolve_reduce(GradContract& contract, const Asked& asked, const PrecisionP
     reason = "compute, at least float32";
     return;
   }
-  TESSERA_CHECK(setting->value != DType::kFloat16, ErrorKind::kContract, contract.name,
-                ": found the reduce dtype float16 (", setting->reason,
-                "), expected float32 or bfloat16: without a loss scaler small gradients vanish;"
-                " change ",
+  TESSERA_CHECK(setting->value != DType::kFloat16 || policy.loss_scaling, ErrorKind::kContract,
+                contract.name, ": found the reduce dtype float16 (", setting->reason,
+                "), expected float32 or bfloat16: without a loss scaler small gradients vanish; set"
+                " PrecisionPolicy::loss_scaling and train with a GradScaler, or change ",
                 where_to_change(setting->reason, "reduce_dtype"));
   contract.reduce = setting->value;
   reason = setting->reason;
@@ -231,12 +252,31 @@ GradContract resolve_parameter(const ParameterMeta& meta, const Asked& asked,
     resolve_compute(contract, meta, asked, policy);
     if (meta.lora == LoraPart::kBase) resolve_lora_base(contract, meta);
   }
+  keep_whole(contract);
   resolve_grad(contract, meta, asked);
   resolve_reduce(contract, asked, policy);
   resolve_accumulate(contract, asked, policy);
   resolve_optimizer(contract, policy);
   return contract;
 }
+
+GradContract retrained(const GradContract& contract, const Setting<FrozenRule>& asked,
+                       const PrecisionPolicy& policy) {
+  GradContract next = contract;
+  next.trainable = asked.value == FrozenRule::kNo;
+  if (!next.trainable) {
+    next.frozen_as =
+        asked.value == FrozenRule::kReplicate ? FrozenAs::kReplicate : FrozenAs::kShard;
+  }
+  next.reason(ContractField::kTrainable) = concat("set_trainable, ", asked.reason);
+  check_trainable_dtype(next, next.storage.dtype);
+  if (!is_floating(next.storage.dtype)) return next;
+  check_loss_scaling(next, policy);
+  keep_whole(next);
+  resolve_optimizer(next, policy);
+  return next;
+}
+
 }  // namespace grad
 
 }  // namespace tessera

@@ -161,6 +161,13 @@ std::string lora_line(const CheckpointLora& lora) {
                 number(lora.dropout), R"(, "layers": )", listed(lora.layers, quoted), "}");
 }
 
+/// The scale by its exponent: an integer, whatever it is.
+std::string loss_scale_line(const LossScaleState& state) {
+  return concat(",\n \"loss_scale\": {\"log2\": ", std::ilogb(state.scale),
+                ", \"good_steps\": ", state.good_steps,
+                ", \"skipped_steps\": ", state.skipped_steps, "}");
+}
+
 template <class Map, class Write>
 std::string by_name(const Map& items, const Write& write) {
   std::string text = "{";
@@ -203,6 +210,14 @@ void validate(const CheckpointManifest& manifest, std::string_view where) {
     TESSERA_CHECK(file.bytes >= 0, ErrorKind::kFormat, where, ": file ", printable(name),
                   ": found ", file.bytes, " bytes");
   }
+  if (const auto& state = manifest.loss_scale) {
+    TESSERA_CHECK(
+        is_loss_scale(state->scale) && state->good_steps >= 0 && state->skipped_steps >= 0,
+        ErrorKind::kFormat, where, ": found the loss scale ", state->scale, " after ",
+        state->good_steps, " finite and ", state->skipped_steps,
+        " skipped steps, expected a power of two that float32 holds, and numbers that "
+        "are not negative");
+  }
   for (const auto& [name, tensor] : manifest.tensors) check_tensor(manifest, name, tensor, where);
 }
 
@@ -217,6 +232,7 @@ std::string to_json(const CheckpointManifest& manifest) {
       "\", \"seq_len\": ", data.seq_len, ", \"global_batch_size\": ", data.global_batch_size, "}",
       manifest.optimizer.empty() ? "" : ",\n \"optimizer\": " + quoted(manifest.optimizer),
       manifest.lora ? ",\n \"lora\": " + lora_line(*manifest.lora) : "",
+      manifest.loss_scale ? loss_scale_line(*manifest.loss_scale) : "",
       ",\n \"files\": ", by_name(manifest.files, file_line),
       ",\n \"tensors\": ", by_name(manifest.tensors, tensor_line), kHashKey);
   text += to_string(Hash128Stream().add(text).digest());

@@ -8,9 +8,11 @@
 
 #include "models/gemma4_layer.h"
 #include "models/patch_grid.h"
+#include "models/recomputed.h"
 #include "models/unit_of_slot.h"
 #include "nn/masked_attention.h"
 #include "nn/parameter.h"
+#include "tessera/dtype_watch.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
@@ -34,6 +36,7 @@ Gemma4PatchEmbedder::Gemma4PatchEmbedder(const Gemma4Vision& vision) {
 
 at::Tensor Gemma4PatchEmbedder::forward(const at::Tensor& pixel_values,
                                         const at::Tensor& position_ids) {
+  const WideScope at_the_door;  // pixels are data, and places may be stored wider
   const at::ScalarType compute = input_proj_->weight.scalar_type();
   const at::Tensor pixels = ((pixel_values - 0.5) * 2).to(compute);
   const at::Tensor places = position_ids.clamp_min(0);
@@ -95,6 +98,13 @@ Gemma4VisionLayer::Gemma4VisionLayer(const Gemma4Vision& vision) {
 
 at::Tensor Gemma4VisionLayer::forward(const at::Tensor& x, const nn::AxialTable& table,
                                       const at::Tensor& visible) {
+  return recomputed(
+      *this, recompute_, {x, table.cos, table.sin, visible},
+      [this](const std::vector<at::Tensor>& in) { return body(in[0], {in[1], in[2]}, in[3]); });
+}
+
+at::Tensor Gemma4VisionLayer::body(const at::Tensor& x, const nn::AxialTable& table,
+                                   const at::Tensor& visible) {
   const at::Tensor attended = self_attn_->forward(input_layernorm_->forward(x), table, visible);
   const at::Tensor middle = x + post_attention_layernorm_->forward(attended);
   const at::Tensor fed = mlp_->forward(pre_feedforward_layernorm_->forward(middle));
@@ -116,6 +126,7 @@ Gemma4VisionTower::Gemma4VisionTower(const Gemma4Vision& vision) : vision_(visio
 }
 
 at::Tensor Gemma4VisionTower::pool(const at::Tensor& h, const at::Tensor& patches) const {
+  const WideScope pooling;
   const at::ScalarType inside = at::promote_types(h.scalar_type(), at::kFloat);
   const std::int64_t kernel = patches.size(1);
   const at::Tensor rows = h.reshape({h.size(0) * h.size(1), h.size(2)})
@@ -151,8 +162,11 @@ std::vector<ModelUnit> Gemma4VisionTower::units() {
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     units.push_back(unit_of(layers_[i], concat(kPrefix, "encoder.layers.", i)));
   }
-  for (ModelUnit& unit : units) unit.if_frozen = Backward::kEnds;
   return units;
+}
+
+void Gemma4VisionTower::set_recompute(RecomputeMode mode) {
+  for (auto& layer : layers_) layer.module()->set_recompute(mode);
 }
 
 Gemma4Projector::Gemma4Projector(const Gemma4Vision& vision, std::int64_t text_hidden_size)

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "models/model_spec.h"
+#include "tessera/recompute_mode.h"
 #include "tessera/shard.h"
 
 namespace tessera::models {
@@ -48,16 +49,9 @@ struct ModelInputs {
   }
 };
 
-/// What becomes of a unit's gradient where all its parameters are frozen.
-enum class Backward : std::uint8_t {
-  kPassesThrough,  ///< earlier units may need it
-  kEnds,           ///< what comes before is frozen too, or data: never gathered in backward
-};
-
 /// One block that may become a sharding unit.
 struct ModelUnit {
   std::string name;  ///< as in parameter_table
-  Backward if_frozen = Backward::kPassesThrough;
   /// As fsdp::Slot::shard.
   std::function<std::shared_ptr<ShardedBase>(const Mesh&, const PrecisionPolicy&,
                                              const ShardOptions&)>
@@ -73,6 +67,9 @@ class LanguageModel : public torch::nn::Module {
   /// The Hugging Face name of a unit's parameter; `path` inside the unit's module.
   virtual std::string canonical_name(const std::string& unit, const std::string& path) const = 0;
   virtual const ModelSpec& spec() const = 0;
+  /// What every layer of text and tower forgets after forward and computes again for backward;
+  /// embeddings, projector, pooling and head never do. From the next forward on.
+  virtual void set_recompute(RecomputeMode mode) = 0;
 };
 
 /// The model of the spec's family, its parameters without data.

@@ -10,7 +10,9 @@
 
 #include "nn/first_derivative.h"
 #include "nn/parameter.h"
+#include "tessera/dtype_watch.h"
 #include "tessera/error.h"
+#include "tessera/recompute.h"
 
 namespace tessera::nn {
 
@@ -23,12 +25,15 @@ using torch::autograd::variable_list;
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
                             const std::optional<at::Tensor>& bias) {
-    weight.const_data_ptr();  // a parameter without data says so here, not from inside a product
+    weight.const_data_ptr();    // a parameter without data says so here, not from inside a product
+    const WideScope own_dtype;  // the result has the input's
     const at::ScalarType compute = weight.scalar_type();
     std::vector<std::int64_t> shape = input.sizes().vec();
     const std::int64_t rows = c10::multiply_integers(shape.begin(), shape.end() - 1);
     const at::Tensor x = input.reshape({rows, weight.size(1)}).to(compute);
-    const at::Tensor y = bias ? at::addmm(bias->to(compute), x, weight.t()) : at::mm(x, weight.t());
+    const at::Tensor y = keep({rows, weight.size(0)}, [&] {
+      return bias ? at::addmm(bias->to(compute), x, weight.t()) : at::mm(x, weight.t());
+    });
     // A frozen weight has no use for its input.
     ctx->save_for_backward({weight.requires_grad() ? x : at::Tensor(), weight});
     ctx->saved_data["has_bias"] = bias.has_value();

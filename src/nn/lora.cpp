@@ -12,6 +12,7 @@
 #include "base/parallel.h"
 #include "base/philox.h"
 #include "nn/first_derivative.h"
+#include "tessera/dtype_watch.h"
 #include "tessera/error.h"
 
 namespace tessera::nn {
@@ -42,6 +43,7 @@ struct AdapterFunction : torch::autograd::Function<AdapterFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& base, const at::Tensor& x,
                             const at::Tensor& a, const at::Tensor& b, double scale,
                             const DropoutDraw& draw) {
+    const WideScope own_dtype;  // the result has the layer's
     const at::Tensor input = adapter_input(x, draw, a.scalar_type());
     const at::Tensor hidden = at::mm(input, a.t());
     const at::Tensor delta = at::mm(hidden, b.t()).mul_(scale).view(base.sizes());

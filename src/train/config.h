@@ -14,7 +14,9 @@
 #include <string_view>
 #include <vector>
 
+#include "tessera/loss_scale.h"
 #include "tessera/precision.h"
+#include "tessera/recompute_mode.h"
 
 namespace tessera::train {
 
@@ -23,7 +25,6 @@ enum class OptimizerName : std::uint8_t { kAdamW, kSgd };
 enum class LrDecay : std::uint8_t { kConstant, kLinear, kCosine };
 enum class BackendName : std::uint8_t { kAuto, kGloo, kNccl };
 enum class OnNonfinite : std::uint8_t { kError };
-enum class RecomputeMode : std::uint8_t { kNone, kFull, kSelective };
 
 /// A dtype of [precision]: none is written `auto`.
 struct DTypeChoice {
@@ -98,14 +99,6 @@ struct LoraConfig {
   bool operator==(const LoraConfig&) const = default;
 };
 
-struct GradScalerConfig {
-  double init_scale = 65536.0;
-  double growth_factor = 2.0;
-  double backoff_factor = 0.5;
-  std::int64_t growth_interval = 2000;
-  bool operator==(const GradScalerConfig&) const = default;
-};
-
 struct OptimizerConfig {
   OptimizerName name = OptimizerName::kAdamW;
   MasterRequest master = MasterRequest::kAuto;
@@ -178,7 +171,7 @@ struct Config {
   PrecisionConfig precision;
   ActivationCheckpointConfig activation_checkpoint;
   LoraConfig lora;
-  GradScalerConfig grad_scaler;
+  GradScalerOptions grad_scaler;
   OptimizerConfig optimizer;
   LrSchedulerConfig lr_scheduler;
   ValidationConfig validation;

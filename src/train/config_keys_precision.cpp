@@ -67,8 +67,7 @@ void add_precision(std::vector<ConfigKey>& keys) {
       .key("mode", &ActivationCheckpointConfig::mode,
            {"",
             "What a layer forgets after forward and computes again for backward: none, full: all "
-            "but its input, selective: all but the results of its weight products; only none so "
-            "far."});
+            "but its input, selective: all but its input and the results of its weight products."});
   using R = LoraConfig;
   Section(keys, "lora", &Config::lora)
       .key("rank", &R::rank,
@@ -85,17 +84,21 @@ void add_precision(std::vector<ConfigKey>& keys) {
             "layers.0.self_attn.*."})
       .key("dropout", &R::dropout, {"", "Share of an adapter's input that is dropped in training."},
            below_one());
-  using S = GradScalerConfig;
+  using S = GradScalerOptions;
   Section(keys, "grad_scaler", &Config::grad_scaler)
       .key("init_scale", &S::init_scale,
-           {"", "What the loss is first multiplied by; for float16, not yet built."}, at_least(1))
+           {"",
+            "What the loss is first multiplied by, where float16 computes or carries gradients; "
+            "this and the factors are powers of two."})
       .key("growth_factor", &S::growth_factor, {"", "Factor after growth_interval finite steps."},
            at_least(1))
       .key("backoff_factor", &S::backoff_factor,
            {"", "Factor after a step whose gradients are not finite; that step is left out."},
            between(0, 1))
       .key("growth_interval", &S::growth_interval,
-           {"steps", "Finite steps in a row before the scale grows."}, count_from(1));
+           {"steps", "Finite steps in a row before the scale grows."}, count_from(1))
+      .key("min_scale", &S::min_scale,
+           {"", "The smallest scale; gradients that are not finite at it end the run."});
 }
 
 }  // namespace tessera::train

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <system_error>
@@ -10,8 +11,11 @@
 #include "fsdp/plan.h"
 #include "grad/torch_dtype.h"
 #include "io/safetensors_writer.h"
+#include "tessera/clip.h"
 #include "tessera/error.h"
+#include "train/check_dtypes.h"
 #include "train/data.h"
+#include "train/loss_scaling.h"
 #include "train/parallelize.h"
 #include "train/step.h"
 
@@ -134,6 +138,7 @@ void run_gradients(const GradientsRequest& request, World& world,
   const auto rows = micro_batches(batch->rows_in_step(),
                                   config.training.local_batch_size.value_or(batch->rows_in_step()),
                                   dims.data_ranks(), data_rank);
+  if (config.debug.check_dtypes) check_dtypes(*model, *batch, 1, rows.front());
   if (on_first_step) on_first_step();
   if (request.logits) {
     const at::NoGradGuard no_grad;
@@ -144,10 +149,18 @@ void run_gradients(const GradientsRequest& request, World& world,
       logits.write(model->forward(inputs).to(at::kFloat), range);
     }
   }
+  const auto scaler = make_scaler(*model, config.grad_scaler);
   StepOptions options;
   if (config.training.sync_every_micro_batch) options.sync = Sync::kEveryMicroBatch;
   options.seed = static_cast<std::uint64_t>(config.debug.seed);
-  const auto loss = forward_backward(*model, *batch, 1, rows, options);
+  if (scaler) options.loss_scale = scaler->scale();
+  auto loss = forward_backward(*model, *batch, 1, rows, options);
+  // The first scale that float16 holds: of a single batch there is no next step.
+  while (scaler && std::isfinite(loss.mean()) && !scaler->update(*model, gradient_norm(*model))) {
+    model->zero_grad();
+    options.loss_scale = scaler->scale();
+    loss = forward_backward(*model, *batch, 1, rows, options);
+  }
   model->visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
     if (!writer) return;
     const auto values = gradient.to(at::kFloat).contiguous();

@@ -78,7 +78,8 @@ BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSou
     const SampleScope place(SamplePlace{options.seed, step, rows[i].begin});
     const auto token_losses = model.forward(batches[i].inputs());
     // The mean over the whole batch is differentiated: no rank divides again.
-    const auto seed = at::full_like(token_losses, 1.0 / static_cast<double>(loss.kept));
+    const auto seed =
+        at::full_like(token_losses, options.loss_scale / static_cast<double>(loss.kept));
     torch::autograd::backward({token_losses}, {seed});
     sum += token_losses.item<double>();
   }

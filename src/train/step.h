@@ -29,7 +29,8 @@ enum class Sync : std::uint8_t { kLastMicroBatch, kEveryMicroBatch };
 /// How the micro-batches of a step are run.
 struct StepOptions {
   Sync sync = Sync::kLastMicroBatch;
-  std::uint64_t seed = 0;  ///< of what is drawn in forward (dropout)
+  std::uint64_t seed = 0;   ///< of what is drawn in forward (dropout)
+  double loss_scale = 1.0;  ///< the model's scaler's
 };
 
 /// Runs all micro-batches; gradients of mean loss stand on the shards afterwards. Collective: every

@@ -13,9 +13,11 @@
 #include "tessera/clip.h"
 #include "tessera/error.h"
 #include "tessera/optim.h"
+#include "train/check_dtypes.h"
 #include "train/checkpoint_session.h"
 #include "train/data.h"
 #include "train/flops.h"
+#include "train/loss_scaling.h"
 #include "train/metrics.h"
 #include "train/observers.h"
 #include "train/parallelize.h"
@@ -110,7 +112,8 @@ class Trainer {
         parallelize(source_, config, mesh_,
                     checkpoints_->resumes() ? InitialWeights::kLater : InitialWeights::kOfSource);
     optimizer_ = make_optimizer(*model_, config.optimizer);
-    done_ = checkpoints_->load(*model_, *optimizer_);
+    scaler_ = make_scaler(*model_, config.grad_scaler);
+    done_ = checkpoints_->load(*model_, *optimizer_, scaler_.get());
     flops_per_token_ = flops_per_token(model_size(), data_->row_tokens());
     if (world.rank() == 0) metrics_.emplace(config.metrics.folder, done_);
   }
@@ -128,6 +131,10 @@ class Trainer {
  private:
   TrainingResult run_to_the_end() {
     observers_.emplace(config_, world_, done_ + 1, hooks_.profiling);
+    if (config_.debug.check_dtypes && done_ < *config_.training.steps) {
+      const Rows rows(config_, *data_, mesh_);
+      check_dtypes(*model_, *data_, done_ + 1, rows.ranges().front());
+    }
     if (hooks_.on_first_step) hooks_.on_first_step();
     TrainingResult result;
     result.steps = done_;
@@ -183,7 +190,8 @@ class Trainer {
       if (metrics_) report(metrics, steps);
       observers_->report(metrics);
       if (hooks_.after_step) hooks_.after_step(metrics, *model_);
-      checkpoints_->after_step(step, stop || step == steps, anyone_writes, *model_, *optimizer_);
+      checkpoints_->after_step(step, stop || step == steps, anyone_writes, *model_, *optimizer_,
+                               scaler_.get());
     }
     if (stop) log::info("asked to stop: ended after step ", result.steps, " of ", steps);
   }
@@ -200,6 +208,7 @@ class Trainer {
     StepOptions options;
     if (config_.training.sync_every_micro_batch) options.sync = Sync::kEveryMicroBatch;
     options.seed = static_cast<std::uint64_t>(config_.debug.seed);
+    if (scaler_) options.loss_scale = scaler_->scale();
     const auto loss = forward_backward(*model_, *data_, step, rows.ranges(), options);
     StepMetrics metrics;
     metrics.step = step;
@@ -209,7 +218,7 @@ class Trainer {
     metrics.lr =
         learning_rate(config_.lr_scheduler, *config_.optimizer.lr, *config_.training.steps, step);
     optimizer_->set_lr(metrics.lr);
-    optimizer_->step();
+    update(metrics);
     model_->zero_grad();
     const std::chrono::duration<double, std::milli> elapsed = Clock::now() - begin;
     const auto most = max_over_data(*model_, {elapsed.count(), peak_rss_mib(), asked_to_stop(),
@@ -221,6 +230,17 @@ class Trainer {
     metrics.tps = metrics.tps_global / world_.size();
     metrics.tflops = metrics.tps * flops_per_token_ / 1e12;
     return {metrics, most[2] > 0, most[3] > 0};
+  }
+
+  void update(StepMetrics& metrics) {
+    if (!scaler_) return optimizer_->step();
+    metrics.loss_scale = scaler_->scale();
+    if (!scaler_->step(*optimizer_, *model_, metrics.grad_norm)) {
+      log::info("step ", metrics.step, ": gradients are not finite at the loss scale ",
+                *metrics.loss_scale, ": the step is left out, the scale is ", scaler_->scale(),
+                " from now on");
+    }
+    metrics.skipped_steps = scaler_->state().skipped_steps;
   }
 
   ModelSize model_size() const {
@@ -236,7 +256,8 @@ class Trainer {
 
   /// Loss and norm are sums over all ranks: every rank comes to the same answer.
   void require_finite(const StepMetrics& metrics) {
-    if (std::isfinite(metrics.loss) && std::isfinite(metrics.grad_norm)) return;
+    // A scaler leaves out a step whose norm is not finite, and says when that goes too far.
+    if (std::isfinite(metrics.loss) && (scaler_ || std::isfinite(metrics.grad_norm))) return;
     std::string names;
     for (const auto& name : nonfinite_parameters(*model_, 3)) {
       names += concat(names.empty() ? "" : ", ", name);
@@ -279,6 +300,7 @@ class Trainer {
   std::unique_ptr<BatchSource> validation_;
   std::shared_ptr<Sharded<models::LanguageModel>> model_;
   std::unique_ptr<Optimizer> optimizer_;
+  std::unique_ptr<GradScaler> scaler_;  ///< none without float16
   std::optional<CheckpointSession> checkpoints_;
   std::int64_t done_ = 0;  ///< steps before this run
   double flops_per_token_ = 0;

@@ -62,11 +62,25 @@ const Kind kKinds[] = {
        config.optimizer.momentum = 0.9;
        config.optimizer.lr = 0.1;
      }},
+    // The first steps are left out, then the scale grows every third one until one is again.
+    {"a scaled loss in float16",
+     [](train::Config& config) {
+       config.precision.param_dtype.dtype = DType::kFloat16;
+       config.precision.reduce_dtype.dtype = DType::kFloat16;
+       config.grad_scaler.init_scale = 0x1p20;
+       config.grad_scaler.backoff_factor = 0.25;
+       config.grad_scaler.growth_interval = 3;
+     }},
     {"accumulation and a frozen part",
      [](train::Config& config) {
        config.training.local_batch_size = 1;
        config.model.freeze = {"layers.0"};
        config.lr_scheduler.decay = train::LrDecay::kCosine;
+     }},
+    {"a frozen part that is whole on every rank",
+     [](train::Config& config) {
+       config.model.freeze = {"layers.0", "embed_tokens"};
+       config.model.frozen = FrozenAs::kReplicate;
      }},
 };
 
@@ -98,6 +112,10 @@ TEST(Resume, OnTheSameLayoutHasTheBitsOfTheUndisturbedRun) {
         EXPECT_GT(expected.size(), 0U);
         EXPECT_TRUE(file_text(folder / "parts" / file) == expected) << file;
       }
+      const auto loss_scale = [&](const char* run) {
+        return CheckpointFolder::open(folder / run / "checkpoint").manifest().loss_scale;
+      };
+      EXPECT_EQ(loss_scale("parts"), loss_scale("whole"));
     }
   }
 }
@@ -126,10 +144,11 @@ void copy_on(const RanksOfRun& layout, const train::Config& config, const fs::pa
   });
 }
 
-TEST(Resume, EveryLayoutReadsTheBitsOfEveryOther) {
+void expect_every_layout_reads_every_other(const Kind& kind) {
   for (const auto& from : kLayouts) {
     const TemporaryFolder folder;
-    const auto config = small_run(folder);
+    auto config = small_run(folder);
+    kind.set(config);
     train_on(from, with_steps(config, 3), folder / "from");
     const auto written = folder / "from/checkpoint/step-3";
     for (const auto& to : kLayouts) {
@@ -139,6 +158,16 @@ TEST(Resume, EveryLayoutReadsTheBitsOfEveryOther) {
       expect_same_tensors(copy / "step-3", written);
     }
   }
+}
+
+TEST(Resume, EveryLayoutReadsTheBitsOfEveryOther) {
+  expect_every_layout_reads_every_other(kKinds[0]);
+}
+
+// Naive: every rank writes what it has whole, and the pieces cover a tensor several times (which
+// opening the checkpoint refuses).
+TEST(Resume, WhatIsWholeOnEveryRankIsWrittenOnceAndReadByEveryLayout) {
+  expect_every_layout_reads_every_other(kKinds[3]);
 }
 
 /// Updates by gradients that depend on parameter, step and element only.
@@ -196,6 +225,40 @@ TEST(Resume, SixteenBitShardsGoOnWithTheirMasters) {
   EXPECT_EQ(checkpoint.tensors().at("model/" + name).source_dtype, DType::kBFloat16);
   EXPECT_EQ(checkpoint.tensors().at("optim/master_remainder/" + name).dtype, DType::kInt16);
   EXPECT_EQ(checkpoint.tensors().at("optim/exp_avg_sq/" + name).dtype, DType::kFloat32);
+}
+
+// Naive: it begins again at init_scale, and leaves out steps that the first run had not.
+TEST(Resume, AScaledRunGoesOnAtItsScaleOnAnyLayoutAndMayComeFromFloat32OrGoThere) {
+  const TemporaryFolder folder;
+  auto config = small_run(folder);
+  auto half = config;
+  half.precision.param_dtype.dtype = DType::kFloat16;
+  half.grad_scaler.init_scale = 0x1p30;
+  half.grad_scaler.backoff_factor = 0x1p-10;
+  const auto state = [&](const char* run) {
+    return CheckpointFolder::open(folder / run / "checkpoint").manifest().loss_scale;
+  };
+  train_on({2, 1}, with_steps(half, 6), folder / "run");
+  const auto first = state("run");
+  ASSERT_TRUE(first);
+  EXPECT_GE(first->skipped_steps, 1);
+  EXPECT_LT(first->scale, 0x1p30);
+  train_on({3, 1}, with_steps(half, 8), folder / "run");
+  const auto second = state("run");
+  ASSERT_TRUE(second);
+  EXPECT_EQ(*second, (LossScaleState{first->scale, first->good_steps + 2, first->skipped_steps}));
+
+  auto narrow = half;
+  narrow.grad_scaler.min_scale = 0x1p30;
+  EXPECT_THAT(error_of(ErrorKind::kConfig,
+                       [&] { train_on({2, 1}, with_steps(narrow, 9), folder / "run"); }),
+              HasSubstr("lower grad_scaler.min_scale"));
+  train_on({2, 1}, with_steps(config, 9), folder / "run");
+  EXPECT_EQ(state("run"), std::nullopt);
+  half.grad_scaler = {};
+  half.grad_scaler.init_scale = 256;
+  train_on({2, 1}, with_steps(half, 10), folder / "run");
+  EXPECT_EQ(state("run"), (LossScaleState{256, 1, 0}));
 }
 
 TEST(Resume, OnOtherLayoutsHasTheLossesWithinRounding) {

@@ -95,6 +95,25 @@ TEST(LoraRun, ResumedOnTheSameLayoutHasTheBitsOfTheUndisturbedRun) {
   }
 }
 
+// Dropout included: what a recomputed layer drops follows from its place, and a base that is whole
+// on every rank has the values of one that is sharded.
+TEST(LoraRun, RecomputationAndAWholeBaseChangeNoBit) {
+  const TemporaryFolder folder;
+  const auto config = adapters_run(folder);
+  const auto plain = train_on({2, 1}, with_steps(config, 3), folder / "plain");
+  for (const auto mode : {RecomputeMode::kFull, RecomputeMode::kSelective}) {
+    auto other = config;
+    other.activation_checkpoint.mode = mode;
+    const auto run = folder / (mode == RecomputeMode::kFull ? "full" : "selective");
+    EXPECT_EQ(train_on({2, 1}, with_steps(other, 3), run).losses, plain.losses);
+    EXPECT_EQ(tensors_of(run, 3), tensors_of(folder / "plain", 3));
+  }
+  auto whole = config;
+  whole.model.frozen = FrozenAs::kReplicate;
+  EXPECT_EQ(train_on({2, 1}, with_steps(whole, 3), folder / "whole").losses, plain.losses);
+  EXPECT_EQ(tensors_of(folder / "whole", 3), tensors_of(folder / "plain", 3));
+}
+
 TEST(LoraRun, ACheckpointHoldsTheAdaptersAndTheirMomentsAlone) {
   const TemporaryFolder folder;
   const auto config = adapters_run(folder);

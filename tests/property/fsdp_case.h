@@ -1,5 +1,5 @@
-// A random case of the property test of fully_shard: a module tree, a policy, a schedule and a
-// layout, all from one seed. A value: fsdp_reference.h computes what it must give,
+// A case of the property test of fully_shard: a module tree, a policy, a schedule and a layout. A
+// value: fsdp_case_draw.h draws it from one seed, fsdp_reference.h computes what it must give,
 // fsdp_property_test.cpp runs it sharded.
 //
 // A *parameter* has values; an *object* is a tensor of the user's module that shows them (two
@@ -8,7 +8,7 @@
 
 #include <ATen/ATen.h>
 
-#include <random>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,10 +23,18 @@ struct CaseParameter {
   at::Tensor initial, coefficients;
   bool trainable = true;
   int used_by = -2;  ///< -2 all ranks, -1 none, else that rank only
+  std::optional<at::ScalarType> own_grad_dtype = {};  ///< set on its tensors before sharding
+  std::optional<DType> published = {};                ///< of the file that training began with
 };
 
 struct CaseObject {
   std::size_t parameter = 0;
+  bool in_adapter = false;  ///< used by a CaseAdapter only
+};
+
+/// x + W x + B A x, of low rank: objects.
+struct CaseAdapter {
+  std::size_t base = 0, a = 0, b = 0;  ///< [kColumns, kColumns], [r, kColumns], [kColumns, r]
 };
 
 struct CaseChild {
@@ -39,10 +47,17 @@ struct CaseChild {
 struct CaseNode {
   std::size_t unit = 0;  ///< the node at the top of its unit
   std::vector<std::size_t> objects;
+  std::vector<CaseAdapter> adapters;
   std::vector<CaseChild> children;
 };
 
 enum class CaseZero { kNone, kZeros, kKeep };
+
+/// Before a step.
+struct CaseChange {
+  std::size_t parameter = 0;
+  bool trainable = true;
+};
 
 struct Case {
   std::uint64_t seed = 0;
@@ -51,11 +66,18 @@ struct Case {
   std::vector<CaseNode> nodes;            ///< children come after their parents
   std::vector<PrecisionPolicy> policies;  ///< by unit (node number)
   std::vector<ShardOptions> options;      ///< by unit
+  /// The contracts are resolved beforehand for the whole model, as of a file with the parameters'
+  /// dtypes, most of it of this one.
+  std::optional<DType> file_bulk;
   int ranks = 1, replicas = 1;
   ThreadBackend backend = ThreadBackend::kInProcess;
   int micro_batches = 1;
   bool syncs_every = true, replicas_every = true, input_requires_grad = false, evaluates = false;
   CaseZero zero = CaseZero::kNone;
+  /// By step: what is frozen and unfrozen before it. Gradients are set to none then.
+  std::vector<std::vector<CaseChange>> changes{2};
+  /// Shards are stepped as a user's own loop would; optimizers want a dtype that fits theirs.
+  bool steps_by_hand = false;
   at::ScalarType input = at::kFloat;
 
   static Case make(std::uint64_t seed);
@@ -66,6 +88,7 @@ struct Case {
     return seeded(seed * 1000 + number, {2, kColumns}, input);
   }
   static std::string name_of(std::size_t object) { return concat("p", object); }
+  int steps() const { return static_cast<int>(changes.size()); }
 };
 
 /// What a node does with one of its parameters; the same code sharded and plain.
@@ -83,191 +106,61 @@ inline at::Tensor apply_parameter(const CaseParameter& parameter, const at::Tens
   return x * (s.to(x.scalar_type()) * 0.25 + 1.0);
 }
 
+inline at::Tensor apply_adapter(const at::Tensor& x, const at::Tensor& base, const at::Tensor& a,
+                                const at::Tensor& b) {
+  const auto product = [](const at::Tensor& in, const at::Tensor& w) {
+    return at::linear(in.to(w.scalar_type()), w);
+  };
+  const auto low = product(product(x, a), b).to(x.scalar_type());
+  return x + at::tanh(product(x, base).to(x.scalar_type()) + low) * 0.25;
+}
+
+/// All that a node does before its children; `tensor_of` gives the tensor of an object.
+template <class TensorOf>
+at::Tensor apply_node(const Case& c, const CaseNode& node, int rank, at::Tensor x,
+                      const TensorOf& tensor_of) {
+  for (const auto object : node.objects) {
+    const auto& parameter = c.parameters[c.objects[object].parameter];
+    if (c.objects[object].in_adapter) continue;
+    if (parameter.used_by == -2 || parameter.used_by == rank)
+      x = apply_parameter(parameter, x, tensor_of(object));
+  }
+  for (const auto& adapter : node.adapters)
+    x = apply_adapter(x, tensor_of(adapter.base), tensor_of(adapter.a), tensor_of(adapter.b));
+  return x;
+}
+
 inline at::Tensor case_loss(const at::Tensor& y) { return at::sin(y.to(at::kFloat)).sum(); }
 
-namespace detail {
-
-/// Draws with nothing that differs between standard libraries.
-class Draw {
- public:
-  explicit Draw(std::uint64_t seed) : engine_(seed) {}
-  std::size_t below(std::size_t bound) { return static_cast<std::size_t>(engine_() % bound); }
-  bool one_in(std::size_t n) { return below(n) == 0; }
-  template <class T>
-  T of(std::initializer_list<T> values) {
-    return *(values.begin() + static_cast<std::ptrdiff_t>(below(values.size())));
-  }
-
- private:
-  std::mt19937_64 engine_;
-};
-
-inline CaseParameter draw_parameter(Draw& draw, std::uint64_t seed, int ranks) {
-  CaseParameter p;
-  const auto shape = draw.of<std::vector<std::int64_t>>({{},
-                                                         {1},
-                                                         {kColumns},
-                                                         {kColumns},
-                                                         {3, kColumns},
-                                                         {5, kColumns},
-                                                         {7},
-                                                         {13},
-                                                         {3, 11},
-                                                         {0},
-                                                         {0, 3},
-                                                         {2, 3, 5},
-                                                         {67},
-                                                         {129}});
-  if (draw.one_in(12)) {
-    p.initial = at::arange(5) - 2;
-    p.trainable = false;
-    return p;
-  }
-  const auto dtype =
-      draw.of({at::kFloat, at::kFloat, at::kFloat, at::kBFloat16, at::kBFloat16, at::kDouble});
-  p.initial = seeded(seed, shape, dtype);
-  if (p.initial.dim() == 2 && draw.one_in(3)) p.initial = p.initial.t().contiguous().t();
-  p.coefficients = seeded(seed + 500, shape);
-  p.trainable = !draw.one_in(6);
-  if (draw.one_in(5))
-    p.used_by = draw.one_in(2) ? -1 : static_cast<int>(draw.below(static_cast<std::size_t>(ranks)));
-  return p;
-}
-
-inline void draw_tree(Draw& draw, Case& c) {
-  const auto count = 1 + draw.below(6);
-  for (std::size_t i = 0; i < count; ++i) {
-    CaseNode node;
-    if (i > 0) {
-      const auto parent = draw.below(i);
-      CaseChild child{i, draw.one_in(2), draw.one_in(4), draw.one_in(6) ? 2 : 1};
-      node.unit = child.handle ? i : c.nodes[parent].unit;
-      c.nodes[parent].children.push_back(child);
-    }
-    for (auto left = draw.below(4) + (i == 0 ? 1 : 0); left > 0; --left) {
-      node.objects.push_back(c.objects.size());
-      c.objects.push_back({c.parameters.size()});
-      c.parameters.push_back(draw_parameter(draw, c.seed * 100 + c.objects.size(), c.ranks));
-    }
-    c.nodes.push_back(std::move(node));
-  }
-  auto& first = c.parameters[c.objects[c.nodes[0].objects[0]].parameter];
-  first = {seeded(c.seed, {kColumns}), seeded(c.seed + 1, {kColumns}), true,
-           -2};  // every loss depends on it
-}
-
-/// One object in a second node; or a second object over the same storage, in the same unit.
-inline void draw_ties(Draw& draw, Case& c) {
-  const auto own = c.objects.size();
-  for (std::size_t object = 0; object < own; ++object) {
-    if (!draw.one_in(6)) continue;
-    const auto target = draw.below(c.nodes.size());
-    auto& node = c.nodes[target];
-    if (std::find(node.objects.begin(), node.objects.end(), object) != node.objects.end()) continue;
-    const auto home = std::find_if(c.nodes.begin(), c.nodes.end(), [&](const auto& n) {
-      return std::find(n.objects.begin(), n.objects.end(), object) != n.objects.end();
-    });
-    const bool alias = home->unit == node.unit && draw.one_in(2) &&
-                       c.parameters[c.objects[object].parameter].initial.numel() > 0;
-    if (!alias) {
-      node.objects.push_back(object);
-    } else {
-      node.objects.push_back(c.objects.size());
-      c.objects.push_back(c.objects[object]);
-    }
-  }
-}
-
-inline bool appears_once(const Case& c, std::size_t object) {
-  int nodes = 0, objects = 0;
-  for (const auto& node : c.nodes)
-    nodes += static_cast<int>(std::count(node.objects.begin(), node.objects.end(), object));
-  for (const auto& other : c.objects)
-    objects += other.parameter == c.objects[object].parameter ? 1 : 0;
-  return nodes == 1 && objects == 1;
-}
-
-inline PrecisionRule draw_rule(Draw& draw, std::size_t object) {
-  PrecisionRule rule;
-  rule.match = {Case::name_of(object)};
-  switch (draw.below(5)) {
-    case 0:
-      rule.grad_dtype = DType::kBFloat16;
-      break;
-    case 1:
-      rule.pin = true;
-      break;
-    case 2:
-      rule.param_dtype = draw.of({DType::kBFloat16, DType::kFloat32});
-      break;
-    case 3:
-      rule.reduce_dtype = DType::kBFloat16;
-      break;
-    default:
-      rule.frozen = FrozenRule::kYes;
-      break;
-  }
-  return rule;
-}
-
-inline void draw_policies(Draw& draw, Case& c) {
-  PrecisionPolicy base;
-  if (draw.one_in(2))
-    base.param_dtype = draw.of({DType::kBFloat16, DType::kBFloat16, DType::kFloat32});
-  if (draw.one_in(3)) base.reduce_dtype = draw.of({DType::kBFloat16, DType::kFloat32});
-  if (draw.one_in(5)) base.storage_dtype = DType::kFloat32;
-  if (draw.one_in(6)) base.accumulate_dtype = DType::kFloat64;
-  base.cast_forward_inputs = draw.one_in(2);
-  base.optimizer.master = MasterRequest::kNone;  // the reference steps shards as SGD does
-  if (draw.one_in(4)) base.output_dtype = draw.of({DType::kBFloat16, DType::kFloat32});
-  c.policies.assign(c.nodes.size(), base);
-  c.options.assign(c.nodes.size(), {});
-  const auto factor = draw.of<std::optional<double>>({std::nullopt, 1.0, 3.0});
-  for (auto& options : c.options) {
-    options.divide_factor = factor;
-    options.reshard_after_forward = draw.of<std::optional<bool>>({std::nullopt, true, false});
-  }
-  c.options[0].merge_below_bytes = draw.of<std::int64_t>({0, 0, 300, 1 << 20});
-  if (draw.one_in(3)) c.options[0].in_flight_bytes = 1;
-  for (const auto& node : c.nodes) {
-    for (const auto object : node.objects) {
-      const bool first = &node == &c.nodes[0] && object == node.objects[0];
-      if (first || !draw.one_in(5) || !appears_once(c, object)) continue;
-      if (!c.parameters[c.objects[object].parameter].initial.is_floating_point()) continue;
-      c.policies[node.unit].rules.push_back(draw_rule(draw, object));
-    }
-  }
-}
-
-}  // namespace detail
-
-inline Case Case::make(std::uint64_t seed) {
-  detail::Draw draw(seed);
-  Case c;
-  c.seed = seed;
-  c.ranks = 1 + static_cast<int>(draw.below(4));
-  c.replicas = c.ranks % 2 == 0 && draw.one_in(2) ? draw.of({2, c.ranks}) : 1;
-  if (c.ranks > 1 && draw.one_in(20)) c.backend = ThreadBackend::kGloo;
-  detail::draw_tree(draw, c);
-  detail::draw_ties(draw, c);
-  detail::draw_policies(draw, c);
-  c.micro_batches = 1 + static_cast<int>(draw.below(3));
-  c.syncs_every = draw.one_in(2);
-  c.replicas_every = draw.one_in(2);
-  c.input_requires_grad = draw.one_in(2);
-  c.evaluates = draw.one_in(3);
-  c.zero = draw.of({CaseZero::kNone, CaseZero::kZeros, CaseZero::kKeep});
-  c.input = draw.of({at::kFloat, at::kFloat, at::kBFloat16});
-  return c;
+inline std::string describe_policy(const PrecisionPolicy& policy) {
+  const auto text = [](const std::optional<DType>& dtype) {
+    return dtype ? std::string(to_string(*dtype)) : std::string("-");
+  };
+  auto all =
+      concat("  param ", text(policy.param_dtype), ", reduce ", text(policy.reduce_dtype),
+             ", storage ", text(policy.storage_dtype), " (", to_string(policy.on_narrower_request),
+             "), accumulate ", text(policy.accumulate_dtype), ", final ", text(policy.final_dtype),
+             ", output ", text(policy.output_dtype), ", intrinsic ", to_string(policy.intrinsic),
+             policy.param_rounding == Rounding::kHalfAway ? ", half away" : "",
+             policy.optimizer.master == MasterRequest::kAuto ? ", masters" : "");
+  for (const auto& rule : policy.rules) all += concat(", rule of ", rule.match[0]);
+  return all;
 }
 
 inline std::string Case::describe() const {
-  auto text =
-      concat("seed ", seed, ": ", ranks, " ranks, ", replicas, " replicas",
-             backend == ThreadBackend::kGloo ? ", Gloo" : "", ", ", micro_batches, " micro-batches",
-             syncs_every ? "" : " synced last", replicas_every ? "" : ", replicas last",
-             input_requires_grad ? ", input requires grad" : "", ", zero mode ",
-             static_cast<int>(zero), ", merge below ", options[0].merge_below_bytes, "\n");
+  auto text = concat(
+      "seed ", seed, ": ", ranks, " ranks, ", replicas, " replicas",
+      backend == ThreadBackend::kGloo ? ", Gloo" : "", ", ", micro_batches, " micro-batches",
+      syncs_every ? "" : " synced last", replicas_every ? "" : ", replicas last",
+      input_requires_grad ? ", input requires grad" : "", ", zero mode ", static_cast<int>(zero),
+      ", merge below ", options[0].merge_below_bytes, steps_by_hand ? ", stepped by hand" : "",
+      file_bulk ? concat(", of a file of ", to_string(*file_bulk)) : "", "\n",
+      describe_policy(policies[0]), "\n");
+  for (std::size_t step = 0; step < changes.size(); ++step) {
+    for (const auto& change : changes[step])
+      text += concat("  before step ", step, " parameter ", change.parameter,
+                     change.trainable ? " is trained\n" : " is frozen\n");
+  }
   for (std::size_t i = 0; i < nodes.size(); ++i) {
     text += concat("  node ", i, " (unit ", nodes[i].unit, "):");
     for (const auto object : nodes[i].objects) {
@@ -275,8 +168,12 @@ inline std::string Case::describe() const {
       text += concat(" ", name_of(object), "=", objects[object].parameter, ":",
                      c10::toString(p.initial.scalar_type()), p.initial.sizes(),
                      p.trainable ? "" : " frozen",
+                     p.own_grad_dtype ? concat(" grad_dtype ", c10::toString(*p.own_grad_dtype))
+                                      : std::string(),
                      p.used_by == -2 ? "" : concat(" used by ", p.used_by));
     }
+    for (const auto& adapter : nodes[i].adapters)
+      text += concat(" adapter(", adapter.base, ",", adapter.a, ",", adapter.b, ")");
     for (const auto& child : nodes[i].children) {
       text += concat(" -> ", child.node, child.handle ? " handle" : "",
                      child.recomputes ? " recomputed" : "", child.repeats > 1 ? " twice" : "");

@@ -24,9 +24,11 @@ class Reference {
         slots_(static_cast<std::size_t>(c.ranks)),
         sums_(static_cast<std::size_t>(c.replicas)) {
     for (std::size_t p = 0; p < case_.parameters.size(); ++p) {
-      masters_.push_back(
+      shards_.push_back(
           case_.parameters[p].initial.clone().to(to_scalar_type(contracts_[p].storage.dtype)));
+      masters_.push_back(shards_[p]);
     }
+    make_masters();
     for (auto& slots : slots_) slots.resize(masters_.size());
     for (auto& sums : sums_) sums.resize(masters_.size());
     gradients_.resize(masters_.size());
@@ -35,7 +37,15 @@ class Reference {
     claim(0);
   }
 
-  const at::Tensor& master(std::size_t p) const { return masters_[p]; }
+  /// After a step: what parameters are from now on. Gradients are none.
+  void change(std::vector<GradContract> contracts) {
+    contracts_ = std::move(contracts);
+    make_masters();
+    forget_gradients();
+  }
+
+  /// The parameter as it is stored and gathered.
+  const at::Tensor& value(std::size_t p) const { return shards_[p]; }
   /// Undefined where no rank used the parameter.
   const at::Tensor& gradient(std::size_t p) const { return gradients_[p]; }
 
@@ -59,7 +69,10 @@ class Reference {
     }
     const at::NoGradGuard no_grad;
     for (std::size_t p = 0; p < masters_.size(); ++p) {
-      if (gradients_[p].defined()) masters_[p].add_(gradients_[p], -kLr);
+      if (!gradients_[p].defined()) continue;
+      const bool beside = !masters_[p].is_same(shards_[p]);
+      masters_[p].add_(beside ? gradients_[p].to(at::kFloat) : gradients_[p], -kLr);
+      if (beside) shards_[p].copy_(rounded_to_shard(p));
     }
   }
 
@@ -72,6 +85,26 @@ class Reference {
   }
   at::Tensor rounded_to_wire(std::size_t p, const at::Tensor& sum) const {
     return sum.to(to_scalar_type(contracts_[p].reduce)).to(accumulate(p));
+  }
+
+  /// Of what is trained for the first time; one that was trained before goes on from what it had.
+  void make_masters() {
+    for (std::size_t p = 0; p < shards_.size(); ++p) {
+      const auto master = contracts_[p].master;
+      const bool beside = master == Master::kRemainder || master == Master::kCopy;
+      if (beside && !case_.steps_by_hand && masters_[p].is_same(shards_[p]))
+        masters_[p] = shards_[p].to(at::kFloat);
+    }
+  }
+
+  at::Tensor rounded_to_shard(std::size_t p) const {
+    return contracts_[p].master == Master::kRemainder ? rounded_half_away(masters_[p])
+                                                      : masters_[p].to(at::kHalf);
+  }
+  /// To bf16: half of the last place is added to the magnitude, the digits behind it are cut.
+  static at::Tensor rounded_half_away(const at::Tensor& values) {
+    const auto bits = values.contiguous().view(at::kInt);
+    return bits.add(0x8000).bitwise_right_shift(16).to(at::kShort).view(at::kBFloat16);
   }
 
   // --- which unit brings a parameter: the first that is sharded, inner ones before outer ---
@@ -90,7 +123,9 @@ class Reference {
   }
 
   void begin_step() {
-    if (case_.zero == CaseZero::kKeep) return;
+    if (case_.zero != CaseZero::kKeep) forget_gradients();
+  }
+  void forget_gradients() {
     for (auto& sums : sums_) std::fill(sums.begin(), sums.end(), at::Tensor());
     if (shard_ranks() == 1) {
       for (auto& slots : slots_) std::fill(slots.begin(), slots.end(), at::Tensor());
@@ -102,10 +137,11 @@ class Reference {
 
   void renew(std::size_t object) {
     const auto p = case_.objects[object].parameter;
-    auto alias = masters_[p]
-                     .to(to_scalar_type(contracts_[p].compute.dtype))
-                     .detach()
-                     .clone(at::MemoryFormat::Contiguous);
+    const auto& compute = contracts_[p].compute;
+    const auto rounded = compute.rounding == Rounding::kHalfAway
+                             ? rounded_half_away(shards_[p])
+                             : shards_[p].to(to_scalar_type(compute.dtype));
+    auto alias = rounded.detach().clone(at::MemoryFormat::Contiguous);
     if (contracts_[p].trainable && at::GradMode::is_enabled()) {
       alias.set_requires_grad(true);
       alias.set_grad_dtype(std::nullopt);
@@ -160,11 +196,7 @@ class Reference {
 
   at::Tensor call_node(std::size_t number, at::Tensor x) {
     const auto& node = case_.nodes[number];
-    for (const auto object : node.objects) {
-      const auto& parameter = case_.parameters[case_.objects[object].parameter];
-      if (parameter.used_by == -2 || parameter.used_by == rank_)
-        x = apply_parameter(parameter, x, aliases_.at(object));
-    }
+    x = apply_node(case_, node, rank_, x, [this](auto object) { return aliases_.at(object); });
     for (const auto& child : node.children) {
       for (int i = 0; i < child.repeats; ++i) x = call_child(child, x);
     }
@@ -247,7 +279,9 @@ class Reference {
 
   const Case& case_;
   std::vector<GradContract> contracts_;
-  std::vector<at::Tensor> masters_, gradients_;
+  std::vector<at::Tensor> shards_;   // in storage
+  std::vector<at::Tensor> masters_;  // what is stepped: the same tensor, or an fp32 one
+  std::vector<at::Tensor> gradients_;
   std::vector<std::vector<at::Tensor>> slots_;  // [rank][parameter]
   std::vector<std::vector<at::Tensor>> sums_;   // [replica][parameter]
   std::map<std::size_t, at::Tensor> aliases_;

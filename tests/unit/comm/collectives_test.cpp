@@ -140,6 +140,52 @@ TEST_P(Collectives, AllReduceIntoAnotherTensorAddsInItsDtypeAndLeavesTheAddends)
   }
 }
 
+TEST_P(Collectives, AllToAllPutsEveryStretchInItsPlace) {
+  // Stretches of all lengths, none among them, and whole ranks that neither send nor expect.
+  const auto count = [&](std::int64_t scale, int from, int to) {
+    return scale == 0 || (from + 2 * to) % 3 == 0 ? 0 : scale * (1 + (3 * from + to) % 5);
+  };
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kLong, at::kByte}) {
+    for (const std::int64_t scale : {0, 1, 7, 10000}) {
+      threads().run([&](World& world) {
+        const int me = world.rank();
+        AllToAll op;
+        std::vector<at::Tensor> mine, expected;
+        for (int other = 0; other < world.size(); ++other) {
+          op.sends.push_back(count(scale, me, other));
+          op.receives.push_back(count(scale, other, me));
+          const auto seed = [](int from, int to) {
+            return static_cast<std::uint64_t>(from * 100 + to);
+          };
+          mine.push_back(values(op.sends.back(), dtype, me, seed(me, other)));
+          expected.push_back(values(op.receives.back(), dtype, other, seed(other, me)));
+        }
+        op.input = at::cat(mine);
+        op.output = at::zeros_like(at::cat(expected));
+        world.group(everyone(world), "all to all")->issue(batch_of(op))->wait();
+        EXPECT_TRUE(same_bits(op.output, at::cat(expected))) << dtype << " " << scale;
+        EXPECT_TRUE(same_bits(op.input, at::cat(mine)));
+      });
+    }
+  }
+}
+
+TEST(InProcessAllToAll, CountsThatDoNotFitAreNamed) {
+  pool(ThreadBackend::kInProcess, 2).run([](World& world) {
+    const auto group = world.group(everyone(world), "counts");
+    AllToAll op{at::zeros({2}), {1, 1}, at::zeros({2}), {1, 1}};
+    if (world.rank() == 1) op = {at::zeros({3}), {2, 1}, at::zeros({2}), {1, 1}};
+    try {
+      group->issue(batch_of(op))->wait();
+      ADD_FAILURE() << "counts that differ were exchanged";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("rank 1 sends 2 elements but rank 0 expects 1"),
+                std::string::npos)
+          << error.what();
+    }
+  });
+}
+
 TEST_P(Collectives, CancellingValuesShowTheOrderOfAdditions) {
   const std::vector<float> by_rank = {1e8F, 1.0F, -1e8F, 1.0F};
   float expected = by_rank[0];

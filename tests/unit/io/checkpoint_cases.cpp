@@ -1,6 +1,7 @@
 #include "unit/io/checkpoint_cases.h"
 
 #include <algorithm>
+#include <cmath>
 #include <fstream>
 
 #include "io/safetensors_writer.h"
@@ -99,6 +100,10 @@ CheckpointManifest random_manifest(Random& random) {
   if (random() % 2 == 0) {
     manifest.lora = {
         {random(), random()}, pick(random, 1, 64), 0.1, 0.25, {"layers.0.q_proj", "a\"b"}};
+  }
+  if (random() % 2 == 0) {
+    manifest.loss_scale = {std::ldexp(1.0, static_cast<int>(pick(random, -126, 127))),
+                           pick(random, 0, 5000), pick(random, 0, 9)};
   }
   std::vector<std::string> names;
   for (std::int64_t rank = 0; rank < manifest.world_size; ++rank) {
