@@ -177,7 +177,7 @@ TEST(LoraRun, OtherAdaptersOrAnotherBaseAreRefusedOnResume) {
   EXPECT_THAT(refused([](auto& other) { other.lora.dropout = 0.0; }),
               HasSubstr("lora.dropout: found 0, expected 0.3"));
   EXPECT_THAT(refused([](auto& other) { other.lora.targets = {"q_proj"}; }),
-              HasSubstr("lora.targets: found model.layers.0.self_attn.q_proj, "));
+              HasSubstr("lora.targets: found 'model.layers.0.self_attn.q_proj, "));
   auto longer = small_run(folder);
   longer.optimizer.lr = 0.02;
   train_on({}, with_steps(longer, 2), folder / "other base");
