@@ -21,6 +21,13 @@
 
 namespace tessera {
 
+/// What a parameter is to low-rank adapters (LoRA).
+enum class LoraPart : std::uint8_t {
+  kNone,
+  kBase,     ///< frozen, stored in its compute dtype
+  kAdapter,  ///< trained in float32, whatever policy and rules say
+};
+
 /// What is known of a parameter before it is sharded.
 struct ParameterMeta {
   std::string name;                 ///< canonical (Hugging Face) name
@@ -37,6 +44,7 @@ struct ParameterMeta {
   /// is narrower than `dtype`.
   bool drawn = false;
   bool trainable = true;
+  LoraPart lora = LoraPart::kNone;
   FrozenAs frozen_as = FrozenAs::kShard;  ///< where it is frozen and no rule says how
   /// The pattern by which the model family keeps it in fp32 (`_keep_in_fp32_modules_strict`).
   std::optional<std::string> strict_pin;

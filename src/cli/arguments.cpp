@@ -132,7 +132,9 @@ void add_generate(::CLI::App& app, GenerateArguments& generate) {
 
 void add_convert(::CLI::App& app, ConvertArguments& convert) {
   ::CLI::App* verb = app.add_subcommand(
-      "convert", "A checkpoint (or a folder) as a Hugging Face folder that transformers loads.");
+      "convert",
+      "A checkpoint (or a folder) as a Hugging Face folder that transformers loads; one of "
+      "adapters as a folder that peft loads.");
   verb->add_option("checkpoint", convert.source,
                    "checkpoint/step-N of a run, or a Hugging Face folder.")
       ->required();
@@ -143,6 +145,9 @@ void add_convert(::CLI::App& app, ConvertArguments& convert) {
                    "stored; or float32, bfloat16 for all.");
   verb->add_option("--max-shard-size", convert.max_shard_size,
                    "Of a file: bytes, or with KB MB GB KiB MiB GiB; default 5GB.");
+  verb->add_flag("--merged", convert.merged,
+                 "Of a checkpoint of adapters the whole model with them added, instead of the "
+                 "adapters alone in peft's files.");
 }
 
 const std::vector<std::string>& verbs() {

@@ -57,6 +57,7 @@ struct ConvertArguments {
   std::string out;
   std::string dtype = "auto";
   std::string max_shard_size = "5GB";
+  bool merged = false;
   Overrides overrides;
 };
 

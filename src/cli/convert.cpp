@@ -7,6 +7,7 @@
 #include "io/checkpoint_manifest.h"
 #include "tessera/error.h"
 #include "train/hf_export.h"
+#include "train/lora_export.h"
 
 namespace tessera::cli {
 namespace {
@@ -62,11 +63,16 @@ int run_convert(const ConvertArguments& arguments) {
   const train::ExportOptions options = options_of(arguments);
   require_outside_checkpoints(arguments.out);
   const train::ModelSource source = train::open_model(model_of(arguments));
-  const train::ExportPlan plan = train::plan_export(source, options);
-  say_what_was_not_there(source);
+  TESSERA_CHECK(source.adapters || !arguments.merged, ErrorKind::kUsage, "--merged: found ",
+                printable(arguments.source, 1024),
+                ", expected a checkpoint of adapters (lora.rank)");
+  const bool adapters = source.adapters && !arguments.merged;
+  const train::ExportPlan plan =
+      adapters ? train::plan_adapter_export(source, options) : train::plan_export(source, options);
+  if (!adapters) say_what_was_not_there(source);
   AtomicFolder out(arguments.out);
   try {
-    train::write_export(source, plan, out.temporary());
+    train::write_export(plan, out.temporary());
     out.commit();
   } catch (const std::exception& error) {
     return report(error, Phase::kStepping);

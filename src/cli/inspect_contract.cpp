@@ -37,7 +37,7 @@ Planned plan_run(const InspectArguments& arguments) {
   train::validate(config, train::Verb::kContract);
   const int world = arguments.world.value_or(train::ranks_to_spawn(config.parallelism));
   const train::ParallelDims dims = train::resolve_parallelism(config.parallelism, world);
-  const train::ModelSource source = train::open_model(config.model);
+  const train::ModelSource source = train::open_model(config.model, config.lora);
   Planned planned;
   planned.mesh = train::mesh_shape(dims);
   planned.contract = train::resolve_model(source, config, dims);

@@ -8,6 +8,7 @@
 #include <iterator>
 #include <utility>
 
+#include "base/sample_place.h"
 #include "fsdp/forward_state.h"
 #include "fsdp/runtime.h"
 #include "tessera/error.h"
@@ -30,6 +31,7 @@ struct Block : torch::CustomClassHolder {
   fsdp::Recorded recorded;
   fsdp::Autocast autocast;
   at::Tensor random;  ///< before the first forward, if that drew anything
+  std::optional<SamplePlace> place = sample_place();
 };
 
 /// The kept results, which must be what they were when keep() returned them.
@@ -125,6 +127,7 @@ class Recompute : public torch::autograd::Function<Recompute> {
     const fsdp::RandomStateScope random(block.random);
     const fsdp::AutocastScope autocast(block.autocast);
     const at::AutoGradMode grad(true);
+    const SampleScope place(block.place);
     auto outputs = block.run(inputs);
     TESSERA_CHECK(outputs.size() == block.outputs &&
                       block.recorded.next_kept == block.recorded.kept.size() &&

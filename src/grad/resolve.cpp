@@ -76,12 +76,13 @@ void check_trainable_dtype(const GradContract& contract, DType dtype) {
 void resolve_trainable(GradContract& contract, const ParameterMeta& meta, const Asked& asked) {
   const FrozenRule rule = asked.frozen ? asked.frozen->value : FrozenRule::kYes;
   contract.trainable = asked.frozen ? rule == FrozenRule::kNo : meta.trainable;
+  contract.reason(ContractField::kTrainable) = asked.frozen ? asked.frozen->reason : "the model";
+  if (meta.lora != LoraPart::kNone) grad::resolve_lora_trainable(contract, meta, asked);
   if (!contract.trainable) {
     contract.frozen_as = rule == FrozenRule::kShard       ? FrozenAs::kShard
                          : rule == FrozenRule::kReplicate ? FrozenAs::kReplicate
                                                           : meta.frozen_as;
   }
-  contract.reason(ContractField::kTrainable) = asked.frozen ? asked.frozen->reason : "the model";
   check_trainable_dtype(contract, meta.dtype);
 }
 
@@ -240,12 +241,17 @@ GradContract resolve_parameter(const ParameterMeta& meta, const Asked& asked,
   contract.aliases = meta.aliases;
   contract.reductions = reductions;
   resolve_trainable(contract, meta, asked);
-  resolve_storage(contract, meta, asked, policy);
-  if (!is_floating(contract.storage.dtype)) {
-    mirror_storage(contract);
-    return contract;
+  if (meta.lora == LoraPart::kAdapter) {
+    resolve_lora_adapter(contract);
+  } else {
+    resolve_storage(contract, meta, asked, policy);
+    if (!is_floating(contract.storage.dtype)) {
+      mirror_storage(contract);
+      return contract;
+    }
+    resolve_compute(contract, meta, asked, policy);
+    if (meta.lora == LoraPart::kBase) resolve_lora_base(contract, meta);
   }
-  resolve_compute(contract, meta, asked, policy);
   keep_whole(contract);
   resolve_grad(contract, meta, asked);
   resolve_reduce(contract, asked, policy);

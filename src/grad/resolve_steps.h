@@ -44,6 +44,13 @@ GradContract retrained(const GradContract& contract, const Setting<FrozenRule>& 
 /// resolve_storage.cpp. Errors: kContract.
 void resolve_storage(GradContract& contract, const ParameterMeta& meta, const Asked& asked,
                      const PrecisionPolicy& policy);
+/// resolve_lora.cpp, for parameters that are part of it. Errors: kContract for a rule that would
+/// train the base or freeze an adapter.
+void resolve_lora_trainable(GradContract& contract, const ParameterMeta& meta, const Asked& asked);
+/// After storage and compute.
+void resolve_lora_base(GradContract& contract, const ParameterMeta& meta);
+/// Instead of storage and compute.
+void resolve_lora_adapter(GradContract& contract);
 /// resolve_optimizer.cpp: master, final, state, decay. After storage.
 void resolve_optimizer(GradContract& contract, const PrecisionPolicy& policy);
 /// Errors: kContract for a pattern of no_decay that no trainable parameter matches.

@@ -153,6 +153,14 @@ std::string file_line(const CheckpointFile& file) {
   return concat(R"({"bytes": )", file.bytes, R"(, "xxh3_128": ")", to_string(file.xxh3_128), "\"}");
 }
 
+std::string number(double value) { return nlohmann::json(value).dump(); }
+
+std::string lora_line(const CheckpointLora& lora) {
+  return concat(R"({"base_xxh3_128": ")", to_string(lora.base_xxh3_128), R"(", "rank": )",
+                lora.rank, R"(, "alpha": )", number(lora.alpha), R"(, "dropout": )",
+                number(lora.dropout), R"(, "layers": )", listed(lora.layers, quoted), "}");
+}
+
 /// The scale by its exponent: an integer, whatever it is.
 std::string loss_scale_line(const LossScaleState& state) {
   return concat(",\n \"loss_scale\": {\"log2\": ", std::ilogb(state.scale),
@@ -187,6 +195,14 @@ void validate(const CheckpointManifest& manifest, std::string_view where) {
                 ErrorKind::kFormat, where, ": found step ", manifest.step, ", world_size ",
                 manifest.world_size, ", seed ", manifest.seed, ", expected a step below ", kMaxStep,
                 ", numbers that are not negative, and a rank");
+  if (const auto& lora = manifest.lora) {
+    TESSERA_CHECK(lora->rank >= 1 && std::isfinite(lora->alpha) && lora->alpha >= 0 &&
+                      lora->dropout >= 0 && lora->dropout < 1 && !lora->layers.empty(),
+                  ErrorKind::kFormat, where, ": lora: found rank ", lora->rank, ", alpha ",
+                  lora->alpha, ", dropout ", lora->dropout, ", ", lora->layers.size(),
+                  " layers, expected a rank, an alpha that is not negative, a dropout below 1, and "
+                  "a layer");
+  }
   for (const auto& [name, file] : manifest.files) {
     TESSERA_CHECK(is_plain_file_name(name) && name != kManifestFile, ErrorKind::kFormat, where,
                   ": found the file ", printable(name),
@@ -215,6 +231,7 @@ std::string to_json(const CheckpointManifest& manifest) {
       ", \"bytes\": ", data.bytes, ", \"xxh3_128\": \"", to_string(data.xxh3_128),
       "\", \"seq_len\": ", data.seq_len, ", \"global_batch_size\": ", data.global_batch_size, "}",
       manifest.optimizer.empty() ? "" : ",\n \"optimizer\": " + quoted(manifest.optimizer),
+      manifest.lora ? ",\n \"lora\": " + lora_line(*manifest.lora) : "",
       manifest.loss_scale ? loss_scale_line(*manifest.loss_scale) : "",
       ",\n \"files\": ", by_name(manifest.files, file_line),
       ",\n \"tensors\": ", by_name(manifest.tensors, tensor_line), kHashKey);

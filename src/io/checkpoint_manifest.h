@@ -57,6 +57,16 @@ struct CheckpointData {
   bool operator==(const CheckpointData&) const = default;
 };
 
+/// Of a run that trains adapters beside a frozen model: the checkpoint holds the adapters alone.
+struct CheckpointLora {
+  Hash128 base_xxh3_128;  ///< of the tensors of the model at model_path (docs/checkpoint.md)
+  std::int64_t rank = 0;
+  double alpha = 0.0;
+  double dropout = 0.0;
+  std::vector<std::string> layers;  ///< that have an adapter
+  bool operator==(const CheckpointLora&) const = default;
+};
+
 struct CheckpointManifest {
   static constexpr std::int64_t kFormat = 1;
 
@@ -69,6 +79,7 @@ struct CheckpointManifest {
   CheckpointData data;
   /// As the configuration spells it: "AdamW"; empty in checkpoints of before it was written.
   std::string optimizer;
+  std::optional<CheckpointLora> lora;
   /// Of a run that scales its loss.
   std::optional<LossScaleState> loss_scale;
   std::map<std::string, CheckpointFile, std::less<>> files;  ///< all but manifest.json

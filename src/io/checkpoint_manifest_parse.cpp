@@ -43,6 +43,10 @@ class Value {
     require(fits, "an integer below 2^63");
     return json_.get<std::int64_t>();
   }
+  double number() const {
+    require(json_.is_number(), "a number");
+    return json_.get<double>();
+  }
   const std::string& text() const {
     require(json_.is_string(), "a string");
     return json_.get_ref<const std::string&>();
@@ -109,6 +113,16 @@ CheckpointData read_data(const Value& value) {
   return data;
 }
 
+CheckpointLora read_lora(const Value& value) {
+  CheckpointLora lora;
+  lora.base_xxh3_128 = value.member("base_xxh3_128").hash();
+  lora.rank = value.member("rank").integer();
+  lora.alpha = value.member("alpha").number();
+  lora.dropout = value.member("dropout").number();
+  lora.layers = value.member("layers").list([](const Value& item) { return item.text(); });
+  return lora;
+}
+
 LossScaleState read_loss_scale(const Value& value) {
   constexpr std::int64_t kFarOut = 1024;  // no double: validate() refuses it as it refuses infinity
   const auto log2 = std::clamp(value.member("log2").integer(), -2 * kFarOut, kFarOut);
@@ -154,6 +168,7 @@ CheckpointManifest parse_manifest_part(std::string_view text, std::string_view w
   manifest.seed = root.member("seed").integer();
   manifest.data = read_data(root.member("data"));
   if (const auto optimizer = root.find("optimizer")) manifest.optimizer = optimizer->text();
+  if (const auto lora = root.find("lora")) manifest.lora = read_lora(*lora);
   if (const auto scale = root.find("loss_scale")) manifest.loss_scale = read_loss_scale(*scale);
   manifest.files = root.member("files").by_name(read_file);
   manifest.tensors = root.member("tensors").by_name(read_tensor);

@@ -13,7 +13,7 @@
 
 namespace tessera::models {
 
-enum class InitKind : std::uint8_t { kNormal, kOnes, kZeros };
+enum class InitKind : std::uint8_t { kNormal, kOnes, kZeros, kUniform };
 
 /// What optimizers like to treat apart; decided by the layer, never by the dims of a (1-D) shard.
 enum class DecayClass : std::uint8_t { kMatrix, kEmbedding, kNorm, kBias };
@@ -22,7 +22,7 @@ struct ParameterSpec {
   std::string name;                      ///< Hugging Face's
   std::vector<std::int64_t> shape = {};  ///< global
   InitKind init = InitKind::kNormal;
-  double init_std = 0.0;  ///< of kNormal (mean 0)
+  double init_std = 0.0;  ///< of kNormal (mean 0); of kUniform half the range around 0
   DecayClass decay = DecayClass::kMatrix;
   /// Name of the parameter whose storage this one shares, else empty.
   std::string tied_to = {};
@@ -43,7 +43,7 @@ std::vector<std::string> sharding_units(const ModelSpec& spec);
 struct BufferSpec {
   std::string name;
   std::vector<std::int64_t> shape = {};
-  InitKind init = InitKind::kZeros;  ///< never kNormal
+  InitKind init = InitKind::kZeros;  ///< kOnes or kZeros
   bool operator==(const BufferSpec&) const = default;
 };
 

@@ -11,6 +11,7 @@
 #include "nn/first_derivative.h"
 #include "nn/parameter.h"
 #include "tessera/dtype_watch.h"
+#include "tessera/error.h"
 #include "tessera/recompute.h"
 
 namespace tessera::nn {
@@ -33,7 +34,8 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const at::Tensor y = keep({rows, weight.size(0)}, [&] {
       return bias ? at::addmm(bias->to(compute), x, weight.t()) : at::mm(x, weight.t());
     });
-    ctx->save_for_backward({x, weight});
+    // A frozen weight has no use for its input.
+    ctx->save_for_backward({weight.requires_grad() ? x : at::Tensor(), weight});
     ctx->saved_data["has_bias"] = bias.has_value();
     ctx->saved_data["input_dtype"] = input.scalar_type();
     ctx->saved_data["input_shape"] = input.sizes();
@@ -46,7 +48,8 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor& x = saved[0];
     const at::Tensor& weight = saved[1];
-    const at::Tensor grad = grads[0].reshape({x.size(0), weight.size(0)}).to(weight.scalar_type());
+    const std::int64_t rows = c10::multiply_integers(grads[0].sizes().slice(0, grads[0].dim() - 1));
+    const at::Tensor grad = grads[0].reshape({rows, weight.size(0)}).to(weight.scalar_type());
     variable_list result(3);
     if (ctx->needs_input_grad(0)) {
       result[0] = at::mm(grad, weight)
@@ -73,7 +76,17 @@ Linear::Linear(std::int64_t in_features, std::int64_t out_features, Bias with_bi
   }
 }
 
-at::Tensor Linear::forward(const at::Tensor& x) { return linear(x, weight, bias); }
+at::Tensor Linear::forward(const at::Tensor& x) {
+  const at::Tensor y = linear(x, weight, bias);
+  return lora_a_ ? nn::add_adapter(y, x, lora_a_->weight, lora_b_->weight, lora_) : y;
+}
+
+void Linear::add_adapter(const LoraOptions& options) {
+  TESSERA_INVARIANT(!lora_a_, "a second adapter of ", options.layer);
+  lora_ = options;
+  lora_a_ = register_module("lora_A", std::make_shared<Linear>(weight.size(1), options.rank));
+  lora_b_ = register_module("lora_B", std::make_shared<Linear>(options.rank, weight.size(0)));
+}
 
 std::shared_ptr<Linear> add_projection(torch::nn::Module& parent, const std::string& name,
                                        const Projection& projection) {

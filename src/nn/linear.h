@@ -1,4 +1,5 @@
-// Linear: x W^T + b, computed in the weight's dtype, returned in the input's.
+// Linear: x W^T + b, computed in the weight's dtype, returned in the input's; with an adapter
+// (lora.h) its part is added.
 //
 // Short symbols: B rows, T positions, K inputs, N outputs. Next: rms_norm.h.
 #pragma once
@@ -10,6 +11,8 @@
 #include <memory>
 #include <optional>
 #include <string>
+
+#include "nn/lora.h"
 
 namespace tessera::nn {
 
@@ -23,8 +26,15 @@ class Linear : public torch::nn::Module {
   Linear(std::int64_t in_features, std::int64_t out_features, Bias with_bias = Bias::kNo);
   at::Tensor forward(const at::Tensor& x);
 
+  /// Adds the parameters lora_A.weight [rank, in] and lora_B.weight [out, rank], before sharding.
+  void add_adapter(const LoraOptions& options);
+
   at::Tensor weight;  ///< [out, in]
   at::Tensor bias;    ///< [out] or undefined
+
+ private:
+  std::shared_ptr<Linear> lora_a_, lora_b_;  // null without an adapter; hold parameters only
+  LoraOptions lora_;
 };
 
 /// Where a projection's weight stands in the names of a model.

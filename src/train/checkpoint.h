@@ -29,6 +29,7 @@ struct CheckpointOptions {
   CheckpointManifest about;
   std::string config_json;
   SourceDType source_dtype;
+  Holds holds = Holds::kModel;
   int replica = 0;
   int replicas = 1;
   /// Called by the writer before it writes this rank's file: tests hold it up there.

@@ -3,6 +3,7 @@
 #include "base/log.h"
 #include "base/printable.h"
 #include "train/agreement.h"
+#include "train/base_model.h"
 #include "train/data_identity.h"
 #include "train/loss_scaling.h"
 #include "train/restart_note.h"
@@ -15,6 +16,11 @@ RunIdentity identity_of(const Config& config, const ModelSource& source, const B
   RunIdentity identity;
   identity.spec = source.spec;
   identity.seed = config.debug.seed;
+  if (source.lora) {
+    const auto& lora = source.lora;
+    identity.lora = {tensors_hash(*source.folder, world), lora.rank, lora.alpha, lora.dropout,
+                     lora.layers};
+  }
   // Whoever reads the checkpoint has to know what its tokens are.
   if (data_kind(config.data.path, "data.path") == DataKind::kText) {
     identity.spec.tessera_tokenizer = "bytes";
@@ -66,6 +72,8 @@ void CheckpointSession::begin(const ModelSource& source, const BatchSource& data
   options.about.model_path = config_.model.path;
   options.about.seed = identity.seed;
   options.about.data = identity.data;
+  options.about.lora = identity.lora;
+  if (source.lora) options.holds = Holds::kAdapters;
   options.config_json = models::config_json(identity.spec);
   options.source_dtype = dtypes_of(source);
   options.replica = mesh_.coordinate(axis::kReplicate);

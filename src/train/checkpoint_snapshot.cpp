@@ -10,6 +10,7 @@
 #include "fsdp/unit.h"
 #include "grad/torch_dtype.h"
 #include "io/safetensors_writer.h"
+#include "models/lora_table.h"
 #include "tessera/error.h"
 
 namespace tessera::train {
@@ -60,16 +61,17 @@ void take_huge_pages(const at::Tensor& buffer) {
 }  // namespace
 
 std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& optimizer,
-                                   const SourceDType& source_dtype) {
+                                   const SourceDType& source_dtype, Holds holds) {
   std::vector<StatePart> parts;
   std::vector<StatePart> whole;  // on every rank: each writes its cut
   for (const auto& view : model.shards()) {
     const auto& contract = *view.contract;
+    if (holds == Holds::kAdapters && !models::is_adapter(contract.name)) continue;
     (contract.replicated() ? whole : parts)
         .push_back({concat(kModelPrefix, contract.name), contract.shape,
                     source_dtype(contract.name), view.begin, view.end, view.shard.detach()});
   }
-  add_buffers(whole, model, source_dtype);
+  if (holds == Holds::kModel) add_buffers(whole, model, source_dtype);
   const auto& runtime = model.unit()->runtime();
   for (auto& part : cut(whole, runtime.shard_rank(), runtime.plan_options().ranks)) {
     parts.push_back(std::move(part));

@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <optional>
 #include <span>
@@ -33,10 +34,16 @@ struct StatePart {
 /// The dtype of a parameter in the folder that training began with, where there is one.
 using SourceDType = std::function<std::optional<DType>(const std::string& parameter)>;
 
+/// What of a model a checkpoint holds.
+enum class Holds : std::uint8_t {
+  kModel,
+  kAdapters,  ///< what is trained beside a frozen model, which has a folder of its own
+};
+
 /// Everything that a checkpoint holds of this rank's shards; the number of updates of a parameter
 /// goes with its first element. Replicas of a shard list the same.
 std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& optimizer,
-                                   const SourceDType& source_dtype);
+                                   const SourceDType& source_dtype, Holds holds = Holds::kModel);
 
 /// The `replica`-th of `replicas` equal cuts (in bytes) of a list of parts: together each element
 /// once.

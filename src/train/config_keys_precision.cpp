@@ -71,12 +71,19 @@ void add_precision(std::vector<ConfigKey>& keys) {
   using R = LoraConfig;
   Section(keys, "lora", &Config::lora)
       .key("rank", &R::rank,
-           {"", "Rank of the adapters; 0 trains the model itself; only 0 so far."}, count_from(0))
+           {"",
+            "Rank of the adapters that are trained beside a frozen model; 0 trains the model "
+            "itself."},
+           count_from(0))
       .key("alpha", &R::alpha,
            {"", "The adapters' part of a result is multiplied by alpha / rank.", "rank"},
            at_least(0))
-      .key("targets", &R::targets, {"patterns", "Linear layers that get an adapter."})
-      .key("dropout", &R::dropout, {"", "Dropout on the input of an adapter."}, below_one());
+      .key("targets", &R::targets,
+           {"patterns",
+            "Linear layers that get an adapter, by the end of their names: q_proj, "
+            "layers.0.self_attn.*."})
+      .key("dropout", &R::dropout, {"", "Share of an adapter's input that is dropped in training."},
+           below_one());
   using S = GradScalerOptions;
   Section(keys, "grad_scaler", &Config::grad_scaler)
       .key("init_scale", &S::init_scale,

@@ -43,11 +43,26 @@ void check_precision_built(const Config& config) {
     throw Error(ErrorKind::kConfig,
                 concat(key, ": found ", found, ", expected ", expected, "; it is not yet built"));
   };
-  if (config.lora.rank != 0) refuse("lora.rank", concat(config.lora.rank), "0");
-  TESSERA_CHECK(config.lora == LoraConfig{}, ErrorKind::kConfig,
-                "lora: found alpha, targets or dropout with rank 0, expected a rank above 0 beside "
-                "them; set lora.rank or leave them out");
   validate(config.grad_scaler);
+}
+
+void check_lora(const LoraConfig& lora, const ModelConfig& model) {
+  if (lora.rank == 0) {
+    TESSERA_CHECK(lora == LoraConfig{}, ErrorKind::kConfig,
+                  "lora: found alpha, targets or dropout with rank 0, expected a rank above 0 "
+                  "beside them; set lora.rank or leave them out");
+    return;
+  }
+  TESSERA_CHECK(!lora.targets.empty(), ErrorKind::kConfig,
+                "lora.targets: found nothing, expected the linear layers that get an adapter, as "
+                "[\"q_proj\", \"v_proj\"]");
+  TESSERA_CHECK(!model.path.empty(), ErrorKind::kConfig, "lora.rank: found ", lora.rank,
+                " for a model from scratch, expected 0: adapters "
+                "stand beside trained weights; set model.path");
+  TESSERA_CHECK(!model.freeze, ErrorKind::kConfig, "model.freeze: found a list beside lora.rank ",
+                lora.rank,
+                ", expected none: all of the model is frozen then; leave it out, and choose layers "
+                "by lora.targets");
 }
 
 void check_model(const ModelConfig& model) {
@@ -141,6 +156,7 @@ void validate(const Config& config, Verb verb) {
   check_built(config);
   check_precision_built(config);
   check_model(config.model);
+  check_lora(config.lora, config.model);
   check_precision(config.precision);
   if (verb == Verb::kTrain) check_training(config);
 }

@@ -118,7 +118,7 @@ void run_gradients(const GradientsRequest& request, World& world,
                    const std::function<void()>& on_first_step) {
   const auto& config = request.config;
   refuse_overwriting_inputs(request);
-  const auto source = open_model(config.model);
+  const auto source = open_model(config.model, config.lora);
   const auto dims = resolve_parallelism(config.parallelism, world.size());
   const auto mesh = world.mesh(mesh_shape(dims));
   const auto batch = open_gradients_batch(request.batch, vocabulary_of(source.spec, !source.folder),
@@ -149,15 +149,17 @@ void run_gradients(const GradientsRequest& request, World& world,
       logits.write(model->forward(inputs).to(at::kFloat), range);
     }
   }
-  const auto sync =
-      config.training.sync_every_micro_batch ? Sync::kEveryMicroBatch : Sync::kLastMicroBatch;
   const auto scaler = make_scaler(*model, config.grad_scaler);
-  const auto scale = [&] { return scaler ? scaler->scale() : 1.0; };
-  auto loss = forward_backward(*model, *batch, 1, rows, sync, scale());
+  StepOptions options;
+  if (config.training.sync_every_micro_batch) options.sync = Sync::kEveryMicroBatch;
+  options.seed = static_cast<std::uint64_t>(config.debug.seed);
+  if (scaler) options.loss_scale = scaler->scale();
+  auto loss = forward_backward(*model, *batch, 1, rows, options);
   // The first scale that float16 holds: of a single batch there is no next step.
   while (scaler && std::isfinite(loss.mean()) && !scaler->update(*model, gradient_norm(*model))) {
     model->zero_grad();
-    loss = forward_backward(*model, *batch, 1, rows, sync, scale());
+    options.loss_scale = scaler->scale();
+    loss = forward_backward(*model, *batch, 1, rows, options);
   }
   model->visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
     if (!writer) return;

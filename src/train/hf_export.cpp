@@ -12,6 +12,8 @@
 #include "io/folder_file.h"
 #include "models/parameter_table.h"
 #include "tessera/error.h"
+#include "train/base_model.h"
+#include "train/lora_export.h"
 #include "train/weights.h"
 
 namespace tessera::train {
@@ -73,14 +75,14 @@ at::Tensor narrowed(const at::Tensor& values, DType dtype, const std::string& na
   return result;
 }
 
-void write_shard(const TensorSource& source, const HfShard& shard, const fs::path& folder) {
+void write_shard(const ExportPlan& plan, const HfShard& shard, const fs::path& folder) {
   SafetensorsWriter writer(folder / shard.file, shard.tensors, {{"format", "pt"}});
   for (const TensorSpec& tensor : shard.tensors) {
-    const std::int64_t numel = source.find(tensor.name)->numel();
+    const std::int64_t numel = size_bytes(tensor) / size_of(tensor.dtype);
     for (std::int64_t begin = 0; begin < numel; begin += kLoadChunk) {
       const auto end = std::min(begin + kLoadChunk, numel);
       const at::Tensor part =
-          narrowed(read_elements(source, tensor.name, begin, end), tensor.dtype, tensor.name);
+          narrowed(plan.read(tensor.name, begin, end), tensor.dtype, tensor.name);
       writer.write_range(tensor.name, begin,
                          {static_cast<const std::byte*>(part.const_data_ptr()), part.nbytes()});
     }
@@ -112,12 +114,15 @@ ExportPlan plan_export(const ModelSource& source, const ExportOptions& options) 
   if (plan.shards.size() > 1) plan.texts["model.safetensors.index.json"] = index_json(plan.shards);
   plan.copies = files_to_copy(source.origin);
   verify_weights(*source.folder);
+  if (source.adapters) verify_weights(*source.adapters);
+  if (source.base_hash) check_base(source);
+  plan.read = merged_elements(source);
   return plan;
 }
 
-void write_export(const ModelSource& source, const ExportPlan& plan, const fs::path& folder) {
+void write_export(const ExportPlan& plan, const fs::path& folder) {
   const at::NoGradGuard no_grad;
-  for (const HfShard& shard : plan.shards) write_shard(*source.folder, shard, folder);
+  for (const HfShard& shard : plan.shards) write_shard(plan, shard, folder);
   for (const auto& [name, text] : plan.texts) {
     write_file(folder / name, std::as_bytes(std::span(text)));
   }

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -28,16 +29,19 @@ struct ExportPlan {
   /// Tokenizer files and generation_config.json, copied as they are.
   std::vector<std::filesystem::path> copies;
   std::int64_t size_bytes = 0;  ///< of all tensors
+  /// The elements [begin, end) of one of its tensors, 1-D, in the dtype they are kept in.
+  std::function<at::Tensor(const std::string& name, std::int64_t begin, std::int64_t end)> read;
 };
 
-/// `source` has a folder; a checkpoint's files are verified, so that a damaged one is refused
-/// before anything is written. Errors: kFormat naming such a file, for tensors that are not the
-/// model's or not floating, or for a tokenizer file that is a link out of its folder; kIo.
+/// The whole model, adapters merged into it where there are some. `source` has a folder and must
+/// outlive the plan; a checkpoint's files are verified, so that a damaged one is refused before
+/// anything is written. Errors: kFormat naming such a file, for tensors that are not the model's or
+/// not floating, or for a tokenizer file that is a link out of its folder; kConfig for another
+/// model than the adapters were trained beside; kIo.
 ExportPlan plan_export(const ModelSource& source, const ExportOptions& options);
 
 /// Writes the files of the plan into `folder`, which is there. Errors: kIo; kFormat for a value
 /// that does not fit into the dtype that is written.
-void write_export(const ModelSource& source, const ExportPlan& plan,
-                  const std::filesystem::path& folder);
+void write_export(const ExportPlan& plan, const std::filesystem::path& folder);
 
 }  // namespace tessera::train

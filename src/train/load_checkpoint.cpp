@@ -12,6 +12,7 @@
 #include "fsdp/unit.h"
 #include "grad/torch_dtype.h"
 #include "io/checkpoint_store.h"
+#include "models/lora_table.h"
 #include "tessera/error.h"
 #include "train/agreement.h"
 #include "train/progress.h"
@@ -54,12 +55,13 @@ class Loader {
   void check() const {
     std::set<std::string> known;
     for (const auto& view : model_.shards()) {
+      if (!holds(*view.contract)) continue;
       const auto name = concat(kModelPrefix, view.contract->name);
       require_tensor(checkpoint_, name, view.contract->storage.dtype, view.contract->shape);
       known.insert(name);
     }
     for (const auto& view : model_.buffers()) {
-      if (!view.contract->stored) continue;
+      if (!view.contract->stored || of_adapters()) continue;
       const auto name = concat(kModelPrefix, view.contract->name);
       require_tensor(checkpoint_, name, view.contract->storage, view.contract->shape);
       known.insert(name);
@@ -112,7 +114,7 @@ class Loader {
   void fill_buffers() const {
     const at::NoGradGuard no_grad;
     for (const auto& view : model_.buffers()) {
-      if (!view.contract->stored) continue;
+      if (!view.contract->stored || of_adapters()) continue;
       const auto values = at::empty(
           view.contract->shape, at::TensorOptions().dtype(to_scalar_type(view.contract->storage)));
       checkpoint_.read(concat(kModelPrefix, view.contract->name), 0, values.numel(),
@@ -123,6 +125,12 @@ class Loader {
 
   static std::string named(const std::string& kept, const std::string& parameter) {
     return concat(kOptimizerPrefix, kept, "/", parameter);
+  }
+
+  /// Adapters alone, beside a model that was loaded from its own folder.
+  bool of_adapters() const { return checkpoint_.manifest().lora.has_value(); }
+  bool holds(const GradContract& contract) const {
+    return !of_adapters() || models::is_adapter(contract.name);
   }
 
   bool has(const std::string& kept, const std::string& parameter) const {
@@ -193,6 +201,7 @@ class Loader {
     const at::NoGradGuard no_grad;
     std::vector<Part> found;
     for (const auto& view : model_.shards()) {
+      if (!holds(*view.contract)) continue;
       found.push_back(
           part_of(concat(kModelPrefix, view.contract->name), view, view.shard.detach()));
     }

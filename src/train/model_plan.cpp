@@ -3,7 +3,7 @@
 #include <map>
 
 #include "grad/contract_key.h"
-#include "models/parameter_table.h"
+#include "models/lora_table.h"
 #include "tessera/error.h"
 
 namespace tessera::train {
@@ -21,7 +21,10 @@ class UnitNumbers {
       number_of_.emplace(parameter.name, unit == numbers.end() ? 0 : unit->second);
     }
   }
-  std::size_t of(const std::string& parameter) const { return number_of_.at(parameter); }
+  /// An adapter belongs to the unit of its layer.
+  std::size_t of(const std::string& parameter) const {
+    return number_of_.at(models::adapted_weight(parameter));
+  }
 
  private:
   std::map<std::string, std::size_t> number_of_;

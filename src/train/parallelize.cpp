@@ -1,12 +1,44 @@
 #include "train/parallelize.h"
 
-#include "models/parameter_table.h"
+#include "fsdp/runtime.h"
+#include "fsdp/unit.h"
+#include "models/lora.h"
 #include "tessera/error.h"
 #include "train/agreement.h"
+#include "train/base_model.h"
 #include "train/model_plan.h"
 #include "train/weights.h"
 
 namespace tessera::train {
+
+namespace {
+
+void load(const ShardedBase& model, const TensorSource& folder, Loaded what) {
+  auto& world = model.unit()->runtime().world();
+  if (!folder.hashed_files().empty()) {
+    on_all_or_none(world, "verifying the weights",
+                   [&] { verify_weights(folder, world.rank(), world.size()); });
+  }
+  load_weights(model, folder, what);
+}
+
+/// With kLater the caller fills what is trained.
+void fill(const ShardedBase& model, const ModelSource& source, std::uint64_t seed,
+          InitialWeights weights) {
+  const bool later = weights == InitialWeights::kLater;
+  if (source.base_hash) check_base(source, model.unit()->runtime().world());
+  if (source.folder && (!later || source.lora)) load(model, *source.folder, Loaded::kModel);
+  if (later) return;
+  if (source.adapters) {
+    load(model, *source.adapters, Loaded::kAdapters);
+  } else if (source.lora) {
+    draw_weights(model, models::adapter_table(source.spec, source.lora), seed);
+  } else if (!source.folder) {
+    draw_weights(model, models::parameter_table(source.spec), seed);
+  }
+}
+
+}  // namespace
 
 MeshShape mesh_shape(const ParallelDims& dims) {
   return MeshShape::dense(dims.pp, dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp);
@@ -17,6 +49,7 @@ std::shared_ptr<Sharded<models::LanguageModel>> parallelize(const ModelSource& s
                                                             InitialWeights weights) {
   // 1. The model, full sizes and no data.
   const auto plain = models::make_language_model(source.spec);
+  models::add_adapters(*plain, source.lora);
   plain->set_recompute(config.activation_checkpoint.mode);
 
   // 2. What every parameter is, for the whole model at once.
@@ -57,19 +90,7 @@ std::shared_ptr<Sharded<models::LanguageModel>> parallelize(const ModelSource& s
   auto model = std::make_shared<Sharded<models::LanguageModel>>(plain, mesh, as_contracts, root);
 
   // 5. Weights: each rank reads or draws only what it owns.
-  if (weights == InitialWeights::kLater) {
-    // The caller fills the shards.
-  } else if (source.folder) {
-    auto& world = *mesh.world();
-    if (!source.folder->hashed_files().empty()) {
-      on_all_or_none(world, "verifying the weights",
-                     [&] { verify_weights(*source.folder, world.rank(), world.size()); });
-    }
-    load_weights(*model, *source.folder);
-  } else {
-    draw_weights(*model, models::parameter_table(source.spec),
-                 static_cast<std::uint64_t>(config.debug.seed));
-  }
+  fill(*model, source, static_cast<std::uint64_t>(config.debug.seed), weights);
   if (source.folder) load_buffers(*model, *source.folder);
   model->set_loaded();
   return model;

@@ -5,10 +5,13 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <vector>
 
+#include "base/hash.h"
 #include "io/tensor_source.h"
 #include "models/language_model.h"
+#include "models/lora_table.h"
 #include "tessera/mesh.h"
 #include "tessera/model_contract.h"
 #include "tessera/shard.h"
@@ -25,10 +28,17 @@ struct ModelSource {
   /// The Hugging Face folder that the weights come from: this one, or the one that the run of a
   /// checkpoint began with; empty where training began from scratch.
   std::filesystem::path origin;
+  /// Adapters beside the model, which is frozen then.
+  models::LoraSpec lora;
+  /// Where the adapters are trained already: a checkpoint of them (`folder` is the model they were
+  /// trained beside), and what that model's tensors must be (tensors_hash).
+  std::shared_ptr<const TensorSource> adapters;
+  std::optional<Hash128> base_hash;
 };
-/// Reads no weight: whoever does verifies a checkpoint's files (verify_weights). Errors: kIo,
-/// kFormat, kConfig: see HfFolder, CheckpointFolder and models::parse_spec.
-ModelSource open_model(const ModelConfig& model);
+/// Reads no weight: whoever does verifies a checkpoint's files (verify_weights). A checkpoint of
+/// adapters brings the model they were trained beside along. Errors: kIo, kFormat, kConfig: see
+/// HfFolder, CheckpointFolder, models::parse_spec and models::plan_lora.
+ModelSource open_model(const ModelConfig& model, const LoraConfig& lora = {});
 
 /// What the contracts are for: inference trains nothing, so nothing is refused for its gradients.
 enum class Purpose : std::uint8_t { kTraining, kInference };
@@ -46,8 +56,9 @@ enum class InitialWeights : std::uint8_t {
 };
 
 /// Collective. The units: models::sharding_units; what is left belongs to the root. Weights are
-/// loaded from the folder, whose files are verified before, each on one rank, or drawn; buffers are
-/// loaded in any case, whole on every rank. Errors, on all ranks alike: kFormat naming the file.
+/// loaded from the folder, whose files are verified before, each on one rank, or drawn; buffers,
+/// and the frozen model beside adapters, are loaded in any case. Errors, on all ranks alike:
+/// kFormat naming the file; kConfig for another model than the adapters were trained beside.
 std::shared_ptr<Sharded<models::LanguageModel>> parallelize(
     const ModelSource& source, const Config& config, const Mesh& mesh,
     InitialWeights weights = InitialWeights::kOfSource);

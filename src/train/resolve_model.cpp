@@ -81,11 +81,22 @@ void add_alias(std::vector<ParameterMeta>& metas, const models::ParameterSpec& t
   if (info != nullptr) owner->stored_aliases.emplace_back(tied.name, info->dtype);
 }
 
+ParameterMeta adapter_meta(const models::ParameterSpec& adapter, Purpose purpose) {
+  ParameterMeta meta;
+  meta.name = adapter.name;
+  meta.shape = adapter.shape;
+  meta.drawn = true;
+  meta.trainable = purpose == Purpose::kTraining;
+  meta.lora = LoraPart::kAdapter;
+  return meta;
+}
+
 std::vector<ParameterMeta> metas_of(const ModelSource& source, const ModelConfig& model,
                                     Purpose purpose) {
-  const auto table = models::parameter_table(source.spec);
+  const auto table = models::parameter_table(source.spec, source.lora);
   // Before anything of the config.json's sizes is allocated.
   if (source.folder) check_tensors(*source.folder, source.spec);
+  if (source.adapters) check_adapters(*source.adapters, source.spec, source.lora);
   const auto& family = models::traits(source.spec.family);
   const auto freeze = model.freeze.value_or(family.frozen);
   std::vector<ParameterMeta> metas;
@@ -94,14 +105,54 @@ std::vector<ParameterMeta> metas_of(const ModelSource& source, const ModelConfig
       add_alias(metas, parameter, source);
       continue;
     }
+    if (models::is_adapter(parameter.name)) {
+      metas.push_back(adapter_meta(parameter, purpose));
+      continue;
+    }
     ParameterMeta meta = meta_of(parameter, source);
-    meta.trainable = purpose == Purpose::kTraining && !matches_any(freeze, meta.name);
+    meta.trainable =
+        purpose == Purpose::kTraining && !source.lora && !matches_any(freeze, meta.name);
+    if (source.lora) meta.lora = LoraPart::kBase;
     meta.frozen_as = model.frozen;
     metas.push_back(std::move(meta));
   }
   if (model.freeze) require_matches(freeze, metas, "model.freeze");
   apply_pins(family, metas);
   return metas;
+}
+
+/// The manifest of a checkpoint of adapters; none for anything else.
+std::optional<CheckpointFolder> adapters_at(const ModelConfig& model) {
+  if (model.path.empty() || !CheckpointFolder::is_one(model.path)) return std::nullopt;
+  auto folder = CheckpointFolder::open(model.path);
+  if (!folder.manifest().lora) return std::nullopt;
+  return folder;
+}
+
+/// The adapters, beside the model that they were trained beside.
+ModelSource open_adapters(CheckpointFolder adapters, const ModelConfig& model,
+                          const LoraConfig& lora) {
+  TESSERA_CHECK(lora.rank == 0, ErrorKind::kConfig, "lora.rank: found ", lora.rank,
+                " for a checkpoint of adapters (", printable(model.path, 1024),
+                "), expected 0: it says itself what they are");
+  const CheckpointManifest& manifest = adapters.manifest();
+  ModelConfig base = model;
+  base.path = manifest.model_path;
+  TESSERA_CHECK(!base.path.empty() && !adapters_at(base), ErrorKind::kFormat,
+                printable(model.path, 1024), ": found adapters beside ",
+                base.path.empty() ? std::string("no model") : printable(base.path, 1024),
+                ", expected a whole model");
+  ModelSource source = open_model(base);
+  const CheckpointLora& kept = *manifest.lora;
+  source.base_hash = kept.base_xxh3_128;
+  source.lora = models::plan_lora(source.spec, {kept.rank, kept.alpha, kept.dropout, kept.layers});
+  source.adapters = std::make_shared<CheckpointTensors>(std::move(adapters));
+  return source;
+}
+
+models::LoraRequest request_of(const LoraConfig& lora) {
+  return {lora.rank, lora.alpha.value_or(static_cast<double>(lora.rank)), lora.dropout,
+          lora.targets};
 }
 
 /// Stored ones as the folder has them; check_tensors has seen that it does.
@@ -123,7 +174,8 @@ std::vector<BufferMeta> buffer_metas_of(const ModelSource& source) {
 
 }  // namespace
 
-ModelSource open_model(const ModelConfig& model) {
+ModelSource open_model(const ModelConfig& model, const LoraConfig& lora) {
+  if (auto adapters = adapters_at(model)) return open_adapters(std::move(*adapters), model, lora);
   ModelSource source;
   std::string text;
   if (!model.path.empty() && CheckpointFolder::is_one(model.path)) {
@@ -152,6 +204,7 @@ ModelSource open_model(const ModelConfig& model) {
   }();
   for (const auto& warning : parsed.warnings) log::warn("config.json: ", warning);
   source.spec = std::move(parsed.spec);
+  source.lora = models::plan_lora(source.spec, request_of(lora));
   return source;
 }
 

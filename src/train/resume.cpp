@@ -95,6 +95,35 @@ void require_same_model(const models::ModelSpec& found, const CheckpointFolder& 
   }
 }
 
+/// The adapters and the model beside them. Errors: kConfig naming what differs.
+void require_same_lora(const RunIdentity& identity, const CheckpointFolder& checkpoint) {
+  const auto& theirs = checkpoint.manifest().lora;
+  const auto rank_of = [](const std::optional<CheckpointLora>& lora) {
+    return lora ? lora->rank : 0;
+  };
+  const auto same = [&](const char* key, const auto& found, const auto& expected) {
+    TESSERA_CHECK(found == expected, ErrorKind::kConfig, key, ": found ", found, ", expected ",
+                  expected, " of the checkpoint ", shown(checkpoint.path()),
+                  "; set it back, or start anew in another folder");
+  };
+  same("lora.rank", rank_of(identity.lora), rank_of(theirs));
+  if (!theirs) return;
+  same("lora.alpha", identity.lora->alpha, theirs->alpha);
+  same("lora.dropout", identity.lora->dropout, theirs->dropout);
+  const auto list = [](const std::vector<std::string>& layers) {
+    std::string text;
+    for (const auto& layer : layers) text += (text.empty() ? "" : ", ") + layer;
+    return printable(text, 1024);
+  };
+  same("lora.targets", list(identity.lora->layers), list(theirs->layers));
+  TESSERA_CHECK(identity.lora->base_xxh3_128 == theirs->base_xxh3_128, ErrorKind::kConfig,
+                "model.path: found tensors with the hash ", to_string(identity.lora->base_xxh3_128),
+                ", expected ", to_string(theirs->base_xxh3_128),
+                " of the model beside which the adapters of the checkpoint ",
+                shown(checkpoint.path()),
+                " were trained; set it back, or start anew in another folder");
+}
+
 }  // namespace
 
 void require_no_checkpoints(const CheckpointConfig& config, World& world) {
@@ -140,6 +169,7 @@ void require_same_run(const RunIdentity& identity, const CheckpointFolder& check
   on_all_or_none(world, "the same run", [&] {
     const auto& manifest = checkpoint.manifest();
     require_same_model(identity.spec, checkpoint);
+    require_same_lora(identity, checkpoint);
     TESSERA_CHECK(identity.seed == manifest.seed, ErrorKind::kConfig, "debug.seed: found ",
                   identity.seed, ", expected ", manifest.seed, " of the checkpoint ",
                   shown(checkpoint.path()), "; set it back, or start anew in another folder");

@@ -22,6 +22,7 @@ struct RunIdentity {
   models::ModelSpec spec;
   CheckpointData data;  ///< on rank 0
   std::int64_t seed = 0;
+  std::optional<CheckpointLora> lora;
 };
 
 /// Readies checkpoint.folder for writing (what a crash left unfinished goes) and opens what the run
@@ -29,8 +30,8 @@ struct RunIdentity {
 /// load_step is 0 and there are checkpoints, or names none; kIo, kFormat naming the file.
 std::optional<CheckpointFolder> open_resumed(const CheckpointConfig& config, World& world);
 
-/// Collective. Errors, on all ranks alike: kConfig for another model, seed or data, with what was
-/// found and expected.
+/// Collective. Errors, on all ranks alike: kConfig for another model, seed, data or adapters, with
+/// what was found and expected.
 void require_same_run(const RunIdentity& identity, const CheckpointFolder& checkpoint,
                       World& world);
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/sample_place.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "tessera/error.h"
@@ -63,8 +64,8 @@ std::vector<double> max_over_data(const ShardedBase& model, const std::vector<do
 }
 
 BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,
-                           std::int64_t step, const std::vector<RowRange>& rows, Sync sync,
-                           double loss_scale) {
+                           std::int64_t step, const std::vector<RowRange>& rows,
+                           const StepOptions& options) {
   const auto batches = load(source, step, rows);
   auto loss = count_kept(model, batches);
   TESSERA_CHECK(loss.kept > 0, ErrorKind::kFormat, "batch of step ", step,
@@ -72,11 +73,13 @@ BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSou
   double sum = 0.0;
   for (std::size_t i = 0; i < batches.size(); ++i) {
     const bool last = i + 1 == batches.size();
-    model.set_requires_gradient_sync(last || sync == Sync::kEveryMicroBatch);
+    model.set_requires_gradient_sync(last || options.sync == Sync::kEveryMicroBatch);
     model.set_requires_replica_reduce(last);
+    const SampleScope place(SamplePlace{options.seed, step, rows[i].begin});
     const auto token_losses = model.forward(batches[i].inputs());
     // The mean over the whole batch is differentiated: no rank divides again.
-    const auto seed = at::full_like(token_losses, loss_scale / static_cast<double>(loss.kept));
+    const auto seed =
+        at::full_like(token_losses, options.loss_scale / static_cast<double>(loss.kept));
     torch::autograd::backward({token_losses}, {seed});
     sum += token_losses.item<double>();
   }

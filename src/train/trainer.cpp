@@ -84,9 +84,12 @@ class Trainer {
       : config_(config),
         hooks_(hooks),
         world_(world),
-        source_(open_model(config.model)),
+        source_(open_model(config.model, config.lora)),
         dims_(resolve_parallelism(config.parallelism, world.size())),
         mesh_(world.mesh(mesh_shape(dims_))) {
+    TESSERA_CHECK(!source_.adapters, ErrorKind::kConfig, "model.path: found ", config.model.path,
+                  ", a checkpoint of adapters, expected a whole model; go on in the adapters' run, "
+                  "or make one with convert --merged");
     checkpoints_.emplace(config, mesh_);
     config_.training.global_batch_size = checkpoints_->global_batch_size(dims_.data_ranks());
     BatchRequest request{config.data.path,
@@ -202,10 +205,11 @@ class Trainer {
   StepEnd train_step(std::int64_t step) {
     const auto begin = Clock::now();
     const Rows rows(config_, *data_, mesh_);
-    const auto sync =
-        config_.training.sync_every_micro_batch ? Sync::kEveryMicroBatch : Sync::kLastMicroBatch;
-    const auto loss = forward_backward(*model_, *data_, step, rows.ranges(), sync,
-                                       scaler_ ? scaler_->scale() : 1.0);
+    StepOptions options;
+    if (config_.training.sync_every_micro_batch) options.sync = Sync::kEveryMicroBatch;
+    options.seed = static_cast<std::uint64_t>(config_.debug.seed);
+    if (scaler_) options.loss_scale = scaler_->scale();
+    const auto loss = forward_backward(*model_, *data_, step, rows.ranges(), options);
     StepMetrics metrics;
     metrics.step = step;
     metrics.loss = loss.mean();

@@ -77,6 +77,15 @@ void check_tensors(const TensorSource& folder, const models::ModelSpec& spec) {
   }
 }
 
+void check_adapters(const TensorSource& folder, const models::ModelSpec& spec,
+                    const models::LoraSpec& lora) {
+  const auto table = models::adapter_table(spec, lora);
+  for (const auto& row : table) check_shape(folder, row.name, row.shape);
+  TESSERA_CHECK(folder.tensors().size() == table.size(), ErrorKind::kFormat, folder.path().string(),
+                ": found ", folder.tensors().size(), " tensors, expected ", table.size(),
+                ", two of each layer that its manifest lists");
+}
+
 void verify_weights(const TensorSource& folder, int rank, int ranks) {
   std::vector<TensorSource::HashedFile> mine;
   std::int64_t bytes = 0;
@@ -103,11 +112,12 @@ at::Tensor read_elements(const TensorSource& folder, const std::string& name, st
   return elements;
 }
 
-void load_weights(const ShardedBase& model, const TensorSource& folder) {
+void load_weights(const ShardedBase& model, const TensorSource& folder, Loaded what) {
   const at::NoGradGuard no_grad;
   LoadingProgress progress = progress_of(model, "loading weights");
   for (const auto& view : model.shards()) {
     const auto& name = view.contract->name;
+    if (models::is_adapter(name) != (what == Loaded::kAdapters)) continue;
     in_chunks(view, progress, [&](const at::Tensor& part, std::int64_t begin, std::int64_t end) {
       fsdp::finite_copy(part, read_elements(folder, name, begin, end), "parameter " + name);
     });
@@ -132,15 +142,19 @@ void draw_weights(const ShardedBase& model, const std::vector<models::ParameterS
     const auto& name = view.contract->name;
     const auto spec = std::find_if(table.begin(), table.end(),
                                    [&](const auto& parameter) { return parameter.name == name; });
-    TESSERA_INVARIANT(spec != table.end(), name, " is not in the parameter table");
-    if (spec->init != models::InitKind::kNormal) {
+    if (spec == table.end()) continue;
+    if (spec->init == models::InitKind::kOnes || spec->init == models::InitKind::kZeros) {
       view.shard.detach().fill_(spec->init == models::InitKind::kOnes ? 1.0 : 0.0);
       continue;
     }
     in_chunks(view, progress, [&](const at::Tensor& part, std::int64_t begin, std::int64_t end) {
       auto drawn = at::empty({end - begin}, at::TensorOptions().dtype(at::kFloat));
-      fill_normal(drawn.data_ptr<float>(), begin, end, seed, name, 0.0F,
-                  static_cast<float>(spec->init_std));
+      const auto range = static_cast<float>(spec->init_std);
+      if (spec->init == models::InitKind::kUniform) {
+        fill_uniform(drawn.data_ptr<float>(), begin, end, seed, name, -range, range);
+      } else {
+        fill_normal(drawn.data_ptr<float>(), begin, end, seed, name, 0.0F, range);
+      }
       part.copy_(drawn);
     });
   }

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "io/tensor_source.h"
-#include "models/parameter_table.h"
+#include "models/lora_table.h"
 #include "tessera/shard.h"
 
 namespace tessera::train {
@@ -19,6 +19,10 @@ namespace tessera::train {
 /// that is not floating.
 void check_tensors(const TensorSource& folder, const models::ModelSpec& spec);
 
+/// The same of a checkpoint of adapters. Errors: kFormat.
+void check_adapters(const TensorSource& folder, const models::ModelSpec& spec,
+                    const models::LoraSpec& lora);
+
 /// Verifies every `ranks`-th file of those that have a hash on record, from the `rank`-th on: all
 /// of them together each file once. Rank 0 shows how far it is. Errors: as TensorSource::verify().
 void verify_weights(const TensorSource& folder, int rank = 0, int ranks = 1);
@@ -27,8 +31,13 @@ void verify_weights(const TensorSource& folder, int rank = 0, int ranks = 1);
 at::Tensor read_elements(const TensorSource& folder, const std::string& name, std::int64_t begin,
                          std::int64_t end);
 
-/// Copies the owned range of every parameter; the folder passed check_tensors. Not collective.
-void load_weights(const ShardedBase& model, const TensorSource& folder);
+/// Which parameters a folder has.
+enum class Loaded : std::uint8_t { kModel, kAdapters };
+
+/// Copies the owned range of every parameter of that kind; the folder passed check_tensors or
+/// check_adapters. Not collective.
+void load_weights(const ShardedBase& model, const TensorSource& folder,
+                  Loaded what = Loaded::kModel);
 
 /// Gives every buffer the folder's values in its storage dtype; set_loaded() casts them. Not
 /// collective.
@@ -37,7 +46,8 @@ void load_buffers(const ShardedBase& model, const TensorSource& folder);
 /// Units: elements copied at a time; what loading holds beside the weights themselves.
 inline constexpr std::int64_t kLoadChunk = std::int64_t{1} << 20;
 
-/// Element i of parameter p depends on (seed, p, i) only: drawn in fp32, then cast. Not collective.
+/// Draws the table's parameters; others stay as they are. Element i of parameter p depends on
+/// (seed, p, i) only: drawn in fp32, then cast. Not collective.
 void draw_weights(const ShardedBase& model, const std::vector<models::ParameterSpec>& table,
                   std::uint64_t seed);
 

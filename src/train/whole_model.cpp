@@ -5,8 +5,10 @@
 #include <algorithm>
 
 #include "grad/torch_dtype.h"
+#include "models/lora.h"
 #include "nn/parameter.h"
 #include "tessera/error.h"
+#include "train/base_model.h"
 #include "train/weights.h"
 
 namespace tessera::train {
@@ -32,12 +34,16 @@ std::shared_ptr<models::Decoder> load_whole_model(const ModelSource& source,
                                                   const std::vector<GradContract>& contracts) {
   TESSERA_INVARIANT(source.folder != nullptr, "a model without weights");
   verify_weights(*source.folder);
+  if (source.adapters) verify_weights(*source.adapters);
+  if (source.base_hash) check_base(source);
   auto decoder = std::make_shared<models::Decoder>(source.spec);
+  models::add_adapters(*decoder, source.lora);
   const auto parameters = decoder->named_parameters();
   for (const GradContract& contract : contracts) {
     at::Tensor parameter = parameters[contract.name];
     parameter.set_requires_grad(false);
-    parameter.set_data(load_parameter(*source.folder, contract));
+    parameter.set_data(load_parameter(
+        models::is_adapter(contract.name) ? *source.adapters : *source.folder, contract));
   }
   if (source.spec.tie_word_embeddings) {
     at::Tensor head = decoder->head().module()->lm_head()->weight;

@@ -57,7 +57,7 @@ INSTANTIATE_TEST_SUITE_P(
         Refused{train({"--precision.param_dtype", "float16"}),
                 "found the compute dtype float16 ([precision] param_dtype) of a trained parameter"},
         Refused{train({"--optimizer.no_decay", "nomr"}), "optimizer.no_decay: found the pattern"},
-        Refused{train({"--lora.rank", "8"}), "lora.rank: found 8, expected 0; it is not yet built"},
+        Refused{train({"--lora.rank", "8"}), "lora.targets: found nothing"},
         Refused{train({"--training.steps", "many"}), "training.steps: found \"many\""},
         Refused{train({"--checkpoint.enable", "false", "--checkpoint.load_step", "5"}),
                 "checkpoint.load_step: found 5 without checkpoints"},

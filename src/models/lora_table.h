@@ -1,0 +1,55 @@
+// Which linear layers of a model get an adapter, and the parameters that come of it, as values.
+//
+// A pattern names layers by the end of their names, as peft's target_modules do: "q_proj" is every
+// layer's, "layers.0.self_attn.*" those of one layer's attention. What is no linear layer, or has
+// no forward of its own that an adapter could be added to, is refused. Next: lora.h, ../nn/lora.h.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "models/parameter_table.h"
+
+namespace tessera::models {
+
+/// What is asked for.
+struct LoraRequest {
+  std::int64_t rank = 0;
+  double alpha = 0.0;
+  double dropout = 0.0;
+  std::vector<std::string> targets;  ///< patterns
+};
+
+struct LoraSpec {
+  std::int64_t rank = 0;  ///< 0 = no adapters
+  double alpha = 0.0;
+  double dropout = 0.0;
+  std::vector<std::string> layers;  ///< names of the linear layers, in the model's order
+
+  explicit operator bool() const { return rank > 0; }
+  double scale() const { return alpha / static_cast<double>(rank); }
+  bool operator==(const LoraSpec&) const = default;
+};
+
+/// Errors: kConfig for a pattern that matches no layer that can have an adapter, saying what it
+/// does match; for a rank above a matrix' smaller dim; for dropout in a vision tower.
+LoraSpec plan_lora(const ModelSpec& spec, const LoraRequest& request);
+
+/// The adapters' rows, in the model's order; each stands in the unit of its layer.
+std::vector<ParameterSpec> adapter_table(const ModelSpec& spec, const LoraSpec& lora);
+/// parameter_table with the adapters' rows after those of their layer.
+std::vector<ParameterSpec> parameter_table(const ModelSpec& spec, const LoraSpec& lora);
+
+/// Every linear layer that may have an adapter.
+std::vector<std::string> adaptable_layers(const ModelSpec& spec);
+
+/// "<layer>.lora_A.weight" or "<layer>.lora_B.weight".
+bool is_adapter(std::string_view parameter);
+/// The weight that an adapter stands beside; other names stay as they are.
+std::string adapted_weight(std::string_view parameter);
+std::string adapter_a(const std::string& layer);
+std::string adapter_b(const std::string& layer);
+
+}  // namespace tessera::models

@@ -1,0 +1,129 @@
+#include "train/lora_export.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "models/lora_table.h"
+#include "tessera/error.h"
+#include "train/weights.h"
+
+namespace tessera::train {
+namespace {
+
+/// What peft puts before the names of the model.
+constexpr std::string_view kPeftPrefix = "base_model.model.";
+constexpr std::string_view kWeight = ".weight";
+
+std::string last_component(const std::string& name) { return name.substr(name.rfind('.') + 1); }
+
+/// Names of every module that has parameters, or holds some that have.
+std::set<std::string> all_modules(const models::ModelSpec& spec) {
+  std::set<std::string> names;
+  for (const auto& row : models::parameter_table(spec)) {
+    for (auto dot = row.name.rfind('.'); dot != std::string::npos && dot > 0;
+         dot = row.name.rfind('.', dot - 1)) {
+      names.insert(row.name.substr(0, dot));
+    }
+  }
+  return names;
+}
+
+/// peft matches whole names or their last components: the short form where it means the same.
+std::vector<std::string> target_modules(const ModelSource& source) {
+  const std::set<std::string> adapted(source.lora.layers.begin(), source.lora.layers.end());
+  std::set<std::string> endings;
+  for (const std::string& layer : adapted) endings.insert(last_component(layer));
+  for (const std::string& module : all_modules(source.spec)) {
+    if (endings.contains(last_component(module)) && !adapted.contains(module)) {
+      return {adapted.begin(), adapted.end()};
+    }
+  }
+  return {endings.begin(), endings.end()};
+}
+
+/// peft's own field is an integer.
+nlohmann::ordered_json number(double value) {
+  constexpr double kExact = 9007199254740992.0;  // 2^53
+  if (value == std::floor(value) && value < kExact) return static_cast<std::int64_t>(value);
+  return value;
+}
+
+std::string adapter_config(const ModelSource& source) {
+  const nlohmann::ordered_json config = {
+      {"peft_type", "LORA"},
+      {"task_type", "CAUSAL_LM"},
+      {"base_model_name_or_path", source.folder->path().string()},
+      {"r", source.lora.rank},
+      {"lora_alpha", number(source.lora.alpha)},
+      {"lora_dropout", source.lora.dropout},
+      {"target_modules", target_modules(source)},
+      {"bias", "none"},
+      {"fan_in_fan_out", false},
+      {"inference_mode", true},
+      {"init_lora_weights", true},
+      {"modules_to_save", nullptr},
+      {"use_dora", false},
+      {"use_rslora", false}};
+  return config.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+}
+
+/// One adapter, whole: it is thin.
+at::Tensor read_matrix(const TensorSource& folder, const std::string& name) {
+  const SourceTensor& tensor = *folder.find(name);
+  return read_elements(folder, name, 0, tensor.numel()).view(tensor.shape);
+}
+
+/// Elements [begin, end) of scale * B A.
+at::Tensor product(const ModelSource& source, const std::string& layer, std::int64_t begin,
+                   std::int64_t end) {
+  const at::Tensor a = read_matrix(*source.adapters, models::adapter_a(layer));
+  const at::Tensor b = read_matrix(*source.adapters, models::adapter_b(layer));
+  const std::int64_t columns = a.size(1);
+  const std::int64_t first = begin / columns;
+  const std::int64_t last = (end + columns - 1) / columns;
+  return at::mm(b.narrow(0, first, last - first), a)
+      .mul_(source.lora.scale())
+      .view({-1})
+      .narrow(0, begin - first * columns, end - begin);
+}
+
+}  // namespace
+
+ExportPlan plan_adapter_export(const ModelSource& source, const ExportOptions& options) {
+  TESSERA_INVARIANT(source.adapters != nullptr, "an export of adapters without any");
+  check_adapters(*source.adapters, source.spec, source.lora);
+  ExportPlan plan;
+  HfShard file{.file = "adapter_model.safetensors", .tensors = {}};
+  for (const auto& row : models::adapter_table(source.spec, source.lora)) {
+    const DType stored = source.adapters->find(row.name)->dtype;
+    file.tensors.push_back(
+        {concat(kPeftPrefix, row.name), options.dtype.value_or(stored), row.shape});
+    plan.size_bytes += size_bytes(file.tensors.back());
+  }
+  plan.shards.push_back(std::move(file));
+  plan.texts["adapter_config.json"] = adapter_config(source);
+  verify_weights(*source.adapters);
+  plan.read = [&source](const std::string& name, std::int64_t begin, std::int64_t end) {
+    return read_elements(*source.adapters, name.substr(kPeftPrefix.size()), begin, end);
+  };
+  return plan;
+}
+
+std::function<at::Tensor(const std::string& name, std::int64_t begin, std::int64_t end)>
+merged_elements(const ModelSource& source) {
+  std::set<std::string> weights;
+  for (const std::string& layer : source.lora.layers) weights.insert(concat(layer, kWeight));
+  return [&source, weights](const std::string& name, std::int64_t begin, std::int64_t end) {
+    const at::Tensor base = read_elements(*source.folder, name, begin, end);
+    if (!source.adapters || !weights.contains(name)) return base;
+    const std::string layer = name.substr(0, name.size() - kWeight.size());
+    return base.to(at::promote_types(base.scalar_type(), at::kFloat))
+        .add_(product(source, layer, begin, end));
+  };
+}
+
+}  // namespace tessera::train
