@@ -79,7 +79,7 @@ std::string_view to_string(ContractField field);
 struct GradContract {
   std::string name;
   std::vector<std::int64_t> shape;
-  Encoding storage;  ///< the sharded parameter
+  Encoding storage;  ///< the sharded parameter; the compute dtype where it is replicated()
   Encoding compute;  ///< the unsharded parameter in forward and backward
   /// Opt-in rounding of a raw gradient on arrival; none = added unrounded.
   std::optional<DType> grad;
@@ -101,6 +101,8 @@ struct GradContract {
   std::array<std::string, static_cast<std::size_t>(ContractField::kCount)> reasons;
 
   std::int64_t numel() const;
+  /// Frozen and whole on every rank, in its compute dtype: nothing of it is ever gathered.
+  bool replicated() const { return !trainable && frozen_as == FrozenAs::kReplicate; }
   std::string& reason(ContractField field) { return reasons[static_cast<std::size_t>(field)]; }
   const std::string& reason(ContractField field) const {
     return reasons[static_cast<std::size_t>(field)];

@@ -65,6 +65,8 @@ struct ShardOptions {
   /// Resolved beforehand for the whole model, looked up by canonical name; none = resolved here
   /// from the policy.
   std::shared_ptr<const std::vector<GradContract>> contracts;
+  /// The same for buffers; used with `contracts` only.
+  std::shared_ptr<const std::vector<BufferContract>> buffer_contracts;
   /// From a parameter's path in the module to its canonical name; none = `name` + "." + path.
   std::function<std::string(const std::string&)> canonical_name;
   /// Handles whose modules still stand plain in the tree, because the code reaches them in another
@@ -82,6 +84,12 @@ struct ShardView {
   std::int64_t end = 0;
 };
 
+/// One buffer: a tensor that a module registered as such, whole on every rank.
+struct BufferView {
+  const BufferContract* contract = nullptr;
+  at::Tensor tensor;  ///< the module's own; in the contract's compute dtype once it is loaded
+};
+
 /// The part of a handle that does not depend on M.
 class ShardedBase : public torch::nn::Module {
  public:
@@ -95,8 +103,11 @@ class ShardedBase : public torch::nn::Module {
   torch::OrderedDict<std::string, at::Tensor> named_parameters() const;
   /// Every parameter of this unit and of all inside, in the order of named_parameters().
   std::vector<ShardView> shards() const;
-  /// What all ranks agreed on: the parameters in the order of shards(), and this unit with all
-  /// inside.
+  /// Every buffer of this unit and of all inside. A loader writes values in the storage dtype or in
+  /// the compute dtype and then calls set_loaded().
+  std::vector<BufferView> buffers() const;
+  /// What all ranks agreed on: the parameters in the order of shards(), the buffers in that of
+  /// buffers(), and this unit with all inside.
   ModelContract contract() const;
   /// to_string of it.
   std::string contract_table() const;
@@ -109,7 +120,8 @@ class ShardedBase : public torch::nn::Module {
   /// parameters without one. Frozen ones are left out.
   void visit_full_gradients(
       const std::function<void(const std::string&, const at::Tensor&)>& visit) const;
-  /// The loader filled every shard: they may be gathered.
+  /// The loader filled every shard and buffer: shards may be gathered, and buffers are cast to
+  /// their compute dtype. Without a loader that happens in the first forward.
   void set_loaded();
 
   /// false: gradients stay unreduced in the slots until a backward with true (gradient
@@ -149,6 +161,7 @@ class ShardedBase : public torch::nn::Module {
     std::shared_ptr<fsdp::Entry> entry_;
     std::uint64_t generation_ = 0;
     bool left_ = false;
+    bool watched_ = false;  // by a DtypeWatch
     int exceptions_;
   };
 
@@ -166,6 +179,9 @@ class ShardedBase : public torch::nn::Module {
   void adopt(const ShardOptions& options);
   enum class Place : std::uint8_t { kOutermost, kInside };
   void resolve_unit(Place place);
+  /// The contracts of the buffers of this handle and of those inside; what is frozen around them
+  /// decides.
+  void resolve_buffers();
   void set_runtime(const std::shared_ptr<fsdp::Runtime>& runtime);
   /// All parameters of this handle and those inside, with names relative to this handle.
   std::vector<Own> all() const;

@@ -4,6 +4,7 @@
 #include "tessera/clip.h"
 #include "tessera/contract.h"
 #include "tessera/dtype.h"
+#include "tessera/dtype_watch.h"
 #include "tessera/error.h"
 #include "tessera/mesh.h"
 #include "tessera/model_contract.h"

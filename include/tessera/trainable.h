@@ -23,8 +23,9 @@ struct TrainableChange {
 };
 
 /// Applies the changes, the last one that matches a parameter counts. Collective: the same changes
-/// on all ranks, between steps. Storage and compute dtypes stay; the rest of the contract (master,
-/// final, decay) is resolved anew. A unit of which nothing changes keeps its memory.
+/// on all ranks, between steps. Storage and compute dtypes stay (but what becomes whole on every
+/// rank is stored as it computes from then on), and so do buffers; the rest of the contract
+/// (master, final, decay) is resolved anew. A unit of which nothing changes keeps its memory.
 ///
 /// `follow`: every Optimizer made for this model; one that is left out refuses its next step. What
 /// they keep of a parameter moves with it. A parameter frozen as a shard keeps that for the time

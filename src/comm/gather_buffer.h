@@ -46,6 +46,8 @@ class GatherBuffer {
   /// A view of elements [offset, offset + numel of sizes), made once; its bytes follow the buffer.
   at::Tensor view(std::int64_t offset, at::IntArrayRef sizes) const;
   bool published() const { return published_; }
+  /// What every view of it shows, for comparison; the same for good.
+  const c10::StorageImpl* storage() const { return storage_.unsafeGetStorageImpl(); }
   void set_released_message(std::string message);
   /// Takes its memory from another pool from now on; not while it holds any.
   void use_pool(std::shared_ptr<BufferPool> pool);

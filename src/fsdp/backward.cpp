@@ -4,6 +4,9 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+#include <array>
+
 #include "base/hash.h"
 #include "fsdp/runtime.h"
 #include "tessera/error.h"
@@ -76,10 +79,19 @@ void Runtime::abandon_backward(std::uint64_t generation) {
   fail("an exception left a backward through sharded modules");
 }
 
-void Runtime::agree_on_trace(const Segment& segment) {
-  if (data_group_ == nullptr) return;
-  const auto hash = Hasher().add(segment.trace.hash()).add(std::uint64_t{segment.number}).digest();
-  if (is_on_all_ranks(hash, "forward order")) return;
+bool Runtime::agree_on_trace(const Segment& segment) {
+  if (data_group_ == nullptr) return true;
+  const std::string differentiated(segment.differentiated.begin(), segment.differentiated.end());
+  const std::array<std::uint64_t, 2> hashes{
+      Hasher().add(segment.trace.hash()).add(std::uint64_t{segment.number}).digest(),
+      hash_bytes(differentiated)};
+  const std::string mine(reinterpret_cast<const char*>(hashes.data()), sizeof hashes);
+  const auto all = comm::all_gather_fixed(*data_group_, mine, "forward order");
+  const auto agree = [&](std::size_t bytes) {
+    return std::ranges::all_of(
+        all, [&](const auto& other) { return other.compare(0, bytes, mine, 0, bytes) == 0; });
+  };
+  if (agree(sizeof hashes[0])) return agree(sizeof hashes);
   std::string text;
   const auto& units = segment.trace.units;
   for (const auto id : units) text += concat(units_.at(id)->shown_name(), "\n");
@@ -90,6 +102,7 @@ void Runtime::agree_on_trace(const Segment& segment) {
   TESSERA_CHECK(false, ErrorKind::kComm, "the order of units differs between ranks: ",
                 difference_between_ranks(text, "forward order names"),
                 "; run the same units in the same order on every rank");
+  return false;
 }
 
 void Runtime::touch(Segment& segment, const std::shared_ptr<Segment>& owner) {
@@ -99,7 +112,7 @@ void Runtime::touch(Segment& segment, const std::shared_ptr<Segment>& owner) {
       "backward: found parameters that were changed since this forward, expected those "
       "that it computed with; run every backward of a forward before the optimizer steps");
   segment.touched = true;
-  agree_on_trace(segment);
+  const bool alike = agree_on_trace(segment);
   std::vector<bool> reshards;
   for (const auto* unit : units_) {
     reshards.push_back(unit->reshard_after_forward && !unit->always_unsharded() &&
@@ -120,6 +133,9 @@ void Runtime::touch(Segment& segment, const std::shared_ptr<Segment>& owner) {
     if (const auto entry = weak.lock()) expect(*entry);
   }
   segment.order = backward_order(segment.trace, reshards, segment.kept_last);
+  for (std::size_t i = 0; alike && i < segment.differentiated.size(); ++i) {
+    segment.order.gathers[i] = segment.order.gathers[i] && segment.differentiated[i];
+  }
   segment.cursor = 0;
   for (const auto id : segment.order.reductions) add_reduction(id);
   // A unit that only lends its parameters (the root, when inner handles are called directly) comes

@@ -61,8 +61,8 @@ bool mark_inputs(const std::vector<at::Tensor*>& inputs, const std::shared_ptr<E
   return wrap(inputs, entry, Boundary::Side::kAfterBackward);
 }
 
-void mark_outputs(const std::vector<at::Tensor*>& outputs, const std::shared_ptr<Entry>& entry) {
-  wrap(outputs, entry, Boundary::Side::kBeforeBackward);
+bool mark_outputs(const std::vector<at::Tensor*>& outputs, const std::shared_ptr<Entry>& entry) {
+  return wrap(outputs, entry, Boundary::Side::kBeforeBackward);
 }
 
 }  // namespace tessera::fsdp

@@ -20,6 +20,7 @@ namespace tessera::fsdp {
 /// there were any.
 bool mark_inputs(const std::vector<at::Tensor*>& inputs, const std::shared_ptr<Entry>& entry);
 /// Replaces the grad-requiring ones among `outputs` by aliases behind the pre-backward node.
-void mark_outputs(const std::vector<at::Tensor*>& outputs, const std::shared_ptr<Entry>& entry);
+/// Returns whether there were any.
+bool mark_outputs(const std::vector<at::Tensor*>& outputs, const std::shared_ptr<Entry>& entry);
 
 }  // namespace tessera::fsdp

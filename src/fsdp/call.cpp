@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 
 #include "fsdp/boundary.h"
+#include "fsdp/dtype_observer.h"
 #include "fsdp/recompute.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
@@ -13,6 +14,7 @@ namespace tessera {
 namespace {
 
 void cast_floating(const std::vector<at::Tensor*>& tensors, DType dtype) {
+  const WideScope boundary;  // the contract asks for it
   for (auto* tensor : tensors) {
     if (tensor->defined() && tensor->is_floating_point())
       *tensor = tensor->to(to_scalar_type(dtype));
@@ -27,6 +29,9 @@ ShardedBase::Call::Call(ShardedBase& handle)
 }
 
 ShardedBase::Call::~Call() {
+  if (auto* watch = watched_ ? DtypeWatch::Observer::of(handle_.unit_->runtime()) : nullptr) {
+    watch->leave();
+  }
   if (left_ || std::uncaught_exceptions() == exceptions_) return;
   try {
     handle_.unit_->runtime().fail(
@@ -45,6 +50,10 @@ void ShardedBase::Call::enter(const std::vector<at::Tensor*>& inputs) {
   // The marker stands before the cast, so that the cast's backward is part of the unit's.
   if (entry_ && at::GradMode::is_enabled()) fsdp::mark_inputs(inputs, entry_);
   if (unit.contract.input) cast_floating(inputs, *unit.contract.input);
+  if (auto* watch = DtypeWatch::Observer::of(runtime)) {
+    watch->enter(unit, inputs);
+    watched_ = true;
+  }
 }
 
 void ShardedBase::Call::leave(const std::vector<at::Tensor*>& outputs) {
@@ -54,11 +63,13 @@ void ShardedBase::Call::leave(const std::vector<at::Tensor*>& outputs) {
                 ": found that an exception of a unit inside was caught in its forward, expected it "
                 "to leave the "
                 "sharded step; catch it where the outermost module is called");
+  if (auto* watch = watched_ ? DtypeWatch::Observer::of(runtime) : nullptr) watch->leave();
+  watched_ = false;
   const auto& output = handle_.unit_->contract.output;
   if (output) cast_floating(outputs, *output);
   // Under recomputation the unit is gathered already: the entry's backward has begun.
   if (entry_ && at::GradMode::is_enabled() && fsdp::recomputing() == nullptr) {
-    fsdp::mark_outputs(outputs, entry_);
+    if (!fsdp::mark_outputs(outputs, entry_)) runtime.leave_undifferentiated(*entry_);
   }
   runtime.leave_forward(*handle_.unit_);
   left_ = true;

@@ -76,6 +76,9 @@ class Walk {
     for (const auto& entry : module.named_parameters(/*recurse=*/false)) {
       add(entry.value(), path + entry.key());
     }
+    for (const auto& entry : module.named_buffers(/*recurse=*/false)) {
+      add_buffer(entry.value(), path + entry.key());
+    }
     for (const auto& entry : module.named_children()) {
       const auto name = path + entry.key();
       auto handle = std::dynamic_pointer_cast<ShardedBase>(entry.value());
@@ -132,6 +135,20 @@ class Walk {
     found.parameters.push_back(std::move(parameter));
   }
 
+  void add_buffer(const at::Tensor& tensor, const std::string& name) {
+    if (!tensor.defined() || ignores(tensor) ||
+        !buffers_.insert(tensor.unsafeGetTensorImpl()).second)
+      return;
+    const auto dtype = tensor.scalar_type();
+    if (c10::isComplexType(dtype) || c10::isQIntType(dtype)) return;  // nothing would cast them
+    FoundBuffer buffer;
+    buffer.meta.name = name;
+    buffer.meta.shape = tensor.sizes().vec();
+    buffer.meta.dtype = to_dtype(dtype);
+    buffer.tensor = tensor;
+    found.buffers.push_back(std::move(buffer));
+  }
+
   /// Another view of a parameter's memory cannot stay one: each parameter gets memory of its own.
   void claim_memory(const at::Tensor& tensor, const std::string& name) {
     if (tensor.numel() == 0) return;
@@ -184,6 +201,7 @@ class Walk {
   const std::vector<at::Tensor>& ignored_;
   std::map<const torch::nn::Module*, std::shared_ptr<ShardedBase>> held_;
   std::set<const void*> modules_;
+  std::set<const void*> buffers_;
   std::map<Identity, std::size_t> by_identity_;
   std::map<const void*, std::vector<Extent>> memory_;  // by storage
 };

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "fsdp/leaf.h"
-#include "tessera/contract.h"
+#include "tessera/model_contract.h"
 #include "tessera/shard.h"
 
 namespace tessera::fsdp {
@@ -18,6 +18,11 @@ struct FoundParameter {
   std::vector<std::shared_ptr<Leaf>> leaves;  ///< several where tensors share one storage (tied)
 };
 
+struct FoundBuffer {
+  BufferMeta meta;
+  at::Tensor tensor;
+};
+
 struct FoundHandle {
   std::string path;
   std::shared_ptr<ShardedBase> handle;
@@ -25,6 +30,7 @@ struct FoundHandle {
 
 struct Found {
   std::vector<FoundParameter> parameters;  ///< not owned by any unit yet, in registration order
+  std::vector<FoundBuffer> buffers;        ///< of modules that no unit owns yet, each once
   std::vector<FoundHandle> handles;        ///< sharded children, outermost only
   std::vector<std::shared_ptr<Leaf>> owned_by_others;  ///< tensors that another unit already owns
 };

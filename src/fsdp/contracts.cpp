@@ -1,8 +1,10 @@
 #include "fsdp/contracts.h"
 
 #include <algorithm>
+#include <map>
 #include <set>
 
+#include "grad/resolve_steps.h"
 #include "layout/model_plan.h"
 #include "tessera/error.h"
 
@@ -38,13 +40,6 @@ void move_bucket(Unit& ancestor, Unit& unit, std::size_t index,
 
 }  // namespace
 
-void require_built(const GradContract& contract) {
-  TESSERA_CHECK(contract.trainable || contract.frozen_as == FrozenAs::kShard, ErrorKind::kConfig,
-                "parameter ", contract.name, ": found frozen = \"replicate\" (",
-                contract.reason(ContractField::kTrainable),
-                "), expected \"shard\"; whole frozen parameters are not yet built");
-}
-
 ReductionPlan data_reductions(const Mesh& mesh, std::optional<double> divide_factor) {
   ReductionPlan plan;
   const auto ranks = [&](std::string_view name) { return mesh.size_of(name); };
@@ -57,41 +52,92 @@ ReductionPlan data_reductions(const Mesh& mesh, std::optional<double> divide_fac
   return plan;
 }
 
-std::vector<GradContract> contracts_of(const std::vector<FoundParameter>& parameters,
-                                       const Mesh& mesh, const PrecisionPolicy& policy,
-                                       const ShardOptions& options) {
-  const auto canonical = [&](const std::string& path) {
-    if (options.canonical_name) return options.canonical_name(path);
-    return options.name.empty() ? path : options.name + "." + path;
-  };
+namespace {
+
+std::string canonical(const std::string& path, const ShardOptions& options) {
+  if (options.canonical_name) return options.canonical_name(path);
+  return options.name.empty() ? path : options.name + "." + path;
+}
+
+GradContract look_up(const ParameterMeta& meta, const std::vector<GradContract>& contracts) {
+  const auto found = std::ranges::find_if(contracts, [&](const auto& contract) {
+    return contract.name == meta.name || std::ranges::count(contract.aliases, meta.name) > 0;
+  });
+  TESSERA_CHECK(found != contracts.end(), ErrorKind::kContract, "parameter ", meta.name,
+                ": found no contract, expected one of those resolved for the model");
+  TESSERA_CHECK(found->shape == meta.shape, ErrorKind::kContract, "parameter ", meta.name,
+                ": found another shape than its contract's");
+  return *found;
+}
+
+BufferContract look_up(const BufferMeta& meta, const std::vector<BufferContract>& contracts) {
+  const auto found =
+      std::ranges::find_if(contracts, [&](const auto& each) { return each.name == meta.name; });
+  TESSERA_CHECK(found != contracts.end() && found->shape == meta.shape, ErrorKind::kContract,
+                "buffer ", meta.name,
+                ": found no contract for it and its shape, expected one of "
+                "those resolved for the model");
+  return *found;
+}
+
+}  // namespace
+
+ModelContract contracts_of(const Found& found, const Mesh& mesh, const PrecisionPolicy& policy,
+                           const ShardOptions& options) {
   std::vector<ParameterMeta> metas;
-  for (const auto& p : parameters) {
+  for (const auto& p : found.parameters) {
     metas.push_back(p.meta);
-    metas.back().name = canonical(p.meta.name);
-    for (auto& alias : metas.back().aliases) alias = canonical(alias);
+    metas.back().name = canonical(p.meta.name, options);
+    for (auto& alias : metas.back().aliases) alias = canonical(alias, options);
+  }
+  std::vector<BufferMeta> buffers;
+  for (const auto& buffer : found.buffers) {
+    buffers.push_back(buffer.meta);
+    buffers.back().name = canonical(buffer.meta.name, options);
   }
   if (options.contracts == nullptr) {
-    auto contracts = resolve_contracts(metas, policy, data_reductions(mesh, options.divide_factor));
-    for (const auto& contract : contracts) require_built(contract);
-    return contracts;
+    return resolve_model_contract(metas, buffers, {}, policy,
+                                  data_reductions(mesh, options.divide_factor));
   }
-  std::vector<GradContract> contracts;
-  for (const auto& meta : metas) {
-    const auto& name = meta.name;
-    const auto found = std::find_if(
-        options.contracts->begin(), options.contracts->end(), [&](const auto& contract) {
-          return contract.name == name ||
-                 std::find(contract.aliases.begin(), contract.aliases.end(), name) !=
-                     contract.aliases.end();
-        });
-    TESSERA_CHECK(found != options.contracts->end(), ErrorKind::kContract, "parameter ", name,
-                  ": found no contract, expected one of those resolved for the model");
-    TESSERA_CHECK(found->shape == meta.shape, ErrorKind::kContract, "parameter ", name,
-                  ": found another shape than its contract's");
-    require_built(*found);
-    contracts.push_back(*found);
+  ModelContract model;
+  for (const auto& meta : metas) model.parameters.push_back(look_up(meta, *options.contracts));
+  grad::RuleBook rules(policy.rules);
+  for (const auto& meta : buffers) {
+    model.buffers.push_back(
+        options.buffer_contracts != nullptr
+            ? look_up(meta, *options.buffer_contracts)
+            : grad::resolve_buffer(meta, rules.ask(meta.name), model.parameters, policy));
   }
-  return contracts;
+  return model;
+}
+
+std::vector<Buffer> make_buffers(const std::vector<FoundBuffer>& found,
+                                 const std::vector<BufferContract>& contracts,
+                                 const ShardOptions& options) {
+  std::vector<Buffer> buffers;
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    const bool given = options.contracts != nullptr && options.buffer_contracts != nullptr;
+    buffers.push_back({found[i].meta, contracts.at(i), given, found[i].tensor});
+    buffers.back().meta.name = contracts[i].name;
+  }
+  return buffers;
+}
+
+void check_shared_buffers(const std::vector<Unit*>& units) {
+  std::map<const void*, const BufferContract*> seen;
+  for (const auto* unit : units) {
+    for (const auto& buffer : unit->buffers) {
+      const auto& contract = buffer.contract;
+      const auto [entry, is_new] = seen.emplace(buffer.tensor.unsafeGetTensorImpl(), &contract);
+      TESSERA_CHECK(is_new || entry->second->compute == contract.compute, ErrorKind::kContract,
+                    "buffers ", entry->second->name, " and ", contract.name,
+                    ": found one tensor that is to be ", to_string(entry->second->compute), " (",
+                    entry->second->reason(BufferField::kCompute), ") and ",
+                    to_string(contract.compute), " (", contract.reason(BufferField::kCompute),
+                    "), expected one dtype; set param_dtype for both in a rule, or give each "
+                    "module its own");
+    }
+  }
 }
 
 std::vector<std::unique_ptr<Parameter>> make_parameters(

@@ -6,22 +6,26 @@
 
 #include "fsdp/collect.h"
 #include "fsdp/unit.h"
-#include "tessera/contract.h"
 #include "tessera/mesh.h"
+#include "tessera/model_contract.h"
 #include "tessera/shard.h"
 
 namespace tessera::fsdp {
 
-/// One contract a parameter: looked up in options.contracts, else resolved from the policy.
-std::vector<GradContract> contracts_of(const std::vector<FoundParameter>& parameters,
-                                       const Mesh& mesh, const PrecisionPolicy& policy,
-                                       const ShardOptions& options);
-
-/// Errors: kConfig for a contract that cannot be run yet.
-void require_built(const GradContract& contract);
+/// One contract a parameter and a buffer, in their order: looked up in options.contracts and
+/// options.buffer_contracts, else resolved from the policy. No units.
+ModelContract contracts_of(const Found& found, const Mesh& mesh, const PrecisionPolicy& policy,
+                           const ShardOptions& options);
 
 /// The data axes of a mesh and the divide factor (none: the number of data ranks).
 ReductionPlan data_reductions(const Mesh& mesh, std::optional<double> divide_factor);
+
+/// `contracts` of them, in their order.
+std::vector<Buffer> make_buffers(const std::vector<FoundBuffer>& found,
+                                 const std::vector<BufferContract>& contracts,
+                                 const ShardOptions& options);
+/// One tensor that modules of several units have as a buffer has one dtype. Errors: kContract.
+void check_shared_buffers(const std::vector<Unit*>& units);
 
 std::vector<std::unique_ptr<Parameter>> make_parameters(const std::vector<FoundParameter>& found,
                                                         const std::vector<GradContract>& contracts);

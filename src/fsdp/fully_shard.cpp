@@ -53,13 +53,14 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
                   " of a module that another handle has sharded, expected a plain module; use that "
                   "handle, or make the module anew");
   }
-  const auto contracts = fsdp::contracts_of(found.parameters, mesh, policy, options);
+  const auto contracts = fsdp::contracts_of(found, mesh, policy, options);
   runtime_ = std::make_shared<fsdp::Runtime>(mesh, options.in_flight_bytes);
   unit_ = std::make_shared<fsdp::Unit>(options.name, runtime_,
                                        options.reshard_after_forward.value_or(false));
   unit_->module = held_.get();
   runtime_->add_unit(unit_.get());
-  unit_->add(fsdp::make_parameters(found.parameters, contracts));
+  unit_->buffers = fsdp::make_buffers(found.buffers, contracts.buffers, options);
+  unit_->add(fsdp::make_parameters(found.parameters, contracts.parameters));
   for (const auto& parameter : unit_->parameters()) {
     const auto& name = parameter->leaves.front()->name;
     own_.push_back({named_ ? parameter->contract.name : name, parameter.get()});
@@ -70,6 +71,7 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
   unit_->borrowed = found.owned_by_others;
   runtime_->agree_on_plan();  // before any collective that moves parameters
   adopt(options);
+  resolve_buffers();
   for (const auto& inner : inner_) register_module(escaped(inner.path), inner.handle);
 }
 
@@ -84,6 +86,23 @@ void ShardedBase::resolve_unit(Place place) {
     contracts.push_back(own.parameter->contract);
   }
   unit_->contract = grad::resolve_unit(meta, contracts, policy_);
+}
+
+void ShardedBase::resolve_buffers() {
+  std::vector<GradContract> parameters;
+  for (const auto& own : all()) parameters.push_back(own.parameter->contract);
+  const std::function<void(ShardedBase&)> resolve = [&](ShardedBase& handle) {
+    grad::RuleBook rules(handle.policy_.rules);
+    for (auto& buffer : handle.unit_->buffers) {
+      // What was cast once stays: digits do not come back.
+      if (buffer.given || handle.unit_->buffers_are_cast()) continue;
+      buffer.contract = grad::resolve_buffer(buffer.meta, rules.ask(buffer.meta.name), parameters,
+                                             handle.policy_);
+    }
+    for (const auto& inner : handle.inner_) resolve(*inner.handle);
+  };
+  resolve(*this);
+  fsdp::check_shared_buffers(runtime_->units());
 }
 
 /// The inner units join this runtime; what belongs to their common ancestor moves here. [Note:

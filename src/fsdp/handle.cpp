@@ -1,6 +1,7 @@
 // What a handle offers beside forward: names, shards, whole tensors, runtime controls.
 #include <ATen/ATen.h>
 
+#include "fsdp/integrity.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "grad/torch_dtype.h"
@@ -35,9 +36,21 @@ std::vector<ShardView> ShardedBase::shards() const {
   return result;
 }
 
+std::vector<BufferView> ShardedBase::buffers() const {
+  std::vector<BufferView> result;
+  for (const auto& buffer : fsdp::unit_of_handle(unit_).buffers) {
+    result.push_back({&buffer.contract, buffer.tensor});
+  }
+  for (const auto& inner : inner_) {
+    for (auto& view : inner.handle->buffers()) result.push_back(std::move(view));
+  }
+  return result;
+}
+
 ModelContract ShardedBase::contract() const {
   ModelContract model;
   for (const auto& own : all()) model.parameters.push_back(own.parameter->contract);
+  for (const auto& view : buffers()) model.buffers.push_back(*view.contract);
   // In the order of units: this one, then those inside as they were found.
   const std::function<void(const ShardedBase&)> add = [&](const ShardedBase& handle) {
     model.units.push_back(fsdp::unit_of_handle(handle.unit_).contract);
@@ -79,6 +92,7 @@ void ShardedBase::visit_full(
   auto& runtime = *runtime_;
   // Units in agreed order, so that every rank gathers the same buckets one after the other.
   for (auto* unit : runtime.units()) {
+    fsdp::check_integrity(*unit);
     for (std::size_t index = 0; index < unit->buckets().size(); ++index) {
       auto& bucket = *unit->buckets()[index];
       if (gradients && !bucket.trainable()) continue;
@@ -114,7 +128,11 @@ void ShardedBase::visit_full_gradients(
 }
 
 void ShardedBase::set_loaded() {
-  for (auto* unit : fsdp::unit_of_handle(unit_).runtime().units()) unit->set_has_values();
+  for (auto* unit : fsdp::unit_of_handle(unit_).runtime().units()) {
+    unit->set_has_values();
+    unit->forget_cast();
+    unit->cast_buffers();
+  }
 }
 
 void ShardedBase::set_requires_gradient_sync(bool value, bool recurse) {

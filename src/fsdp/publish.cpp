@@ -4,6 +4,7 @@
 
 #include <set>
 
+#include "fsdp/integrity.h"
 #include "fsdp/runtime.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
@@ -112,6 +113,7 @@ void Runtime::import_changed(Unit& unit, Parameter& p) {
 void Runtime::import_user_changes() {
   const at::NoGradGuard no_grad;
   for (auto* unit : units_) {
+    check_integrity(*unit);
     std::vector<bool> keeps(unit->buckets().size(), false);
     for (auto& p : unit->parameters()) {
       if (!p->contract.trainable) continue;

@@ -138,8 +138,7 @@ std::vector<Relaid> lay_out_anew(Unit& unit) {
     auto& bucket = next[index];
     const bool kept = bucket != nullptr;
     if (!kept) {
-      bucket = std::make_unique<Bucket>(plan.buckets[index], runtime.groups(), runtime.shard_rank(),
-                                        runtime.pool(), unit.released_message());
+      bucket = unit.make_bucket(plan.buckets[index]);
     }
     bucket->set_number(index);
     for (std::size_t place = 0; place < plan.buckets[index].parameters.size(); ++place) {

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include "base/hash.h"
+#include "fsdp/integrity.h"
 #include "fsdp/recompute.h"
 #include "tessera/error.h"
 
@@ -89,6 +90,7 @@ void Runtime::agree_on_plan() {
   for (const auto* unit : units_) {
     ModelContract contract{{}, {}, {unit->contract}};
     for (const auto& p : unit->parameters()) contract.parameters.push_back(p->contract);
+    for (const auto& buffer : unit->buffers) contract.buffers.push_back(buffer.contract);
     text += concat("unit ", unit->name(),
                    unit->reshard_after_forward ? ", resharded after forward" : "", "\n");
     for (const auto& bucket : unit->buckets()) {
@@ -126,15 +128,18 @@ void Runtime::check_usable() {
     reset();  // the last backward left by an exception
   }
   if (!agreed_) agree_on_plan();
+  for (auto* unit : units_) unit->cast_buffers();
 }
 
 void Runtime::gather_needed(Unit& unit) {
   for (auto* other : unit.needs) {
+    check_integrity(*other);
     if (!other->gathered()) {
       if (!other->gather_pending()) issue_gather(*other);
       other->wait_gather();
     }
   }
+  check_integrity(unit);
   if (!unit.gathered()) {
     if (!unit.gather_pending()) issue_gather(unit);
     unit.wait_gather();
@@ -161,6 +166,7 @@ std::shared_ptr<Entry> Runtime::record(Unit& unit, std::size_t position) {
   entry->segment = current_;
   entry->position = position;
   current_->entries.push_back(entry);
+  current_->differentiated[position] = true;
   expect(*entry);
   return entry;
 }
@@ -209,6 +215,7 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   const auto position = current_->trace.units.size();
   open_.push_back(position);
   current_->trace.units.push_back(unit.id);
+  current_->differentiated.push_back(false);
   follows_reference_ = follows_reference_ && position < reference_.units.size() &&
                        reference_.units[position] == unit.id;
   check_borrowed(unit);
@@ -269,6 +276,10 @@ void Runtime::leave_forward(Unit& unit) {
   if (!outermost) return;
   if (!grad && outstanding_ == 0) release_all();
   current_.reset();
+}
+
+void Runtime::leave_undifferentiated(Entry& entry) {
+  entry.segment->differentiated.at(entry.position) = false;
 }
 
 void Runtime::fail(const std::string& why) {

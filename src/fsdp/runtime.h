@@ -43,6 +43,9 @@ struct Segment {
   std::uint32_t number = 0;
   std::uint64_t weights = 0;  ///< weights_now() when it began
   Trace trace;
+  /// By position of the trace: its backward may need the unit's parameters, since what that forward
+  /// returned requires grad (a frozen unit behind the data does not).
+  std::vector<bool> differentiated;
   bool kept_last = false;
   std::vector<std::weak_ptr<Entry>> entries;
   std::vector<std::shared_ptr<Unit>> units;  ///< of the whole tree: a graph may outlive the handles
@@ -108,6 +111,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::shared_ptr<Entry> enter_forward(Unit& unit);
   std::shared_ptr<Entry> enter_recompute(Unit& unit);
   void leave_forward(Unit& unit);
+  /// What this forward returned requires no grad: nothing will come back through it.
+  void leave_undifferentiated(Entry& entry);
   /// An exception leaves a forward or a backward: nothing of the step can be used any more.
   void fail(const std::string& why);
   /// Changes with every failure: calls that began before it must not go on.
@@ -154,7 +159,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void release_all();
   // backward: backward.cpp
   void touch(Segment& segment, const std::shared_ptr<Segment>& owner);
-  void agree_on_trace(const Segment& segment);
+  /// Whether all ranks also differentiate the same forwards. Errors: kComm for another trace.
+  bool agree_on_trace(const Segment& segment);
   void advance_gathers(Segment& segment, std::size_t until);
   void add_reduction(UnitId id);
   void issue_ready_reductions();

@@ -103,8 +103,7 @@ void Optimizer::follow(const ShardedBase& model) {
       return item.view.contract == view.contract;
     });
     const auto& contract = *view.contract;
-    const bool replicated = !contract.trainable && contract.frozen_as == FrozenAs::kReplicate;
-    if (found != items_.end() && !replicated) {
+    if (found != items_.end() && !contract.replicated()) {
       items.push_back(std::move(*found));
     } else if (contract.trainable) {
       items.push_back(make_item(view));
@@ -132,7 +131,6 @@ void set_trainable(ShardedBase& model, const std::vector<TrainableChange>& chang
       auto next = grad::retrained(contract, *asked.frozen, handle.policy_);
       next.raw_sum_by_autograd =
           next.trainable && own.parameter->leaves.size() <= contract.aliases.size();
-      fsdp::require_built(next);
       now.back() = next;
       changed.push_back({own.parameter, std::move(next)});
     }

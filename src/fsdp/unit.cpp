@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "fsdp/finite_copy.h"
 #include "fsdp/runtime.h"
 #include "grad/contract_key.h"
 #include "grad/torch_dtype.h"
@@ -68,6 +69,8 @@ void Unit::add_prefix(const std::string& prefix) {
     parameter->contract.name = prefix + "." + parameter->contract.name;
     for (auto& alias : parameter->contract.aliases) alias = prefix + "." + alias;
   }
+  for (auto& buffer : buffers)
+    buffer.contract.name = buffer.meta.name = prefix + "." + buffer.meta.name;
   for (auto& bucket : buckets_) bucket->unsharded().set_released_message(released_message());
 }
 
@@ -96,6 +99,14 @@ void Unit::add(std::vector<std::unique_ptr<Parameter>> added) {
   }
 }
 
+std::unique_ptr<Bucket> Unit::make_bucket(const layout::BucketPlan& plan) const {
+  // What is whole on every rank takes part in no collective.
+  const bool whole = plan.key.replicated;
+  return std::make_unique<Bucket>(plan, whole ? BucketGroups{} : runtime_->groups(),
+                                  whole ? 0 : runtime_->shard_rank(), runtime_->pool(),
+                                  released_message());
+}
+
 void Unit::build(std::vector<std::unique_ptr<Parameter>> added) {
   const at::NoGradGuard no_grad;
   std::vector<layout::PlanItem> items;
@@ -106,8 +117,7 @@ void Unit::build(std::vector<std::unique_ptr<Parameter>> added) {
   const auto plan = layout::plan_unit(name_, items, options);
   layout::validate(plan, items, options);
   for (const auto& bucket_plan : plan.buckets) {
-    auto bucket = std::make_unique<Bucket>(bucket_plan, runtime_->groups(), runtime_->shard_rank(),
-                                           runtime_->pool(), released_message());
+    auto bucket = make_bucket(bucket_plan);
     for (std::size_t place = 0; place < bucket_plan.parameters.size(); ++place) {
       const auto& placed = bucket_plan.parameters[place];
       auto& parameter = *added[placed.parameter];
@@ -115,7 +125,8 @@ void Unit::build(std::vector<std::unique_ptr<Parameter>> added) {
       const auto shard = bucket->shard_of(placed);
       if (has_data(full)) {
         const auto owned = bucket_plan.owned(placed, bucket->rank());
-        shard.copy_(full.reshape(-1).narrow(0, owned.begin, owned.size()));
+        finite_copy(shard, full.reshape(-1).narrow(0, owned.begin, owned.size()),
+                    "parameter " + parameter.contract.name);
       } else {
         has_values_ = false;
       }
@@ -187,6 +198,24 @@ void Unit::join(const std::shared_ptr<Runtime>& runtime) {
   runtime_ = runtime;
   for (auto& bucket : buckets_) bucket->use_pool(runtime->pool());
   add({});
+}
+
+void Unit::cast_buffers() {
+  if (buffers_are_cast_) return;
+  const at::NoGradGuard no_grad;
+  for (auto& buffer : buffers) {
+    const auto found = buffer.tensor.scalar_type();
+    const auto wanted = to_scalar_type(buffer.contract.compute);
+    if (found == wanted) continue;
+    TESSERA_CHECK(found == to_scalar_type(buffer.contract.storage), ErrorKind::kUsage, "buffer ",
+                  buffer.contract.name, ": found dtype ", c10::toString(found), ", expected ",
+                  to_string(buffer.contract.storage), " or ", to_string(buffer.contract.compute),
+                  "; change dtypes before fully_shard, or by PrecisionPolicy");
+    const auto cast = at::empty(buffer.tensor.sizes(), buffer.tensor.options().dtype(wanted));
+    finite_copy(cast.view({-1}), buffer.tensor.reshape({-1}), "buffer " + buffer.contract.name);
+    buffer.tensor.set_data(cast);  // the object that the module holds stays
+  }
+  buffers_are_cast_ = true;
 }
 
 void Unit::renew_accumulators() {

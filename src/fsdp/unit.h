@@ -44,6 +44,14 @@ struct Parameter {
   const layout::Placed& placed() const;
 };
 
+/// One buffer of a unit's module.
+struct Buffer {
+  BufferMeta meta;
+  BufferContract contract;
+  bool given = false;  ///< the contract comes from ShardOptions::buffer_contracts
+  at::Tensor tensor;   ///< the module's own
+};
+
 class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
  public:
   Unit(std::string name, std::shared_ptr<Runtime> runtime, bool reshard_after_forward);
@@ -82,6 +90,10 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   void release();
   /// The sum of the shards' version counters: changes with every write to one of them.
   std::uint64_t weights_version() const;
+  /// Casts buffers whose values are loaded to their compute dtype; again only after a new load.
+  void cast_buffers();
+  void forget_cast() { buffers_are_cast_ = false; }
+  bool buffers_are_cast() const { return buffers_are_cast_; }
   /// Unsharded, or about to be, with other values than the shards hold now.
   bool is_stale() const;
   void abandon_gather();  ///< after a failure: gives memory back without waiting for anything
@@ -96,6 +108,7 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   void tickets_changed(int delta) override;
 
   UnitContract contract;  ///< what a call casts; its name is name()
+  std::vector<Buffer> buffers;
 
   // State of the runtime, kept here because it is per unit.
   std::uint32_t id = 0;  ///< in plan order, the same on every rank
@@ -113,6 +126,7 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   std::vector<Unit*> needs;        ///< units that hold some of this module's parameters
   std::vector<std::shared_ptr<Leaf>> borrowed;  ///< leaves that another unit owns
 
+  std::unique_ptr<Bucket> make_bucket(const layout::BucketPlan& plan) const;  ///< empty
   std::string released_message() const;  ///< of accesses to parameters that are not unsharded
 
  private:
@@ -126,6 +140,7 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   bool gathered_ = false;
   std::uint64_t gathered_version_ = 0;  // weights_version() of what is or will be gathered
   bool has_values_ = true;
+  bool buffers_are_cast_ = false;
 };
 
 /// The unit of a handle that was not moved from. Errors: kUsage.

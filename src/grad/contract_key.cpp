@@ -14,9 +14,8 @@ layout::BucketKey key_of(const GradContract& contract) {
     key.reduce = contract.reduce;
     key.final = contract.final;
   } else {
-    key.replicated = contract.frozen_as == FrozenAs::kReplicate;
+    key.replicated = contract.replicated();
     if (key.replicated) {
-      key.storage = key.compute;  // cast once after loading
       key.reductions.shard_axes.clear();
       key.reductions.replica_axes.clear();
     }

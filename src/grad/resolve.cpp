@@ -131,12 +131,22 @@ void resolve_compute(GradContract& contract, const ParameterMeta& meta, const As
   contract.compute.dtype = compute.value;
   contract.reason(ContractField::kCompute) = compute.reason;
   check_loss_scaling(contract, policy);
-  if (policy.param_rounding == Rounding::kHalfAway && contract.storage.dtype == DType::kFloat32 &&
-      compute.value == DType::kBFloat16) {
+  if (policy.param_rounding == Rounding::kHalfAway && !contract.replicated() &&
+      contract.storage.dtype == DType::kFloat32 && compute.value == DType::kBFloat16) {
     contract.compute.rounding = Rounding::kHalfAway;
     compute.reason += "; param_rounding: halves away from zero";
   }
   contract.reason(ContractField::kCompute) = compute.reason;
+}
+
+/// Nothing gathers it, so nothing would cast it on the way: it is kept as it computes.
+void keep_whole(GradContract& contract) {
+  if (!contract.replicated() || contract.storage == contract.compute) return;
+  std::string& reason = contract.reason(ContractField::kStorage);
+  reason = concat("as compute: whole on every rank, cast once when it is loaded, from ",
+                  to_string(contract.storage.dtype), " (", reason, ")");
+  contract.compute.rounding = Rounding::kNearestEven;  // as copies round
+  contract.storage = contract.compute;
 }
 
 void resolve_grad(GradContract& contract, const ParameterMeta& meta, const Asked& asked) {
@@ -235,6 +245,7 @@ GradContract resolve_parameter(const ParameterMeta& meta, const Asked& asked,
     return contract;
   }
   resolve_compute(contract, meta, asked, policy);
+  keep_whole(contract);
   resolve_grad(contract, meta, asked);
   resolve_reduce(contract, asked, policy);
   resolve_accumulate(contract, asked, policy);
@@ -254,6 +265,7 @@ GradContract retrained(const GradContract& contract, const Setting<FrozenRule>& 
   check_trainable_dtype(next, next.storage.dtype);
   if (!is_floating(next.storage.dtype)) return next;
   check_loss_scaling(next, policy);
+  keep_whole(next);
   resolve_optimizer(next, policy);
   return next;
 }

@@ -21,11 +21,12 @@ bool is_table(const BufferMeta& meta) {
          });
 }
 
-/// The module that has it, or one around that, has parameters and all of them are frozen.
+/// The module that has it, or one around that (the whole model is one), has parameters and all of
+/// them are frozen.
 bool in_frozen_subtree(const std::string& name, const std::vector<GradContract>& parameters) {
-  for (auto dot = name.rfind('.'); dot != std::string::npos && dot > 0;
-       dot = name.rfind('.', dot - 1)) {
-    const std::string_view prefix = std::string_view(name).substr(0, dot + 1);
+  for (std::string_view prefix = name; !prefix.empty();) {
+    prefix.remove_suffix(1);
+    prefix = prefix.substr(0, prefix.rfind('.') + 1);  // none: the whole model
     bool any = false;
     bool all_frozen = true;
     for (const GradContract& parameter : parameters) {

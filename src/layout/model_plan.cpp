@@ -43,7 +43,7 @@ std::int64_t unit_gather(const PlannedUnit& unit) {
 }  // namespace
 
 bool is_small(const BucketPlan& bucket, std::int64_t merge_below_bytes) {
-  return gathered_bytes(bucket) < merge_below_bytes;
+  return !bucket.key.replicated && gathered_bytes(bucket) < merge_below_bytes;
 }
 
 ModelPlan plan_model(const UnitItems& outermost, const std::vector<UnitItems>& inner,

@@ -6,6 +6,7 @@
 
 #include "nn/attention.h"
 #include "nn/masked_attention.h"
+#include "tessera/dtype_watch.h"
 
 namespace tessera::models {
 namespace {
@@ -95,6 +96,7 @@ at::Tensor Gemma4TextLayer::forward(const at::Tensor& x, const std::optional<at:
   const at::Tensor middle = x + post_attention_layernorm_->forward(attended);
   const at::Tensor fed = feed_forward(middle, imposed);
   const at::Tensor sum = middle + post_feedforward_layernorm_->forward(fed);
+  const WideScope scaled;  // the buffer may be stored wider
   return (sum * layer_scalar_).to(sum.scalar_type());
 }
 

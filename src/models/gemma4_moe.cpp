@@ -6,6 +6,7 @@
 #include "nn/geglu.h"
 #include "nn/parameter.h"
 #include "nn/rms_norm.h"
+#include "tessera/dtype_watch.h"
 
 namespace tessera::models {
 
@@ -20,6 +21,7 @@ Gemma4Router::Gemma4Router(const ModelSpec& spec, const Gemma4Experts& experts)
 moe::Routing Gemma4Router::forward(const at::Tensor& x, const std::optional<at::Tensor>& imposed) {
   const double root = 1.0 / std::sqrt(static_cast<double>(x.size(1)));
   // From here on the router's own dtypes count: fp32 where the checkpoint stores it so.
+  const WideScope router;
   const at::Tensor scaled = nn::plain_rms_norm(x, eps_) * scale_ * root;
   moe::Routing routing = moe::route(proj_->forward(scaled), experts_per_token_, imposed);
   const at::Tensor factors = per_expert_scale_.index_select(0, routing.indices.reshape({-1}));

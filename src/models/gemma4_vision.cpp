@@ -11,6 +11,7 @@
 #include "models/unit_of_slot.h"
 #include "nn/masked_attention.h"
 #include "nn/parameter.h"
+#include "tessera/dtype_watch.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
@@ -34,6 +35,7 @@ Gemma4PatchEmbedder::Gemma4PatchEmbedder(const Gemma4Vision& vision) {
 
 at::Tensor Gemma4PatchEmbedder::forward(const at::Tensor& pixel_values,
                                         const at::Tensor& position_ids) {
+  const WideScope at_the_door;  // pixels are data, and places may be stored wider
   const at::ScalarType compute = input_proj_->weight.scalar_type();
   const at::Tensor pixels = ((pixel_values - 0.5) * 2).to(compute);
   const at::Tensor places = position_ids.clamp_min(0);
@@ -116,6 +118,7 @@ Gemma4VisionTower::Gemma4VisionTower(const Gemma4Vision& vision) : vision_(visio
 }
 
 at::Tensor Gemma4VisionTower::pool(const at::Tensor& h, const at::Tensor& patches) const {
+  const WideScope pooling;
   const at::ScalarType inside = at::promote_types(h.scalar_type(), at::kFloat);
   const std::int64_t kernel = patches.size(1);
   const at::Tensor rows = h.reshape({h.size(0) * h.size(1), h.size(2)})
@@ -151,7 +154,6 @@ std::vector<ModelUnit> Gemma4VisionTower::units() {
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     units.push_back(unit_of(layers_[i], concat(kPrefix, "encoder.layers.", i)));
   }
-  for (ModelUnit& unit : units) unit.if_frozen = Backward::kEnds;
   return units;
 }
 

@@ -48,16 +48,9 @@ struct ModelInputs {
   }
 };
 
-/// What becomes of a unit's gradient where all its parameters are frozen.
-enum class Backward : std::uint8_t {
-  kPassesThrough,  ///< earlier units may need it
-  kEnds,           ///< what comes before is frozen too, or data: never gathered in backward
-};
-
 /// One block that may become a sharding unit.
 struct ModelUnit {
   std::string name;  ///< as in parameter_table
-  Backward if_frozen = Backward::kPassesThrough;
   /// As fsdp::Slot::shard.
   std::function<std::shared_ptr<ShardedBase>(const Mesh&, const PrecisionPolicy&,
                                              const ShardOptions&)>

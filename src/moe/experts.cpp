@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "nn/first_derivative.h"
+#include "tessera/dtype_watch.h"
 
 namespace tessera::moe {
 namespace {
@@ -39,6 +40,7 @@ struct GatherFunction : torch::autograd::Function<GatherFunction> {
 struct CombineFunction : torch::autograd::Function<CombineFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& rows, const at::Tensor& weights,
                             const at::Tensor& slot_of_row, const at::Tensor& row_of_slot) {
+    const WideScope products;  // in the dtype of the routing weights, summed in that of the rows
     const at::Tensor by_slot = row_of_slot.view(weights.sizes());
     at::Tensor sum;
     for (std::int64_t k = 0; k < weights.size(1); ++k) {

@@ -4,6 +4,7 @@
 #include <ATen/ops/sort.h>
 #include <ATen/ops/topk.h>
 
+#include "tessera/dtype_watch.h"
 #include "tessera/error.h"
 
 namespace tessera::moe {
@@ -37,6 +38,7 @@ void check_experts(const at::Tensor& indices, std::int64_t experts) {
 Routing route(const at::Tensor& scores, std::int64_t experts_per_token,
               const std::optional<at::Tensor>& imposed) {
   Routing routing;
+  const WideScope probabilities;
   const at::ScalarType inside = at::promote_types(scores.scalar_type(), at::kFloat);
   routing.probabilities = at::softmax(scores.to(inside), 1);
   if (imposed) {

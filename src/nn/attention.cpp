@@ -12,6 +12,7 @@
 
 #include "nn/cpu/dispatch.h"
 #include "nn/cpu/functions.h"
+#include "tessera/dtype_watch.h"
 
 namespace tessera::nn {
 
@@ -28,9 +29,12 @@ at::Tensor cached_attention_composite(const at::Tensor& q, const at::Tensor& key
   const at::Tensor own = position.narrow(0, keys.size(2) - positions, positions);
   const at::Tensor later = position.unsqueeze(0) > own.repeat_interleave(repeat).unsqueeze(1);
   const at::ScalarType inside = at::promote_types(q.scalar_type(), at::kFloat);
-  const at::Tensor weights =
-      at::softmax(scores.to(inside).masked_fill(later, -std::numeric_limits<double>::infinity()), 3)
-          .to(q.scalar_type());
+  const at::Tensor weights = [&] {
+    const WideScope softmax;
+    const at::Tensor masked =
+        scores.to(inside).masked_fill(later, -std::numeric_limits<double>::infinity());
+    return at::softmax(masked, 3).to(q.scalar_type());
+  }();
   return at::matmul(weights, values)
       .reshape({rows, groups, positions, repeat * head_dim})
       .transpose(1, 2)

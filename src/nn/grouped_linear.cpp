@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "nn/first_derivative.h"
+#include "tessera/dtype_watch.h"
 #include "tessera/error.h"
 
 namespace tessera::nn {
@@ -27,7 +28,8 @@ void check_offsets(const at::Tensor& x, const at::Tensor& weight, const GroupOff
 struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
                             const GroupOffsets& offsets) {
-    weight.const_data_ptr();  // a parameter without data says so here, not from inside a product
+    weight.const_data_ptr();    // a parameter without data says so here, not from inside a product
+    const WideScope own_dtype;  // the result has the input's
     const at::Tensor x = input.to(weight.scalar_type());
     const at::Tensor y = at::empty({x.size(0), weight.size(1)}, x.options());
     for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {

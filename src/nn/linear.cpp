@@ -10,6 +10,7 @@
 
 #include "nn/first_derivative.h"
 #include "nn/parameter.h"
+#include "tessera/dtype_watch.h"
 
 namespace tessera::nn {
 
@@ -22,7 +23,8 @@ using torch::autograd::variable_list;
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
                             const std::optional<at::Tensor>& bias) {
-    weight.const_data_ptr();  // a parameter without data says so here, not from inside a product
+    weight.const_data_ptr();    // a parameter without data says so here, not from inside a product
+    const WideScope own_dtype;  // the result has the input's
     const at::ScalarType compute = weight.scalar_type();
     std::vector<std::int64_t> shape = input.sizes().vec();
     const std::int64_t rows = c10::multiply_integers(shape.begin(), shape.end() - 1);

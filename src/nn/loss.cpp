@@ -5,6 +5,7 @@
 
 #include "nn/cpu/dispatch.h"
 #include "nn/cpu/functions.h"
+#include "tessera/dtype_watch.h"
 #include "tessera/error.h"
 
 namespace tessera::nn {
@@ -39,6 +40,7 @@ std::int64_t count_kept(const at::Tensor& targets) {
 }
 
 at::Tensor cross_entropy_sum_composite(const at::Tensor& logits, const at::Tensor& targets) {
+  const WideScope loss;
   const std::int64_t vocabulary = logits.size(2);
   const at::ScalarType inside = at::promote_types(logits.scalar_type(), at::kFloat);
   const std::int64_t rows = logits.size(0) * logits.size(1);

@@ -10,6 +10,8 @@
 
 #include <limits>
 
+#include "tessera/dtype_watch.h"
+
 namespace tessera::nn {
 
 at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -24,10 +26,13 @@ at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::
   const at::Tensor scores = at::matmul(queries, k.squeeze(3).transpose(2, 3)) * scale;
   const at::ScalarType inside = at::promote_types(q.scalar_type(), at::kFloat);
   const at::Tensor hidden = visible.logical_not().unsqueeze(1).unsqueeze(3);  // [B, 1, T, 1, T]
-  const at::Tensor masked = scores.to(inside)
-                                .view({rows, groups, positions, repeat, positions})
-                                .masked_fill(hidden, -std::numeric_limits<double>::infinity());
-  const at::Tensor weights = at::softmax(masked, 4).to(q.scalar_type());
+  const at::Tensor weights = [&] {
+    const WideScope softmax;
+    const at::Tensor masked = scores.to(inside)
+                                  .view({rows, groups, positions, repeat, positions})
+                                  .masked_fill(hidden, -std::numeric_limits<double>::infinity());
+    return at::softmax(masked, 4).to(q.scalar_type());
+  }();
   return at::matmul(weights.view({rows, groups, positions * repeat, positions}), values)
       .view({rows, groups, positions, repeat * head_dim})
       .transpose(1, 2)

@@ -6,12 +6,14 @@
 #include "nn/cpu/dispatch.h"
 #include "nn/cpu/functions.h"
 #include "nn/parameter.h"
+#include "tessera/dtype_watch.h"
 #include "tessera/error.h"
 
 namespace tessera::nn {
 
 at::Tensor rms_norm_composite(const at::Tensor& x, const at::Tensor& weight, double eps,
                               NormRounding rounding) {
+  const WideScope mean_of_squares;
   const at::ScalarType inside = at::promote_types(x.scalar_type(), at::kFloat);
   const at::Tensor wide = x.to(inside);
   const at::Tensor normed = wide * at::rsqrt(wide.pow(2).mean(-1, /*keepdim=*/true) + eps);

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "fsdp/runtime.h"
+#include "fsdp/unit.h"
 #include "grad/torch_dtype.h"
 #include "io/safetensors_writer.h"
 #include "tessera/error.h"
@@ -33,16 +35,15 @@ void add_optimizer(std::vector<StatePart>& parts, const OptimizerState& state) {
   }
 }
 
-/// Every rank holds buffers whole: the one with the first element of the first parameter writes
-/// them.
+/// Buffers as the folder that training began with has them: every rank holds them whole.
 void add_buffers(std::vector<StatePart>& parts, const ShardedBase& model,
                  const SourceDType& source_dtype) {
-  const auto views = model.shards();
-  if (views.empty() || views.front().begin != 0 || views.front().end == 0) return;
-  for (const auto& item : model.held()->named_buffers()) {
-    const at::Tensor& buffer = item.value();
-    parts.push_back({concat(kModelPrefix, item.key()), buffer.sizes().vec(),
-                     source_dtype(item.key()), 0, buffer.numel(), buffer.reshape({-1})});
+  for (const auto& view : model.buffers()) {
+    const auto& contract = *view.contract;
+    if (!contract.stored) continue;
+    parts.push_back({concat(kModelPrefix, contract.name), contract.shape,
+                     source_dtype(contract.name), 0, view.tensor.numel(),
+                     view.tensor.detach().to(to_scalar_type(contract.storage)).reshape({-1})});
   }
 }
 
@@ -61,12 +62,18 @@ void take_huge_pages(const at::Tensor& buffer) {
 std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& optimizer,
                                    const SourceDType& source_dtype) {
   std::vector<StatePart> parts;
+  std::vector<StatePart> whole;  // on every rank: each writes its cut
   for (const auto& view : model.shards()) {
     const auto& contract = *view.contract;
-    parts.push_back({concat(kModelPrefix, contract.name), contract.shape,
-                     source_dtype(contract.name), view.begin, view.end, view.shard.detach()});
+    (contract.replicated() ? whole : parts)
+        .push_back({concat(kModelPrefix, contract.name), contract.shape,
+                    source_dtype(contract.name), view.begin, view.end, view.shard.detach()});
   }
-  add_buffers(parts, model, source_dtype);
+  add_buffers(whole, model, source_dtype);
+  const auto& runtime = model.unit()->runtime();
+  for (auto& part : cut(whole, runtime.shard_rank(), runtime.plan_options().ranks)) {
+    parts.push_back(std::move(part));
+  }
   for (const auto& state : optimizer.state()) add_optimizer(parts, state);
   std::erase_if(parts, [](const StatePart& part) { return part.begin == part.end; });
   return parts;

@@ -87,7 +87,7 @@ void add_inputs(std::vector<ConfigKey>& keys) {
       .key("frozen", &ModelConfig::frozen,
            {"",
             "How frozen parameters are kept: shard like trained ones, or replicate: whole on every "
-            "rank in the compute dtype; only shard so far."})
+            "rank in the compute dtype, never gathered."})
       .key("aux_loss_coef", &ModelConfig::aux_loss_coef,
            {"", "Weight of the router's auxiliary loss.", "0, or what config.json says"},
            at_least(0));
@@ -208,7 +208,10 @@ void add_outputs(std::vector<ConfigKey>& keys) {
   Section(keys, "debug", &Config::debug)
       .key("seed", &B::seed, {"", "Of initial weights and of the order of rows."}, at_least(0))
       .key("check_dtypes", &B::check_dtypes,
-           {"", "Check every dtype and placement at run time (slow)."})
+           {"",
+            "Runs the first forward once more before the first step, names every operation "
+            "whose result leaves its unit's dtype and the tensor that caused it, and refuses "
+            "to go on if there is one."})
       .key("on_nonfinite", &B::on_nonfinite,
            {"", "What a non-finite loss does: error names the first parameters concerned."});
 }

@@ -26,8 +26,6 @@ void check_built(const Config& config) {
     TESSERA_CHECK(degree == 1, ErrorKind::kConfig, "parallelism.", name, ": found ", degree,
                   ", expected 1; this axis is not yet built");
   }
-  TESSERA_CHECK(!config.debug.check_dtypes, ErrorKind::kConfig,
-                "debug.check_dtypes: found true, expected false; the check is not yet built");
   TESSERA_CHECK(config.device != DeviceName::kCuda, ErrorKind::kConfig,
                 "device: found cuda, expected auto or cpu; training on CUDA is not yet built");
   TESSERA_CHECK(config.comm.backend != BackendName::kNccl, ErrorKind::kConfig,
@@ -45,12 +43,6 @@ void check_precision_built(const Config& config) {
     throw Error(ErrorKind::kConfig,
                 concat(key, ": found ", found, ", expected ", expected, "; it is not yet built"));
   };
-  if (config.model.frozen == FrozenAs::kReplicate) refuse("model.frozen", "replicate", "shard");
-  for (std::size_t i = 0; i < config.precision.rule.size(); ++i) {
-    if (config.precision.rule[i].frozen == FrozenRule::kReplicate) {
-      refuse(concat("precision.rule[", i + 1, "].frozen"), "replicate", "shard");
-    }
-  }
   if (config.activation_checkpoint.mode != RecomputeMode::kNone) {
     const bool full = config.activation_checkpoint.mode == RecomputeMode::kFull;
     refuse("activation_checkpoint.mode", full ? "full" : "selective", "none");

@@ -11,6 +11,7 @@
 #include "grad/torch_dtype.h"
 #include "io/safetensors_writer.h"
 #include "tessera/error.h"
+#include "train/check_dtypes.h"
 #include "train/data.h"
 #include "train/parallelize.h"
 #include "train/step.h"
@@ -134,6 +135,7 @@ void run_gradients(const GradientsRequest& request, World& world,
   const auto rows = micro_batches(batch->rows_in_step(),
                                   config.training.local_batch_size.value_or(batch->rows_in_step()),
                                   dims.data_ranks(), data_rank);
+  if (config.debug.check_dtypes) check_dtypes(*model, *batch, 1, rows.front());
   if (on_first_step) on_first_step();
   if (request.logits) {
     const at::NoGradGuard no_grad;

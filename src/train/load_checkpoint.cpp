@@ -58,6 +58,12 @@ class Loader {
       require_tensor(checkpoint_, name, view.contract->storage.dtype, view.contract->shape);
       known.insert(name);
     }
+    for (const auto& view : model_.buffers()) {
+      if (!view.contract->stored) continue;
+      const auto name = concat(kModelPrefix, view.contract->name);
+      require_tensor(checkpoint_, name, view.contract->storage, view.contract->shape);
+      known.insert(name);
+    }
     check_optimizer_kind();
     for (const auto& state : optimizer_.state()) check_state(*state.view.contract);
     for (const auto& [name, tensor] : checkpoint_.tensors()) {
@@ -91,6 +97,7 @@ class Loader {
   /// The rest, once all files are verified.
   void fill_rest() const {
     for (const auto& part : rest_) checkpoint_.read(part.name, part.begin, part.end, part.bytes);
+    fill_buffers();
     for (const auto& state : optimizer_.state()) {
       const auto& name = state.view.contract->name;
       if (!has("step", name)) continue;
@@ -101,6 +108,19 @@ class Loader {
   }
 
  private:
+  /// Whole on every rank, and small: each reads them in the dtype in which they are stored.
+  void fill_buffers() const {
+    const at::NoGradGuard no_grad;
+    for (const auto& view : model_.buffers()) {
+      if (!view.contract->stored) continue;
+      const auto values = at::empty(
+          view.contract->shape, at::TensorOptions().dtype(to_scalar_type(view.contract->storage)));
+      checkpoint_.read(concat(kModelPrefix, view.contract->name), 0, values.numel(),
+                       {static_cast<std::byte*>(values.mutable_data_ptr()), values.nbytes()});
+      view.tensor.copy_(values);
+    }
+  }
+
   static std::string named(const std::string& kept, const std::string& parameter) {
     return concat(kOptimizerPrefix, kept, "/", parameter);
   }

@@ -20,14 +20,18 @@ std::shared_ptr<Sharded<models::LanguageModel>> parallelize(const ModelSource& s
 
   // 2. What every parameter is, for the whole model at once.
   const auto dims = resolve_parallelism(config.parallelism, mesh.shape().size());
-  const auto contracts = std::make_shared<const std::vector<GradContract>>(
-      resolve_model(source, config, dims).parameters);
+  auto resolved = resolve_model(source, config, dims);
+  const auto contracts =
+      std::make_shared<const std::vector<GradContract>>(std::move(resolved.parameters));
+  const auto buffers =
+      std::make_shared<const std::vector<BufferContract>>(std::move(resolved.buffers));
 
   // 3. Units, inner ones first.
   PrecisionPolicy as_contracts;  // our layers cast by themselves
   as_contracts.cast_forward_inputs = false;
   ShardOptions unit;
   unit.contracts = contracts;
+  unit.buffer_contracts = buffers;
   unit.reshard_after_forward = config.parallelism.reshard_after_forward;
   unit.divide_factor = 1.0;  // the loss is already divided by the batch's kept labels
   const auto named = [&](const std::string& name) {
@@ -40,6 +44,7 @@ std::shared_ptr<Sharded<models::LanguageModel>> parallelize(const ModelSource& s
   };
   ShardOptions root;
   root.contracts = contracts;
+  root.buffer_contracts = buffers;
   root.divide_factor = 1.0;
   root.reshard_after_forward = false;
   root.merge_below_bytes = kMergeBelowBytes;
@@ -64,7 +69,7 @@ std::shared_ptr<Sharded<models::LanguageModel>> parallelize(const ModelSource& s
     draw_weights(*model, models::parameter_table(source.spec),
                  static_cast<std::uint64_t>(config.debug.seed));
   }
-  if (source.folder) load_buffers(*plain, *source.folder);
+  if (source.folder) load_buffers(*model, *source.folder);
   model->set_loaded();
   return model;
 }

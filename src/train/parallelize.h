@@ -33,7 +33,7 @@ ModelSource open_model(const ModelConfig& model);
 /// What the contracts are for: inference trains nothing, so nothing is refused for its gradients.
 enum class Purpose : std::uint8_t { kTraining, kInference };
 
-/// The contract of every parameter (once where it is tied) and of every unit, in the order of the
+/// The contract of every parameter (once where it is tied), buffer and unit, in the order of the
 /// model. Pure but for the headers of the folder. Errors: kContract, kConfig naming the parameter
 /// and the key; kFormat for a tensor of the folder that is not floating.
 ModelContract resolve_model(const ModelSource& source, const Config& config,

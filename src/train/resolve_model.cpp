@@ -104,6 +104,23 @@ std::vector<ParameterMeta> metas_of(const ModelSource& source, const ModelConfig
   return metas;
 }
 
+/// Stored ones as the folder has them; check_tensors has seen that it does.
+std::vector<BufferMeta> buffer_metas_of(const ModelSource& source) {
+  std::vector<BufferMeta> metas;
+  for (const auto& buffer : models::buffer_table(source.spec)) {
+    BufferMeta meta;
+    meta.name = buffer.name;
+    meta.shape = buffer.shape;
+    if (source.folder) {
+      meta.dtype = source.folder->find(buffer.name)->dtype;
+      meta.checkpoint = meta.dtype;
+      meta.checkpoint_bulk = source.folder->bulk_dtype();
+    }
+    metas.push_back(std::move(meta));
+  }
+  return metas;
+}
+
 }  // namespace
 
 ModelSource open_model(const ModelConfig& model) {
@@ -146,8 +163,8 @@ ModelContract resolve_model(const ModelSource& source, const Config& config,
   if (dims.dp_replicate > 1) reductions.replica_axes.emplace_back(axis::kReplicate);
   auto policy = precision_policy(config.precision, config.optimizer);
   if (purpose == Purpose::kInference) policy.optimizer.no_decay.reset();
-  auto contract =
-      resolve_model_contract(metas, {}, units_of(source.spec, metas), policy, reductions);
+  auto contract = resolve_model_contract(metas, buffer_metas_of(source),
+                                         units_of(source.spec, metas), policy, reductions);
   const bool any =
       std::ranges::any_of(contract.parameters, [](const auto& each) { return each.trainable; });
   TESSERA_CHECK(any || purpose == Purpose::kInference, ErrorKind::kConfig,

@@ -13,6 +13,7 @@
 #include "tessera/clip.h"
 #include "tessera/error.h"
 #include "tessera/optim.h"
+#include "train/check_dtypes.h"
 #include "train/checkpoint_session.h"
 #include "train/data.h"
 #include "train/flops.h"
@@ -125,6 +126,10 @@ class Trainer {
  private:
   TrainingResult run_to_the_end() {
     observers_.emplace(config_, world_, done_ + 1, hooks_.profiling);
+    if (config_.debug.check_dtypes && done_ < *config_.training.steps) {
+      const Rows rows(config_, *data_, mesh_);
+      check_dtypes(*model_, *data_, done_ + 1, rows.ranges().front());
+    }
     if (hooks_.on_first_step) hooks_.on_first_step();
     TrainingResult result;
     result.steps = done_;

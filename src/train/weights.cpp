@@ -6,6 +6,7 @@
 #include <cstddef>
 
 #include "base/philox.h"
+#include "fsdp/finite_copy.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "grad/torch_dtype.h"
@@ -108,17 +109,18 @@ void load_weights(const ShardedBase& model, const TensorSource& folder) {
   for (const auto& view : model.shards()) {
     const auto& name = view.contract->name;
     in_chunks(view, progress, [&](const at::Tensor& part, std::int64_t begin, std::int64_t end) {
-      part.copy_(read_elements(folder, name, begin, end));
+      fsdp::finite_copy(part, read_elements(folder, name, begin, end), "parameter " + name);
     });
   }
 }
 
-void load_buffers(const torch::nn::Module& model, const TensorSource& folder) {
+void load_buffers(const ShardedBase& model, const TensorSource& folder) {
   const at::NoGradGuard no_grad;
-  for (auto& item : model.named_buffers()) {
-    at::Tensor& buffer = item.value();
-    const std::vector<std::int64_t> shape = buffer.sizes().vec();
-    buffer.set_data(read_elements(folder, item.key(), 0, buffer.numel()).view(shape));
+  for (auto& view : model.buffers()) {
+    const auto& contract = *view.contract;
+    view.tensor.set_data(read_elements(folder, contract.name, 0, view.tensor.numel())
+                             .to(to_scalar_type(contract.storage))
+                             .view(contract.shape));
   }
 }
 

@@ -30,8 +30,9 @@ at::Tensor read_elements(const TensorSource& folder, const std::string& name, st
 /// Copies the owned range of every parameter; the folder passed check_tensors. Not collective.
 void load_weights(const ShardedBase& model, const TensorSource& folder);
 
-/// Gives every buffer the folder's values, in the dtype they are stored in. Not collective.
-void load_buffers(const torch::nn::Module& model, const TensorSource& folder);
+/// Gives every buffer the folder's values in its storage dtype; set_loaded() casts them. Not
+/// collective.
+void load_buffers(const ShardedBase& model, const TensorSource& folder);
 
 /// Units: elements copied at a time; what loading holds beside the weights themselves.
 inline constexpr std::int64_t kLoadChunk = std::int64_t{1} << 20;

@@ -134,18 +134,5 @@ TEST(UnitsOfRanks, ThatCastDifferentlyAreRefusedWithTheFirstDifference) {
   EXPECT_EQ(disagreement([](auto&) {}), "");
 }
 
-TEST(UnitsOfRanks, WholeFrozenParametersAreNotYetBuilt) {
-  ranks(1).run([](World& world) {
-    PrecisionPolicy policy;
-    PrecisionRule rule;
-    rule.match = {"weight"};
-    rule.frozen = FrozenRule::kReplicate;
-    policy.rules = {rule};
-    EXPECT_THAT(
-        error_of([&] { fully_shard(std::make_shared<Sees>(), data_mesh(world), policy); }),
-        AllOf(HasSubstr("weight"), HasSubstr("rule 1 (weight)"), HasSubstr("not yet built")));
-  });
-}
-
 }  // namespace
 }  // namespace tessera::test

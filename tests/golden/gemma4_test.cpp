@@ -136,7 +136,7 @@ TEST_P(GoldenGemma4, UnitsThatAreGatheredOnTheirOwnGiveTheSameGradients) {
     }
     Sharded<models::LanguageModel> model(plain, mesh, policy, root);
     train::load_weights(model, *source.folder);
-    train::load_buffers(*plain, *source.folder);
+    train::load_buffers(model, *source.folder);
     model.set_loaded();
     const auto batch = train::open_gradients_batch(
         reference().batches(), train::vocabulary_of(source.spec, false), std::nullopt);
@@ -154,6 +154,44 @@ TEST_P(GoldenGemma4, UnitsThatAreGatheredOnTheirOwnGiveTheSameGradients) {
   ASSERT_EQ(found.size(), reference().gradients().size());
   for (const auto& [name, gradient] : reference().gradients()) {
     EXPECT_LT(relative_error(found.at(name), gradient), kGradientBound) << name;
+  }
+}
+
+// Property: how the tower is kept changes no bit, in fp32 and in bf16, where its buffers are cast.
+TEST_P(GoldenGemma4, AWholeTowerOnEveryRankGivesTheBitsOfAShardedOne) {
+  for (const Layout& layout : {Layout{.ranks = 1}, Layout{.ranks = 3},
+                               Layout{.ranks = 4, .replicas = 2, .reshard_after_forward = false}}) {
+    for (const bool narrow : {false, true}) {
+      SCOPED_TRACE(to_string(layout) + (narrow ? ", bf16" : ", fp32"));
+      auto config = config_for(layout);
+      config.model.path = data_folder(GetParam());
+      if (narrow) config.precision = {};
+      const auto sharded = run_gradients(config, layout, reference().batches(), Routing::kImposed);
+      config.model.frozen = FrozenAs::kReplicate;
+      expect_same_bits(run_gradients(config, layout, reference().batches(), Routing::kImposed),
+                       sharded);
+    }
+  }
+}
+
+// Property: a run that is interrupted goes on bit for bit, buffers and a whole tower included.
+TEST_P(GoldenGemma4, ARunGoesOnFromItsCheckpoint) {
+  for (const auto frozen : {FrozenAs::kShard, FrozenAs::kReplicate}) {
+    for (const Layout& layout : {Layout{.ranks = 1}, Layout{.ranks = 4, .replicas = 2}}) {
+      SCOPED_TRACE(concat(to_string(frozen), ", ", to_string(layout)));
+      const testing::TemporaryFolder folder;
+      auto config = training_config(reference(), OptimizerKind::kAdamW, layout);
+      config.precision = {};  // bf16: the tower's buffers are cast
+      config.model.frozen = frozen;
+      const auto whole = run_training(config, layout);
+      config.checkpoint.folder = folder / "checkpoint";
+      auto first = config;
+      first.training.steps = 2;
+      auto losses = run_training(first, layout).losses;
+      const auto rest = run_training(config, layout).losses;
+      losses.insert(losses.end(), rest.begin(), rest.end());
+      EXPECT_EQ(losses, whole.losses);
+    }
   }
 }
 

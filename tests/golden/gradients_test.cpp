@@ -12,6 +12,7 @@
 
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
+#include "unit/io/temporary_folder.h"
 
 namespace tessera::golden {
 namespace {
@@ -95,6 +96,44 @@ TEST_P(GoldenGradients, ASecondRunHasTheSameBits) {
        {Layout{.ranks = 1}, Layout{.ranks = 3}, Layout{.ranks = 4, .replicas = 2}}) {
     SCOPED_TRACE(to_string(layout));
     expect_same_bits(gradients(layout), gradients(layout));
+  }
+}
+
+// Property: in our own models nothing leaves the dtype of its unit but what does so on purpose, in
+// fp32, in bf16, and where a mixed folder records fp32 norms; the check itself changes no bit.
+TEST_P(GoldenGradients, CheckDtypesFindsNothing) {
+  for (const bool narrow : {false, true}) {
+    const Layout layout{.ranks = narrow ? 3 : 1};  // the third rank has no row
+    SCOPED_TRACE(narrow ? "bf16" : "fp32");
+    auto config = config_for(layout);
+    config.model.path = data_folder(GetParam());
+    if (narrow) config.precision = {};
+    const auto expected = run_gradients(config, layout, reference().batches());
+    config.debug.check_dtypes = true;
+    expect_same_bits(run_gradients(config, layout, reference().batches()), expected);
+  }
+}
+
+// Case 6 of the plan: an embedding that a rule computes in fp32 makes the whole residual stream
+// fp32, silently.
+TEST(GoldenCheckDtypes, AnEmbeddingInFloat32IsFoundWhereItsResultArrives) {
+  for (const int ranks : {1, 2}) {
+    const Layout layout{.ranks = ranks};
+    auto config = config_for(layout);
+    config.model.path = data_folder("llama-fp32");
+    config.precision = {};
+    config.precision.rule.emplace_back();
+    config.precision.rule[0].match = {"embed_tokens"};
+    config.precision.rule[0].param_dtype = DType::kFloat32;
+    config.debug.check_dtypes = true;
+    const auto& batches = Reference::of("llama-fp32").batches();
+    const auto message = testing::error_of(ErrorKind::kContract,
+                                           [&] { run_gradients(config, layout, batches); });
+    EXPECT_NE(message.find("debug.check_dtypes: found"), std::string::npos) << message;
+    EXPECT_NE(message.find("because of input 0 of unit model.layers.0"), std::string::npos)
+        << message;
+    config.debug.check_dtypes = false;
+    run_gradients(config, layout, batches);
   }
 }
 

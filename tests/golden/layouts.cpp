@@ -132,7 +132,8 @@ TrainingRun run_training(train::Config config, const Layout& layout,
   std::filesystem::create_directories(folder);
   config.job.dump_folder = folder;
   config.metrics.folder = folder / "metrics";
-  config.checkpoint.enable = false;
+  // Checkpoints only where a test has a folder for them.
+  config.checkpoint.enable = std::filesystem::path(config.checkpoint.folder).is_absolute();
   TrainingRun run;
   on_ranks(layout, [&](World& world) {
     train::TrainingHooks hooks;

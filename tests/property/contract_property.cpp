@@ -112,7 +112,12 @@ void check_floating(const GradContract& contract, const ParameterMeta& meta,
   const DType found = meta.checkpoint.value_or(meta.dtype);
   const bool may_narrow = meta.drawn || policy.on_narrower_request == NarrowerRequest::kNarrow;
   RC_ASSERT(is_floating(compute) && !is_float8(compute));
-  RC_ASSERT(may_narrow || represents(contract.storage.dtype, found));
+  if (contract.replicated()) {
+    RC_ASSERT(contract.storage == contract.compute);
+    RC_ASSERT(contract.compute.rounding == Rounding::kNearestEven);
+  } else {
+    RC_ASSERT(may_narrow || represents(contract.storage.dtype, found));
+  }
   RC_ASSERT(represents(contract.accumulate, contract.reduce));
   RC_ASSERT(contract.reduce != DType::kFloat16);
   if (!contract.trainable) {

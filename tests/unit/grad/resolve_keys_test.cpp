@@ -190,6 +190,27 @@ TEST(FrozenKey, SaysHowAFrozenParameterIsKept) {
   EXPECT_EQ(kept(FrozenRule::kNo), std::nullopt);
 }
 
+// Nothing gathers it, so nothing would cast it on the way.
+TEST(FrozenKey, AWholeParameterIsKeptInItsComputeDtype) {
+  PrecisionPolicy policy = mixed_policy();
+  policy.param_rounding = Rounding::kHalfAway;
+  policy.rules = {rule_for("w")};
+  policy.rules[0].frozen = FrozenRule::kReplicate;
+  ParameterMeta meta = stored("w", kF32);
+  meta.checkpoint_bulk = kF32;
+  GradContract contract = resolve_only(meta, policy);
+  EXPECT_EQ(contract.storage, Encoding{kBF16}) << "its values are rounded once, as copies are";
+  EXPECT_EQ(contract.compute, Encoding{kBF16});
+  EXPECT_THAT(contract.reason(ContractField::kStorage),
+              AllOf(HasSubstr("as compute: whole on every rank"), HasSubstr("float32")));
+  policy.rules[0].pin = true;
+  contract = resolve_only(meta, policy);
+  EXPECT_EQ(contract.storage, Encoding{kF32});
+  policy.rules[0].pin.reset();
+  policy.rules[0].frozen = FrozenRule::kShard;
+  EXPECT_EQ(resolve_only(meta, policy).storage, Encoding{kF32});
+}
+
 TEST(FinalKey, Float64StorageKeepsItsPrecisionThroughToTheOptimizer) {
   const GradContract contract = resolve_only(stored("w", kF64), mixed_policy());
   EXPECT_EQ(contract.final, kF64);

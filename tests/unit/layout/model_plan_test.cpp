@@ -41,11 +41,13 @@ TEST(ModelPlan, SmallBucketsOfInnerUnitsLieBehindTheOutermostsOwn) {
 }
 
 TEST(ModelPlan, TheBoundIsOfTheUnshardedComputeDtype) {
-  const BucketPlan bucket = plan_unit("u", {{"w", 128, kHalf}}, kTwo).buckets[0];
+  BucketPlan bucket = plan_unit("u", {{"w", 128, kHalf}}, kTwo).buckets[0];
   EXPECT_EQ(gathered_bytes(bucket), 256);
   EXPECT_FALSE(is_small(bucket, 256));
   EXPECT_TRUE(is_small(bucket, 257));
   EXPECT_FALSE(is_small(bucket, 0)) << "0 merges nothing";
+  bucket.key.replicated = true;
+  EXPECT_FALSE(is_small(bucket, 257)) << "nothing of it is gathered";
 }
 
 TEST(ModelPlan, TrafficIsTheFormulaOfTheDocumentation) {

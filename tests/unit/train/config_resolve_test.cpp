@@ -79,11 +79,7 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(
         BadConfig{"checkpoint.enable=false\ncheckpoint.load_step=5", "checkpoint.load_step",
                   "expected -1; set checkpoint.enable = true"},
-        BadConfig{"debug.check_dtypes=true", "debug.check_dtypes", "not yet built"},
         BadConfig{"device=cuda", "device", "not yet built"},
-        BadConfig{"model.frozen=replicate", "model.frozen", "not yet built"},
-        BadConfig{"precision.rule=[{match='x', frozen='replicate'}]", "precision.rule[1].frozen",
-                  "not yet built"},
         BadConfig{"activation_checkpoint.mode=full", "activation_checkpoint.mode",
                   "found full, expected none; it is not yet built"},
         BadConfig{"activation_checkpoint.mode=selective", "activation_checkpoint.mode",

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <fstream>
 #include <sstream>
 
@@ -90,15 +91,21 @@ TEST(PlanOfGemma4, EqualsThePlanOfTheConfiguration) {
   Config config;
   config.model.config = folder / "config.json";
   const ModelSource source = open_model(config.model);
-  for (const int ranks : {1, 3}) {
-    const ParallelDims dims = resolve_parallelism(config.parallelism, ranks);
+  for (const int ranks : {1, 3, -3}) {  // below zero: with the tower whole on every rank
+    config.model.frozen = ranks < 0 ? FrozenAs::kReplicate : FrozenAs::kShard;
+    const ParallelDims dims = resolve_parallelism(config.parallelism, std::abs(ranks));
     const ModelContract contract = resolve_model(source, config, dims);
     const auto expected = plan_model(source.spec, contract.parameters, dims.dp_shard);
     EXPECT_EQ(expected.units.size(), 1U + 3U + 4U);
-    on_ranks(ranks, [&](World& world) {
+    on_ranks(std::abs(ranks), [&](World& world) {
       const auto model = parallelize(source, config, world.mesh(mesh_shape(dims)));
       EXPECT_EQ(to_string(fsdp::plan_of(*model)), to_string(expected));
-      EXPECT_EQ(model->contract().units, contract.units);
+      const ModelContract agreed = model->contract();
+      EXPECT_EQ(agreed.units, contract.units);
+      EXPECT_EQ(agreed.buffers.size(), contract.buffers.size());
+      for (const BufferContract& buffer : contract.buffers) {
+        EXPECT_NE(std::ranges::find(agreed.buffers, buffer), agreed.buffers.end()) << buffer.name;
+      }
     });
   }
 }

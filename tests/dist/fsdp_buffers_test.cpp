@@ -1,0 +1,262 @@
+// Buffers in the contract: which are cast once after loading, which never, and what ranks agree on.
+// Without that a float32 buffer makes float32 of a bfloat16 part's activations (fact file, 5).
+#include <gmock/gmock.h>
+
+#include <limits>
+
+#include "dist/plain.h"
+#include "dist/ranks.h"
+
+namespace tessera::test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+constexpr std::int64_t kWidth = 6;
+constexpr float kFine = 1.0F + 1.0F / 1024;  // no bfloat16
+
+/// (x w - bias) s with buffers of every kind; notes the dtype of its result.
+struct Tower : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x) {
+    const auto y = (x * weight - std_bias) * std_scale;
+    seen = y.scalar_type();
+    return y;
+  }
+  at::ScalarType seen = at::kLong;
+  at::Tensor weight = register_parameter("weight", seeded(1, {kWidth}));
+  at::Tensor std_bias = register_buffer("std_bias", at::full({kWidth}, kFine));
+  at::Tensor std_scale = register_buffer("std_scale", seeded(2, {kWidth}));
+  at::Tensor inv_freq = register_buffer("inv_freq", at::full({3}, kFine));
+  at::Tensor count = register_buffer("count", at::tensor({1, 2, 3}));
+};
+
+struct Model : torch::nn::Module {
+  Model() { tower->weight.set_requires_grad(false); }
+  at::Tensor forward(const at::Tensor& x) {
+    return head->forward(handle ? handle->forward(x) : tower->forward(x));
+  }
+  void shard_tower(const Mesh& mesh, const PrecisionPolicy& policy) {
+    handle = std::make_shared<Sharded<Tower>>(fully_shard(tower, mesh, policy));
+    replace_module("tower", handle);
+  }
+  std::shared_ptr<Tower> tower = register_module("tower", std::make_shared<Tower>());
+  std::shared_ptr<Tower> head = register_module("head", std::make_shared<Tower>());
+  std::shared_ptr<Sharded<Tower>> handle;
+};
+
+PrecisionPolicy in_bfloat16() {
+  PrecisionPolicy policy;
+  policy.param_dtype = DType::kBFloat16;
+  return policy;
+}
+
+DType compute_of(const ShardedBase& handle, const std::string& name) {
+  for (const auto& view : handle.buffers()) {
+    if (view.contract->name == name) return view.contract->compute;
+  }
+  ADD_FAILURE() << "no buffer " << name;
+  return DType::kBool;
+}
+
+/// Ranks, and whether the tower is a unit of its own.
+class BuffersOnRanks : public ::testing::TestWithParam<std::pair<int, bool>> {
+ protected:
+  static Sharded<Model> shard(World& world, const std::shared_ptr<Model>& model,
+                              const PrecisionPolicy& policy = in_bfloat16()) {
+    if (GetParam().second) model->shard_tower(data_mesh(world), policy);
+    return fully_shard(model, data_mesh(world), policy);
+  }
+  static comm::ThreadRanks& all() { return ranks(GetParam().first); }
+};
+INSTANTIATE_TEST_SUITE_P(Layouts, BuffersOnRanks,
+                         ::testing::Values(std::pair{1, false}, std::pair{1, true},
+                                           std::pair{2, false}, std::pair{2, true},
+                                           std::pair{3, true}, std::pair{4, false}));
+
+// Naive: std_bias and std_scale stay float32, and so does all that the frozen tower gives.
+TEST_P(BuffersOnRanks, OfAFrozenPartAreCastOnceAndPromoteNothing) {
+  all().run([](World& world) {
+    auto model = std::make_shared<Model>();
+    const auto* object = model->tower->std_bias.unsafeGetTensorImpl();
+    auto handle = shard(world, model);
+    const auto x = input_of(world.rank(), 0, kWidth);
+    backward(squares(handle.forward(x)));
+    EXPECT_EQ(model->tower->seen, at::kBFloat16);
+    EXPECT_EQ(model->tower->std_bias.unsafeGetTensorImpl(), object) << "the module's own tensor";
+    EXPECT_TRUE(same_bits(model->tower->std_bias, at::full({kWidth}, kFine).to(at::kBFloat16)));
+    EXPECT_EQ(model->tower->inv_freq.scalar_type(), at::kFloat) << "tables keep their digits";
+    EXPECT_EQ(model->tower->count.scalar_type(), at::kLong);
+    EXPECT_EQ(model->head->std_bias.scalar_type(), at::kFloat) << "a trained part's are the user's";
+    EXPECT_EQ(model->head->seen, at::kFloat);
+    for (const auto& view : handle.buffers()) {
+      EXPECT_EQ(to_string(view.contract->compute),
+                view.tensor.scalar_type() == at::kFloat      ? "float32"
+                : view.tensor.scalar_type() == at::kBFloat16 ? "bfloat16"
+                                                             : "int64");
+    }
+  });
+}
+
+// Property: the same bits as the plain module with the same tensors in bfloat16.
+TEST_P(BuffersOnRanks, TheNumbersAreThoseOfThePlainModule) {
+  all().run([](World& world) {
+    Model plain;
+    for (auto* tensor : {&plain.tower->weight, &plain.tower->std_bias, &plain.tower->std_scale,
+                         &plain.head->weight}) {
+      tensor->set_data(tensor->to(at::kBFloat16));
+    }
+    auto handle = shard(world, std::make_shared<Model>());
+    const auto input = [](int rank) { return input_of(rank, 0, kWidth).to(at::kBFloat16); };
+    for (int step = 0; step < 2; ++step) {
+      const auto loss = squares(handle.forward(input(world.rank())));
+      EXPECT_TRUE(same_bits(loss.detach(), squares(plain.forward(input(world.rank()))).detach()));
+      handle.zero_grad();
+      backward(loss);
+      const auto expected = plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+        backward(squares(plain.forward(input(rank))));
+      });
+      const auto found = whole_gradients(handle);
+      EXPECT_TRUE(same_bits(found.at("head.weight").to(at::kBFloat16), expected.at("head.weight")));
+    }
+  });
+}
+
+TEST_P(BuffersOnRanks, ARuleOrAPinKeepsOne) {
+  all().run([](World& world) {
+    auto policy = in_bfloat16();
+    PrecisionRule pin;
+    pin.match = {"std_bias"};  // of no parameter
+    pin.pin = true;
+    PrecisionRule narrow;
+    narrow.match = {"head.std_scale"};
+    narrow.param_dtype = DType::kBFloat16;
+    policy.rules = {pin};
+    auto model = std::make_shared<Model>();
+    if (GetParam().second) model->shard_tower(data_mesh(world), policy);
+    policy.rules.push_back(narrow);
+    auto handle = fully_shard(model, data_mesh(world), policy);
+    EXPECT_EQ(compute_of(handle, "tower.std_bias"), DType::kFloat32);
+    EXPECT_EQ(compute_of(handle, "tower.std_scale"), DType::kBFloat16);
+    EXPECT_EQ(compute_of(handle, "head.std_scale"), DType::kBFloat16);
+    handle.forward(input_of(world.rank(), 0, kWidth));
+    EXPECT_EQ(model->tower->std_bias.scalar_type(), at::kFloat);
+    EXPECT_EQ(model->head->std_scale.scalar_type(), at::kBFloat16);
+  });
+}
+
+// A loader replaces the tensors' data by what the file holds; set_loaded casts that.
+TEST_P(BuffersOnRanks, ValuesThatAreLoadedLaterAreCastBySetLoaded) {
+  all().run([](World& world) {
+    auto model = std::make_shared<Model>();
+    auto handle = shard(world, model);
+    handle.forward(input_of(world.rank(), 0, kWidth));
+    for (const auto& view : handle.buffers()) {
+      if (view.contract->name == "tower.std_scale") {
+        EXPECT_EQ(view.contract->storage, DType::kFloat32) << "as found, and as a file has it";
+        view.tensor.set_data(at::full({kWidth}, 3 * kFine));
+      }
+    }
+    handle.set_loaded();
+    EXPECT_TRUE(
+        same_bits(model->tower->std_scale, at::full({kWidth}, 3 * kFine).to(at::kBFloat16)));
+  });
+}
+
+TEST_P(BuffersOnRanks, OneThatWasConvertedAfterwardsIsFound) {
+  const auto errors = errors_of(GetParam().first, [](World& world) {
+    auto model = std::make_shared<Model>();
+    auto handle = shard(world, model);
+    handle.forward(input_of(world.rank(), 0, kWidth));
+    model->tower->std_bias.set_data(model->tower->std_bias.to(at::kDouble));
+    handle.forward(input_of(world.rank(), 0, kWidth));
+  });
+  EXPECT_THAT(errors, ::testing::Contains(
+                          AllOf(HasSubstr("buffer tower.std_bias: found dtype Double"),
+                                HasSubstr("expected bfloat16"), HasSubstr("of a frozen part"))));
+}
+
+TEST_P(BuffersOnRanks, StandInTheContractWithTheirReasons) {
+  all().run([](World& world) {
+    auto handle = shard(world, std::make_shared<Model>());
+    const auto buffers = handle.contract().buffers;
+    EXPECT_EQ(buffers.size(), 8U);
+    EXPECT_THAT(handle.contract_table(), AllOf(HasSubstr("tower.std_bias"), HasSubstr("head.count"),
+                                               HasSubstr("[precision] param_dtype, of a frozen"),
+                                               HasSubstr("a computed table: never cast")));
+  });
+}
+
+/// What both ranks say when rank 1's model is another.
+std::string disagreement(const std::function<void(Tower&)>& change) {
+  return error_of([&] {
+    ranks(2).run([&](World& world) {
+      auto tower = std::make_shared<Tower>();
+      if (world.rank() == 1) change(*tower);
+      fully_shard(tower, data_mesh(world), in_bfloat16());
+    });
+  });
+}
+
+// Naive: nobody compares buffers, and the ranks compute different numbers.
+TEST(BuffersOfRanks, ThatDifferAreRefusedWithTheFirstDifference) {
+  EXPECT_THAT(
+      disagreement([](Tower& tower) { tower.std_bias.set_data(tower.std_bias.to(at::kBFloat16)); }),
+      AllOf(HasSubstr("contracts differ between ranks"),
+            HasSubstr("buffer std_bias storage float32"),
+            HasSubstr("buffer std_bias storage bfloat16")));
+  EXPECT_THAT(disagreement([](Tower& tower) { tower.register_buffer("more", at::zeros({1})); }),
+              HasSubstr("buffer more"));
+  EXPECT_EQ(disagreement([](Tower&) {}), "");
+}
+
+// Row 6: a cast that loses a value. Upstream: a warning.
+TEST(FiniteCasts, AValueThatTheDtypeCannotHoldIsAnErrorThatNamesTheTensor) {
+  ranks(1).run([](World& world) {
+    PrecisionPolicy half;
+    half.param_dtype = DType::kFloat16;
+    const auto large = [] {
+      auto tower = std::make_shared<Tower>();
+      tower->weight.set_requires_grad(false);
+      tower->std_bias.fill_(7e4);
+      return tower;
+    };
+    auto handle = fully_shard(large(), data_mesh(world), half);
+    EXPECT_THAT(error_of([&] { handle.forward(at::ones({kWidth})); }),
+                AllOf(HasSubstr("buffer std_bias: found the value 70000"),
+                      HasSubstr("float16 can hold"), HasSubstr("pin")));
+    PrecisionRule whole;
+    whole.match = {"weight"};
+    whole.frozen = FrozenRule::kReplicate;
+    half.rules = {whole};
+    auto tower = large();
+    {
+      const at::NoGradGuard no_grad;
+      tower->weight[kWidth - 1] = -1e5;
+    }
+    EXPECT_THAT(error_of([&] { fully_shard(tower, data_mesh(world), half); }),
+                HasSubstr("parameter weight: found the value -100000"));
+    auto infinite = large();
+    infinite->std_bias.fill_(std::numeric_limits<float>::infinity());
+    auto as_it_is = fully_shard(infinite, data_mesh(world), half);
+    as_it_is.forward(at::ones({kWidth}));
+    EXPECT_EQ(infinite->std_bias.scalar_type(), at::kHalf) << "what was infinite stays so";
+  });
+}
+
+TEST(SharedBuffers, OfAFrozenAndATrainedPartAreRefusedWithBothNames) {
+  ranks(1).run([](World& world) {
+    auto model = std::make_shared<Model>();
+    model->register_buffer("table", model->tower->std_bias);
+    const auto message = error_of([&] {
+      model->shard_tower(data_mesh(world), in_bfloat16());
+      fully_shard(model, data_mesh(world), in_bfloat16());
+    });
+    EXPECT_THAT(message,
+                AllOf(HasSubstr("table"), HasSubstr("tower.std_bias"),
+                      HasSubstr("found one tensor"), HasSubstr("bfloat16"), HasSubstr("float32")));
+  });
+}
+
+}  // namespace
+}  // namespace tessera::test
