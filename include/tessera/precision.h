@@ -88,7 +88,7 @@ struct PrecisionPolicy {
   /// one that stores bfloat16 with Master::kRemainder, which rounds that way; other casts do not
   /// ask.
   Rounding param_rounding = Rounding::kNearestEven;
-  std::optional<DType> reduce_dtype;   ///< wire dtype; none = promote(compute, fp32); never float16
+  std::optional<DType> reduce_dtype;   ///< wire dtype; none = promote(compute, fp32)
   std::optional<DType> storage_dtype;  ///< requested storage; none = as it is (file or tensor)
   /// none = fp32, fp64 where compute is fp64, in any case no narrower than reduce.
   std::optional<DType> accumulate_dtype;
@@ -104,8 +104,8 @@ struct PrecisionPolicy {
   Intrinsic intrinsic = Intrinsic::kMinority;
   NarrowerRequest on_narrower_request = NarrowerRequest::kKeep;
   OptimizerPrecision optimizer;
-  /// Whoever calls backward scales the loss, and the gradients back. Without it float16 is refused
-  /// as the compute dtype of trained parameters: small gradients vanish in it.
+  /// The loss is scaled (grad_scaler.h). Without it float16 is refused as the compute and the
+  /// reduce dtype of trained parameters: small gradients vanish in it.
   bool loss_scaling = false;
   std::vector<PrecisionRule> rules;  ///< the last matching rule wins, field by field
   bool operator==(const PrecisionPolicy&) const = default;

@@ -6,6 +6,8 @@
 #include "tessera/dtype.h"
 #include "tessera/dtype_watch.h"
 #include "tessera/error.h"
+#include "tessera/grad_scaler.h"
+#include "tessera/loss_scale.h"
 #include "tessera/mesh.h"
 #include "tessera/model_contract.h"
 #include "tessera/optim.h"

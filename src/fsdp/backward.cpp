@@ -57,6 +57,10 @@ void refuse_capture(const Unit& unit) {
 
 void Runtime::begin_backward() {
   if (in_backward_) return;
+  TESSERA_CHECK(has_scaler_ || loss_scale_ == 1.0, ErrorKind::kUsage,
+                "backward: found gradients at the loss scale ", loss_scale_,
+                " of a GradScaler that ended in the middle of a step, expected it to live on; keep "
+                "it as long as the model trains, or recover the World");
   in_backward_ = true;
   awaiting_tickets_ = false;
   // What the last backward left to the deferred gradients is still to be reduced.

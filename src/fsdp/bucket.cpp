@@ -29,8 +29,8 @@ Bucket::Bucket(layout::BucketPlan plan, BucketGroups groups, int rank,
   shard_ = zeros(plan_.slice_numel(), key.storage, pool_->device());
   aliases_shard_ = plan_.ranks == 1 && key.storage == key.compute;
   if (aliases_shard_) unsharded_.alias(shard_);
-  final_is_accumulator_ = groups_.replicas == nullptr && key.final == key.accumulate &&
-                          key.reductions.divide_factor == 1.0;
+  sum_is_final_ = groups_.replicas == nullptr && key.final == key.accumulate &&
+                  key.reductions.divide_factor == 1.0;
 }
 
 at::Tensor Bucket::shard_of(const layout::Placed& placed) const {
@@ -163,15 +163,16 @@ void Bucket::begin_replica_reduce(comm::Batch& batch) {
   batch.ops.emplace_back(comm::AllReduce{wire_.defined() ? wire_ : accumulator_, replica_sum_});
 }
 
-const at::Tensor& Bucket::finish_final() {
+const at::Tensor& Bucket::finish_final(double loss_scale) {
   TESSERA_INVARIANT(has_sum_, "a final gradient without a sum");
+  final_is_accumulator_ = sum_is_final_ && loss_scale == 1.0;
   if (final_is_accumulator_) return accumulator_;
   const auto& sum = groups_.replicas != nullptr ? replica_sum_ : accumulator_;
   const bool in_place = groups_.replicas != nullptr && plan_.key.final == plan_.key.accumulate;
   if (!final_.defined()) {
     final_ = in_place ? sum : zeros(plan_.slice_numel(), plan_.key.final, pool_->device());
   }
-  const auto factor = plan_.key.reductions.divide_factor;
+  const auto factor = plan_.key.reductions.divide_factor * loss_scale;
   if (!in_place || factor != 1.0) divide_into(final_, sum, factor);
   return final_;
 }

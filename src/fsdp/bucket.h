@@ -81,12 +81,12 @@ class Bucket {
   void begin_replica_reduce(comm::Batch& batch);
   void finish_replica_reduce() { finish_reduce(); }
   /// [slice] in the final dtype: the accumulated (and replica-summed) gradient over the divide
-  /// factor, rounded once (quotient.h). Aliases the accumulator where nothing has to change; else
-  /// the memory of the last step.
-  const at::Tensor& finish_final();
+  /// factor and the loss scale, rounded once (quotient.h). Aliases the accumulator where nothing
+  /// has to change; else the memory of the last step.
+  const at::Tensor& finish_final(double loss_scale);
   /// What finish_final() made last.
   const at::Tensor& final_gradient() const { return final_is_accumulator_ ? accumulator_ : final_; }
-  /// Whether finish_final() returns the accumulator itself.
+  /// Whether finish_final() returned the accumulator itself.
   bool final_is_accumulator() const { return final_is_accumulator_; }
 
   /// Its unit joined another runtime: memory comes from that one's pool. Nothing may be under way.
@@ -103,7 +103,8 @@ class Bucket {
   std::uint32_t number_ = 0;
   std::shared_ptr<comm::BufferPool> pool_;
   bool aliases_shard_ = false;
-  bool final_is_accumulator_ = false;
+  bool sum_is_final_ = false;          // but for the loss scale
+  bool final_is_accumulator_ = false;  // as of the last finish_final()
   at::Tensor shard_;
   comm::GatherBuffer unsharded_;
   at::Tensor slots_;                   // [numel], accumulate dtype, while gradients arrive

@@ -71,7 +71,7 @@ void Runtime::publish() {
     if (!batch.ops.empty()) queue().submit(*groups_.replicas, std::move(batch)).wait();
     for (auto* bucket : finals) bucket->finish_replica_reduce();
   }
-  for (auto* bucket : finals) bucket->finish_final();
+  for (auto* bucket : finals) bucket->finish_final(loss_scale_);
   for (auto* unit : units_) {
     if (!unit->unpublished) continue;
     unit->unpublished = false;
@@ -104,9 +104,8 @@ void Runtime::import_changed(Unit& unit, Parameter& p) {
                 ": found it changed while micro-batches of this step wait to be added to it, "
                 "expected changes only "
                 "after a backward that reduces; change it after the last micro-batch, or zero it");
-  bucket.import_accumulator(
-      p.place,
-      grad.to(to_scalar_type(p.contract.accumulate)).mul(p.contract.reductions.divide_factor));
+  const auto factor = p.contract.reductions.divide_factor * loss_scale_;
+  bucket.import_accumulator(p.place, grad.to(to_scalar_type(p.contract.accumulate)).mul(factor));
   p.published = true;
 }
 
@@ -129,7 +128,7 @@ void Runtime::import_user_changes() {
         continue;
       }
       keeps[p->bucket] = true;
-      if (p->published && !is_changed(*p, bucket)) continue;
+      if (p->published && !rescaled_ && !is_changed(*p, bucket)) continue;
       import_changed(*unit, *p);
       see(*p);
     }
@@ -137,6 +136,25 @@ void Runtime::import_user_changes() {
       if (!keeps[i] && unit->buckets()[i]->trainable()) unit->buckets()[i]->reset_accumulator();
     }
   }
+  rescaled_ = false;
+}
+
+void Runtime::require_whole_sums(const char* what) const {
+  require_idle(what);
+  for (const auto* unit : units_) {
+    TESSERA_CHECK(!unit->owed && !unit->unpublished, ErrorKind::kUsage, what,
+                  ": found micro-batches whose gradients wait to be reduced in ",
+                  unit->shown_name(),
+                  ", expected none; run the last one with set_requires_gradient_sync(true) and "
+                  "set_requires_replica_reduce(true) first");
+  }
+}
+
+void Runtime::set_loss_scale(double scale, const char* what) {
+  if (scale == loss_scale_) return;
+  require_whole_sums(what);
+  loss_scale_ = scale;
+  rescaled_ = true;
 }
 
 }  // namespace tessera::fsdp

@@ -318,6 +318,7 @@ void Runtime::reset() {
     for (auto& p : unit->parameters()) p->used = p->published = false;
   }
   open_.clear();
+  if (!has_scaler_) loss_scale_ = 1.0;
   ++generation_;
   recoveries_ = world().recoveries();
   next_segment_ = 0;

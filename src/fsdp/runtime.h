@@ -133,6 +133,14 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void consume(Entry& entry);
 
   // --- user controls ---
+  /// Final gradients are divided by it too: a power of two that losses are multiplied by. Errors:
+  /// kUsage in the middle of a step, named `what`.
+  void set_loss_scale(double scale, const char* what);
+  double loss_scale() const { return loss_scale_; }
+  void set_has_scaler(bool value) { has_scaler_ = value; }
+  bool has_scaler() const { return has_scaler_; }
+  /// Errors: kUsage where require_idle() throws, and while gradients wait to be reduced.
+  void require_whole_sums(const char* what) const;
   void set_requires_replica_reduce(bool value) { requires_replica_reduce_ = value; }
   bool requires_replica_reduce() const { return requires_replica_reduce_; }
   /// Errors: kUsage while a recorded forward waits for its backward or deferred gradients are owed.
@@ -210,6 +218,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::int64_t bytes_in_flight_ = 0;
   std::int64_t bytes_budget_;
   bool requires_replica_reduce_ = true;
+  double loss_scale_ = 1.0;
+  bool has_scaler_ = false;
+  bool rescaled_ = false;  // the sums that stand are of losses of another scale
   UnitTrace spans_;
   int outstanding_ = 0;  // entries that are not consumed
   std::int64_t gathers_issued_ = 0;

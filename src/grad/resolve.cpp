@@ -111,7 +111,8 @@ void check_loss_scaling(const GradContract& contract, const PrecisionPolicy& pol
       contract.compute.dtype != DType::kFloat16 || !contract.trainable || policy.loss_scaling,
       ErrorKind::kContract, contract.name, ": found the compute dtype float16 (", reason,
       ") of a trained parameter, expected float32 or bfloat16: without a loss scaler"
-      " small gradients vanish, and the scaler ([grad_scaler]) is not yet built; change ",
+      " small gradients vanish; set PrecisionPolicy::loss_scaling and train with a GradScaler, or"
+      " change ",
       where_to_change(reason, "param_dtype"));
 }
 
@@ -179,10 +180,10 @@ void resolve_reduce(GradContract& contract, const Asked& asked, const PrecisionP
     reason = "compute, at least float32";
     return;
   }
-  TESSERA_CHECK(setting->value != DType::kFloat16, ErrorKind::kContract, contract.name,
-                ": found the reduce dtype float16 (", setting->reason,
-                "), expected float32 or bfloat16: without a loss scaler small gradients vanish;"
-                " change ",
+  TESSERA_CHECK(setting->value != DType::kFloat16 || policy.loss_scaling, ErrorKind::kContract,
+                contract.name, ": found the reduce dtype float16 (", setting->reason,
+                "), expected float32 or bfloat16: without a loss scaler small gradients vanish; set"
+                " PrecisionPolicy::loss_scaling and train with a GradScaler, or change ",
                 where_to_change(setting->reason, "reduce_dtype"));
   contract.reduce = setting->value;
   reason = setting->reason;

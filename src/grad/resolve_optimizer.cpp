@@ -43,6 +43,9 @@ void resolve_final(GradContract& contract, const PrecisionPolicy& policy) {
     contract.final = contract.storage.dtype;
     reason = "as storage";
   }
+  if (contract.trainable && contract.final == DType::kFloat16) {
+    reason += "; what is below 6e-8 is lost: final gradients are not scaled";
+  }
 }
 
 void resolve_state(GradContract& contract) {

@@ -1,6 +1,7 @@
 #include "io/checkpoint_manifest.h"
 
 #include <algorithm>
+#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "base/printable.h"
@@ -152,6 +153,13 @@ std::string file_line(const CheckpointFile& file) {
   return concat(R"({"bytes": )", file.bytes, R"(, "xxh3_128": ")", to_string(file.xxh3_128), "\"}");
 }
 
+/// The scale by its exponent: an integer, whatever it is.
+std::string loss_scale_line(const LossScaleState& state) {
+  return concat(",\n \"loss_scale\": {\"log2\": ", std::ilogb(state.scale),
+                ", \"good_steps\": ", state.good_steps,
+                ", \"skipped_steps\": ", state.skipped_steps, "}");
+}
+
 template <class Map, class Write>
 std::string by_name(const Map& items, const Write& write) {
   std::string text = "{";
@@ -186,6 +194,14 @@ void validate(const CheckpointManifest& manifest, std::string_view where) {
     TESSERA_CHECK(file.bytes >= 0, ErrorKind::kFormat, where, ": file ", printable(name),
                   ": found ", file.bytes, " bytes");
   }
+  if (const auto& state = manifest.loss_scale) {
+    TESSERA_CHECK(
+        is_loss_scale(state->scale) && state->good_steps >= 0 && state->skipped_steps >= 0,
+        ErrorKind::kFormat, where, ": found the loss scale ", state->scale, " after ",
+        state->good_steps, " finite and ", state->skipped_steps,
+        " skipped steps, expected a power of two that float32 holds, and numbers that "
+        "are not negative");
+  }
   for (const auto& [name, tensor] : manifest.tensors) check_tensor(manifest, name, tensor, where);
 }
 
@@ -199,6 +215,7 @@ std::string to_json(const CheckpointManifest& manifest) {
       ", \"bytes\": ", data.bytes, ", \"xxh3_128\": \"", to_string(data.xxh3_128),
       "\", \"seq_len\": ", data.seq_len, ", \"global_batch_size\": ", data.global_batch_size, "}",
       manifest.optimizer.empty() ? "" : ",\n \"optimizer\": " + quoted(manifest.optimizer),
+      manifest.loss_scale ? loss_scale_line(*manifest.loss_scale) : "",
       ",\n \"files\": ", by_name(manifest.files, file_line),
       ",\n \"tensors\": ", by_name(manifest.tensors, tensor_line), kHashKey);
   text += to_string(Hash128Stream().add(text).digest());

@@ -16,6 +16,7 @@
 #include "base/hash.h"
 #include "io/tensor_box.h"
 #include "tessera/dtype.h"
+#include "tessera/loss_scale.h"
 
 namespace tessera {
 
@@ -68,6 +69,8 @@ struct CheckpointManifest {
   CheckpointData data;
   /// As the configuration spells it: "AdamW"; empty in checkpoints of before it was written.
   std::string optimizer;
+  /// Of a run that scales its loss.
+  std::optional<LossScaleState> loss_scale;
   std::map<std::string, CheckpointFile, std::less<>> files;  ///< all but manifest.json
   /// "model/<name>" and "optim/<state>/<name>".
   std::map<std::string, CheckpointTensor, std::less<>> tensors;

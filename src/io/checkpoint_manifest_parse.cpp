@@ -1,4 +1,6 @@
 // manifest.json as text from anywhere: every value is looked at before it is used.
+#include <algorithm>
+#include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <type_traits>
@@ -107,6 +109,13 @@ CheckpointData read_data(const Value& value) {
   return data;
 }
 
+LossScaleState read_loss_scale(const Value& value) {
+  constexpr std::int64_t kFarOut = 1024;  // no double: validate() refuses it as it refuses infinity
+  const auto log2 = std::clamp(value.member("log2").integer(), -2 * kFarOut, kFarOut);
+  return {std::ldexp(1.0, static_cast<int>(log2)), value.member("good_steps").integer(),
+          value.member("skipped_steps").integer()};
+}
+
 CheckpointFile read_file(const Value& value) {
   return {value.member("bytes").integer(), value.member("xxh3_128").hash()};
 }
@@ -145,6 +154,7 @@ CheckpointManifest parse_manifest_part(std::string_view text, std::string_view w
   manifest.seed = root.member("seed").integer();
   manifest.data = read_data(root.member("data"));
   if (const auto optimizer = root.find("optimizer")) manifest.optimizer = optimizer->text();
+  if (const auto scale = root.find("loss_scale")) manifest.loss_scale = read_loss_scale(*scale);
   manifest.files = root.member("files").by_name(read_file);
   manifest.tensors = root.member("tensors").by_name(read_tensor);
   return manifest;

@@ -53,8 +53,8 @@ void CheckpointSaver::start(std::function<std::string()> work) {
   });
 }
 
-void CheckpointSaver::save(std::int64_t step, const ShardedBase& model,
-                           const Optimizer& optimizer) {
+void CheckpointSaver::save(std::int64_t step, const ShardedBase& model, const Optimizer& optimizer,
+                           const GradScaler* scaler) {
   const auto asked = Clock::now();
   finish();
   const double waited = ms_since(asked);
@@ -64,6 +64,8 @@ void CheckpointSaver::save(std::int64_t step, const ShardedBase& model,
   snapshot_.take(parts, concat("rank_", world_.rank(), ".safetensors"));
   step_ = step;
   optimizer_ = optimizer.name();
+  loss_scale_.reset();
+  if (scaler != nullptr) loss_scale_ = scaler->state();
   phase_ = Phase::kFiles;
   if (world_.rank() == 0) {
     const double mib = static_cast<double>(snapshot_.bytes().size()) / (1 << 20);
@@ -137,6 +139,7 @@ void CheckpointSaver::write_manifest(const std::vector<std::string>& parts) cons
   CheckpointManifest manifest = options_.about;
   manifest.step = step_;
   manifest.optimizer = optimizer_;
+  manifest.loss_scale = loss_scale_;
   manifest.world_size = world_.size();
   for (const auto& part : parts) {
     merge(manifest, parse_manifest_part(std::string_view(part).substr(1), "a rank's part"));

@@ -12,9 +12,11 @@
 #include <cstdint>
 #include <functional>
 #include <future>
+#include <optional>
 #include <string>
 
 #include "io/checkpoint_store.h"
+#include "tessera/grad_scaler.h"
 #include "tessera/world.h"
 #include "train/checkpoint_snapshot.h"
 
@@ -42,7 +44,8 @@ class CheckpointSaver {
 
   /// Finishes the checkpoint under way, if any, then copies the state after `step`. Collective.
   /// Errors: kIo for the one before, on all ranks alike.
-  void save(std::int64_t step, const ShardedBase& model, const Optimizer& optimizer);
+  void save(std::int64_t step, const ShardedBase& model, const Optimizer& optimizer,
+            const GradScaler* scaler = nullptr);
 
   /// This rank's writer has work left: to be told to all ranks at the end of each step.
   bool writing() const;
@@ -69,6 +72,7 @@ class CheckpointSaver {
   Phase phase_ = Phase::kIdle;
   std::int64_t step_ = 0;
   std::string optimizer_;
+  std::optional<LossScaleState> loss_scale_;
   Clock::time_point begun_;
   /// What a rank has to say when its work is done: its part of the manifest. Last member: its
   /// destructor waits for work that uses the others.

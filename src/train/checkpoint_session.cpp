@@ -4,6 +4,7 @@
 #include "base/printable.h"
 #include "train/agreement.h"
 #include "train/data_identity.h"
+#include "train/loss_scaling.h"
 #include "train/restart_note.h"
 
 namespace tessera::train {
@@ -73,9 +74,13 @@ void CheckpointSession::begin(const ModelSource& source, const BatchSource& data
   saver_.emplace(world_, std::move(options));
 }
 
-std::int64_t CheckpointSession::load(const ShardedBase& model, Optimizer& optimizer) {
+std::int64_t CheckpointSession::load(const ShardedBase& model, Optimizer& optimizer,
+                                     GradScaler* scaler) {
   if (!saver_) return 0;
-  if (resumed_) load_checkpoint(*resumed_, model, optimizer, world_);
+  if (resumed_) {
+    load_checkpoint(*resumed_, model, optimizer, world_);
+    restore_scaler(resumed_->manifest(), scaler);
+  }
   // Only now does `latest` stand for what was chosen.
   on_all_or_none(world_, "note for restarts", [&] {
     if (world_.rank() == 0)
@@ -85,10 +90,11 @@ std::int64_t CheckpointSession::load(const ShardedBase& model, Optimizer& optimi
 }
 
 void CheckpointSession::after_step(std::int64_t step, bool last, bool anyone_writes,
-                                   const ShardedBase& model, const Optimizer& optimizer) {
+                                   const ShardedBase& model, const Optimizer& optimizer,
+                                   const GradScaler* scaler) {
   if (!saver_) return;
   saver_->advance(anyone_writes);
-  if (last || step % config_.checkpoint.interval == 0) saver_->save(step, model, optimizer);
+  if (last || step % config_.checkpoint.interval == 0) saver_->save(step, model, optimizer, scaler);
 }
 
 void CheckpointSession::finish() {

@@ -27,16 +27,16 @@ class CheckpointSession {
   /// as require_same_run(). `before_write`: see CheckpointOptions.
   void begin(const ModelSource& source, const BatchSource& data,
              std::function<void(std::int64_t)> before_write);
-  /// Fills model and optimizer where the run goes on; returns the last step that is done (0: none).
-  /// Collective. Errors: as load_checkpoint().
-  std::int64_t load(const ShardedBase& model, Optimizer& optimizer);
+  /// Fills model, optimizer and scaler, where there is one, where the run goes on; returns the last
+  /// step that is done (0: none). Collective. Errors: as load_checkpoint(), restore_scaler().
+  std::int64_t load(const ShardedBase& model, Optimizer& optimizer, GradScaler* scaler);
 
   /// This rank's writer has work left.
   bool writing() const { return saver_ && saver_->writing(); }
   /// `anyone_writes` is writing() of all ranks, `last` the end of the run. Collective. Errors: kIo
   /// where writing failed, on all ranks alike.
   void after_step(std::int64_t step, bool last, bool anyone_writes, const ShardedBase& model,
-                  const Optimizer& optimizer);
+                  const Optimizer& optimizer, const GradScaler* scaler);
   /// Waits for what is being written. Collective. Errors: the same.
   void finish();
 

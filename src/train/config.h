@@ -14,6 +14,7 @@
 #include <string_view>
 #include <vector>
 
+#include "tessera/loss_scale.h"
 #include "tessera/precision.h"
 
 namespace tessera::train {
@@ -98,14 +99,6 @@ struct LoraConfig {
   bool operator==(const LoraConfig&) const = default;
 };
 
-struct GradScalerConfig {
-  double init_scale = 65536.0;
-  double growth_factor = 2.0;
-  double backoff_factor = 0.5;
-  std::int64_t growth_interval = 2000;
-  bool operator==(const GradScalerConfig&) const = default;
-};
-
 struct OptimizerConfig {
   OptimizerName name = OptimizerName::kAdamW;
   MasterRequest master = MasterRequest::kAuto;
@@ -178,7 +171,7 @@ struct Config {
   PrecisionConfig precision;
   ActivationCheckpointConfig activation_checkpoint;
   LoraConfig lora;
-  GradScalerConfig grad_scaler;
+  GradScalerOptions grad_scaler;
   OptimizerConfig optimizer;
   LrSchedulerConfig lr_scheduler;
   ValidationConfig validation;

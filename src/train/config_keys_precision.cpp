@@ -78,17 +78,21 @@ void add_precision(std::vector<ConfigKey>& keys) {
            at_least(0))
       .key("targets", &R::targets, {"patterns", "Linear layers that get an adapter."})
       .key("dropout", &R::dropout, {"", "Dropout on the input of an adapter."}, below_one());
-  using S = GradScalerConfig;
+  using S = GradScalerOptions;
   Section(keys, "grad_scaler", &Config::grad_scaler)
       .key("init_scale", &S::init_scale,
-           {"", "What the loss is first multiplied by; for float16, not yet built."}, at_least(1))
+           {"",
+            "What the loss is first multiplied by, where float16 computes or carries gradients; "
+            "this and the factors are powers of two."})
       .key("growth_factor", &S::growth_factor, {"", "Factor after growth_interval finite steps."},
            at_least(1))
       .key("backoff_factor", &S::backoff_factor,
            {"", "Factor after a step whose gradients are not finite; that step is left out."},
            between(0, 1))
       .key("growth_interval", &S::growth_interval,
-           {"steps", "Finite steps in a row before the scale grows."}, count_from(1));
+           {"steps", "Finite steps in a row before the scale grows."}, count_from(1))
+      .key("min_scale", &S::min_scale,
+           {"", "The smallest scale; gradients that are not finite at it end the run."});
 }
 
 }  // namespace tessera::train

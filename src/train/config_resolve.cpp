@@ -51,9 +51,7 @@ void check_precision_built(const Config& config) {
   TESSERA_CHECK(config.lora == LoraConfig{}, ErrorKind::kConfig,
                 "lora: found alpha, targets or dropout with rank 0, expected a rank above 0 beside "
                 "them; set lora.rank or leave them out");
-  if (!(config.grad_scaler == GradScalerConfig{})) {
-    refuse("grad_scaler", "other values than the default", "the default");
-  }
+  validate(config.grad_scaler);
 }
 
 void check_model(const ModelConfig& model) {
@@ -241,6 +239,7 @@ PrecisionPolicy precision_policy(const PrecisionConfig& precision,
   policy.intrinsic = precision.intrinsic;
   policy.on_narrower_request = precision.on_narrower_request;
   policy.optimizer = {optimizer.master, optimizer.no_decay};
+  policy.loss_scaling = true;  // by loss_scaling.h, where it is needed
   return policy;
 }
 

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <system_error>
@@ -10,9 +11,11 @@
 #include "fsdp/plan.h"
 #include "grad/torch_dtype.h"
 #include "io/safetensors_writer.h"
+#include "tessera/clip.h"
 #include "tessera/error.h"
 #include "train/check_dtypes.h"
 #include "train/data.h"
+#include "train/loss_scaling.h"
 #include "train/parallelize.h"
 #include "train/step.h"
 
@@ -148,7 +151,14 @@ void run_gradients(const GradientsRequest& request, World& world,
   }
   const auto sync =
       config.training.sync_every_micro_batch ? Sync::kEveryMicroBatch : Sync::kLastMicroBatch;
-  const auto loss = forward_backward(*model, *batch, 1, rows, sync);
+  const auto scaler = make_scaler(*model, config.grad_scaler);
+  const auto scale = [&] { return scaler ? scaler->scale() : 1.0; };
+  auto loss = forward_backward(*model, *batch, 1, rows, sync, scale());
+  // The first scale that float16 holds: of a single batch there is no next step.
+  while (scaler && std::isfinite(loss.mean()) && !scaler->update(*model, gradient_norm(*model))) {
+    model->zero_grad();
+    loss = forward_backward(*model, *batch, 1, rows, sync, scale());
+  }
   model->visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
     if (!writer) return;
     const auto values = gradient.to(at::kFloat).contiguous();

@@ -36,6 +36,8 @@ std::vector<Scalar> named_values(const StepMetrics& m) {
                              {"tps", m.tps},       {"tps_global", m.tps_global},
                              {"tflops", m.tflops}, {"peak_rss_mib", m.peak_rss_mib}};
   if (m.val_loss) values.push_back({"val_loss", *m.val_loss});
+  if (m.loss_scale) values.push_back({"loss_scale", *m.loss_scale});
+  if (m.skipped_steps) values.push_back({"skipped_steps", static_cast<double>(*m.skipped_steps)});
   return values;
 }
 
@@ -57,6 +59,9 @@ std::string to_step_line(const StepMetrics& m) {
   line += formatted("  lr: %.3e", m.lr);
   line += formatted("  step_ms: %.1f", m.step_ms);
   if (m.val_loss) line += formatted("  val_loss: %.4f", *m.val_loss);
+  if (m.loss_scale) line += formatted("  loss_scale: %g", *m.loss_scale);
+  if (m.skipped_steps)
+    line += formatted("  skipped: %lld", static_cast<long long>(*m.skipped_steps));
   return line;
 }
 

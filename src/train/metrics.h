@@ -18,7 +18,7 @@ namespace tessera::train {
 struct StepMetrics {
   std::int64_t step = 0;  ///< from 1
   double loss = 0;        ///< before the update, nats
-  double grad_norm = 0;   ///< before clipping
+  double grad_norm = 0;   ///< before clipping; not finite in a step that a scaler left out
   double lr = 0;
   double step_ms = 0;       ///< the slowest rank's whole step
   double tps = 0;           ///< tokens a second and rank
@@ -26,6 +26,8 @@ struct StepMetrics {
   double tflops = 0;        ///< a rank
   double peak_rss_mib = 0;  ///< the largest of all ranks
   std::optional<double> val_loss;
+  std::optional<double> loss_scale;           ///< of this step's gradients
+  std::optional<std::int64_t> skipped_steps;  ///< so far, this one included
 };
 
 /// 12345.6 -> "12,346", as torchtitan prints tokens a second.

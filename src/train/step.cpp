@@ -63,7 +63,8 @@ std::vector<double> max_over_data(const ShardedBase& model, const std::vector<do
 }
 
 BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,
-                           std::int64_t step, const std::vector<RowRange>& rows, Sync sync) {
+                           std::int64_t step, const std::vector<RowRange>& rows, Sync sync,
+                           double loss_scale) {
   const auto batches = load(source, step, rows);
   auto loss = count_kept(model, batches);
   TESSERA_CHECK(loss.kept > 0, ErrorKind::kFormat, "batch of step ", step,
@@ -75,7 +76,7 @@ BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSou
     model.set_requires_replica_reduce(last);
     const auto token_losses = model.forward(batches[i].inputs());
     // The mean over the whole batch is differentiated: no rank divides again.
-    const auto seed = at::full_like(token_losses, 1.0 / static_cast<double>(loss.kept));
+    const auto seed = at::full_like(token_losses, loss_scale / static_cast<double>(loss.kept));
     torch::autograd::backward({token_losses}, {seed});
     sum += token_losses.item<double>();
   }

@@ -27,10 +27,11 @@ std::vector<double> max_over_data(const ShardedBase& model, const std::vector<do
 enum class Sync : std::uint8_t { kLastMicroBatch, kEveryMicroBatch };
 
 /// Runs all micro-batches; gradients of mean loss stand on the shards afterwards. Collective: every
-/// rank passes as many row ranges (empty ones for nothing). Errors: kFormat when no label of the
-/// batch is kept.
+/// rank passes as many row ranges (empty ones for nothing). `loss_scale` is the model's scaler's, 1
+/// without one. Errors: kFormat when no label of the batch is kept.
 BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,
-                           std::int64_t step, const std::vector<RowRange>& rows, Sync sync);
+                           std::int64_t step, const std::vector<RowRange>& rows, Sync sync,
+                           double loss_scale);
 
 /// The loss alone; a batch without a kept label adds nothing. Collective.
 BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource& source,

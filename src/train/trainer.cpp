@@ -17,6 +17,7 @@
 #include "train/checkpoint_session.h"
 #include "train/data.h"
 #include "train/flops.h"
+#include "train/loss_scaling.h"
 #include "train/metrics.h"
 #include "train/observers.h"
 #include "train/parallelize.h"
@@ -108,7 +109,8 @@ class Trainer {
         parallelize(source_, config, mesh_,
                     checkpoints_->resumes() ? InitialWeights::kLater : InitialWeights::kOfSource);
     optimizer_ = make_optimizer(*model_, config.optimizer);
-    done_ = checkpoints_->load(*model_, *optimizer_);
+    scaler_ = make_scaler(*model_, config.grad_scaler);
+    done_ = checkpoints_->load(*model_, *optimizer_, scaler_.get());
     flops_per_token_ = flops_per_token(model_size(), data_->row_tokens());
     if (world.rank() == 0) metrics_.emplace(config.metrics.folder, done_);
   }
@@ -185,7 +187,8 @@ class Trainer {
       if (metrics_) report(metrics, steps);
       observers_->report(metrics);
       if (hooks_.after_step) hooks_.after_step(metrics, *model_);
-      checkpoints_->after_step(step, stop || step == steps, anyone_writes, *model_, *optimizer_);
+      checkpoints_->after_step(step, stop || step == steps, anyone_writes, *model_, *optimizer_,
+                               scaler_.get());
     }
     if (stop) log::info("asked to stop: ended after step ", result.steps, " of ", steps);
   }
@@ -201,7 +204,8 @@ class Trainer {
     const Rows rows(config_, *data_, mesh_);
     const auto sync =
         config_.training.sync_every_micro_batch ? Sync::kEveryMicroBatch : Sync::kLastMicroBatch;
-    const auto loss = forward_backward(*model_, *data_, step, rows.ranges(), sync);
+    const auto loss = forward_backward(*model_, *data_, step, rows.ranges(), sync,
+                                       scaler_ ? scaler_->scale() : 1.0);
     StepMetrics metrics;
     metrics.step = step;
     metrics.loss = loss.mean();
@@ -210,7 +214,7 @@ class Trainer {
     metrics.lr =
         learning_rate(config_.lr_scheduler, *config_.optimizer.lr, *config_.training.steps, step);
     optimizer_->set_lr(metrics.lr);
-    optimizer_->step();
+    update(metrics);
     model_->zero_grad();
     const std::chrono::duration<double, std::milli> elapsed = Clock::now() - begin;
     const auto most = max_over_data(*model_, {elapsed.count(), peak_rss_mib(), asked_to_stop(),
@@ -222,6 +226,17 @@ class Trainer {
     metrics.tps = metrics.tps_global / world_.size();
     metrics.tflops = metrics.tps * flops_per_token_ / 1e12;
     return {metrics, most[2] > 0, most[3] > 0};
+  }
+
+  void update(StepMetrics& metrics) {
+    if (!scaler_) return optimizer_->step();
+    metrics.loss_scale = scaler_->scale();
+    if (!scaler_->step(*optimizer_, *model_, metrics.grad_norm)) {
+      log::info("step ", metrics.step, ": gradients are not finite at the loss scale ",
+                *metrics.loss_scale, ": the step is left out, the scale is ", scaler_->scale(),
+                " from now on");
+    }
+    metrics.skipped_steps = scaler_->state().skipped_steps;
   }
 
   ModelSize model_size() const {
@@ -237,7 +252,8 @@ class Trainer {
 
   /// Loss and norm are sums over all ranks: every rank comes to the same answer.
   void require_finite(const StepMetrics& metrics) {
-    if (std::isfinite(metrics.loss) && std::isfinite(metrics.grad_norm)) return;
+    // A scaler leaves out a step whose norm is not finite, and says when that goes too far.
+    if (std::isfinite(metrics.loss) && (scaler_ || std::isfinite(metrics.grad_norm))) return;
     std::string names;
     for (const auto& name : nonfinite_parameters(*model_, 3)) {
       names += concat(names.empty() ? "" : ", ", name);
@@ -280,6 +296,7 @@ class Trainer {
   std::unique_ptr<BatchSource> validation_;
   std::shared_ptr<Sharded<models::LanguageModel>> model_;
   std::unique_ptr<Optimizer> optimizer_;
+  std::unique_ptr<GradScaler> scaler_;  ///< none without float16
   std::optional<CheckpointSession> checkpoints_;
   std::int64_t done_ = 0;  ///< steps before this run
   double flops_per_token_ = 0;

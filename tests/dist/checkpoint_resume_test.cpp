@@ -62,6 +62,15 @@ const Kind kKinds[] = {
        config.optimizer.momentum = 0.9;
        config.optimizer.lr = 0.1;
      }},
+    // The first steps are left out, then the scale grows every third one until one is again.
+    {"a scaled loss in float16",
+     [](train::Config& config) {
+       config.precision.param_dtype.dtype = DType::kFloat16;
+       config.precision.reduce_dtype.dtype = DType::kFloat16;
+       config.grad_scaler.init_scale = 0x1p20;
+       config.grad_scaler.backoff_factor = 0.25;
+       config.grad_scaler.growth_interval = 3;
+     }},
     {"accumulation and a frozen part",
      [](train::Config& config) {
        config.training.local_batch_size = 1;
@@ -103,6 +112,10 @@ TEST(Resume, OnTheSameLayoutHasTheBitsOfTheUndisturbedRun) {
         EXPECT_GT(expected.size(), 0U);
         EXPECT_TRUE(file_text(folder / "parts" / file) == expected) << file;
       }
+      const auto loss_scale = [&](const char* run) {
+        return CheckpointFolder::open(folder / run / "checkpoint").manifest().loss_scale;
+      };
+      EXPECT_EQ(loss_scale("parts"), loss_scale("whole"));
     }
   }
 }
@@ -212,6 +225,40 @@ TEST(Resume, SixteenBitShardsGoOnWithTheirMasters) {
   EXPECT_EQ(checkpoint.tensors().at("model/" + name).source_dtype, DType::kBFloat16);
   EXPECT_EQ(checkpoint.tensors().at("optim/master_remainder/" + name).dtype, DType::kInt16);
   EXPECT_EQ(checkpoint.tensors().at("optim/exp_avg_sq/" + name).dtype, DType::kFloat32);
+}
+
+// Naive: it begins again at init_scale, and leaves out steps that the first run had not.
+TEST(Resume, AScaledRunGoesOnAtItsScaleOnAnyLayoutAndMayComeFromFloat32OrGoThere) {
+  const TemporaryFolder folder;
+  auto config = small_run(folder);
+  auto half = config;
+  half.precision.param_dtype.dtype = DType::kFloat16;
+  half.grad_scaler.init_scale = 0x1p30;
+  half.grad_scaler.backoff_factor = 0x1p-10;
+  const auto state = [&](const char* run) {
+    return CheckpointFolder::open(folder / run / "checkpoint").manifest().loss_scale;
+  };
+  train_on({2, 1}, with_steps(half, 6), folder / "run");
+  const auto first = state("run");
+  ASSERT_TRUE(first);
+  EXPECT_GE(first->skipped_steps, 1);
+  EXPECT_LT(first->scale, 0x1p30);
+  train_on({3, 1}, with_steps(half, 8), folder / "run");
+  const auto second = state("run");
+  ASSERT_TRUE(second);
+  EXPECT_EQ(*second, (LossScaleState{first->scale, first->good_steps + 2, first->skipped_steps}));
+
+  auto narrow = half;
+  narrow.grad_scaler.min_scale = 0x1p30;
+  EXPECT_THAT(error_of(ErrorKind::kConfig,
+                       [&] { train_on({2, 1}, with_steps(narrow, 9), folder / "run"); }),
+              HasSubstr("lower grad_scaler.min_scale"));
+  train_on({2, 1}, with_steps(config, 9), folder / "run");
+  EXPECT_EQ(state("run"), std::nullopt);
+  half.grad_scaler = {};
+  half.grad_scaler.init_scale = 256;
+  train_on({2, 1}, with_steps(half, 10), folder / "run");
+  EXPECT_EQ(state("run"), (LossScaleState{256, 1, 0}));
 }
 
 TEST(Resume, OnOtherLayoutsHasTheLossesWithinRounding) {

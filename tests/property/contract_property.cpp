@@ -119,7 +119,7 @@ void check_floating(const GradContract& contract, const ParameterMeta& meta,
     RC_ASSERT(may_narrow || represents(contract.storage.dtype, found));
   }
   RC_ASSERT(represents(contract.accumulate, contract.reduce));
-  RC_ASSERT(contract.reduce != DType::kFloat16);
+  RC_ASSERT(contract.reduce != DType::kFloat16 || policy.loss_scaling);
   if (!contract.trainable) {
     RC_ASSERT(contract.master == Master::kNone && !contract.decays);
     return;

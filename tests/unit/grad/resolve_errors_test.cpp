@@ -79,6 +79,8 @@ TEST(ResolveErrors, Float16OnTheWire) {
   policy.rules = {rule_for("w")};
   policy.rules[0].reduce_dtype = DType::kFloat16;
   EXPECT_THAT(refusal({scratch("w")}, policy), HasSubstr("reduce_dtype of rule 1 (w)"));
+  policy.loss_scaling = true;
+  EXPECT_EQ(refusal({scratch("w")}, policy), "");
 }
 
 TEST(ResolveErrors, AccumulatorNarrowerThanTheWire) {

@@ -1,6 +1,7 @@
 #include "unit/io/checkpoint_cases.h"
 
 #include <algorithm>
+#include <cmath>
 #include <fstream>
 
 #include "io/safetensors_writer.h"
@@ -96,6 +97,10 @@ CheckpointManifest random_manifest(Random& random) {
   manifest.seed = pick(random, 0, 100);
   manifest.data = {{"a.txt", "b.txt"}, pick(random, 0, 1 << 20), {random(), random()}, 16, 4};
   if (random() % 2 == 0) manifest.optimizer = "AdamW";
+  if (random() % 2 == 0) {
+    manifest.loss_scale = {std::ldexp(1.0, static_cast<int>(pick(random, -126, 127))),
+                           pick(random, 0, 5000), pick(random, 0, 9)};
+  }
   std::vector<std::string> names;
   for (std::int64_t rank = 0; rank < manifest.world_size; ++rank) {
     names.push_back("rank_" + std::to_string(rank) + ".safetensors");

@@ -119,7 +119,7 @@ no_decay = "norm"
   EXPECT_EQ(policy.on_narrower_request, NarrowerRequest::kError);
   EXPECT_EQ(policy.optimizer.master, MasterRequest::kNone);
   EXPECT_EQ(policy.optimizer.no_decay, std::vector<std::string>{"norm"});
-  EXPECT_FALSE(policy.loss_scaling) << "there is no scaler yet";
+  EXPECT_TRUE(policy.loss_scaling) << "the program scales where float16 needs it";
 }
 
 TEST(ConfigParse, StepsToTraceAreAListOrOneOfThem) {

@@ -28,7 +28,9 @@ StepMetrics some_metrics() {
           .tps_global = 24691.2,
           .tflops = 0.25,
           .peak_rss_mib = 512.0,
-          .val_loss = {}};
+          .val_loss = {},
+          .loss_scale = {},
+          .skipped_steps = {}};
 }
 
 TEST(MetricsJson, KeysStandInOrder) {
@@ -41,6 +43,18 @@ TEST(MetricsJson, ValidationLossIsThereWhereItWasMeasured) {
   StepMetrics metrics = some_metrics();
   metrics.val_loss = 4.5;
   EXPECT_EQ(nlohmann::json::parse(to_json_line(metrics))["val_loss"], 4.5);
+}
+
+TEST(MetricsJson, AScaledLossSaysItsScaleAndTheStepsLeftOut) {
+  StepMetrics metrics = some_metrics();
+  metrics.grad_norm = std::nan("");
+  metrics.loss_scale = 32768.0;
+  metrics.skipped_steps = 2;
+  const auto line = nlohmann::json::parse(to_json_line(metrics));
+  EXPECT_TRUE(line["grad_norm"].is_null());
+  EXPECT_EQ(line["loss_scale"], 32768.0);
+  EXPECT_EQ(line["skipped_steps"], 2.0);
+  EXPECT_THAT(to_step_line(metrics), HasSubstr("  loss_scale: 32768  skipped: 2"));
 }
 
 TEST(MetricsJson, NonFiniteValuesAreNull) {

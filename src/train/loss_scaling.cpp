@@ -1,0 +1,44 @@
+#include "train/loss_scaling.h"
+
+#include <algorithm>
+
+#include "base/log.h"
+#include "tessera/error.h"
+
+namespace tessera::train {
+namespace {
+
+bool needs_scale(const GradContract& contract) {
+  if (contract.compute.dtype == DType::kFloat16) return true;
+  return contract.trainable &&
+         (contract.reduce == DType::kFloat16 || contract.grad == DType::kFloat16);
+}
+
+}  // namespace
+
+std::unique_ptr<GradScaler> make_scaler(const ShardedBase& model,
+                                        const GradScalerOptions& options) {
+  const auto contract = model.contract();
+  if (std::ranges::any_of(contract.parameters, needs_scale)) {
+    return std::make_unique<GradScaler>(model, options);
+  }
+  TESSERA_CHECK(options == GradScalerOptions{}, ErrorKind::kConfig,
+                "grad_scaler: found values for a run without float16, expected none: the loss is "
+                "scaled where a parameter computes or reduces in float16; leave them out, or set "
+                "precision.param_dtype");
+  return nullptr;
+}
+
+void restore_scaler(const CheckpointManifest& manifest, GradScaler* scaler) {
+  const auto& state = manifest.loss_scale;
+  if (scaler != nullptr && state) {
+    scaler->restore(*state);
+  } else if (scaler != nullptr) {
+    log::info("the checkpoint is of a run without float16: the loss scale begins at ",
+              scaler->scale());
+  } else if (state) {
+    log::info("the checkpoint is of a run in float16: its loss scale is not needed any more");
+  }
+}
+
+}  // namespace tessera::train
