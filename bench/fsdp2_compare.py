@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
 """PyTorch's side of bench/fsdp2_compare: transformers' Qwen3 of 18.9 M parameters under FSDP2.
 
-    .venv/bin/python bench/fsdp2_compare.py --folder DIR [--steps 30] [--profile]
+    .venv/bin/python bench/fsdp2_compare.py --folder DIR [--steps 30] [--rows 2] [--profile]
+                                            [--recompute none|full|selective]
 
 DIR gets, once, what both sides read: `model/` (a Hugging Face folder with the initial weights in
 fp32) and `batches.safetensors` (`input_ids`, `labels` [S,B,T], fixed random tokens). Then two ranks
 train and one line of JSON is printed: step times, losses, peak RSS, and, with --profile, where a
-step goes. The first steps of a run are warm-up and not counted.
+step goes. The first steps of a run are warm-up and not counted. --recompute wraps every layer in
+torch's non-reentrant checkpoint, inside its FSDP unit; selective saves the results of all matrix
+products with a weight, as Tessera's does.
 """
 
 import argparse
@@ -23,6 +26,7 @@ SEQUENCE, ROWS_A_RANK = 256, 2
 WARM_UP_STEPS = 5
 OPTIMIZER = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 MAX_NORM = 1.0
+RECOMPUTE = ("none", "full", "selective")
 
 
 def qwen3_config():
@@ -34,7 +38,7 @@ def qwen3_config():
         max_position_embeddings=SEQUENCE, bos_token_id=None, eos_token_id=None)
 
 
-def prepare(folder, steps, ranks):
+def prepare(folder, steps, rows, ranks):
     """Writes model/ and batches.safetensors unless they are there with enough steps."""
     import torch
     from safetensors import safe_open
@@ -48,10 +52,10 @@ def prepare(folder, steps, ranks):
     path = folder / "batches.safetensors"
     if path.exists():
         with safe_open(path, "pt") as file:
-            if file.get_slice("input_ids").get_shape() == [steps, ROWS_A_RANK * ranks, SEQUENCE]:
+            if file.get_slice("input_ids").get_shape() == [steps, rows * ranks, SEQUENCE]:
                 return
     drawn = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, VOCABULARY, (steps, ROWS_A_RANK * ranks, SEQUENCE), generator=drawn)
+    ids = torch.randint(0, VOCABULARY, (steps, rows * ranks, SEQUENCE), generator=drawn)
     save_file({"input_ids": ids, "labels": ids.clone()}, path)
 
 
@@ -89,7 +93,27 @@ def where_time_goes(step, steps):
             **{name: round(value / wall, 3) for name, value in seconds.items()}}
 
 
-def sharded_model(folder):
+def recomputed(layer, mode):
+    """The layer in torch's checkpoint. On CPUs a Linear is an mm or addmm with its weight; attention's
+    products are bmm, or inside its fused kernel."""
+    import functools
+    import torch
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+
+    def policy(context, operation, *arguments, **named):
+        return (CheckpointPolicy.MUST_SAVE if operation in products
+                else CheckpointPolicy.PREFER_RECOMPUTE)
+
+    options = {"preserve_rng_state": False}  # nothing is drawn
+    if mode == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+    return checkpoint_wrapper(layer, **options)
+
+
+def sharded_model(folder, recompute):
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -99,6 +123,10 @@ def sharded_model(folder):
     model.train()
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if recompute != "none":
+        layers = model.model.layers
+        for index in range(len(layers)):
+            layers[index] = recomputed(layers[index], recompute)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -110,9 +138,9 @@ def train(arguments):
     from safetensors import safe_open
 
     local_ranks.join(arguments)
-    model = sharded_model(arguments.folder)
+    model = sharded_model(arguments.folder, arguments.recompute)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIMIZER)
-    mine = slice(arguments.rank * ROWS_A_RANK, (arguments.rank + 1) * ROWS_A_RANK)
+    mine = slice(arguments.rank * arguments.rows, (arguments.rank + 1) * arguments.rows)
     with safe_open(arguments.folder / "batches.safetensors", "pt") as file:
         ids = file.get_tensor("input_ids")[:, mine].contiguous()
         labels = file.get_tensor("labels")[:, mine].contiguous()
@@ -148,14 +176,17 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=pathlib.Path, required=True)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rows", type=int, default=ROWS_A_RANK, help="a rank and step")
+    parser.add_argument("--recompute", choices=RECOMPUTE, default="none")
     parser.add_argument("--profile", action="store_true")
     local_ranks.add_rank_arguments(parser)
     arguments = parser.parse_args()
     if arguments.rank is not None:
         return train(arguments)
 
-    prepare(arguments.folder, arguments.steps, arguments.ranks)
-    passed = ["--folder", arguments.folder, "--steps", arguments.steps]
+    prepare(arguments.folder, arguments.steps, arguments.rows, arguments.ranks)
+    passed = ["--folder", arguments.folder, "--steps", arguments.steps, "--rows", arguments.rows,
+              "--recompute", arguments.recompute]
     ranks = local_ranks.run_ranks(__file__, passed + ["--profile"] * arguments.profile,
                                   arguments.ranks)
     slowest = [max(times) for times in zip(*(rank["step_ms"] for rank in ranks))]

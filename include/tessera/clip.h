@@ -8,15 +8,17 @@
 
 namespace tessera {
 
-/// L2 norm of all gradients of the model. Sums of squares are formed in fp64 over the owned ranges
-/// (padding has no part in it) and added in rank order: the same value on every rank. Parameters
-/// without gradient count as zero. Collective. Errors: kContract while deferred gradients are owed.
-double gradient_norm(const ShardedBase& model);
+/// The p-norm of all gradients of the model, as one vector; infinity gives the largest absolute
+/// value. Powers are formed and added in fp64 over the owned ranges (padding has no part in it, and
+/// no element counts twice) and then in rank order: the same value on every rank. Parameters
+/// without gradient count as zero. Collective. Errors: kUsage for p that is not above 0, and while
+/// reductions wait for the last backward; kContract while deferred gradients are owed.
+double gradient_norm(const ShardedBase& model, double p = 2.0);
 
 /// Scales all gradients by min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_, and
 /// returns the norm before. max_norm <= 0 only measures. A norm that is not finite scales nothing.
-/// Collective.
-double clip_grad_norm(const ShardedBase& model, double max_norm);
+/// Collective. Errors: as gradient_norm.
+double clip_grad_norm(const ShardedBase& model, double max_norm, double p = 2.0);
 
 /// Names of the first `most` parameters whose gradient (else whose value) is not finite on any
 /// rank, in the model's order. Collective.

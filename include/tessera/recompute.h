@@ -1,23 +1,41 @@
 // checkpoint(): activation recomputation that handles know about.
 //
 // Keeps only the inputs of `function` and runs it again in backward. Compose it as
-// unit(checkpoint(block)) or checkpoint(unit(block)); both give the gradients of the plain call.
-// See [Note: recomputation] in fsdp/recompute.h. Random numbers of libtorch's default CPU generator
-// (at::dropout) come again as they came the first time, and go on afterwards as if nothing had been
-// recomputed. Generators of your own are not restored. Ranks that are threads of one process share
-// that generator: there what is random differs from run to run, with checkpoint() or without.
+// unit(checkpoint(block)) or checkpoint(unit(block)); both give the gradients of the plain call,
+// bit for bit, and gather what the plain call gathers. See [Note: recomputation] in
+// fsdp/recompute.h. The second run finds the random numbers of libtorch's default CPU generator
+// (at::dropout) and the autocast state of the first, and leaves those around backward as they were.
+// Generators of your own are not restored. Ranks that are threads of one process share that
+// generator: there what is random differs from run to run, with checkpoint() or without.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
 
 #include <functional>
 #include <vector>
 
+#include "tessera/recompute_mode.h"
+
 namespace tessera {
 
 /// function(inputs), recomputed in backward. Gradients flow to `inputs` and to every parameter that
-/// the function uses. Its tensors must all come in through `inputs` or be parameters.
+/// the function uses. Its tensors must all come in through `inputs` (undefined ones may be among
+/// them) or belong to modules that outlive the backward. Without grad mode: a plain call. Where
+/// neither inputs nor parameters want a gradient call the function itself: this would recompute it.
 at::Tensor checkpoint(std::function<at::Tensor(const std::vector<at::Tensor>&)> function,
-                      const std::vector<at::Tensor>& inputs);
+                      const std::vector<at::Tensor>& inputs,
+                      RecomputeMode mode = RecomputeMode::kFull);
+
+/// The same with more than one result; each may be used or not.
+std::vector<at::Tensor> checkpoint(
+    std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> function,
+    const std::vector<at::Tensor>& inputs, RecomputeMode mode = RecomputeMode::kFull);
+
+/// compute(), of those sizes. A selective checkpoint around it keeps the result, and hands it out
+/// instead of computing it again. No gradient goes through it: call it in the forward of a
+/// torch::autograd::Function that has a backward for what it computes.
+/// Errors: kUsage under grad mode, or where the second run asks for other results than the first.
+at::Tensor keep(at::IntArrayRef sizes, c10::function_ref<at::Tensor()> compute);
 
 }  // namespace tessera

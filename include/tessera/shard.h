@@ -90,6 +90,19 @@ struct BufferView {
   at::Tensor tensor;  ///< the module's own; in the contract's compute dtype once it is loaded
 };
 
+/// A gather that was started by hand. Forwards wait for theirs by themselves.
+class UnshardHandle {
+ public:
+  UnshardHandle() = default;
+  /// Blocks until the parameters can be read. Idempotent. Errors: kComm.
+  void wait();
+
+ private:
+  friend class ShardedBase;
+  explicit UnshardHandle(std::shared_ptr<fsdp::Unit> unit) : unit_(std::move(unit)) {}
+  std::shared_ptr<fsdp::Unit> unit_;
+};
+
 /// The part of a handle that does not depend on M.
 class ShardedBase : public torch::nn::Module {
  public:
@@ -101,6 +114,8 @@ class ShardedBase : public torch::nn::Module {
 
   /// True names ("layers.0.weight"), of this unit and of all units inside it.
   torch::OrderedDict<std::string, at::Tensor> named_parameters() const;
+  /// True names of the modules' buffers, which every rank holds whole.
+  torch::OrderedDict<std::string, at::Tensor> named_buffers() const;
   /// Every parameter of this unit and of all inside, in the order of named_parameters().
   std::vector<ShardView> shards() const;
   /// Every buffer of this unit and of all inside. A loader writes values in the storage dtype or in
@@ -124,12 +139,42 @@ class ShardedBase : public torch::nn::Module {
   /// their compute dtype. Without a loader that happens in the first forward.
   void set_loaded();
 
+  // Controls, to be set to the same on every rank at the same place: none of them communicates, a
+  // difference is an error that names it at the next collective. `recurse`: units inside too. Those
+  // that say so refuse (kUsage) while a recorded forward waits for its backward. Source: FSDP2's
+  // FSDPModule.
+
   /// false: gradients stay unreduced in the slots until a backward with true (gradient
   /// accumulation).
   void set_requires_gradient_sync(bool value, bool recurse = true);
-  /// false: HSDP's sum over replicas waits for a backward with true.
+  /// false: HSDP's sum over replicas waits for a backward with true. For the whole tree.
   void set_requires_replica_reduce(bool value);
-  void unshard();  ///< gathers this unit now. Collective.
+  /// false: backwards start their reductions but wait for none and show no gradient; the next one
+  /// with true does, for all. For the whole tree; steps and norms in between are refused.
+  void set_is_last_backward(bool value);
+  /// As ShardOptions::reshard_after_forward, from the next forward on. Idle.
+  void set_reshard_after_forward(bool value, bool recurse = true);
+  /// false: units that are unsharded after a backward stay so for the next forward, and for
+  /// evaluation where they stay unsharded after forwards, too. Before they are used again they are
+  /// compared with the shards (one byte a unit and rank on the wire) and gathered anew where any
+  /// rank has changed them. Idle.
+  void set_reshard_after_backward(bool value, bool recurse = true);
+  /// false: a unit that gave its memory back after forward is not gathered for its backward, which
+  /// reads no parameter (an embedding). One that does read throws. This unit only. Idle.
+  void set_unshard_in_backward(bool value);
+  /// While this unit computes forward, the parameters of `units` are gathered, in this order,
+  /// instead of the agreed next unit's; {} = the agreed order again. Idle.
+  void set_forward_prefetch(const std::vector<ShardedBase*>& units);
+  /// The same in backward, for units whose backward comes after this one's; others are left out.
+  /// Idle.
+  void set_backward_prefetch(const std::vector<ShardedBase*>& units);
+  /// As ShardOptions::divide_factor, for sums that begin from now on: there may be no gradient.
+  /// Idle.
+  void set_gradient_divide_factor(double factor, bool recurse = true);
+  void unshard();  ///< gathers this unit now, and keeps it until a forward or reshard() gives it
+                   ///< back. Collective.
+  UnshardHandle unshard_async();  ///< the same without waiting. Collective, in the same order on
+                                  ///< all ranks.
   void reshard();  ///< gives its memory back; on all ranks or on none, since the next forward
                    ///< gathers it again
 
@@ -177,6 +222,7 @@ class ShardedBase : public torch::nn::Module {
     fsdp::Parameter* parameter;
   };
   void adopt(const ShardOptions& options);
+  void for_units(bool recurse, const std::function<void(ShardedBase&)>& act);
   enum class Place : std::uint8_t { kOutermost, kInside };
   void resolve_unit(Place place);
   /// The contracts of the buffers of this handle and of those inside; what is frozen around them
@@ -194,6 +240,7 @@ class ShardedBase : public torch::nn::Module {
   std::vector<Inner> inner_;
   std::vector<Own> own_;
   PrecisionPolicy policy_;
+  std::function<std::string(const std::string&)> canonical_name_;
   std::optional<DType> asked_output_;
   bool asked_reshard_ = false;
   bool named_ = false;
@@ -224,28 +271,30 @@ template <class M, class R, class... Args>
 class ShardedForward<M, R(Args...)> : public ShardedBase {
  public:
   R forward(Args... arguments) {
-    static_assert(
-        (!(std::is_lvalue_reference_v<Args> && !std::is_const_v<std::remove_reference_t<Args>>) &&
-         ...),
-        "a sharded forward cannot write to its arguments");
-    std::tuple<std::decay_t<Args>...> held(std::forward<Args>(arguments)...);
-    Call call(*this);
-    std::vector<at::Tensor*> inputs;
-    visit_tensors(held, [&](at::Tensor& tensor) { inputs.push_back(&tensor); });
-    call.enter(inputs);
-    const auto run = [&](auto&... values) -> R {
-      return module_->forward(static_cast<Args>(values)...);
+    const auto run = [this](Args... values) -> R {
+      return module_->forward(std::forward<Args>(values)...);
     };
-    if constexpr (std::is_void_v<R>) {
-      std::apply(run, held);
-      call.leave({});
-    } else {
-      auto result = std::apply(run, held);
-      std::vector<at::Tensor*> outputs;
-      visit_tensors(result, [&](at::Tensor& tensor) { outputs.push_back(&tensor); });
-      call.leave(outputs);
-      return result;
-    }
+    return as_one_call(Signature<R, Args...>{}, run, std::forward<Args>(arguments)...);
+  }
+
+  /// Another method of the module, as a forward of the unit: `handle.call(&Vae::decode, latent)`.
+  /// Parameters are gathered, inputs and outputs cast, the backward marked, exactly as for forward.
+  /// Source: register_fsdp_forward_method.
+  template <class R2, class C, class... P, class... A>
+    requires std::is_base_of_v<C, M> && (sizeof...(P) == sizeof...(A))
+  R2 call(R2 (C::*method)(P...), A&&... arguments) {
+    const auto run = [&](P... values) -> R2 {
+      return (module_.get()->*method)(std::forward<P>(values)...);
+    };
+    return as_one_call(Signature<R2, P...>{}, run, std::forward<A>(arguments)...);
+  }
+  template <class R2, class C, class... P, class... A>
+    requires std::is_base_of_v<C, M> && (sizeof...(P) == sizeof...(A))
+  R2 call(R2 (C::*method)(P...) const, A&&... arguments) {
+    const auto run = [&](P... values) -> R2 {
+      return (module_.get()->*method)(std::forward<P>(values)...);
+    };
+    return as_one_call(Signature<R2, P...>{}, run, std::forward<A>(arguments)...);
   }
 
   /// The module itself: its configuration may be read; calling it past the handle throws.
@@ -257,6 +306,32 @@ class ShardedForward<M, R(Args...)> : public ShardedBase {
       : ShardedBase(module, mesh, policy, options), module_(std::move(module)) {}
 
  private:
+  template <class R2, class... P>
+  struct Signature {};
+
+  template <class R2, class... P, class Run>
+  R2 as_one_call(Signature<R2, P...>, const Run& run, std::type_identity_t<P>... arguments) {
+    static_assert(
+        (!(std::is_lvalue_reference_v<P> && !std::is_const_v<std::remove_reference_t<P>>) && ...),
+        "a sharded forward cannot write to its arguments");
+    std::tuple<std::decay_t<P>...> held(std::forward<P>(arguments)...);
+    Call one_call(*this);
+    std::vector<at::Tensor*> inputs;
+    visit_tensors(held, [&](at::Tensor& tensor) { inputs.push_back(&tensor); });
+    one_call.enter(inputs);
+    const auto run_held = [&](auto&... values) -> R2 { return run(static_cast<P>(values)...); };
+    if constexpr (std::is_void_v<R2>) {
+      std::apply(run_held, held);
+      one_call.leave({});
+    } else {
+      auto result = std::apply(run_held, held);
+      std::vector<at::Tensor*> outputs;
+      visit_tensors(result, [&](at::Tensor& tensor) { outputs.push_back(&tensor); });
+      one_call.leave(outputs);
+      return result;
+    }
+  }
+
   std::shared_ptr<M> module_;
 };
 

@@ -14,6 +14,7 @@
 #include "tessera/placement.h"
 #include "tessera/precision.h"
 #include "tessera/recompute.h"
+#include "tessera/recompute_mode.h"
 #include "tessera/shard.h"
 #include "tessera/trainable.h"
 #include "tessera/visit_tensors.h"

@@ -69,7 +69,8 @@ class Done : public Work {
 std::string to_string(const Entry& entry) {
   std::string text =
       concat(to_string(entry.label.kind), " of ", entry.label.unit, " (#", entry.sequence,
-             ", unit ", entry.label.unit_id, ", micro-batch ", entry.label.micro_batch, ":");
+             ", unit ", entry.label.unit_id, ", micro-batch ", entry.label.micro_batch,
+             entry.label.controls.empty() ? "" : ", ", entry.label.controls, ":");
   bool first = true;
   for (const OpFacts& op : entry.ops) {
     text += first ? " " : " + ";
@@ -87,6 +88,7 @@ void describe(const Batch& batch, std::uint64_t sequence, Entry& entry) {
   Hasher hash;
   hash.add(static_cast<std::uint64_t>(batch.label.kind)).add(std::string_view(batch.label.unit));
   hash.add(std::uint64_t{batch.label.unit_id}).add(std::uint64_t{batch.label.micro_batch});
+  hash.add(std::string_view(batch.label.controls));
   for (const Op& op : batch.ops) {
     const OpFacts& one = entry.ops.emplace_back(facts(op));
     hash.add(static_cast<std::uint64_t>(one.kind)).add(one.bytes);

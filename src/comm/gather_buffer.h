@@ -31,7 +31,8 @@ class GatherBuffer {
 
   /// Takes memory from the pool; the views still throw.
   void begin();
-  /// [numel / ranks]: where this rank writes its slice, between begin() and publish().
+  /// [numel / ranks]: where this rank writes its slice, between begin() and publish(); readable
+  /// until end().
   at::Tensor writable_slice() const;
   /// The collective that fills the other slices.
   AllGather gather() const;

@@ -26,6 +26,9 @@ struct Label {
   std::string unit;           ///< "model.layers.3", "control", ...
   std::uint32_t unit_id = 0;  ///< the same on every rank
   std::uint32_t micro_batch = 0;
+  /// Runtime controls that differ from their defaults, in words: ranks that set them differently
+  /// find out here.
+  std::string controls = {};
 };
 
 /// In place: `buffer` is contiguous, numel = size() x slice; rank r's slice is at r x slice, the

@@ -86,9 +86,12 @@ void Runtime::abandon_backward(std::uint64_t generation) {
 bool Runtime::agree_on_trace(const Segment& segment) {
   if (data_group_ == nullptr) return true;
   const std::string differentiated(segment.differentiated.begin(), segment.differentiated.end());
-  const std::array<std::uint64_t, 2> hashes{
-      Hasher().add(segment.trace.hash()).add(std::uint64_t{segment.number}).digest(),
-      hash_bytes(differentiated)};
+  const std::array<std::uint64_t, 2> hashes{Hasher()
+                                                .add(segment.trace.hash())
+                                                .add(std::uint64_t{segment.number})
+                                                .add(std::string_view(controls()))
+                                                .digest(),
+                                            hash_bytes(differentiated)};
   const std::string mine(reinterpret_cast<const char*>(hashes.data()), sizeof hashes);
   const auto all = comm::all_gather_fixed(*data_group_, mine, "forward order");
   const auto agree = [&](std::size_t bytes) {
@@ -96,6 +99,7 @@ bool Runtime::agree_on_trace(const Segment& segment) {
         all, [&](const auto& other) { return other.compare(0, bytes, mine, 0, bytes) == 0; });
   };
   if (agree(sizeof hashes[0])) return agree(sizeof hashes);
+  agree_on_controls();
   std::string text;
   const auto& units = segment.trace.units;
   for (const auto id : units) text += concat(units_.at(id)->shown_name(), "\n");
@@ -117,29 +121,30 @@ void Runtime::touch(Segment& segment, const std::shared_ptr<Segment>& owner) {
       "that it computed with; run every backward of a forward before the optimizer steps");
   segment.touched = true;
   const bool alike = agree_on_trace(segment);
-  std::vector<bool> reshards;
+  std::vector<bool> gathers, keeps;  // in backward; after forward
+  std::vector<std::vector<UnitId>> prefetch;
   for (const auto* unit : units_) {
-    reshards.push_back(unit->reshard_after_forward && !unit->always_unsharded() &&
-                       !unit->buckets().empty());
+    const bool moves =
+        unit->unshard_in_backward && !unit->always_unsharded() && !unit->buckets().empty();
+    gathers.push_back(moves && unit->reshard_after_forward);
+    keeps.push_back(moves && !unit->reshard_after_forward);
+    prefetch.push_back(backward_prefetch_of(*unit));
   }
   if (segment.settled || segment.number + 1 != next_segment_) {
     // What had stayed gathered was released: when another backward over this graph ended, or when a
     // later forward began.
     for (const auto id : segment.order.reductions) {
-      auto& unit = *units_.at(id);
-      if (reshards[id] || unit.always_unsharded() || unit.buckets().empty()) continue;
+      if (!keeps[id]) continue;
       ++gathers_issued_;
-      unit.begin_gather(segment.number);
+      units_.at(id)->begin_gather(segment.number);
     }
     segment.kept_last = false;
   }
   for (const auto& weak : segment.entries) {
     if (const auto entry = weak.lock()) expect(*entry);
   }
-  segment.order = backward_order(segment.trace, reshards, segment.kept_last);
-  for (std::size_t i = 0; alike && i < segment.differentiated.size(); ++i) {
-    segment.order.gathers[i] = segment.order.gathers[i] && segment.differentiated[i];
-  }
+  segment.order = backward_order(segment.trace, gathers, segment.kept_last, prefetch,
+                                 alike ? segment.differentiated : std::vector<bool>());
   segment.cursor = 0;
   for (const auto id : segment.order.reductions) add_reduction(id);
   // A unit that only lends its parameters (the root, when inner handles are called directly) comes
@@ -156,12 +161,9 @@ void Runtime::add_reduction(UnitId id) {
     reductions_.push_back(id);
 }
 
-void Runtime::advance_gathers(Segment& segment, std::size_t until) {
-  for (; segment.cursor < until && segment.cursor < segment.order.positions.size();
-       ++segment.cursor) {
-    const auto position = segment.order.positions[segment.cursor];
-    if (!segment.order.gathers[position]) continue;
-    auto& unit = *units_.at(segment.trace.units[position]);
+void Runtime::advance_gathers(Segment& segment, std::size_t count) {
+  for (; segment.cursor < count; ++segment.cursor) {
+    auto& unit = *units_.at(segment.trace.units[segment.order.issues.at(segment.cursor)]);
     ++gathers_issued_;
     unit.begin_gather(segment.number);
   }
@@ -173,12 +175,12 @@ void Runtime::pre_backward(Entry& entry) {
   touch(segment, entry.segment);
   // Newer forwards come first in every backward; what they still owe goes out before.
   for (auto& newer : touched_) {
-    if (newer->number > segment.number) advance_gathers(*newer, newer->order.positions.size());
+    if (newer->number > segment.number) advance_gathers(*newer, newer->order.issues.size());
   }
   const auto place = segment.order.places.at(entry.position);
-  advance_gathers(segment, place + 1);
-  gather_needed(*entry.unit);
-  advance_gathers(segment, place + 2);
+  advance_gathers(segment, segment.order.needed[place]);
+  gather_needed(*entry.unit, Gathers::kInBackward);
+  advance_gathers(segment, segment.order.ahead[place]);
   ++entry.unit->active;
   spans_.backward_begins(&entry, entry.unit->name());
 }
@@ -189,7 +191,7 @@ void Runtime::post_backward(Entry& entry) {
   if (unit.active > 0) --unit.active;
   consume(entry);
   if (unit.active == 0 && unit.open_calls == 0 && unit.reshard_after_forward &&
-      !unit.gather_pending()) {
+      unit.reshard_after_backward && !unit.gather_pending()) {
     unit.release();
   }
   issue_ready_reductions();
@@ -243,8 +245,9 @@ void Runtime::issue_reduction(Unit& unit) {
   unit.owed = !unit.requires_sync;
   if (unit.owed) return;
   unit.reduced = true;
+  finish_reductions_of(unit);  // of earlier micro-batches
   comm::Batch batch;
-  batch.label = {comm::Kind::kReduceScatter, unit.shown_name(), unit.id, 0};
+  batch.label = {comm::Kind::kReduceScatter, unit.shown_name(), unit.id, 0, controls()};
   std::int64_t bytes = 0;
   for (auto& bucket : unit.buckets()) {
     if (bucket->trainable()) bytes += bucket->begin_reduce(batch);
@@ -266,7 +269,7 @@ void Runtime::finish_oldest_reduction() {
 
 void Runtime::end_backward() {
   try {
-    for (auto& segment : touched_) advance_gathers(*segment, segment->order.positions.size());
+    for (auto& segment : touched_) advance_gathers(*segment, segment->order.issues.size());
     // Entries without a marker have had their last use: nothing of this backward is left to run.
     for (auto* unit : units_) unit->active = 0;
     for (auto& segment : touched_) {
@@ -278,7 +281,9 @@ void Runtime::end_backward() {
     }
     touched_.clear();
     spans_.all_backwards_end();
-    release_all();
+    for (auto* unit : units_) {
+      if (unit->open_calls == 0 && unit->reshard_after_backward) unit->release();
+    }
     if (sink_.open_tickets() > 0) {
       awaiting_tickets_ = true;
       in_backward_ = false;
@@ -301,6 +306,13 @@ void Runtime::settle_gradients() {
   for (auto* unit : units_) {
     if (unit->owed) issue_reduction(*unit);
   }
+  for (auto* unit : units_) unit->unpublished = unit->unpublished || unit->reduced;
+  if (!is_last_backward_) {
+    waits_for_last_ = std::any_of(units_.begin(), units_.end(),
+                                  [](const auto* unit) { return unit->unpublished; });
+    return;
+  }
+  waits_for_last_ = false;
   while (!in_flight_.empty()) finish_oldest_reduction();
   publish();
 }

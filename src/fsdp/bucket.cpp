@@ -29,8 +29,16 @@ Bucket::Bucket(layout::BucketPlan plan, BucketGroups groups, int rank,
   shard_ = zeros(plan_.slice_numel(), key.storage, pool_->device());
   aliases_shard_ = plan_.ranks == 1 && key.storage == key.compute;
   if (aliases_shard_) unsharded_.alias(shard_);
-  sum_is_final_ = groups_.replicas == nullptr && key.final == key.accumulate &&
-                  key.reductions.divide_factor == 1.0;
+}
+
+bool Bucket::sum_is_final() const {
+  return groups_.replicas == nullptr && plan_.key.final == plan_.key.accumulate &&
+         plan_.key.reductions.divide_factor == 1.0;
+}
+
+void Bucket::set_divide_factor(double factor) {
+  plan_.key.reductions.divide_factor = factor;
+  if (sum_is_final()) final_ = at::Tensor();
 }
 
 at::Tensor Bucket::shard_of(const layout::Placed& placed) const {
@@ -41,13 +49,29 @@ at::Tensor Bucket::shard_of(const layout::Placed& placed) const {
 void Bucket::begin_gather(comm::Batch& batch) {
   if (aliases_shard_) return;
   unsharded_.begin();
-  const auto slice = unsharded_.writable_slice();
+  encode(unsharded_.writable_slice());
+  if (groups_.gather != nullptr) batch.ops.emplace_back(gather());
+}
+
+void Bucket::encode(const at::Tensor& slice) const {
   if (plan_.key.rounding == Rounding::kHalfAway) {
     round_half_away(shard_, slice);
   } else {
     slice.copy_(shard_);
   }
-  if (groups_.gather != nullptr) batch.ops.emplace_back(gather());
+}
+
+bool Bucket::shows_shard() const {
+  if (aliases_shard_) return true;
+  const auto slice = unsharded_.writable_slice();
+  auto now = shard_;
+  if (slice.scalar_type() != shard_.scalar_type()) {
+    now = pool_->take(slice.numel(), slice.scalar_type());
+    encode(now);
+  }
+  const bool same = at::equal(slice.view(at::kByte), now.view(at::kByte));
+  if (!now.is_same(shard_)) pool_->give_back(std::move(now));
+  return same;
 }
 
 comm::AllGather Bucket::gather() const {
@@ -165,7 +189,7 @@ void Bucket::begin_replica_reduce(comm::Batch& batch) {
 
 const at::Tensor& Bucket::finish_final(double loss_scale) {
   TESSERA_INVARIANT(has_sum_, "a final gradient without a sum");
-  final_is_accumulator_ = sum_is_final_ && loss_scale == 1.0;
+  final_is_accumulator_ = sum_is_final() && loss_scale == 1.0;
   if (final_is_accumulator_) return accumulator_;
   const auto& sum = groups_.replicas != nullptr ? replica_sum_ : accumulator_;
   const bool in_place = groups_.replicas != nullptr && plan_.key.final == plan_.key.accumulate;

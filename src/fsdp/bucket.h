@@ -48,6 +48,9 @@ class Bucket {
   /// Takes memory and writes this rank's slice, cast to the compute dtype; adds the collective, if
   /// there is one to run, to `batch`.
   void begin_gather(comm::Batch& batch);
+  /// Whether what is or will be gathered is this rank's shard as it stands now: compared by value,
+  /// since not every write is seen by version counters.
+  bool shows_shard() const;
   /// The collective again, into the memory that is there.
   comm::AllGather gather() const;
 
@@ -56,6 +59,8 @@ class Bucket {
   /// afterwards.
   at::Tensor open_slot(std::size_t index, bool& first);
   bool has_slots() const { return slots_.defined(); }
+  /// A reduction is under way.
+  bool is_reducing() const { return wire_.defined(); }
   /// Whether any gradient arrived since the last reduction.
   bool has_arrivals() const;
   /// Zeroes what never arrived and adds the reduction into the accumulator to `batch`. No slot may
@@ -89,6 +94,9 @@ class Bucket {
   /// Whether finish_final() returned the accumulator itself.
   bool final_is_accumulator() const { return final_is_accumulator_; }
 
+  /// From the next sum on. There must be none.
+  void set_divide_factor(double factor);
+
   /// Its unit joined another runtime: memory comes from that one's pool. Nothing may be under way.
   void use_pool(const std::shared_ptr<comm::BufferPool>& pool);
 
@@ -96,6 +104,9 @@ class Bucket {
 
  private:
   void ensure_slots();
+  /// Writes the shard into `slice`, in the compute dtype.
+  void encode(const at::Tensor& slice) const;
+  bool sum_is_final() const;  ///< but for the loss scale
 
   layout::BucketPlan plan_;
   BucketGroups groups_;
@@ -103,7 +114,6 @@ class Bucket {
   std::uint32_t number_ = 0;
   std::shared_ptr<comm::BufferPool> pool_;
   bool aliases_shard_ = false;
-  bool sum_is_final_ = false;          // but for the loss scale
   bool final_is_accumulator_ = false;  // as of the last finish_final()
   at::Tensor shard_;
   comm::GatherBuffer unsharded_;

@@ -5,6 +5,7 @@
 #include <ATen/record_function.h>
 
 #include <cmath>
+#include <cstring>
 
 #include "base/parallel.h"
 #include "base/trace.h"
@@ -15,9 +16,22 @@
 namespace tessera {
 namespace {
 
-/// Sum of squares in fp64 with a fixed order of additions: blocks, then blocks in order.
-template <class T>
-double sum_of_squares(const T* data, std::int64_t count) {
+struct Square {
+  double operator()(double value) const { return value * value; }
+};
+struct Absolute {
+  double operator()(double value) const { return std::abs(value); }
+};
+/// Of values that were divided by the largest: no power overflows, whatever p.
+struct Power {
+  double p;
+  double largest;
+  double operator()(double value) const { return std::pow(std::abs(value) / largest, p); }
+};
+
+/// Sum of f(value) in fp64 with a fixed order of additions: blocks, then blocks in order.
+template <class T, class F>
+double sum_of(const T* data, std::int64_t count, const F& f) {
   constexpr std::int64_t kBlock = 1 << 16;
   constexpr int kLanes = 8;
   const auto blocks = (count + kBlock - 1) / kBlock;
@@ -29,14 +43,10 @@ double sum_of_squares(const T* data, std::int64_t count) {
       auto i = begin;
       for (; i + kLanes <= end; i += kLanes) {
         for (int lane = 0; lane < kLanes; ++lane) {
-          const auto value = static_cast<double>(data[i + lane]);
-          lanes[lane] += value * value;
+          lanes[lane] += f(static_cast<double>(data[i + lane]));
         }
       }
-      for (int lane = 0; i < end; ++i, ++lane) {
-        const auto value = static_cast<double>(data[i]);
-        lanes[lane] += value * value;
-      }
+      for (int lane = 0; i < end; ++i, ++lane) lanes[lane] += f(static_cast<double>(data[i]));
       double sum = 0.0;
       for (const auto lane : lanes) sum += lane;
       partial[static_cast<std::size_t>(begin / kBlock)] = sum;
@@ -47,39 +57,72 @@ double sum_of_squares(const T* data, std::int64_t count) {
   return sum;
 }
 
-double local_sum_of_squares(const at::Tensor& gradient) {
-  const auto flat = gradient.contiguous();
+/// Over this rank's elements of all gradients.
+template <class F>
+double local_sum(const ShardedBase& model, const F& f) {
   double sum = 0.0;
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kBFloat16, at::kHalf, flat.scalar_type(), "sum_of_squares",
-      [&] { sum = sum_of_squares(flat.const_data_ptr<scalar_t>(), flat.numel()); });
+  for (const auto& view : model.shards()) {
+    if (!view.shard.grad().defined()) continue;
+    const auto flat = view.shard.grad().contiguous();
+    AT_DISPATCH_FLOATING_TYPES_AND2(
+        at::kBFloat16, at::kHalf, flat.scalar_type(), "gradient_norm",
+        [&] { sum += sum_of(flat.const_data_ptr<scalar_t>(), flat.numel(), f); });
+  }
   return sum;
+}
+
+/// Added in rank order. Replicas hold the same gradients: only the ranks of a shard group add.
+double over_ranks(const ShardedBase& model, double sum) {
+  auto* group = model.unit()->runtime().shard_control();
+  if (group == nullptr) return sum;
+  auto total = at::scalar_tensor(sum, at::TensorOptions().dtype(at::kDouble)).reshape({1});
+  comm::all_reduce(*group, total, "gradient norm");
+  return total.item<double>();
+}
+
+/// The larger one; NaN where either is.
+double larger(double a, double b) { return a > b || std::isnan(a) ? a : b; }
+
+double largest_absolute(const ShardedBase& model) {
+  double largest = 0.0;
+  for (const auto& view : model.shards()) {
+    const auto& gradient = view.shard.grad();
+    if (!gradient.defined() || gradient.numel() == 0) continue;
+    largest = larger(largest, gradient.abs().max().item<double>());
+  }
+  auto* group = model.unit()->runtime().shard_control();
+  if (group == nullptr) return largest;
+  const std::string mine(reinterpret_cast<const char*>(&largest), sizeof(largest));
+  for (const auto& bytes : comm::all_gather_fixed(*group, mine, "largest gradient")) {
+    double other = 0.0;
+    std::memcpy(&other, bytes.data(), sizeof(other));
+    largest = larger(largest, other);
+  }
+  return largest;
 }
 
 }  // namespace
 
-double gradient_norm(const ShardedBase& model) {
-  model.unit()->runtime().sink().require_all_redeemed("gradient norm");
-  double sum = 0.0;
-  for (const auto& view : model.shards()) {
-    if (view.shard.grad().defined()) sum += local_sum_of_squares(view.shard.grad());
-  }
-  auto& runtime = model.unit()->runtime();
-  if (runtime.shard_control() != nullptr) {
-    auto total = at::scalar_tensor(sum, at::TensorOptions().dtype(at::kDouble)).reshape({1});
-    comm::all_reduce(*runtime.shard_control(), total, "gradient norm");
-    sum = total.item<double>();
-  }
-  return std::sqrt(sum);
+double gradient_norm(const ShardedBase& model, double p) {
+  TESSERA_CHECK(p > 0, ErrorKind::kUsage, "gradient norm: found p = ", p,
+                ", expected a number above 0, infinity included (1, 2, 3)");
+  model.unit()->runtime().require_reduced("gradient norm");
+  if (std::isinf(p)) return largest_absolute(model);
+  if (p == 1.0) return over_ranks(model, local_sum(model, Absolute{}));
+  if (p == 2.0) return std::sqrt(over_ranks(model, local_sum(model, Square{})));
+  const auto largest = largest_absolute(model);
+  if (largest == 0.0 || !std::isfinite(largest)) return largest;
+  const auto sum = over_ranks(model, local_sum(model, Power{p, largest}));
+  return largest * std::pow(sum, 1.0 / p);
 }
 
-double clip_grad_norm(const ShardedBase& model, double max_norm) {
+double clip_grad_norm(const ShardedBase& model, double max_norm, double p) {
   TESSERA_CHECK(!std::isnan(max_norm), ErrorKind::kUsage,
                 "clip_grad_norm: found max_norm NaN, expected a number; 0 only measures");
   RECORD_USER_SCOPE("tessera::optimizer");
   const TraceScope traced(TraceRow::kOptimizer, "norm and clip");
   const at::NoGradGuard no_grad;
-  const auto norm = gradient_norm(model);
+  const auto norm = gradient_norm(model, p);
   const auto scale = max_norm / (norm + 1e-6);
   if (max_norm <= 0 || !std::isfinite(norm) || scale >= 1.0) return norm;
   for (const auto& view : model.shards()) {

@@ -29,6 +29,7 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
     : torch::nn::Module("Sharded"),
       held_(std::move(module)),
       policy_(policy),
+      canonical_name_(options.canonical_name),
       asked_output_(options.output_dtype),
       asked_reshard_(options.reshard_after_forward.has_value()),
       named_(!options.name.empty()) {
@@ -127,6 +128,7 @@ void ShardedBase::adopt(const ShardOptions& options) {
   for (auto* unit : below) unit->join(runtime_);
   fsdp::move_shared(*unit_, below);
   fsdp::move_small(*unit_, below, options.merge_below_bytes);
+  runtime_->controls_changed();
 }
 
 void ShardedBase::set_runtime(const std::shared_ptr<fsdp::Runtime>& runtime) {

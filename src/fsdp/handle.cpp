@@ -1,6 +1,8 @@
 // What a handle offers beside forward: names, shards, whole tensors, runtime controls.
 #include <ATen/ATen.h>
 
+#include <set>
+
 #include "fsdp/integrity.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
@@ -24,6 +26,26 @@ std::vector<ShardedBase::Own> ShardedBase::all() const {
 torch::OrderedDict<std::string, at::Tensor> ShardedBase::named_parameters() const {
   torch::OrderedDict<std::string, at::Tensor> result("Parameter");
   for (const auto& own : all()) result.insert(own.name, own.parameter->shard);
+  return result;
+}
+
+torch::OrderedDict<std::string, at::Tensor> ShardedBase::named_buffers() const {
+  torch::OrderedDict<std::string, at::Tensor> result("Buffer");
+  std::set<const at::TensorImpl*> seen;
+  const auto add = [&](const std::string& name, const at::Tensor& buffer) {
+    if (buffer.defined() && seen.insert(buffer.unsafeGetTensorImpl()).second)
+      result.insert(name, buffer);
+  };
+  // What is inside first: it knows its names, also where its module still stands plain in the tree.
+  for (const auto& inner : inner_) {
+    for (const auto& buffer : inner.handle->named_buffers()) {
+      add(inner.handle->named_ ? buffer.key() : inner.path + "." + buffer.key(), buffer.value());
+    }
+  }
+  for (const auto& buffer : held_->named_buffers()) {
+    const auto prefix = named_ ? fsdp::unit_of_handle(unit_).name() + "." : "";
+    add(canonical_name_ ? canonical_name_(buffer.key()) : prefix + buffer.key(), buffer.value());
+  }
   return result;
 }
 
@@ -87,7 +109,7 @@ void ShardedBase::visit_full(
     bool gradients, const std::function<void(const std::string&, const at::Tensor&)>& visit) const {
   const at::NoGradGuard no_grad;
   fsdp::unit_of_handle(unit_);
-  if (gradients) runtime_->sink().require_all_redeemed("whole gradients");
+  if (gradients) runtime_->require_reduced("whole gradients");
   const auto named = all();
   auto& runtime = *runtime_;
   // Units in agreed order, so that every rank gathers the same buckets one after the other.
@@ -134,27 +156,6 @@ void ShardedBase::set_loaded() {
     unit->cast_buffers();
   }
 }
-
-void ShardedBase::set_requires_gradient_sync(bool value, bool recurse) {
-  fsdp::unit_of_handle(unit_).requires_sync = value;
-  if (!recurse) return;
-  for (const auto& inner : inner_) inner.handle->set_requires_gradient_sync(value, true);
-}
-
-void ShardedBase::set_requires_replica_reduce(bool value) {
-  fsdp::unit_of_handle(unit_).runtime().set_requires_replica_reduce(value);
-}
-
-void ShardedBase::unshard() {
-  auto& unit = fsdp::unit_of_handle(unit_);
-  if (!unit.gathered()) {
-    unit.begin_gather(0);
-    unit.wait_gather();
-  }
-  unit.unsharded_by_user = true;
-}
-
-void ShardedBase::reshard() { fsdp::unit_of_handle(unit_).release(); }
 
 void ShardedBase::train(bool on) {
   fsdp::unit_of_handle(unit_);

@@ -33,13 +33,23 @@ struct BackwardOrder {
   std::vector<std::size_t> positions;
   std::vector<std::size_t> places;  ///< by position of the trace: its index in `positions`
   std::vector<bool> gathers;        ///< by position of the trace
+  /// Positions in the order in which their gathers go out: that of `positions`, but for units whose
+  /// user named what follows them.
+  std::vector<std::size_t> issues;
+  std::vector<std::size_t> needed;  ///< by place: how many of `issues` are out before it computes
+  std::vector<std::size_t> ahead;   ///< by place: how many are out while it computes
   /// Each unit once, in reverse of its first entry.
   std::vector<UnitId> reductions;
 };
 
 /// `reshards[u]`: unit u gives its memory back after its forward. `keep_last`: the trace's last
-/// entry kept its memory, because its backward comes first.
-BackwardOrder backward_order(const Trace& trace, const std::vector<bool>& reshards, bool keep_last);
+/// entry kept its memory, because its backward comes first. `prefetch[u]`, where there is one: the
+/// units whose gathers go out while u computes; empty = the one that comes after it. Units that do
+/// not come after it, or are under way already, are left out. `reached`, by position of the trace:
+/// whether backward comes there at all; empty = everywhere.
+BackwardOrder backward_order(const Trace& trace, const std::vector<bool>& reshards, bool keep_last,
+                             const std::vector<std::vector<UnitId>>& prefetch = {},
+                             const std::vector<bool>& reached = {});
 
 /// The first place where two ranks' lists differ, in words: "entry 3: rank 0 entered layers.3,
 /// rank 1 entered layers.4", or "... entered nothing more" for the shorter one. Empty when they

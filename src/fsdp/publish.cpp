@@ -49,11 +49,8 @@ void Runtime::agree_on_used() {
 }
 
 void Runtime::publish() {
-  bool any = false;
-  for (auto* unit : units_) {
-    unit->unpublished = unit->unpublished || unit->reduced;
-    any = any || unit->unpublished;
-  }
+  const bool any =
+      std::any_of(units_.begin(), units_.end(), [](const auto* unit) { return unit->unpublished; });
   // A partial sum over replicas waits in the accumulators.
   if (!any || (groups_.replicas != nullptr && !requires_replica_reduce_)) return;
   agree_on_used();
@@ -66,7 +63,7 @@ void Runtime::publish() {
   }
   if (groups_.replicas != nullptr) {
     comm::Batch batch;
-    batch.label = {comm::Kind::kAllReduce, "replicas", 0, 0};
+    batch.label = {comm::Kind::kAllReduce, "replicas", 0, 0, controls()};
     for (auto* bucket : finals) bucket->begin_replica_reduce(batch);
     if (!batch.ops.empty()) queue().submit(*groups_.replicas, std::move(batch)).wait();
     for (auto* bucket : finals) bucket->finish_replica_reduce();
@@ -121,7 +118,10 @@ void Runtime::import_user_changes() {
       if (!grad.defined()) {
         // zero_grad(set_to_none): a new sum begins. Without a publication the sum is one that still
         // waits.
-        if (p->published) bucket.reset_accumulator(p->place);
+        if (p->published) {
+          finish_reductions_of(*unit);
+          bucket.reset_accumulator(p->place);
+        }
         keeps[p->bucket] = keeps[p->bucket] || (!p->published && bucket.has_sum());
         p->published = false;
         p->seen_grad = at::Tensor();
@@ -129,6 +129,7 @@ void Runtime::import_user_changes() {
       }
       keeps[p->bucket] = true;
       if (p->published && !rescaled_ && !is_changed(*p, bucket)) continue;
+      finish_reductions_of(*unit);
       import_changed(*unit, *p);
       see(*p);
     }
@@ -141,6 +142,7 @@ void Runtime::import_user_changes() {
 
 void Runtime::require_whole_sums(const char* what) const {
   require_idle(what);
+  require_reduced(what);
   for (const auto* unit : units_) {
     TESSERA_CHECK(!unit->owed && !unit->unpublished, ErrorKind::kUsage, what,
                   ": found micro-batches whose gradients wait to be reduced in ",

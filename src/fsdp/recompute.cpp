@@ -1,135 +1,156 @@
 #include "fsdp/recompute.h"
 
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
 #include <utility>
 
+#include "fsdp/forward_state.h"
 #include "fsdp/runtime.h"
 #include "tessera/error.h"
 #include "tessera/recompute.h"
 
 namespace tessera {
-namespace fsdp {
 namespace {
 
-// Which checkpoint this thread is inside of; a thread is a rank, so this is per rank.
-thread_local Recorded* t_first = nullptr;
-thread_local Recorded* t_again = nullptr;
-
-}  // namespace
-
-FirstForwardScope::FirstForwardScope(Recorded& recorded) : outer_(t_first) { t_first = &recorded; }
-FirstForwardScope::~FirstForwardScope() { t_first = outer_; }
-RecomputeScope::RecomputeScope(Recorded& recorded) : outer_(t_again) {
-  recorded.next = 0;
-  t_again = &recorded;
-}
-RecomputeScope::~RecomputeScope() { t_again = outer_; }
-Recorded* first_forward() { return t_first; }
-Recorded* recomputing() { return t_again; }
-
-}  // namespace fsdp
-
-namespace {
-
+using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-at::Tensor random_state() {
-  auto generator = at::detail::getDefaultCPUGenerator();
-  const std::lock_guard lock(generator.mutex());
-  return generator.get_state();
-}
+using Run = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
 
-void set_random_state(const at::Tensor& state) {
-  auto generator = at::detail::getDefaultCPUGenerator();
-  const std::lock_guard lock(generator.mutex());
-  generator.set_state(state);
-}
-
-/// Random numbers as they came the first time; afterwards they go on where they were. An undefined
-/// state: nothing was drawn, nothing changes.
-class RandomStateScope {
- public:
-  explicit RandomStateScope(const at::Tensor& state) {
-    if (!state.defined()) return;
-    before_ = random_state();
-    set_random_state(state);
-  }
-  ~RandomStateScope() {
-    if (before_.defined()) set_random_state(before_);
-  }
-  RandomStateScope(const RandomStateScope&) = delete;
-  RandomStateScope& operator=(const RandomStateScope&) = delete;
-
- private:
-  at::Tensor before_;
-};
-
-/// The state that backward needs travels in the context's saved_data only as tensors; the function
-/// and the recorded entries ride in a holder.
+/// Rides in the context's saved_data. Nothing in here is of the size of an activation: what is
+/// stands among the context's saved variables, which the engine drops when they have had their use.
 struct Block : torch::CustomClassHolder {
-  std::function<at::Tensor(const std::vector<at::Tensor>&)> run;
+  Run run;
+  std::size_t inputs = 0;  ///< of the saved variables; the rest was kept
+  std::size_t outputs = 0;
   fsdp::Recorded recorded;
-  at::Tensor random;  ///< before the first forward, if that drew anything (5 KB)
+  fsdp::Autocast autocast;
+  at::Tensor random;  ///< before the first forward, if that drew anything
 };
+
+/// The kept results, which must be what they were when keep() returned them.
+void save_kept(fsdp::Recorded& recorded, variable_list& saved) {
+  for (auto& kept : recorded.kept) {
+    TESSERA_CHECK(kept.value._version() == kept.version, ErrorKind::kUsage,
+                  "checkpoint: found a kept result of sizes ", kept.value.sizes(),
+                  " that was changed in place, expected it as keep() returned it; clone it before");
+    saved.push_back(std::move(kept.value));
+  }
+  recorded.kept.clear();
+}
+
+/// An input or parameter that comes back as it is would be taken for an in-place result, and a
+/// tensor that comes twice for two results of one.
+void separate(variable_list& outputs, const std::vector<at::Tensor>& inputs) {
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    at::Tensor& output = outputs[i];
+    TESSERA_CHECK(output.defined(), ErrorKind::kUsage, "checkpoint: found an undefined result (", i,
+                  "), expected a tensor; leave it out of the results");
+    const auto is_output = [&](const at::Tensor& other) { return output.is_same(other); };
+    const auto before = outputs.begin() + static_cast<std::ptrdiff_t>(i);
+    if (output.requires_grad() || std::any_of(inputs.begin(), inputs.end(), is_output) ||
+        std::any_of(outputs.begin(), before, is_output)) {
+      output = output.clone();
+    }
+  }
+}
 
 class Recompute : public torch::autograd::Function<Recompute> {
  public:
-  static at::Tensor forward(torch::autograd::AutogradContext* context,
-                            const c10::intrusive_ptr<Block>& block, at::TensorList arguments) {
-    const auto inputs = arguments.vec();
+  static variable_list forward(AutogradContext* context, const c10::intrusive_ptr<Block>& block,
+                               at::TensorList arguments) {
+    auto saved = arguments.vec();
     context->saved_data["block"] = c10::IValue::make_capsule(block);
-    context->save_for_backward(inputs);
-    const fsdp::FirstForwardScope scope(block->recorded);
+    context->set_materialize_grads(false);  // a result without use gives nobody a gradient of zeros
     const at::NoGradGuard no_grad;
-    auto random = random_state();
-    auto output = block->run(inputs);
-    if (!at::equal(random, random_state())) block->random = std::move(random);
-    // An input that comes back unchanged would be taken for an in-place result.
-    for (const auto& input : inputs) {
-      if (output.is_same(input)) return output.clone();
+    auto random = fsdp::random_state();
+    variable_list outputs;
+    {
+      const fsdp::FirstForwardScope scope(block->recorded);
+      const fsdp::AutocastScope autocast(block->autocast);
+      outputs = block->run(saved);
     }
-    return output;
+    if (!at::equal(random, fsdp::random_state())) block->random = std::move(random);
+    separate(outputs, saved);
+    block->inputs = saved.size();
+    block->outputs = outputs.size();
+    save_kept(block->recorded, saved);
+    context->save_for_backward(std::move(saved));
+    return outputs;
   }
 
-  static variable_list backward(torch::autograd::AutogradContext* context, variable_list grads) {
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
     const auto block =
         c10::static_intrusive_pointer_cast<Block>(context->saved_data["block"].toCapsule());
     // The outermost graph task must know the runtimes before the nested one reaches them.
     for (const auto& entry : block->recorded.entries) entry->runtime->begin_backward();
-    variable_list inputs;
-    for (const auto& saved : context->get_saved_variables()) {
-      inputs.push_back(saved.detach().set_requires_grad(saved.requires_grad()));
-    }
-    at::Tensor output;
+    const auto inputs = inputs_of(*block, context->get_saved_variables());
+    variable_list roots, root_grads;
     {
-      const fsdp::RecomputeScope scope(block->recorded);
-      const RandomStateScope random(block->random);
-      const at::AutoGradMode grad(true);
-      output = block->run(inputs);
+      const auto outputs = run_again(*block, inputs);
+      for (std::size_t i = 0; i < outputs.size(); ++i) {
+        if (!grads.at(i).defined() || !outputs[i].requires_grad()) continue;
+        roots.push_back(outputs[i]);
+        root_grads.push_back(grads[i]);
+      }
     }
-    if (output.requires_grad()) torch::autograd::backward({output}, {grads.at(0)});
+    if (!roots.empty()) torch::autograd::backward(roots, root_grads);
     variable_list result{at::Tensor()};  // the block itself
-    for (auto& input : inputs) {
-      result.push_back(input.requires_grad() ? input.grad() : at::Tensor());
+    for (const auto& input : inputs) {
+      const bool has_grad = input.defined() && input.requires_grad();
+      result.push_back(has_grad ? input.grad() : at::Tensor());
     }
     return result;
+  }
+
+ private:
+  /// The inputs as leaves of the nested graph; what was kept goes back to where keep() finds it.
+  static std::vector<at::Tensor> inputs_of(Block& block, variable_list saved) {
+    block.recorded.kept.clear();
+    for (std::size_t i = block.inputs; i < saved.size(); ++i) {
+      block.recorded.kept.push_back({std::move(saved[i]), 0});
+    }
+    saved.resize(block.inputs);
+    for (auto& input : saved) {
+      if (input.defined()) input = input.detach().set_requires_grad(input.requires_grad());
+    }
+    return saved;
+  }
+
+  static variable_list run_again(Block& block, const std::vector<at::Tensor>& inputs) {
+    const fsdp::RecomputeScope scope(block.recorded);
+    const fsdp::RandomStateScope random(block.random);
+    const fsdp::AutocastScope autocast(block.autocast);
+    const at::AutoGradMode grad(true);
+    auto outputs = block.run(inputs);
+    TESSERA_CHECK(outputs.size() == block.outputs &&
+                      block.recorded.next_kept == block.recorded.kept.size() &&
+                      block.recorded.next == block.recorded.entries.size(),
+                  ErrorKind::kUsage, "recomputation: found ", outputs.size(), " results, ",
+                  block.recorded.next_kept, " calls of keep() and ", block.recorded.next,
+                  " calls of units, expected ", block.outputs, ", ", block.recorded.kept.size(),
+                  " and ", block.recorded.entries.size(),
+                  " as in the first forward; make the checkpointed function deterministic");
+    return outputs;
   }
 };
 
 }  // namespace
 
-at::Tensor checkpoint(std::function<at::Tensor(const std::vector<at::Tensor>&)> function,
-                      const std::vector<at::Tensor>& inputs) {
-  if (!at::GradMode::is_enabled()) return function(inputs);
+std::vector<at::Tensor> checkpoint(Run function, const std::vector<at::Tensor>& inputs,
+                                   RecomputeMode mode) {
+  if (mode == RecomputeMode::kNone || !at::GradMode::is_enabled()) return function(inputs);
   auto block = c10::make_intrusive<Block>();
   block->run = std::move(function);
+  block->recorded.mode = mode;
+  block->autocast = fsdp::Autocast::now();
   auto arguments = inputs;
-  const bool any =
-      std::any_of(inputs.begin(), inputs.end(), [](const auto& t) { return t.requires_grad(); });
+  const bool any = std::any_of(inputs.begin(), inputs.end(), [](const at::Tensor& input) {
+    return input.defined() && input.requires_grad();
+  });
   if (!any) {
     // Parameters alone would not make the node part of the graph: an empty input that requires grad
     // does.
@@ -140,6 +161,16 @@ at::Tensor checkpoint(std::function<at::Tensor(const std::vector<at::Tensor>&)> 
   }
   // A TensorList: in a vector the engine would not find the tensors, and cut the graph in silence.
   return Recompute::apply(block, at::TensorList(arguments));
+}
+
+at::Tensor checkpoint(std::function<at::Tensor(const std::vector<at::Tensor>&)> function,
+                      const std::vector<at::Tensor>& inputs, RecomputeMode mode) {
+  return checkpoint(
+             Run([run = std::move(function)](const std::vector<at::Tensor>& all) -> variable_list {
+               return {run(all)};
+             }),
+             inputs, mode)
+      .front();
 }
 
 }  // namespace tessera

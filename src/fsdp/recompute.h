@@ -3,22 +3,38 @@
 // [Note: recomputation] The composition is unit(checkpoint(block)). A handle that is called inside
 // a checkpoint records its forward when it runs the first time (without grad); when it runs again,
 // inside backward, it neither opens a new segment nor counts: it takes the entry that it made the
-// first time, which then is gathered, marked and released as in any backward. Random state is that
-// of the first time (recompute.cpp). Used by tessera::checkpoint; code that recomputes by other
-// means must hold these scopes itself.
+// first time, which then is gathered, marked and released as in any backward. Random numbers and
+// autocast are those of the first time (forward_state.h); a selective checkpoint hands out again
+// what keep() was given. Used by tessera::checkpoint; code that recomputes by other means must hold
+// these scopes itself.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <vector>
+
+#include "tessera/recompute_mode.h"
 
 namespace tessera::fsdp {
 
 struct Entry;
 
-/// The entries that one checkpointed forward made, in order.
+/// What keep() was given, as it was then.
+struct Kept {
+  at::Tensor value;
+  std::int64_t version = 0;
+};
+
+/// What one checkpointed forward made, in order.
 struct Recorded {
+  RecomputeMode mode = RecomputeMode::kFull;
   std::vector<std::shared_ptr<Entry>> entries;
-  std::size_t next = 0;
+  std::size_t next = 0;  ///< of the entries, in the recomputation
+  std::vector<Kept> kept;
+  std::size_t next_kept = 0;
 };
 
 /// While alive, handles called on this thread add their entries to `recorded`.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "fsdp/finite_copy.h"
 #include "fsdp/runtime.h"
 #include "grad/contract_key.h"
 #include "tessera/error.h"
@@ -110,6 +111,11 @@ std::int64_t bytes_of(const Carried& one, const layout::Move& move) {
   return aligned(move.range.size() * static_cast<std::int64_t>(one.from.element_size()));
 }
 
+void put(const Carried& one, const layout::Move& move, const at::Tensor& values) {
+  finite_copy(stretch(one.to, one.parameter->after, move.range), values,
+              "parameter " + one.parameter->parameter->contract.name);
+}
+
 }  // namespace
 
 std::vector<Relaid> lay_out_anew(Unit& unit) {
@@ -181,7 +187,7 @@ void carry(Runtime& runtime, const Unit& unit, const std::vector<Carried>& all) 
     for_moves(all, self, peer, [&](const Carried& one, const layout::Move& move) {
       const auto from = stretch(one.from, one.parameter->before, move.range);
       if (peer == self) {
-        stretch(one.to, one.parameter->after, move.range).copy_(from);
+        put(one, move, from);
         return;
       }
       typed(exchange.input, offset, move.range.size(), from.scalar_type()).copy_(from);
@@ -199,8 +205,7 @@ void carry(Runtime& runtime, const Unit& unit, const std::vector<Carried>& all) 
   for (int peer = 0; peer < ranks; ++peer) {
     if (peer == self) continue;
     for_moves(all, peer, self, [&](const Carried& one, const layout::Move& move) {
-      stretch(one.to, one.parameter->after, move.range)
-          .copy_(typed(received, offset, move.range.size(), one.from.scalar_type()));
+      put(one, move, typed(received, offset, move.range.size(), one.from.scalar_type()));
       offset += bytes_of(one, move);
     });
   }

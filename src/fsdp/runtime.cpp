@@ -56,13 +56,19 @@ layout::PlanOptions Runtime::plan_options() const {
 
 void Runtime::add_unit(Unit* unit) {
   units_.push_back(unit);
-  agreed_ = false;
+  agreed_ = controls_known_ = false;
   for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->id = static_cast<UnitId>(i);
 }
 
 void Runtime::remove_unit(Unit* unit) {
+  try {
+    finish_reductions_of(*unit);
+  } catch (const std::exception&) {
+    // The run has failed: what is under way is lost, and nobody waits for its gradients any more.
+    std::erase_if(in_flight_, [&](const InFlight& reduction) { return reduction.unit == unit; });
+  }
   std::erase(units_, unit);
-  agreed_ = false;
+  agreed_ = controls_known_ = false;
   reference_ = {};
   for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->id = static_cast<UnitId>(i);
 }
@@ -84,6 +90,11 @@ std::string Runtime::difference_between_ranks(const std::string& lines, const ch
 }
 
 void Runtime::agree_on_plan() {
+  for (auto* unit : units_) {
+    unit->agreed_reshard_after_forward = unit->reshard_after_forward;
+    unit->divide_factor.reset();  // the contracts have it
+  }
+  controls_changed();
   agreed_ = data_group_ == nullptr;
   if (agreed_) return;
   std::string text;
@@ -131,29 +142,37 @@ void Runtime::check_usable() {
   for (auto* unit : units_) unit->cast_buffers();
 }
 
-void Runtime::gather_needed(Unit& unit) {
-  for (auto* other : unit.needs) {
-    check_integrity(*other);
-    if (!other->gathered()) {
-      if (!other->gather_pending()) issue_gather(*other);
-      other->wait_gather();
-    }
-  }
-  check_integrity(unit);
-  if (!unit.gathered()) {
-    if (!unit.gather_pending()) issue_gather(unit);
-    unit.wait_gather();
-  }
+void Runtime::gather_needed(Unit& unit, Gathers when) {
+  const auto gather = [&](Unit& one) {
+    check_integrity(one);
+    if (one.gathered() || (when == Gathers::kInBackward && !one.unshard_in_backward)) return;
+    if (!one.gather_pending()) issue_gather(one);
+    one.wait_gather();
+  };
+  for (auto* other : unit.needs) gather(*other);
+  gather(unit);
 }
 
 void Runtime::issue_gather(Unit& unit) {
+  TESSERA_CHECK(unit.has_values(), ErrorKind::kUsage, "unit ", unit.shown_name(),
+                ": found parameters that never got values, expected them loaded; fill shards() and "
+                "call set_loaded(), or load_state_dict()");
   if (unit.always_unsharded()) return;
   if (unit.buckets().empty()) return;
   ++gathers_issued_;
   unit.begin_gather(current_ ? current_->number : 0);
 }
 
-void Runtime::prefetch_after(std::size_t position) {
+void Runtime::prefetch_after(const Unit& unit, std::size_t position) {
+  for (const auto& named : unit.forward_prefetch) {
+    const auto next = named.lock();
+    if (next == nullptr) continue;  // its handle is gone
+    TESSERA_CHECK(&next->runtime() == this, ErrorKind::kUsage, "set_forward_prefetch of unit ",
+                  unit.shown_name(), ": found unit ", next->shown_name(),
+                  ", which another outermost module holds, expected units of one model");
+    if (!next->gathered() && !next->gather_pending()) issue_gather(*next);
+  }
+  if (!unit.forward_prefetch.empty()) return;
   if (!follows_reference_ || position + 1 >= reference_.units.size()) return;
   auto& next = *units_.at(reference_.units[position + 1]);
   if (!next.gathered() && !next.gather_pending()) issue_gather(next);
@@ -191,16 +210,6 @@ std::uint64_t Segment::weights_now() const {
   return version;
 }
 
-/// Units may still show the parameters of before the last step: after a forward that nobody
-/// differentiated, or whose graph is kept (torch::optim steps all the same, and writes past
-/// version counters). A kept graph's tensors follow the next gather.
-void Runtime::release_stale() {
-  if (in_backward_) return;
-  for (auto* unit : units_) {
-    if (!unit->unsharded_by_user || unit->is_stale()) unit->release();
-  }
-}
-
 std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   if (open_.empty()) {
     check_usable();
@@ -219,8 +228,8 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   follows_reference_ = follows_reference_ && position < reference_.units.size() &&
                        reference_.units[position] == unit.id;
   check_borrowed(unit);
-  gather_needed(unit);
-  prefetch_after(position);
+  gather_needed(unit, Gathers::kInForward);
+  prefetch_after(unit, position);
   spans_.forward_begins(unit.name());
   const bool grad = at::GradMode::is_enabled();
   if (!grad && first_forward() == nullptr) return nullptr;
@@ -239,6 +248,9 @@ std::shared_ptr<Entry> Runtime::enter_recompute(Unit& unit) {
       ErrorKind::kUsage, "recomputation: found a call of unit ", unit.shown_name(),
       " that the first forward did not make at this place, expected the same calls; make the "
       "checkpointed function deterministic");
+  TESSERA_CHECK(unit.unshard_in_backward || unit.gathered(), ErrorKind::kUsage,
+                "recomputation: ", "found unit ", unit.shown_name(),
+                " with set_unshard_in_backward(false), expected true where a forward runs again");
   auto entry = recorded->entries[recorded->next++];
   ++unit.open_calls;
   pre_backward(*entry);
@@ -265,7 +277,8 @@ void Runtime::leave_forward(Unit& unit) {
   const bool is_last = follows_reference_ && count == reference_.units.size() &&
                        reference_.units.back() == unit.id &&
                        current_->trace.units.back() == unit.id;
-  if (unit.open_calls == 0 && (unit.reshard_after_forward || (!grad && outermost))) {
+  if (unit.open_calls == 0 &&
+      (unit.reshard_after_forward || (!grad && outermost && !unit.outlasts_evaluation()))) {
     // The last unit's backward comes first: its memory stays.
     if (grad && is_last && !outermost) {
       current_->kept_last = true;
@@ -274,7 +287,11 @@ void Runtime::leave_forward(Unit& unit) {
     }
   }
   if (!outermost) return;
-  if (!grad && outstanding_ == 0) release_all();
+  if (!grad && outstanding_ == 0) {
+    for (auto* each : units_) {
+      if (each->open_calls == 0 && !each->outlasts_evaluation()) each->release();
+    }
+  }
   current_.reset();
 }
 
@@ -289,12 +306,6 @@ void Runtime::fail(const std::string& why) {
   spans_.forget();
   current_.reset();
   if (world().size() > 1) world().poison(why);
-}
-
-void Runtime::release_all() {
-  for (auto* unit : units_) {
-    if (unit->open_calls == 0) unit->release();
-  }
 }
 
 void Runtime::require_idle(const char* what) const {
@@ -328,7 +339,7 @@ void Runtime::reset() {
   reductions_.clear();
   reduction_cursor_ = 0;
   reference_ = {};
-  in_backward_ = failed_ = awaiting_tickets_ = false;
+  in_backward_ = failed_ = awaiting_tickets_ = waits_for_last_ = false;
 }
 
 }  // namespace tessera::fsdp

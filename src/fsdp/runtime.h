@@ -3,7 +3,8 @@
 // One per root handle. It follows forwards (gather, prefetch, release), backwards (gather, markers,
 // reduce) and publishes gradients on the shards when the outermost backward ends. What the order is
 // stands in order.h; what moves bytes in unit.h and bucket.h. Its parts: runtime.cpp (plan,
-// forward, failure), backward.cpp, publish.cpp (what happens to gradients between two backwards).
+// forward, failure), controls.cpp (what users switch between steps), backward.cpp, publish.cpp
+// (what happens to gradients between two backwards).
 //
 // [Note: readiness] Gradients are never counted: parameters stay unused, hooks fire twice under
 // recomputation, functions return undefined gradients. A unit's backward is over when its *marker*
@@ -54,7 +55,7 @@ struct Segment {
   // --- in the current backward ---
   bool touched = false;
   BackwardOrder order;
-  std::size_t cursor = 0;  ///< into order.positions: gathers issued so far
+  std::size_t cursor = 0;  ///< into order.issues: gathers issued so far
 
   /// Changes whenever a shard of its units is written to.
   std::uint64_t weights_now() const;
@@ -141,8 +142,21 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool has_scaler() const { return has_scaler_; }
   /// Errors: kUsage where require_idle() throws, and while gradients wait to be reduced.
   void require_whole_sums(const char* what) const;
-  void set_requires_replica_reduce(bool value) { requires_replica_reduce_ = value; }
+  void set_requires_replica_reduce(bool value);
   bool requires_replica_reduce() const { return requires_replica_reduce_; }
+  void set_is_last_backward(bool value);
+  /// To be called when anything in controls() may have changed.
+  void controls_changed() { controls_known_ = false; }
+  /// Every control that is not as the plan was agreed, in words; "" for none. It is part of every
+  /// label and of the agreement on the forward order, so that ranks cannot differ. [Note: controls]
+  const std::string& controls();
+  /// Starts the unit's gather for the user, and keeps it. Collective.
+  void begin_unshard(Unit& unit);
+  /// Waits until its gradients of earlier micro-batches are summed.
+  void finish_reductions_of(const Unit& unit);
+  /// Gradients can be read. Errors: kUsage while reductions wait for the last backward; as
+  /// GradSink::require_all_redeemed.
+  void require_reduced(const char* what) const;
   /// Errors: kUsage while a recorded forward waits for its backward or deferred gradients are owed.
   void require_idle(const char* what) const;
   /// Gives back all unsharded memory and forgets everything under way (after World::recover()).
@@ -159,17 +173,22 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// The first line in which `lines` differs between ranks, in words. Collective.
   std::string difference_between_ranks(const std::string& lines, const char* what);
   std::shared_ptr<Entry> record(Unit& unit, std::size_t position);
-  void gather_needed(Unit& unit);
-  void prefetch_after(std::size_t position);
+  enum class Gathers : std::uint8_t { kInForward, kInBackward };
+  void gather_needed(Unit& unit, Gathers when);
+  void prefetch_after(const Unit& unit, std::size_t position);
   void issue_gather(Unit& unit);
   void check_borrowed(const Unit& unit) const;
+  // controls.cpp
   void release_stale();
-  void release_all();
+  void agree_on_controls();
+  std::vector<bool> stale_on_any_rank(const std::vector<Unit*>& kept);
+  std::vector<UnitId> backward_prefetch_of(const Unit& unit) const;
   // backward: backward.cpp
   void touch(Segment& segment, const std::shared_ptr<Segment>& owner);
   /// Whether all ranks also differentiate the same forwards. Errors: kComm for another trace.
   bool agree_on_trace(const Segment& segment);
-  void advance_gathers(Segment& segment, std::size_t until);
+  /// Issues until `count` of the segment's gathers are out.
+  void advance_gathers(Segment& segment, std::size_t count);
   void add_reduction(UnitId id);
   void issue_ready_reductions();
   void issue_reduction(Unit& unit);
@@ -221,6 +240,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   double loss_scale_ = 1.0;
   bool has_scaler_ = false;
   bool rescaled_ = false;  // the sums that stand are of losses of another scale
+  bool is_last_backward_ = true;
+  bool waits_for_last_ = false;  // reductions are issued that no gradient shows yet
+  bool controls_known_ = false;
+  std::string controls_;
   UnitTrace spans_;
   int outstanding_ = 0;  // entries that are not consumed
   std::int64_t gathers_issued_ = 0;

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <functional>
 
-#include "fsdp/contracts.h"
 #include "fsdp/relayout.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
@@ -48,24 +47,13 @@ bool is_asked_for(const GradContract& contract, FrozenRule asked) {
 }
 
 void require_between_steps(const fsdp::Runtime& runtime) {
-  runtime.require_idle("set_trainable");
+  runtime.require_whole_sums("set_trainable");
   for (const auto* unit : runtime.units()) {
     for (const auto& parameter : unit->parameters()) {
       TESSERA_CHECK(!parameter->shard.grad().defined(), ErrorKind::kUsage,
-                    "set_trainable: found a "
-                    "gradient of ",
-                    parameter->contract.name,
+                    "set_trainable: found a gradient of ", parameter->contract.name,
                     ", expected none between steps; call zero_grad() first");
     }
-    const bool waiting =
-        unit->owed || unit->unpublished ||
-        std::any_of(unit->buckets().begin(), unit->buckets().end(), [](const auto& bucket) {
-          return bucket->has_arrivals() || bucket->has_unpublished_arrivals();
-        });
-    TESSERA_CHECK(!waiting, ErrorKind::kUsage, "set_trainable: found gradients of unit ",
-                  unit->shown_name(),
-                  " that wait for a backward which reduces them, expected none between steps; "
-                  "end the step first");
   }
 }
 
@@ -131,6 +119,9 @@ void set_trainable(ShardedBase& model, const std::vector<TrainableChange>& chang
       auto next = grad::retrained(contract, *asked.frozen, handle.policy_);
       next.raw_sum_by_autograd =
           next.trainable && own.parameter->leaves.size() <= contract.aliases.size();
+      if (const auto& factor = own.parameter->unit->divide_factor; factor && next.trainable) {
+        next.reductions.divide_factor = *factor;
+      }
       now.back() = next;
       changed.push_back({own.parameter, std::move(next)});
     }

@@ -59,7 +59,23 @@ std::string Unit::released_message() const {
   return concat(
       "parameters of unit ", shown_name(),
       ": found an access while they are sharded, expected one inside a forward or backward of "
-      "the unit; call the module through the handle that fully_shard returned");
+      "the unit; call the module through the handle that fully_shard returned",
+      unshard_in_backward ? "" : ", and set_unshard_in_backward(true) if its backward reads them");
+}
+
+void Unit::set_unshard_in_backward(bool value) {
+  unshard_in_backward = value;
+  for (auto& bucket : buckets_) bucket->unsharded().set_released_message(released_message());
+}
+
+void Unit::set_divide_factor(double factor) {
+  divide_factor = factor;
+  for (auto& parameter : parameters_) {
+    if (parameter->contract.trainable) parameter->contract.reductions.divide_factor = factor;
+  }
+  for (auto& bucket : buckets_) {
+    if (bucket->trainable()) bucket->set_divide_factor(factor);
+  }
 }
 
 void Unit::add_prefix(const std::string& prefix) {
@@ -237,15 +253,15 @@ std::uint64_t Unit::weights_version() const {
 }
 
 bool Unit::is_stale() const {
-  return (gathered_ || pending_.valid()) && !always_unsharded() &&
-         gathered_version_ != weights_version();
+  return (gathered_ || pending_.valid()) &&
+         !std::all_of(buckets_.begin(), buckets_.end(),
+                      [](const auto& bucket) { return bucket->shows_shard(); });
 }
 
 void Unit::begin_gather(std::uint32_t micro_batch) {
   if (pending_.valid()) wait_gather();
-  gathered_version_ = weights_version();
   comm::Batch batch;
-  batch.label = {comm::Kind::kAllGather, shown_name(), id, micro_batch};
+  batch.label = {comm::Kind::kAllGather, shown_name(), id, micro_batch, runtime_->controls()};
   for (auto& bucket : buckets_) {
     if (gathered_) {
       if (bucket->groups().gather != nullptr) batch.ops.emplace_back(bucket->gather());
@@ -292,6 +308,8 @@ grad::SlotOwner::View Unit::open_slot(std::size_t index) {
       ", expected one after a forward through its handle; call the module through the handle "
       "that fully_shard returned");
   runtime_->on_gradient();
+  // Of an earlier micro-batch, where this is not the last one.
+  if (bucket_of(parameter).is_reducing()) runtime_->finish_reductions_of(*this);
   parameter.used = true;
   View view;
   view.slot = bucket_of(parameter).open_slot(parameter.place, view.first);

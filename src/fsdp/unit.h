@@ -94,10 +94,13 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   void cast_buffers();
   void forget_cast() { buffers_are_cast_ = false; }
   bool buffers_are_cast() const { return buffers_are_cast_; }
-  /// Unsharded, or about to be, with other values than the shards hold now.
+  /// Unsharded, or about to be, with other values than this rank's shards hold now.
   bool is_stale() const;
   void abandon_gather();  ///< after a failure: gives memory back without waiting for anything
   void renew_accumulators();
+  /// For trainable parameters, from the next sum on. Nothing may be summed yet.
+  void set_divide_factor(double factor);
+  void set_unshard_in_backward(bool value);
   void join(const std::shared_ptr<Runtime>& runtime);
   Runtime& runtime() { return *runtime_; }
   /// Needs no gather: one rank that computes in its storage dtype.
@@ -117,13 +120,22 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   int active = 0;        ///< backwards that began and have not passed their marker
   int tickets = 0;       ///< deferred gradients that are owed
   bool reshard_after_forward = true;
+  bool agreed_reshard_after_forward = true;  ///< when all ranks last compared their plans
+  bool reshard_after_backward = true;
+  bool unshard_in_backward = true;
   bool requires_sync = true;
-  bool reduced = false;            ///< in this backward
-  bool owed = false;               ///< a backward without sync left gradients in its slots
-  bool unpublished = false;        ///< reduced since its gradients were last published
-  const void* module = nullptr;    ///< what the handle holds, to know it again
-  bool unsharded_by_user = false;  ///< kept until the user or a forward gives it back
-  std::vector<Unit*> needs;        ///< units that hold some of this module's parameters
+  std::vector<std::weak_ptr<Unit>> forward_prefetch, backward_prefetch;  ///< empty: agreed order
+  std::optional<double> divide_factor;  ///< that the user set after sharding
+  bool reduced = false;                 ///< in this backward
+  bool owed = false;                    ///< a backward without sync left gradients in its slots
+  bool unpublished = false;             ///< reduced since its gradients were last published
+  const void* module = nullptr;         ///< what the handle holds, to know it again
+  bool unsharded_by_user = false;       ///< kept until the user or a forward gives it back
+  /// Its memory outlasts backwards; and forwards that nobody differentiates, where it outlasts
+  /// forwards at all.
+  bool outlasts_backward() const { return unsharded_by_user || !reshard_after_backward; }
+  bool outlasts_evaluation() const { return !reshard_after_backward && !reshard_after_forward; }
+  std::vector<Unit*> needs;  ///< units that hold some of this module's parameters
   std::vector<std::shared_ptr<Leaf>> borrowed;  ///< leaves that another unit owns
 
   std::unique_ptr<Bucket> make_bucket(const layout::BucketPlan& plan) const;  ///< empty
@@ -138,7 +150,6 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   std::vector<std::unique_ptr<Bucket>> buckets_;
   comm::Pending pending_;
   bool gathered_ = false;
-  std::uint64_t gathered_version_ = 0;  // weights_version() of what is or will be gathered
   bool has_values_ = true;
   bool buffers_are_cast_ = false;
 };

@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "models/recomputed.h"
 #include "models/unit_of_slot.h"
 #include "nn/loss.h"
 #include "nn/parameter.h"
@@ -54,6 +55,11 @@ DecoderLayer::DecoderLayer(const ModelSpec& spec, std::shared_ptr<nn::Rope> rope
 }
 
 at::Tensor DecoderLayer::forward(const at::Tensor& x) {
+  return recomputed(*this, recompute_, {x},
+                    [this](const std::vector<at::Tensor>& in) { return body(in[0]); });
+}
+
+at::Tensor DecoderLayer::body(const at::Tensor& x) {
   return after_attention(x, self_attn_->forward(input_layernorm_->forward(x)));
 }
 
@@ -138,6 +144,10 @@ std::vector<ModelUnit> Decoder::units() {
   }
   if (!spec_.tie_word_embeddings) units.push_back(unit_of(*head_, kHeadUnit));
   return units;
+}
+
+void Decoder::set_recompute(RecomputeMode mode) {
+  for (auto& layer : layers_) layer.module()->set_recompute(mode);
 }
 
 std::string Decoder::canonical_name(const std::string& unit, const std::string& path) const {

@@ -33,13 +33,16 @@ class DecoderLayer : public torch::nn::Module {
   at::Tensor forward(const at::Tensor& x);
   /// As nn::Attention::decode.
   at::Tensor decode(const at::Tensor& x, nn::KvCache& cache);
+  void set_recompute(RecomputeMode mode) { recompute_ = mode; }
 
  private:
+  at::Tensor body(const at::Tensor& x);
   at::Tensor after_attention(const at::Tensor& x, const at::Tensor& attended);
 
   std::shared_ptr<nn::Attention> self_attn_;
   std::shared_ptr<nn::Mlp> mlp_;
   std::shared_ptr<nn::RmsNorm> input_layernorm_, post_attention_layernorm_;
+  RecomputeMode recompute_ = RecomputeMode::kNone;
 };
 
 /// Final norm, output projection and, if asked, the loss.
@@ -92,6 +95,7 @@ class Decoder : public LanguageModel {
   std::vector<ModelUnit> units() override;
   std::string canonical_name(const std::string& unit, const std::string& path) const override;
   const ModelSpec& spec() const override { return spec_; }
+  void set_recompute(RecomputeMode mode) override;
   fsdp::Slot<nn::Embedding>& embedding() { return *embedding_; }
   std::vector<fsdp::Slot<DecoderLayer>>& layers() { return layers_; }
   fsdp::Slot<DecoderHead>& head() { return *head_; }

@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "models/recomputed.h"
 #include "nn/attention.h"
 #include "nn/masked_attention.h"
 #include "tessera/dtype_watch.h"
@@ -12,6 +13,10 @@ namespace tessera::models {
 namespace {
 
 constexpr double kScale = 1.0;  // of the scores: queries and keys are normed
+
+std::optional<at::Tensor> given(const at::Tensor& tensor) {
+  return tensor.defined() ? std::make_optional(tensor) : std::nullopt;
+}
 
 }  // namespace
 
@@ -92,6 +97,16 @@ at::Tensor Gemma4TextLayer::feed_forward(const at::Tensor& x,
 
 at::Tensor Gemma4TextLayer::forward(const at::Tensor& x, const std::optional<at::Tensor>& visible,
                                     const std::optional<at::Tensor>& imposed) {
+  // A mask or routing that is not there goes through as an undefined tensor.
+  return recomputed(*this, recompute_,
+                    {x, visible.value_or(at::Tensor()), imposed.value_or(at::Tensor())},
+                    [this](const std::vector<at::Tensor>& in) {
+                      return body(in[0], given(in[1]), given(in[2]));
+                    });
+}
+
+at::Tensor Gemma4TextLayer::body(const at::Tensor& x, const std::optional<at::Tensor>& visible,
+                                 const std::optional<at::Tensor>& imposed) {
   const at::Tensor attended = self_attn_->forward(input_layernorm_->forward(x), visible);
   const at::Tensor middle = x + post_attention_layernorm_->forward(attended);
   const at::Tensor fed = feed_forward(middle, imposed);

@@ -19,6 +19,7 @@
 #include "nn/linear.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
+#include "tessera/recompute_mode.h"
 
 namespace tessera::models {
 
@@ -47,8 +48,11 @@ class Gemma4TextLayer : public torch::nn::Module {
   /// x [B, T, H] -> the same shape and dtype; `imposed` [B*T, K] as moe::route.
   at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& visible,
                      const std::optional<at::Tensor>& imposed);
+  void set_recompute(RecomputeMode mode) { recompute_ = mode; }
 
  private:
+  at::Tensor body(const at::Tensor& x, const std::optional<at::Tensor>& visible,
+                  const std::optional<at::Tensor>& imposed);
   at::Tensor feed_forward(const at::Tensor& x, const std::optional<at::Tensor>& imposed);
 
   std::shared_ptr<Gemma4Attention> self_attn_;
@@ -61,6 +65,7 @@ class Gemma4TextLayer : public torch::nn::Module {
   std::shared_ptr<nn::RmsNorm> post_feedforward_layernorm_1_, post_feedforward_layernorm_2_;
   std::shared_ptr<nn::RmsNorm> pre_feedforward_layernorm_2_;
   at::Tensor layer_scalar_;  // [1], a buffer
+  RecomputeMode recompute_ = RecomputeMode::kNone;
 };
 
 }  // namespace tessera::models

@@ -181,6 +181,11 @@ std::vector<ModelUnit> Gemma4Model::units() {
   return units;
 }
 
+void Gemma4Model::set_recompute(RecomputeMode mode) {
+  if (tower_) tower_->set_recompute(mode);
+  for (auto& layer : layers_) layer.module()->set_recompute(mode);
+}
+
 std::string Gemma4Model::canonical_name(const std::string& unit, const std::string& path) const {
   if (unit != kHeadUnit) return unit + "." + path;
   return path.starts_with("norm.") ? kText + path : path;

@@ -49,6 +49,7 @@ class Gemma4Model : public LanguageModel {
   std::vector<ModelUnit> units() override;
   std::string canonical_name(const std::string& unit, const std::string& path) const override;
   const ModelSpec& spec() const override { return spec_; }
+  void set_recompute(RecomputeMode mode) override;
 
   // The steps of forward, for those who want to look in between.
 

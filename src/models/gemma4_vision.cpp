@@ -8,6 +8,7 @@
 
 #include "models/gemma4_layer.h"
 #include "models/patch_grid.h"
+#include "models/recomputed.h"
 #include "models/unit_of_slot.h"
 #include "nn/masked_attention.h"
 #include "nn/parameter.h"
@@ -97,6 +98,13 @@ Gemma4VisionLayer::Gemma4VisionLayer(const Gemma4Vision& vision) {
 
 at::Tensor Gemma4VisionLayer::forward(const at::Tensor& x, const nn::AxialTable& table,
                                       const at::Tensor& visible) {
+  return recomputed(
+      *this, recompute_, {x, table.cos, table.sin, visible},
+      [this](const std::vector<at::Tensor>& in) { return body(in[0], {in[1], in[2]}, in[3]); });
+}
+
+at::Tensor Gemma4VisionLayer::body(const at::Tensor& x, const nn::AxialTable& table,
+                                   const at::Tensor& visible) {
   const at::Tensor attended = self_attn_->forward(input_layernorm_->forward(x), table, visible);
   const at::Tensor middle = x + post_attention_layernorm_->forward(attended);
   const at::Tensor fed = mlp_->forward(pre_feedforward_layernorm_->forward(middle));
@@ -155,6 +163,10 @@ std::vector<ModelUnit> Gemma4VisionTower::units() {
     units.push_back(unit_of(layers_[i], concat(kPrefix, "encoder.layers.", i)));
   }
   return units;
+}
+
+void Gemma4VisionTower::set_recompute(RecomputeMode mode) {
+  for (auto& layer : layers_) layer.module()->set_recompute(mode);
 }
 
 Gemma4Projector::Gemma4Projector(const Gemma4Vision& vision, std::int64_t text_hidden_size)

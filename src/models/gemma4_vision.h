@@ -52,12 +52,16 @@ class Gemma4VisionLayer : public torch::nn::Module {
   explicit Gemma4VisionLayer(const Gemma4Vision& vision);
   /// x [N, P, H]; visible [N, 1, P] bool: patches that are no padding.
   at::Tensor forward(const at::Tensor& x, const nn::AxialTable& table, const at::Tensor& visible);
+  void set_recompute(RecomputeMode mode) { recompute_ = mode; }
 
  private:
+  at::Tensor body(const at::Tensor& x, const nn::AxialTable& table, const at::Tensor& visible);
+
   std::shared_ptr<Gemma4VisionAttention> self_attn_;
   std::shared_ptr<nn::GegluMlp> mlp_;
   std::shared_ptr<nn::RmsNorm> input_layernorm_, post_attention_layernorm_;
   std::shared_ptr<nn::RmsNorm> pre_feedforward_layernorm_, post_feedforward_layernorm_;
+  RecomputeMode recompute_ = RecomputeMode::kNone;
 };
 
 class Gemma4VisionTower : public torch::nn::Module {
@@ -67,6 +71,8 @@ class Gemma4VisionTower : public torch::nn::Module {
   at::Tensor forward(const Images& images);
   /// Names as in parameter_table.
   std::vector<ModelUnit> units();
+  /// Of its layers.
+  void set_recompute(RecomputeMode mode);
 
  private:
   at::Tensor pool(const at::Tensor& h, const at::Tensor& patches) const;

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "models/model_spec.h"
+#include "tessera/recompute_mode.h"
 #include "tessera/shard.h"
 
 namespace tessera::models {
@@ -66,6 +67,9 @@ class LanguageModel : public torch::nn::Module {
   /// The Hugging Face name of a unit's parameter; `path` inside the unit's module.
   virtual std::string canonical_name(const std::string& unit, const std::string& path) const = 0;
   virtual const ModelSpec& spec() const = 0;
+  /// What every layer of text and tower forgets after forward and computes again for backward;
+  /// embeddings, projector, pooling and head never do. From the next forward on.
+  virtual void set_recompute(RecomputeMode mode) = 0;
 };
 
 /// The model of the spec's family, its parameters without data.

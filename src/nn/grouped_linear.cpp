@@ -8,6 +8,7 @@
 #include "nn/first_derivative.h"
 #include "tessera/dtype_watch.h"
 #include "tessera/error.h"
+#include "tessera/recompute.h"
 
 namespace tessera::nn {
 namespace {
@@ -25,18 +26,24 @@ void check_offsets(const at::Tensor& x, const at::Tensor& weight, const GroupOff
                     "offsets that are not those of the groups");
 }
 
+at::Tensor products(const at::Tensor& x, const at::Tensor& weight, const GroupOffsets& offsets) {
+  const at::Tensor y = at::empty({x.size(0), weight.size(1)}, x.options());
+  for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
+    at::Tensor part = rows_of(y, offsets, e);
+    if (part.size(0) == 0) continue;
+    at::mm_out(part, rows_of(x, offsets, e), weight.select(0, static_cast<std::int64_t>(e)).t());
+  }
+  return y;
+}
+
 struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
                             const GroupOffsets& offsets) {
     weight.const_data_ptr();    // a parameter without data says so here, not from inside a product
     const WideScope own_dtype;  // the result has the input's
     const at::Tensor x = input.to(weight.scalar_type());
-    const at::Tensor y = at::empty({x.size(0), weight.size(1)}, x.options());
-    for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
-      at::Tensor part = rows_of(y, offsets, e);
-      if (part.size(0) == 0) continue;
-      at::mm_out(part, rows_of(x, offsets, e), weight.select(0, static_cast<std::int64_t>(e)).t());
-    }
+    const at::Tensor y =
+        keep({x.size(0), weight.size(1)}, [&] { return products(x, weight, offsets); });
     ctx->save_for_backward({x, weight});
     ctx->saved_data["offsets"] = offsets;
     ctx->saved_data["input_dtype"] = input.scalar_type();

@@ -11,6 +11,7 @@
 #include "nn/first_derivative.h"
 #include "nn/parameter.h"
 #include "tessera/dtype_watch.h"
+#include "tessera/recompute.h"
 
 namespace tessera::nn {
 
@@ -29,9 +30,10 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     std::vector<std::int64_t> shape = input.sizes().vec();
     const std::int64_t rows = c10::multiply_integers(shape.begin(), shape.end() - 1);
     const at::Tensor x = input.reshape({rows, weight.size(1)}).to(compute);
-    const at::Tensor y = bias ? at::addmm(bias->to(compute), x, weight.t()) : at::mm(x, weight.t());
+    const at::Tensor y = keep({rows, weight.size(0)}, [&] {
+      return bias ? at::addmm(bias->to(compute), x, weight.t()) : at::mm(x, weight.t());
+    });
     ctx->save_for_backward({x, weight});
-    ctx->saved_data["has_bias"] = bias.has_value();
     ctx->saved_data["has_bias"] = bias.has_value();
     ctx->saved_data["input_dtype"] = input.scalar_type();
     ctx->saved_data["input_shape"] = input.sizes();

@@ -16,6 +16,7 @@
 
 #include "tessera/loss_scale.h"
 #include "tessera/precision.h"
+#include "tessera/recompute_mode.h"
 
 namespace tessera::train {
 
@@ -24,7 +25,6 @@ enum class OptimizerName : std::uint8_t { kAdamW, kSgd };
 enum class LrDecay : std::uint8_t { kConstant, kLinear, kCosine };
 enum class BackendName : std::uint8_t { kAuto, kGloo, kNccl };
 enum class OnNonfinite : std::uint8_t { kError };
-enum class RecomputeMode : std::uint8_t { kNone, kFull, kSelective };
 
 /// A dtype of [precision]: none is written `auto`.
 struct DTypeChoice {

@@ -67,8 +67,7 @@ void add_precision(std::vector<ConfigKey>& keys) {
       .key("mode", &ActivationCheckpointConfig::mode,
            {"",
             "What a layer forgets after forward and computes again for backward: none, full: all "
-            "but its input, selective: all but the results of its weight products; only none so "
-            "far."});
+            "but its input, selective: all but its input and the results of its weight products."});
   using R = LoraConfig;
   Section(keys, "lora", &Config::lora)
       .key("rank", &R::rank,

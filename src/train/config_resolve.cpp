@@ -43,10 +43,6 @@ void check_precision_built(const Config& config) {
     throw Error(ErrorKind::kConfig,
                 concat(key, ": found ", found, ", expected ", expected, "; it is not yet built"));
   };
-  if (config.activation_checkpoint.mode != RecomputeMode::kNone) {
-    const bool full = config.activation_checkpoint.mode == RecomputeMode::kFull;
-    refuse("activation_checkpoint.mode", full ? "full" : "selective", "none");
-  }
   if (config.lora.rank != 0) refuse("lora.rank", concat(config.lora.rank), "0");
   TESSERA_CHECK(config.lora == LoraConfig{}, ErrorKind::kConfig,
                 "lora: found alpha, targets or dropout with rank 0, expected a rank above 0 beside "

@@ -17,6 +17,7 @@ std::shared_ptr<Sharded<models::LanguageModel>> parallelize(const ModelSource& s
                                                             InitialWeights weights) {
   // 1. The model, full sizes and no data.
   const auto plain = models::make_language_model(source.spec);
+  plain->set_recompute(config.activation_checkpoint.mode);
 
   // 2. What every parameter is, for the whole model at once.
   const auto dims = resolve_parallelism(config.parallelism, mesh.shape().size());

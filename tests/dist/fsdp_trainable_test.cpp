@@ -350,7 +350,7 @@ TEST(TrainableRefused, NothingMovesBeforeTheStepIsOver) {
     model.handle.zero_grad();
     model.handle.set_requires_gradient_sync(false);
     backward(squares(model.handle.forward(input_of(world.rank(), 0, kWidth))));
-    EXPECT_THAT(change(), HasSubstr("wait for a backward which reduces"));
+    EXPECT_THAT(change(), HasSubstr("wait to be reduced"));
     model.handle.set_requires_gradient_sync(true);
     backward(squares(model.handle.forward(input_of(world.rank(), 0, kWidth))));
     model.handle.zero_grad();

@@ -60,13 +60,14 @@ TEST(InProcess, EveryFieldOfALabelIsCompared) {
     Batch one;
   };
   const auto make = [] { return gather(8, "u", 1); };
-  std::vector<Case> cases(6, {make(), make()});
+  std::vector<Case> cases(7, {make(), make()});
   cases[0].one = gather(16, "u", 1);
   cases[1].one = gather(8, "u", 2);
   cases[2].one.label.micro_batch = 1;
   cases[3].one = batch_of(AllReduce{at::zeros({8})}, "u", 1);
   cases[4].one = batch_of(AllGather{at::zeros({16}, at::kHalf)}, "u", 1);
   cases[5].one.ops.emplace_back(AllGather{at::zeros({8})});
+  cases[6].one.label.controls = "set_is_last_backward(false)";
   ThreadRanks ranks(2, ThreadBackend::kInProcess);
   for (const Case& one : cases) {
     EXPECT_THAT(

@@ -70,6 +70,32 @@ TEST(BackwardOrder, AUnitThatKeepsItsMemoryIsNeverGatheredAgain) {
   EXPECT_THAT(order.gathers, ElementsAre(false, false, false));
 }
 
+TEST(BackwardOrder, TheNextGatherGoesOutWhileAUnitComputes) {
+  const auto order = backward_order(flat({0, 1, 2}), kReshards, true);
+  EXPECT_THAT(order.issues, ElementsAre(1U, 0U));
+  EXPECT_THAT(order.needed, ElementsAre(0U, 1U, 2U));
+  EXPECT_THAT(order.ahead, ElementsAre(1U, 2U, 2U));
+}
+
+TEST(BackwardOrder, AListTakesTheNextGathersPlace) {
+  // While 3 computes 0 and 2 are gathered; 1 waits until its own backward.
+  const auto order =
+      backward_order(flat({0, 1, 2, 3}), {true, true, true, true}, false, {{}, {}, {}, {0, 2}});
+  EXPECT_THAT(order.issues, ElementsAre(3U, 0U, 2U, 1U));
+  EXPECT_THAT(order.needed, ElementsAre(1U, 3U, 4U, 4U));
+  EXPECT_THAT(order.ahead, ElementsAre(3U, 4U, 4U, 4U));
+}
+
+// Naive: gathered twice, or never.
+TEST(BackwardOrder, AListMayNameUnitsThatRanBeforeOrTwiceOrNotAtAll) {
+  const std::vector<std::vector<UnitId>> lists = {{1, 9}, {1, 1, 0}, {2}};
+  const auto order = backward_order(flat({0, 1, 2, 1}), {true, true, true}, false, lists);
+  // Backward: 1 (position 3), 2, 1 (position 1), 0.
+  EXPECT_THAT(order.issues, ElementsAre(3U, 1U, 0U, 2U));
+  EXPECT_THAT(order.needed, ElementsAre(1U, 4U, 4U, 4U));
+  EXPECT_THAT(order.ahead, ElementsAre(3U, 4U, 4U, 4U));
+}
+
 TEST(TraceHash, TellsOrdersApart) {
   std::set<std::uint64_t> hashes;
   const std::vector<Trace> traces = {flat({}),

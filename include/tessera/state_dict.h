@@ -1,0 +1,63 @@
+// State dicts: a model's parameters and buffers by name, sharded or whole, and their way back.
+//
+// For users with a file format of their own; the trainer's checkpoints (docs/checkpoint.md) load
+// any layout into any other by themselves. An entry knows which elements of the whole tensor it
+// holds, so that one rule covers every dict: this rank loads what it owns from an entry that holds
+// it. Values are never rounded on the way. Next: shard.h. Source: FSDP2's state dict hooks.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "tessera/shard.h"
+
+namespace tessera {
+
+/// Elements [begin, end) of the flattened tensor `name`, whose whole shape is `shape`.
+struct StateTensor {
+  std::string name;
+  at::Tensor values;
+  std::vector<std::int64_t> shape;
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+};
+
+using StateDict = std::vector<StateTensor>;
+
+/// An entry that holds a whole tensor: what a plain module's state dict or a file gives.
+StateTensor whole_entry(const std::string& name, const at::Tensor& values);
+
+enum class StateDictKind : std::uint8_t {
+  kSharded,         ///< each rank's shards, 1-D; they are the live storage, not copies
+  kFull,            ///< copies of whole tensors on every rank
+  kFullOnRankZero,  ///< the same on rank 0 of the world; the others get an empty dict
+};
+
+/// Parameters in the model's order under their canonical names, then buffers, which every rank
+/// holds whole. A tied parameter has an entry under every name. Collective, but for kSharded. Whole
+/// tensors are gathered one bucket at a time.
+StateDict state_dict(const ShardedBase& model, StateDictKind kind);
+
+enum class Strict : std::uint8_t {
+  kYes,  ///< every name of the model, and no other
+  kNo,   ///< what is missing stays as it is, what is unknown is left out; both are returned
+};
+
+/// Names that a lenient load left out.
+struct StateDictDifference {
+  std::vector<std::string> missing;     ///< of the model, in no entry
+  std::vector<std::string> unexpected;  ///< of entries, not in the model
+};
+
+/// Writes the elements that this rank owns into shards and buffers; parameters that were made
+/// without storage have values afterwards. An entry may hold more than that, and ranks may bring
+/// different parts, but the same names. One entry is enough for a tied parameter. Nothing is
+/// written unless every rank can load everything. Collective. Errors, on all ranks and with every
+/// name that is concerned: kContract for missing or unexpected names, other shapes, dtypes whose
+/// values the storage dtype cannot hold, entries that lack elements of this rank, two entries of
+/// one name; kUsage while a forward waits for its backward.
+StateDictDifference load_state_dict(ShardedBase& model, const StateDict& entries,
+                                    Strict strict = Strict::kYes);
+
+}  // namespace tessera

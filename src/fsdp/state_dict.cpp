@@ -1,0 +1,233 @@
+#include "tessera/state_dict.h"
+
+#include <ATen/ATen.h>
+
+#include <map>
+#include <set>
+
+#include "fsdp/runtime.h"
+#include "fsdp/unit.h"
+#include "tessera/error.h"
+
+namespace tessera {
+namespace {
+
+/// A tensor of the model as a dict is written from or loaded into.
+struct Target {
+  std::vector<std::string> names;  // canonical first
+  at::Tensor values;               // [end - begin] of a shard; a whole buffer
+  std::vector<std::int64_t> shape;
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+};
+
+std::int64_t numel_of(const std::vector<std::int64_t>& shape) {
+  std::int64_t numel = 1;
+  for (const auto size : shape) numel *= size;
+  return numel;
+}
+
+Target target_of(const std::string& name, const at::Tensor& buffer) {
+  return {{name}, buffer, buffer.sizes().vec(), 0, buffer.numel()};
+}
+
+std::vector<Target> targets_of(const ShardedBase& model) {
+  std::vector<Target> targets;
+  for (const auto& view : model.shards()) {
+    Target target{
+        {view.contract->name}, view.shard.detach(), view.contract->shape, view.begin, view.end};
+    target.names.insert(target.names.end(), view.contract->aliases.begin(),
+                        view.contract->aliases.end());
+    targets.push_back(std::move(target));
+  }
+  for (const auto& buffer : model.named_buffers()) {
+    targets.push_back(target_of(buffer.key(), buffer.value()));
+  }
+  return targets;
+}
+
+std::string shown(const std::vector<std::int64_t>& shape) { return concat(at::IntArrayRef(shape)); }
+
+/// Empty when `entry` can be written into `target` as it is.
+std::string refusal_of(const Target& target, const StateTensor& entry) {
+  const auto found = [&](const auto&... words) { return concat(entry.name, ": found ", words...); };
+  if (!entry.values.defined()) return found("no tensor, expected values");
+  if (entry.shape != target.shape) {
+    return found("the shape ", shown(entry.shape), ", expected ", shown(target.shape));
+  }
+  if (entry.begin < 0 || entry.end > numel_of(entry.shape) ||
+      entry.values.numel() != entry.end - entry.begin) {
+    return found(entry.values.numel(), " values for elements ", entry.begin, " to ", entry.end,
+                 ", expected as many as elements");
+  }
+  const bool owns = target.end > target.begin;
+  if (owns && (entry.begin > target.begin || entry.end < target.end)) {
+    return found("elements ", entry.begin, " to ", entry.end, ", expected at least ", target.begin,
+                 " to ", target.end, ", which this rank owns; load a full state dict");
+  }
+  const auto from = entry.values.scalar_type();
+  const auto to = target.values.scalar_type();
+  const bool same_kind = at::isFloatingType(from) == at::isFloatingType(to) &&
+                         at::isComplexType(from) == at::isComplexType(to);
+  if (from != to && (!same_kind || c10::promoteTypes(from, to) != to)) {
+    return found("the dtype ", c10::toString(from), ", which ", c10::toString(to),
+                 " storage cannot hold exactly, expected ", c10::toString(to),
+                 "; convert the values first");
+  }
+  return "";
+}
+
+struct Plan {
+  std::vector<const StateTensor*> sources;  // by target; null where there is none
+  StateDictDifference difference;
+  std::vector<std::string> refusals;
+};
+
+Plan plan_of(const std::vector<Target>& targets, const StateDict& entries) {
+  Plan plan;
+  std::map<std::string, const StateTensor*> by_name;
+  for (const auto& entry : entries) {
+    if (!by_name.emplace(entry.name, &entry).second) {
+      plan.refusals.push_back(concat(entry.name, ": found two entries, expected one"));
+    }
+  }
+  std::set<std::string> known;
+  for (const auto& target : targets) {
+    const StateTensor* source = nullptr;
+    for (const auto& name : target.names) {
+      known.insert(name);
+      const auto found = by_name.find(name);
+      if (found == by_name.end()) continue;
+      auto refusal = refusal_of(target, *found->second);
+      if (refusal.empty() && source != nullptr && !source->values.is_same(found->second->values) &&
+          !at::equal(source->values, found->second->values)) {
+        refusal = concat(name, ": found other values than in ", source->name,
+                         ", expected the same, since the model has one tensor for both");
+      }
+      if (!refusal.empty()) plan.refusals.push_back(std::move(refusal));
+      if (source == nullptr) source = found->second;
+    }
+    plan.sources.push_back(source);
+    if (source == nullptr) plan.difference.missing.push_back(target.names.front());
+  }
+  for (const auto& entry : entries) {
+    if (known.count(entry.name) == 0) plan.difference.unexpected.push_back(entry.name);
+  }
+  return plan;
+}
+
+std::string listed(const std::vector<std::string>& names) {
+  std::string text;
+  for (const auto& name : names) text += concat(text.empty() ? "" : ", ", name);
+  return text;
+}
+
+/// What stands against loading, in words; "" for nothing.
+std::string objections(const Plan& plan, Strict strict) {
+  std::string text;
+  const auto add = [&](const std::string& more) { text += concat(text.empty() ? "" : "; ", more); };
+  if (strict == Strict::kYes) {
+    const auto& [missing, unexpected] = plan.difference;
+    if (!missing.empty()) add(concat("found no entry for ", listed(missing)));
+    if (!unexpected.empty()) {
+      add(concat("found entries that the model does not have, ", listed(unexpected)));
+    }
+  }
+  for (const auto& refusal : plan.refusals) add(refusal);
+  return text;
+}
+
+/// All ranks load, or none does.
+void agree(fsdp::Runtime& runtime, const Plan& plan, const std::string& mine) {
+  const auto message = [](const std::string& who, const std::string& what) {
+    return concat("load_state_dict", who, ": ", what,
+                  "; expected every tensor of the model once, in its shape (Strict::kNo leaves out "
+                  "what is missing or unexpected)");
+  };
+  TESSERA_CHECK(runtime.data_group() != nullptr || mine.empty(), ErrorKind::kContract,
+                message("", mine));
+  if (runtime.data_group() == nullptr) return;
+  const auto all = comm::all_gather_bytes(*runtime.data_group(), mine, "state dict objections");
+  TESSERA_CHECK(mine.empty(), ErrorKind::kContract, message("", mine));
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    TESSERA_CHECK(all[rank].empty(), ErrorKind::kContract,
+                  message(concat(" (rank ", rank, ")"), all[rank]));
+  }
+  const auto missing = listed(plan.difference.missing);
+  const auto others =
+      comm::all_gather_bytes(*runtime.data_group(), missing, "names that are missing");
+  for (std::size_t rank = 1; rank < others.size(); ++rank) {
+    TESSERA_CHECK(others[rank] == others[0], ErrorKind::kContract,
+                  "load_state_dict: found that rank 0 lacks entries for [", others[0],
+                  "] and rank ", rank, " for [", others[rank],
+                  "], expected the same names on every rank");
+  }
+}
+
+/// A unit has values once all of its parameters were loaded.
+void mark_loaded(const ShardedBase& model, const std::vector<Target>& targets, const Plan& plan) {
+  std::set<std::string> missing;
+  for (std::size_t i = 0; i < targets.size(); ++i) {
+    if (plan.sources[i] == nullptr) missing.insert(targets[i].names.front());
+  }
+  for (auto* unit : model.unit()->runtime().units()) {
+    const bool whole = std::none_of(
+        unit->parameters().begin(), unit->parameters().end(),
+        [&](const auto& parameter) { return missing.count(parameter->contract.name) > 0; });
+    if (whole) unit->set_has_values();
+  }
+}
+
+}  // namespace
+
+StateTensor whole_entry(const std::string& name, const at::Tensor& values) {
+  return {name, values, values.sizes().vec(), 0, values.numel()};
+}
+
+StateDict state_dict(const ShardedBase& model, StateDictKind kind) {
+  const at::NoGradGuard no_grad;
+  fsdp::unit_of_handle(model.unit());
+  std::map<std::string, at::Tensor> whole;
+  const bool keeps = kind == StateDictKind::kFull || model.unit()->runtime().world().rank() == 0;
+  if (kind != StateDictKind::kSharded) {
+    model.visit_full_parameters([&](const std::string& name, const at::Tensor& values) {
+      if (keeps) whole.emplace(name, values.clone());
+    });
+    if (!keeps) return {};
+  }
+  StateDict dict;
+  for (const auto& target : targets_of(model)) {
+    const auto found = whole.find(target.names.front());
+    for (const auto& name : target.names) {
+      if (found != whole.end()) {
+        dict.push_back(whole_entry(name, found->second));
+      } else if (kind == StateDictKind::kSharded) {
+        dict.push_back({name, target.values, target.shape, target.begin, target.end});
+      } else {
+        dict.push_back(whole_entry(name, target.values.detach().clone()));  // a buffer
+      }
+    }
+  }
+  return dict;
+}
+
+StateDictDifference load_state_dict(ShardedBase& model, const StateDict& entries, Strict strict) {
+  const at::NoGradGuard no_grad;
+  auto& runtime = fsdp::unit_of_handle(model.unit()).runtime();
+  runtime.require_idle("load_state_dict");
+  const auto targets = targets_of(model);
+  auto plan = plan_of(targets, entries);
+  agree(runtime, plan, objections(plan, strict));
+  for (std::size_t i = 0; i < targets.size(); ++i) {
+    if (plan.sources[i] == nullptr || targets[i].values.numel() == 0) continue;
+    const auto& target = targets[i];
+    const auto& source = *plan.sources[i];
+    auto values = target.values;  // not const: copy_ writes through it
+    values.view(-1).copy_(source.values.reshape(-1).narrow(0, target.begin - source.begin,
+                                                           target.end - target.begin));
+  }
+  mark_loaded(model, targets, plan);
+  return std::move(plan.difference);
+}
+
+}  // namespace tessera

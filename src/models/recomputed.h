@@ -1,0 +1,38 @@
+// A layer's forward, kept for backward or recomputed there. Private to the models' sources.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "tessera/recompute.h"
+
+namespace tessera::models {
+
+/// Whether a backward comes through `layer`: a frozen tower leaves no graph, and is never run
+/// again.
+inline bool wants_gradient(const torch::nn::Module& layer, const std::vector<at::Tensor>& inputs) {
+  const auto wants = [](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.requires_grad();
+  };
+  if (!at::GradMode::is_enabled()) return false;
+  if (std::any_of(inputs.begin(), inputs.end(), wants)) return true;
+  const auto parameters = layer.parameters();
+  return std::any_of(parameters.begin(), parameters.end(), wants);
+}
+
+/// body(inputs) of `layer`, which lives as long as the graph if a shared pointer holds it.
+template <class Body>
+at::Tensor recomputed(torch::nn::Module& layer, RecomputeMode mode,
+                      const std::vector<at::Tensor>& inputs, Body body) {
+  if (mode == RecomputeMode::kNone || !wants_gradient(layer, inputs)) return body(inputs);
+  return checkpoint([owner = layer.weak_from_this().lock(), body = std::move(body)](
+                        const std::vector<at::Tensor>& all) { return body(all); },
+                    inputs, mode);
+}
+
+}  // namespace tessera::models

@@ -1,0 +1,308 @@
+// State dicts: what is saved is the model, any layout loads it, and what does not fit is refused on
+// every rank before anything is written.
+#include <gmock/gmock.h>
+
+#include <map>
+
+#include "dist/controls.h"
+#include "tessera/state_dict.h"
+
+namespace tessera::test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+/// Parameters of two dtypes and uneven sizes, one frozen, one tied, and buffers.
+class Everything : public torch::nn::Module {
+ public:
+  explicit Everything(std::uint64_t seed) {
+    affine = register_module("affine", std::make_shared<Affine>(seed, 7, 13));
+    narrow = register_module("narrow", std::make_shared<Affine>(seed + 1, 13, 5, at::kBFloat16));
+    frozen = register_parameter("frozen", seeded(seed + 2, {3, 3, 3}), /*requires_grad=*/false);
+    single = register_parameter("single", seeded(seed + 3, {}));
+    tied = register_parameter("tied", narrow->weight);
+    count = register_buffer("count", at::full({2}, static_cast<std::int64_t>(seed), at::kLong));
+    mean = affine->register_buffer("mean", seeded(seed + 4, {7}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return narrow->forward(affine->forward((x - affine->named_buffers()["mean"]))) * single;
+  }
+  std::shared_ptr<Affine> affine, narrow;
+  at::Tensor frozen, single, tied, count, mean;
+};
+
+std::map<std::string, at::Tensor> values_of(const torch::nn::Module& module) {
+  std::map<std::string, at::Tensor> all;
+  for (const auto& entry : module.named_parameters()) all[entry.key()] = entry.value().detach();
+  for (const auto& entry : module.named_buffers()) all[entry.key()] = entry.value();
+  return all;
+}
+
+StateDict whole_dict(const torch::nn::Module& module) {
+  StateDict dict;
+  for (const auto& [name, values] : values_of(module))
+    dict.push_back(whole_entry(name, values.clone()));
+  return dict;
+}
+
+void expect_values(const StateDict& found, const std::map<std::string, at::Tensor>& expected) {
+  EXPECT_EQ(found.size(), expected.size());
+  for (const auto& entry : found) {
+    ASSERT_EQ(expected.count(entry.name), 1U) << entry.name;
+    EXPECT_TRUE(same_bits(entry.values, expected.at(entry.name))) << entry.name;
+    EXPECT_EQ(entry.shape, expected.at(entry.name).sizes().vec()) << entry.name;
+  }
+}
+
+class StateDicts : public ::testing::TestWithParam<std::pair<int, int>> {};
+INSTANTIATE_TEST_SUITE_P(Grid, StateDicts,
+                         ::testing::Values(std::pair(1, 1), std::pair(2, 1), std::pair(3, 1),
+                                           std::pair(4, 1), std::pair(4, 2)));
+
+TEST_P(StateDicts, AFullOneIsThePlainModulesWithEveryName) {
+  const auto [count, replicas] = GetParam();
+  ranks(count).run([replicas](World& world) {
+    const Everything plain(1);
+    auto handle = fully_shard(std::make_shared<Everything>(1), data_mesh(world, replicas));
+    auto expected = values_of(plain);
+    expected["tied"] = expected.at("narrow.weight");
+    expect_values(state_dict(handle, StateDictKind::kFull), expected);
+    const auto on_zero = state_dict(handle, StateDictKind::kFullOnRankZero);
+    if (world.rank() == 0) {
+      expect_values(on_zero, expected);
+    } else {
+      EXPECT_THAT(on_zero, IsEmpty());
+    }
+  });
+}
+
+TEST_P(StateDicts, ShardedEntriesAreTheLiveShardsAndSayWhichElementsTheyAre) {
+  const auto [count, replicas] = GetParam();
+  ranks(count).run([replicas](World& world) {
+    auto handle = fully_shard(std::make_shared<Everything>(1), data_mesh(world, replicas));
+    std::map<std::string, ShardView> views;
+    for (const auto& view : handle.shards()) views[view.contract->name] = view;
+    for (const auto& entry : state_dict(handle, StateDictKind::kSharded)) {
+      const auto found = views.find(entry.name);
+      if (found == views.end()) continue;  // another name, or a buffer
+      EXPECT_TRUE(entry.values.is_alias_of(found->second.shard)) << entry.name;
+      EXPECT_EQ(entry.begin, found->second.begin);
+      EXPECT_EQ(entry.end, found->second.end);
+      EXPECT_EQ(entry.shape, found->second.contract->shape);
+      EXPECT_FALSE(entry.values.requires_grad());
+    }
+  });
+}
+
+TEST_P(StateDicts, WhatOneModelSavedAnotherLoadsAndTrainsOn) {
+  const auto [count, replicas] = GetParam();
+  ranks(count).run([replicas](World& world) {
+    for (const auto kind : {StateDictKind::kSharded, StateDictKind::kFull}) {
+      const Everything plain(1);
+      auto from = fully_shard(std::make_shared<Everything>(1), data_mesh(world, replicas));
+      auto module = std::make_shared<Everything>(50);
+      auto to = fully_shard(module, data_mesh(world, replicas));
+      to.unshard();  // what it shows is of before
+      const auto difference = load_state_dict(to, state_dict(from, kind));
+      EXPECT_THAT(difference.missing, IsEmpty());
+      EXPECT_THAT(difference.unexpected, IsEmpty());
+      expect_same(whole_parameters(to), whole_parameters(from));
+      EXPECT_TRUE(same_bits(module->count, plain.count));
+      const auto x = seeded(9, {4, 7});
+      EXPECT_TRUE(same_bits(to.forward(x).detach(), from.forward(x).detach()));
+    }
+  });
+}
+
+// A file of any other layout is a full dict: the union of what its ranks held.
+TEST(StateDictsAcrossLayouts, UnitsAndRankCountsDoNotMatter) {
+  StateDict saved;
+  ranks(3).run([&](World& world) {
+    Twins twins(world);
+    auto dict = state_dict(twins.handle(), StateDictKind::kFullOnRankZero);
+    if (world.rank() == 0) saved = std::move(dict);
+  });
+  for (const int count : {1, 2, 4}) {
+    ranks(count).run([&](World& world) {
+      auto chain = std::make_shared<Chain>(77, kBlocks, Twins::kWidth);
+      auto handle = fully_shard(chain, data_mesh(world));  // one unit
+      load_state_dict(handle, saved);
+      const Chain plain(1, kBlocks, Twins::kWidth);
+      for (const auto& [name, value] : whole_parameters(handle)) {
+        EXPECT_TRUE(same_bits(value, plain.named_parameters()[name])) << name;
+      }
+    });
+  }
+}
+
+// ------------------------------------------------------------------------ without storage first
+
+/// As models make their parameters: sizes, and no bytes.
+std::shared_ptr<Chain> without_storage() {
+  auto chain = std::make_shared<Chain>(1, kBlocks, Twins::kWidth);
+  for (auto& p : chain->parameters()) {
+    const auto sizes = p.sizes().vec();
+    auto empty = at::empty({0}, p.options().requires_grad(false));
+    empty.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+    p.set_data(empty);
+  }
+  return chain;
+}
+
+TEST_P(StateDicts, AModelMadeWithoutStorageTrainsOnceItIsLoaded) {
+  const auto [count, replicas] = GetParam();
+  ranks(count).run([replicas](World& world) {
+    const auto mesh = data_mesh(world, replicas);
+    auto chain = without_storage();
+    chain->shard_blocks(mesh);
+    auto handle = fully_shard(chain, mesh);
+    Chain plain(1, kBlocks, Twins::kWidth);
+    load_state_dict(handle, whole_dict(plain));
+    backward(squares(handle.forward(input_of(world.rank(), 0, Twins::kWidth))));
+    expect_same(whole_gradients(handle),
+                plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+                  backward(squares(plain.forward(input_of(rank, 0, Twins::kWidth))));
+                }));
+  });
+}
+
+// Naive: zeros, or whatever the memory held.
+TEST(StateDictErrors, AForwardThroughParametersThatNeverGotValuesIsRefused) {
+  for (const int count : {1, 2}) {
+    const auto errors = errors_of(count, [](World& world) {
+      auto chain = without_storage();
+      chain->shard_blocks(data_mesh(world));
+      auto handle = fully_shard(chain, data_mesh(world));
+      auto dict = whole_dict(Chain(1, kBlocks, Twins::kWidth));
+      std::erase_if(dict, [](const auto& entry) { return entry.name == "block1.b"; });
+      const auto difference = load_state_dict(handle, dict, Strict::kNo);
+      EXPECT_THAT(difference.missing, ElementsAre("block1.b"));
+      handle.forward(input_of(world.rank(), 0, Twins::kWidth));
+    });
+    EXPECT_THAT(errors, ::testing::Contains(
+                            AllOf(HasSubstr("unit block1: found parameters that never got values"),
+                                  HasSubstr("load_state_dict()"))));
+  }
+}
+
+// ------------------------------------------------------------------------------------- refusals
+
+/// What every rank says of `change`d entries; nothing may have been written.
+std::vector<std::string> refusals(int count, const std::function<void(World&, StateDict&)>& change,
+                                  Strict strict = Strict::kYes) {
+  return errors_of(count, [&](World& world) {
+    auto module = std::make_shared<Everything>(1);
+    const auto count_before = module->count.clone();
+    auto handle = fully_shard(module, data_mesh(world));
+    const auto before = whole_parameters(handle);
+    auto dict = whole_dict(Everything(50));
+    change(world, dict);
+    const auto error = error_of([&] { load_state_dict(handle, dict, strict); });
+    expect_same(whole_parameters(handle), before, "after a refusal");
+    EXPECT_TRUE(same_bits(module->count, count_before));
+    if (!error.empty()) throw std::runtime_error(error);
+  });
+}
+
+StateTensor& entry_of(StateDict& dict, const std::string& name) {
+  return *std::find_if(dict.begin(), dict.end(),
+                       [&](const auto& entry) { return entry.name == name; });
+}
+
+TEST(StateDictErrors, EveryMissingAndUnexpectedNameIsNamed) {
+  for (const int count : {1, 2, 3}) {
+    const auto errors = refusals(count, [](World&, StateDict& dict) {
+      entry_of(dict, "frozen").name = "frosen";
+      entry_of(dict, "affine.mean").name = "affine.means";
+    });
+    EXPECT_THAT(errors, Each(AllOf(HasSubstr("found no entry for frozen, affine.mean"),
+                                   HasSubstr("affine.means, frosen"))));
+  }
+}
+
+TEST(StateDictErrors, ShapesDtypesAndDoublesAreNamedEvenWhereLoadingIsLenient) {
+  for (const auto strict : {Strict::kYes, Strict::kNo}) {
+    const auto errors = refusals(
+        2,
+        [](World&, StateDict& dict) {
+          entry_of(dict, "affine.weight") = whole_entry("affine.weight", at::zeros({7, 13}));
+          entry_of(dict, "narrow.bias").values = at::zeros({5});
+          entry_of(dict, "count").values = at::zeros({2});
+          dict.push_back(whole_entry("single", at::zeros({})));
+        },
+        strict);
+    EXPECT_THAT(errors,
+                Each(AllOf(HasSubstr("affine.weight: found the shape [7, 13], expected [13, 7]"),
+                           HasSubstr("narrow.bias: found the dtype Float, which BFloat16 storage "
+                                     "cannot hold exactly"),
+                           HasSubstr("count: found the dtype Float"),
+                           HasSubstr("single: found two entries"))));
+  }
+}
+
+// Naive: the rank with the complete dict waits, or loads alone.
+TEST(StateDictErrors, WhatOneRankCannotLoadNoRankLoads) {
+  const auto errors = refusals(3, [](World& world, StateDict& dict) {
+    if (world.rank() == 1) std::erase_if(dict, [](const auto& e) { return e.name == "single"; });
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("found no entry for single")));
+  EXPECT_THAT(errors[0], HasSubstr("(rank 1)"));
+  const auto lenient = refusals(
+      2,
+      [](World& world, StateDict& dict) {
+        if (world.rank() == 1)
+          std::erase_if(dict, [](const auto& e) { return e.name == "single"; });
+      },
+      Strict::kNo);
+  EXPECT_THAT(lenient, Each(HasSubstr("rank 0 lacks entries for [] and rank 1 for [single]")));
+}
+
+TEST(StateDictErrors, ElementsOfAnotherLayoutAreNamed) {
+  const auto errors = refusals(2, [](World&, StateDict& dict) {
+    auto& entry = entry_of(dict, "frozen");
+    entry.values = entry.values.reshape(-1).narrow(0, 0, 2).clone();
+    entry.end = 2;
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("frozen: found elements 0 to 2"),
+                                 HasSubstr("load a full state dict"))));
+}
+
+TEST(StateDictErrors, TiedEntriesHaveToAgree) {
+  const auto errors = refusals(2, [](World&, StateDict& dict) {
+    std::erase_if(dict, [](const auto& entry) { return entry.name == "tied"; });
+    dict.push_back(whole_entry("tied", at::zeros({5, 13}, at::kBFloat16)));
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("the model has one tensor for both")));
+}
+
+TEST(StateDictErrors, LoadingBetweenAForwardAndItsBackwardIsRefused) {
+  ranks(2).run([](World& world) {
+    Twins twins(world);
+    const auto dict = state_dict(twins.handle(), StateDictKind::kFull);
+    auto loss = squares(twins.forward(0));
+    EXPECT_THAT(error_of([&] { load_state_dict(twins.handle(), dict); }),
+                HasSubstr("whose backward has not run"));
+  });
+}
+
+TEST(StateDictsLenient, LeaveOutWhatIsMissingOrUnknownAndWidenWhatIsNarrow) {
+  ranks(2).run([](World& world) {
+    const Everything other(50);
+    auto handle = fully_shard(std::make_shared<Everything>(1), data_mesh(world));
+    auto expected = whole_parameters(handle);
+    StateDict dict = {whole_entry("affine.bias", other.affine->bias.detach().to(at::kBFloat16)),
+                      whole_entry("head.weight", at::zeros({3}))};
+    const auto difference = load_state_dict(handle, dict, Strict::kNo);
+    EXPECT_THAT(difference.unexpected, ElementsAre("head.weight"));
+    EXPECT_EQ(difference.missing.size(), 7U);
+    expected["affine.bias"] = other.affine->bias.detach().to(at::kBFloat16).to(at::kFloat);
+    expect_same(whole_parameters(handle), expected);
+  });
+}
+
+}  // namespace
+}  // namespace tessera::test

@@ -1,0 +1,32 @@
+// How much memory tensors hold: what libtorch's allocator reports of one thread.
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <cstdint>
+#include <memory>
+
+namespace tessera::test {
+
+/// While alive counts the bytes that this thread's tensors take, less those that they give back. On
+/// CPUs backward runs on the thread that calls it.
+class HeldBytes {
+ public:
+  HeldBytes() : guard_(c10::DebugInfoKind::PROFILER_STATE, counter_) {}
+  std::int64_t bytes() const { return counter_->bytes; }
+
+ private:
+  struct Counter : c10::MemoryReportingInfoBase {
+    void reportMemoryUsage(void*, std::int64_t size, std::size_t, std::size_t,
+                           c10::Device) override {
+      bytes += size;
+    }
+    bool memoryProfilingEnabled() const override { return true; }
+    std::int64_t bytes = 0;
+  };
+  std::shared_ptr<Counter> counter_ = std::make_shared<Counter>();
+  c10::DebugInfoGuard guard_;
+};
+
+}  // namespace tessera::test
