@@ -25,6 +25,7 @@ struct TruthRow {
   bool frozen_first = false;  ///< row.first is frozen; row.second is trained all the same
   bool has_policy = true;     ///< param_dtype bfloat16, reduce_dtype float32
   std::function<void(PrecisionPolicy&)> also = nullptr;
+  std::optional<DType> storage_of_first = {};  ///< where it differs: whole on every rank
 
   PrecisionPolicy policy() const {
     PrecisionPolicy policy;
@@ -54,6 +55,16 @@ inline void pin(PrecisionPolicy& policy) {
 inline void pin_and_widen(PrecisionPolicy& policy) {
   pin(policy);
   policy.rules[0].widen = true;
+}
+
+inline void whole(PrecisionPolicy& policy) {
+  policy.rules.push_back(rule_of_row());
+  policy.rules.back().match = {"row.first"};
+  policy.rules.back().frozen = FrozenRule::kReplicate;
+}
+inline void pin_whole(PrecisionPolicy& policy) {
+  pin(policy);
+  whole(policy);
 }
 
 constexpr auto kF32 = DType::kFloat32;
@@ -109,6 +120,20 @@ inline std::vector<TruthRow> truth_table() {
       {"ScratchPinned", {}, kF32, kF32, kF32, kStorage, kBF16, false, true, pin},
       {"FrozenShardedBFloat16AskedForFloat32", kBF16, kF32, kF32, kBF16, kStorage, kBF16, true},
       {"FrozenShardedPinned", kF32, {}, kF32, kF32, kStorage, kBF16, true, true, pin},
+      {"FrozenWholeBFloat16AskedForFloat32", kBF16, kF32, kF32, kBF16, kStorage, kBF16, true, true,
+       whole, kBF16},
+      {"FrozenWholeFloat32InAFloat32File",
+       kF32,
+       {},
+       kF32,
+       kBF16,
+       kStorage,
+       kF32,
+       true,
+       true,
+       whole,
+       kBF16},
+      {"FrozenWholePinned", kF32, {}, kF32, kF32, kStorage, kBF16, true, true, pin_whole, kF32},
       {"NoPolicyBFloat16", kBF16, {}, kBF16, kBF16, kRemainder, kBF16, false, false},
       {"NoPolicyFloat32", kF32, {}, kF32, kF32, kStorage, kBF16, false, false},
   };

@@ -154,6 +154,7 @@ class TruthTable : public ::testing::TestWithParam<TruthRow> {
 
   DType storage_of(const std::string& name) const {
     const auto& row = GetParam();
+    if (name == "row.first" && row.storage_of_first) return *row.storage_of_first;
     if (is_of_row(name)) return row.storage;
     const bool narrows = row.policy().on_narrower_request == NarrowerRequest::kNarrow;
     if (!row.requested || (represents(row.bulk, *row.requested) && !narrows && row.checkpoint))

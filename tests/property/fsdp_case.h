@@ -48,6 +48,7 @@ struct CaseNode {
   std::size_t unit = 0;  ///< the node at the top of its unit
   std::vector<std::size_t> objects;
   std::vector<CaseAdapter> adapters;
+  at::Tensor buffer = {};  ///< [kColumns] or undefined
   std::vector<CaseChild> children;
 };
 
@@ -57,6 +58,7 @@ enum class CaseZero { kNone, kZeros, kKeep };
 struct CaseChange {
   std::size_t parameter = 0;
   bool trainable = true;
+  FrozenAs frozen_as = FrozenAs::kShard;
 };
 
 struct Case {
@@ -76,6 +78,8 @@ struct Case {
   CaseZero zero = CaseZero::kNone;
   /// By step: what is frozen and unfrozen before it. Gradients are set to none then.
   std::vector<std::vector<CaseChange>> changes{2};
+  /// The loss is multiplied by it, in fp16; a step that overflows is left out and halves it.
+  std::optional<double> loss_scale;
   /// Shards are stepped as a user's own loop would; optimizers want a dtype that fits theirs.
   bool steps_by_hand = false;
   at::ScalarType input = at::kFloat;
@@ -88,6 +92,7 @@ struct Case {
     return seeded(seed * 1000 + number, {2, kColumns}, input);
   }
   static std::string name_of(std::size_t object) { return concat("p", object); }
+  static std::string name_of_buffer(std::size_t node) { return concat("b", node); }
   int steps() const { return static_cast<int>(changes.size()); }
 };
 
@@ -118,7 +123,8 @@ inline at::Tensor apply_adapter(const at::Tensor& x, const at::Tensor& base, con
 /// All that a node does before its children; `tensor_of` gives the tensor of an object.
 template <class TensorOf>
 at::Tensor apply_node(const Case& c, const CaseNode& node, int rank, at::Tensor x,
-                      const TensorOf& tensor_of) {
+                      const at::Tensor& buffer, const TensorOf& tensor_of) {
+  if (buffer.defined()) x = (x * (buffer * 0.25 + 1.0)).to(x.scalar_type());
   for (const auto object : node.objects) {
     const auto& parameter = c.parameters[c.objects[object].parameter];
     if (c.objects[object].in_adapter) continue;
@@ -159,7 +165,9 @@ inline std::string Case::describe() const {
   for (std::size_t step = 0; step < changes.size(); ++step) {
     for (const auto& change : changes[step])
       text += concat("  before step ", step, " parameter ", change.parameter,
-                     change.trainable ? " is trained\n" : " is frozen\n");
+                     change.trainable                           ? " is trained\n"
+                     : change.frozen_as == FrozenAs::kReplicate ? " is frozen, whole\n"
+                                                                : " is frozen\n");
   }
   for (std::size_t i = 0; i < nodes.size(); ++i) {
     text += concat("  node ", i, " (unit ", nodes[i].unit, "):");
@@ -172,6 +180,8 @@ inline std::string Case::describe() const {
                                       : std::string(),
                      p.used_by == -2 ? "" : concat(" used by ", p.used_by));
     }
+    if (nodes[i].buffer.defined())
+      text += concat(" buffer ", c10::toString(nodes[i].buffer.scalar_type()));
     for (const auto& adapter : nodes[i].adapters)
       text += concat(" adapter(", adapter.base, ",", adapter.a, ",", adapter.b, ")");
     for (const auto& child : nodes[i].children) {

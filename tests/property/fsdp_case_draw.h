@@ -94,6 +94,9 @@ inline void draw_tree(Draw& draw, Case& c) {
       c.parameters.push_back(draw_parameter(draw, c.seed * 100 + c.objects.size(), c.ranks));
     }
     if (draw.one_in(4)) draw_adapter(draw, c, node);
+    if (draw.one_in(3))
+      node.buffer = seeded(c.seed * 100 + 80 + i, {kColumns},
+                           draw.of({at::kFloat, at::kFloat, at::kBFloat16, at::kDouble}));
     c.nodes.push_back(std::move(node));
   }
   auto& first = c.parameters[c.objects[c.nodes[0].objects[0]].parameter];
@@ -160,7 +163,7 @@ inline PrecisionRule draw_rule(Draw& draw, std::size_t object) {
       rule.frozen = FrozenRule::kNo;
       break;
     default:
-      rule.frozen = draw.of({FrozenRule::kYes, FrozenRule::kShard});
+      rule.frozen = draw.of({FrozenRule::kYes, FrozenRule::kShard, FrozenRule::kReplicate});
       break;
   }
   return rule;
@@ -190,6 +193,13 @@ inline PrecisionPolicy draw_policy(Draw& draw) {
   policy.param_rounding =
       draw.of({Rounding::kNearestEven, Rounding::kNearestEven, Rounding::kHalfAway});
   if (draw.one_in(4)) policy.output_dtype = draw.of({DType::kBFloat16, DType::kFloat32});
+  if (draw.one_in(6)) {
+    policy.param_dtype = DType::kFloat16;
+    policy.loss_scaling = true;
+    policy.optimizer.master = MasterRequest::kAuto;  // see leave_out_float16
+    if (draw.one_in(3)) policy.reduce_dtype = DType::kFloat16;
+    if (policy.accumulate_dtype == DType::kBFloat16) policy.accumulate_dtype.reset();
+  }
   return policy;
 }
 
@@ -228,6 +238,8 @@ inline void draw_policies(Draw& draw, Case& c) {
   }
   leave_out_float16(c);
   c.steps_by_hand = base.final_dtype.has_value();
+  // The largest overflows now and then.
+  if (base.loss_scaling) c.loss_scale = draw.of({0x1p4, 0x1p10, 0x1p15});
   if (draw.one_in(2)) c.file_bulk = draw.of({DType::kBFloat16, DType::kBFloat16, DType::kFloat32});
 }
 
@@ -240,7 +252,9 @@ inline void draw_changes(Draw& draw, Case& c) {
     for (std::size_t p = 1; p < c.parameters.size(); ++p) {
       if (!c.parameters[p].initial.is_floating_point() || !draw.one_in(3)) continue;
       // Sometimes what it is already: rules may have frozen it, and the same again changes nothing.
-      c.changes[step].push_back({p, draw.one_in(4) ? trainable(p) : draw.one_in(2)});
+      const bool trained = draw.one_in(4) ? trainable(p) : draw.one_in(2);
+      c.changes[step].push_back(
+          {p, trained, draw.of({FrozenAs::kShard, FrozenAs::kShard, FrozenAs::kReplicate})});
     }
   }
 }
@@ -263,6 +277,8 @@ inline Case Case::make(std::uint64_t seed) {
   c.input_requires_grad = draw.one_in(2);
   c.evaluates = draw.one_in(3);
   c.zero = draw.of({CaseZero::kNone, CaseZero::kZeros, CaseZero::kKeep});
+  // What is kept is of another scale once that has changed.
+  if (c.loss_scale) c.zero = CaseZero::kNone;
   c.input = draw.of({at::kFloat, at::kFloat, at::kBFloat16});
   detail::draw_changes(draw, c);
   return c;

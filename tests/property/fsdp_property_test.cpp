@@ -5,6 +5,7 @@
 // TESSERA_PROPERTY_FROM is the first seed (default 1).
 #include <ATen/Parallel.h>
 
+#include <cmath>
 #include <cstdlib>
 #include <iostream>
 
@@ -14,6 +15,8 @@
 #include "fsdp/unit.h"
 #include "property/fsdp_case_draw.h"
 #include "property/fsdp_reference.h"
+#include "tessera/clip.h"
+#include "tessera/grad_scaler.h"
 #include "tessera/optim.h"
 #include "tessera/recompute.h"
 #include "tessera/trainable.h"
@@ -28,7 +31,7 @@ class Node : public torch::nn::Module {
 
   at::Tensor forward(const at::Tensor& input) {
     const auto& node = case_.nodes[number_];
-    auto x = apply_node(case_, node, rank_, input,
+    auto x = apply_node(case_, node, rank_, input, buffer,
                         [this](std::size_t object) { return tensors.at(object); });
     for (std::size_t i = 0; i < node.children.size(); ++i) {
       const auto& child = node.children[i];
@@ -42,6 +45,7 @@ class Node : public torch::nn::Module {
   }
 
   std::map<std::size_t, at::Tensor> tensors;  ///< by object
+  at::Tensor buffer;
   std::vector<std::shared_ptr<Node>> plain;
   std::vector<std::shared_ptr<Sharded<Node>>> handles;
 
@@ -127,6 +131,8 @@ class Builder {
       result->tensors[object] = tensors_[object];
       result->register_parameter(Case::name_of(object), tensors_[object], parameter.trainable);
     }
+    if (const auto& buffer = case_.nodes[number].buffer; buffer.defined())
+      result->buffer = result->register_buffer(Case::name_of_buffer(number), buffer.clone());
     for (const auto& child : case_.nodes[number].children) {
       result->plain.push_back(result->register_module(concat("n", child.node), module(child.node)));
       result->handles.emplace_back();
@@ -159,12 +165,19 @@ std::size_t parameter_of(const Case& c, const std::string& name) {
   return c.objects.at(object).parameter;
 }
 
+/// Bit for bit, but that every NaN is every other.
+::testing::AssertionResult same_numbers(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.is_floating_point() || !b.is_floating_point()) return same_bits(a, b);
+  const auto seen = [](const at::Tensor& t) { return t.masked_fill(t.isnan(), 12345.0); };
+  return same_bits(seen(a), seen(b));
+}
+
 void expect_step(const Case& c, Sharded<Node>& handle, const Reference& reference,
                  const std::string& where) {
   std::size_t seen = 0;
   handle.visit_full_gradients([&](const std::string& name, const at::Tensor& found) {
     const auto& expected = reference.gradient(parameter_of(c, name));
-    EXPECT_TRUE(same_bits(found, expected.defined() ? expected : at::zeros_like(found)))
+    EXPECT_TRUE(same_numbers(found, expected.defined() ? expected : at::zeros_like(found)))
         << where << " gradient " << name;
     ++seen;
   });
@@ -193,13 +206,29 @@ std::vector<GradContract> contracts_of(const Case& c, const Sharded<Node>& handl
   return contracts;
 }
 
+/// By node, cast once: undefined where there is none.
+std::vector<at::Tensor> buffers_of(const Case& c, const Sharded<Node>& handle) {
+  std::vector<at::Tensor> buffers(c.nodes.size());
+  for (const auto& view : handle.buffers()) {
+    const auto& name = view.contract->name;
+    const auto node = std::stoul(name.substr(name.rfind('b') + 1));
+    buffers[node] = c.nodes[node].buffer.to(to_scalar_type(view.contract->compute));
+  }
+  return buffers;
+}
+
 /// One rank of a case. The reference runs on rank 0's thread; all look at it, one step at a time.
 class CaseRun {
  public:
   CaseRun(const Case& c, World& world, std::shared_ptr<Reference>& reference)
       : case_(c), world_(world), reference_(reference), handle_(Builder(c, world).build()) {
-    if (world.rank() == 0) reference_ = std::make_shared<Reference>(c, contracts_of(c, handle_));
+    if (world.rank() == 0)
+      reference_ = std::make_shared<Reference>(c, contracts_of(c, handle_), buffers_of(c, handle_));
     if (!case_.steps_by_hand) optimizer_ = make_sgd(handle_, sgd(Reference::kLr));
+    if (!case_.loss_scale) return;
+    GradScalerOptions options;
+    options.init_scale = *case_.loss_scale;
+    scaler_.emplace(handle_, options);
   }
 
   void run() {
@@ -234,8 +263,8 @@ class CaseRun {
     if (changes.empty()) return;
     handle_.zero_grad();
     std::vector<TrainableChange> asked;
-    for (const auto& [parameter, trainable] : changes)
-      asked.push_back({{first_name(case_, parameter)}, trainable});
+    for (const auto& change : changes)
+      asked.push_back({{first_name(case_, change.parameter)}, change.trainable, change.frozen_as});
     std::vector<Optimizer*> follow;
     if (optimizer_) follow.push_back(optimizer_.get());
     set_trainable(handle_, asked, follow);
@@ -247,10 +276,18 @@ class CaseRun {
     handle_.set_requires_gradient_sync(case_.syncs_every || last);
     handle_.set_requires_replica_reduce(case_.replicas_every || last);
     const auto x = case_.batch(world_.rank(), step, i).requires_grad_(case_.input_requires_grad);
-    backward(case_loss(handle_.forward(x)));
+    const auto loss = case_loss(handle_.forward(x));
+    backward(scaler_ ? scaler_->scaled(loss) : loss);
   }
 
   void step_shards() {
+    const double norm = gradient_norm(handle_);
+    EXPECT_EQ(std::isfinite(norm), reference_->stepped()) << where_;
+    if (scaler_) {
+      const bool steps = scaler_->update(handle_, norm);
+      EXPECT_EQ(scaler_->scale(), reference_->loss_scale()) << where_;
+      if (!steps) return;
+    }
     if (optimizer_) return optimizer_->step();
     const at::NoGradGuard no_grad;
     for (const auto& view : handle_.shards()) {
@@ -272,6 +309,7 @@ class CaseRun {
   std::shared_ptr<Reference>& reference_;
   Sharded<Node> handle_;
   std::unique_ptr<Optimizer> optimizer_;
+  std::optional<GradScaler> scaler_;
   std::string where_;
 };
 

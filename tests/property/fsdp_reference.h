@@ -17,10 +17,12 @@ namespace tessera::test {
 
 class Reference {
  public:
-  /// `contracts` by parameter.
-  Reference(const Case& c, std::vector<GradContract> contracts)
+  /// `contracts` by parameter, `buffers` by node: as they are after loading.
+  Reference(const Case& c, std::vector<GradContract> contracts, std::vector<at::Tensor> buffers)
       : case_(c),
         contracts_(std::move(contracts)),
+        buffers_(std::move(buffers)),
+        loss_scale_(c.loss_scale.value_or(1.0)),
         slots_(static_cast<std::size_t>(c.ranks)),
         sums_(static_cast<std::size_t>(c.replicas)) {
     for (std::size_t p = 0; p < case_.parameters.size(); ++p) {
@@ -40,6 +42,11 @@ class Reference {
   /// After a step: what parameters are from now on. Gradients are none.
   void change(std::vector<GradContract> contracts) {
     contracts_ = std::move(contracts);
+    for (std::size_t p = 0; p < shards_.size(); ++p) {
+      // Kept as it computes from now on, and what an optimizer kept of it is gone.
+      if (contracts_[p].replicated())
+        masters_[p] = shards_[p] = shards_[p].to(to_scalar_type(contracts_[p].storage.dtype));
+    }
     make_masters();
     forget_gradients();
   }
@@ -48,6 +55,10 @@ class Reference {
   const at::Tensor& value(std::size_t p) const { return shards_[p]; }
   /// Undefined where no rank used the parameter.
   const at::Tensor& gradient(std::size_t p) const { return gradients_[p]; }
+
+  /// Whether the last step was made: its gradients were finite.
+  bool stepped() const { return steps_; }
+  double loss_scale() const { return loss_scale_; }
 
   at::Tensor evaluate(int rank, const at::Tensor& x) {
     const at::NoGradGuard no_grad;
@@ -62,10 +73,18 @@ class Reference {
       for (rank_ = 0; rank_ < case_.ranks; ++rank_) {
         auto x = case_.batch(rank_, number, i);
         torch::autograd::backward(
-            {case_loss(call_unit(0, x.requires_grad_(case_.input_requires_grad)))}, {});
+            {case_loss(call_unit(0, x.requires_grad_(case_.input_requires_grad))) * loss_scale_},
+            {});
       }
       if (case_.syncs_every || last) reduce();
       if (last) publish();
+    }
+    steps_ = std::all_of(gradients_.begin(), gradients_.end(), [](const at::Tensor& gradient) {
+      return !gradient.defined() || gradient.isfinite().all().item<bool>();
+    });
+    if (!steps_) {
+      loss_scale_ /= 2;
+      return;
     }
     const at::NoGradGuard no_grad;
     for (std::size_t p = 0; p < masters_.size(); ++p) {
@@ -196,7 +215,8 @@ class Reference {
 
   at::Tensor call_node(std::size_t number, at::Tensor x) {
     const auto& node = case_.nodes[number];
-    x = apply_node(case_, node, rank_, x, [this](auto object) { return aliases_.at(object); });
+    x = apply_node(case_, node, rank_, x, buffers_[number],
+                   [this](auto object) { return aliases_.at(object); });
     for (const auto& child : node.children) {
       for (int i = 0; i < child.repeats; ++i) x = call_child(child, x);
     }
@@ -272,13 +292,16 @@ class Reference {
         if (sums_.size() > 1) part = rounded_to_wire(p, part);
         total = total.defined() ? total + part : part;
       }
-      gradients_[p] = divided(total, contracts_[p].reductions.divide_factor,
+      gradients_[p] = divided(total, contracts_[p].reductions.divide_factor * loss_scale_,
                               to_scalar_type(contracts_[p].final));
     }
   }
 
   const Case& case_;
   std::vector<GradContract> contracts_;
+  std::vector<at::Tensor> buffers_;
+  double loss_scale_;
+  bool steps_ = true;
   std::vector<at::Tensor> shards_;   // in storage
   std::vector<at::Tensor> masters_;  // what is stepped: the same tensor, or an fp32 one
   std::vector<at::Tensor> gradients_;
