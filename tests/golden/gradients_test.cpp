@@ -127,8 +127,8 @@ TEST(GoldenCheckDtypes, AnEmbeddingInFloat32IsFoundWhereItsResultArrives) {
     config.precision.rule[0].param_dtype = DType::kFloat32;
     config.debug.check_dtypes = true;
     const auto& batches = Reference::of("llama-fp32").batches();
-    const auto message = testing::error_of(ErrorKind::kContract,
-                                           [&] { run_gradients(config, layout, batches); });
+    const auto message =
+        testing::error_of(ErrorKind::kContract, [&] { run_gradients(config, layout, batches); });
     EXPECT_NE(message.find("debug.check_dtypes: found"), std::string::npos) << message;
     EXPECT_NE(message.find("because of input 0 of unit model.layers.0"), std::string::npos)
         << message;
