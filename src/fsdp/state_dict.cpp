@@ -5,6 +5,7 @@
 #include <map>
 #include <set>
 
+#include "fsdp/finite_copy.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "tessera/error.h"
@@ -19,6 +20,9 @@ struct Target {
   std::vector<std::int64_t> shape;
   std::int64_t begin = 0;
   std::int64_t end = 0;
+  // Whether wider values are cast on the way in, as the contract says: frozen parameters that are
+  // whole on every rank, and buffers of frozen parts, in their compute dtype.
+  bool is_cast = false;
 };
 
 std::int64_t numel_of(const std::vector<std::int64_t>& shape) {
@@ -27,26 +31,43 @@ std::int64_t numel_of(const std::vector<std::int64_t>& shape) {
   return numel;
 }
 
-Target target_of(const std::string& name, const at::Tensor& buffer) {
-  return {{name}, buffer, buffer.sizes().vec(), 0, buffer.numel()};
-}
-
 std::vector<Target> targets_of(const ShardedBase& model) {
   std::vector<Target> targets;
   for (const auto& view : model.shards()) {
-    Target target{
-        {view.contract->name}, view.shard.detach(), view.contract->shape, view.begin, view.end};
+    Target target{{view.contract->name},
+                  view.shard.detach(),
+                  view.contract->shape,
+                  view.begin,
+                  view.end,
+                  !view.contract->trainable && view.contract->frozen_as == FrozenAs::kReplicate};
     target.names.insert(target.names.end(), view.contract->aliases.begin(),
                         view.contract->aliases.end());
     targets.push_back(std::move(target));
   }
-  for (const auto& buffer : model.named_buffers()) {
-    targets.push_back(target_of(buffer.key(), buffer.value()));
+  for (const auto& [contract, buffer] : model.buffers()) {
+    if (!contract->stored) continue;
+    targets.push_back({{contract->name},
+                       buffer,
+                       buffer.sizes().vec(),
+                       0,
+                       buffer.numel(),
+                       contract->storage != contract->compute});
   }
   return targets;
 }
 
 std::string shown(const std::vector<std::int64_t>& shape) { return concat(at::IntArrayRef(shape)); }
+
+std::string refusal_of_cast(const Target& target, const StateTensor& entry) {
+  if (entry.values.scalar_type() == target.values.scalar_type()) return "";
+  try {
+    const auto cast = at::empty({entry.values.numel()}, target.values.options());
+    fsdp::finite_copy(cast, entry.values.reshape(-1), entry.name);
+    return "";
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
 
 /// Empty when `entry` can be written into `target` as it is.
 std::string refusal_of(const Target& target, const StateTensor& entry) {
@@ -66,6 +87,7 @@ std::string refusal_of(const Target& target, const StateTensor& entry) {
                  " to ", target.end, ", which this rank owns; load a full state dict");
   }
   const auto from = entry.values.scalar_type();
+  if (target.is_cast && at::isFloatingType(from)) return refusal_of_cast(target, entry);
   const auto to = target.values.scalar_type();
   const bool same_kind = at::isFloatingType(from) == at::isFloatingType(to) &&
                          at::isComplexType(from) == at::isComplexType(to);

@@ -289,6 +289,34 @@ TEST(StateDictErrors, LoadingBetweenAForwardAndItsBackwardIsRefused) {
   });
 }
 
+// A frozen part kept whole in bf16, with its buffer: values come in the storage dtype or in theirs.
+TEST_P(StateDicts, WhatIsCastOnceAfterLoadingTakesBothDtypes) {
+  const auto [count, replicas] = GetParam();
+  ranks(count).run([replicas](World& world) {
+    PrecisionPolicy policy;
+    policy.param_dtype = DType::kBFloat16;
+    PrecisionRule rule;
+    rule.match = {"affine"};
+    rule.frozen = FrozenRule::kReplicate;
+    policy.rules.push_back(rule);
+    const auto mesh = data_mesh(world, replicas);
+    const Everything other(50);
+    auto from = fully_shard(std::make_shared<Everything>(50), mesh, policy);
+    from.set_loaded();
+    for (const auto& dict : {whole_dict(other), state_dict(from, StateDictKind::kFull)}) {
+      auto module = std::make_shared<Everything>(1);
+      auto handle = fully_shard(module, mesh, policy);
+      handle.set_loaded();
+      load_state_dict(handle, dict);
+      const auto x = seeded(9, {4, 7});
+      EXPECT_TRUE(same_bits(handle.forward(x).detach(), from.forward(x).detach()));
+      EXPECT_TRUE(same_bits(whole_parameters(handle).at("affine.weight"),
+                            other.affine->weight.detach().to(at::kBFloat16)));
+      EXPECT_TRUE(same_bits(module->mean, other.mean.to(at::kBFloat16)));
+    }
+  });
+}
+
 TEST(StateDictsLenient, LeaveOutWhatIsMissingOrUnknownAndWidenWhatIsNarrow) {
   ranks(2).run([](World& world) {
     const Everything other(50);
