@@ -36,16 +36,6 @@ void check_built(const Config& config) {
                 ", expected 0; mixtures of experts are not yet built");
 }
 
-/// Values that the contract knows and a run cannot do yet.
-void check_precision_built(const Config& config) {
-  const auto refuse = [](const std::string& key, std::string_view found,
-                         std::string_view expected) {
-    throw Error(ErrorKind::kConfig,
-                concat(key, ": found ", found, ", expected ", expected, "; it is not yet built"));
-  };
-  validate(config.grad_scaler);
-}
-
 void check_lora(const LoraConfig& lora, const ModelConfig& model) {
   if (lora.rank == 0) {
     TESSERA_CHECK(lora == LoraConfig{}, ErrorKind::kConfig,
@@ -154,7 +144,7 @@ std::string absolute_under(const fs::path& base, const std::string& folder) {
 
 void validate(const Config& config, Verb verb) {
   check_built(config);
-  check_precision_built(config);
+  validate(config.grad_scaler);
   check_model(config.model);
   check_lora(config.lora, config.model);
   check_precision(config.precision);
