@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "dist/ranks.h"
+#include "tessera/recompute_mode.h"
 #include "tessera/shard.h"
 
 namespace tessera::test {
@@ -41,6 +42,7 @@ struct CaseChild {
   std::size_t node = 0;
   bool handle = false;      ///< a unit of its own
   bool recomputes = false;  ///< called through checkpoint()
+  RecomputeMode mode = RecomputeMode::kFull;
   int repeats = 1;
 };
 
@@ -154,14 +156,16 @@ inline std::string describe_policy(const PrecisionPolicy& policy) {
 }
 
 inline std::string Case::describe() const {
-  auto text = concat(
-      "seed ", seed, ": ", ranks, " ranks, ", replicas, " replicas",
-      backend == ThreadBackend::kGloo ? ", Gloo" : "", ", ", micro_batches, " micro-batches",
-      syncs_every ? "" : " synced last", replicas_every ? "" : ", replicas last",
-      input_requires_grad ? ", input requires grad" : "", ", zero mode ", static_cast<int>(zero),
-      ", merge below ", options[0].merge_below_bytes, steps_by_hand ? ", stepped by hand" : "",
-      file_bulk ? concat(", of a file of ", to_string(*file_bulk)) : "", "\n",
-      describe_policy(policies[0]), "\n");
+  auto text =
+      concat("seed ", seed, ": ", ranks, " ranks, ", replicas, " replicas",
+             backend == ThreadBackend::kGloo ? ", Gloo" : "", ", ", micro_batches, " micro-batches",
+             syncs_every ? "" : " synced last", replicas_every ? "" : ", replicas last",
+             input_requires_grad ? ", input requires grad" : "", ", zero mode ",
+             static_cast<int>(zero), ", merge below ", options[0].merge_below_bytes,
+             loss_scale ? concat(", loss scale ", *loss_scale) : "",
+             steps_by_hand ? ", stepped by hand" : "",
+             file_bulk ? concat(", of a file of ", to_string(*file_bulk)) : "", "\n",
+             describe_policy(policies[0]), "\n");
   for (std::size_t step = 0; step < changes.size(); ++step) {
     for (const auto& change : changes[step])
       text += concat("  before step ", step, " parameter ", change.parameter,

@@ -84,7 +84,12 @@ inline void draw_tree(Draw& draw, Case& c) {
     CaseNode node;
     if (i > 0) {
       const auto parent = draw.below(i);
-      CaseChild child{i, draw.one_in(2), draw.one_in(4), draw.one_in(6) ? 2 : 1};
+      CaseChild child;
+      child.node = i;
+      child.handle = draw.one_in(2);
+      child.recomputes = draw.one_in(4);
+      child.mode = draw.of({RecomputeMode::kFull, RecomputeMode::kSelective});
+      child.repeats = draw.one_in(6) ? 2 : 1;
       node.unit = child.handle ? i : c.nodes[parent].unit;
       c.nodes[parent].children.push_back(child);
     }
@@ -193,7 +198,7 @@ inline PrecisionPolicy draw_policy(Draw& draw) {
   policy.param_rounding =
       draw.of({Rounding::kNearestEven, Rounding::kNearestEven, Rounding::kHalfAway});
   if (draw.one_in(4)) policy.output_dtype = draw.of({DType::kBFloat16, DType::kFloat32});
-  if (draw.one_in(6)) {
+  if (draw.one_in(4)) {
     policy.param_dtype = DType::kFloat16;
     policy.loss_scaling = true;
     policy.optimizer.master = MasterRequest::kAuto;  // see leave_out_float16

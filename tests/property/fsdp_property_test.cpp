@@ -37,7 +37,8 @@ class Node : public torch::nn::Module {
       const auto& child = node.children[i];
       for (int repeat = 0; repeat < child.repeats; ++repeat) {
         x = child.recomputes
-                ? checkpoint([this, i](const auto& inputs) { return call(i, inputs[0]); }, {x})
+                ? checkpoint([this, i](const auto& inputs) { return call(i, inputs[0]); }, {x},
+                             child.mode)
                 : call(i, x);
       }
     }
