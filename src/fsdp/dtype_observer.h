@@ -41,7 +41,7 @@ class DtypeWatch::Observer {
   struct Origin {
     std::string what;
     /// What names it best comes first: parameters and buffers, then inputs. A table that is made
-    /// on the way has nothing to do with activations until it meets some.
+    /// on the way, or kept by a module, has nothing to do with activations until it meets some.
     enum class Kind : std::uint8_t { kTable, kInput, kNamed } kind = Kind::kNamed;
   };
   /// One floating input of the operation under way.

@@ -101,7 +101,7 @@ Observer::Origin Observer::origin_of(const at::Tensor& tensor) const {
       if (place.first == storage && tensor.storage_offset() < named.end) return {named.name};
     }
   }
-  return {"a tensor that is neither parameter, buffer nor input", Origin::Kind::kInput};
+  return {"a tensor that is neither parameter, buffer nor input", Origin::Kind::kTable};
 }
 
 void Observer::add_input(const at::Tensor& tensor) {
