@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -96,19 +97,20 @@ class Optimizer {
   double lr_;
 
  private:
-  friend void set_trainable(ShardedBase& model, const std::vector<TrainableChange>& changes,
-                            const std::vector<Optimizer*>& follow);
+  friend class TrainableChanger;
   Item make_item(const ShardView& view) const;
   /// New tensors for what is kept of relaid parameters, yet to be filled: added to `carried`.
   void carry_state(const std::vector<fsdp::Relaid>& relaid, std::vector<fsdp::Carried>& carried);
-  /// Steps what the model trains now.
-  void follow(const ShardedBase& model);
+  /// Steps what is trained now of the parameters that it was made for.
+  void follow(const ShardedBase& outermost);
+  std::string summary() const;  ///< a line for comparing ranks
   Item& find(std::string_view parameter);
   void make_item_state(Item& item) const;
   std::vector<OptimizerState::Kept> kept_of(const Item& item) const;
 
   std::shared_ptr<fsdp::Unit> unit_;
   std::vector<std::string> no_decay_;
+  std::set<const GradContract*> scope_;  // of all parameters of the handle that it was made for
   std::vector<Item> items_;   // trained parameters, and frozen ones that were trained before
   std::uint64_t layout_ = 0;  // of the runtime, that the items' shards have
   bool warned_ = false;       // of a master that was given up

@@ -38,9 +38,8 @@ struct Entry;
 struct Parameter;
 }  // namespace fsdp
 
-class Optimizer;
 class ShardedBase;
-struct TrainableChange;
+class TrainableChanger;
 
 struct ShardOptions {
   /// Canonical name of the module in the whole model ("model.layers.0"): put before its parameters'
@@ -171,7 +170,7 @@ class ShardedBase : public torch::nn::Module {
   /// As ShardOptions::divide_factor, for sums that begin from now on: there may be no gradient.
   /// Idle.
   void set_gradient_divide_factor(double factor, bool recurse = true);
-  void unshard();  ///< gathers this unit now, and keeps it until a forward or reshard() gives it
+  void unshard();  ///< gathers this unit now, and keeps it until a backward or reshard() gives it
                    ///< back. Collective.
   UnshardHandle unshard_async();  ///< the same without waiting. Collective, in the same order on
                                   ///< all ranks.
@@ -211,8 +210,7 @@ class ShardedBase : public torch::nn::Module {
   };
 
  private:
-  friend void set_trainable(ShardedBase& model, const std::vector<TrainableChange>& changes,
-                            const std::vector<Optimizer*>& follow);
+  friend class TrainableChanger;
   struct Inner {
     std::string path;
     std::shared_ptr<ShardedBase> handle;
@@ -223,6 +221,7 @@ class ShardedBase : public torch::nn::Module {
   };
   void adopt(const ShardOptions& options);
   void for_units(bool recurse, const std::function<void(ShardedBase&)>& act);
+  void require_own_parameters(bool recurse);
   enum class Place : std::uint8_t { kOutermost, kInside };
   void resolve_unit(Place place);
   /// The contracts of the buffers of this handle and of those inside; what is frozen around them

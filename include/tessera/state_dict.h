@@ -3,9 +3,9 @@
 // For users with a file format of their own; the trainer's checkpoints (docs/checkpoint.md) load
 // any layout into any other by themselves. An entry knows which elements of the whole tensor it
 // holds, so that one rule covers every dict: this rank loads what it owns from an entry that holds
-// it. Values are never rounded on the way, but where a contract says that they are cast once (frozen
-// parameters that are whole on every rank, buffers of frozen parts). Next: shard.h. Source: FSDP2's
-// state dict hooks.
+// it. Values are never rounded on the way, but where a contract says that they are cast once
+// (frozen parameters that are whole on every rank, buffers of frozen parts). Next: shard.h. Source:
+// FSDP2's state dict hooks.
 #pragma once
 
 #include <cstdint>

@@ -57,11 +57,11 @@ void refuse_capture(const Unit& unit) {
 
 void Runtime::begin_backward() {
   if (in_backward_) return;
-  TESSERA_CHECK(has_scaler_ || loss_scale_ == 1.0, ErrorKind::kUsage,
-                "backward: found gradients at the loss scale ", loss_scale_,
-                " of a GradScaler that ended in the middle of a step, expected it to live on; keep "
-                "it as long as the model trains, or recover the World");
   in_backward_ = true;
+  if (awaiting_tickets_) {
+    // What the last backward reduced without tickets is published with the rest.
+    for (auto* unit : units_) unit->unpublished = unit->unpublished || unit->reduced;
+  }
   awaiting_tickets_ = false;
   // What the last backward left to the deferred gradients is still to be reduced.
   for (; reduction_cursor_ < reductions_.size(); ++reduction_cursor_) {
@@ -74,6 +74,10 @@ void Runtime::begin_backward() {
   // one's. Whatever throws from here on ends as a failure of all ranks.
   torch::autograd::Engine::get_default_engine().queue_callback(
       [end = std::make_shared<BackwardEnd>(shared_from_this())] { end->run(); });
+  TESSERA_CHECK(has_scaler_ || loss_scale_ == 1.0, ErrorKind::kUsage,
+                "backward: found gradients at the loss scale ", loss_scale_,
+                " of a GradScaler that ended in the middle of a step, expected it to live on; keep "
+                "it as long as the model trains, or recover the World");
   for (const auto* unit : units_) refuse_capture(*unit);
   import_user_changes();
 }

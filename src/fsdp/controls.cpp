@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <set>
 
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
@@ -59,6 +60,9 @@ const std::string& Runtime::controls() {
   }
   if (!is_last_backward_) {
     text += concat(text.empty() ? "" : "; ", "set_is_last_backward(false)");
+  }
+  if (loss_scale_ != 1.0) {
+    text += concat(text.empty() ? "" : "; ", "a loss scale of 2^", std::ilogb(loss_scale_));
   }
   add("set_reshard_after_forward(true)",
       [](const Unit& u) { return u.reshard_after_forward && !u.agreed_reshard_after_forward; });
@@ -191,6 +195,7 @@ namespace {
 /// that one issues was settled by how its forward ran.
 fsdp::Unit& idle_unit(const std::shared_ptr<fsdp::Unit>& handle, const char* what) {
   auto& unit = fsdp::unit_of_handle(handle);
+  unit.runtime().renew_after_failure();
   unit.runtime().require_idle(what);
   return unit;
 }
@@ -261,11 +266,35 @@ void ShardedBase::set_backward_prefetch(const std::vector<ShardedBase*>& units) 
   runtime_->controls_changed();
 }
 
+/// Ties and merge_below_bytes move parameters to an outer unit: a factor for some of a unit's
+/// parameters, or for those of others too, is not what anybody means.
+void ShardedBase::require_own_parameters(bool recurse) {
+  std::set<const fsdp::Unit*> units;
+  std::set<const fsdp::Parameter*> own;
+  for_units(recurse, [&](ShardedBase& handle) {
+    units.insert(handle.unit_.get());
+    for (const auto& one : handle.own_) own.insert(one.parameter);
+  });
+  const auto require = [&](const fsdp::Parameter& parameter, bool alone) {
+    TESSERA_CHECK(alone, ErrorKind::kUsage, "set_gradient_divide_factor: found the parameter ",
+                  parameter.contract.name, ", which unit ", parameter.unit->shown_name(),
+                  " holds for another one, expected both or neither among the units to set; call "
+                  "it on the outermost handle");
+  };
+  for (const auto* parameter : own) require(*parameter, units.count(parameter->unit) > 0);
+  for (const auto* unit : units) {
+    for (const auto& parameter : unit->parameters()) {
+      require(*parameter, own.count(parameter.get()) > 0);
+    }
+  }
+}
+
 void ShardedBase::set_gradient_divide_factor(double factor, bool recurse) {
   idle_unit(unit_, "set_gradient_divide_factor");
   TESSERA_CHECK(factor > 0 && std::isfinite(factor), ErrorKind::kUsage,
                 "set_gradient_divide_factor: found ", factor,
                 ", expected a finite number above 0; the number of data ranks is the default");
+  require_own_parameters(recurse);
   for_units(recurse, [&](ShardedBase& handle) {
     const auto& unit = *handle.unit_;
     for (const auto& parameter : unit.parameters()) {

@@ -34,6 +34,7 @@ Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std:
     : lr_(lr), unit_(model.unit()), no_decay_(no_decay) {
   layout_ = unit_->runtime().layout();
   for (const auto& view : model.shards()) {
+    scope_.insert(view.contract);
     if (view.contract->trainable) items_.push_back(make_item(view));
   }
   for (const auto& pattern : no_decay) {
@@ -127,6 +128,9 @@ void Optimizer::step() {
   RECORD_USER_SCOPE("tessera::optimizer");
   const TraceScope traced(TraceRow::kOptimizer, "update");
   const at::NoGradGuard no_grad;
+  TESSERA_CHECK(!unit_->runtime().has_failed(), ErrorKind::kUsage,
+                "optimizer step: found a step that an exception has ended, expected one whose "
+                "backwards are done; run its micro-batches again");
   unit_->runtime().require_idle("optimizer step");
   TESSERA_CHECK(layout_ == unit_->runtime().layout(), ErrorKind::kUsage,
                 "optimizer step: found that set_trainable() has laid the model out anew without "

@@ -140,7 +140,8 @@ void Runtime::import_user_changes() {
   rescaled_ = false;
 }
 
-void Runtime::require_whole_sums(const char* what) const {
+void Runtime::require_whole_sums(const char* what) {
+  renew_after_failure();
   require_idle(what);
   require_reduced(what);
   for (const auto* unit : units_) {
@@ -156,6 +157,7 @@ void Runtime::set_loss_scale(double scale, const char* what) {
   if (scale == loss_scale_) return;
   require_whole_sums(what);
   loss_scale_ = scale;
+  controls_changed();
   rescaled_ = true;
 }
 

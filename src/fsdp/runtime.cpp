@@ -129,8 +129,7 @@ void Runtime::begin_relayout() {
 // ---------------------------------------------------------------------------------------- forward
 
 void Runtime::check_usable() {
-  // A recovery is of all ranks, also of those that had nothing under way.
-  if ((failed_ || recoveries_ != world().recoveries()) && !world().poisoned()) reset();
+  renew_after_failure();
   TESSERA_CHECK(
       !world().poisoned(), ErrorKind::kComm,
       "a sharded forward was entered after a failure of this run; call World::recover() on every "
@@ -140,6 +139,13 @@ void Runtime::check_usable() {
   }
   if (!agreed_) agree_on_plan();
   for (auto* unit : units_) unit->cast_buffers();
+}
+
+bool Runtime::has_failed() const { return failed_ || recoveries_ != mesh_.world()->recoveries(); }
+
+void Runtime::renew_after_failure() {
+  // A recovery is of all ranks, also of those that had nothing under way.
+  if (has_failed() && !world().poisoned()) reset();
 }
 
 void Runtime::gather_needed(Unit& unit, Gathers when) {
@@ -326,10 +332,16 @@ void Runtime::reset() {
     unit->owed = unit->unpublished = false;
     unit->abandon_gather();
     for (auto& bucket : unit->buckets()) bucket->drop_gradients();
-    for (auto& p : unit->parameters()) p->used = p->published = false;
+    for (auto& p : unit->parameters()) {
+      // What was published is part of a sum that is gone.
+      if (p->published) p->shard.mutable_grad().reset();
+      p->seen_grad = at::Tensor();
+      p->used = p->published = false;
+    }
   }
   open_.clear();
   if (!has_scaler_) loss_scale_ = 1.0;
+  controls_changed();
   ++generation_;
   recoveries_ = world().recoveries();
   next_segment_ = 0;

@@ -141,7 +141,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void set_has_scaler(bool value) { has_scaler_ = value; }
   bool has_scaler() const { return has_scaler_; }
   /// Errors: kUsage where require_idle() throws, and while gradients wait to be reduced.
-  void require_whole_sums(const char* what) const;
+  void require_whole_sums(const char* what);
   void set_requires_replica_reduce(bool value);
   bool requires_replica_reduce() const { return requires_replica_reduce_; }
   void set_is_last_backward(bool value);
@@ -159,7 +159,11 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void require_reduced(const char* what) const;
   /// Errors: kUsage while a recorded forward waits for its backward or deferred gradients are owed.
   void require_idle(const char* what) const;
-  /// Gives back all unsharded memory and forgets everything under way (after World::recover()).
+  /// An exception has ended a step, and nothing has begun anew since.
+  bool has_failed() const;
+  /// reset() after a failure that World::recover() has ended: first in whatever may follow one.
+  void renew_after_failure();
+  /// Gives back all unsharded memory and forgets everything under way, published gradients too.
   void reset();
   std::int64_t gathers_issued() const { return gathers_issued_; }
   std::int64_t reductions_issued() const { return reductions_issued_; }

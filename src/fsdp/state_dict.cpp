@@ -39,7 +39,7 @@ std::vector<Target> targets_of(const ShardedBase& model) {
                   view.contract->shape,
                   view.begin,
                   view.end,
-                  !view.contract->trainable && view.contract->frozen_as == FrozenAs::kReplicate};
+                  view.contract->replicated()};
     target.names.insert(target.names.end(), view.contract->aliases.begin(),
                         view.contract->aliases.end());
     targets.push_back(std::move(target));
@@ -87,8 +87,10 @@ std::string refusal_of(const Target& target, const StateTensor& entry) {
                  " to ", target.end, ", which this rank owns; load a full state dict");
   }
   const auto from = entry.values.scalar_type();
-  if (target.is_cast && at::isFloatingType(from)) return refusal_of_cast(target, entry);
   const auto to = target.values.scalar_type();
+  if (target.is_cast && at::isFloatingType(from) && at::isFloatingType(to)) {
+    return refusal_of_cast(target, entry);
+  }
   const bool same_kind = at::isFloatingType(from) == at::isFloatingType(to) &&
                          at::isComplexType(from) == at::isComplexType(to);
   if (from != to && (!same_kind || c10::promoteTypes(from, to) != to)) {
@@ -97,6 +99,12 @@ std::string refusal_of(const Target& target, const StateTensor& entry) {
                  "; convert the values first");
   }
   return "";
+}
+
+bool same_values(const StateTensor& one, const StateTensor& other) {
+  if (one.values.is_same(other.values)) return true;
+  return one.values.defined() && one.values.scalar_type() == other.values.scalar_type() &&
+         one.values.sizes() == other.values.sizes() && at::equal(one.values, other.values);
 }
 
 struct Plan {
@@ -121,8 +129,7 @@ Plan plan_of(const std::vector<Target>& targets, const StateDict& entries) {
       const auto found = by_name.find(name);
       if (found == by_name.end()) continue;
       auto refusal = refusal_of(target, *found->second);
-      if (refusal.empty() && source != nullptr && !source->values.is_same(found->second->values) &&
-          !at::equal(source->values, found->second->values)) {
+      if (refusal.empty() && source != nullptr && !same_values(*source, *found->second)) {
         refusal = concat(name, ": found other values than in ", source->name,
                          ", expected the same, since the model has one tensor for both");
       }
@@ -236,6 +243,7 @@ StateDict state_dict(const ShardedBase& model, StateDictKind kind) {
 StateDictDifference load_state_dict(ShardedBase& model, const StateDict& entries, Strict strict) {
   const at::NoGradGuard no_grad;
   auto& runtime = fsdp::unit_of_handle(model.unit()).runtime();
+  runtime.renew_after_failure();
   runtime.require_idle("load_state_dict");
   const auto targets = targets_of(model);
   auto plan = plan_of(targets, entries);
@@ -245,8 +253,9 @@ StateDictDifference load_state_dict(ShardedBase& model, const StateDict& entries
     const auto& target = targets[i];
     const auto& source = *plan.sources[i];
     auto values = target.values;  // not const: copy_ writes through it
-    values.view(-1).copy_(source.values.reshape(-1).narrow(0, target.begin - source.begin,
-                                                           target.end - target.begin));
+    values.copy_(source.values.reshape(-1)
+                     .narrow(0, target.begin - source.begin, target.end - target.begin)
+                     .reshape(values.sizes()));
   }
   mark_loaded(model, targets, plan);
   return std::move(plan.difference);

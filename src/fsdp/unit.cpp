@@ -70,12 +70,9 @@ void Unit::set_unshard_in_backward(bool value) {
 
 void Unit::set_divide_factor(double factor) {
   divide_factor = factor;
-  for (auto& parameter : parameters_) {
-    if (parameter->contract.trainable) parameter->contract.reductions.divide_factor = factor;
-  }
-  for (auto& bucket : buckets_) {
-    if (bucket->trainable()) bucket->set_divide_factor(factor);
-  }
+  // Frozen ones too: they may be trained later (set_trainable).
+  for (auto& parameter : parameters_) parameter->contract.reductions.divide_factor = factor;
+  for (auto& bucket : buckets_) bucket->set_divide_factor(factor);
 }
 
 void Unit::add_prefix(const std::string& prefix) {

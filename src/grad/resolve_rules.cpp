@@ -62,7 +62,8 @@ void check_policy(const PrecisionPolicy& policy) {
   }
 }
 
-RuleBook::RuleBook(const std::vector<PrecisionRule>& rules) : rules_(rules) {
+RuleBook::RuleBook(const std::vector<PrecisionRule>& rules, const char* source)
+    : rules_(rules), source_(source) {
   for (const PrecisionRule& rule : rules) matched_.emplace_back(rule.match.size(), false);
 }
 
@@ -99,7 +100,7 @@ void RuleBook::check_all_matched() const {
       const std::string& pattern = rules_[index].match[p];
       const std::optional<std::string> close = closest_name(pattern, names_);
       throw Error(ErrorKind::kContract,
-                  concat("[[precision.rule]] ", index + 1, ": found the pattern \"", pattern,
+                  concat(source_, " ", index + 1, ": found the pattern \"", pattern,
                          "\", which matches none of ", tensors_,
                          " parameters and buffers, expected at least one match",
                          close ? concat(" (nearest name: ", *close, ")") : "",

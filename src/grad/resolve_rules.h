@@ -40,7 +40,9 @@ void check_policy(const PrecisionPolicy& policy);
 
 class RuleBook {
  public:
-  explicit RuleBook(const std::vector<PrecisionRule>& rules);
+  /// `source`: where the rules stand, for messages.
+  explicit RuleBook(const std::vector<PrecisionRule>& rules,
+                    const char* source = "[[precision.rule]]");
 
   /// Of one tensor by its names. Also notes which patterns matched.
   Asked ask(const std::string& name, const std::vector<std::string>& aliases = {});
@@ -51,6 +53,7 @@ class RuleBook {
 
  private:
   const std::vector<PrecisionRule>& rules_;
+  const char* source_;
   std::vector<std::vector<bool>> matched_;  ///< by rule, by pattern
   std::vector<std::string> names_;          ///< asked for, aliases included
   std::size_t tensors_ = 0;
