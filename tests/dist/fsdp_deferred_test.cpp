@@ -113,6 +113,46 @@ TEST_P(DeferredOnRanks, DeferredGradientsHandedInAfterTheBackward) {
   });
 }
 
+/// A unit with deferred gradients, and one that some micro-batches leave out.
+class WithHead : public torch::nn::Module {
+ public:
+  explicit WithHead(const Mesh& mesh)
+      : deferred(std::make_shared<Deferred>()),
+        first(register_module("first",
+                              std::make_shared<Sharded<Deferred>>(fully_shard(deferred, mesh)))),
+        head(register_module("head", std::make_shared<Sharded<Scale>>(fully_shard(
+                                         std::make_shared<Scale>(seeded(3, {kWidth})), mesh)))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    const auto y = first->forward(x);
+    return uses_head ? head->forward(y) : y;
+  }
+  std::shared_ptr<Deferred> deferred;
+  std::shared_ptr<Sharded<Deferred>> first;
+  std::shared_ptr<Sharded<Scale>> head;
+  bool uses_head = true;
+};
+
+// Naive: what the first micro-batch reduced at once is never published, and added to the next step.
+TEST_P(DeferredOnRanks, AUnitThatOnlyTheFirstMicroBatchUsesHasItsGradientInThisStep) {
+  ranks(GetParam()).run([](World& world) {
+    auto module = std::make_shared<WithHead>(data_mesh(world));
+    auto handle = fully_shard(module, data_mesh(world));
+    std::vector<Tensors> steps;
+    for (int step = 0; step < 3; ++step) {
+      handle.zero_grad();
+      for (const bool uses_head : {true, false}) {
+        module->uses_head = uses_head;
+        backward(handle.forward(input_of(world.rank(), 0, kWidth).select(0, 0)).sum());
+      }
+      module->deferred->redeem();
+      EXPECT_TRUE(handle.named_parameters()["head.weight"].grad().defined()) << step;
+      steps.push_back(whole_gradients(handle));
+      expect_same(steps.back(), steps.front(), concat("step ", step));
+    }
+    EXPECT_TRUE(steps.front().at("head.weight").ne(0).all().item<bool>());
+  });
+}
+
 TEST_P(DeferredOnRanks, DeferredGradientsOfSeveralMicroBatchesHandedInLater) {
   ranks(GetParam()).run([](World& world) {
     for (const bool inside : {false, true}) {

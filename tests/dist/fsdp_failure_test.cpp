@@ -115,6 +115,22 @@ TEST(FailuresOfOne, ARankAloneGoesOnWithoutRecover) {
   });
 }
 
+// Naive: .grad outlives the sum that it shows, and comes back for some parameters of a bucket.
+TEST(FailuresOfOne, GradientsOfTheFailedStepAreForgottenWithoutZeroGradToo) {
+  ranks(1).run([](World& world) {
+    Chain plain(1, 2, kWidth);
+    ShardedChain model(data_mesh(world), 1, 2, kWidth);
+    backward(squares(model.handle.forward(input_of(0, 0, kWidth))));
+    model.chain->blocks[1]->before = [] { throw std::runtime_error("forward"); };
+    EXPECT_NE(error_of([&] { model.handle.forward(input_of(0, 1, kWidth)); }), "");
+    model.chain->blocks[1]->before = nullptr;
+    backward(squares(model.handle.forward(input_of(0, 2, kWidth))));
+    expect_same(whole_gradients(model.handle), plain_gradients(plain, 1, 1, [&](int) {
+                  backward(squares(plain.forward(input_of(0, 2, kWidth))));
+                }));
+  });
+}
+
 /// Catches what its inner unit throws and goes on, which a sharded step does not allow.
 class Swallows : public torch::nn::Module {
  public:
