@@ -80,6 +80,7 @@ ModelContract resolve_model_contract(const std::vector<ParameterMeta>& parameter
   std::vector<Asked> asked_of_buffers;
   for (const BufferMeta& meta : buffers) asked_of_buffers.push_back(rules.ask(meta.name));
   rules.check_all_matched();  // first: a misspelt pattern explains what else goes wrong
+  grad::check_lora_rules(policy.rules, parameters, buffers);
   ModelContract model;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     model.parameters.push_back(

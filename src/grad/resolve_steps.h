@@ -47,6 +47,11 @@ void resolve_storage(GradContract& contract, const ParameterMeta& meta, const As
 /// resolve_lora.cpp, for parameters that are part of it. Errors: kContract for a rule that would
 /// train the base or freeze an adapter.
 void resolve_lora_trainable(GradContract& contract, const ParameterMeta& meta, const Asked& asked);
+/// Errors: kContract for a pattern that matches adapters alone in a rule that asks of them what
+/// they do not get: it would be without effect.
+void check_lora_rules(const std::vector<PrecisionRule>& rules,
+                      const std::vector<ParameterMeta>& parameters,
+                      const std::vector<BufferMeta>& buffers);
 /// After storage and compute.
 void resolve_lora_base(GradContract& contract, const ParameterMeta& meta);
 /// Instead of storage and compute.

@@ -196,12 +196,12 @@ void validate(const CheckpointManifest& manifest, std::string_view where) {
                 manifest.world_size, ", seed ", manifest.seed, ", expected a step below ", kMaxStep,
                 ", numbers that are not negative, and a rank");
   if (const auto& lora = manifest.lora) {
-    TESSERA_CHECK(lora->rank >= 1 && std::isfinite(lora->alpha) && lora->alpha >= 0 &&
+    TESSERA_CHECK(lora->rank >= 1 && std::isfinite(lora->alpha) && lora->alpha > 0 &&
                       lora->dropout >= 0 && lora->dropout < 1 && !lora->layers.empty(),
                   ErrorKind::kFormat, where, ": lora: found rank ", lora->rank, ", alpha ",
                   lora->alpha, ", dropout ", lora->dropout, ", ", lora->layers.size(),
-                  " layers, expected a rank, an alpha that is not negative, a dropout below 1, and "
-                  "a layer");
+                  " layers, expected a rank, an alpha above 0, a dropout from 0 to below 1, and a "
+                  "layer");
   }
   for (const auto& [name, file] : manifest.files) {
     TESSERA_CHECK(is_plain_file_name(name) && name != kManifestFile, ErrorKind::kFormat, where,

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <optional>
-#include <set>
 
 #include "base/printable.h"
 #include "base/wildcard.h"
@@ -55,19 +54,6 @@ bool matches_end(const std::string& pattern, const std::string& layer) {
   return dotted_match(pattern, std::string_view(layer).substr(begin == 0 ? 0 : begin + 1));
 }
 
-/// Names of modules: of what holds a parameter, and of all that stand around it.
-std::set<std::string> modules(const std::vector<ParameterSpec>& table) {
-  std::set<std::string> names;
-  for (const ParameterSpec& row : table) {
-    for (std::size_t dot = row.name.rfind('.'); dot != std::string::npos && dot > 0;
-         dot = row.name.rfind('.', dot - 1)) {
-      names.insert(row.name.substr(0, dot));
-    }
-    names.insert(row.name);  // experts are parameters without a module of their own
-  }
-  return names;
-}
-
 [[noreturn]] void refuse_pattern(const std::string& pattern,
                                  const std::vector<ParameterSpec>& table) {
   const auto found = [&](const std::string& what) {
@@ -80,7 +66,9 @@ std::set<std::string> modules(const std::vector<ParameterSpec>& table) {
     if (!layer || refusal(row).empty() || !matches_end(pattern, *layer)) continue;
     throw found(concat(*layer, ", which ", refusal(row)));
   }
-  const std::set<std::string> all = modules(table);
+  std::set<std::string> all = module_names(table);
+  // Experts are parameters without a module of their own.
+  for (const ParameterSpec& row : table) all.insert(row.name);
   for (const std::string& name : all) {
     if (matches_end(pattern, name)) throw found(concat(name, ", which is no linear layer"));
   }
@@ -126,6 +114,17 @@ LoraSpec plan_lora(const ModelSpec& spec, const LoraRequest& request) {
     if (!matched[i]) refuse_pattern(request.targets[i], table);
   }
   return lora;
+}
+
+std::set<std::string> module_names(const std::vector<ParameterSpec>& table) {
+  std::set<std::string> names;
+  for (const ParameterSpec& row : table) {
+    for (std::size_t dot = row.name.rfind('.'); dot != std::string::npos && dot > 0;
+         dot = row.name.rfind('.', dot - 1)) {
+      names.insert(row.name.substr(0, dot));
+    }
+  }
+  return names;
 }
 
 std::vector<std::string> adaptable_layers(const ModelSpec& spec) {

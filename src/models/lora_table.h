@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -42,6 +43,8 @@ std::vector<ParameterSpec> adapter_table(const ModelSpec& spec, const LoraSpec& 
 /// parameter_table with the adapters' rows after those of their layer.
 std::vector<ParameterSpec> parameter_table(const ModelSpec& spec, const LoraSpec& lora);
 
+/// Names of the modules that hold a parameter of the table, and of all that stand around them.
+std::set<std::string> module_names(const std::vector<ParameterSpec>& table);
 /// Every linear layer that may have an adapter.
 std::vector<std::string> adaptable_layers(const ModelSpec& spec);
 

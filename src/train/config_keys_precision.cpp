@@ -76,7 +76,7 @@ void add_precision(std::vector<ConfigKey>& keys) {
             "itself."},
            count_from(0))
       .key("alpha", &R::alpha,
-           {"", "The adapters' part of a result is multiplied by alpha / rank.", "rank"},
+           {"", "The adapters' part of a result is multiplied by alpha / rank; above 0.", "rank"},
            at_least(0))
       .key("targets", &R::targets,
            {"patterns",

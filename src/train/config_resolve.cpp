@@ -46,6 +46,9 @@ void check_lora(const LoraConfig& lora, const ModelConfig& model) {
   TESSERA_CHECK(!lora.targets.empty(), ErrorKind::kConfig,
                 "lora.targets: found nothing, expected the linear layers that get an adapter, as "
                 "[\"q_proj\", \"v_proj\"]");
+  TESSERA_CHECK(lora.alpha != 0.0, ErrorKind::kConfig,
+                "lora.alpha: found 0, expected a number above 0: adapters that count for nothing "
+                "get no gradient and learn nothing; default: rank");
   TESSERA_CHECK(!model.path.empty(), ErrorKind::kConfig, "lora.rank: found ", lora.rank,
                 " for a model from scratch, expected 0: adapters "
                 "stand beside trained weights; set model.path");

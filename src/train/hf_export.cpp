@@ -100,6 +100,7 @@ void write_file(const fs::path& path, std::span<const std::byte> bytes) {
 
 ExportPlan plan_export(const ModelSource& source, const ExportOptions& options) {
   TESSERA_INVARIANT(source.folder != nullptr, "a model without weights");
+  if (source.adapters) check_adapters(*source.adapters, source.spec, source.lora);
   ExportPlan plan;
   const std::vector<TensorSpec> tensors = tensors_to_write(source, options);
   plan.shards = plan_shards(tensors, options.max_shard_bytes);

@@ -36,8 +36,8 @@ struct ExportPlan {
 /// The whole model, adapters merged into it where there are some. `source` has a folder and must
 /// outlive the plan; a checkpoint's files are verified, so that a damaged one is refused before
 /// anything is written. Errors: kFormat naming such a file, for tensors that are not the model's or
-/// not floating, or for a tokenizer file that is a link out of its folder; kConfig for another
-/// model than the adapters were trained beside; kIo.
+/// the adapters', or not floating, or for a tokenizer file that is a link out of its folder;
+/// kConfig for another model than the adapters were trained beside; kIo.
 ExportPlan plan_export(const ModelSource& source, const ExportOptions& options);
 
 /// Writes the files of the plan into `folder`, which is there. Errors: kIo; kFormat for a value

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <set>
 
@@ -16,28 +17,15 @@ namespace {
 
 /// What peft puts before the names of the model.
 constexpr std::string_view kPeftPrefix = "base_model.model.";
-constexpr std::string_view kWeight = ".weight";
 
 std::string last_component(const std::string& name) { return name.substr(name.rfind('.') + 1); }
-
-/// Names of every module that has parameters, or holds some that have.
-std::set<std::string> all_modules(const models::ModelSpec& spec) {
-  std::set<std::string> names;
-  for (const auto& row : models::parameter_table(spec)) {
-    for (auto dot = row.name.rfind('.'); dot != std::string::npos && dot > 0;
-         dot = row.name.rfind('.', dot - 1)) {
-      names.insert(row.name.substr(0, dot));
-    }
-  }
-  return names;
-}
 
 /// peft matches whole names or their last components: the short form where it means the same.
 std::vector<std::string> target_modules(const ModelSource& source) {
   const std::set<std::string> adapted(source.lora.layers.begin(), source.lora.layers.end());
   std::set<std::string> endings;
   for (const std::string& layer : adapted) endings.insert(last_component(layer));
-  for (const std::string& module : all_modules(source.spec)) {
+  for (const std::string& module : models::module_names(models::parameter_table(source.spec))) {
     if (endings.contains(last_component(module)) && !adapted.contains(module)) {
       return {adapted.begin(), adapted.end()};
     }
@@ -71,25 +59,38 @@ std::string adapter_config(const ModelSource& source) {
   return config.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }
 
-/// One adapter, whole: it is thin.
-at::Tensor read_matrix(const TensorSource& folder, const std::string& name) {
-  const SourceTensor& tensor = *folder.find(name);
-  return read_elements(folder, name, 0, tensor.numel()).view(tensor.shape);
-}
+/// scale * B A of one layer after the other, in parts: A is kept while its layer is asked for, of B
+/// only the rows of the part are read.
+class Products {
+ public:
+  explicit Products(const ModelSource& source) : source_(&source) {}
 
-/// Elements [begin, end) of scale * B A.
-at::Tensor product(const ModelSource& source, const std::string& layer, std::int64_t begin,
-                   std::int64_t end) {
-  const at::Tensor a = read_matrix(*source.adapters, models::adapter_a(layer));
-  const at::Tensor b = read_matrix(*source.adapters, models::adapter_b(layer));
-  const std::int64_t columns = a.size(1);
-  const std::int64_t first = begin / columns;
-  const std::int64_t last = (end + columns - 1) / columns;
-  return at::mm(b.narrow(0, first, last - first), a)
-      .mul_(source.lora.scale())
-      .view({-1})
-      .narrow(0, begin - first * columns, end - begin);
-}
+  /// Elements [begin, end) of the layer's.
+  at::Tensor operator()(const std::string& layer, std::int64_t begin, std::int64_t end) {
+    const TensorSource& folder = *source_->adapters;
+    const std::int64_t rank = source_->lora.rank;
+    if (layer != layer_) {
+      const std::string name = models::adapter_a(layer);
+      const SourceTensor& tensor = *folder.find(name);
+      a_ = read_elements(folder, name, 0, tensor.numel()).view(tensor.shape);
+      layer_ = layer;
+    }
+    const std::int64_t columns = a_.size(1);
+    const std::int64_t first = begin / columns;
+    const std::int64_t last = (end + columns - 1) / columns;
+    const at::Tensor b = read_elements(folder, models::adapter_b(layer), first * rank, last * rank)
+                             .view({last - first, rank});
+    return at::mm(b, a_)
+        .mul_(source_->lora.scale())
+        .view({-1})
+        .narrow(0, begin - first * columns, end - begin);
+  }
+
+ private:
+  const ModelSource* source_;
+  std::string layer_;  ///< that a_ belongs to
+  at::Tensor a_;
+};
 
 }  // namespace
 
@@ -115,14 +116,17 @@ ExportPlan plan_adapter_export(const ModelSource& source, const ExportOptions& o
 
 std::function<at::Tensor(const std::string& name, std::int64_t begin, std::int64_t end)>
 merged_elements(const ModelSource& source) {
-  std::set<std::string> weights;
-  for (const std::string& layer : source.lora.layers) weights.insert(concat(layer, kWeight));
-  return [&source, weights](const std::string& name, std::int64_t begin, std::int64_t end) {
+  std::map<std::string, std::string> layers;  // by the name of the weight
+  for (const std::string& layer : source.lora.layers) {
+    layers[models::adapted_weight(models::adapter_a(layer))] = layer;
+  }
+  return [&source, layers, product = Products(source)](const std::string& name, std::int64_t begin,
+                                                       std::int64_t end) mutable {
     const at::Tensor base = read_elements(*source.folder, name, begin, end);
-    if (!source.adapters || !weights.contains(name)) return base;
-    const std::string layer = name.substr(0, name.size() - kWeight.size());
+    const auto layer = layers.find(name);
+    if (!source.adapters || layer == layers.end()) return base;
     return base.to(at::promote_types(base.scalar_type(), at::kFloat))
-        .add_(product(source, layer, begin, end));
+        .add_(product(layer->second, begin, end));
   };
 }
 

@@ -129,12 +129,39 @@ std::optional<CheckpointFolder> adapters_at(const ModelConfig& model) {
   return folder;
 }
 
+/// The layers that a manifest lists are names, in the model's order: not patterns, which a run's
+/// configuration has. Errors: kFormat naming `manifest`.
+models::LoraSpec lora_of(const CheckpointLora& kept, const models::ModelSpec& spec,
+                         const std::string& manifest) {
+  const auto known = models::adaptable_layers(spec);
+  for (const std::string& layer : kept.layers) {
+    TESSERA_CHECK(std::ranges::find(known, layer) != known.end(), ErrorKind::kFormat, manifest,
+                  ": lora: found the layer ", printable(layer),
+                  ", expected a linear layer of the model at model_path that can have an adapter");
+  }
+  auto lora = [&] {
+    try {
+      return models::plan_lora(spec, {kept.rank, kept.alpha, kept.dropout, kept.layers});
+    } catch (const Error& error) {
+      throw Error(ErrorKind::kFormat, concat(manifest, ": ", error.what()));
+    }
+  }();
+  TESSERA_CHECK(lora.layers == kept.layers, ErrorKind::kFormat, manifest, ": lora: found ",
+                kept.layers.size(), " layers, expected each of ", lora.layers.size(),
+                " once, in the model's order");
+  return lora;
+}
+
 /// The adapters, beside the model that they were trained beside.
 ModelSource open_adapters(CheckpointFolder adapters, const ModelConfig& model,
                           const LoraConfig& lora) {
   TESSERA_CHECK(lora.rank == 0, ErrorKind::kConfig, "lora.rank: found ", lora.rank,
                 " for a checkpoint of adapters (", printable(model.path, 1024),
                 "), expected 0: it says itself what they are");
+  TESSERA_CHECK(!model.freeze, ErrorKind::kConfig,
+                "model.freeze: found a list for a checkpoint of adapters (",
+                printable(model.path, 1024),
+                "), expected none: all of the model beside them is frozen; leave it out");
   const CheckpointManifest& manifest = adapters.manifest();
   ModelConfig base = model;
   base.path = manifest.model_path;
@@ -145,7 +172,8 @@ ModelSource open_adapters(CheckpointFolder adapters, const ModelConfig& model,
   ModelSource source = open_model(base);
   const CheckpointLora& kept = *manifest.lora;
   source.base_hash = kept.base_xxh3_128;
-  source.lora = models::plan_lora(source.spec, {kept.rank, kept.alpha, kept.dropout, kept.layers});
+  source.lora =
+      lora_of(kept, source.spec, printable((adapters.path() / kManifestFile).native(), 1024));
   source.adapters = std::make_shared<CheckpointTensors>(std::move(adapters));
   return source;
 }

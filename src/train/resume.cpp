@@ -95,6 +95,23 @@ void require_same_model(const models::ModelSpec& found, const CheckpointFolder& 
   }
 }
 
+/// From the first layer on in which they differ: lists of large models are long.
+void require_same_layers(const std::vector<std::string>& found,
+                         const std::vector<std::string>& expected, const std::string& checkpoint) {
+  if (found == expected) return;
+  const auto [mine, theirs] = std::ranges::mismatch(found, expected);
+  const auto list = [](auto layer, auto end) {
+    std::string text;
+    for (; layer != end; ++layer) text += (text.empty() ? "" : ", ") + *layer;
+    return text.empty() ? std::string("no further layer") : printable(text, 1024);
+  };
+  throw Error(ErrorKind::kConfig,
+              concat("lora.targets: found ", list(mine, found.end()), ", expected ",
+                     list(theirs, expected.end()), " of the checkpoint ", checkpoint, ", after ",
+                     mine - found.begin(),
+                     " layers that both have; set it back, or start anew in another folder"));
+}
+
 /// The adapters and the model beside them. Errors: kConfig naming what differs.
 void require_same_lora(const RunIdentity& identity, const CheckpointFolder& checkpoint) {
   const auto& theirs = checkpoint.manifest().lora;
@@ -110,12 +127,7 @@ void require_same_lora(const RunIdentity& identity, const CheckpointFolder& chec
   if (!theirs) return;
   same("lora.alpha", identity.lora->alpha, theirs->alpha);
   same("lora.dropout", identity.lora->dropout, theirs->dropout);
-  const auto list = [](const std::vector<std::string>& layers) {
-    std::string text;
-    for (const auto& layer : layers) text += (text.empty() ? "" : ", ") + layer;
-    return printable(text, 1024);
-  };
-  same("lora.targets", list(identity.lora->layers), list(theirs->layers));
+  require_same_layers(identity.lora->layers, theirs->layers, shown(checkpoint.path()));
   TESSERA_CHECK(identity.lora->base_xxh3_128 == theirs->base_xxh3_128, ErrorKind::kConfig,
                 "model.path: found tensors with the hash ", to_string(identity.lora->base_xxh3_128),
                 ", expected ", to_string(theirs->base_xxh3_128),

@@ -80,7 +80,13 @@ void check_tensors(const TensorSource& folder, const models::ModelSpec& spec) {
 void check_adapters(const TensorSource& folder, const models::ModelSpec& spec,
                     const models::LoraSpec& lora) {
   const auto table = models::adapter_table(spec, lora);
-  for (const auto& row : table) check_shape(folder, row.name, row.shape);
+  for (const auto& row : table) {
+    check_shape(folder, row.name, row.shape);
+    const DType dtype = folder.find(row.name)->dtype;
+    TESSERA_CHECK(dtype == DType::kFloat32, ErrorKind::kFormat, folder.path().string(),
+                  ": adapter ", row.name, ": found dtype ", to_string(dtype),
+                  ", expected float32, in which adapters are trained and saved");
+  }
   TESSERA_CHECK(folder.tensors().size() == table.size(), ErrorKind::kFormat, folder.path().string(),
                 ": found ", folder.tensors().size(), " tensors, expected ", table.size(),
                 ", two of each layer that its manifest lists");

@@ -19,7 +19,7 @@ namespace tessera::train {
 /// that is not floating.
 void check_tensors(const TensorSource& folder, const models::ModelSpec& spec);
 
-/// The same of a checkpoint of adapters. Errors: kFormat.
+/// The same of a checkpoint of adapters, which are float32. Errors: kFormat.
 void check_adapters(const TensorSource& folder, const models::ModelSpec& spec,
                     const models::LoraSpec& lora);
 

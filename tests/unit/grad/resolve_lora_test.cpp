@@ -82,5 +82,48 @@ TEST(ResolveLora, RulesThatWouldTrainTheBaseOrFreezeAnAdapterAreRefused) {
   EXPECT_EQ(refused(FrozenRule::kShard, "q.weight"), "accepted");
 }
 
+std::string result_of(const PrecisionRule& rule) {
+  PrecisionPolicy policy = mixed_policy();
+  policy.rules = {rule};
+  try {
+    resolve_contracts(
+        {base(stored("q.weight", kBF16)), adapter("q.lora_A.weight"), adapter("q.lora_B.weight")},
+        policy, {});
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kContract);
+    return error.what();
+  }
+  return "accepted";
+}
+
+TEST(ResolveLora, RulesThatSpeakOfAdaptersAloneAndWouldBeWithoutEffectAreRefused) {
+  PrecisionRule rule = rule_for("lora_A");
+  rule.param_dtype = kBF16;
+  EXPECT_THAT(result_of(rule),
+              HasSubstr("[[precision.rule]] 1: found the pattern \"lora_A\", which "
+                        "matches adapters alone, beside param_dtype = bfloat16"));
+  rule.match = {"q.weight", "q.lora_B.weight"};  // one of two is enough to be misled
+  EXPECT_THAT(result_of(rule), HasSubstr("found the pattern \"q.lora_B.weight\""));
+  rule = rule_for("lora_A");
+  rule.storage_dtype = kBF16;
+  EXPECT_THAT(result_of(rule), HasSubstr("beside storage_dtype = bfloat16"));
+  rule = rule_for("lora_A");
+  rule.pin = false;
+  EXPECT_THAT(result_of(rule), HasSubstr("beside pin = false"));
+}
+
+TEST(ResolveLora, RulesThatSpeakOfAdaptersAloneAndHoldAreTaken) {
+  PrecisionRule rule = rule_for("lora_A");
+  rule.param_dtype = kF32;
+  rule.pin = true;
+  EXPECT_EQ(result_of(rule), "accepted");
+  rule = rule_for("lora_A");
+  rule.reduce_dtype = kBF16;
+  EXPECT_EQ(result_of(rule), "accepted");
+  rule = rule_for("q");  // of the layer too
+  rule.param_dtype = kBF16;
+  EXPECT_EQ(result_of(rule), "accepted");
+}
+
 }  // namespace
 }  // namespace tessera::grad::testing

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <functional>
 #include <limits>
 
@@ -105,6 +106,7 @@ TEST(CheckpointManifest, WhatDoesNotFitIsRefusedByName) {
   const auto piece = [](CheckpointManifest& m, std::size_t i) -> CheckpointPiece& {
     return m.tensors["model/w"].pieces[i];
   };
+  const CheckpointLora lora{{}, 4, 8.0, 0.5, {"q"}};
   const Broken cases[] = {
       {"found format 2, expected 1", [](auto& m) { m.format = 2; }},
       {"found step 4611686018427387904", [](auto& m) { m.step = kMaxStep; }},
@@ -117,6 +119,15 @@ TEST(CheckpointManifest, WhatDoesNotFitIsRefusedByName) {
       {"found the loss scale 0", [](auto& m) { m.loss_scale = {0.0, 0, 0}; }},
       {"after -1 finite", [](auto& m) { m.loss_scale = {8.0, -1, 0}; }},
       {"and -1 skipped", [](auto& m) { m.loss_scale = {8.0, 0, -1}; }},
+      {"lora: found rank 0", [&](auto& m) { m.lora = lora, m.lora->rank = 0; }},
+      {"lora: found rank -1", [&](auto& m) { m.lora = lora, m.lora->rank = -1; }},
+      {"alpha 0, dropout", [&](auto& m) { m.lora = lora, m.lora->alpha = 0; }},
+      {"alpha -2", [&](auto& m) { m.lora = lora, m.lora->alpha = -2; }},
+      {"alpha inf", [&](auto& m) { m.lora = lora, m.lora->alpha = HUGE_VAL; }},
+      {"dropout 1, 1 layers", [&](auto& m) { m.lora = lora, m.lora->dropout = 1; }},
+      {"dropout -0.5", [&](auto& m) { m.lora = lora, m.lora->dropout = -0.5; }},
+      {"dropout nan", [&](auto& m) { m.lora = lora, m.lora->dropout = NAN; }},
+      {"0 layers", [&](auto& m) { m.lora = lora, m.lora->layers.clear(); }},
       {"found -1 bytes", [](auto& m) { m.files["a.safetensors"].bytes = -1; }},
       {"found a piece in 'c'", [&](auto& m) { piece(m, 0).file = "c"; }},
       {"dims, expected 2", [&](auto& m) { piece(m, 0).box.size = {12}; }},
@@ -138,7 +149,10 @@ TEST(CheckpointManifest, WhatDoesNotFitIsRefusedByName) {
       {"expected model/NAME", [](auto& m) { m.tensors["optim/step"] = m.tensors["model/w"]; }},
       {"expected model/NAME", [](auto& m) { m.tensors["w"] = m.tensors["model/w"]; }},
   };
-  EXPECT_NO_THROW(validate(small_manifest(), "x"));
+  auto sound = small_manifest();
+  EXPECT_NO_THROW(validate(sound, "x"));
+  sound.lora = lora;
+  EXPECT_NO_THROW(validate(sound, "x"));
   for (const auto& broken : cases) {
     auto manifest = small_manifest();
     broken.change(manifest);
@@ -148,7 +162,9 @@ TEST(CheckpointManifest, WhatDoesNotFitIsRefusedByName) {
 }
 
 TEST(CheckpointManifest, TypesAndMissingKeysAreRefusedWithTheirPlace) {
-  const auto text = to_json(small_manifest());
+  auto manifest = small_manifest();
+  manifest.lora = {{}, 4, 8.0, 0.5, {"q"}};
+  const auto text = to_json(manifest);
   const auto with = [&](const std::string& from, const std::string& to) {
     auto changed = text;
     const auto at = changed.find(from);
@@ -168,6 +184,12 @@ TEST(CheckpointManifest, TypesAndMissingKeysAreRefusedWithTheirPlace) {
        "'size': found 100002 dims, expected at most 64"},
       {with("\"box\": {", "\"box\": {\"offset\": [], "), "twice in one object"},
       {with("\"format\": 1", "\"format\": 7"), "found format 7"},
+      {with("\"rank\": 4", "\"rank\": 4.5"), "'lora': 'rank': found '4.5', expected an integer"},
+      {with("\"alpha\": 8.0", "\"alpha\": \"8\""), "'lora': 'alpha': found"},
+      {with("\"dropout\": 0.5", "\"drop\": 0.5"), "'lora': found no \"dropout\""},
+      {with("\"layers\": [\"q\"]", "\"layers\": \"q\""), "'lora': 'layers': found"},
+      {with("\"layers\": [\"q\"]", "\"layers\": [7]"), "expected a string"},
+      {with("\"base_xxh3_128\": \"", "\"base_xxh3_128\": \"x"), "32 hexadecimal digits"},
       {"[]", "expected an object"},
       {text.substr(0, text.size() / 2), "malformed JSON"},
       {"{\n\"a\":\n\x1b[31m",

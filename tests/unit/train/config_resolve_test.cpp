@@ -90,6 +90,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadConfig{"device=cuda", "device", "not yet built"},
         BadConfig{"lora.rank=8", "lora.targets", "found nothing"},
         BadConfig{"lora.rank=8\nlora.targets=q_proj", "lora.rank", "for a model from scratch"},
+        BadConfig{"lora.rank=8\nlora.targets=q_proj\nlora.alpha=0", "lora.alpha", "found 0"},
         BadConfig{"lora.rank=8\nlora.targets=q_proj\nmodel.config=''\nmodel.path=m\nmodel.freeze=x",
                   "model.freeze", "beside lora.rank 8"},
         BadConfig{"lora.targets=q_proj", "lora", "set lora.rank"},
