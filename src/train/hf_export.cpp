@@ -88,12 +88,6 @@ void write_shard(const TensorSource& source, const HfShard& shard, const fs::pat
   writer.finish();
 }
 
-void write_file(const fs::path& path, std::span<const std::byte> bytes) {
-  AtomicFile file(path);
-  file.write(0, bytes);
-  file.commit();
-}
-
 }  // namespace
 
 ExportPlan plan_export(const ModelSource& source, const ExportOptions& options) {
@@ -119,11 +113,11 @@ void write_export(const ModelSource& source, const ExportPlan& plan, const fs::p
   const at::NoGradGuard no_grad;
   for (const HfShard& shard : plan.shards) write_shard(*source.folder, shard, folder);
   for (const auto& [name, text] : plan.texts) {
-    write_file(folder / name, std::as_bytes(std::span(text)));
+    write_atomically(folder / name, std::as_bytes(std::span(text)));
   }
   for (const fs::path& copied : plan.copies) {
     const MappedFile content(copied);
-    write_file(folder / copied.filename(), content.bytes());
+    write_atomically(folder / copied.filename(), content.bytes());
   }
 }
 
