@@ -46,14 +46,6 @@ void make_folder(const fs::path& folder, std::string_view key = "job.dump_folder
                 error.message(), ")");
 }
 
-/// Whole or not at all, whatever happens on the way: what stands there may be all that is known of
-/// a run.
-void replace_file(const fs::path& path, const std::string& text) {
-  AtomicFile file(path);
-  file.write(0, std::as_bytes(std::span(text)));
-  file.commit();
-}
-
 bool holds(const fs::path& path, const std::string& text) {
   std::error_code unknown;
   if (fs::file_size(path, unknown) != text.size()) return false;
@@ -107,7 +99,7 @@ fs::path choose_folder(const std::string& name) {
   if (const auto earlier = folder_of_earlier_attempt(*note)) return *earlier;
   const auto folder = make_fresh_folder(name);
   make_folder(note->parent_path());
-  replace_file(*note, fs::absolute(folder).string() + '\n');
+  write_atomically(*note, fs::absolute(folder).string() + '\n');
   return folder;
 }
 
@@ -161,7 +153,7 @@ RunFolder prepare_run_folder(const train::Config& config, const std::string& nam
 void write_run_config(const train::Config& run) {
   const fs::path file = fs::path(*run.job.dump_folder) / "config.toml";
   const std::string text = train::to_toml(run);
-  if (!holds(file, text)) replace_file(file, text);
+  if (!holds(file, text)) write_atomically(file, text);
 }
 
 }  // namespace tessera::cli

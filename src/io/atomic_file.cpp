@@ -72,4 +72,14 @@ void AtomicFile::commit() {
   sync_folder(path_.parent_path());
 }
 
+void write_atomically(const std::filesystem::path& path, std::span<const std::byte> bytes) {
+  AtomicFile file(path);
+  file.write(0, bytes);
+  file.commit();
+}
+
+void write_atomically(const std::filesystem::path& path, std::string_view text) {
+  write_atomically(path, std::as_bytes(std::span(text)));
+}
+
 }  // namespace tessera

@@ -8,12 +8,17 @@
 #include <cstdint>
 #include <filesystem>
 #include <span>
+#include <string_view>
 
 namespace tessera {
 
 /// A name in a folder is durable once the folder is: after a rename, or for files just made. Some
 /// network file systems refuse; then it is not ours to promise.
 void sync_folder(const std::filesystem::path& folder);
+
+/// A file of this content, whole or not at all. Errors: kIo.
+void write_atomically(const std::filesystem::path& path, std::span<const std::byte> bytes);
+void write_atomically(const std::filesystem::path& path, std::string_view text);
 
 class AtomicFile {
  public:
@@ -39,9 +44,5 @@ class AtomicFile {
   std::filesystem::path temporary_;
   int descriptor_ = -1;
 };
-
-/// A rename is durable once its folder is. Some network file systems refuse; then it is not ours to
-/// promise.
-void sync_folder(const std::filesystem::path& folder);
 
 }  // namespace tessera

@@ -146,9 +146,7 @@ void CheckpointStore::set_latest(std::int64_t step) const {
   if (fs::file_size(path, none) == text.size() && read_text_file(path, kMaxLatestBytes) == text) {
     return;
   }
-  AtomicFile file(path);
-  file.write(0, std::as_bytes(std::span(text)));
-  file.commit();
+  write_atomically(path, text);
 }
 
 void CheckpointStore::keep(std::int64_t count, std::int64_t step) const {

@@ -2,43 +2,25 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/matmul.h>
-#include <ATen/ops/softmax.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <utility>
 
 #include "nn/cpu/dispatch.h"
 #include "nn/cpu/functions.h"
-#include "tessera/dtype_watch.h"
+#include "nn/masked_attention.h"
 
 namespace tessera::nn {
 
 at::Tensor cached_attention_composite(const at::Tensor& q, const at::Tensor& keys,
                                       const at::Tensor& values, double scale) {
-  const std::int64_t rows = q.size(0);
-  const std::int64_t groups = q.size(1);
   const std::int64_t positions = q.size(2);
-  const std::int64_t repeat = q.size(3);
-  const std::int64_t head_dim = q.size(4);
-  const at::Tensor queries = q.reshape({rows, groups, positions * repeat, head_dim});
-  const at::Tensor scores = at::matmul(queries, keys.transpose(2, 3)) * scale;
   const at::Tensor position = at::arange(keys.size(2), q.device());
   const at::Tensor own = position.narrow(0, keys.size(2) - positions, positions);
-  const at::Tensor later = position.unsqueeze(0) > own.repeat_interleave(repeat).unsqueeze(1);
-  const at::ScalarType inside = at::promote_types(q.scalar_type(), at::kFloat);
-  const at::Tensor weights = [&] {
-    const WideScope softmax;
-    const at::Tensor masked =
-        scores.to(inside).masked_fill(later, -std::numeric_limits<double>::infinity());
-    return at::softmax(masked, 3).to(q.scalar_type());
-  }();
-  return at::matmul(weights, values)
-      .reshape({rows, groups, positions, repeat * head_dim})
-      .transpose(1, 2)
-      .reshape({rows, positions, groups * repeat * head_dim});
+  const at::Tensor later = position > own.view({positions, 1, 1});
+  return attention_composite(q, keys, values, later, scale);
 }
 
 at::Tensor causal_attention_composite(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

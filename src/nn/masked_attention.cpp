@@ -14,29 +14,35 @@
 
 namespace tessera::nn {
 
-at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const at::Tensor& visible, double scale) {
+at::Tensor attention_composite(const at::Tensor& q, const at::Tensor& keys,
+                               const at::Tensor& values, const at::Tensor& hidden, double scale) {
   const std::int64_t rows = q.size(0);
   const std::int64_t groups = q.size(1);
   const std::int64_t positions = q.size(2);
   const std::int64_t repeat = q.size(3);
   const std::int64_t head_dim = q.size(4);
+  const std::int64_t seen = keys.size(2);
   const at::Tensor queries = q.reshape({rows, groups, positions * repeat, head_dim});
-  const at::Tensor values = v.reshape({rows, positions, groups, head_dim}).transpose(1, 2);
-  const at::Tensor scores = at::matmul(queries, k.squeeze(3).transpose(2, 3)) * scale;
+  const at::Tensor scores = at::matmul(queries, keys.transpose(2, 3)) * scale;
   const at::ScalarType inside = at::promote_types(q.scalar_type(), at::kFloat);
-  const at::Tensor hidden = visible.logical_not().unsqueeze(1).unsqueeze(3);  // [B, 1, T, 1, T]
   const at::Tensor weights = [&] {
     const WideScope softmax;
     const at::Tensor masked = scores.to(inside)
-                                  .view({rows, groups, positions, repeat, positions})
+                                  .view({rows, groups, positions, repeat, seen})
                                   .masked_fill(hidden, -std::numeric_limits<double>::infinity());
     return at::softmax(masked, 4).to(q.scalar_type());
   }();
-  return at::matmul(weights.view({rows, groups, positions * repeat, positions}), values)
+  return at::matmul(weights.view({rows, groups, positions * repeat, seen}), values)
       .view({rows, groups, positions, repeat * head_dim})
       .transpose(1, 2)
       .reshape({rows, positions, groups * repeat * head_dim});
+}
+
+at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const at::Tensor& visible, double scale) {
+  const at::Tensor values = v.reshape({q.size(0), q.size(2), q.size(1), q.size(4)}).transpose(1, 2);
+  return attention_composite(q, k.squeeze(3), values,
+                             visible.logical_not().unsqueeze(1).unsqueeze(3), scale);
 }
 
 at::Tensor number_runs(const at::Tensor& flags) {

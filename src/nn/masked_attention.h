@@ -17,6 +17,11 @@ namespace tessera::nn {
 at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const at::Tensor& visible, double scale);
 
+/// q [B, G, T, R, D], keys and values [B, G, N, D]; hidden bool, broadcast to [B, G, T, R, N], is
+/// what no query sees. -> [B, T, G*R*D], out of ATen operations.
+at::Tensor attention_composite(const at::Tensor& q, const at::Tensor& keys,
+                               const at::Tensor& values, const at::Tensor& hidden, double scale);
+
 /// Runs of consecutive true values: flags [B, T] bool -> [B, T] i64, the number of the run in its
 /// row (0, 1, ...), -1 outside.
 at::Tensor number_runs(const at::Tensor& flags);

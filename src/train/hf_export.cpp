@@ -90,12 +90,6 @@ void write_shard(const ExportPlan& plan, const HfShard& shard, const fs::path& f
   writer.finish();
 }
 
-void write_file(const fs::path& path, std::span<const std::byte> bytes) {
-  AtomicFile file(path);
-  file.write(0, bytes);
-  file.commit();
-}
-
 }  // namespace
 
 ExportPlan plan_export(const ModelSource& source, const ExportOptions& options) {
@@ -125,11 +119,11 @@ void write_export(const ExportPlan& plan, const fs::path& folder) {
   const at::NoGradGuard no_grad;
   for (const HfShard& shard : plan.shards) write_shard(plan, shard, folder);
   for (const auto& [name, text] : plan.texts) {
-    write_file(folder / name, std::as_bytes(std::span(text)));
+    write_atomically(folder / name, std::as_bytes(std::span(text)));
   }
   for (const fs::path& copied : plan.copies) {
     const MappedFile content(copied);
-    write_file(folder / copied.filename(), content.bytes());
+    write_atomically(folder / copied.filename(), content.bytes());
   }
 }
 

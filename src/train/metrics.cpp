@@ -82,10 +82,7 @@ std::string lines_up_to(const std::filesystem::path& path, std::int64_t done) {
 
 /// In one go: a crash in between leaves the file as it was.
 void cut_back(const std::filesystem::path& path, std::int64_t done) {
-  const auto kept = lines_up_to(path, done);
-  AtomicFile file(path);
-  file.write(0, std::as_bytes(std::span(kept)));
-  file.commit();
+  write_atomically(path, lines_up_to(path, done));
 }
 
 }  // namespace

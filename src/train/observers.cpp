@@ -2,11 +2,10 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
 #include <iostream>
 
 #include "base/terminal_line.h"
-#include "tessera/error.h"
+#include "io/atomic_file.h"
 
 namespace tessera::train {
 namespace {
@@ -51,10 +50,7 @@ void Observers::finish() {
   if (!profile_) return;
   std::cerr << profile_->to_table();
   const auto path = fs::path(*config_.job.dump_folder) / "profile.json";
-  std::ofstream file(path, std::ios::trunc);
-  file << profile_->to_json() << '\n';
-  file.close();
-  TESSERA_CHECK(!file.fail(), ErrorKind::kIo, path.string(), ": writing failed");
+  write_atomically(path, profile_->to_json() + "\n");
 }
 
 }  // namespace tessera::train

@@ -45,10 +45,7 @@ bool RestartNote::has(std::int64_t load_step) const {
 
 void RestartNote::write(std::int64_t load_step) const {
   if (!under_torchrun_ || load_step < 0) return;
-  const std::string written = text(load_step);
-  AtomicFile file(path_);
-  file.write(0, std::as_bytes(std::span(written)));
-  file.commit();
+  write_atomically(path_, text(load_step));
 }
 
 }  // namespace tessera::train

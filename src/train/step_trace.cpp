@@ -1,11 +1,11 @@
 #include "train/step_trace.h"
 
 #include <algorithm>
-#include <fstream>
 #include <system_error>
 
 #include "base/log.h"
 #include "comm/group.h"
+#include "io/atomic_file.h"
 #include "io/chrome_trace.h"
 #include "tessera/error.h"
 
@@ -43,10 +43,7 @@ void write(const std::filesystem::path& path, const std::string& text) {
   std::filesystem::create_directories(path.parent_path(), error);
   TESSERA_CHECK(!error, ErrorKind::kIo, path.parent_path().string(), ": cannot be made (",
                 error.message(), ")");
-  std::ofstream file(path, std::ios::binary | std::ios::trunc);
-  file << text;
-  file.close();
-  TESSERA_CHECK(!file.fail(), ErrorKind::kIo, path.string(), ": writing failed; is the disk full?");
+  write_atomically(path, text);
 }
 
 }  // namespace
