@@ -144,7 +144,8 @@ void add_convert(::CLI::App& app, ConvertArguments& convert) {
                    "auto (default): each tensor as in the folder that training began with, else as "
                    "stored; or float32, bfloat16 for all.");
   verb->add_option("--max-shard-size", convert.max_shard_size,
-                   "Of a file: bytes, or with KB MB GB KiB MiB GiB; default 5GB.");
+                   "Of a file: bytes, or with KB MB GB KiB MiB GiB; default 5GB. Not of adapters, "
+                   "which are one file.");
   verb->add_flag("--merged", convert.merged,
                  "Of a checkpoint of adapters the whole model with them added, instead of the "
                  "adapters alone in peft's files.");

@@ -56,7 +56,7 @@ struct ConvertArguments {
   std::string source;
   std::string out;
   std::string dtype = "auto";
-  std::string max_shard_size = "5GB";
+  std::optional<std::string> max_shard_size;  ///< none = "5GB"
   bool merged = false;
   Overrides overrides;
 };

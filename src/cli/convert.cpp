@@ -19,7 +19,9 @@ train::ExportOptions options_of(const ConvertArguments& arguments) {
                 ErrorKind::kUsage, "--dtype: found ", printable(arguments.dtype),
                 ", expected auto, float32 or bfloat16");
   options.dtype = dtype;
-  options.max_shard_bytes = parse_byte_size(arguments.max_shard_size, "--max-shard-size");
+  if (arguments.max_shard_size) {
+    options.max_shard_bytes = parse_byte_size(*arguments.max_shard_size, "--max-shard-size");
+  }
   return options;
 }
 
@@ -67,6 +69,10 @@ int run_convert(const ConvertArguments& arguments) {
                 printable(arguments.source, 1024),
                 ", expected a checkpoint of adapters (lora.rank)");
   const bool adapters = source.adapters && !arguments.merged;
+  TESSERA_CHECK(!adapters || !arguments.max_shard_size, ErrorKind::kUsage,
+                "--max-shard-size: found ", printable(arguments.max_shard_size.value_or("")),
+                " for a checkpoint of adapters, expected none: peft reads them from one file; "
+                "leave it out, or write the whole model with --merged");
   const train::ExportPlan plan =
       adapters ? train::plan_adapter_export(source, options) : train::plan_export(source, options);
   if (!adapters) say_what_was_not_there(source);

@@ -93,7 +93,7 @@ TEST(Arguments, ConvertTakesTwoFoldersAndOptions) {
   EXPECT_EQ(plain.source, "a");
   EXPECT_EQ(plain.out, "b");
   EXPECT_EQ(plain.dtype, "auto");
-  EXPECT_EQ(plain.max_shard_size, "5GB");
+  EXPECT_EQ(plain.max_shard_size, std::nullopt);
   const auto chosen = std::get<ConvertArguments>(
       parse({"convert", "a", "--dtype", "bfloat16", "b", "--max-shard-size=10KB"}));
   EXPECT_EQ(chosen.out, "b");

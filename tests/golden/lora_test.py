@@ -161,6 +161,8 @@ class Lora(unittest.TestCase):
 
     def test_short_names_where_they_mean_the_same(self):
         checkpoint = self.train(DATA / "qwen3-fp32", targets=("q_proj", "v_proj"))
+        self.assertIn("for a checkpoint of adapters, expected none",
+                      self.run_tessera("convert", checkpoint, "adapter", "--max-shard-size", "1MB", code=2))
         self.run_tessera("convert", checkpoint, "adapter")
         config = json.loads((self.folder / "adapter/adapter_config.json").read_text())
         self.assertEqual(config["target_modules"], ["q_proj", "v_proj"])
