@@ -117,6 +117,9 @@ TEST(CheckpointManifest, WhatDoesNotFitIsRefusedByName) {
       {"found the loss scale 0", [](auto& m) { m.loss_scale = {0.0, 0, 0}; }},
       {"after -1 finite", [](auto& m) { m.loss_scale = {8.0, -1, 0}; }},
       {"and -1 skipped", [](auto& m) { m.loss_scale = {8.0, 0, -1}; }},
+      // One more step would overflow the count.
+      {"after 9223372036854775807 finite", [](auto& m) { m.loss_scale = {8.0, kMax, 0}; }},
+      {"and 9223372036854775807 skipped", [](auto& m) { m.loss_scale = {8.0, 0, kMax}; }},
       {"found -1 bytes", [](auto& m) { m.files["a.safetensors"].bytes = -1; }},
       {"found a piece in 'c'", [&](auto& m) { piece(m, 0).file = "c"; }},
       {"dims, expected 2", [&](auto& m) { piece(m, 0).box.size = {12}; }},
