@@ -95,6 +95,21 @@ void require_same_model(const models::ModelSpec& found, const CheckpointFolder& 
   }
 }
 
+/// All of them: two lists of hundreds may differ in the last one.
+void require_same_layers(const std::vector<std::string>& found,
+                         const std::vector<std::string>& expected,
+                         const CheckpointFolder& checkpoint) {
+  const auto differs = std::ranges::mismatch(found, expected);
+  const auto layer = [](auto at, const std::vector<std::string>& of) {
+    return at == of.end() ? std::string("none") : printable(*at, 256);
+  };
+  TESSERA_CHECK(found == expected, ErrorKind::kConfig, "lora.targets: found ", found.size(),
+                " layers, expected the ", expected.size(), " of the checkpoint ",
+                shown(checkpoint.path()), "; the first that differs is ", layer(differs.in1, found),
+                ", there ", layer(differs.in2, expected),
+                "; set it back, or start anew in another folder");
+}
+
 /// The adapters and the model beside them. Errors: kConfig naming what differs.
 void require_same_lora(const RunIdentity& identity, const CheckpointFolder& checkpoint) {
   const auto& theirs = checkpoint.manifest().lora;
@@ -110,12 +125,7 @@ void require_same_lora(const RunIdentity& identity, const CheckpointFolder& chec
   if (!theirs) return;
   same("lora.alpha", identity.lora->alpha, theirs->alpha);
   same("lora.dropout", identity.lora->dropout, theirs->dropout);
-  const auto list = [](const std::vector<std::string>& layers) {
-    std::string text;
-    for (const auto& layer : layers) text += (text.empty() ? "" : ", ") + layer;
-    return printable(text, 1024);
-  };
-  same("lora.targets", list(identity.lora->layers), list(theirs->layers));
+  require_same_layers(identity.lora->layers, theirs->layers, checkpoint);
   TESSERA_CHECK(identity.lora->base_xxh3_128 == theirs->base_xxh3_128, ErrorKind::kConfig,
                 "model.path: found tensors with the hash ", to_string(identity.lora->base_xxh3_128),
                 ", expected ", to_string(theirs->base_xxh3_128),
