@@ -25,6 +25,12 @@ void validate(const GradScalerOptions& options);
 
 /// Where a run stands: all that a checkpoint has to hold.
 struct LossScaleState {
+  /// No run has as many steps; a state that says so is refused.
+  static constexpr std::int64_t kMaxSteps = std::int64_t{1} << 62;
+
+  /// Counts that a run can have had, and go on from.
+  bool has_possible_counts() const;
+
   double scale = 1.0;
   std::int64_t good_steps = 0;     ///< finite steps in a row, since the scale last changed
   std::int64_t skipped_steps = 0;  ///< left out so far

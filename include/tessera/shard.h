@@ -87,6 +87,9 @@ struct ShardView {
 struct BufferView {
   const BufferContract* contract = nullptr;
   at::Tensor tensor;  ///< the module's own; in the contract's compute dtype once it is loaded
+  /// Its values in the storage dtype. Where the cast narrowed them these are the ones that were
+  /// loaded, until somebody writes to `tensor`; for reading.
+  at::Tensor stored;
 };
 
 /// A gather that was started by hand. Forwards wait for theirs by themselves.

@@ -27,6 +27,11 @@ bool is_loss_scale(double scale) {
          scale <= std::numeric_limits<float>::max();
 }
 
+bool LossScaleState::has_possible_counts() const {
+  return good_steps >= 0 && good_steps < kMaxSteps && skipped_steps >= 0 &&
+         skipped_steps < kMaxSteps;
+}
+
 void validate(const GradScalerOptions& options) {
   require_power_of_two("init_scale", options.init_scale);
   require_power_of_two("growth_factor", options.growth_factor);
@@ -56,9 +61,9 @@ void LossScale::restore(const LossScaleState& state) {
                 "grad_scaler: found a run at scale ", state.scale,
                 ", expected a power of two of at least min_scale, ", options_.min_scale,
                 "; lower grad_scaler.min_scale");
-  TESSERA_CHECK(state.good_steps >= 0 && state.skipped_steps >= 0, ErrorKind::kConfig,
-                "grad_scaler: found a run after ", state.good_steps, " finite and ",
-                state.skipped_steps, " skipped steps, expected none below 0");
+  TESSERA_CHECK(state.has_possible_counts(), ErrorKind::kConfig, "grad_scaler: found a run after ",
+                state.good_steps, " finite and ", state.skipped_steps,
+                " skipped steps, expected from 0 to less than ", LossScaleState::kMaxSteps);
   state_ = state;
 }
 

@@ -59,6 +59,16 @@ void say_what_was_not_there(const train::ModelSource& source) {
             << ", where training began, is no longer there: no tokenizer files are copied\n";
 }
 
+/// Which values are rounded, where the dtype that is written does not say so.
+void say_what_is_rounded(const train::ExportPlan& plan) {
+  if (plan.widened.empty()) return;
+  std::cerr << "tessera: convert: warning: " << plan.widened.size() << " tensor(s), "
+            << printable(plan.widened.front(), 256)
+            << " first, were rounded to fewer bits than the dtype that they are written in: the run"
+               " had a narrower precision.storage_dtype, or froze them whole on every rank"
+               " (\"replicate\"); the folder that training began with has their digits\n";
+}
+
 }  // namespace
 
 int run_convert(const ConvertArguments& arguments) {
@@ -76,6 +86,7 @@ int run_convert(const ConvertArguments& arguments) {
   const train::ExportPlan plan =
       adapters ? train::plan_adapter_export(source, options) : train::plan_export(source, options);
   if (!adapters) say_what_was_not_there(source);
+  say_what_is_rounded(plan);
   AtomicFolder out(arguments.out);
   try {
     train::write_export(plan, out.temporary());

@@ -5,10 +5,12 @@
 #include "base/one_line.h"
 #include "base/terminal_line.h"
 #include "tessera/error.h"
+#include "train/found_problems.h"
 
 namespace tessera::cli {
 
 int exit_code(const std::exception& error, Phase phase) {
+  if (dynamic_cast<const train::FoundProblems*>(&error) != nullptr) return kFoundProblems;
   const auto* known = dynamic_cast<const Error*>(&error);
   if (known == nullptr || phase == Phase::kStepping) return kFailed;
   switch (known->kind()) {

@@ -61,7 +61,7 @@ std::vector<ShardView> ShardedBase::shards() const {
 std::vector<BufferView> ShardedBase::buffers() const {
   std::vector<BufferView> result;
   for (const auto& buffer : fsdp::unit_of_handle(unit_).buffers) {
-    result.push_back({&buffer.contract, buffer.tensor});
+    result.push_back({&buffer.contract, buffer.tensor, buffer.stored()});
   }
   for (const auto& inner : inner_) {
     for (auto& view : inner.handle->buffers()) result.push_back(std::move(view));

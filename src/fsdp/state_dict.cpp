@@ -44,7 +44,7 @@ std::vector<Target> targets_of(const ShardedBase& model) {
                         view.contract->aliases.end());
     targets.push_back(std::move(target));
   }
-  for (const auto& [contract, buffer] : model.buffers()) {
+  for (const auto& [contract, buffer, stored] : model.buffers()) {
     if (!contract->stored) continue;
     targets.push_back({{contract->name},
                        buffer,

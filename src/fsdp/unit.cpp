@@ -18,6 +18,10 @@ bool has_data(const at::Tensor& tensor) {
   return tensor.numel() == 0 || tensor.storage().nbytes() > 0;
 }
 
+std::uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
+}
+
 /// Makes the old storage throw, where something outside the sharded module still looks at it.
 void poison_old_storage(const c10::Storage& storage, const std::string& name) {
   if (!storage || storage.use_count() <= 1 || storage.nbytes() == 0) return;
@@ -28,6 +32,31 @@ void poison_old_storage(const c10::Storage& storage, const std::string& name) {
 }
 
 }  // namespace
+
+at::Tensor Buffer::stored() const {
+  const bool is_as_made = exact.defined() && tensor.is_alias_of(made) &&
+                          version_of(tensor) == made_version &&
+                          tensor.scalar_type() == made.scalar_type();
+  return is_as_made ? exact : tensor.detach().to(to_scalar_type(contract.storage));
+}
+
+void Buffer::cast() {
+  const auto found = tensor.scalar_type();
+  const auto wanted = to_scalar_type(contract.compute);
+  if (found == wanted) return;
+  TESSERA_CHECK(found == to_scalar_type(contract.storage), ErrorKind::kUsage, "buffer ",
+                contract.name, ": found dtype ", c10::toString(found), ", expected ",
+                to_string(contract.storage), " or ", to_string(contract.compute),
+                "; change dtypes before fully_shard, or by PrecisionPolicy");
+  const auto before = tensor.detach();
+  const auto after = at::empty(tensor.sizes(), tensor.options().dtype(wanted));
+  finite_copy(after.view({-1}), before.reshape({-1}), "buffer " + contract.name);
+  tensor.set_data(after);  // the object that the module holds stays
+  // Whoever else holds the memory may write to it.
+  exact = represents(contract.compute, contract.storage) ? at::Tensor() : before.clone();
+  made = after;
+  made_version = version_of(tensor);
+}
 
 layout::Range Parameter::owned() const {
   const auto& home = unit->bucket_of(*this);
@@ -216,18 +245,7 @@ void Unit::join(const std::shared_ptr<Runtime>& runtime) {
 void Unit::cast_buffers() {
   if (buffers_are_cast_) return;
   const at::NoGradGuard no_grad;
-  for (auto& buffer : buffers) {
-    const auto found = buffer.tensor.scalar_type();
-    const auto wanted = to_scalar_type(buffer.contract.compute);
-    if (found == wanted) continue;
-    TESSERA_CHECK(found == to_scalar_type(buffer.contract.storage), ErrorKind::kUsage, "buffer ",
-                  buffer.contract.name, ": found dtype ", c10::toString(found), ", expected ",
-                  to_string(buffer.contract.storage), " or ", to_string(buffer.contract.compute),
-                  "; change dtypes before fully_shard, or by PrecisionPolicy");
-    const auto cast = at::empty(buffer.tensor.sizes(), buffer.tensor.options().dtype(wanted));
-    finite_copy(cast.view({-1}), buffer.tensor.reshape({-1}), "buffer " + buffer.contract.name);
-    buffer.tensor.set_data(cast);  // the object that the module holds stays
-  }
+  for (auto& buffer : buffers) buffer.cast();
   buffers_are_cast_ = true;
 }
 

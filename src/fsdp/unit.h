@@ -50,6 +50,17 @@ struct Buffer {
   BufferContract contract;
   bool given = false;  ///< the contract comes from ShardOptions::buffer_contracts
   at::Tensor tensor;   ///< the module's own
+
+  /// Its values in the storage dtype: as they were loaded, all digits, for as long as nobody wrote
+  /// to what the cast made of them.
+  at::Tensor stored() const;
+  /// From the storage dtype, to the compute dtype. Errors: kUsage for another dtype; kContract.
+  void cast();
+
+  // Kept by cast(): digits that it dropped would be missing in a checkpoint. Small: buffers are.
+  at::Tensor exact = {};  ///< defined where it narrowed
+  at::Tensor made = {};   ///< what it made; holds the memory, so that its address is no other's
+  std::uint32_t made_version = 0;
 };
 
 class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {

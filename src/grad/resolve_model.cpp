@@ -87,9 +87,14 @@ ModelContract resolve_model_contract(const std::vector<ParameterMeta>& parameter
         grad::resolve_parameter(parameters[i], asked[i], policy, reductions));
   }
   grad::check_no_decay(model.parameters, policy.optimizer);
+  // An adapter trains beside its layer and makes nothing else of it: the layer's buffers are those
+  // of its frozen neighbours without one.
+  std::vector<GradContract> parts;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (parameters[i].lora != LoraPart::kAdapter) parts.push_back(model.parameters[i]);
+  }
   for (std::size_t i = 0; i < buffers.size(); ++i) {
-    model.buffers.push_back(
-        grad::resolve_buffer(buffers[i], asked_of_buffers[i], model.parameters, policy));
+    model.buffers.push_back(grad::resolve_buffer(buffers[i], asked_of_buffers[i], parts, policy));
   }
   for (const UnitMeta& unit : units) {
     model.units.push_back(grad::resolve_unit(unit, model.parameters, policy));

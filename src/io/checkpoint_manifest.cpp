@@ -212,11 +212,12 @@ void validate(const CheckpointManifest& manifest, std::string_view where) {
   }
   if (const auto& state = manifest.loss_scale) {
     TESSERA_CHECK(
-        is_loss_scale(state->scale) && state->good_steps >= 0 && state->skipped_steps >= 0,
-        ErrorKind::kFormat, where, ": found the loss scale ", state->scale, " after ",
-        state->good_steps, " finite and ", state->skipped_steps,
-        " skipped steps, expected a power of two that float32 holds, and numbers that "
-        "are not negative");
+        is_loss_scale(state->scale) && state->has_possible_counts(), ErrorKind::kFormat, where,
+        ": found the loss scale ", state->scale, " after ", state->good_steps, " finite and ",
+        state->skipped_steps,
+        " skipped steps, expected a power of two that float32 holds, and numbers from 0 to "
+        "less than ",
+        LossScaleState::kMaxSteps);
   }
   for (const auto& [name, tensor] : manifest.tensors) check_tensor(manifest, name, tensor, where);
 }

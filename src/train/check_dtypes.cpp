@@ -13,6 +13,7 @@
 #include "fsdp/unit.h"
 #include "tessera/dtype_watch.h"
 #include "tessera/error.h"
+#include "train/found_problems.h"
 
 namespace tessera::train {
 namespace {
@@ -53,12 +54,12 @@ void check_dtypes(Sharded<models::LanguageModel>& model, const BatchSource& sour
     if (speaks) log::info("debug.check_dtypes: every result of a forward has its unit's dtype");
     return;
   }
-  throw Error(ErrorKind::kContract,
-              concat("debug.check_dtypes: found ", lines.size(),
-                     " operations that leave the dtype of their unit, expected none: ", lines[0],
-                     lines.size() > 1 ? "; ..." : "",
-                     "; cast its result back, or change the dtype of what is named by a "
-                     "[[precision.rule]], or set debug.check_dtypes = false"));
+  throw FoundProblems(ErrorKind::kContract,
+                      concat("debug.check_dtypes: found ", lines.size(),
+                             " operations that leave the dtype of their unit, expected none: ",
+                             lines[0], lines.size() > 1 ? "; ..." : "",
+                             "; cast its result back, or change the dtype of what is named by a "
+                             "[[precision.rule]], or set debug.check_dtypes = false"));
 }
 
 }  // namespace tessera::train

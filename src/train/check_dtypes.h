@@ -11,8 +11,8 @@
 namespace tessera::train {
 
 /// Runs `rows` of the batch of `step` forward, without gradients, and looks at the dtype of every
-/// result. Collective. Errors, on all ranks alike: kContract when any rank found one that leaves
-/// its unit's; all are listed in the log before.
+/// result. Collective. Errors, on all ranks alike: FoundProblems (kContract) when any rank
+/// found one that leaves its unit's; all are listed in the log before.
 void check_dtypes(Sharded<models::LanguageModel>& model, const BatchSource& source,
                   std::int64_t step, const RowRange& rows);
 

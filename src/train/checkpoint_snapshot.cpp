@@ -36,7 +36,7 @@ void add_optimizer(std::vector<StatePart>& parts, const OptimizerState& state) {
   }
 }
 
-/// Buffers as the folder that training began with has them: every rank holds them whole.
+/// Buffers with the digits of the folder that training began with: every rank holds them whole.
 void add_buffers(std::vector<StatePart>& parts, const ShardedBase& model,
                  const SourceDType& source_dtype) {
   for (const auto& view : model.buffers()) {
@@ -44,7 +44,7 @@ void add_buffers(std::vector<StatePart>& parts, const ShardedBase& model,
     if (!contract.stored) continue;
     parts.push_back({concat(kModelPrefix, contract.name), contract.shape,
                      source_dtype(contract.name), 0, view.tensor.numel(),
-                     view.tensor.detach().to(to_scalar_type(contract.storage)).reshape({-1})});
+                     view.stored.reshape({-1})});
   }
 }
 

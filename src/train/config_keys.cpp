@@ -210,8 +210,8 @@ void add_outputs(std::vector<ConfigKey>& keys) {
       .key("check_dtypes", &B::check_dtypes,
            {"",
             "Runs the first forward once more before the first step, names every operation "
-            "whose result leaves its unit's dtype and the tensor that caused it, and refuses "
-            "to go on if there is one."})
+            "whose result leaves its unit's dtype and the tensor that caused it, and ends "
+            "with exit code 3 if there is one."})
       .key("on_nonfinite", &B::on_nonfinite,
            {"", "What a non-finite loss does: error names the first parameters concerned."});
 }

@@ -65,6 +65,18 @@ std::vector<TensorSpec> tensors_to_write(const ModelSource& source, const Export
   return tensors;
 }
 
+/// Published wider than it is stored: the folder that is written looks as if it had all digits.
+std::vector<std::string> widened(const ModelSource& source, const std::vector<TensorSpec>& specs) {
+  std::vector<std::string> names;
+  for (const TensorSpec& spec : specs) {
+    const SourceTensor& stored = *source.folder->find(spec.name);
+    if (!represents(stored.dtype, stored.original) && !represents(stored.dtype, spec.dtype)) {
+      names.push_back(spec.name);
+    }
+  }
+  return names;
+}
+
 /// Errors: kFormat where a finite value has become infinite.
 at::Tensor narrowed(const at::Tensor& values, DType dtype, const std::string& name) {
   at::Tensor result = values.to(to_scalar_type(dtype));
@@ -98,6 +110,7 @@ ExportPlan plan_export(const ModelSource& source, const ExportOptions& options) 
   ExportPlan plan;
   const std::vector<TensorSpec> tensors = tensors_to_write(source, options);
   plan.shards = plan_shards(tensors, options.max_shard_bytes);
+  plan.widened = widened(source, tensors);
   std::map<DType, std::int64_t> elements;
   for (const TensorSpec& tensor : tensors) {
     plan.size_bytes += size_bytes(tensor);

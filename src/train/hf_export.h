@@ -29,6 +29,9 @@ struct ExportPlan {
   /// Tokenizer files and generation_config.json, copied as they are.
   std::vector<std::filesystem::path> copies;
   std::int64_t size_bytes = 0;  ///< of all tensors
+  /// Tensors whose values lost digits before the checkpoint was written, and that are written in a
+  /// wider dtype all the same.
+  std::vector<std::string> widened;
   /// The elements [begin, end) of one of its tensors, 1-D, in the dtype they are kept in.
   std::function<at::Tensor(const std::string& name, std::int64_t begin, std::int64_t end)> read;
 };

@@ -23,16 +23,21 @@ namespace {
 
 std::string shown(const std::filesystem::path& path) { return printable(path.native(), 1024); }
 
+constexpr const char* kKeepsStorage = "a resumed run keeps its precision.storage_dtype";
+constexpr const char* kKeepsFrozen =
+    "a resumed run keeps its precision.storage_dtype, its model.frozen and frozen of its rules, "
+    "and with \"replicate\" its precision.param_dtype: what is whole on every rank is stored as it "
+    "computes";
+
 void require_tensor(const CheckpointFolder& checkpoint, const std::string& name, DType dtype,
-                    const std::vector<std::int64_t>& shape) {
+                    const std::vector<std::int64_t>& shape, const char* mend = kKeepsStorage) {
   const auto* tensor = checkpoint.find(name);
   TESSERA_CHECK(tensor != nullptr, ErrorKind::kFormat, shown(checkpoint.path()),
                 ": found no tensor ", printable(name), ", expected one");
   TESSERA_CHECK(tensor->dtype == dtype && tensor->shape == shape, ErrorKind::kFormat,
                 shown(checkpoint.path()), ": tensor ", printable(name), ": found ",
                 to_string(tensor->dtype), " ", shape_text(tensor->shape), ", expected ",
-                to_string(dtype), " ", shape_text(shape),
-                "; a resumed run keeps its precision.storage_dtype");
+                to_string(dtype), " ", shape_text(shape), "; ", mend);
 }
 
 std::string list(const std::set<std::string>& names) {
@@ -55,9 +60,11 @@ class Loader {
   void check() const {
     std::set<std::string> known;
     for (const auto& view : model_.shards()) {
-      if (!holds(*view.contract)) continue;
-      const auto name = concat(kModelPrefix, view.contract->name);
-      require_tensor(checkpoint_, name, view.contract->storage.dtype, view.contract->shape);
+      const auto& contract = *view.contract;
+      if (!holds(contract)) continue;
+      const auto name = concat(kModelPrefix, contract.name);
+      require_tensor(checkpoint_, name, contract.storage.dtype, contract.shape,
+                     contract.trainable ? kKeepsStorage : kKeepsFrozen);
       known.insert(name);
     }
     for (const auto& view : model_.buffers()) {
@@ -110,16 +117,22 @@ class Loader {
   }
 
  private:
-  /// Whole on every rank, and small: each reads them in the dtype in which they are stored.
+  /// Whole on every rank, and small: each reads them in the dtype in which they are stored, and
+  /// casts them as after any load.
   void fill_buffers() const {
     const at::NoGradGuard no_grad;
+    if (of_adapters()) return;
     for (const auto& view : model_.buffers()) {
-      if (!view.contract->stored || of_adapters()) continue;
+      if (!view.contract->stored) continue;
       const auto values = at::empty(
           view.contract->shape, at::TensorOptions().dtype(to_scalar_type(view.contract->storage)));
       checkpoint_.read(concat(kModelPrefix, view.contract->name), 0, values.numel(),
                        {static_cast<std::byte*>(values.mutable_data_ptr()), values.nbytes()});
-      view.tensor.copy_(values);
+      view.tensor.set_data(values);
+    }
+    for (auto* unit : model_.unit()->runtime().units()) {
+      unit->forget_cast();
+      unit->cast_buffers();
     }
   }
 

@@ -32,7 +32,7 @@ void fill(const ShardedBase& model, const ModelSource& source, std::uint64_t see
   if (source.adapters) {
     load(model, *source.adapters, Loaded::kAdapters);
   } else if (source.lora) {
-    draw_weights(model, models::adapter_table(source.spec, source.lora), seed);
+    draw_weights(model, models::adapter_table(source.spec, source.lora), seed, Loaded::kAdapters);
   } else if (!source.folder) {
     draw_weights(model, models::parameter_table(source.spec), seed);
   }

@@ -141,14 +141,15 @@ void load_buffers(const ShardedBase& model, const TensorSource& folder) {
 }
 
 void draw_weights(const ShardedBase& model, const std::vector<models::ParameterSpec>& table,
-                  std::uint64_t seed) {
+                  std::uint64_t seed, Loaded what) {
   const at::NoGradGuard no_grad;
   LoadingProgress progress = progress_of(model, "drawing weights");
   for (const auto& view : model.shards()) {
     const auto& name = view.contract->name;
+    if (models::is_adapter(name) != (what == Loaded::kAdapters)) continue;
     const auto spec = std::find_if(table.begin(), table.end(),
                                    [&](const auto& parameter) { return parameter.name == name; });
-    if (spec == table.end()) continue;
+    TESSERA_INVARIANT(spec != table.end(), name, " is not in the parameter table");
     if (spec->init == models::InitKind::kOnes || spec->init == models::InitKind::kZeros) {
       view.shard.detach().fill_(spec->init == models::InitKind::kOnes ? 1.0 : 0.0);
       continue;

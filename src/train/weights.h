@@ -31,7 +31,7 @@ void verify_weights(const TensorSource& folder, int rank = 0, int ranks = 1);
 at::Tensor read_elements(const TensorSource& folder, const std::string& name, std::int64_t begin,
                          std::int64_t end);
 
-/// Which parameters a folder has.
+/// Which parameters are filled.
 enum class Loaded : std::uint8_t { kModel, kAdapters };
 
 /// Copies the owned range of every parameter of that kind; the folder passed check_tensors or
@@ -46,9 +46,9 @@ void load_buffers(const ShardedBase& model, const TensorSource& folder);
 /// Units: elements copied at a time; what loading holds beside the weights themselves.
 inline constexpr std::int64_t kLoadChunk = std::int64_t{1} << 20;
 
-/// Draws the table's parameters; others stay as they are. Element i of parameter p depends on
-/// (seed, p, i) only: drawn in fp32, then cast. Not collective.
+/// Draws the parameters of that kind, all of which the table must have. Element i of parameter p
+/// depends on (seed, p, i) only: drawn in fp32, then cast. Not collective.
 void draw_weights(const ShardedBase& model, const std::vector<models::ParameterSpec>& table,
-                  std::uint64_t seed);
+                  std::uint64_t seed, Loaded what = Loaded::kModel);
 
 }  // namespace tessera::train

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "fsdp/finite_copy.h"
 #include "grad/torch_dtype.h"
 #include "models/lora.h"
 #include "nn/parameter.h"
@@ -16,14 +17,16 @@ namespace {
 
 /// Values pass through the storage dtype, as they do on the way into a shard.
 at::Tensor load_parameter(const TensorSource& folder, const GradContract& contract) {
+  const std::string name = "parameter " + contract.name;
   const auto storage = to_scalar_type(contract.storage.dtype);
   at::Tensor whole =
       at::empty(contract.shape, at::TensorOptions().dtype(to_scalar_type(contract.compute.dtype)));
   const at::Tensor flat = whole.view({-1});
   for (std::int64_t begin = 0; begin < flat.numel(); begin += kLoadChunk) {
     const auto end = std::min(begin + kLoadChunk, flat.numel());
-    flat.narrow(0, begin, end - begin)
-        .copy_(read_elements(folder, contract.name, begin, end).to(storage));
+    const at::Tensor stored = at::empty({end - begin}, at::TensorOptions().dtype(storage));
+    fsdp::finite_copy(stored, read_elements(folder, contract.name, begin, end), name);
+    fsdp::finite_copy(flat.narrow(0, begin, end - begin), stored, name);
   }
   return whole;
 }

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "tessera/error.h"
+#include "train/found_problems.h"
 
 namespace tessera::cli {
 namespace {
@@ -29,6 +30,14 @@ TEST(RunPhase, BeginsByPreparing) {
   EXPECT_EQ(phase.now(), Phase::kPreparing);
   phase.begin_steps();
   EXPECT_EQ(phase.now(), Phase::kStepping);
+}
+
+// debug.check_dtypes: neither a refusal of what was asked for nor a run that failed.
+TEST(ExitCode, ACheckThatFoundProblemsHasItsOwn) {
+  const train::FoundProblems found(ErrorKind::kContract, "found 1 operation");
+  EXPECT_EQ(exit_code(found, Phase::kPreparing), 3);
+  EXPECT_EQ(exit_code(found, Phase::kStepping), 3);
+  EXPECT_EQ(exit_code(Error(ErrorKind::kContract, "found 1 operation"), Phase::kPreparing), 2);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "dist/ranks.h"
@@ -16,6 +17,7 @@ namespace tessera::test {
 namespace {
 
 namespace fs = std::filesystem;
+using ::testing::AllOf;
 using testing::error_of;
 using ::testing::HasSubstr;
 using testing::TemporaryFolder;
@@ -112,6 +114,107 @@ TEST(CheckpointWeights, AnOriginThatIsDamagedIsAsGoodAsGone) {
   EXPECT_TRUE(train::plan_export(source, {}).copies.empty());
   EXPECT_NO_THROW(
       train::load_whole_model(source, train::resolve_model(source, config, {}).parameters));
+}
+
+// Naive: one says that storage_dtype changed, which nobody touched; the other writes float32 that
+// is as good as bfloat16, without a word.
+TEST(CheckpointWeights, WhatAWholeFrozenPartLeavesIsNamedOnResumeAndByConvert) {
+  const TemporaryFolder folder;
+  auto config = small_run(folder);
+  train_on({}, with_steps(config, 1), folder / "first");
+  config.model.config.clear();
+  config.model.path = (folder / "first/checkpoint/step-1").string();
+  config.model.freeze = {"layers.0"};
+  config.precision.param_dtype.dtype = DType::kBFloat16;
+  const auto exported = [&](const std::string& run) {
+    train::ModelConfig model;
+    model.path = (folder / run / "checkpoint").string();
+    const auto source = train::open_model(model);
+    const auto plan = train::plan_export(source, {});
+    for (const auto& shard : plan.shards) {
+      for (const auto& tensor : shard.tensors) EXPECT_EQ(tensor.dtype, DType::kFloat32);
+    }
+    train::ExportOptions narrow;
+    narrow.dtype = DType::kBFloat16;
+    EXPECT_TRUE(train::plan_export(source, narrow).widened.empty()) << "written as it is";
+    return plan.widened;
+  };
+  train_on({2, 1}, with_steps(config, 1), folder / "shard");
+  EXPECT_TRUE(exported("shard").empty());
+
+  auto whole = config;
+  whole.model.frozen = FrozenAs::kReplicate;
+  train_on({2, 1}, with_steps(whole, 1), folder / "replicate");
+  const auto rounded = exported("replicate");
+  EXPECT_GT(rounded.size(), 0U);
+  for (const auto& name : rounded) EXPECT_THAT(name, HasSubstr("layers.0."));
+
+  const auto refusal = [&](train::Config changed, const char* run) {
+    return error_of(ErrorKind::kFormat,
+                    [&] { train_on({2, 1}, with_steps(std::move(changed), 2), folder / run); });
+  };
+  auto wide = whole;
+  wide.precision.param_dtype.dtype = DType::kFloat32;
+  for (const auto& message :
+       {refusal(config, "replicate"), refusal(wide, "replicate"), refusal(whole, "shard")}) {
+    EXPECT_THAT(message, HasSubstr("tensor 'model/model.layers.0."));
+    EXPECT_THAT(message, HasSubstr("its model.frozen"));
+    EXPECT_THAT(message, HasSubstr("its precision.param_dtype"));
+  }
+}
+
+/// A folder with one value more than float16 holds, in every tensor.
+class OneLargeValue final : public TensorSource {
+ public:
+  explicit OneLargeValue(std::shared_ptr<const TensorSource> folder) : folder_(std::move(folder)) {}
+  const fs::path& path() const override { return folder_->path(); }
+  const Tensors& tensors() const override { return folder_->tensors(); }
+  void read(std::string_view name, std::int64_t begin, std::int64_t end,
+            std::span<std::byte> out) const override {
+    folder_->read(name, begin, end, out);
+    const float large = 70000.0F;
+    if (begin == 0) std::ranges::copy(std::as_bytes(std::span(&large, 1)), out.begin());
+  }
+
+ private:
+  std::shared_ptr<const TensorSource> folder_;
+};
+
+// Naive: generate computes with inf, and prints tokens.
+TEST(CheckpointWeights, AWholeModelRefusesAValueThatItsDtypesCannotHold) {
+  const TemporaryFolder folder;
+  auto config = small_run(folder);
+  train_on({}, with_steps(config, 1), folder / "run");
+  config.model.config.clear();
+  config.model.path = (folder / "run/checkpoint").string();
+  for (const bool stored : {false, true}) {
+    config.precision.param_dtype.dtype = DType::kFloat16;
+    if (stored) config.precision.storage_dtype.dtype = DType::kFloat16;
+    auto source = train::open_model(config.model);
+    const auto contracts =
+        train::resolve_model(source, config, {}, train::Purpose::kInference).parameters;
+    EXPECT_NO_THROW(train::load_whole_model(source, contracts));
+    source.folder = std::make_shared<OneLargeValue>(source.folder);
+    EXPECT_THAT(error_of(ErrorKind::kContract, [&] { train::load_whole_model(source, contracts); }),
+                AllOf(HasSubstr("parameter model."), HasSubstr("found the value 70000"),
+                      HasSubstr("float16 can hold")));
+  }
+}
+
+// Naive: it trains on whatever the memory held.
+TEST(CheckpointWeights, AParameterThatTheTableLacksIsNoneThatStaysUndrawn) {
+  const TemporaryFolder folder;
+  const auto config = small_run(folder);
+  ranks(1).run([&](World& world) {
+    const auto source = train::open_model(config.model);
+    const auto model = train::parallelize(source, config, data_mesh(world));
+    auto table = models::parameter_table(source.spec);
+    std::erase_if(table, [](const auto& row) { return row.name == "model.norm.weight"; });
+    EXPECT_THAT(error_of(ErrorKind::kInternal, [&] { train::draw_weights(*model, table, 1); }),
+                HasSubstr("model.norm.weight is not in the parameter table"));
+    // Adapters that are not there: nothing of the model is drawn in their place.
+    EXPECT_NO_THROW(train::draw_weights(*model, {}, 1, train::Loaded::kAdapters));
+  });
 }
 
 }  // namespace

@@ -163,6 +163,41 @@ TEST_P(BuffersOnRanks, ValuesThatAreLoadedLaterAreCastBySetLoaded) {
   });
 }
 
+at::Tensor stored_scale(const ShardedBase& handle) {
+  for (const auto& view : handle.buffers()) {
+    if (view.contract->name == "tower.std_scale") return view.stored;
+  }
+  throw std::runtime_error("no such buffer");
+}
+
+// Naive: what a checkpoint saves is the cast values, widened again.
+TEST_P(BuffersOnRanks, TheDigitsThatACastDroppedAreStillThereUntilSomebodyWrites) {
+  all().run([](World& world) {
+    auto model = std::make_shared<Model>();
+    auto handle = shard(world, model);
+    auto& scale = model->tower->std_scale;
+    const auto loaded = seeded(2, {kWidth});
+    const auto fine = at::full({kWidth}, 3 * kFine);
+    EXPECT_TRUE(same_bits(stored_scale(handle), loaded)) << "not yet cast";
+    handle.forward(input_of(world.rank(), 0, kWidth));
+    EXPECT_EQ(scale.scalar_type(), at::kBFloat16);
+    EXPECT_TRUE(same_bits(stored_scale(handle), loaded));
+    handle.set_loaded();
+    EXPECT_TRUE(same_bits(stored_scale(handle), loaded)) << "nothing new was loaded";
+
+    scale.set_data(fine.clone());
+    EXPECT_TRUE(same_bits(stored_scale(handle), fine)) << "before set_loaded()";
+    handle.set_loaded();
+    EXPECT_TRUE(same_bits(stored_scale(handle), fine));
+
+    scale.mul_(2);
+    EXPECT_TRUE(same_bits(stored_scale(handle), scale.to(at::kFloat))) << "written in place";
+    scale.set_data(at::full({kWidth}, 5.0, at::kBFloat16));
+    handle.set_loaded();
+    EXPECT_TRUE(same_bits(stored_scale(handle), at::full({kWidth}, 5.0F))) << "already cast";
+  });
+}
+
 TEST_P(BuffersOnRanks, OneThatWasConvertedAfterwardsIsFound) {
   const auto errors = errors_of(GetParam().first, [](World& world) {
     auto model = std::make_shared<Model>();

@@ -9,12 +9,15 @@
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
 #include "models/lora_table.h"
+#include "models/model_spec.h"
 #include "tessera/shard.h"
+#include "train/resume.h"
 
 namespace tessera::test {
 namespace {
 
 namespace fs = std::filesystem;
+using ::testing::AllOf;
 using testing::error_of;
 using ::testing::HasSubstr;
 using testing::TemporaryFolder;
@@ -177,7 +180,9 @@ TEST(LoraRun, OtherAdaptersOrAnotherBaseAreRefusedOnResume) {
   EXPECT_THAT(refused([](auto& other) { other.lora.dropout = 0.0; }),
               HasSubstr("lora.dropout: found 0, expected 0.3"));
   EXPECT_THAT(refused([](auto& other) { other.lora.targets = {"q_proj"}; }),
-              HasSubstr("lora.targets: found 'model.layers.0.self_attn.q_proj, "));
+              AllOf(HasSubstr("lora.targets: found 2 layers, expected the 5 of the checkpoint"),
+                    HasSubstr("differs is 'model.layers.1.self_attn.q_proj', there "
+                              "'model.layers.0.self_attn.o_proj'")));
   auto longer = small_run(folder);
   longer.optimizer.lr = 0.02;
   train_on({}, with_steps(longer, 2), folder / "other base");
@@ -185,6 +190,32 @@ TEST(LoraRun, OtherAdaptersOrAnotherBaseAreRefusedOnResume) {
                 other.model.path = (folder / "other base/checkpoint/step-2").string();
               }),
               HasSubstr("model.path: found tensors with the hash"));
+}
+
+// Naive: as much of the lists is compared as fits into a message.
+TEST(LoraRun, ListsOfManyLayersThatDifferInTheLastOneAreRefused) {
+  const TemporaryFolder folder;
+  train_on({}, with_steps(adapters_run(folder), 1), folder / "run");
+  const auto path = folder / "run/checkpoint/step-1";
+  auto manifest = CheckpointFolder::open(path).manifest();
+  for (int i = 2; i < 60; ++i) {
+    manifest.lora->layers.push_back(concat("model.layers.", i, ".self_attn.q_proj"));
+  }
+  folder.write("run/checkpoint/step-1/manifest.json", to_json(manifest));
+  const auto checkpoint = CheckpointFolder::open(path);
+  train::RunIdentity identity{models::parse_spec(checkpoint.config_text()).spec, manifest.data,
+                              manifest.seed, manifest.lora};
+  ranks(1).run([&](World& world) { train::require_same_run(identity, checkpoint, world); });
+  identity.lora->layers.back() = "model.layers.60.self_attn.q_proj";
+  EXPECT_THAT(error_of(ErrorKind::kConfig,
+                       [&] {
+                         ranks(1).run([&](World& world) {
+                           train::require_same_run(identity, checkpoint, world);
+                         });
+                       }),
+              AllOf(HasSubstr("lora.targets: found 63 layers"),
+                    HasSubstr("'model.layers.60.self_attn.q_proj', there "
+                              "'model.layers.59.self_attn.q_proj'")));
 }
 
 }  // namespace

@@ -48,6 +48,18 @@ struct Bad {
   std::string message;
 };
 
+TEST(LossScale, CountsThatNoRunCanHaveAreRefused) {
+  constexpr auto kMax = LossScaleState::kMaxSteps;
+  LossScale scale({});
+  for (const LossScaleState& state : {LossScaleState{8.0, -1, 0}, LossScaleState{8.0, 0, -1},
+                                      LossScaleState{8.0, kMax, 0}, LossScaleState{8.0, 0, kMax}}) {
+    EXPECT_THROW(scale.restore(state), Error) << state.good_steps << ", " << state.skipped_steps;
+  }
+  scale.restore({8.0, 0, kMax - 1});
+  scale.step_was_skipped();
+  EXPECT_EQ(scale.state().skipped_steps, kMax);
+}
+
 TEST(LossScale, OptionsThatCannotWorkAreRefusedByName) {
   const Bad all[] = {
       {[](auto& o) { o.init_scale = 1000; }, "grad_scaler.init_scale: found 1000"},

@@ -13,6 +13,7 @@
 #include "io/safetensors_writer.h"
 #include "models/language_model.h"
 #include "train/data.h"
+#include "train/hf_export.h"
 #include "train/parallelize.h"
 #include "train/weights.h"
 #include "unit/io/temporary_folder.h"
@@ -192,6 +193,58 @@ TEST_P(GoldenGemma4, ARunGoesOnFromItsCheckpoint) {
       losses.insert(losses.end(), rest.begin(), rest.end());
       EXPECT_EQ(losses, whole.losses);
     }
+  }
+}
+
+/// The bits of the buffers of a folder or checkpoint, which are float32 there.
+std::map<std::string, at::Tensor> buffers_of(const std::filesystem::path& folder) {
+  train::ModelConfig config;
+  config.path = folder.string();
+  const auto source = train::open_model(config);
+  std::map<std::string, at::Tensor> found;
+  for (const auto& row : models::buffer_table(source.spec)) {
+    found[row.name] =
+        train::read_elements(*source.folder, row.name, 0, source.folder->find(row.name)->numel());
+  }
+  return found;
+}
+
+void expect_same_buffers(const std::filesystem::path& folder,
+                         const std::map<std::string, at::Tensor>& expected) {
+  const auto found = buffers_of(folder);
+  ASSERT_EQ(found.size(), expected.size());
+  for (const auto& [name, values] : expected) {
+    EXPECT_EQ(found.at(name).scalar_type(), values.scalar_type()) << name;
+    EXPECT_TRUE(found.at(name).equal(values)) << folder << ": " << name;
+  }
+}
+
+// Naive: a frozen tower computes with bfloat16 buffers, and a checkpoint holds those, as float32.
+TEST_P(GoldenGemma4, SavedAndExportedBuffersHaveTheBitsOfTheFileAlsoAfterAResumption) {
+  const auto expected = buffers_of(data_folder(GetParam()));
+  const auto loses = [](const auto& item) {
+    return !item.second.to(at::kBFloat16).to(item.second.scalar_type()).equal(item.second);
+  };
+  if (GetParam() == "gemma4-fp32") {
+    ASSERT_TRUE(std::ranges::any_of(expected, loses)) << "nothing to lose in this folder";
+  }
+  const testing::TemporaryFolder folder;
+  for (const int step : {1, 2}) {  // the second run goes on, on other ranks
+    const Layout layout{.ranks = step};
+    auto config = training_config(reference(), OptimizerKind::kSgd, layout);
+    config.precision = {};  // bf16: the tower's buffers are cast
+    config.checkpoint.folder = folder / "checkpoint";
+    config.training.steps = step;
+    run_training(config, layout);
+    const auto checkpoint = folder / concat("checkpoint/step-", step);
+    expect_same_buffers(checkpoint, expected);
+    train::ModelConfig model;
+    model.path = checkpoint.string();
+    const auto source = train::open_model(model);
+    const auto exported = folder / concat("exported ", step);
+    std::filesystem::create_directory(exported);
+    train::write_export(train::plan_export(source, {}), exported);
+    expect_same_buffers(exported, expected);
   }
 }
 

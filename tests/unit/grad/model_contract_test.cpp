@@ -67,6 +67,22 @@ TEST(ResolveBuffers, AModelThatIsFrozenAsAWholeIsAFrozenPart) {
       << "nothing says so";
 }
 
+// Naive: the adapter is trained, so its layer's buffer stays fp32 and its neighbour's does not.
+TEST(ResolveBuffers, AnAdapterMakesNoTrainedPartOfItsFrozenLayer) {
+  ParameterMeta base = frozen(scratch("layers.0.q.weight"));
+  base.lora = LoraPart::kBase;
+  ParameterMeta neighbour = frozen(scratch("layers.1.q.weight"));
+  neighbour.lora = LoraPart::kBase;
+  ParameterMeta adapter = scratch("layers.0.q.lora_A.weight");
+  adapter.lora = LoraPart::kAdapter;
+  const auto buffers =
+      resolve_model_contract({base, adapter, neighbour},
+                             {buffer("layers.0.scale"), buffer("layers.1.scale"), buffer("scale")},
+                             {}, mixed_policy(), {})
+          .buffers;
+  for (const BufferContract& each : buffers) EXPECT_EQ(each.compute, kBF16) << each.name;
+}
+
 TEST(ResolveBuffers, APartIsFrozenByRulesToo) {
   PrecisionPolicy policy = mixed_policy();
   policy.rules = {rule_for("text"), rule_for("tower")};

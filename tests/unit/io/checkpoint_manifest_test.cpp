@@ -128,6 +128,9 @@ TEST(CheckpointManifest, WhatDoesNotFitIsRefusedByName) {
       {"dropout -0.5", [&](auto& m) { m.lora = lora, m.lora->dropout = -0.5; }},
       {"dropout nan", [&](auto& m) { m.lora = lora, m.lora->dropout = NAN; }},
       {"0 layers", [&](auto& m) { m.lora = lora, m.lora->layers.clear(); }},
+      // One more step would overflow the count.
+      {"after 9223372036854775807 finite", [](auto& m) { m.loss_scale = {8.0, kMax, 0}; }},
+      {"and 9223372036854775807 skipped", [](auto& m) { m.loss_scale = {8.0, 0, kMax}; }},
       {"found -1 bytes", [](auto& m) { m.files["a.safetensors"].bytes = -1; }},
       {"found a piece in 'c'", [&](auto& m) { piece(m, 0).file = "c"; }},
       {"dims, expected 2", [&](auto& m) { piece(m, 0).box.size = {12}; }},
