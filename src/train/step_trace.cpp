@@ -1,6 +1,7 @@
 #include "train/step_trace.h"
 
 #include <algorithm>
+#include <fstream>
 #include <system_error>
 
 #include "base/log.h"
