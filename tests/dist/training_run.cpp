@@ -58,6 +58,22 @@ train::Config with_steps(train::Config config, std::int64_t steps) {
   return config;
 }
 
+train::Config adapters_run(const testing::TemporaryFolder& folder) {
+  auto config = small_run(folder);
+  if (!std::filesystem::exists(folder / "base")) {
+    train_on({}, with_steps(config, 2), folder / "base");
+  }
+  config.model.config.clear();
+  config.model.path = (folder / "base/checkpoint/step-2").string();
+  config.precision.param_dtype.dtype = DType::kBFloat16;
+  config.optimizer.no_decay.clear();
+  config.lora = {.rank = 3,
+                 .alpha = 6.0,
+                 .targets = {"q_proj", "o_proj", "layers.1.mlp.down_proj"},
+                 .dropout = 0.3};
+  return config;
+}
+
 RunLosses train_on(const RanksOfRun& layout, train::Config config, const std::filesystem::path& run,
                    const HooksOf& hooks) {
   config.parallelism.data_parallel_replicate_degree = layout.replicas;

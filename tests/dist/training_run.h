@@ -21,6 +21,9 @@ train::Config small_run(const testing::TemporaryFolder& folder);
 /// The same with that many steps, and with checkpoints.
 train::Config with_steps(train::Config config, std::int64_t steps);
 
+/// small_run with adapters beside a model in bfloat16, which another run makes in `folder`/base.
+train::Config adapters_run(const testing::TemporaryFolder& folder);
+
 struct RanksOfRun {
   int ranks = 1;
   int replicas = 1;
