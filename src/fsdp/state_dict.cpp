@@ -34,12 +34,9 @@ std::int64_t numel_of(const std::vector<std::int64_t>& shape) {
 std::vector<Target> targets_of(const ShardedBase& model) {
   std::vector<Target> targets;
   for (const auto& view : model.shards()) {
-    Target target{{view.contract->name},
-                  view.shard.detach(),
-                  view.contract->shape,
-                  view.begin,
-                  view.end,
-                  view.contract->replicated()};
+    Target target{
+        {view.contract->name},      view.shard.detach(), view.contract->shape, view.begin, view.end,
+        view.contract->replicated()};
     target.names.insert(target.names.end(), view.contract->aliases.begin(),
                         view.contract->aliases.end());
     targets.push_back(std::move(target));

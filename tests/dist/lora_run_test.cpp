@@ -222,9 +222,9 @@ TEST(LoraRun, ListsOfManyLayersThatDifferInTheLastOneAreRefused) {
                            train::require_same_run(identity, checkpoint, world);
                          });
                        }),
-              AllOf(HasSubstr("lora.targets: found 63 layers"),
-                    HasSubstr("'model.layers.60.self_attn.q_proj', there "
-                              "'model.layers.59.self_attn.q_proj'")));
+              AllOf(HasSubstr("lora.targets: found 'model.layers.60.self_attn.q_proj', expected "
+                              "'model.layers.59.self_attn.q_proj'"),
+                    HasSubstr("after 62 layers that both have")));
 }
 
 }  // namespace

@@ -90,8 +90,8 @@ TEST(BackwardOrder, AListTakesTheNextGathersPlace) {
 // Naive: gathered twice, or never.
 TEST(BackwardOrder, AListMayNameUnitsThatRanBeforeOrTwiceOrNotAtAll) {
   // Backward: the root, 1 (position 3), 2, 1 (position 1).
-  const auto order = backward_order(flat({0, 1, 2, 1}), {false, true, true}, false,
-                                    {{1, 9}, {1, 1, 0}, {2}});
+  const auto order =
+      backward_order(flat({0, 1, 2, 1}), {false, true, true}, false, {{1, 9}, {1, 1, 0}, {2}});
   EXPECT_THAT(order.issues, ElementsAre(3U, 1U, 2U));
   EXPECT_THAT(order.needed, ElementsAre(0U, 1U, 3U, 3U));
   EXPECT_THAT(order.ahead, ElementsAre(1U, 2U, 3U, 3U));
