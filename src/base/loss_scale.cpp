@@ -1,5 +1,6 @@
 #include "tessera/loss_scale.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <string_view>
@@ -67,9 +68,7 @@ void LossScale::restore(const LossScaleState& state) {
   state_ = state;
 }
 
-bool LossScale::can_shrink() const {
-  return state_.scale * options_.backoff_factor >= options_.min_scale;
-}
+bool LossScale::can_shrink() const { return state_.scale > options_.min_scale; }
 
 void LossScale::step_was_finite() {
   if (++state_.good_steps < options_.growth_interval) return;
@@ -80,7 +79,7 @@ void LossScale::step_was_finite() {
 
 void LossScale::step_was_skipped() {
   TESSERA_INVARIANT(can_shrink(), "a loss scale fell below its smallest");
-  state_.scale *= options_.backoff_factor;
+  state_.scale = std::max(state_.scale * options_.backoff_factor, options_.min_scale);
   state_.good_steps = 0;
   ++state_.skipped_steps;
 }

@@ -1,5 +1,6 @@
 #include "comm/traced_collective.h"
 
+#include "base/unit_label.h"
 #include "comm/batch.h"
 #include "tessera/error.h"
 
@@ -40,7 +41,7 @@ std::unique_ptr<TracedCollective> TracedCollective::of(const Batch& batch, int r
   traced->submitted_ = TraceClock::now();
   TraceSpan& span = traced->span_;
   span.row = row_of(batch.label.kind);
-  span.name = batch.label.unit.empty() ? "(root)" : batch.label.unit;
+  span.name = unit_label(batch.label.unit);
   Entry entry;
   describe(batch, 0, entry);
   std::int64_t bytes = 0;

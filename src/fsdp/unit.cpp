@@ -68,7 +68,9 @@ const layout::Placed& Parameter::placed() const {
 }
 
 Unit::Unit(std::string name, std::shared_ptr<Runtime> runtime, bool reshard)
-    : reshard_after_forward(reshard), name_(std::move(name)), runtime_(std::move(runtime)) {}
+    : reshard_after_forward(reshard), runtime_(std::move(runtime)) {
+  contract.name = std::move(name);
+}
 
 Unit::~Unit() {
   runtime_->remove_unit(this);
@@ -105,8 +107,7 @@ void Unit::set_divide_factor(double factor) {
 }
 
 void Unit::add_prefix(const std::string& prefix) {
-  name_ = name_.empty() ? prefix : prefix + "." + name_;
-  contract.name = name_;
+  contract.name = contract.name.empty() ? prefix : prefix + "." + contract.name;
   for (auto& parameter : parameters_) {
     parameter->contract.name = prefix + "." + parameter->contract.name;
     for (auto& alias : parameter->contract.aliases) alias = prefix + "." + alias;
@@ -156,7 +157,7 @@ void Unit::build(std::vector<std::unique_ptr<Parameter>> added) {
     items.push_back({p->contract.name, p->contract.numel(), key_of(p->contract)});
   }
   const auto options = runtime_->plan_options();
-  const auto plan = layout::plan_unit(name_, items, options);
+  const auto plan = layout::plan_unit(name(), items, options);
   layout::validate(plan, items, options);
   for (const auto& bucket_plan : plan.buckets) {
     auto bucket = make_bucket(bucket_plan);

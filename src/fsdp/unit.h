@@ -10,6 +10,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "base/unit_label.h"
 #include "fsdp/bucket.h"
 #include "fsdp/leaf.h"
 #include "grad/sink.h"
@@ -68,9 +69,9 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   Unit(std::string name, std::shared_ptr<Runtime> runtime, bool reshard_after_forward);
   ~Unit() override;
 
-  const std::string& name() const { return name_; }
+  const std::string& name() const { return contract.name; }
   /// For messages and labels: the outermost unit of a model has no name of its own.
-  std::string shown_name() const { return name_.empty() ? "(root)" : name_; }
+  std::string shown_name() const { return std::string(unit_label(name())); }
   /// Puts `prefix` before the unit's and its parameters' names.
   void add_prefix(const std::string& prefix);
 
@@ -121,7 +122,7 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   View open_slot(std::size_t parameter) override;
   void tickets_changed(int delta) override;
 
-  UnitContract contract;  ///< what a call casts; its name is name()
+  UnitContract contract;  ///< its name, and what a call casts
   std::vector<Buffer> buffers;
 
   // State of the runtime, kept here because it is per unit.
@@ -155,7 +156,6 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
  private:
   void build(std::vector<std::unique_ptr<Parameter>> parameters);
 
-  std::string name_;
   std::shared_ptr<Runtime> runtime_;
   std::vector<std::unique_ptr<Parameter>> parameters_;
   std::vector<std::unique_ptr<Bucket>> buckets_;

@@ -2,13 +2,14 @@
 
 #include <algorithm>
 
+#include "base/unit_label.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
 
 void UnitTrace::open(std::vector<Open>& list, const void* key, const char* what,
                      const std::string& unit) {
-  list.push_back({key, concat(what, unit.empty() ? "(root)" : unit), TraceClock::now()});
+  list.push_back({key, concat(what, unit_label(unit)), TraceClock::now()});
 }
 
 void UnitTrace::close(std::vector<Open>& list, const void* key) {

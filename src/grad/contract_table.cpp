@@ -1,6 +1,7 @@
 // The printed form of contracts (printed_table.h).
 #include <algorithm>
 
+#include "base/unit_label.h"
 #include "grad/printed_table.h"
 #include "tessera/error.h"
 #include "tessera/model_contract.h"
@@ -85,7 +86,7 @@ std::string unit_table(const std::vector<UnitContract>& contracts, Legend& legen
     const auto cell = [&](const std::optional<DType>& dtype, const char* none, UnitField field) {
       return (dtype ? std::string(to_string(*dtype)) : none) + legend.mark(contract.reason(field));
     };
-    rows.push_back({contract.name.empty() ? "(root)" : contract.name,
+    rows.push_back({std::string(unit_label(contract.name)),
                     cell(contract.input, "as it comes", UnitField::kInput),
                     cell(contract.activation, "unknown", UnitField::kActivation),
                     cell(contract.output, "as it comes", UnitField::kOutput)});

@@ -3,6 +3,7 @@
 
 #include "base/hash.h"
 #include "base/printable.h"
+#include "base/unit_label.h"
 #include "grad/contract_fields.h"
 #include "tessera/error.h"
 
@@ -29,7 +30,7 @@ template <class Contract>
 void add_lines(std::string& lines, std::string_view kind, const std::vector<Contract>& contracts) {
   for (const Contract& contract : contracts) {
     const auto fields = grad::fields_of(contract);
-    const std::string whose = concat(kind, " ", contract.name.empty() ? "(root)" : contract.name);
+    const std::string whose = concat(kind, " ", unit_label(contract.name));
     for (std::size_t i = 1; i < fields.size(); ++i) {
       lines += shown(concat(whose, " ", fields[i].field, " ", fields[i].value)) + "\n";
     }

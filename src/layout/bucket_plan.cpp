@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "base/unit_label.h"
 #include "tessera/error.h"
 
 namespace tessera::layout {
@@ -135,7 +136,7 @@ std::int64_t padding_numel(const BucketPlan& bucket) {
 std::int64_t sent_bytes(std::int64_t bytes, int ranks) { return bytes / ranks * (ranks - 1); }
 
 std::string to_string(const UnitPlan& plan, const std::vector<PlanItem>& items) {
-  std::string text = concat("unit ", plan.name.empty() ? "(root)" : plan.name, "\n");
+  std::string text = concat("unit ", unit_label(plan.name), "\n");
   for (std::size_t b = 0; b < plan.buckets.size(); ++b) {
     const BucketPlan& bucket = plan.buckets[b];
     text += concat("  bucket ", b, ": ", to_string(bucket.key), "; ", bucket.numel, " elements, ",

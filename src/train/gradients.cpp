@@ -161,6 +161,10 @@ void run_gradients(const GradientsRequest& request, World& world,
     options.loss_scale = scaler->scale();
     loss = forward_backward(*model, *batch, 1, rows, options);
   }
+  const double norm = gradient_norm(*model);
+  TESSERA_CHECK(std::isfinite(loss.mean()) && std::isfinite(norm), ErrorKind::kNumeric,
+                "gradients: found loss ", loss.mean(), " and gradient norm ", norm,
+                ", expected finite values; look at the batch, or compute in a wider dtype");
   model->visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
     if (!writer) return;
     const auto values = gradient.to(at::kFloat).contiguous();

@@ -19,7 +19,7 @@ void load(const ShardedBase& model, const TensorSource& folder, Loaded what) {
     on_all_or_none(world, "verifying the weights",
                    [&] { verify_weights(folder, world.rank(), world.size()); });
   }
-  load_weights(model, folder, what);
+  on_all_or_none(world, "loading the weights", [&] { load_weights(model, folder, what); });
 }
 
 /// With kLater the caller fills what is trained.

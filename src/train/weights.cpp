@@ -118,6 +118,23 @@ at::Tensor read_elements(const TensorSource& folder, const std::string& name, st
   return elements;
 }
 
+at::Tensor read_parameter(const TensorSource& folder, const GradContract& contract,
+                          std::int64_t begin, std::int64_t end) {
+  auto values = read_elements(folder, contract.name, begin, end);
+  for (const auto& alias : contract.aliases) {
+    const auto* stored = folder.find(alias);
+    if (stored == nullptr) continue;
+    TESSERA_CHECK(stored->shape == contract.shape &&
+                      at::equal(values.view(at::kByte),
+                                read_elements(folder, alias, begin, end).view(at::kByte)),
+                  ErrorKind::kFormat, folder.path().string(), ": ", alias,
+                  ": found other values than in ", contract.name,
+                  ", expected the same, since config.json ties the two; set tie_word_embeddings = "
+                  "false there, or remove one tensor");
+  }
+  return values;
+}
+
 void load_weights(const ShardedBase& model, const TensorSource& folder, Loaded what) {
   const at::NoGradGuard no_grad;
   LoadingProgress progress = progress_of(model, "loading weights");
@@ -125,7 +142,8 @@ void load_weights(const ShardedBase& model, const TensorSource& folder, Loaded w
     const auto& name = view.contract->name;
     if (models::is_adapter(name) != (what == Loaded::kAdapters)) continue;
     in_chunks(view, progress, [&](const at::Tensor& part, std::int64_t begin, std::int64_t end) {
-      fsdp::finite_copy(part, read_elements(folder, name, begin, end), "parameter " + name);
+      fsdp::finite_copy(part, read_parameter(folder, *view.contract, begin, end),
+                        "parameter " + name);
     });
   }
 }

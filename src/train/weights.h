@@ -10,6 +10,7 @@
 
 #include "io/tensor_source.h"
 #include "models/lora_table.h"
+#include "tessera/contract.h"
 #include "tessera/shard.h"
 
 namespace tessera::train {
@@ -26,6 +27,11 @@ void check_adapters(const TensorSource& folder, const models::ModelSpec& spec,
 /// Verifies every `ranks`-th file of those that have a hash on record, from the `rank`-th on: all
 /// of them together each file once. Rank 0 shows how far it is. Errors: as TensorSource::verify().
 void verify_weights(const TensorSource& folder, int rank = 0, int ranks = 1);
+
+/// A copy of the elements [begin, end) of a parameter as the folder stores it, 1-D. Errors: kFormat
+/// where the folder stores a tied name too, with other values.
+at::Tensor read_parameter(const TensorSource& folder, const GradContract& contract,
+                          std::int64_t begin, std::int64_t end);
 
 /// A copy of the elements [begin, end) of a tensor, 1-D, in its dtype.
 at::Tensor read_elements(const TensorSource& folder, const std::string& name, std::int64_t begin,

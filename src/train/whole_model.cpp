@@ -25,7 +25,7 @@ at::Tensor load_parameter(const TensorSource& folder, const GradContract& contra
   for (std::int64_t begin = 0; begin < flat.numel(); begin += kLoadChunk) {
     const auto end = std::min(begin + kLoadChunk, flat.numel());
     const at::Tensor stored = at::empty({end - begin}, at::TensorOptions().dtype(storage));
-    fsdp::finite_copy(stored, read_elements(folder, contract.name, begin, end), name);
+    fsdp::finite_copy(stored, read_parameter(folder, contract, begin, end), name);
     fsdp::finite_copy(flat.narrow(0, begin, end - begin), stored, name);
   }
   return whole;

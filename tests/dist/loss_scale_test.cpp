@@ -80,5 +80,18 @@ TEST(LossScale, OptionsThatCannotWorkAreRefusedByName) {
   EXPECT_EQ(error_of([] { validate({}); }), "");
 }
 
+// Naive: a factor that jumps below the floor ends the run without having tried the floor.
+TEST(LossScale, TheFloorIsTriedBeforeTheRunEnds) {
+  GradScalerOptions options;
+  options.init_scale = 0x1p40;
+  options.backoff_factor = 0x1p-30;
+  options.min_scale = 0x1p13;
+  LossScale scale(options);
+  ASSERT_TRUE(scale.can_shrink());
+  scale.step_was_skipped();
+  EXPECT_EQ(scale.value(), 0x1p13);
+  EXPECT_FALSE(scale.can_shrink());
+}
+
 }  // namespace
 }  // namespace tessera::test

@@ -86,6 +86,31 @@ TEST(GoldenErrors, ATiedHeadThatIsStoredInAnotherDtypeIsNamedWithBoth) {
             HasSubstr("model.embed_tokens.weight")));
 }
 
+// transformers takes such a head for one of its own; taking the embedding would be another model.
+TEST(GoldenErrors, ATiedHeadWithOtherValuesIsNamed) {
+  const auto folder = changed_folder("llama-fp32", [](auto& tensors) {
+    auto head = tensor_of(tensors, "model.embed_tokens.weight");
+    head.spec.name = "lm_head.weight";
+    head.bytes.back() ^= std::byte{1};  // the sign or exponent of the last element, little endian
+    tensors.push_back(head);
+  });
+  EXPECT_THAT(error_of_folder(folder, ErrorKind::kFormat),
+              AllOf(HasSubstr("lm_head.weight: found other values"),
+                    HasSubstr("model.embed_tokens.weight"), HasSubstr("tie_word_embeddings")));
+}
+
+TEST(GoldenErrors, WeightsThatAreNotFiniteEndGradientsWithAnError) {
+  const auto folder = changed_folder("llama-fp32", [](auto& tensors) {
+    auto& bytes = tensor_of(tensors, "model.norm.weight").bytes;
+    bytes[2] = std::byte{0xc0};
+    bytes[3] = std::byte{0x7f};
+  });
+  const auto& reference = Reference::of("llama-fp32");
+  EXPECT_THAT(
+      error_of(ErrorKind::kNumeric, [&] { run_gradients(folder, kTwoRanks, reference.batches()); }),
+      AllOf(HasSubstr("found loss nan"), HasSubstr("expected finite values")));
+}
+
 TEST(GoldenErrors, WrongShapeIsNamedWithBothShapes) {
   EXPECT_THAT(error_of_change([](auto& tensors) {
                 auto& shape = tensor_of(tensors, kTensor).spec.shape;
