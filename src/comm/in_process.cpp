@@ -89,7 +89,8 @@ void run_all_to_all(const std::vector<Batch>& batches, std::size_t op) {
     std::size_t filled = 0;
     for (std::size_t from = 0; from < batches.size(); ++from) {
       const auto& source = std::get<AllToAll>(batches[from].ops[op]);
-      const auto bytes = static_cast<std::size_t>(source.sends[to]) * source.input.element_size();
+      const auto bytes = static_cast<std::size_t>(source.sends[to]) *
+                         static_cast<std::size_t>(source.input.element_size());
       if (bytes > 0) {
         std::memcpy(bytes_of(target.output) + filled, bytes_of(source.input) + taken[from], bytes);
       }

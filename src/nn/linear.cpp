@@ -48,7 +48,8 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor& x = saved[0];
     const at::Tensor& weight = saved[1];
-    const std::int64_t rows = c10::multiply_integers(grads[0].sizes().slice(0, grads[0].dim() - 1));
+    const auto shape = grads[0].sizes();
+    const std::int64_t rows = c10::multiply_integers(shape.begin(), shape.end() - 1);
     const at::Tensor grad = grads[0].reshape({rows, weight.size(0)}).to(weight.scalar_type());
     variable_list result(3);
     if (ctx->needs_input_grad(0)) {

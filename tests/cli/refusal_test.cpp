@@ -55,7 +55,7 @@ INSTANTIATE_TEST_SUITE_P(
         Refused{{"train", "broken.toml"}, "broken.toml:2:9"},
         Refused{train({"--training.stpes", "3"}), "the nearest is --training.steps"},
         Refused{train({"--precision.accumulate_dtype", "bfloat16"}),
-                "found the accumulate dtype bfloat16 ([precision] accumulate_dtype)"},
+                "precision.accumulate_dtype: found bfloat16"},
         Refused{train({"--optimizer.no_decay", "nomr"}), "optimizer.no_decay: found the pattern"},
         Refused{train({"--lora.rank", "8"}), "lora.targets: found nothing"},
         Refused{train({"--training.steps", "many"}), "training.steps: found \"many\""},

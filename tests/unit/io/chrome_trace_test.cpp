@@ -45,8 +45,9 @@ TEST(ChromeTrace, IsOneProcessARankAndOneThreadARow) {
 
 TEST(ChromeTrace, TextThatIsNotUtf8IsStillJson) {
   const auto now = TraceClock::now();
-  EXPECT_NO_THROW(json::parse(
-      chrome_trace({chrome_events({{TraceRow::kWaits, "bad \xFF name", now, now}}, 0, now)})));
+  const auto text =
+      chrome_trace({chrome_events({{TraceRow::kWaits, "bad \xFF name", now, now}}, 0, now)});
+  EXPECT_TRUE(json::accept(text));
 }
 
 }  // namespace
