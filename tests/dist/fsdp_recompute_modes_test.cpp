@@ -110,8 +110,9 @@ INSTANTIATE_TEST_SUITE_P(Grid, RecomputeModes,
 
 // Also one in the other: the inner one's first run is then the outer one's second.
 TEST_P(RecomputeModes, EveryCompositionGivesTheBitsAndGathersOfThePlainCall) {
-  const auto [count, scaled] = GetParam();
-  ranks(count).run([scaled = scaled](World& world) {
+  const int count = std::get<0>(GetParam());
+  const bool scaled = std::get<1>(GetParam());
+  ranks(count).run([scaled](World& world) {
     const auto expected = train(world, RecomputeMode::kNone, RecomputeMode::kNone, scaled);
     EXPECT_EQ(expected.computed, 2 * kBlocks * kSteps);
     for (const auto inside : kModes) {
