@@ -172,9 +172,11 @@ TEST_P(AccumulationTable, ABFloat16FinalIsOneUnlessItIsWrittenToBetweenMicroBatc
 
 // Naive: the ranks' addends meet in the dtype of the wire.
 TEST(AccumulationOverRanks, IsOneWhicheverRanksBringThem) {
-  for (const auto& [count, replicas] : {std::pair(3, 1), std::pair(3, 3), std::pair(4, 2)}) {
+  for (const auto& layout : {std::pair(3, 1), std::pair(3, 3), std::pair(4, 2)}) {
+    const int count = layout.first;
+    const int replicas = layout.second;
     for (const auto& row : kRows) {
-      ranks(count).run([&, replicas = replicas](World& world) {
+      ranks(count).run([&, replicas](World& world) {
         const auto dtype = row.storage == kBF16 ? at::kBFloat16 : at::kFloat;
         ShardOptions options;
         options.divide_factor = 1.0;

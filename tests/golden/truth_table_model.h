@@ -93,7 +93,7 @@ inline test::Tensors stored_tensors(const TruthRow& row, Values values) {
     const auto dtype = is_of_row(name) ? *row.checkpoint : row.bulk;
     const auto wide = values == Values::kExact
                           ? exact_values(row, name)
-                          : test::seeded(static_cast<std::uint64_t>(name.back()) + shape[0], shape);
+                          : test::seeded(static_cast<std::uint64_t>(name.back() + shape[0]), shape);
     stored[name] = wide.to(to_scalar_type(dtype));
   }
   return stored;
