@@ -64,7 +64,8 @@ bool GradScaler::update(const ShardedBase& model, double norm) {
                   ") at the loss scale ", scale(), " after ", state().skipped_steps,
                   " skipped steps, expected finite ones before grad_scaler.min_scale is reached; "
                   "first parameters concerned: ",
-                  names_of_nonfinite(model), "; lower the learning rate or grad_scaler.min_scale, or compute in bfloat16");
+                  names_of_nonfinite(model),
+                  "; lower the learning rate or grad_scaler.min_scale, or compute in bfloat16");
     scale_.step_was_skipped();
   }
   runtime.set_loss_scale(scale(), "GradScaler");

@@ -35,6 +35,44 @@ struct Codec<NarrowerRequest> : EnumCodec<NarrowerRequest> {};
 template <>
 struct Codec<RecomputeMode> : EnumCodec<RecomputeMode> {};
 
+namespace {
+
+void add_adapters_and_scaler(std::vector<ConfigKey>& keys) {
+  using R = LoraConfig;
+  Section(keys, "lora", &Config::lora)
+      .key("rank", &R::rank,
+           {"",
+            "Rank of the adapters that are trained beside a frozen model; 0 trains the model "
+            "itself."},
+           count_from(0))
+      .key("alpha", &R::alpha,
+           {"", "The adapters' part of a result is multiplied by alpha / rank; above 0.", "rank"},
+           at_least(0))
+      .key("targets", &R::targets,
+           {"patterns",
+            "Linear layers that get an adapter, by the end of their names: q_proj, "
+            "layers.0.self_attn.*."})
+      .key("dropout", &R::dropout, {"", "Share of an adapter's input that is dropped in training."},
+           below_one());
+  using S = GradScalerOptions;
+  Section(keys, "grad_scaler", &Config::grad_scaler)
+      .key("init_scale", &S::init_scale,
+           {"",
+            "What the loss is first multiplied by, where float16 computes or carries gradients; "
+            "this and the factors are powers of two."})
+      .key("growth_factor", &S::growth_factor, {"", "Factor after growth_interval finite steps."},
+           at_least(1))
+      .key("backoff_factor", &S::backoff_factor,
+           {"", "Factor after a step whose gradients are not finite; that step is left out."},
+           between(0, 1))
+      .key("growth_interval", &S::growth_interval,
+           {"steps", "Finite steps in a row before the scale grows."}, count_from(1))
+      .key("min_scale", &S::min_scale,
+           {"", "The smallest scale; gradients that are not finite at it end the run."});
+}
+
+}  // namespace
+
 void add_precision(std::vector<ConfigKey>& keys) {
   using D = PrecisionConfig;
   Section(keys, "precision", &Config::precision)
@@ -68,37 +106,7 @@ void add_precision(std::vector<ConfigKey>& keys) {
            {"",
             "What a layer forgets after forward and computes again for backward: none, full: all "
             "but its input, selective: all but its input and the results of its weight products."});
-  using R = LoraConfig;
-  Section(keys, "lora", &Config::lora)
-      .key("rank", &R::rank,
-           {"",
-            "Rank of the adapters that are trained beside a frozen model; 0 trains the model "
-            "itself."},
-           count_from(0))
-      .key("alpha", &R::alpha,
-           {"", "The adapters' part of a result is multiplied by alpha / rank; above 0.", "rank"},
-           at_least(0))
-      .key("targets", &R::targets,
-           {"patterns",
-            "Linear layers that get an adapter, by the end of their names: q_proj, "
-            "layers.0.self_attn.*."})
-      .key("dropout", &R::dropout, {"", "Share of an adapter's input that is dropped in training."},
-           below_one());
-  using S = GradScalerOptions;
-  Section(keys, "grad_scaler", &Config::grad_scaler)
-      .key("init_scale", &S::init_scale,
-           {"",
-            "What the loss is first multiplied by, where float16 computes or carries gradients; "
-            "this and the factors are powers of two."})
-      .key("growth_factor", &S::growth_factor, {"", "Factor after growth_interval finite steps."},
-           at_least(1))
-      .key("backoff_factor", &S::backoff_factor,
-           {"", "Factor after a step whose gradients are not finite; that step is left out."},
-           between(0, 1))
-      .key("growth_interval", &S::growth_interval,
-           {"steps", "Finite steps in a row before the scale grows."}, count_from(1))
-      .key("min_scale", &S::min_scale,
-           {"", "The smallest scale; gradients that are not finite at it end the run."});
+  add_adapters_and_scaler(keys);
 }
 
 }  // namespace tessera::train
