@@ -23,6 +23,37 @@ struct Placement {
 };
 std::string to_string(const Placement& placement);  ///< "R", "S(0)", "P", "I"
 
+/// The mesh that an axis belongs to: two readings of the same ranks (mesh.h).
+enum class MeshKind : std::uint8_t {
+  kDense,   ///< pp, dp_replicate, dp_shard, cp, tp
+  kSparse,  ///< pp, dp_replicate, dp_shard_mod_ep, ep, etp: experts
+};
+
+/// How one parameter lies over one axis of its mesh, and what its raw gradient is there. Three
+/// pairs are possible: (R, P), which the sink sums over the axis; (S(d), S(d)) and (I, I), which
+/// nothing sums there.
+struct AxisPlacement {
+  std::string axis;  ///< "tp", "ep", "etp"; "tp_kv/2", "tp_rep/4" (tensor_axis_of_heads in mesh.h)
+  int size = 1;
+  Placement parameter;
+  Placement gradient;
+  bool operator==(const AxisPlacement&) const = default;
+};
+/// "tp 2 R, gradient P".
+std::string to_string(const AxisPlacement& placement);
+
+/// Where a parameter lies beyond the data axes: what the layer that owns it declares. The same on
+/// every rank; empty = whole on every rank of a mesh that has data axes only.
+struct ParameterLayout {
+  MeshKind mesh = MeshKind::kDense;
+  /// The shape whose dims the placements count: as many elements in the same order as the global
+  /// shape, which it is where it is empty. [E, 2I, H] that holds gates and ups is cut as
+  /// [E, 2, I, H].
+  std::vector<std::int64_t> cut_shape = {};
+  std::vector<AxisPlacement> axes = {};  ///< of more than one rank, outermost first
+  bool operator==(const ParameterLayout&) const = default;
+};
+
 /// The data axes that a gradient is summed over, each exactly once, and the one division.
 struct ReductionPlan {
   std::vector<std::string> shard_axes;    ///< flattened: the reduce-scatter group

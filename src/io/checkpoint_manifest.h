@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "base/hash.h"
-#include "io/tensor_box.h"
+#include "layout/tensor_box.h"
 #include "tessera/dtype.h"
 #include "tessera/loss_scale.h"
 

@@ -18,6 +18,11 @@ std::string to_string(const Placement& placement) {
   return "?";
 }
 
+std::string to_string(const AxisPlacement& placement) {
+  return concat(placement.axis, " ", placement.size, " ", to_string(placement.parameter),
+                ", gradient ", to_string(placement.gradient));
+}
+
 std::string to_string(const ReductionPlan& reductions) {
   const auto joined = [](const std::vector<std::string>& axes) {
     std::string text;

@@ -26,6 +26,12 @@ struct ParameterSpec {
   DecayClass decay = DecayClass::kMatrix;
   /// Name of the parameter whose storage this one shares, else empty.
   std::string tied_to = {};
+  /// The tensors of the file that this one stacks along its first dims, in order, each as large as
+  /// the others ("...experts.0.gate_proj.weight", "...experts.0.up_proj.weight", ...); empty = one
+  /// of its own name.
+  std::vector<std::string> stacked = {};
+  /// Of each of them; the parameter's own where `stacked` is empty.
+  std::vector<std::int64_t> stacked_shape = {};
   /// The block that is gathered together: "model.embed_tokens", "model.layers.3", "head".
   std::string unit = {};
   std::int64_t numel() const;

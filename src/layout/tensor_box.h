@@ -2,7 +2,7 @@
 //
 // Flattened means row-major, for the box as for the tensor. A box inside its tensor has positions
 // that grow with the index, so any range of the tensor is one range of the box. Pure arithmetic on
-// values that were checked (checkpoint_manifest.h).
+// values that were checked (io/checkpoint_manifest.h, local_part.h).
 #pragma once
 
 #include <cstdint>

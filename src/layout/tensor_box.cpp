@@ -1,4 +1,4 @@
-#include "io/tensor_box.h"
+#include "layout/tensor_box.h"
 
 namespace tessera {
 namespace {

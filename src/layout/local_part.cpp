@@ -1,0 +1,211 @@
+#include "layout/local_part.h"
+
+#include <algorithm>
+#include <set>
+#include <span>
+
+#include "tessera/error.h"
+
+namespace tessera::layout {
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+
+std::int64_t product(std::span<const std::int64_t> dims) {
+  std::int64_t result = 1;
+  for (const std::int64_t dim : dims) result *= dim;
+  return result;
+}
+
+bool is_cut(const AxisPlacement& axis) { return axis.parameter.kind == PlacementKind::kShard; }
+
+void check_pair(const AxisPlacement& axis, const std::string& what) {
+  const Placement& own = axis.parameter;
+  const Placement& grad = axis.gradient;
+  const bool summed = own.kind == PlacementKind::kReplicate && grad.kind == PlacementKind::kPartial;
+  const bool own_part = is_cut(axis) && grad == own;
+  const bool same_everywhere =
+      own.kind == PlacementKind::kInvariant && grad.kind == PlacementKind::kInvariant;
+  TESSERA_CHECK(summed || own_part || same_everywhere, ErrorKind::kContract, what,
+                ": found the placement ", to_string(axis),
+                ", expected R with gradient P (the sink sums it over the axis), S(d) with gradient "
+                "S(d), or I with gradient I: any other gradient would be summed twice or not at "
+                "all; change what the layer declares");
+}
+
+/// The dims of one row: everything but the last.
+std::span<const std::int64_t> rows_of(const Shape& shape) {
+  return std::span(shape).first(shape.size() - 1);
+}
+
+}  // namespace
+
+const Shape& cut_shape(const ParameterLayout& layout, const Shape& shape) {
+  return layout.cut_shape.empty() ? shape : layout.cut_shape;
+}
+
+void validate(const ParameterLayout& layout, const Shape& shape, const std::string& what) {
+  const Shape& cut = cut_shape(layout, shape);
+  TESSERA_CHECK(product(cut) == product(shape), ErrorKind::kContract, what, ": found ",
+                product(cut), " elements in the shape that is cut, expected ", product(shape));
+  std::set<std::string> axes;
+  Shape parts(cut.size(), 1);
+  for (const AxisPlacement& axis : layout.axes) {
+    TESSERA_CHECK(axis.size > 1, ErrorKind::kContract, what, ": found the axis ", axis.axis,
+                  " of size ", axis.size, ", expected only axes of several ranks");
+    TESSERA_CHECK(axes.insert(axis.axis).second, ErrorKind::kContract, what, ": found the axis ",
+                  axis.axis, " twice, expected each once");
+    check_pair(axis, what);
+    if (!is_cut(axis)) continue;
+    const auto dim = static_cast<std::size_t>(axis.parameter.dim);
+    TESSERA_CHECK(axis.parameter.dim >= 0 && dim < cut.size(), ErrorKind::kContract, what,
+                  ": found the placement ", to_string(axis), ", expected a dim below ", cut.size());
+    parts[dim] *= axis.size;
+    TESSERA_CHECK(cut[dim] % parts[dim] == 0, ErrorKind::kContract, what, ": found ", cut[dim],
+                  " elements along dim ", dim, " over ", parts[dim], " ranks of ", axis.axis,
+                  ", expected a multiple of the ranks; change the degree of that axis");
+  }
+}
+
+TensorBox local_box(const ParameterLayout& layout, const Shape& shape,
+                    const std::vector<int>& coordinates) {
+  TESSERA_INVARIANT(coordinates.size() == layout.axes.size(), "a coordinate an axis");
+  TensorBox box = TensorBox::whole(cut_shape(layout, shape));
+  for (std::size_t i = 0; i < layout.axes.size(); ++i) {
+    const AxisPlacement& axis = layout.axes[i];
+    if (!is_cut(axis)) continue;
+    const auto dim = static_cast<std::size_t>(axis.parameter.dim);
+    box.size[dim] /= axis.size;
+    box.offset[dim] += box.size[dim] * coordinates[i];
+  }
+  return box;
+}
+
+Shape local_shape(const ParameterLayout& layout, const Shape& shape) {
+  const TensorBox box = local_box(layout, shape, std::vector<int>(layout.axes.size(), 0));
+  if (layout.cut_shape.empty()) return box.size;
+  Shape local;
+  std::size_t d = 0;
+  for (const std::int64_t size : shape) {
+    std::int64_t whole = 1;
+    local.push_back(1);
+    for (; whole < size && d < box.size.size(); ++d) {
+      whole *= layout.cut_shape[d];
+      local.back() *= box.size[d];
+    }
+    TESSERA_INVARIANT(whole == size,
+                      "a shape that is cut, but does not split the parameter's dims");
+  }
+  return local;
+}
+
+namespace {
+
+/// Rows of the box in the order of the local tensor, and where they lie in the file: what pieces()
+/// walks along.
+class Walk {
+ public:
+  Walk(const TensorBox& box, const Shape& cut, const FileShape& file)
+      : box_(box), cut_(cut), file_(file), length_(box.size.back()) {
+    TESSERA_INVARIANT(!file.shape.empty() && file.shape.back() == cut.back() &&
+                          file.count * product(file.shape) == product(cut),
+                      "tensors of a file that are not the parameter's");
+    rows_of_tensor_ = product(rows_of(file.shape));
+  }
+
+  std::int64_t length() const { return length_; }
+  bool rows_are_whole() const { return length_ == cut_.back(); }
+
+  /// The number of row `index` of the local tensor among all rows of the global one.
+  std::int64_t global_row(std::int64_t index) const {
+    std::int64_t row = 0;
+    std::int64_t stride = 1;
+    for (std::size_t d = cut_.size() - 1; d-- > 0;) {
+      row += (index % box_.size[d] + box_.offset[d]) * stride;
+      index /= box_.size[d];
+      stride *= cut_[d];
+    }
+    return row;
+  }
+
+  /// How many rows from `index` on (at most `most`) follow one another in one plane of one tensor
+  /// of the file; whole rows may go on to the next plane.
+  std::int64_t run(std::int64_t index, std::int64_t most) const {
+    const std::int64_t first = global_row(index);
+    std::int64_t room = rows_of_tensor_ - first % rows_of_tensor_;
+    if (!rows_are_whole() && file_.shape.size() > 1) {
+      const std::int64_t plane = file_.shape[file_.shape.size() - 2];
+      room = std::min(room, plane - first % plane);
+    }
+    std::int64_t rows = 1;
+    const std::int64_t end = std::min(room, most);
+    while (rows < end && global_row(index + rows) == first + rows) ++rows;
+    return rows;
+  }
+
+  /// `rows` rows from `index` on as a piece without its ranges.
+  Piece piece(std::int64_t index, std::int64_t rows) const {
+    const std::int64_t first = global_row(index);
+    Piece piece;
+    piece.tensor = static_cast<std::size_t>(first / rows_of_tensor_);
+    if (rows_are_whole()) {
+      piece.box = TensorBox::whole(file_.shape);
+      return piece;
+    }
+    const Shape& shape = file_.shape;
+    piece.box.offset.assign(shape.size(), 0);
+    piece.box.size.assign(shape.size(), 1);
+    std::int64_t row = first % rows_of_tensor_;
+    for (std::size_t d = shape.size() - 1; d-- > 0;) {
+      piece.box.offset[d] = row % shape[d];
+      row /= shape[d];
+    }
+    if (shape.size() > 1) piece.box.size[shape.size() - 2] = rows;
+    piece.box.offset.back() = box_.offset.back();
+    piece.box.size.back() = length_;
+    return piece;
+  }
+
+  /// Of a piece of whole rows: where row `index` begins in its tensor.
+  std::int64_t begin_in_tensor(std::int64_t index) const {
+    return global_row(index) % rows_of_tensor_ * cut_.back();
+  }
+
+ private:
+  const TensorBox& box_;
+  const Shape& cut_;
+  const FileShape& file_;
+  std::int64_t length_;
+  std::int64_t rows_of_tensor_ = 1;
+};
+
+}  // namespace
+
+std::vector<Piece> pieces(const ParameterLayout& layout, const Shape& shape, const FileShape& file,
+                          const std::vector<int>& coordinates, Range range) {
+  const Shape& cut = cut_shape(layout, shape);
+  TESSERA_INVARIANT(!cut.empty(), "a parameter without dims has no parts");
+  const TensorBox box = local_box(layout, shape, coordinates);
+  TESSERA_INVARIANT(range.begin >= 0 && range.end <= box.numel(), "a range outside the local part");
+  if (range.empty()) return {};
+  const Walk walk(box, cut, file);
+  const std::int64_t rows = box.numel() / walk.length();
+  std::vector<Piece> found;
+  // From the beginning, so that the same box has the same edges whatever the range.
+  for (std::int64_t row = 0; row < rows && row * walk.length() < range.end;) {
+    const std::int64_t run = walk.run(row, rows - row);
+    const Range all{row * walk.length(), (row + run) * walk.length()};
+    const Range local = intersect(all, range);
+    if (!local.empty()) {
+      Piece piece = walk.piece(row, run);
+      const std::int64_t first = walk.rows_are_whole() ? walk.begin_in_tensor(row) : 0;
+      piece.local = local;
+      piece.in_box = {first + local.begin - all.begin, first + local.end - all.begin};
+      found.push_back(std::move(piece));
+    }
+    row += run;
+  }
+  return found;
+}
+
+}  // namespace tessera::layout

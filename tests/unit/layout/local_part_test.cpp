@@ -1,0 +1,178 @@
+// Local parts: over all ranks every element of every tensor of the file is held once (as often as
+// there are ranks that hold the same), and every piece says truly where its elements lie.
+#include "layout/local_part.h"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+#include "tessera/error.h"
+
+namespace tessera::layout {
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+
+AxisPlacement cut(const char* axis, int size, int dim) {
+  return {axis, size, {PlacementKind::kShard, dim}, {PlacementKind::kShard, dim}};
+}
+AxisPlacement summed(const char* axis, int size) {
+  return {axis, size, {PlacementKind::kReplicate}, {PlacementKind::kPartial}};
+}
+AxisPlacement invariant(const char* axis, int size) {
+  return {axis, size, {PlacementKind::kInvariant}, {PlacementKind::kInvariant}};
+}
+
+std::int64_t numel(const Shape& shape) {
+  return std::accumulate(shape.begin(), shape.end(), std::int64_t{1}, std::multiplies<>());
+}
+
+/// The elements of the local tensor as numbers of the global one, by indexing alone.
+std::vector<std::int64_t> local_elements(const TensorBox& box, const Shape& cut) {
+  std::vector<std::int64_t> elements;
+  for (std::int64_t i = 0; i < box.numel(); ++i) {
+    elements.push_back(position_in_tensor(box, cut, i));
+  }
+  return elements;
+}
+
+struct Case {
+  ParameterLayout layout;
+  Shape shape;
+  FileShape file;
+  int copies = 1;  ///< ranks that hold the same element
+};
+
+/// Every rank's coordinates, row-major over the axes.
+std::vector<std::vector<int>> all_coordinates(const ParameterLayout& layout) {
+  std::vector<std::vector<int>> all{{}};
+  for (const AxisPlacement& axis : layout.axes) {
+    std::vector<std::vector<int>> next;
+    for (const auto& begun : all) {
+      for (int i = 0; i < axis.size; ++i) {
+        next.push_back(begun);
+        next.back().push_back(i);
+      }
+    }
+    all = std::move(next);
+  }
+  return all;
+}
+
+/// Checks one rank's pieces of `range` against indexing; counts what they hold.
+void check_rank(const Case& one, const std::vector<int>& at, Range range, std::vector<int>& seen) {
+  const Shape& global = cut_shape(one.layout, one.shape);
+  const auto expected = local_elements(local_box(one.layout, one.shape, at), global);
+  const std::int64_t each = numel(one.file.shape);
+  std::int64_t next = range.begin;
+  for (const Piece& piece : pieces(one.layout, one.shape, one.file, at, range)) {
+    ASSERT_EQ(piece.local.begin, next) << "pieces follow one another";
+    ASSERT_EQ(piece.local.size(), piece.in_box.size());
+    for (std::int64_t i = 0; i < piece.local.size(); ++i) {
+      const std::int64_t in_tensor =
+          position_in_tensor(piece.box, one.file.shape, piece.in_box.begin + i);
+      const std::int64_t element = static_cast<std::int64_t>(piece.tensor) * each + in_tensor;
+      ASSERT_EQ(element, expected[static_cast<std::size_t>(piece.local.begin + i)]);
+      ++seen[static_cast<std::size_t>(element)];
+    }
+    next = piece.local.end;
+  }
+  EXPECT_EQ(next, range.end);
+}
+
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  const auto add = [&](std::vector<AxisPlacement> axes, Shape shape, Shape cut_as = {},
+                       FileShape file = {}, int copies = 1) {
+    if (file.shape.empty()) file = {1, shape};
+    all.push_back({{MeshKind::kDense, std::move(cut_as), std::move(axes)},
+                   std::move(shape),
+                   std::move(file),
+                   copies});
+  };
+  add({}, {7});
+  add({cut("tp", 2, 0)}, {8, 3});
+  add({cut("tp", 4, 1)}, {3, 8});
+  add({cut("tp", 2, 0)}, {6});
+  add({summed("tp", 2)}, {5, 2}, {}, {}, 2);
+  add({invariant("tp", 3)}, {4}, {}, {}, 3);
+  add({cut("tp_kv/2", 2, 0), summed("tp_rep/2", 2)}, {4, 3}, {}, {}, 2);
+  // Experts, whole in the file: gate and up in one, cut over experts and over both halves.
+  add({cut("ep", 2, 0)}, {4, 6, 5});
+  add({cut("ep", 2, 0), cut("etp", 3, 2)}, {4, 12, 5}, {4, 2, 6, 5});
+  add({cut("etp", 2, 2)}, {2, 8, 3}, {2, 2, 4, 3});
+  add({cut("ep", 2, 0), cut("etp", 2, 2)}, {4, 3, 8});
+  // One tensor an expert in the file.
+  add({cut("ep", 2, 0)}, {4, 6, 5}, {4, 2, 3, 5}, {8, {3, 5}});
+  add({cut("ep", 2, 0), cut("etp", 3, 2)}, {4, 6, 5}, {4, 2, 3, 5}, {8, {3, 5}});
+  add({cut("ep", 2, 0), cut("etp", 2, 2)}, {4, 5, 6}, {}, {4, {5, 6}});
+  // Two axes along one dim.
+  add({cut("ep", 2, 0), cut("tp", 2, 0)}, {8, 3});
+  return all;
+}
+
+TEST(LocalPart, PiecesOfAllRanksHoldEveryElementOnce) {
+  for (const Case& one : cases()) {
+    validate(one.layout, one.shape, "w");
+    std::vector<int> seen(static_cast<std::size_t>(numel(one.shape)), 0);
+    for (const auto& at : all_coordinates(one.layout)) {
+      const std::int64_t own = local_box(one.layout, one.shape, at).numel();
+      EXPECT_EQ(numel(local_shape(one.layout, one.shape)), own);
+      check_rank(one, at, {0, own}, seen);
+    }
+    for (const int times : seen) ASSERT_EQ(times, one.copies);
+  }
+}
+
+TEST(LocalPart, PiecesOfSlicesAreThoseOfTheWhole) {
+  for (const Case& one : cases()) {
+    std::vector<int> seen(static_cast<std::size_t>(numel(one.shape)), 0);
+    for (const auto& at : all_coordinates(one.layout)) {
+      const std::int64_t own = local_box(one.layout, one.shape, at).numel();
+      for (std::int64_t begin = 0; begin < own; begin += 7) {
+        check_rank(one, at, {begin, std::min<std::int64_t>(begin + 7, own)}, seen);
+      }
+    }
+    for (const int times : seen) ASSERT_EQ(times, one.copies);
+  }
+}
+
+TEST(LocalPart, LocalShapesFoldWhatTheCutShapeSplits) {
+  const ParameterLayout layout{
+      MeshKind::kSparse, {4, 2, 6, 5}, {cut("ep", 2, 0), cut("etp", 3, 2)}};
+  EXPECT_EQ(local_shape(layout, {4, 12, 5}), (Shape{2, 4, 5}));
+  EXPECT_EQ(local_shape({}, {3, 1, 4}), (Shape{3, 1, 4}));
+}
+
+TEST(LocalPart, WholeRowsAreOneRangeAndPartsOfRowsOneBox) {
+  const ParameterLayout columns{MeshKind::kDense, {}, {cut("tp", 2, 1)}};
+  const auto boxes = pieces(columns, {3, 8}, {1, {3, 8}}, {1}, {0, 12});
+  ASSERT_EQ(boxes.size(), 1U);
+  EXPECT_EQ(boxes[0].box, (TensorBox{{0, 4}, {3, 4}}));
+  const ParameterLayout experts{MeshKind::kSparse, {}, {cut("ep", 2, 0)}};
+  const auto ranges = pieces(experts, {4, 6, 5}, {1, {4, 6, 5}}, {1}, {0, 60});
+  ASSERT_EQ(ranges.size(), 1U);
+  EXPECT_EQ(ranges[0].in_box, (Range{60, 120}));
+}
+
+TEST(LocalPart, RefusesGradientsThatWouldBeSummedTwiceOrNever) {
+  const auto refuses = [](AxisPlacement axis, const Shape& shape) {
+    EXPECT_THROW(validate({MeshKind::kDense, {}, {std::move(axis)}}, shape, "w"), Error);
+  };
+  using enum PlacementKind;
+  refuses({"tp", 2, {kReplicate}, {kReplicate}}, {4});
+  refuses({"tp", 2, {kReplicate}, {kInvariant}}, {4});
+  refuses({"tp", 2, {kInvariant}, {kPartial}}, {4});
+  refuses({"tp", 2, {kShard, 0}, {kPartial}}, {4});
+  refuses({"tp", 2, {kShard, 0}, {kShard, 1}}, {4, 4});
+  refuses({"tp", 2, {kPartial}, {kReplicate}}, {4});
+  refuses(cut("tp", 3, 0), {4});
+  refuses(cut("tp", 2, 1), {4});
+  refuses(summed("tp", 1), {4});
+  EXPECT_THROW(validate({MeshKind::kDense, {}, {summed("tp", 2), summed("tp", 2)}}, {4}, "w"),
+               Error);
+  EXPECT_THROW(validate({MeshKind::kDense, {3, 2}, {}}, {4}, "w"), Error);
+}
+
+}  // namespace
+}  // namespace tessera::layout
