@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""PyTorch's side of bench/fsdp2_compare: transformers' Qwen3 of 18.9 M parameters under FSDP2.
+"""PyTorch's side of bench/fsdp2_compare: transformers' Qwen3 of 18.9 M parameters under FSDP2, or
+its Qwen3-MoE of 47 M with grouped products.
 
-    .venv/bin/python bench/fsdp2_compare.py --folder DIR [--steps 30] [--rows 2] [--profile]
-                                            [--recompute none|full|selective]
+    .venv/bin/python bench/fsdp2_compare.py --folder DIR [--model dense|moe] [--steps 30] [--rows 2]
+                                            [--profile] [--recompute none|full|selective]
 
 DIR gets, once, what both sides read: `model/` (a Hugging Face folder with the initial weights in
 fp32) and `batches.safetensors` (`input_ids`, `labels` [S,B,T], fixed random tokens). Then two ranks
@@ -29,26 +30,43 @@ MAX_NORM = 1.0
 RECOMPUTE = ("none", "full", "selective")
 
 
-def qwen3_config():
-    from transformers import Qwen3Config
-    return Qwen3Config(
+MODELS = ("dense", "moe")
+
+
+def new_model(kind):
+    """With random weights."""
+    import transformers
+    common = dict(
         hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=6,
         num_key_value_heads=2, head_dim=64, intermediate_size=1024, vocab_size=VOCABULARY,
         tie_word_embeddings=False, use_cache=False, attention_dropout=0.0,
         max_position_embeddings=SEQUENCE, bos_token_id=None, eos_token_id=None)
+    if kind == "dense":
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common))
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(
+        num_experts=16, num_experts_per_tok=4, moe_intermediate_size=256, norm_topk_prob=True,
+        output_router_logits=False, **common))
 
 
-def prepare(folder, steps, rows, ranks):
+def load_model(kind, folder):
+    import torch
+    import transformers
+    if kind == "dense":
+        return transformers.Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return transformers.Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32,
+                                                            experts_implementation="grouped_mm")
+
+
+def prepare(kind, folder, steps, rows, ranks):
     """Writes model/ and batches.safetensors unless they are there with enough steps."""
     import torch
     from safetensors import safe_open
     from safetensors.torch import save_file
-    from transformers import Qwen3ForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model/model.safetensors").exists():
         torch.manual_seed(0)
-        Qwen3ForCausalLM(qwen3_config()).float().save_pretrained(folder / "model")
+        new_model(kind).float().save_pretrained(folder / "model")
     path = folder / "batches.safetensors"
     if path.exists():
         with safe_open(path, "pt") as file:
@@ -65,7 +83,7 @@ CATEGORIES = (
     ("communication and hooks", ("FSDP::", "c10d::", "_c10d_functional", "record_param_comms")),
     ("optimizer", ("_fused_adamw_", "Optimizer.", "clip_grad")),
     ("attention", ("scaled_dot_product", "flash_attention")),
-    ("products", ("::mm", "::addmm", "::bmm", "::linear", "::matmul", "mkldnn")),
+    ("products", ("::mm", "::addmm", "::bmm", "::linear", "::matmul", "_grouped_mm", "mkldnn")),
     ("cross entropy", ("log_softmax", "nll_loss", "cross_entropy")),
     ("copies and casts", ("copy_", "::cat", "chunk_cat", "clone", "_to_copy", "::to", "fsdp::",
                           "split_with_sizes", "fill_", "zero_", "contiguous")),
@@ -113,13 +131,12 @@ def recomputed(layer, mode):
     return checkpoint_wrapper(layer, **options)
 
 
-def sharded_model(folder, recompute):
+def sharded_model(kind, folder, recompute):
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from transformers import Qwen3ForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    model = load_model(kind, folder / "model")
     model.train()
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -138,7 +155,7 @@ def train(arguments):
     from safetensors import safe_open
 
     local_ranks.join(arguments)
-    model = sharded_model(arguments.folder, arguments.recompute)
+    model = sharded_model(arguments.model, arguments.folder, arguments.recompute)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIMIZER)
     mine = slice(arguments.rank * arguments.rows, (arguments.rank + 1) * arguments.rows)
     with safe_open(arguments.folder / "batches.safetensors", "pt") as file:
@@ -175,6 +192,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=pathlib.Path, required=True)
+    parser.add_argument("--model", choices=MODELS, default="dense")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rows", type=int, default=ROWS_A_RANK, help="a rank and step")
     parser.add_argument("--recompute", choices=RECOMPUTE, default="none")
@@ -184,8 +202,8 @@ def main():
     if arguments.rank is not None:
         return train(arguments)
 
-    prepare(arguments.folder, arguments.steps, arguments.rows, arguments.ranks)
-    passed = ["--folder", arguments.folder, "--steps", arguments.steps, "--rows", arguments.rows,
+    prepare(arguments.model, arguments.folder, arguments.steps, arguments.rows, arguments.ranks)
+    passed = ["--folder", arguments.folder, "--model", arguments.model, "--steps", arguments.steps, "--rows", arguments.rows,
               "--recompute", arguments.recompute]
     ranks = local_ranks.run_ranks(__file__, passed + ["--profile"] * arguments.profile,
                                   arguments.ranks)
