@@ -14,6 +14,7 @@
 #include <string_view>
 #include <vector>
 
+#include "models/model_degrees.h"
 #include "tessera/loss_scale.h"
 #include "tessera/precision.h"
 #include "tessera/recompute_mode.h"
@@ -44,6 +45,8 @@ struct ModelConfig {
   std::optional<std::vector<std::string>> freeze;  ///< none = the family's default
   FrozenAs frozen = FrozenAs::kShard;              ///< how frozen parameters are kept
   std::optional<double> aux_loss_coef;             ///< none = what config.json says
+  double load_balance_coeff = 0.0;                 ///< 0 = no bias on the choice of experts
+  bool score_before_experts = false;
   bool operator==(const ModelConfig&) const = default;
 };
 
@@ -69,6 +72,8 @@ struct ParallelismConfig {
   int expert_parallel_degree = 1;
   int expert_tensor_parallel_degree = 1;
   int pipeline_parallel_degree = 1;
+  bool sequence_parallel = true;
+  models::RouterTokens moe_router = models::RouterTokens::kShards;
   bool reshard_after_forward = true;
   bool operator==(const ParallelismConfig&) const = default;
 };

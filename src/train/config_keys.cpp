@@ -5,6 +5,11 @@
 namespace tessera::train {
 
 template <>
+struct EnumWords<models::RouterTokens> {
+  static constexpr std::array<std::pair<std::string_view, models::RouterTokens>, 2> kWords{
+      {{"shards", models::RouterTokens::kShards}, {"all", models::RouterTokens::kAll}}};
+};
+template <>
 struct EnumWords<DeviceName> {
   static constexpr std::array<std::pair<std::string_view, DeviceName>, 3> kWords{
       {{"auto", DeviceName::kAuto}, {"cpu", DeviceName::kCpu}, {"cuda", DeviceName::kCuda}}};
@@ -41,6 +46,8 @@ struct EnumWords<MasterRequest> {
   static constexpr std::array<std::pair<std::string_view, MasterRequest>, 2> kWords{
       {{"auto", MasterRequest::kAuto}, {"none", MasterRequest::kNone}}};
 };
+template <>
+struct Codec<models::RouterTokens> : EnumCodec<models::RouterTokens> {};
 template <>
 struct Codec<FrozenAs> : EnumCodec<FrozenAs> {};
 template <>
@@ -90,7 +97,17 @@ void add_inputs(std::vector<ConfigKey>& keys) {
             "rank in the compute dtype, never gathered."})
       .key("aux_loss_coef", &ModelConfig::aux_loss_coef,
            {"", "Weight of the router's auxiliary loss.", "0, or what config.json says"},
-           at_least(0));
+           at_least(0))
+      .key(
+          "load_balance_coeff", &ModelConfig::load_balance_coeff,
+          {"",
+           "Step of a bias on the choice of experts that evens out their load without an auxiliary "
+           "loss; 0 is off."},
+          at_least(0))
+      .key("score_before_experts", &ModelConfig::score_before_experts,
+           {"",
+            "Experts see their tokens times the routing weight, instead of their results being "
+            "weighted."});
   Section(keys, "data", &Config::data)
       .key("path", &DataConfig::path,
            {"files", "Text file, folder of *.txt, list of them, NAME.bin, or X.safetensors."});
@@ -123,13 +140,25 @@ void add_layout(std::vector<ConfigKey>& keys) {
            {"ranks", "Ranks that share one copy of the model; -1 is what the others leave."},
            positive_or_minus_one())
       .key("tensor_parallel_degree", &P::tensor_parallel_degree,
-           {"ranks", "Tensor parallel ranks; only 1 so far."}, count_from(1))
+           {"ranks", "Ranks that share every layer's matrices."}, count_from(1))
       .key("expert_parallel_degree", &P::expert_parallel_degree,
-           {"ranks", "Expert parallel ranks; only 1 so far."}, count_from(1))
+           {"ranks", "Ranks that share the experts of a layer; taken from dp_shard and tp."},
+           count_from(1))
       .key("expert_tensor_parallel_degree", &P::expert_tensor_parallel_degree,
-           {"ranks", "Tensor parallel ranks of an expert; only 1 so far."}, count_from(1))
+           {"ranks", "Ranks that share the matrices of one expert: 1, or tensor_parallel_degree."},
+           count_from(1))
       .key("pipeline_parallel_degree", &P::pipeline_parallel_degree,
            {"ranks", "Pipeline stages; only 1 so far."}, count_from(1))
+      .key("sequence_parallel", &P::sequence_parallel,
+           {"",
+            "Between layers each tensor parallel rank holds a part of every row's positions, not "
+            "all "
+            "of them."})
+      .key(
+          "moe_router", &P::moe_router,
+          {"",
+           "Which tokens a tensor parallel rank routes where experts are whole: shards, or all for "
+           "comparison."})
       .key("reshard_after_forward", &P::reshard_after_forward,
            {"", "Release gathered parameters after forward and gather them again for backward."});
 }

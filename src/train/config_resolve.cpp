@@ -16,16 +16,9 @@ namespace fs = std::filesystem;
 
 void check_built(const Config& config) {
   const ParallelismConfig& p = config.parallelism;
-  const std::pair<std::string_view, int> axes[] = {
-      {"tensor_parallel_degree", p.tensor_parallel_degree},
-      {"expert_parallel_degree", p.expert_parallel_degree},
-      {"expert_tensor_parallel_degree", p.expert_tensor_parallel_degree},
-      {"pipeline_parallel_degree", p.pipeline_parallel_degree},
-  };
-  for (const auto& [name, degree] : axes) {
-    TESSERA_CHECK(degree == 1, ErrorKind::kConfig, "parallelism.", name, ": found ", degree,
-                  ", expected 1; this axis is not yet built");
-  }
+  TESSERA_CHECK(p.pipeline_parallel_degree == 1, ErrorKind::kConfig,
+                "parallelism.pipeline_parallel_degree: found ", p.pipeline_parallel_degree,
+                ", expected 1; this axis is not yet built");
   TESSERA_CHECK(config.device != DeviceName::kCuda, ErrorKind::kConfig,
                 "device: found cuda, expected auto or cpu; training on CUDA is not yet built");
   TESSERA_CHECK(config.comm.backend != BackendName::kNccl, ErrorKind::kConfig,
@@ -129,6 +122,20 @@ void check_precision(const PrecisionConfig& precision) {
   }
 }
 
+void check_expert_ranks(const ParallelDims& dims) {
+  TESSERA_CHECK(dims.etp == 1 || dims.etp == dims.tp, ErrorKind::kConfig,
+                "parallelism.expert_tensor_parallel_degree: found ", dims.etp,
+                ", expected 1 or tensor_parallel_degree = ", dims.tp);
+  const std::int64_t ranks = std::int64_t{dims.dp_shard} * dims.cp * dims.tp;
+  const std::int64_t taken = std::int64_t{dims.ep} * dims.etp;
+  TESSERA_CHECK(ranks % taken == 0, ErrorKind::kConfig,
+                "parallelism.expert_parallel_degree: found ", dims.ep, ", expected a divisor of ",
+                ranks / dims.etp,
+                dims.etp > 1 ? " = data_parallel_shard_degree"
+                             : " = data_parallel_shard_degree x tensor_parallel_degree",
+                ": experts are shared by ranks of one replica");
+}
+
 // Degrees are at least 1 and each fits into 31 bits; a product that does not is cut off there.
 std::int64_t bounded_product(std::initializer_list<int> degrees) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
@@ -173,6 +180,7 @@ ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world
                 "parallelism.data_parallel_shard_degree: found ", asked, ", expected -1 or ",
                 dims.dp_shard, " for ", world_size, " rank(s) and ", others,
                 " rank(s) of the other axes");
+  check_expert_ranks(dims);
   return dims;
 }
 

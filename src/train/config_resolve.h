@@ -29,11 +29,15 @@ struct ParallelDims {
   int ep = 1;
   int etp = 1;
   int data_ranks() const { return dp_replicate * dp_shard; }
+  /// Ranks that hold the same experts, in one replica.
+  int expert_data() const { return dp_shard * cp * tp / (ep * etp); }
   int world_size() const { return pp * dp_replicate * dp_shard * cp * tp; }
   bool operator==(const ParallelDims&) const = default;
 };
 
-/// Errors: kConfig when no value of data_parallel_shard_degree gives `world_size`.
+/// Errors: kConfig when no value of data_parallel_shard_degree gives `world_size`, or where experts
+/// cannot be shared so: expert_tensor is 1 or tensor, and expert x expert_tensor divides
+/// data_parallel_shard x tensor.
 ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world_size);
 
 /// How many ranks own spawn starts where --nproc is not given: the product of the degrees, -1 as 1.
