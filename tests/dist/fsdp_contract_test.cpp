@@ -19,18 +19,6 @@ constexpr double kOdd = 1.0078125;  // 1 + 2^-7: 8 bits; its square has 15
 class ContractOnRanks : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, ContractOnRanks, ::testing::Values(1, 2, 3));
 
-PrecisionPolicy in_bfloat16() {
-  PrecisionPolicy policy;
-  policy.param_dtype = DType::kBFloat16;
-  return policy;
-}
-
-ShardOptions undivided() {
-  ShardOptions options;
-  options.divide_factor = 1.0;
-  return options;
-}
-
 /// A bulk weight and a bare parameter of one module, as a router with its bias.
 class Router : public torch::nn::Module {
  public:
