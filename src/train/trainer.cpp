@@ -205,11 +205,8 @@ class Trainer {
   StepEnd train_step(std::int64_t step) {
     const auto begin = Clock::now();
     const Rows rows(config_, *data_, mesh_);
-    StepOptions options;
-    if (config_.training.sync_every_micro_batch) options.sync = Sync::kEveryMicroBatch;
-    options.seed = static_cast<std::uint64_t>(config_.debug.seed);
-    if (scaler_) options.loss_scale = scaler_->scale();
-    const auto loss = forward_backward(*model_, *data_, step, rows.ranges(), options);
+    const auto loss = forward_backward(*model_, *data_, step, rows.ranges(),
+                                       step_options(config_, scaler_.get()));
     StepMetrics metrics;
     metrics.step = step;
     metrics.loss = loss.mean();
