@@ -16,6 +16,8 @@ std::string_view to_string(TraceRow row) {
       return "compute";
     case TraceRow::kWaits:
       return "waits";
+    case TraceRow::kActivations:
+      return "activations";
     case TraceRow::kGathers:
       return "gathers";
     case TraceRow::kReductions:

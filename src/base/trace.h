@@ -20,12 +20,13 @@ namespace tessera {
 
 /// In the order in which they are shown.
 enum class TraceRow : std::uint8_t {
-  kCompute,     ///< the step, forward and backward of each unit
-  kWaits,       ///< the rank's own thread waits for others
-  kGathers,     ///< all-gathers under way
-  kReductions,  ///< reduce-scatters under way
-  kReplicas,    ///< sums over replicas under way
-  kOptimizer,   ///< norm, clip and update
+  kCompute,      ///< the step, forward and backward of each unit
+  kWaits,        ///< the rank's own thread waits for others
+  kActivations,  ///< activations between ranks of tp and ep, waited for where they are needed
+  kGathers,      ///< all-gathers under way
+  kReductions,   ///< reduce-scatters under way
+  kReplicas,     ///< sums over replicas under way
+  kOptimizer,    ///< norm, clip and update
   kCount
 };
 std::string_view to_string(TraceRow row);

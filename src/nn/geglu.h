@@ -18,12 +18,14 @@ at::Tensor geglu(const at::Tensor& gate, const at::Tensor& up);
 
 class GegluMlp : public torch::nn::Module {
  public:
+  /// `intermediate_size` of this rank.
   GegluMlp(std::int64_t hidden_size, std::int64_t intermediate_size,
-           WeightName weight_name = WeightName::kOwn);
-  /// x [..., hidden] -> the same shape and dtype.
+           WeightName weight_name = WeightName::kOwn, const TensorRegion& region = {});
+  /// x [..., hidden] of the stream -> the same shape and dtype.
   at::Tensor forward(const at::Tensor& x);
 
  private:
+  TensorRegion region_;
   std::shared_ptr<Linear> gate_proj_, up_proj_, down_proj_;
 };
 

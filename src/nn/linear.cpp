@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "nn/first_derivative.h"
@@ -70,28 +71,67 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
   return LinearFunction::apply(x, weight, bias.defined() ? std::make_optional(bias) : std::nullopt);
 }
 
-Linear::Linear(std::int64_t in_features, std::int64_t out_features, Bias with_bias) {
+LinearPlacement column_parallel(const TensorRegion& region) {
+  return {region.column(), region.column(), region.inside(), region.column()};
+}
+
+// An adapter's first product is an addend then; the second is linear in it, so it stays one.
+LinearPlacement row_parallel(const TensorRegion& region) {
+  return {region.row(), region.on_stream(), region.row(), region.inside()};
+}
+
+LinearPlacement inside(const TensorRegion& region) {
+  return {region.inside(), region.inside(), region.inside(), region.inside()};
+}
+
+LinearPlacement by_heads(const TensorRegion& region, std::int64_t heads) {
+  return {region.heads(heads), region.heads(heads), region.inside(), region.heads(heads)};
+}
+
+LinearPlacement everywhere(const TensorRegion& region) {
+  return {region.everywhere(), region.everywhere(), region.everywhere(), region.everywhere()};
+}
+
+Linear::Linear(std::int64_t in_features, std::int64_t out_features, Bias with_bias,
+               LinearPlacement placement)
+    : placement_(std::move(placement)) {
   weight = register_parameter("weight", empty_parameter({out_features, in_features}));
+  declare("weight", placement_.weight);
   if (with_bias == Bias::kYes) {
     bias = register_parameter("bias", empty_parameter({out_features}));
+    declare("bias", placement_.bias);
   }
 }
 
-at::Tensor Linear::forward(const at::Tensor& x) {
-  const at::Tensor y = linear(x, weight, bias);
+at::Tensor Linear::with_adapter(const at::Tensor& y, const at::Tensor& x) const {
   return lora_a_ ? nn::add_adapter(y, x, lora_a_->weight, lora_b_->weight, lora_) : y;
+}
+
+at::Tensor Linear::forward(const at::Tensor& x) { return with_adapter(linear(x, weight, bias), x); }
+
+at::Tensor Linear::forward_into(const TensorRegion& region, const at::Tensor& x) {
+  if (region.size() == 1) return forward(x);
+  const at::Tensor sum = region.leave(with_adapter(linear(x, weight), x));
+  if (!bias.defined()) return sum;
+  const WideScope own_dtype;  // as the product has it
+  return (sum.to(bias.scalar_type()) + bias).to(sum.scalar_type());
 }
 
 void Linear::add_adapter(const LoraOptions& options) {
   TESSERA_INVARIANT(!lora_a_, "a second adapter of ", options.layer);
   lora_ = options;
-  lora_a_ = register_module("lora_A", std::make_shared<Linear>(weight.size(1), options.rank));
-  lora_b_ = register_module("lora_B", std::make_shared<Linear>(options.rank, weight.size(0)));
+  lora_a_ = register_module("lora_A", std::make_shared<Linear>(weight.size(1), options.rank,
+                                                               Bias::kNo,
+                                                               LinearPlacement{placement_.lora_a}));
+  lora_b_ = register_module("lora_B", std::make_shared<Linear>(options.rank, weight.size(0),
+                                                               Bias::kNo,
+                                                               LinearPlacement{placement_.lora_b}));
 }
 
 std::shared_ptr<Linear> add_projection(torch::nn::Module& parent, const std::string& name,
                                        const Projection& projection) {
-  auto linear = std::make_shared<Linear>(projection.in, projection.out);
+  auto linear = std::make_shared<Linear>(projection.in, projection.out, Bias::kNo,
+                                         projection.placement);
   if (projection.weight_name == WeightName::kOwn) return parent.register_module(name, linear);
   const auto outer = parent.register_module(name, std::make_shared<torch::nn::Module>());
   return outer->register_module("linear", linear);

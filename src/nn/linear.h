@@ -1,5 +1,5 @@
 // Linear: x W^T + b, computed in the weight's dtype, returned in the input's; with an adapter
-// (lora.h) its part is added.
+// (lora.h) its part is added. Where ranks share it, sizes are those of one rank.
 //
 // Short symbols: B rows, T positions, K inputs, N outputs. Next: rms_norm.h.
 #pragma once
@@ -13,6 +13,8 @@
 #include <string>
 
 #include "nn/lora.h"
+#include "nn/placed_module.h"
+#include "nn/tensor_region.h"
 
 namespace tessera::nn {
 
@@ -21,10 +23,29 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
 
 enum class Bias : std::uint8_t { kNo, kYes };
 
-class Linear : public torch::nn::Module {
+/// What a layer's matrix is on the tensor-parallel axis, and what an adapter beside it is.
+struct LinearPlacement {
+  ParameterLayout weight = {};
+  ParameterLayout bias = {};
+  ParameterLayout lora_a = {};
+  ParameterLayout lora_b = {};
+};
+LinearPlacement column_parallel(const TensorRegion& region);  ///< x Replicate -> a part of y
+LinearPlacement row_parallel(const TensorRegion& region);     ///< a part of x -> an addend of y
+/// x and y Replicate, gradients Partial: what is small, or has no dim to cut.
+LinearPlacement inside(const TensorRegion& region);
+/// As column_parallel, by heads that may be fewer than the ranks.
+LinearPlacement by_heads(const TensorRegion& region, std::int64_t heads);
+LinearPlacement everywhere(const TensorRegion& region);  ///< Invariant
+
+class Linear : public PlacedModule {
  public:
-  Linear(std::int64_t in_features, std::int64_t out_features, Bias with_bias = Bias::kNo);
+  Linear(std::int64_t in_features, std::int64_t out_features, Bias with_bias = Bias::kNo,
+         LinearPlacement placement = {});
   at::Tensor forward(const at::Tensor& x);
+  /// Row parallel: x a part of the inputs -> the stream of `region`. The bias is added once, after
+  /// the sum.
+  at::Tensor forward_into(const TensorRegion& region, const at::Tensor& x);
 
   /// Adds the parameters lora_A.weight [rank, in] and lora_B.weight [out, rank], before sharding.
   void add_adapter(const LoraOptions& options);
@@ -33,6 +54,9 @@ class Linear : public torch::nn::Module {
   at::Tensor bias;    ///< [out] or undefined
 
  private:
+  at::Tensor with_adapter(const at::Tensor& y, const at::Tensor& x) const;
+
+  LinearPlacement placement_;
   std::shared_ptr<Linear> lora_a_, lora_b_;  // null without an adapter; hold parameters only
   LoraOptions lora_;
 };
@@ -47,6 +71,7 @@ struct Projection {
   std::int64_t in = 0;
   std::int64_t out = 0;
   WeightName weight_name = WeightName::kOwn;
+  LinearPlacement placement = {};
 };
 
 /// A Linear without bias that is registered under `name` of `parent`.

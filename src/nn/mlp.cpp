@@ -17,17 +17,23 @@ at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
              : swiglu_composite(gate, up);
 }
 
-Mlp::Mlp(std::int64_t hidden_size, std::int64_t intermediate_size, Bias bias) {
-  const auto projection = [&](const char* name, std::int64_t in, std::int64_t out) {
-    return register_module(name, std::make_shared<Linear>(in, out, bias));
+Mlp::Mlp(std::int64_t hidden_size, std::int64_t intermediate_size, Bias bias,
+         const TensorRegion& region)
+    : region_(region) {
+  const auto first = [&](const char* name) {
+    return register_module(name, std::make_shared<Linear>(hidden_size, intermediate_size, bias,
+                                                          column_parallel(region)));
   };
-  gate_proj_ = projection("gate_proj", hidden_size, intermediate_size);
-  up_proj_ = projection("up_proj", hidden_size, intermediate_size);
-  down_proj_ = projection("down_proj", intermediate_size, hidden_size);
+  gate_proj_ = first("gate_proj");
+  up_proj_ = first("up_proj");
+  down_proj_ = register_module(
+      "down_proj", std::make_shared<Linear>(intermediate_size, hidden_size, bias,
+                                            row_parallel(region)));
 }
 
 at::Tensor Mlp::forward(const at::Tensor& x) {
-  return down_proj_->forward(swiglu(gate_proj_->forward(x), up_proj_->forward(x)));
+  const at::Tensor all = region_.enter(x);
+  return down_proj_->forward_into(region_, swiglu(gate_proj_->forward(all), up_proj_->forward(all)));
 }
 
 }  // namespace tessera::nn

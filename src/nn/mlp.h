@@ -10,6 +10,7 @@
 #include <memory>
 
 #include "nn/linear.h"
+#include "nn/tensor_region.h"
 
 namespace tessera::nn {
 
@@ -21,11 +22,14 @@ at::Tensor swiglu_composite(const at::Tensor& gate, const at::Tensor& up);
 
 class Mlp : public torch::nn::Module {
  public:
-  Mlp(std::int64_t hidden_size, std::int64_t intermediate_size, Bias bias = Bias::kNo);
-  /// x [..., hidden] -> the same shape and dtype.
+  /// `intermediate_size` of this rank.
+  Mlp(std::int64_t hidden_size, std::int64_t intermediate_size, Bias bias = Bias::kNo,
+      const TensorRegion& region = {});
+  /// x [..., hidden] of the stream -> the same shape and dtype.
   at::Tensor forward(const at::Tensor& x);
 
  private:
+  TensorRegion region_;
   std::shared_ptr<Linear> gate_proj_, up_proj_, down_proj_;
 };
 

@@ -1,0 +1,32 @@
+// PlacedModule: a layer that says where its own parameters lie beyond the data axes.
+//
+// Layers of one rank declare nothing. Next: tensor_region.h, tessera/placement.h.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <map>
+#include <string>
+#include <utility>
+
+#include "tessera/shard.h"
+
+namespace tessera::nn {
+
+class PlacedModule : public torch::nn::Module, public DeclaresLayouts {
+ public:
+  ParameterLayout layout_of(const std::string& parameter) const override {
+    const auto found = layouts_.find(parameter);
+    return found == layouts_.end() ? ParameterLayout{} : found->second;
+  }
+
+ protected:
+  void declare(const std::string& parameter, ParameterLayout layout) {
+    layouts_[parameter] = std::move(layout);
+  }
+
+ private:
+  std::map<std::string, ParameterLayout> layouts_;
+};
+
+}  // namespace tessera::nn
