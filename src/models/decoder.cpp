@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "models/recomputed.h"
+#include "models/rope_options.h"
 #include "models/unit_of_slot.h"
 #include "nn/loss.h"
 #include "nn/parameter.h"
@@ -14,18 +15,6 @@ namespace tessera::models {
 namespace {
 
 constexpr const char* kHeadUnit = "head";
-
-nn::RopeOptions rope_options(const ModelSpec& spec) {
-  nn::RopeOptions options;
-  options.head_dim = spec.head_dim;
-  options.theta = spec.rope.theta;
-  if (spec.rope.type == RopeType::kLlama3) {
-    options.llama3 =
-        nn::Llama3Scaling{spec.rope.factor, spec.rope.low_freq_factor, spec.rope.high_freq_factor,
-                          spec.rope.original_max_position_embeddings};
-  }
-  return options;
-}
 
 nn::AttentionOptions attention_options(const ModelSpec& spec) {
   using QkNorm = nn::AttentionOptions::QkNorm;
@@ -95,7 +84,7 @@ Decoder::Decoder(const ModelSpec& spec) : spec_(spec) {
   model->register_module("embed_tokens", embedding);
   embedding_.emplace(embedding);
   auto layers = model->register_module("layers", std::make_shared<Prefix>());
-  const auto rope = std::make_shared<nn::Rope>(rope_options(spec));
+  const auto rope = std::make_shared<nn::Rope>(rope_options(spec.rope, spec.head_dim));
   for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
     layers_.emplace_back(
         layers->register_module(std::to_string(i), std::make_shared<DecoderLayer>(spec, rope)));

@@ -6,14 +6,13 @@
 #include "models/config_reader.h"
 #include "models/family.h"
 #include "models/gemma4_config.h"
+#include "models/rope_keys.h"
 #include "models/spec_keys.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
 namespace {
 
-constexpr NumberRange kFactor{1.0, 1e9};
-constexpr NumberRange kFrequencyFactor{1e-6, 1e9};
 constexpr std::size_t kLongestText = std::size_t{4} << 20;
 
 /// What no dense family computes; a value that switches it on is refused.
@@ -37,62 +36,6 @@ void expect_unsupported_off(ConfigReader& keys, Purpose purpose) {
   } else {
     keys.ignore({"attention_dropout"});
   }
-}
-
-RopeType rope_type(ConfigReader& keys, const std::string& path) {
-  const auto type = keys.word("type");
-  const auto name = keys.word("rope_type");
-  if (type && name && *type != *name)
-    keys.refuse("type", concat("the same as ", path, "rope_type"));
-  const std::string word = name ? *name : type.value_or("default");
-  if (word == "default") return RopeType::kDefault;
-  if (word == "llama3") return RopeType::kLlama3;
-  keys.refuse(name ? "rope_type" : "type", "\"default\" or \"llama3\"");
-}
-
-/// One of the two records that describe rope: rope_parameters (with theta) or rope_scaling
-/// (without).
-void read_rope_record(const nlohmann::json& record, const std::string& path, RopeSpec& rope,
-                      std::vector<std::string>& unknown) {
-  ConfigReader keys(record, path);
-  rope.type = rope_type(keys, path);
-  if (const auto theta = keys.number("rope_theta", kTheta)) rope.theta = *theta;
-  keys.expect("partial_rotary_factor", 1.0, "rope turns the whole head");
-  if (rope.type == RopeType::kLlama3) {
-    const auto number = [&](std::string_view key, NumberRange range) {
-      const auto value = keys.number(key, range);
-      if (!value) keys.refuse(key, "a number, as rope type llama3 needs it");
-      return *value;
-    };
-    rope.factor = number("factor", kFactor);
-    rope.low_freq_factor = number("low_freq_factor", kFrequencyFactor);
-    rope.high_freq_factor = number("high_freq_factor", kFrequencyFactor);
-    rope.original_max_position_embeddings =
-        required(keys, "original_max_position_embeddings", kSize);
-    if (rope.high_freq_factor <= rope.low_freq_factor) {
-      keys.refuse("high_freq_factor", "a number above low_freq_factor");
-    }
-  }
-  for (std::string& line : keys.unknown()) unknown.push_back(std::move(line));
-}
-
-RopeSpec read_rope(ConfigReader& keys, std::vector<std::string>& unknown) {
-  RopeSpec rope;
-  const auto theta = keys.number("rope_theta", kTheta);
-  if (theta) rope.theta = *theta;
-  const nlohmann::json* parameters = keys.take("rope_parameters");
-  const nlohmann::json* scaling = keys.take("rope_scaling");
-  if (parameters != nullptr && scaling != nullptr) {
-    keys.refuse("rope_scaling", "only one of rope_parameters and rope_scaling");
-  }
-  const nlohmann::json* record = parameters != nullptr ? parameters : scaling;
-  const std::string name = parameters != nullptr ? "rope_parameters" : "rope_scaling";
-  if (record != nullptr) {
-    if (!record->is_object()) keys.refuse(name, "an object or null");
-    read_rope_record(*record, name + ".", rope, unknown);
-  }
-  if (theta && rope.theta != *theta) keys.refuse("rope_theta", concat("the value in ", name));
-  return rope;
 }
 
 void read_heads(ConfigReader& keys, const FamilyTraits& family, ModelSpec& spec) {
