@@ -18,7 +18,7 @@ at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::
                             const at::Tensor& visible, double scale);
 
 /// q [B, G, T, R, D], keys and values [B, G, N, D]; hidden bool, broadcast to [B, G, T, R, N], is
-/// what no query sees. -> [B, T, G*R*D], out of ATen operations.
+/// what no query sees. -> [B, T, G*R*D], D that of values, out of ATen operations.
 at::Tensor attention_composite(const at::Tensor& q, const at::Tensor& keys,
                                const at::Tensor& values, const at::Tensor& hidden, double scale);
 
