@@ -150,18 +150,14 @@ void run_gradients(const GradientsRequest& request, World& world,
     }
   }
   const auto scaler = make_scaler(*model, config.grad_scaler);
-  StepOptions options;
-  if (config.training.sync_every_micro_batch) options.sync = Sync::kEveryMicroBatch;
-  options.seed = static_cast<std::uint64_t>(config.debug.seed);
-  if (scaler) options.loss_scale = scaler->scale();
-  auto loss = forward_backward(*model, *batch, 1, rows, options);
+  auto loss = forward_backward(*model, *batch, 1, rows, step_options(config, scaler.get()));
+  double norm = gradient_norm(*model);
   // The first scale that float16 holds: of a single batch there is no next step.
-  while (scaler && std::isfinite(loss.mean()) && !scaler->update(*model, gradient_norm(*model))) {
+  while (scaler && std::isfinite(loss.mean()) && !scaler->update(*model, norm)) {
     model->zero_grad();
-    options.loss_scale = scaler->scale();
-    loss = forward_backward(*model, *batch, 1, rows, options);
+    loss = forward_backward(*model, *batch, 1, rows, step_options(config, scaler.get()));
+    norm = gradient_norm(*model);
   }
-  const double norm = gradient_norm(*model);
   TESSERA_CHECK(std::isfinite(loss.mean()) && std::isfinite(norm), ErrorKind::kNumeric,
                 "gradients: found loss ", loss.mean(), " and gradient norm ", norm,
                 ", expected finite values; look at the batch, or compute in a wider dtype");

@@ -10,6 +10,8 @@
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "tessera/error.h"
+#include "tessera/grad_scaler.h"
+#include "train/config.h"
 
 namespace tessera::train {
 namespace {
@@ -61,6 +63,14 @@ std::vector<double> max_over_data(const ShardedBase& model, const std::vector<do
     for (std::size_t i = 0; i < largest.size(); ++i) largest[i] = std::max(largest[i], rank[i]);
   }
   return largest;
+}
+
+StepOptions step_options(const Config& config, const GradScaler* scaler) {
+  StepOptions options;
+  if (config.training.sync_every_micro_batch) options.sync = Sync::kEveryMicroBatch;
+  options.seed = static_cast<std::uint64_t>(config.debug.seed);
+  if (scaler != nullptr) options.loss_scale = scaler->scale();
+  return options;
 }
 
 BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,

@@ -10,7 +10,13 @@
 #include "train/data.h"
 #include "train/sampler.h"
 
+namespace tessera {
+class GradScaler;
+}
+
 namespace tessera::train {
+
+struct Config;
 
 struct BatchLoss {
   double sum = 0;         ///< of the token losses of all data ranks
@@ -32,6 +38,9 @@ struct StepOptions {
   std::uint64_t seed = 0;   ///< of what is drawn in forward (dropout)
   double loss_scale = 1.0;  ///< the model's scaler's
 };
+
+/// As the config says, at the scaler's present scale; null where the loss is not scaled.
+StepOptions step_options(const Config& config, const GradScaler* scaler);
 
 /// Runs all micro-batches; gradients of mean loss stand on the shards afterwards. Collective: every
 /// rank passes as many row ranges (empty ones for nothing). Errors: kFormat when no label of the
