@@ -51,6 +51,7 @@ std::string config_json(const ModelSpec& spec) {
   if (spec.dtype) json["torch_dtype"] = to_string(*spec.dtype);
   json["use_cache"] = true;
   json["vocab_size"] = spec.vocab_size;
+  if (family.write != nullptr) family.write(spec, json);
   if (!spec.tessera_tokenizer.empty()) json["tessera_tokenizer"] = spec.tessera_tokenizer;
   return json.dump(2) + "\n";
 }

@@ -15,14 +15,17 @@ namespace {
 
 constexpr std::size_t kLongestText = std::size_t{4} << 20;
 
-/// What no dense family computes; a value that switches it on is refused.
-void expect_unsupported_off(ConfigReader& keys, Purpose purpose) {
+/// What none of these families computes; a value that switches it on is refused.
+void expect_unsupported_off(ConfigReader& keys, const FamilyTraits& family, Purpose purpose) {
   keys.expect("hidden_act", "silu", "the activation of the MLP");
-  keys.expect("use_sliding_window", false, "sliding windows are not supported");
-  keys.ignore({"sliding_window", "max_window_layers"});  // read only where that is true
+  keys.expect("use_sliding_window", false, "sliding windows are not supported in this family");
+  keys.ignore({"max_window_layers"});  // read only where that is true
+  if (family.family != Family::kGptOss) {
+    keys.ignore({"sliding_window"});  // likewise
+    keys.expect("quantization_config", nullptr, "quantized weights are not supported");
+  }
   keys.expect("pretraining_tp", 1, "sliced products are not supported");
   keys.expect("partial_rotary_factor", 1.0, "rope turns the whole head");
-  keys.expect("quantization_config", nullptr, "quantized weights are not supported");
   keys.expect("is_encoder_decoder", false, "decoder-only models");
   keys.expect("is_decoder", false, "no cross attention");
   keys.expect("add_cross_attention", false, "no cross attention");
@@ -82,7 +85,12 @@ void check_total_size(const ModelSpec& spec) {
   const auto d = [](std::int64_t n) { return static_cast<double>(n); };
   const double attention = d(spec.hidden_size) * d(spec.head_dim) *
                            (2 * d(spec.num_attention_heads) + 2 * d(spec.num_key_value_heads));
-  const double mlp = 3 * d(spec.hidden_size) * d(spec.intermediate_size);
+  double inner = d(spec.intermediate_size);
+  if (spec.moe) {
+    inner += d(spec.moe->num_experts) * d(spec.moe->moe_intermediate_size) +
+             d(spec.moe->shared_intermediate_size);
+  }
+  const double mlp = 3 * d(spec.hidden_size) * inner;
   const double embeddings = 2 * d(spec.hidden_size) * d(spec.vocab_size);
   const double total = d(spec.num_hidden_layers) * (attention + mlp) + embeddings;
   check_total(total);
@@ -113,7 +121,8 @@ ModelSpec read_spec(ConfigReader& keys, const FamilyTraits& family,
   spec.dtype = read_dtype(keys);
   read_tokens(keys, spec);
   spec.tessera_tokenizer = read_tokenizer(keys);
-  check_layer_types(keys, spec.num_hidden_layers);
+  if (family.read != nullptr) family.read(keys, spec);
+  if (spec.layer_types.empty()) check_layer_types(keys, spec.num_hidden_layers);
   check_total_size(spec);
   return spec;
 }
@@ -143,7 +152,7 @@ ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options) {
   if (family.family == Family::kGemma4) {
     result.spec = read_gemma4(keys, options.purpose, unknown);
   } else {
-    expect_unsupported_off(keys, options.purpose);
+    expect_unsupported_off(keys, family, options.purpose);
     result.spec = read_spec(keys, family, unknown);
   }
   ignore_harmless(keys);

@@ -1,0 +1,100 @@
+#include "models/moe_layer.h"
+
+#include <ATen/ops/bincount.h>
+#include <ATen/ops/softmax.h>
+#include <c10/core/GradMode.h>
+
+#include <string>
+
+#include "models/family.h"
+#include "moe/experts.h"
+#include "nn/linear.h"
+#include "nn/parameter.h"
+#include "tessera/dtype_watch.h"
+#include "tessera/error.h"
+
+namespace tessera::models {
+namespace {
+
+RouterLoad load_of(const at::Tensor& scores, const moe::Routing& routing,
+                   RouterStatistics statistics) {
+  RouterLoad load;
+  if (statistics == RouterStatistics::kNone) return load;
+  load.counts = at::bincount(routing.indices.reshape({-1}), {}, scores.size(1));
+  if (statistics == RouterStatistics::kCounts) return load;
+  const WideScope probabilities;
+  const at::ScalarType inside = at::promote_types(scores.scalar_type(), at::kFloat);
+  load.probabilities = at::softmax(scores.to(inside), 1).sum(0);
+  return load;
+}
+
+}  // namespace
+
+ExpertRouter::ExpertRouter(std::int64_t hidden_size, const MoeSpec& moe) : moe_(moe) {
+  weight_ = register_parameter("weight", nn::empty_parameter({moe.num_experts, hidden_size}));
+  if (moe.router_bias) {
+    bias_ = register_parameter("bias", nn::empty_parameter({moe.num_experts}));
+  }
+}
+
+at::Tensor ExpertRouter::scores(const at::Tensor& x) const {
+  const WideScope router;
+  const at::ScalarType inside = moe_.router_dtype == RouterDtype::kFloat32
+                                    ? at::promote_types(weight_.scalar_type(), at::kFloat)
+                                    : weight_.scalar_type();
+  return nn::linear(x.to(inside), weight_.to(inside), bias_);
+}
+
+moe::Routing ExpertRouter::route(const at::Tensor& scores,
+                                 const std::optional<at::Tensor>& imposed) const {
+  TESSERA_INVARIANT(moe_.scores == ExpertScores::kSoftmaxOfAll && moe_.norm_topk_prob,
+                    "a kind of routing that is not there");
+  moe::Routing routing = moe::route(scores, moe_.experts_per_token, imposed);
+  const WideScope weights;
+  routing.weights = routing.weights.to(scores.scalar_type());
+  return routing;
+}
+
+ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes) : moe_(*spec.moe) {
+  const std::int64_t hidden = spec.hidden_size;
+  const std::int64_t inner = sizes.moe_intermediate_size;
+  const auto parameter = [&](const char* name, at::IntArrayRef shape) {
+    return register_parameter(name, nn::empty_parameter(shape));
+  };
+  const bool out_in = moe_.layout == ExpertLayout::kOutIn;
+  const std::int64_t count = sizes.experts;
+  gate_up_proj_ = out_in ? parameter("gate_up_proj", {count, 2 * inner, hidden})
+                         : parameter("gate_up_proj", {count, hidden, 2 * inner});
+  if (moe_.expert_bias) gate_up_proj_bias_ = parameter("gate_up_proj_bias", {count, 2 * inner});
+  down_proj_ = out_in ? parameter("down_proj", {count, hidden, inner})
+                      : parameter("down_proj", {count, inner, hidden});
+  if (moe_.expert_bias) down_proj_bias_ = parameter("down_proj_bias", {count, hidden});
+}
+
+at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing) {
+  TESSERA_INVARIANT(moe_.layout == ExpertLayout::kOutIn && !moe_.expert_bias &&
+                        moe_.activation == ExpertActivation::kSwiglu,
+                    "a kind of experts that is not there");
+  return moe::experts(x, routing, {gate_up_proj_, down_proj_}, nn::swiglu);
+}
+
+MoeLayer::MoeLayer(const ModelSpec& spec, const LocalSizes& sizes) {
+  router_ = register_module(std::string(traits(spec.family).router_module),
+                            std::make_shared<ExpertRouter>(spec.hidden_size, *spec.moe));
+  experts_ = register_module("experts", std::make_shared<ExpertBank>(spec, sizes));
+  if (sizes.shared_intermediate_size == 0) return;
+  shared_experts_ =
+      register_module("shared_experts", std::make_shared<nn::Mlp>(spec.hidden_size,
+                                                                  sizes.shared_intermediate_size));
+}
+
+MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& request) {
+  const at::Tensor tokens = x.reshape({-1, x.size(-1)});
+  const at::Tensor scores = router_->scores(tokens);
+  const moe::Routing routing = router_->route(scores, request.imposed);
+  at::Tensor y = experts_->forward(tokens, routing).view(x.sizes());
+  if (shared_experts_) y = y + shared_experts_->forward(x);
+  return {y, load_of(scores, routing, request.statistics)};
+}
+
+}  // namespace tessera::models
