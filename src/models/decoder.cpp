@@ -10,6 +10,8 @@
 #include "models/unit_of_slot.h"
 #include "nn/loss.h"
 #include "nn/parameter.h"
+#include "nn/vocab_parallel.h"
+#include "parallel/transitions.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
@@ -19,35 +21,41 @@ constexpr const char* kHeadUnit = "head";
 
 }  // namespace
 
-DecoderHead::DecoderHead(const ModelSpec& spec) {
-  norm_ = register_module("norm", decoder_norm(spec));
-  lm_head_ =
-      register_module("lm_head", std::make_shared<nn::Linear>(spec.hidden_size, spec.vocab_size));
+DecoderHead::DecoderHead(const ModelSpec& spec, const LocalSizes& sizes)
+    : region_(sizes.axes.tensor) {
+  norm_ = register_module("norm", decoder_norm(spec, region_));
+  lm_head_ = register_module(
+      "lm_head", std::make_shared<nn::Linear>(spec.hidden_size, sizes.vocab_size, nn::Bias::kNo,
+                                              nn::column_parallel(region_)));
 }
 
 at::Tensor DecoderHead::forward(const at::Tensor& x, const std::optional<at::Tensor>& targets) {
-  const at::Tensor logits = lm_head_->forward(norm_->forward(x));
-  if (!targets) return logits;
-  return nn::cross_entropy_sum(logits, *targets, nn::Logits::kConsume);
+  const at::Tensor logits = lm_head_->forward(region_.enter(norm_->forward(x)));
+  if (targets) {
+    return nn::vocab_parallel_cross_entropy_sum(logits, *targets, nn::Logits::kConsume,
+                                                region_.axis());
+  }
+  return parallel::gather_invariant(logits, region_.axis(), 2, logits.size(2) * region_.size());
 }
 
-Decoder::Decoder(const ModelSpec& spec) : spec_(spec) {
+Decoder::Decoder(const ModelSpec& spec, const ModelAxes& axes) : spec_(spec) {
   TESSERA_CHECK(spec.family != Family::kGemma4, ErrorKind::kConfig,
                 "config.json architectures: found Gemma4ForConditionalGeneration, expected a dense "
                 "family here");
   auto model = register_module("model", std::make_shared<Prefix>());
-  const auto embedding =
-      std::make_shared<nn::Embedding>(spec.vocab_size, spec.hidden_size, spec.pad_token_id);
+  const LocalSizes sizes = local_sizes(spec, axes);
+  const auto embedding = std::make_shared<nn::Embedding>(sizes.vocab_size, spec.hidden_size,
+                                                         spec.pad_token_id, axes.tensor);
   model->register_module("embed_tokens", embedding);
   embedding_.emplace(embedding);
   auto layers = model->register_module("layers", std::make_shared<Prefix>());
   const auto rope = std::make_shared<nn::Rope>(rope_options(spec.rope, spec.head_dim));
   for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
     layers_.emplace_back(layers->register_module(
-        std::to_string(i), std::make_shared<DecoderLayer>(spec, i, whole_sizes(spec), rope)));
+        std::to_string(i), std::make_shared<DecoderLayer>(spec, i, sizes, rope)));
   }
   // The head is a unit, not a name: its parts are registered where Hugging Face has them.
-  const auto head = std::make_shared<DecoderHead>(spec);
+  const auto head = std::make_shared<DecoderHead>(spec, sizes);
   model->register_module("norm", head->norm());
   register_module("lm_head", head->lm_head());
   if (spec.tie_word_embeddings) nn::tie(head->lm_head()->weight, embedding->weight);

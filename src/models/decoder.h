@@ -29,8 +29,8 @@ namespace tessera::models {
 /// Final norm, output projection and, if asked, the loss.
 class DecoderHead : public torch::nn::Module {
  public:
-  explicit DecoderHead(const ModelSpec& spec);
-  /// x [B, T, hidden], targets [B, T] i64 -> logits [B, T, V], or with targets the sum of losses,
+  DecoderHead(const ModelSpec& spec, const LocalSizes& sizes);
+  /// x [B, T, hidden] of the stream, targets [B, T] i64 -> logits [B, T, V], or with targets the sum of losses,
   /// [] fp32.
   at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& targets);
 
@@ -38,6 +38,7 @@ class DecoderHead : public torch::nn::Module {
   const std::shared_ptr<nn::Linear>& lm_head() const { return lm_head_; }
 
  private:
+  nn::TensorRegion region_;
   std::shared_ptr<nn::RmsNorm> norm_;
   std::shared_ptr<nn::Linear> lm_head_;
 };
@@ -51,7 +52,7 @@ struct DecoderCache {
 class Decoder : public LanguageModel {
  public:
   /// Errors: kConfig for a spec of Gemma 4.
-  explicit Decoder(const ModelSpec& spec);
+  explicit Decoder(const ModelSpec& spec, const ModelAxes& axes = {});
 
   /// Errors: kFormat for images, or for imposed routing of another number of layers.
   at::Tensor forward(const ModelInputs& inputs) override;

@@ -19,7 +19,9 @@ nn::AttentionOptions attention_options(const ModelSpec& spec, std::int64_t numbe
                   .head_dim = spec.head_dim,
                   .bias = spec.attention_bias ? nn::Bias::kYes : nn::Bias::kNo,
                   .qk_norm = spec.qk_norm() ? Options::QkNorm::kYes : Options::QkNorm::kNo,
-                  .norm_eps = spec.rms_norm_eps};
+                  .norm_eps = spec.rms_norm_eps,
+                  .region = sizes.axes.tensor,
+                  .all_kv_heads = spec.num_key_value_heads};
   if (spec.attention_sinks()) options.sinks = Options::Sinks::kYes;
   if (spec.is_sliding(number)) options.window = spec.sliding_window;
   return options;
@@ -31,10 +33,11 @@ std::optional<at::Tensor> given(const at::Tensor& tensor) {
 
 }  // namespace
 
-std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec) {
+std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec, const nn::TensorRegion& region) {
   const auto rounding = spec.family == Family::kGptOss ? nn::NormRounding::kOnce
                                                        : nn::NormRounding::kBeforeWeight;
-  return std::make_shared<nn::RmsNorm>(spec.hidden_size, spec.rms_norm_eps, rounding);
+  return std::make_shared<nn::RmsNorm>(spec.hidden_size, spec.rms_norm_eps, rounding,
+                                       region.on_stream());
 }
 
 DecoderLayer::DecoderLayer(const ModelSpec& spec, std::int64_t number, const LocalSizes& sizes,
@@ -47,10 +50,11 @@ DecoderLayer::DecoderLayer(const ModelSpec& spec, std::int64_t number, const Loc
   } else {
     const auto bias = spec.mlp_bias ? nn::Bias::kYes : nn::Bias::kNo;
     mlp_ = register_module(
-        "mlp", std::make_shared<nn::Mlp>(spec.hidden_size, sizes.intermediate_size, bias));
+        "mlp", std::make_shared<nn::Mlp>(spec.hidden_size, sizes.intermediate_size, bias,
+                                         sizes.axes.tensor));
   }
-  input_layernorm_ = register_module("input_layernorm", decoder_norm(spec));
-  post_attention_layernorm_ = register_module("post_attention_layernorm", decoder_norm(spec));
+  input_layernorm_ = register_module("input_layernorm", decoder_norm(spec, sizes.axes.tensor));
+  post_attention_layernorm_ = register_module("post_attention_layernorm", decoder_norm(spec, sizes.axes.tensor));
 }
 
 DecoderLayer::Output DecoderLayer::forward(const at::Tensor& x, const RoutingRequest& request) {

@@ -25,7 +25,7 @@
 namespace tessera::models {
 
 /// The norm that a family has before attention, feed-forward and head.
-std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec);
+std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec, const nn::TensorRegion& region);
 
 class DecoderLayer : public torch::nn::Module {
  public:
@@ -43,7 +43,7 @@ class DecoderLayer : public torch::nn::Module {
       load.visit_tensors(f);
     }
   };
-  /// x [B, T, hidden] -> the same shape and dtype. What is asked of the router is without effect in
+  /// x [B, T, hidden] of the stream -> the same shape and dtype. What is asked of the router is without effect in
   /// a layer without experts.
   Output forward(const at::Tensor& x, const RoutingRequest& request);
 

@@ -1,11 +1,13 @@
-// LocalSizes: how much of a layer one rank holds. Layers are made from these, never from the spec's
-// totals, so that a rank's part of a layer is the same class with smaller numbers.
+// LocalSizes: how much of a layer one rank holds, and the axes to those who hold the rest. Layers are
+// made from these, never from the spec's totals, so that a rank's part of a layer is the same class
+// with smaller numbers.
 //
-// Next: decoder_layer.h, moe_layer.h.
+// Next: model_axes.h, decoder_layer.h, moe_layer.h.
 #pragma once
 
 #include <cstdint>
 
+#include "models/model_axes.h"
 #include "models/model_spec.h"
 
 namespace tessera::models {
@@ -17,17 +19,22 @@ struct LocalSizes {
   std::int64_t experts = 0;
   std::int64_t moe_intermediate_size = 0;
   std::int64_t shared_intermediate_size = 0;
+  std::int64_t vocab_size = 0;
+  ModelAxes axes = {};
 };
 
-/// Of a rank that holds all of every layer.
-inline LocalSizes whole_sizes(const ModelSpec& spec) {
-  LocalSizes sizes{.heads = spec.num_attention_heads,
-                   .kv_heads = spec.num_key_value_heads,
-                   .intermediate_size = spec.intermediate_size};
+/// The degrees divide the spec's sizes (check_degrees).
+inline LocalSizes local_sizes(const ModelSpec& spec, const ModelAxes& axes = {}) {
+  const int tp = axes.degrees.tp;
+  LocalSizes sizes{.heads = spec.num_attention_heads / tp,
+                   .kv_heads = nn::heads_of_rank(spec.num_key_value_heads, tp),
+                   .intermediate_size = spec.intermediate_size / tp,
+                   .vocab_size = spec.vocab_size / tp,
+                   .axes = axes};
   if (spec.moe) {
-    sizes.experts = spec.moe->num_experts;
-    sizes.moe_intermediate_size = spec.moe->moe_intermediate_size;
-    sizes.shared_intermediate_size = spec.moe->shared_intermediate_size;
+    sizes.experts = spec.moe->num_experts / axes.degrees.ep;
+    sizes.moe_intermediate_size = spec.moe->moe_intermediate_size / axes.degrees.etp;
+    sizes.shared_intermediate_size = spec.moe->shared_intermediate_size / tp;
   }
   return sizes;
 }

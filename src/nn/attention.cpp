@@ -48,22 +48,28 @@ Attention::Attention(const AttentionOptions& options, std::shared_ptr<Rope> rope
     : options_(options), rope_(std::move(rope)) {
   const std::int64_t q_size = options.heads * options.head_dim;
   const std::int64_t kv_size = options.kv_heads * options.head_dim;
-  const auto projection = [&](const char* name, std::int64_t in, std::int64_t out) {
-    return register_module(name, std::make_shared<Linear>(in, out, options.bias));
+  const TensorRegion& region = options.region;
+  const auto projection = [&](const char* name, std::int64_t out, LinearPlacement placement) {
+    return register_module(name, std::make_shared<Linear>(options.hidden_size, out, options.bias,
+                                                          std::move(placement)));
   };
-  q_proj_ = projection("q_proj", options.hidden_size, q_size);
-  k_proj_ = projection("k_proj", options.hidden_size, kv_size);
-  v_proj_ = projection("v_proj", options.hidden_size, kv_size);
-  o_proj_ = projection("o_proj", q_size, options.hidden_size);
+  q_proj_ = projection("q_proj", q_size, column_parallel(region));
+  k_proj_ = projection("k_proj", kv_size, by_heads(region, options.all_kv_heads));
+  v_proj_ = projection("v_proj", kv_size, by_heads(region, options.all_kv_heads));
+  o_proj_ = register_module("o_proj", std::make_shared<Linear>(q_size, options.hidden_size,
+                                                               options.bias, row_parallel(region)));
   if (options.qk_norm == AttentionOptions::QkNorm::kYes) {
     const auto norm = [&](const char* name) {
-      return register_module(name, std::make_shared<RmsNorm>(options.head_dim, options.norm_eps));
+      return register_module(
+          name, std::make_shared<RmsNorm>(options.head_dim, options.norm_eps,
+                                          NormRounding::kBeforeWeight, region.inside()));
     };
     q_norm_ = norm("q_norm");
     k_norm_ = norm("k_norm");
   }
   if (options.sinks == AttentionOptions::Sinks::kYes) {
     sinks_ = register_parameter("sinks", empty_parameter({options.heads}));
+    declare("sinks", region.column());
   }
 }
 
@@ -84,8 +90,9 @@ bool Attention::is_plain(std::int64_t positions) const {
 }
 
 at::Tensor Attention::forward(const at::Tensor& x) {
-  const Heads heads = project(x, rope_->table(x.size(1), x.scalar_type(), x.device()));
-  return o_proj_->forward(attend(heads));
+  const at::Tensor all = options_.region.enter(x);
+  const Heads heads = project(all, rope_->table(all.size(1), x.scalar_type(), x.device()));
+  return o_proj_->forward_into(options_.region, attend(heads));
 }
 
 at::Tensor Attention::attend(const Heads& heads) const {

@@ -16,6 +16,7 @@
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
 #include "nn/self_attention.h"
+#include "nn/tensor_region.h"
 
 namespace tessera::nn {
 
@@ -49,6 +50,8 @@ struct AttentionOptions {
   double norm_eps = 0.0;
   enum class Sinks : std::uint8_t { kNo, kYes } sinks = Sinks::kNo;  ///< one a head, learned
   std::optional<std::int64_t> window = std::nullopt;  ///< as windowed_attention has it
+  TensorRegion region = {};
+  std::int64_t all_kv_heads = 0;  ///< of all ranks of the region; read where it has several
 };
 
 class Attention : public SelfAttention {

@@ -5,6 +5,7 @@
 #include "nn/cpu/dispatch.h"
 #include "nn/cpu/functions.h"
 #include "nn/parameter.h"
+#include "nn/vocab_parallel.h"
 
 namespace tessera::nn {
 
@@ -20,11 +21,14 @@ at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight,
 }
 
 Embedding::Embedding(std::int64_t vocabulary, std::int64_t size,
-                     std::optional<std::int64_t> padding)
-    : padding_(padding) {
+                     std::optional<std::int64_t> padding, const TensorRegion& region)
+    : region_(region), padding_(padding) {
   weight = register_parameter("weight", empty_parameter({vocabulary, size}));
+  declare("weight", region.column());
 }
 
-at::Tensor Embedding::forward(const at::Tensor& ids) { return embedding(ids, weight, padding_); }
+at::Tensor Embedding::forward(const at::Tensor& ids) {
+  return region_.leave(vocab_parallel_embedding(ids, weight, padding_, region_.axis()));
+}
 
 }  // namespace tessera::nn

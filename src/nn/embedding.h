@@ -9,6 +9,9 @@
 #include <cstdint>
 #include <optional>
 
+#include "nn/placed_module.h"
+#include "nn/tensor_region.h"
+
 namespace tessera::nn {
 
 /// ids [...] i64, weight [V, K] -> [..., K]. The row `padding` of the weight gets no gradient from
@@ -20,15 +23,18 @@ at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight,
 at::Tensor embedding_composite(const at::Tensor& ids, const at::Tensor& weight,
                                std::optional<std::int64_t> padding = std::nullopt);
 
-class Embedding : public torch::nn::Module {
+class Embedding : public PlacedModule {
  public:
+  /// `vocabulary` of this rank.
   Embedding(std::int64_t vocabulary, std::int64_t size,
-            std::optional<std::int64_t> padding = std::nullopt);
+            std::optional<std::int64_t> padding = std::nullopt, const TensorRegion& region = {});
+  /// ids [B, T] -> [B, T, K] of the stream.
   at::Tensor forward(const at::Tensor& ids);
 
   at::Tensor weight;  ///< [V, K]
 
  private:
+  TensorRegion region_;
   std::optional<std::int64_t> padding_;
 };
 

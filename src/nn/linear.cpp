@@ -113,8 +113,8 @@ at::Tensor Linear::forward_into(const TensorRegion& region, const at::Tensor& x)
   if (region.size() == 1) return forward(x);
   const at::Tensor sum = region.leave(with_adapter(linear(x, weight), x));
   if (!bias.defined()) return sum;
-  const WideScope own_dtype;  // as the product has it
-  return (sum.to(bias.scalar_type()) + bias).to(sum.scalar_type());
+  const WideScope own_dtype;  // where the bias is wider
+  return (sum + bias).to(sum.scalar_type());
 }
 
 void Linear::add_adapter(const LoraOptions& options) {

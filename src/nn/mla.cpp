@@ -17,28 +17,37 @@ constexpr double kLatentEps = 1e-6;
 Mla::Mla(const MlaOptions& options, std::shared_ptr<Rope> rope)
     : options_(options), rope_(std::move(rope)) {
   const std::int64_t qk_head_dim = options.qk_nope_head_dim + options.qk_rope_head_dim;
-  const auto projection = [&](const char* name, std::int64_t in, std::int64_t out, Bias bias) {
-    return register_module(name, std::make_shared<Linear>(in, out, bias));
+  const TensorRegion& region = options.region;
+  // Latents are whole on every rank, what is made of them is a part of the heads.
+  const auto latent = [&](const char* name, std::int64_t width) {
+    return register_module(name, std::make_shared<Linear>(options.hidden_size, width, options.bias,
+                                                          inside(region)));
+  };
+  const auto heads = [&](const char* name, std::int64_t in, std::int64_t head_dim) {
+    return register_module(name, std::make_shared<Linear>(in, options.heads * head_dim, Bias::kNo,
+                                                          column_parallel(region)));
   };
   const auto norm = [&](const char* name, std::int64_t size) {
-    return register_module(name, std::make_shared<RmsNorm>(size, kLatentEps));
+    return register_module(
+        name, std::make_shared<RmsNorm>(size, kLatentEps, NormRounding::kBeforeWeight,
+                                        region.inside()));
   };
   if (options.q_lora_rank) {
     const std::int64_t rank = *options.q_lora_rank;
-    q_a_proj_ = projection("q_a_proj", options.hidden_size, rank, options.bias);
+    q_a_proj_ = latent("q_a_proj", rank);
     q_a_layernorm_ = norm("q_a_layernorm", rank);
-    q_b_proj_ = projection("q_b_proj", rank, options.heads * qk_head_dim, Bias::kNo);
+    q_b_proj_ = heads("q_b_proj", rank, qk_head_dim);
   } else {
-    q_proj_ = projection("q_proj", options.hidden_size, options.heads * qk_head_dim, Bias::kNo);
+    q_proj_ = heads("q_proj", options.hidden_size, qk_head_dim);
   }
-  kv_a_proj_with_mqa_ = projection("kv_a_proj_with_mqa", options.hidden_size,
-                                   options.kv_lora_rank + options.qk_rope_head_dim, options.bias);
+  kv_a_proj_with_mqa_ =
+      latent("kv_a_proj_with_mqa", options.kv_lora_rank + options.qk_rope_head_dim);
   kv_a_layernorm_ = norm("kv_a_layernorm", options.kv_lora_rank);
   kv_b_proj_ =
-      projection("kv_b_proj", options.kv_lora_rank,
-                 options.heads * (options.qk_nope_head_dim + options.v_head_dim), Bias::kNo);
-  o_proj_ =
-      projection("o_proj", options.heads * options.v_head_dim, options.hidden_size, options.bias);
+      heads("kv_b_proj", options.kv_lora_rank, options.qk_nope_head_dim + options.v_head_dim);
+  o_proj_ = register_module(
+      "o_proj", std::make_shared<Linear>(options.heads * options.v_head_dim, options.hidden_size,
+                                         options.bias, row_parallel(region)));
 }
 
 /// [B, T, H, nope + rope].
@@ -52,7 +61,8 @@ at::Tensor Mla::queries(const at::Tensor& x, const RopeTable& table) {
   return at::cat({q.narrow(3, 0, options_.qk_nope_head_dim), turned}, 3);
 }
 
-at::Tensor Mla::forward(const at::Tensor& x) {
+at::Tensor Mla::forward(const at::Tensor& stream) {
+  const at::Tensor x = options_.region.enter(stream);
   // Tables stay in fp32: the published code turns in complex fp32 and rounds once.
   const RopeTable table =
       rope_->table(x.size(1), at::promote_types(x.scalar_type(), at::kFloat), x.device());
@@ -67,7 +77,8 @@ at::Tensor Mla::forward(const at::Tensor& x) {
   const at::Tensor v = kv.narrow(3, options_.qk_nope_head_dim, options_.v_head_dim).flatten(2, 3);
   // Every head has a key of its own: H groups of one query head each.
   const auto by_head = [](const at::Tensor& heads) { return heads.transpose(1, 2).unsqueeze(3); };
-  return o_proj_->forward(causal_attention(by_head(q), by_head(k), v, options_.scale));
+  return o_proj_->forward_into(options_.region,
+                               causal_attention(by_head(q), by_head(k), v, options_.scale));
 }
 
 }  // namespace tessera::nn

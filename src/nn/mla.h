@@ -17,6 +17,7 @@
 #include "nn/linear.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
+#include "nn/tensor_region.h"
 
 namespace tessera::nn {
 
@@ -31,13 +32,14 @@ struct MlaOptions {
   std::int64_t v_head_dim = 0;
   Bias bias = Bias::kNo;  ///< of q_a_proj, kv_a_proj_with_mqa and o_proj
   double scale = 1.0;     ///< of the scores
+  TensorRegion region = {};
 };
 
 class Mla : public torch::nn::Module {
  public:
   /// `rope` turns qk_rope_head_dim elements.
   Mla(const MlaOptions& options, std::shared_ptr<Rope> rope);
-  /// x [B, T, hidden] -> the same shape and dtype.
+  /// x [B, T, hidden] of the stream -> the same shape and dtype.
   at::Tensor forward(const at::Tensor& x);
 
  private:

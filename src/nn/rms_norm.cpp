@@ -41,9 +41,10 @@ SumAndNorm add_rms_norm(const at::Tensor& x, const at::Tensor& residual, const a
   return {sum, rms_norm_composite(sum, weight, eps, rounding)};
 }
 
-RmsNorm::RmsNorm(std::int64_t size, double eps, NormRounding rounding)
+RmsNorm::RmsNorm(std::int64_t size, double eps, NormRounding rounding, ParameterLayout layout)
     : eps_(eps), rounding_(rounding) {
   weight = register_parameter("weight", empty_parameter({size}));
+  declare("weight", std::move(layout));
 }
 
 at::Tensor RmsNorm::forward(const at::Tensor& x) { return rms_norm(x, weight, eps_, rounding_); }

@@ -10,6 +10,8 @@
 
 #include <cstdint>
 
+#include "nn/placed_module.h"
+
 namespace tessera::nn {
 
 enum class NormRounding : std::uint8_t {
@@ -38,9 +40,10 @@ SumAndNorm add_rms_norm(const at::Tensor& x, const at::Tensor& residual, const a
 at::Tensor rms_norm_composite(const at::Tensor& x, const at::Tensor& weight, double eps,
                               NormRounding rounding = NormRounding::kBeforeWeight);
 
-class RmsNorm : public torch::nn::Module {
+class RmsNorm : public PlacedModule {
  public:
-  RmsNorm(std::int64_t size, double eps, NormRounding rounding = NormRounding::kBeforeWeight);
+  RmsNorm(std::int64_t size, double eps, NormRounding rounding = NormRounding::kBeforeWeight,
+          ParameterLayout layout = {});
   at::Tensor forward(const at::Tensor& x);
   SumAndNorm add_forward(const at::Tensor& x, const at::Tensor& residual);
   double eps() const { return eps_; }

@@ -7,12 +7,13 @@
 #include <torch/nn/module.h>
 
 #include "nn/kv_cache.h"
+#include "nn/placed_module.h"
 
 namespace tessera::nn {
 
-class SelfAttention : public torch::nn::Module {
+class SelfAttention : public PlacedModule {
  public:
-  /// x [B, T, hidden] -> the same shape and dtype.
+  /// x [B, T, hidden] of the stream -> the same shape and dtype.
   virtual at::Tensor forward(const at::Tensor& x) = 0;
   /// Whether decode is there; without it a text is written by whole forwards.
   virtual bool can_decode() const = 0;

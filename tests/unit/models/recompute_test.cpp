@@ -59,7 +59,7 @@ std::shared_ptr<nn::Rope> rope() {
 
 std::shared_ptr<DecoderLayer> dense_layer(Family family) {
   const ModelSpec spec = small(family);
-  return std::make_shared<DecoderLayer>(spec, 0, whole_sizes(spec), rope());
+  return std::make_shared<DecoderLayer>(spec, 0, local_sizes(spec), rope());
 }
 
 at::Tensor input() {

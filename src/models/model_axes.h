@@ -1,0 +1,19 @@
+// ModelAxes: the axes of a mesh that a model's layers communicate over, and which of its layouts it
+// has. Made once for a model, copied into its layers.
+//
+// Next: model_degrees.h, local_sizes.h, ../nn/tensor_region.h.
+#pragma once
+
+#include "models/model_degrees.h"
+#include "nn/tensor_region.h"
+#include "parallel/axis.h"
+
+namespace tessera::models {
+
+struct ModelAxes {
+  ModelDegrees degrees;  ///< those of one rank by default
+  nn::TensorRegion tensor;
+  parallel::Axis experts;
+};
+
+}  // namespace tessera::models
