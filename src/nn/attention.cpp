@@ -27,7 +27,8 @@ at::Tensor cached_attention_composite(const at::Tensor& q, const at::Tensor& key
 
 at::Tensor causal_attention_composite(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                       double scale) {
-  const at::Tensor values = v.reshape({q.size(0), q.size(2), q.size(1), q.size(4)}).transpose(1, 2);
+  const std::int64_t head_dim = v.size(2) / q.size(1);
+  const at::Tensor values = v.reshape({q.size(0), q.size(2), q.size(1), head_dim}).transpose(1, 2);
   return cached_attention_composite(q, k.squeeze(3), values, scale);
 }
 

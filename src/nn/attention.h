@@ -20,7 +20,7 @@
 namespace tessera::nn {
 
 /// q [B, G, T, R, D], k [B, G, T, 1, D] (both as rope_heads gives them), v [B, T, G*D] -> [B, T,
-/// H*D].
+/// H*D]. The D of v, and of the result, may be another.
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             double scale);
 

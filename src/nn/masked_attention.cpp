@@ -38,9 +38,9 @@ at::Tensor attention_composite(const at::Tensor& q, const at::Tensor& keys,
     return at::softmax(at::cat({masked, sinks}, 4), 4).narrow(4, 0, seen).to(q.scalar_type());
   }();
   return at::matmul(weights.reshape({rows, groups, positions * repeat, seen}), values)
-      .view({rows, groups, positions, repeat * head_dim})
+      .view({rows, groups, positions, repeat * values.size(3)})
       .transpose(1, 2)
-      .reshape({rows, positions, groups * repeat * head_dim});
+      .reshape({rows, positions, groups * repeat * values.size(3)});
 }
 
 at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

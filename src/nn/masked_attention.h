@@ -21,7 +21,8 @@ struct Unseen {
   at::Tensor hidden;      ///< bool, broadcast to [B, G, T, R, N]: what no query sees
   at::Tensor sinks = {};  ///< [G*R]: one more logit a head that takes its share of the softmax
 };
-/// q [B, G, T, R, D], keys and values [B, G, N, D] -> [B, T, G*R*D], out of ATen operations.
+/// q [B, G, T, R, D], keys and values [B, G, N, D] -> [B, T, G*R*D], D that of values, out of ATen
+/// operations.
 at::Tensor attention_composite(const at::Tensor& q, const at::Tensor& keys,
                                const at::Tensor& values, const Unseen& unseen, double scale);
 

@@ -15,6 +15,7 @@
 #include "tessera/error.h"
 #include "train/check_dtypes.h"
 #include "train/data.h"
+#include "train/file_forms.h"
 #include "train/loss_scaling.h"
 #include "train/parallelize.h"
 #include "train/step.h"
@@ -84,11 +85,33 @@ std::vector<TensorSpec> outputs(const GradientsRequest& request, const ModelSour
                      DType::kFloat32,
                      {batch.rows_in_step(), batch.row_tokens(), source.spec.vocab_size}});
   }
+  const FileForms forms(models::parameter_table(source.spec));
   for (const auto& contract : contracts) {
-    if (contract.trainable)
-      specs.push_back({"grad/" + contract.name, DType::kFloat32, contract.shape});
+    if (!contract.trainable) continue;
+    const FileForm form = forms.of(contract);
+    for (const std::string& name : form.names) {
+      specs.push_back({"grad/" + name, DType::kFloat32, form.file.shape});
+    }
   }
   return specs;
+}
+
+/// The whole gradients, under the names of the folder that the model comes from. Collective.
+void write_gradients(const ShardedBase& model, const FileForms& forms, SafetensorsWriter* writer) {
+  std::map<std::string, FileForm> form_of;
+  for (const auto& view : model.shards()) {
+    form_of.emplace(view.contract->name, forms.of(*view.contract));
+  }
+  model.visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
+    if (writer == nullptr) return;
+    const auto values = gradient.to(at::kFloat).contiguous();
+    const auto bytes = bytes_of(values);
+    const FileForm& form = form_of.at(name);
+    const std::size_t each = bytes.size() / form.names.size();
+    for (std::size_t i = 0; i < form.names.size(); ++i) {
+      writer->write("grad/" + form.names[i], bytes.subspan(i * each, each));
+    }
+  });
 }
 
 /// Dense models have nothing to impose.
@@ -162,11 +185,8 @@ void run_gradients(const GradientsRequest& request, World& world,
   TESSERA_CHECK(std::isfinite(loss.mean()) && std::isfinite(norm), ErrorKind::kNumeric,
                 "gradients: found loss ", loss.mean(), " and gradient norm ", norm,
                 ", expected finite values; look at the batch, or compute in a wider dtype");
-  model->visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
-    if (!writer) return;
-    const auto values = gradient.to(at::kFloat).contiguous();
-    writer->write("grad/" + name, bytes_of(values));
-  });
+  write_gradients(*model, FileForms(models::parameter_table(source.spec)),
+                  writer ? &*writer : nullptr);
   if (!writer) return;
   const auto mean = at::full({1}, loss.mean(), at::TensorOptions().dtype(at::kFloat));
   writer->write("loss", bytes_of(mean));
