@@ -8,6 +8,7 @@
 
 #include "models/family.h"
 #include "moe/experts.h"
+#include "nn/gated.h"
 #include "nn/linear.h"
 #include "nn/parameter.h"
 #include "tessera/dtype_watch.h"
@@ -47,9 +48,15 @@ at::Tensor ExpertRouter::scores(const at::Tensor& x) const {
 
 moe::Routing ExpertRouter::route(const at::Tensor& scores,
                                  const std::optional<at::Tensor>& imposed) const {
-  TESSERA_INVARIANT(moe_.scores == ExpertScores::kSoftmaxOfAll && moe_.norm_topk_prob,
-                    "a kind of routing that is not there");
-  moe::Routing routing = moe::route(scores, moe_.experts_per_token, imposed);
+  const moe::RouteOptions options{.experts_per_token = moe_.experts_per_token,
+                                  .scoring = moe_.scores == ExpertScores::kSoftmaxOfAll
+                                                 ? moe::Scoring::kSoftmaxThenTopK
+                                                 : moe::Scoring::kTopKThenSoftmax,
+                                  .normalize = moe_.norm_topk_prob,
+                                  .scaling_factor = moe_.routed_scaling_factor,
+                                  .groups = moe_.n_group,
+                                  .top_groups = moe_.topk_group};
+  moe::Routing routing = moe::route(scores, options, imposed);
   const WideScope weights;
   routing.weights = routing.weights.to(scores.scalar_type());
   return routing;
@@ -72,10 +79,15 @@ ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes) : moe_(*s
 }
 
 at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing) {
-  TESSERA_INVARIANT(moe_.layout == ExpertLayout::kOutIn && !moe_.expert_bias &&
-                        moe_.activation == ExpertActivation::kSwiglu,
-                    "a kind of experts that is not there");
-  return moe::experts(x, routing, {gate_up_proj_, down_proj_}, nn::swiglu);
+  moe::ExpertWeights weights{gate_up_proj_, down_proj_, gate_up_proj_bias_, down_proj_bias_};
+  if (moe_.layout == ExpertLayout::kInOut) weights.layout = nn::GroupLayout::kInOut;
+  if (moe_.activation == ExpertActivation::kSwiglu) {
+    return moe::experts(x, routing, weights, {.activation = nn::swiglu_halves});
+  }
+  const nn::ClampedSwiglu clamp{.alpha = moe_.swiglu_alpha, .limit = moe_.swiglu_limit};
+  return moe::experts(x, routing, weights, {.activation = [clamp](const at::Tensor& both) {
+                        return nn::clamped_swiglu(both, clamp);
+                      }});
 }
 
 MoeLayer::MoeLayer(const ModelSpec& spec, const LocalSizes& sizes) {
