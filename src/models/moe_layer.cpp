@@ -1,8 +1,6 @@
 #include "models/moe_layer.h"
 
 #include <ATen/ops/bincount.h>
-#include <ATen/ops/softmax.h>
-#include <c10/core/GradMode.h>
 
 #include <string>
 
@@ -12,20 +10,38 @@
 #include "nn/linear.h"
 #include "nn/parameter.h"
 #include "tessera/dtype_watch.h"
-#include "tessera/error.h"
 
 namespace tessera::models {
 namespace {
 
-RouterLoad load_of(const at::Tensor& scores, const moe::Routing& routing,
-                   RouterStatistics statistics) {
+moe::RouteOptions route_options(const MoeSpec& moe) {
+  moe::RouteOptions options;
+  options.experts_per_token = moe.experts_per_token;
+  options.scoring = moe.scores == ExpertScores::kSoftmaxOfAll
+                        ? moe::Scoring::kSoftmaxThenTopK
+                        : moe::Scoring::kTopKThenSoftmax;
+  options.normalize = moe.norm_topk_prob;
+  options.scaling_factor = moe.routed_scaling_factor;
+  options.groups = moe.n_group;
+  options.top_groups = moe.topk_group;
+  return options;
+}
+
+moe::Activation activation_of(const MoeSpec& moe) {
+  if (moe.activation == ExpertActivation::kSwiglu) return nn::swiglu_halves;
+  return [clamp = nn::ClampedSwiglu{moe.swiglu_alpha, moe.swiglu_limit}](const at::Tensor& both) {
+    return nn::clamped_swiglu(both, clamp);
+  };
+}
+
+RouterLoad load_of(const moe::Routing& routing, RouterStatistics statistics) {
   RouterLoad load;
   if (statistics == RouterStatistics::kNone) return load;
-  load.counts = at::bincount(routing.indices.reshape({-1}), {}, scores.size(1));
-  if (statistics == RouterStatistics::kCounts) return load;
-  const WideScope probabilities;
-  const at::ScalarType inside = at::promote_types(scores.scalar_type(), at::kFloat);
-  load.probabilities = at::softmax(scores.to(inside), 1).sum(0);
+  load.counts =
+      at::bincount(routing.indices.reshape({-1}), {}, routing.probabilities.size(1));
+  if (statistics == RouterStatistics::kAndProbabilities) {
+    load.probabilities = routing.probabilities.sum(0);
+  }
   return load;
 }
 
@@ -48,15 +64,7 @@ at::Tensor ExpertRouter::scores(const at::Tensor& x) const {
 
 moe::Routing ExpertRouter::route(const at::Tensor& scores,
                                  const std::optional<at::Tensor>& imposed) const {
-  const moe::RouteOptions options{.experts_per_token = moe_.experts_per_token,
-                                  .scoring = moe_.scores == ExpertScores::kSoftmaxOfAll
-                                                 ? moe::Scoring::kSoftmaxThenTopK
-                                                 : moe::Scoring::kTopKThenSoftmax,
-                                  .normalize = moe_.norm_topk_prob,
-                                  .scaling_factor = moe_.routed_scaling_factor,
-                                  .groups = moe_.n_group,
-                                  .top_groups = moe_.topk_group};
-  moe::Routing routing = moe::route(scores, options, imposed);
+  moe::Routing routing = moe::route(scores, route_options(moe_), imposed);
   const WideScope weights;
   routing.weights = routing.weights.to(scores.scalar_type());
   return routing;
@@ -79,15 +87,11 @@ ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes) : moe_(*s
 }
 
 at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing) {
-  moe::ExpertWeights weights{gate_up_proj_, down_proj_, gate_up_proj_bias_, down_proj_bias_};
-  if (moe_.layout == ExpertLayout::kInOut) weights.layout = nn::GroupLayout::kInOut;
-  if (moe_.activation == ExpertActivation::kSwiglu) {
-    return moe::experts(x, routing, weights, {.activation = nn::swiglu_halves});
-  }
-  const nn::ClampedSwiglu clamp{.alpha = moe_.swiglu_alpha, .limit = moe_.swiglu_limit};
-  return moe::experts(x, routing, weights, {.activation = [clamp](const at::Tensor& both) {
-                        return nn::clamped_swiglu(both, clamp);
-                      }});
+  const auto layout = moe_.layout == ExpertLayout::kOutIn ? nn::GroupLayout::kOutIn
+                                                          : nn::GroupLayout::kInOut;
+  const moe::ExpertWeights weights{gate_up_proj_, down_proj_, gate_up_proj_bias_, down_proj_bias_,
+                                   layout};
+  return moe::experts(x, routing, weights, {activation_of(moe_), moe::Score::kAfterExperts});
 }
 
 MoeLayer::MoeLayer(const ModelSpec& spec, const LocalSizes& sizes) {
@@ -106,7 +110,7 @@ MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& re
   const moe::Routing routing = router_->route(scores, request.imposed);
   at::Tensor y = experts_->forward(tokens, routing).view(x.sizes());
   if (shared_experts_) y = y + shared_experts_->forward(x);
-  return {y, load_of(scores, routing, request.statistics)};
+  return {y, load_of(routing, request.statistics)};
 }
 
 }  // namespace tessera::models
