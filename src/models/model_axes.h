@@ -1,10 +1,11 @@
-// ModelAxes: the axes of a mesh that a model's layers communicate over, and which of its layouts it
+// ModelAxes: the axes of a mesh that a model's layers communicate over, and which of its forms it
 // has. Made once for a model, copied into its layers.
 //
 // Next: model_degrees.h, local_sizes.h, ../nn/tensor_region.h.
 #pragma once
 
 #include "models/model_degrees.h"
+#include "moe/experts.h"
 #include "nn/tensor_region.h"
 #include "parallel/axis.h"
 
@@ -14,6 +15,7 @@ struct ModelAxes {
   ModelDegrees degrees;  ///< those of one rank by default
   nn::TensorRegion tensor;
   parallel::Axis experts;
+  moe::Score score = moe::Score::kAfterExperts;
 };
 
 }  // namespace tessera::models

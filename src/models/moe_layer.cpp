@@ -5,10 +5,12 @@
 #include <string>
 
 #include "models/family.h"
+#include "moe/expert_layout.h"
 #include "moe/experts.h"
 #include "nn/gated.h"
 #include "nn/linear.h"
 #include "nn/parameter.h"
+#include "parallel/transitions.h"
 #include "tessera/dtype_watch.h"
 
 namespace tessera::models {
@@ -47,10 +49,15 @@ RouterLoad load_of(const moe::Routing& routing, RouterStatistics statistics) {
 
 }  // namespace
 
-ExpertRouter::ExpertRouter(std::int64_t hidden_size, const MoeSpec& moe) : moe_(moe) {
+ExpertRouter::ExpertRouter(std::int64_t hidden_size, const MoeSpec& moe,
+                           const nn::TensorRegion& region)
+    : moe_(moe) {
+  // On shards of the tokens, or in front of addends: the gradient is Partial in every layout.
   weight_ = register_parameter("weight", nn::empty_parameter({moe.num_experts, hidden_size}));
+  declare("weight", region.inside());
   if (moe.router_bias) {
     bias_ = register_parameter("bias", nn::empty_parameter({moe.num_experts}));
+    declare("bias", region.inside());
   }
 }
 
@@ -70,47 +77,69 @@ moe::Routing ExpertRouter::route(const at::Tensor& scores,
   return routing;
 }
 
-ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes) : moe_(*spec.moe) {
+ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes)
+    : moe_(*spec.moe), axes_(sizes.axes) {
   const std::int64_t hidden = spec.hidden_size;
   const std::int64_t inner = sizes.moe_intermediate_size;
-  const auto parameter = [&](const char* name, at::IntArrayRef shape) {
+  const std::int64_t count = sizes.experts;
+  const ModelDegrees& degrees = axes_.degrees;
+  const moe::ExpertShare share{degrees.ep, degrees.etp, degrees.tp};
+  const auto parameter = [&](const char* name, at::IntArrayRef shape, ParameterLayout layout) {
+    declare(name, std::move(layout));
     return register_parameter(name, nn::empty_parameter(shape));
   };
-  const bool out_in = moe_.layout == ExpertLayout::kOutIn;
-  const std::int64_t count = sizes.experts;
-  gate_up_proj_ = out_in ? parameter("gate_up_proj", {count, 2 * inner, hidden})
-                         : parameter("gate_up_proj", {count, hidden, 2 * inner});
-  if (moe_.expert_bias) gate_up_proj_bias_ = parameter("gate_up_proj_bias", {count, 2 * inner});
-  down_proj_ = out_in ? parameter("down_proj", {count, hidden, inner})
-                      : parameter("down_proj", {count, inner, hidden});
-  if (moe_.expert_bias) down_proj_bias_ = parameter("down_proj_bias", {count, hidden});
+  if (moe_.layout == ExpertLayout::kOutIn) {
+    gate_up_proj_ = parameter(
+        "gate_up_proj", {count, 2 * inner, hidden},
+        moe::expert_layout(share, 2, {moe_.num_experts, 2, moe_.moe_intermediate_size, hidden}));
+    down_proj_ =
+        parameter("down_proj", {count, hidden, inner}, moe::expert_layout(share, 2));
+  } else {
+    gate_up_proj_ =
+        parameter("gate_up_proj", {count, hidden, 2 * inner}, moe::expert_layout(share, 2));
+    down_proj_ = parameter("down_proj", {count, inner, hidden}, moe::expert_layout(share, 1));
+  }
+  if (!moe_.expert_bias) return;
+  gate_up_proj_bias_ =
+      parameter("gate_up_proj_bias", {count, 2 * inner}, moe::expert_layout(share, 1));
+  down_proj_bias_ = parameter("down_proj_bias", {count, hidden}, moe::expert_sum_layout(share));
 }
 
 at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing) {
   const auto layout = moe_.layout == ExpertLayout::kOutIn ? nn::GroupLayout::kOutIn
                                                           : nn::GroupLayout::kInOut;
-  const moe::ExpertWeights weights{gate_up_proj_, down_proj_, gate_up_proj_bias_, down_proj_bias_,
-                                   layout};
-  return moe::experts(x, routing, weights, {activation_of(moe_), moe::Score::kAfterExperts});
+  moe::ExpertWeights weights{gate_up_proj_, down_proj_, gate_up_proj_bias_, down_proj_bias_, layout};
+  if (axes_.degrees.etp > 1 && moe_.expert_bias) {
+    weights.down_bias = parallel::only_first(down_proj_bias_, axes_.tensor.axis());
+  }
+  return moe::experts(x, routing, weights, {activation_of(moe_), axes_.score, axes_.experts});
 }
 
-MoeLayer::MoeLayer(const ModelSpec& spec, const LocalSizes& sizes) {
+MoeLayer::MoeLayer(const ModelSpec& spec, const LocalSizes& sizes) : tokens_(sizes.axes) {
+  const nn::TensorRegion& region = sizes.axes.tensor;
   router_ = register_module(std::string(traits(spec.family).router_module),
-                            std::make_shared<ExpertRouter>(spec.hidden_size, *spec.moe));
+                            std::make_shared<ExpertRouter>(spec.hidden_size, *spec.moe, region));
   experts_ = register_module("experts", std::make_shared<ExpertBank>(spec, sizes));
   if (sizes.shared_intermediate_size == 0) return;
   shared_experts_ =
-      register_module("shared_experts", std::make_shared<nn::Mlp>(spec.hidden_size,
-                                                                  sizes.shared_intermediate_size));
+      register_module("shared_experts",
+                      std::make_shared<nn::Mlp>(spec.hidden_size, sizes.shared_intermediate_size,
+                                                nn::Bias::kNo, region));
 }
 
 MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& request) {
-  const at::Tensor tokens = x.reshape({-1, x.size(-1)});
-  const at::Tensor scores = router_->scores(tokens);
-  const moe::Routing routing = router_->route(scores, request.imposed);
-  at::Tensor y = experts_->forward(tokens, routing).view(x.sizes());
-  if (shared_experts_) y = y + shared_experts_->forward(x);
-  return {y, load_of(routing, request.statistics)};
+  const at::Tensor entered = tokens_.enter(x);
+  const at::Tensor routed = tokens_.routed(x, entered);
+  const moe::Routing routing = router_->route(
+      router_->scores(routed), tokens_.imposed(request.imposed, x.size(0), x.size(1)));
+  const at::Tensor given = experts_->forward(tokens_.sent(routed), tokens_.sent(routing));
+  at::Tensor y = tokens_.returned(given, entered.sizes());
+  if (shared_experts_) {
+    // With a sum at the exit the shared experts' addends go along.
+    y = y + (tokens_.sums_at_exit() ? shared_experts_->addend(entered)
+                                    : shared_experts_->forward(x));
+  }
+  return {tokens_.leave(y), tokens_.counted(load_of(routing, request.statistics))};
 }
 
 }  // namespace tessera::models

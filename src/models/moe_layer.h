@@ -12,6 +12,7 @@
 
 #include <memory>
 
+#include "models/expert_tokens.h"
 #include "models/local_sizes.h"
 #include "models/model_spec.h"
 #include "models/routing_request.h"
@@ -21,9 +22,9 @@
 namespace tessera::models {
 
 /// Scores of all experts, those of other ranks too.
-class ExpertRouter : public torch::nn::Module {
+class ExpertRouter : public nn::PlacedModule {
  public:
-  ExpertRouter(std::int64_t hidden_size, const MoeSpec& moe);
+  ExpertRouter(std::int64_t hidden_size, const MoeSpec& moe, const nn::TensorRegion& region);
   /// x [M, H] -> [M, E] in the dtype that the router computes in.
   at::Tensor scores(const at::Tensor& x) const;
   /// `imposed` as RoutingRequest has it.
@@ -36,7 +37,7 @@ class ExpertRouter : public torch::nn::Module {
 };
 
 /// The weights of a rank's experts, one tensor a product.
-class ExpertBank : public torch::nn::Module {
+class ExpertBank : public nn::PlacedModule {
  public:
   ExpertBank(const ModelSpec& spec, const LocalSizes& sizes);
   /// x [M, H] -> [M, H] in x's dtype.
@@ -44,6 +45,7 @@ class ExpertBank : public torch::nn::Module {
 
  private:
   MoeSpec moe_;
+  ModelAxes axes_;
   at::Tensor gate_up_proj_, gate_up_proj_bias_;
   at::Tensor down_proj_, down_proj_bias_;
 };
@@ -56,10 +58,11 @@ class MoeLayer : public torch::nn::Module {
     at::Tensor x;
     RouterLoad load;
   };
-  /// x [B, T, H] -> the same shape and dtype. Errors: as moe::route.
+  /// x [B, T, H] of the stream -> the same shape and dtype. Errors: as moe::route.
   Output forward(const at::Tensor& x, const RoutingRequest& request);
 
  private:
+  ExpertTokens tokens_;
   std::shared_ptr<ExpertRouter> router_;
   std::shared_ptr<ExpertBank> experts_;
   std::shared_ptr<nn::Mlp> shared_experts_;  // null without

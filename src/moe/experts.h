@@ -14,6 +14,7 @@
 
 #include "moe/routing.h"
 #include "nn/grouped_linear.h"
+#include "parallel/axis.h"
 
 namespace tessera::moe {
 
@@ -59,6 +60,7 @@ enum class Score : std::uint8_t {
 struct ExpertOptions {
   Activation activation;
   Score score = Score::kAfterExperts;
+  parallel::Axis ep = {};  ///< the ranks that share the experts
 };
 
 /// x [M, H] -> [M, H] in x's dtype.

@@ -111,7 +111,7 @@ at::Tensor Linear::forward(const at::Tensor& x) { return with_adapter(linear(x, 
 
 at::Tensor Linear::forward_into(const TensorRegion& region, const at::Tensor& x) {
   if (region.size() == 1) return forward(x);
-  const at::Tensor sum = region.leave(with_adapter(linear(x, weight), x));
+  const at::Tensor sum = region.leave(with_adapter(nn::linear(x, weight), x));
   if (!bias.defined()) return sum;
   const WideScope own_dtype;  // where the bias is wider
   return (sum + bias).to(sum.scalar_type());

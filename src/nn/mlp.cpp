@@ -4,6 +4,7 @@
 
 #include "nn/cpu/dispatch.h"
 #include "nn/cpu/functions.h"
+#include "tessera/error.h"
 
 namespace tessera::nn {
 
@@ -32,8 +33,16 @@ Mlp::Mlp(std::int64_t hidden_size, std::int64_t intermediate_size, Bias bias,
 }
 
 at::Tensor Mlp::forward(const at::Tensor& x) {
-  const at::Tensor all = region_.enter(x);
-  return down_proj_->forward_into(region_, swiglu(gate_proj_->forward(all), up_proj_->forward(all)));
+  return down_proj_->forward_into(region_, inner(region_.enter(x)));
+}
+
+at::Tensor Mlp::addend(const at::Tensor& x) {
+  TESSERA_INVARIANT(region_.size() == 1 || !down_proj_->bias.defined(), "a bias added n times");
+  return down_proj_->forward(inner(x));
+}
+
+at::Tensor Mlp::inner(const at::Tensor& x) {
+  return swiglu(gate_proj_->forward(x), up_proj_->forward(x));
 }
 
 }  // namespace tessera::nn

@@ -27,8 +27,13 @@ class Mlp : public torch::nn::Module {
       const TensorRegion& region = {});
   /// x [..., hidden] of the stream -> the same shape and dtype.
   at::Tensor forward(const at::Tensor& x);
+  /// x inside the region, on all ranks the same -> an addend of every rank, not yet summed. No bias
+  /// of down_proj where there are several ranks.
+  at::Tensor addend(const at::Tensor& x);
 
  private:
+  at::Tensor inner(const at::Tensor& x);
+
   TensorRegion region_;
   std::shared_ptr<Linear> gate_proj_, up_proj_, down_proj_;
 };

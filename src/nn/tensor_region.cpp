@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "parallel/transitions.h"
+#include "tessera/error.h"
 #include "tessera/mesh.h"
 
 namespace tessera::nn {

@@ -1,0 +1,85 @@
+#include "models/expert_tokens.h"
+
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/accumulate.h>
+
+#include "parallel/transitions.h"
+#include "tessera/error.h"
+
+namespace tessera::models {
+namespace {
+
+at::Tensor flat(const at::Tensor& x) { return x.reshape({-1, x.size(-1)}); }
+
+/// Without a gradient: the rows that slices along dim 0 give this rank.
+at::Tensor own_rows(const at::Tensor& x, const parallel::Axis& axis) {
+  return parallel::slice_replicated(x.detach(), axis, 0);
+}
+
+}  // namespace
+
+ExpertTokens::ExpertTokens(const ModelAxes& axes) : region_(axes.tensor) {
+  if (region_.size() == 1) return;
+  const ModelDegrees& degrees = axes.degrees;
+  if (degrees.etp > 1) {
+    way_ = Way::kAllCut;
+  } else if (degrees.router == RouterTokens::kAll) {
+    way_ = Way::kAllRouted;
+  } else if (region_.stream() == nn::Stream::kWhole) {
+    way_ = Way::kSliced;
+  }
+}
+
+at::Tensor ExpertTokens::enter(const at::Tensor& x) const {
+  return sums_at_exit() ? region_.enter(x) : x;
+}
+
+at::Tensor ExpertTokens::routed(const at::Tensor& x, const at::Tensor& entered) const {
+  return way_ == Way::kSliced ? parallel::slice_invariant(flat(x), region_.axis(), 0)
+                              : flat(entered);
+}
+
+std::optional<at::Tensor> ExpertTokens::imposed(const std::optional<at::Tensor>& indices,
+                                                std::int64_t rows, std::int64_t positions) const {
+  if (!indices || region_.size() == 1 || routes_all()) return indices;
+  if (way_ == Way::kSliced) return own_rows(*indices, region_.axis());
+  const std::int64_t all = positions * region_.size();
+  TESSERA_CHECK(indices->dim() == 2 && indices->size(0) == rows * all, ErrorKind::kFormat,
+                "imposed routing: found ", indices->sizes(), ", expected ", rows * all, " tokens");
+  return flat(indices->view({rows, all, indices->size(1)})
+                  .narrow(1, region_.rank() * positions, positions));
+}
+
+at::Tensor ExpertTokens::sent(const at::Tensor& tokens) const {
+  return way_ == Way::kAllRouted ? parallel::slice_replicated(tokens, region_.axis(), 0) : tokens;
+}
+
+moe::Routing ExpertTokens::sent(const moe::Routing& routing) const {
+  if (way_ != Way::kAllRouted) return routing;
+  moe::Routing own = routing;
+  own.indices = own_rows(routing.indices, region_.axis());
+  own.weights = parallel::slice_replicated(routing.weights, region_.axis(), 0);
+  return own;
+}
+
+at::Tensor ExpertTokens::returned(const at::Tensor& y, at::IntArrayRef shape) const {
+  if (way_ == Way::kOwn || way_ == Way::kAllCut) return y.view(shape);
+  const std::int64_t tokens = c10::multiply_integers(shape.begin(), shape.end() - 1);
+  return parallel::pad_shards(y, region_.axis(), 0, tokens).view(shape);
+}
+
+at::Tensor ExpertTokens::leave(const at::Tensor& addend) const {
+  return sums_at_exit() ? region_.leave(addend) : addend;
+}
+
+RouterLoad ExpertTokens::counted(RouterLoad load) const {
+  if (!routes_all()) return load;
+  // All ranks have seen the same tokens: the first one's count.
+  if (load.counts.defined() && region_.rank() > 0) load.counts = at::zeros_like(load.counts);
+  if (load.probabilities.defined()) {
+    load.probabilities = parallel::only_first(load.probabilities, region_.axis());
+  }
+  return load;
+}
+
+}  // namespace tessera::models

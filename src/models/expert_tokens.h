@@ -1,0 +1,65 @@
+// ExpertTokens: which of a layer's tokens a tensor-parallel rank routes, which it sends to experts,
+// and how what comes back becomes the stream again.
+//
+// Four ways, by the degrees (ModelDegrees). One rank, or shards of the sequence: the rank's own
+// tokens, nothing to do. A whole stream, experts whole: the own part of the tokens, whose results
+// are put among zeros and summed. Experts cut over tp: all tokens, whose results are addends.
+// Experts whole, router on all tokens: all are routed, the own part is sent. So one sum at the exit
+// is all that is needed, and everything between entry and exit that all ranks see is Replicate,
+// everything that they add Partial. Source: the matrix of design.md section 5; torchtitan PR 2416.
+// Short symbols: B rows, T positions, M tokens, H hidden, K experts a token. Next: moe_layer.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "models/model_axes.h"
+#include "models/routing_request.h"
+#include "moe/routing.h"
+
+namespace tessera::models {
+
+class ExpertTokens {
+ public:
+  explicit ExpertTokens(const ModelAxes& axes);
+
+  /// Every rank of the region sees the tokens of all: x is entered once, and the layer's exit sums.
+  bool sums_at_exit() const { return way_ != Way::kOwn; }
+  /// The router sees all tokens, on every rank the same.
+  bool routes_all() const { return way_ == Way::kAllCut || way_ == Way::kAllRouted; }
+
+  /// x of the stream [B, t, H] -> what the region's ranks share: `all` as TensorRegion::enter gives
+  /// it, where the layer's exit sums; else x.
+  at::Tensor enter(const at::Tensor& x) const;
+  /// The tokens that the router sees [M, H]; `entered` is enter(x).
+  at::Tensor routed(const at::Tensor& x, const at::Tensor& entered) const;
+  /// Of imposed indices [B*T, K] of all tokens those of the tokens that the router sees.
+  std::optional<at::Tensor> imposed(const std::optional<at::Tensor>& indices, std::int64_t rows,
+                                    std::int64_t positions) const;
+  /// Of the routed tokens, and of their routing, those that this rank sends to experts.
+  at::Tensor sent(const at::Tensor& tokens) const;
+  moe::Routing sent(const moe::Routing& routing) const;
+  /// What experts gave for the sent tokens [m, H] -> an addend [B, T, H] (sums_at_exit), else
+  /// [B, t, H] of the stream.
+  at::Tensor returned(const at::Tensor& y, at::IntArrayRef shape) const;
+  /// An addend of every rank -> the stream; the stream itself where nothing is summed.
+  at::Tensor leave(const at::Tensor& addend) const;
+
+  /// The load of this rank's tokens, so that the sum over all ranks counts every token once.
+  RouterLoad counted(RouterLoad load) const;
+
+ private:
+  enum class Way : std::uint8_t {
+    kOwn,        ///< own tokens
+    kSliced,     ///< a part of a whole stream
+    kAllCut,     ///< all tokens, experts cut over the axis
+    kAllRouted,  ///< all routed, a part sent
+  };
+
+  nn::TensorRegion region_;
+  Way way_ = Way::kOwn;
+};
+
+}  // namespace tessera::models
