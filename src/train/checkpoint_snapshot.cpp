@@ -12,28 +12,67 @@
 #include "io/safetensors_writer.h"
 #include "models/lora_table.h"
 #include "tessera/error.h"
+#include "train/shard_pieces.h"
 
 namespace tessera::train {
 namespace {
 
-void add_optimizer(std::vector<StatePart>& parts, const OptimizerState& state) {
-  const auto& contract = *state.view.contract;
-  const auto named = [&](const std::string& kept) {
-    return concat(kOptimizerPrefix, kept, "/", contract.name);
-  };
-  for (const auto& kept : state.kept) {
-    parts.push_back({named(kept.name), contract.shape, std::nullopt, state.view.begin,
-                     state.view.end, kept.values});
+/// A shard in the tensors of the file, and what is written of it under other names.
+class ShardParts {
+ public:
+  ShardParts(const ShardView& view, const FileForm& form)
+      : view_(view), form_(form), pieces_(pieces_of(view, form.file)) {}
+
+  void add_values(std::vector<StatePart>& parts, const std::string& prefix,
+                  const at::Tensor& values, const SourceDType& source_dtype) const {
+    for (const layout::Piece& piece : pieces_) {
+      const std::string& name = form_.names[piece.tensor];
+      parts.push_back({prefix + name, form_.file.shape,
+                       source_dtype ? source_dtype(name) : std::nullopt, piece.box,
+                       piece.in_box.begin, piece.in_box.end,
+                       values.narrow(0, piece.local.begin - view_.begin, piece.local.size())});
+    }
   }
-  // Exactly one shard holds the first element.
-  if (state.steps > 0 && state.view.begin == 0 && state.view.end > 0) {
-    parts.push_back({named("step"),
-                     {},
-                     std::nullopt,
-                     0,
-                     1,
-                     at::full({1}, state.steps, at::TensorOptions().dtype(at::kLong))});
+
+  /// A number of each tensor: of all ranks one holds the first element.
+  void add_number(std::vector<StatePart>& parts, const std::string& prefix,
+                  std::int64_t number) const {
+    const auto value = at::full({1}, number, at::TensorOptions().dtype(at::kLong));
+    for (const layout::Piece& piece : pieces_) {
+      const bool at_front = std::ranges::all_of(piece.box.offset, [](auto o) { return o == 0; });
+      if (piece.in_box.begin != 0 || !at_front) continue;
+      parts.push_back({prefix + form_.names[piece.tensor], {}, std::nullopt, {}, 0, 1, value});
+    }
   }
+
+ private:
+  const ShardView& view_;
+  const FileForm& form_;
+  std::vector<layout::Piece> pieces_;
+};
+
+/// Of this rank's shards; those of parameters that are whole on every rank go to `whole`.
+void add_model(std::vector<StatePart>& parts, std::vector<StatePart>& whole,
+               const ShardedBase& model, const StateOptions& options) {
+  for (const auto& view : model.shards()) {
+    const auto& contract = *view.contract;
+    if (options.holds == Holds::kAdapters && !models::is_adapter(contract.name)) continue;
+    if (!is_first_holder(view)) continue;
+    const FileForm form = options.forms.of(contract);
+    ShardParts(view, form)
+        .add_values(contract.replicated() ? whole : parts, std::string(kModelPrefix),
+                    view.shard.detach(), options.source_dtype);
+  }
+}
+
+void add_optimizer(std::vector<StatePart>& parts, const OptimizerState& state,
+                   const FileForms& forms) {
+  if (!is_first_holder(state.view)) return;
+  const FileForm form = forms.of(*state.view.contract);
+  const ShardParts shard(state.view, form);
+  const auto prefix = [](const std::string& kept) { return concat(kOptimizerPrefix, kept, "/"); };
+  for (const auto& kept : state.kept) shard.add_values(parts, prefix(kept.name), kept.values, {});
+  if (state.steps > 0) shard.add_number(parts, prefix("step"), state.steps);
 }
 
 /// Buffers with the digits of the folder that training began with: every rank holds them whole.
@@ -43,7 +82,8 @@ void add_buffers(std::vector<StatePart>& parts, const ShardedBase& model,
     const auto& contract = *view.contract;
     if (!contract.stored) continue;
     parts.push_back({concat(kModelPrefix, contract.name), contract.shape,
-                     source_dtype(contract.name), 0, view.tensor.numel(),
+                     source_dtype ? source_dtype(contract.name) : std::nullopt,
+                     TensorBox::whole(contract.shape), 0, view.tensor.numel(),
                      view.stored.reshape({-1})});
   }
 }
@@ -61,22 +101,15 @@ void take_huge_pages(const at::Tensor& buffer) {
 }  // namespace
 
 std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& optimizer,
-                                   const SourceDType& source_dtype, Holds holds) {
+                                   const StateOptions& options) {
   std::vector<StatePart> parts;
-  std::vector<StatePart> whole;  // on every rank: each writes its cut
-  for (const auto& view : model.shards()) {
-    const auto& contract = *view.contract;
-    if (holds == Holds::kAdapters && !models::is_adapter(contract.name)) continue;
-    (contract.replicated() ? whole : parts)
-        .push_back({concat(kModelPrefix, contract.name), contract.shape,
-                    source_dtype(contract.name), view.begin, view.end, view.shard.detach()});
-  }
-  if (holds == Holds::kModel) add_buffers(whole, model, source_dtype);
-  const auto& runtime = model.unit()->runtime();
-  for (auto& part : cut(whole, runtime.shard_rank(), runtime.plan_options().ranks)) {
-    parts.push_back(std::move(part));
-  }
-  for (const auto& state : optimizer.state()) add_optimizer(parts, state);
+  std::vector<StatePart> whole;
+  add_model(parts, whole, model, options);
+  for (const auto& state : optimizer.state()) add_optimizer(parts, state, options.forms);
+  if (options.holds == Holds::kModel) add_buffers(whole, model, options.source_dtype);
+  parts = cut(parts, options.replica, options.replicas);
+  const World& world = model.unit()->runtime().world();
+  for (auto& part : cut(whole, world.rank(), world.size())) parts.push_back(std::move(part));
   std::erase_if(parts, [](const StatePart& part) { return part.begin == part.end; });
   return parts;
 }
@@ -123,23 +156,27 @@ void Snapshot::take(const std::vector<StatePart>& parts, const std::string& name
   name_ = name;
   entries_ = {};
   std::vector<TensorSpec> specs;
+  std::vector<std::string> keys;
   for (const auto& part : parts) {
     const auto dtype = to_dtype(part.values.scalar_type());
-    specs.push_back({part.name, dtype, {part.end - part.begin}});
-    entries_.tensors[part.name] = {
-        dtype,
-        part.shape,
-        part.source_dtype,
-        {{name, part.name, TensorBox::whole(part.shape), part.begin, part.end}}};
+    auto& entry =
+        entries_.tensors
+            .try_emplace(part.name, CheckpointTensor{dtype, part.shape, part.source_dtype, {}})
+            .first->second;
+    // Of a tensor that is cut this rank may hold several parts.
+    keys.push_back(entry.pieces.empty() ? part.name
+                                        : concat(part.name, "#", entry.pieces.size() + 1));
+    entry.pieces.push_back({name, keys.back(), part.box, part.begin, part.end});
+    specs.push_back({keys.back(), dtype, {part.end - part.begin}});
   }
   const auto layout = lay_out_safetensors(std::move(specs));
   auto* const data = grow_to(static_cast<std::size_t>(layout.file_bytes));
   std::memcpy(data, layout.beginning.data(), layout.beginning.size());
-  for (const auto& part : parts) {
+  for (std::size_t i = 0; i < parts.size(); ++i) {
     // By element size, largest first, after a beginning of whole 8 bytes: each is aligned.
-    auto place = at::from_blob(data + layout.header.find(part.name)->begin, part.values.sizes(),
-                               part.values.options().requires_grad(false));
-    place.copy_(part.values);
+    auto place = at::from_blob(data + layout.header.find(keys[i])->begin, parts[i].values.sizes(),
+                               parts[i].values.options().requires_grad(false));
+    place.copy_(parts[i].values);
   }
 }
 

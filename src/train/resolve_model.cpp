@@ -5,6 +5,7 @@
 #include "base/printable.h"
 #include "io/checkpoint_tensors.h"
 #include "io/hf_tensors.h"
+#include "io/mxfp4_tensors.h"
 #include "models/family.h"
 #include "models/parameter_table.h"
 #include "tessera/error.h"
@@ -65,10 +66,11 @@ ParameterMeta meta_of(const models::ParameterSpec& parameter, const ModelSource&
     TESSERA_CHECK(is_floating(info->dtype), ErrorKind::kFormat, source.folder->path().string(),
                   ": tensor ", name, ": found dtype ", to_string(info->dtype),
                   ", expected a floating one");
+    meta.dtype = info->dtype;
+    if (info->unpacked) return meta;  // the dtype is ours: the file records none
     meta.checkpoint = info->dtype;
     meta.checkpoint_bulk = bulk_dtype;
     meta.published = info->original;
-    meta.dtype = info->dtype;
   }
   return meta;
 }
@@ -219,6 +221,9 @@ ModelSource open_model(const ModelConfig& model, const LoraConfig& lora) {
     const auto tensors = std::make_shared<HfTensors>(HfFolder::open(model.path));
     text = tensors->folder().config_text();
     source.folder = tensors;
+    if (says_mxfp4(text, printable(model.path, 1024))) {
+      source.folder = std::make_shared<Mxfp4Tensors>(tensors);
+    }
     source.origin = model.path;
   } else {
     text = HfFolder::read_config_text(model.config);
