@@ -96,10 +96,22 @@ DecoderCache Decoder::make_cache(std::int64_t capacity) const {
   return {std::vector<nn::KvCache>(layers_.size(), nn::KvCache(capacity))};
 }
 
-at::Tensor Decoder::decode(const at::Tensor& input_ids, DecoderCache& cache) {
-  const at::NoGradGuard no_grad;
+void Decoder::require_whole() const {
   TESSERA_CHECK(!embedding_->handle() && !head_->handle() && !layers_.front().handle(),
                 ErrorKind::kUsage, "decode: found a sharded model, expected a whole one");
+}
+
+at::Tensor Decoder::next_logits(const at::Tensor& input_ids) {
+  const at::NoGradGuard no_grad;
+  require_whole();
+  at::Tensor x = embedding_->module()->forward(input_ids);
+  for (auto& layer : layers_) x = layer.module()->forward(x, {}).x;
+  return head_->module()->forward(x.narrow(1, x.size(1) - 1, 1), std::nullopt).squeeze(1);
+}
+
+at::Tensor Decoder::decode(const at::Tensor& input_ids, DecoderCache& cache) {
+  const at::NoGradGuard no_grad;
+  require_whole();
   TESSERA_INVARIANT(cache.layers.size() == layers_.size(), "a cache of another model");
   at::Tensor x = embedding_->module()->forward(input_ids);
   for (std::size_t i = 0; i < layers_.size(); ++i) {

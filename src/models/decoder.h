@@ -76,6 +76,9 @@ class Decoder : public LanguageModel {
   /// model.
   at::Tensor decode(const at::Tensor& input_ids, DecoderCache& cache);
 
+  /// input_ids [B, T] -> logits [B, V] after the last one, by a whole forward. As decode otherwise.
+  at::Tensor next_logits(const at::Tensor& input_ids);
+
   std::vector<ModelUnit> units() override;
   std::string canonical_name(const std::string& unit, const std::string& path) const override;
   const ModelSpec& spec() const override { return spec_; }
@@ -85,6 +88,8 @@ class Decoder : public LanguageModel {
   fsdp::Slot<DecoderHead>& head() { return *head_; }
 
  private:
+  void require_whole() const;
+
   ModelSpec spec_;
   std::optional<fsdp::Slot<nn::Embedding>> embedding_;
   std::vector<fsdp::Slot<DecoderLayer>> layers_;

@@ -1,11 +1,13 @@
 #include "models/decoder_layer.h"
 
+#include <cmath>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "models/recomputed.h"
 #include "nn/attention.h"
+#include "nn/mla.h"
 
 namespace tessera::models {
 namespace {
@@ -25,6 +27,26 @@ nn::AttentionOptions attention_options(const ModelSpec& spec, std::int64_t numbe
   return options;
 }
 
+std::shared_ptr<nn::SelfAttention> make_attention(const ModelSpec& spec, std::int64_t number,
+                                                  const LocalSizes& sizes,
+                                                  std::shared_ptr<nn::Rope> rope) {
+  if (!spec.mla) {
+    return std::make_shared<nn::Attention>(attention_options(spec, number, sizes), std::move(rope));
+  }
+  const MlaSpec& mla = *spec.mla;
+  const auto qk_head_dim = static_cast<double>(mla.qk_head_dim());
+  const nn::MlaOptions options{.hidden_size = spec.hidden_size,
+                               .heads = sizes.heads,
+                               .q_lora_rank = mla.q_lora_rank,
+                               .kv_lora_rank = mla.kv_lora_rank,
+                               .qk_nope_head_dim = mla.qk_nope_head_dim,
+                               .qk_rope_head_dim = mla.qk_rope_head_dim,
+                               .v_head_dim = mla.v_head_dim,
+                               .bias = spec.attention_bias ? nn::Bias::kYes : nn::Bias::kNo,
+                               .scale = softmax_factor(spec.rope) / std::sqrt(qk_head_dim)};
+  return std::make_shared<nn::Mla>(options, std::move(rope));
+}
+
 std::optional<at::Tensor> given(const at::Tensor& tensor) {
   return tensor.defined() ? std::make_optional(tensor) : std::nullopt;
 }
@@ -32,16 +54,14 @@ std::optional<at::Tensor> given(const at::Tensor& tensor) {
 }  // namespace
 
 std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec) {
-  const auto rounding = spec.family == Family::kGptOss ? nn::NormRounding::kOnce
-                                                       : nn::NormRounding::kBeforeWeight;
+  const auto rounding =
+      spec.family == Family::kGptOss ? nn::NormRounding::kOnce : nn::NormRounding::kBeforeWeight;
   return std::make_shared<nn::RmsNorm>(spec.hidden_size, spec.rms_norm_eps, rounding);
 }
 
 DecoderLayer::DecoderLayer(const ModelSpec& spec, std::int64_t number, const LocalSizes& sizes,
                            std::shared_ptr<nn::Rope> rope) {
-  self_attn_ = register_module(
-      "self_attn",
-      std::make_shared<nn::Attention>(attention_options(spec, number, sizes), std::move(rope)));
+  self_attn_ = register_module("self_attn", make_attention(spec, number, sizes, std::move(rope)));
   if (spec.is_moe(number)) {
     moe_ = register_module("mlp", std::make_shared<MoeLayer>(spec, sizes));
   } else {

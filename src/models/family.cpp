@@ -8,9 +8,9 @@
 namespace tessera::models {
 namespace {
 
-std::array<const FamilyTraits*, 5> all_families() {
-  return {&qwen3_traits(), &llama_traits(), &gemma4_traits(), &qwen3_moe_traits(),
-          &gpt_oss_traits()};
+std::array<const FamilyTraits*, 6> all_families() {
+  return {&qwen3_traits(),     &llama_traits(),   &gemma4_traits(),
+          &qwen3_moe_traits(), &gpt_oss_traits(), &deepseek_v2_traits()};
 }
 
 std::string known_families() {
@@ -36,6 +36,8 @@ const FamilyTraits& traits(Family family) {
       return qwen3_moe_traits();
     case Family::kGptOss:
       return gpt_oss_traits();
+    case Family::kDeepseekV2:
+      return deepseek_v2_traits();
   }
   TESSERA_INVARIANT(false, "a family that is not listed");
 }

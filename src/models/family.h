@@ -63,5 +63,6 @@ const FamilyTraits& llama_traits();
 const FamilyTraits& gemma4_traits();
 const FamilyTraits& qwen3_moe_traits();
 const FamilyTraits& gpt_oss_traits();
+const FamilyTraits& deepseek_v2_traits();
 
 }  // namespace tessera::models

@@ -69,8 +69,8 @@ void read(ConfigReader& keys, ModelSpec& spec) {
   if (!keys.contains("attention_bias")) spec.attention_bias = true;
   keys.expect("initial_context_length", spec.rope.original_max_position_embeddings,
               "the original_max_position_embeddings of rope_scaling");
-  if (!keys.contains("rope_parameters") && !keys.contains("rope_scaling")) {
-    keys.refuse("rope_scaling", "the record of yarn");
+  if (keys.take("rope_parameters") == nullptr && keys.take("rope_scaling") == nullptr) {
+    keys.refuse("rope_scaling", "a record, as that of yarn");
   }
   check_quantization(keys);
 }
@@ -85,6 +85,7 @@ void write(const ModelSpec& spec, nlohmann::ordered_json& json) {
   for (const LayerType type : spec.layer_types) {
     types.push_back(type == LayerType::kSliding ? kSliding : kFull);
   }
+  if (spec.rope.type == RopeType::kDefault) json["rope_scaling"] = {{"rope_type", "default"}};
   json["num_experts_per_tok"] = moe.experts_per_token;
   json["num_local_experts"] = moe.num_experts;
   json["sliding_window"] = spec.sliding_window;

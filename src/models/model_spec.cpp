@@ -83,8 +83,14 @@ void check_layer_types(ConfigReader& keys, std::int64_t layers) {
 /// In floating point, which cannot overflow.
 void check_total_size(const ModelSpec& spec) {
   const auto d = [](std::int64_t n) { return static_cast<double>(n); };
-  const double attention = d(spec.hidden_size) * d(spec.head_dim) *
-                           (2 * d(spec.num_attention_heads) + 2 * d(spec.num_key_value_heads));
+  // A head of its own for every product: more than latent attention has.
+  const double attention =
+      spec.mla ? d(spec.num_attention_heads) *
+                     (d(spec.hidden_size) + d(spec.mla->kv_lora_rank) +
+                      d(spec.mla->q_lora_rank.value_or(1))) *
+                     2 * d(spec.attended_dims())
+               : d(spec.hidden_size) * d(spec.head_dim) *
+                     (2 * d(spec.num_attention_heads) + 2 * d(spec.num_key_value_heads));
   double inner = d(spec.intermediate_size);
   if (spec.moe) {
     inner += d(spec.moe->num_experts) * d(spec.moe->moe_intermediate_size) +

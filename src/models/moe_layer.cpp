@@ -1,30 +1,47 @@
 #include "models/moe_layer.h"
 
 #include <ATen/ops/bincount.h>
-#include <ATen/ops/softmax.h>
-#include <c10/core/GradMode.h>
 
 #include <string>
 
 #include "models/family.h"
 #include "moe/experts.h"
+#include "nn/gated.h"
 #include "nn/linear.h"
 #include "nn/parameter.h"
 #include "tessera/dtype_watch.h"
-#include "tessera/error.h"
 
 namespace tessera::models {
 namespace {
 
-RouterLoad load_of(const at::Tensor& scores, const moe::Routing& routing,
-                   RouterStatistics statistics) {
+moe::RouteOptions route_options(const MoeSpec& moe) {
+  moe::RouteOptions options;
+  options.experts_per_token = moe.experts_per_token;
+  options.scoring = moe.scores == ExpertScores::kSoftmaxOfAll
+                        ? moe::Scoring::kSoftmaxThenTopK
+                        : moe::Scoring::kTopKThenSoftmax;
+  options.normalize = moe.norm_topk_prob;
+  options.scaling_factor = moe.routed_scaling_factor;
+  options.groups = moe.n_group;
+  options.top_groups = moe.topk_group;
+  return options;
+}
+
+moe::Activation activation_of(const MoeSpec& moe) {
+  if (moe.activation == ExpertActivation::kSwiglu) return nn::swiglu_halves;
+  return [clamp = nn::ClampedSwiglu{moe.swiglu_alpha, moe.swiglu_limit}](const at::Tensor& both) {
+    return nn::clamped_swiglu(both, clamp);
+  };
+}
+
+RouterLoad load_of(const moe::Routing& routing, RouterStatistics statistics) {
   RouterLoad load;
   if (statistics == RouterStatistics::kNone) return load;
-  load.counts = at::bincount(routing.indices.reshape({-1}), {}, scores.size(1));
-  if (statistics == RouterStatistics::kCounts) return load;
-  const WideScope probabilities;
-  const at::ScalarType inside = at::promote_types(scores.scalar_type(), at::kFloat);
-  load.probabilities = at::softmax(scores.to(inside), 1).sum(0);
+  load.counts =
+      at::bincount(routing.indices.reshape({-1}), {}, routing.probabilities.size(1));
+  if (statistics == RouterStatistics::kAndProbabilities) {
+    load.probabilities = routing.probabilities.sum(0);
+  }
   return load;
 }
 
@@ -47,9 +64,7 @@ at::Tensor ExpertRouter::scores(const at::Tensor& x) const {
 
 moe::Routing ExpertRouter::route(const at::Tensor& scores,
                                  const std::optional<at::Tensor>& imposed) const {
-  TESSERA_INVARIANT(moe_.scores == ExpertScores::kSoftmaxOfAll && moe_.norm_topk_prob,
-                    "a kind of routing that is not there");
-  moe::Routing routing = moe::route(scores, moe_.experts_per_token, imposed);
+  moe::Routing routing = moe::route(scores, route_options(moe_), imposed);
   const WideScope weights;
   routing.weights = routing.weights.to(scores.scalar_type());
   return routing;
@@ -72,10 +87,11 @@ ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes) : moe_(*s
 }
 
 at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing) {
-  TESSERA_INVARIANT(moe_.layout == ExpertLayout::kOutIn && !moe_.expert_bias &&
-                        moe_.activation == ExpertActivation::kSwiglu,
-                    "a kind of experts that is not there");
-  return moe::experts(x, routing, {gate_up_proj_, down_proj_}, nn::swiglu);
+  const auto layout = moe_.layout == ExpertLayout::kOutIn ? nn::GroupLayout::kOutIn
+                                                          : nn::GroupLayout::kInOut;
+  const moe::ExpertWeights weights{gate_up_proj_, down_proj_, gate_up_proj_bias_, down_proj_bias_,
+                                   layout};
+  return moe::experts(x, routing, weights, {activation_of(moe_), moe::Score::kAfterExperts});
 }
 
 MoeLayer::MoeLayer(const ModelSpec& spec, const LocalSizes& sizes) {
@@ -94,7 +110,7 @@ MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& re
   const moe::Routing routing = router_->route(scores, request.imposed);
   at::Tensor y = experts_->forward(tokens, routing).view(x.sizes());
   if (shared_experts_) y = y + shared_experts_->forward(x);
-  return {y, load_of(scores, routing, request.statistics)};
+  return {y, load_of(routing, request.statistics)};
 }
 
 }  // namespace tessera::models

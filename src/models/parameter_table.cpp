@@ -34,7 +34,11 @@ void add_mlp(TableBuilder& table, const ModelSpec& spec, const std::string& laye
 void add_layer(TableBuilder& table, const ModelSpec& spec, std::int64_t number) {
   const std::string layer = concat("model.layers.", number);
   table.begin_unit(layer);
-  add_attention(table, spec, layer);
+  if (spec.mla) {
+    add_mla(table, spec, layer + ".self_attn");
+  } else {
+    add_attention(table, spec, layer);
+  }
   if (spec.is_moe(number)) {
     add_moe(table, spec, layer + ".mlp");
   } else {

@@ -57,6 +57,9 @@ class TableBuilder {
   std::vector<ParameterSpec> rows_;
 };
 
+/// Latent attention of a layer, called `attention`.
+void add_mla(TableBuilder& table, const ModelSpec& spec, const std::string& attention);
+
 /// Router, experts and shared experts of a layer whose MLP is called `mlp`.
 void add_moe(TableBuilder& table, const ModelSpec& spec, const std::string& mlp);
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "nn/attention.h"
+#include "tessera/error.h"
 
 namespace tessera::nn {
 namespace {
@@ -68,6 +69,10 @@ at::Tensor Mla::forward(const at::Tensor& x) {
   // Every head has a key of its own: H groups of one query head each.
   const auto by_head = [](const at::Tensor& heads) { return heads.transpose(1, 2).unsqueeze(3); };
   return o_proj_->forward(causal_attention(by_head(q), by_head(k), v, options_.scale));
+}
+
+at::Tensor Mla::decode(const at::Tensor& /*x*/, KvCache& /*cache*/) {
+  TESSERA_INVARIANT(false, "decode of latent attention, which has none");
 }
 
 }  // namespace tessera::nn

@@ -8,7 +8,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/nn/module.h>
 
 #include <cstdint>
 #include <memory>
@@ -17,6 +16,7 @@
 #include "nn/linear.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
+#include "nn/self_attention.h"
 
 namespace tessera::nn {
 
@@ -33,12 +33,13 @@ struct MlaOptions {
   double scale = 1.0;     ///< of the scores
 };
 
-class Mla : public torch::nn::Module {
+class Mla : public SelfAttention {
  public:
   /// `rope` turns qk_rope_head_dim elements.
   Mla(const MlaOptions& options, std::shared_ptr<Rope> rope);
-  /// x [B, T, hidden] -> the same shape and dtype.
-  at::Tensor forward(const at::Tensor& x);
+  at::Tensor forward(const at::Tensor& x) override;
+  bool can_decode() const override { return false; }
+  at::Tensor decode(const at::Tensor& x, KvCache& cache) override;
 
  private:
   at::Tensor queries(const at::Tensor& x, const RopeTable& table);

@@ -117,9 +117,10 @@ void write_gradients(const ShardedBase& model, const FileForms& forms, Safetenso
 /// Dense models have nothing to impose.
 std::optional<RoutingWanted> routing_of(const GradientsRequest& request,
                                         const models::ModelSpec& spec) {
-  if (!request.impose_routing || !spec.gemma4 || !spec.gemma4->experts) return std::nullopt;
-  const models::Gemma4Experts& experts = *spec.gemma4->experts;
-  return RoutingWanted{spec.num_hidden_layers, experts.num_experts, experts.top_k_experts};
+  if (!request.impose_routing) return std::nullopt;
+  auto routed = models::routed_experts(spec);
+  if (routed.layers.empty()) return std::nullopt;
+  return routed;
 }
 
 void refuse_overwriting_inputs(const GradientsRequest& request) {

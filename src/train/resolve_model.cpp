@@ -12,6 +12,7 @@
 #include "train/family_pins.h"
 #include "train/model_plan.h"
 #include "train/parallelize.h"
+#include "train/router_loss.h"
 #include "train/weights.h"
 
 namespace tessera::train {
@@ -247,6 +248,7 @@ ModelSource open_model(const ModelConfig& model, const LoraConfig& lora) {
 
 ModelContract resolve_model(const ModelSource& source, const Config& config,
                             const ParallelDims& dims, Purpose purpose) {
+  aux_loss_coef(config.model.aux_loss_coef, source.spec);  // refused before anything is made
   const auto metas = metas_of(source, config.model, purpose);
   ReductionPlan reductions;
   if (dims.dp_shard > 1) reductions.shard_axes.emplace_back(axis::kShard);

@@ -248,7 +248,7 @@ class Trainer {
     }
     size.layers = source_.spec.num_hidden_layers;
     size.heads = source_.spec.num_attention_heads;
-    size.head_dim = source_.spec.head_dim;
+    size.head_dim = source_.spec.attended_dims() / 2;
     return size;
   }
 
