@@ -23,7 +23,8 @@ moe::Routing Gemma4Router::forward(const at::Tensor& x, const std::optional<at::
   // From here on the router's own dtypes count: fp32 where the checkpoint stores it so.
   const WideScope router;
   const at::Tensor scaled = nn::plain_rms_norm(x, eps_) * scale_ * root;
-  moe::Routing routing = moe::route(proj_->forward(scaled), experts_per_token_, imposed);
+  moe::Routing routing = moe::route(
+      proj_->forward(scaled), {.experts_per_token = experts_per_token_, .normalize = true}, imposed);
   const at::Tensor factors = per_expert_scale_.index_select(0, routing.indices.reshape({-1}));
   routing.weights =
       routing.weights * factors.view(routing.weights.sizes()).to(routing.weights.scalar_type());
@@ -39,7 +40,8 @@ Gemma4ExpertBank::Gemma4ExpertBank(const ModelSpec& spec, const Gemma4Experts& e
 }
 
 at::Tensor Gemma4ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing) {
-  return moe::experts(x, routing, {gate_up_proj_, down_proj_}, nn::geglu);
+  return moe::experts(x, routing, {gate_up_proj_, down_proj_},
+                      {.activation = moe::of_halves(nn::geglu)});
 }
 
 }  // namespace tessera::models

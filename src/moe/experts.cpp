@@ -37,6 +37,25 @@ struct GatherFunction : torch::autograd::Function<GatherFunction> {
   }
 };
 
+/// picked * weight in the weight's dtype, rounded to the rows'.
+at::Tensor scaled(const at::Tensor& rows, const at::Tensor& factors) {
+  return (rows.to(factors.scalar_type()) * factors).to(rows.scalar_type());
+}
+
+/// [rows, 1]: the weight of each row.
+at::Tensor weight_of_row(const at::Tensor& weights, const at::Tensor& slot_of_row) {
+  return weights.reshape({-1}).index_select(0, slot_of_row).unsqueeze(1);
+}
+
+/// Of a product of rows and weights, both in the weights' dtype: <grad, row> for each slot.
+at::Tensor weight_gradient(const at::Tensor& grad, const at::Tensor& rows,
+                           const at::Tensor& weights, const at::Tensor& row_of_slot) {
+  return (grad * rows.to(weights.scalar_type()))
+      .sum(1)
+      .index_select(0, row_of_slot)
+      .view(weights.sizes());
+}
+
 struct CombineFunction : torch::autograd::Function<CombineFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& rows, const at::Tensor& weights,
                             const at::Tensor& slot_of_row, const at::Tensor& row_of_slot) {
@@ -44,9 +63,8 @@ struct CombineFunction : torch::autograd::Function<CombineFunction> {
     const at::Tensor by_slot = row_of_slot.view(weights.sizes());
     at::Tensor sum;
     for (std::int64_t k = 0; k < weights.size(1); ++k) {
-      const at::Tensor picked = rows.index_select(0, by_slot.select(1, k));
       const at::Tensor part =
-          (picked.to(weights.scalar_type()) * weights.narrow(1, k, 1)).to(rows.scalar_type());
+          scaled(rows.index_select(0, by_slot.select(1, k)), weights.narrow(1, k, 1));
       sum = k == 0 ? part : sum.add_(part);
     }
     ctx->save_for_backward({rows, weights, slot_of_row, row_of_slot});
@@ -62,14 +80,54 @@ struct CombineFunction : torch::autograd::Function<CombineFunction> {
         grads[0].index_select(0, token_of_row(saved[2], weights.size(1))).to(weights.scalar_type());
     variable_list result(4);
     if (ctx->needs_input_grad(0)) {
-      const at::Tensor factor = weights.reshape({-1}).index_select(0, saved[2]).unsqueeze(1);
-      result[0] = (grad * factor).to(rows.scalar_type());
+      result[0] = (grad * weight_of_row(weights, saved[2])).to(rows.scalar_type());
     }
+    if (ctx->needs_input_grad(1)) result[1] = weight_gradient(grad, rows, weights, saved[3]);
+    return result;
+  }
+};
+
+struct SumSlotsFunction : torch::autograd::Function<SumSlotsFunction> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& rows,
+                            const at::Tensor& slot_of_row, const at::Tensor& row_of_slot,
+                            std::int64_t experts_per_token) {
+    const at::Tensor by_slot = row_of_slot.view({-1, experts_per_token});
+    at::Tensor sum;
+    for (std::int64_t k = 0; k < experts_per_token; ++k) {
+      const at::Tensor part = rows.index_select(0, by_slot.select(1, k));
+      sum = k == 0 ? part : sum.add_(part);
+    }
+    ctx->save_for_backward({slot_of_row});
+    ctx->saved_data["k"] = experts_per_token;
+    return sum;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward();
+    const at::Tensor slot_of_row = ctx->get_saved_variables()[0];
+    const at::Tensor token = token_of_row(slot_of_row, ctx->saved_data["k"].toInt());
+    return {grads[0].index_select(0, token), at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+};
+
+struct ScaleRowsFunction : torch::autograd::Function<ScaleRowsFunction> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& rows, const at::Tensor& weights,
+                            const at::Tensor& slot_of_row, const at::Tensor& row_of_slot) {
+    const WideScope products;  // in the dtype of the routing weights
+    ctx->save_for_backward({rows, weights, slot_of_row, row_of_slot});
+    return scaled(rows, weight_of_row(weights, slot_of_row));
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward();
+    const variable_list saved = ctx->get_saved_variables();
+    const at::Tensor& rows = saved[0];
+    const at::Tensor& weights = saved[1];
+    variable_list result(4);
+    if (ctx->needs_input_grad(0)) result[0] = scaled(grads[0], weight_of_row(weights, saved[2]));
     if (ctx->needs_input_grad(1)) {
-      result[1] = (grad * rows.to(weights.scalar_type()))
-                      .sum(1)
-                      .index_select(0, saved[3])
-                      .view(weights.sizes());
+      result[1] =
+          weight_gradient(grads[0].to(weights.scalar_type()), rows, weights, saved[3]);
     }
     return result;
   }
@@ -110,17 +168,36 @@ at::Tensor gather_tokens(const at::Tensor& x, const Dispatch& dispatch) {
 }
 
 at::Tensor combine(const at::Tensor& rows, const at::Tensor& weights, const Dispatch& dispatch) {
+  if (!weights.defined()) {
+    return SumSlotsFunction::apply(rows, dispatch.slot_of_row, dispatch.row_of_slot,
+                                   dispatch.experts_per_token);
+  }
   return CombineFunction::apply(rows, weights, dispatch.slot_of_row, dispatch.row_of_slot);
 }
 
+at::Tensor scale_rows(const at::Tensor& rows, const at::Tensor& weights, const Dispatch& dispatch) {
+  return ScaleRowsFunction::apply(rows, weights, dispatch.slot_of_row, dispatch.row_of_slot);
+}
+
+Activation of_halves(at::Tensor (*gated)(const at::Tensor& gate, const at::Tensor& up)) {
+  return [gated](const at::Tensor& both) {
+    const std::int64_t inner = both.size(1) / 2;
+    return gated(both.narrow(1, 0, inner), both.narrow(1, inner, inner));
+  };
+}
+
 at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeights& weights,
-                   Gated gated) {
+                   const ExpertOptions& options) {
   const Dispatch order = dispatch(routing.indices, weights.gate_up.size(0));
-  const at::Tensor rows = gather_tokens(x, order);
-  const at::Tensor both = nn::grouped_linear(rows, weights.gate_up, order.offsets);
-  const std::int64_t inner = both.size(1) / 2;
-  const at::Tensor turned = gated(both.narrow(1, 0, inner), both.narrow(1, inner, inner));
-  return combine(nn::grouped_linear(turned, weights.down, order.offsets), routing.weights, order);
+  const bool before = options.score == Score::kBeforeExperts;
+  at::Tensor rows = gather_tokens(x, order);
+  if (before) rows = scale_rows(rows, routing.weights, order);
+  const at::Tensor both = nn::grouped_linear(
+      rows, {weights.gate_up, weights.gate_up_bias, weights.layout}, order.offsets);
+  const at::Tensor out =
+      nn::grouped_linear(options.activation(both), {weights.down, weights.down_bias, weights.layout},
+                         order.offsets);
+  return combine(out, before ? at::Tensor() : routing.weights, order);
 }
 
 }  // namespace tessera::moe

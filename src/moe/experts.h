@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 
 #include "moe/routing.h"
 #include "nn/grouped_linear.h"
@@ -31,19 +32,37 @@ Dispatch dispatch(const at::Tensor& indices, std::int64_t experts);
 at::Tensor gather_tokens(const at::Tensor& x, const Dispatch& dispatch);
 
 /// rows [M*K, H], weights [M, K] -> [M, H] in the rows' dtype: products in the weights' dtype,
-/// rounded, then added in the order of the slots.
+/// rounded, then added in the order of the slots. Without weights (undefined): the sum alone.
 at::Tensor combine(const at::Tensor& rows, const at::Tensor& weights, const Dispatch& dispatch);
 
-/// gate_up [E, 2I, H] (rows 0..I-1 the gate), down [E, H, I].
+/// rows [M*K, H] times the weight [M, K] of each, products in the weights' dtype, rounded.
+at::Tensor scale_rows(const at::Tensor& rows, const at::Tensor& weights, const Dispatch& dispatch);
+
 struct ExpertWeights {
-  at::Tensor gate_up;
-  at::Tensor down;
+  at::Tensor gate_up;            ///< kOutIn [E, 2I, H], kInOut [E, H, 2I]
+  at::Tensor down;               ///< kOutIn [E, H, I], kInOut [E, I, H]
+  at::Tensor gate_up_bias = {};  ///< [E, 2I], undefined: none
+  at::Tensor down_bias = {};     ///< [E, H], undefined: none
+  nn::GroupLayout layout = nn::GroupLayout::kOutIn;
 };
-/// What an expert does between its two products: (gate, up) [rows, I] -> [rows, I].
-using Gated = at::Tensor (*)(const at::Tensor& gate, const at::Tensor& up);
+
+/// What an expert does between its two products: [rows, 2I] -> [rows, I].
+using Activation = std::function<at::Tensor(const at::Tensor& both)>;
+/// gated(gate, up) of the first and the second half of the columns.
+Activation of_halves(at::Tensor (*gated)(const at::Tensor& gate, const at::Tensor& up));
+
+enum class Score : std::uint8_t {
+  kAfterExperts,   ///< what comes out of an expert is multiplied by the token's weight
+  kBeforeExperts,  ///< what goes in (torchtitan's score_before_experts)
+};
+
+struct ExpertOptions {
+  Activation activation;
+  Score score = Score::kAfterExperts;
+};
 
 /// x [M, H] -> [M, H] in x's dtype.
 at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeights& weights,
-                   Gated gated);
+                   const ExpertOptions& options);
 
 }  // namespace tessera::moe

@@ -1,8 +1,12 @@
 #include "moe/routing.h"
 
+#include <ATen/ops/ones.h>
 #include <ATen/ops/softmax.h>
 #include <ATen/ops/sort.h>
 #include <ATen/ops/topk.h>
+
+#include <cmath>
+#include <limits>
 
 #include "tessera/dtype_watch.h"
 #include "tessera/error.h"
@@ -33,24 +37,76 @@ void check_experts(const at::Tensor& indices, std::int64_t experts) {
                 " different ones");
 }
 
+void check_options(std::int64_t experts, const RouteOptions& options) {
+  TESSERA_CHECK(options.groups >= 1 && experts % options.groups == 0, ErrorKind::kConfig,
+                "routing: found ", experts, " experts in ", options.groups,
+                " groups, expected groups of equal size");
+  TESSERA_CHECK(options.top_groups >= 1 && options.top_groups <= options.groups, ErrorKind::kConfig,
+                "routing: found ", options.top_groups, " groups a token, expected 1 to ",
+                options.groups);
+  const std::int64_t within = experts / options.groups * options.top_groups;
+  TESSERA_CHECK(options.experts_per_token >= 1 && options.experts_per_token <= within,
+                ErrorKind::kConfig, "routing: found ", options.experts_per_token,
+                " experts a token, expected 1 to ", within);
+}
+
+/// A softmax is finite where its scores are; one sum over all says it for every token.
+void check_finite(const at::Tensor& scores, const at::Tensor& probabilities) {
+  if (std::isfinite(probabilities.sum().item<double>())) return;
+  const at::Tensor bad = probabilities.isfinite().all(1).logical_not();
+  const std::int64_t first = bad.to(at::kByte).argmax().item<std::int64_t>();
+  const at::Tensor row = scores.select(0, first).to(at::kDouble);
+  const std::int64_t expert = row.isfinite().logical_not().to(at::kByte).argmax().item<std::int64_t>();
+  throw Error(ErrorKind::kNumeric, concat("routing: found ", bad.sum().item<std::int64_t>(), " of ",
+              scores.size(0), " tokens with scores that are not finite (token ", first, ", expert ",
+              expert, ": ", row[expert].item<double>(),
+              "), expected finite ones; the router's input or weights are not finite: lower the "
+              "learning rate, or look at the step before"));
+}
+
+/// Scores [M, E] outside the best groups become -inf.
+at::Tensor within_best_groups(const at::Tensor& scores, const RouteOptions& options) {
+  if (options.top_groups == options.groups) return scores;
+  const at::Tensor grouped = scores.view({scores.size(0), options.groups, -1});
+  const at::Tensor best = std::get<1>(at::topk(grouped.amax(2), options.top_groups, 1));
+  const at::Tensor outside =
+      at::ones({scores.size(0), options.groups}, scores.options().dtype(at::kBool))
+          .scatter_(1, best, false);
+  return grouped.masked_fill(outside.unsqueeze(2), -std::numeric_limits<double>::infinity())
+      .view(scores.sizes());
+}
+
+/// [M, K] in any order; `scores` are what counts for the choice.
+at::Tensor choose(const at::Tensor& scores, const RouteOptions& options) {
+  at::Tensor counted = scores.detach();
+  if (options.expert_bias.defined()) counted = counted + options.expert_bias;
+  counted = within_best_groups(counted, options);
+  return std::get<1>(at::topk(counted, options.experts_per_token, 1));
+}
+
 }  // namespace
 
-Routing route(const at::Tensor& scores, std::int64_t experts_per_token,
+Routing route(const at::Tensor& scores, const RouteOptions& options,
               const std::optional<at::Tensor>& imposed) {
+  check_options(scores.size(1), options);
   Routing routing;
   const WideScope probabilities;
-  const at::ScalarType inside = at::promote_types(scores.scalar_type(), at::kFloat);
-  routing.probabilities = at::softmax(scores.to(inside), 1);
+  const at::Tensor wide = scores.to(at::promote_types(scores.scalar_type(), at::kFloat));
+  routing.probabilities = at::softmax(wide, 1);
+  check_finite(scores, routing.probabilities);
+  const bool softmax_first = options.scoring == Scoring::kSoftmaxThenTopK;
+  const at::Tensor& ranked = softmax_first ? routing.probabilities : wide;
   if (imposed) {
-    check_imposed(*imposed, scores.size(0), experts_per_token);
+    check_imposed(*imposed, scores.size(0), options.experts_per_token);
     routing.indices = ascending(*imposed);
     check_experts(routing.indices, scores.size(1));
   } else {
-    const auto best = at::topk(routing.probabilities.detach(), experts_per_token, 1);
-    routing.indices = ascending(std::get<1>(best));
+    routing.indices = ascending(choose(ranked, options));
   }
-  const at::Tensor chosen = routing.probabilities.gather(1, routing.indices);
-  routing.weights = chosen / chosen.sum(1, /*keepdim=*/true);
+  const at::Tensor chosen = ranked.gather(1, routing.indices);
+  routing.weights = softmax_first ? chosen : at::softmax(chosen, 1);
+  if (options.normalize) routing.weights = routing.weights / routing.weights.sum(1, /*keepdim=*/true);
+  if (options.scaling_factor != 1.0) routing.weights = routing.weights * options.scaling_factor;
   return routing;
 }
 

@@ -1,9 +1,9 @@
 // Routing: which experts a token goes to, and with which weights.
 //
-// The router's scores come from the family; what is common is here: softmax over all experts, the
-// best k, weights that sum to 1. Everything is fp32 from the softmax on (fp64 for fp64 scores).
-// Gradients flow through the weights, never through the choice. Short symbols: M tokens, E experts,
-// K experts a token. Next: experts.h.
+// The router's scores come from the family; what is common is here: a softmax, the best k, what
+// becomes of their weights. Everything is fp32 from the scores on (fp64 for fp64 scores); a family
+// that wants narrower weights casts them. Gradients flow through the weights, never through the
+// choice. Short symbols: M tokens, E experts, K experts a token. Next: experts.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,16 +13,34 @@
 
 namespace tessera::moe {
 
+enum class Scoring : std::uint8_t {
+  kSoftmaxThenTopK,  ///< probabilities over all experts, the largest k of them
+  kTopKThenSoftmax,  ///< the largest k scores, probabilities over those alone
+};
+
+struct RouteOptions {
+  std::int64_t experts_per_token = 1;
+  Scoring scoring = Scoring::kSoftmaxThenTopK;
+  bool normalize = false;      ///< weights divided by their sum (norm_topk_prob)
+  double scaling_factor = 1.0;  ///< then times this (routed_scaling_factor)
+  /// Experts are `groups` runs of as many; a token chooses within the `top_groups` whose best
+  /// expert scores most (group_limited_greedy).
+  std::int64_t groups = 1;
+  std::int64_t top_groups = 1;
+  /// [E] fp32, added to the scores for the choice only; undefined: none.
+  at::Tensor expert_bias = {};
+};
+
 struct Routing {
   at::Tensor indices;        ///< [M, K] i64, ascending: a token meets an expert at most once
   at::Tensor weights;        ///< [M, K]
-  at::Tensor probabilities;  ///< [M, E]
+  at::Tensor probabilities;  ///< [M, E]: the softmax over all experts
 };
 
-/// scores [M, E] -> softmax, the K largest, weights divided by their sum. `imposed` [M, K] i64
-/// takes the place of the choice, in any order. Errors: kFormat for imposed indices of another
-/// shape, outside 0..E-1, or twice in a row.
-Routing route(const at::Tensor& scores, std::int64_t experts_per_token,
-              const std::optional<at::Tensor>& imposed);
+/// scores [M, E]. `imposed` [M, K] i64 takes the place of the choice, in any order. Errors: kFormat
+/// for imposed indices of another shape, outside 0..E-1, or twice in a row; kNumeric for a token
+/// whose scores are not finite; kConfig for options that E does not fit.
+Routing route(const at::Tensor& scores, const RouteOptions& options,
+              const std::optional<at::Tensor>& imposed = std::nullopt);
 
 }  // namespace tessera::moe

@@ -3,7 +3,10 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
 #include <torch/csrc/autograd/custom_function.h>
+
+#include <optional>
 
 #include "nn/first_derivative.h"
 #include "tessera/dtype_watch.h"
@@ -20,31 +23,58 @@ at::Tensor rows_of(const at::Tensor& x, const GroupOffsets& offsets, std::size_t
   return x.narrow(0, offsets[group], offsets[group + 1] - offsets[group]);
 }
 
-void check_offsets(const at::Tensor& x, const at::Tensor& weight, const GroupOffsets& offsets) {
-  TESSERA_INVARIANT(static_cast<std::int64_t>(offsets.size()) == weight.size(0) + 1 &&
-                        offsets.front() == 0 && offsets.back() == x.size(0),
-                    "offsets that are not those of the groups");
+/// [E, K, N], whatever the layout.
+at::Tensor in_out(const at::Tensor& weight, GroupLayout layout) {
+  return layout == GroupLayout::kInOut ? weight : weight.transpose(1, 2);
 }
 
-at::Tensor products(const at::Tensor& x, const at::Tensor& weight, const GroupOffsets& offsets) {
-  const at::Tensor y = at::empty({x.size(0), weight.size(1)}, x.options());
+void check_sizes(const at::Tensor& x, const GroupedWeights& weights, const GroupOffsets& offsets) {
+  const at::Tensor matrices = in_out(weights.weight, weights.layout);
+  TESSERA_INVARIANT(static_cast<std::int64_t>(offsets.size()) == matrices.size(0) + 1 &&
+                        offsets.front() == 0 && offsets.back() == x.size(0),
+                    "offsets that are not those of the groups");
+  TESSERA_INVARIANT(x.size(1) == matrices.size(1), "rows of ", x.sizes(), " for matrices of ",
+                    matrices.sizes());
+  TESSERA_INVARIANT(!weights.bias.defined() || (weights.bias.size(0) == matrices.size(0) &&
+                                                weights.bias.size(1) == matrices.size(2)),
+                    "a bias of ", weights.bias.sizes(), " for matrices of ", matrices.sizes());
+}
+
+void add_bias(const at::Tensor& y, const at::Tensor& bias, const GroupOffsets& offsets) {
+  const at::Tensor own = bias.to(y.scalar_type());
   for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
-    at::Tensor part = rows_of(y, offsets, e);
-    if (part.size(0) == 0) continue;
-    at::mm_out(part, rows_of(x, offsets, e), weight.select(0, static_cast<std::int64_t>(e)).t());
+    rows_of(y, offsets, e).add_(own.select(0, static_cast<std::int64_t>(e)));
   }
-  return y;
+}
+
+/// Rows of a group summed, in the bias's dtype.
+at::Tensor bias_gradient(const at::Tensor& grad, const at::Tensor& bias,
+                         const GroupOffsets& offsets) {
+  const at::Tensor result = at::empty(bias.sizes(), bias.options());
+  for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
+    at::Tensor part = result.select(0, static_cast<std::int64_t>(e));
+    at::sum_out(part, rows_of(grad, offsets, e), {0}, /*keepdim=*/false, bias.scalar_type());
+  }
+  return result;
 }
 
 struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
+                            const std::optional<at::Tensor>& bias, GroupLayout layout,
                             const GroupOffsets& offsets) {
     weight.const_data_ptr();    // a parameter without data says so here, not from inside a product
     const WideScope own_dtype;  // the result has the input's
-    const at::Tensor x = input.to(weight.scalar_type());
-    const at::Tensor y =
-        keep({x.size(0), weight.size(1)}, [&] { return products(x, weight, offsets); });
-    ctx->save_for_backward({x, weight});
+    const at::Tensor x = input.to(weight.scalar_type()).contiguous();
+    const at::Tensor matrices = in_out(weight, layout);
+    const at::Tensor y = keep({x.size(0), matrices.size(2)}, [&] {
+      const at::Tensor product = grouped_rows(x, matrices, offsets, grouped_way(x, matrices));
+      if (bias) add_bias(product, *bias, offsets);
+      return product;
+    });
+    // A frozen weight has no use for its input.
+    ctx->save_for_backward(
+        {weight.requires_grad() ? x : at::Tensor(), weight, bias.value_or(at::Tensor())});
+    ctx->saved_data["layout"] = static_cast<std::int64_t>(layout);
     ctx->saved_data["offsets"] = offsets;
     ctx->saved_data["input_dtype"] = input.scalar_type();
     return y.to(input.scalar_type());
@@ -55,48 +85,47 @@ struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> 
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor& x = saved[0];
     const at::Tensor& weight = saved[1];
+    const at::Tensor& bias = saved[2];
+    const auto layout = static_cast<GroupLayout>(ctx->saved_data["layout"].toInt());
     const GroupOffsets offsets = ctx->saved_data["offsets"].toIntVector();
     const at::Tensor grad = grads[0].to(weight.scalar_type()).contiguous();
-    variable_list result(3);
+    variable_list result(5);
     if (ctx->needs_input_grad(0)) {
-      const at::Tensor grad_x = at::empty(x.sizes(), x.options());
-      for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
-        at::Tensor part = rows_of(grad_x, offsets, e);
-        if (part.size(0) == 0) continue;
-        at::mm_out(part, rows_of(grad, offsets, e), weight.select(0, static_cast<std::int64_t>(e)));
-      }
-      result[0] = grad_x.to(ctx->saved_data["input_dtype"].toScalarType());
+      const at::Tensor back = in_out(weight, layout).transpose(1, 2);
+      result[0] = grouped_rows(grad, back, offsets, grouped_way(grad, back))
+                      .to(ctx->saved_data["input_dtype"].toScalarType());
     }
     if (ctx->needs_input_grad(1)) {
-      result[1] = at::empty(weight.sizes(), weight.options());
-      for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
-        at::Tensor part = result[1].select(0, static_cast<std::int64_t>(e));
-        if (offsets[e] == offsets[e + 1]) {
-          part.zero_();
-        } else {
-          at::mm_out(part, rows_of(grad, offsets, e).t(), rows_of(x, offsets, e));
-        }
-      }
+      const at::Tensor& left = layout == GroupLayout::kOutIn ? grad : x;
+      const at::Tensor& right = layout == GroupLayout::kOutIn ? x : grad;
+      result[1] = grouped_outer(left, right, offsets, grouped_way(left, right));
     }
+    // Edges are counted over tensors: there is none for a bias that is not there.
+    if (bias.defined() && ctx->needs_input_grad(2)) result[2] = bias_gradient(grad, bias, offsets);
     return result;
   }
 };
 
 }  // namespace
 
-at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& weight,
+at::Tensor grouped_linear(const at::Tensor& x, const GroupedWeights& weights,
                           const GroupOffsets& offsets) {
-  check_offsets(x, weight, offsets);
-  return GroupedLinearFunction::apply(x, weight, offsets);
+  check_sizes(x, weights, offsets);
+  return GroupedLinearFunction::apply(
+      x, weights.weight, weights.bias.defined() ? std::make_optional(weights.bias) : std::nullopt,
+      weights.layout, offsets);
 }
 
-at::Tensor grouped_linear_composite(const at::Tensor& x, const at::Tensor& weight,
+at::Tensor grouped_linear_composite(const at::Tensor& x, const GroupedWeights& weights,
                                     const GroupOffsets& offsets) {
-  check_offsets(x, weight, offsets);
+  check_sizes(x, weights, offsets);
+  const at::Tensor matrices = in_out(weights.weight, weights.layout);
   std::vector<at::Tensor> parts;
   for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
-    parts.push_back(at::mm(rows_of(x, offsets, e).to(weight.scalar_type()),
-                           weight.select(0, static_cast<std::int64_t>(e)).t()));
+    const auto group = static_cast<std::int64_t>(e);
+    const at::Tensor y =
+        at::mm(rows_of(x, offsets, e).to(matrices.scalar_type()), matrices.select(0, group));
+    parts.push_back(weights.bias.defined() ? y + weights.bias.select(0, group) : y);
   }
   return at::cat(parts, 0).to(x.scalar_type());
 }

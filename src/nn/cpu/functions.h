@@ -24,6 +24,7 @@ at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::
 at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
                             double scale);
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
+at::Tensor swiglu_halves(const at::Tensor& both);
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight,
                      std::optional<std::int64_t> padding);
 at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets, Logits use);

@@ -1,5 +1,8 @@
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/custom_function.h>
+
+#include <vector>
 
 #include "base/parallel.h"
 #include "nn/cpu/dispatch.h"
@@ -53,7 +56,69 @@ struct SwigluFunction : torch::autograd::Function<SwigluFunction> {
   }
 };
 
+/// The two halves of a row lie side by side: read and written where they are.
+struct SwigluHalvesFunction : torch::autograd::Function<SwigluHalvesFunction> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input) {
+    const at::Tensor both = input.contiguous();
+    const std::int64_t inner = both.size(-1) / 2;
+    std::vector<std::int64_t> shape = both.sizes().vec();
+    shape.back() = inner;
+    const at::Tensor out = at::empty(shape, both.options());
+    with_kernels(both.scalar_type(), [&](auto types, const auto& kernels) {
+      using T = typename decltype(types)::T;
+      const T* in = data<T>(both);
+      T* to = mutable_data<T>(out);
+      for_rows(both, [&](std::int64_t row) {
+        Swiglu<T> job{};
+        job.gate = in + 2 * row * inner;
+        job.up = job.gate + inner;
+        job.out = to + row * inner;
+        kernels.swiglu_forward(job, 0, inner);
+      });
+    });
+    ctx->save_for_backward({both});
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward();
+    const at::Tensor both = ctx->get_saved_variables()[0];
+    const std::int64_t inner = both.size(-1) / 2;
+    const at::Tensor grad = grads[0].contiguous();
+    const at::Tensor grad_both = at::empty_like(both);
+    with_kernels(both.scalar_type(), [&](auto types, const auto& kernels) {
+      using T = typename decltype(types)::T;
+      const T* in = data<T>(both);
+      const T* from = data<T>(grad);
+      T* to = mutable_data<T>(grad_both);
+      for_rows(both, [&](std::int64_t row) {
+        Swiglu<T> job{};
+        job.gate = in + 2 * row * inner;
+        job.up = job.gate + inner;
+        job.grad = from + row * inner;
+        job.grad_gate = to + 2 * row * inner;
+        job.grad_up = job.grad_gate + inner;
+        kernels.swiglu_backward(job, 0, inner);
+      });
+    });
+    return {grad_both};
+  }
+
+ private:
+  template <class Body>
+  static void for_rows(const at::Tensor& both, const Body& body) {
+    const std::int64_t columns = both.size(-1);
+    if (both.numel() == 0) return;
+    base::for_ranges(both.numel() / columns, rows_a_thread(columns),
+                     [&](std::int64_t begin, std::int64_t end) {
+                       for (std::int64_t row = begin; row < end; ++row) body(row);
+                     });
+  }
+};
+
 }  // namespace
+
+at::Tensor swiglu_halves(const at::Tensor& both) { return SwigluHalvesFunction::apply(both); }
 
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
   return SwigluFunction::apply(gate, up);

@@ -1,6 +1,7 @@
 // Experts against one token at a time in fp64.
 #include "moe/experts.h"
 
+#include "nn/gated.h"
 #include "nn/geglu.h"
 #include "unit/nn/compare.h"
 
@@ -17,6 +18,8 @@ class Experts : public ::testing::Test {
 constexpr std::int64_t kExperts = 5;
 constexpr std::int64_t kHidden = 12;
 constexpr std::int64_t kInner = 7;
+
+const ExpertOptions kGeglu{.activation = of_halves(nn::geglu)};
 
 /// [M, 2] ascending; expert 3 is never chosen.
 at::Tensor choice(std::int64_t tokens) {
@@ -43,7 +46,7 @@ Routing routing_of(const at::Tensor& weights) { return {choice(weights.size(0)),
 
 TEST_F(Experts, EqualTokenByTokenWithAllGradients) {
   const auto fused = [](const Tensors& in) {
-    return experts(in[0], routing_of(in[1]), {in[2], in[3]}, nn::geglu);
+    return experts(in[0], routing_of(in[1]), {in[2], in[3]}, kGeglu);
   };
   const auto composite = [](const Tensors& in) {
     return one_by_one(in[0], routing_of(in[1]), {in[2], in[3]});
@@ -60,7 +63,7 @@ TEST_F(Experts, EqualTokenByTokenWithAllGradients) {
 TEST_F(Experts, AnExpertWithoutTokensHasZerosAsGradient) {
   const at::Tensor gate_up = at::randn({kExperts, 2 * kInner, kHidden}).requires_grad_(true);
   const at::Tensor down = at::randn({kExperts, kHidden, kInner}).requires_grad_(true);
-  experts(at::randn({6, kHidden}), routing_of(at::rand({6, 2})), {gate_up, down}, nn::geglu)
+  experts(at::randn({6, kHidden}), routing_of(at::rand({6, 2})), {gate_up, down}, kGeglu)
       .sum()
       .backward();
   EXPECT_EQ(gate_up.grad()[3].abs().max().item<double>(), 0.0);
@@ -72,7 +75,7 @@ TEST_F(Experts, NoTokensRunForwardAndBackward) {
   const at::Tensor x = at::randn({0, kHidden}).requires_grad_(true);
   const at::Tensor gate_up = at::randn({kExperts, 2 * kInner, kHidden}).requires_grad_(true);
   const at::Tensor down = at::randn({kExperts, kHidden, kInner}).requires_grad_(true);
-  const at::Tensor out = experts(x, routing_of(at::empty({0, 2})), {gate_up, down}, nn::geglu);
+  const at::Tensor out = experts(x, routing_of(at::empty({0, 2})), {gate_up, down}, kGeglu);
   EXPECT_EQ(out.sizes(), x.sizes());
   out.sum().backward();
   EXPECT_EQ(x.grad().sizes(), x.sizes());
@@ -89,25 +92,58 @@ TEST_F(Experts, ProductsAreWideAndSumsInTheHiddenDtype) {
   EXPECT_TRUE(found.equal(parts.select(1, 0) + parts.select(1, 1)));
 }
 
+/// gpt-oss's experts, scored before or after, in plain autograd.
+at::Tensor with_biases(const Tensors& in, Score score) {
+  const Routing routing = routing_of(in[1]);
+  Tensors tokens;
+  for (std::int64_t t = 0; t < in[0].size(0); ++t) {
+    at::Tensor sum = at::zeros({kHidden}, in[0].options());
+    for (std::int64_t k = 0; k < 2; ++k) {
+      const std::int64_t e = routing.indices[t][k].item<std::int64_t>();
+      const at::Tensor weight = in[1][t][k];
+      const bool before = score == Score::kBeforeExperts;
+      const at::Tensor x = before ? in[0][t] * weight : in[0][t];
+      const at::Tensor both = at::mv(in[2][e].t(), x) + in[4][e];
+      const at::Tensor inner = nn::clamped_swiglu_composite(both, {1.702, 1.5});
+      const at::Tensor y = at::mv(in[3][e].t(), inner) + in[5][e];
+      sum = sum + (before ? y : y * weight);
+    }
+    tokens.push_back(sum);
+  }
+  return at::stack(tokens);
+}
+
+TEST_F(Experts, BiasesTransposedWeightsAndBothPlacesOfTheScoreEqualTokenByToken) {
+  for (const Score score : {Score::kAfterExperts, Score::kBeforeExperts}) {
+    const auto fused = [&](const Tensors& in) {
+      ExpertOptions options;
+      options.activation = [](const at::Tensor& both) {
+        return nn::clamped_swiglu(both, {1.702, 1.5});
+      };
+      options.score = score;
+      return experts(in[0], routing_of(in[1]),
+                     {in[2], in[3], in[4], in[5], nn::GroupLayout::kInOut}, options);
+    };
+    const auto composite = [&](const Tensors& in) { return with_biases(in, score); };
+    for (const std::int64_t tokens : {1, 6, 23}) {
+      const Tensors inputs{at::randn({tokens, kHidden}).to(at::kDouble),
+                           at::rand({tokens, 2}).to(at::kDouble),
+                           at::randn({kExperts, kHidden, 2 * kInner}).to(at::kDouble),
+                           at::randn({kExperts, kInner, kHidden}).to(at::kDouble),
+                           at::randn({kExperts, 2 * kInner}).to(at::kDouble),
+                           at::randn({kExperts, kHidden}).to(at::kDouble)};
+      nn::expect_equals_composite(fused, composite, inputs, {1e-13, 1e-14},
+                                  std::to_string(tokens) + " tokens");
+    }
+  }
+}
+
 TEST_F(Experts, RowsAreOrderedByExpertThenToken) {
   const Dispatch order = dispatch(choice(6), kExperts);
   EXPECT_EQ(order.offsets, (nn::GroupOffsets{0, 3, 6, 9, 9, 12}));
   EXPECT_TRUE(
       order.slot_of_row.equal(at::tensor({0, 4, 8, 1, 2, 10, 6, 9, 11, 3, 5, 7}, at::kLong)));
   EXPECT_TRUE(order.slot_of_row.index_select(0, order.row_of_slot).equal(at::arange(12)));
-}
-
-TEST_F(Experts, GroupedLinearEqualsItsCompositeInMixedDtypes) {
-  const nn::GroupOffsets offsets{0, 4, 4, 9};
-  const auto fused = [&](const Tensors& in) { return nn::grouped_linear(in[0], in[1], offsets); };
-  const auto composite = [&](const Tensors& in) {
-    return nn::grouped_linear_composite(in[0], in[1], offsets);
-  };
-  nn::expect_equals_composite(fused, composite, {at::randn({9, 6}), at::randn({3, 5, 6})},
-                              nn::kFloat32, "float");
-  nn::expect_equals_composite(fused, composite,
-                              {at::randn({9, 6}).to(at::kBFloat16), at::randn({3, 5, 6})},
-                              nn::kOneBFloat16Rounding, "bfloat16, weight float");
 }
 
 }  // namespace

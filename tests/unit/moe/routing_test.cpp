@@ -14,6 +14,8 @@ namespace {
 
 using ::testing::HasSubstr;
 
+const RouteOptions kBestTwo{.experts_per_token = 2, .normalize = true};
+
 class RoutingTest : public ::testing::Test {
  protected:
   void SetUp() override { at::manual_seed(11); }
@@ -21,7 +23,7 @@ class RoutingTest : public ::testing::Test {
 
 std::string refusal(const at::Tensor& scores, const at::Tensor& imposed) {
   try {
-    route(scores, 2, imposed);
+    route(scores, kBestTwo, imposed);
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kFormat);
     return error.what();
@@ -32,7 +34,7 @@ std::string refusal(const at::Tensor& scores, const at::Tensor& imposed) {
 TEST_F(RoutingTest, TheBestExpertsInAscendingOrderWithWeightsThatSumToOne) {
   const at::Tensor scores =
       at::tensor({0.0F, 3.0F, 1.0F, 2.0F, 5.0F, 0.0F, 4.0F, 0.0F}).view({2, 4});
-  const Routing routing = route(scores, 2, std::nullopt);
+  const Routing routing = route(scores, kBestTwo);
   EXPECT_TRUE(routing.indices.equal(at::tensor({1, 3, 0, 2}, at::kLong).view({2, 2})));
   EXPECT_TRUE(at::allclose(routing.weights.sum(1), at::ones({2})));
   EXPECT_TRUE(at::allclose(routing.probabilities, at::softmax(scores, 1)));
@@ -40,23 +42,23 @@ TEST_F(RoutingTest, TheBestExpertsInAscendingOrderWithWeightsThatSumToOne) {
 }
 
 TEST_F(RoutingTest, WeightsAreFloat32OfNarrowScores) {
-  const Routing routing = route(at::randn({3, 5}).to(at::kBFloat16), 2, std::nullopt);
+  const Routing routing = route(at::randn({3, 5}).to(at::kBFloat16), kBestTwo);
   EXPECT_EQ(routing.weights.scalar_type(), at::kFloat);
-  EXPECT_EQ(route(at::randn({3, 5}).to(at::kDouble), 2, std::nullopt).weights.scalar_type(),
+  EXPECT_EQ(route(at::randn({3, 5}).to(at::kDouble), kBestTwo).weights.scalar_type(),
             at::kDouble);
 }
 
 TEST_F(RoutingTest, ImposedExpertsTakeTheModelsProbabilities) {
   const at::Tensor scores = at::randn({2, 4});
   const at::Tensor imposed = at::tensor({3, 0, 1, 2}, at::kLong).view({2, 2});
-  const Routing routing = route(scores, 2, imposed);
+  const Routing routing = route(scores, kBestTwo, imposed);
   EXPECT_TRUE(routing.indices.equal(at::tensor({0, 3, 1, 2}, at::kLong).view({2, 2})));
   const at::Tensor chosen = at::softmax(scores, 1).gather(1, routing.indices);
   EXPECT_TRUE(routing.weights.equal(chosen / chosen.sum(1, true)));
 }
 
 TEST_F(RoutingTest, NoTokensAreRouted) {
-  const Routing routing = route(at::empty({0, 4}), 2, at::empty({0, 2}, at::kLong));
+  const Routing routing = route(at::empty({0, 4}), kBestTwo, at::empty({0, 2}, at::kLong));
   EXPECT_EQ(routing.weights.sizes(), (std::vector<std::int64_t>{0, 2}));
 }
 
@@ -70,6 +72,95 @@ TEST_F(RoutingTest, ImpossibleImposedExpertsAreRefused) {
   EXPECT_THAT(refusal(scores, at::tensor({2, 2}, at::kLong).view({1, 2})), HasSubstr("twice"));
   EXPECT_THAT(refusal(scores, at::tensor({2}, at::kLong).view({1, 1})), HasSubstr("[1, 1]"));
   EXPECT_THAT(refusal(scores, at::tensor({1, 2}, at::kInt).view({1, 2})), HasSubstr("Int"));
+}
+
+TEST_F(RoutingTest, TheChosenScoresAloneMayFormTheSoftmax) {
+  const at::Tensor scores = at::randn({6, 5});
+  const Routing routing =
+      route(scores, {.experts_per_token = 3, .scoring = Scoring::kTopKThenSoftmax});
+  const auto best = at::topk(scores, 3, 1);
+  EXPECT_TRUE(routing.indices.equal(std::get<0>(at::sort(std::get<1>(best), 1))));
+  EXPECT_TRUE(routing.weights.equal(at::softmax(scores.gather(1, routing.indices), 1)));
+  EXPECT_TRUE(routing.probabilities.equal(at::softmax(scores, 1)));
+}
+
+TEST_F(RoutingTest, WeightsAreProbabilitiesTimesTheFactorUnlessNormalized) {
+  const at::Tensor scores = at::randn({6, 5});
+  const Routing plain = route(scores, {.experts_per_token = 2});
+  EXPECT_TRUE(plain.weights.equal(at::softmax(scores, 1).gather(1, plain.indices)));
+  const Routing scaled = route(scores, {.experts_per_token = 2, .scaling_factor = 16.0});
+  EXPECT_TRUE(scaled.weights.equal(plain.weights * 16.0));
+}
+
+TEST_F(RoutingTest, OnlyTheGroupsWithTheBestExpertsCount) {
+  // Groups {0, 1}, {2, 3}, {4, 5}: the first and the last have the best experts; 3 is third best.
+  const at::Tensor scores = at::tensor({5.0F, 0.0F, 2.0F, 3.0F, 1.0F, 4.0F}).view({1, 6});
+  RouteOptions options{.experts_per_token = 3, .groups = 3, .top_groups = 2};
+  EXPECT_TRUE(
+      route(scores, options).indices.equal(at::tensor({0, 4, 5}, at::kLong).view({1, 3})));
+  options.top_groups = 3;
+  EXPECT_TRUE(
+      route(scores, options).indices.equal(at::tensor({0, 3, 5}, at::kLong).view({1, 3})));
+}
+
+TEST_F(RoutingTest, TheBiasOfAnExpertCountsForTheChoiceOnly) {
+  const at::Tensor scores = at::tensor({3.0F, 2.0F, 1.0F, 0.0F}).view({1, 4});
+  RouteOptions options{.experts_per_token = 2};
+  options.expert_bias = at::tensor({0.0F, 0.0F, 0.0F, 1.0F});
+  const Routing routing = route(scores, options);
+  EXPECT_TRUE(routing.indices.equal(at::tensor({0, 3}, at::kLong).view({1, 2})));
+  EXPECT_TRUE(routing.weights.equal(at::softmax(scores, 1).gather(1, routing.indices)));
+}
+
+TEST_F(RoutingTest, GradientsReachTheScoresThroughTheWeights) {
+  const auto check = [](RouteOptions options) {
+    const at::Tensor scores = at::randn({4, 6}, at::kDouble).requires_grad_(true);
+    const at::Tensor factors = at::randn({4, options.experts_per_token}, at::kDouble);
+    const Routing routing = route(scores, options);
+    (routing.weights * factors).sum().backward();
+    const double step = 1e-6;
+    for (std::int64_t i = 0; i < scores.numel(); ++i) {
+      const auto moved = [&](double by) {
+        const at::Tensor at = scores.detach().clone();
+        at.view({-1})[i] += by;
+        return (route(at, options, routing.indices).weights * factors).sum().item<double>();
+      };
+      EXPECT_NEAR(scores.grad().view({-1})[i].item<double>(),
+                  (moved(step) - moved(-step)) / (2 * step), 1e-7);
+    }
+  };
+  check({.experts_per_token = 2, .normalize = true});
+  check({.experts_per_token = 2, .scaling_factor = 3.0, .groups = 3, .top_groups = 2});
+  check({.experts_per_token = 2, .scoring = Scoring::kTopKThenSoftmax});
+}
+
+TEST_F(RoutingTest, ScoresThatAreNotFiniteAreNamed) {
+  const at::Tensor scores = at::zeros({5, 4});
+  scores[3][1] = std::nan("");
+  scores[4][0] = std::nan("");
+  try {
+    route(scores, kBestTwo);
+    FAIL() << "nothing was refused";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kNumeric);
+    EXPECT_THAT(error.what(), HasSubstr("found 2 of 5 tokens"));
+    EXPECT_THAT(error.what(), HasSubstr("(token 3, expert 1: nan)"));
+  }
+}
+
+TEST_F(RoutingTest, OptionsThatTheExpertsDoNotFitAreRefused) {
+  const auto kind = [](const RouteOptions& options) {
+    try {
+      route(at::zeros({1, 6}), options);
+    } catch (const Error& error) {
+      return error.kind();
+    }
+    return ErrorKind::kInternal;
+  };
+  EXPECT_EQ(kind({.experts_per_token = 2, .groups = 4}), ErrorKind::kConfig);
+  EXPECT_EQ(kind({.experts_per_token = 2, .groups = 2, .top_groups = 3}), ErrorKind::kConfig);
+  EXPECT_EQ(kind({.experts_per_token = 4, .groups = 2, .top_groups = 1}), ErrorKind::kConfig);
+  EXPECT_EQ(kind({.experts_per_token = 7}), ErrorKind::kConfig);
 }
 
 }  // namespace
