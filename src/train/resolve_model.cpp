@@ -250,13 +250,12 @@ ModelContract resolve_model(const ModelSource& source, const Config& config,
                             const ParallelDims& dims, Purpose purpose) {
   aux_loss_coef(config.model.aux_loss_coef, source.spec);  // refused before anything is made
   const auto metas = metas_of(source, config.model, purpose);
-  ReductionPlan reductions;
-  if (dims.dp_shard > 1) reductions.shard_axes.emplace_back(axis::kShard);
-  if (dims.dp_replicate > 1) reductions.replica_axes.emplace_back(axis::kReplicate);
+  // The loss is already divided by the batch's kept labels.
+  const DataAxes data(mesh_shape(dims), 1.0);
   auto policy = precision_policy(config.precision, config.optimizer);
   if (purpose == Purpose::kInference) policy.optimizer.no_decay.reset();
   auto contract = resolve_model_contract(metas, buffer_metas_of(source),
-                                         units_of(source.spec, metas), policy, reductions);
+                                         units_of(source.spec, metas), policy, data);
   const bool any =
       std::ranges::any_of(contract.parameters, [](const auto& each) { return each.trainable; });
   TESSERA_CHECK(any || purpose == Purpose::kInference, ErrorKind::kConfig,
