@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
@@ -51,17 +52,37 @@ class ShardParts {
   std::vector<layout::Piece> pieces_;
 };
 
-/// Of this rank's shards; those of parameters that are whole on every rank go to `whole`.
-void add_model(std::vector<StatePart>& parts, std::vector<StatePart>& whole,
-               const ShardedBase& model, const StateOptions& options) {
+/// This rank's place among those that hold the same.
+struct Holder {
+  int rank = 0;
+  int ranks = 1;
+  auto operator<=>(const Holder&) const = default;
+};
+using Whole = std::map<Holder, std::vector<StatePart>>;
+
+/// Of what is whole on the ranks of the data axes, and of all axes where no layer cuts it.
+Holder holder_of(const ParameterLayout& layout, const Mesh& mesh) {
+  const auto data = layout.mesh == MeshKind::kDense ? axis::kShard : axis::kExpertData;
+  const std::vector<int> ranks = layout.axes.empty() ? mesh.shapes().stage_of(mesh.rank())
+                                                     : mesh.ranks_of({axis::kReplicate, data});
+  const auto self = std::ranges::find(ranks, mesh.rank());
+  TESSERA_INVARIANT(self != ranks.end(), "a rank outside its own group");
+  return {static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size())};
+}
+
+/// Of this rank's shards; those of parameters that are whole on every rank of the data go to
+/// `whole`.
+void add_model(std::vector<StatePart>& parts, Whole& whole, const ShardedBase& model,
+               const StateOptions& options) {
+  const Mesh& mesh = model.unit()->runtime().mesh();
   for (const auto& view : model.shards()) {
     const auto& contract = *view.contract;
     if (options.holds == Holds::kAdapters && !models::is_adapter(contract.name)) continue;
     if (!is_first_holder(view)) continue;
     const FileForm form = options.forms.of(contract);
+    auto& to = contract.replicated() ? whole[holder_of(contract.layout, mesh)] : parts;
     ShardParts(view, form)
-        .add_values(contract.replicated() ? whole : parts, std::string(kModelPrefix),
-                    view.shard.detach(), options.source_dtype);
+        .add_values(to, std::string(kModelPrefix), view.shard.detach(), options.source_dtype);
   }
 }
 
@@ -103,13 +124,17 @@ void take_huge_pages(const at::Tensor& buffer) {
 std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& optimizer,
                                    const StateOptions& options) {
   std::vector<StatePart> parts;
-  std::vector<StatePart> whole;
+  Whole whole;
   add_model(parts, whole, model, options);
   for (const auto& state : optimizer.state()) add_optimizer(parts, state, options.forms);
-  if (options.holds == Holds::kModel) add_buffers(whole, model, options.source_dtype);
+  if (options.holds == Holds::kModel) {
+    const Holder everywhere = holder_of({}, model.unit()->runtime().mesh());
+    add_buffers(whole[everywhere], model, options.source_dtype);
+  }
   parts = cut(parts, options.replica, options.replicas);
-  const World& world = model.unit()->runtime().world();
-  for (auto& part : cut(whole, world.rank(), world.size())) parts.push_back(std::move(part));
+  for (const auto& [holder, same] : whole) {
+    for (auto& part : cut(same, holder.rank, holder.ranks)) parts.push_back(std::move(part));
+  }
   std::erase_if(parts, [](const StatePart& part) { return part.begin == part.end; });
   return parts;
 }

@@ -3,6 +3,7 @@
 #include "train/file_forms.h"
 
 namespace tessera::train {
+
 std::vector<layout::Piece> pieces_of(const ShardView& view, const layout::FileShape& file) {
   return pieces_in_file(view.contract->layout, view.contract->shape, file, view.coordinates,
                         {view.begin, view.end});
