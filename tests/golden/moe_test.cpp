@@ -4,6 +4,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <nlohmann/json.hpp>
+
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
 #include "unit/io/temporary_folder.h"
@@ -85,6 +87,27 @@ TEST_P(GoldenMoe, TheAuxiliaryLossIsAddedWithoutChangingTheReportedLoss) {
   EXPECT_EQ(with.losses[0], plain.losses[0]);
   EXPECT_NE(with.losses[1], plain.losses[1]) << "its gradient moved nothing";
   EXPECT_NE(with.norms[0], plain.norms[0]);
+  EXPECT_THAT(with.lines[0], HasSubstr("\"aux_loss\":"));
+  EXPECT_THAT(plain.lines[0], ::testing::Not(HasSubstr("aux_loss")));
+}
+
+// Of step 1, whose weights are the file's: counts of the recorded choice, whoever holds the rows.
+TEST_P(GoldenMoe, LoadsInTheMetricsAreThoseOfTheWholeBatch) {
+  for (const Layout& layout : {Layout{.ranks = 1, .micro_batches = MicroBatches::kOneRow},
+                               Layout{.ranks = 3}, Layout{.ranks = 4, .replicas = 2}}) {
+    SCOPED_TRACE(to_string(layout));
+    auto settings = training_config(reference(), OptimizerKind::kSgd, layout);
+    settings.training.steps = 1;
+    const auto line = nlohmann::json::parse(run_training(settings, layout).lines.at(0));
+    const auto one = run_training(settings, {.ranks = 1}).lines.at(0);
+    for (int layer = 0; layer < 4; ++layer) {
+      const std::string key = "moe/load_max_over_mean/" + std::to_string(layer);
+      const double load = line.at(key).get<double>();
+      EXPECT_GE(load, 1.0) << key;
+      EXPECT_LE(load, 8.0 / 3.0) << key << ": no expert is chosen twice by a token";
+      EXPECT_EQ(load, nlohmann::json::parse(one).at(key).get<double>()) << key;
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Folders, GoldenMoe, ::testing::ValuesIn(kMoeFolders),
