@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "base/environment.h"
+#include "base/joined.h"
 #include "base/one_line.h"
 #include "comm/listener.h"
 #include "tessera/error.h"
@@ -28,12 +29,6 @@ void silence_warnings() {
 
 std::string no_answer(const std::string& server, std::chrono::milliseconds limit) {
   return concat("store: no answer for ", in_seconds(limit), " from ", server);
-}
-
-std::string list(const std::vector<int>& ranks) {
-  std::string text;
-  for (const int rank : ranks) text += concat(text.empty() ? "" : ", ", rank);
-  return text;
 }
 
 /// Rank 0's socket. A name that only its own host takes for a loopback address (Debian writes such
@@ -146,7 +141,7 @@ void Store::meet(const std::string& key, int self, const std::vector<int>& membe
       for (const int member : members) {
         if (!all_set({concat(key, "/", member)})) missing.push_back(member);
       }
-      throw PeerLost(concat(key, ": rank ", list(missing), " of ", members.size(),
+      throw PeerLost(concat(key, ": rank ", joined(missing), " of ", members.size(),
                             " did not come within ", in_seconds(timeout)));
     }
     std::this_thread::sleep_for(pause);

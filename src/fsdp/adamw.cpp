@@ -3,6 +3,7 @@
 
 #include "fsdp/optimizer_options.h"
 #include "fsdp/optimizer_shards.h"
+#include "grad/torch_dtype.h"
 #include "tessera/optim.h"
 
 namespace tessera {
@@ -50,7 +51,7 @@ class AdamW : public Optimizer {
   void make_state(Item& item) const override {
     const auto& shard = item.view.shard;
     const auto options =
-        shard.options().dtype(fsdp::stepped_dtype(*item.view.contract)).requires_grad(false);
+        shard.options().dtype(to_scalar_type(item.view.contract->state)).requires_grad(false);
     item.state = {at::zeros(shard.sizes(), options), at::zeros(shard.sizes(), options),
                   at::zeros({}, at::TensorOptions().dtype(at::kFloat))};
   }

@@ -125,14 +125,16 @@ void Runtime::touch(Segment& segment, const std::shared_ptr<Segment>& owner) {
       "that it computed with; run every backward of a forward before the optimizer steps");
   segment.touched = true;
   const bool alike = agree_on_trace(segment);
-  std::vector<bool> gathers, keeps;  // in backward; after forward
-  std::vector<std::vector<UnitId>> prefetch;
+  std::vector<bool> gathers, keeps;           // in backward; after forward
+  std::vector<std::vector<UnitId>> prefetch;  // empty where no unit has a list
   for (const auto* unit : units_) {
     const bool moves =
         unit->unshard_in_backward && !unit->always_unsharded() && !unit->buckets().empty();
     gathers.push_back(moves && unit->reshard_after_forward);
     keeps.push_back(moves && !unit->reshard_after_forward);
-    prefetch.push_back(backward_prefetch_of(*unit));
+    if (unit->backward_prefetch.empty()) continue;
+    prefetch.resize(units_.size());
+    prefetch[unit->id] = backward_prefetch_of(*unit);
   }
   if (segment.settled || segment.number + 1 != next_segment_) {
     // What had stayed gathered was released: when another backward over this graph ended, or when a

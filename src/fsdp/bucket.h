@@ -58,7 +58,6 @@ class Bucket {
   /// The slot of plan().parameters[index]. `first` tells whether it is empty; it no longer is
   /// afterwards.
   at::Tensor open_slot(std::size_t index, bool& first);
-  bool has_slots() const { return slots_.defined(); }
   /// A reduction is under way.
   bool is_reducing() const { return wire_.defined(); }
   /// Whether any gradient arrived since the last reduction.

@@ -4,23 +4,13 @@
 
 #include <cmath>
 
+#include "base/joined.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"
 
 namespace tessera {
-namespace {
-
-std::string names_of_nonfinite(const ShardedBase& model) {
-  std::string text;
-  for (const auto& name : nonfinite_parameters(model, 3)) {
-    text += concat(text.empty() ? "" : ", ", name);
-  }
-  return text.empty() ? "none" : text;
-}
-
-}  // namespace
 
 GradScaler::GradScaler(const ShardedBase& model, const GradScalerOptions& options)
     : scale_(options), unit_(model.unit()) {
@@ -64,7 +54,7 @@ bool GradScaler::update(const ShardedBase& model, double norm) {
                   ") at the loss scale ", scale(), " after ", state().skipped_steps,
                   " skipped steps, expected finite ones before grad_scaler.min_scale is reached; "
                   "first parameters concerned: ",
-                  names_of_nonfinite(model),
+                  joined(nonfinite_parameters(model, 3), "none"),
                   "; lower the learning rate or grad_scaler.min_scale, or compute in bfloat16");
     scale_.step_was_skipped();
   }

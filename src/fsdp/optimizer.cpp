@@ -141,7 +141,7 @@ void Optimizer::step() {
     const auto& grad = item.view.shard.grad();
     if (!grad.defined()) continue;  // no rank used it
     const auto dtype = item.view.shard.scalar_type();
-    const auto wanted = fsdp::stepped_dtype(*item.view.contract);
+    const auto wanted = to_scalar_type(item.view.contract->state);
     TESSERA_CHECK(grad.scalar_type() == dtype || grad.scalar_type() == wanted, ErrorKind::kContract,
                   "optimizer step: gradient of ", item.view.contract->name, ": found ",
                   c10::toString(grad.scalar_type()), ", expected the shard's ",

@@ -6,7 +6,6 @@
 
 #include "base/parallel.h"
 #include "fsdp/split_master.h"
-#include "grad/torch_dtype.h"
 
 namespace tessera::fsdp {
 namespace {
@@ -32,11 +31,6 @@ at::Tensor scratch(at::Tensor& memory, std::int64_t numel, at::Device device) {
 }
 
 }  // namespace
-
-at::ScalarType stepped_dtype(const GradContract& contract) {
-  const bool beside = contract.master == Master::kRemainder || contract.master == Master::kCopy;
-  return beside ? at::kFloat : to_scalar_type(contract.storage.dtype);
-}
 
 at::Tensor MasterOfShard::make(const ShardView& view) {
   const auto shard = view.shard.detach();

@@ -18,9 +18,6 @@ struct Stepped {
   std::int64_t end = 0;  ///< of the shard's elements
 };
 
-/// The dtype in which a contract's shard is stepped: the master's, or storage where there is none.
-at::ScalarType stepped_dtype(const GradContract& contract);
-
 /// Where a 16-bit shard has its further bits.
 class MasterOfShard {
  public:

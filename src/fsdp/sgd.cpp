@@ -3,6 +3,7 @@
 
 #include "fsdp/optimizer_options.h"
 #include "fsdp/optimizer_shards.h"
+#include "grad/torch_dtype.h"
 #include "tessera/optim.h"
 
 namespace tessera {
@@ -22,7 +23,7 @@ class Sgd : public Optimizer {
 
   void make_state(Item& item) const override {
     if (options_.momentum == 0.0) return;
-    const auto dtype = fsdp::stepped_dtype(*item.view.contract);
+    const auto dtype = to_scalar_type(item.view.contract->state);
     item.state = {at::zeros(item.view.shard.sizes(),
                             item.view.shard.options().dtype(dtype).requires_grad(false))};
   }

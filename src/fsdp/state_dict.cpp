@@ -5,6 +5,7 @@
 #include <map>
 #include <set>
 
+#include "base/joined.h"
 #include "fsdp/finite_copy.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
@@ -142,21 +143,15 @@ Plan plan_of(const std::vector<Target>& targets, const StateDict& entries) {
   return plan;
 }
 
-std::string listed(const std::vector<std::string>& names) {
-  std::string text;
-  for (const auto& name : names) text += concat(text.empty() ? "" : ", ", name);
-  return text;
-}
-
 /// What stands against loading, in words; "" for nothing.
 std::string objections(const Plan& plan, Strict strict) {
   std::string text;
   const auto add = [&](const std::string& more) { text += concat(text.empty() ? "" : "; ", more); };
   if (strict == Strict::kYes) {
     const auto& [missing, unexpected] = plan.difference;
-    if (!missing.empty()) add(concat("found no entry for ", listed(missing)));
+    if (!missing.empty()) add(concat("found no entry for ", joined(missing)));
     if (!unexpected.empty()) {
-      add(concat("found entries that the model does not have, ", listed(unexpected)));
+      add(concat("found entries that the model does not have, ", joined(unexpected)));
     }
   }
   for (const auto& refusal : plan.refusals) add(refusal);
@@ -179,7 +174,7 @@ void agree(fsdp::Runtime& runtime, const Plan& plan, const std::string& mine) {
     TESSERA_CHECK(all[rank].empty(), ErrorKind::kContract,
                   message(concat(" (rank ", rank, ")"), all[rank]));
   }
-  const auto missing = listed(plan.difference.missing);
+  const auto missing = joined(plan.difference.missing);
   const auto others =
       comm::all_gather_bytes(*runtime.data_group(), missing, "names that are missing");
   for (std::size_t rank = 1; rank < others.size(); ++rank) {

@@ -50,9 +50,12 @@ void resolve_final(GradContract& contract, const PrecisionPolicy& policy) {
 
 void resolve_state(GradContract& contract) {
   std::string& reason = contract.reason(ContractField::kState);
-  if (contract.master == Master::kNone) {
+  if (!contract.trainable) {
     contract.state = contract.final;
-    reason = contract.trainable ? "as final, since there is no master" : "frozen";
+    reason = "frozen";
+  } else if (contract.master == Master::kNone) {
+    contract.state = contract.storage.dtype;
+    reason = "as storage, since there is no master";
   } else {
     contract.state = promote(contract.storage.dtype, DType::kFloat32);
     reason = "as the master";

@@ -4,19 +4,11 @@
 #include "models/family.h"
 #include "models/gemma4_config.h"
 #include "models/model_spec.h"
+#include "models/rope_keys.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
 namespace {
-
-nlohmann::ordered_json rope_scaling(const RopeSpec& rope) {
-  if (rope.type == RopeType::kDefault) return nullptr;
-  return {{"factor", rope.factor},
-          {"high_freq_factor", rope.high_freq_factor},
-          {"low_freq_factor", rope.low_freq_factor},
-          {"original_max_position_embeddings", rope.original_max_position_embeddings},
-          {"rope_type", "llama3"}};
-}
 
 nlohmann::ordered_json eos_token(const std::vector<std::int64_t>& ids) {
   if (ids.empty()) return nullptr;
@@ -53,12 +45,13 @@ std::string config_json(const ModelSpec& spec) {
   json["num_key_value_heads"] = spec.num_key_value_heads;
   if (spec.pad_token_id) json["pad_token_id"] = *spec.pad_token_id;
   json["rms_norm_eps"] = spec.rms_norm_eps;
-  json["rope_scaling"] = rope_scaling(spec.rope);
+  json["rope_scaling"] = rope_scaling_json(spec.rope, "rope_type");
   json["rope_theta"] = spec.rope.theta;
   json["tie_word_embeddings"] = spec.tie_word_embeddings;
   if (spec.dtype) json["torch_dtype"] = to_string(*spec.dtype);
   json["use_cache"] = true;
   json["vocab_size"] = spec.vocab_size;
+  if (family.write != nullptr) family.write(spec, json);
   if (!spec.tessera_tokenizer.empty()) json["tessera_tokenizer"] = spec.tessera_tokenizer;
   return json.dump(2) + "\n";
 }

@@ -2,9 +2,11 @@
 
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "models/recomputed.h"
+#include "models/rope_options.h"
 #include "models/unit_of_slot.h"
 #include "nn/loss.h"
 #include "nn/parameter.h"
@@ -15,66 +17,10 @@ namespace {
 
 constexpr const char* kHeadUnit = "head";
 
-nn::RopeOptions rope_options(const ModelSpec& spec) {
-  nn::RopeOptions options;
-  options.head_dim = spec.head_dim;
-  options.theta = spec.rope.theta;
-  if (spec.rope.type == RopeType::kLlama3) {
-    options.llama3 =
-        nn::Llama3Scaling{spec.rope.factor, spec.rope.low_freq_factor, spec.rope.high_freq_factor,
-                          spec.rope.original_max_position_embeddings};
-  }
-  return options;
-}
-
-nn::AttentionOptions attention_options(const ModelSpec& spec) {
-  using QkNorm = nn::AttentionOptions::QkNorm;
-  return {.hidden_size = spec.hidden_size,
-          .heads = spec.num_attention_heads,
-          .kv_heads = spec.num_key_value_heads,
-          .head_dim = spec.head_dim,
-          .bias = spec.attention_bias ? nn::Bias::kYes : nn::Bias::kNo,
-          .qk_norm = spec.qk_norm() ? QkNorm::kYes : QkNorm::kNo,
-          .norm_eps = spec.rms_norm_eps};
-}
-
 }  // namespace
 
-DecoderLayer::DecoderLayer(const ModelSpec& spec, std::shared_ptr<nn::Rope> rope) {
-  self_attn_ = register_module(
-      "self_attn", std::make_shared<nn::Attention>(attention_options(spec), std::move(rope)));
-  mlp_ = register_module("mlp",
-                         std::make_shared<nn::Mlp>(spec.hidden_size, spec.intermediate_size,
-                                                   spec.mlp_bias ? nn::Bias::kYes : nn::Bias::kNo));
-  const auto norm = [&](const char* name) {
-    return register_module(name,
-                           std::make_shared<nn::RmsNorm>(spec.hidden_size, spec.rms_norm_eps));
-  };
-  input_layernorm_ = norm("input_layernorm");
-  post_attention_layernorm_ = norm("post_attention_layernorm");
-}
-
-at::Tensor DecoderLayer::forward(const at::Tensor& x) {
-  return recomputed(*this, recompute_, {x},
-                    [this](const std::vector<at::Tensor>& in) { return body(in[0]); });
-}
-
-at::Tensor DecoderLayer::body(const at::Tensor& x) {
-  return after_attention(x, self_attn_->forward(input_layernorm_->forward(x)));
-}
-
-at::Tensor DecoderLayer::decode(const at::Tensor& x, nn::KvCache& cache) {
-  return after_attention(x, self_attn_->decode(input_layernorm_->forward(x), cache));
-}
-
-at::Tensor DecoderLayer::after_attention(const at::Tensor& x, const at::Tensor& attended) {
-  const auto [sum, normed] = post_attention_layernorm_->add_forward(x, attended);
-  return sum + mlp_->forward(normed);
-}
-
 DecoderHead::DecoderHead(const ModelSpec& spec) {
-  norm_ =
-      register_module("norm", std::make_shared<nn::RmsNorm>(spec.hidden_size, spec.rms_norm_eps));
+  norm_ = register_module("norm", decoder_norm(spec));
   lm_head_ =
       register_module("lm_head", std::make_shared<nn::Linear>(spec.hidden_size, spec.vocab_size));
 }
@@ -95,10 +41,10 @@ Decoder::Decoder(const ModelSpec& spec) : spec_(spec) {
   model->register_module("embed_tokens", embedding);
   embedding_.emplace(embedding);
   auto layers = model->register_module("layers", std::make_shared<Prefix>());
-  const auto rope = std::make_shared<nn::Rope>(rope_options(spec));
+  const auto rope = std::make_shared<nn::Rope>(rope_options(spec.rope, spec.head_dim));
   for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
-    layers_.emplace_back(
-        layers->register_module(std::to_string(i), std::make_shared<DecoderLayer>(spec, rope)));
+    layers_.emplace_back(layers->register_module(
+        std::to_string(i), std::make_shared<DecoderLayer>(spec, i, whole_sizes(spec), rope)));
   }
   // The head is a unit, not a name: its parts are registered where Hugging Face has them.
   const auto head = std::make_shared<DecoderHead>(spec);
@@ -109,25 +55,63 @@ Decoder::Decoder(const ModelSpec& spec) : spec_(spec) {
 }
 
 at::Tensor Decoder::forward(const at::Tensor& input_ids, const std::optional<at::Tensor>& targets) {
-  at::Tensor x = (*embedding_)(input_ids);
-  for (auto& layer : layers_) x = layer(x);
-  return (*head_)(x, targets);
+  ModelInputs inputs;
+  inputs.input_ids = input_ids;
+  inputs.targets = targets;
+  return forward(inputs);
 }
 
-at::Tensor Decoder::forward(const ModelInputs& inputs) {
+at::Tensor Decoder::forward(const ModelInputs& inputs) { return forward_routed(inputs).result; }
+
+ModelOutput Decoder::forward_routed(const ModelInputs& inputs) {
   TESSERA_CHECK(!inputs.images, ErrorKind::kFormat,
                 "pixel_values: found images, expected none for a model of text");
-  return forward(inputs.input_ids, inputs.targets);
+  const auto routed = std::ranges::count_if(
+      layers_, [](const auto& layer) { return layer.module()->has_experts(); });
+  TESSERA_CHECK(inputs.imposed_routing.empty() ||
+                    std::cmp_equal(inputs.imposed_routing.size(), routed),
+                ErrorKind::kFormat, "imposed routing: found ", inputs.imposed_routing.size(),
+                " layers, expected one of each of the ", routed, " layers with experts");
+  auto imposed = inputs.imposed_routing.begin();
+  ModelOutput output;
+  at::Tensor x = (*embedding_)(inputs.input_ids);
+  for (auto& layer : layers_) {
+    const bool impose = layer.module()->has_experts() && imposed != inputs.imposed_routing.end();
+    RoutingRequest request{std::nullopt, inputs.router_statistics};
+    if (impose) request.imposed = *imposed++;
+    auto [next, load] = layer(x, request);
+    x = std::move(next);
+    if (load.counts.defined()) output.loads.push_back(std::move(load));
+  }
+  output.result = (*head_)(x, inputs.targets);
+  return output;
+}
+
+bool Decoder::can_decode() const {
+  return std::ranges::all_of(layers_,
+                             [](const auto& layer) { return layer.module()->can_decode(); });
 }
 
 DecoderCache Decoder::make_cache(std::int64_t capacity) const {
   return {std::vector<nn::KvCache>(layers_.size(), nn::KvCache(capacity))};
 }
 
-at::Tensor Decoder::decode(const at::Tensor& input_ids, DecoderCache& cache) {
-  const at::NoGradGuard no_grad;
+void Decoder::require_whole() const {
   TESSERA_CHECK(!embedding_->handle() && !head_->handle() && !layers_.front().handle(),
                 ErrorKind::kUsage, "decode: found a sharded model, expected a whole one");
+}
+
+at::Tensor Decoder::next_logits(const at::Tensor& input_ids) {
+  const at::NoGradGuard no_grad;
+  require_whole();
+  at::Tensor x = embedding_->module()->forward(input_ids);
+  for (auto& layer : layers_) x = layer.module()->forward(x, {}).x;
+  return head_->module()->forward(x.narrow(1, x.size(1) - 1, 1), std::nullopt).squeeze(1);
+}
+
+at::Tensor Decoder::decode(const at::Tensor& input_ids, DecoderCache& cache) {
+  const at::NoGradGuard no_grad;
+  require_whole();
   TESSERA_INVARIANT(cache.layers.size() == layers_.size(), "a cache of another model");
   at::Tensor x = embedding_->module()->forward(input_ids);
   for (std::size_t i = 0; i < layers_.size(); ++i) {

@@ -1,9 +1,9 @@
-// The decoder-only language model of all dense families: embedding, equal layers, norm and head.
+// The decoder-only language model of all families but Gemma 4: embedding, layers, norm and head.
 //
 // Its parameters carry Hugging Face's names (a test compares them with parameter_table). Embedding,
 // layers and head are reached through fsdp::Slot, so that each can become a sharding unit; the head
 // unit is norm, output projection and loss together, a grouping that the names do not show. Short
-// symbols: B rows, T positions, V vocabulary. Next: fsdp/slot.h, nn/attention.h.
+// symbols: B rows, T positions, V vocabulary. Next: decoder_layer.h, ../fsdp/slot.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,34 +16,15 @@
 #include <vector>
 
 #include "fsdp/slot.h"
+#include "models/decoder_layer.h"
 #include "models/language_model.h"
 #include "models/model_spec.h"
-#include "nn/attention.h"
 #include "nn/embedding.h"
 #include "nn/kv_cache.h"
-#include "nn/mlp.h"
+#include "nn/linear.h"
 #include "nn/rms_norm.h"
 
 namespace tessera::models {
-
-class DecoderLayer : public torch::nn::Module {
- public:
-  DecoderLayer(const ModelSpec& spec, std::shared_ptr<nn::Rope> rope);
-  /// x [B, T, hidden] -> the same shape and dtype.
-  at::Tensor forward(const at::Tensor& x);
-  /// As nn::Attention::decode.
-  at::Tensor decode(const at::Tensor& x, nn::KvCache& cache);
-  void set_recompute(RecomputeMode mode) { recompute_ = mode; }
-
- private:
-  at::Tensor body(const at::Tensor& x);
-  at::Tensor after_attention(const at::Tensor& x, const at::Tensor& attended);
-
-  std::shared_ptr<nn::Attention> self_attn_;
-  std::shared_ptr<nn::Mlp> mlp_;
-  std::shared_ptr<nn::RmsNorm> input_layernorm_, post_attention_layernorm_;
-  RecomputeMode recompute_ = RecomputeMode::kNone;
-};
 
 /// Final norm, output projection and, if asked, the loss.
 class DecoderHead : public torch::nn::Module {
@@ -69,11 +50,12 @@ struct DecoderCache {
 
 class Decoder : public LanguageModel {
  public:
-  /// Errors: kConfig for a spec of another family than the dense ones.
+  /// Errors: kConfig for a spec of Gemma 4.
   explicit Decoder(const ModelSpec& spec);
 
-  /// Errors: kFormat for images.
+  /// Errors: kFormat for images, or for imposed routing of another number of layers.
   at::Tensor forward(const ModelInputs& inputs) override;
+  ModelOutput forward_routed(const ModelInputs& inputs) override;
 
   /// input_ids, targets [B, T] i64 -> logits [B, T, V] in the head's input dtype, or with targets
   /// the sum of the token losses (nn/loss.h), [] fp32, without a wider copy of the logits.
@@ -83,6 +65,8 @@ class Decoder : public LanguageModel {
     return forward(input_ids, targets);
   }
 
+  /// Whether every layer has a decode.
+  bool can_decode() const;
   /// Room for `capacity` positions; memory is taken when the first ones come.
   DecoderCache make_cache(std::int64_t capacity) const;
   /// input_ids [B, T] that follow the positions in the cache, which they join -> logits [B, V] of
@@ -91,6 +75,9 @@ class Decoder : public LanguageModel {
   /// of additions. Errors: kUsage for more positions than the cache has room for, or a sharded
   /// model.
   at::Tensor decode(const at::Tensor& input_ids, DecoderCache& cache);
+
+  /// input_ids [B, T] -> logits [B, V] after the last one, by a whole forward. As decode otherwise.
+  at::Tensor next_logits(const at::Tensor& input_ids);
 
   std::vector<ModelUnit> units() override;
   std::string canonical_name(const std::string& unit, const std::string& path) const override;
@@ -101,6 +88,8 @@ class Decoder : public LanguageModel {
   fsdp::Slot<DecoderHead>& head() { return *head_; }
 
  private:
+  void require_whole() const;
+
   ModelSpec spec_;
   std::optional<fsdp::Slot<nn::Embedding>> embedding_;
   std::vector<fsdp::Slot<DecoderLayer>> layers_;

@@ -8,8 +8,9 @@
 namespace tessera::models {
 namespace {
 
-std::array<const FamilyTraits*, 3> all_families() {
-  return {&qwen3_traits(), &llama_traits(), &gemma4_traits()};
+std::array<const FamilyTraits*, 6> all_families() {
+  return {&qwen3_traits(),     &llama_traits(),   &gemma4_traits(),
+          &qwen3_moe_traits(), &gpt_oss_traits(), &deepseek_v2_traits()};
 }
 
 std::string known_families() {
@@ -31,6 +32,12 @@ const FamilyTraits& traits(Family family) {
       return llama_traits();
     case Family::kGemma4:
       return gemma4_traits();
+    case Family::kQwen3Moe:
+      return qwen3_moe_traits();
+    case Family::kGptOss:
+      return gpt_oss_traits();
+    case Family::kDeepseekV2:
+      return deepseek_v2_traits();
   }
   TESSERA_INVARIANT(false, "a family that is not listed");
 }

@@ -1,12 +1,12 @@
 // The registry of model families: what differs between them, one file a family (qwen3.cpp,
-// llama.cpp,
-// gemma4.cpp).
+// llama.cpp, ...).
 //
-// Dense families are decoder-only models of the same block; the forward is decoder.h's. Gemma 4
+// All but Gemma 4 are decoder-only models of one block; the forward is decoder.h's. Gemma 4
 // reads its config.json itself and has a forward of its own (gemma4_model.h). A new family adds a
 // file with one FamilyTraits and a line in family.cpp. Next: model_spec.h.
 #pragma once
 
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -15,6 +15,8 @@
 #include "models/model_spec.h"
 
 namespace tessera::models {
+
+class ConfigReader;
 
 /// Parameters that transformers' classes of a family keep in fp32, as patterns of whole dotted
 /// components. A test compares them with the classes.
@@ -39,6 +41,11 @@ struct FamilyTraits {
   std::vector<std::string> frozen;
   /// A name of the checkpoint (hub layout) -> the module's name.
   std::string (*module_name)(std::string_view checkpoint_name);
+  /// Name of the router inside `mlp`, of a family with a mixture of experts.
+  std::string_view router_module = {};
+  /// What is the family's own in a config.json, read after what all have; null = nothing.
+  void (*read)(ConfigReader& keys, ModelSpec& spec) = nullptr;
+  void (*write)(const ModelSpec& spec, nlohmann::ordered_json& json) = nullptr;
 };
 
 const FamilyTraits& traits(Family family);
@@ -54,5 +61,8 @@ const FamilyTraits& family_of(const std::vector<std::string>& architectures,
 const FamilyTraits& qwen3_traits();
 const FamilyTraits& llama_traits();
 const FamilyTraits& gemma4_traits();
+const FamilyTraits& qwen3_moe_traits();
+const FamilyTraits& gpt_oss_traits();
+const FamilyTraits& deepseek_v2_traits();
 
 }  // namespace tessera::models

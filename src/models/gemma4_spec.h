@@ -8,11 +8,10 @@
 #include <optional>
 #include <vector>
 
+#include "models/layer_type.h"
 #include "models/rope_spec.h"
 
 namespace tessera::models {
-
-enum class LayerType : std::uint8_t { kSliding, kFull };
 
 struct Gemma4Layer {
   LayerType type = LayerType::kSliding;

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "models/model_spec.h"
+#include "models/routing_request.h"
 #include "tessera/recompute_mode.h"
 #include "tessera/shard.h"
 
@@ -33,8 +34,10 @@ struct ModelInputs {
   std::optional<at::Tensor> targets;      ///< [B, T] i64, shifted; none = logits are wanted
   std::optional<Images> images;           ///< none = the vision tower does not run
   std::optional<at::Tensor> token_types;  ///< [B, T] i64: 1 at image tokens
-  /// Experts instead of the model's own choice, [B*T, K] i64 one a layer; empty = its own.
+  /// Experts instead of the model's own choice, [B*T, K] i64 one a layer with experts; empty = its
+  /// own.
   std::vector<at::Tensor> imposed_routing;
+  RouterStatistics router_statistics = RouterStatistics::kNone;
 
   template <class F>
   void visit_tensors(F&& f) {
@@ -46,6 +49,17 @@ struct ModelInputs {
     }
     if (token_types) f(*token_types);
     for (at::Tensor& indices : imposed_routing) f(indices);
+  }
+};
+
+struct ModelOutput {
+  at::Tensor result;              ///< as LanguageModel::forward
+  std::vector<RouterLoad> loads;  ///< one a layer with experts, if they were asked for
+
+  template <class F>
+  void visit_tensors(F&& f) {
+    f(result);
+    for (RouterLoad& load : loads) load.visit_tensors(f);
   }
 };
 
@@ -62,6 +76,8 @@ class LanguageModel : public torch::nn::Module {
  public:
   /// Logits [B, T, V], or with targets the sum of the token losses (nn/loss.h), [] fp32.
   virtual at::Tensor forward(const ModelInputs& inputs) = 0;
+  /// The same with what the routers did. A model without such routers has no loads.
+  virtual ModelOutput forward_routed(const ModelInputs& inputs) { return {forward(inputs), {}}; }
   /// Without those that belong to the root: a tied embedding and head, small parts.
   virtual std::vector<ModelUnit> units() = 0;
   /// The Hugging Face name of a unit's parameter; `path` inside the unit's module.

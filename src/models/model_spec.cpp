@@ -6,24 +6,26 @@
 #include "models/config_reader.h"
 #include "models/family.h"
 #include "models/gemma4_config.h"
+#include "models/rope_keys.h"
 #include "models/spec_keys.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
 namespace {
 
-constexpr NumberRange kFactor{1.0, 1e9};
-constexpr NumberRange kFrequencyFactor{1e-6, 1e9};
 constexpr std::size_t kLongestText = std::size_t{4} << 20;
 
-/// What no dense family computes; a value that switches it on is refused.
-void expect_unsupported_off(ConfigReader& keys, Purpose purpose) {
+/// What none of these families computes; a value that switches it on is refused.
+void expect_unsupported_off(ConfigReader& keys, const FamilyTraits& family, Purpose purpose) {
   keys.expect("hidden_act", "silu", "the activation of the MLP");
-  keys.expect("use_sliding_window", false, "sliding windows are not supported");
-  keys.ignore({"sliding_window", "max_window_layers"});  // read only where that is true
+  keys.expect("use_sliding_window", false, "sliding windows are not supported in this family");
+  keys.ignore({"max_window_layers"});  // read only where that is true
+  if (family.family != Family::kGptOss) {
+    keys.ignore({"sliding_window"});  // likewise
+    keys.expect("quantization_config", nullptr, "quantized weights are not supported");
+  }
   keys.expect("pretraining_tp", 1, "sliced products are not supported");
   keys.expect("partial_rotary_factor", 1.0, "rope turns the whole head");
-  keys.expect("quantization_config", nullptr, "quantized weights are not supported");
   keys.expect("is_encoder_decoder", false, "decoder-only models");
   keys.expect("is_decoder", false, "no cross attention");
   keys.expect("add_cross_attention", false, "no cross attention");
@@ -37,62 +39,6 @@ void expect_unsupported_off(ConfigReader& keys, Purpose purpose) {
   } else {
     keys.ignore({"attention_dropout"});
   }
-}
-
-RopeType rope_type(ConfigReader& keys, const std::string& path) {
-  const auto type = keys.word("type");
-  const auto name = keys.word("rope_type");
-  if (type && name && *type != *name)
-    keys.refuse("type", concat("the same as ", path, "rope_type"));
-  const std::string word = name ? *name : type.value_or("default");
-  if (word == "default") return RopeType::kDefault;
-  if (word == "llama3") return RopeType::kLlama3;
-  keys.refuse(name ? "rope_type" : "type", "\"default\" or \"llama3\"");
-}
-
-/// One of the two records that describe rope: rope_parameters (with theta) or rope_scaling
-/// (without).
-void read_rope_record(const nlohmann::json& record, const std::string& path, RopeSpec& rope,
-                      std::vector<std::string>& unknown) {
-  ConfigReader keys(record, path);
-  rope.type = rope_type(keys, path);
-  if (const auto theta = keys.number("rope_theta", kTheta)) rope.theta = *theta;
-  keys.expect("partial_rotary_factor", 1.0, "rope turns the whole head");
-  if (rope.type == RopeType::kLlama3) {
-    const auto number = [&](std::string_view key, NumberRange range) {
-      const auto value = keys.number(key, range);
-      if (!value) keys.refuse(key, "a number, as rope type llama3 needs it");
-      return *value;
-    };
-    rope.factor = number("factor", kFactor);
-    rope.low_freq_factor = number("low_freq_factor", kFrequencyFactor);
-    rope.high_freq_factor = number("high_freq_factor", kFrequencyFactor);
-    rope.original_max_position_embeddings =
-        required(keys, "original_max_position_embeddings", kSize);
-    if (rope.high_freq_factor <= rope.low_freq_factor) {
-      keys.refuse("high_freq_factor", "a number above low_freq_factor");
-    }
-  }
-  for (std::string& line : keys.unknown()) unknown.push_back(std::move(line));
-}
-
-RopeSpec read_rope(ConfigReader& keys, std::vector<std::string>& unknown) {
-  RopeSpec rope;
-  const auto theta = keys.number("rope_theta", kTheta);
-  if (theta) rope.theta = *theta;
-  const nlohmann::json* parameters = keys.take("rope_parameters");
-  const nlohmann::json* scaling = keys.take("rope_scaling");
-  if (parameters != nullptr && scaling != nullptr) {
-    keys.refuse("rope_scaling", "only one of rope_parameters and rope_scaling");
-  }
-  const nlohmann::json* record = parameters != nullptr ? parameters : scaling;
-  const std::string name = parameters != nullptr ? "rope_parameters" : "rope_scaling";
-  if (record != nullptr) {
-    if (!record->is_object()) keys.refuse(name, "an object or null");
-    read_rope_record(*record, name + ".", rope, unknown);
-  }
-  if (theta && rope.theta != *theta) keys.refuse("rope_theta", concat("the value in ", name));
-  return rope;
 }
 
 void read_heads(ConfigReader& keys, const FamilyTraits& family, ModelSpec& spec) {
@@ -137,9 +83,20 @@ void check_layer_types(ConfigReader& keys, std::int64_t layers) {
 /// In floating point, which cannot overflow.
 void check_total_size(const ModelSpec& spec) {
   const auto d = [](std::int64_t n) { return static_cast<double>(n); };
-  const double attention = d(spec.hidden_size) * d(spec.head_dim) *
-                           (2 * d(spec.num_attention_heads) + 2 * d(spec.num_key_value_heads));
-  const double mlp = 3 * d(spec.hidden_size) * d(spec.intermediate_size);
+  // A head of its own for every product: more than latent attention has.
+  const double attention =
+      spec.mla ? d(spec.num_attention_heads) *
+                     (d(spec.hidden_size) + d(spec.mla->kv_lora_rank) +
+                      d(spec.mla->q_lora_rank.value_or(1))) *
+                     2 * d(spec.attended_dims())
+               : d(spec.hidden_size) * d(spec.head_dim) *
+                     (2 * d(spec.num_attention_heads) + 2 * d(spec.num_key_value_heads));
+  double inner = d(spec.intermediate_size);
+  if (spec.moe) {
+    inner += d(spec.moe->num_experts) * d(spec.moe->moe_intermediate_size) +
+             d(spec.moe->shared_intermediate_size);
+  }
+  const double mlp = 3 * d(spec.hidden_size) * inner;
   const double embeddings = 2 * d(spec.hidden_size) * d(spec.vocab_size);
   const double total = d(spec.num_hidden_layers) * (attention + mlp) + embeddings;
   check_total(total);
@@ -170,7 +127,8 @@ ModelSpec read_spec(ConfigReader& keys, const FamilyTraits& family,
   spec.dtype = read_dtype(keys);
   read_tokens(keys, spec);
   spec.tessera_tokenizer = read_tokenizer(keys);
-  check_layer_types(keys, spec.num_hidden_layers);
+  if (family.read != nullptr) family.read(keys, spec);
+  if (spec.layer_types.empty()) check_layer_types(keys, spec.num_hidden_layers);
   check_total_size(spec);
   return spec;
 }
@@ -200,7 +158,7 @@ ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options) {
   if (family.family == Family::kGemma4) {
     result.spec = read_gemma4(keys, options.purpose, unknown);
   } else {
-    expect_unsupported_off(keys, options.purpose);
+    expect_unsupported_off(keys, family, options.purpose);
     result.spec = read_spec(keys, family, unknown);
   }
   ignore_harmless(keys);

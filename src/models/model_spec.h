@@ -14,12 +14,15 @@
 #include <vector>
 
 #include "models/gemma4_spec.h"
+#include "models/layer_type.h"
+#include "models/mla_spec.h"
+#include "models/moe_spec.h"
 #include "models/rope_spec.h"
 #include "tessera/dtype.h"
 
 namespace tessera::models {
 
-enum class Family : std::uint8_t { kQwen3, kLlama, kGemma4 };
+enum class Family : std::uint8_t { kQwen3, kLlama, kGemma4, kQwen3Moe, kGptOss, kDeepseekV2 };
 
 /// The fields carry the names of the file's keys.
 struct ModelSpec {
@@ -38,17 +41,31 @@ struct ModelSpec {
   bool attention_bias = false;  ///< on q, k, v and o
   bool mlp_bias = false;        ///< on gate, up and down (llama)
   RopeSpec rope;
-  std::optional<DType> dtype;  ///< storage dtype that the file names, if any
+  std::vector<LayerType> layer_types;  ///< one a layer; empty = all full (and of Gemma 4)
+  std::int64_t sliding_window = 0;     ///< of sliding layers
+  std::optional<DType> dtype;          ///< storage dtype that the file names, if any
   /// This token's embedding row gets no gradient from the embedding (only from a tied head).
   std::optional<std::int64_t> pad_token_id;
   std::optional<std::int64_t> bos_token_id;
   std::vector<std::int64_t> eos_token_ids;
   std::string tessera_tokenizer;     ///< "bytes" for a model trained on raw bytes, else empty
   std::optional<Gemma4Spec> gemma4;  ///< of kGemma4, and of no other family
+  std::optional<MoeSpec> moe;        ///< of a family whose layers have experts for an MLP
+  std::optional<MlaSpec> mla;        ///< of latent attention; head_dim is what rope turns
 
-  bool qk_norm() const { return family == Family::kQwen3; }
+  bool qk_norm() const { return family == Family::kQwen3 || family == Family::kQwen3Moe; }
+  bool attention_sinks() const { return family == Family::kGptOss; }
+  bool is_moe(std::int64_t layer) const { return moe && moe->is_moe(layer); }
+  bool is_sliding(std::int64_t layer) const {
+    return !layer_types.empty() &&
+           layer_types.at(static_cast<std::size_t>(layer)) == LayerType::kSliding;
+  }
   std::int64_t q_size() const { return num_attention_heads * head_dim; }
   std::int64_t kv_size() const { return num_key_value_heads * head_dim; }
+  /// Multiplications of a query with a key and of their weight with a value.
+  std::int64_t attended_dims() const {
+    return mla ? mla->qk_head_dim() + mla->v_head_dim : 2 * head_dim;
+  }
   bool operator==(const ModelSpec&) const = default;
 };
 

@@ -9,8 +9,7 @@
 namespace tessera::models {
 namespace {
 
-void add_layer(TableBuilder& table, const ModelSpec& spec, const std::string& layer) {
-  table.begin_unit(layer);
+void add_attention(TableBuilder& table, const ModelSpec& spec, const std::string& layer) {
   const std::string attention = layer + ".self_attn.";
   table.linear(attention + "q_proj", spec.q_size(), spec.hidden_size, spec.attention_bias);
   table.linear(attention + "k_proj", spec.kv_size(), spec.hidden_size, spec.attention_bias);
@@ -20,10 +19,31 @@ void add_layer(TableBuilder& table, const ModelSpec& spec, const std::string& la
     table.norm(attention + "q_norm.weight", spec.head_dim);
     table.norm(attention + "k_norm.weight", spec.head_dim);
   }
+  if (spec.attention_sinks()) {
+    table.matrix(attention + "sinks", {spec.num_attention_heads}, DecayClass::kBias);
+  }
+}
+
+void add_mlp(TableBuilder& table, const ModelSpec& spec, const std::string& layer) {
   const std::string mlp = layer + ".mlp.";
   table.linear(mlp + "gate_proj", spec.intermediate_size, spec.hidden_size, spec.mlp_bias);
   table.linear(mlp + "up_proj", spec.intermediate_size, spec.hidden_size, spec.mlp_bias);
   table.linear(mlp + "down_proj", spec.hidden_size, spec.intermediate_size, spec.mlp_bias);
+}
+
+void add_layer(TableBuilder& table, const ModelSpec& spec, std::int64_t number) {
+  const std::string layer = concat("model.layers.", number);
+  table.begin_unit(layer);
+  if (spec.mla) {
+    add_mla(table, spec, layer + ".self_attn");
+  } else {
+    add_attention(table, spec, layer);
+  }
+  if (spec.is_moe(number)) {
+    add_moe(table, spec, layer + ".mlp");
+  } else {
+    add_mlp(table, spec, layer);
+  }
   table.norm(layer + ".input_layernorm.weight", spec.hidden_size);
   table.norm(layer + ".post_attention_layernorm.weight", spec.hidden_size);
 }
@@ -46,7 +66,7 @@ std::vector<ParameterSpec> parameter_table(const ModelSpec& spec) {
   table.begin_unit("model.embed_tokens");
   table.matrix("model.embed_tokens.weight", embedding, DecayClass::kEmbedding);
   for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
-    add_layer(table, spec, concat("model.layers.", i));
+    add_layer(table, spec, i);
   }
   table.begin_unit("head");
   table.norm("model.norm.weight", spec.hidden_size);
@@ -80,17 +100,29 @@ std::vector<BufferSpec> buffer_table(const ModelSpec& spec) {
   return spec.family == Family::kGemma4 ? gemma4_buffers(spec) : std::vector<BufferSpec>{};
 }
 
+RoutedExperts routed_experts(const ModelSpec& spec) {
+  if (spec.moe) {
+    RoutedExperts routed{spec.moe->num_experts, spec.moe->experts_per_token, {}};
+    for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
+      if (spec.moe->is_moe(i)) routed.layers.push_back(i);
+    }
+    return routed;
+  }
+  if (!spec.gemma4 || !spec.gemma4->experts) return {};
+  RoutedExperts routed{spec.gemma4->experts->num_experts, spec.gemma4->experts->top_k_experts, {}};
+  for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) routed.layers.push_back(i);
+  return routed;
+}
+
 std::int64_t active_numel(const ModelSpec& spec, const ParameterSpec& row) {
   const bool is_head = !row.tied_to.empty();
   if (row.decay == DecayClass::kEmbedding && !is_head) return 0;
   if (row.name.starts_with("model.vision_tower.") || row.name.starts_with("model.embed_vision.")) {
     return 0;
   }
-  if (!spec.gemma4 || !spec.gemma4->experts || row.name.find(".experts.") == std::string::npos) {
-    return row.numel();
-  }
-  const Gemma4Experts& experts = *spec.gemma4->experts;
-  return row.numel() / experts.num_experts * experts.top_k_experts;
+  if (row.name.find(".experts.") == std::string::npos) return row.numel();
+  const RoutedExperts experts = routed_experts(spec);
+  return row.numel() / experts.experts * experts.experts_per_token;
 }
 
 std::int64_t total_numel(const std::vector<ParameterSpec>& table) {

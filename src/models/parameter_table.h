@@ -55,6 +55,14 @@ struct BufferSpec {
 
 std::vector<BufferSpec> buffer_table(const ModelSpec& spec);
 
+/// Where a model routes tokens to experts; no layers = nowhere.
+struct RoutedExperts {
+  std::int64_t experts = 0;
+  std::int64_t experts_per_token = 0;
+  std::vector<std::int64_t> layers = {};  ///< their numbers, ascending
+};
+RoutedExperts routed_experts(const ModelSpec& spec);
+
 /// Elements that multiply each token of a text: none of an embedding or a vision tower, of experts
 /// only those that a token goes to.
 std::int64_t active_numel(const ModelSpec& spec, const ParameterSpec& row);

@@ -6,6 +6,7 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -25,14 +26,17 @@ inline bool wants_gradient(const torch::nn::Module& layer, const std::vector<at:
   return std::any_of(parameters.begin(), parameters.end(), wants);
 }
 
-/// body(inputs) of `layer`, which lives as long as the graph if a shared pointer holds it.
+/// body(inputs) of `layer`, a tensor or several; it lives as long as the graph if a shared pointer
+/// holds it.
 template <class Body>
-at::Tensor recomputed(torch::nn::Module& layer, RecomputeMode mode,
-                      const std::vector<at::Tensor>& inputs, Body body) {
+auto recomputed(torch::nn::Module& layer, RecomputeMode mode, const std::vector<at::Tensor>& inputs,
+                Body body) {
+  using Result = decltype(body(inputs));
   if (mode == RecomputeMode::kNone || !wants_gradient(layer, inputs)) return body(inputs);
-  return checkpoint([owner = layer.weak_from_this().lock(), body = std::move(body)](
-                        const std::vector<at::Tensor>& all) { return body(all); },
-                    inputs, mode);
+  std::function<Result(const std::vector<at::Tensor>&)> run =
+      [owner = layer.weak_from_this().lock(), body = std::move(body)](
+          const std::vector<at::Tensor>& all) { return body(all); };
+  return checkpoint(std::move(run), inputs, mode);
 }
 
 }  // namespace tessera::models

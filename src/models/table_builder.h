@@ -57,6 +57,12 @@ class TableBuilder {
   std::vector<ParameterSpec> rows_;
 };
 
+/// Latent attention of a layer, called `attention`.
+void add_mla(TableBuilder& table, const ModelSpec& spec, const std::string& attention);
+
+/// Router, experts and shared experts of a layer whose MLP is called `mlp`.
+void add_moe(TableBuilder& table, const ModelSpec& spec, const std::string& mlp);
+
 /// Gemma 4's rows: vision tower, projector, embedding, layers, final norm and head.
 void add_gemma4(TableBuilder& table, const ModelSpec& spec);
 std::vector<BufferSpec> gemma4_buffers(const ModelSpec& spec);

@@ -11,6 +11,8 @@
 #include "nn/cpu/dispatch.h"
 #include "nn/cpu/functions.h"
 #include "nn/masked_attention.h"
+#include "nn/parameter.h"
+#include "nn/windowed_attention.h"
 
 namespace tessera::nn {
 
@@ -20,12 +22,13 @@ at::Tensor cached_attention_composite(const at::Tensor& q, const at::Tensor& key
   const at::Tensor position = at::arange(keys.size(2), q.device());
   const at::Tensor own = position.narrow(0, keys.size(2) - positions, positions);
   const at::Tensor later = position > own.view({positions, 1, 1});
-  return attention_composite(q, keys, values, later, scale);
+  return attention_composite(q, keys, values, {.hidden = later}, scale);
 }
 
 at::Tensor causal_attention_composite(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                       double scale) {
-  const at::Tensor values = v.reshape({q.size(0), q.size(2), q.size(1), q.size(4)}).transpose(1, 2);
+  const std::int64_t head_dim = v.size(2) / q.size(1);
+  const at::Tensor values = v.reshape({q.size(0), q.size(2), q.size(1), head_dim}).transpose(1, 2);
   return cached_attention_composite(q, k.squeeze(3), values, scale);
 }
 
@@ -59,6 +62,9 @@ Attention::Attention(const AttentionOptions& options, std::shared_ptr<Rope> rope
     q_norm_ = norm("q_norm");
     k_norm_ = norm("k_norm");
   }
+  if (options.sinks == AttentionOptions::Sinks::kYes) {
+    sinks_ = register_parameter("sinks", empty_parameter({options.heads}));
+  }
 }
 
 double Attention::scale() const { return 1.0 / std::sqrt(static_cast<double>(options_.head_dim)); }
@@ -73,9 +79,22 @@ Attention::Heads Attention::project(const at::Tensor& x, const RopeTable& table)
           rope_heads(k_proj_->forward(x), keys, head_norm(k_norm_), table), v_proj_->forward(x)};
 }
 
+bool Attention::is_plain(std::int64_t positions) const {
+  return !sinks_.defined() && (!options_.window || positions <= *options_.window);
+}
+
 at::Tensor Attention::forward(const at::Tensor& x) {
   const Heads heads = project(x, rope_->table(x.size(1), x.scalar_type(), x.device()));
-  return o_proj_->forward(causal_attention(heads.q, heads.k, heads.v, scale()));
+  return o_proj_->forward(attend(heads));
+}
+
+at::Tensor Attention::attend(const Heads& heads) const {
+  if (is_plain(heads.q.size(2))) return causal_attention(heads.q, heads.k, heads.v, scale());
+  const at::Tensor values =
+      heads.v.reshape({heads.q.size(0), heads.q.size(2), heads.q.size(1), heads.q.size(4)})
+          .transpose(1, 2);
+  return windowed_attention(heads.q, heads.k.squeeze(3), values, {options_.window, sinks_},
+                            scale());
 }
 
 at::Tensor Attention::decode(const at::Tensor& x, KvCache& cache) {
@@ -87,9 +106,12 @@ at::Tensor Attention::decode(const at::Tensor& x, KvCache& cache) {
   const Heads heads =
       project(x, {all.cos.narrow(0, begin, x.size(1)), all.sin.narrow(0, begin, x.size(1))});
   cache.append(heads.k, heads.v);
-  return o_proj_->forward(begin == 0
-                              ? causal_attention(heads.q, heads.k, heads.v, scale())
-                              : cached_attention(heads.q, cache.keys(), cache.values(), scale()));
+  if (begin == 0) return o_proj_->forward(attend(heads));
+  return o_proj_->forward(
+      is_plain(cache.length())
+          ? cached_attention(heads.q, cache.keys(), cache.values(), scale())
+          : windowed_attention(heads.q, cache.keys(), cache.values(), {options_.window, sinks_},
+                               scale()));
 }
 
 }  // namespace tessera::nn

@@ -10,16 +10,17 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 
-#include "nn/kv_cache.h"
 #include "nn/linear.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
+#include "nn/self_attention.h"
 
 namespace tessera::nn {
 
 /// q [B, G, T, R, D], k [B, G, T, 1, D] (both as rope_heads gives them), v [B, T, G*D] -> [B, T,
-/// H*D].
+/// H*D]. The D of v, and of the result, may be another.
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             double scale);
 
@@ -37,6 +38,7 @@ at::Tensor causal_attention_composite(const at::Tensor& q, const at::Tensor& k, 
 at::Tensor cached_attention_composite(const at::Tensor& q, const at::Tensor& keys,
                                       const at::Tensor& values, double scale);
 
+/// Heads are those of this rank.
 struct AttentionOptions {
   std::int64_t hidden_size = 0;
   std::int64_t heads = 0;
@@ -45,16 +47,17 @@ struct AttentionOptions {
   Bias bias = Bias::kNo;  ///< of all four projections
   enum class QkNorm : std::uint8_t { kNo, kYes } qk_norm = QkNorm::kNo;
   double norm_eps = 0.0;
+  enum class Sinks : std::uint8_t { kNo, kYes } sinks = Sinks::kNo;  ///< one a head, learned
+  std::optional<std::int64_t> window = std::nullopt;  ///< as windowed_attention has it
 };
 
-class Attention : public torch::nn::Module {
+class Attention : public SelfAttention {
  public:
   Attention(const AttentionOptions& options, std::shared_ptr<Rope> rope);
-  /// x [B, T, hidden] -> the same shape and dtype.
-  at::Tensor forward(const at::Tensor& x);
-  /// The same for positions that follow those of the cache, which they join. No gradient. The first
-  /// call of a cache gives forward's bits. Errors: as KvCache::append.
-  at::Tensor decode(const at::Tensor& x, KvCache& cache);
+  at::Tensor forward(const at::Tensor& x) override;
+  bool can_decode() const override { return true; }
+  /// The first call of a cache gives forward's bits.
+  at::Tensor decode(const at::Tensor& x, KvCache& cache) override;
 
  private:
   struct Heads {
@@ -62,12 +65,16 @@ class Attention : public torch::nn::Module {
     at::Tensor v;
   };
   Heads project(const at::Tensor& x, const RopeTable& table);
+  /// Neither sinks nor keys beyond the window.
+  bool is_plain(std::int64_t positions) const;
+  at::Tensor attend(const Heads& heads) const;
   double scale() const;
 
   AttentionOptions options_;
   std::shared_ptr<Rope> rope_;
   std::shared_ptr<Linear> q_proj_, k_proj_, v_proj_, o_proj_;
   std::shared_ptr<RmsNorm> q_norm_, k_norm_;  ///< null without q/k norm
+  at::Tensor sinks_;                          ///< [heads], or undefined
 };
 
 }  // namespace tessera::nn

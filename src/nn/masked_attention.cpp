@@ -15,7 +15,7 @@
 namespace tessera::nn {
 
 at::Tensor attention_composite(const at::Tensor& q, const at::Tensor& keys,
-                               const at::Tensor& values, const at::Tensor& hidden, double scale) {
+                               const at::Tensor& values, const Unseen& unseen, double scale) {
   const std::int64_t rows = q.size(0);
   const std::int64_t groups = q.size(1);
   const std::int64_t positions = q.size(2);
@@ -29,20 +29,25 @@ at::Tensor attention_composite(const at::Tensor& q, const at::Tensor& keys,
     const WideScope softmax;
     const at::Tensor masked = scores.to(inside)
                                   .view({rows, groups, positions, repeat, seen})
-                                  .masked_fill(hidden, -std::numeric_limits<double>::infinity());
-    return at::softmax(masked, 4).to(q.scalar_type());
+                                  .masked_fill(unseen.hidden, -std::numeric_limits<double>::infinity());
+    if (!unseen.sinks.defined()) return at::softmax(masked, 4).to(q.scalar_type());
+    const at::Tensor sinks =
+        unseen.sinks.to(inside)
+            .view({1, groups, 1, repeat, 1})
+            .expand({rows, groups, positions, repeat, 1});
+    return at::softmax(at::cat({masked, sinks}, 4), 4).narrow(4, 0, seen).to(q.scalar_type());
   }();
-  return at::matmul(weights.view({rows, groups, positions * repeat, seen}), values)
-      .view({rows, groups, positions, repeat * head_dim})
+  return at::matmul(weights.reshape({rows, groups, positions * repeat, seen}), values)
+      .view({rows, groups, positions, repeat * values.size(3)})
       .transpose(1, 2)
-      .reshape({rows, positions, groups * repeat * head_dim});
+      .reshape({rows, positions, groups * repeat * values.size(3)});
 }
 
 at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const at::Tensor& visible, double scale) {
   const at::Tensor values = v.reshape({q.size(0), q.size(2), q.size(1), q.size(4)}).transpose(1, 2);
   return attention_composite(q, k.squeeze(3), values,
-                             visible.logical_not().unsqueeze(1).unsqueeze(3), scale);
+                             {.hidden = visible.logical_not().unsqueeze(1).unsqueeze(3)}, scale);
 }
 
 at::Tensor number_runs(const at::Tensor& flags) {

@@ -17,10 +17,14 @@ namespace tessera::nn {
 at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const at::Tensor& visible, double scale);
 
-/// q [B, G, T, R, D], keys and values [B, G, N, D]; hidden bool, broadcast to [B, G, T, R, N], is
-/// what no query sees. -> [B, T, G*R*D], out of ATen operations.
+struct Unseen {
+  at::Tensor hidden;      ///< bool, broadcast to [B, G, T, R, N]: what no query sees
+  at::Tensor sinks = {};  ///< [G*R]: one more logit a head that takes its share of the softmax
+};
+/// q [B, G, T, R, D], keys and values [B, G, N, D] -> [B, T, G*R*D], D that of values, out of ATen
+/// operations.
 at::Tensor attention_composite(const at::Tensor& q, const at::Tensor& keys,
-                               const at::Tensor& values, const at::Tensor& hidden, double scale);
+                               const at::Tensor& values, const Unseen& unseen, double scale);
 
 /// Runs of consecutive true values: flags [B, T] bool -> [B, T] i64, the number of the run in its
 /// row (0, 1, ...), -1 outside.

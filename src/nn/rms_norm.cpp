@@ -7,7 +7,6 @@
 #include "nn/cpu/functions.h"
 #include "nn/parameter.h"
 #include "tessera/dtype_watch.h"
-#include "tessera/error.h"
 
 namespace tessera::nn {
 
@@ -34,12 +33,12 @@ at::Tensor plain_rms_norm(const at::Tensor& x, double eps) {
 }
 
 SumAndNorm add_rms_norm(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight,
-                        double eps) {
+                        double eps, NormRounding rounding) {
   if (cpu::has_kernels(x, weight) && residual.scalar_type() == x.scalar_type()) {
     return cpu::add_rms_norm(x, residual, weight, eps);
   }
   const at::Tensor sum = (x + residual).to(x.scalar_type());
-  return {sum, rms_norm_composite(sum, weight, eps)};
+  return {sum, rms_norm_composite(sum, weight, eps, rounding)};
 }
 
 RmsNorm::RmsNorm(std::int64_t size, double eps, NormRounding rounding)
@@ -50,8 +49,7 @@ RmsNorm::RmsNorm(std::int64_t size, double eps, NormRounding rounding)
 at::Tensor RmsNorm::forward(const at::Tensor& x) { return rms_norm(x, weight, eps_, rounding_); }
 
 SumAndNorm RmsNorm::add_forward(const at::Tensor& x, const at::Tensor& residual) {
-  TESSERA_INVARIANT(rounding_ == NormRounding::kBeforeWeight, "add_forward of a Gemma norm");
-  return add_rms_norm(x, residual, weight, eps_);
+  return add_rms_norm(x, residual, weight, eps_, rounding_);
 }
 
 }  // namespace tessera::nn

@@ -1,7 +1,7 @@
 // RMSNorm as Hugging Face's models compute it, returned in the input's dtype whatever the weight's.
 //
 // Llama's and Qwen3's composite form rounds the normed value to the input's dtype before it
-// multiplies by the weight, as theirs does; Gemma's multiplies first, and may have no weight. The
+// multiplies by the weight, as theirs does; Gemma's and gpt-oss' multiply first. Gemma's may have no weight. The
 // CPU kernel stays in fp32 and rounds once for both. Next: rope.h.
 #pragma once
 
@@ -31,7 +31,7 @@ struct SumAndNorm {
 
 /// x + residual in x's dtype, and its norm: the end of one block and the beginning of the next.
 SumAndNorm add_rms_norm(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight,
-                        double eps);
+                        double eps, NormRounding rounding = NormRounding::kBeforeWeight);
 
 /// The first out of ATen operations: any device and floating dtype; what the CPU kernel is tested
 /// with.

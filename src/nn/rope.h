@@ -1,5 +1,6 @@
-// Rotary position embedding over pairs (x[i], x[i + D/2]), with the `llama3` stretching of
-// frequencies and the `proportional` kind that turns only the first pairs.
+// Rotary position embedding over pairs (x[i], x[i + D/2]), or over neighbours (x[2i], x[2i + 1]),
+// with the `llama3` and `yarn` stretching of frequencies and the `proportional` kind that turns
+// only the first pairs.
 //
 // Frequencies and tables are fp32; only the finished cos and sin are rounded to the activation's
 // dtype. The q/k norm of Qwen3 is taken along: both work on one head of one position. Short
@@ -25,10 +26,22 @@ struct Llama3Scaling {
   std::int64_t original_max_position_embeddings = 0;
 };
 
+/// Slows a pair by `factor` where it turns less than `beta_slow` times in the original context,
+/// not where more than `beta_fast` times, blends between, linearly over the pairs' numbers.
+struct YarnScaling {
+  double factor = 1.0;
+  double beta_fast = 32.0;
+  double beta_slow = 1.0;
+  std::int64_t original_max_position_embeddings = 0;
+  bool truncate = true;  ///< the two borders are rounded outwards to whole numbers
+};
+
 struct RopeOptions {
   std::int64_t head_dim = 0;
   double theta = 10000.0;
   std::optional<Llama3Scaling> llama3 = std::nullopt;
+  std::optional<YarnScaling> yarn = std::nullopt;
+  double table_factor = 1.0;  ///< of cos and sin, in fp32 before they are rounded
   /// `proportional`: the first so many pairs turn, all others pass unchanged; frequencies are those
   /// of the whole head, divided by `factor`.
   std::optional<std::int64_t> turned_pairs = std::nullopt;
@@ -53,6 +66,7 @@ class Rope {
 
  private:
   at::Tensor frequencies_;
+  double table_factor_;
   std::map<std::pair<at::ScalarType, std::int64_t>, RopeTable> tables_;
 };
 
@@ -77,5 +91,9 @@ at::Tensor rope_heads(const at::Tensor& x, const HeadLayout& layout, const HeadN
 /// The same out of ATen operations.
 at::Tensor rope_heads_composite(const at::Tensor& x, const HeadLayout& layout, const HeadNorm& norm,
                                 const RopeTable& table);
+
+/// Neighbours (x[2i], x[2i + 1]) turned, in place and order: x [B, T, H, D] with a table in fp32
+/// (fp64 for fp64) -> the same shape, rounded once to x's dtype. Out of ATen operations.
+at::Tensor turn_neighbours(const at::Tensor& x, const RopeTable& table);
 
 }  // namespace tessera::nn

@@ -31,9 +31,6 @@ void check_built(const Config& config) {
   TESSERA_CHECK(config.comm.backend != BackendName::kNccl, ErrorKind::kConfig,
                 "comm.backend: found nccl, expected auto or gloo; nccl carries CUDA tensors only, "
                 "and training on CUDA is not yet built");
-  TESSERA_CHECK(config.model.aux_loss_coef.value_or(0.0) == 0.0, ErrorKind::kConfig,
-                "model.aux_loss_coef: found ", config.model.aux_loss_coef.value_or(0.0),
-                ", expected 0; mixtures of experts are not yet built");
 }
 
 void check_lora(const LoraConfig& lora, const ModelConfig& model) {

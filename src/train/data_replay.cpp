@@ -31,7 +31,7 @@ ReplayedBatches::ReplayedBatches(const std::string& path, StepsPrefix prefix,
 void ReplayedBatches::impose(const RoutingWanted& routing) {
   TESSERA_INVARIANT(steps_ == 1, "routing of several steps");
   const std::vector<std::int64_t> expected{rows_ * columns_, routing.experts_per_token};
-  for (std::int64_t layer = 0; layer < routing.layers; ++layer) {
+  for (const std::int64_t layer : routing.layers) {
     const TensorInfo& indices = find(indices_name(layer));
     TESSERA_CHECK(indices.shape == expected, ErrorKind::kFormat, shown(file_.path()), ": found ",
                   indices_name(layer), " ", shape_text(indices.shape), ", expected ",
@@ -116,7 +116,8 @@ MicroBatch ReplayedBatches::load(std::int64_t step, RowRange rows) const {
   batch.input_ids = read(find(input_name_), index, rows);
   batch.targets = nn::next_token_targets(read(find(label_name_), index, rows));
   if (images_) images_->load(index, rows, batch);
-  for (std::int64_t layer = 0; routing_ && layer < routing_->layers; ++layer) {
+  if (!routing_) return batch;
+  for (const std::int64_t layer : routing_->layers) {
     const std::int64_t k = routing_->experts_per_token;
     batch.imposed_routing.push_back(read_integers(file_, find(indices_name(layer)),
                                                   rows.begin * columns_ * k,

@@ -43,10 +43,14 @@ EndedBy generate(models::Decoder& model, const std::vector<std::int64_t>& prompt
   // The last token is never put in, so it needs no position.
   const std::int64_t most =
       std::min(options.max_new_tokens, spec.max_position_embeddings - given + 1);
-  models::DecoderCache cache = model.make_cache(given + most - 1);
+  const bool cached = model.can_decode();
+  models::DecoderCache cache = model.make_cache(cached ? given + most - 1 : 0);
+  std::vector<std::int64_t> written = prompt;
   at::Tensor next = row_of(prompt);
   for (std::int64_t made = 0; made < most; ++made) {
-    const at::Tensor logits = model.decode(next, cache).to(at::kFloat).contiguous();
+    const at::Tensor logits = (cached ? model.decode(next, cache) : model.next_logits(next))
+                                  .to(at::kFloat)
+                                  .contiguous();
     const auto count = options.ids_below == 0 ? logits.size(1) : options.ids_below;
     const std::int64_t token =
         choose_token({logits.const_data_ptr<float>(), static_cast<std::size_t>(count)},
@@ -55,7 +59,8 @@ EndedBy generate(models::Decoder& model, const std::vector<std::int64_t>& prompt
     if (std::ranges::find(options.end_tokens, token) != options.end_tokens.end()) {
       return EndedBy::kEndToken;
     }
-    next = row_of({token});
+    written.push_back(token);
+    next = row_of(cached ? std::vector<std::int64_t>{token} : written);
   }
   return most < options.max_new_tokens ? EndedBy::kPositions : EndedBy::kCount;
 }

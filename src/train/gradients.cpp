@@ -15,6 +15,7 @@
 #include "tessera/error.h"
 #include "train/check_dtypes.h"
 #include "train/data.h"
+#include "train/file_forms.h"
 #include "train/loss_scaling.h"
 #include "train/parallelize.h"
 #include "train/step.h"
@@ -84,19 +85,42 @@ std::vector<TensorSpec> outputs(const GradientsRequest& request, const ModelSour
                      DType::kFloat32,
                      {batch.rows_in_step(), batch.row_tokens(), source.spec.vocab_size}});
   }
+  const FileForms forms(models::parameter_table(source.spec));
   for (const auto& contract : contracts) {
-    if (contract.trainable)
-      specs.push_back({"grad/" + contract.name, DType::kFloat32, contract.shape});
+    if (!contract.trainable) continue;
+    const FileForm form = forms.of(contract);
+    for (const std::string& name : form.names) {
+      specs.push_back({"grad/" + name, DType::kFloat32, form.file.shape});
+    }
   }
   return specs;
+}
+
+/// The whole gradients, under the names of the folder that the model comes from. Collective.
+void write_gradients(const ShardedBase& model, const FileForms& forms, SafetensorsWriter* writer) {
+  std::map<std::string, FileForm> form_of;
+  for (const auto& view : model.shards()) {
+    form_of.emplace(view.contract->name, forms.of(*view.contract));
+  }
+  model.visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
+    if (writer == nullptr) return;
+    const auto values = gradient.to(at::kFloat).contiguous();
+    const auto bytes = bytes_of(values);
+    const FileForm& form = form_of.at(name);
+    const std::size_t each = bytes.size() / form.names.size();
+    for (std::size_t i = 0; i < form.names.size(); ++i) {
+      writer->write("grad/" + form.names[i], bytes.subspan(i * each, each));
+    }
+  });
 }
 
 /// Dense models have nothing to impose.
 std::optional<RoutingWanted> routing_of(const GradientsRequest& request,
                                         const models::ModelSpec& spec) {
-  if (!request.impose_routing || !spec.gemma4 || !spec.gemma4->experts) return std::nullopt;
-  const models::Gemma4Experts& experts = *spec.gemma4->experts;
-  return RoutingWanted{spec.num_hidden_layers, experts.num_experts, experts.top_k_experts};
+  if (!request.impose_routing) return std::nullopt;
+  auto routed = models::routed_experts(spec);
+  if (routed.layers.empty()) return std::nullopt;
+  return routed;
 }
 
 void refuse_overwriting_inputs(const GradientsRequest& request) {
@@ -150,26 +174,19 @@ void run_gradients(const GradientsRequest& request, World& world,
     }
   }
   const auto scaler = make_scaler(*model, config.grad_scaler);
-  StepOptions options;
-  if (config.training.sync_every_micro_batch) options.sync = Sync::kEveryMicroBatch;
-  options.seed = static_cast<std::uint64_t>(config.debug.seed);
-  if (scaler) options.loss_scale = scaler->scale();
-  auto loss = forward_backward(*model, *batch, 1, rows, options);
+  auto loss = forward_backward(*model, *batch, 1, rows, step_options(config, scaler.get()));
+  double norm = gradient_norm(*model);
   // The first scale that float16 holds: of a single batch there is no next step.
-  while (scaler && std::isfinite(loss.mean()) && !scaler->update(*model, gradient_norm(*model))) {
+  while (scaler && std::isfinite(loss.mean()) && !scaler->update(*model, norm)) {
     model->zero_grad();
-    options.loss_scale = scaler->scale();
-    loss = forward_backward(*model, *batch, 1, rows, options);
+    loss = forward_backward(*model, *batch, 1, rows, step_options(config, scaler.get()));
+    norm = gradient_norm(*model);
   }
-  const double norm = gradient_norm(*model);
   TESSERA_CHECK(std::isfinite(loss.mean()) && std::isfinite(norm), ErrorKind::kNumeric,
                 "gradients: found loss ", loss.mean(), " and gradient norm ", norm,
                 ", expected finite values; look at the batch, or compute in a wider dtype");
-  model->visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
-    if (!writer) return;
-    const auto values = gradient.to(at::kFloat).contiguous();
-    writer->write("grad/" + name, bytes_of(values));
-  });
+  write_gradients(*model, FileForms(models::parameter_table(source.spec)),
+                  writer ? &*writer : nullptr);
   if (!writer) return;
   const auto mean = at::full({1}, loss.mean(), at::TensorOptions().dtype(at::kFloat));
   writer->write("loss", bytes_of(mean));

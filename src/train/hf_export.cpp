@@ -52,11 +52,14 @@ std::vector<TensorSpec> tensors_to_write(const ModelSource& source, const Export
   std::vector<TensorSpec> tensors;
   for (const models::ParameterSpec& parameter : table) {
     if (!parameter.tied_to.empty()) continue;
-    const SourceTensor& stored = *source.folder->find(parameter.name);
-    TESSERA_CHECK(is_floating(stored.dtype) && !is_float8(stored.dtype), ErrorKind::kFormat,
-                  source.folder->path().string(), ": tensor ", parameter.name, ": found dtype ",
-                  to_string(stored.dtype), ", expected a floating one");
-    tensors.push_back({parameter.name, options.dtype.value_or(stored.original), parameter.shape});
+    const FileForm form = file_form(parameter);
+    for (const std::string& name : form.names) {
+      const SourceTensor& stored = *source.folder->find(name);
+      TESSERA_CHECK(is_floating(stored.dtype) && !is_float8(stored.dtype), ErrorKind::kFormat,
+                    source.folder->path().string(), ": tensor ", name, ": found dtype ",
+                    to_string(stored.dtype), ", expected a floating one");
+      tensors.push_back({name, options.dtype.value_or(stored.original), form.file.shape});
+    }
   }
   for (const models::BufferSpec& buffer : models::buffer_table(source.spec)) {
     const SourceTensor& stored = *source.folder->find(buffer.name);

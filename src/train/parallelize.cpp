@@ -13,13 +13,14 @@ namespace tessera::train {
 
 namespace {
 
-void load(const ShardedBase& model, const TensorSource& folder, Loaded what) {
+void load(const ShardedBase& model, const TensorSource& folder, const FileForms& forms,
+          Loaded what) {
   auto& world = model.unit()->runtime().world();
   if (!folder.hashed_files().empty()) {
     on_all_or_none(world, "verifying the weights",
                    [&] { verify_weights(folder, world.rank(), world.size()); });
   }
-  on_all_or_none(world, "loading the weights", [&] { load_weights(model, folder, what); });
+  on_all_or_none(world, "loading the weights", [&] { load_weights(model, folder, forms, what); });
 }
 
 /// With kLater the caller fills what is trained.
@@ -27,10 +28,12 @@ void fill(const ShardedBase& model, const ModelSource& source, std::uint64_t see
           InitialWeights weights) {
   const bool later = weights == InitialWeights::kLater;
   if (source.base_hash) check_base(source, model.unit()->runtime().world());
-  if (source.folder && (!later || source.lora)) load(model, *source.folder, Loaded::kModel);
+  if (source.folder && (!later || source.lora)) {
+    load(model, *source.folder, FileForms(models::parameter_table(source.spec)), Loaded::kModel);
+  }
   if (later) return;
   if (source.adapters) {
-    load(model, *source.adapters, Loaded::kAdapters);
+    load(model, *source.adapters, {}, Loaded::kAdapters);
   } else if (source.lora) {
     draw_weights(model, models::adapter_table(source.spec, source.lora), seed, Loaded::kAdapters);
   } else if (!source.folder) {

@@ -11,6 +11,7 @@
 #include "train/family_pins.h"
 #include "train/model_plan.h"
 #include "train/parallelize.h"
+#include "train/router_loss.h"
 #include "train/weights.h"
 
 namespace tessera::train {
@@ -48,8 +49,10 @@ std::filesystem::path first_origin(std::filesystem::path path) {
   return path;
 }
 
-/// What is known of one parameter: from the folder's header, or from config.json alone.
-ParameterMeta meta_of(const models::ParameterSpec& parameter, const ModelSource& source) {
+/// What is known of one parameter: from the folder's header (check_tensors has seen that tensors
+/// that one parameter stacks have one dtype), or from config.json alone.
+ParameterMeta meta_of(const models::ParameterSpec& parameter, const ModelSource& source,
+                      std::optional<DType> bulk_dtype) {
   ParameterMeta meta;
   meta.name = parameter.name;
   meta.shape = parameter.shape;
@@ -58,12 +61,13 @@ ParameterMeta meta_of(const models::ParameterSpec& parameter, const ModelSource&
     meta.dtype = source.spec.dtype.value_or(DType::kFloat32);
     return meta;
   }
-  if (const auto* info = source.folder->find(parameter.name)) {
+  const std::string name = file_form(parameter).names.front();
+  if (const auto* info = source.folder->find(name)) {
     TESSERA_CHECK(is_floating(info->dtype), ErrorKind::kFormat, source.folder->path().string(),
-                  ": tensor ", parameter.name, ": found dtype ", to_string(info->dtype),
+                  ": tensor ", name, ": found dtype ", to_string(info->dtype),
                   ", expected a floating one");
     meta.checkpoint = info->dtype;
-    meta.checkpoint_bulk = source.folder->bulk_dtype();
+    meta.checkpoint_bulk = bulk_dtype;
     meta.published = info->original;
     meta.dtype = info->dtype;
   }
@@ -97,6 +101,7 @@ std::vector<ParameterMeta> metas_of(const ModelSource& source, const ModelConfig
   // Before anything of the config.json's sizes is allocated.
   if (source.folder) check_tensors(*source.folder, source.spec);
   if (source.adapters) check_adapters(*source.adapters, source.spec, source.lora);
+  const auto bulk_dtype = source.folder ? source.folder->bulk_dtype() : std::nullopt;
   const auto& family = models::traits(source.spec.family);
   const auto freeze = model.freeze.value_or(family.frozen);
   std::vector<ParameterMeta> metas;
@@ -109,7 +114,7 @@ std::vector<ParameterMeta> metas_of(const ModelSource& source, const ModelConfig
       metas.push_back(adapter_meta(parameter, purpose));
       continue;
     }
-    ParameterMeta meta = meta_of(parameter, source);
+    ParameterMeta meta = meta_of(parameter, source, bulk_dtype);
     meta.trainable =
         purpose == Purpose::kTraining && !source.lora && !matches_any(freeze, meta.name);
     if (source.lora) meta.lora = LoraPart::kBase;
@@ -238,6 +243,7 @@ ModelSource open_model(const ModelConfig& model, const LoraConfig& lora) {
 
 ModelContract resolve_model(const ModelSource& source, const Config& config,
                             const ParallelDims& dims, Purpose purpose) {
+  aux_loss_coef(config.model.aux_loss_coef, source.spec);  // refused before anything is made
   const auto metas = metas_of(source, config.model, purpose);
   ReductionPlan reductions;
   if (dims.dp_shard > 1) reductions.shard_axes.emplace_back(axis::kShard);

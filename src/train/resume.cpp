@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <ranges>
 #include <set>
 #include <system_error>
 
+#include "base/joined.h"
 #include "base/log.h"
 #include "base/printable.h"
 #include "comm/group.h"
@@ -101,9 +103,8 @@ void require_same_layers(const std::vector<std::string>& found,
   if (found == expected) return;
   const auto [mine, theirs] = std::ranges::mismatch(found, expected);
   const auto list = [](auto layer, auto end) {
-    std::string text;
-    for (; layer != end; ++layer) text += (text.empty() ? "" : ", ") + *layer;
-    return text.empty() ? std::string("no further layer") : printable(text, 1024);
+    return layer == end ? std::string("no further layer")
+                        : printable(joined(std::ranges::subrange(layer, end)), 1024);
   };
   throw Error(ErrorKind::kConfig,
               concat("lora.targets: found ", list(mine, found.end()), ", expected ",

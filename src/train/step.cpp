@@ -10,6 +10,9 @@
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "tessera/error.h"
+#include "train/router_loss.h"
+#include "tessera/grad_scaler.h"
+#include "train/config.h"
 
 namespace tessera::train {
 namespace {
@@ -37,6 +40,38 @@ BatchLoss count_kept(const ShardedBase& model, const std::vector<MicroBatch>& ba
   return loss;
 }
 
+/// Adds up what micro-batches say of one layer each.
+class ChosenExperts {
+ public:
+  void add(const std::vector<models::RouterLoad>& loads) {
+    counts_.resize(loads.size());
+    for (std::size_t i = 0; i < loads.size(); ++i) {
+      const at::Tensor counts = loads[i].counts.to(at::kDouble);
+      counts_[i] = counts_[i].defined() ? counts_[i] + counts : counts;
+    }
+  }
+  /// Behind the numbers that are there.
+  void append_to(std::vector<double>& values) const {
+    for (const at::Tensor& layer : counts_) {
+      const at::Tensor mine = layer.to(at::kCPU).contiguous();
+      values.insert(values.end(), mine.const_data_ptr<double>(),
+                    mine.const_data_ptr<double>() + mine.numel());
+    }
+  }
+  /// The same numbers, layer by layer.
+  std::vector<std::vector<double>> split(std::vector<double>::const_iterator next) const {
+    std::vector<std::vector<double>> layers;
+    for (const at::Tensor& layer : counts_) {
+      layers.emplace_back(next, next + layer.numel());
+      next += layer.numel();
+    }
+    return layers;
+  }
+
+ private:
+  std::vector<at::Tensor> counts_;
+};
+
 std::vector<MicroBatch> load(const BatchSource& source, std::int64_t step,
                              const std::vector<RowRange>& rows) {
   std::vector<MicroBatch> batches;
@@ -63,6 +98,15 @@ std::vector<double> max_over_data(const ShardedBase& model, const std::vector<do
   return largest;
 }
 
+StepOptions step_options(const Config& config, const GradScaler* scaler) {
+  StepOptions options;
+  if (config.training.sync_every_micro_batch) options.sync = Sync::kEveryMicroBatch;
+  options.seed = static_cast<std::uint64_t>(config.debug.seed);
+  if (scaler != nullptr) options.loss_scale = scaler->scale();
+  options.aux_loss_coef = config.model.aux_loss_coef;
+  return options;
+}
+
 BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,
                            std::int64_t step, const std::vector<RowRange>& rows,
                            const StepOptions& options) {
@@ -70,20 +114,43 @@ BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSou
   auto loss = count_kept(model, batches);
   TESSERA_CHECK(loss.kept > 0, ErrorKind::kFormat, "batch of step ", step,
                 ": found no kept label (all are -100), expected at least one");
+  const models::ModelSpec& spec = model.module()->spec();
+  const double coef = aux_loss_coef(options.aux_loss_coef, spec);
+  ChosenExperts chosen;
   double sum = 0.0;
+  double auxiliary = 0.0;
   for (std::size_t i = 0; i < batches.size(); ++i) {
     const bool last = i + 1 == batches.size();
     model.set_requires_gradient_sync(last || options.sync == Sync::kEveryMicroBatch);
     model.set_requires_replica_reduce(last);
     const SampleScope place(SamplePlace{options.seed, step, rows[i].begin});
-    const auto token_losses = model.forward(batches[i].inputs());
+    auto inputs = batches[i].inputs();
+    if (spec.moe) inputs.router_statistics = models::RouterStatistics::kCounts;
+    if (coef > 0) inputs.router_statistics = models::RouterStatistics::kAndProbabilities;
+    const auto output = model.call(&models::LanguageModel::forward_routed, inputs);
+    chosen.add(output.loads);
     // The mean over the whole batch is differentiated: no rank divides again.
-    const auto seed =
-        at::full_like(token_losses, options.loss_scale / static_cast<double>(loss.kept));
-    torch::autograd::backward({token_losses}, {seed});
-    sum += token_losses.item<double>();
+    std::vector<at::Tensor> roots{output.result};
+    std::vector<at::Tensor> seeds{
+        at::full_like(output.result, options.loss_scale / static_cast<double>(loss.kept))};
+    if (coef > 0 && !output.loads.empty()) {
+      const auto addend = auxiliary_loss(model, output.loads, spec.moe->experts_per_token);
+      const double share = 1.0 / static_cast<double>(batches.size());
+      auxiliary += addend.item<double>() * share;
+      if (addend.requires_grad()) {  // not where all that it comes from is frozen
+        roots.push_back(addend);
+        seeds.push_back(at::full_like(addend, options.loss_scale * coef * share));
+      }
+    }
+    torch::autograd::backward(roots, seeds);
+    sum += output.result.item<double>();
   }
-  loss.sum = sum_over_data(model, {sum}).front();
+  std::vector<double> mine{sum, auxiliary};
+  chosen.append_to(mine);
+  const auto sums = sum_over_data(model, mine);
+  loss.sum = sums[0];
+  loss.auxiliary = sums[1];
+  loss.chosen = chosen.split(sums.begin() + 2);
   return loss;
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "models/language_model.h"
@@ -10,11 +11,20 @@
 #include "train/data.h"
 #include "train/sampler.h"
 
+namespace tessera {
+class GradScaler;
+}
+
 namespace tessera::train {
+
+struct Config;
 
 struct BatchLoss {
   double sum = 0;         ///< of the token losses of all data ranks
   std::int64_t kept = 0;  ///< labels that count, of all data ranks
+  double auxiliary = 0;   ///< before its weight, the mean over micro-batches; 0 where it has none
+  /// Of a model with experts, a layer with them: how many tokens of all data ranks chose each.
+  std::vector<std::vector<double>> chosen = {};
   double mean() const { return sum / static_cast<double>(kept); }
 };
 
@@ -31,9 +41,15 @@ struct StepOptions {
   Sync sync = Sync::kLastMicroBatch;
   std::uint64_t seed = 0;   ///< of what is drawn in forward (dropout)
   double loss_scale = 1.0;  ///< the model's scaler's
+  /// Weight of the auxiliary loss as model.aux_loss_coef has it; none = what config.json says.
+  std::optional<double> aux_loss_coef = std::nullopt;
 };
 
-/// Runs all micro-batches; gradients of mean loss stand on the shards afterwards. Collective: every
+/// As the config says, at the scaler's present scale; null where the loss is not scaled.
+StepOptions step_options(const Config& config, const GradScaler* scaler);
+
+/// Runs all micro-batches; gradients of mean loss stand on the shards afterwards, with those of the
+/// auxiliary loss. Collective: every
 /// rank passes as many row ranges (empty ones for nothing). Errors: kFormat when no label of the
 /// batch is kept.
 BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,

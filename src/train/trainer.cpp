@@ -7,6 +7,7 @@
 #include <fstream>
 #include <iostream>
 
+#include "base/joined.h"
 #include "base/log.h"
 #include "base/terminal_line.h"
 #include "models/parameter_table.h"
@@ -205,11 +206,8 @@ class Trainer {
   StepEnd train_step(std::int64_t step) {
     const auto begin = Clock::now();
     const Rows rows(config_, *data_, mesh_);
-    StepOptions options;
-    if (config_.training.sync_every_micro_batch) options.sync = Sync::kEveryMicroBatch;
-    options.seed = static_cast<std::uint64_t>(config_.debug.seed);
-    if (scaler_) options.loss_scale = scaler_->scale();
-    const auto loss = forward_backward(*model_, *data_, step, rows.ranges(), options);
+    const auto loss = forward_backward(*model_, *data_, step, rows.ranges(),
+                                       step_options(config_, scaler_.get()));
     StepMetrics metrics;
     metrics.step = step;
     metrics.loss = loss.mean();
@@ -250,7 +248,7 @@ class Trainer {
     }
     size.layers = source_.spec.num_hidden_layers;
     size.heads = source_.spec.num_attention_heads;
-    size.head_dim = source_.spec.head_dim;
+    size.head_dim = source_.spec.attended_dims() / 2;
     return size;
   }
 
@@ -258,15 +256,11 @@ class Trainer {
   void require_finite(const StepMetrics& metrics) {
     // A scaler leaves out a step whose norm is not finite, and says when that goes too far.
     if (std::isfinite(metrics.loss) && (scaler_ || std::isfinite(metrics.grad_norm))) return;
-    std::string names;
-    for (const auto& name : nonfinite_parameters(*model_, 3)) {
-      names += concat(names.empty() ? "" : ", ", name);
-    }
-    TESSERA_CHECK(
-        false, ErrorKind::kNumeric, "step ", metrics.step, ": found loss ", metrics.loss,
-        " and gradient norm ", metrics.grad_norm,
-        ", expected finite values; first parameters concerned: ", names.empty() ? "none" : names,
-        "; lower optimizer.lr, or look at the data of this step");
+    TESSERA_CHECK(false, ErrorKind::kNumeric, "step ", metrics.step, ": found loss ", metrics.loss,
+                  " and gradient norm ", metrics.grad_norm,
+                  ", expected finite values; first parameters concerned: ",
+                  joined(nonfinite_parameters(*model_, 3), "none"),
+                  "; lower optimizer.lr, or look at the data of this step");
   }
 
   /// None where some rank was asked to stop meanwhile: it may be many batches.

@@ -4,26 +4,45 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <span>
 
 #include "base/philox.h"
 #include "fsdp/finite_copy.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "grad/torch_dtype.h"
+#include "io/read_box.h"
 #include "tessera/error.h"
 #include "train/progress.h"
+#include "train/shard_pieces.h"
 
 namespace tessera::train {
 namespace {
 
-/// Calls fill(part of the shard, first element, last element) for pieces of at most kLoadChunk
-/// elements.
+/// Calls fill(part of the shard, part of a piece) for at most kLoadChunk elements at a time.
 template <class Fill>
-void in_chunks(const ShardView& view, LoadingProgress& progress, const Fill& fill) {
-  for (auto begin = view.begin; begin < view.end; begin += kLoadChunk) {
-    const auto end = std::min(begin + kLoadChunk, view.end);
-    fill(view.shard.detach().narrow(0, begin - view.begin, end - begin), begin, end);
-    progress.add((end - begin) * static_cast<std::int64_t>(view.shard.element_size()));
+void in_chunks(const ShardView& view, const layout::FileShape& file, LoadingProgress& progress,
+               const Fill& fill) {
+  for (const layout::Piece& piece : pieces_of(view, file)) {
+    for (std::int64_t begin = 0; begin < piece.local.size(); begin += kLoadChunk) {
+      const auto end = std::min(begin + kLoadChunk, piece.local.size());
+      const layout::Piece part = part_of(piece, begin, end);
+      fill(view.shard.detach().narrow(0, part.local.begin - view.begin, end - begin), part);
+      progress.add((end - begin) * static_cast<std::int64_t>(view.shard.element_size()));
+    }
+  }
+}
+
+/// Draws the elements of a piece of the parameter's own shape: a box has some of each row.
+template <class Fill>
+void draw_rows(const layout::Piece& piece, std::span<const std::int64_t> shape, float* out,
+               const Fill& fill) {
+  const std::int64_t row = row_length(piece.box, shape);
+  for (std::int64_t at = piece.in_box.begin; at < piece.in_box.end;) {
+    const std::int64_t count = std::min(row - at % row, piece.in_box.end - at);
+    const std::int64_t first = position_in_tensor(piece.box, shape, at);
+    fill(out + (at - piece.in_box.begin), first, first + count);
+    at += count;
   }
 }
 
@@ -35,62 +54,7 @@ LoadingProgress progress_of(const ShardedBase& model, const char* what) {
   return {what, bytes, shown ? LoadingProgress::Shown::kYes : LoadingProgress::Shown::kNo};
 }
 
-/// Names that other programs write and that hold nothing we need: buffers that are computed.
-bool is_computed_buffer(const std::string& name) {
-  return name.ends_with("rotary_emb.inv_freq") || name.ends_with("rotary_emb.cos_cached") ||
-         name.ends_with("rotary_emb.sin_cached");
-}
-
-void check_shape(const TensorSource& folder, const std::string& name,
-                 const std::vector<std::int64_t>& shape) {
-  const auto* info = folder.find(name);
-  TESSERA_CHECK(info != nullptr, ErrorKind::kFormat, folder.path().string(), ": found no tensor ",
-                name, ", expected one since config.json describes it");
-  TESSERA_CHECK(info->shape == shape, ErrorKind::kFormat, folder.path().string(), ": tensor ", name,
-                ": found shape [", at::IntArrayRef(info->shape), "], expected [",
-                at::IntArrayRef(shape), "] from config.json");
-}
-
 }  // namespace
-
-void check_tensors(const TensorSource& folder, const models::ModelSpec& spec) {
-  const auto table = models::parameter_table(spec);
-  const auto buffers = models::buffer_table(spec);
-  for (const auto& parameter : table) {
-    if (parameter.tied_to.empty()) check_shape(folder, parameter.name, parameter.shape);
-  }
-  for (const auto& buffer : buffers) {
-    check_shape(folder, buffer.name, buffer.shape);
-    const DType dtype = folder.find(buffer.name)->dtype;
-    TESSERA_CHECK(is_floating(dtype) && !is_float8(dtype), ErrorKind::kFormat,
-                  folder.path().string(), ": buffer ", buffer.name, ": found dtype ",
-                  to_string(dtype), ", expected a floating one");
-  }
-  const auto has = [](const auto& rows, const std::string& name) {
-    return std::ranges::any_of(rows, [&](const auto& row) { return row.name == name; });
-  };
-  for (const auto& [name, tensor] : folder.tensors()) {
-    // A tied head may be stored all the same; the embedding's values count.
-    TESSERA_CHECK(has(table, name) || has(buffers, name) || is_computed_buffer(name),
-                  ErrorKind::kFormat, folder.path().string(), ": found the tensor ", name,
-                  ", expected only those of the model; is config.json the right one?");
-  }
-}
-
-void check_adapters(const TensorSource& folder, const models::ModelSpec& spec,
-                    const models::LoraSpec& lora) {
-  const auto table = models::adapter_table(spec, lora);
-  for (const auto& row : table) {
-    check_shape(folder, row.name, row.shape);
-    const DType dtype = folder.find(row.name)->dtype;
-    TESSERA_CHECK(dtype == DType::kFloat32, ErrorKind::kFormat, folder.path().string(),
-                  ": adapter ", row.name, ": found dtype ", to_string(dtype),
-                  ", expected float32, in which adapters are trained and saved");
-  }
-  TESSERA_CHECK(folder.tensors().size() == table.size(), ErrorKind::kFormat, folder.path().string(),
-                ": found ", folder.tensors().size(), " tensors, expected ", table.size(),
-                ", two of each layer that its manifest lists");
-}
 
 void verify_weights(const TensorSource& folder, int rank, int ranks) {
   std::vector<TensorSource::HashedFile> mine;
@@ -118,31 +82,47 @@ at::Tensor read_elements(const TensorSource& folder, const std::string& name, st
   return elements;
 }
 
+namespace {
+
+at::Tensor read_piece(const TensorSource& folder, const std::string& name,
+                      const layout::Piece& piece) {
+  auto elements = at::empty({piece.in_box.size()},
+                            at::TensorOptions().dtype(to_scalar_type(folder.find(name)->dtype)));
+  read_box(folder, name, piece.box, piece.in_box.begin, piece.in_box.end,
+           {static_cast<std::byte*>(elements.mutable_data_ptr()), elements.nbytes()});
+  return elements;
+}
+
+}  // namespace
+
 at::Tensor read_parameter(const TensorSource& folder, const GradContract& contract,
-                          std::int64_t begin, std::int64_t end) {
-  auto values = read_elements(folder, contract.name, begin, end);
+                          const FileForm& form, const layout::Piece& piece) {
+  const std::string& name = form.names.at(piece.tensor);
+  auto values = read_piece(folder, name, piece);
   for (const auto& alias : contract.aliases) {
     const auto* stored = folder.find(alias);
     if (stored == nullptr) continue;
-    TESSERA_CHECK(stored->shape == contract.shape &&
-                      at::equal(values.view(at::kByte),
-                                read_elements(folder, alias, begin, end).view(at::kByte)),
-                  ErrorKind::kFormat, folder.path().string(), ": ", alias,
-                  ": found other values than in ", contract.name,
-                  ", expected the same, since config.json ties the two; set tie_word_embeddings = "
-                  "false there, or remove one tensor");
+    TESSERA_CHECK(
+        stored->shape == contract.shape &&
+            at::equal(values.view(at::kByte), read_piece(folder, alias, piece).view(at::kByte)),
+        ErrorKind::kFormat, folder.path().string(), ": ", alias, ": found other values than in ",
+        contract.name,
+        ", expected the same, since config.json ties the two; set tie_word_embeddings = "
+        "false there, or remove one tensor");
   }
   return values;
 }
 
-void load_weights(const ShardedBase& model, const TensorSource& folder, Loaded what) {
+void load_weights(const ShardedBase& model, const TensorSource& folder, const FileForms& forms,
+                  Loaded what) {
   const at::NoGradGuard no_grad;
   LoadingProgress progress = progress_of(model, "loading weights");
   for (const auto& view : model.shards()) {
     const auto& name = view.contract->name;
     if (models::is_adapter(name) != (what == Loaded::kAdapters)) continue;
-    in_chunks(view, progress, [&](const at::Tensor& part, std::int64_t begin, std::int64_t end) {
-      fsdp::finite_copy(part, read_parameter(folder, *view.contract, begin, end),
+    const FileForm form = forms.of(*view.contract);
+    in_chunks(view, form.file, progress, [&](const at::Tensor& part, const layout::Piece& piece) {
+      fsdp::finite_copy(part, read_parameter(folder, *view.contract, form, piece),
                         "parameter " + name);
     });
   }
@@ -172,14 +152,16 @@ void draw_weights(const ShardedBase& model, const std::vector<models::ParameterS
       view.shard.detach().fill_(spec->init == models::InitKind::kOnes ? 1.0 : 0.0);
       continue;
     }
-    in_chunks(view, progress, [&](const at::Tensor& part, std::int64_t begin, std::int64_t end) {
-      auto drawn = at::empty({end - begin}, at::TensorOptions().dtype(at::kFloat));
-      const auto range = static_cast<float>(spec->init_std);
-      if (spec->init == models::InitKind::kUniform) {
-        fill_uniform(drawn.data_ptr<float>(), begin, end, seed, name, -range, range);
-      } else {
-        fill_normal(drawn.data_ptr<float>(), begin, end, seed, name, 0.0F, range);
-      }
+    const auto range = static_cast<float>(spec->init_std);
+    const auto fill = [&](float* out, std::int64_t begin, std::int64_t end) {
+      spec->init == models::InitKind::kUniform
+          ? fill_uniform(out, begin, end, seed, name, -range, range)
+          : fill_normal(out, begin, end, seed, name, 0.0F, range);
+    };
+    const layout::FileShape own = as_one_tensor(*view.contract);
+    in_chunks(view, own, progress, [&](const at::Tensor& part, const layout::Piece& piece) {
+      auto drawn = at::empty({part.numel()}, at::TensorOptions().dtype(at::kFloat));
+      draw_rows(piece, own.shape, drawn.data_ptr<float>(), fill);
       part.copy_(drawn);
     });
   }

@@ -16,17 +16,22 @@ namespace tessera::train {
 namespace {
 
 /// Values pass through the storage dtype, as they do on the way into a shard.
-at::Tensor load_parameter(const TensorSource& folder, const GradContract& contract) {
+at::Tensor load_parameter(const TensorSource& folder, const GradContract& contract,
+                          const FileForm& form) {
   const std::string name = "parameter " + contract.name;
   const auto storage = to_scalar_type(contract.storage.dtype);
   at::Tensor whole =
       at::empty(contract.shape, at::TensorOptions().dtype(to_scalar_type(contract.compute.dtype)));
   const at::Tensor flat = whole.view({-1});
-  for (std::int64_t begin = 0; begin < flat.numel(); begin += kLoadChunk) {
-    const auto end = std::min(begin + kLoadChunk, flat.numel());
-    const at::Tensor stored = at::empty({end - begin}, at::TensorOptions().dtype(storage));
-    fsdp::finite_copy(stored, read_parameter(folder, contract, begin, end), name);
-    fsdp::finite_copy(flat.narrow(0, begin, end - begin), stored, name);
+  for (const layout::Piece& piece :
+       pieces_in_file({}, contract.shape, form.file, {}, {0, flat.numel()})) {
+    for (std::int64_t begin = 0; begin < piece.local.size(); begin += kLoadChunk) {
+      const auto end = std::min(begin + kLoadChunk, piece.local.size());
+      const at::Tensor stored = at::empty({end - begin}, at::TensorOptions().dtype(storage));
+      fsdp::finite_copy(stored, read_parameter(folder, contract, form, part_of(piece, begin, end)),
+                        name);
+      fsdp::finite_copy(flat.narrow(0, piece.local.begin + begin, end - begin), stored, name);
+    }
   }
   return whole;
 }
@@ -42,11 +47,13 @@ std::shared_ptr<models::Decoder> load_whole_model(const ModelSource& source,
   auto decoder = std::make_shared<models::Decoder>(source.spec);
   models::add_adapters(*decoder, source.lora);
   const auto parameters = decoder->named_parameters();
+  const FileForms forms(models::parameter_table(source.spec));
   for (const GradContract& contract : contracts) {
     at::Tensor parameter = parameters[contract.name];
     parameter.set_requires_grad(false);
-    parameter.set_data(load_parameter(
-        models::is_adapter(contract.name) ? *source.adapters : *source.folder, contract));
+    parameter.set_data(
+        load_parameter(models::is_adapter(contract.name) ? *source.adapters : *source.folder,
+                       contract, forms.of(contract)));
   }
   if (source.spec.tie_word_embeddings) {
     at::Tensor head = decoder->head().module()->lm_head()->weight;

@@ -204,5 +204,88 @@ TEST_F(RunFolder, TorchrunsNextAttemptGoesOnToTheBitsOfTheUndisturbedRun) {
   expect_same_bits(store_of(folder_, run), store_of(folder_, "whole"), kSteps);
 }
 
+// What torchrun sets for its attempts at one job; no folder is named.
+TEST(RestartedRun, GoesOnInTheFolderOfTheAttemptBefore) {
+  const TemporaryFolder folder;
+  write_small_run(folder);
+  const auto attempt = [&](const std::string& run_id, int number, int steps) {
+    const auto outcome =
+        run_program(folder, {"train", "run.toml", "--training.steps", std::to_string(steps)},
+                    "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29999 "
+                    "TORCHELASTIC_RUN_ID=" +
+                        run_id + " TORCHELASTIC_RESTART_COUNT=" + std::to_string(number));
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return outcome.err;
+  };
+  const auto runs = [&] {
+    std::vector<std::string> names;
+    for (const auto& entry : fs::directory_iterator(folder / "outputs")) {
+      if (entry.path().filename() != ".restarts") names.push_back(entry.path().filename());
+    }
+    return names;
+  };
+  attempt("a", 0, 2);
+  EXPECT_THAT(attempt("a", 1, 3), HasSubstr("resumed from"));
+  ASSERT_EQ(runs().size(), 1U);
+  EXPECT_EQ(losses(folder / "outputs" / runs().front()).size(), 3U);
+  attempt("a", 0, 2);  // another job of that name
+  attempt("b", 0, 2);
+  EXPECT_EQ(runs().size(), 3U);
+  EXPECT_THAT(attempt("c", 1, 2), HasSubstr("set job.dump_folder"));
+}
+
+// Else the next attempt would begin anew, hours later.
+TEST(RestartedRun, IsRefusedWhereItsFolderCannotBeNoted) {
+  const TemporaryFolder folder;
+  write_small_run(folder);
+  const auto first_attempt = [&] {
+    return run_program(folder, {"train", "run.toml"},
+                       "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29999 "
+                       "TORCHELASTIC_RUN_ID=a TORCHELASTIC_RESTART_COUNT=0");
+  };
+  ASSERT_EQ(first_attempt().code, 0);
+  const fs::path note = fs::directory_iterator(folder / "outputs/.restarts")->path();
+  fs::remove(note);
+  fs::create_directory(note);
+  const auto outcome = first_attempt();
+  EXPECT_EQ(outcome.code, 2);
+  EXPECT_THAT(outcome.err, HasSubstr("outputs/.restarts/" + note.filename().string()));
+}
+
+// load_step is for the first attempt that comes so far; what another job left does not count.
+TEST(RestartedRun, LoadStepIsForTheFirstAttempt) {
+  const TemporaryFolder folder;
+  write_small_run(folder);
+  const auto attempt = [&](const std::string& job, int number, int load_step, int steps) {
+    return run_program(folder,
+                       {"train", "run.toml", "--job.dump_folder", "run", "--checkpoint.interval",
+                        "1", "--training.steps", std::to_string(steps), "--checkpoint.load_step",
+                        std::to_string(load_step)},
+                       "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29999 "
+                       "TORCHELASTIC_RUN_ID=" +
+                           job + " TORCHELASTIC_RESTART_COUNT=" + std::to_string(number));
+  };
+  const auto expect_resumed = [&](const Outcome& outcome, const std::string& step) {
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    EXPECT_THAT(outcome.err, HasSubstr("run/checkpoint/" + step + ", written by"));
+  };
+  EXPECT_EQ(attempt("a", 0, 0, 2).code, 0);
+  expect_resumed(attempt("a", 1, 0, 4), "step-2");
+  expect_resumed(attempt("a", 2, 0, 5), "step-4");
+  // Attempt 0 of another job was refused: its restarts are too.
+  for (const int number : {0, 1}) {
+    const auto outcome = attempt("b", number, 0, 6);
+    EXPECT_EQ(outcome.code, 2);
+    EXPECT_THAT(outcome.err, HasSubstr("checkpoint.load_step: found 0 and "));
+  }
+  // Its first attempt never came so far: the second one still goes back.
+  expect_resumed(attempt("c", 1, 2, 4), "step-2");
+  expect_resumed(attempt("c", 2, 2, 6), "step-4");
+  expect_resumed(attempt("c", 3, 3, 4), "step-3");
+  expect_resumed(attempt("d", 1, 3, 4), "step-3");
+  expect_resumed(attempt("d", 0, 3, 4), "step-3");
+  expect_resumed(attempt("d", 1, 3, 5), "step-4");
+}
+
 }  // namespace
 }  // namespace tessera::cli

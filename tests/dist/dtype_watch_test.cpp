@@ -18,12 +18,6 @@ using ::testing::IsEmpty;
 
 constexpr std::int64_t kWidth = 6;
 
-PrecisionPolicy in_bfloat16() {
-  PrecisionPolicy policy;
-  policy.param_dtype = DType::kBFloat16;
-  return policy;
-}
-
 /// A product with its weight, and what a test wants of it.
 struct Scaled : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) {

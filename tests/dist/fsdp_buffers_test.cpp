@@ -45,12 +45,6 @@ struct Model : torch::nn::Module {
   std::shared_ptr<Sharded<Tower>> handle;
 };
 
-PrecisionPolicy in_bfloat16() {
-  PrecisionPolicy policy;
-  policy.param_dtype = DType::kBFloat16;
-  return policy;
-}
-
 DType compute_of(const ShardedBase& handle, const std::string& name) {
   for (const auto& view : handle.buffers()) {
     if (view.contract->name == name) return view.contract->compute;

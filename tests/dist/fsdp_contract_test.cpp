@@ -19,18 +19,6 @@ constexpr double kOdd = 1.0078125;  // 1 + 2^-7: 8 bits; its square has 15
 class ContractOnRanks : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, ContractOnRanks, ::testing::Values(1, 2, 3));
 
-PrecisionPolicy in_bfloat16() {
-  PrecisionPolicy policy;
-  policy.param_dtype = DType::kBFloat16;
-  return policy;
-}
-
-ShardOptions undivided() {
-  ShardOptions options;
-  options.divide_factor = 1.0;
-  return options;
-}
-
 /// A bulk weight and a bare parameter of one module, as a router with its bias.
 class Router : public torch::nn::Module {
  public:
@@ -188,6 +176,28 @@ TEST_P(ContractOnRanks, MomentsHaveTheDtypeThatTheContractSays) {
         }
         EXPECT_EQ(moments, 2);
       }
+    }
+  });
+}
+
+// Naive: the contract says what the gradients are read in, and the moments follow the shard.
+TEST_P(ContractOnRanks, MomentsWithoutAMasterAreOfTheStorageDtypeWhateverTheGradientsAre) {
+  ranks(GetParam()).run([](World& world) {
+    auto policy = without_master();
+    policy.final_dtype = DType::kFloat32;
+    auto handle = fully_shard(std::make_shared<Scale>(at::ones({kWidth}, at::kBFloat16)),
+                              data_mesh(world), policy);
+    const auto& contract = *handle.shards()[0].contract;
+    EXPECT_EQ(to_string(contract.final), to_string(DType::kFloat32));
+    EXPECT_EQ(to_string(contract.state), to_string(DType::kBFloat16));
+    for (const auto& optimizer :
+         {make_adamw(handle, adamw(0.01)), make_sgd(handle, sgd(0.1, 0.9))}) {
+      int moments = 0;
+      for (const auto& kept : optimizer->make_kept("weight")) {
+        EXPECT_EQ(kept.values.scalar_type(), at::kBFloat16) << optimizer->name() << kept.name;
+        ++moments;
+      }
+      EXPECT_GT(moments, 0) << optimizer->name();
     }
   });
 }

@@ -47,18 +47,6 @@ std::string name_of(const ::testing::TestParamInfo<Cell>& info) {
                 cell.storage == DType::kBFloat16 ? "BFloat16" : "Float32");
 }
 
-PrecisionPolicy in_bfloat16() {
-  PrecisionPolicy policy;
-  policy.param_dtype = DType::kBFloat16;
-  return policy;
-}
-
-ShardOptions undivided() {
-  ShardOptions options;
-  options.divide_factor = 1.0;
-  return options;
-}
-
 /// Calls `micro_batch(i)` for each of a step, with the cell's schedule.
 void step(ShardedBase& handle, const Cell& cell, const std::function<void(int)>& micro_batch) {
   handle.zero_grad();
@@ -144,48 +132,49 @@ class Units : public torch::nn::Module {
   std::vector<std::shared_ptr<Sharded<Scale>>> handles;
 };
 
-// Naive: a unit that did not run in the synced micro-batch is not reduced, or is so twice.
-TEST_P(LateGradients, OfAUnitThatOnlyOneMicroBatchRuns) {
-  const auto& cell = GetParam();
+/// Calls `check` on every rank for each micro-batch that may be the only one to run "seldom".
+void on_units(const Cell& cell,
+              const std::function<void(World&, Sharded<Units>&, int only)>& check) {
   ranks(cell.ranks).run([&](World& world) {
     const auto mesh = data_mesh(world, cell.replicas);
     auto handle =
         fully_shard(std::make_shared<Units>(mesh, cell.dtype()), mesh, in_bfloat16(), undivided());
-    for (int only = 0; only < kMicroBatches; ++only) {
-      step(handle, cell, [&](int i) {
-        backward(handle.forward(at::full({kWidth}, value(world.rank(), i)), i == only ? 1 : 0));
-      });
-      double often = 0, seldom = 0;
-      for (int rank = 0; rank < world.size(); ++rank) {
-        for (int i = 0; i < kMicroBatches; ++i) often += value(rank, i);
-        seldom += value(rank, only);
-      }
-      const auto found = whole_gradients(handle);
-      EXPECT_TRUE(same_bits(found.at("often.weight"), at::full({kWidth}, often, at::kFloat)));
-      EXPECT_TRUE(same_bits(found.at("seldom.weight"), at::full({kWidth}, seldom, at::kFloat)))
-          << "micro-batch " << only;
+    for (int only = 0; only < kMicroBatches; ++only) check(world, handle, only);
+  });
+}
+
+// Naive: a unit that did not run in the synced micro-batch is not reduced, or is so twice.
+TEST_P(LateGradients, OfAUnitThatOnlyOneMicroBatchRuns) {
+  const auto& cell = GetParam();
+  on_units(cell, [&](World& world, Sharded<Units>& handle, int only) {
+    step(handle, cell, [&](int i) {
+      backward(handle.forward(at::full({kWidth}, value(world.rank(), i)), i == only ? 1 : 0));
+    });
+    double often = 0, seldom = 0;
+    for (int rank = 0; rank < world.size(); ++rank) {
+      for (int i = 0; i < kMicroBatches; ++i) often += value(rank, i);
+      seldom += value(rank, only);
     }
+    const auto found = whole_gradients(handle);
+    EXPECT_TRUE(same_bits(found.at("often.weight"), at::full({kWidth}, often, at::kFloat)));
+    EXPECT_TRUE(same_bits(found.at("seldom.weight"), at::full({kWidth}, seldom, at::kFloat)))
+        << "micro-batch " << only;
   });
 }
 
 // Naive: autograd adds the two uses in bf16, where 256 + 1 is 256.
 TEST_P(LateGradients, OfTwoCallsInOneBackwardAreBothAddedUnrounded) {
   const auto& cell = GetParam();
-  ranks(cell.ranks).run([&](World& world) {
-    const auto mesh = data_mesh(world, cell.replicas);
-    auto handle =
-        fully_shard(std::make_shared<Units>(mesh, cell.dtype()), mesh, in_bfloat16(), undivided());
-    for (int only = 0; only < kMicroBatches; ++only) {
-      step(handle, cell, [&](int i) {
-        // Two calls with 256 and 1 on the first rank, else with nothing: zeros and -255.
-        const double x = world.rank() == 0 ? 256 : 0;
-        backward(handle.forward(at::full({kWidth}, x), i == only ? 2 : 0));
-      });
-      const double expected = 257 - 255 * (world.size() - 1);
-      EXPECT_TRUE(same_bits(whole_gradients(handle).at("seldom.weight"),
-                            at::full({kWidth}, expected, at::kFloat)))
-          << "micro-batch " << only;
-    }
+  on_units(cell, [&](World& world, Sharded<Units>& handle, int only) {
+    step(handle, cell, [&](int i) {
+      // Two calls with 256 and 1 on the first rank, else with nothing: zeros and -255.
+      const double x = world.rank() == 0 ? 256 : 0;
+      backward(handle.forward(at::full({kWidth}, x), i == only ? 2 : 0));
+    });
+    const double expected = 257 - 255 * (world.size() - 1);
+    EXPECT_TRUE(same_bits(whole_gradients(handle).at("seldom.weight"),
+                          at::full({kWidth}, expected, at::kFloat)))
+        << "micro-batch " << only;
   });
 }
 

@@ -26,12 +26,6 @@ struct Sees : torch::nn::Module {
   at::Tensor weight = register_parameter("weight", at::ones({kWidth}));
 };
 
-PrecisionPolicy in_bfloat16() {
-  PrecisionPolicy policy;
-  policy.param_dtype = DType::kBFloat16;
-  return policy;
-}
-
 PrecisionPolicy with_pin(PrecisionPolicy policy) {
   PrecisionRule rule;
   rule.match = {"weight"};

@@ -29,6 +29,20 @@ inline PrecisionPolicy without_master() {
   return policy;
 }
 
+/// Computes in bf16, whatever is stored.
+inline PrecisionPolicy in_bfloat16() {
+  PrecisionPolicy policy;
+  policy.param_dtype = DType::kBFloat16;
+  return policy;
+}
+
+/// Gradients are sums over the ranks.
+inline ShardOptions undivided() {
+  ShardOptions options;
+  options.divide_factor = 1.0;
+  return options;
+}
+
 inline at::Tensor squares(const at::Tensor& y) { return y.to(at::kFloat).pow(2).sum(); }
 
 /// What `run` throws, "" when nothing.

@@ -130,7 +130,7 @@ void check_floating(const GradContract& contract, const ParameterMeta& meta,
   const bool wide = represents(contract.storage.dtype, DType::kFloat32);
   RC_ASSERT((contract.master == Master::kStorage) == wide);
   if (contract.master == Master::kNone) {
-    RC_ASSERT(contract.state == contract.final);
+    RC_ASSERT(contract.state == contract.storage.dtype);
     RC_ASSERT(policy.final_dtype || contract.final == contract.storage.dtype);
   } else {
     RC_ASSERT(represents(contract.state, DType::kFloat32));

@@ -31,20 +31,22 @@ struct Sizes {
   std::int64_t rows, groups, positions, repeat, head_dim;
 };
 
-/// [B, T, G*n*D] -> [B*G, T*n, D], a copy.
+/// [B, T, G*n*D] -> [B*G, T*n, D], a copy. D is x's own: values may have another than queries.
 at::Tensor by_group(const at::Tensor& x, const Sizes& sizes, std::int64_t n) {
-  return x.view({sizes.rows, sizes.positions, sizes.groups, n * sizes.head_dim})
+  const std::int64_t head_dim = x.size(2) / (sizes.groups * n);
+  return x.view({sizes.rows, sizes.positions, sizes.groups, n * head_dim})
       .transpose(1, 2)
       .contiguous()
-      .view({sizes.rows * sizes.groups, sizes.positions * n, sizes.head_dim});
+      .view({sizes.rows * sizes.groups, sizes.positions * n, head_dim});
 }
 
 /// The inverse of by_group.
 at::Tensor by_position(const at::Tensor& x, const Sizes& sizes, std::int64_t n) {
-  return x.view({sizes.rows, sizes.groups, sizes.positions, n * sizes.head_dim})
+  const std::int64_t head_dim = x.size(2);
+  return x.view({sizes.rows, sizes.groups, sizes.positions, n * head_dim})
       .transpose(1, 2)
       .contiguous()
-      .view({sizes.rows, sizes.positions, sizes.groups * n * sizes.head_dim});
+      .view({sizes.rows, sizes.positions, sizes.groups * n * head_dim});
 }
 
 /// [B, G, T, n, D] -> [B*G, T*n, D], a view.
@@ -97,7 +99,7 @@ at::Tensor keys_of(const at::Tensor& x, const Block& block) { return x.narrow(1,
 /// What the queries of a block see of the keys, and the mean of values that they make of it.
 struct Mixed {
   at::Tensor weights;  ///< [B*G, block*R, end]
-  at::Tensor values;   ///< [B*G, block*R, D]
+  at::Tensor values;   ///< [B*G, block*R, values' D]
 };
 
 Mixed mix(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
@@ -219,7 +221,7 @@ at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const a
                             double scale) {
   const Sizes sizes(q);
   const auto by_head = [&](const at::Tensor& x) {
-    return x.reshape({sizes.rows * sizes.groups, x.size(2), sizes.head_dim});
+    return x.reshape({sizes.rows * sizes.groups, x.size(2), x.size(3)});
   };
   return attend(flat(q.contiguous()), by_head(keys), by_head(values), sizes, scale);
 }

@@ -259,9 +259,14 @@ TEST(Resolve, WithoutAMasterTheOptimizerReadsAndKeepsTheStorageDtype) {
   EXPECT_EQ(narrow.final, kBF16);
   EXPECT_EQ(narrow.state, kBF16);
   EXPECT_EQ(narrow.reason(ContractField::kMaster), "[optimizer] master");
+  EXPECT_EQ(narrow.reason(ContractField::kState), "as storage, since there is no master");
   const GradContract wide = resolve_only(stored("w", kF32), policy);
   EXPECT_EQ(wide.master, Master::kStorage) << "float32 storage is a master whatever is asked";
   EXPECT_EQ(wide.final, kF32);
+  policy.final_dtype = kF32;
+  const GradContract widened = resolve_only(stored("w", kBF16), policy);
+  EXPECT_EQ(widened.final, kF32);
+  EXPECT_EQ(widened.state, kBF16) << "moments are of what is stepped";
 }
 
 TEST(Resolve, DecayIsDecidedByNoDecayAndItsPatternsMustMatchTrainedParameters) {

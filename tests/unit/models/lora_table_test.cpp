@@ -3,25 +3,13 @@
 #include <gmock/gmock.h>
 
 #include "tessera/error.h"
+#include "unit/models/small_spec.h"
 
 namespace tessera::models {
 namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-ModelSpec small() {
-  ModelSpec spec;
-  spec.family = Family::kQwen3;
-  spec.vocab_size = 128;
-  spec.hidden_size = 32;
-  spec.num_hidden_layers = 2;
-  spec.num_attention_heads = 4;
-  spec.num_key_value_heads = 2;
-  spec.head_dim = 16;
-  spec.intermediate_size = 80;
-  return spec;
-}
 
 LoraRequest asks(std::vector<std::string> targets, std::int64_t rank = 4) {
   return {.rank = rank, .alpha = 8.0, .dropout = 0.0, .targets = std::move(targets)};

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <string>
 
 #include "tessera/error.h"
@@ -68,6 +69,66 @@ TEST(ModelSpec, BothSpellingsGiveTheSameSpec) {
   EXPECT_EQ(parse_spec(hub).spec.rope.factor, 32.0);
 }
 
+TEST(ModelSpec, YarnIsReadInBothSpellings) {
+  const std::string numbers = R"("beta_fast": 16, "beta_slow": 2, "factor": 40, "mscale": 0.707,
+      "mscale_all_dim": 0.5, "original_max_position_embeddings": 4096, "truncate": false)";
+  const std::string written =
+      llama(R"("rope_parameters": {)" + numbers + R"(, "rope_theta": 1e5, "rope_type": "yarn"},)");
+  const std::string hub =
+      llama(R"("rope_theta": 1e5, "rope_scaling": {)" + numbers + R"(, "type": "yarn"},)");
+  const RopeSpec rope = parse_spec(hub).spec.rope;
+  EXPECT_EQ(rope, (RopeSpec{.theta = 1e5,
+                            .type = RopeType::kYarn,
+                            .factor = 40,
+                            .original_max_position_embeddings = 4096,
+                            .yarn = {.beta_fast = 16,
+                                     .beta_slow = 2,
+                                     .mscale = 0.707,
+                                     .mscale_all_dim = 0.5,
+                                     .truncate = false}}));
+  EXPECT_EQ(parse_spec(written).spec.rope, rope);
+  EXPECT_EQ(parse_spec(config_json(parse_spec(hub).spec)).spec.rope, rope);
+  const RopeSpec plain = parse_spec(llama(R"("rope_scaling": {"factor": 4,
+      "original_max_position_embeddings": 64, "attention_factor": 1.5, "type": "yarn"},)"))
+                             .spec.rope;
+  EXPECT_EQ(plain.yarn, (YarnSpec{.beta_fast = 32, .beta_slow = 1, .attention_factor = 1.5}));
+}
+
+// The factors as transformers computes them for the same keys.
+TEST(ModelSpec, YarnGrowsTablesAndSoftmaxAsItsKeysSay) {
+  RopeSpec rope{.type = RopeType::kYarn, .factor = 32};
+  EXPECT_DOUBLE_EQ(table_factor(rope), 1.3465735902799727);
+  EXPECT_EQ(softmax_factor(rope), 1.0);
+  rope.yarn.attention_factor = 2.0;
+  EXPECT_EQ(table_factor(rope), 2.0);
+  rope = {.type = RopeType::kYarn, .factor = 40, .yarn = {.mscale = 1.0, .mscale_all_dim = 0.5}};
+  EXPECT_DOUBLE_EQ(table_factor(rope), 1.1557219901962608);
+  const double growth = 0.05 * std::log(40.0) + 1.0;
+  EXPECT_DOUBLE_EQ(softmax_factor(rope), growth * growth);
+  rope.yarn.mscale = 0.5;
+  EXPECT_EQ(table_factor(rope), 1.0);
+  rope.type = RopeType::kDefault;
+  EXPECT_EQ(softmax_factor(rope), 1.0);
+}
+
+TEST(ModelSpec, YarnWithImpossibleNumbersIsRefused) {
+  const std::string whole = R"("factor": 4, "original_max_position_embeddings": 64,)";
+  const std::pair<std::string, const char*> cases[] = {
+      {R"("factor": 4,)", "original_max_position_embeddings: found nothing"},
+      {R"("factor": 0.5, "original_max_position_embeddings": 64,)", "factor: found 0.5"},
+      {whole + R"("beta_fast": 1, "beta_slow": 2,)", "beta_fast: found 1"},
+      {whole + R"("attention_factor": 0,)", "attention_factor: found 0"},
+      {whole + R"("mscale": -1,)", "mscale: found -1"},
+      {whole + R"("truncate": 1,)", "truncate: found 1"},
+      {whole + R"("rope_theta": 1,)", "rope_theta: found 1"},
+      {whole + R"("low_freq_factor": 1,)", "low_freq_factor"},
+  };
+  for (const auto& [keys, expected] : cases) {
+    EXPECT_THAT(refusal(llama(R"("rope_parameters": {)" + keys + R"("rope_type": "yarn"},)")),
+                HasSubstr(expected));
+  }
+}
+
 TEST(ModelSpec, AbsentKeysTakeTheFamilysDefaults) {
   EXPECT_EQ(parse_spec(qwen3()).spec.head_dim, 128);
   EXPECT_EQ(parse_spec(llama()).spec.head_dim, 8);
@@ -99,7 +160,8 @@ TEST(ModelSpec, UnsupportedMathsIsRefusedWithKeyAndValue) {
       {R"("use_sliding_window": true,)", "use_sliding_window: found true"},
       {R"("layer_types": ["full_attention", "sliding_attention"],)", "\"sliding_attention\""},
       {R"("layer_types": ["full_attention"],)", "layer_types: found [\"full_attention\"]"},
-      {R"("rope_scaling": {"rope_type": "yarn", "factor": 4.0},)", "rope_type: found \"yarn\""},
+      {R"("rope_scaling": {"rope_type": "longrope", "factor": 4.0},)",
+       "rope_type: found \"longrope\""},
       {R"("rope_scaling": {"type": "linear", "factor": 2.0},)", "type: found \"linear\""},
       {R"("rope_parameters": {"rope_type": "dynamic"},)", "rope_type: found \"dynamic\""},
       {R"("attention_dropout": 0.1,)", "attention_dropout: found 0.1"},

@@ -6,21 +6,10 @@
 #include <set>
 #include <string>
 
+#include "unit/models/small_spec.h"
+
 namespace tessera::models {
 namespace {
-
-ModelSpec small(Family family) {
-  ModelSpec spec;
-  spec.family = family;
-  spec.vocab_size = 128;
-  spec.hidden_size = 32;
-  spec.num_hidden_layers = 2;
-  spec.num_attention_heads = 4;
-  spec.num_key_value_heads = 2;
-  spec.head_dim = 16;
-  spec.intermediate_size = 80;
-  return spec;
-}
 
 std::map<std::string, ParameterSpec> by_name(const std::vector<ParameterSpec>& table) {
   std::map<std::string, ParameterSpec> rows;

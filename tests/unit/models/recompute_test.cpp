@@ -57,6 +57,11 @@ std::shared_ptr<nn::Rope> rope() {
   return std::make_shared<nn::Rope>(options);
 }
 
+std::shared_ptr<DecoderLayer> dense_layer(Family family) {
+  const ModelSpec spec = small(family);
+  return std::make_shared<DecoderLayer>(spec, 0, whole_sizes(spec), rope());
+}
+
 at::Tensor input() {
   return at::linspace(-1, 1, kTokens * kHidden).view({kRows, kPositions, kHidden});
 }
@@ -90,9 +95,9 @@ constexpr std::int64_t kMlpProducts = kTokens * (2 * kInner + kHidden);
 
 TEST(LayerRecompute, ADenseLayerHoldsNothingOrItsProducts) {
   for (const Family family : {Family::kQwen3, Family::kLlama}) {
-    const auto layer = drawn(std::make_shared<DecoderLayer>(small(family), rope()));
+    const auto layer = drawn(dense_layer(family));
     const auto x = input();
-    expect_held(layer, kAttentionProducts + kMlpProducts, [&] { return layer->forward(x); });
+    expect_held(layer, kAttentionProducts + kMlpProducts, [&] { return layer->forward(x, {}).x; });
   }
 }
 
@@ -122,13 +127,13 @@ TEST(LayerRecompute, ALayerOfTheTowerHoldsNothingOrItsProducts) {
 
 // The graph may outlive the model, as it may without recomputation.
 TEST(LayerRecompute, BackwardWorksWhenOnlyTheGraphIsLeft) {
-  auto layer = drawn(std::make_shared<DecoderLayer>(small(Family::kQwen3), rope()));
+  auto layer = drawn(dense_layer(Family::kQwen3));
   const auto x = input().requires_grad_();
-  layer->forward(x).sum().backward();
+  layer->forward(x, {}).x.sum().backward();
   const at::Tensor expected = x.grad().clone();
   x.mutable_grad().reset();
   layer->set_recompute(RecomputeMode::kFull);
-  const at::Tensor loss = layer->forward(x).sum();
+  const at::Tensor loss = layer->forward(x, {}).x.sum();
   layer.reset();
   loss.backward();
   EXPECT_TRUE(x.grad().equal(expected));

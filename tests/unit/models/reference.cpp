@@ -1,6 +1,7 @@
 #include "unit/models/reference.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
 
 #include <cstring>
 #include <filesystem>
@@ -56,15 +57,35 @@ at::Tensor Reference::stored(const std::string& name) const {
   return read_tensor(folder_.file(folder_.tensors().at(name).file), name);
 }
 
+at::Tensor Reference::stored(const ParameterSpec& row) const {
+  if (row.stacked.empty()) return stored(row.name);
+  std::vector<at::Tensor> parts;
+  for (const std::string& name : row.stacked) {
+    parts.push_back(stored(name));
+    TESSERA_CHECK(parts.back().sizes() == at::IntArrayRef(row.stacked_shape), ErrorKind::kFormat,
+                  name, ": found ", parts.back().sizes());
+  }
+  return at::stack(parts).view(row.shape);
+}
+
+std::vector<std::string> Reference::gradient_names() const {
+  std::vector<std::string> names;
+  for (const TensorInfo& tensor : results_.header().tensors) {
+    if (tensor.name.starts_with("grad/")) names.push_back(tensor.name.substr(5));
+  }
+  return names;
+}
+
 void Reference::load(const torch::nn::Module& model, Compute compute) const {
   nn::materialize(model);
   const bool bulk_is_wide = folder_.bulk_dtype() == DType::kFloat32;
-  for (auto& item : model.named_parameters()) {
-    const auto* info = folder_.find(item.key());
-    if (info == nullptr) continue;  // a tied head
+  auto parameters = model.named_parameters();
+  for (const ParameterSpec& row : parameter_table(spec_)) {
+    if (!row.tied_to.empty()) continue;
+    const at::Tensor values = stored(row);
     const bool wide =
-        compute == Compute::kFloat32 || (info->dtype == DType::kFloat32 && !bulk_is_wide);
-    item.value().set_data(stored(item.key()).to(wide ? at::kFloat : at::kBFloat16));
+        compute == Compute::kFloat32 || (values.scalar_type() == at::kFloat && !bulk_is_wide);
+    parameters[row.name].set_data(values.to(wide ? at::kFloat : at::kBFloat16));
   }
   for (auto& item : model.named_buffers()) item.value().set_data(stored(item.key()));
 }
@@ -93,6 +114,16 @@ std::map<std::string, at::Tensor> gradients(const torch::nn::Module& model, cons
   for (auto& item : model.named_parameters()) {
     if (!item.value().requires_grad()) continue;
     result[item.key()] = item.value().grad().to(at::kFloat);
+  }
+  for (const ParameterSpec& row : parameter_table(spec)) {
+    if (row.stacked.empty()) continue;
+    std::vector<std::int64_t> shape = row.stacked_shape;
+    shape.insert(shape.begin(), static_cast<std::int64_t>(row.stacked.size()));
+    const at::Tensor parts = result.at(row.name).view(shape);
+    result.erase(row.name);
+    for (std::size_t i = 0; i < row.stacked.size(); ++i) {
+      result[row.stacked[i]] = parts.select(0, static_cast<std::int64_t>(i));
+    }
   }
   if (spec.tie_word_embeddings) {
     const bool dense = spec.family != Family::kGemma4;

@@ -12,6 +12,7 @@
 #include "io/safetensors.h"
 #include "models/decoder.h"
 #include "models/gemma4_model.h"
+#include "models/parameter_table.h"
 
 namespace tessera::models {
 
@@ -27,6 +28,10 @@ class Reference {
   /// Of reference.safetensors.
   at::Tensor result(const std::string& name) const { return read_tensor(results_, name); }
 
+  bool has_result(const std::string& name) const { return results_.header().find(name) != nullptr; }
+  /// Every NAME of a "grad/NAME".
+  std::vector<std::string> gradient_names() const;
+
   enum class Compute {
     kFloat32,   ///< everything widened
     kBFloat16,  ///< bf16, but what the checkpoint stores wider than its bulk stays as it is
@@ -38,6 +43,8 @@ class Reference {
 
  private:
   at::Tensor stored(const std::string& name) const;
+  /// A parameter of the model, out of the tensors that it stacks.
+  at::Tensor stored(const ParameterSpec& row) const;
   void load(const torch::nn::Module& model, Compute compute) const;
 
   HfFolder folder_;
@@ -45,8 +52,8 @@ class Reference {
   ModelSpec spec_;
 };
 
-/// The gradient of every trainable parameter of the checkpoint by name, fp32: a tied head's is
-/// added to its owner's. A parameter that got none throws.
+/// The gradient of every trainable parameter of the checkpoint by the checkpoint's names, fp32: a
+/// tied head's is added to its owner's. A parameter that got none throws.
 std::map<std::string, at::Tensor> gradients(const torch::nn::Module& model, const ModelSpec& spec);
 
 }  // namespace tessera::models

@@ -151,6 +151,28 @@ TEST_F(Fused, LongSequencesRunInBlocksAndEqualComposite) {
                           "bfloat16");
 }
 
+TEST_F(Fused, ValuesNarrowerOrWiderThanKeysEqualComposite) {
+  const auto fused = [](const Tensors& in) { return causal_attention(in[0], in[1], in[2], 0.5); };
+  const auto composite = [](const Tensors& in) {
+    return causal_attention_composite(in[0], in[1], in[2], 0.5);
+  };
+  for (const std::int64_t positions : {7, 300}) {
+    for (const std::int64_t head_dim : {4, 20}) {
+      expect_equals_composite(
+          fused, composite,
+          {draw({2, 2, positions, 3, 12}, at::kFloat), draw({2, 2, positions, 1, 12}, at::kFloat),
+           draw({2, positions, 2 * head_dim}, at::kFloat)},
+          {1e-5, 1e-5}, "values of " + std::to_string(head_dim));
+    }
+  }
+  const at::Tensor q = draw({1, 3, 9, 2, 6}, at::kFloat);
+  const at::Tensor keys = draw({1, 3, 9, 6}, at::kFloat);
+  const at::Tensor values = draw({1, 3, 9, 10}, at::kFloat);
+  const at::Tensor last = q.narrow(2, 7, 2);
+  const at::Tensor plain = cached_attention_composite(last, keys, values, 0.5);
+  EXPECT_TRUE(at::allclose(cached_attention(last, keys, values, 0.5), plain, 1e-5, 1e-5));
+}
+
 TEST_F(Fused, LongSoftmaxRowsEqualComposite) {
   // More keys than the kernel keeps exponentials of.
   expect_equals_composite(

@@ -100,7 +100,6 @@ INSTANTIATE_TEST_SUITE_P(
         BadConfig{"grad_scaler.backoff_factor=1", "grad_scaler.backoff_factor", "less than 1"},
         BadConfig{"grad_scaler.min_scale=131072", "grad_scaler.min_scale",
                   "expected at most init_scale"},
-        BadConfig{"model.aux_loss_coef=0.1", "model.aux_loss_coef", "not yet built"},
         BadConfig{"parallelism.tensor_parallel_degree=2", "parallelism.tensor_parallel_degree",
                   "not yet built"},
         BadConfig{"parallelism.expert_parallel_degree=2", "parallelism.expert_parallel_degree",

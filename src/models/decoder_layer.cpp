@@ -1,0 +1,110 @@
+#include "models/decoder_layer.h"
+
+#include <cmath>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "models/recomputed.h"
+#include "nn/attention.h"
+#include "nn/mla.h"
+
+namespace tessera::models {
+namespace {
+
+nn::AttentionOptions attention_options(const ModelSpec& spec, std::int64_t number,
+                                       const LocalSizes& sizes) {
+  using Options = nn::AttentionOptions;
+  Options options{.hidden_size = spec.hidden_size,
+                  .heads = sizes.heads,
+                  .kv_heads = sizes.kv_heads,
+                  .head_dim = spec.head_dim,
+                  .bias = spec.attention_bias ? nn::Bias::kYes : nn::Bias::kNo,
+                  .qk_norm = spec.qk_norm() ? Options::QkNorm::kYes : Options::QkNorm::kNo,
+                  .norm_eps = spec.rms_norm_eps};
+  if (spec.attention_sinks()) options.sinks = Options::Sinks::kYes;
+  if (spec.is_sliding(number)) options.window = spec.sliding_window;
+  return options;
+}
+
+std::shared_ptr<nn::SelfAttention> make_attention(const ModelSpec& spec, std::int64_t number,
+                                                  const LocalSizes& sizes,
+                                                  std::shared_ptr<nn::Rope> rope) {
+  if (!spec.mla) {
+    return std::make_shared<nn::Attention>(attention_options(spec, number, sizes), std::move(rope));
+  }
+  const MlaSpec& mla = *spec.mla;
+  const auto qk_head_dim = static_cast<double>(mla.qk_head_dim());
+  const nn::MlaOptions options{.hidden_size = spec.hidden_size,
+                               .heads = sizes.heads,
+                               .q_lora_rank = mla.q_lora_rank,
+                               .kv_lora_rank = mla.kv_lora_rank,
+                               .qk_nope_head_dim = mla.qk_nope_head_dim,
+                               .qk_rope_head_dim = mla.qk_rope_head_dim,
+                               .v_head_dim = mla.v_head_dim,
+                               .bias = spec.attention_bias ? nn::Bias::kYes : nn::Bias::kNo,
+                               .scale = softmax_factor(spec.rope) / std::sqrt(qk_head_dim)};
+  return std::make_shared<nn::Mla>(options, std::move(rope));
+}
+
+std::optional<at::Tensor> given(const at::Tensor& tensor) {
+  return tensor.defined() ? std::make_optional(tensor) : std::nullopt;
+}
+
+}  // namespace
+
+std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec) {
+  const auto rounding =
+      spec.family == Family::kGptOss ? nn::NormRounding::kOnce : nn::NormRounding::kBeforeWeight;
+  return std::make_shared<nn::RmsNorm>(spec.hidden_size, spec.rms_norm_eps, rounding);
+}
+
+DecoderLayer::DecoderLayer(const ModelSpec& spec, std::int64_t number, const LocalSizes& sizes,
+                           std::shared_ptr<nn::Rope> rope) {
+  self_attn_ = register_module("self_attn", make_attention(spec, number, sizes, std::move(rope)));
+  if (spec.is_moe(number)) {
+    moe_ = register_module("mlp", std::make_shared<MoeLayer>(spec, sizes));
+  } else {
+    const auto bias = spec.mlp_bias ? nn::Bias::kYes : nn::Bias::kNo;
+    mlp_ = register_module(
+        "mlp", std::make_shared<nn::Mlp>(spec.hidden_size, sizes.intermediate_size, bias));
+  }
+  input_layernorm_ = register_module("input_layernorm", decoder_norm(spec));
+  post_attention_layernorm_ = register_module("post_attention_layernorm", decoder_norm(spec));
+}
+
+DecoderLayer::Output DecoderLayer::forward(const at::Tensor& x, const RoutingRequest& request) {
+  // Routing that is not there goes through as an undefined tensor; only what is asked for is a
+  // result.
+  const auto run = [this, statistics = request.statistics](const std::vector<at::Tensor>& in) {
+    const Output output = body(in[0], {given(in[1]), statistics});
+    std::vector<at::Tensor> results{output.x};
+    if (output.load.counts.defined()) results.push_back(output.load.counts);
+    if (output.load.probabilities.defined()) results.push_back(output.load.probabilities);
+    return results;
+  };
+  const auto results =
+      recomputed(*this, recompute_, {x, request.imposed.value_or(at::Tensor())}, run);
+  Output output{results[0], {}};
+  if (results.size() > 1) output.load.counts = results[1];
+  if (results.size() > 2) output.load.probabilities = results[2];
+  return output;
+}
+
+DecoderLayer::Output DecoderLayer::body(const at::Tensor& x, const RoutingRequest& request) {
+  return after_attention(x, self_attn_->forward(input_layernorm_->forward(x)), request);
+}
+
+at::Tensor DecoderLayer::decode(const at::Tensor& x, nn::KvCache& cache) {
+  return after_attention(x, self_attn_->decode(input_layernorm_->forward(x), cache), {}).x;
+}
+
+DecoderLayer::Output DecoderLayer::after_attention(const at::Tensor& x, const at::Tensor& attended,
+                                                   const RoutingRequest& request) {
+  const auto [sum, normed] = post_attention_layernorm_->add_forward(x, attended);
+  if (mlp_) return {sum + mlp_->forward(normed), {}};
+  auto [fed, load] = moe_->forward(normed, request);
+  return {sum + fed, std::move(load)};
+}
+
+}  // namespace tessera::models

@@ -1,0 +1,68 @@
+// One layer of a decoder-only model: attention and an MLP or a mixture of experts, each behind a
+// norm and beside the residual stream.
+//
+// Which attention a family has is decided in decoder_layer.cpp. Short symbols: B rows, T positions.
+// Next: ../nn/self_attention.h, moe_layer.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "models/local_sizes.h"
+#include "models/model_spec.h"
+#include "models/moe_layer.h"
+#include "models/routing_request.h"
+#include "nn/kv_cache.h"
+#include "nn/mlp.h"
+#include "nn/rms_norm.h"
+#include "nn/rope.h"
+#include "nn/self_attention.h"
+#include "tessera/recompute_mode.h"
+
+namespace tessera::models {
+
+/// The norm that a family has before attention, feed-forward and head.
+std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec);
+
+class DecoderLayer : public torch::nn::Module {
+ public:
+  /// `number` from 0: layers of one model may differ.
+  DecoderLayer(const ModelSpec& spec, std::int64_t number, const LocalSizes& sizes,
+               std::shared_ptr<nn::Rope> rope);
+
+  struct Output {
+    at::Tensor x;
+    RouterLoad load;
+
+    template <class F>
+    void visit_tensors(F&& f) {
+      f(x);
+      load.visit_tensors(f);
+    }
+  };
+  /// x [B, T, hidden] -> the same shape and dtype. What is asked of the router is without effect in
+  /// a layer without experts.
+  Output forward(const at::Tensor& x, const RoutingRequest& request);
+
+  bool has_experts() const { return moe_ != nullptr; }
+  bool can_decode() const { return self_attn_->can_decode(); }
+  /// As nn::SelfAttention::decode.
+  at::Tensor decode(const at::Tensor& x, nn::KvCache& cache);
+  void set_recompute(RecomputeMode mode) { recompute_ = mode; }
+
+ private:
+  Output body(const at::Tensor& x, const RoutingRequest& request);
+  Output after_attention(const at::Tensor& x, const at::Tensor& attended,
+                         const RoutingRequest& request);
+
+  std::shared_ptr<nn::SelfAttention> self_attn_;
+  std::shared_ptr<nn::Mlp> mlp_;   // null in a layer with experts
+  std::shared_ptr<MoeLayer> moe_;  // null in a layer without
+  std::shared_ptr<nn::RmsNorm> input_layernorm_, post_attention_layernorm_;
+  RecomputeMode recompute_ = RecomputeMode::kNone;
+};
+
+}  // namespace tessera::models

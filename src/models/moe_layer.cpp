@@ -1,0 +1,116 @@
+#include "models/moe_layer.h"
+
+#include <ATen/ops/bincount.h>
+
+#include <string>
+
+#include "models/family.h"
+#include "moe/experts.h"
+#include "nn/gated.h"
+#include "nn/linear.h"
+#include "nn/parameter.h"
+#include "tessera/dtype_watch.h"
+
+namespace tessera::models {
+namespace {
+
+moe::RouteOptions route_options(const MoeSpec& moe) {
+  moe::RouteOptions options;
+  options.experts_per_token = moe.experts_per_token;
+  options.scoring = moe.scores == ExpertScores::kSoftmaxOfAll
+                        ? moe::Scoring::kSoftmaxThenTopK
+                        : moe::Scoring::kTopKThenSoftmax;
+  options.normalize = moe.norm_topk_prob;
+  options.scaling_factor = moe.routed_scaling_factor;
+  options.groups = moe.n_group;
+  options.top_groups = moe.topk_group;
+  return options;
+}
+
+moe::Activation activation_of(const MoeSpec& moe) {
+  if (moe.activation == ExpertActivation::kSwiglu) return nn::swiglu_halves;
+  return [clamp = nn::ClampedSwiglu{moe.swiglu_alpha, moe.swiglu_limit}](const at::Tensor& both) {
+    return nn::clamped_swiglu(both, clamp);
+  };
+}
+
+RouterLoad load_of(const moe::Routing& routing, RouterStatistics statistics) {
+  RouterLoad load;
+  if (statistics == RouterStatistics::kNone) return load;
+  load.counts =
+      at::bincount(routing.indices.reshape({-1}), {}, routing.probabilities.size(1));
+  if (statistics == RouterStatistics::kAndProbabilities) {
+    load.probabilities = routing.probabilities.sum(0);
+  }
+  return load;
+}
+
+}  // namespace
+
+ExpertRouter::ExpertRouter(std::int64_t hidden_size, const MoeSpec& moe) : moe_(moe) {
+  weight_ = register_parameter("weight", nn::empty_parameter({moe.num_experts, hidden_size}));
+  if (moe.router_bias) {
+    bias_ = register_parameter("bias", nn::empty_parameter({moe.num_experts}));
+  }
+}
+
+at::Tensor ExpertRouter::scores(const at::Tensor& x) const {
+  const WideScope router;
+  const at::ScalarType inside = moe_.router_dtype == RouterDtype::kFloat32
+                                    ? at::promote_types(weight_.scalar_type(), at::kFloat)
+                                    : weight_.scalar_type();
+  return nn::linear(x.to(inside), weight_.to(inside), bias_);
+}
+
+moe::Routing ExpertRouter::route(const at::Tensor& scores,
+                                 const std::optional<at::Tensor>& imposed) const {
+  moe::Routing routing = moe::route(scores, route_options(moe_), imposed);
+  const WideScope weights;
+  routing.weights = routing.weights.to(scores.scalar_type());
+  return routing;
+}
+
+ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes) : moe_(*spec.moe) {
+  const std::int64_t hidden = spec.hidden_size;
+  const std::int64_t inner = sizes.moe_intermediate_size;
+  const auto parameter = [&](const char* name, at::IntArrayRef shape) {
+    return register_parameter(name, nn::empty_parameter(shape));
+  };
+  const bool out_in = moe_.layout == ExpertLayout::kOutIn;
+  const std::int64_t count = sizes.experts;
+  gate_up_proj_ = out_in ? parameter("gate_up_proj", {count, 2 * inner, hidden})
+                         : parameter("gate_up_proj", {count, hidden, 2 * inner});
+  if (moe_.expert_bias) gate_up_proj_bias_ = parameter("gate_up_proj_bias", {count, 2 * inner});
+  down_proj_ = out_in ? parameter("down_proj", {count, hidden, inner})
+                      : parameter("down_proj", {count, inner, hidden});
+  if (moe_.expert_bias) down_proj_bias_ = parameter("down_proj_bias", {count, hidden});
+}
+
+at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing) {
+  const auto layout = moe_.layout == ExpertLayout::kOutIn ? nn::GroupLayout::kOutIn
+                                                          : nn::GroupLayout::kInOut;
+  const moe::ExpertWeights weights{gate_up_proj_, down_proj_, gate_up_proj_bias_, down_proj_bias_,
+                                   layout};
+  return moe::experts(x, routing, weights, {activation_of(moe_), moe::Score::kAfterExperts});
+}
+
+MoeLayer::MoeLayer(const ModelSpec& spec, const LocalSizes& sizes) {
+  router_ = register_module(std::string(traits(spec.family).router_module),
+                            std::make_shared<ExpertRouter>(spec.hidden_size, *spec.moe));
+  experts_ = register_module("experts", std::make_shared<ExpertBank>(spec, sizes));
+  if (sizes.shared_intermediate_size == 0) return;
+  shared_experts_ =
+      register_module("shared_experts", std::make_shared<nn::Mlp>(spec.hidden_size,
+                                                                  sizes.shared_intermediate_size));
+}
+
+MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& request) {
+  const at::Tensor tokens = x.reshape({-1, x.size(-1)});
+  const at::Tensor scores = router_->scores(tokens);
+  const moe::Routing routing = router_->route(scores, request.imposed);
+  at::Tensor y = experts_->forward(tokens, routing).view(x.sizes());
+  if (shared_experts_) y = y + shared_experts_->forward(x);
+  return {y, load_of(routing, request.statistics)};
+}
+
+}  // namespace tessera::models

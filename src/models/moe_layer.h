@@ -1,0 +1,68 @@
+// The mixture of experts of a decoder layer: router, experts and, in some families, one more MLP
+// that every token goes through.
+//
+// Its parameters carry Hugging Face's names but for experts of which the files hold a tensor each:
+// they are one parameter a product here (ParameterSpec::stacked). Short symbols: B rows, T
+// positions, M tokens, H hidden, E experts, K experts a token, I inner. Next: ../moe/routing.h,
+// ../moe/experts.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <memory>
+
+#include "models/local_sizes.h"
+#include "models/model_spec.h"
+#include "models/routing_request.h"
+#include "moe/routing.h"
+#include "nn/mlp.h"
+
+namespace tessera::models {
+
+/// Scores of all experts, those of other ranks too.
+class ExpertRouter : public torch::nn::Module {
+ public:
+  ExpertRouter(std::int64_t hidden_size, const MoeSpec& moe);
+  /// x [M, H] -> [M, E] in the dtype that the router computes in.
+  at::Tensor scores(const at::Tensor& x) const;
+  /// `imposed` as RoutingRequest has it.
+  moe::Routing route(const at::Tensor& scores, const std::optional<at::Tensor>& imposed) const;
+
+ private:
+  MoeSpec moe_;
+  at::Tensor weight_;  // [E, H]
+  at::Tensor bias_;    // [E], or undefined
+};
+
+/// The weights of a rank's experts, one tensor a product.
+class ExpertBank : public torch::nn::Module {
+ public:
+  ExpertBank(const ModelSpec& spec, const LocalSizes& sizes);
+  /// x [M, H] -> [M, H] in x's dtype.
+  at::Tensor forward(const at::Tensor& x, const moe::Routing& routing);
+
+ private:
+  MoeSpec moe_;
+  at::Tensor gate_up_proj_, gate_up_proj_bias_;
+  at::Tensor down_proj_, down_proj_bias_;
+};
+
+class MoeLayer : public torch::nn::Module {
+ public:
+  MoeLayer(const ModelSpec& spec, const LocalSizes& sizes);
+
+  struct Output {
+    at::Tensor x;
+    RouterLoad load;
+  };
+  /// x [B, T, H] -> the same shape and dtype. Errors: as moe::route.
+  Output forward(const at::Tensor& x, const RoutingRequest& request);
+
+ private:
+  std::shared_ptr<ExpertRouter> router_;
+  std::shared_ptr<ExpertBank> experts_;
+  std::shared_ptr<nn::Mlp> shared_experts_;  // null without
+};
+
+}  // namespace tessera::models

@@ -1,0 +1,75 @@
+// MoeSpec: what a config.json says about the mixture of experts of a family whose layers have it in
+// the place of the MLP.
+//
+// Next: model_spec.h, moe_layer.h.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace tessera::models {
+
+/// What the routing weights of a token are made of.
+enum class ExpertScores : std::uint8_t {
+  kSoftmaxOfAll,     ///< softmax over all experts, then the choice
+  kSoftmaxOfChosen,  ///< the choice by raw scores, then softmax over the chosen
+};
+
+/// The dtype that the router computes in.
+enum class RouterDtype : std::uint8_t {
+  kWeight,   ///< its weight's
+  kFloat32,  ///< whatever its weight has
+};
+
+enum class ExpertActivation : std::uint8_t {
+  kSwiglu,         ///< gate rows first, then up rows
+  kClampedSwiglu,  ///< gate and up in turn, clamped (gpt-oss)
+};
+
+/// How the matrices of experts stand in files and in parameters.
+enum class ExpertLayout : std::uint8_t {
+  kOutIn,  ///< [E, 2I, H] and [E, H, I]; one tensor an expert and projection in files
+  kInOut,  ///< [E, H, 2I] and [E, I, H]; in files as in parameters
+};
+
+struct MoeSpec {
+  std::int64_t num_experts = 0;
+  std::int64_t experts_per_token = 0;
+  std::int64_t moe_intermediate_size = 0;
+  /// Width of the one MLP that every token goes through besides; 0 = none.
+  std::int64_t shared_intermediate_size = 0;
+
+  ExpertScores scores = ExpertScores::kSoftmaxOfAll;
+  RouterDtype router_dtype = RouterDtype::kWeight;
+  bool norm_topk_prob = false;  ///< the weights of a token are divided by their sum
+  double routed_scaling_factor = 1.0;
+  /// The experts of a token come from `topk_group` of `n_group` equal groups, those with the best
+  /// experts; 1 of 1 = from all.
+  std::int64_t n_group = 1;
+  std::int64_t topk_group = 1;
+  bool router_bias = false;
+
+  ExpertActivation activation = ExpertActivation::kSwiglu;
+  double swiglu_alpha = 1.702;  ///< of kClampedSwiglu, as the limit
+  double swiglu_limit = 7.0;
+  bool expert_bias = false;
+  ExpertLayout layout = ExpertLayout::kOutIn;
+
+  std::int64_t first_dense_layers = 0;             ///< so many layers have an MLP instead
+  std::int64_t sparse_step = 1;                    ///< then every so-manieth has experts
+  std::vector<std::int64_t> mlp_only_layers = {};  ///< but not these
+
+  /// The published coefficient, and whether the published model is trained with it.
+  double router_aux_loss_coef = 0.0;
+  bool output_router_logits = false;
+
+  bool is_moe(std::int64_t layer) const {
+    for (const std::int64_t dense : mlp_only_layers) {
+      if (dense == layer) return false;
+    }
+    return layer >= first_dense_layers && (layer + 1) % sparse_step == 0;
+  }
+  bool operator==(const MoeSpec&) const = default;
+};
+
+}  // namespace tessera::models

@@ -1,0 +1,78 @@
+#include "nn/mla.h"
+
+#include <ATen/ops/cat.h>
+
+#include <utility>
+
+#include "nn/attention.h"
+#include "tessera/error.h"
+
+namespace tessera::nn {
+namespace {
+
+/// Fixed in the published models' code, whatever their rms_norm_eps.
+constexpr double kLatentEps = 1e-6;
+
+}  // namespace
+
+Mla::Mla(const MlaOptions& options, std::shared_ptr<Rope> rope)
+    : options_(options), rope_(std::move(rope)) {
+  const std::int64_t qk_head_dim = options.qk_nope_head_dim + options.qk_rope_head_dim;
+  const auto projection = [&](const char* name, std::int64_t in, std::int64_t out, Bias bias) {
+    return register_module(name, std::make_shared<Linear>(in, out, bias));
+  };
+  const auto norm = [&](const char* name, std::int64_t size) {
+    return register_module(name, std::make_shared<RmsNorm>(size, kLatentEps));
+  };
+  if (options.q_lora_rank) {
+    const std::int64_t rank = *options.q_lora_rank;
+    q_a_proj_ = projection("q_a_proj", options.hidden_size, rank, options.bias);
+    q_a_layernorm_ = norm("q_a_layernorm", rank);
+    q_b_proj_ = projection("q_b_proj", rank, options.heads * qk_head_dim, Bias::kNo);
+  } else {
+    q_proj_ = projection("q_proj", options.hidden_size, options.heads * qk_head_dim, Bias::kNo);
+  }
+  kv_a_proj_with_mqa_ = projection("kv_a_proj_with_mqa", options.hidden_size,
+                                   options.kv_lora_rank + options.qk_rope_head_dim, options.bias);
+  kv_a_layernorm_ = norm("kv_a_layernorm", options.kv_lora_rank);
+  kv_b_proj_ =
+      projection("kv_b_proj", options.kv_lora_rank,
+                 options.heads * (options.qk_nope_head_dim + options.v_head_dim), Bias::kNo);
+  o_proj_ =
+      projection("o_proj", options.heads * options.v_head_dim, options.hidden_size, options.bias);
+}
+
+/// [B, T, H, nope + rope].
+at::Tensor Mla::queries(const at::Tensor& x, const RopeTable& table) {
+  const at::Tensor flat = q_proj_
+                              ? q_proj_->forward(x)
+                              : q_b_proj_->forward(q_a_layernorm_->forward(q_a_proj_->forward(x)));
+  const at::Tensor q = flat.unflatten(2, {options_.heads, -1});
+  const at::Tensor turned =
+      turn_neighbours(q.narrow(3, options_.qk_nope_head_dim, options_.qk_rope_head_dim), table);
+  return at::cat({q.narrow(3, 0, options_.qk_nope_head_dim), turned}, 3);
+}
+
+at::Tensor Mla::forward(const at::Tensor& x) {
+  // Tables stay in fp32: the published code turns in complex fp32 and rounds once.
+  const RopeTable table =
+      rope_->table(x.size(1), at::promote_types(x.scalar_type(), at::kFloat), x.device());
+  const at::Tensor q = queries(x, table);
+  const at::Tensor both = kv_a_proj_with_mqa_->forward(x);
+  const at::Tensor latent = kv_a_layernorm_->forward(both.narrow(2, 0, options_.kv_lora_rank));
+  const at::Tensor shared = turn_neighbours(
+      both.narrow(2, options_.kv_lora_rank, options_.qk_rope_head_dim).unsqueeze(2), table);
+  const at::Tensor kv = kv_b_proj_->forward(latent).unflatten(2, {options_.heads, -1});
+  const at::Tensor k = at::cat(
+      {kv.narrow(3, 0, options_.qk_nope_head_dim), shared.expand({-1, -1, options_.heads, -1})}, 3);
+  const at::Tensor v = kv.narrow(3, options_.qk_nope_head_dim, options_.v_head_dim).flatten(2, 3);
+  // Every head has a key of its own: H groups of one query head each.
+  const auto by_head = [](const at::Tensor& heads) { return heads.transpose(1, 2).unsqueeze(3); };
+  return o_proj_->forward(causal_attention(by_head(q), by_head(k), v, options_.scale));
+}
+
+at::Tensor Mla::decode(const at::Tensor& /*x*/, KvCache& /*cache*/) {
+  TESSERA_INVARIANT(false, "decode of latent attention, which has none");
+}
+
+}  // namespace tessera::nn

@@ -1,0 +1,56 @@
+// Multi-head latent attention (deepseek-v2): keys and values of all heads are made from one short
+// latent, and one rotated key part is shared by all of them.
+//
+// The part of a head that rope turns pairs neighbours (x[2i], x[2i + 1]); values are narrower than
+// queries and keys. In training the latent is widened to whole keys and values, and attention is
+// the causal one of attention.h. There is no decode. Short symbols: B rows, T positions, H heads of
+// this rank. Next: attention.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "nn/linear.h"
+#include "nn/rms_norm.h"
+#include "nn/rope.h"
+#include "nn/self_attention.h"
+
+namespace tessera::nn {
+
+struct MlaOptions {
+  std::int64_t hidden_size = 0;
+  std::int64_t heads = 0;  ///< of this rank; the latents are whole on every rank
+  /// Queries are made from a latent of this width; none = from x.
+  std::optional<std::int64_t> q_lora_rank = std::nullopt;
+  std::int64_t kv_lora_rank = 0;
+  std::int64_t qk_nope_head_dim = 0;  ///< of a query's or key's head what is not turned
+  std::int64_t qk_rope_head_dim = 0;
+  std::int64_t v_head_dim = 0;
+  Bias bias = Bias::kNo;  ///< of q_a_proj, kv_a_proj_with_mqa and o_proj
+  double scale = 1.0;     ///< of the scores
+};
+
+class Mla : public SelfAttention {
+ public:
+  /// `rope` turns qk_rope_head_dim elements.
+  Mla(const MlaOptions& options, std::shared_ptr<Rope> rope);
+  at::Tensor forward(const at::Tensor& x) override;
+  bool can_decode() const override { return false; }
+  at::Tensor decode(const at::Tensor& x, KvCache& cache) override;
+
+ private:
+  at::Tensor queries(const at::Tensor& x, const RopeTable& table);
+
+  MlaOptions options_;
+  std::shared_ptr<Rope> rope_;
+  std::shared_ptr<Linear> q_proj_;               ///< null with a latent of queries
+  std::shared_ptr<Linear> q_a_proj_, q_b_proj_;  ///< null without, as the norm
+  std::shared_ptr<RmsNorm> q_a_layernorm_;
+  std::shared_ptr<Linear> kv_a_proj_with_mqa_, kv_b_proj_, o_proj_;
+  std::shared_ptr<RmsNorm> kv_a_layernorm_;
+};
+
+}  // namespace tessera::nn

@@ -1,0 +1,44 @@
+#include "nn/windowed_attention.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "nn/masked_attention.h"
+
+namespace tessera::nn {
+namespace {
+
+// Of one product: enough rows to be worth it, few enough that its scores stay small.
+constexpr std::int64_t kBlock = 256;
+
+}  // namespace
+
+at::Tensor windowed_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
+                              const AttentionReach& reach, double scale) {
+  const std::int64_t queries = q.size(2);
+  const std::int64_t first = keys.size(2) - queries;
+  const at::Tensor positions = at::arange(keys.size(2), q.device());
+  std::vector<at::Tensor> blocks;
+  std::int64_t begin = 0;
+  do {
+    const std::int64_t end = std::min(begin + kBlock, queries);
+    const std::int64_t seen_from =
+        reach.window ? std::max<std::int64_t>(0, first + begin - *reach.window + 1) : 0;
+    const std::int64_t seen = first + end - seen_from;
+    const at::Tensor key = positions.narrow(0, seen_from, seen);
+    const at::Tensor own =
+        positions.narrow(0, first + begin, end - begin).view({end - begin, 1, 1});
+    at::Tensor hidden = key > own;
+    if (reach.window) hidden = hidden.logical_or(key <= own - *reach.window);
+    blocks.push_back(attention_composite(
+        q.narrow(2, begin, end - begin), keys.narrow(2, seen_from, seen),
+        values.narrow(2, seen_from, seen), {.hidden = hidden, .sinks = reach.sinks}, scale));
+    begin = end;
+  } while (begin < queries);
+  return blocks.size() == 1 ? blocks.front() : at::cat(blocks, 1);
+}
+
+}  // namespace tessera::nn

@@ -1,0 +1,77 @@
+#include "dist/stacked_files.h"
+
+#include <cstring>
+
+#include "grad/torch_dtype.h"
+#include "tessera/error.h"
+
+namespace tessera::test {
+namespace {
+
+constexpr const char* kExperts = "experts.";
+
+std::string expert(std::int64_t number, const char* part) {
+  return concat(kExperts, number, ".", part, "_proj.weight");
+}
+
+}  // namespace
+
+StackedExperts::StackedExperts(std::uint64_t seed)
+    : gate_up(register_parameter("gate_up", seeded(seed, {E, 2 * I, H}))),
+      down(register_parameter("down", seeded(seed + 1, {E, H, I}))),
+      norm(register_parameter("norm", seeded(seed + 2, {H}))) {}
+
+at::Tensor StackedExperts::forward(const at::Tensor& x) {
+  const auto both = at::matmul(x * norm, gate_up.transpose(1, 2));  // [E, N, 2I]
+  const auto inner = at::silu(both.narrow(2, 0, I)) * both.narrow(2, I, I);
+  return at::matmul(inner, down.transpose(1, 2)).sum(0);
+}
+
+std::vector<models::ParameterSpec> StackedExperts::table(std::int64_t experts) {
+  models::ParameterSpec gates{.name = "gate_up", .shape = {experts, 2 * I, H}, .init_std = 0.02};
+  models::ParameterSpec downs{.name = "down", .shape = {experts, H, I}, .init_std = 0.02};
+  gates.stacked_shape = {I, H};
+  downs.stacked_shape = {H, I};
+  for (std::int64_t e = 0; e < experts; ++e) {
+    gates.stacked.push_back(expert(e, "gate"));
+    gates.stacked.push_back(expert(e, "up"));
+    downs.stacked.push_back(expert(e, "down"));
+  }
+  return {gates, downs, {.name = "norm", .shape = {H}, .init = models::InitKind::kOnes}};
+}
+
+void TensorsInMemory::add(const std::string& name, const at::Tensor& values) {
+  const DType dtype = to_dtype(values.scalar_type());
+  tensors_[name] = {dtype, values.sizes().vec(), dtype};
+  values_[name] = values.detach().clone().contiguous();
+}
+
+void TensorsInMemory::remove(const std::string& name) {
+  tensors_.erase(name);
+  values_.erase(name);
+}
+
+TensorsInMemory TensorsInMemory::of(const StackedExperts& model, at::ScalarType dtype) {
+  TensorsInMemory source;
+  for (std::int64_t e = 0; e < StackedExperts::E; ++e) {
+    const auto both = model.gate_up[e].to(dtype);
+    source.add(expert(e, "gate"), both.narrow(0, 0, StackedExperts::I));
+    source.add(expert(e, "up"), both.narrow(0, StackedExperts::I, StackedExperts::I));
+    source.add(expert(e, "down"), model.down[e].to(dtype));
+  }
+  source.add("norm", model.norm);
+  return source;
+}
+
+void TensorsInMemory::read(std::string_view name, std::int64_t begin, std::int64_t end,
+                           std::span<std::byte> out) const {
+  const at::Tensor& values = values_.find(name)->second;
+  const auto size = static_cast<std::int64_t>(values.element_size());
+  TESSERA_INVARIANT(
+      static_cast<std::int64_t>(out.size()) == (end - begin) * size && end <= values.numel(),
+      "a buffer of another size");
+  std::memcpy(out.data(), static_cast<const std::byte*>(values.const_data_ptr()) + begin * size,
+              out.size());
+}
+
+}  // namespace tessera::test

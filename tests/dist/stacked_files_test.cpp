@@ -1,0 +1,92 @@
+// Experts that are one parameter here and many tensors in files: loaded, refused.
+#include "dist/stacked_files.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "dist/plain.h"
+#include "train/weights.h"
+#include "unit/io/temporary_folder.h"
+
+namespace tessera::test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+const train::FileForms kForms(StackedExperts::table());
+
+TEST(StackedFiles, EveryRankReadsItsPartOfEveryExpert) {
+  const StackedExperts expected(11);
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    const auto source = TensorsInMemory::of(expected, dtype);
+    for (const int count : {1, 2, 3, 4}) {
+      ranks(count).run([&](World& world) {
+        const auto handle = fully_shard(std::make_shared<StackedExperts>(77), data_mesh(world));
+        train::load_weights(handle, source, kForms);
+        expect_same(whole_parameters(handle),
+                    {{"gate_up", expected.gate_up.detach().to(dtype).to(at::kFloat)},
+                     {"down", expected.down.detach().to(dtype).to(at::kFloat)},
+                     {"norm", expected.norm.detach()}},
+                    concat(count, " ranks"));
+      });
+    }
+  }
+}
+
+std::string refusal(const TensorSource& source) {
+  return testing::error_of(ErrorKind::kFormat,
+                           [&] { train::check_tensors(source, StackedExperts::table(), {}); });
+}
+
+TEST(StackedFiles, AWholeFolderIsTaken) {
+  EXPECT_NO_THROW(
+      train::check_tensors(TensorsInMemory::of(StackedExperts()), StackedExperts::table(), {}));
+}
+
+// Naive: an expert that is not there keeps its initial values.
+TEST(StackedFiles, AMissingExpertIsNamedAndHowManyMoreAre) {
+  auto source = TensorsInMemory::of(StackedExperts());
+  source.remove("experts.2.up_proj.weight");
+  EXPECT_THAT(refusal(source),
+              AllOf(HasSubstr("found no tensor experts.2.up_proj.weight, expected all 8 that "
+                              "gate_up stacks"),
+                    Not(HasSubstr("more"))));
+  source.remove("experts.1.gate_proj.weight");
+  source.remove("experts.3.gate_proj.weight");
+  EXPECT_THAT(refusal(source), HasSubstr("experts.1.gate_proj.weight (and 2 more)"));
+}
+
+TEST(StackedFiles, AnExpertTooManyIsNamedWithHowManyThereAre) {
+  auto source = TensorsInMemory::of(StackedExperts());
+  for (const char* part : {"gate", "up", "down"}) {
+    source.add(concat("experts.4.", part, "_proj.weight"), at::zeros({6, 5}));
+  }
+  EXPECT_THAT(refusal(source),
+              AllOf(HasSubstr("found the tensor experts.4.down_proj.weight (and 2 more)"),
+                    HasSubstr("as many experts as config.json describes: "
+                              "experts.0.gate_proj.weight to experts.3.up_proj.weight")));
+}
+
+// Naive: one of the two wins.
+TEST(StackedFiles, ExpertsThatAreThereTwiceOnceFusedAreRefused) {
+  auto source = TensorsInMemory::of(StackedExperts());
+  source.add("gate_up", at::zeros({4, 12, 5}));
+  EXPECT_THAT(refusal(source), HasSubstr("found the tensor gate_up, expected only the 8 tensors "
+                                         "experts.0.gate_proj.weight"));
+}
+
+TEST(StackedFiles, AnExpertOfAnotherShapeOrDtypeIsNamed) {
+  auto source = TensorsInMemory::of(StackedExperts());
+  source.add("experts.1.down_proj.weight", at::zeros({6, 5}));
+  EXPECT_THAT(refusal(source), HasSubstr("tensor experts.1.down_proj.weight: found shape [6, 5], "
+                                         "expected [5, 6]"));
+  source.add("experts.1.down_proj.weight", at::zeros({5, 6}, at::kBFloat16));
+  EXPECT_THAT(refusal(source),
+              HasSubstr("tensor experts.1.down_proj.weight: found dtype bfloat16, expected float32 "
+                        "as of experts.0.down_proj.weight: both are part of down"));
+}
+
+}  // namespace
+}  // namespace tessera::test

@@ -1,0 +1,130 @@
+// The kinds of rope that stretch frequencies, and the one that turns neighbours.
+#include "nn/rope.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <complex>
+#include <vector>
+
+#include "unit/nn/compare.h"
+
+namespace tessera::nn {
+namespace {
+
+/// Of deepseek-v2.
+RopeOptions deepseek() {
+  return {.head_dim = 64,
+          .theta = 10000.0,
+          .yarn = YarnScaling{.factor = 40.0, .original_max_position_embeddings = 4096}};
+}
+
+/// Of gpt-oss.
+RopeOptions gpt_oss() {
+  return {
+      .head_dim = 64,
+      .theta = 150000.0,
+      .yarn =
+          YarnScaling{.factor = 32.0, .original_max_position_embeddings = 4096, .truncate = false},
+      .table_factor = 1.3465735902799727};
+}
+
+/// The formula in fp64: f / factor (1 - e) + f e, e = 1 - clamp((i - low) / (high - low), 0, 1).
+std::vector<double> exact(const RopeOptions& options) {
+  const YarnScaling& yarn = *options.yarn;
+  const auto dim = static_cast<double>(options.head_dim);
+  const auto border = [&](double turns) {
+    const double period = static_cast<double>(yarn.original_max_position_embeddings);
+    return dim * std::log(period / (2 * M_PI * turns)) / (2 * std::log(options.theta));
+  };
+  double low = border(yarn.beta_fast);
+  double high = border(yarn.beta_slow);
+  if (yarn.truncate) low = std::floor(low), high = std::ceil(high);
+  low = std::max(low, 0.0);
+  high = std::min(high, dim - 1);
+  std::vector<double> result;
+  for (std::int64_t i = 0; i < options.head_dim / 2; ++i) {
+    const double f = std::pow(options.theta, -2.0 * static_cast<double>(i) / dim);
+    const double e = 1 - std::clamp((static_cast<double>(i) - low) / (high - low), 0.0, 1.0);
+    result.push_back(f / yarn.factor * (1 - e) + f * e);
+  }
+  return result;
+}
+
+TEST(Rope, YarnsFrequenciesAreThoseOfTheFormula) {
+  RopeOptions small = deepseek();
+  small.head_dim = 8;
+  for (const RopeOptions& options : {deepseek(), gpt_oss(), small}) {
+    const at::Tensor found = inverse_frequencies(options);
+    const std::vector<double> expected = exact(options);
+    ASSERT_EQ(found.size(0), static_cast<std::int64_t>(expected.size()));
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      // A handful of fp32 roundings; near the ramp's upper end 1 - e loses two more bits.
+      EXPECT_NEAR(found[static_cast<std::int64_t>(i)].item<double>() / expected[i], 1.0, 2e-6) << i;
+    }
+  }
+}
+
+// From transformers 5.23, ROPE_INIT_FUNCTIONS["yarn"], printed with nine digits.
+TEST(Rope, YarnsFrequenciesAreThoseOfTransformers) {
+  const at::Tensor rounded = inverse_frequencies(deepseek());
+  EXPECT_FLOAT_EQ(rounded[10].item<float>(), 0.0562341288F);
+  EXPECT_FLOAT_EQ(rounded[11].item<float>(), 0.0390069261F);
+  EXPECT_FLOAT_EQ(rounded[22].item<float>(), 0.00017782794F);
+  EXPECT_FLOAT_EQ(rounded[31].item<float>(), 3.33380353e-06F);
+  const at::Tensor whole = inverse_frequencies(gpt_oss());
+  EXPECT_FLOAT_EQ(whole[8].item<float>(), 0.0508132726F);
+  EXPECT_FLOAT_EQ(whole[9].item<float>(), 0.0317056961F);
+  EXPECT_FLOAT_EQ(whole[17].item<float>(), 0.000129318694F);
+  EXPECT_FLOAT_EQ(whole[18].item<float>(), 3.83088118e-05F);
+}
+
+TEST(Rope, TheFactorOfTheTablesIsTakenBeforeTheyAreRounded) {
+  Rope rope(gpt_oss());
+  RopeOptions options = gpt_oss();
+  options.table_factor = 1.0;
+  Rope plain(options);
+  const at::Tensor cos = plain.table(50, at::kFloat, at::kCPU).cos * 1.3465735902799727;
+  EXPECT_TRUE(rope.table(50, at::kFloat, at::kCPU).cos.equal(cos));
+  EXPECT_TRUE(rope.table(50, at::kBFloat16, at::kCPU).cos.equal(cos.to(at::kBFloat16)));
+  EXPECT_FLOAT_EQ(rope.table(50, at::kFloat, at::kCPU).sin[1][0].item<float>(),
+                  1.3465735902799727F * std::sin(1.0F));
+}
+
+TEST(Rope, NeighboursTurnAsComplexNumbersAndStayInPlace) {
+  at::manual_seed(3);
+  Rope rope(deepseek());
+  const RopeTable table = rope.table(7, at::kFloat, at::kCPU);
+  const at::Tensor x = at::randn({2, 7, 3, 64}, at::kDouble);
+  const at::Tensor turned = turn_neighbours(x, table);
+  ASSERT_EQ(turned.sizes(), x.sizes());
+  for (const std::int64_t t : {0, 1, 6}) {
+    for (const std::int64_t i : {0, 5, 31}) {
+      const auto at = [&](const at::Tensor& y) {
+        const at::Tensor head = y[1][t][2];
+        return std::complex<double>(head[2 * i].item<double>(), head[2 * i + 1].item<double>());
+      };
+      const std::complex<double> turn(table.cos[t][i].item<double>(),
+                                      table.sin[t][i].item<double>());
+      EXPECT_LT(std::abs(at(turned) - at(x) * turn), 1e-14) << t << " " << i;
+    }
+  }
+}
+
+TEST(Rope, NeighboursAreTurnedInFloat32AndRoundedOnce) {
+  at::manual_seed(4);
+  Rope rope(deepseek());
+  const RopeTable table = rope.table(9, at::kFloat, at::kCPU);
+  const auto turn = [&](const std::vector<at::Tensor>& in) {
+    return turn_neighbours(in[0], table);
+  };
+  for (const std::int64_t rows : {0, 2}) {
+    const at::Tensor x = at::randn({rows, 9, 2, 64});
+    expect_equals_composite(turn, turn, {x}, kFloat32, "float");
+    expect_equals_composite(turn, turn, {x.to(at::kBFloat16)}, kOneBFloat16Rounding, "bfloat16");
+  }
+}
+
+}  // namespace
+}  // namespace tessera::nn

@@ -1,0 +1,96 @@
+// Which tensors of a file hold a parameter, and where its elements lie in them.
+#include "train/file_forms.h"
+
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "unit/io/temporary_folder.h"
+
+namespace tessera::train {
+namespace {
+
+models::ParameterSpec experts(std::int64_t count) {
+  models::ParameterSpec parameter;
+  parameter.name = "model.layers.0.mlp.experts.gate_up_proj";
+  parameter.shape = {count, 6, 4};
+  for (std::int64_t e = 0; e < count; ++e) {
+    for (const char* part : {"gate", "up"}) {
+      parameter.stacked.push_back(
+          concat("model.layers.0.mlp.experts.", e, ".", part, "_proj.weight"));
+    }
+  }
+  parameter.stacked_shape = {3, 4};
+  return parameter;
+}
+
+TEST(FileForms, AStackedParameterIsItsTensorsAndAnyOtherOneOfItsName) {
+  const models::ParameterSpec norm{.name = "model.norm.weight", .shape = {4}};
+  const FileForms forms({norm, experts(3)});
+  GradContract contract;
+  contract.name = "model.layers.0.mlp.experts.gate_up_proj";
+  contract.shape = {3, 6, 4};
+  const FileForm stacked = forms.of(contract);
+  EXPECT_EQ(stacked.names, experts(3).stacked);
+  EXPECT_EQ(stacked.file.count, 6);
+  EXPECT_EQ(stacked.file.shape, (std::vector<std::int64_t>{3, 4}));
+  for (const char* name : {"model.norm.weight", "an.adapter.lora_A.weight"}) {
+    contract.name = name;
+    contract.shape = {4};
+    const FileForm own = forms.of(contract);
+    EXPECT_EQ(own.names, std::vector<std::string>{name});
+    EXPECT_EQ(own.file.count, 1);
+    EXPECT_EQ(own.file.shape, contract.shape);
+  }
+  contract.name = "model.layers.0.mlp.experts.gate_up_proj";
+  contract.shape = {3, 6, 4};
+  EXPECT_EQ(FileForms().of(contract).names.size(), 1U) << "without a table nothing is stacked";
+}
+
+TEST(FileForms, TensorsThatAreNotTheParameterAreOurMistake) {
+  auto parameter = experts(3);
+  parameter.stacked.pop_back();
+  testing::error_of(ErrorKind::kInternal, [&] { file_form(parameter); });
+}
+
+// The short way is layout::pieces of a layout that cuts nothing, and knows parameters without dims.
+TEST(PiecesInFile, OfAWholeParameterAreARangeOfEachTensor) {
+  std::mt19937_64 random(3);
+  const auto below = [&](std::int64_t most) {
+    return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(most));
+  };
+  ParameterLayout replicated;
+  replicated.axes = {{"tp", 2, {PlacementKind::kReplicate}, {PlacementKind::kPartial}}};
+  for (int i = 0; i < 200; ++i) {
+    const std::int64_t count = 1 + below(5);
+    const std::vector<std::int64_t> each{1 + below(4), 1 + below(4)};
+    const std::vector<std::int64_t> shape{count, each[0], each[1]};
+    const std::int64_t numel = count * each[0] * each[1];
+    const std::int64_t begin = below(numel + 1);
+    const layout::Range range{begin, begin + below(numel - begin + 1)};
+    const layout::FileShape file{count, each};
+    const auto expected = layout::pieces({}, shape, file, {}, range);
+    EXPECT_EQ(pieces_in_file({}, shape, file, {}, range), expected);
+    EXPECT_EQ(pieces_in_file(replicated, shape, file, {1}, range), expected);
+  }
+  const auto scalar = pieces_in_file({}, {}, {1, {}}, {}, {0, 1});
+  ASSERT_EQ(scalar.size(), 1U);
+  EXPECT_EQ(scalar[0].in_box, (layout::Range{0, 1}));
+}
+
+TEST(PiecesInFile, OfACutParameterAreThoseOfTheLayout) {
+  ParameterLayout layout;
+  layout.cut_shape = {3, 2, 3, 4};
+  layout.axes = {{"etp", 3, {PlacementKind::kShard, 2}, {PlacementKind::kShard, 2}}};
+  const layout::FileShape file{6, {3, 4}};
+  const auto found = pieces_in_file(layout, {3, 6, 4}, file, {1}, {2, 15});
+  EXPECT_EQ(found, layout::pieces(layout, {3, 6, 4}, file, {1}, {2, 15}));
+  ASSERT_EQ(found.size(), 4U);
+  EXPECT_EQ(found[0].in_box, (layout::Range{6, 8})) << "row 1 of expert 0's gate";
+  EXPECT_EQ(part_of(found[1], 1, 3).in_box, (layout::Range{5, 7}));
+  EXPECT_EQ(part_of(found[1], 1, 3).local, (layout::Range{5, 7}));
+  testing::error_of(ErrorKind::kInternal, [&] { part_of(found[0], 0, 3); });
+}
+
+}  // namespace
+}  // namespace tessera::train
