@@ -105,7 +105,7 @@ void run(tessera::World& world, const std::filesystem::path& folder, int rounds)
   tessera::train::CheckpointOptions options;
   options.folder = folder;
   options.config_json = "{}";
-  options.source_dtype = [](const std::string&) { return std::nullopt; };
+  options.state.source_dtype = [](const std::string&) { return std::nullopt; };
   tessera::train::CheckpointSaver saver(world, options);
   const auto share = at::ones({kLayers * kMatrices * kSide * kSide / world.size()});
   const std::span share_bytes(static_cast<const std::byte*>(share.const_data_ptr()),

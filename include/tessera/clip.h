@@ -24,4 +24,9 @@ double clip_grad_norm(const ShardedBase& model, double max_norm, double p = 2.0)
 /// rank, in the model's order. Collective.
 std::vector<std::string> nonfinite_parameters(const ShardedBase& model, std::size_t most);
 
+/// Names of the parameters whose gradients differ between ranks for which their layer declares that
+/// they are the same (I), bit for bit, in the model's order: a layer that sums too little or too
+/// much. Reads what the shards have accumulated, before the sum over replicas. Collective.
+std::vector<std::string> check_invariant_gradients(const ShardedBase& model);
+
 }  // namespace tessera

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/data_axes.h"
 #include "tessera/dtype.h"
 #include "tessera/placement.h"
 #include "tessera/precision.h"
@@ -56,6 +57,7 @@ struct ParameterMeta {
   std::vector<std::pair<std::string, DType>> stored_aliases;
   /// The aliases are one tensor object: autograd sums their uses raw.
   bool single_tensor_aliases = false;
+  ParameterLayout layout;  ///< beyond the data axes, as its layer declares
   std::int64_t numel() const;
 };
 
@@ -102,13 +104,18 @@ struct GradContract {
       decays;  ///< whether weight decay applies; none = the optimizer's list decides
   /// Several uses in one backward arrive summed in the raw dtype.
   bool raw_sum_by_autograd = false;
-  ReductionPlan reductions;
+  ParameterLayout layout;    ///< beyond the data axes: which part of it a rank holds
+  ReductionPlan reductions;  ///< follows from layout and mesh (reductions_of)
   std::vector<std::string> aliases;
   /// Why each value is what it is: "[precision] param_dtype", "rule 2 (*norm)", "recorded by the
   /// checkpoint"...
   std::array<std::string, static_cast<std::size_t>(ContractField::kCount)> reasons;
 
-  std::int64_t numel() const;
+  std::int64_t numel() const;  ///< of the whole parameter
+  /// Of the tensor that a rank's layer has, which the data axes then share out: the same on every
+  /// rank.
+  std::vector<std::int64_t> local_shape() const;
+  std::int64_t local_numel() const;
   /// Frozen and whole on every rank, in its compute dtype: nothing of it is ever gathered.
   bool replicated() const { return !trainable && frozen_as == FrozenAs::kReplicate; }
   std::string& reason(ContractField field) { return reasons[static_cast<std::size_t>(field)]; }
@@ -121,11 +128,11 @@ struct GradContract {
 /// Resolves all parameters of one model, in their order. How each value is found stands in
 /// grad/resolve.cpp, one function a field. Frozen parameters have resolved gradient dtypes too,
 /// which nothing reads; parameters that are not floating mirror their storage everywhere and must
-/// be frozen. Errors: kContract naming the parameter, what was found, what was expected, the key to
-/// change; also for patterns of rules that match no parameter.
+/// be frozen. Which sums a gradient owes follows from its layer's declaration (reductions_of); one
+/// divide factor for all. Errors: kContract naming the parameter, what was found, what was
+/// expected, the key to change; also for patterns of rules that match no parameter.
 std::vector<GradContract> resolve_contracts(const std::vector<ParameterMeta>& parameters,
-                                            const PrecisionPolicy& policy,
-                                            const ReductionPlan& reductions);
+                                            const PrecisionPolicy& policy, const DataAxes& data);
 
 /// One line a parameter, aligned, then the reasons by number: what `tessera inspect --contract`
 /// prints.

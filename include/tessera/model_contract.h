@@ -89,8 +89,7 @@ struct ModelContract {
 ModelContract resolve_model_contract(const std::vector<ParameterMeta>& parameters,
                                      const std::vector<BufferMeta>& buffers,
                                      const std::vector<UnitMeta>& units,
-                                     const PrecisionPolicy& policy,
-                                     const ReductionPlan& reductions);
+                                     const PrecisionPolicy& policy, const DataAxes& data);
 
 /// Three tables with aligned columns (parameters, buffers, units; empty ones are left out), then
 /// the reasons by number: what `tessera inspect --contract` prints.

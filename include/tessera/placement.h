@@ -23,7 +23,7 @@ struct Placement {
 };
 std::string to_string(const Placement& placement);  ///< "R", "S(0)", "P", "I"
 
-/// The mesh that an axis belongs to: two readings of the same ranks (mesh.h).
+/// The mesh that an axis belongs to: two readings of the same ranks (mesh_shape.h).
 enum class MeshKind : std::uint8_t {
   kDense,   ///< pp, dp_replicate, dp_shard, cp, tp
   kSparse,  ///< pp, dp_replicate, dp_shard_mod_ep, ep, etp: experts
@@ -33,7 +33,8 @@ enum class MeshKind : std::uint8_t {
 /// pairs are possible: (R, P), which the sink sums over the axis; (S(d), S(d)) and (I, I), which
 /// nothing sums there.
 struct AxisPlacement {
-  std::string axis;  ///< "tp", "ep", "etp"; "tp_kv/2", "tp_rep/4" (tensor_axis_of_heads in mesh.h)
+  std::string
+      axis;  ///< "tp", "ep", "etp"; "tp_kv/2", "tp_rep/4" (tensor_axis_of_heads in mesh_shape.h)
   int size = 1;
   Placement parameter;
   Placement gradient;
@@ -54,7 +55,10 @@ struct ParameterLayout {
   bool operator==(const ParameterLayout&) const = default;
 };
 
-/// The data axes that a gradient is summed over, each exactly once, and the one division.
+/// "tp 2 S(0), gradient S(0)", axis by axis; "nothing declared" for an empty one.
+std::string to_string(const ParameterLayout& layout);
+
+/// The axes that a gradient is summed over, each exactly once, and the one division.
 struct ReductionPlan {
   std::vector<std::string> shard_axes;    ///< flattened: the reduce-scatter group
   std::vector<std::string> replica_axes;  ///< summed once a step, after it

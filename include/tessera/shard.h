@@ -12,6 +12,7 @@
 #include <torch/nn/module.h>
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -76,10 +77,13 @@ struct ShardOptions {
   /// for the wire to stay busy, little enough for buffers to be used again while they are warm.
   std::int64_t in_flight_bytes = std::int64_t{32} << 20;
   /// Resolved beforehand for the whole model, looked up by canonical name; none = resolved here
-  /// from the policy.
+  /// from the policy. Their placements are compared with what the modules declare.
   std::shared_ptr<const std::vector<GradContract>> contracts;
   /// The same for buffers; used with `contracts` only.
   std::shared_ptr<const std::vector<BufferContract>> buffer_contracts;
+  /// What modules that do not declare it themselves (DeclaresLayouts) do with parameters beyond the
+  /// data axes, by path in the module; their tensors are the local ones.
+  std::map<std::string, ParameterLayout> layouts = {};
   /// From a parameter's path in the module to its canonical name; none = `name` + "." + path.
   std::function<std::string(const std::string&)> canonical_name;
   /// Handles whose modules still stand plain in the tree, because the code reaches them in another
@@ -93,8 +97,11 @@ struct ShardOptions {
 struct ShardView {
   const GradContract* contract = nullptr;
   at::Tensor shard;        ///< [end - begin], storage dtype; .grad() in the final dtype
-  std::int64_t begin = 0;  ///< the shard is elements [begin, end) of the flattened parameter
+  std::int64_t begin = 0;  ///< the shard is elements [begin, end) of the flattened local tensor
   std::int64_t end = 0;
+  /// This rank's, on contract->layout.axes: with them the layout says which part of the whole
+  /// parameter the local tensor is. Empty: it is the parameter.
+  std::vector<int> coordinates = {};
 };
 
 /// One buffer: a tensor that a module registered as such, whole on every rank.
@@ -144,7 +151,8 @@ class ShardedBase : public torch::nn::Module {
   std::string contract_table() const;
 
   /// Calls `visit(canonical name, whole parameter)` on every rank, storage dtype, one bucket in
-  /// memory at a time. Collective.
+  /// memory at a time; of parameters that lie cut over model axes one at a time, put together in
+  /// their global shape. Collective.
   void visit_full_parameters(
       const std::function<void(const std::string&, const at::Tensor&)>& visit) const;
   /// The same for gradients as they stand on the shards, final dtype; zeros for trainable
@@ -363,7 +371,8 @@ class Sharded : public detail::ShardedForward<M, typename ForwardSignature<M>::t
 };
 
 /// Shards every parameter under `module` that no inner handle owns yet over the mesh's dp_shard
-/// axis (replicated over dp_replicate), as one unit. Collective: all ranks call it on the same
+/// axis (replicated over dp_replicate), as one unit; over other axes too where its layer declares a
+/// gradient that they have to sum (placement.h). Collective: all ranks call it on the same
 /// module, inner ones first. Values are taken from the module; parameters without storage stay
 /// unset until they are loaded. Errors: kContract naming the parameter (dtypes, rules, ranks that
 /// disagree), kUsage for gradients or forwards under way.

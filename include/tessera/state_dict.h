@@ -23,6 +23,10 @@ struct StateTensor {
   std::vector<std::int64_t> shape;
   std::int64_t begin = 0;
   std::int64_t end = 0;
+  /// Where model axes cut the tensor: [begin, end) counts elements of the part that the rank at
+  /// `coordinates` of layout.axes holds. Such an entry fits that part alone.
+  ParameterLayout layout = {};
+  std::vector<int> coordinates = {};
 };
 
 using StateDict = std::vector<StateTensor>;

@@ -58,8 +58,8 @@ class World : public std::enable_shared_from_this<World> {
   /// "gloo", "nccl", "in-process", "none" (world of one).
   virtual std::string backend() const = 0;
 
-  /// A mesh over all ranks.
-  Mesh mesh(const MeshShape& shape);
+  /// A mesh over all ranks; of a dense shape alone, or of both readings.
+  Mesh mesh(const MeshShapes& shapes);
 
   /// The group of the ranks (world numbers, ascending) that contain this one. `purpose` keeps
   /// groups of the same ranks apart ("gather", "reduce", "control"): each has its own channel and

@@ -41,7 +41,7 @@ Planned plan_run(const InspectArguments& arguments) {
   Planned planned;
   planned.mesh = train::mesh_shape(dims);
   planned.contract = train::resolve_model(source, config, dims);
-  planned.plan = train::plan_model(source.spec, planned.contract.parameters, dims.dp_shard);
+  planned.plan = train::plan_model(source.spec, planned.contract.parameters, planned.mesh);
   if (!config.parallelism.reshard_after_forward) planned.reshard = layout::Reshard::kNo;
   return planned;
 }
@@ -77,22 +77,25 @@ Json json_of(const GradContract& contract) {
   if (contract.trainable) {
     grad = field(ContractField::kGrad, contract.grad ? Json(to_string(*contract.grad)) : Json());
   }
-  return {{"name", contract.name},
-          {"aliases", contract.aliases},
-          {"shape", contract.shape},
-          {"trainable", field(ContractField::kTrainable, contract.trainable)},
-          {"frozen_as", contract.trainable ? Json() : Json(to_string(contract.frozen_as))},
-          {"storage", field(ContractField::kStorage, to_string(contract.storage.dtype))},
-          {"compute", field(ContractField::kCompute, to_string(contract.compute.dtype))},
-          {"grad", grad},
-          {"accumulate", dtype(ContractField::kAccumulate, contract.accumulate)},
-          {"reduce", dtype(ContractField::kReduce, contract.reduce)},
-          {"final", dtype(ContractField::kFinal, contract.final)},
-          {"master",
-           contract.trainable ? field(ContractField::kMaster, to_string(contract.master)) : Json()},
-          {"state", dtype(ContractField::kState, contract.state)},
-          {"decay", contract.decays ? field(ContractField::kDecay, *contract.decays) : Json()},
-          {"reductions", json_of(contract.reductions)}};
+  Json found = {
+      {"name", contract.name},
+      {"aliases", contract.aliases},
+      {"shape", contract.shape},
+      {"trainable", field(ContractField::kTrainable, contract.trainable)},
+      {"frozen_as", contract.trainable ? Json() : Json(to_string(contract.frozen_as))},
+      {"storage", field(ContractField::kStorage, to_string(contract.storage.dtype))},
+      {"compute", field(ContractField::kCompute, to_string(contract.compute.dtype))},
+      {"grad", grad},
+      {"accumulate", dtype(ContractField::kAccumulate, contract.accumulate)},
+      {"reduce", dtype(ContractField::kReduce, contract.reduce)},
+      {"final", dtype(ContractField::kFinal, contract.final)},
+      {"master",
+       contract.trainable ? field(ContractField::kMaster, to_string(contract.master)) : Json()},
+      {"state", dtype(ContractField::kState, contract.state)},
+      {"decay", contract.decays ? field(ContractField::kDecay, *contract.decays) : Json()},
+      {"reductions", json_of(contract.reductions)}};
+  if (contract.layout != ParameterLayout()) found["placement"] = to_string(contract.layout);
+  return found;
 }
 
 Json json_of(const BufferContract& contract) {

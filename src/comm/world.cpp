@@ -65,7 +65,7 @@ std::shared_ptr<World> World::connect(const WorldOptions& options) {
   return std::make_shared<comm::ProcessWorld>(launch, options);
 }
 
-Mesh World::mesh(const MeshShape& shape) { return Mesh(shared_from_this(), shape); }
+Mesh World::mesh(const MeshShapes& shapes) { return Mesh(shared_from_this(), shapes); }
 
 std::shared_ptr<comm::Group> World::group(const std::vector<int>& ranks, std::string_view purpose) {
   const std::string name = group_name(ranks, purpose);

@@ -252,16 +252,21 @@ void Runtime::issue_reduction(Unit& unit) {
   if (unit.owed) return;
   unit.reduced = true;
   finish_reductions_of(unit);  // of earlier micro-batches
+  unit.for_groups(&BucketGroups::reduce, [&](comm::Group* group) { issue_reduction(unit, group); });
+}
+
+void Runtime::issue_reduction(Unit& unit, comm::Group* group) {
   comm::Batch batch;
   batch.label = {comm::Kind::kReduceScatter, unit.shown_name(), unit.id, 0, controls()};
   std::int64_t bytes = 0;
   for (auto& bucket : unit.buckets()) {
-    if (bucket->trainable()) bytes += bucket->begin_reduce(batch);
+    if (bucket->groups().reduce != group || !bucket->trainable()) continue;
+    bytes += bucket->begin_reduce(batch);
   }
   if (batch.ops.empty()) return;
   while (!in_flight_.empty() && bytes_in_flight_ + bytes > bytes_budget_) finish_oldest_reduction();
   ++reductions_issued_;
-  in_flight_.push_back({&unit, queue().submit(*groups_.reduce, std::move(batch)), bytes});
+  in_flight_.push_back({&unit, group, queue().submit(*group, std::move(batch)), bytes});
   bytes_in_flight_ += bytes;
 }
 
@@ -269,7 +274,9 @@ void Runtime::finish_oldest_reduction() {
   auto oldest = std::move(in_flight_.front());
   in_flight_.pop_front();
   oldest.work.wait();
-  for (auto& bucket : oldest.unit->buckets()) bucket->finish_reduce();
+  for (auto& bucket : oldest.unit->buckets()) {
+    if (bucket->groups().reduce == oldest.group) bucket->finish_reduce();
+  }
   bytes_in_flight_ -= oldest.bytes;
 }
 

@@ -26,6 +26,14 @@ struct BucketGroups {
   comm::Group* replicas = nullptr;
 };
 
+/// The same with this rank's place on the axes that the bucket lies over.
+struct AxesGroups {
+  BucketGroups groups;
+  comm::Group* control = nullptr;  ///< of the same ranks as gathers, from the rank's own thread
+  int rank = 0;
+  int ranks = 1;
+};
+
 class Bucket {
  public:
   Bucket(layout::BucketPlan plan, BucketGroups groups, int rank,

@@ -57,12 +57,24 @@ double sum_of(const T* data, std::int64_t count, const F& f) {
   return sum;
 }
 
+/// Whether this rank adds the parameter: of ranks with the same gradient (I) the first one does.
+/// What is cut, or shared out by the data axes, is another part on every rank.
+bool counts(const ShardView& view) {
+  const auto& axes = view.contract->layout.axes;
+  for (std::size_t i = 0; i < axes.size(); ++i) {
+    if (axes[i].parameter.kind == PlacementKind::kInvariant && view.coordinates[i] != 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
 /// Over this rank's elements of all gradients.
 template <class F>
 double local_sum(const ShardedBase& model, const F& f) {
   double sum = 0.0;
   for (const auto& view : model.shards()) {
-    if (!view.shard.grad().defined()) continue;
+    if (!view.shard.grad().defined() || !counts(view)) continue;
     const auto flat = view.shard.grad().contiguous();
     AT_DISPATCH_FLOATING_TYPES_AND2(
         at::kBFloat16, at::kHalf, flat.scalar_type(), "gradient_norm",
@@ -71,9 +83,9 @@ double local_sum(const ShardedBase& model, const F& f) {
   return sum;
 }
 
-/// Added in rank order. Replicas hold the same gradients: only the ranks of a shard group add.
+/// Added in rank order. Replicas hold the same gradients: only the ranks of one add.
 double over_ranks(const ShardedBase& model, double sum) {
-  auto* group = model.unit()->runtime().shard_control();
+  auto* group = model.unit()->runtime().replica_control();
   if (group == nullptr) return sum;
   auto total = at::scalar_tensor(sum, at::TensorOptions().dtype(at::kDouble)).reshape({1});
   comm::all_reduce(*group, total, "gradient norm");
@@ -90,7 +102,7 @@ double largest_absolute(const ShardedBase& model) {
     if (!gradient.defined() || gradient.numel() == 0) continue;
     largest = larger(largest, gradient.abs().max().item<double>());
   }
-  auto* group = model.unit()->runtime().shard_control();
+  auto* group = model.unit()->runtime().replica_control();
   if (group == nullptr) return largest;
   const std::string mine(reinterpret_cast<const char*>(&largest), sizeof(largest));
   for (const auto& bytes : comm::all_gather_fixed(*group, mine, "largest gradient")) {

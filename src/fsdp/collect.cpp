@@ -54,7 +54,8 @@ std::optional<DType> own_grad_dtype(const at::Tensor& tensor) {
 
 class Walk {
  public:
-  explicit Walk(const ShardOptions& options) : ignored_(options.ignored_parameters) {
+  explicit Walk(const ShardOptions& options)
+      : ignored_(options.ignored_parameters), layouts_(options.layouts) {
     for (const auto& handle : options.inner) {
       held_.emplace(handle->held().get(), handle);
       // Reached through the handle only, wherever the tree shows them.
@@ -74,7 +75,8 @@ class Walk {
   void visit(torch::nn::Module& module, const std::string& path) {
     if (!modules_.insert(&module).second) return;
     for (const auto& entry : module.named_parameters(/*recurse=*/false)) {
-      add(entry.value(), path + entry.key());
+      const auto name = path + entry.key();
+      add(entry.value(), name, declared_of(module, entry.key(), name));
     }
     for (const auto& entry : module.named_buffers(/*recurse=*/false)) {
       add_buffer(entry.value(), path + entry.key());
@@ -92,15 +94,42 @@ class Walk {
     }
   }
 
+  void check_layouts_used() const {
+    for (const auto& [path, layout] : layouts_) {
+      TESSERA_CHECK(declared_.count(path) > 0, ErrorKind::kContract,
+                    "ShardOptions::layouts: found ", path,
+                    ", expected the path of a parameter in the module");
+    }
+  }
+
   Found found;
 
  private:
+  /// What its module says, else the caller.
+  std::optional<ParameterLayout> declared_of(const torch::nn::Module& module,
+                                             const std::string& parameter,
+                                             const std::string& name) {
+    std::optional<ParameterLayout> declared;
+    if (const auto* speaks = dynamic_cast<const DeclaresLayouts*>(&module); speaks != nullptr) {
+      declared = speaks->layout_of(parameter);
+    }
+    const auto given = layouts_.find(name);
+    if (given == layouts_.end()) return declared;
+    declared_.insert(name);
+    TESSERA_CHECK(!declared || *declared == given->second, ErrorKind::kContract, "parameter ", name,
+                  ": found the placement ", to_string(given->second),
+                  " in ShardOptions::layouts and ", to_string(*declared),
+                  " by its module, expected one of them; change one or leave it out");
+    return given->second;
+  }
+
   bool ignores(const at::Tensor& tensor) const {
     return std::any_of(ignored_.begin(), ignored_.end(),
                        [&](const auto& t) { return t.is_same(tensor); });
   }
 
-  void add(const at::Tensor& tensor, const std::string& name) {
+  void add(const at::Tensor& tensor, const std::string& name,
+           const std::optional<ParameterLayout>& declared) {
     if (!tensor.defined() || ignores(tensor)) return;
     if (auto leaf = find_leaf(tensor)) {
       TESSERA_CHECK(leaf->owner != nullptr, ErrorKind::kUsage, "parameter ", name,
@@ -120,11 +149,13 @@ class Walk {
     const auto known = by_identity_.find(identity);
     if (known != by_identity_.end()) {
       alias(found.parameters[known->second], tensor, name);
+      tie_layouts(found.parameters[known->second], name, declared);
       return;
     }
     claim_memory(tensor, name);
     by_identity_.emplace(identity, found.parameters.size());
     FoundParameter parameter;
+    parameter.declared = declared;
     auto& meta = parameter.meta;
     meta.name = name;
     meta.shape = tensor.sizes().vec();
@@ -191,6 +222,17 @@ class Walk {
     parameter.leaves.push_back(leaf_of(tensor, name));
   }
 
+  /// Of tied parameters one module is enough to say; those that do say the same.
+  static void tie_layouts(FoundParameter& parameter, const std::string& name,
+                          const std::optional<ParameterLayout>& declared) {
+    if (!declared) return;
+    TESSERA_CHECK(!parameter.declared || *parameter.declared == *declared, ErrorKind::kContract,
+                  "tied parameters ", parameter.meta.name, " and ", name, ": found the placements ",
+                  to_string(*parameter.declared), " and ", to_string(*declared),
+                  ", expected one; change what one of the modules declares");
+    parameter.declared = declared;
+  }
+
   static std::shared_ptr<Leaf> leaf_of(const at::Tensor& tensor, const std::string& name) {
     auto leaf = std::make_shared<Leaf>();
     leaf->tensor = tensor;
@@ -199,6 +241,8 @@ class Walk {
   }
 
   const std::vector<at::Tensor>& ignored_;
+  const std::map<std::string, ParameterLayout>& layouts_;
+  std::set<std::string> declared_;  // paths of layouts_ that were met
   std::map<const torch::nn::Module*, std::shared_ptr<ShardedBase>> held_;
   std::set<const void*> modules_;
   std::set<const void*> buffers_;
@@ -212,6 +256,7 @@ Found collect(torch::nn::Module& module, const ShardOptions& options) {
   Walk walk(options);
   walk.visit(module, "");
   walk.add_the_rest(options);
+  walk.check_layouts_used();
   return std::move(walk.found);
 }
 

@@ -4,6 +4,7 @@
 #include <torch/nn/module.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,7 +15,9 @@
 namespace tessera::fsdp {
 
 struct FoundParameter {
-  ParameterMeta meta;
+  ParameterMeta meta;  ///< of the local tensor: its shape is not yet the whole parameter's
+  /// By its module or by ShardOptions::layouts; none = nobody says anything.
+  std::optional<ParameterLayout> declared;
   std::vector<std::shared_ptr<Leaf>> leaves;  ///< several where tensors share one storage (tied)
 };
 
@@ -36,7 +39,8 @@ struct Found {
 };
 
 /// Errors: kUsage for a parameter with a gradient, kContract for tied tensors of different dtypes
-/// or shapes.
+/// or shapes, or whose modules declare different layouts; for a path in options.layouts that no
+/// parameter has.
 Found collect(torch::nn::Module& module, const ShardOptions& options);
 
 }  // namespace tessera::fsdp

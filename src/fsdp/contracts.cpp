@@ -5,6 +5,7 @@
 #include <set>
 
 #include "grad/resolve_steps.h"
+#include "layout/local_part.h"
 #include "layout/model_plan.h"
 #include "tessera/error.h"
 
@@ -41,15 +42,7 @@ void move_bucket(Unit& ancestor, Unit& unit, std::size_t index,
 }  // namespace
 
 ReductionPlan data_reductions(const Mesh& mesh, std::optional<double> divide_factor) {
-  ReductionPlan plan;
-  const auto ranks = [&](std::string_view name) { return mesh.size_of(name); };
-  for (const auto name : {axis::kShard, axis::kContext}) {
-    if (ranks(name) > 1) plan.shard_axes.emplace_back(name);
-  }
-  if (ranks(axis::kReplicate) > 1) plan.replica_axes.emplace_back(axis::kReplicate);
-  plan.divide_factor = divide_factor.value_or(
-      static_cast<double>(ranks(axis::kShard) * ranks(axis::kContext) * ranks(axis::kReplicate)));
-  return plan;
+  return DataAxes(mesh.shapes(), divide_factor).dense;
 }
 
 namespace {
@@ -59,14 +52,31 @@ std::string canonical(const std::string& path, const ShardOptions& options) {
   return options.name.empty() ? path : options.name + "." + path;
 }
 
+/// What was resolved for the model is what this module does and what this mesh asks for.
+void check_fits(const GradContract& contract, const FoundParameter& found, const Mesh& mesh) {
+  const auto what = concat("parameter ", contract.name);
+  const auto declared = found.declared.value_or(ParameterLayout());
+  TESSERA_CHECK(contract.layout == declared, ErrorKind::kContract, what, ": found the placement ",
+                to_string(contract.layout), " in its contract and ", to_string(declared),
+                " by its module, expected one of them; resolve the contract from what the layers "
+                "declare");
+  TESSERA_CHECK(contract.local_shape() == found.meta.shape, ErrorKind::kContract, what,
+                ": found another shape than its contract's");
+  const auto owed = reductions_of(contract.layout, DataAxes(mesh.shapes()), what);
+  const auto& planned = contract.reductions;
+  TESSERA_CHECK(planned.shard_axes == owed.shard_axes && planned.replica_axes == owed.replica_axes,
+                ErrorKind::kContract, what, ": found the contract's gradient with ",
+                to_string(planned), ", expected ",
+                to_string(ReductionPlan{owed.shard_axes, owed.replica_axes, planned.divide_factor}),
+                " on the mesh ", to_string(mesh.shapes()), "; resolve the contract for this mesh");
+}
+
 GradContract look_up(const ParameterMeta& meta, const std::vector<GradContract>& contracts) {
   const auto found = std::ranges::find_if(contracts, [&](const auto& contract) {
     return contract.name == meta.name || std::ranges::count(contract.aliases, meta.name) > 0;
   });
   TESSERA_CHECK(found != contracts.end(), ErrorKind::kContract, "parameter ", meta.name,
                 ": found no contract, expected one of those resolved for the model");
-  TESSERA_CHECK(found->shape == meta.shape, ErrorKind::kContract, "parameter ", meta.name,
-                ": found another shape than its contract's");
   return *found;
 }
 
@@ -96,11 +106,19 @@ ModelContract contracts_of(const Found& found, const Mesh& mesh, const Precision
     buffers.back().name = canonical(buffer.meta.name, options);
   }
   if (options.contracts == nullptr) {
+    for (std::size_t i = 0; i < metas.size(); ++i) {
+      auto& meta = metas[i];
+      meta.layout = found.parameters[i].declared.value_or(ParameterLayout());
+      meta.shape = layout::global_shape(meta.layout, meta.shape, concat("parameter ", meta.name));
+    }
     return resolve_model_contract(metas, buffers, {}, policy,
-                                  data_reductions(mesh, options.divide_factor));
+                                  DataAxes(mesh.shapes(), options.divide_factor));
   }
   ModelContract model;
-  for (const auto& meta : metas) model.parameters.push_back(look_up(meta, *options.contracts));
+  for (std::size_t i = 0; i < metas.size(); ++i) {
+    model.parameters.push_back(look_up(metas[i], *options.contracts));
+    check_fits(model.parameters.back(), found.parameters[i], mesh);
+  }
   grad::RuleBook rules(policy.rules);
   for (const auto& meta : buffers) {
     model.buffers.push_back(

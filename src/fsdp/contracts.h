@@ -13,7 +13,8 @@
 namespace tessera::fsdp {
 
 /// One contract a parameter and a buffer, in their order: looked up in options.contracts and
-/// options.buffer_contracts, else resolved from the policy. No units.
+/// options.buffer_contracts, and compared with what the modules declare, else resolved from the
+/// policy. No units. Errors: kContract.
 ModelContract contracts_of(const Found& found, const Mesh& mesh, const PrecisionPolicy& policy,
                            const ShardOptions& options);
 

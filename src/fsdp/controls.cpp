@@ -135,7 +135,7 @@ std::vector<UnitId> Runtime::backward_prefetch_of(const Unit& unit) const {
 /// One byte a unit: a rank that owns no changed element has to gather anew all the same.
 std::vector<bool> Runtime::stale_on_any_rank(const std::vector<Unit*>& kept) {
   const auto count = static_cast<std::int64_t>(kept.size());
-  auto* group = groups_.gather;
+  auto* group = replica_gathers_;
   const auto ranks = group == nullptr ? 1 : group->size();
   auto all = at::zeros({ranks, count}, at::kByte);
   auto mine = all[group == nullptr ? 0 : group->rank()];
@@ -143,7 +143,7 @@ std::vector<bool> Runtime::stale_on_any_rank(const std::vector<Unit*>& kept) {
     mine[i] = kept[static_cast<std::size_t>(i)]->is_stale() ? 1 : 0;
   }
   if (group != nullptr) {
-    // On the group of the gathers: a rank that keeps other units meets it with a gather, and both
+    // On a group of gathers: a rank that keeps other units meets it with a gather, and both
     // are named.
     comm::Batch batch;
     batch.label = {comm::Kind::kAllGather, "units kept unsharded:", 0, 0, controls()};

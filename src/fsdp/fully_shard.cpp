@@ -41,11 +41,11 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
   auto found = fsdp::collect(*held_, options);
   for (const auto& inner : found.handles) {
     const auto& other = inner.handle->runtime_->mesh();
-    TESSERA_CHECK(other.world() == mesh.world() && other.shape() == mesh.shape(), ErrorKind::kUsage,
-                  "fully_shard: found ", inner.path, " sharded over the mesh ",
-                  to_string(other.shape()),
+    TESSERA_CHECK(other.world() == mesh.world() && other.shapes() == mesh.shapes(),
+                  ErrorKind::kUsage, "fully_shard: found ", inner.path, " sharded over the mesh ",
+                  to_string(other.shapes()),
                   other.world() == mesh.world() ? "" : " of another world",
-                  ", expected that of the module around it, ", to_string(mesh.shape()),
+                  ", expected that of the module around it, ", to_string(mesh.shapes()),
                   "; shard a module and its parts over one mesh");
   }
   for (const auto& leaf : found.owned_by_others) {
@@ -56,6 +56,11 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
   }
   const auto contracts = fsdp::contracts_of(found, mesh, policy, options);
   runtime_ = std::make_shared<fsdp::Runtime>(mesh, options.in_flight_bytes);
+  if (mesh.shapes().has_model_axes()) {
+    // Which groups are made follows from the placements.
+    runtime_->agree(to_lines(contracts), "contracts",
+                    "let the layers declare the same on every rank");
+  }
   unit_ = std::make_shared<fsdp::Unit>(options.name, runtime_,
                                        options.reshard_after_forward.value_or(false));
   unit_->module = held_.get();

@@ -6,6 +6,7 @@
 #include "fsdp/integrity.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
+#include "fsdp/whole.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
 #include "tessera/shard.h"
@@ -53,7 +54,8 @@ std::vector<ShardView> ShardedBase::shards() const {
   std::vector<ShardView> result;
   for (const auto& own : all()) {
     const auto owned = own.parameter->owned();
-    result.push_back({&own.parameter->contract, own.parameter->shard, owned.begin, owned.end});
+    result.push_back({&own.parameter->contract, own.parameter->shard, owned.begin, owned.end,
+                      own.parameter->coordinates});
   }
   return result;
 }
@@ -132,8 +134,8 @@ void ShardedBase::visit_full(
       for (const auto& own : named) {
         if (own.parameter->unit != unit || own.parameter->bucket != index) continue;
         const auto& placed = own.parameter->placed();
-        visit(own.parameter->contract.name,
-              flat.narrow(0, placed.offset, placed.numel).view(own.parameter->contract.shape));
+        const auto local = flat.narrow(0, placed.offset, placed.numel);
+        visit(own.parameter->contract.name, fsdp::whole_of(runtime, *own.parameter, local));
       }
     }
   }

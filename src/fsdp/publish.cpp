@@ -52,7 +52,7 @@ void Runtime::publish() {
   const bool any =
       std::any_of(units_.begin(), units_.end(), [](const auto* unit) { return unit->unpublished; });
   // A partial sum over replicas waits in the accumulators.
-  if (!any || (groups_.replicas != nullptr && !requires_replica_reduce_)) return;
+  if (!any || (replicas_ != nullptr && !requires_replica_reduce_)) return;
   agree_on_used();
   std::vector<Bucket*> finals;
   for (auto* unit : units_) {
@@ -61,11 +61,11 @@ void Runtime::publish() {
       if (bucket->trainable() && bucket->has_sum()) finals.push_back(bucket.get());
     }
   }
-  if (groups_.replicas != nullptr) {
+  if (replicas_ != nullptr) {
     comm::Batch batch;
     batch.label = {comm::Kind::kAllReduce, "replicas", 0, 0, controls()};
     for (auto* bucket : finals) bucket->begin_replica_reduce(batch);
-    if (!batch.ops.empty()) queue().submit(*groups_.replicas, std::move(batch)).wait();
+    if (!batch.ops.empty()) queue().submit(*replicas_, std::move(batch)).wait();
     for (auto* bucket : finals) bucket->finish_replica_reduce();
   }
   for (auto* bucket : finals) bucket->finish_final(loss_scale_);

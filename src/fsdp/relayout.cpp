@@ -19,6 +19,11 @@ std::int64_t aligned(std::int64_t bytes) {
   return (bytes + kStretchAlignment - 1) / kStretchAlignment * kStretchAlignment;
 }
 
+/// Also of what is whole on every rank now: it may be shared out later.
+AxesGroups groups_of(Runtime& runtime, const GradContract& contract) {
+  return runtime.groups_of({.reductions = contract.reductions});
+}
+
 /// What every rank of the shard group holds of a parameter.
 std::vector<layout::Range> holdings(const layout::BucketPlan& plan, const layout::Placed& placed,
                                     int ranks) {
@@ -32,7 +37,7 @@ std::vector<layout::Range> holdings(const layout::BucketPlan& plan, const layout
 layout::UnitPlan plan_anew(const Unit& unit, const layout::PlanOptions& options) {
   std::vector<layout::PlanItem> items;
   for (const auto& p : unit.parameters()) {
-    items.push_back({p->contract.name, p->contract.numel(), key_of(p->contract)});
+    items.push_back({p->contract.name, p->contract.local_numel(), key_of(p->contract)});
   }
   auto plan = layout::plan_unit(unit.name(), items, options);
   layout::validate(plan, items, options);
@@ -131,12 +136,12 @@ std::vector<Relaid> lay_out_anew(Unit& unit) {
     if (next[index]) continue;
     for (const auto& placed : plan.buckets[index].parameters) {
       auto& parameter = *unit.parameters()[placed.parameter];
-      const auto before =
-          holdings(unit.bucket_of(parameter).plan(), parameter.placed(), options.ranks);
-      const auto after = holdings(plan.buckets[index], placed, options.ranks);
-      const auto self = static_cast<std::size_t>(runtime.shard_rank());
-      relaid.push_back({&parameter, layout::plan_moves(before, after), before[self], after[self],
-                        static_cast<std::uint32_t>(parameter.shard._version()),
+      const auto on = groups_of(runtime, parameter.contract);
+      const auto before = holdings(unit.bucket_of(parameter).plan(), parameter.placed(), on.ranks);
+      const auto after = holdings(plan.buckets[index], placed, on.ranks);
+      const auto self = static_cast<std::size_t>(on.rank);
+      relaid.push_back({&parameter, on, layout::plan_moves(before, after), before[self],
+                        after[self], static_cast<std::uint32_t>(parameter.shard._version()),
                         parameter.shard.variable_data()});
     }
   }
@@ -159,10 +164,13 @@ std::vector<Relaid> lay_out_anew(Unit& unit) {
   return relaid;
 }
 
-void carry(Runtime& runtime, const Unit& unit, const std::vector<Carried>& all) {
-  const at::NoGradGuard no_grad;
-  const int self = runtime.shard_rank();
-  const int ranks = runtime.plan_options().ranks;
+namespace {
+
+/// Of parameters that the same ranks share.
+void carry(Runtime& runtime, const Unit& unit, const AxesGroups& on,
+           const std::vector<Carried>& all) {
+  const int self = on.rank;
+  const int ranks = on.ranks;
   comm::AllToAll exchange;
   for (int peer = 0; peer < ranks; ++peer) {
     std::int64_t sent = 0;
@@ -195,7 +203,7 @@ void carry(Runtime& runtime, const Unit& unit, const std::vector<Carried>& all) 
     });
   }
   const auto received = exchange.output;
-  if (auto* group = runtime.shard_control(); group != nullptr) {
+  if (auto* group = on.control; group != nullptr) {
     comm::Batch batch;
     batch.label = {comm::Kind::kAllToAll, unit.shown_name() + " (laid out anew)", unit.id, 0};
     batch.ops.emplace_back(std::move(exchange));
@@ -209,6 +217,21 @@ void carry(Runtime& runtime, const Unit& unit, const std::vector<Carried>& all) 
       offset += bytes_of(one, move);
     });
   }
+}
+
+}  // namespace
+
+void carry(Runtime& runtime, const Unit& unit, const std::vector<Carried>& all) {
+  const at::NoGradGuard no_grad;
+  std::vector<std::pair<AxesGroups, std::vector<Carried>>> by_ranks;  // in the plan's order
+  for (const auto& one : all) {
+    const auto& on = one.parameter->on;
+    auto found = std::find_if(by_ranks.begin(), by_ranks.end(),
+                              [&](const auto& each) { return each.first.control == on.control; });
+    if (found == by_ranks.end()) found = by_ranks.insert(by_ranks.end(), {on, {}});
+    found->second.push_back(one);
+  }
+  for (const auto& [on, carried] : by_ranks) carry(runtime, unit, on, carried);
 }
 
 }  // namespace tessera::fsdp

@@ -2,7 +2,7 @@
 // on their way there.
 //
 // First every rank lays the unit out anew (no communication), then what lay elsewhere travels in
-// one all-to-all among the ranks of the shard group; replicas do the same among themselves. What is
+// one all-to-all among the ranks of a shard group; replicas do the same among themselves. What is
 // sent follows from the two plans, which all ranks know. Next: trainable.cpp.
 #pragma once
 
@@ -18,7 +18,8 @@ namespace tessera::fsdp {
 /// A parameter whose elements lie elsewhere than before.
 struct Relaid {
   Parameter* parameter = nullptr;
-  std::vector<layout::Move> moves;  ///< between the ranks of the shard group
+  AxesGroups on;                    ///< the ranks that share it
+  std::vector<layout::Move> moves;  ///< between them
   layout::Range before, after;      ///< what this rank held and holds
   std::uint32_t old_version = 0;    ///< of the shard, which has a new one now
   at::Tensor old_shard;             ///< [before]; the new one is parameter->shard, [after], zeros
@@ -35,7 +36,7 @@ struct Carried {
   at::Tensor to;    ///< [after]; other dtypes are converted
 };
 
-/// Fills every `to`. Collective over the shard group. Errors: kComm.
+/// Fills every `to`. Collective over the shard groups. Errors: kComm.
 void carry(Runtime& runtime, const Unit& unit, const std::vector<Carried>& all);
 
 }  // namespace tessera::fsdp

@@ -9,14 +9,6 @@
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
-namespace {
-
-std::vector<int> ranks_of(const Mesh& mesh, const std::vector<std::string_view>& axes) {
-  return mesh.shape().group_of(mesh.world()->rank(), axes);
-}
-
-}  // namespace
-
 Entry::~Entry() {
   if (runtime) runtime->consume(*this);
 }
@@ -26,31 +18,50 @@ Runtime::Runtime(Mesh mesh, std::int64_t in_flight_bytes)
       pool_(std::make_shared<comm::BufferPool>(at::kCPU)),
       bytes_budget_(in_flight_bytes) {
   auto& w = world();
-  const auto shard = ranks_of(mesh_, {axis::kShard, axis::kContext});
-  const auto replicas = ranks_of(mesh_, {axis::kReplicate});
-  const auto data = ranks_of(mesh_, {axis::kReplicate, axis::kShard, axis::kContext});
-  if (shard.size() > 1) {
-    // Separate channels, so that a long reduction does not hold up the next gather.
-    gather_group_ = w.group(shard, "gather");
-    reduce_group_ = w.group(shard, "reduce");
-    shard_control_ = w.group(shard, "shard control");
-    shard_rank_ = gather_group_->rank();
-  }
-  if (replicas.size() > 1) replica_group_ = w.group(replicas, "replicas");
-  if (data.size() > 1) {
-    data_group_owner_ = w.group(data, "data");
-    data_group_ = data_group_owner_.get();
-  }
-  groups_ = {gather_group_.get(), reduce_group_.get(), replica_group_.get()};
+  const auto& shapes = mesh_.shapes();
+  const auto of_several = [&](const std::vector<int>& members, const char* purpose) {
+    return members.size() > 1 ? w.group(members, purpose) : std::shared_ptr<comm::Group>();
+  };
+  replicas_owner_ = of_several(shapes.dense().group_of(w.rank(), {axis::kReplicate}), "replicas");
+  replicas_ = replicas_owner_.get();
+  shard_rank_ = groups_of({.reductions = DataAxes(shapes).dense}).rank;
+  const auto replica = shapes.replica_of(w.rank());
+  replica_gathers_owner_ = of_several(replica, "gather");
+  replica_gathers_ = replica_gathers_owner_.get();
+  replica_control_ = of_several(replica, "shard control");
+  data_group_owner_ = of_several(shapes.stage_of(w.rank()), "data");
+  data_group_ = data_group_owner_.get();
   recoveries_ = w.recoveries();
 }
 
 Runtime::~Runtime() = default;
 
+AxesGroups Runtime::groups_of(const layout::BucketKey& key) {
+  const auto& axes = key.reductions.shard_axes;
+  for (const auto& [known, groups] : groups_) {
+    if (known == axes) return groups;
+  }
+  AxesGroups made;
+  made.groups.replicas = replicas_;
+  const auto members = mesh_.ranks_of({axes.begin(), axes.end()});
+  if (members.size() > 1) {
+    // Separate channels, so that a long reduction does not hold up the next gather. The World keeps
+    // them.
+    made.groups.gather = world().group(members, "gather").get();
+    made.groups.reduce = world().group(members, "reduce").get();
+    made.control = world().group(members, "shard control").get();
+    made.rank = made.groups.gather->rank();
+    made.ranks = made.groups.gather->size();
+  }
+  groups_.emplace_back(axes, made);
+  return made;
+}
+
 layout::PlanOptions Runtime::plan_options() const {
   layout::PlanOptions options;
-  options.ranks = gather_group_ ? gather_group_->size() : 1;
+  options.ranks = mesh_.size_of(axis::kShard) * mesh_.size_of(axis::kContext);
   options.alignment_bytes = pool_->device().is_cuda() ? 256 : 64;
+  options.mesh = mesh_.shapes();
   return options;
 }
 

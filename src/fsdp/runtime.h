@@ -84,13 +84,14 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   comm::IssueQueue& queue() { return world().queue(); }
   const std::shared_ptr<comm::BufferPool>& pool() { return pool_; }
   grad::GradSink& sink() { return sink_; }
-  const BucketGroups& groups() const { return groups_; }
-  int shard_rank() const { return shard_rank_; }
+  /// What buckets of these axes communicate on. The first time: collective among those ranks.
+  AxesGroups groups_of(const layout::BucketKey& key);
+  int shard_rank() const { return shard_rank_; }  ///< on the data axes
   layout::PlanOptions plan_options() const;
-  comm::Group* data_group() { return data_group_; }  ///< all data ranks, control; null for one
-  comm::Group* shard_control() {
-    return shard_control_.get();
-  }  ///< the shard group, control; null for one
+  /// All ranks of the pipeline stage, control; null for one.
+  comm::Group* data_group() { return data_group_; }
+  /// The ranks of one replica, control; null for one.
+  comm::Group* replica_control() { return replica_control_.get(); }
 
   /// Units are numbered in the order of adding, the same on every rank.
   void add_unit(Unit* unit);
@@ -99,7 +100,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// All ranks have the same contracts and plans. Collective. Errors: kContract naming the first
   /// difference.
   void agree_on_plan();
-  /// All data ranks have the same `lines`. Collective. Errors: kContract naming the first
+  /// All ranks of the stage have the same `lines`. Collective. Errors: kContract naming the first
   /// difference and the `mend`.
   void agree(const std::string& lines, const char* what, const char* mend);
   /// Gives all unsharded memory back before units are laid out anew. Nothing may be under way.
@@ -172,7 +173,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   friend struct Entry;
   // plan and forward: runtime.cpp
   void check_usable();
-  /// Whether all data ranks have the same hash. Collective.
+  /// Whether all ranks of the stage have the same hash. Collective.
   bool is_on_all_ranks(std::uint64_t hash, const char* what);
   /// The first line in which `lines` differs between ranks, in words. Collective.
   std::string difference_between_ranks(const std::string& lines, const char* what);
@@ -196,6 +197,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void add_reduction(UnitId id);
   void issue_ready_reductions();
   void issue_reduction(Unit& unit);
+  /// Of its buckets on one group; null: those that have nobody to share with.
+  void issue_reduction(Unit& unit, comm::Group* group);
   void finish_oldest_reduction();
   void settle_gradients();
   // between backwards: publish.cpp
@@ -207,9 +210,11 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Mesh mesh_;
   std::shared_ptr<comm::BufferPool> pool_;
   grad::GradSink sink_;
-  std::shared_ptr<comm::Group> gather_group_, reduce_group_, replica_group_, data_group_owner_,
-      shard_control_;
-  BucketGroups groups_;
+  std::vector<std::pair<std::vector<std::string>, AxesGroups>> groups_;  // by shard axes
+  comm::Group* replicas_ = nullptr;         // of one shard; null for one rank, as the others
+  comm::Group* replica_gathers_ = nullptr;  // the ranks of one replica, in the queue
+  std::shared_ptr<comm::Group> data_group_owner_, replica_control_, replica_gathers_owner_,
+      replicas_owner_;
   comm::Group* data_group_ = nullptr;
   int shard_rank_ = 0;
   std::vector<Unit*> units_;
@@ -234,6 +239,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::size_t reduction_cursor_ = 0;
   struct InFlight {
     Unit* unit;
+    comm::Group* group;  // of the unit's buckets that it carries
     comm::Pending work;
     std::int64_t bytes;
   };

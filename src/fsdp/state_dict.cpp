@@ -9,6 +9,7 @@
 #include "fsdp/finite_copy.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
+#include "layout/local_part.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -24,7 +25,15 @@ struct Target {
   // Whether wider values are cast on the way in, as the contract says: frozen parameters that are
   // whole on every rank, and buffers of frozen parts, in their compute dtype.
   bool is_cast = false;
+  // Where the values are a part of the tensor: begin and end count its elements.
+  ParameterLayout layout = {};
+  std::vector<int> coordinates = {};
 };
+
+bool is_cut(const ParameterLayout& layout) {
+  return std::any_of(layout.axes.begin(), layout.axes.end(),
+                     [](const auto& axis) { return axis.parameter.kind == PlacementKind::kShard; });
+}
 
 std::int64_t numel_of(const std::vector<std::int64_t>& shape) {
   std::int64_t numel = 1;
@@ -38,6 +47,10 @@ std::vector<Target> targets_of(const ShardedBase& model) {
     Target target{
         {view.contract->name},      view.shard.detach(), view.contract->shape, view.begin, view.end,
         view.contract->replicated()};
+    if (is_cut(view.contract->layout)) {
+      target.layout = view.contract->layout;
+      target.coordinates = view.coordinates;
+    }
     target.names.insert(target.names.end(), view.contract->aliases.begin(),
                         view.contract->aliases.end());
     targets.push_back(std::move(target));
@@ -74,13 +87,25 @@ std::string refusal_of(const Target& target, const StateTensor& entry) {
   if (entry.shape != target.shape) {
     return found("the shape ", shown(entry.shape), ", expected ", shown(target.shape));
   }
-  if (entry.begin < 0 || entry.end > numel_of(entry.shape) ||
-      entry.values.numel() != entry.end - entry.begin) {
+  const bool whole = entry.layout == ParameterLayout();
+  if (!whole && (entry.layout != target.layout || entry.coordinates != target.coordinates)) {
+    return found("a part of it (", to_string(entry.layout), "), expected this rank's own (",
+                 to_string(target.layout), "); load a full state dict");
+  }
+  const auto held =
+      whole ? numel_of(entry.shape) : numel_of(layout::local_shape(entry.layout, entry.shape));
+  if (whole && is_cut(target.layout) && (entry.begin != 0 || entry.end != held)) {
+    return found("elements ", entry.begin, " to ", entry.end, ", expected all ", held,
+                 " of a tensor that is cut (", to_string(target.layout),
+                 "); load a full state dict");
+  }
+  if (entry.begin < 0 || entry.end > held || entry.values.numel() != entry.end - entry.begin) {
     return found(entry.values.numel(), " values for elements ", entry.begin, " to ", entry.end,
                  ", expected as many as elements");
   }
   const bool owns = target.end > target.begin;
-  if (owns && (entry.begin > target.begin || entry.end < target.end)) {
+  if (owns && !(whole && is_cut(target.layout)) &&
+      (entry.begin > target.begin || entry.end < target.end)) {
     return found("elements ", entry.begin, " to ", entry.end, ", expected at least ", target.begin,
                  " to ", target.end, ", which this rank owns; load a full state dict");
   }
@@ -201,6 +226,24 @@ void mark_loaded(const ShardedBase& model, const std::vector<Target>& targets, c
 
 }  // namespace
 
+namespace {
+
+/// The entry's elements that the target is, flat.
+at::Tensor part_for(const Target& target, const StateTensor& entry) {
+  if (!is_cut(target.layout) || entry.layout == target.layout) {
+    return entry.values.reshape(-1).narrow(0, target.begin - entry.begin,
+                                           target.end - target.begin);
+  }
+  const auto box = layout::local_box(target.layout, target.shape, target.coordinates);
+  auto part = entry.values.reshape(layout::cut_shape(target.layout, target.shape));
+  for (std::size_t d = 0; d < box.size.size(); ++d) {
+    part = part.narrow(static_cast<std::int64_t>(d), box.offset[d], box.size[d]);
+  }
+  return part.reshape(-1).narrow(0, target.begin, target.end - target.begin);
+}
+
+}  // namespace
+
 StateTensor whole_entry(const std::string& name, const at::Tensor& values) {
   return {name, values, values.sizes().vec(), 0, values.numel()};
 }
@@ -223,7 +266,8 @@ StateDict state_dict(const ShardedBase& model, StateDictKind kind) {
       if (found != whole.end()) {
         dict.push_back(whole_entry(name, found->second));
       } else if (kind == StateDictKind::kSharded) {
-        dict.push_back({name, target.values, target.shape, target.begin, target.end});
+        dict.push_back({name, target.values, target.shape, target.begin, target.end, target.layout,
+                        target.coordinates});
       } else {
         dict.push_back(whole_entry(name, target.values.detach().clone()));  // a buffer
       }
@@ -243,11 +287,8 @@ StateDictDifference load_state_dict(ShardedBase& model, const StateDict& entries
   for (std::size_t i = 0; i < targets.size(); ++i) {
     if (plan.sources[i] == nullptr || targets[i].values.numel() == 0) continue;
     const auto& target = targets[i];
-    const auto& source = *plan.sources[i];
     auto values = target.values;  // not const: copy_ writes through it
-    values.copy_(source.values.reshape(-1)
-                     .narrow(0, target.begin - source.begin, target.end - target.begin)
-                     .reshape(values.sizes()));
+    values.copy_(part_for(target, *plan.sources[i]).reshape(values.sizes()));
   }
   mark_loaded(model, targets, plan);
   return std::move(plan.difference);

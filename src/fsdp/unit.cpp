@@ -144,17 +144,15 @@ void Unit::add(std::vector<std::unique_ptr<Parameter>> added) {
 
 std::unique_ptr<Bucket> Unit::make_bucket(const layout::BucketPlan& plan) const {
   // What is whole on every rank takes part in no collective.
-  const bool whole = plan.key.replicated;
-  return std::make_unique<Bucket>(plan, whole ? BucketGroups{} : runtime_->groups(),
-                                  whole ? 0 : runtime_->shard_rank(), runtime_->pool(),
-                                  released_message());
+  const AxesGroups on = plan.key.replicated ? AxesGroups() : runtime_->groups_of(plan.key);
+  return std::make_unique<Bucket>(plan, on.groups, on.rank, runtime_->pool(), released_message());
 }
 
 void Unit::build(std::vector<std::unique_ptr<Parameter>> added) {
   const at::NoGradGuard no_grad;
   std::vector<layout::PlanItem> items;
   for (const auto& p : added) {
-    items.push_back({p->contract.name, p->contract.numel(), key_of(p->contract)});
+    items.push_back({p->contract.name, p->contract.local_numel(), key_of(p->contract)});
   }
   const auto options = runtime_->plan_options();
   const auto plan = layout::plan_unit(name(), items, options);
@@ -181,6 +179,7 @@ void Unit::build(std::vector<std::unique_ptr<Parameter>> added) {
         parameter.shard.set_requires_grad(parameter.contract.trainable);
       }
       parameter.unit = this;
+      parameter.coordinates = runtime_->mesh().coordinates(parameter.contract.layout);
       parameter.bucket = buckets_.size();
       parameter.place = place;
       for (auto& leaf : parameter.leaves) {
@@ -201,7 +200,7 @@ void Unit::build(std::vector<std::unique_ptr<Parameter>> added) {
 std::vector<std::unique_ptr<Parameter>> Unit::take_bucket(std::size_t index) {
   const at::NoGradGuard no_grad;
   auto& bucket = *buckets_.at(index);
-  TESSERA_CHECK(!gathered_ && !pending_.valid() && expected == 0, ErrorKind::kUsage, "unit ",
+  TESSERA_CHECK(!gathered_ && !gather_pending() && expected == 0, ErrorKind::kUsage, "unit ",
                 shown_name(),
                 ": found a forward under way, expected none while modules are sharded");
   at::Tensor flat = bucket.shard();
@@ -269,33 +268,34 @@ std::uint64_t Unit::weights_version() const {
 }
 
 bool Unit::is_stale() const {
-  return (gathered_ || pending_.valid()) &&
+  return (gathered_ || gather_pending()) &&
          !std::all_of(buckets_.begin(), buckets_.end(),
                       [](const auto& bucket) { return bucket->shows_shard(); });
 }
 
 void Unit::begin_gather(std::uint32_t micro_batch) {
-  if (pending_.valid()) wait_gather();
+  if (gather_pending()) wait_gather();
+  for_groups(&BucketGroups::gather, [&](comm::Group* group) { begin_gather(group, micro_batch); });
+  if (pending_.empty()) wait_gather();
+}
+
+void Unit::begin_gather(comm::Group* group, std::uint32_t micro_batch) {
   comm::Batch batch;
   batch.label = {comm::Kind::kAllGather, shown_name(), id, micro_batch, runtime_->controls()};
   for (auto& bucket : buckets_) {
+    if (bucket->groups().gather != group) continue;
     if (gathered_) {
-      if (bucket->groups().gather != nullptr) batch.ops.emplace_back(bucket->gather());
+      if (group != nullptr) batch.ops.emplace_back(bucket->gather());
     } else {
       bucket->begin_gather(batch);
     }
   }
-  comm::Group* group = runtime_->groups().gather;
-  if (batch.ops.empty()) {
-    wait_gather();
-  } else {
-    pending_ = runtime_->queue().submit(*group, std::move(batch));
-  }
+  if (!batch.ops.empty()) pending_.push_back(runtime_->queue().submit(*group, std::move(batch)));
 }
 
 void Unit::wait_gather() {
-  pending_.wait();
-  pending_ = {};
+  for (auto& one : pending_) one.wait();
+  pending_.clear();
   if (gathered_) return;
   for (auto& bucket : buckets_) {
     if (!bucket->aliases_shard()) bucket->unsharded().publish();
@@ -304,14 +304,14 @@ void Unit::wait_gather() {
 }
 
 void Unit::release() {
-  if (pending_.valid()) wait_gather();
+  if (gather_pending()) wait_gather();
   if (!gathered_) return;
   for (auto& bucket : buckets_) bucket->unsharded().end();
   gathered_ = unsharded_by_user = false;
 }
 
 void Unit::abandon_gather() {
-  pending_ = {};
+  pending_.clear();
   gathered_ = true;
   release();
 }

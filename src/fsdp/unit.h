@@ -34,11 +34,12 @@ struct Parameter {
   std::vector<std::shared_ptr<Leaf>> leaves;
   at::Tensor shard;  ///< [owned], storage dtype: what optimizers see
   Unit* unit = nullptr;
-  std::size_t bucket = 0;  ///< index into Unit::buckets
-  std::size_t place = 0;   ///< index into the bucket plan's parameters
-  bool used = false;       ///< a gradient arrived here since gradients were last published
-  bool published = false;  ///< shard.grad() is ours
-  at::Tensor seen_grad;    ///< shard.grad() as it was last looked at, and its version then
+  std::size_t bucket = 0;        ///< index into Unit::buckets
+  std::size_t place = 0;         ///< index into the bucket plan's parameters
+  std::vector<int> coordinates;  ///< of this rank on contract.layout.axes
+  bool used = false;             ///< a gradient arrived here since gradients were last published
+  bool published = false;        ///< shard.grad() is ours
+  at::Tensor seen_grad;          ///< shard.grad() as it was last looked at, and its version then
   std::uint32_t seen_version = 0;
 
   layout::Range owned() const;  ///< elements of the parameter in the shard
@@ -87,6 +88,18 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   const std::vector<std::unique_ptr<Bucket>>& buckets() const { return buckets_; }
   Bucket& bucket_of(const Parameter& parameter) { return *buckets_[parameter.bucket]; }
   bool trainable() const;
+  /// Calls `act(group)` once for each group that its buckets name, in the order in which they do: a
+  /// group's buckets go out together, on every rank in this order. Null is the group of those that
+  /// have nobody to share with.
+  template <class Act>
+  void for_groups(comm::Group* BucketGroups::* which, const Act& act) const {
+    for (std::size_t i = 0; i < buckets_.size(); ++i) {
+      auto* group = buckets_[i]->groups().*which;
+      std::size_t first = 0;
+      while (buckets_[first]->groups().*which != group) ++first;
+      if (first == i) act(group);
+    }
+  }
 
   /// Every parameter has values (loaded, initialized or from a full module).
   bool has_values() const { return has_values_; }
@@ -94,7 +107,7 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
 
   // --- called by the runtime ---
   bool gathered() const { return gathered_; }
-  bool gather_pending() const { return pending_.valid(); }
+  bool gather_pending() const { return !pending_.empty(); }
   /// Starts the gather; again into the same memory where it already is unsharded ([Note: collective
   /// order]: whether a collective is issued may not depend on what happened on this rank).
   void begin_gather(std::uint32_t micro_batch);
@@ -159,7 +172,10 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   std::shared_ptr<Runtime> runtime_;
   std::vector<std::unique_ptr<Parameter>> parameters_;
   std::vector<std::unique_ptr<Bucket>> buckets_;
-  comm::Pending pending_;
+  /// Of one group's buckets.
+  void begin_gather(comm::Group* group, std::uint32_t micro_batch);
+
+  std::vector<comm::Pending> pending_;  // one a group
   bool gathered_ = false;
   bool has_values_ = true;
   bool buffers_are_cast_ = false;

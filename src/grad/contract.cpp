@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "base/wildcard.h"
+#include "layout/local_part.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -100,6 +101,14 @@ std::string_view to_string(NarrowerRequest what) {
 
 std::int64_t ParameterMeta::numel() const { return product(shape, name); }
 std::int64_t GradContract::numel() const { return product(shape, name); }
+
+std::vector<std::int64_t> GradContract::local_shape() const {
+  return layout.axes.empty() ? shape : layout::local_shape(layout, shape);
+}
+
+std::int64_t GradContract::local_numel() const {
+  return layout.axes.empty() ? numel() : product(local_shape(), name);
+}
 
 bool matches_name(std::string_view pattern, std::string_view name) {
   return dotted_match(pattern, name);

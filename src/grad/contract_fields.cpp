@@ -35,9 +35,17 @@ std::string text(const std::vector<std::string>& names) {
   return joined + "]";
 }
 
-}  // namespace
+/// Every value of it; the shape that is cut where it is not the parameter's.
+std::string text(const ParameterLayout& layout) {
+  std::string joined = layout.mesh == MeshKind::kDense ? "dense" : "sparse";
+  if (!layout.cut_shape.empty()) joined += concat(" ", text(layout.cut_shape));
+  for (const AxisPlacement& axis : layout.axes) {
+    joined += concat(", ", axis.axis.size(), " ", to_string(axis));
+  }
+  return joined;
+}
 
-std::vector<FieldText> fields_of(const GradContract& c) {
+std::vector<FieldText> values_of(const GradContract& c) {
   return {{"name", c.name},
           {"shape", text(c.shape)},
           {"storage", text(c.storage.dtype)},
@@ -57,6 +65,15 @@ std::vector<FieldText> fields_of(const GradContract& c) {
           {"replica_axes", text(c.reductions.replica_axes)},
           {"divide_factor", text(c.reductions.divide_factor)},
           {"aliases", text(c.aliases)}};
+}
+
+}  // namespace
+
+std::vector<FieldText> fields_of(const GradContract& c) {
+  auto fields = values_of(c);
+  // Only where there is one: runs on data axes alone keep their hashes.
+  if (c.layout != ParameterLayout()) fields.push_back({"placement", text(c.layout)});
+  return fields;
 }
 
 std::vector<FieldText> fields_of(const BufferContract& c) {

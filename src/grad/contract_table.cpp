@@ -35,6 +35,16 @@ std::string_view decay_cell(const GradContract& contract) {
   return *contract.decays ? "yes" : "no";
 }
 
+std::string placement_cell(const ParameterLayout& layout) {
+  return layout == ParameterLayout() ? "-" : to_string(layout);
+}
+
+/// Without model axes there is nothing to say.
+bool has_placements(const std::vector<GradContract>& contracts) {
+  return std::any_of(contracts.begin(), contracts.end(),
+                     [](const auto& one) { return one.layout != ParameterLayout(); });
+}
+
 Row row_of(const GradContract& contract, Legend& legend) {
   const auto cell = [&](std::string_view value, ContractField field) {
     return std::string(value) + legend.mark(contract.reason(field));
@@ -64,6 +74,12 @@ std::string parameter_table(const std::vector<GradContract>& contracts, Legend& 
                          "accumulate", "reduce", "final", "master", "state", "decay",
                          "reductions"}};
   for (const GradContract& contract : contracts) rows.push_back(row_of(contract, legend));
+  if (has_placements(contracts)) {
+    rows.front().emplace_back("placement");
+    for (std::size_t i = 0; i < contracts.size(); ++i) {
+      rows[i + 1].push_back(placement_cell(contracts[i].layout));
+    }
+  }
   return grad::aligned(rows);
 }
 

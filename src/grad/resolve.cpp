@@ -3,6 +3,7 @@
 // The order matters only where one field defaults to another: trainable, storage, compute, reduce,
 // accumulate, and last what the optimizer keeps.
 #include "grad/resolve_steps.h"
+#include "layout/local_part.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -234,12 +235,14 @@ void mirror_storage(GradContract& contract) {
 namespace grad {
 
 GradContract resolve_parameter(const ParameterMeta& meta, const Asked& asked,
-                               const PrecisionPolicy& policy, const ReductionPlan& reductions) {
+                               const PrecisionPolicy& policy, const DataAxes& data) {
   GradContract contract;
   contract.name = meta.name;
   contract.shape = meta.shape;
   contract.aliases = meta.aliases;
-  contract.reductions = reductions;
+  layout::validate(meta.layout, meta.shape, meta.name);
+  contract.layout = meta.layout;
+  contract.reductions = reductions_of(meta.layout, data, meta.name);
   resolve_trainable(contract, meta, asked);
   if (meta.lora == LoraPart::kAdapter) {
     resolve_lora_adapter(contract);

@@ -69,10 +69,9 @@ void check_reductions(const ReductionPlan& reductions) {
 ModelContract resolve_model_contract(const std::vector<ParameterMeta>& parameters,
                                      const std::vector<BufferMeta>& buffers,
                                      const std::vector<UnitMeta>& units,
-                                     const PrecisionPolicy& policy,
-                                     const ReductionPlan& reductions) {
+                                     const PrecisionPolicy& policy, const DataAxes& data) {
   grad::check_policy(policy);
-  check_reductions(reductions);
+  check_reductions(data.dense);
   check_names(parameters, buffers);
   grad::RuleBook rules(policy.rules);
   std::vector<Asked> asked;
@@ -83,8 +82,7 @@ ModelContract resolve_model_contract(const std::vector<ParameterMeta>& parameter
   grad::check_lora_rules(policy.rules, parameters, buffers);
   ModelContract model;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    model.parameters.push_back(
-        grad::resolve_parameter(parameters[i], asked[i], policy, reductions));
+    model.parameters.push_back(grad::resolve_parameter(parameters[i], asked[i], policy, data));
   }
   grad::check_no_decay(model.parameters, policy.optimizer);
   // An adapter trains beside its layer and makes nothing else of it: the layer's buffers are those
@@ -103,9 +101,8 @@ ModelContract resolve_model_contract(const std::vector<ParameterMeta>& parameter
 }
 
 std::vector<GradContract> resolve_contracts(const std::vector<ParameterMeta>& parameters,
-                                            const PrecisionPolicy& policy,
-                                            const ReductionPlan& reductions) {
-  return resolve_model_contract(parameters, {}, {}, policy, reductions).parameters;
+                                            const PrecisionPolicy& policy, const DataAxes& data) {
+  return resolve_model_contract(parameters, {}, {}, policy, data).parameters;
 }
 
 }  // namespace tessera

@@ -35,7 +35,7 @@ std::optional<std::string> pinned_by(const Pins& pins, const Asked& asked,
 
 /// resolve.cpp: all fields of one parameter. Errors: kContract.
 GradContract resolve_parameter(const ParameterMeta& meta, const Asked& asked,
-                               const PrecisionPolicy& policy, const ReductionPlan& reductions);
+                               const PrecisionPolicy& policy, const DataAxes& data);
 /// resolve.cpp: the contract of the same parameter when training or freezing it is asked for;
 /// storage and compute stay. raw_sum_by_autograd is the caller's. Errors: kContract for parameters
 /// that cannot be trained.

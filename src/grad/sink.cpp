@@ -19,14 +19,23 @@ std::string_view to_string(Source source) {
   return "unknown";
 }
 
+GradSink::Slot GradSink::slot_of(const GradContract* contract, SlotOwner* owner,
+                                 std::size_t parameter) {
+  Slot slot{contract, owner, parameter, {}};
+  if (contract != nullptr && !contract->layout.axes.empty()) {
+    slot.local_shape = contract->local_shape();
+  }
+  return slot;
+}
+
 SlotId GradSink::add(const GradContract* contract, SlotOwner* owner, std::size_t parameter) {
-  slots_.push_back({contract, owner, parameter});
+  slots_.push_back(slot_of(contract, owner, parameter));
   return static_cast<SlotId>(slots_.size() - 1);
 }
 
 void GradSink::update(SlotId slot, const GradContract* contract, SlotOwner* owner,
                       std::size_t parameter) {
-  slots_.at(slot) = {contract, owner, parameter};
+  slots_.at(slot) = slot_of(contract, owner, parameter);
 }
 
 void GradSink::check(const Slot& slot, const at::Tensor& raw, Source source) const {
@@ -39,8 +48,9 @@ void GradSink::check(const Slot& slot, const at::Tensor& raw, Source source) con
   TESSERA_CHECK(c10::isFloatingType(raw.scalar_type()), ErrorKind::kContract, from(),
                 ": found dtype ", c10::toString(raw.scalar_type()),
                 ", expected a real floating one");
-  TESSERA_CHECK(raw.sizes() == c10::IntArrayRef(contract.shape), ErrorKind::kContract, from(),
-                ": found shape ", raw.sizes(), ", expected ", c10::IntArrayRef(contract.shape));
+  const auto& expected = slot.local_shape.empty() ? contract.shape : slot.local_shape;
+  TESSERA_CHECK(raw.sizes() == c10::IntArrayRef(expected), ErrorKind::kContract, from(),
+                ": found shape ", raw.sizes(), ", expected ", c10::IntArrayRef(expected));
   TESSERA_CHECK(
       !raw.requires_grad(), ErrorKind::kContract, from(),
       ": found a gradient that itself requires grad, expected a value; create_graph is not "

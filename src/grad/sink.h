@@ -75,7 +75,7 @@ class GradSink {
   void update(SlotId slot, const GradContract* contract, SlotOwner* owner, std::size_t parameter);
 
   /// Checks `raw` against the contract and adds it to the slot. An undefined gradient is nothing.
-  /// Shapes: raw as the parameter's global shape. Errors: kContract naming the parameter, for
+  /// Shapes: raw as the tensor of this rank's layer. Errors: kContract naming the parameter, for
   /// sparse or complex gradients, a wrong shape or device, a gradient that itself requires grad
   /// (create_graph).
   void accept(SlotId slot, const at::Tensor& raw, Source source);
@@ -99,7 +99,9 @@ class GradSink {
     const GradContract* contract = nullptr;
     SlotOwner* owner = nullptr;
     std::size_t parameter = 0;
+    std::vector<std::int64_t> local_shape;  // empty: the contract's
   };
+  static Slot slot_of(const GradContract* contract, SlotOwner* owner, std::size_t parameter);
   void check(const Slot& slot, const at::Tensor& raw, Source source) const;
 
   std::vector<Slot> slots_;

@@ -9,6 +9,7 @@
 #include "base/mapped_file.h"
 #include "base/printable.h"
 #include "io/checkpoint_store.h"
+#include "io/read_box.h"
 #include "io/safetensors.h"
 #include "tessera/error.h"
 
@@ -212,20 +213,37 @@ const CheckpointTensor& CheckpointFolder::checked(std::string_view name, std::in
 }
 
 std::vector<CheckpointFolder::Stretch> CheckpointFolder::stretches(std::string_view name,
+                                                                   const TensorBox& box,
                                                                    std::int64_t begin,
                                                                    std::int64_t end) const {
-  const CheckpointTensor& tensor = checked(name, begin, end);
+  const CheckpointTensor& tensor = checked(name, 0, 0);
+  const bool is_whole = box == TensorBox::whole(tensor.shape);
   std::vector<Stretch> found;
   for (const CheckpointPiece& piece : tensor.pieces) {
-    const BoxRange part = part_in(piece, tensor.shape, begin, end);
+    BoxRange part{std::max(piece.begin, begin), std::min(piece.end, end)};  // of the piece's box
+    std::int64_t position = part.first;                                     // in `box`
+    if (!(piece.box == box)) {
+      if (!overlap(piece.box, box)) continue;
+      if (!is_whole) return {};
+      part = part_in(piece, tensor.shape, begin, end);
+      if (!part.empty() && !is_one_row(piece.box, tensor.shape, part)) return {};
+      if (!part.empty()) position = position_in_tensor(piece.box, tensor.shape, part.first);
+    }
     if (part.empty()) continue;
-    const std::int64_t position = position_in_tensor(piece.box, tensor.shape, part.first);
-    if (!is_one_row(piece.box, tensor.shape, part)) return {};
     const TensorInfo& info = where_in_file(piece, tensor.dtype);
     found.push_back({piece.file, info.begin + (part.first - piece.begin) * size_of(tensor.dtype),
                      position, position + part.last - part.first});
   }
   return found;
+}
+
+void CheckpointFolder::read_box(std::string_view name, const TensorBox& box, std::int64_t begin,
+                                std::int64_t end, std::span<std::byte> out) const {
+  const CheckpointTensor& tensor = checked(name, 0, 0);
+  tessera::read_box({tensor.shape, size_of(tensor.dtype), box, begin, end}, out,
+                    [&](std::int64_t first, std::int64_t last, std::span<std::byte> to) {
+                      read(name, first, last, to);
+                    });
 }
 
 void CheckpointFolder::read(std::string_view name, std::int64_t begin, std::int64_t end,

@@ -62,16 +62,22 @@ class CheckpointFolder {
   void read(std::string_view name, std::int64_t begin, std::int64_t end,
             std::span<std::byte> out) const;
 
-  /// Elements [begin, end) of a tensor that lie one after the other from `offset` of a file on.
+  /// The same of the flattened `box` of the tensor.
+  void read_box(std::string_view name, const TensorBox& box, std::int64_t begin, std::int64_t end,
+                std::span<std::byte> out) const;
+
+  /// Elements [begin, end) of a box that lie one after the other from `offset` of a file on.
   struct Stretch {
     std::string file;
     std::int64_t offset = 0;
     std::int64_t begin = 0;
     std::int64_t end = 0;
   };
-  /// Where the elements [begin, end) lie, for who reads whole files anyway: none where a piece
-  /// holds them in rows of a box; read() puts those together. Errors: as read().
-  std::vector<Stretch> stretches(std::string_view name, std::int64_t begin, std::int64_t end) const;
+  /// Where the elements [begin, end) of the flattened `box` lie, for who reads whole files anyway:
+  /// none where a piece holds them in rows of another box; read_box() puts those together. Errors:
+  /// as read().
+  std::vector<Stretch> stretches(std::string_view name, const TensorBox& box, std::int64_t begin,
+                                 std::int64_t end) const;
 
  private:
   const CheckpointTensor& checked(std::string_view name, std::int64_t begin,

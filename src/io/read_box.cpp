@@ -16,7 +16,9 @@ constexpr std::int64_t kMostBytes = std::int64_t{4} << 20;
 /// more than a call does.
 constexpr std::int64_t kFarBytes = std::int64_t{256} << 10;
 
-bool is_inside(const TensorBox& box, const std::vector<std::int64_t>& shape) {
+using Read = std::function<void(std::int64_t, std::int64_t, std::span<std::byte>)>;
+
+bool is_inside(const TensorBox& box, std::span<const std::int64_t> shape) {
   if (box.offset.size() != shape.size() || box.size.size() != shape.size()) return false;
   for (std::size_t d = 0; d < shape.size(); ++d) {
     if (box.offset[d] < 0 || box.size[d] < 1 || box.offset[d] > shape[d] - box.size[d]) {
@@ -26,47 +28,45 @@ bool is_inside(const TensorBox& box, const std::vector<std::int64_t>& shape) {
   return true;
 }
 
-class BoxRead {
+class BoxReader {
  public:
-  BoxRead(const TensorSource& source, std::string_view name, const SourceTensor& tensor,
-          const TensorBox& box)
-      : source_(source),
-        name_(name),
-        tensor_(tensor),
-        box_(box),
-        element_bytes_(size_of(tensor.dtype)),
-        row_(row_length(box, tensor.shape)) {}
+  BoxReader(const RangeOfBox& wanted, std::span<std::byte> out, const Read& read)
+      : wanted_(wanted), out_(out), read_(read), row_(row_length(wanted.box, wanted.shape)) {}
 
-  void read(std::int64_t begin, std::int64_t end, std::span<std::byte> out) {
-    for (std::int64_t at = begin; at < end;) {
-      const std::int64_t last = end_of_span(at, end);
-      const auto part = out.subspan(bytes(at - begin), bytes(last - at));
-      last - at <= left_in_row(at)
-          ? source_.read(name_, position(at), position(at) + last - at, part)
-          : read_rows(at, last, part);
+  void run() {
+    for (std::int64_t at = wanted_.begin; at < wanted_.end;) {
+      const std::int64_t last = end_of_span(at);
+      const std::int64_t count = last - at;
+      if (count <= left_in_row(at)) {
+        read_(position(at), position(at) + count, place(at, count));
+      } else {
+        read_rows(at, last);
+      }
       at = last;
     }
   }
 
  private:
   std::size_t bytes(std::int64_t elements) const {
-    return static_cast<std::size_t>(elements * element_bytes_);
+    return static_cast<std::size_t>(elements * wanted_.element_bytes);
+  }
+  std::span<std::byte> place(std::int64_t index, std::int64_t count) const {
+    return out_.subspan(bytes(index - wanted_.begin), bytes(count));
   }
   std::int64_t position(std::int64_t index) const {
-    return position_in_tensor(box_, tensor_.shape, index);
+    return position_in_tensor(wanted_.box, wanted_.shape, index);
   }
   std::int64_t left_in_row(std::int64_t index) const { return row_ - index % row_; }
 
   /// Up to where elements are read in one call: rows, as long as they lie close together.
-  std::int64_t end_of_span(std::int64_t at, std::int64_t end) const {
+  std::int64_t end_of_span(std::int64_t at) const {
     const std::int64_t first = position(at);
-    std::int64_t last = std::min(end, at + left_in_row(at));
-    std::int64_t before = first;
-    while (last < end) {
-      const std::int64_t next = std::min(end, last + row_);
+    std::int64_t last = std::min(wanted_.end, at + left_in_row(at));
+    for (std::int64_t before = first; last < wanted_.end;) {
+      const std::int64_t next = std::min(wanted_.end, last + row_);
       const std::int64_t from = position(last);
-      if ((from - before) * element_bytes_ > kFarBytes ||
-          (from + next - last - first) * element_bytes_ > kMostBytes) {
+      if ((from - before) * wanted_.element_bytes > kFarBytes ||
+          (from + next - last - first) * wanted_.element_bytes > kMostBytes) {
         break;
       }
       before = from;
@@ -75,37 +75,45 @@ class BoxRead {
     return last;
   }
 
-  void read_rows(std::int64_t at, std::int64_t last, std::span<std::byte> out) {
+  void read_rows(std::int64_t at, std::int64_t last) {
     const std::int64_t first = position(at);
     const std::int64_t beyond = position(last - 1) + 1;
     buffer_.resize(bytes(beyond - first));
-    source_.read(name_, first, beyond, buffer_);
+    read_(first, beyond, buffer_);
     for (std::int64_t done = at; done < last;) {
       const std::int64_t count = std::min(left_in_row(done), last - done);
-      std::memcpy(out.data() + bytes(done - at), buffer_.data() + bytes(position(done) - first),
+      std::memcpy(place(done, count).data(), buffer_.data() + bytes(position(done) - first),
                   bytes(count));
       done += count;
     }
   }
 
-  const TensorSource& source_;
-  std::string_view name_;
-  const SourceTensor& tensor_;
-  const TensorBox& box_;
-  std::int64_t element_bytes_;
+  const RangeOfBox& wanted_;
+  std::span<std::byte> out_;
+  const Read& read_;
   std::int64_t row_;  // elements that follow one another in the tensor too
   std::vector<std::byte> buffer_;
 };
 
 }  // namespace
 
+void read_box(const RangeOfBox& wanted, std::span<std::byte> out, const Read& read) {
+  if (wanted.begin == wanted.end) return;
+  TESSERA_INVARIANT(is_inside(wanted.box, wanted.shape) && 0 <= wanted.begin &&
+                        wanted.begin < wanted.end && wanted.end <= wanted.box.numel(),
+                    "a box outside of its tensor");
+  BoxReader(wanted, out, read).run();
+}
+
 void read_box(const TensorSource& source, std::string_view name, const TensorBox& box,
               std::int64_t begin, std::int64_t end, std::span<std::byte> out) {
   const SourceTensor* const tensor = source.find(name);
   TESSERA_CHECK(tensor != nullptr, ErrorKind::kFormat, source.path().string(), ": found no tensor ",
                 printable(name));
-  TESSERA_INVARIANT(begin == end || is_inside(box, tensor->shape), "a box outside of ", name);
-  BoxRead(source, name, *tensor, box).read(begin, end, out);
+  read_box({tensor->shape, size_of(tensor->dtype), box, begin, end}, out,
+           [&](std::int64_t first, std::int64_t last, std::span<std::byte> to) {
+             source.read(name, first, last, to);
+           });
 }
 
 }  // namespace tessera

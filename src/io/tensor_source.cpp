@@ -15,7 +15,9 @@ const SourceTensor* TensorSource::find(std::string_view name) const {
 
 std::optional<DType> TensorSource::bulk_dtype() const {
   std::map<DType, std::int64_t> elements;
-  for (const auto& [name, tensor] : tensors()) elements[tensor.original] += tensor.numel();
+  for (const auto& [name, tensor] : tensors()) {
+    if (!tensor.unpacked) elements[tensor.original] += tensor.numel();
+  }
   return tessera::bulk_dtype(elements);
 }
 

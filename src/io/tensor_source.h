@@ -1,7 +1,8 @@
 // A model's tensors wherever they lie: a Hugging Face folder, a checkpoint of a run.
 //
 // Names are Hugging Face's, bytes are copied out in ranges, so that whoever reads a model needs not
-// know its files and never holds it whole. Implementations: hf_tensors.h, checkpoint_tensors.h.
+// know its files and never holds it whole. Implementations: hf_tensors.h,
+// checkpoint_tensors.h, mxfp4_tensors.h.
 #pragma once
 
 #include <cstddef>
@@ -24,6 +25,8 @@ struct SourceTensor {
   /// What the tensor was published as: of a checkpoint the dtype in the folder that training began
   /// with, where there was one.
   DType original = DType::kFloat32;
+  /// Its values lie in another form in the file: the dtype says nothing of what is published.
+  bool unpacked = false;
 
   std::int64_t numel() const;
   bool operator==(const SourceTensor&) const = default;
@@ -58,7 +61,7 @@ class TensorSource {
   const SourceTensor* find(std::string_view name) const;  ///< nullptr where there is none
 
   /// The floating dtype of most floating elements, as they were published (the narrower of two
-  /// equals); none where no tensor is floating.
+  /// equals); none where no tensor is floating. Unpacked ones do not count.
   std::optional<DType> bulk_dtype() const;
 
  protected:

@@ -32,11 +32,11 @@ std::int64_t alignment_numel(const BucketKey& key, const PlanOptions& options) {
   return options.alignment_bytes / bytes;
 }
 
-BucketPlan& bucket_for(UnitPlan& plan, const BucketKey& key, int ranks) {
+BucketPlan& bucket_for(UnitPlan& plan, const BucketKey& key, const PlanOptions& options) {
   const auto found = std::find_if(plan.buckets.begin(), plan.buckets.end(),
                                   [&](const BucketPlan& bucket) { return bucket.key == key; });
   if (found != plan.buckets.end()) return *found;
-  plan.buckets.push_back({key, key.replicated ? 1 : ranks, 0, {}});
+  plan.buckets.push_back({key, options.ranks_of(key), 0, {}});
   return plan.buckets.back();
 }
 
@@ -81,6 +81,14 @@ std::int64_t BucketPlan::offset_in_slice(const Placed& placed, int rank) const {
   return mine.empty() ? 0 : placed.offset + mine.begin - slice(rank).begin;
 }
 
+int PlanOptions::ranks_of(const BucketKey& key) const {
+  if (key.replicated) return 1;
+  if (mesh.dense().axes().empty()) return ranks;
+  int product = 1;
+  for (const std::string& axis : key.reductions.shard_axes) product *= mesh.size_of(axis);
+  return product;
+}
+
 UnitPlan plan_unit(const std::string& name, const std::vector<PlanItem>& items,
                    const PlanOptions& options) {
   TESSERA_INVARIANT(options.ranks >= 1, "a bucket plan for ", options.ranks, " ranks");
@@ -88,7 +96,7 @@ UnitPlan plan_unit(const std::string& name, const std::vector<PlanItem>& items,
   for (std::size_t index = 0; index < items.size(); ++index) {
     const PlanItem& item = items[index];
     TESSERA_INVARIANT(item.numel >= 0, "parameter ", item.name, " of ", item.numel, " elements");
-    BucketPlan& bucket = bucket_for(plan, item.key, options.ranks);
+    BucketPlan& bucket = bucket_for(plan, item.key, options);
     if (item.numel > 0) bucket.numel = round_up(bucket.numel, alignment_numel(item.key, options));
     bucket.parameters.push_back({index, bucket.numel, item.numel});
     bucket.numel = add(bucket.numel, item.numel);

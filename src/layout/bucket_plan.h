@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "tessera/dtype.h"
+#include "tessera/mesh_shape.h"
 #include "tessera/placement.h"
 
 namespace tessera::layout {
@@ -88,8 +89,13 @@ struct UnitPlan {
 };
 
 struct PlanOptions {
-  int ranks = 1;
+  int ranks = 1;                      ///< of the data axes dp_shard x cp
   std::int64_t alignment_bytes = 64;  ///< of each parameter, in the compute dtype; 256 on CUDA
+  /// Where the sizes of a bucket's own axes are found; empty = every bucket lies over `ranks`.
+  MeshShapes mesh = {};
+
+  /// That share a bucket: those on its shard axes, one where it is replicated.
+  int ranks_of(const BucketKey& key) const;
 };
 
 /// What the plan needs to know of a parameter.

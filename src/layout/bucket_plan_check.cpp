@@ -10,7 +10,7 @@ namespace tessera::layout {
 namespace {
 
 void check_length(const BucketPlan& bucket, const std::string& where, const PlanOptions& options) {
-  const int ranks = bucket.key.replicated ? 1 : options.ranks;
+  const int ranks = options.ranks_of(bucket.key);
   TESSERA_INVARIANT(bucket.ranks == ranks, where, ": found ", bucket.ranks, " ranks, expected ",
                     ranks);
   TESSERA_INVARIANT(!bucket.key.replicated || !bucket.key.trainable, where,

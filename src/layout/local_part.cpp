@@ -99,6 +99,37 @@ Shape local_shape(const ParameterLayout& layout, const Shape& shape) {
   return local;
 }
 
+Shape global_shape(const ParameterLayout& layout, const Shape& local, const std::string& what) {
+  Shape parts(cut_shape(layout, local).size(), 1);  // ranks along each dim that is cut
+  for (const AxisPlacement& axis : layout.axes) {
+    if (!is_cut(axis)) continue;
+    const auto dim = static_cast<std::size_t>(axis.parameter.dim);
+    TESSERA_CHECK(axis.parameter.dim >= 0 && dim < parts.size(), ErrorKind::kContract, what,
+                  ": found the placement ", to_string(axis), ", expected a dim below ",
+                  parts.size());
+    parts[dim] *= axis.size;
+  }
+  Shape whole = local;
+  if (layout.cut_shape.empty()) {
+    for (std::size_t d = 0; d < whole.size(); ++d) whole[d] *= parts[d];
+    return whole;
+  }
+  std::size_t d = 0;
+  for (std::int64_t& size : whole) {
+    std::int64_t held = 1;
+    std::int64_t of = 1;
+    for (; held < size && d < parts.size(); ++d) {
+      held *= layout.cut_shape[d] / parts[d];
+      of *= layout.cut_shape[d];
+    }
+    TESSERA_CHECK(held == size, ErrorKind::kContract, what, ": found a tensor of ", size,
+                  " elements along a dim, expected ", held,
+                  " as its layer declares the shape that is cut; change one of them");
+    size = of;
+  }
+  return whole;
+}
+
 namespace {
 
 /// Rows of the box in the order of the local tensor, and where they lie in the file: what pieces()

@@ -33,6 +33,12 @@ const std::vector<std::int64_t>& cut_shape(const ParameterLayout& layout,
 std::vector<std::int64_t> local_shape(const ParameterLayout& layout,
                                       const std::vector<std::int64_t>& shape);
 
+/// The other way round: of the whole parameter whose ranks hold `local` tensors. Errors: kContract,
+/// naming `what`, where cut_shape has no such parts.
+std::vector<std::int64_t> global_shape(const ParameterLayout& layout,
+                                       const std::vector<std::int64_t>& local,
+                                       const std::string& what);
+
 /// The part of cut_shape() that the rank at `coordinates` (one per layout.axes) holds. Two axes may
 /// cut one dim: the first in `axes` makes the larger parts.
 TensorBox local_box(const ParameterLayout& layout, const std::vector<std::int64_t>& shape,

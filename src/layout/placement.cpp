@@ -23,6 +23,21 @@ std::string to_string(const AxisPlacement& placement) {
                 ", gradient ", to_string(placement.gradient));
 }
 
+std::string to_string(const ParameterLayout& layout) {
+  std::string text;
+  for (const AxisPlacement& axis : layout.axes) {
+    text += concat(text.empty() ? "" : "; ", to_string(axis));
+  }
+  if (!layout.cut_shape.empty()) {
+    text += " of ";
+    for (std::size_t d = 0; d < layout.cut_shape.size(); ++d) {
+      text += concat(d == 0 ? "" : "x", layout.cut_shape[d]);
+    }
+  }
+  if (layout.mesh == MeshKind::kSparse) text += text.empty() ? "sparse mesh" : " (sparse mesh)";
+  return text.empty() ? "nothing declared" : text;
+}
+
 std::string to_string(const ReductionPlan& reductions) {
   const auto joined = [](const std::vector<std::string>& axes) {
     std::string text;

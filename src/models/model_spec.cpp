@@ -93,6 +93,12 @@ void check_total_size(const ModelSpec& spec) {
                      (2 * d(spec.num_attention_heads) + 2 * d(spec.num_key_value_heads));
   double inner = d(spec.intermediate_size);
   if (spec.moe) {
+    // Tables hold a name for each of the files' tensors.
+    constexpr std::int64_t kMostExperts = std::int64_t{1} << 20;
+    TESSERA_CHECK(spec.num_hidden_layers * spec.moe->num_experts <= kMostExperts,
+                  ErrorKind::kConfig, "config.json num_experts: found ", spec.moe->num_experts,
+                  " in ", spec.num_hidden_layers, " layers, expected at most ", kMostExperts,
+                  " in all");
     inner += d(spec.moe->num_experts) * d(spec.moe->moe_intermediate_size) +
              d(spec.moe->shared_intermediate_size);
   }

@@ -20,8 +20,13 @@ bool is_computed_buffer(const std::string& name) {
 void check_shape(const TensorSource& folder, const std::string& name,
                  const std::vector<std::int64_t>& shape) {
   const auto* info = folder.find(name);
+  const bool is_packed = info == nullptr && folder.find(name + "_blocks") != nullptr;
   TESSERA_CHECK(info != nullptr, ErrorKind::kFormat, folder.path().string(), ": found no tensor ",
-                name, ", expected one since config.json describes it");
+                name, ", expected one since config.json describes it",
+                is_packed ? concat("; ", name,
+                                   "_blocks is there: quantization_config of config.json "
+                                   "does not say how it is packed")
+                          : "");
   TESSERA_CHECK(info->shape == shape, ErrorKind::kFormat, folder.path().string(), ": tensor ", name,
                 ": found shape ", shape_text(info->shape), ", expected ", shape_text(shape),
                 " from config.json");

@@ -59,9 +59,8 @@ void CheckpointSaver::save(std::int64_t step, const ShardedBase& model, const Op
   finish();
   const double waited = ms_since(asked);
   begun_ = Clock::now();
-  const auto parts = cut(state_parts(model, optimizer, options_.source_dtype, options_.holds),
-                         options_.replica, options_.replicas);
-  snapshot_.take(parts, concat("rank_", world_.rank(), ".safetensors"));
+  snapshot_.take(state_parts(model, optimizer, options_.state),
+                 concat("rank_", world_.rank(), ".safetensors"));
   step_ = step;
   optimizer_ = optimizer.name();
   loss_scale_.reset();

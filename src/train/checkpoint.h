@@ -28,10 +28,7 @@ struct CheckpointOptions {
   /// What the manifest says besides files and tensors.
   CheckpointManifest about;
   std::string config_json;
-  SourceDType source_dtype;
-  Holds holds = Holds::kModel;
-  int replica = 0;
-  int replicas = 1;
+  StateOptions state;
   /// Called by the writer before it writes this rank's file: tests hold it up there.
   std::function<void(std::int64_t step)> before_write = {};
 };

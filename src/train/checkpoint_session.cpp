@@ -32,8 +32,8 @@ RunIdentity identity_of(const Config& config, const ModelSource& source, const B
 }
 
 SourceDType dtypes_of(const ModelSource& source) {
-  return [&source](const std::string& parameter) -> std::optional<DType> {
-    const auto* info = source.folder ? source.folder->find(parameter) : nullptr;
+  return [&source](const std::string& tensor) -> std::optional<DType> {
+    const auto* info = source.folder ? source.folder->find(tensor) : nullptr;
     return info == nullptr ? std::nullopt : std::optional(info->original);
   };
 }
@@ -62,6 +62,7 @@ std::int64_t CheckpointSession::global_batch_size(int data_ranks) const {
 void CheckpointSession::begin(const ModelSource& source, const BatchSource& data,
                               std::function<void(std::int64_t)> before_write) {
   if (!config_.checkpoint.enable) return;
+  forms_ = FileForms(models::parameter_table(source.spec));
   const auto identity = identity_of(config_, source, data, world_);
   if (resumed_) require_same_run(identity, *resumed_, world_);
 
@@ -73,11 +74,12 @@ void CheckpointSession::begin(const ModelSource& source, const BatchSource& data
   options.about.seed = identity.seed;
   options.about.data = identity.data;
   options.about.lora = identity.lora;
-  if (source.lora) options.holds = Holds::kAdapters;
+  options.state.forms = forms_;
+  if (source.lora) options.state.holds = Holds::kAdapters;
   options.config_json = models::config_json(identity.spec);
-  options.source_dtype = dtypes_of(source);
-  options.replica = mesh_.coordinate(axis::kReplicate);
-  options.replicas = mesh_.size_of(axis::kReplicate);
+  options.state.source_dtype = dtypes_of(source);
+  options.state.replica = mesh_.coordinate(axis::kReplicate);
+  options.state.replicas = mesh_.size_of(axis::kReplicate);
   options.before_write = std::move(before_write);
   saver_.emplace(world_, std::move(options));
 }
@@ -86,7 +88,7 @@ std::int64_t CheckpointSession::load(const ShardedBase& model, Optimizer& optimi
                                      GradScaler* scaler) {
   if (!saver_) return 0;
   if (resumed_) {
-    load_checkpoint(*resumed_, model, optimizer, world_);
+    load_checkpoint(*resumed_, model, optimizer, world_, forms_);
     restore_scaler(resumed_->manifest(), scaler);
   }
   // Only now does `latest` stand for what was chosen.

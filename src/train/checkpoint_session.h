@@ -44,6 +44,7 @@ class CheckpointSession {
   const Config config_;
   const Mesh mesh_;
   World& world_;
+  FileForms forms_;
   std::optional<CheckpointFolder> resumed_;
   std::optional<CheckpointSaver> saver_;
 };

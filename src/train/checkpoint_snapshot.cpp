@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
@@ -12,28 +13,87 @@
 #include "io/safetensors_writer.h"
 #include "models/lora_table.h"
 #include "tessera/error.h"
+#include "train/shard_pieces.h"
 
 namespace tessera::train {
 namespace {
 
-void add_optimizer(std::vector<StatePart>& parts, const OptimizerState& state) {
-  const auto& contract = *state.view.contract;
-  const auto named = [&](const std::string& kept) {
-    return concat(kOptimizerPrefix, kept, "/", contract.name);
-  };
-  for (const auto& kept : state.kept) {
-    parts.push_back({named(kept.name), contract.shape, std::nullopt, state.view.begin,
-                     state.view.end, kept.values});
+/// A shard in the tensors of the file, and what is written of it under other names.
+class ShardParts {
+ public:
+  ShardParts(const ShardView& view, const FileForm& form)
+      : view_(view), form_(form), pieces_(pieces_of(view, form.file)) {}
+
+  void add_values(std::vector<StatePart>& parts, const std::string& prefix,
+                  const at::Tensor& values, const SourceDType& source_dtype) const {
+    for (const layout::Piece& piece : pieces_) {
+      const std::string& name = form_.names[piece.tensor];
+      parts.push_back({prefix + name, form_.file.shape,
+                       source_dtype ? source_dtype(name) : std::nullopt, piece.box,
+                       piece.in_box.begin, piece.in_box.end,
+                       values.narrow(0, piece.local.begin - view_.begin, piece.local.size())});
+    }
   }
-  // Exactly one shard holds the first element.
-  if (state.steps > 0 && state.view.begin == 0 && state.view.end > 0) {
-    parts.push_back({named("step"),
-                     {},
-                     std::nullopt,
-                     0,
-                     1,
-                     at::full({1}, state.steps, at::TensorOptions().dtype(at::kLong))});
+
+  /// A number of each tensor: of all ranks one holds the first element.
+  void add_number(std::vector<StatePart>& parts, const std::string& prefix,
+                  std::int64_t number) const {
+    const auto value = at::full({1}, number, at::TensorOptions().dtype(at::kLong));
+    for (const layout::Piece& piece : pieces_) {
+      const bool at_front = std::ranges::all_of(piece.box.offset, [](auto o) { return o == 0; });
+      if (piece.in_box.begin != 0 || !at_front) continue;
+      parts.push_back({prefix + form_.names[piece.tensor], {}, std::nullopt, {}, 0, 1, value});
+    }
   }
+
+ private:
+  const ShardView& view_;
+  const FileForm& form_;
+  std::vector<layout::Piece> pieces_;
+};
+
+/// This rank's place among those that hold the same.
+struct Holder {
+  int rank = 0;
+  int ranks = 1;
+  auto operator<=>(const Holder&) const = default;
+};
+using Whole = std::map<Holder, std::vector<StatePart>>;
+
+/// Of what is whole on the ranks of the data axes, and of all axes where no layer cuts it.
+Holder holder_of(const ParameterLayout& layout, const Mesh& mesh) {
+  const auto data = layout.mesh == MeshKind::kDense ? axis::kShard : axis::kExpertData;
+  const std::vector<int> ranks = layout.axes.empty() ? mesh.shapes().stage_of(mesh.rank())
+                                                     : mesh.ranks_of({axis::kReplicate, data});
+  const auto self = std::ranges::find(ranks, mesh.rank());
+  TESSERA_INVARIANT(self != ranks.end(), "a rank outside its own group");
+  return {static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size())};
+}
+
+/// Of this rank's shards; those of parameters that are whole on every rank of the data go to
+/// `whole`.
+void add_model(std::vector<StatePart>& parts, Whole& whole, const ShardedBase& model,
+               const StateOptions& options) {
+  const Mesh& mesh = model.unit()->runtime().mesh();
+  for (const auto& view : model.shards()) {
+    const auto& contract = *view.contract;
+    if (options.holds == Holds::kAdapters && !models::is_adapter(contract.name)) continue;
+    if (!is_first_holder(view)) continue;
+    const FileForm form = options.forms.of(contract);
+    auto& to = contract.replicated() ? whole[holder_of(contract.layout, mesh)] : parts;
+    ShardParts(view, form)
+        .add_values(to, std::string(kModelPrefix), view.shard.detach(), options.source_dtype);
+  }
+}
+
+void add_optimizer(std::vector<StatePart>& parts, const OptimizerState& state,
+                   const FileForms& forms) {
+  if (!is_first_holder(state.view)) return;
+  const FileForm form = forms.of(*state.view.contract);
+  const ShardParts shard(state.view, form);
+  const auto prefix = [](const std::string& kept) { return concat(kOptimizerPrefix, kept, "/"); };
+  for (const auto& kept : state.kept) shard.add_values(parts, prefix(kept.name), kept.values, {});
+  if (state.steps > 0) shard.add_number(parts, prefix("step"), state.steps);
 }
 
 /// Buffers with the digits of the folder that training began with: every rank holds them whole.
@@ -43,7 +103,8 @@ void add_buffers(std::vector<StatePart>& parts, const ShardedBase& model,
     const auto& contract = *view.contract;
     if (!contract.stored) continue;
     parts.push_back({concat(kModelPrefix, contract.name), contract.shape,
-                     source_dtype(contract.name), 0, view.tensor.numel(),
+                     source_dtype ? source_dtype(contract.name) : std::nullopt,
+                     TensorBox::whole(contract.shape), 0, view.tensor.numel(),
                      view.stored.reshape({-1})});
   }
 }
@@ -61,22 +122,19 @@ void take_huge_pages(const at::Tensor& buffer) {
 }  // namespace
 
 std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& optimizer,
-                                   const SourceDType& source_dtype, Holds holds) {
+                                   const StateOptions& options) {
   std::vector<StatePart> parts;
-  std::vector<StatePart> whole;  // on every rank: each writes its cut
-  for (const auto& view : model.shards()) {
-    const auto& contract = *view.contract;
-    if (holds == Holds::kAdapters && !models::is_adapter(contract.name)) continue;
-    (contract.replicated() ? whole : parts)
-        .push_back({concat(kModelPrefix, contract.name), contract.shape,
-                    source_dtype(contract.name), view.begin, view.end, view.shard.detach()});
+  Whole whole;
+  add_model(parts, whole, model, options);
+  for (const auto& state : optimizer.state()) add_optimizer(parts, state, options.forms);
+  if (options.holds == Holds::kModel) {
+    const Holder everywhere = holder_of({}, model.unit()->runtime().mesh());
+    add_buffers(whole[everywhere], model, options.source_dtype);
   }
-  if (holds == Holds::kModel) add_buffers(whole, model, source_dtype);
-  const auto& runtime = model.unit()->runtime();
-  for (auto& part : cut(whole, runtime.shard_rank(), runtime.plan_options().ranks)) {
-    parts.push_back(std::move(part));
+  parts = cut(parts, options.replica, options.replicas);
+  for (const auto& [holder, same] : whole) {
+    for (auto& part : cut(same, holder.rank, holder.ranks)) parts.push_back(std::move(part));
   }
-  for (const auto& state : optimizer.state()) add_optimizer(parts, state);
   std::erase_if(parts, [](const StatePart& part) { return part.begin == part.end; });
   return parts;
 }
@@ -123,23 +181,27 @@ void Snapshot::take(const std::vector<StatePart>& parts, const std::string& name
   name_ = name;
   entries_ = {};
   std::vector<TensorSpec> specs;
+  std::vector<std::string> keys;
   for (const auto& part : parts) {
     const auto dtype = to_dtype(part.values.scalar_type());
-    specs.push_back({part.name, dtype, {part.end - part.begin}});
-    entries_.tensors[part.name] = {
-        dtype,
-        part.shape,
-        part.source_dtype,
-        {{name, part.name, TensorBox::whole(part.shape), part.begin, part.end}}};
+    auto& entry =
+        entries_.tensors
+            .try_emplace(part.name, CheckpointTensor{dtype, part.shape, part.source_dtype, {}})
+            .first->second;
+    // Of a tensor that is cut this rank may hold several parts.
+    keys.push_back(entry.pieces.empty() ? part.name
+                                        : concat(part.name, "#", entry.pieces.size() + 1));
+    entry.pieces.push_back({name, keys.back(), part.box, part.begin, part.end});
+    specs.push_back({keys.back(), dtype, {part.end - part.begin}});
   }
   const auto layout = lay_out_safetensors(std::move(specs));
   auto* const data = grow_to(static_cast<std::size_t>(layout.file_bytes));
   std::memcpy(data, layout.beginning.data(), layout.beginning.size());
-  for (const auto& part : parts) {
+  for (std::size_t i = 0; i < parts.size(); ++i) {
     // By element size, largest first, after a beginning of whole 8 bytes: each is aligned.
-    auto place = at::from_blob(data + layout.header.find(part.name)->begin, part.values.sizes(),
-                               part.values.options().requires_grad(false));
-    place.copy_(part.values);
+    auto place = at::from_blob(data + layout.header.find(keys[i])->begin, parts[i].values.sizes(),
+                               parts[i].values.options().requires_grad(false));
+    place.copy_(parts[i].values);
   }
 }
 

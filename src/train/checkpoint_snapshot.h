@@ -18,21 +18,23 @@
 #include "io/checkpoint_manifest.h"
 #include "tessera/optim.h"
 #include "tessera/shard.h"
+#include "train/file_forms.h"
 
 namespace tessera::train {
 
-/// Elements [begin, end) of a global tensor, as they stand on this rank.
+/// Elements [begin, end) of a box of a tensor of the checkpoint, as they stand on this rank.
 struct StatePart {
   std::string name;  ///< "model/<name>", "optim/<state>/<name>"
   std::vector<std::int64_t> shape;
   std::optional<DType> source_dtype;
+  TensorBox box;
   std::int64_t begin = 0;
   std::int64_t end = 0;
   at::Tensor values;  ///< [end - begin]
 };
 
-/// The dtype of a parameter in the folder that training began with, where there is one.
-using SourceDType = std::function<std::optional<DType>(const std::string& parameter)>;
+/// The dtype of a tensor in the folder that training began with, where there is one.
+using SourceDType = std::function<std::optional<DType>(const std::string& tensor)>;
 
 /// What of a model a checkpoint holds.
 enum class Holds : std::uint8_t {
@@ -40,10 +42,19 @@ enum class Holds : std::uint8_t {
   kAdapters,  ///< what is trained beside a frozen model, which has a folder of its own
 };
 
-/// Everything that a checkpoint holds of this rank's shards; the number of updates of a parameter
-/// goes with its first element. Replicas of a shard list the same.
+struct StateOptions {
+  SourceDType source_dtype;
+  FileForms forms = {};  ///< the names that the checkpoint has
+  Holds holds = Holds::kModel;
+  int replica = 0;  ///< of the data
+  int replicas = 1;
+};
+
+/// What this rank writes: of its shards and their optimizer state, which replicas divide, and of
+/// what is whole on every rank, which all ranks divide. All ranks together: each element once. The
+/// number of updates goes with the first element of a tensor.
 std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& optimizer,
-                                   const SourceDType& source_dtype, Holds holds = Holds::kModel);
+                                   const StateOptions& options);
 
 /// The `replica`-th of `replicas` equal cuts (in bytes) of a list of parts: together each element
 /// once.

@@ -6,7 +6,6 @@
 #include <map>
 #include <set>
 
-#include "base/joined.h"
 #include "base/log.h"
 #include "base/printable.h"
 #include "fsdp/runtime.h"
@@ -18,6 +17,7 @@
 #include "train/agreement.h"
 #include "train/progress.h"
 #include "train/resume.h"
+#include "train/shard_pieces.h"
 
 namespace tessera::train {
 namespace {
@@ -41,6 +41,12 @@ void require_tensor(const CheckpointFolder& checkpoint, const std::string& name,
                 to_string(dtype), " ", shape_text(shape), "; ", mend);
 }
 
+std::string list(const std::set<std::string>& names) {
+  std::string text;
+  for (const auto& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text.empty() ? "none" : text;
+}
+
 std::set<std::string> names_of(const Optimizer& optimizer) {
   const auto names = optimizer.kept_names();
   return {names.begin(), names.end()};
@@ -48,8 +54,9 @@ std::set<std::string> names_of(const Optimizer& optimizer) {
 
 class Loader {
  public:
-  Loader(const CheckpointFolder& checkpoint, const ShardedBase& model, Optimizer& optimizer)
-      : checkpoint_(checkpoint), model_(model), optimizer_(optimizer) {}
+  Loader(const CheckpointFolder& checkpoint, const ShardedBase& model, Optimizer& optimizer,
+         const FileForms& forms)
+      : checkpoint_(checkpoint), model_(model), optimizer_(optimizer), forms_(forms) {}
 
   /// Errors: kFormat, kConfig for tensors that do not fit model and optimizer.
   void check() const {
@@ -57,10 +64,13 @@ class Loader {
     for (const auto& view : model_.shards()) {
       const auto& contract = *view.contract;
       if (!holds(contract)) continue;
-      const auto name = concat(kModelPrefix, contract.name);
-      require_tensor(checkpoint_, name, contract.storage.dtype, contract.shape,
-                     contract.trainable ? kKeepsStorage : kKeepsFrozen);
-      known.insert(name);
+      const FileForm form = forms_.of(contract);
+      for (const std::string& tensor : form.names) {
+        const auto name = concat(kModelPrefix, tensor);
+        require_tensor(checkpoint_, name, contract.storage.dtype, form.file.shape,
+                       contract.trainable ? kKeepsStorage : kKeepsFrozen);
+        known.insert(name);
+      }
     }
     for (const auto& view : model_.buffers()) {
       if (!view.contract->stored || of_adapters()) continue;
@@ -100,14 +110,18 @@ class Loader {
 
   /// The rest, once all files are verified.
   void fill_rest() const {
-    for (const auto& part : rest_) checkpoint_.read(part.name, part.begin, part.end, part.bytes);
+    for (const auto& part : rest_) {
+      checkpoint_.read_box(part.name, part.box, part.begin, part.end, part.bytes);
+    }
     fill_buffers();
     for (const auto& state : optimizer_.state()) {
-      const auto& name = state.view.contract->name;
-      if (!has("step", name)) continue;
+      const auto& contract = *state.view.contract;
+      const FileForm form = forms_.of(contract);
+      const std::string& first = form.names.front();  // the others say the same
+      if (!has("step", first)) continue;
       std::int64_t steps = 0;
-      checkpoint_.read(named("step", name), 0, 1, std::as_writable_bytes(std::span(&steps, 1)));
-      optimizer_.set_steps(name, steps);
+      checkpoint_.read(named("step", first), 0, 1, std::as_writable_bytes(std::span(&steps, 1)));
+      optimizer_.set_steps(contract.name, steps);
     }
   }
 
@@ -131,8 +145,8 @@ class Loader {
     }
   }
 
-  static std::string named(const std::string& kept, const std::string& parameter) {
-    return concat(kOptimizerPrefix, kept, "/", parameter);
+  static std::string named(const std::string& kept, const std::string& tensor) {
+    return concat(kOptimizerPrefix, kept, "/", tensor);
   }
 
   /// Adapters alone, beside a model that was loaded from its own folder.
@@ -141,12 +155,13 @@ class Loader {
     return !of_adapters() || models::is_adapter(contract.name);
   }
 
-  bool has(const std::string& kept, const std::string& parameter) const {
-    return checkpoint_.find(named(kept, parameter)) != nullptr;
+  bool has(const std::string& kept, const std::string& tensor) const {
+    return checkpoint_.find(named(kept, tensor)) != nullptr;
   }
-  bool keeps_any(const std::string& parameter) const {
-    return std::any_of(kept_names_.begin(), kept_names_.end(),
-                       [&](const auto& kept) { return has(kept, parameter); });
+  bool keeps_any(const FileForm& form) const {
+    return std::ranges::any_of(form.names, [&](const std::string& tensor) {
+      return std::ranges::any_of(kept_names_, [&](const auto& kept) { return has(kept, tensor); });
+    });
   }
 
   void check_optimizer_kind() const {
@@ -164,7 +179,7 @@ class Loader {
     found.erase("step");
     TESSERA_CHECK(std::includes(kept_names_.begin(), kept_names_.end(), found.begin(), found.end()),
                   ErrorKind::kConfig, "optimizer.name: found an optimizer that keeps ",
-                  joined(kept_names_, "none"), ", expected one that keeps ", joined(found, "none"),
+                  list(kept_names_), ", expected one that keeps ", list(found),
                   " as the checkpoint ", shown(checkpoint_.path()),
                   " does; a resumed run keeps its optimizer");
   }
@@ -172,37 +187,54 @@ class Loader {
   /// All that the optimizer keeps of a parameter, or nothing: never updated, or frozen until now.
   void check_state(const GradContract& contract) const {
     const auto& name = contract.name;
-    const bool kept_any = keeps_any(name);
-    if (kept_any || has("step", name))
-      require_tensor(checkpoint_, named("step", name), DType::kInt64, {});
+    const FileForm form = forms_.of(contract);
+    const bool kept_any = keeps_any(form);
+    const bool has_step =
+        std::ranges::any_of(form.names, [&](const auto& tensor) { return has("step", tensor); });
+    if (kept_any || has_step) {
+      for (const std::string& tensor : form.names) {
+        require_tensor(checkpoint_, named("step", tensor), DType::kInt64, {});
+      }
+    }
     // AdamW keeps moments of all that it has updated. SGD may begin with a momentum later: its
     // buffer then is the next gradient, as in PyTorch.
-    TESSERA_CHECK(kept_any || !has("step", name) || optimizer_.name() != "AdamW",
-                  ErrorKind::kConfig,
+    TESSERA_CHECK(kept_any || !has_step || optimizer_.name() != "AdamW", ErrorKind::kConfig,
                   "optimizer.name: found AdamW, expected an optimizer that keeps "
                   "no moments of ",
                   printable(name), ", as that of the checkpoint ", shown(checkpoint_.path()),
                   "; a resumed run keeps its optimizer");
     if (!kept_any) return;
     for (const auto& kept : optimizer_.make_kept(name)) {
-      require_tensor(checkpoint_, named(kept.name, name), to_dtype(kept.values.scalar_type()),
-                     contract.shape);
+      for (const std::string& tensor : form.names) {
+        require_tensor(checkpoint_, named(kept.name, tensor), to_dtype(kept.values.scalar_type()),
+                       form.file.shape);
+      }
     }
   }
 
-  /// Elements of a tensor, and where this rank keeps them.
+  /// Elements of a box of a tensor, and where this rank keeps them.
   struct Part {
     std::string name;
+    TensorBox box;
     std::int64_t begin = 0;
     std::int64_t end = 0;
     std::span<std::byte> bytes;
   };
 
-  static Part part_of(const std::string& name, const ShardView& view, const at::Tensor& values) {
-    return {name,
-            view.begin,
-            view.end,
-            {static_cast<std::byte*>(values.mutable_data_ptr()), values.nbytes()}};
+  /// Values over the elements of a shard, whose tensors the checkpoint names `prefix` and the
+  /// file's name.
+  static void add_parts(std::vector<Part>& parts, const std::string& prefix, const FileForm& form,
+                        const ShardView& view, const at::Tensor& values) {
+    auto* const data = static_cast<std::byte*>(values.mutable_data_ptr());
+    const auto size = static_cast<std::int64_t>(values.element_size());
+    for (layout::Piece& piece : pieces_of(view, form.file)) {
+      parts.push_back({prefix + form.names[piece.tensor],
+                       std::move(piece.box),
+                       piece.in_box.begin,
+                       piece.in_box.end,
+                       {data + (piece.local.begin - view.begin) * size,
+                        static_cast<std::size_t>(piece.local.size() * size)}});
+    }
   }
 
   std::vector<Part> parts() const {
@@ -210,14 +242,15 @@ class Loader {
     std::vector<Part> found;
     for (const auto& view : model_.shards()) {
       if (!holds(*view.contract)) continue;
-      found.push_back(
-          part_of(concat(kModelPrefix, view.contract->name), view, view.shard.detach()));
+      add_parts(found, std::string(kModelPrefix), forms_.of(*view.contract), view,
+                view.shard.detach());
     }
     for (const auto& state : optimizer_.state()) {
-      const auto& name = state.view.contract->name;
-      if (!keeps_any(name)) continue;
-      for (const auto& kept : optimizer_.make_kept(name)) {
-        found.push_back(part_of(named(kept.name, name), state.view, kept.values));
+      const auto& contract = *state.view.contract;
+      const FileForm form = forms_.of(contract);
+      if (!keeps_any(form)) continue;
+      for (const auto& kept : optimizer_.make_kept(contract.name)) {
+        add_parts(found, named(kept.name, ""), form, state.view, kept.values);
       }
     }
     return found;
@@ -225,7 +258,7 @@ class Loader {
 
   /// Where a part lies in files of `mine` they bring it along; else it waits for fill_rest().
   void want(const Part& part, std::map<std::string, std::vector<WantedBytes>>& mine) {
-    const auto stretches = checkpoint_.stretches(part.name, part.begin, part.end);
+    const auto stretches = checkpoint_.stretches(part.name, part.box, part.begin, part.end);
     if (stretches.empty()) return rest_.push_back(part);
     const auto size = static_cast<std::int64_t>(part.bytes.size()) / (part.end - part.begin);
     for (const auto& one : stretches) {
@@ -236,7 +269,7 @@ class Loader {
       if (file != mine.end()) {
         file->second.push_back({one.offset, bytes});
       } else {
-        rest_.push_back({part.name, one.begin, one.end, bytes});
+        rest_.push_back({part.name, part.box, one.begin, one.end, bytes});
       }
     }
   }
@@ -244,6 +277,7 @@ class Loader {
   const CheckpointFolder& checkpoint_;
   const ShardedBase& model_;
   Optimizer& optimizer_;
+  const FileForms& forms_;
   const std::set<std::string> kept_names_ = names_of(optimizer_);
   std::vector<Part> rest_;
 };
@@ -251,8 +285,8 @@ class Loader {
 }  // namespace
 
 void load_checkpoint(const CheckpointFolder& checkpoint, const ShardedBase& model,
-                     Optimizer& optimizer, World& world) {
-  Loader loader(checkpoint, model, optimizer);
+                     Optimizer& optimizer, World& world, const FileForms& forms) {
+  Loader loader(checkpoint, model, optimizer, forms);
   on_all_or_none(world, "verifying the checkpoint", [&] {
     loader.check();
     // On the layout that wrote it a rank verifies the file that it needs.

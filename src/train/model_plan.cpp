@@ -49,7 +49,7 @@ std::vector<UnitMeta> units_of(const models::ModelSpec& spec,
 }
 
 layout::ModelPlan plan_model(const models::ModelSpec& spec,
-                             const std::vector<GradContract>& contracts, int shard_ranks) {
+                             const std::vector<GradContract>& contracts, const MeshShapes& mesh) {
   const UnitNumbers numbers(spec);
   layout::UnitItems root;
   std::vector<layout::UnitItems> inner;
@@ -57,10 +57,11 @@ layout::ModelPlan plan_model(const models::ModelSpec& spec,
   for (const GradContract& contract : contracts) {
     const std::size_t unit = numbers.of(contract.name);
     auto& items = unit == 0 ? root.items : inner[unit - 1].items;
-    items.push_back({contract.name, contract.numel(), key_of(contract)});
+    items.push_back({contract.name, contract.local_numel(), key_of(contract)});
   }
   layout::PlanOptions options;
-  options.ranks = shard_ranks;
+  options.ranks = mesh.size_of(axis::kShard) * mesh.size_of(axis::kContext);
+  options.mesh = mesh;
   return layout::plan_model(root, inner, options, kMergeBelowBytes);
 }
 

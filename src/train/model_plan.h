@@ -23,8 +23,8 @@ inline constexpr std::int64_t kMergeBelowBytes = std::int64_t{64} << 10;
 std::vector<UnitMeta> units_of(const models::ModelSpec& spec,
                                const std::vector<ParameterMeta>& parameters);
 
-/// `contracts` as resolve_model gives them; `shard_ranks` of the dp_shard axis.
+/// `contracts` as resolve_model gives them for `mesh`.
 layout::ModelPlan plan_model(const models::ModelSpec& spec,
-                             const std::vector<GradContract>& contracts, int shard_ranks);
+                             const std::vector<GradContract>& contracts, const MeshShapes& mesh);
 
 }  // namespace tessera::train

@@ -5,6 +5,7 @@
 #include "base/printable.h"
 #include "io/checkpoint_tensors.h"
 #include "io/hf_tensors.h"
+#include "io/mxfp4_tensors.h"
 #include "models/family.h"
 #include "models/parameter_table.h"
 #include "tessera/error.h"
@@ -66,10 +67,11 @@ ParameterMeta meta_of(const models::ParameterSpec& parameter, const ModelSource&
     TESSERA_CHECK(is_floating(info->dtype), ErrorKind::kFormat, source.folder->path().string(),
                   ": tensor ", name, ": found dtype ", to_string(info->dtype),
                   ", expected a floating one");
+    meta.dtype = info->dtype;
+    if (info->unpacked) return meta;  // the dtype is ours: the file records none
     meta.checkpoint = info->dtype;
     meta.checkpoint_bulk = bulk_dtype;
     meta.published = info->original;
-    meta.dtype = info->dtype;
   }
   return meta;
 }
@@ -220,6 +222,9 @@ ModelSource open_model(const ModelConfig& model, const LoraConfig& lora) {
     const auto tensors = std::make_shared<HfTensors>(HfFolder::open(model.path));
     text = tensors->folder().config_text();
     source.folder = tensors;
+    if (says_mxfp4(text, printable(model.path, 1024))) {
+      source.folder = std::make_shared<Mxfp4Tensors>(tensors);
+    }
     source.origin = model.path;
   } else {
     text = HfFolder::read_config_text(model.config);
@@ -245,13 +250,12 @@ ModelContract resolve_model(const ModelSource& source, const Config& config,
                             const ParallelDims& dims, Purpose purpose) {
   aux_loss_coef(config.model.aux_loss_coef, source.spec);  // refused before anything is made
   const auto metas = metas_of(source, config.model, purpose);
-  ReductionPlan reductions;
-  if (dims.dp_shard > 1) reductions.shard_axes.emplace_back(axis::kShard);
-  if (dims.dp_replicate > 1) reductions.replica_axes.emplace_back(axis::kReplicate);
+  // The loss is already divided by the batch's kept labels.
+  const DataAxes data(mesh_shape(dims), 1.0);
   auto policy = precision_policy(config.precision, config.optimizer);
   if (purpose == Purpose::kInference) policy.optimizer.no_decay.reset();
   auto contract = resolve_model_contract(metas, buffer_metas_of(source),
-                                         units_of(source.spec, metas), policy, reductions);
+                                         units_of(source.spec, metas), policy, data);
   const bool any =
       std::ranges::any_of(contract.parameters, [](const auto& each) { return each.trainable; });
   TESSERA_CHECK(any || purpose == Purpose::kInference, ErrorKind::kConfig,

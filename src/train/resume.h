@@ -14,6 +14,7 @@
 #include "tessera/shard.h"
 #include "tessera/world.h"
 #include "train/config.h"
+#include "train/file_forms.h"
 
 namespace tessera::train {
 
@@ -40,10 +41,11 @@ void require_same_run(const RunIdentity& identity, const CheckpointFolder& check
 /// kIo.
 void require_no_checkpoints(const CheckpointConfig& config, World& world);
 
-/// Fills shards and optimizer state, and verifies every file, each on one rank. Collective. Errors,
-/// on all ranks alike: kFormat naming the file or tensor; kConfig for the states of another
-/// optimizer. After one the model holds nothing of use.
+/// Fills shards and optimizer state, whose tensors the checkpoint has under the names of `forms`,
+/// and verifies every file, each on one rank. Collective. Errors, on all ranks alike: kFormat
+/// naming the file or tensor; kConfig for the states of another optimizer. After one the model
+/// holds nothing of use.
 void load_checkpoint(const CheckpointFolder& checkpoint, const ShardedBase& model,
-                     Optimizer& optimizer, World& world);
+                     Optimizer& optimizer, World& world, const FileForms& forms = {});
 
 }  // namespace tessera::train

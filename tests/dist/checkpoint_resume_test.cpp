@@ -135,9 +135,9 @@ void copy_on(const RanksOfRun& layout, const train::Config& config, const fs::pa
     train::CheckpointOptions options;
     options.folder = to;
     options.config_json = checkpoint.config_text();
-    options.source_dtype = [](const std::string&) { return std::nullopt; };
-    options.replica = mesh.coordinate(axis::kReplicate);
-    options.replicas = layout.replicas;
+    options.state.source_dtype = [](const std::string&) { return std::nullopt; };
+    options.state.replica = mesh.coordinate(axis::kReplicate);
+    options.state.replicas = layout.replicas;
     train::CheckpointSaver saver(world, std::move(options));
     saver.save(checkpoint.manifest().step, *model, *optimizer);
     saver.finish();
@@ -185,7 +185,7 @@ void save_now(World& world, const fs::path& folder, std::int64_t step, const Sha
   train::CheckpointOptions options;
   options.folder = folder;
   options.config_json = "{}";
-  options.source_dtype = [](const std::string&) { return DType::kBFloat16; };
+  options.state.source_dtype = [](const std::string&) { return DType::kBFloat16; };
   train::CheckpointSaver saver(world, std::move(options));
   saver.save(step, model, optimizer);
   saver.finish();

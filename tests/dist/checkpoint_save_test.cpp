@@ -326,8 +326,13 @@ TEST(CheckpointSnapshot, CutsOfReplicasHoldEachElementOnce) {
   std::int64_t total = 0;
   for (int i = 0; i < 20; ++i) {
     const std::int64_t size = i * 7 % 11;
-    parts.push_back(
-        {concat("p", i), {100}, std::nullopt, 3, 3 + size, at::arange(size).to(dtypes[i % 5])});
+    parts.push_back({concat("p", i),
+                     {100},
+                     std::nullopt,
+                     {{0}, {100}},
+                     3,
+                     3 + size,
+                     at::arange(size).to(dtypes[i % 5])});
     total += static_cast<std::int64_t>(parts.back().values.nbytes());
   }
   for (const int replicas : {1, 2, 3, 5, 64}) {

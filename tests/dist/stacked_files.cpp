@@ -21,6 +21,35 @@ StackedExperts::StackedExperts(std::uint64_t seed)
       down(register_parameter("down", seeded(seed + 1, {E, H, I}))),
       norm(register_parameter("norm", seeded(seed + 2, {H}))) {}
 
+StackedExperts::StackedExperts(const at::Tensor& gates, const at::Tensor& downs,
+                               const at::Tensor& norms)
+    : gate_up(register_parameter("gate_up", gates)),
+      down(register_parameter("down", downs)),
+      norm(register_parameter("norm", norms)) {}
+
+Sharded<StackedExperts> shard_experts(const Mesh& mesh, std::uint64_t seed,
+                                      bool norm_is_invariant) {
+  constexpr auto E = StackedExperts::E, I = StackedExperts::I, H = StackedExperts::H;
+  const int ep = mesh.size_of(axis::kExpert);
+  const int etp = mesh.size_of(axis::kExpertTensor);
+  const int tp = mesh.size_of(axis::kTensor);
+  auto gates = layout_on(MeshKind::kSparse, {cut("ep", ep, 0), cut("etp", etp, 2)});
+  gates.cut_shape = {E, 2, I, H};
+  const auto downs = layout_on(MeshKind::kSparse, {cut("ep", ep, 0), cut("etp", etp, 2)});
+  const auto norms =
+      layout_on(MeshKind::kDense, {norm_is_invariant ? invariant("tp", tp) : summed("tp", tp)});
+  const StackedExperts whole(seed);
+  const auto part = [&](const at::Tensor& tensor, const ParameterLayout& layout) {
+    return local_part(tensor.detach(), layout, mesh);
+  };
+  ShardOptions options;
+  options.layouts = {{"gate_up", gates}, {"down", downs}, {"norm", norms}};
+  return fully_shard(
+      std::make_shared<StackedExperts>(part(whole.gate_up, gates), part(whole.down, downs),
+                                       part(whole.norm, norms)),
+      mesh, {}, options);
+}
+
 at::Tensor StackedExperts::forward(const at::Tensor& x) {
   const auto both = at::matmul(x * norm, gate_up.transpose(1, 2));  // [E, N, 2I]
   const auto inner = at::silu(both.narrow(2, 0, I)) * both.narrow(2, I, I);

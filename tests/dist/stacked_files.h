@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "dist/modules.h"
+#include "dist/cut_modules.h"
 #include "io/tensor_source.h"
 #include "models/parameter_table.h"
 
@@ -19,12 +19,17 @@ class StackedExperts : public torch::nn::Module {
  public:
   static constexpr std::int64_t E = 4, I = 6, H = 5;
   explicit StackedExperts(std::uint64_t seed = 0);
+  StackedExperts(const at::Tensor& gates, const at::Tensor& downs, const at::Tensor& norms);
   at::Tensor forward(const at::Tensor& x);  ///< [N, H]
   at::Tensor gate_up, down, norm;
 
   /// Rows of a parameter table for it; E is how many experts the files have.
   static std::vector<models::ParameterSpec> table(std::int64_t experts = E);
 };
+
+/// Experts cut over ep, their inner width over etp; the norm partial or the same on all of tp.
+Sharded<StackedExperts> shard_experts(const Mesh& mesh, std::uint64_t seed,
+                                      bool norm_is_invariant = false);
 
 /// Tensors in memory as a folder.
 class TensorsInMemory final : public TensorSource {

@@ -4,7 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "dist/plain.h"
+#include "dist/cut_modules.h"
 #include "train/weights.h"
 #include "unit/io/temporary_folder.h"
 
@@ -17,22 +17,44 @@ using ::testing::Not;
 
 const train::FileForms kForms(StackedExperts::table());
 
-TEST(StackedFiles, EveryRankReadsItsPartOfEveryExpert) {
+/// {replicas, shards, tp}, {dp_shard_mod_ep, ep, etp}
+const Degrees kDegrees[] = {{1, 1, 1, 1, 1, 1}, {1, 2, 1, 2, 1, 1}, {1, 3, 1, 3, 1, 1},
+                            {1, 1, 2, 1, 1, 2}, {1, 1, 2, 1, 2, 1}, {1, 2, 2, 1, 2, 2},
+                            {2, 1, 2, 1, 2, 1}, {1, 2, 1, 1, 2, 1}, {1, 4, 1, 2, 2, 1},
+                            {1, 1, 3, 1, 1, 3}};
+
+// Naive: a part is read from the beginning of its tensor, or of all of its columns.
+TEST(StackedFiles, EveryRankOfEveryLayoutReadsItsPartOfEveryExpert) {
   const StackedExperts expected(11);
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     const auto source = TensorsInMemory::of(expected, dtype);
-    for (const int count : {1, 2, 3, 4}) {
-      ranks(count).run([&](World& world) {
-        const auto handle = fully_shard(std::make_shared<StackedExperts>(77), data_mesh(world));
+    for (const auto& degrees : kDegrees) {
+      ranks(degrees.ranks()).run([&](World& world) {
+        const auto handle = shard_experts(world.mesh(degrees.shapes()), 77);
         train::load_weights(handle, source, kForms);
         expect_same(whole_parameters(handle),
                     {{"gate_up", expected.gate_up.detach().to(dtype).to(at::kFloat)},
                      {"down", expected.down.detach().to(dtype).to(at::kFloat)},
                      {"norm", expected.norm.detach()}},
-                    concat(count, " ranks"));
+                    to_string(degrees.shapes()));
       });
     }
   }
+}
+
+// Naive: drawn by the number of an element in the rank's own part.
+TEST(StackedFiles, DrawnValuesAreTheSameUnderEveryLayout) {
+  Tensors expected;
+  for (const auto& degrees : kDegrees) {
+    ranks(degrees.ranks()).run([&](World& world) {
+      const auto handle = shard_experts(world.mesh(degrees.shapes()), 77);
+      train::draw_weights(handle, StackedExperts::table(), 3);
+      const auto found = whole_parameters(handle);
+      if (expected.empty()) expected = found;  // of the first layout, which is one rank
+      expect_same(found, expected, to_string(degrees.shapes()));
+    });
+  }
+  EXPECT_GT(expected.at("down").abs().min().item<float>(), 0);
 }
 
 std::string refusal(const TensorSource& source) {

@@ -141,6 +141,8 @@ INSTANTIATE_TEST_SUITE_P(Dense, GoldenGradients, ::testing::ValuesIn(kFolders),
                          [](const auto& each) { return test_name(each.param); });
 INSTANTIATE_TEST_SUITE_P(Gemma4, GoldenGradients, ::testing::ValuesIn(kGemmaFolders),
                          [](const auto& each) { return test_name(each.param); });
+INSTANTIATE_TEST_SUITE_P(Moe, GoldenGradients, ::testing::ValuesIn(kMoeFolders),
+                         [](const auto& each) { return test_name(each.param); });
 
 }  // namespace
 }  // namespace tessera::golden

@@ -65,6 +65,10 @@ inline const std::vector<std::string> kFolders{"qwen3-fp32", "qwen3-mixed", "lla
 /// Those of models with images and a mixture of experts.
 inline const std::vector<std::string> kGemmaFolders{"gemma4-fp32", "gemma4-mixed"};
 
+/// Those with a mixture of experts in the place of the MLP, and an auxiliary loss.
+inline const std::vector<std::string> kMoeFolders{"gpt-oss-fp32", "gpt-oss-mixed", "qwen3-moe-fp32",
+                                                  "qwen3-moe-mixed"};
+
 /// "qwen3_fp32": what GoogleTest allows in names.
 std::string test_name(const std::string& folder);
 

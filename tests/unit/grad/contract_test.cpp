@@ -1,5 +1,6 @@
 #include "tessera/contract.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -64,6 +65,29 @@ TEST(Contract, WholeFrozenParametersHaveABucketOfOneSliceInTheirComputeDtype) {
   EXPECT_TRUE(key.reductions.shard_axes.empty() && key.reductions.replica_axes.empty());
 }
 
+const AxisPlacement kOnTp{"tp", 2, {PlacementKind::kShard, 0}, {PlacementKind::kShard, 0}};
+
+// A rank's tensor is a part of the parameter; dtypes, decay and names are those of the whole.
+TEST(Contract, LayoutGivesLocalShapeReductionsAndAColumn) {
+  ParameterMeta cut = scratch("w");
+  cut.layout.axes = {kOnTp};
+  ParameterMeta copied = scratch("norm");
+  copied.layout.axes = {{"tp", 2, {PlacementKind::kReplicate}, {PlacementKind::kPartial}}};
+  const DataAxes data(MeshShape::dense(1, 1, 4, 1, 2));
+  const auto contracts = resolve_contracts({cut, copied}, mixed_policy(), data);
+  EXPECT_EQ(contracts[0].local_shape(), (std::vector<std::int64_t>{2, 3}));
+  EXPECT_EQ(contracts[0].numel(), 12);
+  EXPECT_EQ(contracts[0].local_numel(), 6);
+  EXPECT_EQ(to_string(contracts[0].reductions), "sum over dp_shard, / 4");
+  EXPECT_EQ(to_string(contracts[1].reductions), "sum over dp_shard x tp, / 4");
+  EXPECT_EQ(contracts[1].local_numel(), 12);
+  EXPECT_FALSE(key_of(contracts[0]) == key_of(contracts[1]));
+  const auto table = to_string(contracts);
+  EXPECT_THAT(table, ::testing::HasSubstr("placement"));
+  EXPECT_THAT(table, ::testing::HasSubstr("tp 2 S(0), gradient S(0)"));
+  EXPECT_THAT(table, ::testing::HasSubstr("tp 2 R, gradient P"));
+}
+
 TEST(Contract, HashChangesWithEveryFieldButNotWithReasons) {
   const GradContract base = resolve_only(scratch("w"), mixed_policy());
   const std::vector<std::function<void(GradContract&)>> changes = {
@@ -88,6 +112,12 @@ TEST(Contract, HashChangesWithEveryFieldButNotWithReasons) {
       [](GradContract& c) { c.reductions.replica_axes = {"dp_shard"}; },
       [](GradContract& c) { c.reductions.divide_factor = 2; },
       [](GradContract& c) { c.aliases = {"v"}; },
+      [](GradContract& c) { c.layout.mesh = MeshKind::kSparse; },
+      [](GradContract& c) { c.layout.cut_shape = {2, 2, 3}; },
+      [](GradContract& c) { c.layout.axes = {kOnTp}; },
+      [](GradContract& c) { c.layout.axes = {kOnTp, kOnTp}; },
+      [](GradContract& c) { (c.layout.axes = {kOnTp}).front().size = 4; },
+      [](GradContract& c) { (c.layout.axes = {kOnTp}).front().parameter.dim = 1; },
   };
   std::set<std::uint64_t> seen = {hash({base}), hash(std::vector<GradContract>{}),
                                   hash({base, base})};

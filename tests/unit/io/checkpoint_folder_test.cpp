@@ -91,7 +91,8 @@ TEST(CheckpointFolder, StretchesLeadToTheSameValuesInOnePass) {
     for (const auto& [name, values] : written.values) {
       const auto size = static_cast<std::size_t>(size_of(checkpoint.find(name)->dtype));
       const auto numel = checkpoint.find(name)->numel();
-      const auto stretches = checkpoint.stretches(name, 0, numel);
+      const auto stretches =
+          checkpoint.stretches(name, TensorBox::whole(checkpoint.find(name)->shape), 0, numel);
       if (stretches.empty()) continue;
       auto& bytes = found[name];
       bytes.resize(values.size());
@@ -109,6 +110,57 @@ TEST(CheckpointFolder, StretchesLeadToTheSameValuesInOnePass) {
     }
   }
   EXPECT_GT(in_one_pass, 60);
+}
+
+/// One of those that the tensor was written in, or any other.
+TensorBox some_box(Random& random, const CheckpointTensor& tensor) {
+  if (random() % 2 == 0) return tensor.pieces[random() % tensor.pieces.size()].box;
+  TensorBox box;
+  for (const std::int64_t size : tensor.shape) {
+    box.size.push_back(testing::pick(random, 1, size));
+    box.offset.push_back(testing::pick(random, 0, size - box.size.back()));
+  }
+  return box;
+}
+
+// Naive: a range of a box is taken for a range of the tensor.
+TEST(CheckpointFolder, ARangeOfABoxReadsWhatIndexingFindsHoweverItWasWritten) {
+  const TemporaryFolder folder;
+  Random random(31);
+  int in_one_pass = 0;
+  for (int i = 0; i < 60; ++i) {
+    const auto path = folder / std::to_string(i);
+    const auto written = write_random_checkpoint(random, path);
+    const auto checkpoint = CheckpointFolder::open(path);
+    for (const auto& [name, values] : written.values) {
+      const CheckpointTensor& tensor = *checkpoint.find(name);
+      if (tensor.numel() == 0) continue;
+      const TensorBox box = some_box(random, tensor);
+      const std::int64_t begin = testing::pick(random, 0, box.numel() - 1);
+      const std::int64_t end = testing::pick(random, begin + 1, box.numel());
+      const std::int64_t size = size_of(tensor.dtype);
+      std::vector<std::byte> expected;
+      for (std::int64_t j = begin; j < end; ++j) {
+        const auto* from = values.data() + position_in_tensor(box, tensor.shape, j) * size;
+        expected.insert(expected.end(), from, from + size);
+      }
+      std::vector<std::byte> found(expected.size());
+      checkpoint.read_box(name, box, begin, end, found);
+      ASSERT_TRUE(found == expected) << name;
+      const auto stretches = checkpoint.stretches(name, box, begin, end);
+      if (stretches.empty()) continue;
+      std::fill(found.begin(), found.end(), std::byte{0});
+      for (const auto& one : stretches) {
+        InputFile(path / one.file)
+            .read_range(one.offset, std::span(found).subspan(
+                                        static_cast<std::size_t>((one.begin - begin) * size),
+                                        static_cast<std::size_t>((one.end - one.begin) * size)));
+      }
+      EXPECT_TRUE(found == expected) << name;
+      ++in_one_pass;
+    }
+  }
+  EXPECT_GT(in_one_pass, 100);
 }
 
 TEST(HashedFile, LongRunsOfWantedAndUnwantedBytesComeWithTheHashOfAll) {

@@ -71,7 +71,7 @@ std::map<std::string, Shape> tensors_of(const std::vector<ParameterSpec>& table)
       for (const std::int64_t size : row.stacked_shape) each *= size;
       numel += each;
     }
-    if (!row.stacked.empty()) EXPECT_EQ(numel, row.numel()) << row.name;
+    EXPECT_EQ(row.stacked.empty() ? row.numel() : numel, row.numel()) << row.name;
   }
   return tensors;
 }

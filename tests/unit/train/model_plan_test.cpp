@@ -38,7 +38,8 @@ TEST(TrainModelPlan, ALargeModelOn64RanksHasEveryElementOnceAndLittlePadding) {
   for (const bool tied : {false, true}) {
     auto spec = large_spec();
     spec.tie_word_embeddings = tied;
-    const layout::ModelPlan plan = plan_model(spec, contracts_of(spec), 64);
+    const layout::ModelPlan plan =
+        plan_model(spec, contracts_of(spec), MeshShape::dense(1, 1, 64, 1, 1));
     ASSERT_EQ(plan.units.size(), 1U + 28U + (tied ? 0U : 2U));
     std::int64_t placed = 0;
     std::int64_t padding = 0;

@@ -1,0 +1,148 @@
+// Checkpoints of experts that are one parameter here: written under the names of files, read under
+// any layout.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "dist/cut_modules.h"
+#include "dist/stacked_files.h"
+#include "io/checkpoint_tensors.h"
+#include "tessera/optim.h"
+#include "train/checkpoint.h"
+#include "train/resume.h"
+#include "unit/io/temporary_folder.h"
+
+namespace tessera::test {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::HasSubstr;
+using testing::TemporaryFolder;
+
+const train::FileForms kForms(StackedExperts::table());
+
+/// {replicas, shards, tp}, {dp_shard_mod_ep, ep, etp}, and whether the norm is the same on tp.
+struct Layout {
+  Degrees degrees;
+  bool norm_is_invariant = false;
+};
+const Layout kLayouts[] = {
+    {{1, 1, 1, 1, 1, 1}}, {{1, 2, 1, 2, 1, 1}},       {{1, 3, 1, 3, 1, 1}},
+    {{2, 2, 1, 2, 1, 1}}, {{1, 1, 2, 1, 1, 2}},       {{1, 1, 2, 1, 2, 1}, true},
+    {{1, 2, 2, 1, 2, 2}}, {{2, 1, 2, 1, 1, 2}, true}, {{1, 1, 3, 1, 1, 3}},
+    {{1, 4, 1, 2, 2, 1}}, {{1, 2, 2, 2, 2, 1}, true}};
+
+std::string text_of(const Layout& layout) {
+  return concat(to_string(layout.degrees.shapes()), layout.norm_is_invariant ? ", norm I" : "");
+}
+
+/// A rank's model and optimizer.
+struct Trained {
+  Trained(World& world, const Layout& on, std::uint64_t seed)
+      : layout(on),
+        mesh(world.mesh(on.degrees.shapes())),
+        model(shard_experts(mesh, seed, on.norm_is_invariant)),
+        optimizer(make_adamw(model, {})) {}
+  /// By gradients that depend on parameter, step and global element only.
+  void step(std::uint64_t number) {
+    std::uint64_t seed = number * 100;
+    for (const auto& view : model.shards()) {
+      const auto& contract = *view.contract;
+      const auto whole = seeded(++seed, contract.shape);
+      const auto part = local_part(whole, contract.layout, mesh).reshape(-1);
+      view.shard.mutable_grad() = part.narrow(0, view.begin, view.end - view.begin).clone();
+    }
+    optimizer->step();
+  }
+  Layout layout;
+  Mesh mesh;
+  Sharded<StackedExperts> model;
+  std::unique_ptr<Optimizer> optimizer;
+};
+
+void save(World& world, const Trained& trained, const fs::path& folder) {
+  train::CheckpointOptions options;
+  options.folder = folder;
+  options.config_json = "{}";
+  options.state.source_dtype = [](const std::string& name) {
+    return name.ends_with("_proj.weight") ? std::optional(DType::kBFloat16) : std::nullopt;
+  };
+  options.state.forms = kForms;
+  options.state.replica = trained.mesh.coordinate(axis::kReplicate);
+  options.state.replicas = trained.mesh.size_of(axis::kReplicate);
+  train::CheckpointSaver saver(world, std::move(options));
+  saver.save(2, trained.model, *trained.optimizer);
+  saver.finish();
+}
+
+/// Steps twice from the same weights on these ranks, and saves.
+fs::path checkpoint_of(const Layout& layout, const fs::path& folder) {
+  ranks(layout.degrees.ranks()).run([&](World& world) {
+    Trained trained(world, layout, 5);
+    trained.step(1);
+    trained.step(2);
+    save(world, trained, folder);
+  });
+  return folder / "step-2";
+}
+
+std::map<std::string, std::vector<std::byte>> values_of(const fs::path& path) {
+  const auto checkpoint = CheckpointFolder::open(path);
+  checkpoint.verify_all();
+  std::map<std::string, std::vector<std::byte>> all;
+  for (const auto& [name, tensor] : checkpoint.tensors()) {
+    auto& bytes = all[name];
+    bytes.resize(static_cast<std::size_t>(tensor.numel() * size_of(tensor.dtype)));
+    checkpoint.read(name, 0, tensor.numel(), bytes);
+  }
+  return all;
+}
+
+// The manifest's own check sees that each element is in exactly one piece.
+TEST(StackedCheckpoint, HasTheNamesOfFilesAndTheSameBytesUnderEveryLayout) {
+  const TemporaryFolder folder;
+  const auto alone = checkpoint_of(kLayouts[0], folder / "alone");
+  const auto expected = values_of(alone);
+  EXPECT_EQ(expected.size(), 13U * 4U) << "12 of experts and a norm, each with three of AdamW's";
+  const auto checkpoint = CheckpointFolder::open(alone);
+  const auto& up = checkpoint.tensors().at("model/experts.1.up_proj.weight");
+  EXPECT_EQ(up.shape, (std::vector<std::int64_t>{6, 5}));
+  EXPECT_EQ(up.source_dtype, DType::kBFloat16);
+  EXPECT_EQ(checkpoint.tensors().at("optim/step/experts.3.down_proj.weight").dtype, DType::kInt64);
+  EXPECT_FALSE(checkpoint.find("model/gate_up"));
+  EXPECT_EQ(checkpoint.tensors().at("optim/exp_avg/experts.3.down_proj.weight").shape,
+            (std::vector<std::int64_t>{5, 6}));
+  for (const auto& layout : kLayouts) {
+    const auto other = checkpoint_of(layout, folder / text_of(layout));
+    EXPECT_TRUE(values_of(other) == expected) << text_of(layout);
+  }
+}
+
+TEST(StackedCheckpoint, IsReadUnderEveryOtherLayout) {
+  const TemporaryFolder folder;
+  for (const auto& from : kLayouts) {
+    const auto written = checkpoint_of(from, folder / text_of(from));
+    const auto expected = values_of(written);
+    for (const auto& to : kLayouts) {
+      const auto copy = folder / concat(text_of(from), " to ", text_of(to));
+      ranks(to.degrees.ranks()).run([&](World& world) {
+        Trained other(world, to, 99);
+        train::load_checkpoint(CheckpointFolder::open(written), other.model, *other.optimizer,
+                               world, kForms);
+        for (const auto& state : other.optimizer->state()) EXPECT_EQ(state.steps, 2);
+        save(world, other, copy);
+      });
+      EXPECT_TRUE(values_of(copy / "step-2") == expected) << text_of(from) << " to " << text_of(to);
+    }
+  }
+}
+
+TEST(StackedCheckpoint, ReadsAsAModelFolderUnderTheSameNames) {
+  const TemporaryFolder folder;
+  const CheckpointTensors source(
+      CheckpointFolder::open(checkpoint_of(kLayouts[2], folder / "run")));
+  EXPECT_NO_THROW(train::check_tensors(source, StackedExperts::table(), {}));
+  EXPECT_EQ(source.find("experts.1.up_proj.weight")->original, DType::kBFloat16);
+}
+
+}  // namespace
+}  // namespace tessera::test
