@@ -15,7 +15,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 struct Planned {
-  MeshShape mesh;
+  MeshShapes mesh;
   ModelContract contract;
   layout::ModelPlan plan;
   layout::Reshard reshard = layout::Reshard::kYes;

@@ -13,6 +13,7 @@
 #include <memory>
 #include <optional>
 
+#include "models/expert_tokens.h"
 #include "models/gemma4_moe.h"
 #include "models/model_spec.h"
 #include "nn/geglu.h"
@@ -24,18 +25,21 @@
 namespace tessera::models {
 
 /// Gemma's norm: with its weight before the one rounding.
-std::shared_ptr<nn::RmsNorm> gemma_norm(std::int64_t size, double eps);
+std::shared_ptr<nn::RmsNorm> gemma_norm(std::int64_t size, double eps, ParameterLayout layout = {});
 
 class Gemma4Attention : public torch::nn::Module {
  public:
-  Gemma4Attention(const ModelSpec& spec, const Gemma4Layer& layer, std::shared_ptr<nn::Rope> rope);
-  /// x [B, T, H] -> the same shape and dtype; `visible` as masked_attention takes it, none =
+  Gemma4Attention(const ModelSpec& spec, const Gemma4Layer& layer, const nn::TensorRegion& region,
+                  std::shared_ptr<nn::Rope> rope);
+  /// x [B, T, H] of the stream -> the same shape and dtype; `visible` as masked_attention takes it, none =
   /// causal.
   at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& visible);
 
  private:
-  std::int64_t heads_;
+  std::int64_t heads_;   // of this rank
+  std::int64_t groups_;  // key heads of this rank
   Gemma4Layer layer_;
+  nn::TensorRegion region_;
   double eps_;
   std::shared_ptr<nn::Rope> rope_;
   std::shared_ptr<nn::Linear> q_proj_, k_proj_, v_proj_, o_proj_;  // no v_proj: values are keys
@@ -44,8 +48,9 @@ class Gemma4Attention : public torch::nn::Module {
 
 class Gemma4TextLayer : public torch::nn::Module {
  public:
-  Gemma4TextLayer(const ModelSpec& spec, std::size_t number, std::shared_ptr<nn::Rope> rope);
-  /// x [B, T, H] -> the same shape and dtype; `imposed` [B*T, K] as moe::route.
+  Gemma4TextLayer(const ModelSpec& spec, std::size_t number, const ModelAxes& axes,
+                  std::shared_ptr<nn::Rope> rope);
+  /// x [B, T, H] of the stream -> the same shape and dtype; `imposed` [B*T, K] as moe::route.
   at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& visible,
                      const std::optional<at::Tensor>& imposed);
   void set_recompute(RecomputeMode mode) { recompute_ = mode; }
@@ -54,7 +59,9 @@ class Gemma4TextLayer : public torch::nn::Module {
   at::Tensor body(const at::Tensor& x, const std::optional<at::Tensor>& visible,
                   const std::optional<at::Tensor>& imposed);
   at::Tensor feed_forward(const at::Tensor& x, const std::optional<at::Tensor>& imposed);
+  at::Tensor mixed(const at::Tensor& x, const std::optional<at::Tensor>& imposed);
 
+  ExpertTokens tokens_;
   std::shared_ptr<Gemma4Attention> self_attn_;
   std::shared_ptr<nn::GegluMlp> mlp_;
   std::shared_ptr<nn::RmsNorm> input_layernorm_, post_attention_layernorm_;

@@ -1,6 +1,8 @@
 #include "models/gemma4_model.h"
 
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 
 #include <cmath>
 #include <utility>
@@ -10,6 +12,8 @@
 #include "nn/masked_attention.h"
 #include "nn/parameter.h"
 #include "nn/soft_cap.h"
+#include "nn/vocab_parallel.h"
+#include "parallel/transitions.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
@@ -35,25 +39,33 @@ nn::RopeOptions rope_options(const RopeSpec& rope, std::int64_t head_dim) {
 
 }  // namespace
 
-Gemma4Head::Gemma4Head(const ModelSpec& spec) : cap_(spec.gemma4->final_logit_softcapping) {
-  norm_ = register_module("norm", gemma_norm(spec.hidden_size, spec.rms_norm_eps));
-  lm_head_ = nn::add_projection(*this, "lm_head", {spec.hidden_size, spec.vocab_size});
+Gemma4Head::Gemma4Head(const ModelSpec& spec, const nn::TensorRegion& region)
+    : cap_(spec.gemma4->final_logit_softcapping), region_(region) {
+  norm_ = register_module("norm",
+                          gemma_norm(spec.hidden_size, spec.rms_norm_eps, region.on_stream()));
+  lm_head_ = nn::add_projection(*this, "lm_head",
+                                {spec.hidden_size, region.part_of(spec.vocab_size),
+                                 nn::WeightName::kOwn, nn::column_parallel(region)});
 }
 
 at::Tensor Gemma4Head::forward(const at::Tensor& x, const std::optional<at::Tensor>& targets) {
-  at::Tensor logits = lm_head_->forward(norm_->forward(x));
+  at::Tensor logits = lm_head_->forward(region_.enter(norm_->forward(x)));
   if (cap_) logits = nn::soft_cap(logits, *cap_);
-  if (!targets) return logits;
+  if (!targets) {
+    return parallel::gather_invariant(logits, region_.axis(), 2, logits.size(2) * region_.size());
+  }
   // The cap's derivative is computed from the capped logits: they may not be consumed.
-  return nn::cross_entropy_sum(logits, *targets, cap_ ? nn::Logits::kKeep : nn::Logits::kConsume);
+  return nn::vocab_parallel_cross_entropy_sum(
+      logits, *targets, cap_ ? nn::Logits::kKeep : nn::Logits::kConsume, region_.axis());
 }
 
-Gemma4Model::Gemma4Model(const ModelSpec& spec) : spec_(spec) {
+Gemma4Model::Gemma4Model(const ModelSpec& spec, const ModelAxes& axes)
+    : spec_(spec), region_(axes.tensor) {
   auto model = register_module("model", std::make_shared<Prefix>());
   register_vision(*model);
   auto text = model->register_module("language_model", std::make_shared<Prefix>());
-  const auto embedding =
-      std::make_shared<nn::Embedding>(spec.vocab_size, spec.hidden_size, spec.pad_token_id);
+  const auto embedding = std::make_shared<nn::Embedding>(
+      region_.part_of(spec.vocab_size), spec.hidden_size, spec.pad_token_id, region_);
   text->register_module("embed_tokens", embedding);
   embedding_.emplace(embedding);
   auto layers = text->register_module("layers", std::make_shared<Prefix>());
@@ -66,11 +78,11 @@ Gemma4Model::Gemma4Model(const ModelSpec& spec) : spec_(spec) {
       const RopeSpec& kind = layer.type == LayerType::kFull ? gemma.full_rope : spec.rope;
       rope = std::make_shared<nn::Rope>(rope_options(kind, layer.head_dim));
     }
-    layers_.emplace_back(layers->register_module(std::to_string(i),
-                                                 std::make_shared<Gemma4TextLayer>(spec, i, rope)));
+    layers_.emplace_back(layers->register_module(
+        std::to_string(i), std::make_shared<Gemma4TextLayer>(spec, i, axes, rope)));
   }
   // The head is a unit, not a name: its parts are registered where Hugging Face has them.
-  const auto head = std::make_shared<Gemma4Head>(spec);
+  const auto head = std::make_shared<Gemma4Head>(spec, region_);
   text->register_module("norm", head->norm());
   register_module("lm_head", head->lm_head());
   if (spec.tie_word_embeddings) nn::tie(head->lm_head()->weight, embedding->weight);
@@ -83,6 +95,9 @@ void Gemma4Model::register_vision(torch::nn::Module& model) {
   tower_ = model.register_module("vision_tower", std::make_shared<Gemma4VisionTower>(vision));
   projector_ = model.register_module("embed_vision",
                                      std::make_shared<Gemma4Projector>(vision, spec_.hidden_size));
+  // Every rank makes all soft tokens.
+  nn::declare_all(*tower_, region_.everywhere());
+  nn::declare_all(*projector_, region_.everywhere());
 }
 
 at::Tensor Gemma4Model::soft_tokens(const Images& images) {
@@ -112,9 +127,19 @@ at::Tensor Gemma4Model::place(const at::Tensor& x, const at::Tensor& image_token
   TESSERA_CHECK(places.size(0) == projected.size(0), ErrorKind::kFormat, "input_ids: found ",
                 places.size(0), " image tokens (id ", spec_.gemma4->image_token_id, "), expected ",
                 projected.size(0), ", as many as the images make");
-  return x.reshape({image_tokens.numel(), x.size(2)})
-      .index_copy(0, places, projected.to(x.scalar_type()))
-      .view(x.sizes());
+  if (region_.size() == 1 || region_.stream() == nn::Stream::kWhole) {
+    return x.reshape({image_tokens.numel(), x.size(2)})
+        .index_copy(0, places, projected.to(x.scalar_type()))
+        .view(x.sizes());
+  }
+  // All soft tokens where they go, the same on every rank; each takes those at its positions.
+  const at::Tensor everywhere =
+      at::zeros({image_tokens.numel(), x.size(2)}, x.options())
+          .index_copy(0, places, projected.to(x.scalar_type()))
+          .view({image_tokens.size(0), image_tokens.size(1), x.size(2)});
+  const at::Tensor own = region_.into_stream(everywhere);
+  const at::Tensor here = image_tokens.narrow(1, region_.rank() * x.size(1), x.size(1));
+  return at::where(here.unsqueeze(2), own, x);
 }
 
 at::Tensor Gemma4Model::embed(const ModelInputs& inputs) {

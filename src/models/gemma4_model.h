@@ -26,7 +26,7 @@ namespace tessera::models {
 /// Final norm, output projection, soft cap and, if asked, the loss.
 class Gemma4Head : public torch::nn::Module {
  public:
-  explicit Gemma4Head(const ModelSpec& spec);
+  Gemma4Head(const ModelSpec& spec, const nn::TensorRegion& region);
   /// As DecoderHead::forward.
   at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& targets);
 
@@ -35,13 +35,14 @@ class Gemma4Head : public torch::nn::Module {
 
  private:
   std::optional<double> cap_;
+  nn::TensorRegion region_;
   std::shared_ptr<nn::RmsNorm> norm_;
   std::shared_ptr<nn::Linear> lm_head_;
 };
 
 class Gemma4Model : public LanguageModel {
  public:
-  explicit Gemma4Model(const ModelSpec& spec);
+  explicit Gemma4Model(const ModelSpec& spec, const ModelAxes& axes = {});
 
   /// Errors: kFormat for images that do not fit the ids or the token types, or for as many images
   /// as the model has no tower for.
@@ -55,7 +56,7 @@ class Gemma4Model : public LanguageModel {
 
   /// Soft tokens of all images, [M, H of the tower]. Errors: as Gemma4VisionTower::forward.
   at::Tensor soft_tokens(const Images& images);
-  /// The first layer's input, [B, T, H].
+  /// The first layer's input, [B, T, H] of the stream.
   at::Tensor embed(const ModelInputs& inputs);
   /// The mask of layer `number`, as its forward takes it.
   std::optional<at::Tensor> visible(std::size_t number, const ModelInputs& inputs) const;
@@ -71,6 +72,7 @@ class Gemma4Model : public LanguageModel {
   void check_images(const ModelInputs& inputs, const at::Tensor& image_tokens) const;
 
   ModelSpec spec_;
+  nn::TensorRegion region_;
   std::shared_ptr<Gemma4VisionTower> tower_;    // null for a text model
   std::shared_ptr<Gemma4Projector> projector_;  // likewise
   std::optional<fsdp::Slot<nn::Embedding>> embedding_;

@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "moe/expert_layout.h"
 #include "moe/experts.h"
 #include "nn/geglu.h"
 #include "nn/parameter.h"
@@ -10,12 +11,17 @@
 
 namespace tessera::models {
 
-Gemma4Router::Gemma4Router(const ModelSpec& spec, const Gemma4Experts& experts)
+Gemma4Router::Gemma4Router(const ModelSpec& spec, const Gemma4Experts& experts,
+                           const nn::TensorRegion& region)
     : experts_per_token_(experts.top_k_experts), eps_(spec.rms_norm_eps) {
-  proj_ = nn::add_projection(*this, "proj", {spec.hidden_size, experts.num_experts});
+  proj_ = nn::add_projection(
+      *this, "proj",
+      {spec.hidden_size, experts.num_experts, nn::WeightName::kOwn, nn::inside(region)});
   scale_ = register_parameter("scale", nn::empty_parameter({spec.hidden_size}));
   per_expert_scale_ =
       register_parameter("per_expert_scale", nn::empty_parameter({experts.num_experts}));
+  declare("scale", region.inside());
+  declare("per_expert_scale", region.inside());
 }
 
 moe::Routing Gemma4Router::forward(const at::Tensor& x, const std::optional<at::Tensor>& imposed) {
@@ -32,17 +38,26 @@ moe::Routing Gemma4Router::forward(const at::Tensor& x, const std::optional<at::
   return routing;
 }
 
-Gemma4ExpertBank::Gemma4ExpertBank(const ModelSpec& spec, const Gemma4Experts& experts) {
-  const std::int64_t inner = experts.moe_intermediate_size;
-  gate_up_proj_ = register_parameter(
-      "gate_up_proj", nn::empty_parameter({experts.num_experts, 2 * inner, spec.hidden_size}));
-  down_proj_ = register_parameter(
-      "down_proj", nn::empty_parameter({experts.num_experts, spec.hidden_size, inner}));
+Gemma4ExpertBank::Gemma4ExpertBank(const ModelSpec& spec, const Gemma4Experts& experts,
+                                   const ModelAxes& axes)
+    : axes_(axes) {
+  const ModelDegrees& degrees = axes.degrees;
+  const moe::ExpertShare share{degrees.ep, degrees.etp, degrees.tp};
+  const std::int64_t all_inner = experts.moe_intermediate_size;
+  const std::int64_t inner = all_inner / degrees.etp;
+  const std::int64_t count = experts.num_experts / degrees.ep;
+  gate_up_proj_ = register_parameter("gate_up_proj",
+                                     nn::empty_parameter({count, 2 * inner, spec.hidden_size}));
+  down_proj_ =
+      register_parameter("down_proj", nn::empty_parameter({count, spec.hidden_size, inner}));
+  declare("gate_up_proj",
+          moe::expert_layout(share, 2, {experts.num_experts, 2, all_inner, spec.hidden_size}));
+  declare("down_proj", moe::expert_layout(share, 2));
 }
 
 at::Tensor Gemma4ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing) {
   return moe::experts(x, routing, {gate_up_proj_, down_proj_},
-                      {.activation = moe::of_halves(nn::geglu)});
+                      {moe::of_halves(nn::geglu), axes_.score, axes_.experts});
 }
 
 }  // namespace tessera::models

@@ -11,15 +11,16 @@
 #include <memory>
 #include <optional>
 
+#include "models/model_axes.h"
 #include "models/model_spec.h"
 #include "moe/routing.h"
 #include "nn/linear.h"
 
 namespace tessera::models {
 
-class Gemma4Router : public torch::nn::Module {
+class Gemma4Router : public nn::PlacedModule {
  public:
-  Gemma4Router(const ModelSpec& spec, const Gemma4Experts& experts);
+  Gemma4Router(const ModelSpec& spec, const Gemma4Experts& experts, const nn::TensorRegion& region);
   /// x [M, H]; imposed as moe::route.
   moe::Routing forward(const at::Tensor& x, const std::optional<at::Tensor>& imposed);
 
@@ -31,14 +32,15 @@ class Gemma4Router : public torch::nn::Module {
   at::Tensor per_expert_scale_;  // [E]
 };
 
-/// The weights of all experts of a layer, one tensor a product.
-class Gemma4ExpertBank : public torch::nn::Module {
+/// The weights of a rank's experts, one tensor a product.
+class Gemma4ExpertBank : public nn::PlacedModule {
  public:
-  Gemma4ExpertBank(const ModelSpec& spec, const Gemma4Experts& experts);
+  Gemma4ExpertBank(const ModelSpec& spec, const Gemma4Experts& experts, const ModelAxes& axes);
   /// x [M, H] -> [M, H] in x's dtype.
   at::Tensor forward(const at::Tensor& x, const moe::Routing& routing);
 
  private:
+  ModelAxes axes_;
   at::Tensor gate_up_proj_;  // [E, 2I, H]
   at::Tensor down_proj_;     // [E, H, I]
 };

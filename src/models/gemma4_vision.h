@@ -19,12 +19,13 @@
 #include "nn/axial_rope.h"
 #include "nn/geglu.h"
 #include "nn/linear.h"
+#include "nn/placed_module.h"
 #include "nn/rms_norm.h"
 
 namespace tessera::models {
 
 /// The patches' pixels and places.
-class Gemma4PatchEmbedder : public torch::nn::Module {
+class Gemma4PatchEmbedder : public nn::PlacedModule {
  public:
   explicit Gemma4PatchEmbedder(const Gemma4Vision& vision);
   /// pixel_values [N, P, 3*patch^2], position_ids [N, P, 2] -> [N, P, H] in the compute dtype.

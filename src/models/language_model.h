@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "models/model_axes.h"
 #include "models/model_spec.h"
 #include "models/routing_request.h"
 #include "tessera/recompute_mode.h"
@@ -88,8 +89,10 @@ class LanguageModel : public torch::nn::Module {
   virtual void set_recompute(RecomputeMode mode) = 0;
 };
 
-/// The model of the spec's family, its parameters without data.
-std::shared_ptr<LanguageModel> make_language_model(const ModelSpec& spec);
+/// The model of the spec's family, or the part of it that one rank holds, its parameters without
+/// data. The degrees divide the spec (check_degrees).
+std::shared_ptr<LanguageModel> make_language_model(const ModelSpec& spec,
+                                                   const ModelAxes& axes = {});
 
 /// A module that only gives its children a prefix ("model.").
 class Prefix : public torch::nn::Module {};

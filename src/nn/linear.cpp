@@ -117,6 +117,11 @@ at::Tensor Linear::forward_into(const TensorRegion& region, const at::Tensor& x)
   return (sum + bias).to(sum.scalar_type());
 }
 
+void Linear::declare_all(const ParameterLayout& layout) {
+  placement_ = {layout, layout, layout, layout};
+  PlacedModule::declare_all(layout);
+}
+
 void Linear::add_adapter(const LoraOptions& options) {
   TESSERA_INVARIANT(!lora_a_, "a second adapter of ", options.layer);
   lora_ = options;

@@ -47,6 +47,9 @@ class Linear : public PlacedModule {
   /// the sum.
   at::Tensor forward_into(const TensorRegion& region, const at::Tensor& x);
 
+  /// Of an adapter that is added later, too.
+  void declare_all(const ParameterLayout& layout) override;
+
   /// Adds the parameters lora_A.weight [rank, in] and lora_B.weight [out, rank], before sharding.
   void add_adapter(const LoraOptions& options);
 

@@ -15,6 +15,12 @@ namespace tessera::nn {
 
 class PlacedModule : public torch::nn::Module, public DeclaresLayouts {
  public:
+  /// Says the same of every parameter, in the place of what was declared.
+  virtual void declare_all(const ParameterLayout& layout) {
+    for (const auto& parameter : named_parameters(/*recurse=*/false)) {
+      layouts_[parameter.key()] = layout;
+    }
+  }
   ParameterLayout layout_of(const std::string& parameter) const override {
     const auto found = layouts_.find(parameter);
     return found == layouts_.end() ? ParameterLayout{} : found->second;
@@ -28,5 +34,12 @@ class PlacedModule : public torch::nn::Module, public DeclaresLayouts {
  private:
   std::map<std::string, ParameterLayout> layouts_;
 };
+
+/// Of the module and of all inside that declare layouts.
+inline void declare_all(torch::nn::Module& module, const ParameterLayout& layout) {
+  for (const auto& each : module.modules()) {
+    if (auto* placed = dynamic_cast<PlacedModule*>(each.get())) placed->declare_all(layout);
+  }
+}
 
 }  // namespace tessera::nn

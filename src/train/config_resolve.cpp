@@ -181,6 +181,24 @@ ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world
   return dims;
 }
 
+models::ModelDegrees model_degrees(const ParallelismConfig& parallelism, const ParallelDims& dims) {
+  return {.tp = dims.tp,
+          .ep = dims.ep,
+          .etp = dims.etp,
+          .sequence = parallelism.sequence_parallel ? models::SequenceParallel::kYes
+                                                    : models::SequenceParallel::kNo,
+          .router = parallelism.moe_router};
+}
+
+void check_positions(const ParallelismConfig& parallelism, std::int64_t positions) {
+  const int tp = parallelism.tensor_parallel_degree;
+  TESSERA_CHECK(!parallelism.sequence_parallel || positions % tp == 0, ErrorKind::kConfig,
+                "training.seq_len: found rows of ", positions,
+                " tokens, expected a multiple of tensor_parallel_degree = ", tp,
+                ", whose ranks share them out; change either, or set "
+                "parallelism.sequence_parallel = false");
+}
+
 int ranks_to_spawn(const ParallelismConfig& p) {
   constexpr int kMostRanks = 4096;  // on one host
   const int shard = std::max(p.data_parallel_shard_degree, 1);

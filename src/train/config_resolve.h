@@ -40,6 +40,12 @@ struct ParallelDims {
 /// data_parallel_shard x tensor.
 ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world_size);
 
+/// What a model is told of them.
+models::ModelDegrees model_degrees(const ParallelismConfig& parallelism, const ParallelDims& dims);
+
+/// Errors: kConfig for rows of `positions` tokens that sequence parallelism cannot share out.
+void check_positions(const ParallelismConfig& parallelism, std::int64_t positions);
+
 /// How many ranks own spawn starts where --nproc is not given: the product of the degrees, -1 as 1.
 int ranks_to_spawn(const ParallelismConfig& parallelism);
 

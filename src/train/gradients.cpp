@@ -147,13 +147,14 @@ void run_gradients(const GradientsRequest& request, World& world,
   const auto mesh = world.mesh(mesh_shape(dims));
   const auto batch = open_gradients_batch(request.batch, vocabulary_of(source.spec, !source.folder),
                                           routing_of(request, source.spec));
+  check_positions(config.parallelism, batch->row_tokens());
   const auto contract = resolve_model(source, config, dims);
   const auto model = parallelize(source, config, mesh);
   std::optional<SafetensorsWriter> writer;
   if (world.rank() == 0) {
     writer.emplace(request.out, outputs(request, source, *batch, contract.parameters),
                    std::map<std::string, std::string>{
-                       {"layout", to_string(mesh.shape())},
+                       {"layout", to_string(mesh.shapes())},
                        {"contract_hash", concat(hash(contract))},
                        {"plan_hash", concat(layout::hash(fsdp::plan_of(*model)))}});
   }

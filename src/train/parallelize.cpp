@@ -2,6 +2,7 @@
 
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
+#include "grad/torch_dtype.h"
 #include "models/lora.h"
 #include "tessera/error.h"
 #include "train/agreement.h"
@@ -41,23 +42,46 @@ void fill(const ShardedBase& model, const ModelSource& source, std::uint64_t see
   }
 }
 
+parallel::Axis activations(const Mesh& mesh, std::string_view name,
+                           const DTypeChoice& reduce_dtype) {
+  std::optional<at::ScalarType> sums;
+  if (reduce_dtype.dtype) sums = to_scalar_type(*reduce_dtype.dtype);
+  if (mesh.size_of(name) == 1) return {};
+  return {mesh.world()->group(mesh.ranks_of({name}), "activations"), std::string(name), sums};
+}
+
+models::ModelAxes model_axes(const Config& config, const ParallelDims& dims, const Mesh& mesh) {
+  const DTypeChoice& sums = config.precision.activation_reduce_dtype;
+  const auto stream =
+      config.parallelism.sequence_parallel ? nn::Stream::kShards : nn::Stream::kWhole;
+  models::ModelAxes axes;
+  axes.degrees = model_degrees(config.parallelism, dims);
+  axes.tensor = nn::TensorRegion(activations(mesh, axis::kTensor, sums), stream);
+  if (dims.ep > 1) axes.experts = activations(mesh, axis::kExpert, sums);
+  if (config.model.score_before_experts) axes.score = moe::Score::kBeforeExperts;
+  return axes;
+}
+
 }  // namespace
 
-MeshShape mesh_shape(const ParallelDims& dims) {
-  return MeshShape::dense(dims.pp, dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp);
+MeshShapes mesh_shape(const ParallelDims& dims) {
+  const auto dense = MeshShape::dense(dims.pp, dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp);
+  if (dims.ep == 1) return dense;
+  return {dense,
+          MeshShape::sparse(dims.pp, dims.dp_replicate, dims.expert_data(), dims.ep, dims.etp)};
 }
 
 std::shared_ptr<Sharded<models::LanguageModel>> parallelize(const ModelSource& source,
                                                             const Config& config, const Mesh& mesh,
                                                             InitialWeights weights) {
-  // 1. The model, full sizes and no data.
-  const auto plain = models::make_language_model(source.spec);
-  models::add_adapters(*plain, source.lora);
-  plain->set_recompute(config.activation_checkpoint.mode);
-
-  // 2. What every parameter is, for the whole model at once.
+  // 1. What every parameter is, for the whole model at once.
   const auto dims = resolve_parallelism(config.parallelism, mesh.shape().size());
   auto resolved = resolve_model(source, config, dims);
+
+  // 2. The model: the sizes of this rank, no data.
+  const auto plain = models::make_language_model(source.spec, model_axes(config, dims, mesh));
+  models::add_adapters(*plain, source.lora);
+  plain->set_recompute(config.activation_checkpoint.mode);
   const auto contracts =
       std::make_shared<const std::vector<GradContract>>(std::move(resolved.parameters));
   const auto buffers =

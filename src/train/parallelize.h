@@ -63,6 +63,7 @@ std::shared_ptr<Sharded<models::LanguageModel>> parallelize(
     const ModelSource& source, const Config& config, const Mesh& mesh,
     InitialWeights weights = InitialWeights::kOfSource);
 
-MeshShape mesh_shape(const ParallelDims& dims);
+/// The dense reading of the ranks, and the sparse one of experts.
+MeshShapes mesh_shape(const ParallelDims& dims);
 
 }  // namespace tessera::train

@@ -7,6 +7,7 @@
 #include "io/hf_tensors.h"
 #include "io/mxfp4_tensors.h"
 #include "models/family.h"
+#include "models/model_layout.h"
 #include "models/parameter_table.h"
 #include "tessera/error.h"
 #include "train/family_pins.h"
@@ -98,8 +99,9 @@ ParameterMeta adapter_meta(const models::ParameterSpec& adapter, Purpose purpose
 }
 
 std::vector<ParameterMeta> metas_of(const ModelSource& source, const ModelConfig& model,
-                                    Purpose purpose) {
+                                    const models::ModelDegrees& degrees, Purpose purpose) {
   const auto table = models::parameter_table(source.spec, source.lora);
+  models::check_degrees(source.spec, degrees);
   // Before anything of the config.json's sizes is allocated.
   if (source.folder) check_tensors(*source.folder, source.spec);
   if (source.adapters) check_adapters(*source.adapters, source.spec, source.lora);
@@ -114,11 +116,13 @@ std::vector<ParameterMeta> metas_of(const ModelSource& source, const ModelConfig
     }
     if (models::is_adapter(parameter.name)) {
       metas.push_back(adapter_meta(parameter, purpose));
+      metas.back().layout = models::layout_of(source.spec, parameter, degrees);
       continue;
     }
     ParameterMeta meta = meta_of(parameter, source, bulk_dtype);
     meta.trainable =
         purpose == Purpose::kTraining && !source.lora && !matches_any(freeze, meta.name);
+    meta.layout = models::layout_of(source.spec, parameter, degrees);
     if (source.lora) meta.lora = LoraPart::kBase;
     meta.frozen_as = model.frozen;
     metas.push_back(std::move(meta));
@@ -249,7 +253,8 @@ ModelSource open_model(const ModelConfig& model, const LoraConfig& lora) {
 ModelContract resolve_model(const ModelSource& source, const Config& config,
                             const ParallelDims& dims, Purpose purpose) {
   aux_loss_coef(config.model.aux_loss_coef, source.spec);  // refused before anything is made
-  const auto metas = metas_of(source, config.model, purpose);
+  const auto metas =
+      metas_of(source, config.model, model_degrees(config.parallelism, dims), purpose);
   // The loss is already divided by the batch's kept labels.
   const DataAxes data(mesh_shape(dims), 1.0);
   auto policy = precision_policy(config.precision, config.optimizer);

@@ -21,8 +21,9 @@ namespace tessera::train {
 /// that has no such loss.
 double aux_loss_coef(const std::optional<double>& asked, const models::ModelSpec& spec);
 
-/// This rank's addend, [] fp32, before the weight: those of all data ranks make the loss.
-/// Collective: one exchange of E numbers over the data ranks.
+/// This rank's addend, [] fp32, before the weight: those of all ranks make the loss (no token is
+/// counted by two of them).
+/// Collective: one exchange of E numbers over all ranks.
 at::Tensor auxiliary_loss(const ShardedBase& model, const std::vector<models::RouterLoad>& loads,
                           std::int64_t experts_per_token);
 

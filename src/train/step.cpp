@@ -17,8 +17,8 @@
 namespace tessera::train {
 namespace {
 
-/// Every data rank's values, by rank.
-std::vector<std::vector<double>> gather_over_data(const ShardedBase& model,
+/// Every rank's values, by rank.
+std::vector<std::vector<double>> gather_over_ranks(const ShardedBase& model,
                                                   const std::vector<double>& values) {
   auto* group = model.unit()->runtime().data_group();
   if (group == nullptr) return {values};
@@ -32,11 +32,17 @@ std::vector<std::vector<double>> gather_over_data(const ShardedBase& model,
   return result;
 }
 
+/// Ranks of the tensor-parallel axis compute with the same rows: the first of them counts.
+double once(const ShardedBase& model, double value) {
+  return model.unit()->runtime().mesh().coordinate(axis::kTensor) == 0 ? value : 0.0;
+}
+
 BatchLoss count_kept(const ShardedBase& model, const std::vector<MicroBatch>& batches) {
   std::int64_t kept = 0;
   for (const auto& batch : batches) kept += batch.kept_labels();
   BatchLoss loss;
-  loss.kept = static_cast<std::int64_t>(sum_over_data(model, {static_cast<double>(kept)}).front());
+  loss.kept = static_cast<std::int64_t>(
+      sum_over_ranks(model, {once(model, static_cast<double>(kept))}).front());
   return loss;
 }
 
@@ -82,17 +88,17 @@ std::vector<MicroBatch> load(const BatchSource& source, std::int64_t step,
 
 }  // namespace
 
-std::vector<double> sum_over_data(const ShardedBase& model, const std::vector<double>& values) {
+std::vector<double> sum_over_ranks(const ShardedBase& model, const std::vector<double>& values) {
   std::vector<double> sums(values.size(), 0.0);
-  for (const auto& rank : gather_over_data(model, values)) {
+  for (const auto& rank : gather_over_ranks(model, values)) {
     for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += rank[i];
   }
   return sums;
 }
 
-std::vector<double> max_over_data(const ShardedBase& model, const std::vector<double>& values) {
+std::vector<double> max_over_ranks(const ShardedBase& model, const std::vector<double>& values) {
   auto largest = values;
-  for (const auto& rank : gather_over_data(model, values)) {
+  for (const auto& rank : gather_over_ranks(model, values)) {
     for (std::size_t i = 0; i < largest.size(); ++i) largest[i] = std::max(largest[i], rank[i]);
   }
   return largest;
@@ -145,9 +151,9 @@ BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSou
     torch::autograd::backward(roots, seeds);
     sum += output.result.item<double>();
   }
-  std::vector<double> mine{sum, auxiliary};
+  std::vector<double> mine{once(model, sum), auxiliary};
   chosen.append_to(mine);
-  const auto sums = sum_over_data(model, mine);
+  const auto sums = sum_over_ranks(model, mine);
   loss.sum = sums[0];
   loss.auxiliary = sums[1];
   loss.chosen = chosen.split(sums.begin() + 2);
@@ -161,7 +167,7 @@ BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource&
   auto loss = count_kept(model, batches);
   double sum = 0.0;
   for (const auto& batch : batches) sum += model.forward(batch.inputs()).item<double>();
-  loss.sum = sum_over_data(model, {sum}).front();
+  loss.sum = sum_over_ranks(model, {once(model, sum)}).front();
   return loss;
 }
 

@@ -28,11 +28,11 @@ struct BatchLoss {
   double mean() const { return sum / static_cast<double>(kept); }
 };
 
-/// The same sum of every rank's values, added in rank order. Collective over the data ranks of the
-/// mesh.
-std::vector<double> sum_over_data(const ShardedBase& model, const std::vector<double>& values);
+/// The same sum of every rank's values, added in rank order; what ranks of tp share one of them
+/// adds. Collective.
+std::vector<double> sum_over_ranks(const ShardedBase& model, const std::vector<double>& values);
 /// The largest of every rank's values. Collective.
-std::vector<double> max_over_data(const ShardedBase& model, const std::vector<double>& values);
+std::vector<double> max_over_ranks(const ShardedBase& model, const std::vector<double>& values);
 
 enum class Sync : std::uint8_t { kLastMicroBatch, kEveryMicroBatch };
 

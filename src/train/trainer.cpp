@@ -104,12 +104,14 @@ class Trainer {
                          vocabulary_of_model()};
     request.steps = *config.training.steps;
     data_ = open_batches(request);
+    check_positions(config.parallelism, data_->row_tokens());
     if (!config.validation.path.empty()) {
       request.path = config.validation.path;
       request.key = "validation.path";
       request.steps = config.validation.steps;
       request.labels = LabelsNeeded::kInAnyStep;
       validation_ = open_batches(request);
+      check_positions(config.parallelism, validation_->row_tokens());
     }
     checkpoints_->begin(source_, *data_, hooks.before_checkpoint_write);
     model_ =
@@ -172,7 +174,7 @@ class Trainer {
 
   void run_steps(TrainingResult& result) {
     const auto steps = *config_.training.steps;
-    bool stop = max_over_data(*model_, {asked_to_stop()}).front() > 0;
+    bool stop = max_over_ranks(*model_, {asked_to_stop()}).front() > 0;
     if (result.steps >= steps) {
       log::info("step ", result.steps, " is done already and training.steps is ", steps,
                 ": nothing is left to do; raise training.steps to go on");
@@ -226,7 +228,7 @@ class Trainer {
     update(metrics);
     model_->zero_grad();
     const std::chrono::duration<double, std::milli> elapsed = Clock::now() - begin;
-    const auto most = max_over_data(*model_, {elapsed.count(), peak_rss_mib(), asked_to_stop(),
+    const auto most = max_over_ranks(*model_, {elapsed.count(), peak_rss_mib(), asked_to_stop(),
                                               checkpoints_->writing() ? 1.0 : 0.0});
     metrics.step_ms = most[0];
     metrics.peak_rss_mib = most[1];
@@ -291,7 +293,7 @@ class Trainer {
       const auto loss = forward_only(*model_, *validation_, step, rows.ranges());
       total.sum += loss.sum;
       total.kept += loss.kept;
-      if (max_over_data(*model_, {asked_to_stop()}).front() > 0) return std::nullopt;
+      if (max_over_ranks(*model_, {asked_to_stop()}).front() > 0) return std::nullopt;
     }
     return total.mean();
   }
