@@ -35,7 +35,8 @@ at::Tensor DecoderHead::forward(const at::Tensor& x, const std::optional<at::Ten
     return nn::vocab_parallel_cross_entropy_sum(logits, *targets, nn::Logits::kConsume,
                                                 region_.axis());
   }
-  return parallel::gather_invariant(logits, region_.axis(), 2, logits.size(2) * region_.size());
+  if (region_.size() == 1) return logits;
+  return parallel::all_gather(logits, region_.axis(), {2}, parallel::To::kInvariant, "logits");
 }
 
 Decoder::Decoder(const ModelSpec& spec, const ModelAxes& axes) : spec_(spec) {

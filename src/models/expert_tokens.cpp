@@ -11,9 +11,14 @@ namespace {
 
 at::Tensor flat(const at::Tensor& x) { return x.reshape({-1, x.size(-1)}); }
 
+/// R -> S(0), parts as equal as they can be.
+at::Tensor own_rows_of(const at::Tensor& x, const parallel::Axis& axis) {
+  return parallel::slice(x, axis, {0, x.size(0)}, parallel::From::kReplicate, "tokens of experts");
+}
+
 /// Without a gradient: the rows that slices along dim 0 give this rank.
 at::Tensor own_rows(const at::Tensor& x, const parallel::Axis& axis) {
-  return parallel::slice_replicated(x.detach(), axis, 0);
+  return own_rows_of(x.detach(), axis);
 }
 
 }  // namespace
@@ -35,8 +40,10 @@ at::Tensor ExpertTokens::enter(const at::Tensor& x) const {
 }
 
 at::Tensor ExpertTokens::routed(const at::Tensor& x, const at::Tensor& entered) const {
-  return way_ == Way::kSliced ? parallel::slice_invariant(flat(x), region_.axis(), 0)
-                              : flat(entered);
+  if (way_ != Way::kSliced) return flat(entered);
+  const at::Tensor tokens = flat(x);
+  return parallel::slice(tokens, region_.axis(), {0, tokens.size(0)}, parallel::From::kInvariant,
+                         "tokens of experts");
 }
 
 std::optional<at::Tensor> ExpertTokens::imposed(const std::optional<at::Tensor>& indices,
@@ -51,21 +58,21 @@ std::optional<at::Tensor> ExpertTokens::imposed(const std::optional<at::Tensor>&
 }
 
 at::Tensor ExpertTokens::sent(const at::Tensor& tokens) const {
-  return way_ == Way::kAllRouted ? parallel::slice_replicated(tokens, region_.axis(), 0) : tokens;
+  return way_ == Way::kAllRouted ? own_rows_of(tokens, region_.axis()) : tokens;
 }
 
 moe::Routing ExpertTokens::sent(const moe::Routing& routing) const {
   if (way_ != Way::kAllRouted) return routing;
   moe::Routing own = routing;
   own.indices = own_rows(routing.indices, region_.axis());
-  own.weights = parallel::slice_replicated(routing.weights, region_.axis(), 0);
+  own.weights = own_rows_of(routing.weights, region_.axis());
   return own;
 }
 
 at::Tensor ExpertTokens::returned(const at::Tensor& y, at::IntArrayRef shape) const {
   if (way_ == Way::kOwn || way_ == Way::kAllCut) return y.view(shape);
   const std::int64_t tokens = c10::multiply_integers(shape.begin(), shape.end() - 1);
-  return parallel::pad_shards(y, region_.axis(), 0, tokens).view(shape);
+  return parallel::pad(y, region_.axis(), {0, tokens}, "tokens of experts").view(shape);
 }
 
 at::Tensor ExpertTokens::leave(const at::Tensor& addend) const {

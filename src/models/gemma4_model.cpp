@@ -52,7 +52,7 @@ at::Tensor Gemma4Head::forward(const at::Tensor& x, const std::optional<at::Tens
   at::Tensor logits = lm_head_->forward(region_.enter(norm_->forward(x)));
   if (cap_) logits = nn::soft_cap(logits, *cap_);
   if (!targets) {
-    return parallel::gather_invariant(logits, region_.axis(), 2, logits.size(2) * region_.size());
+    return parallel::all_gather(logits, region_.axis(), {2}, parallel::To::kInvariant, "logits");
   }
   // The cap's derivative is computed from the capped logits: they may not be consumed.
   return nn::vocab_parallel_cross_entropy_sum(

@@ -19,19 +19,21 @@ TensorRegion::TensorRegion(parallel::Axis axis, Stream stream)
 
 at::Tensor TensorRegion::enter(const at::Tensor& x) const {
   if (size() == 1) return x;
-  return stream_ == Stream::kShards ? parallel::gather_shards(x, axis_, kPositions)
-                                    : parallel::copy_in(x, axis_);
+  return stream_ == Stream::kShards
+             ? parallel::all_gather(x, axis_, {kPositions}, parallel::To::kReplicate, "enter")
+             : parallel::copy(x, axis_, "enter");
 }
 
 at::Tensor TensorRegion::leave(const at::Tensor& addend) const {
   if (size() == 1) return addend;
-  return stream_ == Stream::kShards ? parallel::reduce_scatter(addend, axis_, kPositions)
-                                    : parallel::all_reduce_out(addend, axis_);
+  return stream_ == Stream::kShards
+             ? parallel::reduce_scatter(addend, axis_, {kPositions}, "leave")
+             : parallel::all_reduce(addend, axis_, parallel::To::kInvariant, "leave");
 }
 
 at::Tensor TensorRegion::into_stream(const at::Tensor& x) const {
   if (size() == 1 || stream_ == Stream::kWhole) return x;
-  return parallel::slice_invariant(x, axis_, kPositions);
+  return parallel::slice(x, axis_, {kPositions}, parallel::From::kInvariant, "into the stream");
 }
 
 ParameterLayout TensorRegion::one(Placement parameter, Placement gradient) const {

@@ -32,8 +32,8 @@ class TensorRegion {
   TensorRegion() = default;  ///< one rank
   TensorRegion(parallel::Axis axis, Stream stream);
 
-  int size() const { return axis_.size(); }
-  int rank() const { return axis_.rank(); }
+  int size() const { return axis_.size; }
+  int rank() const { return axis_.rank; }
   const parallel::Axis& axis() const { return axis_; }
   Stream stream() const { return stream_; }
   /// What this rank has of `whole` equal parts.

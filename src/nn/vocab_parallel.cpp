@@ -1,11 +1,12 @@
 #include "nn/vocab_parallel.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/exp.h>
+#include <ATen/ops/stack.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "nn/embedding.h"
 #include "nn/first_derivative.h"
+#include "parallel/exchange.h"
 #include "tessera/dtype_watch.h"
 
 namespace tessera::nn {
@@ -17,7 +18,7 @@ using torch::autograd::variable_list;
 /// The ids of the axis' rank, in its own numbers; where they are another rank's.
 struct OwnIds {
   OwnIds(const at::Tensor& ids, std::int64_t size, const parallel::Axis& axis)
-      : local(ids - axis.rank() * size), elsewhere(local.lt(0).logical_or(local.ge(size))) {}
+      : local(ids - axis.rank * size), elsewhere(local.lt(0).logical_or(local.ge(size))) {}
   at::Tensor local;
   at::Tensor elsewhere;
 };
@@ -31,12 +32,8 @@ struct Merged {
 };
 
 Merged merge(const Merged& own, const parallel::Axis& axis) {
-  const at::Tensor all = at::empty({axis.size(), 3, own.sum.size(0)}, own.sum.options());
-  const at::Tensor mine = all.select(0, axis.rank());
-  mine.select(0, 0).copy_(own.largest);
-  mine.select(0, 1).copy_(own.sum);
-  mine.select(0, 2).copy_(own.target);
-  if (all.numel() > 0) axis.run(comm::AllGather{all.view({-1})}, "loss");
+  const at::Tensor mine = at::stack({own.largest, own.sum, own.target}).unsqueeze(0);
+  const at::Tensor all = parallel::exchange_gather(mine, axis, {0}, "loss");
   Merged merged;
   merged.largest = all.select(1, 0).amax(0);
   const at::Tensor scaled = all.select(1, 1) * (all.select(1, 0) - merged.largest).exp();
@@ -99,19 +96,19 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
 at::Tensor vocab_parallel_embedding(const at::Tensor& ids, const at::Tensor& weight,
                                     std::optional<std::int64_t> padding,
                                     const parallel::Axis& axis) {
-  if (axis.size() == 1) return embedding(ids, weight, padding);
+  if (axis.size == 1) return embedding(ids, weight, padding);
   const std::int64_t size = weight.size(0);
   const OwnIds own(ids, size, axis);
   std::optional<std::int64_t> own_padding;
-  if (padding && *padding / size == axis.rank()) own_padding = *padding % size;
+  if (padding && *padding / size == axis.rank) own_padding = *padding % size;
   const at::Tensor rows = embedding(own.local.masked_fill(own.elsewhere, 0), weight, own_padding);
   return rows.masked_fill(own.elsewhere.unsqueeze(-1), 0);
 }
 
 at::Tensor vocab_parallel_cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets,
                                             Logits use, const parallel::Axis& axis) {
-  if (axis.size() == 1) return cross_entropy_sum(logits, targets, use);
-  check_targets(logits, targets, logits.size(2) * axis.size());
+  if (axis.size == 1) return cross_entropy_sum(logits, targets, use);
+  check_targets(logits, targets, logits.size(2) * axis.size);
   return CrossEntropy::apply(logits, targets, axis, use);
 }
 

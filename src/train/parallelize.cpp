@@ -46,8 +46,7 @@ parallel::Axis activations(const Mesh& mesh, std::string_view name,
                            const DTypeChoice& reduce_dtype) {
   std::optional<at::ScalarType> sums;
   if (reduce_dtype.dtype) sums = to_scalar_type(*reduce_dtype.dtype);
-  if (mesh.size_of(name) == 1) return {};
-  return {mesh.world()->group(mesh.ranks_of({name}), "activations"), std::string(name), sums};
+  return parallel::axis_of(mesh, name, sums);
 }
 
 models::ModelAxes model_axes(const Config& config, const ParallelDims& dims, const Mesh& mesh) {
