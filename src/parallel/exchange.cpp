@@ -29,7 +29,7 @@ struct SentBytes {
   std::int64_t operator()(const comm::AllReduce& op) const {
     const auto data = static_cast<std::int64_t>(op.data.nbytes());
     constexpr std::int64_t kOneRoundBytes = std::int64_t{256} << 10;
-    if (ranks == 2 || data <= kOneRoundBytes) return (ranks - 1) * data;
+    if (ranks == 2 || data * ranks <= kOneRoundBytes) return (ranks - 1) * data;
     return part(data + static_cast<std::int64_t>(op.result().nbytes()));
   }
   std::int64_t operator()(const comm::AllToAll& op) const {
