@@ -62,10 +62,11 @@ using Whole = std::map<Holder, std::vector<StatePart>>;
 
 /// Of what is whole on the ranks of the data axes, and of all axes where no layer cuts it.
 Holder holder_of(const ParameterLayout& layout, const Mesh& mesh) {
+  const int own = mesh.world()->rank();
   const auto data = layout.mesh == MeshKind::kDense ? axis::kShard : axis::kExpertData;
-  const std::vector<int> ranks = layout.axes.empty() ? mesh.shapes().stage_of(mesh.rank())
-                                                     : mesh.ranks_of({axis::kReplicate, data});
-  const auto self = std::ranges::find(ranks, mesh.rank());
+  const std::vector<int> ranks =
+      layout.axes.empty() ? mesh.shapes().stage_of(own) : mesh.ranks_of({axis::kReplicate, data});
+  const auto self = std::ranges::find(ranks, own);
   TESSERA_INVARIANT(self != ranks.end(), "a rank outside its own group");
   return {static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size())};
 }

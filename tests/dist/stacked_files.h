@@ -38,7 +38,6 @@ class TensorsInMemory final : public TensorSource {
   void remove(const std::string& name);
   /// The parameters of `model` under the names of files.
   static TensorsInMemory of(const StackedExperts& model, at::ScalarType dtype = at::kFloat);
-  const at::Tensor& at(const std::string& name) const { return values_.at(name); }
 
   const std::filesystem::path& path() const override { return path_; }
   const Tensors& tensors() const override { return tensors_; }
