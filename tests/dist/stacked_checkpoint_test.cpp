@@ -9,6 +9,7 @@
 #include "tessera/optim.h"
 #include "train/checkpoint.h"
 #include "train/resume.h"
+#include "train/weights.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::test {
