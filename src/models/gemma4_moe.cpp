@@ -23,8 +23,9 @@ moe::Routing Gemma4Router::forward(const at::Tensor& x, const std::optional<at::
   // From here on the router's own dtypes count: fp32 where the checkpoint stores it so.
   const WideScope router;
   const at::Tensor scaled = nn::plain_rms_norm(x, eps_) * scale_ * root;
-  moe::Routing routing = moe::route(
-      proj_->forward(scaled), {.experts_per_token = experts_per_token_, .normalize = true}, imposed);
+  moe::Routing routing =
+      moe::route(proj_->forward(scaled),
+                 {.experts_per_token = experts_per_token_, .normalize = true}, imposed);
   const at::Tensor factors = per_expert_scale_.index_select(0, routing.indices.reshape({-1}));
   routing.weights =
       routing.weights * factors.view(routing.weights.sizes()).to(routing.weights.scalar_type());

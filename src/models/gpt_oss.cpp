@@ -63,7 +63,8 @@ void read(ConfigReader& keys, ModelSpec& spec) {
   moe.layout = ExpertLayout::kInOut;
   moe.router_aux_loss_coef = 0.001;
   read_aux_loss(keys, moe);
-  spec.sliding_window = keys.integer("sliding_window", kSize).value_or(128);
+  spec.sliding_window =
+      keys.contains("sliding_window") ? required(keys, "sliding_window", kSize) : 128;
   read_layer_types(keys, spec);
   if (!keys.contains("rms_norm_eps")) spec.rms_norm_eps = 1e-5;
   if (!keys.contains("attention_bias")) spec.attention_bias = true;

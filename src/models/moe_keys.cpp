@@ -9,7 +9,7 @@ namespace tessera::models {
 namespace {
 
 // Tables of the files' tensors are built from this number.
-constexpr IntRange kExperts{1, 65536};
+constexpr IntRange kExperts{1, 4096};
 
 }  // namespace
 

@@ -40,6 +40,7 @@ RouterLoad load_of(const moe::Routing& routing, RouterStatistics statistics) {
   load.counts =
       at::bincount(routing.indices.reshape({-1}), {}, routing.probabilities.size(1));
   if (statistics == RouterStatistics::kAndProbabilities) {
+    const WideScope probabilities;
     load.probabilities = routing.probabilities.sum(0);
   }
   return load;

@@ -126,8 +126,7 @@ struct ScaleRowsFunction : torch::autograd::Function<ScaleRowsFunction> {
     variable_list result(4);
     if (ctx->needs_input_grad(0)) result[0] = scaled(grads[0], weight_of_row(weights, saved[2]));
     if (ctx->needs_input_grad(1)) {
-      result[1] =
-          weight_gradient(grads[0].to(weights.scalar_type()), rows, weights, saved[3]);
+      result[1] = weight_gradient(grads[0].to(weights.scalar_type()), rows, weights, saved[3]);
     }
     return result;
   }
@@ -194,9 +193,8 @@ at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeig
   if (before) rows = scale_rows(rows, routing.weights, order);
   const at::Tensor both = nn::grouped_linear(
       rows, {weights.gate_up, weights.gate_up_bias, weights.layout}, order.offsets);
-  const at::Tensor out =
-      nn::grouped_linear(options.activation(both), {weights.down, weights.down_bias, weights.layout},
-                         order.offsets);
+  const at::Tensor out = nn::grouped_linear(
+      options.activation(both), {weights.down, weights.down_bias, weights.layout}, order.offsets);
   return combine(out, before ? at::Tensor() : routing.weights, order);
 }
 

@@ -56,18 +56,22 @@ void check_finite(const at::Tensor& scores, const at::Tensor& probabilities) {
   const at::Tensor bad = probabilities.isfinite().all(1).logical_not();
   const std::int64_t first = bad.to(at::kByte).argmax().item<std::int64_t>();
   const at::Tensor row = scores.select(0, first).to(at::kDouble);
-  const std::int64_t expert = row.isfinite().logical_not().to(at::kByte).argmax().item<std::int64_t>();
-  throw Error(ErrorKind::kNumeric, concat("routing: found ", bad.sum().item<std::int64_t>(), " of ",
-              scores.size(0), " tokens with scores that are not finite (token ", first, ", expert ",
-              expert, ": ", row[expert].item<double>(),
-              "), expected finite ones; the router's input or weights are not finite: lower the "
-              "learning rate, or look at the step before"));
+  const std::int64_t expert =
+      row.isfinite().logical_not().to(at::kByte).argmax().item<std::int64_t>();
+  throw Error(
+      ErrorKind::kNumeric,
+      concat("routing: found ", bad.sum().item<std::int64_t>(), " of ", scores.size(0),
+             " tokens with scores that are not finite (token ", first, ", expert ", expert, ": ",
+             row[expert].item<double>(),
+             "), expected finite ones; the router's input or weights are not finite: lower the "
+             "learning rate, or look at the step before"));
 }
 
 /// Scores [M, E] outside the best groups become -inf.
 at::Tensor within_best_groups(const at::Tensor& scores, const RouteOptions& options) {
   if (options.top_groups == options.groups) return scores;
-  const at::Tensor grouped = scores.view({scores.size(0), options.groups, -1});
+  const std::int64_t group_size = scores.size(1) / options.groups;
+  const at::Tensor grouped = scores.view({scores.size(0), options.groups, group_size});
   const at::Tensor best = std::get<1>(at::topk(grouped.amax(2), options.top_groups, 1));
   const at::Tensor outside =
       at::ones({scores.size(0), options.groups}, scores.options().dtype(at::kBool))
@@ -105,7 +109,8 @@ Routing route(const at::Tensor& scores, const RouteOptions& options,
   }
   const at::Tensor chosen = ranked.gather(1, routing.indices);
   routing.weights = softmax_first ? chosen : at::softmax(chosen, 1);
-  if (options.normalize) routing.weights = routing.weights / routing.weights.sum(1, /*keepdim=*/true);
+  if (options.normalize)
+    routing.weights = routing.weights / routing.weights.sum(1, /*keepdim=*/true);
   if (options.scaling_factor != 1.0) routing.weights = routing.weights * options.scaling_factor;
   return routing;
 }

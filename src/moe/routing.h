@@ -21,7 +21,7 @@ enum class Scoring : std::uint8_t {
 struct RouteOptions {
   std::int64_t experts_per_token = 1;
   Scoring scoring = Scoring::kSoftmaxThenTopK;
-  bool normalize = false;      ///< weights divided by their sum (norm_topk_prob)
+  bool normalize = false;       ///< weights divided by their sum (norm_topk_prob)
   double scaling_factor = 1.0;  ///< then times this (routed_scaling_factor)
   /// Experts are `groups` runs of as many; a token chooses within the `top_groups` whose best
   /// expert scores most (group_limited_greedy).

@@ -1,18 +1,10 @@
-// For backward passes that have no derivative of their own.
+// base/first_derivative.h under the name that the layers use.
 #pragma once
 
-#include <c10/core/GradMode.h>
-
-#include "tessera/error.h"
+#include "base/first_derivative.h"
 
 namespace tessera::nn {
 
-/// A graph built over such a backward (create_graph) would be silently wrong.
-/// Errors: kUsage.
-inline void refuse_double_backward() {
-  TESSERA_CHECK(
-      !c10::GradMode::is_enabled(), ErrorKind::kUsage,
-      "backward: found create_graph, expected none; second derivatives are not supported");
-}
+using base::refuse_double_backward;
 
 }  // namespace tessera::nn

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "nn/masked_attention.h"
+#include "tessera/dtype_watch.h"
 
 namespace tessera::nn {
 namespace {
@@ -18,6 +19,12 @@ constexpr std::int64_t kBlock = 256;
 
 at::Tensor windowed_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
                               const AttentionReach& reach, double scale) {
+  // Sinks get their gradient out of sums that nearly cancel: 16-bit scores would leave little of it.
+  const WideScope scores;
+  const at::ScalarType inside = at::promote_types(q.scalar_type(), at::kFloat);
+  const at::Tensor wide_q = q.to(inside);
+  const at::Tensor wide_keys = keys.to(inside);
+  const at::Tensor wide_values = values.to(inside);
   const std::int64_t queries = q.size(2);
   const std::int64_t first = keys.size(2) - queries;
   const at::Tensor positions = at::arange(keys.size(2), q.device());
@@ -34,11 +41,11 @@ at::Tensor windowed_attention(const at::Tensor& q, const at::Tensor& keys, const
     at::Tensor hidden = key > own;
     if (reach.window) hidden = hidden.logical_or(key <= own - *reach.window);
     blocks.push_back(attention_composite(
-        q.narrow(2, begin, end - begin), keys.narrow(2, seen_from, seen),
-        values.narrow(2, seen_from, seen), {.hidden = hidden, .sinks = reach.sinks}, scale));
+        wide_q.narrow(2, begin, end - begin), wide_keys.narrow(2, seen_from, seen),
+        wide_values.narrow(2, seen_from, seen), {.hidden = hidden, .sinks = reach.sinks}, scale));
     begin = end;
   } while (begin < queries);
-  return blocks.size() == 1 ? blocks.front() : at::cat(blocks, 1);
+  return (blocks.size() == 1 ? blocks.front() : at::cat(blocks, 1)).to(q.scalar_type());
 }
 
 }  // namespace tessera::nn

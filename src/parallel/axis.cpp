@@ -1,34 +1,30 @@
 #include "parallel/axis.h"
 
-#include <ATen/record_function.h>
+#include <algorithm>
 
-#include <utility>
-
+#include "comm/group.h"
 #include "tessera/error.h"
+#include "tessera/world.h"
 
 namespace tessera::parallel {
-namespace {
 
-struct KindOf {
-  comm::Kind operator()(const comm::AllGather&) const { return comm::Kind::kAllGather; }
-  comm::Kind operator()(const comm::ReduceScatter&) const { return comm::Kind::kReduceScatter; }
-  comm::Kind operator()(const comm::AllReduce&) const { return comm::Kind::kAllReduce; }
-  comm::Kind operator()(const comm::AllToAll&) const { return comm::Kind::kAllToAll; }
-};
+Axis axis_of(const Mesh& mesh, std::string_view name, std::optional<at::ScalarType> reduce) {
+  Axis axis;
+  axis.name = name;
+  axis.size = mesh.size_of(name);
+  axis.reduce = reduce;
+  if (axis.alone()) return axis;
+  axis.rank = mesh.coordinate(name);
+  const int self = mesh.world()->rank();
+  axis.group =
+      mesh.world()->group(mesh.shape().group_of(self, {name}), concat("transitions on ", name));
+  return axis;
+}
 
-}  // namespace
-
-Axis::Axis(std::shared_ptr<comm::Group> group, std::string name, std::optional<at::ScalarType> sums)
-    : group_(std::move(group)), name_(std::move(name)), sums_(sums) {}
-
-void Axis::run(comm::Op op, const char* what) const {
-  TESSERA_INVARIANT(size() > 1, "a collective of one rank");
-  RECORD_USER_SCOPE("tessera::wait");
-  comm::Batch batch;
-  batch.label.kind = std::visit(KindOf{}, op);
-  batch.label.unit = concat(name_, ", ", what);
-  batch.ops.push_back(std::move(op));
-  group_->issue(std::move(batch))->wait();
+Part part_of(std::int64_t total, int size, int rank) {
+  const std::int64_t each = total / size;
+  const std::int64_t more = total % size;
+  return {each * rank + std::min<std::int64_t>(rank, more), each + (rank < more ? 1 : 0)};
 }
 
 }  // namespace tessera::parallel

@@ -1,38 +1,54 @@
-// Axis: one axis of a mesh as activations cross it: who is on it, and in which dtype sums travel.
+// Axis: the ranks among which a tensor changes its placement, and the dtype of sums on the way.
 //
-// Its group is issued to from the rank's own thread and from the one that runs its backward, never
-// at the same time, and never from the queue of sharding collectives. Next: transitions.h.
+// Transitions (transitions.h) take one; so do layers that own some. The group behind it belongs to
+// the rank's own thread, never to the queue of sharding collectives. One rank (no group) is an
+// identity everywhere: no collective, no copy. Next: transitions.h.
 #pragma once
 
-#include <c10/core/ScalarType.h>
+#include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 
-#include "comm/group.h"
+#include "tessera/mesh.h"
+
+namespace tessera::comm {
+class Group;
+}
 
 namespace tessera::parallel {
 
-class Axis {
- public:
-  Axis() = default;  ///< one rank: every transition is the identity
-  /// `sums`: the dtype of addends on the wire; none = the tensor's own.
-  Axis(std::shared_ptr<comm::Group> group, std::string name,
-       std::optional<at::ScalarType> sums = std::nullopt);
+struct Axis {
+  std::shared_ptr<comm::Group> group = {};
+  std::string name = {};  ///< "tp", "ep"
+  int size = 1;
+  int rank = 0;
+  /// In which addends travel; none = the tensor's own. Sums are formed in fp32 at least and rounded
+  /// once.
+  std::optional<at::ScalarType> reduce = std::nullopt;
 
-  int size() const { return group_ ? group_->size() : 1; }
-  int rank() const { return group_ ? group_->rank() : 0; }
-  const std::string& name() const { return name_; }
-  std::optional<at::ScalarType> sums() const { return sums_; }
-
-  /// Runs one collective to its end, on this thread. More than one rank. Collective. Errors: kComm.
-  void run(comm::Op op, const char* what) const;
-
- private:
-  std::shared_ptr<comm::Group> group_;
-  std::string name_;
-  std::optional<at::ScalarType> sums_;
+  bool alone() const { return size == 1; }
 };
+
+/// This rank's axis of a mesh. Collective among its ranks on first use (it may open a group).
+Axis axis_of(const Mesh& mesh, std::string_view name,
+             std::optional<at::ScalarType> reduce = std::nullopt);
+
+/// How a dim is cut over an axis: rank r has the r-th contiguous part, the first ones one more
+/// where the size does not divide.
+struct Cut {
+  std::int64_t dim = 0;
+  std::optional<std::int64_t> total = std::nullopt;  ///< of the whole dim; none: parts are equal
+};
+
+struct Part {
+  std::int64_t begin = 0;
+  std::int64_t size = 0;
+};
+/// The part of rank `rank` of `size`.
+Part part_of(std::int64_t total, int size, int rank);
 
 }  // namespace tessera::parallel

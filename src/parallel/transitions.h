@@ -1,45 +1,71 @@
-// Transitions: the only ways in which an activation changes its placement over an axis, each with
-// its backward.
+// Transitions between placements: the only places where a forward or a backward communicates.
 //
-// R the same values on every rank, whose gradients are addends; P an addend on every rank, whose
-// gradients are the same; S(d) a part along dim d; I the same values and the same gradients. Local
-// tensors carry no type: which transition stands where is what a layer says, and the type of a
-// gradient follows from that of its tensor alone (R -> P, P -> R, S -> S, I -> I). With one rank
-// each is the identity. All run on the calling thread, forward and backward in the same order on
-// all ranks, also where a rank has no rows. Source: the pairs of design.md section 5; Megatron-LM's
-// mappings. Next: axis.h.
+// Local tensors carry no placement; what a layer does to it is one of these, each a fixed pair of a
+// forward and its backward. The placement of a gradient follows from that of the tensor alone:
+//
+//   tensor     R replicate   P partial   I invariant   S(d) shard
+//   gradient   P             R           I             S(d)
+//
+//   forward               does               backward does
+//   all_reduce     P->R   sum                sum                R's gradient P -> P's gradient R
+//   all_reduce     P->I   sum                nothing            I -> R
+//   copy           I->R   nothing            sum                P -> I
+//   all_gather     S->R   gather             reduce-scatter     P -> S
+//   all_gather     S->I   gather             slice              I -> S
+//   reduce_scatter P->S   reduce-scatter     gather             S -> R
+//   slice          I->S   slice              gather             S -> I
+//   slice          R->S   slice              pad with zeros     S -> P
+//   pad            S->P   pad with zeros     slice              R -> S
+//   only_first     R->P   zeros but rank 0   zeros but rank 0   R -> P
+//   all_to_all     S->S   rows change rank   rows go back       S -> S
+//
+// Collective, blocking, from the rank's own thread; every rank calls the same ones in the same
+// order, and autograd runs the backwards in the same order where graphs are the same: whether a
+// tensor requires a gradient must not differ between ranks. Addends travel in the axis' reduce
+// dtype; 16-bit ones are added in fp32 and rounded once, to the tensor's dtype or the one asked
+// for. `where` names the caller: ranks that mean different collectives are both named. Second
+// derivatives are refused (kUsage). Bytes: docs/communication.md. Next: axis.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
+#include <string>
 
 #include "parallel/axis.h"
+#include "parallel/exchange.h"
 
 namespace tessera::parallel {
 
-/// I -> R: nothing; backward all_reduce (P -> I).
-at::Tensor copy_in(const at::Tensor& x, const Axis& axis);
-/// P -> I: all_reduce; backward nothing (I -> R).
-at::Tensor all_reduce_out(const at::Tensor& x, const Axis& axis);
-/// P -> R: all_reduce; backward all_reduce (P -> R).
-at::Tensor all_reduce(const at::Tensor& x, const Axis& axis);
+enum class To : std::uint8_t { kReplicate, kInvariant };
+enum class From : std::uint8_t { kReplicate, kInvariant };
 
-/// S(dim) -> R: all_gather of equal parts; backward reduce_scatter (P -> S).
-at::Tensor gather_shards(const at::Tensor& x, const Axis& axis, std::int64_t dim);
-/// S(dim) -> I: all_gather of the parts of `whole`; backward the own part (I -> S).
-at::Tensor gather_invariant(const at::Tensor& x, const Axis& axis, std::int64_t dim,
-                            std::int64_t whole);
-/// P -> S(dim): reduce_scatter into equal parts; backward all_gather (S -> R).
-at::Tensor reduce_scatter(const at::Tensor& x, const Axis& axis, std::int64_t dim);
+/// P -> `to`.
+at::Tensor all_reduce(const at::Tensor& x, const Axis& axis, To to, const std::string& where,
+                      SumDtype result = std::nullopt);
 
-/// I -> S(dim): the own part; backward all_gather (S -> I).
-at::Tensor slice_invariant(const at::Tensor& x, const Axis& axis, std::int64_t dim);
-/// R -> S(dim): the own part; backward zeros around it (S -> P).
-at::Tensor slice_replicated(const at::Tensor& x, const Axis& axis, std::int64_t dim);
-/// S(dim) -> P: zeros around the part of `whole`; backward the own part (R -> S).
-at::Tensor pad_shards(const at::Tensor& x, const Axis& axis, std::int64_t dim, std::int64_t whole);
-/// R -> P: the first rank's; backward likewise (R -> P). What is added to a Partial sum once.
+/// I -> R.
+at::Tensor copy(const at::Tensor& x, const Axis& axis, const std::string& where);
+
+/// S(cut.dim) -> `to`. Errors: kUsage for a part that is not this rank's.
+at::Tensor all_gather(const at::Tensor& x, const Axis& axis, const Cut& cut, To to,
+                      const std::string& where);
+
+/// P -> S(cut.dim); parts are equal unless cut.total says that they need not be. Errors: kUsage.
+at::Tensor reduce_scatter(const at::Tensor& x, const Axis& axis, const Cut& cut,
+                          const std::string& where, SumDtype result = std::nullopt);
+
+/// `from` -> S(cut.dim); parts as in reduce_scatter. Errors: kUsage.
+at::Tensor slice(const at::Tensor& x, const Axis& axis, const Cut& cut, From from,
+                 const std::string& where);
+
+/// S(cut.dim) -> P.
+at::Tensor pad(const at::Tensor& x, const Axis& axis, const Cut& cut, const std::string& where);
+
+/// R -> P.
 at::Tensor only_first(const at::Tensor& x, const Axis& axis);
+
+/// S(0) -> S(0): rows to other ranks, in rank order.
+at::Tensor all_to_all(const at::Tensor& rows, const Axis& axis, const Splits& splits,
+                      const std::string& where);
 
 }  // namespace tessera::parallel

@@ -15,6 +15,12 @@
 
 namespace tessera::train {
 
+/// How uneven the experts of a layer were loaded in a step.
+struct ExpertLoad {
+  std::int64_t layer = 0;
+  double max_over_mean = 0;  ///< tokens of the busiest expert over those of an average one
+};
+
 struct StepMetrics {
   std::int64_t step = 0;  ///< from 1
   double loss = 0;        ///< before the update, nats
@@ -28,6 +34,8 @@ struct StepMetrics {
   std::optional<double> val_loss;
   std::optional<double> loss_scale;           ///< of this step's gradients
   std::optional<std::int64_t> skipped_steps;  ///< so far, this one included
+  std::optional<double> aux_loss = std::nullopt;  ///< of routers, before its weight
+  std::vector<ExpertLoad> expert_loads = {};      ///< one a layer with experts
 };
 
 /// 12345.6 -> "12,346", as torchtitan prints tokens a second.

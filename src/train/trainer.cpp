@@ -2,10 +2,12 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <fstream>
 #include <iostream>
+#include <numeric>
 
 #include "base/joined.h"
 #include "base/log.h"
@@ -22,6 +24,7 @@
 #include "train/metrics.h"
 #include "train/observers.h"
 #include "train/parallelize.h"
+#include "train/router_loss.h"
 #include "train/schedule.h"
 #include "train/step.h"
 
@@ -211,6 +214,10 @@ class Trainer {
     StepMetrics metrics;
     metrics.step = step;
     metrics.loss = loss.mean();
+    if (aux_loss_coef(config_.model.aux_loss_coef, source_.spec) > 0) {
+      metrics.aux_loss = loss.auxiliary;
+    }
+    metrics.expert_loads = expert_loads(loss);
     metrics.grad_norm = clip_grad_norm(*model_, config_.training.max_norm);
     require_finite(metrics);
     metrics.lr =
@@ -239,6 +246,19 @@ class Trainer {
                 " from now on");
     }
     metrics.skipped_steps = scaler_->state().skipped_steps;
+  }
+
+  std::vector<ExpertLoad> expert_loads(const BatchLoss& loss) const {
+    std::vector<ExpertLoad> loads;
+    if (loss.chosen.empty()) return loads;
+    const auto layers = models::routed_experts(source_.spec).layers;
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+      const std::vector<double>& chosen = loss.chosen.at(i);
+      const double sum = std::accumulate(chosen.begin(), chosen.end(), 0.0);
+      const double mean = sum / static_cast<double>(chosen.size());
+      loads.push_back({layers[i], *std::ranges::max_element(chosen) / mean});
+    }
+    return loads;
   }
 
   ModelSize model_size() const {

@@ -1,197 +1,281 @@
-// Transitions between placements, forward and backward, against what one process computes: the type
-// of a gradient follows from that of its tensor alone (R -> P, P -> R, S -> S, I -> I).
+// Every transition, forward and backward, against one process that knows all ranks' tensors.
 //
-// A transition changes how a value lies over the ranks, never the value: what all ranks hold
-// together is the same before and after, forward and backward. Values are small integers: every sum
-// is exact in fp32 and the comparison is of bits.
+// A rank's local tensor is made from a truth of the whole: R and I hold it, S a part, P addends
+// that sum to it. The loss of a rank is <weights, output>, where the weights are made so that the
+// losses' sum over ranks (P, S) or each loss (I) is the truth's; R's gradient is P, so each rank
+// brings an addend of the weights.
 #include "parallel/transitions.h"
 
-#include <ATen/ATen.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <functional>
-#include <numeric>
+#include <cmath>
 
+#include "dist/ranks.h"
 #include "tessera/error.h"
-#include "tessera/world.h"
 
 namespace tessera::parallel {
 namespace {
 
-Axis axis_over(World& world, std::optional<at::ScalarType> sums = std::nullopt) {
-  if (world.size() == 1) return {};
-  std::vector<int> all(static_cast<std::size_t>(world.size()));
-  std::iota(all.begin(), all.end(), 0);
-  return Axis(world.group(all, "tp"), "tp", sums);
-}
+using test::ranks;
+using test::same_bits;
+using test::seeded;
 
-/// Integers that every rank can draw for every rank.
-at::Tensor drawn(at::IntArrayRef shape, int salt) {
-  std::int64_t numel = 1;
-  for (const auto size : shape) numel *= size;
-  return (at::arange(numel, at::kFloat).mul(37).add(salt * 11).remainder(17) - 8).view(shape);
-}
+enum class Kind { kR, kP, kI, kS };
 
-enum class Type { kReplicate, kPartial, kShard, kInvariant };
-Type dual(Type type) {
-  if (type == Type::kReplicate) return Type::kPartial;
-  return type == Type::kPartial ? Type::kReplicate : type;
-}
-
-/// What every rank holds of a tensor of a type: the parts of one value, or addends of it.
-std::vector<at::Tensor> held(Type type, at::IntArrayRef shape, int ranks, std::int64_t dim,
-                             int salt) {
-  std::vector<at::Tensor> all;
-  for (int rank = 0; rank < ranks; ++rank) {
-    at::Tensor value = drawn(shape, salt + (type == Type::kPartial ? 3 * rank + 1 : 0));
-    if (type == Type::kShard) {
-      const std::int64_t whole = value.size(dim);
-      const std::int64_t longer = whole % ranks;
-      const std::int64_t begin = rank * (whole / ranks) + std::min<std::int64_t>(rank, longer);
-      value = value.narrow(dim, begin, whole / ranks + (rank < longer ? 1 : 0)).contiguous();
-    }
-    all.push_back(value);
+/// The placement of a gradient: R <-> P, I <-> I, S <-> S.
+Kind dual(Kind kind) {
+  switch (kind) {
+    case Kind::kR:
+      return Kind::kP;
+    case Kind::kP:
+      return Kind::kR;
+    case Kind::kI:
+      return Kind::kI;
+    case Kind::kS:
+      return Kind::kS;
   }
-  return all;
+  return kind;
 }
 
-/// The one value that the ranks hold together.
-at::Tensor value_of(Type type, const std::vector<at::Tensor>& all, std::int64_t dim) {
-  if (type == Type::kShard) return at::cat(all, dim);
-  if (type != Type::kPartial) return all.front();
-  at::Tensor sum = all.front().clone();
-  for (std::size_t rank = 1; rank < all.size(); ++rank) sum += all[rank];
-  return sum;
+/// An addend that differs on every rank; all sum to `whole`, exactly: they are small multiples.
+at::Tensor addend(const at::Tensor& whole, int size, int rank) {
+  if (rank > 0) return seeded(100 + static_cast<std::uint64_t>(rank), whole.sizes(), at::kDouble);
+  at::Tensor rest = whole.clone();
+  for (int other = 1; other < size; ++other) rest -= addend(whole, size, other);
+  return rest;
+}
+
+at::Tensor local(const at::Tensor& whole, Kind kind, const Axis& axis, std::int64_t dim) {
+  if (kind == Kind::kP) return addend(whole, axis.size, axis.rank);
+  if (kind != Kind::kS) return whole.clone();
+  const Part part = part_of(whole.size(dim), axis.size, axis.rank);
+  return whole.narrow(dim, part.begin, part.size).clone();
 }
 
 struct Case {
-  const char* name;
-  Type from;
-  Type to;
-  std::function<at::Tensor(const at::Tensor&, const Axis&, std::int64_t dim, std::int64_t whole)>
-      run;
-  bool uneven;  ///< parts may differ in size
+  std::string name;
+  Kind from, to;
+  std::function<at::Tensor(const at::Tensor&, const Axis&, const Cut&)> run;
 };
 
-std::vector<Case> cases() {
-  using enum Type;
-  return {
-      {"copy_in", kInvariant, kReplicate,
-       [](auto& x, auto& axis, auto, auto) { return copy_in(x, axis); }, true},
-      {"all_reduce_out", kPartial, kInvariant,
-       [](auto& x, auto& axis, auto, auto) { return all_reduce_out(x, axis); }, true},
-      {"all_reduce", kPartial, kReplicate,
-       [](auto& x, auto& axis, auto, auto) { return all_reduce(x, axis); }, true},
-      {"gather_shards", kShard, kReplicate,
-       [](auto& x, auto& axis, auto dim, auto) { return gather_shards(x, axis, dim); }, false},
-      {"gather_invariant", kShard, kInvariant,
-       [](auto& x, auto& axis, auto dim, auto whole) {
-         return gather_invariant(x, axis, dim, whole);
-       },
-       true},
-      {"reduce_scatter", kPartial, kShard,
-       [](auto& x, auto& axis, auto dim, auto) { return reduce_scatter(x, axis, dim); }, false},
-      {"slice_invariant", kInvariant, kShard,
-       [](auto& x, auto& axis, auto dim, auto) { return slice_invariant(x, axis, dim); }, true},
-      {"slice_replicated", kReplicate, kShard,
-       [](auto& x, auto& axis, auto dim, auto) { return slice_replicated(x, axis, dim); }, true},
-      {"pad_shards", kShard, kPartial,
-       [](auto& x, auto& axis, auto dim, auto whole) { return pad_shards(x, axis, dim, whole); },
-       true},
-      {"only_first", kReplicate, kPartial,
-       [](auto& x, auto& axis, auto, auto) { return only_first(x, axis); }, true},
+const std::vector<Case>& cases() {
+  const std::string w = "layer";
+  static const std::vector<Case> all{
+      {"all_reduce P->R", Kind::kP, Kind::kR,
+       [=](auto& x, auto& a, auto&) { return all_reduce(x, a, To::kReplicate, w); }},
+      {"all_reduce P->I", Kind::kP, Kind::kI,
+       [=](auto& x, auto& a, auto&) { return all_reduce(x, a, To::kInvariant, w); }},
+      {"copy I->R", Kind::kI, Kind::kR, [=](auto& x, auto& a, auto&) { return copy(x, a, w); }},
+      {"all_gather S->R", Kind::kS, Kind::kR,
+       [=](auto& x, auto& a, auto& c) { return all_gather(x, a, c, To::kReplicate, w); }},
+      {"all_gather S->I", Kind::kS, Kind::kI,
+       [=](auto& x, auto& a, auto& c) { return all_gather(x, a, c, To::kInvariant, w); }},
+      {"reduce_scatter P->S", Kind::kP, Kind::kS,
+       [=](auto& x, auto& a, auto& c) { return reduce_scatter(x, a, c, w); }},
+      {"slice I->S", Kind::kI, Kind::kS,
+       [=](auto& x, auto& a, auto& c) { return slice(x, a, c, From::kInvariant, w); }},
+      {"slice R->S", Kind::kR, Kind::kS,
+       [=](auto& x, auto& a, auto& c) { return slice(x, a, c, From::kReplicate, w); }},
+      {"pad S->P", Kind::kS, Kind::kP, [=](auto& x, auto& a, auto& c) { return pad(x, a, c, w); }},
+      {"only_first R->P", Kind::kR, Kind::kP,
+       [=](auto& x, auto& a, auto&) { return only_first(x, a); }},
   };
+  return all;
 }
 
-/// What every rank got, in rank order, for the thread that looks at all of them.
-struct Results {
-  explicit Results(int ranks) : forward(static_cast<std::size_t>(ranks)), backward(forward) {}
-  std::vector<at::Tensor> forward, backward;
+Axis axis_over(World& world, std::optional<at::ScalarType> reduce = std::nullopt) {
+  return axis_of(world.mesh(MeshShape::dense(1, 1, 1, 1, world.size())), axis::kTensor, reduce);
+}
+
+/// What all ranks hold, as one tensor: I and R must be equal on all.
+at::Tensor whole_of_locals(const std::vector<at::Tensor>& locals, Kind kind, std::int64_t dim,
+                           const std::string& what) {
+  if (kind == Kind::kS) return at::cat(locals, dim);
+  at::Tensor whole = locals[0].clone();
+  for (std::size_t rank = 1; rank < locals.size(); ++rank) {
+    if (kind == Kind::kP) {
+      whole += locals[rank];
+    } else {
+      EXPECT_TRUE(same_bits(locals[rank], whole)) << what << ", rank " << rank;
+    }
+  }
+  return whole;
+}
+
+struct Shape {
+  std::vector<std::int64_t> sizes;
+  std::int64_t dim;
+  bool even;
 };
 
-Results run_on_ranks(const Case& one, const std::vector<at::Tensor>& in,
-                     const std::vector<at::Tensor>& grads, std::int64_t dim, std::int64_t whole,
-                     ThreadBackend backend) {
-  Results results(static_cast<int>(in.size()));
-  launch_threads(static_cast<int>(in.size()), backend, [&](World& world) {
-    const auto rank = static_cast<std::size_t>(world.rank());
-    const at::Tensor x = in[rank].clone().set_requires_grad(true);
-    const at::Tensor y = one.run(x, axis_over(world), dim, whole);
-    y.backward(grads[rank]);
-    results.forward[rank] = y.detach();
-    results.backward[rank] = x.grad();
-  });
-  return results;
-}
-
-void check(const Case& one, int ranks, at::IntArrayRef shape, std::int64_t dim,
-           ThreadBackend backend = ThreadBackend::kInProcess) {
-  SCOPED_TRACE(concat(one.name, " over ", ranks, " ranks, dim ", dim, ", shape ", shape));
-  const auto in = held(one.from, shape, ranks, dim, 1);
-  const auto grads = held(dual(one.to), shape, ranks, dim, 5);
-  const auto found =
-      run_on_ranks(one, in, grads, dim, shape[static_cast<std::size_t>(dim)], backend);
-  const at::Tensor value = value_of(one.from, in, dim);
-  const at::Tensor gradient = value_of(dual(one.to), grads, dim);
-  EXPECT_TRUE(at::equal(value_of(one.to, found.forward, dim), value));
-  EXPECT_TRUE(at::equal(value_of(dual(one.from), found.backward, dim), gradient));
-  for (int rank = 1; rank < ranks; ++rank) {
-    const auto r = static_cast<std::size_t>(rank);
-    const bool same_values = one.to == Type::kReplicate || one.to == Type::kInvariant;
-    const bool same_gradients = one.from == Type::kPartial || one.from == Type::kInvariant;
-    EXPECT_TRUE(!same_values || at::equal(found.forward[r], found.forward[0]));
-    EXPECT_TRUE(!same_gradients || at::equal(found.backward[r], found.backward[0]));
-  }
-}
-
-TEST(Transitions, KeepTheValueAndTheGradientOfEveryType) {
-  for (const Case& one : cases()) {
-    for (const int ranks : {1, 2, 3, 4}) {
-      check(one, ranks, {2, 12, 3}, 1);
-      check(one, ranks, {12, 3}, 0);
-      check(one, ranks, {1, 12, 2}, 1);
-      check(one, ranks, {0, 12, 2}, 1);
-    }
-  }
-}
-
-TEST(Transitions, PartsMayDifferInSizeAndBeEmpty) {
-  for (const Case& one : cases()) {
-    if (!one.uneven) continue;
-    for (const int ranks : {2, 3, 4}) {
-      check(one, ranks, {7, 3}, 0);
-      check(one, ranks, {2, 3}, 0);  // fewer rows than ranks
-      check(one, ranks, {0, 3}, 0);
-    }
-  }
-}
-
-TEST(Transitions, GlooGivesTheSame) {
-  for (const Case& one : cases()) check(one, 2, {2, 4, 3}, 1, ThreadBackend::kGloo);
-}
-
-TEST(Transitions, SumsOfBfloat16InFloat32KeepWhatBfloat16WouldLose) {
-  // 256 + 1 + 1 + 1 is 260 after one rounding; bf16 sums, one rank at a time, stay at 256.
-  launch_threads(4, ThreadBackend::kInProcess, [](World& world) {
-    const at::Tensor x = at::full({4, 2}, world.rank() == 0 ? 256.0 : 1.0, at::kBFloat16);
-    for (const auto sums : {std::optional<at::ScalarType>(), std::make_optional(at::kFloat)}) {
-      const Axis axis = axis_over(world, sums);
-      EXPECT_TRUE(all_reduce(x, axis).eq(260).all().item<bool>());
-      EXPECT_TRUE(reduce_scatter(x, axis, 0).eq(260).all().item<bool>());
-      EXPECT_EQ(all_reduce(x, axis).scalar_type(), at::kBFloat16);
-    }
-  });
-}
-
-TEST(Transitions, InputsStayAsTheyWere) {
-  launch_threads(2, ThreadBackend::kInProcess, [](World& world) {
-    const at::Tensor x = drawn({4, 2}, world.rank());
-    const at::Tensor before = x.clone();
+void expect_as_on_one_rank(const Case& one, int size, const Shape& shape, ThreadBackend backend) {
+  const at::Tensor whole = seeded(1, shape.sizes, at::kDouble);
+  const at::Tensor weights = seeded(2, shape.sizes, at::kDouble);
+  std::vector<at::Tensor> outputs(static_cast<std::size_t>(size));
+  std::vector<at::Tensor> gradients(outputs.size());
+  ranks(size, backend).run([&](World& world) {
     const Axis axis = axis_over(world);
-    all_reduce(x, axis);
-    reduce_scatter(x, axis, 0);
-    gather_shards(x, axis, 0);
-    EXPECT_TRUE(at::equal(x, before));
+    Cut cut{shape.dim};
+    if (!shape.even) cut.total = whole.size(shape.dim);
+    const at::Tensor x = local(whole, one.from, axis, shape.dim).requires_grad_(true);
+    const at::Tensor y = one.run(x, axis, cut);
+    y.backward(local(weights, dual(one.to), axis, shape.dim));
+    outputs[static_cast<std::size_t>(axis.rank)] = y.detach();
+    gradients[static_cast<std::size_t>(axis.rank)] = x.grad();
+  });
+  const std::string what = one.name + " over " + std::to_string(size);
+  EXPECT_TRUE(at::allclose(whole_of_locals(outputs, one.to, shape.dim, what), whole, 0, 1e-14))
+      << what;
+  EXPECT_TRUE(at::allclose(
+      whole_of_locals(gradients, dual(one.from), shape.dim, what + " gradient"), weights, 0, 1e-14))
+      << what;
+}
+
+TEST(Transitions, ForwardAndBackwardAreThoseOfOneProcess) {
+  for (const int size : {1, 2, 3, 4}) {
+    for (const Case& one : cases()) {
+      expect_as_on_one_rank(one, size, {{12, 5}, 0, true}, ThreadBackend::kInProcess);
+      expect_as_on_one_rank(one, size, {{1, 12, 3}, 1, true}, ThreadBackend::kInProcess);
+      expect_as_on_one_rank(one, size, {{2, 24, 3}, 1, true}, ThreadBackend::kInProcess);
+      for (const std::int64_t rows : {0, 1, 3, 7}) {
+        expect_as_on_one_rank(one, size, {{rows, 5}, 0, false}, ThreadBackend::kInProcess);
+      }
+    }
+  }
+}
+
+TEST(Transitions, TheSameOverGloo) {
+  for (const Case& one : cases()) {
+    expect_as_on_one_rank(one, 2, {{2, 24, 3}, 1, true}, ThreadBackend::kGloo);
+    expect_as_on_one_rank(one, 3, {{7, 5}, 0, false}, ThreadBackend::kGloo);
+  }
+}
+
+TEST(Transitions, RowsGoToTheirRanksAndTheirGradientsComeBack) {
+  for (const ThreadBackend backend : {ThreadBackend::kInProcess, ThreadBackend::kGloo}) {
+    for (const int size : {2, 3, 4}) {
+      ranks(size, backend).run([&](World& world) {
+        const Axis axis = axis_over(world);
+        // Rank r sends (r + 2 s) % 3 rows to rank s, each marked with both and its place.
+        const auto rows = [](int from, int to) { return (from + 2 * to) % 3; };
+        Splits splits;
+        std::vector<at::Tensor> sent;
+        std::vector<at::Tensor> expected;
+        const auto marked = [&](int from, int to) {
+          return at::arange(rows(from, to) * 2, at::kDouble).view({-1, 2}) + 100 * from + 10 * to;
+        };
+        for (int peer = 0; peer < size; ++peer) {
+          splits.sends.push_back(rows(axis.rank, peer));
+          splits.receives.push_back(rows(peer, axis.rank));
+          sent.push_back(marked(axis.rank, peer));
+          expected.push_back(marked(peer, axis.rank));
+        }
+        const at::Tensor x = at::cat(sent, 0).requires_grad_(true);
+        const at::Tensor y = all_to_all(x, axis, splits, "layer");
+        EXPECT_TRUE(y.equal(at::cat(expected, 0)));
+        (y * y).sum().backward();
+        EXPECT_TRUE(x.grad().equal(2 * x.detach()));
+      });
+    }
+  }
+}
+
+TEST(Transitions, OneRankGivesTheTensorItself) {
+  const at::Tensor x = seeded(3, {4, 6}).requires_grad_(true);
+  const Axis alone;
+  for (const Case& one : cases()) {
+    EXPECT_TRUE(one.run(x, alone, {0}).is_same(x)) << one.name;
+  }
+  EXPECT_TRUE(all_to_all(x, alone, {{4}, {4}}, "layer").is_same(x));
+}
+
+TEST(Transitions, SixteenBitAddendsAreAddedInFloat32AndRoundedOnce) {
+  ranks(3).run([](World& world) {
+    const Axis axis = axis_over(world);
+    const float small = std::ldexp(1.0F, -8);
+    const float addends[] = {1.0F, small, small};
+    const at::Tensor x = at::full({3}, addends[axis.rank]).to(at::kBFloat16);
+    // 1 + 2^-8 is 1 in bf16: added one by one nothing would remain.
+    const at::Tensor expected = at::full({3}, 1 + 2 * small).to(at::kBFloat16);
+    EXPECT_TRUE(same_bits(all_reduce(x, axis, To::kReplicate, "sum"), expected));
+    EXPECT_TRUE(same_bits(reduce_scatter(x, axis, {0}, "part"), expected.narrow(0, 0, 1)));
+    const at::Tensor leaf = at::zeros({3}, at::kBFloat16).requires_grad_(true);
+    copy(leaf, axis, "copy").backward(x);
+    EXPECT_TRUE(same_bits(leaf.grad(), expected));
+    const at::Tensor part = at::zeros({1}, at::kBFloat16).requires_grad_(true);
+    all_gather(part, axis, {0}, To::kReplicate, "gather").backward(x);
+    EXPECT_TRUE(same_bits(part.grad(), expected.narrow(0, 0, 1)));
+  });
+}
+
+TEST(Transitions, ASumMayBeKeptWiderThanItsAddends) {
+  ranks(2).run([](World& world) {
+    const Axis axis = axis_over(world, at::kFloat);
+    const float small = std::ldexp(1.0F, -10);
+    const at::Tensor x =
+        at::full({4}, axis.rank == 0 ? 1.0F : small).to(at::kBFloat16).requires_grad_(true);
+    const at::Tensor expected = at::full({4}, 1 + small);
+    const at::Tensor sum = all_reduce(x, axis, To::kReplicate, "sum", at::kFloat);
+    EXPECT_TRUE(same_bits(sum, expected));
+    sum.backward(at::ones({4}));
+    EXPECT_EQ(x.grad().scalar_type(), at::kBFloat16);
+    const at::Tensor part = reduce_scatter(x, axis, {0}, "part", at::kFloat);
+    EXPECT_TRUE(same_bits(part, expected.narrow(0, 0, 2)));
+    part.backward(at::ones({2}));
+    EXPECT_TRUE(same_bits(x.grad(), at::full({4}, 3.0F).to(at::kBFloat16)));
+  });
+}
+
+TEST(Transitions, AddendsTravelInTheReduceDtype) {
+  ranks(2).run([](World& world) {
+    const Axis axis = axis_over(world, at::kBFloat16);
+    // 1 + 2^-10 is rounded to 1 before it leaves; the sum, fp32, is exact.
+    const at::Tensor x = at::full({2}, 1 + std::ldexp(1.0F, -10));
+    EXPECT_TRUE(same_bits(all_reduce(x, axis, To::kReplicate, "sum"), at::full({2}, 2.0F)));
+  });
+}
+
+TEST(Transitions, RanksThatMeanDifferentTransitionsAreNamed) {
+  try {
+    ranks(2).run([](World& world) {
+      const Axis axis = axis_over(world);
+      all_reduce(at::ones({2}), axis, To::kReplicate,
+                 axis.rank == 0 ? "layers.0.mlp" : "layers.0.self_attn");
+    });
+    FAIL() << "nothing was refused";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kComm);
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("layers.0.mlp"));
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("layers.0.self_attn"));
+  }
+}
+
+TEST(Transitions, SizesThatDoNotDivideAreRefusedUnlessAllowed) {
+  const auto refusal = [](const std::function<void(const Axis&)>& body) -> std::string {
+    try {
+      ranks(2).run([&](World& world) { body(axis_over(world)); });
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kUsage);
+      return error.what();
+    }
+    return "";
+  };
+  using ::testing::HasSubstr;
+  EXPECT_THAT(refusal([](const Axis& a) { slice(at::ones({5}), a, {0}, From::kReplicate, "cut"); }),
+              HasSubstr("cut: found 5 in dim 0, expected a multiple of 2 (axis tp)"));
+  EXPECT_THAT(refusal([](const Axis& a) { reduce_scatter(at::ones({5}), a, {0}, "cut"); }),
+              HasSubstr("expected a multiple of 2"));
+  EXPECT_THAT(refusal([](const Axis& a) { pad(at::ones({2}), a, {0, 3}, "cut"); }),
+              HasSubstr("found a part of 2, expected 1 of 3 in dim 0 (axis tp, rank 1)"));
+}
+
+TEST(Transitions, SecondDerivativesAreRefused) {
+  ranks(2).run([](World& world) {
+    const Axis axis = axis_over(world);
+    const at::Tensor x = at::ones({2}).requires_grad_(true);
+    const at::Tensor y = copy(x, axis, "copy").sum();
+    EXPECT_THROW(y.backward({}, std::nullopt, /*create_graph=*/true), Error);
   });
 }
 

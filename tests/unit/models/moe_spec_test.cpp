@@ -1,4 +1,5 @@
-// Families with experts as their config.json says: both spellings, what is refused, what is written.
+// Families with experts as their config.json says: both spellings, what is refused, what is
+// written.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -71,7 +72,7 @@ std::map<std::string, Shape> tensors_of(const std::vector<ParameterSpec>& table)
       for (const std::int64_t size : row.stacked_shape) each *= size;
       numel += each;
     }
-    if (!row.stacked.empty()) EXPECT_EQ(numel, row.numel()) << row.name;
+    EXPECT_EQ(row.stacked.empty() ? row.numel() : numel, row.numel()) << row.name;
   }
   return tensors;
 }
@@ -90,7 +91,9 @@ TEST_P(MoeSpecs, TheTableWantsTheTensorsOfTheFile) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Folders, MoeSpecs,
-                         ::testing::Values("gpt-oss-fp32", "gpt-oss-mixed", "qwen3-moe-fp32",
+                         ::testing::Values("deepseek-v2-fp32", "deepseek-v2-mixed",
+                                           "deepseek-v2-group-fp32", "deepseek-v2-group-mixed",
+                                           "gpt-oss-fp32", "gpt-oss-mixed", "qwen3-moe-fp32",
                                            "qwen3-moe-mixed"));
 
 TEST(MoeSpec, GptOssHasWindowsSinksAndBiases) {
@@ -187,11 +190,12 @@ TEST(MoeSpec, OnlyChosenExpertsAreActive) {
 TEST(MoeSpec, PublishedConfigsAreRead) {
   const std::filesystem::path models = std::filesystem::path(TESSERA_CONFIGS) / "models";
   const auto numel = [&](const char* name) {
-    return total_numel(
-        parameter_table(parse_spec(read_text(models / name / "config.json")).spec));
+    return total_numel(parameter_table(parse_spec(read_text(models / name / "config.json")).spec));
   };
   EXPECT_EQ(numel("qwen3-30b-a3b"), 30'532'122'624);
   EXPECT_EQ(numel("gpt-oss-20b"), 20'914'757'184);
+  EXPECT_EQ(numel("deepseek-v2-lite"), 15'706'484'224);
+  EXPECT_EQ(numel("deepseek-v2"), 235'741'434'880);
 }
 
 }  // namespace

@@ -44,8 +44,7 @@ TEST_F(RoutingTest, TheBestExpertsInAscendingOrderWithWeightsThatSumToOne) {
 TEST_F(RoutingTest, WeightsAreFloat32OfNarrowScores) {
   const Routing routing = route(at::randn({3, 5}).to(at::kBFloat16), kBestTwo);
   EXPECT_EQ(routing.weights.scalar_type(), at::kFloat);
-  EXPECT_EQ(route(at::randn({3, 5}).to(at::kDouble), kBestTwo).weights.scalar_type(),
-            at::kDouble);
+  EXPECT_EQ(route(at::randn({3, 5}).to(at::kDouble), kBestTwo).weights.scalar_type(), at::kDouble);
 }
 
 TEST_F(RoutingTest, ImposedExpertsTakeTheModelsProbabilities) {
@@ -96,11 +95,9 @@ TEST_F(RoutingTest, OnlyTheGroupsWithTheBestExpertsCount) {
   // Groups {0, 1}, {2, 3}, {4, 5}: the first and the last have the best experts; 3 is third best.
   const at::Tensor scores = at::tensor({5.0F, 0.0F, 2.0F, 3.0F, 1.0F, 4.0F}).view({1, 6});
   RouteOptions options{.experts_per_token = 3, .groups = 3, .top_groups = 2};
-  EXPECT_TRUE(
-      route(scores, options).indices.equal(at::tensor({0, 4, 5}, at::kLong).view({1, 3})));
+  EXPECT_TRUE(route(scores, options).indices.equal(at::tensor({0, 4, 5}, at::kLong).view({1, 3})));
   options.top_groups = 3;
-  EXPECT_TRUE(
-      route(scores, options).indices.equal(at::tensor({0, 3, 5}, at::kLong).view({1, 3})));
+  EXPECT_TRUE(route(scores, options).indices.equal(at::tensor({0, 3, 5}, at::kLong).view({1, 3})));
 }
 
 TEST_F(RoutingTest, TheBiasOfAnExpertCountsForTheChoiceOnly) {
@@ -145,6 +142,15 @@ TEST_F(RoutingTest, ScoresThatAreNotFiniteAreNamed) {
     EXPECT_EQ(error.kind(), ErrorKind::kNumeric);
     EXPECT_THAT(error.what(), HasSubstr("found 2 of 5 tokens"));
     EXPECT_THAT(error.what(), HasSubstr("(token 3, expert 1: nan)"));
+  }
+}
+
+TEST_F(RoutingTest, NoTokensAreRoutedNowhere) {
+  for (const std::int64_t groups : {1, 3}) {
+    const Routing routing =
+        route(at::zeros({0, 6}), {.experts_per_token = 2, .groups = groups, .top_groups = 1});
+    EXPECT_EQ(routing.indices.sizes(), at::IntArrayRef({0, 2})) << groups;
+    EXPECT_EQ(routing.weights.sizes(), at::IntArrayRef({0, 2})) << groups;
   }
 }
 

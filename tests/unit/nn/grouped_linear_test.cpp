@@ -17,7 +17,7 @@ class GroupedLinear : public ::testing::Test {
 
 /// Even, uneven, empty at the front, in the middle and at the end, all in one, and nothing at all.
 const std::vector<GroupOffsets>& splits() {
-  static const std::vector<GroupOffsets> all{{0, 32, 64, 96},  {0, 4, 4, 9},   {0, 0, 17, 50},
+  static const std::vector<GroupOffsets> all{{0, 32, 64, 96}, {0, 4, 4, 9},    {0, 0, 17, 50},
                                              {0, 40, 49, 49}, {0, 37, 37, 37}, {0, 0, 0, 0}};
   return all;
 }

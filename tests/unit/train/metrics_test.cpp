@@ -57,6 +57,16 @@ TEST(MetricsJson, AScaledLossSaysItsScaleAndTheStepsLeftOut) {
   EXPECT_THAT(to_step_line(metrics), HasSubstr("  loss_scale: 32768  skipped: 2"));
 }
 
+TEST(MetricsJson, ExpertsSayHowUnevenTheirLoadIs) {
+  StepMetrics metrics = some_metrics();
+  metrics.aux_loss = 3.25;
+  metrics.expert_loads = {{.layer = 1, .max_over_mean = 1.5}, {.layer = 2, .max_over_mean = 2.0}};
+  const auto line = nlohmann::json::parse(to_json_line(metrics));
+  EXPECT_EQ(line["aux_loss"], 3.25);
+  EXPECT_EQ(line["moe/load_max_over_mean/1"], 1.5);
+  EXPECT_EQ(line["moe/load_max_over_mean/2"], 2.0);
+}
+
 TEST(MetricsJson, NonFiniteValuesAreNull) {
   StepMetrics metrics = some_metrics();
   metrics.loss = std::nan("");

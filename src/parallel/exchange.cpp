@@ -1,0 +1,147 @@
+#include "parallel/exchange.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
+#include <c10/util/accumulate.h>
+
+#include <numeric>
+
+#include "base/trace.h"
+#include "comm/group.h"
+#include "tessera/error.h"
+
+namespace tessera::parallel {
+namespace {
+
+void run(const Axis& axis, comm::Kind kind, comm::Op op, const std::string& where) {
+  TESSERA_INVARIANT(axis.group, "a collective of ", where, " on axis ", axis.name, " of one rank");
+  comm::Batch batch;
+  batch.label.kind = kind;
+  batch.label.unit = where;
+  batch.ops.push_back(std::move(op));
+  RECORD_USER_SCOPE("tessera::wait");
+  const TraceScope traced(TraceRow::kWaits, where);
+  axis.group->issue(std::move(batch))->wait();
+}
+
+/// In which addends of a dtype travel, and in which they are added.
+at::ScalarType wire_dtype(const at::Tensor& x, const Axis& axis) {
+  return axis.reduce.value_or(x.scalar_type());
+}
+at::ScalarType sum_dtype(at::ScalarType wire) {
+  return wire == at::kBFloat16 || wire == at::kHalf ? at::kFloat : wire;
+}
+
+/// A cut with all sizes known: dims before it, the whole, the largest part, dims after it.
+struct Layout {
+  std::int64_t outer = 1;
+  std::int64_t total = 0;
+  std::int64_t largest = 0;
+  std::int64_t inner = 1;
+  bool even(const Axis& axis) const { return largest * axis.size == total; }
+};
+
+Layout layout_of(const at::Tensor& x, std::int64_t dim, std::int64_t total, const Axis& axis) {
+  const auto sizes = x.sizes();
+  return {c10::multiply_integers(sizes.begin(), sizes.begin() + dim), total,
+          part_of(total, axis.size, 0).size,
+          c10::multiply_integers(sizes.begin() + dim + 1, sizes.end())};
+}
+
+std::vector<std::int64_t> with_dim(const at::Tensor& x, std::int64_t dim, std::int64_t size) {
+  std::vector<std::int64_t> sizes = x.sizes().vec();
+  sizes[static_cast<std::size_t>(dim)] = size;
+  return sizes;
+}
+
+void check_part(const at::Tensor& part, const Axis& axis, const Cut& cut, std::int64_t total,
+                const std::string& where) {
+  const std::int64_t expected = part_of(total, axis.size, axis.rank).size;
+  TESSERA_CHECK(part.size(cut.dim) == expected, ErrorKind::kUsage, where, ": found a part of ",
+                part.sizes(), ", expected ", expected, " of ", total, " in dim ", cut.dim,
+                " (axis ", axis.name, ", rank ", axis.rank, ")");
+}
+
+}  // namespace
+
+at::Tensor exchange_sum(const at::Tensor& x, const Axis& axis, SumDtype result,
+                        const std::string& where) {
+  const at::ScalarType wire = wire_dtype(x, axis);
+  const at::Tensor addend = x.to(wire).contiguous();
+  const at::Tensor sum = at::empty(x.sizes(), x.options().dtype(sum_dtype(wire)));
+  run(axis, comm::Kind::kAllReduce, comm::AllReduce{addend, sum}, where);
+  return sum.to(result.value_or(x.scalar_type()));
+}
+
+at::Tensor exchange_gather(const at::Tensor& part, const Axis& axis, const Cut& cut,
+                           const std::string& where) {
+  const std::int64_t total = cut.total.value_or(part.size(cut.dim) * axis.size);
+  check_part(part, axis, cut, total, where);
+  const Layout layout = layout_of(part, cut.dim, total, axis);
+  const std::int64_t slice = layout.outer * layout.largest * layout.inner;
+  const at::Tensor buffer = at::empty({axis.size * slice}, part.options());
+  const auto place = [&](int rank) {
+    const std::int64_t size = part_of(total, axis.size, rank).size;
+    return buffer.narrow(0, rank * slice, layout.outer * size * layout.inner)
+        .view(with_dim(part, cut.dim, size));
+  };
+  place(axis.rank).copy_(part);
+  if (!layout.even(axis)) {
+    const std::int64_t own = part.numel();
+    buffer.narrow(0, axis.rank * slice + own, slice - own).zero_();
+  }
+  run(axis, comm::Kind::kAllGather, comm::AllGather{buffer}, where);
+  if (layout.outer == 1 && layout.even(axis)) return buffer.view(with_dim(part, cut.dim, total));
+  std::vector<at::Tensor> parts;
+  for (int rank = 0; rank < axis.size; ++rank) parts.push_back(place(rank));
+  return at::cat(parts, cut.dim);
+}
+
+at::Tensor exchange_reduce_scatter(const at::Tensor& x, const Axis& axis, const Cut& cut,
+                                   SumDtype result, const std::string& where) {
+  const std::int64_t total = x.size(cut.dim);
+  TESSERA_CHECK(total == cut.total.value_or(total / axis.size * axis.size), ErrorKind::kUsage,
+                where, ": found ", total, " in dim ", cut.dim, ", expected ",
+                cut.total ? concat(*cut.total) : concat("a multiple of ", axis.size), " (axis ",
+                axis.name, ")");
+  const Layout layout = layout_of(x, cut.dim, total, axis);
+  const std::int64_t slice = layout.outer * layout.largest * layout.inner;
+  const at::ScalarType wire = wire_dtype(x, axis);
+  at::Tensor addends;
+  if (layout.outer == 1 && layout.even(axis)) {
+    addends = x.to(wire).contiguous();
+  } else {
+    addends = at::zeros({axis.size * slice}, x.options().dtype(wire));
+    for (int rank = 0; rank < axis.size; ++rank) {
+      const Part part = part_of(total, axis.size, rank);
+      addends.narrow(0, rank * slice, layout.outer * part.size * layout.inner)
+          .view(with_dim(x, cut.dim, part.size))
+          .copy_(x.narrow(cut.dim, part.begin, part.size));
+    }
+  }
+  const at::Tensor sum = at::empty({slice}, x.options().dtype(sum_dtype(wire)));
+  run(axis, comm::Kind::kReduceScatter, comm::ReduceScatter{addends, sum}, where);
+  const std::int64_t own = part_of(total, axis.size, axis.rank).size;
+  return sum.narrow(0, 0, layout.outer * own * layout.inner)
+      .view(with_dim(x, cut.dim, own))
+      .to(result.value_or(x.scalar_type()));
+}
+
+at::Tensor exchange_rows(const at::Tensor& rows, const Axis& axis, const Splits& splits,
+                         const std::string& where) {
+  const std::int64_t sent = std::accumulate(splits.sends.begin(), splits.sends.end(), 0L);
+  const std::int64_t received = std::accumulate(splits.receives.begin(), splits.receives.end(), 0L);
+  TESSERA_INVARIANT(rows.size(0) == sent, where, ": ", rows.sizes(), " for ", sent, " rows");
+  const at::Tensor output = at::empty(with_dim(rows, 0, received), rows.options());
+  const auto sizes = rows.sizes();
+  const std::int64_t width = c10::multiply_integers(sizes.begin() + 1, sizes.end());
+  comm::AllToAll op{rows.contiguous(), splits.sends, output, splits.receives};
+  for (std::int64_t& count : op.sends) count *= width;
+  for (std::int64_t& count : op.receives) count *= width;
+  run(axis, comm::Kind::kAllToAll, std::move(op), where);
+  return output;
+}
+
+}  // namespace tessera::parallel

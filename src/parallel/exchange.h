@@ -1,0 +1,46 @@
+// The collectives behind the transitions: blocking, without derivatives. Private to parallel/ and
+// moe/.
+//
+// None is called on an axis of one rank. `where` names the caller in errors and traces. Next:
+// transitions.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "parallel/axis.h"
+
+namespace tessera::parallel {
+
+/// What a sum becomes; none = the addends' dtype.
+using SumDtype = std::optional<at::ScalarType>;
+
+/// Bytes a rank sends: comm::AllReduce.
+at::Tensor exchange_sum(const at::Tensor& x, const Axis& axis, SumDtype result,
+                        const std::string& where);
+
+/// The parts of all ranks, one after the other along the cut's dim. In place where nothing but
+/// that dim's size lies before it. Bytes a rank sends: (size - 1) x the largest part.
+at::Tensor exchange_gather(const at::Tensor& part, const Axis& axis, const Cut& cut,
+                           const std::string& where);
+
+/// Of the sum over ranks this rank's part. Bytes a rank sends: (size - 1) x the largest part, in
+/// the reduce dtype.
+at::Tensor exchange_reduce_scatter(const at::Tensor& x, const Axis& axis, const Cut& cut,
+                                   SumDtype result, const std::string& where);
+
+/// How many rows of dim 0 go to each rank and come from each.
+struct Splits {
+  std::vector<std::int64_t> sends;
+  std::vector<std::int64_t> receives;
+  Splits swapped() const { return {receives, sends}; }
+};
+/// Bytes a rank sends: its rows but those for itself.
+at::Tensor exchange_rows(const at::Tensor& rows, const Axis& axis, const Splits& splits,
+                         const std::string& where);
+
+}  // namespace tessera::parallel
