@@ -115,8 +115,8 @@ TEST_P(MoeReference, BFloat16GradientsPointTheSameWayWithTheRecordedRouting) {
   }
 }
 
-// E * sum of f * p over the pooled layers, as transformers has it; only routers and what lies before
-// them get a gradient.
+// E * sum of f * p over the pooled layers, as transformers has it; only routers and what lies
+// before them get a gradient.
 TEST_P(MoeReference, AuxiliaryLossAndItsGradientsAgree) {
   const auto model = reference_.model(Reference::Compute::kFloat32);
   ModelInputs inputs = inputs_of(reference_);
@@ -131,8 +131,8 @@ TEST_P(MoeReference, AuxiliaryLossAndItsGradientsAgree) {
     counts = counts + output.loads[i].counts;
     probabilities = probabilities + output.loads[i].probabilities;
   }
-  const double rows = static_cast<double>(inputs.input_ids.numel()) *
-                      static_cast<double>(output.loads.size());
+  const double rows =
+      static_cast<double>(inputs.input_ids.numel()) * static_cast<double>(output.loads.size());
   const at::Tensor loss = (counts.to(at::kFloat) * probabilities).sum() * (8 / (rows * rows));
   EXPECT_NEAR(loss.item<double>(), reference_.result("aux_loss").item<double>(), 5e-6);
   loss.backward();

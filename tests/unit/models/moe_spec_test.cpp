@@ -1,4 +1,5 @@
-// Families with experts as their config.json says: both spellings, what is refused, what is written.
+// Families with experts as their config.json says: both spellings, what is refused, what is
+// written.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -187,8 +188,7 @@ TEST(MoeSpec, OnlyChosenExpertsAreActive) {
 TEST(MoeSpec, PublishedConfigsAreRead) {
   const std::filesystem::path models = std::filesystem::path(TESSERA_CONFIGS) / "models";
   const auto numel = [&](const char* name) {
-    return total_numel(
-        parameter_table(parse_spec(read_text(models / name / "config.json")).spec));
+    return total_numel(parameter_table(parse_spec(read_text(models / name / "config.json")).spec));
   };
   EXPECT_EQ(numel("qwen3-30b-a3b"), 30'532'122'624);
   EXPECT_EQ(numel("gpt-oss-20b"), 20'914'757'184);
