@@ -80,15 +80,22 @@ void check_layer_types(ConfigReader& keys, std::int64_t layers) {
   }
 }
 
+/// At least the elements of latent attention: every latent meets x and every head.
+double latent_attention_size(const ModelSpec& spec) {
+  const MlaSpec& mla = *spec.mla;
+  const auto hidden = static_cast<double>(spec.hidden_size);
+  const auto heads =
+      static_cast<double>(spec.num_attention_heads) * static_cast<double>(spec.attended_dims());
+  const auto latents =
+      static_cast<double>(mla.kv_lora_rank + mla.qk_rope_head_dim + mla.q_lora_rank.value_or(0));
+  return hidden * latents + heads * latents + 2 * heads * hidden;
+}
+
 /// In floating point, which cannot overflow.
 void check_total_size(const ModelSpec& spec) {
   const auto d = [](std::int64_t n) { return static_cast<double>(n); };
-  // A head of its own for every product: more than latent attention has.
   const double attention =
-      spec.mla ? d(spec.num_attention_heads) *
-                     (d(spec.hidden_size) + d(spec.mla->kv_lora_rank) +
-                      d(spec.mla->q_lora_rank.value_or(1))) *
-                     2 * d(spec.attended_dims())
+      spec.mla ? latent_attention_size(spec)
                : d(spec.hidden_size) * d(spec.head_dim) *
                      (2 * d(spec.num_attention_heads) + 2 * d(spec.num_key_value_heads));
   double inner = d(spec.intermediate_size);

@@ -70,7 +70,8 @@ void check_finite(const at::Tensor& scores, const at::Tensor& probabilities) {
 /// Scores [M, E] outside the best groups become -inf.
 at::Tensor within_best_groups(const at::Tensor& scores, const RouteOptions& options) {
   if (options.top_groups == options.groups) return scores;
-  const at::Tensor grouped = scores.view({scores.size(0), options.groups, -1});
+  const std::int64_t group_size = scores.size(1) / options.groups;
+  const at::Tensor grouped = scores.view({scores.size(0), options.groups, group_size});
   const at::Tensor best = std::get<1>(at::topk(grouped.amax(2), options.top_groups, 1));
   const at::Tensor outside =
       at::ones({scores.size(0), options.groups}, scores.options().dtype(at::kBool))

@@ -232,6 +232,57 @@ TEST_P(Placements, FreezingAndUnfreezingMovesEveryPartAmongItsOwnRanks) {
   });
 }
 
+// Groups are opened as buckets need them, gathers and reductions of several groups are under way at
+// once: over sockets as well.
+TEST(PlacementGroups, OverGloo) {
+  const Degrees degrees{1, 2, 2, 2, 2, 1};
+  const auto expected = whole_model_gradients(whole_values(), degrees.data_ranks(), 2);
+  ranks(degrees.ranks(), ThreadBackend::kGloo).run([&](World& world) {
+    CutSharded sharded(world.mesh(degrees.shapes()));
+    for (int step = 0; step < 2; ++step) sharded.run(step);
+    expect_near(whole_gradients(*sharded.handle), expected);
+    expect_same(whole_parameters(*sharded.handle), whole_values());
+    EXPECT_TRUE(check_invariant_gradients(*sharded.handle).empty());
+  });
+}
+
+// Naive: the ranks of dp_shard ask each other alone; those of tp hold parts of the same gathers.
+TEST(PlacementGroups, UnitsThatStayUnshardedAreGatheredAnewWhereAnyRankOfTheReplicaChangedThem) {
+  const Degrees degrees{1, 2, 2, 2, 2, 1};
+  ranks(degrees.ranks()).run([&](World& world) {
+    CutSharded sharded(world.mesh(degrees.shapes()));
+    sharded.handle->set_reshard_after_backward(false);
+    sharded.handle->set_reshard_after_forward(false);
+    sharded.run();
+    sharded.handle->zero_grad();
+    auto values = whole_values();
+    values["block1.norm"] = values["block1.norm"] * 2.0;
+    {
+      const at::NoGradGuard no_grad;
+      for (const auto& view : sharded.handle->shards()) {
+        if (view.contract->name == "block1.norm") view.shard.detach().mul_(2.0);
+      }
+    }
+    sharded.run();
+    expect_near(whole_gradients(*sharded.handle),
+                whole_model_gradients(values, degrees.data_ranks()));
+  });
+}
+
+// A bucket of a unit whose reduction is done gives its buffer back, those of other groups do not
+// yet: a budget of nothing waits for each group by itself.
+TEST(PlacementGroups, ReductionsOfOneUnitEndGroupByGroup) {
+  const Degrees degrees{1, 2, 2, 2, 2, 1};
+  const auto expected = whole_model_gradients(whole_values(), degrees.data_ranks(), 3);
+  ranks(degrees.ranks()).run([&](World& world) {
+    auto options = CutSharded::sums();
+    options.in_flight_bytes = 0;
+    CutSharded sharded(world.mesh(degrees.shapes()), options);
+    for (int step = 0; step < 3; ++step) sharded.run(step);
+    expect_near(whole_gradients(*sharded.handle), expected);
+  });
+}
+
 /// A weight that every rank of tp has, and whose gradient is what that rank's input makes of it.
 ShardOptions declared(const ParameterLayout& layout) {
   auto options = CutSharded::sums();

@@ -7,11 +7,14 @@
 #include <fstream>
 #include <iostream>
 #include <sstream>
+#include <utility>
 
 #include "dist/ranks.h"
 #include "golden/model_folder.h"
+#include "models/parameter_table.h"
 #include "tessera/shard.h"
 #include "train/gradients.h"
+#include "train/parallelize.h"
 
 namespace tessera::golden {
 namespace {
@@ -31,6 +34,22 @@ class QuietOutput {
   std::ostringstream swallowed_;
   std::streambuf* before_;
 };
+
+/// Parameters that stack several tensors of the files, as these.
+Tensors as_in_files(const std::vector<models::ParameterSpec>& table, Tensors parameters) {
+  for (const auto& row : table) {
+    const auto found = parameters.find(row.name);
+    if (row.stacked.empty() || found == parameters.end()) continue;
+    auto shape = row.stacked_shape;
+    shape.insert(shape.begin(), static_cast<std::int64_t>(row.stacked.size()));
+    const at::Tensor parts = found->second.view(shape);
+    parameters.erase(found);
+    for (std::size_t i = 0; i < row.stacked.size(); ++i) {
+      parameters[row.stacked[i]] = parts.select(0, static_cast<std::int64_t>(i));
+    }
+  }
+  return parameters;
+}
 
 /// One thread a rank: how many there are must not decide how sums are split.
 void on_ranks(const Layout& layout, const std::function<void(World&)>& body) {
@@ -151,6 +170,10 @@ TrainingRun run_training(train::Config config, const Layout& layout,
     const auto result = train::run_training(config, world, hooks);
     if (world.rank() == 0) run.result = result;
   });
+  const auto table = models::parameter_table(train::open_model(config.model).spec);
+  for (auto& [step, parameters] : run.parameters) {
+    parameters = as_in_files(table, std::move(parameters));
+  }
   std::ifstream lines(folder / "metrics" / "metrics.jsonl");
   for (std::string line; std::getline(lines, line);) run.lines.push_back(line);
   return run;

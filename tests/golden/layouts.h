@@ -59,8 +59,9 @@ void expect_same_row_sums(Gradients on_one_rank, Gradients on_several, Tied tied
 struct TrainingRun {
   std::vector<double> losses;  ///< by step
   std::vector<double> norms;
-  std::map<std::int64_t, Tensors> parameters;  ///< by step, of the steps that were asked for
-  std::vector<std::string> lines;              ///< metrics.jsonl
+  /// By step, of the steps that were asked for, under the names of the files.
+  std::map<std::int64_t, Tensors> parameters;
+  std::vector<std::string> lines;  ///< metrics.jsonl
   train::TrainingResult result;
 };
 TrainingRun run_training(train::Config config, const Layout& layout,

@@ -128,6 +128,12 @@ INSTANTIATE_TEST_SUITE_P(Moe, GoldenTraining,
                                                               OptimizerKind::kAdamW)),
                          case_name);
 
+INSTANTIATE_TEST_SUITE_P(DeepseekV2, GoldenTraining,
+                         ::testing::Combine(::testing::ValuesIn(kDeepseekFolders),
+                                            ::testing::Values(OptimizerKind::kSgd,
+                                                              OptimizerKind::kAdamW)),
+                         case_name);
+
 // SGD's first update is lr x clipped gradient, so its length is lr x min(norm, max_norm): it ties
 // the norm that is reported and the clip to what parameters do, on every layout.
 TEST(GoldenClipping, TheFirstUpdateIsAsLongAsTheClippedNorm) {

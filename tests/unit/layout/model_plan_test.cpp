@@ -71,6 +71,33 @@ TEST(ModelPlan, TrafficIsTheFormulaOfTheDocumentation) {
       << "one rank sends nothing";
 }
 
+// dp_shard 4 x tp 2 = dp_shard_mod_ep 2 x ep 4: a norm is summed over all eight ranks, a column
+// over four, an expert over two, one that nobody shares is sent nowhere.
+TEST(ModelPlan, ABucketLiesOverTheRanksOfItsOwnAxes) {
+  PlanOptions options{4, 64};
+  options.mesh = {MeshShape::dense(1, 1, 4, 1, 2), MeshShape::sparse(1, 1, 2, 4, 1)};
+  const auto on = [](const std::vector<std::string>& axes) {
+    BucketKey key = kFloat;
+    key.reductions.shard_axes = axes;
+    return key;
+  };
+  const ModelPlan plan = plan_model({"",
+                                     {{"norm", 512, on({"dp_shard", "tp"})},
+                                      {"column", 512, on({"dp_shard"})},
+                                      {"expert", 512, on({"dp_shard_mod_ep"})},
+                                      {"alone", 512, on({})}}},
+                                    {}, options, 0);
+  const auto& buckets = plan.units.front().plan.buckets;
+  ASSERT_EQ(buckets.size(), 4U);
+  EXPECT_EQ(buckets[0].ranks, 8);
+  EXPECT_EQ(buckets[1].ranks, 4);
+  EXPECT_EQ(buckets[2].ranks, 2);
+  EXPECT_EQ(buckets[3].ranks, 1);
+  const std::int64_t sent = 4 * 512 * 7 / 8 + 4 * 512 * 3 / 4 + 4 * 512 / 2;
+  EXPECT_EQ(step_traffic(plan, Reshard::kYes, 1).reductions, sent);
+  EXPECT_EQ(step_traffic(plan, Reshard::kYes, 1).gathers, sent);
+}
+
 TEST(ModelPlan, HashesDifferWhereThePlansDo) {
   const auto hash_of = [](const BucketKey& key, std::int64_t numel, const PlanOptions& options) {
     return hash(plan_model({"", {{"w", numel, key}}}, {}, options, 0));

@@ -65,10 +65,10 @@ std::string refusal(json config, const char* key, const json& value) {
 TEST(DeepseekV2Config, PublishedSpellingOfBothModelsIsRead) {
   const ModelSpec spec = spec_of(lite());
   EXPECT_EQ(spec.family, Family::kDeepseekV2);
-  EXPECT_EQ(spec.mla, (MlaSpec{.kv_lora_rank = 24,
-                               .qk_nope_head_dim = 16,
-                               .qk_rope_head_dim = 8,
-                               .v_head_dim = 12}));
+  EXPECT_EQ(
+      spec.mla,
+      (MlaSpec{
+          .kv_lora_rank = 24, .qk_nope_head_dim = 16, .qk_rope_head_dim = 8, .v_head_dim = 12}));
   EXPECT_EQ(spec.head_dim, 8);
   MoeSpec moe{.num_experts = 8,
               .experts_per_token = 3,
@@ -126,10 +126,10 @@ TEST(DeepseekV2Config, WhatIsWrittenHasTheHubsKeys) {
 
 TEST(DeepseekV2Config, AbsentKeysTakeTransformersDefaults) {
   json config = lite();
-  for (const char* key : {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-                          "v_head_dim", "moe_intermediate_size", "n_shared_experts",
-                          "first_k_dense_replace", "routed_scaling_factor", "topk_method",
-                          "n_group", "topk_group", "num_key_value_heads"}) {
+  for (const char* key :
+       {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+        "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace",
+        "routed_scaling_factor", "topk_method", "n_group", "topk_group", "num_key_value_heads"}) {
     config.erase(key);
   }
   const ModelSpec spec = spec_of(config);
@@ -147,33 +147,46 @@ TEST(DeepseekV2Config, AbsentKeysTakeTransformersDefaults) {
 
 TEST(DeepseekV2Config, OtherMathsIsRefusedWithKeyAndValue) {
   const std::pair<const char*, json> cases[] = {
-      {"scoring_func", "sigmoid"},      {"topk_method", "noaux_tc"},
-      {"moe_layer_freq", 2},            {"norm_topk_prob", true},
-      {"num_key_value_heads", 2},       {"head_dim", 16},
-      {"qk_head_dim", 16},              {"qk_rope_head_dim", 7},
-      {"mlp_bias", true},               {"n_routed_experts", nullptr},
-      {"num_experts_per_tok", 9},       {"q_lora_rank", 0},
-      {"routed_scaling_factor", 0},     {"n_shared_experts", 0},
-      {"first_k_dense_replace", -1},    {"n_group", 3},
-      {"topk_group", 5},                {"topk_group", 1},
-      {"rope_interleaved", true},       {"num_nextn_predict_layers", 1},
+      {"scoring_func", "sigmoid"},
+      {"topk_method", "noaux_tc"},
+      {"moe_layer_freq", 2},
+      {"norm_topk_prob", true},
+      {"num_key_value_heads", 2},
+      {"head_dim", 16},
+      {"qk_head_dim", 16},
+      {"qk_rope_head_dim", 7},
+      {"mlp_bias", true},
+      {"n_routed_experts", nullptr},
+      {"num_experts_per_tok", 9},
+      {"q_lora_rank", 0},
+      {"routed_scaling_factor", 0},
+      {"n_shared_experts", 0},
+      {"first_k_dense_replace", -1},
+      {"n_group", 3},
+      {"topk_group", 5},
+      {"topk_group", 1},
+      {"rope_interleaved", true},
+      {"num_nextn_predict_layers", 1},
   };
   for (const auto& [key, value] : cases) {
     EXPECT_THAT(refusal(full(), key, value), HasSubstr(key)) << value;
   }
+  json large = full();
+  large["hidden_size"] = large["q_lora_rank"] = 1LL << 31;
+  EXPECT_THAT(refusal(large, "kv_lora_rank", 1LL << 31), HasSubstr("parameters, expected at most"));
   // Greedy routing does not read the groups.
   EXPECT_EQ(refusal(lite(), "n_group", 3), "");
 }
 
 TEST(DeepseekV2Config, RowsAreThoseOfTheHubsFiles) {
   const auto names = [](const json& config) {
-    std::vector<std::string> names;
+    std::vector<std::string> rows;
     for (const ParameterSpec& row : parameter_table(spec_of(config))) {
       std::string shape;
       for (const std::int64_t size : row.shape) shape += " " + std::to_string(size);
-      if (row.unit == "model.layers.1") names.push_back(row.name.substr(15) + shape);
+      if (row.unit == "model.layers.1") rows.push_back(row.name.substr(15) + shape);
     }
-    return names;
+    return rows;
   };
   const std::vector<std::string> mlp{
       "mlp.gate.weight 8 32",
@@ -186,8 +199,8 @@ TEST(DeepseekV2Config, RowsAreThoseOfTheHubsFiles) {
       "post_attention_layernorm.weight 32",
   };
   std::vector<std::string> expected{
-      "self_attn.q_proj.weight 96 32",          "self_attn.kv_a_proj_with_mqa.weight 32 32",
-      "self_attn.kv_a_layernorm.weight 24",     "self_attn.kv_b_proj.weight 112 24",
+      "self_attn.q_proj.weight 96 32",      "self_attn.kv_a_proj_with_mqa.weight 32 32",
+      "self_attn.kv_a_layernorm.weight 24", "self_attn.kv_b_proj.weight 112 24",
       "self_attn.o_proj.weight 32 48",
   };
   expected.insert(expected.end(), mlp.begin(), mlp.end());

@@ -91,7 +91,9 @@ TEST_P(MoeSpecs, TheTableWantsTheTensorsOfTheFile) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Folders, MoeSpecs,
-                         ::testing::Values("gpt-oss-fp32", "gpt-oss-mixed", "qwen3-moe-fp32",
+                         ::testing::Values("deepseek-v2-fp32", "deepseek-v2-mixed",
+                                           "deepseek-v2-group-fp32", "deepseek-v2-group-mixed",
+                                           "gpt-oss-fp32", "gpt-oss-mixed", "qwen3-moe-fp32",
                                            "qwen3-moe-mixed"));
 
 TEST(MoeSpec, GptOssHasWindowsSinksAndBiases) {
@@ -192,6 +194,8 @@ TEST(MoeSpec, PublishedConfigsAreRead) {
   };
   EXPECT_EQ(numel("qwen3-30b-a3b"), 30'532'122'624);
   EXPECT_EQ(numel("gpt-oss-20b"), 20'914'757'184);
+  EXPECT_EQ(numel("deepseek-v2-lite"), 15'706'484'224);
+  EXPECT_EQ(numel("deepseek-v2"), 235'741'434'880);
 }
 
 }  // namespace

@@ -145,6 +145,15 @@ TEST_F(RoutingTest, ScoresThatAreNotFiniteAreNamed) {
   }
 }
 
+TEST_F(RoutingTest, NoTokensAreRoutedNowhere) {
+  for (const std::int64_t groups : {1, 3}) {
+    const Routing routing =
+        route(at::zeros({0, 6}), {.experts_per_token = 2, .groups = groups, .top_groups = 1});
+    EXPECT_EQ(routing.indices.sizes(), at::IntArrayRef({0, 2})) << groups;
+    EXPECT_EQ(routing.weights.sizes(), at::IntArrayRef({0, 2})) << groups;
+  }
+}
+
 TEST_F(RoutingTest, OptionsThatTheExpertsDoNotFitAreRefused) {
   const auto kind = [](const RouteOptions& options) {
     try {
