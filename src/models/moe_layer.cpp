@@ -17,9 +17,8 @@ namespace {
 moe::RouteOptions route_options(const MoeSpec& moe) {
   moe::RouteOptions options;
   options.experts_per_token = moe.experts_per_token;
-  options.scoring = moe.scores == ExpertScores::kSoftmaxOfAll
-                        ? moe::Scoring::kSoftmaxThenTopK
-                        : moe::Scoring::kTopKThenSoftmax;
+  options.scoring = moe.scores == ExpertScores::kSoftmaxOfAll ? moe::Scoring::kSoftmaxThenTopK
+                                                              : moe::Scoring::kTopKThenSoftmax;
   options.normalize = moe.norm_topk_prob;
   options.scaling_factor = moe.routed_scaling_factor;
   options.groups = moe.n_group;
@@ -37,8 +36,7 @@ moe::Activation activation_of(const MoeSpec& moe) {
 RouterLoad load_of(const moe::Routing& routing, RouterStatistics statistics) {
   RouterLoad load;
   if (statistics == RouterStatistics::kNone) return load;
-  load.counts =
-      at::bincount(routing.indices.reshape({-1}), {}, routing.probabilities.size(1));
+  load.counts = at::bincount(routing.indices.reshape({-1}), {}, routing.probabilities.size(1));
   if (statistics == RouterStatistics::kAndProbabilities) {
     const WideScope probabilities;
     load.probabilities = routing.probabilities.sum(0);
@@ -88,8 +86,8 @@ ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes) : moe_(*s
 }
 
 at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing) {
-  const auto layout = moe_.layout == ExpertLayout::kOutIn ? nn::GroupLayout::kOutIn
-                                                          : nn::GroupLayout::kInOut;
+  const auto layout =
+      moe_.layout == ExpertLayout::kOutIn ? nn::GroupLayout::kOutIn : nn::GroupLayout::kInOut;
   const moe::ExpertWeights weights{gate_up_proj_, down_proj_, gate_up_proj_bias_, down_proj_bias_,
                                    layout};
   return moe::experts(x, routing, weights, {activation_of(moe_), moe::Score::kAfterExperts});
@@ -101,8 +99,8 @@ MoeLayer::MoeLayer(const ModelSpec& spec, const LocalSizes& sizes) {
   experts_ = register_module("experts", std::make_shared<ExpertBank>(spec, sizes));
   if (sizes.shared_intermediate_size == 0) return;
   shared_experts_ =
-      register_module("shared_experts", std::make_shared<nn::Mlp>(spec.hidden_size,
-                                                                  sizes.shared_intermediate_size));
+      register_module("shared_experts",
+                      std::make_shared<nn::Mlp>(spec.hidden_size, sizes.shared_intermediate_size));
 }
 
 MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& request) {
