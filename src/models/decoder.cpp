@@ -77,10 +77,10 @@ ModelOutput Decoder::forward_routed(const ModelInputs& inputs) {
                 "pixel_values: found images, expected none for a model of text");
   const auto routed = std::ranges::count_if(
       layers_, [](const auto& layer) { return layer.module()->has_experts(); });
-  TESSERA_CHECK(inputs.imposed_routing.empty() ||
-                    std::cmp_equal(inputs.imposed_routing.size(), routed),
-                ErrorKind::kFormat, "imposed routing: found ", inputs.imposed_routing.size(),
-                " layers, expected one of each of the ", routed, " layers with experts");
+  TESSERA_CHECK(
+      inputs.imposed_routing.empty() || std::cmp_equal(inputs.imposed_routing.size(), routed),
+      ErrorKind::kFormat, "imposed routing: found ", inputs.imposed_routing.size(),
+      " layers, expected one of each of the ", routed, " layers with experts");
   auto imposed = inputs.imposed_routing.begin();
   ModelOutput output;
   at::Tensor x = (*embedding_)(inputs.input_ids);

@@ -15,8 +15,8 @@ constexpr const char* kSliding = "sliding_attention";
 constexpr const char* kFull = "full_attention";
 
 void read_layer_types(ConfigReader& keys, ModelSpec& spec) {
-  const std::string expected = concat("a list of ", spec.num_hidden_layers, " times \"", kSliding,
-                                      "\" or \"", kFull, "\"");
+  const std::string expected =
+      concat("a list of ", spec.num_hidden_layers, " times \"", kSliding, "\" or \"", kFull, "\"");
   const nlohmann::json* types = keys.take("layer_types");
   for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
     spec.layer_types.push_back(i % 2 == 0 ? LayerType::kSliding : LayerType::kFull);

@@ -19,9 +19,8 @@ namespace {
 moe::RouteOptions route_options(const MoeSpec& moe) {
   moe::RouteOptions options;
   options.experts_per_token = moe.experts_per_token;
-  options.scoring = moe.scores == ExpertScores::kSoftmaxOfAll
-                        ? moe::Scoring::kSoftmaxThenTopK
-                        : moe::Scoring::kTopKThenSoftmax;
+  options.scoring = moe.scores == ExpertScores::kSoftmaxOfAll ? moe::Scoring::kSoftmaxThenTopK
+                                                              : moe::Scoring::kTopKThenSoftmax;
   options.normalize = moe.norm_topk_prob;
   options.scaling_factor = moe.routed_scaling_factor;
   options.groups = moe.n_group;
@@ -39,8 +38,7 @@ moe::Activation activation_of(const MoeSpec& moe) {
 RouterLoad load_of(const moe::Routing& routing, RouterStatistics statistics) {
   RouterLoad load;
   if (statistics == RouterStatistics::kNone) return load;
-  load.counts =
-      at::bincount(routing.indices.reshape({-1}), {}, routing.probabilities.size(1));
+  load.counts = at::bincount(routing.indices.reshape({-1}), {}, routing.probabilities.size(1));
   if (statistics == RouterStatistics::kAndProbabilities) {
     const WideScope probabilities;
     load.probabilities = routing.probabilities.sum(0);

@@ -34,8 +34,8 @@ auto recomputed(torch::nn::Module& layer, RecomputeMode mode, const std::vector<
   using Result = decltype(body(inputs));
   if (mode == RecomputeMode::kNone || !wants_gradient(layer, inputs)) return body(inputs);
   std::function<Result(const std::vector<at::Tensor>&)> run =
-      [owner = layer.weak_from_this().lock(), body = std::move(body)](
-          const std::vector<at::Tensor>& all) { return body(all); };
+      [owner = layer.weak_from_this().lock(),
+       body = std::move(body)](const std::vector<at::Tensor>& all) { return body(all); };
   return checkpoint(std::move(run), inputs, mode);
 }
 

@@ -114,11 +114,10 @@ at::Tensor Attention::decode(const at::Tensor& x, KvCache& cache) {
       project(x, {all.cos.narrow(0, begin, x.size(1)), all.sin.narrow(0, begin, x.size(1))});
   cache.append(heads.k, heads.v);
   if (begin == 0) return o_proj_->forward(attend(heads));
-  return o_proj_->forward(
-      is_plain(cache.length())
-          ? cached_attention(heads.q, cache.keys(), cache.values(), scale())
-          : windowed_attention(heads.q, cache.keys(), cache.values(), {options_.window, sinks_},
-                               scale()));
+  return o_proj_->forward(is_plain(cache.length())
+                              ? cached_attention(heads.q, cache.keys(), cache.values(), scale())
+                              : windowed_attention(heads.q, cache.keys(), cache.values(),
+                                                   {options_.window, sinks_}, scale()));
 }
 
 }  // namespace tessera::nn

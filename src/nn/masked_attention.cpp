@@ -27,14 +27,14 @@ at::Tensor attention_composite(const at::Tensor& q, const at::Tensor& keys,
   const at::ScalarType inside = at::promote_types(q.scalar_type(), at::kFloat);
   const at::Tensor weights = [&] {
     const WideScope softmax;
-    const at::Tensor masked = scores.to(inside)
-                                  .view({rows, groups, positions, repeat, seen})
-                                  .masked_fill(unseen.hidden, -std::numeric_limits<double>::infinity());
+    const at::Tensor masked =
+        scores.to(inside)
+            .view({rows, groups, positions, repeat, seen})
+            .masked_fill(unseen.hidden, -std::numeric_limits<double>::infinity());
     if (!unseen.sinks.defined()) return at::softmax(masked, 4).to(q.scalar_type());
-    const at::Tensor sinks =
-        unseen.sinks.to(inside)
-            .view({1, groups, 1, repeat, 1})
-            .expand({rows, groups, positions, repeat, 1});
+    const at::Tensor sinks = unseen.sinks.to(inside)
+                                 .view({1, groups, 1, repeat, 1})
+                                 .expand({rows, groups, positions, repeat, 1});
     return at::softmax(at::cat({masked, sinks}, 4), 4).narrow(4, 0, seen).to(q.scalar_type());
   }();
   return at::matmul(weights.reshape({rows, groups, positions * repeat, seen}), values)

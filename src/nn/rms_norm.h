@@ -1,8 +1,8 @@
 // RMSNorm as Hugging Face's models compute it, returned in the input's dtype whatever the weight's.
 //
 // Llama's and Qwen3's composite form rounds the normed value to the input's dtype before it
-// multiplies by the weight, as theirs does; Gemma's and gpt-oss' multiply first. Gemma's may have no weight. The
-// CPU kernel stays in fp32 and rounds once for both. Next: rope.h.
+// multiplies by the weight, as theirs does; Gemma's and gpt-oss' multiply first. Gemma's may have
+// no weight. The CPU kernel stays in fp32 and rounds once for both. Next: rope.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -19,7 +19,8 @@ constexpr std::int64_t kBlock = 256;
 
 at::Tensor windowed_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
                               const AttentionReach& reach, double scale) {
-  // Sinks get their gradient out of sums that nearly cancel: 16-bit scores would leave little of it.
+  // Sinks get their gradient out of sums that nearly cancel: 16-bit scores would leave little of
+  // it.
   const WideScope scores;
   const at::ScalarType inside = at::promote_types(q.scalar_type(), at::kFloat);
   const at::Tensor wide_q = q.to(inside);

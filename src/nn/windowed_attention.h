@@ -1,9 +1,9 @@
 // Causal attention that looks back over a window only, or that may look at nothing: each head has
 // a sink, one more logit whose probability goes nowhere.
 //
-// Scores, softmax and sums are fp32, the result is rounded once. attention.h has the faster form for what is merely causal. Short symbols: B
-// rows, T queries, N keys, G key/value heads, R query heads of each, D head_dim. Next:
-// masked_attention.h.
+// Scores, softmax and sums are fp32, the result is rounded once. attention.h has the faster form
+// for what is merely causal. Short symbols: B rows, T queries, N keys, G key/value heads, R query
+// heads of each, D head_dim. Next: masked_attention.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

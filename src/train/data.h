@@ -29,7 +29,7 @@ struct MicroBatch {
   /// Those of the rows; with none of them N = 0, so that the tower runs on every rank.
   std::optional<models::Images> images = std::nullopt;
   std::optional<at::Tensor> token_types = std::nullopt;  ///< [b, T] i64
-  std::vector<at::Tensor> imposed_routing = {};          ///< [b*T, K] i64 a layer with experts, or empty
+  std::vector<at::Tensor> imposed_routing = {};  ///< [b*T, K] i64 a layer with experts, or empty
   /// Targets that are not -100.
   std::int64_t kept_labels() const;
   /// With the targets: for the loss.
@@ -83,7 +83,8 @@ std::unique_ptr<BatchSource> open_batches(const BatchRequest& request);
 /// The vocabulary of a model; `from_scratch` means that it has no folder.
 Vocabulary vocabulary_of(const models::ModelSpec& spec, bool from_scratch);
 
-/// Which experts a batch file is to impose: router/<i>/indices [B*T, K] of every layer with experts.
+/// Which experts a batch file is to impose: router/<i>/indices [B*T, K] of every layer with
+/// experts.
 using RoutingWanted = models::RoutedExperts;
 
 /// The one batch of `tessera gradients`: the unprefixed input_ids and labels of a file. Errors: as

@@ -48,9 +48,8 @@ EndedBy generate(models::Decoder& model, const std::vector<std::int64_t>& prompt
   std::vector<std::int64_t> written = prompt;
   at::Tensor next = row_of(prompt);
   for (std::int64_t made = 0; made < most; ++made) {
-    const at::Tensor logits = (cached ? model.decode(next, cache) : model.next_logits(next))
-                                  .to(at::kFloat)
-                                  .contiguous();
+    const at::Tensor logits =
+        (cached ? model.decode(next, cache) : model.next_logits(next)).to(at::kFloat).contiguous();
     const auto count = options.ids_below == 0 ? logits.size(1) : options.ids_below;
     const std::int64_t token =
         choose_token({logits.const_data_ptr<float>(), static_cast<std::size_t>(count)},

@@ -1,7 +1,8 @@
 // Tokens after a prompt, one after the other, by one process.
 //
 // The prompt runs through the model at once, each further token alone over the cached keys and
-// values of those before it; a model that keeps none runs the whole text again for every token. Next: sampling.h chooses, whole_model.h loads.
+// values of those before it; a model that keeps none runs the whole text again for every token.
+// Next: sampling.h chooses, whole_model.h loads.
 #pragma once
 
 #include <cstdint>

@@ -32,8 +32,8 @@ struct StepMetrics {
   double tflops = 0;        ///< a rank
   double peak_rss_mib = 0;  ///< the largest of all ranks
   std::optional<double> val_loss;
-  std::optional<double> loss_scale;           ///< of this step's gradients
-  std::optional<std::int64_t> skipped_steps;  ///< so far, this one included
+  std::optional<double> loss_scale;               ///< of this step's gradients
+  std::optional<std::int64_t> skipped_steps;      ///< so far, this one included
   std::optional<double> aux_loss = std::nullopt;  ///< of routers, before its weight
   std::vector<ExpertLoad> expert_loads = {};      ///< one a layer with experts
 };

@@ -10,7 +10,8 @@
 namespace tessera::train {
 
 double aux_loss_coef(const std::optional<double>& asked, const models::ModelSpec& spec) {
-  if (!asked) return spec.moe && spec.moe->output_router_logits ? spec.moe->router_aux_loss_coef : 0;
+  if (!asked)
+    return spec.moe && spec.moe->output_router_logits ? spec.moe->router_aux_loss_coef : 0;
   TESSERA_CHECK(*asked == 0 || spec.moe, ErrorKind::kConfig, "model.aux_loss_coef: found ", *asked,
                 " for a model whose family has no such loss, expected 0");
   return *asked;

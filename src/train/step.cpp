@@ -10,9 +10,9 @@
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "tessera/error.h"
-#include "train/router_loss.h"
 #include "tessera/grad_scaler.h"
 #include "train/config.h"
+#include "train/router_loss.h"
 
 namespace tessera::train {
 namespace {

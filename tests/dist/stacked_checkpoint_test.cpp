@@ -9,6 +9,7 @@
 #include "tessera/optim.h"
 #include "train/checkpoint.h"
 #include "train/resume.h"
+#include "train/weights.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::test {
@@ -42,16 +43,21 @@ struct Trained {
         mesh(world.mesh(on.degrees.shapes())),
         model(shard_experts(mesh, seed, on.norm_is_invariant)),
         optimizer(make_adamw(model, {})) {}
-  /// By gradients that depend on parameter, step and global element only.
+  /// A step, then values that depend on state, parameter and global element only: vectorized loops
+  /// and their ends round the moments differently, wherever an element's place is.
   void step(std::uint64_t number) {
-    std::uint64_t seed = number * 100;
-    for (const auto& view : model.shards()) {
-      const auto& contract = *view.contract;
-      const auto whole = seeded(++seed, contract.shape);
-      const auto part = local_part(whole, contract.layout, mesh).reshape(-1);
-      view.shard.mutable_grad() = part.narrow(0, view.begin, view.end - view.begin).clone();
-    }
+    for (const auto& view : model.shards()) view.shard.mutable_grad() = at::ones_like(view.shard);
     optimizer->step();
+    std::uint64_t seed = number * 100;
+    for (const auto& state : optimizer->state()) {
+      fill(state.view, ++seed, state.view.shard.detach());
+      for (const auto& kept : state.kept) fill(state.view, ++seed, kept.values);
+    }
+  }
+  void fill(const ShardView& view, std::uint64_t seed, at::Tensor values) const {
+    const auto& contract = *view.contract;
+    const auto part = local_part(seeded(seed, contract.shape), contract.layout, mesh).reshape(-1);
+    values.copy_(part.narrow(0, view.begin, view.end - view.begin));
   }
   Layout layout;
   Mesh mesh;
@@ -113,7 +119,11 @@ TEST(StackedCheckpoint, HasTheNamesOfFilesAndTheSameBytesUnderEveryLayout) {
             (std::vector<std::int64_t>{5, 6}));
   for (const auto& layout : kLayouts) {
     const auto other = checkpoint_of(layout, folder / text_of(layout));
-    EXPECT_TRUE(values_of(other) == expected) << text_of(layout);
+    const auto found = values_of(other);
+    EXPECT_EQ(found.size(), expected.size()) << text_of(layout);
+    for (const auto& [name, bytes] : expected) {
+      EXPECT_TRUE(found.count(name) > 0 && found.at(name) == bytes) << text_of(layout) << name;
+    }
   }
 }
 

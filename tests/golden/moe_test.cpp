@@ -1,5 +1,6 @@
 // Decoders with experts under sharding: bf16 with a batch's routing, imposed routing, the auxiliary
-// loss, expert loads. Their gradients are in gradients_test.cpp, their training in training_test.cpp.
+// loss, expert loads. Their gradients are in gradients_test.cpp, their training in
+// training_test.cpp.
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -117,12 +118,10 @@ TEST(GoldenMoeErrors, AnAuxiliaryLossOfADenseModelIsRefused) {
   auto config = config_for({.ranks = 1});
   config.model.path = data_folder("qwen3-fp32");
   config.model.aux_loss_coef = 0.1;
-  EXPECT_THAT(error_of(ErrorKind::kConfig,
-                       [&] {
-                         run_gradients(config, {.ranks = 1},
-                                       Reference::of("qwen3-fp32").batches());
-                       }),
-              AllOf(HasSubstr("model.aux_loss_coef"), HasSubstr("expected 0")));
+  EXPECT_THAT(
+      error_of(ErrorKind::kConfig,
+               [&] { run_gradients(config, {.ranks = 1}, Reference::of("qwen3-fp32").batches()); }),
+      AllOf(HasSubstr("model.aux_loss_coef"), HasSubstr("expected 0")));
 }
 
 }  // namespace

@@ -46,8 +46,8 @@ at::Tensor at_once(const Tensors& in, std::optional<std::int64_t> window) {
 }
 
 at::Tensor found(const Tensors& in, std::optional<std::int64_t> window) {
-  return windowed_attention(in[0], in[1], in[2],
-                            {window, in.size() > 3 ? in[3] : at::Tensor()}, kScale);
+  return windowed_attention(in[0], in[1], in[2], {window, in.size() > 3 ? in[3] : at::Tensor()},
+                            kScale);
 }
 
 // Windows shorter and longer than a block of queries, none, and queries that follow a cache.
@@ -56,16 +56,16 @@ TEST_F(WindowedAttention, IsTheSoftmaxOverWhatIsSeenAndTheSink) {
     std::int64_t rows, queries, keys;
     std::optional<std::int64_t> window;
   };
-  for (const Case& each : {Case{2, 7, 7, 3}, Case{1, 300, 300, 7}, Case{1, 600, 600, 300},
-                           Case{1, 300, 300, std::nullopt}, Case{1, 1, 40, 8}, Case{2, 3, 9, 1},
-                           Case{0, 5, 5, 2}}) {
+  for (const Case& each :
+       {Case{2, 7, 7, 3}, Case{1, 300, 300, 7}, Case{1, 600, 600, 300},
+        Case{1, 300, 300, std::nullopt}, Case{1, 1, 40, 8}, Case{2, 3, 9, 1}, Case{0, 5, 5, 2}}) {
     const auto window = each.window;
     const Tensors in = inputs(each.rows, each.queries, each.keys);
     const std::string what = "queries " + std::to_string(each.queries) + ", window " +
                              std::to_string(window.value_or(0));
     expect_equals_composite([&](const Tensors& t) { return found(t, window); },
-                            [&](const Tensors& t) { return at_once(t, window); }, in,
-                            {1e-6, 4e-6}, what);
+                            [&](const Tensors& t) { return at_once(t, window); }, in, {1e-6, 4e-6},
+                            what);
     const Tensors without(in.begin(), in.begin() + 3);
     expect_equals_composite([&](const Tensors& t) { return found(t, window); },
                             [&](const Tensors& t) { return at_once(t, window); }, without,
