@@ -91,8 +91,7 @@ ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes)
     gate_up_proj_ = parameter(
         "gate_up_proj", {count, 2 * inner, hidden},
         moe::expert_layout(share, 2, {moe_.num_experts, 2, moe_.moe_intermediate_size, hidden}));
-    down_proj_ =
-        parameter("down_proj", {count, hidden, inner}, moe::expert_layout(share, 2));
+    down_proj_ = parameter("down_proj", {count, hidden, inner}, moe::expert_layout(share, 2));
   } else {
     gate_up_proj_ =
         parameter("gate_up_proj", {count, hidden, 2 * inner}, moe::expert_layout(share, 2));
@@ -105,9 +104,10 @@ ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes)
 }
 
 at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing) {
-  const auto layout = moe_.layout == ExpertLayout::kOutIn ? nn::GroupLayout::kOutIn
-                                                          : nn::GroupLayout::kInOut;
-  moe::ExpertWeights weights{gate_up_proj_, down_proj_, gate_up_proj_bias_, down_proj_bias_, layout};
+  const auto layout =
+      moe_.layout == ExpertLayout::kOutIn ? nn::GroupLayout::kOutIn : nn::GroupLayout::kInOut;
+  moe::ExpertWeights weights{gate_up_proj_, down_proj_, gate_up_proj_bias_, down_proj_bias_,
+                             layout};
   if (axes_.degrees.etp > 1 && moe_.expert_bias) {
     weights.down_bias = parallel::only_first(down_proj_bias_, axes_.tensor.axis());
   }
@@ -120,10 +120,9 @@ MoeLayer::MoeLayer(const ModelSpec& spec, const LocalSizes& sizes) : tokens_(siz
                             std::make_shared<ExpertRouter>(spec.hidden_size, *spec.moe, region));
   experts_ = register_module("experts", std::make_shared<ExpertBank>(spec, sizes));
   if (sizes.shared_intermediate_size == 0) return;
-  shared_experts_ =
-      register_module("shared_experts",
-                      std::make_shared<nn::Mlp>(spec.hidden_size, sizes.shared_intermediate_size,
-                                                nn::Bias::kNo, region));
+  shared_experts_ = register_module(
+      "shared_experts", std::make_shared<nn::Mlp>(spec.hidden_size, sizes.shared_intermediate_size,
+                                                  nn::Bias::kNo, region));
 }
 
 MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& request) {
@@ -135,8 +134,8 @@ MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& re
   at::Tensor y = tokens_.returned(given, entered.sizes());
   if (shared_experts_) {
     // With a sum at the exit the shared experts' addends go along.
-    y = y + (tokens_.sums_at_exit() ? shared_experts_->addend(entered)
-                                    : shared_experts_->forward(x));
+    y = y +
+        (tokens_.sums_at_exit() ? shared_experts_->addend(entered) : shared_experts_->forward(x));
   }
   return {tokens_.leave(y), tokens_.counted(load_of(routing, request.statistics))};
 }

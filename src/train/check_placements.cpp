@@ -11,10 +11,12 @@ void check_placements(const ShardedBase& model) {
   if (names.empty()) return;
   throw FoundProblems(
       ErrorKind::kContract,
-      concat("debug.check_placements: found gradients that differ between ranks of an axis on which "
-             "their layers declare them Invariant: ",
-             joined(names), "; expected the same bits on every rank: a layer sums too little, "
-             "or too much, and the ranks' copies of these parameters drift apart"));
+      concat(
+          "debug.check_placements: found gradients that differ between ranks of an axis on which "
+          "their layers declare them Invariant: ",
+          joined(names),
+          "; expected the same bits on every rank: a layer sums too little, "
+          "or too much, and the ranks' copies of these parameters drift apart"));
 }
 
 }  // namespace tessera::train

@@ -231,7 +231,7 @@ class Trainer {
     model_->zero_grad();
     const std::chrono::duration<double, std::milli> elapsed = Clock::now() - begin;
     const auto most = max_over_ranks(*model_, {elapsed.count(), peak_rss_mib(), asked_to_stop(),
-                                              checkpoints_->writing() ? 1.0 : 0.0});
+                                               checkpoints_->writing() ? 1.0 : 0.0});
     metrics.step_ms = most[0];
     metrics.peak_rss_mib = most[1];
     const auto tokens = static_cast<double>(rows.count() * data_->row_tokens());
