@@ -68,11 +68,11 @@ void read(ConfigReader& keys, ModelSpec& spec) {
   read_layer_types(keys, spec);
   if (!keys.contains("rms_norm_eps")) spec.rms_norm_eps = 1e-5;
   if (!keys.contains("attention_bias")) spec.attention_bias = true;
-  keys.expect("initial_context_length", spec.rope.original_max_position_embeddings,
-              "the original_max_position_embeddings of rope_scaling");
   if (keys.take("rope_parameters") == nullptr && keys.take("rope_scaling") == nullptr) {
     keys.refuse("rope_scaling", "a record, as that of yarn");
   }
+  keys.expect("initial_context_length", spec.rope.original_max_position_embeddings,
+              "the original_max_position_embeddings of rope_scaling");
   check_quantization(keys);
 }
 
