@@ -33,7 +33,7 @@ void PrintTo(const Sent& sent, std::ostream* out) {
 /// By "axis kind".
 using Activations = std::map<std::string, Sent>;
 
-enum class Mlps { kDense, kExperts, kExpertsAndShared, kGemma };
+enum class Mlps { kDense, kRouted, kRoutedAndShared, kGemma };
 
 struct Family {
   std::string name;
@@ -129,7 +129,7 @@ class Formulas {
   int entries() const { return family_.mlps == Mlps::kGemma ? 2 : 1; }
   bool has_dense_block(std::int64_t layer) const {
     return !routed(layer) || family_.mlps == Mlps::kGemma ||
-           (family_.mlps == Mlps::kExpertsAndShared && !sums_at_exit());
+           (family_.mlps == Mlps::kRoutedAndShared && !sums_at_exit());
   }
 
   void forward(std::int64_t layer) {
@@ -158,7 +158,7 @@ class Formulas {
     dispatch();
     if (!sums_at_exit()) return;
     leave_backward();
-    const bool through_shared = way() == Way::kSliced && family_.mlps == Mlps::kExpertsAndShared;
+    const bool through_shared = way() == Way::kSliced && family_.mlps == Mlps::kRoutedAndShared;
     if (way() == Way::kSliced && !through_shared) {
       for (int i = 0; i < entries(); ++i) add("tp all_gather", part());
     } else {
@@ -265,9 +265,9 @@ TEST_P(ActivationTraffic, IsThatOfTheFormulas) {
 
 constexpr auto kAll = models::RouterTokens::kAll;
 const std::vector<Family> kFamilies{{"qwen3"},
-                                    {"qwen3-moe", Mlps::kExperts},
-                                    {"deepseek-v2", Mlps::kExpertsAndShared, 1},
-                                    {"gpt-oss", Mlps::kExperts},
+                                    {"qwen3-moe", Mlps::kRouted},
+                                    {"deepseek-v2", Mlps::kRoutedAndShared, 1},
+                                    {"gpt-oss", Mlps::kRouted},
                                     {"gemma4", Mlps::kGemma}};
 const std::vector<Degrees> kLayouts{
     {.name = "tp2", .tp = 2},
