@@ -30,7 +30,8 @@ namespace tessera::models {
 class DecoderHead : public torch::nn::Module {
  public:
   DecoderHead(const ModelSpec& spec, const LocalSizes& sizes);
-  /// x [B, T, hidden] of the stream, targets [B, T] i64 -> logits [B, T, V], or with targets the sum of losses,
+  /// x [B, T, hidden] of the stream, targets [B, T] i64 -> logits [B, T, V], or with targets the
+  /// sum of losses,
   /// [] fp32.
   at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& targets);
 

@@ -57,8 +57,8 @@ std::optional<at::Tensor> given(const at::Tensor& tensor) {
 }  // namespace
 
 std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec, const nn::TensorRegion& region) {
-  const auto rounding = spec.family == Family::kGptOss ? nn::NormRounding::kOnce
-                                                       : nn::NormRounding::kBeforeWeight;
+  const auto rounding =
+      spec.family == Family::kGptOss ? nn::NormRounding::kOnce : nn::NormRounding::kBeforeWeight;
   return std::make_shared<nn::RmsNorm>(spec.hidden_size, spec.rms_norm_eps, rounding,
                                        region.on_stream());
 }
@@ -70,9 +70,9 @@ DecoderLayer::DecoderLayer(const ModelSpec& spec, std::int64_t number, const Loc
     moe_ = register_module("mlp", std::make_shared<MoeLayer>(spec, sizes));
   } else {
     const auto bias = spec.mlp_bias ? nn::Bias::kYes : nn::Bias::kNo;
-    mlp_ = register_module(
-        "mlp", std::make_shared<nn::Mlp>(spec.hidden_size, sizes.intermediate_size, bias,
-                                         sizes.axes.tensor));
+    mlp_ =
+        register_module("mlp", std::make_shared<nn::Mlp>(spec.hidden_size, sizes.intermediate_size,
+                                                         bias, sizes.axes.tensor));
   }
   input_layernorm_ = register_module("input_layernorm", decoder_norm(spec, sizes.axes.tensor));
   post_attention_layernorm_ =

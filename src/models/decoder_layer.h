@@ -43,8 +43,8 @@ class DecoderLayer : public torch::nn::Module {
       load.visit_tensors(f);
     }
   };
-  /// x [B, T, hidden] of the stream -> the same shape and dtype. What is asked of the router is without effect in
-  /// a layer without experts.
+  /// x [B, T, hidden] of the stream -> the same shape and dtype. What is asked of the router is
+  /// without effect in a layer without experts.
   Output forward(const at::Tensor& x, const RoutingRequest& request);
 
   bool has_experts() const { return moe_ != nullptr; }

@@ -35,8 +35,7 @@ Gemma4Attention::Gemma4Attention(const ModelSpec& spec, const Gemma4Layer& layer
   const std::int64_t q_size = heads_ * layer.head_dim;
   const auto projection = [&](const char* name, std::int64_t in, std::int64_t out,
                               nn::LinearPlacement placement) {
-    return nn::add_projection(*this, name,
-                              {in, out, nn::WeightName::kOwn, std::move(placement)});
+    return nn::add_projection(*this, name, {in, out, nn::WeightName::kOwn, std::move(placement)});
   };
   const std::int64_t hidden = spec.hidden_size;
   const std::int64_t kv_size = groups_ * layer.head_dim;
@@ -64,9 +63,8 @@ at::Tensor Gemma4Attention::forward(const at::Tensor& stream,
   const at::Tensor k = nn::rope_heads(keys, {.heads = groups_}, head_norm(*k_norm_), table);
   const at::Tensor by_head = raw.reshape({x.size(0), x.size(1), groups_, layer_.head_dim});
   const at::Tensor v = nn::plain_rms_norm(by_head, eps_).reshape(raw.sizes());
-  return o_proj_->forward_into(region_, visible
-                                            ? nn::masked_attention(q, k, v, *visible, kScale)
-                                            : nn::causal_attention(q, k, v, kScale));
+  return o_proj_->forward_into(region_, visible ? nn::masked_attention(q, k, v, *visible, kScale)
+                                                : nn::causal_attention(q, k, v, kScale));
 }
 
 Gemma4TextLayer::Gemma4TextLayer(const ModelSpec& spec, std::size_t number, const ModelAxes& axes,
@@ -74,16 +72,15 @@ Gemma4TextLayer::Gemma4TextLayer(const ModelSpec& spec, std::size_t number, cons
     : tokens_(axes) {
   const nn::TensorRegion& region = axes.tensor;
   const auto norm = [&](const char* name) {
-    return register_module(
-        name, gemma_norm(spec.hidden_size, spec.rms_norm_eps, region.on_stream()));
+    return register_module(name,
+                           gemma_norm(spec.hidden_size, spec.rms_norm_eps, region.on_stream()));
   };
-  self_attn_ = register_module("self_attn",
-                               std::make_shared<Gemma4Attention>(
-                                   spec, spec.gemma4->layers.at(number), region, std::move(rope)));
-  mlp_ = register_module(
-      "mlp", std::make_shared<nn::GegluMlp>(spec.hidden_size,
-                                            region.part_of(spec.intermediate_size),
-                                            nn::WeightName::kOwn, region));
+  self_attn_ = register_module(
+      "self_attn", std::make_shared<Gemma4Attention>(spec, spec.gemma4->layers.at(number), region,
+                                                     std::move(rope)));
+  mlp_ = register_module("mlp", std::make_shared<nn::GegluMlp>(
+                                    spec.hidden_size, region.part_of(spec.intermediate_size),
+                                    nn::WeightName::kOwn, region));
   input_layernorm_ = norm("input_layernorm");
   post_attention_layernorm_ = norm("post_attention_layernorm");
   pre_feedforward_layernorm_ = norm("pre_feedforward_layernorm");
@@ -110,8 +107,8 @@ at::Tensor Gemma4TextLayer::feed_forward(const at::Tensor& x,
 at::Tensor Gemma4TextLayer::mixed(const at::Tensor& x, const std::optional<at::Tensor>& imposed) {
   const at::Tensor normed = pre_feedforward_layernorm_2_->forward(x);
   const at::Tensor entered = tokens_.enter(normed);
-  const moe::Routing routing = router_->forward(
-      tokens_.routed(x, tokens_.enter(x)), tokens_.imposed(imposed, x.size(0), x.size(1)));
+  const moe::Routing routing = router_->forward(tokens_.routed(x, tokens_.enter(x)),
+                                                tokens_.imposed(imposed, x.size(0), x.size(1)));
   const at::Tensor given =
       experts_->forward(tokens_.sent(tokens_.routed(normed, entered)), tokens_.sent(routing));
   return tokens_.leave(tokens_.returned(given, entered.sizes()));

@@ -31,8 +31,8 @@ class Gemma4Attention : public torch::nn::Module {
  public:
   Gemma4Attention(const ModelSpec& spec, const Gemma4Layer& layer, const nn::TensorRegion& region,
                   std::shared_ptr<nn::Rope> rope);
-  /// x [B, T, H] of the stream -> the same shape and dtype; `visible` as masked_attention takes it, none =
-  /// causal.
+  /// x [B, T, H] of the stream -> the same shape and dtype; `visible` as masked_attention takes it,
+  /// none = causal.
   at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& visible);
 
  private:

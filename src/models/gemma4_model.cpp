@@ -41,8 +41,8 @@ nn::RopeOptions rope_options(const RopeSpec& rope, std::int64_t head_dim) {
 
 Gemma4Head::Gemma4Head(const ModelSpec& spec, const nn::TensorRegion& region)
     : cap_(spec.gemma4->final_logit_softcapping), region_(region) {
-  norm_ = register_module("norm",
-                          gemma_norm(spec.hidden_size, spec.rms_norm_eps, region.on_stream()));
+  norm_ =
+      register_module("norm", gemma_norm(spec.hidden_size, spec.rms_norm_eps, region.on_stream()));
   lm_head_ = nn::add_projection(*this, "lm_head",
                                 {spec.hidden_size, region.part_of(spec.vocab_size),
                                  nn::WeightName::kOwn, nn::column_parallel(region)});
@@ -134,10 +134,9 @@ at::Tensor Gemma4Model::place(const at::Tensor& x, const at::Tensor& image_token
         .view(x.sizes());
   }
   // All soft tokens where they go, the same on every rank; each takes those at its positions.
-  const at::Tensor everywhere =
-      at::zeros({image_tokens.numel(), x.size(2)}, x.options())
-          .index_copy(0, places, projected.to(x.scalar_type()))
-          .view({image_tokens.size(0), image_tokens.size(1), x.size(2)});
+  const at::Tensor everywhere = at::zeros({image_tokens.numel(), x.size(2)}, x.options())
+                                    .index_copy(0, places, projected.to(x.scalar_type()))
+                                    .view({image_tokens.size(0), image_tokens.size(1), x.size(2)});
   const at::Tensor own = region_.into_stream(everywhere);
   const at::Tensor here = image_tokens.narrow(1, region_.rank() * x.size(1), x.size(1));
   return at::where(here.unsqueeze(2), own, x);

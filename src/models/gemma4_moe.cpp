@@ -46,8 +46,8 @@ Gemma4ExpertBank::Gemma4ExpertBank(const ModelSpec& spec, const Gemma4Experts& e
   const std::int64_t all_inner = experts.moe_intermediate_size;
   const std::int64_t inner = all_inner / degrees.etp;
   const std::int64_t count = experts.num_experts / degrees.ep;
-  gate_up_proj_ = register_parameter("gate_up_proj",
-                                     nn::empty_parameter({count, 2 * inner, spec.hidden_size}));
+  gate_up_proj_ =
+      register_parameter("gate_up_proj", nn::empty_parameter({count, 2 * inner, spec.hidden_size}));
   down_proj_ =
       register_parameter("down_proj", nn::empty_parameter({count, spec.hidden_size, inner}));
   declare("gate_up_proj",

@@ -1,6 +1,6 @@
-// LocalSizes: how much of a layer one rank holds, and the axes to those who hold the rest. Layers are
-// made from these, never from the spec's totals, so that a rank's part of a layer is the same class
-// with smaller numbers.
+// LocalSizes: how much of a layer one rank holds, and the axes to those who hold the rest. Layers
+// are made from these, never from the spec's totals, so that a rank's part of a layer is the same
+// class with smaller numbers.
 //
 // Next: model_axes.h, decoder_layer.h, moe_layer.h.
 #pragma once

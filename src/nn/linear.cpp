@@ -125,18 +125,18 @@ void Linear::declare_all(const ParameterLayout& layout) {
 void Linear::add_adapter(const LoraOptions& options) {
   TESSERA_INVARIANT(!lora_a_, "a second adapter of ", options.layer);
   lora_ = options;
-  lora_a_ = register_module("lora_A", std::make_shared<Linear>(weight.size(1), options.rank,
-                                                               Bias::kNo,
-                                                               LinearPlacement{placement_.lora_a}));
-  lora_b_ = register_module("lora_B", std::make_shared<Linear>(options.rank, weight.size(0),
-                                                               Bias::kNo,
-                                                               LinearPlacement{placement_.lora_b}));
+  lora_a_ =
+      register_module("lora_A", std::make_shared<Linear>(weight.size(1), options.rank, Bias::kNo,
+                                                         LinearPlacement{placement_.lora_a}));
+  lora_b_ =
+      register_module("lora_B", std::make_shared<Linear>(options.rank, weight.size(0), Bias::kNo,
+                                                         LinearPlacement{placement_.lora_b}));
 }
 
 std::shared_ptr<Linear> add_projection(torch::nn::Module& parent, const std::string& name,
                                        const Projection& projection) {
-  auto linear = std::make_shared<Linear>(projection.in, projection.out, Bias::kNo,
-                                         projection.placement);
+  auto linear =
+      std::make_shared<Linear>(projection.in, projection.out, Bias::kNo, projection.placement);
   if (projection.weight_name == WeightName::kOwn) return parent.register_module(name, linear);
   const auto outer = parent.register_module(name, std::make_shared<torch::nn::Module>());
   return outer->register_module("linear", linear);

@@ -21,8 +21,8 @@ Mla::Mla(const MlaOptions& options, std::shared_ptr<Rope> rope)
   const TensorRegion& region = options.region;
   // Latents are whole on every rank, what is made of them is a part of the heads.
   const auto latent = [&](const char* name, std::int64_t width) {
-    return register_module(name, std::make_shared<Linear>(options.hidden_size, width, options.bias,
-                                                          inside(region)));
+    return register_module(
+        name, std::make_shared<Linear>(options.hidden_size, width, options.bias, inside(region)));
   };
   const auto heads = [&](const char* name, std::int64_t in, std::int64_t head_dim) {
     return register_module(name, std::make_shared<Linear>(in, options.heads * head_dim, Bias::kNo,
@@ -30,8 +30,8 @@ Mla::Mla(const MlaOptions& options, std::shared_ptr<Rope> rope)
   };
   const auto norm = [&](const char* name, std::int64_t size) {
     return register_module(
-        name, std::make_shared<RmsNorm>(size, kLatentEps, NormRounding::kBeforeWeight,
-                                        region.inside()));
+        name,
+        std::make_shared<RmsNorm>(size, kLatentEps, NormRounding::kBeforeWeight, region.inside()));
   };
   if (options.q_lora_rank) {
     const std::int64_t rank = *options.q_lora_rank;

@@ -27,9 +27,8 @@ Mlp::Mlp(std::int64_t hidden_size, std::int64_t intermediate_size, Bias bias,
   };
   gate_proj_ = first("gate_proj");
   up_proj_ = first("up_proj");
-  down_proj_ = register_module(
-      "down_proj", std::make_shared<Linear>(intermediate_size, hidden_size, bias,
-                                            row_parallel(region)));
+  down_proj_ = register_module("down_proj", std::make_shared<Linear>(intermediate_size, hidden_size,
+                                                                     bias, row_parallel(region)));
 }
 
 at::Tensor Mlp::forward(const at::Tensor& x) {

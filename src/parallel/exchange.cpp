@@ -54,9 +54,10 @@ void run(const Axis& axis, comm::Kind kind, comm::Op op, const std::string& wher
   if (trace != nullptr) {
     span.row = TraceRow::kActivations;
     span.name = where;
-    span.arguments = {{"axis", axis.name},
-                      {"kind", std::string(comm::to_string(kind))},
-                      {"sent_bytes", std::visit(SentBytes{axis.size, axis.rank}, batch.ops.front())}};
+    span.arguments = {
+        {"axis", axis.name},
+        {"kind", std::string(comm::to_string(kind))},
+        {"sent_bytes", std::visit(SentBytes{axis.size, axis.rank}, batch.ops.front())}};
     span.begin = TraceClock::now();
   }
   axis.group->issue(std::move(batch))->wait();

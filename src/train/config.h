@@ -162,6 +162,7 @@ struct CommConfig {
 struct DebugConfig {
   std::int64_t seed = 42;
   bool check_dtypes = false;
+  bool check_placements = false;
   OnNonfinite on_nonfinite = OnNonfinite::kError;
   bool operator==(const DebugConfig&) const = default;
 };

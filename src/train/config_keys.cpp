@@ -241,6 +241,10 @@ void add_outputs(std::vector<ConfigKey>& keys) {
             "Runs the first forward once more before the first step, names every operation "
             "whose result leaves its unit's dtype and the tensor that caused it, and ends "
             "with exit code 3 if there is one."})
+      .key("check_placements", &B::check_placements,
+           {"",
+            "After every backward compares, bit for bit, gradients that are to be the same on all "
+            "ranks of tp, and ends with exit code 3 where they differ."})
       .key("on_nonfinite", &B::on_nonfinite,
            {"", "What a non-finite loss does: error names the first parameters concerned."});
 }

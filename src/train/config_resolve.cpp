@@ -154,6 +154,11 @@ void validate(const Config& config, Verb verb) {
   validate(config.grad_scaler);
   check_model(config.model);
   check_lora(config.lora, config.model);
+  TESSERA_CHECK(config.lora.dropout == 0 || config.parallelism.tensor_parallel_degree == 1,
+                ErrorKind::kConfig, "lora.dropout: found ", config.lora.dropout,
+                " with tensor_parallel_degree ", config.parallelism.tensor_parallel_degree,
+                ", expected 0: what is dropped is drawn by column of a whole input, of which ranks "
+                "of tp have a part; change either");
   check_precision(config.precision);
   if (verb == Verb::kTrain) check_training(config);
 }

@@ -14,6 +14,7 @@
 #include "tessera/clip.h"
 #include "tessera/error.h"
 #include "train/check_dtypes.h"
+#include "train/check_placements.h"
 #include "train/data.h"
 #include "train/file_forms.h"
 #include "train/loss_scaling.h"
@@ -177,6 +178,7 @@ void run_gradients(const GradientsRequest& request, World& world,
   const auto scaler = make_scaler(*model, config.grad_scaler);
   auto loss = forward_backward(*model, *batch, 1, rows, step_options(config, scaler.get()));
   double norm = gradient_norm(*model);
+  if (config.debug.check_placements) check_placements(*model);
   // The first scale that float16 holds: of a single batch there is no next step.
   while (scaler && std::isfinite(loss.mean()) && !scaler->update(*model, norm)) {
     model->zero_grad();

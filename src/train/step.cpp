@@ -19,7 +19,7 @@ namespace {
 
 /// Every rank's values, by rank.
 std::vector<std::vector<double>> gather_over_ranks(const ShardedBase& model,
-                                                  const std::vector<double>& values) {
+                                                   const std::vector<double>& values) {
   auto* group = model.unit()->runtime().data_group();
   if (group == nullptr) return {values};
   const std::string mine(reinterpret_cast<const char*>(values.data()),

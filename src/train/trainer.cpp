@@ -16,6 +16,7 @@
 #include "tessera/error.h"
 #include "tessera/optim.h"
 #include "train/check_dtypes.h"
+#include "train/check_placements.h"
 #include "train/checkpoint_session.h"
 #include "train/data.h"
 #include "train/flops.h"
@@ -213,6 +214,7 @@ class Trainer {
     const Rows rows(config_, *data_, mesh_);
     const auto loss = forward_backward(*model_, *data_, step, rows.ranges(),
                                        step_options(config_, scaler_.get()));
+    if (config_.debug.check_placements) check_placements(*model_);
     StepMetrics metrics;
     metrics.step = step;
     metrics.loss = loss.mean();
