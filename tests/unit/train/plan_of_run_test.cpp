@@ -121,6 +121,8 @@ struct ModelPlanCase {
   int replicas = 1;
 };
 
+std::ostream& operator<<(std::ostream& out, const ModelPlanCase& c) { return out << c.name; }
+
 class PlanOfModelAxes : public ::testing::TestWithParam<std::tuple<std::string, ModelPlanCase>> {};
 
 // Parameters that are cut, whole and summed over tp, or experts' of the sparse mesh: a bucket for
