@@ -24,7 +24,7 @@ namespace tessera::models {
 /// Scores of all experts, those of other ranks too.
 class ExpertRouter : public nn::PlacedModule {
  public:
-  ExpertRouter(std::int64_t hidden_size, const MoeSpec& moe, const nn::TensorRegion& region);
+  ExpertRouter(std::int64_t hidden_size, const MoeSpec& moe, const nn::TensorRegion& region = {});
   /// x [M, H] -> [M, E] in the dtype that the router computes in.
   at::Tensor scores(const at::Tensor& x) const;
   /// `imposed` as RoutingRequest has it; `bias` [E] on the choice, or undefined.
