@@ -29,7 +29,7 @@ class ExpertRouter : public nn::PlacedModule {
   at::Tensor scores(const at::Tensor& x) const;
   /// `imposed` as RoutingRequest has it; `bias` [E] on the choice, or undefined.
   moe::Routing route(const at::Tensor& scores, const std::optional<at::Tensor>& imposed,
-                     const at::Tensor& bias) const;
+                     const at::Tensor& bias = {}) const;
 
  private:
   MoeSpec moe_;
