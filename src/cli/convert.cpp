@@ -69,6 +69,16 @@ void say_what_is_rounded(const train::ExportPlan& plan) {
                " (\"replicate\"); the folder that training began with has their digits\n";
 }
 
+/// Which values other programs will not have.
+void say_what_is_left_out(const train::ExportPlan& plan) {
+  if (plan.left_out.empty()) return;
+  std::cerr << "tessera: convert: warning: " << plan.left_out.size() << " tensor(s), "
+            << printable(plan.left_out.front(), 256)
+            << " first, are left out: the biases by which this run evened out the load of experts"
+               " (model.load_balance_coeff), for which the family has no place; readers of the"
+               " folder choose some experts otherwise\n";
+}
+
 }  // namespace
 
 int run_convert(const ConvertArguments& arguments) {
@@ -87,6 +97,7 @@ int run_convert(const ConvertArguments& arguments) {
       adapters ? train::plan_adapter_export(source, options) : train::plan_export(source, options);
   if (!adapters) say_what_was_not_there(source);
   say_what_is_rounded(plan);
+  say_what_is_left_out(plan);
   AtomicFolder out(arguments.out);
   try {
     train::write_export(plan, out.temporary());

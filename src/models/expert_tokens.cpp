@@ -39,8 +39,10 @@ at::Tensor ExpertTokens::enter(const at::Tensor& x) const {
   return sums_at_exit() ? region_.enter(x) : x;
 }
 
-at::Tensor ExpertTokens::routed(const at::Tensor& x, const at::Tensor& entered) const {
+at::Tensor ExpertTokens::routed(const at::Tensor& x, const at::Tensor& entered,
+                                Beside beside) const {
   if (way_ != Way::kSliced) return flat(entered);
+  if (beside == Beside::kSharedExperts) return own_rows_of(flat(entered), region_.axis());
   const at::Tensor tokens = flat(x);
   return parallel::slice(tokens, region_.axis(), {0, tokens.size(0)}, parallel::From::kInvariant,
                          "tokens of experts");

@@ -1,17 +1,19 @@
 #include "models/moe_layer.h"
 
-#include <ATen/ops/bincount.h>
+#include <ATen/ops/zeros.h>
 
 #include <string>
 
 #include "models/family.h"
 #include "moe/expert_layout.h"
 #include "moe/experts.h"
+#include "moe/load_balance.h"
 #include "nn/gated.h"
 #include "nn/linear.h"
 #include "nn/parameter.h"
 #include "parallel/transitions.h"
 #include "tessera/dtype_watch.h"
+#include "tessera/error.h"
 
 namespace tessera::models {
 namespace {
@@ -38,7 +40,7 @@ moe::Activation activation_of(const MoeSpec& moe) {
 RouterLoad load_of(const moe::Routing& routing, RouterStatistics statistics) {
   RouterLoad load;
   if (statistics == RouterStatistics::kNone) return load;
-  load.counts = at::bincount(routing.indices.reshape({-1}), {}, routing.probabilities.size(1));
+  load.counts = moe::count_load(routing.indices, routing.probabilities.size(1));
   if (statistics == RouterStatistics::kAndProbabilities) {
     const WideScope probabilities;
     load.probabilities = routing.probabilities.sum(0);
@@ -68,9 +70,11 @@ at::Tensor ExpertRouter::scores(const at::Tensor& x) const {
   return nn::linear(x.to(inside), weight_.to(inside), bias_);
 }
 
-moe::Routing ExpertRouter::route(const at::Tensor& scores,
-                                 const std::optional<at::Tensor>& imposed) const {
-  moe::Routing routing = moe::route(scores, route_options(moe_), imposed);
+moe::Routing ExpertRouter::route(const at::Tensor& scores, const std::optional<at::Tensor>& imposed,
+                                 const at::Tensor& bias) const {
+  moe::RouteOptions options = route_options(moe_);
+  options.expert_bias = bias;
+  moe::Routing routing = moe::route(scores, options, imposed);
   const WideScope weights;
   routing.weights = routing.weights.to(scores.scalar_type());
   return routing;
@@ -114,7 +118,8 @@ at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing)
   return moe::experts(x, routing, weights, {activation_of(moe_), axes_.score, axes_.experts});
 }
 
-MoeLayer::MoeLayer(const ModelSpec& spec, const LocalSizes& sizes) : tokens_(sizes.axes) {
+MoeLayer::MoeLayer(const ModelSpec& spec, const LocalSizes& sizes)
+    : tokens_(sizes.axes), num_experts_(spec.moe->num_experts) {
   const nn::TensorRegion& region = sizes.axes.tensor;
   router_ = register_module(std::string(traits(spec.family).router_module),
                             std::make_shared<ExpertRouter>(spec.hidden_size, *spec.moe, region));
@@ -125,11 +130,20 @@ MoeLayer::MoeLayer(const ModelSpec& spec, const LocalSizes& sizes) : tokens_(siz
                                                   nn::Bias::kNo, region));
 }
 
+void MoeLayer::add_expert_bias() {
+  TESSERA_INVARIANT(!expert_bias_.defined(), "a second bias on the choice of experts");
+  expert_bias_ = register_buffer("expert_bias",
+                                 at::zeros({num_experts_}, at::TensorOptions().dtype(at::kFloat)));
+}
+
 MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& request) {
   const at::Tensor entered = tokens_.enter(x);
-  const at::Tensor routed = tokens_.routed(x, entered);
-  const moe::Routing routing = router_->route(
-      router_->scores(routed), tokens_.imposed(request.imposed, x.size(0), x.size(1)));
+  const at::Tensor routed = tokens_.routed(
+      x, entered,
+      shared_experts_ ? ExpertTokens::Beside::kSharedExperts : ExpertTokens::Beside::kNobody);
+  const moe::Routing routing =
+      router_->route(router_->scores(routed),
+                     tokens_.imposed(request.imposed, x.size(0), x.size(1)), expert_bias_);
   const at::Tensor given = experts_->forward(tokens_.sent(routed), tokens_.sent(routing));
   at::Tensor y = tokens_.returned(given, entered.sizes());
   if (shared_experts_) {

@@ -27,8 +27,9 @@ class ExpertRouter : public nn::PlacedModule {
   ExpertRouter(std::int64_t hidden_size, const MoeSpec& moe, const nn::TensorRegion& region = {});
   /// x [M, H] -> [M, E] in the dtype that the router computes in.
   at::Tensor scores(const at::Tensor& x) const;
-  /// `imposed` as RoutingRequest has it.
-  moe::Routing route(const at::Tensor& scores, const std::optional<at::Tensor>& imposed) const;
+  /// `imposed` as RoutingRequest has it; `bias` [E] on the choice, or undefined.
+  moe::Routing route(const at::Tensor& scores, const std::optional<at::Tensor>& imposed,
+                     const at::Tensor& bias = {}) const;
 
  private:
   MoeSpec moe_;
@@ -61,11 +62,16 @@ class MoeLayer : public torch::nn::Module {
   /// x [B, T, H] of the stream -> the same shape and dtype. Errors: as moe::route.
   Output forward(const at::Tensor& x, const RoutingRequest& request);
 
+  /// Adds the buffer expert_bias [E] fp32, zeros, before sharding (expert_bias.h).
+  void add_expert_bias();
+
  private:
   ExpertTokens tokens_;
   std::shared_ptr<ExpertRouter> router_;
   std::shared_ptr<ExpertBank> experts_;
   std::shared_ptr<nn::Mlp> shared_experts_;  // null without
+  at::Tensor expert_bias_;                   // [E] fp32, or undefined
+  std::int64_t num_experts_;
 };
 
 }  // namespace tessera::models

@@ -46,9 +46,11 @@ void add_moe(TableBuilder& table, const ModelSpec& spec, const std::string& mlp)
     add_stacked(table, down, moe, {"down_proj"}, {hidden, inner});
   } else {
     table.matrix(gate_up, {count, hidden, 2 * inner});
-    if (moe.expert_bias) add_bias(table, gate_up + "_bias", {count, 2 * inner});
     table.matrix(down, {count, inner, hidden});
-    if (moe.expert_bias) add_bias(table, down + "_bias", {count, hidden});
+  }
+  if (moe.expert_bias) {
+    add_bias(table, gate_up + "_bias", {count, 2 * inner});
+    add_bias(table, down + "_bias", {count, hidden});
   }
   if (moe.shared_intermediate_size == 0) return;
   const std::string shared = mlp + ".shared_experts.";

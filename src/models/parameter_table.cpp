@@ -11,6 +11,10 @@ namespace {
 
 void add_attention(TableBuilder& table, const ModelSpec& spec, const std::string& layer) {
   const std::string attention = layer + ".self_attn.";
+  // A module's own parameters come before those of its layers.
+  if (spec.attention_sinks()) {
+    table.matrix(attention + "sinks", {spec.num_attention_heads}, DecayClass::kBias);
+  }
   table.linear(attention + "q_proj", spec.q_size(), spec.hidden_size, spec.attention_bias);
   table.linear(attention + "k_proj", spec.kv_size(), spec.hidden_size, spec.attention_bias);
   table.linear(attention + "v_proj", spec.kv_size(), spec.hidden_size, spec.attention_bias);
@@ -18,9 +22,6 @@ void add_attention(TableBuilder& table, const ModelSpec& spec, const std::string
   if (spec.qk_norm()) {
     table.norm(attention + "q_norm.weight", spec.head_dim);
     table.norm(attention + "k_norm.weight", spec.head_dim);
-  }
-  if (spec.attention_sinks()) {
-    table.matrix(attention + "sinks", {spec.num_attention_heads}, DecayClass::kBias);
   }
 }
 

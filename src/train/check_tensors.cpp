@@ -6,6 +6,7 @@
 
 #include "base/printable.h"
 #include "tessera/error.h"
+#include "train/load_balance.h"
 #include "train/weights.h"
 
 namespace tessera::train {
@@ -126,7 +127,10 @@ void check_tensors(const TensorSource& folder, const std::vector<models::Paramet
 }
 
 void check_tensors(const TensorSource& folder, const models::ModelSpec& spec) {
-  check_tensors(folder, models::parameter_table(spec), models::buffer_table(spec));
+  auto buffers = models::buffer_table(spec);
+  const auto biases = stored_expert_biases(folder, spec);
+  buffers.insert(buffers.end(), biases.begin(), biases.end());
+  check_tensors(folder, models::parameter_table(spec), buffers);
 }
 
 void check_adapters(const TensorSource& folder, const models::ModelSpec& spec,

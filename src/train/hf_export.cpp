@@ -13,6 +13,7 @@
 #include "models/parameter_table.h"
 #include "tessera/error.h"
 #include "train/base_model.h"
+#include "train/load_balance.h"
 #include "train/lora_export.h"
 #include "train/weights.h"
 
@@ -68,6 +69,15 @@ std::vector<TensorSpec> tensors_to_write(const ModelSource& source, const Export
   return tensors;
 }
 
+/// What families have no place for: readers of the folder choose experts without it.
+std::vector<std::string> left_out(const ModelSource& source) {
+  std::vector<std::string> names;
+  for (const auto& bias : stored_expert_biases(*source.folder, source.spec)) {
+    names.push_back(bias.name);
+  }
+  return names;
+}
+
 /// Published wider than it is stored: the folder that is written looks as if it had all digits.
 std::vector<std::string> widened(const ModelSource& source, const std::vector<TensorSpec>& specs) {
   std::vector<std::string> names;
@@ -114,6 +124,7 @@ ExportPlan plan_export(const ModelSource& source, const ExportOptions& options) 
   const std::vector<TensorSpec> tensors = tensors_to_write(source, options);
   plan.shards = plan_shards(tensors, options.max_shard_bytes);
   plan.widened = widened(source, tensors);
+  plan.left_out = left_out(source);
   std::map<DType, std::int64_t> elements;
   for (const TensorSpec& tensor : tensors) {
     plan.size_bytes += size_bytes(tensor);

@@ -32,6 +32,8 @@ struct ExportPlan {
   /// Tensors whose values lost digits before the checkpoint was written, and that are written in a
   /// wider dtype all the same.
   std::vector<std::string> widened;
+  /// Tensors of the checkpoint that the folder has no place for: biases that balance experts.
+  std::vector<std::string> left_out;
   /// The elements [begin, end) of one of its tensors, 1-D, in the dtype they are kept in.
   std::function<at::Tensor(const std::string& name, std::int64_t begin, std::int64_t end)> read;
 };

@@ -3,10 +3,12 @@
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "grad/torch_dtype.h"
+#include "models/expert_bias.h"
 #include "models/lora.h"
 #include "tessera/error.h"
 #include "train/agreement.h"
 #include "train/base_model.h"
+#include "train/load_balance.h"
 #include "train/model_plan.h"
 #include "train/weights.h"
 
@@ -80,6 +82,9 @@ std::shared_ptr<Sharded<models::LanguageModel>> parallelize(const ModelSource& s
   // 2. The model: the sizes of this rank, no data.
   const auto plain = models::make_language_model(source.spec, model_axes(config, dims, mesh));
   models::add_adapters(*plain, source.lora);
+  if (!expert_biases_of(source, config.model.load_balance_coeff).empty()) {
+    models::add_expert_biases(*plain);
+  }
   plain->set_recompute(config.activation_checkpoint.mode);
   const auto contracts =
       std::make_shared<const std::vector<GradContract>>(std::move(resolved.parameters));

@@ -11,6 +11,7 @@
 #include "models/parameter_table.h"
 #include "tessera/error.h"
 #include "train/family_pins.h"
+#include "train/load_balance.h"
 #include "train/model_plan.h"
 #include "train/parallelize.h"
 #include "train/router_loss.h"
@@ -195,7 +196,8 @@ models::LoraRequest request_of(const LoraConfig& lora) {
 }
 
 /// Stored ones as the folder has them; check_tensors has seen that it does.
-std::vector<BufferMeta> buffer_metas_of(const ModelSource& source) {
+std::vector<BufferMeta> buffer_metas_of(const ModelSource& source,
+                                        const std::vector<models::BufferSpec>& biases) {
   std::vector<BufferMeta> metas;
   for (const auto& buffer : models::buffer_table(source.spec)) {
     BufferMeta meta;
@@ -206,6 +208,13 @@ std::vector<BufferMeta> buffer_metas_of(const ModelSource& source) {
       meta.checkpoint = meta.dtype;
       meta.checkpoint_bulk = source.folder->bulk_dtype();
     }
+    metas.push_back(std::move(meta));
+  }
+  for (const auto& bias : biases) {
+    BufferMeta meta;
+    meta.name = bias.name;
+    meta.shape = bias.shape;
+    meta.strict_pin = "what balances experts: a step is below a 16-bit digit";
     metas.push_back(std::move(meta));
   }
   return metas;
@@ -259,7 +268,8 @@ ModelContract resolve_model(const ModelSource& source, const Config& config,
   const DataAxes data(mesh_shape(dims), 1.0);
   auto policy = precision_policy(config.precision, config.optimizer);
   if (purpose == Purpose::kInference) policy.optimizer.no_decay.reset();
-  auto contract = resolve_model_contract(metas, buffer_metas_of(source),
+  const auto biases = expert_biases_of(source, config.model.load_balance_coeff);
+  auto contract = resolve_model_contract(metas, buffer_metas_of(source, biases),
                                          units_of(source.spec, metas), policy, data);
   const bool any =
       std::ranges::any_of(contract.parameters, [](const auto& each) { return each.trainable; });

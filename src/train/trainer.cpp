@@ -2,17 +2,16 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <fstream>
 #include <iostream>
-#include <numeric>
 
 #include "base/joined.h"
 #include "base/log.h"
 #include "base/terminal_line.h"
 #include "models/parameter_table.h"
+#include "moe/load_balance.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"
 #include "tessera/optim.h"
@@ -21,6 +20,7 @@
 #include "train/checkpoint_session.h"
 #include "train/data.h"
 #include "train/flops.h"
+#include "train/load_balance.h"
 #include "train/loss_scaling.h"
 #include "train/metrics.h"
 #include "train/observers.h"
@@ -224,6 +224,8 @@ class Trainer {
     metrics.expert_loads = expert_loads(loss);
     metrics.grad_norm = clip_grad_norm(*model_, config_.training.max_norm);
     require_finite(metrics);
+    const double balance = config_.model.load_balance_coeff;
+    if (balance > 0) balance_experts(*model_, loss.chosen, balance);
     metrics.lr =
         learning_rate(config_.lr_scheduler, *config_.optimizer.lr, *config_.training.steps, step);
     optimizer_->set_lr(metrics.lr);
@@ -257,10 +259,8 @@ class Trainer {
     if (loss.chosen.empty()) return loads;
     const auto layers = models::routed_experts(source_.spec).layers;
     for (std::size_t i = 0; i < layers.size(); ++i) {
-      const std::vector<double>& chosen = loss.chosen.at(i);
-      const double sum = std::accumulate(chosen.begin(), chosen.end(), 0.0);
-      const double mean = sum / static_cast<double>(chosen.size());
-      loads.push_back({layers[i], *std::ranges::max_element(chosen) / mean});
+      const at::Tensor chosen = at::tensor(loss.chosen.at(i), at::kDouble);
+      loads.push_back({layers[i], moe::load_max_over_mean(chosen)});
     }
     return loads;
   }

@@ -48,8 +48,8 @@ enum class Loaded : std::uint8_t { kModel, kAdapters };
 void load_weights(const ShardedBase& model, const TensorSource& folder, const FileForms& forms = {},
                   Loaded what = Loaded::kModel);
 
-/// Gives every buffer the folder's values in its storage dtype; set_loaded() casts them. Not
-/// collective.
+/// Gives every buffer that the folder has its values in the storage dtype; set_loaded() casts them.
+/// Not collective.
 void load_buffers(const ShardedBase& model, const TensorSource& folder);
 
 /// Units: elements copied at a time; what loading holds beside the weights themselves.

@@ -6,10 +6,12 @@
 
 #include "fsdp/finite_copy.h"
 #include "grad/torch_dtype.h"
+#include "models/expert_bias.h"
 #include "models/lora.h"
 #include "nn/parameter.h"
 #include "tessera/error.h"
 #include "train/base_model.h"
+#include "train/load_balance.h"
 #include "train/weights.h"
 
 namespace tessera::train {
@@ -36,6 +38,17 @@ at::Tensor load_parameter(const TensorSource& folder, const GradContract& contra
   return whole;
 }
 
+void add_expert_biases(models::Decoder& decoder, const ModelSource& source) {
+  const auto biases = stored_expert_biases(*source.folder, source.spec);
+  if (biases.empty()) return;
+  models::add_expert_biases(decoder);
+  const auto buffers = decoder.named_buffers();
+  for (const models::BufferSpec& bias : biases) {
+    at::Tensor values = buffers[bias.name];
+    values.copy_(read_elements(*source.folder, bias.name, 0, values.numel()));
+  }
+}
+
 }  // namespace
 
 std::shared_ptr<models::Decoder> load_whole_model(const ModelSource& source,
@@ -46,6 +59,7 @@ std::shared_ptr<models::Decoder> load_whole_model(const ModelSource& source,
   if (source.base_hash) check_base(source);
   auto decoder = std::make_shared<models::Decoder>(source.spec);
   models::add_adapters(*decoder, source.lora);
+  add_expert_biases(*decoder, source);
   const auto parameters = decoder->named_parameters();
   const FileForms forms(models::parameter_table(source.spec));
   for (const GradContract& contract : contracts) {

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
+#include <tuple>
 
 #include "fsdp/plan.h"
 #include "train/model_plan.h"
@@ -73,21 +74,21 @@ TEST_P(PlanOfRun, EqualsThePlanOfTheConfiguration) {
   });
 }
 
-/// The reference's Gemma 4, wide enough that layers are no small buckets.
-std::string wide_gemma4() {
-  std::ifstream in(std::string(TESSERA_TEST_DATA) + "/gemma4-fp32/config.json");
+/// The reference's model, wide enough that layers are no small buckets.
+std::string wide(const std::string& family) {
+  std::ifstream in(std::string(TESSERA_TEST_DATA) + "/" + family + "-fp32/config.json");
   std::stringstream text;
   text << in.rdbuf();
   models::ModelSpec spec = models::parse_spec(text.str()).spec;
   spec.hidden_size = 256;
-  spec.gemma4->vision->hidden_size = 256;
+  if (spec.gemma4) spec.gemma4->vision->hidden_size = 256;
   return models::config_json(spec);
 }
 
 // Tower, text layers and what belongs to the root; norms are small and move there.
 TEST(PlanOfGemma4, EqualsThePlanOfTheConfiguration) {
   const testing::TemporaryFolder folder;
-  std::ofstream(folder / "config.json") << wide_gemma4();
+  std::ofstream(folder / "config.json") << wide("gemma4");
   Config config;
   config.model.config = folder / "config.json";
   const ModelSource source = open_model(config.model);
@@ -109,6 +110,80 @@ TEST(PlanOfGemma4, EqualsThePlanOfTheConfiguration) {
     });
   }
 }
+
+struct ModelPlanCase {
+  std::string name;
+  int shard = 1;
+  int tp = 1;
+  int ep = 1;
+  int etp = 1;
+  bool sequence = true;
+  int replicas = 1;
+};
+
+std::ostream& operator<<(std::ostream& out, const ModelPlanCase& c) { return out << c.name; }
+
+class PlanOfModelAxes : public ::testing::TestWithParam<std::tuple<std::string, ModelPlanCase>> {};
+
+// Parameters that are cut, whole and summed over tp, or experts' of the sparse mesh: a bucket for
+// each set of axes, the same on every rank and worked out by none.
+TEST_P(PlanOfModelAxes, EqualsThePlanOfTheConfiguration) {
+  const auto& [family, c] = GetParam();
+  const testing::TemporaryFolder folder;
+  std::ofstream(folder / "config.json") << wide(family);
+  Config config;
+  config.model.config = folder / "config.json";
+  config.parallelism.data_parallel_replicate_degree = c.replicas;
+  config.parallelism.data_parallel_shard_degree = c.shard;
+  config.parallelism.tensor_parallel_degree = c.tp;
+  config.parallelism.expert_parallel_degree = c.ep;
+  config.parallelism.expert_tensor_parallel_degree = c.etp;
+  config.parallelism.sequence_parallel = c.sequence;
+  const int ranks = c.replicas * c.shard * c.tp;
+  const ModelSource source = open_model(config.model);
+  const ParallelDims dims = resolve_parallelism(config.parallelism, ranks);
+  const ModelContract contract = resolve_model(source, config, dims);
+  const auto expected = plan_model(source.spec, contract.parameters, mesh_shape(dims));
+  on_ranks(ranks, [&](World& world) {
+    const auto model = parallelize(source, config, world.mesh(mesh_shape(dims)));
+    const ModelContract agreed = model->contract();
+    EXPECT_EQ(agreed.units, contract.units);
+    EXPECT_EQ(agreed.parameters.size(), contract.parameters.size());
+    for (const GradContract& parameter : contract.parameters) {
+      EXPECT_NE(std::ranges::find(agreed.parameters, parameter), agreed.parameters.end())
+          << parameter.name;
+    }
+    const layout::ModelPlan found = fsdp::plan_of(*model);
+    EXPECT_EQ(to_string(found), to_string(expected));
+    EXPECT_EQ(hash(found), hash(expected));
+  });
+}
+
+std::string plan_case_name(
+    const ::testing::TestParamInfo<std::tuple<std::string, ModelPlanCase>>& info) {
+  std::string name = std::get<0>(info.param) + "_" + std::get<1>(info.param).name;
+  std::ranges::replace(name, '-', '_');
+  return name;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Experts, PlanOfModelAxes,
+    ::testing::Combine(::testing::Values("qwen3-moe", "deepseek-v2", "gpt-oss", "gemma4"),
+                       ::testing::Values(ModelPlanCase{"tp2", 1, 2},
+                                         ModelPlanCase{"tp4_whole", 1, 4, 1, 1, false},
+                                         ModelPlanCase{"ep2", 2, 1, 2},
+                                         ModelPlanCase{"dp4_ep2", 4, 1, 2},
+                                         ModelPlanCase{"hsdp_ep2", 2, 1, 2, 1, true, 2},
+                                         ModelPlanCase{"dp2_tp2_ep4", 2, 2, 4},
+                                         ModelPlanCase{"tp2_etp2", 1, 2, 1, 2},
+                                         ModelPlanCase{"dp2_tp2_ep2_etp2", 2, 2, 2, 2})),
+    plan_case_name);
+INSTANTIATE_TEST_SUITE_P(
+    Dense, PlanOfModelAxes,
+    ::testing::Combine(::testing::Values("qwen3", "llama"),
+                       ::testing::Values(ModelPlanCase{"tp2", 1, 2}, ModelPlanCase{"dp2_tp2", 2, 2},
+                                         ModelPlanCase{"tp4_whole", 1, 4, 1, 1, false})),
+    plan_case_name);
 
 // Buckets of 1 KiB (norms), 32 KiB and 48 KiB merge; up_proj's of 96 KiB stands alone.
 const std::vector<PrecisionRule> kRules{rule("*norm", DType::kFloat32, DType::kFloat32),

@@ -1,47 +1,14 @@
 // Traces of whole steps: what is in them agrees with the plan, and rows can be drawn.
 #include <gmock/gmock.h>
 
-#include <fstream>
-#include <map>
-#include <nlohmann/json.hpp>
-
 #include "train/model_plan.h"
 #include "train/parallelize.h"
 #include "train/trainer.h"
+#include "unit/train/read_trace.h"
 #include "unit/train/run_case.h"
 
 namespace tessera::train {
 namespace {
-
-using nlohmann::json;
-
-struct Span {
-  std::string name;
-  double begin = 0;
-  double end = 0;
-  json arguments;
-};
-/// By rank and name of the row, in the order of their beginning.
-using Rows = std::map<std::pair<int, std::string>, std::vector<Span>>;
-
-Rows read_trace(const std::filesystem::path& path) {
-  std::ifstream file(path);
-  const json trace = json::parse(file);
-  std::map<std::pair<int, int>, std::string> names;
-  for (const json& event : trace["traceEvents"]) {
-    if (event["name"] == "thread_name") {
-      names[{event["pid"], event["tid"]}] = event["args"]["name"];
-    }
-  }
-  Rows rows;
-  for (const json& event : trace["traceEvents"]) {
-    if (event["ph"] != "X") continue;
-    const double begin = event["ts"];
-    rows[{event["pid"], names.at({event["pid"], event["tid"]})}].push_back(
-        {event["name"], begin, begin + event["dur"].get<double>(), event["args"]});
-  }
-  return rows;
-}
 
 void expect_nested(const Rows& rows) {
   // Times have nanoseconds; sums of doubles of microseconds may be off by far less than one.
@@ -68,12 +35,6 @@ std::vector<std::string> names_of(const std::vector<Span>& spans) {
   std::vector<std::string> names;
   for (const Span& span : spans) names.push_back(span.name);
   return names;
-}
-
-std::int64_t sent(const std::vector<Span>& spans) {
-  std::int64_t bytes = 0;
-  for (const Span& span : spans) bytes += span.arguments["sent_bytes"].get<std::int64_t>();
-  return bytes;
 }
 
 struct TraceCase {

@@ -1,0 +1,241 @@
+// Experts balanced without an auxiliary loss (model.load_balance_coeff), over whole runs: every
+// token is counted once, in whatever layout, and every rank has the same bias.
+#include <gmock/gmock.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "models/expert_bias.h"
+#include "tessera/error.h"
+#include "train/hf_export.h"
+#include "train/load_balance.h"
+#include "train/step.h"
+#include "train/trainer.h"
+#include "unit/train/run_case.h"
+
+namespace tessera::train {
+namespace {
+
+constexpr double kCoefficient = 1e-3;
+constexpr std::int64_t kLayers = 4;
+constexpr std::int64_t kTokens = 48;  ///< two rows of 24 in a batch of the reference
+constexpr std::int64_t kExpertsPerToken = 3;
+
+struct BalanceCase {
+  std::string name;
+  int replicate = 1;
+  int shard = 1;
+  int tp = 1;
+  int ep = 1;
+  int etp = 1;
+  models::RouterTokens router = models::RouterTokens::kShards;
+  bool sequence = true;
+  RecomputeMode recompute = RecomputeMode::kNone;
+  std::int64_t local_batch = 2;
+  int ranks() const { return replicate * shard * tp; }
+};
+
+std::ostream& operator<<(std::ostream& out, const BalanceCase& c) { return out << c.name; }
+
+/// The reference's weights and batches: some labels are -100, whose tokens are tokens all the same.
+Config balanced(const testing::TemporaryFolder& folder, const BalanceCase& c) {
+  Config config = run_case(folder, Head::kOwn);
+  const std::string reference = std::string(TESSERA_TEST_DATA) + "/qwen3-moe-fp32";
+  config.model.config.clear();
+  config.model.path = reference;
+  config.model.load_balance_coeff = kCoefficient;
+  config.data.path = {reference + "/reference.safetensors"};
+  auto& parallelism = config.parallelism;
+  parallelism.data_parallel_replicate_degree = c.replicate;
+  parallelism.data_parallel_shard_degree = c.shard;
+  parallelism.tensor_parallel_degree = c.tp;
+  parallelism.expert_parallel_degree = c.ep;
+  parallelism.expert_tensor_parallel_degree = c.etp;
+  parallelism.moe_router = c.router;
+  parallelism.sequence_parallel = c.sequence;
+  config.activation_checkpoint.mode = c.recompute;
+  config.precision.param_dtype.dtype = DType::kFloat32;
+  config.training.seq_len.reset();
+  config.training.local_batch_size = c.local_batch;
+  config.training.steps = 4;
+  config.optimizer.lr = 1e-3;
+  return config;
+}
+
+using Biases = std::vector<std::vector<float>>;  ///< by layer
+
+Biases biases_of(const ShardedBase& model) {
+  Biases biases;
+  for (const BufferView& view : model.buffers()) {
+    if (!view.contract->name.ends_with(".mlp.expert_bias")) continue;
+    EXPECT_EQ(view.contract->storage, DType::kFloat32);
+    EXPECT_EQ(view.contract->compute, DType::kFloat32);
+    const auto* data = view.tensor.const_data_ptr<float>();
+    biases.emplace_back(data, data + view.tensor.numel());
+  }
+  return biases;
+}
+
+struct BalancedRun {
+  std::vector<Biases> steps;   ///< of rank 0, after each step
+  std::vector<double> losses;  ///< of each step
+};
+
+/// Every rank has what rank 0 has.
+BalancedRun run(const Config& config, int ranks) {
+  std::vector<BalancedRun> runs(static_cast<std::size_t>(ranks));
+  on_ranks(ranks, [&](World& world) {
+    BalancedRun& mine = runs[static_cast<std::size_t>(world.rank())];
+    TrainingHooks hooks;
+    hooks.after_step = [&](const StepMetrics& metrics, const ShardedBase& model) {
+      mine.steps.push_back(biases_of(model));
+      mine.losses.push_back(metrics.loss);
+    };
+    run_training(config, world, hooks);
+  });
+  for (const BalancedRun& other : runs) EXPECT_EQ(other.steps, runs.front().steps);
+  return runs.front();
+}
+
+/// Of the first batch, a layer: how often each expert was chosen.
+std::vector<std::vector<double>> chosen_by(const Config& config, int ranks) {
+  std::vector<std::vector<double>> chosen;
+  on_ranks(ranks, [&](World& world) {
+    const ModelSource source = open_model(config.model);
+    const ParallelDims dims = resolve_parallelism(config.parallelism, ranks);
+    const Mesh mesh = world.mesh(mesh_shape(dims));
+    const auto model = parallelize(source, config, mesh);
+    BatchRequest request;
+    request.path = config.data.path;
+    request.training = config.training;
+    request.training.global_batch_size = 2;
+    request.data_ranks = dims.data_ranks();
+    request.vocabulary = vocabulary_of(source.spec, false);
+    request.steps = 1;
+    const auto data = open_batches(request);
+    const int data_rank =
+        mesh.coordinate(axis::kReplicate) * dims.dp_shard + mesh.coordinate(axis::kShard);
+    const auto rows = micro_batches(data->rows_in_step(), *config.training.local_batch_size,
+                                    dims.data_ranks(), data_rank);
+    const auto loss = forward_backward(*model, *data, 1, rows, step_options(config, nullptr));
+    if (world.rank() == 0) chosen = loss.chosen;
+  });
+  return chosen;
+}
+
+constexpr auto kAll = models::RouterTokens::kAll;
+const std::vector<BalanceCase> kCases{
+    {.name = "one_rank"},
+    {.name = "two_micro_batches", .local_batch = 1},
+    {.name = "full", .recompute = RecomputeMode::kFull},
+    {.name = "selective", .recompute = RecomputeMode::kSelective, .local_batch = 1},
+    {.name = "dp2", .shard = 2},
+    {.name = "hsdp", .replicate = 2, .shard = 2},
+    {.name = "dp4_two_without_rows", .shard = 4},
+    {.name = "tp2", .tp = 2},
+    {.name = "tp2_whole", .tp = 2, .sequence = false},
+    {.name = "tp2_router_on_all", .tp = 2, .router = kAll},
+    {.name = "tp2_etp2", .tp = 2, .etp = 2},
+    {.name = "ep2", .shard = 2, .ep = 2},
+    {.name = "tp2_ep2_full", .tp = 2, .ep = 2, .recompute = RecomputeMode::kFull},
+    {.name = "dp2_tp2_ep2_etp2", .shard = 2, .tp = 2, .ep = 2, .etp = 2},
+};
+
+class LoadBalanceOfRun : public ::testing::TestWithParam<BalanceCase> {};
+
+TEST_P(LoadBalanceOfRun, EveryTokenCountsOnceAndEveryRankHasTheSameBias) {
+  const testing::TemporaryFolder folder;
+  const testing::TemporaryFolder alone;
+  const Config config = balanced(folder, GetParam());
+  const Config one_rank = balanced(alone, kCases.front());
+  const auto chosen = chosen_by(config, GetParam().ranks());
+  EXPECT_EQ(chosen, chosen_by(one_rank, 1));
+  ASSERT_EQ(chosen.size(), static_cast<std::size_t>(kLayers));
+  for (const auto& layer : chosen) {
+    EXPECT_EQ(std::accumulate(layer.begin(), layer.end(), 0.0), kTokens * kExpertsPerToken);
+  }
+
+  const BalancedRun found = run(config, GetParam().ranks());
+  EXPECT_EQ(found.steps, run(one_rank, 1).steps);
+  for (std::size_t layer = 0; layer < chosen.size(); ++layer) {
+    const double mean = std::accumulate(chosen[layer].begin(), chosen[layer].end(), 0.0) /
+                        static_cast<double>(chosen[layer].size());
+    const auto& bias = found.steps.front().at(layer);
+    const auto busiest = std::ranges::max_element(chosen[layer]) - chosen[layer].begin();
+    ASSERT_GT(chosen[layer][static_cast<std::size_t>(busiest)], mean);
+    EXPECT_EQ(std::ranges::min(bias), bias[static_cast<std::size_t>(busiest)]);
+    EXPECT_NEAR(std::accumulate(bias.begin(), bias.end(), 0.0), 0.0, 1e-8);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Layouts, LoadBalanceOfRun, ::testing::ValuesIn(kCases),
+                         [](const auto& one) { return one.param.name; });
+
+TEST(LoadBalanceOfRuns, AResumedRunGoesOnWithItsBias) {
+  const BalanceCase two{.name = "dp2", .shard = 2};
+  const testing::TemporaryFolder whole_folder;
+  const BalancedRun whole = run(balanced(whole_folder, two), 2);
+
+  const testing::TemporaryFolder folder;
+  Config config = balanced(folder, two);
+  config.checkpoint.enable = true;
+  config.checkpoint.folder = (folder / "checkpoints").string();
+  config.checkpoint.interval = 2;
+  config.training.steps = 2;
+  run(config, 2);
+  // What reads the checkpoint as a model has the bias, too; an export says that it has not.
+  ModelConfig written;
+  written.path = (folder / "checkpoints/step-2").string();
+  const ModelSource source = open_model(written);
+  EXPECT_EQ(expert_biases_of(source, 0), models::expert_biases(source.spec));
+  EXPECT_EQ(plan_export(source, {}).left_out.size(), static_cast<std::size_t>(kLayers));
+  Config of_checkpoint = config;
+  of_checkpoint.model = written;
+  of_checkpoint.parallelism = {};
+  on_ranks(1, [&](World& world) {
+    const auto dims = resolve_parallelism({}, 1);
+    const auto model = parallelize(source, of_checkpoint, world.mesh(mesh_shape(dims)));
+    EXPECT_EQ(biases_of(*model), whole.steps.at(1));
+  });
+
+  config.training.steps = 4;
+  const BalancedRun resumed = run(config, 2);
+  EXPECT_EQ(resumed.steps, (std::vector<Biases>{whole.steps.at(2), whole.steps.at(3)}));
+  EXPECT_EQ(resumed.losses, (std::vector<double>{whole.losses.at(2), whole.losses.at(3)}));
+}
+
+TEST(LoadBalanceOfRuns, TheBiasChangesWhoIsChosen) {
+  const testing::TemporaryFolder with, without;
+  Config balancing = balanced(with, kCases.front());
+  balancing.model.load_balance_coeff = 0.1;  // of probabilities
+  Config plain = balanced(without, kCases.front());
+  plain.model.load_balance_coeff = 0;
+  const BalancedRun moved = run(balancing, 1);
+  const BalancedRun still = run(plain, 1);
+  EXPECT_TRUE(still.steps.front().empty());
+  EXPECT_EQ(moved.losses[0], still.losses[0]) << "the first forward has a bias of zeros";
+  EXPECT_NE(moved.losses[1], still.losses[1]);
+}
+
+std::string refusal(const ModelSource& source) {
+  try {
+    expert_biases_of(source, kCoefficient);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kConfig);
+    return error.what();
+  }
+  return "";
+}
+
+TEST(LoadBalanceOfRuns, RefusesModelsThatCannotHaveIt) {
+  for (const char* family : {"qwen3-fp32", "gemma4-fp32"}) {
+    ModelConfig model;
+    model.path = std::string(TESSERA_TEST_DATA) + "/" + family;
+    EXPECT_THAT(refusal(open_model(model)),
+                ::testing::HasSubstr("model.load_balance_coeff: found 0.001 for a model whose "
+                                     "family has no such experts, expected 0"));
+  }
+}
+
+}  // namespace
+}  // namespace tessera::train
