@@ -32,8 +32,8 @@ DecoderHead::DecoderHead(const ModelSpec& spec, const LocalSizes& sizes)
 at::Tensor DecoderHead::forward(const at::Tensor& x, const std::optional<at::Tensor>& targets) {
   const at::Tensor logits = lm_head_->forward(region_.enter(norm_->forward(x)));
   if (targets) {
-    return nn::vocab_parallel_cross_entropy_sum(logits, *targets, nn::Logits::kConsume,
-                                                region_.axis());
+    return nn::vocab_parallel_cross_entropy_sum(
+        logits, *targets, {.axis = region_.axis(), .use = nn::Logits::kConsume});
   }
   if (region_.size() == 1) return logits;
   return parallel::all_gather(logits, region_.axis(), {2}, parallel::To::kInvariant, "logits");

@@ -56,7 +56,8 @@ at::Tensor Gemma4Head::forward(const at::Tensor& x, const std::optional<at::Tens
   }
   // The cap's derivative is computed from the capped logits: they may not be consumed.
   return nn::vocab_parallel_cross_entropy_sum(
-      logits, *targets, cap_ ? nn::Logits::kKeep : nn::Logits::kConsume, region_.axis());
+      logits, *targets,
+      {.axis = region_.axis(), .use = cap_ ? nn::Logits::kKeep : nn::Logits::kConsume});
 }
 
 Gemma4Model::Gemma4Model(const ModelSpec& spec, const ModelAxes& axes)

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "moe/expert_parallel.h"
 #include "nn/first_derivative.h"
 #include "tessera/dtype_watch.h"
 
@@ -185,16 +186,32 @@ Activation of_halves(at::Tensor (*gated)(const at::Tensor& gate, const at::Tenso
   };
 }
 
+namespace {
+
+at::Tensor compute(const at::Tensor& rows, const ExpertWeights& weights,
+                   const nn::GroupOffsets& offsets, const Activation& activation) {
+  const at::Tensor both =
+      nn::grouped_linear(rows, {weights.gate_up, weights.gate_up_bias, weights.layout}, offsets);
+  return nn::grouped_linear(activation(both), {weights.down, weights.down_bias, weights.layout},
+                            offsets);
+}
+
+}  // namespace
+
 at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeights& weights,
                    const ExpertOptions& options) {
-  const Dispatch order = dispatch(routing.indices, weights.gate_up.size(0));
+  const Dispatch order = dispatch(routing.indices, weights.gate_up.size(0) * options.ep.size);
   const bool before = options.score == Score::kBeforeExperts;
   at::Tensor rows = gather_tokens(x, order);
   if (before) rows = scale_rows(rows, routing.weights, order);
-  const at::Tensor both = nn::grouped_linear(
-      rows, {weights.gate_up, weights.gate_up_bias, weights.layout}, order.offsets);
-  const at::Tensor out = nn::grouped_linear(
-      options.activation(both), {weights.down, weights.down_bias, weights.layout}, order.offsets);
+  at::Tensor out;
+  if (options.ep.alone()) {
+    out = compute(rows, weights, order.offsets, options.activation);
+  } else {
+    const Journey journey = plan_journey(order.offsets, rows, options.ep, options.name);
+    const at::Tensor here = to_experts(rows, journey);
+    out = from_experts(compute(here, weights, journey.offsets, options.activation), journey);
+  }
   return combine(out, before ? at::Tensor() : routing.weights, order);
 }
 

@@ -2,8 +2,9 @@
 //
 // Tokens are ordered by expert, each expert's range is one product, and what comes out is summed
 // per token in the order of the experts' numbers: the result of a token does not depend on who else
-// is in the batch. Every expert has a gradient, zeros where no token came. All on one rank: no
-// token leaves it. Short symbols: M tokens, E experts, K experts a token, H hidden, I inner. Next:
+// is in the batch. Every expert has a gradient, zeros where no token came. Experts of other ranks:
+// expert_parallel.h. Short symbols: M tokens, E experts, K experts a token, H hidden, I inner.
+// Next:
 // ../nn/grouped_linear.h.
 #pragma once
 
@@ -11,6 +12,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 
 #include "moe/routing.h"
 #include "nn/grouped_linear.h"
@@ -60,10 +62,13 @@ enum class Score : std::uint8_t {
 struct ExpertOptions {
   Activation activation;
   Score score = Score::kAfterExperts;
-  parallel::Axis ep = {};  ///< the ranks that share the experts
+  /// Over which the experts lie: this rank's are `weights`, E / size of them. Placement of x and of
+  /// the result: S(0), tokens of this rank.
+  parallel::Axis ep = {};
+  std::string name = "experts";  ///< of the layer, in errors about collectives
 };
 
-/// x [M, H] -> [M, H] in x's dtype.
+/// x [M, H] -> [M, H] in x's dtype. Collective over options.ep.
 at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeights& weights,
                    const ExpertOptions& options);
 

@@ -28,7 +28,7 @@ Embedding::Embedding(std::int64_t vocabulary, std::int64_t size,
 }
 
 at::Tensor Embedding::forward(const at::Tensor& ids) {
-  return region_.leave(vocab_parallel_embedding(ids, weight, padding_, region_.axis()));
+  return region_.leave(vocab_parallel_embedding(ids, weight, region_.axis(), padding_));
 }
 
 }  // namespace tessera::nn

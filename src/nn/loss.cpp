@@ -9,19 +9,22 @@
 #include "tessera/error.h"
 
 namespace tessera::nn {
+namespace {
 
-void check_targets(const at::Tensor& logits, const at::Tensor& targets, std::int64_t vocabulary) {
+void check_targets(const at::Tensor& logits, const at::Tensor& targets) {
   TESSERA_CHECK(logits.dim() == 3 && targets.dim() == 2 && logits.size(0) == targets.size(0) &&
                     logits.size(1) == targets.size(1),
                 ErrorKind::kFormat, "loss: found logits ", logits.sizes(), " and targets ",
                 targets.sizes(), ", expected [B, T, V] and [B, T]");
   if (targets.numel() == 0) return;
   const at::Tensor bad =
-      targets.ne(kIgnoredLabel).logical_and(targets.lt(0).logical_or(targets.ge(vocabulary)));
+      targets.ne(kIgnoredLabel).logical_and(targets.lt(0).logical_or(targets.ge(logits.size(2))));
   TESSERA_CHECK(!bad.any().item<bool>(), ErrorKind::kFormat, "loss: found the label ",
                 targets.masked_select(bad)[0].item<std::int64_t>(), ", expected 0 to ",
-                vocabulary - 1, " or ", kIgnoredLabel);
+                logits.size(2) - 1, " or ", kIgnoredLabel);
 }
+
+}  // namespace
 
 at::Tensor next_token_targets(const at::Tensor& labels) {
   auto targets = at::full_like(labels, kIgnoredLabel);
@@ -47,7 +50,7 @@ at::Tensor cross_entropy_sum_composite(const at::Tensor& logits, const at::Tenso
 }
 
 at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets, Logits use) {
-  check_targets(logits, targets, logits.size(2));
+  check_targets(logits, targets);
   return cpu::has_kernels(logits) ? cpu::cross_entropy_sum(logits, targets, use)
                                   : cross_entropy_sum_composite(logits, targets);
 }

@@ -21,10 +21,6 @@ at::Tensor next_token_targets(const at::Tensor& labels);
 /// Targets that are not -100. targets [B, T] i64 on the CPU.
 std::int64_t count_kept(const at::Tensor& targets);
 
-/// Errors: kFormat for other shapes than [B, T, ...] and [B, T], and for a target outside
-/// 0..vocabulary-1 that is not -100.
-void check_targets(const at::Tensor& logits, const at::Tensor& targets, std::int64_t vocabulary);
-
 enum class Logits : std::uint8_t {
   kKeep,
   kConsume,  ///< backward may write their gradient over them: nobody else may hold them

@@ -1,32 +1,40 @@
-// Embedding and loss where every rank of an axis holds an equal part of the vocabulary.
+// Embedding and cross entropy of a vocabulary that is cut over ranks.
 //
-// Rank r of n has the ids [r V / n, (r + 1) V / n). A row of the embedding is found on one rank and
-// is zero on the others, so what comes out is Partial; the loss needs three numbers a token from
-// every rank and is the same everywhere (Invariant). Source: Megatron-LM's vocabulary-parallel
-// layers. Short symbols: B rows, T positions, V vocabulary, K embedding size. Next: embedding.h,
-// loss.h.
+// Rank r of the axis owns tokens r V/size to (r + 1) V/size - 1: rows of the embedding, columns of
+// the logits. No rank ever holds logits of the whole vocabulary: three numbers a token travel.
+// Short symbols: B rows, T positions, V vocabulary. Next: loss.h, embedding.h,
+// ../parallel/transitions.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <optional>
+#include <string>
 
 #include "nn/loss.h"
 #include "parallel/axis.h"
 
 namespace tessera::nn {
 
-/// ids [...] i64 of the whole vocabulary, weight [V / n, K] -> [..., K], Partial. `padding`: as
-/// embedding().
+/// ids [...] i64, the same on every rank; weight [V / size, K] -> [..., K], zeros for tokens of
+/// other ranks. The row of token `padding` gets no gradient. Placement: R -> P; the weight S(0). No
+/// communication. Errors: kFormat for a token outside 0..V-1.
 at::Tensor vocab_parallel_embedding(const at::Tensor& ids, const at::Tensor& weight,
-                                    std::optional<std::int64_t> padding,
-                                    const parallel::Axis& axis);
+                                    const parallel::Axis& axis,
+                                    std::optional<std::int64_t> padding = std::nullopt);
 
-/// logits [B, T, V / n], targets [B, T] i64 of the whole vocabulary -> [] fp32 (fp64 for fp64
-/// logits), Invariant: as cross_entropy_sum() of all logits, but for the order of additions. One
-/// collective, of 3 numbers a token and rank. Errors: as cross_entropy_sum.
+struct VocabParallelLoss {
+  parallel::Axis axis;
+  std::string name = "loss";  ///< in errors about collectives
+  Logits use = Logits::kKeep;
+};
+
+/// loss.h's cross_entropy_sum of logits [B, T, V / size], targets [B, T] i64 the same on every
+/// rank. Placement: S(2) -> I, the same bits on every rank; the gradient needs no communication.
+/// Collective; bytes a rank sends: (size - 1) x 12 B T (24 for fp64). Errors: kFormat for a target
+/// outside 0..V-1 that is not -100.
 at::Tensor vocab_parallel_cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets,
-                                            Logits use, const parallel::Axis& axis);
+                                            const VocabParallelLoss& options);
 
 }  // namespace tessera::nn

@@ -15,9 +15,7 @@ Axis axis_of(const Mesh& mesh, std::string_view name, std::optional<at::ScalarTy
   axis.reduce = reduce;
   if (axis.alone()) return axis;
   axis.rank = mesh.coordinate(name);
-  const int self = mesh.world()->rank();
-  axis.group =
-      mesh.world()->group(mesh.shape().group_of(self, {name}), concat("transitions on ", name));
+  axis.group = mesh.world()->group(mesh.ranks_of({name}), concat("transitions on ", name));
   return axis;
 }
 

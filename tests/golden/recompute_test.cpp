@@ -64,6 +64,8 @@ INSTANTIATE_TEST_SUITE_P(Dense, GoldenRecompute, ::testing::ValuesIn(kFolders),
                          [](const auto& each) { return test_name(each.param); });
 INSTANTIATE_TEST_SUITE_P(Gemma4, GoldenRecompute, ::testing::ValuesIn(kGemmaFolders),
                          [](const auto& each) { return test_name(each.param); });
+INSTANTIATE_TEST_SUITE_P(DeepseekV2, GoldenRecompute, ::testing::ValuesIn(kDeepseekFolders),
+                         [](const auto& each) { return test_name(each.param); });
 INSTANTIATE_TEST_SUITE_P(Moe, GoldenRecompute, ::testing::ValuesIn(kMoeFolders),
                          [](const auto& each) { return test_name(each.param); });
 

@@ -71,8 +71,8 @@ inline const std::vector<std::string> kMoeFolders{"gpt-oss-fp32", "gpt-oss-mixed
                                                   "qwen3-moe-mixed"};
 
 /// Those with latent attention and a mixture of experts, each of which is a tensor of the files.
-inline const std::vector<std::string> kDeepseekFolders{
-    "deepseek-v2-fp32", "deepseek-v2-mixed", "deepseek-v2-group-fp32", "deepseek-v2-group-mixed"};
+inline const std::vector<std::string> kDeepseekFolders{"deepseek-v2-fp32", "deepseek-v2-group-fp32",
+                                                       "deepseek-v2-group-mixed"};
 
 /// "qwen3_fp32": what GoogleTest allows in names.
 std::string test_name(const std::string& folder);

@@ -231,13 +231,14 @@ TEST(LatentAttention, TheNextTokensLogitsAreThoseOfAWholeForward) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Folders, MoeReference,
-    ::testing::Values(Case{"deepseek-v2-fp32", 0.0029}, Case{"deepseek-v2-mixed", 0.0034},
-                      Case{"deepseek-v2-group-fp32", 0.0051, 1e-4},
-                      Case{"deepseek-v2-group-mixed", 0.0076, 1e-4}, Case{"gpt-oss-fp32", 0.0043},
-                      Case{"gpt-oss-mixed", 0.0046}, Case{"qwen3-moe-fp32", 0.0026},
-                      Case{"qwen3-moe-mixed", 0.0018}));
+INSTANTIATE_TEST_SUITE_P(Folders, MoeReference,
+                         ::testing::Values(Case{"deepseek-v2-fp32", 0.0029},
+                                           Case{"deepseek-v2-group-fp32", 0.0051, 1e-4},
+                                           Case{"deepseek-v2-group-mixed", 0.0076, 1e-4},
+                                           Case{"gpt-oss-fp32", 0.0043},
+                                           Case{"gpt-oss-mixed", 0.0046},
+                                           Case{"qwen3-moe-fp32", 0.0026},
+                                           Case{"qwen3-moe-mixed", 0.0018}));
 
 }  // namespace
 }  // namespace tessera::models

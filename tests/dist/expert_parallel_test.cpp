@@ -1,0 +1,173 @@
+// Experts over ranks against all of them on one rank: the same tokens, every gradient.
+#include "moe/expert_parallel.h"
+
+#include <gtest/gtest.h>
+
+#include "dist/ranks.h"
+#include "moe/experts.h"
+#include "nn/gated.h"
+#include "tessera/error.h"
+
+namespace tessera::moe {
+namespace {
+
+using test::ranks;
+using test::same_bits;
+using test::seeded;
+
+constexpr std::int64_t kExperts = 12;
+constexpr std::int64_t kHidden = 16;
+constexpr std::int64_t kInner = 8;
+constexpr std::int64_t kChosen = 3;
+
+enum class Choice { kSpread, kAllToOneRank };
+
+/// [M, 3] ascending, by token number. kSpread leaves some experts without rows.
+at::Tensor choice(std::int64_t tokens, Choice kind) {
+  const at::Tensor first =
+      at::arange(tokens, at::kLong).mul(kind == Choice::kSpread ? 5 : 0).remainder(6);
+  return at::stack({first, first + 1, first + 2 + at::arange(tokens, at::kLong).remainder(2)}, 1);
+}
+
+struct Problem {
+  at::ScalarType dtype = at::kDouble;
+  std::vector<std::int64_t> tokens;  ///< of each rank
+  Choice choice = Choice::kSpread;
+  Score score = Score::kAfterExperts;
+};
+
+/// x, weights, gate_up, down, their biases; then the gradient of the output.
+struct Inputs {
+  std::vector<at::Tensor> tensors;
+  at::Tensor indices;
+  at::Tensor grad;
+};
+
+Inputs inputs_of(const Problem& problem) {
+  std::int64_t tokens = 0;
+  for (const std::int64_t count : problem.tokens) tokens += count;
+  const auto drawn = [&](std::uint64_t seed, std::vector<std::int64_t> sizes) {
+    return seeded(seed, sizes, at::kDouble).to(problem.dtype);
+  };
+  return {{drawn(1, {tokens, kHidden}), drawn(2, {tokens, kChosen}),
+           drawn(3, {kExperts, 2 * kInner, kHidden}), drawn(4, {kExperts, kHidden, kInner}),
+           drawn(5, {kExperts, 2 * kInner}), drawn(6, {kExperts, kHidden})},
+          choice(tokens, problem.choice),
+          drawn(7, {tokens, kHidden})};
+}
+
+/// The output, then the gradients of the six.
+std::vector<at::Tensor> run(const Inputs& inputs, const Problem& problem,
+                            const parallel::Axis& axis) {
+  std::vector<at::Tensor> leaves;
+  for (const at::Tensor& tensor : inputs.tensors) {
+    leaves.push_back(tensor.clone().requires_grad_(true));
+  }
+  const at::Tensor out = experts(leaves[0], {inputs.indices, leaves[1], {}},
+                                 {leaves[2], leaves[3], leaves[4], leaves[5]},
+                                 {nn::swiglu_halves, problem.score, axis, "layers.0.mlp.experts"});
+  out.backward(inputs.grad);
+  std::vector<at::Tensor> results{out.detach()};
+  for (const at::Tensor& leaf : leaves) results.push_back(leaf.grad());
+  return results;
+}
+
+/// Tensors 0, 1 and the gradient by tokens, the others by experts.
+std::vector<at::Tensor> own_parts(const std::vector<at::Tensor>& all, std::size_t by_tokens,
+                                  const parallel::Part& tokens, const parallel::Part& own) {
+  std::vector<at::Tensor> parts;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const parallel::Part& part = i < by_tokens ? tokens : own;
+    parts.push_back(all[i].narrow(0, part.begin, part.size));
+  }
+  return parts;
+}
+
+void expect_as_on_one_rank(const Problem& problem, double bound, ThreadBackend backend) {
+  const Inputs inputs = inputs_of(problem);
+  const std::vector<at::Tensor> whole = run(inputs, problem, {});
+  const int size = static_cast<int>(problem.tokens.size());
+  ranks(size, backend).run([&](World& world) {
+    parallel::Axis axis =
+        parallel::axis_of(world.mesh(MeshShape::sparse(1, 1, 1, world.size(), 1)), axis::kExpert);
+    parallel::Part tokens;
+    for (int rank = 0; rank <= axis.rank; ++rank) {
+      tokens.begin += tokens.size;
+      tokens.size = problem.tokens[static_cast<std::size_t>(rank)];
+    }
+    const parallel::Part own = parallel::part_of(kExperts, size, axis.rank);
+    const Inputs mine{own_parts(inputs.tensors, 2, tokens, own),
+                      inputs.indices.narrow(0, tokens.begin, tokens.size),
+                      inputs.grad.narrow(0, tokens.begin, tokens.size)};
+    const std::vector<at::Tensor> found = run(mine, problem, axis);
+    const std::vector<at::Tensor> expected = own_parts(whole, 3, tokens, own);
+    for (std::size_t i = 0; i < found.size(); ++i) {
+      if (bound == 0) {
+        EXPECT_TRUE(same_bits(found[i], expected[i])) << "result " << i << " over " << size;
+      } else {
+        EXPECT_TRUE(at::allclose(found[i], expected[i], bound, bound)) << "result " << i;
+      }
+    }
+  });
+}
+
+/// Uneven, a rank without tokens, fewer tokens than ranks, none at all.
+const std::vector<std::vector<std::int64_t>>& token_counts() {
+  static const std::vector<std::vector<std::int64_t>> all{
+      {16, 16}, {9, 4}, {0, 7}, {7, 0}, {1, 0}, {0, 0}, {5, 0, 11}, {0, 1, 0, 0}, {8, 3, 0, 13}};
+  return all;
+}
+
+TEST(ExpertParallel, EveryGradientIsThatOfOneRank) {
+  for (const auto& tokens : token_counts()) {
+    for (const Choice kind : {Choice::kSpread, Choice::kAllToOneRank}) {
+      for (const Score score : {Score::kAfterExperts, Score::kBeforeExperts}) {
+        expect_as_on_one_rank({at::kDouble, tokens, kind, score}, 1e-13, ThreadBackend::kInProcess);
+      }
+    }
+  }
+}
+
+TEST(ExpertParallel, TheSameOverGloo) {
+  for (const auto& tokens : token_counts()) {
+    expect_as_on_one_rank({at::kDouble, tokens}, 1e-13, ThreadBackend::kGloo);
+  }
+}
+
+TEST(ExpertParallel, InFloat32BitwiseThatOfOneRank) {
+  // Tokens keep their order, so experts see the same rows in the same order.
+  for (const auto& tokens : token_counts()) {
+    for (const Score score : {Score::kAfterExperts, Score::kBeforeExperts}) {
+      expect_as_on_one_rank({at::kFloat, tokens, Choice::kSpread, score}, 0,
+                            ThreadBackend::kInProcess);
+    }
+  }
+}
+
+TEST(ExpertParallel, ARankWhoseTokensNeedNoGradientStillMeetsTheOthers) {
+  ranks(2).run([](World& world) {
+    const parallel::Axis axis =
+        parallel::axis_of(world.mesh(MeshShape::sparse(1, 1, 1, 2, 1)), axis::kExpert);
+    const Inputs inputs = inputs_of({at::kFloat, {4}});
+    const at::Tensor x = inputs.tensors[0].clone().requires_grad_(axis.rank == 0);
+    const at::Tensor gate_up = inputs.tensors[2].narrow(0, 6 * axis.rank, 6);
+    const at::Tensor down = inputs.tensors[3].narrow(0, 6 * axis.rank, 6);
+    // Frozen experts: on rank 1 nothing else requires a gradient.
+    const at::Tensor out = experts(x, {inputs.indices, inputs.tensors[1], {}}, {gate_up, down},
+                                   {nn::swiglu_halves, Score::kAfterExperts, axis});
+    EXPECT_TRUE(out.requires_grad());
+    out.backward(inputs.grad);
+    EXPECT_EQ(x.grad().defined(), axis.rank == 0);
+  });
+}
+
+TEST(ExpertParallel, ExpertsThatDoNotDivideAreRefused) {
+  ranks(2).run([](World& world) {
+    const parallel::Axis axis =
+        parallel::axis_of(world.mesh(MeshShape::sparse(1, 1, 1, 2, 1)), axis::kExpert);
+    EXPECT_THROW(plan_journey({0, 1, 2, 3}, at::zeros({3, 4}), axis, "experts"), Error);
+  });
+}
+
+}  // namespace
+}  // namespace tessera::moe
