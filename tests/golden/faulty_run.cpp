@@ -68,7 +68,7 @@ class RankOfStep {
     step.not_invariant = check_invariant_gradients(*model);
     step.norm = changes_.norm ? changes_.norm(*model, *mesh_) : gradient_norm(*model);
     model->visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
-      step.gradients[name] = gradient.to(at::kFloat).clone();
+      step.gradients[name] = gradient.clone();
     });
     return step;
   }
