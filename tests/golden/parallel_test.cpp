@@ -100,7 +100,6 @@ class GoldenParallel : public ::testing::TestWithParam<std::string> {
 
 TEST_P(GoldenParallel, EveryGradientIsTransformersInEveryLayout) {
   for (const Degrees& d : degrees_of(has_experts())) {
-    if (std::getenv("NO_EP") && d.ep > 1) continue;
     SCOPED_TRACE(to_string(d));
     const Layout layout{.ranks = d.ranks(), .replicas = d.replicate};
     expect_within_bounds(run_gradients(config_of(GetParam(), d), layout, reference().batches()));
