@@ -40,31 +40,26 @@ Changes reduced_in_bfloat16(const std::string& part) {
   }};
 }
 
-/// Over the ranks of `axes` alone, of the parameters that `counts` says.
-double norm_over(const ShardedBase& model, const Mesh& mesh, const std::vector<std::string>& left_out,
-                 MeshKind kind) {
+/// As gradient_norm, but of what is cut over `axis` only the first rank's part counts.
+double norm_without(const ShardedBase& model, std::string_view axis) {
   double sum = 0;
   for (const ShardView& view : model.shards()) {
     const auto& axes = view.contract->layout.axes;
     bool counts = view.shard.grad().defined();
     for (std::size_t i = 0; i < axes.size(); ++i) {
-      const bool out = std::ranges::count(left_out, axes[i].axis) > 0 &&
-                       view.contract->layout.mesh == kind &&
-                       axes[i].parameter.kind == PlacementKind::kShard;
-      if (out && view.coordinates[i] != 0) counts = false;
+      const bool once = axes[i].parameter.kind == PlacementKind::kInvariant ||
+                        (axes[i].parameter.kind == PlacementKind::kShard && axes[i].axis == axis);
+      if (once && view.coordinates[i] != 0) counts = false;
     }
     if (counts) sum += view.shard.grad().to(at::kDouble).square().sum().item<double>();
   }
-  auto total = at::full({1}, sum, at::kDouble);
+  const auto total = at::full({1}, sum, at::kDouble);
   comm::all_reduce(*fsdp::unit_of_handle(model.unit()).runtime().data_group(), total, "norm");
-  (void)mesh;
   return std::sqrt(total.item<double>());
 }
 
-Changes norm_without(const std::string& axis, MeshKind kind) {
-  return {.norm = [=](const ShardedBase& model, const Mesh& mesh) {
-    return norm_over(model, mesh, {axis}, kind);
-  }};
+Changes only_first_counts(std::string axis) {
+  return {.norm = [=](const ShardedBase& model) { return norm_without(model, axis); }};
 }
 
 std::vector<Fault> of_experts() {
@@ -85,10 +80,10 @@ std::vector<Fault> of_experts() {
            }),
        CaughtBy::kNothing, ""},
       {"NormWithoutExpertRanks", "The norm leaves out the other ranks' experts",
-       "NeMo Automodel #3816", kQwen, experts, norm_without("ep", MeshKind::kSparse),
+       "NeMo Automodel #3816", kQwen, experts, only_first_counts("ep"),
        CaughtBy::kNorm, ""},
       {"NormWithoutHeads", "The norm leaves out what other tp ranks hold of cut parameters",
-       "Megatron-LM #7452", kGptOss, {.tp = 2}, norm_without("tp", MeshKind::kDense),
+       "Megatron-LM #7452", kGptOss, {.tp = 2}, only_first_counts("tp"),
        CaughtBy::kNorm, ""},
   };
 }

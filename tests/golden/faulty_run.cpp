@@ -66,7 +66,7 @@ class RankOfStep {
       step.loss = backward(*model);
     }
     step.not_invariant = check_invariant_gradients(*model);
-    step.norm = changes_.norm ? changes_.norm(*model, *mesh_) : gradient_norm(*model);
+    step.norm = changes_.norm ? changes_.norm(*model) : gradient_norm(*model);
     model->visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
       step.gradients[name] = gradient.clone();
     });

@@ -45,7 +45,7 @@ struct Changes {
   std::function<void(train::Config&)> config = {};
   std::function<void(const RankParts&)> parts = {};
   std::function<std::unique_ptr<StandIn>(const RankParts&)> transitions = {};
-  std::function<double(const ShardedBase&, const Mesh&)> norm = {};
+  std::function<double(const ShardedBase&)> norm = {};
 };
 
 struct Step {
