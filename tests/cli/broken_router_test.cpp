@@ -38,8 +38,12 @@ TEST(BrokenRouter, IsExitCodeOneAndNamedInEveryLayout) {
       {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2"},
       {"--nproc", "2", "--parallelism.expert_parallel_degree", "2"}};
   for (const auto& layout : layouts) {
-    std::vector<std::string> words{"gradients", "--model", "m", "--batch",
-                                   std::string(kFolder) + "/reference.safetensors", "--out",
+    std::vector<std::string> words{"gradients",
+                                   "--model",
+                                   "m",
+                                   "--batch",
+                                   std::string(kFolder) + "/reference.safetensors",
+                                   "--out",
                                    "o.safetensors"};
     words.insert(words.end(), layout.begin(), layout.end());
     const Outcome outcome = run_program(folder, words);

@@ -37,8 +37,8 @@ std::string short_text(const Degrees& d) {
 
 std::string table_row(const Fault& fault) {
   return concat("| ", fault.what, " | ", fault.seen, " | ", short_text(fault.degrees), " | ",
-                text(fault.caught_by), " | ", fault.named.empty() ? "" : concat("`", fault.named, "`"),
-                " |");
+                text(fault.caught_by), " | ",
+                fault.named.empty() ? "" : concat("`", fault.named, "`"), " |");
 }
 
 std::ostream& operator<<(std::ostream& out, const Fault& fault) { return out << table_row(fault); }

@@ -9,10 +9,12 @@ constexpr const char* kQwen = "qwen3-moe-fp32";
 constexpr const char* kGptOss = "gpt-oss-fp32";
 
 ParameterLayout invariant(std::string axis, int size) {
-  return {.axes = {{std::move(axis), size, {PlacementKind::kInvariant}, {PlacementKind::kInvariant}}}};
+  return {
+      .axes = {{std::move(axis), size, {PlacementKind::kInvariant}, {PlacementKind::kInvariant}}}};
 }
 ParameterLayout summed(std::string axis, int size) {
-  return {.axes = {{std::move(axis), size, {PlacementKind::kReplicate}, {PlacementKind::kPartial}}}};
+  return {
+      .axes = {{std::move(axis), size, {PlacementKind::kReplicate}, {PlacementKind::kPartial}}}};
 }
 
 Changes parts(std::function<void(const RankParts&)> change) { return {.parts = std::move(change)}; }
@@ -69,18 +71,22 @@ std::vector<Fault> faults_of_declarations() {
       {"NormsSummedThoughInvariant", "Norms of the whole sequence are summed over tp",
        "Megatron-LM #7452", kQwen, whole, placed("input_layernorm", summed("tp", 2)),
        CaughtBy::kGradients, "input_layernorm.weight"},
-      {"KeyHeadCopiesUnreduced", "Copies of one key head are not summed", "Megatron-LM #7452",
-       kQwen, {.tp = 4},
-       placed("k_proj", {.axes = {{"tp_kv/2", 2, {PlacementKind::kShard}, {PlacementKind::kShard}},
-                                  {"tp_rep/2", 2, {PlacementKind::kInvariant},
-                                   {PlacementKind::kInvariant}}}}),
-       CaughtBy::kInvariance, "k_proj.weight"},
+      {"KeyHeadCopiesUnreduced",
+       "Copies of one key head are not summed",
+       "Megatron-LM #7452",
+       kQwen,
+       {.tp = 4},
+       placed(
+           "k_proj",
+           {.axes = {{"tp_kv/2", 2, {PlacementKind::kShard}, {PlacementKind::kShard}},
+                     {"tp_rep/2", 2, {PlacementKind::kInvariant}, {PlacementKind::kInvariant}}}}),
+       CaughtBy::kInvariance,
+       "k_proj.weight"},
       {"SinksNotMarkedAsCut", "Sinks cut by heads count as whole", "Megatron-LM #7452", kGptOss,
        sequence, placed("self_attn", invariant("tp", 2)), CaughtBy::kSharding,
        "model.layers.0.self_attn.sinks"},
       {"ExpertsOverTheDenseGroup", "Experts are summed over all data ranks, other experts' too",
-       "Megatron-LM #1622", kQwen, experts, parts(wrong_group), CaughtBy::kSharding,
-       "mlp.experts"},
+       "Megatron-LM #1622", kQwen, experts, parts(wrong_group), CaughtBy::kSharding, "mlp.experts"},
       {"ExpertsDeclaredDense", "Experts cut over ep are declared on the dense mesh",
        "Megatron-LM #1622", kQwen, experts,
        parts([](const RankParts& rank) { declare(rank, "experts", {}); }), CaughtBy::kSharding,

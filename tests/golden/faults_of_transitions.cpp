@@ -26,10 +26,9 @@ constexpr Site kSlice{"slice", "tokens of experts"};
 
 Changes backward_of(Site site, StandIn::Way way) {
   return {.transitions = [=](const RankParts&) {
-    return std::make_unique<StandIn>(
-        nullptr, [=](const Transition& of, const at::Tensor& grad) {
-          return site.is(of) ? way(of, grad) : of.backward(grad);
-        });
+    return std::make_unique<StandIn>(nullptr, [=](const Transition& of, const at::Tensor& grad) {
+      return site.is(of) ? way(of, grad) : of.backward(grad);
+    });
   }};
 }
 
@@ -62,8 +61,7 @@ Changes bias_before_the_sum() {
     std::vector<at::Tensor> biases;
     const auto parameters = rank.parts.model->named_parameters();
     for (int layer = 0;; ++layer) {
-      const auto* bias =
-          parameters.find(concat("model.layers.", layer, ".self_attn.o_proj.bias"));
+      const auto* bias = parameters.find(concat("model.layers.", layer, ".self_attn.o_proj.bias"));
       if (bias == nullptr) break;
       biases.push_back(*bias);
     }
@@ -91,9 +89,9 @@ std::vector<Fault> at_the_boundary() {
                      return parallel::own_part(grad, of.axis, 1);
                    }),
        CaughtBy::kGradients, "input_layernorm.weight"},
-      {"EntryNotReduced", "The gradient at a region's entry is not summed",
-       "torchtitan #1805", kQwen, whole, backward_of({"copy", "enter"}, as_it_is),
-       CaughtBy::kInvariance, "input_layernorm.weight"},
+      {"EntryNotReduced", "The gradient at a region's entry is not summed", "torchtitan #1805",
+       kQwen, whole, backward_of({"copy", "enter"}, as_it_is), CaughtBy::kInvariance,
+       "input_layernorm.weight"},
       {"ExitReducedTwice", "The sum at a region's exit is summed again in backward",
        "torchtitan #3280", kQwen, whole, backward_of({"all_reduce", "leave"}, summed),
        CaughtBy::kGradients, "o_proj.weight"},
@@ -141,8 +139,11 @@ std::vector<Fault> inside_experts() {
                     return x.narrow(0, 0, x.size(0) / of.axis.size).contiguous();
                   }),
        CaughtBy::kInvariance, "post_attention_layernorm.weight"},
-      {"ExpertBiasOnEveryRank", "The bias after cut experts is added by every rank",
-       "torchtitan #4245", kGptOss, cut,
+      {"ExpertBiasOnEveryRank",
+       "The bias after cut experts is added by every rank",
+       "torchtitan #4245",
+       kGptOss,
+       cut,
        {.transitions =
             [](const RankParts&) {
               const auto every = [](const Transition& of, const at::Tensor& x) {
@@ -153,7 +154,8 @@ std::vector<Fault> inside_experts() {
               };
               return std::make_unique<StandIn>(every, back);
             }},
-       CaughtBy::kGradients, "experts.down_proj_bias"},
+       CaughtBy::kGradients,
+       "experts.down_proj_bias"},
   };
 }
 

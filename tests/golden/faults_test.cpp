@@ -1,5 +1,7 @@
 // Faults that real trainers had in mixtures of experts on several ranks (and some next to them),
 // injected one at a time: what refuses or finds each. The table is docs/layouts.md.
+#include "golden/faults.h"
+
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -8,7 +10,6 @@
 #include <fstream>
 #include <sstream>
 
-#include "golden/faults.h"
 #include "golden/model_folder.h"
 #include "tessera/error.h"
 
@@ -76,12 +77,14 @@ TEST_P(InjectedFault, IsCaughtWhereTheTableSaysAndNamed) {
   const bool gradients = !difference.gradients.empty();
   switch (fault.caught_by) {
     case CaughtBy::kInvariance:
-      EXPECT_TRUE(names(found.not_invariant, fault.named)) << ::testing::PrintToString(found.not_invariant);
+      EXPECT_TRUE(names(found.not_invariant, fault.named))
+          << ::testing::PrintToString(found.not_invariant);
       EXPECT_TRUE(names(difference.gradients, fault.named)) << "no harm done";
       break;
     case CaughtBy::kGradients:
       EXPECT_FALSE(invariant) << "caught earlier: " << found.not_invariant.front();
-      EXPECT_TRUE(names(difference.gradients, fault.named)) << ::testing::PrintToString(difference.gradients);
+      EXPECT_TRUE(names(difference.gradients, fault.named))
+          << ::testing::PrintToString(difference.gradients);
       break;
     case CaughtBy::kNorm:
       EXPECT_FALSE(invariant || gradients) << "caught earlier";
@@ -103,9 +106,10 @@ TEST(InjectedFaults, TheTableOfTheDocumentationIsThisList) {
   for (const Fault& fault : all_faults()) {
     EXPECT_NE(page.str().find(table_row(fault)), std::string::npos) << table_row(fault);
   }
-  EXPECT_GE(std::ranges::count_if(all_faults(), [](const Fault& each) {
-              return each.caught_by != CaughtBy::kNothing;
-            }), 12);
+  EXPECT_GE(
+      std::ranges::count_if(all_faults(),
+                            [](const Fault& each) { return each.caught_by != CaughtBy::kNothing; }),
+      12);
 }
 
 INSTANTIATE_TEST_SUITE_P(Each, InjectedFault, ::testing::ValuesIn(all_faults()),

@@ -49,7 +49,7 @@ struct Changes {
 };
 
 struct Step {
-  std::string refusal;                    ///< of sharding; empty: there was none
+  std::string refusal;                     ///< of sharding; empty: there was none
   std::vector<std::string> not_invariant;  ///< check_invariant_gradients
   double loss = 0;
   double norm = 0;

@@ -117,12 +117,11 @@ TEST_F(LayoutRefusals, ARouterThatProducesNaNIsOneErrorInEveryLayout) {
       SCOPED_TRACE(concat(folder, ": ", to_string(degrees)));
       auto config = config_for(folder, degrees);
       config.model.path = changed;
-      EXPECT_THAT(error_of(ErrorKind::kNumeric,
-                           [&] {
-                             run_gradients(config, layout_of(degrees),
-                                           Reference::of(folder).batches());
-                           }),
-                  AllOf(HasSubstr("routing"), HasSubstr("not finite"), HasSubstr("expert")));
+      EXPECT_THAT(
+          error_of(
+              ErrorKind::kNumeric,
+              [&] { run_gradients(config, layout_of(degrees), Reference::of(folder).batches()); }),
+          AllOf(HasSubstr("routing"), HasSubstr("not finite"), HasSubstr("expert")));
     }
   }
 }

@@ -2,9 +2,9 @@
 // parameter's gradient by name, in every layout that the family's sizes divide; the others are
 // refused with their rule.
 //
-// Thread ranks; processes are tests/cli's. The class of bug: a gradient that is summed twice over an
-// axis, or not at all, is off by a factor of the axis' size or by what the other ranks had, and the
-// bounds are 5e-5.
+// Thread ranks; processes are tests/cli's. The class of bug: a gradient that is summed twice over
+// an axis, or not at all, is off by a factor of the axis' size or by what the other ranks had, and
+// the bounds are 5e-5.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -27,8 +27,7 @@ class GoldenParallel : public ::testing::TestWithParam<std::string> {
     EXPECT_NEAR(found.loss, reference().result("loss").item<double>(), kLossBound);
     const auto logits = reference().result("logits");
     ASSERT_EQ(found.logits.sizes(), logits.sizes());
-    EXPECT_LT((found.logits - logits).abs().max().item<double>(),
-              reference().logits_bound());
+    EXPECT_LT((found.logits - logits).abs().max().item<double>(), reference().logits_bound());
     ASSERT_EQ(found.by_name.size(), reference().gradients().size());
     for (const auto& [name, expected] : reference().gradients()) {
       ASSERT_TRUE(found.by_name.contains(name)) << name;
@@ -40,8 +39,8 @@ class GoldenParallel : public ::testing::TestWithParam<std::string> {
 TEST_P(GoldenParallel, EveryGradientIsTransformersInEveryLayout) {
   for (const Degrees& degrees : all_degrees(experts())) {
     SCOPED_TRACE(to_string(degrees));
-    expect_within_bounds(run_gradients(config_for(GetParam(), degrees), layout_of(degrees),
-                                       reference().batches()));
+    expect_within_bounds(
+        run_gradients(config_for(GetParam(), degrees), layout_of(degrees), reference().batches()));
   }
 }
 
