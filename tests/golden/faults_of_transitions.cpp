@@ -138,7 +138,7 @@ std::vector<Fault> inside_experts() {
                   [](const Transition& of, const at::Tensor& x) {
                     return x.narrow(0, 0, x.size(0) / of.axis.size).contiguous();
                   }),
-       CaughtBy::kInvariance, "post_attention_layernorm.weight"},
+       CaughtBy::kGradients, "post_attention_layernorm.weight"},
       {"ExpertBiasOnEveryRank",
        "The bias after cut experts is added by every rank",
        "torchtitan #4245",

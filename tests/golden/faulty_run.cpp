@@ -50,7 +50,8 @@ class RankOfStep {
   Step run() {
     Step step;
     auto parts = train::model_parts(source_, config_, *mesh_);
-    const RankParts rank{*mesh_, parts};
+    std::vector<std::function<void()>> after_sharding;
+    const RankParts rank{*mesh_, parts, after_sharding};
     if (changes_.parts) changes_.parts(rank);
     const auto stand_in = changes_.transitions ? changes_.transitions(rank) : nullptr;
     std::shared_ptr<Sharded<models::LanguageModel>> model;
@@ -60,6 +61,7 @@ class RankOfStep {
       step.refusal = error.what();
       return step;
     }
+    for (const auto& act : after_sharding) act();
     {
       std::optional<parallel::StandInScope> scope;
       if (stand_in) scope.emplace(*stand_in);
@@ -143,7 +145,11 @@ void on_raw_gradient(const RankParts& rank, std::string_view ending,
                      const std::function<at::Tensor(const at::Tensor&)>& change) {
   for (const auto& parameter : rank.parts.model->named_parameters()) {
     if (!parameter.key().ends_with(ending)) continue;
-    torch::autograd::impl::add_hook(parameter.value(), std::make_unique<RawGradientHook>(change));
+    // In front of the library's own, which takes the gradient away.
+    rank.after_sharding.emplace_back([tensor = parameter.value(), change] {
+      auto& hooks = torch::autograd::impl::hooks(tensor);
+      hooks.insert(hooks.begin(), std::make_unique<RawGradientHook>(change));
+    });
   }
 }
 

@@ -38,6 +38,7 @@ class StandIn : public parallel::TransitionStandIn {
 struct RankParts {
   const Mesh& mesh;
   train::ModelParts& parts;
+  std::vector<std::function<void()>>& after_sharding;
 };
 
 /// Empty functions change nothing.
