@@ -7,6 +7,14 @@
 namespace tessera::golden {
 namespace {
 
+/// Sinks have one number a head, whose addends nearly cancel: they are the recorded worst already
+/// on one rank (0.0043). Each rank of tp rounds its addend of o_proj's result to bf16: measured are
+/// 0.014 to 0.016 with two and 0.017 with four; in fp32 they keep the bound of all others.
+double bound_of(const Reference& reference, const std::string& name, const Degrees& degrees) {
+  const bool sinks = degrees.tp > 1 && name.ends_with(".sinks");
+  return sinks ? 0.02 : reference.bfloat16_bound();
+}
+
 class NarrowLayouts : public ::testing::TestWithParam<std::string> {};
 
 TEST_P(NarrowLayouts, GradientsPointTheSameWayWithTheRecordedRouting) {
@@ -30,8 +38,8 @@ TEST_P(NarrowLayouts, GradientsPointTheSameWayWithTheRecordedRouting) {
     EXPECT_NEAR(found.loss, reference.result("loss").item<double>(), 0.02);
     ASSERT_EQ(found.by_name.size(), reference.gradients().size());
     for (const auto& [name, expected] : reference.gradients()) {
-      EXPECT_LT(cosine_difference(found.by_name.at(name), expected), reference.bfloat16_bound())
-          << name;
+      const double bound = bound_of(reference, name, degrees);
+      EXPECT_LT(cosine_difference(found.by_name.at(name), expected), bound) << name;
     }
   }
 }
