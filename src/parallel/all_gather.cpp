@@ -8,7 +8,7 @@ namespace {
 
 struct AllGather : Transition {
   AllGather(const Axis& over, const Cut& how, To placement, std::string name)
-      : axis(over), cut(how), to(placement), where(std::move(name)) {}
+      : Transition("all_gather", over, std::move(name)), cut(how), to(placement) {}
 
   at::Tensor forward(const at::Tensor& x) const override {
     return exchange_gather(x, axis, cut, where);
@@ -18,10 +18,8 @@ struct AllGather : Transition {
     return exchange_reduce_scatter(grad, axis, cut, std::nullopt, where + " backward");
   }
 
-  const Axis axis;
   const Cut cut;
   const To to;
-  const std::string where;
 };
 
 }  // namespace

@@ -7,7 +7,7 @@ namespace {
 
 struct AllReduce : Transition {
   AllReduce(const Axis& over, To placement, std::string name, SumDtype dtype, at::ScalarType own)
-      : axis(over), to(placement), where(std::move(name)), result(dtype), input(own) {}
+      : Transition("all_reduce", over, std::move(name)), to(placement), result(dtype), input(own) {}
 
   at::Tensor forward(const at::Tensor& x) const override {
     return exchange_sum(x, axis, result, where);
@@ -17,9 +17,7 @@ struct AllReduce : Transition {
     return exchange_sum(grad, axis, input, where + " backward");
   }
 
-  const Axis axis;
   const To to;
-  const std::string where;
   const SumDtype result;
   const at::ScalarType input;
 };

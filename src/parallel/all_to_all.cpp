@@ -7,7 +7,7 @@ namespace {
 
 struct AllToAll : Transition {
   AllToAll(const Axis& over, Splits rows, std::string name)
-      : axis(over), splits(std::move(rows)), where(std::move(name)) {}
+      : Transition("all_to_all", over, std::move(name)), splits(std::move(rows)) {}
 
   at::Tensor forward(const at::Tensor& rows) const override {
     return exchange_rows(rows, axis, splits, where);
@@ -16,9 +16,7 @@ struct AllToAll : Transition {
     return exchange_rows(grad, axis, splits.swapped(), where + " backward");
   }
 
-  const Axis axis;
   const Splits splits;
-  const std::string where;
 };
 
 }  // namespace

@@ -6,15 +6,12 @@ namespace tessera::parallel {
 namespace {
 
 struct Copy : Transition {
-  Copy(const Axis& over, std::string name) : axis(over), where(std::move(name)) {}
+  Copy(const Axis& over, std::string name) : Transition("copy", over, std::move(name)) {}
 
   at::Tensor forward(const at::Tensor& x) const override { return x; }
   at::Tensor backward(const at::Tensor& grad) const override {
     return exchange_sum(grad, axis, std::nullopt, where + " backward");
   }
-
-  const Axis axis;
-  const std::string where;
 };
 
 }  // namespace

@@ -8,22 +8,20 @@ namespace tessera::parallel {
 namespace {
 
 struct OnlyFirst : Transition {
-  explicit OnlyFirst(int own) : rank(own) {}
+  explicit OnlyFirst(const Axis& over) : Transition("only_first", over, "only first") {}
 
   at::Tensor forward(const at::Tensor& x) const override {
-    return rank == 0 ? x : at::zeros_like(x);
+    return axis.rank == 0 ? x : at::zeros_like(x);
   }
   at::Tensor backward(const at::Tensor& grad) const override {
-    return rank == 0 ? grad : at::zeros_like(grad);
+    return axis.rank == 0 ? grad : at::zeros_like(grad);
   }
-
-  const int rank;
 };
 
 }  // namespace
 
 at::Tensor only_first(const at::Tensor& x, const Axis& axis) {
-  return axis.alone() ? x : apply<OnlyFirst>(x, axis.rank);
+  return axis.alone() ? x : apply<OnlyFirst>(x, axis);
 }
 
 }  // namespace tessera::parallel

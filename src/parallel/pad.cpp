@@ -7,12 +7,12 @@ namespace tessera::parallel {
 namespace {
 
 struct Pad : Transition {
-  Pad(const Axis& over, std::int64_t of, std::int64_t whole) : axis(over), dim(of), total(whole) {}
+  Pad(const Axis& over, std::int64_t of, std::int64_t whole, std::string name)
+      : Transition("pad", over, std::move(name)), dim(of), total(whole) {}
 
   at::Tensor forward(const at::Tensor& x) const override { return in_zeros(x, axis, dim, total); }
   at::Tensor backward(const at::Tensor& grad) const override { return own_part(grad, axis, dim); }
 
-  const Axis axis;
   const std::int64_t dim;
   const std::int64_t total;
 };
@@ -27,7 +27,7 @@ at::Tensor pad(const at::Tensor& x, const Axis& axis, const Cut& cut, const std:
   TESSERA_CHECK(own == expected, ErrorKind::kUsage, where, ": found a part of ", own, ", expected ",
                 expected, " of ", total, " in dim ", cut.dim, " (axis ", axis.name, ", rank ",
                 axis.rank, ")");
-  return apply<Pad>(x, axis, cut.dim, total);
+  return apply<Pad>(x, axis, cut.dim, total, where);
 }
 
 }  // namespace tessera::parallel

@@ -9,7 +9,7 @@ namespace {
 struct ReduceScatter : Transition {
   ReduceScatter(const Axis& over, const Cut& how, std::string name, SumDtype dtype,
                 at::ScalarType own)
-      : axis(over), cut(how), where(std::move(name)), result(dtype), input(own) {}
+      : Transition("reduce_scatter", over, std::move(name)), cut(how), result(dtype), input(own) {}
 
   at::Tensor forward(const at::Tensor& x) const override {
     return exchange_reduce_scatter(x, axis, cut, result, where);
@@ -18,9 +18,7 @@ struct ReduceScatter : Transition {
     return exchange_gather(grad.to(input), axis, cut, where + " backward");
   }
 
-  const Axis axis;
   const Cut cut;
-  const std::string where;
   const SumDtype result;
   const at::ScalarType input;
 };

@@ -8,7 +8,7 @@ namespace {
 
 struct Slice : Transition {
   Slice(const Axis& over, const Cut& how, From placement, std::string name)
-      : axis(over), cut(how), from(placement), where(std::move(name)) {}
+      : Transition("slice", over, std::move(name)), cut(how), from(placement) {}
 
   at::Tensor forward(const at::Tensor& x) const override { return own_part(x, axis, cut.dim); }
   at::Tensor backward(const at::Tensor& grad) const override {
@@ -16,10 +16,8 @@ struct Slice : Transition {
     return exchange_gather(grad, axis, cut, where + " backward");
   }
 
-  const Axis axis;
   const Cut cut;
   const From from;
-  const std::string where;
 };
 
 }  // namespace

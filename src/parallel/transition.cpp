@@ -10,10 +10,13 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+thread_local TransitionStandIn* stand_in_of_thread = nullptr;
+
 struct TransitionFunction : torch::autograd::Function<TransitionFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x,
                             const c10::intrusive_ptr<Transition>& transition) {
     ctx->saved_data["transition"] = c10::IValue::make_capsule(transition);
+    if (stand_in_of_thread != nullptr) return stand_in_of_thread->forward(*transition, x.detach());
     return transition->forward(x.detach());
   }
 
@@ -21,11 +24,16 @@ struct TransitionFunction : torch::autograd::Function<TransitionFunction> {
     base::refuse_double_backward();
     const auto held = ctx->saved_data["transition"].toCapsule();
     const auto* transition = dynamic_cast<const Transition*>(held.get());
-    return {transition->backward(grads[0]), at::Tensor()};
+    return {stand_in_of_thread != nullptr ? stand_in_of_thread->backward(*transition, grads[0])
+                                          : transition->backward(grads[0]),
+            at::Tensor()};
   }
 };
 
 }  // namespace
+
+StandInScope::StandInScope(TransitionStandIn& stand_in) { stand_in_of_thread = &stand_in; }
+StandInScope::~StandInScope() { stand_in_of_thread = nullptr; }
 
 at::Tensor apply_transition(const at::Tensor& x, c10::intrusive_ptr<Transition> transition) {
   return TransitionFunction::apply(x, transition);

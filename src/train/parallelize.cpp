@@ -72,24 +72,36 @@ MeshShapes mesh_shape(const ParallelDims& dims) {
           MeshShape::sparse(dims.pp, dims.dp_replicate, dims.expert_data(), dims.ep, dims.etp)};
 }
 
+ModelParts model_parts(const ModelSource& source, const Config& config, const Mesh& mesh) {
+  // 1. What every parameter is, for the whole model at once.
+  const auto dims = resolve_parallelism(config.parallelism, mesh.shape().size());
+  ModelParts parts{resolve_model(source, config, dims), nullptr};
+
+  // 2. The model: the sizes of this rank, no data.
+  parts.model = models::make_language_model(source.spec, model_axes(config, dims, mesh));
+  models::add_adapters(*parts.model, source.lora);
+  if (!expert_biases_of(source, config.model.load_balance_coeff).empty()) {
+    models::add_expert_biases(*parts.model);
+  }
+  parts.model->set_recompute(config.activation_checkpoint.mode);
+  return parts;
+}
+
 std::shared_ptr<Sharded<models::LanguageModel>> parallelize(const ModelSource& source,
                                                             const Config& config, const Mesh& mesh,
                                                             InitialWeights weights) {
-  // 1. What every parameter is, for the whole model at once.
-  const auto dims = resolve_parallelism(config.parallelism, mesh.shape().size());
-  auto resolved = resolve_model(source, config, dims);
+  return parallelize(model_parts(source, config, mesh), source, config, mesh, weights);
+}
 
-  // 2. The model: the sizes of this rank, no data.
-  const auto plain = models::make_language_model(source.spec, model_axes(config, dims, mesh));
-  models::add_adapters(*plain, source.lora);
-  if (!expert_biases_of(source, config.model.load_balance_coeff).empty()) {
-    models::add_expert_biases(*plain);
-  }
-  plain->set_recompute(config.activation_checkpoint.mode);
+std::shared_ptr<Sharded<models::LanguageModel>> parallelize(ModelParts parts,
+                                                            const ModelSource& source,
+                                                            const Config& config, const Mesh& mesh,
+                                                            InitialWeights weights) {
+  const auto plain = std::move(parts.model);
   const auto contracts =
-      std::make_shared<const std::vector<GradContract>>(std::move(resolved.parameters));
+      std::make_shared<const std::vector<GradContract>>(std::move(parts.contract.parameters));
   const auto buffers =
-      std::make_shared<const std::vector<BufferContract>>(std::move(resolved.buffers));
+      std::make_shared<const std::vector<BufferContract>>(std::move(parts.contract.buffers));
 
   // 3. Units, inner ones first.
   PrecisionPolicy as_contracts;  // our layers cast by themselves

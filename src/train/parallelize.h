@@ -55,12 +55,26 @@ enum class InitialWeights : std::uint8_t {
   kLater,     ///< left unset for the caller to fill (a checkpoint)
 };
 
+/// What is there before ranks share it: a model of this rank's sizes without data, and what the
+/// whole of it is.
+struct ModelParts {
+  ModelContract contract;
+  std::shared_ptr<models::LanguageModel> model;
+};
+/// Collective on first use of an axis. Errors: as resolve_model.
+ModelParts model_parts(const ModelSource& source, const Config& config, const Mesh& mesh);
+
 /// Collective. The units: models::sharding_units; what is left belongs to the root. Weights are
 /// loaded from the folder, whose files are verified before, each on one rank, or drawn; buffers,
 /// and the frozen model beside adapters, are loaded in any case. Errors, on all ranks alike:
 /// kFormat naming the file; kConfig for another model than the adapters were trained beside.
 std::shared_ptr<Sharded<models::LanguageModel>> parallelize(
     const ModelSource& source, const Config& config, const Mesh& mesh,
+    InitialWeights weights = InitialWeights::kOfSource);
+/// The same of given parts. Errors: kContract where a layer declares another placement than its
+/// contract has.
+std::shared_ptr<Sharded<models::LanguageModel>> parallelize(
+    ModelParts parts, const ModelSource& source, const Config& config, const Mesh& mesh,
     InitialWeights weights = InitialWeights::kOfSource);
 
 /// The dense reading of the ranks, and the sparse one of experts.

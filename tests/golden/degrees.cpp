@@ -1,0 +1,68 @@
+#include "golden/degrees.h"
+
+#include "golden/model_folder.h"
+#include "tessera/error.h"
+
+namespace tessera::golden {
+namespace {
+
+/// A shape in all its forms.
+void add_forms(std::vector<Degrees>& all, Degrees shape, Experts experts) {
+  using models::RouterTokens;
+  for (const bool sequence : {true, false}) {
+    for (const auto router : {RouterTokens::kShards, RouterTokens::kAll}) {
+      const bool routes_alike = shape.etp > 1 || experts == Experts::kNone || shape.tp == 1;
+      if (routes_alike && router == RouterTokens::kAll) continue;
+      if (shape.tp == 1 && !sequence) continue;
+      shape.sequence = sequence;
+      shape.router = router;
+      all.push_back(shape);
+    }
+  }
+}
+
+void add_of_ranks(std::vector<Degrees>& all, int ranks, Experts experts) {
+  for (int tp = 1; tp <= ranks; tp *= 2) {
+    for (int replicate = 1; replicate * tp <= ranks; replicate *= 2) {
+      const int shard = ranks / tp / replicate;
+      const int most = experts == Experts::kSome ? shard * tp : 1;
+      for (int ep = 1; ep <= most; ep *= 2) {
+        add_forms(all, {replicate, shard, tp, ep, 1}, experts);
+        if (experts == Experts::kSome && tp > 1 && ep <= shard) {
+          add_forms(all, {replicate, shard, tp, ep, tp}, experts);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+std::string to_string(const Degrees& d) {
+  return concat("dp_replicate ", d.replicate, ", dp_shard ", d.shard, ", tp ", d.tp, ", ep ", d.ep,
+                ", etp ", d.etp, d.sequence ? ", sequence shards" : ", whole sequence",
+                d.router == models::RouterTokens::kAll ? ", router on all tokens" : "");
+}
+
+std::vector<Degrees> all_degrees(Experts experts) {
+  std::vector<Degrees> all;
+  for (const int ranks : {1, 2, 4}) add_of_ranks(all, ranks, experts);
+  return all;
+}
+
+train::Config config_for(const std::string& folder, const Degrees& d) {
+  auto config = config_for(layout_of(d));
+  auto& parallelism = config.parallelism;
+  parallelism.data_parallel_shard_degree = d.shard;
+  parallelism.tensor_parallel_degree = d.tp;
+  parallelism.expert_parallel_degree = d.ep;
+  parallelism.expert_tensor_parallel_degree = d.etp;
+  parallelism.sequence_parallel = d.sequence;
+  parallelism.moe_router = d.router;
+  config.model.path = data_folder(folder);
+  return config;
+}
+
+Layout layout_of(const Degrees& d) { return {.ranks = d.ranks(), .replicas = d.replicate}; }
+
+}  // namespace tessera::golden

@@ -1,0 +1,34 @@
+// How many ranks share a model, and in which form: the layouts that tests go through.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "golden/layouts.h"
+#include "models/model_degrees.h"
+#include "train/config.h"
+
+namespace tessera::golden {
+
+struct Degrees {
+  int replicate = 1;
+  int shard = 1;
+  int tp = 1;
+  int ep = 1;
+  int etp = 1;
+  bool sequence = true;  ///< sequence parallel
+  models::RouterTokens router = models::RouterTokens::kShards;
+  int ranks() const { return replicate * shard * tp; }
+};
+std::string to_string(const Degrees& degrees);
+
+enum class Experts { kNone, kSome };
+/// All of 1, 2 and 4 ranks that can be: forms of one layout (sequence, router) only where they
+/// differ.
+std::vector<Degrees> all_degrees(Experts experts);
+
+/// In fp32, of a folder of tests/golden/data.
+train::Config config_for(const std::string& folder, const Degrees& degrees);
+Layout layout_of(const Degrees& degrees);
+
+}  // namespace tessera::golden

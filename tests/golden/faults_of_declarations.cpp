@@ -1,0 +1,99 @@
+// Layers that are wrong about their parameters, and contracts that are wrong about layers.
+#include "golden/faults.h"
+#include "tessera/error.h"
+
+namespace tessera::golden {
+namespace {
+
+constexpr const char* kQwen = "qwen3-moe-fp32";
+constexpr const char* kGptOss = "gpt-oss-fp32";
+
+ParameterLayout invariant(std::string axis, int size) {
+  return {
+      .axes = {{std::move(axis), size, {PlacementKind::kInvariant}, {PlacementKind::kInvariant}}}};
+}
+ParameterLayout summed(std::string axis, int size) {
+  return {
+      .axes = {{std::move(axis), size, {PlacementKind::kReplicate}, {PlacementKind::kPartial}}}};
+}
+
+Changes parts(std::function<void(const RankParts&)> change) { return {.parts = std::move(change)}; }
+
+/// Both the layer and the contract say so: nothing contradicts it.
+Changes placed(const std::string& ending, const ParameterLayout& layout) {
+  return parts([=](const RankParts& rank) { place(rank, ending, layout); });
+}
+
+std::vector<Fault> of_routers() {
+  const Degrees shards{.tp = 2};
+  const Degrees all{.tp = 2, .router = models::RouterTokens::kAll};
+  const Degrees cut{.tp = 2, .etp = 2};
+  const auto gate = invariant("tp", 2);
+  return {
+      {"RouterDeclaredInvariant", "The router's layer declares Invariant, the contract Replicate",
+       "torchtitan #2387", kQwen, all,
+       parts([=](const RankParts& rank) { declare(rank, "mlp.gate", gate); }), CaughtBy::kSharding,
+       "model.layers.0.mlp.gate.weight"},
+      {"RouterContractInvariant", "The contract of the router has Invariant, the layer Replicate",
+       "torchtitan #2387", kQwen, all,
+       parts([=](const RankParts& rank) { contract(rank, "mlp.gate", gate); }), CaughtBy::kSharding,
+       "model.layers.0.mlp.gate.weight"},
+      {"RouterUnreducedOnAllTokens", "Nobody sums the router's gradient, experts whole",
+       "torchtitan #2387, etp 1", kQwen, all, placed("mlp.gate", gate), CaughtBy::kInvariance,
+       "mlp.gate.weight"},
+      {"RouterUnreducedBeforeCutExperts", "Nobody sums the router's gradient, experts cut",
+       "torchtitan #2387, etp = tp", kQwen, cut, placed("mlp.gate", gate), CaughtBy::kInvariance,
+       "mlp.gate.weight"},
+      {"RouterUnreducedOnShards", "Nobody sums the router's gradient, router on shards",
+       "Megatron-LM #599, torchtitan #4054", kQwen, shards, placed("mlp.gate", gate),
+       CaughtBy::kInvariance, "mlp.gate.weight"},
+      {"RouterBiasUnreduced", "Nobody sums the gradient of the router's bias", "torchtitan #4054",
+       kGptOss, shards, placed("mlp.router", gate), CaughtBy::kInvariance, "mlp.router.bias"},
+  };
+}
+
+}  // namespace
+
+std::vector<Fault> faults_of_declarations() {
+  std::vector<Fault> faults = of_routers();
+  const Degrees sequence{.tp = 2};
+  const Degrees whole{.tp = 2, .sequence = false};
+  const Degrees experts{.shard = 2, .ep = 2};
+  const auto wrong_group = [](const RankParts& rank) {
+    for (GradContract& each : rank.parts.contract.parameters) {
+      if (each.layout.mesh == MeshKind::kSparse) each.reductions.shard_axes = {"dp_shard"};
+    }
+  };
+  const std::vector<Fault> others{
+      {"NormsNotMarkedSequenceParallel", "Norms on sequence shards count as Invariant",
+       "Megatron-LM #599, #619", kQwen, sequence, placed("input_layernorm", invariant("tp", 2)),
+       CaughtBy::kInvariance, "input_layernorm.weight"},
+      {"NormsSummedThoughInvariant", "Norms of the whole sequence are summed over tp",
+       "Megatron-LM #7452", kQwen, whole, placed("input_layernorm", summed("tp", 2)),
+       CaughtBy::kGradients, "input_layernorm.weight"},
+      {"KeyHeadCopiesUnreduced",
+       "Copies of one key head are not summed",
+       "Megatron-LM #7452",
+       kQwen,
+       {.tp = 4},
+       placed(
+           "k_proj",
+           {.axes = {{"tp_kv/2", 2, {PlacementKind::kShard}, {PlacementKind::kShard}},
+                     {"tp_rep/2", 2, {PlacementKind::kInvariant}, {PlacementKind::kInvariant}}}}),
+       CaughtBy::kInvariance,
+       "k_proj.weight"},
+      {"SinksNotMarkedAsCut", "Sinks cut by heads count as whole", "Megatron-LM #7452", kGptOss,
+       sequence, placed("self_attn", invariant("tp", 2)), CaughtBy::kSharding,
+       "model.layers.0.self_attn.sinks"},
+      {"ExpertsOverTheDenseGroup", "Experts are summed over all data ranks, other experts' too",
+       "Megatron-LM #1622", kQwen, experts, parts(wrong_group), CaughtBy::kSharding, "mlp.experts"},
+      {"ExpertsDeclaredDense", "Experts cut over ep are declared on the dense mesh",
+       "Megatron-LM #1622", kQwen, experts,
+       parts([](const RankParts& rank) { declare(rank, "experts", {}); }), CaughtBy::kSharding,
+       "mlp.experts"},
+  };
+  faults.insert(faults.end(), others.begin(), others.end());
+  return faults;
+}
+
+}  // namespace tessera::golden

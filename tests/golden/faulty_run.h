@@ -1,0 +1,74 @@
+// One step of a model in which one thing is wrong, and what notices it.
+//
+// Faults are put in from outside: other contracts or declarations than the layers', hooks on raw
+// gradients, stand-ins for transitions (parallel/transition.h). The library has no switch for them.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "golden/degrees.h"
+#include "parallel/transition.h"
+#include "train/parallelize.h"
+
+namespace tessera::golden {
+
+/// A stand-in made of functions; none = what the transition itself does.
+class StandIn : public parallel::TransitionStandIn {
+ public:
+  using Way = std::function<at::Tensor(const parallel::Transition&, const at::Tensor&)>;
+  StandIn(Way forward, Way backward)
+      : forward_(std::move(forward)), backward_(std::move(backward)) {}
+  at::Tensor forward(const parallel::Transition& of, const at::Tensor& x) override {
+    return forward_ ? forward_(of, x) : of.forward(x);
+  }
+  at::Tensor backward(const parallel::Transition& of, const at::Tensor& grad) override {
+    return backward_ ? backward_(of, grad) : of.backward(grad);
+  }
+
+ private:
+  Way forward_, backward_;
+};
+
+/// What a rank has before its model is sharded.
+struct RankParts {
+  const Mesh& mesh;
+  train::ModelParts& parts;
+  std::vector<std::function<void()>>& after_sharding;
+};
+
+/// Empty functions change nothing.
+struct Changes {
+  std::function<void(train::Config&)> config = {};
+  std::function<void(const RankParts&)> parts = {};
+  std::function<std::unique_ptr<StandIn>(const RankParts&)> transitions = {};
+  std::function<double(const ShardedBase&)> norm = {};
+};
+
+struct Step {
+  std::string refusal;                     ///< of sharding; empty: there was none
+  std::vector<std::string> not_invariant;  ///< check_invariant_gradients
+  double loss = 0;
+  double norm = 0;
+  Tensors gradients;  ///< whole, by the library's names
+};
+
+/// The folder's reference batch, once forward and backward, on thread ranks.
+Step run_step(const std::string& folder, const Degrees& degrees, const Changes& changes = {});
+
+/// What modules whose names end in `ending` declare of all their parameters.
+void declare(const RankParts& rank, std::string_view ending, const ParameterLayout& layout);
+/// The same in the contract, with the sums that follow.
+void contract(const RankParts& rank, std::string_view ending, const ParameterLayout& layout);
+/// Both: a layer that is wrong about itself.
+void place(const RankParts& rank, std::string_view ending, const ParameterLayout& layout);
+/// Changes raw gradients of parameters whose names end so, on their way to the sink; an undefined
+/// result is no gradient.
+void on_raw_gradient(const RankParts& rank, std::string_view ending,
+                     const std::function<at::Tensor(const at::Tensor&)>& change);
+
+}  // namespace tessera::golden

@@ -1,0 +1,130 @@
+// Layouts that a model or a world cannot have, and routers that produce NaN: one clear error each.
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+
+#include "golden/degrees.h"
+#include "golden/model_folder.h"
+#include "models/model_layout.h"
+#include "train/config_resolve.h"
+#include "train/parallelize.h"
+#include "unit/io/temporary_folder.h"
+
+namespace tessera::golden {
+namespace {
+
+using ::testing::AllOf;
+using testing::error_of;
+using ::testing::HasSubstr;
+
+struct Refused {
+  std::string folder;
+  Degrees degrees;
+  std::string key;
+  std::string rule;
+};
+
+class LayoutRefusals : public ::testing::Test {
+ protected:
+  static std::string error(const std::string& folder, const Degrees& degrees) {
+    return error_of(ErrorKind::kConfig, [&] {
+      run_gradients(config_for(folder, degrees), layout_of(degrees),
+                    Reference::of(folder).batches());
+    });
+  }
+};
+
+TEST_F(LayoutRefusals, DegreesThatDivideNothingAreRefusedWithTheirKeyAndRule) {
+  const std::string tp = "parallelism.tensor_parallel_degree";
+  const std::string ep = "parallelism.expert_parallel_degree";
+  const std::string etp = "parallelism.expert_tensor_parallel_degree";
+  const Refused all[] = {
+      {"qwen3-moe-fp32", {.tp = 3}, tp, "num_attention_heads = 4"},
+      {"gpt-oss-fp32", {.tp = 3}, tp, "num_attention_heads = 4"},
+      {"deepseek-v2-fp32", {.tp = 3}, tp, "num_attention_heads = 4"},
+      {"gemma4-fp32", {.tp = 3}, tp, "num_attention_heads = 4"},
+      {"qwen3-fp32", {.tp = 3}, tp, "num_attention_heads = 4"},
+      {"qwen3-moe-fp32", {.shard = 3, .ep = 3}, ep, "the number of experts = 8"},
+      {"gemma4-fp32", {.shard = 3, .ep = 3}, ep, "the number of experts = 8"},
+      {"qwen3-moe-fp32", {.shard = 2, .ep = 4}, ep, "data_parallel_shard_degree"},
+      {"qwen3-moe-fp32", {.replicate = 2, .ep = 2}, ep, "one replica"},
+      {"qwen3-moe-fp32", {.tp = 2, .ep = 2, .etp = 2}, ep, "= data_parallel_shard_degree"},
+      {"qwen3-moe-fp32", {.tp = 4, .etp = 2}, etp, "expected 1 or tensor_parallel_degree = 4"},
+      {"qwen3-moe-fp32", {.shard = 2, .etp = 2}, etp, "expected 1 or tensor_parallel_degree = 1"},
+      {"qwen3-fp32", {.shard = 2, .ep = 2}, ep, "without experts, expected 1"},
+      {"llama-fp32", {.tp = 2, .etp = 2}, etp, "without experts, expected 1"},
+  };
+  for (const Refused& each : all) {
+    SCOPED_TRACE(concat(each.folder, ": ", to_string(each.degrees)));
+    EXPECT_THAT(error(each.folder, each.degrees),
+                AllOf(HasSubstr(each.key), HasSubstr(each.rule), HasSubstr("found")));
+  }
+}
+
+// Sizes that no folder has: the rules alone.
+TEST_F(LayoutRefusals, EverySizeThatIsCutIsAsked) {
+  const auto spec = train::open_model(config_for("deepseek-v2-fp32", {}).model).spec;
+  const auto refusal = [&](const models::ModelDegrees& degrees, auto&& change) {
+    models::ModelSpec other = spec;
+    change(other);
+    return error_of(ErrorKind::kConfig, [&] { models::check_degrees(other, degrees); });
+  };
+  const models::ModelDegrees two{.tp = 2};
+  EXPECT_THAT(refusal(two, [](auto& s) { s.vocab_size = 127; }), HasSubstr("vocab_size = 127"));
+  EXPECT_THAT(refusal(two, [](auto& s) { s.intermediate_size = 63; }),
+              HasSubstr("intermediate_size = 63"));
+  EXPECT_THAT(refusal(two, [](auto& s) { s.moe->shared_intermediate_size = 31; }),
+              HasSubstr("shared experts = 31"));
+  EXPECT_THAT(refusal({.tp = 2, .etp = 2}, [](auto& s) { s.moe->moe_intermediate_size = 15; }),
+              HasSubstr("moe_intermediate_size = 15"));
+  EXPECT_THAT(refusal({.tp = 4}, [](auto& s) { s.num_key_value_heads = 3; }),
+              HasSubstr("num_key_value_heads = 3"));
+}
+
+TEST_F(LayoutRefusals, RowsThatSequenceShardsCannotShareAreRefused) {
+  train::ParallelismConfig parallelism;
+  parallelism.tensor_parallel_degree = 4;
+  EXPECT_THAT(error_of(ErrorKind::kConfig, [&] { train::check_positions(parallelism, 30); }),
+              AllOf(HasSubstr("training.seq_len"), HasSubstr("30"),
+                    HasSubstr("sequence_parallel = false")));
+  parallelism.sequence_parallel = false;
+  train::check_positions(parallelism, 30);
+}
+
+/// The folder with NaN in one router.
+std::filesystem::path broken(const std::string& folder) {
+  return changed_folder(folder, [](std::vector<StoredTensor>& tensors) {
+    for (auto& tensor : tensors) {
+      const auto& name = tensor.spec.name;
+      if (!name.ends_with("layers.2.mlp.gate.weight") &&
+          !name.ends_with("layers.2.mlp.router.weight") &&
+          !name.ends_with("layers.2.router.proj.weight")) {
+        continue;
+      }
+      at::from_blob(tensor.bytes.data(), tensor.spec.shape, at::kFloat)
+          .fill_(std::numeric_limits<float>::quiet_NaN());
+    }
+  });
+}
+
+TEST_F(LayoutRefusals, ARouterThatProducesNaNIsOneErrorInEveryLayout) {
+  for (const char* folder : {"qwen3-moe-fp32", "gpt-oss-fp32", "deepseek-v2-fp32"}) {
+    const auto changed = broken(folder);
+    for (const Degrees& degrees :
+         {Degrees{}, Degrees{.tp = 2}, Degrees{.shard = 2, .ep = 2}, Degrees{.tp = 2, .etp = 2}}) {
+      SCOPED_TRACE(concat(folder, ": ", to_string(degrees)));
+      auto config = config_for(folder, degrees);
+      config.model.path = changed;
+      EXPECT_THAT(
+          error_of(
+              ErrorKind::kNumeric,
+              [&] { run_gradients(config, layout_of(degrees), Reference::of(folder).batches()); }),
+          AllOf(HasSubstr("routing"), HasSubstr("not finite"), HasSubstr("expert")));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera::golden

@@ -1,0 +1,49 @@
+// Scores before experts (model.score_before_experts), which no reference has: every layout against
+// the unsharded model in fp64. That the unsharded one is right is unit/moe's to say: the composite
+// of single tokens, with all gradients.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "golden/faulty_run.h"
+
+namespace tessera::golden {
+namespace {
+
+/// Parameters, gradients and sums in fp64, which no key of the config asks for.
+void in_float64(const RankParts& rank) {
+  for (GradContract& each : rank.parts.contract.parameters) {
+    each.storage.dtype = each.compute.dtype = DType::kFloat64;
+    each.accumulate = each.reduce = each.final = each.state = DType::kFloat64;
+  }
+}
+
+Changes scores_before(bool before) {
+  return {.config = [=](train::Config& config) { config.model.score_before_experts = before; },
+          .parts = in_float64};
+}
+
+class ScoreBeforeExperts : public ::testing::TestWithParam<std::string> {};
+
+TEST_P(ScoreBeforeExperts, EveryGradientIsThatOfOneRankInEveryLayout) {
+  const Step expected = run_step(GetParam(), {}, scores_before(true));
+  const Step other = run_step(GetParam(), {}, scores_before(false));
+  EXPECT_GT(std::abs(expected.loss - other.loss), 1e-4) << "the key changes nothing";
+  for (const Degrees& degrees : all_degrees(Experts::kSome)) {
+    SCOPED_TRACE(to_string(degrees));
+    const Step found = run_step(GetParam(), degrees, scores_before(true));
+    ASSERT_EQ(found.refusal, "");
+    EXPECT_EQ(found.not_invariant, std::vector<std::string>{});
+    EXPECT_NEAR(found.loss, expected.loss, kLossBound);
+    ASSERT_EQ(found.gradients.size(), expected.gradients.size());
+    for (const auto& [name, gradient] : expected.gradients) {
+      EXPECT_LT(relative_error(found.gradients.at(name), gradient), 1e-6) << name;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Families, ScoreBeforeExperts,
+                         ::testing::Values("qwen3-moe-fp32", "gpt-oss-fp32", "deepseek-v2-fp32"),
+                         [](const auto& each) { return test_name(each.param); });
+
+}  // namespace
+}  // namespace tessera::golden
