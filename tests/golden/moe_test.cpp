@@ -94,19 +94,22 @@ TEST_P(GoldenMoe, TheAuxiliaryLossIsAddedWithoutChangingTheReportedLoss) {
 
 // Of step 1, whose weights are the file's: counts of the recorded choice, whoever holds the rows.
 TEST_P(GoldenMoe, LoadsInTheMetricsAreThoseOfTheWholeBatch) {
+  const auto first_line = [&](const Layout& layout) {
+    auto settings = training_config(reference(), OptimizerKind::kSgd, layout);
+    settings.training.steps = 1;
+    return nlohmann::json::parse(run_training(settings, layout).lines.at(0));
+  };
+  const auto one = first_line({.ranks = 1});
   for (const Layout& layout : {Layout{.ranks = 1, .micro_batches = MicroBatches::kOneRow},
                                Layout{.ranks = 3}, Layout{.ranks = 4, .replicas = 2}}) {
     SCOPED_TRACE(to_string(layout));
-    auto settings = training_config(reference(), OptimizerKind::kSgd, layout);
-    settings.training.steps = 1;
-    const auto line = nlohmann::json::parse(run_training(settings, layout).lines.at(0));
-    const auto one = run_training(settings, {.ranks = 1}).lines.at(0);
+    const auto line = first_line(layout);
     for (int layer = 0; layer < 4; ++layer) {
       const std::string key = "moe/load_max_over_mean/" + std::to_string(layer);
       const double load = line.at(key).get<double>();
       EXPECT_GE(load, 1.0) << key;
       EXPECT_LE(load, 8.0 / 3.0) << key << ": no expert is chosen twice by a token";
-      EXPECT_EQ(load, nlohmann::json::parse(one).at(key).get<double>()) << key;
+      EXPECT_EQ(load, one.at(key).get<double>()) << key;
     }
   }
 }
