@@ -102,7 +102,8 @@ TEST(LayerRecompute, ADenseLayerHoldsNothingOrItsProducts) {
 }
 
 TEST(LayerRecompute, ALayerWithExpertsHoldsNothingOrItsProducts) {
-  const auto layer = drawn(std::make_shared<Gemma4TextLayer>(small_gemma(), 0, ModelAxes{}, rope()));
+  const auto layer =
+      drawn(std::make_shared<Gemma4TextLayer>(small_gemma(), 0, ModelAxes{}, rope()));
   const auto x = input();
   constexpr std::int64_t experts = kTokens * 3 + 2 * kTokens * (2 * 7 + kHidden);
   expect_held(layer, kAttentionProducts + kMlpProducts + experts,
