@@ -67,8 +67,6 @@ INSTANTIATE_TEST_SUITE_P(
                 "metrics.folder: found 'metrics/../..', which leads out of RUN"},
         Refused{train({"--parallelism.pipeline_parallel_degree", "2"}),
                 "this axis is not yet built"},
-        Refused{train({"--parallelism.tensor_parallel_degree", "3"}),
-                "parallelism.tensor_parallel_degree: found 3, expected a divisor of"},
         Refused{train({"--parallelism.expert_parallel_degree", "2"}),
                 "parallelism.expert_parallel_degree: found 2, expected a divisor of 1"},
         Refused{train({"--nproc", "3", "--parallelism.data_parallel_shard_degree", "2"}),
