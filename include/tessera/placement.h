@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace tessera {
@@ -33,11 +34,15 @@ enum class MeshKind : std::uint8_t {
 /// pairs are possible: (R, P), which the sink sums over the axis; (S(d), S(d)) and (I, I), which
 /// nothing sums there.
 struct AxisPlacement {
-  std::string
-      axis;  ///< "tp", "ep", "etp"; "tp_kv/2", "tp_rep/4" (tensor_axis_of_heads in mesh_shape.h)
+  /// "tp", "ep", "etp"; "tp_kv/2", "tp_rep/4" (tensor_axis_of_heads in mesh_shape.h).
+  std::string axis;
   int size = 1;
   Placement parameter;
   Placement gradient;
+
+  static AxisPlacement cut(std::string_view axis, int size, int dim);  ///< (S(dim), S(dim))
+  static AxisPlacement summed(std::string_view axis, int size);        ///< (R, P)
+  static AxisPlacement invariant(std::string_view axis, int size);     ///< (I, I)
   bool operator==(const AxisPlacement&) const = default;
 };
 /// "tp 2 R, gradient P".

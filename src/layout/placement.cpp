@@ -18,6 +18,19 @@ std::string to_string(const Placement& placement) {
   return "?";
 }
 
+AxisPlacement AxisPlacement::cut(std::string_view axis, int size, int dim) {
+  const Placement part{PlacementKind::kShard, dim};
+  return {std::string(axis), size, part, part};
+}
+
+AxisPlacement AxisPlacement::summed(std::string_view axis, int size) {
+  return {std::string(axis), size, {PlacementKind::kReplicate}, {PlacementKind::kPartial}};
+}
+
+AxisPlacement AxisPlacement::invariant(std::string_view axis, int size) {
+  return {std::string(axis), size, {PlacementKind::kInvariant}, {PlacementKind::kInvariant}};
+}
+
 std::string to_string(const AxisPlacement& placement) {
   return concat(placement.axis, " ", placement.size, " ", to_string(placement.parameter),
                 ", gradient ", to_string(placement.gradient));

@@ -35,7 +35,6 @@ at::Tensor DecoderHead::forward(const at::Tensor& x, const std::optional<at::Ten
     return nn::vocab_parallel_cross_entropy_sum(
         logits, *targets, {.axis = region_.axis(), .use = nn::Logits::kConsume});
   }
-  if (region_.size() == 1) return logits;
   return parallel::all_gather(logits, region_.axis(), {2}, parallel::To::kInvariant, "logits");
 }
 

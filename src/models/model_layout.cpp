@@ -90,29 +90,14 @@ std::int64_t kv_heads(const ModelSpec& spec, std::string_view name) {
   return spec.gemma4->layers.at(layer).num_key_value_heads;
 }
 
-AxisPlacement cut(std::string axis, int size, int dim) {
-  return {std::move(axis), size, {PlacementKind::kShard, dim}, {PlacementKind::kShard, dim}};
-}
-
-AxisPlacement summed(std::string axis, int size) {
-  return {std::move(axis), size, {PlacementKind::kReplicate}, {PlacementKind::kPartial}};
-}
-
-AxisPlacement invariant(std::string axis, int size) {
-  return {std::move(axis), size, {PlacementKind::kInvariant}, {PlacementKind::kInvariant}};
-}
-
 ParameterLayout of_key_value(std::int64_t heads, int tp) {
   ParameterLayout layout;
-  const std::string name(axis::kTensor);
-  if (heads % tp == 0) {
-    layout.axes.push_back(cut(name, tp, 0));
-  } else if (heads == 1) {
-    layout.axes.push_back(summed(name, tp));
-  } else {
-    const int groups = static_cast<int>(heads);
-    layout.axes.push_back(cut(concat("tp_kv/", groups), groups, 0));
-    layout.axes.push_back(summed(concat("tp_rep/", tp / groups), tp / groups));
+  const HeadAxes axes = tensor_axis_of_heads(tp, static_cast<int>(heads));
+  if (axes.heads.size > 1) {
+    layout.axes.push_back(AxisPlacement::cut(axes.heads.name, axes.heads.size, 0));
+  }
+  if (axes.copies.size > 1) {
+    layout.axes.push_back(AxisPlacement::summed(axes.copies.name, axes.copies.size));
   }
   return layout;
 }
@@ -129,24 +114,24 @@ ParameterLayout of_expert(const ModelSpec& spec, const ParameterSpec& row, Tenso
   // With ep 1 the sparse mesh is the dense one: dp_shard, and tp for what experts are cut over.
   const bool sparse = degrees.ep > 1;
   layout.mesh = sparse ? MeshKind::kSparse : MeshKind::kDense;
-  if (sparse) layout.axes.push_back(cut(std::string(axis::kExpert), degrees.ep, 0));
-  const std::string inner(sparse ? axis::kExpertTensor : axis::kTensor);
+  if (sparse) layout.axes.push_back(AxisPlacement::cut(axis::kExpert, degrees.ep, 0));
+  const std::string_view inner = sparse ? axis::kExpertTensor : axis::kTensor;
   if (degrees.etp == 1) {
-    if (!sparse && degrees.tp > 1) layout.axes.push_back(summed(inner, degrees.tp));
+    if (!sparse && degrees.tp > 1) layout.axes.push_back(AxisPlacement::summed(inner, degrees.tp));
     return layout;
   }
   if (role == TensorRole::kExpertSum) {
-    layout.axes.push_back(summed(inner, degrees.etp));
+    layout.axes.push_back(AxisPlacement::summed(inner, degrees.etp));
     return layout;
   }
   const bool in_out = spec.moe && spec.moe->layout == ExpertLayout::kInOut;
   if (role == TensorRole::kExpertIn && !in_out) {
     // Gates first, then ups: both are cut. In turn (in_out) they are cut together.
     layout.cut_shape = {row.shape[0], 2, row.shape[1] / 2, row.shape[2]};
-    layout.axes.push_back(cut(inner, degrees.etp, 2));
+    layout.axes.push_back(AxisPlacement::cut(inner, degrees.etp, 2));
     return layout;
   }
-  layout.axes.push_back(cut(inner, degrees.etp, inner_dim(row, role, in_out)));
+  layout.axes.push_back(AxisPlacement::cut(inner, degrees.etp, inner_dim(row, role, in_out)));
   return layout;
 }
 
@@ -227,25 +212,25 @@ ParameterLayout layout_of(const ModelSpec& spec, const ParameterSpec& row,
   const int tp = degrees.tp;
   ParameterLayout layout;
   if (tp == 1) return layout;
-  const std::string name(axis::kTensor);
   switch (role) {
     case TensorRole::kColumn:
-      layout.axes.push_back(cut(name, tp, 0));
+      layout.axes.push_back(AxisPlacement::cut(axis::kTensor, tp, 0));
       break;
     case TensorRole::kRow:
-      layout.axes.push_back(cut(name, tp, 1));
+      layout.axes.push_back(AxisPlacement::cut(axis::kTensor, tp, 1));
       break;
     case TensorRole::kKeyValue:
       return of_key_value(kv_heads(spec, row.name), tp);
     case TensorRole::kStream:
-      layout.axes.push_back(degrees.sequence == SequenceParallel::kYes ? summed(name, tp)
-                                                                       : invariant(name, tp));
+      layout.axes.push_back(degrees.sequence == SequenceParallel::kYes
+                                ? AxisPlacement::summed(axis::kTensor, tp)
+                                : AxisPlacement::invariant(axis::kTensor, tp));
       break;
     case TensorRole::kEverywhere:
-      layout.axes.push_back(invariant(name, tp));
+      layout.axes.push_back(AxisPlacement::invariant(axis::kTensor, tp));
       break;
     default:
-      layout.axes.push_back(summed(name, tp));
+      layout.axes.push_back(AxisPlacement::summed(axis::kTensor, tp));
   }
   return layout;
 }

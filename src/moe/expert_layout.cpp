@@ -1,6 +1,5 @@
 #include "moe/expert_layout.h"
 
-#include <string>
 #include <string_view>
 #include <utility>
 
@@ -9,22 +8,14 @@
 namespace tessera::moe {
 namespace {
 
-AxisPlacement cut(std::string_view axis, int size, int dim) {
-  return {std::string(axis), size, {PlacementKind::kShard, dim}, {PlacementKind::kShard, dim}};
-}
-
-AxisPlacement summed(std::string_view axis, int size) {
-  return {std::string(axis), size, {PlacementKind::kReplicate}, {PlacementKind::kPartial}};
-}
-
 /// Without ep the ranks of the sparse mesh are those of the dense one.
 ParameterLayout over_experts(const ExpertShare& share) {
   ParameterLayout layout;
   if (share.ep > 1) {
     layout.mesh = MeshKind::kSparse;
-    layout.axes.push_back(cut(axis::kExpert, share.ep, 0));
+    layout.axes.push_back(AxisPlacement::cut(axis::kExpert, share.ep, 0));
   } else if (share.etp == 1 && share.tp > 1) {
-    layout.axes.push_back(summed(axis::kTensor, share.tp));
+    layout.axes.push_back(AxisPlacement::summed(axis::kTensor, share.tp));
   }
   return layout;
 }
@@ -40,13 +31,13 @@ ParameterLayout expert_layout(const ExpertShare& share, int inner_dim,
   ParameterLayout layout = over_experts(share);
   if (share.etp == 1) return layout;
   layout.cut_shape = std::move(cut_shape);
-  layout.axes.push_back(cut(inner_axis(share), share.etp, inner_dim));
+  layout.axes.push_back(AxisPlacement::cut(inner_axis(share), share.etp, inner_dim));
   return layout;
 }
 
 ParameterLayout expert_sum_layout(const ExpertShare& share) {
   ParameterLayout layout = over_experts(share);
-  if (share.etp > 1) layout.axes.push_back(summed(inner_axis(share), share.etp));
+  if (share.etp > 1) layout.axes.push_back(AxisPlacement::summed(inner_axis(share), share.etp));
   return layout;
 }
 

@@ -88,10 +88,6 @@ LinearPlacement by_heads(const TensorRegion& region, std::int64_t heads) {
   return {region.heads(heads), region.heads(heads), region.inside(), region.heads(heads)};
 }
 
-LinearPlacement everywhere(const TensorRegion& region) {
-  return {region.everywhere(), region.everywhere(), region.everywhere(), region.everywhere()};
-}
-
 Linear::Linear(std::int64_t in_features, std::int64_t out_features, Bias with_bias,
                LinearPlacement placement)
     : placement_(std::move(placement)) {

@@ -36,7 +36,6 @@ LinearPlacement row_parallel(const TensorRegion& region);     ///< a part of x -
 LinearPlacement inside(const TensorRegion& region);
 /// As column_parallel, by heads that may be fewer than the ranks.
 LinearPlacement by_heads(const TensorRegion& region, std::int64_t heads);
-LinearPlacement everywhere(const TensorRegion& region);  ///< Invariant
 
 class Linear : public PlacedModule {
  public:

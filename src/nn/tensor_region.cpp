@@ -1,6 +1,5 @@
 #include "nn/tensor_region.h"
 
-#include <string>
 #include <utility>
 
 #include "parallel/transitions.h"
@@ -11,6 +10,13 @@ namespace tessera::nn {
 namespace {
 
 constexpr int kPositions = 1;  // the dim of [B, T, H]
+
+/// One rank declares nothing.
+ParameterLayout layout_of(AxisPlacement placement) {
+  ParameterLayout layout;
+  if (placement.size > 1) layout.axes.push_back(std::move(placement));
+  return layout;
+}
 
 }  // namespace
 
@@ -36,26 +42,18 @@ at::Tensor TensorRegion::into_stream(const at::Tensor& x) const {
   return parallel::slice(x, axis_, {kPositions}, parallel::From::kInvariant, "into the stream");
 }
 
-ParameterLayout TensorRegion::one(Placement parameter, Placement gradient) const {
-  ParameterLayout layout;
-  if (size() > 1) {
-    layout.axes.push_back({std::string(axis::kTensor), size(), parameter, gradient});
-  }
-  return layout;
-}
-
 ParameterLayout TensorRegion::column(int dim) const {
-  return one({PlacementKind::kShard, dim}, {PlacementKind::kShard, dim});
+  return layout_of(AxisPlacement::cut(axis::kTensor, size(), dim));
 }
 
 ParameterLayout TensorRegion::row() const { return column(1); }
 
 ParameterLayout TensorRegion::inside() const {
-  return one({PlacementKind::kReplicate}, {PlacementKind::kPartial});
+  return layout_of(AxisPlacement::summed(axis::kTensor, size()));
 }
 
 ParameterLayout TensorRegion::everywhere() const {
-  return one({PlacementKind::kInvariant}, {PlacementKind::kInvariant});
+  return layout_of(AxisPlacement::invariant(axis::kTensor, size()));
 }
 
 ParameterLayout TensorRegion::on_stream() const {
@@ -63,15 +61,12 @@ ParameterLayout TensorRegion::on_stream() const {
 }
 
 ParameterLayout TensorRegion::heads(std::int64_t heads) const {
-  if (heads % size() == 0) return column();
-  if (heads == 1) return inside();
-  const int groups = static_cast<int>(heads);
-  const int copies = size() / groups;
-  ParameterLayout layout;
-  layout.axes.push_back(
-      {concat("tp_kv/", groups), groups, {PlacementKind::kShard, 0}, {PlacementKind::kShard, 0}});
-  layout.axes.push_back(
-      {concat("tp_rep/", copies), copies, {PlacementKind::kReplicate}, {PlacementKind::kPartial}});
+  if (size() == 1) return {};
+  const HeadAxes axes = tensor_axis_of_heads(size(), static_cast<int>(heads));
+  ParameterLayout layout = layout_of(AxisPlacement::cut(axes.heads.name, axes.heads.size, 0));
+  if (axes.copies.size > 1) {
+    layout.axes.push_back(AxisPlacement::summed(axes.copies.name, axes.copies.size));
+  }
   return layout;
 }
 

@@ -59,8 +59,6 @@ class TensorRegion {
   ParameterLayout heads(std::int64_t heads) const;
 
  private:
-  ParameterLayout one(Placement parameter, Placement gradient) const;
-
   parallel::Axis axis_;
   Stream stream_ = Stream::kWhole;
 };
