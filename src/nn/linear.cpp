@@ -11,6 +11,7 @@
 
 #include "nn/first_derivative.h"
 #include "nn/parameter.h"
+#include "parallel/transitions.h"
 #include "tessera/dtype_watch.h"
 #include "tessera/error.h"
 #include "tessera/recompute.h"
@@ -77,7 +78,7 @@ LinearPlacement column_parallel(const TensorRegion& region) {
 
 // An adapter's first product is an addend then; the second is linear in it, so it stays one.
 LinearPlacement row_parallel(const TensorRegion& region) {
-  return {region.row(), region.on_stream(), region.row(), region.inside()};
+  return {region.row(), region.inside(), region.row(), region.inside()};
 }
 
 LinearPlacement inside(const TensorRegion& region) {
@@ -107,10 +108,9 @@ at::Tensor Linear::forward(const at::Tensor& x) { return with_adapter(linear(x, 
 
 at::Tensor Linear::forward_into(const TensorRegion& region, const at::Tensor& x) {
   if (region.size() == 1) return forward(x);
-  const at::Tensor sum = region.leave(with_adapter(nn::linear(x, weight), x));
-  if (!bias.defined()) return sum;
-  const WideScope own_dtype;  // where the bias is wider
-  return (sum + bias).to(sum.scalar_type());
+  // One rank's addend has the bias: it is in the sum once, and rounded with it.
+  const at::Tensor once = bias.defined() ? parallel::only_first(bias, region.axis()) : bias;
+  return region.leave(with_adapter(nn::linear(x, weight, once), x));
 }
 
 void Linear::declare_all(const ParameterLayout& layout) {

@@ -42,8 +42,8 @@ class Linear : public PlacedModule {
   Linear(std::int64_t in_features, std::int64_t out_features, Bias with_bias = Bias::kNo,
          LinearPlacement placement = {});
   at::Tensor forward(const at::Tensor& x);
-  /// Row parallel: x a part of the inputs -> the stream of `region`. The bias is added once, after
-  /// the sum.
+  /// Row parallel: x a part of the inputs -> the stream of `region`. The first rank's addend has
+  /// the bias.
   at::Tensor forward_into(const TensorRegion& region, const at::Tensor& x);
 
   /// Of an adapter that is added later, too.

@@ -55,25 +55,19 @@ at::Tensor own_rows_only(const Transition& of, const at::Tensor& grad) {
 
 bool is_tokens(const at::Tensor& grad) { return grad.size(-1) == kHidden; }
 
-/// Adds the bias of o_proj to what each rank adds: once more for every further rank.
-Changes bias_before_the_sum() {
-  return {.transitions = [](const RankParts& rank) {
-    std::vector<at::Tensor> biases;
-    const auto parameters = rank.parts.model->named_parameters();
-    for (int layer = 0;; ++layer) {
-      const auto* bias = parameters.find(concat("model.layers.", layer, ".self_attn.o_proj.bias"));
-      if (bias == nullptr) break;
-      biases.push_back(*bias);
-    }
-    // The first sum is the embedding's; with tokens on shards the experts have none.
-    const auto calls = std::make_shared<std::size_t>(0);
+/// A bias of so many dims that all ranks add: [hidden] of o_proj, [experts, hidden] of experts.
+Changes bias_on_every_rank(std::int64_t dims) {
+  return {.transitions = [=](const RankParts&) {
+    const auto is_bias = [=](const Transition& of, const at::Tensor& x) {
+      return of.kind == "only_first" && x.dim() == dims;
+    };
     return std::make_unique<StandIn>(
         [=](const Transition& of, const at::Tensor& x) {
-          const at::Tensor y = of.forward(x);
-          if (of.where != "leave" || (*calls)++ == 0) return y;
-          return y + (of.axis.size - 1) * biases.at(*calls - 2).detach();
+          return is_bias(of, x) ? x : of.forward(x);
         },
-        nullptr);
+        [=](const Transition& of, const at::Tensor& grad) {
+          return is_bias(of, grad) ? grad : of.backward(grad);
+        });
   }};
 }
 
@@ -96,7 +90,7 @@ std::vector<Fault> at_the_boundary() {
        "torchtitan #3280", kQwen, whole, backward_of({"all_reduce", "leave"}, summed),
        CaughtBy::kGradients, "o_proj.weight"},
       {"RowBiasOnEveryRank", "A row-parallel bias is added by every rank", "torchtitan #4245",
-       kGptOss, shards, bias_before_the_sum(), CaughtBy::kGradients, "o_proj.bias"},
+       kGptOss, shards, bias_on_every_rank(1), CaughtBy::kGradients, "o_proj.bias"},
   };
 }
 
@@ -139,22 +133,8 @@ std::vector<Fault> inside_experts() {
                     return x.narrow(0, 0, x.size(0) / of.axis.size).contiguous();
                   }),
        CaughtBy::kGradients, "post_attention_layernorm.weight"},
-      {"ExpertBiasOnEveryRank",
-       "The bias after cut experts is added by every rank",
-       "torchtitan #4245",
-       kGptOss,
-       cut,
-       {.transitions =
-            [](const RankParts&) {
-              const auto every = [](const Transition& of, const at::Tensor& x) {
-                return of.kind == "only_first" ? x : of.forward(x);
-              };
-              const auto back = [](const Transition& of, const at::Tensor& grad) {
-                return of.kind == "only_first" ? grad : of.backward(grad);
-              };
-              return std::make_unique<StandIn>(every, back);
-            }},
-       CaughtBy::kGradients,
+      {"ExpertBiasOnEveryRank", "The bias after cut experts is added by every rank",
+       "torchtitan #4245", kGptOss, cut, bias_on_every_rank(2), CaughtBy::kGradients,
        "experts.down_proj_bias"},
   };
 }

@@ -2,17 +2,21 @@
 // where the fp32 ones do, within the bounds recorded for transformers' own bf16.
 #include <gtest/gtest.h>
 
+#include <cstring>
+#include <map>
+#include <random>
+
 #include "golden/degrees.h"
+#include "golden/model_folder.h"
 
 namespace tessera::golden {
 namespace {
 
-/// Sinks have one number a head, whose addends nearly cancel: they are the recorded worst already
-/// on one rank (0.0043). Each rank of tp rounds its addend of o_proj's result to bf16: measured are
-/// 0.014 to 0.016 with two and 0.017 with four; in fp32 they keep the bound of all others.
-double bound_of(const Reference& reference, const std::string& name, const Degrees& degrees) {
-  const bool sinks = degrees.tp > 1 && name.ends_with(".sinks");
-  return sinks ? 0.02 : reference.bfloat16_bound();
+constexpr const char* kSinksFolder = "gpt-oss-fp32";
+
+/// Sinks of this folder are compared in many copies (NarrowSinks), not in one.
+bool is_one_draw(const std::string& folder, const std::string& name, const Degrees& degrees) {
+  return folder == kSinksFolder && degrees.tp > 1 && name.ends_with(".sinks");
 }
 
 class NarrowLayouts : public ::testing::TestWithParam<std::string> {};
@@ -38,8 +42,61 @@ TEST_P(NarrowLayouts, GradientsPointTheSameWayWithTheRecordedRouting) {
     EXPECT_NEAR(found.loss, reference.result("loss").item<double>(), 0.02);
     ASSERT_EQ(found.by_name.size(), reference.gradients().size());
     for (const auto& [name, expected] : reference.gradients()) {
-      const double bound = bound_of(reference, name, degrees);
-      EXPECT_LT(cosine_difference(found.by_name.at(name), expected), bound) << name;
+      if (is_one_draw(GetParam(), name, degrees)) continue;
+      EXPECT_LT(cosine_difference(found.by_name.at(name), expected), reference.bfloat16_bound())
+          << name;
+    }
+  }
+}
+
+// [Note: sinks]
+// A sink's gradient is one number a head, a sum whose addends nearly cancel: what bf16 leaves of it
+// is a matter of which way a few values were rounded. On one rank, with weights moved by 5e-4,
+// 1 - cosine of layer 0 is 0.006 in the mean of 24 copies, 0.027 at most, and past the bound of
+// 0.01 in every eighth; the recorded 0.0043 is one such draw. Products rounded later, sums kept in
+// fp32 or cut over tp give other draws out of the same spread. So the mean over copies is what can
+// be held to the bound: it is on one rank as on several, where a wrong sum would move every draw.
+constexpr int kCopies = 24;
+
+std::filesystem::path moved_copy(unsigned seed) {
+  return changed_folder(kSinksFolder, [=](std::vector<StoredTensor>& tensors) {
+    std::mt19937 engine(seed);
+    std::normal_distribution<float> noise(1.0F, 5e-4F);
+    for (StoredTensor& tensor : tensors) {
+      ASSERT_EQ(tensor.spec.dtype, DType::kFloat32);
+      for (std::size_t at = 0; at < tensor.bytes.size(); at += sizeof(float)) {
+        float value = 0;
+        std::memcpy(&value, &tensor.bytes[at], sizeof value);
+        value *= noise(engine);
+        std::memcpy(&tensor.bytes[at], &value, sizeof value);
+      }
+    }
+  });
+}
+
+TEST(NarrowSinks, AreAsNearInTheMeanOfMovedCopies) {
+  const Reference& reference = Reference::of(kSinksFolder);
+  std::vector<std::filesystem::path> copies;
+  for (unsigned seed = 0; seed < kCopies; ++seed) copies.push_back(moved_copy(seed));
+  const Degrees layouts[] = {
+      {}, {.tp = 2}, {.tp = 2, .sequence = false}, {.tp = 4}, {.tp = 2, .etp = 2}};
+  for (const Degrees& degrees : layouts) {
+    SCOPED_TRACE(to_string(degrees));
+    std::map<std::string, double> sums;
+    for (const auto& copy : copies) {
+      auto config = config_for(kSinksFolder, degrees);
+      config.model.path = copy;
+      config.precision = {};
+      const auto found =
+          run_gradients(config, layout_of(degrees), reference.batches(), Routing::kImposed);
+      for (const auto& [name, expected] : reference.gradients()) {
+        if (!name.ends_with(".sinks")) continue;
+        sums[name] += cosine_difference(found.by_name.at(name), expected);
+      }
+    }
+    ASSERT_EQ(sums.size(), 4U);
+    for (const auto& [name, sum] : sums) {
+      EXPECT_LT(sum / kCopies, reference.bfloat16_bound()) << name;
     }
   }
 }
