@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "nn/cpu/functions.h"
 #include "nn/masked_attention.h"
 #include "tessera/dtype_watch.h"
 
@@ -17,8 +18,9 @@ constexpr std::int64_t kBlock = 256;
 
 }  // namespace
 
-at::Tensor windowed_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
-                              const AttentionReach& reach, double scale) {
+at::Tensor windowed_attention_composite(const at::Tensor& q, const at::Tensor& keys,
+                                        const at::Tensor& values, const AttentionReach& reach,
+                                        double scale) {
   // Sinks get their gradient out of sums that nearly cancel: 16-bit scores would leave little of
   // it.
   const WideScope scores;
@@ -47,6 +49,13 @@ at::Tensor windowed_attention(const at::Tensor& q, const at::Tensor& keys, const
     begin = end;
   } while (begin < queries);
   return (blocks.size() == 1 ? blocks.front() : at::cat(blocks, 1)).to(q.scalar_type());
+}
+
+at::Tensor windowed_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
+                              const AttentionReach& reach, double scale) {
+  if (!q.device().is_cpu()) return windowed_attention_composite(q, keys, values, reach, scale);
+  const WideScope inside;
+  return cpu::windowed_attention(q, keys, values, reach, scale);
 }
 
 }  // namespace tessera::nn

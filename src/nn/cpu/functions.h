@@ -11,6 +11,7 @@
 #include "nn/loss.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
+#include "nn/windowed_attention.h"
 
 namespace tessera::nn::cpu {
 
@@ -23,6 +24,9 @@ at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::
                             double scale);
 at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
                             double scale);
+/// For every dtype: what is not fp32 or wider is widened.
+at::Tensor windowed_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
+                              const AttentionReach& reach, double scale);
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 at::Tensor swiglu_halves(const at::Tensor& both);
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight,

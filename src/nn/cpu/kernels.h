@@ -75,6 +75,18 @@ struct CausalRows {
   float scale;
 };
 
+/// The same with windows and sinks: row r belongs to head (r / period) % groups * repeat + r %
+/// repeat and sees the last `window` of the keys that CausalRows shows it. Scores are fp32 whatever
+/// the activations are.
+struct WindowRows {
+  float* scores;         ///< [rows, keys], or dP on the way back
+  const float* weights;  ///< [rows, keys], softmax's result; backward only
+  const float* sinks;    ///< [groups * repeat] or null; forward only
+  float* shares;         ///< [rows] or null: of the sinks; on the way back their gradients come out
+  long keys, first, window, groups, repeat, period;
+  float scale;
+};
+
 template <class T>
 struct Swiglu {
   const T* gate;
@@ -128,6 +140,8 @@ struct Level {
   Kernels<float, float> fp32;
   Kernels<BFloat16, BFloat16> bf16;
   Kernels<BFloat16, float> bf16_wide_weights;
+  void (*window_softmax)(const WindowRows&, long begin, long end);
+  void (*window_softmax_backward)(const WindowRows&, long begin, long end);
 };
 
 /// All that were compiled, the widest first, and whether this machine runs it: for tests.

@@ -25,7 +25,9 @@ constexpr Kernels<T, W> kernels_of() {
 constexpr Level kLevel{.name = TESSERA_TEXT(TESSERA_CPU_LEVEL),
                        .fp32 = kernels_of<float, float>(),
                        .bf16 = kernels_of<BFloat16, BFloat16>(),
-                       .bf16_wide_weights = kernels_of<BFloat16, float>()};
+                       .bf16_wide_weights = kernels_of<BFloat16, float>(),
+                       .window_softmax = window_softmax,
+                       .window_softmax_backward = window_softmax_backward};
 
 }  // namespace
 

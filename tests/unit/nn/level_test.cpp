@@ -97,6 +97,39 @@ TEST_F(Levels, SoftmaxAgrees) {
   });
 }
 
+// Rows of two groups of two heads: positions 47 and 48, which see 20 keys or all.
+TEST_F(Levels, WindowsAndSinksAgree) {
+  constexpr long kHeadRows = 8, kKeys = 50;
+  const std::vector<float> scores = numbers(7, 10.0), grads = numbers(8);
+  const std::vector<float> sinks{0.5F, 3.0F, -20.0F, 30.0F};
+  for (const long window : {20L, 1000L}) {
+    compare([&](const Level& level) {
+      std::vector<float> weights(scores.begin(), scores.begin() + kHeadRows * kKeys);
+      std::vector<float> grad(grads.begin(), grads.begin() + kHeadRows * kKeys);
+      std::vector<float> shares(kHeadRows);
+      WindowRows job{.scores = weights.data(),
+                     .weights = nullptr,
+                     .sinks = sinks.data(),
+                     .shares = shares.data(),
+                     .keys = kKeys,
+                     .first = 47,
+                     .window = window,
+                     .groups = 2,
+                     .repeat = 2,
+                     .period = 4,
+                     .scale = 0.7F};
+      level.window_softmax(job, 0, kHeadRows);
+      job.scores = grad.data();
+      weights.insert(weights.end(), shares.begin(), shares.end());
+      job.weights = weights.data();
+      level.window_softmax_backward(job, 0, kHeadRows);
+      weights.insert(weights.end(), grad.begin(), grad.end());
+      weights.insert(weights.end(), shares.begin(), shares.end());
+      return weights;
+    });
+  }
+}
+
 TEST_F(Levels, CrossEntropyAgrees) {
   const std::vector<float> logits = numbers(5, 10.0);
   const std::vector<long> targets{0, 82, -100, 41, 7};
