@@ -3,26 +3,10 @@
 #include <ATen/ops/bincount.h>
 #include <ATen/ops/sign.h>
 
-#include "tessera/dtype_watch.h"
-#include "tessera/error.h"
-
 namespace tessera::moe {
 
-at::Tensor count_load(const at::Tensor& indices, std::int64_t experts,
-                      const std::optional<at::Tensor>& counted) {
-  const at::Tensor rows = counted ? indices.masked_select(counted->unsqueeze(1)) : indices;
-  return at::bincount(rows.reshape({-1}), /*weights=*/{}, experts);
-}
-
-at::Tensor auxiliary_addend(const at::Tensor& probability_sums, const at::Tensor& counts,
-                            const AuxiliaryLoss& options) {
-  TESSERA_INVARIANT(probability_sums.sizes() == counts.sizes(), "counts of ", counts.sizes(),
-                    " for ", probability_sums.sizes());
-  const WideScope loss;
-  if (options.rows == 0) return probability_sums.sum() * 0;
-  const auto rows = static_cast<double>(options.rows);
-  const double factor = options.coefficient * static_cast<double>(counts.size(0)) / (rows * rows);
-  return (counts.to(probability_sums.scalar_type()) * probability_sums).sum() * factor;
+at::Tensor count_load(const at::Tensor& indices, std::int64_t experts) {
+  return at::bincount(indices.reshape({-1}), /*weights=*/{}, experts);
 }
 
 at::Tensor balanced_bias(const at::Tensor& bias, const at::Tensor& counts, double rate) {
