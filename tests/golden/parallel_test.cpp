@@ -14,6 +14,14 @@
 namespace tessera::golden {
 namespace {
 
+/// A "-mixed" folder holds the model of its family's "-fp32" one in narrower tensors, and is
+/// computed in fp32 like that: other numbers on the same paths, for which one layout of each form
+/// is enough. Blocks of MXFP4 are unpacked, transposed and cut as a rank reads its part: there
+/// every layout counts.
+std::vector<Degrees> layouts_of(const std::string& folder, Experts experts) {
+  return folder.ends_with("-mixed") ? one_of_each_form(experts) : all_degrees(experts);
+}
+
 class GoldenParallel : public ::testing::TestWithParam<std::string> {
  protected:
   const Reference& reference() const { return Reference::of(GetParam()); }
@@ -23,16 +31,10 @@ class GoldenParallel : public ::testing::TestWithParam<std::string> {
     });
     return some ? Experts::kSome : Experts::kNone;
   }
-  // A "-mixed" folder holds the model of its family's "-fp32" one in narrower tensors, and is
-  // computed in fp32 like that: other numbers on the same paths, for which one layout of each form
-  // is enough. Blocks of MXFP4 are unpacked, transposed and cut as a rank reads its part: there
-  // every layout counts.
-  bool is_a_second_folder() const { return GetParam().ends_with("-mixed"); }
 };
 
 TEST_P(GoldenParallel, EveryGradientIsTransformersInEveryLayout) {
-  const auto layouts = is_a_second_folder() ? one_of_each_form(experts()) : all_degrees(experts());
-  for (const Degrees& degrees : layouts) {
+  for (const Degrees& degrees : layouts_of(GetParam(), experts())) {
     SCOPED_TRACE(to_string(degrees));
     expect_within_bounds(
         run_gradients(config_for(GetParam(), degrees), layout_of(degrees), reference().batches()),
