@@ -102,20 +102,7 @@ Gradients run_gradients(train::Config config, const Layout& layout, const std::s
   request.impose_routing = routing == Routing::kImposed;
   request.out = temporary_path("gradients.safetensors");
   on_ranks(layout, [&](World& world) { train::run_gradients(request, world); });
-  Gradients gradients;
-  {
-    const SafetensorsFile file(request.out);
-    for (const TensorInfo& info : file.header().tensors) {
-      if (info.name == "loss") {
-        gradients.loss = read_tensor(file, info.name).item<double>();
-      } else if (info.name == "logits") {
-        gradients.logits = read_tensor(file, info.name);
-      } else {
-        gradients.by_name[info.name.substr(std::string_view("grad/").size())] =
-            read_tensor(file, info.name);
-      }
-    }
-  }
+  Gradients gradients = read_gradients(request.out);
   std::filesystem::remove(request.out);
   return gradients;
 }

@@ -39,11 +39,6 @@ std::vector<Layout> grid();
 /// What of the layout stands in a config; fp32 compute.
 train::Config config_for(const Layout& layout);
 
-struct Gradients {
-  double loss = 0;
-  at::Tensor logits;
-  Tensors by_name;
-};
 enum class Routing { kOwn, kImposed };  ///< of the model, or of the batch file
 /// Through the file that run_gradients writes.
 Gradients run_gradients(train::Config config, const Layout& layout, const std::string& batch,

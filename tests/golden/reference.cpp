@@ -12,6 +12,11 @@
 #include "grad/torch_dtype.h"
 
 namespace tessera::golden {
+namespace {
+
+constexpr std::string_view kGradient = "grad/";
+
+}  // namespace
 
 at::Tensor read_tensor(const SafetensorsFile& file, const std::string& name) {
   const TensorInfo& info = file.info(name);
@@ -25,10 +30,9 @@ Reference::Reference(const std::string& name)
     : name_(name),
       results_(data_folder(name) / "reference.safetensors"),
       summary_(nlohmann::json::parse(read_text(data_folder(name) / "reference.json"))) {
-  constexpr std::string_view kPrefix = "grad/";
   for (const TensorInfo& info : results_.header().tensors) {
-    if (!info.name.starts_with(kPrefix)) continue;
-    gradients_[info.name.substr(kPrefix.size())] = read_tensor(results_, info.name);
+    if (!info.name.starts_with(kGradient)) continue;
+    gradients_[info.name.substr(kGradient.size())] = read_tensor(results_, info.name);
   }
   const SafetensorsFile model(data_folder(name) / "model.safetensors");
   for (const TensorInfo& info : model.header().tensors) {
@@ -63,6 +67,34 @@ std::string test_name(const std::string& folder) {
   std::string name = folder;
   std::replace(name.begin(), name.end(), '-', '_');
   return name;
+}
+
+Gradients read_gradients(const std::filesystem::path& file) {
+  const SafetensorsFile opened(file);
+  Gradients gradients;
+  for (const TensorInfo& info : opened.header().tensors) {
+    if (info.name == "loss") {
+      gradients.loss = read_tensor(opened, info.name).item<double>();
+    } else if (info.name == "logits") {
+      gradients.logits = read_tensor(opened, info.name);
+    } else {
+      gradients.by_name[info.name.substr(kGradient.size())] = read_tensor(opened, info.name);
+    }
+  }
+  return gradients;
+}
+
+void expect_within_bounds(const Gradients& found, const Reference& reference) {
+  EXPECT_NEAR(found.loss, reference.result("loss").item<double>(), kLossBound);
+  const auto logits = reference.result("logits");
+  ASSERT_EQ(found.logits.sizes(), logits.sizes());
+  EXPECT_LT((found.logits - logits).abs().max().item<double>(), reference.logits_bound());
+  ASSERT_EQ(found.by_name.size(), reference.gradients().size());
+  for (const auto& [name, expected] : reference.gradients()) {
+    ASSERT_TRUE(found.by_name.contains(name)) << name;
+    ASSERT_EQ(found.by_name.at(name).sizes(), expected.sizes()) << name;
+    EXPECT_LT(relative_error(found.by_name.at(name), expected), kGradientBound) << name;
+  }
 }
 
 double relative_error(const at::Tensor& found, const at::Tensor& expected) {

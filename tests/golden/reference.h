@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -76,6 +77,17 @@ inline const std::vector<std::string> kDeepseekFolders{"deepseek-v2-fp32", "deep
 
 /// "qwen3_fp32": what GoogleTest allows in names.
 std::string test_name(const std::string& folder);
+
+/// What `tessera gradients` writes.
+struct Gradients {
+  double loss = 0;
+  at::Tensor logits;
+  Tensors by_name;
+};
+Gradients read_gradients(const std::filesystem::path& file);
+
+/// Loss, logits and every gradient by name, none missing and none too many.
+void expect_within_bounds(const Gradients& found, const Reference& reference);
 
 double relative_error(const at::Tensor& found, const at::Tensor& expected);
 double cosine_difference(const at::Tensor& found, const at::Tensor& expected);
