@@ -18,11 +18,13 @@
 namespace tessera::cli {
 namespace {
 
-namespace fs = std::filesystem;
 using golden::kMovedBound;
 using golden::kStepLossBound;
 using golden::Reference;
 using golden::Tensors;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
 
 constexpr int kSteps = 6;  // five batches, then the first again
 constexpr ProcessLayout kOneRank{};
@@ -57,13 +59,18 @@ class LayoutCheckpoints : public ::testing::TestWithParam<Journey> {
   const std::string& name() const { return GetParam().folder; }
   const Reference& reference() const { return Reference::of(name()); }
 
-  /// A run from where its folder stands to `steps`.
-  void train(const std::string& run, const ProcessLayout& layout, int steps) const {
+  /// The steps behind `from`, which the folder's checkpoint has, up to `to`.
+  void train(const std::string& run, const ProcessLayout& layout, int from, int to) const {
     const Outcome outcome =
         run_program(folder_, in_layout(layout, {"train", "run.toml", "--job.dump_folder", run,
-                                                "--training.steps", std::to_string(steps)}));
+                                                "--training.steps", std::to_string(to)}));
     ASSERT_EQ(outcome.code, 0) << to_string(layout) << ": " << outcome.err;
-    ASSERT_EQ(store_of(folder_, run).latest(), steps);
+    ASSERT_EQ(store_of(folder_, run).latest(), to);
+    // All steps anew would give the same numbers.
+    const std::string resumed = concat("checkpoint/step-", from, ", written by");
+    EXPECT_EQ(outcome.err.find(resumed) != std::string::npos, from > 0) << outcome.err;
+    EXPECT_THAT(outcome.err, AllOf(HasSubstr(concat("checkpoint of step ", from + 1, ":")),
+                                   Not(HasSubstr(concat("checkpoint of step ", from, ":")))));
   }
 
   std::vector<double> loss_of_steps(const std::string& run) const {
@@ -118,10 +125,11 @@ class LayoutCheckpoints : public ::testing::TestWithParam<Journey> {
 };
 
 TEST_P(LayoutCheckpoints, SixStepsInThreeLayoutsAreThoseOfOneRank) {
-  ASSERT_NO_FATAL_FAILURE(train("whole", kOneRank, kSteps));
+  ASSERT_NO_FATAL_FAILURE(train("whole", kOneRank, 0, kSteps));
   int steps = 0;
   for (const ProcessLayout& leg : GetParam().legs) {
-    ASSERT_NO_FATAL_FAILURE(train("moved", leg, steps += 2));
+    ASSERT_NO_FATAL_FAILURE(train("moved", leg, steps, steps + 2));
+    steps += 2;
   }
   ASSERT_EQ(steps, kSteps);
 
@@ -149,9 +157,9 @@ TEST_P(LayoutCheckpoints, SixStepsInThreeLayoutsAreThoseOfOneRank) {
 // Bit for bit, optimizer state included: the files of every rank.
 TEST_P(LayoutCheckpoints, AResumedRunOfTheSameLayoutHasItsBits) {
   const ProcessLayout& layout = GetParam().legs.front();
-  ASSERT_NO_FATAL_FAILURE(train("whole", layout, 4));
-  ASSERT_NO_FATAL_FAILURE(train("resumed", layout, 2));
-  ASSERT_NO_FATAL_FAILURE(train("resumed", layout, 4));
+  ASSERT_NO_FATAL_FAILURE(train("whole", layout, 0, 4));
+  ASSERT_NO_FATAL_FAILURE(train("resumed", layout, 0, 2));
+  ASSERT_NO_FATAL_FAILURE(train("resumed", layout, 2, 4));
   expect_same_bits(store_of(folder_, "resumed"), store_of(folder_, "whole"), 4, layout.ranks());
   EXPECT_EQ(losses(folder_ / "resumed"), losses(folder_ / "whole"));
 }
