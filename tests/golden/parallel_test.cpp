@@ -2,9 +2,9 @@
 // parameter's gradient by name, in every layout that the family's sizes divide; the others are
 // refused with their rule.
 //
-// Thread ranks; processes are tests/cli's. The class of bug: a gradient that is summed twice over
-// an axis, or not at all, is off by a factor of the axis' size or by what the other ranks had, and
-// the bounds are 5e-5.
+// Thread ranks; processes are tests/cli/layout_gradients_test.cpp's. The class of bug: a gradient
+// that is summed twice over an axis, or not at all, is off by a factor of the axis' size or by what
+// the other ranks had, and the bounds are 5e-5.
 #include <gtest/gtest.h>
 
 #include <algorithm>
