@@ -1,7 +1,8 @@
 #include "moe/load_balance.h"
 
-#include <ATen/ops/bincount.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/sign.h>
+#include <ATen/ops/zeros.h>
 
 #include "tessera/dtype_watch.h"
 #include "tessera/error.h"
@@ -10,8 +11,11 @@ namespace tessera::moe {
 
 at::Tensor count_load(const at::Tensor& indices, std::int64_t experts,
                       const std::optional<at::Tensor>& counted) {
-  const at::Tensor rows = counted ? indices.masked_select(counted->unsqueeze(1)) : indices;
-  return at::bincount(rows.reshape({-1}), /*weights=*/{}, experts);
+  // Not bincount, not masked_select: on a device both read their result's size on the host.
+  const at::Tensor ones = at::ones_like(indices);
+  const at::Tensor addends = counted ? ones * counted->unsqueeze(1) : ones;
+  return at::zeros({experts}, indices.options())
+      .scatter_add_(0, indices.reshape({-1}), addends.reshape({-1}));
 }
 
 at::Tensor auxiliary_addend(const at::Tensor& probability_sums, const at::Tensor& counts,
