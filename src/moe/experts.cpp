@@ -1,9 +1,11 @@
 #include "moe/experts.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "moe/expert_parallel.h"
+#include "moe/host_read.h"
 #include "nn/first_derivative.h"
 #include "tessera/dtype_watch.h"
 
@@ -135,11 +137,10 @@ struct ScaleRowsFunction : torch::autograd::Function<ScaleRowsFunction> {
 
 }  // namespace
 
-Dispatch dispatch(const at::Tensor& indices, std::int64_t experts) {
+Dispatch dispatch(const at::Tensor& indices, std::int64_t experts, at::Device device) {
   Dispatch result;
   result.experts_per_token = indices.size(1);
-  const at::Tensor on_host = indices.to(at::kCPU).contiguous();
-  const auto* expert = on_host.const_data_ptr<std::int64_t>();
+  const auto* expert = indices.const_data_ptr<std::int64_t>();
   const std::int64_t slots = indices.numel();
   result.offsets.assign(static_cast<std::size_t>(experts) + 1, 0);
   for (std::int64_t i = 0; i < slots; ++i) {
@@ -149,16 +150,16 @@ Dispatch dispatch(const at::Tensor& indices, std::int64_t experts) {
     result.offsets[e] += result.offsets[e - 1];
   }
   nn::GroupOffsets next = result.offsets;
-  const at::Tensor slot_of_row = at::empty({slots}, on_host.options());
-  const at::Tensor row_of_slot = at::empty({slots}, on_host.options());
+  const at::Tensor slot_of_row = at::empty({slots}, at::kLong);
+  const at::Tensor row_of_slot = at::empty({slots}, at::kLong);
   auto* slot = slot_of_row.mutable_data_ptr<std::int64_t>();
   auto* row = row_of_slot.mutable_data_ptr<std::int64_t>();
   for (std::int64_t i = 0; i < slots; ++i) {
     row[i] = next[static_cast<std::size_t>(expert[i])]++;
     slot[row[i]] = i;
   }
-  result.slot_of_row = slot_of_row.to(indices.device());
-  result.row_of_slot = row_of_slot.to(indices.device());
+  result.slot_of_row = to_device(slot_of_row, device);
+  result.row_of_slot = to_device(row_of_slot, device);
   return result;
 }
 
@@ -200,15 +201,24 @@ at::Tensor compute(const at::Tensor& rows, const ExpertWeights& weights,
 
 at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeights& weights,
                    const ExpertOptions& options) {
-  const Dispatch order = dispatch(routing.indices, weights.gate_up.size(0) * options.ep.size);
+  const std::int64_t count = weights.gate_up.size(0) * options.ep.size;
   const bool before = options.score == Score::kBeforeExperts;
+  const bool follows = x.requires_grad() || (before && routing.weights.requires_grad());
+  const Travel travel{follows && c10::GradMode::is_enabled(), options.ep, options.name};
+  const at::Tensor nothing = at::empty({0}, routing.indices.options());
+  const std::vector<at::Tensor> read = read_on_host(
+      {routing.indices, routing.finite.defined() ? routing.finite : nothing,
+       options.ep.alone() ? nothing : exchange_counts(routing.indices, count, travel)});
+  if (routing.finite.defined()) check_finite(routing, read[1]);
+
+  const Dispatch order = dispatch(read[0], count, x.device());
   at::Tensor rows = gather_tokens(x, order);
   if (before) rows = scale_rows(rows, routing.weights, order);
   at::Tensor out;
   if (options.ep.alone()) {
     out = compute(rows, weights, order.offsets, options.activation);
   } else {
-    const Journey journey = plan_journey(order.offsets, rows, options.ep, options.name);
+    const Journey journey = plan_journey(order.offsets, read[2], travel, x.device());
     const at::Tensor here = to_experts(rows, journey);
     out = from_experts(compute(here, weights, journey.offsets, options.activation), journey);
   }

@@ -28,8 +28,8 @@ struct Dispatch {
   std::int64_t experts_per_token = 0;
 };
 
-/// indices [M, K] as Routing has them.
-Dispatch dispatch(const at::Tensor& indices, std::int64_t experts);
+/// indices [M, K] as Routing has them, on the host; the result's tensors lie on `device`.
+Dispatch dispatch(const at::Tensor& indices, std::int64_t experts, at::Device device = at::kCPU);
 
 /// x [M, H] -> [M*K, H]: each row its token.
 at::Tensor gather_tokens(const at::Tensor& x, const Dispatch& dispatch);
@@ -68,7 +68,8 @@ struct ExpertOptions {
   std::string name = "experts";  ///< of the layer, in errors about collectives
 };
 
-/// x [M, H] -> [M, H] in x's dtype. Collective over options.ep.
+/// x [M, H] -> [M, H] in x's dtype. Collective over options.ep. Reads values on the host once
+/// (host_read.h). Errors: kNumeric for scores that are not finite (check_finite).
 at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeights& weights,
                    const ExpertOptions& options);
 

@@ -1,12 +1,15 @@
 #include "moe/load_balance.h"
 
-#include <ATen/ops/bincount.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/sign.h>
+#include <ATen/ops/zeros.h>
 
 namespace tessera::moe {
 
 at::Tensor count_load(const at::Tensor& indices, std::int64_t experts) {
-  return at::bincount(indices.reshape({-1}), /*weights=*/{}, experts);
+  // Not bincount: on a device it reads its result's size on the host.
+  const at::Tensor rows = indices.reshape({-1});
+  return at::zeros({experts}, indices.options()).scatter_add_(0, rows, at::ones_like(rows));
 }
 
 at::Tensor balanced_bias(const at::Tensor& bias, const at::Tensor& counts, double rate) {

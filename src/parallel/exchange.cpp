@@ -10,37 +10,11 @@
 
 #include "base/trace.h"
 #include "comm/group.h"
+#include "comm/sent_bytes.h"
 #include "tessera/error.h"
 
 namespace tessera::parallel {
 namespace {
-
-/// Bytes that this rank sends, as comm/group.h has them.
-struct SentBytes {
-  int ranks;
-  int rank;
-
-  std::int64_t operator()(const comm::AllGather& op) const {
-    return part(static_cast<std::int64_t>(op.buffer.nbytes()));
-  }
-  std::int64_t operator()(const comm::ReduceScatter& op) const {
-    return part(static_cast<std::int64_t>(op.input.nbytes()));
-  }
-  std::int64_t operator()(const comm::AllReduce& op) const {
-    const auto data = static_cast<std::int64_t>(op.data.nbytes());
-    constexpr std::int64_t kOneRoundBytes = std::int64_t{256} << 10;
-    if (ranks == 2 || data * ranks <= kOneRoundBytes) return (ranks - 1) * data;
-    return part(data + static_cast<std::int64_t>(op.result().nbytes()));
-  }
-  std::int64_t operator()(const comm::AllToAll& op) const {
-    const std::int64_t all = std::accumulate(op.sends.begin(), op.sends.end(), std::int64_t{0});
-    return (all - op.sends[static_cast<std::size_t>(rank)]) *
-           static_cast<std::int64_t>(op.input.element_size());
-  }
-
- private:
-  std::int64_t part(std::int64_t bytes) const { return bytes / ranks * (ranks - 1); }
-};
 
 void run(const Axis& axis, comm::Kind kind, comm::Op op, const std::string& where) {
   TESSERA_INVARIANT(axis.group, "a collective of ", where, " on axis ", axis.name, " of one rank");
@@ -54,10 +28,9 @@ void run(const Axis& axis, comm::Kind kind, comm::Op op, const std::string& wher
   if (trace != nullptr) {
     span.row = TraceRow::kActivations;
     span.name = where;
-    span.arguments = {
-        {"axis", axis.name},
-        {"kind", std::string(comm::to_string(kind))},
-        {"sent_bytes", std::visit(SentBytes{axis.size, axis.rank}, batch.ops.front())}};
+    span.arguments = {{"axis", axis.name},
+                      {"kind", std::string(comm::to_string(kind))},
+                      {"sent_bytes", comm::sent_bytes(batch, axis.size, axis.rank)}};
     span.begin = TraceClock::now();
   }
   axis.group->issue(std::move(batch))->wait();

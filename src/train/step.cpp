@@ -61,11 +61,10 @@ class ChosenExperts {
   }
   /// Behind the numbers that are there.
   void append_to(std::vector<double>& values) const {
-    for (const at::Tensor& layer : counts_) {
-      const at::Tensor mine = layer.to(at::kCPU).contiguous();
-      values.insert(values.end(), mine.const_data_ptr<double>(),
-                    mine.const_data_ptr<double>() + mine.numel());
-    }
+    if (counts_.empty()) return;
+    const at::Tensor mine = at::cat(counts_).to(at::kCPU);
+    values.insert(values.end(), mine.const_data_ptr<double>(),
+                  mine.const_data_ptr<double>() + mine.numel());
   }
   /// The same numbers, layer by layer.
   std::vector<std::vector<double>> split(std::vector<double>::const_iterator next) const {

@@ -1,8 +1,15 @@
 // Experts against one token at a time in fp64.
 #include "moe/experts.h"
 
+#include <gmock/gmock.h>
+
+#include <limits>
+
+#include "moe/load_balance.h"
 #include "nn/gated.h"
 #include "nn/geglu.h"
+#include "tessera/error.h"
+#include "unit/moe/host_waits.h"
 #include "unit/nn/compare.h"
 
 namespace tessera::moe {
@@ -144,6 +151,41 @@ TEST_F(Experts, RowsAreOrderedByExpertThenToken) {
   EXPECT_TRUE(
       order.slot_of_row.equal(at::tensor({0, 4, 8, 1, 2, 10, 6, 9, 11, 3, 5, 7}, at::kLong)));
   EXPECT_TRUE(order.slot_of_row.index_select(0, order.row_of_slot).equal(at::arange(12)));
+}
+
+TEST_F(Experts, ScoresThatAreNotFiniteEndTheCall) {
+  const at::Tensor scores = at::zeros({6, kExperts});
+  scores[2][1] = std::numeric_limits<float>::quiet_NaN();
+  const Routing routing = route(scores, {.experts_per_token = 2});
+  try {
+    experts(at::randn({6, kHidden}), routing,
+            {at::randn({kExperts, 2 * kInner, kHidden}), at::randn({kExperts, kHidden, kInner})},
+            kGeglu);
+    FAIL() << "nothing was refused";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kNumeric);
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("(token 2, expert 1: nan)"));
+  }
+}
+
+TEST_F(Experts, TheHostReadsOnceFromTheScoresToTheGradients) {
+  const at::Tensor scores = at::randn({6, kExperts}).requires_grad_(true);
+  const at::Tensor x = at::randn({6, kHidden}).requires_grad_(true);
+  const at::Tensor gate_up = at::randn({kExperts, 2 * kInner, kHidden}).requires_grad_(true);
+  const at::Tensor down = at::randn({kExperts, kHidden, kInner}).requires_grad_(true);
+  for (const Score score : {Score::kAfterExperts, Score::kBeforeExperts}) {
+    ExpertOptions options = kGeglu;
+    options.score = score;
+    const HostWaits waits;
+    const Routing routing = route(scores, {.experts_per_token = 2, .normalize = true});
+    const at::Tensor load = count_load(routing.indices, kExperts);
+    const at::Tensor kept = count_load(routing.indices, kExperts, at::ones({6}, at::kBool));
+    experts(x, routing, {gate_up, down}, options).sum().backward();
+    EXPECT_EQ(waits.reads(), 1);
+    EXPECT_EQ(waits.others(), 0);
+    EXPECT_EQ(load.sum().item<std::int64_t>() + kept.sum().item<std::int64_t>(), 24);
+    EXPECT_EQ(waits.others(), 2) << "who looks is seen";
+  }
 }
 
 }  // namespace
