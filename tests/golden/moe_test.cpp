@@ -85,6 +85,16 @@ std::vector<std::string> folders_with_loads() {
 INSTANTIATE_TEST_SUITE_P(Folders, GoldenMoeLoads, ::testing::ValuesIn(folders_with_loads()),
                          [](const auto& each) { return test_name(each.param); });
 
+TEST(GoldenMoeErrors, ScoresBeforeTheExpertsOfADenseModelAreRefused) {
+  auto config = config_for({.ranks = 1});
+  config.model.path = data_folder("qwen3-fp32");
+  config.model.score_before_experts = true;
+  EXPECT_THAT(
+      error_of(ErrorKind::kConfig,
+               [&] { run_gradients(config, {.ranks = 1}, Reference::of("qwen3-fp32").batches()); }),
+      AllOf(HasSubstr("model.score_before_experts"), HasSubstr("expected false")));
+}
+
 TEST(GoldenMoeErrors, AnAuxiliaryLossOfADenseModelIsRefused) {
   auto config = config_for({.ranks = 1});
   config.model.path = data_folder("qwen3-fp32");
