@@ -39,12 +39,13 @@ std::vector<std::string> targets_of(const std::string& folder) {
 
 /// Adapters whose second factors are no longer zero, for then the first ones' gradients would be:
 /// three steps of one rank.
-std::filesystem::path trained_adapters(const std::string& folder) {
+std::filesystem::path trained_adapters(const std::string& folder, double dropout = 0) {
   const Layout one{.ranks = 1};
   auto config = training_config(Reference::of(folder), OptimizerKind::kAdamW, one);
   config.lora.rank = 4;
   config.lora.alpha = 10.0;
   config.lora.targets = targets_of(folder);
+  config.lora.dropout = dropout;
   config.optimizer.lr = 0.05;
   config.training.steps = 3;
   config.checkpoint.folder = temporary_path("adapters");
@@ -119,6 +120,25 @@ TEST(LoraLayoutRefusals, ExpertsAndRoutersHaveNoAdapters) {
                          }),
                 AllOf(HasSubstr("lora.targets"), HasSubstr(target)));
   }
+}
+
+// Naive: the config has no adapters where a checkpoint brings them along, and its check finds none;
+// every rank of tp then drops by columns of its part.
+TEST(LoraLayoutRefusals, DropoutOfACheckpointIsRefusedWithTensorParallelism) {
+  const std::string batch = Reference::of("llama-fp32").batches();
+  const auto adapters = trained_adapters("llama-fp32", 0.2);
+  for (const Degrees& degrees : {Degrees{.tp = 2}, Degrees{.tp = 2, .sequence = false}}) {
+    auto config = config_for("llama-fp32", degrees);
+    config.model.path = adapters;
+    EXPECT_THAT(
+        error_of(ErrorKind::kConfig, [&] { run_gradients(config, layout_of(degrees), batch); }),
+        AllOf(HasSubstr("lora.dropout"), HasSubstr("0.2"),
+              HasSubstr("parallelism.tensor_parallel_degree")));
+  }
+  const Degrees two{.shard = 2};
+  auto config = config_for("llama-fp32", two);
+  config.model.path = adapters;
+  run_gradients(config, layout_of(two), batch);
 }
 
 }  // namespace
