@@ -28,6 +28,11 @@ struct ReorderFunction : torch::autograd::Function<ReorderFunction> {
   }
 };
 
+/// Without an order (undefined): the rows themselves.
+at::Tensor reordered(const at::Tensor& rows, const at::Tensor& order, const at::Tensor& inverse) {
+  return order.defined() ? ReorderFunction::apply(rows, order, inverse) : rows;
+}
+
 /// What every rank tells every other: rows for each of its experts, and whether they require a
 /// gradient.
 class Counts {
@@ -76,6 +81,10 @@ void order_by_expert(Counts& received, std::int64_t local_experts, Journey& jour
       total += received.rows(source, e);
     }
   }
+  if (local_experts == 1) {
+    journey.offsets = {0, total};
+    return;
+  }
   journey.arrival_of_row = at::empty({total}, at::kLong);
   journey.row_of_arrival = at::empty({total}, at::kLong);
   auto* arrival = journey.arrival_of_row.mutable_data_ptr<std::int64_t>();
@@ -116,8 +125,10 @@ Journey plan_journey(const nn::GroupOffsets& offsets, const at::Tensor& rows,
     journey.differentiable = journey.differentiable || received.differentiable(rank) != 0;
   }
   order_by_expert(received, local, journey);
-  journey.arrival_of_row = journey.arrival_of_row.to(rows.device());
-  journey.row_of_arrival = journey.row_of_arrival.to(rows.device());
+  if (local > 1) {
+    journey.arrival_of_row = journey.arrival_of_row.to(rows.device());
+    journey.row_of_arrival = journey.row_of_arrival.to(rows.device());
+  }
   return journey;
 }
 
@@ -127,12 +138,11 @@ at::Tensor to_experts(const at::Tensor& rows, const Journey& journey) {
   const at::Tensor leaving = joins ? rows.detach().requires_grad_(true) : rows;
   const at::Tensor arrived =
       parallel::all_to_all(leaving, journey.axis, journey.splits, journey.where + " dispatch");
-  return ReorderFunction::apply(arrived, journey.arrival_of_row, journey.row_of_arrival);
+  return reordered(arrived, journey.arrival_of_row, journey.row_of_arrival);
 }
 
 at::Tensor from_experts(const at::Tensor& rows, const Journey& journey) {
-  const at::Tensor by_source =
-      ReorderFunction::apply(rows, journey.row_of_arrival, journey.arrival_of_row);
+  const at::Tensor by_source = reordered(rows, journey.row_of_arrival, journey.arrival_of_row);
   return parallel::all_to_all(by_source, journey.axis, journey.splits.swapped(),
                               journey.where + " combine");
 }

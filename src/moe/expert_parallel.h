@@ -23,7 +23,9 @@ namespace tessera::moe {
 struct Journey {
   parallel::Axis axis;
   parallel::Splits splits;
-  at::Tensor arrival_of_row;  ///< [rows here] i64: by expert -> as they arrived
+  /// [rows here] i64: by expert -> as they arrived. Undefined where a rank has one expert: the
+  /// orders are the same.
+  at::Tensor arrival_of_row;
   at::Tensor row_of_arrival;  ///< its inverse
   nn::GroupOffsets offsets;   ///< of the own experts
   /// Some rank's rows require a gradient: then every rank's do, for all to meet in backward.
