@@ -34,6 +34,11 @@ struct ReorderFunction : torch::autograd::Function<ReorderFunction> {
   }
 };
 
+/// Without an order (undefined): the rows themselves.
+at::Tensor reordered(const at::Tensor& rows, const at::Tensor& order, const at::Tensor& inverse) {
+  return order.defined() ? ReorderFunction::apply(rows, order, inverse) : rows;
+}
+
 /// What every rank tells every other, as the host has read it: rows for each of its experts, and
 /// whether they require a gradient.
 class Counts {
@@ -72,6 +77,10 @@ void order_by_expert(const Counts& received, std::int64_t local, Journey& journe
       begin.push_back(total);
       total += received.rows(source, e);
     }
+  }
+  if (local_experts == 1) {
+    journey.offsets = {0, total};
+    return;
   }
   journey.arrival_of_row = at::empty({total}, at::kLong);
   journey.row_of_arrival = at::empty({total}, at::kLong);
@@ -118,8 +127,10 @@ Journey plan_journey(const nn::GroupOffsets& offsets, const at::Tensor& received
     journey.travel.differentiable = journey.travel.differentiable || counts.differentiable(rank);
   }
   order_by_expert(counts, local, journey);
-  journey.arrival_of_row = to_device(journey.arrival_of_row, device);
-  journey.row_of_arrival = to_device(journey.row_of_arrival, device);
+  if (local > 1) {
+    journey.arrival_of_row = to_device(journey.arrival_of_row, device);
+    journey.row_of_arrival = to_device(journey.row_of_arrival, device);
+  }
   return journey;
 }
 
@@ -130,12 +141,11 @@ at::Tensor to_experts(const at::Tensor& rows, const Journey& journey) {
   const at::Tensor leaving = joins ? rows.detach().requires_grad_(true) : rows;
   const at::Tensor arrived = parallel::all_to_all(leaving, journey.travel.axis, journey.splits,
                                                   journey.travel.where + " dispatch");
-  return ReorderFunction::apply(arrived, journey.arrival_of_row, journey.row_of_arrival);
+  return reordered(arrived, journey.arrival_of_row, journey.row_of_arrival);
 }
 
 at::Tensor from_experts(const at::Tensor& rows, const Journey& journey) {
-  const at::Tensor by_source =
-      ReorderFunction::apply(rows, journey.row_of_arrival, journey.arrival_of_row);
+  const at::Tensor by_source = reordered(rows, journey.row_of_arrival, journey.arrival_of_row);
   return parallel::all_to_all(by_source, journey.travel.axis, journey.splits.swapped(),
                               journey.travel.where + " combine");
 }

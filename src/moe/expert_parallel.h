@@ -32,7 +32,9 @@ struct Travel {
 struct Journey {
   Travel travel;
   parallel::Splits splits;
-  at::Tensor arrival_of_row;  ///< [rows here] i64: by expert -> as they arrived
+  /// [rows here] i64: by expert -> as they arrived. Undefined where a rank has one expert: the
+  /// orders are the same.
+  at::Tensor arrival_of_row;
   at::Tensor row_of_arrival;  ///< its inverse
   nn::GroupOffsets offsets;   ///< of the own experts
 };

@@ -34,11 +34,13 @@ Dispatch dispatch(const at::Tensor& indices, std::int64_t experts, at::Device de
 /// x [M, H] -> [M*K, H]: each row its token.
 at::Tensor gather_tokens(const at::Tensor& x, const Dispatch& dispatch);
 
-/// rows [M*K, H], weights [M, K] -> [M, H] in the rows' dtype: products in the weights' dtype,
-/// rounded, then added in the order of the slots. Without weights (undefined): the sum alone.
+/// rows [M*K, H], weights [M, K] -> [M, H] in the rows' dtype: products in fp32 (or what is wider
+/// of the two), added in the order of the slots and rounded once. Without weights (undefined): the
+/// sum alone.
 at::Tensor combine(const at::Tensor& rows, const at::Tensor& weights, const Dispatch& dispatch);
 
-/// rows [M*K, H] times the weight [M, K] of each, products in the weights' dtype, rounded.
+/// rows [M*K, H] times the weight [M, K] of each, products as in combine, each rounded to the rows'
+/// dtype.
 at::Tensor scale_rows(const at::Tensor& rows, const at::Tensor& weights, const Dispatch& dispatch);
 
 struct ExpertWeights {

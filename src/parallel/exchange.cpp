@@ -2,7 +2,6 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <c10/util/accumulate.h>
 
@@ -126,7 +125,8 @@ at::Tensor exchange_reduce_scatter(const at::Tensor& x, const Axis& axis, const 
   if (layout.outer == 1 && layout.even(axis)) {
     addends = x.to(wire).contiguous();
   } else {
-    addends = at::zeros({axis.size * slice}, x.options().dtype(wire));
+    addends = at::empty({axis.size * slice}, x.options().dtype(wire));
+    if (!layout.even(axis)) addends.zero_();  // shorter parts end in padding
     for (int rank = 0; rank < axis.size; ++rank) {
       const Part part = part_of(total, axis.size, rank);
       addends.narrow(0, rank * slice, layout.outer * part.size * layout.inner)

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "nn/gated.h"
 #include "nn/loss.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
@@ -25,6 +26,7 @@ at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const a
                             double scale);
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 at::Tensor swiglu_halves(const at::Tensor& both);
+at::Tensor clamped_swiglu(const at::Tensor& both, const ClampedSwiglu& options);
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight,
                      std::optional<std::int64_t> padding);
 at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets, Logits use);
