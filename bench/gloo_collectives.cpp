@@ -12,14 +12,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <string>
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <vector>
 
-#include "base/environment.h"
 #include "comm/group.h"
-#include "comm/launch_environment.h"
 #include "comm/queue.h"
+#include "plain_gloo.h"
 #include "tessera/world.h"
 
 namespace {
@@ -52,25 +49,12 @@ comm::Batch batch(comm::Kind kind, comm::Op op) {
   return one;
 }
 
-c10::intrusive_ptr<c10d::ProcessGroupGloo> plain_gloo(const World& world) {
-  // A store of its own beside the World's, at the next port.
-  const auto launch = comm::read_launch_environment(tessera::base::environment());
-  c10d::TCPStoreOptions store_options;
-  store_options.port = static_cast<std::uint16_t>(launch.master_port + 1);
-  store_options.isServer = world.rank() == 0;
-  store_options.numWorkers = static_cast<std::size_t>(world.size());
-  auto store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", store_options);
-  auto options = c10d::ProcessGroupGloo::Options::create();
-  options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
-  return c10::make_intrusive<c10d::ProcessGroupGloo>(store, world.rank(), world.size(), options);
-}
-
 void run(World& world, int rounds) {
   at::set_num_threads(1);
   const std::vector<int> ranks = {0, 1};
   const auto gather = world.group(ranks, "gather");
   const auto reduce = world.group(ranks, "reduce");
-  const auto gloo = plain_gloo(world);
+  const auto gloo = bench::plain_gloo(world);
   if (world.rank() == 0) {
     std::printf("%10s | %21s %21s %21s | %21s %21s | %21s %21s\n", "bytes", "all_gather",
                 "by the queue", "c10d", "reduce_scatter", "c10d", "all_reduce", "c10d");

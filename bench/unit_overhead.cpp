@@ -13,14 +13,11 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "base/environment.h"
 #include "comm/group.h"
-#include "comm/launch_environment.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
+#include "plain_gloo.h"
 
 namespace {
 
@@ -48,18 +45,6 @@ struct Chain : torch::nn::Module {
   }
 };
 
-c10::intrusive_ptr<c10d::ProcessGroupGloo> plain_gloo(const tessera::World& world) {
-  const auto launch = tessera::comm::read_launch_environment(tessera::base::environment());
-  c10d::TCPStoreOptions store_options;
-  store_options.port = static_cast<std::uint16_t>(launch.master_port + 1);
-  store_options.isServer = world.rank() == 0;
-  store_options.numWorkers = static_cast<std::size_t>(world.size());
-  auto store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", store_options);
-  auto options = c10d::ProcessGroupGloo::Options::create();
-  options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
-  return c10::make_intrusive<c10d::ProcessGroupGloo>(store, world.rank(), world.size(), options);
-}
-
 struct Case {
   const char* name;
   std::function<void()> run;
@@ -82,7 +67,7 @@ void run(tessera::World& world, int units, int steps) {
   }
   auto sharded = tessera::fully_shard(inner, mesh);
   const auto rows = at::randn({kRows, kWidth});
-  const auto gloo = plain_gloo(world);
+  const auto gloo = bench::plain_gloo(world);
   const auto numel = kWidth * kWidth + kWidth;
   auto whole = at::zeros({numel});
   auto shard = at::zeros({numel / world.size()});

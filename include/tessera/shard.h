@@ -176,6 +176,13 @@ class ShardedBase : public torch::nn::Module {
   /// false: backwards start their reductions but wait for none and show no gradient; the next one
   /// with true does, for all. For the whole tree; steps and norms in between are refused.
   void set_is_last_backward(bool value);
+  /// true: backwards leave the weight gradients of linear layers and of experts for
+  /// run_weight_gradients(), and hold what these are formed of until then; units are reduced when
+  /// nothing of theirs is owed. Bit for bit the gradients of one backward. Steps, norms and readers
+  /// of gradients refuse (kContract) while some are owed. For the whole tree. Idle.
+  void set_defer_weight_gradients(bool value);
+  /// Forms what backwards have left, oldest first. Collective, in the same order on all ranks.
+  void run_weight_gradients();
   /// As ShardOptions::reshard_after_forward, from the next forward on. Idle.
   void set_reshard_after_forward(bool value, bool recurse = true);
   /// false: units that are unsharded after a backward stay so for the next forward, and for

@@ -12,9 +12,6 @@
 namespace tessera::comm {
 namespace {
 
-// Up to here everyone sends everything to everyone: one round instead of two.
-constexpr std::int64_t kOneRoundBytes = 256 * 1024;
-
 std::byte* at_byte(const at::Tensor& tensor, std::int64_t offset) {
   return static_cast<std::byte*>(tensor.mutable_data_ptr()) + offset;
 }
@@ -107,15 +104,8 @@ std::string Exchange::text() const {
   return concat(to_string(entry), " on group ", channel_->options.name);
 }
 
-bool Exchange::in_two_phases(const AllReduce& op) const {
-  return channel_->size() > 2 && nbytes(op.data) * channel_->size() > kOneRoundBytes;
-}
-
-Exchange::Range Exchange::part_of(const AllReduce& op, int rank) const {
-  const std::int64_t each = op.data.numel() / channel_->size();
-  const std::int64_t more = op.data.numel() % channel_->size();
-  const std::int64_t begin = each * rank + std::min<std::int64_t>(rank, more);
-  return {begin, begin + each + (rank < more ? 1 : 0)};
+Stretch Exchange::own_stretch(const AllReduce& op) const {
+  return summed_by(op, channel_->size(), channel_->options.self);
 }
 
 /// A transfer cannot even begin: the connection is closed already.
@@ -144,6 +134,7 @@ void Exchange::post_send(UnderWay& op, int peer, const void* from, std::int64_t 
   const auto tag = transfer_tag(fingerprint_, sequence_, index);
   try {
     op.sends.push_back({channel_->backend->send(tensors, peer, tag), peer});
+    posted_bytes_ += bytes;
   } catch (const std::exception& error) {
     blame(peer, error);
   }
@@ -154,9 +145,8 @@ std::int64_t Exchange::bytes_aside(std::size_t index) const {
     return nbytes(reduce->input) / channel_->size();
   }
   const auto& all = std::get<AllReduce>(batch_.ops[index]);
-  if (!in_two_phases(all)) return nbytes(all.data);
-  const Range mine = part_of(all, channel_->options.self);
-  return (mine.end - mine.begin) * static_cast<std::int64_t>(all.data.element_size());
+  if (!in_two_rounds(all, channel_->size())) return nbytes(all.data);
+  return own_stretch(all).numel() * static_cast<std::int64_t>(all.data.element_size());
 }
 
 void Exchange::receive_aside(UnderWay& op, std::int64_t bytes, std::size_t index) {
@@ -206,9 +196,9 @@ void Exchange::post_sends(std::size_t index) {
     } else {
       const auto& all = std::get<AllReduce>(batch_.ops[index]);
       const auto element = static_cast<std::int64_t>(all.data.element_size());
-      const Range part = op.second_phase ? part_of(all, peer) : Range{0, all.data.numel()};
-      post_send(op, peer, at_byte(all.data, part.begin * element),
-                (part.end - part.begin) * element, index);
+      const Stretch part =
+          op.second_phase ? summed_by(all, channel_->size(), peer) : Stretch{0, all.data.numel()};
+      post_send(op, peer, at_byte(all.data, part.begin * element), part.numel() * element, index);
     }
   }
 }
@@ -217,7 +207,7 @@ void Exchange::start() {
   for (std::size_t i = 0; i < batch_.ops.size(); ++i) {
     if (!is_sum(batch_.ops[i])) continue;
     const auto* all = std::get_if<AllReduce>(&batch_.ops[i]);
-    under_way_[i].second_phase = all != nullptr && in_two_phases(*all);
+    under_way_[i].second_phase = all != nullptr && in_two_rounds(*all, channel_->size());
     under_way_[i].received = channel_->take_buffer(bytes_aside(i) * (channel_->size() - 1));
   }
   // A transfer whose receiver is ready goes out without a round trip: receives come first.
@@ -260,9 +250,16 @@ void Exchange::wait() {
     failure_ = std::current_exception();
     throw;
   }
+  check_posted();
   release_buffers();
   batch_.ops.clear();
   done_ = true;
+}
+
+void Exchange::check_posted() const {
+  const std::int64_t expected = sent_bytes(batch_, channel_->size(), channel_->options.self);
+  TESSERA_INVARIANT(posted_bytes_ == expected, text(), ": sent ", posted_bytes_, " B, expected ",
+                    expected);
 }
 
 void Exchange::add_received(UnderWay& op, const void* own, at::ScalarType wire,
@@ -293,11 +290,10 @@ void Exchange::finish_first_phase(std::size_t index) {
   finish(op.sends);
   const auto& all = std::get<AllReduce>(batch_.ops[index]);
   const auto& result = all.result();
-  const Range mine =
-      op.second_phase ? part_of(all, channel_->options.self) : Range{0, all.data.numel()};
+  const Stretch mine = op.second_phase ? own_stretch(all) : Stretch{0, all.data.numel()};
   add_received(op, at_byte(all.data, mine.begin * all.data.element_size()), all.data.scalar_type(),
                {at_byte(result, mine.begin * result.element_size()), result.scalar_type(),
-                mine.end - mine.begin, Into::kOverwrite});
+                mine.numel(), Into::kOverwrite});
   if (op.second_phase) start_second_phase(index);
 }
 
@@ -313,15 +309,13 @@ void Exchange::start_second_phase(std::size_t index) {
   op.sends.clear();
   for (int peer = 0; peer < channel_->size(); ++peer) {
     if (peer == channel_->options.self) continue;
-    const Range part = part_of(all, peer);
-    post_receive(op, peer, at_byte(sums, part.begin * element), (part.end - part.begin) * element,
-                 tag_index);
+    const Stretch part = summed_by(all, channel_->size(), peer);
+    post_receive(op, peer, at_byte(sums, part.begin * element), part.numel() * element, tag_index);
   }
-  const Range mine = part_of(all, channel_->options.self);
+  const Stretch mine = own_stretch(all);
   for (int peer = 0; peer < channel_->size(); ++peer) {
     if (peer == channel_->options.self) continue;
-    post_send(op, peer, at_byte(sums, mine.begin * element), (mine.end - mine.begin) * element,
-              tag_index);
+    post_send(op, peer, at_byte(sums, mine.begin * element), mine.numel() * element, tag_index);
   }
 }
 

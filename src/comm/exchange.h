@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "comm/point_to_point.h"
+#include "comm/sent_bytes.h"
 #include "comm/sum.h"
 
 namespace tessera::comm {
@@ -59,10 +60,6 @@ class Exchange final : public Work, private Blocked {
     at::Tensor received;
     bool second_phase = false;
   };
-  struct Range {
-    std::int64_t begin;
-    std::int64_t end;
-  };
 
   void abort() override;
 
@@ -85,9 +82,10 @@ class Exchange final : public Work, private Blocked {
   std::vector<int> not_arrived();
   void release_buffers();
 
-  /// The elements of an all-reduced tensor that `rank` sums.
-  Range part_of(const AllReduce& op, int rank) const;
-  bool in_two_phases(const AllReduce& op) const;
+  /// What this rank sums of an all-reduced tensor, in two phases.
+  Stretch own_stretch(const AllReduce& op) const;
+  /// What went out is what sent_bytes() says: nobody else counts.
+  void check_posted() const;
   int world_rank(int peer) const;
   std::string text() const;
 
@@ -96,6 +94,7 @@ class Exchange final : public Work, private Blocked {
   std::uint64_t sequence_;
   std::uint64_t fingerprint_;
   std::vector<UnderWay> under_way_;
+  std::int64_t posted_bytes_ = 0;
   std::mutex mutex_;  // of under_way_'s lists, between wait() and abort()
   std::chrono::steady_clock::time_point deadline_;
   bool done_ = false;

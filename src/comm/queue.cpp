@@ -136,7 +136,7 @@ void IssueQueue::Impl::run() {
 
 Pending IssueQueue::Impl::submit(Submission submission) {
   auto state = submission.state;
-  state->traced = TracedCollective::of(submission.batch, submission.group->size());
+  state->traced = TracedCollective::of(submission.batch, *submission.group);
   if (submission.group->size() == 1) {  // nobody to keep an order with
     issue(std::move(submission));
     return Pending(std::move(state));

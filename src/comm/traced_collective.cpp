@@ -2,6 +2,7 @@
 
 #include "base/unit_label.h"
 #include "comm/batch.h"
+#include "comm/sent_bytes.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -33,7 +34,7 @@ std::uint32_t bucket_of(const Op& op, std::uint32_t otherwise) {
 
 }  // namespace
 
-std::unique_ptr<TracedCollective> TracedCollective::of(const Batch& batch, int ranks) {
+std::unique_ptr<TracedCollective> TracedCollective::of(const Batch& batch, const Group& group) {
   Trace* const trace = current_trace();
   if (trace == nullptr) return nullptr;
   auto traced = std::make_unique<TracedCollective>();
@@ -49,11 +50,8 @@ std::unique_ptr<TracedCollective> TracedCollective::of(const Batch& batch, int r
   span.arguments = {{"kind", std::string(to_string(batch.label.kind))},
                     {"unit", span.name},
                     {"micro_batch", std::int64_t{batch.label.micro_batch}},
-                    {"buffer_bytes", bytes}};
-  // How an all-reduce travels is its backend's business.
-  if (span.row != TraceRow::kReplicas) {
-    span.arguments.emplace_back("sent_bytes", bytes / ranks * (ranks - 1));
-  }
+                    {"buffer_bytes", bytes},
+                    {"sent_bytes", sent_bytes(batch, group.size(), group.rank())}};
   for (std::size_t i = 0; i < entry.ops.size(); ++i) {
     span.arguments.emplace_back(
         concat("bucket ", bucket_of(batch.ops[i], static_cast<std::uint32_t>(i))),

@@ -14,7 +14,7 @@ namespace tessera::comm {
 class TracedCollective {
  public:
   /// On the submitting thread; null where nobody looks.
-  static std::unique_ptr<TracedCollective> of(const Batch& batch, int ranks);
+  static std::unique_ptr<TracedCollective> of(const Batch& batch, const Group& group);
 
   /// On the issuing thread, as the batch goes out.
   void issued();

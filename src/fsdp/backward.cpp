@@ -58,6 +58,7 @@ void refuse_capture(const Unit& unit) {
 void Runtime::begin_backward() {
   if (in_backward_) return;
   in_backward_ = true;
+  store_.begin_micro_batch();
   if (awaiting_tickets_) {
     // What the last backward reduced without tickets is published with the rest.
     for (auto* unit : units_) unit->unpublished = unit->unpublished || unit->reduced;

@@ -61,6 +61,9 @@ const std::string& Runtime::controls() {
   if (!is_last_backward_) {
     text += concat(text.empty() ? "" : "; ", "set_is_last_backward(false)");
   }
+  if (sink_.store() != nullptr) {
+    text += concat(text.empty() ? "" : "; ", "set_defer_weight_gradients(true)");
+  }
   if (loss_scale_ != 1.0) {
     text += concat(text.empty() ? "" : "; ", "a loss scale of 2^", std::ilogb(loss_scale_));
   }
@@ -102,6 +105,21 @@ void Runtime::set_requires_replica_reduce(bool value) {
 void Runtime::set_is_last_backward(bool value) {
   is_last_backward_ = value;
   controls_changed();
+}
+
+void Runtime::set_defer_weight_gradients(bool value) {
+  require_idle("set_defer_weight_gradients");
+  sink_.set_store(value ? &store_ : nullptr);
+  controls_changed();
+}
+
+void Runtime::run_weight_gradients() {
+  try {
+    store_.run();
+  } catch (const std::exception& error) {
+    fail(error.what());
+    throw;
+  }
 }
 
 void Runtime::require_reduced(const char* what) const {
@@ -232,6 +250,14 @@ void ShardedBase::set_requires_replica_reduce(bool value) {
 
 void ShardedBase::set_is_last_backward(bool value) {
   fsdp::unit_of_handle(unit_).runtime().set_is_last_backward(value);
+}
+
+void ShardedBase::set_defer_weight_gradients(bool value) {
+  fsdp::unit_of_handle(unit_).runtime().set_defer_weight_gradients(value);
+}
+
+void ShardedBase::run_weight_gradients() {
+  fsdp::unit_of_handle(unit_).runtime().run_weight_gradients();
 }
 
 void ShardedBase::set_reshard_after_forward(bool value, bool recurse) {

@@ -338,6 +338,7 @@ void Runtime::reset() {
   in_flight_.clear();
   bytes_in_flight_ = 0;
   sink_.drop_tickets();
+  store_.drop();
   for (auto* unit : units_) {
     unit->open_calls = unit->active = unit->tickets = 0;
     unit->owed = unit->unpublished = false;

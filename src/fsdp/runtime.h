@@ -29,7 +29,7 @@
 #include "fsdp/order.h"
 #include "fsdp/unit.h"
 #include "fsdp/unit_trace.h"
-#include "grad/sink.h"
+#include "grad/weight_grad_store.h"
 #include "tessera/mesh.h"
 #include "tessera/world.h"
 
@@ -146,6 +146,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void set_requires_replica_reduce(bool value);
   bool requires_replica_reduce() const { return requires_replica_reduce_; }
   void set_is_last_backward(bool value);
+  /// Errors: kUsage as require_idle().
+  void set_defer_weight_gradients(bool value);
+  void run_weight_gradients();
   /// To be called when anything in controls() may have changed.
   void controls_changed() { controls_known_ = false; }
   /// Every control that is not as the plan was agreed, in words; "" for none. It is part of every
@@ -210,6 +213,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Mesh mesh_;
   std::shared_ptr<comm::BufferPool> pool_;
   grad::GradSink sink_;
+  grad::WeightGradStore store_{sink_};
   std::vector<std::pair<std::vector<std::string>, AxesGroups>> groups_;  // by shard axes
   comm::Group* replicas_ = nullptr;         // of one shard; null for one rank, as the others
   comm::Group* replica_gathers_ = nullptr;  // the ranks of one replica, in the queue

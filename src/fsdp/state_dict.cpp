@@ -9,6 +9,7 @@
 #include "fsdp/finite_copy.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
+#include "fsdp/whole.h"
 #include "layout/local_part.h"
 #include "tessera/error.h"
 
@@ -235,11 +236,8 @@ at::Tensor part_for(const Target& target, const StateTensor& entry) {
                                            target.end - target.begin);
   }
   const auto box = layout::local_box(target.layout, target.shape, target.coordinates);
-  auto part = entry.values.reshape(layout::cut_shape(target.layout, target.shape));
-  for (std::size_t d = 0; d < box.size.size(); ++d) {
-    part = part.narrow(static_cast<std::int64_t>(d), box.offset[d], box.size[d]);
-  }
-  return part.reshape(-1).narrow(0, target.begin, target.end - target.begin);
+  const auto whole = entry.values.reshape(layout::cut_shape(target.layout, target.shape));
+  return fsdp::narrow_to(whole, box).reshape(-1).narrow(0, target.begin, target.end - target.begin);
 }
 
 }  // namespace

@@ -29,14 +29,17 @@ at::Tensor whole_of(Runtime& runtime, const Parameter& parameter, const at::Tens
   std::int64_t begin = 0;
   for (const int member : members) {
     const auto box = layout::local_box(layout, shape, shapes.coordinates(member, layout));
-    auto place = whole;
-    for (std::size_t d = 0; d < box.size.size(); ++d) {
-      place = place.narrow(static_cast<std::int64_t>(d), box.offset[d], box.size[d]);
-    }
-    place.copy_(parts.narrow(0, begin, count).view(box.size));
+    narrow_to(whole, box).copy_(parts.narrow(0, begin, count).view(box.size));
     begin += count;
   }
   return whole.view(shape);
+}
+
+at::Tensor narrow_to(at::Tensor whole, const TensorBox& box) {
+  for (std::size_t d = 0; d < box.size.size(); ++d) {
+    whole = whole.narrow(static_cast<std::int64_t>(d), box.offset[d], box.size[d]);
+  }
+  return whole;
 }
 
 }  // namespace tessera::fsdp

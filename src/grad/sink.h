@@ -44,6 +44,7 @@ class SlotOwner {
 using SlotId = std::uint32_t;
 
 class GradSink;
+class WeightGradStore;
 
 /// A gradient that is owed: made by GradSink::promise(), handed back to redeem(). Copies are the
 /// same ticket. It knows what it stands for, so that the sink keeps no book of what is settled.
@@ -94,6 +95,10 @@ class GradSink {
 
   const GradContract& contract(SlotId slot) const { return *slots_.at(slot).contract; }
 
+  /// Where layers put off their weight gradients; null: they do not.
+  WeightGradStore* store() const { return store_; }
+  void set_store(WeightGradStore* store) { store_ = store; }
+
  private:
   struct Slot {
     const GradContract* contract = nullptr;
@@ -106,6 +111,7 @@ class GradSink {
 
   std::vector<Slot> slots_;
   std::vector<std::shared_ptr<Ticket::Promise>> open_;  // in the order of promise()
+  WeightGradStore* store_ = nullptr;
 };
 
 }  // namespace tessera::grad

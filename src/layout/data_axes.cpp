@@ -61,6 +61,15 @@ void check_all_declared(const ParameterLayout& layout, const MeshShape& shape,
   }
 }
 
+void check_apart(const MeshShape& shape, const std::vector<std::string_view>& names,
+                 const std::string& what) {
+  try {
+    if (!names.empty()) (void)shape.group_of(0, names);
+  } catch (const Error& error) {
+    throw Error(ErrorKind::kContract, concat(what, ": ", error.what()));
+  }
+}
+
 }  // namespace
 
 ReductionPlan reductions_of(const ParameterLayout& layout, const DataAxes& data,
@@ -72,7 +81,7 @@ ReductionPlan reductions_of(const ParameterLayout& layout, const DataAxes& data,
     names.push_back(one.axis);
   }
   check_all_declared(layout, shape, what);
-  if (!names.empty()) (void)shape.group_of(0, names);  // refuses axes that overlap
+  check_apart(shape, names, what);
   ReductionPlan plan = data.dense;
   if (layout.mesh == MeshKind::kSparse) {
     plan.shard_axes.clear();

@@ -115,11 +115,17 @@ Shape global_shape(const ParameterLayout& layout, const Shape& local, const std:
     return whole;
   }
   std::size_t d = 0;
-  for (std::int64_t& size : whole) {
+  for (std::size_t i = 0; i < whole.size(); ++i) {
+    std::int64_t& size = whole[i];
     std::int64_t held = 1;
     std::int64_t of = 1;
-    for (; held < size && d < parts.size(); ++d) {
-      held *= layout.cut_shape[d] / parts[d];
+    // A dim is one or several of the cut ones. Those of which this rank holds one element belong to
+    // the dim before them, as far as the dims behind have one each.
+    const std::size_t end = parts.size() - std::min(parts.size(), whole.size() - i - 1);
+    for (bool first = true; d < end; ++d, first = false) {
+      const std::int64_t own = layout.cut_shape[d] / parts[d];
+      if (!first && held * own > size) break;
+      held *= own;
       of *= layout.cut_shape[d];
     }
     TESSERA_CHECK(held == size, ErrorKind::kContract, what, ": found a tensor of ", size,

@@ -1,6 +1,5 @@
 #include "models/expert_tokens.h"
 
-#include <ATen/ops/zeros_like.h>
 #include <c10/util/accumulate.h>
 
 #include "parallel/transitions.h"
@@ -84,10 +83,9 @@ at::Tensor ExpertTokens::leave(const at::Tensor& addend) const {
 RouterLoad ExpertTokens::counted(RouterLoad load) const {
   if (!routes_all()) return load;
   // All ranks have seen the same tokens: the first one's count.
-  if (load.counts.defined() && region_.rank() > 0) load.counts = at::zeros_like(load.counts);
-  if (load.probabilities.defined()) {
-    load.probabilities = parallel::only_first(load.probabilities, region_.axis());
-  }
+  load.visit_tensors([&](at::Tensor& each) {
+    if (each.defined()) each = parallel::only_first(each, region_.axis());
+  });
   return load;
 }
 

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <utility>
 
+#include "models/rope_options.h"
 #include "models/unit_of_slot.h"
 #include "nn/loss.h"
 #include "nn/masked_attention.h"
@@ -23,19 +24,6 @@ constexpr const char* kText = "model.language_model.";
 constexpr const char* kHeadUnit = "head";
 constexpr std::int64_t kImageType = 1;
 constexpr std::int64_t kVideoType = 2;
-
-nn::RopeOptions rope_options(const RopeSpec& rope, std::int64_t head_dim) {
-  nn::RopeOptions options;
-  options.head_dim = head_dim;
-  options.theta = rope.theta;
-  if (rope.type == RopeType::kProportional) {
-    // In this order: transformers rounds down after the product.
-    options.turned_pairs = static_cast<std::int64_t>(
-        std::floor(rope.partial_rotary_factor * static_cast<double>(head_dim) / 2.0));
-    options.factor = rope.factor;
-  }
-  return options;
-}
 
 }  // namespace
 

@@ -5,7 +5,7 @@
 // over experts ...); role and degrees give its ParameterLayout, from which the contract derives
 // what the sink owes. The modules declare the same (nn/, moe/); that they agree is checked when the
 // model is sharded. Source: the matrix of torchtitan's layouts, docs/communication.md. Next:
-// tessera/placement.h, parallel_model.h.
+// tessera/placement.h, local_sizes.h.
 #pragma once
 
 #include <cstdint>

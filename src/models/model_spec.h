@@ -56,6 +56,7 @@ struct ModelSpec {
   bool qk_norm() const { return family == Family::kQwen3 || family == Family::kQwen3Moe; }
   bool attention_sinks() const { return family == Family::kGptOss; }
   bool is_moe(std::int64_t layer) const { return moe && moe->is_moe(layer); }
+  bool has_experts() const { return moe || (gemma4 && gemma4->experts); }
   bool is_sliding(std::int64_t layer) const {
     return !layer_types.empty() &&
            layer_types.at(static_cast<std::size_t>(layer)) == LayerType::kSliding;

@@ -67,7 +67,7 @@ at::Tensor ExpertRouter::scores(const at::Tensor& x) const {
   const at::ScalarType inside = moe_.router_dtype == RouterDtype::kFloat32
                                     ? at::promote_types(weight_.scalar_type(), at::kFloat)
                                     : weight_.scalar_type();
-  return nn::linear(x.to(inside), weight_.to(inside), bias_);
+  return nn::linear(x.to(inside), weight_, bias_, inside);
 }
 
 moe::Routing ExpertRouter::route(const at::Tensor& scores, const std::optional<at::Tensor>& imposed,

@@ -1,6 +1,6 @@
 #include "models/rope_options.h"
 
-#include "tessera/error.h"
+#include <cmath>
 
 namespace tessera::models {
 
@@ -28,7 +28,11 @@ nn::RopeOptions rope_options(const RopeSpec& rope, std::int64_t dim) {
       options.table_factor = table_factor(rope);
       break;
     case RopeType::kProportional:
-      TESSERA_INVARIANT(false, "rope of gemma4 in another family");
+      // In this order: transformers rounds down after the product.
+      options.turned_pairs = static_cast<std::int64_t>(
+          std::floor(rope.partial_rotary_factor * static_cast<double>(dim) / 2.0));
+      options.factor = rope.factor;
+      break;
   }
   return options;
 }

@@ -1,10 +1,16 @@
 #include "moe/expert_parallel.h"
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <numeric>
+
 #include "base/first_derivative.h"
+#include "moe/host_read.h"
+#include "moe/load_balance.h"
 #include "parallel/transitions.h"
 #include "tessera/error.h"
 
@@ -28,53 +34,53 @@ struct ReorderFunction : torch::autograd::Function<ReorderFunction> {
   }
 };
 
-/// What every rank tells every other: rows for each of its experts, and whether they require a
-/// gradient.
+/// Without an order (undefined): the rows themselves.
+at::Tensor reordered(const at::Tensor& rows, const at::Tensor& order, const at::Tensor& inverse) {
+  return order.defined() ? ReorderFunction::apply(rows, order, inverse) : rows;
+}
+
+/// What every rank tells every other, as the host has read it: rows for each of its experts, and
+/// whether they require a gradient.
 class Counts {
  public:
-  Counts(std::int64_t local_experts, int ranks)
-      : width_(local_experts + 1), values_(at::empty({ranks, width_}, at::kLong)) {}
-  explicit Counts(const at::Tensor& values) : width_(values.size(1)), values_(values) {}
+  explicit Counts(const at::Tensor& values)
+      : width_(values.size(1)), values_(values.const_data_ptr<std::int64_t>()) {}
 
-  std::int64_t& rows(int rank, std::int64_t expert) { return row(rank)[expert]; }
-  std::int64_t& differentiable(int rank) { return row(rank)[width_ - 1]; }
-  std::int64_t rows(int rank) {
-    std::int64_t sum = 0;
-    for (std::int64_t e = 0; e + 1 < width_; ++e) sum += rows(rank, e);
-    return sum;
+  std::int64_t rows(int rank, std::int64_t expert) const { return row(rank)[expert]; }
+  std::int64_t rows(int rank) const {
+    return std::accumulate(row(rank), row(rank) + width_ - 1, std::int64_t{0});
   }
-  const at::Tensor& values() const { return values_; }
+  bool differentiable(int rank) const { return row(rank)[width_ - 1] != 0; }
 
  private:
-  std::int64_t* row(int rank) { return values_.mutable_data_ptr<std::int64_t>() + rank * width_; }
+  const std::int64_t* row(int rank) const { return values_ + rank * width_; }
 
   std::int64_t width_;
-  at::Tensor values_;
+  const std::int64_t* values_;
 };
 
-Counts counts_of(const nn::GroupOffsets& offsets, std::int64_t local_experts, int ranks,
-                 bool differentiable) {
-  Counts counts(local_experts, ranks);
-  std::size_t expert = 0;
-  for (int rank = 0; rank < ranks; ++rank) {
-    for (std::int64_t e = 0; e < local_experts; ++e, ++expert) {
-      counts.rows(rank, e) = offsets[expert + 1] - offsets[expert];
-    }
-    counts.differentiable(rank) = differentiable ? 1 : 0;
-  }
-  return counts;
+std::int64_t local_experts(std::int64_t experts, const Travel& travel) {
+  const parallel::Axis& axis = travel.axis;
+  TESSERA_CHECK(experts % axis.size == 0, ErrorKind::kConfig, travel.where, ": found ", experts,
+                " experts for ", axis.size, " ranks, expected a multiple (axis ", axis.name,
+                "); set parallelism.expert_parallel_degree to a divisor");
+  return experts / axis.size;
 }
 
 /// Arrived by (source, expert), wanted by (expert, source).
-void order_by_expert(Counts& received, std::int64_t local_experts, Journey& journey) {
-  const int ranks = journey.axis.size;
+void order_by_expert(const Counts& received, std::int64_t local, Journey& journey) {
+  const int ranks = journey.travel.axis.size;
   std::int64_t total = 0;
   std::vector<std::int64_t> begin;  // of (source, expert) as they arrived
   for (int source = 0; source < ranks; ++source) {
-    for (std::int64_t e = 0; e < local_experts; ++e) {
+    for (std::int64_t e = 0; e < local; ++e) {
       begin.push_back(total);
       total += received.rows(source, e);
     }
+  }
+  if (local_experts == 1) {
+    journey.offsets = {0, total};
+    return;
   }
   journey.arrival_of_row = at::empty({total}, at::kLong);
   journey.row_of_arrival = at::empty({total}, at::kLong);
@@ -82,9 +88,9 @@ void order_by_expert(Counts& received, std::int64_t local_experts, Journey& jour
   auto* row = journey.row_of_arrival.mutable_data_ptr<std::int64_t>();
   std::int64_t next = 0;
   journey.offsets = {0};
-  for (std::int64_t e = 0; e < local_experts; ++e) {
+  for (std::int64_t e = 0; e < local; ++e) {
     for (int source = 0; source < ranks; ++source) {
-      const auto first = begin[static_cast<std::size_t>(source * local_experts + e)];
+      const auto first = begin[static_cast<std::size_t>(source * local + e)];
       for (std::int64_t i = 0; i < received.rows(source, e); ++i, ++next) {
         arrival[next] = first + i;
         row[first + i] = next;
@@ -96,45 +102,52 @@ void order_by_expert(Counts& received, std::int64_t local_experts, Journey& jour
 
 }  // namespace
 
-Journey plan_journey(const nn::GroupOffsets& offsets, const at::Tensor& rows,
-                     const parallel::Axis& axis, const std::string& where) {
-  const auto experts = static_cast<std::int64_t>(offsets.size()) - 1;
-  TESSERA_CHECK(experts % axis.size == 0, ErrorKind::kConfig, where, ": found ", experts,
-                " experts for ", axis.size, " ranks, expected a multiple (axis ", axis.name,
-                "); set parallelism.expert_parallel_degree to a divisor");
-  const std::int64_t local = experts / axis.size;
+at::Tensor exchange_counts(const at::Tensor& indices, std::int64_t experts, const Travel& travel) {
+  const int ranks = travel.axis.size;
+  const std::int64_t local = local_experts(experts, travel);
+  const at::Tensor differentiable =
+      at::full({ranks, 1}, travel.differentiable ? 1 : 0, indices.options());
+  const at::Tensor sent =
+      at::cat({count_load(indices, experts).view({ranks, local}), differentiable}, 1);
+  const std::vector<std::int64_t> one_each(static_cast<std::size_t>(ranks), 1);
+  return parallel::exchange_rows(sent, travel.axis, {one_each, one_each}, travel.where + " counts");
+}
+
+Journey plan_journey(const nn::GroupOffsets& offsets, const at::Tensor& received,
+                     const Travel& travel, at::Device device) {
+  const std::int64_t local = local_experts(static_cast<std::int64_t>(offsets.size()) - 1, travel);
   Journey journey;
-  journey.axis = axis;
-  journey.where = where;
-  Counts sent = counts_of(offsets, local, axis.size, rows.requires_grad());
-  const parallel::Splits even{std::vector<std::int64_t>(static_cast<std::size_t>(axis.size), 1),
-                              std::vector<std::int64_t>(static_cast<std::size_t>(axis.size), 1)};
-  Counts received(parallel::exchange_rows(sent.values(), axis, even, where + " counts"));
-  for (int rank = 0; rank < axis.size; ++rank) {
-    journey.splits.sends.push_back(sent.rows(rank));
-    journey.splits.receives.push_back(received.rows(rank));
-    journey.differentiable = journey.differentiable || received.differentiable(rank) != 0;
+  journey.travel = travel;
+  const Counts counts(received);
+  for (int rank = 0; rank < travel.axis.size; ++rank) {
+    const auto first = static_cast<std::size_t>(rank * local);
+    journey.splits.sends.push_back(offsets[first + static_cast<std::size_t>(local)] -
+                                   offsets[first]);
+    journey.splits.receives.push_back(counts.rows(rank));
+    journey.travel.differentiable = journey.travel.differentiable || counts.differentiable(rank);
   }
-  order_by_expert(received, local, journey);
-  journey.arrival_of_row = journey.arrival_of_row.to(rows.device());
-  journey.row_of_arrival = journey.row_of_arrival.to(rows.device());
+  order_by_expert(counts, local, journey);
+  if (local > 1) {
+    journey.arrival_of_row = to_device(journey.arrival_of_row, device);
+    journey.row_of_arrival = to_device(journey.row_of_arrival, device);
+  }
   return journey;
 }
 
 at::Tensor to_experts(const at::Tensor& rows, const Journey& journey) {
   // Else the others would wait for this rank's part of the way back.
-  const bool joins = journey.differentiable && !rows.requires_grad() && c10::GradMode::is_enabled();
+  const bool joins =
+      journey.travel.differentiable && !rows.requires_grad() && c10::GradMode::is_enabled();
   const at::Tensor leaving = joins ? rows.detach().requires_grad_(true) : rows;
-  const at::Tensor arrived =
-      parallel::all_to_all(leaving, journey.axis, journey.splits, journey.where + " dispatch");
-  return ReorderFunction::apply(arrived, journey.arrival_of_row, journey.row_of_arrival);
+  const at::Tensor arrived = parallel::all_to_all(leaving, journey.travel.axis, journey.splits,
+                                                  journey.travel.where + " dispatch");
+  return reordered(arrived, journey.arrival_of_row, journey.row_of_arrival);
 }
 
 at::Tensor from_experts(const at::Tensor& rows, const Journey& journey) {
-  const at::Tensor by_source =
-      ReorderFunction::apply(rows, journey.row_of_arrival, journey.arrival_of_row);
-  return parallel::all_to_all(by_source, journey.axis, journey.splits.swapped(),
-                              journey.where + " combine");
+  const at::Tensor by_source = reordered(rows, journey.row_of_arrival, journey.arrival_of_row);
+  return parallel::all_to_all(by_source, journey.travel.axis, journey.splits.swapped(),
+                              journey.travel.where + " combine");
 }
 
 }  // namespace tessera::moe

@@ -1,11 +1,12 @@
 // Expert parallelism: rows travel to the ranks that own their experts, and back.
 //
 // Rank r of the axis owns experts r E/ep to (r + 1) E/ep - 1. Counts go first, an even all-to-all
-// of as many numbers as a rank has experts (and one more): the layer's one wait of the host for the
-// others. Then the rows: they leave in the order of their experts, arrive by source rank and
-// expert, and are put in the order of the experts, rows of lower ranks first. Nothing is added on
-// the way, in either direction. A rank without tokens, or without rows for its experts, takes part
-// all the same, in backward too. Placement: S(0) -> S(0). Next: experts.h,
+// of as many numbers as a rank has experts (and one more), on the tensors' device; what arrives is
+// read on the host with all else that it must know (host_read.h). Then the rows: they leave in the
+// order of their experts, arrive by source rank and expert, and are put in the order of the
+// experts, rows of lower ranks first. Nothing is added on the way, in either direction. A rank
+// without tokens, or without rows for its experts, takes part all the same, in backward too.
+// Placement: S(0) -> S(0). Next: experts.h,
 // ../parallel/transitions.h.
 #pragma once
 
@@ -19,22 +20,34 @@
 
 namespace tessera::moe {
 
-/// Where the rows of one call go, and how they lie at their experts.
-struct Journey {
-  parallel::Axis axis;
-  parallel::Splits splits;
-  at::Tensor arrival_of_row;  ///< [rows here] i64: by expert -> as they arrived
-  at::Tensor row_of_arrival;  ///< its inverse
-  nn::GroupOffsets offsets;   ///< of the own experts
-  /// Some rank's rows require a gradient: then every rank's do, for all to meet in backward.
+/// What is known of a call before anything is sent.
+struct Travel {
+  /// This rank's rows require a gradient; in a Journey: some rank's, so that all meet in backward.
   bool differentiable = false;
-  std::string where;
+  parallel::Axis axis = {};
+  std::string where = {};
 };
 
-/// offsets: those of all E experts over `rows`. Collective. Errors: kConfig where E does not
-/// divide.
-Journey plan_journey(const nn::GroupOffsets& offsets, const at::Tensor& rows,
-                     const parallel::Axis& axis, const std::string& where);
+/// Where the rows of one call go, and how they lie at their experts.
+struct Journey {
+  Travel travel;
+  parallel::Splits splits;
+  /// [rows here] i64: by expert -> as they arrived. Undefined where a rank has one expert: the
+  /// orders are the same.
+  at::Tensor arrival_of_row;
+  at::Tensor row_of_arrival;  ///< its inverse
+  nn::GroupOffsets offsets;   ///< of the own experts
+};
+
+/// indices [M, K] of all E experts -> [ranks, E / ranks + 1] i64 on their device: how many rows
+/// each rank sends to each expert of this one, and whether they require a gradient. Collective.
+/// Bytes a rank sends: (ranks - 1) (E / ranks + 1) x 8. Errors: kConfig where E does not divide.
+at::Tensor exchange_counts(const at::Tensor& indices, std::int64_t experts, const Travel& travel);
+
+/// offsets: those of all E experts over this rank's rows; received: what exchange_counts gave, on
+/// the host. The result's tensors lie on `device`. Errors: kConfig where E does not divide.
+Journey plan_journey(const nn::GroupOffsets& offsets, const at::Tensor& received,
+                     const Travel& travel, at::Device device);
 
 /// rows [own rows, H], by expert -> [rows of the own experts, H], by expert. Collective. Bytes a
 /// rank sends: its rows for other ranks.

@@ -1,9 +1,14 @@
 #include "moe/experts.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
+
 #include "moe/expert_parallel.h"
+#include "moe/host_read.h"
 #include "nn/first_derivative.h"
 #include "tessera/dtype_watch.h"
 
@@ -13,6 +18,26 @@ namespace {
 using nn::refuse_double_backward;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
+
+/// body(begin, count) over the rows: copies that are wider than they are, or several of them, stay
+/// in the cache.
+template <class Body>
+void in_blocks(std::int64_t rows, const at::Tensor& like, const Body& body) {
+  constexpr std::int64_t kElements = std::int64_t{1} << 18;
+  const std::int64_t columns = std::max<std::int64_t>(1, like.size(1));
+  // Elsewhere than on a CPU a block costs a launch and there is no such cache.
+  const std::int64_t step =
+      std::max<std::int64_t>(1, like.device().is_cpu() ? kElements / columns : rows);
+  for (std::int64_t begin = 0; begin < rows; begin += step) {
+    body(begin, std::min(step, rows - begin));
+  }
+}
+
+/// In which rows are multiplied and added, whatever they come in and go to.
+at::ScalarType inside(const at::Tensor& rows, const at::Tensor& weights) {
+  const auto wide = at::promote_types(rows.scalar_type(), at::kFloat);
+  return weights.defined() ? at::promote_types(wide, weights.scalar_type()) : wide;
+}
 
 at::Tensor token_of_row(const at::Tensor& slot_of_row, std::int64_t experts_per_token) {
   return slot_of_row.floor_divide(experts_per_token);
@@ -31,60 +56,96 @@ struct GatherFunction : torch::autograd::Function<GatherFunction> {
     refuse_double_backward();
     const at::Tensor row_of_slot = ctx->get_saved_variables()[0];
     const std::int64_t k = ctx->saved_data["k"].toInt();
-    const at::Tensor by_slot = grads[0].index_select(0, row_of_slot);
+    const std::int64_t columns = grads[0].size(1);
     const std::int64_t tokens = row_of_slot.numel() / k;
-    return {by_slot.view({tokens, k, by_slot.size(1)}).sum(1), at::Tensor(), at::Tensor(),
-            at::Tensor()};
+    const at::Tensor result = at::empty({tokens, columns}, grads[0].options());
+    in_blocks(tokens, result, [&](std::int64_t begin, std::int64_t count) {
+      const at::Tensor rows = row_of_slot.narrow(0, begin * k, count * k);
+      const at::Tensor by_slot = grads[0].index_select(0, rows).view({count, k, columns});
+      result.narrow(0, begin, count).copy_(by_slot.sum(1));
+    });
+    return {result, at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
-
-/// picked * weight in the weight's dtype, rounded to the rows'.
-at::Tensor scaled(const at::Tensor& rows, const at::Tensor& factors) {
-  return (rows.to(factors.scalar_type()) * factors).to(rows.scalar_type());
-}
 
 /// [rows, 1]: the weight of each row.
 at::Tensor weight_of_row(const at::Tensor& weights, const at::Tensor& slot_of_row) {
   return weights.reshape({-1}).index_select(0, slot_of_row).unsqueeze(1);
 }
 
-/// Of a product of rows and weights, both in the weights' dtype: <grad, row> for each slot.
-at::Tensor weight_gradient(const at::Tensor& grad, const at::Tensor& rows,
-                           const at::Tensor& weights, const at::Tensor& row_of_slot) {
-  return (grad * rows.to(weights.scalar_type()))
-      .sum(1)
-      .index_select(0, row_of_slot)
-      .view(weights.sizes());
+/// rows * factors [rows, 1], rounded to the rows' dtype.
+at::Tensor scaled(const at::Tensor& rows, const at::Tensor& factors) {
+  const at::ScalarType wide = inside(rows, factors);
+  const at::Tensor result = at::empty_like(rows);
+  in_blocks(rows.size(0), rows, [&](std::int64_t begin, std::int64_t count) {
+    const auto part = [&](const at::Tensor& of) { return of.narrow(0, begin, count); };
+    part(result).copy_(part(rows).to(wide) * part(factors));
+  });
+  return result;
+}
+
+/// [M, H]: each token's rows, times their weights where there are any, added in the order of the
+/// slots and rounded once.
+at::Tensor sum_of_slots(const at::Tensor& rows, const at::Tensor& weights,
+                        const at::Tensor& by_slot) {
+  const WideScope sums;
+  const at::ScalarType wide = inside(rows, weights);
+  const at::Tensor result = at::empty({by_slot.size(0), rows.size(1)}, rows.options());
+  in_blocks(result.size(0), rows, [&](std::int64_t begin, std::int64_t count) {
+    const auto slot = [&](const at::Tensor& of, std::int64_t k) {
+      return of.narrow(0, begin, count).select(1, k);
+    };
+    at::Tensor sum;
+    for (std::int64_t k = 0; k < by_slot.size(1); ++k) {
+      const at::Tensor part = rows.index_select(0, slot(by_slot, k)).to(wide);
+      if (weights.defined()) part.mul_(slot(weights, k).unsqueeze(1));
+      sum = k == 0 ? part : sum.add_(part);
+    }
+    result.narrow(0, begin, count).copy_(sum);
+  });
+  return result;
+}
+
+/// What the products of rows and weights give back to both; `grad_of(begin, count)` is the gradient
+/// of those rows' products.
+template <class GradOf>
+variable_list product_gradients(AutogradContext* ctx, const GradOf& grad_of) {
+  const variable_list saved = ctx->get_saved_variables();
+  const at::Tensor& rows = saved[0];
+  const at::Tensor& weights = saved[1];
+  const at::ScalarType wide = inside(rows, weights);
+  const at::Tensor factors = weight_of_row(weights, saved[2]);
+  at::Tensor grad_rows, grad_factors;
+  if (ctx->needs_input_grad(0)) grad_rows = at::empty_like(rows);
+  if (ctx->needs_input_grad(1)) grad_factors = at::empty({rows.size(0)}, weights.options());
+  in_blocks(rows.size(0), rows, [&](std::int64_t begin, std::int64_t count) {
+    const auto part = [&](const at::Tensor& of) { return of.narrow(0, begin, count); };
+    const at::Tensor grad = grad_of(begin, count).to(wide);
+    if (grad_factors.defined()) part(grad_factors).copy_((grad * part(rows)).sum(1));
+    if (grad_rows.defined()) part(grad_rows).copy_(grad * part(factors));
+  });
+  variable_list result(4);
+  result[0] = grad_rows;
+  if (grad_factors.defined()) {
+    result[1] = grad_factors.index_select(0, saved[3]).view(weights.sizes());
+  }
+  return result;
 }
 
 struct CombineFunction : torch::autograd::Function<CombineFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& rows, const at::Tensor& weights,
                             const at::Tensor& slot_of_row, const at::Tensor& row_of_slot) {
-    const WideScope products;  // in the dtype of the routing weights, summed in that of the rows
-    const at::Tensor by_slot = row_of_slot.view(weights.sizes());
-    at::Tensor sum;
-    for (std::int64_t k = 0; k < weights.size(1); ++k) {
-      const at::Tensor part =
-          scaled(rows.index_select(0, by_slot.select(1, k)), weights.narrow(1, k, 1));
-      sum = k == 0 ? part : sum.add_(part);
-    }
     ctx->save_for_backward({rows, weights, slot_of_row, row_of_slot});
-    return sum;
+    return sum_of_slots(rows, weights, row_of_slot.view(weights.sizes()));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward();
     const variable_list saved = ctx->get_saved_variables();
-    const at::Tensor& rows = saved[0];
-    const at::Tensor& weights = saved[1];
-    const at::Tensor grad =
-        grads[0].index_select(0, token_of_row(saved[2], weights.size(1))).to(weights.scalar_type());
-    variable_list result(4);
-    if (ctx->needs_input_grad(0)) {
-      result[0] = (grad * weight_of_row(weights, saved[2])).to(rows.scalar_type());
-    }
-    if (ctx->needs_input_grad(1)) result[1] = weight_gradient(grad, rows, weights, saved[3]);
-    return result;
+    const at::Tensor token = token_of_row(saved[2], saved[1].size(1));
+    return product_gradients(ctx, [&](std::int64_t begin, std::int64_t count) {
+      return grads[0].index_select(0, token.narrow(0, begin, count));
+    });
   }
 };
 
@@ -92,15 +153,9 @@ struct SumSlotsFunction : torch::autograd::Function<SumSlotsFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& rows,
                             const at::Tensor& slot_of_row, const at::Tensor& row_of_slot,
                             std::int64_t experts_per_token) {
-    const at::Tensor by_slot = row_of_slot.view({-1, experts_per_token});
-    at::Tensor sum;
-    for (std::int64_t k = 0; k < experts_per_token; ++k) {
-      const at::Tensor part = rows.index_select(0, by_slot.select(1, k));
-      sum = k == 0 ? part : sum.add_(part);
-    }
     ctx->save_for_backward({slot_of_row});
     ctx->saved_data["k"] = experts_per_token;
-    return sum;
+    return sum_of_slots(rows, at::Tensor(), row_of_slot.view({-1, experts_per_token}));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -114,32 +169,25 @@ struct SumSlotsFunction : torch::autograd::Function<SumSlotsFunction> {
 struct ScaleRowsFunction : torch::autograd::Function<ScaleRowsFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& rows, const at::Tensor& weights,
                             const at::Tensor& slot_of_row, const at::Tensor& row_of_slot) {
-    const WideScope products;  // in the dtype of the routing weights
+    const WideScope products;
     ctx->save_for_backward({rows, weights, slot_of_row, row_of_slot});
     return scaled(rows, weight_of_row(weights, slot_of_row));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward();
-    const variable_list saved = ctx->get_saved_variables();
-    const at::Tensor& rows = saved[0];
-    const at::Tensor& weights = saved[1];
-    variable_list result(4);
-    if (ctx->needs_input_grad(0)) result[0] = scaled(grads[0], weight_of_row(weights, saved[2]));
-    if (ctx->needs_input_grad(1)) {
-      result[1] = weight_gradient(grads[0].to(weights.scalar_type()), rows, weights, saved[3]);
-    }
-    return result;
+    return product_gradients(ctx, [&](std::int64_t begin, std::int64_t count) {
+      return grads[0].narrow(0, begin, count);
+    });
   }
 };
 
 }  // namespace
 
-Dispatch dispatch(const at::Tensor& indices, std::int64_t experts) {
+Dispatch dispatch(const at::Tensor& indices, std::int64_t experts, at::Device device) {
   Dispatch result;
   result.experts_per_token = indices.size(1);
-  const at::Tensor on_host = indices.to(at::kCPU).contiguous();
-  const auto* expert = on_host.const_data_ptr<std::int64_t>();
+  const auto* expert = indices.const_data_ptr<std::int64_t>();
   const std::int64_t slots = indices.numel();
   result.offsets.assign(static_cast<std::size_t>(experts) + 1, 0);
   for (std::int64_t i = 0; i < slots; ++i) {
@@ -149,16 +197,16 @@ Dispatch dispatch(const at::Tensor& indices, std::int64_t experts) {
     result.offsets[e] += result.offsets[e - 1];
   }
   nn::GroupOffsets next = result.offsets;
-  const at::Tensor slot_of_row = at::empty({slots}, on_host.options());
-  const at::Tensor row_of_slot = at::empty({slots}, on_host.options());
+  const at::Tensor slot_of_row = at::empty({slots}, at::kLong);
+  const at::Tensor row_of_slot = at::empty({slots}, at::kLong);
   auto* slot = slot_of_row.mutable_data_ptr<std::int64_t>();
   auto* row = row_of_slot.mutable_data_ptr<std::int64_t>();
   for (std::int64_t i = 0; i < slots; ++i) {
     row[i] = next[static_cast<std::size_t>(expert[i])]++;
     slot[row[i]] = i;
   }
-  result.slot_of_row = slot_of_row.to(indices.device());
-  result.row_of_slot = row_of_slot.to(indices.device());
+  result.slot_of_row = to_device(slot_of_row, device);
+  result.row_of_slot = to_device(row_of_slot, device);
   return result;
 }
 
@@ -200,15 +248,24 @@ at::Tensor compute(const at::Tensor& rows, const ExpertWeights& weights,
 
 at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeights& weights,
                    const ExpertOptions& options) {
-  const Dispatch order = dispatch(routing.indices, weights.gate_up.size(0) * options.ep.size);
+  const std::int64_t count = weights.gate_up.size(0) * options.ep.size;
   const bool before = options.score == Score::kBeforeExperts;
+  const bool follows = x.requires_grad() || (before && routing.weights.requires_grad());
+  const Travel travel{follows && c10::GradMode::is_enabled(), options.ep, options.name};
+  const at::Tensor nothing = at::empty({0}, routing.indices.options());
+  const std::vector<at::Tensor> read = read_on_host(
+      {routing.indices, routing.finite.defined() ? routing.finite : nothing,
+       options.ep.alone() ? nothing : exchange_counts(routing.indices, count, travel)});
+  if (routing.finite.defined()) check_finite(routing, read[1]);
+
+  const Dispatch order = dispatch(read[0], count, x.device());
   at::Tensor rows = gather_tokens(x, order);
   if (before) rows = scale_rows(rows, routing.weights, order);
   at::Tensor out;
   if (options.ep.alone()) {
     out = compute(rows, weights, order.offsets, options.activation);
   } else {
-    const Journey journey = plan_journey(order.offsets, rows, options.ep, options.name);
+    const Journey journey = plan_journey(order.offsets, read[2], travel, x.device());
     const at::Tensor here = to_experts(rows, journey);
     out = from_experts(compute(here, weights, journey.offsets, options.activation), journey);
   }

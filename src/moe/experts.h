@@ -28,17 +28,19 @@ struct Dispatch {
   std::int64_t experts_per_token = 0;
 };
 
-/// indices [M, K] as Routing has them.
-Dispatch dispatch(const at::Tensor& indices, std::int64_t experts);
+/// indices [M, K] as Routing has them, on the host; the result's tensors lie on `device`.
+Dispatch dispatch(const at::Tensor& indices, std::int64_t experts, at::Device device = at::kCPU);
 
 /// x [M, H] -> [M*K, H]: each row its token.
 at::Tensor gather_tokens(const at::Tensor& x, const Dispatch& dispatch);
 
-/// rows [M*K, H], weights [M, K] -> [M, H] in the rows' dtype: products in the weights' dtype,
-/// rounded, then added in the order of the slots. Without weights (undefined): the sum alone.
+/// rows [M*K, H], weights [M, K] -> [M, H] in the rows' dtype: products in fp32 (or what is wider
+/// of the two), added in the order of the slots and rounded once. Without weights (undefined): the
+/// sum alone.
 at::Tensor combine(const at::Tensor& rows, const at::Tensor& weights, const Dispatch& dispatch);
 
-/// rows [M*K, H] times the weight [M, K] of each, products in the weights' dtype, rounded.
+/// rows [M*K, H] times the weight [M, K] of each, products as in combine, each rounded to the rows'
+/// dtype.
 at::Tensor scale_rows(const at::Tensor& rows, const at::Tensor& weights, const Dispatch& dispatch);
 
 struct ExpertWeights {
@@ -68,7 +70,8 @@ struct ExpertOptions {
   std::string name = "experts";  ///< of the layer, in errors about collectives
 };
 
-/// x [M, H] -> [M, H] in x's dtype. Collective over options.ep.
+/// x [M, H] -> [M, H] in x's dtype. Collective over options.ep. Reads values on the host once
+/// (host_read.h). Errors: kNumeric for scores that are not finite (check_finite).
 at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeights& weights,
                    const ExpertOptions& options);
 

@@ -1,28 +1,15 @@
 #include "moe/load_balance.h"
 
-#include <ATen/ops/bincount.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/sign.h>
-
-#include "tessera/dtype_watch.h"
-#include "tessera/error.h"
+#include <ATen/ops/zeros.h>
 
 namespace tessera::moe {
 
-at::Tensor count_load(const at::Tensor& indices, std::int64_t experts,
-                      const std::optional<at::Tensor>& counted) {
-  const at::Tensor rows = counted ? indices.masked_select(counted->unsqueeze(1)) : indices;
-  return at::bincount(rows.reshape({-1}), /*weights=*/{}, experts);
-}
-
-at::Tensor auxiliary_addend(const at::Tensor& probability_sums, const at::Tensor& counts,
-                            const AuxiliaryLoss& options) {
-  TESSERA_INVARIANT(probability_sums.sizes() == counts.sizes(), "counts of ", counts.sizes(),
-                    " for ", probability_sums.sizes());
-  const WideScope loss;
-  if (options.rows == 0) return probability_sums.sum() * 0;
-  const auto rows = static_cast<double>(options.rows);
-  const double factor = options.coefficient * static_cast<double>(counts.size(0)) / (rows * rows);
-  return (counts.to(probability_sums.scalar_type()) * probability_sums).sum() * factor;
+at::Tensor count_load(const at::Tensor& indices, std::int64_t experts) {
+  // Not bincount: on a device it reads its result's size on the host.
+  const at::Tensor rows = indices.reshape({-1});
+  return at::zeros({experts}, indices.options()).scatter_add_(0, rows, at::ones_like(rows));
 }
 
 at::Tensor balanced_bias(const at::Tensor& bias, const at::Tensor& counts, double rate) {

@@ -5,7 +5,6 @@
 #include <ATen/ops/sort.h>
 #include <ATen/ops/topk.h>
 
-#include <cmath>
 #include <limits>
 
 #include "tessera/dtype_watch.h"
@@ -50,23 +49,6 @@ void check_options(std::int64_t experts, const RouteOptions& options) {
                 " experts a token, expected 1 to ", within);
 }
 
-/// A softmax is finite where its scores are; one sum over all says it for every token.
-void check_finite(const at::Tensor& scores, const at::Tensor& probabilities) {
-  if (std::isfinite(probabilities.sum().item<double>())) return;
-  const at::Tensor bad = probabilities.isfinite().all(1).logical_not();
-  const std::int64_t first = bad.to(at::kByte).argmax().item<std::int64_t>();
-  const at::Tensor row = scores.select(0, first).to(at::kDouble);
-  const std::int64_t expert =
-      row.isfinite().logical_not().to(at::kByte).argmax().item<std::int64_t>();
-  throw Error(
-      ErrorKind::kNumeric,
-      concat("routing: found ", bad.sum().item<std::int64_t>(), " of ", scores.size(0),
-             " tokens with scores that are not finite (token ", first, ", expert ", expert, ": ",
-             row[expert].item<double>(),
-             "), expected finite ones; the router's input or weights are not finite: lower the "
-             "learning rate, or look at the step before"));
-}
-
 /// Scores [M, E] outside the best groups become -inf.
 at::Tensor within_best_groups(const at::Tensor& scores, const RouteOptions& options) {
   if (options.top_groups == options.groups) return scores;
@@ -97,7 +79,9 @@ Routing route(const at::Tensor& scores, const RouteOptions& options,
   const WideScope probabilities;
   const at::Tensor wide = scores.to(at::promote_types(scores.scalar_type(), at::kFloat));
   routing.probabilities = at::softmax(wide, 1);
-  check_finite(scores, routing.probabilities);
+  // A softmax is finite where its scores are; one sum over all says it for every token.
+  routing.finite = routing.probabilities.detach().sum().isfinite().to(at::kLong);
+  routing.scores = scores.detach();
   const bool softmax_first = options.scoring == Scoring::kSoftmaxThenTopK;
   const at::Tensor& ranked = softmax_first ? routing.probabilities : wide;
   if (imposed) {
@@ -113,6 +97,22 @@ Routing route(const at::Tensor& scores, const RouteOptions& options,
     routing.weights = routing.weights / routing.weights.sum(1, /*keepdim=*/true);
   if (options.scaling_factor != 1.0) routing.weights = routing.weights * options.scaling_factor;
   return routing;
+}
+
+void check_finite(const Routing& routing, const at::Tensor& finite) {
+  if (*finite.const_data_ptr<std::int64_t>() != 0) return;
+  const at::Tensor bad = routing.probabilities.detach().isfinite().all(1).logical_not();
+  const std::int64_t first = bad.to(at::kByte).argmax().item<std::int64_t>();
+  const at::Tensor row = routing.scores.select(0, first).to(at::kDouble);
+  const std::int64_t expert =
+      row.isfinite().logical_not().to(at::kByte).argmax().item<std::int64_t>();
+  throw Error(
+      ErrorKind::kNumeric,
+      concat("routing: found ", bad.sum().item<std::int64_t>(), " of ", routing.scores.size(0),
+             " tokens with scores that are not finite (token ", first, ", expert ", expert, ": ",
+             row[expert].item<double>(),
+             "), expected finite ones; the router's input or weights are not finite: lower the "
+             "learning rate, or look at the step before"));
 }
 
 }  // namespace tessera::moe

@@ -35,12 +35,19 @@ struct Routing {
   at::Tensor indices;        ///< [M, K] i64, ascending: a token meets an expert at most once
   at::Tensor weights;        ///< [M, K]
   at::Tensor probabilities;  ///< [M, E]: the softmax over all experts
+  at::Tensor finite = {};    ///< i64: 1 where all scores are finite, else 0; undefined: not asked
+  at::Tensor scores = {};    ///< [M, E] as they came, without gradient: for check_finite
 };
 
 /// scores [M, E]. `imposed` [M, K] i64 takes the place of the choice, in any order. Errors: kFormat
-/// for imposed indices of another shape, outside 0..E-1, or twice in a row; kNumeric for a token
-/// whose scores are not finite; kConfig for options that E does not fit.
+/// for imposed indices of another shape, outside 0..E-1, or twice in a row; kConfig for options
+/// that E does not fit. Reads no value on the host unless routing is imposed: who does (experts.h)
+/// calls check_finite.
 Routing route(const at::Tensor& scores, const RouteOptions& options,
               const std::optional<at::Tensor>& imposed = std::nullopt);
+
+/// finite: Routing's, as the host has read it. Errors: kNumeric, naming the first token whose
+/// scores are not finite.
+void check_finite(const Routing& routing, const at::Tensor& finite);
 
 }  // namespace tessera::moe

@@ -30,6 +30,7 @@ at::Tensor wide(const at::Tensor& x) {
   return x.to(at::promote_types(x.scalar_type(), at::kFloat));
 }
 
+/// Where there are no kernels: keeps the input alone, not what autograd would keep in fp32.
 struct ClampedSwigluFunction : torch::autograd::Function<ClampedSwigluFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& both, double alpha,
                             double limit) {
@@ -72,6 +73,7 @@ at::Tensor swiglu_halves(const at::Tensor& both) {
 }
 
 at::Tensor clamped_swiglu(const at::Tensor& both, const ClampedSwiglu& options) {
+  if (cpu::has_kernels(both)) return cpu::clamped_swiglu(both, options);
   return ClampedSwigluFunction::apply(both, options.alpha, options.limit);
 }
 

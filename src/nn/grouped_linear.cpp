@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "nn/first_derivative.h"
+#include "nn/weight_gradient.h"
 #include "tessera/dtype_watch.h"
 #include "tessera/error.h"
 #include "tessera/recompute.h"
@@ -47,13 +48,13 @@ void add_bias(const at::Tensor& y, const at::Tensor& bias, const GroupOffsets& o
   }
 }
 
-/// Rows of a group summed, in the bias's dtype.
-at::Tensor bias_gradient(const at::Tensor& grad, const at::Tensor& bias,
-                         const GroupOffsets& offsets) {
-  const at::Tensor result = at::empty(bias.sizes(), bias.options());
+/// Rows of a group summed, in the bias's sizes and dtype.
+at::Tensor bias_gradient(const at::Tensor& grad, at::IntArrayRef sizes,
+                         const at::TensorOptions& options, const GroupOffsets& offsets) {
+  const at::Tensor result = at::empty(sizes, options);
   for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
     at::Tensor part = result.select(0, static_cast<std::int64_t>(e));
-    at::sum_out(part, rows_of(grad, offsets, e), {0}, /*keepdim=*/false, bias.scalar_type());
+    at::sum_out(part, rows_of(grad, offsets, e), {0}, /*keepdim=*/false, result.scalar_type());
   }
   return result;
 }
@@ -98,10 +99,17 @@ struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> 
     if (ctx->needs_input_grad(1)) {
       const at::Tensor& left = layout == GroupLayout::kOutIn ? grad : x;
       const at::Tensor& right = layout == GroupLayout::kOutIn ? x : grad;
-      result[1] = grouped_outer(left, right, offsets, grouped_way(left, right));
+      result[1] = weight_gradient(weight, [left, right, offsets] {
+        return grouped_outer(left, right, offsets, grouped_way(left, right));
+      });
     }
     // Edges are counted over tensors: there is none for a bias that is not there.
-    if (bias.defined() && ctx->needs_input_grad(2)) result[2] = bias_gradient(grad, bias, offsets);
+    if (bias.defined() && ctx->needs_input_grad(2)) {
+      // The bias itself may be given back before the sum is formed.
+      result[2] =
+          weight_gradient(bias, [grad, sizes = bias.sizes().vec(), options = bias.options(),
+                                 offsets] { return bias_gradient(grad, sizes, options, offsets); });
+    }
     return result;
   }
 };

@@ -11,6 +11,7 @@
 
 #include "nn/first_derivative.h"
 #include "nn/parameter.h"
+#include "nn/weight_gradient.h"
 #include "parallel/transitions.h"
 #include "tessera/dtype_watch.h"
 #include "tessera/error.h"
@@ -26,18 +27,19 @@ using torch::autograd::variable_list;
 /// One node a layer, plain products of 2-D views, nothing computed for what needs no gradient.
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
-                            const std::optional<at::Tensor>& bias) {
+                            const std::optional<at::Tensor>& bias, at::ScalarType compute) {
     weight.const_data_ptr();    // a parameter without data says so here, not from inside a product
     const WideScope own_dtype;  // the result has the input's
-    const at::ScalarType compute = weight.scalar_type();
     std::vector<std::int64_t> shape = input.sizes().vec();
     const std::int64_t rows = c10::multiply_integers(shape.begin(), shape.end() - 1);
     const at::Tensor x = input.reshape({rows, weight.size(1)}).to(compute);
     const at::Tensor y = keep({rows, weight.size(0)}, [&] {
-      return bias ? at::addmm(bias->to(compute), x, weight.t()) : at::mm(x, weight.t());
+      const at::Tensor matrix = weight.to(compute).t();
+      return bias ? at::addmm(bias->to(compute), x, matrix) : at::mm(x, matrix);
     });
     // A frozen weight has no use for its input.
     ctx->save_for_backward({weight.requires_grad() ? x : at::Tensor(), weight});
+    ctx->saved_data["compute"] = compute;
     ctx->saved_data["has_bias"] = bias.has_value();
     ctx->saved_data["input_dtype"] = input.scalar_type();
     ctx->saved_data["input_shape"] = input.sizes();
@@ -52,15 +54,19 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const at::Tensor& weight = saved[1];
     const auto shape = grads[0].sizes();
     const std::int64_t rows = c10::multiply_integers(shape.begin(), shape.end() - 1);
-    const at::Tensor grad = grads[0].reshape({rows, weight.size(0)}).to(weight.scalar_type());
-    variable_list result(3);
+    const at::ScalarType compute = ctx->saved_data["compute"].toScalarType();
+    const at::Tensor grad = grads[0].reshape({rows, weight.size(0)}).to(compute);
+    variable_list result(4);
     if (ctx->needs_input_grad(0)) {
-      result[0] = at::mm(grad, weight)
+      result[0] = at::mm(grad, weight.to(compute))
                       .to(ctx->saved_data["input_dtype"].toScalarType())
                       .view(ctx->saved_data["input_shape"].toIntVector());
     }
-    if (ctx->needs_input_grad(1)) result[1] = at::mm(grad.t(), x);
-    // Edges are counted over tensors: there is none for a bias that is not there.
+    if (ctx->needs_input_grad(1)) {
+      result[1] = weight_gradient(weight, [grad, x] { return at::mm(grad.t(), x); });
+    }
+    // Edges are counted over tensors: there is none for a bias that is not there. Its sum is too
+    // small to be put off.
     if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) result[2] = grad.sum(0);
     return result;
   }
@@ -68,8 +74,10 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
 
 }  // namespace
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
-  return LinearFunction::apply(x, weight, bias.defined() ? std::make_optional(bias) : std::nullopt);
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                  std::optional<at::ScalarType> compute) {
+  return LinearFunction::apply(x, weight, bias.defined() ? std::make_optional(bias) : std::nullopt,
+                               compute.value_or(weight.scalar_type()));
 }
 
 LinearPlacement column_parallel(const TensorRegion& region) {

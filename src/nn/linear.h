@@ -18,8 +18,10 @@
 
 namespace tessera::nn {
 
-/// x [..., K], weight [N, K], bias [N] or undefined -> [..., N] in x's dtype.
-at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias = {});
+/// x [..., K], weight [N, K], bias [N] or undefined -> [..., N] in x's dtype. Computed in `compute`
+/// (none: the weight's dtype), which raw gradients have, too: nothing rounds them before the sink.
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias = {},
+                  std::optional<at::ScalarType> compute = std::nullopt);
 
 enum class Bias : std::uint8_t { kNo, kYes };
 

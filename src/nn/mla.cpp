@@ -13,6 +13,11 @@ namespace {
 /// Fixed in the published models' code, whatever their rms_norm_eps.
 constexpr double kLatentEps = 1e-6;
 
+/// Two of [B, T, H, ...] side by side -> [B, H, T, sum], written as attention reads it.
+at::Tensor by_head(const at::Tensor& first, const at::Tensor& second) {
+  return at::cat({first.transpose(1, 2), second.transpose(1, 2)}, 3);
+}
+
 }  // namespace
 
 Mla::Mla(const MlaOptions& options, std::shared_ptr<Rope> rope)
@@ -51,7 +56,7 @@ Mla::Mla(const MlaOptions& options, std::shared_ptr<Rope> rope)
                                          options.bias, row_parallel(region)));
 }
 
-/// [B, T, H, nope + rope].
+/// [B, H, T, nope + rope].
 at::Tensor Mla::queries(const at::Tensor& x, const RopeTable& table) {
   const at::Tensor flat = q_proj_
                               ? q_proj_->forward(x)
@@ -59,7 +64,7 @@ at::Tensor Mla::queries(const at::Tensor& x, const RopeTable& table) {
   const at::Tensor q = flat.unflatten(2, {options_.heads, -1});
   const at::Tensor turned =
       turn_neighbours(q.narrow(3, options_.qk_nope_head_dim, options_.qk_rope_head_dim), table);
-  return at::cat({q.narrow(3, 0, options_.qk_nope_head_dim), turned}, 3);
+  return by_head(q.narrow(3, 0, options_.qk_nope_head_dim), turned);
 }
 
 at::Tensor Mla::forward(const at::Tensor& stream) {
@@ -73,13 +78,12 @@ at::Tensor Mla::forward(const at::Tensor& stream) {
   const at::Tensor shared = turn_neighbours(
       both.narrow(2, options_.kv_lora_rank, options_.qk_rope_head_dim).unsqueeze(2), table);
   const at::Tensor kv = kv_b_proj_->forward(latent).unflatten(2, {options_.heads, -1});
-  const at::Tensor k = at::cat(
-      {kv.narrow(3, 0, options_.qk_nope_head_dim), shared.expand({-1, -1, options_.heads, -1})}, 3);
+  const at::Tensor k = by_head(kv.narrow(3, 0, options_.qk_nope_head_dim),
+                               shared.expand({-1, -1, options_.heads, -1}));
   const at::Tensor v = kv.narrow(3, options_.qk_nope_head_dim, options_.v_head_dim).flatten(2, 3);
   // Every head has a key of its own: H groups of one query head each.
-  const auto by_head = [](const at::Tensor& heads) { return heads.transpose(1, 2).unsqueeze(3); };
   return o_proj_->forward_into(options_.region,
-                               causal_attention(by_head(q), by_head(k), v, options_.scale));
+                               causal_attention(q.unsqueeze(3), k.unsqueeze(3), v, options_.scale));
 }
 
 at::Tensor Mla::decode(const at::Tensor& /*x*/, KvCache& /*cache*/) {

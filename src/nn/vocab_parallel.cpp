@@ -4,9 +4,11 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/exp.h>
 #include <ATen/ops/log.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "nn/embedding.h"
 #include "nn/first_derivative.h"
@@ -140,11 +142,17 @@ at::Tensor vocab_parallel_embedding(const at::Tensor& ids, const at::Tensor& wei
   if (axis.alone()) return nn::embedding(ids, weight, padding);
   const std::int64_t rows = weight.size(0);
   check_range(ids, rows * axis.size, std::nullopt, "embedding: found the token ");
-  const OwnTokens tokens = own_tokens(ids, rows, axis);
+  // Only own tokens are looked up, and only their gradients added.
+  const at::Tensor number = ids.reshape({-1}) - axis.rank * rows;
+  const at::Tensor places = number.ge(0).logical_and(number.lt(rows)).nonzero().squeeze(1);
   std::optional<std::int64_t> own_padding;
   if (padding && *padding / rows == axis.rank) own_padding = *padding % rows;
-  return nn::embedding(tokens.number, weight, own_padding)
-      .masked_fill(tokens.own.logical_not().unsqueeze(-1), 0);
+  const at::Tensor own = nn::embedding(number.index_select(0, places), weight, own_padding);
+  std::vector<std::int64_t> shape = ids.sizes().vec();
+  shape.push_back(weight.size(1));
+  return at::zeros({number.numel(), weight.size(1)}, own.options())
+      .index_copy_(0, places, own)
+      .view(shape);
 }
 
 at::Tensor vocab_parallel_cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets,

@@ -2,7 +2,6 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <c10/util/accumulate.h>
 
@@ -10,37 +9,11 @@
 
 #include "base/trace.h"
 #include "comm/group.h"
+#include "comm/sent_bytes.h"
 #include "tessera/error.h"
 
 namespace tessera::parallel {
 namespace {
-
-/// Bytes that this rank sends, as comm/group.h has them.
-struct SentBytes {
-  int ranks;
-  int rank;
-
-  std::int64_t operator()(const comm::AllGather& op) const {
-    return part(static_cast<std::int64_t>(op.buffer.nbytes()));
-  }
-  std::int64_t operator()(const comm::ReduceScatter& op) const {
-    return part(static_cast<std::int64_t>(op.input.nbytes()));
-  }
-  std::int64_t operator()(const comm::AllReduce& op) const {
-    const auto data = static_cast<std::int64_t>(op.data.nbytes());
-    constexpr std::int64_t kOneRoundBytes = std::int64_t{256} << 10;
-    if (ranks == 2 || data * ranks <= kOneRoundBytes) return (ranks - 1) * data;
-    return part(data + static_cast<std::int64_t>(op.result().nbytes()));
-  }
-  std::int64_t operator()(const comm::AllToAll& op) const {
-    const std::int64_t all = std::accumulate(op.sends.begin(), op.sends.end(), std::int64_t{0});
-    return (all - op.sends[static_cast<std::size_t>(rank)]) *
-           static_cast<std::int64_t>(op.input.element_size());
-  }
-
- private:
-  std::int64_t part(std::int64_t bytes) const { return bytes / ranks * (ranks - 1); }
-};
 
 void run(const Axis& axis, comm::Kind kind, comm::Op op, const std::string& where) {
   TESSERA_INVARIANT(axis.group, "a collective of ", where, " on axis ", axis.name, " of one rank");
@@ -54,10 +27,9 @@ void run(const Axis& axis, comm::Kind kind, comm::Op op, const std::string& wher
   if (trace != nullptr) {
     span.row = TraceRow::kActivations;
     span.name = where;
-    span.arguments = {
-        {"axis", axis.name},
-        {"kind", std::string(comm::to_string(kind))},
-        {"sent_bytes", std::visit(SentBytes{axis.size, axis.rank}, batch.ops.front())}};
+    span.arguments = {{"axis", axis.name},
+                      {"kind", std::string(comm::to_string(kind))},
+                      {"sent_bytes", comm::sent_bytes(batch, axis.size, axis.rank)}};
     span.begin = TraceClock::now();
   }
   axis.group->issue(std::move(batch))->wait();
@@ -153,7 +125,8 @@ at::Tensor exchange_reduce_scatter(const at::Tensor& x, const Axis& axis, const 
   if (layout.outer == 1 && layout.even(axis)) {
     addends = x.to(wire).contiguous();
   } else {
-    addends = at::zeros({axis.size * slice}, x.options().dtype(wire));
+    addends = at::empty({axis.size * slice}, x.options().dtype(wire));
+    if (!layout.even(axis)) addends.zero_();  // shorter parts end in padding
     for (int rank = 0; rank < axis.size; ++rank) {
       const Part part = part_of(total, axis.size, rank);
       addends.narrow(0, rank * slice, layout.outer * part.size * layout.inner)

@@ -1,5 +1,5 @@
-// The collectives behind the transitions: blocking, without derivatives. Private to parallel/ and
-// moe/.
+// The collectives behind the transitions: blocking, without derivatives. For autograd functions of
+// parallel/, moe/ and nn/, whose backwards belong to them.
 //
 // None is called on an axis of one rank. `where` names the caller in errors and traces. Next:
 // transitions.h.

@@ -1,5 +1,5 @@
-// debug.check_placements: after every backward, gradients that their layers declare the same on all
-// ranks of an axis are compared bit for bit.
+// debug.check_placements: once a step, after its last backward, gradients that their layers declare
+// the same on all ranks of an axis are compared bit for bit.
 #pragma once
 
 #include "tessera/shard.h"

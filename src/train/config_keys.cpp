@@ -243,8 +243,8 @@ void add_outputs(std::vector<ConfigKey>& keys) {
             "with exit code 3 if there is one."})
       .key("check_placements", &B::check_placements,
            {"",
-            "After every backward compares, bit for bit, gradients that are to be the same on all "
-            "ranks of tp, and ends with exit code 3 where they differ."})
+            "Once a step, after its last backward, compares, bit for bit, gradients that are to be "
+            "the same on all ranks of tp, and ends with exit code 3 where they differ."})
       .key("on_nonfinite", &B::on_nonfinite,
            {"", "What a non-finite loss does: error names the first parameters concerned."});
 }

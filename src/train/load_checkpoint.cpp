@@ -6,6 +6,7 @@
 #include <map>
 #include <set>
 
+#include "base/joined.h"
 #include "base/log.h"
 #include "base/printable.h"
 #include "fsdp/runtime.h"
@@ -39,12 +40,6 @@ void require_tensor(const CheckpointFolder& checkpoint, const std::string& name,
                 shown(checkpoint.path()), ": tensor ", printable(name), ": found ",
                 to_string(tensor->dtype), " ", shape_text(tensor->shape), ", expected ",
                 to_string(dtype), " ", shape_text(shape), "; ", mend);
-}
-
-std::string list(const std::set<std::string>& names) {
-  std::string text;
-  for (const auto& name : names) text += (text.empty() ? "" : ", ") + name;
-  return text.empty() ? "none" : text;
 }
 
 std::set<std::string> names_of(const Optimizer& optimizer) {
@@ -179,7 +174,7 @@ class Loader {
     found.erase("step");
     TESSERA_CHECK(std::includes(kept_names_.begin(), kept_names_.end(), found.begin(), found.end()),
                   ErrorKind::kConfig, "optimizer.name: found an optimizer that keeps ",
-                  list(kept_names_), ", expected one that keeps ", list(found),
+                  joined(kept_names_, "none"), ", expected one that keeps ", joined(found, "none"),
                   " as the checkpoint ", shown(checkpoint_.path()),
                   " does; a resumed run keeps its optimizer");
   }

@@ -259,9 +259,25 @@ ModelSource open_model(const ModelConfig& model, const LoraConfig& lora) {
   return source;
 }
 
+namespace {
+
+/// What a checkpoint of adapters brings along has not been in the config.
+void check_dropout(const models::LoraSpec& lora, const ParallelDims& dims, Purpose purpose) {
+  TESSERA_CHECK(lora.dropout == 0 || dims.tp == 1 || purpose == Purpose::kInference,
+                ErrorKind::kConfig, "lora.dropout: found adapters with dropout ", lora.dropout,
+                " and tensor_parallel_degree ", dims.tp,
+                ", expected 0: what is dropped is drawn by column of a whole input, of which ranks "
+                "of tp have a part; set parallelism.tensor_parallel_degree = 1");
+}
+
+}  // namespace
+
 ModelContract resolve_model(const ModelSource& source, const Config& config,
                             const ParallelDims& dims, Purpose purpose) {
+  check_dropout(source.lora, dims, purpose);
   aux_loss_coef(config.model.aux_loss_coef, source.spec);  // refused before anything is made
+  TESSERA_CHECK(!config.model.score_before_experts || source.spec.has_experts(), ErrorKind::kConfig,
+                "model.score_before_experts: found true for a model without experts, expected false");
   const auto metas =
       metas_of(source, config.model, model_degrees(config.parallelism, dims), purpose);
   // The loss is already divided by the batch's kept labels.

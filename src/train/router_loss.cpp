@@ -27,7 +27,7 @@ at::Tensor auxiliary_loss(const ShardedBase& model, const std::vector<models::Ro
   }
   const at::Tensor mine = counts.to(at::kCPU, at::kDouble).contiguous();
   const auto* begin = mine.const_data_ptr<double>();
-  const auto chosen = sum_over_ranks(model, {begin, begin + mine.numel()});
+  const auto chosen = sum_over_ranks(model, RankSum::kRouterLoad, {begin, begin + mine.numel()});
   // Rows of the pooled layers: every token of every layer chose as many experts.
   const double rows =
       std::accumulate(chosen.begin(), chosen.end(), 0.0) / static_cast<double>(experts_per_token);

@@ -12,10 +12,13 @@
 #include "tessera/error.h"
 #include "tessera/grad_scaler.h"
 #include "train/config.h"
+#include "train/rank_sum_stand_in.h"
 #include "train/router_loss.h"
 
 namespace tessera::train {
 namespace {
+
+thread_local RankSumStandIn* stand_in_of_thread = nullptr;
 
 /// Every rank's values, by rank.
 std::vector<std::vector<double>> gather_over_ranks(const ShardedBase& model,
@@ -42,7 +45,7 @@ BatchLoss count_kept(const ShardedBase& model, const std::vector<MicroBatch>& ba
   for (const auto& batch : batches) kept += batch.kept_labels();
   BatchLoss loss;
   loss.kept = static_cast<std::int64_t>(
-      sum_over_ranks(model, {once(model, static_cast<double>(kept))}).front());
+      sum_over_ranks(model, RankSum::kLabels, {once(model, static_cast<double>(kept))}).front());
   return loss;
 }
 
@@ -58,11 +61,10 @@ class ChosenExperts {
   }
   /// Behind the numbers that are there.
   void append_to(std::vector<double>& values) const {
-    for (const at::Tensor& layer : counts_) {
-      const at::Tensor mine = layer.to(at::kCPU).contiguous();
-      values.insert(values.end(), mine.const_data_ptr<double>(),
-                    mine.const_data_ptr<double>() + mine.numel());
-    }
+    if (counts_.empty()) return;
+    const at::Tensor mine = at::cat(counts_).to(at::kCPU);
+    values.insert(values.end(), mine.const_data_ptr<double>(),
+                  mine.const_data_ptr<double>() + mine.numel());
   }
   /// The same numbers, layer by layer.
   std::vector<std::vector<double>> split(std::vector<double>::const_iterator next) const {
@@ -88,12 +90,22 @@ std::vector<MicroBatch> load(const BatchSource& source, std::int64_t step,
 
 }  // namespace
 
-std::vector<double> sum_over_ranks(const ShardedBase& model, const std::vector<double>& values) {
-  std::vector<double> sums(values.size(), 0.0);
-  for (const auto& rank : gather_over_ranks(model, values)) {
+RankSumScope::RankSumScope(RankSumStandIn& stand_in) { stand_in_of_thread = &stand_in; }
+RankSumScope::~RankSumScope() { stand_in_of_thread = nullptr; }
+
+std::vector<double> added_by_rank(const std::vector<std::vector<double>>& of_ranks) {
+  std::vector<double> sums(of_ranks.front().size(), 0.0);
+  for (const auto& rank : of_ranks) {
     for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += rank[i];
   }
   return sums;
+}
+
+std::vector<double> sum_over_ranks(const ShardedBase& model, RankSum what,
+                                   const std::vector<double>& values) {
+  const auto of_ranks = gather_over_ranks(model, values);
+  return stand_in_of_thread != nullptr ? stand_in_of_thread->sum(what, of_ranks)
+                                       : added_by_rank(of_ranks);
 }
 
 std::vector<double> max_over_ranks(const ShardedBase& model, const std::vector<double>& values) {
@@ -153,7 +165,7 @@ BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSou
   }
   std::vector<double> mine{once(model, sum), auxiliary};
   chosen.append_to(mine);
-  const auto sums = sum_over_ranks(model, mine);
+  const auto sums = sum_over_ranks(model, RankSum::kStep, mine);
   loss.sum = sums[0];
   loss.auxiliary = sums[1];
   loss.chosen = chosen.split(sums.begin() + 2);
@@ -167,7 +179,7 @@ BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource&
   auto loss = count_kept(model, batches);
   double sum = 0.0;
   for (const auto& batch : batches) sum += model.forward(batch.inputs()).item<double>();
-  loss.sum = sum_over_ranks(model, {once(model, sum)}).front();
+  loss.sum = sum_over_ranks(model, RankSum::kStep, {once(model, sum)}).front();
   return loss;
 }
 

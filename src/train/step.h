@@ -28,9 +28,16 @@ struct BatchLoss {
   double mean() const { return sum / static_cast<double>(kept); }
 };
 
+/// What ranks add up besides gradients.
+enum class RankSum : std::uint8_t {
+  kLabels,      ///< labels that count
+  kRouterLoad,  ///< of the auxiliary loss: how often each expert was chosen, all layers pooled
+  kStep,        ///< BatchLoss: the losses, then each layer's counts
+};
 /// The same sum of every rank's values, added in rank order; what ranks of tp share one of them
 /// adds. Collective.
-std::vector<double> sum_over_ranks(const ShardedBase& model, const std::vector<double>& values);
+std::vector<double> sum_over_ranks(const ShardedBase& model, RankSum what,
+                                   const std::vector<double>& values);
 /// The largest of every rank's values. Collective.
 std::vector<double> max_over_ranks(const ShardedBase& model, const std::vector<double>& values);
 

@@ -17,11 +17,12 @@ inline CheckpointStore store_of(const testing::TemporaryFolder& folder, const st
   return CheckpointStore(folder / (run + "/checkpoint"));
 }
 
-/// Both ranks' files of a step are those of the undisturbed run.
+/// All ranks' files of a step are those of the undisturbed run.
 inline void expect_same_bits(const CheckpointStore& found, const CheckpointStore& expected,
-                             std::int64_t step) {
+                             std::int64_t step, int ranks = 2) {
   CheckpointFolder::open(found.complete(step)).verify_all();
-  for (const std::string file : {"rank_0.safetensors", "rank_1.safetensors"}) {
+  for (int rank = 0; rank < ranks; ++rank) {
+    const std::string file = "rank_" + std::to_string(rank) + ".safetensors";
     const auto wanted = read_file(expected.complete(step) / file);
     EXPECT_FALSE(wanted.empty());
     EXPECT_TRUE(read_file(found.complete(step) / file) == wanted) << file << " of step " << step;

@@ -7,6 +7,7 @@
 #include "moe/experts.h"
 #include "nn/gated.h"
 #include "tessera/error.h"
+#include "unit/moe/host_waits.h"
 
 namespace tessera::moe {
 namespace {
@@ -165,7 +166,30 @@ TEST(ExpertParallel, ExpertsThatDoNotDivideAreRefused) {
   ranks(2).run([](World& world) {
     const parallel::Axis axis =
         parallel::axis_of(world.mesh(MeshShape::sparse(1, 1, 1, 2, 1)), axis::kExpert);
-    EXPECT_THROW(plan_journey({0, 1, 2, 3}, at::zeros({3, 4}), axis, "experts"), Error);
+    const Travel travel{false, axis, "experts"};
+    EXPECT_THROW(exchange_counts(at::zeros({3, 1}, at::kLong), 3, travel), Error);
+    EXPECT_THROW(plan_journey({0, 1, 2, 3}, at::zeros({2, 2}, at::kLong), travel, at::kCPU), Error);
+  });
+}
+
+TEST(ExpertParallel, TheHostReadsOnceFromTheScoresToTheGradients) {
+  ranks(2).run([](World& world) {
+    const parallel::Axis axis =
+        parallel::axis_of(world.mesh(MeshShape::sparse(1, 1, 1, 2, 1)), axis::kExpert);
+    // fp64 takes our own products: libtorch's read where groups end, which lies on the host here.
+    const Inputs inputs = inputs_of({at::kDouble, {4}});
+    const at::Tensor x = inputs.tensors[0].clone().requires_grad_(true);
+    const at::Tensor scores = seeded(8, {4, kExperts}, at::kDouble).requires_grad_(true);
+    const HostWaits waits;
+    const Routing routing = route(scores, {.experts_per_token = kChosen});
+    experts(x, routing,
+            {inputs.tensors[2].narrow(0, 6 * axis.rank, 6),
+             inputs.tensors[3].narrow(0, 6 * axis.rank, 6)},
+            {nn::swiglu_halves, Score::kAfterExperts, axis})
+        .sum()
+        .backward();
+    EXPECT_EQ(waits.reads(), 1);
+    EXPECT_EQ(waits.others(), 0);
   });
 }
 

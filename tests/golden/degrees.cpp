@@ -1,5 +1,7 @@
 #include "golden/degrees.h"
 
+#include <iterator>
+
 #include "golden/model_folder.h"
 #include "tessera/error.h"
 
@@ -50,15 +52,49 @@ std::vector<Degrees> all_degrees(Experts experts) {
   return all;
 }
 
-train::Config config_for(const std::string& folder, const Degrees& d) {
-  auto config = config_for(layout_of(d));
+std::vector<Degrees> one_of_each_form(Experts experts) {
+  constexpr auto kAll = models::RouterTokens::kAll;
+  std::vector<Degrees> some{{},
+                            {.shard = 2},
+                            {.replicate = 2, .shard = 2},
+                            {.tp = 2},
+                            {.tp = 2, .sequence = false},
+                            {.tp = 4},
+                            {.shard = 2, .tp = 2},
+                            {.replicate = 2, .tp = 2},
+                            {.replicate = 2, .tp = 2, .sequence = false}};
+  if (experts == Experts::kNone) return some;
+  const Degrees with_experts[] = {{.tp = 2, .router = kAll},
+                                  {.tp = 2, .sequence = false, .router = kAll},
+                                  {.shard = 2, .ep = 2},
+                                  {.tp = 2, .ep = 2},
+                                  {.tp = 2, .ep = 2, .sequence = false},
+                                  {.tp = 2, .ep = 2, .router = kAll},
+                                  {.shard = 2, .tp = 2, .ep = 2},
+                                  {.shard = 2, .tp = 2, .ep = 4},
+                                  {.replicate = 2, .tp = 2, .ep = 2},
+                                  {.tp = 2, .etp = 2},
+                                  {.tp = 2, .etp = 2, .sequence = false},
+                                  {.shard = 2, .tp = 2, .ep = 2, .etp = 2},
+                                  {.replicate = 2, .tp = 2, .etp = 2}};
+  some.insert(some.end(), std::begin(with_experts), std::end(with_experts));
+  return some;
+}
+
+void set_degrees(train::Config& config, const Degrees& d) {
   auto& parallelism = config.parallelism;
+  parallelism.data_parallel_replicate_degree = d.replicate;
   parallelism.data_parallel_shard_degree = d.shard;
   parallelism.tensor_parallel_degree = d.tp;
   parallelism.expert_parallel_degree = d.ep;
   parallelism.expert_tensor_parallel_degree = d.etp;
   parallelism.sequence_parallel = d.sequence;
   parallelism.moe_router = d.router;
+}
+
+train::Config config_for(const std::string& folder, const Degrees& d) {
+  auto config = config_for(layout_of(d));
+  set_degrees(config, d);
   config.model.path = data_folder(folder);
   return config;
 }

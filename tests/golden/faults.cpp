@@ -11,12 +11,16 @@ std::string text(CaughtBy by) {
   switch (by) {
     case CaughtBy::kSharding:
       return "contract";
+    case CaughtBy::kTransition:
+      return "transition";
     case CaughtBy::kInvariance:
       return "invariant gradients";
     case CaughtBy::kGradients:
       return "gradients";
     case CaughtBy::kNorm:
       return "gradient norm";
+    case CaughtBy::kBias:
+      return "expert bias";
     case CaughtBy::kNothing:
       return "harmless";
   }
@@ -33,22 +37,74 @@ std::string short_text(const Degrees& d) {
   return result;
 }
 
+std::string text(Setting setting) {
+  switch (setting) {
+    case Setting::kPlain:
+      return "";
+    case Setting::kAuxiliaryLoss:
+      return ", auxiliary loss";
+    case Setting::kScoresBefore:
+      return ", scores before experts";
+    case Setting::kBalance:
+      return ", expert bias";
+    case Setting::kBalanceByRows:
+      return ", expert bias, two micro-batches";
+  }
+  return "";
+}
+
 }  // namespace
 
 std::string table_row(const Fault& fault) {
-  return concat("| ", fault.what, " | ", fault.seen, " | ", short_text(fault.degrees), " | ",
-                text(fault.caught_by), " | ",
+  return concat("| ", fault.what, " | ", fault.seen, " | ", short_text(fault.degrees),
+                text(fault.setting), " | ", text(fault.caught_by), " | ",
                 fault.named.empty() ? "" : concat("`", fault.named, "`"), " |");
 }
 
 std::ostream& operator<<(std::ostream& out, const Fault& fault) { return out << table_row(fault); }
 
-void with_auxiliary_loss(train::Config& config) { config.model.aux_loss_coef = 0.7; }
+void set_up(train::Config& config, Setting setting) {
+  switch (setting) {
+    case Setting::kPlain:
+      return;
+    case Setting::kAuxiliaryLoss:
+      config.model.aux_loss_coef = 0.7;
+      return;
+    case Setting::kScoresBefore:
+      config.model.score_before_experts = true;
+      return;
+    case Setting::kBalanceByRows:
+      config.training.local_batch_size = 1;
+      [[fallthrough]];
+    case Setting::kBalance:
+      config.model.load_balance_coeff = 1e-3;
+      return;
+  }
+}
+
+std::string to_string(const Ground& ground) {
+  return concat(ground.folder, ", ", short_text(ground.degrees), text(ground.setting));
+}
+
+std::ostream& operator<<(std::ostream& out, const Ground& ground) {
+  return out << to_string(ground);
+}
+
+std::vector<Ground> all_grounds() {
+  std::map<std::string, Ground> grounds;
+  for (const Fault& fault : all_faults()) {
+    Ground ground{fault.folder, fault.setting, fault.degrees};
+    grounds.emplace(to_string(ground), std::move(ground));
+  }
+  std::vector<Ground> all;
+  for (auto& [text, ground] : grounds) all.push_back(std::move(ground));
+  return all;
+}
 
 const std::vector<Fault>& all_faults() {
   static const std::vector<Fault> all = [] {
     std::vector<Fault> faults = faults_of_declarations();
-    for (auto part : {faults_of_transitions(), faults_of_sums()}) {
+    for (auto part : {faults_of_transitions(), faults_of_sums(), faults_of_counts()}) {
       faults.insert(faults.end(), part.begin(), part.end());
     }
     return faults;

@@ -11,11 +11,23 @@ namespace tessera::golden {
 
 enum class CaughtBy : std::uint8_t {
   kSharding,    ///< refused when the model is sharded, naming the parameter
+  kTransition,  ///< refused in the first forward, by the shape of a part
   kInvariance,  ///< check_invariant_gradients, on the first step
   kGradients,   ///< the comparison with the unsharded model alone
   kNorm,        ///< the same of the gradient norm; every gradient is right
+  kBias,        ///< the same of the biases that balance the experts; every gradient is right
   kNothing,     ///< does no harm here
 };
+
+/// What the run has that is no fault: the sound one that it is compared with has it, too.
+enum class Setting : std::uint8_t {
+  kPlain,
+  kAuxiliaryLoss,
+  kScoresBefore,
+  kBalance,        ///< the bias on the choice of experts
+  kBalanceByRows,  ///< the same, a micro-batch a row
+};
+void set_up(train::Config& config, Setting setting);
 
 struct Fault {
   std::string test;  ///< its name
@@ -25,19 +37,30 @@ struct Fault {
   Degrees degrees;
   Changes changes;
   CaughtBy caught_by = CaughtBy::kGradients;
-  std::string named;       ///< in the refusal, or part of a name that is found
-  bool auxiliary = false;  ///< on top of a run with the auxiliary loss
+  std::string named;  ///< in the refusal, or part of a name that is found
+  Setting setting = Setting::kPlain;
+  bool losses_are_right = false;  ///< of the step itself: the fault is in backward alone
 };
 /// Its line of docs/layouts.md.
 std::string table_row(const Fault& fault);
 std::ostream& operator<<(std::ostream& out, const Fault& fault);
 
-void with_auxiliary_loss(train::Config& config);
+/// A layout without its fault.
+struct Ground {
+  std::string folder;
+  Setting setting = Setting::kPlain;
+  Degrees degrees;
+};
+std::string to_string(const Ground& ground);
+std::ostream& operator<<(std::ostream& out, const Ground& ground);
+/// Of all faults, each once.
+std::vector<Ground> all_grounds();
 
 const std::vector<Fault>& all_faults();
 // Its parts, by what is wrong.
 std::vector<Fault> faults_of_declarations();
 std::vector<Fault> faults_of_transitions();
 std::vector<Fault> faults_of_sums();
+std::vector<Fault> faults_of_counts();
 
 }  // namespace tessera::golden

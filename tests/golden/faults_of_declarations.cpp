@@ -49,6 +49,35 @@ std::vector<Fault> of_routers() {
        CaughtBy::kInvariance, "mlp.gate.weight"},
       {"RouterBiasUnreduced", "Nobody sums the gradient of the router's bias", "torchtitan #4054",
        kGptOss, shards, placed("mlp.router", gate), CaughtBy::kInvariance, "mlp.router.bias"},
+      {"RouterUnreducedScoresBefore",
+       "Nobody sums the router's gradient, experts whole, scores before them",
+       "torchtitan #2387, etp 1", kQwen, all, placed("mlp.gate", gate), CaughtBy::kInvariance,
+       "mlp.gate.weight", Setting::kScoresBefore, true},
+      {"RouterUnreducedBeforeCutExpertsScoresBefore",
+       "Nobody sums the router's gradient, experts cut, scores before them", "torchtitan #1805",
+       kQwen, cut, placed("mlp.gate", gate), CaughtBy::kInvariance, "mlp.gate.weight",
+       Setting::kScoresBefore, true},
+  };
+}
+
+/// Experts that are cut by their inner size and not spread (ep 1): no rank has a sparse mesh then.
+std::vector<Fault> of_cut_experts() {
+  const Degrees whole{.tp = 2};
+  const Degrees cut{.shard = 2, .tp = 2, .etp = 2};
+  const auto summed_over_tp = [](const RankParts& rank) {
+    const DataAxes data(rank.mesh.shapes(), 1.0);
+    on_contracts(rank, "mlp.experts", [&](GradContract& each) {
+      each.reductions = reductions_of(summed("tp", 2), data, each.name);
+    });
+  };
+  return {
+      {"CutExpertsOverAllRanks", "Experts cut over etp, ep 1, are summed over the ranks of tp, too",
+       "Megatron-LM #1622", kQwen, cut, parts(summed_over_tp), CaughtBy::kSharding, "mlp.experts"},
+      {"CutExpertsDeclaredWhole", "Experts cut over etp, ep 1, count as whole", "Megatron-LM #1622",
+       kQwen, cut, placed("mlp.experts", summed("tp", 2)), CaughtBy::kSharding, "mlp.experts"},
+      {"WholeExpertsNotOverTp", "Experts whole, ep 1, are summed over the dense group alone",
+       "next to Megatron-LM #1622", kQwen, whole, placed("mlp.experts", invariant("tp", 2)),
+       CaughtBy::kInvariance, "mlp.experts.down_proj"},
   };
 }
 
@@ -60,9 +89,8 @@ std::vector<Fault> faults_of_declarations() {
   const Degrees whole{.tp = 2, .sequence = false};
   const Degrees experts{.shard = 2, .ep = 2};
   const auto wrong_group = [](const RankParts& rank) {
-    for (GradContract& each : rank.parts.contract.parameters) {
-      if (each.layout.mesh == MeshKind::kSparse) each.reductions.shard_axes = {"dp_shard"};
-    }
+    on_contracts(rank, "mlp.experts",
+                 [](GradContract& each) { each.reductions.shard_axes = {"dp_shard"}; });
   };
   const std::vector<Fault> others{
       {"NormsNotMarkedSequenceParallel", "Norms on sequence shards count as Invariant",
@@ -93,6 +121,8 @@ std::vector<Fault> faults_of_declarations() {
        "mlp.experts"},
   };
   faults.insert(faults.end(), others.begin(), others.end());
+  const auto cut = of_cut_experts();
+  faults.insert(faults.end(), cut.begin(), cut.end());
   return faults;
 }
 

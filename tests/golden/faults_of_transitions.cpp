@@ -23,20 +23,25 @@ struct Site {
   bool is(const Transition& of) const { return of.kind == kind && of.where == where; }
 };
 constexpr Site kSlice{"slice", "tokens of experts"};
+constexpr Site kDispatch{"all_to_all", "experts dispatch"};
 
 Changes backward_of(Site site, StandIn::Way way) {
-  return {.transitions = [=](const RankParts&) {
+  return {.transitions = [=](const RankParts& rank) {
     return std::make_unique<StandIn>(nullptr, [=](const Transition& of, const at::Tensor& grad) {
-      return site.is(of) ? way(of, grad) : of.backward(grad);
+      if (!site.is(of)) return of.backward(grad);
+      rank.act();
+      return way(of, grad);
     });
   }};
 }
 
 Changes forward_of(Site site, StandIn::Way way) {
-  return {.transitions = [=](const RankParts&) {
+  return {.transitions = [=](const RankParts& rank) {
     return std::make_unique<StandIn>(
         [=](const Transition& of, const at::Tensor& x) {
-          return site.is(of) ? way(of, x) : of.forward(x);
+          if (!site.is(of)) return of.forward(x);
+          rank.act();
+          return way(of, x);
         },
         nullptr);
   }};
@@ -55,19 +60,46 @@ at::Tensor own_rows_only(const Transition& of, const at::Tensor& grad) {
 
 bool is_tokens(const at::Tensor& grad) { return grad.size(-1) == kHidden; }
 
-/// A bias of so many dims that all ranks add: [hidden] of o_proj, [experts, hidden] of experts.
-Changes bias_on_every_rank(std::int64_t dims) {
-  return {.transitions = [=](const RankParts&) {
+/// A bias of so many dims, [hidden] of o_proj, [experts, hidden] of experts, is added by every rank
+/// instead of the first one: what each adds of it, which is what its gradient becomes as well.
+Changes bias_on_every_rank(std::int64_t dims, StandIn::Way way) {
+  return {.transitions = [=](const RankParts& rank) {
     const auto is_bias = [=](const Transition& of, const at::Tensor& x) {
       return of.kind == "only_first" && x.dim() == dims;
     };
     return std::make_unique<StandIn>(
         [=](const Transition& of, const at::Tensor& x) {
-          return is_bias(of, x) ? x : of.forward(x);
+          if (!is_bias(of, x)) return of.forward(x);
+          rank.act();
+          return way(of, x);
         },
         [=](const Transition& of, const at::Tensor& grad) {
-          return is_bias(of, grad) ? grad : of.backward(grad);
+          return is_bias(of, grad) ? way(of, grad) : of.backward(grad);
         });
+  }};
+}
+
+/// Every rank adds 1 / tp of it, by a division that is differentiated; its gradient is taken as the
+/// same on every rank, which it is.
+Changes scaled_bias() {
+  Changes changes = bias_on_every_rank(
+      1, [](const Transition& of, const at::Tensor& x) { return x / of.axis.size; });
+  changes.parts = [](const RankParts& rank) {
+    place(rank, "o_proj.bias", {.axes = {AxisPlacement::invariant("tp", 2)}});
+  };
+  return changes;
+}
+
+/// The gradient of what experts got is summed over the ranks that share them, before the scores.
+Changes rows_summed_before_scores() {
+  return {.transitions = [](const RankParts& rank) {
+    return std::make_unique<StandIn>(nullptr, [rank, tp = parallel::axis_of(rank.mesh, "tp")](
+                                                  const Transition& of, const at::Tensor& grad) {
+      const at::Tensor back = of.backward(grad);
+      if (!kDispatch.is(of)) return back;
+      rank.act();
+      return parallel::exchange_sum(back, tp, std::nullopt, "routed rows");
+    });
   }};
 }
 
@@ -90,14 +122,19 @@ std::vector<Fault> at_the_boundary() {
        "torchtitan #3280", kQwen, whole, backward_of({"all_reduce", "leave"}, summed),
        CaughtBy::kGradients, "o_proj.weight"},
       {"RowBiasOnEveryRank", "A row-parallel bias is added by every rank", "torchtitan #4245",
-       kGptOss, shards, bias_on_every_rank(1), CaughtBy::kGradients, "o_proj.bias"},
+       kGptOss, shards, bias_on_every_rank(1, as_it_is), CaughtBy::kGradients, "o_proj.bias"},
+      {"BiasScaledByTp", "A bias that every rank adds is scaled by 1 / tp, and its gradient too",
+       "torchtitan #4332", kGptOss, whole, scaled_bias(), CaughtBy::kGradients, "o_proj.bias",
+       Setting::kPlain, true},
   };
 }
 
 std::vector<Fault> inside_experts() {
   const Degrees whole{.tp = 2, .sequence = false};
   const Degrees all{.tp = 2, .router = models::RouterTokens::kAll};
+  const Degrees lent{.tp = 2, .ep = 2, .router = models::RouterTokens::kAll};
   const Degrees cut{.tp = 2, .etp = 2};
+  const Degrees spread{.shard = 2, .tp = 2, .ep = 2, .etp = 2};
   return {
       {"RoutedInputNotReduced", "The gradient of the routed tokens stays the rank's own",
        "torchtitan #1805, #1878", kQwen, whole, backward_of(kSlice, own_rows_only),
@@ -126,16 +163,23 @@ std::vector<Fault> inside_experts() {
                      return is_tokens(grad) ? back : at::zeros_like(back);
                    }),
        CaughtBy::kGradients, "mlp.gate.weight"},
+      {"ExpertsCountEveryRankOfTp",
+       "Every tp rank sends all tokens to experts, which count them all", "NeMo Automodel #2995",
+       kQwen, lent, forward_of(kSlice, as_it_is), CaughtBy::kTransition,
+       "tokens of experts: found a part of 48"},
       {"SameTokensFromEveryRank", "Every rank sends the first rank's tokens to experts",
-       "NeMo Automodel #2995", kQwen, whole,
+       "next to NeMo Automodel #2995", kQwen, whole,
        forward_of(kSlice,
                   [](const Transition& of, const at::Tensor& x) {
                     return x.narrow(0, 0, x.size(0) / of.axis.size).contiguous();
                   }),
        CaughtBy::kGradients, "post_attention_layernorm.weight"},
       {"ExpertBiasOnEveryRank", "The bias after cut experts is added by every rank",
-       "torchtitan #4245", kGptOss, cut, bias_on_every_rank(2), CaughtBy::kGradients,
+       "torchtitan #4245", kGptOss, cut, bias_on_every_rank(2, as_it_is), CaughtBy::kGradients,
        "experts.down_proj_bias"},
+      {"RowsReducedBeforeScores", "The routed rows' gradient is summed inside, before the scores'",
+       "torchtitan #1878", kQwen, spread, rows_summed_before_scores(), CaughtBy::kGradients,
+       "mlp.gate.weight", Setting::kScoresBefore, true},
   };
 }
 

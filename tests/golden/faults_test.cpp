@@ -7,8 +7,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
+#include <iterator>
 #include <sstream>
+#include <utility>
 
 #include "golden/model_folder.h"
 #include "tessera/error.h"
@@ -16,22 +17,33 @@
 namespace tessera::golden {
 namespace {
 
-/// One rank, nothing changed; a config of its own where the fault's run has one that is no fault.
-const Step& unsharded(const Fault& fault) {
-  static std::map<std::string, Step> kept;
-  const auto key = fault.folder + (fault.auxiliary ? "+aux" : "");
+Changes sound(Setting setting) {
+  return {.config = [=](train::Config& config) { set_up(config, setting); }};
+}
+
+/// The fault on top of what its run has anyway.
+Changes faulty(const Fault& fault) {
+  Changes changes = fault.changes;
+  changes.config = [&fault](train::Config& config) {
+    set_up(config, fault.setting);
+    if (fault.changes.config) fault.changes.config(config);
+  };
+  return changes;
+}
+
+/// One rank, no fault.
+const Step& unsharded(const std::string& folder, Setting setting) {
+  static std::map<std::pair<std::string, Setting>, Step> kept;
+  const std::pair key{folder, setting};
   auto found = kept.find(key);
-  if (found == kept.end()) {
-    Changes changes;
-    if (fault.auxiliary) changes.config = with_auxiliary_loss;
-    found = kept.emplace(key, run_step(fault.folder, {}, changes)).first;
-  }
+  if (found == kept.end()) found = kept.emplace(key, run_step(folder, {}, sound(setting))).first;
   return found->second;
 }
 
 struct Difference {
   std::vector<std::string> gradients;
-  double norm = 0;  ///< relative
+  std::vector<std::string> biases;  ///< of any rank
+  double norm = 0;                  ///< relative
 };
 
 Difference compare(const Step& found, const Step& expected) {
@@ -40,8 +52,19 @@ Difference compare(const Step& found, const Step& expected) {
     const double error = relative_error(found.gradients.at(name), gradient);
     if (!(error < kGradientBound)) difference.gradients.push_back(name);
   }
+  // Counts are whole numbers: the same ones make the same bias.
+  for (const auto& [name, bias] : expected.biases.front()) {
+    const bool same = std::ranges::all_of(
+        found.biases, [&](const Tensors& rank) { return at::equal(rank.at(name), bias); });
+    if (!same) difference.biases.push_back(name);
+  }
   difference.norm = std::abs(found.norm - expected.norm) / expected.norm;
   return difference;
+}
+
+void expect_same_losses(const Step& found, const Step& expected) {
+  EXPECT_NEAR(found.loss, expected.loss, kLossBound);
+  EXPECT_NEAR(found.auxiliary, expected.auxiliary, kLossBound);
 }
 
 bool names(const std::vector<std::string>& all, const std::string& part) {
@@ -49,30 +72,45 @@ bool names(const std::vector<std::string>& all, const std::string& part) {
       all, [&](const std::string& name) { return name.find(part) != std::string::npos; });
 }
 
-class InjectedFault : public ::testing::TestWithParam<Fault> {};
+class SoundLayout : public ::testing::TestWithParam<Ground> {};
 
-// The same layout without the fault is right: nothing below finds anything in it.
-TEST_P(InjectedFault, TheLayoutItselfIsRight) {
-  const Fault& fault = GetParam();
-  Changes sound;
-  if (fault.auxiliary) sound.config = with_auxiliary_loss;
-  const Step found = run_step(fault.folder, fault.degrees, sound);
-  EXPECT_EQ(found.refusal, "");
+// What the faults are put into is right: nothing below finds anything in it.
+TEST_P(SoundLayout, IsRight) {
+  const Ground& ground = GetParam();
+  const Step found = run_step(ground.folder, ground.degrees, sound(ground.setting));
+  const Step& expected = unsharded(ground.folder, ground.setting);
+  ASSERT_EQ(found.refusal + found.forward_refusal, "");
   EXPECT_EQ(found.not_invariant, std::vector<std::string>{});
-  const Difference difference = compare(found, unsharded(fault));
+  expect_same_losses(found, expected);
+  const Difference difference = compare(found, expected);
   EXPECT_EQ(difference.gradients, std::vector<std::string>{});
+  EXPECT_EQ(difference.biases, std::vector<std::string>{});
   EXPECT_LT(difference.norm, kGradientBound);
+  // The fault's own setting does what it says.
+  EXPECT_EQ(ground.setting == Setting::kAuxiliaryLoss, expected.auxiliary != 0);
+  EXPECT_EQ(ground.setting == Setting::kBalance || ground.setting == Setting::kBalanceByRows,
+            !expected.biases.front().empty());
 }
+
+class InjectedFault : public ::testing::TestWithParam<Fault> {};
 
 TEST_P(InjectedFault, IsCaughtWhereTheTableSaysAndNamed) {
   const Fault& fault = GetParam();
-  const Step found = run_step(fault.folder, fault.degrees, fault.changes);
+  const Step found = run_step(fault.folder, fault.degrees, faulty(fault));
+  ASSERT_GT(found.acted, 0) << "the fault was never there";
   if (fault.caught_by == CaughtBy::kSharding) {
     EXPECT_NE(found.refusal.find(fault.named), std::string::npos) << found.refusal;
     return;
   }
   ASSERT_EQ(found.refusal, "");
-  const Difference difference = compare(found, unsharded(fault));
+  if (fault.caught_by == CaughtBy::kTransition) {
+    EXPECT_NE(found.forward_refusal.find(fault.named), std::string::npos) << found.forward_refusal;
+    return;
+  }
+  ASSERT_EQ(found.forward_refusal, "");
+  const Step& expected = unsharded(fault.folder, fault.setting);
+  if (fault.losses_are_right) expect_same_losses(found, expected);
+  const Difference difference = compare(found, expected);
   const bool invariant = !found.not_invariant.empty();
   const bool gradients = !difference.gradients.empty();
   switch (fault.caught_by) {
@@ -90,6 +128,12 @@ TEST_P(InjectedFault, IsCaughtWhereTheTableSaysAndNamed) {
       EXPECT_FALSE(invariant || gradients) << "caught earlier";
       EXPECT_GT(difference.norm, 10 * kGradientBound);
       break;
+    case CaughtBy::kBias:
+      EXPECT_FALSE(invariant || gradients) << "caught earlier";
+      EXPECT_LT(difference.norm, kGradientBound);
+      EXPECT_TRUE(names(difference.biases, fault.named))
+          << ::testing::PrintToString(difference.biases);
+      break;
     case CaughtBy::kNothing:
       EXPECT_FALSE(invariant || gradients) << ::testing::PrintToString(difference.gradients);
       EXPECT_LT(difference.norm, kGradientBound);
@@ -99,19 +143,50 @@ TEST_P(InjectedFault, IsCaughtWhereTheTableSaysAndNamed) {
   }
 }
 
-TEST(InjectedFaults, TheTableOfTheDocumentationIsThisList) {
-  std::ifstream file(std::filesystem::path(TESSERA_TEST_DATA) / "../../../docs/layouts.md");
-  std::ostringstream page;
-  page << file.rdbuf();
-  for (const Fault& fault : all_faults()) {
-    EXPECT_NE(page.str().find(table_row(fault)), std::string::npos) << table_row(fault);
+/// The rows of the one table in the page's section of that title, in their order.
+std::vector<std::string> table_of(const std::string& page, const std::string& section) {
+  std::istringstream lines(page.substr(page.find("\n## " + section + "\n") + 1));
+  std::vector<std::string> rows;
+  std::string line;
+  std::getline(lines, line);
+  while (std::getline(lines, line) && !line.starts_with("## ")) {
+    if (line.starts_with("|")) rows.push_back(line);
   }
+  rows.erase(rows.begin(), rows.begin() + std::min<std::ptrdiff_t>(2, std::ssize(rows)));
+  return rows;
+}
+
+/// Of two sorted lists what the first has more.
+std::vector<std::string> more(const std::vector<std::string>& all,
+                              const std::vector<std::string>& others) {
+  std::vector<std::string> result;
+  std::ranges::set_difference(all, others, std::back_inserter(result));
+  return result;
+}
+
+TEST(InjectedFaults, TheTableOfTheDocumentationIsThisList) {
+  const auto page = read_text(data_folder("../../../docs/layouts.md"));
+  ASSERT_NE(page.find("\n## Injected faults\n"), std::string::npos);
+  auto found = table_of(page, "Injected faults");
+  std::vector<std::string> rows;
+  for (const Fault& fault : all_faults()) rows.push_back(table_row(fault));
+  std::ranges::sort(found);
+  std::ranges::sort(rows);
+  EXPECT_EQ(more(rows, found), std::vector<std::string>{}) << "not in the table";
+  EXPECT_EQ(more(found, rows), std::vector<std::string>{}) << "in the table alone";
   EXPECT_GE(
       std::ranges::count_if(all_faults(),
                             [](const Fault& each) { return each.caught_by != CaughtBy::kNothing; }),
       12);
 }
 
+INSTANTIATE_TEST_SUITE_P(Each, SoundLayout, ::testing::ValuesIn(all_grounds()),
+                         [](const auto& each) {
+                           std::string name = to_string(each.param);
+                           std::erase_if(name, [](char c) { return c == ',' || c == '-'; });
+                           std::ranges::replace(name, ' ', '_');
+                           return name;
+                         });
 INSTANTIATE_TEST_SUITE_P(Each, InjectedFault, ::testing::ValuesIn(all_faults()),
                          [](const auto& each) { return each.param.test; });
 

@@ -15,6 +15,7 @@
 #include "tessera/clip.h"
 #include "tessera/error.h"
 #include "train/data.h"
+#include "train/load_balance.h"
 #include "train/step.h"
 
 namespace tessera::golden {
@@ -24,11 +25,16 @@ using torch::autograd::variable_list;
 
 class RawGradientHook : public torch::autograd::FunctionPreHook {
  public:
-  explicit RawGradientHook(std::function<at::Tensor(const at::Tensor&)> change)
-      : change_(std::move(change)) {}
-  variable_list operator()(const variable_list& grads) override { return {change_(grads.at(0))}; }
+  RawGradientHook(const RankParts& rank, std::function<at::Tensor(const at::Tensor&)> change)
+      : rank_(rank), change_(std::move(change)) {}
+  variable_list operator()(const variable_list& grads) override {
+    const at::Tensor changed = change_(grads.at(0));
+    if (!changed.is_same(grads.at(0))) rank_.act();
+    return {changed};
+  }
 
  private:
+  RankParts rank_;
   std::function<at::Tensor(const at::Tensor&)> change_;
 };
 
@@ -36,8 +42,8 @@ class RawGradientHook : public torch::autograd::FunctionPreHook {
 class RankOfStep {
  public:
   RankOfStep(const std::string& folder, const Degrees& degrees, const Changes& changes,
-             World& world)
-      : changes_(changes), config_(config_for(folder, degrees)) {
+             std::atomic<int>& acted, World& world)
+      : changes_(changes), acted_(acted), config_(config_for(folder, degrees)) {
     if (changes.config) changes.config(config_);
     source_ = train::open_model(config_.model);
     dims_ = train::resolve_parallelism(config_.parallelism, world.size());
@@ -51,9 +57,8 @@ class RankOfStep {
     Step step;
     auto parts = train::model_parts(source_, config_, *mesh_);
     std::vector<std::function<void()>> after_sharding;
-    const RankParts rank{*mesh_, parts, after_sharding};
+    const RankParts rank{*mesh_, parts, after_sharding, acted_};
     if (changes_.parts) changes_.parts(rank);
-    const auto stand_in = changes_.transitions ? changes_.transitions(rank) : nullptr;
     std::shared_ptr<Sharded<models::LanguageModel>> model;
     try {
       model = train::parallelize(parts, source_, config_, *mesh_);
@@ -62,13 +67,18 @@ class RankOfStep {
       return step;
     }
     for (const auto& act : after_sharding) act();
-    {
-      std::optional<parallel::StandInScope> scope;
-      if (stand_in) scope.emplace(*stand_in);
-      step.loss = backward(*model);
+    train::BatchLoss loss;
+    try {
+      loss = forward_backward(rank, *model);
+    } catch (const Error& error) {
+      step.forward_refusal = error.what();
+      return step;
     }
+    step.loss = loss.mean();
+    step.auxiliary = loss.auxiliary;
     step.not_invariant = check_invariant_gradients(*model);
-    step.norm = changes_.norm ? changes_.norm(*model) : gradient_norm(*model);
+    step.norm = changes_.norm ? changes_.norm(rank, *model) : gradient_norm(*model);
+    step.biases = {balanced(*model, loss)};
     model->visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
       step.gradients[name] = gradient.clone();
     });
@@ -76,16 +86,35 @@ class RankOfStep {
   }
 
  private:
-  double backward(Sharded<models::LanguageModel>& model) const {
+  train::BatchLoss forward_backward(const RankParts& rank,
+                                    Sharded<models::LanguageModel>& model) const {
+    const auto transitions = changes_.transitions ? changes_.transitions(rank) : nullptr;
+    const auto sums = changes_.sums ? changes_.sums(rank) : nullptr;
+    std::optional<parallel::StandInScope> transitions_scope;
+    std::optional<train::RankSumScope> sums_scope;
+    if (transitions) transitions_scope.emplace(*transitions);
+    if (sums) sums_scope.emplace(*sums);
     const int data_rank =
         mesh_->coordinate(axis::kReplicate) * dims_.dp_shard + mesh_->coordinate(axis::kShard);
-    const auto rows = train::micro_batches(batch_->rows_in_step(), batch_->rows_in_step(),
+    const auto all = batch_->rows_in_step();
+    const auto rows = train::micro_batches(all, config_.training.local_batch_size.value_or(all),
                                            dims_.data_ranks(), data_rank);
-    const auto options = train::step_options(config_, nullptr);
-    return train::forward_backward(model, *batch_, 1, rows, options).mean();
+    return train::forward_backward(model, *batch_, 1, rows, train::step_options(config_, nullptr));
+  }
+
+  Tensors balanced(const ShardedBase& model, const train::BatchLoss& loss) const {
+    Tensors biases;
+    if (config_.model.load_balance_coeff == 0) return biases;
+    train::balance_experts(model, loss.chosen, config_.model.load_balance_coeff);
+    for (const BufferView& view : model.buffers()) {
+      const std::string& name = view.contract->name;
+      if (name.ends_with(".expert_bias")) biases[name] = view.tensor.clone();
+    }
+    return biases;
   }
 
   const Changes& changes_;
+  std::atomic<int>& acted_;
   train::Config config_;
   train::ModelSource source_;
   train::ParallelDims dims_;
@@ -93,47 +122,72 @@ class RankOfStep {
   std::unique_ptr<train::BatchSource> batch_;
 };
 
-/// Of modules whose names end so: itself and its parameters' names in the model.
+/// Opens what only layers say of themselves.
+struct Declared : nn::PlacedModule {
+  static constexpr auto kSay = &Declared::declare;
+};
+
+/// Of every parameter whose name, or whose module's name, ends so: its module and its name there.
 template <class F>
-void for_modules(const RankParts& rank, std::string_view ending, F&& act) {
+void for_parameters(const RankParts& rank, std::string_view ending, F&& act) {
   int met = 0;
   for (const auto& entry : rank.parts.model->named_modules()) {
-    if (!entry.key().ends_with(ending)) continue;
-    ++met;
-    act(entry.key(), *entry.value());
+    for (const auto& parameter : entry.value()->named_parameters(/*recurse=*/false)) {
+      const std::string name = entry.key() + "." + parameter.key();
+      if (!entry.key().ends_with(ending) && !name.ends_with(ending)) continue;
+      ++met;
+      act(entry.key(), *entry.value(), parameter.key());
+    }
   }
-  TESSERA_INVARIANT(met > 0, "no module ends in ", std::string(ending));
+  TESSERA_INVARIANT(met > 0, "no parameter and no module ends in ", std::string(ending));
 }
 
 }  // namespace
 
 Step run_step(const std::string& folder, const Degrees& degrees, const Changes& changes) {
-  Step step;
+  std::vector<Step> steps(static_cast<std::size_t>(degrees.ranks()));
+  std::atomic<int> acted = 0;
   test::ranks(degrees.ranks()).run([&](World& world) {
     at::set_num_threads(1);  // how many there are must not decide how sums are split
-    Step mine = RankOfStep(folder, degrees, changes, world).run();
-    if (world.rank() == 0) step = std::move(mine);
+    steps[static_cast<std::size_t>(world.rank())] =
+        RankOfStep(folder, degrees, changes, acted, world).run();
   });
+  Step step = std::move(steps.front());
+  for (std::size_t rank = 1; rank < steps.size(); ++rank) {
+    for (auto& biases : steps[rank].biases) step.biases.push_back(std::move(biases));
+  }
+  step.acted = acted;
   return step;
 }
 
 void declare(const RankParts& rank, std::string_view ending, const ParameterLayout& layout) {
-  for_modules(rank, ending, [&](const std::string&, torch::nn::Module& module) {
-    dynamic_cast<nn::PlacedModule&>(module).declare_all(layout);
-  });
+  for_parameters(rank, ending,
+                 [&](const std::string&, torch::nn::Module& module, const std::string& parameter) {
+                   auto& placed = dynamic_cast<nn::PlacedModule&>(module);
+                   if (!(placed.layout_of(parameter) == layout)) rank.act();
+                   (placed.*Declared::kSay)(parameter, layout);
+                 });
 }
 
 void contract(const RankParts& rank, std::string_view ending, const ParameterLayout& layout) {
   const DataAxes data(rank.mesh.shapes(), 1.0);
-  for_modules(rank, ending, [&](const std::string& name, const torch::nn::Module& module) {
-    for (const auto& parameter : module.named_parameters(/*recurse=*/false)) {
-      for (GradContract& each : rank.parts.contract.parameters) {
-        if (each.name != name + "." + parameter.key()) continue;
-        each.layout = layout;
-        each.reductions = reductions_of(layout, data, each.name);
-      }
-    }
+  on_contracts(rank, ending, [&](GradContract& each) {
+    each.layout = layout;
+    each.reductions = reductions_of(layout, data, each.name);
   });
+}
+
+void on_contracts(const RankParts& rank, std::string_view ending,
+                  const std::function<void(GradContract&)>& change) {
+  for_parameters(rank, ending,
+                 [&](const std::string& module, torch::nn::Module&, const std::string& parameter) {
+                   for (GradContract& each : rank.parts.contract.parameters) {
+                     if (each.name != module + "." + parameter) continue;
+                     const GradContract before = each;
+                     change(each);
+                     if (!(each == before)) rank.act();
+                   }
+                 });
 }
 
 void place(const RankParts& rank, std::string_view ending, const ParameterLayout& layout) {
@@ -146,9 +200,9 @@ void on_raw_gradient(const RankParts& rank, std::string_view ending,
   for (const auto& parameter : rank.parts.model->named_parameters()) {
     if (!parameter.key().ends_with(ending)) continue;
     // In front of the library's own, which takes the gradient away.
-    rank.after_sharding.emplace_back([tensor = parameter.value(), change] {
+    rank.after_sharding.emplace_back([rank, tensor = parameter.value(), change] {
       auto& hooks = torch::autograd::impl::hooks(tensor);
-      hooks.insert(hooks.begin(), std::make_unique<RawGradientHook>(change));
+      hooks.insert(hooks.begin(), std::make_unique<RawGradientHook>(rank, change));
     });
   }
 }

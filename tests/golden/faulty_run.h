@@ -1,9 +1,12 @@
 // One step of a model in which one thing is wrong, and what notices it.
 //
 // Faults are put in from outside: other contracts or declarations than the layers', hooks on raw
-// gradients, stand-ins for transitions (parallel/transition.h). The library has no switch for them.
+// gradients, stand-ins for transitions (parallel/transition.h) and for the sums of numbers over
+// ranks (train/rank_sum_stand_in.h). The library has no switch for them. Each counts how often it
+// acted: a fault that never does proves nothing.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -14,6 +17,7 @@
 #include "golden/degrees.h"
 #include "parallel/transition.h"
 #include "train/parallelize.h"
+#include "train/rank_sum_stand_in.h"
 
 namespace tessera::golden {
 
@@ -34,11 +38,28 @@ class StandIn : public parallel::TransitionStandIn {
   Way forward_, backward_;
 };
 
+/// The same of sums over ranks.
+class SumStandIn : public train::RankSumStandIn {
+ public:
+  using Values = std::vector<std::vector<double>>;  ///< by rank
+  using Way = std::function<std::vector<double>(train::RankSum, const Values&)>;
+  explicit SumStandIn(Way way) : way_(std::move(way)) {}
+  std::vector<double> sum(train::RankSum what, const Values& of_ranks) override {
+    return way_(what, of_ranks);
+  }
+
+ private:
+  Way way_;
+};
+
 /// What a rank has before its model is sharded.
 struct RankParts {
   const Mesh& mesh;
   train::ModelParts& parts;
   std::vector<std::function<void()>>& after_sharding;
+  std::atomic<int>& acted;  ///< of all ranks: how often the fault did something
+
+  void act() const { ++acted; }
 };
 
 /// Empty functions change nothing.
@@ -46,24 +67,35 @@ struct Changes {
   std::function<void(train::Config&)> config = {};
   std::function<void(const RankParts&)> parts = {};
   std::function<std::unique_ptr<StandIn>(const RankParts&)> transitions = {};
-  std::function<double(const ShardedBase&)> norm = {};
+  std::function<std::unique_ptr<SumStandIn>(const RankParts&)> sums = {};
+  std::function<double(const RankParts&, const ShardedBase&)> norm = {};
 };
 
 struct Step {
   std::string refusal;                     ///< of sharding; empty: there was none
+  std::string forward_refusal;             ///< of a transition
   std::vector<std::string> not_invariant;  ///< check_invariant_gradients
+  int acted = 0;                           ///< how often the fault did, on all ranks
   double loss = 0;
+  double auxiliary = 0;  ///< loss
   double norm = 0;
-  Tensors gradients;  ///< whole, by the library's names
+  Tensors gradients;            ///< whole, by the library's names
+  std::vector<Tensors> biases;  ///< expert_bias after the step, by rank
 };
 
-/// The folder's reference batch, once forward and backward, on thread ranks.
+/// The folder's reference batch, once forward and backward, on thread ranks; of a run that balances
+/// its experts their biases are moved as well.
 Step run_step(const std::string& folder, const Degrees& degrees, const Changes& changes = {});
 
-/// What modules whose names end in `ending` declare of all their parameters.
+// `ending`: of the names of modules, whose own parameters are meant, or of parameters.
+
+/// What layers declare of parameters.
 void declare(const RankParts& rank, std::string_view ending, const ParameterLayout& layout);
 /// The same in the contract, with the sums that follow.
 void contract(const RankParts& rank, std::string_view ending, const ParameterLayout& layout);
+/// Anything else that contracts say.
+void on_contracts(const RankParts& rank, std::string_view ending,
+                  const std::function<void(GradContract&)>& change);
 /// Both: a layer that is wrong about itself.
 void place(const RankParts& rank, std::string_view ending, const ParameterLayout& layout);
 /// Changes raw gradients of parameters whose names end so, on their way to the sink; an undefined

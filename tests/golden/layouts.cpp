@@ -102,20 +102,7 @@ Gradients run_gradients(train::Config config, const Layout& layout, const std::s
   request.impose_routing = routing == Routing::kImposed;
   request.out = temporary_path("gradients.safetensors");
   on_ranks(layout, [&](World& world) { train::run_gradients(request, world); });
-  Gradients gradients;
-  {
-    const SafetensorsFile file(request.out);
-    for (const TensorInfo& info : file.header().tensors) {
-      if (info.name == "loss") {
-        gradients.loss = read_tensor(file, info.name).item<double>();
-      } else if (info.name == "logits") {
-        gradients.logits = read_tensor(file, info.name);
-      } else {
-        gradients.by_name[info.name.substr(std::string_view("grad/").size())] =
-            read_tensor(file, info.name);
-      }
-    }
-  }
+  Gradients gradients = read_gradients(request.out);
   std::filesystem::remove(request.out);
   return gradients;
 }
@@ -125,6 +112,19 @@ Gradients run_gradients(const std::filesystem::path& model, const Layout& layout
   auto config = config_for(layout);
   config.model.path = model;
   return run_gradients(config, layout, batch);
+}
+
+void expect_same_directions(const Gradients& found, const Reference& reference,
+                            const std::function<bool(const std::string&)>& compared) {
+  // 8 bits of mantissa: 2^-8 of a loss between 5 and 6, and rounding errors average out.
+  EXPECT_NEAR(found.loss, reference.result("loss").item<double>(), 0.02);
+  ASSERT_EQ(found.by_name.size(), reference.gradients().size());
+  for (const auto& [name, expected] : reference.gradients()) {
+    ASSERT_TRUE(found.by_name.contains(name)) << name;
+    if (compared && !compared(name)) continue;
+    EXPECT_LT(cosine_difference(found.by_name.at(name), expected), reference.bfloat16_bound())
+        << name;
+  }
 }
 
 void expect_same_bits(const Gradients& found, const Gradients& expected) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <set>
 #include <string>
 #include <vector>
@@ -39,11 +40,6 @@ std::vector<Layout> grid();
 /// What of the layout stands in a config; fp32 compute.
 train::Config config_for(const Layout& layout);
 
-struct Gradients {
-  double loss = 0;
-  at::Tensor logits;
-  Tensors by_name;
-};
 enum class Routing { kOwn, kImposed };  ///< of the model, or of the batch file
 /// Through the file that run_gradients writes.
 Gradients run_gradients(train::Config config, const Layout& layout, const std::string& batch,
@@ -51,6 +47,10 @@ Gradients run_gradients(train::Config config, const Layout& layout, const std::s
 /// The one batch of a folder's reference, in fp32.
 Gradients run_gradients(const std::filesystem::path& model, const Layout& layout,
                         const std::string& batch);
+/// Of bf16 compute: the loss, and 1 - cosine of every gradient whose name `compared` holds for
+/// (none: of all).
+void expect_same_directions(const Gradients& found, const Reference& reference,
+                            const std::function<bool(const std::string&)>& compared = {});
 void expect_same_bits(const Gradients& found, const Gradients& expected);
 /// One rank, row by row, against several ranks: all but a tied weight ([Note: same bits],
 /// gradients_test.cpp).

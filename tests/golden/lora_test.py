@@ -114,6 +114,9 @@ class Lora(unittest.TestCase):
                 self.assertGreater((truth[1] - plain).abs().max().item(), 100 * LOGITS_BOUND, "they learned")
                 for ranks in (1, 3):
                     self.expect_gradients(self.gradients(checkpoint, name, "--nproc", ranks), truth)
+                tp = ("--nproc", 2, "--parallelism.tensor_parallel_degree", 2)
+                for layout in (tp, (*tp, "--parallelism.sequence_parallel", "false")):
+                    self.expect_gradients(self.gradients(checkpoint, name, *layout), truth)
 
     def test_beside_a_bf16_model_gradients_point_where_those_of_fp64_do(self):
         checkpoint = self.train(DATA / "qwen3-fp32")

@@ -12,6 +12,11 @@
 #include "grad/torch_dtype.h"
 
 namespace tessera::golden {
+namespace {
+
+constexpr std::string_view kGradient = "grad/";
+
+}  // namespace
 
 at::Tensor read_tensor(const SafetensorsFile& file, const std::string& name) {
   const TensorInfo& info = file.info(name);
@@ -21,19 +26,48 @@ at::Tensor read_tensor(const SafetensorsFile& file, const std::string& name) {
   return tensor;
 }
 
+namespace {
+
+/// "X_blocks" [E, R, G, 16] and "X_scales" [E, R, G] as X [E, 32 G, R], by the README of the data.
+at::Tensor unpacked(const at::Tensor& blocks, const at::Tensor& scales) {
+  const at::Tensor values = at::tensor(
+      {0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0},
+      at::kFloat);
+  const auto low_first = at::stack({blocks.bitwise_and(15), blocks.bitwise_right_shift(4)}, -1);
+  const at::Tensor codes = low_first.flatten(-2).to(at::kLong);  // [E, R, G, 32]
+  const at::Tensor exponents = scales.to(at::kFloat).sub(127).unsqueeze(-1);
+  return at::ldexp(values.take(codes), exponents).flatten(2).transpose(1, 2).contiguous();
+}
+
+void unpack_blocks(Tensors& stored) {
+  constexpr std::string_view kBlocks = "_blocks";
+  std::vector<std::string> packed;
+  for (const auto& [name, tensor] : stored) {
+    if (name.ends_with(kBlocks)) packed.push_back(name.substr(0, name.size() - kBlocks.size()));
+  }
+  for (const std::string& name : packed) {
+    const auto blocks = stored.extract(name + "_blocks");
+    const auto scales = stored.extract(name + "_scales");
+    stored[name] = unpacked(blocks.mapped(), scales.mapped());
+  }
+}
+
+}  // namespace
+
 Reference::Reference(const std::string& name)
     : name_(name),
       results_(data_folder(name) / "reference.safetensors"),
       summary_(nlohmann::json::parse(read_text(data_folder(name) / "reference.json"))) {
-  constexpr std::string_view kPrefix = "grad/";
   for (const TensorInfo& info : results_.header().tensors) {
-    if (!info.name.starts_with(kPrefix)) continue;
-    gradients_[info.name.substr(kPrefix.size())] = read_tensor(results_, info.name);
+    if (!info.name.starts_with(kGradient)) continue;
+    gradients_[info.name.substr(kGradient.size())] = read_tensor(results_, info.name);
   }
   const SafetensorsFile model(data_folder(name) / "model.safetensors");
   for (const TensorInfo& info : model.header().tensors) {
-    parameters_[info.name] = read_tensor(model, info.name).to(at::kFloat);
+    parameters_[info.name] = read_tensor(model, info.name);
   }
+  unpack_blocks(parameters_);
+  for (auto& [stored_name, tensor] : parameters_) tensor = tensor.to(at::kFloat);
 }
 
 const Reference& Reference::of(const std::string& name) {
@@ -59,10 +93,45 @@ double Reference::bfloat16_bound() const {
   return std::max(0.01, 2 * worst);
 }
 
+std::vector<std::string> folders_with_experts() {
+  std::vector<std::string> all(kMoeFolders);
+  all.insert(all.end(), kDeepseekFolders.begin(), kDeepseekFolders.end());
+  all.insert(all.end(), kGemmaFolders.begin(), kGemmaFolders.end());
+  return all;
+}
+
 std::string test_name(const std::string& folder) {
   std::string name = folder;
   std::replace(name.begin(), name.end(), '-', '_');
   return name;
+}
+
+Gradients read_gradients(const std::filesystem::path& file) {
+  const SafetensorsFile opened(file);
+  Gradients gradients;
+  for (const TensorInfo& info : opened.header().tensors) {
+    if (info.name == "loss") {
+      gradients.loss = read_tensor(opened, info.name).item<double>();
+    } else if (info.name == "logits") {
+      gradients.logits = read_tensor(opened, info.name);
+    } else {
+      gradients.by_name[info.name.substr(kGradient.size())] = read_tensor(opened, info.name);
+    }
+  }
+  return gradients;
+}
+
+void expect_within_bounds(const Gradients& found, const Reference& reference) {
+  EXPECT_NEAR(found.loss, reference.result("loss").item<double>(), kLossBound);
+  const auto logits = reference.result("logits");
+  ASSERT_EQ(found.logits.sizes(), logits.sizes());
+  EXPECT_LT((found.logits - logits).abs().max().item<double>(), reference.logits_bound());
+  ASSERT_EQ(found.by_name.size(), reference.gradients().size());
+  for (const auto& [name, expected] : reference.gradients()) {
+    ASSERT_TRUE(found.by_name.contains(name)) << name;
+    ASSERT_EQ(found.by_name.at(name).sizes(), expected.sizes()) << name;
+    EXPECT_LT(relative_error(found.by_name.at(name), expected), kGradientBound) << name;
+  }
 }
 
 double relative_error(const at::Tensor& found, const at::Tensor& expected) {

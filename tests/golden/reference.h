@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -39,7 +40,8 @@ class Reference {
   at::Tensor result(const std::string& name) const { return read_tensor(results_, name); }
   /// Every "grad/NAME" by NAME.
   const Tensors& gradients() const { return gradients_; }
-  /// Every parameter of the checkpoint, widened to fp32.
+  /// Every parameter of the checkpoint, widened to fp32; MXFP4 blocks unpacked, under their
+  /// parameter's name.
   const Tensors& parameters() const { return parameters_; }
   std::vector<double> step_losses(const std::string& optimizer) const;
   Tied tied() const { return parameters_.contains("lm_head.weight") ? Tied::kNo : Tied::kYes; }
@@ -67,15 +69,29 @@ inline const std::vector<std::string> kFolders{"qwen3-fp32", "qwen3-mixed", "lla
 inline const std::vector<std::string> kGemmaFolders{"gemma4-fp32", "gemma4-mixed"};
 
 /// Those with a mixture of experts in the place of the MLP, and an auxiliary loss.
-inline const std::vector<std::string> kMoeFolders{"gpt-oss-fp32", "gpt-oss-mixed", "qwen3-moe-fp32",
-                                                  "qwen3-moe-mixed"};
+inline const std::vector<std::string> kMoeFolders{"gpt-oss-fp32", "gpt-oss-mixed", "gpt-oss-mxfp4",
+                                                  "qwen3-moe-fp32", "qwen3-moe-mixed"};
 
 /// Those with latent attention and a mixture of experts, each of which is a tensor of the files.
 inline const std::vector<std::string> kDeepseekFolders{"deepseek-v2-fp32", "deepseek-v2-group-fp32",
                                                        "deepseek-v2-group-mixed"};
 
+/// Those of the three lists above.
+std::vector<std::string> folders_with_experts();
+
 /// "qwen3_fp32": what GoogleTest allows in names.
 std::string test_name(const std::string& folder);
+
+/// What `tessera gradients` writes.
+struct Gradients {
+  double loss = 0;
+  at::Tensor logits;
+  Tensors by_name;
+};
+Gradients read_gradients(const std::filesystem::path& file);
+
+/// Loss, logits and every gradient by name, none missing and none too many.
+void expect_within_bounds(const Gradients& found, const Reference& reference);
 
 double relative_error(const at::Tensor& found, const at::Tensor& expected);
 double cosine_difference(const at::Tensor& found, const at::Tensor& expected);

@@ -1,6 +1,6 @@
-// Scores before experts (model.score_before_experts), which no reference has: every layout against
-// the unsharded model in fp64. That the unsharded one is right is unit/moe's to say: the composite
-// of single tokens, with all gradients.
+// Scores before experts (model.score_before_experts), which no reference has: every layout of every
+// family with experts against the unsharded model in fp64. That the unsharded one is right is
+// unit/moe's to say: the composite of single tokens, with all gradients.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -8,6 +8,11 @@
 
 namespace tessera::golden {
 namespace {
+
+/// Layouts add the same fp64 numbers in other orders: at most 1.4e-14 was found of any gradient
+/// (relative) and 1e-15 of a loss, in all families. 70 times that is far below the 1e-8 that one
+/// sum, score or activation in fp32 would leave.
+constexpr double kBound = 1e-12;
 
 /// Parameters, gradients and sums in fp64, which no key of the config asks for.
 void in_float64(const RankParts& rank) {
@@ -31,18 +36,19 @@ TEST_P(ScoreBeforeExperts, EveryGradientIsThatOfOneRankInEveryLayout) {
   for (const Degrees& degrees : all_degrees(Experts::kSome)) {
     SCOPED_TRACE(to_string(degrees));
     const Step found = run_step(GetParam(), degrees, scores_before(true));
-    ASSERT_EQ(found.refusal, "");
+    ASSERT_EQ(found.refusal + found.forward_refusal, "");
     EXPECT_EQ(found.not_invariant, std::vector<std::string>{});
-    EXPECT_NEAR(found.loss, expected.loss, kLossBound);
+    EXPECT_NEAR(found.loss, expected.loss, kBound);
     ASSERT_EQ(found.gradients.size(), expected.gradients.size());
     for (const auto& [name, gradient] : expected.gradients) {
-      EXPECT_LT(relative_error(found.gradients.at(name), gradient), 1e-6) << name;
+      EXPECT_LT(relative_error(found.gradients.at(name), gradient), kBound) << name;
     }
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(Families, ScoreBeforeExperts,
-                         ::testing::Values("qwen3-moe-fp32", "gpt-oss-fp32", "deepseek-v2-fp32"),
+                         ::testing::Values("qwen3-moe-fp32", "gpt-oss-fp32", "deepseek-v2-fp32",
+                                           "deepseek-v2-group-fp32", "gemma4-fp32"),
                          [](const auto& each) { return test_name(each.param); });
 
 }  // namespace

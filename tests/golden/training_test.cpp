@@ -1,15 +1,15 @@
 // `tessera train` against the losses of transformers and torch.optim over five steps, under any
 // layout.
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <nlohmann/json.hpp>
-#include <span>
 
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
+#include "grad/torch_dtype.h"
 
 namespace tessera::golden {
 namespace {
@@ -65,15 +65,11 @@ TEST_P(GoldenTraining, AWiderTensorOfTheFileTrainsInItsDtype) {
   const auto folder = changed_folder(reference().name(), [](std::vector<StoredTensor>& tensors) {
     StoredTensor& norm = *std::ranges::find(tensors, std::string("model.norm.weight"),
                                             [](const auto& tensor) { return tensor.spec.name; });
-    ASSERT_EQ(norm.spec.dtype, DType::kFloat32);
-    std::vector<double> wide(norm.bytes.size() / sizeof(float));
-    for (std::size_t i = 0; i < wide.size(); ++i) {
-      float value = 0;
-      std::memcpy(&value, norm.bytes.data() + i * sizeof value, sizeof value);
-      wide[i] = value;
-    }
-    const auto bytes = std::as_bytes(std::span(wide));
-    norm.bytes.assign(bytes.begin(), bytes.end());
+    const at::Tensor wide =
+        at::from_blob(norm.bytes.data(), norm.spec.shape, to_scalar_type(norm.spec.dtype))
+            .to(at::kDouble);
+    const auto* bytes = static_cast<const std::byte*>(wide.const_data_ptr());
+    norm.bytes.assign(bytes, bytes + wide.nbytes());
     norm.spec.dtype = DType::kFloat64;
   });
   const Layout layout{.ranks = 2};

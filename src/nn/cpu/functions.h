@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "nn/gated.h"
 #include "nn/loss.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
@@ -29,6 +30,7 @@ at::Tensor windowed_attention(const at::Tensor& q, const at::Tensor& keys, const
                               const AttentionReach& reach, double scale);
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 at::Tensor swiglu_halves(const at::Tensor& both);
+at::Tensor clamped_swiglu(const at::Tensor& both, const ClampedSwiglu& options);
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight,
                      std::optional<std::int64_t> padding);
 at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets, Logits use);

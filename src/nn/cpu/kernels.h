@@ -97,6 +97,16 @@ struct Swiglu {
   T* grad_up;
 };
 
+/// gpt-oss's gate (gated.h); gate and up alternate in `both`.
+template <class T>
+struct ClampedSwigluJob {
+  const T* both;  ///< [elements, 2]
+  T* out;         ///< [elements]; forward
+  const T* grad;  ///< [elements]; backward
+  T* grad_both;   ///< [elements, 2]
+  float alpha, limit;
+};
+
 template <class T>
 struct CrossEntropy {
   const T* logits;      ///< [rows, V]
@@ -129,6 +139,8 @@ struct Kernels {
   void (*causal_softmax_backward)(const CausalRows<T>&, long begin, long end);
   void (*swiglu_forward)(const Swiglu<T>&, long begin, long end);
   void (*swiglu_backward)(const Swiglu<T>&, long begin, long end);
+  void (*clamped_swiglu_forward)(const ClampedSwigluJob<T>&, long begin, long end);
+  void (*clamped_swiglu_backward)(const ClampedSwigluJob<T>&, long begin, long end);
   void (*cross_entropy_forward)(const CrossEntropy<T>&, long begin, long end);
   void (*cross_entropy_backward)(const CrossEntropy<T>&, long begin, long end);
   void (*embedding_backward)(const EmbeddingBackward<T>&, long begin, long end);

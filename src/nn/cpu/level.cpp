@@ -17,6 +17,8 @@ constexpr Kernels<T, W> kernels_of() {
           .causal_softmax_backward = causal_softmax_backward<T>,
           .swiglu_forward = swiglu_forward<T>,
           .swiglu_backward = swiglu_backward<T>,
+          .clamped_swiglu_forward = clamped_swiglu_forward<T>,
+          .clamped_swiglu_backward = clamped_swiglu_backward<T>,
           .cross_entropy_forward = cross_entropy_forward<T>,
           .cross_entropy_backward = cross_entropy_backward<T>,
           .embedding_backward = embedding_backward<T>};

@@ -306,6 +306,51 @@ void swiglu_backward(const Swiglu<T>& job, long begin, long end) {
   });
 }
 
+/// What both directions start from, in fp32.
+struct ClampedLanes {
+  Lanes gate, up;                     ///< clamped; NaN stays NaN
+  Lanes open;                         ///< sigmoid(alpha * gate)
+  IntLanes gate_is_free, up_is_free;  ///< not clamped: those have a gradient
+};
+
+template <class T>
+TESSERA_LANES_INLINE ClampedLanes clamped(const ClampedSwigluJob<T>& job, long begin, long count) {
+  const LanePairs in = load_pairs(job.both + 2 * begin, count);
+  const Lanes limit = all(job.limit);
+  ClampedLanes found;
+  found.gate_is_free = in.even <= limit;
+  found.up_is_free = (in.odd <= limit) & (in.odd >= -limit);
+  found.gate = in.even > limit ? limit : in.even;
+  const Lanes below = in.odd > limit ? limit : in.odd;
+  found.up = below < -limit ? -limit : below;
+  // A gate of -inf times an open that is not quite 0 would be -inf, not the formula's NaN.
+  const Lanes turned = found.gate * job.alpha;
+  found.open = turned < -87.0F ? Lanes{} : sigmoid(turned);
+  return found;
+}
+
+template <class T>
+void clamped_swiglu_forward(const ClampedSwigluJob<T>& job, long begin, long end) {
+  for_lanes(end - begin, [&](long i, long count) {
+    const ClampedLanes in = clamped(job, begin + i, count);
+    store(job.out + begin + i, (in.up + 1.0F) * (in.gate * in.open), count);
+  });
+}
+
+template <class T>
+void clamped_swiglu_backward(const ClampedSwigluJob<T>& job, long begin, long end) {
+  for_lanes(end - begin, [&](long i, long count) {
+    const ClampedLanes in = clamped(job, begin + i, count);
+    const Lanes grad = load(job.grad + begin + i, count);
+    const Lanes grad_gated = grad * (in.up + 1.0F);
+    const Lanes grad_gate =
+        grad_gated * in.open + grad_gated * in.gate * (1.0F - in.open) * in.open * job.alpha;
+    const Lanes grad_up = grad * (in.gate * in.open);
+    store_pairs(job.grad_both + 2 * (begin + i),
+                {in.gate_is_free ? grad_gate : Lanes{}, in.up_is_free ? grad_up : Lanes{}}, count);
+  });
+}
+
 template <class T>
 void cross_entropy_forward(const CrossEntropy<T>& job, long begin, long end) {
   for (long row = begin; row < end; ++row) {

@@ -68,6 +68,34 @@ TESSERA_LANES_INLINE void store(T* to, Lanes value, long count) {
   __builtin_memcpy(to, padded, static_cast<unsigned long>(count) * sizeof(T));
 }
 
+struct LanePairs {
+  Lanes even, odd;
+};
+
+/// The first `count` pairs of neighbours, the others 0.
+template <class T>
+TESSERA_LANES_INLINE LanePairs load_pairs(const T* from, long count) {
+  const long first = 2 * count < kLanes ? 2 * count : kLanes;
+  const Lanes low = load(from, first);
+  const Lanes high = load(from + first, 2 * count - first);
+  return {
+      __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
+      __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29,
+                              31)};
+}
+template <class T>
+TESSERA_LANES_INLINE void store_pairs(T* to, const LanePairs& pairs, long count) {
+  const long first = 2 * count < kLanes ? 2 * count : kLanes;
+  store(to,
+        __builtin_shufflevector(pairs.even, pairs.odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6,
+                                22, 7, 23),
+        first);
+  store(to + first,
+        __builtin_shufflevector(pairs.even, pairs.odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29,
+                                14, 30, 15, 31),
+        2 * count - first);
+}
+
 /// body(begin, count) over [0, size) in steps of sixteen, the last one shorter.
 template <class Body>
 TESSERA_LANES_INLINE void for_lanes(long size, const Body& body) {

@@ -105,7 +105,7 @@ AxisPlacement on(const std::string& axis, int size, PlacementKind parameter,
   return {axis, size, {parameter}, {gradient}};
 }
 AxisPlacement summed(const std::string& axis, int size) {
-  return on(axis, size, PlacementKind::kReplicate, PlacementKind::kPartial);
+  return AxisPlacement::summed(axis, size);
 }
 
 // Naive: the router's gradient over dp alone; experts divided by their own number of ranks.
@@ -139,6 +139,10 @@ TEST(Reductions, NeedADeclarationOnEveryModelAxis) {
               HasSubstr("no placement on the axis etp of 2 ranks"));
   EXPECT_THAT(refusal({MeshKind::kDense, {}, {summed("ep", 2)}}), HasSubstr("expected one on tp"));
   EXPECT_THAT(refusal({MeshKind::kDense, {}, {summed("tp", 4)}}), HasSubstr("tp 4"));
+  const DataAxes wide({MeshShape::dense(1, 1, 1, 1, 4), MeshShape::sparse(1, 1, 1, 1, 4)});
+  const std::vector<AxisPlacement> twice = {summed("tp_kv/2", 2), summed("tp_kv/2", 2)};
+  EXPECT_THAT(error_of([&] { (void)reductions_of({MeshKind::kDense, {}, twice}, wide, "w"); }),
+              AllOf(HasSubstr("w: "), HasSubstr("overlap")));
   EXPECT_THAT(refusal({MeshKind::kDense, {}, {summed("dp_shard", 4)}}), HasSubstr("dp_shard"));
   // Experts that lie whole on every rank owe data sums alone.
   const DataAxes whole({MeshShape::dense(1, 1, 4, 1, 2), MeshShape::sparse(1, 1, 8, 1, 1)});
@@ -147,9 +151,8 @@ TEST(Reductions, NeedADeclarationOnEveryModelAxis) {
 }
 
 TEST(GlobalShape, IsTheOneWhoseLocalShapeItCameFrom) {
-  using enum PlacementKind;
-  const AxisPlacement rows{"ep", 4, {kShard, 0}, {kShard, 0}};
-  const AxisPlacement inner{"etp", 2, {kShard, 2}, {kShard, 2}};
+  const auto rows = AxisPlacement::cut(axis::kExpert, 4, 0);
+  const auto inner = AxisPlacement::cut(axis::kExpertTensor, 2, 2);
   const ParameterLayout plain{MeshKind::kSparse, {}, {rows}};
   EXPECT_THAT(layout::global_shape(plain, {2, 5}, "w"), ElementsAre(8, 5));
   const ParameterLayout split{MeshKind::kSparse, {8, 2, 6, 5}, {rows, inner}};
@@ -157,6 +160,19 @@ TEST(GlobalShape, IsTheOneWhoseLocalShapeItCameFrom) {
   EXPECT_EQ(layout::global_shape(split, layout::local_shape(split, whole), "w"), whole);
   EXPECT_THAT(error_of([&] { (void)layout::global_shape(split, {2, 7, 5}, "w"); }),
               HasSubstr("w: found a tensor of 7"));
+}
+
+// Naive: a rank's one expert, or its one row of the gates, is no part of any dim.
+TEST(GlobalShape, KnowsDimsOfWhichARankHasOneElement) {
+  for (const std::vector<std::int64_t>& cut :
+       {std::vector<std::int64_t>{4, 2, 6, 5}, {8, 2, 2, 5}, {4, 2, 2, 5}, {4, 2, 2, 1}}) {
+    const ParameterLayout split{
+        MeshKind::kSparse,
+        cut,
+        {AxisPlacement::cut(axis::kExpert, 4, 0), AxisPlacement::cut(axis::kExpertTensor, 2, 2)}};
+    const std::vector<std::int64_t> whole = {cut[0], cut[1] * cut[2], cut[3]};
+    EXPECT_EQ(layout::global_shape(split, layout::local_shape(split, whole), "w"), whole);
+  }
 }
 
 }  // namespace

@@ -1,8 +1,15 @@
 // Experts against one token at a time in fp64.
 #include "moe/experts.h"
 
+#include <gmock/gmock.h>
+
+#include <limits>
+
+#include "moe/load_balance.h"
 #include "nn/gated.h"
 #include "nn/geglu.h"
+#include "tessera/error.h"
+#include "unit/moe/host_waits.h"
 #include "unit/nn/compare.h"
 
 namespace tessera::moe {
@@ -82,14 +89,59 @@ TEST_F(Experts, NoTokensRunForwardAndBackward) {
   EXPECT_EQ(gate_up.grad().abs().max().item<double>(), 0.0);
 }
 
-TEST_F(Experts, ProductsAreWideAndSumsInTheHiddenDtype) {
-  const at::Tensor rows = at::randn({12, 4}).to(at::kBFloat16);
-  const at::Tensor weights = at::rand({6, 2});
+// 256 + 1 is not a bf16: sums that are rounded on the way give 0.
+TEST_F(Experts, ATokensRowsAreAddedBeforeTheyAreRounded) {
+  const at::Tensor rows = at::tensor({256.0, 1.0, -256.0}).to(at::kBFloat16).view({3, 1});
+  const Dispatch order = dispatch(at::tensor({0, 1, 2}, at::kLong).view({1, 3}), kExperts);
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    EXPECT_EQ(combine(rows, at::ones({1, 3}, dtype), order).item<double>(), 1.0);
+  }
+  EXPECT_EQ(combine(rows, {}, order).item<double>(), 1.0);
+}
+
+TEST_F(Experts, ProductsAndSumsAreWideAndRoundedOnce) {
   const Dispatch order = dispatch(choice(6), kExperts);
-  const at::Tensor found = combine(rows, weights, order);
-  const at::Tensor by_slot = rows.index_select(0, order.row_of_slot).view({6, 2, 4});
-  const at::Tensor parts = (by_slot.to(at::kFloat) * weights.unsqueeze(2)).to(at::kBFloat16);
-  EXPECT_TRUE(found.equal(parts.select(1, 0) + parts.select(1, 1)));
+  const at::Tensor rows = at::randn({12, 4}).to(at::kBFloat16);
+  const at::Tensor by_slot = rows.index_select(0, order.row_of_slot).view({6, 2, 4}).to(at::kFloat);
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    const at::Tensor weights = at::rand({6, 2}).to(dtype);
+    const at::Tensor parts = by_slot * weights.to(at::kFloat).unsqueeze(2);
+    const at::Tensor sum = parts.select(1, 0) + parts.select(1, 1);
+    EXPECT_TRUE(combine(rows, weights, order).equal(sum.to(at::kBFloat16)));
+    const at::Tensor scaled = parts.view({12, 4}).index_select(0, order.slot_of_row);
+    EXPECT_TRUE(scale_rows(rows, weights, order).equal(scaled.to(at::kBFloat16)));
+  }
+}
+
+// More rows than one block of them holds: what a token gets is what it gets alone.
+TEST_F(Experts, BlocksOfRowsHaveTheBitsOfASingleToken) {
+  constexpr std::int64_t kTokens = 70;
+  constexpr std::int64_t kWide = 8192;  // 32 rows a block
+  const at::Tensor grad = at::randn({kTokens, kWide});
+  for (const Score score : {Score::kAfterExperts, Score::kBeforeExperts}) {
+    const auto results = [&](const at::Tensor& x, const at::Tensor& weights,
+                             const at::Tensor& indices, const at::Tensor& of_result) {
+      const Dispatch order = dispatch(indices, kExperts);
+      return nn::run(
+          [&](const Tensors& in) {
+            const at::Tensor rows = gather_tokens(in[0], order);
+            return score == Score::kAfterExperts
+                       ? combine(rows, in[1], order)
+                       : combine(scale_rows(rows, in[1], order), {}, order);
+          },
+          {x, weights}, of_result);
+    };
+    const at::Tensor x = at::randn({kTokens, kWide});
+    const at::Tensor weights = at::rand({kTokens, 2});
+    const Tensors all = results(x, weights, choice(kTokens), grad);
+    for (const std::int64_t t : {0, 31, 32, 69}) {
+      const auto of = [&](const at::Tensor& tensor) { return tensor.narrow(0, t, 1); };
+      const Tensors one = results(of(x), of(weights), of(choice(kTokens)), of(grad));
+      for (std::size_t i = 0; i < one.size(); ++i) {
+        EXPECT_TRUE(of(all[i]).equal(one[i])) << "token " << t << ", result " << i;
+      }
+    }
+  }
 }
 
 /// gpt-oss's experts, scored before or after, in plain autograd.
@@ -144,6 +196,40 @@ TEST_F(Experts, RowsAreOrderedByExpertThenToken) {
   EXPECT_TRUE(
       order.slot_of_row.equal(at::tensor({0, 4, 8, 1, 2, 10, 6, 9, 11, 3, 5, 7}, at::kLong)));
   EXPECT_TRUE(order.slot_of_row.index_select(0, order.row_of_slot).equal(at::arange(12)));
+}
+
+TEST_F(Experts, ScoresThatAreNotFiniteEndTheCall) {
+  const at::Tensor scores = at::zeros({6, kExperts});
+  scores[2][1] = std::numeric_limits<float>::quiet_NaN();
+  const Routing routing = route(scores, {.experts_per_token = 2});
+  try {
+    experts(at::randn({6, kHidden}), routing,
+            {at::randn({kExperts, 2 * kInner, kHidden}), at::randn({kExperts, kHidden, kInner})},
+            kGeglu);
+    FAIL() << "nothing was refused";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kNumeric);
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("(token 2, expert 1: nan)"));
+  }
+}
+
+TEST_F(Experts, TheHostReadsOnceFromTheScoresToTheGradients) {
+  const at::Tensor scores = at::randn({6, kExperts}).requires_grad_(true);
+  const at::Tensor x = at::randn({6, kHidden}).requires_grad_(true);
+  const at::Tensor gate_up = at::randn({kExperts, 2 * kInner, kHidden}).requires_grad_(true);
+  const at::Tensor down = at::randn({kExperts, kHidden, kInner}).requires_grad_(true);
+  for (const Score score : {Score::kAfterExperts, Score::kBeforeExperts}) {
+    ExpertOptions options = kGeglu;
+    options.score = score;
+    const HostWaits waits;
+    const Routing routing = route(scores, {.experts_per_token = 2, .normalize = true});
+    const at::Tensor load = count_load(routing.indices, kExperts);
+    experts(x, routing, {gate_up, down}, options).sum().backward();
+    EXPECT_EQ(waits.reads(), 1);
+    EXPECT_EQ(waits.others(), 0);
+    EXPECT_EQ(load.sum().item<std::int64_t>(), 12);
+    EXPECT_EQ(waits.others(), 1) << "who looks is seen";
+  }
 }
 
 }  // namespace

@@ -135,8 +135,10 @@ TEST_F(RoutingTest, ScoresThatAreNotFiniteAreNamed) {
   const at::Tensor scores = at::zeros({5, 4});
   scores[3][1] = std::nan("");
   scores[4][0] = std::nan("");
+  const Routing routing = route(scores, kBestTwo);
+  EXPECT_EQ(route(at::zeros({5, 4}), kBestTwo).finite.item<std::int64_t>(), 1);
   try {
-    route(scores, kBestTwo);
+    check_finite(routing, routing.finite);
     FAIL() << "nothing was refused";
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kNumeric);

@@ -4,6 +4,7 @@
 
 #include "nn/attention.h"
 #include "nn/embedding.h"
+#include "nn/gated.h"
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
@@ -235,6 +236,9 @@ TEST_F(Fused, ThreadsDoNotChangeResults) {
                                  {draw({50, 200}, at::kFloat)}, at::ones({4, 400, 200}));
     all.insert(all.end(), gated.begin(), gated.end());
     all.push_back(embedded[1]);
+    const Tensors clamped = run([](const Tensors& in) { return clamped_swiglu(in[0], {}); }, {gate},
+                                at::ones({300, 500}));
+    all.insert(all.end(), clamped.begin(), clamped.end());
     return all;
   };
   const Tensors one = results(1);

@@ -1,6 +1,8 @@
 // Grouped products against a loop over the groups, whatever way they are formed.
 #include "nn/grouped_linear.h"
 
+#include <limits>
+
 #include "nn/gated.h"
 #include "nn/mlp.h"
 #include "unit/nn/compare.h"
@@ -136,18 +138,67 @@ TEST(Gated, SwigluOfHalvesIsBitwiseThatOfTwoTensors) {
   }
 }
 
+const auto clamped = [](const Tensors& in) { return clamped_swiglu(in[0], {1.702, 2.0}); };
+const auto clamped_composite = [](const Tensors& in) {
+  return clamped_swiglu_composite(in[0], {1.702, 2.0});
+};
+
 TEST(Gated, ClampedSwigluEqualsItsCompositeInsideAndOutsideTheLimit) {
   at::manual_seed(23);
-  const ClampedSwiglu options{1.702, 2.0};
-  const auto fused = [&](const Tensors& in) { return clamped_swiglu(in[0], options); };
-  const auto composite = [&](const Tensors& in) {
-    return clamped_swiglu_composite(in[0], options);
+  // Odd sizes end within the kernel's lanes.
+  for (const std::int64_t inner : {1, 7, 8, 13, 16, 500}) {
+    for (const std::int64_t rows : {0, 1, 31}) {
+      const at::Tensor both = at::randn({rows, 2 * inner}) * 3;
+      const std::string what = std::to_string(rows) + " of " + std::to_string(inner);
+      expect_equals_composite(clamped, clamped_composite, {both.to(at::kDouble)}, {1e-13, 1e-14},
+                              what + ", double");
+      expect_equals_composite(clamped, clamped_composite, {both}, kFloat32, what + ", float");
+      expect_equals_composite(clamped, clamped_composite, {both.to(at::kBFloat16)},
+                              kOneBFloat16Rounding, what + ", bfloat16");
+    }
+  }
+  // A tail of the sigmoid that nothing clamps, and columns that are not side by side.
+  expect_equals_composite(clamped, clamped_composite, {at::randn({9, 30}) * 40}, kFloat32, "tails");
+  const auto narrowed = [](const Tensors& in) {
+    return clamped_swiglu(in[0].narrow(1, 1, 18), {1.702, 2.0});
   };
-  const at::Tensor both = at::randn({31, 26}) * 3;
-  expect_equals_composite(fused, composite, {both.to(at::kDouble)}, {1e-13, 1e-14}, "double");
-  expect_equals_composite(fused, composite, {both}, kFloat32, "float");
-  expect_equals_composite(fused, composite, {both.to(at::kBFloat16)}, kOneBFloat16Rounding,
-                          "bfloat16");
+  const auto narrowed_composite = [](const Tensors& in) {
+    return clamped_swiglu_composite(in[0].narrow(1, 1, 18), {1.702, 2.0});
+  };
+  expect_equals_composite(narrowed, narrowed_composite, {at::randn({9, 30})}, kFloat32, "narrowed");
+}
+
+/// Equal as numbers are, NaN where the other has NaN.
+void expect_same_kind(const at::Tensor& found, const at::Tensor& expected,
+                      const std::string& what) {
+  EXPECT_TRUE(at::allclose(found.to(at::kDouble), expected.to(at::kDouble), 1.0 / 128, 1e-6,
+                           /*equal_nan=*/true))
+      << what << "\n"
+      << found << "\n"
+      << expected;
+}
+
+// On the limit is inside it; NaN and infinities go where the formula takes them.
+TEST(Gated, ClampedSwigluOnItsEdgesAndBeyondNumbersIsItsComposite) {
+  constexpr double kInf = std::numeric_limits<double>::infinity();
+  constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+  const std::vector<double> values{2.0,  -2.0,  2.015625, -2.015625, 0.0,  -0.0,  1.0, -1.0,
+                                   80.0, -80.0, 1e30,     -1e30,     kInf, -kInf, kNan};
+  std::vector<double> pairs;
+  for (const double gate : values) {
+    for (const double up : values) pairs.insert(pairs.end(), {gate, up});
+  }
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    const at::Tensor both = at::tensor(pairs, at::kDouble).to(dtype).view({15, 30});
+    for (const double grad : {0.75, kInf}) {
+      const at::Tensor of_result = at::full({15, 15}, grad, at::kDouble).to(dtype);
+      const Tensors found = run(clamped, {both}, of_result);
+      const Tensors expected = run(clamped_composite, {both}, of_result);
+      const std::string what = std::string(c10::toString(dtype)) + ", " + std::to_string(grad);
+      expect_same_kind(found[0], expected[0], what + ": output");
+      expect_same_kind(found[1], expected[1], what + ": gradient");
+    }
+  }
 }
 
 }  // namespace

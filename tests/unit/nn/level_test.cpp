@@ -150,6 +150,23 @@ TEST_F(Levels, CrossEntropyAgrees) {
   });
 }
 
+TEST_F(Levels, ClampedSwigluAgrees) {
+  const std::vector<float> both = numbers(7, 2.0), grad = numbers(8);
+  compare([&](const Level& level) {
+    constexpr long kElements = kRows * kColumns / 2;
+    std::vector<float> results(3 * kElements);
+    const ClampedSwigluJob<float> job{.both = both.data(),
+                                      .out = results.data(),
+                                      .grad = grad.data(),
+                                      .grad_both = results.data() + kElements,
+                                      .alpha = 1.702F,
+                                      .limit = 2.0F};
+    level.fp32.clamped_swiglu_forward(job, 0, kElements);
+    level.fp32.clamped_swiglu_backward(job, 0, kElements);
+    return results;
+  });
+}
+
 // Rounding to bf16 is integer work: the same bits everywhere, and those of c10.
 TEST_F(Levels, RoundingToBFloat16IsThatOfLibtorch) {
   std::vector<float> values = numbers(6, 1e3);

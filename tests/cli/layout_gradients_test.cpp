@@ -1,0 +1,76 @@
+// `tessera gradients` of models with experts as processes, against transformers: what every layout
+// does on thread ranks (golden/parallel_test.cpp), here through the program, its launch and its
+// sockets.
+#include <gmock/gmock.h>
+
+#include <algorithm>
+
+#include "cli/layout_run.h"
+#include "cli/program.h"
+#include "golden/model_folder.h"
+#include "golden/reference.h"
+
+namespace tessera::cli {
+namespace {
+
+using golden::Gradients;
+using golden::Reference;
+using ::testing::HasSubstr;
+
+const std::vector<std::string> kFloat32{"--precision.param_dtype=float32"};
+
+/// Of the folder's one batch. The file says in which layout it was made: it is the one asked for.
+Gradients gradients(const std::string& name, const ProcessLayout& layout,
+                    const std::vector<std::string>& more) {
+  const testing::TemporaryFolder folder;
+  auto words = in_layout(layout, {"gradients", "--model", golden::data_folder(name).string(),
+                                  "--batch", Reference::of(name).batches(), "--out", "g"});
+  words.insert(words.end(), more.begin(), more.end());
+  const Outcome outcome = run_program(folder, words);
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  if (outcome.code != 0) return {};
+  const auto metadata = SafetensorsFile(folder / "g").header().metadata;
+  EXPECT_THAT(metadata.at("layout"),
+              HasSubstr(concat("dp_shard ", layout.shard, " x cp 1 x tp ", layout.tp)));
+  if (layout.ep > 1) {
+    EXPECT_THAT(metadata.at("layout"), HasSubstr(concat("ep ", layout.ep, " x etp ", layout.etp)));
+  }
+  return golden::read_gradients(folder / "g");
+}
+
+class LayoutGradients : public ::testing::TestWithParam<std::string> {};
+
+TEST_P(LayoutGradients, OfEveryParameterAreTransformersOnProcesses) {
+  const ProcessLayout layouts[] = {
+      {.tp = 2},                                  // experts whole, tokens on shards
+      {.shard = 2, .tp = 2, .ep = 2},             // experts on two ranks, and sharded
+      {.shard = 2, .tp = 2, .ep = 2, .etp = 2}};  // experts on two ranks, and cut
+  for (const ProcessLayout& layout : layouts) {
+    SCOPED_TRACE(to_string(layout));
+    golden::expect_within_bounds(gradients(GetParam(), layout, kFloat32),
+                                 Reference::of(GetParam()));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Families, LayoutGradients,
+                         ::testing::Values("qwen3-moe-fp32", "gpt-oss-mxfp4", "deepseek-v2-fp32"),
+                         [](const auto& each) { return golden::test_name(each.param); });
+
+// The bounds are those recorded for transformers' own bf16 (golden/narrow_layouts_test.cpp).
+TEST(NarrowGradients, InBFloat16PointTheSameWayOnProcessesWithTheRecordedRouting) {
+  const std::string name = "qwen3-moe-fp32";
+  const Reference& reference = Reference::of(name);
+  const auto found = gradients(name, {.shard = 2, .tp = 2, .ep = 2}, {"--impose-routing"});
+  EXPECT_NEAR(found.loss, reference.result("loss").item<double>(), 0.02);
+  ASSERT_EQ(found.by_name.size(), reference.gradients().size());
+  double most = 0;
+  for (const auto& [parameter, expected] : reference.gradients()) {
+    const double difference = golden::cosine_difference(found.by_name.at(parameter), expected);
+    EXPECT_LT(difference, reference.bfloat16_bound()) << parameter;
+    most = std::max(most, difference);
+  }
+  EXPECT_GT(most, 1e-6) << "it was not bf16";
+}
+
+}  // namespace
+}  // namespace tessera::cli

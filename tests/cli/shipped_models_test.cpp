@@ -1,0 +1,263 @@
+// The configs of real models resolve and plan on 64 ranks from config.json alone: as they are
+// shipped (all ranks share one copy) and with layers and experts shared out as well.
+#include <gmock/gmock.h>
+
+#include <map>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <regex>
+#include <set>
+
+#include "cli/program.h"
+
+namespace tessera::cli {
+namespace {
+
+using nlohmann::json;
+using ::testing::HasSubstr;
+
+constexpr int kWorld = 64;
+constexpr const char* kConfigs = TESSERA_CONFIGS;
+
+using Words = std::vector<std::string>;
+using Placements = std::map<std::string, std::string>;  ///< of parameters, by name
+
+const Words kExpertParallel{"--parallelism.tensor_parallel_degree=8",
+                            "--parallelism.expert_parallel_degree=8"};
+const Words kExpertsCut{"--parallelism.tensor_parallel_degree=8",
+                        "--parallelism.expert_parallel_degree=8",
+                        "--parallelism.expert_tensor_parallel_degree=8"};
+
+/// With tp 8 and ep 8 on 64 ranks, by name behind "model.layers.1.".
+const std::string kRows = "tp 8 S(0), gradient S(0)";
+const std::string kColumns = "tp 8 S(1), gradient S(1)";
+const std::string kWhole = "tp 8 R, gradient P";
+const std::string kWholeExperts = "ep 8 S(0), gradient S(0) (sparse mesh)";
+const std::string kHalfCopies = "tp_kv/4 4 S(0), gradient S(0); tp_rep/2 2 R, gradient P";
+
+struct Model {
+  std::string name;
+  std::int64_t numel;      ///< as published: 15.7, 235.7, 20.9, 30.5 billion
+  std::size_t parameters;  ///< the experts of a layer are two, or four with biases
+  Placements placements;
+  std::string cut_gate_up;  ///< of experts whose width tp shares out
+  std::string cut_down;
+};
+
+void PrintTo(const Model& model, std::ostream* out) { *out << model.name; }
+
+/// What one rank of an axis that shares it out has of the parameter: 1 / this.
+std::int64_t parts(const json& parameter) {
+  std::int64_t product = 1;
+  if (!parameter.contains("placement")) return product;
+  const std::string text = parameter.at("placement");
+  const std::regex part(R"(\S+ (\d+) S\(\d\),)");
+  for (std::sregex_iterator each(text.begin(), text.end(), part), end; each != end; ++each) {
+    product *= std::stoll((*each)[1]);
+  }
+  return product;
+}
+
+std::int64_t numel(const json& shape) {
+  const auto sizes = shape.get<std::vector<std::int64_t>>();
+  return std::accumulate(sizes.begin(), sizes.end(), std::int64_t{1}, std::multiplies<>());
+}
+
+class ShippedModels : public ::testing::TestWithParam<Model> {
+ protected:
+  void SetUp() override {
+    std::filesystem::create_directory_symlink(kConfigs, folder_ / "configs");
+  }
+  std::string config() const { return "configs/" + GetParam().name + ".toml"; }
+
+  json contract(const Words& degrees) const {
+    Words words{"inspect", "--contract", config(), "--world", std::to_string(kWorld), "--json"};
+    words.insert(words.end(), degrees.begin(), degrees.end());
+    // 941 GB of weights: 4 GiB of address space hold the program, not the model.
+    const Outcome outcome = run_program(folder_, words, "prlimit --as=4294967296");
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return outcome.code == 0 ? json::parse(outcome.out) : json();
+  }
+
+  /// Each element of each parameter is kept once by the ranks that share it out.
+  void expect_whole(const json& found) const {
+    ASSERT_EQ(found.at("world_size"), kWorld);
+    std::map<std::string, json> by_name;
+    std::int64_t all = 0;
+    for (const json& parameter : found.at("parameters")) {
+      by_name[parameter.at("name")] = parameter;
+      all += numel(parameter.at("shape"));
+    }
+    EXPECT_EQ(all, GetParam().numel);
+    EXPECT_EQ(by_name.size(), GetParam().parameters);
+    std::size_t placed = 0;
+    std::int64_t kept = 0;
+    for (const json& unit : found.at("units")) {
+      for (const json& bucket : unit.at("buckets")) {
+        std::int64_t used = 0;
+        for (const json& place : bucket.at("parameters")) {
+          const json& parameter = by_name.at(place.at("name"));
+          const std::int64_t held = place.at("numel");
+          EXPECT_EQ(held * parts(parameter), numel(parameter.at("shape"))) << place;
+          EXPECT_EQ(bucket.at("ranks").get<std::int64_t>() * parts(parameter), kWorld) << place;
+          used += held;
+          ++placed;
+        }
+        EXPECT_EQ(bucket.at("padding_numel"), bucket.at("numel").get<std::int64_t>() - used);
+        EXPECT_EQ(bucket.at("numel"), bucket.at("slice_numel").get<std::int64_t>() *
+                                          bucket.at("ranks").get<std::int64_t>());
+        kept += bucket.at("shard_bytes").get<std::int64_t>();
+      }
+    }
+    EXPECT_EQ(placed, by_name.size());
+    EXPECT_EQ(found.at("shard_bytes"), kept);
+    // fp32, and less than a thousandth of padding.
+    EXPECT_GE(kept * kWorld, 4 * all);
+    EXPECT_LE(kept * kWorld, 4 * (all + all / 1000));
+  }
+
+  void expect_placed(const json& found, const Placements& expected) const {
+    std::size_t seen = 0;
+    for (const json& parameter : found.at("parameters")) {
+      const auto place = expected.find(parameter.at("name"));
+      if (place == expected.end()) continue;
+      EXPECT_EQ(parameter.at("placement"), place->second) << place->first;
+      ++seen;
+    }
+    EXPECT_EQ(seen, expected.size()) << "every one of these is a parameter";
+  }
+
+  const testing::TemporaryFolder folder_;
+};
+
+TEST_P(ShippedModels, PlanAsTheyAreShippedFromConfigJsonAlone) {
+  const json found = contract({});
+  ASSERT_FALSE(found.is_null());
+  EXPECT_THAT(found.at("layout"), HasSubstr("dp_replicate 1 x dp_shard 64 x cp 1 x tp 1"));
+  expect_whole(found);
+  for (const json& parameter : found.at("parameters")) {
+    EXPECT_FALSE(parameter.contains("placement")) << "all ranks share all of it: " << parameter;
+    EXPECT_EQ(parameter.at("reductions").at("shard_axes"), json::array({"dp_shard"}));
+  }
+}
+
+TEST_P(ShippedModels, EveryPatternOfTheRulesMatchesAndDecidesADtype) {
+  const std::string text = read_file(folder_ / config());
+  const std::regex match(
+      R"~(\[\[precision\.rule\]\][^\n]*\nmatch = (\[.*?\])\nparam_dtype = "(\w+)")~");
+  std::size_t patterns = 0;
+  const json found = contract({});
+  ASSERT_FALSE(found.is_null());
+  int rule = 0;
+  for (std::sregex_iterator each(text.begin(), text.end(), match), end; each != end; ++each) {
+    ++rule;
+    for (const json& pattern : json::parse((*each)[1].str())) {
+      const std::string reason =
+          "rule " + std::to_string(rule) + " (" + pattern.get<std::string>() + ")";
+      int matched = 0;
+      for (const json& parameter : found.at("parameters")) {
+        const json& compute = parameter.at("compute");
+        if (!compute.at("reason").get<std::string>().starts_with(reason)) continue;
+        EXPECT_EQ(compute.at("value"), (*each)[2].str()) << parameter.at("name");
+        ++matched;
+      }
+      EXPECT_GT(matched, 0) << reason;
+      ++patterns;
+    }
+  }
+  const std::regex header(R"(\[\[precision\.rule\]\])");
+  EXPECT_EQ(rule, std::distance(std::sregex_iterator(text.begin(), text.end(), header),
+                                std::sregex_iterator()))
+      << "a rule that this test cannot read";
+  EXPECT_GE(patterns, 2U) << "norms and routers";
+}
+
+TEST_P(ShippedModels, LayersAndExpertsAreSharedOutByName) {
+  const json found = contract(kExpertParallel);
+  ASSERT_FALSE(found.is_null());
+  EXPECT_THAT(found.at("layout"), HasSubstr("dp_shard 8 x cp 1 x tp 8"));
+  EXPECT_THAT(found.at("layout"), HasSubstr("dp_shard_mod_ep 8 x ep 8 x etp 1"));
+  expect_whole(found);
+  Placements expected;
+  for (const auto& [name, placement] : GetParam().placements) {
+    expected["model.layers.1." + name] = placement;
+  }
+  expected.insert({{"model.embed_tokens.weight", kRows},
+                   {"model.norm.weight", kWhole},
+                   {"lm_head.weight", kRows},
+                   {"model.layers.1.self_attn.o_proj.weight", kColumns},
+                   {"model.layers.1.input_layernorm.weight", kWhole},
+                   {"model.layers.1.mlp.experts.gate_up_proj", kWholeExperts},
+                   {"model.layers.1.mlp.experts.down_proj", kWholeExperts}});
+  expect_placed(found, expected);
+}
+
+TEST_P(ShippedModels, TensorParallelExpertsAreCutInTheirWidth) {
+  const json found = contract(kExpertsCut);
+  ASSERT_FALSE(found.is_null());
+  EXPECT_THAT(found.at("layout"), HasSubstr("dp_shard_mod_ep 1 x ep 8 x etp 8"));
+  expect_whole(found);
+  expect_placed(found, {{"model.layers.1.mlp.experts.gate_up_proj", GetParam().cut_gate_up},
+                        {"model.layers.1.mlp.experts.down_proj", GetParam().cut_down}});
+}
+
+/// gate, up and down of experts one behind the other, [E, 2I, H] and [E, H, I]; of gpt-oss
+/// transposed, gate and up in turn.
+std::string cut_gate_up(const std::string& shape) {
+  return "ep 8 S(0), gradient S(0); etp 8 S(2), gradient S(2) of " + shape + " (sparse mesh)";
+}
+const std::string kCutDown = "ep 8 S(0), gradient S(0); etp 8 S(2), gradient S(2) (sparse mesh)";
+const std::string kCutTransposedGateUp = kCutDown;
+const std::string kCutTransposedDown =
+    "ep 8 S(0), gradient S(0); etp 8 S(1), gradient S(1) (sparse mesh)";
+
+const Placements kLatentAttention{{"self_attn.kv_a_proj_with_mqa.weight", kWhole},
+                                  {"self_attn.kv_a_layernorm.weight", kWhole},
+                                  {"self_attn.kv_b_proj.weight", kRows},
+                                  {"mlp.gate.weight", kWhole},
+                                  {"mlp.shared_experts.gate_proj.weight", kRows},
+                                  {"mlp.shared_experts.up_proj.weight", kRows},
+                                  {"mlp.shared_experts.down_proj.weight", kColumns}};
+
+Placements with(Placements all, const Placements& more) {
+  all.insert(more.begin(), more.end());
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Configs, ShippedModels,
+    ::testing::Values(Model{"deepseek-v2-lite", 15'706'484'224, 351,
+                            with(kLatentAttention, {{"self_attn.q_proj.weight", kRows}}),
+                            cut_gate_up("64x2x1408x2048"), kCutDown},
+                      Model{"deepseek-v2", 235'741'434'880, 900,
+                            with(kLatentAttention, {{"self_attn.q_a_proj.weight", kWhole},
+                                                    {"self_attn.q_a_layernorm.weight", kWhole},
+                                                    {"self_attn.q_b_proj.weight", kRows}}),
+                            cut_gate_up("160x2x1536x5120"), kCutDown},
+                      Model{"gpt-oss-20b",
+                            20'914'757'184,
+                            411,
+                            {{"self_attn.q_proj.bias", kRows},
+                             {"self_attn.k_proj.weight", kRows},
+                             {"self_attn.o_proj.bias", kWhole},
+                             {"self_attn.sinks", kRows},
+                             {"mlp.router.weight", kWhole},
+                             {"mlp.router.bias", kWhole},
+                             {"mlp.experts.gate_up_proj_bias", kWholeExperts},
+                             {"mlp.experts.down_proj_bias", kWholeExperts}},
+                            kCutTransposedGateUp,
+                            kCutTransposedDown},
+                      Model{"qwen3-30b-a3b",
+                            30'532'122'624,
+                            531,
+                            {{"self_attn.q_proj.weight", kRows},
+                             {"self_attn.k_proj.weight", kHalfCopies},  // four heads on eight ranks
+                             {"self_attn.v_proj.weight", kHalfCopies},
+                             {"self_attn.q_norm.weight", kWhole},
+                             {"mlp.gate.weight", kWhole}},
+                            cut_gate_up("128x2x768x2048"),
+                            kCutDown}),
+    [](const auto& each) { return std::regex_replace(each.param.name, std::regex("-"), "_"); });
+
+}  // namespace
+}  // namespace tessera::cli

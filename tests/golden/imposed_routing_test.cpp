@@ -1,0 +1,28 @@
+// The routing of a batch file, imposed: the recorded one is the model's own, so it changes no bit.
+#include <gtest/gtest.h>
+
+#include "golden/layouts.h"
+#include "golden/model_folder.h"
+
+namespace tessera::golden {
+namespace {
+
+class ImposedRouting : public ::testing::TestWithParam<std::string> {};
+
+TEST_P(ImposedRouting, OfTheSameChoiceChangesNoBit) {
+  const std::string batch = Reference::of(GetParam()).batches();
+  for (const Layout& layout :
+       {Layout{.ranks = 1, .micro_batches = MicroBatches::kOneRow}, Layout{.ranks = 3}}) {
+    SCOPED_TRACE(to_string(layout));
+    auto config = config_for(layout);
+    config.model.path = data_folder(GetParam());
+    const auto own = run_gradients(config, layout, batch);
+    expect_same_bits(run_gradients(config, layout, batch, Routing::kImposed), own);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Folders, ImposedRouting, ::testing::ValuesIn(folders_with_experts()),
+                         [](const auto& each) { return test_name(each.param); });
+
+}  // namespace
+}  // namespace tessera::golden

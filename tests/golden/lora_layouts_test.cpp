@@ -1,0 +1,145 @@
+// Adapters beside layers that ranks share: their gradients are those of one rank, which peft has
+// computed too (lora_test.py).
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "golden/degrees.h"
+#include "golden/model_folder.h"
+#include "unit/io/temporary_folder.h"
+
+namespace tessera::golden {
+namespace {
+
+using ::testing::AllOf;
+using testing::error_of;
+using ::testing::HasSubstr;
+
+/// Layers of every placement that the family has: cut by rows, by columns, copied, whole.
+std::vector<std::string> targets_of(const std::string& folder) {
+  if (folder.starts_with("llama")) {
+    return {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"};
+  }
+  if (folder.starts_with("deepseek")) {
+    return {"q_proj",
+            "kv_a_proj_with_mqa",
+            "kv_b_proj",
+            "o_proj",
+            "layers.0.mlp.down_proj",
+            "shared_experts.up_proj",
+            "shared_experts.down_proj",
+            "lm_head"};
+  }
+  if (folder.starts_with("gemma4")) {
+    return {"language_model.layers.*.self_attn.*_proj", "language_model.layers.*.mlp.*_proj",
+            "embedding_projection"};
+  }
+  return {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"};
+}
+
+/// Adapters whose second factors are no longer zero, for then the first ones' gradients would be:
+/// three steps of one rank.
+std::filesystem::path trained_adapters(const std::string& folder, double dropout = 0) {
+  const Layout one{.ranks = 1};
+  auto config = training_config(Reference::of(folder), OptimizerKind::kAdamW, one);
+  config.lora.rank = 4;
+  config.lora.alpha = 10.0;
+  config.lora.targets = targets_of(folder);
+  config.lora.dropout = dropout;
+  config.optimizer.lr = 0.05;
+  config.training.steps = 3;
+  config.checkpoint.folder = temporary_path("adapters");
+  run_training(config, one);
+  return config.checkpoint.folder / std::filesystem::path("step-3");
+}
+
+class LoraLayouts : public ::testing::TestWithParam<std::string> {
+ protected:
+  std::vector<Degrees> layouts() const {
+    std::vector<Degrees> all{{.tp = 2},
+                             {.tp = 2, .sequence = false},
+                             {.tp = 4},
+                             {.tp = 4, .sequence = false},
+                             {.shard = 2, .tp = 2},
+                             {.replicate = 2, .tp = 2}};
+    if (GetParam().starts_with("llama")) return all;
+    all.push_back({.shard = 2, .ep = 2});
+    all.push_back({.tp = 2, .ep = 2});
+    all.push_back({.tp = 2, .ep = 2, .sequence = false});
+    all.push_back({.shard = 2, .tp = 2, .ep = 4});
+    all.push_back({.tp = 2, .etp = 2});
+    return all;
+  }
+};
+
+TEST_P(LoraLayouts, GradientsOfAdaptersAreThoseOfOneRank) {
+  const auto adapters = trained_adapters(GetParam());
+  const auto run = [&](const Degrees& degrees) {
+    auto config = config_for(GetParam(), degrees);
+    config.model.path = adapters;
+    return run_gradients(config, layout_of(degrees), Reference::of(GetParam()).batches());
+  };
+  const auto expected = run({});
+  const double logits_bound = Reference::of(GetParam()).logits_bound();
+  EXPECT_GT(
+      (expected.logits - Reference::of(GetParam()).result("logits")).abs().max().item<double>(),
+      100 * logits_bound)
+      << "they learned";
+  for (const auto& [name, gradient] : expected.by_name) {
+    EXPECT_THAT(name, ::testing::ContainsRegex("lora_[AB]"));
+    EXPECT_GT(gradient.norm().item<double>(), 1e-4) << name;
+  }
+  for (const Degrees& degrees : layouts()) {
+    SCOPED_TRACE(to_string(degrees));
+    const auto found = run(degrees);
+    EXPECT_NEAR(found.loss, expected.loss, kLossBound);
+    EXPECT_LT((found.logits - expected.logits).abs().max().item<double>(), logits_bound);
+    ASSERT_EQ(found.by_name.size(), expected.by_name.size());
+    for (const auto& [name, gradient] : expected.by_name) {
+      ASSERT_TRUE(found.by_name.contains(name)) << name;
+      EXPECT_LT(relative_error(found.by_name.at(name), gradient), kGradientBound) << name;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Families, LoraLayouts,
+                         ::testing::Values("llama-fp32", "qwen3-moe-fp32", "gpt-oss-fp32",
+                                           "deepseek-v2-fp32", "gemma4-fp32"),
+                         [](const auto& each) { return test_name(each.param); });
+
+TEST(LoraLayoutRefusals, ExpertsAndRoutersHaveNoAdapters) {
+  const Degrees degrees{.tp = 2, .ep = 2};
+  for (const char* target : {"experts", "mlp.gate"}) {
+    auto config = config_for("qwen3-moe-fp32", degrees);
+    config.lora.rank = 4;
+    config.lora.targets = {target};
+    EXPECT_THAT(error_of(ErrorKind::kConfig,
+                         [&] {
+                           run_gradients(config, layout_of(degrees),
+                                         Reference::of("qwen3-moe-fp32").batches());
+                         }),
+                AllOf(HasSubstr("lora.targets"), HasSubstr(target)));
+  }
+}
+
+// Naive: the config has no adapters where a checkpoint brings them along, and its check finds none;
+// every rank of tp then drops by columns of its part.
+TEST(LoraLayoutRefusals, DropoutOfACheckpointIsRefusedWithTensorParallelism) {
+  const std::string batch = Reference::of("llama-fp32").batches();
+  const auto adapters = trained_adapters("llama-fp32", 0.2);
+  for (const Degrees& degrees : {Degrees{.tp = 2}, Degrees{.tp = 2, .sequence = false}}) {
+    auto config = config_for("llama-fp32", degrees);
+    config.model.path = adapters;
+    EXPECT_THAT(
+        error_of(ErrorKind::kConfig, [&] { run_gradients(config, layout_of(degrees), batch); }),
+        AllOf(HasSubstr("lora.dropout"), HasSubstr("0.2"),
+              HasSubstr("parallelism.tensor_parallel_degree")));
+  }
+  const Degrees two{.shard = 2};
+  auto config = config_for("llama-fp32", two);
+  config.model.path = adapters;
+  run_gradients(config, layout_of(two), batch);
+}
+
+}  // namespace
+}  // namespace tessera::golden

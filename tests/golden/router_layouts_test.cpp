@@ -1,0 +1,108 @@
+// The auxiliary loss of routers and the loads of experts against transformers, in layouts of
+// tensor, expert and data parallelism: whoever holds the rows and tokens, counts and means are
+// those of the whole batch, each gradient once.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+
+#include "golden/degrees.h"
+#include "golden/model_folder.h"
+#include "io/safetensors_writer.h"
+
+namespace tessera::golden {
+namespace {
+
+std::vector<Degrees> layouts() {
+  auto all = one_of_each_form(Experts::kSome);
+  all.push_back({.shard = 3});  // one rank without rows
+  all.push_back({.replicate = 2});
+  all.push_back({.replicate = 2, .tp = 2, .sequence = false, .router = models::RouterTokens::kAll});
+  all.push_back({.shard = 2, .tp = 2, .sequence = false});
+  all.push_back({.shard = 2, .tp = 2, .ep = 2, .etp = 2, .sequence = false});
+  return all;
+}
+
+class RouterLayouts : public ::testing::TestWithParam<std::string> {
+ protected:
+  const Reference& reference() const { return Reference::of(GetParam()); }
+};
+
+// 0.7 is no round number on purpose. The loss that is reported does not have it.
+TEST_P(RouterLayouts, TheAuxiliaryLossIsThatOfTheWholeBatchInEveryLayout) {
+  constexpr double kCoef = 0.7;
+  const auto run = [&](const Degrees& degrees) {
+    auto config = config_for(GetParam(), degrees);
+    config.model.aux_loss_coef = kCoef;
+    return run_gradients(config, layout_of(degrees), reference().batches());
+  };
+  const auto on_one_rank = run({});
+  for (const Degrees& degrees : layouts()) {
+    SCOPED_TRACE(to_string(degrees));
+    const auto found = run(degrees);
+    EXPECT_NEAR(found.loss, reference().result("loss").item<double>(), kLossBound);
+    ASSERT_EQ(found.by_name.size(), reference().gradients().size());
+    std::size_t compared = 0;
+    for (const auto& [name, plain] : reference().gradients()) {
+      const bool router = name.find(".mlp.gate.") != std::string::npos ||
+                          name.find(".mlp.router.") != std::string::npos;
+      if (router || name == "model.embed_tokens.weight") {
+        const at::Tensor expected = plain + kCoef * reference().result("aux_grad/" + name);
+        EXPECT_LT(relative_error(found.by_name.at(name), expected), kGradientBound) << name;
+        ++compared;
+      } else {  // reached through the inputs of later routers; not recorded
+        EXPECT_LT(relative_error(found.by_name.at(name), on_one_rank.by_name.at(name)),
+                  kGradientBound)
+            << name;
+      }
+    }
+    EXPECT_GE(compared, 5U);
+  }
+}
+
+/// The one batch of the reference as the first of training.
+std::string batch_of_step_one(const Reference& reference) {
+  const auto path = temporary_path("batch.safetensors").string();
+  std::vector<TensorSpec> specs;
+  std::vector<at::Tensor> tensors;
+  for (const char* name : {"input_ids", "labels"}) {
+    tensors.push_back(reference.result(name).unsqueeze(0));
+    specs.push_back({concat("steps/", name), DType::kInt64, tensors.back().sizes().vec()});
+  }
+  SafetensorsWriter writer(path, specs);
+  for (std::size_t i = 0; i < specs.size(); ++i) {
+    const auto* bytes = static_cast<const std::byte*>(tensors[i].const_data_ptr());
+    writer.write(specs[i].name, {bytes, tensors[i].nbytes()});
+  }
+  writer.finish();
+  return path;
+}
+
+TEST_P(RouterLayouts, TrainingReportsTheReferencesAuxiliaryLossAndLoads) {
+  const auto batch = batch_of_step_one(reference());
+  for (const Degrees& degrees : layouts()) {
+    SCOPED_TRACE(to_string(degrees));
+    auto config = training_config(reference(), OptimizerKind::kSgd, layout_of(degrees));
+    set_degrees(config, degrees);
+    config.data.path = {batch};
+    config.training.steps = 1;
+    config.model.aux_loss_coef = 0.5;
+    const auto run = run_training(config, layout_of(degrees));
+    EXPECT_NEAR(run.losses.at(0), reference().result("loss").item<double>(), kLossBound);
+    const auto line = nlohmann::json::parse(run.lines.at(0));
+    EXPECT_NEAR(line.at("aux_loss").get<double>(), reference().result("aux_loss").item<double>(),
+                kLossBound);
+    for (const int layer : {0, 1}) {
+      const auto chosen = reference().result(concat("router/", layer, "/indices")).flatten();
+      const at::Tensor counts = chosen.bincount({}, 8).to(at::kDouble);
+      const double load = (counts.max() / counts.mean()).item<double>();
+      EXPECT_NEAR(line.at(concat("moe/load_max_over_mean/", layer)).get<double>(), load, 1e-9);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Folders, RouterLayouts, ::testing::ValuesIn(kMoeFolders),
+                         [](const auto& each) { return test_name(each.param); });
+
+}  // namespace
+}  // namespace tessera::golden
