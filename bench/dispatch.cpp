@@ -70,10 +70,26 @@ using Found = std::map<std::string, std::vector<double>>;
 constexpr std::array<const char*, 6> kTimes = {"there_and_back", "forward", "counts",
                                                "backward",       "bare",    "bare_c10d"};
 
-void there_and_back(const tessera::parallel::Axis& axis, const GroupOffsets& offsets,
-                    const at::Tensor& rows, const at::Tensor& grad, Found& found) {
+/// The rows of each group as a router would have chosen them: one expert a token.
+at::Tensor indices_of(const GroupOffsets& offsets) {
+  const at::Tensor indices = at::empty({kRows, 1}, at::kLong);
+  for (std::int64_t e = 0; e < kExperts; ++e) {
+    const auto group = static_cast<std::size_t>(e);
+    indices.narrow(0, offsets[group], offsets[group + 1] - offsets[group]).fill_(e);
+  }
+  return indices;
+}
+
+moe::Journey journey_of(const moe::Travel& travel, const GroupOffsets& offsets,
+                        const at::Tensor& indices) {
+  return moe::plan_journey(offsets, moe::exchange_counts(indices, kExperts, travel), travel,
+                           at::kCPU);
+}
+
+void there_and_back(const moe::Travel& travel, const GroupOffsets& offsets,
+                    const at::Tensor& indices, const at::Tensor& rows, const at::Tensor& grad, Found& found) {
   const auto begin = Clock::now();
-  const moe::Journey journey = moe::plan_journey(offsets, rows, axis, "bench");
+  const moe::Journey journey = journey_of(travel, offsets, indices);
   const double counts = ms_since(begin);
   const at::Tensor back = moe::from_experts(moe::to_experts(rows, journey), journey);
   const double forward = ms_since(begin);
@@ -151,7 +167,9 @@ bool measure(tessera::World& world, c10d::ProcessGroupGloo& gloo, const Load& lo
   const GroupOffsets offsets = load.offsets();
   const at::Tensor rows = at::randn({kRows, kHidden}).to(at::kBFloat16).requires_grad_(true);
   const at::Tensor grad = at::ones_like(rows);
-  const moe::Journey journey = moe::plan_journey(offsets, rows, axis, "bench");
+  const moe::Travel travel{true, axis, "bench"};
+  const at::Tensor indices = indices_of(offsets);
+  const moe::Journey journey = journey_of(travel, offsets, indices);
   const bool kept = at::equal(moe::from_experts(moe::to_experts(rows, journey), journey), rows);
   BareExchanges bare(journey.splits);
   Found found;
@@ -164,7 +182,7 @@ bool measure(tessera::World& world, c10d::ProcessGroupGloo& gloo, const Load& lo
   for (int round = -3; round < rounds; ++round) {
     if (round == 0) found.clear();
     comm::barrier(world.control(), "bench");
-    there_and_back(axis, offsets, rows, grad, found);
+    there_and_back(travel, offsets, indices, rows, grad, found);
     timed("bare", [&] { bare.by_group(*axis.group); });
     timed("bare_c10d", [&] { bare.by_c10d(gloo); });
   }

@@ -78,7 +78,7 @@ void order_by_expert(const Counts& received, std::int64_t local, Journey& journe
       total += received.rows(source, e);
     }
   }
-  if (local_experts == 1) {
+  if (local == 1) {
     journey.offsets = {0, total};
     return;
   }
