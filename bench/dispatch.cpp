@@ -87,7 +87,8 @@ moe::Journey journey_of(const moe::Travel& travel, const GroupOffsets& offsets,
 }
 
 void there_and_back(const moe::Travel& travel, const GroupOffsets& offsets,
-                    const at::Tensor& indices, const at::Tensor& rows, const at::Tensor& grad, Found& found) {
+                    const at::Tensor& indices, const at::Tensor& rows, const at::Tensor& grad,
+                    Found& found) {
   const auto begin = Clock::now();
   const moe::Journey journey = journey_of(travel, offsets, indices);
   const double counts = ms_since(begin);

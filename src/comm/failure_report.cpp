@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "base/environment.h"
 #include "base/log.h"
@@ -35,12 +36,13 @@ void claim_exit() {
 // How long rank 0 stays for the others to read what it has announced.
 constexpr std::chrono::milliseconds kLastWords{1000};
 
-void tell_parent(const FailureRecord& record) {
+/// Whether there is one that prints it last.
+bool tell_parent(const FailureRecord& record) {
   const auto fd = base::environment_variable(spawn_variable::kErrorFd);
-  if (!fd) return;
+  if (!fd) return false;
   const std::string bytes = encode(record);
   // A parent that has gone cannot be told: nothing to do about a failed write.
-  [[maybe_unused]] const auto written = ::write(std::atoi(fd->c_str()), bytes.data(), bytes.size());
+  return std::cmp_equal(::write(std::atoi(fd->c_str()), bytes.data(), bytes.size()), bytes.size());
 }
 
 void print(const std::string& line) {
@@ -49,6 +51,11 @@ void print(const std::string& line) {
   terminal_line::clear_of_any_process();
   const std::string text = line + "\n";
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, text.data(), text.size());
+}
+
+/// A refusal is about what was asked, not about a rank: who is told of it says it once.
+void print_unless_told(const FailureRecord& record, bool parent_knows) {
+  if (!parent_knows || record.exit_code != kRefusedCode) print(to_string(record));
 }
 
 /// The rank's log keeps what it left for: launchers drop what was printed last when they end, and
@@ -71,17 +78,17 @@ void keep_in_log(const FailureRecord& record) {
   } catch (const Error&) {  // then that is the error
   }
   record.rank = launch.rank;
-  tell_parent(record);
-  refuse_once(error, record.exit_code, [&] { print(to_string(record)); });
+  const bool told = tell_parent(record);
+  refuse_once(error, record.exit_code, [&] { print_unless_told(record, told); });
   ::_exit(record.exit_code);
 }
 
 /// A failure of its own is announced first: the rank whose words stand prints them for all that
 /// failed alike. One that was only noticed is printed by every rank.
-void print_and_announce(ProcessWorld& world, const FailureRecord& record) {
+void print_and_announce(ProcessWorld& world, const FailureRecord& record, bool parent_knows) {
   if (record.what == FailureClass::kPrimary) {
     const auto standing = world.announce_failure(record);
-    if (!standing || !says_the_same(*standing, record)) print(to_string(record));
+    if (!standing || !says_the_same(*standing, record)) print_unless_told(record, parent_knows);
   } else {
     print(to_string(record));
     world.announce_failure(record);
@@ -106,11 +113,11 @@ void report_failure(World* world, const std::exception& error, int code) {
   }
   if (world == nullptr) report_before_joining(error, std::move(record));
   record.rank = world->rank();
-  tell_parent(record);
+  const bool told = tell_parent(record);
   if (process_world == nullptr) {
-    print(to_string(record));
+    print_unless_told(record, told);
   } else {
-    print_and_announce(*process_world, record);
+    print_and_announce(*process_world, record, told);
     // The others read it from this process.
     if (process_world->serves_store()) std::this_thread::sleep_for(kLastWords);
   }

@@ -122,6 +122,7 @@ TEST(TrainCommand, ErrorsOfRanksComeOnceAtTheEnd) {
   const std::string last = outcome.err.substr(outcome.err.rfind('\n', outcome.err.size() - 2) + 1);
   EXPECT_THAT(last, StartsWith("rank "));
   EXPECT_THAT(last, HasSubstr("absent.txt"));
+  EXPECT_EQ(outcome.err.find("absent.txt"), outcome.err.rfind("absent.txt")) << outcome.err;
 }
 
 TEST(TrainCommand, PrintConfigShowsOverridesAndStartsNothing) {

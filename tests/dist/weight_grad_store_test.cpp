@@ -52,7 +52,7 @@ class Layer : public torch::nn::Module {
 class Layers : public torch::nn::Module {
  public:
   Layers(const Mesh& mesh, const PrecisionPolicy& policy, RecomputeMode mode) {
-    for (const std::uint64_t i : {0, 1}) {
+    for (std::uint64_t i = 0; i < 2; ++i) {
       layers_.push_back(register_module(concat("layer", i),
                                         std::make_shared<Sharded<Layer>>(fully_shard(
                                             std::make_shared<Layer>(10 * i, mode), mesh, policy))));
@@ -93,8 +93,9 @@ INSTANTIATE_TEST_SUITE_P(Ranks, DeferredWeightsOnRanks,
                                                               RecomputeMode::kFull)));
 
 TEST_P(DeferredWeightsOnRanks, AreTheBitsOfOneBackward) {
-  const auto [count, mode] = GetParam();
-  ranks(count).run([&, mode = mode](World& world) {
+  const int count = std::get<0>(GetParam());
+  const RecomputeMode mode = std::get<1>(GetParam());
+  ranks(count).run([&](World& world) {
     for (const auto& policy : {PrecisionPolicy{}, in_bfloat16()}) {
       const auto expected = gradients(world, policy, mode, Weights::kAtOnce);
       ASSERT_EQ(expected.size(), 8U);

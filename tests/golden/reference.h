@@ -73,8 +73,8 @@ inline const std::vector<std::string> kMoeFolders{"gpt-oss-fp32", "gpt-oss-mixed
                                                   "qwen3-moe-fp32", "qwen3-moe-mixed"};
 
 /// Those with latent attention and a mixture of experts, each of which is a tensor of the files.
-inline const std::vector<std::string> kDeepseekFolders{"deepseek-v2-fp32", "deepseek-v2-group-fp32",
-                                                       "deepseek-v2-group-mixed"};
+inline const std::vector<std::string> kDeepseekFolders{
+    "deepseek-v2-fp32", "deepseek-v2-mixed", "deepseek-v2-group-fp32", "deepseek-v2-group-mixed"};
 
 /// Those of the three lists above.
 std::vector<std::string> folders_with_experts();
