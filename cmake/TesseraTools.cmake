@@ -18,6 +18,11 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_L
   target_compile_options(tessera_flags INTERFACE
     "$<$<CONFIG:Release>:-Wno-restrict;-Wno-stringop-overread;-Wno-maybe-uninitialized>")
 endif()
+if(TESSERA_UNITY AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  # Sources of a unity build are included, so g++ takes their own types for those of a header. The presets
+  # dev and tidy compile each source alone, and there headers are still checked.
+  target_compile_options(tessera_flags INTERFACE -Wno-subobject-linkage)
+endif()
 if(TESSERA_CCACHE AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # ccache can reuse objects beside a precompiled header only when the header carries no time stamp.
   target_compile_options(tessera_flags INTERFACE -fpch-preprocess)

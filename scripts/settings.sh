@@ -1,6 +1,7 @@
 # shellcheck shell=bash
-# What a working copy needs, by name: the one place where packages and versions are listed.
-# Sourced by scripts/bootstrap in the root of the working copy; does nothing by itself.
+# What a working copy needs, by name: the one place where packages and versions are listed; and how
+# many jobs build it. Sourced by run and scripts/bootstrap in the root of the working copy; does
+# nothing by itself.
 # shellcheck disable=SC2034
 
 # To build everything with g++, tests included (their libraries are small). Of libgloo-dev only the
@@ -25,3 +26,13 @@ pip_bench=(transformers==5.23.0 peft==0.21.2 accelerate==1.15.0)
 # ccache reuses objects made with the precompiled header, and between working copies, only when told.
 export CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:-pch_defines,time_macros}
 export CCACHE_BASEDIR=${CCACHE_BASEDIR:-$PWD} CCACHE_NOHASHDIR=1
+
+# A translation unit that includes torch takes up to 1.4 GB: two of them on a 2 GB machine swap.
+build_jobs() {
+  local cores free_kib by_memory
+  cores=$(nproc)
+  free_kib=$(awk '/^MemAvailable:/ {print $2}' /proc/meminfo)
+  by_memory=$((free_kib / (1536 * 1024)))
+  ((by_memory >= 1)) || by_memory=1
+  echo $((cores < by_memory ? cores : by_memory))
+}

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Closes ./run: expected and obtained figures side by side, some lines that the model writes, the run
-folder, what to try next.
+"""Closes ./run: expected and obtained figures side by side, the losses drawn by step, some lines that
+the model writes, the run folder, what to try next.
 
     tools/tiny_report.py CONFIG RUN [overrides that were given to tessera train]
 
@@ -21,6 +21,7 @@ import tomllib
 PROGRAM = "build/release/tessera"
 PROMPT = "It is a truth "
 CLEARLY_NATS = 0.3
+LEAST_RANGE_NATS = 0.1  # of a plot: a narrower one would show rounding as a curve
 SYMBOLS, END_OF_DOCUMENT = 257, 256
 
 
@@ -44,6 +45,52 @@ def byte_frequency_loss(train, held_out):
                for symbol, n in wanted.items()) / sum(wanted.values())
 
 
+def loss_plot(training, held_out, reference, columns=64, rows=12):
+    """The lines of a plot of two {step: loss}, not both empty, and of a constant loss; plain ASCII, as
+    not every terminal has UTF-8.
+
+    A column shows the mean of its steps. Losses that are not finite are left out, not their steps:
+    a run that diverges ends in empty columns.
+    """
+    first, last = min([*training, *held_out]), max([*training, *held_out])
+
+    def column(step):
+        return round((step - first) * (columns - 1) / max(last - first, 1))
+
+    curves = []
+    for series in (training, held_out):
+        losses = collections.defaultdict(list)
+        for step, loss in series.items():
+            if math.isfinite(loss):
+                losses[column(step)].append(loss)
+        curves.append({at: sum(here) / len(here) for at, here in losses.items()})
+    drawn = [loss for curve in curves for loss in curve.values()]
+    if not drawn:
+        return ["No step has a finite loss: there is nothing to draw."]
+    height = max(max(drawn) - min(drawn), LEAST_RANGE_NATS)
+    top = (max(drawn) + min(drawn) + height) / 2
+
+    lines = {".": "byte frequencies", "*": "training (mean of a column)", "o": "held-out"}
+    dots = {at: reference for at in range(0, columns, 2) if top - height <= reference <= top}
+    marks = [(mark, curve) for mark, curve in zip(lines, (dots, *curves)) if curve]
+    grid = [[" "] * columns for _ in range(rows)]
+    for mark, curve in marks:  # a later one covers an earlier one
+        for at, loss in curve.items():
+            grid[round((top - loss) / height * (rows - 1))][at] = mark
+    values = {row: f"{top - row * height / (rows - 1):#.3g}"
+              for row in (round(third * (rows - 1) / 3) for third in range(4))}
+    ticks, numbers = ["-"] * columns, [" "] * columns
+    for step in (first, (first + last) // 2, last):
+        at, number = column(step), str(step)
+        start = min(max(at - len(number) // 2, 0), columns - len(number))
+        ticks[at], numbers[start:start + len(number)] = "+", number
+    width = max(map(len, values.values()))
+    return ["nats a byte:  " + "   ".join(f"{mark} {lines[mark]}" for mark, _ in marks),
+            *(f"{values.get(row, ''):>{width}} |{''.join(cells)}".rstrip()
+              for row, cells in enumerate(grid)),
+            f"{'':{width}} +{''.join(ticks)}", f"{'':{width}}  {''.join(numbers)}  step"]
+
+
 def written_text(checkpoint):
     """What the model adds to PROMPT, whole lines of a terminal's width; "" where it cannot."""
     words = [PROGRAM, "generate", "--model", checkpoint, "--prompt", PROMPT, "--max-new-tokens", "400",
@@ -62,14 +109,19 @@ def from_here(folder):
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
+def read_metrics(path):
+    """One record a step; JSON has null for what is not finite."""
+    return [{name: math.nan if value is None else value for name, value in json.loads(line).items()}
+            for line in path.read_text().splitlines()]
+
+
 def main(config, run, overrides):
     settings = tomllib.loads((pathlib.Path(run) / "config.toml").read_text())
     metrics = from_here(settings["metrics"]["folder"])
     checkpoint = from_here(settings["checkpoint"]["folder"])
     expected = json.loads(pathlib.Path("configs/tiny.expected.json").read_text())[
         pathlib.Path(config).stem]
-    steps = [json.loads(line)
-             for line in (metrics / "metrics.jsonl").read_text().splitlines()]
+    steps = read_metrics(metrics / "metrics.jsonl")
     validated = [step for step in steps if "val_loss" in step]
     if not validated:
         print(f"tiny_report: {metrics}/metrics.jsonl has no val_loss", file=sys.stderr)
@@ -99,6 +151,8 @@ def main(config, run, overrides):
         print(f"The expected figures are those of {config} without {' '.join(overrides)}.")
     elif abs(obtained - expected["val_loss"]) > tolerance:
         print("The held-out loss is outside of what was expected: worth an issue, with the run folder.")
+    print("", *loss_plot({s["step"]: s["loss"] for s in steps},
+                         {s["step"]: s["val_loss"] for s in validated}, frequency), sep="\n")
 
     fell = math.isfinite(obtained) and obtained < frequency - CLEARLY_NATS
     print("\nThe model is clearly better than byte frequencies." if fell else

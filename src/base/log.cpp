@@ -73,8 +73,8 @@ void init(const Options& options) {
     }
     sinks().set(make_logger(options));
   } catch (const std::exception& error) {  // spdlog's and the file system's
-    throw Error(ErrorKind::kIo, concat("cannot open the log file ",
-                                       printable(options.file.native(), 1024), ": ", error.what()));
+    throw Error(ErrorKind::kIo,
+                concat("cannot open the log file ", shown(options.file), ": ", error.what()));
   }
 }
 

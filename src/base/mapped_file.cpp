@@ -28,16 +28,16 @@ constexpr std::uintptr_t kFaultWindowBytes = std::uintptr_t{64} * 1024;
 InputFile::InputFile(std::filesystem::path path) : path_(std::move(path)) {
   // Without O_NONBLOCK opening a pipe would wait for a writer for ever.
   descriptor_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  TESSERA_CHECK(descriptor_ >= 0, ErrorKind::kIo, "cannot open ", printable(path_.native(), 1024),
-                ": ", reason(errno));
+  TESSERA_CHECK(descriptor_ >= 0, ErrorKind::kIo, "cannot open ", shown(path_), ": ",
+                reason(errno));
   struct stat status{};
   const int failed = ::fstat(descriptor_, &status);
   const int error_number = errno;
   const bool regular = failed == 0 && S_ISREG(status.st_mode);
   if (!regular) ::close(std::exchange(descriptor_, -1));
-  TESSERA_CHECK(failed == 0, ErrorKind::kIo, "cannot stat ", printable(path_.native(), 1024), ": ",
+  TESSERA_CHECK(failed == 0, ErrorKind::kIo, "cannot stat ", shown(path_), ": ",
                 reason(error_number));
-  TESSERA_CHECK(regular, ErrorKind::kIo, "cannot read ", printable(path_.native(), 1024),
+  TESSERA_CHECK(regular, ErrorKind::kIo, "cannot read ", shown(path_),
                 ": found a folder or a device, expected a regular file");
   size_bytes_ = status.st_size;
 }
@@ -64,19 +64,19 @@ void InputFile::read_range(std::int64_t offset, std::span<std::byte> out) const 
     const ssize_t got = ::pread(descriptor_, out.data() + done, out.size() - done,
                                 offset + static_cast<std::int64_t>(done));
     if (got < 0 && errno == EINTR) continue;
-    TESSERA_CHECK(got >= 0, ErrorKind::kIo, "cannot read ", printable(path_.native(), 1024),
-                  " at byte ", offset, ": ", reason(errno));
-    TESSERA_CHECK(got > 0, ErrorKind::kIo, "cannot read ", printable(path_.native(), 1024),
-                  ": it ends after ", offset + static_cast<std::int64_t>(done),
-                  " bytes, expected at least ", offset + static_cast<std::int64_t>(out.size()));
+    TESSERA_CHECK(got >= 0, ErrorKind::kIo, "cannot read ", shown(path_), " at byte ", offset, ": ",
+                  reason(errno));
+    TESSERA_CHECK(got > 0, ErrorKind::kIo, "cannot read ", shown(path_), ": it ends after ",
+                  offset + static_cast<std::int64_t>(done), " bytes, expected at least ",
+                  offset + static_cast<std::int64_t>(out.size()));
     done += static_cast<std::size_t>(got);
   }
 }
 
 std::string read_text_file(const std::filesystem::path& path, std::int64_t max_bytes) {
   const InputFile file(path);
-  TESSERA_CHECK(file.size_bytes() <= max_bytes, ErrorKind::kFormat, printable(path.native(), 1024),
-                ": found ", file.size_bytes(), " bytes, expected at most ", max_bytes,
+  TESSERA_CHECK(file.size_bytes() <= max_bytes, ErrorKind::kFormat, shown(path), ": found ",
+                file.size_bytes(), " bytes, expected at most ", max_bytes,
                 " for a file of this kind");
   std::string text(static_cast<std::size_t>(file.size_bytes()), '\0');
   file.read_range(0, std::as_writable_bytes(std::span(text)));
@@ -88,8 +88,8 @@ MappedFile::MappedFile(const std::filesystem::path& path) : path_(path) {
   if (file.size_bytes() == 0) return;  // an empty mapping is refused by the system
   const auto length = static_cast<std::size_t>(file.size_bytes());
   void* const address = ::mmap(nullptr, length, PROT_READ, MAP_SHARED, file.descriptor(), 0);
-  TESSERA_CHECK(address != MAP_FAILED, ErrorKind::kIo, "cannot map ",
-                printable(path.native(), 1024), " (", length, " bytes): ", reason(errno));
+  TESSERA_CHECK(address != MAP_FAILED, ErrorKind::kIo, "cannot map ", shown(path), " (", length,
+                " bytes): ", reason(errno));
   bytes_ = {static_cast<const std::byte*>(address), length};
 }
 
@@ -112,7 +112,7 @@ void MappedFile::unmap() noexcept {
 std::span<const std::byte> MappedFile::range(std::int64_t offset, std::int64_t length) const {
   TESSERA_CHECK(
       offset >= 0 && length >= 0 && offset <= size_bytes() && length <= size_bytes() - offset,
-      ErrorKind::kFormat, printable(path_.native(), 1024), ": bytes from ", offset, ", ", length,
+      ErrorKind::kFormat, shown(path_), ": bytes from ", offset, ", ", length,
       " of them, do not lie inside its ", size_bytes(), " bytes");
   return bytes_.subspan(static_cast<std::size_t>(offset), static_cast<std::size_t>(length));
 }

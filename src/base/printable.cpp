@@ -45,6 +45,8 @@ std::string printable(std::string_view text, std::size_t max_bytes) {
   return out;
 }
 
+std::string shown(const std::filesystem::path& path) { return printable(path.native(), 1024); }
+
 std::string shape_text(std::span<const std::int64_t> shape) {
   constexpr std::size_t kMaxDims = 8;
   std::string out = "[";

@@ -12,7 +12,7 @@
 namespace tessera::cli {
 namespace {
 
-train::ExportOptions options_of(const ConvertArguments& arguments) {
+train::ExportOptions export_options(const ConvertArguments& arguments) {
   train::ExportOptions options;
   const auto dtype = parse_dtype(arguments.dtype);
   TESSERA_CHECK(arguments.dtype == "auto" || dtype == DType::kFloat32 || dtype == DType::kBFloat16,
@@ -41,21 +41,19 @@ void require_outside_checkpoints(const std::filesystem::path& out) {
   namespace fs = std::filesystem;
   std::error_code failed;
   const fs::path whole = fs::weakly_canonical(fs::absolute(out), failed);
-  TESSERA_CHECK(!failed, ErrorKind::kIo, "cannot reach ", printable(out.native(), 1024), ": ",
-                failed.message());
+  TESSERA_CHECK(!failed, ErrorKind::kIo, "cannot reach ", shown(out), ": ", failed.message());
   for (fs::path up = whole; up != up.root_path(); up = up.parent_path()) {
     const bool is_checkpoint =
         fs::exists(up / kManifestFile, failed) && fs::exists(up / "config.json", failed);
-    TESSERA_CHECK(!is_checkpoint, ErrorKind::kUsage, "convert: found ",
-                  printable(out.native(), 1024), " inside the checkpoint ",
-                  printable(up.native(), 1024), ", expected a folder outside of it");
+    TESSERA_CHECK(!is_checkpoint, ErrorKind::kUsage, "convert: found ", shown(out),
+                  " inside the checkpoint ", shown(up), ", expected a folder outside of it");
   }
 }
 
 void say_what_was_not_there(const train::ModelSource& source) {
   std::error_code ignored;
   if (source.origin.empty() || std::filesystem::is_directory(source.origin, ignored)) return;
-  std::cerr << "tessera: convert: " << printable(source.origin.native(), 1024)
+  std::cerr << "tessera: convert: " << shown(source.origin)
             << ", where training began, is no longer there: no tokenizer files are copied\n";
 }
 
@@ -82,7 +80,7 @@ void say_what_is_left_out(const train::ExportPlan& plan) {
 }  // namespace
 
 int run_convert(const ConvertArguments& arguments) {
-  const train::ExportOptions options = options_of(arguments);
+  const train::ExportOptions options = export_options(arguments);
   require_outside_checkpoints(arguments.out);
   const train::ModelSource source = train::open_model(model_of(arguments));
   TESSERA_CHECK(source.adapters || !arguments.merged, ErrorKind::kUsage, "--merged: found ",

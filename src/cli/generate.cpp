@@ -111,8 +111,8 @@ Ids end_tokens(const train::ModelSource& source) {
   return ids;
 }
 
-train::GenerateOptions options_of(const GenerateArguments& arguments,
-                                  const train::ModelSource& source) {
+train::GenerateOptions generate_options(const GenerateArguments& arguments,
+                                        const train::ModelSource& source) {
   train::GenerateOptions options;
   options.max_new_tokens = arguments.max_new_tokens;
   options.sampling = {arguments.temperature, arguments.top_k, arguments.seed};
@@ -132,7 +132,7 @@ int run_generate(const GenerateArguments& arguments) {
   const Ids prompt = arguments.prompt ? ids_of(*arguments.prompt, source.spec)
                                       : parse_ids(*arguments.prompt_tokens);
   train::check_prompt(source.spec, prompt);
-  const train::GenerateOptions options = options_of(arguments, source);
+  const train::GenerateOptions options = generate_options(arguments, source);
   const auto model = train::load_whole_model(
       source,
       train::resolve_model(source, config, train::ParallelDims{}, train::Purpose::kInference)

@@ -126,7 +126,7 @@ void print_table(const Listing& listing) {
             << listing.bytes << " bytes in " << listing.num_files << " file(s)\n";
 }
 
-void print_json(const Listing& listing) {
+void print_listing_json(const Listing& listing) {
   Json whole;
   if (listing.step) whole["step"] = *listing.step;
   Json& tensors = whole["tensors"] = Json::object();
@@ -165,7 +165,7 @@ int run_inspect(const InspectArguments& arguments) {
                 arguments.overrides.empty() ? "" : arguments.overrides.front().first,
                 ": found beside a folder, expected it beside --contract only");
   const Listing listing = listing_at(arguments.folder);
-  arguments.json ? print_json(listing) : print_table(listing);
+  arguments.json ? print_listing_json(listing) : print_table(listing);
   return kDone;
 }
 

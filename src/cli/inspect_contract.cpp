@@ -154,7 +154,7 @@ Json json_of(const layout::BucketPlan& bucket, const std::vector<layout::PlanIte
           {"parameters", parameters}};
 }
 
-void print_json(const Planned& planned) {
+void print_contract_json(const Planned& planned) {
   Json parameters = Json::array();
   for (const auto& contract : planned.contract.parameters) parameters.push_back(json_of(contract));
   Json buffers = Json::array();
@@ -187,7 +187,7 @@ void print_json(const Planned& planned) {
 
 void inspect_contract(const InspectArguments& arguments) {
   const Planned planned = plan_run(arguments);
-  arguments.json ? print_json(planned) : print_text(planned);
+  arguments.json ? print_contract_json(planned) : print_text(planned);
 }
 
 }  // namespace tessera::cli

@@ -18,7 +18,7 @@ namespace tessera::comm {
 namespace {
 
 // Gloo gives its own error at its timeout; only where it gives none do we.
-constexpr std::chrono::milliseconds kMargin{1000};
+constexpr std::chrono::milliseconds kGroupMargin{1000};
 
 std::string address_for(const LaunchEnvironment& launch) {
   if (reach(launch) == Reach::kThisHost) return "127.0.0.1";
@@ -72,13 +72,12 @@ c10::intrusive_ptr<c10d::Backend> GlooDevice::connect(const c10::intrusive_ptr<c
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);
   options->devices.push_back(impl_->device);
   options->threads = 0;  // sends and receives run on the device's thread
-  using Group = c10::intrusive_ptr<c10d::Backend>;
-  const auto open = [=]() -> Group {
+  const auto open = [=]() -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
   };
-  std::optional<Group> group;
+  std::optional<c10::intrusive_ptr<c10d::Backend>> group;
   try {
-    group = BoundedCalls().run(open, timeout + kMargin);
+    group = BoundedCalls().run(open, timeout + kGroupMargin);
   } catch (const std::exception& error) {
     throw PeerLost(concat("gloo: cannot connect: ", one_line(error.what())));
   }

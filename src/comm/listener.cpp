@@ -14,7 +14,7 @@
 namespace tessera::comm {
 namespace {
 
-void check_call(bool worked, const char* what) {
+void check_listen(bool worked, const char* what) {
   TESSERA_CHECK(worked, ErrorKind::kComm, "store: cannot listen: ", what, ": ",
                 std::strerror(errno));
 }
@@ -23,19 +23,19 @@ void check_call(bool worked, const char* what) {
 std::optional<Listener> try_to_listen(const std::string& host, const SocketAddress& address) {
   Descriptor socket(::socket(address.bytes.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
   if (socket.get() < 0 && errno == EAFNOSUPPORT) return std::nullopt;
-  check_call(socket.get() >= 0, "socket");
+  check_listen(socket.get() >= 0, "socket");
   // A run that has just ended leaves connections in TIME_WAIT; they do not make the port taken.
   const int on = 1;
-  check_call(::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) == 0,
-             "setsockopt");
+  check_listen(::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) == 0,
+               "setsockopt");
   const bool bound = ::bind(socket.get(), address.generic(), address.length) == 0 &&
                      ::listen(socket.get(), SOMAXCONN) == 0;
   if (!bound && errno == EADDRNOTAVAIL) return std::nullopt;
   TESSERA_CHECK(bound || errno != EADDRINUSE, ErrorKind::kComm, port_in_use(host, address.port()));
-  check_call(bound, "bind");
+  check_listen(bound, "bind");
   SocketAddress taken;
   taken.length = sizeof(taken.bytes);
-  check_call(::getsockname(socket.get(), taken.generic(), &taken.length) == 0, "getsockname");
+  check_listen(::getsockname(socket.get(), taken.generic(), &taken.length) == 0, "getsockname");
   return Listener{std::move(socket), host_text(taken), taken.port()};
 }
 

@@ -11,7 +11,9 @@ namespace {
 // Up to here everyone sends everything to everyone: one round instead of two.
 constexpr std::int64_t kOneRoundBytes = 256 * 1024;
 
-std::int64_t nbytes(const at::Tensor& tensor) { return static_cast<std::int64_t>(tensor.nbytes()); }
+std::int64_t tensor_bytes(const at::Tensor& tensor) {
+  return static_cast<std::int64_t>(tensor.nbytes());
+}
 std::int64_t element_bytes(const at::Tensor& tensor) {
   return static_cast<std::int64_t>(tensor.element_size());
 }
@@ -21,13 +23,13 @@ struct SentBytes {
   int rank;
 
   std::int64_t operator()(const AllGather& op) const {
-    return layout::sent_bytes(nbytes(op.buffer), ranks);
+    return layout::sent_bytes(tensor_bytes(op.buffer), ranks);
   }
   std::int64_t operator()(const ReduceScatter& op) const {
-    return layout::sent_bytes(nbytes(op.input), ranks);
+    return layout::sent_bytes(tensor_bytes(op.input), ranks);
   }
   std::int64_t operator()(const AllReduce& op) const {
-    if (!in_two_rounds(op, ranks)) return (ranks - 1) * nbytes(op.data);
+    if (!in_two_rounds(op, ranks)) return (ranks - 1) * tensor_bytes(op.data);
     const std::int64_t mine = summed_by(op, ranks, rank).numel();
     return (op.data.numel() - mine) * element_bytes(op.data) +
            (ranks - 1) * mine * element_bytes(op.result());
@@ -41,7 +43,7 @@ struct SentBytes {
 }  // namespace
 
 bool in_two_rounds(const AllReduce& op, int ranks) {
-  return ranks > 2 && nbytes(op.data) * ranks > kOneRoundBytes;
+  return ranks > 2 && tensor_bytes(op.data) * ranks > kOneRoundBytes;
 }
 
 Stretch summed_by(const AllReduce& op, int ranks, int rank) {

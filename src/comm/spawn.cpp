@@ -36,7 +36,7 @@ using Clock = std::chrono::steady_clock;
 // After a failure: how long the others may take to leave by themselves.
 constexpr std::chrono::seconds kGrace{5};
 
-void check_call(bool worked, const char* what) {
+void check_spawn(bool worked, const char* what) {
   TESSERA_CHECK(worked, ErrorKind::kIo, "own spawn: ", what, ": ", std::strerror(errno));
 }
 
@@ -106,9 +106,9 @@ class Signals {
     sigset_t set;
     ::sigemptyset(&set);
     for (const int one : {SIGINT, SIGTERM, SIGCHLD}) ::sigaddset(&set, one);
-    check_call(::sigprocmask(SIG_BLOCK, &set, &before_) == 0, "sigprocmask");
+    check_spawn(::sigprocmask(SIG_BLOCK, &set, &before_) == 0, "sigprocmask");
     events_ = Descriptor(::signalfd(-1, &set, SFD_NONBLOCK | SFD_CLOEXEC));
-    check_call(events_.get() >= 0, "signalfd");
+    check_spawn(events_.get() >= 0, "signalfd");
   }
   ~Signals() { ::sigprocmask(SIG_SETMASK, &before_, nullptr); }
   Signals(const Signals&) = delete;
@@ -147,7 +147,7 @@ class Signals {
 
 Child start_child(int rank, int nproc, const Listener& listener, const Signals& signals) {
   int ends[2];
-  check_call(::pipe2(ends, O_CLOEXEC | O_NONBLOCK) == 0, "pipe");
+  check_spawn(::pipe2(ends, O_CLOEXEC | O_NONBLOCK) == 0, "pipe");
   Child child;
   child.errors = Descriptor(ends[0]);
   const Descriptor write_end(ends[1]);
@@ -156,7 +156,7 @@ Child start_child(int rank, int nproc, const Listener& listener, const Signals& 
   const int keep[2] = {write_end.get(), rank == 0 ? listener.socket.get() : -1};
   const pid_t parent = ::getpid();
   child.pid = ::fork();
-  check_call(child.pid >= 0, "fork");
+  check_spawn(child.pid >= 0, "fork");
   if (child.pid == 0) {
     become_rank(parent, signals.before(), keep, arguments.data(), variables.data());
   }

@@ -18,7 +18,7 @@ namespace tessera::comm {
 namespace {
 
 // c10d gives its own error at its timeout; only where it gives none do we.
-constexpr std::chrono::milliseconds kMargin{1000};
+constexpr std::chrono::milliseconds kStoreMargin{1000};
 
 /// libtorch warns with a stack trace for every connection that closes; our own errors say which
 /// rank it was.
@@ -88,7 +88,7 @@ std::shared_ptr<Store> Store::connect(const LaunchEnvironment& launch,
   };
   std::optional<c10::intrusive_ptr<c10d::TCPStore>> tcp;
   try {
-    tcp = BoundedCalls().run(open, timeout + kMargin);
+    tcp = BoundedCalls().run(open, timeout + kStoreMargin);
   } catch (const std::exception& error) {
     const std::string why = one_line(error.what());
     TESSERA_CHECK(!options.isServer, ErrorKind::kComm, "store: cannot serve as ", server, ": ",

@@ -50,31 +50,31 @@ void sum_as(const std::vector<const void*>& addends, const SumInto& result) {
 
 using Kernel = void (*)(const std::vector<const void*>&, const SumInto&);
 
-struct Entry {
+struct SumKernel {
   at::ScalarType from;
   at::ScalarType to;
   Kernel kernel;
 };
 
 constexpr std::array kKernels = {
-    Entry{at::kFloat, at::kFloat, &sum_as<float, float>},
-    Entry{at::kBFloat16, at::kFloat, &sum_as<c10::BFloat16, float>},
-    Entry{at::kHalf, at::kFloat, &sum_as<c10::Half, float>},
-    Entry{at::kDouble, at::kDouble, &sum_as<double, double>},
-    Entry{at::kFloat, at::kDouble, &sum_as<float, double>},
-    Entry{at::kBFloat16, at::kDouble, &sum_as<c10::BFloat16, double>},
-    Entry{at::kHalf, at::kDouble, &sum_as<c10::Half, double>},
-    Entry{at::kBFloat16, at::kBFloat16, &sum_as<c10::BFloat16, c10::BFloat16>},
-    Entry{at::kHalf, at::kHalf, &sum_as<c10::Half, c10::Half>},
-    Entry{at::kLong, at::kLong, &sum_as<std::int64_t, std::int64_t>},
-    Entry{at::kInt, at::kInt, &sum_as<std::int32_t, std::int32_t>},
-    Entry{at::kInt, at::kLong, &sum_as<std::int32_t, std::int64_t>},
-    Entry{at::kByte, at::kByte, &sum_as<std::uint8_t, std::uint8_t>},
-    Entry{at::kByte, at::kLong, &sum_as<std::uint8_t, std::int64_t>},
+    SumKernel{at::kFloat, at::kFloat, &sum_as<float, float>},
+    SumKernel{at::kBFloat16, at::kFloat, &sum_as<c10::BFloat16, float>},
+    SumKernel{at::kHalf, at::kFloat, &sum_as<c10::Half, float>},
+    SumKernel{at::kDouble, at::kDouble, &sum_as<double, double>},
+    SumKernel{at::kFloat, at::kDouble, &sum_as<float, double>},
+    SumKernel{at::kBFloat16, at::kDouble, &sum_as<c10::BFloat16, double>},
+    SumKernel{at::kHalf, at::kDouble, &sum_as<c10::Half, double>},
+    SumKernel{at::kBFloat16, at::kBFloat16, &sum_as<c10::BFloat16, c10::BFloat16>},
+    SumKernel{at::kHalf, at::kHalf, &sum_as<c10::Half, c10::Half>},
+    SumKernel{at::kLong, at::kLong, &sum_as<std::int64_t, std::int64_t>},
+    SumKernel{at::kInt, at::kInt, &sum_as<std::int32_t, std::int32_t>},
+    SumKernel{at::kInt, at::kLong, &sum_as<std::int32_t, std::int64_t>},
+    SumKernel{at::kByte, at::kByte, &sum_as<std::uint8_t, std::uint8_t>},
+    SumKernel{at::kByte, at::kLong, &sum_as<std::uint8_t, std::int64_t>},
 };
 
 Kernel find_kernel(at::ScalarType from, at::ScalarType to) {
-  for (const Entry& one : kKernels) {
+  for (const SumKernel& one : kKernels) {
     if (one.from == from && one.to == to) return one.kernel;
   }
   return nullptr;

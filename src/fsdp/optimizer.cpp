@@ -24,7 +24,7 @@ bool matches_any(const std::vector<std::string>& patterns, const GradContract& c
   });
 }
 
-std::uint32_t version_of(const at::Tensor& shard) {
+std::uint32_t version_of_shard(const at::Tensor& shard) {
   return static_cast<std::uint32_t>(shard._version());
 }
 
@@ -87,7 +87,7 @@ void Optimizer::make_item_state(Item& item) const {
   if (item.has_state) return;
   item.has_state = true;
   item.master = fsdp::MasterOfShard::make(item.view);
-  item.seen_version = version_of(item.view.shard);
+  item.seen_version = version_of_shard(item.view.shard);
   make_state(item);
 }
 
@@ -112,7 +112,7 @@ std::vector<std::string> Optimizer::kept_names() const {
 }
 
 bool Optimizer::was_changed(const Item& item) {
-  const bool changed = version_of(item.view.shard) != item.seen_version;
+  const bool changed = version_of_shard(item.view.shard) != item.seen_version;
   if (changed && item.view.contract->master == Master::kRemainder && !warned_) {
     warned_ = true;
     log::warn(
@@ -156,7 +156,7 @@ void Optimizer::step() {
     // Also where this rank owns no element of it: whether a unit is gathered anew must not differ
     // between ranks.
     item->view.shard.unsafeGetTensorImpl()->bump_version();
-    item->seen_version = version_of(item->view.shard);
+    item->seen_version = version_of_shard(item->view.shard);
   }
 }
 

@@ -8,7 +8,7 @@
 namespace tessera::fsdp {
 namespace {
 
-constexpr std::int64_t kGrain = 1 << 15;
+constexpr std::int64_t kMasterGrain = 1 << 15;
 
 // c10::BFloat16 is its bits.
 std::uint16_t bits(c10::BFloat16 value) { return value.x; }
@@ -20,7 +20,7 @@ void join_master(const at::Tensor& shard, const at::Tensor& remainder, const at:
   const auto* high = shard.const_data_ptr<c10::BFloat16>();
   const auto* low = remainder.const_data_ptr<std::int16_t>();
   auto* whole = values.mutable_data_ptr<float>();
-  base::for_ranges(values.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
+  base::for_ranges(values.numel(), kMasterGrain, [&](std::int64_t begin, std::int64_t end) {
     for (auto i = begin; i < end; ++i) whole[i] = join({bits(high[i]), low[i]});
   });
 }
@@ -29,7 +29,7 @@ void split_master(const at::Tensor& values, const at::Tensor& shard, const at::T
   const auto* whole = values.const_data_ptr<float>();
   auto* high = shard.mutable_data_ptr<c10::BFloat16>();
   auto* low = remainder.mutable_data_ptr<std::int16_t>();
-  base::for_ranges(values.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
+  base::for_ranges(values.numel(), kMasterGrain, [&](std::int64_t begin, std::int64_t end) {
     for (auto i = begin; i < end; ++i) {
       const auto halves = split(whole[i]);
       high[i] = bfloat16(halves.rounded);
@@ -41,7 +41,7 @@ void split_master(const at::Tensor& values, const at::Tensor& shard, const at::T
 void round_half_away(const at::Tensor& values, const at::Tensor& shard) {
   const auto* whole = values.const_data_ptr<float>();
   auto* high = shard.mutable_data_ptr<c10::BFloat16>();
-  base::for_ranges(values.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
+  base::for_ranges(values.numel(), kMasterGrain, [&](std::int64_t begin, std::int64_t end) {
     for (auto i = begin; i < end; ++i) high[i] = bfloat16(split(whole[i]).rounded);
   });
 }

@@ -16,7 +16,7 @@ void UnitTrace::close(std::vector<Open>& list, const void* key) {
   const auto last =
       std::find_if(list.rbegin(), list.rend(), [&](const Open& one) { return one.key == key; });
   if (last == list.rend()) return;
-  if (Trace* const trace = current_trace()) {
+  if (tessera::Trace* const trace = current_trace()) {
     trace->add({TraceRow::kCompute, std::move(last->name), last->begin, TraceClock::now()});
   }
   list.erase(std::next(last).base());

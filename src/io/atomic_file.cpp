@@ -16,7 +16,7 @@ namespace {
 
 void check_io(bool done, std::string_view what, const std::filesystem::path& path) {
   const int error_number = errno;
-  TESSERA_CHECK(done, ErrorKind::kIo, "cannot ", what, " ", printable(path.native(), 1024), ": ",
+  TESSERA_CHECK(done, ErrorKind::kIo, "cannot ", what, " ", shown(path), ": ",
                 std::generic_category().message(error_number), " (errno ", error_number, ")");
 }
 
@@ -35,7 +35,7 @@ AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), tem
   std::error_code unknown;
   const auto there = std::filesystem::status(path_, unknown);
   TESSERA_CHECK(!std::filesystem::exists(there) || std::filesystem::is_regular_file(there),
-                ErrorKind::kIo, printable(path_.native(), 1024),
+                ErrorKind::kIo, shown(path_),
                 ": found something that is no regular file, expected a file or nothing");
   temporary_ += "." + std::to_string(::getpid()) + ".tmp";
   descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);

@@ -14,8 +14,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-std::string shown(const fs::path& path) { return printable(path.native(), 1024); }
-
 /// Links followed, no slash at the end: what a rename can replace.
 fs::path final_path(const fs::path& path) {
   std::error_code failed;

@@ -21,9 +21,7 @@ namespace fs = std::filesystem;
 constexpr std::string_view kConfigFile = "config.json";
 constexpr std::int64_t kMaxConfigBytes = 4 << 20;
 // What is read at a time where rows are put together.
-constexpr std::size_t kChunkBytes = std::size_t{1} << 20;
-
-std::string shown(const fs::path& path) { return printable(path.native(), 1024); }
+constexpr std::size_t kRowChunkBytes = std::size_t{1} << 20;
 
 void check_size(const fs::path& path, std::int64_t found, std::int64_t expected) {
   TESSERA_CHECK(found == expected, ErrorKind::kFormat, shown(path), ": found ", found,
@@ -102,8 +100,8 @@ struct PieceRead {
       return;
     }
     const std::int64_t row = row_length(piece.box, shape);
-    std::vector<std::byte> chunk(kChunkBytes);
-    const auto most = static_cast<std::int64_t>(kChunkBytes) / element_bytes;
+    std::vector<std::byte> chunk(kRowChunkBytes);
+    const auto most = static_cast<std::int64_t>(kRowChunkBytes) / element_bytes;
     for (std::int64_t at = first; at < last;) {
       const std::int64_t count = std::min(most, last - at);
       const auto bytes = std::span(chunk).first(static_cast<std::size_t>(count * element_bytes));

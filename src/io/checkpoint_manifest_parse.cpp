@@ -16,7 +16,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr int kMaxDepth = 8;
+constexpr int kMaxManifestDepth = 8;
 
 /// A value and its place in the text ("FILE: tensors: 'NAME': pieces"), which is spelled out for
 /// messages only.
@@ -155,7 +155,7 @@ CheckpointTensor read_tensor(const Value& value) {
 }  // namespace
 
 CheckpointManifest parse_manifest_part(std::string_view text, std::string_view where) {
-  const Json json = parse_json_object(text, where, kMaxDepth);
+  const Json json = parse_json_object(text, where, kMaxManifestDepth);
   const Value root(json, where);
   CheckpointManifest manifest;
   manifest.format = root.member("format").integer();

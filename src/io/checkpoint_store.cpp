@@ -18,8 +18,6 @@ constexpr std::string_view kStepPrefix = "step-";
 constexpr std::string_view kTemporary = ".tmp";
 constexpr std::int64_t kMaxLatestBytes = 64;
 
-std::string shown(const fs::path& path) { return printable(path.native(), 1024); }
-
 void check_done(const std::error_code& error, std::string_view what, const fs::path& path) {
   TESSERA_CHECK(!error, ErrorKind::kIo, "cannot ", what, " ", shown(path), ": ", error.message(),
                 " (errno ", error.value(), ")");

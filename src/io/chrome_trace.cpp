@@ -8,19 +8,19 @@
 namespace tessera {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using OrderedJson = nlohmann::ordered_json;
 
 double microseconds(TraceClock::duration time) {
   return static_cast<double>(std::chrono::duration_cast<std::chrono::nanoseconds>(time).count()) /
          1000.0;
 }
 
-Json metadata(const char* what, int rank, int row, const Json& arguments) {
+OrderedJson metadata(const char* what, int rank, int row, const OrderedJson& arguments) {
   return {{"ph", "M"}, {"name", what}, {"pid", rank}, {"tid", row}, {"args", arguments}};
 }
 
-Json event(const TraceSpan& span, int rank, TraceClock::time_point origin) {
-  Json arguments = Json::object();
+OrderedJson trace_event(const TraceSpan& span, int rank, TraceClock::time_point origin) {
+  OrderedJson arguments = OrderedJson::object();
   for (const auto& [name, value] : span.arguments) {
     std::visit([&, &n = name](const auto& v) { arguments[n] = v; }, value);
   }
@@ -38,9 +38,9 @@ Json event(const TraceSpan& span, int rank, TraceClock::time_point origin) {
 
 std::string chrome_events(std::vector<TraceSpan> spans, int rank, TraceClock::time_point origin) {
   std::string text;
-  const auto append = [&](const Json& json) {
+  const auto append = [&](const OrderedJson& json) {
     if (!text.empty()) text += ",\n";
-    text += json.dump(-1, ' ', false, Json::error_handler_t::replace);
+    text += json.dump(-1, ' ', false, OrderedJson::error_handler_t::replace);
   };
   append(metadata("process_name", rank, 0, {{"name", concat("rank ", rank)}}));
   append(metadata("process_sort_index", rank, 0, {{"sort_index", rank}}));
@@ -51,7 +51,7 @@ std::string chrome_events(std::vector<TraceSpan> spans, int rank, TraceClock::ti
       append(metadata("thread_name", rank, row, {{"name", to_string(span.row)}}));
       append(metadata("thread_sort_index", rank, row, {{"sort_index", row}}));
     }
-    append(event(span, rank, origin));
+    append(trace_event(span, rank, origin));
   }
   return text;
 }

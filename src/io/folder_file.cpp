@@ -19,8 +19,7 @@ bool is_inside(const fs::path& file, const fs::path& folder) {
 fs::path real_path(const fs::path& path) {
   std::error_code failed;
   fs::path real = fs::canonical(path, failed);
-  TESSERA_CHECK(!failed, ErrorKind::kIo, "cannot open ", printable(path.native(), 1024), ": ",
-                failed.message());
+  TESSERA_CHECK(!failed, ErrorKind::kIo, "cannot open ", shown(path), ": ", failed.message());
   return real;
 }
 
@@ -34,7 +33,7 @@ fs::path file_inside(const fs::path& folder, const std::string& name) {
   const bool is_snapshot = real_folder.parent_path().filename() == "snapshots";
   const fs::path blobs = real_folder.parent_path().parent_path() / "blobs";
   TESSERA_CHECK(is_snapshot && is_inside(real_file, blobs), ErrorKind::kFormat, folder.native(),
-                ": ", printable(name), " is a link to ", printable(real_file.native(), 1024),
+                ": ", printable(name), " is a link to ", shown(real_file),
                 ", expected a file inside the folder; copy it there");
   return folder / name;
 }

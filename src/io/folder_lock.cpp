@@ -18,8 +18,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kLookAgain{20};
 
-std::string shown(const std::filesystem::path& path) { return printable(path.native(), 1024); }
-
 std::string this_process() {
   std::array<char, 256> host{};
   ::gethostname(host.data(), host.size() - 1);

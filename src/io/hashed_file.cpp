@@ -14,7 +14,7 @@ namespace tessera {
 namespace {
 
 // Small enough that bytes are still in the cache when they are hashed, or written after it.
-constexpr std::size_t kChunkBytes = std::size_t{128} << 10;
+constexpr std::size_t kHashedChunkBytes = std::size_t{128} << 10;
 // The disk begins with what is written while the rest still comes.
 constexpr std::int64_t kWriteOutBytes = std::int64_t{8} << 20;
 
@@ -48,7 +48,7 @@ class NewFile {
  private:
   void check(bool done, std::string_view what) const {
     const int error_number = errno;
-    TESSERA_CHECK(done, ErrorKind::kIo, "cannot ", what, " ", printable(path_.native(), 1024), ": ",
+    TESSERA_CHECK(done, ErrorKind::kIo, "cannot ", what, " ", shown(path_), ": ",
                   std::generic_category().message(error_number), " (errno ", error_number, ")");
   }
 
@@ -64,7 +64,7 @@ Hash128 write_hashed_file(const std::filesystem::path& path, std::span<const std
   NewFile file(path);
   Hash128Stream hash;
   while (!bytes.empty()) {
-    const auto chunk = bytes.first(std::min(kChunkBytes, bytes.size()));
+    const auto chunk = bytes.first(std::min(kHashedChunkBytes, bytes.size()));
     hash.add(chunk);
     file.append(chunk);
     bytes = bytes.subspan(chunk.size());
@@ -77,7 +77,7 @@ Hash128 read_hashed_file(const InputFile& file, std::vector<WantedBytes> wanted)
   std::sort(wanted.begin(), wanted.end(),
             [](const auto& a, const auto& b) { return a.offset < b.offset; });
   Hash128Stream hash;
-  std::vector<std::byte> unwanted(kChunkBytes);
+  std::vector<std::byte> unwanted(kHashedChunkBytes);
   std::int64_t at = 0;
   const auto read = [&](std::span<std::byte> to) {
     file.read_range(at, to);
@@ -86,8 +86,8 @@ Hash128 read_hashed_file(const InputFile& file, std::vector<WantedBytes> wanted)
   };
   const auto skip_to = [&](std::int64_t offset) {
     TESSERA_CHECK(offset >= at && offset <= file.size_bytes(), ErrorKind::kUsage,
-                  printable(file.path().native(), 1024), ": bytes from ", offset,
-                  " are wanted, found at ", at, " of ", file.size_bytes());
+                  shown(file.path()), ": bytes from ", offset, " are wanted, found at ", at, " of ",
+                  file.size_bytes());
     while (at < offset) {
       const auto left = static_cast<std::size_t>(offset - at);
       read(std::span(unwanted).first(std::min(unwanted.size(), left)));
@@ -96,10 +96,10 @@ Hash128 read_hashed_file(const InputFile& file, std::vector<WantedBytes> wanted)
   for (WantedBytes& one : wanted) {
     skip_to(one.offset);
     TESSERA_CHECK(static_cast<std::int64_t>(one.to.size()) <= file.size_bytes() - at,
-                  ErrorKind::kUsage, printable(file.path().native(), 1024), ": ", one.to.size(),
-                  " bytes from ", at, " are wanted, found ", file.size_bytes(), " in all");
+                  ErrorKind::kUsage, shown(file.path()), ": ", one.to.size(), " bytes from ", at,
+                  " are wanted, found ", file.size_bytes(), " in all");
     while (!one.to.empty()) {
-      const auto chunk = one.to.first(std::min(kChunkBytes, one.to.size()));
+      const auto chunk = one.to.first(std::min(kHashedChunkBytes, one.to.size()));
       read(chunk);
       one.to = one.to.subspan(chunk.size());
     }

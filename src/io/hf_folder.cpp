@@ -15,7 +15,7 @@ namespace {
 namespace fs = std::filesystem;
 
 // Far above anything published (an index of 100 000 tensors has about 10 MB).
-constexpr std::int64_t kMaxConfigBytes = 4 << 20;
+constexpr std::int64_t kMaxHfConfigBytes = 4 << 20;
 constexpr std::int64_t kMaxIndexBytes = 32 << 20;
 constexpr std::string_view kSingleFile = "model.safetensors";
 constexpr std::string_view kIndexFile = "model.safetensors.index.json";
@@ -30,8 +30,7 @@ bool is_there(const fs::path& path) {
 HfFolder HfFolder::open(const fs::path& folder) {
   std::error_code ignored;
   const auto status = fs::status(folder, ignored);
-  TESSERA_CHECK(fs::is_directory(status), ErrorKind::kIo, "cannot open ",
-                printable(folder.native(), 1024), ": found ",
+  TESSERA_CHECK(fs::is_directory(status), ErrorKind::kIo, "cannot open ", shown(folder), ": found ",
                 fs::is_regular_file(status) ? "a file"
                 : fs::exists(status)        ? "something that is no folder"
                                             : "no such folder",
@@ -57,7 +56,7 @@ HfFolder HfFolder::of_file(const fs::path& file) {
 }
 
 std::string HfFolder::read_config_text(const fs::path& path) {
-  return read_text_file(path, kMaxConfigBytes);
+  return read_text_file(path, kMaxHfConfigBytes);
 }
 
 void HfFolder::add_file(const fs::path& path) {

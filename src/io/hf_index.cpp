@@ -10,12 +10,12 @@
 namespace tessera {
 namespace {
 
-constexpr int kMaxDepth = 8;
+constexpr int kMaxIndexDepth = 8;
 
 }  // namespace
 
 HfIndex parse_hf_index(std::string_view text, std::string_view where) {
-  const nlohmann::json root = parse_json_object(text, where, kMaxDepth);
+  const nlohmann::json root = parse_json_object(text, where, kMaxIndexDepth);
   const auto found = root.find("weight_map");
   TESSERA_CHECK(found != root.end() && found->is_object() && !found->empty(), ErrorKind::kFormat,
                 where, ": found no tensor, expected an object weight_map of names and files");

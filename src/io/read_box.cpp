@@ -18,7 +18,7 @@ constexpr std::int64_t kFarBytes = std::int64_t{256} << 10;
 
 using Read = std::function<void(std::int64_t, std::int64_t, std::span<std::byte>)>;
 
-bool is_inside(const TensorBox& box, std::span<const std::int64_t> shape) {
+bool is_box_inside(const TensorBox& box, std::span<const std::int64_t> shape) {
   if (box.offset.size() != shape.size() || box.size.size() != shape.size()) return false;
   for (std::size_t d = 0; d < shape.size(); ++d) {
     if (box.offset[d] < 0 || box.size[d] < 1 || box.offset[d] > shape[d] - box.size[d]) {
@@ -99,7 +99,7 @@ class BoxReader {
 
 void read_box(const RangeOfBox& wanted, std::span<std::byte> out, const Read& read) {
   if (wanted.begin == wanted.end) return;
-  TESSERA_INVARIANT(is_inside(wanted.box, wanted.shape) && 0 <= wanted.begin &&
+  TESSERA_INVARIANT(is_box_inside(wanted.box, wanted.shape) && 0 <= wanted.begin &&
                         wanted.begin < wanted.end && wanted.end <= wanted.box.numel(),
                     "a box outside of its tensor");
   BoxReader(wanted, out, read).run();

@@ -231,8 +231,8 @@ bool HeaderReader::parse_error(std::size_t at, const std::string&, const Json::e
 }
 
 /// The bytes of the JSON text, after the length in front of it has been checked against the file.
-std::span<const std::byte> header_text(std::span<const std::byte> first_bytes,
-                                       std::int64_t file_size, std::string_view where) {
+std::span<const std::byte> header_text_of(std::span<const std::byte> first_bytes,
+                                          std::int64_t file_size, std::string_view where) {
   TESSERA_CHECK(file_size >= kLengthBytes && first_bytes.size() >= kLengthBytes, ErrorKind::kFormat,
                 where, ": found ", file_size,
                 " bytes, expected a safetensors file, which has at least 8");
@@ -320,7 +320,7 @@ std::int64_t checked_numel(std::span<const std::int64_t> shape, DType dtype, Err
 
 SafetensorsHeader parse_safetensors_header(std::span<const std::byte> first_bytes,
                                            std::int64_t file_size, std::string_view where) {
-  const std::span<const std::byte> text = header_text(first_bytes, file_size, where);
+  const std::span<const std::byte> text = header_text_of(first_bytes, file_size, where);
   TESSERA_CHECK(!text.empty() && text.front() == std::byte{'{'}, ErrorKind::kFormat, where,
                 ": found a header that does not begin with '{', expected JSON");
   SafetensorsHeader header;

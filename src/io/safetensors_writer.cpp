@@ -11,7 +11,7 @@
 namespace tessera {
 namespace {
 
-constexpr std::size_t kLengthBytes = 8;
+constexpr std::size_t kLengthFieldBytes = 8;
 constexpr std::size_t kHeaderAlignment = 8;
 
 std::string json_string(const std::string& text) {
@@ -94,7 +94,7 @@ SafetensorsLayout lay_out_safetensors(std::vector<TensorSpec> tensors,
   layout.header = lay_out(std::move(tensors), order);
   layout.header.metadata = metadata;
   const std::string text = header_text(layout.header);
-  for (std::size_t i = 0; i < kLengthBytes; ++i) {
+  for (std::size_t i = 0; i < kLengthFieldBytes; ++i) {
     layout.beginning.push_back(static_cast<char>((text.size() >> (8 * i)) & 0xFFU));
   }
   layout.beginning += text;

@@ -27,8 +27,7 @@ std::vector<fs::path> text_files(const fs::path& path) {
       files.push_back(entry->path());
     }
   }
-  TESSERA_CHECK(!failed, ErrorKind::kIo, "cannot list ", printable(path.native(), 1024), ": ",
-                failed.message());
+  TESSERA_CHECK(!failed, ErrorKind::kIo, "cannot list ", shown(path), ": ", failed.message());
   std::sort(files.begin(), files.end());
   return files;
 }

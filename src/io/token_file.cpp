@@ -16,7 +16,7 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "token files are read as they lie");
 
 constexpr std::int64_t kMaxInfoBytes = 1 << 20;
-constexpr int kMaxDepth = 16;
+constexpr int kMaxInfoDepth = 16;
 constexpr std::int64_t kScanTokens = 1 << 18;  // 2 MiB of ids at a time
 
 std::int64_t positive_integer(const nlohmann::json& root, std::string_view key,
@@ -43,7 +43,7 @@ void widen(std::span<const std::byte> bytes, std::span<std::int64_t> out) {
 }  // namespace
 
 TokenFileInfo parse_token_file_info(std::string_view text, std::string_view where) {
-  const nlohmann::json root = parse_json_object(text, where, kMaxDepth);
+  const nlohmann::json root = parse_json_object(text, where, kMaxInfoDepth);
   TokenFileInfo info;
   const auto dtype = root.find("dtype");
   TESSERA_CHECK(dtype != root.end() && dtype->is_string(), ErrorKind::kFormat, where,

@@ -11,12 +11,6 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-std::int64_t product(std::span<const std::int64_t> dims) {
-  std::int64_t result = 1;
-  for (const std::int64_t dim : dims) result *= dim;
-  return result;
-}
-
 bool is_cut(const AxisPlacement& axis) { return axis.parameter.kind == PlacementKind::kShard; }
 
 void check_pair(const AxisPlacement& axis, const std::string& what) {

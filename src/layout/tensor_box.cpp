@@ -1,15 +1,11 @@
 #include "layout/tensor_box.h"
 
 namespace tessera {
-namespace {
-
 std::int64_t product(std::span<const std::int64_t> dims) {
   std::int64_t result = 1;
   for (const std::int64_t dim : dims) result *= dim;
   return result;
 }
-
-}  // namespace
 
 TensorBox TensorBox::whole(std::span<const std::int64_t> shape) {
   return {std::vector<std::int64_t>(shape.size(), 0), {shape.begin(), shape.end()}};

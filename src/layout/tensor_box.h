@@ -21,6 +21,9 @@ struct TensorBox {
   bool operator==(const TensorBox&) const = default;
 };
 
+/// Elements of a tensor, or of a box, of this size.
+std::int64_t product(std::span<const std::int64_t> dims);
+
 /// Whether they have an element in common (of the same tensor, no empty one).
 bool overlap(const TensorBox& a, const TensorBox& b);
 

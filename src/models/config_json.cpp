@@ -5,24 +5,10 @@
 #include "models/gemma4_config.h"
 #include "models/model_spec.h"
 #include "models/rope_keys.h"
+#include "models/spec_keys.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
-namespace {
-
-nlohmann::ordered_json eos_token(const std::vector<std::int64_t>& ids) {
-  if (ids.empty()) return nullptr;
-  if (ids.size() == 1) return ids.front();
-  return ids;
-}
-
-template <class T>
-nlohmann::ordered_json or_null(const std::optional<T>& value) {
-  return value ? nlohmann::ordered_json(*value) : nlohmann::ordered_json(nullptr);
-}
-
-}  // namespace
-
 std::string config_json(const ModelSpec& spec) {
   if (spec.family == Family::kGemma4) return gemma4_json(spec).dump(2) + "\n";
   const FamilyTraits& family = traits(spec.family);

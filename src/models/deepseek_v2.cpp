@@ -14,7 +14,7 @@ namespace {
 
 constexpr const char* kGreedy = "greedy";
 constexpr const char* kGroupLimited = "group_limited_greedy";
-constexpr IntRange kExperts{1, 65536};
+constexpr IntRange kRoutedExperts{1, 65536};
 
 void read_attention(ConfigReader& keys, ModelSpec& spec) {
   MlaSpec& mla = spec.mla.emplace();
@@ -42,8 +42,8 @@ void read_attention(ConfigReader& keys, ModelSpec& spec) {
 
 void read_groups(ConfigReader& keys, MoeSpec& moe) {
   const std::string method = keys.word("topk_method").value_or(kGreedy);
-  const auto groups = keys.integer("n_group", kExperts);
-  const auto kept = keys.integer("topk_group", kExperts);
+  const auto groups = keys.integer("n_group", kRoutedExperts);
+  const auto kept = keys.integer("topk_group", kRoutedExperts);
   if (method == kGreedy) return;  // then the two mean nothing
   if (method != kGroupLimited) {
     keys.refuse("topk_method", concat("\"", kGreedy, "\" or \"", kGroupLimited, "\""));
@@ -62,12 +62,12 @@ void read_groups(ConfigReader& keys, MoeSpec& moe) {
   moe.topk_group = *kept;
 }
 
-void read_experts(ConfigReader& keys, ModelSpec& spec) {
+void read_routed_experts(ConfigReader& keys, ModelSpec& spec) {
   MoeSpec& moe = spec.moe.emplace();
-  moe.num_experts = required(keys, "n_routed_experts", kExperts);
+  moe.num_experts = required(keys, "n_routed_experts", kRoutedExperts);
   moe.experts_per_token = required(keys, "num_experts_per_tok", {1, moe.num_experts});
   moe.moe_intermediate_size = keys.integer("moe_intermediate_size", kSize).value_or(1407);
-  const std::int64_t shared = keys.integer("n_shared_experts", kExperts).value_or(2);
+  const std::int64_t shared = keys.integer("n_shared_experts", kRoutedExperts).value_or(2);
   moe.shared_intermediate_size = shared * moe.moe_intermediate_size;
   moe.first_dense_layers = keys.integer("first_k_dense_replace", {0, kLayers.max}).value_or(0);
   moe.router_dtype = RouterDtype::kFloat32;
@@ -81,12 +81,12 @@ void read_experts(ConfigReader& keys, ModelSpec& spec) {
   keys.ignore({"aux_loss_alpha", "seq_aux", "output_router_logits", "ep_size"});
 }
 
-void read(ConfigReader& keys, ModelSpec& spec) {
+void read_deepseek_v2(ConfigReader& keys, ModelSpec& spec) {
   read_attention(keys, spec);
-  read_experts(keys, spec);
+  read_routed_experts(keys, spec);
 }
 
-void write(const ModelSpec& spec, nlohmann::ordered_json& json) {
+void write_deepseek_v2(const ModelSpec& spec, nlohmann::ordered_json& json) {
   const MlaSpec& mla = *spec.mla;
   const MoeSpec& moe = *spec.moe;
   json.erase("head_dim");
@@ -126,8 +126,8 @@ const FamilyTraits& deepseek_v2_traits() {
       .frozen = {},
       .module_name = [](std::string_view name) { return std::string(name); },
       .router_module = "gate",
-      .read = read,
-      .write = write,
+      .read = read_deepseek_v2,
+      .write = write_deepseek_v2,
   };
   return traits;
 }

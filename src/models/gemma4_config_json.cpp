@@ -1,20 +1,10 @@
 // Gemma 4's config.json as the hub's published models spell it.
 #include "models/gemma4_config.h"
 #include "models/gemma4_layers.h"
+#include "models/spec_keys.h"
 
 namespace tessera::models {
 namespace {
-
-template <class T>
-nlohmann::ordered_json or_null(const std::optional<T>& value) {
-  return value ? nlohmann::ordered_json(*value) : nlohmann::ordered_json(nullptr);
-}
-
-nlohmann::ordered_json eos_token(const std::vector<std::int64_t>& ids) {
-  if (ids.empty()) return nullptr;
-  if (ids.size() == 1) return ids.front();
-  return ids;
-}
 
 nlohmann::ordered_json text_json(const ModelSpec& spec) {
   const Gemma4Spec& gemma = *spec.gemma4;

@@ -12,9 +12,7 @@
 namespace tessera::models {
 namespace {
 
-constexpr double kScale = 1.0;  // of the scores: queries and keys are normed
-
-std::optional<at::Tensor> given(const at::Tensor& tensor) {
+std::optional<at::Tensor> given_bias(const at::Tensor& tensor) {
   return tensor.defined() ? std::make_optional(tensor) : std::nullopt;
 }
 
@@ -63,8 +61,9 @@ at::Tensor Gemma4Attention::forward(const at::Tensor& stream,
   const at::Tensor k = nn::rope_heads(keys, {.heads = groups_}, head_norm(*k_norm_), table);
   const at::Tensor by_head = raw.reshape({x.size(0), x.size(1), groups_, layer_.head_dim});
   const at::Tensor v = nn::plain_rms_norm(by_head, eps_).reshape(raw.sizes());
-  return o_proj_->forward_into(region_, visible ? nn::masked_attention(q, k, v, *visible, kScale)
-                                                : nn::causal_attention(q, k, v, kScale));
+  return o_proj_->forward_into(region_,
+                               visible ? nn::masked_attention(q, k, v, *visible, kGemma4ScoreScale)
+                                       : nn::causal_attention(q, k, v, kGemma4ScoreScale));
 }
 
 Gemma4TextLayer::Gemma4TextLayer(const ModelSpec& spec, std::size_t number, const ModelAxes& axes,
@@ -109,9 +108,9 @@ at::Tensor Gemma4TextLayer::mixed(const at::Tensor& x, const std::optional<at::T
   const at::Tensor entered = tokens_.enter(normed);
   const moe::Routing routing = router_->forward(tokens_.routed(x, tokens_.enter(x)),
                                                 tokens_.imposed(imposed, x.size(0), x.size(1)));
-  const at::Tensor given =
+  const at::Tensor given_bias =
       experts_->forward(tokens_.sent(tokens_.routed(normed, entered)), tokens_.sent(routing));
-  return tokens_.leave(tokens_.returned(given, entered.sizes()));
+  return tokens_.leave(tokens_.returned(given_bias, entered.sizes()));
 }
 
 at::Tensor Gemma4TextLayer::forward(const at::Tensor& x, const std::optional<at::Tensor>& visible,
@@ -120,7 +119,7 @@ at::Tensor Gemma4TextLayer::forward(const at::Tensor& x, const std::optional<at:
   return recomputed(*this, recompute_,
                     {x, visible.value_or(at::Tensor()), imposed.value_or(at::Tensor())},
                     [this](const std::vector<at::Tensor>& in) {
-                      return body(in[0], given(in[1]), given(in[2]));
+                      return body(in[0], given_bias(in[1]), given_bias(in[2]));
                     });
 }
 

@@ -11,15 +11,13 @@
 namespace tessera::models {
 namespace {
 
-constexpr const char* kSliding = "sliding_attention";
-constexpr const char* kFull = "full_attention";
 constexpr std::int64_t kGlobalHeadDim = 512;  ///< transformers' default
 
 std::vector<LayerType> read_types(ConfigReader& keys, std::int64_t layers) {
   std::vector<LayerType> types;
   const nlohmann::json* list = keys.take("layer_types");
-  const std::string expected =
-      concat("a list of ", layers, " times \"", kSliding, "\" or \"", kFull, "\"");
+  const std::string expected = concat("a list of ", layers, " times \"", kSlidingAttention,
+                                      "\" or \"", kFullAttention, "\"");
   if (list == nullptr) {
     for (std::int64_t i = 0; i < layers; ++i) {
       types.push_back((i + 1) % 6 != 0 ? LayerType::kSliding : LayerType::kFull);
@@ -29,10 +27,10 @@ std::vector<LayerType> read_types(ConfigReader& keys, std::int64_t layers) {
       keys.refuse("layer_types", expected);
     }
     for (const nlohmann::json& type : *list) {
-      TESSERA_CHECK(type == kSliding || type == kFull, ErrorKind::kConfig,
+      TESSERA_CHECK(type == kSlidingAttention || type == kFullAttention, ErrorKind::kConfig,
                     "config.json text_config.layer_types: found ", shown(type), ", expected ",
                     expected);
-      types.push_back(type == kSliding ? LayerType::kSliding : LayerType::kFull);
+      types.push_back(type == kSlidingAttention ? LayerType::kSliding : LayerType::kFull);
     }
   }
   types.back() = LayerType::kFull;  // as transformers does, whatever the list says
@@ -96,15 +94,17 @@ void check_layers(const ModelSpec& spec) {
   }
 }
 
-const char* name_of(LayerType type) { return type == LayerType::kSliding ? kSliding : kFull; }
+const char* name_of(LayerType type) {
+  return type == LayerType::kSliding ? kSlidingAttention : kFullAttention;
+}
 
 RopeSpec default_rope(LayerType type) {
   if (type == LayerType::kSliding) return {.theta = 1e4};
   return {.theta = 1e6, .type = RopeType::kProportional, .partial_rotary_factor = 0.25};
 }
 
-RopeSpec read_rope_record(const nlohmann::json& record, LayerType type,
-                          std::vector<std::string>& unknown) {
+RopeSpec read_layer_rope(const nlohmann::json& record, LayerType type,
+                         std::vector<std::string>& unknown) {
   ConfigReader keys(record, concat("text_config.rope_parameters.", name_of(type), "."));
   RopeSpec rope;
   const std::string kind = keys.word("rope_type").value_or("default");
@@ -183,7 +183,7 @@ void read_gemma4_rope(ConfigReader& keys, ModelSpec& spec, std::vector<std::stri
     }
     if (!record->is_object()) types.refuse(name_of(type), "an object");
     (type == LayerType::kSliding ? spec.rope : gemma.full_rope) =
-        read_rope_record(*record, type, unknown);
+        read_layer_rope(*record, type, unknown);
   }
   for (std::string& line : types.unknown()) unknown.push_back(std::move(line));
 }
@@ -217,8 +217,8 @@ void write_gemma4_layers(const ModelSpec& spec, nlohmann::ordered_json& text) {
 }
 
 void write_gemma4_rope(const ModelSpec& spec, nlohmann::ordered_json& text) {
-  text["rope_parameters"] = {{kFull, rope_json(spec.gemma4->full_rope)},
-                             {kSliding, rope_json(spec.rope)}};
+  text["rope_parameters"] = {{kFullAttention, rope_json(spec.gemma4->full_rope)},
+                             {kSlidingAttention, rope_json(spec.rope)}};
 }
 
 }  // namespace tessera::models

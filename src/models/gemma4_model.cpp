@@ -21,7 +21,7 @@ namespace tessera::models {
 namespace {
 
 constexpr const char* kText = "model.language_model.";
-constexpr const char* kHeadUnit = "head";
+constexpr const char* kGemma4HeadUnit = "head";
 constexpr std::int64_t kImageType = 1;
 constexpr std::int64_t kVideoType = 2;
 
@@ -190,7 +190,7 @@ std::vector<ModelUnit> Gemma4Model::units() {
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     units.push_back(unit_of(layers_[i], concat(kText, "layers.", i)));
   }
-  if (!spec_.tie_word_embeddings) units.push_back(unit_of(*head_, kHeadUnit));
+  if (!spec_.tie_word_embeddings) units.push_back(unit_of(*head_, kGemma4HeadUnit));
   return units;
 }
 
@@ -200,7 +200,7 @@ void Gemma4Model::set_recompute(RecomputeMode mode) {
 }
 
 std::string Gemma4Model::canonical_name(const std::string& unit, const std::string& path) const {
-  if (unit != kHeadUnit) return unit + "." + path;
+  if (unit != kGemma4HeadUnit) return unit + "." + path;
   return path.starts_with("norm.") ? kText + path : path;
 }
 

@@ -13,6 +13,9 @@
 
 namespace tessera::models {
 
+/// Of the scores, in text and images: queries and keys are normed.
+inline constexpr double kGemma4ScoreScale = 1.0;
+
 struct Gemma4Layer {
   LayerType type = LayerType::kSliding;
   std::int64_t head_dim = 0;

@@ -18,7 +18,6 @@
 namespace tessera::models {
 namespace {
 
-constexpr double kScale = 1.0;  // of the scores: queries and keys are normed
 constexpr const char* kPrefix = "model.vision_tower.";
 
 /// [N, P] bool.
@@ -79,7 +78,7 @@ at::Tensor Gemma4VisionAttention::forward(const at::Tensor& x, const nn::AxialTa
   const at::Tensor raw = v_proj_->forward(x);
   const at::Tensor by_head = raw.view({x.size(0), x.size(1), kv_heads_, head_dim_});
   const at::Tensor v = nn::plain_rms_norm(by_head, eps_).view(raw.sizes());
-  return o_proj_->forward(nn::masked_attention(q, k, v, visible, kScale));
+  return o_proj_->forward(nn::masked_attention(q, k, v, visible, kGemma4ScoreScale));
 }
 
 Gemma4VisionLayer::Gemma4VisionLayer(const Gemma4Vision& vision) {

@@ -11,12 +11,9 @@
 namespace tessera::models {
 namespace {
 
-constexpr const char* kSliding = "sliding_attention";
-constexpr const char* kFull = "full_attention";
-
 void read_layer_types(ConfigReader& keys, ModelSpec& spec) {
-  const std::string expected =
-      concat("a list of ", spec.num_hidden_layers, " times \"", kSliding, "\" or \"", kFull, "\"");
+  const std::string expected = concat("a list of ", spec.num_hidden_layers, " times \"",
+                                      kSlidingAttention, "\" or \"", kFullAttention, "\"");
   const nlohmann::json* types = keys.take("layer_types");
   for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
     spec.layer_types.push_back(i % 2 == 0 ? LayerType::kSliding : LayerType::kFull);
@@ -27,9 +24,9 @@ void read_layer_types(ConfigReader& keys, ModelSpec& spec) {
   }
   for (std::size_t i = 0; i < types->size(); ++i) {
     const nlohmann::json& type = (*types)[i];
-    TESSERA_CHECK(type == kSliding || type == kFull, ErrorKind::kConfig,
+    TESSERA_CHECK(type == kSlidingAttention || type == kFullAttention, ErrorKind::kConfig,
                   "config.json layer_types: found ", shown(type), ", expected ", expected);
-    spec.layer_types[i] = type == kSliding ? LayerType::kSliding : LayerType::kFull;
+    spec.layer_types[i] = type == kSlidingAttention ? LayerType::kSliding : LayerType::kFull;
   }
 }
 
@@ -49,7 +46,7 @@ void check_quantization(ConfigReader& keys) {
   }
 }
 
-void read(ConfigReader& keys, ModelSpec& spec) {
+void read_gpt_oss(ConfigReader& keys, ModelSpec& spec) {
   MoeSpec& moe = spec.moe.emplace();
   read_expert_counts(keys, moe);
   keys.expect("experts_per_token", moe.experts_per_token, "num_experts_per_tok");
@@ -76,7 +73,7 @@ void read(ConfigReader& keys, ModelSpec& spec) {
   check_quantization(keys);
 }
 
-void write(const ModelSpec& spec, nlohmann::ordered_json& json) {
+void write_gpt_oss(const ModelSpec& spec, nlohmann::ordered_json& json) {
   const MoeSpec& moe = *spec.moe;
   json["experts_per_token"] = moe.experts_per_token;
   if (spec.rope.original_max_position_embeddings > 0) {
@@ -84,7 +81,7 @@ void write(const ModelSpec& spec, nlohmann::ordered_json& json) {
   }
   auto& types = json["layer_types"] = nlohmann::ordered_json::array();
   for (const LayerType type : spec.layer_types) {
-    types.push_back(type == LayerType::kSliding ? kSliding : kFull);
+    types.push_back(type == LayerType::kSliding ? kSlidingAttention : kFullAttention);
   }
   if (spec.rope.type == RopeType::kDefault) json["rope_scaling"] = {{"rope_type", "default"}};
   json["num_experts_per_tok"] = moe.experts_per_token;
@@ -111,8 +108,8 @@ const FamilyTraits& gpt_oss_traits() {
       .frozen = {},
       .module_name = [](std::string_view name) { return std::string(name); },
       .router_module = "router",
-      .read = read,
-      .write = write,
+      .read = read_gpt_oss,
+      .write = write_gpt_oss,
   };
   return traits;
 }

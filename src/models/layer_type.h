@@ -10,4 +10,8 @@ enum class LayerType : std::uint8_t {
   kFull,
 };
 
+// As transformers' `layer_types` spell them.
+inline constexpr const char* kSlidingAttention = "sliding_attention";
+inline constexpr const char* kFullAttention = "full_attention";
+
 }  // namespace tessera::models

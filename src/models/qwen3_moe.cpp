@@ -9,7 +9,7 @@
 namespace tessera::models {
 namespace {
 
-void read(ConfigReader& keys, ModelSpec& spec) {
+void read_qwen3_moe(ConfigReader& keys, ModelSpec& spec) {
   MoeSpec& moe = spec.moe.emplace();
   read_expert_counts(keys, moe);
   moe.moe_intermediate_size = required(keys, "moe_intermediate_size", kSize);
@@ -20,7 +20,7 @@ void read(ConfigReader& keys, ModelSpec& spec) {
   read_aux_loss(keys, moe);
 }
 
-void write(const ModelSpec& spec, nlohmann::ordered_json& json) {
+void write_qwen3_moe(const ModelSpec& spec, nlohmann::ordered_json& json) {
   const MoeSpec& moe = *spec.moe;
   json["decoder_sparse_step"] = moe.sparse_step;
   json["mlp_only_layers"] = moe.mlp_only_layers;
@@ -46,8 +46,8 @@ const FamilyTraits& qwen3_moe_traits() {
       .frozen = {},
       .module_name = [](std::string_view name) { return std::string(name); },
       .router_module = "gate",
-      .read = read,
-      .write = write,
+      .read = read_qwen3_moe,
+      .write = write_qwen3_moe,
   };
   return traits;
 }

@@ -11,7 +11,7 @@ namespace {
 
 constexpr NumberRange kFactor{1.0, 1e9};
 constexpr NumberRange kFrequencyFactor{1e-6, 1e9};
-constexpr NumberRange kScale{0.0, 1e3};
+constexpr NumberRange kScaleRange{0.0, 1e3};
 
 RopeType rope_type(ConfigReader& keys, const std::string& path) {
   const auto type = keys.word("type");
@@ -51,9 +51,9 @@ void read_yarn(ConfigReader& keys, RopeSpec& rope) {
     keys.refuse("beta_fast", concat("a number of at least beta_slow = ", yarn.beta_slow));
   }
   if (rope.theta <= 1.0) keys.refuse("rope_theta", "a number above 1, as yarn takes its logarithm");
-  yarn.mscale = keys.number("mscale", kScale);
-  yarn.mscale_all_dim = keys.number("mscale_all_dim", kScale);
-  yarn.attention_factor = keys.number("attention_factor", kScale);
+  yarn.mscale = keys.number("mscale", kScaleRange);
+  yarn.mscale_all_dim = keys.number("mscale_all_dim", kScaleRange);
+  yarn.attention_factor = keys.number("attention_factor", kScaleRange);
   if (yarn.attention_factor == 0.0) keys.refuse("attention_factor", "a number above 0");
   yarn.truncate = keys.boolean("truncate").value_or(yarn.truncate);
 }

@@ -90,6 +90,12 @@ std::string read_tokenizer(ConfigReader& keys) {
   return name;
 }
 
+nlohmann::ordered_json eos_token(const std::vector<std::int64_t>& ids) {
+  if (ids.empty()) return nullptr;
+  if (ids.size() == 1) return ids.front();
+  return ids;
+}
+
 void check_total(double elements) {
   constexpr double kMost = 1e18;
   TESSERA_CHECK(elements <= kMost, ErrorKind::kConfig, "config.json: found sizes of about ",

@@ -1,12 +1,14 @@
-// What the readers of all families do with the keys of a config.json.
+// What the readers and writers of all families do with the keys of a config.json.
 //
 // Private to model_spec.cpp and the families' own readers. Next: model_spec.cpp, gemma4_config.cpp.
 #pragma once
 
 #include <cstdint>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "models/config_reader.h"
 #include "models/model_spec.h"
@@ -32,6 +34,14 @@ void read_tokens(ConfigReader& keys, ModelSpec& spec);
 
 /// Our own key: "bytes", or empty where it is absent.
 std::string read_tokenizer(ConfigReader& keys);
+
+/// Written as the hub does: null, one id, or a list of them.
+nlohmann::ordered_json eos_token(const std::vector<std::int64_t>& ids);
+
+template <class T>
+nlohmann::ordered_json or_null(const std::optional<T>& value) {
+  return value ? nlohmann::ordered_json(*value) : nlohmann::ordered_json(nullptr);
+}
 
 /// Errors: kConfig for more elements of all parameters than byte counts can hold.
 void check_total(double elements);

@@ -19,7 +19,7 @@ std::int64_t count(const GroupOffsets& offsets, std::size_t group) {
   return offsets[group + 1] - offsets[group];
 }
 
-at::Tensor rows_of(const at::Tensor& x, const GroupOffsets& offsets, std::size_t group) {
+at::Tensor rows_of_group(const at::Tensor& x, const GroupOffsets& offsets, std::size_t group) {
   return x.narrow(0, offsets[group], count(offsets, group));
 }
 
@@ -48,8 +48,8 @@ at::Tensor rows_by_loop(const at::Tensor& a, const at::Tensor& b, const GroupOff
   const at::Tensor y = at::empty({a.size(0), b.size(2)}, a.options());
   for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
     if (count(offsets, e) == 0) continue;
-    at::Tensor part = rows_of(y, offsets, e);
-    at::mm_out(part, rows_of(a, offsets, e), b.select(0, static_cast<std::int64_t>(e)));
+    at::Tensor part = rows_of_group(y, offsets, e);
+    at::mm_out(part, rows_of_group(a, offsets, e), b.select(0, static_cast<std::int64_t>(e)));
   }
   return y;
 }
@@ -69,9 +69,9 @@ at::Tensor rows_rounded_up(const at::Tensor& a, const at::Tensor& b, const Group
       continue;
     }
     const at::Tensor padded = at::empty({more, a.size(1)}, a.options());
-    padded.narrow(0, 0, rows).copy_(rows_of(a, offsets, e));
+    padded.narrow(0, 0, rows).copy_(rows_of_group(a, offsets, e));
     padded.narrow(0, rows, more - rows).zero_();
-    rows_of(y, offsets, e).copy_(at::mm(padded, matrix).narrow(0, 0, rows));
+    rows_of_group(y, offsets, e).copy_(at::mm(padded, matrix).narrow(0, 0, rows));
   }
   return y;
 }
@@ -84,7 +84,7 @@ at::Tensor outer_by_loop(const at::Tensor& a, const at::Tensor& b, const GroupOf
     if (count(offsets, e) == 0) {
       part.zero_();
     } else {
-      at::mm_out(part, rows_of(a, offsets, e).t(), rows_of(b, offsets, e));
+      at::mm_out(part, rows_of_group(a, offsets, e).t(), rows_of_group(b, offsets, e));
     }
   }
   return result;
@@ -95,7 +95,7 @@ at::Tensor padded_rows(const at::Tensor& x, const GroupOffsets& offsets, std::si
                        const at::Tensor& scratch) {
   const std::int64_t rows = count(offsets, group);
   const std::int64_t more = rounded_up(rows);
-  scratch.narrow(0, 0, rows).copy_(rows_of(x, offsets, group));
+  scratch.narrow(0, 0, rows).copy_(rows_of_group(x, offsets, group));
   scratch.narrow(0, rows, more - rows).zero_();
   return scratch.narrow(0, 0, more);
 }
@@ -113,7 +113,7 @@ at::Tensor outer_rounded_up(const at::Tensor& a, const at::Tensor& b, const Grou
     if (rows == 0) {
       part.zero_();
     } else if (rows % kRowStep == 0) {
-      at::mm_out(part, rows_of(a, offsets, e).t(), rows_of(b, offsets, e));
+      at::mm_out(part, rows_of_group(a, offsets, e).t(), rows_of_group(b, offsets, e));
     } else {
       at::mm_out(part, padded_rows(a, offsets, e, left).t(), padded_rows(b, offsets, e, right));
     }

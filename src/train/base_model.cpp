@@ -53,12 +53,10 @@ Hash128 combined(const TensorSource& folder, const std::vector<std::vector<Hash1
 }
 
 void require_base(const ModelSource& source, const Hash128& found) {
-  TESSERA_CHECK(found == *source.base_hash, ErrorKind::kConfig,
-                printable(source.folder->path().native(), 1024), ": found tensors with the hash ",
-                to_string(found), ", expected ", to_string(*source.base_hash),
-                ", those of the model beside which the adapters of ",
-                printable(source.adapters->path().native(), 1024),
-                " were trained; put that model back");
+  TESSERA_CHECK(found == *source.base_hash, ErrorKind::kConfig, shown(source.folder->path()),
+                ": found tensors with the hash ", to_string(found), ", expected ",
+                to_string(*source.base_hash), ", those of the model beside which the adapters of ",
+                shown(source.adapters->path()), " were trained; put that model back");
 }
 
 }  // namespace

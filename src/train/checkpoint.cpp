@@ -166,8 +166,8 @@ void CheckpointSaver::require_files(const CheckpointManifest& manifest) const {
     std::error_code error;
     const auto size = fs::file_size(path, error);
     TESSERA_CHECK(!error && size == static_cast<std::uintmax_t>(file.bytes), ErrorKind::kIo,
-                  printable(path.native(), 1024), ": found ",
-                  error ? error.message() : concat(size, " bytes"), ", expected the ", file.bytes,
+                  shown(path), ": found ", error ? error.message() : concat(size, " bytes"),
+                  ", expected the ", file.bytes,
                   " bytes that its rank wrote; do all hosts share checkpoint.folder?");
   }
 }

@@ -52,7 +52,7 @@ CheckpointSession::CheckpointSession(const Config& config, const Mesh& mesh)
 std::int64_t CheckpointSession::global_batch_size(int data_ranks) const {
   if (!resumed_) return config_.training.global_batch_size;
   const auto rows = resumed_global_batch_size(config_, data_ranks, resumed_->manifest().data,
-                                              printable(resumed_->path().native(), 1024));
+                                              shown(resumed_->path()));
   if (rows != config_.training.global_batch_size) {
     log::info("training.global_batch_size: ", rows, ", as that of the checkpoint");
   }

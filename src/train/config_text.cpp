@@ -10,7 +10,7 @@
 namespace tessera::train {
 namespace {
 
-std::string quoted(std::string_view text) {
+std::string toml_string(std::string_view text) {
   std::string out = "\"";
   for (const char c : text) {
     const auto byte = static_cast<unsigned char>(c);
@@ -29,7 +29,7 @@ std::string quoted(std::string_view text) {
   return out + "\"";
 }
 
-std::string number(double value) {
+std::string number_text(double value) {
   if (std::isnan(value)) return "nan";
   if (std::isinf(value)) return value > 0 ? "inf" : "-inf";
   std::array<char, 32> digits{};
@@ -111,8 +111,8 @@ std::string to_toml(const ConfigValue& value) {
   struct Writer {
     std::string operator()(bool b) const { return b ? "true" : "false"; }
     std::string operator()(std::int64_t i) const { return std::to_string(i); }
-    std::string operator()(double d) const { return number(d); }
-    std::string operator()(const std::string& s) const { return quoted(s); }
+    std::string operator()(double d) const { return number_text(d); }
+    std::string operator()(const std::string& s) const { return toml_string(s); }
     std::string operator()(const ConfigValue::Array& a) const { return joined(a); }
     std::string operator()(const ConfigValue::Table& t) const { return joined(t); }
   };

@@ -14,11 +14,10 @@ namespace {
 
 constexpr std::int64_t kImageType = 1;
 
-std::string shown(const SafetensorsFile& file) { return printable(file.path().native(), 1024); }
-
 const TensorInfo& find(const SafetensorsFile& file, const std::string& name) {
   const TensorInfo* tensor = file.header().find(name);
-  TESSERA_CHECK(tensor != nullptr, ErrorKind::kFormat, shown(file), ": found no tensor ", name,
+  TESSERA_CHECK(tensor != nullptr, ErrorKind::kFormat, shown(file.path()), ": found no tensor ",
+                name,
                 " beside pixel_values, expected pixel_values, image_position_ids and "
                 "mm_token_type_ids");
   return *tensor;
@@ -27,7 +26,8 @@ const TensorInfo& find(const SafetensorsFile& file, const std::string& name) {
 const TensorInfo& find_integers(const SafetensorsFile& file, const std::string& name) {
   const TensorInfo& tensor = find(file, name);
   TESSERA_CHECK(tensor.dtype == DType::kInt64 || tensor.dtype == DType::kInt32, ErrorKind::kFormat,
-                shown(file), ": found ", to_string(tensor.dtype), " in ", name, ", expected int64");
+                shown(file.path()), ": found ", to_string(tensor.dtype), " in ", name,
+                ", expected int64");
   return tensor;
 }
 
@@ -37,10 +37,11 @@ models::Images read_images(const SafetensorsFile& file, const models::Gemma4Visi
   const std::int64_t values = 3 * vision.patch_size * vision.patch_size;
   TESSERA_CHECK(pixels.shape.size() == 3 && pixels.shape[2] == values &&
                     is_floating(pixels.dtype) && !is_float8(pixels.dtype),
-                ErrorKind::kFormat, shown(file), ": found pixel_values ", to_string(pixels.dtype),
-                " ", shape_text(pixels.shape), ", expected floating [N,P,", values, "]");
+                ErrorKind::kFormat, shown(file.path()), ": found pixel_values ",
+                to_string(pixels.dtype), " ", shape_text(pixels.shape), ", expected floating [N,P,",
+                values, "]");
   const std::vector<std::int64_t> expected{pixels.shape[0], pixels.shape[1], 2};
-  TESSERA_CHECK(positions.shape == expected, ErrorKind::kFormat, shown(file),
+  TESSERA_CHECK(positions.shape == expected, ErrorKind::kFormat, shown(file.path()),
                 ": found image_position_ids ", shape_text(positions.shape), ", expected ",
                 shape_text(expected));
   models::Images images;
@@ -67,7 +68,7 @@ std::vector<std::int64_t> runs_of(const Row& row, std::int64_t image_id,
   std::vector<std::int64_t> lengths;
   for (std::int64_t t = 0; t < row.columns; ++t) {
     const bool image = row.ids[t] == image_id;
-    TESSERA_CHECK(row.types[t] == (image ? kImageType : 0), ErrorKind::kFormat, shown(file),
+    TESSERA_CHECK(row.types[t] == (image ? kImageType : 0), ErrorKind::kFormat, shown(file.path()),
                   ": found type ", row.types[t], " in mm_token_type_ids (row ", row.number,
                   ", column ", t, ") at the token id ", row.ids[t],
                   ", expected 1 at every image token (id ", image_id, ") and 0 elsewhere");
@@ -91,15 +92,16 @@ std::vector<std::int64_t> first_images(const std::vector<Row>& rows,
   for (const Row& row : rows) {
     first.push_back(static_cast<std::int64_t>(image));
     for (const std::int64_t length : runs_of(row, image_id, file)) {
-      TESSERA_CHECK(
-          image < lengths.size() && length == lengths[image], ErrorKind::kFormat, shown(file),
-          ": found a run of ", length, " image tokens (row ", row.number, "), expected ",
-          image < lengths.size() ? concat(lengths[image], " as image ", image, " makes")
-                                 : concat("only ", lengths.size(), " runs, one an image"));
+      TESSERA_CHECK(image < lengths.size() && length == lengths[image], ErrorKind::kFormat,
+                    shown(file.path()), ": found a run of ", length, " image tokens (row ",
+                    row.number, "), expected ",
+                    image < lengths.size()
+                        ? concat(lengths[image], " as image ", image, " makes")
+                        : concat("only ", lengths.size(), " runs, one an image"));
       ++image;
     }
   }
-  TESSERA_CHECK(image == lengths.size(), ErrorKind::kFormat, shown(file), ": found ", image,
+  TESSERA_CHECK(image == lengths.size(), ErrorKind::kFormat, shown(file.path()), ": found ", image,
                 " runs of image tokens, expected ", lengths.size(),
                 ", one an image of pixel_values");
   first.push_back(static_cast<std::int64_t>(image));
@@ -131,7 +133,7 @@ std::optional<ReplayedImages> ReplayedImages::open(const SafetensorsFile& file,
   const TensorInfo& ids_info = find_integers(file, ids_name);
   const at::Tensor ids = read_integers(file, ids_info, 0, ids_info.numel());
   if (file.header().find("pixel_values") == nullptr) {
-    TESSERA_CHECK(!ids.eq(tokens.id).any().item<bool>(), ErrorKind::kFormat, shown(file),
+    TESSERA_CHECK(!ids.eq(tokens.id).any().item<bool>(), ErrorKind::kFormat, shown(file.path()),
                   ": found image tokens (id ", tokens.id, ") in ", ids_name,
                   " without pixel_values, expected their images");
     return std::nullopt;
@@ -143,9 +145,9 @@ std::optional<ReplayedImages> ReplayedImages::open(const SafetensorsFile& file,
   const std::string types_name =
       ids_name == "input_ids" ? "mm_token_type_ids" : "steps/mm_token_type_ids";
   const TensorInfo& types_info = find_integers(file, types_name);
-  TESSERA_CHECK(types_info.shape == ids_info.shape, ErrorKind::kFormat, shown(file), ": found ",
-                types_name, " ", shape_text(types_info.shape), ", expected the shape of ", ids_name,
-                " ", shape_text(ids_info.shape));
+  TESSERA_CHECK(types_info.shape == ids_info.shape, ErrorKind::kFormat, shown(file.path()),
+                ": found ", types_name, " ", shape_text(types_info.shape),
+                ", expected the shape of ", ids_name, " ", shape_text(ids_info.shape));
   const at::Tensor types = read_integers(file, types_info, 0, types_info.numel());
   result.token_types_ = types.view({size.steps, size.rows, size.columns});
   for (std::int64_t step = 0; step < size.steps; ++step) {

@@ -9,8 +9,6 @@ namespace {
 
 std::string indices_name(std::int64_t layer) { return concat("router/", layer, "/indices"); }
 
-std::string shown(const std::filesystem::path& path) { return printable(path.native(), 1024); }
-
 }  // namespace
 
 ReplayedBatches::ReplayedBatches(const std::string& path, StepsPrefix prefix,

@@ -24,7 +24,7 @@
 namespace tessera::train {
 namespace {
 
-std::span<const std::byte> bytes_of(const at::Tensor& tensor) {
+std::span<const std::byte> bytes_of_tensor(const at::Tensor& tensor) {
   return {static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes()};
 }
 
@@ -106,7 +106,7 @@ void write_gradients(const ShardedBase& model, const FileForms& forms, Safetenso
   model.visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
     if (writer == nullptr) return;
     const auto values = gradient.to(at::kFloat).contiguous();
-    const auto bytes = bytes_of(values);
+    const auto bytes = bytes_of_tensor(values);
     const FileForm& form = form_of.at(name);
     const std::size_t each = bytes.size() / form.names.size();
     for (std::size_t i = 0; i < form.names.size(); ++i) {
@@ -192,7 +192,7 @@ void run_gradients(const GradientsRequest& request, World& world,
                   writer ? &*writer : nullptr);
   if (!writer) return;
   const auto mean = at::full({1}, loss.mean(), at::TensorOptions().dtype(at::kFloat));
-  writer->write("loss", bytes_of(mean));
+  writer->write("loss", bytes_of_tensor(mean));
   writer->finish();
 }
 

@@ -36,8 +36,7 @@ std::vector<fs::path> files_to_copy(const fs::path& origin) {
     const std::string name = entry->path().filename().string();
     if (name.starts_with("chat_template") && !entry->is_directory(ignored)) names.push_back(name);
   }
-  TESSERA_CHECK(!failed, ErrorKind::kIo, "cannot list ", printable(origin.native(), 1024), ": ",
-                failed.message());
+  TESSERA_CHECK(!failed, ErrorKind::kIo, "cannot list ", shown(origin), ": ", failed.message());
   std::sort(names.begin(), names.end());
   std::vector<fs::path> found;
   for (const std::string& name : names) {

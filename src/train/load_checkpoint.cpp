@@ -23,8 +23,6 @@
 namespace tessera::train {
 namespace {
 
-std::string shown(const std::filesystem::path& path) { return printable(path.native(), 1024); }
-
 constexpr const char* kKeepsStorage = "a resumed run keeps its precision.storage_dtype";
 constexpr const char* kKeepsFrozen =
     "a resumed run keeps its precision.storage_dtype, its model.frozen and frozen of its rules, "

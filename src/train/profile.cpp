@@ -80,7 +80,7 @@ std::string row(const std::string& name, double ms, double step_ms) {
 }
 
 /// A node of the graph by its own name, without the engine's and without namespaces.
-std::string shown(const std::string& name) {
+std::string shown_name(const std::string& name) {
   constexpr std::string_view kEngine = "autograd::engine::evaluate_function: ";
   if (!name.starts_with(kEngine)) return name;
   const std::size_t last = name.rfind(':');
@@ -165,7 +165,7 @@ std::string StepProfile::to_table() const {
     text += row(kKinds[kind], sum.kinds[kind], sum.step_ms);
   }
   text += row("a step", sum.step_ms, sum.step_ms) + "most expensive, without what they call\n";
-  for (const auto& [ms, name] : sum.names) text += row(shown(name), ms, sum.step_ms);
+  for (const auto& [ms, name] : sum.names) text += row(shown_name(name), ms, sum.step_ms);
   return text;
 }
 

@@ -15,7 +15,7 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kRedraw{100};
 
 template <class... Args>
-std::string formatted(const char* format, Args... args) {
+std::string formatted_line(const char* format, Args... args) {
   std::array<char, 96> text{};
   std::snprintf(text.data(), text.size(), format, args...);
   return text.data();
@@ -29,9 +29,9 @@ std::string duration_text(std::chrono::seconds time) {
   const long long minutes = all / 60 % 60;
   const long long hours = all / 3600 % 24;
   const long long days = all / 86400;
-  if (days > 0) return formatted("%lld d %lld:%02lld:%02lld", days, hours, minutes, seconds);
-  if (hours > 0) return formatted("%lld:%02lld:%02lld", hours, minutes, seconds);
-  return formatted("%lld:%02lld", minutes, seconds);
+  if (days > 0) return formatted_line("%lld d %lld:%02lld:%02lld", days, hours, minutes, seconds);
+  if (hours > 0) return formatted_line("%lld:%02lld:%02lld", hours, minutes, seconds);
+  return formatted_line("%lld:%02lld", minutes, seconds);
 }
 
 std::string loading_text(const std::string& what, std::int64_t done_bytes,
@@ -39,18 +39,18 @@ std::string loading_text(const std::string& what, std::int64_t done_bytes,
   constexpr double kMib = 1024.0 * 1024.0;
   const auto done = static_cast<double>(done_bytes);
   const auto total = static_cast<double>(total_bytes);
-  return what + formatted("  %3.0f %%  %.0f of %.0f MiB",
-                          total_bytes > 0 ? std::min(100.0, 100.0 * done / total) : 100.0,
-                          done / kMib, total / kMib);
+  return what + formatted_line("  %3.0f %%  %.0f of %.0f MiB",
+                               total_bytes > 0 ? std::min(100.0, 100.0 * done / total) : 100.0,
+                               done / kMib, total / kMib);
 }
 
 std::string training_text(const StepMetrics& metrics, std::int64_t steps,
                           std::optional<std::chrono::seconds> left) {
   std::string text =
-      formatted("step %lld of %lld  %3.0f %%", static_cast<long long>(metrics.step),
-                static_cast<long long>(steps),
-                100.0 * static_cast<double>(metrics.step) / static_cast<double>(steps));
-  text += formatted("  loss %.4f", metrics.loss) + "  tps " + with_thousands(metrics.tps);
+      formatted_line("step %lld of %lld  %3.0f %%", static_cast<long long>(metrics.step),
+                     static_cast<long long>(steps),
+                     100.0 * static_cast<double>(metrics.step) / static_cast<double>(steps));
+  text += formatted_line("  loss %.4f", metrics.loss) + "  tps " + with_thousands(metrics.tps);
   if (left) text += "  " + duration_text(*left) + " left";
   return text;
 }

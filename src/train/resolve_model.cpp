@@ -184,8 +184,7 @@ ModelSource open_adapters(CheckpointFolder adapters, const ModelConfig& model,
   ModelSource source = open_model(base);
   const CheckpointLora& kept = *manifest.lora;
   source.base_hash = kept.base_xxh3_128;
-  source.lora =
-      lora_of(kept, source.spec, printable((adapters.path() / kManifestFile).native(), 1024));
+  source.lora = lora_of(kept, source.spec, shown(adapters.path() / kManifestFile));
   source.adapters = std::make_shared<CheckpointTensors>(std::move(adapters));
   return source;
 }

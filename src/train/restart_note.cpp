@@ -33,8 +33,7 @@ void RestartNote::forget_other_jobs() const {
   if (!under_torchrun_ || !first_attempt_) return;
   std::error_code error;
   fs::remove(path_, error);
-  TESSERA_CHECK(!error, ErrorKind::kIo, "cannot remove ", printable(path_.native(), 1024), ": ",
-                error.message());
+  TESSERA_CHECK(!error, ErrorKind::kIo, "cannot remove ", shown(path_), ": ", error.message());
 }
 
 bool RestartNote::has(std::int64_t load_step) const {

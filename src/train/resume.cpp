@@ -22,8 +22,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-std::string shown(const fs::path& path) { return printable(path.native(), 1024); }
-
 /// Every rank can write there, and all write to the same folder; found out before the first step,
 /// not at the first checkpoint.
 void try_folder(const CheckpointStore& store, World& world) {

@@ -80,8 +80,8 @@ class ChosenExperts {
   std::vector<at::Tensor> counts_;
 };
 
-std::vector<MicroBatch> load(const BatchSource& source, std::int64_t step,
-                             const std::vector<RowRange>& rows) {
+std::vector<MicroBatch> load_micro_batches(const BatchSource& source, std::int64_t step,
+                                           const std::vector<RowRange>& rows) {
   std::vector<MicroBatch> batches;
   batches.reserve(rows.size());
   for (const auto& range : rows) batches.push_back(source.load(step, range));
@@ -128,7 +128,7 @@ StepOptions step_options(const Config& config, const GradScaler* scaler) {
 BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,
                            std::int64_t step, const std::vector<RowRange>& rows,
                            const StepOptions& options) {
-  const auto batches = load(source, step, rows);
+  const auto batches = load_micro_batches(source, step, rows);
   auto loss = count_kept(model, batches);
   TESSERA_CHECK(loss.kept > 0, ErrorKind::kFormat, "batch of step ", step,
                 ": found no kept label (all are -100), expected at least one");
@@ -175,7 +175,7 @@ BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSou
 BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource& source,
                        std::int64_t step, const std::vector<RowRange>& rows) {
   const at::NoGradGuard no_grad;
-  const auto batches = load(source, step, rows);
+  const auto batches = load_micro_batches(source, step, rows);
   auto loss = count_kept(model, batches);
   double sum = 0.0;
   for (const auto& batch : batches) sum += model.forward(batch.inputs()).item<double>();

@@ -5,7 +5,7 @@
 #include "train/config_keys.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera::cli {
+namespace tessera::cli::arguments_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -154,4 +154,4 @@ TEST(Arguments, RefusalsAreOneLineAndNameTheWord) {
 }
 
 }  // namespace
-}  // namespace tessera::cli
+}  // namespace tessera::cli::arguments_test

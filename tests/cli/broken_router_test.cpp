@@ -7,7 +7,7 @@
 
 #include "cli/program.h"
 
-namespace tessera::cli {
+namespace tessera::cli::broken_router_test {
 namespace {
 
 using ::testing::AllOf;
@@ -53,4 +53,4 @@ TEST(BrokenRouter, IsExitCodeOneAndNamedInEveryLayout) {
 }
 
 }  // namespace
-}  // namespace tessera::cli
+}  // namespace tessera::cli::broken_router_test

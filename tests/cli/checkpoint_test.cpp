@@ -10,8 +10,9 @@
 #include "cli/process.h"
 #include "cli/same_bits.h"
 #include "cli/saving_run.h"
+#include "proof.h"
 
-namespace tessera::cli {
+namespace tessera::cli::checkpoint_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -31,6 +32,7 @@ bool gone(const std::map<int, pid_t>& ranks) {
 TEST(KilledRun, GoesOnWithTheBitsOfTheUndisturbedRun) {
   constexpr int kSteps = 300;
   constexpr int kInterval = 5;
+  const int kills = test::full_proof() ? 600 : 60;
   const TemporaryFolder folder;
   write_small_run(folder);
   Process undisturbed(folder.path(), two_ranks("whole", kSteps, kInterval));
@@ -46,7 +48,7 @@ TEST(KilledRun, GoesOnWithTheBitsOfTheUndisturbedRun) {
     EXPECT_EQ(losses(folder / "run"), losses(folder / "whole"));
     fs::remove_all(folder / "run");
   };
-  for (int i = 0; i < 60; ++i) {
+  for (int i = 0; i < kills; ++i) {
     const bool all = i % 3 != 2;
     const auto moment = milliseconds(random() % 2000);
     SCOPED_TRACE("case " + std::to_string(i) + (all ? ", all" : ", one rank") + " after " +
@@ -74,7 +76,7 @@ TEST(KilledRun, GoesOnWithTheBitsOfTheUndisturbedRun) {
       ++with_checkpoint;
     }
   }
-  EXPECT_GE(with_checkpoint, 30) << "most moments were in the steps";
+  EXPECT_GE(with_checkpoint, kills / 2) << "most moments were in the steps";
   Process last(folder.path(), two_ranks("run", kSteps, kInterval));
   ASSERT_EQ(last.wait(kLong), 0) << last.err();
   expect_end();
@@ -165,4 +167,4 @@ TEST(AskedToStop, ASecondSignalEndsAtOnce) {
 }
 
 }  // namespace
-}  // namespace tessera::cli
+}  // namespace tessera::cli::checkpoint_test

@@ -5,7 +5,7 @@
 #include "tessera/error.h"
 #include "train/found_problems.h"
 
-namespace tessera::cli {
+namespace tessera::cli::exit_code_test {
 namespace {
 
 TEST(ExitCode, WhatAUserGaveIsRefusedBeforeTheFirstStep) {
@@ -41,4 +41,4 @@ TEST(ExitCode, ACheckThatFoundProblemsHasItsOwn) {
 }
 
 }  // namespace
-}  // namespace tessera::cli
+}  // namespace tessera::cli::exit_code_test

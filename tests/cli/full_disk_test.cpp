@@ -7,7 +7,7 @@
 #include "cli/same_bits.h"
 #include "cli/saving_run.h"
 
-namespace tessera::cli {
+namespace tessera::cli::full_disk_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -165,4 +165,4 @@ TEST(ReadOnlyFolder, IsRefusedAtTheStartAndEndsARunWithTheCheckpointBeforeIntact
 }
 
 }  // namespace
-}  // namespace tessera::cli
+}  // namespace tessera::cli::full_disk_test

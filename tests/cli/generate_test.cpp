@@ -11,7 +11,7 @@
 #include "cli/program.h"
 #include "io/safetensors.h"
 
-namespace tessera::cli {
+namespace tessera::cli::generate_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -218,4 +218,4 @@ TEST_F(GenerateBytes, WeightsThatAreNotNumbersAreAFailure) {
 }
 
 }  // namespace
-}  // namespace tessera::cli
+}  // namespace tessera::cli::generate_test

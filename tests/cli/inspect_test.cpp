@@ -8,7 +8,7 @@
 #include "cli/program.h"
 #include "io/safetensors.h"
 
-namespace tessera::cli {
+namespace tessera::cli::inspect_test {
 namespace {
 
 using nlohmann::json;
@@ -201,4 +201,4 @@ TEST(InspectCommand, AFolderOfAModelWithAFileLatestIsAFolder) {
 }
 
 }  // namespace
-}  // namespace tessera::cli
+}  // namespace tessera::cli::inspect_test

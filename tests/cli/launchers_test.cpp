@@ -11,7 +11,7 @@
 #include "cli/program.h"
 #include "comm/listener.h"
 
-namespace tessera::cli {
+namespace tessera::cli::launchers_test {
 namespace {
 
 using std::chrono::seconds;
@@ -196,4 +196,4 @@ INSTANTIATE_TEST_SUITE_P(Program, Launchers,
                          starter_name);
 
 }  // namespace
-}  // namespace tessera::cli
+}  // namespace tessera::cli::launchers_test

@@ -15,7 +15,7 @@
 #include "golden/model_folder.h"
 #include "golden/reference.h"
 
-namespace tessera::cli {
+namespace tessera::cli::layout_checkpoints_test {
 namespace {
 
 using golden::kMovedBound;
@@ -175,4 +175,4 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& each) { return golden::test_name(each.param.folder); });
 
 }  // namespace
-}  // namespace tessera::cli
+}  // namespace tessera::cli::layout_checkpoints_test

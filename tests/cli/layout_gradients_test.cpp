@@ -10,7 +10,7 @@
 #include "golden/model_folder.h"
 #include "golden/reference.h"
 
-namespace tessera::cli {
+namespace tessera::cli::layout_gradients_test {
 namespace {
 
 using golden::Gradients;
@@ -73,4 +73,4 @@ TEST(NarrowGradients, InBFloat16PointTheSameWayOnProcessesWithTheRecordedRouting
 }
 
 }  // namespace
-}  // namespace tessera::cli
+}  // namespace tessera::cli::layout_gradients_test

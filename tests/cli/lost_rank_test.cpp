@@ -11,8 +11,9 @@
 
 #include "cli/process.h"
 #include "cli/program.h"
+#include "proof.h"
 
-namespace tessera::cli {
+namespace tessera::cli::lost_rank_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -23,7 +24,7 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 
 constexpr int kRanks = 3;
-constexpr int kCases = 20;
+constexpr int kCases = 20;  // scripts/full kills: ten times as many
 constexpr seconds kGone{10};
 constexpr seconds kTimeout{3};       // of a collective
 constexpr seconds kInitTimeout{10};  // of what comes before
@@ -52,7 +53,8 @@ std::string to_string(const Case& one) {
 std::vector<Case> random_cases(unsigned seed) {
   std::mt19937 random(seed);
   std::vector<Case> cases;
-  for (int i = 0; i < kCases; ++i) {
+  const int count = test::full_proof() ? 10 * kCases : kCases;
+  for (int i = 0; i < count; ++i) {
     cases.push_back({i, static_cast<int>(random() % kRanks), milliseconds(random() % 3000)});
   }
   return cases;
@@ -153,4 +155,4 @@ TEST(LostRank, SigpipeEndsNoRank) {
 }
 
 }  // namespace
-}  // namespace tessera::cli
+}  // namespace tessera::cli::lost_rank_test

@@ -10,7 +10,7 @@
 
 #include "cli/program.h"
 
-namespace tessera::cli {
+namespace tessera::cli::progress_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -183,4 +183,4 @@ TEST(ProfileFlag, PrintsATableAtTheEndAndWritesIt) {
 }
 
 }  // namespace
-}  // namespace tessera::cli
+}  // namespace tessera::cli::progress_test

@@ -3,7 +3,7 @@
 
 #include "cli/program.h"
 
-namespace tessera::cli {
+namespace tessera::cli::refusal_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -110,4 +110,4 @@ INSTANTIATE_TEST_SUITE_P(
         Refused{{"inspect", "absent"}, "absent"}));
 
 }  // namespace
-}  // namespace tessera::cli
+}  // namespace tessera::cli::refusal_test

@@ -7,7 +7,7 @@
 #include "cli/same_bits.h"
 #include "io/folder_lock.h"
 
-namespace tessera::cli {
+namespace tessera::cli::run_folder_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -288,4 +288,4 @@ TEST(RestartedRun, LoadStepIsForTheFirstAttempt) {
 }
 
 }  // namespace
-}  // namespace tessera::cli
+}  // namespace tessera::cli::run_folder_test

@@ -8,7 +8,7 @@
 #include "cli/program.h"
 #include "train/config.h"
 
-namespace tessera::cli {
+namespace tessera::cli::run_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -196,4 +196,4 @@ INSTANTIATE_TEST_SUITE_P(Program, LostOutput,
                          [](const auto& one) { return one.param.name; });
 
 }  // namespace
-}  // namespace tessera::cli
+}  // namespace tessera::cli::run_test

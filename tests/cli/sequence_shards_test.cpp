@@ -9,7 +9,7 @@
 #include "io/safetensors.h"
 #include "io/safetensors_writer.h"
 
-namespace tessera::cli {
+namespace tessera::cli::sequence_shards_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -83,4 +83,4 @@ TEST(SequenceShards, TrainingOnRowsThatTheyCannotShareIsRefusedBeforeTheFirstSte
 }
 
 }  // namespace
-}  // namespace tessera::cli
+}  // namespace tessera::cli::sequence_shards_test

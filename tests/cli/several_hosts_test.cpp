@@ -9,7 +9,7 @@
 #include "cli/listening.h"
 #include "cli/process.h"
 
-namespace tessera::cli {
+namespace tessera::cli::several_hosts_test {
 namespace {
 
 using std::chrono::seconds;
@@ -168,4 +168,4 @@ TEST_F(SeveralHosts, ANameThatIsLoopbackOnItsOwnHostIsNamed) {
 }
 
 }  // namespace
-}  // namespace tessera::cli
+}  // namespace tessera::cli::several_hosts_test

@@ -10,7 +10,7 @@
 
 #include "cli/program.h"
 
-namespace tessera::cli {
+namespace tessera::cli::shipped_models_test {
 namespace {
 
 using nlohmann::json;
@@ -260,4 +260,4 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& each) { return std::regex_replace(each.param.name, std::regex("-"), "_"); });
 
 }  // namespace
-}  // namespace tessera::cli
+}  // namespace tessera::cli::shipped_models_test

@@ -4,7 +4,7 @@
 #include <signal.h>
 #include <unistd.h>
 
-namespace tessera::cli {
+namespace tessera::cli::stop_signal_test {
 namespace {
 
 using ::testing::ExitedWithCode;
@@ -38,4 +38,4 @@ TEST(StopSignal, IsKnownToTheRun) {
 }
 
 }  // namespace
-}  // namespace tessera::cli
+}  // namespace tessera::cli::stop_signal_test

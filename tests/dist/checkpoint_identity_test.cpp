@@ -8,7 +8,7 @@
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
 
-namespace tessera::test {
+namespace tessera::test::checkpoint_identity_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -157,4 +157,4 @@ TEST(ResumedRun, MovedDataOtherStepsAndAnotherScheduleAreFine) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::checkpoint_identity_test

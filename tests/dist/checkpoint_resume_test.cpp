@@ -13,7 +13,7 @@
 #include "train/parallelize.h"
 #include "train/resume.h"
 
-namespace tessera::test {
+namespace tessera::test::checkpoint_resume_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -363,4 +363,4 @@ TEST(Resume, MetricsAreCutBackToTheResumedStep) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::checkpoint_resume_test

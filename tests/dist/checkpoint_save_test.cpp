@@ -14,7 +14,7 @@
 #include "io/checkpoint_store.h"
 #include "train/checkpoint_snapshot.h"
 
-namespace tessera::test {
+namespace tessera::test::checkpoint_save_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -359,4 +359,4 @@ TEST(CheckpointSnapshot, CutsOfReplicasHoldEachElementOnce) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::checkpoint_save_test

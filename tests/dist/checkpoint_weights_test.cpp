@@ -13,7 +13,7 @@
 #include "train/weights.h"
 #include "train/whole_model.h"
 
-namespace tessera::test {
+namespace tessera::test::checkpoint_weights_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -218,4 +218,4 @@ TEST(CheckpointWeights, AParameterThatTheTableLacksIsNoneThatStaysUndrawn) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::checkpoint_weights_test

@@ -9,7 +9,7 @@
 #include "dist/plain.h"
 #include "dist/ranks.h"
 
-namespace tessera::test {
+namespace tessera::test::dtype_watch_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -186,4 +186,4 @@ TEST(DtypeWatch, LeavesNothingBehindAndIsOneAThread) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::dtype_watch_test

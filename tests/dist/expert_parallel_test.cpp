@@ -9,7 +9,7 @@
 #include "tessera/error.h"
 #include "unit/moe/host_waits.h"
 
-namespace tessera::moe {
+namespace tessera::moe::expert_parallel_test {
 namespace {
 
 using test::ranks;
@@ -194,4 +194,4 @@ TEST(ExpertParallel, TheHostReadsOnceFromTheScoresToTheGradients) {
 }
 
 }  // namespace
-}  // namespace tessera::moe
+}  // namespace tessera::moe::expert_parallel_test

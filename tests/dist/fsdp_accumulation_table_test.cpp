@@ -4,7 +4,7 @@
 
 #include "dist/plain.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_accumulation_table_test {
 namespace {
 
 constexpr std::int64_t kWidth = 5;
@@ -196,4 +196,4 @@ TEST(AccumulationOverRanks, IsOneWhicheverRanksBringThem) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_accumulation_table_test

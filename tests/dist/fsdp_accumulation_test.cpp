@@ -6,7 +6,7 @@
 #include "fsdp/unit.h"
 #include "tessera/clip.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_accumulation_test {
 namespace {
 
 constexpr std::int64_t kWidth = 5;
@@ -219,4 +219,4 @@ TEST_P(Owed, AUnitThatTheLastMicroBatchDoesNotUseIsReducedAllTheSame) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_accumulation_test

@@ -5,7 +5,7 @@
 #include "comm/queue.h"
 #include "dist/controls.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_agreement_test {
 namespace {
 
 using ::testing::AllOf;
@@ -174,4 +174,4 @@ TEST_P(Recovery, WhatControlsKeptUnderWayIsForgotten) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_agreement_test

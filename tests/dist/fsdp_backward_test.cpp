@@ -6,7 +6,7 @@
 #include "fsdp/unit.h"
 #include "tessera/optim.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_backward_test {
 namespace {
 
 using ::testing::AllOf;
@@ -253,4 +253,4 @@ TEST(Backward, InnerHandlesCalledPastTheRootStillReduceWhatTheRootHolds) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_backward_test

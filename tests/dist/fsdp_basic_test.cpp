@@ -8,7 +8,7 @@
 #include "tessera/optim.h"
 #include "tessera/shard.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_basic_test {
 namespace {
 
 void backward(const at::Tensor& loss) { torch::autograd::backward({loss}, {}); }
@@ -238,4 +238,4 @@ TEST(OneLeafAUse, AUnitCalledTwiceAddsUnrounded) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_basic_test

@@ -7,7 +7,7 @@
 #include "dist/plain.h"
 #include "dist/ranks.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_buffers_test {
 namespace {
 
 using ::testing::AllOf;
@@ -288,4 +288,4 @@ TEST(SharedBuffers, OfAFrozenAndATrainedPartAreRefusedWithBothNames) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_buffers_test

@@ -5,7 +5,7 @@
 #include "dist/plain.h"
 #include "grad/torch_dtype.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_contract_test {
 namespace {
 
 using ::testing::AllOf;
@@ -203,4 +203,4 @@ TEST_P(ContractOnRanks, MomentsWithoutAMasterAreOfTheStorageDtypeWhateverTheGrad
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_contract_test

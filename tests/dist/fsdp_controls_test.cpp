@@ -4,7 +4,7 @@
 
 #include "dist/controls.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_controls_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -248,4 +248,4 @@ TEST_P(ControlsOnRanks, AUnitWithoutParametersMayBeUnsharded) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_controls_test

@@ -8,7 +8,7 @@
 #include "tessera/clip.h"
 #include "tessera/optim.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_deferred_test {
 namespace {
 
 using ::testing::AllOf;
@@ -296,4 +296,4 @@ TEST_P(DeferredOnRanks, PromisesOfTwoHundredFiftySixOneAndMinusTwoHundredFiftySi
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_deferred_test

@@ -7,7 +7,7 @@
 #include "fsdp/unit.h"
 #include "tessera/optim.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_failure_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -186,4 +186,4 @@ TEST(FailuresOfMany, AForwardAfterAFailureAsksForRecover) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_failure_test

@@ -10,7 +10,7 @@
 #include "tessera/clip.h"
 #include "tessera/trainable.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_frozen_test {
 namespace {
 
 constexpr std::int64_t kWidth = 6;
@@ -274,4 +274,4 @@ TEST_P(FrozenOnRanks, RanksThatDifferInWhatIsDifferentiatedGatherAlike) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_frozen_test

@@ -6,7 +6,7 @@
 #include "dist/plain.h"
 #include "fsdp/unit.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_handle_test {
 namespace {
 
 using ::testing::AllOf;
@@ -337,4 +337,4 @@ TEST_P(HandleOnRanks, InputsAreCastToParamDtypeAndOutputsToOutputDtype) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_handle_test

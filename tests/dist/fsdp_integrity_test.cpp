@@ -6,7 +6,7 @@
 #include "dist/plain.h"
 #include "dist/ranks.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_integrity_test {
 namespace {
 
 using ::testing::AllOf;
@@ -98,4 +98,4 @@ TEST_P(IntegrityOnRanks, ValuesThatAreCopiedInAreNotRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_integrity_test

@@ -7,7 +7,7 @@
 #include "dist/controls.h"
 #include "tessera/clip.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_last_backward_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -181,4 +181,4 @@ TEST_P(DivideFactor, OfOneUnitLeavesTheOthers) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_last_backward_test

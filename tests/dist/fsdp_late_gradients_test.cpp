@@ -7,7 +7,7 @@
 
 #include "dist/plain.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_late_gradients_test {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -240,4 +240,4 @@ TEST_P(LateGradients, RawFloat32OfABFloat16LeafReachTheShardUnrounded) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_late_gradients_test

@@ -9,7 +9,7 @@
 #include "tessera/clip.h"
 #include "tessera/optim.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_lifetime_test {
 namespace {
 
 using ::testing::AllOf;
@@ -370,4 +370,4 @@ TEST(Lifetime, UnshardAndReshardByHand) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_lifetime_test

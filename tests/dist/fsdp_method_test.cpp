@@ -3,7 +3,7 @@
 
 #include "dist/controls.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_method_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -91,4 +91,4 @@ TEST_P(Methods, CastGatherAndReleaseAsForwardDoes) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_method_test

@@ -8,7 +8,7 @@
 #include "tessera/clip.h"
 #include "tessera/optim.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_narrow_shards_test {
 namespace {
 
 constexpr std::int64_t kWidth = 7;
@@ -264,4 +264,4 @@ TEST_P(NarrowShards, The16BitShardWithAMasterGetsFloat32GradientsByDefault) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_narrow_shards_test

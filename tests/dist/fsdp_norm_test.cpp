@@ -7,7 +7,7 @@
 #include "dist/controls.h"
 #include "tessera/clip.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_norm_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -126,4 +126,4 @@ TEST(NormOrders, AnOrderThatIsNoneIsRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_norm_test

@@ -8,7 +8,7 @@
 #include "tessera/clip.h"
 #include "tessera/optim.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_optim_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -238,4 +238,4 @@ TEST(Norm, WhatIsNotFiniteIsNamedOnEveryRankAndScalesNothing) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_optim_test

@@ -8,7 +8,7 @@
 #include "fsdp/unit.h"
 #include "tessera/optim.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_order_test {
 namespace {
 
 using ::testing::AllOf;
@@ -327,4 +327,4 @@ TEST(Order, NothingIsReadBeforeItsCollectiveHasBeenWaitedFor) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_order_test

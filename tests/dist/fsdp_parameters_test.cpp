@@ -8,7 +8,7 @@
 #include "fsdp/unit.h"
 #include "tessera/optim.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_parameters_test {
 namespace {
 
 using ::testing::AllOf;
@@ -254,4 +254,4 @@ TEST(Parameters, OtherViewsOfOneMemoryAreRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_parameters_test

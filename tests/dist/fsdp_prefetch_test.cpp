@@ -6,7 +6,7 @@
 #include "comm/queue.h"
 #include "dist/controls.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_prefetch_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -168,4 +168,4 @@ TEST(Prefetch, NothingIsReadBeforeItsGatherHasBeenWaitedFor) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_prefetch_test

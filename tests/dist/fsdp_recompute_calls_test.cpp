@@ -5,7 +5,7 @@
 #include "dist/kept_product.h"
 #include "dist/plain.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_recompute_calls_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -173,4 +173,4 @@ TEST(RecomputeMisuse, AKeptResultThatIsChangedInPlaceIsRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_recompute_calls_test

@@ -8,7 +8,7 @@
 #include "fsdp/unit.h"
 #include "tessera/optim.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_recompute_modes_test {
 namespace {
 
 constexpr std::int64_t kWidth = 6;
@@ -260,4 +260,4 @@ TEST(RecomputeRandomModes, DropoutGivesTheBitsOfThePlainCall) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_recompute_modes_test

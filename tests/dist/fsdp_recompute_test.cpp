@@ -7,7 +7,7 @@
 #include "fsdp/unit.h"
 #include "tessera/optim.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_recompute_test {
 namespace {
 
 constexpr std::int64_t kWidth = 5;
@@ -250,4 +250,4 @@ TEST(RecomputeMore, ABackwardTwiceOverARetainedGraph) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_recompute_test

@@ -8,7 +8,7 @@
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_rounding_test {
 namespace {
 
 constexpr std::int64_t kWidth = 5;
@@ -211,4 +211,4 @@ TEST(Rounding, TheDefaultDividesByTheDataRanksOnce) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_rounding_test

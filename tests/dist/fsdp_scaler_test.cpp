@@ -10,7 +10,7 @@
 #include "tessera/clip.h"
 #include "tessera/grad_scaler.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_scaler_test {
 namespace {
 
 using ::testing::AllOf;
@@ -351,4 +351,4 @@ TEST(GradScaler, OneThatEndsInTheMiddleOfAStepIsMissed) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_scaler_test

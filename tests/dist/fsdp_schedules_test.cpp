@@ -8,7 +8,7 @@
 
 #include "dist/controls.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_schedules_test {
 namespace {
 
 class Schedules : public ::testing::TestWithParam<std::pair<int, int>> {};
@@ -190,4 +190,4 @@ TEST_P(Schedules, NormsWithBuffersTrainAsUnsharded) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_schedules_test

@@ -7,7 +7,7 @@
 #include "dist/controls.h"
 #include "tessera/state_dict.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_state_dict_test {
 namespace {
 
 using ::testing::AllOf;
@@ -333,4 +333,4 @@ TEST(StateDictsLenient, LeaveOutWhatIsMissingOrUnknownAndWidenWhatIsNarrow) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_state_dict_test

@@ -7,7 +7,7 @@
 #include "tessera/grad_scaler.h"
 #include "tessera/optim.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_trainable_errors_test {
 namespace {
 
 using ::testing::AllOf;
@@ -288,4 +288,4 @@ TEST(ScalersThatDiffer, AreNamed) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_trainable_errors_test

@@ -11,7 +11,7 @@
 #include "tessera/optim.h"
 #include "tessera/trainable.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_trainable_test {
 namespace {
 
 // Wide enough that every rank of four owns parts of several parameters of a unit.
@@ -336,4 +336,4 @@ TEST_P(Trainable, ParametersThatTheOutermostUnitHoldsForInnerOnesMove) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_trainable_test

@@ -4,7 +4,7 @@
 #include "dist/plain.h"
 #include "dist/ranks.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_units_test {
 namespace {
 
 using ::testing::AllOf;
@@ -129,4 +129,4 @@ TEST(UnitsOfRanks, ThatCastDifferentlyAreRefusedWithTheFirstDifference) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_units_test

@@ -6,7 +6,7 @@
 #include "fsdp/unit.h"
 #include "tessera/optim.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_unused_test {
 namespace {
 
 using ::testing::AllOf;
@@ -246,4 +246,4 @@ TEST(SharedAcrossUnits, TiedStorageInTwoCallsOfFullyShardIsRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_unused_test

@@ -13,7 +13,7 @@
 #include "tessera/shard.h"
 #include "train/resume.h"
 
-namespace tessera::test {
+namespace tessera::test::lora_run_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -228,4 +228,4 @@ TEST(LoraRun, ListsOfManyLayersThatDifferInTheLastOneAreRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::lora_run_test

@@ -13,7 +13,7 @@
 #include "train/lora_export.h"
 #include "train/weights.h"
 
-namespace tessera::test {
+namespace tessera::test::lora_source_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -153,4 +153,4 @@ TEST_F(LoraSource, MergedElementsInAnyPartsAreThoseOfTheWholeSum) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::lora_source_test

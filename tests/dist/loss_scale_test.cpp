@@ -10,7 +10,7 @@
 
 #include "dist/plain.h"
 
-namespace tessera::test {
+namespace tessera::test::loss_scale_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -94,4 +94,4 @@ TEST(LossScale, TheFloorIsTriedBeforeTheRunEnds) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::loss_scale_test

@@ -4,7 +4,7 @@
 
 #include "dist/cut_modules.h"
 
-namespace tessera::test {
+namespace tessera::test::placement_errors_test {
 namespace {
 
 using ::testing::AllOf;
@@ -168,4 +168,4 @@ TEST(PlacementErrors, PartsOnAnotherReadingOfTheRanks) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::placement_errors_test

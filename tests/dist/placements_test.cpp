@@ -13,7 +13,7 @@
 #include "tessera/state_dict.h"
 #include "tessera/trainable.h"
 
-namespace tessera::test {
+namespace tessera::test::placements_test {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -339,4 +339,4 @@ TEST(PlacementSums, UsedOnOneRankOfTpIsUsedOnAll) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::placements_test

@@ -12,7 +12,7 @@
 #include "train/weights.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera::test {
+namespace tessera::test::stacked_checkpoint_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -155,4 +155,4 @@ TEST(StackedCheckpoint, ReadsAsAModelFolderUnderTheSameNames) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::stacked_checkpoint_test

@@ -8,7 +8,7 @@
 #include "train/weights.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera::test {
+namespace tessera::test::stacked_files_test {
 namespace {
 
 using ::testing::AllOf;
@@ -111,4 +111,4 @@ TEST(StackedFiles, AnExpertOfAnotherShapeOrDtypeIsNamed) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::stacked_files_test

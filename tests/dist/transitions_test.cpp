@@ -14,7 +14,7 @@
 #include "dist/ranks.h"
 #include "tessera/error.h"
 
-namespace tessera::parallel {
+namespace tessera::parallel::transitions_test {
 namespace {
 
 using test::ranks;
@@ -280,4 +280,4 @@ TEST(Transitions, SecondDerivativesAreRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::parallel
+}  // namespace tessera::parallel::transitions_test

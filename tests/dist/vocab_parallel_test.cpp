@@ -10,7 +10,7 @@
 #include "nn/embedding.h"
 #include "tessera/error.h"
 
-namespace tessera::nn {
+namespace tessera::nn::vocab_parallel_test {
 namespace {
 
 using test::ranks;
@@ -126,4 +126,4 @@ TEST(VocabParallel, NothingKeptIsZeroAndTokensOutsideAreRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::nn
+}  // namespace tessera::nn::vocab_parallel_test

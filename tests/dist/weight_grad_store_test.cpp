@@ -10,7 +10,7 @@
 #include "nn/parameter.h"
 #include "tessera/clip.h"
 
-namespace tessera::test {
+namespace tessera::test::weight_grad_store_test {
 namespace {
 
 using ::testing::AllOf;
@@ -142,4 +142,4 @@ TEST(DeferredWeights, RanksThatDifferAreNamed) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::weight_grad_store_test

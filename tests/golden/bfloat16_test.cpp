@@ -7,7 +7,7 @@
 #include "golden/model_folder.h"
 #include "train/parallelize.h"
 
-namespace tessera::golden {
+namespace tessera::golden::bfloat16_test {
 namespace {
 
 class GoldenBFloat16 : public ::testing::TestWithParam<std::string> {
@@ -146,4 +146,4 @@ INSTANTIATE_TEST_SUITE_P(Dense, GoldenBFloat16, ::testing::ValuesIn(kFolders),
                          [](const auto& each) { return test_name(each.param); });
 
 }  // namespace
-}  // namespace tessera::golden
+}  // namespace tessera::golden::bfloat16_test

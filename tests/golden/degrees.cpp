@@ -101,4 +101,8 @@ train::Config config_for(const std::string& folder, const Degrees& d) {
 
 Layout layout_of(const Degrees& d) { return {.ranks = d.ranks(), .replicas = d.replicate}; }
 
+bool is_one_draw(const std::string& folder, const std::string& name, const Degrees& degrees) {
+  return folder == kSinksFolder && degrees.tp > 1 && name.ends_with(".sinks");
+}
+
 }  // namespace tessera::golden

@@ -34,4 +34,10 @@ void set_degrees(train::Config& config, const Degrees& degrees);
 train::Config config_for(const std::string& folder, const Degrees& degrees);
 Layout layout_of(const Degrees& degrees);
 
+/// The folder of [Note: sinks] (narrow_layouts_test.cpp).
+inline constexpr const char* kSinksFolder = "gpt-oss-fp32";
+/// Under bf16, a gradient that one run says too little about: sinks of that folder are compared in
+/// many copies, not in one.
+bool is_one_draw(const std::string& folder, const std::string& name, const Degrees& degrees);
+
 }  // namespace tessera::golden

@@ -11,7 +11,7 @@
 #include "golden/model_folder.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera::golden {
+namespace tessera::golden::errors_test {
 namespace {
 
 using ::testing::AllOf;
@@ -199,4 +199,4 @@ TEST(GoldenErrors, LabelOutsideTheVocabularyIsNamed) {
 }
 
 }  // namespace
-}  // namespace tessera::golden
+}  // namespace tessera::golden::errors_test

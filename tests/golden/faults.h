@@ -9,6 +9,10 @@
 
 namespace tessera::golden {
 
+// The folders in which most faults are injected.
+inline constexpr const char* kQwen = "qwen3-moe-fp32";
+inline constexpr const char* kGptOss = "gpt-oss-fp32";
+
 enum class CaughtBy : std::uint8_t {
   kSharding,    ///< refused when the model is sharded, naming the parameter
   kTransition,  ///< refused in the first forward, by the shape of a part

@@ -10,7 +10,6 @@ namespace {
 
 using parallel::Transition;
 
-constexpr const char* kQwen = "qwen3-moe-fp32";
 constexpr int kLayers = 4;
 constexpr std::size_t kLosses = 2;  // in front of the counts of a step
 

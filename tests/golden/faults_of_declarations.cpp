@@ -5,9 +5,6 @@
 namespace tessera::golden {
 namespace {
 
-constexpr const char* kQwen = "qwen3-moe-fp32";
-constexpr const char* kGptOss = "gpt-oss-fp32";
-
 ParameterLayout invariant(std::string axis, int size) {
   return {
       .axes = {{std::move(axis), size, {PlacementKind::kInvariant}, {PlacementKind::kInvariant}}}};

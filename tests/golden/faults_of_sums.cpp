@@ -12,9 +12,6 @@
 namespace tessera::golden {
 namespace {
 
-constexpr const char* kQwen = "qwen3-moe-fp32";
-constexpr const char* kGptOss = "gpt-oss-fp32";
-
 Changes raw(const std::string& ending, std::function<at::Tensor(const at::Tensor&)> change) {
   return {.parts = [=](const RankParts& rank) { on_raw_gradient(rank, ending, change); }};
 }

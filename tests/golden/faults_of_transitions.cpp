@@ -13,8 +13,6 @@ namespace {
 
 using parallel::Transition;
 
-constexpr const char* kQwen = "qwen3-moe-fp32";
-constexpr const char* kGptOss = "gpt-oss-fp32";
 constexpr int kHidden = 32;
 
 struct Site {
@@ -49,7 +47,7 @@ Changes forward_of(Site site, StandIn::Way way) {
 
 at::Tensor as_it_is(const Transition&, const at::Tensor& x) { return x; }
 
-at::Tensor summed(const Transition& of, const at::Tensor& x) {
+at::Tensor summed_again(const Transition& of, const at::Tensor& x) {
   return parallel::exchange_sum(x, of.axis, std::nullopt, "once more");
 }
 
@@ -119,7 +117,7 @@ std::vector<Fault> at_the_boundary() {
        kQwen, whole, backward_of({"copy", "enter"}, as_it_is), CaughtBy::kInvariance,
        "input_layernorm.weight"},
       {"ExitReducedTwice", "The sum at a region's exit is summed again in backward",
-       "torchtitan #3280", kQwen, whole, backward_of({"all_reduce", "leave"}, summed),
+       "torchtitan #3280", kQwen, whole, backward_of({"all_reduce", "leave"}, summed_again),
        CaughtBy::kGradients, "o_proj.weight"},
       {"RowBiasOnEveryRank", "A row-parallel bias is added by every rank", "torchtitan #4245",
        kGptOss, shards, bias_on_every_rank(1, as_it_is), CaughtBy::kGradients, "o_proj.bias"},
@@ -144,7 +142,7 @@ std::vector<Fault> inside_experts() {
        backward_of(kSlice,
                    [](const Transition& of, const at::Tensor& grad) {
                      const at::Tensor back = of.backward(grad);
-                     return is_tokens(grad) ? summed(of, back) : back;
+                     return is_tokens(grad) ? summed_again(of, back) : back;
                    }),
        CaughtBy::kGradients, "post_attention_layernorm.weight"},
       {"ScoresReducedBeforeTheSum", "The scores' gradient is summed, and the router's again",
@@ -152,7 +150,7 @@ std::vector<Fault> inside_experts() {
        backward_of(kSlice,
                    [](const Transition& of, const at::Tensor& grad) {
                      const at::Tensor back = of.backward(grad);
-                     return is_tokens(grad) ? back : summed(of, back);
+                     return is_tokens(grad) ? back : summed_again(of, back);
                    }),
        CaughtBy::kGradients, "mlp.gate.weight"},
       {"ScoresWithoutGradient", "The routed scores go through an operation without backward",

@@ -14,7 +14,7 @@
 #include "golden/model_folder.h"
 #include "tessera/error.h"
 
-namespace tessera::golden {
+namespace tessera::golden::faults_test {
 namespace {
 
 Changes sound(Setting setting) {
@@ -191,4 +191,4 @@ INSTANTIATE_TEST_SUITE_P(Each, InjectedFault, ::testing::ValuesIn(all_faults()),
                          [](const auto& each) { return each.param.test; });
 
 }  // namespace
-}  // namespace tessera::golden
+}  // namespace tessera::golden::faults_test

@@ -8,7 +8,7 @@
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
 
-namespace tessera::golden {
+namespace tessera::golden::float16_test {
 namespace {
 
 class GoldenFloat16 : public ::testing::TestWithParam<std::string> {
@@ -118,4 +118,4 @@ INSTANTIATE_TEST_SUITE_P(Dense, GoldenFloat16, ::testing::Values("qwen3-fp32", "
                          [](const auto& each) { return test_name(each.param); });
 
 }  // namespace
-}  // namespace tessera::golden
+}  // namespace tessera::golden::float16_test

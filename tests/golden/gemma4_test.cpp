@@ -18,7 +18,7 @@
 #include "train/weights.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera::golden {
+namespace tessera::golden::gemma4_test {
 namespace {
 
 using ::testing::AllOf;
@@ -297,4 +297,4 @@ TEST(GoldenGemma4Batch, RoutingThatIsMissingOrImpossibleIsRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::golden
+}  // namespace tessera::golden::gemma4_test

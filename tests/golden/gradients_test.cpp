@@ -14,7 +14,7 @@
 #include "golden/model_folder.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera::golden {
+namespace tessera::golden::gradients_test {
 namespace {
 
 class GoldenGradients : public ::testing::TestWithParam<std::string> {
@@ -135,4 +135,4 @@ INSTANTIATE_TEST_SUITE_P(Moe, GoldenGradients, ::testing::ValuesIn(kMoeFolders),
                          [](const auto& each) { return test_name(each.param); });
 
 }  // namespace
-}  // namespace tessera::golden
+}  // namespace tessera::golden::gradients_test

@@ -4,7 +4,7 @@
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
 
-namespace tessera::golden {
+namespace tessera::golden::imposed_routing_test {
 namespace {
 
 class ImposedRouting : public ::testing::TestWithParam<std::string> {};
@@ -25,4 +25,4 @@ INSTANTIATE_TEST_SUITE_P(Folders, ImposedRouting, ::testing::ValuesIn(folders_wi
                          [](const auto& each) { return test_name(each.param); });
 
 }  // namespace
-}  // namespace tessera::golden
+}  // namespace tessera::golden::imposed_routing_test

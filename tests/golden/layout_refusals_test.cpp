@@ -12,7 +12,7 @@
 #include "train/parallelize.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera::golden {
+namespace tessera::golden::layout_refusals_test {
 namespace {
 
 using ::testing::AllOf;
@@ -127,4 +127,4 @@ TEST_F(LayoutRefusals, ARouterThatProducesNaNIsOneErrorInEveryLayout) {
 }
 
 }  // namespace
-}  // namespace tessera::golden
+}  // namespace tessera::golden::layout_refusals_test

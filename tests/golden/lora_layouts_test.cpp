@@ -8,7 +8,7 @@
 #include "golden/model_folder.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera::golden {
+namespace tessera::golden::lora_layouts_test {
 namespace {
 
 using ::testing::AllOf;
@@ -142,4 +142,4 @@ TEST(LoraLayoutRefusals, DropoutOfACheckpointIsRefusedWithTensorParallelism) {
 }
 
 }  // namespace
-}  // namespace tessera::golden
+}  // namespace tessera::golden::lora_layouts_test

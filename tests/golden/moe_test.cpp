@@ -10,7 +10,7 @@
 #include "golden/model_folder.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera::golden {
+namespace tessera::golden::moe_test {
 namespace {
 
 using ::testing::AllOf;
@@ -106,4 +106,4 @@ TEST(GoldenMoeErrors, AnAuxiliaryLossOfADenseModelIsRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::golden
+}  // namespace tessera::golden::moe_test

@@ -17,7 +17,7 @@
 #include "golden/model_folder.h"
 #include "models/parameter_table.h"
 
-namespace tessera::golden {
+namespace tessera::golden::moe_training_test {
 namespace {
 
 constexpr std::int64_t kSteps = 50;
@@ -200,4 +200,4 @@ TEST_F(MoeTraining, LossesPartNoFurtherThanByOneUlp) {
 }
 
 }  // namespace
-}  // namespace tessera::golden
+}  // namespace tessera::golden::moe_training_test

@@ -10,15 +10,8 @@
 #include "golden/degrees.h"
 #include "golden/model_folder.h"
 
-namespace tessera::golden {
+namespace tessera::golden::narrow_layouts_test {
 namespace {
-
-constexpr const char* kSinksFolder = "gpt-oss-fp32";
-
-/// Sinks of this folder are compared in many copies (NarrowSinks), not in one.
-bool is_one_draw(const std::string& folder, const std::string& name, const Degrees& degrees) {
-  return folder == kSinksFolder && degrees.tp > 1 && name.ends_with(".sinks");
-}
 
 class NarrowLayouts : public ::testing::TestWithParam<std::string> {};
 
@@ -103,4 +96,4 @@ INSTANTIATE_TEST_SUITE_P(Folders, NarrowLayouts, ::testing::ValuesIn(folders_wit
                          [](const auto& each) { return test_name(each.param); });
 
 }  // namespace
-}  // namespace tessera::golden
+}  // namespace tessera::golden::narrow_layouts_test

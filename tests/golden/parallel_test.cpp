@@ -11,7 +11,7 @@
 
 #include "golden/degrees.h"
 
-namespace tessera::golden {
+namespace tessera::golden::parallel_test {
 namespace {
 
 /// A "-mixed" folder holds the model of its family's "-fp32" one in narrower tensors, and is
@@ -53,4 +53,4 @@ INSTANTIATE_TEST_SUITE_P(Families, GoldenParallel, ::testing::ValuesIn(folders()
                          [](const auto& each) { return test_name(each.param); });
 
 }  // namespace
-}  // namespace tessera::golden
+}  // namespace tessera::golden::parallel_test

@@ -5,7 +5,7 @@
 
 #include "golden/degrees.h"
 
-namespace tessera::golden {
+namespace tessera::golden::recompute_layouts_test {
 namespace {
 
 class RecomputeLayouts : public ::testing::TestWithParam<std::string> {
@@ -75,4 +75,4 @@ INSTANTIATE_TEST_SUITE_P(Families, RecomputedRouters,
                          [](const auto& each) { return test_name(each.param); });
 
 }  // namespace
-}  // namespace tessera::golden
+}  // namespace tessera::golden::recompute_layouts_test

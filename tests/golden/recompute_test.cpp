@@ -4,7 +4,7 @@
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
 
-namespace tessera::golden {
+namespace tessera::golden::recompute_test {
 namespace {
 
 constexpr RecomputeMode kModes[] = {RecomputeMode::kFull, RecomputeMode::kSelective};
@@ -83,4 +83,4 @@ INSTANTIATE_TEST_SUITE_P(Folders, GoldenRecomputeGemma4, ::testing::ValuesIn(kGe
                          [](const auto& each) { return test_name(each.param); });
 
 }  // namespace
-}  // namespace tessera::golden
+}  // namespace tessera::golden::recompute_test

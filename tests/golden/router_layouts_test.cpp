@@ -10,7 +10,7 @@
 #include "golden/model_folder.h"
 #include "io/safetensors_writer.h"
 
-namespace tessera::golden {
+namespace tessera::golden::router_layouts_test {
 namespace {
 
 std::vector<Degrees> layouts() {
@@ -105,4 +105,4 @@ INSTANTIATE_TEST_SUITE_P(Folders, RouterLayouts, ::testing::ValuesIn(kMoeFolders
                          [](const auto& each) { return test_name(each.param); });
 
 }  // namespace
-}  // namespace tessera::golden
+}  // namespace tessera::golden::router_layouts_test

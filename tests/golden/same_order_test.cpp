@@ -10,7 +10,7 @@
 
 #include "golden/degrees.h"
 
-namespace tessera::golden {
+namespace tessera::golden::same_order_test {
 namespace {
 
 class SameOrder : public ::testing::TestWithParam<std::string> {
@@ -62,4 +62,4 @@ INSTANTIATE_TEST_SUITE_P(Families, SameOrder,
                          [](const auto& each) { return test_name(each.param); });
 
 }  // namespace
-}  // namespace tessera::golden
+}  // namespace tessera::golden::same_order_test

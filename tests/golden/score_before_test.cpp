@@ -6,7 +6,7 @@
 
 #include "golden/faulty_run.h"
 
-namespace tessera::golden {
+namespace tessera::golden::score_before_test {
 namespace {
 
 /// Layouts add the same fp64 numbers in other orders: at most 1.4e-14 was found of any gradient
@@ -52,4 +52,4 @@ INSTANTIATE_TEST_SUITE_P(Families, ScoreBeforeExperts,
                          [](const auto& each) { return test_name(each.param); });
 
 }  // namespace
-}  // namespace tessera::golden
+}  // namespace tessera::golden::score_before_test

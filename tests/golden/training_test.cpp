@@ -11,7 +11,7 @@
 #include "golden/model_folder.h"
 #include "grad/torch_dtype.h"
 
-namespace tessera::golden {
+namespace tessera::golden::training_test {
 namespace {
 
 using Case = std::tuple<std::string, OptimizerKind>;
@@ -159,4 +159,4 @@ TEST(GoldenClipping, TheFirstUpdateIsAsLongAsTheClippedNorm) {
 }
 
 }  // namespace
-}  // namespace tessera::golden
+}  // namespace tessera::golden::training_test

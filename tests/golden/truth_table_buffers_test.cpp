@@ -6,7 +6,7 @@
 #include "io/hf_tensors.h"
 #include "train/weights.h"
 
-namespace tessera::golden {
+namespace tessera::golden::truth_table_buffers_test {
 namespace {
 
 constexpr std::int64_t kWidth = 5;
@@ -158,4 +158,4 @@ TEST(TruthTableBuffers, WithoutAPolicyNothingIsCast) {
 }
 
 }  // namespace
-}  // namespace tessera::golden
+}  // namespace tessera::golden::truth_table_buffers_test

@@ -15,7 +15,7 @@
 #include "tessera/error.h"
 #include "train/weights.h"
 
-namespace tessera::golden {
+namespace tessera::golden::truth_table_test {
 namespace {
 
 using ::testing::AllOf;
@@ -320,4 +320,4 @@ TEST(TruthTableErrors, TrainedPackedStorageIsRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::golden
+}  // namespace tessera::golden::truth_table_test

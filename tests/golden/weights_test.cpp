@@ -14,7 +14,7 @@
 #include "train/parallelize.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera::golden {
+namespace tessera::golden::weights_test {
 namespace {
 
 Tensors parameters_of(const train::Config& config, const Layout& layout) {
@@ -163,4 +163,4 @@ TEST(GoldenLoadingMemory, OfTwoRanksIsAShardAndAUnitAndNeverTheModel) {
 }
 
 }  // namespace
-}  // namespace tessera::golden
+}  // namespace tessera::golden::weights_test

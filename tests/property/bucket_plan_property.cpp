@@ -8,7 +8,7 @@
 
 #include "layout/bucket_plan.h"
 
-namespace tessera::layout {
+namespace tessera::layout::bucket_plan_property {
 namespace {
 
 rc::Gen<DType> any_dtype() {
@@ -106,4 +106,4 @@ RC_GTEST_PROP(RangeProperty, IntersectionHoldsWhatBothHold, ()) {
 }
 
 }  // namespace
-}  // namespace tessera::layout
+}  // namespace tessera::layout::bucket_plan_property

@@ -11,7 +11,7 @@
 #include "tessera/error.h"
 #include "tessera/model_contract.h"
 
-namespace tessera {
+namespace tessera::contract_property {
 namespace {
 
 rc::Gen<DType> any_dtype() {
@@ -319,4 +319,4 @@ RC_GTEST_PROP(ModelContractProperty, HashesDifferExactlyWhereLinesDo, ()) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::contract_property

@@ -21,7 +21,7 @@
 #include "tessera/recompute.h"
 #include "tessera/trainable.h"
 
-namespace tessera::test {
+namespace tessera::test::fsdp_property_test {
 namespace {
 
 /// A node of the tree as a module.
@@ -354,4 +354,4 @@ TEST(FsdpProperty, AShardedModuleIsTheUnshardedOneBitForBit) {
 }
 
 }  // namespace
-}  // namespace tessera::test
+}  // namespace tessera::test::fsdp_property_test

@@ -3,7 +3,7 @@
 
 #include "tools/python.h"
 
-namespace tessera::cli {
+namespace tessera::cli::plot_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -78,4 +78,4 @@ TEST(PlotTool, SaysWhatIsMissing) {
 }
 
 }  // namespace
-}  // namespace tessera::cli
+}  // namespace tessera::cli::plot_test

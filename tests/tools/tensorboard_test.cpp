@@ -10,7 +10,7 @@
 
 #include "tools/python.h"
 
-namespace tessera::cli {
+namespace tessera::cli::tensorboard_test {
 namespace {
 
 using nlohmann::json;
@@ -140,4 +140,4 @@ TEST(TensorBoard, AResumedRunGoesOnWithoutWhatRanTwice) {
 }
 
 }  // namespace
-}  // namespace tessera::cli
+}  // namespace tessera::cli::tensorboard_test

@@ -15,7 +15,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 /// One pass in each direction; the input is all that is kept.
-struct ClampedSwigluFunction : torch::autograd::Function<ClampedSwigluFunction> {
+struct ClampedSwigluKernel : torch::autograd::Function<ClampedSwigluKernel> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input,
                             const ClampedSwiglu& options) {
     const at::Tensor both = input.contiguous();
@@ -68,7 +68,7 @@ struct ClampedSwigluFunction : torch::autograd::Function<ClampedSwigluFunction> 
 }  // namespace
 
 at::Tensor clamped_swiglu(const at::Tensor& both, const ClampedSwiglu& options) {
-  return ClampedSwigluFunction::apply(both, options);
+  return ClampedSwigluKernel::apply(both, options);
 }
 
 }  // namespace tessera::nn::cpu

@@ -26,7 +26,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 /// Queries [begin, end) and the keys [from, seen) that any of them sees.
-struct Block {
+struct WindowedBlock {
   std::int64_t begin, end, from, seen;
   std::int64_t queries() const { return end - begin; }
   std::int64_t keys() const { return seen - from; }
@@ -56,10 +56,10 @@ class Windowed {
     if (reach.sinks.defined()) sinks_ = reach.sinks.to(inside).contiguous();
   }
 
-  std::vector<Block> blocks() const {
+  std::vector<WindowedBlock> blocks() const {
     // Half of a block's scores lie outside a window of its length: shorter blocks for short ones.
     const std::int64_t size = std::clamp<std::int64_t>(window_, 64, 256);
-    std::vector<Block> result;
+    std::vector<WindowedBlock> result;
     for (std::int64_t begin = 0; begin < queries; begin += size) {
       const std::int64_t end = std::min(begin + size, queries);
       const std::int64_t own = position(begin) + 1;
@@ -68,31 +68,32 @@ class Windowed {
     return result;
   }
 
-  at::Tensor rows_of(const at::Tensor& x, const Block& block) const {
+  at::Tensor rows_of(const at::Tensor& x, const WindowedBlock& block) const {
     return x.narrow(2, block.begin, block.queries())
         .to(inside)
         .reshape({rows * groups, block.queries() * repeat, x.size(4)});
   }
   /// The inverse for a view of `x`.
-  void set_rows(const at::Tensor& x, const Block& block, const at::Tensor& values) const {
+  void set_rows(const at::Tensor& x, const WindowedBlock& block, const at::Tensor& values) const {
     x.narrow(2, block.begin, block.queries())
         .copy_(values.view({rows, groups, block.queries(), repeat, x.size(4)}));
   }
-  at::Tensor queries_of(const Block& block) const { return rows_of(q_, block); }
-  at::Tensor keys_of(const Block& block) const { return part(keys_, block); }
-  at::Tensor values_of(const Block& block) const { return part(values_, block); }
-  static at::Tensor part(const at::Tensor& x, const Block& block) {
+  at::Tensor queries_of(const WindowedBlock& block) const { return rows_of(q_, block); }
+  at::Tensor keys_of(const WindowedBlock& block) const { return part(keys_, block); }
+  at::Tensor values_of(const WindowedBlock& block) const { return part(values_, block); }
+  static at::Tensor part(const at::Tensor& x, const WindowedBlock& block) {
     return x.narrow(1, block.from, block.keys());
   }
 
   /// [B*G, block*R] for the sinks' part of each row, undefined without sinks.
-  at::Tensor shares(const Block& block) const {
+  at::Tensor shares(const WindowedBlock& block) const {
     return sinks_.defined() ? at::empty({rows * groups, block.queries() * repeat}, inside)
                             : at::Tensor();
   }
 
   /// The softmax of scaled scores [B*G, block*R, keys] in place, and the sinks' part of it.
-  void softmax(const at::Tensor& scores, const at::Tensor& shares, const Block& block) const {
+  void softmax(const at::Tensor& scores, const at::Tensor& shares,
+               const WindowedBlock& block) const {
     if (inside == at::kFloat) return run(scores, {}, shares, block);
     scores.mul_(scale_)
         .view({rows * groups, block.queries(), repeat, block.keys()})
@@ -111,7 +112,7 @@ class Windowed {
   /// From the gradient of weights to that of scores, in place; shares become the gradients of the
   /// rows' sinks.
   void softmax_backward(const at::Tensor& grad, const at::Tensor& weights, const at::Tensor& shares,
-                        const Block& block) const {
+                        const WindowedBlock& block) const {
     if (inside == at::kFloat) return run(grad, weights, shares, block);
     const at::Tensor mean = (grad * weights).sum(2, /*keepdim=*/true);
     grad.sub_(mean).mul_(weights).mul_(scale_);
@@ -126,7 +127,7 @@ class Windowed {
   std::int64_t position(std::int64_t query) const { return keys_.size(1) - queries + query; }
 
   void run(const at::Tensor& scores, const at::Tensor& weights, const at::Tensor& shares,
-           const Block& block) const {
+           const WindowedBlock& block) const {
     const WindowRows job{.scores = mutable_data<float>(scores),
                          .weights = data<float>(weights),
                          .sinks = data<float>(sinks_),
@@ -145,7 +146,7 @@ class Windowed {
   }
 
   /// [block, 1, keys] bool.
-  at::Tensor hidden(const Block& block) const {
+  at::Tensor hidden(const WindowedBlock& block) const {
     const at::Tensor key = at::arange(block.from, block.seen);
     const at::Tensor own = at::arange(position(block.begin), position(block.end)).view({-1, 1, 1});
     return (key > own).logical_or(own - key >= window_);
@@ -185,11 +186,11 @@ at::Tensor turned(const at::Tensor& x, const Windowed& job) {
       .transpose(1, 2);
 }
 
-at::Tensor attend(const Windowed& job, const at::Tensor& q, std::int64_t head_dim) {
+at::Tensor attend_windowed(const Windowed& job, const at::Tensor& q, std::int64_t head_dim) {
   const at::Tensor result =
       at::empty({job.rows, job.queries, job.groups * job.repeat * head_dim}, q.scalar_type());
   const at::Tensor by_group = turned(result, job);
-  for (const Block& block : job.blocks()) {
+  for (const WindowedBlock& block : job.blocks()) {
     const at::Tensor weights = at::bmm(job.queries_of(block), job.keys_of(block).transpose(1, 2));
     job.softmax(weights, job.shares(block), block);
     job.set_rows(by_group, block, at::bmm(weights, job.values_of(block)));
@@ -205,7 +206,7 @@ struct WindowedAttentionFunction : torch::autograd::Function<WindowedAttentionFu
     ctx->save_for_backward({q, keys, values, sinks});
     ctx->saved_data["window"] = window;
     ctx->saved_data["scale"] = scale;
-    return attend(Windowed(q, keys, values, {window, sinks}, scale), q, values.size(3));
+    return attend_windowed(Windowed(q, keys, values, {window, sinks}, scale), q, values.size(3));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -222,7 +223,7 @@ struct WindowedAttentionFunction : torch::autograd::Function<WindowedAttentionFu
     };
     const at::Tensor grad_keys = zeros(keys), grad_values = zeros(values);
     SinkSum grad_sinks(job);
-    for (const Block& block : job.blocks()) {
+    for (const WindowedBlock& block : job.blocks()) {
       const at::Tensor queries = job.queries_of(block);
       const at::Tensor shares = job.shares(block);
       const at::Tensor weights = at::bmm(queries, job.keys_of(block).transpose(1, 2));

@@ -5,7 +5,7 @@
 
 #include <string_view>
 
-namespace tessera {
+namespace tessera::byte_text_test {
 namespace {
 
 std::string shown(std::string_view bytes) {
@@ -65,4 +65,4 @@ TEST(ByteText, EveryPairOfBytesEndsInPrintableUtf8) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::byte_text_test

@@ -4,7 +4,7 @@
 
 #include <string>
 
-namespace tessera {
+namespace tessera::crc32c_test {
 namespace {
 
 TEST(Crc32c, IsThatOfRfc3720) {
@@ -21,4 +21,4 @@ TEST(Crc32c, IsThatOfRfc3720) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::crc32c_test

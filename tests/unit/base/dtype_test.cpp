@@ -6,7 +6,7 @@
 
 #include "tessera/error.h"
 
-namespace tessera {
+namespace tessera::dtype_test {
 namespace {
 
 const std::vector<DType> kAll = {
@@ -82,4 +82,4 @@ TEST(Encoding, PayloadOfAPlainDtypeIsItsBytes) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::dtype_test

@@ -9,7 +9,7 @@
 #include "tessera/dtype.h"
 #include "tessera/error.h"
 
-namespace tessera {
+namespace tessera::dtype_torch_test {
 namespace {
 
 const std::vector<std::pair<DType, at::ScalarType>> kPairs = {
@@ -92,4 +92,4 @@ TEST(DTypeTorch, RepresentsEqualsARoundTripOfEveryNarrowValue) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::dtype_torch_test

@@ -4,7 +4,7 @@
 
 #include <set>
 
-namespace tessera {
+namespace tessera::hash_test {
 namespace {
 
 TEST(Hash, IsXxh3SoThatItNeverChanges) {
@@ -60,4 +60,4 @@ TEST(Hasher, EveryFieldCounts) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::hash_test

@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-namespace tessera {
+namespace tessera::one_line_test {
 namespace {
 
 TEST(OneLine, OneLineStaysAsItIs) {
@@ -21,4 +21,4 @@ TEST(OneLine, LinesAreJoinedBySingleSpaces) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::one_line_test

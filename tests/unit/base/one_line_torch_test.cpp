@@ -5,7 +5,7 @@
 
 #include "base/one_line.h"
 
-namespace tessera {
+namespace tessera::one_line_torch_test {
 namespace {
 
 TEST(OneLine, ErrorsOfLibtorchLoseTheirStackOnly) {
@@ -22,4 +22,4 @@ TEST(OneLine, ErrorsOfLibtorchLoseTheirStackOnly) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::one_line_torch_test

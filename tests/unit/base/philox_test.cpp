@@ -11,7 +11,7 @@
 
 #include "tessera/error.h"
 
-namespace tessera {
+namespace tessera::philox_test {
 namespace {
 
 TEST(Philox, GivesTheKnownAnswersOfRandom123) {
@@ -164,4 +164,4 @@ TEST(Permutation, RowsOfAHugeSetStayInside) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::philox_test

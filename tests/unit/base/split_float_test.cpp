@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-namespace tessera {
+namespace tessera::split_float_test {
 namespace {
 
 float float_of(std::uint32_t bits) { return std::bit_cast<float>(bits); }
@@ -61,4 +61,4 @@ TEST(SplitFloat, NotANumberStaysOneWhateverItsPayload) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::split_float_test

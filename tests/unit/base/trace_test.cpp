@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-namespace tessera {
+namespace tessera::trace_test {
 namespace {
 
 TraceClock::time_point at(int ms) { return TraceClock::time_point(std::chrono::milliseconds(ms)); }
@@ -71,4 +71,4 @@ TEST(NestedSpans, RowsDoNotCutEachOther) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::trace_test

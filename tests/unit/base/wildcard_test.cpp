@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-namespace tessera {
+namespace tessera::wildcard_test {
 namespace {
 
 struct Case {
@@ -78,4 +78,4 @@ TEST(ClosestName, IsSilentWhenNothingIsClose) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::wildcard_test

@@ -4,7 +4,7 @@
 
 #include "unit/io/temporary_folder.h"
 
-namespace tessera::comm {
+namespace tessera::comm::address_test {
 namespace {
 
 using ::testing::AllOf;
@@ -34,4 +34,4 @@ TEST(Address, TheRouteToThisHostBeginsAtItself) {
 }
 
 }  // namespace
-}  // namespace tessera::comm
+}  // namespace tessera::comm::address_test

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <thread>
 
-namespace tessera::comm {
+namespace tessera::comm::bounded_calls_test {
 namespace {
 
 using std::chrono::hours;
@@ -43,4 +43,4 @@ TEST(BoundedCalls, OneThatHangsIsLeftBehindAndNoneFollowsIt) {
 }
 
 }  // namespace
-}  // namespace tessera::comm
+}  // namespace tessera::comm::bounded_calls_test

@@ -9,7 +9,7 @@
 #include "rank_pools.h"
 #include "tessera/error.h"
 
-namespace tessera::comm {
+namespace tessera::comm::collectives_test {
 namespace {
 
 constexpr std::int64_t kSlices[] = {0, 1, 7, 64, 1000, 50000};
@@ -357,4 +357,4 @@ TEST(Batch, TensorsThatDoNotFitAreRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::comm
+}  // namespace tessera::comm::collectives_test

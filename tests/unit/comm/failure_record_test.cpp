@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-namespace tessera::comm {
+namespace tessera::comm::failure_record_test {
 namespace {
 
 TEST(FailureRecord, SurvivesThePipe) {
@@ -33,4 +33,4 @@ TEST(FailureRecord, CulpritIsKilledBeforeFailedBeforeNoticedThenFirstByTime) {
 }
 
 }  // namespace
-}  // namespace tessera::comm
+}  // namespace tessera::comm::failure_record_test

@@ -8,7 +8,7 @@
 #include "rank_pools.h"
 #include "tessera/error.h"
 
-namespace tessera::comm {
+namespace tessera::comm::failure_watch_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -110,4 +110,4 @@ TEST(Store, PoisonEndsAMeeting) {
 }
 
 }  // namespace
-}  // namespace tessera::comm
+}  // namespace tessera::comm::failure_watch_test

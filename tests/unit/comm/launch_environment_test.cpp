@@ -6,7 +6,7 @@
 #include "tessera/error.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera::comm {
+namespace tessera::comm::launch_environment_test {
 namespace {
 
 using base::Environment;
@@ -298,4 +298,4 @@ TEST(LaunchEnvironment, ContradictionsNameTheVariables) {
 }
 
 }  // namespace
-}  // namespace tessera::comm
+}  // namespace tessera::comm::launch_environment_test

@@ -8,7 +8,7 @@
 #include "tessera/error.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera::comm {
+namespace tessera::comm::listener_test {
 namespace {
 
 using ::testing::AllOf;
@@ -64,4 +64,4 @@ TEST(Listener, PortInUseIsNamedWithWhatToDo) {
 }
 
 }  // namespace
-}  // namespace tessera::comm
+}  // namespace tessera::comm::listener_test

@@ -7,7 +7,7 @@
 
 #include "tessera/error.h"
 
-namespace tessera {
+namespace tessera::mesh_test {
 namespace {
 
 using Names = std::vector<std::string_view>;
@@ -89,4 +89,4 @@ TEST(MeshShape, WrongShapesAreConfigErrors) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::mesh_test

@@ -10,7 +10,7 @@
 #include "rank_pools.h"
 #include "tessera/error.h"
 
-namespace tessera::comm {
+namespace tessera::comm::order_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -201,4 +201,4 @@ TEST(FindDisagreement, FirstDifferentEntryOfAnySharedGroupIsNamed) {
 }
 
 }  // namespace
-}  // namespace tessera::comm
+}  // namespace tessera::comm::order_test

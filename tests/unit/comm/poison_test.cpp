@@ -11,7 +11,7 @@
 #include "rank_pools.h"
 #include "tessera/error.h"
 
-namespace tessera::comm {
+namespace tessera::comm::poison_test {
 namespace {
 
 using testing::AllOf;
@@ -142,4 +142,4 @@ TEST(WorldOfOne, NcclIsRefusedWhereItIsNotBuiltIn) {
 }
 
 }  // namespace
-}  // namespace tessera::comm
+}  // namespace tessera::comm::poison_test

@@ -16,6 +16,7 @@
 
 #include "base/environment.h"
 
+namespace tessera::process_test {
 namespace {
 
 using testing::AllOf;
@@ -269,3 +270,4 @@ TEST(OtherLaunchers, RanksOfAnEnvironmentMeetAndNameALostOne) {
 }
 
 }  // namespace
+}  // namespace tessera::process_test

@@ -11,7 +11,7 @@
 #include "rank_pools.h"
 #include "tessera/error.h"
 
-namespace tessera::comm {
+namespace tessera::comm::queue_test {
 namespace {
 
 using testing::HasSubstr;
@@ -161,4 +161,4 @@ TEST(IssueQueue, GroupOfOneRankIsDoneAtOnceOnTheCallersThread) {
 }
 
 }  // namespace
-}  // namespace tessera::comm
+}  // namespace tessera::comm::queue_test

@@ -5,7 +5,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-namespace tessera::comm {
+namespace tessera::comm::sent_bytes_test {
 namespace {
 
 constexpr std::int64_t kKiB = 1024;
@@ -52,4 +52,4 @@ TEST(SentBytes, ABatchSendsWhatItsOpsSend) {
 }
 
 }  // namespace
-}  // namespace tessera::comm
+}  // namespace tessera::comm::sent_bytes_test

@@ -7,7 +7,7 @@
 
 #include "unit/io/temporary_folder.h"
 
-namespace tessera::comm {
+namespace tessera::comm::slurm_hosts_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -128,4 +128,4 @@ TEST_F(SlurmHosts, AListThatIsAnOptionIsRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::comm
+}  // namespace tessera::comm::slurm_hosts_test

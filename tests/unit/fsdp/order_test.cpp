@@ -6,7 +6,7 @@
 
 #include <set>
 
-namespace tessera::fsdp {
+namespace tessera::fsdp::order_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -132,4 +132,4 @@ TEST(FirstDifference, AShorterTraceHasNothingMore) {
 }
 
 }  // namespace
-}  // namespace tessera::fsdp
+}  // namespace tessera::fsdp::order_test

@@ -9,7 +9,7 @@
 
 #include "dist/quotient.h"
 
-namespace tessera::fsdp {
+namespace tessera::fsdp::quotient_test {
 namespace {
 
 constexpr at::ScalarType kDtypes[] = {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf};
@@ -96,4 +96,4 @@ TEST(Quotient, MayBeFormedInPlaceAndOfNothing) {
 }
 
 }  // namespace
-}  // namespace tessera::fsdp
+}  // namespace tessera::fsdp::quotient_test

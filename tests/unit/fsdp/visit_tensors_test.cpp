@@ -6,7 +6,7 @@
 
 #include <string>
 
-namespace tessera {
+namespace tessera::visit_tensors_test {
 namespace {
 
 template <class T>
@@ -55,4 +55,4 @@ TEST(VisitTensors, MayReplaceThem) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::visit_tensors_test

@@ -9,7 +9,7 @@
 #include "grad/contract_key.h"
 #include "unit/grad/contract_cases.h"
 
-namespace tessera::grad::testing {
+namespace tessera::grad::testing::contract_test {
 namespace {
 
 TEST(Contract, NumelOfScalarsAndOfEmptyShapes) {
@@ -174,4 +174,4 @@ TEST(Contract, PatternsAreThoseOfTheRules) {
 }
 
 }  // namespace
-}  // namespace tessera::grad::testing
+}  // namespace tessera::grad::testing::contract_test

@@ -10,7 +10,7 @@
 #include "tessera/error.h"
 #include "unit/grad/contract_cases.h"
 
-namespace tessera::grad::testing {
+namespace tessera::grad::testing::model_contract_test {
 namespace {
 
 using ::testing::AllOf;
@@ -260,4 +260,4 @@ TEST(ModelContract, EveryValueHasAReason) {
 }
 
 }  // namespace
-}  // namespace tessera::grad::testing
+}  // namespace tessera::grad::testing::model_contract_test

@@ -7,7 +7,7 @@
 #include "tessera/error.h"
 #include "unit/grad/contract_cases.h"
 
-namespace tessera::grad::testing {
+namespace tessera::grad::testing::resolve_errors_test {
 namespace {
 
 using ::testing::AllOf;
@@ -181,4 +181,4 @@ TEST(ResolveErrors, ReductionsThatCountTwice) {
 }
 
 }  // namespace
-}  // namespace tessera::grad::testing
+}  // namespace tessera::grad::testing::resolve_errors_test

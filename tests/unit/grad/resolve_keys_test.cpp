@@ -6,7 +6,7 @@
 #include "tessera/error.h"
 #include "unit/grad/contract_cases.h"
 
-namespace tessera::grad::testing {
+namespace tessera::grad::testing::resolve_keys_test {
 namespace {
 
 using ::testing::AllOf;
@@ -242,4 +242,4 @@ TEST(OptimizerMaster, IsBesideSixteenBitsUnlessNoneIsAskedFor) {
 }
 
 }  // namespace
-}  // namespace tessera::grad::testing
+}  // namespace tessera::grad::testing::resolve_keys_test

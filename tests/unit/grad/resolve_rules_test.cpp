@@ -5,7 +5,7 @@
 #include "tessera/error.h"
 #include "unit/grad/contract_cases.h"
 
-namespace tessera::grad::testing {
+namespace tessera::grad::testing::resolve_rules_test {
 namespace {
 
 TEST(RuleBook, LastMatchingRuleWinsFieldByField) {
@@ -43,4 +43,4 @@ TEST(RuleBook, EveryPatternOfARuleMustMatch) {
 }
 
 }  // namespace
-}  // namespace tessera::grad::testing
+}  // namespace tessera::grad::testing::resolve_rules_test

@@ -4,7 +4,7 @@
 #include "tessera/error.h"
 #include "unit/grad/contract_cases.h"
 
-namespace tessera::grad::testing {
+namespace tessera::grad::testing::resolve_test {
 namespace {
 
 constexpr DType kF64 = DType::kFloat64;
@@ -337,4 +337,4 @@ TEST(Resolve, OneTensorUnderTwoNamesIsSummedRawByAutograd) {
 }
 
 }  // namespace
-}  // namespace tessera::grad::testing
+}  // namespace tessera::grad::testing::resolve_test

@@ -6,7 +6,7 @@
 
 #include "tessera/error.h"
 
-namespace tessera::grad {
+namespace tessera::grad::sink_test {
 namespace {
 
 using ::testing::AllOf;
@@ -229,4 +229,4 @@ TEST_F(Sink, NothingIsRememberedOfWhatIsRedeemed) {
 }
 
 }  // namespace
-}  // namespace tessera::grad
+}  // namespace tessera::grad::sink_test

@@ -6,7 +6,7 @@
 #include "io/folder_file.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::atomic_folder_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -92,4 +92,4 @@ TEST(FileInside, TheBlobsOfAHubCacheCountAsInside) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::atomic_folder_test

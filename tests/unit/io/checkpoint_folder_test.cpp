@@ -10,7 +10,7 @@
 #include "unit/io/checkpoint_cases.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::checkpoint_folder_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -379,4 +379,4 @@ TEST(CheckpointStore, AnUnusableLatestSaysWhatToDo) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::checkpoint_folder_test

@@ -11,7 +11,7 @@
 #include "unit/io/checkpoint_cases.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::checkpoint_manifest_test {
 namespace {
 
 using ::testing::AllOf;
@@ -264,4 +264,4 @@ TEST(TensorBox, PositionsAreThoseOfTheWholeTensor) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::checkpoint_manifest_test

@@ -4,7 +4,7 @@
 
 #include <nlohmann/json.hpp>
 
-namespace tessera {
+namespace tessera::chrome_trace_test {
 namespace {
 
 using nlohmann::json;
@@ -51,4 +51,4 @@ TEST(ChromeTrace, TextThatIsNotUtf8IsStillJson) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::chrome_trace_test

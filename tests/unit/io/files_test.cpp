@@ -12,7 +12,7 @@
 #include "io/atomic_file.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::files_test {
 namespace {
 
 using ::testing::AllOf;
@@ -219,4 +219,4 @@ TEST_F(Log, LinesOfSeveralThreadsStayWhole) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::files_test

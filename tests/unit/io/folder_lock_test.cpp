@@ -9,7 +9,7 @@
 
 #include "unit/io/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::folder_lock_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -83,4 +83,4 @@ TEST(FolderLock, AFolderThatIsNotThereAndALinkAreErrorsThatNameTheFile) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::folder_lock_test

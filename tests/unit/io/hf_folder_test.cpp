@@ -10,7 +10,7 @@
 #include "io/safetensors_writer.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::hf_folder_test {
 namespace {
 
 using ::testing::AllOf;
@@ -243,4 +243,4 @@ TEST(HfIndex, OtherKeysAreIgnored) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::hf_folder_test

@@ -9,7 +9,7 @@
 #include "io/hf_index.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::hf_shards_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -85,4 +85,4 @@ TEST(ParseByteSize, RefusesEverythingElseByName) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::hf_shards_test

@@ -10,7 +10,7 @@
 
 #include "unit/io/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::mxfp4_tensors_test {
 namespace {
 
 using ::testing::AllOf;
@@ -208,4 +208,4 @@ TEST(Mxfp4Tensors, OnlyAConfigThatSaysSoIsTakenForPacked) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::mxfp4_tensors_test

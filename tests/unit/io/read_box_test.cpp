@@ -8,7 +8,7 @@
 
 #include "unit/io/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::read_box_test {
 namespace {
 
 /// One tensor of int32 whose elements are their own positions; counts reads.
@@ -103,4 +103,4 @@ TEST(ReadBox, RefusesWhatIsNotThere) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::read_box_test

@@ -7,7 +7,7 @@
 
 #include "unit/io/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::safetensors_header_test {
 namespace {
 
 using ::testing::AllOf;
@@ -288,4 +288,4 @@ TEST(SafetensorsHeader, TwoHundredThousandTensorsAreReadQuickly) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::safetensors_header_test

@@ -12,7 +12,7 @@
 #include "io/safetensors_writer.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::safetensors_test {
 namespace {
 
 using testing::error_of;
@@ -197,4 +197,4 @@ TEST(SafetensorsFile, ReferenceFilesAreRead) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::safetensors_test

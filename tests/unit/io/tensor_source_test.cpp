@@ -8,7 +8,7 @@
 #include "unit/io/checkpoint_cases.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::tensor_source_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -60,4 +60,4 @@ TEST(CheckpointTensors, AreTheModelsUnderItsNamesWithWhatTheyWerePublishedAs) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::tensor_source_test

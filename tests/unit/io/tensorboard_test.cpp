@@ -8,7 +8,7 @@
 #include "base/crc32c.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::tensorboard_test {
 namespace {
 
 using namespace std::string_literals;
@@ -121,4 +121,4 @@ TEST(EventFile, SaysWhereItCannotWrite) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::tensorboard_test

@@ -7,7 +7,7 @@
 #include "io/token_file.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::token_source_test {
 namespace {
 
 using ::testing::AllOf;
@@ -215,4 +215,4 @@ TEST(TokenSource, ReadingAllOfAFileKeepsLittleOfItResident) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::token_source_test

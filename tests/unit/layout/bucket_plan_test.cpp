@@ -7,7 +7,7 @@
 
 #include "tessera/error.h"
 
-namespace tessera::layout {
+namespace tessera::layout::bucket_plan_test {
 namespace {
 
 BucketKey key_with_compute(DType compute) {
@@ -151,4 +151,4 @@ TEST(BucketPlan, PrintsABucketAndAParameterALine) {
 }
 
 }  // namespace
-}  // namespace tessera::layout
+}  // namespace tessera::layout::bucket_plan_test

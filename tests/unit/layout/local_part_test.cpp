@@ -8,7 +8,7 @@
 
 #include "tessera/error.h"
 
-namespace tessera::layout {
+namespace tessera::layout::local_part_test {
 namespace {
 
 using Shape = std::vector<std::int64_t>;
@@ -175,4 +175,4 @@ TEST(LocalPart, RefusesGradientsThatWouldBeSummedTwiceOrNever) {
 }
 
 }  // namespace
-}  // namespace tessera::layout
+}  // namespace tessera::layout::local_part_test

@@ -8,7 +8,7 @@
 #include "tessera/data_axes.h"
 #include "tessera/error.h"
 
-namespace tessera {
+namespace tessera::mesh_shapes_test {
 namespace {
 
 using ::testing::AllOf;
@@ -176,4 +176,4 @@ TEST(GlobalShape, KnowsDimsOfWhichARankHasOneElement) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::mesh_shapes_test

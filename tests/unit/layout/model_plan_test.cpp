@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-namespace tessera::layout {
+namespace tessera::layout::model_plan_test {
 namespace {
 
 BucketKey key_of_compute(DType compute) {
@@ -111,4 +111,4 @@ TEST(ModelPlan, HashesDifferWhereThePlansDo) {
 }
 
 }  // namespace
-}  // namespace tessera::layout
+}  // namespace tessera::layout::model_plan_test

@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-namespace tessera {
+namespace tessera::placement_test {
 namespace {
 
 TEST(Placement, IsPrintedShort) {
@@ -21,4 +21,4 @@ TEST(ReductionPlan, IsPrintedInOrderOfItsSums) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::placement_test

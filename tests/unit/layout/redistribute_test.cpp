@@ -8,7 +8,7 @@
 
 #include "tessera/error.h"
 
-namespace tessera::layout {
+namespace tessera::layout::redistribute_test {
 namespace {
 
 std::vector<Range> cut(std::int64_t numel, int ranks, std::mt19937_64& random) {
@@ -78,4 +78,4 @@ TEST(Redistribute, RandomLayoutsAreFilledExactlyOnceFromRanksThatHoldThem) {
 }
 
 }  // namespace
-}  // namespace tessera::layout
+}  // namespace tessera::layout::redistribute_test

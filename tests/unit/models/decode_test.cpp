@@ -5,7 +5,7 @@
 #include "tessera/error.h"
 #include "unit/models/reference.h"
 
-namespace tessera::models {
+namespace tessera::models::decode_test {
 namespace {
 
 class Decode : public ::testing::TestWithParam<const char*> {};
@@ -66,4 +66,4 @@ TEST(DecodeErrors, MorePositionsThanTheCacheHasRoomForAreRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::models
+}  // namespace tessera::models::decode_test

@@ -10,7 +10,7 @@
 #include "nn/parameter.h"
 #include "tessera/error.h"
 
-namespace tessera::models {
+namespace tessera::models::decoder_test {
 namespace {
 
 ModelSpec small(Family family) {
@@ -117,4 +117,4 @@ TEST(Decoder, NoRowsRunForwardAndBackward) {
 }
 
 }  // namespace
-}  // namespace tessera::models
+}  // namespace tessera::models::decoder_test

@@ -11,7 +11,7 @@
 #include "models/parameter_table.h"
 #include "tessera/error.h"
 
-namespace tessera::models {
+namespace tessera::models::deepseek_v2_config_test {
 namespace {
 
 using nlohmann::json;
@@ -214,4 +214,4 @@ TEST(DeepseekV2Config, RowsAreThoseOfTheHubsFiles) {
 }
 
 }  // namespace
-}  // namespace tessera::models
+}  // namespace tessera::models::deepseek_v2_config_test

@@ -13,7 +13,7 @@
 #include "models/parameter_table.h"
 #include "tessera/error.h"
 
-namespace tessera::models {
+namespace tessera::models::gemma4_config_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -237,4 +237,4 @@ TEST(Gemma4Table, HasTheRowsOfThePublishedLayout) {
 }
 
 }  // namespace
-}  // namespace tessera::models
+}  // namespace tessera::models::gemma4_config_test

@@ -13,7 +13,7 @@
 #include "nn/parameter.h"
 #include "tessera/error.h"
 
-namespace tessera::models {
+namespace tessera::models::gemma4_model_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -223,4 +223,4 @@ TEST(Gemma4Model, InputsThatDoNotFitAreRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::models
+}  // namespace tessera::models::gemma4_model_test

@@ -9,7 +9,7 @@
 #include "nn/masked_attention.h"
 #include "unit/models/reference.h"
 
-namespace tessera::models {
+namespace tessera::models::gemma4_reference_test {
 namespace {
 
 constexpr double kHiddenBound = 5e-5;
@@ -166,4 +166,4 @@ INSTANTIATE_TEST_SUITE_P(Folders, Gemma4Reference,
                          ::testing::Values("gemma4-fp32", "gemma4-mixed"));
 
 }  // namespace
-}  // namespace tessera::models
+}  // namespace tessera::models::gemma4_reference_test

@@ -5,7 +5,7 @@
 #include "tessera/error.h"
 #include "unit/models/small_spec.h"
 
-namespace tessera::models {
+namespace tessera::models::lora_table_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -85,4 +85,4 @@ TEST(LoraTable, ARankAboveTheMatrixIsRefusedWithItsName) {
 }
 
 }  // namespace
-}  // namespace tessera::models
+}  // namespace tessera::models::lora_table_test

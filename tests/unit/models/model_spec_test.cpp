@@ -8,7 +8,7 @@
 
 #include "tessera/error.h"
 
-namespace tessera::models {
+namespace tessera::models::model_spec_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -249,4 +249,4 @@ TEST(ModelSpec, MalformedTextIsAFormatError) {
 }
 
 }  // namespace
-}  // namespace tessera::models
+}  // namespace tessera::models::model_spec_test

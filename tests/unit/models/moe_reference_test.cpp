@@ -8,7 +8,7 @@
 #include "nn/loss.h"
 #include "unit/models/reference.h"
 
-namespace tessera::models {
+namespace tessera::models::moe_reference_test {
 namespace {
 
 constexpr double kGradientBound = 5e-5;
@@ -241,4 +241,4 @@ INSTANTIATE_TEST_SUITE_P(Folders, MoeReference,
                                            Case{"qwen3-moe-mixed", 0.0018}));
 
 }  // namespace
-}  // namespace tessera::models
+}  // namespace tessera::models::moe_reference_test

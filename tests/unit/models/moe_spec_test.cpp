@@ -14,7 +14,7 @@
 #include "models/parameter_table.h"
 #include "tessera/error.h"
 
-namespace tessera::models {
+namespace tessera::models::moe_spec_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -199,4 +199,4 @@ TEST(MoeSpec, PublishedConfigsAreRead) {
 }
 
 }  // namespace
-}  // namespace tessera::models
+}  // namespace tessera::models::moe_spec_test

@@ -8,7 +8,7 @@
 
 #include "unit/models/small_spec.h"
 
-namespace tessera::models {
+namespace tessera::models::parameter_table_test {
 namespace {
 
 std::map<std::string, ParameterSpec> by_name(const std::vector<ParameterSpec>& table) {
@@ -54,4 +54,4 @@ TEST(ParameterTable, BiasesAndTiedHeadFollowTheSpec) {
 }
 
 }  // namespace
-}  // namespace tessera::models
+}  // namespace tessera::models::parameter_table_test

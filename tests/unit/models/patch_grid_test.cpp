@@ -9,7 +9,7 @@
 
 #include "tessera/error.h"
 
-namespace tessera::models {
+namespace tessera::models::patch_grid_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -83,4 +83,4 @@ TEST(PatchGrid, WrongImagesAreRefusedWithTheirNumber) {
 }
 
 }  // namespace
-}  // namespace tessera::models
+}  // namespace tessera::models::patch_grid_test

@@ -12,7 +12,7 @@
 #include "nn/parameter.h"
 #include "nn/rope.h"
 
-namespace tessera::models {
+namespace tessera::models::recompute_test {
 namespace {
 
 using test::HeldBytes;
@@ -141,4 +141,4 @@ TEST(LayerRecompute, BackwardWorksWhenOnlyTheGraphIsLeft) {
 }
 
 }  // namespace
-}  // namespace tessera::models
+}  // namespace tessera::models::recompute_test

@@ -8,7 +8,7 @@
 
 #include "nn/loss.h"
 
-namespace tessera::models {
+namespace tessera::models::reference_test {
 namespace {
 
 struct Case {
@@ -85,4 +85,4 @@ INSTANTIATE_TEST_SUITE_P(Folders, DenseReference,
                                            Case{"llama-mixed", 0.0007}));
 
 }  // namespace
-}  // namespace tessera::models
+}  // namespace tessera::models::reference_test

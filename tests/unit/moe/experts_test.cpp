@@ -12,7 +12,7 @@
 #include "unit/moe/host_waits.h"
 #include "unit/nn/compare.h"
 
-namespace tessera::moe {
+namespace tessera::moe::experts_test {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
@@ -233,4 +233,4 @@ TEST_F(Experts, TheHostReadsOnceFromTheScoresToTheGradients) {
 }
 
 }  // namespace
-}  // namespace tessera::moe
+}  // namespace tessera::moe::experts_test

@@ -4,7 +4,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-namespace tessera::moe {
+namespace tessera::moe::load_balance_test {
 namespace {
 
 at::Tensor choice() { return at::tensor({0, 1, 1, 3, 0, 1, 1, 3}, at::kLong).view({4, 2}); }
@@ -28,4 +28,4 @@ TEST(LoadBalance, TheBusiestExpertOverTheMean) {
 }
 
 }  // namespace
-}  // namespace tessera::moe
+}  // namespace tessera::moe::load_balance_test

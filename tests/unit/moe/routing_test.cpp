@@ -9,7 +9,7 @@
 
 #include "tessera/error.h"
 
-namespace tessera::moe {
+namespace tessera::moe::routing_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -172,4 +172,4 @@ TEST_F(RoutingTest, OptionsThatTheExpertsDoNotFitAreRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::moe
+}  // namespace tessera::moe::routing_test

@@ -11,7 +11,7 @@
 #include "tessera/error.h"
 #include "unit/nn/compare.h"
 
-namespace tessera::nn {
+namespace tessera::nn::fused_test {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
@@ -254,4 +254,4 @@ TEST_F(Fused, SecondDerivativesAreRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::nn
+}  // namespace tessera::nn::fused_test

@@ -8,7 +8,7 @@
 #include "nn/soft_cap.h"
 #include "unit/nn/compare.h"
 
-namespace tessera::nn {
+namespace tessera::nn::gemma_layers_test {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
@@ -151,4 +151,4 @@ TEST_F(GemmaLayers, AWindowCountsTheQueryItselfAndHasNoUpperEndInsideABlock) {
 }
 
 }  // namespace
-}  // namespace tessera::nn
+}  // namespace tessera::nn::gemma_layers_test

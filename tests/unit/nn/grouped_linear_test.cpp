@@ -7,7 +7,7 @@
 #include "nn/mlp.h"
 #include "unit/nn/compare.h"
 
-namespace tessera::nn {
+namespace tessera::nn::grouped_linear_test {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
@@ -202,4 +202,4 @@ TEST(Gated, ClampedSwigluOnItsEdgesAndBeyondNumbersIsItsComposite) {
 }
 
 }  // namespace
-}  // namespace tessera::nn
+}  // namespace tessera::nn::grouped_linear_test

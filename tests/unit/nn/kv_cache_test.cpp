@@ -6,7 +6,7 @@
 #include "tessera/error.h"
 #include "unit/nn/compare.h"
 
-namespace tessera::nn {
+namespace tessera::nn::kv_cache_test {
 namespace {
 
 struct Sizes {
@@ -114,4 +114,4 @@ TEST(KvCache, RefusesMoreThanItsRoomAndOtherShapes) {
 }
 
 }  // namespace
-}  // namespace tessera::nn
+}  // namespace tessera::nn::kv_cache_test

@@ -9,7 +9,7 @@
 #include "tessera/error.h"
 #include "unit/nn/compare.h"
 
-namespace tessera::nn {
+namespace tessera::nn::layers_test {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
@@ -139,4 +139,4 @@ TEST_F(Layers, AttentionWithoutRowsRunsForwardAndBackward) {
 }
 
 }  // namespace
-}  // namespace tessera::nn
+}  // namespace tessera::nn::layers_test

@@ -9,7 +9,7 @@
 
 #include "nn/cpu/kernels.h"
 
-namespace tessera::nn::cpu {
+namespace tessera::nn::cpu::level_test {
 namespace {
 
 constexpr long kRows = 5;
@@ -205,4 +205,4 @@ TEST_F(Levels, RoundingToBFloat16IsThatOfLibtorch) {
 }
 
 }  // namespace
-}  // namespace tessera::nn::cpu
+}  // namespace tessera::nn::cpu::level_test

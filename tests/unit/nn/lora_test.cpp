@@ -6,7 +6,7 @@
 #include "tessera/recompute.h"
 #include "unit/nn/compare.h"
 
-namespace tessera::nn {
+namespace tessera::nn::lora_test {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
@@ -156,4 +156,4 @@ TEST_F(Lora, RecomputationDropsWhatTheFirstForwardDropped) {
 }
 
 }  // namespace
-}  // namespace tessera::nn
+}  // namespace tessera::nn::lora_test

@@ -3,7 +3,7 @@
 #include "tessera/error.h"
 #include "unit/nn/compare.h"
 
-namespace tessera::nn {
+namespace tessera::nn::loss_test {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
@@ -96,4 +96,4 @@ TEST(Loss, TargetsOutsideTheVocabularyAreRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::nn
+}  // namespace tessera::nn::loss_test

@@ -13,7 +13,7 @@
 #include "nn/parameter.h"
 #include "unit/nn/compare.h"
 
-namespace tessera::nn {
+namespace tessera::nn::mla_test {
 namespace {
 
 using Named = std::map<std::string, at::Tensor>;
@@ -214,4 +214,4 @@ TEST(Mla, RunsWithoutRows) {
 }
 
 }  // namespace
-}  // namespace tessera::nn
+}  // namespace tessera::nn::mla_test

@@ -8,7 +8,7 @@
 #include "nn/rms_norm.h"
 #include "tessera/error.h"
 
-namespace tessera::nn {
+namespace tessera::nn::parameter_test {
 namespace {
 
 template <class Use>
@@ -75,4 +75,4 @@ TEST(Parameter, TyingDifferentShapesIsRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::nn
+}  // namespace tessera::nn::parameter_test

@@ -10,7 +10,7 @@
 
 #include "unit/nn/compare.h"
 
-namespace tessera::nn {
+namespace tessera::nn::rope_test {
 namespace {
 
 /// Of deepseek-v2.
@@ -127,4 +127,4 @@ TEST(Rope, NeighboursAreTurnedInFloat32AndRoundedOnce) {
 }
 
 }  // namespace
-}  // namespace tessera::nn
+}  // namespace tessera::nn::rope_test

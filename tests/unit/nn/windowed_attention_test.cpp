@@ -12,7 +12,7 @@
 #include "tessera/error.h"
 #include "unit/nn/compare.h"
 
-namespace tessera::nn {
+namespace tessera::nn::windowed_attention_test {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
@@ -246,4 +246,4 @@ TEST_F(WindowedAttention, KeysBeforeTheWindowHaveNoInfluence) {
 }
 
 }  // namespace
-}  // namespace tessera::nn
+}  // namespace tessera::nn::windowed_attention_test

@@ -18,7 +18,7 @@
 #include "unit/train/run_case.h"
 #include "unit/train/traffic_formulas.h"
 
-namespace tessera::train {
+namespace tessera::train::activation_traffic_test {
 namespace {
 
 /// The reference's model with room for bytes, and with as many experts a token as asked.
@@ -237,4 +237,4 @@ INSTANTIATE_TEST_SUITE_P(Once, ActivationTraffic,
                          name_of);
 
 }  // namespace
-}  // namespace tessera::train
+}  // namespace tessera::train::activation_traffic_test

@@ -6,7 +6,7 @@
 
 #include "unit/train/config_fixture.h"
 
-namespace tessera::train {
+namespace tessera::train::config_keys_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -88,4 +88,4 @@ TEST(ConfigValueText, RoundsTripsThroughToml) {
 }
 
 }  // namespace
-}  // namespace tessera::train
+}  // namespace tessera::train::config_keys_test

@@ -5,7 +5,7 @@
 #include "train/config_keys.h"
 #include "unit/train/config_fixture.h"
 
-namespace tessera::train {
+namespace tessera::train::config_parse_test {
 namespace {
 
 using ::testing::AllOf;
@@ -306,4 +306,4 @@ RC_GTEST_PROP(ConfigParse, AnyBytesGiveAConfigOrAnError, (const std::string& byt
 }
 
 }  // namespace
-}  // namespace tessera::train
+}  // namespace tessera::train::config_parse_test

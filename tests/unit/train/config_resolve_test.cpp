@@ -6,7 +6,7 @@
 
 #include "unit/train/config_fixture.h"
 
-namespace tessera::train {
+namespace tessera::train::config_resolve_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -218,4 +218,4 @@ TEST(ResolvedForRun, HoldsFoldersAbsolute) {
 }
 
 }  // namespace
-}  // namespace tessera::train
+}  // namespace tessera::train::config_resolve_test

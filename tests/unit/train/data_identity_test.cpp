@@ -8,7 +8,7 @@
 
 #include "unit/io/temporary_folder.h"
 
-namespace tessera::train {
+namespace tessera::train::data_identity_test {
 namespace {
 
 using testing::error_of;
@@ -89,4 +89,4 @@ TEST(DataIdentity, OtherRowsAreRefusedWithTheirKey) {
 }
 
 }  // namespace
-}  // namespace tessera::train
+}  // namespace tessera::train::data_identity_test

@@ -8,7 +8,7 @@
 #include "io/safetensors_writer.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera::train {
+namespace tessera::train::data_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -318,4 +318,4 @@ INSTANTIATE_TEST_SUITE_P(
                  "no kept label in labels of step 2"}));
 
 }  // namespace
-}  // namespace tessera::train
+}  // namespace tessera::train::data_test

@@ -5,7 +5,7 @@
 
 #include "tessera/error.h"
 
-namespace tessera::train {
+namespace tessera::train::family_pins_test {
 namespace {
 
 using ::testing::AllOf;
@@ -55,4 +55,4 @@ TEST(FamilyPins, OfEachFamilyAreApplicable) {
 }
 
 }  // namespace
-}  // namespace tessera::train
+}  // namespace tessera::train::family_pins_test

@@ -7,7 +7,7 @@
 
 #include "unit/io/temporary_folder.h"
 
-namespace tessera::train {
+namespace tessera::train::file_forms_test {
 namespace {
 
 models::ParameterSpec experts(std::int64_t count) {
@@ -93,4 +93,4 @@ TEST(PiecesInFile, OfACutParameterAreThoseOfTheLayout) {
 }
 
 }  // namespace
-}  // namespace tessera::train
+}  // namespace tessera::train::file_forms_test

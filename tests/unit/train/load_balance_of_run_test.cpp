@@ -13,7 +13,7 @@
 #include "train/trainer.h"
 #include "unit/train/run_case.h"
 
-namespace tessera::train {
+namespace tessera::train::load_balance_of_run_test {
 namespace {
 
 constexpr double kCoefficient = 1e-3;
@@ -238,4 +238,4 @@ TEST(LoadBalanceOfRuns, RefusesModelsThatCannotHaveIt) {
 }
 
 }  // namespace
-}  // namespace tessera::train
+}  // namespace tessera::train::load_balance_of_run_test

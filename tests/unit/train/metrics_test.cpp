@@ -13,7 +13,7 @@
 #include "train/flops.h"
 #include "unit/io/temporary_folder.h"
 
-namespace tessera::train {
+namespace tessera::train::metrics_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -162,4 +162,4 @@ TEST(Flops, IsTheFormulaOfTheInterface) {
 }
 
 }  // namespace
-}  // namespace tessera::train
+}  // namespace tessera::train::metrics_test

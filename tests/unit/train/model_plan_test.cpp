@@ -4,7 +4,7 @@
 
 #include "models/parameter_table.h"
 
-namespace tessera::train {
+namespace tessera::train::model_plan_test {
 namespace {
 
 // Qwen3-0.6B's dimensions.
@@ -84,4 +84,4 @@ TEST(TrainModelPlan, UnitsOfTheContractHoldEveryParameterOnceAndCastNothingThems
 }
 
 }  // namespace
-}  // namespace tessera::train
+}  // namespace tessera::train::model_plan_test

@@ -12,7 +12,7 @@
 #include "train/parallelize.h"
 #include "unit/train/run_case.h"
 
-namespace tessera::train {
+namespace tessera::train::plan_of_run_test {
 namespace {
 
 struct PlanCase {
@@ -202,4 +202,4 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& one) { return one.param.name; });
 
 }  // namespace
-}  // namespace tessera::train
+}  // namespace tessera::train::plan_of_run_test

@@ -7,7 +7,7 @@
 #include "train/trainer.h"
 #include "unit/train/run_case.h"
 
-namespace tessera::train {
+namespace tessera::train::profile_of_run_test {
 namespace {
 
 using nlohmann::json;
@@ -68,4 +68,4 @@ TEST(StepProfile, TableHasEveryKindInMillisecondsAndPerCent) {
 }
 
 }  // namespace
-}  // namespace tessera::train
+}  // namespace tessera::train::profile_of_run_test

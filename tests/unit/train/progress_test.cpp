@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-namespace tessera::train {
+namespace tessera::train::progress_test {
 namespace {
 
 using std::chrono::seconds;
@@ -35,4 +35,4 @@ TEST(Progress, TrainingSaysStepLossSpeedAndTime) {
 }
 
 }  // namespace
-}  // namespace tessera::train
+}  // namespace tessera::train::progress_test

@@ -6,7 +6,7 @@
 #include <numeric>
 #include <set>
 
-namespace tessera::train {
+namespace tessera::train::sampler_test {
 namespace {
 
 using Ranges = std::vector<RowRange>;
@@ -100,4 +100,4 @@ TEST(RowOrder, DiffersBySeedAndEpoch) {
 }
 
 }  // namespace
-}  // namespace tessera::train
+}  // namespace tessera::train::sampler_test

@@ -10,7 +10,7 @@
 
 #include "tessera/error.h"
 
-namespace tessera::train {
+namespace tessera::train::sampling_test {
 namespace {
 
 const std::vector<float> kLogits{0.5F, 2.0F, -1.0F, 2.0F, 1.0F};
@@ -94,4 +94,4 @@ TEST(ChooseToken, LogitsThatAreNotFiniteAreAnError) {
 }
 
 }  // namespace
-}  // namespace tessera::train
+}  // namespace tessera::train::sampling_test

@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-namespace tessera::train {
+namespace tessera::train::schedule_test {
 namespace {
 
 TEST(LearningRate, WarmsUpInEqualSteps) {
@@ -38,4 +38,4 @@ TEST(LearningRate, WarmUpLongerThanTheRunNeverDecays) {
 }
 
 }  // namespace
-}  // namespace tessera::train
+}  // namespace tessera::train::schedule_test

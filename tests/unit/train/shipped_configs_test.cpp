@@ -5,7 +5,7 @@
 
 #include "train/config_resolve.h"
 
-namespace tessera::train {
+namespace tessera::train::shipped_configs_test {
 namespace {
 
 TEST(ShippedConfigs, AreValidOnTwoRanks) {
@@ -24,4 +24,4 @@ TEST(ShippedConfigs, AreValidOnTwoRanks) {
 }
 
 }  // namespace
-}  // namespace tessera::train
+}  // namespace tessera::train::shipped_configs_test

@@ -8,7 +8,7 @@
 #include "train/trainer.h"
 #include "unit/train/run_case.h"
 
-namespace tessera::train {
+namespace tessera::train::step_messages_test {
 namespace {
 
 constexpr int kRanks = 2;
@@ -60,4 +60,4 @@ TEST(StepMessages, AnAuxiliaryLossAddsItsCountsOnceAMicroBatch) {
 }
 
 }  // namespace
-}  // namespace tessera::train
+}  // namespace tessera::train::step_messages_test

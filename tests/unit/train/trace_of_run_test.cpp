@@ -7,7 +7,7 @@
 #include "unit/train/read_trace.h"
 #include "unit/train/run_case.h"
 
-namespace tessera::train {
+namespace tessera::train::trace_of_run_test {
 namespace {
 
 void expect_nested(const Rows& rows) {
@@ -154,4 +154,4 @@ TEST(TraceOfRun, ATraceChangesNoNumber) {
 }
 
 }  // namespace
-}  // namespace tessera::train
+}  // namespace tessera::train::trace_of_run_test
