@@ -26,60 +26,81 @@ bool gone(const std::map<int, pid_t>& ranks) {
   return std::ranges::none_of(ranks, [](const auto& one) { return alive(one.second); });
 }
 
-// 40 times everything is killed, 20 times one rank, from the start of the processes into the steps
-// and the writing. A run goes on where the last one was stopped; one that reached its end is
-// compared and begun anew.
-TEST(KilledRun, GoesOnWithTheBitsOfTheUndisturbedRun) {
-  constexpr int kSteps = 300;
-  constexpr int kInterval = 5;
-  const int kills = test::full_proof() ? 600 : 60;
-  const TemporaryFolder folder;
-  write_small_run(folder);
-  Process undisturbed(folder.path(), two_ranks("whole", kSteps, kInterval));
-  ASSERT_EQ(undisturbed.wait(kLong), 0) << undisturbed.err();
-  const auto whole = store_of(folder, "whole");
-  const auto store = store_of(folder, "run");
+constexpr int kSteps = 300;
+constexpr int kInterval = 5;
 
-  std::mt19937 random(60);
-  int with_checkpoint = 0;
-  const auto expect_end = [&] {
-    EXPECT_EQ(store.latest(), kSteps);
-    expect_same_bits(store, whole, kSteps);
-    EXPECT_EQ(losses(folder / "run"), losses(folder / "whole"));
-    fs::remove_all(folder / "run");
-  };
-  for (int i = 0; i < kills; ++i) {
-    const bool all = i % 3 != 2;
-    const auto moment = milliseconds(random() % 2000);
-    SCOPED_TRACE("case " + std::to_string(i) + (all ? ", all" : ", one rank") + " after " +
-                 std::to_string(moment.count()) + " ms");
-    Process run(folder.path(), two_ranks("run", kSteps, kInterval));
+/// A run that is killed again and again, and goes on where the last one was stopped; one that
+/// reaches its end is compared with the undisturbed one and begun anew.
+class KilledAgain {
+ public:
+  KilledAgain(const TemporaryFolder& undisturbed, unsigned seed)
+      : undisturbed_(undisturbed), seed_(seed), random_(seed) {
+    write_small_run(folder_);
+  }
+
+  void kill(int times) {
+    for (int i = 0; i < times; ++i) {
+      SCOPED_TRACE("seed " + std::to_string(seed_) + ", case " + std::to_string(i));
+      ASSERT_NO_FATAL_FAILURE(kill_once(/*all=*/i % 3 != 2));
+    }
+    Process last(folder_.path(), two_ranks("run", kSteps, kInterval));
+    ASSERT_EQ(last.wait(kLong), 0) << last.err();
+    expect_end();
+  }
+  int with_checkpoint() const { return with_checkpoint_; }
+
+ private:
+  void kill_once(bool all) {
+    const auto moment = milliseconds(random_() % 2000);
+    SCOPED_TRACE((all ? "all after " : "one rank after ") + std::to_string(moment.count()) + " ms");
+    Process run(folder_.path(), two_ranks("run", kSteps, kInterval));
     const auto pids = run.wait_for_ranks(2);
     std::this_thread::sleep_for(moment);
     if (run.wait(milliseconds(0))) {
       ASSERT_EQ(run.wait(kLong), 0) << run.err();
       expect_end();
-      continue;
+      return;
     }
-    if (all) {
-      ::kill(run.pid(), SIGKILL);
-      const int code = run.wait(kLong).value_or(-1);
-      EXPECT_TRUE(code == 128 + SIGKILL || code == 0) << code;  // 0: it ended in this very moment
-    } else {
-      ::kill(pids.at(static_cast<int>(random() % 2)), SIGKILL);
-      const int code = run.wait(kLong).value_or(-1);
-      EXPECT_TRUE(code == 128 + SIGKILL || code == 0) << code;  // 0: it was ending by itself
-    }
+    ::kill(all ? run.pid() : pids.at(static_cast<int>(random_() % 2)), SIGKILL);
+    const int code = run.wait(kLong).value_or(-1);
+    EXPECT_TRUE(code == 128 + SIGKILL || code == 0) << code;  // 0: it ended in this very moment
     ASSERT_TRUE(wait_until(kLong, [&] { return gone(pids); })) << "ranks die with their parent";
+    const auto store = store_of(folder_, "run");
     if (const auto latest = store.latest()) {
-      expect_same_bits(store, whole, *latest);
-      ++with_checkpoint;
+      expect_same_bits(store, store_of(undisturbed_, "run"), *latest);
+      ++with_checkpoint_;
     }
   }
-  EXPECT_GE(with_checkpoint, kills / 2) << "most moments were in the steps";
-  Process last(folder.path(), two_ranks("run", kSteps, kInterval));
-  ASSERT_EQ(last.wait(kLong), 0) << last.err();
-  expect_end();
+  void expect_end() const {
+    const auto store = store_of(folder_, "run");
+    EXPECT_EQ(store.latest(), kSteps);
+    expect_same_bits(store, store_of(undisturbed_, "run"), kSteps);
+    EXPECT_EQ(losses(folder_ / "run"), losses(undisturbed_ / "run"));
+    fs::remove_all(folder_ / "run");
+  }
+
+  const TemporaryFolder& undisturbed_;
+  const TemporaryFolder folder_;
+  unsigned seed_;
+  std::mt19937 random_;
+  int with_checkpoint_ = 0;
+};
+
+// 40 times everything is killed, 20 times one rank, from the start of the processes into the steps
+// and the writing. Two runs at a time: half of it is waiting.
+TEST(KilledRun, GoesOnWithTheBitsOfTheUndisturbedRun) {
+  const int kills = test::full_proof() ? 300 : 30;  // of each
+  const TemporaryFolder folder;
+  write_small_run(folder);
+  Process undisturbed(folder.path(), two_ranks("run", kSteps, kInterval));
+  ASSERT_EQ(undisturbed.wait(kLong), 0) << undisturbed.err();
+  KilledAgain one(folder, 60);
+  KilledAgain other(folder, 61);
+  std::thread beside([&] { other.kill(kills); });
+  one.kill(kills);
+  beside.join();
+  EXPECT_GE(one.with_checkpoint() + other.with_checkpoint(), kills)
+      << "most moments were in the steps";
 }
 
 TEST(AskedToStop, SavesTheStepAndGoesOnLaterWithTheSameBits) {

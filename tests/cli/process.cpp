@@ -136,6 +136,22 @@ Words launcher(Starter starter, const std::string& count) {
   return {};
 }
 
+/// "" where it can start ranks here.
+std::string find_out_why_not(Starter starter) {
+  if (starter == Starter::kOpenMpi &&
+      output_of("mpirun --version").find("Open MPI") == std::string::npos) {
+    return "mpirun of Open MPI is not installed (Debian: openmpi-bin)";
+  }
+  if (starter == Starter::kHydra && output_of("mpiexec.hydra --version").empty()) {
+    return "mpiexec.hydra of MPICH is not installed (Debian: mpich)";
+  }
+  if ((starter == Starter::kTorchrun || starter == Starter::kStaticTorchrun) &&
+      output_of(TESSERA_PYTHON " -c 'import torch.distributed.run; print(1)'") != "1\n") {
+    return "no torchrun: " TESSERA_PYTHON " has no torch";
+  }
+  return "";
+}
+
 }  // namespace
 
 Process::Process(std::filesystem::path folder, const Words& words, const Variables& set)
@@ -236,18 +252,11 @@ std::string name_of(Starter starter) {
 }
 
 std::string why_not(Starter starter) {
-  if (starter == Starter::kOpenMpi &&
-      output_of("mpirun --version").find("Open MPI") == std::string::npos) {
-    return "mpirun of Open MPI is not installed (Debian: openmpi-bin)";
-  }
-  if (starter == Starter::kHydra && output_of("mpiexec.hydra --version").empty()) {
-    return "mpiexec.hydra of MPICH is not installed (Debian: mpich)";
-  }
-  if ((starter == Starter::kTorchrun || starter == Starter::kStaticTorchrun) &&
-      output_of(TESSERA_PYTHON " -c 'import torch.distributed.run; print(1)'") != "1\n") {
-    return "no torchrun: " TESSERA_PYTHON " has no torch";
-  }
-  return "";
+  // Asking torchrun takes seconds, and every test asks.
+  static std::map<Starter, std::string> known;
+  const auto [entry, is_new] = known.try_emplace(starter);
+  if (is_new) entry->second = find_out_why_not(starter);
+  return entry->second;
 }
 
 Words started_by(Starter starter, int ranks, const Words& words) {
