@@ -125,6 +125,7 @@ void Runtime::touch(Segment& segment, const std::shared_ptr<Segment>& owner) {
       "backward: found parameters that were changed since this forward, expected those "
       "that it computed with; run every backward of a forward before the optimizer steps");
   segment.touched = true;
+  finish_newer(segment);
   const bool alike = agree_on_trace(segment);
   std::vector<bool> gathers, keeps;           // in backward; after forward
   std::vector<std::vector<UnitId>> prefetch;  // empty where no unit has a list
@@ -153,19 +154,49 @@ void Runtime::touch(Segment& segment, const std::shared_ptr<Segment>& owner) {
   segment.order = backward_order(segment.trace, gathers, segment.kept_last, prefetch,
                                  alike ? segment.differentiated : std::vector<bool>());
   segment.cursor = 0;
-  for (const auto id : segment.order.reductions) add_reduction(id);
-  // A unit that only lends its parameters (the root, when inner handles are called directly) comes
-  // last.
-  for (const auto id : segment.order.reductions) {
-    for (const auto* lender : units_.at(id)->needs) add_reduction(lender->id);
-  }
+  add_reductions(segment);
   reference_ = segment.trace;
   touched_.push_back(owner);
 }
 
-void Runtime::add_reduction(UnitId id) {
-  if (std::find(reductions_.begin(), reductions_.end(), id) == reductions_.end())
-    reductions_.push_back(id);
+/// The engine takes nodes in reverse of the order in which forwards made them: once it is at this
+/// forward, nothing of a newer one is left to run. So what newer ones owe goes out now, on every
+/// rank at the same place; a rank that had no use for a unit there would keep the others waiting
+/// for its part, and wait for them in what comes next.
+void Runtime::finish_newer(const Segment& segment) {
+  bool any = false;
+  for (auto& newer : touched_) {
+    if (newer->number < segment.number) continue;
+    any = true;
+    advance_gathers(*newer, newer->order.issues.size());
+    for (const auto& weak : newer->entries) {
+      if (const auto entry = weak.lock()) consume(*entry);
+    }
+  }
+  if (!any) return;
+  for (auto* unit : units_) unit->active = 0;
+  issue_ready_reductions();
+}
+
+/// A unit is reduced once a backward, after the last of its forwards. But what an earlier backward
+/// has reduced already, and this one goes through again (a graph that was retained, below a newer
+/// forward), was not waited for when the newer forward's share went out: it has a reduction of its
+/// own. Which of the two it is, all ranks know: backwards end on all of them.
+void Runtime::add_reductions(const Segment& segment) {
+  std::vector<UnitId> units = segment.order.reductions;
+  const auto add = [](std::vector<UnitId>& list, UnitId id) {
+    if (std::find(list.begin(), list.end(), id) == list.end()) list.push_back(id);
+  };
+  // A unit that only lends its parameters (the root, when inner handles are called directly) comes
+  // last.
+  for (const auto id : segment.order.reductions) {
+    for (const auto* lender : units_.at(id)->needs) add(units, lender->id);
+  }
+  if (segment.settled) {
+    reductions_.insert(reductions_.end(), units.begin(), units.end());
+  } else {
+    for (const auto id : units) add(reductions_, id);
+  }
 }
 
 void Runtime::advance_gathers(Segment& segment, std::size_t count) {
@@ -180,10 +211,6 @@ void Runtime::pre_backward(Entry& entry) {
   begin_backward();
   auto& segment = *entry.segment;
   touch(segment, entry.segment);
-  // Newer forwards come first in every backward; what they still owe goes out before.
-  for (auto& newer : touched_) {
-    if (newer->number > segment.number) advance_gathers(*newer, newer->order.issues.size());
-  }
   const auto place = segment.order.places.at(entry.position);
   advance_gathers(segment, segment.order.needed[place]);
   gather_needed(*entry.unit, Gathers::kInBackward);
@@ -248,7 +275,7 @@ void Runtime::issue_ready_reductions() {
 }
 
 void Runtime::issue_reduction(Unit& unit) {
-  if (unit.reduced || !unit.trainable()) return;
+  if (!unit.trainable()) return;
   unit.owed = !unit.requires_sync;
   if (unit.owed) return;
   unit.reduced = true;

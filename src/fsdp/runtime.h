@@ -197,7 +197,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool agree_on_trace(const Segment& segment);
   /// Issues until `count` of the segment's gathers are out.
   void advance_gathers(Segment& segment, std::size_t count);
-  void add_reduction(UnitId id);
+  void add_reductions(const Segment& segment);
+  void finish_newer(const Segment& segment);
   void issue_ready_reductions();
   void issue_reduction(Unit& unit);
   /// Of its buckets on one group; null: those that have nobody to share with.

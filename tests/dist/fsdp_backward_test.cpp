@@ -181,6 +181,69 @@ TEST_P(BackwardOnRanks, TwoForwardsThenTwoBackwardsInEitherOrder) {
   });
 }
 
+/// Of sums that are formed in another order.
+void expect_near(const Tensors& found, const Tensors& expected) {
+  EXPECT_EQ(found.size(), expected.size());
+  for (const auto& [name, value] : expected) {
+    const auto difference = (found.at(name) - value).norm() / value.norm();
+    EXPECT_LT(difference.item<double>(), 1e-6) << name;
+  }
+}
+
+/// Truncated back-propagation through time: the second backward goes on into the first forward's
+/// graph, which was retained. `run(forward, rank)` is one step.
+void expect_gradients_of_plain_steps(
+    World& world, int replicas,
+    const std::function<void(const std::function<at::Tensor(const at::Tensor&)>&, int rank)>& run) {
+  Chain plain(1, 2, kWidth);
+  ShardedChain model(data_mesh(world, replicas), 1, 2, kWidth);
+  for (int step = 0; step < 2; ++step) {
+    model.handle.zero_grad();
+    run([&](const at::Tensor& x) { return model.handle.forward(x); }, world.rank());
+    expect_near(whole_gradients(model.handle),
+                plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+                  run([&](const at::Tensor& x) { return plain.forward(x); }, rank);
+                }));
+    // Nothing is left behind for an ordinary step.
+    model.handle.zero_grad();
+    backward(squares(model.handle.forward(input_of(world.rank(), 5, kWidth))));
+    expect_same(whole_gradients(model.handle),
+                plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+                  backward(squares(plain.forward(input_of(rank, 5, kWidth))));
+                }));
+    EXPECT_EQ(model.handle.unit()->expected, 0);
+  }
+}
+
+// Naive: the newer forward's marker reduces the unit; what the older forward adds then stays in
+// slots that nobody reduces, until the next step takes it.
+TEST_P(BackwardOnRanks, OneBackwardOverASettledForwardAndANewerOne) {
+  const int count = GetParam();
+  for (const int replicas : {1, count}) {
+    for (const auto backend : {ThreadBackend::kInProcess, ThreadBackend::kGloo}) {
+      ranks(count, backend).run([&](World& world) {
+        expect_gradients_of_plain_steps(world, replicas, [](const auto& forward, int rank) {
+          const auto h = forward(input_of(rank, 0, kWidth));
+          backward_and_keep_graph(squares(h));
+          backward(squares(forward(h)));
+        });
+      });
+    }
+  }
+}
+
+TEST_P(BackwardOnRanks, OneBackwardOverTwoSettledForwardsAndANewerOne) {
+  ranks(GetParam()).run([](World& world) {
+    expect_gradients_of_plain_steps(world, 1, [](const auto& forward, int rank) {
+      const auto h = forward(input_of(rank, 0, kWidth));
+      backward_and_keep_graph(squares(h));
+      const auto g = forward(h);
+      backward_and_keep_graph(squares(g));
+      backward(squares(forward(g)));
+    });
+  });
+}
+
 TEST(Backward, AUnitWhoseResultOneRankDoesNotUse) {
   ranks(2).run([](World& world) {
     Chain plain(1, 2, kWidth);
