@@ -11,8 +11,9 @@ namespace tessera {
 /// The p-norm of all gradients of the model, as one vector; infinity gives the largest absolute
 /// value. Powers are formed and added in fp64 over the owned ranges (padding has no part in it, and
 /// no element counts twice) and then in rank order: the same value on every rank. Parameters
-/// without gradient count as zero. Collective. Errors: kUsage for p that is not above 0, and while
-/// reductions wait for the last backward; kContract while deferred gradients are owed.
+/// without gradient count as zero. Collective. Errors: kUsage for p that is not above 0, while
+/// reductions wait for the last backward and while micro-batches without sync wait to be reduced;
+/// kContract while deferred gradients are owed.
 double gradient_norm(const ShardedBase& model, double p = 2.0);
 
 /// Scales all gradients by min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_, and

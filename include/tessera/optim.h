@@ -55,9 +55,9 @@ class Optimizer {
  public:
   virtual ~Optimizer() = default;
   /// Updates every shard that has a gradient. Not collective. Errors: kUsage while a recorded
-  /// forward waits for its backward, or after a set_trainable() that did not name this optimizer;
-  /// kContract for a gradient whose dtype is neither the shard's nor float32 for a 16-bit shard
-  /// (PrecisionPolicy::final_dtype).
+  /// forward waits for its backward or a micro-batch to be reduced, or after a set_trainable() that
+  /// did not name this optimizer; kContract for a gradient whose dtype is neither the shard's nor
+  /// float32 for a 16-bit shard (PrecisionPolicy::final_dtype).
   void step();
   void set_lr(double lr) { lr_ = lr; }
   double lr() const { return lr_; }

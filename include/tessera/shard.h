@@ -35,6 +35,7 @@ namespace tessera {
 namespace fsdp {
 class Unit;
 class Runtime;
+class Crossed;
 struct Entry;
 struct Parameter;
 }  // namespace fsdp
@@ -169,9 +170,10 @@ class ShardedBase : public torch::nn::Module {
   // FSDPModule.
 
   /// false: gradients stay unreduced in the slots until a backward with true (gradient
-  /// accumulation).
+  /// accumulation); norms and steps in between are refused.
   void set_requires_gradient_sync(bool value, bool recurse = true);
-  /// false: HSDP's sum over replicas waits for a backward with true. For the whole tree.
+  /// false: HSDP's sum over replicas waits for a backward with true; norms and steps in between are
+  /// refused. For the whole tree.
   void set_requires_replica_reduce(bool value);
   /// false: backwards start their reductions but wait for none and show no gradient; the next one
   /// with true does, for all. For the whole tree; steps and norms in between are refused.
@@ -229,12 +231,15 @@ class ShardedBase : public torch::nn::Module {
    public:
     explicit Call(ShardedBase& handle);
     ~Call();
+    /// `inputs` and what they point to are read again in leave().
     void enter(const std::vector<at::Tensor*>& inputs);
     void leave(const std::vector<at::Tensor*>& outputs);
 
    private:
     ShardedBase& handle_;
     std::shared_ptr<fsdp::Entry> entry_;
+    const std::vector<at::Tensor*>* inputs_ = nullptr;
+    std::shared_ptr<const fsdp::Crossed> crossed_;  // null: none is an alias
     std::uint64_t generation_ = 0;
     bool left_ = false;
     bool watched_ = false;  // by a DtypeWatch

@@ -66,7 +66,8 @@ void Runtime::begin_backward() {
   awaiting_tickets_ = false;
   // What the last backward left to the deferred gradients is still to be reduced.
   for (; reduction_cursor_ < reductions_.size(); ++reduction_cursor_) {
-    units_.at(reductions_[reduction_cursor_])->owed = true;
+    auto& unit = *units_.at(reductions_[reduction_cursor_]);
+    unit.owed = unit.owed || unit.trainable();
   }
   reductions_.clear();
   reduction_cursor_ = 0;

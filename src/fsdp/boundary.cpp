@@ -1,24 +1,69 @@
 #include "fsdp/boundary.h"
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
 
 #include "comm/torch_compat.h"
+#include "tessera/error.h"
 
 namespace tessera::fsdp {
+
+void Crossed::add(std::size_t position, const at::Tensor& tensor) {
+  const auto& counter = tensor.unsafeGetTensorImpl()->version_counter();
+  if (counter.enabled()) tensors_.push_back({position, counter, counter.current_version()});
+}
+
+const Crossed::One* Crossed::first_changed() const {
+  const auto found = std::find_if(tensors_.begin(), tensors_.end(), [](const One& one) {
+    return one.counter.current_version() != one.version;
+  });
+  return found == tensors_.end() ? nullptr : &*found;
+}
+
+void Crossed::require_arguments_unchanged(const Unit& unit) const {
+  const auto* changed = first_changed();
+  if (changed == nullptr) return;
+  throw Error(ErrorKind::kUsage,
+              concat("unit ", unit.shown_name(), ": found that its forward changed argument ",
+                     changed->position,
+                     " in place, expected it as it came: the caller's tensor would have the new "
+                     "values and a gradient without them; change a clone in the module"));
+}
+
+void Crossed::require_results_unchanged(const Unit& unit) const {
+  const auto* changed = first_changed();
+  if (changed == nullptr) return;
+  throw Error(
+      ErrorKind::kUsage,
+      concat("unit ", unit.shown_name(), ": found that result ", changed->position,
+             " was changed in place after the forward, expected it as it was returned: it is an "
+             "argument or another result too, or the module or its graph keeps it, and there the "
+             "gradient would be without the change; change a clone, or return one"));
+}
+
 namespace {
 
 using torch::autograd::Node;
 using torch::autograd::variable_list;
+using torch::autograd::impl::get_view_autograd_meta;
 
 class Boundary : public Node {
  public:
   enum class Side { kBeforeBackward, kAfterBackward };
-  Boundary(std::shared_ptr<Entry> entry, Side side) : entry_(std::move(entry)), side_(side) {}
+  Boundary(std::shared_ptr<Entry> entry, Side side, Crossed held = {})
+      : entry_(std::move(entry)), side_(side), held_(std::move(held)) {}
 
   variable_list apply(variable_list&& grads) override {
     if (side_ == Side::kBeforeBackward) {
+      if (!held_.empty()) {
+        entry_->runtime->begin_backward();  // what throws from here on is known to all ranks
+        held_.require_results_unchanged(*entry_->unit);
+      }
       entry_->runtime->pre_backward(*entry_);
     } else {
       entry_->runtime->post_backward(*entry_);
@@ -30,39 +75,112 @@ class Boundary : public Node {
     return side_ == Side::kBeforeBackward ? "TesseraPreBackward" : "TesseraPostBackward";
   }
 
+  bool is_marker_of(const Entry& entry) const {
+    return side_ == Side::kAfterBackward && entry_.get() == &entry;
+  }
+
  private:
   std::shared_ptr<Entry> entry_;
   Side side_;
+  Crossed held_;  ///< results whose originals others hold
 };
 
-bool wrap(const std::vector<at::Tensor*>& tensors, const std::shared_ptr<Entry>& entry,
-          Boundary::Side side) {
-  std::vector<at::Tensor*> wrapped;
+bool is_wrapped(const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
+
+/// Puts aliases behind `node` in the places of those that require grad.
+void wrap(const std::vector<at::Tensor*>& tensors, const compat::NodePtr& node) {
   torch::autograd::edge_list edges;
-  for (auto* tensor : tensors) {
-    if (!tensor->defined() || !tensor->requires_grad()) continue;
-    wrapped.push_back(tensor);
-    edges.push_back(torch::autograd::impl::gradient_edge(*tensor));
+  for (const auto* tensor : tensors) {
+    if (is_wrapped(*tensor)) edges.push_back(torch::autograd::impl::gradient_edge(*tensor));
   }
-  if (wrapped.empty()) return false;
-  auto node = compat::make_node<Boundary>(entry, side);
   node->set_next_edges(std::move(edges));
-  for (auto* tensor : wrapped) {
+  for (auto* tensor : tensors) {
+    if (!is_wrapped(*tensor)) continue;
     auto alias = tensor->detach();  // shares storage and version counter
     torch::autograd::set_history(alias, node);
     *tensor = std::move(alias);
   }
-  return true;
+}
+
+/// What a tensor is a view of, else itself: the one whose history a change in place would join.
+const at::Tensor& root_of(const at::Tensor& tensor) {
+  const auto* view = get_view_autograd_meta(tensor);
+  return view != nullptr && view->has_bw_view() ? view->get_backward_view().base_ : tensor;
+}
+
+/// References to `tensor` that these and what they are views of make up.
+std::size_t references(const at::Tensor& tensor, const std::vector<at::Tensor*>& from) {
+  std::size_t count = 0;
+  for (auto place = from.begin(); place != from.end(); ++place) {
+    const at::Tensor& other = **place;
+    if (!other.defined()) continue;
+    if (other.is_same(tensor)) ++count;
+    const auto* view = get_view_autograd_meta(other);
+    if (view == nullptr || std::any_of(from.begin(), place, [&](const at::Tensor* before) {
+          return before->is_same(other);
+        })) {
+      continue;
+    }
+    if (view->has_bw_view() && view->get_backward_view().base_.is_same(tensor)) ++count;
+    if (!view->shared_view_info() && view->has_fw_view() &&
+        view->get_forward_view().base_.is_same(tensor)) {
+      ++count;
+    }
+  }
+  return count;
+}
+
+/// Whether `results[i]` can be reached in another way than through this one place: the caller may
+/// not change it in place. [Note: in-place changes]
+bool is_held_elsewhere(const std::vector<at::Tensor*>& results, std::size_t i,
+                       const std::vector<at::Tensor*>& arguments, const Entry& entry) {
+  const at::Tensor& result = *results[i];
+  const at::Tensor& root = root_of(result);
+  const auto* made_by = dynamic_cast<const Boundary*>(torch::autograd::impl::grad_fn_unsafe(root));
+  if (made_by != nullptr && made_by->is_marker_of(entry)) return true;  // the caller's argument
+  const bool is_view = !root.is_same(result);
+  if (result.use_count() == 1 && !is_view) return false;
+  for (std::size_t j = 0; j < results.size(); ++j) {
+    const at::Tensor& other = *results[j];
+    if (j == i || !other.defined() || !root_of(other).is_same(root)) continue;
+    if (at::get_overlap_status(result, other) != at::MemOverlapStatus::No) return true;
+  }
+  const auto others_hold = [&](const at::Tensor& tensor) {
+    return tensor.use_count() > references(tensor, results) + references(tensor, arguments);
+  };
+  return others_hold(result) || (is_view && others_hold(root));
 }
 
 }  // namespace
 
-bool mark_inputs(const std::vector<at::Tensor*>& inputs, const std::shared_ptr<Entry>& entry) {
-  return wrap(inputs, entry, Boundary::Side::kAfterBackward);
+std::shared_ptr<const Crossed> mark_inputs(const std::vector<at::Tensor*>& inputs,
+                                           const std::shared_ptr<Entry>& entry) {
+  std::shared_ptr<Crossed> crossed;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    if (!is_wrapped(*inputs[i])) continue;
+    if (crossed == nullptr) crossed = std::make_shared<Crossed>();
+    crossed->add(i, *inputs[i]);
+  }
+  if (crossed != nullptr) {
+    wrap(inputs, compat::make_node<Boundary>(entry, Boundary::Side::kAfterBackward));
+  }
+  return crossed;
 }
 
-bool mark_outputs(const std::vector<at::Tensor*>& outputs, const std::shared_ptr<Entry>& entry) {
-  return wrap(outputs, entry, Boundary::Side::kBeforeBackward);
+bool mark_outputs(const std::vector<at::Tensor*>& outputs, const std::vector<at::Tensor*>& inputs,
+                  const std::shared_ptr<Entry>& entry) {
+  bool any = false;
+  Crossed held;
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    if (!is_wrapped(*outputs[i])) continue;
+    any = true;
+    if (is_held_elsewhere(outputs, i, inputs, *entry)) held.add(i, *outputs[i]);
+  }
+  if (any) {
+    wrap(outputs,
+         compat::make_node<Boundary>(entry, Boundary::Side::kBeforeBackward, std::move(held)));
+  }
+  return any;
 }
 
 }  // namespace tessera::fsdp

@@ -5,10 +5,18 @@
 // change in place. One node over all outputs fires before anything inside runs; one over all inputs
 // (the marker of [Note: readiness]) after everything inside has run, since its sequence number is
 // lower.
+//
+// [Note: in-place changes] What crosses a unit's border is an alias: memory and version counter are
+// those of the original, the history is another. A change in place on one side gives the tensor of
+// the other side the new values under the old history: the right loss, the wrong gradient, and
+// autograd sees nothing. So the counter of an argument may not move while the module runs, nor that
+// of a result between forward and backward if somebody beside the caller holds the original. A
+// result that nobody else holds is the caller's, to be changed as ever.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -16,11 +24,35 @@
 
 namespace tessera::fsdp {
 
-/// Replaces the grad-requiring ones among `inputs` by aliases behind the marker. Returns whether
-/// there were any.
-bool mark_inputs(const std::vector<at::Tensor*>& inputs, const std::shared_ptr<Entry>& entry);
-/// Replaces the grad-requiring ones among `outputs` by aliases behind the pre-backward node.
-/// Returns whether there were any.
-bool mark_outputs(const std::vector<at::Tensor*>& outputs, const std::shared_ptr<Entry>& entry);
+/// Tensors that crossed a border, and their version counters then.
+class Crossed {
+ public:
+  /// `position`: among all tensors of the call. Inference tensors have no counter and are left out.
+  void add(std::size_t position, const at::Tensor& tensor);
+  bool empty() const { return tensors_.empty(); }
+  /// Errors: kUsage naming the unit and the first argument that changed.
+  void require_arguments_unchanged(const Unit& unit) const;
+  /// The same for results.
+  void require_results_unchanged(const Unit& unit) const;
+
+ private:
+  struct One {
+    std::size_t position;
+    c10::VariableVersion counter;  ///< the tensor itself may be gone, its memory with it
+    std::uint32_t version;
+  };
+  const One* first_changed() const;
+  std::vector<One> tensors_;
+};
+
+/// Replaces the grad-requiring ones among `inputs` by aliases behind the marker. Returns them; null
+/// where there are none.
+std::shared_ptr<const Crossed> mark_inputs(const std::vector<at::Tensor*>& inputs,
+                                           const std::shared_ptr<Entry>& entry);
+/// Replaces the grad-requiring ones among `outputs` by aliases behind the pre-backward node, which
+/// compares those that others hold, too. `inputs` are what the call itself still holds. Returns
+/// whether there were any.
+bool mark_outputs(const std::vector<at::Tensor*>& outputs, const std::vector<at::Tensor*>& inputs,
+                  const std::shared_ptr<Entry>& entry);
 
 }  // namespace tessera::fsdp

@@ -48,7 +48,8 @@ void ShardedBase::Call::enter(const std::vector<at::Tensor*>& inputs) {
   entry_ = again ? runtime.enter_recompute(unit) : runtime.enter_forward(unit);
   generation_ = runtime.generation();
   // The marker stands before the cast, so that the cast's backward is part of the unit's.
-  if (entry_ && at::GradMode::is_enabled()) fsdp::mark_inputs(inputs, entry_);
+  inputs_ = &inputs;
+  if (entry_ && at::GradMode::is_enabled()) crossed_ = fsdp::mark_inputs(inputs, entry_);
   if (unit.contract.input) cast_floating(inputs, *unit.contract.input);
   if (auto* watch = DtypeWatch::Observer::of(runtime)) {
     watch->enter(unit, inputs);
@@ -65,11 +66,12 @@ void ShardedBase::Call::leave(const std::vector<at::Tensor*>& outputs) {
                 "sharded step; catch it where the outermost module is called");
   if (auto* watch = watched_ ? DtypeWatch::Observer::of(runtime) : nullptr) watch->leave();
   watched_ = false;
+  if (crossed_ != nullptr) crossed_->require_arguments_unchanged(*handle_.unit_);
   const auto& output = handle_.unit_->contract.output;
   if (output) cast_floating(outputs, *output);
   // Under recomputation the unit is gathered already: the entry's backward has begun.
   if (entry_ && at::GradMode::is_enabled() && fsdp::recomputing() == nullptr) {
-    if (!fsdp::mark_outputs(outputs, entry_)) runtime.leave_undifferentiated(*entry_);
+    if (!fsdp::mark_outputs(outputs, *inputs_, entry_)) runtime.leave_undifferentiated(*entry_);
   }
   runtime.leave_forward(*handle_.unit_);
   left_ = true;

@@ -38,9 +38,9 @@ struct Found {
   std::vector<std::shared_ptr<Leaf>> owned_by_others;  ///< tensors that another unit already owns
 };
 
-/// Errors: kUsage for a parameter with a gradient, kContract for tied tensors of different dtypes
-/// or shapes, or whose modules declare different layouts; for a path in options.layouts that no
-/// parameter has.
+/// Errors: kUsage for a parameter with a gradient or a hook on it, kContract for tied tensors of
+/// different dtypes or shapes, or whose modules declare different layouts; for a path in
+/// options.layouts that no parameter has.
 Found collect(torch::nn::Module& module, const ShardOptions& options);
 
 }  // namespace tessera::fsdp

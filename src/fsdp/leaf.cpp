@@ -61,6 +61,14 @@ void set_trainable(const Leaf& leaf, bool trainable) {
 
 void renew_accumulator(const Leaf& leaf) { compat::reset_grad_accumulator(leaf.tensor); }
 
+bool has_hooks(const at::Tensor& tensor) {
+  namespace impl = torch::autograd::impl;
+  if (impl::get_autograd_meta(tensor) == nullptr) return false;
+  if (!impl::hooks(tensor).empty() || impl::post_acc_grad_hooks(tensor) != nullptr) return true;
+  const auto node = impl::try_get_grad_accumulator(tensor);
+  return node && !(node->pre_hooks().empty() && node->post_hooks().empty());
+}
+
 std::shared_ptr<Leaf> find_leaf(const at::Tensor& tensor) {
   if (torch::autograd::impl::get_autograd_meta(tensor) == nullptr) return nullptr;
   for (const auto& hook : torch::autograd::impl::hooks(tensor)) {

@@ -35,6 +35,9 @@ void install(const std::shared_ptr<Leaf>& leaf, bool trainable);
 void set_trainable(const Leaf& leaf, bool trainable);
 /// Gives the leaf a new AccumulateGrad node for the forward that begins.
 void renew_accumulator(const Leaf& leaf);
+/// Whether anybody listens to its gradient: a hook on the tensor, after its accumulation, or on the
+/// node that accumulates. Of a tensor that is no leaf of ours.
+bool has_hooks(const at::Tensor& tensor);
 /// The leaf that a tensor already is, or null.
 std::shared_ptr<Leaf> find_leaf(const at::Tensor& tensor);
 

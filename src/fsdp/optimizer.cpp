@@ -135,7 +135,7 @@ void Optimizer::step() {
   TESSERA_CHECK(layout_ == unit_->runtime().layout(), ErrorKind::kUsage,
                 "optimizer step: found that set_trainable() has laid the model out anew without "
                 "this optimizer, expected it among those that follow; name it there");
-  unit_->runtime().require_reduced("optimizer step");
+  unit_->runtime().require_synced("optimizer step");
   std::vector<Item*> items;
   for (auto& item : items_) {
     const auto& grad = item.view.shard.grad();

@@ -143,6 +143,10 @@ void Runtime::import_user_changes() {
 void Runtime::require_whole_sums(const char* what) {
   renew_after_failure();
   require_idle(what);
+  require_synced(what);
+}
+
+void Runtime::require_synced(const char* what) const {
   require_reduced(what);
   for (const auto* unit : units_) {
     TESSERA_CHECK(!unit->owed && !unit->unpublished, ErrorKind::kUsage, what,

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
 #include <iterator>
@@ -61,6 +62,37 @@ void separate(variable_list& outputs, const std::vector<at::Tensor>& inputs) {
   }
 }
 
+/// The versions of those that require grad; 0 for the rest.
+std::vector<std::int64_t> versions_of(const variable_list& inputs) {
+  std::vector<std::int64_t> versions;
+  for (const auto& input : inputs) {
+    versions.push_back(input.requires_grad() && !input.is_inference() ? input._version() : 0);
+  }
+  return versions;
+}
+
+/// The function runs without grad mode: a change in place would be in no history, and be made
+/// twice.
+void require_unchanged(const variable_list& inputs, const std::vector<std::int64_t>& before) {
+  const auto now = versions_of(inputs);
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    TESSERA_CHECK(now[i] == before[i], ErrorKind::kUsage,
+                  "checkpoint: found that an input of sizes ", inputs[i].sizes(),
+                  " was changed in place, expected it as it came; change a clone in the function");
+  }
+}
+
+/// A backward towards chosen tensors leaves every other gradient out; the nested backward of a
+/// recomputation knows nothing of the choice, and would leave those of all parameters on the way to
+/// the next step.
+void refuse_chosen_targets() {
+  TESSERA_CHECK(torch::autograd::Engine::get_default_engine().is_checkpoint_valid(),
+                ErrorKind::kUsage,
+                "checkpoint: found torch::autograd::grad, or a backward() with inputs, through a "
+                "recomputed function, expected a backward() without inputs, since every parameter "
+                "inside gets its gradient; call backward(), or the function without checkpoint()");
+}
+
 class Recompute : public torch::autograd::Function<Recompute> {
  public:
   static variable_list forward(AutogradContext* context, const c10::intrusive_ptr<Block>& block,
@@ -70,12 +102,14 @@ class Recompute : public torch::autograd::Function<Recompute> {
     context->set_materialize_grads(false);  // a result without use gives nobody a gradient of zeros
     const at::NoGradGuard no_grad;
     auto random = fsdp::random_state();
+    const auto versions = versions_of(saved);
     variable_list outputs;
     {
       const fsdp::FirstForwardScope scope(block->recorded);
       const fsdp::AutocastScope autocast(block->autocast);
       outputs = block->run(saved);
     }
+    require_unchanged(saved, versions);
     if (!at::equal(random, fsdp::random_state())) block->random = std::move(random);
     separate(outputs, saved);
     block->inputs = saved.size();
@@ -86,6 +120,7 @@ class Recompute : public torch::autograd::Function<Recompute> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    refuse_chosen_targets();
     const auto block =
         c10::static_intrusive_pointer_cast<Block>(context->saved_data["block"].toCapsule());
     // The outermost graph task must know the runtimes before the nested one reaches them.

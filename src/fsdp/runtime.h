@@ -161,6 +161,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Gradients can be read. Errors: kUsage while reductions wait for the last backward; as
   /// GradSink::require_all_redeemed.
   void require_reduced(const char* what) const;
+  /// No micro-batch waits to be reduced, nor to be summed over replicas. Errors: kUsage as
+  /// require_reduced(); naming the unit.
+  void require_synced(const char* what) const;
   /// Errors: kUsage while a recorded forward waits for its backward or deferred gradients are owed.
   void require_idle(const char* what) const;
   /// An exception has ended a step, and nothing has begun anew since.

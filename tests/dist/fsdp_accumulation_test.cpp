@@ -1,5 +1,5 @@
 // Schedules of accumulation: every step sums its own micro-batches, whatever is deferred.
-#include <gtest/gtest.h>
+#include <gmock/gmock.h>
 
 #include "dist/plain.h"
 #include "fsdp/runtime.h"
@@ -215,6 +215,46 @@ TEST_P(Owed, AUnitThatTheLastMicroBatchDoesNotUseIsReducedAllTheSame) {
       for (const char* name : {"block1.a", "block1.b"})
         EXPECT_TRUE(same_bits(found.at(name), raw.at(name))) << step;
     }
+  });
+}
+
+// Naive: a norm of 0 and a step that does nothing, or both with what an earlier step has left.
+TEST_P(Owed, NormsAndStepsWaitForTheLastMicroBatch) {
+  const auto [count, replicas, by_replicas] = GetParam();
+  ranks(count).run([replicas, by_replicas](World& world) {
+    ShardedChain model(data_mesh(world, replicas), 1, 2, kWidth);
+    const auto optimizer = make_sgd(model.handle, sgd(0.5));
+    const auto micro_batch = [&](int i, bool last) {
+      by_replicas ? model.handle.set_requires_replica_reduce(last)
+                  : model.handle.set_requires_gradient_sync(last);
+      backward(squares(model.handle.forward(input_of(world.rank(), i, kWidth))));
+    };
+    for (int step = 0; step < 2; ++step) {
+      model.handle.zero_grad();
+      micro_batch(2 * step, false);
+      const auto before = whole_parameters(model.handle);
+      const auto told = ::testing::AllOf(::testing::HasSubstr("wait to be reduced"),
+                                         ::testing::HasSubstr("set_requires_gradient_sync(true)"));
+      EXPECT_THAT(error_of([&] { gradient_norm(model.handle); }), told);
+      EXPECT_THAT(error_of([&] { clip_grad_norm(model.handle, 1.0); }), told);
+      EXPECT_THAT(error_of([&] { optimizer->step(); }), told);
+      expect_same(whole_parameters(model.handle), before);
+      micro_batch(2 * step + 1, true);
+      EXPECT_GT(clip_grad_norm(model.handle, 1.0), 0);
+      optimizer->step();
+    }
+  });
+}
+
+// One unit without sync is enough.
+TEST(OwedByOne, UnitIsNamed) {
+  ranks(2).run([](World& world) {
+    ShardedChain model(data_mesh(world), 1, 2, kWidth);
+    const auto optimizer = make_sgd(model.handle, sgd(0.5));
+    model.chain->handles[1]->set_requires_gradient_sync(false);
+    backward(squares(model.handle.forward(input_of(world.rank(), 0, kWidth))));
+    EXPECT_THAT(error_of([&] { optimizer->step(); }), ::testing::HasSubstr("block1"));
+    EXPECT_THAT(error_of([&] { gradient_norm(model.handle); }), ::testing::HasSubstr("block1"));
   });
 }
 

@@ -206,6 +206,55 @@ TEST(Parameters, AGradientBeforeShardingIsRefused) {
   });
 }
 
+// Naive: an assert of libtorch, or a hook that is never called again.
+TEST(Parameters, HooksBeforeShardingAreRefusedByName) {
+  struct After : torch::autograd::PostAccumulateGradHook {
+    void operator()(const at::Tensor&) override {}
+  };
+  struct Pass : torch::autograd::FunctionPreHook {
+    std::vector<at::Tensor> operator()(const std::vector<at::Tensor>& grads) override {
+      return grads;
+    }
+  };
+  struct PassAfter : torch::autograd::FunctionPostHook {
+    std::vector<at::Tensor> operator()(const std::vector<at::Tensor>& outputs,
+                                       const std::vector<at::Tensor>&) override {
+      return outputs;
+    }
+  };
+  ranks(1).run([](World& world) {
+    namespace impl = torch::autograd::impl;
+    const auto refusal_of = [&](const std::function<void(const at::Tensor&)>& hook) {
+      auto block = std::make_shared<Block>(1, 4);
+      const auto node = impl::grad_accumulator(block->b);  // lives as long as somebody holds it
+      hook(block->b);
+      return error_of([&] { fully_shard(block, data_mesh(world)); });
+    };
+    const auto told = AllOf(HasSubstr("parameter b"), HasSubstr("hook"));
+    EXPECT_THAT(refusal_of([](const at::Tensor& b) {
+                  b.register_hook([](const at::Tensor& grad) { return grad * 2; });
+                }),
+                told);
+    EXPECT_THAT(refusal_of([](const at::Tensor& b) {
+                  impl::set_post_acc_grad_hooks(b, std::make_unique<After>());
+                }),
+                told);
+    EXPECT_THAT(refusal_of([](const at::Tensor& b) {
+                  impl::grad_accumulator(b)->add_pre_hook(std::make_unique<Pass>());
+                }),
+                told);
+    EXPECT_THAT(refusal_of([](const at::Tensor& b) {
+                  impl::grad_accumulator(b)->add_post_hook(std::make_unique<PassAfter>());
+                }),
+                told);
+    EXPECT_EQ(refusal_of([](const at::Tensor&) {}), "");
+    auto twice = std::make_shared<Block>(1, 4);
+    auto handle = fully_shard(twice, data_mesh(world));
+    EXPECT_THAT(error_of([&] { fully_shard(twice, data_mesh(world)); }),
+                HasSubstr("another handle has sharded"));
+  });
+}
+
 TEST(Parameters, IgnoredOnesStayAsTheyAre) {
   ranks(2).run([](World& world) {
     auto module = std::make_shared<Block>(1, 4);

@@ -249,5 +249,51 @@ TEST(RecomputeMore, ABackwardTwiceOverARetainedGraph) {
   });
 }
 
+// Naive: the nested backward gives every parameter inside its gradient, which nobody asked for and
+// the next step takes.
+TEST(RecomputeErrors, ABackwardTowardsChosenTensorsIsRefusedAndLeavesNoGradient) {
+  ranks(1).run([](World& world) {
+    for (const bool outside : {false, true}) {
+      ShardedChain model(data_mesh(world), 3, 2, kWidth);
+      model.chain->recomputes_outside = outside;
+      for (const auto& block : model.chain->blocks) block->recomputes = !outside;
+      const auto x = input_of(0, 0, kWidth).requires_grad_();
+      const auto loss = [&] { return squares(model.handle.forward(x)); };
+      const auto refused = ::testing::HasSubstr("checkpoint: found torch::autograd::grad");
+      EXPECT_THAT(error_of([&] { torch::autograd::grad({loss()}, {x}); }), refused);
+      EXPECT_THAT(
+          error_of([&] { torch::autograd::backward({loss()}, {}, std::nullopt, false, {x}); }),
+          refused);
+      EXPECT_FALSE(x.grad().defined());
+      backward(loss());
+      Chain plain(3, 2, kWidth);
+      expect_same(whole_gradients(model.handle), plain_gradients(plain, 1, 1, [&](int) {
+                    backward(squares(plain.forward(input_of(0, 0, kWidth).requires_grad_())));
+                  }));
+    }
+  });
+}
+
+// Without a unit around that could have kept it for the next step.
+TEST(RecomputeErrors, ABackwardTowardsChosenTensorsIsRefusedOutsideOfUnits) {
+  Block plain(3, kWidth);
+  plain.recomputes = true;
+  const auto x = input_of(0, 0, kWidth).requires_grad_();
+  EXPECT_THAT(error_of([&] { torch::autograd::grad({squares(plain.forward(x))}, {x}); }),
+              ::testing::HasSubstr("expected a backward() without inputs"));
+  EXPECT_FALSE(plain.a.grad().defined());
+}
+
+// Naive: the change is in no history, and the second run makes it once more.
+TEST(RecomputeErrors, AnInputThatTheFunctionChangesInPlaceIsRefused) {
+  const auto x = input_of(0, 0, kWidth).requires_grad_() * 1.0;
+  const auto run = [&](const at::Tensor& input) {
+    return error_of(
+        [&] { checkpoint([](const auto& inputs) { return inputs[0].mul_(2.0) + 1.0; }, {input}); });
+  };
+  EXPECT_THAT(run(x), ::testing::HasSubstr("changed in place"));
+  EXPECT_EQ(run(at::ones({3})), "");
+}
+
 }  // namespace
 }  // namespace tessera::test::fsdp_recompute_test

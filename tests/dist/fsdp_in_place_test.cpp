@@ -1,0 +1,264 @@
+// [Note: in-place changes]: across a unit's border, in a module and by its caller.
+#include <c10/core/InferenceMode.h>
+#include <gmock/gmock.h>
+
+#include "dist/plain.h"
+
+namespace tessera::test::fsdp_in_place_test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+constexpr std::int64_t kWidth = 5;
+
+using Several = std::vector<at::Tensor>;
+
+/// A unit that computes what a test says.
+class Body : public torch::nn::Module {
+ public:
+  using Run = std::function<Several(Body&, const Several&)>;
+  explicit Body(Run run) : run_(std::move(run)) {}
+  Several forward(const Several& inputs) { return run_(*this, inputs); }
+  at::Tensor weight = register_parameter("weight", seeded(1, {kWidth}) + 1.0);
+  at::Tensor kept;  ///< of the last forward
+
+ private:
+  Run run_;
+};
+
+/// A module, and a caller that makes a loss of it; x is no leaf.
+struct InPlace {
+  std::string what;
+  Body::Run run;
+  std::function<at::Tensor(const std::function<Several(const Several&)>& unit, const Body& body,
+                           const at::Tensor& x)>
+      loss;
+};
+
+/// What the first rank is told.
+std::string refusal_of(const InPlace& one) {
+  std::string told;
+  ranks(1).run([&](World& world) {
+    ShardOptions options;
+    options.name = "block";
+    auto body = std::make_shared<Body>(one.run);
+    auto handle = fully_shard(body, data_mesh(world), {}, options);
+    const auto unit = [&](const Several& inputs) { return handle.forward(inputs); };
+    const auto leaf = input_of(0, 0, kWidth).requires_grad_();
+    told = error_of([&] { backward(one.loss(unit, *body, leaf * 1.0)); });
+  });
+  return told;
+}
+
+// Naive: `x + block(x)` has the right loss, and of x a gradient as if the block had not changed it.
+TEST(InPlaceChanges, OfAnArgumentAreRefusedByItsNumber) {
+  const auto add = [](const auto& unit, const Body&, const at::Tensor& x) {
+    return squares(x + unit({x})[0]);
+  };
+  const std::vector<InPlace> cases = {
+      {"itself", [](Body& b, const Several& in) -> Several { return {in[0].relu_() * b.weight}; },
+       add},
+      {"a view of it",
+       [](Body& b, const Several& in) -> Several {
+         in[0].narrow(1, 0, 2).mul_(2.0);
+         return {in[0] * b.weight};
+       },
+       add},
+      {"without grad mode",
+       [](Body& b, const Several& in) -> Several {
+         {
+           const at::NoGradGuard no_grad;
+           in[0].mul_(2.0);
+         }
+         return {in[0] + b.weight};
+       },
+       add},
+      {"in the recomputation",
+       [](Body& b, const Several& in) -> Several { return {in[0].relu_() + b.weight}; },
+       [](const auto& unit, const Body&, const at::Tensor& x) {
+         const auto y = checkpoint(
+             [&unit](const auto& inputs) {
+               const auto inside = inputs[0] * 2.0;
+               return inside + unit({inside})[0];
+             },
+             {x});
+         return squares(y);
+       }},
+  };
+  for (const auto& one : cases) {
+    EXPECT_THAT(refusal_of(one), AllOf(HasSubstr("unit block"), HasSubstr("argument 0")))
+        << one.what;
+  }
+  const InPlace second = {
+      "the second",
+      [](Body& b, const Several& in) -> Several { return {in[1].relu_() * b.weight}; },
+      [](const auto& unit, const Body&, const at::Tensor& x) {
+        return squares(x + unit({at::ones({kWidth}), x})[0]);
+      }};
+  EXPECT_THAT(refusal_of(second), HasSubstr("argument 1"));
+}
+
+// Naive: what the caller changes has the new history, and what shares its memory the old one.
+TEST(InPlaceChanges, OfAResultThatOthersHoldAreRefusedByItsNumber) {
+  const auto change = [](std::size_t which) {
+    return [which](const auto& unit, const Body& body, const at::Tensor& x) {
+      const auto results = unit({x});
+      results[which].mul_(2.0);
+      at::Tensor loss = squares(x);
+      for (const auto& result : results) loss = loss + squares(result);
+      return body.kept.defined() ? loss + squares(body.kept) : loss;
+    };
+  };
+  const std::vector<std::pair<std::size_t, InPlace>> cases = {
+      {0,
+       {"kept by the module",
+        [](Body& b, const Several& in) -> Several {
+          b.kept = in[0] * b.weight;
+          return {b.kept};
+        },
+        change(0)}},
+      {0,
+       {"a view of what the module keeps",
+        [](Body& b, const Several& in) -> Several {
+          b.kept = in[0] * b.weight;
+          return {b.kept.view({-1})};
+        },
+        change(0)}},
+      {0,
+       {"of which the module keeps a view",
+        [](Body& b, const Several& in) -> Several {
+          const auto y = in[0] * b.weight;
+          b.kept = y.narrow(0, 0, 1);
+          return {y};
+        },
+        change(0)}},
+      {1,
+       {"returned twice",
+        [](Body& b, const Several& in) -> Several {
+          const auto y = in[0] + b.weight;
+          return {in[0] * b.weight, y, y};
+        },
+        change(1)}},
+      {0,
+       {"returned beside a part of it",
+        [](Body& b, const Several& in) -> Several {
+          const auto y = in[0] + b.weight;
+          return {y, y.narrow(0, 0, 1)};
+        },
+        change(0)}},
+      {1,
+       {"an argument",
+        [](Body& b, const Several& in) -> Several { return {in[0] + b.weight, in[0]}; },
+        change(1)}},
+      {1,
+       {"a view of an argument",
+        [](Body& b, const Several& in) -> Several { return {in[0] + b.weight, in[0].t()}; },
+        change(1)}},
+  };
+  for (const auto& [number, one] : cases) {
+    EXPECT_THAT(refusal_of(one),
+                AllOf(HasSubstr("unit block"), HasSubstr(concat("result ", number, " was"))))
+        << one.what;
+  }
+}
+
+std::vector<InPlace> allowed_changes() {
+  const auto product = [](Body& b, const Several& in) -> Several { return {in[0] * b.weight}; };
+  return {
+      {"a residual added to the result", product,
+       [](const auto& unit, const Body&, const at::Tensor& x) {
+         auto y = unit({x})[0];
+         y += x;
+         return squares(y.mul_(3.0)) + squares(x);
+       }},
+      {"a result that is a view of what nobody else holds",
+       [](Body& b, const Several& in) -> Several {
+         return {at::linear(in[0].unsqueeze(0), at::diag(b.weight), b.weight)};
+       },
+       [](const auto& unit, const Body&, const at::Tensor& x) {
+         return squares(unit({x})[0].add_(x));
+       }},
+      {"two parts of one tensor that share no element",
+       [](Body& b, const Several& in) -> Several {
+         const auto y = in[0] * b.weight;
+         return {y.narrow(0, 0, 1), y.narrow(0, 1, 2)};
+       },
+       [](const auto& unit, const Body&, const at::Tensor& x) {
+         const auto parts = unit({x});
+         parts[0].mul_(2.0);
+         parts[1].add_(parts[0]);
+         return squares(parts[0]) + squares(parts[1]);
+       }},
+      {"a kept result that nobody changes",
+       [](Body& b, const Several& in) -> Several {
+         b.kept = in[0] * b.weight;
+         return {b.kept, b.kept};
+       },
+       [](const auto& unit, const Body& body, const at::Tensor& x) {
+         const auto results = unit({x});
+         return squares(results[0]) + squares(results[1] * 3.0) + squares(body.kept);
+       }},
+      {"a clone of an argument, and an argument without gradient",
+       [](Body& b, const Several& in) -> Several {
+         return {in[1].add_(1.0) + in[0].clone().relu_() * b.weight};
+       },
+       [](const auto& unit, const Body&, const at::Tensor& x) {
+         return squares(x + unit({x, at::ones({kWidth})})[0]);
+       }},
+      {"an inference tensor beside, which has no version",
+       [](Body& b, const Several& in) -> Several { return {in[0] + in[1] * b.weight, in[0]}; },
+       [](const auto& unit, const Body&, const at::Tensor& x) {
+         at::Tensor constant;
+         {
+           const c10::InferenceMode inference;
+           constant = at::ones({3, kWidth});
+         }
+         return squares(unit({constant, x})[0].mul_(2.0));
+       }},
+  };
+}
+
+class InPlaceOnRanks : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, InPlaceOnRanks, ::testing::Values(1, 2));
+
+TEST_P(InPlaceOnRanks, ChangesInPlaceThatNobodyElseSeesGiveTheGradientsOfThePlainModule) {
+  ranks(GetParam()).run([](World& world) {
+    for (const auto& one : allowed_changes()) {
+      Body plain(one.run);
+      auto body = std::make_shared<Body>(one.run);
+      auto handle = fully_shard(body, data_mesh(world));
+      const auto loss_of = [&](auto& model, const Body& of, const at::Tensor& leaf) {
+        return one.loss([&](const Several& inputs) { return model.forward(inputs); }, of,
+                        leaf * 1.0);
+      };
+      const auto input = [](int rank) { return input_of(rank, 0, kWidth).requires_grad_(); };
+      const auto x = input(world.rank());
+      backward(loss_of(handle, *body, x));
+      const auto found = whole_gradients(handle).at("weight");
+      const auto z = input(world.rank());
+      backward(loss_of(plain, plain, z));
+      EXPECT_TRUE(at::allclose(x.grad(), z.grad(), 1e-6)) << one.what;
+      const auto expected = plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+        backward(loss_of(plain, plain, input(rank)));
+      });
+      EXPECT_TRUE(at::allclose(found, expected.at("weight"), 1e-6)) << one.what;
+    }
+  });
+}
+
+// The cast has made a copy of the argument, which nobody but the call holds.
+TEST(InPlaceChanges, OfAnArgumentThatWasCastAndCameBackAreTheCallers) {
+  ranks(1).run([](World& world) {
+    auto body = std::make_shared<Body>(
+        [](Body& b, const Several& in) -> Several { return {in[0] + b.weight, in[0]}; });
+    auto handle = fully_shard(body, data_mesh(world), in_bfloat16());
+    const auto x = input_of(0, 0, kWidth).requires_grad_();
+    const auto results = handle.forward({x * 1.0});
+    backward(results[1].mul_(2.0).sum() + results[0].sum());
+    EXPECT_TRUE(same_bits(x.grad(), at::full({3, kWidth}, 3.0F)));
+  });
+}
+
+}  // namespace
+}  // namespace tessera::test::fsdp_in_place_test
