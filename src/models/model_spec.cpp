@@ -136,7 +136,7 @@ ModelSpec read_spec(ConfigReader& keys, const FamilyTraits& family,
   } else {
     keys.expect("mlp_bias", false, "this family has none");
   }
-  spec.rope = read_rope(keys, unknown);
+  spec.rope = read_rope(keys, family.default_rope_theta, unknown);
   spec.dtype = read_dtype(keys);
   read_tokens(keys, spec);
   spec.tessera_tokenizer = read_tokenizer(keys);
