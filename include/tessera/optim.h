@@ -17,6 +17,10 @@
 
 #include "tessera/shard.h"
 
+namespace torch::optim {
+class Optimizer;
+}  // namespace torch::optim
+
 namespace tessera {
 
 namespace fsdp {
@@ -54,6 +58,8 @@ struct OptimizerState {
 class Optimizer {
  public:
   virtual ~Optimizer() = default;
+  Optimizer(const Optimizer&) = delete;
+  Optimizer& operator=(const Optimizer&) = delete;
   /// Updates every shard that has a gradient. Not collective. Errors: kUsage while a recorded
   /// forward waits for its backward or a micro-batch to be reduced, or after a set_trainable() that
   /// did not name this optimizer; kContract for a gradient whose dtype is neither the shard's nor
@@ -61,6 +67,10 @@ class Optimizer {
   void step();
   void set_lr(double lr) { lr_ = lr; }
   double lr() const { return lr_; }
+  /// For PyTorch's schedulers: torch::optim::StepLR scheduler(*optimizer, 10). One group without
+  /// parameters, whose learning rate is this one's; step() is this one's, zero_grad() does nothing
+  /// (use the handle's), save() and load() have nothing (state() has). Lives as long as this.
+  operator torch::optim::Optimizer&();  // NOLINT(google-explicit-constructor): reads as there
 
   /// "AdamW", "SGD".
   virtual std::string name() const = 0;
@@ -114,6 +124,7 @@ class Optimizer {
   std::vector<Item> items_;   // trained parameters, and frozen ones that were trained before
   std::uint64_t layout_ = 0;  // of the runtime, that the items' shards have
   bool warned_ = false;       // of a master that was given up
+  std::shared_ptr<torch::optim::Optimizer> for_schedulers_;  // made when first asked for
 };
 
 /// Everything is formed in float32, in float64 for float64 shards. A shard in 16 bits is stepped

@@ -58,7 +58,7 @@ class World : public std::enable_shared_from_this<World> {
   /// "gloo", "nccl", "in-process", "none" (world of one).
   virtual std::string backend() const = 0;
 
-  /// A mesh over all ranks; of a dense shape alone, or of both readings.
+  /// A mesh over all ranks; of a dense shape alone, or of both readings. Errors: as Mesh's.
   Mesh mesh(const MeshShapes& shapes);
 
   /// The group of the ranks (world numbers, ascending) that contain this one. `purpose` keeps

@@ -82,7 +82,8 @@ void say_what_is_left_out(const train::ExportPlan& plan) {
 int run_convert(const ConvertArguments& arguments) {
   const train::ExportOptions options = export_options(arguments);
   require_outside_checkpoints(arguments.out);
-  const train::ModelSource source = train::open_model(model_of(arguments));
+  const train::ModelSource source =
+      train::open_model(model_of(arguments), {}, train::Purpose::kInference);
   TESSERA_CHECK(source.adapters || !arguments.merged, ErrorKind::kUsage, "--merged: found ",
                 printable(arguments.source, 1024),
                 ", expected a checkpoint of adapters (lora.rank)");

@@ -128,7 +128,7 @@ train::GenerateOptions generate_options(const GenerateArguments& arguments,
 
 int run_generate(const GenerateArguments& arguments) {
   const train::Config config = config_of(arguments);
-  const train::ModelSource source = train::open_model(config.model);
+  const train::ModelSource source = train::open_model(config.model, {}, train::Purpose::kInference);
   const Ids prompt = arguments.prompt ? ids_of(*arguments.prompt, source.spec)
                                       : parse_ids(*arguments.prompt_tokens);
   train::check_prompt(source.spec, prompt);

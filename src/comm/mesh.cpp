@@ -8,6 +8,12 @@ namespace tessera {
 Mesh::Mesh(std::shared_ptr<World> world, MeshShapes shapes)
     : world_(std::move(world)), shapes_(std::move(shapes)) {
   TESSERA_CHECK(world_ != nullptr, ErrorKind::kUsage, "mesh: found no world");
+  // A shape may be planned with; trained on, every stage would be a whole model of its own.
+  const int stages = shapes_.size_of(axis::kPipeline);
+  TESSERA_CHECK(stages == 1, ErrorKind::kConfig, "mesh: found size ", stages, " (axis ",
+                axis::kPipeline,
+                "), expected 1; pipeline parallelism is not yet built; give these ranks to another "
+                "axis");
   TESSERA_CHECK(shapes_.size() == world_->size(), ErrorKind::kConfig, "mesh: found ",
                 shapes_.size(), " ranks (", to_string(shapes_), "), expected the world's ",
                 world_->size(), "; change the degrees under [parallelism] or the number of ranks");

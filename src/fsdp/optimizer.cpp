@@ -1,6 +1,8 @@
 // What all optimizers do: which shards they step, when, and what they keep for checkpoints.
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
+#include <c10/core/GradMode.h>
+#include <torch/optim/optimizer.h>
 
 #include <algorithm>
 
@@ -28,6 +30,39 @@ std::uint32_t version_of_shard(const at::Tensor& shard) {
   return static_cast<std::uint32_t>(shard._version());
 }
 
+/// The learning rate is the optimizer's own, not a copy: who sets either sets both.
+class SharedLr : public torch::optim::OptimizerOptions {
+ public:
+  explicit SharedLr(Optimizer& optimizer) : optimizer_(&optimizer) {}
+  std::unique_ptr<torch::optim::OptimizerOptions> clone() const override {
+    return std::make_unique<SharedLr>(*this);
+  }
+  double get_lr() const override { return optimizer_->lr(); }
+  void set_lr(const double lr) override { optimizer_->set_lr(lr); }
+
+ private:
+  Optimizer* optimizer_;
+};
+
+class ForSchedulers : public torch::optim::Optimizer {
+ public:
+  explicit ForSchedulers(tessera::Optimizer& optimizer)
+      : torch::optim::Optimizer(std::vector<at::Tensor>(), std::make_unique<SharedLr>(optimizer)),
+        optimizer_(optimizer) {}
+  at::Tensor step(LossClosure closure) override {
+    at::Tensor loss;
+    if (closure) {
+      const c10::AutoGradMode with_grad(true);
+      loss = closure();
+    }
+    optimizer_.step();
+    return loss;
+  }
+
+ private:
+  tessera::Optimizer& optimizer_;
+};
+
 }  // namespace
 
 Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std::string>& no_decay)
@@ -51,6 +86,11 @@ Optimizer::Item Optimizer::make_item(const ShardView& view) const {
   item.view = view;
   item.decays = view.contract->decays.value_or(true) && !matches_any(no_decay_, *view.contract);
   return item;
+}
+
+Optimizer::operator torch::optim::Optimizer&() {
+  if (!for_schedulers_) for_schedulers_ = std::make_shared<ForSchedulers>(*this);
+  return *for_schedulers_;
 }
 
 std::vector<OptimizerState> Optimizer::state() const {

@@ -30,6 +30,11 @@ void sync_folder(const std::filesystem::path& folder) {
   ::close(descriptor);
 }
 
+int open_new_file(const std::filesystem::path& path) {
+  if (::unlink(path.c_str()) != 0 && errno != ENOENT) return -1;
+  return ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
+}
+
 AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), temporary_(path_) {
   // The rename at the end would put a file in the place of a device, as root even of /dev/null.
   std::error_code unknown;
@@ -38,7 +43,7 @@ AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), tem
                 ErrorKind::kIo, shown(path_),
                 ": found something that is no regular file, expected a file or nothing");
   temporary_ += "." + std::to_string(::getpid()) + ".tmp";
-  descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  descriptor_ = open_new_file(temporary_);
   check_io(descriptor_ >= 0, "create", temporary_);
 }
 

@@ -16,13 +16,18 @@ namespace tessera {
 /// network file systems refuse; then it is not ours to promise.
 void sync_folder(const std::filesystem::path& folder);
 
+/// Opens `path` for writing as a file that was not there: what a crashed run left under the name is
+/// removed first, and no link that somebody placed there leads the bytes away. Returns -1 with
+/// errno where that cannot be done.
+int open_new_file(const std::filesystem::path& path);
+
 /// A file of this content, whole or not at all. Errors: kIo.
 void write_atomically(const std::filesystem::path& path, std::span<const std::byte> bytes);
 void write_atomically(const std::filesystem::path& path, std::string_view text);
 
 class AtomicFile {
  public:
-  /// Opens "PATH.<pid>.tmp" (an older one is overwritten). Errors: kIo.
+  /// Makes "PATH.<pid>.tmp" (one that a process of our number left is removed). Errors: kIo.
   explicit AtomicFile(std::filesystem::path path);
   ~AtomicFile();  ///< removes the temporary file where commit() was not reached
   AtomicFile(const AtomicFile&) = delete;

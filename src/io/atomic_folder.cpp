@@ -35,9 +35,18 @@ AtomicFolder::AtomicFolder(const fs::path& path) : path_(final_path(path)) {
   }
   temporary_ = path_;
   temporary_ += "." + std::to_string(::getpid()) + ".tmp";
+  const auto check_made = [&] {
+    TESSERA_CHECK(!failed, ErrorKind::kIo, "cannot make ", shown(temporary_), ": ",
+                  failed.message());
+  };
   fs::remove_all(temporary_, failed);  // of a process that had our number
-  fs::create_directories(temporary_, failed);
-  TESSERA_CHECK(!failed, ErrorKind::kIo, "cannot make ", shown(temporary_), ": ", failed.message());
+  fs::create_directories(temporary_.parent_path(), failed);
+  check_made();
+  // Ours alone: a folder, or a link to one, that came in between is not taken for it.
+  const bool is_new = fs::create_directory(temporary_, failed);
+  check_made();
+  TESSERA_CHECK(is_new, ErrorKind::kIo, "cannot make ", shown(temporary_),
+                ": found one that another program just made, expected none");
 }
 
 AtomicFolder::~AtomicFolder() {

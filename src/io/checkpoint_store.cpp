@@ -121,6 +121,9 @@ void CheckpointStore::begin(std::int64_t step) const {
   std::error_code error;
   fs::create_directories(temporary(step), error);
   check_done(error, "make the folder", temporary(step));
+  // Ranks take each other's folder, so it may be there; through a link they would write elsewhere.
+  TESSERA_CHECK(fs::is_directory(fs::symlink_status(temporary(step), error)), ErrorKind::kIo,
+                shown(temporary(step)), ": found a link, expected a folder of its own; remove it");
 }
 
 void CheckpointStore::discard(std::int64_t step) const noexcept {

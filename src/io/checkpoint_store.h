@@ -39,7 +39,7 @@ class CheckpointStore {
 
   /// Makes the folder and removes what a crash left unfinished. Errors: kIo.
   void clean() const;
-  /// Makes step-N.tmp, or takes the one that is there. Errors: kIo.
+  /// Makes step-N.tmp, or takes the folder that is there. Errors: kIo, also for a link.
   void begin(std::int64_t step) const;
   /// Removes step-N.tmp; never throws: it is for cleaning up after an error.
   void discard(std::int64_t step) const noexcept;

@@ -8,6 +8,7 @@
 #include <system_error>
 
 #include "base/printable.h"
+#include "io/atomic_file.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -21,7 +22,7 @@ constexpr std::int64_t kWriteOutBytes = std::int64_t{8} << 20;
 class NewFile {
  public:
   explicit NewFile(const std::filesystem::path& path) : path_(path) {
-    descriptor_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    descriptor_ = open_new_file(path);
     check(descriptor_ >= 0, "create");
   }
   ~NewFile() {

@@ -16,8 +16,9 @@
 
 namespace tessera {
 
-/// Writes a new file (or over an old one) and waits until its content is on disk; its name is
-/// durable once its folder is (sync_folder). Returns the content's hash. Errors: kIo naming it.
+/// Writes a new file (an old one, or a link, of the name is removed) and waits until its content is
+/// on disk; its name is durable once its folder is (sync_folder). Returns the content's hash.
+/// Errors: kIo naming it.
 Hash128 write_hashed_file(const std::filesystem::path& path, std::span<const std::byte> bytes);
 
 /// Where bytes of a file are wanted: those from `offset` on, as many as `to` has.

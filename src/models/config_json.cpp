@@ -15,7 +15,7 @@ std::string config_json(const ModelSpec& spec) {
   nlohmann::ordered_json json;
   json["architectures"] = {family.architecture};
   json["attention_bias"] = spec.attention_bias;
-  json["attention_dropout"] = 0.0;
+  json["attention_dropout"] = spec.attention_dropout;
   json["bos_token_id"] = or_null(spec.bos_token_id);
   json["eos_token_id"] = eos_token(spec.eos_token_ids);
   json["head_dim"] = spec.head_dim;

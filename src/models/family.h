@@ -35,6 +35,7 @@ struct FamilyTraits {
   /// none = num_attention_heads (also what an explicit null means, for every family).
   std::optional<std::int64_t> default_num_key_value_heads;
   std::int64_t default_max_position_embeddings;
+  double default_rope_theta = 10000.0;
   bool has_mlp_bias;  ///< whether the key mlp_bias means anything
   KeepInFloat32 pins;
   /// What is frozen where the config's model.freeze is not given.

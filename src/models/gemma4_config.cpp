@@ -20,14 +20,6 @@ std::int64_t or_default(ConfigReader& keys, std::string_view key, IntRange range
   return required(keys, key, range);
 }
 
-void expect_no_dropout(ConfigReader& keys, Purpose purpose) {
-  if (purpose == Purpose::kTraining) {
-    keys.expect("attention_dropout", 0.0, "dropout is not supported in training");
-  } else {
-    keys.ignore({"attention_dropout"});
-  }
-}
-
 /// One nested config; null where the key is absent or null.
 const nlohmann::json* nested(ConfigReader& keys, std::string_view key) {
   const nlohmann::json* object = keys.take(key);
@@ -41,7 +33,7 @@ void finish(ConfigReader& keys, std::vector<std::string>& unknown) {
 }
 
 /// What a text_config may say that is not computed here.
-void expect_supported_text(ConfigReader& keys, Purpose purpose) {
+void expect_supported_text(ConfigReader& keys) {
   keys.expect("model_type", "gemma4_text", "the text model of this family");
   keys.expect("hidden_activation", "gelu_pytorch_tanh", "the activation of the MLP");
   keys.expect("attention_bias", false, "biases are not supported in this family");
@@ -53,7 +45,6 @@ void expect_supported_text(ConfigReader& keys, Purpose purpose) {
                 "0 (absent means 256: per-layer inputs are not supported)");
   }
   keys.expect("hidden_size_per_layer_input", 0, "per-layer inputs are not supported");
-  expect_no_dropout(keys, purpose);
 }
 
 std::optional<Gemma4Experts> read_experts(ConfigReader& keys) {
@@ -94,7 +85,8 @@ void check_text_size(const ModelSpec& spec) {
 void read_text(ConfigReader& keys, Purpose purpose, ModelSpec& spec,
                std::vector<std::string>& unknown) {
   Gemma4Spec& gemma = *spec.gemma4;
-  expect_supported_text(keys, purpose);
+  expect_supported_text(keys);
+  spec.attention_dropout = read_attention_dropout(keys, purpose);
   spec.vocab_size = or_default(keys, "vocab_size", kSize, 262144);
   spec.hidden_size = or_default(keys, "hidden_size", kSize, 2304);
   spec.intermediate_size = or_default(keys, "intermediate_size", kSize, 9216);
@@ -154,7 +146,7 @@ Gemma4Vision read_vision(ConfigReader& keys, Purpose purpose, std::vector<std::s
   keys.expect("model_type", "gemma4_vision", "the vision tower of this family");
   keys.expect("hidden_activation", "gelu_pytorch_tanh", "the activation of the MLP");
   keys.expect("use_clipped_linears", false, "clipped projections are not supported");
-  expect_no_dropout(keys, purpose);
+  vision.attention_dropout = read_attention_dropout(keys, purpose);
   // transformers never reads the first two; weights are drawn by the text's range.
   keys.ignore({"attention_bias", "max_position_embeddings", "initializer_range"});
   const auto size = [&](std::string_view key, std::int64_t absent, IntRange range = kSize) {

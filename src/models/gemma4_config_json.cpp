@@ -10,7 +10,7 @@ nlohmann::ordered_json text_json(const ModelSpec& spec) {
   const Gemma4Spec& gemma = *spec.gemma4;
   nlohmann::ordered_json json;
   json["attention_bias"] = false;
-  json["attention_dropout"] = 0.0;
+  json["attention_dropout"] = spec.attention_dropout;
   write_gemma4_layers(spec, json);
   json["bos_token_id"] = or_null(spec.bos_token_id);
   if (spec.dtype) json["dtype"] = to_string(*spec.dtype);
@@ -58,7 +58,7 @@ nlohmann::ordered_json vision_json(const ModelSpec& spec) {
   const Gemma4Vision& vision = *spec.gemma4->vision;
   nlohmann::ordered_json json;
   json["attention_bias"] = false;
-  json["attention_dropout"] = 0.0;
+  json["attention_dropout"] = vision.attention_dropout;
   if (spec.dtype) json["dtype"] = to_string(*spec.dtype);
   json["head_dim"] = vision.head_dim;
   json["hidden_activation"] = "gelu_pytorch_tanh";

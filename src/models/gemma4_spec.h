@@ -45,7 +45,8 @@ struct Gemma4Vision {
   std::int64_t pooling_kernel_size = 3;
   std::int64_t position_embedding_size = 10240;
   bool standardize = false;
-  double rope_theta = 100.0;  ///< axial
+  double rope_theta = 100.0;       ///< axial
+  double attention_dropout = 0.0;  ///< as ModelSpec's
   bool operator==(const Gemma4Vision&) const = default;
 };
 

@@ -102,6 +102,7 @@ const FamilyTraits& gpt_oss_traits() {
       .default_head_dim = 64,
       .default_num_key_value_heads = 8,
       .default_max_position_embeddings = 131072,
+      .default_rope_theta = 150000.0,
       .has_mlp_bias = false,
       .pins = {.strict = {},
                .under_float16 = {"post_attention_layernorm", "input_layernorm", "norm"}},

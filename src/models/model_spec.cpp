@@ -16,7 +16,7 @@ namespace {
 constexpr std::size_t kLongestText = std::size_t{4} << 20;
 
 /// What none of these families computes; a value that switches it on is refused.
-void expect_unsupported_off(ConfigReader& keys, const FamilyTraits& family, Purpose purpose) {
+void expect_unsupported_off(ConfigReader& keys, const FamilyTraits& family) {
   keys.expect("hidden_act", "silu", "the activation of the MLP");
   keys.expect("use_sliding_window", false, "sliding windows are not supported in this family");
   keys.ignore({"max_window_layers"});  // read only where that is true
@@ -34,11 +34,6 @@ void expect_unsupported_off(ConfigReader& keys, const FamilyTraits& family, Purp
   keys.expect("chunk_size_feed_forward", 0, "the MLP runs in one piece");
   keys.expect("pruned_heads", nlohmann::json::object(), "all heads are there");
   keys.expect("rope_interleaved", false, "rope pairs x[i] with x[i + head_dim / 2]");
-  if (purpose == Purpose::kTraining) {
-    keys.expect("attention_dropout", 0.0, "dropout is not supported in training");
-  } else {
-    keys.ignore({"attention_dropout"});
-  }
 }
 
 void read_heads(ConfigReader& keys, const FamilyTraits& family, ModelSpec& spec) {
@@ -115,7 +110,7 @@ void check_total_size(const ModelSpec& spec) {
   check_total(total);
 }
 
-ModelSpec read_spec(ConfigReader& keys, const FamilyTraits& family,
+ModelSpec read_spec(ConfigReader& keys, const FamilyTraits& family, Purpose purpose,
                     std::vector<std::string>& unknown) {
   ModelSpec spec;
   spec.family = family.family;
@@ -131,12 +126,13 @@ ModelSpec read_spec(ConfigReader& keys, const FamilyTraits& family,
       keys.number("initializer_range", {0.0, 1e3}).value_or(spec.initializer_range);
   spec.tie_word_embeddings = keys.boolean("tie_word_embeddings").value_or(false);
   spec.attention_bias = keys.boolean("attention_bias").value_or(false);
+  spec.attention_dropout = read_attention_dropout(keys, purpose);
   if (family.has_mlp_bias) {
     spec.mlp_bias = keys.boolean("mlp_bias").value_or(false);
   } else {
     keys.expect("mlp_bias", false, "this family has none");
   }
-  spec.rope = read_rope(keys, unknown);
+  spec.rope = read_rope(keys, family.default_rope_theta, unknown);
   spec.dtype = read_dtype(keys);
   read_tokens(keys, spec);
   spec.tessera_tokenizer = read_tokenizer(keys);
@@ -171,8 +167,8 @@ ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options) {
   if (family.family == Family::kGemma4) {
     result.spec = read_gemma4(keys, options.purpose, unknown);
   } else {
-    expect_unsupported_off(keys, family, options.purpose);
-    result.spec = read_spec(keys, family, unknown);
+    expect_unsupported_off(keys, family);
+    result.spec = read_spec(keys, family, options.purpose, unknown);
   }
   ignore_harmless(keys);
   for (std::string& line : keys.unknown()) unknown.push_back(std::move(line));

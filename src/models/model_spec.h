@@ -40,6 +40,8 @@ struct ModelSpec {
   bool tie_word_embeddings = false;
   bool attention_bias = false;  ///< on q, k, v and o
   bool mlp_bias = false;        ///< on gate, up and down (llama)
+  /// Nothing here drops anything: kept for who reads the folder that is written.
+  double attention_dropout = 0.0;
   RopeSpec rope;
   std::vector<LayerType> layer_types;  ///< one a layer; empty = all full (and of Gemma 4)
   std::int64_t sliding_window = 0;     ///< of sliding layers

@@ -78,8 +78,9 @@ double growth(double factor, double m) {
 
 }  // namespace
 
-RopeSpec read_rope(ConfigReader& keys, std::vector<std::string>& unknown) {
+RopeSpec read_rope(ConfigReader& keys, double default_theta, std::vector<std::string>& unknown) {
   RopeSpec rope;
+  rope.theta = default_theta;
   const auto theta = keys.number("rope_theta", kTheta);
   if (theta) rope.theta = *theta;
   const nlohmann::json* parameters = keys.take("rope_parameters");

@@ -14,9 +14,10 @@
 namespace tessera::models {
 
 /// rope_parameters, or rope_scaling beside rope_theta; the record names its kind as rope_type or as
-/// type. Keys of the record that nobody knows are added to `unknown`.
-/// Errors: kConfig for a kind or a value that is not supported.
-RopeSpec read_rope(ConfigReader& keys, std::vector<std::string>& unknown);
+/// type. `default_theta` is the family's where neither place has one. Keys of the record that
+/// nobody knows are added to `unknown`. Errors: kConfig for a kind or a value that is not
+/// supported.
+RopeSpec read_rope(ConfigReader& keys, double default_theta, std::vector<std::string>& unknown);
 
 /// The record rope_scaling as the hub's configs have it, null for plain rope; `type_key` is the
 /// family's name of the key: rope_type or type.

@@ -84,6 +84,13 @@ void read_tokens(ConfigReader& keys, ModelSpec& spec) {
   spec.eos_token_ids = keys.integers("eos_token_id", kToken);
 }
 
+double read_attention_dropout(ConfigReader& keys, Purpose purpose) {
+  if (purpose == Purpose::kTraining) {
+    keys.expect("attention_dropout", 0.0, "dropout is not supported in training");
+  }
+  return keys.number("attention_dropout", {0.0, 1.0}).value_or(0.0);
+}
+
 std::string read_tokenizer(ConfigReader& keys) {
   const std::string name = keys.word("tessera_tokenizer").value_or("");
   if (!name.empty() && name != "bytes") keys.refuse("tessera_tokenizer", "\"bytes\"");

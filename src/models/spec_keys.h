@@ -32,6 +32,9 @@ std::optional<DType> read_dtype(ConfigReader& keys);
 /// Padding, begin and end; vocab_size is set.
 void read_tokens(ConfigReader& keys, ModelSpec& spec);
 
+/// attention_dropout, which is refused above 0 in training.
+double read_attention_dropout(ConfigReader& keys, Purpose purpose);
+
 /// Our own key: "bytes", or empty where it is absent.
 std::string read_tokenizer(ConfigReader& keys);
 

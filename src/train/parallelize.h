@@ -20,6 +20,10 @@
 
 namespace tessera::train {
 
+/// What a model is read for, and contracts resolved: inference trains nothing, so nothing is
+/// refused for its gradients.
+using models::Purpose;
+
 /// What the config's model section names: a folder with weights (Hugging Face's, or a checkpoint of
 /// a run), or a config.json alone.
 struct ModelSource {
@@ -38,10 +42,8 @@ struct ModelSource {
 /// Reads no weight: whoever does verifies a checkpoint's files (verify_weights). A checkpoint of
 /// adapters brings the model they were trained beside along. Errors: kIo, kFormat, kConfig: see
 /// HfFolder, CheckpointFolder, models::parse_spec and models::plan_lora.
-ModelSource open_model(const ModelConfig& model, const LoraConfig& lora = {});
-
-/// What the contracts are for: inference trains nothing, so nothing is refused for its gradients.
-enum class Purpose : std::uint8_t { kTraining, kInference };
+ModelSource open_model(const ModelConfig& model, const LoraConfig& lora = {},
+                       Purpose purpose = Purpose::kTraining);
 
 /// The contract of every parameter (once where it is tied), buffer and unit, in the order of the
 /// model. Pure but for the headers of the folder. Errors: kContract, kConfig naming the parameter

@@ -166,7 +166,7 @@ models::LoraSpec lora_of(const CheckpointLora& kept, const models::ModelSpec& sp
 
 /// The adapters, beside the model that they were trained beside.
 ModelSource open_adapters(CheckpointFolder adapters, const ModelConfig& model,
-                          const LoraConfig& lora) {
+                          const LoraConfig& lora, Purpose purpose) {
   TESSERA_CHECK(lora.rank == 0, ErrorKind::kConfig, "lora.rank: found ", lora.rank,
                 " for a checkpoint of adapters (", printable(model.path, 1024),
                 "), expected 0: it says itself what they are");
@@ -181,7 +181,7 @@ ModelSource open_adapters(CheckpointFolder adapters, const ModelConfig& model,
                 printable(model.path, 1024), ": found adapters beside ",
                 base.path.empty() ? std::string("no model") : printable(base.path, 1024),
                 ", expected a whole model");
-  ModelSource source = open_model(base);
+  ModelSource source = open_model(base, {}, purpose);
   const CheckpointLora& kept = *manifest.lora;
   source.base_hash = kept.base_xxh3_128;
   source.lora = lora_of(kept, source.spec, shown(adapters.path() / kManifestFile));
@@ -221,8 +221,10 @@ std::vector<BufferMeta> buffer_metas_of(const ModelSource& source,
 
 }  // namespace
 
-ModelSource open_model(const ModelConfig& model, const LoraConfig& lora) {
-  if (auto adapters = adapters_at(model)) return open_adapters(std::move(*adapters), model, lora);
+ModelSource open_model(const ModelConfig& model, const LoraConfig& lora, Purpose purpose) {
+  if (auto adapters = adapters_at(model)) {
+    return open_adapters(std::move(*adapters), model, lora, purpose);
+  }
   ModelSource source;
   std::string text;
   if (!model.path.empty() && CheckpointFolder::is_one(model.path)) {
@@ -242,6 +244,7 @@ ModelSource open_model(const ModelConfig& model, const LoraConfig& lora) {
     text = HfFolder::read_config_text(model.config);
   }
   models::SpecOptions options;
+  options.purpose = purpose;
   options.unknown_keys =
       model.allow_unknown_config_keys ? models::UnknownKeys::kWarn : models::UnknownKeys::kRefuse;
   auto parsed = [&] {

@@ -1,7 +1,8 @@
 #include "train/resume.h"
 
+#include <unistd.h>
+
 #include <algorithm>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <ranges>
 #include <set>
@@ -11,6 +12,7 @@
 #include "base/log.h"
 #include "base/printable.h"
 #include "comm/group.h"
+#include "io/atomic_file.h"
 #include "io/checkpoint_store.h"
 #include "tessera/error.h"
 #include "train/agreement.h"
@@ -31,9 +33,10 @@ void try_folder(const CheckpointStore& store, World& world) {
   const auto probe = [&](int rank) { return store.temporary(0) / concat("rank_", rank); };
   on_all_or_none(world, "checkpoint folder: writing", [&] {
     store.begin(0);
-    std::ofstream file(probe(world.rank()));
-    TESSERA_CHECK(file.good(), ErrorKind::kIo, "cannot write to ", shown(probe(world.rank())),
+    const int descriptor = open_new_file(probe(world.rank()));
+    TESSERA_CHECK(descriptor >= 0, ErrorKind::kIo, "cannot write to ", shown(probe(world.rank())),
                   "; see checkpoint.folder");
+    ::close(descriptor);
   });
   on_all_or_none(world, "checkpoint folder: shared", [&] {
     if (world.rank() != 0) return;

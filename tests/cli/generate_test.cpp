@@ -179,6 +179,30 @@ struct Refused {
   std::string says;
 };
 
+// Only training drops anything: of a config.json that says so the rest is as of any other.
+TEST_F(GenerateBytes, AModelWithDropoutIsReadAndConvertedButNotTrained) {
+  auto spec = byte_spec();
+  spec.attention_dropout = 0.1;
+  write_folder(folder_ / "dropping", spec);
+  const Words prompt{"--prompt", "Hi", "--max-new-tokens", "20"};
+  const Outcome found = generate(folder_, "dropping", prompt);
+  EXPECT_EQ(found.code, 0) << found.err;
+  EXPECT_EQ(found.out, run(prompt).out);
+  const Outcome converted = run_program(folder_, {"convert", "dropping", "converted"});
+  EXPECT_EQ(converted.code, 0) << converted.err;
+  EXPECT_THAT(read_file(folder_ / "converted/config.json"),
+              HasSubstr("\"attention_dropout\": 0.1"));
+  write_small_run(folder_);
+  std::string config = read_file(folder_ / "run.toml");
+  config.erase(config.find("config = "), std::string_view("config = \"model.json\"").size());
+  folder_.write("run.toml", config);
+  for (const std::string model : {"dropping", "converted"}) {
+    const Outcome trained = run_program(folder_, {"train", "run.toml", "--model.path", model});
+    EXPECT_EQ(trained.code, 2) << trained.err;
+    EXPECT_THAT(trained.err, HasSubstr("attention_dropout: found 0.1"));
+  }
+}
+
 TEST_F(GenerateBytes, WhatCannotRunIsRefusedBeforeItDoes) {
   const std::string other = std::filesystem::path(TESSERA_TEST_DATA) / "qwen3-fp32";
   const std::string long_prompt(65, 'x');

@@ -102,7 +102,7 @@ TEST_P(Layouts, NestedUnitsGiveTheSameBitsAsOne) {
     struct Nested : torch::nn::Module {
       std::shared_ptr<Sharded<Affine>> a, b, c;
       at::Tensor forward(const at::Tensor& x) {
-        return c->forward(b->forward(at::relu(a->forward(x))));
+        return c->forward(at::relu(b->forward(at::relu(a->forward(x)))));
       }
     };
     auto nested = std::make_shared<Nested>();

@@ -1,6 +1,8 @@
 // Optimizers, norm and clip over shards: PyTorch's numbers on the whole model, whatever the layout.
 #include <gmock/gmock.h>
 #include <torch/optim/adamw.h>
+#include <torch/optim/schedulers/reduce_on_plateau_scheduler.h>
+#include <torch/optim/schedulers/step_lr.h>
 #include <torch/optim/sgd.h>
 
 #include "dist/plain.h"
@@ -172,6 +174,55 @@ double plain_norm(const Tensors& gradients) {
   for (const auto& [name, gradient] : gradients)
     sum += gradient.to(at::kDouble).pow(2).sum().item<double>();
   return std::sqrt(sum);
+}
+
+// Naive: a scheduler that sets a copy of the learning rate changes nothing that is stepped.
+TEST_P(OptimOnRanks, SchedulersOfPyTorchSetTheLearningRate) {
+  ranks(GetParam()).run([](World& world) {
+    ShardedChain model(data_mesh(world), 1, 2, kWidth);
+    Chain plain(1, 2, kWidth);
+    const auto ours = make_sgd(model.handle, sgd(0.0625));
+    torch::optim::SGD theirs(plain.parameters(), torch::optim::SGDOptions(0.0625));
+    torch::optim::StepLR scheduler(*ours, 2, 0.25);
+    torch::optim::StepLR reference(theirs, 2, 0.25);
+    std::vector<double> rates;
+    train_beside(
+        world, model, plain, *ours, [&] { theirs.step(); },
+        [&] {
+          for (const auto& [name, value] : whole_parameters(model.handle)) {
+            EXPECT_TRUE(at::allclose(value, plain.named_parameters()[name].detach(), 1e-6, 1e-7))
+                << name << " after " << rates.size();
+          }
+          scheduler.step();
+          reference.step();
+          rates.push_back(ours->lr());
+          EXPECT_EQ(ours->lr(), theirs.param_groups()[0].options().get_lr());
+        });
+    EXPECT_EQ(rates, (std::vector<double>{0x1p-4, 0x1p-4, 0x1p-6, 0x1p-6, 0x1p-8}));
+  });
+}
+
+TEST(Optim, WhatSchedulersSeeIsTheOptimizerItself) {
+  ranks(1).run([](World& world) {
+    ShardedChain model(data_mesh(world), 1, 1, kWidth);
+    const auto ours = make_adamw(model.handle, adamw(0.5));
+    torch::optim::Optimizer& seen = *ours;
+    EXPECT_EQ(&seen, &static_cast<torch::optim::Optimizer&>(*ours)) << "one and the same";
+    ours->set_lr(0.25);
+    EXPECT_EQ(seen.param_groups()[0].options().get_lr(), 0.25);
+    using Plateau = torch::optim::ReduceLROnPlateauScheduler;
+    Plateau plateau(*ours, Plateau::min, 0.5, /*patience=*/0, /*threshold=*/1e-4);
+    for (const float loss : {1.0F, 2.0F}) plateau.step(loss);
+    EXPECT_EQ(ours->lr(), 0.125);
+    const auto before = whole_parameters(model.handle).at("scale");
+    const auto loss = seen.step([&] {
+      const auto value = squares(model.handle.forward(input_of(0, 0, kWidth)));
+      backward(value);
+      return value;
+    });
+    EXPECT_TRUE(loss.defined());
+    EXPECT_FALSE(same_bits(whole_parameters(model.handle).at("scale"), before));
+  });
 }
 
 class Meshes : public ::testing::TestWithParam<std::pair<int, int>> {};

@@ -29,7 +29,7 @@ class MixedMlp : public torch::nn::Module {
         layer3(register_module("layer3",
                                std::make_shared<Affine>(seed + 20, 30, 10, at::kBFloat16))) {}
   at::Tensor forward(const at::Tensor& x) {
-    return layer3->forward(layer2->forward(at::relu(layer1->forward(x))));
+    return layer3->forward(at::relu(layer2->forward(at::relu(layer1->forward(x)))));
   }
   std::shared_ptr<Affine> layer1, layer2, layer3;
 };

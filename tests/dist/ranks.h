@@ -4,10 +4,13 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <barrier>
+#include <cstddef>
 #include <functional>
 #include <map>
 #include <memory>
+#include <span>
 
 #include "comm/thread_ranks.h"
 #include "tessera/world.h"
@@ -52,17 +55,30 @@ inline Mesh data_mesh(World& world, int replicas = 1) {
   return world.mesh(MeshShape::dense(1, replicas, world.size() / replicas, 1, 1));
 }
 
-/// Bit for bit, dtype included.
+/// Bit for bit, dtype included: a NaN is the same as itself, and 0 is not -0. On the CPU; strides
+/// may differ.
 inline ::testing::AssertionResult same_bits(const at::Tensor& a, const at::Tensor& b) {
   if (a.scalar_type() != b.scalar_type()) {
     return ::testing::AssertionFailure() << a.scalar_type() << " against " << b.scalar_type();
   }
   if (a.sizes() != b.sizes())
     return ::testing::AssertionFailure() << a.sizes() << " against " << b.sizes();
-  if (at::equal(a, b)) return ::testing::AssertionSuccess();
+  const auto one = a.detach().contiguous();
+  const auto other = b.detach().contiguous();
+  const auto bytes_of = [](const at::Tensor& tensor) {
+    return std::span(static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes());
+  };
+  const auto found = std::ranges::mismatch(bytes_of(one), bytes_of(other));
+  if (found.in1 == bytes_of(one).end()) return ::testing::AssertionSuccess();
+  const auto element =
+      (found.in1 - bytes_of(one).begin()) / static_cast<std::ptrdiff_t>(one.element_size());
+  const auto value = [&](const at::Tensor& tensor) {
+    return tensor.flatten()[element].to(at::kDouble).item<double>();
+  };
   return ::testing::AssertionFailure()
-         << "largest difference "
-         << (a.to(at::kDouble) - b.to(at::kDouble)).abs().max().item<double>();
+         << "element " << element << " of " << one.numel() << ": " << value(one) << " against "
+         << value(other) << ", largest difference "
+         << (one.to(at::kDouble) - other.to(at::kDouble)).abs().max().item<double>();
 }
 
 /// Values that depend on the seed only, not on libtorch's process-wide generator.

@@ -21,7 +21,8 @@ class Watched : public testing::Test {
     void abort() override {}
   };
 
-  void start() {
+  void start(milliseconds blocked_after = milliseconds(4),
+             milliseconds silent_after = milliseconds(30)) {
     const auto act = [this](const char* what) {
       return [this, what](const std::string& why) {
         if (!acted_.exchange(true)) action_.set_value(concat(what, ": ", why));
@@ -35,10 +36,15 @@ class Watched : public testing::Test {
       act("poisoned")(concat(why, " in epoch ", epoch));
     };
     watch_ = std::make_unique<FailureWatch>(
-        store_, board_, WatchOptions{0, milliseconds(2), milliseconds(4), milliseconds(30)},
-        actions);
+        store_, board_, WatchOptions{0, milliseconds(2), blocked_after, silent_after}, actions);
   }
   std::string first_action() { return action_.get_future().get(); }
+  /// Returns once the watch has looked `looks` times, each with a heartbeat, or has acted.
+  void let_it_look(int looks) {
+    const auto beats = [&] { return std::stoi(store_->find(store_key::pulse(0)).value_or("0")); };
+    const int begin = beats();
+    while (!acted_ && beats() < begin + looks) std::this_thread::yield();
+  }
 
   std::shared_ptr<Store> store_ = Store::in_memory();
   std::shared_ptr<WaitBoard> board_ = std::make_shared<WaitBoard>();
@@ -61,9 +67,18 @@ TEST_F(Watched, PoisonOfItsEpochIsSeen) {
   EXPECT_EQ(first_action(), "poisoned: old in epoch 0");
 }
 
+// Without patience every look decides: none while nothing waits, the first one after.
 TEST_F(Watched, SilentPeerIsLostOnlyWhileSomethingWaits) {
-  const auto log = std::make_shared<IssueLog>("g", std::vector<int>{0, 2});
-  board_->add(log);
+  board_->add(std::make_shared<IssueLog>("g", std::vector<int>{0, 2}));
+  start(milliseconds(0), milliseconds(0));
+  let_it_look(10);
+  ASSERT_FALSE(acted_) << first_action();
+  const OnBoard waiting(*board_, blocked_);
+  EXPECT_THAT(first_action(), HasSubstr("lost: rank 2 has given no sign of life"));
+}
+
+TEST_F(Watched, SilentPeerIsLostWithTheTimeThatItWasGiven) {
+  board_->add(std::make_shared<IssueLog>("g", std::vector<int>{0, 2}));
   start();
   const OnBoard waiting(*board_, blocked_);
   EXPECT_THAT(first_action(), HasSubstr("lost: rank 2 has given no sign of life for 0.03 s"));

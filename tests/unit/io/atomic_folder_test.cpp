@@ -49,6 +49,17 @@ TEST(AtomicFolder, ReplacesAnEmptyFolderAndALinkToOne) {
   EXPECT_TRUE(fs::is_symlink(folder / "link"));
 }
 
+TEST(AtomicFolder, ALinkUnderTheTemporaryNameIsReplacedAndWhatItLeadsToStays) {
+  const TemporaryFolder folder;
+  folder.write("elsewhere/mine.txt", "mine");
+  fs::create_directory_symlink(folder / "elsewhere", folder / concat("out.", ::getpid(), ".tmp"));
+  AtomicFolder made(folder / "out");
+  std::ofstream(made.temporary() / "a.txt") << "a";
+  made.commit();
+  EXPECT_FALSE(fs::is_symlink(folder / "out"));
+  EXPECT_EQ(entries(folder / "elsewhere"), 1U);
+}
+
 TEST(AtomicFolder, WhatIsThereIsNotTouched) {
   const TemporaryFolder folder;
   folder.write("full/mine.txt", "mine");

@@ -183,6 +183,19 @@ TEST(HashedFile, LongRunsOfWantedAndUnwantedBytesComeWithTheHashOfAll) {
   EXPECT_EQ(read_hashed_file(InputFile(path)), Hash128Stream().digest());
 }
 
+// Naive: the bytes land in the file that the link leads to.
+TEST(HashedFile, ALinkUnderItsNameIsReplaced) {
+  const TemporaryFolder folder;
+  const auto precious = folder.write("precious", "precious");
+  const auto path = folder / "file";
+  fs::create_symlink(precious, path);
+  const std::string content = "new!";
+  write_hashed_file(path, std::as_bytes(std::span(content)));
+  EXPECT_FALSE(fs::is_symlink(path));
+  EXPECT_EQ(read_text_file(path, 10), "new!");
+  EXPECT_EQ(read_text_file(precious, 10), "precious");
+}
+
 TEST(CheckpointFolder, RowsLongerThanWhatIsReadAtATimeHaveTheirValues) {
   const TemporaryFolder folder;
   // Two boxes side by side, of 3 rows of 300000 and 100000 elements: several chunks of 1 MiB.
@@ -342,6 +355,19 @@ TEST(CheckpointStore, OnlyFinishedFoldersCount) {
   EXPECT_FALSE(fs::exists(folder / "checkpoint/latest.77.tmp"));
   EXPECT_TRUE(fs::exists(folder / "checkpoint/notes.tmp"));
   EXPECT_THAT(store.steps(), ElementsAre(9, 10));
+}
+
+TEST(CheckpointStore, AStepIsNotBegunThroughALink) {
+  const TemporaryFolder folder;
+  const CheckpointStore store(folder / "checkpoint");
+  store.clean();
+  fs::create_directory(folder / "elsewhere");
+  fs::create_directory_symlink(folder / "elsewhere", store.temporary(3));
+  EXPECT_THAT(error_of(ErrorKind::kIo, [&] { store.begin(3); }), HasSubstr("found a link"));
+  store.clean();
+  store.begin(3);
+  store.begin(3);  // as another rank
+  EXPECT_TRUE(fs::exists(folder / "elsewhere"));
 }
 
 TEST(CheckpointStore, AFinishedFolderReplacesOneOfItsName) {

@@ -104,6 +104,35 @@ TEST(AtomicFile, OlderFileStaysUntilCommit) {
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 1);
 }
 
+// Naive: opened with O_TRUNC, the file that the link leads to is emptied and overwritten.
+TEST(AtomicFile, ALinkUnderTheTemporaryNameLeadsNowhere) {
+  namespace fs = std::filesystem;
+  const TemporaryFolder folder;
+  const auto precious = folder.write("elsewhere/precious", "precious");
+  const auto path = folder / "a";
+  const auto temporary = folder / concat("a.", ::getpid(), ".tmp");
+  const auto write = [&] { write_atomically(path, "new!"); };
+  fs::create_symlink(precious, temporary);
+  write();
+  EXPECT_EQ(read_text_file(path, 10), "new!");
+  fs::create_symlink(folder / "elsewhere/made", temporary);
+  write();
+  EXPECT_FALSE(fs::exists(folder / "elsewhere/made")) << "nothing is made through a link";
+  fs::create_hard_link(precious, temporary);
+  write();
+  EXPECT_EQ(read_text_file(precious, 10), "precious");
+  EXPECT_FALSE(fs::is_symlink(path));
+}
+
+TEST(AtomicFile, WhatACrashLeftUnderTheTemporaryNameIsNoHindrance) {
+  const TemporaryFolder folder;
+  const auto stale = folder.write(concat("a.", ::getpid(), ".tmp"), "longer than what comes");
+  std::filesystem::permissions(stale, std::filesystem::perms::none);
+  write_atomically(folder / "a", "new!");
+  EXPECT_EQ(read_text_file(folder / "a", 10), "new!");
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 1);
+}
+
 TEST(ParseJson, DuplicateKeysAreRefusedAtEveryLevel) {
   EXPECT_EQ(parse_json(R"({"a":{"k":1},"b":[{"k":1},{"k":2}]})", "f").at("b").size(), 2U);
   for (const std::string text : {R"({"a":1,"a":1})", R"({"x":{"a":1,"b":2,"a":3}})",

@@ -131,6 +131,19 @@ TEST(Gemma4Config, WhatTheGlobalKeysCannotSayIsWrittenLayerByLayer) {
   EXPECT_EQ(parse_spec(config_json(plain)).spec, plain) << config_json(plain);
 }
 
+TEST(Gemma4Config, DropoutIsAllowedWithoutTrainingAndWrittenAsItWas) {
+  Json json = written();
+  json["text_config"]["attention_dropout"] = 0.5;
+  json["vision_config"]["attention_dropout"] = 0.25;
+  EXPECT_THAT(refusal(json), HasSubstr("text_config.attention_dropout: found 0.5"));
+  const SpecOptions reading{.purpose = Purpose::kInference};
+  const ModelSpec spec = parse_spec(json.dump(), reading).spec;
+  EXPECT_EQ(parse_spec(config_json(spec), reading).spec, spec);
+  const Json again = Json::parse(config_json(spec));
+  EXPECT_EQ(again["text_config"]["attention_dropout"], 0.5);
+  EXPECT_EQ(again["vision_config"]["attention_dropout"], 0.25);
+}
+
 TEST(Gemma4Config, UnsupportedMathsIsRefusedWithKeyAndValue) {
   const std::pair<const char*, Json> cases[] = {
       {"/audio_config", Json::object({{"a", 1}})},

@@ -188,7 +188,15 @@ TEST(ModelSpec, DuplicateKeysAreRefused) {
 TEST(ModelSpec, DropoutIsAllowedWithoutTraining) {
   const std::string text = llama(R"("attention_dropout": 0.1,)");
   EXPECT_NE(refusal(text), "");
-  EXPECT_EQ(refusal(text, ErrorKind::kConfig, {.purpose = Purpose::kInference}), "");
+  const SpecOptions reading{.purpose = Purpose::kInference};
+  EXPECT_EQ(refusal(text, ErrorKind::kConfig, reading), "");
+  // Who trains with the folder that is written of it must not train without.
+  const ModelSpec spec = parse_spec(text, reading).spec;
+  EXPECT_EQ(spec.attention_dropout, 0.1);
+  EXPECT_EQ(parse_spec(config_json(spec), reading).spec, spec);
+  EXPECT_THAT(refusal(config_json(spec)), HasSubstr("attention_dropout: found 0.1"));
+  EXPECT_THAT(refusal(llama(R"("attention_dropout": 2,)"), ErrorKind::kConfig, reading),
+              HasSubstr("attention_dropout: found 2"));
 }
 
 TEST(ModelSpec, ImpossibleNumbersAreRefused) {

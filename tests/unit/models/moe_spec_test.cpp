@@ -114,18 +114,41 @@ TEST(MoeSpec, GptOssHasWindowsSinksAndBiases) {
 
 TEST(MoeSpec, GptOssWithoutItsOwnKeysIsTransformersDefault) {
   nlohmann::json config = hub("gpt-oss-fp32");
-  for (const char* key : {"layer_types", "attention_bias", "rms_norm_eps", "swiglu_limit",
-                          "initial_context_length", "experts_per_token", "router_aux_loss_coef"}) {
+  for (const char* key :
+       {"layer_types", "attention_bias", "rms_norm_eps", "swiglu_alpha", "swiglu_limit",
+        "initial_context_length", "experts_per_token", "router_aux_loss_coef", "rope_theta",
+        "sliding_window", "head_dim", "max_position_embeddings"}) {
     config.erase(key);
   }
-  config["sliding_window"] = 128;
   const ModelSpec spec = parse_spec(config.dump()).spec;
   EXPECT_TRUE(spec.attention_bias);
   EXPECT_EQ(spec.rms_norm_eps, 1e-5);
+  EXPECT_EQ(spec.rope.theta, 150000.0);
+  EXPECT_EQ(spec.rope.type, RopeType::kYarn);
+  EXPECT_EQ(spec.sliding_window, 128);
+  EXPECT_EQ(spec.head_dim, 64);
+  EXPECT_EQ(spec.max_position_embeddings, 131072);
+  EXPECT_EQ(spec.moe->swiglu_alpha, 1.702);
   EXPECT_EQ(spec.moe->swiglu_limit, 7.0);
   EXPECT_EQ(spec.moe->router_aux_loss_coef, 0.001);
   EXPECT_TRUE(spec.is_sliding(2));
   EXPECT_FALSE(spec.is_sliding(3));
+}
+
+// As transformers: the record of either spelling has theta, or the family's own holds.
+TEST(MoeSpec, GptOssThetaIsItsOwnWhereNoRecordHasOne) {
+  nlohmann::json config = nlohmann::json::parse(read_text(folder("gpt-oss-fp32") / "config.json"));
+  config.erase("rope_theta");
+  config["rope_parameters"].erase("rope_theta");
+  EXPECT_EQ(parse_spec(config.dump()).spec.rope.theta, 150000.0);
+  config["rope_parameters"]["rope_theta"] = 5000.0;
+  EXPECT_EQ(parse_spec(config.dump()).spec.rope.theta, 5000.0);
+  config["rope_parameters"] = {{"rope_type", "default"}};
+  EXPECT_EQ(parse_spec(config.dump()).spec.rope.theta, 150000.0);
+  // Without it a family has 10000.
+  nlohmann::json other = hub("qwen3-moe-fp32");
+  other.erase("rope_theta");
+  EXPECT_EQ(parse_spec(other.dump()).spec.rope.theta, 10000.0);
 }
 
 TEST(MoeSpec, WhatGptOssCannotBeIsRefusedWithItsValue) {
