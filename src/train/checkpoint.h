@@ -40,6 +40,10 @@ class CheckpointSaver {
   CheckpointSaver(const CheckpointSaver&) = delete;
   CheckpointSaver& operator=(const CheckpointSaver&) = delete;
 
+  /// That what is going to be saved has a manifest that readers take. Collective. Errors, on all
+  /// ranks alike: kConfig.
+  void check_plan(const ShardedBase& model, const Optimizer& optimizer);
+
   /// Finishes the checkpoint under way, if any, then copies the state after `step`. Collective.
   /// Errors: kIo for the one before, on all ranks alike.
   void save(std::int64_t step, const ShardedBase& model, const Optimizer& optimizer,
@@ -60,7 +64,7 @@ class CheckpointSaver {
   void start(std::function<std::string()> work);
   void meet();
   std::string write_files() const;
-  void write_manifest(const std::vector<std::string>& parts) const;
+  void complete(const std::vector<std::string>& parts) const;
   void require_files(const CheckpointManifest& manifest) const;
 
   World& world_;
