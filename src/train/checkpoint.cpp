@@ -24,6 +24,9 @@ constexpr milliseconds kPatience{500};
 constexpr char kDone = '+';
 constexpr char kFailed = '-';
 
+/// What a rank says of its pieces: gone before the folder has its name.
+std::string part_file(int rank) { return concat("rank_", rank, ".part"); }
+
 std::span<const std::byte> bytes_of(const std::string& text) {
   return std::as_bytes(std::span(text));
 }
@@ -100,7 +103,10 @@ std::string CheckpointSaver::write_files() const {
   };
   write(snapshot_.name(), snapshot_.bytes());
   if (world_.rank() == 0) write("config.json", bytes_of(options_.config_json));
-  return part_text(entries);
+  // Through the folder: all ranks' together are too much to send to every one of them.
+  const auto text = part_text(entries);
+  return to_string(
+      write_hashed_file(store_.temporary(step_) / part_file(world_.rank()), bytes_of(text)));
 }
 
 bool CheckpointSaver::writing() const {
@@ -155,10 +161,20 @@ void CheckpointSaver::complete(const std::vector<std::string>& parts) const {
   manifest.optimizer = optimizer_;
   manifest.loss_scale = loss_scale_;
   manifest.world_size = world_.size();
-  for (const auto& part : parts) {
-    merge(manifest, parse_manifest_part(std::string_view(part).substr(1), "a rank's part"));
+  for (std::size_t rank = 0; rank < parts.size(); ++rank) {
+    const fs::path path = store_.temporary(step_) / part_file(static_cast<int>(rank));
+    const std::string text = read_text_file(path, kMaxManifestBytes);
+    const std::string found = to_string(Hash128Stream().add(text).digest());
+    const auto expected = std::string_view(parts[rank]).substr(1);
+    TESSERA_CHECK(found == expected, ErrorKind::kIo, shown(path), ": found XXH3-128 ", found,
+                  ", expected ", expected,
+                  " that its rank wrote; do all hosts share checkpoint.folder?");
+    merge(manifest, parse_manifest_part(text, shown(path)));
   }
   require_files(manifest);
+  for (std::size_t rank = 0; rank < parts.size(); ++rank) {
+    fs::remove(store_.temporary(step_) / part_file(static_cast<int>(rank)));
+  }
   write_manifest(store_.temporary(step_), std::move(manifest));
   store_.finish(step_);
   store_.set_latest(step_);

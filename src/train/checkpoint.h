@@ -64,6 +64,7 @@ class CheckpointSaver {
   void start(std::function<std::string()> work);
   void meet();
   std::string write_files() const;
+  /// `parts`: what each rank said, the hash of its part behind a '+'.
   void complete(const std::vector<std::string>& parts) const;
   void require_files(const CheckpointManifest& manifest) const;
 
@@ -76,8 +77,8 @@ class CheckpointSaver {
   std::string optimizer_;
   std::optional<LossScaleState> loss_scale_;
   Clock::time_point begun_;
-  /// What a rank has to say when its work is done: its part of the manifest. Last member: its
-  /// destructor waits for work that uses the others.
+  /// What a rank has to say when its work is done: the hash of its part of the manifest. Last
+  /// member: its destructor waits for work that uses the others.
   std::future<std::string> work_;
 };
 
