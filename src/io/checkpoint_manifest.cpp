@@ -358,7 +358,7 @@ CheckpointTexts texts_of(CheckpointManifest manifest) {
 }
 
 std::int64_t check_manifest_plan(const CheckpointManifest& about, std::int64_t ranks,
-                         std::int64_t tensors_bytes) {
+                                 std::int64_t tensors_bytes) {
   // Of the largest numbers that a line may have.
   constexpr std::int64_t kLargest = std::numeric_limits<std::int64_t>::max();
   const auto file_bytes = std::ssize(by_name(

@@ -167,7 +167,7 @@ CheckpointTensorMap parse_checkpoint_block(std::string_view text,
 /// `about` is what it says besides files and tensors, `tensors_bytes` no less than tensors.jsonl
 /// will have. Returns a size that it stays below. Errors: kConfig with that and the largest one.
 std::int64_t check_manifest_plan(const CheckpointManifest& about, std::int64_t ranks,
-                         std::int64_t tensors_bytes);
+                                 std::int64_t tensors_bytes);
 
 /// Files and tensors that one rank of several wrote, as it tells them to the rank that writes the
 /// manifest.

@@ -177,7 +177,7 @@ TEST(LargeCheckpoint, Qwen3Of235BillionOnAThousandRanksHasASmallManifest) {
   RecordProperty("pieces", std::to_string(pieces));
   RecordProperty("largest_part_bytes", std::to_string(largest));
 
-  // One rank of 1,024: what it owns of every layer lies in less than half of the blocks.
+  // One of 1,024 ranks owns elements of an expert or two of every layer: a tenth of the blocks.
   const auto checkpoint = CheckpointFolder::open(folder.path());
   const auto& blocks = checkpoint.manifest().blocks;
   std::set<std::size_t> read;
@@ -193,7 +193,7 @@ TEST(LargeCheckpoint, Qwen3Of235BillionOnAThousandRanksHasASmallManifest) {
       }
     }
   }
-  EXPECT_LT(4 * read.size(), blocks.size());
+  EXPECT_LT(8 * read.size(), blocks.size());
   RecordProperty("blocks", std::to_string(blocks.size()));
   RecordProperty("blocks_read", std::to_string(read.size()));
 }
