@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <string_view>
 #include <system_error>
 #include <utility>
@@ -140,6 +141,13 @@ CheckpointFolder CheckpointFolder::open(const fs::path& path) {
   check_manifest_hash(text, shown(manifest));
   checkpoint.manifest_hash_ = Hash128Stream().add(text).digest();
   checkpoint.manifest_ = parse_checkpoint_manifest(text, shown(manifest));
+  checkpoint.tensors_ = std::exchange(checkpoint.manifest_.tensors, {});
+  std::int64_t offset = 0;
+  for (const CheckpointBlock& block : checkpoint.manifest_.blocks) {
+    checkpoint.block_offsets_.push_back(offset);
+    offset += block.bytes;
+  }
+  checkpoint.block_is_read_.resize(checkpoint.manifest_.blocks.size());
 
   check_step(checkpoint.path_, checkpoint.manifest_.step);
   for (const auto& [name, file] : checkpoint.manifest_.files) {
@@ -155,15 +163,66 @@ CheckpointFolder CheckpointFolder::open(const fs::path& path) {
   return checkpoint;
 }
 
+void CheckpointFolder::read_block(std::size_t index) const {
+  if (block_is_read_[index]) return;
+  const CheckpointBlock& block = manifest_.blocks[index];
+  const fs::path path = path_ / kTensorsFile;
+  if (!blocks_file_) {
+    blocks_file_ = std::make_shared<const InputFile>(
+        open_listed(path, manifest_.files.find(kTensorsFile)->second));
+  }
+  std::string text(static_cast<std::size_t>(block.bytes), '\0');
+  blocks_file_->read_range(block_offsets_[index], std::as_writable_bytes(std::span(text)));
+  check_hash(path, Hash128Stream().add(text).digest(), block.xxh3_128);
+  tensors_.merge(parse_checkpoint_block(text, manifest_, index, shown(path)));
+  block_is_read_[index] = true;
+}
+
+const CheckpointTensorMap& CheckpointFolder::tensors() const {
+  for (std::size_t i = 0; i < manifest_.blocks.size(); ++i) read_block(i);
+  return tensors_;
+}
+
 const CheckpointTensor* CheckpointFolder::find(std::string_view name) const {
-  const auto found = manifest_.tensors.find(name);
-  return found == manifest_.tensors.end() ? nullptr : &found->second;
+  const auto behind =
+      std::ranges::upper_bound(manifest_.blocks, name, std::less<>(),
+                               [](const auto& block) -> std::string_view { return block.first; });
+  if (behind != manifest_.blocks.begin()) {
+    read_block(static_cast<std::size_t>(behind - manifest_.blocks.begin()) - 1);
+  }
+  const auto found = tensors_.find(name);
+  return found == tensors_.end() ? nullptr : &found->second;
+}
+
+std::vector<std::string> CheckpointFolder::names(std::string_view prefix, std::size_t part,
+                                                 std::size_t parts) const {
+  std::vector<std::string> found;
+  const auto add = [&](auto tensor, const std::string* end) {
+    for (; tensor != tensors_.end() && tensor->first.starts_with(prefix); ++tensor) {
+      if (end != nullptr && tensor->first >= *end) break;
+      found.push_back(tensor->first);
+    }
+  };
+  const auto& blocks = manifest_.blocks;
+  if (blocks.empty()) {
+    if (part == 0) add(tensors_.lower_bound(prefix), nullptr);
+    return found;
+  }
+  for (std::size_t i = part; i < blocks.size(); i += parts) {
+    const std::string* const end = i + 1 < blocks.size() ? &blocks[i + 1].first : nullptr;
+    if (end != nullptr && *end <= prefix) continue;
+    if (blocks[i].first > prefix && !blocks[i].first.starts_with(prefix)) break;
+    read_block(i);
+    add(tensors_.lower_bound(std::max<std::string_view>(blocks[i].first, prefix)), end);
+  }
+  return found;
 }
 
 std::vector<std::string> CheckpointFolder::data_files() const {
   std::vector<std::string> names;
   for (const auto& [name, file] : manifest_.files) {
-    if (name != kConfigFile) names.push_back(name);
+    const bool has_tensors = manifest_.format > 1 && name == kTensorsFile;
+    if (name != kConfigFile && !has_tensors) names.push_back(name);
   }
   // By rank: names of one length differ in their digits.
   std::sort(names.begin(), names.end(), [](const auto& a, const auto& b) {
@@ -181,7 +240,8 @@ void CheckpointFolder::verify(const std::string& name, std::vector<WantedBytes> 
 }
 
 void CheckpointFolder::verify_all() const {
-  for (const std::string& name : data_files()) verify(name);
+  tensors();
+  for (const auto& [name, file] : manifest_.files) verify(name);
 }
 
 const TensorInfo& CheckpointFolder::where_in_file(const CheckpointPiece& piece, DType dtype) const {
@@ -203,7 +263,7 @@ const CheckpointTensor& CheckpointFolder::checked(std::string_view name, std::in
                                                   std::int64_t end) const {
   const CheckpointTensor* const tensor = find(name);
   TESSERA_CHECK(tensor != nullptr, ErrorKind::kFormat, shown(path_), ": found no tensor ",
-                printable(name), " among its ", manifest_.tensors.size());
+                printable(name));
   TESSERA_CHECK(0 <= begin && begin <= end && end <= tensor->numel(), ErrorKind::kUsage,
                 shown(path_), ": elements ", begin, " to ", end, " do not lie inside ",
                 printable(name), " ", shape_text(tensor->shape));
@@ -259,6 +319,16 @@ void CheckpointFolder::read(std::string_view name, std::int64_t begin, std::int6
         open_listed(path_ / piece.file, manifest_.files.find(piece.file)->second);
     PieceRead{file, piece, tensor.shape, info.begin, element_bytes, begin, out}.copy(part);
   }
+}
+
+void write_manifest(const fs::path& folder, CheckpointManifest manifest) {
+  validate(manifest, "the manifest to be written");
+  const CheckpointTexts texts = texts_of(std::move(manifest));
+  const auto write = [&](std::string_view name, const std::string& text) {
+    write_hashed_file(folder / name, std::as_bytes(std::span(text)));
+  };
+  write(kTensorsFile, texts.tensors);
+  write(kManifestFile, texts.manifest);
 }
 
 }  // namespace tessera

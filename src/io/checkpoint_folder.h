@@ -1,10 +1,11 @@
 // A checkpoint on disk, read by whoever wants any part of it: the trainer on any number of ranks,
 // generate, convert, inspect.
 //
-// Opening reads the manifest and looks at every file's size, not at weights. Ranges of a tensor's
-// flattened elements are read out of whatever pieces hold them; nothing is ever held whole. What
-// open() did not check, verify() does: it reads a file through once. Writing: train/checkpoint.h;
-// which folders are complete: checkpoint_store.h.
+// Opening reads the manifest and looks at every file's size, not at weights. Tensors are looked up
+// in its blocks, which are read, compared with their hashes and kept one by one. Ranges of a
+// tensor's flattened elements are read out of whatever pieces hold them; nothing is ever held
+// whole. What open() did not check, verify() does: it reads a file through once. Writing:
+// train/checkpoint.h; which folders are complete: checkpoint_store.h.
 #pragma once
 
 #include <cstddef>
@@ -36,24 +37,30 @@ class CheckpointFolder {
   static CheckpointFolder open(const std::filesystem::path& path);
 
   const std::filesystem::path& path() const { return path_; }  ///< of step-N
+  /// As it was read, without tensors.
   const CheckpointManifest& manifest() const { return manifest_; }
-  /// The manifest's own hash: equal where ranks see the same checkpoint.
+  /// The manifest's own hash: equal where ranks see the same checkpoint, blocks included.
   const Hash128& manifest_hash() const { return manifest_hash_; }
   const std::string& config_text() const { return config_text_; }  ///< config.json, verified
 
-  /// "model/<name>" and "optim/<state>/<name>", each with dtype and global shape.
-  const std::map<std::string, CheckpointTensor, std::less<>>& tensors() const {
-    return manifest_.tensors;
-  }
-  const CheckpointTensor* find(std::string_view name) const;  ///< nullptr where there is none
+  /// "model/<name>" and "optim/<state>/<name>", each with dtype and global shape. Reads all blocks:
+  /// memory of all pieces of all ranks. Errors: as find().
+  const CheckpointTensorMap& tensors() const;
+  /// nullptr where there is none; reads the block that it belongs to. Errors: kFormat naming the
+  /// file for a block that was altered or is malformed; kIo. Threads: one at a time.
+  const CheckpointTensor* find(std::string_view name) const;
+  /// Names that begin with `prefix` in the `part`-th of `parts` shares of the blocks: together all.
+  /// Reads no block of another share. Errors: as find().
+  std::vector<std::string> names(std::string_view prefix, std::size_t part = 0,
+                                 std::size_t parts = 1) const;
 
-  /// Names of all files but manifest.json and config.json, rank_2 before rank_10: the work that
-  /// ranks divide.
+  /// Names of all files with data, rank_2 before rank_10: the work that ranks divide.
   std::vector<std::string> data_files() const;
   /// Compares a file's content with the manifest's hash: reads it through once, and leaves bytes
   /// that are wanted where they are wanted (stretches() says which those are). Errors: kFormat
   /// naming the file; kIo.
   void verify(const std::string& file, std::vector<WantedBytes> wanted = {}) const;
+  /// Every file, and every tensor's pieces. Errors: as verify() and find().
   void verify_all() const;
 
   /// Copies the elements [begin, end) of the flattened tensor; `out` has exactly their bytes, in
@@ -83,13 +90,24 @@ class CheckpointFolder {
   const CheckpointTensor& checked(std::string_view name, std::int64_t begin,
                                   std::int64_t end) const;
   const TensorInfo& where_in_file(const CheckpointPiece& piece, DType dtype) const;
+  void read_block(std::size_t index) const;
 
   std::filesystem::path path_;
   CheckpointManifest manifest_;
+  /// Of the blocks that were read; of version 1 all.
+  mutable CheckpointTensorMap tensors_;
+  mutable std::vector<bool> block_is_read_;
+  std::vector<std::int64_t> block_offsets_;
+  mutable std::shared_ptr<const InputFile> blocks_file_;
   Hash128 manifest_hash_;
   std::string config_text_;
   /// Headers of the files that were read from.
   mutable std::map<std::string, SafetensorsHeader, std::less<>> headers_;
 };
+
+/// Makes the folder, which holds all other files of `manifest`, a checkpoint: writes tensors.jsonl,
+/// then manifest.json, and waits until both are on disk. Errors: kFormat as validate(); kIo, also
+/// as texts_of(), before anything is written.
+void write_manifest(const std::filesystem::path& folder, CheckpointManifest manifest);
 
 }  // namespace tessera

@@ -1,7 +1,9 @@
 #include "io/checkpoint_manifest.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
+#include <limits>
 #include <nlohmann/json.hpp>
 
 #include "base/printable.h"
@@ -101,21 +103,26 @@ void check_cover(const CheckpointTensor& tensor, const std::string& what) {
                 shape_text(tensor.shape));
 }
 
-void check_tensor(const CheckpointManifest& manifest, const std::string& name,
-                  const CheckpointTensor& tensor, std::string_view where) {
-  const std::string what = tensor_text(where, name);
-  TESSERA_CHECK(is_tensor_name(name), ErrorKind::kFormat, what,
-                ": found this name, expected model/NAME or optim/STATE/NAME");
-  TESSERA_CHECK(tensor.shape.size() <= kMaxTensorDims, ErrorKind::kFormat, what, ": found ",
-                tensor.shape.size(), " dims, expected at most ", kMaxTensorDims);
-  checked_numel(tensor.shape, tensor.dtype, ErrorKind::kFormat, what);
-  for (const CheckpointPiece& piece : tensor.pieces) {
-    TESSERA_CHECK(manifest.files.contains(piece.file), ErrorKind::kFormat, what,
-                  ": found a piece in ", printable(piece.file),
-                  ", expected one of the files that the manifest lists");
-    check_box(piece, tensor.shape, what);
+/// Errors: kFormat unless the blocks are in order and make up their file.
+void check_blocks(const CheckpointManifest& manifest, std::string_view where) {
+  std::int64_t bytes = 0;
+  std::string_view before;
+  for (const CheckpointBlock& block : manifest.blocks) {
+    const std::string what = concat(where, ": block from ", printable(block.first));
+    TESSERA_CHECK(is_tensor_name(block.first) && block.first.size() <= kMaxTensorNameBytes,
+                  ErrorKind::kFormat, what, ": found this name, expected model/NAME or ",
+                  "optim/STATE/NAME of at most ", kMaxTensorNameBytes, " bytes");
+    TESSERA_CHECK(before < block.first, ErrorKind::kFormat, what, ": found it behind ",
+                  printable(before), ", expected blocks in the order of names, each once");
+    TESSERA_CHECK(block.bytes >= 1 && block.bytes <= kMaxBlockBytes, ErrorKind::kFormat, what,
+                  ": found ", block.bytes, " bytes, expected 1 to ", kMaxBlockBytes);
+    before = block.first;
+    bytes += block.bytes;  // of a text of 64 MiB: far below 2^63
   }
-  check_cover(tensor, what);
+  const auto file = manifest.files.find(kTensorsFile);
+  const std::int64_t listed = file == manifest.files.end() ? 0 : file->second.bytes;
+  TESSERA_CHECK(listed == bytes, ErrorKind::kFormat, where, ": found blocks of ", bytes,
+                " bytes together, expected the ", listed, " of ", kTensorsFile);
 }
 
 std::string quoted(const std::string& text) {
@@ -133,20 +140,55 @@ std::string numbers(const std::vector<std::int64_t>& items) {
   return listed(items, [](std::int64_t item) { return std::to_string(item); });
 }
 
-std::string piece_text(const CheckpointPiece& piece) {
-  return concat(R"({"file": )", quoted(piece.file), R"(, "key": )", quoted(piece.key),
-                R"(, "box": {"offset": )", numbers(piece.box.offset), R"(, "size": )",
-                numbers(piece.box.size), R"(}, "begin": )", piece.begin, R"(, "end": )", piece.end,
-                "}");
-}
-
-std::string tensor_line(const CheckpointTensor& tensor) {
+template <class Write>
+std::string tensor_line(const CheckpointTensor& tensor, const Write& write_piece) {
   std::string text =
       concat(R"({"dtype": ")", to_string(tensor.dtype), R"(", "shape": )", numbers(tensor.shape));
   if (tensor.source_dtype) {
     text += concat(R"(, "source_dtype": ")", to_string(*tensor.source_dtype), "\"");
   }
-  return text + R"(, "pieces": )" + listed(tensor.pieces, piece_text) + "}";
+  return text + R"(, "pieces": )" + listed(tensor.pieces, write_piece) + "}";
+}
+
+/// Of a name that rank_file() gives.
+std::int64_t rank_of(const CheckpointPiece& piece) {
+  constexpr std::string_view kBefore = "rank_";
+  std::int64_t rank = -1;
+  const std::string_view name = piece.file;
+  if (name.starts_with(kBefore)) {
+    std::from_chars(name.data() + kBefore.size(), name.data() + name.size(), rank);
+  }
+  TESSERA_INVARIANT(rank >= 0 && rank_file(rank) == name, "a piece in ", name);
+  return rank;
+}
+
+/// Pieces as [rank, begin, end] of the whole tensor, or with offset and size of their box behind.
+std::string short_line(const std::string& name, const CheckpointTensor& tensor) {
+  const TensorBox whole = TensorBox::whole(tensor.shape);
+  std::map<std::int64_t, std::size_t> numbers_of;  // of pieces in each file so far
+  const auto short_piece = [&](const CheckpointPiece& piece) {
+    const std::int64_t rank = rank_of(piece);
+    TESSERA_INVARIANT(piece.key == piece_key(name, ++numbers_of[rank]), "the piece ", piece.key,
+                      " of ", name);
+    std::string text = concat("[", rank, ", ", piece.begin, ", ", piece.end);
+    if (!(piece.box == whole)) {
+      text += concat(", ", numbers(piece.box.offset), ", ", numbers(piece.box.size));
+    }
+    return text + "]";
+  };
+  return tensor_line(tensor, short_piece);
+}
+
+std::string block_line(const CheckpointBlock& block) {
+  return concat(R"({"first": )", quoted(block.first), R"(, "bytes": )", block.bytes,
+                R"(, "xxh3_128": ")", to_string(block.xxh3_128), "\"}");
+}
+
+std::string piece_text(const CheckpointPiece& piece) {
+  return concat(R"({"file": )", quoted(piece.file), R"(, "key": )", quoted(piece.key),
+                R"(, "box": {"offset": )", numbers(piece.box.offset), R"(, "size": )",
+                numbers(piece.box.size), R"(}, "begin": )", piece.begin, R"(, "end": )", piece.end,
+                "}");
 }
 
 std::string file_line(const CheckpointFile& file) {
@@ -168,6 +210,14 @@ std::string loss_scale_line(const LossScaleState& state) {
                 ", \"skipped_steps\": ", state.skipped_steps, "}");
 }
 
+std::string blocks_line(const std::vector<CheckpointBlock>& blocks) {
+  std::string text = "[";
+  for (const CheckpointBlock& block : blocks) {
+    text += (text.size() > 1 ? ",\n  " : "\n  ") + block_line(block);
+  }
+  return text + "\n ]";
+}
+
 template <class Map, class Write>
 std::string by_name(const Map& items, const Write& write) {
   std::string text = "{";
@@ -184,12 +234,20 @@ constexpr std::size_t kHashDigits = 32;
 
 }  // namespace
 
+std::string rank_file(std::int64_t rank) { return concat("rank_", rank, ".safetensors"); }
+
+std::string piece_key(std::string_view tensor, std::size_t number) {
+  return number == 1 ? std::string(tensor) : concat(tensor, "#", number);
+}
+
 std::int64_t CheckpointTensor::numel() const { return TensorBox::whole(shape).numel(); }
 
 void validate(const CheckpointManifest& manifest, std::string_view where) {
-  TESSERA_CHECK(manifest.format == CheckpointManifest::kFormat, ErrorKind::kFormat, where,
-                ": found format ", manifest.format, ", expected ", CheckpointManifest::kFormat,
-                "; it was written by another version of tessera");
+  TESSERA_CHECK(manifest.format >= CheckpointManifest::kFirstFormat &&
+                    manifest.format <= CheckpointManifest::kFormat,
+                ErrorKind::kFormat, where, ": found format ", manifest.format, ", expected ",
+                CheckpointManifest::kFirstFormat, " to ", CheckpointManifest::kFormat,
+                "; it was written by another version of tessera, read it with that one");
   TESSERA_CHECK(manifest.step >= 0 && manifest.step < kMaxStep && manifest.world_size >= 1 &&
                     manifest.seed >= 0,
                 ErrorKind::kFormat, where, ": found step ", manifest.step, ", world_size ",
@@ -219,7 +277,25 @@ void validate(const CheckpointManifest& manifest, std::string_view where) {
         "less than ",
         LossScaleState::kMaxSteps);
   }
-  for (const auto& [name, tensor] : manifest.tensors) check_tensor(manifest, name, tensor, where);
+  if (manifest.format > 1) check_blocks(manifest, where);
+  for (const auto& [name, tensor] : manifest.tensors) validate(tensor, name, manifest, where);
+}
+
+void validate(const CheckpointTensor& tensor, const std::string& name,
+              const CheckpointManifest& manifest, std::string_view where) {
+  const std::string what = tensor_text(where, name);
+  TESSERA_CHECK(is_tensor_name(name), ErrorKind::kFormat, what,
+                ": found this name, expected model/NAME or optim/STATE/NAME");
+  TESSERA_CHECK(tensor.shape.size() <= kMaxTensorDims, ErrorKind::kFormat, what, ": found ",
+                tensor.shape.size(), " dims, expected at most ", kMaxTensorDims);
+  checked_numel(tensor.shape, tensor.dtype, ErrorKind::kFormat, what);
+  for (const CheckpointPiece& piece : tensor.pieces) {
+    TESSERA_CHECK(manifest.files.contains(piece.file), ErrorKind::kFormat, what,
+                  ": found a piece in ", printable(piece.file),
+                  ", expected one of the files that the manifest lists");
+    check_box(piece, tensor.shape, what);
+  }
+  check_cover(tensor, what);
 }
 
 std::string to_json(const CheckpointManifest& manifest) {
@@ -234,10 +310,78 @@ std::string to_json(const CheckpointManifest& manifest) {
       manifest.optimizer.empty() ? "" : ",\n \"optimizer\": " + quoted(manifest.optimizer),
       manifest.lora ? ",\n \"lora\": " + lora_line(*manifest.lora) : "",
       manifest.loss_scale ? loss_scale_line(*manifest.loss_scale) : "",
-      ",\n \"files\": ", by_name(manifest.files, file_line),
-      ",\n \"tensors\": ", by_name(manifest.tensors, tensor_line), kHashKey);
+      ",\n \"files\": ", by_name(manifest.files, file_line));
+  if (manifest.format > 1) {
+    text += concat(",\n \"blocks\": ", blocks_line(manifest.blocks));
+  } else {
+    const auto line = [](const CheckpointTensor& tensor) {
+      return tensor_line(tensor, piece_text);
+    };
+    text += concat(",\n \"tensors\": ", by_name(manifest.tensors, line));
+  }
+  text += kHashKey;
   text += to_string(Hash128Stream().add(text).digest());
   return text += kAfterHash;
+}
+
+CheckpointTexts texts_of(CheckpointManifest manifest) {
+  CheckpointTexts texts;
+  std::string line;
+  const std::string* first = nullptr;
+  const auto end_block = [&] {
+    line += "}\n";
+    TESSERA_CHECK(std::ssize(line) <= kMaxBlockBytes, ErrorKind::kIo, kTensorsFile, ": found ",
+                  line.size(), " bytes from ", printable(*first), " on, expected at most ",
+                  kMaxBlockBytes, " in a block, which readers take; run on fewer ranks");
+    manifest.blocks.push_back({*first, std::ssize(line), Hash128Stream().add(line).digest()});
+    texts.tensors += line;
+    line.clear();
+  };
+  manifest.blocks.clear();
+  for (const auto& [name, tensor] : manifest.tensors) {
+    TESSERA_CHECK(name.size() <= kMaxTensorNameBytes, ErrorKind::kIo, kTensorsFile,
+                  ": found a name of ", name.size(), " bytes, ", printable(name),
+                  ", expected at most ", kMaxTensorNameBytes);
+    if (line.empty()) first = &name;
+    line += concat(line.empty() ? "{" : ", ", quoted(name), ": ", short_line(name, tensor));
+    if (std::ssize(line) >= kBlockBytes) end_block();
+  }
+  if (!line.empty()) end_block();
+  manifest.files[std::string(kTensorsFile)] = {std::ssize(texts.tensors),
+                                               Hash128Stream().add(texts.tensors).digest()};
+  manifest.format = CheckpointManifest::kFormat;
+  texts.manifest = to_json(manifest);
+  TESSERA_CHECK(std::ssize(texts.manifest) <= kMaxManifestBytes, ErrorKind::kIo, kManifestFile,
+                ": found ", texts.manifest.size(), " bytes, expected at most ", kMaxManifestBytes,
+                ", which readers take; run on fewer ranks");
+  return texts;
+}
+
+std::int64_t check_manifest_plan(const CheckpointManifest& about, std::int64_t ranks,
+                                 std::int64_t tensors_bytes) {
+  // Of the largest numbers that a line may have.
+  constexpr std::int64_t kLargest = std::numeric_limits<std::int64_t>::max();
+  const auto file_bytes = std::ssize(by_name(
+      std::map<std::string, CheckpointFile>{{rank_file(kLargest), {kLargest, {}}}}, file_line));
+  const auto entry_bytes =
+      std::ssize(blocks_line({{std::string(kMaxTensorNameBytes, 'x'), kLargest, {}}}));
+  const std::int64_t most = std::ssize(to_json(about)) + (ranks + 2) * file_bytes +
+                            (tensors_bytes / kBlockBytes + 1) * entry_bytes;
+  TESSERA_CHECK(most <= kMaxManifestBytes, ErrorKind::kConfig, "checkpoint: found a plan whose ",
+                kManifestFile, " may have ", most, " bytes for ", ranks, " ranks and ",
+                tensors_bytes, " bytes of ", kTensorsFile, ", expected at most ", kMaxManifestBytes,
+                ", which readers take; run on fewer ranks, or set ", "checkpoint.enable = false");
+  return most;
+}
+
+std::string part_text(const CheckpointManifest& part) {
+  std::string text = concat("{\"files\": ", by_name(part.files, file_line), ", \"tensors\": {");
+  std::string_view between;
+  for (const auto& [name, tensor] : part.tensors) {
+    text += concat(between, quoted(name), ": ", short_line(name, tensor));
+    between = ", ";
+  }
+  return text + "}}";
 }
 
 void merge(CheckpointManifest& whole, const CheckpointManifest& part) {

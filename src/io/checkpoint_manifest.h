@@ -1,9 +1,13 @@
-// What a checkpoint is, as a value: manifest.json beside the files that hold the bytes.
+// What a checkpoint is, as a value: manifest.json, and tensors.jsonl that it refers to, beside the
+// files that hold the bytes.
 //
 // A tensor is named under the model's (Hugging Face) names and has its global shape; its elements
 // lie in pieces, each a flat range inside a box of it, so that nothing here knows how many ranks
-// wrote it or will read it. The text carries its own hash: a flipped bit is found in it as in every
-// other file. The format in full: docs/checkpoint.md. Next: checkpoint_folder.h reads one.
+// wrote it or will read it. Tensors stand in blocks, in the order of their names, each with all of
+// its pieces, and manifest.json says where a block begins: a reader parses the blocks that hold
+// what it wants. The text carries its own hash and that of each block: a flipped bit is found in
+// them as in every other file. The format in full, and version 1, which had the tensors in
+// manifest.json: docs/checkpoint.md. Next: checkpoint_folder.h reads one.
 #pragma once
 
 #include <cstdint>
@@ -41,6 +45,16 @@ struct CheckpointTensor {
   bool operator==(const CheckpointTensor&) const = default;
 };
 
+using CheckpointTensorMap = std::map<std::string, CheckpointTensor, std::less<>>;
+
+/// A line of tensors.jsonl; where it begins follows from those before it.
+struct CheckpointBlock {
+  std::string first;  ///< name of its first tensor
+  std::int64_t bytes = 0;
+  Hash128 xxh3_128;
+  bool operator==(const CheckpointBlock&) const = default;
+};
+
 struct CheckpointFile {
   std::int64_t bytes = 0;
   Hash128 xxh3_128;
@@ -68,7 +82,8 @@ struct CheckpointLora {
 };
 
 struct CheckpointManifest {
-  static constexpr std::int64_t kFormat = 1;
+  static constexpr std::int64_t kFormat = 2;       ///< what is written
+  static constexpr std::int64_t kFirstFormat = 1;  ///< from which on all are read
 
   std::int64_t format = kFormat;
   std::int64_t step = 0;        ///< the last one that was done
@@ -83,35 +98,81 @@ struct CheckpointManifest {
   /// Of a run that scales its loss.
   std::optional<LossScaleState> loss_scale;
   std::map<std::string, CheckpointFile, std::less<>> files;  ///< all but manifest.json
-  /// "model/<name>" and "optim/<state>/<name>".
-  std::map<std::string, CheckpointTensor, std::less<>> tensors;
+  /// In the order of names. Only as manifest.json of version 2 says it.
+  std::vector<CheckpointBlock> blocks;
+  /// "model/<name>" and "optim/<state>/<name>". Read from manifest.json of version 1; of version 2
+  /// what is to be written.
+  CheckpointTensorMap tensors;
 
   bool operator==(const CheckpointManifest&) const = default;
 };
 
 inline constexpr std::string_view kManifestFile = "manifest.json";
+inline constexpr std::string_view kTensorsFile = "tensors.jsonl";
 inline constexpr std::string_view kModelPrefix = "model/";
 inline constexpr std::string_view kOptimizerPrefix = "optim/";
-/// Of a manifest's text. AdamW on 1000 ranks with 50 units writes about 30 MB; reading one takes up
-/// to thirty times its size.
+/// Of a manifest's text: that of version 2 has less than 2 MB for 1,000 ranks and 200,000 tensors.
+/// Reading one takes up to thirty times its size.
 inline constexpr std::int64_t kMaxManifestBytes = std::int64_t{64} << 20;
+/// From here on a block ends with its tensor. Small, since a rank of many wants a tensor here and
+/// there: of a layer's 384 expert matrices it holds the elements of one or two.
+inline constexpr std::int64_t kBlockBytes = std::int64_t{8} << 10;
+/// Of any block: a tensor in some 100,000 pieces. Reading one takes up to two hundred times its
+/// size.
+inline constexpr std::int64_t kMaxBlockBytes = std::int64_t{4} << 20;
+/// In version 2; each piece in memory has a copy of it.
+inline constexpr std::size_t kMaxTensorNameBytes = 512;
 /// Of a manifest: far above any real one, and steps after it can still be counted.
 inline constexpr std::int64_t kMaxStep = std::int64_t{1} << 62;
 /// Boxes that one tensor may be cut into: ranks of tensor, expert and pipeline axes together.
 inline constexpr std::size_t kMaxBoxes = 4096;
 
+/// "rank_12.safetensors": what a rank writes.
+std::string rank_file(std::int64_t rank);
+/// What the `number`-th piece (from 1) of a tensor in one file is called there.
+std::string piece_key(std::string_view tensor, std::size_t number);
+
 /// Errors: kFormat naming what is wrong: another format, names that are not plain or not listed,
-/// boxes outside their tensor, elements that no piece holds or two do.
+/// blocks out of order or of another size than their file, boxes outside their tensor, elements
+/// that no piece holds or two do.
 void validate(const CheckpointManifest& manifest, std::string_view where);
 
-/// One line a file and a tensor; the last key is the text's own hash.
+/// Of one tensor: that its name and pieces are possible beside the files of `manifest`.
+void validate(const CheckpointTensor& tensor, const std::string& name,
+              const CheckpointManifest& manifest, std::string_view where);
+
+/// The text of manifest.json; its last key is its own hash. Of version 1 with the tensors, one line
+/// each; of version 2 with the blocks.
 std::string to_json(const CheckpointManifest& manifest);
 
 /// The inverse, validated; the text's own hash is not looked at. Errors: kFormat.
 CheckpointManifest parse_checkpoint_manifest(std::string_view text, std::string_view where);
 
-/// The same for what one rank of several wrote: not every element need have a piece, nothing is
-/// validated.
+/// Both texts of version 2.
+struct CheckpointTexts {
+  std::string manifest;
+  std::string tensors;
+};
+/// Of a manifest that is valid and holds its tensors, with files and keys of pieces as rank_file()
+/// and piece_key() name them. Errors: kIo where a text is larger than readers take.
+CheckpointTexts texts_of(CheckpointManifest manifest);
+
+/// The tensors of the `index`-th block of `manifest`, validated; the hash of the text is not looked
+/// at. Errors: kFormat, also for names that belong to another block.
+CheckpointTensorMap parse_checkpoint_block(std::string_view text,
+                                           const CheckpointManifest& manifest, std::size_t index,
+                                           std::string_view where);
+
+/// Before anything is trained or written: that manifest.json will not be larger than readers take.
+/// `about` is what it says besides files and tensors, `tensors_bytes` no less than tensors.jsonl
+/// will have. Returns a size that it stays below. Errors: kConfig with that and the largest one.
+std::int64_t check_manifest_plan(const CheckpointManifest& about, std::int64_t ranks,
+                                 std::int64_t tensors_bytes);
+
+/// Files and tensors that one rank of several wrote, as it tells them to the rank that writes the
+/// manifest.
+std::string part_text(const CheckpointManifest& part);
+/// The inverse. Not every element need have a piece, nothing is validated.
 CheckpointManifest parse_manifest_part(std::string_view text, std::string_view where);
 
 /// Adds the files and pieces of another rank. Errors: kInternal where both describe a tensor

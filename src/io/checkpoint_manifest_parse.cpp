@@ -1,4 +1,5 @@
-// manifest.json as text from anywhere: every value is looked at before it is used.
+// manifest.json and blocks of tensors.jsonl as text from anywhere: every value is looked at before
+// it is used.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -43,6 +44,11 @@ class Value {
     require(fits, "an integer below 2^63");
     return json_.get<std::int64_t>();
   }
+  std::int64_t rank() const {
+    const std::int64_t found = integer();
+    require(found >= 0, "the number of a rank");
+    return found;
+  }
   double number() const {
     require(json_.is_number(), "a number");
     return json_.get<double>();
@@ -68,6 +74,17 @@ class Value {
     for (const Json& item : json_) items.push_back(read(Value(item, "an item", this)));
     return items;
   }
+  /// Of a list of `few` or `many` items: how many it has.
+  std::size_t count_of(std::size_t few, std::size_t many) const {
+    TESSERA_CHECK(json_.is_array() && (json_.size() == few || json_.size() == many),
+                  ErrorKind::kFormat, where(), ": found ", shown(),
+                  json_.is_array() ? concat(" of ", json_.size(), " items") : "",
+                  ", expected a list of ", few, " or ", many);
+    return json_.size();
+  }
+  /// Of a list that has it.
+  Value at(std::size_t index) const { return {json_[index], "an item", this}; }
+  std::string_view name() const { return name_; }
   /// Of a shape or a box.
   std::vector<std::int64_t> integers() const {
     TESSERA_CHECK(!json_.is_array() || json_.size() <= kMaxTensorDims, ErrorKind::kFormat, where(),
@@ -143,13 +160,40 @@ CheckpointPiece read_piece(const Value& value) {
           value.member("end").integer()};
 }
 
-CheckpointTensor read_tensor(const Value& value) {
+/// All but its pieces.
+CheckpointTensor read_tensor_head(const Value& value) {
   CheckpointTensor tensor;
   tensor.dtype = value.member("dtype").dtype();
   tensor.shape = value.member("shape").integers();
   if (const auto source = value.find("source_dtype")) tensor.source_dtype = source->dtype();
+  return tensor;
+}
+
+CheckpointTensor read_tensor(const Value& value) {
+  CheckpointTensor tensor = read_tensor_head(value);
   tensor.pieces = value.member("pieces").list(read_piece);
   return tensor;
+}
+
+/// With pieces as [rank, begin, end] or [rank, begin, end, offset, size].
+CheckpointTensor read_short_tensor(const Value& value) {
+  CheckpointTensor tensor = read_tensor_head(value);
+  const TensorBox whole = TensorBox::whole(tensor.shape);
+  std::map<std::int64_t, std::size_t> numbers;  // of pieces in each file so far
+  tensor.pieces = value.member("pieces").list([&](const Value& item) {
+    const std::size_t parts = item.count_of(3, 5);
+    const std::int64_t rank = item.at(0).rank();
+    return CheckpointPiece{
+        rank_file(rank), piece_key(value.name(), ++numbers[rank]),
+        parts == 3 ? whole : TensorBox{item.at(3).integers(), item.at(4).integers()},
+        item.at(1).integer(), item.at(2).integer()};
+  });
+  return tensor;
+}
+
+CheckpointBlock read_block(const Value& value) {
+  return {value.member("first").text(), value.member("bytes").integer(),
+          value.member("xxh3_128").hash()};
 }
 
 }  // namespace
@@ -157,10 +201,22 @@ CheckpointTensor read_tensor(const Value& value) {
 CheckpointManifest parse_manifest_part(std::string_view text, std::string_view where) {
   const Json json = parse_json_object(text, where, kMaxManifestDepth);
   const Value root(json, where);
+  CheckpointManifest part;
+  part.files = root.member("files").by_name(read_file);
+  part.tensors = root.member("tensors").by_name(read_short_tensor);
+  return part;
+}
+
+CheckpointManifest parse_checkpoint_manifest(std::string_view text, std::string_view where) {
+  const Json json = parse_json_object(text, where, kMaxManifestDepth);
+  const Value root(json, where);
   CheckpointManifest manifest;
   manifest.format = root.member("format").integer();
   // Another format may have other keys: its number is what the message is to be about.
-  if (manifest.format != CheckpointManifest::kFormat) validate(manifest, where);
+  if (manifest.format < CheckpointManifest::kFirstFormat ||
+      manifest.format > CheckpointManifest::kFormat) {
+    validate(manifest, where);
+  }
   manifest.step = root.member("step").integer();
   manifest.world_size = root.member("world_size").integer();
   manifest.config_hash = root.member("config_hash").hash();
@@ -171,14 +227,37 @@ CheckpointManifest parse_manifest_part(std::string_view text, std::string_view w
   if (const auto lora = root.find("lora")) manifest.lora = read_lora(*lora);
   if (const auto scale = root.find("loss_scale")) manifest.loss_scale = read_loss_scale(*scale);
   manifest.files = root.member("files").by_name(read_file);
-  manifest.tensors = root.member("tensors").by_name(read_tensor);
+  if (manifest.format > 1) {
+    manifest.blocks = root.member("blocks").list(read_block);
+  } else {
+    manifest.tensors = root.member("tensors").by_name(read_tensor);
+  }
+  validate(manifest, where);
   return manifest;
 }
 
-CheckpointManifest parse_checkpoint_manifest(std::string_view text, std::string_view where) {
-  CheckpointManifest manifest = parse_manifest_part(text, where);
-  validate(manifest, where);
-  return manifest;
+CheckpointTensorMap parse_checkpoint_block(std::string_view text,
+                                           const CheckpointManifest& manifest, std::size_t index,
+                                           std::string_view where) {
+  TESSERA_INVARIANT(index < manifest.blocks.size(), "block ", index);
+  const std::string& first = manifest.blocks[index].first;
+  const std::string* const next =
+      index + 1 < manifest.blocks.size() ? &manifest.blocks[index + 1].first : nullptr;
+  const Json json = parse_json_object(text, where, kMaxManifestDepth);
+  // Before anything of the size of names times pieces is made.
+  for (const auto& [name, item] : json.items()) {
+    TESSERA_CHECK(name.size() <= kMaxTensorNameBytes, ErrorKind::kFormat, where,
+                  ": found a name of ", name.size(), " bytes, ", printable(name),
+                  ", expected at most ", kMaxTensorNameBytes);
+    TESSERA_CHECK(name >= first && (next == nullptr || name < *next), ErrorKind::kFormat, where,
+                  ": found the tensor ", printable(name), " in the block from ", printable(first),
+                  ", expected only those up to ", next ? printable(*next) : "the last");
+  }
+  TESSERA_CHECK(json.contains(first), ErrorKind::kFormat, where, ": found no tensor ",
+                printable(first), ", expected it to be the first of its block");
+  auto tensors = Value(json, where).by_name(read_short_tensor);
+  for (const auto& [name, tensor] : tensors) validate(tensor, name, manifest, where);
+  return tensors;
 }
 
 }  // namespace tessera

@@ -6,8 +6,8 @@
 namespace tessera {
 
 CheckpointTensors::CheckpointTensors(CheckpointFolder folder) : folder_(std::move(folder)) {
-  for (const auto& [name, tensor] : folder_.tensors()) {
-    if (!name.starts_with(kModelPrefix)) continue;
+  for (const std::string& name : folder_.names(kModelPrefix)) {
+    const CheckpointTensor& tensor = *folder_.find(name);
     tensors_[name.substr(kModelPrefix.size())] = {tensor.dtype, tensor.shape,
                                                   tensor.source_dtype.value_or(tensor.dtype)};
   }

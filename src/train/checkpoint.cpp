@@ -6,8 +6,10 @@
 #include "base/log.h"
 #include "base/printable.h"
 #include "comm/group.h"
+#include "io/checkpoint_folder.h"
 #include "io/hashed_file.h"
 #include "tessera/error.h"
+#include "train/agreement.h"
 
 namespace tessera::train {
 namespace {
@@ -21,6 +23,9 @@ constexpr milliseconds kPatience{500};
 
 constexpr char kDone = '+';
 constexpr char kFailed = '-';
+
+/// What a rank says of its pieces: gone before the folder has its name.
+std::string part_file(int rank) { return concat("rank_", rank, ".part"); }
 
 std::span<const std::byte> bytes_of(const std::string& text) {
   return std::as_bytes(std::span(text));
@@ -53,14 +58,27 @@ void CheckpointSaver::start(std::function<std::string()> work) {
   });
 }
 
+void CheckpointSaver::check_plan(const ShardedBase& model, const Optimizer& optimizer) {
+  const auto entries =
+      entries_of(state_parts(model, optimizer, options_.state), rank_file(world_.rank()));
+  // All that the optimizer may keep of each tensor, and the number of its updates, are yet to come.
+  const auto copies = std::ssize(optimizer.kept_names()) + 2;
+  const auto all = comm::all_gather_bytes(world_.control(),
+                                          std::to_string(std::ssize(part_text(entries)) * copies),
+                                          "checkpoint: size of the manifest");
+  std::int64_t bytes = 0;
+  for (const auto& one : all) bytes += std::stoll(one);
+  on_all_or_none(world_, "size of the manifest",
+                 [&] { check_manifest_plan(options_.about, world_.size(), bytes); });
+}
+
 void CheckpointSaver::save(std::int64_t step, const ShardedBase& model, const Optimizer& optimizer,
                            const GradScaler* scaler) {
   const auto asked = Clock::now();
   finish();
   const double waited = ms_since(asked);
   begun_ = Clock::now();
-  snapshot_.take(state_parts(model, optimizer, options_.state),
-                 concat("rank_", world_.rank(), ".safetensors"));
+  snapshot_.take(state_parts(model, optimizer, options_.state), rank_file(world_.rank()));
   step_ = step;
   optimizer_ = optimizer.name();
   loss_scale_.reset();
@@ -85,7 +103,10 @@ std::string CheckpointSaver::write_files() const {
   };
   write(snapshot_.name(), snapshot_.bytes());
   if (world_.rank() == 0) write("config.json", bytes_of(options_.config_json));
-  return to_json(entries);
+  // Through the folder: all ranks' together are too much to send to every one of them.
+  const auto text = part_text(entries);
+  return to_string(
+      write_hashed_file(store_.temporary(step_) / part_file(world_.rank()), bytes_of(text)));
 }
 
 bool CheckpointSaver::writing() const {
@@ -129,27 +150,32 @@ void CheckpointSaver::meet() {
   phase_ = Phase::kManifest;
   if (world_.rank() != 0) return;
   start([this, parts = std::move(all)] {
-    write_manifest(parts);
+    complete(parts);
     return std::string();
   });
 }
 
-void CheckpointSaver::write_manifest(const std::vector<std::string>& parts) const {
+void CheckpointSaver::complete(const std::vector<std::string>& parts) const {
   CheckpointManifest manifest = options_.about;
   manifest.step = step_;
   manifest.optimizer = optimizer_;
   manifest.loss_scale = loss_scale_;
   manifest.world_size = world_.size();
-  for (const auto& part : parts) {
-    merge(manifest, parse_manifest_part(std::string_view(part).substr(1), "a rank's part"));
+  for (std::size_t rank = 0; rank < parts.size(); ++rank) {
+    const fs::path path = store_.temporary(step_) / part_file(static_cast<int>(rank));
+    const std::string text = read_text_file(path, kMaxManifestBytes);
+    const std::string found = to_string(Hash128Stream().add(text).digest());
+    const auto expected = std::string_view(parts[rank]).substr(1);
+    TESSERA_CHECK(found == expected, ErrorKind::kIo, shown(path), ": found XXH3-128 ", found,
+                  ", expected ", expected,
+                  " that its rank wrote; do all hosts share checkpoint.folder?");
+    merge(manifest, parse_manifest_part(text, shown(path)));
   }
   require_files(manifest);
-  validate(manifest, "the manifest to be written");
-  const std::string text = to_json(manifest);
-  TESSERA_CHECK(std::ssize(text) <= kMaxManifestBytes, ErrorKind::kIo, "manifest.json: found ",
-                text.size(), " bytes, expected at most ", kMaxManifestBytes,
-                ", which readers take; run on fewer ranks");
-  write_hashed_file(store_.temporary(step_) / kManifestFile, bytes_of(text));
+  for (std::size_t rank = 0; rank < parts.size(); ++rank) {
+    fs::remove(store_.temporary(step_) / part_file(static_cast<int>(rank)));
+  }
+  write_manifest(store_.temporary(step_), std::move(manifest));
   store_.finish(step_);
   store_.set_latest(step_);
   try {

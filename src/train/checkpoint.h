@@ -40,6 +40,10 @@ class CheckpointSaver {
   CheckpointSaver(const CheckpointSaver&) = delete;
   CheckpointSaver& operator=(const CheckpointSaver&) = delete;
 
+  /// That what is going to be saved has a manifest that readers take. Collective. Errors, on all
+  /// ranks alike: kConfig.
+  void check_plan(const ShardedBase& model, const Optimizer& optimizer);
+
   /// Finishes the checkpoint under way, if any, then copies the state after `step`. Collective.
   /// Errors: kIo for the one before, on all ranks alike.
   void save(std::int64_t step, const ShardedBase& model, const Optimizer& optimizer,
@@ -60,7 +64,8 @@ class CheckpointSaver {
   void start(std::function<std::string()> work);
   void meet();
   std::string write_files() const;
-  void write_manifest(const std::vector<std::string>& parts) const;
+  /// `parts`: what each rank said, the hash of its part behind a '+'.
+  void complete(const std::vector<std::string>& parts) const;
   void require_files(const CheckpointManifest& manifest) const;
 
   World& world_;
@@ -72,8 +77,8 @@ class CheckpointSaver {
   std::string optimizer_;
   std::optional<LossScaleState> loss_scale_;
   Clock::time_point begun_;
-  /// What a rank has to say when its work is done: its part of the manifest. Last member: its
-  /// destructor waits for work that uses the others.
+  /// What a rank has to say when its work is done: the hash of its part of the manifest. Last
+  /// member: its destructor waits for work that uses the others.
   std::future<std::string> work_;
 };
 

@@ -87,6 +87,7 @@ void CheckpointSession::begin(const ModelSource& source, const BatchSource& data
 std::int64_t CheckpointSession::load(const ShardedBase& model, Optimizer& optimizer,
                                      GradScaler* scaler) {
   if (!saver_) return 0;
+  saver_->check_plan(model, optimizer);
   if (resumed_) {
     load_checkpoint(*resumed_, model, optimizer, world_, forms_);
     restore_scaler(resumed_->manifest(), scaler);

@@ -28,7 +28,8 @@ class CheckpointSession {
   void begin(const ModelSource& source, const BatchSource& data,
              std::function<void(std::int64_t)> before_write);
   /// Fills model, optimizer and scaler, where there is one, where the run goes on; returns the last
-  /// step that is done (0: none). Collective. Errors: as load_checkpoint(), restore_scaler().
+  /// step that is done (0: none). Collective. Errors: as load_checkpoint(), restore_scaler(), and
+  /// kConfig where what is going to be saved would have a manifest that no reader takes.
   std::int64_t load(const ShardedBase& model, Optimizer& optimizer, GradScaler* scaler);
 
   /// This rank's writer has work left.

@@ -110,6 +110,20 @@ void add_buffers(std::vector<StatePart>& parts, const ShardedBase& model,
   }
 }
 
+/// Returns the key under which the part lies in the file `name`.
+std::string add_entry(CheckpointManifest& entries, const StatePart& part, const std::string& name) {
+  auto& entry =
+      entries.tensors
+          .try_emplace(part.name,
+                       CheckpointTensor{
+                           to_dtype(part.values.scalar_type()), part.shape, part.source_dtype, {}})
+          .first->second;
+  // Of a tensor that is cut this rank may hold several parts.
+  const std::string key = piece_key(part.name, entry.pieces.size() + 1);
+  entry.pieces.push_back({name, key, part.box, part.begin, part.end});
+  return key;
+}
+
 /// The first checkpoint touches the buffer for the first time, while a step waits: one fault for
 /// 512 pages, where the system can.
 void take_huge_pages(const at::Tensor& buffer) {
@@ -167,6 +181,12 @@ std::vector<StatePart> cut(const std::vector<StatePart>& parts, int replica, int
   return mine;
 }
 
+CheckpointManifest entries_of(const std::vector<StatePart>& parts, const std::string& name) {
+  CheckpointManifest entries;
+  for (const auto& part : parts) add_entry(entries, part, name);
+  return entries;
+}
+
 std::byte* Snapshot::grow_to(std::size_t size) {
   if (!buffer_.defined() || buffer_.nbytes() < size) {
     buffer_ = at::Tensor();  // two would be twice the memory
@@ -184,16 +204,8 @@ void Snapshot::take(const std::vector<StatePart>& parts, const std::string& name
   std::vector<TensorSpec> specs;
   std::vector<std::string> keys;
   for (const auto& part : parts) {
-    const auto dtype = to_dtype(part.values.scalar_type());
-    auto& entry =
-        entries_.tensors
-            .try_emplace(part.name, CheckpointTensor{dtype, part.shape, part.source_dtype, {}})
-            .first->second;
-    // Of a tensor that is cut this rank may hold several parts.
-    keys.push_back(entry.pieces.empty() ? part.name
-                                        : concat(part.name, "#", entry.pieces.size() + 1));
-    entry.pieces.push_back({name, keys.back(), part.box, part.begin, part.end});
-    specs.push_back({keys.back(), dtype, {part.end - part.begin}});
+    keys.push_back(add_entry(entries_, part, name));
+    specs.push_back({keys.back(), to_dtype(part.values.scalar_type()), {part.end - part.begin}});
   }
   const auto layout = lay_out_safetensors(std::move(specs));
   auto* const data = grow_to(static_cast<std::size_t>(layout.file_bytes));

@@ -60,6 +60,9 @@ std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& op
 /// once.
 std::vector<StatePart> cut(const std::vector<StatePart>& parts, int replica, int replicas);
 
+/// What the manifest says of the parts as the file `name`.
+CheckpointManifest entries_of(const std::vector<StatePart>& parts, const std::string& name);
+
 class Snapshot {
  public:
   /// Copies the parts into the buffer as the file `name`.

@@ -51,18 +51,23 @@ class Loader {
          const FileForms& forms)
       : checkpoint_(checkpoint), model_(model), optimizer_(optimizer), forms_(forms) {}
 
-  /// Errors: kFormat, kConfig for tensors that do not fit model and optimizer.
+  /// Of this rank's share of all parameters, and of all tensors of the checkpoint: no rank reads
+  /// what the checkpoint says of every tensor. Errors: kFormat, kConfig for tensors that do not fit
+  /// model and optimizer.
   void check() const {
     std::set<std::string> known;
+    std::size_t index = 0;
     for (const auto& view : model_.shards()) {
       const auto& contract = *view.contract;
       if (!holds(contract)) continue;
       const FileForm form = forms_.of(contract);
+      const bool mine = is_mine(index++);
       for (const std::string& tensor : form.names) {
         const auto name = concat(kModelPrefix, tensor);
+        known.insert(name);
+        if (!mine) continue;
         require_tensor(checkpoint_, name, contract.storage.dtype, form.file.shape,
                        contract.trainable ? kKeepsStorage : kKeepsFrozen);
-        known.insert(name);
       }
     }
     for (const auto& view : model_.buffers()) {
@@ -71,9 +76,15 @@ class Loader {
       require_tensor(checkpoint_, name, view.contract->storage, view.contract->shape);
       known.insert(name);
     }
-    check_optimizer_kind();
-    for (const auto& state : optimizer_.state()) check_state(*state.view.contract);
-    for (const auto& [name, tensor] : checkpoint_.tensors()) {
+    const World& world = model_.unit()->runtime().world();
+    const auto names = checkpoint_.names("", static_cast<std::size_t>(world.rank()),
+                                         static_cast<std::size_t>(world.size()));
+    check_optimizer_kind(names);
+    index = 0;
+    for (const auto& state : optimizer_.state()) {
+      if (is_mine(index++)) check_state(*state.view.contract);
+    }
+    for (const auto& name : names) {
       TESSERA_CHECK(!name.starts_with(kModelPrefix) || known.contains(name), ErrorKind::kFormat,
                     shown(checkpoint_.path()), ": found the tensor ", printable(name),
                     ", expected only those of the model");
@@ -142,6 +153,11 @@ class Loader {
     return concat(kOptimizerPrefix, kept, "/", tensor);
   }
 
+  bool is_mine(std::size_t index) const {
+    const World& world = model_.unit()->runtime().world();
+    return static_cast<int>(index % static_cast<std::size_t>(world.size())) == world.rank();
+  }
+
   /// Adapters alone, beside a model that was loaded from its own folder.
   bool of_adapters() const { return checkpoint_.manifest().lora.has_value(); }
   bool holds(const GradContract& contract) const {
@@ -157,14 +173,14 @@ class Loader {
     });
   }
 
-  void check_optimizer_kind() const {
+  void check_optimizer_kind(const std::vector<std::string>& names) const {
     const auto& written = checkpoint_.manifest().optimizer;
     TESSERA_CHECK(written.empty() || written == optimizer_.name(), ErrorKind::kConfig,
                   "optimizer.name: found ", optimizer_.name(), ", expected ",
                   printable(written, 256), " of the checkpoint ", shown(checkpoint_.path()),
                   "; a resumed run keeps its optimizer");
     std::set<std::string> found;
-    for (const auto& [name, tensor] : checkpoint_.tensors()) {
+    for (const auto& name : names) {
       if (!name.starts_with(kOptimizerPrefix)) continue;
       const auto begin = kOptimizerPrefix.size();
       found.insert(name.substr(begin, name.find('/', begin) - begin));
@@ -280,8 +296,8 @@ class Loader {
 void load_checkpoint(const CheckpointFolder& checkpoint, const ShardedBase& model,
                      Optimizer& optimizer, World& world, const FileForms& forms) {
   Loader loader(checkpoint, model, optimizer, forms);
+  on_all_or_none(world, "tensors of the checkpoint", [&] { loader.check(); });
   on_all_or_none(world, "verifying the checkpoint", [&] {
-    loader.check();
     // On the layout that wrote it a rank verifies the file that it needs.
     loader.verify(
         [&](std::size_t file) { return static_cast<int>(file) % world.size() == world.rank(); });

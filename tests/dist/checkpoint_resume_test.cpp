@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <fstream>
 
 #include "dist/ranks.h"
 #include "dist/training_run.h"
@@ -302,12 +303,42 @@ TEST(Resume, SgdMayBeginWithAMomentumButNotDropOne) {
               HasSubstr("optimizer.name: found an optimizer that keeps none"));
 }
 
+/// As it was written before tensors had a file of their own.
+void make_version_1(const fs::path& step) {
+  const auto checkpoint = CheckpointFolder::open(step);
+  auto manifest = checkpoint.manifest();
+  ASSERT_EQ(manifest.format, 2);
+  manifest.format = 1;
+  manifest.tensors = checkpoint.tensors();
+  manifest.blocks.clear();
+  manifest.files.erase(std::string(kTensorsFile));
+  fs::remove(step / kTensorsFile);
+  std::ofstream(step / kManifestFile, std::ios::binary) << to_json(manifest);
+}
+
+TEST(Resume, ACheckpointOfVersion1GoesOnOnAnyLayout) {
+  const TemporaryFolder folder;
+  const auto config = small_run(folder);
+  for (const auto& to : {RanksOfRun{2, 1}, RanksOfRun{3, 1}}) {
+    const auto run = concat("old", to.ranks);
+    const auto same = concat("new", to.ranks);
+    train_on({2, 1}, with_steps(config, 2), folder / run);
+    train_on({2, 1}, with_steps(config, 2), folder / same);
+    make_version_1(folder / run / "checkpoint/step-2");
+    const auto found = train_on(to, with_steps(config, 4), folder / run);
+    const auto expected = train_on(to, with_steps(config, 4), folder / same);
+    EXPECT_EQ(found.losses, expected.losses);
+    expect_same_tensors(folder / run / "checkpoint/step-4", folder / same / "checkpoint/step-4");
+    expect_same_tensors(folder / run / "checkpoint/step-2", folder / same / "checkpoint/step-2");
+  }
+}
+
 TEST(Resume, AnAlteredFileIsNamedOnAllRanksBeforeAnythingElse) {
   const TemporaryFolder folder;
   const auto config = small_run(folder);
   train_on({3, 1}, with_steps(config, 2), folder / "run");
   for (const std::string file : {"rank_0.safetensors", "rank_1.safetensors", "rank_2.safetensors",
-                                 "config.json", "manifest.json"}) {
+                                 "config.json", "manifest.json", "tensors.jsonl"}) {
     const auto path = folder / ("run/checkpoint/step-2/" + file);
     const auto before = file_text(path);
     auto text = before;

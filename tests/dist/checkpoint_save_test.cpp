@@ -117,9 +117,9 @@ TEST(CheckpointSaving, KeepsTheLatestFewAndLeavesNothingElse) {
   config.checkpoint.keep_latest_k = 2;
   train_on({2, 1}, config, folder / "run");
   EXPECT_THAT(names_in(folder / "run/checkpoint"), ElementsAre("latest", "step-6", "step-7"));
-  EXPECT_THAT(
-      names_in(folder / "run/checkpoint/step-7"),
-      ElementsAre("config.json", "manifest.json", "rank_0.safetensors", "rank_1.safetensors"));
+  EXPECT_THAT(names_in(folder / "run/checkpoint/step-7"),
+              ElementsAre("config.json", "manifest.json", "rank_0.safetensors",
+                          "rank_1.safetensors", "tensors.jsonl"));
 }
 
 // Something stands where step-2 is to go: the run goes on, nothing is lost.
@@ -150,7 +150,8 @@ TEST(CheckpointSaving, WhatACrashLeftUnfinishedGoesAtTheNextStart) {
 
 // A file stands where rank 1 wants to write: the same error on every rank, nothing half done.
 TEST(CheckpointSaving, AWritingErrorEndsTheRunAndLeavesTheCheckpointBefore) {
-  for (const std::string obstacle : {"rank_1.safetensors", "config.json", "manifest.json"}) {
+  for (const std::string obstacle :
+       {"rank_1.safetensors", "config.json", "tensors.jsonl", "manifest.json"}) {
     SCOPED_TRACE(obstacle);
     const TemporaryFolder folder;
     const auto config = with_checkpoints(folder, 8, 3);

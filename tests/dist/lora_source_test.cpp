@@ -38,9 +38,11 @@ class LoraSource : public ::testing::Test {
   }
   /// Gives the manifest another text, with its own hash.
   void alter(const std::function<void(CheckpointManifest&)>& change) const {
-    auto manifest = CheckpointFolder::open(checkpoint_).manifest();
+    const auto checkpoint = CheckpointFolder::open(checkpoint_);
+    auto manifest = checkpoint.manifest();
+    manifest.tensors = checkpoint.tensors();
     change(manifest);
-    std::ofstream(checkpoint_ / kManifestFile, std::ios::binary) << to_json(manifest);
+    write_manifest(checkpoint_, std::move(manifest));
   }
   /// Says of an adapter's bytes that they are integers, in the file and in the manifest.
   void make_integers(const std::string& adapter) const {

@@ -1,9 +1,12 @@
 #include "unit/io/checkpoint_cases.h"
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <cmath>
 #include <fstream>
 
+#include "io/checkpoint_folder.h"
 #include "io/safetensors_writer.h"
 
 namespace tessera::testing {
@@ -90,6 +93,7 @@ CheckpointTensor random_tensor(Random& random, const std::string& name,
 
 CheckpointManifest random_manifest(Random& random) {
   CheckpointManifest manifest;
+  manifest.format = pick(random, CheckpointManifest::kFirstFormat, CheckpointManifest::kFormat);
   manifest.step = pick(random, 0, 1'000'000);
   manifest.world_size = pick(random, 1, 4);
   manifest.config_hash = {random(), random()};
@@ -113,7 +117,11 @@ CheckpointManifest random_manifest(Random& random) {
   for (const char* kept : {"model/", "optim/exp_avg/", "optim/step/"}) {
     for (std::int64_t i = pick(random, 0, 3); i >= 0; --i) {
       const std::string name = kept + std::string("layers.") + std::to_string(i) + ".weight";
-      manifest.tensors[name] = random_tensor(random, name, names);
+      auto& tensor = manifest.tensors[name] = random_tensor(random, name, names);
+      std::map<std::string, std::size_t> numbers;
+      for (auto& piece : tensor.pieces) {
+        if (manifest.format > 1) piece.key = piece_key(name, ++numbers[piece.file]);
+      }
     }
   }
   return manifest;
@@ -159,7 +167,34 @@ void finish_checkpoint(const fs::path& folder, CheckpointManifest& manifest) {
   for (const auto& entry : fs::directory_iterator(folder)) {
     manifest.files[entry.path().filename()] = entry_of(entry.path());
   }
-  std::ofstream(folder / "manifest.json") << to_json(manifest);
+  if (manifest.format > 1) {
+    write_manifest(folder, manifest);
+  } else {
+    std::ofstream(folder / "manifest.json") << to_json(manifest);
+  }
+}
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  for (std::size_t at = 0; at < text.size();) {
+    const auto end = text.find('\n', at) + 1;
+    lines.push_back(text.substr(at, end - at));
+    at = end;
+  }
+  return lines;
+}
+
+CheckpointManifest parsed(const CheckpointTexts& texts) {
+  auto manifest = parse_checkpoint_manifest(texts.manifest, "x");
+  CheckpointTensorMap tensors;
+  const auto lines = lines_of(texts.tensors);
+  EXPECT_EQ(lines.size(), manifest.blocks.size());
+  for (std::size_t i = 0; i < lines.size(); ++i) {
+    EXPECT_EQ(Hash128Stream().add(lines[i]).digest(), manifest.blocks[i].xxh3_128);
+    tensors.merge(parse_checkpoint_block(lines[i], manifest, i, "x"));
+  }
+  manifest.tensors = std::move(tensors);
+  return manifest;
 }
 
 }  // namespace tessera::testing

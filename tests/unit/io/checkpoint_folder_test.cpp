@@ -7,6 +7,7 @@
 #include <fstream>
 
 #include "io/checkpoint_store.h"
+#include "io/safetensors_writer.h"
 #include "unit/io/checkpoint_cases.h"
 #include "unit/io/temporary_folder.h"
 
@@ -43,7 +44,9 @@ TEST(CheckpointFolder, AnyRangeOfAnyTensorHasItsValues) {
     const auto written = write_random_checkpoint(random, path);
     const auto checkpoint = CheckpointFolder::open(path);
     checkpoint.verify_all();
-    EXPECT_EQ(checkpoint.manifest(), written.manifest);
+    EXPECT_EQ(checkpoint.tensors(), written.manifest.tensors);
+    EXPECT_EQ(checkpoint.manifest().format, written.manifest.format);
+    EXPECT_TRUE(checkpoint.manifest().tensors.empty());
     for (const auto& [name, tensor] : checkpoint.tensors()) {
       const auto size = size_of(tensor.dtype);
       const auto& values = written.values.at(name);
@@ -57,6 +60,104 @@ TEST(CheckpointFolder, AnyRangeOfAnyTensorHasItsValues) {
       }
     }
   }
+}
+
+/// Of many blocks, in one file of zeros.
+std::vector<std::string> write_many_blocks(const fs::path& folder) {
+  CheckpointManifest manifest;
+  std::vector<TensorSpec> specs;
+  for (const char* kept : {"model/", "optim/exp_avg/"}) {
+    for (int i = 100; i < 400; ++i) {
+      const std::string name = kept + std::string(100, 'x') + std::to_string(i);
+      manifest.tensors[name] = {
+          DType::kFloat32, {2}, std::nullopt, {{rank_file(0), name, {{0}, {2}}, 0, 2}}};
+      specs.push_back({name, DType::kFloat32, {2}});
+    }
+  }
+  fs::create_directories(folder);
+  SafetensorsWriter writer(folder / rank_file(0), specs);
+  for (const auto& spec : specs) writer.write(spec.name, std::vector<std::byte>(8));
+  writer.finish();
+  std::ofstream(folder / "config.json") << "{}";
+  testing::finish_checkpoint(folder, manifest);
+  std::vector<std::string> names;
+  for (const auto& [name, tensor] : manifest.tensors) names.push_back(name);
+  return names;
+}
+
+void flip(const fs::path& file, std::int64_t at) {
+  std::fstream stream(file, std::ios::in | std::ios::out | std::ios::binary);
+  stream.seekg(at);
+  const char before = static_cast<char>(stream.get());
+  stream.seekp(at).put(static_cast<char>(before ^ 1));
+}
+
+TEST(CheckpointFolder, AReaderParsesTheBlocksThatItAsksFor) {
+  const TemporaryFolder folder;
+  const auto names = write_many_blocks(folder / "x");
+  const auto blocks = CheckpointFolder::open(folder / "x").manifest().blocks;
+  ASSERT_GT(blocks.size(), 5U);
+  flip(folder / "x" / kTensorsFile, blocks[0].bytes + 1);
+  const auto checkpoint = CheckpointFolder::open(folder / "x");
+  std::size_t found = 0;
+  for (const auto& name : names) {
+    if (name < blocks[1].first || name >= blocks[2].first) {
+      EXPECT_NE(checkpoint.find(name), nullptr);
+      ++found;
+      continue;
+    }
+    EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { checkpoint.find(name); }),
+                AllOf(HasSubstr("tensors.jsonl"), HasSubstr("take another checkpoint")));
+  }
+  EXPECT_LT(found, names.size());
+  for (const char* absent : {"", "a", "model/", "model/x", "optim/zzz", "z"}) {
+    EXPECT_EQ(checkpoint.find(absent), nullptr) << absent;
+  }
+  EXPECT_THROW(checkpoint.tensors(), Error);
+  EXPECT_THROW(checkpoint.verify_all(), Error);
+}
+
+TEST(CheckpointFolder, SharesOfTheNamesAreAllOfThem) {
+  const TemporaryFolder folder;
+  const auto names = write_many_blocks(folder / "x");
+  for (const std::string prefix : {"", "model/", "optim/", "optim/exp_avg/xxx", "none", "z"}) {
+    std::vector<std::string> expected;
+    std::copy_if(names.begin(), names.end(), std::back_inserter(expected),
+                 [&](const auto& name) { return name.starts_with(prefix); });
+    for (const std::size_t parts : {1U, 2U, 7U, 50U}) {
+      std::vector<std::string> all;
+      for (std::size_t part = 0; part < parts; ++part) {
+        // Blocks that were read before change nothing.
+        const auto checkpoint = CheckpointFolder::open(folder / "x");
+        if (part % 2 == 1) checkpoint.tensors();
+        const auto share = checkpoint.names(prefix, part, parts);
+        all.insert(all.end(), share.begin(), share.end());
+      }
+      std::sort(all.begin(), all.end());
+      EXPECT_EQ(all, expected) << prefix << " in " << parts;
+    }
+  }
+}
+
+TEST(CheckpointFolder, TensorsOfAnotherCheckpointAreRefused) {
+  const TemporaryFolder folder;
+  write_many_blocks(folder / "x");
+  const auto path = folder / "x" / kTensorsFile;
+  const auto size = fs::file_size(path);
+  const auto refused = [&](ErrorKind kind) {
+    return error_of(kind, [&] { CheckpointFolder::open(folder / "x"); });
+  };
+  fs::resize_file(path, size + 1);
+  EXPECT_THAT(refused(ErrorKind::kFormat), HasSubstr("tensors.jsonl"));
+  fs::resize_file(path, size - 1);
+  EXPECT_THAT(refused(ErrorKind::kFormat), HasSubstr("tensors.jsonl"));
+  fs::remove(path);
+  EXPECT_THAT(refused(ErrorKind::kIo), HasSubstr("tensors.jsonl"));
+  // Of the right size, with blocks in another order.
+  std::ofstream(path) << std::string(size, ' ');
+  const auto checkpoint = CheckpointFolder::open(folder / "x");
+  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { checkpoint.names("model/"); }),
+              HasSubstr("tensors.jsonl"));
 }
 
 // Whoever asks for a step by its folder's name gets that step.
@@ -201,6 +302,7 @@ TEST(CheckpointFolder, RowsLongerThanWhatIsReadAtATimeHaveTheirValues) {
   // Two boxes side by side, of 3 rows of 300000 and 100000 elements: several chunks of 1 MiB.
   const std::vector<std::int64_t> shape{3, 400'000};
   CheckpointManifest manifest;
+  manifest.format = 1;  // keys of its own
   std::vector<std::int32_t> values(1'200'000);
   for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<std::int32_t>(i * 7);
   auto& tensor = manifest.tensors["model/w"];
@@ -227,7 +329,10 @@ TEST(CheckpointFolder, EachOfTwoHundredRandomFlippedBitsIsFound) {
   const TemporaryFolder folder;
   Random random(4);
   const auto path = folder / "written";
-  write_random_checkpoint(random, path);
+  do {
+    fs::remove_all(path);
+    write_random_checkpoint(random, path);
+  } while (!fs::exists(path / kTensorsFile));
   std::vector<fs::path> files;
   for (const auto& entry : fs::directory_iterator(path)) files.push_back(entry.path());
   ASSERT_GE(files.size(), 3U);
@@ -248,10 +353,14 @@ TEST(CheckpointFolder, EachOfTwoHundredRandomFlippedBitsIsFound) {
 
 TEST(CheckpointFolder, AMissingOrTornFileIsNamed) {
   Random random(5);
-  for (const std::string file : {"rank_0.safetensors", "config.json", "manifest.json"}) {
+  for (const std::string file :
+       {"rank_0.safetensors", "config.json", "manifest.json", "tensors.jsonl"}) {
     const TemporaryFolder folder;
     const auto path = folder / "written";
-    write_random_checkpoint(random, path);
+    do {
+      fs::remove_all(path);
+      write_random_checkpoint(random, path);
+    } while (!fs::exists(path / kTensorsFile));
     fs::resize_file(path / file, fs::file_size(path / file) - 1);
     expect_found(path, file);
     fs::resize_file(path / file, 0);
@@ -268,6 +377,7 @@ TEST(CheckpointFolder, FilesThatContradictTheManifestAreRefused) {
   testing::write_safetensors(folder / "rank_0.safetensors", "other", DType::kFloat32,
                              std::as_bytes(std::span(values)));
   CheckpointManifest manifest;
+  manifest.format = 1;
   manifest.tensors["model/w"] = {
       DType::kFloat32, {4}, std::nullopt, {{"rank_0.safetensors", "w", {{0}, {4}}, 0, 4}}};
   testing::finish_checkpoint(folder.path(), manifest);
@@ -299,7 +409,7 @@ TEST(CheckpointFolder, TheFolderAboveGivesItsLatest) {
   store.set_latest(newer.step);
   EXPECT_TRUE(CheckpointFolder::is_one(folder.path()));
   EXPECT_TRUE(CheckpointFolder::is_one(store.complete(older.step)));
-  EXPECT_EQ(CheckpointFolder::open(folder.path()).manifest(), newer);
+  EXPECT_EQ(CheckpointFolder::open(folder.path()).tensors(), newer.tensors);
   EXPECT_EQ(CheckpointFolder::open(folder.path()).path(), store.complete(newer.step));
 }
 

@@ -21,9 +21,10 @@ using ::testing::Not;
 using testing::Random;
 using testing::random_manifest;
 
-/// One tensor [4, 6] of two files: the left half in two pieces, the right half in one.
+/// One tensor [4, 6] of two files: the left half in two pieces, the right half in one. Version 1.
 CheckpointManifest small_manifest() {
   CheckpointManifest manifest;
+  manifest.format = 1;
   manifest.step = 3;
   manifest.files["a.safetensors"] = {};
   manifest.files["b.safetensors"] = {};
@@ -38,10 +39,33 @@ CheckpointManifest small_manifest() {
   return manifest;
 }
 
+/// The same as ranks write it.
+CheckpointManifest version_2() {
+  auto manifest = small_manifest();
+  manifest.format = 2;
+  manifest.files = {{rank_file(0), {}}, {rank_file(12), {}}};
+  auto& pieces = manifest.tensors["model/w"].pieces;
+  pieces[0].file = rank_file(0);
+  pieces[1].file = pieces[2].file = rank_file(12);
+  pieces[0].key = pieces[1].key = "model/w";
+  pieces[2].key = "model/w#2";
+  return manifest;
+}
+
 TEST(CheckpointManifest, TextAndValueAreTheSameThing) {
   Random random(1);
   for (int i = 0; i < 300; ++i) {
-    const auto manifest = random_manifest(random);
+    auto manifest = random_manifest(random);
+    if (manifest.format > 1) {
+      const auto texts = texts_of(manifest);
+      check_manifest_hash(texts.manifest, "x");
+      const auto found = testing::parsed(texts);
+      manifest.blocks = found.blocks;
+      const std::string file(kTensorsFile);
+      manifest.files[file] = found.files.at(file);
+      EXPECT_EQ(found, manifest);
+      continue;
+    }
     const auto text = to_json(manifest);
     check_manifest_hash(text, "x");
     EXPECT_EQ(parse_checkpoint_manifest(text, "x"), manifest);
@@ -108,7 +132,8 @@ TEST(CheckpointManifest, WhatDoesNotFitIsRefusedByName) {
   };
   const CheckpointLora lora{{}, 4, 8.0, 0.5, {"q"}};
   const Broken cases[] = {
-      {"found format 2, expected 1", [](auto& m) { m.format = 2; }},
+      {"found format 3, expected 1 to 2", [](auto& m) { m.format = 3; }},
+      {"found format 0, expected 1 to 2", [](auto& m) { m.format = 0; }},
       {"found step 4611686018427387904", [](auto& m) { m.step = kMaxStep; }},
       {"found step 9223372036854775807", [](auto& m) { m.step = kMax; }},
       {"found step -1", [](auto& m) { m.step = -1; }},
@@ -207,7 +232,7 @@ TEST(CheckpointManifest, TypesAndMissingKeysAreRefusedWithTheirPlace) {
 }
 
 TEST(CheckpointManifest, PartsOfRanksMergeIntoTheWhole) {
-  const auto whole = small_manifest();
+  const auto whole = version_2();
   CheckpointManifest merged;
   merged.step = whole.step;
   for (const auto& [file, entry] : whole.files) {
@@ -218,10 +243,183 @@ TEST(CheckpointManifest, PartsOfRanksMergeIntoTheWhole) {
       std::erase_if(mine.pieces, [&, &f = file](const auto& piece) { return piece.file != f; });
       part.tensors[name] = mine;
     }
-    merge(merged, parse_manifest_part(to_json(part), "x"));
+    merge(merged, parse_manifest_part(part_text(part), "x"));
   }
   EXPECT_EQ(merged, whole);
   EXPECT_THROW(merge(merged, whole), Error) << "the same files again";
+}
+
+/// Version 1 as its first readers knew it, not as to_json() writes it.
+constexpr const char* kVersion1 = R"({
+ "format": 1,
+ "step": 3,
+ "world_size": 2,
+ "config_hash": "5388dbe8857442f4b966801b19797408",
+ "model_path": "models/qwen3",
+ "seed": 42,
+ "data": {"path": ["t.bin"], "bytes": 7, "xxh3_128": "5388dbe8857442f4b966801b19797408", "seq_len": 8, "global_batch_size": 4},
+ "files": {
+  "config.json": {"bytes": 2, "xxh3_128": "5388dbe8857442f4b966801b19797408"},
+  "rank_0.safetensors": {"bytes": 80, "xxh3_128": "5388dbe8857442f4b966801b19797408"}
+ },
+ "tensors": {
+  "model/w": {"dtype": "bfloat16", "shape": [2, 3], "source_dtype": "float32", "pieces": [{"file": "rank_0.safetensors", "key": "any", "box": {"offset": [0, 0], "size": [2, 2]}, "begin": 0, "end": 4}, {"file": "rank_0.safetensors", "key": "other", "box": {"offset": [0, 2], "size": [2, 1]}, "begin": 0, "end": 2}]}
+ },
+ "xxh3_128": "00000000000000000000000000000000"
+}
+)";
+
+TEST(CheckpointManifest, Version1IsReadAsItWasWritten) {
+  const auto found = parse_checkpoint_manifest(kVersion1, "x");
+  EXPECT_EQ(found.format, 1);
+  EXPECT_EQ(found.step, 3);
+  EXPECT_EQ(found.model_path, "models/qwen3");
+  const CheckpointTensor expected{DType::kBFloat16,
+                                  {2, 3},
+                                  DType::kFloat32,
+                                  {{"rank_0.safetensors", "any", {{0, 0}, {2, 2}}, 0, 4},
+                                   {"rank_0.safetensors", "other", {{0, 2}, {2, 1}}, 0, 2}}};
+  EXPECT_EQ(found.tensors, (CheckpointTensorMap{{"model/w", expected}}));
+  EXPECT_TRUE(found.blocks.empty());
+}
+
+TEST(CheckpointManifest, Version2IsWhatItsPageSays) {
+  const auto texts = texts_of(version_2());
+  EXPECT_EQ(
+      texts.tensors,
+      "{\"model/w\": {\"dtype\": \"float32\", \"shape\": [4, 6], \"pieces\": [[0, 0, 5, [0, 0], "
+      "[4, 3]], [12, 5, 12, [0, 0], [4, 3]], [12, 0, 12, [0, 3], [4, 3]]]}}\n");
+  EXPECT_THAT(texts.manifest, HasSubstr("{\n \"format\": 2,"));
+  const auto hash = to_string(Hash128Stream().add(texts.tensors).digest());
+  EXPECT_THAT(texts.manifest, HasSubstr(" \"blocks\": [\n  {\"first\": \"model/w\", \"bytes\": " +
+                                        std::to_string(texts.tensors.size()) +
+                                        ", \"xxh3_128\": \"" + hash + "\"}\n ],\n \"xxh3_128\": "));
+  EXPECT_THAT(texts.manifest, Not(HasSubstr("\"tensors\":")));
+  check_manifest_hash(texts.manifest, "x");
+}
+
+/// Many blocks: tensors of some 300 bytes.
+CheckpointManifest of_many_blocks() {
+  CheckpointManifest manifest;
+  manifest.files[rank_file(0)] = {};
+  for (int i = 100; i < 400; ++i) {
+    const std::string name = "model/" + std::string(200, 'x') + std::to_string(i);
+    manifest.tensors[name] = {
+        DType::kFloat32, {2}, std::nullopt, {{rank_file(0), name, {{0}, {2}}, 0, 2}}};
+  }
+  return manifest;
+}
+
+TEST(CheckpointManifest, BlocksThatDoNotFitAreRefusedByName) {
+  const auto texts = texts_of(of_many_blocks());
+  const auto sound = parse_checkpoint_manifest(texts.manifest, "x");
+  ASSERT_GT(sound.blocks.size(), 5U);
+  const std::string file(kTensorsFile);
+  const Broken cases[] = {
+      {"expected the 0 of tensors.jsonl", [&](auto& m) { m.files.erase(file); }},
+      {"of tensors.jsonl", [&](auto& m) { ++m.files[file].bytes; }},
+      {"of tensors.jsonl", [](auto& m) { m.blocks.pop_back(); }},
+      {"of tensors.jsonl", [](auto& m) { m.blocks.clear(); }},
+      {"in the order of names, each once", [](auto& m) { m.blocks.push_back(m.blocks.back()); }},
+      {"in the order of names", [](auto& m) { std::swap(m.blocks[1], m.blocks[2]); }},
+      {"found 0 bytes", [](auto& m) { m.blocks[1].bytes = 0; }},
+      {"found -5 bytes", [](auto& m) { m.blocks[1].bytes = -5; }},
+      {"expected 1 to 4194304", [](auto& m) { m.blocks[1].bytes = kMaxBlockBytes + 1; }},
+      {"of at most 512 bytes", [](auto& m) { m.blocks[1].first = "../x"; }},
+      {"of at most 512 bytes", [](auto& m) { m.blocks[1].first += std::string(512, 'y'); }},
+  };
+  EXPECT_NO_THROW(validate(sound, "x"));
+  for (const auto& broken : cases) {
+    auto manifest = sound;
+    broken.change(manifest);
+    EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { validate(manifest, "FILE"); }),
+                AllOf(HasSubstr("FILE"), HasSubstr(broken.says)));
+  }
+}
+
+TEST(CheckpointManifest, TensorsOfAnotherBlockAreRefused) {
+  const auto texts = texts_of(of_many_blocks());
+  const auto manifest = parse_checkpoint_manifest(texts.manifest, "x");
+  const auto lines = testing::lines_of(texts.tensors);
+  for (std::size_t text = 0; text < lines.size(); ++text) {
+    for (std::size_t index = 0; index < lines.size(); ++index) {
+      const auto parse = [&] { parse_checkpoint_block(lines[text], manifest, index, "FILE"); };
+      if (text == index) {
+        EXPECT_NO_THROW(parse());
+      } else {
+        EXPECT_THAT(error_of(ErrorKind::kFormat, parse),
+                    AllOf(HasSubstr("FILE"), HasSubstr("in the block from")));
+      }
+    }
+  }
+  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { parse_checkpoint_block("{}", manifest, 0, "x"); }),
+              HasSubstr("expected it to be the first of its block"));
+}
+
+TEST(CheckpointManifest, AMalformedBlockIsRefusedWithItsPlace) {
+  const auto texts = texts_of(version_2());
+  const auto manifest = parse_checkpoint_manifest(texts.manifest, "x");
+  const auto with = [&](const std::string& from, const std::string& to) {
+    auto changed = texts.tensors;
+    const auto at = changed.find(from);
+    EXPECT_NE(at, std::string::npos) << from;
+    return changed.replace(at, from.size(), to);
+  };
+  const std::string first = "[0, 0, 5, [0, 0], [4, 3]]";
+  const std::string again = "{\"model/w\": {}, \"model/w\"";
+  const std::pair<std::string, std::string> cases[] = {
+      {with(first, "[0, 0, 5, [0, 0]]"), "'pieces': 'an item': found a list of 4 items"},
+      {with(first, "{\"file\": 0}"), "found an object, expected a list of 3 or 5"},
+      {with(first, "7"), "found '7', expected a list of 3 or 5"},
+      {with(first, "[0, 0, 5, 0, [4, 3]]"), "found '0', expected a list"},
+      {with(first, "[-1, 0, 5, [0, 0], [4, 3]]"), "found '-1', expected the number of a rank"},
+      {with(first, "[0.5, 0, 5, [0, 0], [4, 3]]"), "expected an integer"},
+      {with(first, "[\"../x\", 0, 5, [0, 0], [4, 3]]"), "expected an integer"},
+      {with(first, "[1, 0, 5, [0, 0], [4, 3]]"), "found a piece in 'rank_1.safetensors'"},
+      {with(first, "[0, 0, 24]"), "found no piece with element 0 of the box from [0, 0]"},
+      {with("[4, 3]], [12, 0", "[4, 4]], [12, 0"), "found "},
+      {with(first, "[0, 0, 4, [0, 0], [4, 3]]"), "found no piece with element 4"},
+      {with(first, "[0, 0, 6, [0, 0], [4, 3]]"), "two pieces with element 5"},
+      {with(first, first + ", " + first), "two pieces with element 0"},
+      {with(first + ", ", ""), "found no piece with element 0"},
+      {with(first, "[0, 0, 5, [0" + ones(70) + "], [4, 3]]"), "found 71 dims"},
+      {with(first, "[0, 0, 5, [0, [[[[[[0]]]]]]], [4, 3]]"), "nested deeper than 8"},
+      {with("{\"model/w\"", again), "twice in one object"},
+      {with("}\n", "}}\n"), "malformed JSON"},
+      {with("model/w", "model/w" + std::string(600, 'w')), "found a name of 607 bytes"},
+      {with("\"pieces\"", "\"pie\""), "found no \"pieces\""},
+      {with("[4, 6]", "[4, 6000000000000000000]"), "less than 2^63 bytes"},
+      {"", "malformed JSON"},
+      {"[]", "expected an object"},
+  };
+  EXPECT_NO_THROW(parse_checkpoint_block(texts.tensors, manifest, 0, "x"));
+  for (const auto& [changed, says] : cases) {
+    EXPECT_THAT(error_of(ErrorKind::kFormat,
+                         [&, &t = changed] { parse_checkpoint_block(t, manifest, 0, "FILE"); }),
+                AllOf(HasSubstr("FILE"), HasSubstr(says), Not(HasSubstr("\n"))));
+  }
+}
+
+TEST(CheckpointManifest, ATensorOfTooManyPiecesIsRefusedWithItsSize) {
+  CheckpointManifest manifest;
+  auto& tensor = manifest.tensors["model/w"] = {DType::kFloat32, {200'000}, std::nullopt, {}};
+  for (std::int64_t i = 0; i < 200'000; ++i) {
+    tensor.pieces.push_back({rank_file(i), "model/w", {{0}, {200'000}}, i, i + 1});
+  }
+  EXPECT_THAT(error_of(ErrorKind::kIo, [&] { texts_of(manifest); }),
+              AllOf(HasSubstr("tensors.jsonl: found "), HasSubstr("at most 4194304")));
+}
+
+TEST(CheckpointManifest, APlanIsRefusedWhereItsManifestMayBeTooLarge) {
+  EXPECT_NO_THROW(check_manifest_plan({}, 1024, std::int64_t{100} << 20));
+  EXPECT_THAT(error_of(ErrorKind::kConfig, [] { check_manifest_plan({}, 1'000'000, 0); }),
+              AllOf(HasSubstr("for 1000000 ranks"), HasSubstr("at most 67108864")));
+  EXPECT_THAT(
+      error_of(ErrorKind::kConfig, [] { check_manifest_plan({}, 8, std::int64_t{4} << 30); }),
+      AllOf(HasSubstr("4294967296 bytes of tensors.jsonl"), HasSubstr("checkpoint.enable")));
+  // Never below what is then written.
+  const auto texts = texts_of(of_many_blocks());
+  EXPECT_LE(std::ssize(texts.manifest), check_manifest_plan({}, 1, std::ssize(texts.tensors)));
 }
 
 // Against counting, for every box of a tensor.
