@@ -4,7 +4,7 @@
 # One floor of the house becomes at most two static libraries: tessera_NAME_pure, which never sees a
 # torch header, and tessera_NAME, which does. USES lists the floors below that this one stands on;
 # a pure half is linked with the pure halves only. PURE_BEFORE_STEPS: the pure half works before the
-# first step only (reading configs, resolving contracts), so Release compiles it quickly instead of well.
+# first step only (reading config.json, resolving contracts), so Release compiles it quickly instead of well.
 add_library(tessera_pure INTERFACE)
 add_library(tessera_core INTERFACE)
 

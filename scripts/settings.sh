@@ -27,12 +27,12 @@ pip_bench=(transformers==5.23.0 peft==0.21.2 accelerate==1.15.0)
 export CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:-pch_defines,time_macros}
 export CCACHE_BASEDIR=${CCACHE_BASEDIR:-$PWD} CCACHE_NOHASHDIR=1
 
-# A translation unit that includes torch takes up to 1.4 GB: two of them on a 2 GB machine swap.
+# A translation unit of 16 sources that include torch takes up to 2 GB: two of them on a 2 GB machine swap.
 build_jobs() {
   local cores free_kib by_memory
   cores=$(nproc)
   free_kib=$(awk '/^MemAvailable:/ {print $2}' /proc/meminfo)
-  by_memory=$((free_kib / (1536 * 1024)))
+  by_memory=$((free_kib / (2048 * 1024)))
   ((by_memory >= 1)) || by_memory=1
   echo $((cores < by_memory ? cores : by_memory))
 }

@@ -43,6 +43,12 @@ std::string concat(const Args&... args) {
   return out.str();
 }
 
+/// A source's path within the tree: a unity build includes it by "../../src/comm/sum.cpp".
+constexpr std::string_view source_path(std::string_view file) {
+  const auto up = file.rfind("../");
+  return up == std::string_view::npos ? file : file.substr(up + 3);
+}
+
 }  // namespace tessera
 
 /// TESSERA_CHECK(condition, ErrorKind::kX, parts of the message...)
@@ -59,5 +65,5 @@ std::string concat(const Args&... args) {
       throw ::tessera::Error(                                                                     \
           ::tessera::ErrorKind::kInternal,                                                        \
           ::tessera::concat("internal error, please report: ", __VA_ARGS__, " (" #condition ", ", \
-                            __FILE__, ":", __LINE__, ")"));                                       \
+                            ::tessera::source_path(__FILE__), ":", __LINE__, ")"));               \
   } while (false)

@@ -50,10 +50,6 @@ std::shared_ptr<nn::SelfAttention> make_attention(const ModelSpec& spec, std::in
   return std::make_shared<nn::Mla>(options, std::move(rope));
 }
 
-std::optional<at::Tensor> given(const at::Tensor& tensor) {
-  return tensor.defined() ? std::make_optional(tensor) : std::nullopt;
-}
-
 }  // namespace
 
 std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec, const nn::TensorRegion& region) {

@@ -10,14 +10,6 @@
 #include "tessera/dtype_watch.h"
 
 namespace tessera::models {
-namespace {
-
-std::optional<at::Tensor> given_bias(const at::Tensor& tensor) {
-  return tensor.defined() ? std::make_optional(tensor) : std::nullopt;
-}
-
-}  // namespace
-
 std::shared_ptr<nn::RmsNorm> gemma_norm(std::int64_t size, double eps, ParameterLayout layout) {
   return std::make_shared<nn::RmsNorm>(size, eps, nn::NormRounding::kOnce, std::move(layout));
 }
@@ -119,7 +111,7 @@ at::Tensor Gemma4TextLayer::forward(const at::Tensor& x, const std::optional<at:
   return recomputed(*this, recompute_,
                     {x, visible.value_or(at::Tensor()), imposed.value_or(at::Tensor())},
                     [this](const std::vector<at::Tensor>& in) {
-                      return body(in[0], given_bias(in[1]), given_bias(in[2]));
+                      return body(in[0], given(in[1]), given(in[2]));
                     });
 }
 

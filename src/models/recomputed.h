@@ -7,12 +7,18 @@
 
 #include <algorithm>
 #include <functional>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "tessera/recompute.h"
 
 namespace tessera::models {
+
+/// A tensor of a body's inputs that may be left out.
+inline std::optional<at::Tensor> given(const at::Tensor& tensor) {
+  return tensor.defined() ? std::make_optional(tensor) : std::nullopt;
+}
 
 /// Whether a backward comes through `layer`: a frozen tower leaves no graph, and is never run
 /// again.

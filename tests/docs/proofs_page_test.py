@@ -27,7 +27,7 @@ class ProofsPage(unittest.TestCase):
             self.assertEqual(row.count("|"), 6, row)
 
     def test_what_is_no_proof_is_refused_and_the_names_are_said(self):
-        for words in ((), ("everything",), ("layouts", "--recrod")):
+        for words in ((), ("everything",), ("layouts", "--recrod"), ("layouts", "--record", "more")):
             done = full(*words)
             self.assertEqual(done.returncode, 2, done.stderr)
             self.assertIn("full: ", done.stderr)
