@@ -126,6 +126,7 @@ void Runtime::touch(Segment& segment, const std::shared_ptr<Segment>& owner) {
       "backward: found parameters that were changed since this forward, expected those "
       "that it computed with; run every backward of a forward before the optimizer steps");
   segment.touched = true;
+  segment.task = torch::autograd::get_current_graph_task_id();
   finish_newer(segment);
   const bool alike = agree_on_trace(segment);
   std::vector<bool> gathers, keeps;           // in backward; after forward
@@ -160,16 +161,16 @@ void Runtime::touch(Segment& segment, const std::shared_ptr<Segment>& owner) {
   touched_.push_back(owner);
 }
 
-/// The engine takes nodes in reverse of the order in which forwards made them: once it is at this
-/// forward, nothing of a newer one is left to run. So what newer ones owe goes out now, on every
-/// rank at the same place; a rank that had no use for a unit there would keep the others waiting
-/// for its part, and wait for them in what comes next.
+/// A graph task takes nodes in reverse of the order in which forwards made them: once it is at this
+/// forward, nothing of a newer one is left to run in it. So what newer ones owe goes out now, on
+/// every rank at the same place; a rank that had no use for a unit there would keep the others
+/// waiting for its part, and wait for them in what comes next. A nested task may be inside a node
+/// of a newer forward, which then is not at its end.
 void Runtime::finish_newer(const Segment& segment) {
   bool any = false;
   for (auto& newer : touched_) {
-    if (newer->number < segment.number) continue;
+    if (newer->number < segment.number || newer->task < segment.task) continue;
     any = true;
-    advance_gathers(*newer, newer->order.issues.size());
     for (const auto& weak : newer->entries) {
       if (const auto entry = weak.lock()) consume(*entry);
     }
@@ -212,6 +213,10 @@ void Runtime::pre_backward(Entry& entry) {
   begin_backward();
   auto& segment = *entry.segment;
   touch(segment, entry.segment);
+  // Newer forwards come first in every backward; what they still owe goes out before.
+  for (auto& newer : touched_) {
+    if (newer->number > segment.number) advance_gathers(*newer, newer->order.issues.size());
+  }
   const auto place = segment.order.places.at(entry.position);
   advance_gathers(segment, segment.order.needed[place]);
   gather_needed(*entry.unit, Gathers::kInBackward);
@@ -348,7 +353,16 @@ void Runtime::settle_gradients() {
   for (auto* unit : units_) {
     if (unit->owed) issue_reduction(*unit);
   }
-  for (auto* unit : units_) unit->unpublished = unit->unpublished || unit->reduced;
+  for (auto* unit : units_) {
+    unit->unpublished = unit->unpublished || unit->reduced;
+    for (const auto& bucket : unit->buckets()) {
+      TESSERA_CHECK(
+          !unit->reduced || !bucket->trainable() || !bucket->has_arrivals(), ErrorKind::kContract,
+          "unit ", unit->shown_name(),
+          ": found gradients that arrived after its reduction, expected all of a backward "
+          "before; run backwards one after the other, not one inside another");
+    }
+  }
   if (!is_last_backward_) {
     waits_for_last_ = std::any_of(units_.begin(), units_.end(),
                                   [](const auto* unit) { return unit->unpublished; });

@@ -54,6 +54,7 @@ struct Segment {
       false;  ///< a backward over it has ended (the graph may have been retained for another)
   // --- in the current backward ---
   bool touched = false;
+  int task = -1;  ///< the graph task that touched it; nested ones have larger numbers
   BackwardOrder order;
   std::size_t cursor = 0;  ///< into order.issues: gathers issued so far
 

@@ -232,6 +232,49 @@ TEST_P(BackwardOnRanks, OneBackwardOverASettledForwardAndANewerOne) {
   }
 }
 
+/// Two blocks, between which something runs on the way back.
+class Interrupted : public Chain {
+ public:
+  Interrupted() : Chain(1, 2, kWidth) {}
+  at::Tensor forward(const at::Tensor& x) {
+    const auto middle = call(0, x * scale);
+    if (between) {
+      middle.register_hook([act = between](const at::Tensor& grad) {
+        act();
+        return grad;
+      });
+    }
+    return call(1, middle);
+  }
+  std::function<void()> between;
+};
+
+// Naive: whoever meets the older forward takes the newer one for finished, and reduces units that
+// are still to get gradients.
+TEST_P(BackwardOnRanks, ABackwardOverAnOlderForwardInTheMiddleOfANewerOne) {
+  ranks(GetParam()).run([](World& world) {
+    const auto nested = [](Interrupted& module, const auto& forward, int rank) {
+      const auto older = squares(forward(input_of(rank, 0, kWidth)));
+      module.between = [older] { backward(older); };
+      const auto newer = squares(forward(input_of(rank, 1, kWidth)));
+      module.between = nullptr;
+      backward(newer);
+    };
+    Interrupted plain;
+    auto module = std::make_shared<Interrupted>();
+    module->shard_blocks(data_mesh(world));
+    auto handle = fully_shard(module, data_mesh(world));
+    for (int step = 0; step < 2; ++step) {
+      handle.zero_grad();
+      nested(*module, [&](const at::Tensor& x) { return handle.forward(x); }, world.rank());
+      expect_near(whole_gradients(handle),
+                  plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+                    nested(plain, [&](const at::Tensor& x) { return plain.forward(x); }, rank);
+                  }));
+    }
+  });
+}
+
 TEST_P(BackwardOnRanks, OneBackwardOverTwoSettledForwardsAndANewerOne) {
   ranks(GetParam()).run([](World& world) {
     expect_gradients_of_plain_steps(world, 1, [](const auto& forward, int rank) {
