@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <thread>
 
 #include "base/one_line.h"
 #include "tessera/error.h"
@@ -27,6 +28,21 @@ std::string reason(const std::string& error) {
   auto begin = what.find("] ");
   begin = what.starts_with('[') && begin != std::string::npos ? begin + 2 : 0;
   return what.substr(begin, what.find(". ", begin) - begin);
+}
+
+// A peer whose own wait has timed out closes its connections before it can say for whom it waited;
+// one that has died says nothing. So long its words are waited for before it is blamed itself: they
+// travel through the store, which each rank looks at every 0.2 s.
+constexpr std::chrono::milliseconds kPeersWords{1000};
+
+/// Errors: PeerLost with what another rank has said in the meantime.
+void hear_others(const Poison& poison) {
+  const auto end = std::chrono::steady_clock::now() + kPeersWords;
+  do {
+    poison.check();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  } while (std::chrono::steady_clock::now() < end);
+  poison.check();
 }
 
 std::int64_t nbytes(const at::Tensor& tensor) { return static_cast<std::int64_t>(tensor.nbytes()); }
@@ -110,7 +126,7 @@ Stretch Exchange::own_stretch(const AllReduce& op) const {
 
 /// A transfer cannot even begin: the connection is closed already.
 void Exchange::blame(int peer, const std::exception& error) const {
-  channel_->options.poison->check();
+  hear_others(*channel_->options.poison);
   throw PeerLost(concat(text(), ": the connection to rank ", world_rank(peer),
                         " is gone: ", reason(error.what())));
 }
@@ -366,6 +382,7 @@ void Exchange::fail(const Transfer& transfer, const std::string& what) {
     throw PeerLost(concat(text(), ": waited ", in_seconds(channel_->options.timeout), " for rank ",
                           missing, "; it is stalled, or does not take part in this collective"));
   }
+  hear_others(*channel_->options.poison);
   throw PeerLost(concat(text(), ": lost rank ", world_rank(transfer.peer), ": ", reason(what)));
 }
 

@@ -190,6 +190,18 @@ TEST_P(AnyRank, ThatStallsIsNamedAfterTheTimeout) {
   }
 }
 
+// Whose wait ends first closes its connections: that must not make a culprit of it.
+TEST_P(AnyRank, ThatStallsIsNamedByWhoWaitsForItAndNotByWhoWaitsForThose) {
+  const auto outcome =
+      run({.nproc = 3, .mode = "withhold", .rank = GetParam(), .step = 2, .timeout_ms = 1000});
+  EXPECT_EQ(outcome.exit_code, 1);
+  EXPECT_THAT(outcome.last_error_line(),
+              HasSubstr("waited 1 s for rank " + std::to_string(GetParam()) + ";"))
+      << outcome.err;
+  EXPECT_THAT(outcome.err, testing::Not(HasSubstr("lost rank")));
+  EXPECT_LT(outcome.seconds, kSeconds + 1);
+}
+
 TEST_P(AnyRank, ThatExitsWithoutAWordIsNamedWithItsCode) {
   const auto outcome = run({.mode = "exit", .rank = GetParam(), .step = 3});
   EXPECT_EQ(outcome.exit_code, 7);

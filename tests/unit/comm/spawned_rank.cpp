@@ -2,7 +2,7 @@
 // arguments say.
 //
 //   spawned_rank NPROC MODE RANK STEP STEPS TIMEOUT_MS
-//   MODE: none | throw | usage | kill | stall | exit | stop | disagree | poison
+//   MODE: none | throw | usage | kill | stall | exit | stop | disagree | poison | withhold
 #include <ATen/ATen.h>
 #include <signal.h>
 #include <unistd.h>
@@ -47,6 +47,25 @@ void misbehave(const Plan& plan, World& world) {
   if (plan.mode == "poison") world.poison("a step went wrong");
 }
 
+/// The rank of the plan owes its successor something and never sends it; the others are owed nothing
+/// and go on, later than the successor begins to wait.
+void withhold(const Plan& plan, World& world, comm::Group& group) {
+  const int debtor = plan.rank;
+  const int creditor = (debtor + 1) % world.size();
+  if (world.rank() == debtor) std::this_thread::sleep_for(std::chrono::hours(1));
+  comm::AllToAll transfer;
+  transfer.input = at::zeros({0});
+  transfer.output = at::zeros({world.rank() == creditor ? 1 : 0});
+  transfer.sends.resize(world.size());
+  transfer.receives.resize(world.size());
+  if (world.rank() == creditor) transfer.receives[debtor] = 1;
+  comm::Batch batch;
+  batch.ops.emplace_back(std::move(transfer));
+  world.queue().submit(group, std::move(batch)).wait();
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  comm::all_gather_bytes(group, "anything", "what comes after");
+}
+
 void train(const Plan& plan, World& world) {
   std::vector<int> all;
   for (int rank = 0; rank < world.size(); ++rank) all.push_back(rank);
@@ -54,6 +73,7 @@ void train(const Plan& plan, World& world) {
   for (int step = 0; step < plan.steps; ++step) {
     const bool fails = step == plan.step && world.rank() == plan.rank;
     if (fails) misbehave(plan, world);
+    if (step == plan.step && plan.mode == "withhold") withhold(plan, world, *group);
     try {
       auto sum = at::full({4}, world.rank(), at::kLong);
       comm::all_reduce(world.control(), sum, "sum");
