@@ -5,9 +5,8 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <array>
 
-#include "base/hash.h"
+#include "fsdp/integrity.h"
 #include "fsdp/runtime.h"
 #include "tessera/error.h"
 
@@ -55,23 +54,16 @@ void refuse_capture(const Unit& unit) {
 
 }  // namespace
 
-void Runtime::begin_backward() {
+void Runtime::begin_backward(const Entry* first) {
   if (in_backward_) return;
   in_backward_ = true;
   store_.begin_micro_batch();
-  if (awaiting_tickets_) {
-    // What the last backward reduced without tickets is published with the rest.
-    for (auto* unit : units_) unit->unpublished = unit->unpublished || unit->reduced;
+  for (auto* unit : units_) {
+    // What the last backward reduced without waiting is published with the rest.
+    unit->unpublished = unit->unpublished || (awaiting_tickets_ && unit->reduced);
+    unit->reduced = false;
   }
-  awaiting_tickets_ = false;
-  // What the last backward left to the deferred gradients is still to be reduced.
-  for (; reduction_cursor_ < reductions_.size(); ++reduction_cursor_) {
-    auto& unit = *units_.at(reductions_[reduction_cursor_]);
-    unit.owed = unit.owed || unit.trainable();
-  }
-  reductions_.clear();
-  reduction_cursor_ = 0;
-  for (auto* unit : units_) unit->reduced = false;
+  awaiting_tickets_ = holds_reductions_ = false;
   // Nested graph tasks (recomputation) come after this one has begun; the callback is the outermost
   // one's. Whatever throws from here on ends as a failure of all ranks.
   torch::autograd::Engine::get_default_engine().queue_callback(
@@ -82,6 +74,7 @@ void Runtime::begin_backward() {
                 "it as long as the model trains, or recover the World");
   for (const auto* unit : units_) refuse_capture(*unit);
   import_user_changes();
+  plan_backward_under_way(first);
 }
 
 void Runtime::abandon_backward(std::uint64_t generation) {
@@ -89,152 +82,95 @@ void Runtime::abandon_backward(std::uint64_t generation) {
   fail("an exception left a backward through sharded modules");
 }
 
-bool Runtime::agree_on_trace(const Segment& segment) {
-  if (data_group_ == nullptr) return true;
-  const std::string differentiated(segment.differentiated.begin(), segment.differentiated.end());
-  const std::array<std::uint64_t, 2> hashes{Hasher()
-                                                .add(segment.trace.hash())
-                                                .add(std::uint64_t{segment.number})
-                                                .add(std::string_view(controls()))
-                                                .digest(),
-                                            hash_bytes(differentiated)};
-  const std::string mine(reinterpret_cast<const char*>(hashes.data()), sizeof hashes);
-  const auto all = comm::all_gather_fixed(*data_group_, mine, "forward order");
-  const auto agree = [&](std::size_t bytes) {
-    return std::ranges::all_of(
-        all, [&](const auto& other) { return other.compare(0, bytes, mine, 0, bytes) == 0; });
-  };
-  if (agree(sizeof hashes[0])) return agree(sizeof hashes);
-  agree_on_controls();
-  std::string text;
-  const auto& units = segment.trace.units;
-  for (const auto id : units) text += concat(units_.at(id)->shown_name(), "\n");
-  for (const auto position : segment.trace.exits) {
-    text += concat("the end of ", units_.at(units.at(position))->shown_name(), "\n");
-  }
-  text += concat("no other unit in forward ", segment.number, "\n");
-  TESSERA_CHECK(false, ErrorKind::kComm, "the order of units differs between ranks: ",
-                difference_between_ranks(text, "forward order names"),
-                "; run the same units in the same order on every rank");
-  return false;
-}
-
-void Runtime::touch(Segment& segment, const std::shared_ptr<Segment>& owner) {
-  if (segment.touched) return;
-  TESSERA_CHECK(
-      segment.weights == segment.weights_now(), ErrorKind::kUsage,
-      "backward: found parameters that were changed since this forward, expected those "
-      "that it computed with; run every backward of a forward before the optimizer steps");
-  segment.touched = true;
-  segment.task = torch::autograd::get_current_graph_task_id();
-  finish_newer(segment);
-  const bool alike = agree_on_trace(segment);
-  std::vector<bool> gathers, keeps;           // in backward; after forward
-  std::vector<std::vector<UnitId>> prefetch;  // empty where no unit has a list
-  for (const auto* unit : units_) {
-    const bool moves =
-        unit->unshard_in_backward && !unit->always_unsharded() && !unit->buckets().empty();
-    gathers.push_back(moves && unit->reshard_after_forward);
-    keeps.push_back(moves && !unit->reshard_after_forward);
-    if (unit->backward_prefetch.empty()) continue;
-    prefetch.resize(units_.size());
-    prefetch[unit->id] = backward_prefetch_of(*unit);
-  }
-  if (segment.settled || segment.number + 1 != next_segment_) {
-    // What had stayed gathered was released: when another backward over this graph ended, or when a
-    // later forward began.
-    for (const auto id : segment.order.reductions) {
-      if (!keeps[id]) continue;
-      ++gathers_issued_;
-      units_.at(id)->begin_gather(segment.number);
+/// The innermost one that goes through the entry; those inside it have ended. Null: none does, or
+/// it is past the place.
+BackwardUnderWay* Runtime::under_way(const Entry& entry, bool needs_weights) {
+  for (auto i = under_way_.size(); i-- > 0;) {
+    auto& backward = under_way_[i];
+    const auto reached = backward.reached.find(entry.segment->forward->number);
+    if (reached == backward.reached.end() || entry.position >= reached->second.size()) continue;
+    if (needs_weights && !reached->second[entry.position]) continue;
+    const auto& places = backward.plan.places.at(reached->first)[entry.position];
+    if (backward.passed > places.ends) continue;
+    while (under_way_.size() > i + 1) {
+      finish(under_way_.back());
+      under_way_.pop_back();
     }
-    segment.kept_last = false;
+    return &backward;
   }
-  for (const auto& weak : segment.entries) {
-    if (const auto entry = weak.lock()) expect(*entry);
-  }
-  segment.order = backward_order(segment.trace, gathers, segment.kept_last, prefetch,
-                                 alike ? segment.differentiated : std::vector<bool>());
-  segment.cursor = 0;
-  add_reductions(segment);
-  reference_ = segment.trace;
-  touched_.push_back(owner);
+  return nullptr;
 }
 
-/// A graph task takes nodes in reverse of the order in which forwards made them: once it is at this
-/// forward, nothing of a newer one is left to run in it. So what newer ones owe goes out now, on
-/// every rank at the same place; a rank that had no use for a unit there would keep the others
-/// waiting for its part, and wait for them in what comes next. A nested task may be inside a node
-/// of a newer forward, which then is not at its end.
-void Runtime::finish_newer(const Segment& segment) {
-  bool any = false;
-  for (auto& newer : touched_) {
-    if (newer->number < segment.number || newer->task < segment.task) continue;
-    any = true;
-    for (const auto& weak : newer->entries) {
+void Runtime::do_steps(BackwardUnderWay& backward, std::size_t count) {
+  while (backward.done < count) {
+    const auto step = backward.plan.steps.at(backward.done++);
+    auto& unit = *units_.at(step.unit);
+    switch (step.kind) {
+      case Step::Kind::kGather:
+        ++gathers_issued_;
+        unit.begin_gather(step.forward);
+        break;
+      case Step::Kind::kRelease:
+        unit.release();
+        break;
+      case Step::Kind::kReduce:
+        issue_reduction(unit);
+        break;
+    }
+  }
+}
+
+/// The rest of its steps.
+void Runtime::finish(BackwardUnderWay& backward) {
+  do_steps(backward, backward.plan.steps.size());
+  for (const auto& segment : backward.segments) {
+    for (const auto& weak : segment->entries) {
       if (const auto entry = weak.lock()) consume(*entry);
     }
   }
-  if (!any) return;
-  for (auto* unit : units_) unit->active = 0;
-  issue_ready_reductions();
 }
 
-/// A unit is reduced once a backward, after the last of its forwards. But what an earlier backward
-/// has reduced already, and this one goes through again (a graph that was retained, below a newer
-/// forward), was not waited for when the newer forward's share went out: it has a reduction of its
-/// own. Which of the two it is, all ranks know: backwards end on all of them.
-void Runtime::add_reductions(const Segment& segment) {
-  std::vector<UnitId> units = segment.order.reductions;
-  const auto add = [](std::vector<UnitId>& list, UnitId id) {
-    if (std::find(list.begin(), list.end(), id) == list.end()) list.push_back(id);
+void Runtime::wait_unsharded(Unit& unit) {
+  const auto wait = [](Unit& one) {
+    check_integrity(one);
+    if (one.gathered()) return;
+    if (one.gather_pending() || one.always_unsharded() || one.buckets().empty()) {
+      one.wait_gather();
+      return;
+    }
+    TESSERA_CHECK(!one.unshard_in_backward, ErrorKind::kInternal, "backward of unit ",
+                  one.shown_name(),
+                  ": found its parameters released, expected them gathered before it began");
   };
-  // A unit that only lends its parameters (the root, when inner handles are called directly) comes
-  // last.
-  for (const auto id : segment.order.reductions) {
-    for (const auto* lender : units_.at(id)->needs) add(units, lender->id);
-  }
-  if (segment.settled) {
-    reductions_.insert(reductions_.end(), units.begin(), units.end());
-  } else {
-    for (const auto id : units) add(reductions_, id);
-  }
-}
-
-void Runtime::advance_gathers(Segment& segment, std::size_t count) {
-  for (; segment.cursor < count; ++segment.cursor) {
-    auto& unit = *units_.at(segment.trace.units[segment.order.issues.at(segment.cursor)]);
-    ++gathers_issued_;
-    unit.begin_gather(segment.number);
-  }
+  for (auto* lender : unit.needs) wait(*lender);
+  wait(unit);
 }
 
 void Runtime::pre_backward(Entry& entry) {
-  begin_backward();
-  auto& segment = *entry.segment;
-  touch(segment, entry.segment);
-  // Newer forwards come first in every backward; what they still owe goes out before.
-  for (auto& newer : touched_) {
-    if (newer->number > segment.number) advance_gathers(*newer, newer->order.issues.size());
+  begin_backward(&entry);
+  auto* backward = under_way(entry, /*needs_weights=*/true);
+  if (backward == nullptr) {
+    // A backward inside a node of this one, which autograd has not announced.
+    plan_backward_under_way(&entry);
+    backward = &under_way_.back();
   }
-  const auto place = segment.order.places.at(entry.position);
-  advance_gathers(segment, segment.order.needed[place]);
-  gather_needed(*entry.unit, Gathers::kInBackward);
-  advance_gathers(segment, segment.order.ahead[place]);
-  ++entry.unit->active;
+  const auto places = backward->plan.places.at(entry.segment->forward->number)[entry.position];
+  backward->passed = std::max(backward->passed, places.begins);
+  do_steps(*backward, places.needed);
+  wait_unsharded(*entry.unit);
+  do_steps(*backward, places.ahead);
   spans_.backward_begins(&entry, entry.unit->name());
 }
 
 void Runtime::post_backward(Entry& entry) {
-  auto& unit = *entry.unit;
+  begin_backward();
   spans_.backward_ends(&entry);
-  if (unit.active > 0) --unit.active;
   consume(entry);
-  if (unit.active == 0 && unit.open_calls == 0 && unit.reshard_after_forward &&
-      unit.reshard_after_backward && !unit.gather_pending()) {
-    unit.release();
-  }
-  issue_ready_reductions();
+  auto* backward = under_way(entry, /*needs_weights=*/false);
+  if (backward == nullptr) return;
+  const auto& places = backward->plan.places.at(entry.segment->forward->number)[entry.position];
+  backward->passed = std::max(backward->passed, places.ends);
+  do_steps(*backward, places.after);
 }
 
 void Runtime::expect(Entry& entry) {
@@ -254,35 +190,35 @@ void Runtime::consume(Entry& entry) {
 }
 
 void Runtime::on_gradient() {
-  if (!awaiting_tickets_) begin_backward();
+  // A deferred one may come at any time.
+  if (torch::autograd::get_current_graph_task_id() != -1) begin_backward();
 }
 
-void Runtime::on_tickets_closed(Unit&) {
-  if (in_backward_) {
-    issue_ready_reductions();
-  } else if (awaiting_tickets_ && sink_.open_tickets() == 0) {
-    awaiting_tickets_ = false;
-    try {
-      settle_gradients();
-    } catch (const std::exception& error) {
-      fail(error.what());
-      throw;
-    }
+void Runtime::on_tickets_closed() {
+  if (in_backward_ || !awaiting_tickets_ || sink_.store() != nullptr) return;
+  if (sink_.open_tickets() > 0) return;
+  try {
+    settle_gradients();
+  } catch (const std::exception& error) {
+    fail(error.what());
+    throw;
   }
 }
 
-void Runtime::issue_ready_reductions() {
-  while (reduction_cursor_ < reductions_.size()) {
-    auto& unit = *units_.at(reductions_[reduction_cursor_]);
-    if (unit.expected > 0 || unit.active > 0 || unit.tickets > 0) return;
-    issue_reduction(unit);
-    ++reduction_cursor_;
-  }
+/// Collective.
+bool Runtime::any_rank_owes() {
+  const std::string mine(1, sink_.open_tickets() > 0 ? '1' : '0');
+  if (data_group_ == nullptr) return mine == "1";
+  const auto all = comm::all_gather_fixed(*data_group_, mine, "deferred gradients");
+  return std::find(all.begin(), all.end(), "1") != all.end();
 }
 
 void Runtime::issue_reduction(Unit& unit) {
   if (!unit.trainable()) return;
-  unit.owed = !unit.requires_sync;
+  // What some layer put off although gradients are not deferred holds up all that follow: their
+  // order stays.
+  holds_reductions_ = holds_reductions_ || unit.tickets > 0;
+  unit.owed = holds_reductions_ || !unit.requires_sync;
   if (unit.owed) return;
   unit.reduced = true;
   finish_reductions_of(unit);  // of earlier micro-batches
@@ -316,28 +252,18 @@ void Runtime::finish_oldest_reduction() {
 
 void Runtime::end_backward() {
   try {
-    for (auto& segment : touched_) advance_gathers(*segment, segment->order.issues.size());
-    // Entries without a marker have had their last use: nothing of this backward is left to run.
-    for (auto* unit : units_) unit->active = 0;
-    for (auto& segment : touched_) {
-      segment->touched = false;
-      segment->settled = true;
-      for (const auto& weak : segment->entries) {
-        if (const auto entry = weak.lock()) consume(*entry);
-      }
-    }
-    touched_.clear();
+    for (; !under_way_.empty(); under_way_.pop_back()) finish(under_way_.back());
     spans_.all_backwards_end();
     for (auto* unit : units_) {
       if (unit->open_calls == 0 && unit->reshard_after_backward) unit->release();
     }
-    if (sink_.open_tickets() > 0) {
-      awaiting_tickets_ = true;
-      in_backward_ = false;
-      return;
-    }
-    settle_gradients();
     in_backward_ = false;
+    awaiting_tickets_ = sink_.store() != nullptr ? any_rank_owes() : sink_.open_tickets() > 0;
+    if (!awaiting_tickets_) {
+      settle_gradients();
+    } else if (sink_.store() == nullptr && would_publish()) {
+      agree_on_used();  // all ranks wait, or none
+    }
   } catch (const std::exception& error) {
     fail(error.what());
     throw;
@@ -346,10 +272,8 @@ void Runtime::end_backward() {
 
 void Runtime::settle_gradients() {
   const at::NoGradGuard no_grad;
-  for (; reduction_cursor_ < reductions_.size(); ++reduction_cursor_) {
-    issue_reduction(*units_.at(reductions_[reduction_cursor_]));
-  }
-  // Units that only earlier backwards, without sync, have reached.
+  awaiting_tickets_ = holds_reductions_ = false;
+  // What waited for deferred gradients, or was left by backwards without sync.
   for (auto* unit : units_) {
     if (unit->owed) issue_reduction(*unit);
   }
@@ -357,10 +281,11 @@ void Runtime::settle_gradients() {
     unit->unpublished = unit->unpublished || unit->reduced;
     for (const auto& bucket : unit->buckets()) {
       TESSERA_CHECK(
-          !unit->reduced || !bucket->trainable() || !bucket->has_arrivals(), ErrorKind::kContract,
+          unit->owed || !bucket->trainable() || !bucket->has_arrivals(), ErrorKind::kContract,
           "unit ", unit->shown_name(),
-          ": found gradients that arrived after its reduction, expected all of a backward "
-          "before; run backwards one after the other, not one inside another");
+          ": found gradients that arrived after its reduction, or without it, expected all of a "
+          "backward before; run backwards one after the other, not one inside another, and return "
+          "from a forward what backward is to go through");
     }
   }
   if (!is_last_backward_) {

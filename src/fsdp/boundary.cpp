@@ -56,12 +56,19 @@ class Boundary : public Node {
  public:
   enum class Side { kBeforeBackward, kAfterBackward };
   Boundary(std::shared_ptr<Entry> entry, Side side, Crossed held = {})
-      : entry_(std::move(entry)), side_(side), held_(std::move(held)) {}
+      : entry_(std::move(entry)), side_(side), held_(std::move(held)) {
+    place() = this;
+  }
+  ~Boundary() override {
+    if (place() == this) place() = nullptr;
+  }
+  Boundary(const Boundary&) = delete;
+  Boundary& operator=(const Boundary&) = delete;
 
   variable_list apply(variable_list&& grads) override {
     if (side_ == Side::kBeforeBackward) {
       if (!held_.empty()) {
-        entry_->runtime->begin_backward();  // what throws from here on is known to all ranks
+        entry_->runtime->begin_backward(entry_.get());  // what throws from here on all ranks know
         held_.require_results_unchanged(*entry_->unit);
       }
       entry_->runtime->pre_backward(*entry_);
@@ -80,6 +87,10 @@ class Boundary : public Node {
   }
 
  private:
+  const Node*& place() const {
+    return side_ == Side::kBeforeBackward ? entry_->at_results : entry_->at_arguments;
+  }
+
   std::shared_ptr<Entry> entry_;
   Side side_;
   Crossed held_;  ///< results whose originals others hold
@@ -167,7 +178,7 @@ std::shared_ptr<const Crossed> mark_inputs(const std::vector<at::Tensor*>& input
   return crossed;
 }
 
-bool mark_outputs(const std::vector<at::Tensor*>& outputs, const std::vector<at::Tensor*>& inputs,
+void mark_outputs(const std::vector<at::Tensor*>& outputs, const std::vector<at::Tensor*>& inputs,
                   const std::shared_ptr<Entry>& entry) {
   bool any = false;
   Crossed held;
@@ -180,7 +191,6 @@ bool mark_outputs(const std::vector<at::Tensor*>& outputs, const std::vector<at:
     wrap(outputs,
          compat::make_node<Boundary>(entry, Boundary::Side::kBeforeBackward, std::move(held)));
   }
-  return any;
 }
 
 }  // namespace tessera::fsdp

@@ -50,9 +50,8 @@ class Crossed {
 std::shared_ptr<const Crossed> mark_inputs(const std::vector<at::Tensor*>& inputs,
                                            const std::shared_ptr<Entry>& entry);
 /// Replaces the grad-requiring ones among `outputs` by aliases behind the pre-backward node, which
-/// compares those that others hold, too. `inputs` are what the call itself still holds. Returns
-/// whether there were any.
-bool mark_outputs(const std::vector<at::Tensor*>& outputs, const std::vector<at::Tensor*>& inputs,
+/// compares those that others hold, too. `inputs` are what the call itself still holds.
+void mark_outputs(const std::vector<at::Tensor*>& outputs, const std::vector<at::Tensor*>& inputs,
                   const std::shared_ptr<Entry>& entry);
 
 }  // namespace tessera::fsdp

@@ -71,7 +71,7 @@ void ShardedBase::Call::leave(const std::vector<at::Tensor*>& outputs) {
   if (output) cast_floating(outputs, *output);
   // Under recomputation the unit is gathered already: the entry's backward has begun.
   if (entry_ && at::GradMode::is_enabled() && fsdp::recomputing() == nullptr) {
-    if (!fsdp::mark_outputs(outputs, *inputs_, entry_)) runtime.leave_undifferentiated(*entry_);
+    fsdp::mark_outputs(outputs, *inputs_, entry_);
   }
   runtime.leave_forward(*handle_.unit_);
   left_ = true;

@@ -116,14 +116,22 @@ void Runtime::set_defer_weight_gradients(bool value) {
 void Runtime::run_weight_gradients() {
   try {
     store_.run();
+    if (awaiting_tickets_ && sink_.store() != nullptr && !any_rank_owes()) settle_gradients();
   } catch (const std::exception& error) {
     fail(error.what());
     throw;
   }
 }
 
-void Runtime::require_reduced(const char* what) const {
+void Runtime::require_none_owed(const char* what) const {
   sink_.require_all_redeemed(what);
+  TESSERA_CHECK(!awaiting_tickets_, ErrorKind::kUsage, what,
+                ": found gradients that were deferred, on this rank or another, expected none; "
+                "call run_weight_gradients() on every rank first");
+}
+
+void Runtime::require_reduced(const char* what) const {
+  require_none_owed(what);
   TESSERA_CHECK(!waits_for_last_, ErrorKind::kUsage, what,
                 ": found reductions that wait for the last backward, expected none; call "
                 "set_is_last_backward(true) before the step's last backward");

@@ -33,19 +33,31 @@ bool is_changed(const Parameter& p, const Bucket& bucket) {
 /// one that is used nowhere has none, and the optimizer skips it, as unsharded. [Note: unused]
 void Runtime::agree_on_used() {
   if (data_group_ == nullptr) return;
-  std::vector<std::uint8_t> used;
+  const bool owes = sink_.open_tickets() > 0;
+  std::vector<std::uint8_t> used{static_cast<std::uint8_t>(owes), static_cast<std::uint8_t>(!owes)};
   for (const auto* unit : units_) {
     for (const auto& p : unit->parameters()) used.push_back(p->used ? 1 : 0);
   }
-  if (used.empty()) return;
   std::string mine(used.begin(), used.end());
   for (const auto& other : comm::all_gather_fixed(*data_group_, mine, "used parameters")) {
     for (std::size_t i = 0; i < used.size(); ++i) used[i] |= static_cast<std::uint8_t>(other[i]);
   }
-  std::size_t i = 0;
+  TESSERA_CHECK(used[0] + used[1] == 1, ErrorKind::kContract,
+                "found gradients that some ranks have put off and others not, expected the same on "
+                "every rank; call set_defer_weight_gradients(true) on all of them");
+  if (owes) return;
+  std::size_t i = 2;
   for (auto* unit : units_) {
     for (auto& p : unit->parameters()) p->used = used[i++] != 0;
   }
+}
+
+/// Whether the end of this backward comes to publish() and its messages.
+bool Runtime::would_publish() const {
+  return is_last_backward_ && (replicas_ == nullptr || requires_replica_reduce_) &&
+         std::any_of(units_.begin(), units_.end(), [](const auto* unit) {
+           return unit->unpublished || unit->reduced || (unit->owed && unit->requires_sync);
+         });
 }
 
 void Runtime::publish() {

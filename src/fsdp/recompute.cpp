@@ -33,6 +33,21 @@ struct Block : torch::CustomClassHolder {
   fsdp::Autocast autocast;
   at::Tensor random;  ///< before the first forward, if that drew anything
   std::optional<SamplePlace> place = sample_place();
+  const torch::autograd::Node* node = nullptr;
+
+  Block() = default;
+  ~Block() override { replace_node(node, nullptr); }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
+  /// Where a checkpoint inside another one runs again the outer one's node stays: it is what a
+  /// backward comes to first.
+  void replace_node(const torch::autograd::Node* before, const torch::autograd::Node* after) {
+    for (const auto& entry : recorded.entries) {
+      if (entry->checkpoint == before) entry->checkpoint = after;
+    }
+    node = after;
+  }
 };
 
 /// The kept results, which must be what they were when keep() returned them.
@@ -124,7 +139,7 @@ class Recompute : public torch::autograd::Function<Recompute> {
     const auto block =
         c10::static_intrusive_pointer_cast<Block>(context->saved_data["block"].toCapsule());
     // The outermost graph task must know the runtimes before the nested one reaches them.
-    for (const auto& entry : block->recorded.entries) entry->runtime->begin_backward();
+    for (const auto& entry : block->recorded.entries) entry->runtime->begin_backward(entry.get());
     const auto inputs = inputs_of(*block, context->get_saved_variables());
     variable_list roots, root_grads;
     {
@@ -197,7 +212,9 @@ std::vector<at::Tensor> checkpoint(Run function, const std::vector<at::Tensor>& 
   if (mode == RecomputeMode::kNone || !at::GradMode::is_enabled()) return function(inputs);
   auto block = c10::make_intrusive<Block>();
   block->run = std::move(function);
+  static thread_local std::uint64_t serial = 0;
   block->recorded.mode = mode;
+  block->recorded.serial = ++serial;
   block->autocast = fsdp::Autocast::now();
   variable_list arguments;
   std::copy_if(inputs.begin(), inputs.end(), std::back_inserter(arguments),
@@ -210,7 +227,14 @@ std::vector<at::Tensor> checkpoint(Run function, const std::vector<at::Tensor>& 
   }
   restore_places(*block, inputs);
   // A TensorList: in a vector the engine would not find the tensors, and cut the graph in silence.
-  return Recompute::apply(block, at::TensorList(arguments));
+  auto outputs = Recompute::apply(block, at::TensorList(arguments));
+  for (const auto& output : outputs) {
+    if (const auto* node = torch::autograd::impl::grad_fn_unsafe(output)) {
+      block->replace_node(nullptr, node);
+      break;
+    }
+  }
+  return outputs;
 }
 
 at::Tensor checkpoint(std::function<at::Tensor(const std::vector<at::Tensor>&)> function,

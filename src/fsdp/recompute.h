@@ -35,6 +35,7 @@ struct Recorded {
   std::size_t next = 0;  ///< of the entries, in the recomputation
   std::vector<Kept> kept;
   std::size_t next_kept = 0;
+  std::uint64_t serial = 0;  ///< of checkpoints of this thread, from 1
 };
 
 /// While alive, handles called on this thread add their entries to `recorded`.

@@ -81,6 +81,7 @@ void Runtime::remove_unit(Unit* unit) {
   std::erase(units_, unit);
   agreed_ = controls_known_ = false;
   reference_ = {};
+  past_.clear();  // whatever it ran in has no graph on this rank any more
   for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->id = static_cast<UnitId>(i);
 }
 
@@ -159,10 +160,10 @@ void Runtime::renew_after_failure() {
   if (has_failed() && !world().poisoned()) reset();
 }
 
-void Runtime::gather_needed(Unit& unit, Gathers when) {
+void Runtime::gather_needed(Unit& unit) {
   const auto gather = [&](Unit& one) {
     check_integrity(one);
-    if (one.gathered() || (when == Gathers::kInBackward && !one.unshard_in_backward)) return;
+    if (one.gathered()) return;
     if (!one.gather_pending()) issue_gather(one);
     one.wait_gather();
   };
@@ -177,7 +178,7 @@ void Runtime::issue_gather(Unit& unit) {
   if (unit.always_unsharded()) return;
   if (unit.buckets().empty()) return;
   ++gathers_issued_;
-  unit.begin_gather(current_ ? current_->number : 0);
+  unit.begin_gather(current_ ? current_->forward->number : 0);
 }
 
 void Runtime::prefetch_after(const Unit& unit, std::size_t position) {
@@ -201,8 +202,8 @@ std::shared_ptr<Entry> Runtime::record(Unit& unit, std::size_t position) {
   entry->unit = unit.shared_from_this();
   entry->segment = current_;
   entry->position = position;
+  if (current_->entries.empty()) keep_forward(current_);
   current_->entries.push_back(entry);
-  current_->differentiated[position] = true;
   expect(*entry);
   return entry;
 }
@@ -227,25 +228,39 @@ std::uint64_t Segment::weights_now() const {
   return version;
 }
 
+/// Of the outermost checkpoint that runs for the first time; 0 outside of any. Counted here: the
+/// same on every rank.
+std::uint32_t Runtime::checkpoint_number() {
+  const auto* recorded = first_forward();
+  if (recorded == nullptr || at::GradMode::is_enabled()) return 0;
+  if (std::exchange(checkpoint_serial_, recorded->serial) != recorded->serial) ++checkpoints_;
+  return checkpoints_;
+}
+
 std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   if (open_.empty()) {
     check_usable();
     current_ = std::make_shared<Segment>();
-    current_->number = next_segment_++;
+    current_->forward = std::make_shared<PastForward>();
+    current_->forward->number = next_segment_++;
     for (auto* each : units_) current_->units.push_back(each->shared_from_this());
     current_->weights = current_->weights_now();
     release_stale();
     follows_reference_ = !reference_.units.empty();
   }
+  if (auto* kept = std::exchange(kept_, nullptr); kept != nullptr && kept != &unit) {
+    kept->release();  // the forward goes on: its backward does not come first
+  }
   ++unit.open_calls;
-  const auto position = current_->trace.units.size();
+  auto& trace = current_->forward->trace;
+  const auto position = trace.units.size();
   open_.push_back(position);
-  current_->trace.units.push_back(unit.id);
-  current_->differentiated.push_back(false);
+  trace.units.push_back(unit.id);
+  trace.checkpoints.push_back(checkpoint_number());
   follows_reference_ = follows_reference_ && position < reference_.units.size() &&
                        reference_.units[position] == unit.id;
   check_borrowed(unit);
-  gather_needed(unit, Gathers::kInForward);
+  gather_needed(unit);
   prefetch_after(unit, position);
   spans_.forward_begins(unit.name());
   const bool grad = at::GradMode::is_enabled();
@@ -275,7 +290,6 @@ std::shared_ptr<Entry> Runtime::enter_recompute(Unit& unit) {
     // A checkpoint inside this one runs it for the first time: backward goes through its own
     // recomputation.
     inner->entries.push_back(entry);
-    --unit.active;
   }
   unit.renew_accumulators();
   spans_.recomputation_begins(unit.name());
@@ -286,34 +300,30 @@ void Runtime::leave_forward(Unit& unit) {
   spans_.forward_ends();
   --unit.open_calls;
   if (recomputing() != nullptr) return;
-  current_->trace.exits.push_back(open_.back());
+  auto& trace = current_->forward->trace;
+  trace.exits.push_back(open_.back());
   open_.pop_back();
   const bool outermost = open_.empty();
-  const auto count = current_->trace.units.size();
   const bool grad = at::GradMode::is_enabled() || first_forward() != nullptr;
-  const bool is_last = follows_reference_ && count == reference_.units.size() &&
-                       reference_.units.back() == unit.id &&
-                       current_->trace.units.back() == unit.id;
-  if (unit.open_calls == 0 &&
+  const bool is_last = follows_reference_ && trace.units.size() == reference_.units.size() &&
+                       reference_.units.back() == unit.id && trace.units.back() == unit.id;
+  if (!in_backward_ && unit.open_calls == 0 &&
       (unit.reshard_after_forward || (!grad && outermost && !unit.outlasts_evaluation()))) {
     // The last unit's backward comes first: its memory stays.
     if (grad && is_last && !outermost) {
-      current_->kept_last = true;
-    } else if (unit.active == 0) {
+      kept_ = &unit;
+    } else {
       unit.release();
     }
   }
   if (!outermost) return;
-  if (!grad && outstanding_ == 0) {
+  if (!grad && !in_backward_) {
     for (auto* each : units_) {
       if (each->open_calls == 0 && !each->outlasts_evaluation()) each->release();
     }
   }
+  kept_ = nullptr;
   current_.reset();
-}
-
-void Runtime::leave_undifferentiated(Entry& entry) {
-  entry.segment->differentiated.at(entry.position) = false;
 }
 
 void Runtime::fail(const std::string& why) {
@@ -321,7 +331,9 @@ void Runtime::fail(const std::string& why) {
   ++generation_;
   open_.clear();
   spans_.forget();
+  kept_ = nullptr;
   current_.reset();
+  under_way_.clear();
   if (world().size() > 1) world().poison(why);
 }
 
@@ -330,7 +342,7 @@ void Runtime::require_idle(const char* what) const {
       outstanding_ == 0, ErrorKind::kUsage, what, ": found ", outstanding_,
       " unit forwards whose backward has not run, expected none; run backward first, or let the "
       "loss go out of scope");
-  sink_.require_all_redeemed(what);
+  require_none_owed(what);
 }
 
 void Runtime::reset() {
@@ -340,7 +352,7 @@ void Runtime::reset() {
   sink_.drop_tickets();
   store_.drop();
   for (auto* unit : units_) {
-    unit->open_calls = unit->active = unit->tickets = 0;
+    unit->open_calls = unit->tickets = 0;
     unit->owed = unit->unpublished = false;
     unit->abandon_gather();
     for (auto& bucket : unit->buckets()) bucket->drop_gradients();
@@ -359,11 +371,11 @@ void Runtime::reset() {
   next_segment_ = 0;
   agreed_ = false;
   current_.reset();
-  touched_.clear();
-  reductions_.clear();
-  reduction_cursor_ = 0;
+  kept_ = nullptr;
+  past_.clear();
+  under_way_.clear();
   reference_ = {};
-  in_backward_ = failed_ = awaiting_tickets_ = waits_for_last_ = false;
+  in_backward_ = failed_ = awaiting_tickets_ = holds_reductions_ = waits_for_last_ = false;
 }
 
 }  // namespace tessera::fsdp

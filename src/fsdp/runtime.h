@@ -3,15 +3,16 @@
 // One per root handle. It follows forwards (gather, prefetch, release), backwards (gather, markers,
 // reduce) and publishes gradients on the shards when the outermost backward ends. What the order is
 // stands in order.h; what moves bytes in unit.h and bucket.h. Its parts: runtime.cpp (plan,
-// forward, failure), controls.cpp (what users switch between steps), backward.cpp, publish.cpp
-// (what happens to gradients between two backwards).
+// forward, failure), controls.cpp (what users switch between steps), agree_backward.cpp (the list
+// of what a backward issues), backward.cpp (walking through it), publish.cpp (what happens to
+// gradients between two backwards).
 //
 // [Note: readiness] Gradients are never counted: parameters stay unused, hooks fire twice under
 // recomputation, functions return undefined gradients. A unit's backward is over when its *marker*
-// ran, an identity node over the grad-requiring inputs of its forward (boundary.h): `expected` + 1
-// per recorded forward, - 1 per marker. What has no marker (inputs without gradient) is settled
-// once, in the agreed order, by the end-of-backward callback of the outermost graph task. Deferred
-// gradients hold tickets; a unit with open tickets is not ready.
+// ran, an identity node over the grad-requiring inputs of its forward (boundary.h), or when
+// backward has come to anything that was made before: autograd takes nodes in reverse of their
+// making. So the agreed list says after which place a unit is reduced. Deferred gradients hold
+// tickets: while gradients are deferred at all, every unit is reduced once no rank owes any.
 //
 // [Note: release] Unsharded memory goes back at the marker, never when the last gradient arrived:
 // with a frozen base and adapters all gradients arrive before the base weight's last use.
@@ -19,14 +20,19 @@
 // Threads: the rank's own (forward) and the one that runs its backward, never at the same time.
 #pragma once
 
+#include <torch/csrc/autograd/function.h>
+
 #include <deque>
+#include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "comm/buffer_pool.h"
 #include "comm/queue.h"
-#include "fsdp/order.h"
+#include "fsdp/agreement.h"
+#include "fsdp/backward_plan.h"
 #include "fsdp/unit.h"
 #include "fsdp/unit_trace.h"
 #include "grad/weight_grad_store.h"
@@ -39,24 +45,19 @@ class Runtime;
 
 struct Entry;
 
-/// One forward of the root: the units that it entered, and how far a backward over it has come.
-struct Segment {
+/// One forward of the root, as all ranks have it: the units that it entered. Kept until no rank has
+/// a graph of it any more.
+struct PastForward {
   std::uint32_t number = 0;
-  std::uint64_t weights = 0;  ///< weights_now() when it began
   Trace trace;
-  /// By position of the trace: its backward may need the unit's parameters, since what that forward
-  /// returned requires grad (a frozen unit behind the data does not).
-  std::vector<bool> differentiated;
-  bool kept_last = false;
+};
+
+/// What this rank has of it.
+struct Segment {
+  std::shared_ptr<PastForward> forward;
+  std::uint64_t weights = 0;  ///< weights_now() when it began
   std::vector<std::weak_ptr<Entry>> entries;
   std::vector<std::shared_ptr<Unit>> units;  ///< of the whole tree: a graph may outlive the handles
-  bool settled =
-      false;  ///< a backward over it has ended (the graph may have been retained for another)
-  // --- in the current backward ---
-  bool touched = false;
-  int task = -1;  ///< the graph task that touched it; nested ones have larger numbers
-  BackwardOrder order;
-  std::size_t cursor = 0;  ///< into order.issues: gathers issued so far
 
   /// Changes whenever a shard of its units is written to.
   std::uint64_t weights_now() const;
@@ -69,10 +70,24 @@ struct Entry {
   std::shared_ptr<Segment> segment;
   std::size_t position = 0;
   bool consumed = true;  ///< nothing waits for its backward
+  /// Nodes that will run its backward, null where there is none: at the results, at the arguments,
+  /// and of the checkpoint that it ran in.
+  const torch::autograd::Node* at_results = nullptr;
+  const torch::autograd::Node* at_arguments = nullptr;
+  const torch::autograd::Node* checkpoint = nullptr;
   ~Entry();
   Entry() = default;
   Entry(const Entry&) = delete;
   Entry& operator=(const Entry&) = delete;
+};
+
+/// A backward under way: the outermost one, or one inside a node of it that it did not announce.
+struct BackwardUnderWay {
+  BackwardPlan plan;
+  std::size_t done = 0;                                ///< of its steps
+  std::map<std::uint32_t, std::vector<bool>> reached;  ///< by some rank, as BackwardView
+  std::vector<std::shared_ptr<Segment>> segments;      ///< of this rank, as far as it goes through
+  std::size_t passed = 0;                              ///< the last place that this rank came by
 };
 
 class Runtime : public std::enable_shared_from_this<Runtime> {
@@ -114,22 +129,22 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::shared_ptr<Entry> enter_forward(Unit& unit);
   std::shared_ptr<Entry> enter_recompute(Unit& unit);
   void leave_forward(Unit& unit);
-  /// What this forward returned requires no grad: nothing will come back through it.
-  void leave_undifferentiated(Entry& entry);
   /// An exception leaves a forward or a backward: nothing of the step can be used any more.
   void fail(const std::string& why);
   /// Changes with every failure: calls that began before it must not go on.
   std::uint64_t generation() const { return generation_; }
 
   // --- backward, called by the nodes of boundary.h ---
-  void begin_backward();
+  /// `first`: what backward has come to, where it is a unit's forward. Agrees with the other ranks
+  /// on what is issued, once a backward.
+  void begin_backward(const Entry* first = nullptr);
   void end_backward();
   /// The backward that began at `generation` ended without end_backward().
   void abandon_backward(std::uint64_t generation);
   void pre_backward(Entry& entry);
   void post_backward(Entry& entry);
   void on_gradient();
-  void on_tickets_closed(Unit& unit);
+  void on_tickets_closed();
   /// Its backward is owed, or finished: counted on its unit and on the units that hold its
   /// parameters.
   void expect(Entry& entry);
@@ -162,6 +177,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Gradients can be read. Errors: kUsage while reductions wait for the last backward; as
   /// GradSink::require_all_redeemed.
   void require_reduced(const char* what) const;
+  /// No rank has gradients that were deferred. Errors: kUsage.
+  void require_none_owed(const char* what) const;
   /// No micro-batch waits to be reduced, nor to be summed over replicas. Errors: kUsage as
   /// require_reduced(); naming the unit.
   void require_synced(const char* what) const;
@@ -185,8 +202,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// The first line in which `lines` differs between ranks, in words. Collective.
   std::string difference_between_ranks(const std::string& lines, const char* what);
   std::shared_ptr<Entry> record(Unit& unit, std::size_t position);
-  enum class Gathers : std::uint8_t { kInForward, kInBackward };
-  void gather_needed(Unit& unit, Gathers when);
+  void gather_needed(Unit& unit);
+  std::uint32_t checkpoint_number();
   void prefetch_after(const Unit& unit, std::size_t position);
   void issue_gather(Unit& unit);
   void check_borrowed(const Unit& unit) const;
@@ -195,21 +212,30 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void agree_on_controls();
   std::vector<bool> stale_on_any_rank(const std::vector<Unit*>& kept);
   std::vector<UnitId> backward_prefetch_of(const Unit& unit) const;
+  // what a backward issues: agree_backward.cpp
+  BackwardView view_of_backward(const Entry* first) const;
+  UnitState state_of(const Unit& unit) const;
+  std::string memory_lines() const;
+  std::uint64_t hash_of_agreed() const;
+  /// What any rank says. Collective. Errors: kComm for other traces.
+  BackwardView agree_on_backward(const BackwardView& mine);
+  [[noreturn]] void name_difference();
+  void forget_forwards(const std::set<std::uint32_t>& alive);
+  void keep_forward(const std::shared_ptr<Segment>& segment);
+  void plan_backward_under_way(const Entry* first);
   // backward: backward.cpp
-  void touch(Segment& segment, const std::shared_ptr<Segment>& owner);
-  /// Whether all ranks also differentiate the same forwards. Errors: kComm for another trace.
-  bool agree_on_trace(const Segment& segment);
-  /// Issues until `count` of the segment's gathers are out.
-  void advance_gathers(Segment& segment, std::size_t count);
-  void add_reductions(const Segment& segment);
-  void finish_newer(const Segment& segment);
-  void issue_ready_reductions();
+  BackwardUnderWay* under_way(const Entry& entry, bool needs_weights);
+  void do_steps(BackwardUnderWay& backward, std::size_t count);
+  void finish(BackwardUnderWay& backward);
+  void wait_unsharded(Unit& unit);
+  bool any_rank_owes();
   void issue_reduction(Unit& unit);
   /// Of its buckets on one group; null: those that have nobody to share with.
   void issue_reduction(Unit& unit, comm::Group* group);
   void finish_oldest_reduction();
   void settle_gradients();
   // between backwards: publish.cpp
+  bool would_publish() const;
   void agree_on_used();
   void publish();
   void import_user_changes();
@@ -236,6 +262,15 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::shared_ptr<Segment> current_;
   Trace reference_;  // the last trace that all ranks agreed on: what prefetch follows
   bool follows_reference_ = false;
+  Unit* kept_ = nullptr;  // the reference's last unit, whose memory stays for backward
+  struct Past {
+    std::shared_ptr<PastForward> forward;
+    std::weak_ptr<Segment> segment;
+  };
+  std::deque<Past> past_;  // those with a graph on some rank; the same on every rank
+  std::size_t past_limit_ = 1024;
+  std::uint64_t checkpoint_serial_ = 0;  // of the last checkpoint that units ran in
+  std::uint32_t checkpoints_ = 0;
 
   // backward
   bool in_backward_ = false;
@@ -243,9 +278,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::uint64_t generation_ = 0;
   std::uint64_t recoveries_ = 0;  // of the world, when this was last reset
   bool awaiting_tickets_ = false;
-  std::vector<std::shared_ptr<Segment>> touched_;
-  std::vector<UnitId> reductions_;  // agreed order of this backward
-  std::size_t reduction_cursor_ = 0;
+  bool holds_reductions_ = false;
+  std::deque<BackwardUnderWay> under_way_;  // outermost first
   struct InFlight {
     Unit* unit;
     comm::Group* group;  // of the unit's buckets that it carries

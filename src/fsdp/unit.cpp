@@ -319,8 +319,8 @@ void Unit::abandon_gather() {
 grad::SlotOwner::View Unit::open_slot(std::size_t index) {
   auto& parameter = *parameters_.at(index);
   TESSERA_CHECK(
-      expected > 0 || active > 0 || tickets > 0, ErrorKind::kContract, "gradient of ",
-      parameter.contract.name, ": found one outside an open forward of its unit ", shown_name(),
+      expected > 0 || tickets > 0, ErrorKind::kContract, "gradient of ", parameter.contract.name,
+      ": found one outside an open forward of its unit ", shown_name(),
       ", expected one after a forward through its handle; call the module through the handle "
       "that fully_shard returned");
   runtime_->on_gradient();
@@ -334,7 +334,7 @@ grad::SlotOwner::View Unit::open_slot(std::size_t index) {
 
 void Unit::tickets_changed(int delta) {
   tickets += delta;
-  if (tickets == 0) runtime_->on_tickets_closed(*this);
+  if (tickets == 0) runtime_->on_tickets_closed();
 }
 
 Unit& unit_of_handle(const std::shared_ptr<Unit>& unit) {

@@ -142,7 +142,6 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   std::uint32_t id = 0;  ///< in plan order, the same on every rank
   int open_calls = 0;    ///< forwards on the stack
   int expected = 0;      ///< recorded forwards whose backward is not finished
-  int active = 0;        ///< backwards that began and have not passed their marker
   int tickets = 0;       ///< deferred gradients that are owed
   bool reshard_after_forward = true;
   bool agreed_reshard_after_forward = true;  ///< when all ranks last compared their plans

@@ -47,8 +47,8 @@ void misbehave(const Plan& plan, World& world) {
   if (plan.mode == "poison") world.poison("a step went wrong");
 }
 
-/// The rank of the plan owes its successor something and never sends it; the others are owed nothing
-/// and go on, later than the successor begins to wait.
+/// The rank of the plan owes its successor something and never sends it; the others are owed
+/// nothing and go on, later than the successor begins to wait.
 void withhold(const Plan& plan, World& world, comm::Group& group) {
   const int debtor = plan.rank;
   const int creditor = (debtor + 1) % world.size();

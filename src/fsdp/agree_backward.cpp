@@ -1,0 +1,221 @@
+// What a backward issues: the part of Runtime that agrees with the other ranks on one list.
+// [Note: collective order]
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <array>
+
+#include "base/hash.h"
+#include "fsdp/runtime.h"
+#include "tessera/error.h"
+
+namespace tessera::fsdp {
+namespace {
+
+using torch::autograd::Node;
+
+/// Whether the current graph task will run `node`, or runs it.
+bool is_in_this_backward(const Node* node) {
+  if (node == nullptr) return false;
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  auto* const key = const_cast<Node*>(node);
+  if (nodes == nullptr || nodes->count(key) == 0) return false;
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  if (chosen == nullptr || chosen->empty()) return true;
+  const auto found = chosen->find(key);
+  return found != chosen->end() && found->second.should_execute();
+}
+
+bool needs_weights(const Entry& entry, const Entry* first) {
+  // The root of a graph is not among its nodes.
+  if (first == &entry) return true;
+  if (first != nullptr && entry.checkpoint != nullptr && entry.checkpoint == first->checkpoint) {
+    return true;
+  }
+  return is_in_this_backward(entry.at_results) || is_in_this_backward(entry.checkpoint);
+}
+
+std::string as_bytes(const std::array<std::uint64_t, 2>& hashes) {
+  return {reinterpret_cast<const char*>(hashes.data()), sizeof hashes};
+}
+
+}  // namespace
+
+/// Errors: kUsage for parameters that were changed since a forward that this rank's backward goes
+/// through.
+BackwardView Runtime::view_of_backward(const Entry* first) const {
+  BackwardView view;
+  if (!under_way_.empty()) view.steps_done = under_way_.back().done;
+  for (const auto& past : past_) {
+    const auto segment = past.segment.lock();
+    if (segment == nullptr) continue;
+    view.alive.insert(past.forward->number);
+    std::vector<bool> reached(past.forward->trace.units.size());
+    bool any = false;
+    for (const auto& weak : segment->entries) {
+      const auto entry = weak.lock();
+      if (entry == nullptr) continue;
+      const bool needs = needs_weights(*entry, first);
+      any = any || needs || is_in_this_backward(entry->at_arguments);
+      if (needs) reached.at(entry->position) = true;
+    }
+    if (!any) continue;
+    TESSERA_CHECK(segment->weights == segment->weights_now(), ErrorKind::kUsage,
+                  "backward: found parameters that were changed since this forward, expected those "
+                  "that it computed with; run every backward of a forward before the optimizer "
+                  "steps");
+    view.reached.emplace(past.forward->number, std::move(reached));
+  }
+  return view;
+}
+
+UnitState Runtime::state_of(const Unit& unit) const {
+  UnitState state;
+  state.gathers = unit.unshard_in_backward && !unit.always_unsharded() && !unit.buckets().empty();
+  state.gathered = unit.gathered() || unit.gather_pending();
+  // A backward inside another one leaves to that one what it has gathered.
+  state.releases = under_way_.empty() && unit.reshard_after_forward &&
+                   unit.reshard_after_backward && unit.open_calls == 0;
+  state.reduces = unit.trainable() && sink_.store() == nullptr;
+  for (const auto& outer : under_way_) {
+    const auto begin = outer.plan.steps.begin() + static_cast<std::ptrdiff_t>(outer.done);
+    state.reduces =
+        state.reduces && std::none_of(begin, outer.plan.steps.end(), [&](const Step& step) {
+          return step.kind == Step::Kind::kReduce && step.unit == unit.id;
+        });
+  }
+  for (const auto* lender : unit.needs) state.lenders.push_back(lender->id);
+  state.prefetch = backward_prefetch_of(unit);
+  return state;
+}
+
+/// What is unsharded, in words, as it enters the agreement.
+std::string Runtime::memory_lines() const {
+  std::string text;
+  for (const auto* unit : units_) {
+    if (unit->always_unsharded() || !(unit->gathered() || unit->gather_pending())) continue;
+    text += concat(unit->shown_name(), "\n");
+  }
+  return text;
+}
+
+std::uint64_t Runtime::hash_of_agreed() const {
+  Hasher hash;
+  hash.add(std::uint64_t{next_segment_}).add(static_cast<std::uint64_t>(under_way_.size()));
+  for (const auto& past : past_) {
+    hash.add(std::uint64_t{past.forward->number}).add(past.forward->trace.hash());
+  }
+  for (const auto* unit : units_) {
+    const bool unsharded =
+        !unit->always_unsharded() && (unit->gathered() || unit->gather_pending());
+    hash.add(static_cast<std::uint64_t>(unsharded ? 1 : 0));
+  }
+  return hash.add(std::string_view(controls_)).digest();
+}
+
+/// All ranks are here, since their hashes differ. Errors: kComm, kUsage.
+void Runtime::name_difference() {
+  agree_on_controls();
+  std::string text;
+  for (const auto& past : past_) {
+    const auto& trace = past.forward->trace;
+    for (std::size_t i = 0; i < trace.units.size(); ++i) {
+      const bool again = trace.checkpoints[i] != 0;
+      text +=
+          concat(units_.at(trace.units[i])->shown_name(), again ? " in a checkpoint" : "", "\n");
+    }
+    for (const auto position : trace.exits) {
+      text += concat("the end of ", units_.at(trace.units.at(position))->shown_name(), "\n");
+    }
+    text += concat("no other unit in forward ", past.forward->number, "\n");
+  }
+  text += concat("no other forward of ", next_segment_, "\n");
+  const auto order = difference_between_ranks(text, "forward order names");
+  TESSERA_CHECK(order.empty(), ErrorKind::kComm,
+                "the order of units differs between ranks: ", order,
+                "; run the same units in the same order on every rank");
+  const auto memory = difference_between_ranks(memory_lines(), "units in memory");
+  TESSERA_CHECK(false, ErrorKind::kComm, "units that are unsharded differ between ranks: ", memory,
+                "; call unshard() and reshard() on every rank at the same place, and run backwards "
+                "inside backwards on all of them");
+  std::abort();
+}
+
+BackwardView Runtime::agree_on_backward(const BackwardView& mine) {
+  if (data_group_ == nullptr) return mine;
+  controls();
+  const std::string bytes = encode(mine);
+  const auto hashes = as_bytes({hash_of_agreed(), hash_bytes(bytes)});
+  const auto all = comm::all_gather_fixed(*data_group_, hashes, "forward order");
+  const auto agree = [&](std::size_t begin, std::size_t end) {
+    return std::ranges::all_of(all, [&](const auto& other) {
+      return other.compare(begin, end - begin, hashes, begin, end - begin) == 0;
+    });
+  };
+  if (!agree(0, hashes.size() / 2)) name_difference();
+  if (agree(hashes.size() / 2, hashes.size())) return mine;
+  std::vector<BackwardView> views;
+  for (const auto& other : comm::all_gather_bytes(*data_group_, bytes, "use of results")) {
+    auto view = decode_backward_view(other);
+    TESSERA_INVARIANT(view, "a rank's view of a backward does not parse: ", other);
+    views.push_back(*std::move(view));
+  }
+  return unite(views);
+}
+
+void Runtime::forget_forwards(const std::set<std::uint32_t>& alive) {
+  std::erase_if(past_, [&](const Past& past) {
+    return alive.count(past.forward->number) == 0 &&
+           (current_ == nullptr || past.forward != current_->forward);
+  });
+}
+
+/// A program that differentiates nothing of what it runs with grad mode on never comes to a
+/// backward, where forwards are forgotten.
+void Runtime::keep_forward(const std::shared_ptr<Segment>& segment) {
+  if (past_.size() >= past_limit_) {
+    forget_forwards(agree_on_backward(view_of_backward(nullptr)).alive);
+    past_limit_ = std::max<std::size_t>(past_limit_, 2 * past_.size());
+  }
+  past_.push_back({segment->forward, segment});
+}
+
+void Runtime::plan_backward_under_way(const Entry* first) {
+  const auto agreed = agree_on_backward(view_of_backward(first));
+  forget_forwards(agreed.alive);
+  if (!under_way_.empty()) do_steps(under_way_.back(), agreed.steps_done);
+  BackwardUnderWay next;
+  next.reached = agreed.reached;
+  std::vector<ReachedForward> forwards;
+  for (auto past = past_.rbegin(); past != past_.rend(); ++past) {
+    const auto reached = agreed.reached.find(past->forward->number);
+    if (reached == agreed.reached.end()) continue;
+    forwards.push_back({past->forward->number, &past->forward->trace, reached->second});
+    if (auto segment = past->segment.lock()) next.segments.push_back(std::move(segment));
+    reference_ = past->forward->trace;
+  }
+  TESSERA_INVARIANT(forwards.size() == agreed.reached.size(),
+                    "a backward goes through a forward that is forgotten");
+  std::vector<UnitState> states;
+  for (const auto* unit : units_) states.push_back(state_of(*unit));
+  next.plan = plan_backward(forwards, std::move(states));
+  for (const auto& segment : next.segments) {
+    for (const auto& weak : segment->entries) {
+      if (const auto entry = weak.lock()) expect(*entry);
+    }
+  }
+  if (sink_.store() != nullptr) {
+    // Deferred gradients: all of it waits until no rank owes any.
+    for (const auto& forward : forwards) {
+      for (const auto id : forward.trace->units) {
+        const auto owe = [](Unit& unit) { unit.owed = unit.owed || unit.trainable(); };
+        owe(*units_.at(id));
+        for (auto* lender : units_[id]->needs) owe(*lender);
+      }
+    }
+  }
+  under_way_.push_back(std::move(next));
+}
+
+}  // namespace tessera::fsdp
