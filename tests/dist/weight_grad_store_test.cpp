@@ -141,5 +141,53 @@ TEST(DeferredWeights, RanksThatDifferAreNamed) {
   EXPECT_THAT(errors, Contains(HasSubstr("set_defer_weight_gradients(true)")));
 }
 
+/// Two results: of a unit that defers, and of one that does not.
+struct TwoResults : torch::nn::Module {
+  explicit TwoResults(const Mesh& mesh) {
+    auto layer = std::make_shared<nn::Linear>(kWidth, kWidth, nn::Bias::kNo);
+    layer->weight.set_data(small(20, {kWidth, kWidth}));
+    linear = register_module(
+        "linear", std::make_shared<Sharded<nn::Linear>>(fully_shard(std::move(layer), mesh)));
+    affine = register_module("affine", std::make_shared<Sharded<Affine>>(fully_shard(
+                                           std::make_shared<Affine>(21, kWidth, kWidth), mesh)));
+  }
+  std::pair<at::Tensor, at::Tensor> forward(const at::Tensor& x) {
+    auto first = linear->forward(x);
+    return {first, affine->forward(x)};
+  }
+  std::shared_ptr<Sharded<nn::Linear>> linear;
+  std::shared_ptr<Sharded<Affine>> affine;
+};
+
+// Naive: a rank without tickets shows its gradients at once, and waits for the others, which have
+// gone on to the next forward, to show theirs.
+TEST(DeferredWeights, MayBeOfSomeRanksOnly) {
+  for (const int count : {2, 3}) {
+    ranks(count).run([](World& world) {
+      std::vector<Tensors> found;
+      for (const bool defers : {false, true}) {
+        const auto mesh = data_mesh(world);
+        auto handle = fully_shard(std::make_shared<TwoResults>(mesh), mesh);
+        handle.set_defer_weight_gradients(defers);
+        for (int step = 0; step < 2; ++step) {
+          handle.zero_grad();
+          for (int i = 0; i < 3; ++i) {
+            handle.set_requires_gradient_sync(i == 2);
+            const auto both = handle.forward(input_of(world.rank(), i, kWidth));
+            backward(squares(world.rank() == i % 2 ? both.first : both.second));
+          }
+          if (defers) {
+            EXPECT_NE(error_of([&] { whole_gradients(handle); }), "");
+            handle.run_weight_gradients();
+          }
+          found.push_back(whole_gradients(handle));
+        }
+      }
+      expect_same(found[2], found[0], "first step");
+      expect_same(found[3], found[1], "second step");
+    });
+  }
+}
+
 }  // namespace
 }  // namespace tessera::test::weight_grad_store_test
