@@ -91,7 +91,9 @@ struct GradContract {
   std::vector<std::int64_t> shape;
   Encoding storage;  ///< the sharded parameter; the compute dtype where it is replicated()
   Encoding compute;  ///< the unsharded parameter in forward and backward
-  /// Opt-in rounding of a raw gradient on arrival; none = added unrounded.
+  /// Opt-in rounding of a raw gradient on arrival; none = added as it arrives. What arrives of
+  /// several uses inside one forward is autograd's own sum, in the dtype of the uses: how often a
+  /// forward uses it no contract can know.
   std::optional<DType> grad;
   DType accumulate = DType::kFloat32;  ///< slot before the wire, shard accumulator after it
   DType reduce = DType::kFloat32;      ///< the wire
@@ -102,7 +104,7 @@ struct GradContract {
   DType state = DType::kFloat32;          ///< the optimizer's moments
   std::optional<bool>
       decays;  ///< whether weight decay applies; none = the optimizer's list decides
-  /// Several uses in one backward arrive summed in the raw dtype.
+  /// One tensor has several names, whose uses in one backward arrive summed in the raw dtype.
   bool raw_sum_by_autograd = false;
   ParameterLayout layout;    ///< beyond the data axes: which part of it a rank holds
   ReductionPlan reductions;  ///< follows from layout and mesh (reductions_of)

@@ -35,7 +35,7 @@ struct DtypeFinding {
 std::string to_string(const std::vector<DtypeFinding>& findings);
 
 /// Looks at the forwards of `model` on this thread while it lives, in units whose activation is
-/// known. One a thread and a model at a time; the model must outlive it.
+/// known. One a thread and a model at a time.
 class DtypeWatch {
  public:
   explicit DtypeWatch(const ShardedBase& model);

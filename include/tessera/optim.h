@@ -1,9 +1,9 @@
 // Optimizers over the shards of a handle: AdamW and SGD with PyTorch's formulas, element by element
 // on the ranges that this rank owns.
 //
-// torch::optim's work on handle.parameters() too; these refuse to step while a backward is owed,
-// skip parameters that no rank used, and decide decay by name, since a shard has lost its dims.
-// Next: clip.h.
+// They hold what they step: one may outlive its handle. torch::optim's work on handle.parameters()
+// too; these refuse to step while a backward is owed, skip parameters that no rank used, and decide
+// decay by name, since a shard has lost its dims. Next: clip.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -120,7 +120,8 @@ class Optimizer {
 
   std::shared_ptr<fsdp::Unit> unit_;
   std::vector<std::string> no_decay_;
-  std::set<const GradContract*> scope_;  // of all parameters of the handle that it was made for
+  // Of all parameters of the handle that it was made for.
+  std::set<std::shared_ptr<const GradContract>> scope_;
   std::vector<Item> items_;   // trained parameters, and frozen ones that were trained before
   std::uint64_t layout_ = 0;  // of the runtime, that the items' shards have
   bool warned_ = false;       // of a master that was given up

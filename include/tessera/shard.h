@@ -94,9 +94,9 @@ struct ShardOptions {
   std::vector<at::Tensor> ignored_parameters;
 };
 
-/// One shard with what is needed to use it elsewhere.
+/// One shard with what is needed to use it elsewhere. It may outlive its handle.
 struct ShardView {
-  const GradContract* contract = nullptr;
+  std::shared_ptr<const GradContract> contract;
   at::Tensor shard;        ///< [end - begin], storage dtype; .grad() in the final dtype
   std::int64_t begin = 0;  ///< the shard is elements [begin, end) of the flattened local tensor
   std::int64_t end = 0;
@@ -107,7 +107,7 @@ struct ShardView {
 
 /// One buffer: a tensor that a module registered as such, whole on every rank.
 struct BufferView {
-  const BufferContract* contract = nullptr;
+  std::shared_ptr<const BufferContract> contract;
   at::Tensor tensor;  ///< the module's own; in the contract's compute dtype once it is loaded
   /// Its values in the storage dtype. Where the cast narrowed them these are the ones that were
   /// loaded, until somebody writes to `tensor`; for reading.
@@ -280,6 +280,7 @@ class ShardedBase : public torch::nn::Module {
   std::optional<DType> asked_output_;
   bool asked_reshard_ = false;
   bool named_ = false;
+  bool is_inside_ = false;  // a fully_shard around it has taken it in
 };
 
 /// The signature of M's forward. Specialize it for a module whose forward is a template or

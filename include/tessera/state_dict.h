@@ -4,8 +4,9 @@
 // any layout into any other by themselves. An entry knows which elements of the whole tensor it
 // holds, so that one rule covers every dict: this rank loads what it owns from an entry that holds
 // it. Values are never rounded on the way, but where a contract says that they are cast once
-// (frozen parameters that are whole on every rank, buffers of frozen parts). Next: shard.h. Source:
-// FSDP2's state dict hooks.
+// (frozen parameters that are whole on every rank). Buffers of frozen parts, which compute in a
+// narrower dtype, are written with the digits that they were loaded with (BufferView::stored).
+// Next: shard.h. Source: FSDP2's state dict hooks.
 #pragma once
 
 #include <cstdint>
@@ -35,8 +36,9 @@ using StateDict = std::vector<StateTensor>;
 StateTensor whole_entry(const std::string& name, const at::Tensor& values);
 
 enum class StateDictKind : std::uint8_t {
-  kSharded,         ///< each rank's shards, 1-D; they are the live storage, not copies
-  kFull,            ///< copies of whole tensors on every rank
+  kSharded,  ///< each rank's shards, 1-D; they are the live storage, not copies; so are buffers,
+             ///< but for those that a cast has narrowed
+  kFull,     ///< copies of whole tensors on every rank
   kFullOnRankZero,  ///< the same on rank 0 of the world; the others get an empty dict
 };
 

@@ -65,25 +65,17 @@ Channel::Channel(ChannelOptions what)
 }
 
 at::Tensor Channel::take_buffer(std::int64_t bytes) {
+  at::Tensor taken;
   {
     const std::lock_guard lock(mutex_);
-    auto best = free_buffers_.end();
-    for (auto one = free_buffers_.begin(); one != free_buffers_.end(); ++one) {
-      const bool fits = nbytes(*one) >= bytes && nbytes(*one) <= 2 * bytes;
-      if (fits && (best == free_buffers_.end() || nbytes(*one) < nbytes(*best))) best = one;
-    }
-    if (best != free_buffers_.end()) {
-      at::Tensor taken = std::move(*best);
-      free_buffers_.erase(best);
-      return taken;
-    }
+    taken = free_buffers_.take(bytes);
   }
-  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
+  return taken.defined() ? taken : at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
 }
 
 void Channel::give_back(at::Tensor buffer) {
   const std::lock_guard lock(mutex_);
-  free_buffers_.push_back(std::move(buffer));
+  free_buffers_.give_back(std::move(buffer));
 }
 
 Exchange::Exchange(std::shared_ptr<Channel> channel, Batch batch, std::uint64_t sequence,

@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
+#include "comm/buffer_pool.h"
 #include "comm/point_to_point.h"
 #include "comm/sent_bytes.h"
 #include "comm/sum.h"
@@ -34,7 +35,7 @@ class Channel {
 
  private:
   std::mutex mutex_;
-  std::vector<at::Tensor> free_buffers_;
+  FreeBlocks free_buffers_{2.0};
 };
 
 class Exchange final : public Work, private Blocked {

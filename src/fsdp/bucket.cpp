@@ -107,21 +107,21 @@ bool Bucket::has_arrivals() const {
   return std::any_of(arrived_.begin(), arrived_.end(), [](auto a) { return a != 0; });
 }
 
+void Bucket::zero_what_did_not_arrive(const at::Tensor& slots) const {
+  std::int64_t filled = 0;
+  for (std::size_t i = 0; i <= plan_.parameters.size(); ++i) {
+    const bool last = i == plan_.parameters.size();
+    const auto offset = last ? plan_.numel : plan_.parameters[i].offset;
+    if (!last && arrived_[i] == 0) continue;
+    if (offset > filled) slots.narrow(0, filled, offset - filled).zero_();
+    if (!last) filled = std::max(filled, offset + plan_.parameters[i].numel);
+  }
+}
+
 std::int64_t Bucket::begin_reduce(comm::Batch& batch) {
   ensure_slots();
   const bool own_sum = groups_.reduce == nullptr;
-  // Gaps between parameters and slots that nothing arrived for are zero: they are added on other
-  // ranks.
-  if (!(own_sum && has_sum_)) {
-    std::int64_t filled = 0;
-    for (std::size_t i = 0; i <= plan_.parameters.size(); ++i) {
-      const bool last = i == plan_.parameters.size();
-      const auto offset = last ? plan_.numel : plan_.parameters[i].offset;
-      if (!last && arrived_[i] == 0) continue;
-      if (offset > filled) slots_.narrow(0, filled, offset - filled).zero_();
-      if (!last) filled = std::max(filled, offset + plan_.parameters[i].numel);
-    }
-  }
+  if (!(own_sum && has_sum_)) zero_what_did_not_arrive(slots_);  // it is added on other ranks
   std::fill(arrived_.begin(), arrived_.end(), std::uint8_t{0});
   if (own_sum) {
     slots_ = at::Tensor();
@@ -151,6 +151,7 @@ void Bucket::finish_reduce() {
 }
 
 void Bucket::reset_accumulator(std::size_t index) {
+  arrived_[index] = 0;
   if (!has_sum_) return;
   const auto& placed = plan_.parameters[index];
   const auto owned = plan_.owned(placed, rank_);
@@ -165,7 +166,12 @@ void Bucket::import_accumulator(std::size_t index, const at::Tensor& value) {
   if (!accumulator_.defined()) {
     accumulator_ = zeros(plan_.slice_numel(), plan_.key.accumulate, pool_->device());
   }
-  if (!has_sum_) accumulator_.zero_();
+  arrived_[index] = 0;
+  if (!has_sum_) {
+    // Where it is the slots as well, what waits of other parameters stays.
+    groups_.reduce == nullptr ? zero_what_did_not_arrive(accumulator_)
+                              : static_cast<void>(accumulator_.zero_());
+  }
   has_sum_ = true;
   const auto owned = plan_.owned(placed, rank_);
   if (owned.empty()) return;
@@ -175,6 +181,17 @@ void Bucket::import_accumulator(std::size_t index, const at::Tensor& value) {
   } else {
     range.zero_();  // the replica reduction will add rank 0's
   }
+}
+
+void Bucket::leave_accumulator() {
+  TESSERA_INVARIANT(!wire_.defined(), "a bucket in flight changed its accumulator");
+  accumulator_ = accumulator_.clone();
+  if (groups_.reduce == nullptr && slots_.defined()) slots_ = accumulator_;
+}
+
+void Bucket::leave_final_memory() {
+  if (final_.is_same(replica_sum_)) replica_sum_ = at::Tensor();
+  final_ = at::Tensor();
 }
 
 void Bucket::begin_replica_reduce(comm::Batch& batch) {

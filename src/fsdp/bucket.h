@@ -68,8 +68,9 @@ class Bucket {
   at::Tensor open_slot(std::size_t index, bool& first);
   /// A reduction is under way.
   bool is_reducing() const { return wire_.defined(); }
-  /// Whether any gradient arrived since the last reduction.
+  /// Whether any gradient arrived since the last reduction, or one of plan().parameters[index].
   bool has_arrivals() const;
+  bool has_arrivals(std::size_t index) const { return arrived_[index] != 0; }
   /// Zeroes what never arrived and adds the reduction into the accumulator to `batch`. No slot may
   /// be opened before finish_reduce(). Returns the bytes that stay busy until then.
   std::int64_t begin_reduce(comm::Batch& batch);
@@ -78,15 +79,16 @@ class Bucket {
   /// Sum over ranks and micro-batches so far, [slice] in the accumulation dtype; zeros where
   /// nothing arrived.
   const at::Tensor& accumulator() const { return accumulator_; }
-  /// Starts a new sum for the parameter: its range reads as zero.
+  /// Starts a new sum for the parameter: its range reads as zero, what waits in its slot is gone.
   void reset_accumulator(std::size_t index);
   void reset_accumulator();
-  /// Replaces the parameter's sum by `value` ([owned], already times the divide factor) on this
-  /// rank.
+  /// Replaces the parameter's sum, with what waits in its slot, by `value` ([owned], already times
+  /// the divide factor) on this rank.
   void import_accumulator(std::size_t index, const at::Tensor& value);
   bool has_sum() const { return has_sum_; }
-  /// The accumulator holds micro-batches that no published gradient shows yet.
-  bool has_unpublished_arrivals() const { return groups_.reduce == nullptr && has_arrivals(); }
+  /// The sum goes on in other memory: somebody keeps what was published in this. Nothing may be
+  /// under way.
+  void leave_accumulator();
 
   /// Adds the sum over replicas to `batch`, out of place, so that later micro-batches can add to
   /// the partial.
@@ -96,6 +98,10 @@ class Bucket {
   /// factor and the loss scale, rounded once (quotient.h). Aliases the accumulator where nothing
   /// has to change; else the memory of the last step.
   const at::Tensor& finish_final(double loss_scale);
+  /// Where it writes what is not the accumulator itself; undefined until it has.
+  const at::Tensor& final_memory() const { return final_; }
+  /// It writes to other memory from now on, as leave_accumulator().
+  void leave_final_memory();
   /// What finish_final() made last.
   const at::Tensor& final_gradient() const { return final_is_accumulator_ ? accumulator_ : final_; }
   /// Whether finish_final() returned the accumulator itself.
@@ -111,6 +117,8 @@ class Bucket {
 
  private:
   void ensure_slots();
+  /// Gaps between parameters, and slots of `slots` that nothing arrived in.
+  void zero_what_did_not_arrive(const at::Tensor& slots) const;
   /// Writes the shard into `slice`, in the compute dtype.
   void encode(const at::Tensor& slice) const;
   bool sum_is_final() const;  ///< but for the loss scale

@@ -85,7 +85,7 @@ double local_sum(const ShardedBase& model, const F& f) {
 
 /// Added in rank order. Replicas hold the same gradients: only the ranks of one add.
 double over_ranks(const ShardedBase& model, double sum) {
-  auto* group = model.unit()->runtime().replica_control();
+  auto* group = fsdp::unit_of_handle(model.unit()).runtime().replica_control();
   if (group == nullptr) return sum;
   auto total = at::scalar_tensor(sum, at::TensorOptions().dtype(at::kDouble)).reshape({1});
   comm::all_reduce(*group, total, "gradient norm");
@@ -102,7 +102,7 @@ double largest_absolute(const ShardedBase& model) {
     if (!gradient.defined() || gradient.numel() == 0) continue;
     largest = larger(largest, gradient.abs().max().item<double>());
   }
-  auto* group = model.unit()->runtime().replica_control();
+  auto* group = fsdp::unit_of_handle(model.unit()).runtime().replica_control();
   if (group == nullptr) return largest;
   const std::string mine(reinterpret_cast<const char*>(&largest), sizeof(largest));
   for (const auto& bytes : comm::all_gather_fixed(*group, mine, "largest gradient")) {
@@ -118,7 +118,7 @@ double largest_absolute(const ShardedBase& model) {
 double gradient_norm(const ShardedBase& model, double p) {
   TESSERA_CHECK(p > 0, ErrorKind::kUsage, "gradient norm: found p = ", p,
                 ", expected a number above 0, infinity included (1, 2, 3)");
-  model.unit()->runtime().require_synced("gradient norm");
+  fsdp::unit_of_handle(model.unit()).runtime().require_synced("gradient norm");
   if (std::isinf(p)) return largest_absolute(model);
   if (p == 1.0) return over_ranks(model, local_sum(model, Absolute{}));
   if (p == 2.0) return std::sqrt(over_ranks(model, local_sum(model, Square{})));
@@ -153,7 +153,7 @@ std::vector<std::string> nonfinite_parameters(const ShardedBase& model, std::siz
     };
     if (bad(value.detach()) || (value.grad().defined() && bad(value.grad()))) mine[i] = 1;
   }
-  auto* group = model.unit()->runtime().data_group();
+  auto* group = fsdp::unit_of_handle(model.unit()).runtime().data_group();
   if (group != nullptr) {
     for (const auto& other :
          comm::all_gather_fixed(*group, mine, "parameters that are not finite")) {

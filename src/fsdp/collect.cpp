@@ -30,19 +30,50 @@ Identity identity_of(const at::Tensor& tensor) {
           tensor.strides().vec()};
 }
 
-/// The elements of its storage between a tensor's first and last.
+/// The bytes of its storage between a tensor's first and last element.
 struct Extent {
   std::int64_t begin;
   std::int64_t end;
   std::string name;
+  at::Tensor tensor;
 };
 
 Extent extent_of(const at::Tensor& tensor, const std::string& name) {
+  const auto bytes = static_cast<std::int64_t>(tensor.element_size());
   std::int64_t last = tensor.storage_offset();
   for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
     last += (tensor.size(dim) - 1) * tensor.stride(dim);
   }
-  return {tensor.storage_offset(), last + 1, name};
+  return {tensor.storage_offset() * bytes, (last + 1) * bytes, name, tensor};
+}
+
+/// Whether both show an element of their storage. Columns of one matrix lie between each other.
+bool overlap(const Extent& one, const Extent& other) {
+  if (one.end <= other.begin || other.end <= one.begin) return false;
+  const auto bytes = static_cast<std::int64_t>(one.tensor.element_size());
+  if (other.tensor.element_size() != one.tensor.element_size()) return true;
+  const auto begin = std::min(one.begin, other.begin) / bytes;
+  const auto marks = at::zeros({std::max(one.end, other.end) / bytes - begin}, at::kByte);
+  const auto in_marks = [&](const at::Tensor& tensor) {
+    auto sizes = tensor.sizes().vec();
+    for (std::size_t dim = 0; dim < sizes.size(); ++dim) {
+      if (tensor.strides()[dim] == 0) sizes[dim] = 1;  // expanded: one element, many times
+    }
+    return marks.as_strided(sizes, tensor.strides(), tensor.storage_offset() - begin);
+  };
+  in_marks(one.tensor).fill_(1);
+  return in_marks(other.tensor).any().item<bool>();
+}
+
+/// Whether its memory was given back when another parameter, which shared it, was sharded.
+bool is_given_back(const at::Tensor& tensor) {
+  if (tensor.numel() == 0 || tensor.storage().nbytes() == 0) return false;
+  try {
+    (void)tensor.storage().data();
+    return false;
+  } catch (const std::exception&) {
+    return true;
+  }
 }
 
 /// What a user has set; grad_dtype() gives the tensor's own dtype where nobody has.
@@ -94,6 +125,15 @@ class Walk {
     }
   }
 
+  /// What stays as it is cannot lie in memory that goes.
+  void check_memory_of_the_rest() const {
+    for (const auto& buffer : found.buffers)
+      check_outside(buffer.tensor, "buffer " + buffer.meta.name);
+    for (const auto& tensor : ignored_) {
+      if (tensor.defined()) check_outside(tensor, "a tensor of ShardOptions::ignored_parameters");
+    }
+  }
+
   void check_layouts_used() const {
     for (const auto& [path, layout] : layouts_) {
       TESSERA_CHECK(declared_.count(path) > 0, ErrorKind::kContract,
@@ -123,6 +163,14 @@ class Walk {
     return given->second;
   }
 
+  void check_outside(const at::Tensor& tensor, const std::string& what) const {
+    if (tensor.numel() == 0 || !tensor.has_storage()) return;
+    const auto claimed = memory_.find(tensor.storage().unsafeGetStorageImpl());
+    TESSERA_CHECK(claimed == memory_.end(), ErrorKind::kContract, "parameter ",
+                  claimed->second.front().name, ": found memory that it shares with ", what,
+                  ", which is not sharded, expected memory of its own; clone() one of them before");
+  }
+
   bool ignores(const at::Tensor& tensor) const {
     return std::any_of(ignored_.begin(), ignored_.end(),
                        [&](const auto& t) { return t.is_same(tensor); });
@@ -149,6 +197,10 @@ class Walk {
                   ": found a hook on its gradient, expected none, since gradients are summed over "
                   "the ranks before anybody reads them; make the module without, and change "
                   "gradients on the handle's parameters after backward");
+    TESSERA_CHECK(!is_given_back(tensor), ErrorKind::kContract, "parameter ", name,
+                  ": found that the memory which it shared with another one went when that was "
+                  "sharded, expected memory of its own; shard tied parameters in one call, or give "
+                  "each its own by clone() before");
     const auto identity = identity_of(tensor);
     const auto known = by_identity_.find(identity);
     if (known != by_identity_.end()) {
@@ -184,14 +236,14 @@ class Walk {
     found.buffers.push_back(std::move(buffer));
   }
 
-  /// Another view of a parameter's memory cannot stay one: each parameter gets memory of its own.
+  /// Another view of a parameter's elements cannot stay one: each parameter gets memory of its own.
   void claim_memory(const at::Tensor& tensor, const std::string& name) {
     if (tensor.numel() == 0) return;
     const auto mine = extent_of(tensor, name);
     auto& claimed = memory_[tensor.storage().unsafeGetStorageImpl()];
     for (const auto& other : claimed) {
-      TESSERA_CHECK(mine.end <= other.begin || other.end <= mine.begin, ErrorKind::kContract,
-                    "parameters ", other.name, " and ", name,
+      TESSERA_CHECK(!overlap(mine, other), ErrorKind::kContract, "parameters ", other.name, " and ",
+                    name,
                     ": found two views of the same memory with other shapes or strides, expected "
                     "the same tensor or memory of their own; register one of them, and make the "
                     "other from it in forward");
@@ -261,6 +313,7 @@ Found collect(torch::nn::Module& module, const ShardOptions& options) {
   walk.visit(module, "");
   walk.add_the_rest(options);
   walk.check_layouts_used();
+  walk.check_memory_of_the_rest();
   return std::move(walk.found);
 }
 

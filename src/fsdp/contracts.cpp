@@ -12,11 +12,22 @@
 namespace tessera::fsdp {
 namespace {
 
-/// Every unit whose module uses a parameter of `owner` now needs `ancestor`, where it has moved.
+/// Every unit whose module uses a parameter of `owner` now needs `ancestor`, where it has moved,
+/// and keeps it: its handle may live longer than the ancestor's.
 void lend(Unit& ancestor, Unit& owner) {
   if (&owner == &ancestor) return;
   if (std::find(owner.needs.begin(), owner.needs.end(), &ancestor) == owner.needs.end()) {
     owner.needs.push_back(&ancestor);
+    owner.lenders.push_back(ancestor.shared_from_this());
+  }
+}
+
+/// What a unit below had from another one may have moved on from there.
+void lend_borrowed(Unit& ancestor, const std::vector<Unit*>& below) {
+  for (auto* unit : below) {
+    for (const auto& leaf : unit->borrowed) {
+      if (leaf->owner != nullptr && leaf->owner->unit == &ancestor) lend(ancestor, *unit);
+    }
   }
 }
 
@@ -25,8 +36,8 @@ void move_bucket(Unit& ancestor, Unit& unit, std::size_t index,
                  const std::set<const Parameter*>& stay) {
   const bool had_values = unit.has_values();
   auto taken = unit.take_bucket(index);
-  std::vector<std::unique_ptr<Parameter>> move;
-  std::vector<std::unique_ptr<Parameter>> keep;
+  std::vector<std::shared_ptr<Parameter>> move;
+  std::vector<std::shared_ptr<Parameter>> keep;
   for (auto& parameter : taken) {
     (stay.count(parameter.get()) > 0 ? keep : move).push_back(std::move(parameter));
   }
@@ -142,27 +153,28 @@ std::vector<Buffer> make_buffers(const std::vector<FoundBuffer>& found,
 }
 
 void check_shared_buffers(const std::vector<Unit*>& units) {
-  std::map<const void*, const BufferContract*> seen;
-  for (const auto* unit : units) {
-    for (const auto& buffer : unit->buffers) {
+  std::map<const void*, const Buffer*> seen;
+  for (auto* unit : units) {
+    for (auto& buffer : unit->buffers) {
+      const auto [entry, is_new] = seen.emplace(buffer.tensor.unsafeGetTensorImpl(), &buffer);
       const auto& contract = buffer.contract;
-      const auto [entry, is_new] = seen.emplace(buffer.tensor.unsafeGetTensorImpl(), &contract);
-      TESSERA_CHECK(is_new || entry->second->compute == contract.compute, ErrorKind::kContract,
-                    "buffers ", entry->second->name, " and ", contract.name,
-                    ": found one tensor that is to be ", to_string(entry->second->compute), " (",
-                    entry->second->reason(BufferField::kCompute), ") and ",
+      const auto& first = entry->second->contract;
+      TESSERA_CHECK(is_new || first.compute == contract.compute, ErrorKind::kContract, "buffers ",
+                    first.name, " and ", contract.name, ": found one tensor that is to be ",
+                    to_string(first.compute), " (", first.reason(BufferField::kCompute), ") and ",
                     to_string(contract.compute), " (", contract.reason(BufferField::kCompute),
                     "), expected one dtype; set param_dtype for both in a rule, or give each "
                     "module its own");
+      if (first.storage == contract.storage) buffer.last_cast = entry->second->last_cast;
     }
   }
 }
 
-std::vector<std::unique_ptr<Parameter>> make_parameters(
+std::vector<std::shared_ptr<Parameter>> make_parameters(
     const std::vector<FoundParameter>& found, const std::vector<GradContract>& contracts) {
-  std::vector<std::unique_ptr<Parameter>> parameters;
+  std::vector<std::shared_ptr<Parameter>> parameters;
   for (std::size_t i = 0; i < found.size(); ++i) {
-    auto parameter = std::make_unique<Parameter>();
+    auto parameter = std::make_shared<Parameter>();
     parameter->contract = contracts[i];
     parameter->leaves = found[i].leaves;
     parameters.push_back(std::move(parameter));
@@ -199,18 +211,15 @@ void move_shared(Unit& ancestor, const std::vector<Unit*>& below) {
       index = 0;
     }
   }
-  for (auto* unit : below) {
-    for (const auto& leaf : unit->borrowed) {
-      if (leaf->owner->unit == &ancestor) lend(ancestor, *unit);
-    }
-  }
-  std::erase_if(ancestor.borrowed,
-                [&](const auto& leaf) { return leaf->owner->unit == &ancestor; });
+  lend_borrowed(ancestor, below);
+  std::erase_if(ancestor.borrowed, [&](const auto& leaf) {
+    return leaf->owner != nullptr && leaf->owner->unit == &ancestor;
+  });
 }
 
 void move_small(Unit& ancestor, const std::vector<Unit*>& below, std::int64_t bytes) {
   if (bytes <= 0) return;
-  std::vector<std::unique_ptr<Parameter>> moved;
+  std::vector<std::shared_ptr<Parameter>> moved;
   for (auto* unit : below) {
     for (std::size_t index = 0; index < unit->buckets().size();) {
       if (!layout::is_small(unit->buckets()[index]->plan(), bytes)) {
@@ -225,6 +234,7 @@ void move_small(Unit& ancestor, const std::vector<Unit*>& below, std::int64_t by
     }
   }
   if (!moved.empty()) ancestor.add(std::move(moved));
+  lend_borrowed(ancestor, below);
 }
 
 }  // namespace tessera::fsdp

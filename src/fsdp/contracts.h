@@ -25,10 +25,11 @@ ReductionPlan data_reductions(const Mesh& mesh, std::optional<double> divide_fac
 std::vector<Buffer> make_buffers(const std::vector<FoundBuffer>& found,
                                  const std::vector<BufferContract>& contracts,
                                  const ShardOptions& options);
-/// One tensor that modules of several units have as a buffer has one dtype. Errors: kContract.
+/// One tensor that modules of several units have as a buffer has one dtype, and is cast once.
+/// Errors: kContract.
 void check_shared_buffers(const std::vector<Unit*>& units);
 
-std::vector<std::unique_ptr<Parameter>> make_parameters(const std::vector<FoundParameter>& found,
+std::vector<std::shared_ptr<Parameter>> make_parameters(const std::vector<FoundParameter>& found,
                                                         const std::vector<GradContract>& contracts);
 
 /// Parameters that several units below use move to `ancestor`, which they then need. Collective.

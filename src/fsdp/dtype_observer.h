@@ -5,6 +5,7 @@
 #include <ATen/record_function.h>
 
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -68,7 +69,7 @@ class DtypeWatch::Observer {
   void remember(const at::Tensor& tensor, Origin origin);
   void report(const char* op, at::ScalarType found, const std::string& cause);
 
-  fsdp::Runtime& runtime_;
+  std::shared_ptr<fsdp::Runtime> runtime_;  // the address is no other's while this looks
   at::CallbackHandle callback_ = 0;
   int depth_ = 0;  // operations call operations: what counts is the one that the module called
   std::vector<Frame> frames_;

@@ -40,7 +40,7 @@ void for_tensors(const c10::IValue& value, const F& use) {
 
 using Observer = DtypeWatch::Observer;
 
-Observer::Observer(fsdp::Runtime& runtime) : runtime_(runtime) {
+Observer::Observer(fsdp::Runtime& runtime) : runtime_(runtime.shared_from_this()) {
   TESSERA_CHECK(t_observer == nullptr, ErrorKind::kUsage,
                 "DtypeWatch: found one on this thread, expected none; end it first");
   for (auto* unit : runtime.units()) {
@@ -181,7 +181,7 @@ void Observer::report(const char* op, at::ScalarType found, const std::string& c
 }
 
 Observer* Observer::of(const fsdp::Runtime& runtime) {
-  return t_observer != nullptr && &t_observer->runtime_ == &runtime ? t_observer : nullptr;
+  return t_observer != nullptr && t_observer->runtime_.get() == &runtime ? t_observer : nullptr;
 }
 
 DtypeWatch::DtypeWatch(const ShardedBase& model)

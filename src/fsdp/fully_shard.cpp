@@ -48,6 +48,12 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
                   ", expected that of the module around it, ", to_string(mesh.shapes()),
                   "; shard a module and its parts over one mesh");
   }
+  for (const auto& inner : found.handles) {
+    TESSERA_CHECK(!inner.handle->is_inside_, ErrorKind::kUsage, "fully_shard: found the handle of ",
+                  inner.path,
+                  ", which a fully_shard around it has taken in before, expected one "
+                  "that nothing has; shard a module once, or make it anew");
+  }
   for (const auto& leaf : found.owned_by_others) {
     TESSERA_CHECK(leaf->owner->unit->module != held_.get(), ErrorKind::kUsage,
                   "fully_shard: found the parameter ", leaf->owner->contract.name,
@@ -128,6 +134,7 @@ void ShardedBase::adopt(const ShardOptions& options) {
       below.push_back(unit);
     }
     inner.handle->set_runtime(runtime_);
+    inner.handle->is_inside_ = true;
     inner.handle->resolve_unit(Place::kInside);
   }
   for (auto* unit : below) unit->join(runtime_);

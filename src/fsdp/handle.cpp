@@ -31,6 +31,7 @@ torch::OrderedDict<std::string, at::Tensor> ShardedBase::named_parameters() cons
 }
 
 torch::OrderedDict<std::string, at::Tensor> ShardedBase::named_buffers() const {
+  fsdp::unit_of_handle(unit_);
   torch::OrderedDict<std::string, at::Tensor> result("Buffer");
   std::set<const at::TensorImpl*> seen;
   const auto add = [&](const std::string& name, const at::Tensor& buffer) {
@@ -54,7 +55,10 @@ std::vector<ShardView> ShardedBase::shards() const {
   std::vector<ShardView> result;
   for (const auto& own : all()) {
     const auto owned = own.parameter->owned();
-    result.push_back({&own.parameter->contract, own.parameter->shard, owned.begin, owned.end,
+    // The parameter lives as long as the view.
+    std::shared_ptr<const GradContract> contract(own.parameter->shared_from_this(),
+                                                 &own.parameter->contract);
+    result.push_back({std::move(contract), own.parameter->shard, owned.begin, owned.end,
                       own.parameter->coordinates});
   }
   return result;
@@ -63,7 +67,8 @@ std::vector<ShardView> ShardedBase::shards() const {
 std::vector<BufferView> ShardedBase::buffers() const {
   std::vector<BufferView> result;
   for (const auto& buffer : fsdp::unit_of_handle(unit_).buffers) {
-    result.push_back({&buffer.contract, buffer.tensor, buffer.stored()});
+    result.push_back(
+        {std::make_shared<const BufferContract>(buffer.contract), buffer.tensor, buffer.stored()});
   }
   for (const auto& inner : inner_) {
     for (auto& view : inner.handle->buffers()) result.push_back(std::move(view));

@@ -2,9 +2,13 @@
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <unordered_map>
+
 #include "comm/torch_compat.h"
+#include "fsdp/unit.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
@@ -12,6 +16,43 @@ namespace {
 
 using torch::autograd::FunctionPreHook;
 using torch::autograd::variable_list;
+
+/// How many edges of the graph under way end in each of its leaves' nodes. One walk a graph task.
+int edges_into(const torch::autograd::Node* leaf) {
+  struct Counted {
+    int task = -1;
+    std::unordered_map<const torch::autograd::Node*, int> edges;
+  };
+  thread_local Counted counted;
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (nodes == nullptr) return 0;
+  if (const auto task = torch::autograd::get_current_graph_task_id(); counted.task != task) {
+    counted = {task, {}};
+    for (const auto* node : *nodes) {
+      for (const auto& edge : node->next_edges()) {
+        if (edge.function && edge.function->num_outputs() == 0)
+          ++counted.edges[edge.function.get()];
+      }
+    }
+  }
+  const auto found = counted.edges.find(leaf);
+  return found == counted.edges.end() ? 0 : found->second;
+}
+
+/// Before a forward has run nobody knows how often it uses a tensor. Where autograd's own sum is
+/// narrower than the slot, the contract says what the first backward has shown.
+void count_uses(Leaf& leaf) {
+  auto& contract = leaf.owner->contract;
+  const auto node = torch::autograd::impl::try_get_grad_accumulator(leaf.tensor);
+  const int uses = represents(contract.compute.dtype, contract.accumulate) || contract.grad ||
+                           contract.raw_sum_by_autograd
+                       ? 1
+                       : edges_into(node.get());
+  if (uses == 0) return;  // of another forward
+  leaf.uses_counted = true;
+  if (uses == 1) return;
+  contract.reason(ContractField::kGrad) += concat(", as of ", uses, " in the first backward");
+}
 
 /// Returning an undefined gradient makes AccumulateGrad do nothing: no copy, no `.grad`.
 class LeafHook : public FunctionPreHook {
@@ -22,6 +63,7 @@ class LeafHook : public FunctionPreHook {
     TESSERA_CHECK(
         leaf_->sink != nullptr, ErrorKind::kContract, "gradient of ", leaf_->name,
         ": found one after the handle of its module is gone, expected none; keep the handle");
+    if (!leaf_->uses_counted && leaf_->owner != nullptr) count_uses(*leaf_);
     leaf_->sink->accept(leaf_->slot, grads.at(0), grad::Source::kEager);
     return {at::Tensor()};
   }

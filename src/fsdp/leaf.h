@@ -25,6 +25,7 @@ struct Leaf {
   Parameter* owner = nullptr;
   grad::GradSink* sink = nullptr;  ///< null until the unit has joined a runtime
   grad::SlotId slot = 0;
+  bool uses_counted = false;  ///< how often one forward uses it, in the first backward
 };
 
 /// Prepares a tensor: raw gradients of any dtype go to the leaf's sink and nowhere else; `.grad`

@@ -67,7 +67,7 @@ class ForSchedulers : public torch::optim::Optimizer {
 
 Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std::string>& no_decay)
     : lr_(lr), unit_(model.unit()), no_decay_(no_decay) {
-  layout_ = unit_->runtime().layout();
+  layout_ = fsdp::unit_of_handle(unit_).runtime().layout();
   for (const auto& view : model.shards()) {
     scope_.insert(view.contract);
     if (view.contract->trainable) items_.push_back(make_item(view));

@@ -37,7 +37,7 @@ layout::PlannedUnit planned(const Unit& unit) {
 }  // namespace
 
 layout::ModelPlan plan_of(const ShardedBase& model) {
-  auto& runtime = model.unit()->runtime();
+  auto& runtime = unit_of_handle(model.unit()).runtime();
   layout::ModelPlan plan{runtime.plan_options(), {}};
   for (const auto* unit : runtime.units()) plan.units.push_back(planned(*unit));
   return plan;

@@ -27,6 +27,70 @@ bool is_changed(const Parameter& p, const Bucket& bucket) {
   return static_cast<std::uint32_t>(grad._version()) != p.seen_version;
 }
 
+// [Note: kept gradients] As in PyTorch a gradient is one tensor for as long as it stands on its
+// shard: later micro-batches are added to it in place, and its version counter says so. Once it is
+// cleared, or replaced, it is whoever's holds it, and the next gradient has to lie elsewhere. A
+// bucket's gradients share one memory, which is used again step after step: only where its storage
+// is referred to by more than the bucket and the gradients that stand is it left, for good, to
+// whoever that is. So a step in which nobody keeps anything makes and copies nothing.
+
+/// The gradient on the shard is the one that was published.
+bool stands(const Parameter& p) {
+  const auto& grad = p.shard.grad();
+  return grad.defined() && grad.is_same(p.seen_grad);
+}
+
+bool is_kept(const Unit& unit, std::size_t bucket, const at::Tensor& memory) {
+  if (!memory.defined()) return false;
+  std::size_t ours = 1;
+  for (const auto& p : unit.parameters()) {
+    if (p->bucket == bucket && stands(*p) && p->shard.grad().is_alias_of(memory)) ++ours;
+  }
+  return memory.storage().use_count() > ours;
+}
+
+/// The parameter's part of what its bucket has last made final.
+at::Tensor final_of(const Unit& unit, const Parameter& p) {
+  const auto& bucket = *unit.buckets()[p.bucket];
+  const auto owned = p.owned();
+  const auto begin = owned.empty() ? 0 : bucket.plan().offset_in_slice(p.placed(), bucket.rank());
+  // A version counter of its own: what the user changes is this gradient, not the whole bucket.
+  return bucket.final_gradient().narrow(0, begin, owned.size()).variable_data();
+}
+
+/// Before anything is added to the sums.
+void leave_kept_sums(Unit& unit) {
+  for (const auto& p : unit.parameters()) {
+    if (!stands(*p)) p->seen_grad = at::Tensor();
+  }
+  for (std::size_t i = 0; i < unit.buckets().size(); ++i) {
+    auto& bucket = *unit.buckets()[i];
+    const auto is_kept_here = [&] {
+      return bucket.final_is_accumulator() && is_kept(unit, i, bucket.accumulator());
+    };
+    if (!is_kept_here()) continue;
+    unit.runtime().finish_reductions_of(unit);  // they refer to it as well
+    if (!is_kept_here()) continue;
+    bucket.leave_accumulator();
+    for (const auto& p : unit.parameters()) {
+      if (p->bucket == i && stands(*p)) p->shard.mutable_grad().set_data(final_of(unit, *p));
+    }
+  }
+}
+
+void show_gradient(const Unit& unit, Parameter& p) {
+  auto& grad = p.shard.mutable_grad();
+  const auto next = final_of(unit, p);
+  if (stands(p) && grad.scalar_type() == next.scalar_type()) {
+    if (!grad.is_alias_of(next) || grad.storage_offset() != next.storage_offset())
+      grad.set_data(next);
+    grad.unsafeGetTensorImpl()->bump_version();
+  } else {
+    grad = next;
+  }
+  see(p);
+}
+
 }  // namespace
 
 /// One bitmap a step: a parameter that is used on any rank has a gradient on all (zeros elsewhere);
@@ -69,8 +133,11 @@ void Runtime::publish() {
   std::vector<Bucket*> finals;
   for (auto* unit : units_) {
     if (!unit->unpublished) continue;
-    for (auto& bucket : unit->buckets()) {
-      if (bucket->trainable() && bucket->has_sum()) finals.push_back(bucket.get());
+    for (std::size_t i = 0; i < unit->buckets().size(); ++i) {
+      auto& bucket = *unit->buckets()[i];
+      if (!bucket.trainable() || !bucket.has_sum()) continue;
+      if (is_kept(*unit, i, bucket.final_memory())) bucket.leave_final_memory();
+      finals.push_back(&bucket);
     }
   }
   if (replicas_ != nullptr) {
@@ -86,14 +153,7 @@ void Runtime::publish() {
     unit->unpublished = false;
     for (auto& p : unit->parameters()) {
       if (!p->contract.trainable || (!p->used && !p->published)) continue;
-      const auto& bucket = unit->bucket_of(*p);
-      const auto owned = p->owned();
-      const auto begin =
-          owned.empty() ? 0 : bucket.plan().offset_in_slice(p->placed(), bucket.rank());
-      // A version counter of its own: what the user changes is this gradient, not the whole bucket.
-      p->shard.mutable_grad() =
-          bucket.final_gradient().narrow(0, begin, owned.size()).variable_data();
-      see(*p);
+      show_gradient(*unit, *p);
       p->published = true;
       p->used = false;
     }
@@ -107,7 +167,8 @@ void Runtime::import_changed(Unit& unit, Parameter& p) {
   TESSERA_CHECK(grad.sizes() == p.shard.sizes(), ErrorKind::kContract, "gradient of ",
                 p.contract.name, ": found shape ", grad.sizes(), " on the shard, expected ",
                 p.shard.sizes());
-  const bool waiting = unit.unpublished || bucket.has_unpublished_arrivals();
+  // On any number of ranks alike: zeros clear what waits, other values cannot tell what they mean.
+  const bool waiting = unit.unpublished || bucket.has_arrivals(p.place);
   TESSERA_CHECK(!waiting || !grad.any().item<bool>(), ErrorKind::kUsage, "gradient of ",
                 p.contract.name,
                 ": found it changed while micro-batches of this step wait to be added to it, "
@@ -122,17 +183,19 @@ void Runtime::import_user_changes() {
   const at::NoGradGuard no_grad;
   for (auto* unit : units_) {
     check_integrity(*unit);
+    leave_kept_sums(*unit);
     std::vector<bool> keeps(unit->buckets().size(), false);
     for (auto& p : unit->parameters()) {
       if (!p->contract.trainable) continue;
       auto& bucket = unit->bucket_of(*p);
       const auto& grad = p->shard.grad();
       if (!grad.defined()) {
-        // zero_grad(set_to_none): a new sum begins. Without a publication the sum is one that still
-        // waits.
+        // zero_grad(set_to_none): a new sum begins, on any number of ranks without what waits.
+        // Without a publication the sum is one that still waits.
         if (p->published) {
           finish_reductions_of(*unit);
           bucket.reset_accumulator(p->place);
+          p->used = false;
         }
         keeps[p->bucket] = keeps[p->bucket] || (!p->published && bucket.has_sum());
         p->published = false;

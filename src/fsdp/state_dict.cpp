@@ -10,6 +10,7 @@
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "fsdp/whole.h"
+#include "grad/torch_dtype.h"
 #include "layout/local_part.h"
 #include "tessera/error.h"
 
@@ -24,11 +25,18 @@ struct Target {
   std::int64_t begin = 0;
   std::int64_t end = 0;
   // Whether wider values are cast on the way in, as the contract says: frozen parameters that are
-  // whole on every rank, and buffers of frozen parts, in their compute dtype.
+  // whole on every rank.
   bool is_cast = false;
   // Where the values are a part of the tensor: begin and end count its elements.
   ParameterLayout layout = {};
   std::vector<int> coordinates = {};
+  // Of a buffer, which is kept in the dtype of a file and computes, in frozen parts, in a narrower
+  // one.
+  std::shared_ptr<const BufferContract> buffer = nullptr;
+  at::Tensor stored = {};  // its values in the dtype of a file
+
+  /// What a dict shows, and what it has to be able to hold.
+  const at::Tensor& in_file() const { return buffer ? stored : values; }
 };
 
 bool is_cut(const ParameterLayout& layout) {
@@ -58,22 +66,20 @@ std::vector<Target> targets_of(const ShardedBase& model) {
   }
   for (const auto& [contract, buffer, stored] : model.buffers()) {
     if (!contract->stored) continue;
-    targets.push_back({{contract->name},
-                       buffer,
-                       buffer.sizes().vec(),
-                       0,
-                       buffer.numel(),
-                       contract->storage != contract->compute});
+    Target target{{contract->name}, buffer, buffer.sizes().vec(), 0, buffer.numel()};
+    target.buffer = contract;
+    target.stored = stored;
+    targets.push_back(std::move(target));
   }
   return targets;
 }
 
 std::string shown(const std::vector<std::int64_t>& shape) { return concat(at::IntArrayRef(shape)); }
 
-std::string refusal_of_cast(const Target& target, const StateTensor& entry) {
-  if (entry.values.scalar_type() == target.values.scalar_type()) return "";
+std::string refusal_of_cast(const StateTensor& entry, at::ScalarType dtype) {
+  if (entry.values.scalar_type() == dtype) return "";
   try {
-    const auto cast = at::empty({entry.values.numel()}, target.values.options());
+    const auto cast = at::empty({entry.values.numel()}, entry.values.options().dtype(dtype));
     fsdp::finite_copy(cast, entry.values.reshape(-1), entry.name);
     return "";
   } catch (const Error& error) {
@@ -111,9 +117,9 @@ std::string refusal_of(const Target& target, const StateTensor& entry) {
                  " to ", target.end, ", which this rank owns; load a full state dict");
   }
   const auto from = entry.values.scalar_type();
-  const auto to = target.values.scalar_type();
+  const auto to = target.in_file().scalar_type();
   if (target.is_cast && at::isFloatingType(from) && at::isFloatingType(to)) {
-    return refusal_of_cast(target, entry);
+    return refusal_of_cast(entry, to);
   }
   const bool same_kind = at::isFloatingType(from) == at::isFloatingType(to) &&
                          at::isComplexType(from) == at::isComplexType(to);
@@ -122,7 +128,10 @@ std::string refusal_of(const Target& target, const StateTensor& entry) {
                  " storage cannot hold exactly, expected ", c10::toString(to),
                  "; convert the values first");
   }
-  return "";
+  const bool is_narrowed =
+      target.buffer != nullptr && target.buffer->compute != target.buffer->storage;
+  // What it is cast to has to be able to hold them, too, though with fewer digits.
+  return is_narrowed ? refusal_of_cast(entry, to_scalar_type(target.buffer->compute)) : "";
 }
 
 bool same_values(const StateTensor& one, const StateTensor& other) {
@@ -211,6 +220,26 @@ void agree(fsdp::Runtime& runtime, const Plan& plan, const std::string& mine) {
   }
 }
 
+/// The entry's elements that the target is, flat.
+at::Tensor part_for(const Target& target, const StateTensor& entry) {
+  if (!is_cut(target.layout) || entry.layout == target.layout) {
+    return entry.values.reshape(-1).narrow(0, target.begin - entry.begin,
+                                           target.end - target.begin);
+  }
+  const auto box = layout::local_box(target.layout, target.shape, target.coordinates);
+  const auto whole = entry.values.reshape(layout::cut_shape(target.layout, target.shape));
+  return fsdp::narrow_to(whole, box).reshape(-1).narrow(0, target.begin, target.end - target.begin);
+}
+
+/// Into the module's own tensor, all digits; the cast follows.
+void load(const Target& target, const StateTensor& entry) {
+  auto values = target.values;  // not const: copy_ writes through it
+  if (values.scalar_type() != target.in_file().scalar_type()) {
+    values.set_data(at::empty(values.sizes(), target.stored.options()));
+  }
+  values.copy_(part_for(target, entry).reshape(values.sizes()));
+}
+
 /// A unit has values once all of its parameters were loaded.
 void mark_loaded(const ShardedBase& model, const std::vector<Target>& targets, const Plan& plan) {
   std::set<std::string> missing;
@@ -223,21 +252,6 @@ void mark_loaded(const ShardedBase& model, const std::vector<Target>& targets, c
         [&](const auto& parameter) { return missing.count(parameter->contract.name) > 0; });
     if (whole) unit->set_has_values();
   }
-}
-
-}  // namespace
-
-namespace {
-
-/// The entry's elements that the target is, flat.
-at::Tensor part_for(const Target& target, const StateTensor& entry) {
-  if (!is_cut(target.layout) || entry.layout == target.layout) {
-    return entry.values.reshape(-1).narrow(0, target.begin - entry.begin,
-                                           target.end - target.begin);
-  }
-  const auto box = layout::local_box(target.layout, target.shape, target.coordinates);
-  const auto whole = entry.values.reshape(layout::cut_shape(target.layout, target.shape));
-  return fsdp::narrow_to(whole, box).reshape(-1).narrow(0, target.begin, target.end - target.begin);
 }
 
 }  // namespace
@@ -264,10 +278,10 @@ StateDict state_dict(const ShardedBase& model, StateDictKind kind) {
       if (found != whole.end()) {
         dict.push_back(whole_entry(name, found->second));
       } else if (kind == StateDictKind::kSharded) {
-        dict.push_back({name, target.values, target.shape, target.begin, target.end, target.layout,
-                        target.coordinates});
+        dict.push_back({name, target.in_file(), target.shape, target.begin, target.end,
+                        target.layout, target.coordinates});
       } else {
-        dict.push_back(whole_entry(name, target.values.detach().clone()));  // a buffer
+        dict.push_back(whole_entry(name, target.stored.detach().clone()));  // a buffer
       }
     }
   }
@@ -284,9 +298,12 @@ StateDictDifference load_state_dict(ShardedBase& model, const StateDict& entries
   agree(runtime, plan, objections(plan, strict));
   for (std::size_t i = 0; i < targets.size(); ++i) {
     if (plan.sources[i] == nullptr || targets[i].values.numel() == 0) continue;
-    const auto& target = targets[i];
-    auto values = target.values;  // not const: copy_ writes through it
-    values.copy_(part_for(target, *plan.sources[i]).reshape(values.sizes()));
+    load(targets[i], *plan.sources[i]);
+  }
+  for (auto* unit : runtime.units()) {
+    if (!unit->buffers_are_cast()) continue;  // the first forward does
+    unit->forget_cast();
+    unit->cast_buffers();
   }
   mark_loaded(model, targets, plan);
   return std::move(plan.difference);

@@ -22,20 +22,33 @@ std::uint32_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
 }
 
-/// Makes the old storage throw, where something outside the sharded module still looks at it.
-void poison_old_storage(const c10::Storage& storage, const std::string& name) {
-  if (!storage || storage.use_count() <= 1 || storage.nbytes() == 0) return;
-  storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
-      concat("parameter ", name,
-             ": found an access through a tensor that shared its storage, expected none after "
-             "fully_shard; clone values before sharding, and shard tied parameters in one call"));
+/// The memory that a parameter had before it was laid out, where others look at it, too.
+struct SharedMemory {
+  c10::Storage storage;
+  std::string parameter;
+};
+
+/// Makes it throw where something outside the sharded module still looks at it.
+void poison(const std::vector<SharedMemory>& all) {
+  for (const auto& [storage, name] : all) {
+    auto* impl = storage.unsafeGetStorageImpl();
+    const auto records = std::ranges::count_if(all, [&](const SharedMemory& other) {
+      return other.storage.unsafeGetStorageImpl() == impl;
+    });
+    if (storage.use_count() == static_cast<std::size_t>(records)) continue;
+    impl->release_data_and_set_meta_custom_data_ptr_error_msg_(
+        concat("parameter ", name,
+               ": found an access through a tensor that shared its storage, expected none after "
+               "fully_shard; clone values before sharding, and shard tied parameters in one call"));
+  }
 }
 
 }  // namespace
 
 at::Tensor Buffer::stored() const {
+  const auto& [exact, made, version] = *last_cast;
   const bool is_as_made = exact.defined() && tensor.is_alias_of(made) &&
-                          version_of(tensor) == made_version &&
+                          version_of(tensor) == version &&
                           tensor.scalar_type() == made.scalar_type();
   return is_as_made ? exact : tensor.detach().to(to_scalar_type(contract.storage));
 }
@@ -53,9 +66,8 @@ void Buffer::cast() {
   finite_copy(after.view({-1}), before.reshape({-1}), "buffer " + contract.name);
   tensor.set_data(after);  // the object that the module holds stays
   // Whoever else holds the memory may write to it.
-  exact = represents(contract.compute, contract.storage) ? at::Tensor() : before.clone();
-  made = after;
-  made_version = version_of(tensor);
+  const bool narrows = !represents(contract.compute, contract.storage);
+  *last_cast = {narrows ? before.clone() : at::Tensor(), after, version_of(tensor)};
 }
 
 layout::Range Parameter::owned() const {
@@ -74,16 +86,23 @@ Unit::Unit(std::string name, std::shared_ptr<Runtime> runtime, bool reshard)
 
 Unit::~Unit() {
   runtime_->remove_unit(this);
-  for (auto* other : runtime_->units()) std::erase(other->needs, this);
+  for (const auto& parameter : parameters_) {
+    for (const auto& leaf : parameter->leaves) {
+      if (leaf->sink == &runtime_->sink()) runtime_->sink().remove(leaf->slot);
+    }
+    parameter->leave_unit();
+  }
 }
 
-Parameter::~Parameter() {
+void Parameter::leave_unit() {
+  unit = nullptr;
   for (const auto& leaf : leaves) {
     // The module may live on; its tensors hold the leaf through their hook, and nothing else may.
     leaf->owner = nullptr;
     leaf->sink = nullptr;
     leaf->tensor = at::Tensor();
   }
+  leaves.clear();
 }
 
 std::string Unit::released_message() const {
@@ -127,7 +146,7 @@ bool Unit::always_unsharded() const {
                      [](const auto& b) { return b->aliases_shard(); });
 }
 
-void Unit::add(std::vector<std::unique_ptr<Parameter>> added) {
+void Unit::add(std::vector<std::shared_ptr<Parameter>> added) {
   if (!added.empty()) build(std::move(added));
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     for (auto& leaf : parameters_[i]->leaves) {
@@ -148,7 +167,7 @@ std::unique_ptr<Bucket> Unit::make_bucket(const layout::BucketPlan& plan) const 
   return std::make_unique<Bucket>(plan, on.groups, on.rank, runtime_->pool(), released_message());
 }
 
-void Unit::build(std::vector<std::unique_ptr<Parameter>> added) {
+void Unit::build(std::vector<std::shared_ptr<Parameter>> added) {
   const at::NoGradGuard no_grad;
   std::vector<layout::PlanItem> items;
   for (const auto& p : added) {
@@ -157,16 +176,18 @@ void Unit::build(std::vector<std::unique_ptr<Parameter>> added) {
   const auto options = runtime_->plan_options();
   const auto plan = layout::plan_unit(name(), items, options);
   layout::validate(plan, items, options);
+  // Parameters may be views of one storage: it is read until the last of them has moved. What a
+  // parameter had to itself is free at once.
+  std::vector<SharedMemory> old_memory;
   for (const auto& bucket_plan : plan.buckets) {
     auto bucket = make_bucket(bucket_plan);
     for (std::size_t place = 0; place < bucket_plan.parameters.size(); ++place) {
       const auto& placed = bucket_plan.parameters[place];
       auto& parameter = *added[placed.parameter];
-      const auto full = parameter.leaves.front()->tensor.detach();
       const auto shard = bucket->shard_of(placed);
-      if (has_data(full)) {
+      if (const auto& first = parameter.leaves.front()->tensor; has_data(first)) {
         const auto owned = bucket_plan.owned(placed, bucket->rank());
-        finite_copy(shard, full.reshape(-1).narrow(0, owned.begin, owned.size()),
+        finite_copy(shard, first.detach().reshape(-1).narrow(0, owned.begin, owned.size()),
                     "parameter " + parameter.contract.name);
       } else {
         has_values_ = false;
@@ -188,16 +209,18 @@ void Unit::build(std::vector<std::unique_ptr<Parameter>> added) {
         leaf->tensor.set_data(bucket->unsharded().view(placed.offset, leaf->tensor.sizes()));
         if (find_leaf(leaf->tensor) == nullptr) install(leaf, parameter.contract.trainable);
         leaf->owner = &parameter;
-        if (leaf == parameter.leaves.back()) poison_old_storage(old, parameter.contract.name);
+        if (leaf != parameter.leaves.back() || !old || old.nbytes() == 0) continue;
+        if (old.use_count() > 1) old_memory.push_back({old, parameter.contract.name});
       }
     }
     bucket->set_number(buckets_.size());
     buckets_.push_back(std::move(bucket));
   }
+  poison(old_memory);
   for (auto& p : added) parameters_.push_back(std::move(p));
 }
 
-std::vector<std::unique_ptr<Parameter>> Unit::take_bucket(std::size_t index) {
+std::vector<std::shared_ptr<Parameter>> Unit::take_bucket(std::size_t index) {
   const at::NoGradGuard no_grad;
   auto& bucket = *buckets_.at(index);
   TESSERA_CHECK(!gathered_ && !gather_pending() && expected == 0, ErrorKind::kUsage, "unit ",
@@ -213,7 +236,7 @@ std::vector<std::unique_ptr<Parameter>> Unit::take_bucket(std::size_t index) {
     batch.ops.emplace_back(comm::AllGather{flat});
     runtime_->queue().submit(*bucket.groups().gather, std::move(batch)).wait();
   }
-  std::vector<std::unique_ptr<Parameter>> taken;
+  std::vector<std::shared_ptr<Parameter>> taken;
   for (auto& parameter : parameters_) {
     if (parameter->bucket != index) {
       if (parameter->bucket > index) --parameter->bucket;

@@ -24,16 +24,17 @@ class Unit;
 
 /// One parameter of a unit. The shard tensor stays the same object for good; its data moves when
 /// the unit is laid out anew.
-struct Parameter {
+/// Whoever holds a view of it (ShardView) may outlive its unit.
+struct Parameter : std::enable_shared_from_this<Parameter> {
   Parameter() = default;
-  ~Parameter();
+  ~Parameter() { leave_unit(); }
   Parameter(const Parameter&) = delete;
   Parameter& operator=(const Parameter&) = delete;
 
   GradContract contract;
   std::vector<std::shared_ptr<Leaf>> leaves;
-  at::Tensor shard;  ///< [owned], storage dtype: what optimizers see
-  Unit* unit = nullptr;
+  at::Tensor shard;              ///< [owned], storage dtype: what optimizers see
+  Unit* unit = nullptr;          ///< null once that is gone
   std::size_t bucket = 0;        ///< index into Unit::buckets
   std::size_t place = 0;         ///< index into the bucket plan's parameters
   std::vector<int> coordinates;  ///< of this rank on contract.layout.axes
@@ -44,6 +45,8 @@ struct Parameter {
 
   layout::Range owned() const;  ///< elements of the parameter in the shard
   const layout::Placed& placed() const;
+  /// Its unit is gone, or it itself: nothing reaches either through the module's tensors any more.
+  void leave_unit();
 };
 
 /// One buffer of a unit's module.
@@ -59,10 +62,14 @@ struct Buffer {
   /// From the storage dtype, to the compute dtype. Errors: kUsage for another dtype; kContract.
   void cast();
 
-  // Kept by cast(): digits that it dropped would be missing in a checkpoint. Small: buffers are.
-  at::Tensor exact = {};  ///< defined where it narrowed
-  at::Tensor made = {};   ///< what it made; holds the memory, so that its address is no other's
-  std::uint32_t made_version = 0;
+  /// What the cast leaves: digits that it dropped would be missing in a checkpoint. Small: buffers
+  /// are.
+  struct Cast {
+    at::Tensor exact;  ///< defined where it narrowed
+    at::Tensor made;   ///< what it made; holds the memory, so that its address is no other's
+    std::uint32_t version = 0;
+  };
+  std::shared_ptr<Cast> last_cast = std::make_shared<Cast>();  ///< one for all names of a tensor
 };
 
 class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
@@ -78,12 +85,12 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
 
   /// Lays out `parameters` (each with leaves whose tensors hold the full values, or no data at all)
   /// into new buckets beside those that are there.
-  void add(std::vector<std::unique_ptr<Parameter>> parameters);
+  void add(std::vector<std::shared_ptr<Parameter>> parameters);
   /// The parameters of bucket `index` with the full values back in their leaves; the bucket is
   /// gone. Collective.
-  std::vector<std::unique_ptr<Parameter>> take_bucket(std::size_t index);
+  std::vector<std::shared_ptr<Parameter>> take_bucket(std::size_t index);
 
-  const std::vector<std::unique_ptr<Parameter>>& parameters() const { return parameters_; }
+  const std::vector<std::shared_ptr<Parameter>>& parameters() const { return parameters_; }
   std::vector<std::unique_ptr<Bucket>>& buckets() { return buckets_; }
   const std::vector<std::unique_ptr<Bucket>>& buckets() const { return buckets_; }
   Bucket& bucket_of(const Parameter& parameter) { return *buckets_[parameter.bucket]; }
@@ -159,17 +166,18 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   /// forwards at all.
   bool outlasts_backward() const { return unsharded_by_user || !reshard_after_backward; }
   bool outlasts_evaluation() const { return !reshard_after_backward && !reshard_after_forward; }
-  std::vector<Unit*> needs;  ///< units that hold some of this module's parameters
+  std::vector<Unit*> needs;                    ///< units that hold some of this module's parameters
+  std::vector<std::shared_ptr<Unit>> lenders;  ///< the same, which therefore live as long as this
   std::vector<std::shared_ptr<Leaf>> borrowed;  ///< leaves that another unit owns
 
   std::unique_ptr<Bucket> make_bucket(const layout::BucketPlan& plan) const;  ///< empty
   std::string released_message() const;  ///< of accesses to parameters that are not unsharded
 
  private:
-  void build(std::vector<std::unique_ptr<Parameter>> parameters);
+  void build(std::vector<std::shared_ptr<Parameter>> parameters);
 
   std::shared_ptr<Runtime> runtime_;
-  std::vector<std::unique_ptr<Parameter>> parameters_;
+  std::vector<std::shared_ptr<Parameter>> parameters_;
   std::vector<std::unique_ptr<Bucket>> buckets_;
   /// Of one group's buckets.
   void begin_gather(comm::Group* group, std::uint32_t micro_batch);

@@ -45,6 +45,12 @@ bool has_placements(const std::vector<GradContract>& contracts) {
                      [](const auto& one) { return one.layout != ParameterLayout(); });
 }
 
+/// What happens to a gradient before it is added to the slot.
+std::string_view arrival_cell(const GradContract& contract) {
+  if (contract.grad) return to_string(*contract.grad);
+  return contract.raw_sum_by_autograd ? "summed raw" : "as it arrives";
+}
+
 Row row_of(const GradContract& contract, Legend& legend) {
   const auto cell = [&](std::string_view value, ContractField field) {
     return std::string(value) + legend.mark(contract.reason(field));
@@ -54,8 +60,7 @@ Row row_of(const GradContract& contract, Legend& legend) {
           cell(to_string(contract.storage.dtype), ContractField::kStorage),
           cell(to_string(contract.compute.dtype), ContractField::kCompute)};
   if (contract.trainable) {
-    row.push_back(
-        cell(contract.grad ? to_string(*contract.grad) : "unrounded", ContractField::kGrad));
+    row.push_back(cell(arrival_cell(contract), ContractField::kGrad));
     row.push_back(cell(to_string(contract.accumulate), ContractField::kAccumulate));
     row.push_back(cell(to_string(contract.reduce), ContractField::kReduce));
     row.push_back(cell(to_string(contract.final), ContractField::kFinal));

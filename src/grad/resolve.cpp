@@ -216,6 +216,16 @@ void resolve_accumulate(GradContract& contract, const Asked& asked, const Precis
   reason = setting->reason;
 }
 
+/// Gradients are added to the slot as they arrive; but what meets in one node of the graph autograd
+/// has added before. How often a forward uses a parameter nobody knows before it has run.
+void explain_raw_sums(GradContract& contract) {
+  if (contract.raw_sum_by_autograd || represents(contract.compute.dtype, contract.accumulate))
+    return;
+  contract.reason(ContractField::kGrad) +=
+      concat("; where one forward uses it more than once, the sum of the uses is autograd's, in ",
+             to_string(contract.compute.dtype));
+}
+
 /// Integers and flags are carried as they are; there is nothing to compute or to sum.
 void mirror_storage(GradContract& contract) {
   const DType dtype = contract.storage.dtype;
@@ -259,6 +269,7 @@ GradContract resolve_parameter(const ParameterMeta& meta, const Asked& asked,
   resolve_grad(contract, meta, asked);
   resolve_reduce(contract, asked, policy);
   resolve_accumulate(contract, asked, policy);
+  explain_raw_sums(contract);
   resolve_optimizer(contract, policy);
   return contract;
 }

@@ -38,6 +38,15 @@ void GradSink::update(SlotId slot, const GradContract* contract, SlotOwner* owne
   slots_.at(slot) = slot_of(contract, owner, parameter);
 }
 
+void GradSink::remove(SlotId id) {
+  slots_.at(id) = {};
+  std::erase_if(open_, [&](const auto& promise) {
+    if (promise->slot != id) return false;
+    promise->state = Ticket::State::kDropped;
+    return true;
+  });
+}
+
 void GradSink::check(const Slot& slot, const at::Tensor& raw, Source source) const {
   const auto& contract = *slot.contract;
   const auto from = [&] {
@@ -101,8 +110,8 @@ void GradSink::redeem(const Ticket& ticket, const at::Tensor& raw) {
   TESSERA_CHECK(
       promise->state != Ticket::State::kDropped, ErrorKind::kContract, "deferred gradient of ",
       promise->text(),
-      ": found a ticket of a step that failed, expected one of this step; forget what the "
-      "failed step owed");
+      ": found a ticket of a step that failed, or of a module that is gone, expected one of this "
+      "step; forget what was owed, and keep the handles");
   TESSERA_CHECK(promise->sink == this, ErrorKind::kContract, "deferred gradient of ",
                 promise->text(),
                 ": found a ticket of another model, expected one of this sink's promise()");

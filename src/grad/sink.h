@@ -75,6 +75,9 @@ class GradSink {
   /// The slot's parameter moved to another unit or contract.
   void update(SlotId slot, const GradContract* contract, SlotOwner* owner, std::size_t parameter);
 
+  /// The slot's parameter is gone, and with it what it was owed.
+  void remove(SlotId slot);
+
   /// Checks `raw` against the contract and adds it to the slot. An undefined gradient is nothing.
   /// Shapes: raw as the tensor of this rank's layer. Errors: kContract naming the parameter, for
   /// sparse or complex gradients, a wrong shape or device, a gradient that itself requires grad

@@ -6,6 +6,7 @@
 
 #include "dist/plain.h"
 #include "dist/ranks.h"
+#include "tessera/state_dict.h"
 
 namespace tessera::test::fsdp_buffers_test {
 namespace {
@@ -192,6 +193,74 @@ TEST_P(BuffersOnRanks, TheDigitsThatACastDroppedAreStillThereUntilSomebodyWrites
   });
 }
 
+StateTensor entry_of_scale(const ShardedBase& handle, StateDictKind kind) {
+  for (const auto& entry : state_dict(handle, kind)) {
+    if (entry.name == "tower.std_scale") return entry;
+  }
+  throw std::runtime_error("no such entry");
+}
+
+// Naive: a state dict holds what the cast left of them, and loading one drops the digits for good.
+TEST_P(BuffersOnRanks, AStateDictHasTheDigitsThatWereLoaded) {
+  all().run([](World& world) {
+    auto model = std::make_shared<Model>();
+    auto handle = shard(world, model);
+    auto& scale = model->tower->std_scale;
+    const auto* object = scale.unsafeGetTensorImpl();
+    const auto x = input_of(world.rank(), 0, kWidth);
+    const auto expect = [&](const at::Tensor& value, const char* when) {
+      for (const auto kind : {StateDictKind::kSharded, StateDictKind::kFull}) {
+        EXPECT_TRUE(same_bits(entry_of_scale(handle, kind).values, value)) << when;
+      }
+    };
+    expect(seeded(2, {kWidth}), "before the cast");
+    handle.forward(x);
+    EXPECT_EQ(scale.scalar_type(), at::kBFloat16);
+    expect(seeded(2, {kWidth}), "after the cast");
+
+    const auto fine = at::full({kWidth}, 3 * kFine);
+    const StateDict loaded = {whole_entry("tower.std_scale", fine)};
+    load_state_dict(handle, loaded, Strict::kNo);
+    EXPECT_TRUE(same_bits(scale, fine.to(at::kBFloat16)));
+    EXPECT_EQ(scale.unsafeGetTensorImpl(), object) << "the module's own tensor";
+    expect(fine, "after a load");
+    handle.forward(x);
+    expect(fine, "after a forward");
+
+    auto other = std::make_shared<Model>();
+    auto copy = shard(world, other);
+    load_state_dict(copy, state_dict(handle, StateDictKind::kFull));
+    EXPECT_TRUE(same_bits(other->tower->std_scale, fine)) << "not yet cast";
+    copy.forward(x);
+    EXPECT_TRUE(same_bits(stored_scale(copy), fine));
+
+    scale.mul_(2);
+    expect(scale.to(at::kFloat), "written in place, as it is now, in the dtype that was loaded");
+    load_state_dict(handle, {whole_entry("tower.std_scale", at::full({kWidth}, 5, at::kBFloat16))},
+                    Strict::kNo);
+    expect(at::full({kWidth}, 5.0F), "loaded from narrower ones");
+  });
+}
+
+// Naive: written in halves of a load that another tensor refuses, or rounded twice without a word.
+TEST_P(BuffersOnRanks, ValuesThatItsDtypesCannotHoldAreNotLoaded) {
+  all().run([](World& world) {
+    auto policy = in_bfloat16();
+    policy.param_dtype = DType::kFloat16;
+    policy.loss_scaling = true;
+    auto model = std::make_shared<Model>();
+    auto handle = shard(world, model, policy);
+    handle.forward(input_of(world.rank(), 0, kWidth));
+    const auto refusal = [&](const at::Tensor& value) {
+      return error_of(
+          [&] { load_state_dict(handle, {whole_entry("tower.std_scale", value)}, Strict::kNo); });
+    };
+    EXPECT_THAT(refusal(at::full({kWidth}, 7e4F)), HasSubstr("found the value 70000"));
+    EXPECT_THAT(refusal(at::full({kWidth}, 1.0, at::kDouble)), HasSubstr("found the dtype Double"));
+    EXPECT_TRUE(same_bits(stored_scale(handle), seeded(2, {kWidth})));
+  });
+}
+
 TEST_P(BuffersOnRanks, OneThatWasConvertedAfterwardsIsFound) {
   const auto errors = errors_of(GetParam().first, [](World& world) {
     auto model = std::make_shared<Model>();
@@ -271,6 +340,43 @@ TEST(FiniteCasts, AValueThatTheDtypeCannotHoldIsAnErrorThatNamesTheTensor) {
     as_it_is.forward(at::ones({kWidth}));
     EXPECT_EQ(infinite->std_bias.scalar_type(), at::kHalf) << "what was infinite stays so";
   });
+}
+
+// Naive: who casts it first has the digits, and the dict's other name of it what is left.
+TEST(SharedBuffers, OfTwoUnitsHaveTheirDigitsUnderBothNames) {
+  for (const int count : {1, 2}) {
+    ranks(count).run([](World& world) {
+      auto model = std::make_shared<Model>();
+      model->head->weight.set_requires_grad(false);
+      model->head->std_scale = model->tower->std_scale;
+      model->head->register_buffer("same_scale", model->tower->std_scale);
+      model->register_parameter("trained", at::ones({1}));
+      model->shard_tower(data_mesh(world), in_bfloat16());
+      auto policy = in_bfloat16();
+      PrecisionRule narrow;
+      narrow.match = {"head.same_scale"};
+      narrow.param_dtype = DType::kBFloat16;
+      policy.rules = {narrow};
+      auto handle = fully_shard(model, data_mesh(world), policy);
+      handle.set_loaded();
+      const auto expect = [&](const at::Tensor& value) {
+        int names = 0;
+        for (const auto& entry : state_dict(handle, StateDictKind::kFull)) {
+          if (entry.name != "tower.std_scale" && entry.name != "head.same_scale") continue;
+          EXPECT_TRUE(same_bits(entry.values, value)) << entry.name;
+          ++names;
+        }
+        EXPECT_EQ(names, 2);
+      };
+      expect(seeded(2, {kWidth}));
+      const auto fine = at::full({kWidth}, 3 * kFine);
+      load_state_dict(handle,
+                      {whole_entry("tower.std_scale", fine), whole_entry("head.same_scale", fine)},
+                      Strict::kNo);
+      expect(fine);
+      EXPECT_EQ(model->tower->std_scale.scalar_type(), at::kBFloat16);
+    });
+  }
 }
 
 TEST(SharedBuffers, OfAFrozenAndATrainedPartAreRefusedWithBothNames) {

@@ -113,6 +113,43 @@ class TiedPair : public torch::nn::Module {
   at::Tensor one, two;
 };
 
+/// A head that reads the embedding's weight: one tensor with one name, used twice in one forward.
+struct TiedHead : torch::nn::Module {
+  at::Tensor embed = register_parameter("embed", at::ones({kWidth}));
+  at::Tensor once = register_parameter("once", at::ones({kWidth}));
+  at::Tensor forward(const at::Tensor& x) { return (x * embed * once).sum() * 256 + embed.sum(); }
+};
+
+// Naive: the contract prints that its gradients arrive unrounded, and 257 arrives as 256.
+TEST_P(ContractOnRanks, ATensorThatOneForwardUsesTwiceIsSaidToBeSummedByAutograd) {
+  ranks(GetParam()).run([](World& world) {
+    auto handle =
+        fully_shard(std::make_shared<TiedHead>(), data_mesh(world), in_bfloat16(), undivided());
+    const auto reason = [&](const char* name) {
+      for (const auto& contract : handle.contract().parameters) {
+        if (contract.name == name) return contract.reason(ContractField::kGrad);
+      }
+      return std::string("no such parameter");
+    };
+    const auto x = at::ones({kWidth});
+    const auto possible = HasSubstr("the sum of the uses is autograd's, in bfloat16");
+    EXPECT_THAT(reason("embed"), possible);
+    EXPECT_THAT(handle.contract_table(), ::testing::Not(HasSubstr("unrounded")));
+    const auto before = hash(handle.contract());
+    for (int step = 0; step < 2; ++step) {
+      handle.zero_grad();
+      backward(handle.forward(x));
+      EXPECT_TRUE(same_bits(whole_gradients(handle).at("embed"),
+                            at::full({kWidth}, 256 * world.size(), at::kFloat)))
+          << "not 257, as anybody would add";
+    }
+    EXPECT_THAT(reason("embed"),
+                AllOf(possible, ::testing::EndsWith("as of 2 in the first backward")));
+    EXPECT_THAT(reason("once"), AllOf(possible, ::testing::Not(HasSubstr("first backward"))));
+    EXPECT_EQ(hash(handle.contract()), before) << "what ranks and checkpoints compare";
+  });
+}
+
 TEST_P(ContractOnRanks, TiedParametersThatDisagreeAreRefusedWithBothNamesAndValues) {
   ranks(GetParam()).run([](World& world) {
     const auto refusal = [&](const std::function<at::Tensor(const at::Tensor&)>& look,

@@ -140,27 +140,29 @@ TEST(Contract, TableIsAlignedAndNumbersItsReasons) {
   head.aliases = {"embed.weight"};
   const std::string text = to_string(
       resolve_contracts({stored("w", DType::kBFloat16), head}, policy, {{"dp_shard"}, {}, 2}));
-  EXPECT_EQ(text,
-            "parameter                   shape  trained        storage       compute       grad    "
-            "       accumulate   reduce       final        master         state        decay       "
-            " reductions\n"
-            "w                           4x3    trainable (1)  bfloat16 (2)  bfloat16 (3)  "
-            "unrounded (4)  float32 (5)  float32 (6)  float32 (7)  remainder (8)  float32 (7)  "
-            "unknown (9)  sum over dp_shard, / 2\n"
-            "head.weight = embed.weight  4x3    frozen (10)    float32 (2)   float32 (11)  -       "
-            "       -            -            -            -              -            -           "
-            " -\n"
-            "(1) the model\n"
-            "(2) as in the checkpoint\n"
-            "(3) [precision] param_dtype\n"
-            "(4) nothing asks for rounding on arrival\n"
-            "(5) float32 unless asked otherwise\n"
-            "(6) [precision] reduce_dtype\n"
-            "(7) as the master\n"
-            "(8) storage is bfloat16\n"
-            "(9) the optimizer's own no_decay says\n"
-            "(10) rule 1 (head)\n"
-            "(11) recorded by the checkpoint (float32, most of it bfloat16)\n");
+  EXPECT_EQ(
+      text,
+      "parameter                   shape  trained        storage       compute       grad    "
+      "           accumulate   reduce       final        master         state        decay       "
+      " reductions\n"
+      "w                           4x3    trainable (1)  bfloat16 (2)  bfloat16 (3)  "
+      "as it arrives (4)  float32 (5)  float32 (6)  float32 (7)  remainder (8)  float32 (7)  "
+      "unknown (9)  sum over dp_shard, / 2\n"
+      "head.weight = embed.weight  4x3    frozen (10)    float32 (2)   float32 (11)  -       "
+      "           -            -            -            -              -            -           "
+      " -\n"
+      "(1) the model\n"
+      "(2) as in the checkpoint\n"
+      "(3) [precision] param_dtype\n"
+      "(4) nothing asks for rounding on arrival; where one forward uses it more than once, "
+      "the sum of the uses is autograd's, in bfloat16\n"
+      "(5) float32 unless asked otherwise\n"
+      "(6) [precision] reduce_dtype\n"
+      "(7) as the master\n"
+      "(8) storage is bfloat16\n"
+      "(9) the optimizer's own no_decay says\n"
+      "(10) rule 1 (head)\n"
+      "(11) recorded by the checkpoint (float32, most of it bfloat16)\n");
 }
 
 TEST(Contract, FieldsHaveTheNamesOfTheTable) {

@@ -334,6 +334,21 @@ TEST(Resolve, OneTensorUnderTwoNamesIsSummedRawByAutograd) {
   EXPECT_NE(contract.reason(ContractField::kGrad).find("summed raw by autograd"),
             std::string::npos);
   EXPECT_EQ(contract.aliases, meta.aliases);
+  EXPECT_NE(to_string(std::vector{contract}).find("summed raw"), std::string::npos);
+}
+
+// A tied head without a second name: nobody can know before a forward has run, so nothing is
+// claimed.
+TEST(Resolve, WhatOneForwardUsesSeveralTimesIsSaidToBeAutogradsSum) {
+  const auto said = [](const GradContract& contract) {
+    EXPECT_EQ(to_string(std::vector{contract}).find("unrounded"), std::string::npos);
+    return contract.reason(ContractField::kGrad);
+  };
+  EXPECT_NE(said(resolve_only(scratch("embed.weight"), mixed_policy()))
+                .find("the sum of the uses is autograd's, in bfloat16"),
+            std::string::npos);
+  EXPECT_EQ(said(resolve_only(scratch("embed.weight"), {})), "nothing asks for rounding on arrival")
+      << "autograd adds in the dtype of the slot";
 }
 
 }  // namespace

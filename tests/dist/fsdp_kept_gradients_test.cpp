@@ -1,0 +1,225 @@
+// `.grad` as a tensor that users hold, clear and replace: what is whose, and what a later step may
+// write to. Beside it PyTorch's unsharded answer: a gradient that stands is added to in place.
+#include <gmock/gmock.h>
+
+#include "dist/plain.h"
+#include "fsdp/runtime.h"
+#include "fsdp/unit.h"
+#include "grad/torch_dtype.h"
+
+namespace tessera::test::fsdp_kept_gradients_test {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr std::int64_t kWidth = 6;
+
+/// Ranks, replicas, dtype of the final gradient, divide factor: with fp32 and 1 the gradient is the
+/// accumulator itself, with replicas the sum over them, else memory of its own.
+struct Layout {
+  int ranks, replicas;
+  DType final;
+  double divide;
+};
+
+class KeptGradients : public ::testing::TestWithParam<Layout> {
+ protected:
+  /// Two parameters of one bucket: the gradient of `one` is x, that of `two` twice that.
+  struct Pair : torch::nn::Module {
+    at::Tensor one = register_parameter("one", at::ones({kWidth}));
+    at::Tensor two = register_parameter("two", at::ones({kWidth}));
+    at::Tensor forward(const at::Tensor& x) { return (x * one + 2 * x * two).sum(); }
+  };
+
+  void run(const std::function<void(World&, Sharded<Pair>&)>& body) const {
+    const auto layout = GetParam();
+    ranks(layout.ranks).run([&](World& world) {
+      PrecisionPolicy policy;
+      policy.final_dtype = layout.final;
+      ShardOptions options;
+      options.divide_factor = layout.divide;
+      auto handle =
+          fully_shard(std::make_shared<Pair>(), data_mesh(world, layout.replicas), policy, options);
+      body(world, handle);
+    });
+  }
+
+  /// A micro-batch whose gradients add up to `value` and 2 `value` over all ranks.
+  static void micro_batch(World& world, Sharded<Pair>& handle, double value) {
+    const auto share = value * GetParam().divide / world.size();
+    backward(handle.forward(at::full({kWidth}, share)));
+  }
+
+  static at::Tensor& grad_of(const ShardedBase& handle, const std::string& name) {
+    for (const auto& view : handle.shards()) {
+      if (view.contract->name == name) return view.shard.mutable_grad();
+    }
+    throw std::runtime_error("no " + name);
+  }
+
+  static bool holds(const at::Tensor& gradient, double value) {
+    return at::equal(gradient, at::full_like(gradient, value));
+  }
+};
+INSTANTIATE_TEST_SUITE_P(
+    Layouts, KeptGradients,
+    ::testing::Values(Layout{1, 1, DType::kFloat32, 1}, Layout{1, 1, DType::kFloat32, 2},
+                      Layout{1, 1, DType::kBFloat16, 1}, Layout{2, 1, DType::kFloat32, 1},
+                      Layout{4, 1, DType::kFloat32, 4}, Layout{2, 2, DType::kFloat32, 2},
+                      Layout{2, 2, DType::kBFloat16, 1}, Layout{4, 2, DType::kFloat32, 1}),
+    [](const auto& one) {
+      const auto& layout = one.param;
+      return concat(layout.ranks, "Ranks", layout.replicas, "Replicas", to_string(layout.final),
+                    "Over", static_cast<int>(layout.divide));
+    });
+
+// Naive: the next step writes its gradients into what the user has kept of this one.
+TEST_P(KeptGradients, AreNotWrittenToByALaterStep) {
+  run([](World& world, Sharded<Pair>& handle) {
+    std::vector<std::pair<at::Tensor, double>> kept;
+    for (int step = 1; step <= 4; ++step) {
+      handle.zero_grad();
+      micro_batch(world, handle, step);
+      kept.emplace_back(grad_of(handle, "one"), step);                 // the gradient itself
+      kept.emplace_back(grad_of(handle, "two").detach(), 2.0 * step);  // what shares its memory
+      for (const auto& [gradient, value] : kept) EXPECT_TRUE(holds(gradient, value)) << step;
+      EXPECT_TRUE(holds(grad_of(handle, "two"), 2.0 * step));
+    }
+  });
+}
+
+// As unsharded: while it stands it is one tensor, and says when it was added to.
+TEST_P(KeptGradients, AreAddedToInPlaceWhileTheyStand) {
+  run([](World& world, Sharded<Pair>& handle) {
+    micro_batch(world, handle, 1);
+    const at::Tensor kept = grad_of(handle, "one");
+    const auto version = kept._version();
+    micro_batch(world, handle, 2);
+    EXPECT_TRUE(kept.is_same(grad_of(handle, "one")));
+    EXPECT_TRUE(holds(kept, 3));
+    EXPECT_GT(kept._version(), version);
+    handle.zero_grad(/*set_to_none=*/false);
+    micro_batch(world, handle, 5);
+    EXPECT_TRUE(kept.is_same(grad_of(handle, "one")));
+    EXPECT_TRUE(holds(kept, 5));
+    EXPECT_TRUE(holds(grad_of(handle, "two"), 10));
+  });
+}
+
+// One is cleared and kept, its neighbour in the same memory stands.
+TEST_P(KeptGradients, OfOneParameterLeaveItsNeighboursSum) {
+  run([](World& world, Sharded<Pair>& handle) {
+    micro_batch(world, handle, 1);
+    const at::Tensor kept = grad_of(handle, "one");
+    const at::Tensor standing = grad_of(handle, "two");
+    grad_of(handle, "one").reset();
+    micro_batch(world, handle, 3);
+    EXPECT_TRUE(holds(kept, 1));
+    EXPECT_TRUE(holds(grad_of(handle, "one"), 3));
+    EXPECT_TRUE(standing.is_same(grad_of(handle, "two")));
+    EXPECT_TRUE(holds(standing, 8));
+    micro_batch(world, handle, 1);
+    EXPECT_TRUE(holds(kept, 1));
+    EXPECT_TRUE(holds(grad_of(handle, "one"), 4));
+    EXPECT_TRUE(holds(standing, 10));
+  });
+}
+
+// Naive: new memory at every step, since somebody once kept a gradient.
+TEST_P(KeptGradients, CostNothingOnceNobodyKeepsAny) {
+  run([](World& world, Sharded<Pair>& handle) {
+    micro_batch(world, handle, 1);
+    at::Tensor kept = grad_of(handle, "one");
+    handle.zero_grad();
+    micro_batch(world, handle, 2);
+    kept = at::Tensor();
+    const void* place = grad_of(handle, "two").const_data_ptr();
+    for (int step = 3; step < 6; ++step) {
+      handle.zero_grad();
+      micro_batch(world, handle, step);
+      EXPECT_EQ(grad_of(handle, "two").const_data_ptr(), place);
+      EXPECT_TRUE(holds(grad_of(handle, "two"), 2.0 * step));
+    }
+  });
+}
+
+TEST_P(KeptGradients, SurviveALossScaleThatComesAndGoes) {
+  run([](World& world, Sharded<Pair>& handle) {
+    auto& runtime = handle.unit()->runtime();
+    std::vector<std::pair<at::Tensor, double>> kept;
+    runtime.set_has_scaler(true);
+    for (int step = 1; step <= 5; ++step) {
+      const double scale = step % 2 == 0 ? 8.0 : 1.0;
+      handle.zero_grad();
+      runtime.set_loss_scale(scale, "test");
+      micro_batch(world, handle, step * scale);
+      kept.emplace_back(grad_of(handle, "one"), step);
+      for (const auto& [gradient, value] : kept) EXPECT_TRUE(holds(gradient, value)) << step;
+    }
+    handle.zero_grad();
+    runtime.set_loss_scale(1.0, "test");
+    runtime.set_has_scaler(false);
+  });
+}
+
+// ---------------------------------------------------------------- between unsynced micro-batches
+
+// Naive, with one shard rank: the whole bucket's sums go; with several: nothing of what waits does.
+TEST_P(KeptGradients, ZerosClearTheSumOfTheirParameterAlone) {
+  run([](World& world, Sharded<Pair>& handle) {
+    for (const bool shown_before : {false, true}) {
+      handle.zero_grad();
+      const double shown = shown_before ? 16 : 0;
+      if (shown_before) micro_batch(world, handle, shown);
+      handle.set_requires_gradient_sync(false);
+      micro_batch(world, handle, 1);
+      for (const auto& view : handle.shards()) {
+        if (view.contract->name != "one") continue;
+        view.shard.mutable_grad() = at::zeros(
+            {view.end - view.begin}, at::TensorOptions().dtype(to_scalar_type(GetParam().final)));
+      }
+      micro_batch(world, handle, 2);
+      handle.set_requires_gradient_sync(true);
+      micro_batch(world, handle, 4);
+      EXPECT_TRUE(holds(grad_of(handle, "one"), 6)) << shown_before;
+      EXPECT_TRUE(holds(grad_of(handle, "two"), 2 * (shown + 7))) << shown_before;
+    }
+  });
+}
+
+// Naive: with one shard rank what waits is cleared as well, with several it is not.
+TEST_P(KeptGradients, ClearingOneThatStandsClearsWhatWaitsOnAnyNumberOfRanks) {
+  run([](World& world, Sharded<Pair>& handle) {
+    micro_batch(world, handle, 16);
+    handle.set_requires_gradient_sync(false);
+    micro_batch(world, handle, 1);
+    grad_of(handle, "one").reset();
+    micro_batch(world, handle, 2);
+    handle.set_requires_gradient_sync(true);
+    micro_batch(world, handle, 4);
+    EXPECT_TRUE(holds(grad_of(handle, "one"), 6));
+    EXPECT_TRUE(holds(grad_of(handle, "two"), 46));
+  });
+}
+
+// What waits and what the user wrote cannot be told apart any more on one rank; so on none.
+TEST_P(KeptGradients, OtherValuesWhileSomethingWaitsAreRefused) {
+  const auto count = GetParam().ranks;
+  const auto errors = errors_of(count, [&](World& world) {
+    ShardOptions options;
+    options.divide_factor = GetParam().divide;
+    auto handle =
+        fully_shard(std::make_shared<Pair>(), data_mesh(world, GetParam().replicas), {}, options);
+    handle.set_requires_gradient_sync(false);
+    micro_batch(world, handle, 1);
+    for (const auto& view : handle.shards()) {
+      if (view.contract->name == "one") view.shard.mutable_grad() = at::ones_like(view.shard);
+    }
+    micro_batch(world, handle, 2);
+  });
+  EXPECT_THAT(errors, ::testing::Contains(::testing::AllOf(HasSubstr("gradient of one"),
+                                                           HasSubstr("wait to be added to it"))));
+}
+
+}  // namespace
+}  // namespace tessera::test::fsdp_kept_gradients_test

@@ -1,0 +1,272 @@
+// What outlives the handle that it came from: optimizers, scalers, inner handles, views, watches.
+// Each goes on with what it holds, or says what is missing; none reads freed memory.
+#include <gmock/gmock.h>
+
+#include "dist/plain.h"
+#include "fsdp/runtime.h"
+#include "fsdp/unit.h"
+#include "tessera/clip.h"
+#include "tessera/dtype_watch.h"
+#include "tessera/grad_scaler.h"
+#include "tessera/state_dict.h"
+
+namespace tessera::test::fsdp_outliving_test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+constexpr std::int64_t kWidth = 6;
+
+class OutlivingOnRanks : public ::testing::TestWithParam<std::pair<int, int>> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, OutlivingOnRanks,
+                         ::testing::Values(std::pair(1, 1), std::pair(2, 1), std::pair(3, 1),
+                                           std::pair(2, 2)));
+
+std::vector<std::string> names_of(const std::vector<OptimizerState>& states) {
+  std::vector<std::string> names;
+  for (const auto& state : states) names.push_back(state.view.contract->name);
+  return names;
+}
+
+/// Takes the memory that was just freed, so that whoever still reads it reads something else.
+std::vector<std::string> litter() {
+  std::vector<std::string> names;
+  for (std::size_t i = 0; i < 4000; ++i) names.emplace_back(16 + i % 2000, 'x');
+  return names;
+}
+
+// Naive: the optimizer reads contracts of parameters whose units went with the handles inside.
+TEST_P(OutlivingOnRanks, AnOptimizerStepsTheShardsThatItHolds) {
+  const auto [count, replicas] = GetParam();
+  ranks(count).run([replicas](World& world) {
+    for (const bool adam : {true, false}) {
+      const auto mesh = data_mesh(world, replicas);
+      ShardedChain kept(mesh, 1, 2, kWidth);
+      auto gone = std::make_unique<ShardedChain>(mesh, 1, 2, kWidth);
+      const auto make = [&](const ShardedBase& handle) {
+        return adam ? make_adamw(handle, adamw(0.1)) : make_sgd(handle, sgd(0.1, 0.9));
+      };
+      const auto of_kept = make(kept.handle);
+      const auto of_gone = make(gone->handle);
+      for (auto* model : {&kept, gone.get()}) {
+        backward(squares(model->handle.forward(input_of(world.rank(), 0, kWidth))));
+      }
+      const auto shards = gone->handle.shards();
+      gone.reset();
+      const auto other = litter();
+      of_kept->step();
+      of_gone->step();
+      EXPECT_EQ(names_of(of_gone->state()), names_of(of_kept->state()));
+      EXPECT_EQ(of_gone->kept_names(), of_kept->kept_names());
+      of_gone->set_steps("block1.a", 7);
+      EXPECT_THAT(error_of([&] { of_gone->make_kept("none"); }),
+                  HasSubstr("no trainable parameter"));
+      const auto expected = kept.handle.shards();
+      ASSERT_EQ(shards.size(), expected.size());
+      for (std::size_t i = 0; i < shards.size(); ++i) {
+        EXPECT_EQ(shards[i].contract->name, expected[i].contract->name);
+        EXPECT_TRUE(same_bits(shards[i].shard, expected[i].shard)) << shards[i].contract->name;
+      }
+    }
+  });
+}
+
+TEST_P(OutlivingOnRanks, AScalerAndAWatchEndAfterTheirModel) {
+  const auto [count, replicas] = GetParam();
+  ranks(count).run([replicas](World& world) {
+    auto model = std::make_unique<ShardedChain>(data_mesh(world, replicas), 1, 2, kWidth);
+    auto scaler = std::make_unique<GradScaler>(model->handle);
+    auto watch = std::make_unique<DtypeWatch>(model->handle);
+    backward(scaler->scaled(squares(model->handle.forward(input_of(world.rank(), 0, kWidth)))));
+    model.reset();
+    const auto other = litter();
+    // Another model may lie where the watched one was.
+    ShardedChain next(data_mesh(world, replicas), 2, 2, kWidth, in_bfloat16());
+    next.handle.forward(input_of(world.rank(), 0, kWidth));
+    EXPECT_TRUE(watch->findings().empty());
+    watch.reset();
+    scaler.reset();
+  });
+}
+
+TEST_P(OutlivingOnRanks, ViewsOfShardsAndBuffersKeepTheirContracts) {
+  const auto [count, replicas] = GetParam();
+  ranks(count).run([replicas](World& world) {
+    struct WithBuffer : Chain {
+      explicit WithBuffer(std::uint64_t seed) : Chain(seed, 2, kWidth) {
+        register_buffer("table_of_positions", at::ones({3}));
+      }
+    };
+    auto chain = std::make_shared<WithBuffer>(1);
+    chain->shard_blocks(data_mesh(world, replicas));
+    auto handle =
+        std::make_unique<Sharded<WithBuffer>>(fully_shard(chain, data_mesh(world, replicas)));
+    const auto shards = handle->shards();
+    const auto buffers = handle->buffers();
+    const auto contract = handle->contract();
+    handle.reset();
+    chain.reset();
+    const auto other = litter();
+    ASSERT_EQ(shards.size(), contract.parameters.size());
+    for (std::size_t i = 0; i < shards.size(); ++i) {
+      EXPECT_EQ(*shards[i].contract, contract.parameters[i]);
+    }
+    ASSERT_EQ(buffers.size(), 1U);
+    EXPECT_EQ(*buffers[0].contract, contract.buffers[0]);
+  });
+}
+
+/// How the outermost unit comes to hold what blocks use.
+enum class Moved : std::uint8_t { kNothing, kSmall, kTied };
+
+class InnerOnRanks : public ::testing::TestWithParam<std::tuple<int, Moved>> {};
+INSTANTIATE_TEST_SUITE_P(Grid, InnerOnRanks,
+                         ::testing::Combine(::testing::Values(1, 2, 3),
+                                            ::testing::Values(Moved::kNothing, Moved::kSmall,
+                                                              Moved::kTied)));
+
+// Naive: parameters that had moved to the outermost unit are freed with it; shards() of the inner
+// handle reads them, and its forward computes with a unit that is gone.
+TEST_P(InnerOnRanks, AnInnerHandleTrainsOnAfterTheOutermostIsGone) {
+  const auto [count, moved] = GetParam();
+  ranks(count).run([moved = moved](World& world) {
+    const auto mesh = data_mesh(world);
+    ShardOptions root;
+    if (moved == Moved::kSmall) root.merge_below_bytes = 1 << 20;
+    auto chain = std::make_shared<Chain>(1, 2, kWidth);
+    if (moved == Moved::kTied) chain->register_parameter("tied", chain->blocks[0]->a);
+    chain->shard_blocks(mesh);
+    auto outermost = std::make_unique<Sharded<Chain>>(fully_shard(chain, mesh, {}, root));
+    backward(squares(outermost->forward(input_of(world.rank(), 0, kWidth))));
+    outermost->zero_grad();
+    const std::vector<std::shared_ptr<Sharded<Block>>> inner = chain->handles;
+    outermost.reset();
+    chain.reset();
+    const auto other = litter();
+
+    Block plain(11, kWidth);
+    auto& handle = *inner[0];
+    EXPECT_THAT(handle.shards().at(0).contract->name, HasSubstr("block0"));
+    EXPECT_EQ(handle.named_parameters().size(), 2U);
+    EXPECT_EQ(handle.contract().parameters.size(), 2U);
+    EXPECT_EQ(handle.buffers().size(), 0U);
+    EXPECT_NE(handle.contract_table(), "");
+    EXPECT_EQ(state_dict(handle, StateDictKind::kFull).size(), 2U);
+    const auto optimizer = make_sgd(handle, sgd(0.5));
+    for (int step = 0; step < 2; ++step) {
+      handle.zero_grad();
+      backward(squares(handle.forward(input_of(world.rank(), step, kWidth))));
+      const auto expected = plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+        backward(squares(plain.forward(input_of(rank, step, kWidth))));
+      });
+      const auto found = whole_gradients(handle);
+      EXPECT_EQ(found.size(), 2U);
+      for (const auto& [name, gradient] : found) {
+        const auto& plain_one = expected.at(name.substr(name.rfind('.') + 1));
+        EXPECT_TRUE(step == 0 ? same_bits(gradient, plain_one)
+                              : ::testing::AssertionResult(at::allclose(gradient, plain_one)))
+            << name;
+      }
+      EXPECT_GT(clip_grad_norm(handle, 0.0), 0.0);
+      optimizer->step();
+      const at::NoGradGuard no_grad;
+      for (auto& entry : plain.named_parameters()) {
+        entry.value().sub_(expected.at(entry.key()), 0.5);
+      }
+    }
+    for (const auto& [name, value] : whole_parameters(handle)) {
+      EXPECT_TRUE(at::allclose(value, plain.named_parameters()[name.substr(name.rfind('.') + 1)]));
+    }
+    handle.set_requires_gradient_sync(true);
+    handle.set_reshard_after_forward(false);
+    handle.unshard();
+    handle.reshard();
+    handle.set_loaded();
+    handle.train(false);
+  });
+}
+
+// Naive: a second prefix before its names, and units of two trees in one order.
+TEST(Inner, AHandleThatAnOuterOneHasTakenInIsNotTakenInAgain) {
+  for (const int count : {1, 2}) {
+    ranks(count).run([](World& world) {
+      auto chain = std::make_shared<Chain>(1, 2, kWidth);
+      chain->shard_blocks(data_mesh(world));
+      {
+        const auto outermost = fully_shard(chain, data_mesh(world));
+      }
+      EXPECT_THAT(error_of([&] { fully_shard(chain, data_mesh(world)); }),
+                  AllOf(HasSubstr("block0"), HasSubstr("taken in before")));
+    });
+  }
+}
+
+/// A chain in a chain's place, so that parameters can move twice.
+struct Nest : torch::nn::Module {
+  explicit Nest(const Mesh& mesh, const ShardOptions& options)
+      : chain(std::make_shared<Chain>(1, 2, kWidth)) {
+    chain->shard_blocks(mesh);
+    inside = std::make_shared<Sharded<Chain>>(fully_shard(chain, mesh, {}, options));
+    register_module("inside", inside);
+  }
+  at::Tensor forward(const at::Tensor& x) { return inside->forward(x); }
+  std::shared_ptr<Chain> chain;
+  std::shared_ptr<Sharded<Chain>> inside;
+};
+
+// Naive: a block knows the unit that its parameters moved to first, not the one that has them now.
+TEST_P(OutlivingOnRanks, WhatMovesTwiceIsFoundWhereItIs) {
+  const auto [count, replicas] = GetParam();
+  ranks(count).run([replicas](World& world) {
+    const auto mesh = data_mesh(world, replicas);
+    ShardOptions merge;
+    merge.merge_below_bytes = 1 << 20;
+    auto nest = std::make_shared<Nest>(mesh, merge);
+    auto handle = std::make_unique<Sharded<Nest>>(fully_shard(nest, mesh, {}, merge));
+    Chain plain(1, 2, kWidth);
+    const auto x = input_of(world.rank(), 0, kWidth);
+    EXPECT_TRUE(same_bits(handle->forward(x).detach(), plain.forward(x).detach()));
+    const auto block = nest->chain->handles[1];
+    handle.reset();
+    nest.reset();
+    EXPECT_TRUE(same_bits(block->forward(x).detach(), plain.blocks[1]->forward(x).detach()));
+  });
+}
+
+// Naive: its slots are asked for weight gradients of a unit that is gone.
+TEST(Inner, WeightGradientsOwedToAUnitThatIsGoneAreDroppedByName) {
+  ranks(1).run([](World& world) {
+    auto model = std::make_unique<ShardedChain>(data_mesh(world), 1, 2, kWidth);
+    auto& sink = model->handle.unit()->runtime().sink();
+    const auto runtime = model->handle.unit()->runtime().shared_from_this();
+    const auto slot = model->chain->handles[0]->unit()->parameters()[0]->leaves[0]->slot;
+    const auto ticket = sink.promise(slot, "block0", 0);
+    const auto block = model->chain->handles[1];
+    model.reset();
+    const auto other = litter();
+    EXPECT_EQ(sink.open_tickets(), 0U);
+    EXPECT_THAT(error_of([&] { sink.redeem(ticket, at::ones({kWidth + 1, kWidth})); }),
+                AllOf(HasSubstr("block0.a"), HasSubstr("of a module that is gone")));
+    block->run_weight_gradients();
+  });
+}
+
+TEST(MovedFrom, HandlesSayThatTheyAre) {
+  ranks(1).run([](World& world) {
+    auto handle = fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world));
+    const auto now = std::move(handle);
+    // What is left of it is what this is about.
+    const auto& left = handle;  // NOLINT(bugprone-use-after-move)
+    const auto told = HasSubstr("a handle that was moved from");
+    EXPECT_THAT(error_of([&] { make_sgd(left, {}); }), told);
+    EXPECT_THAT(error_of([&] { gradient_norm(left); }), told);
+    EXPECT_THAT(error_of([&] { nonfinite_parameters(left, 1); }), told);
+    EXPECT_THAT(error_of([&] { (void)left.named_buffers(); }), told);
+    EXPECT_THAT(error_of([&] { (void)left.contract(); }), told);
+    EXPECT_EQ(left.shards().size(), 0U);
+  });
+}
+
+}  // namespace
+}  // namespace tessera::test::fsdp_outliving_test

@@ -1,0 +1,90 @@
+// BufferPool: a steady step makes nothing new, and what nobody asks for any more does not stay.
+#include "comm/buffer_pool.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <random>
+
+namespace tessera::comm::testing::buffer_pool_test {
+namespace {
+
+/// Takes a block of each size, all at once, and gives them back.
+void step(BufferPool& pool, const std::vector<std::int64_t>& sizes) {
+  std::vector<at::Tensor> taken;
+  taken.reserve(sizes.size());
+  for (const auto size : sizes) taken.push_back(pool.take(size, at::kByte));
+  for (auto& one : taken) pool.give_back(std::move(one));
+}
+
+TEST(BufferPool, ASteadyStepMakesNothing) {
+  BufferPool pool(at::kCPU);
+  step(pool, {100, 100, 120, 700, 5000});
+  const auto made = pool.blocks_made();
+  for (int i = 0; i < 5000; ++i) step(pool, {100, 100, 120, 700, 5000});
+  EXPECT_EQ(pool.blocks_made(), made);
+  EXPECT_EQ(pool.total_bytes(), pool.free_bytes());
+}
+
+// Naive: blocks that a long step uses once are freed in between, at every step again.
+TEST(BufferPool, AStepOfAnyLengthComesToRest) {
+  BufferPool pool(at::kCPU);
+  const auto long_step = [&] {
+    step(pool, {90000, 4000});
+    for (int i = 0; i < 5000; ++i) step(pool, {100, 700});
+  };
+  for (int i = 0; i < 6; ++i) long_step();
+  const auto made = pool.blocks_made();
+  EXPECT_LT(made, 20);
+  for (int i = 0; i < 6; ++i) long_step();
+  EXPECT_EQ(pool.blocks_made(), made);
+}
+
+// Naive: every size that there ever was stays.
+TEST(BufferPool, SizesThatGrowLeaveNoRowOfBlocksBehind) {
+  BufferPool pool(at::kCPU);
+  std::int64_t size = 1000;
+  for (int i = 0; i < 400; ++i, size += 7) {
+    step(pool, {size, size});
+    EXPECT_LE(pool.total_bytes(), 8 * size) << i;
+  }
+}
+
+TEST(BufferPool, SizesThatNobodyTakesAnyMoreAreFreed) {
+  BufferPool pool(at::kCPU);
+  step(pool, {1000000, 1000000, 1000000});
+  EXPECT_EQ(pool.total_bytes(), 3000000);
+  for (int i = 0; i < 3000; ++i) step(pool, {1000});
+  EXPECT_EQ(pool.total_bytes(), 1000);
+  // Also those of a size that is still in use, where fewer are.
+  step(pool, {1000, 1000, 1000, 1000});
+  for (int i = 0; i < 3000; ++i) step(pool, {1000});
+  EXPECT_EQ(pool.total_bytes(), 1000);
+}
+
+TEST(BufferPool, AnySizesStayWithinAFewTimesTheLargestStep) {
+  BufferPool pool(at::kCPU);
+  std::mt19937 random(5);
+  std::uniform_int_distribution<std::int64_t> sizes(1, 100000);
+  for (int i = 0; i < 4000; ++i) {
+    step(pool, {sizes(random), sizes(random), sizes(random)});
+    // In each class of sizes, which are 1.5 times those of the next, as many as were taken at once.
+    EXPECT_LE(pool.total_bytes(), 3 * 3 * 150000);
+  }
+}
+
+TEST(BufferPool, TrimFreesWhatIsNotTaken) {
+  BufferPool pool(at::kCPU);
+  auto taken = pool.take(300, at::kFloat);
+  step(pool, {50, 7000});
+  pool.trim();
+  EXPECT_EQ(pool.free_bytes(), 0);
+  EXPECT_EQ(pool.total_bytes(), 1200);
+  pool.give_back(std::move(taken));
+  EXPECT_EQ(pool.free_bytes(), 1200);
+  pool.trim();
+  EXPECT_EQ(pool.total_bytes(), 0);
+}
+
+}  // namespace
+}  // namespace tessera::comm::testing::buffer_pool_test
