@@ -65,6 +65,8 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
     device_ = std::make_shared<GlooDevice>(launch);
   }
   store_ = Store::connect(launch, options.init_timeout, options.timeout);
+  state_->store = store_;
+  state_->init_timeout = options.init_timeout;
   WatchOptions watch;
   watch.rank = rank_;
   watch.blocked_after = options.blocked_after;

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "base/environment.h"
+#include "base/log.h"
 #include "comm/batch.h"
 #include "comm/process_world.h"
 #include "comm/queue.h"
@@ -19,6 +20,8 @@ std::string group_name(const std::vector<int>& ranks, std::string_view purpose) 
   for (const int rank : ranks) name += concat(rank == ranks.front() ? " " : ",", rank);
   return name;
 }
+
+std::string work_key(int rank) { return concat("work/", rank); }
 
 /// Nobody to talk to: every group has one rank, nothing is lost by a failure elsewhere.
 class SoloWorld : public World {
@@ -88,6 +91,30 @@ comm::Group& World::control() {
   std::vector<int> all(static_cast<std::size_t>(size_));
   std::iota(all.begin(), all.end(), 0);
   return *group(all, "control");
+}
+
+void World::begin_start_up() {
+  if (!state_->store) return;
+  state_->poison->patience.raise(state_->init_timeout, [store = state_->store](int rank) {
+    try {
+      return store->find(work_key(rank)).value_or("");
+    } catch (const Error&) {  // what the error is about is said without it
+      return std::string();
+    }
+  });
+}
+
+void World::end_start_up() {
+  if (!state_->store) return;
+  work_at("");
+  comm::barrier(control(), "end of the start-up");
+  state_->poison->patience.lower();
+}
+
+void World::work_at(const std::string& what) {
+  if (!state_->poison->patience.raised()) return;
+  state_->store->set(work_key(rank_), what);
+  if (!what.empty()) log::write_to_file(log::Level::kInfo, concat("start-up: ", what));
 }
 
 bool World::poisoned() const { return state_->poison->is_set(); }
