@@ -9,6 +9,7 @@
 
 #include "comm/group.h"
 #include "comm/poison.h"
+#include "comm/start_up_log.h"
 #include "comm/store.h"
 #include "comm/wait_board.h"
 #include "tessera/world.h"
@@ -22,6 +23,7 @@ struct World::State {
   const std::shared_ptr<comm::WaitBoard> board = std::make_shared<comm::WaitBoard>();
   std::shared_ptr<comm::Store> store;  ///< none in a world of one
   std::chrono::milliseconds init_timeout{0};
+  std::unique_ptr<comm::StartUpLog> start_up_log;  ///< of rank 0, in a start-up
 };
 
 }  // namespace tessera

@@ -3,12 +3,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <latch>
 #include <string>
 #include <thread>
 
+#include "comm/start_up_log.h"
 #include "rank_pools.h"
 #include "tessera/error.h"
 
@@ -41,6 +43,30 @@ TEST(Patience, SaysWhatThoseDidThatHaveSaidSo) {
   EXPECT_THAT(patience.why_missing({0, 2}), HasSubstr("stalled"));
   patience.lower();
   EXPECT_THAT(patience.why_missing({1}), HasSubstr("stalled"));
+}
+
+/// Something that a thread waits in.
+struct Wait : Blocked {
+  void abort() override {}
+};
+
+TEST(StartUpLog, SaysWhatOthersDoOnceAWaitIsLong) {
+  const auto board = std::make_shared<WaitBoard>();
+  std::atomic<bool> waits = false;
+  std::latch said(2);
+  std::string line;
+  const auto note = [&](const std::string& text) {
+    if (said.try_wait()) return;  // `line` is read
+    line = text;
+    said.count_down();
+  };
+  const auto works = [&] { return waits ? std::string("rank 1: hashing the data") : "too early"; };
+  const StartUpLog log(board, std::chrono::milliseconds(5), works, note);
+  Wait wait;
+  waits = true;
+  const OnBoard on_board(*board, wait);
+  said.wait();  // a second line: it is said again
+  EXPECT_THAT(line, AllOf(HasSubstr("start-up: waiting for"), HasSubstr("rank 1: hashing")));
 }
 
 class StartUp : public testing::TestWithParam<ThreadBackend> {};
