@@ -29,7 +29,11 @@ class Patience {
 
   /// Of a wait that begins now, whose timeout is `usual` in a step.
   std::chrono::milliseconds of(std::chrono::milliseconds usual) const;
-  /// The end of an error about `ranks` (of the world) that did not come: what may be the matter.
+  /// "; rank 0 was busy with: hashing the data; ...": what `ranks` (of the world) have said, and
+  /// what to do about it; "" where they have said nothing.
+  std::string works_of(const std::vector<int>& ranks) const;
+  /// The end of an error about ranks that did not come to a collective: that, or what else may be
+  /// the matter.
   std::string why_missing(const std::vector<int>& ranks) const;
 
  private:

@@ -70,6 +70,8 @@ void withhold(const Plan& plan, World& world, comm::Group& group) {
 /// The rank of the plan has something to do that the others wait for.
 void prepare(const Plan& plan, World& world, std::chrono::milliseconds timeout) {
   world.begin_start_up();
+  // Ranks wait in their first group, or for it.
+  if (plan.step > 0) comm::barrier(world.control(), "opened");
   if (world.rank() == plan.rank) {
     world.work_at("hashing the data");
     if (plan.mode == "work-slow") std::this_thread::sleep_for(2 * timeout);
