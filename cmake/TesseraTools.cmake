@@ -27,10 +27,16 @@ if(TESSERA_CCACHE AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # ccache can reuse objects beside a precompiled header only when the header carries no time stamp.
   target_compile_options(tessera_flags INTERFACE -fpch-preprocess)
 endif()
-if(TESSERA_SANITIZE)
+# Ours alone: libtorch stays as it is, and what the sanitizers say of it is in tests/sanitizers.
+if(TESSERA_SANITIZE STREQUAL "address")
   target_compile_options(tessera_flags INTERFACE
     -fsanitize=address,undefined -fno-omit-frame-pointer -fno-sanitize-recover=undefined)
   target_link_options(tessera_flags INTERFACE -fsanitize=address,undefined)
+elseif(TESSERA_SANITIZE STREQUAL "thread")
+  target_compile_options(tessera_flags INTERFACE -fsanitize=thread -fno-omit-frame-pointer)
+  target_link_options(tessera_flags INTERFACE -fsanitize=thread)
+elseif(TESSERA_SANITIZE)
+  message(FATAL_ERROR "TESSERA_SANITIZE: found ${TESSERA_SANITIZE}, expected OFF, address or thread")
 endif()
 if(TESSERA_FUZZ)
   target_compile_options(tessera_flags INTERFACE -fsanitize=fuzzer-no-link)

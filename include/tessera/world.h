@@ -72,6 +72,16 @@ class World : public std::enable_shared_from_this<World> {
   /// The one queue of sharding collectives.
   comm::IssueQueue& queue() { return *queue_; }
 
+  /// Before the first step ranks may have unequal work (one hashes data, another verifies more):
+  /// from here on a wait lasts as long as the larger of init_timeout and timeout. A lost rank is
+  /// noticed as soon as in a step. On every rank alike.
+  void begin_start_up();
+  /// Nobody goes on before all are here. Collective. Errors: kComm.
+  void end_start_up();
+  /// What this rank is busy with: in the errors of those that wait for it, and in its log. "" = it
+  /// waits, too. Outside of a start-up nothing happens. Errors: kComm when the store has gone.
+  void work_at(const std::string& what);
+
   /// Marks the run as failed: waits and later collectives throw kComm, here at once, on the other
   /// ranks as soon as they learn of it. Not collective. Threads: any.
   virtual void poison(const std::string& why) = 0;

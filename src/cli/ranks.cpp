@@ -36,10 +36,11 @@ WorldOptions world_options(const train::CommConfig& comm) {
 // As the rank that this process is. A rank among others must not unwind past its groups when it
 // fails.
 int run_as_rank(const WorldOptions& options, int world_size, const RankBody& body) {
-  RunPhase phase;
   std::shared_ptr<World> world;
+  RunPhase phase([&world] { world->end_start_up(); });
   try {
     world = World::connect(options);
+    world->begin_start_up();
     body(*world, phase);
   } catch (const std::exception& error) {
     if (world_size == 1) return report(error, phase.now());

@@ -3,6 +3,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
+#include <utility>
 
 namespace tessera::cli {
 
@@ -12,10 +14,16 @@ enum class Phase : std::uint8_t { kPreparing, kStepping };
 /// any.
 class RunPhase {
  public:
-  void begin_steps() { stepping_.store(true); }
+  /// `prepared` is called as the first step begins: what it throws is still about the preparation.
+  explicit RunPhase(std::function<void()> prepared = {}) : prepared_(std::move(prepared)) {}
+  void begin_steps() {
+    if (prepared_) prepared_();
+    stepping_.store(true);
+  }
   Phase now() const { return stepping_.load() ? Phase::kStepping : Phase::kPreparing; }
 
  private:
+  const std::function<void()> prepared_;
   std::atomic<bool> stepping_{false};
 };
 

@@ -32,7 +32,10 @@ int run_train(const TrainArguments& arguments) {
     const StopSignal stop;
     train::TrainingHooks hooks;
     hooks.on_first_step = [&] {
-      if (world.rank() == 0) write_run_config(run);
+      if (world.rank() == 0) {
+        world.work_at("writing config.toml");
+        write_run_config(run);
+      }
       phase.begin_steps();
     };
     hooks.stop_requested = [] { return StopSignal::requested(); };

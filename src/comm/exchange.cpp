@@ -7,6 +7,7 @@
 #include <numeric>
 #include <thread>
 
+#include "base/joined.h"
 #include "base/one_line.h"
 #include "tessera/error.h"
 
@@ -246,7 +247,8 @@ void Exchange::wait() {
   if (done_) return;
   if (failure_) std::rethrow_exception(failure_);
   const OnBoard on_board(*channel_->options.board, *this);
-  deadline_ = std::chrono::steady_clock::now() + channel_->options.timeout;
+  patience_ = channel_->options.poison->patience.of(channel_->options.timeout);
+  deadline_ = std::chrono::steady_clock::now() + patience_;
   try {
     channel_->options.poison->check();  // after this, whoever poisons finds us on the board
     for (std::size_t i = 0; i < batch_.ops.size(); ++i) finish_first_phase(i);
@@ -369,10 +371,9 @@ void Exchange::fail(const Transfer& transfer, const std::string& what) {
   // Gloo waits by another clock and may be done a little before ours.
   if (what.find("Timed out waiting") != std::string::npos ||
       std::chrono::steady_clock::now() >= deadline_) {
-    std::string missing;
-    for (const int rank : not_arrived()) missing += concat(missing.empty() ? "" : ", ", rank);
-    throw PeerLost(concat(text(), ": waited ", in_seconds(channel_->options.timeout), " for rank ",
-                          missing, "; it is stalled, or does not take part in this collective"));
+    const std::vector<int> missing = not_arrived();
+    throw PeerLost(concat(text(), ": waited ", in_seconds(patience_), " for rank ", joined(missing),
+                          channel_->options.poison->patience.why_missing(missing)));
   }
   hear_others(*channel_->options.poison);
   throw PeerLost(concat(text(), ": lost rank ", world_rank(transfer.peer), ": ", reason(what)));

@@ -97,6 +97,7 @@ class Exchange final : public Work, private Blocked {
   std::vector<UnderWay> under_way_;
   std::int64_t posted_bytes_ = 0;
   std::mutex mutex_;  // of under_way_'s lists, between wait() and abort()
+  std::chrono::milliseconds patience_{0};
   std::chrono::steady_clock::time_point deadline_;
   bool done_ = false;
   std::exception_ptr failure_;

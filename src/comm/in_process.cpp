@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "base/joined.h"
 #include "comm/batch.h"
 #include "comm/sum.h"
 #include "tessera/error.h"
@@ -196,30 +197,31 @@ class HubWork : public Work {
 
   void wait() override {
     if (done_) return;
+    const std::chrono::milliseconds patience = poison_->patience.of(timeout_);
     std::unique_lock lock(room_->mutex);
     const bool in_time = room_->changed.wait_for(
-        lock, timeout_, [&] { return meeting_->done || poison_->is_set(); });
+        lock, patience, [&] { return meeting_->done || poison_->is_set(); });
     if (meeting_->done && !meeting_->failure.empty()) {
       throw Error(ErrorKind::kComm, meeting_->failure);
     }
     if (!meeting_->done) {
       poison_->check();
-      if (!in_time) throw PeerLost(missing());
+      if (!in_time) throw PeerLost(missing(patience));
     }
     if (!meeting_->staged.empty()) deliver(meeting_->staged[self_], meeting_->batches[self_]);
     done_ = true;
   }
 
  private:
-  std::string missing() const {
+  std::string missing(std::chrono::milliseconds patience) const {
     Entry entry;
     describe(meeting_->batches[self_], meeting_->sequence, entry);
-    std::string ranks;
+    std::vector<int> ranks;
     for (std::size_t i = 0; i < meeting_->came.size(); ++i) {
-      if (!meeting_->came[i]) ranks += concat(ranks.empty() ? "" : ", ", room_->members[i]);
+      if (!meeting_->came[i]) ranks.push_back(room_->members[i]);
     }
-    return concat(to_string(entry), " on group ", room_->name, ": waited ", in_seconds(timeout_),
-                  " for rank ", ranks, "; it is stalled, or does not take part in this collective");
+    return concat(to_string(entry), " on group ", room_->name, ": waited ", in_seconds(patience),
+                  " for rank ", joined(ranks), poison_->patience.why_missing(ranks));
   }
 
   std::shared_ptr<Hub::Room> room_;

@@ -1,7 +1,8 @@
 // Poison: the mark that a World has failed, shared by everything of it that blocks.
 //
 // A collective that was started can no longer be trusted once a rank left the common order, so all
-// later ones throw until recover(). Also the error type that tells a culprit from its victims.
+// later ones throw until recover(). With it goes how long waits last (patience.h). Also the error
+// type that tells a culprit from its victims.
 #pragma once
 
 #include <atomic>
@@ -9,6 +10,7 @@
 #include <mutex>
 #include <string>
 
+#include "comm/patience.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -61,6 +63,8 @@ class Poison {
     if (is_set()) [[unlikely]]
       throw PeerLost(why());
   }
+
+  Patience patience;
 
  private:
   std::atomic<bool> set_{false};

@@ -50,6 +50,12 @@ class Meeting : public Blocked {
   void abort() override {}  // Store::meet() looks at the poison by itself
 };
 
+void meet_on_board(WaitBoard& board, const std::function<void()>& meet) {
+  Meeting meeting;
+  const OnBoard waiting(board, meeting);
+  meet();
+}
+
 }  // namespace
 
 ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& options)
@@ -65,6 +71,8 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
     device_ = std::make_shared<GlooDevice>(launch);
   }
   store_ = Store::connect(launch, options.init_timeout, options.timeout);
+  state_->store = store_;
+  state_->init_timeout = options.init_timeout;
   WatchOptions watch;
   watch.rank = rank_;
   watch.blocked_after = options.blocked_after;
@@ -125,11 +133,7 @@ void ProcessWorld::leave_together() {
   // A connection that closes while a peer still reads from it looks like a lost rank, and so does
   // the store when rank 0 takes it away.
   try {
-    {
-      Meeting goodbye;
-      const OnBoard waiting(*state_->board, goodbye);
-      wait_for_the_last("goodbye");
-    }
+    meet_on_board(*state_->board, [&] { wait_for_the_last("goodbye"); });
     watch_->stop();
     gloo_groups_.clear();
     state_->made.clear();
@@ -160,9 +164,9 @@ std::shared_ptr<Group> ProcessWorld::make_group(const std::vector<int>& ranks,
   }
   channel.open = [store = store_, device = device_, timeout = options_.timeout,
                   patience = options_.init_timeout, poison = state_->poison, rank = rank_, ranks,
-                  name, self = channel.self](int epoch) {
+                  name, board = state_->board, self = channel.self](int epoch) {
     const std::string key = concat("group ", name, " (", epoch, ")");
-    store->meet(key, rank, ranks, patience, *poison);
+    meet_on_board(*board, [&] { store->meet(key, rank, ranks, patience, *poison); });
     try {
       return device->connect(store->for_group(key), self, static_cast<int>(ranks.size()), timeout);
     } catch (const PeerLost& error) {

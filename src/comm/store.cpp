@@ -142,7 +142,8 @@ void Store::meet(const std::string& key, int self, const std::vector<int>& membe
         if (!all_set({concat(key, "/", member)})) missing.push_back(member);
       }
       throw PeerLost(concat(key, ": rank ", joined(missing), " of ", members.size(),
-                            " did not come within ", in_seconds(timeout)));
+                            " did not come within ", in_seconds(timeout),
+                            poison.patience.works_of(missing)));
     }
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 2, std::chrono::microseconds(5000));

@@ -19,6 +19,8 @@ void ThreadRun::poison_all(const std::string& why) {
 
 ThreadWorld::ThreadWorld(std::shared_ptr<ThreadRun> run, int rank)
     : World(rank, run->size, rank), run_(std::move(run)) {
+  state_->store = run_->store;
+  state_->init_timeout = run_->options.init_timeout;
   if (run_->backend == ThreadBackend::kGloo && size_ > 1) {
     device_ = std::make_shared<GlooDevice>(LaunchEnvironment{});
     WatchOptions watch;
@@ -96,7 +98,7 @@ std::shared_ptr<Group> ThreadWorld::make_group(const std::vector<int>& ranks,
   channel.open = [run = run_.get(), device = device_, poison = state_->poison, rank = rank_, ranks,
                   name, self](int epoch) {
     const std::string key = concat("group ", name, " (", epoch, ")");
-    run->store->meet(key, rank, ranks, run->options.timeout, *poison);
+    run->store->meet(key, rank, ranks, poison->patience.of(run->options.timeout), *poison);
     return device->connect(run->store->for_group(key), self, static_cast<int>(ranks.size()),
                            run->options.timeout);
   };

@@ -4,6 +4,8 @@
 #include <numeric>
 
 #include "base/environment.h"
+#include "base/joined.h"
+#include "base/log.h"
 #include "comm/batch.h"
 #include "comm/process_world.h"
 #include "comm/queue.h"
@@ -19,6 +21,32 @@ std::string group_name(const std::vector<int>& ranks, std::string_view purpose) 
   for (const int rank : ranks) name += concat(rank == ranks.front() ? " " : ",", rank);
   return name;
 }
+
+std::string work_key(int rank) { return concat("work/", rank); }
+
+/// What the rank has said last; "" where the store cannot tell: then it is said without.
+std::string work_of(comm::Store& store, int rank) {
+  try {
+    return store.find(work_key(rank)).value_or("");
+  } catch (const Error&) {
+    return {};
+  }
+}
+
+/// "rank 2: hashing the data, ...": of the first few that are busy.
+std::string works_of(comm::Store& store, int size) {
+  constexpr int kNamed = 4;
+  std::vector<std::string> named;
+  int busy = 0;
+  for (int rank = 0; rank < size; ++rank) {
+    const std::string work = work_of(store, rank);
+    if (!work.empty() && ++busy <= kNamed) named.push_back(concat("rank ", rank, ": ", work));
+  }
+  return concat(joined(named), busy > kNamed ? concat(" and ", busy - kNamed, " more") : "");
+}
+
+// Short against the minutes that big files take, long against a start that needs no word.
+constexpr std::chrono::seconds kStartUpLine{10};
 
 /// Nobody to talk to: every group has one rank, nothing is lost by a failure elsewhere.
 class SoloWorld : public World {
@@ -88,6 +116,31 @@ comm::Group& World::control() {
   std::vector<int> all(static_cast<std::size_t>(size_));
   std::iota(all.begin(), all.end(), 0);
   return *group(all, "control");
+}
+
+void World::begin_start_up() {
+  if (!state_->store) return;
+  state_->poison->patience.raise(
+      state_->init_timeout, [store = state_->store](int rank) { return work_of(*store, rank); });
+  if (rank_ != 0) return;
+  state_->start_up_log = std::make_unique<comm::StartUpLog>(
+      state_->board, kStartUpLine,
+      [store = state_->store, size = size_] { return works_of(*store, size); },
+      [](const std::string& line) { log::info(line); });
+}
+
+void World::end_start_up() {
+  if (!state_->store) return;
+  work_at("");
+  comm::barrier(control(), "end of the start-up");
+  state_->start_up_log.reset();
+  state_->poison->patience.lower();
+}
+
+void World::work_at(const std::string& what) {
+  if (!state_->poison->patience.raised()) return;
+  state_->store->set(work_key(rank_), what);
+  if (!what.empty()) log::write_to_file(log::Level::kInfo, concat("start-up: ", what));
 }
 
 bool World::poisoned() const { return state_->poison->is_set(); }

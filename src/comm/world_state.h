@@ -1,6 +1,7 @@
 // What a World keeps besides its place: groups and the mark that it has failed. Private to comm/.
 #pragma once
 
+#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -8,6 +9,8 @@
 
 #include "comm/group.h"
 #include "comm/poison.h"
+#include "comm/start_up_log.h"
+#include "comm/store.h"
 #include "comm/wait_board.h"
 #include "tessera/world.h"
 
@@ -18,6 +21,9 @@ struct World::State {
   std::map<std::string, std::shared_ptr<comm::Group>> made;
   const std::shared_ptr<comm::Poison> poison = std::make_shared<comm::Poison>();
   const std::shared_ptr<comm::WaitBoard> board = std::make_shared<comm::WaitBoard>();
+  std::shared_ptr<comm::Store> store;  ///< none in a world of one
+  std::chrono::milliseconds init_timeout{0};
+  std::unique_ptr<comm::StartUpLog> start_up_log;  ///< of rank 0, in a start-up
 };
 
 }  // namespace tessera

@@ -12,7 +12,7 @@
 
 #include "nn/embedding.h"
 #include "nn/first_derivative.h"
-#include "parallel/exchange.h"
+#include "parallel/transitions.h"
 #include "tessera/dtype_watch.h"
 #include "tessera/error.h"
 
@@ -79,9 +79,8 @@ struct Combined {
 
 /// Every rank has the same summaries, and adds them in the same order.
 Combined combine(const at::Tensor& mine, const parallel::Axis& axis, const std::string& where) {
-  const at::Tensor all =
-      axis.alone() ? mine.unsqueeze(0)
-                   : parallel::exchange_gather(mine.unsqueeze(0), axis, {0}, where + " softmax");
+  const at::Tensor all = parallel::all_gather(mine.unsqueeze(0), axis, {0},
+                                              parallel::To::kReplicate, where + " softmax");
   const at::Tensor largest = all.select(1, 0).amax(0);
   const at::Tensor sum = (all.select(1, 1) * at::exp(all.select(1, 0) - largest)).sum(0);
   return {at::log(sum) + largest, all.select(1, 2).sum(0)};

@@ -26,11 +26,13 @@ std::string encode(const std::exception& error) {
 
 void on_all_or_none(World& world, const std::string& what, const std::function<void()>& action) {
   std::string mine;
+  world.work_at(what);
   try {
     action();
   } catch (const std::exception& error) {
     mine = encode(error);
   }
+  world.work_at("");
   const auto all = comm::all_gather_bytes(world.control(), mine, what);
   const auto failed =
       std::find_if(all.begin(), all.end(), [](const auto& one) { return !one.empty(); });

@@ -26,7 +26,9 @@ RunIdentity identity_of(const Config& config, const ModelSource& source, const B
     identity.spec.tessera_tokenizer = "bytes";
   }
   if (world.rank() == 0) {
+    world.work_at("hashing the data");
     identity.data = data_identity(config.data.path, data.row_tokens(), data.rows_in_step());
+    world.work_at("");
   }
   return identity;
 }

@@ -224,9 +224,10 @@ void add_outputs(std::vector<ConfigKey>& keys) {
       .key("backend", &C::backend,
            {"", "auto is gloo; nccl carries CUDA tensors only, which are not yet built."})
       .key("init_timeout_seconds", &C::init_timeout_seconds,
-           {"seconds", "How long ranks wait for each other at the start."}, between(1, 86400))
-      .key("timeout_seconds", &C::timeout_seconds, {"seconds", "Longest wait of a collective."},
+           {"seconds", "How long ranks wait for each other up to the first step."},
            between(1, 86400))
+      .key("timeout_seconds", &C::timeout_seconds,
+           {"seconds", "Longest wait of a collective in the steps."}, between(1, 86400))
       .key("master_addr", &C::master_addr,
            {"", "Address of rank 0 where the launcher gives none.",
             "MASTER_ADDR; else 127.0.0.1 on one host; under Slurm the first host of the step; "

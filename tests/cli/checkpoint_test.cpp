@@ -16,6 +16,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using std::chrono::milliseconds;
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
@@ -167,6 +168,23 @@ TEST(FailingRank, DoesNotWaitForItsWriterNorDoTheOthers) {
   EXPECT_THAT(run.err(), HasSubstr("a step line cannot be written"));
   EXPECT_TRUE(wait_until(std::chrono::seconds(1), [&] { return gone(pids); }));
   EXPECT_THAT(store_of(folder, "run").steps(), ::testing::IsEmpty()) << "it was not complete";
+}
+
+// Rank 0's disk never answers either, before the first step: that is waited for longer than a
+// collective of a step, and the end of it says what for.
+TEST(StartUp, ThatRankZeroNeverEndsIsWaitedForAndNamedWithItsWork) {
+  const TemporaryFolder folder;
+  write_small_run(folder);
+  auto words = two_ranks("run", 5, 5);
+  words.insert(words.end(), {"--comm.timeout_seconds", "2", "--comm.init_timeout_seconds", "10"});
+  Process run(folder.path(), words,
+              {{"LD_PRELOAD", TESSERA_STALLING_SYNC}, {"TESSERA_TEST_STALLED_FILE", "run"}});
+  const auto pids = run.wait_for_ranks(2);
+  EXPECT_EQ(run.wait(kLong), 1) << run.err();
+  EXPECT_TRUE(fs::exists(folder / "stalled")) << "nothing held rank 0 up";
+  EXPECT_THAT(run.last_error_line(), AllOf(HasSubstr("waited 10 s for rank 0"),
+                                           HasSubstr("rank 0 was busy with: writing config.toml")));
+  EXPECT_TRUE(wait_until(std::chrono::seconds(1), [&] { return gone(pids); }));
 }
 
 // A stopped rank holds the step up for ever: the first signal waits for it, a second one does not.

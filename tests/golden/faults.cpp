@@ -29,6 +29,7 @@ std::string text(CaughtBy by) {
 
 std::string short_text(const Degrees& d) {
   std::string result = concat("tp ", d.tp);
+  if (d.replicate > 1) result += concat(", dp_replicate ", d.replicate);
   if (d.shard > 1) result += concat(", dp_shard ", d.shard);
   if (d.ep > 1) result += concat(", ep ", d.ep);
   if (d.etp > 1) result += concat(", etp ", d.etp);
@@ -104,7 +105,8 @@ std::vector<Ground> all_grounds() {
 const std::vector<Fault>& all_faults() {
   static const std::vector<Fault> all = [] {
     std::vector<Fault> faults = faults_of_declarations();
-    for (auto part : {faults_of_transitions(), faults_of_sums(), faults_of_counts()}) {
+    for (const auto& part :
+         {faults_of_transitions(), faults_of_sums(), faults_of_counts(), faults_of_losses()}) {
       faults.insert(faults.end(), part.begin(), part.end());
     }
     return faults;

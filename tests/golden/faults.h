@@ -12,6 +12,8 @@ namespace tessera::golden {
 // The folders in which most faults are injected.
 inline constexpr const char* kQwen = "qwen3-moe-fp32";
 inline constexpr const char* kGptOss = "gpt-oss-fp32";
+inline constexpr const char* kDeepseek = "deepseek-v2-fp32";
+inline constexpr const char* kGemma = "gemma4-fp32";
 
 enum class CaughtBy : std::uint8_t {
   kSharding,    ///< refused when the model is sharded, naming the parameter
@@ -66,5 +68,6 @@ std::vector<Fault> faults_of_declarations();
 std::vector<Fault> faults_of_transitions();
 std::vector<Fault> faults_of_sums();
 std::vector<Fault> faults_of_counts();
+std::vector<Fault> faults_of_losses();
 
 }  // namespace tessera::golden

@@ -1,5 +1,8 @@
 // Layers that are wrong about their parameters, and contracts that are wrong about layers.
+#include <ATen/ATen.h>
+
 #include "golden/faults.h"
+#include "parallel/exchange.h"
 #include "tessera/error.h"
 
 namespace tessera::golden {
@@ -78,6 +81,65 @@ std::vector<Fault> of_cut_experts() {
   };
 }
 
+constexpr std::int64_t kRotary = 8;  ///< rows of kv_a_proj_with_mqa that make the shared key
+
+/// The layer sums the gradient of its latents, and not that of the key beside them.
+void sum_latents_alone(const RankParts& rank) {
+  place(rank, "kv_a_proj_with_mqa", invariant("tp", 2));
+  on_raw_gradient(
+      rank, "kv_a_proj_with_mqa.weight",
+      [tp = parallel::axis_of(rank.mesh, "tp")](const at::Tensor& own) {
+        const std::int64_t latents = own.size(0) - kRotary;
+        return at::cat({parallel::exchange_sum(own.narrow(0, 0, latents).contiguous(), tp,
+                                               std::nullopt, "latents by the layer"),
+                        own.narrow(0, latents, kRotary)});
+      });
+}
+
+/// What cut heads share, and norms of them.
+std::vector<Fault> of_heads() {
+  const Degrees whole{.tp = 2, .sequence = false};
+  const auto everywhere = invariant("tp", 2);
+  return {
+      {"HeadNormsUnreduced", "Norms of cut heads count as Invariant", "SkyRL #2226", kQwen, whole,
+       placed("q_norm", everywhere), CaughtBy::kInvariance, "q_norm.weight"},
+      {"SharedKeyUnreduced", "Nobody sums the gradient of the key that cut heads share",
+       "Megatron-LM #6839", kDeepseek, whole, parts(sum_latents_alone), CaughtBy::kInvariance,
+       "kv_a_proj_with_mqa.weight"},
+      {"LatentNormUnreduced", "The norm of latents that cut heads share counts as Invariant",
+       "next to Megatron-LM #6839", kDeepseek, whole, placed("kv_a_layernorm", everywhere),
+       CaughtBy::kInvariance, "kv_a_layernorm.weight"},
+  };
+}
+
+std::vector<Fault> of_groups_of_experts() {
+  const Degrees experts{.shard = 2, .ep = 2};
+  const Degrees replicas{.replicate = 2, .shard = 2, .ep = 2};
+  const auto without = [](std::string ending, std::vector<std::string> ReductionPlan::* axes) {
+    return parts([=](const RankParts& rank) {
+      on_contracts(rank, ending, [=](GradContract& each) { (each.reductions.*axes).clear(); });
+    });
+  };
+  return {
+      {"SharedExpertsOverTheSparseGroup",
+       "Shared experts are summed over the ranks that have the same routed ones",
+       "next to Megatron-LM #1622", kDeepseek, experts,
+       without("shared_experts.down_proj", &ReductionPlan::shard_axes), CaughtBy::kSharding,
+       "mlp.shared_experts.down_proj"},
+      {"ReplicasOfExpertsUnreduced", "Replicas of experts are not summed",
+       "next to Megatron-LM #1622", kQwen, replicas,
+       without("mlp.experts", &ReductionPlan::replica_axes), CaughtBy::kSharding, "mlp.experts"},
+      {"SharedExpertsDeclaredWhole",
+       "Shared experts cut over tp count as whole",
+       "Pai-Megatron-Patch #397",
+       kDeepseek,
+       {.tp = 2},
+       placed("shared_experts.gate_proj", invariant("tp", 2)),
+       CaughtBy::kSharding,
+       "mlp.shared_experts.gate_proj"},
+  };
+}
+
 }  // namespace
 
 std::vector<Fault> faults_of_declarations() {
@@ -118,8 +180,9 @@ std::vector<Fault> faults_of_declarations() {
        "mlp.experts"},
   };
   faults.insert(faults.end(), others.begin(), others.end());
-  const auto cut = of_cut_experts();
-  faults.insert(faults.end(), cut.begin(), cut.end());
+  for (const auto& part : {of_cut_experts(), of_heads(), of_groups_of_experts()}) {
+    faults.insert(faults.end(), part.begin(), part.end());
+  }
   return faults;
 }
 

@@ -42,18 +42,22 @@ void divided_by_own_group(const RankParts& rank) {
   });
 }
 
-/// As gradient_norm, but of what is cut over `axis` only the first rank's part counts.
-double norm_without(const RankParts& rank, const ShardedBase& model, std::string_view axis) {
+/// What the norm wrongly leaves out of this rank's shards.
+using LeftOut = std::function<bool(const RankParts&, const ShardView&)>;
+
+/// As gradient_norm, without that.
+double norm_without(const RankParts& rank, const ShardedBase& model, const LeftOut& left_out) {
   double sum = 0;
   for (const ShardView& view : model.shards()) {
     const auto& axes = view.contract->layout.axes;
     bool counts = view.shard.grad().defined();
     for (std::size_t i = 0; i < axes.size(); ++i) {
-      const bool once = axes[i].parameter.kind == PlacementKind::kInvariant ||
-                        (axes[i].parameter.kind == PlacementKind::kShard && axes[i].axis == axis);
-      if (!once || view.coordinates[i] == 0) continue;
+      const bool once = axes[i].parameter.kind == PlacementKind::kInvariant;
+      if (once && view.coordinates[i] != 0) counts = false;
+    }
+    if (counts && left_out(rank, view)) {
       counts = false;
-      if (axes[i].axis == axis) rank.act();
+      rank.act();
     }
     if (counts) sum += view.shard.grad().to(at::kDouble).square().sum().item<double>();
   }
@@ -62,14 +66,36 @@ double norm_without(const RankParts& rank, const ShardedBase& model, std::string
   return std::sqrt(total.item<double>());
 }
 
-Changes only_first_counts(std::string axis) {
+Changes norm_leaves_out(const LeftOut& left_out) {
   return {.norm = [=](const RankParts& rank, const ShardedBase& model) {
-    return norm_without(rank, model, axis);
+    return norm_without(rank, model, left_out);
   }};
+}
+
+/// Of what is cut over `axis` only the first rank's part counts.
+Changes only_first_counts(std::string axis) {
+  return norm_leaves_out([=](const RankParts&, const ShardView& view) {
+    const auto& axes = view.contract->layout.axes;
+    for (std::size_t i = 0; i < axes.size(); ++i) {
+      if (axes[i].axis == axis && axes[i].parameter.kind == PlacementKind::kShard &&
+          view.coordinates[i] != 0) {
+        return true;
+      }
+    }
+    return false;
+  });
+}
+
+/// Experts are told apart by the dense mesh: as if ranks of tp had the same ones.
+bool is_expert_beyond_the_first_of_tp(const RankParts& rank, const ShardView& view) {
+  return view.contract->name.find("mlp.experts") != std::string::npos &&
+         rank.mesh.coordinate(axis::kTensor) != 0;
 }
 
 std::vector<Fault> of_experts() {
   const Degrees experts{.shard = 2, .ep = 2};
+  const Degrees lent{.tp = 2, .ep = 2, .router = models::RouterTokens::kAll};
+  const Degrees spread{.shard = 2, .tp = 2, .ep = 2, .etp = 2};
   return {
       {"ExpertsDividedByAnotherFactor",
        "Experts are divided by their own, smaller group",
@@ -92,6 +118,11 @@ std::vector<Fault> of_experts() {
        ""},
       {"NormWithoutExpertRanks", "The norm leaves out the other ranks' experts",
        "NeMo Automodel #3816", kQwen, experts, only_first_counts("ep"), CaughtBy::kNorm, ""},
+      {"NormOfTheFirstTpRanksExperts", "The norm takes experts of the first tp rank alone",
+       "Megatron-LM #5916", kQwen, lent, norm_leaves_out(is_expert_beyond_the_first_of_tp),
+       CaughtBy::kNorm, ""},
+      {"NormWithoutCutExperts", "The norm leaves out what other etp ranks hold of cut experts",
+       "Megatron-LM #5916", kQwen, spread, only_first_counts("etp"), CaughtBy::kNorm, ""},
       {"NormWithoutHeads",
        "The norm leaves out what other tp ranks hold of cut parameters",
        "Megatron-LM #7452",

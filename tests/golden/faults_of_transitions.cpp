@@ -21,6 +21,7 @@ struct Site {
   bool is(const Transition& of) const { return of.kind == kind && of.where == where; }
 };
 constexpr Site kSlice{"slice", "tokens of experts"};
+constexpr Site kImages{"slice", "into the stream"};
 constexpr Site kDispatch{"all_to_all", "experts dispatch"};
 
 Changes backward_of(Site site, StandIn::Way way) {
@@ -56,7 +57,29 @@ at::Tensor own_rows_only(const Transition& of, const at::Tensor& grad) {
   return parallel::in_zeros(grad, of.axis, 0, grad.size(0) * of.axis.size);
 }
 
+at::Tensor gathered(const Transition& of, const at::Tensor& grad) {
+  return parallel::exchange_gather(grad, of.axis, {0, grad.size(0) * of.axis.size}, "gathered");
+}
+
 bool is_tokens(const at::Tensor& grad) { return grad.size(-1) == kHidden; }
+
+/// Slices are taken in the order of another group's ranks: each rank has the next one's part, and
+/// the backward belongs to it.
+Changes part_of_the_next_rank(Site site, std::int64_t dim) {
+  return {.transitions = [=](const RankParts& rank) {
+    return std::make_unique<StandIn>(
+        [=](const Transition& of, const at::Tensor& x) {
+          if (!site.is(of)) return of.forward(x);
+          rank.act();
+          const std::int64_t part = x.size(dim) / of.axis.size;
+          return x.narrow(dim, (of.axis.rank + 1) % of.axis.size * part, part).contiguous();
+        },
+        [=](const Transition& of, const at::Tensor& grad) {
+          const at::Tensor back = of.backward(grad);
+          return site.is(of) ? back.roll(grad.size(dim), dim) : back;
+        });
+  }};
+}
 
 /// A bias of so many dims, [hidden] of o_proj, [experts, hidden] of experts, is added by every rank
 /// instead of the first one: what each adds of it, which is what its gradient becomes as well.
@@ -124,6 +147,9 @@ std::vector<Fault> at_the_boundary() {
       {"BiasScaledByTp", "A bias that every rank adds is scaled by 1 / tp, and its gradient too",
        "torchtitan #4332", kGptOss, whole, scaled_bias(), CaughtBy::kGradients, "o_proj.bias",
        Setting::kPlain, true},
+      {"ImagesOfTheNextRank", "Soft tokens are cut in the order of another group's ranks",
+       "Megatron-LM #7452, item 7", kGemma, shards, part_of_the_next_rank(kImages, 1),
+       CaughtBy::kGradients, "embed_vision"},
   };
 }
 
@@ -171,6 +197,13 @@ std::vector<Fault> inside_experts() {
                   [](const Transition& of, const at::Tensor& x) {
                     return x.narrow(0, 0, x.size(0) / of.axis.size).contiguous();
                   }),
+       CaughtBy::kGradients, "post_attention_layernorm.weight"},
+      {"TokensOfTheNextRank", "Routed tokens are cut in the order of another group's ranks",
+       "next to Megatron-LM #7452, item 5", kQwen, whole, part_of_the_next_rank(kSlice, 0),
+       CaughtBy::kGradients, "post_attention_layernorm.weight"},
+      {"RoutedGradientGathered",
+       "Beside shared experts the routed tokens' gradient is gathered, and summed at the entry",
+       "next to torchtitan #1878", kDeepseek, whole, backward_of(kSlice, gathered),
        CaughtBy::kGradients, "post_attention_layernorm.weight"},
       {"ExpertBiasOnEveryRank", "The bias after cut experts is added by every rank",
        "torchtitan #4245", kGptOss, cut, bias_on_every_rank(2, as_it_is), CaughtBy::kGradients,

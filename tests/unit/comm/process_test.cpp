@@ -228,6 +228,43 @@ TEST_P(AnyRank, ErrorsOfUseKeepTheirExitCode) {
   EXPECT_EQ(outcome.last_error_line(), name() + "rank asks for the impossible");
 }
 
+TEST_P(AnyRank, ThatWorksLongerBeforeTheFirstStepIsWaitedFor) {
+  const auto outcome =
+      run({.nproc = 3, .mode = "work-slow", .rank = GetParam(), .timeout_ms = 3000});
+  EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
+}
+
+// Step 0: the others still wait for a group to open; 1: in one that is open.
+TEST_P(AnyRank, ThatWorksTooLongBeforeTheFirstStepIsNamedWithItsWork) {
+  const auto outcome = run({.nproc = 3,
+                            .mode = "work-endless",
+                            .rank = GetParam(),
+                            .step = GetParam(),
+                            .timeout_ms = 3000});
+  const std::string rank = "rank " + std::to_string(GetParam());
+  EXPECT_EQ(outcome.exit_code, 1);
+  EXPECT_THAT(outcome.last_error_line(),
+              AllOf(HasSubstr("10 s"), HasSubstr(rank + " was busy with: hashing the data")))
+      << outcome.err;
+  EXPECT_LT(outcome.seconds, kSeconds + 10);
+}
+
+// Far below the 60 s for which its work would be waited for.
+TEST_P(AnyRank, ThatIsLostBeforeTheFirstStepIsNoticedInSeconds) {
+  for (const int step : {0, 1}) {
+    const auto killed = run({.nproc = 3, .mode = "work-kill", .rank = GetParam(), .step = step});
+    EXPECT_EQ(killed.exit_code, 137);
+    EXPECT_EQ(killed.last_error_line(), name() + "killed by signal 9 (SIGKILL)");
+    EXPECT_LT(killed.seconds, kSeconds);
+    const auto stopped = run(
+        {.nproc = 3, .mode = "work-stop", .rank = GetParam(), .step = step, .timeout_ms = 3000});
+    EXPECT_EQ(stopped.exit_code, 1);
+    EXPECT_THAT(stopped.last_error_line(), HasSubstr("rank " + std::to_string(GetParam())))
+        << stopped.err;
+    EXPECT_LT(stopped.seconds, kSeconds);
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Process, AnyRank, testing::Values(0, 1),
                          [](const auto& one) { return "Rank" + std::to_string(one.param); });
 

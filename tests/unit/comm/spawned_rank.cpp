@@ -3,6 +3,7 @@
 //
 //   spawned_rank NPROC MODE RANK STEP STEPS TIMEOUT_MS
 //   MODE: none | throw | usage | kill | stall | exit | stop | disagree | poison | withhold
+//         work-slow | work-endless | work-kill | work-stop: of RANK, before the first step
 #include <ATen/ATen.h>
 #include <signal.h>
 #include <unistd.h>
@@ -66,6 +67,23 @@ void withhold(const Plan& plan, World& world, comm::Group& group) {
   comm::all_gather_bytes(group, "anything", "what comes after");
 }
 
+/// The rank of the plan has something to do that the others wait for.
+void prepare(const Plan& plan, World& world, std::chrono::milliseconds timeout) {
+  world.begin_start_up();
+  // Ranks wait in their first group, or for it.
+  if (plan.step > 0) comm::barrier(world.control(), "opened");
+  if (world.rank() == plan.rank) {
+    world.work_at("hashing the data");
+    if (plan.mode == "work-slow") std::this_thread::sleep_for(2 * timeout);
+    if (plan.mode == "work-endless") std::this_thread::sleep_for(std::chrono::hours(1));
+    if (plan.mode == "work-kill") ::kill(::getpid(), SIGKILL);
+    if (plan.mode == "work-stop") ::kill(::getpid(), SIGSTOP);
+    world.work_at("");
+  }
+  comm::barrier(world.control(), "hash of the data");
+  world.end_start_up();
+}
+
 void train(const Plan& plan, World& world) {
   std::vector<int> all;
   for (int rank = 0; rank < world.size(); ++rank) all.push_back(rank);
@@ -100,6 +118,10 @@ int main(int argc, char** argv) {
                   std::atoi(argv[5])};
   tessera::WorldOptions options;
   options.timeout = std::chrono::milliseconds(std::atoi(argv[6]));
-  options.init_timeout = std::chrono::seconds(60);
-  return tessera::launch(plan.nproc, [&](World& world) { train(plan, world); }, options);
+  options.init_timeout = std::chrono::seconds(plan.mode == "work-endless" ? 10 : 60);
+  const auto body = [&](World& world) {
+    if (plan.mode.starts_with("work-")) prepare(plan, world, options.timeout);
+    train(plan, world);
+  };
+  return tessera::launch(plan.nproc, body, options);
 }
