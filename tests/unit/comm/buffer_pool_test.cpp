@@ -6,7 +6,7 @@
 
 #include <random>
 
-namespace tessera::comm::testing::buffer_pool_test {
+namespace tessera::comm::buffer_pool_test {
 namespace {
 
 /// Takes a block of each size, all at once, and gives them back.
@@ -87,4 +87,4 @@ TEST(BufferPool, TrimFreesWhatIsNotTaken) {
 }
 
 }  // namespace
-}  // namespace tessera::comm::testing::buffer_pool_test
+}  // namespace tessera::comm::buffer_pool_test
