@@ -9,8 +9,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -121,7 +121,7 @@ class Optimizer {
   std::shared_ptr<fsdp::Unit> unit_;
   std::vector<std::string> no_decay_;
   // Of all parameters of the handle that it was made for.
-  std::set<std::shared_ptr<const GradContract>> scope_;
+  std::map<const GradContract*, std::shared_ptr<const void>> scope_;
   std::vector<Item> items_;   // trained parameters, and frozen ones that were trained before
   std::uint64_t layout_ = 0;  // of the runtime, that the items' shards have
   bool warned_ = false;       // of a master that was given up

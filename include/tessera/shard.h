@@ -96,22 +96,24 @@ struct ShardOptions {
 
 /// One shard with what is needed to use it elsewhere. It may outlive its handle.
 struct ShardView {
-  std::shared_ptr<const GradContract> contract;
+  const GradContract* contract = nullptr;
   at::Tensor shard;        ///< [end - begin], storage dtype; .grad() in the final dtype
   std::int64_t begin = 0;  ///< the shard is elements [begin, end) of the flattened local tensor
   std::int64_t end = 0;
   /// This rank's, on contract->layout.axes: with them the layout says which part of the whole
   /// parameter the local tensor is. Empty: it is the parameter.
   std::vector<int> coordinates = {};
+  std::shared_ptr<const void> owner = {};  ///< what `contract` points into lives as long
 };
 
 /// One buffer: a tensor that a module registered as such, whole on every rank.
 struct BufferView {
-  std::shared_ptr<const BufferContract> contract;
+  const BufferContract* contract = nullptr;
   at::Tensor tensor;  ///< the module's own; in the contract's compute dtype once it is loaded
   /// Its values in the storage dtype. Where the cast narrowed them these are the ones that were
   /// loaded, until somebody writes to `tensor`; for reading.
   at::Tensor stored;
+  std::shared_ptr<const void> owner = {};  ///< as ShardView
 };
 
 /// A gather that was started by hand. Forwards wait for theirs by themselves.

@@ -55,11 +55,8 @@ std::vector<ShardView> ShardedBase::shards() const {
   std::vector<ShardView> result;
   for (const auto& own : all()) {
     const auto owned = own.parameter->owned();
-    // The parameter lives as long as the view.
-    std::shared_ptr<const GradContract> contract(own.parameter->shared_from_this(),
-                                                 &own.parameter->contract);
-    result.push_back({std::move(contract), own.parameter->shard, owned.begin, owned.end,
-                      own.parameter->coordinates});
+    result.push_back({&own.parameter->contract, own.parameter->shard, owned.begin, owned.end,
+                      own.parameter->coordinates, own.parameter->shared_from_this()});
   }
   return result;
 }
@@ -67,8 +64,8 @@ std::vector<ShardView> ShardedBase::shards() const {
 std::vector<BufferView> ShardedBase::buffers() const {
   std::vector<BufferView> result;
   for (const auto& buffer : fsdp::unit_of_handle(unit_).buffers) {
-    result.push_back(
-        {std::make_shared<const BufferContract>(buffer.contract), buffer.tensor, buffer.stored()});
+    const auto contract = std::make_shared<const BufferContract>(buffer.contract);
+    result.push_back({contract.get(), buffer.tensor, buffer.stored(), contract});
   }
   for (const auto& inner : inner_) {
     for (auto& view : inner.handle->buffers()) result.push_back(std::move(view));

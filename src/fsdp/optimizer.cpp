@@ -69,7 +69,7 @@ Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std:
     : lr_(lr), unit_(model.unit()), no_decay_(no_decay) {
   layout_ = fsdp::unit_of_handle(unit_).runtime().layout();
   for (const auto& view : model.shards()) {
-    scope_.insert(view.contract);
+    scope_.emplace(view.contract, view.owner);
     if (view.contract->trainable) items_.push_back(make_item(view));
   }
   for (const auto& pattern : no_decay) {

@@ -64,11 +64,12 @@ std::vector<Target> targets_of(const ShardedBase& model) {
                         view.contract->aliases.end());
     targets.push_back(std::move(target));
   }
-  for (const auto& [contract, buffer, stored] : model.buffers()) {
-    if (!contract->stored) continue;
-    Target target{{contract->name}, buffer, buffer.sizes().vec(), 0, buffer.numel()};
-    target.buffer = contract;
-    target.stored = stored;
+  for (const auto& view : model.buffers()) {
+    if (!view.contract->stored) continue;
+    Target target{
+        {view.contract->name}, view.tensor, view.tensor.sizes().vec(), 0, view.tensor.numel()};
+    target.buffer = {view.owner, view.contract};
+    target.stored = view.stored;
     targets.push_back(std::move(target));
   }
   return targets;

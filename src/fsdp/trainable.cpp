@@ -66,7 +66,7 @@ void Optimizer::carry_state(const std::vector<fsdp::Relaid>& relaid,
   for (const auto& moved : relaid) {
     const auto& contract = moved.parameter->contract;
     const auto found = std::find_if(items_.begin(), items_.end(), [&](const auto& item) {
-      return item.view.contract.get() == &contract;
+      return item.view.contract == &contract;
     });
     if (found == items_.end()) continue;
     auto& item = *found;
