@@ -21,6 +21,7 @@ class ProgramDraw {
     draw_layout();
     draw_model();
     draw_ties();
+    leave_out_linear_beside();
     ProgramRules rules(program_);
     rules_ = &rules;
     for (auto left = 8 + draw_.below(25); left > 0; --left) draw_op();
@@ -58,6 +59,7 @@ class ProgramDraw {
         draw_.of<std::int64_t>({1, 1, 300, 1000, std::int64_t{32} << 20, std::int64_t{32} << 20});
     program_.merge_below_bytes = draw_.of<std::int64_t>({0, 0, 0, 100, 1 << 20});
     program_.lockstep = draw_.one_in(2);
+    if (!program_.features.has(Feature::kDropDefer)) (draw_.one_in(2) ? drops_ : defers_) = false;
   }
 
   std::size_t draw_parameter() {
@@ -112,6 +114,20 @@ class ProgramDraw {
     }
   }
 
+  void leave_out_linear_beside() {
+    if (program_.features.has(Feature::kLinearBeside)) return;
+    for (std::size_t i = 1; i < program_.nodes.size(); ++i) {
+      bool beside = false;
+      for (auto at = i; at != 0; at = program_.parent_of(at))
+        beside = beside || program_.call_of(at)->beside;
+      if (!beside) continue;
+      for (const auto p : program_.nodes[i].parameters) {
+        auto& kind = program_.parameters[p].kind;
+        if (kind == ParameterKind::kLinear) kind = ParameterKind::kMatrix;
+      }
+    }
+  }
+
   // --- operations ---
 
   static constexpr std::array<std::pair<Act, int>, 29> kWeights = {{
@@ -158,7 +174,7 @@ class ProgramDraw {
         return has(Feature::kAccumulate);
       case Act::kDefer:
       case Act::kRunWeights:
-        return has(Feature::kDefer);
+        return has(Feature::kDefer) && defers_;
       case Act::kReshardAfterForward:
       case Act::kReshardAfterBackward:
       case Act::kUnshardInBackward:
@@ -269,12 +285,14 @@ class ProgramDraw {
     op.result = next_++;
     op.input_grad = draw_.one_in(4);
     if (may(Feature::kInner, 10)) op.unit = draw_unit();
+    // All that it holds may be frozen.
+    op.input_grad = op.input_grad || op.unit != 0;
     if (op.result > 0 && draw_.one_in(3)) {
       op.from =
           op.result - 1 - below(std::min<std::size_t>(3, static_cast<std::size_t>(op.result)));
       op.detached = draw_.one_in(3) || !program_.features.has(Feature::kRetain);
     }
-    if (may(Feature::kDrop, 3) && program_.nodes.size() > 1 && op.unit == 0) {
+    if (drops_ && may(Feature::kDrop, 3) && program_.nodes.size() > 1 && op.unit == 0) {
       op.node = 1 + below(program_.nodes.size() - 1);
       op.rank = draw_rank();
     }
@@ -340,6 +358,7 @@ class ProgramDraw {
   Program program_;
   ProgramRules* rules_ = nullptr;
   int next_ = 0;
+  bool drops_ = true, defers_ = true;
 };
 
 }  // namespace detail

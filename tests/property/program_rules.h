@@ -234,6 +234,7 @@ class ProgramRules {
          static_cast<std::size_t>(op.parameter) >= program_.parameters.size()))
       return Expect::kNothing;
     if (is_outstanding()) return Expect::kRefused;
+    if (lingers_ && !program_.features.has(Feature::kIdleAfterFailure)) return Expect::kNothing;
     if (awaiting_) return surely_awaiting_ ? Expect::kRefused : Expect::kNothing;
     if (op.act == Act::kDivideFactor || op.act == Act::kSetTrainable) {
       if (pending_) return surely_pending_ ? Expect::kRefused : Expect::kNothing;
@@ -289,6 +290,7 @@ class ProgramRules {
       of_first = of_first || (on_all && root.output == 0 && kept_.at(root.result).unit == 0);
     }
     any_sum_ = true;
+    lingers_ = false;
     sum_of_root_ = sum_of_root_ || of_root;
     if (defers_ && leaves_weights()) {
       awaiting_ = true;
@@ -318,7 +320,7 @@ class ProgramRules {
   void fail() {
     kept_.clear();
     pending_ = surely_pending_ = awaiting_ = surely_awaiting_ = any_sum_ = sum_of_root_ = false;
-    failed_ = true;
+    failed_ = lingers_ = true;
   }
 
   const Program& program_;
@@ -331,6 +333,7 @@ class ProgramRules {
   bool was_whole_ = true;                            ///< the last backward showed all
   bool any_sum_ = false, sum_of_root_ = false;       ///< since gradients were last set to none
   bool failed_ = false;                              ///< nothing has begun since
+  bool lingers_ = false;  ///< a thread's queue may hold nodes of a backward that has failed
 };
 
 }  // namespace tessera::test

@@ -292,12 +292,15 @@ class ProgramRun {
     meet();
   }
 
+  /// Of errors of earlier steps that the momentum still has, twice over: gradients may have been
+  /// larger then.
+  static constexpr double kMomentumSum = 2 / (1 - kProgramMomentum);
   void step(const Op& op) {
     meet();
     const auto gradients = averages();
     std::vector<double> bounds;
     for (std::size_t i = 0; i < gradients.size(); ++i)
-      bounds.push_back(10 * gradient_tolerance() * kProgramLr * magnitude(i));
+      bounds.push_back(kMomentumSum * gradient_tolerance() * kProgramLr * magnitude(i));
     meet();
     twin_->step(gradients);
     sharded_->run(op);
@@ -316,14 +319,11 @@ class ProgramRun {
 
   /// On all ranks, by an Error that says what; the rest of the program finds nothing lost.
   void be_refused(const Op& op, bool throws) {
+    meet();  // a failure would end what another rank is still at
     auto& caught = board_.errors[rank_];
     caught = {};
     try {
-      if (op.act == Act::kInputGradient) {
-        sharded_->gradient_of_input(op);
-      } else {
-        sharded_->run(op);
-      }
+      attempt_refused(op);
     } catch (const Error& error) {
       caught = {error.what(), true};
     } catch (const std::exception& error) {
@@ -348,6 +348,21 @@ class ProgramRun {
     }
     meet();
     twin_->fail();
+  }
+  void attempt_refused(const Op& op) {
+    switch (op.act) {
+      case Act::kInputGradient:
+        sharded_->gradient_of_input(op);
+        return;
+      case Act::kRead:
+        whole_gradients(sharded_->handle());
+        return;
+      case Act::kNorm:
+        gradient_norm(sharded_->handle());
+        return;
+      default:
+        sharded_->run(op);
+    }
   }
   std::string others() const {
     std::string all;

@@ -98,7 +98,8 @@ class ProgramShrink {
     }
     for (std::size_t i = 0; i < program_.ops.size(); ++i) {
       all.push_back([i](Program& p) {
-        if (i < p.ops.size()) p.ops[i].input_grad = p.ops[i].act == Act::kInputGradient;
+        if (i < p.ops.size() && p.ops[i].act == Act::kForward && p.ops[i].unit == 0)
+          p.ops[i].input_grad = false;
       });
       all.push_back([i](Program& p) {
         if (i < p.ops.size() && p.ops[i].act == Act::kForward) p.ops[i].node = p.ops[i].rank = -1;
