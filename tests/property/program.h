@@ -42,7 +42,8 @@ enum class Feature : std::uint8_t {
   kPolicies,
   kGloo,
   kLinearBeside,      ///< linear layers behind a result that a backward leaves out
-  kIdleAfterFailure,  ///< controls for an idle model between a failure and the next backward
+  kIdleAfterFailure,  ///< controls for an idle model, reshard() and run_weight_gradients()
+                      ///< between a failure and the next backward
   kDropDefer,         ///< branches that one rank drops, in programs that defer
   kCount
 };
@@ -264,6 +265,15 @@ struct Program {
       }
     }
     return node;
+  }
+  /// A node of the model still has it.
+  bool has(std::size_t parameter) const {
+    for (const auto& node : nodes) {
+      for (const auto own : node.parameters) {
+        if (own == parameter) return true;
+      }
+    }
+    return false;
   }
   bool recomputes() const {
     for (const auto& node : nodes) {

@@ -316,6 +316,9 @@ class ProgramDraw {
       if (is_first || (same ? !may(Feature::kPartial, 3) : several && draw_.one_in(3)))
         op.roots.push_back(one);
     }
+    if (!program_.features.has(Feature::kLinearBeside)) {
+      for (auto& root : op.roots) root.output = 0;
+    }
     if (op.roots.size() > 1 && draw_.one_in(3)) std::swap(op.roots.front(), op.roots.back());
     if (may(Feature::kDropRoot, 3)) op.rank = draw_rank();
     if (rules_->expect(op) == Expect::kNothing) op.rank = -1;

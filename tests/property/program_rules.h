@@ -54,9 +54,11 @@ class ProgramRules {
       case Act::kEvaluate:
       case Act::kUnshard:
       case Act::kUnshardAsync:
+        return Expect::kRuns;
       case Act::kReshard:
       case Act::kRunWeights:
-        return Expect::kRuns;
+        return lingers_ && !program_.features.has(Feature::kIdleAfterFailure) ? Expect::kNothing
+                                                                              : Expect::kRuns;
       case Act::kForget:
         return when(lives(op.result)) ? Expect::kRuns : Expect::kNothing;
       case Act::kScaleResult:

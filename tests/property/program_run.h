@@ -259,7 +259,8 @@ class ProgramRun {
     meet();
     const auto expected = averages();
     std::size_t trained = 0;
-    for (std::size_t i = 0; i < expected.size(); ++i) trained += rules_.trains(i) ? 1 : 0;
+    for (std::size_t i = 0; i < expected.size(); ++i)
+      trained += program_.has(i) && rules_.trains(i) ? 1 : 0;
     if (found.size() != trained)
       end(concat(where(), ": found gradients of ", found.size(), " parameters, expected ",
                  trained));
