@@ -299,6 +299,11 @@ class ProgramDraw {
     if (op.node >= 0 && program_.call_of(static_cast<std::size_t>(op.node))->beside)
       op.node = op.rank = -1;
   }
+  static bool has_root(const Op& op, const ProgramRoot& wanted) {
+    return std::any_of(op.roots.begin(), op.roots.end(), [&](const auto& root) {
+      return root.result == wanted.result && root.output == wanted.output;
+    });
+  }
   void fill_backward(Op& op) {
     std::vector<ProgramRoot> candidates;
     for (const auto& [result, kept] : rules_->kept()) {
@@ -317,7 +322,7 @@ class ProgramDraw {
         op.roots.push_back(one);
     }
     if (!program_.features.has(Feature::kLinearBeside)) {
-      for (auto& root : op.roots) root.output = 0;
+      for (auto& root : op.roots) root.output = has_root(op, {root.result, 0}) ? root.output : 0;
     }
     if (op.roots.size() > 1 && draw_.one_in(3)) std::swap(op.roots.front(), op.roots.back());
     if (may(Feature::kDropRoot, 3)) op.rank = draw_rank();

@@ -6,64 +6,12 @@
 // the World's timeout, which is short here.
 #pragma once
 
-#include <atomic>
-#include <mutex>
-
+#include "property/program_board.h"
 #include "property/program_rules.h"
 #include "property/program_sharded.h"
 #include "property/program_text.h"
 
 namespace tessera::test {
-
-inline comm::ThreadRanks& program_ranks(int count, ThreadBackend backend) {
-  static std::map<std::pair<int, ThreadBackend>, std::unique_ptr<comm::ThreadRanks>> kept;
-  auto& slot = kept[{count, backend}];
-  if (!slot) {
-    WorldOptions options;
-    options.timeout = std::chrono::seconds(8);
-    slot = std::make_unique<comm::ThreadRanks>(count, backend, options);
-  }
-  return *slot;
-}
-
-/// What the ranks of a run know of each other.
-class ProgramBoard {
- public:
-  explicit ProgramBoard(int ranks)
-      : meeting(ranks),
-        twins(static_cast<std::size_t>(ranks)),
-        errors(static_cast<std::size_t>(ranks)) {}
-
-  void find(const std::string& what) {
-    const std::lock_guard lock(mutex_);
-    findings_.push_back(what);
-    failed = true;
-  }
-  std::string findings() const {
-    std::string all;
-    for (const auto& one : findings_) all += one + "\n";
-    return all;
-  }
-
-  struct Caught {
-    std::string what;
-    bool by_name = false;  ///< a tessera::Error
-  };
-  Meeting meeting;
-  std::atomic<bool> failed = false;
-  std::vector<std::shared_ptr<ProgramTwin>> twins;  ///< outlive a rank that has failed
-  std::vector<Caught> errors;
-
- private:
-  std::mutex mutex_;
-  std::vector<std::string> findings_;
-};
-
-/// Ends a rank's run; the board says why.
-class ProgramFailed : public std::runtime_error {
- public:
-  ProgramFailed() : std::runtime_error("the program has failed") {}
-};
 
 class ProgramRun {
  public:
