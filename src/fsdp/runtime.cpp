@@ -373,6 +373,9 @@ void Runtime::reset() {
   current_.reset();
   kept_ = nullptr;
   past_.clear();
+  past_limit_ = kPastForwards;
+  checkpoint_serial_ = 0;
+  checkpoints_ = 0;
   under_way_.clear();
   reference_ = {};
   in_backward_ = failed_ = awaiting_tickets_ = holds_reductions_ = waits_for_last_ = false;
