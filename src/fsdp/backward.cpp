@@ -147,6 +147,10 @@ void Runtime::wait_unsharded(Unit& unit) {
 }
 
 void Runtime::pre_backward(Entry& entry) {
+  TESSERA_CHECK(entry.generation == generation_, ErrorKind::kUsage, "backward of unit ",
+                entry.unit->shown_name(),
+                ": found a forward of before a failure, expected one that came after it; run the "
+                "step's forward again");
   begin_backward(&entry);
   auto* backward = under_way(entry, /*needs_weights=*/true);
   if (backward == nullptr) {
@@ -174,7 +178,7 @@ void Runtime::post_backward(Entry& entry) {
 }
 
 void Runtime::expect(Entry& entry) {
-  if (!entry.consumed) return;
+  if (!entry.consumed || entry.generation != generation_) return;
   entry.consumed = false;
   ++outstanding_;
   ++entry.unit->expected;
@@ -182,7 +186,7 @@ void Runtime::expect(Entry& entry) {
 }
 
 void Runtime::consume(Entry& entry) {
-  if (entry.consumed) return;
+  if (entry.consumed || entry.generation != generation_) return;
   entry.consumed = true;
   --outstanding_;
   --entry.unit->expected;

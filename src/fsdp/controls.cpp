@@ -108,12 +108,14 @@ void Runtime::set_is_last_backward(bool value) {
 }
 
 void Runtime::set_defer_weight_gradients(bool value) {
+  renew_after_failure();
   require_idle("set_defer_weight_gradients");
   sink_.set_store(value ? &store_ : nullptr);
   controls_changed();
 }
 
 void Runtime::run_weight_gradients() {
+  renew_after_failure();
   try {
     store_.run();
     if (awaiting_tickets_ && sink_.store() != nullptr && !any_rank_owes()) settle_gradients();
@@ -352,11 +354,16 @@ UnshardHandle ShardedBase::unshard_async() {
 }
 
 void UnshardHandle::wait() {
+  if (unit_ != nullptr) unit_->runtime().renew_after_failure();
   // Released in between, or waited for by a forward: nothing is left to do.
   if (unit_ != nullptr && unit_->unsharded_by_user && !unit_->gathered()) unit_->wait_gather();
   unit_.reset();
 }
 
-void ShardedBase::reshard() { fsdp::unit_of_handle(unit_).release(); }
+void ShardedBase::reshard() {
+  auto& unit = fsdp::unit_of_handle(unit_);
+  unit.runtime().renew_after_failure();
+  unit.release();
+}
 
 }  // namespace tessera

@@ -202,6 +202,7 @@ std::shared_ptr<Entry> Runtime::record(Unit& unit, std::size_t position) {
   entry->unit = unit.shared_from_this();
   entry->segment = current_;
   entry->position = position;
+  entry->generation = generation_;
   if (current_->entries.empty()) keep_forward(current_);
   current_->entries.push_back(entry);
   expect(*entry);
@@ -352,7 +353,7 @@ void Runtime::reset() {
   sink_.drop_tickets();
   store_.drop();
   for (auto* unit : units_) {
-    unit->open_calls = unit->tickets = 0;
+    unit->open_calls = unit->tickets = unit->expected = 0;
     unit->owed = unit->unpublished = false;
     unit->abandon_gather();
     for (auto& bucket : unit->buckets()) bucket->drop_gradients();
@@ -364,6 +365,8 @@ void Runtime::reset() {
     }
   }
   open_.clear();
+  outstanding_ =
+      0;  // entries that live on, in graphs that somebody holds, are of a step that is lost
   if (!has_scaler_) loss_scale_ = 1.0;
   controls_changed();
   ++generation_;

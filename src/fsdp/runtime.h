@@ -69,7 +69,8 @@ struct Entry {
   std::shared_ptr<Unit> unit;
   std::shared_ptr<Segment> segment;
   std::size_t position = 0;
-  bool consumed = true;  ///< nothing waits for its backward
+  std::uint64_t generation = 0;  ///< Runtime::generation() when it was made
+  bool consumed = true;          ///< nothing waits for its backward
   /// Nodes that will run its backward, null where there is none: at the results, at the arguments,
   /// and of the checkpoint that it ran in.
   const torch::autograd::Node* at_results = nullptr;

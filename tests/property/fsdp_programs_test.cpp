@@ -28,7 +28,7 @@ std::uint64_t environment(const char* name, std::uint64_t otherwise) {
 
 /// What has findings that are not mended: to be emptied. Named in TESSERA_PROGRAM_FEATURES they
 /// are drawn ("all": everything).
-constexpr const char* kNotYet = "-drop,-drop_root,-drop_defer,-linear_beside,-idle_after_failure";
+constexpr const char* kNotYet = "-linear_beside";
 
 Features features() {
   const char* value = std::getenv("TESSERA_PROGRAM_FEATURES");
