@@ -271,7 +271,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::deque<Past> past_;  // those with a graph on some rank; the same on every rank
   static constexpr std::size_t kPastForwards = 1024;
   std::size_t past_limit_ = kPastForwards;  // when those without a graph are looked for
-  std::uint64_t checkpoint_serial_ = 0;  // of the last checkpoint that units ran in
+  std::uint64_t checkpoint_serial_ = 0;     // of the last checkpoint that units ran in
   std::uint32_t checkpoints_ = 0;
 
   // backward
