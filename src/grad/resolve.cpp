@@ -219,8 +219,10 @@ void resolve_accumulate(GradContract& contract, const Asked& asked, const Precis
 /// Gradients are added to the slot as they arrive; but what meets in one node of the graph autograd
 /// has added before. How often a forward uses a parameter nobody knows before it has run.
 void explain_raw_sums(GradContract& contract) {
-  if (contract.raw_sum_by_autograd || represents(contract.compute.dtype, contract.accumulate))
+  if (contract.raw_sum_by_autograd || contract.grad ||
+      represents(contract.compute.dtype, contract.accumulate)) {
     return;
+  }
   contract.reason(ContractField::kGrad) +=
       concat("; where one forward uses it more than once, the sum of the uses is autograd's, in ",
              to_string(contract.compute.dtype));

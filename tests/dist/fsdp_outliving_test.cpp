@@ -187,17 +187,26 @@ TEST_P(InnerOnRanks, AnInnerHandleTrainsOnAfterTheOutermostIsGone) {
   });
 }
 
+/// Without a parameter of its own.
+struct Around : torch::nn::Module {
+  explicit Around(const Mesh& mesh)
+      : block(register_module("block", std::make_shared<Sharded<Affine>>(fully_shard(
+                                           std::make_shared<Affine>(1, kWidth, kWidth), mesh)))) {}
+  at::Tensor forward(const at::Tensor& x) { return block->forward(x); }
+  std::shared_ptr<Sharded<Affine>> block;
+};
+
 // Naive: a second prefix before its names, and units of two trees in one order.
 TEST(Inner, AHandleThatAnOuterOneHasTakenInIsNotTakenInAgain) {
   for (const int count : {1, 2}) {
     ranks(count).run([](World& world) {
-      auto chain = std::make_shared<Chain>(1, 2, kWidth);
-      chain->shard_blocks(data_mesh(world));
+      const auto mesh = data_mesh(world);
+      auto around = std::make_shared<Around>(mesh);
       {
-        const auto outermost = fully_shard(chain, data_mesh(world));
+        const auto outermost = fully_shard(around, mesh);
       }
-      EXPECT_THAT(error_of([&] { fully_shard(chain, data_mesh(world)); }),
-                  AllOf(HasSubstr("block0"), HasSubstr("taken in before")));
+      EXPECT_THAT(error_of([&] { fully_shard(around, mesh); }),
+                  AllOf(HasSubstr("block"), HasSubstr("taken in before")));
     });
   }
 }
