@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """What PyTorch's FSDP2 answers to the programs of tests/dist/fsdp_{backward,in_place,dropped,recompute}_test.cpp.
 
-    bench/fsdp2_answers.py [--ranks N]     (needs ./test's packages; a minute)
+    bench/fsdp2_answers.py [--ranks N]     (needs ./test's packages; two minutes)
 
 Each program runs on N Gloo ranks of its own, beside the same module unsharded whose gradients are averaged
 over the ranks. Prints one line a program: the largest difference over the largest gradient, the error, or that
-it hung for half a minute.
+it hung for a minute.
 """
 
 import argparse

@@ -106,12 +106,7 @@ std::uint64_t Runtime::hash_of_agreed() const {
   for (const auto& past : past_) {
     hash.add(std::uint64_t{past.forward->number}).add(past.forward->trace.hash());
   }
-  for (const auto* unit : units_) {
-    const bool unsharded =
-        !unit->always_unsharded() && (unit->gathered() || unit->gather_pending());
-    hash.add(static_cast<std::uint64_t>(unsharded ? 1 : 0));
-  }
-  return hash.add(std::string_view(controls_)).digest();
+  return hash.add(std::string_view(memory_lines())).add(std::string_view(controls_)).digest();
 }
 
 /// All ranks are here, since their hashes differ. Errors: kComm, kUsage.
@@ -136,10 +131,10 @@ void Runtime::name_difference() {
                 "the order of units differs between ranks: ", order,
                 "; run the same units in the same order on every rank");
   const auto memory = difference_between_ranks(memory_lines(), "units in memory");
-  TESSERA_CHECK(false, ErrorKind::kComm, "units that are unsharded differ between ranks: ", memory,
-                "; call unshard() and reshard() on every rank at the same place, and run backwards "
-                "inside backwards on all of them");
-  std::abort();
+  throw Error(ErrorKind::kComm,
+              concat("units that are unsharded differ between ranks: ", memory,
+                     "; call unshard() and reshard() on every rank at the same place, and run "
+                     "backwards inside backwards on all of them"));
 }
 
 BackwardView Runtime::agree_on_backward(const BackwardView& mine) {

@@ -25,7 +25,7 @@ using ::testing::Not;
 
 constexpr int kRanks = 3;
 constexpr int kCases = 20;  // scripts/full kills: ten times as many
-constexpr seconds kGone{60};
+constexpr seconds kGone{10};
 constexpr seconds kTimeout{3};       // of a collective
 constexpr seconds kInitTimeout{10};  // of what comes before
 

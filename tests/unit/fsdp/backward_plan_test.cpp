@@ -7,21 +7,13 @@
 #include <random>
 
 #include "tessera/error.h"
+#include "unit/fsdp/flat_trace.h"
 
 namespace tessera::fsdp::backward_plan_test {
 namespace {
 
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
-
-/// The root (0) around units that run one after the other.
-Trace flat(std::vector<UnitId> units) {
-  Trace trace{std::move(units), {}, {}};
-  for (std::size_t i = 1; i < trace.units.size(); ++i) trace.exits.push_back(i);
-  if (!trace.units.empty()) trace.exits.push_back(0);
-  trace.checkpoints.resize(trace.units.size());
-  return trace;
-}
 
 /// Units that are gathered in backward and released after it; the root stays unsharded.
 std::vector<UnitState> resharding(std::size_t count) {

@@ -5,19 +5,12 @@
 
 #include <set>
 
+#include "unit/fsdp/flat_trace.h"
+
 namespace tessera::fsdp::order_test {
 namespace {
 
 using ::testing::HasSubstr;
-
-/// The root (0) around units that run one after the other.
-Trace flat(std::vector<UnitId> units) {
-  Trace trace{std::move(units), {}, {}};
-  for (std::size_t i = 1; i < trace.units.size(); ++i) trace.exits.push_back(i);
-  if (!trace.units.empty()) trace.exits.push_back(0);
-  trace.checkpoints.resize(trace.units.size());
-  return trace;
-}
 
 TEST(TraceHash, TellsOrdersApart) {
   std::set<std::uint64_t> hashes;
