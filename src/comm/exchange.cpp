@@ -7,7 +7,9 @@
 #include <numeric>
 #include <thread>
 
+#include "base/joined.h"
 #include "base/one_line.h"
+#include "comm/relay.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -35,7 +37,20 @@ std::string reason(const std::string& error) {
 // travel through the store, which each rank looks at every 0.2 s.
 constexpr std::chrono::milliseconds kPeersWords{1000};
 
-/// Errors: PeerLost with what another rank has said in the meantime.
+std::int64_t nbytes(const at::Tensor& tensor) { return static_cast<std::int64_t>(tensor.nbytes()); }
+
+/// Where rank `peer`'s stretch begins, in elements.
+std::int64_t stretch_begin(const std::vector<std::int64_t>& counts, int peer) {
+  return std::accumulate(counts.begin(), counts.begin() + peer, std::int64_t{0});
+}
+
+/// Whether what peers send straight lands beside the result, to be added.
+bool is_sum(const Op& op) {
+  return std::holds_alternative<ReduceScatter>(op) || std::holds_alternative<AllReduce>(op);
+}
+
+}  // namespace
+
 void hear_others(const Poison& poison) {
   const auto end = std::chrono::steady_clock::now() + kPeersWords;
   do {
@@ -45,19 +60,11 @@ void hear_others(const Poison& poison) {
   poison.check();
 }
 
-std::int64_t nbytes(const at::Tensor& tensor) { return static_cast<std::int64_t>(tensor.nbytes()); }
-
-/// Where rank `peer`'s stretch begins, in elements.
-std::int64_t stretch_begin(const std::vector<std::int64_t>& counts, int peer) {
-  return std::accumulate(counts.begin(), counts.begin() + peer, std::int64_t{0});
+std::string waited_in_vain(const std::string& what, std::chrono::milliseconds time,
+                           const std::vector<int>& world_ranks) {
+  return concat(what, ": waited ", in_seconds(time), " for rank ", joined(world_ranks),
+                "; it is stalled, or does not take part in this collective");
 }
-
-/// Whether what peers send lands beside the result, to be added.
-bool is_sum(const Op& op) {
-  return std::holds_alternative<ReduceScatter>(op) || std::holds_alternative<AllReduce>(op);
-}
-
-}  // namespace
 
 Channel::Channel(ChannelOptions what)
     : options(std::move(what)), log(std::make_shared<IssueLog>(options.name, options.members)) {
@@ -174,6 +181,7 @@ void Exchange::receive_aside(UnderWay& op, std::int64_t bytes, std::size_t index
 }
 
 void Exchange::post_receives(std::size_t index) {
+  if (is_relayed(index)) return post_relayed_receives(index);
   UnderWay& op = under_way_[index];
   const int self = channel_->options.self;
   if (const auto* gather = std::get_if<AllGather>(&batch_.ops[index])) {
@@ -195,6 +203,7 @@ void Exchange::post_receives(std::size_t index) {
 }
 
 void Exchange::post_sends(std::size_t index) {
+  if (is_relayed(index)) return send_round(index, 0);
   UnderWay& op = under_way_[index];
   // Each rank begins with its successor, so that not all send to rank 0 first.
   for (int step = 1; step < channel_->size(); ++step) {
@@ -221,7 +230,8 @@ void Exchange::post_sends(std::size_t index) {
 
 void Exchange::start() {
   for (std::size_t i = 0; i < batch_.ops.size(); ++i) {
-    if (!is_sum(batch_.ops[i])) continue;
+    if (is_relayed(i)) prepare_relay(i);
+    if (is_relayed(i) || !is_sum(batch_.ops[i])) continue;
     const auto* all = std::get_if<AllReduce>(&batch_.ops[i]);
     under_way_[i].second_phase = all != nullptr && in_two_rounds(*all, channel_->size());
     under_way_[i].received = channel_->take_buffer(bytes_aside(i) * (channel_->size() - 1));
@@ -248,6 +258,11 @@ void Exchange::abort() {
     for (Transfer& transfer : op.receives) transfer.work->abort();
     for (Transfer& transfer : op.sends) transfer.work->abort();
   }
+}
+
+std::optional<PeerWait> Exchange::waits_for() const {
+  const int peer = waits_for_;
+  return channel_->log->wait_for(sequence_, peer < 0 ? -1 : world_rank(peer));
 }
 
 void Exchange::wait() {
@@ -291,6 +306,7 @@ void Exchange::add_received(UnderWay& op, const void* own, at::ScalarType wire,
 }
 
 void Exchange::finish_first_phase(std::size_t index) {
+  if (is_relayed(index)) return finish_relay(index);
   UnderWay& op = under_way_[index];
   if (!is_sum(batch_.ops[index])) return;
   finish(op.receives);
@@ -335,21 +351,137 @@ void Exchange::start_second_phase(std::size_t index) {
   }
 }
 
-void Exchange::finish(std::vector<Transfer>& transfers) {
-  using std::chrono::milliseconds;
-  for (Transfer& transfer : transfers) {
-    if (transfer.finished) continue;
-    const auto left =
-        std::chrono::duration_cast<milliseconds>(deadline_ - std::chrono::steady_clock::now());
-    bool complete = false;
-    try {
-      complete = transfer.work->wait(std::max(left, milliseconds(1)));
-    } catch (const std::exception& error) {
-      fail(transfer, error.what());
-    }
-    if (!complete) fail(transfer, "aborted");
-    transfer.finished = true;
+bool Exchange::is_relayed(std::size_t index) const {
+  return comm::is_relayed(batch_.ops[index], channel_->size());
+}
+
+void Exchange::prepare_relay(std::size_t index) {
+  UnderWay& op = under_way_[index];
+  const int ranks = channel_->size();
+  const auto& mine = first_tensor(batch_.ops[index]);
+  if (std::holds_alternative<AnyOf>(batch_.ops[index])) {
+    op.received = channel_->take_buffer(nbytes(mine) * relay::rounds(ranks));
+    return;
   }
+  std::vector<std::int64_t> lengths(static_cast<std::size_t>(ranks), nbytes(mine));
+  std::int64_t own = 0;
+  if (const auto* gather = std::get_if<RelayedGather>(&batch_.ops[index])) {
+    lengths = gather->lengths;
+    own = stretch_begin(lengths, channel_->options.self);
+  }
+  op.begins = relay::begins(lengths, channel_->options.self);
+  op.received = channel_->take_buffer(op.begins.back());
+  std::copy_n(at_byte(mine, own), op.begins[1], at_byte(op.received, 0));
+}
+
+Stretch Exchange::relayed_part(std::size_t index, int round) const {
+  const auto& begins = under_way_[index].begins;
+  if (begins.empty()) {
+    const std::int64_t bits = nbytes(first_tensor(batch_.ops[index]));
+    return {bits * round, bits * (round + 1)};
+  }
+  const int place = 1 << round;
+  const int parts = relay::parts_sent(round, channel_->size());
+  return {begins[static_cast<std::size_t>(place)], begins[static_cast<std::size_t>(place + parts)]};
+}
+
+void Exchange::post_relayed_receives(std::size_t index) {
+  UnderWay& op = under_way_[index];
+  for (int round = 0; round < relay::rounds(channel_->size()); ++round) {
+    const Stretch part = relayed_part(index, round);
+    const int from = relay::round_of(round, channel_->options.self, channel_->size()).from;
+    post_receive(op, from, at_byte(op.received, part.begin), part.numel(),
+                 index + batch_.ops.size() * static_cast<std::size_t>(round));
+  }
+}
+
+/// Bits combined in earlier rounds: the own ones, later what came with them in.
+const void* Exchange::bits_before(std::size_t index, int round) const {
+  if (round == 0) return first_tensor(batch_.ops[index]).const_data_ptr();
+  return at_byte(under_way_[index].received, relayed_part(index, round - 1).begin);
+}
+
+void Exchange::send_round(std::size_t index, int round) {
+  UnderWay& op = under_way_[index];
+  const int to = relay::round_of(round, channel_->options.self, channel_->size()).to;
+  const std::size_t tag_index = index + batch_.ops.size() * static_cast<std::size_t>(round);
+  if (op.begins.empty()) {
+    post_send(op, to, bits_before(index, round), nbytes(first_tensor(batch_.ops[index])),
+              tag_index);
+    return;
+  }
+  const auto parts = static_cast<std::size_t>(relay::parts_sent(round, channel_->size()));
+  post_send(op, to, at_byte(op.received, 0), op.begins[parts], tag_index);
+}
+
+void Exchange::finish_relay(std::size_t index) {
+  UnderWay& op = under_way_[index];
+  std::size_t next = 0;
+  const int rounds = relay::rounds(channel_->size());
+  for (int round = 0; round < rounds; ++round) {
+    const Stretch part = relayed_part(index, round);
+    if (part.numel() > 0) finish(op.receives[next++]);
+    if (op.begins.empty()) {
+      const auto* before = static_cast<const std::byte*>(bits_before(index, round));
+      std::byte* bits = at_byte(op.received, part.begin);
+      for (std::int64_t i = 0; i < part.numel(); ++i) bits[i] |= before[i];
+    }
+    if (round + 1 == rounds) break;
+    const std::lock_guard lock(mutex_);
+    channel_->options.poison->check();
+    send_round(index, round + 1);
+  }
+  finish(op.sends);  // what is sent lies in `bits`, too
+  deliver_relayed(index);
+}
+
+void Exchange::deliver_relayed(std::size_t index) {
+  UnderWay& op = under_way_[index];
+  const int ranks = channel_->size();
+  const int self = channel_->options.self;
+  const auto place_of = [&](int rank) {
+    return at_byte(op.received,
+                   op.begins[static_cast<std::size_t>(relay::place_of(rank, self, ranks))]);
+  };
+  if (const auto* any = std::get_if<AnyOf>(&batch_.ops[index])) {
+    std::copy_n(static_cast<const std::byte*>(bits_before(index, relay::rounds(ranks))),
+                nbytes(any->bits), at_byte(any->bits, 0));
+  } else if (const auto* gather = std::get_if<RelayedGather>(&batch_.ops[index])) {
+    std::int64_t begin = 0;
+    for (int rank = 0; rank < ranks; ++rank) {
+      const std::int64_t length = gather->lengths[static_cast<std::size_t>(rank)];
+      if (rank != self) std::copy_n(place_of(rank), length, at_byte(gather->bytes, begin));
+      begin += length;
+    }
+  } else {
+    const auto& all = std::get<AllReduce>(batch_.ops[index]);
+    std::vector<const void*> addends;
+    for (int rank = 0; rank < ranks; ++rank) addends.push_back(place_of(rank));
+    const auto& result = all.result();
+    sum_in_rank_order(
+        addends, all.data.scalar_type(),
+        {result.mutable_data_ptr(), result.scalar_type(), result.numel(), Into::kOverwrite});
+  }
+}
+
+void Exchange::finish(std::vector<Transfer>& transfers) {
+  for (Transfer& transfer : transfers) finish(transfer);
+}
+
+void Exchange::finish(Transfer& transfer) {
+  using std::chrono::milliseconds;
+  if (transfer.finished) return;
+  waits_for_ = transfer.peer;
+  const auto left =
+      std::chrono::duration_cast<milliseconds>(deadline_ - std::chrono::steady_clock::now());
+  bool complete = false;
+  try {
+    complete = transfer.work->wait(std::max(left, milliseconds(1)));
+  } catch (const std::exception& error) {
+    fail(transfer, error.what());
+  }
+  if (!complete) fail(transfer, "aborted");
+  transfer.finished = true;
 }
 
 std::vector<int> Exchange::not_arrived() {
@@ -372,15 +504,22 @@ std::vector<int> Exchange::not_arrived() {
   return ranks;
 }
 
+std::vector<int> Exchange::missing(const Transfer& transfer) {
+  bool relayed = false;
+  for (std::size_t i = 0; i < batch_.ops.size(); ++i) relayed = relayed || is_relayed(i);
+  if (!relayed) return not_arrived();
+  // The rank before may itself wait for another one: the watch knows.
+  const auto& log = *channel_->log;
+  const auto cause = channel_->options.board->cause_of(log.group_hash(), sequence_);
+  return {cause.value_or(world_rank(transfer.peer))};
+}
+
 void Exchange::fail(const Transfer& transfer, const std::string& what) {
   channel_->options.poison->check();
   // Gloo waits by another clock and may be done a little before ours.
   if (what.find("Timed out waiting") != std::string::npos ||
       std::chrono::steady_clock::now() >= deadline_) {
-    std::string missing;
-    for (const int rank : not_arrived()) missing += concat(missing.empty() ? "" : ", ", rank);
-    throw PeerLost(concat(text(), ": waited ", in_seconds(channel_->options.timeout), " for rank ",
-                          missing, "; it is stalled, or does not take part in this collective"));
+    throw PeerLost(waited_in_vain(text(), channel_->options.timeout, missing(transfer)));
   }
   hear_others(*channel_->options.poison);
   throw PeerLost(concat(text(), ": lost rank ", world_rank(transfer.peer), ": ", reason(what)));

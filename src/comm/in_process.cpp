@@ -100,6 +100,27 @@ void run_all_to_all(const std::vector<Batch>& batches, std::size_t op) {
   }
 }
 
+void run_relayed_gather(const std::vector<Batch>& batches, std::size_t op) {
+  std::int64_t begin = 0;
+  for (std::size_t from = 0; from < batches.size(); ++from) {
+    const auto& source = std::get<RelayedGather>(batches[from].ops[op]);
+    const std::int64_t length = source.lengths[from];
+    for (const Batch& to : batches) {
+      const auto& target = std::get<RelayedGather>(to.ops[op]).bytes;
+      if (&to == &batches[from] || length == 0) continue;
+      std::memcpy(bytes_of(target) + begin, bytes_of(source.bytes) + begin,
+                  static_cast<std::size_t>(length));
+    }
+    begin += length;
+  }
+}
+
+void run_any_of(const std::vector<Batch>& batches, std::size_t op) {
+  const auto& any = std::get<AnyOf>(batches.front().ops[op]).bits;
+  for (const Batch& batch : batches) any.bitwise_or_(std::get<AnyOf>(batch.ops[op]).bits);
+  for (const Batch& batch : batches) std::get<AnyOf>(batch.ops[op]).bits.copy_(any);
+}
+
 void run(const std::vector<Batch>& batches) {
   for (std::size_t op = 0; op < batches.front().ops.size(); ++op) {
     if (std::holds_alternative<AllGather>(batches.front().ops[op])) {
@@ -108,6 +129,10 @@ void run(const std::vector<Batch>& batches) {
       run_reduce_scatter(batches, op);
     } else if (std::holds_alternative<AllToAll>(batches.front().ops[op])) {
       run_all_to_all(batches, op);
+    } else if (std::holds_alternative<RelayedGather>(batches.front().ops[op])) {
+      run_relayed_gather(batches, op);
+    } else if (std::holds_alternative<AnyOf>(batches.front().ops[op])) {
+      run_any_of(batches, op);
     } else {
       run_all_reduce(batches, op);
     }
@@ -159,6 +184,10 @@ Batch cloned(const Batch& batch) {
     } else if (auto* exchange = std::get_if<AllToAll>(&op)) {
       exchange->input = exchange->input.clone();
       exchange->output = exchange->output.clone();
+    } else if (auto* relayed = std::get_if<RelayedGather>(&op)) {
+      relayed->bytes = relayed->bytes.clone();
+    } else if (auto* any = std::get_if<AnyOf>(&op)) {
+      any->bits = any->bits.clone();
     } else {
       auto& all = std::get<AllReduce>(op);
       all.data = all.data.clone();
@@ -176,6 +205,10 @@ void deliver(const Batch& staged, const Batch& batch) {
       reduce->output.copy_(std::get<ReduceScatter>(staged.ops[i]).output);
     } else if (const auto* exchange = std::get_if<AllToAll>(&batch.ops[i])) {
       exchange->output.copy_(std::get<AllToAll>(staged.ops[i]).output);
+    } else if (const auto* relayed = std::get_if<RelayedGather>(&batch.ops[i])) {
+      relayed->bytes.copy_(std::get<RelayedGather>(staged.ops[i]).bytes);
+    } else if (const auto* any = std::get_if<AnyOf>(&batch.ops[i])) {
+      any->bits.copy_(std::get<AnyOf>(staged.ops[i]).bits);
     } else {
       std::get<AllReduce>(batch.ops[i]).result().copy_(std::get<AllReduce>(staged.ops[i]).result());
     }

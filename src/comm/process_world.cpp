@@ -65,8 +65,7 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
     device_ = std::make_shared<GlooDevice>(launch);
   }
   store_ = Store::connect(launch, options.init_timeout, options.timeout);
-  WatchOptions watch;
-  watch.rank = rank_;
+  WatchOptions watch = watch_options(rank_, size_);
   watch.blocked_after = options.blocked_after;
   // Who raises the timeout to look at a rank in a debugger is not to be cut off here.
   watch.silent_after = std::max(watch.silent_after, options.timeout / 20);
@@ -103,7 +102,7 @@ ProcessWorld::~ProcessWorld() {
 
 bool ProcessWorld::missing_are_alive(const std::string& key, std::map<int, std::string>& beats) {
   for (const int rank : everyone_) {
-    if (store_->find(concat(key, "/", rank))) continue;
+    if (store_->has_arrived(key, rank)) continue;
     const std::string beat = store_->find(store_key::pulse(rank)).value_or("");
     if (std::exchange(beats[rank], beat) == beat) return false;
   }
@@ -136,7 +135,7 @@ void ProcessWorld::leave_together() {
     if (rank_ == 0) {
       store_->meet("gone", rank_, everyone_, kGoodbye, *state_->poison);
     } else {
-      store_->set(concat("gone/", rank_), "gone");
+      store_->arrive("gone", rank_, everyone_.size());
     }
   } catch (const Error&) {
     // Whoever is missing has failed and says so itself.
@@ -158,13 +157,16 @@ std::shared_ptr<Group> ProcessWorld::make_group(const std::vector<int>& ranks,
     store_->meet(concat("group ", name), rank_, ranks, options_.init_timeout, *state_->poison);
     return make_nccl_group(channel, store_->for_group(concat("nccl/", name)), local_rank_);
   }
+  const Connect when = connect_for(name);
+  channel.connect_when_used = when == Connect::kWhenUsed;
   channel.open = [store = store_, device = device_, timeout = options_.timeout,
                   patience = options_.init_timeout, poison = state_->poison, rank = rank_, ranks,
-                  name, self = channel.self](int epoch) {
+                  name, when, self = channel.self](int epoch) {
     const std::string key = concat("group ", name, " (", epoch, ")");
     store->meet(key, rank, ranks, patience, *poison);
     try {
-      return device->connect(store->for_group(key), self, static_cast<int>(ranks.size()), timeout);
+      return device->connect(store->for_group(key), self, static_cast<int>(ranks.size()), timeout,
+                             when);
     } catch (const PeerLost& error) {
       throw PeerLost(concat(key, ": ", error.what(), silence(*store, ranks)));
     }

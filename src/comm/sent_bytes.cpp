@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "comm/relay.h"
 #include "layout/bucket_plan.h"
 
 namespace tessera::comm {
@@ -38,12 +39,24 @@ struct SentBytes {
     const std::int64_t all = std::accumulate(op.sends.begin(), op.sends.end(), std::int64_t{0});
     return (all - op.sends[static_cast<std::size_t>(rank)]) * element_bytes(op.input);
   }
+  std::int64_t operator()(const RelayedGather& op) const {
+    return relay::gathered_bytes_sent(op.lengths, rank);
+  }
+  std::int64_t operator()(const AnyOf& op) const {
+    return relay::rounds(ranks) * tensor_bytes(op.bits);
+  }
 };
 
 }  // namespace
 
 bool in_two_rounds(const AllReduce& op, int ranks) {
   return ranks > 2 && tensor_bytes(op.data) * ranks > kOneRoundBytes;
+}
+
+bool is_relayed(const Op& op, int ranks) {
+  const auto* sum = std::get_if<AllReduce>(&op);
+  if (sum != nullptr) return sum->route == Route::kRelayed && !in_two_rounds(*sum, ranks);
+  return std::holds_alternative<RelayedGather>(op) || std::holds_alternative<AnyOf>(op);
 }
 
 Stretch summed_by(const AllReduce& op, int ranks, int rank) {

@@ -33,18 +33,15 @@ bool is_changed(const Parameter& p, const Bucket& bucket) {
 /// one that is used nowhere has none, and the optimizer skips it, as unsharded. [Note: unused]
 void Runtime::agree_on_used() {
   if (data_group_ == nullptr) return;
-  std::vector<std::uint8_t> used;
+  std::vector<bool> used;
   for (const auto* unit : units_) {
-    for (const auto& p : unit->parameters()) used.push_back(p->used ? 1 : 0);
+    for (const auto& p : unit->parameters()) used.push_back(p->used);
   }
   if (used.empty()) return;
-  std::string mine(used.begin(), used.end());
-  for (const auto& other : comm::all_gather_fixed(*data_group_, mine, "used parameters")) {
-    for (std::size_t i = 0; i < used.size(); ++i) used[i] |= static_cast<std::uint8_t>(other[i]);
-  }
+  used = comm::any_of_ranks(*data_group_, used, "used parameters");
   std::size_t i = 0;
   for (auto* unit : units_) {
-    for (auto& p : unit->parameters()) p->used = used[i++] != 0;
+    for (auto& p : unit->parameters()) p->used = used[i++];
   }
 }
 

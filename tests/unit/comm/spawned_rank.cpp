@@ -2,7 +2,7 @@
 // arguments say.
 //
 //   spawned_rank NPROC MODE RANK STEP STEPS TIMEOUT_MS
-//   MODE: none | throw | usage | kill | stall | exit | stop | disagree | poison | withhold
+//   MODE: none | throw | usage | kill | stall | exit | stop | disagree | cross | poison | withhold
 #include <ATen/ATen.h>
 #include <signal.h>
 #include <unistd.h>
@@ -47,8 +47,8 @@ void misbehave(const Plan& plan, World& world) {
   if (plan.mode == "poison") world.poison("a step went wrong");
 }
 
-/// The rank of the plan owes its successor something and never sends it; the others are owed nothing
-/// and go on, later than the successor begins to wait.
+/// The rank of the plan owes its successor something and never sends it; the others are owed
+/// nothing and go on, later than the successor begins to wait.
 void withhold(const Plan& plan, World& world, comm::Group& group) {
   const int debtor = plan.rank;
   const int creditor = (debtor + 1) % world.size();
@@ -66,6 +66,14 @@ void withhold(const Plan& plan, World& world, comm::Group& group) {
   comm::all_gather_bytes(group, "anything", "what comes after");
 }
 
+void gather_layers(World& world, comm::Group& group) {
+  comm::Batch batch;
+  batch.label.kind = comm::Kind::kAllGather;
+  batch.label.unit = "layers";
+  batch.ops.emplace_back(comm::AllGather{at::zeros({30000L * world.size()})});
+  world.queue().submit(group, std::move(batch)).wait();
+}
+
 void train(const Plan& plan, World& world) {
   std::vector<int> all;
   for (int rank = 0; rank < world.size(); ++rank) all.push_back(rank);
@@ -73,15 +81,12 @@ void train(const Plan& plan, World& world) {
   for (int step = 0; step < plan.steps; ++step) {
     const bool fails = step == plan.step && world.rank() == plan.rank;
     if (fails) misbehave(plan, world);
+    if (fails && plan.mode == "cross") gather_layers(world, *group);  // before the sum, not after
     if (step == plan.step && plan.mode == "withhold") withhold(plan, world, *group);
     try {
       auto sum = at::full({4}, world.rank(), at::kLong);
       comm::all_reduce(world.control(), sum, "sum");
-      comm::Batch batch;
-      batch.label.kind = comm::Kind::kAllGather;
-      batch.label.unit = "layers";
-      batch.ops.emplace_back(comm::AllGather{at::zeros({30000L * world.size()})});
-      world.queue().submit(*group, std::move(batch)).wait();
+      gather_layers(world, *group);
       const std::int64_t expected = world.size() * (world.size() - 1) / 2;
       TESSERA_INVARIANT(sum[0].item<std::int64_t>() == expected || fails, "wrong sum");
     } catch (const tessera::Error& error) {
