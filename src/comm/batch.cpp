@@ -23,9 +23,15 @@ OpFacts facts(const Op& op) {
   if (const auto* exchange = std::get_if<AllToAll>(&op)) {
     return {Kind::kAllToAll, 0, exchange->input.scalar_type(), exchange->output.scalar_type()};
   }
+  if (std::holds_alternative<RelayedGather>(op) || std::holds_alternative<AnyOf>(op)) {
+    const auto& bytes = first_tensor(op);
+    const bool gather = std::holds_alternative<RelayedGather>(op);
+    return {gather ? Kind::kAllGather : Kind::kAnyOf, static_cast<std::int64_t>(bytes.nbytes()),
+            bytes.scalar_type(), bytes.scalar_type(), true};
+  }
   const auto& all = std::get<AllReduce>(op);
   return {Kind::kAllReduce, static_cast<std::int64_t>(all.data.nbytes()), all.data.scalar_type(),
-          all.result().scalar_type()};
+          all.result().scalar_type(), all.route == Route::kRelayed};
 }
 
 std::string describe(const OpFacts& op) {
@@ -34,13 +40,6 @@ std::string describe(const OpFacts& op) {
   if (op.result != op.wire) text += concat(" into ", c10::toString(op.result));
   return text;
 }
-
-struct FirstTensor {
-  const at::Tensor& operator()(const AllGather& op) const { return op.buffer; }
-  const at::Tensor& operator()(const ReduceScatter& op) const { return op.input; }
-  const at::Tensor& operator()(const AllReduce& op) const { return op.data; }
-  const at::Tensor& operator()(const AllToAll& op) const { return op.input; }
-};
 
 void check_all_to_all(const AllToAll& op, int ranks, const std::string& unit) {
   const auto sum = [](const auto& counts) {
@@ -57,6 +56,16 @@ void check_all_to_all(const AllToAll& op, int ranks, const std::string& unit) {
                         op.input.scalar_type() == op.output.scalar_type(),
                     "all_to_all of ", unit, ": found ", op.input.numel(), " elements in and ",
                     op.output.numel(), " out, expected the sums of their counts in one dtype");
+}
+
+void check_relayed(const RelayedGather& op, int ranks, const std::string& unit) {
+  const auto all = std::accumulate(op.lengths.begin(), op.lengths.end(), std::int64_t{0});
+  TESSERA_INVARIANT(
+      op.lengths.size() == static_cast<std::size_t>(ranks) && op.bytes.scalar_type() == at::kByte &&
+          all == op.bytes.numel() &&
+          std::all_of(op.lengths.begin(), op.lengths.end(), [](auto one) { return one >= 0; }),
+      "relayed gather of ", unit, ": found ", op.bytes.numel(), " elements and ", op.lengths.size(),
+      " lengths of ", all, " in all, expected bytes, and the lengths of ", ranks, " ranks");
 }
 
 class Done : public Work {
@@ -93,6 +102,7 @@ void describe(const Batch& batch, std::uint64_t sequence, Entry& entry) {
     const OpFacts& one = entry.ops.emplace_back(facts(op));
     hash.add(static_cast<std::uint64_t>(one.kind)).add(one.bytes);
     hash.add(static_cast<std::uint64_t>(one.wire)).add(static_cast<std::uint64_t>(one.result));
+    hash.add(one.relayed);
   }
   entry.fingerprint = hash.digest();
 }
@@ -128,6 +138,13 @@ void check_batch(const Batch& batch, int ranks, at::DeviceType device) {
       usable(exchange->input);
       usable(exchange->output);
       check_all_to_all(*exchange, ranks, batch.label.unit);
+    } else if (const auto* relayed = std::get_if<RelayedGather>(&op)) {
+      usable(relayed->bytes);
+      check_relayed(*relayed, ranks, batch.label.unit);
+    } else if (const auto* any = std::get_if<AnyOf>(&op)) {
+      usable(any->bits);
+      TESSERA_INVARIANT(any->bits.scalar_type() == at::kByte, "any_of of ", batch.label.unit,
+                        ": found ", c10::toString(any->bits.scalar_type()), ", expected bytes");
     } else {
       const auto& all = std::get<AllReduce>(op);
       usable(all.data);
@@ -169,7 +186,7 @@ void run_alone(const Batch& batch) {
 std::unique_ptr<Work> SoloGroup::issue(Batch batch) {
   if (poison_) poison_->check();
   if (batch.ops.empty()) return std::make_unique<Done>();
-  const at::Tensor& any = std::visit(FirstTensor(), batch.ops.front());
+  const at::Tensor& any = first_tensor(batch.ops.front());
   check_batch(batch, 1, any.defined() ? any.device().type() : at::kCPU);
   run_alone(batch);
   return std::make_unique<Done>();

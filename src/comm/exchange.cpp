@@ -4,19 +4,15 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
-#include <numeric>
 #include <thread>
 
 #include "base/joined.h"
 #include "base/one_line.h"
+#include "comm/tensor_bytes.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
 namespace {
-
-std::byte* at_byte(const at::Tensor& tensor, std::int64_t offset) {
-  return static_cast<std::byte*>(tensor.mutable_data_ptr()) + offset;
-}
 
 /// The bytes as c10d takes them. The exchange keeps what owns them.
 std::vector<at::Tensor> as_bytes(const void* data, std::int64_t bytes) {
@@ -36,7 +32,13 @@ std::string reason(const std::string& error) {
 // travel through the store, which each rank looks at every 0.2 s.
 constexpr std::chrono::milliseconds kPeersWords{1000};
 
-/// Errors: PeerLost with what another rank has said in the meantime.
+/// Whether what peers send straight lands beside the result, to be added.
+bool is_sum(const Op& op) {
+  return std::holds_alternative<ReduceScatter>(op) || std::holds_alternative<AllReduce>(op);
+}
+
+}  // namespace
+
 void hear_others(const Poison& poison) {
   const auto end = std::chrono::steady_clock::now() + kPeersWords;
   do {
@@ -46,19 +48,11 @@ void hear_others(const Poison& poison) {
   poison.check();
 }
 
-std::int64_t nbytes(const at::Tensor& tensor) { return static_cast<std::int64_t>(tensor.nbytes()); }
-
-/// Where rank `peer`'s stretch begins, in elements.
-std::int64_t stretch_begin(const std::vector<std::int64_t>& counts, int peer) {
-  return std::accumulate(counts.begin(), counts.begin() + peer, std::int64_t{0});
+std::string waited_in_vain(const std::string& what, std::chrono::milliseconds time,
+                           const std::vector<int>& world_ranks, const Patience& patience) {
+  return concat(what, ": waited ", in_seconds(time), " for rank ", joined(world_ranks),
+                patience.why_missing(world_ranks));
 }
-
-/// Whether what peers send lands beside the result, to be added.
-bool is_sum(const Op& op) {
-  return std::holds_alternative<ReduceScatter>(op) || std::holds_alternative<AllReduce>(op);
-}
-
-}  // namespace
 
 Channel::Channel(ChannelOptions what)
     : options(std::move(what)), log(std::make_shared<IssueLog>(options.name, options.members)) {
@@ -167,6 +161,7 @@ void Exchange::receive_aside(UnderWay& op, std::int64_t bytes, std::size_t index
 }
 
 void Exchange::post_receives(std::size_t index) {
+  if (is_relayed(index)) return post_relayed_receives(index);
   UnderWay& op = under_way_[index];
   const int self = channel_->options.self;
   if (const auto* gather = std::get_if<AllGather>(&batch_.ops[index])) {
@@ -188,6 +183,7 @@ void Exchange::post_receives(std::size_t index) {
 }
 
 void Exchange::post_sends(std::size_t index) {
+  if (is_relayed(index)) return send_round(index, 0);
   UnderWay& op = under_way_[index];
   // Each rank begins with its successor, so that not all send to rank 0 first.
   for (int step = 1; step < channel_->size(); ++step) {
@@ -214,7 +210,8 @@ void Exchange::post_sends(std::size_t index) {
 
 void Exchange::start() {
   for (std::size_t i = 0; i < batch_.ops.size(); ++i) {
-    if (!is_sum(batch_.ops[i])) continue;
+    if (is_relayed(i)) prepare_relay(i);
+    if (is_relayed(i) || !is_sum(batch_.ops[i])) continue;
     const auto* all = std::get_if<AllReduce>(&batch_.ops[i]);
     under_way_[i].second_phase = all != nullptr && in_two_rounds(*all, channel_->size());
     under_way_[i].received = channel_->take_buffer(bytes_aside(i) * (channel_->size() - 1));
@@ -241,6 +238,11 @@ void Exchange::abort() {
     for (Transfer& transfer : op.receives) transfer.work->abort();
     for (Transfer& transfer : op.sends) transfer.work->abort();
   }
+}
+
+std::optional<PeerWait> Exchange::waits_for() const {
+  const int peer = waits_for_;
+  return channel_->log->wait_for(sequence_, peer < 0 ? -1 : world_rank(peer));
 }
 
 void Exchange::wait() {
@@ -285,6 +287,7 @@ void Exchange::add_received(UnderWay& op, const void* own, at::ScalarType wire,
 }
 
 void Exchange::finish_first_phase(std::size_t index) {
+  if (is_relayed(index)) return finish_relay(index);
   UnderWay& op = under_way_[index];
   if (!is_sum(batch_.ops[index])) return;
   finish(op.receives);
@@ -330,20 +333,23 @@ void Exchange::start_second_phase(std::size_t index) {
 }
 
 void Exchange::finish(std::vector<Transfer>& transfers) {
+  for (Transfer& transfer : transfers) finish(transfer);
+}
+
+void Exchange::finish(Transfer& transfer) {
   using std::chrono::milliseconds;
-  for (Transfer& transfer : transfers) {
-    if (transfer.finished) continue;
-    const auto left =
-        std::chrono::duration_cast<milliseconds>(deadline_ - std::chrono::steady_clock::now());
-    bool complete = false;
-    try {
-      complete = transfer.work->wait(std::max(left, milliseconds(1)));
-    } catch (const std::exception& error) {
-      fail(transfer, error.what());
-    }
-    if (!complete) fail(transfer, "aborted");
-    transfer.finished = true;
+  if (transfer.finished) return;
+  waits_for_ = transfer.peer;
+  const auto left =
+      std::chrono::duration_cast<milliseconds>(deadline_ - std::chrono::steady_clock::now());
+  bool complete = false;
+  try {
+    complete = transfer.work->wait(std::max(left, milliseconds(1)));
+  } catch (const std::exception& error) {
+    fail(transfer, error.what());
   }
+  if (!complete) fail(transfer, "aborted");
+  transfer.finished = true;
 }
 
 std::vector<int> Exchange::not_arrived() {
@@ -366,14 +372,23 @@ std::vector<int> Exchange::not_arrived() {
   return ranks;
 }
 
+std::vector<int> Exchange::missing(const Transfer& transfer) {
+  bool relayed = false;
+  for (std::size_t i = 0; i < batch_.ops.size(); ++i) relayed = relayed || is_relayed(i);
+  if (!relayed) return not_arrived();
+  // The rank before may itself wait for another one: the watch knows.
+  const auto& log = *channel_->log;
+  const auto cause = channel_->options.board->cause_of(log.group_hash(), sequence_);
+  return {cause.value_or(world_rank(transfer.peer))};
+}
+
 void Exchange::fail(const Transfer& transfer, const std::string& what) {
   channel_->options.poison->check();
   // Gloo waits by another clock and may be done a little before ours.
   if (what.find("Timed out waiting") != std::string::npos ||
       std::chrono::steady_clock::now() >= deadline_) {
-    const std::vector<int> missing = not_arrived();
-    throw PeerLost(concat(text(), ": waited ", in_seconds(patience_), " for rank ", joined(missing),
-                          channel_->options.poison->patience.why_missing(missing)));
+    throw PeerLost(
+        waited_in_vain(text(), patience_, missing(transfer), channel_->options.poison->patience));
   }
   hear_others(*channel_->options.poison);
   throw PeerLost(concat(text(), ": lost rank ", world_rank(transfer.peer), ": ", reason(what)));

@@ -5,10 +5,12 @@
 // time.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
@@ -38,6 +40,12 @@ class Channel {
   FreeBlocks free_buffers_{2.0};
 };
 
+/// Errors: PeerLost with what another rank has said in the meantime; a second is enough.
+void hear_others(const Poison& poison);
+/// "what: waited 100 s for rank 3; ...", and why, as far as `patience` knows.
+std::string waited_in_vain(const std::string& what, std::chrono::milliseconds time,
+                           const std::vector<int>& world_ranks, const Patience& patience);
+
 class Exchange final : public Work, private Blocked {
  public:
   Exchange(std::shared_ptr<Channel> channel, Batch batch, std::uint64_t sequence,
@@ -60,9 +68,11 @@ class Exchange final : public Work, private Blocked {
     std::vector<Transfer> sends;
     at::Tensor received;
     bool second_phase = false;
+    std::vector<std::int64_t> begins = {};  ///< relayed parts in `received`, as relay::begins()
   };
 
   void abort() override;
+  std::optional<PeerWait> waits_for() const override;
 
   /// Errors: PeerLost naming the peer, always.
   [[noreturn]] void blame(int peer, const std::exception& error) const;
@@ -78,8 +88,22 @@ class Exchange final : public Work, private Blocked {
   void finish_first_phase(std::size_t index);
   void add_received(UnderWay& op, const void* own, at::ScalarType wire, const SumInto& result);
   void start_second_phase(std::size_t index);
+  /// Relayed ops: all receives are posted at once, each round's send when what it passes on is
+  /// here.
+  bool is_relayed(std::size_t index) const;
+  void prepare_relay(std::size_t index);
+  void post_relayed_receives(std::size_t index);
+  void send_round(std::size_t index, int round);
+  void finish_relay(std::size_t index);
+  void deliver_relayed(std::size_t index);
+  Stretch relayed_part(std::size_t index, int round) const;  ///< what arrives, in `received`
+  const void* bits_before(std::size_t index, int round) const;
+
   void finish(std::vector<Transfer>& transfers);
+  void finish(Transfer& transfer);
   [[noreturn]] void fail(const Transfer& transfer, const std::string& what);
+  /// World ranks for which a wait has timed out in `transfer`.
+  std::vector<int> missing(const Transfer& transfer);
   std::vector<int> not_arrived();
   void release_buffers();
 
@@ -99,6 +123,7 @@ class Exchange final : public Work, private Blocked {
   std::mutex mutex_;  // of under_way_'s lists, between wait() and abort()
   std::chrono::milliseconds patience_{0};
   std::chrono::steady_clock::time_point deadline_;
+  std::atomic<int> waits_for_{-1};  // a peer
   bool done_ = false;
   std::exception_ptr failure_;
 };

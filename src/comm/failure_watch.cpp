@@ -1,30 +1,30 @@
 #include "comm/failure_watch.h"
 
+#include <algorithm>
+#include <set>
+
 #include "tessera/error.h"
 
 namespace tessera::comm {
 
-namespace store_key {
-std::string poison(int epoch) { return concat("poison/", epoch); }
-std::string pulse(int rank) { return concat("pulse/", rank); }
-}  // namespace store_key
+// A rank is lost after several heartbeats that did not come.
+constexpr int kBeatsOfPatience = 6;
 
-namespace {
-
-std::string issued_key(int epoch, int rank) { return concat("issued/", epoch, "/", rank); }
-
-}  // namespace
+WatchOptions watch_options(int rank, int ranks) {
+  WatchOptions options;
+  options.rank = rank;
+  options.poll = watch_poll(ranks);
+  options.silent_after = std::max(options.silent_after, kBeatsOfPatience * options.poll);
+  return options;
+}
 
 std::vector<int> silent_ranks(Store& store, const std::vector<int>& ranks,
                               std::chrono::milliseconds time) {
-  const auto beats = [&] {
-    std::vector<std::optional<std::string>> all;
-    for (const int rank : ranks) all.push_back(store.find(store_key::pulse(rank)));
-    return all;
-  };
-  const auto before = beats();
+  std::vector<std::string> keys;
+  for (const int rank : ranks) keys.push_back(store_key::pulse(rank));
+  const auto before = store.find_all(keys);
   std::this_thread::sleep_for(time);
-  const auto after = beats();
+  const auto after = store.find_all(keys);
   std::vector<int> silent;
   for (std::size_t i = 0; i < ranks.size(); ++i) {
     if (before[i] == after[i]) silent.push_back(ranks[i]);
@@ -32,13 +32,41 @@ std::vector<int> silent_ranks(Store& store, const std::vector<int>& ranks,
   return silent;
 }
 
+class FailureWatch::Keys final : public WatchedStore {
+ public:
+  explicit Keys(Store& store) : store_(store) {}
+  void set(const std::string& key, const std::string& value) override { store_.set(key, value); }
+  /// Keys stay once they are there: no need to ask for that again.
+  std::vector<std::optional<std::string>> find(const std::vector<std::string>& keys) override {
+    const bool known =
+        std::all_of(keys.begin(), keys.end(), [&](const auto& key) { return seen_.contains(key); });
+    if (!known) {
+      auto values = store_.find_all(keys);
+      for (std::size_t i = 0; i < keys.size(); ++i) {
+        if (values[i]) seen_.insert(keys[i]);
+      }
+      return values;
+    }
+    std::vector<std::optional<std::string>> values;
+    for (auto& value : store_.get_all(keys)) values.emplace_back(std::move(value));
+    return values;
+  }
+
+ private:
+  Store& store_;
+  std::set<std::string> seen_;
+};
+
 FailureWatch::FailureWatch(std::shared_ptr<Store> own_connection, std::shared_ptr<WaitBoard> board,
                            WatchOptions options, Actions actions)
     : store_(std::move(own_connection)),
       board_(std::move(board)),
       options_(options),
       actions_(std::move(actions)),
-      thread_([this] { run(); }) {}
+      keys_(std::make_unique<Keys>(*store_)),
+      peers_(*keys_, {options.rank, options.blocked_after, options.silent_after}),
+      thread_([this] { each_poll(&FailureWatch::look_or_end); }),
+      heart_([this] { each_poll(&FailureWatch::beat); }) {}
 
 FailureWatch::~FailureWatch() { stop(); }
 
@@ -48,7 +76,9 @@ void FailureWatch::stop() {
     stopping_ = true;
   }
   wake_.notify_all();
-  if (thread_.joinable()) thread_.join();
+  for (std::thread* thread : {&thread_, &heart_}) {
+    if (thread->joinable()) thread->join();
+  }
 }
 
 void FailureWatch::set_epoch(int epoch) {
@@ -56,21 +86,27 @@ void FailureWatch::set_epoch(int epoch) {
   over_ = false;
 }
 
-void FailureWatch::run() {
+void FailureWatch::each_poll(void (FailureWatch::*act)()) {
   std::unique_lock lock(mutex_);
   while (!stopping_) {
     lock.unlock();
-    try {
-      if (!over_) look();
-    } catch (const std::exception& error) {
-      over_ = true;
-      lock.lock();
-      if (stopping_) return;
-      lock.unlock();
-      actions_.lost(concat("the store is gone, rank 0 or the launcher has left: ", error.what()));
-    }
+    (this->*act)();
     lock.lock();
     wake_.wait_for(lock, options_.poll, [&] { return stopping_; });
+  }
+}
+
+void FailureWatch::look_or_end() {
+  if (over_) return;
+  try {
+    look();
+  } catch (const std::exception& error) {
+    over_ = true;
+    {
+      const std::lock_guard lock(mutex_);
+      if (stopping_) return;
+    }
+    actions_.lost(concat("the store is gone, rank 0 or the launcher has left: ", error.what()));
   }
 }
 
@@ -88,48 +124,30 @@ void FailureWatch::look() {
       return;
     }
   }
-  store_->set(store_key::pulse(options_.rank), std::to_string(++beats_));
-  const auto waited = board_->longest_wait();
-  if (!waited || *waited < options_.blocked_after) {
-    pulses_.clear();
-    return;
+  look_at_peers(epoch);
+}
+
+void FailureWatch::look_at_peers(int epoch) {
+  const Standing standing = board_->standing();
+  const auto found = peers_.look(std::chrono::steady_clock::now(), epoch, standing,
+                                 [&] { return board_->lines(); });
+  if (standing.wait) board_->set_cause(*standing.wait, peers_.cause());
+  if (!found) return;
+  over_ = true;
+  const bool lost = found->what == PeerWatch::Finding::What::kLost;
+  (lost ? actions_.lost : actions_.disagree)(found->why);
+}
+
+void FailureWatch::beat() {
+  const Standing standing = board_->standing();
+  Pulse pulse{++beats_, epoch_, standing.waits, standing.wait, -1, standing.issued};
+  if (pulse.wait) {
+    pulse.cause = board_->cause_of(pulse.wait->group, pulse.wait->sequence).value_or(-1);
   }
-  publish(epoch);
-  compare_with_peers(epoch);
-  listen_for_peers();
-}
-
-void FailureWatch::publish(int epoch) {
-  std::string lines = board_->lines();
-  if (lines == published_ && epoch == published_epoch_) return;
-  store_->set(issued_key(epoch, options_.rank), lines);
-  published_epoch_ = epoch;
-  published_ = std::move(lines);
-}
-
-void FailureWatch::compare_with_peers(int epoch) {
-  for (const int peer : board_->peers()) {
-    if (peer == options_.rank || over_) continue;
-    const auto theirs = store_->find(issued_key(epoch, peer));
-    if (!theirs) continue;
-    if (const auto why = find_disagreement(options_.rank, published_, peer, *theirs)) {
-      over_ = true;
-      actions_.disagree(*why);
-    }
-  }
-}
-
-void FailureWatch::listen_for_peers() {
-  const auto now = std::chrono::steady_clock::now();
-  for (const int peer : board_->peers()) {
-    if (peer == options_.rank || over_) continue;
-    const std::string beat = store_->find(store_key::pulse(peer)).value_or("");
-    auto [pulse, first] = pulses_.try_emplace(peer, Pulse{beat, now});
-    if (pulse->second.beat != beat) pulse->second = {beat, now};
-    if (now - pulse->second.since < options_.silent_after) continue;
-    over_ = true;
-    actions_.lost(concat("rank ", peer, " has given no sign of life for ",
-                         in_seconds(options_.silent_after)));
+  try {
+    store_->set(store_key::pulse(options_.rank), encode(pulse));
+  } catch (const std::exception&) {
+    // The watch finds out, and says so.
   }
 }
 

@@ -1,35 +1,29 @@
-// FailureWatch: one thread a process (or thread rank) that learns when the run fails elsewhere.
+// FailureWatch: two threads a process (or thread rank): one learns when the run fails elsewhere,
+// the other one says that this rank lives.
 //
 // [Note: failure] Gloo cannot be aborted as a whole and its destructors may block, so a failing
 // rank does not unwind: it writes the failure key, prints, and leaves by _exit (failure_report.h).
-// This thread sees the key within a quarter of a second, over a store connection of its own, and
-// ends its process too. It also watches for what no rank reports: the store gone with rank 0, a
-// peer without a sign of life, and ranks that wait for each other in different orders (found by
-// comparing what they issued, wait_board.h).
+// The watch sees the key at its next look, over a store connection of its own, and ends its process
+// too. It also watches for what no rank reports: the store gone with rank 0, a peer without a sign
+// of life, and ranks that wait for each other in different orders or in different groups
+// (peer_watch.h). However long a look takes, the heart goes on to beat.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "comm/peer_watch.h"
 #include "comm/store.h"
 #include "comm/wait_board.h"
 
 namespace tessera::comm {
-
-/// Keys of the store.
-namespace store_key {
-inline constexpr const char* kFailure = "failure";  ///< a FailureRecord: every process leaves
-std::string poison(int epoch);                      ///< "rank R: why": every World is poisoned
-std::string pulse(int rank);                        ///< a number that grows while the rank lives
-}  // namespace store_key
 
 /// Those of `ranks` whose watches give no sign of life for `time`. Waits for as long. Errors:
 /// PeerLost when the store does not answer.
@@ -38,11 +32,13 @@ std::vector<int> silent_ranks(Store& store, const std::vector<int>& ranks,
 
 struct WatchOptions {
   int rank = 0;
-  std::chrono::milliseconds poll{200};
-  std::chrono::milliseconds blocked_after{2000};  ///< a wait this long publishes what was issued
+  std::chrono::milliseconds poll{200};            ///< between looks, and between heartbeats
+  std::chrono::milliseconds blocked_after{2000};  ///< a wait this long is looked into
   std::chrono::milliseconds silent_after{
       6000};  ///< a peer without a heartbeat for this long is lost
 };
+/// For a rank of so many.
+WatchOptions watch_options(int rank, int ranks);
 
 class FailureWatch {
  public:
@@ -66,16 +62,13 @@ class FailureWatch {
   void set_epoch(int epoch);
 
  private:
-  void run();
-  void look();
-  void publish(int epoch);
-  void compare_with_peers(int epoch);
-  void listen_for_peers();
+  class Keys;
 
-  struct Pulse {
-    std::string beat;
-    std::chrono::steady_clock::time_point since;
-  };
+  void each_poll(void (FailureWatch::*act)());
+  void look_or_end();
+  void look();
+  void look_at_peers(int epoch);
+  void beat();
 
   const std::shared_ptr<Store> store_;
   const std::shared_ptr<WaitBoard> board_;
@@ -88,10 +81,10 @@ class FailureWatch {
   std::atomic<int> epoch_{0};
   int poisoned_epoch_ = -1;
   std::uint64_t beats_ = 0;
-  std::string published_;
-  int published_epoch_ = -1;
-  std::map<int, Pulse> pulses_;
+  const std::unique_ptr<Keys> keys_;
+  PeerWatch peers_;
   std::thread thread_;
+  std::thread heart_;
 };
 
 }  // namespace tessera::comm

@@ -27,13 +27,15 @@ std::string address_for(const LaunchEnvironment& launch) {
   return address;
 }
 
-std::shared_ptr<gloo::transport::Device> make_device(const LaunchEnvironment& launch) {
+std::shared_ptr<gloo::transport::Device> make_device(const LaunchEnvironment& launch,
+                                                     Connect when) {
   using c10d::ProcessGroupGloo;
   const auto interfaces = base::environment_variable("GLOO_SOCKET_IFNAME").value_or("");
   const std::string interface = interfaces.substr(0, interfaces.find(','));
   try {
-    if (!interface.empty()) return ProcessGroupGloo::createDeviceForInterface(interface);
-    return ProcessGroupGloo::createDeviceForHostname(address_for(launch));
+    const bool lazy = when == Connect::kWhenUsed;
+    if (!interface.empty()) return ProcessGroupGloo::createDeviceForInterface(interface, lazy);
+    return ProcessGroupGloo::createDeviceForHostname(address_for(launch), lazy);
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
@@ -55,22 +57,32 @@ void ignore_broken_pipes() {
 
 }  // namespace
 
+Connect connect_for(std::string_view group_name) {
+  const std::string_view purpose = group_name.substr(0, group_name.find(" of ranks "));
+  const bool relays = purpose == "data" || purpose.ends_with("control");
+  return relays ? Connect::kWhenUsed : Connect::kAtOnce;
+}
+
 struct GlooDevice::Impl {
+  LaunchEnvironment launch;
   std::shared_ptr<gloo::transport::Device> device;
 };
 
 GlooDevice::GlooDevice(const LaunchEnvironment& launch) : impl_(std::make_unique<Impl>()) {
   ignore_broken_pipes();
-  impl_->device = make_device(launch);
+  impl_->launch = launch;
+  impl_->device = make_device(launch, Connect::kAtOnce);
 }
 
 GlooDevice::~GlooDevice() = default;
 
 c10::intrusive_ptr<c10d::Backend> GlooDevice::connect(const c10::intrusive_ptr<c10d::Store>& store,
                                                       int rank, int size,
-                                                      std::chrono::milliseconds timeout) {
+                                                      std::chrono::milliseconds timeout,
+                                                      Connect when) {
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);
-  options->devices.push_back(impl_->device);
+  options->devices.push_back(when == Connect::kAtOnce ? impl_->device
+                                                      : make_device(impl_->launch, when));
   options->threads = 0;  // sends and receives run on the device's thread
   const auto open = [=]() -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);

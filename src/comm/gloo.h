@@ -7,8 +7,10 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -16,7 +18,17 @@
 
 namespace tessera::comm {
 
-/// A socket to listen on and the thread that moves bytes; shared by the groups of one World.
+/// When the ranks of a group connect to each other.
+enum class Connect : std::uint8_t {
+  kAtOnce,    ///< all to all, when the group is opened
+  kWhenUsed,  ///< two ranks at the first transfer between them (connections.h)
+};
+/// Groups for control messages, which are relayed, need few of their connections.
+Connect connect_for(std::string_view group_name);
+
+/// A socket to listen on and the thread that moves bytes; shared by the groups of one World. Those
+/// that connect when used have one of their own each: two groups of one lazy device take each
+/// other's connections, and wait for ever.
 class GlooDevice {
  public:
   /// GLOO_SOCKET_IFNAME's first interface if it is set, loopback where that reaches all ranks, else
@@ -27,10 +39,11 @@ class GlooDevice {
   GlooDevice(const GlooDevice&) = delete;
   GlooDevice& operator=(const GlooDevice&) = delete;
 
-  /// Connects to all `size` ranks that share the store. Collective. Errors: PeerLost where one does
+  /// A group of all `size` ranks that share the store. Collective. Errors: PeerLost where one does
   /// not come, or the store does not answer.
   c10::intrusive_ptr<c10d::Backend> connect(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                            int size, std::chrono::milliseconds timeout);
+                                            int size, std::chrono::milliseconds timeout,
+                                            Connect when);
 
  private:
   struct Impl;

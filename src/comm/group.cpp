@@ -4,7 +4,6 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 
-#include <algorithm>
 #include <cstring>
 
 #include "base/trace.h"
@@ -22,6 +21,8 @@ std::string_view to_string(Kind kind) {
       return "all_reduce";
     case Kind::kAllToAll:
       return "all_to_all";
+    case Kind::kAnyOf:
+      return "any_of";
     case Kind::kBatch:
       return "batch";
   }
@@ -30,82 +31,116 @@ std::string_view to_string(Kind kind) {
 
 std::int64_t Batch::bytes() const {
   std::int64_t sum = 0;
-  for (const Op& op : ops) {
-    if (const auto* gather = std::get_if<AllGather>(&op)) {
-      sum += static_cast<std::int64_t>(gather->buffer.nbytes());
-    } else if (const auto* reduce = std::get_if<ReduceScatter>(&op)) {
-      sum += static_cast<std::int64_t>(reduce->input.nbytes());
-    } else if (const auto* all = std::get_if<AllReduce>(&op)) {
-      sum += static_cast<std::int64_t>(all->data.nbytes());
-    } else {
-      sum += static_cast<std::int64_t>(std::get<AllToAll>(op).input.nbytes());
-    }
-  }
+  for (const Op& op : ops) sum += static_cast<std::int64_t>(first_tensor(op).nbytes());
   return sum;
 }
 
-void all_reduce(Group& group, at::Tensor data, const std::string& what) {
-  Batch batch;
-  batch.label.kind = Kind::kAllReduce;
-  batch.label.unit = what;
-  batch.ops.emplace_back(AllReduce{std::move(data)});
-  RECORD_USER_SCOPE("tessera::wait");
-  const TraceScope traced(TraceRow::kWaits, what);
-  group.issue(std::move(batch))->wait();
+const at::Tensor& first_tensor(const Op& op) {
+  struct First {
+    const at::Tensor& operator()(const AllGather& one) const { return one.buffer; }
+    const at::Tensor& operator()(const ReduceScatter& one) const { return one.input; }
+    const at::Tensor& operator()(const AllReduce& one) const { return one.data; }
+    const at::Tensor& operator()(const AllToAll& one) const { return one.input; }
+    const at::Tensor& operator()(const RelayedGather& one) const { return one.bytes; }
+    const at::Tensor& operator()(const AnyOf& one) const { return one.bits; }
+  };
+  return std::visit(First(), op);
 }
 
 namespace {
 
-void all_gather(Group& group, at::Tensor buffer, const std::string& what) {
+void issue_and_wait(Group& group, Kind kind, Op op, const std::string& what) {
   Batch batch;
-  batch.label.kind = Kind::kAllGather;
+  batch.label.kind = kind;
   batch.label.unit = what;
-  batch.ops.emplace_back(AllGather{std::move(buffer)});
+  batch.ops.push_back(std::move(op));
   group.issue(std::move(batch))->wait();
 }
 
-/// Every rank's bytes, each padded to `slice`.
-std::vector<std::string> gather_slices(Group& group, const std::string& mine, std::size_t slice,
-                                       const std::string& what) {
-  const auto ranks = static_cast<std::size_t>(group.size());
-  auto texts = at::empty({static_cast<std::int64_t>(slice * ranks)}, at::kByte);
+std::vector<std::string> gather(Group& group, const std::string& mine,
+                                const std::vector<std::int64_t>& lengths, const std::string& what) {
+  std::vector<std::int64_t> begins{0};
+  for (const auto length : lengths) begins.push_back(begins.back() + length);
+  const auto self = static_cast<std::size_t>(group.rank());
+  auto texts = at::empty({begins.back()}, at::kByte);
   auto* bytes = static_cast<char*>(texts.mutable_data_ptr());
-  if (!mine.empty()) {
-    std::memcpy(bytes + static_cast<std::size_t>(group.rank()) * slice, mine.data(), mine.size());
-  }
-  all_gather(group, texts, what);
+  if (!mine.empty()) std::memcpy(bytes + begins[self], mine.data(), mine.size());
+  issue_and_wait(group, Kind::kAllGather, RelayedGather{texts, lengths}, what);
   std::vector<std::string> all;
-  all.reserve(ranks);
-  for (std::size_t rank = 0; rank < ranks; ++rank) all.emplace_back(bytes + rank * slice, slice);
+  all.reserve(lengths.size());
+  for (std::size_t rank = 0; rank < lengths.size(); ++rank) {
+    all.emplace_back(bytes + begins[rank], bytes + begins[rank + 1]);
+  }
   return all;
+}
+
+std::vector<std::int64_t> equal_lengths(const Group& group, std::size_t length) {
+  return std::vector(static_cast<std::size_t>(group.size()), static_cast<std::int64_t>(length));
 }
 
 }  // namespace
 
+void barrier(Group& group, const std::string& what) {
+  RECORD_USER_SCOPE("tessera::wait");
+  const TraceScope traced(TraceRow::kWaits, what);
+  issue_and_wait(group, Kind::kAllReduce, AnyOf{at::zeros({1}, at::kByte)}, what);
+}
+
+std::vector<bool> any_of_ranks(Group& group, const std::vector<bool>& mine,
+                               const std::string& what) {
+  RECORD_USER_SCOPE("tessera::wait");
+  constexpr std::size_t kBits = 8;
+  auto packed =
+      at::zeros({static_cast<std::int64_t>((mine.size() + kBits - 1) / kBits)}, at::kByte);
+  auto* bytes = packed.mutable_data_ptr<std::uint8_t>();
+  for (std::size_t i = 0; i < mine.size(); ++i) {
+    if (mine[i]) bytes[i / kBits] = static_cast<std::uint8_t>(bytes[i / kBits] | 1U << i % kBits);
+  }
+  issue_and_wait(group, Kind::kAnyOf, AnyOf{packed}, what);
+  std::vector<bool> any(mine.size());
+  for (std::size_t i = 0; i < mine.size(); ++i) any[i] = (bytes[i / kBits] >> i % kBits & 1U) != 0;
+  return any;
+}
+
+std::vector<bool> all_agree(Group& group, const std::vector<std::uint64_t>& hashes,
+                            const std::string& what) {
+  RECORD_USER_SCOPE("tessera::wait");
+  // A bit that is set on one rank and clear on another one is found set in both halves.
+  auto halves = at::empty({static_cast<std::int64_t>(2 * hashes.size())}, at::kLong);
+  auto* half = halves.mutable_data_ptr<std::int64_t>();
+  for (std::size_t i = 0; i < hashes.size(); ++i) {
+    half[2 * i] = static_cast<std::int64_t>(hashes[i]);
+    half[2 * i + 1] = static_cast<std::int64_t>(~hashes[i]);
+  }
+  issue_and_wait(group, Kind::kAnyOf, AnyOf{halves.view(at::kByte)}, what);
+  std::vector<bool> agree(hashes.size());
+  for (std::size_t i = 0; i < agree.size(); ++i) agree[i] = (half[2 * i] & half[2 * i + 1]) == 0;
+  return agree;
+}
+
+void all_reduce(Group& group, at::Tensor data, const std::string& what) {
+  RECORD_USER_SCOPE("tessera::wait");
+  const TraceScope traced(TraceRow::kWaits, what);
+  issue_and_wait(group, Kind::kAllReduce, AllReduce{std::move(data), {}, Route::kRelayed}, what);
+}
+
 std::vector<std::string> all_gather_fixed(Group& group, const std::string& mine,
                                           const std::string& what) {
   RECORD_USER_SCOPE("tessera::wait");
-  return gather_slices(group, mine, mine.size(), what);
+  return gather(group, mine, equal_lengths(group, mine.size()), what);
 }
 
 std::vector<std::string> all_gather_bytes(Group& group, const std::string& mine,
                                           const std::string& what) {
   RECORD_USER_SCOPE("tessera::wait");
   const TraceScope traced(TraceRow::kWaits, what);
-  auto lengths = at::zeros({group.size()}, at::kLong);
-  auto* length = lengths.mutable_data_ptr<std::int64_t>();
-  length[group.rank()] = static_cast<std::int64_t>(mine.size());
-  all_gather(group, lengths, what);
-  const auto longest = static_cast<std::size_t>(*std::max_element(length, length + group.size()));
-  auto all = gather_slices(group, mine, longest, what);
-  for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    all[rank].resize(static_cast<std::size_t>(length[rank]));
+  const auto size = static_cast<std::int64_t>(mine.size());
+  const std::string own(reinterpret_cast<const char*>(&size), sizeof size);
+  std::vector<std::int64_t> lengths;
+  for (const auto& bytes : gather(group, own, equal_lengths(group, own.size()), what)) {
+    std::memcpy(&lengths.emplace_back(), bytes.data(), sizeof size);
   }
-  return all;
-}
-
-void barrier(Group& group, const std::string& what) {
-  all_reduce(group, at::zeros({1}, at::kByte), what);
+  return gather(group, mine, lengths, what);
 }
 
 }  // namespace tessera::comm

@@ -17,7 +17,14 @@
 
 namespace tessera::comm {
 
-enum class Kind : std::uint8_t { kAllGather, kReduceScatter, kAllReduce, kAllToAll, kBatch };
+enum class Kind : std::uint8_t {
+  kAllGather,
+  kReduceScatter,
+  kAllReduce,
+  kAllToAll,
+  kAnyOf,
+  kBatch
+};
 std::string_view to_string(Kind kind);
 
 /// Who calls: compared over ranks, printed when ranks disagree.
@@ -51,6 +58,10 @@ struct ReduceScatter {
   std::uint32_t bucket = 0;  ///< of its unit, for traces
 };
 
+/// How what everyone sends to everyone travels: straight, in one round of size - 1 messages, or
+/// over other ranks, in ceil(log2 size) rounds of one message (relay.h). The bytes are the same.
+enum class Route : std::uint8_t { kDirect, kRelayed };
+
 /// Sum over ranks of `data`, in rank order, the same bits on every rank: in place, or into `output`
 /// (as many elements, the dtype in which sums are formed; `data` is left as it was). Every addend
 /// is widened to the result's dtype before it is added, so addends travel in `data`'s dtype. Bytes
@@ -59,7 +70,8 @@ struct ReduceScatter {
 /// than a reduce-scatter has.
 struct AllReduce {
   at::Tensor data;
-  at::Tensor output = {};  ///< undefined: in place
+  at::Tensor output = {};        ///< undefined: in place
+  Route route = Route::kDirect;  ///< up to 256 KiB in all; what is larger goes straight
   const at::Tensor& result() const { return output.defined() ? output : data; }
 };
 
@@ -74,7 +86,24 @@ struct AllToAll {
   std::vector<std::int64_t> receives;
 };
 
-using Op = std::variant<AllGather, ReduceScatter, AllReduce, AllToAll>;
+/// For small messages: everyone's bytes to everyone, relayed. `bytes` holds them in rank order,
+/// rank r's lengths[r] long; the own ones are filled by the caller. Every rank knows all lengths.
+/// Bytes a rank sends: about sum of lengths x (size - 1) / size, in ceil(log2 size) messages.
+struct RelayedGather {
+  at::Tensor bytes;
+  std::vector<std::int64_t> lengths;
+};
+
+/// In place: bitwise or over ranks of `bits` (bytes), combined on the way. Bytes a rank sends:
+/// ceil(log2 size) x bits.
+struct AnyOf {
+  at::Tensor bits;
+};
+
+using Op = std::variant<AllGather, ReduceScatter, AllReduce, AllToAll, RelayedGather, AnyOf>;
+
+/// What goes out of an op.
+const at::Tensor& first_tensor(const Op& op);
 
 /// The collectives of one unit on one group: they go out together.
 struct Batch {
@@ -103,7 +132,17 @@ class Group {
   virtual std::unique_ptr<Work> issue(Batch batch) = 0;
 };
 
-/// Blocking forms, for control messages. Collective.
+/// Blocking forms, for control messages: ceil(log2 size) messages a rank and exchange, of which the
+/// first three keep their size however many ranks there are. Collective.
+void barrier(Group& group, const std::string& what);
+/// For each bit whether any rank has it set. All have as many.
+std::vector<bool> any_of_ranks(Group& group, const std::vector<bool>& mine,
+                               const std::string& what);
+/// For each hash whether all ranks have the same: 16 bytes a hash and message. What differs is for
+/// the caller to find, who has the texts (all_gather_bytes). All have as many.
+std::vector<bool> all_agree(Group& group, const std::vector<std::uint64_t>& hashes,
+                            const std::string& what);
+/// In place, in rank order. Relayed up to 256 KiB in all, of size x data.
 void all_reduce(Group& group, at::Tensor data, const std::string& what);
 /// Every rank's bytes, in rank order, where every rank knows the length: one exchange. Lengths that
 /// differ all the same are different collectives: they are named or wait, and never meet.
@@ -112,6 +151,5 @@ std::vector<std::string> all_gather_fixed(Group& group, const std::string& mine,
 /// Every rank's bytes, in rank order; lengths may differ: two exchanges.
 std::vector<std::string> all_gather_bytes(Group& group, const std::string& mine,
                                           const std::string& what);
-void barrier(Group& group, const std::string& what);
 
 }  // namespace tessera::comm

@@ -7,6 +7,7 @@
 #include "base/joined.h"
 #include "comm/batch.h"
 #include "comm/sum.h"
+#include "comm/tensor_bytes.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -34,10 +35,6 @@ struct Hub::Room {
 
 namespace {
 
-std::byte* bytes_of(const at::Tensor& tensor) {
-  return static_cast<std::byte*>(tensor.mutable_data_ptr());
-}
-
 void run_all_gather(const std::vector<Batch>& batches, std::size_t op) {
   const std::size_t ranks = batches.size();
   for (std::size_t from = 0; from < ranks; ++from) {
@@ -47,7 +44,7 @@ void run_all_gather(const std::vector<Batch>& batches, std::size_t op) {
     for (std::size_t to = 0; to < ranks; ++to) {
       if (to == from) continue;
       const auto& target = std::get<AllGather>(batches[to].ops[op]).buffer;
-      std::memcpy(bytes_of(target) + from * slice, bytes_of(source) + from * slice, slice);
+      std::memcpy(at_byte(target, 0) + from * slice, at_byte(source, 0) + from * slice, slice);
     }
   }
 }
@@ -58,7 +55,7 @@ void run_reduce_scatter(const std::vector<Batch>& batches, std::size_t op) {
     const std::size_t slice = target.input.nbytes() / batches.size();
     std::vector<const void*> addends;
     for (const Batch& batch : batches) {
-      addends.push_back(bytes_of(std::get<ReduceScatter>(batch.ops[op]).input) + to * slice);
+      addends.push_back(at_byte(std::get<ReduceScatter>(batch.ops[op]).input, 0) + to * slice);
     }
     sum_in_rank_order(addends, target.input.scalar_type(),
                       {target.output.mutable_data_ptr(), target.output.scalar_type(),
@@ -79,7 +76,7 @@ void run_all_reduce(const std::vector<Batch>& batches, std::size_t op) {
   if (first.nbytes() == 0) return;
   for (std::size_t to = 1; to < batches.size(); ++to) {
     const auto& target = std::get<AllReduce>(batches[to].ops[op]).result();
-    std::memcpy(bytes_of(target), bytes_of(first), first.nbytes());
+    std::memcpy(at_byte(target, 0), at_byte(first, 0), first.nbytes());
   }
 }
 
@@ -93,12 +90,34 @@ void run_all_to_all(const std::vector<Batch>& batches, std::size_t op) {
       const auto bytes = static_cast<std::size_t>(source.sends[to]) *
                          static_cast<std::size_t>(source.input.element_size());
       if (bytes > 0) {
-        std::memcpy(bytes_of(target.output) + filled, bytes_of(source.input) + taken[from], bytes);
+        std::memcpy(at_byte(target.output, 0) + filled, at_byte(source.input, 0) + taken[from],
+                    bytes);
       }
       filled += bytes;
       taken[from] += bytes;
     }
   }
+}
+
+void run_relayed_gather(const std::vector<Batch>& batches, std::size_t op) {
+  std::int64_t begin = 0;
+  for (std::size_t from = 0; from < batches.size(); ++from) {
+    const auto& source = std::get<RelayedGather>(batches[from].ops[op]);
+    const std::int64_t length = source.lengths[from];
+    for (const Batch& to : batches) {
+      const auto& target = std::get<RelayedGather>(to.ops[op]).bytes;
+      if (&to == &batches[from] || length == 0) continue;
+      std::memcpy(at_byte(target, 0) + begin, at_byte(source.bytes, 0) + begin,
+                  static_cast<std::size_t>(length));
+    }
+    begin += length;
+  }
+}
+
+void run_any_of(const std::vector<Batch>& batches, std::size_t op) {
+  const auto& any = std::get<AnyOf>(batches.front().ops[op]).bits;
+  for (const Batch& batch : batches) any.bitwise_or_(std::get<AnyOf>(batch.ops[op]).bits);
+  for (const Batch& batch : batches) std::get<AnyOf>(batch.ops[op]).bits.copy_(any);
 }
 
 void run(const std::vector<Batch>& batches) {
@@ -109,6 +128,10 @@ void run(const std::vector<Batch>& batches) {
       run_reduce_scatter(batches, op);
     } else if (std::holds_alternative<AllToAll>(batches.front().ops[op])) {
       run_all_to_all(batches, op);
+    } else if (std::holds_alternative<RelayedGather>(batches.front().ops[op])) {
+      run_relayed_gather(batches, op);
+    } else if (std::holds_alternative<AnyOf>(batches.front().ops[op])) {
+      run_any_of(batches, op);
     } else {
       run_all_reduce(batches, op);
     }
@@ -160,6 +183,10 @@ Batch cloned(const Batch& batch) {
     } else if (auto* exchange = std::get_if<AllToAll>(&op)) {
       exchange->input = exchange->input.clone();
       exchange->output = exchange->output.clone();
+    } else if (auto* relayed = std::get_if<RelayedGather>(&op)) {
+      relayed->bytes = relayed->bytes.clone();
+    } else if (auto* any = std::get_if<AnyOf>(&op)) {
+      any->bits = any->bits.clone();
     } else {
       auto& all = std::get<AllReduce>(op);
       all.data = all.data.clone();
@@ -177,6 +204,10 @@ void deliver(const Batch& staged, const Batch& batch) {
       reduce->output.copy_(std::get<ReduceScatter>(staged.ops[i]).output);
     } else if (const auto* exchange = std::get_if<AllToAll>(&batch.ops[i])) {
       exchange->output.copy_(std::get<AllToAll>(staged.ops[i]).output);
+    } else if (const auto* relayed = std::get_if<RelayedGather>(&batch.ops[i])) {
+      relayed->bytes.copy_(std::get<RelayedGather>(staged.ops[i]).bytes);
+    } else if (const auto* any = std::get_if<AnyOf>(&batch.ops[i])) {
+      any->bits.copy_(std::get<AnyOf>(staged.ops[i]).bits);
     } else {
       std::get<AllReduce>(batch.ops[i]).result().copy_(std::get<AllReduce>(staged.ops[i]).result());
     }

@@ -111,6 +111,8 @@ class NcclGroup : public Group {
       auto receives = exchange->receives;
       return backend_->alltoall_base(output, input, receives, sends);
     }
+    TESSERA_INVARIANT(std::holds_alternative<AllReduce>(op),
+                      "nccl: found a message that is relayed in the memory of the host");
     const auto& all = std::get<AllReduce>(op);
     std::vector<at::Tensor> data = {all.output.defined() ? all.data.clone() : all.data};
     if (all.output.defined()) {

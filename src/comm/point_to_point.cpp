@@ -2,9 +2,13 @@
 
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <cstring>
 
+#include "comm/connections.h"
 #include "comm/exchange.h"
+#include "comm/relay.h"
+#include "comm/sent_bytes.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -20,10 +24,17 @@ struct Record {
 };
 static_assert(sizeof(Record) == kRecordBytes);
 
+/// Stands on the board meanwhile: a rank that connects may still issue what others wait for.
+class Opening final : public Blocked {
+ public:
+  void abort() override {}  // ChannelOptions::open looks at the poison by itself
+};
+
 }  // namespace
 
 PointToPointGroup::PointToPointGroup(ChannelOptions options)
-    : channel_(std::make_shared<Channel>(std::move(options))) {
+    : channel_(std::make_shared<Channel>(std::move(options))),
+      connections_(std::make_unique<Connections>()) {
   channel_->backend = channel_->options.open(epoch_);
 }
 
@@ -36,9 +47,14 @@ const std::string& PointToPointGroup::name() const { return channel_->options.na
 std::unique_ptr<Work> PointToPointGroup::issue(Batch batch) {
   channel_->options.poison->check();
   check_batch(batch, size());
-  if (!channel_->backend) channel_->backend = channel_->options.open(epoch_);
+  if (!channel_->backend) {
+    Opening opening;
+    const OnBoard connecting(*channel_->options.board, opening);
+    channel_->backend = channel_->options.open(epoch_);
+  }
   const std::uint64_t sequence = next_sequence_++;
   const std::uint64_t fingerprint = channel_->log->record(batch, sequence);
+  connect(batch, sequence);
   if (channel_->options.compare_entries) compare(batch, sequence);
   auto work = std::make_unique<Exchange>(channel_, std::move(batch), sequence, fingerprint);
   work->start();
@@ -47,9 +63,26 @@ std::unique_ptr<Work> PointToPointGroup::issue(Batch batch) {
 
 void PointToPointGroup::reset(int epoch) {
   channel_->backend.reset();
+  connections_->clear();
   channel_->log->clear();
   epoch_ = epoch;
   next_sequence_ = 0;
+}
+
+void PointToPointGroup::connect(const Batch& batch, std::uint64_t sequence) {
+  if (!channel_->options.connect_when_used) return;
+  const bool relayed = !channel_->options.compare_entries &&
+                       std::all_of(batch.ops.begin(), batch.ops.end(),
+                                   [&](const Op& op) { return is_relayed(op, size()); });
+  std::vector<int> peers;
+  if (relayed) {
+    peers = relay::partners(rank(), size());
+  } else {
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer != rank()) peers.push_back(peer);
+    }
+  }
+  connections_->require(peers, channel_->options, channel_->backend, *channel_->log, sequence);
 }
 
 void PointToPointGroup::compare(const Batch& batch, std::uint64_t sequence) {

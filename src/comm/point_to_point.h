@@ -30,11 +30,14 @@ struct ChannelOptions {
   bool compare_entries = false;
   std::shared_ptr<Poison> poison;
   std::shared_ptr<WaitBoard> board;
-  /// Opens connections to all members. Collective; `epoch` counts recoveries.
+  /// Whether open() leaves connections to their first use.
+  bool connect_when_used = false;
+  /// Opens the group. Collective; `epoch` counts recoveries.
   std::function<c10::intrusive_ptr<c10d::Backend>(int epoch)> open;
 };
 
 class Channel;
+class Connections;
 
 class PointToPointGroup : public Group {
  public:
@@ -52,9 +55,12 @@ class PointToPointGroup : public Group {
   void reset(int epoch);
 
  private:
+  /// To all that the batch sends to.
+  void connect(const Batch& batch, std::uint64_t sequence);
   void compare(const Batch& batch, std::uint64_t sequence);
 
   std::shared_ptr<Channel> channel_;
+  std::unique_ptr<Connections> connections_;
   int epoch_ = 0;
   std::uint64_t next_sequence_ = 0;
 };

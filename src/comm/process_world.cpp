@@ -21,6 +21,10 @@ namespace {
 // life for this long.
 constexpr std::chrono::seconds kGoodbye{30};
 
+// A stopped rank 0 takes the store with it. Whoever waits for it in a collective says which one
+// before the watch says that the store is gone.
+constexpr std::chrono::seconds kBoardFirst{1};
+
 /// "auto" is Gloo as long as models live on the CPU.
 bool takes_nccl(const std::string& backend) { return backend == "nccl"; }
 
@@ -73,14 +77,13 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
   store_ = Store::connect(launch, options.init_timeout, options.timeout);
   state_->store = store_;
   state_->init_timeout = options.init_timeout;
-  WatchOptions watch;
-  watch.rank = rank_;
+  WatchOptions watch = watch_options(rank_, size_);
   watch.blocked_after = options.blocked_after;
   // Who raises the timeout to look at a rank in a debugger is not to be cut off here.
   watch.silent_after = std::max(watch.silent_after, options.timeout / 20);
   // Before the ranks meet: who was refused on the way here says so by the failure key.
-  watch_ = std::make_unique<FailureWatch>(store_->second_connection(), state_->board, watch,
-                                          watch_actions());
+  watch_ = std::make_unique<FailureWatch>(store_->second_connection(kBoardFirst), state_->board,
+                                          watch, watch_actions());
   store_->meet("hello", rank_, everyone_, options.init_timeout, *state_->poison);
 }
 
@@ -111,7 +114,7 @@ ProcessWorld::~ProcessWorld() {
 
 bool ProcessWorld::missing_are_alive(const std::string& key, std::map<int, std::string>& beats) {
   for (const int rank : everyone_) {
-    if (store_->find(concat(key, "/", rank))) continue;
+    if (store_->has_arrived(key, rank)) continue;
     const std::string beat = store_->find(store_key::pulse(rank)).value_or("");
     if (std::exchange(beats[rank], beat) == beat) return false;
   }
@@ -140,7 +143,7 @@ void ProcessWorld::leave_together() {
     if (rank_ == 0) {
       store_->meet("gone", rank_, everyone_, kGoodbye, *state_->poison);
     } else {
-      store_->set(concat("gone/", rank_), "gone");
+      store_->arrive("gone", rank_, everyone_.size());
     }
   } catch (const Error&) {
     // Whoever is missing has failed and says so itself.
@@ -162,13 +165,18 @@ std::shared_ptr<Group> ProcessWorld::make_group(const std::vector<int>& ranks,
     store_->meet(concat("group ", name), rank_, ranks, options_.init_timeout, *state_->poison);
     return make_nccl_group(channel, store_->for_group(concat("nccl/", name)), local_rank_);
   }
+  const Connect when = connect_for(name);
+  channel.connect_when_used = when == Connect::kWhenUsed;
   channel.open = [store = store_, device = device_, timeout = options_.timeout,
                   patience = options_.init_timeout, poison = state_->poison, rank = rank_, ranks,
-                  name, board = state_->board, self = channel.self](int epoch) {
+                  name, when, board = state_->board, self = channel.self](int epoch) {
     const std::string key = concat("group ", name, " (", epoch, ")");
     meet_on_board(*board, [&] { store->meet(key, rank, ranks, patience, *poison); });
+    // What connects later does so within the patience of its wait, whatever Gloo was told here.
+    const auto longest = when == Connect::kAtOnce ? timeout : std::max(timeout, patience);
     try {
-      return device->connect(store->for_group(key), self, static_cast<int>(ranks.size()), timeout);
+      return device->connect(store->for_group(key), self, static_cast<int>(ranks.size()), longest,
+                             when);
     } catch (const PeerLost& error) {
       throw PeerLost(concat(key, ": ", error.what(), silence(*store, ranks)));
     }

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "comm/relay.h"
+#include "comm/tensor_bytes.h"
 #include "layout/bucket_plan.h"
 
 namespace tessera::comm {
@@ -11,9 +13,6 @@ namespace {
 // Up to here everyone sends everything to everyone: one round instead of two.
 constexpr std::int64_t kOneRoundBytes = 256 * 1024;
 
-std::int64_t tensor_bytes(const at::Tensor& tensor) {
-  return static_cast<std::int64_t>(tensor.nbytes());
-}
 std::int64_t element_bytes(const at::Tensor& tensor) {
   return static_cast<std::int64_t>(tensor.element_size());
 }
@@ -23,13 +22,13 @@ struct SentBytes {
   int rank;
 
   std::int64_t operator()(const AllGather& op) const {
-    return layout::sent_bytes(tensor_bytes(op.buffer), ranks);
+    return layout::sent_bytes(nbytes(op.buffer), ranks);
   }
   std::int64_t operator()(const ReduceScatter& op) const {
-    return layout::sent_bytes(tensor_bytes(op.input), ranks);
+    return layout::sent_bytes(nbytes(op.input), ranks);
   }
   std::int64_t operator()(const AllReduce& op) const {
-    if (!in_two_rounds(op, ranks)) return (ranks - 1) * tensor_bytes(op.data);
+    if (!in_two_rounds(op, ranks)) return (ranks - 1) * nbytes(op.data);
     const std::int64_t mine = summed_by(op, ranks, rank).numel();
     return (op.data.numel() - mine) * element_bytes(op.data) +
            (ranks - 1) * mine * element_bytes(op.result());
@@ -38,12 +37,22 @@ struct SentBytes {
     const std::int64_t all = std::accumulate(op.sends.begin(), op.sends.end(), std::int64_t{0});
     return (all - op.sends[static_cast<std::size_t>(rank)]) * element_bytes(op.input);
   }
+  std::int64_t operator()(const RelayedGather& op) const {
+    return relay::gathered_bytes_sent(op.lengths, rank);
+  }
+  std::int64_t operator()(const AnyOf& op) const { return relay::rounds(ranks) * nbytes(op.bits); }
 };
 
 }  // namespace
 
 bool in_two_rounds(const AllReduce& op, int ranks) {
-  return ranks > 2 && tensor_bytes(op.data) * ranks > kOneRoundBytes;
+  return ranks > 2 && nbytes(op.data) * ranks > kOneRoundBytes;
+}
+
+bool is_relayed(const Op& op, int ranks) {
+  const auto* sum = std::get_if<AllReduce>(&op);
+  if (sum != nullptr) return sum->route == Route::kRelayed && !in_two_rounds(*sum, ranks);
+  return std::holds_alternative<RelayedGather>(op) || std::holds_alternative<AnyOf>(op);
 }
 
 Stretch summed_by(const AllReduce& op, int ranks, int rank) {

@@ -21,6 +21,8 @@ struct Stretch {
 
 /// Whether each rank sums a stretch and sends it round; else everyone sends everything to everyone.
 bool in_two_rounds(const AllReduce& op, int ranks);
+/// Whether it travels over other ranks (relay.h).
+bool is_relayed(const Op& op, int ranks);
 /// What `rank` sums of an all-reduced tensor that travels in two rounds: parts as equal as can be.
 Stretch summed_by(const AllReduce& op, int ranks, int rank);
 

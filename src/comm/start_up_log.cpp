@@ -27,10 +27,10 @@ void StartUpLog::run() {
   std::unique_lock lock(mutex_);
   while (!wake_.wait_for(lock, every_, [&] { return stopping_; })) {
     lock.unlock();
-    const auto waited = board_->longest_wait();
-    if (waited && *waited >= every_) {
+    const auto waited = board_->standing().waited;
+    if (waited >= every_) {
       const std::string works = works_();
-      const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(*waited).count();
+      const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(waited).count();
       if (!works.empty()) say_(concat("start-up: waiting for ", seconds, " s: ", works));
     }
     lock.lock();

@@ -20,6 +20,10 @@ namespace {
 // c10d gives its own error at its timeout; only where it gives none do we.
 constexpr std::chrono::milliseconds kStoreMargin{1000};
 
+// Between two looks for the last one of a meeting: all that wait ask the same server.
+constexpr std::chrono::microseconds kLongestPause{5000};
+constexpr std::chrono::microseconds kPauseForEach{200};
+
 /// libtorch warns with a stack trace for every connection that closes; our own errors say which
 /// rank it was.
 void silence_warnings() {
@@ -100,9 +104,10 @@ std::shared_ptr<Store> Store::connect(const LaunchEnvironment& launch,
       c10::make_intrusive<c10d::PrefixStore>(launch.store_prefix, *tcp), server, answers_within));
 }
 
-std::shared_ptr<Store> Store::second_connection() const {
+std::shared_ptr<Store> Store::second_connection(std::chrono::milliseconds longer) const {
   auto connection = call("second connection", [](c10d::Store& store) { return store.clone(); });
-  return std::shared_ptr<Store>(new Store(std::move(connection), server_, answers_within_));
+  return std::shared_ptr<Store>(
+      new Store(std::move(connection), server_, answers_within_ + longer));
 }
 
 void Store::set(const std::string& key, const std::string& value) {
@@ -119,34 +124,72 @@ std::optional<std::string> Store::find(const std::string& key) {
   });
 }
 
+std::vector<std::optional<std::string>> Store::find_all(const std::vector<std::string>& keys) {
+  std::vector<std::optional<std::string>> values;
+  if (keys.size() > 1 && call(keys.front(), [=](auto& store) { return store.check(keys); })) {
+    for (auto& value : get_all(keys)) values.emplace_back(std::move(value));
+  } else {
+    for (const auto& key : keys) values.push_back(find(key));
+  }
+  return values;
+}
+
+std::vector<std::string> Store::get_all(const std::vector<std::string>& keys) {
+  if (keys.empty()) return {};
+  return call(keys.front(), [=](c10d::Store& store) {
+    std::vector<std::string> values;
+    if (keys.size() > 1 && store.hasExtendedApi()) {
+      for (const auto& bytes : store.multiGet(keys))
+        values.emplace_back(bytes.begin(), bytes.end());
+    } else {
+      for (const auto& key : keys) values.push_back(store.get_to_str(key));
+    }
+    return values;
+  });
+}
+
 std::string Store::set_if_absent(const std::string& key, const std::string& value) {
   return call(key, [=](c10d::Store& store) { return store.compareSet(key, std::string(), value); });
 }
 
-bool Store::all_set(const std::vector<std::string>& keys) {
-  return call(keys.front(), [=](c10d::Store& store) { return store.check(keys); });
+bool Store::is_set(const std::string& key) {
+  return call(key, [=](c10d::Store& store) { return store.check({key}); });
+}
+
+void Store::arrive(const std::string& key, int self, std::size_t members) {
+  call(key, [=](c10d::Store& store) {
+    // Who comes again, after it has lost its patience once, counts once.
+    if (store.add(concat(key, "/", self), 1) == 1 &&
+        store.add(concat(key, "/count"), 1) == static_cast<std::int64_t>(members)) {
+      store.set(concat(key, "/all"), "here");
+    }
+    return true;
+  });
+}
+
+bool Store::has_arrived(const std::string& key, int member) {
+  return is_set(concat(key, "/", member));
 }
 
 void Store::meet(const std::string& key, int self, const std::vector<int>& members,
                  std::chrono::milliseconds timeout, const Poison& poison) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
-  set(concat(key, "/", self), "here");
-  std::vector<std::string> keys;
-  for (const int member : members) keys.push_back(concat(key, "/", member));
+  arrive(key, self, members.size());
   std::chrono::microseconds pause(50);
-  while (!all_set(keys)) {
+  const auto longest = std::max(kLongestPause, kPauseForEach * static_cast<int>(members.size()));
+  while (!is_set(concat(key, "/all"))) {
     poison.check();
     if (std::chrono::steady_clock::now() > deadline) {
       std::vector<int> missing;
       for (const int member : members) {
-        if (!all_set({concat(key, "/", member)})) missing.push_back(member);
+        if (!has_arrived(key, member)) missing.push_back(member);
       }
       throw PeerLost(concat(key, ": rank ", joined(missing), " of ", members.size(),
                             " did not come within ", in_seconds(timeout),
                             poison.patience.works_of(missing)));
     }
     std::this_thread::sleep_for(pause);
-    pause = std::min(pause * 2, std::chrono::microseconds(5000));
+    pause = std::min(pause * 2, longest);
   }
 }
 

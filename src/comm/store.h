@@ -36,16 +36,24 @@ class Store {
   /// "rank 0 at 127.0.0.1:29500": who serves it, for messages.
   const std::string& server() const { return server_; }
 
-  /// The same store over a connection of its own.
-  std::shared_ptr<Store> second_connection() const;
+  /// The same store over a connection of its own, which is waited for so much longer.
+  std::shared_ptr<Store> second_connection(std::chrono::milliseconds longer) const;
 
   void set(const std::string& key, const std::string& value);
   std::optional<std::string> find(const std::string& key);
+  /// Values by key.
+  std::vector<std::optional<std::string>> find_all(const std::vector<std::string>& keys);
+  /// Of keys that are all there: two requests.
+  std::vector<std::string> get_all(const std::vector<std::string>& keys);
   /// Sets the key where nobody did; returns the value that stands.
   std::string set_if_absent(const std::string& key, const std::string& value);
 
-  /// Sets `key`/`self`, and returns once all of `members` have set theirs. Errors: kComm naming the
-  /// ranks that did not come within `timeout`; PeerLost as soon as `poison` is marked.
+  /// Says that `self` of `members` ranks has come to `key`, once or more. The last one to come says
+  /// so to all, so that waiting asks for one key, however many they are.
+  void arrive(const std::string& key, int self, std::size_t members);
+  bool has_arrived(const std::string& key, int member);
+  /// Arrives, and returns once all of `members` have. Errors: kComm naming the ranks that did not
+  /// come within `timeout`; PeerLost as soon as `poison` is marked.
   void meet(const std::string& key, int self, const std::vector<int>& members,
             std::chrono::milliseconds timeout, const Poison& poison);
 
@@ -55,7 +63,7 @@ class Store {
  private:
   Store(c10::intrusive_ptr<c10d::Store> store, std::string server,
         std::chrono::milliseconds answers_within);
-  bool all_set(const std::vector<std::string>& keys);
+  bool is_set(const std::string& key);
   /// Runs `operation` on the c10d store; whatever it throws becomes PeerLost.
   template <class Operation>
   auto call(const std::string& what, Operation operation) const;

@@ -23,8 +23,7 @@ ThreadWorld::ThreadWorld(std::shared_ptr<ThreadRun> run, int rank)
   state_->init_timeout = run_->options.init_timeout;
   if (run_->backend == ThreadBackend::kGloo && size_ > 1) {
     device_ = std::make_shared<GlooDevice>(LaunchEnvironment{});
-    WatchOptions watch;
-    watch.rank = rank;
+    WatchOptions watch = watch_options(rank, run_->size);
     watch.blocked_after = run_->options.blocked_after;
     watch.poll = std::min(watch.poll, watch.blocked_after / 4 + std::chrono::milliseconds(1));
     FailureWatch::Actions actions;
@@ -95,12 +94,15 @@ std::shared_ptr<Group> ThreadWorld::make_group(const std::vector<int>& ranks,
       run_->options.compare_entries || base::environment_switch("TESSERA_COMPARE_ENTRIES");
   channel.poison = state_->poison;
   channel.board = state_->board;
+  const Connect when = connect_for(name);
+  channel.connect_when_used = when == Connect::kWhenUsed;
   channel.open = [run = run_.get(), device = device_, poison = state_->poison, rank = rank_, ranks,
-                  name, self](int epoch) {
+                  name, when, self](int epoch) {
     const std::string key = concat("group ", name, " (", epoch, ")");
-    run->store->meet(key, rank, ranks, poison->patience.of(run->options.timeout), *poison);
+    const auto patience = poison->patience.of(run->options.timeout);
+    run->store->meet(key, rank, ranks, patience, *poison);
     return device->connect(run->store->for_group(key), self, static_cast<int>(ranks.size()),
-                           run->options.timeout);
+                           patience, when);
   };
   auto group = std::make_shared<PointToPointGroup>(std::move(channel));
   gloo_groups_.push_back(group);

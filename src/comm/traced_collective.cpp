@@ -16,6 +16,7 @@ TraceRow row_of(Kind kind) {
       return TraceRow::kReductions;
     case Kind::kAllReduce:
     case Kind::kAllToAll:
+    case Kind::kAnyOf:
     case Kind::kBatch:
       break;
   }

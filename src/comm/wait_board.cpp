@@ -1,19 +1,23 @@
 #include "comm/wait_board.h"
 
 #include <algorithm>
-#include <map>
-#include <set>
-#include <sstream>
+#include <iterator>
 
+#include "base/hash.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
 
+IssueLog::IssueLog(std::string group, std::vector<int> members)
+    : group_(std::move(group)), group_hash_(hash_bytes(group_)), members_(std::move(members)) {}
+
 std::uint64_t IssueLog::record(const Batch& batch, std::uint64_t sequence) {
   const std::lock_guard lock(mutex_);
-  Entry& entry = ring_[count_++ % ring_.size()];
-  describe(batch, sequence, entry);
-  return entry.fingerprint;
+  const std::uint64_t before = count_ == 0 ? 0 : ring_[(count_ - 1) % ring_.size()].hash_so_far;
+  Kept& kept = ring_[count_++ % ring_.size()];
+  describe(batch, sequence, kept.entry);
+  kept.hash_so_far = Hasher().add(before).add(kept.entry.fingerprint).digest();
+  return kept.entry.fingerprint;
 }
 
 void IssueLog::clear() {
@@ -26,54 +30,29 @@ std::string IssueLog::lines() const {
   const std::uint64_t kept = std::min<std::uint64_t>(count_, ring_.size());
   std::string text;
   for (std::uint64_t i = count_ - kept; i < count_; ++i) {
-    const Entry& entry = ring_[i % ring_.size()];
+    const Entry& entry = ring_[i % ring_.size()].entry;
     text +=
         concat(group_, "\t", entry.sequence, "\t", entry.fingerprint, "\t", to_string(entry), "\n");
   }
   return text;
 }
 
-namespace {
-
-struct Line {
-  std::string fingerprint;
-  std::string text;
-};
-
-/// (group, sequence) -> line. Lines that do not parse are left out: they come from another process.
-std::map<std::pair<std::string, std::uint64_t>, Line> parse(const std::string& lines) {
-  std::map<std::pair<std::string, std::uint64_t>, Line> parsed;
-  std::istringstream in(lines);
-  for (std::string line; std::getline(in, line);) {
-    std::istringstream fields(line);
-    std::string group;
-    std::string sequence;
-    Line rest;
-    if (!std::getline(fields, group, '\t') || !std::getline(fields, sequence, '\t') ||
-        !std::getline(fields, rest.fingerprint, '\t') || !std::getline(fields, rest.text) ||
-        sequence.empty() || sequence.size() > 19 ||
-        sequence.find_first_not_of("0123456789") != std::string::npos) {
-      continue;
-    }
-    parsed[{group, std::stoull(sequence)}] = rest;
+IssuedHashes IssueLog::issued() const {
+  const std::lock_guard lock(mutex_);
+  IssuedHashes issued{group_hash_, count_, {}};
+  const std::uint64_t kept = std::min<std::uint64_t>(count_, ring_.size());
+  for (std::uint64_t back = 1; back <= kept; ++back) {
+    issued.latest.push_back(ring_[(count_ - back) % ring_.size()].hash_so_far);
   }
-  return parsed;
+  return issued;
 }
 
-}  // namespace
-
-std::optional<std::string> find_disagreement(int rank, const std::string& lines, int other,
-                                             const std::string& other_lines) {
-  const auto theirs = parse(other_lines);
-  for (const auto& [key, line] : parse(lines)) {
-    const auto match = theirs.find(key);
-    if (match == theirs.end() || match->second.fingerprint == line.fingerprint) continue;
-    const bool first = rank < other;
-    return concat("ranks disagree: rank ", first ? rank : other, " issues ",
-                  first ? line.text : match->second.text, " but rank ", first ? other : rank,
-                  " issues ", first ? match->second.text : line.text, " (group ", key.first, ")");
-  }
-  return std::nullopt;
+PeerWait IssueLog::wait_for(std::uint64_t sequence, int peer) const {
+  const std::lock_guard lock(mutex_);
+  const Entry& entry = ring_[sequence % ring_.size()].entry;
+  const bool kept = sequence < count_ && entry.sequence == sequence;
+  return {group_hash_, sequence, peer,
+          concat(kept ? to_string(entry) : concat("#", sequence), " on group ", group_)};
 }
 
 void WaitBoard::enter(Blocked& wait) {
@@ -91,17 +70,11 @@ void WaitBoard::abort_all() {
   for (const Item& item : waits_) item.wait->abort();
 }
 
-std::optional<std::chrono::milliseconds> WaitBoard::longest_wait() const {
-  const std::lock_guard lock(mutex_);
-  if (waits_.empty()) return std::nullopt;
-  auto oldest = waits_.front().since;
-  for (const Item& item : waits_) oldest = std::min(oldest, item.since);
-  return std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() -
-                                                               oldest);
-}
-
 void WaitBoard::add(std::shared_ptr<IssueLog> log) {
   const std::lock_guard lock(mutex_);
+  std::vector<int> all;
+  std::ranges::set_union(peers_, log->members(), std::back_inserter(all));
+  peers_ = std::move(all);
   logs_.push_back(std::move(log));
 }
 
@@ -112,11 +85,38 @@ std::string WaitBoard::lines() const {
   return text;
 }
 
-std::vector<int> WaitBoard::peers() const {
+Standing WaitBoard::standing() const {
   const std::lock_guard lock(mutex_);
-  std::set<int> ranks;
-  for (const auto& log : logs_) ranks.insert(log->members().begin(), log->members().end());
-  return {ranks.begin(), ranks.end()};
+  Standing standing;
+  standing.peers = peers_;
+  standing.waits = static_cast<int>(waits_.size());
+  if (waits_.empty()) return standing;
+  const auto now = std::chrono::steady_clock::now();
+  // In the order in which they began.
+  standing.waited = std::chrono::duration_cast<std::chrono::milliseconds>(now - waits_[0].since);
+  for (const Item& item : waits_) {
+    standing.wait = item.wait->waits_for();
+    if (standing.wait) break;
+  }
+  for (const auto& log : logs_) {
+    standing.issued.push_back(log->issued());
+    if (standing.issued.back().count == 0) standing.issued.pop_back();
+  }
+  return standing;
+}
+
+void WaitBoard::set_cause(const PeerWait& wait, int rank) {
+  const std::lock_guard lock(mutex_);
+  caused_wait_ = wait;
+  cause_ = rank;
+}
+
+std::optional<int> WaitBoard::cause_of(std::uint64_t group, std::uint64_t sequence) const {
+  const std::lock_guard lock(mutex_);
+  if (cause_ < 0 || caused_wait_.group != group || caused_wait_.sequence != sequence) {
+    return std::nullopt;
+  }
+  return cause_;
 }
 
 }  // namespace tessera::comm

@@ -1,8 +1,9 @@
 // WaitBoard: who of this rank is waiting for other ranks, and what its groups have issued lately.
 //
-// Written at every collective (cheap: no text is made), read by the failure watch when a wait takes
-// long: ranks that wait for each other in different orders are found by comparing what they issued
-// ([Note: failure]). Also the handle by which a poisoned World ends waits. Next: failure_watch.h.
+// Written at every collective (cheap: no text is made), read by the failure watch: ranks that wait
+// for each other in different orders are found by comparing what they issued ([Note: failure]).
+// Also the handle by which a poisoned World ends waits, and where the watch leaves word of who
+// holds one up. Next: peer_watch.h.
 #pragma once
 
 #include <array>
@@ -15,38 +16,45 @@
 #include <vector>
 
 #include "comm/batch.h"
+#include "comm/peer_watch.h"
 
 namespace tessera::comm {
 
 /// The last entries of one group on one rank. Threads: any.
 class IssueLog {
  public:
-  IssueLog(std::string group, std::vector<int> members)
-      : group_(std::move(group)), members_(std::move(members)) {}
+  IssueLog(std::string group, std::vector<int> members);
   std::uint64_t record(const Batch& batch, std::uint64_t sequence);  ///< returns the fingerprint
   void clear();
-  /// One line an entry: group, sequence, fingerprint, text, with tabs between.
+  /// One line an entry, as find_disagreement() takes them.
   std::string lines() const;
+  IssuedHashes issued() const;
+  /// That the entry `sequence` waits for `peer`, a world rank.
+  PeerWait wait_for(std::uint64_t sequence, int peer) const;
   const std::vector<int>& members() const { return members_; }
+  std::uint64_t group_hash() const { return group_hash_; }
 
  private:
-  std::string group_;
-  std::vector<int> members_;
+  struct Kept {
+    Entry entry;
+    std::uint64_t hash_so_far = 0;  ///< of all entries up to this one
+  };
+
+  const std::string group_;
+  const std::uint64_t group_hash_;
+  const std::vector<int> members_;
   mutable std::mutex mutex_;
-  std::array<Entry, 64> ring_;
+  std::array<Kept, 64> ring_;
   std::uint64_t count_ = 0;
 };
-
-/// "rank 0 issues A but rank 1 issues B (group G)" for the first entry in which two ranks' lines
-/// differ.
-std::optional<std::string> find_disagreement(int rank, const std::string& lines, int other,
-                                             const std::string& other_lines);
 
 /// Something that a thread waits in.
 class Blocked {
  public:
   virtual ~Blocked() = default;
   virtual void abort() = 0;  ///< makes the wait throw; any thread
+  /// For which collective, and for whom just now; any thread.
+  virtual std::optional<PeerWait> waits_for() const { return std::nullopt; }
 };
 
 /// Threads: any.
@@ -55,13 +63,14 @@ class WaitBoard {
   void enter(Blocked& wait);
   void leave(Blocked& wait);
   void abort_all();
-  /// How long the oldest wait has taken; none when nothing waits.
-  std::optional<std::chrono::milliseconds> longest_wait() const;
 
   void add(std::shared_ptr<IssueLog> log);
   std::string lines() const;
-  /// World ranks that share a group with this one.
-  std::vector<int> peers() const;
+  Standing standing() const;
+
+  /// Whom it takes to hold up a wait, by the failure watch.
+  void set_cause(const PeerWait& wait, int rank);
+  std::optional<int> cause_of(std::uint64_t group, std::uint64_t sequence) const;
 
  private:
   struct Item {
@@ -71,6 +80,9 @@ class WaitBoard {
   mutable std::mutex mutex_;
   std::vector<Item> waits_;
   std::vector<std::shared_ptr<IssueLog>> logs_;
+  std::vector<int> peers_;  // of all logs
+  PeerWait caused_wait_;
+  int cause_ = -1;
 };
 
 /// Stands on the board while it lives.

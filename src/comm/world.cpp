@@ -16,9 +16,22 @@
 namespace tessera {
 namespace {
 
+// Up to here a group's ranks are named one by one.
+constexpr std::size_t kNamedRanks = 8;
+
+/// "gather of ranks 0,1", "gather of ranks 0 to 1023", "gather of ranks 3 to 1019 by 8": others for
+/// others.
 std::string group_name(const std::vector<int>& ranks, std::string_view purpose) {
-  std::string name = concat(purpose, " of ranks");
-  for (const int rank : ranks) name += concat(rank == ranks.front() ? " " : ",", rank);
+  std::string name = concat(purpose, " of ranks ", ranks.front());
+  if (ranks.size() > kNamedRanks) {
+    const int step = ranks[1] - ranks[0];
+    const auto uneven = std::adjacent_find(ranks.begin(), ranks.end(),
+                                           [&](int one, int next) { return next - one != step; });
+    if (uneven == ranks.end()) {
+      return concat(name, " to ", ranks.back(), step == 1 ? "" : concat(" by ", step));
+    }
+  }
+  for (std::size_t i = 1; i < ranks.size(); ++i) name += concat(",", ranks[i]);
   return name;
 }
 
@@ -96,10 +109,12 @@ std::shared_ptr<World> World::connect(const WorldOptions& options) {
 Mesh World::mesh(const MeshShapes& shapes) { return Mesh(shared_from_this(), shapes); }
 
 std::shared_ptr<comm::Group> World::group(const std::vector<int>& ranks, std::string_view purpose) {
+  TESSERA_CHECK(!ranks.empty(), ErrorKind::kUsage, "group: found no ranks for ", purpose,
+                ", expected at least one");
   const std::string name = group_name(ranks, purpose);
   TESSERA_CHECK(
       std::adjacent_find(ranks.begin(), ranks.end(), std::greater_equal<>()) == ranks.end() &&
-          !ranks.empty() && ranks.front() >= 0 && ranks.back() < size_ &&
+          ranks.front() >= 0 && ranks.back() < size_ &&
           std::find(ranks.begin(), ranks.end(), rank_) != ranks.end(),
       ErrorKind::kUsage, "group: found ", name, ", expected ascending ranks below ", size_,
       " with rank ", rank_, " among them");

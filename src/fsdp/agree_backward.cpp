@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
-#include <array>
 
 #include "base/hash.h"
 #include "fsdp/runtime.h"
@@ -34,10 +33,6 @@ bool needs_weights(const Entry& entry, const Entry* first) {
     return true;
   }
   return is_in_this_backward(entry.at_results) || is_in_this_backward(entry.checkpoint);
-}
-
-std::string as_bytes(const std::array<std::uint64_t, 2>& hashes) {
-  return {reinterpret_cast<const char*>(hashes.data()), sizeof hashes};
 }
 
 }  // namespace
@@ -141,15 +136,10 @@ BackwardView Runtime::agree_on_backward(const BackwardView& mine) {
   if (data_group_ == nullptr) return mine;
   controls();
   const std::string bytes = encode(mine);
-  const auto hashes = as_bytes({hash_of_agreed(), hash_bytes(bytes)});
-  const auto all = comm::all_gather_fixed(*data_group_, hashes, "forward order");
-  const auto agree = [&](std::size_t begin, std::size_t end) {
-    return std::ranges::all_of(all, [&](const auto& other) {
-      return other.compare(begin, end - begin, hashes, begin, end - begin) == 0;
-    });
-  };
-  if (!agree(0, hashes.size() / 2)) name_difference();
-  if (agree(hashes.size() / 2, hashes.size())) return mine;
+  const auto same =
+      comm::all_agree(*data_group_, {hash_of_agreed(), hash_bytes(bytes)}, "forward order");
+  if (!same[0]) name_difference();
+  if (same[1]) return mine;
   std::vector<BackwardView> views;
   for (const auto& other : comm::all_gather_bytes(*data_group_, bytes, "use of results")) {
     auto view = decode_backward_view(other);

@@ -211,10 +211,9 @@ void Runtime::on_tickets_closed() {
 
 /// Collective.
 bool Runtime::any_rank_owes() {
-  const std::string mine(1, sink_.open_tickets() > 0 ? '1' : '0');
-  if (data_group_ == nullptr) return mine == "1";
-  const auto all = comm::all_gather_fixed(*data_group_, mine, "deferred gradients");
-  return std::find(all.begin(), all.end(), "1") != all.end();
+  const bool mine = sink_.open_tickets() > 0;
+  if (data_group_ == nullptr) return mine;
+  return comm::any_of_ranks(*data_group_, {mine}, "deferred gradients")[0];
 }
 
 void Runtime::issue_reduction(Unit& unit) {

@@ -145,25 +145,19 @@ double clip_grad_norm(const ShardedBase& model, double max_norm, double p) {
 
 std::vector<std::string> nonfinite_parameters(const ShardedBase& model, std::size_t most) {
   const auto views = model.shards();
-  std::string mine(views.size(), 0);
+  std::vector<bool> any(views.size());
   for (std::size_t i = 0; i < views.size(); ++i) {
     const auto& value = views[i].shard;
     const auto bad = [](const at::Tensor& tensor) {
       return tensor.is_floating_point() && !at::isfinite(tensor).all().item<bool>();
     };
-    if (bad(value.detach()) || (value.grad().defined() && bad(value.grad()))) mine[i] = 1;
+    if (bad(value.detach()) || (value.grad().defined() && bad(value.grad()))) any[i] = true;
   }
   auto* group = fsdp::unit_of_handle(model.unit()).runtime().data_group();
-  if (group != nullptr) {
-    for (const auto& other :
-         comm::all_gather_fixed(*group, mine, "parameters that are not finite")) {
-      for (std::size_t i = 0; i < mine.size(); ++i)
-        mine[i] = static_cast<char>(mine[i] | other.at(i));
-    }
-  }
+  if (group != nullptr) any = comm::any_of_ranks(*group, any, "parameters that are not finite");
   std::vector<std::string> names;
-  for (std::size_t i = 0; i < mine.size() && names.size() < most; ++i) {
-    if (mine[i] != 0) names.push_back(views[i].contract->name);
+  for (std::size_t i = 0; i < any.size() && names.size() < most; ++i) {
+    if (any[i]) names.push_back(views[i].contract->name);
   }
   return names;
 }

@@ -98,21 +98,18 @@ void show_gradient(const Unit& unit, Parameter& p) {
 void Runtime::agree_on_used() {
   if (data_group_ == nullptr) return;
   const bool owes = sink_.open_tickets() > 0;
-  std::vector<std::uint8_t> used{static_cast<std::uint8_t>(owes), static_cast<std::uint8_t>(!owes)};
+  std::vector<bool> used{owes, !owes};
   for (const auto* unit : units_) {
-    for (const auto& p : unit->parameters()) used.push_back(p->used ? 1 : 0);
+    for (const auto& p : unit->parameters()) used.push_back(p->used);
   }
-  std::string mine(used.begin(), used.end());
-  for (const auto& other : comm::all_gather_fixed(*data_group_, mine, "used parameters")) {
-    for (std::size_t i = 0; i < used.size(); ++i) used[i] |= static_cast<std::uint8_t>(other[i]);
-  }
-  TESSERA_CHECK(used[0] + used[1] == 1, ErrorKind::kContract,
+  used = comm::any_of_ranks(*data_group_, used, "used parameters");
+  TESSERA_CHECK(used[0] != used[1], ErrorKind::kContract,
                 "found gradients that some ranks have put off and others not, expected the same on "
                 "every rank; call set_defer_weight_gradients(true) on all of them");
   if (owes) return;
   std::size_t i = 2;
   for (auto* unit : units_) {
-    for (auto& p : unit->parameters()) p->used = used[i++] != 0;
+    for (auto& p : unit->parameters()) p->used = used[i++];
   }
 }
 

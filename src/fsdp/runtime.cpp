@@ -85,12 +85,6 @@ void Runtime::remove_unit(Unit* unit) {
   for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->id = static_cast<UnitId>(i);
 }
 
-bool Runtime::is_on_all_ranks(std::uint64_t hash, const char* what) {
-  const std::string mine(reinterpret_cast<const char*>(&hash), sizeof(hash));
-  const auto all = comm::all_gather_fixed(*data_group_, mine, what);
-  return std::all_of(all.begin(), all.end(), [&](const auto& other) { return other == mine; });
-}
-
 std::string Runtime::difference_between_ranks(const std::string& lines, const char* what) {
   std::vector<std::vector<std::string>> by_rank;
   for (const auto& text : comm::all_gather_bytes(*data_group_, lines, what)) {
@@ -127,7 +121,8 @@ void Runtime::agree_on_plan() {
 }
 
 void Runtime::agree(const std::string& lines, const char* what, const char* mend) {
-  if (data_group_ == nullptr || is_on_all_ranks(hash_bytes(lines), what)) return;
+  if (data_group_ == nullptr) return;
+  if (comm::all_agree(*data_group_, {hash_bytes(lines)}, what)[0]) return;
   TESSERA_CHECK(false, ErrorKind::kContract, what,
                 " differ between ranks: ", difference_between_ranks(lines, what), "; ", mend);
 }

@@ -198,8 +198,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   friend struct Entry;
   // plan and forward: runtime.cpp
   void check_usable();
-  /// Whether all ranks of the stage have the same hash. Collective.
-  bool is_on_all_ranks(std::uint64_t hash, const char* what);
   /// The first line in which `lines` differs between ranks, in words. Collective.
   std::string difference_between_ranks(const std::string& lines, const char* what);
   std::shared_ptr<Entry> record(Unit& unit, std::size_t position);

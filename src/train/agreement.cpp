@@ -33,10 +33,10 @@ void on_all_or_none(World& world, const std::string& what, const std::function<v
     mine = encode(error);
   }
   world.work_at("");
+  if (!comm::any_of_ranks(world.control(), {!mine.empty()}, what)[0]) return;
   const auto all = comm::all_gather_bytes(world.control(), mine, what);
   const auto failed =
       std::find_if(all.begin(), all.end(), [](const auto& one) { return !one.empty(); });
-  if (failed == all.end()) return;
   const auto equal = static_cast<std::size_t>(std::count(all.begin(), all.end(), *failed));
   rethrow(*failed, static_cast<std::size_t>(failed - all.begin()), equal == all.size());
 }

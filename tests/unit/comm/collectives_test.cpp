@@ -276,6 +276,54 @@ TEST_P(Collectives, BytesOfAKnownLengthAreGatheredInOneExchange) {
   });
 }
 
+TEST_P(Collectives, BitsOfAnyRankAreSetOnAll) {
+  threads().run([&](World& world) {
+    for (const std::size_t bits : {0UL, 1UL, 7UL, 8UL, 9UL, 1003UL}) {
+      // Every rank has some bits of its own, and some that others have, too.
+      const auto has = [&](int rank, std::size_t bit) {
+        return bit % 11 == static_cast<std::size_t>(rank) || (bit % 5 == 0 && rank % 2 == 1);
+      };
+      std::vector<bool> mine(bits), expected(bits);
+      for (std::size_t i = 0; i < bits; ++i) {
+        mine[i] = has(world.rank(), i);
+        for (int rank = 0; rank < world.size(); ++rank) expected[i] = expected[i] || has(rank, i);
+      }
+      EXPECT_EQ(any_of_ranks(world.control(), mine, "bits"), expected) << bits;
+    }
+  });
+}
+
+TEST_P(Collectives, ARankOfAnotherHashIsNoticedOnAll) {
+  constexpr std::uint64_t kHash = 0xfedcba9876543210;
+  for (int other = -1; other < ranks(); ++other) {
+    for (const std::uint64_t bit : {0U, 31U, 63U}) {
+      threads().run([&](World& world) {
+        const auto mine = world.rank() == other ? kHash ^ std::uint64_t{1} << bit : kHash;
+        const bool same = other < 0 || ranks() == 1;
+        EXPECT_EQ(all_agree(world.control(), {bit, mine, 0}, "hashes"),
+                  (std::vector<bool>{true, same, true}));
+      });
+    }
+  }
+}
+
+// Sums that are relayed are formed in the same order as those that go straight.
+TEST_P(Collectives, RelayedSumsHaveTheBitsOfDirectOnes) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kDouble, at::kLong}) {
+    for (const std::int64_t numel : {1L, 5L, 1003L, 100003L}) {
+      threads().run([&](World& world) {
+        const auto mine = values(numel, dtype, world.rank(), 8);
+        const auto direct = mine.clone();
+        const auto relayed = mine.clone();
+        const auto group = world.group(everyone(world), "sums");
+        group->issue(batch_of(AllReduce{direct}))->wait();
+        group->issue(batch_of(AllReduce{relayed, {}, Route::kRelayed}))->wait();
+        EXPECT_TRUE(same_bits(relayed, direct)) << dtype << " " << numel;
+      });
+    }
+  }
+}
+
 TEST(FixedBytes, TakeOneExchangeAndLengthsThatDifferAreNamed) {
   ThreadRanks ranks(2, ThreadBackend::kInProcess);
   std::atomic<int> issued = 0;
@@ -322,7 +370,7 @@ std::string case_name(const testing::TestParamInfo<std::tuple<ThreadBackend, int
 INSTANTIATE_TEST_SUITE_P(All, Collectives,
                          testing::Combine(testing::Values(ThreadBackend::kInProcess,
                                                           ThreadBackend::kGloo),
-                                          testing::Values(1, 2, 3, 4)),
+                                          testing::Values(1, 2, 3, 4, 7)),
                          case_name);
 
 INSTANTIATE_TEST_SUITE_P(All, FourRanks,
@@ -353,6 +401,9 @@ TEST(Batch, TensorsThatDoNotFitAreRefused) {
   EXPECT_THROW(group.issue(batch_of(ReduceScatter{at::zeros({4}), at::zeros({4}, at::kHalf)})),
                Error);
   EXPECT_THROW(group.issue(batch_of(AllReduce{at::zeros({4}), at::zeros({3})})), Error);
+  EXPECT_THROW(group.issue(batch_of(AnyOf{at::zeros({4})})), Error);
+  EXPECT_THROW(group.issue(batch_of(RelayedGather{at::zeros({4}, at::kByte), {5}})), Error);
+  EXPECT_THROW(group.issue(batch_of(RelayedGather{at::zeros({4}, at::kByte), {2, 2}})), Error);
   EXPECT_THROW(group.issue(batch_of(AllReduce{at::zeros({4}), at::zeros({4}, at::kHalf)})), Error);
 }
 

@@ -92,17 +92,26 @@ TEST_F(Watched, RanksWithoutAHeartbeatAreSilent) {
 TEST_F(Watched, DifferentEntriesOfAPeerAreNamed) {
   const auto mine = std::make_shared<IssueLog>("g", std::vector<int>{0, 1});
   board_->add(mine);
-  mine->record(batch_of(AllGather{at::zeros({4})}, "mine", 1), 5);
+  mine->record(batch_of(AllGather{at::zeros({4})}, "mine", 1), 0);
   IssueLog theirs("g", {0, 1});
-  theirs.record(batch_of(AllGather{at::zeros({4})}, "theirs", 1), 5);
-  store_->set("issued/0/1", theirs.lines());
-  start();
-  const OnBoard waiting(*board_, blocked_);
+  theirs.record(batch_of(AllGather{at::zeros({4})}, "theirs", 1), 0);
+  const Pulse pulse{1, 0, 1, theirs.wait_for(0, 0), -1, {theirs.issued()}};
+  store_->set(store_key::pulse(1), encode(pulse));
+  store_->set(store_key::issued(0, 1), theirs.lines());
+  start(milliseconds(4), std::chrono::hours(1));
+  struct : Blocked {
+    void abort() override {}
+    std::optional<PeerWait> waits_for() const override { return log->wait_for(0, 1); }
+    const IssueLog* log = nullptr;
+  } wait;
+  wait.log = mine.get();
+  const OnBoard waiting(*board_, wait);
   EXPECT_EQ(
       first_action(),
-      "disagree: ranks disagree: rank 0 issues all_gather of mine (#5, unit 1, micro-batch 0: 16 "
-      "B Float) but rank 1 issues all_gather of theirs (#5, unit 1, micro-batch 0: 16 B Float) "
+      "disagree: ranks disagree: rank 0 issues all_gather of mine (#0, unit 1, micro-batch 0: 16 "
+      "B Float) but rank 1 issues all_gather of theirs (#0, unit 1, micro-batch 0: 16 B Float) "
       "(group g)");
+  EXPECT_TRUE(store_->find(store_key::asked(0, 1)).has_value());
 }
 
 TEST(Store, MeetingNamesWhoDidNotCome) {
@@ -115,6 +124,29 @@ TEST(Store, MeetingNamesWhoDidNotCome) {
     EXPECT_STREQ(error.what(), "hello: rank 0, 2 of 3 did not come within 0.01 s");
   }
   store->meet("alone", 0, {0}, milliseconds(10), poison);
+}
+
+TEST(Store, AMeetingIsOverWhenTheLastOneHasComeHoweverOftenTheOthersDid) {
+  const auto store = Store::in_memory();
+  const Poison poison;
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    EXPECT_THROW(store->meet("goodbye", 0, {0, 1, 2}, milliseconds(1), poison), PeerLost);
+  }
+  store->arrive("goodbye", 1, 3);
+  EXPECT_FALSE(store->has_arrived("goodbye", 2));
+  store->meet("goodbye", 2, {0, 1, 2}, milliseconds(10), poison);
+  store->meet("goodbye", 0, {0, 1, 2}, milliseconds(10), poison);
+}
+
+TEST(Store, ManyKeysAreFoundTogetherOrOneByOne) {
+  const auto store = Store::in_memory();
+  store->set("a", "1");
+  store->set("c", "");
+  using Values = std::vector<std::optional<std::string>>;
+  EXPECT_EQ(store->find_all({"a", "b", "c"}), (Values{"1", std::nullopt, ""}));
+  store->set("b", "22");
+  EXPECT_EQ(store->find_all({"a", "b"}), (Values{"1", "22"}));
+  EXPECT_EQ(store->find_all({}), Values{});
 }
 
 TEST(Store, PoisonEndsAMeeting) {

@@ -190,14 +190,22 @@ TEST(Gloo, LateRankIsNamedAfterTheTimeout) {
               AllOf(HasSubstr("all_reduce of meeting (#1"), HasSubstr("waited 0.1 s for rank 1;")));
 }
 
-TEST(FindDisagreement, FirstDifferentEntryOfAnySharedGroupIsNamed) {
-  const std::string mine = "g\t3\taa\tA\ng\t4\tbb\tB\nh\t0\tcc\tC\n";
-  EXPECT_EQ(find_disagreement(1, mine, 0, "g\t4\txx\tX\n"),
-            "ranks disagree: rank 0 issues X but rank 1 issues B (group g)");
-  EXPECT_FALSE(find_disagreement(1, mine, 0, "g\t3\taa\tA\n").has_value());
-  EXPECT_FALSE(find_disagreement(1, mine, 0, "g\t9\txx\tX\n").has_value());
-  EXPECT_FALSE(find_disagreement(1, mine, 0, "garbage\n\t\t\t\ng\t99999999999999999999999\tx\tX\n")
-                   .has_value());
+TEST(Gloo, RanksThatWaitForEachOtherInDifferentGroupsAreNamedWhileTheyWait) {
+  WorldOptions options;
+  options.blocked_after = milliseconds(40);
+  ThreadRanks ranks(2, ThreadBackend::kGloo, options);
+  EXPECT_THAT(
+      error_of([&] {
+        ranks.run([&](World& world) {
+          const auto a = world.group({0, 1}, "a");
+          const auto b = world.group({0, 1}, "b");
+          const bool zero = world.rank() == 0;
+          (zero ? a : b)->issue(gather(8, zero ? "first" : "second", 1))->wait();
+          (zero ? b : a)->issue(gather(8, zero ? "second" : "first", 1))->wait();
+        });
+      }),
+      AllOf(HasSubstr("ranks wait for each other: rank 0 waits in all_gather of first (#0"),
+            HasSubstr("which rank 1 has not issued; rank 1 waits in all_gather of second")));
 }
 
 }  // namespace

@@ -190,6 +190,32 @@ TEST_P(AnyRank, ThatStallsIsNamedAfterTheTimeout) {
   }
 }
 
+// Most ranks wait for one that waits itself, since control messages are relayed.
+TEST_P(AnyRank, ThatStallsIsNamedByAllOfMany) {
+  const auto outcome =
+      run({.nproc = 6, .mode = "stall", .rank = GetParam(), .step = 4, .timeout_ms = 4000});
+  EXPECT_EQ(outcome.exit_code, 1);
+  const std::string waited = "waited 4 s for rank ";
+  EXPECT_THAT(outcome.last_error_line(), HasSubstr(waited + std::to_string(GetParam()) + ";"))
+      << outcome.err;
+  for (auto at = outcome.err.find(waited); at != std::string::npos;
+       at = outcome.err.find(waited, at + 1)) {
+    EXPECT_EQ(outcome.err.substr(at + waited.size(), 2), std::to_string(GetParam()) + ";")
+        << outcome.err;
+  }
+  EXPECT_LT(outcome.seconds, kSeconds + 4);
+}
+
+TEST_P(AnyRank, ThatWaitsInAnotherGroupIsNamedBesideWhoWaitsForIt) {
+  const auto outcome = run({.mode = "cross", .rank = GetParam(), .step = 3});
+  EXPECT_EQ(outcome.exit_code, 1);
+  EXPECT_THAT(outcome.last_error_line(),
+              AllOf(HasSubstr("ranks wait for each other: rank 0 waits in"),
+                    HasSubstr("has not issued; rank 1 waits in")))
+      << outcome.err;
+  EXPECT_LT(outcome.seconds, kSeconds);
+}
+
 // Whose wait ends first closes its connections: that must not make a culprit of it.
 TEST_P(AnyRank, ThatStallsIsNamedByWhoWaitsForItAndNotByWhoWaitsForThose) {
   const auto outcome =

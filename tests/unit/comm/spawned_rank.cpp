@@ -2,7 +2,7 @@
 // arguments say.
 //
 //   spawned_rank NPROC MODE RANK STEP STEPS TIMEOUT_MS
-//   MODE: none | throw | usage | kill | stall | exit | stop | disagree | poison | withhold
+//   MODE: none | throw | usage | kill | stall | exit | stop | disagree | cross | poison | withhold
 //         work-slow | work-endless | work-kill | work-stop: of RANK, before the first step
 #include <ATen/ATen.h>
 #include <signal.h>
@@ -84,6 +84,14 @@ void prepare(const Plan& plan, World& world, std::chrono::milliseconds timeout) 
   world.end_start_up();
 }
 
+void gather_layers(World& world, comm::Group& group) {
+  comm::Batch batch;
+  batch.label.kind = comm::Kind::kAllGather;
+  batch.label.unit = "layers";
+  batch.ops.emplace_back(comm::AllGather{at::zeros({30000L * world.size()})});
+  world.queue().submit(group, std::move(batch)).wait();
+}
+
 void train(const Plan& plan, World& world) {
   std::vector<int> all;
   for (int rank = 0; rank < world.size(); ++rank) all.push_back(rank);
@@ -91,15 +99,12 @@ void train(const Plan& plan, World& world) {
   for (int step = 0; step < plan.steps; ++step) {
     const bool fails = step == plan.step && world.rank() == plan.rank;
     if (fails) misbehave(plan, world);
+    if (fails && plan.mode == "cross") gather_layers(world, *group);  // before the sum, not after
     if (step == plan.step && plan.mode == "withhold") withhold(plan, world, *group);
     try {
       auto sum = at::full({4}, world.rank(), at::kLong);
       comm::all_reduce(world.control(), sum, "sum");
-      comm::Batch batch;
-      batch.label.kind = comm::Kind::kAllGather;
-      batch.label.unit = "layers";
-      batch.ops.emplace_back(comm::AllGather{at::zeros({30000L * world.size()})});
-      world.queue().submit(*group, std::move(batch)).wait();
+      gather_layers(world, *group);
       const std::int64_t expected = world.size() * (world.size() - 1) / 2;
       TESSERA_INVARIANT(sum[0].item<std::int64_t>() == expected || fails, "wrong sum");
     } catch (const tessera::Error& error) {

@@ -1,0 +1,120 @@
+#include "comm/relay.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+namespace tessera::comm::relay_test {
+namespace {
+
+// All up to 70, and large ones on both sides of powers of two.
+std::vector<int> sizes() {
+  std::vector<int> all(70);
+  std::iota(all.begin(), all.end(), 1);
+  all.insert(all.end(), {127, 128, 129, 1000, 1023, 1024, 4095, 4096});
+  return all;
+}
+
+TEST(Relay, HasAsManyRoundsAsTheLogarithmRoundedUp) {
+  for (const int ranks : sizes()) {
+    EXPECT_GE(1 << relay::rounds(ranks), ranks);
+    EXPECT_TRUE(ranks == 1 || 1 << (relay::rounds(ranks) - 1) < ranks);
+  }
+  EXPECT_EQ(relay::rounds(1), 0);
+  EXPECT_EQ(relay::rounds(4096), 12);
+}
+
+TEST(Relay, WhomOneSendsToReceivesFromIt) {
+  for (const int ranks : sizes()) {
+    for (int round = 0; round < relay::rounds(ranks); ++round) {
+      for (const int rank : {0, ranks / 3, ranks - 1}) {
+        const auto [to, from] = relay::round_of(round, rank, ranks);
+        EXPECT_EQ(relay::round_of(round, to, ranks).from, rank);
+        EXPECT_EQ(relay::round_of(round, from, ranks).to, rank);
+        EXPECT_NE(to, rank);
+      }
+    }
+  }
+}
+
+TEST(Relay, HasAtMostTwoPartnersARound) {
+  for (const int ranks : sizes()) {
+    for (const int rank : {0, ranks / 3, ranks - 1}) {
+      const auto partners = relay::partners(rank, ranks);
+      EXPECT_LE(partners.size(), 2U * static_cast<unsigned>(relay::rounds(ranks)));
+      EXPECT_LT(partners.size(), static_cast<std::size_t>(ranks));
+      for (const int partner : partners) {
+        const auto theirs = relay::partners(partner, ranks);
+        EXPECT_TRUE(std::binary_search(theirs.begin(), theirs.end(), rank)) << "either way";
+      }
+    }
+  }
+}
+
+// What is combined on the way is of every rank; each one's reach is a stretch of the ring behind
+// it.
+TEST(Relay, ReachesEveryRankFromEveryOther) {
+  for (const int ranks : sizes()) {
+    int reach = 1;  // ranks whose bits one has: itself and those before it
+    for (int round = 0; round < relay::rounds(ranks); ++round) {
+      const int step = 1 << round;
+      EXPECT_LE(step, reach) << "no gap between its own stretch and the one that comes";
+      reach = std::max(reach, step + reach);
+    }
+    EXPECT_GE(reach, ranks);
+  }
+}
+
+// The gather itself, with parts for words: every part arrives once, in its place.
+TEST(Relay, GathersEveryPartOnceInItsPlace) {
+  for (const int ranks : sizes()) {
+    if (ranks > 129) continue;
+    const auto count = static_cast<std::size_t>(ranks);
+    std::vector<std::vector<int>> kept(count);
+    for (int rank = 0; rank < ranks; ++rank) kept[static_cast<std::size_t>(rank)] = {rank};
+    for (int round = 0; round < relay::rounds(ranks); ++round) {
+      const auto before = kept;
+      for (int rank = 0; rank < ranks; ++rank) {
+        auto& mine = kept[static_cast<std::size_t>(rank)];
+        const auto& theirs =
+            before[static_cast<std::size_t>(relay::round_of(round, rank, ranks).from)];
+        ASSERT_EQ(mine.size(), std::size_t{1} << round);
+        mine.insert(mine.end(), theirs.begin(), theirs.begin() + relay::parts_sent(round, ranks));
+      }
+    }
+    for (int rank = 0; rank < ranks; ++rank) {
+      const auto& mine = kept[static_cast<std::size_t>(rank)];
+      ASSERT_EQ(mine.size(), count);
+      for (int place = 0; place < ranks; ++place) {
+        EXPECT_EQ(mine[static_cast<std::size_t>(place)], relay::rank_at(place, rank, ranks));
+        EXPECT_EQ(relay::place_of(relay::rank_at(place, rank, ranks), rank, ranks), place);
+      }
+    }
+  }
+}
+
+TEST(Relay, SendsAsManyBytesAsEveryoneToEveryone) {
+  for (const int ranks : sizes()) {
+    const std::vector<std::int64_t> equal(static_cast<std::size_t>(ranks), 24);
+    EXPECT_EQ(relay::gathered_bytes_sent(equal, ranks / 2), 24 * (ranks - 1));
+    std::vector<std::int64_t> lengths(static_cast<std::size_t>(ranks));
+    std::iota(lengths.begin(), lengths.end(), 0);
+    std::int64_t sent = 0;
+    for (int rank = 0; rank < ranks && ranks < 200; ++rank) {
+      sent += relay::gathered_bytes_sent(lengths, rank);
+    }
+    if (ranks < 200) {
+      EXPECT_EQ(sent, (ranks - 1) * std::accumulate(lengths.begin(), lengths.end(), 0));
+    }
+  }
+}
+
+TEST(Relay, PartsOfOtherLengthsBeginWhereTheOnesBeforeThemEnd) {
+  EXPECT_EQ(relay::begins({5, 0, 7}, 0), (std::vector<std::int64_t>{0, 5, 12, 12}));
+  EXPECT_EQ(relay::begins({5, 0, 7}, 2), (std::vector<std::int64_t>{0, 7, 7, 12}));
+}
+
+}  // namespace
+}  // namespace tessera::comm::relay_test
