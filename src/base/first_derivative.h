@@ -1,4 +1,11 @@
 // For backward passes that have no derivative of their own.
+//
+// [Note: left-out results] Where a node gives several results, as a sharded module does, and a
+// backward uses some of them, what made the others runs as well, with undefined gradients. Autograd
+// fills these up with zeros, if it is not told to leave them (set_materialize_grads); parameters
+// behind a left-out result would then have gradients of zeros, by which an optimizer steps, where
+// at::linear gives them none. So our functions take undefined gradients and hand them on. What
+// communicates in its backward takes the zeros.
 #pragma once
 
 #include <c10/core/GradMode.h>

@@ -80,7 +80,7 @@ UnitState Runtime::state_of(const Unit& unit) const {
           return step.kind == Step::Kind::kReduce && step.unit == unit.id;
         });
   }
-  for (const auto* lender : unit.needs) state.lenders.push_back(lender->id);
+  for (const auto& lender : unit.lenders) state.lenders.push_back(lender->id);
   state.prefetch = backward_prefetch_of(unit);
   return state;
 }
@@ -196,7 +196,7 @@ void Runtime::plan_backward_under_way(const Entry* first) {
       for (const auto id : forward.trace->units) {
         const auto owe = [](Unit& unit) { unit.owed = unit.owed || unit.trainable(); };
         owe(*units_.at(id));
-        for (auto* lender : units_[id]->needs) owe(*lender);
+        for (const auto& lender : units_[id]->lenders) owe(*lender);
       }
     }
   }

@@ -142,7 +142,7 @@ void Runtime::wait_unsharded(Unit& unit) {
                   one.shown_name(),
                   ": found its parameters released, expected them gathered before it began");
   };
-  for (auto* lender : unit.needs) wait(*lender);
+  for (const auto& lender : unit.lenders) wait(*lender);
   wait(unit);
 }
 
@@ -182,7 +182,7 @@ void Runtime::expect(Entry& entry) {
   entry.consumed = false;
   ++outstanding_;
   ++entry.unit->expected;
-  for (auto* lender : entry.unit->needs) ++lender->expected;
+  for (const auto& lender : entry.unit->lenders) ++lender->expected;
 }
 
 void Runtime::consume(Entry& entry) {
@@ -190,7 +190,7 @@ void Runtime::consume(Entry& entry) {
   entry.consumed = true;
   --outstanding_;
   --entry.unit->expected;
-  for (auto* lender : entry.unit->needs) --lender->expected;
+  for (const auto& lender : entry.unit->lenders) --lender->expected;
 }
 
 void Runtime::on_gradient() {

@@ -16,10 +16,7 @@ namespace {
 /// and keeps it: its handle may live longer than the ancestor's.
 void lend(Unit& ancestor, Unit& owner) {
   if (&owner == &ancestor) return;
-  if (std::find(owner.needs.begin(), owner.needs.end(), &ancestor) == owner.needs.end()) {
-    owner.needs.push_back(&ancestor);
-    owner.lenders.push_back(ancestor.shared_from_this());
-  }
+  if (!owner.borrows_from(ancestor)) owner.lenders.push_back(ancestor.shared_from_this());
 }
 
 /// What a unit below had from another one may have moved on from there.

@@ -113,8 +113,9 @@ void Runtime::agree_on_used() {
   }
 }
 
-/// Whether the end of this backward comes to publish() and its messages.
+/// Whether the end of this backward shows gradients: also before what it owes has been reduced.
 bool Runtime::would_publish() const {
+  // A partial sum over replicas waits in the accumulators.
   return is_last_backward_ && (replicas_ == nullptr || requires_replica_reduce_) &&
          std::any_of(units_.begin(), units_.end(), [](const auto* unit) {
            return unit->unpublished || unit->reduced || (unit->owed && unit->requires_sync);
@@ -122,10 +123,7 @@ bool Runtime::would_publish() const {
 }
 
 void Runtime::publish() {
-  const bool any =
-      std::any_of(units_.begin(), units_.end(), [](const auto* unit) { return unit->unpublished; });
-  // A partial sum over replicas waits in the accumulators.
-  if (!any || (replicas_ != nullptr && !requires_replica_reduce_)) return;
+  if (!would_publish()) return;
   agree_on_used();
   std::vector<Bucket*> finals;
   for (auto* unit : units_) {

@@ -162,7 +162,7 @@ void Runtime::gather_needed(Unit& unit) {
     if (!one.gather_pending()) issue_gather(one);
     one.wait_gather();
   };
-  for (auto* other : unit.needs) gather(*other);
+  for (const auto& lender : unit.lenders) gather(*lender);
   gather(unit);
 }
 
@@ -211,9 +211,9 @@ void Runtime::check_borrowed(const Unit& unit) const {
                   "owns its parameter ",
                   leaf->name, " is gone, expected it to live; keep the outermost handle");
     TESSERA_CHECK(
-        std::find(unit.needs.begin(), unit.needs.end(), leaf->owner->unit) != unit.needs.end(),
-        ErrorKind::kUsage, "unit ", unit.shown_name(), ": found the parameter ",
-        leaf->owner->contract.name, " that unit ", leaf->owner->unit->shown_name(),
+        unit.borrows_from(*leaf->owner->unit), ErrorKind::kUsage, "unit ", unit.shown_name(),
+        ": found the parameter ", leaf->owner->contract.name, " that unit ",
+        leaf->owner->unit->shown_name(),
         " owns, expected a common parent of both that is sharded; call fully_shard on it");
   }
 }

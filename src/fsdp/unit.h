@@ -4,6 +4,7 @@
 // (fsdp/runtime.h) and nothing about dtypes (the contracts). Next: bucket.h, runtime.h.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -166,8 +167,12 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   /// forwards at all.
   bool outlasts_backward() const { return unsharded_by_user || !reshard_after_backward; }
   bool outlasts_evaluation() const { return !reshard_after_backward && !reshard_after_forward; }
-  std::vector<Unit*> needs;                    ///< units that hold some of this module's parameters
-  std::vector<std::shared_ptr<Unit>> lenders;  ///< the same, which therefore live as long as this
+  /// Units that hold some of this module's parameters, which live at least as long as this one.
+  std::vector<std::shared_ptr<Unit>> lenders;
+  bool borrows_from(const Unit& other) const {
+    return std::any_of(lenders.begin(), lenders.end(),
+                       [&](const auto& lender) { return lender.get() == &other; });
+  }
   std::vector<std::shared_ptr<Leaf>> borrowed;  ///< leaves that another unit owns
 
   std::unique_ptr<Bucket> make_bucket(const layout::BucketPlan& plan) const;  ///< empty

@@ -47,6 +47,7 @@ struct GatherFunction : torch::autograd::Function<GatherFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x,
                             const at::Tensor& slot_of_row, const at::Tensor& row_of_slot,
                             std::int64_t experts_per_token) {
+    ctx->set_materialize_grads(false);
     ctx->save_for_backward({row_of_slot});
     ctx->saved_data["k"] = experts_per_token;
     return x.index_select(0, token_of_row(slot_of_row, experts_per_token));
@@ -54,6 +55,7 @@ struct GatherFunction : torch::autograd::Function<GatherFunction> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward();
+    if (!grads[0].defined()) return variable_list(4);  // [Note: left-out results]
     const at::Tensor row_of_slot = ctx->get_saved_variables()[0];
     const std::int64_t k = ctx->saved_data["k"].toInt();
     const std::int64_t columns = grads[0].size(1);
@@ -135,12 +137,14 @@ variable_list product_gradients(AutogradContext* ctx, const GradOf& grad_of) {
 struct CombineFunction : torch::autograd::Function<CombineFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& rows, const at::Tensor& weights,
                             const at::Tensor& slot_of_row, const at::Tensor& row_of_slot) {
+    ctx->set_materialize_grads(false);
     ctx->save_for_backward({rows, weights, slot_of_row, row_of_slot});
     return sum_of_slots(rows, weights, row_of_slot.view(weights.sizes()));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward();
+    if (!grads[0].defined()) return variable_list(4);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor token = token_of_row(saved[2], saved[1].size(1));
     return product_gradients(ctx, [&](std::int64_t begin, std::int64_t count) {
@@ -153,6 +157,7 @@ struct SumSlotsFunction : torch::autograd::Function<SumSlotsFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& rows,
                             const at::Tensor& slot_of_row, const at::Tensor& row_of_slot,
                             std::int64_t experts_per_token) {
+    ctx->set_materialize_grads(false);
     ctx->save_for_backward({slot_of_row});
     ctx->saved_data["k"] = experts_per_token;
     return sum_of_slots(rows, at::Tensor(), row_of_slot.view({-1, experts_per_token}));
@@ -160,6 +165,7 @@ struct SumSlotsFunction : torch::autograd::Function<SumSlotsFunction> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward();
+    if (!grads[0].defined()) return variable_list(4);  // [Note: left-out results]
     const at::Tensor slot_of_row = ctx->get_saved_variables()[0];
     const at::Tensor token = token_of_row(slot_of_row, ctx->saved_data["k"].toInt());
     return {grads[0].index_select(0, token), at::Tensor(), at::Tensor(), at::Tensor()};
@@ -170,12 +176,14 @@ struct ScaleRowsFunction : torch::autograd::Function<ScaleRowsFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& rows, const at::Tensor& weights,
                             const at::Tensor& slot_of_row, const at::Tensor& row_of_slot) {
     const WideScope products;
+    ctx->set_materialize_grads(false);
     ctx->save_for_backward({rows, weights, slot_of_row, row_of_slot});
     return scaled(rows, weight_of_row(weights, slot_of_row));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward();
+    if (!grads[0].defined()) return variable_list(4);  // [Note: left-out results]
     return product_gradients(ctx, [&](std::int64_t begin, std::int64_t count) {
       return grads[0].narrow(0, begin, count);
     });

@@ -38,6 +38,7 @@ struct ClampedSwigluFunction : torch::autograd::Function<ClampedSwigluFunction> 
     const auto [gate, up] = interleaved(both);
     const at::Tensor g = wide(gate).clamp_max(limit);
     const at::Tensor u = wide(up).clamp(-limit, limit);
+    ctx->set_materialize_grads(false);
     ctx->save_for_backward({both});
     ctx->saved_data["alpha"] = alpha;
     ctx->saved_data["limit"] = limit;
@@ -46,6 +47,7 @@ struct ClampedSwigluFunction : torch::autograd::Function<ClampedSwigluFunction> 
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward();
+    if (!grads[0].defined()) return variable_list(3);  // [Note: left-out results]
     const at::Tensor both = ctx->get_saved_variables()[0];
     const double alpha = ctx->saved_data["alpha"].toDouble();
     const double limit = ctx->saved_data["limit"].toDouble();

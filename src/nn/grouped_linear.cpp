@@ -72,6 +72,7 @@ struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> 
       if (bias) add_bias(product, *bias, offsets);
       return product;
     });
+    ctx->set_materialize_grads(false);
     // A frozen weight has no use for its input.
     ctx->save_for_backward(
         {weight.requires_grad() ? x : at::Tensor(), weight, bias.value_or(at::Tensor())});
@@ -83,6 +84,7 @@ struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> 
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward();
+    if (!grads[0].defined()) return variable_list(5);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor& x = saved[0];
     const at::Tensor& weight = saved[1];

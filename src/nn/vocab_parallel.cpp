@@ -99,6 +99,7 @@ struct VocabParallelFunction : torch::autograd::Function<VocabParallelFunction> 
     const Combined found = combine(summarize(flat, own, inside), options.axis, options.name);
     const at::Tensor kept = targets.ne(kIgnoredLabel);
     const at::Tensor losses = (found.log_sum - found.target).masked_fill(kept.logical_not(), 0);
+    ctx->set_materialize_grads(false);
     ctx->save_for_backward({logits, found.log_sum, own.number, own.own, kept});
     ctx->saved_data["consume"] = options.use == Logits::kConsume;
     return losses.sum(at::kDouble).to(inside);
@@ -106,6 +107,7 @@ struct VocabParallelFunction : torch::autograd::Function<VocabParallelFunction> 
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward();
+    if (!grads[0].defined()) return variable_list(3);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor& logits = saved[0];
     const at::Tensor& log_sum = saved[1];

@@ -12,6 +12,8 @@ using torch::autograd::variable_list;
 
 thread_local TransitionStandIn* stand_in_of_thread = nullptr;
 
+/// Undefined gradients are filled up with zeros: a result may be left out on this rank alone, and
+/// all ranks have to issue the same collectives. [Note: left-out results]
 struct TransitionFunction : torch::autograd::Function<TransitionFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x,
                             const c10::intrusive_ptr<Transition>& transition) {

@@ -208,9 +208,7 @@ void expect_gradients_of_plain_steps(
     model.handle.zero_grad();
     backward(squares(model.handle.forward(input_of(world.rank(), 5, kWidth))));
     expect_same(whole_gradients(model.handle),
-                plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-                  backward(squares(plain.forward(input_of(rank, 5, kWidth))));
-                }));
+                gradients_of_squares(plain, world.size(), 5, kWidth));
     EXPECT_EQ(model.handle.unit()->expected, 0);
   }
 }

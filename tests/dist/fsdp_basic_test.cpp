@@ -3,6 +3,7 @@
 // contract's dtypes.
 #include <torch/csrc/autograd/autograd.h>
 
+#include "dist/data_layout.h"
 #include "dist/modules.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
@@ -36,13 +37,7 @@ std::map<std::string, at::Tensor> plain_gradients(torch::nn::Module& module, int
   return sums;
 }
 
-struct Layout {
-  int ranks;
-  int replicas;
-  ThreadBackend backend;
-};
-
-class Layouts : public ::testing::TestWithParam<Layout> {};
+class Layouts : public ::testing::TestWithParam<DataLayout> {};
 
 TEST_P(Layouts, MixedDtypeModelTrainsAsThePlainOne) {
   const auto [count, replicas, backend] = GetParam();
@@ -140,19 +135,11 @@ TEST_P(Layouts, NestedUnitsGiveTheSameBitsAsOne) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Grid, Layouts,
-                         ::testing::Values(Layout{1, 1, ThreadBackend::kInProcess},
-                                           Layout{2, 1, ThreadBackend::kInProcess},
-                                           Layout{3, 1, ThreadBackend::kInProcess},
-                                           Layout{4, 1, ThreadBackend::kInProcess},
-                                           Layout{2, 2, ThreadBackend::kInProcess},
-                                           Layout{4, 2, ThreadBackend::kInProcess},
-                                           Layout{2, 1, ThreadBackend::kGloo},
-                                           Layout{4, 2, ThreadBackend::kGloo}),
-                         [](const auto& layout) {
-                           return concat(
-                               layout.param.ranks, "ranks", layout.param.replicas, "replicas",
-                               layout.param.backend == ThreadBackend::kGloo ? "Gloo" : "InProcess");
-                         });
+                         ::testing::Values(DataLayout{1, 1}, DataLayout{2, 1}, DataLayout{3, 1},
+                                           DataLayout{4, 1}, DataLayout{2, 2}, DataLayout{4, 2},
+                                           DataLayout{2, 1, ThreadBackend::kGloo},
+                                           DataLayout{4, 2, ThreadBackend::kGloo}),
+                         name_of);
 
 // 256, 1, -256 in bf16 is 0; the contract's sums are fp32, so every schedule must give 1.
 enum class Schedule { kSynced, kNoSync, kReplicasDeferred };

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 
 #include "dist/plain.h"
+#include "dist/wide_gradient.h"
 #include "grad/torch_dtype.h"
 
 namespace tessera::test::fsdp_contract_test {
@@ -10,8 +11,6 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 constexpr std::int64_t kWidth = 5;
 constexpr double kOdd = 1.0078125;  // 1 + 2^-7: 8 bits; its square has 15
@@ -52,19 +51,6 @@ TEST_P(ContractOnRanks, ABareParameterPinnedBesideBulkWeightsComputesInFloat32In
     EXPECT_TRUE(same_bits(found.at("bias"), at::full({kWidth}, world.size(), at::kFloat)));
   });
 }
-
-/// x * w in bf16; the weight's gradient in fp32.
-class WideGradient : public torch::autograd::Function<WideGradient> {
- public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& w) {
-    context->save_for_backward({x, w});
-    return x * w;
-  }
-  static variable_list backward(AutogradContext* context, variable_list grads) {
-    const auto saved = context->get_saved_variables();
-    return {grads[0] * saved[1], grads[0].to(at::kFloat) * saved[0].to(at::kFloat)};
-  }
-};
 
 /// `turns` brings an fp32 gradient or a bf16 one, `narrow` always a bf16 one; all of one bucket.
 class TwoKinds : public torch::nn::Module {

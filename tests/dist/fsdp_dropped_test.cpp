@@ -2,6 +2,7 @@
 // the sum of what each rank used, and nobody waits for anybody. [Note: collective order]
 #include <gmock/gmock.h>
 
+#include "dist/data_layout.h"
 #include "dist/plain.h"
 
 namespace tessera::test::fsdp_dropped_test {
@@ -11,24 +12,11 @@ using ::testing::HasSubstr;
 
 constexpr std::int64_t kWidth = 5;
 
-struct Layout {
-  int ranks, replicas;
-  ThreadBackend backend;
-};
-
-std::string name_of(const ::testing::TestParamInfo<Layout>& info) {
-  return concat(info.param.ranks, "ranks", info.param.replicas, "replicas",
-                info.param.backend == ThreadBackend::kGloo ? "Gloo" : "InProcess");
-}
-
-class Dropped : public ::testing::TestWithParam<Layout> {};
+class Dropped : public ::testing::TestWithParam<DataLayout> {};
 INSTANTIATE_TEST_SUITE_P(Layouts, Dropped,
-                         ::testing::Values(Layout{1, 1, ThreadBackend::kInProcess},
-                                           Layout{2, 1, ThreadBackend::kInProcess},
-                                           Layout{3, 1, ThreadBackend::kInProcess},
-                                           Layout{4, 2, ThreadBackend::kInProcess},
-                                           Layout{2, 1, ThreadBackend::kGloo},
-                                           Layout{3, 1, ThreadBackend::kGloo}),
+                         ::testing::Values(DataLayout{1, 1}, DataLayout{2, 1}, DataLayout{3, 1},
+                                           DataLayout{4, 2}, DataLayout{2, 1, ThreadBackend::kGloo},
+                                           DataLayout{3, 1, ThreadBackend::kGloo}),
                          name_of);
 
 using Pair = std::pair<at::Tensor, at::Tensor>;

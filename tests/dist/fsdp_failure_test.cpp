@@ -47,12 +47,9 @@ TEST_P(Failures, OthersLeavePromptlyAndTheNextStepIsRight) {
     const auto step = [&](int number) {
       model.handle.zero_grad();
       backward(squares(model.handle.forward(input_of(world.rank(), number, kWidth))));
-      expect_same(
-          whole_gradients(model.handle),
-          plain_gradients(
-              plain, world.size(), world.size(),
-              [&](int rank) { backward(squares(plain.forward(input_of(rank, number, kWidth)))); }),
-          concat("step ", number));
+      expect_same(whole_gradients(model.handle),
+                  gradients_of_squares(plain, world.size(), number, kWidth),
+                  concat("step ", number));
       optimizer->step();
     };
     step(0);
@@ -108,9 +105,7 @@ TEST(FailuresOfOne, ARankAloneGoesOnWithoutRecover) {
       model.chain->blocks[1]->before = nullptr;
       model.handle.zero_grad();
       backward(squares(model.handle.forward(input_of(0, 1, kWidth))));
-      expect_same(whole_gradients(model.handle), plain_gradients(plain, 1, 1, [&](int) {
-                    backward(squares(plain.forward(input_of(0, 1, kWidth))));
-                  }));
+      expect_same(whole_gradients(model.handle), gradients_of_squares(plain, 1, 1, kWidth));
     }
   });
 }
@@ -125,9 +120,7 @@ TEST(FailuresOfOne, GradientsOfTheFailedStepAreForgottenWithoutZeroGradToo) {
     EXPECT_NE(error_of([&] { model.handle.forward(input_of(0, 1, kWidth)); }), "");
     model.chain->blocks[1]->before = nullptr;
     backward(squares(model.handle.forward(input_of(0, 2, kWidth))));
-    expect_same(whole_gradients(model.handle), plain_gradients(plain, 1, 1, [&](int) {
-                  backward(squares(plain.forward(input_of(0, 2, kWidth))));
-                }));
+    expect_same(whole_gradients(model.handle), gradients_of_squares(plain, 1, 2, kWidth));
   });
 }
 

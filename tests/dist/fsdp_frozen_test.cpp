@@ -173,9 +173,7 @@ TEST_P(FrozenOnRanks, SetTrainableMovesThemBetweenSlicesAndWhole) {
                     {{.match = {"a"}, .trainable = trainable, .frozen_as = FrozenAs::kReplicate}});
       expect_same(whole_parameters(handle), values);
       for (auto& block : plain.blocks) block->a.set_requires_grad(trainable);
-      const auto expected = plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-        backward(squares(plain.forward(input_of(rank, 0, kWidth))));
-      });
+      const auto expected = gradients_of_squares(plain, world.size(), 0, kWidth);
       expect_close(step_of(handle, world.rank()).gradients, expected, one_axis());
       handle.zero_grad();
     }
@@ -214,9 +212,7 @@ struct PartlyFrozen {
     handle.emplace(fully_shard(chain, mesh));
   }
   void expect_gradients_of_the_plain_one(World& world, bool same_order) {
-    const auto expected = plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-      backward(squares(plain.forward(input_of(rank, 0, kWidth))));
-    });
+    const auto expected = gradients_of_squares(plain, world.size(), 0, kWidth);
     expect_close(whole_gradients(*handle), expected, same_order);
     handle->zero_grad();
   }

@@ -37,9 +37,7 @@ TEST_P(HandleOnRanks, ASequentialOfHandlesTrainsAsUnsharded) {
       handle.zero_grad();
       backward(squares(handle.forward(input_of(world.rank(), step, kWidth))));
       expect_same(whole_gradients(handle),
-                  plain_gradients(*plain, world.size(), world.size(), [&](int rank) {
-                    backward(squares(plain->forward(input_of(rank, step, kWidth))));
-                  }));
+                  gradients_of_squares(*plain, world.size(), step, kWidth));
     }
     EXPECT_THAT(handle.named_parameters().keys(),
                 ElementsAre("0.weight", "0.bias", "2.weight", "2.bias"));
@@ -54,10 +52,7 @@ TEST_P(HandleOnRanks, AWholeSequentialAsOneUnit) {
                                std::make_shared<Affine>(2, 7, kWidth));
     auto handle = fully_shard(same.ptr(), data_mesh(world));
     backward(squares(handle.forward(input_of(world.rank(), 0, kWidth))));
-    expect_same(whole_gradients(handle),
-                plain_gradients(*plain, world.size(), world.size(), [&](int rank) {
-                  backward(squares(plain->forward(input_of(rank, 0, kWidth))));
-                }));
+    expect_same(whole_gradients(handle), gradients_of_squares(*plain, world.size(), 0, kWidth));
   });
 }
 

@@ -6,12 +6,10 @@
 #include <cmath>
 
 #include "dist/plain.h"
+#include "dist/wide_gradient.h"
 
 namespace tessera::test::fsdp_late_gradients_test {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 constexpr std::int64_t kWidth = 5;
 constexpr int kMicroBatches = 3;
@@ -181,19 +179,6 @@ TEST_P(LateGradients, OfTwoCallsInOneBackwardAreBothAddedUnrounded) {
 // --- weight gradients that a kernel gives in fp32
 
 constexpr double kOdd = 1.0078125;  // 1 + 2^-7: 8 bits; its square has 15
-
-/// x * w in bf16 whose backward forms the weight's gradient in fp32 and returns it so.
-class WideGradient : public torch::autograd::Function<WideGradient> {
- public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& w) {
-    context->save_for_backward({x, w});
-    return x * w;
-  }
-  static variable_list backward(AutogradContext* context, variable_list grads) {
-    const auto saved = context->get_saved_variables();
-    return {grads[0] * saved[1], grads[0].to(at::kFloat) * saved[0].to(at::kFloat)};
-  }
-};
 
 enum class Recomputes { kNo, kInside, kOutside };
 

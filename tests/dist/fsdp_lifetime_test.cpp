@@ -68,10 +68,7 @@ TEST_P(LifetimeOnRanks, AdaptersOnAFrozenBaseTrainAsUnsharded) {
       handle.zero_grad();
       auto x = input_of(world.rank(), step, kWidth).requires_grad_();
       backward(squares(handle.forward(x)));
-      expect_same(whole_gradients(handle),
-                  plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-                    backward(squares(plain.forward(input_of(rank, step, kWidth))));
-                  }));
+      expect_same(whole_gradients(handle), gradients_of_squares(plain, world.size(), step, kWidth));
       auto y = input_of(world.rank(), step, kWidth).requires_grad_();
       backward(squares(plain.forward(y)));
       EXPECT_TRUE(same_bits(x.grad(), y.grad())) << "what flows through the base";
@@ -218,9 +215,7 @@ TEST(Lifetime, CallingAModulePastItsHandleOnOneRankThrowsAtItsGradient) {
     model.handle.zero_grad();
     backward(squares(model.handle.forward(input_of(0, 0, kWidth))));  // and the model goes on
     Chain plain(1, 2, kWidth);
-    expect_same(whole_gradients(model.handle), plain_gradients(plain, 1, 1, [&](int) {
-                  backward(squares(plain.forward(input_of(0, 0, kWidth))));
-                }));
+    expect_same(whole_gradients(model.handle), gradients_of_squares(plain, 1, 0, kWidth));
   });
 }
 
@@ -307,9 +302,7 @@ TEST_P(LifetimeOnRanks, EvaluationBetweenForwardAndBackwardDisturbsNothing) {
       }
       backward(loss);
       expect_same(whole_gradients(model.handle),
-                  plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-                    backward(squares(plain.forward(input_of(rank, step, kWidth))));
-                  }));
+                  gradients_of_squares(plain, world.size(), step, kWidth));
       const at::NoGradGuard no_grad;
       model.handle.forward(input_of(world.rank(), step, kWidth));
       if (world.size() == 1) continue;

@@ -157,9 +157,7 @@ TEST_P(InnerOnRanks, AnInnerHandleTrainsOnAfterTheOutermostIsGone) {
     for (int step = 0; step < 2; ++step) {
       handle.zero_grad();
       backward(squares(handle.forward(input_of(world.rank(), step, kWidth))));
-      const auto expected = plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-        backward(squares(plain.forward(input_of(rank, step, kWidth))));
-      });
+      const auto expected = gradients_of_squares(plain, world.size(), step, kWidth);
       const auto found = whole_gradients(handle);
       EXPECT_EQ(found.size(), 2U);
       for (const auto& [name, gradient] : found) {

@@ -137,11 +137,7 @@ TEST_P(NestedRecompute, NestedHandlesGiveTheBitsOfThePlainModel) {
     for (int step = 0; step < 3; ++step) {
       handle.zero_grad();
       backward(squares(handle.forward(input_of(world.rank(), step, kWidth))));
-      expect_same(whole_gradients(handle),
-                  plain_gradients(plain, world.size(), world.size(),
-                                  [&](int rank) {
-                                    backward(squares(plain.forward(input_of(rank, step, kWidth))));
-                                  }),
+      expect_same(whole_gradients(handle), gradients_of_squares(plain, world.size(), step, kWidth),
                   concat("step ", step));
     }
     EXPECT_EQ(handle.unit()->expected, 0);
@@ -223,9 +219,7 @@ TEST(RecomputeMore, WithoutGradInputsAndInsideNoGrad) {
     };
     backward(squares(checkpoint(run, {x})));
     Block same(13, kWidth);
-    expect_same(whole_gradients(handle), plain_gradients(same, 2, 2, [&](int rank) {
-                  backward(squares(same.forward(input_of(rank, 0, kWidth))));
-                }));
+    expect_same(whole_gradients(handle), gradients_of_squares(same, 2, 0, kWidth));
     const at::NoGradGuard no_grad;
     EXPECT_TRUE(same_bits(checkpoint(run, {x}), same.forward(x)));
   });
@@ -239,9 +233,7 @@ TEST(RecomputeMore, ABackwardTwiceOverARetainedGraph) {
     const auto loss = squares(model.handle.forward(input_of(world.rank(), 0, kWidth)));
     backward_and_keep_graph(loss);
     const auto once = whole_gradients(model.handle);
-    expect_same(once, plain_gradients(plain, 2, 2, [&](int rank) {
-                  backward(squares(plain.forward(input_of(rank, 0, kWidth))));
-                }));
+    expect_same(once, gradients_of_squares(plain, 2, 0, kWidth));
     backward(loss);
     for (const auto& [name, gradient] : whole_gradients(model.handle)) {
       EXPECT_TRUE(same_bits(gradient, once.at(name) * 2)) << name;

@@ -146,9 +146,7 @@ TEST_P(UnusedOnRanks, OneTensorInTwoUnitsMovesToTheirCommonAncestor) {
     for (int step = 0; step < 3; ++step) {
       handle.zero_grad();
       backward(squares(handle.forward(input_of(world.rank(), step, kWidth))));
-      auto expected = plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-        backward(squares(plain.forward(input_of(rank, step, kWidth))));
-      });
+      auto expected = gradients_of_squares(plain, world.size(), step, kWidth);
       expected.erase("second.weight");  // named_parameters() shows the tensor under both names
       expect_same(whole_gradients(handle), expected, concat("step ", step));
       optimizer->step();
@@ -212,9 +210,7 @@ TEST_P(UnusedOnRanks, AWeightThatTheRootUsesToo) {
     for (int step = 0; step < 3; ++step) {
       handle.zero_grad();
       backward(squares(handle.forward(input_of(world.rank(), step, kWidth))));
-      const auto expected = plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-        backward(squares(plain.forward(input_of(rank, step, kWidth))));
-      });
+      const auto expected = gradients_of_squares(plain, world.size(), step, kWidth);
       const auto found = whole_gradients(handle);
       EXPECT_EQ(found.size(), 2U);
       EXPECT_TRUE(same_bits(found.at("block.a"), expected.at("weight")));

@@ -52,10 +52,7 @@ void expect_trains(World& world, const std::shared_ptr<Fused>& module) {
   for (int step = 0; step < 2; ++step) {
     handle.zero_grad();
     backward(squares(handle.forward(input_of(world.rank(), step, kWidth))));
-    expect_same(whole_gradients(handle),
-                plain_gradients(*plain, world.size(), world.size(), [&](int rank) {
-                  backward(squares(plain->forward(input_of(rank, step, kWidth))));
-                }));
+    expect_same(whole_gradients(handle), gradients_of_squares(*plain, world.size(), step, kWidth));
   }
 }
 

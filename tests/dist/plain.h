@@ -45,6 +45,10 @@ inline ShardOptions undivided() {
 
 inline at::Tensor squares(const at::Tensor& y) { return y.to(at::kFloat).pow(2).sum(); }
 
+inline at::Tensor input_of(int rank, int step, std::int64_t width) {
+  return seeded(static_cast<std::uint64_t>(1000 + 100 * step + rank), {3, width});
+}
+
 /// What `run` throws, "" when nothing.
 template <class Run>
 std::string error_of(const Run& run) {
@@ -125,6 +129,14 @@ inline Tensors plain_gradients(torch::nn::Module& module, int ranks, double divi
         found == sums.end() ? at::zeros_like(entry.value()) : found->second.div(divide).to(dtype);
   }
   return result;
+}
+
+/// The mean over ranks of what each one's squares(forward(input_of(rank, step, width))) gives.
+template <class Module>
+Tensors gradients_of_squares(Module& plain, int ranks, int step, std::int64_t width) {
+  return plain_gradients(plain, ranks, ranks, [&](int rank) {
+    backward(squares(plain.forward(input_of(rank, step, width))));
+  });
 }
 
 /// x + b relu(a x); its weights are needed in backward. Optionally recomputed inside
@@ -212,10 +224,6 @@ struct ShardedChain {
   std::shared_ptr<Chain> chain;
   Sharded<Chain> handle;
 };
-
-inline at::Tensor input_of(int rank, int step, std::int64_t width) {
-  return seeded(static_cast<std::uint64_t>(1000 + 100 * step + rank), {3, width});
-}
 
 inline SgdOptions sgd(double lr, double momentum = 0.0, double weight_decay = 0.0) {
   SgdOptions options;

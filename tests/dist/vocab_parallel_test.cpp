@@ -9,6 +9,7 @@
 #include "dist/ranks.h"
 #include "nn/embedding.h"
 #include "tessera/error.h"
+#include "unit/nn/left_out.h"
 
 namespace tessera::nn::vocab_parallel_test {
 namespace {
@@ -93,6 +94,18 @@ TEST(VocabParallel, LossAndGradientAreThoseOfTheWholeVocabulary) {
       }
     }
   }
+}
+
+// [Note: left-out results] No rank communicates in this backward.
+TEST(VocabParallel, ALossThatIsLeftOutGivesNoGradient) {
+  ranks(2).run([](World& world) {
+    const parallel::Axis axis = axis_over(world);
+    expect_left_out(
+        [&](const std::vector<at::Tensor>& in) {
+          return vocab_parallel_cross_entropy_sum(in[0], tokens_below(12), {axis});
+        },
+        {seeded(5, {2, 7, 6})}, concat("rank ", world.rank()));
+  });
 }
 
 TEST(VocabParallel, NothingKeptIsZeroAndTokensOutsideAreRefused) {

@@ -26,13 +26,9 @@ std::uint64_t environment(const char* name, std::uint64_t otherwise) {
   return value == nullptr ? otherwise : std::strtoull(value, nullptr, 10);
 }
 
-/// What has findings that are not mended: to be emptied. Named in TESSERA_PROGRAM_FEATURES they
-/// are drawn ("all": everything).
-constexpr const char* kNotYet = "-linear_beside";
-
 Features features() {
   const char* value = std::getenv("TESSERA_PROGRAM_FEATURES");
-  return Features::parse(value == nullptr ? kNotYet : value);
+  return Features::parse(value == nullptr ? "" : value);
 }
 
 /// Ends the process where ranks wait for each other past every timeout: nobody can free them.

@@ -41,23 +41,18 @@ enum class Feature : std::uint8_t {
   kReplicas,
   kPolicies,
   kGloo,
-  kLinearBeside,      ///< linear layers behind a result that a backward leaves out
   kIdleAfterFailure,  ///< controls for an idle model, reshard() and run_weight_gradients()
                       ///< between a failure and the next backward
   kDropDefer,         ///< branches that one rank drops, in programs that defer
   kCount
 };
-inline constexpr const char* kFeatureNames[] = {"retain",        "several",
-                                                "partial",       "drop",
-                                                "drop_root",     "defer",
-                                                "recompute",     "detached",
-                                                "ties",          "frozen",
-                                                "changes",       "controls",
-                                                "accumulate",    "failures",
-                                                "in_place",      "forbidden",
-                                                "inner",         "replicas",
-                                                "policies",      "gloo",
-                                                "linear_beside", "idle_after_failure",
+inline constexpr const char* kFeatureNames[] = {"retain",     "several",   "partial",
+                                                "drop",       "drop_root", "defer",
+                                                "recompute",  "detached",  "ties",
+                                                "frozen",     "changes",   "controls",
+                                                "accumulate", "failures",  "in_place",
+                                                "forbidden",  "inner",     "replicas",
+                                                "policies",   "gloo",      "idle_after_failure",
                                                 "drop_defer"};
 static_assert(std::size(kFeatureNames) == static_cast<std::size_t>(Feature::kCount));
 

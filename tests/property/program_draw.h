@@ -21,7 +21,6 @@ class ProgramDraw {
     draw_layout();
     draw_model();
     draw_ties();
-    leave_out_linear_beside();
     ProgramRules rules(program_);
     rules_ = &rules;
     for (auto left = 8 + draw_.below(25); left > 0; --left) draw_op();
@@ -111,20 +110,6 @@ class ProgramDraw {
       if (!may(Feature::kTies, 8)) continue;
       auto& target = program_.nodes[draw_.below(program_.nodes.size())].parameters;
       if (std::find(target.begin(), target.end(), p) == target.end()) target.push_back(p);
-    }
-  }
-
-  void leave_out_linear_beside() {
-    if (program_.features.has(Feature::kLinearBeside)) return;
-    for (std::size_t i = 1; i < program_.nodes.size(); ++i) {
-      bool beside = false;
-      for (auto at = i; at != 0; at = program_.parent_of(at))
-        beside = beside || program_.call_of(at)->beside;
-      if (!beside) continue;
-      for (const auto p : program_.nodes[i].parameters) {
-        auto& kind = program_.parameters[p].kind;
-        if (kind == ParameterKind::kLinear) kind = ParameterKind::kMatrix;
-      }
     }
   }
 
@@ -299,11 +284,6 @@ class ProgramDraw {
     if (op.node >= 0 && program_.call_of(static_cast<std::size_t>(op.node))->beside)
       op.node = op.rank = -1;
   }
-  static bool has_root(const Op& op, const ProgramRoot& wanted) {
-    return std::any_of(op.roots.begin(), op.roots.end(), [&](const auto& root) {
-      return root.result == wanted.result && root.output == wanted.output;
-    });
-  }
   void fill_backward(Op& op) {
     std::vector<ProgramRoot> candidates;
     for (const auto& [result, kept] : rules_->kept()) {
@@ -320,9 +300,6 @@ class ProgramDraw {
       const bool is_first = same && one.output == first.output;
       if (is_first || (same ? !may(Feature::kPartial, 3) : several && draw_.one_in(3)))
         op.roots.push_back(one);
-    }
-    if (!program_.features.has(Feature::kLinearBeside)) {
-      for (auto& root : op.roots) root.output = has_root(op, {root.result, 0}) ? root.output : 0;
     }
     if (op.roots.size() > 1 && draw_.one_in(3)) std::swap(op.roots.front(), op.roots.back());
     if (may(Feature::kDropRoot, 3)) op.rank = draw_rank();

@@ -165,6 +165,7 @@ struct CausalAttentionFunction : torch::autograd::Function<CausalAttentionFuncti
       mixed.push_back(std::move(part.values));
       saved.push_back(std::move(part.weights));
     }
+    ctx->set_materialize_grads(false);
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["scale"] = scale;
     ctx->saved_data["groups"] = sizes.groups;
@@ -174,6 +175,7 @@ struct CausalAttentionFunction : torch::autograd::Function<CausalAttentionFuncti
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward();
+    if (!grads[0].defined()) return variable_list(4);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor& queries = saved[0];
     const at::Tensor& keys = saved[1];

@@ -30,6 +30,7 @@ struct ClampedSwigluKernel : torch::autograd::Function<ClampedSwigluKernel> {
         kernels.clamped_swiglu_forward(job, begin, end);
       });
     });
+    ctx->set_materialize_grads(false);
     ctx->save_for_backward({both});
     ctx->saved_data["alpha"] = options.alpha;
     ctx->saved_data["limit"] = options.limit;
@@ -38,6 +39,7 @@ struct ClampedSwigluKernel : torch::autograd::Function<ClampedSwigluKernel> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward();
+    if (!grads[0].defined()) return variable_list(2);  // [Note: left-out results]
     const at::Tensor both = ctx->get_saved_variables()[0];
     const at::Tensor grad = grads[0].contiguous();
     const at::Tensor grad_both = at::empty_like(both);

@@ -67,11 +67,13 @@ struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
     const at::Tensor scale =
         at::empty(x.sizes().slice(0, static_cast<std::size_t>(x.dim() - 1)), at::kFloat);
     run_forward(x, {}, weight.contiguous(), eps, {}, y, scale);
+    ctx->set_materialize_grads(false);
     ctx->save_for_backward({x, weight, scale});
     return y;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward();
+    if (!grads[0].defined()) return variable_list(3);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
     variable_list result =
         run_backward(grads[0].contiguous(), {}, saved[0], saved[1].contiguous(), saved[2]);
@@ -88,14 +90,19 @@ struct AddRmsNormFunction : torch::autograd::Function<AddRmsNormFunction> {
     const at::Tensor scale =
         at::empty(x.sizes().slice(0, static_cast<std::size_t>(x.dim() - 1)), at::kFloat);
     run_forward(x, residual.contiguous(), weight.contiguous(), eps, sum, y, scale);
+    ctx->set_materialize_grads(false);
     ctx->save_for_backward({sum, weight, scale});
     return {sum, y};
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward();
+    // [Note: left-out results] Without a gradient of the norm its weight gets none, and the sum's
+    // goes on as it is.
+    if (!grads[1].defined()) return {grads[0], grads[0], at::Tensor(), at::Tensor()};
     const variable_list saved = ctx->get_saved_variables();
-    const variable_list result = run_backward(grads[1].contiguous(), grads[0].contiguous(),
-                                              saved[0], saved[1].contiguous(), saved[2]);
+    const at::Tensor grad_sum = grads[0].defined() ? grads[0].contiguous() : at::Tensor();
+    const variable_list result =
+        run_backward(grads[1].contiguous(), grad_sum, saved[0], saved[1].contiguous(), saved[2]);
     return {result[0], result[0], result[1], at::Tensor()};
   }
 };

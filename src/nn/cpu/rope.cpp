@@ -46,6 +46,7 @@ struct RopeHeadsFunction : torch::autograd::Function<RopeHeadsFunction> {
                                       kernels.heads_forward(job, begin, end);
                                     });
                  });
+    ctx->set_materialize_grads(false);
     // Without a norm the gradient does not depend on x.
     ctx->save_for_backward({weight.defined() ? x : at::Tensor(), weight, cos, sin, scale});
     ctx->saved_data["repeat"] = repeat;
@@ -54,6 +55,7 @@ struct RopeHeadsFunction : torch::autograd::Function<RopeHeadsFunction> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward();
+    if (!grads[0].defined()) return variable_list(7);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor& weight = saved[1];
     const at::Tensor grad = grads[0].contiguous();  // [B, G, T, R, D]

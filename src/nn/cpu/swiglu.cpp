@@ -30,12 +30,14 @@ struct SwigluFunction : torch::autograd::Function<SwigluFunction> {
         kernels.swiglu_forward(job, begin, end);
       });
     });
+    ctx->set_materialize_grads(false);
     ctx->save_for_backward({gate, up});
     return out;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward();
+    if (!grads[0].defined()) return variable_list(2);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor grad = grads[0].contiguous();
     const at::Tensor grad_gate = at::empty_like(saved[0]);
@@ -76,12 +78,14 @@ struct SwigluHalvesFunction : torch::autograd::Function<SwigluHalvesFunction> {
         kernels.swiglu_forward(job, 0, inner);
       });
     });
+    ctx->set_materialize_grads(false);
     ctx->save_for_backward({both});
     return out;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward();
+    if (!grads[0].defined()) return variable_list(1);  // [Note: left-out results]
     const at::Tensor both = ctx->get_saved_variables()[0];
     const std::int64_t inner = both.size(-1) / 2;
     const at::Tensor grad = grads[0].contiguous();

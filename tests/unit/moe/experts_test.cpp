@@ -10,7 +10,7 @@
 #include "nn/geglu.h"
 #include "tessera/error.h"
 #include "unit/moe/host_waits.h"
-#include "unit/nn/compare.h"
+#include "unit/nn/left_out.h"
 
 namespace tessera::moe::experts_test {
 namespace {
@@ -87,6 +87,20 @@ TEST_F(Experts, NoTokensRunForwardAndBackward) {
   out.sum().backward();
   EXPECT_EQ(x.grad().sizes(), x.sizes());
   EXPECT_EQ(gate_up.grad().abs().max().item<double>(), 0.0);
+}
+
+// Experts without tokens have zeros, all of them together have nothing where the loss lacks them.
+TEST_F(Experts, LeftOutOfTheLossGiveNoGradient) {
+  for (const Score score : {Score::kAfterExperts, Score::kBeforeExperts}) {
+    nn::expect_left_out(
+        [score](const Tensors& in) {
+          return experts(in[0], routing_of(in[1]), {in[2], in[3]},
+                         {.activation = kGeglu.activation, .score = score});
+        },
+        {at::randn({6, kHidden}), at::rand({6, 2}), at::randn({kExperts, 2 * kInner, kHidden}),
+         at::randn({kExperts, kHidden, kInner})},
+        score == Score::kAfterExperts ? "scored after" : "scored before");
+  }
 }
 
 // 256 + 1 is not a bf16: sums that are rounded on the way give 0.
