@@ -55,7 +55,9 @@ std::string waited_in_vain(const std::string& what, std::chrono::milliseconds ti
 }
 
 Channel::Channel(ChannelOptions what)
-    : options(std::move(what)), log(std::make_shared<IssueLog>(options.name, options.members)) {
+    : options(std::move(what)),
+      log(std::make_shared<IssueLog>(options.name, options.members)),
+      lines(options.members.size()) {
   options.board->add(log);
 }
 
@@ -124,7 +126,8 @@ void Exchange::post_receive(UnderWay& op, int peer, void* to, std::int64_t bytes
   auto tensors = as_bytes(to, bytes);
   const auto tag = transfer_tag(fingerprint_, sequence_, index);
   try {
-    op.receives.push_back({channel_->backend->recv(tensors, peer, tag), peer});
+    const Line& line = channel_->lines[static_cast<std::size_t>(peer)];
+    op.receives.push_back({line.backend->recv(tensors, line.rank, tag), peer});
   } catch (const std::exception& error) {
     blame(peer, error);
   }
@@ -136,7 +139,8 @@ void Exchange::post_send(UnderWay& op, int peer, const void* from, std::int64_t 
   auto tensors = as_bytes(from, bytes);
   const auto tag = transfer_tag(fingerprint_, sequence_, index);
   try {
-    op.sends.push_back({channel_->backend->send(tensors, peer, tag), peer});
+    const Line& line = channel_->lines[static_cast<std::size_t>(peer)];
+    op.sends.push_back({line.backend->send(tensors, line.rank, tag), peer});
     posted_bytes_ += bytes;
   } catch (const std::exception& error) {
     blame(peer, error);

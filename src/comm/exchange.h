@@ -22,7 +22,13 @@
 
 namespace tessera::comm {
 
-/// What all exchanges of a group share. `backend` is changed by the issuing thread only.
+/// How to reach a peer: over which backend, and as which of its ranks.
+struct Line {
+  c10::intrusive_ptr<c10d::Backend> backend;  ///< null: not connected yet
+  int rank = 0;
+};
+
+/// What all exchanges of a group share. `lines` are changed by the issuing thread only.
 class Channel {
  public:
   explicit Channel(ChannelOptions what);
@@ -33,7 +39,7 @@ class Channel {
 
   const ChannelOptions options;
   const std::shared_ptr<IssueLog> log;
-  c10::intrusive_ptr<c10d::Backend> backend;
+  std::vector<Line> lines;  ///< by index of the peer
 
  private:
   std::mutex mutex_;

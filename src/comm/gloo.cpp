@@ -5,6 +5,7 @@
 #endif
 #include <signal.h>
 
+#include <algorithm>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "base/environment.h"
@@ -27,15 +28,13 @@ std::string address_for(const LaunchEnvironment& launch) {
   return address;
 }
 
-std::shared_ptr<gloo::transport::Device> make_device(const LaunchEnvironment& launch,
-                                                     Connect when) {
+std::shared_ptr<gloo::transport::Device> make_device(const LaunchEnvironment& launch) {
   using c10d::ProcessGroupGloo;
   const auto interfaces = base::environment_variable("GLOO_SOCKET_IFNAME").value_or("");
   const std::string interface = interfaces.substr(0, interfaces.find(','));
   try {
-    const bool lazy = when == Connect::kWhenUsed;
-    if (!interface.empty()) return ProcessGroupGloo::createDeviceForInterface(interface, lazy);
-    return ProcessGroupGloo::createDeviceForHostname(address_for(launch), lazy);
+    if (!interface.empty()) return ProcessGroupGloo::createDeviceForInterface(interface);
+    return ProcessGroupGloo::createDeviceForHostname(address_for(launch));
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
@@ -57,32 +56,27 @@ void ignore_broken_pipes() {
 
 }  // namespace
 
-Connect connect_for(std::string_view group_name) {
+bool connects_when_used(std::string_view group_name) {
   const std::string_view purpose = group_name.substr(0, group_name.find(" of ranks "));
-  const bool relays = purpose == "data" || purpose.ends_with("control");
-  return relays ? Connect::kWhenUsed : Connect::kAtOnce;
+  return purpose == "data" || purpose.ends_with("control");
 }
 
 struct GlooDevice::Impl {
-  LaunchEnvironment launch;
   std::shared_ptr<gloo::transport::Device> device;
 };
 
 GlooDevice::GlooDevice(const LaunchEnvironment& launch) : impl_(std::make_unique<Impl>()) {
   ignore_broken_pipes();
-  impl_->launch = launch;
-  impl_->device = make_device(launch, Connect::kAtOnce);
+  impl_->device = make_device(launch);
 }
 
 GlooDevice::~GlooDevice() = default;
 
 c10::intrusive_ptr<c10d::Backend> GlooDevice::connect(const c10::intrusive_ptr<c10d::Store>& store,
                                                       int rank, int size,
-                                                      std::chrono::milliseconds timeout,
-                                                      Connect when) {
+                                                      std::chrono::milliseconds timeout) {
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);
-  options->devices.push_back(when == Connect::kAtOnce ? impl_->device
-                                                      : make_device(impl_->launch, when));
+  options->devices.push_back(impl_->device);
   options->threads = 0;  // sends and receives run on the device's thread
   const auto open = [=]() -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
@@ -95,6 +89,18 @@ c10::intrusive_ptr<c10d::Backend> GlooDevice::connect(const c10::intrusive_ptr<c
   }
   if (!group) throw PeerLost(concat("gloo: not connected within ", in_seconds(timeout)));
   return *group;
+}
+
+std::function<c10::intrusive_ptr<c10d::Backend>(int epoch, int peer)> pair_opener(
+    std::shared_ptr<const Store> store, std::shared_ptr<GlooDevice> device,
+    std::chrono::milliseconds timeout, std::shared_ptr<const Poison> poison, int self,
+    std::function<std::string(int epoch)> key_of) {
+  return [=](int epoch, int peer) {
+    const std::string key =
+        concat(key_of(epoch), " ", std::min(self, peer), "-", std::max(self, peer));
+    return device->connect(store->for_pair(key, poison), self < peer ? 0 : 1, 2,
+                           poison->patience.of(timeout));
+  };
 }
 
 }  // namespace tessera::comm

@@ -7,7 +7,7 @@
 #pragma once
 
 #include <chrono>
-#include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -15,20 +15,25 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "comm/launch_environment.h"
+#include "comm/store.h"
 
 namespace tessera::comm {
 
-/// When the ranks of a group connect to each other.
-enum class Connect : std::uint8_t {
-  kAtOnce,    ///< all to all, when the group is opened
-  kWhenUsed,  ///< two ranks at the first transfer between them (connections.h)
-};
-/// Groups for control messages, which are relayed, need few of their connections.
-Connect connect_for(std::string_view group_name);
+/// Groups for control messages, which are relayed, need few of their connections: their ranks
+/// connect when they first send to each other (connections.h). Gloo's own lazy devices are no help:
+/// each group needs one of its own, with a port and a thread, and one whose peers have left may
+/// never come out of its destructor (seen with 2.13: its loop ends only when nothing is ready).
+bool connects_when_used(std::string_view group_name);
 
-/// A socket to listen on and the thread that moves bytes; shared by the groups of one World. Those
-/// that connect when used have one of their own each: two groups of one lazy device take each
-/// other's connections, and wait for ever.
+class GlooDevice;
+/// ChannelOptions::open_pair for the rank at index `self` of a group, whose key in an epoch is
+/// key_of(epoch). Gives up after the patience of a wait that begins now.
+std::function<c10::intrusive_ptr<c10d::Backend>(int epoch, int peer)> pair_opener(
+    std::shared_ptr<const Store> store, std::shared_ptr<GlooDevice> device,
+    std::chrono::milliseconds timeout, std::shared_ptr<const Poison> poison, int self,
+    std::function<std::string(int epoch)> key_of);
+
+/// A socket to listen on and the thread that moves bytes; shared by the groups of one World.
 class GlooDevice {
  public:
   /// GLOO_SOCKET_IFNAME's first interface if it is set, loopback where that reaches all ranks, else
@@ -39,11 +44,10 @@ class GlooDevice {
   GlooDevice(const GlooDevice&) = delete;
   GlooDevice& operator=(const GlooDevice&) = delete;
 
-  /// A group of all `size` ranks that share the store. Collective. Errors: PeerLost where one does
+  /// Connects to all `size` ranks that share the store. Collective. Errors: PeerLost where one does
   /// not come, or the store does not answer.
   c10::intrusive_ptr<c10d::Backend> connect(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                            int size, std::chrono::milliseconds timeout,
-                                            Connect when);
+                                            int size, std::chrono::milliseconds timeout);
 
  private:
   struct Impl;

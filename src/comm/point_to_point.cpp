@@ -33,9 +33,8 @@ class Opening final : public Blocked {
 }  // namespace
 
 PointToPointGroup::PointToPointGroup(ChannelOptions options)
-    : channel_(std::make_shared<Channel>(std::move(options))),
-      connections_(std::make_unique<Connections>()) {
-  channel_->backend = channel_->options.open(epoch_);
+    : channel_(std::make_shared<Channel>(std::move(options))) {
+  open();
 }
 
 PointToPointGroup::~PointToPointGroup() = default;
@@ -47,10 +46,10 @@ const std::string& PointToPointGroup::name() const { return channel_->options.na
 std::unique_ptr<Work> PointToPointGroup::issue(Batch batch) {
   channel_->options.poison->check();
   check_batch(batch, size());
-  if (!channel_->backend) {
+  if (!open_) {
     Opening opening;
     const OnBoard connecting(*channel_->options.board, opening);
-    channel_->backend = channel_->options.open(epoch_);
+    open();
   }
   const std::uint64_t sequence = next_sequence_++;
   const std::uint64_t fingerprint = channel_->log->record(batch, sequence);
@@ -61,16 +60,24 @@ std::unique_ptr<Work> PointToPointGroup::issue(Batch batch) {
   return work;
 }
 
+void PointToPointGroup::open() {
+  const auto all = channel_->options.open(epoch_);
+  for (int peer = 0; peer < size() && all; ++peer) {
+    channel_->lines[static_cast<std::size_t>(peer)] = {all, peer};
+  }
+  open_ = true;
+}
+
 void PointToPointGroup::reset(int epoch) {
-  channel_->backend.reset();
-  connections_->clear();
+  open_ = false;
+  for (Line& line : channel_->lines) line.backend.reset();
   channel_->log->clear();
   epoch_ = epoch;
   next_sequence_ = 0;
 }
 
 void PointToPointGroup::connect(const Batch& batch, std::uint64_t sequence) {
-  if (!channel_->options.connect_when_used) return;
+  if (!channel_->options.open_pair) return;
   const bool relayed = !channel_->options.compare_entries &&
                        std::all_of(batch.ops.begin(), batch.ops.end(),
                                    [&](const Op& op) { return is_relayed(op, size()); });
@@ -82,7 +89,7 @@ void PointToPointGroup::connect(const Batch& batch, std::uint64_t sequence) {
       if (peer != rank()) peers.push_back(peer);
     }
   }
-  connections_->require(peers, channel_->options, channel_->backend, *channel_->log, sequence);
+  connect_to(peers, *channel_, epoch_, sequence);
 }
 
 void PointToPointGroup::compare(const Batch& batch, std::uint64_t sequence) {

@@ -30,14 +30,15 @@ struct ChannelOptions {
   bool compare_entries = false;
   std::shared_ptr<Poison> poison;
   std::shared_ptr<WaitBoard> board;
-  /// Whether open() leaves connections to their first use.
-  bool connect_when_used = false;
-  /// Opens the group. Collective; `epoch` counts recoveries.
+  /// Opens the group. Collective; `epoch` counts recoveries. All ranks are connected then, unless
+  /// there is an open_pair.
   std::function<c10::intrusive_ptr<c10d::Backend>(int epoch)> open;
+  /// A backend of this rank and the one at index `peer` alone, in the order of their indices. Both
+  /// call it. Threads: any.
+  std::function<c10::intrusive_ptr<c10d::Backend>(int epoch, int peer)> open_pair;
 };
 
 class Channel;
-class Connections;
 
 class PointToPointGroup : public Group {
  public:
@@ -55,13 +56,14 @@ class PointToPointGroup : public Group {
   void reset(int epoch);
 
  private:
+  void open();
   /// To all that the batch sends to.
   void connect(const Batch& batch, std::uint64_t sequence);
   void compare(const Batch& batch, std::uint64_t sequence);
 
   std::shared_ptr<Channel> channel_;
-  std::unique_ptr<Connections> connections_;
   int epoch_ = 0;
+  bool open_ = false;
   std::uint64_t next_sequence_ = 0;
 };
 

@@ -165,22 +165,25 @@ std::shared_ptr<Group> ProcessWorld::make_group(const std::vector<int>& ranks,
     store_->meet(concat("group ", name), rank_, ranks, options_.init_timeout, *state_->poison);
     return make_nccl_group(channel, store_->for_group(concat("nccl/", name)), local_rank_);
   }
-  const Connect when = connect_for(name);
-  channel.connect_when_used = when == Connect::kWhenUsed;
+  const bool when_used = connects_when_used(name);
+  const auto key_of = [name](int epoch) { return concat("group ", name, " (", epoch, ")"); };
   channel.open = [store = store_, device = device_, timeout = options_.timeout,
                   patience = options_.init_timeout, poison = state_->poison, rank = rank_, ranks,
-                  name, when, board = state_->board, self = channel.self](int epoch) {
-    const std::string key = concat("group ", name, " (", epoch, ")");
+                  when_used, key_of, board = state_->board,
+                  self = channel.self](int epoch) -> c10::intrusive_ptr<c10d::Backend> {
+    const std::string key = key_of(epoch);
     meet_on_board(*board, [&] { store->meet(key, rank, ranks, patience, *poison); });
-    // What connects later does so within the patience of its wait, whatever Gloo was told here.
-    const auto longest = when == Connect::kAtOnce ? timeout : std::max(timeout, patience);
+    if (when_used) return {};
     try {
-      return device->connect(store->for_group(key), self, static_cast<int>(ranks.size()), longest,
-                             when);
+      return device->connect(store->for_group(key), self, static_cast<int>(ranks.size()), timeout);
     } catch (const PeerLost& error) {
       throw PeerLost(concat(key, ": ", error.what(), silence(*store, ranks)));
     }
   };
+  if (when_used) {
+    channel.open_pair =
+        pair_opener(store_, device_, options_.timeout, state_->poison, channel.self, key_of);
+  }
   auto group = std::make_shared<PointToPointGroup>(std::move(channel));
   gloo_groups_.push_back(group);
   return group;

@@ -12,6 +12,7 @@
 #include "base/joined.h"
 #include "base/one_line.h"
 #include "comm/listener.h"
+#include "comm/polled_store.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -195,6 +196,11 @@ void Store::meet(const std::string& key, int self, const std::vector<int>& membe
 
 c10::intrusive_ptr<c10d::Store> Store::for_group(const std::string& prefix) const {
   return c10::make_intrusive<c10d::PrefixStore>(prefix, store_);
+}
+
+c10::intrusive_ptr<c10d::Store> Store::for_pair(const std::string& prefix,
+                                                std::shared_ptr<const Poison> poison) const {
+  return c10::make_intrusive<PolledStore>(for_group(prefix), std::move(poison));
 }
 
 }  // namespace tessera::comm

@@ -94,16 +94,20 @@ std::shared_ptr<Group> ThreadWorld::make_group(const std::vector<int>& ranks,
       run_->options.compare_entries || base::environment_switch("TESSERA_COMPARE_ENTRIES");
   channel.poison = state_->poison;
   channel.board = state_->board;
-  const Connect when = connect_for(name);
-  channel.connect_when_used = when == Connect::kWhenUsed;
+  const bool when_used = connects_when_used(name);
+  const auto key_of = [name](int epoch) { return concat("group ", name, " (", epoch, ")"); };
   channel.open = [run = run_.get(), device = device_, poison = state_->poison, rank = rank_, ranks,
-                  name, when, self](int epoch) {
-    const std::string key = concat("group ", name, " (", epoch, ")");
-    const auto patience = poison->patience.of(run->options.timeout);
-    run->store->meet(key, rank, ranks, patience, *poison);
+                  when_used, key_of, self](int epoch) -> c10::intrusive_ptr<c10d::Backend> {
+    const std::string key = key_of(epoch);
+    run->store->meet(key, rank, ranks, poison->patience.of(run->options.timeout), *poison);
+    if (when_used) return {};
     return device->connect(run->store->for_group(key), self, static_cast<int>(ranks.size()),
-                           patience, when);
+                           run->options.timeout);
   };
+  if (when_used) {
+    channel.open_pair =
+        pair_opener(run_->store, device_, run_->options.timeout, state_->poison, self, key_of);
+  }
   auto group = std::make_shared<PointToPointGroup>(std::move(channel));
   gloo_groups_.push_back(group);
   return group;
