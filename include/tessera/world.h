@@ -88,7 +88,8 @@ class World : public std::enable_shared_from_this<World> {
   virtual void poison(const std::string& why) = 0;
   bool poisoned() const;
   /// Makes a poisoned World usable again after every rank has caught its error: groups stay valid
-  /// and start anew, collectives under way are lost. Collective, of all ranks. Errors: kComm.
+  /// and start anew, collectives under way are lost. Collective, of all ranks: one that is not
+  /// poisoned yet is, so that the others leave what they wait in. Errors: kComm.
   virtual void recover() = 0;
   /// How often that was done: the same on every rank.
   std::uint64_t recoveries() const { return recoveries_; }

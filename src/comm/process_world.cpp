@@ -211,6 +211,8 @@ void ProcessWorld::poison(const std::string& why) {
 void ProcessWorld::recover() {
   TESSERA_CHECK(device_ != nullptr, ErrorKind::kUsage,
                 "recover: not with NCCL; start the run anew");
+  // Whoever still waits for this rank is to leave, too.
+  if (!poisoned()) poison("recovers from an error of its own");
   const Poison never;  // our own poison is set
   const int next = epoch_ + 1;
   queue_->drain();

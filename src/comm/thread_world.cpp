@@ -62,6 +62,8 @@ void ThreadWorld::poison_here(const std::string& why) {
 void ThreadWorld::wake() { state_->board->abort_all(); }
 
 void ThreadWorld::recover() {
+  // Whoever still waits for this rank is to leave, too.
+  if (!poisoned()) poison("recovers from an error of its own");
   queue_->drain();        // its thread may still be inside a collective
   run_->hub.meet(size_);  // from here on nobody is in one
   if (rank_ == 0) {

@@ -118,7 +118,9 @@ double largest_absolute(const ShardedBase& model) {
 double gradient_norm(const ShardedBase& model, double p) {
   TESSERA_CHECK(p > 0, ErrorKind::kUsage, "gradient norm: found p = ", p,
                 ", expected a number above 0, infinity included (1, 2, 3)");
-  fsdp::unit_of_handle(model.unit()).runtime().require_synced("gradient norm");
+  const auto& runtime = fsdp::unit_of_handle(model.unit()).runtime();
+  runtime.require_synced("gradient norm");
+  runtime.require_none_lost("gradient norm");
   if (std::isinf(p)) return largest_absolute(model);
   if (p == 1.0) return over_ranks(model, local_sum(model, Absolute{}));
   if (p == 2.0) return std::sqrt(over_ranks(model, local_sum(model, Square{})));

@@ -168,8 +168,10 @@ void ShardedBase::train(bool on) {
 }
 
 void ShardedBase::zero_grad(bool set_to_none) {
+  fsdp::unit_of_handle(unit_).runtime().renew_after_failure();
   for (const auto& own : all()) {
     auto& grad = own.parameter->shard.mutable_grad();
+    own.parameter->lost = false;
     if (!grad.defined()) continue;
     if (set_to_none) {
       grad.reset();

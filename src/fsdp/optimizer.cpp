@@ -18,6 +18,9 @@
 namespace tessera {
 namespace {
 
+// As far as AdamW's powers of beta go in float32, and far beyond every run.
+constexpr std::int64_t kMostSteps = std::int64_t{1} << 40;
+
 bool matches_any(const std::vector<std::string>& patterns, const GradContract& contract) {
   return std::any_of(patterns.begin(), patterns.end(), [&](const auto& pattern) {
     if (matches_name(pattern, contract.name)) return true;
@@ -113,6 +116,8 @@ Optimizer::Item& Optimizer::find(std::string_view parameter) {
 }
 
 void Optimizer::set_steps(std::string_view parameter, std::int64_t steps) {
+  TESSERA_CHECK(steps >= 0 && steps <= kMostSteps, ErrorKind::kUsage, "optimizer: found ", steps,
+                " steps of ", parameter, ", expected 0 to ", kMostSteps);
   find(parameter).steps = steps;
 }
 
@@ -176,6 +181,7 @@ void Optimizer::step() {
                 "optimizer step: found that set_trainable() has laid the model out anew without "
                 "this optimizer, expected it among those that follow; name it there");
   unit_->runtime().require_synced("optimizer step");
+  unit_->runtime().require_none_lost("optimizer step");
   std::vector<Item*> items;
   for (auto& item : items_) {
     const auto& grad = item.view.shard.grad();

@@ -227,6 +227,17 @@ void Runtime::require_synced(const char* what) const {
   }
 }
 
+void Runtime::require_none_lost(const char* what) const {
+  for (const auto* unit : units_) {
+    for (const auto& p : unit->parameters()) {
+      TESSERA_CHECK(!p->lost, ErrorKind::kUsage, what, ": found that the gradient which ",
+                    p->contract.name,
+                    " had before the failure is gone, expected the whole step's; call zero_grad() "
+                    "and run all of its micro-batches again");
+    }
+  }
+}
+
 void Runtime::set_loss_scale(double scale, const char* what) {
   if (scale == loss_scale_) return;
   require_whole_sums(what);

@@ -354,6 +354,7 @@ void Runtime::reset() {
     for (auto& bucket : unit->buckets()) bucket->drop_gradients();
     for (auto& p : unit->parameters()) {
       // What was published is part of a sum that is gone.
+      p->lost = p->lost || (p->published && p->shard.grad().defined());
       if (p->published) p->shard.mutable_grad().reset();
       p->seen_grad = at::Tensor();
       p->used = p->published = false;

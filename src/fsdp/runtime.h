@@ -183,6 +183,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// No micro-batch waits to be reduced, nor to be summed over replicas. Errors: kUsage as
   /// require_reduced(); naming the unit.
   void require_synced(const char* what) const;
+  /// Errors: kUsage where a failure took gradients and zero_grad() was not called since.
+  void require_none_lost(const char* what) const;
   /// Errors: kUsage while a recorded forward waits for its backward or deferred gradients are owed.
   void require_idle(const char* what) const;
   /// An exception has ended a step, and nothing has begun anew since.

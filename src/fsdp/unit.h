@@ -41,6 +41,7 @@ struct Parameter : std::enable_shared_from_this<Parameter> {
   std::vector<int> coordinates;  ///< of this rank on contract.layout.axes
   bool used = false;             ///< a gradient arrived here since gradients were last published
   bool published = false;        ///< shard.grad() is ours
+  bool lost = false;             ///< a failure took it, and nobody has said that it may go
   at::Tensor seen_grad;          ///< shard.grad() as it was last looked at, and its version then
   std::uint32_t seen_version = 0;
 

@@ -125,6 +125,9 @@ class Loader {
       if (!has("step", first)) continue;
       std::int64_t steps = 0;
       checkpoint_.read(named("step", first), 0, 1, std::as_writable_bytes(std::span(&steps, 1)));
+      TESSERA_CHECK(steps >= 0 && steps <= checkpoint_.manifest().step, ErrorKind::kFormat,
+                    shown(checkpoint_.path()), ": found ", steps, " in ", named("step", first),
+                    ", expected 0 to the ", checkpoint_.manifest().step, " steps of the run");
       optimizer_.set_steps(contract.name, steps);
     }
   }

@@ -5,6 +5,7 @@
 #include "dist/plain.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
+#include "tessera/clip.h"
 #include "tessera/optim.h"
 
 namespace tessera::test::fsdp_failure_test {
@@ -122,6 +123,55 @@ TEST(FailuresOfOne, GradientsOfTheFailedStepAreForgottenWithoutZeroGradToo) {
     backward(squares(model.handle.forward(input_of(0, 2, kWidth))));
     expect_same(whole_gradients(model.handle), gradients_of_squares(plain, 1, 2, kWidth));
   });
+}
+
+// Naive: the second micro-batch runs again alone, and the step takes a part of the gradient.
+TEST(FailuresOfOne, AStepWhoseFirstMicroBatchIsGoneIsRefusedUntilZeroGrad) {
+  ranks(1).run([](World& world) {
+    ShardedChain model(data_mesh(world), 1, 2, kWidth);
+    const auto optimizer = make_sgd(model.handle, sgd(0.1));
+    const auto run = [&](int step) {
+      backward(squares(model.handle.forward(input_of(0, step, kWidth))));
+    };
+    run(0);
+    model.chain->blocks[1]->before = [] { throw std::runtime_error("forward"); };
+    EXPECT_NE(error_of([&] { run(1); }), "");
+    model.chain->blocks[1]->before = nullptr;
+    run(1);
+    EXPECT_THAT(error_of([&] { clip_grad_norm(model.handle, 1.0); }), HasSubstr("zero_grad()"));
+    EXPECT_THAT(error_of([&] { optimizer->step(); }), HasSubstr("before the failure is gone"));
+    for (const bool to_none : {true, false}) {
+      model.handle.zero_grad(to_none);
+      run(0);
+      run(1);
+      EXPECT_EQ(error_of([&] { optimizer->step(); }), "");
+    }
+  });
+}
+
+// Naive: the other ranks wait for the one that recovers, and it for them, until the timeout.
+TEST(FailuresOfMany, ARankThatRecoversWithoutAWordTakesTheOthersAlong) {
+  for (const auto backend : {ThreadBackend::kInProcess, ThreadBackend::kGloo}) {
+    ranks(2, backend).run([](World& world) {
+      ShardedChain model(data_mesh(world), 1, 2, kWidth);
+      const auto seconds = seconds_of([&] {
+        EXPECT_NE(error_of([&] {
+                    auto y = model.handle.forward(input_of(0, 0, kWidth));
+                    if (world.rank() == 0) {
+                      y.register_hook(
+                          [](at::Tensor) -> at::Tensor { throw std::runtime_error("a hook"); });
+                    }
+                    backward(squares(y));
+                    comm::barrier(world.control(), "end of the step");
+                  }),
+                  "");
+        world.recover();
+      });
+      EXPECT_LT(seconds, 5);
+      model.handle.zero_grad();
+      backward(squares(model.handle.forward(input_of(0, 1, kWidth))));
+    });
+  }
 }
 
 /// Catches what its inner unit throws and goes on, which a sharded step does not allow.

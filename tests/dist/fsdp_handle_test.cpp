@@ -321,6 +321,18 @@ TEST(Handle, AMeshWithPipelineStagesIsRefused) {
   });
 }
 
+TEST(Handle, AMeshWithAxesOnWhichNobodySumsIsRefused) {
+  ranks(2).run([](World& world) {
+    for (const char* name : {"ep", "etp", "dp_shard_mod_ep", "dp_sahrd"}) {
+      EXPECT_THAT(error_of([&] { world.mesh(MeshShape({{name, 2}})); }),
+                  HasSubstr(concat("found the axis ", name, " of 2 ranks")));
+    }
+    EXPECT_THAT(error_of([&] { world.mesh(MeshShape({{"cp", 2}})); }), HasSubstr("not yet built"));
+    EXPECT_THAT(error_of([&] { world.mesh(MeshShape::sparse(1, 1, 1, 2, 1)); }),
+                HasSubstr("sparse reading beside the dense one"));
+  });
+}
+
 TEST_P(HandleOnRanks, InputsAreCastToParamDtypeAndOutputsToOutputDtype) {
   ranks(GetParam()).run([](World& world) {
     class Sees : public torch::nn::Module {

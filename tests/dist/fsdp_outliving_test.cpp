@@ -2,6 +2,8 @@
 // Each goes on with what it holds, or says what is missing; none reads freed memory.
 #include <gmock/gmock.h>
 
+#include <limits>
+
 #include "dist/plain.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
@@ -60,6 +62,9 @@ TEST_P(OutlivingOnRanks, AnOptimizerStepsTheShardsThatItHolds) {
       EXPECT_EQ(names_of(of_gone->state()), names_of(of_kept->state()));
       EXPECT_EQ(of_gone->kept_names(), of_kept->kept_names());
       of_gone->set_steps("block1.a", 7);
+      for (const auto steps : {std::int64_t{-1}, std::numeric_limits<std::int64_t>::max()}) {
+        EXPECT_NE(error_of([&] { of_gone->set_steps("block1.a", steps); }), "");
+      }
       EXPECT_THAT(error_of([&] { of_gone->make_kept("none"); }),
                   HasSubstr("no trainable parameter"));
       const auto expected = kept.handle.shards();

@@ -267,6 +267,7 @@ TEST_P(TrainableBeside, AFailedStepIsForgottenFirst) {
     EXPECT_THAT(error_of([&] { optimizer->step(); }), HasSubstr("an exception has ended"));
     set_trainable(model.handle, {freeze({"block0.a"})}, {optimizer.get()});
     for (const auto& view : model.handle.shards()) EXPECT_FALSE(view.shard.grad().defined());
+    model.handle.zero_grad();
     step();
     EXPECT_EQ(whole_gradients(model.handle).count("block0.a"), 0U);
     optimizer->step();

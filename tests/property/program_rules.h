@@ -115,6 +115,7 @@ class ProgramRules {
       case Act::kScaleResult:
         return;
       case Act::kZeroGrad:
+        maybe_lost_ = surely_lost_ = false;
         if (op.on) any_sum_ = sum_of_root_ = false;
         return;
       case Act::kStep:
@@ -219,6 +220,9 @@ class ProgramRules {
   Expect expect_reader(const Op& op) const {
     if (failed_) return Expect::kNothing;
     const bool steps = op.act == Act::kStep;
+    if (maybe_lost_ && op.act != Act::kRead && (is_ours() || !steps)) {
+      return surely_lost_ ? Expect::kRefused : Expect::kNothing;
+    }
     if (steps && !is_ours() && (waits_to_be_shown() || is_outstanding())) return Expect::kNothing;
     if (steps && is_outstanding()) return Expect::kRefused;
     if (awaiting_) return surely_awaiting_ ? Expect::kRefused : Expect::kNothing;
@@ -321,6 +325,8 @@ class ProgramRules {
   }
   void fail() {
     kept_.clear();
+    surely_lost_ = surely_lost_ || (sum_of_root_ && !waits_to_be_shown());
+    maybe_lost_ = maybe_lost_ || any_sum_;
     pending_ = surely_pending_ = awaiting_ = surely_awaiting_ = any_sum_ = sum_of_root_ = false;
     failed_ = lingers_ = true;
   }
@@ -334,6 +340,7 @@ class ProgramRules {
   bool pending_ = false, surely_pending_ = false;    ///< sums that no gradient shows
   bool was_whole_ = true;                            ///< the last backward showed all
   bool any_sum_ = false, sum_of_root_ = false;       ///< since gradients were last set to none
+  bool maybe_lost_ = false, surely_lost_ = false;    ///< to a failure, since zero_grad
   bool failed_ = false;                              ///< nothing has begun since
   bool lingers_ = false;  ///< a thread's queue may hold nodes of a backward that has failed
 };
