@@ -229,6 +229,7 @@ void Runtime::issue_reduction(Unit& unit) {
 }
 
 void Runtime::issue_reduction(Unit& unit, comm::Group* group) {
+  if (group != nullptr && !is_last_backward_) leave_shown_sums(unit, group);
   comm::Batch batch;
   batch.label = {comm::Kind::kReduceScatter, unit.shown_name(), unit.id, 0, controls()};
   std::int64_t bytes = 0;

@@ -17,14 +17,22 @@ void see(Parameter& p) {
   p.seen_version = static_cast<std::uint32_t>(p.seen_grad._version());
 }
 
-bool is_changed(const Parameter& p, const Bucket& bucket) {
+/// What the next publication adds to it has not been shown yet.
+bool is_waited_for(const Unit& unit, const Parameter& p) {
+  return unit.unpublished || unit.buckets()[p.bucket]->has_arrivals(p.place);
+}
+
+/// The user's own, or one whose sum is not what it shows any more.
+bool is_changed(const Unit& unit, const Parameter& p) {
   const auto& grad = p.shard.grad();
   if (!grad.is_same(p.seen_grad)) return true;
-  // Changes of a view of the accumulator are in the sum already.
-  if (bucket.final_is_accumulator() && bucket.accumulator().defined() &&
-      grad.is_alias_of(bucket.accumulator()))
-    return false;
-  return static_cast<std::uint32_t>(grad._version()) != p.seen_version;
+  if (static_cast<std::uint32_t>(grad._version()) == p.seen_version) return false;
+  // Changes of a view of the accumulator are in the sum already; but what waits may lie elsewhere,
+  // and whether it does depends on the number of ranks.
+  const auto& bucket = *unit.buckets()[p.bucket];
+  const bool in_sum = bucket.final_is_accumulator() && bucket.accumulator().defined() &&
+                      grad.is_alias_of(bucket.accumulator());
+  return !in_sum || is_waited_for(unit, p);
 }
 
 // [Note: kept gradients] As in PyTorch a gradient is one tensor for as long as it stands on its
@@ -77,6 +85,27 @@ void leave_kept_sums(Unit& unit) {
     }
   }
 }
+
+}  // namespace
+
+/// Before a reduction into the sums that this backward does not wait for: what is shown may be read
+/// and written by the user meanwhile.
+void Runtime::leave_shown_sums(const Unit& unit, const comm::Group* group) {
+  for (std::size_t i = 0; i < unit.buckets().size(); ++i) {
+    auto& bucket = *unit.buckets()[i];
+    if (bucket.groups().reduce != group || !bucket.final_is_accumulator()) continue;
+    const auto& sum = bucket.accumulator();
+    const bool is_shown =
+        sum.defined() && std::any_of(unit.parameters().begin(), unit.parameters().end(),
+                                     [&](const auto& p) {
+                                       return p->bucket == i && stands(*p) &&
+                                              p->shard.grad().is_alias_of(sum);
+                                     });
+    if (is_shown) bucket.leave_accumulator();
+  }
+}
+
+namespace {
 
 void show_gradient(const Unit& unit, Parameter& p) {
   auto& grad = p.shard.mutable_grad();
@@ -163,9 +192,8 @@ void Runtime::import_changed(Unit& unit, Parameter& p) {
                 p.contract.name, ": found shape ", grad.sizes(), " on the shard, expected ",
                 p.shard.sizes());
   // On any number of ranks alike: zeros clear what waits, other values cannot tell what they mean.
-  const bool waiting = unit.unpublished || bucket.has_arrivals(p.place);
-  TESSERA_CHECK(!waiting || !grad.any().item<bool>(), ErrorKind::kUsage, "gradient of ",
-                p.contract.name,
+  TESSERA_CHECK(!is_waited_for(unit, p) || !grad.any().item<bool>(), ErrorKind::kUsage,
+                "gradient of ", p.contract.name,
                 ": found it changed while micro-batches of this step wait to be added to it, "
                 "expected changes only "
                 "after a backward that reduces; change it after the last micro-batch, or zero it");
@@ -198,9 +226,10 @@ void Runtime::import_user_changes() {
         continue;
       }
       keeps[p->bucket] = true;
-      if (p->published && !rescaled_ && !is_changed(*p, bucket)) continue;
-      finish_reductions_of(*unit);
-      import_changed(*unit, *p);
+      if (!p->published || rescaled_ || is_changed(*unit, *p)) {
+        finish_reductions_of(*unit);
+        import_changed(*unit, *p);
+      }
       see(*p);
     }
     for (std::size_t i = 0; i < keeps.size(); ++i) {

@@ -234,9 +234,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void finish_oldest_reduction();
   void settle_gradients();
   // between backwards: publish.cpp
-  bool would_publish() const;
   void agree_on_used();
   void publish();
+  bool would_publish() const;
+  void leave_shown_sums(const Unit& unit, const comm::Group* group);
   void import_user_changes();
   void import_changed(Unit& unit, Parameter& parameter);
 
