@@ -68,7 +68,6 @@ struct Buffer {
   struct Cast {
     at::Tensor exact;  ///< defined where it narrowed
     at::Tensor made;   ///< what it made; holds the memory, so that its address is no other's
-    std::uint32_t version = 0;
   };
   std::shared_ptr<Cast> last_cast = std::make_shared<Cast>();  ///< one for all names of a tensor
 };
