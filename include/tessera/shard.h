@@ -274,6 +274,7 @@ class ShardedBase : public torch::nn::Module {
 
   std::shared_ptr<torch::nn::Module> held_;
   std::shared_ptr<fsdp::Unit> unit_;
+  std::shared_ptr<void> end_;  // tells the unit that this handle, wherever it was moved, is gone
   std::shared_ptr<fsdp::Runtime> runtime_;
   std::vector<Inner> inner_;
   std::vector<Own> own_;

@@ -146,11 +146,24 @@ void Runtime::wait_unsharded(Unit& unit) {
   wait(unit);
 }
 
+/// Here and on the other ranks, as every error of a backward.
+void Runtime::refuse_forgotten(const Entry& entry) {
+  auto& now = entry.unit->runtime();
+  const auto message = concat(
+      "backward of unit ", entry.unit->shown_name(),
+      ": found a forward of before the model had other units (a handle of it is gone, or "
+      "fully_shard went around it), expected one that came after; run backwards before, or keep "
+      "the outermost handle as long as its losses");
+  now.fail(message);
+  throw Error(ErrorKind::kUsage, message);
+}
+
 void Runtime::pre_backward(Entry& entry) {
   TESSERA_CHECK(entry.generation == generation_, ErrorKind::kUsage, "backward of unit ",
                 entry.unit->shown_name(),
                 ": found a forward of before a failure, expected one that came after it; run the "
                 "step's forward again");
+  if (entry.segment->forward->forgotten) refuse_forgotten(entry);
   begin_backward(&entry);
   auto* backward = under_way(entry, /*needs_weights=*/true);
   if (backward == nullptr) {

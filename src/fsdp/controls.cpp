@@ -41,7 +41,7 @@ void add_prefetch(std::string& text, const char* what, const Unit& unit,
   text += concat(text.empty() ? "" : "; ", what, " of ", unit.shown_name(), " to {");
   for (std::size_t i = 0; i < list.size(); ++i) {
     const auto named = list[i].lock();
-    text += concat(i == 0 ? "" : ", ", named ? named->shown_name() : "(gone)");
+    text += concat(i == 0 ? "" : ", ", named && named->has_handle ? named->shown_name() : "(gone)");
   }
   text += "}";
 }
@@ -151,7 +151,7 @@ std::vector<UnitId> Runtime::backward_prefetch_of(const Unit& unit) const {
   std::vector<UnitId> ids;
   for (const auto& named : unit.backward_prefetch) {
     const auto next = named.lock();
-    if (next == nullptr) continue;  // its handle is gone
+    if (next == nullptr || !next->has_handle) continue;
     TESSERA_CHECK(&next->runtime() == this, ErrorKind::kUsage, "set_backward_prefetch of unit ",
                   unit.shown_name(), ": found unit ", next->shown_name(),
                   ", which another outermost module holds, expected units of one model");

@@ -50,6 +50,7 @@ struct Entry;
 struct PastForward {
   std::uint32_t number = 0;
   Trace trace;
+  bool forgotten = false;  ///< units have come or gone since: its numbers of them mean nothing now
 };
 
 /// What this rank has of it.
@@ -112,7 +113,11 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   /// Units are numbered in the order of adding, the same on every rank.
   void add_unit(Unit* unit);
+  /// Again: nothing happens.
   void remove_unit(Unit* unit);
+  /// The unit takes part until the next forward of another handle of the tree, and not longer: a
+  /// place that all ranks come by. A graph that one of them keeps holds its memory alone.
+  void handle_is_gone(Unit& unit);
   const std::vector<Unit*>& units() const { return units_; }
   /// All ranks have the same contracts and plans. Collective. Errors: kContract naming the first
   /// difference.
@@ -198,6 +203,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   friend struct Entry;
   // plan and forward: runtime.cpp
   void check_usable();
+  void remove_orphans();
   /// The first line in which `lines` differs between ranks, in words. Collective.
   std::string difference_between_ranks(const std::string& lines, const char* what);
   std::shared_ptr<Entry> record(Unit& unit, std::size_t position);
@@ -223,6 +229,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void keep_forward(const std::shared_ptr<Segment>& segment);
   void plan_backward_under_way(const Entry* first);
   // backward: backward.cpp
+  [[noreturn]] void refuse_forgotten(const Entry& entry);
   BackwardUnderWay* under_way(const Entry& entry, bool needs_weights);
   void do_steps(BackwardUnderWay& backward, std::size_t count);
   void finish(BackwardUnderWay& backward);
@@ -253,6 +260,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   comm::Group* data_group_ = nullptr;
   int shard_rank_ = 0;
   std::vector<Unit*> units_;
+  std::vector<std::shared_ptr<Unit>> orphans_;  // without a handle, while others have one
   bool agreed_ = false;
   std::uint64_t layout_ = 0;
 

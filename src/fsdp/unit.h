@@ -161,6 +161,7 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   bool owed = false;                    ///< a backward without sync left gradients in its slots
   bool unpublished = false;             ///< reduced since its gradients were last published
   const void* module = nullptr;         ///< what the handle holds, to know it again
+  bool has_handle = true;               ///< false once that is gone
   bool unsharded_by_user = false;       ///< kept until the user or a forward gives it back
   /// Its memory outlasts backwards; and forwards that nobody differentiates, where it outlasts
   /// forwards at all.
