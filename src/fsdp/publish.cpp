@@ -245,6 +245,17 @@ void Runtime::require_whole_sums(const char* what) {
   require_synced(what);
 }
 
+void Runtime::require_between_steps(const char* what) {
+  require_whole_sums(what);
+  for (const auto* unit : units_) {
+    for (const auto& parameter : unit->parameters()) {
+      TESSERA_CHECK(!parameter->shard.grad().defined(), ErrorKind::kUsage, what,
+                    ": found a gradient of ", parameter->contract.name,
+                    ", expected none between steps; call zero_grad() first");
+    }
+  }
+}
+
 void Runtime::require_synced(const char* what) const {
   require_reduced(what);
   for (const auto* unit : units_) {

@@ -165,6 +165,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool has_scaler() const { return has_scaler_; }
   /// Errors: kUsage where require_idle() throws, and while gradients wait to be reduced.
   void require_whole_sums(const char* what);
+  /// The same, and for gradients on its shards: units are about to be laid out anew.
+  void require_between_steps(const char* what);
   void set_requires_replica_reduce(bool value);
   bool requires_replica_reduce() const { return requires_replica_reduce_; }
   void set_is_last_backward(bool value);
