@@ -276,11 +276,7 @@ void Runtime::end_backward() {
     }
     in_backward_ = false;
     awaiting_tickets_ = sink_.store() != nullptr ? any_rank_owes() : sink_.open_tickets() > 0;
-    if (!awaiting_tickets_) {
-      settle_gradients();
-    } else if (sink_.store() == nullptr && would_publish()) {
-      agree_on_used();  // all ranks wait, or none
-    }
+    if (!awaiting_tickets_) settle_gradients();
   } catch (const std::exception& error) {
     fail(error.what());
     throw;

@@ -126,33 +126,22 @@ void show_gradient(const Unit& unit, Parameter& p) {
 /// one that is used nowhere has none, and the optimizer skips it, as unsharded. [Note: unused]
 void Runtime::agree_on_used() {
   if (data_group_ == nullptr) return;
-  const bool owes = sink_.open_tickets() > 0;
-  std::vector<bool> used{owes, !owes};
+  std::vector<bool> used;
   for (const auto* unit : units_) {
     for (const auto& p : unit->parameters()) used.push_back(p->used);
   }
   used = comm::any_of_ranks(*data_group_, used, "used parameters");
-  TESSERA_CHECK(used[0] != used[1], ErrorKind::kContract,
-                "found gradients that some ranks have put off and others not, expected the same on "
-                "every rank; call set_defer_weight_gradients(true) on all of them");
-  if (owes) return;
-  std::size_t i = 2;
+  std::size_t i = 0;
   for (auto* unit : units_) {
     for (auto& p : unit->parameters()) p->used = used[i++];
   }
 }
 
-/// Whether the end of this backward shows gradients: also before what it owes has been reduced.
-bool Runtime::would_publish() const {
-  // A partial sum over replicas waits in the accumulators.
-  return is_last_backward_ && (replicas_ == nullptr || requires_replica_reduce_) &&
-         std::any_of(units_.begin(), units_.end(), [](const auto* unit) {
-           return unit->unpublished || unit->reduced || (unit->owed && unit->requires_sync);
-         });
-}
-
 void Runtime::publish() {
-  if (!would_publish()) return;
+  // A partial sum over replicas waits in the accumulators.
+  if (replicas_ != nullptr && !requires_replica_reduce_) return;
+  if (std::none_of(units_.begin(), units_.end(), [](auto* unit) { return unit->unpublished; }))
+    return;
   agree_on_used();
   std::vector<Bucket*> finals;
   for (auto* unit : units_) {

@@ -245,7 +245,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   // between backwards: publish.cpp
   void agree_on_used();
   void publish();
-  bool would_publish() const;
   void leave_shown_sums(const Unit& unit, const comm::Group* group);
   void import_user_changes();
   void import_changed(Unit& unit, Parameter& parameter);
