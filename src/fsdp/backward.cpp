@@ -244,7 +244,7 @@ void Runtime::issue_reduction(Unit& unit) {
 void Runtime::issue_reduction(Unit& unit, comm::Group* group) {
   if (group != nullptr && !is_last_backward_) leave_shown_sums(unit, group);
   comm::Batch batch;
-  batch.label = {comm::Kind::kReduceScatter, unit.shown_name(), unit.id, 0, controls()};
+  batch.label = {comm::Kind::kReduceScatter, unit.shown_name(), unit.id, 0, marks()};
   std::int64_t bytes = 0;
   for (auto& bucket : unit.buckets()) {
     if (bucket->groups().reduce != group || !bucket->trainable()) continue;

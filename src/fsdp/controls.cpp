@@ -82,8 +82,14 @@ const std::string& Runtime::controls() {
     add_prefetch(text, "set_backward_prefetch", *unit, unit->backward_prefetch);
   }
   controls_ = std::move(text);
+  marks_ = concat(model_, controls_.empty() ? "" : ", ", controls_);
   controls_known_ = true;
   return controls_;
+}
+
+const std::string& Runtime::marks() {
+  controls();
+  return marks_;
 }
 
 void Runtime::agree_on_controls() {
@@ -174,7 +180,7 @@ std::vector<bool> Runtime::stale_on_any_rank(const std::vector<Unit*>& kept) {
     // On a group of gathers: a rank that keeps other units meets it with a gather, and both
     // are named.
     comm::Batch batch;
-    batch.label = {comm::Kind::kAllGather, "units kept unsharded:", 0, 0, controls()};
+    batch.label = {comm::Kind::kAllGather, "units kept unsharded:", 0, 0, marks()};
     for (const auto* unit : kept) batch.label.unit += concat(" ", unit->shown_name());
     batch.ops.emplace_back(comm::AllGather{all.view({-1})});
     queue().submit(*group, std::move(batch)).wait();

@@ -155,7 +155,7 @@ void Runtime::publish() {
   }
   if (replicas_ != nullptr) {
     comm::Batch batch;
-    batch.label = {comm::Kind::kAllReduce, "replicas", 0, 0, controls()};
+    batch.label = {comm::Kind::kAllReduce, "replicas", 0, 0, marks()};
     for (auto* bucket : finals) bucket->begin_replica_reduce(batch);
     if (!batch.ops.empty()) queue().submit(*replicas_, std::move(batch)).wait();
     for (auto* bucket : finals) bucket->finish_replica_reduce();

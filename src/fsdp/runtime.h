@@ -178,6 +178,14 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Every control that is not as the plan was agreed, in words; "" for none. It is part of every
   /// label and of the agreement on the forward order, so that ranks cannot differ. [Note: controls]
   const std::string& controls();
+  /// The same behind the model's name, for labels: two models of one module issue the same.
+  const std::string& marks();
+  /// From here on labels have one; units of this tree are what all ranks have agreed on.
+  void name_model() {
+    model_ = world().next_model_name();
+    controls_changed();
+  }
+  const std::string& model_name() const { return model_; }
   /// Starts the unit's gather for the user, and keeps it. Collective.
   void begin_unshard(Unit& unit);
   /// Waits until its gradients of earlier micro-batches are summed.
@@ -307,6 +315,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool waits_for_last_ = false;  // reductions are issued that no gradient shows yet
   bool controls_known_ = false;
   std::string controls_;
+  std::string marks_;
+  std::string model_ = "a model that is being sharded";
   UnitTrace spans_;
   int outstanding_ = 0;  // entries that are not consumed
   std::int64_t gathers_issued_ = 0;

@@ -231,7 +231,8 @@ std::vector<std::shared_ptr<Parameter>> Unit::take_bucket(std::size_t index) {
     flat.narrow(0, bucket.plan().slice(bucket.rank()).begin, bucket.plan().slice_numel())
         .copy_(bucket.shard());
     comm::Batch batch;
-    batch.label = {comm::Kind::kAllGather, shown_name() + " (laid out anew)", id, 0};
+    batch.label = {comm::Kind::kAllGather, shown_name() + " (laid out anew)", id, 0,
+                   runtime_->model_name()};
     batch.ops.emplace_back(comm::AllGather{flat});
     runtime_->queue().submit(*bucket.groups().gather, std::move(batch)).wait();
   }
@@ -303,7 +304,7 @@ void Unit::begin_gather(std::uint32_t micro_batch) {
 
 void Unit::begin_gather(comm::Group* group, std::uint32_t micro_batch) {
   comm::Batch batch;
-  batch.label = {comm::Kind::kAllGather, shown_name(), id, micro_batch, runtime_->controls()};
+  batch.label = {comm::Kind::kAllGather, shown_name(), id, micro_batch, runtime_->marks()};
   for (auto& bucket : buckets_) {
     if (bucket->groups().gather != group) continue;
     if (gathered_) {

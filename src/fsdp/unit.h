@@ -135,6 +135,7 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   void set_unshard_in_backward(bool value);
   void join(const std::shared_ptr<Runtime>& runtime);
   Runtime& runtime() { return *runtime_; }
+  const Runtime& runtime() const { return *runtime_; }
   /// Needs no gather: one rank that computes in its storage dtype.
   bool always_unsharded() const;
 
