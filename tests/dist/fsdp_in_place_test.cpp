@@ -85,8 +85,7 @@ class InPlaceChanges : public ::testing::TestWithParam<DataLayout> {
 };
 INSTANTIATE_TEST_SUITE_P(Layouts, InPlaceChanges,
                          ::testing::Values(DataLayout{1, 1}, DataLayout{2, 1}, DataLayout{3, 1},
-                                           DataLayout{2, 2},
-                                           DataLayout{2, 1, ThreadBackend::kGloo}),
+                                           DataLayout{2, 2}),
                          name_of);
 
 // Naive: `x + block(x)` has the right loss, and of x a gradient as if the block had not changed it.
