@@ -37,6 +37,7 @@ class Unit;
 class Runtime;
 class Crossed;
 struct Entry;
+struct FoundHandle;
 struct Parameter;
 }  // namespace fsdp
 
@@ -258,6 +259,7 @@ class ShardedBase : public torch::nn::Module {
     std::string name;  // true, relative to this handle
     fsdp::Parameter* parameter;
   };
+  void require_handles_between_steps(const std::vector<fsdp::FoundHandle>& handles);
   void adopt(const ShardOptions& options);
   void for_units(bool recurse, const std::function<void(ShardedBase&)>& act);
   void require_own_parameters(bool recurse);
@@ -274,6 +276,7 @@ class ShardedBase : public torch::nn::Module {
 
   std::shared_ptr<torch::nn::Module> held_;
   std::shared_ptr<fsdp::Unit> unit_;
+  std::shared_ptr<void> end_;  // tells the unit that this handle, wherever it was moved, is gone
   std::shared_ptr<fsdp::Runtime> runtime_;
   std::vector<Inner> inner_;
   std::vector<Own> own_;

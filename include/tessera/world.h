@@ -12,6 +12,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "tessera/mesh.h"
@@ -93,6 +94,13 @@ class World : public std::enable_shared_from_this<World> {
   virtual void recover() = 0;
   /// How often that was done: the same on every rank.
   std::uint64_t recoveries() const { return recoveries_; }
+  /// The next name for what is sharded, "model 2". All ranks shard in one order, so it is the same
+  /// on every one; after a failure that only some had come to, from the recovery on.
+  std::string next_model_name() {
+    if (std::exchange(named_at_, recoveries_) != recoveries_) models_ = 0;
+    const auto name = "model " + std::to_string(++models_);
+    return recoveries_ == 0 ? name : name + " since recovery " + std::to_string(recoveries_);
+  }
 
  protected:
   struct State;
@@ -109,6 +117,8 @@ class World : public std::enable_shared_from_this<World> {
   int size_ = 1;
   int local_rank_ = 0;
   std::uint64_t recoveries_ = 0;  ///< counted by derived classes
+  std::uint64_t models_ = 0;      ///< that were named since recovery named_at_
+  std::uint64_t named_at_ = 0;
   std::unique_ptr<State> state_;  ///< groups, poison
   std::unique_ptr<comm::IssueQueue> queue_;
 };

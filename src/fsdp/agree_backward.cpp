@@ -97,7 +97,8 @@ std::string Runtime::memory_lines() const {
 
 std::uint64_t Runtime::hash_of_agreed() const {
   Hasher hash;
-  hash.add(std::uint64_t{next_segment_}).add(static_cast<std::uint64_t>(under_way_.size()));
+  hash.add(std::string_view(model_)).add(std::uint64_t{next_segment_});
+  hash.add(static_cast<std::uint64_t>(under_way_.size()));
   for (const auto& past : past_) {
     hash.add(std::uint64_t{past.forward->number}).add(past.forward->trace.hash());
   }
@@ -106,6 +107,11 @@ std::uint64_t Runtime::hash_of_agreed() const {
 
 /// All ranks are here, since their hashes differ. Errors: kComm, kUsage.
 void Runtime::name_difference() {
+  const auto models = difference_between_ranks(model_, "models of a backward");
+  TESSERA_CHECK(models.empty(), ErrorKind::kUsage,
+                "backwards of different models meet: ", models,
+                " (numbered as they were sharded); on every rank run the backwards of the same "
+                "models in the same order, each through some result of its model");
   agree_on_controls();
   std::string text;
   for (const auto& past : past_) {

@@ -146,11 +146,24 @@ void Runtime::wait_unsharded(Unit& unit) {
   wait(unit);
 }
 
+/// Here and on the other ranks, as every error of a backward.
+void Runtime::refuse_forgotten(const Entry& entry) {
+  auto& now = entry.unit->runtime();
+  const auto message = concat(
+      "backward of unit ", entry.unit->shown_name(),
+      ": found a forward of before the model had other units (a handle of it is gone, or "
+      "fully_shard went around it), expected one that came after; run backwards before, or keep "
+      "the outermost handle as long as its losses");
+  now.fail(message);
+  throw Error(ErrorKind::kUsage, message);
+}
+
 void Runtime::pre_backward(Entry& entry) {
   TESSERA_CHECK(entry.generation == generation_, ErrorKind::kUsage, "backward of unit ",
                 entry.unit->shown_name(),
                 ": found a forward of before a failure, expected one that came after it; run the "
                 "step's forward again");
+  if (entry.segment->forward->forgotten) refuse_forgotten(entry);
   begin_backward(&entry);
   auto* backward = under_way(entry, /*needs_weights=*/true);
   if (backward == nullptr) {
@@ -229,8 +242,9 @@ void Runtime::issue_reduction(Unit& unit) {
 }
 
 void Runtime::issue_reduction(Unit& unit, comm::Group* group) {
+  if (group != nullptr && !is_last_backward_) leave_shown_sums(unit, group);
   comm::Batch batch;
-  batch.label = {comm::Kind::kReduceScatter, unit.shown_name(), unit.id, 0, controls()};
+  batch.label = {comm::Kind::kReduceScatter, unit.shown_name(), unit.id, 0, marks()};
   std::int64_t bytes = 0;
   for (auto& bucket : unit.buckets()) {
     if (bucket->groups().reduce != group || !bucket->trainable()) continue;
@@ -262,11 +276,7 @@ void Runtime::end_backward() {
     }
     in_backward_ = false;
     awaiting_tickets_ = sink_.store() != nullptr ? any_rank_owes() : sink_.open_tickets() > 0;
-    if (!awaiting_tickets_) {
-      settle_gradients();
-    } else if (sink_.store() == nullptr && would_publish()) {
-      agree_on_used();  // all ranks wait, or none
-    }
+    if (!awaiting_tickets_) settle_gradients();
   } catch (const std::exception& error) {
     fail(error.what());
     throw;

@@ -41,7 +41,7 @@ void add_prefetch(std::string& text, const char* what, const Unit& unit,
   text += concat(text.empty() ? "" : "; ", what, " of ", unit.shown_name(), " to {");
   for (std::size_t i = 0; i < list.size(); ++i) {
     const auto named = list[i].lock();
-    text += concat(i == 0 ? "" : ", ", named ? named->shown_name() : "(gone)");
+    text += concat(i == 0 ? "" : ", ", named && named->has_handle ? named->shown_name() : "(gone)");
   }
   text += "}";
 }
@@ -82,8 +82,14 @@ const std::string& Runtime::controls() {
     add_prefetch(text, "set_backward_prefetch", *unit, unit->backward_prefetch);
   }
   controls_ = std::move(text);
+  marks_ = concat(model_, controls_.empty() ? "" : ", ", controls_);
   controls_known_ = true;
   return controls_;
+}
+
+const std::string& Runtime::marks() {
+  controls();
+  return marks_;
 }
 
 void Runtime::agree_on_controls() {
@@ -151,7 +157,7 @@ std::vector<UnitId> Runtime::backward_prefetch_of(const Unit& unit) const {
   std::vector<UnitId> ids;
   for (const auto& named : unit.backward_prefetch) {
     const auto next = named.lock();
-    if (next == nullptr) continue;  // its handle is gone
+    if (next == nullptr || !next->has_handle) continue;
     TESSERA_CHECK(&next->runtime() == this, ErrorKind::kUsage, "set_backward_prefetch of unit ",
                   unit.shown_name(), ": found unit ", next->shown_name(),
                   ", which another outermost module holds, expected units of one model");
@@ -174,7 +180,7 @@ std::vector<bool> Runtime::stale_on_any_rank(const std::vector<Unit*>& kept) {
     // On a group of gathers: a rank that keeps other units meets it with a gather, and both
     // are named.
     comm::Batch batch;
-    batch.label = {comm::Kind::kAllGather, "units kept unsharded:", 0, 0, controls()};
+    batch.label = {comm::Kind::kAllGather, "units kept unsharded:", 0, 0, marks()};
     for (const auto* unit : kept) batch.label.unit += concat(" ", unit->shown_name());
     batch.ops.emplace_back(comm::AllGather{all.view({-1})});
     queue().submit(*group, std::move(batch)).wait();

@@ -67,9 +67,13 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
     runtime_->agree(to_lines(contracts), "contracts",
                     "let the layers declare the same on every rank");
   }
+  require_handles_between_steps(found.handles);
   unit_ = std::make_shared<fsdp::Unit>(options.name, runtime_,
                                        options.reshard_after_forward.value_or(false));
   unit_->module = held_.get();
+  end_ = std::shared_ptr<void>(unit_.get(), [unit = unit_](void*) {
+    unit->runtime().handle_is_gone(*unit);
+  });
   runtime_->add_unit(unit_.get());
   unit_->buffers = fsdp::make_buffers(found.buffers, contracts.buffers, options);
   unit_->add(fsdp::make_parameters(found.parameters, contracts.parameters));
@@ -82,9 +86,35 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
   for (const auto& inner : found.handles) inner_.push_back({inner.path, inner.handle});
   unit_->borrowed = found.owned_by_others;
   runtime_->agree_on_plan();  // before any collective that moves parameters
+  runtime_->name_model();
   adopt(options);
   resolve_buffers();
   for (const auto& inner : inner_) register_module(escaped(inner.path), inner.handle);
+}
+
+/// Their units are numbered anew, and their parameters may move: a backward of before would find
+/// others in their places. Whether one is to come is a rank's own: refused on all of them. Nothing
+/// has changed yet.
+void ShardedBase::require_handles_between_steps(const std::vector<fsdp::FoundHandle>& handles) {
+  if (handles.empty()) return;
+  std::string found;
+  for (const auto& inner : handles) {
+    try {
+      inner.handle->runtime_->require_between_steps(
+          concat("fully_shard around ", inner.path).c_str());
+    } catch (const Error& error) {
+      if (found.empty()) found = error.what();
+    }
+  }
+  bool anywhere = !found.empty();
+  if (auto* group = runtime_->data_group(); group != nullptr) {
+    anywhere = comm::any_of_ranks(*group, {anywhere}, "modules between steps")[0];
+  }
+  if (!anywhere) return;
+  throw Error(ErrorKind::kUsage,
+              found.empty() ? "fully_shard: found that another rank refused it, expected all to "
+                              "shard between steps; that rank says why"
+                            : found);
 }
 
 void ShardedBase::resolve_unit(Place place) {

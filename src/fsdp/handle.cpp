@@ -129,7 +129,8 @@ void ShardedBase::visit_full(
         flat = at::empty({plan.numel}, slice.options());
         flat.narrow(0, plan.slice(bucket.rank()).begin, plan.slice_numel()).copy_(slice);
         comm::Batch batch;
-        batch.label = {comm::Kind::kAllGather, unit->shown_name() + " (whole)", unit->id, 0};
+        batch.label = {comm::Kind::kAllGather, unit->shown_name() + " (whole)", unit->id, 0,
+                       runtime.model_name()};
         batch.ops.emplace_back(comm::AllGather{flat});
         runtime.queue().submit(*bucket.groups().gather, std::move(batch)).wait();
       }

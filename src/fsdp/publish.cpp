@@ -17,14 +17,22 @@ void see(Parameter& p) {
   p.seen_version = static_cast<std::uint32_t>(p.seen_grad._version());
 }
 
-bool is_changed(const Parameter& p, const Bucket& bucket) {
+/// What the next publication adds to it has not been shown yet.
+bool is_waited_for(const Unit& unit, const Parameter& p) {
+  return unit.unpublished || unit.buckets()[p.bucket]->has_arrivals(p.place);
+}
+
+/// The user's own, or one whose sum is not what it shows any more.
+bool is_changed(const Unit& unit, const Parameter& p) {
   const auto& grad = p.shard.grad();
   if (!grad.is_same(p.seen_grad)) return true;
-  // Changes of a view of the accumulator are in the sum already.
-  if (bucket.final_is_accumulator() && bucket.accumulator().defined() &&
-      grad.is_alias_of(bucket.accumulator()))
-    return false;
-  return static_cast<std::uint32_t>(grad._version()) != p.seen_version;
+  if (static_cast<std::uint32_t>(grad._version()) == p.seen_version) return false;
+  // Changes of a view of the accumulator are in the sum already; but what waits may lie elsewhere,
+  // and whether it does depends on the number of ranks.
+  const auto& bucket = *unit.buckets()[p.bucket];
+  const bool in_sum = bucket.final_is_accumulator() && bucket.accumulator().defined() &&
+                      grad.is_alias_of(bucket.accumulator());
+  return !in_sum || is_waited_for(unit, p);
 }
 
 // [Note: kept gradients] As in PyTorch a gradient is one tensor for as long as it stands on its
@@ -78,6 +86,27 @@ void leave_kept_sums(Unit& unit) {
   }
 }
 
+}  // namespace
+
+/// Before a reduction into the sums that this backward does not wait for: what is shown may be read
+/// and written by the user meanwhile.
+void Runtime::leave_shown_sums(const Unit& unit, const comm::Group* group) {
+  for (std::size_t i = 0; i < unit.buckets().size(); ++i) {
+    auto& bucket = *unit.buckets()[i];
+    if (bucket.groups().reduce != group || !bucket.final_is_accumulator()) continue;
+    const auto& sum = bucket.accumulator();
+    const bool is_shown =
+        sum.defined() && std::any_of(unit.parameters().begin(), unit.parameters().end(),
+                                     [&](const auto& p) {
+                                       return p->bucket == i && stands(*p) &&
+                                              p->shard.grad().is_alias_of(sum);
+                                     });
+    if (is_shown) bucket.leave_accumulator();
+  }
+}
+
+namespace {
+
 void show_gradient(const Unit& unit, Parameter& p) {
   auto& grad = p.shard.mutable_grad();
   const auto next = final_of(unit, p);
@@ -97,33 +126,22 @@ void show_gradient(const Unit& unit, Parameter& p) {
 /// one that is used nowhere has none, and the optimizer skips it, as unsharded. [Note: unused]
 void Runtime::agree_on_used() {
   if (data_group_ == nullptr) return;
-  const bool owes = sink_.open_tickets() > 0;
-  std::vector<bool> used{owes, !owes};
+  std::vector<bool> used;
   for (const auto* unit : units_) {
     for (const auto& p : unit->parameters()) used.push_back(p->used);
   }
   used = comm::any_of_ranks(*data_group_, used, "used parameters");
-  TESSERA_CHECK(used[0] != used[1], ErrorKind::kContract,
-                "found gradients that some ranks have put off and others not, expected the same on "
-                "every rank; call set_defer_weight_gradients(true) on all of them");
-  if (owes) return;
-  std::size_t i = 2;
+  std::size_t i = 0;
   for (auto* unit : units_) {
     for (auto& p : unit->parameters()) p->used = used[i++];
   }
 }
 
-/// Whether the end of this backward shows gradients: also before what it owes has been reduced.
-bool Runtime::would_publish() const {
-  // A partial sum over replicas waits in the accumulators.
-  return is_last_backward_ && (replicas_ == nullptr || requires_replica_reduce_) &&
-         std::any_of(units_.begin(), units_.end(), [](const auto* unit) {
-           return unit->unpublished || unit->reduced || (unit->owed && unit->requires_sync);
-         });
-}
-
 void Runtime::publish() {
-  if (!would_publish()) return;
+  // A partial sum over replicas waits in the accumulators.
+  if (replicas_ != nullptr && !requires_replica_reduce_) return;
+  if (std::none_of(units_.begin(), units_.end(), [](auto* unit) { return unit->unpublished; }))
+    return;
   agree_on_used();
   std::vector<Bucket*> finals;
   for (auto* unit : units_) {
@@ -137,7 +155,7 @@ void Runtime::publish() {
   }
   if (replicas_ != nullptr) {
     comm::Batch batch;
-    batch.label = {comm::Kind::kAllReduce, "replicas", 0, 0, controls()};
+    batch.label = {comm::Kind::kAllReduce, "replicas", 0, 0, marks()};
     for (auto* bucket : finals) bucket->begin_replica_reduce(batch);
     if (!batch.ops.empty()) queue().submit(*replicas_, std::move(batch)).wait();
     for (auto* bucket : finals) bucket->finish_replica_reduce();
@@ -163,9 +181,8 @@ void Runtime::import_changed(Unit& unit, Parameter& p) {
                 p.contract.name, ": found shape ", grad.sizes(), " on the shard, expected ",
                 p.shard.sizes());
   // On any number of ranks alike: zeros clear what waits, other values cannot tell what they mean.
-  const bool waiting = unit.unpublished || bucket.has_arrivals(p.place);
-  TESSERA_CHECK(!waiting || !grad.any().item<bool>(), ErrorKind::kUsage, "gradient of ",
-                p.contract.name,
+  TESSERA_CHECK(!is_waited_for(unit, p) || !grad.any().item<bool>(), ErrorKind::kUsage,
+                "gradient of ", p.contract.name,
                 ": found it changed while micro-batches of this step wait to be added to it, "
                 "expected changes only "
                 "after a backward that reduces; change it after the last micro-batch, or zero it");
@@ -198,9 +215,10 @@ void Runtime::import_user_changes() {
         continue;
       }
       keeps[p->bucket] = true;
-      if (p->published && !rescaled_ && !is_changed(*p, bucket)) continue;
-      finish_reductions_of(*unit);
-      import_changed(*unit, *p);
+      if (!p->published || rescaled_ || is_changed(*unit, *p)) {
+        finish_reductions_of(*unit);
+        import_changed(*unit, *p);
+      }
       see(*p);
     }
     for (std::size_t i = 0; i < keeps.size(); ++i) {
@@ -214,6 +232,17 @@ void Runtime::require_whole_sums(const char* what) {
   renew_after_failure();
   require_idle(what);
   require_synced(what);
+}
+
+void Runtime::require_between_steps(const char* what) {
+  require_whole_sums(what);
+  for (const auto* unit : units_) {
+    for (const auto& parameter : unit->parameters()) {
+      TESSERA_CHECK(!parameter->shard.grad().defined(), ErrorKind::kUsage, what,
+                    ": found a gradient of ", parameter->contract.name,
+                    ", expected none between steps; call zero_grad() first");
+    }
+  }
 }
 
 void Runtime::require_synced(const char* what) const {

@@ -205,7 +205,8 @@ void carry(Runtime& runtime, const Unit& unit, const AxesGroups& on,
   const auto received = exchange.output;
   if (auto* group = on.control; group != nullptr) {
     comm::Batch batch;
-    batch.label = {comm::Kind::kAllToAll, unit.shown_name() + " (laid out anew)", unit.id, 0};
+    batch.label = {comm::Kind::kAllToAll, unit.shown_name() + " (laid out anew)", unit.id, 0,
+                   unit.runtime().model_name()};
     batch.ops.emplace_back(std::move(exchange));
     group->issue(std::move(batch))->wait();
   }

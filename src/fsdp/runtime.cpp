@@ -78,11 +78,39 @@ void Runtime::remove_unit(Unit* unit) {
     // The run has failed: what is under way is lost, and nobody waits for its gradients any more.
     std::erase_if(in_flight_, [&](const InFlight& reduction) { return reduction.unit == unit; });
   }
-  std::erase(units_, unit);
+  if (std::erase(units_, unit) == 0) return;
   agreed_ = controls_known_ = false;
   reference_ = {};
-  past_.clear();  // whatever it ran in has no graph on this rank any more
+  for (const auto& past : past_) past.forward->forgotten = true;
+  past_.clear();
   for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->id = static_cast<UnitId>(i);
+}
+
+void Runtime::handle_is_gone(Unit& unit) {
+  const auto self = shared_from_this();  // the last reference may be a unit's
+  unit.has_handle = false;
+  controls_known_ = false;
+  const bool is_last = std::none_of(units_.begin(), units_.end(),
+                                    [](const auto* other) { return other->has_handle; });
+  if (is_last) {
+    const auto gone = std::exchange(orphans_, {});  // what no graph has ends here
+  } else {
+    orphans_.push_back(unit.shared_from_this());
+  }
+}
+
+void Runtime::remove_orphans() {
+  if (in_backward_) return;
+  for (auto& orphan : orphans_) {
+    const bool is_borrowed_from = std::any_of(units_.begin(), units_.end(), [&](const auto* unit) {
+      return unit->has_handle && unit->borrows_from(*orphan);
+    });
+    if (is_borrowed_from) continue;
+    orphan->release();
+    remove_unit(orphan.get());
+    orphan.reset();
+  }
+  std::erase(orphans_, nullptr);
 }
 
 std::string Runtime::difference_between_ranks(const std::string& lines, const char* what) {
@@ -144,6 +172,7 @@ void Runtime::check_usable() {
   if (in_backward_ && torch::autograd::get_current_graph_task_id() == -1) {
     reset();  // the last backward left by an exception
   }
+  remove_orphans();
   if (!agreed_) agree_on_plan();
   for (auto* unit : units_) unit->cast_buffers();
 }
@@ -179,7 +208,7 @@ void Runtime::issue_gather(Unit& unit) {
 void Runtime::prefetch_after(const Unit& unit, std::size_t position) {
   for (const auto& named : unit.forward_prefetch) {
     const auto next = named.lock();
-    if (next == nullptr) continue;  // its handle is gone
+    if (next == nullptr || !next->has_handle) continue;
     TESSERA_CHECK(&next->runtime() == this, ErrorKind::kUsage, "set_forward_prefetch of unit ",
                   unit.shown_name(), ": found unit ", next->shown_name(),
                   ", which another outermost module holds, expected units of one model");

@@ -50,6 +50,7 @@ struct Entry;
 struct PastForward {
   std::uint32_t number = 0;
   Trace trace;
+  bool forgotten = false;  ///< units have come or gone since: its numbers of them mean nothing now
 };
 
 /// What this rank has of it.
@@ -112,7 +113,11 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   /// Units are numbered in the order of adding, the same on every rank.
   void add_unit(Unit* unit);
+  /// Again: nothing happens.
   void remove_unit(Unit* unit);
+  /// The unit takes part until the next forward of another handle of the tree, and not longer: a
+  /// place that all ranks come by. A graph that one of them keeps holds its memory alone.
+  void handle_is_gone(Unit& unit);
   const std::vector<Unit*>& units() const { return units_; }
   /// All ranks have the same contracts and plans. Collective. Errors: kContract naming the first
   /// difference.
@@ -160,6 +165,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool has_scaler() const { return has_scaler_; }
   /// Errors: kUsage where require_idle() throws, and while gradients wait to be reduced.
   void require_whole_sums(const char* what);
+  /// The same, and for gradients on its shards: units are about to be laid out anew.
+  void require_between_steps(const char* what);
   void set_requires_replica_reduce(bool value);
   bool requires_replica_reduce() const { return requires_replica_reduce_; }
   void set_is_last_backward(bool value);
@@ -171,6 +178,14 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Every control that is not as the plan was agreed, in words; "" for none. It is part of every
   /// label and of the agreement on the forward order, so that ranks cannot differ. [Note: controls]
   const std::string& controls();
+  /// The same behind the model's name, for labels: two models of one module issue the same.
+  const std::string& marks();
+  /// From here on labels have one; units of this tree are what all ranks have agreed on.
+  void name_model() {
+    model_ = world().next_model_name();
+    controls_changed();
+  }
+  const std::string& model_name() const { return model_; }
   /// Starts the unit's gather for the user, and keeps it. Collective.
   void begin_unshard(Unit& unit);
   /// Waits until its gradients of earlier micro-batches are summed.
@@ -200,6 +215,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   friend struct Entry;
   // plan and forward: runtime.cpp
   void check_usable();
+  void remove_orphans();
   /// The first line in which `lines` differs between ranks, in words. Collective.
   std::string difference_between_ranks(const std::string& lines, const char* what);
   std::shared_ptr<Entry> record(Unit& unit, std::size_t position);
@@ -225,6 +241,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void keep_forward(const std::shared_ptr<Segment>& segment);
   void plan_backward_under_way(const Entry* first);
   // backward: backward.cpp
+  [[noreturn]] void refuse_forgotten(const Entry& entry);
   BackwardUnderWay* under_way(const Entry& entry, bool needs_weights);
   void do_steps(BackwardUnderWay& backward, std::size_t count);
   void finish(BackwardUnderWay& backward);
@@ -236,9 +253,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void finish_oldest_reduction();
   void settle_gradients();
   // between backwards: publish.cpp
-  bool would_publish() const;
   void agree_on_used();
   void publish();
+  void leave_shown_sums(const Unit& unit, const comm::Group* group);
   void import_user_changes();
   void import_changed(Unit& unit, Parameter& parameter);
 
@@ -254,6 +271,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   comm::Group* data_group_ = nullptr;
   int shard_rank_ = 0;
   std::vector<Unit*> units_;
+  std::vector<std::shared_ptr<Unit>> orphans_;  // without a handle, while others have one
   bool agreed_ = false;
   std::uint64_t layout_ = 0;
 
@@ -299,6 +317,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool waits_for_last_ = false;  // reductions are issued that no gradient shows yet
   bool controls_known_ = false;
   std::string controls_;
+  std::string marks_;
+  std::string model_ = "a model that is being sharded";
   UnitTrace spans_;
   int outstanding_ = 0;  // entries that are not consumed
   std::int64_t gathers_issued_ = 0;

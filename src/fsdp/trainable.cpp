@@ -48,17 +48,6 @@ bool is_asked_for(const GradContract& contract, FrozenRule asked) {
   return !contract.trainable && contract.frozen_as == frozen_as;
 }
 
-void require_between_steps(fsdp::Runtime& runtime) {
-  runtime.require_whole_sums("set_trainable");
-  for (const auto* unit : runtime.units()) {
-    for (const auto& parameter : unit->parameters()) {
-      TESSERA_CHECK(!parameter->shard.grad().defined(), ErrorKind::kUsage,
-                    "set_trainable: found a gradient of ", parameter->contract.name,
-                    ", expected none between steps; call zero_grad() first");
-    }
-  }
-}
-
 }  // namespace
 
 void Optimizer::carry_state(const std::vector<fsdp::Relaid>& relaid,
@@ -118,7 +107,7 @@ class TrainableChanger {
  public:
   TrainableChanger(ShardedBase& model, const std::vector<Optimizer*>& follow)
       : model_(model), runtime_(fsdp::unit_of_handle(model.unit_).runtime()), followers_(follow) {
-    require_between_steps(runtime_);
+    runtime_.require_between_steps("set_trainable");
     TESSERA_CHECK(runtime_.units().front() == model.unit_.get(), ErrorKind::kUsage,
                   "set_trainable: found the handle of an inner unit, ", model.unit_->shown_name(),
                   ", expected the outermost one; parameters keep their names there");

@@ -18,10 +18,6 @@ bool has_data(const at::Tensor& tensor) {
   return tensor.numel() == 0 || tensor.storage().nbytes() > 0;
 }
 
-std::uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
-}
-
 /// The memory that a parameter had before it was laid out, where others look at it, too.
 struct SharedMemory {
   c10::Storage storage;
@@ -46,10 +42,13 @@ void poison(const std::vector<SharedMemory>& all) {
 }  // namespace
 
 at::Tensor Buffer::stored() const {
-  const auto& [exact, made, version] = *last_cast;
+  const auto& [exact, made] = *last_cast;
+  const auto bytes = [](const at::Tensor& of) { return of.reshape({-1}).view(at::kByte); };
+  // By value: the statistics of a batch norm are written past version counters.
   const bool is_as_made = exact.defined() && tensor.is_alias_of(made) &&
-                          version_of(tensor) == version &&
-                          tensor.scalar_type() == made.scalar_type();
+                          tensor.scalar_type() == made.scalar_type() &&
+                          tensor.sizes() == exact.sizes() &&
+                          at::equal(bytes(tensor.detach()), bytes(exact.to(made.scalar_type())));
   return is_as_made ? exact : tensor.detach().to(to_scalar_type(contract.storage));
 }
 
@@ -67,7 +66,7 @@ void Buffer::cast() {
   tensor.set_data(after);  // the object that the module holds stays
   // Whoever else holds the memory may write to it.
   const bool narrows = !represents(contract.compute, contract.storage);
-  *last_cast = {narrows ? before.clone() : at::Tensor(), after, version_of(tensor)};
+  *last_cast = {narrows ? before.clone() : at::Tensor(), after};
 }
 
 layout::Range Parameter::owned() const {
@@ -232,7 +231,8 @@ std::vector<std::shared_ptr<Parameter>> Unit::take_bucket(std::size_t index) {
     flat.narrow(0, bucket.plan().slice(bucket.rank()).begin, bucket.plan().slice_numel())
         .copy_(bucket.shard());
     comm::Batch batch;
-    batch.label = {comm::Kind::kAllGather, shown_name() + " (laid out anew)", id, 0};
+    batch.label = {comm::Kind::kAllGather, shown_name() + " (laid out anew)", id, 0,
+                   runtime_->model_name()};
     batch.ops.emplace_back(comm::AllGather{flat});
     runtime_->queue().submit(*bucket.groups().gather, std::move(batch)).wait();
   }
@@ -304,7 +304,7 @@ void Unit::begin_gather(std::uint32_t micro_batch) {
 
 void Unit::begin_gather(comm::Group* group, std::uint32_t micro_batch) {
   comm::Batch batch;
-  batch.label = {comm::Kind::kAllGather, shown_name(), id, micro_batch, runtime_->controls()};
+  batch.label = {comm::Kind::kAllGather, shown_name(), id, micro_batch, runtime_->marks()};
   for (auto& bucket : buckets_) {
     if (bucket->groups().gather != group) continue;
     if (gathered_) {

@@ -69,7 +69,6 @@ struct Buffer {
   struct Cast {
     at::Tensor exact;  ///< defined where it narrowed
     at::Tensor made;   ///< what it made; holds the memory, so that its address is no other's
-    std::uint32_t version = 0;
   };
   std::shared_ptr<Cast> last_cast = std::make_shared<Cast>();  ///< one for all names of a tensor
 };
@@ -137,6 +136,7 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   void set_unshard_in_backward(bool value);
   void join(const std::shared_ptr<Runtime>& runtime);
   Runtime& runtime() { return *runtime_; }
+  const Runtime& runtime() const { return *runtime_; }
   /// Needs no gather: one rank that computes in its storage dtype.
   bool always_unsharded() const;
 
@@ -163,6 +163,7 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   bool owed = false;                    ///< a backward without sync left gradients in its slots
   bool unpublished = false;             ///< reduced since its gradients were last published
   const void* module = nullptr;         ///< what the handle holds, to know it again
+  bool has_handle = true;               ///< false once that is gone
   bool unsharded_by_user = false;       ///< kept until the user or a forward gives it back
   /// Its memory outlasts backwards; and forwards that nobody differentiates, where it outlasts
   /// forwards at all.

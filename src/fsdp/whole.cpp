@@ -22,7 +22,7 @@ at::Tensor whole_of(Runtime& runtime, const Parameter& parameter, const at::Tens
   parts.narrow(0, group->rank() * count, count).copy_(local);
   comm::Batch batch;
   batch.label = {comm::Kind::kAllGather, parameter.contract.name + " (its parts)",
-                 parameter.unit->id, 0};
+                 parameter.unit->id, 0, runtime.model_name()};
   batch.ops.emplace_back(comm::AllGather{parts});
   runtime.queue().submit(*group, std::move(batch)).wait();
   const auto whole = at::empty(layout::cut_shape(layout, shape), local.options());

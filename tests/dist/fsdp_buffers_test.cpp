@@ -1,6 +1,7 @@
 // Buffers in the contract: which are cast once after loading, which never, and what ranks agree on.
 // Without that a float32 buffer makes float32 of a bfloat16 part's activations (fact file, 5).
 #include <gmock/gmock.h>
+#include <torch/nn/modules/batchnorm.h>
 
 #include <limits>
 
@@ -239,6 +240,51 @@ TEST_P(BuffersOnRanks, AStateDictHasTheDigitsThatWereLoaded) {
     load_state_dict(handle, {whole_entry("tower.std_scale", at::full({kWidth}, 5, at::kBFloat16))},
                     Strict::kNo);
     expect(at::full({kWidth}, 5.0F), "loaded from narrower ones");
+  });
+}
+
+/// A frozen part whose statistics every forward in train mode writes, past version counters.
+struct Normed : torch::nn::Module {
+  Normed() {
+    for (auto& parameter : norm->parameters()) parameter.set_requires_grad(false);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return at::batch_norm(x.to(norm->weight.scalar_type()), norm->weight, norm->bias,
+                          norm->running_mean, norm->running_var, norm->is_training(), 0.5, 1e-5,
+                          /*cudnn_enabled=*/false) *
+           trained;
+  }
+  torch::nn::BatchNorm1d norm =
+      register_module("norm", torch::nn::BatchNorm1d(torch::nn::BatchNorm1dOptions(kWidth)));
+  at::Tensor trained = register_parameter("trained", at::ones({1}));
+};
+
+// Naive: nobody wrote to them, as version counters see it; a state dict has the values that were
+// loaded.
+TEST_P(BuffersOnRanks, StatisticsThatAForwardWritesAreInTheStateDict) {
+  all().run([](World& world) {
+    auto model = std::make_shared<Normed>();
+    const auto loaded = at::full({kWidth}, kFine);
+    model->norm->running_mean.copy_(loaded);
+    auto handle = fully_shard(model, data_mesh(world), in_bfloat16());
+    const auto mean = [&](StateDictKind kind) {
+      for (const auto& entry : state_dict(handle, kind)) {
+        if (entry.name == "norm.running_mean") return entry.values;
+      }
+      throw std::runtime_error("no such entry");
+    };
+    const auto x = input_of(0, 0, kWidth) + 10;
+    model->eval();
+    handle.forward(x);
+    EXPECT_EQ(model->norm->running_mean.scalar_type(), at::kBFloat16);
+    model->train();
+    for (const auto kind : {StateDictKind::kFull, StateDictKind::kSharded}) {
+      EXPECT_TRUE(same_bits(mean(kind), loaded)) << "evaluation writes nothing";
+      handle.forward(x);
+      EXPECT_GT(mean(kind).min().item<float>(), 4);
+      EXPECT_TRUE(same_bits(mean(kind), model->norm->running_mean.to(at::kFloat)));
+      load_state_dict(handle, {whole_entry("norm.running_mean", loaded)}, Strict::kNo);
+    }
   });
 }
 

@@ -310,5 +310,26 @@ TEST(DroppedResults, WhatIsKeptBesideAResultThatIsUsedIsPartOfTheStep) {
   }
 }
 
+// Naive: both models have the same units and have run alike, so one rank's backward of the first is
+// reduced into the other's of the second.
+TEST_P(Dropped, BackwardsOfTwoModelsThatMeetAreNamed) {
+  const auto layout = GetParam();
+  if (layout.ranks == 1 || layout.backend == ThreadBackend::kGloo) return;
+  std::vector<std::string> errors(static_cast<std::size_t>(layout.ranks));
+  ranks(layout.ranks, layout.backend).run([&](World& world) {
+    Model one(world, layout.replicas), other(world, layout.replicas);
+    const auto x = input_of(world.rank(), 0, kWidth);
+    const auto of_one = one.handle.forward(x).first;
+    const auto of_other = other.handle.forward(x).first;
+    errors[static_cast<std::size_t>(world.rank())] =
+        error_of([&] { backward(squares(world.rank() == 0 ? of_one : of_other)); });
+  });
+  // One that comes to it later hears that another's backward has ended.
+  EXPECT_THAT(errors, ::testing::Each(::testing::Not(std::string())));
+  EXPECT_THAT(errors, ::testing::Contains(
+                          ::testing::AllOf(HasSubstr("backwards of different models meet"),
+                                           HasSubstr("model "))));
+}
+
 }  // namespace
 }  // namespace tessera::test::fsdp_dropped_test

@@ -2,13 +2,17 @@
 #include <c10/core/InferenceMode.h>
 #include <gmock/gmock.h>
 
+#include "dist/data_layout.h"
 #include "dist/plain.h"
 
 namespace tessera::test::fsdp_in_place_test {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::Each;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 constexpr std::int64_t kWidth = 5;
 
@@ -20,6 +24,10 @@ class Body : public torch::nn::Module {
   using Run = std::function<Several(Body&, const Several&)>;
   explicit Body(Run run) : run_(std::move(run)) {}
   Several forward(const Several& inputs) { return run_(*this, inputs); }
+  void become(Run run) {
+    run_ = std::move(run);
+    kept = at::Tensor();
+  }
   at::Tensor weight = register_parameter("weight", seeded(1, {kWidth}) + 1.0);
   at::Tensor kept;  ///< of the last forward
 
@@ -36,23 +44,52 @@ struct InPlace {
       loss;
 };
 
-/// What the first rank is told.
-std::string refusal_of(const InPlace& one) {
-  std::string told;
-  ranks(1).run([&](World& world) {
-    ShardOptions options;
-    options.name = "block";
-    auto body = std::make_shared<Body>(one.run);
-    auto handle = fully_shard(body, data_mesh(world), {}, options);
-    const auto unit = [&](const Several& inputs) { return handle.forward(inputs); };
-    const auto leaf = input_of(0, 0, kWidth).requires_grad_();
-    told = error_of([&] { backward(one.loss(unit, *body, leaf * 1.0)); });
-  });
-  return told;
-}
+Several product(Body& body, const Several& inputs) { return {inputs[0] * body.weight}; }
+
+class InPlaceChanges : public ::testing::TestWithParam<DataLayout> {
+ protected:
+  /// What the ranks are told. The next step after it is the plain module's.
+  static std::vector<std::string> refusals_of(const InPlace& one) {
+    const auto layout = GetParam();
+    std::vector<std::string> told(static_cast<std::size_t>(layout.ranks));
+    Meeting meeting(layout.ranks);
+    ranks(layout.ranks, layout.backend).run([&](World& world) {
+      Meeting::Seat seat(meeting);
+      ShardOptions options;
+      options.name = "block";
+      auto body = std::make_shared<Body>(one.run);
+      auto handle = fully_shard(body, data_mesh(world, layout.replicas), {}, options);
+      const auto unit = [&](const Several& inputs) { return handle.forward(inputs); };
+      const auto input = [](int rank) { return input_of(rank, 0, kWidth).requires_grad_(); };
+      told[static_cast<std::size_t>(world.rank())] =
+          error_of([&] { backward(one.loss(unit, *body, input(world.rank()) * 1.0)); });
+      seat.wait();
+      if (world.size() > 1) world.recover();
+      body->become(product);
+      backward(squares(handle.forward({input(world.rank())})[0]));
+      Body plain(product);
+      const auto expected = plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+        backward(squares(plain.forward({input(rank)})[0]));
+      });
+      EXPECT_TRUE(
+          at::allclose(whole_gradients(handle).at("block.weight"), expected.at("weight"), 1e-6))
+          << one.what;
+    });
+    return told;
+  }
+  static void expect_refusal(const InPlace& one, const std::string& tensor) {
+    const auto told = refusals_of(one);
+    EXPECT_THAT(told, Each(Not(std::string()))) << one.what;
+    EXPECT_THAT(told, Contains(AllOf(HasSubstr("unit block"), HasSubstr(tensor)))) << one.what;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Layouts, InPlaceChanges,
+                         ::testing::Values(DataLayout{1, 1}, DataLayout{2, 1}, DataLayout{3, 1},
+                                           DataLayout{2, 2}),
+                         name_of);
 
 // Naive: `x + block(x)` has the right loss, and of x a gradient as if the block had not changed it.
-TEST(InPlaceChanges, OfAnArgumentAreRefusedByItsNumber) {
+TEST_P(InPlaceChanges, OfAnArgumentAreRefusedByItsNumber) {
   const auto add = [](const auto& unit, const Body&, const at::Tensor& x) {
     return squares(x + unit({x})[0]);
   };
@@ -86,21 +123,18 @@ TEST(InPlaceChanges, OfAnArgumentAreRefusedByItsNumber) {
          return squares(y);
        }},
   };
-  for (const auto& one : cases) {
-    EXPECT_THAT(refusal_of(one), AllOf(HasSubstr("unit block"), HasSubstr("argument 0")))
-        << one.what;
-  }
+  for (const auto& one : cases) expect_refusal(one, "argument 0");
   const InPlace second = {
       "the second",
       [](Body& b, const Several& in) -> Several { return {in[1].relu_() * b.weight}; },
       [](const auto& unit, const Body&, const at::Tensor& x) {
         return squares(x + unit({at::ones({kWidth}), x})[0]);
       }};
-  EXPECT_THAT(refusal_of(second), HasSubstr("argument 1"));
+  expect_refusal(second, "argument 1");
 }
 
 // Naive: what the caller changes has the new history, and what shares its memory the old one.
-TEST(InPlaceChanges, OfAResultThatOthersHoldAreRefusedByItsNumber) {
+TEST_P(InPlaceChanges, OfAResultThatOthersHoldAreRefusedByItsNumber) {
   const auto change = [](std::size_t which) {
     return [which](const auto& unit, const Body& body, const at::Tensor& x) {
       const auto results = unit({x});
@@ -156,15 +190,10 @@ TEST(InPlaceChanges, OfAResultThatOthersHoldAreRefusedByItsNumber) {
         [](Body& b, const Several& in) -> Several { return {in[0] + b.weight, in[0].t()}; },
         change(1)}},
   };
-  for (const auto& [number, one] : cases) {
-    EXPECT_THAT(refusal_of(one),
-                AllOf(HasSubstr("unit block"), HasSubstr(concat("result ", number, " was"))))
-        << one.what;
-  }
+  for (const auto& [number, one] : cases) expect_refusal(one, concat("result ", number, " was"));
 }
 
 std::vector<InPlace> allowed_changes() {
-  const auto product = [](Body& b, const Several& in) -> Several { return {in[0] * b.weight}; };
   return {
       {"a residual added to the result", product,
        [](const auto& unit, const Body&, const at::Tensor& x) {
@@ -248,7 +277,7 @@ TEST_P(InPlaceOnRanks, ChangesInPlaceThatNobodyElseSeesGiveTheGradientsOfThePlai
 }
 
 // The cast has made a copy of the argument, which nobody but the call holds.
-TEST(InPlaceChanges, OfAnArgumentThatWasCastAndCameBackAreTheCallers) {
+TEST(InPlaceCasts, OfAnArgumentThatWasCastAndCameBackAreTheCallers) {
   ranks(1).run([](World& world) {
     auto body = std::make_shared<Body>(
         [](Body& b, const Several& in) -> Several { return {in[0] + b.weight, in[0]}; });

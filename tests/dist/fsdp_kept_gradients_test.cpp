@@ -20,6 +20,7 @@ struct Layout {
   int ranks, replicas;
   DType final;
   double divide;
+  ThreadBackend backend = ThreadBackend::kInProcess;
 };
 
 class KeptGradients : public ::testing::TestWithParam<Layout> {
@@ -32,16 +33,33 @@ class KeptGradients : public ::testing::TestWithParam<Layout> {
   };
 
   void run(const std::function<void(World&, Sharded<Pair>&)>& body) const {
-    const auto layout = GetParam();
-    ranks(layout.ranks).run([&](World& world) {
-      PrecisionPolicy policy;
-      policy.final_dtype = layout.final;
-      ShardOptions options;
-      options.divide_factor = layout.divide;
-      auto handle =
-          fully_shard(std::make_shared<Pair>(), data_mesh(world, layout.replicas), policy, options);
+    ranks(GetParam().ranks, GetParam().backend).run([&](World& world) {
+      auto handle = shard(world);
       body(world, handle);
     });
+  }
+
+  static Sharded<Pair> shard(World& world) {
+    PrecisionPolicy policy;
+    policy.final_dtype = GetParam().final;
+    ShardOptions options;
+    options.divide_factor = GetParam().divide;
+    return fully_shard(std::make_shared<Pair>(), data_mesh(world, GetParam().replicas), policy,
+                       options);
+  }
+
+  /// `body` is refused on all ranks, on the first one that comes to it by this name.
+  static void expect_refusal(const std::function<void(World&, Sharded<Pair>&)>& body) {
+    std::vector<std::string> errors(static_cast<std::size_t>(GetParam().ranks));
+    ranks(GetParam().ranks, GetParam().backend).run([&](World& world) {
+      errors[static_cast<std::size_t>(world.rank())] = error_of([&] {
+        auto handle = shard(world);
+        body(world, handle);
+      });
+    });
+    EXPECT_THAT(errors, ::testing::Each(::testing::Not(std::string())));
+    EXPECT_THAT(errors, ::testing::Contains(::testing::AllOf(HasSubstr("gradient of one"),
+                                                             HasSubstr("wait to be added to it"))));
   }
 
   /// A micro-batch whose gradients add up to `value` and 2 `value` over all ranks.
@@ -66,10 +84,13 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(Layout{1, 1, DType::kFloat32, 1}, Layout{1, 1, DType::kFloat32, 2},
                       Layout{1, 1, DType::kBFloat16, 1}, Layout{2, 1, DType::kFloat32, 1},
                       Layout{4, 1, DType::kFloat32, 4}, Layout{2, 2, DType::kFloat32, 2},
-                      Layout{2, 2, DType::kBFloat16, 1}, Layout{4, 2, DType::kFloat32, 1}),
+                      Layout{2, 2, DType::kBFloat16, 1}, Layout{4, 1, DType::kFloat32, 1},
+                      Layout{4, 2, DType::kFloat32, 1},
+                      Layout{2, 1, DType::kFloat32, 1, ThreadBackend::kGloo}),
     [](const auto& one) {
       const auto& layout = one.param;
-      return concat(layout.ranks, "Ranks", layout.replicas, "Replicas", to_string(layout.final),
+      return concat(layout.backend == ThreadBackend::kGloo ? "Gloo" : "", layout.ranks, "Ranks",
+                    layout.replicas, "Replicas", to_string(layout.final),
                     "Over", static_cast<int>(layout.divide));
     });
 
@@ -202,23 +223,91 @@ TEST_P(KeptGradients, ClearingOneThatStandsClearsWhatWaitsOnAnyNumberOfRanks) {
   });
 }
 
+// Naive: where the gradient is the accumulator itself a change in place counts as in the sum, while
+// with several ranks what waits lies elsewhere.
+TEST_P(KeptGradients, ZerosWrittenInPlaceClearWhatWaitsOnAnyNumberOfRanks) {
+  run([](World& world, Sharded<Pair>& handle) {
+    for (const bool all : {false, true}) {
+      handle.zero_grad();
+      micro_batch(world, handle, 16);
+      handle.set_requires_gradient_sync(false);
+      micro_batch(world, handle, 1);
+      if (all) {
+        handle.zero_grad(/*set_to_none=*/false);
+      } else {
+        grad_of(handle, "one").zero_();
+      }
+      micro_batch(world, handle, 2);
+      handle.set_requires_gradient_sync(true);
+      micro_batch(world, handle, 4);
+      EXPECT_TRUE(holds(grad_of(handle, "one"), 6)) << all;
+      EXPECT_TRUE(holds(grad_of(handle, "two"), all ? 12 : 46)) << all;
+    }
+  });
+}
+
+// Naive: the reduction that nobody waits for adds to the tensor that the user has.
+TEST_P(KeptGradients, ZerosWrittenInPlaceClearWhatWaitsForTheLastBackward) {
+  run([](World& world, Sharded<Pair>& handle) {
+    micro_batch(world, handle, 16);
+    const at::Tensor kept = grad_of(handle, "one");
+    handle.set_is_last_backward(false);
+    micro_batch(world, handle, 1);
+    EXPECT_TRUE(world.size() == 1 || holds(kept, 16)) << "as the last backward showed it";
+    kept.zero_();
+    micro_batch(world, handle, 2);
+    handle.set_is_last_backward(true);
+    micro_batch(world, handle, 4);
+    EXPECT_TRUE(kept.is_same(grad_of(handle, "one")));
+    EXPECT_TRUE(holds(kept, 6));
+    EXPECT_TRUE(holds(grad_of(handle, "two"), 46));
+  });
+}
+
+// Naive: what was scaled before counts as scaled while the first micro-batch waited.
+TEST_P(KeptGradients, ValuesWrittenInPlaceBeforeAnythingWaitsCount) {
+  run([](World& world, Sharded<Pair>& handle) {
+    micro_batch(world, handle, 16);
+    grad_of(handle, "one").mul_(0.5);
+    handle.set_requires_gradient_sync(false);
+    micro_batch(world, handle, 1);
+    micro_batch(world, handle, 2);
+    handle.set_requires_gradient_sync(true);
+    micro_batch(world, handle, 4);
+    EXPECT_TRUE(holds(grad_of(handle, "one"), 15));
+    EXPECT_TRUE(holds(grad_of(handle, "two"), 46));
+  });
+}
+
 // What waits and what the user wrote cannot be told apart any more on one rank; so on none.
 TEST_P(KeptGradients, OtherValuesWhileSomethingWaitsAreRefused) {
-  const auto count = GetParam().ranks;
-  const auto errors = errors_of(count, [&](World& world) {
-    ShardOptions options;
-    options.divide_factor = GetParam().divide;
-    auto handle =
-        fully_shard(std::make_shared<Pair>(), data_mesh(world, GetParam().replicas), {}, options);
+  expect_refusal([](World& world, Sharded<Pair>& handle) {
     handle.set_requires_gradient_sync(false);
     micro_batch(world, handle, 1);
     for (const auto& view : handle.shards()) {
-      if (view.contract->name == "one") view.shard.mutable_grad() = at::ones_like(view.shard);
+      if (view.contract->name != "one") continue;
+      const auto final = at::TensorOptions().dtype(to_scalar_type(GetParam().final));
+      view.shard.mutable_grad() = at::ones({view.end - view.begin}, final);
     }
     micro_batch(world, handle, 2);
   });
-  EXPECT_THAT(errors, ::testing::Contains(::testing::AllOf(HasSubstr("gradient of one"),
-                                                           HasSubstr("wait to be added to it"))));
+}
+
+// Naive, where the gradient is the accumulator: half of what was shown and all of what waits.
+TEST_P(KeptGradients, OtherValuesWrittenInPlaceWhileSomethingWaitsAreRefused) {
+  for (const bool until_the_last : {false, true}) {
+    expect_refusal([&](World& world, Sharded<Pair>& handle) {
+      micro_batch(world, handle, 16);
+      if (until_the_last) {
+        handle.set_is_last_backward(false);
+      } else {
+        handle.set_requires_gradient_sync(false);
+      }
+      micro_batch(world, handle, 1);
+      grad_of(handle, "one").mul_(0.5);
+      micro_batch(world, handle, 2);
+    });
+  }
 }
 
 }  // namespace

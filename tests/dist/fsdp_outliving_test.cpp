@@ -4,6 +4,7 @@
 
 #include <limits>
 
+#include "dist/data_layout.h"
 #include "dist/plain.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
@@ -20,10 +21,12 @@ using ::testing::HasSubstr;
 
 constexpr std::int64_t kWidth = 6;
 
-class OutlivingOnRanks : public ::testing::TestWithParam<std::pair<int, int>> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, OutlivingOnRanks,
-                         ::testing::Values(std::pair(1, 1), std::pair(2, 1), std::pair(3, 1),
-                                           std::pair(2, 2)));
+class OutlivingOnRanks : public ::testing::TestWithParam<DataLayout> {};
+INSTANTIATE_TEST_SUITE_P(Layouts, OutlivingOnRanks,
+                         ::testing::Values(DataLayout{1, 1}, DataLayout{2, 1}, DataLayout{3, 1},
+                                           DataLayout{2, 2},
+                                           DataLayout{2, 1, ThreadBackend::kGloo}),
+                         name_of);
 
 std::vector<std::string> names_of(const std::vector<OptimizerState>& states) {
   std::vector<std::string> names;
@@ -40,8 +43,8 @@ std::vector<std::string> litter() {
 
 // Naive: the optimizer reads contracts of parameters whose units went with the handles inside.
 TEST_P(OutlivingOnRanks, AnOptimizerStepsTheShardsThatItHolds) {
-  const auto [count, replicas] = GetParam();
-  ranks(count).run([replicas](World& world) {
+  const auto [count, replicas, backend] = GetParam();
+  ranks(count, backend).run([replicas = replicas](World& world) {
     for (const bool adam : {true, false}) {
       const auto mesh = data_mesh(world, replicas);
       ShardedChain kept(mesh, 1, 2, kWidth);
@@ -78,8 +81,8 @@ TEST_P(OutlivingOnRanks, AnOptimizerStepsTheShardsThatItHolds) {
 }
 
 TEST_P(OutlivingOnRanks, AScalerAndAWatchEndAfterTheirModel) {
-  const auto [count, replicas] = GetParam();
-  ranks(count).run([replicas](World& world) {
+  const auto [count, replicas, backend] = GetParam();
+  ranks(count, backend).run([replicas = replicas](World& world) {
     auto model = std::make_unique<ShardedChain>(data_mesh(world, replicas), 1, 2, kWidth);
     auto scaler = std::make_unique<GradScaler>(model->handle);
     auto watch = std::make_unique<DtypeWatch>(model->handle);
@@ -96,8 +99,8 @@ TEST_P(OutlivingOnRanks, AScalerAndAWatchEndAfterTheirModel) {
 }
 
 TEST_P(OutlivingOnRanks, ViewsOfShardsAndBuffersKeepTheirContracts) {
-  const auto [count, replicas] = GetParam();
-  ranks(count).run([replicas](World& world) {
+  const auto [count, replicas, backend] = GetParam();
+  ranks(count, backend).run([replicas = replicas](World& world) {
     struct WithBuffer : Chain {
       explicit WithBuffer(std::uint64_t seed) : Chain(seed, 2, kWidth) {
         register_buffer("table_of_positions", at::ones({3}));
@@ -125,17 +128,20 @@ TEST_P(OutlivingOnRanks, ViewsOfShardsAndBuffersKeepTheirContracts) {
 /// How the outermost unit comes to hold what blocks use.
 enum class Moved : std::uint8_t { kNothing, kSmall, kTied };
 
-class InnerOnRanks : public ::testing::TestWithParam<std::tuple<int, Moved>> {};
+class InnerOnRanks : public ::testing::TestWithParam<std::tuple<DataLayout, Moved>> {};
 INSTANTIATE_TEST_SUITE_P(Grid, InnerOnRanks,
-                         ::testing::Combine(::testing::Values(1, 2, 3),
+                         ::testing::Combine(::testing::Values(DataLayout{1, 1}, DataLayout{2, 1},
+                                                              DataLayout{3, 1},
+                                                              DataLayout{2, 1,
+                                                                         ThreadBackend::kGloo}),
                                             ::testing::Values(Moved::kNothing, Moved::kSmall,
                                                               Moved::kTied)));
 
 // Naive: parameters that had moved to the outermost unit are freed with it; shards() of the inner
 // handle reads them, and its forward computes with a unit that is gone.
 TEST_P(InnerOnRanks, AnInnerHandleTrainsOnAfterTheOutermostIsGone) {
-  const auto [count, moved] = GetParam();
-  ranks(count).run([moved = moved](World& world) {
+  const auto [layout, moved] = GetParam();
+  ranks(layout.ranks, layout.backend).run([moved = moved](World& world) {
     const auto mesh = data_mesh(world);
     ShardOptions root;
     if (moved == Moved::kSmall) root.merge_below_bytes = 1 << 20;
@@ -190,6 +196,58 @@ TEST_P(InnerOnRanks, AnInnerHandleTrainsOnAfterTheOutermostIsGone) {
   });
 }
 
+// Naive: the outermost unit is one of the tree's for as long as this rank holds a loss of it; ranks
+// that hold none agree on another plan, and wait for the others in a group of their own.
+TEST_P(InnerOnRanks, AnInnerHandleTrainsOnWhileOneRankKeepsALossOfTheOutermost) {
+  const auto [layout, moved] = GetParam();
+  ranks(layout.ranks, layout.backend).run([moved = moved](World& world) {
+    const auto mesh = data_mesh(world);
+    ShardOptions root;
+    if (moved == Moved::kSmall) root.merge_below_bytes = 1 << 20;
+    auto chain = std::make_shared<Chain>(1, 2, kWidth);
+    if (moved == Moved::kTied) chain->register_parameter("tied", chain->blocks[0]->a);
+    chain->shard_blocks(mesh);
+    auto outermost = std::make_unique<Sharded<Chain>>(fully_shard(chain, mesh, {}, root));
+    auto loss = squares(outermost->forward(input_of(world.rank(), 0, kWidth)));
+    backward_and_keep_graph(loss);
+    if (world.rank() > 0) loss = at::Tensor();
+    outermost->zero_grad();
+    const std::vector<std::shared_ptr<Sharded<Block>>> inner = chain->handles;
+    outermost.reset();
+    chain.reset();
+
+    Block plain(11, kWidth);
+    for (int step = 0; step < 3; ++step) {
+      inner[0]->zero_grad();
+      backward(squares(inner[0]->forward(input_of(world.rank(), step, kWidth))));
+      const auto expected = gradients_of_squares(plain, world.size(), step, kWidth);
+      for (const auto& [name, gradient] : whole_gradients(*inner[0])) {
+        EXPECT_TRUE(same_bits(gradient, expected.at(name.substr(name.rfind('.') + 1)))) << name;
+      }
+      if (step == 1) loss = at::Tensor();
+    }
+  });
+}
+
+// Naive: unit numbers of the old tree in the plan of the new one.
+TEST_P(OutlivingOnRanks, ABackwardThroughATreeWhoseOutermostHandleIsGoneIsRefused) {
+  const auto [count, replicas, backend] = GetParam();
+  const auto run = [replicas = replicas](World& world) {
+    auto model = std::make_unique<ShardedChain>(data_mesh(world, replicas), 1, 2, kWidth);
+    const auto loss = squares(model->handle.forward(input_of(world.rank(), 0, kWidth)));
+    backward_and_keep_graph(loss);
+    const auto inner = model->chain->handles[0];
+    model.reset();
+    inner->zero_grad();
+    const auto other = squares(inner->forward(input_of(world.rank(), 1, kWidth)));
+    backward(loss);
+  };
+  const auto errors = errors_of(count, run, backend);
+  EXPECT_THAT(errors, ::testing::Each(::testing::Not(std::string())));
+  EXPECT_THAT(errors, ::testing::Contains(AllOf(HasSubstr("backward of unit"),
+                                                HasSubstr("before the model had other units"))));
+}
+
 /// Without a parameter of its own.
 struct Around : torch::nn::Module {
   explicit Around(const Mesh& mesh)
@@ -214,6 +272,41 @@ TEST(Inner, AHandleThatAnOuterOneHasTakenInIsNotTakenInAgain) {
   }
 }
 
+// Naive: the backward finds no plan for its forward ("map::at"), or the new tree's in its place.
+TEST(Inner, AHandleWithAForwardOrAGradientIsNotTakenIn) {
+  for (const auto& [count, backend] :
+       {std::pair(1, ThreadBackend::kInProcess), std::pair(2, ThreadBackend::kInProcess),
+        std::pair(3, ThreadBackend::kInProcess), std::pair(2, ThreadBackend::kGloo)}) {
+    Meeting meeting(count);
+    ranks(count, backend).run([&](World& world) {
+      Meeting::Seat seat(meeting);
+      const auto mesh = data_mesh(world);
+      auto around = std::make_shared<Around>(mesh);
+      Affine plain(1, kWidth, kWidth);
+      const auto refusal = [&] { return error_of([&] { fully_shard(around, mesh); }); };
+      {
+        // One rank alone still has a forward.
+        auto loss = squares(around->block->forward(input_of(world.rank(), 0, kWidth)));
+        if (world.rank() > 0) loss = at::Tensor();
+        EXPECT_THAT(refusal(), AllOf(HasSubstr("fully_shard"),
+                                     HasSubstr(world.rank() == 0 ? "whose backward has not run"
+                                                                 : "another rank refused it")));
+      }
+      const auto kept = squares(around->block->forward(input_of(world.rank(), 0, kWidth)));
+      backward_and_keep_graph(kept);
+      EXPECT_THAT(refusal(), AllOf(HasSubstr("around block"), HasSubstr("a gradient of weight")));
+      expect_same(whole_gradients(*around->block),
+                  gradients_of_squares(plain, world.size(), 0, kWidth), "nothing has changed");
+      around->block->zero_grad();
+      auto handle = fully_shard(around, mesh);
+      backward(squares(handle.forward(input_of(world.rank(), 1, kWidth))));
+      EXPECT_EQ(whole_gradients(handle).size(), 2U);
+      seat.wait();  // the first refusal ends what others are still at
+      EXPECT_THAT(error_of([&] { backward(kept); }), HasSubstr("before the model had other units"));
+    });
+  }
+}
+
 /// A chain in a chain's place, so that parameters can move twice.
 struct Nest : torch::nn::Module {
   explicit Nest(const Mesh& mesh, const ShardOptions& options)
@@ -229,8 +322,8 @@ struct Nest : torch::nn::Module {
 
 // Naive: a block knows the unit that its parameters moved to first, not the one that has them now.
 TEST_P(OutlivingOnRanks, WhatMovesTwiceIsFoundWhereItIs) {
-  const auto [count, replicas] = GetParam();
-  ranks(count).run([replicas](World& world) {
+  const auto [count, replicas, backend] = GetParam();
+  ranks(count, backend).run([replicas = replicas](World& world) {
     const auto mesh = data_mesh(world, replicas);
     ShardOptions merge;
     merge.merge_below_bytes = 1 << 20;
@@ -256,6 +349,10 @@ TEST(Inner, WeightGradientsOwedToAUnitThatIsGoneAreDroppedByName) {
     const auto ticket = sink.promise(slot, "block0", 0);
     const auto block = model->chain->handles[1];
     model.reset();
+    {
+      const at::NoGradGuard no_grad;
+      block->forward(input_of(0, 0, kWidth));  // where all ranks forget it
+    }
     const auto other = litter();
     EXPECT_EQ(sink.open_tickets(), 0U);
     EXPECT_THAT(error_of([&] { sink.redeem(ticket, at::ones({kWidth + 1, kWidth})); }),

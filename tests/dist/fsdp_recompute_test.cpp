@@ -2,6 +2,7 @@
 // nested.
 #include <gmock/gmock.h>
 
+#include "dist/data_layout.h"
 #include "dist/plain.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
@@ -243,24 +244,43 @@ TEST(RecomputeMore, ABackwardTwiceOverARetainedGraph) {
 
 // Naive: the nested backward gives every parameter inside its gradient, which nobody asked for and
 // the next step takes.
-TEST(RecomputeErrors, ABackwardTowardsChosenTensorsIsRefusedAndLeavesNoGradient) {
-  ranks(1).run([](World& world) {
+class RecomputeRefusals : public ::testing::TestWithParam<DataLayout> {};
+INSTANTIATE_TEST_SUITE_P(Layouts, RecomputeRefusals,
+                         ::testing::Values(DataLayout{1, 1}, DataLayout{2, 1}, DataLayout{3, 1},
+                                           DataLayout{2, 2}),
+                         name_of);
+
+TEST_P(RecomputeRefusals, ABackwardTowardsChosenTensorsLeavesNoGradient) {
+  const auto layout = GetParam();
+  Meeting meeting(layout.ranks);
+  std::vector<std::string> told(static_cast<std::size_t>(layout.ranks));
+  ranks(layout.ranks, layout.backend).run([&](World& world) {
+    Meeting::Seat seat(meeting);
     for (const bool outside : {false, true}) {
-      ShardedChain model(data_mesh(world), 3, 2, kWidth);
+      ShardedChain model(data_mesh(world, layout.replicas), 3, 2, kWidth);
       model.chain->recomputes_outside = outside;
       for (const auto& block : model.chain->blocks) block->recomputes = !outside;
-      const auto x = input_of(0, 0, kWidth).requires_grad_();
+      const auto x = input_of(world.rank(), 0, kWidth).requires_grad_();
       const auto loss = [&] { return squares(model.handle.forward(x)); };
-      const auto refused = ::testing::HasSubstr("checkpoint: found torch::autograd::grad");
-      EXPECT_THAT(error_of([&] { torch::autograd::grad({loss()}, {x}); }), refused);
-      EXPECT_THAT(
-          error_of([&] { torch::autograd::backward({loss()}, {}, std::nullopt, false, {x}); }),
-          refused);
+      const auto expect_refusal = [&](const std::function<void()>& run) {
+        told[static_cast<std::size_t>(world.rank())] = error_of(run);
+        seat.wait();
+        // One that is elsewhere in its backward is told that another's has ended.
+        using ::testing::Each, ::testing::HasSubstr, ::testing::AnyOf;
+        const auto refused = HasSubstr("checkpoint: found torch::autograd::grad");
+        EXPECT_THAT(told, Each(AnyOf(refused, HasSubstr("an exception left a backward"))));
+        EXPECT_THAT(told, ::testing::Contains(refused));
+        seat.wait();
+        if (world.size() > 1) world.recover();
+      };
+      expect_refusal([&] { torch::autograd::grad({loss()}, {x}); });
+      expect_refusal([&] { torch::autograd::backward({loss()}, {}, std::nullopt, false, {x}); });
       EXPECT_FALSE(x.grad().defined());
       backward(loss());
       Chain plain(3, 2, kWidth);
-      expect_same(whole_gradients(model.handle), plain_gradients(plain, 1, 1, [&](int) {
-                    backward(squares(plain.forward(input_of(0, 0, kWidth).requires_grad_())));
+      expect_same(whole_gradients(model.handle),
+                  plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+                    backward(squares(plain.forward(input_of(rank, 0, kWidth).requires_grad_())));
                   }));
     }
   });

@@ -62,9 +62,10 @@ std::string error_of(const Run& run) {
 
 /// What each rank's `body` throws. One that fails ends the others' waits, so they may say something
 /// else.
-inline std::vector<std::string> errors_of(int count, const std::function<void(World&)>& body) {
+inline std::vector<std::string> errors_of(int count, const std::function<void(World&)>& body,
+                                          ThreadBackend backend = ThreadBackend::kInProcess) {
   std::vector<std::string> errors(static_cast<std::size_t>(count));
-  ranks(count).run([&](World& world) {
+  ranks(count, backend).run([&](World& world) {
     errors[static_cast<std::size_t>(world.rank())] = error_of([&] { body(world); });
   });
   return errors;

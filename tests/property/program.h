@@ -132,7 +132,8 @@ enum class Act : std::uint8_t {
   kEvaluate,
   kForget,       ///< a kept result goes out of scope
   kScaleResult,  ///< in place, by the caller
-  kZeroGrad,
+  kZeroGrad,        ///< of what is shown, also while something waits to be added to it
+  kHalveGradients,  ///< in place, those that are shown; refused while something waits
   kRead,
   kNorm,
   kStep,
@@ -166,6 +167,7 @@ inline constexpr const char* kActNames[] = {"forward",
                                             "forget",
                                             "scale in place",
                                             "zero_grad",
+                                            "halve gradients",
                                             "read gradients",
                                             "norm",
                                             "optimizer step",

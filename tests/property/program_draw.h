@@ -115,13 +115,14 @@ class ProgramDraw {
 
   // --- operations ---
 
-  static constexpr std::array<std::pair<Act, int>, 29> kWeights = {{
+  static constexpr std::array<std::pair<Act, int>, 30> kWeights = {{
       {Act::kForward, 40},
       {Act::kBackward, 44},
       {Act::kEvaluate, 6},
       {Act::kForget, 6},
       {Act::kScaleResult, 4},
       {Act::kZeroGrad, 8},
+      {Act::kHalveGradients, 4},
       {Act::kRead, 10},
       {Act::kNorm, 3},
       {Act::kStep, 12},

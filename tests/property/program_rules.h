@@ -66,7 +66,11 @@ class ProgramRules {
                    ? Expect::kRuns
                    : Expect::kNothing;
       case Act::kZeroGrad:
-        return waits_to_be_shown() ? Expect::kNothing : Expect::kRuns;
+        return awaiting_ ? Expect::kNothing : Expect::kRuns;
+      case Act::kHalveGradients:
+        if (failed_ || awaiting_) return Expect::kNothing;
+        if (!pending_) return Expect::kRuns;
+        return surely_pending_ && shows_root_ ? Expect::kRefused : Expect::kNothing;
       case Act::kSync:
       case Act::kReplicaReduce:
       case Act::kLastBackward:
@@ -116,7 +120,9 @@ class ProgramRules {
         return;
       case Act::kZeroGrad:
         maybe_lost_ = surely_lost_ = false;
-        if (op.on) any_sum_ = sum_of_root_ = false;
+        if (op.on) sum_of_root_ = false;
+        if (op.on && !pending_) any_sum_ = false;
+        shows_root_ = false;
         return;
       case Act::kStep:
         for (auto& [result, one] : kept_) one.stale = one.stale || !refused;
@@ -143,6 +149,8 @@ class ProgramRules {
         trainable_[static_cast<std::size_t>(op.parameter)] = op.on;
         kept_.clear();
         return;
+      case Act::kHalveGradients:
+        return refused ? fail() : void();
       case Act::kThrowInForward:
       case Act::kThrowInBackward:
       case Act::kChangeArgument:
@@ -304,6 +312,7 @@ class ProgramRules {
     }
     was_whole_ = is_whole();
     pending_ = !was_whole_;
+    shows_root_ = shows_root_ || (of_root && was_whole_ && !awaiting_);
     // At least what the model's own unit holds.
     surely_pending_ = of_root && (!sync_[0] || !last_ || (!replicas_too_ && program_.replicas > 1));
   }
@@ -327,7 +336,8 @@ class ProgramRules {
     kept_.clear();
     surely_lost_ = surely_lost_ || (sum_of_root_ && !waits_to_be_shown());
     maybe_lost_ = maybe_lost_ || any_sum_;
-    pending_ = surely_pending_ = awaiting_ = surely_awaiting_ = any_sum_ = sum_of_root_ = false;
+    pending_ = surely_pending_ = awaiting_ = surely_awaiting_ = any_sum_ = sum_of_root_ =
+        shows_root_ = false;
     failed_ = lingers_ = true;
   }
 
@@ -341,6 +351,7 @@ class ProgramRules {
   bool was_whole_ = true;                            ///< the last backward showed all
   bool any_sum_ = false, sum_of_root_ = false;       ///< since gradients were last set to none
   bool maybe_lost_ = false, surely_lost_ = false;    ///< to a failure, since zero_grad
+  bool shows_root_ = false;                          ///< a gradient that is not 0
   bool failed_ = false;                              ///< nothing has begun since
   bool lingers_ = false;  ///< a thread's queue may hold nodes of a backward that has failed
 };

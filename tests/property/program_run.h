@@ -113,7 +113,10 @@ class ProgramRun {
         twin_->scale(op.result);
         break;
       case Act::kZeroGrad:
-        twin_->zero_grad(op.on);
+        twin_->zero_grad(op.on, sharded_->shown());
+        break;
+      case Act::kHalveGradients:
+        twin_->halve_gradients();
         break;
       case Act::kDivideFactor:
         twin_->set_divide(op.factor);
@@ -309,6 +312,9 @@ class ProgramRun {
       case Act::kNorm:
         gradient_norm(sharded_->handle());
         return;
+      case Act::kHalveGradients:
+        sharded_->run(op);
+        return backward(program_loss(sharded_->forward(op)));
       default:
         sharded_->run(op);
     }
@@ -329,6 +335,7 @@ class ProgramRun {
       case Act::kChangeArgument:
       case Act::kChangeHeldResult:
       case Act::kInputGradient:
+      case Act::kHalveGradients:
         return true;
       default:
         return false;

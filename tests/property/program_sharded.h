@@ -3,6 +3,7 @@
 
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,16 @@ class ProgramSharded {
 
   const Sharded<ProgramModule>& handle() const { return handle_; }
   const ProgramResults& results() const { return results_; }
+
+  /// The parameters whose gradients stand on the shards.
+  std::set<std::size_t> shown() const {
+    std::set<std::size_t> all;
+    for (const auto& view : handle_.shards()) {
+      const auto& name = view.contract->name;
+      if (view.shard.grad().defined()) all.insert(std::stoul(name.substr(name.rfind('p') + 1)));
+    }
+    return all;
+  }
 
   std::vector<at::Tensor> forward(const Op& op) {
     tensors_->call = call_of(op, world_.rank());
@@ -67,6 +78,11 @@ class ProgramSharded {
         return;
       case Act::kZeroGrad:
         return handle_.zero_grad(op.on);
+      case Act::kHalveGradients:
+        for (const auto& view : handle_.shards()) {
+          if (view.shard.grad().defined()) view.shard.mutable_grad().mul_(0.5);
+        }
+        return;
       case Act::kStep:
         optimizer_ ? optimizer_->step() : void(torch_optimizer_->step());
         return;

@@ -8,6 +8,7 @@
 
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -127,8 +128,9 @@ class ProgramTwin {
   void scale(int result) { results_.at(result).outputs[0].mul_(0.5); }
   void forget(int result) { results_.erase(result); }
   void forget_results() { results_.clear(); }
-  void zero_grad(bool to_none) {
-    for (std::size_t i = 0; i < magnitudes_.size(); ++i) {
+  /// Of the parameters that have a gradient where they are sharded: what none shows yet stays.
+  void zero_grad(bool to_none, const std::set<std::size_t>& shown) {
+    for (const auto i : shown) {
       auto& grad = tensors_->parameters[i].mutable_grad();
       if (to_none) {
         grad.reset();
@@ -138,9 +140,17 @@ class ProgramTwin {
       }
     }
   }
+  void halve_gradients() {
+    for (const auto& parameter : tensors_->parameters) {
+      if (parameter.grad().defined()) parameter.mutable_grad().mul_(0.5);
+    }
+  }
   void fail() {
     results_.clear();
-    zero_grad(/*to_none=*/true);
+    for (std::size_t i = 0; i < magnitudes_.size(); ++i) {
+      tensors_->parameters[i].mutable_grad().reset();
+      magnitudes_[i] = 0;
+    }
   }
   void set_divide(double factor) { divide_ = factor; }
   void set_trainable(std::size_t i, bool trainable) {
