@@ -1,5 +1,6 @@
 #include "io/checkpoint_manifest.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <limits>
@@ -113,6 +114,25 @@ std::string by_name(const Map& items, const Write& write) {
   return text + "\n }";
 }
 
+// Of what a line may have.
+constexpr std::int64_t kLargestNumber = std::numeric_limits<std::int64_t>::max();
+
+std::int64_t longest_file_line() {
+  const std::map<std::string, CheckpointFile> files = {
+      {rank_file(kLargestNumber), {kLargestNumber, {}}}};
+  return std::ssize(by_name(files, file_line));
+}
+
+/// By how many digits pieces may become longer that are cut elsewhere in their boxes.
+std::int64_t longest_cut(const CheckpointTensor& tensor) {
+  const auto digits = [](std::int64_t number) { return std::ssize(std::to_string(number)); };
+  std::int64_t more = 0;
+  for (const CheckpointPiece& piece : tensor.pieces) {
+    more += 2 * digits(piece.box.numel()) - digits(piece.begin) - digits(piece.end);
+  }
+  return more;
+}
+
 // The text ends with its own hash, that of all bytes before the digits.
 constexpr std::string_view kHashKey = ",\n \"xxh3_128\": \"";
 constexpr std::string_view kAfterHash = "\"\n}\n";
@@ -187,20 +207,59 @@ CheckpointTexts texts_of(CheckpointManifest manifest) {
   return texts;
 }
 
+CheckpointPlan plan_of(const CheckpointManifest& part) {
+  CheckpointPlan plan;
+  for (const auto& [name, tensor] : part.tensors) {
+    TESSERA_CHECK(name.size() <= kMaxTensorNameBytes, ErrorKind::kConfig,
+                  "checkpoint: found a tensor with a name of ", name.size(), " bytes, ",
+                  printable(name), ", expected at most ", kMaxTensorNameBytes,
+                  ", which readers take; shorten it, or set checkpoint.enable = false");
+    const auto bare =
+        std::ssize(short_line(name, {tensor.dtype, tensor.shape, tensor.source_dtype, {}}));
+    const auto whole = std::ssize(short_line(name, tensor)) + longest_cut(tensor);
+    // Between tensors, and at the ends of a block; between pieces of two ranks.
+    const auto head = std::ssize(concat("{", quoted(name), ": ", "}\n")) + bare;
+    const auto pieces = whole - bare + std::ssize(std::string_view(", "));
+    plan.tensors += head + pieces;
+    plan.pieces = std::max(plan.pieces, pieces);
+    plan.head = std::max(plan.head, head);
+  }
+  const auto bytes = plan.tensors + std::ssize(part_text({})) + 2 * longest_file_line();
+  TESSERA_CHECK(bytes <= kMaxManifestBytes, ErrorKind::kConfig,
+                "checkpoint: found a rank that may have ", bytes, " bytes to say of its ",
+                part.tensors.size(), " tensors, expected at most ", kMaxManifestBytes,
+                ", which the rank that writes ", kManifestFile,
+                " takes; run on more ranks, or set checkpoint.enable = false");
+  return plan;
+}
+
+CheckpointPlan sum_of(const std::vector<CheckpointPlan>& plans) {
+  CheckpointPlan sum;
+  for (const CheckpointPlan& plan : plans) {
+    sum.tensors += plan.tensors;
+    sum.pieces += plan.pieces;
+    sum.head = std::max(sum.head, plan.head);
+  }
+  return sum;
+}
+
 std::int64_t check_manifest_plan(const CheckpointManifest& about, std::int64_t ranks,
-                                 std::int64_t tensors_bytes) {
-  // Of the largest numbers that a line may have.
-  constexpr std::int64_t kLargest = std::numeric_limits<std::int64_t>::max();
-  const auto file_bytes = std::ssize(by_name(
-      std::map<std::string, CheckpointFile>{{rank_file(kLargest), {kLargest, {}}}}, file_line));
+                                 const CheckpointPlan& plan) {
+  // A block ends with the tensor that makes it as long as one has to be.
+  const std::int64_t block = kBlockBytes + plan.head + plan.pieces;
+  TESSERA_CHECK(block <= kMaxBlockBytes, ErrorKind::kConfig, "checkpoint: found a plan in which ",
+                ranks, " ranks may have ", plan.pieces,
+                " bytes of pieces of one tensor, a block of ", block, " in ", kTensorsFile,
+                ", expected at most ", kMaxBlockBytes,
+                ", which readers take; run on fewer ranks, or set checkpoint.enable = false");
   const auto entry_bytes =
-      std::ssize(blocks_line({{std::string(kMaxTensorNameBytes, 'x'), kLargest, {}}}));
-  const std::int64_t most = std::ssize(to_json(about)) + (ranks + 2) * file_bytes +
-                            (tensors_bytes / kBlockBytes + 1) * entry_bytes;
+      std::ssize(blocks_line({{std::string(kMaxTensorNameBytes, 'x'), kLargestNumber, {}}}));
+  const std::int64_t most = std::ssize(to_json(about)) + (ranks + 2) * longest_file_line() +
+                            (plan.tensors / kBlockBytes + 1) * entry_bytes;
   TESSERA_CHECK(most <= kMaxManifestBytes, ErrorKind::kConfig, "checkpoint: found a plan whose ",
                 kManifestFile, " may have ", most, " bytes for ", ranks, " ranks and ",
-                tensors_bytes, " bytes of ", kTensorsFile, ", expected at most ", kMaxManifestBytes,
-                ", which readers take; run on fewer ranks, or set ", "checkpoint.enable = false");
+                plan.tensors, " bytes of ", kTensorsFile, ", expected at most ", kMaxManifestBytes,
+                ", which readers take; run on fewer ranks, or set checkpoint.enable = false");
   return most;
 }
 

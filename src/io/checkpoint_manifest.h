@@ -163,11 +163,25 @@ CheckpointTensorMap parse_checkpoint_block(std::string_view text,
                                            const CheckpointManifest& manifest, std::size_t index,
                                            std::string_view where);
 
-/// Before anything is trained or written: that manifest.json will not be larger than readers take.
-/// `about` is what it says besides files and tensors, `tensors_bytes` no less than tensors.jsonl
-/// will have. Returns a size that it stays below. Errors: kConfig with that and the largest one.
+/// What is going to be written, in bytes: no less than will be.
+struct CheckpointPlan {
+  std::int64_t tensors = 0;  ///< of tensors.jsonl
+  std::int64_t pieces = 0;   ///< of the pieces of any one tensor there
+  std::int64_t head = 0;     ///< of what it says of any tensor besides
+  bool operator==(const CheckpointPlan&) const = default;
+};
+/// Of one rank that will have at most the tensors of `part`, cut wherever. Errors: kConfig for a
+/// name, and for a part, that is larger than readers take.
+CheckpointPlan plan_of(const CheckpointManifest& part);
+/// Of several ranks: that their most pieces are of one tensor is the worst case.
+CheckpointPlan sum_of(const std::vector<CheckpointPlan>& plans);
+
+/// Before anything is trained or written: that neither manifest.json nor a block of tensors.jsonl
+/// will be larger than readers take. `about` is what the manifest says besides files and tensors,
+/// `plan` that of all ranks. Returns a size that manifest.json stays below. Errors: kConfig with
+/// what was found and the largest one.
 std::int64_t check_manifest_plan(const CheckpointManifest& about, std::int64_t ranks,
-                                 std::int64_t tensors_bytes);
+                                 const CheckpointPlan& plan);
 
 /// Files and tensors that one rank of several wrote, as it tells them to the rank that writes the
 /// manifest.

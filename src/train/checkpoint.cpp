@@ -1,6 +1,8 @@
 #include "train/checkpoint.h"
 
 #include <algorithm>
+#include <iterator>
+#include <sstream>
 #include <system_error>
 
 #include "base/log.h"
@@ -36,6 +38,35 @@ double ms_since(std::chrono::steady_clock::time_point begin) {
       .count();
 }
 
+/// With all that the optimizer may come to keep of each tensor of the model, and the number of its
+/// updates: before the first step it keeps nothing. Frozen ones may be trained later.
+CheckpointManifest with_states(CheckpointManifest part, const Optimizer& optimizer) {
+  auto kept = optimizer.kept_names();
+  kept.emplace_back("step");
+  CheckpointTensorMap states;
+  for (const auto& [name, tensor] : part.tensors) {
+    if (!name.starts_with(kModelPrefix)) continue;
+    for (const auto& state : kept) {
+      const auto other = concat(kOptimizerPrefix, state, "/", name.substr(kModelPrefix.size()));
+      auto& copy = states.emplace(other, tensor).first->second;
+      std::size_t number = 0;
+      for (auto& piece : copy.pieces) piece.key = piece_key(other, ++number);
+    }
+  }
+  part.tensors.merge(states);
+  return part;
+}
+
+std::string text_of(const CheckpointPlan& plan) {
+  return concat(plan.tensors, " ", plan.pieces, " ", plan.head);
+}
+
+CheckpointPlan parse_plan(const std::string& text) {
+  CheckpointPlan plan;
+  std::istringstream(text) >> plan.tensors >> plan.pieces >> plan.head;
+  return plan;
+}
+
 std::string one_decimal(double value) {
   std::string text = std::to_string(value);
   return text.substr(0, text.find('.') + 2);
@@ -59,17 +90,25 @@ void CheckpointSaver::start(std::function<std::string()> work) {
 }
 
 void CheckpointSaver::check_plan(const ShardedBase& model, const Optimizer& optimizer) {
-  const auto entries =
-      entries_of(state_parts(model, optimizer, options_.state), rank_file(world_.rank()));
-  // All that the optimizer may keep of each tensor, and the number of its updates, are yet to come.
-  const auto copies = std::ssize(optimizer.kept_names()) + 2;
-  const auto all = comm::all_gather_bytes(world_.control(),
-                                          std::to_string(std::ssize(part_text(entries)) * copies),
-                                          "checkpoint: size of the manifest");
-  std::int64_t bytes = 0;
-  for (const auto& one : all) bytes += std::stoll(one);
+  const auto plan_as = [&](const StateOptions& options) {
+    const auto parts = state_parts(model, optimizer, options);
+    return plan_of(with_states(entries_of(parts, rank_file(world_.rank())), optimizer));
+  };
+  CheckpointPlan mine;
+  on_all_or_none(world_, "plan of a rank's part", [&] {
+    // Which part of a shard a replica writes changes with the states to come: all of it at most.
+    auto undivided = options_.state;
+    undivided.replica = 0;
+    undivided.replicas = 1;
+    mine = plan_as(undivided);
+    mine.tensors = plan_as(options_.state).tensors;
+  });
+  const auto all =
+      comm::all_gather_bytes(world_.control(), text_of(mine), "checkpoint: size of the manifest");
+  std::vector<CheckpointPlan> plans;
+  std::ranges::transform(all, std::back_inserter(plans), parse_plan);
   on_all_or_none(world_, "size of the manifest",
-                 [&] { check_manifest_plan(options_.about, world_.size(), bytes); });
+                 [&] { check_manifest_plan(options_.about, world_.size(), sum_of(plans)); });
 }
 
 void CheckpointSaver::save(std::int64_t step, const ShardedBase& model, const Optimizer& optimizer,

@@ -321,6 +321,45 @@ TEST(CheckpointSaving, WithoutItNothingIsWrittenAndAFolderThatHoldsSomeIsRefused
   EXPECT_FALSE(std::filesystem::exists(folder / "other/checkpoint"));
 }
 
+/// One parameter, in a child whose name is given.
+class NamedChild : public torch::nn::Module {
+ public:
+  explicit NamedChild(const std::string& name) {
+    auto child = register_module(name, std::make_shared<torch::nn::Module>());
+    weight_ = child->register_parameter("w", at::ones({6}));
+  }
+  at::Tensor forward(const at::Tensor& x) { return x * weight_; }
+
+ private:
+  at::Tensor weight_;
+};
+
+// Naive: the model's name fits, and that of what AdamW keeps does not: the end of the first save.
+TEST(CheckpointSaving, ANameThatAStateCannotHaveIsRefusedInThePlanOnAllRanks) {
+  const TemporaryFolder folder;
+  const auto plan = [&](std::size_t name_bytes, const auto& make_optimizer) {
+    ranks(2).run([&](World& world) {
+      const auto handle =
+          fully_shard(std::make_shared<NamedChild>(std::string(name_bytes - 2, 'x')),  // "x.w"
+                      data_mesh(world), {});
+      const auto optimizer = make_optimizer(handle);
+      train::CheckpointOptions options;
+      options.folder = folder / "checkpoint";
+      train::CheckpointSaver(world, std::move(options)).check_plan(handle, *optimizer);
+    });
+  };
+  const auto adamw = [](const auto& handle) { return make_adamw(handle, {}); };
+  const auto sgd = [](const auto& handle) { return make_sgd(handle, {}); };
+  const auto longest = [](std::string_view prefix) { return kMaxTensorNameBytes - prefix.size(); };
+  plan(longest("optim/exp_avg_sq/"), adamw);
+  EXPECT_THAT(error_of(ErrorKind::kConfig, [&] { plan(longest("optim/exp_avg/"), adamw); }),
+              AllOf(HasSubstr("checkpoint: found a tensor with a name of 515 bytes"),
+                    HasSubstr("optim/exp_avg_sq/"), HasSubstr("at most 512")));
+  plan(longest("optim/step/"), sgd);  // without momentum it keeps the number of updates alone
+  EXPECT_THAT(error_of(ErrorKind::kConfig, [&] { plan(longest("model/"), sgd); }),
+              HasSubstr("optim/step/"));
+}
+
 TEST(CheckpointSnapshot, CutsOfReplicasHoldEachElementOnce) {
   std::vector<train::StatePart> parts;
   const at::ScalarType dtypes[] = {at::kFloat, at::kLong, at::kBFloat16, at::kDouble, at::kByte};

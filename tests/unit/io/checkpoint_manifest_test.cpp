@@ -411,15 +411,84 @@ TEST(CheckpointManifest, ATensorOfTooManyPiecesIsRefusedWithItsSize) {
 }
 
 TEST(CheckpointManifest, APlanIsRefusedWhereItsManifestMayBeTooLarge) {
-  EXPECT_NO_THROW(check_manifest_plan({}, 1024, std::int64_t{100} << 20));
-  EXPECT_THAT(error_of(ErrorKind::kConfig, [] { check_manifest_plan({}, 1'000'000, 0); }),
+  EXPECT_NO_THROW(check_manifest_plan({}, 1024, {.tensors = std::int64_t{100} << 20}));
+  EXPECT_THAT(error_of(ErrorKind::kConfig, [] { check_manifest_plan({}, 1'000'000, {}); }),
               AllOf(HasSubstr("for 1000000 ranks"), HasSubstr("at most 67108864")));
   EXPECT_THAT(
-      error_of(ErrorKind::kConfig, [] { check_manifest_plan({}, 8, std::int64_t{4} << 30); }),
+      error_of(ErrorKind::kConfig,
+               [] { check_manifest_plan({}, 8, {.tensors = std::int64_t{4} << 30}); }),
       AllOf(HasSubstr("4294967296 bytes of tensors.jsonl"), HasSubstr("checkpoint.enable")));
-  // Never below what is then written.
-  const auto texts = texts_of(of_many_blocks());
-  EXPECT_LE(std::ssize(texts.manifest), check_manifest_plan({}, 1, std::ssize(texts.tensors)));
+}
+
+// Naive: ranks of unequal parts, and texts whose quotes and boxes are longer than their values.
+TEST(CheckpointManifest, APlanIsNeverBelowWhatIsWritten) {
+  constexpr std::int64_t kRanks = 7;
+  std::vector<CheckpointManifest> parts(kRanks);
+  CheckpointManifest whole;
+  for (int i = 0; i < 400; ++i) {
+    const auto name = concat("model/", std::string(static_cast<std::size_t>(i) % 90, '"'), i);
+    const std::vector<std::int64_t> shape = {1000, i % 3 == 0 ? 12 : 1};
+    for (std::int64_t rank = i % kRanks; rank < kRanks; ++rank) {
+      auto& tensor =
+          parts[static_cast<std::size_t>(rank)]
+              .tensors.emplace(name, CheckpointTensor{DType::kBFloat16, shape, DType::kFloat32, {}})
+              .first->second;
+      const TensorBox box = {{100 * rank, 0}, {100, shape[1]}};
+      for (std::size_t piece = 1; piece <= 1 + static_cast<std::size_t>(i) % 4; ++piece) {
+        const auto at = static_cast<std::int64_t>(piece) * 10;
+        tensor.pieces.push_back({rank_file(rank), piece_key(name, piece), box, at, at + 10});
+      }
+    }
+  }
+  std::vector<CheckpointPlan> plans;
+  for (std::int64_t rank = 0; rank < kRanks; ++rank) {
+    auto& part = parts[static_cast<std::size_t>(rank)];
+    plans.push_back(plan_of(part));
+    part.files[rank_file(rank)] = {std::int64_t{1} << 40, {}};
+    merge(whole, part);
+  }
+  const auto plan = sum_of(plans);
+  const auto texts = texts_of(whole);
+  EXPECT_LE(std::ssize(texts.tensors), plan.tensors);
+  EXPECT_LE(std::ssize(texts.manifest), check_manifest_plan({}, kRanks, plan));
+  const auto blocks = testing::lines_of(texts.tensors);
+  ASSERT_GT(blocks.size(), 5U);
+  for (const auto& block : blocks)
+    EXPECT_LE(std::ssize(block) + 1, kBlockBytes + plan.head + plan.pieces);
+  // Not far above either.
+  EXPECT_LT(plan_of(parts[0]).tensors, 3 * std::ssize(part_text(parts[0])) / 2);
+}
+
+TEST(CheckpointManifest, APlanIsRefusedWhereABlockMayBeTooLarge) {
+  const CheckpointPlan one = {.tensors = 1 << 20, .pieces = 3 << 20, .head = 1000};
+  const CheckpointPlan other = {.tensors = 1 << 20, .pieces = 1 << 20, .head = 2000};
+  EXPECT_NO_THROW(check_manifest_plan({}, 1, one));
+  const auto both = sum_of({one, other});
+  EXPECT_EQ(both, (CheckpointPlan{.tensors = 2 << 20, .pieces = 4 << 20, .head = 2000}));
+  EXPECT_THAT(error_of(ErrorKind::kConfig, [&] { check_manifest_plan({}, 2, both); }),
+              AllOf(HasSubstr("2 ranks may have 4194304 bytes of pieces of one tensor"),
+                    HasSubstr("at most 4194304"), HasSubstr("run on fewer ranks")));
+}
+
+TEST(CheckpointManifest, APlanIsRefusedWhereANameOrAPartMayBeTooLarge) {
+  const auto with_name = [](CheckpointManifest& part, const std::string& name) {
+    part.tensors[name] = {
+        DType::kFloat32, {2}, std::nullopt, {{rank_file(3), name, {{0}, {2}}, 0, 2}}};
+  };
+  CheckpointManifest part;
+  const auto name = "model/" + std::string(kMaxTensorNameBytes - 6, 'x');
+  with_name(part, name);
+  EXPECT_NO_THROW(plan_of(part));
+  with_name(part, name + "y");
+  EXPECT_THAT(error_of(ErrorKind::kConfig, [&] { plan_of(part); }),
+              AllOf(HasSubstr("a name of 513 bytes, 'model/xxx"), HasSubstr("at most 512")));
+
+  // Control characters are written as six bytes each: 23,000 names are 64 MiB.
+  part.tensors.clear();
+  for (int i = 0; i < 23'000; ++i) with_name(part, concat("model/", std::string(490, '\1'), i));
+  EXPECT_THAT(error_of(ErrorKind::kConfig, [&] { plan_of(part); }),
+              AllOf(HasSubstr("to say of its 23000 tensors"), HasSubstr("at most 67108864"),
+                    HasSubstr("run on more ranks")));
 }
 
 // Against counting, for every box of a tensor.

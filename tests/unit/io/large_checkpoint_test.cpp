@@ -147,12 +147,11 @@ TEST(LargeCheckpoint, Qwen3Of235BillionOnAThousandRanksHasASmallManifest) {
   manifest.world_size = kRanks;
   manifest.optimizer = "AdamW";
   auto parts = parts_of_ranks();
-  std::int64_t told = 0;
+  std::vector<CheckpointPlan> plans;
   std::int64_t largest = 0;
   for (auto& part : parts) {
-    const std::int64_t bytes = std::ssize(part_text(part));
-    told += bytes;
-    largest = std::max(largest, bytes);
+    plans.push_back(plan_of(part));
+    largest = std::max(largest, std::ssize(part_text(part)));
     merge(manifest, part);
     part = {};
   }
@@ -164,22 +163,28 @@ TEST(LargeCheckpoint, Qwen3Of235BillionOnAThousandRanksHasASmallManifest) {
   manifest.files["config.json"] = {2, Hash128Stream().add("{}").digest()};
   std::size_t pieces = 0;
   for (const auto& [name, tensor] : manifest.tensors) pieces += tensor.pieces.size();
-  const std::int64_t at_most = check_manifest_plan({}, kRanks, told);
+  const auto plan = sum_of(plans);
+  const std::int64_t at_most = check_manifest_plan({}, kRanks, plan);
   write_manifest(folder.path(), std::move(manifest));
 
   const auto size = static_cast<std::int64_t>(fs::file_size(folder / kManifestFile));
   const auto tensors = static_cast<std::int64_t>(fs::file_size(folder / kTensorsFile));
   EXPECT_LT(size, 4 << 20);
   EXPECT_LE(size, at_most);
-  EXPECT_LE(tensors, told);
+  EXPECT_LE(tensors, plan.tensors);
+  // The worst case of a block, too, is far from what would be refused.
+  const std::int64_t block_at_most = kBlockBytes + plan.head + plan.pieces;
+  EXPECT_LT(block_at_most, kMaxBlockBytes / 8);
   RecordProperty("manifest_bytes", std::to_string(size));
   RecordProperty("tensors_bytes", std::to_string(tensors));
+  RecordProperty("block_at_most", std::to_string(block_at_most));
   RecordProperty("pieces", std::to_string(pieces));
   RecordProperty("largest_part_bytes", std::to_string(largest));
 
   // One of 1,024 ranks owns elements of an expert or two of every layer: a tenth of the blocks.
   const auto checkpoint = CheckpointFolder::open(folder.path());
   const auto& blocks = checkpoint.manifest().blocks;
+  for (const auto& block : blocks) EXPECT_LE(block.bytes, block_at_most) << block.first;
   std::set<std::size_t> read;
   for (std::int64_t i = 0; i < kLayers; ++i) {
     for (const auto& [prefix, dtype] : kKept) {
