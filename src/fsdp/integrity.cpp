@@ -67,4 +67,17 @@ void check_integrity(const Unit& unit) {
   }
 }
 
+void check_trainable(const Unit& unit) {
+  for (const auto& parameter : unit.parameters()) {
+    const bool expected = parameter->contract.trainable;
+    TESSERA_CHECK(
+        parameter->shard.requires_grad() == expected, ErrorKind::kUsage, "parameter ",
+        parameter->contract.name, ": found requires_grad ", expected ? "off" : "on",
+        " on its shard, expected ", expected ? "on" : "off",
+        " as when it was sharded, since requires_grad_() on a shard changes nothing of ",
+        "what is gathered and reduced; call set_trainable(handle, changes, optimizers) on ",
+        "every rank, or requires_grad_() before fully_shard");
+  }
+}
+
 }  // namespace tessera::fsdp

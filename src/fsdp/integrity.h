@@ -13,4 +13,9 @@ class Unit;
 /// was found and what was expected.
 void check_integrity(const Unit& unit);
 
+/// requires_grad_() on a shard would change nothing: whether a parameter is trained stands in its
+/// contract, which lays out the buckets of all ranks. Once a forward. Errors: kUsage naming the
+/// parameter.
+void check_trainable(const Unit& unit);
+
 }  // namespace tessera::fsdp

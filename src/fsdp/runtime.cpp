@@ -145,7 +145,10 @@ void Runtime::check_usable() {
     reset();  // the last backward left by an exception
   }
   if (!agreed_) agree_on_plan();
-  for (auto* unit : units_) unit->cast_buffers();
+  for (auto* unit : units_) {
+    check_trainable(*unit);
+    unit->cast_buffers();
+  }
 }
 
 bool Runtime::has_failed() const { return failed_ || recoveries_ != mesh_.world()->recoveries(); }
