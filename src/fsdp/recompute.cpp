@@ -10,6 +10,7 @@
 #include <ostream>
 #include <utility>
 
+#include "base/first_derivative.h"
 #include "base/sample_place.h"
 #include "fsdp/forward_state.h"
 #include "fsdp/runtime.h"
@@ -159,6 +160,7 @@ class Recompute : public torch::autograd::Function<Recompute> {
         c10::static_intrusive_pointer_cast<Block>(context->saved_data["block"].toCapsule());
     // The outermost graph task must know the runtimes before the nested one reaches them.
     for (const auto& entry : block->recorded.entries) entry->runtime->begin_backward(entry.get());
+    base::refuse_double_backward();  // also where no unit is inside
     const auto inputs = inputs_of(*block, context->get_saved_variables());
     variable_list roots, root_grads;
     {

@@ -276,6 +276,14 @@ TEST(RecomputeErrors, ABackwardTowardsChosenTensorsIsRefusedOutsideOfUnits) {
   EXPECT_FALSE(plain.a.grad().defined());
 }
 
+TEST(RecomputeErrors, CreateGraphIsRefusedOutsideOfUnits) {
+  Block plain(3, kWidth);
+  plain.recomputes = true;
+  const auto loss = squares(plain.forward(input_of(0, 0, kWidth)));
+  EXPECT_THAT(error_of([&] { torch::autograd::backward({loss}, {}, true, /*create_graph=*/true); }),
+              ::testing::HasSubstr("backward: found create_graph"));
+}
+
 // Naive: the change is in no history, and the second run makes it once more: also in an input that
 // requires no grad, with which the weights' gradients are computed.
 TEST(RecomputeErrors, AnInputThatTheFunctionChangesInPlaceIsRefusedByItsNumber) {
