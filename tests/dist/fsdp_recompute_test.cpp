@@ -276,6 +276,38 @@ TEST(RecomputeErrors, ABackwardTowardsChosenTensorsIsRefusedOutsideOfUnits) {
   EXPECT_FALSE(plain.a.grad().defined());
 }
 
+// Naive: the first run makes a forward whose graph nobody keeps, and the second one is told to be
+// deterministic, which it is.
+TEST(RecomputeErrors, GradModeThatTheFunctionLeavesOnOverAUnitsCallIsNamed) {
+  const auto run = [](World& world, bool ends) {
+    auto handle = fully_shard(std::make_shared<Block>(13, kWidth), data_mesh(world));
+    const auto y = checkpoint(
+        [&](const auto& inputs) {
+          auto grad_mode = std::make_optional<at::AutoGradMode>(true);
+          const auto z = inputs[0].detach().requires_grad_();
+          const auto slope = torch::autograd::grad({z.pow(2).sum()}, {z}).front();
+          if (ends) grad_mode.reset();
+          return handle.forward(inputs[0] + slope);
+        },
+        {input_of(world.rank(), 0, kWidth)});
+    backward(squares(y));
+    return whole_gradients(handle);
+  };
+  for (const int count : {1, 2}) {
+    const auto errors = errors_of(count, [&](World& world) { run(world, false); });
+    EXPECT_THAT(errors, ::testing::Contains(::testing::HasSubstr("found grad mode switched on")));
+    EXPECT_THAT(errors, ::testing::Each(::testing::Ne("")));
+    ranks(count).run([&](World& world) {
+      Block plain(13, kWidth);
+      const auto expected = plain_gradients(plain, count, count, [&](int rank) {
+        const auto x = input_of(rank, 0, kWidth);
+        backward(squares(plain.forward(x + 2.0 * x)));
+      });
+      expect_same(run(world, true), expected);
+    });
+  }
+}
+
 TEST(RecomputeErrors, CreateGraphIsRefusedOutsideOfUnits) {
   Block plain(3, kWidth);
   plain.recomputes = true;
