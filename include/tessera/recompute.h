@@ -23,8 +23,9 @@ namespace tessera {
 /// the function uses. Its tensors must all come in through `inputs` (undefined ones may be among
 /// them) or belong to modules that outlive the backward. Without grad mode: a plain call. Where
 /// neither inputs nor parameters want a gradient call the function itself: this would recompute it.
-/// Errors: kUsage where the function changes an input that requires grad in place; in a backward
-/// towards chosen tensors (torch::autograd::grad, backward() with inputs).
+/// Errors: kUsage where the function changes an input in place; in a backward towards chosen
+/// tensors (torch::autograd::grad, backward() with inputs); where the second run gives other
+/// results (their number, sizes, dtypes) or makes other calls of units than the first.
 at::Tensor checkpoint(std::function<at::Tensor(const std::vector<at::Tensor>&)> function,
                       const std::vector<at::Tensor>& inputs,
                       RecomputeMode mode = RecomputeMode::kFull);

@@ -52,6 +52,16 @@ void refuse_capture(const Unit& unit) {
   }
 }
 
+/// Gradients are summed over ranks outside of any graph: one that goes on through a unit would end
+/// there, or read its parameters when they are sharded. Autograd leaves grad mode on where it is to
+/// make one.
+void refuse_create_graph(const Unit& unit) {
+  TESSERA_CHECK(!at::GradMode::is_enabled(), ErrorKind::kUsage, "backward of unit ",
+                unit.shown_name(),
+                ": found create_graph, expected a backward without it, since gradients of sharded "
+                "parameters have no graph; take second derivatives of a plain module");
+}
+
 }  // namespace
 
 void Runtime::begin_backward(const Entry* first) {
@@ -68,6 +78,7 @@ void Runtime::begin_backward(const Entry* first) {
   // one's. Whatever throws from here on ends as a failure of all ranks.
   torch::autograd::Engine::get_default_engine().queue_callback(
       [end = std::make_shared<BackwardEnd>(shared_from_this())] { end->run(); });
+  refuse_create_graph(first != nullptr ? *first->unit : *units_.front());
   TESSERA_CHECK(has_scaler_ || loss_scale_ == 1.0, ErrorKind::kUsage,
                 "backward: found gradients at the loss scale ", loss_scale_,
                 " of a GradScaler that ended in the middle of a step, expected it to live on; keep "

@@ -21,6 +21,16 @@ void cast_floating(const std::vector<at::Tensor*>& tensors, DType dtype) {
   }
 }
 
+/// checkpoint() has switched grad mode off for the first run. Where the function switches it on
+/// over a call, that call looks like one of a plain forward, whose graph is dropped.
+void require_grad_mode_of_checkpoint(const fsdp::Unit& unit) {
+  TESSERA_CHECK(fsdp::first_forward() == nullptr || !at::GradMode::is_enabled(), ErrorKind::kUsage,
+                "unit ", unit.shown_name(),
+                ": found grad mode switched on by the function of a checkpoint() around the call, "
+                "expected it off in the first run, as checkpoint() leaves it; end the "
+                "AutoGradMode(true) before the unit is called");
+}
+
 }  // namespace
 
 ShardedBase::Call::Call(ShardedBase& handle)
@@ -45,6 +55,7 @@ void ShardedBase::Call::enter(const std::vector<at::Tensor*>& inputs) {
   auto& unit = *handle_.unit_;
   auto& runtime = unit.runtime();
   const bool again = fsdp::recomputing() != nullptr;
+  if (!again) require_grad_mode_of_checkpoint(unit);
   entry_ = again ? runtime.enter_recompute(unit) : runtime.enter_forward(unit);
   generation_ = runtime.generation();
   // The marker stands before the cast, so that the cast's backward is part of the unit's.

@@ -25,6 +25,12 @@ bool is_at(const at::Tensor& tensor, const Home& home) {
          tensor.scalar_type() == to_scalar_type(home.dtype);
 }
 
+/// 0 for inference tensors, which have none.
+std::uint32_t counter_of(const at::Tensor& tensor) {
+  const auto& counter = tensor.unsafeGetTensorImpl()->version_counter();
+  return counter.enabled() ? counter.current_version() : 0;
+}
+
 [[noreturn]] void report(const Parameter& parameter, std::string_view which,
                          const at::Tensor& found, const Home& home) {
   const bool same = found.scalar_type() == to_scalar_type(home.dtype);
@@ -64,6 +70,39 @@ void check_integrity(const Unit& unit) {
         to_string(buffer.contract.compute), " (", buffer.contract.reason(BufferField::kCompute),
         "); choose dtypes by PrecisionPolicy or before fully_shard, and call set_loaded() "
         "after loading");
+  }
+}
+
+void note_versions(const Unit& unit) {
+  for (const auto& parameter : unit.parameters()) {
+    for (const auto& leaf : parameter->leaves) leaf->gathered_version = counter_of(leaf->tensor);
+  }
+}
+
+void require_unwritten(const Unit& unit) {
+  for (const auto& parameter : unit.parameters()) {
+    for (const auto& leaf : parameter->leaves) {
+      TESSERA_CHECK(
+          counter_of(leaf->tensor) == leaf->gathered_version, ErrorKind::kUsage, "unit ",
+          unit.shown_name(), ": found that the module's tensor of parameter ",
+          parameter->contract.name,
+          " was changed in place while it was unsharded, expected it as it was gathered: the "
+          "change goes with the memory; change handle.parameters() between steps, and compute "
+          "with a changed copy in forward");
+    }
+  }
+}
+
+void check_trainable(const Unit& unit) {
+  for (const auto& parameter : unit.parameters()) {
+    const bool expected = parameter->contract.trainable;
+    TESSERA_CHECK(
+        parameter->shard.requires_grad() == expected, ErrorKind::kUsage, "parameter ",
+        parameter->contract.name, ": found requires_grad ", expected ? "off" : "on",
+        " on its shard, expected ", expected ? "on" : "off",
+        " as when it was sharded, since requires_grad_() on a shard changes nothing of ",
+        "what is gathered and reduced; call set_trainable(handle, changes, optimizers) on ",
+        "every rank, or requires_grad_() before fully_shard");
   }
 }
 

@@ -13,4 +13,16 @@ class Unit;
 /// was found and what was expected.
 void check_integrity(const Unit& unit);
 
+/// Of parameters that were just gathered, for require_unwritten().
+void note_versions(const Unit& unit);
+/// Nobody wrote to the module's tensors since note_versions(): the memory goes, and such a write
+/// with it, but for one rank whose unsharded parameters are the shard. Errors: kUsage naming unit
+/// and parameter.
+void require_unwritten(const Unit& unit);
+
+/// requires_grad_() on a shard would change nothing: whether a parameter is trained stands in its
+/// contract, which lays out the buckets of all ranks. Once a forward. Errors: kUsage naming the
+/// parameter.
+void check_trainable(const Unit& unit);
+
 }  // namespace tessera::fsdp

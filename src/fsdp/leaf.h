@@ -10,6 +10,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -25,7 +26,8 @@ struct Leaf {
   Parameter* owner = nullptr;
   grad::GradSink* sink = nullptr;  ///< null until the unit has joined a runtime
   grad::SlotId slot = 0;
-  bool uses_counted = false;  ///< how often one forward uses it, in the first backward
+  std::uint32_t gathered_version = 0;  ///< of the tensor, when its values were last gathered
+  bool uses_counted = false;           ///< how often one forward uses it, in the first backward
 };
 
 /// Prepares a tensor: raw gradients of any dtype go to the leaf's sink and nowhere else; `.grad`

@@ -7,8 +7,10 @@
 
 #include <algorithm>
 #include <iterator>
+#include <ostream>
 #include <utility>
 
+#include "base/first_derivative.h"
 #include "base/sample_place.h"
 #include "fsdp/forward_state.h"
 #include "fsdp/runtime.h"
@@ -23,12 +25,27 @@ using torch::autograd::variable_list;
 
 using Run = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
 
+/// What the second run's results have to be like: their gradients have come already, and a sum or
+/// an expansion would fit them to other sizes without a word.
+struct Result {
+  std::vector<std::int64_t> sizes;
+  at::ScalarType dtype;
+
+  friend bool operator==(const Result&, const Result&) = default;
+  friend std::ostream& operator<<(std::ostream& out, const Result& one) {
+    return out << at::IntArrayRef(one.sizes) << ' ' << c10::toString(one.dtype);
+  }
+};
+
+Result result_of(const at::Tensor& tensor) { return {tensor.sizes().vec(), tensor.scalar_type()}; }
+
 /// Rides in the context's saved_data. Nothing in here is of the size of an activation: what is
 /// stands among the context's saved variables, which the engine drops when they have had their use.
 struct Block : torch::CustomClassHolder {
   Run run;
-  std::size_t inputs = 0;  ///< of the saved variables; the rest was kept
-  std::size_t outputs = 0;
+  std::vector<std::size_t> positions;  ///< of the defined inputs among all that the user gave
+  std::size_t inputs = 0;              ///< of the saved variables; the rest was kept
+  std::vector<Result> outputs;         ///< of the first forward
   fsdp::Recorded recorded;
   fsdp::Autocast autocast;
   at::Tensor random;  ///< before the first forward, if that drew anything
@@ -77,23 +94,26 @@ void separate(variable_list& outputs, const std::vector<at::Tensor>& inputs) {
   }
 }
 
-/// The versions of those that require grad; 0 for the rest.
+/// 0 for inference tensors, which have none.
 std::vector<std::int64_t> versions_of(const variable_list& inputs) {
   std::vector<std::int64_t> versions;
   for (const auto& input : inputs) {
-    versions.push_back(input.requires_grad() && !input.is_inference() ? input._version() : 0);
+    versions.push_back(input.is_inference() ? 0 : input._version());
   }
   return versions;
 }
 
-/// The function runs without grad mode: a change in place would be in no history, and be made
-/// twice.
-void require_unchanged(const variable_list& inputs, const std::vector<std::int64_t>& before) {
+/// The function runs without grad mode: a change in place would be in no history; and it would be
+/// made twice, so that the second run computes with other values than the first, whether the input
+/// requires grad or not.
+void require_unchanged(const Block& block, const variable_list& inputs,
+                       const std::vector<std::int64_t>& before) {
   const auto now = versions_of(inputs);
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
-    TESSERA_CHECK(now[i] == before[i], ErrorKind::kUsage,
-                  "checkpoint: found that an input of sizes ", inputs[i].sizes(),
-                  " was changed in place, expected it as it came; change a clone in the function");
+  for (std::size_t i = 0; i < block.positions.size(); ++i) {
+    TESSERA_CHECK(now[i] == before[i], ErrorKind::kUsage, "checkpoint: found that argument ",
+                  block.positions[i], ", of sizes ", inputs[i].sizes(),
+                  ", was changed in place, expected it as it came, since the function runs twice; "
+                  "change a clone in the function");
   }
 }
 
@@ -124,11 +144,11 @@ class Recompute : public torch::autograd::Function<Recompute> {
       const fsdp::AutocastScope autocast(block->autocast);
       outputs = block->run(saved);
     }
-    require_unchanged(saved, versions);
+    require_unchanged(*block, saved, versions);
     if (!at::equal(random, fsdp::random_state())) block->random = std::move(random);
     separate(outputs, saved);
     block->inputs = saved.size();
-    block->outputs = outputs.size();
+    for (const auto& output : outputs) block->outputs.push_back(result_of(output));
     save_kept(block->recorded, saved);
     context->save_for_backward(std::move(saved));
     return outputs;
@@ -140,6 +160,7 @@ class Recompute : public torch::autograd::Function<Recompute> {
         c10::static_intrusive_pointer_cast<Block>(context->saved_data["block"].toCapsule());
     // The outermost graph task must know the runtimes before the nested one reaches them.
     for (const auto& entry : block->recorded.entries) entry->runtime->begin_backward(entry.get());
+    base::refuse_double_backward();  // also where no unit is inside
     const auto inputs = inputs_of(*block, context->get_saved_variables());
     variable_list roots, root_grads;
     {
@@ -179,28 +200,36 @@ class Recompute : public torch::autograd::Function<Recompute> {
     const at::AutoGradMode grad(true);
     const SampleScope place(block.place);
     auto outputs = block.run(inputs);
-    TESSERA_CHECK(outputs.size() == block.outputs &&
+    TESSERA_CHECK(outputs.size() == block.outputs.size() &&
                       block.recorded.next_kept == block.recorded.kept.size() &&
                       block.recorded.next == block.recorded.entries.size(),
                   ErrorKind::kUsage, "recomputation: found ", outputs.size(), " results, ",
                   block.recorded.next_kept, " calls of keep() and ", block.recorded.next,
-                  " calls of units, expected ", block.outputs, ", ", block.recorded.kept.size(),
-                  " and ", block.recorded.entries.size(),
+                  " calls of units, expected ", block.outputs.size(), ", ",
+                  block.recorded.kept.size(), " and ", block.recorded.entries.size(),
                   " as in the first forward; make the checkpointed function deterministic");
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      TESSERA_CHECK(outputs[i].defined(), ErrorKind::kUsage, "recomputation: found result ", i,
+                    " undefined, expected ", block.outputs[i],
+                    " as in the first forward; make the checkpointed function deterministic");
+      const auto found = result_of(outputs[i]);
+      TESSERA_CHECK(found == block.outputs[i], ErrorKind::kUsage, "recomputation: found result ", i,
+                    " as ", found, ", expected ", block.outputs[i],
+                    " as in the first forward; make the checkpointed function deterministic");
+    }
     return outputs;
   }
 };
 
 /// The function gets its inputs where they were: autograd takes no undefined ones.
 void restore_places(Block& block, const std::vector<at::Tensor>& inputs) {
-  std::vector<bool> defined;
-  for (const auto& input : inputs) defined.push_back(input.defined());
-  block.run = [run = std::move(block.run), defined](const std::vector<at::Tensor>& arguments) {
-    variable_list all(defined.size());
-    auto next = arguments.begin();
-    for (std::size_t i = 0; i < all.size(); ++i) {
-      if (defined[i]) all[i] = *next++;
-    }
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    if (inputs[i].defined()) block.positions.push_back(i);
+  }
+  block.run = [run = std::move(block.run), positions = block.positions,
+               count = inputs.size()](const std::vector<at::Tensor>& arguments) {
+    variable_list all(count);
+    for (std::size_t i = 0; i < positions.size(); ++i) all[positions[i]] = arguments[i];
     return run(all);
   };
 }

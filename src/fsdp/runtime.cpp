@@ -174,7 +174,10 @@ void Runtime::check_usable() {
   }
   remove_orphans();
   if (!agreed_) agree_on_plan();
-  for (auto* unit : units_) unit->cast_buffers();
+  for (auto* unit : units_) {
+    check_trainable(*unit);
+    unit->cast_buffers();
+  }
 }
 
 bool Runtime::has_failed() const { return failed_ || recoveries_ != mesh_.world()->recoveries(); }

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "fsdp/finite_copy.h"
+#include "fsdp/integrity.h"
 #include "fsdp/runtime.h"
 #include "grad/contract_key.h"
 #include "grad/torch_dtype.h"
@@ -324,19 +325,24 @@ void Unit::wait_gather() {
     if (!bucket->aliases_shard()) bucket->unsharded().publish();
   }
   gathered_ = true;
+  note_versions(*this);
 }
 
 void Unit::release() {
   if (gather_pending()) wait_gather();
   if (!gathered_) return;
+  give_memory_back();
+  require_unwritten(*this);
+}
+
+void Unit::give_memory_back() {
   for (auto& bucket : buckets_) bucket->unsharded().end();
   gathered_ = unsharded_by_user = false;
 }
 
 void Unit::abandon_gather() {
   pending_.clear();
-  gathered_ = true;
-  release();
+  give_memory_back();
 }
 
 grad::SlotOwner::View Unit::open_slot(std::size_t index) {

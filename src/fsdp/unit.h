@@ -120,6 +120,7 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   /// order]: whether a collective is issued may not depend on what happened on this rank).
   void begin_gather(std::uint32_t micro_batch);
   void wait_gather();
+  /// Errors: kUsage where somebody wrote to the parameters (the memory is given back all the same).
   void release();
   /// The sum of the shards' version counters: changes with every write to one of them.
   std::uint64_t weights_version() const;
@@ -182,6 +183,7 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
 
  private:
   void build(std::vector<std::shared_ptr<Parameter>> parameters);
+  void give_memory_back();
 
   std::shared_ptr<Runtime> runtime_;
   std::vector<std::shared_ptr<Parameter>> parameters_;

@@ -276,6 +276,73 @@ TEST_P(InPlaceOnRanks, ChangesInPlaceThatNobodyElseSeesGiveTheGradientsOfThePlai
   });
 }
 
+// Naive: the change goes with the unsharded memory; on one rank it stays.
+TEST(InPlaceChanges, OfAParameterAreRefusedByNameOnAnyNumberOfRanks) {
+  const auto sum = [](Body& b, const Several& in) -> Several { return {in[0] + b.weight}; };
+  const auto change = [](const at::Tensor& weight) {
+    const at::NoGradGuard no_grad;
+    weight.clamp_(-0.1, 0.1);
+  };
+  const auto plain = [](const auto& unit, const Body&, const at::Tensor& x) {
+    return squares(unit({x})[0]);
+  };
+  const auto in_forward = [change](Body& b, const Several& in) -> Several {
+    change(b.weight);
+    return {in[0] * b.weight};
+  };
+  const std::vector<std::pair<bool, InPlace>> cases = {
+      {true, {"in the forward", in_forward, plain}},
+      {false, {"in the forward, released by the backward", in_forward, plain}},
+      {true,
+       {"in the forward without grad mode", in_forward,
+        [](const auto& unit, const Body&, const at::Tensor& x) {
+          const at::NoGradGuard no_grad;
+          unit({x});
+          return x * 2.0;
+        }}},
+      {false,
+       {"between forward and backward", sum,
+        [change](const auto& unit, const Body& body, const at::Tensor& x) {
+          const auto y = unit({x})[0];
+          change(body.weight);
+          return squares(y);
+        }}},
+      {true,
+       {"a part of it in a recomputation", sum,
+        [](const auto& unit, const Body& body, const at::Tensor& x) {
+          return squares(checkpoint(
+              [&unit, &body, calls = std::make_shared<int>(0)](const auto& inputs) {
+                const auto y = unit({inputs[0]})[0];
+                if ((*calls)++ > 0) {
+                  const at::NoGradGuard no_grad;
+                  body.weight.detach().narrow(0, 0, 1).mul_(2.0);
+                }
+                return y + 1.0;
+              },
+              {x}));
+        }}},
+  };
+  for (const int count : {1, 2}) {
+    for (const auto& [reshards, one] : cases) {
+      const auto errors = errors_of(count, [&, reshards = reshards, &one = one](World& world) {
+        ShardOptions options;
+        options.name = "block";
+        options.reshard_after_forward = reshards;
+        auto body = std::make_shared<Body>(one.run);
+        auto handle = fully_shard(body, data_mesh(world), {}, options);
+        const auto unit = [&](const Several& inputs) { return handle.forward(inputs); };
+        const auto leaf = input_of(world.rank(), 0, kWidth).requires_grad_();
+        backward(one.loss(unit, *body, leaf * 1.0));
+      });
+      EXPECT_THAT(errors, ::testing::Contains(
+                              AllOf(HasSubstr("unit block"),
+                                    HasSubstr("parameter block.weight was changed in place"))))
+          << one.what << ", " << count << " ranks";
+      EXPECT_THAT(errors, ::testing::Each(::testing::Ne(""))) << one.what;
+    }
+  }
+}
+
 // The cast has made a copy of the argument, which nobody but the call holds.
 TEST(InPlaceCasts, OfAnArgumentThatWasCastAndCameBackAreTheCallers) {
   ranks(1).run([](World& world) {

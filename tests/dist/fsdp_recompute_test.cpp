@@ -296,15 +296,86 @@ TEST(RecomputeErrors, ABackwardTowardsChosenTensorsIsRefusedOutsideOfUnits) {
   EXPECT_FALSE(plain.a.grad().defined());
 }
 
-// Naive: the change is in no history, and the second run makes it once more.
-TEST(RecomputeErrors, AnInputThatTheFunctionChangesInPlaceIsRefused) {
-  const auto x = input_of(0, 0, kWidth).requires_grad_() * 1.0;
-  const auto run = [&](const at::Tensor& input) {
-    return error_of(
-        [&] { checkpoint([](const auto& inputs) { return inputs[0].mul_(2.0) + 1.0; }, {input}); });
+// Naive: the first run makes a forward whose graph nobody keeps, and the second one is told to be
+// deterministic, which it is.
+TEST(RecomputeErrors, GradModeThatTheFunctionLeavesOnOverAUnitsCallIsNamed) {
+  const auto run = [](World& world, bool ends) {
+    auto handle = fully_shard(std::make_shared<Block>(13, kWidth), data_mesh(world));
+    const auto y = checkpoint(
+        [&](const auto& inputs) {
+          auto grad_mode = std::make_optional<at::AutoGradMode>(true);
+          const auto z = inputs[0].detach().requires_grad_();
+          const auto slope = torch::autograd::grad({z.pow(2).sum()}, {z}).front();
+          if (ends) grad_mode.reset();
+          return handle.forward(inputs[0] + slope);
+        },
+        {input_of(world.rank(), 0, kWidth)});
+    backward(squares(y));
+    return whole_gradients(handle);
   };
-  EXPECT_THAT(run(x), ::testing::HasSubstr("changed in place"));
-  EXPECT_EQ(run(at::ones({3})), "");
+  for (const int count : {1, 2}) {
+    const auto errors = errors_of(count, [&](World& world) { run(world, false); });
+    EXPECT_THAT(errors, ::testing::Contains(::testing::HasSubstr("found grad mode switched on")));
+    EXPECT_THAT(errors, ::testing::Each(::testing::Ne("")));
+    ranks(count).run([&](World& world) {
+      Block plain(13, kWidth);
+      const auto expected = plain_gradients(plain, count, count, [&](int rank) {
+        const auto x = input_of(rank, 0, kWidth);
+        backward(squares(plain.forward(x + 2.0 * x)));
+      });
+      expect_same(run(world, true), expected);
+    });
+  }
+}
+
+TEST(RecomputeErrors, CreateGraphIsRefusedOutsideOfUnits) {
+  Block plain(3, kWidth);
+  plain.recomputes = true;
+  const auto loss = squares(plain.forward(input_of(0, 0, kWidth)));
+  EXPECT_THAT(error_of([&] { torch::autograd::backward({loss}, {}, true, /*create_graph=*/true); }),
+              ::testing::HasSubstr("backward: found create_graph"));
+}
+
+// Naive: the change is in no history, and the second run makes it once more: also in an input that
+// requires no grad, with which the weights' gradients are computed.
+TEST(RecomputeErrors, AnInputThatTheFunctionChangesInPlaceIsRefusedByItsNumber) {
+  const auto x = input_of(0, 0, kWidth).requires_grad_() * 1.0;
+  const auto run = [&](const at::Tensor& first, const at::Tensor& input) {
+    return error_of([&] {
+      checkpoint([](const auto& inputs) { return inputs[1].mul_(2.0) + 1.0; }, {first, input});
+    });
+  };
+  for (const auto& input : {x, at::ones({3}), x.detach().narrow(0, 0, 1)}) {
+    for (const auto& first : {at::Tensor(), at::ones({3})}) {
+      EXPECT_THAT(run(first, input), ::testing::HasSubstr("checkpoint: found that argument 1"));
+    }
+  }
+  EXPECT_EQ(error_of([&] {
+              checkpoint([](const auto& inputs) { return inputs[0].clone().mul_(2.0); },
+                         {at::ones({3})});
+            }),
+            "");
+}
+
+// Naive: the gradient of the first run's result is expanded to the second one's.
+TEST(RecomputeErrors, ResultsOfOtherSizesOrDtypesTheSecondTimeAreNamed) {
+  const auto second = [](const std::function<at::Tensor(const at::Tensor&)>& change) {
+    int calls = 0;
+    const auto results = checkpoint(
+        [&](const std::vector<at::Tensor>& inputs) -> std::vector<at::Tensor> {
+          const auto y = inputs[0] * 2.0;
+          return {inputs[0] + 1.0, calls++ == 0 ? y : change(y)};
+        },
+        {at::ones({3, 2}).requires_grad_()});
+    return error_of([&] { backward(squares(results[0]) + squares(results[1])); });
+  };
+  EXPECT_THAT(second([](const at::Tensor& y) { return y.sum(0, true); }),
+              ::testing::HasSubstr("found result 1 as [1, 2] Float, expected [3, 2] Float"));
+  EXPECT_THAT(second([](const at::Tensor& y) { return y.to(at::kDouble); }),
+              ::testing::HasSubstr("found result 1 as [3, 2] Double, expected [3, 2] Float"));
+  EXPECT_THAT(second([](const at::Tensor&) { return at::Tensor(); }),
+              ::testing::HasSubstr("found result 1 undefined, expected [3, 2] Float"));
+  EXPECT_EQ(second([](const at::Tensor& y) { return y; }), "");
 }
 
 }  // namespace

@@ -134,6 +134,28 @@ TEST(TrainableRefused, ValuesThatAReplicatedCopyCannotHoldAreNamedBeforeAnything
   }
 }
 
+// FSDP2's way to freeze. Naive: the shard says one thing, the reduction and the optimizer do
+// another.
+TEST(TrainableRefused, RequiresGradOfAShardIsNamedAtTheNextForward) {
+  for (const int count : {1, 2}) {
+    for (const bool trained : {true, false}) {
+      const auto errors = errors_of(count, [&](World& world) {
+        ShardedChain model(data_mesh(world), 1, 2, kWidth);
+        if (!trained) set_trainable(model.handle, {freeze({"block1.a"})});
+        const auto forward = [&] { model.handle.forward(input_of(world.rank(), 0, kWidth)); };
+        forward();
+        model.handle.named_parameters()["block1.a"].requires_grad_(!trained);
+        forward();
+      });
+      EXPECT_THAT(errors, ::testing::Contains(
+                              AllOf(HasSubstr(concat("parameter block1.a: found requires_grad ",
+                                                     trained ? "off" : "on", " on its shard")),
+                                    HasSubstr("call set_trainable"))));
+      EXPECT_THAT(errors, ::testing::Each(::testing::Ne("")));
+    }
+  }
+}
+
 class TrainableBeside : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, TrainableBeside, ::testing::Values(1, 2, 3, 4));
 
