@@ -85,7 +85,8 @@ class InPlaceChanges : public ::testing::TestWithParam<DataLayout> {
 };
 INSTANTIATE_TEST_SUITE_P(Layouts, InPlaceChanges,
                          ::testing::Values(DataLayout{1, 1}, DataLayout{2, 1}, DataLayout{3, 1},
-                                           DataLayout{2, 2}),
+                                           DataLayout{2, 2},
+                                           DataLayout{2, 1, ThreadBackend::kGloo}),
                          name_of);
 
 // Naive: `x + block(x)` has the right loss, and of x a gradient as if the block had not changed it.
