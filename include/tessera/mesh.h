@@ -19,8 +19,8 @@ class World;
 class Mesh {
  public:
   Mesh() = default;
-  /// Errors: kConfig when the shape's size is not the world's, for pp and cp above 1, which nothing
-  /// runs yet, and for axes that have several ranks and no meaning here.
+  /// Errors: kConfig when the shape's size is not the world's, and for pp and cp above 1,
+  /// which nothing runs yet.
   Mesh(std::shared_ptr<World> world, MeshShapes shapes);
 
   const std::shared_ptr<World>& world() const { return world_; }

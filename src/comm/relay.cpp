@@ -5,7 +5,7 @@
 
 namespace tessera::comm::relay {
 
-int rounds(int ranks) { return std::bit_width(static_cast<unsigned>(ranks - 1)); }
+int rounds(int ranks) { return static_cast<int>(std::bit_width(static_cast<unsigned>(ranks - 1))); }
 
 Round round_of(int round, int rank, int ranks) {
   const int step = 1 << round;

@@ -108,8 +108,7 @@ std::uint64_t Runtime::hash_of_agreed() const {
 /// All ranks are here, since their hashes differ. Errors: kComm, kUsage.
 void Runtime::name_difference() {
   const auto models = difference_between_ranks(model_, "models of a backward");
-  TESSERA_CHECK(models.empty(), ErrorKind::kUsage,
-                "backwards of different models meet: ", models,
+  TESSERA_CHECK(models.empty(), ErrorKind::kUsage, "backwards of different models meet: ", models,
                 " (numbered as they were sharded); on every rank run the backwards of the same "
                 "models in the same order, each through some result of its model");
   agree_on_controls();

@@ -71,9 +71,8 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
   unit_ = std::make_shared<fsdp::Unit>(options.name, runtime_,
                                        options.reshard_after_forward.value_or(false));
   unit_->module = held_.get();
-  end_ = std::shared_ptr<void>(unit_.get(), [unit = unit_](void*) {
-    unit->runtime().handle_is_gone(*unit);
-  });
+  end_ = std::shared_ptr<void>(unit_.get(),
+                               [unit = unit_](void*) { unit->runtime().handle_is_gone(*unit); });
   runtime_->add_unit(unit_.get());
   unit_->buffers = fsdp::make_buffers(found.buffers, contracts.buffers, options);
   unit_->add(fsdp::make_parameters(found.parameters, contracts.parameters));

@@ -96,11 +96,10 @@ void Runtime::leave_shown_sums(const Unit& unit, const comm::Group* group) {
     if (bucket.groups().reduce != group || !bucket.final_is_accumulator()) continue;
     const auto& sum = bucket.accumulator();
     const bool is_shown =
-        sum.defined() && std::any_of(unit.parameters().begin(), unit.parameters().end(),
-                                     [&](const auto& p) {
-                                       return p->bucket == i && stands(*p) &&
-                                              p->shard.grad().is_alias_of(sum);
-                                     });
+        sum.defined() &&
+        std::any_of(unit.parameters().begin(), unit.parameters().end(), [&](const auto& p) {
+          return p->bucket == i && stands(*p) && p->shard.grad().is_alias_of(sum);
+        });
     if (is_shown) bucket.leave_accumulator();
   }
 }

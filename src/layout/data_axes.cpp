@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/joined.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -61,6 +62,24 @@ void check_all_declared(const ParameterLayout& layout, const MeshShape& shape,
   }
 }
 
+/// Over any other axis nobody would sum the gradient: each of its ranks would train a model of its
+/// own.
+void check_known_axes(MeshKind kind, const MeshShape& shape, const std::string& what) {
+  const bool dense = kind == MeshKind::kDense;
+  const std::vector<std::string_view> known =
+      dense ? std::vector{axis::kPipeline, axis::kReplicate, axis::kShard, axis::kContext,
+                          axis::kTensor}
+            : std::vector{axis::kPipeline, axis::kReplicate, axis::kExpertData, axis::kExpert,
+                          axis::kExpertTensor};
+  for (const MeshAxis& one : shape.axes()) {
+    TESSERA_CHECK(one.size == 1 || std::find(known.begin(), known.end(), one.name) != known.end(),
+                  ErrorKind::kContract, what, ": found the axis ", one.name, " of ", one.size,
+                  " ranks in the mesh ", to_string(shape), ", expected one of ", joined(known),
+                  "; name axes as MeshShape::dense and MeshShape::sparse do, and give the sparse "
+                  "reading of a mesh beside its dense one");
+  }
+}
+
 void check_apart(const MeshShape& shape, const std::vector<std::string_view>& names,
                  const std::string& what) {
   try {
@@ -80,6 +99,7 @@ ReductionPlan reductions_of(const ParameterLayout& layout, const DataAxes& data,
     check_axis(one, layout.mesh, shape, what);
     names.push_back(one.axis);
   }
+  check_known_axes(layout.mesh, shape, what);
   check_all_declared(layout, shape, what);
   check_apart(shape, names, what);
   ReductionPlan plan = data.dense;

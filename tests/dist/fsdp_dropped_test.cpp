@@ -326,9 +326,8 @@ TEST_P(Dropped, BackwardsOfTwoModelsThatMeetAreNamed) {
   });
   // One that comes to it later hears that another's backward has ended.
   EXPECT_THAT(errors, ::testing::Each(::testing::Not(std::string())));
-  EXPECT_THAT(errors, ::testing::Contains(
-                          ::testing::AllOf(HasSubstr("backwards of different models meet"),
-                                           HasSubstr("model "))));
+  EXPECT_THAT(errors, ::testing::Contains(::testing::AllOf(
+                          HasSubstr("backwards of different models meet"), HasSubstr("model "))));
 }
 
 }  // namespace

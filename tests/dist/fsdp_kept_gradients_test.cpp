@@ -90,8 +90,8 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& one) {
       const auto& layout = one.param;
       return concat(layout.backend == ThreadBackend::kGloo ? "Gloo" : "", layout.ranks, "Ranks",
-                    layout.replicas, "Replicas", to_string(layout.final),
-                    "Over", static_cast<int>(layout.divide));
+                    layout.replicas, "Replicas", to_string(layout.final), "Over",
+                    static_cast<int>(layout.divide));
     });
 
 // Naive: the next step writes its gradients into what the user has kept of this one.

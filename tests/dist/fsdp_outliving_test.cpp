@@ -129,13 +129,11 @@ TEST_P(OutlivingOnRanks, ViewsOfShardsAndBuffersKeepTheirContracts) {
 enum class Moved : std::uint8_t { kNothing, kSmall, kTied };
 
 class InnerOnRanks : public ::testing::TestWithParam<std::tuple<DataLayout, Moved>> {};
-INSTANTIATE_TEST_SUITE_P(Grid, InnerOnRanks,
-                         ::testing::Combine(::testing::Values(DataLayout{1, 1}, DataLayout{2, 1},
-                                                              DataLayout{3, 1},
-                                                              DataLayout{2, 1,
-                                                                         ThreadBackend::kGloo}),
-                                            ::testing::Values(Moved::kNothing, Moved::kSmall,
-                                                              Moved::kTied)));
+INSTANTIATE_TEST_SUITE_P(
+    Grid, InnerOnRanks,
+    ::testing::Combine(::testing::Values(DataLayout{1, 1}, DataLayout{2, 1}, DataLayout{3, 1},
+                                         DataLayout{2, 1, ThreadBackend::kGloo}),
+                       ::testing::Values(Moved::kNothing, Moved::kSmall, Moved::kTied)));
 
 // Naive: parameters that had moved to the outermost unit are freed with it; shards() of the inner
 // handle reads them, and its forward computes with a unit that is gone.

@@ -130,8 +130,8 @@ enum class Act : std::uint8_t {
   kForward,
   kBackward,
   kEvaluate,
-  kForget,       ///< a kept result goes out of scope
-  kScaleResult,  ///< in place, by the caller
+  kForget,          ///< a kept result goes out of scope
+  kScaleResult,     ///< in place, by the caller
   kZeroGrad,        ///< of what is shown, also while something waits to be added to it
   kHalveGradients,  ///< in place, those that are shown; refused while something waits
   kRead,
