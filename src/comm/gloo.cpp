@@ -98,7 +98,7 @@ std::function<c10::intrusive_ptr<c10d::Backend>(int epoch, int peer)> pair_opene
   return [=](int epoch, int peer) {
     const std::string key =
         concat(key_of(epoch), " ", std::min(self, peer), "-", std::max(self, peer));
-    return device->connect(store->for_pair(key, poison), self < peer ? 0 : 1, 2,
+    return device->connect(store->for_group(key, poison), self < peer ? 0 : 1, 2,
                            poison->patience.of(timeout));
   };
 }

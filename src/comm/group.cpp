@@ -4,8 +4,10 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 
+#include <algorithm>
 #include <cstring>
 
+#include "base/hash.h"
 #include "base/trace.h"
 #include "tessera/error.h"
 
@@ -141,6 +143,21 @@ std::vector<std::string> all_gather_bytes(Group& group, const std::string& mine,
     std::memcpy(&lengths.emplace_back(), bytes.data(), sizeof size);
   }
   return gather(group, mine, lengths, what);
+}
+
+std::optional<Difference> first_that_differs(Group& group, const std::string& mine,
+                                             const std::string& what) {
+  const std::uint64_t hash = hash_bytes(mine);
+  const std::string own(reinterpret_cast<const char*>(&hash), sizeof hash);
+  const auto hashes = all_gather_fixed(group, own, what);
+  const auto other = std::find_if(hashes.begin(), hashes.end(),
+                                  [&](const auto& one) { return one != hashes.front(); });
+  if (other == hashes.end()) return std::nullopt;
+  const auto rank = static_cast<int>(other - hashes.begin());
+  const bool tells = group.rank() == 0 || group.rank() == rank;
+  auto texts = all_gather_bytes(group, tells ? mine : std::string(), what);
+  return Difference{rank, std::move(texts.front()),
+                    std::move(texts[static_cast<std::size_t>(rank)])};
 }
 
 }  // namespace tessera::comm

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
@@ -142,6 +143,16 @@ std::vector<bool> any_of_ranks(Group& group, const std::vector<bool>& mine,
 /// the caller to find, who has the texts (all_gather_bytes). All have as many.
 std::vector<bool> all_agree(Group& group, const std::vector<std::uint64_t>& hashes,
                             const std::string& what);
+/// Two texts that differ.
+struct Difference {
+  int rank = 0;          ///< the first one whose text is not rank 0's
+  std::string of_first;  ///< rank 0's
+  std::string of_rank;
+};
+/// None where all have the same text. Everyone's hash goes to everyone, of the texts those two
+/// alone: a thousand contracts would not fit into memory.
+std::optional<Difference> first_that_differs(Group& group, const std::string& mine,
+                                             const std::string& what);
 /// In place, in rank order. Relayed up to 256 KiB in all, of size x data.
 void all_reduce(Group& group, at::Tensor data, const std::string& what);
 /// Every rank's bytes, in rank order, where every rank knows the length: one exchange. Lengths that

@@ -23,6 +23,11 @@ std::vector<std::uint8_t> PolledStore::get(const std::string& key) {
   return store_->get(key);
 }
 
+std::vector<std::vector<std::uint8_t>> PolledStore::multiGet(const std::vector<std::string>& keys) {
+  wait(keys);
+  return store_->multiGet(keys);
+}
+
 std::int64_t PolledStore::add(const std::string& key, std::int64_t value) {
   return store_->add(key, value);
 }

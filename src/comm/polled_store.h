@@ -2,7 +2,7 @@
 //
 // A connection to the store answers one call at a time, and a wait is one call: two threads that
 // open a connection each over the same one would wait for each other's peers, ring-wise over ranks,
-// for ever. Only what Gloo calls when it connects two ranks is there. Private to store.cpp.
+// for ever. Only what Gloo calls when it connects ranks is there. Private to store.cpp.
 #pragma once
 
 #include <chrono>
@@ -31,6 +31,8 @@ class PolledStore final : public c10d::Store {
   void wait(const std::vector<std::string>& keys) override;
   void wait(const std::vector<std::string>& keys,
             const std::chrono::milliseconds& timeout) override;
+  bool hasExtendedApi() const override { return store_->hasExtendedApi(); }
+  std::vector<std::vector<std::uint8_t>> multiGet(const std::vector<std::string>& keys) override;
 
  private:
   const c10::intrusive_ptr<c10d::Store> store_;

@@ -163,7 +163,8 @@ std::shared_ptr<Group> ProcessWorld::make_group(const std::vector<int>& ranks,
   channel.board = state_->board;
   if (!device_) {
     store_->meet(concat("group ", name), rank_, ranks, options_.init_timeout, *state_->poison);
-    return make_nccl_group(channel, store_->for_group(concat("nccl/", name)), local_rank_);
+    return make_nccl_group(channel, store_->for_group(concat("nccl/", name), state_->poison),
+                           local_rank_);
   }
   const bool when_used = connects_when_used(name);
   const auto key_of = [name](int epoch) { return concat("group ", name, " (", epoch, ")"); };
@@ -175,7 +176,8 @@ std::shared_ptr<Group> ProcessWorld::make_group(const std::vector<int>& ranks,
     meet_on_board(*board, [&] { store->meet(key, rank, ranks, patience, *poison); });
     if (when_used) return {};
     try {
-      return device->connect(store->for_group(key), self, static_cast<int>(ranks.size()), timeout);
+      return device->connect(store->for_group(key, poison), self, static_cast<int>(ranks.size()),
+                             timeout);
     } catch (const PeerLost& error) {
       throw PeerLost(concat(key, ": ", error.what(), silence(*store, ranks)));
     }

@@ -194,13 +194,10 @@ void Store::meet(const std::string& key, int self, const std::vector<int>& membe
   }
 }
 
-c10::intrusive_ptr<c10d::Store> Store::for_group(const std::string& prefix) const {
-  return c10::make_intrusive<c10d::PrefixStore>(prefix, store_);
-}
-
-c10::intrusive_ptr<c10d::Store> Store::for_pair(const std::string& prefix,
-                                                std::shared_ptr<const Poison> poison) const {
-  return c10::make_intrusive<PolledStore>(for_group(prefix), std::move(poison));
+c10::intrusive_ptr<c10d::Store> Store::for_group(const std::string& prefix,
+                                                 std::shared_ptr<const Poison> poison) const {
+  return c10::make_intrusive<PolledStore>(c10::make_intrusive<c10d::PrefixStore>(prefix, store_),
+                                          std::move(poison));
 }
 
 }  // namespace tessera::comm

@@ -58,11 +58,10 @@ class Store {
             std::chrono::milliseconds timeout, const Poison& poison);
 
   /// For process groups, with `prefix` in front of their keys.
-  c10::intrusive_ptr<c10d::Store> for_group(const std::string& prefix) const;
-  /// The same for groups of which several are opened at once: their waits hold up nobody else's
-  /// call, and end when `poison` is marked.
-  c10::intrusive_ptr<c10d::Store> for_pair(const std::string& prefix,
-                                           std::shared_ptr<const Poison> poison) const;
+  /// Several may be opened at once: their waits hold up nobody else's call, and end when `poison`
+  /// is marked.
+  c10::intrusive_ptr<c10d::Store> for_group(const std::string& prefix,
+                                            std::shared_ptr<const Poison> poison) const;
 
  private:
   Store(c10::intrusive_ptr<c10d::Store> store, std::string server,

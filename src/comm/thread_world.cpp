@@ -103,7 +103,7 @@ std::shared_ptr<Group> ThreadWorld::make_group(const std::vector<int>& ranks,
     const std::string key = key_of(epoch);
     run->store->meet(key, rank, ranks, poison->patience.of(run->options.timeout), *poison);
     if (when_used) return {};
-    return device->connect(run->store->for_group(key), self, static_cast<int>(ranks.size()),
+    return device->connect(run->store->for_group(key, poison), self, static_cast<int>(ranks.size()),
                            run->options.timeout);
   };
   if (when_used) {

@@ -93,14 +93,13 @@ const std::string& Runtime::marks() {
 }
 
 void Runtime::agree_on_controls() {
-  const auto all = comm::all_gather_bytes(*data_group_, controls(), "runtime controls");
+  const auto found = comm::first_that_differs(*data_group_, controls(), "runtime controls");
+  if (!found) return;
   const auto shown = [](const std::string& text) { return text.empty() ? "none" : text; };
-  for (std::size_t rank = 1; rank < all.size(); ++rank) {
-    TESSERA_CHECK(all[rank] == all[0], ErrorKind::kUsage,
-                  "runtime controls differ between ranks: rank 0 has set ", shown(all[0]),
-                  ", rank ", rank, " ", shown(all[rank]),
-                  "; set the same ones on every rank, at the same place");
-  }
+  throw Error(ErrorKind::kUsage,
+              concat("runtime controls differ between ranks: rank 0 has set ",
+                     shown(found->of_first), ", rank ", found->rank, " ", shown(found->of_rank),
+                     "; set the same ones on every rank, at the same place"));
 }
 
 void Runtime::set_requires_replica_reduce(bool value) {

@@ -22,18 +22,15 @@ std::uint64_t Trace::hash() const {
   return hash == 0 ? 1 : hash;
 }
 
-std::string first_difference(const std::vector<std::vector<std::string>>& names_by_rank) {
-  std::size_t longest = 0;
-  for (const auto& names : names_by_rank) longest = std::max(longest, names.size());
-  for (std::size_t i = 0; i < longest; ++i) {
-    for (std::size_t rank = 1; rank < names_by_rank.size(); ++rank) {
-      const auto entry = [&](std::size_t r) {
-        return i < names_by_rank[r].size() ? names_by_rank[r][i] : std::string("nothing more");
-      };
-      if (entry(rank) == entry(0)) continue;
-      return concat("entry ", i + 1, ": rank 0 entered ", entry(0), ", rank ", rank, " entered ",
-                    entry(rank));
-    }
+std::string first_difference(const std::vector<std::string>& names_of_first, int rank,
+                             const std::vector<std::string>& names) {
+  const auto entry = [](const std::vector<std::string>& list, std::size_t i) {
+    return i < list.size() ? list[i] : std::string("nothing more");
+  };
+  for (std::size_t i = 0; i < std::max(names_of_first.size(), names.size()); ++i) {
+    if (entry(names, i) == entry(names_of_first, i)) continue;
+    return concat("entry ", i + 1, ": rank 0 entered ", entry(names_of_first, i), ", rank ", rank,
+                  " entered ", entry(names, i));
   }
   return "";
 }

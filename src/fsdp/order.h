@@ -29,9 +29,10 @@ struct Trace {
   std::uint64_t hash() const;
 };
 
-/// The first place where two ranks' lists differ, in words: "entry 3: rank 0 entered layers.3,
-/// rank 1 entered layers.4", or "... entered nothing more" for the shorter one. Empty when they
-/// agree.
-std::string first_difference(const std::vector<std::vector<std::string>>& names_by_rank);
+/// The first place where rank 0's list and that of `rank` differ, in words: "entry 3: rank 0
+/// entered layers.3, rank 1 entered layers.4", or "... entered nothing more" for the shorter one.
+/// Empty when they agree.
+std::string first_difference(const std::vector<std::string>& names_of_first, int rank,
+                             const std::vector<std::string>& names);
 
 }  // namespace tessera::fsdp

@@ -114,13 +114,15 @@ void Runtime::remove_orphans() {
 }
 
 std::string Runtime::difference_between_ranks(const std::string& lines, const char* what) {
-  std::vector<std::vector<std::string>> by_rank;
-  for (const auto& text : comm::all_gather_bytes(*data_group_, lines, what)) {
+  const auto found = comm::first_that_differs(*data_group_, lines, what);
+  if (!found) return "";
+  const auto split = [](const std::string& text) {
     std::istringstream in(text);
-    by_rank.emplace_back();
-    for (std::string line; std::getline(in, line);) by_rank.back().push_back(line);
-  }
-  return first_difference(by_rank);
+    std::vector<std::string> list;
+    for (std::string line; std::getline(in, line);) list.push_back(line);
+    return list;
+  };
+  return first_difference(split(found->of_first), found->rank, split(found->of_rank));
 }
 
 void Runtime::agree_on_plan() {

@@ -34,18 +34,17 @@ TEST(TraceHash, TellsOrdersApart) {
 }
 
 TEST(FirstDifference, NamesBothRanksEntries) {
-  EXPECT_EQ(first_difference({{"a", "b"}, {"a", "b"}, {"a", "b"}}), "");
-  EXPECT_EQ(first_difference({{"a", "b"}, {"a", "b"}, {"a", "c"}}),
+  EXPECT_EQ(first_difference({"a", "b"}, 1, {"a", "b"}), "");
+  EXPECT_EQ(first_difference({"a", "b"}, 2, {"a", "c"}),
             "entry 2: rank 0 entered b, rank 2 entered c");
 }
 
 TEST(FirstDifference, AShorterTraceHasNothingMore) {
-  EXPECT_THAT(first_difference({{"a"}, {"a", "b"}}),
+  EXPECT_THAT(first_difference({"a"}, 1, {"a", "b"}),
               HasSubstr("rank 0 entered nothing more, rank 1 entered b"));
-  EXPECT_THAT(first_difference({{"a", "b"}, {}}),
+  EXPECT_THAT(first_difference({"a", "b"}, 1, {}),
               HasSubstr("rank 0 entered a, rank 1 entered nothing more"));
-  EXPECT_EQ(first_difference({{}, {}}), "");
-  EXPECT_EQ(first_difference({{"a"}}), "");
+  EXPECT_EQ(first_difference({}, 1, {}), "");
 }
 
 }  // namespace
