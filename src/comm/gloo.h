@@ -20,9 +20,9 @@
 namespace tessera::comm {
 
 /// Groups for control messages, which are relayed, need few of their connections: their ranks
-/// connect when they first send to each other (connections.h). Gloo's own lazy devices are no help:
-/// each group needs one of its own, with a port and a thread, and one whose peers have left may
-/// never come out of its destructor (seen with 2.13: its loop ends only when nothing is ready).
+/// connect when they first send to each other ([Note: connections]). Gloo's own lazy devices are no
+/// help: each group needs one of its own, with a port and a thread, and one whose peers have left
+/// may never come out of its destructor (seen with 2.13: its loop ends only when nothing is ready).
 bool connects_when_used(std::string_view group_name);
 
 class GlooDevice;

@@ -12,7 +12,6 @@
 #include "base/joined.h"
 #include "base/one_line.h"
 #include "comm/listener.h"
-#include "comm/polled_store.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -43,6 +42,70 @@ Listener listen_for(const LaunchEnvironment& launch) {
   require_network_address(launch, listener.address);
   return listener;
 }
+
+// Between two questions of a wait of PolledStore.
+constexpr std::chrono::milliseconds kFirstPause{1};
+constexpr std::chrono::milliseconds kLongestWaitPause{16};
+
+/// A store whose waits are questions asked again and again. A connection to the store answers one
+/// call at a time, and a wait is one call: two threads that open a group each over the same
+/// connection would wait for each other's peers, ring-wise over ranks, for ever.
+class PolledStore final : public c10d::Store {
+ public:
+  PolledStore(c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<const Poison> poison)
+      : store_(std::move(store)), poison_(std::move(poison)) {}
+
+  using Bytes = std::vector<std::uint8_t>;
+  using Keys = std::vector<std::string>;
+  using c10d::Store::compareSet;
+  using c10d::Store::set;
+
+  c10::intrusive_ptr<c10d::Store> clone() override {
+    return c10::make_intrusive<PolledStore>(store_->clone(), poison_);
+  }
+  void set(const std::string& key, const Bytes& value) override { store_->set(key, value); }
+  Bytes compareSet(const std::string& key, const Bytes& current, const Bytes& next) override {
+    return store_->compareSet(key, current, next);
+  }
+  Bytes get(const std::string& key) override {
+    wait({key});
+    return store_->get(key);
+  }
+  std::int64_t add(const std::string& key, std::int64_t value) override {
+    return store_->add(key, value);
+  }
+  bool deleteKey(const std::string& key) override { return store_->deleteKey(key); }
+  bool check(const Keys& keys) override { return store_->check(keys); }
+  std::int64_t getNumKeys() override { return store_->getNumKeys(); }
+  bool hasExtendedApi() const override { return store_->hasExtendedApi(); }
+  void append(const std::string& key, const Bytes& value) override { store_->append(key, value); }
+  std::vector<Bytes> multiGet(const Keys& keys) override {
+    wait(keys);
+    return store_->multiGet(keys);
+  }
+  void multiSet(const Keys& keys, const std::vector<Bytes>& values) override {
+    store_->multiSet(keys, values);
+  }
+
+  void wait(const Keys& keys) override { wait(keys, getTimeout()); }
+  /// Errors: PeerLost when the World is poisoned or the time is up.
+  void wait(const Keys& keys, const std::chrono::milliseconds& timeout) override {
+    const auto deadline = std::chrono::steady_clock::now() + timeout;
+    auto pause = kFirstPause;
+    while (!store_->check(keys)) {
+      poison_->check();
+      if (std::chrono::steady_clock::now() > deadline) {
+        throw PeerLost(concat("store: no ", keys.front(), " within ", in_seconds(timeout)));
+      }
+      std::this_thread::sleep_for(pause);
+      pause = std::min(2 * pause, kLongestWaitPause);
+    }
+  }
+
+ private:
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const std::shared_ptr<const Poison> poison_;
+};
 
 }  // namespace
 

@@ -128,6 +128,17 @@ TEST_P(OutlivingOnRanks, ViewsOfShardsAndBuffersKeepTheirContracts) {
 /// How the outermost unit comes to hold what blocks use.
 enum class Moved : std::uint8_t { kNothing, kSmall, kTied };
 
+/// The chain's blocks are sharded, then the chain.
+std::unique_ptr<Sharded<Chain>> sharded_around(const std::shared_ptr<Chain>& chain, World& world,
+                                               Moved moved) {
+  const auto mesh = data_mesh(world);
+  ShardOptions root;
+  if (moved == Moved::kSmall) root.merge_below_bytes = 1 << 20;
+  if (moved == Moved::kTied) chain->register_parameter("tied", chain->blocks[0]->a);
+  chain->shard_blocks(mesh);
+  return std::make_unique<Sharded<Chain>>(fully_shard(chain, mesh, {}, root));
+}
+
 class InnerOnRanks : public ::testing::TestWithParam<std::tuple<DataLayout, Moved>> {};
 INSTANTIATE_TEST_SUITE_P(
     Grid, InnerOnRanks,
@@ -140,13 +151,8 @@ INSTANTIATE_TEST_SUITE_P(
 TEST_P(InnerOnRanks, AnInnerHandleTrainsOnAfterTheOutermostIsGone) {
   const auto [layout, moved] = GetParam();
   ranks(layout.ranks, layout.backend).run([moved = moved](World& world) {
-    const auto mesh = data_mesh(world);
-    ShardOptions root;
-    if (moved == Moved::kSmall) root.merge_below_bytes = 1 << 20;
     auto chain = std::make_shared<Chain>(1, 2, kWidth);
-    if (moved == Moved::kTied) chain->register_parameter("tied", chain->blocks[0]->a);
-    chain->shard_blocks(mesh);
-    auto outermost = std::make_unique<Sharded<Chain>>(fully_shard(chain, mesh, {}, root));
+    auto outermost = sharded_around(chain, world, moved);
     backward(squares(outermost->forward(input_of(world.rank(), 0, kWidth))));
     outermost->zero_grad();
     const std::vector<std::shared_ptr<Sharded<Block>>> inner = chain->handles;
@@ -199,13 +205,8 @@ TEST_P(InnerOnRanks, AnInnerHandleTrainsOnAfterTheOutermostIsGone) {
 TEST_P(InnerOnRanks, AnInnerHandleTrainsOnWhileOneRankKeepsALossOfTheOutermost) {
   const auto [layout, moved] = GetParam();
   ranks(layout.ranks, layout.backend).run([moved = moved](World& world) {
-    const auto mesh = data_mesh(world);
-    ShardOptions root;
-    if (moved == Moved::kSmall) root.merge_below_bytes = 1 << 20;
     auto chain = std::make_shared<Chain>(1, 2, kWidth);
-    if (moved == Moved::kTied) chain->register_parameter("tied", chain->blocks[0]->a);
-    chain->shard_blocks(mesh);
-    auto outermost = std::make_unique<Sharded<Chain>>(fully_shard(chain, mesh, {}, root));
+    auto outermost = sharded_around(chain, world, moved);
     auto loss = squares(outermost->forward(input_of(world.rank(), 0, kWidth)));
     backward_and_keep_graph(loss);
     if (world.rank() > 0) loss = at::Tensor();

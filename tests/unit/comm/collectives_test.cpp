@@ -293,6 +293,22 @@ TEST_P(Collectives, BitsOfAnyRankAreSetOnAll) {
   });
 }
 
+// Naive: every rank's whole text at every other one.
+TEST_P(Collectives, TheFirstRankWithAnotherTextIsFoundOnAllWithBothTexts) {
+  const std::string first = "as all", last = "of the others";
+  for (int other = 1; other <= ranks(); ++other) {
+    threads().run([&](World& world) {
+      const auto found =
+          first_that_differs(world.control(), world.rank() < other ? first : last, "texts");
+      ASSERT_EQ(found.has_value(), other < ranks());
+      if (!found) return;
+      EXPECT_EQ(found->rank, other);
+      EXPECT_EQ(found->of_first, first);
+      EXPECT_EQ(found->of_rank, last);
+    });
+  }
+}
+
 TEST_P(Collectives, ARankOfAnotherHashIsNoticedOnAll) {
   constexpr std::uint64_t kHash = 0xfedcba9876543210;
   for (int other = -1; other < ranks(); ++other) {
