@@ -26,13 +26,17 @@ bool is_in_this_backward(const Node* node) {
   return found != chosen->end() && found->second.should_execute();
 }
 
+bool any_in_this_backward(const std::vector<const Node*>& nodes) {
+  return std::any_of(nodes.begin(), nodes.end(), is_in_this_backward);
+}
+
 bool needs_weights(const Entry& entry, const Entry* first) {
   // The root of a graph is not among its nodes.
   if (first == &entry) return true;
   if (first != nullptr && entry.checkpoint != nullptr && entry.checkpoint == first->checkpoint) {
     return true;
   }
-  return is_in_this_backward(entry.at_results) || is_in_this_backward(entry.checkpoint);
+  return any_in_this_backward(entry.at_results) || is_in_this_backward(entry.checkpoint);
 }
 
 }  // namespace
@@ -52,7 +56,7 @@ BackwardView Runtime::view_of_backward(const Entry* first) const {
       const auto entry = weak.lock();
       if (entry == nullptr) continue;
       const bool needs = needs_weights(*entry, first);
-      any = any || needs || is_in_this_backward(entry->at_arguments);
+      any = any || needs || any_in_this_backward(entry->at_arguments);
       if (needs) reached.at(entry->position) = true;
     }
     if (!any) continue;
