@@ -233,6 +233,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   BackwardView view_of_backward(const Entry* first) const;
   UnitState state_of(const Unit& unit) const;
   std::string memory_lines() const;
+  ViewFrame frame_of_views() const;
   std::uint64_t hash_of_agreed() const;
   /// What any rank says. Collective. Errors: kComm for other traces.
   BackwardView agree_on_backward(const BackwardView& mine);
