@@ -44,10 +44,10 @@ TEST(AppendedFile, ALinkOrAPipeIsRefusedByName) {
   for (const auto from : {From::kEmpty, From::kEnd, From::kNothing}) {
     for (const char* name : {"link", "dangling"}) {
       EXPECT_THAT(error_of(ErrorKind::kIo, [&] { AppendedFile(folder / name, from); }),
-                  HasSubstr(std::string(name) + ": found a symbolic link, expected"));
+                  HasSubstr(std::string(name) + "': found a symbolic link, expected"));
     }
     EXPECT_THAT(error_of(ErrorKind::kIo, [&] { AppendedFile(folder / "pipe", from); }),
-                HasSubstr("pipe: found something that is no regular file"));
+                HasSubstr("pipe': found something that is no regular file"));
   }
   EXPECT_EQ(read(folder / "target"), "kept");
   EXPECT_FALSE(fs::exists(folder / "nothing"));
@@ -60,7 +60,7 @@ TEST(AppendedFile, ALogThroughALinkIsRefused) {
   fs::create_directories(folder / "logs");
   fs::create_symlink(folder / "target", folder / "logs/rank_0.log");
   EXPECT_THAT(error_of(ErrorKind::kIo, [&] { log::init({.file = folder / "logs/rank_0.log"}); }),
-              HasSubstr("rank_0.log: found a symbolic link, expected a regular file"));
+              HasSubstr("rank_0.log': found a symbolic link, expected a regular file"));
   EXPECT_EQ(read(folder / "target"), "kept");
 }
 

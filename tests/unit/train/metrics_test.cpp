@@ -162,7 +162,7 @@ TEST(MetricsFile, ALinkIsRefusedAndItsTargetKept) {
       std::filesystem::remove(link);
       std::filesystem::create_symlink(folder / target, link);
       EXPECT_THAT(testing::error_of(ErrorKind::kIo, [&] { MetricsFile(folder / "metrics", done); }),
-                  HasSubstr("metrics.jsonl: found a symbolic link, expected a regular file"));
+                  HasSubstr("metrics.jsonl': found a symbolic link, expected a regular file"));
     }
     EXPECT_EQ(read(folder / "target"), lines);
     EXPECT_FALSE(std::filesystem::exists(folder / "nothing"));
