@@ -65,11 +65,15 @@ class WaitBoard {
   void abort_all();
 
   void add(std::shared_ptr<IssueLog> log);
+  /// All ranks that are up, ascending: from now on they are watched, whatever groups are opened.
+  void watch(std::vector<int> ranks);
   std::string lines() const;
   Standing standing() const;
 
-  /// Whom it takes to hold up a wait, by the failure watch.
-  void set_cause(const PeerWait& wait, int rank);
+  /// After a recovery: who held up a wait before it is forgotten.
+  void set_epoch(int epoch);
+  /// Whom it takes to hold up a wait of `epoch`, by the failure watch.
+  void set_cause(int epoch, const PeerWait& wait, int rank);
   std::optional<int> cause_of(std::uint64_t group, std::uint64_t sequence) const;
 
  private:
@@ -80,7 +84,8 @@ class WaitBoard {
   mutable std::mutex mutex_;
   std::vector<Item> waits_;
   std::vector<std::shared_ptr<IssueLog>> logs_;
-  std::vector<int> peers_;  // of all logs
+  std::vector<int> peers_;
+  int epoch_ = 0;
   PeerWait caused_wait_;
   int cause_ = -1;
 };

@@ -145,13 +145,12 @@ BackwardView Runtime::agree_on_backward(const BackwardView& mine) {
       comm::all_agree(*data_group_, {hash_of_agreed(), hash_bytes(bytes)}, "forward order");
   if (!same[0]) name_difference();
   if (same[1]) return mine;
-  std::vector<BackwardView> views;
-  for (const auto& other : comm::all_gather_bytes(*data_group_, bytes, "use of results")) {
-    auto view = decode_backward_view(other);
-    TESSERA_INVARIANT(view, "a rank's view of a backward does not parse: ", other);
-    views.push_back(*std::move(view));
+  KnownToAll known;
+  if (!under_way_.empty()) known.steps = under_way_.back().plan.steps.size();
+  for (const auto& past : past_) {
+    known.forwards.push_back({past.forward->number, past.forward->trace.units.size()});
   }
-  return unite(views);
+  return from_bits(comm::any_of_ranks(*data_group_, to_bits(mine, known), "use of results"), known);
 }
 
 void Runtime::forget_forwards(const std::set<std::uint32_t>& alive) {

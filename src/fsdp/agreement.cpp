@@ -1,6 +1,5 @@
 #include "fsdp/agreement.h"
 
-#include <algorithm>
 #include <sstream>
 
 namespace tessera::fsdp {
@@ -18,36 +17,31 @@ std::string encode(const BackwardView& view) {
   return out.str();
 }
 
-std::optional<BackwardView> decode_backward_view(const std::string& bytes) {
-  BackwardView view;
-  std::istringstream in(bytes);
-  std::size_t count = 0;
-  in >> view.steps_done >> count;
-  for (std::uint32_t number = 0; count > 0 && in >> number; --count) view.alive.insert(number);
-  in >> count;
-  std::uint32_t number = 0;
-  std::string positions;
-  for (; count > 0 && in >> number >> positions; --count) {
-    auto& reached = view.reached[number];
-    for (const char position : positions.substr(1)) reached.push_back(position == '1');
+std::vector<bool> to_bits(const BackwardView& view, const KnownToAll& known) {
+  std::vector<bool> bits;
+  for (std::uint64_t step = 0; step < known.steps; ++step) bits.push_back(step < view.steps_done);
+  for (const auto& [number, positions] : known.forwards) {
+    const auto found = view.reached.find(number);
+    const bool reaches = found != view.reached.end();
+    bits.push_back(view.alive.count(number) != 0);
+    bits.push_back(reaches);
+    for (std::size_t i = 0; i < positions; ++i) bits.push_back(reaches && found->second.at(i));
   }
-  // Whatever was left out, or written in another way, reads differently.
-  if (!in || encode(view) != bytes) return std::nullopt;
-  return view;
+  return bits;
 }
 
-BackwardView unite(const std::vector<BackwardView>& views) {
-  BackwardView all;
-  for (const auto& view : views) {
-    all.steps_done = std::max(all.steps_done, view.steps_done);
-    all.alive.insert(view.alive.begin(), view.alive.end());
-    for (const auto& [number, positions] : view.reached) {
-      auto& reached = all.reached[number];
-      reached.resize(std::max(reached.size(), positions.size()));
-      for (std::size_t i = 0; i < positions.size(); ++i) reached[i] = reached[i] || positions[i];
-    }
+BackwardView from_bits(const std::vector<bool>& bits, const KnownToAll& known) {
+  BackwardView view;
+  auto next = bits.begin();
+  for (std::uint64_t step = 0; step < known.steps; ++step) view.steps_done += *next++ ? 1 : 0;
+  for (const auto& [number, positions] : known.forwards) {
+    if (*next++) view.alive.insert(number);
+    const bool reaches = *next++;
+    const auto end = next + static_cast<std::ptrdiff_t>(positions);
+    if (reaches) view.reached.emplace(number, std::vector<bool>(next, end));
+    next = end;
   }
-  return all;
+  return view;
 }
 
 }  // namespace tessera::fsdp

@@ -7,7 +7,6 @@
 
 #include <cstdint>
 #include <map>
-#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -25,11 +24,22 @@ struct BackwardView {
   bool operator==(const BackwardView&) const = default;
 };
 
+/// Differs for views that differ.
 std::string encode(const BackwardView& view);
-/// None for anything that encode() does not write.
-std::optional<BackwardView> decode_backward_view(const std::string& bytes);
 
-/// What any of them says; the most steps. Views of one forward have one length.
-BackwardView unite(const std::vector<BackwardView>& views);
+/// What all ranks know before they tell each other their views.
+struct KnownToAll {
+  std::uint64_t steps = 0;  ///< of the backward around this one
+  struct Forward {
+    std::uint32_t number;
+    std::size_t positions;  ///< of its trace
+  };
+  std::vector<Forward> forwards;
+};
+
+/// As bits, so that views are joined on the way: what is set in any of them counts, and of steps
+/// the most. As many on every rank.
+std::vector<bool> to_bits(const BackwardView& view, const KnownToAll& known);
+BackwardView from_bits(const std::vector<bool>& bits, const KnownToAll& known);
 
 }  // namespace tessera::fsdp
