@@ -105,8 +105,10 @@ c10::intrusive_ptr<c10d::Backend> connect_all(const Store& store, GlooDevice& de
                                               const GroupDoor& door,
                                               std::shared_ptr<const Poison> poison,
                                               std::function<void(int index)> waits_for) {
-  const auto waits = [waits_for = std::move(waits_for), size = door.size](const std::string& key) {
-    waits_for(rank_in(key, size));
+  const auto waits = [waits_for = std::move(waits_for), size = door.size,
+                      self = door.self](const std::string& key) {
+    const int rank = rank_in(key, size);
+    waits_for(rank == self ? -1 : rank);
   };
   return device.connect(store.for_group(door.key, std::move(poison), waits), door.self, door.size,
                         door.timeout);

@@ -182,7 +182,7 @@ std::chrono::milliseconds watch_poll(int ranks) {
 }
 
 std::chrono::milliseconds WatchTimes::words() const {
-  return std::max(std::chrono::milliseconds(1000), 2 * poll);
+  return std::max(std::chrono::milliseconds(1000), 3 * poll);
 }
 
 std::chrono::milliseconds WatchTimes::heartbeats() const {

@@ -93,7 +93,8 @@ std::chrono::milliseconds watch_poll(int ranks);
 struct WatchTimes {
   std::chrono::milliseconds poll{200};  ///< between looks, and between heartbeats
 
-  /// Within which all ranks have read what one has written: some have just looked.
+  /// Within which all ranks have read what one has written: some have just looked, and where many
+  /// wait the store is busy with them.
   std::chrono::milliseconds words() const;
   /// Within which every rank that lives has beaten, whatever holds it up a little.
   std::chrono::milliseconds heartbeats() const;

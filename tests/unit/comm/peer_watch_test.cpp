@@ -153,7 +153,7 @@ TEST(PeerWatch, AllHaveReadWhoIsLostWhileWordsAreWaitedFor) {
 TEST(WatchTimes, FollowTheIntervalThatIsUsed) {
   for (const int ranks : {2, 200, 300, 1024, 4096}) {
     const WatchTimes times{watch_poll(ranks)};
-    EXPECT_GE(times.words(), 2 * times.poll) << ranks;
+    EXPECT_GE(times.words(), 3 * times.poll) << ranks;
     EXPECT_GE(times.heartbeats(), 3 * times.poll) << ranks;
     EXPECT_GE(times.silent_after(), 6 * times.poll) << ranks;
   }
