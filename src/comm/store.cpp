@@ -54,7 +54,10 @@ class PolledStore final : public c10d::Store {
  public:
   PolledStore(c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<const Poison> poison,
               std::function<void(const std::string& key)> waits)
-      : store_(std::move(store)), poison_(std::move(poison)), waits_(std::move(waits)) {}
+      : store_(std::move(store)),
+        poison_(std::move(poison)),
+        marks_(poison_->marks()),
+        waits_(std::move(waits)) {}
 
   using Bytes = std::vector<std::uint8_t>;
   using Keys = std::vector<std::string>;
@@ -121,6 +124,7 @@ class PolledStore final : public c10d::Store {
     auto pause = kFirstPause;
     while (!store_->check({key})) {
       poison_->check();
+      if (poison_->marks() != marks_) throw PeerLost("store: the wait was before a recovery");
       if (std::chrono::steady_clock::now() > deadline) {
         throw PeerLost(concat("store: no ", key, " within ", in_seconds(timeout)));
       }
@@ -132,6 +136,7 @@ class PolledStore final : public c10d::Store {
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const std::shared_ptr<const Poison> poison_;
+  const std::uint64_t marks_;
   const std::function<void(const std::string& key)> waits_;
 };
 

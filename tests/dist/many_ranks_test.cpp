@@ -115,6 +115,7 @@ void fail_while_connecting(const std::function<void(comm::Group&)>& send) {
   WorldOptions options;
   options.timeout = seconds(300);
   comm::ThreadRanks all(ranks, ThreadBackend::kGloo, options);
+  std::atomic<int> begun{0};
   std::atomic<int> ended{0};
   const auto begin = std::chrono::steady_clock::now();
   try {
@@ -122,7 +123,11 @@ void fail_while_connecting(const std::function<void(comm::Group&)>& send) {
       std::vector<int> everyone;
       for (int rank = 0; rank < ranks; ++rank) everyone.push_back(rank);
       const auto group = world.group(everyone, "step control");
-      if (world.rank() == lost(ranks)) throw std::runtime_error("no memory");
+      if (world.rank() == lost(ranks)) {
+        while (begun < ranks - 1) std::this_thread::yield();
+        throw std::runtime_error("no memory");
+      }
+      ++begun;
       try {
         send(*group);
       } catch (const Error&) {
@@ -134,7 +139,7 @@ void fail_while_connecting(const std::function<void(comm::Group&)>& send) {
   } catch (const std::exception& error) {
     EXPECT_THAT(error.what(), HasSubstr("no memory"));
   }
-  EXPECT_GT(ended, 0);
+  EXPECT_EQ(ended, ranks - 1);
   EXPECT_LT(std::chrono::steady_clock::now() - begin, seconds(100));
   all.run([&](World& world) {
     std::vector<int> everyone;

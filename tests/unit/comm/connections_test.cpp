@@ -110,6 +110,15 @@ TEST(Store, AWaitForManyKeysSaysWhichIsAbsent) {
   }
 }
 
+// A connection that nobody waits for any more is given up, though its rank has recovered.
+TEST(Store, AWaitFromBeforeARecoveryEnds) {
+  const auto poison = std::make_shared<Poison>();
+  const auto group = Store::in_memory()->for_group("g", poison);
+  poison->mark("enough");
+  poison->clear();
+  EXPECT_THROW(group->wait({"none"}, milliseconds(100000)), PeerLost);
+}
+
 // Each takes two threads while it is opened; a direct collective needs all of them.
 TEST(Connections, AreOpenedAFewAtATime) {
   std::vector<int> members(1000);
