@@ -7,8 +7,7 @@
 
 namespace tessera::comm {
 
-IssueLog::IssueLog(std::string group, std::vector<int> members)
-    : group_(std::move(group)), group_hash_(hash_bytes(group_)), members_(std::move(members)) {}
+IssueLog::IssueLog(std::string group) : group_(std::move(group)), group_hash_(hash_bytes(group_)) {}
 
 std::uint64_t IssueLog::record(const Batch& batch, std::uint64_t sequence) {
   const std::lock_guard lock(mutex_);

@@ -23,7 +23,7 @@ namespace tessera::comm {
 /// The last entries of one group on one rank. Threads: any.
 class IssueLog {
  public:
-  IssueLog(std::string group, std::vector<int> members);
+  explicit IssueLog(std::string group);
   std::uint64_t record(const Batch& batch, std::uint64_t sequence);  ///< returns the fingerprint
   void clear();
   /// One line an entry, as find_disagreement() takes them.
@@ -31,7 +31,6 @@ class IssueLog {
   IssuedHashes issued() const;
   /// That the entry `sequence` waits for `peer`, a world rank.
   PeerWait wait_for(std::uint64_t sequence, int peer) const;
-  const std::vector<int>& members() const { return members_; }
   std::uint64_t group_hash() const { return group_hash_; }
 
  private:
@@ -42,7 +41,6 @@ class IssueLog {
 
   const std::string group_;
   const std::uint64_t group_hash_;
-  const std::vector<int> members_;
   mutable std::mutex mutex_;
   std::array<Kept, 64> ring_;
   std::uint64_t count_ = 0;

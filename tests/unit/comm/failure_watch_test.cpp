@@ -90,11 +90,11 @@ TEST_F(Watched, RanksWithoutAHeartbeatAreSilent) {
 }
 
 TEST_F(Watched, DifferentEntriesOfAPeerAreNamed) {
-  const auto mine = std::make_shared<IssueLog>("g", std::vector<int>{0, 1});
+  const auto mine = std::make_shared<IssueLog>("g");
   board_->add(mine);
   board_->watch({0, 1});
   mine->record(batch_of(AllGather{at::zeros({4})}, "mine", 1), 0);
-  IssueLog theirs("g", {0, 1});
+  IssueLog theirs("g");
   theirs.record(batch_of(AllGather{at::zeros({4})}, "theirs", 1), 0);
   const Pulse pulse{1, 0, 1, theirs.wait_for(0, 0), -1, {theirs.issued()}};
   store_->set(store_key::pulse(1), encode(pulse));
