@@ -83,7 +83,7 @@ class Reference {
       return !gradient.defined() || gradient.isfinite().all().item<bool>();
     });
     if (!steps_) {
-      loss_scale_ /= 2;
+      if (case_.loss_scale) loss_scale_ /= 2;
       return;
     }
     const at::NoGradGuard no_grad;
