@@ -140,6 +140,11 @@ class PolledStore final : public c10d::Store {
   const std::function<void(const std::string& key)> waits_;
 };
 
+// A group is often named as the meeting before it is opened, and whatever lies under its name it
+// takes for its own: meetings have a place that is no group's.
+std::string arrivals_at(const std::string& key) { return concat("meetings/arrivals/", key); }
+std::string all_at(const std::string& key) { return concat("meetings/all/", key); }
+
 class CountersOf final : public SharedCounters {
  public:
   explicit CountersOf(c10d::Store& store) : store_(store) {}
@@ -267,7 +272,7 @@ bool Store::is_set(const std::string& key) {
 void Store::arrive(const std::string& key, int self, int members) {
   call(key, [=](c10d::Store& store) {
     CountersOf counters(store);
-    if (Arrivals(counters, key, members).arrive(self)) store.set(concat(key, "/all"), "here");
+    if (Arrivals(counters, arrivals_at(key), members).arrive(self)) store.set(all_at(key), "here");
     return true;
   });
 }
@@ -275,7 +280,7 @@ void Store::arrive(const std::string& key, int self, int members) {
 Missing Store::missing(const std::string& key, int members) {
   return call(key, [=](c10d::Store& store) {
     CountersOf counters(store);
-    return Arrivals(counters, key, members).missing();
+    return Arrivals(counters, arrivals_at(key), members).missing();
   });
 }
 
@@ -286,7 +291,7 @@ void Store::meet(const std::string& key, int self, const std::vector<int>& membe
   arrive(key, static_cast<int>(std::ranges::find(members, self) - members.begin()), size);
   std::chrono::microseconds pause(50);
   const auto longest = std::max(kLongestPause, kPauseForEach * size);
-  while (!is_set(concat(key, "/all"))) {
+  while (!is_set(all_at(key))) {
     poison.check();
     if (std::chrono::steady_clock::now() > deadline) {
       const Missing absent = missing(key, size);

@@ -88,6 +88,24 @@ TEST(Opening, OverGlooKnowsWhoDoesNotCome) {
   }
 }
 
+// Whoever comes to Gloo before the others have said where they are waits for them, and takes
+// nothing that their meeting has left in the store for an address.
+TEST(Opening, OverGlooWaitsForRanksThatAreLateAfterAllHaveMet) {
+  const auto store = Store::in_memory();
+  std::vector<std::future<bool>> ranks;
+  for (const int self : {0, 1, 2}) {
+    ranks.push_back(std::async(std::launch::async, [store, self] {
+      const auto poison = std::make_shared<Poison>();
+      GlooDevice device(LaunchEnvironment{});
+      store->meet("group", self, {0, 1, 2}, milliseconds(60000), *poison);
+      std::this_thread::sleep_for(milliseconds(100) * (2 - self));
+      return connect_all(*store, device, {"group", self, 3, milliseconds(60000)}, poison,
+                         [](int) {}) != nullptr;
+    }));
+  }
+  for (auto& rank : ranks) EXPECT_TRUE(rank.get());
+}
+
 TEST(Store, AWaitForManyKeysSaysWhichIsAbsent) {
   const auto store = Store::in_memory();
   const auto poison = std::make_shared<Poison>();

@@ -298,6 +298,8 @@ TEST_F(Deadlock, IsSuspectedAnewAfterARecovery) {
   const auto look = [&](double time, int epoch) {
     const Pulse other{++beat, epoch, 1, wait_for(2, 4, 0), -1, issued({4, 5})};
     store.set(store_key::pulse(1), encode(other));
+    const Pulse own{beat, epoch, 1, standing.wait, -1, standing.issued};
+    store.set(store_key::pulse(0), encode(own));
     return watch.look(at(time), epoch, standing, [] { return std::string(); }).has_value();
   };
   EXPECT_FALSE(look(1, 0));
