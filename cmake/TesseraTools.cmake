@@ -22,6 +22,9 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_L
   # there; fixed in 13, and clang checks the same code.
   target_compile_options(tessera_flags INTERFACE
     "$<$<CONFIG:Release>:-Wno-restrict;-Wno-stringop-overread;-Wno-maybe-uninitialized>")
+  if(TESSERA_SANITIZE)
+    target_compile_options(tessera_flags INTERFACE -Wno-maybe-uninitialized)  # the same, at -O1
+  endif()
 endif()
 if(TESSERA_UNITY AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # Sources of a unity build are included, so g++ takes their own types for those of a header. The presets

@@ -65,7 +65,8 @@ class Optimizer {
   /// did not name this optimizer; kContract for a gradient whose dtype is neither the shard's nor
   /// float32 for a 16-bit shard (PrecisionPolicy::final_dtype).
   void step();
-  void set_lr(double lr) { lr_ = lr; }
+  /// Errors: kUsage below 0, infinite or NaN.
+  void set_lr(double lr);
   double lr() const { return lr_; }
   /// For PyTorch's schedulers: torch::optim::StepLR scheduler(*optimizer, 10). One group without
   /// parameters, whose learning rate is this one's; step() is this one's, zero_grad() does nothing

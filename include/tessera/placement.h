@@ -70,6 +70,8 @@ struct ReductionPlan {
   double divide_factor = 1.0;
   bool operator==(const ReductionPlan&) const = default;
 };
+/// Whether gradients may be divided by it: above 0, and a number that float32 has in full.
+bool is_divisor(double factor);
 /// "sum over dp_shard, then dp_replicate, / 4"; "no sum" on a single rank.
 std::string to_string(const ReductionPlan& reductions);
 

@@ -332,9 +332,9 @@ void ShardedBase::require_own_parameters(bool recurse) {
 
 void ShardedBase::set_gradient_divide_factor(double factor, bool recurse) {
   idle_unit(unit_, "set_gradient_divide_factor");
-  TESSERA_CHECK(factor > 0 && std::isfinite(factor), ErrorKind::kUsage,
-                "set_gradient_divide_factor: found ", factor,
-                ", expected a finite number above 0; the number of data ranks is the default");
+  TESSERA_CHECK(
+      is_divisor(factor), ErrorKind::kUsage, "set_gradient_divide_factor: found ", factor,
+      ", expected a number above 0 that float32 has; the number of data ranks is the default");
   require_own_parameters(recurse);
   for_units(recurse, [&](ShardedBase& handle) {
     const auto& unit = *handle.unit_;

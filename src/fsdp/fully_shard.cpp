@@ -20,6 +20,15 @@ std::string escaped(std::string name) {
   return name;
 }
 
+void require_sizes(const ShardOptions& options) {
+  const auto require = [](const char* name, std::int64_t bytes) {
+    TESSERA_CHECK(bytes >= 0, ErrorKind::kUsage, "fully_shard: found ", name, " ", bytes,
+                  ", expected a number of bytes, 0 or more");
+  };
+  require("merge_below_bytes", options.merge_below_bytes);
+  require("in_flight_bytes", options.in_flight_bytes);
+}
+
 }  // namespace
 
 ShardedBase::~ShardedBase() = default;
@@ -60,6 +69,7 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
                   " of a module that another handle has sharded, expected a plain module; use that "
                   "handle, or make the module anew");
   }
+  require_sizes(options);
   const auto contracts = fsdp::contracts_of(found, mesh, policy, options);
   runtime_ = std::make_shared<fsdp::Runtime>(mesh, options.in_flight_bytes);
   if (mesh.shapes().has_model_axes()) {

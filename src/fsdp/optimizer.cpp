@@ -8,6 +8,7 @@
 
 #include "base/log.h"
 #include "base/trace.h"
+#include "fsdp/optimizer_options.h"
 #include "fsdp/optimizer_shards.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
@@ -181,6 +182,11 @@ bool Optimizer::was_changed(const Item& item) {
         "float32");
   }
   return changed;
+}
+
+void Optimizer::set_lr(double lr) {
+  fsdp::check_option("lr", lr);
+  lr_ = lr;
 }
 
 void Optimizer::step() {

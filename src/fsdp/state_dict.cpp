@@ -241,6 +241,27 @@ void load(const Target& target, const StateTensor& entry) {
   values.copy_(part_for(target, entry).reshape(values.sizes()));
 }
 
+/// What is read from memory that is loaded into, such as layers that change places in the model's
+/// own kSharded state, is copied before anything is overwritten.
+std::vector<StateTensor> own_copies(const std::vector<Target>& targets, Plan& plan) {
+  std::set<const void*> written;
+  for (const auto& target : targets) {
+    if (target.values.numel() > 0) written.insert(target.values.storage().data());
+  }
+  std::vector<StateTensor> copies;
+  copies.reserve(targets.size());  // pointers to them stay
+  for (std::size_t i = 0; i < targets.size(); ++i) {
+    const auto* entry = plan.sources[i];
+    if (entry == nullptr || entry->values.numel() == 0) continue;
+    const bool itself = entry->values.data_ptr() == targets[i].values.data_ptr();
+    if (itself || written.count(entry->values.storage().data()) == 0) continue;
+    copies.push_back(*entry);
+    copies.back().values = entry->values.clone();
+    plan.sources[i] = &copies.back();
+  }
+  return copies;
+}
+
 /// A unit has values once all of its parameters were loaded.
 void mark_loaded(const ShardedBase& model, const std::vector<Target>& targets, const Plan& plan) {
   std::set<std::string> missing;
@@ -297,6 +318,7 @@ StateDictDifference load_state_dict(ShardedBase& model, const StateDict& entries
   const auto targets = targets_of(model);
   auto plan = plan_of(targets, entries);
   agree(runtime, plan, objections(plan, strict));
+  const auto copies = own_copies(targets, plan);
   for (std::size_t i = 0; i < targets.size(); ++i) {
     if (plan.sources[i] == nullptr || targets[i].values.numel() == 0) continue;
     load(targets[i], *plan.sources[i]);

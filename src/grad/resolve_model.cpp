@@ -51,9 +51,9 @@ void check_names(const std::vector<ParameterMeta>& parameters,
 }
 
 void check_reductions(const ReductionPlan& reductions) {
-  TESSERA_CHECK(std::isfinite(reductions.divide_factor) && reductions.divide_factor > 0,
-                ErrorKind::kContract, "gradient division: found the factor ",
-                reductions.divide_factor, ", expected one above 0; change the divide factor");
+  TESSERA_CHECK(is_divisor(reductions.divide_factor), ErrorKind::kContract,
+                "gradient division: found the factor ", reductions.divide_factor,
+                ", expected one above 0 that float32 has; change the divide factor");
   std::set<std::string> axes;
   for (const auto* group : {&reductions.shard_axes, &reductions.replica_axes}) {
     for (const std::string& axis : *group) {

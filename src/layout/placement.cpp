@@ -1,5 +1,7 @@
 #include "tessera/placement.h"
 
+#include <limits>
+
 #include "tessera/error.h"
 
 namespace tessera {
@@ -49,6 +51,11 @@ std::string to_string(const ParameterLayout& layout) {
   }
   if (layout.mesh == MeshKind::kSparse) text += text.empty() ? "sparse mesh" : " (sparse mesh)";
   return text.empty() ? "nothing declared" : text;
+}
+
+bool is_divisor(double factor) {
+  return factor >= static_cast<double>(std::numeric_limits<float>::min()) &&
+         factor <= static_cast<double>(std::numeric_limits<float>::max());
 }
 
 std::string to_string(const ReductionPlan& reductions) {

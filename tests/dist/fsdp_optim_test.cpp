@@ -5,6 +5,9 @@
 #include <torch/optim/schedulers/step_lr.h>
 #include <torch/optim/sgd.h>
 
+#include <cmath>
+#include <limits>
+
 #include "dist/plain.h"
 #include "fsdp/unit.h"
 #include "tessera/clip.h"
@@ -210,6 +213,10 @@ TEST(Optim, WhatSchedulersSeeIsTheOptimizerItself) {
     EXPECT_EQ(&seen, &static_cast<torch::optim::Optimizer&>(*ours)) << "one and the same";
     ours->set_lr(0.25);
     EXPECT_EQ(seen.param_groups()[0].options().get_lr(), 0.25);
+    for (const double no_rate : {-1.0, std::nan(""), std::numeric_limits<double>::infinity()}) {
+      EXPECT_THROW(ours->set_lr(no_rate), Error);
+      EXPECT_THROW(seen.param_groups()[0].options().set_lr(no_rate), Error);
+    }
     using Plateau = torch::optim::ReduceLROnPlateauScheduler;
     Plateau plateau(*ours, Plateau::min, 0.5, /*patience=*/0, /*threshold=*/1e-4);
     for (const float loss : {1.0F, 2.0F}) plateau.step(loss);
