@@ -10,13 +10,13 @@
 #include <vector>
 
 #include "models/model_spec.h"
+#include "nn/declaration.h"
+#include "tessera/placement.h"
 
 namespace tessera::models {
 
-enum class InitKind : std::uint8_t { kNormal, kOnes, kZeros, kUniform };
-
-/// What optimizers like to treat apart; decided by the layer, never by the dims of a (1-D) shard.
-enum class DecayClass : std::uint8_t { kMatrix, kEmbedding, kNorm, kBias };
+using nn::DecayClass;
+using nn::InitKind;
 
 struct ParameterSpec {
   std::string name;                      ///< Hugging Face's
@@ -34,6 +34,7 @@ struct ParameterSpec {
   std::vector<std::int64_t> stacked_shape = {};
   /// The block that is gathered together: "model.embed_tokens", "model.layers.3", "head".
   std::string unit = {};
+  ParameterLayout layout = {};  ///< as its layer declares
   std::int64_t numel() const;
   bool operator==(const ParameterSpec&) const = default;
 };

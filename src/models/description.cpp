@@ -1,0 +1,122 @@
+#include "models/description.h"
+
+#include <cmath>
+#include <map>
+#include <memory>
+#include <utility>
+
+#include "layout/local_part.h"
+#include "models/language_model.h"
+#include "models/lora.h"
+#include "models/model_layout.h"
+#include "nn/placed_module.h"
+#include "tessera/error.h"
+#include "tessera/mesh.h"
+
+namespace tessera::models {
+namespace {
+
+/// Names of a file's tensors, expert by expert, and the shape of each.
+void read_parts(ParameterSpec& row, const std::string& module,
+                const std::vector<std::string>& parts) {
+  if (parts.empty()) return;
+  for (std::int64_t index = 0; index < row.shape.front(); ++index) {
+    for (const std::string& part : parts)
+      row.stacked.push_back(concat(module, ".", index, ".", part));
+  }
+  row.stacked_shape.assign(row.shape.begin() + 1, row.shape.end());
+  row.stacked_shape.front() /= static_cast<std::int64_t>(parts.size());
+}
+
+class Reader {
+ public:
+  explicit Reader(LanguageModel& model) : model_(model) {
+    for (const ModelUnit& unit : model.units()) {
+      result_.units.push_back(unit.name);
+      for (const at::Tensor& parameter : unit.module->parameters()) {
+        unit_of_.emplace(parameter.unsafeGetTensorImpl(), unit.name);
+      }
+    }
+  }
+
+  ModelDescription read() && {
+    // Of the model itself there is nothing: it has modules only.
+    for (const auto& module : model_.named_modules("", /*include_self=*/false)) {
+      const auto* placed = dynamic_cast<const nn::PlacedModule*>(module.value().get());
+      for (const auto& parameter : module.value()->named_parameters(/*recurse=*/false)) {
+        TESSERA_INVARIANT(placed != nullptr, module.key(), " does not declare ", parameter.key());
+        add(module.key(), parameter.key(), parameter.value(),
+            placed->declaration_of(parameter.key()));
+      }
+      for (const auto& buffer : module.value()->named_buffers(/*recurse=*/false)) {
+        add(module.key() + "." + buffer.key(), buffer.value());
+      }
+    }
+    return std::move(result_);
+  }
+
+ private:
+  void add(const std::string& module, const std::string& name, const at::Tensor& tensor,
+           const nn::Declaration& declared) {
+    ParameterSpec row;
+    row.name = module + "." + name;
+    row.layout = declared.layout;
+    row.shape = layout::global_shape(row.layout, tensor.sizes().vec(), row.name);
+    row.init = declared.init;
+    if (row.init == InitKind::kNormal) row.init_std = model_.spec().initializer_range;
+    if (row.init == InitKind::kUniform) {
+      row.init_std = 1.0 / std::sqrt(static_cast<double>(row.shape.back()));
+    }
+    row.decay = declared.decay;
+    read_parts(row, module, declared.parts);
+    const auto unit = unit_of_.find(tensor.unsafeGetTensorImpl());
+    if (unit != unit_of_.end()) row.unit = unit->second;
+    const auto [owner, is_first] =
+        by_storage_.emplace(tensor.storage().unsafeGetStorageImpl(), result_.parameters.size());
+    if (!is_first) {
+      row.tied_to = result_.parameters[owner->second].name;
+      row.decay = result_.parameters[owner->second].decay;
+    }
+    result_.parameters.push_back(std::move(row));
+  }
+
+  void add(const std::string& name, const at::Tensor& tensor) {
+    const bool ones = tensor.numel() > 0 && tensor.view({-1})[0].item<double>() != 0;
+    result_.buffers.push_back(
+        {name, tensor.sizes().vec(), ones ? InitKind::kOnes : InitKind::kZeros});
+  }
+
+  LanguageModel& model_;
+  ModelDescription result_;
+  std::map<const c10::TensorImpl*, std::string> unit_of_;
+  std::map<const c10::StorageImpl*, std::size_t> by_storage_;  // index of the first that has it
+};
+
+/// Of a rank that nobody asks: layers only read how many share them.
+ModelAxes axes_of(const ModelDegrees& degrees) {
+  ModelAxes axes;
+  axes.degrees = degrees;
+  parallel::Axis tensor;
+  tensor.name = axis::kTensor;
+  tensor.size = degrees.tp;
+  axes.tensor =
+      nn::TensorRegion(tensor, degrees.sequence == SequenceParallel::kYes ? nn::Stream::kShards
+                                                                          : nn::Stream::kWhole);
+  axes.experts.name = axis::kExpert;
+  axes.experts.size = degrees.ep;
+  return axes;
+}
+
+}  // namespace
+
+ModelDescription describe(LanguageModel& model) { return Reader(model).read(); }
+
+ModelDescription describe(const ModelSpec& spec, const LoraSpec& lora,
+                          const ModelDegrees& degrees) {
+  check_degrees(spec, degrees);
+  const auto model = make_language_model(spec, axes_of(degrees));
+  add_adapters(*model, lora);
+  return describe(*model);
+}
+
+}  // namespace tessera::models
