@@ -7,8 +7,6 @@
 
 #include "layout/local_part.h"
 #include "models/language_model.h"
-#include "models/lora.h"
-#include "models/model_layout.h"
 #include "nn/placed_module.h"
 #include "tessera/error.h"
 #include "tessera/mesh.h"
@@ -117,6 +115,36 @@ ModelDescription describe(const ModelSpec& spec, const LoraSpec& lora,
   const auto model = make_language_model(spec, axes_of(degrees));
   add_adapters(*model, lora);
   return describe(*model);
+}
+
+std::set<std::string> module_names(const std::vector<ParameterSpec>& parameters) {
+  std::set<std::string> names;
+  for (const ParameterSpec& row : parameters) {
+    for (std::size_t dot = row.name.rfind('.'); dot != std::string::npos && dot > 0;
+         dot = row.name.rfind('.', dot - 1)) {
+      names.insert(row.name.substr(0, dot));
+    }
+  }
+  return names;
+}
+
+std::int64_t active_numel(const ModelSpec& spec, const ParameterSpec& row) {
+  const bool is_head = !row.tied_to.empty();
+  if (row.decay == DecayClass::kEmbedding && !is_head) return 0;
+  if (row.name.starts_with("model.vision_tower.") || row.name.starts_with("model.embed_vision.")) {
+    return 0;
+  }
+  if (row.name.find(".experts.") == std::string::npos) return row.numel();
+  const RoutedExperts experts = routed_experts(spec);
+  return row.numel() / experts.experts * experts.experts_per_token;
+}
+
+std::int64_t total_numel(const std::vector<ParameterSpec>& parameters) {
+  std::int64_t total = 0;
+  for (const ParameterSpec& row : parameters) {
+    if (row.tied_to.empty()) total += row.numel();
+  }
+  return total;
 }
 
 }  // namespace tessera::models

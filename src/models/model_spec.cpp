@@ -186,4 +186,18 @@ ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options) {
   return result;
 }
 
+RoutedExperts routed_experts(const ModelSpec& spec) {
+  if (spec.moe) {
+    RoutedExperts routed{spec.moe->num_experts, spec.moe->experts_per_token, {}};
+    for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
+      if (spec.moe->is_moe(i)) routed.layers.push_back(i);
+    }
+    return routed;
+  }
+  if (!spec.gemma4 || !spec.gemma4->experts) return {};
+  RoutedExperts routed{spec.gemma4->experts->num_experts, spec.gemma4->experts->top_k_experts, {}};
+  for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) routed.layers.push_back(i);
+  return routed;
+}
+
 }  // namespace tessera::models

@@ -132,7 +132,7 @@ MoeLayer::MoeLayer(const ModelSpec& spec, const LocalSizes& sizes)
 
 void MoeLayer::add_expert_bias() {
   TESSERA_INVARIANT(!expert_bias_.defined(), "a second bias on the choice of experts");
-  expert_bias_ = register_buffer("expert_bias",
+  expert_bias_ = register_buffer(kExpertBias,
                                  at::zeros({num_experts_}, at::TensorOptions().dtype(at::kFloat)));
 }
 

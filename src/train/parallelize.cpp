@@ -32,15 +32,15 @@ void fill(const ShardedBase& model, const ModelSource& source, std::uint64_t see
   const bool later = weights == InitialWeights::kLater;
   if (source.base_hash) check_base(source, model.unit()->runtime().world());
   if (source.folder && (!later || source.lora)) {
-    load(model, *source.folder, FileForms(models::parameter_table(source.spec)), Loaded::kModel);
+    load(model, *source.folder, FileForms(source.description.parameters), Loaded::kModel);
   }
   if (later) return;
   if (source.adapters) {
     load(model, *source.adapters, {}, Loaded::kAdapters);
   } else if (source.lora) {
-    draw_weights(model, models::adapter_table(source.spec, source.lora), seed, Loaded::kAdapters);
+    draw_weights(model, source.description.parameters, seed, Loaded::kAdapters);
   } else if (!source.folder) {
-    draw_weights(model, models::parameter_table(source.spec), seed);
+    draw_weights(model, source.description.parameters, seed);
   }
 }
 
