@@ -83,6 +83,8 @@ struct ShardOptions {
   std::shared_ptr<const std::vector<GradContract>> contracts;
   /// The same for buffers; used with `contracts` only.
   std::shared_ptr<const std::vector<BufferContract>> buffer_contracts;
+  /// The same for units, looked up by `name`; used with `contracts` only.
+  std::shared_ptr<const std::vector<UnitContract>> unit_contracts;
   /// What modules that do not declare it themselves (DeclaresLayouts) do with parameters beyond the
   /// data axes, by path in the module; their tensors are the local ones.
   std::map<std::string, ParameterLayout> layouts = {};
@@ -283,6 +285,7 @@ class ShardedBase : public torch::nn::Module {
   PrecisionPolicy policy_;
   std::function<std::string(const std::string&)> canonical_name_;
   std::optional<DType> asked_output_;
+  bool unit_is_given_ = false;  // its contract came with ShardOptions::unit_contracts
   bool asked_reshard_ = false;
   bool named_ = false;
   bool is_inside_ = false;  // a fully_shard around it has taken it in

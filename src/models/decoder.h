@@ -1,6 +1,6 @@
 // The decoder-only language model of all families but Gemma 4: embedding, layers, norm and head.
 //
-// Its parameters carry Hugging Face's names (a test compares them with parameter_table). Embedding,
+// Its parameters carry Hugging Face's names (description.h reads them there). Embedding,
 // layers and head are reached through fsdp::Slot, so that each can become a sharding unit; the head
 // unit is norm, output projection and loss together, a grouping that the names do not show. Short
 // symbols: B rows, T positions, V vocabulary. Next: decoder_layer.h, ../fsdp/slot.h.

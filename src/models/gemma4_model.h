@@ -1,9 +1,8 @@
 // Gemma 4: a vision tower whose soft tokens take the place of image tokens, and the text model.
 //
-// Its parameters carry Hugging Face's names (a test compares them with parameter_table and
-// buffer_table). A text without images is a batch without them: the tower is then not entered.
-// Short symbols: B rows, T positions, H hidden, V vocabulary. Next: gemma4_layer.h,
-// gemma4_vision.h.
+// Its parameters carry Hugging Face's names (description.h reads them there). A text without images
+// is a batch without them: the tower is then not entered. Short symbols: B rows, T positions, H
+// hidden, V vocabulary. Next: gemma4_layer.h, gemma4_vision.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

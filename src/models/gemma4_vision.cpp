@@ -11,7 +11,6 @@
 #include "models/recomputed.h"
 #include "models/unit_of_slot.h"
 #include "nn/masked_attention.h"
-#include "nn/parameter.h"
 #include "tessera/dtype_watch.h"
 #include "tessera/error.h"
 
@@ -28,9 +27,9 @@ at::Tensor padding_of(const at::Tensor& position_ids) { return position_ids.eq(-
 Gemma4PatchEmbedder::Gemma4PatchEmbedder(const Gemma4Vision& vision) {
   input_proj_ = nn::add_projection(*this, "input_proj",
                                    {3 * vision.patch_size * vision.patch_size, vision.hidden_size});
-  position_embedding_table_ = register_parameter(
-      "position_embedding_table",
-      nn::empty_parameter({2, vision.position_embedding_size, vision.hidden_size}));
+  position_embedding_table_ = add_parameter("position_embedding_table",
+                                            {2, vision.position_embedding_size, vision.hidden_size},
+                                            {.init = nn::InitKind::kOnes});
 }
 
 at::Tensor Gemma4PatchEmbedder::forward(const at::Tensor& pixel_values,

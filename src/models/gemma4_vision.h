@@ -70,7 +70,6 @@ class Gemma4VisionTower : public torch::nn::Module {
   explicit Gemma4VisionTower(const Gemma4Vision& vision);
   /// -> [M, H]. Errors: kFormat as patch_grid, or for pixels that do not fit the positions.
   at::Tensor forward(const Images& images);
-  /// Names as in parameter_table.
   std::vector<ModelUnit> units();
   /// Of its layers.
   void set_recompute(RecomputeMode mode);

@@ -66,7 +66,8 @@ struct ModelOutput {
 
 /// One block that may become a sharding unit.
 struct ModelUnit {
-  std::string name;  ///< as in parameter_table
+  std::string name;
+  std::shared_ptr<const torch::nn::Module> module;
   /// As fsdp::Slot::shard.
   std::function<std::shared_ptr<ShardedBase>(const Mesh&, const PrecisionPolicy&,
                                              const ShardOptions&)>

@@ -13,6 +13,7 @@ namespace tessera::models {
 template <class M>
 ModelUnit unit_of(fsdp::Slot<M>& slot, std::string name) {
   return {.name = std::move(name),
+          .module = slot.module(),
           .shard = [&slot](const Mesh& mesh, const PrecisionPolicy& policy,
                            const ShardOptions& options) -> std::shared_ptr<ShardedBase> {
             return slot.shard(mesh, policy, options);

@@ -11,7 +11,6 @@
 #include "nn/cpu/dispatch.h"
 #include "nn/cpu/functions.h"
 #include "nn/masked_attention.h"
-#include "nn/parameter.h"
 #include "nn/windowed_attention.h"
 
 namespace tessera::nn {
@@ -68,8 +67,8 @@ Attention::Attention(const AttentionOptions& options, std::shared_ptr<Rope> rope
     k_norm_ = norm("k_norm");
   }
   if (options.sinks == AttentionOptions::Sinks::kYes) {
-    sinks_ = register_parameter("sinks", empty_parameter({options.heads}));
-    declare("sinks", region.column());
+    sinks_ =
+        add_parameter("sinks", {options.heads}, bias_of_layer(region.column(), InitKind::kNormal));
   }
 }
 

@@ -4,7 +4,6 @@
 
 #include "nn/cpu/dispatch.h"
 #include "nn/cpu/functions.h"
-#include "nn/parameter.h"
 #include "nn/vocab_parallel.h"
 
 namespace tessera::nn {
@@ -23,8 +22,8 @@ at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight,
 Embedding::Embedding(std::int64_t vocabulary, std::int64_t size,
                      std::optional<std::int64_t> padding, const TensorRegion& region)
     : region_(region), padding_(padding) {
-  weight = register_parameter("weight", empty_parameter({vocabulary, size}));
-  declare("weight", region.column());
+  weight = add_parameter("weight", {vocabulary, size},
+                         {.layout = region.column(), .decay = DecayClass::kEmbedding});
 }
 
 at::Tensor Embedding::forward(const at::Tensor& ids) {

@@ -5,7 +5,6 @@
 
 #include "nn/cpu/dispatch.h"
 #include "nn/cpu/functions.h"
-#include "nn/parameter.h"
 #include "tessera/dtype_watch.h"
 
 namespace tessera::nn {
@@ -43,8 +42,7 @@ SumAndNorm add_rms_norm(const at::Tensor& x, const at::Tensor& residual, const a
 
 RmsNorm::RmsNorm(std::int64_t size, double eps, NormRounding rounding, ParameterLayout layout)
     : eps_(eps), rounding_(rounding) {
-  weight = register_parameter("weight", empty_parameter({size}));
-  declare("weight", std::move(layout));
+  weight = add_parameter("weight", {size}, norm_weight(std::move(layout)));
 }
 
 at::Tensor RmsNorm::forward(const at::Tensor& x) { return rms_norm(x, weight, eps_, rounding_); }

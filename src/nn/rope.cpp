@@ -74,16 +74,16 @@ at::Tensor inverse_frequencies(const RopeOptions& options) {
   return at::where(wavelength < context / scaling.high_freq_factor, plain, longer);
 }
 
-Rope::Rope(const RopeOptions& options)
-    : frequencies_(inverse_frequencies(options)), table_factor_(options.table_factor) {}
+Rope::Rope(const RopeOptions& options) : options_(options) {}
 
 RopeTable Rope::table(std::int64_t positions, at::ScalarType dtype, at::Device device) {
   const std::int64_t place = (static_cast<std::int64_t>(device.type()) << 16) + device.index();
   RopeTable& kept = tables_[{dtype, place}];
   if (!kept.cos.defined() || kept.cos.size(0) < positions) {
+    if (!frequencies_.defined()) frequencies_ = inverse_frequencies(options_);
     const at::Tensor angles = at::outer(at::arange(positions, at::kFloat), frequencies_);
     const auto finished = [&](const at::Tensor& x) {
-      return (table_factor_ == 1.0 ? x : x * table_factor_).to(device, dtype);
+      return (options_.table_factor == 1.0 ? x : x * options_.table_factor).to(device, dtype);
     };
     kept = {finished(angles.cos()), finished(angles.sin())};
   }

@@ -65,8 +65,8 @@ class Rope {
   RopeTable table(std::int64_t positions, at::ScalarType dtype, at::Device device);
 
  private:
-  at::Tensor frequencies_;
-  double table_factor_;
+  RopeOptions options_;
+  at::Tensor frequencies_;  // made with the first table: a model that is only described needs none
   std::map<std::pair<at::ScalarType, std::int64_t>, RopeTable> tables_;
 };
 

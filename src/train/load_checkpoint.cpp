@@ -13,7 +13,7 @@
 #include "fsdp/unit.h"
 #include "grad/torch_dtype.h"
 #include "io/checkpoint_store.h"
-#include "models/lora_table.h"
+#include "models/lora.h"
 #include "tessera/error.h"
 #include "train/agreement.h"
 #include "train/progress.h"
