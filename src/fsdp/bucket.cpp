@@ -2,9 +2,9 @@
 
 #include <ATen/ATen.h>
 
-#include "fsdp/quotient.h"
-#include "fsdp/split_master.h"
 #include "grad/torch_dtype.h"
+#include "kernels/cpu/quotient.h"
+#include "kernels/cpu/split_master.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {

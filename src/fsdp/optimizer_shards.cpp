@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "base/parallel.h"
-#include "fsdp/split_master.h"
+#include "kernels/cpu/split_master.h"
 
 namespace tessera::fsdp {
 namespace {

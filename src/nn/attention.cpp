@@ -8,8 +8,8 @@
 #include <cmath>
 #include <utility>
 
-#include "nn/cpu/dispatch.h"
-#include "nn/cpu/functions.h"
+#include "kernels/cpu/dispatch.h"
+#include "kernels/cpu/functions.h"
 #include "nn/masked_attention.h"
 #include "nn/parameter.h"
 #include "nn/windowed_attention.h"

@@ -2,8 +2,8 @@
 
 #include <ATen/ops/embedding.h>
 
-#include "nn/cpu/dispatch.h"
-#include "nn/cpu/functions.h"
+#include "kernels/cpu/dispatch.h"
+#include "kernels/cpu/functions.h"
 #include "nn/parameter.h"
 #include "nn/vocab_parallel.h"
 

@@ -4,8 +4,8 @@
 #include <ATen/ops/stack.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "nn/cpu/dispatch.h"
-#include "nn/cpu/functions.h"
+#include "kernels/cpu/dispatch.h"
+#include "kernels/cpu/functions.h"
 #include "nn/first_derivative.h"
 #include "nn/mlp.h"
 #include "tessera/dtype_watch.h"

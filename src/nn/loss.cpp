@@ -3,8 +3,8 @@
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/full_like.h>
 
-#include "nn/cpu/dispatch.h"
-#include "nn/cpu/functions.h"
+#include "kernels/cpu/dispatch.h"
+#include "kernels/cpu/functions.h"
 #include "tessera/dtype_watch.h"
 #include "tessera/error.h"
 

@@ -2,8 +2,8 @@
 
 #include <ATen/ops/silu.h>
 
-#include "nn/cpu/dispatch.h"
-#include "nn/cpu/functions.h"
+#include "kernels/cpu/dispatch.h"
+#include "kernels/cpu/functions.h"
 #include "tessera/error.h"
 
 namespace tessera::nn {

@@ -3,8 +3,8 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/rsqrt.h>
 
-#include "nn/cpu/dispatch.h"
-#include "nn/cpu/functions.h"
+#include "kernels/cpu/dispatch.h"
+#include "kernels/cpu/functions.h"
 #include "nn/parameter.h"
 #include "tessera/dtype_watch.h"
 

@@ -11,8 +11,8 @@
 #include <cmath>
 #include <numbers>
 
-#include "nn/cpu/dispatch.h"
-#include "nn/cpu/functions.h"
+#include "kernels/cpu/dispatch.h"
+#include "kernels/cpu/functions.h"
 #include "nn/rms_norm.h"
 #include "tessera/dtype_watch.h"
 #include "tessera/error.h"

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "nn/cpu/functions.h"
+#include "kernels/cpu/functions.h"
 #include "nn/masked_attention.h"
 #include "tessera/dtype_watch.h"
 

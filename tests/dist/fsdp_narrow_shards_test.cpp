@@ -3,8 +3,8 @@
 #include <torch/optim/adamw.h>
 
 #include "dist/plain.h"
-#include "fsdp/split_master.h"
 #include "fsdp/unit.h"
+#include "kernels/cpu/split_master.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
 

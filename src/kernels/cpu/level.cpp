@@ -1,6 +1,6 @@
 // One instruction set's table: compiled once for each, with TESSERA_CPU_LEVEL and its flags.
-#include "nn/cpu/level_kernels.h"
-#include "nn/cpu/level_window_kernels.h"
+#include "kernels/cpu/level_kernels.h"
+#include "kernels/cpu/level_window_kernels.h"
 
 namespace tessera::nn::cpu::TESSERA_CPU_LEVEL {
 namespace {

@@ -3,10 +3,10 @@
 // GCC's and clang's vector types are lowered to whatever the flags of the translation unit allow;
 // the order of every reduction is that of sixteen lanes on all of them. Only kernel code includes
 // this: no torch header and no other library, so that nothing compiled with wide instructions can
-// be picked by the linker for common use. Next: kernels.h.
+// be picked by the linker for common use. Next: tables.h.
 #pragma once
 
-#include "nn/cpu/element.h"
+#include "kernels/cpu/element.h"
 
 namespace tessera::nn::cpu::TESSERA_CPU_LEVEL {
 

@@ -1,8 +1,8 @@
 // The kernels themselves. Included by level.cpp only, once an instruction set.
 #pragma once
 
-#include "nn/cpu/kernels.h"
-#include "nn/cpu/simd.h"
+#include "kernels/cpu/simd.h"
+#include "kernels/cpu/tables.h"
 
 namespace tessera::nn::cpu::TESSERA_CPU_LEVEL {
 

@@ -3,9 +3,9 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "base/parallel.h"
-#include "nn/cpu/dispatch.h"
-#include "nn/cpu/functions.h"
-#include "nn/cpu/row_blocks.h"
+#include "kernels/cpu/dispatch.h"
+#include "kernels/cpu/functions.h"
+#include "kernels/cpu/row_blocks.h"
 
 namespace tessera::nn::cpu {
 namespace {

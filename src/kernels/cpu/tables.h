@@ -8,7 +8,7 @@
 // functions.h (autograd).
 #pragma once
 
-#include "nn/cpu/element.h"
+#include "kernels/cpu/element.h"
 
 namespace tessera::nn::cpu {
 

@@ -1,4 +1,4 @@
-#include "fsdp/split_master.h"
+#include "kernels/cpu/split_master.h"
 
 #include <ATen/ATen.h>
 

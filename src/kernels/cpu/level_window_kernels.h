@@ -1,8 +1,8 @@
 // The kernels of attention with windows and sinks. Included by level.cpp only, as level_kernels.h.
 #pragma once
 
-#include "nn/cpu/kernels.h"
-#include "nn/cpu/simd.h"
+#include "kernels/cpu/simd.h"
+#include "kernels/cpu/tables.h"
 
 namespace tessera::nn::cpu::TESSERA_CPU_LEVEL {
 

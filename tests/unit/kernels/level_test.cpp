@@ -7,7 +7,7 @@
 #include <limits>
 #include <vector>
 
-#include "nn/cpu/kernels.h"
+#include "kernels/cpu/tables.h"
 
 namespace tessera::nn::cpu::level_test {
 namespace {

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "base/parallel.h"
-#include "nn/cpu/dispatch.h"
-#include "nn/cpu/functions.h"
+#include "kernels/cpu/dispatch.h"
+#include "kernels/cpu/functions.h"
 
 namespace tessera::nn::cpu {
 namespace {

@@ -1,6 +1,6 @@
 // From tensors to the typed kernel tables.
 //
-// fp32 and bf16 on the CPU have kernels, everything else takes the composite form. Next: kernels.h.
+// fp32 and bf16 on the CPU have kernels, everything else takes the composite form. Next: tables.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "nn/cpu/kernels.h"
+#include "kernels/cpu/tables.h"
 #include "nn/first_derivative.h"
 
 namespace tessera::nn::cpu {

@@ -1,5 +1,5 @@
 // Which instruction sets were compiled, and which of them this machine has.
-#include "nn/cpu/kernels.h"
+#include "kernels/cpu/tables.h"
 
 namespace tessera::nn::cpu {
 

@@ -1,4 +1,4 @@
-#include "nn/cpu/row_blocks.h"
+#include "kernels/cpu/row_blocks.h"
 
 #include <ATen/ops/zeros.h>
 

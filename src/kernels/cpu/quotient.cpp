@@ -1,4 +1,4 @@
-#include "fsdp/quotient.h"
+#include "kernels/cpu/quotient.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
