@@ -7,7 +7,7 @@
 #include "nn/geglu.h"
 #include "nn/parameter.h"
 #include "nn/rms_norm.h"
-#include "tessera/dtype_watch.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::models {
 

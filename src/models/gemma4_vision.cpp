@@ -12,8 +12,8 @@
 #include "models/unit_of_slot.h"
 #include "nn/masked_attention.h"
 #include "nn/parameter.h"
-#include "tessera/dtype_watch.h"
 #include "tessera/error.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::models {
 namespace {

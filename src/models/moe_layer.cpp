@@ -12,8 +12,8 @@
 #include "nn/linear.h"
 #include "nn/parameter.h"
 #include "parallel/transitions.h"
-#include "tessera/dtype_watch.h"
 #include "tessera/error.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::models {
 namespace {

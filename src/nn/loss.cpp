@@ -5,8 +5,8 @@
 
 #include "kernels/cpu/dispatch.h"
 #include "kernels/cpu/functions.h"
-#include "tessera/dtype_watch.h"
 #include "tessera/error.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::nn {
 namespace {

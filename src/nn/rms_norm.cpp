@@ -6,7 +6,7 @@
 #include "kernels/cpu/dispatch.h"
 #include "kernels/cpu/functions.h"
 #include "nn/parameter.h"
-#include "tessera/dtype_watch.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::nn {
 

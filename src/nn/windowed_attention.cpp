@@ -8,7 +8,7 @@
 
 #include "kernels/cpu/functions.h"
 #include "nn/masked_attention.h"
-#include "tessera/dtype_watch.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::nn {
 namespace {
