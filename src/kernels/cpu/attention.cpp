@@ -4,7 +4,6 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 #include <utility>
@@ -12,13 +11,10 @@
 
 #include "base/parallel.h"
 #include "kernels/cpu/dispatch.h"
-#include "kernels/cpu/functions.h"
+#include "kernels/implementations.h"
 
-namespace tessera::nn::cpu {
+namespace tessera::kernels::cpu {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 /// B rows, G key/value heads, T positions, R query heads of each, D head_dim.
 struct Sizes {
@@ -150,73 +146,61 @@ class KeySum {
   at::Tensor like_, sum_;
 };
 
-struct CausalAttentionFunction : torch::autograd::Function<CausalAttentionFunction> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k,
-                            const at::Tensor& v, double scale) {
-    const Sizes sizes(q);
-    const at::Tensor queries = flat(q.contiguous());
-    const at::Tensor keys = flat(k.contiguous());
-    const at::Tensor values = by_group(v.contiguous(), sizes, 1);
-    variable_list saved{queries, keys, values};
-    variable_list mixed;
-    for (const Block& block : blocks_of(0, sizes.positions)) {
-      Mixed part =
-          mix(queries_of(queries, block, sizes.repeat), keys, values, block, sizes.repeat, scale);
-      mixed.push_back(std::move(part.values));
-      saved.push_back(std::move(part.weights));
-    }
-    ctx->set_materialize_grads(false);
-    ctx->save_for_backward(std::move(saved));
-    ctx->saved_data["scale"] = scale;
-    ctx->saved_data["groups"] = sizes.groups;
-    ctx->saved_data["repeat"] = sizes.repeat;
-    return by_position(joined(mixed), sizes, sizes.repeat);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
-    if (!grads[0].defined()) return variable_list(4);  // [Note: left-out results]
-    const variable_list saved = ctx->get_saved_variables();
-    const at::Tensor& queries = saved[0];
-    const at::Tensor& keys = saved[1];
-    const at::Tensor& values = saved[2];
-    const double scale = ctx->saved_data["scale"].toDouble();
-    const std::int64_t groups = ctx->saved_data["groups"].toInt();
-    const std::int64_t repeat = ctx->saved_data["repeat"].toInt();
-    const at::Tensor turned_q = queries.view(
-        {queries.size(0) / groups, groups, queries.size(1) / repeat, repeat, queries.size(2)});
-    const Sizes sizes(turned_q);
-    const at::Tensor grad = by_group(grads[0].contiguous(), sizes, repeat);
-    KeySum grad_keys(keys), grad_values(values);
-    variable_list grad_queries;
-    const std::vector<Block> blocks = blocks_of(0, sizes.positions);
-    for (std::size_t i = 0; i < blocks.size(); ++i) {
-      const at::Tensor& weights = saved[3 + i];
-      const at::Tensor block_grad = queries_of(grad, blocks[i], repeat);
-      grad_values.add(at::bmm(weights.transpose(1, 2), block_grad));
-      const at::Tensor scores = at::bmm(block_grad, keys_of(values, blocks[i]).transpose(1, 2));
-      softmax_in_place(scores, weights, blocks[i], repeat, scale);
-      grad_queries.push_back(at::bmm(scores, keys_of(keys, blocks[i])));
-      grad_keys.add(at::bmm(scores.transpose(1, 2), queries_of(queries, blocks[i], repeat)));
-    }
-    const at::Tensor whole = grad_queries.size() == 1 ? grad_queries[0] : at::cat(grad_queries, 1);
-    return {whole.view(turned_q.sizes()),
-            grad_keys.take().view({sizes.rows, groups, sizes.positions, 1, sizes.head_dim}),
-            by_position(grad_values.take(), sizes, 1), at::Tensor()};
-  }
-};
-
 }  // namespace
 
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             double scale) {
-  if (!c10::GradMode::is_enabled()) {
-    // The same products without the weights of all blocks in memory.
-    const Sizes sizes(q);
-    return attend(flat(q.contiguous()), flat(k.contiguous()), by_group(v.contiguous(), sizes, 1),
-                  sizes, scale);
+  // Without the weights of all blocks in memory.
+  const Sizes sizes(q);
+  return attend(flat(q.contiguous()), flat(k.contiguous()), by_group(v.contiguous(), sizes, 1),
+                sizes, scale);
+}
+
+std::tuple<at::Tensor, std::vector<at::Tensor>> causal_attention_forward(const at::Tensor& q,
+                                                                         const at::Tensor& k,
+                                                                         const at::Tensor& v,
+                                                                         double scale) {
+  const Sizes sizes(q);
+  const at::Tensor queries = flat(q.contiguous());
+  const at::Tensor keys = flat(k.contiguous());
+  const at::Tensor values = by_group(v.contiguous(), sizes, 1);
+  std::vector<at::Tensor> kept{queries, keys, values};
+  std::vector<at::Tensor> mixed;
+  for (const Block& block : blocks_of(0, sizes.positions)) {
+    Mixed part =
+        mix(queries_of(queries, block, sizes.repeat), keys, values, block, sizes.repeat, scale);
+    mixed.push_back(std::move(part.values));
+    kept.push_back(std::move(part.weights));
   }
-  return CausalAttentionFunction::apply(q, k, v, scale);
+  return {by_position(joined(mixed), sizes, sizes.repeat), std::move(kept)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(
+    const at::Tensor& grad_input, at::TensorList kept, std::int64_t groups, std::int64_t repeat,
+    double scale) {
+  const at::Tensor& queries = kept[0];
+  const at::Tensor& keys = kept[1];
+  const at::Tensor& values = kept[2];
+  const at::Tensor grouped_q = queries.view(
+      {queries.size(0) / groups, groups, queries.size(1) / repeat, repeat, queries.size(2)});
+  const Sizes sizes(grouped_q);
+  const at::Tensor grad = by_group(grad_input.contiguous(), sizes, repeat);
+  KeySum grad_keys(keys), grad_values(values);
+  std::vector<at::Tensor> grad_queries;
+  const std::vector<Block> blocks = blocks_of(0, sizes.positions);
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    const at::Tensor& weights = kept[3 + i];
+    const at::Tensor block_grad = queries_of(grad, blocks[i], repeat);
+    grad_values.add(at::bmm(weights.transpose(1, 2), block_grad));
+    const at::Tensor scores = at::bmm(block_grad, keys_of(values, blocks[i]).transpose(1, 2));
+    softmax_in_place(scores, weights, blocks[i], repeat, scale);
+    grad_queries.push_back(at::bmm(scores, keys_of(keys, blocks[i])));
+    grad_keys.add(at::bmm(scores.transpose(1, 2), queries_of(queries, blocks[i], repeat)));
+  }
+  const at::Tensor whole = grad_queries.size() == 1 ? grad_queries[0] : at::cat(grad_queries, 1);
+  return {whole.view(grouped_q.sizes()),
+          grad_keys.take().view({sizes.rows, groups, sizes.positions, 1, sizes.head_dim}),
+          by_position(grad_values.take(), sizes, 1)};
 }
 
 at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
@@ -228,4 +212,4 @@ at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const a
   return attend(flat(q.contiguous()), by_head(keys), by_head(values), sizes, scale);
 }
 
-}  // namespace tessera::nn::cpu
+}  // namespace tessera::kernels::cpu

@@ -1,17 +1,18 @@
 // From tensors to the typed kernel tables.
 //
-// fp32 and bf16 on the CPU have kernels, everything else takes the composite form. Next: tables.h.
+// fp32 and bf16 on the CPU have kernels, everything else takes the functions of ../aten. Next:
+// tables.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <utility>
 
 #include "kernels/cpu/tables.h"
-#include "nn/first_derivative.h"
 
-namespace tessera::nn::cpu {
+namespace tessera::kernels::cpu {
 
 inline bool has_kernels(const at::Tensor& activation) {
   return activation.device().is_cpu() && activation.layout() == at::kStrided &&
@@ -24,6 +25,11 @@ inline bool has_kernels(const at::Tensor& activation, const at::Tensor& weight) 
          (!weight.defined() ||
           (weight.device().is_cpu() && (weight.scalar_type() == activation.scalar_type() ||
                                         weight.scalar_type() == at::kFloat)));
+}
+
+/// As kernels read it; undefined for none.
+inline at::Tensor contiguous_or_none(const std::optional<at::Tensor>& tensor) {
+  return tensor && tensor->defined() ? tensor->contiguous() : at::Tensor();
 }
 
 template <class T>
@@ -64,4 +70,4 @@ inline std::int64_t rows_a_thread(std::int64_t columns) {
   return columns >= kElements ? 1 : kElements / (columns > 0 ? columns : 1);
 }
 
-}  // namespace tessera::nn::cpu
+}  // namespace tessera::kernels::cpu

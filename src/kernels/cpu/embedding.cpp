@@ -1,22 +1,15 @@
 #include <ATen/ops/index_select.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
-#include <numeric>
 #include <vector>
 
 #include "base/parallel.h"
 #include "kernels/cpu/dispatch.h"
-#include "kernels/cpu/functions.h"
+#include "kernels/implementations.h"
 
-namespace tessera::nn::cpu {
+namespace tessera::kernels::cpu {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
-constexpr std::int64_t kNoPadding = -1;
 
 /// Positions ordered by token, and the tokens in that order with one -1 behind them.
 struct Order {
@@ -36,49 +29,33 @@ struct Order {
   std::vector<std::int64_t> tokens;
 };
 
-struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& ids, const at::Tensor& weight,
-                            std::int64_t padding) {
-    weight.const_data_ptr();  // a parameter without data says so here, not as a failed view
-    const at::Tensor flat = ids.reshape({ids.numel()});
-    std::vector<std::int64_t> shape = ids.sizes().vec();
-    shape.push_back(weight.size(1));
-    ctx->set_materialize_grads(false);
-    ctx->save_for_backward({flat});
-    ctx->saved_data["rows"] = weight.size(0);
-    ctx->saved_data["padding"] = padding;
-    return at::index_select(weight, 0, flat).view(shape);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
-    if (!grads[0].defined()) return variable_list(3);  // [Note: left-out results]
-    const at::Tensor ids = ctx->get_saved_variables()[0];
-    const at::Tensor grad = grads[0].contiguous();
-    const std::int64_t columns = grad.size(-1);
-    const Order order(ids, ctx->saved_data["padding"].toInt());
-    const at::Tensor result = at::zeros({ctx->saved_data["rows"].toInt(), columns}, grad.options());
-    with_kernels(grad.scalar_type(), [&](auto types, const auto& kernels) {
-      using T = typename decltype(types)::T;
-      const EmbeddingBackward<T> job{.grad = data<T>(grad),
-                                     .tokens = order.tokens.data(),
-                                     .order = order.positions.data(),
-                                     .grad_weight = mutable_data<T>(result),
-                                     .columns = columns};
-      base::for_ranges(static_cast<std::int64_t>(order.positions.size()), rows_a_thread(columns),
-                       [&](std::int64_t begin, std::int64_t end) {
-                         kernels.embedding_backward(job, begin, end);
-                       });
-    });
-    return {at::Tensor(), result, at::Tensor()};
-  }
-};
-
 }  // namespace
 
-at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight,
-                     std::optional<std::int64_t> padding) {
-  return EmbeddingFunction::apply(ids, weight, padding.value_or(kNoPadding));
+at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight, std::int64_t /*padding*/) {
+  weight.const_data_ptr();  // a parameter without data says so here, not as a failed view
+  std::vector<std::int64_t> shape = ids.sizes().vec();
+  shape.push_back(weight.size(1));
+  return at::index_select(weight, 0, ids.reshape({ids.numel()})).view(shape);
 }
 
-}  // namespace tessera::nn::cpu
+at::Tensor embedding_backward(const at::Tensor& grad_input, const at::Tensor& ids,
+                              std::int64_t rows, std::int64_t padding) {
+  const at::Tensor grad = grad_input.contiguous();
+  const std::int64_t columns = grad.size(-1);
+  const Order order(ids.contiguous(), padding);
+  const at::Tensor result = at::zeros({rows, columns}, grad.options());
+  with_kernels(grad.scalar_type(), [&](auto types, const auto& kernels) {
+    using T = typename decltype(types)::T;
+    const EmbeddingBackward<T> job{.grad = data<T>(grad),
+                                   .tokens = order.tokens.data(),
+                                   .order = order.positions.data(),
+                                   .grad_weight = mutable_data<T>(result),
+                                   .columns = columns};
+    base::for_ranges(
+        static_cast<std::int64_t>(order.positions.size()), rows_a_thread(columns),
+        [&](std::int64_t begin, std::int64_t end) { kernels.embedding_backward(job, begin, end); });
+  });
+  return result;
+}
+
+}  // namespace tessera::kernels::cpu

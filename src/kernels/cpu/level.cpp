@@ -2,7 +2,7 @@
 #include "kernels/cpu/level_kernels.h"
 #include "kernels/cpu/level_window_kernels.h"
 
-namespace tessera::nn::cpu::TESSERA_CPU_LEVEL {
+namespace tessera::kernels::cpu::TESSERA_CPU_LEVEL {
 namespace {
 
 #define TESSERA_TEXT_OF(word) #word
@@ -36,4 +36,4 @@ constexpr Level kLevel{.name = TESSERA_TEXT(TESSERA_CPU_LEVEL),
 
 const Level& level() { return kLevel; }
 
-}  // namespace tessera::nn::cpu::TESSERA_CPU_LEVEL
+}  // namespace tessera::kernels::cpu::TESSERA_CPU_LEVEL

@@ -4,7 +4,7 @@
 #include "kernels/cpu/simd.h"
 #include "kernels/cpu/tables.h"
 
-namespace tessera::nn::cpu::TESSERA_CPU_LEVEL {
+namespace tessera::kernels::cpu::TESSERA_CPU_LEVEL {
 
 template <class T, class W>
 void norm_forward(const NormForward<T, W>& job, long begin, long end) {
@@ -351,4 +351,4 @@ void embedding_backward(const EmbeddingBackward<T>& job, long begin, long end) {
   }
 }
 
-}  // namespace tessera::nn::cpu::TESSERA_CPU_LEVEL
+}  // namespace tessera::kernels::cpu::TESSERA_CPU_LEVEL

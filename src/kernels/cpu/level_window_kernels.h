@@ -4,7 +4,7 @@
 #include "kernels/cpu/simd.h"
 #include "kernels/cpu/tables.h"
 
-namespace tessera::nn::cpu::TESSERA_CPU_LEVEL {
+namespace tessera::kernels::cpu::TESSERA_CPU_LEVEL {
 
 /// Keys [begin, end).
 struct SeenKeys {
@@ -71,4 +71,4 @@ inline void window_softmax_backward(const WindowRows& job, long begin, long end)
   }
 }
 
-}  // namespace tessera::nn::cpu::TESSERA_CPU_LEVEL
+}  // namespace tessera::kernels::cpu::TESSERA_CPU_LEVEL

@@ -1,7 +1,7 @@
 // Which instruction sets were compiled, and which of them this machine has.
 #include "kernels/cpu/tables.h"
 
-namespace tessera::nn::cpu {
+namespace tessera::kernels::cpu {
 
 namespace baseline {
 const Level& level();
@@ -42,4 +42,4 @@ const Level& best_level() {
   return best;
 }
 
-}  // namespace tessera::nn::cpu
+}  // namespace tessera::kernels::cpu

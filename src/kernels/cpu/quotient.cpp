@@ -1,5 +1,3 @@
-#include "kernels/cpu/quotient.h"
-
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 
@@ -7,9 +5,10 @@
 #include <cmath>
 
 #include "base/parallel.h"
+#include "kernels/implementations.h"
 #include "tessera/error.h"
 
-namespace tessera::fsdp {
+namespace tessera::kernels::cpu {
 namespace {
 
 /// fp32 rounded to odd: what is rounded from there to a dtype of at most 22 bits is as if rounded
@@ -72,4 +71,4 @@ void divide_into(const at::Tensor& result, const at::Tensor& sum, double factor)
   }
 }
 
-}  // namespace tessera::fsdp
+}  // namespace tessera::kernels::cpu

@@ -6,7 +6,7 @@
 
 #include "base/parallel.h"
 
-namespace tessera::nn::cpu {
+namespace tessera::kernels::cpu {
 namespace {
 
 constexpr std::int64_t kRows = 64;
@@ -40,4 +40,4 @@ at::Tensor RowBlocks::total() const {
   return blocks == 1 ? sums_.select(0, 0) : sums_.select(0, 0).clone();
 }
 
-}  // namespace tessera::nn::cpu
+}  // namespace tessera::kernels::cpu

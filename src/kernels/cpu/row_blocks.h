@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-namespace tessera::nn::cpu {
+namespace tessera::kernels::cpu {
 
 class RowBlocks {
  public:
@@ -26,4 +26,4 @@ class RowBlocks {
   at::Tensor sums_;  ///< [blocks, columns]
 };
 
-}  // namespace tessera::nn::cpu
+}  // namespace tessera::kernels::cpu

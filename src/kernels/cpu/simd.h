@@ -8,7 +8,7 @@
 
 #include "kernels/cpu/element.h"
 
-namespace tessera::nn::cpu::TESSERA_CPU_LEVEL {
+namespace tessera::kernels::cpu::TESSERA_CPU_LEVEL {
 
 #define TESSERA_LANES_INLINE inline __attribute__((always_inline))
 
@@ -151,4 +151,4 @@ TESSERA_LANES_INLINE Lanes exp(Lanes x) {
 
 TESSERA_LANES_INLINE Lanes sigmoid(Lanes x) { return 1.0F / (1.0F + exp(-x)); }
 
-}  // namespace tessera::nn::cpu::TESSERA_CPU_LEVEL
+}  // namespace tessera::kernels::cpu::TESSERA_CPU_LEVEL

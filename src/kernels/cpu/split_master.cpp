@@ -1,11 +1,10 @@
-#include "kernels/cpu/split_master.h"
-
 #include <ATen/ATen.h>
 
 #include "base/parallel.h"
 #include "base/split_float.h"
+#include "kernels/implementations.h"
 
-namespace tessera::fsdp {
+namespace tessera::kernels::cpu {
 namespace {
 
 constexpr std::int64_t kMasterGrain = 1 << 15;
@@ -46,4 +45,15 @@ void round_half_away(const at::Tensor& values, const at::Tensor& shard) {
   });
 }
 
-}  // namespace tessera::fsdp
+void take_over_changes(const at::Tensor& shard, const at::Tensor& master) {
+  const auto* stored = shard.const_data_ptr<c10::Half>();
+  auto* full = master.mutable_data_ptr<float>();
+  base::for_ranges(shard.numel(), kMasterGrain, [&](std::int64_t begin, std::int64_t end) {
+    for (auto i = begin; i < end; ++i) {
+      const auto value = static_cast<float>(stored[i]);
+      full[i] = static_cast<float>(static_cast<c10::Half>(full[i])) == value ? full[i] : value;
+    }
+  });
+}
+
+}  // namespace tessera::kernels::cpu

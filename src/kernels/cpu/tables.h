@@ -10,7 +10,7 @@
 
 #include "kernels/cpu/element.h"
 
-namespace tessera::nn::cpu {
+namespace tessera::kernels::cpu {
 
 /// Rows of x [rows, K]; `residual` may be null, else x + residual is what is normed, and goes to
 /// `sum`.
@@ -171,4 +171,4 @@ const LevelList& levels();
 /// The widest one that this machine runs.
 const Level& best_level();
 
-}  // namespace tessera::nn::cpu
+}  // namespace tessera::kernels::cpu

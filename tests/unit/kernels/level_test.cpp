@@ -9,7 +9,7 @@
 
 #include "kernels/cpu/tables.h"
 
-namespace tessera::nn::cpu::level_test {
+namespace tessera::kernels::cpu::level_test {
 namespace {
 
 constexpr long kRows = 5;
@@ -205,4 +205,4 @@ TEST_F(Levels, RoundingToBFloat16IsThatOfLibtorch) {
 }
 
 }  // namespace
-}  // namespace tessera::nn::cpu::level_test
+}  // namespace tessera::kernels::cpu::level_test

@@ -1,15 +1,15 @@
 // divide_into: the one division and the one rounding of a step, against the nearest value found the
 // slow way.
-#include "kernels/cpu/quotient.h"
+#include "dist/quotient.h"
 
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <limits>
 
-#include "dist/quotient.h"
+#include "kernels/kernels.h"
 
-namespace tessera::fsdp::quotient_test {
+namespace tessera::kernels::quotient_test {
 namespace {
 
 constexpr at::ScalarType kDtypes[] = {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf};
@@ -96,4 +96,4 @@ TEST(Quotient, MayBeFormedInPlaceAndOfNothing) {
 }
 
 }  // namespace
-}  // namespace tessera::fsdp::quotient_test
+}  // namespace tessera::kernels::quotient_test
