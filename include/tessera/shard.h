@@ -44,20 +44,6 @@ struct Parameter;
 class ShardedBase;
 class TrainableChanger;
 
-/// What a module that splits its work over tp, ep or etp is beside torch::nn::Module: it says where
-/// its own parameters lie there and what their raw gradients are. Its tensors are the local ones.
-class DeclaresLayouts {
- public:
-  virtual ~DeclaresLayouts() = default;
-  /// `parameter` as it was registered in this very module ("weight"), not in one inside.
-  virtual ParameterLayout layout_of(const std::string& parameter) const = 0;
-
- protected:
-  DeclaresLayouts() = default;
-  DeclaresLayouts(const DeclaresLayouts&) = default;
-  DeclaresLayouts& operator=(const DeclaresLayouts&) = default;
-};
-
 struct ShardOptions {
   /// Canonical name of the module in the whole model ("model.layers.0"): put before its parameters'
   /// names.

@@ -11,7 +11,7 @@
 #include "nn/first_derivative.h"
 #include "nn/weight_gradient.h"
 #include "tessera/error.h"
-#include "tessera/recompute.h"
+#include "tessera/keep.h"
 #include "tessera/wide_scope.h"
 
 namespace tessera::nn {

@@ -14,7 +14,7 @@
 #include "nn/weight_gradient.h"
 #include "parallel/transitions.h"
 #include "tessera/error.h"
-#include "tessera/recompute.h"
+#include "tessera/keep.h"
 #include "tessera/wide_scope.h"
 
 namespace tessera::nn {

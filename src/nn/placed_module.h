@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "tessera/shard.h"
+#include "tessera/placement.h"
 
 namespace tessera::nn {
 

@@ -1,4 +1,4 @@
-#include "fsdp/leaf.h"
+#include "grad/leaf.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -8,10 +8,9 @@
 #include <unordered_map>
 
 #include "comm/torch_compat.h"
-#include "fsdp/unit.h"
 #include "tessera/error.h"
 
-namespace tessera::fsdp {
+namespace tessera::grad {
 namespace {
 
 using torch::autograd::FunctionPreHook;
@@ -42,7 +41,7 @@ int edges_into(const torch::autograd::Node* leaf) {
 /// Before a forward has run nobody knows how often it uses a tensor. Where autograd's own sum is
 /// narrower than the slot, the contract says what the first backward has shown.
 void count_uses(Leaf& leaf) {
-  auto& contract = leaf.owner->contract;
+  auto& contract = *leaf.contract;
   const auto node = torch::autograd::impl::try_get_grad_accumulator(leaf.tensor);
   const int uses = represents(contract.compute.dtype, contract.accumulate) || contract.grad ||
                            contract.raw_sum_by_autograd
@@ -63,8 +62,8 @@ class LeafHook : public FunctionPreHook {
     TESSERA_CHECK(
         leaf_->sink != nullptr, ErrorKind::kContract, "gradient of ", leaf_->name,
         ": found one after the handle of its module is gone, expected none; keep the handle");
-    if (!leaf_->uses_counted && leaf_->owner != nullptr) count_uses(*leaf_);
-    leaf_->sink->accept(leaf_->slot, grads.at(0), grad::Source::kEager);
+    if (!leaf_->uses_counted && leaf_->contract != nullptr) count_uses(*leaf_);
+    leaf_->sink->accept(leaf_->slot, grads.at(0), Source::kEager);
     return {at::Tensor()};
   }
 
@@ -119,4 +118,4 @@ std::shared_ptr<Leaf> find_leaf(const at::Tensor& tensor) {
   return nullptr;
 }
 
-}  // namespace tessera::fsdp
+}  // namespace tessera::grad

@@ -15,17 +15,19 @@
 #include <string>
 
 #include "grad/sink.h"
+#include "tessera/contract.h"
 
-namespace tessera::fsdp {
+namespace tessera::grad {
 
-struct Parameter;
-
+/// Deleted as what it is: who shards knows more of it.
 struct Leaf {
+  virtual ~Leaf() = default;
+
   at::Tensor tensor;
-  std::string name;  ///< as the user's module calls it, relative to the unit
-  Parameter* owner = nullptr;
-  grad::GradSink* sink = nullptr;  ///< null until the unit has joined a runtime
-  grad::SlotId slot = 0;
+  std::string name;                  ///< as the user's module calls it, relative to the unit
+  GradContract* contract = nullptr;  ///< of its parameter; null without one
+  GradSink* sink = nullptr;          ///< null until the unit has joined a runtime
+  SlotId slot = 0;
   std::uint32_t gathered_version = 0;  ///< of the tensor, when its values were last gathered
   bool uses_counted = false;           ///< how often one forward uses it, in the first backward
 };
@@ -44,4 +46,4 @@ bool has_hooks(const at::Tensor& tensor);
 /// The leaf that a tensor already is, or null.
 std::shared_ptr<Leaf> find_leaf(const at::Tensor& tensor);
 
-}  // namespace tessera::fsdp
+}  // namespace tessera::grad
