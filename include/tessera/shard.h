@@ -32,6 +32,10 @@ class SequentialImpl;
 
 namespace tessera {
 
+namespace comm {
+class Group;
+}  // namespace comm
+
 namespace fsdp {
 class Unit;
 class Runtime;
@@ -151,7 +155,14 @@ class ShardedBase : public torch::nn::Module {
       const std::function<void(const std::string&, const at::Tensor&)>& visit) const;
   /// The loader filled every shard and buffer: shards may be gathered, and buffers are cast to
   /// their compute dtype. Without a loader that happens in the first forward.
-  void set_loaded();
+  void set_loaded() const;
+
+  /// Where the model was sharded; mesh().world() is its World.
+  const Mesh& mesh() const;
+  int rank() const;  ///< in the World
+  /// All ranks of the pipeline stage, for control messages from the rank's own thread; null for
+  /// one.
+  comm::Group* data_group() const;
 
   // Controls, to be set to the same on every rank at the same place: none of them communicates, a
   // difference is an error that names it at the next collective. `recurse`: units inside too. Those
