@@ -21,14 +21,11 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/forward_signature.h"
 #include "tessera/mesh.h"
 #include "tessera/model_contract.h"
 #include "tessera/precision.h"
 #include "tessera/visit_tensors.h"
-
-namespace torch::nn {
-class SequentialImpl;
-}
 
 namespace tessera {
 
@@ -79,7 +76,7 @@ struct ShardOptions {
   /// From a parameter's path in the module to its canonical name; none = `name` + "." + path.
   std::function<std::string(const std::string&)> canonical_name;
   /// Handles whose modules still stand plain in the tree, because the code reaches them in another
-  /// way (fsdp/slot.h): each is met where its module is.
+  /// way (grad/slot.h): each is met where its module is.
   std::vector<std::shared_ptr<ShardedBase>> inner;
   /// Tensors to leave alone: not sharded, gathered, reduced or moved.
   std::vector<at::Tensor> ignored_parameters;
@@ -283,22 +280,6 @@ class ShardedBase : public torch::nn::Module {
   bool asked_reshard_ = false;
   bool named_ = false;
   bool is_inside_ = false;  // a fully_shard around it has taken it in
-};
-
-/// The signature of M's forward. Specialize it for a module whose forward is a template or
-/// overloaded: `template <> struct tessera::ForwardSignature<MyImpl> { using type =
-/// at::Tensor(at::Tensor); };`
-template <class M>
-struct ForwardSignature {
-  template <class R, class C, class... Args>
-  static R (*deduce(R (C::*)(Args...)))(Args...);
-  template <class R, class C, class... Args>
-  static R (*deduce(R (C::*)(Args...) const))(Args...);
-  using type = std::remove_pointer_t<decltype(deduce(&M::forward))>;
-};
-template <>
-struct ForwardSignature<torch::nn::SequentialImpl> {
-  using type = at::Tensor(at::Tensor);
 };
 
 namespace detail {

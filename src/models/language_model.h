@@ -3,7 +3,7 @@
 // A batch goes in as one value, images and routing included; what may be sharded on its own is
 // listed as units, in the order in which forward enters them. Short symbols: B rows, T positions, N
 // images, P patches of an image (padded), K experts a token. Next: decoder.h, gemma4_model.h,
-// ../fsdp/slot.h.
+// ../grad/slot.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
