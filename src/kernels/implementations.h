@@ -6,6 +6,42 @@
 
 #include "kernels/kernels.h"
 
+/// X(name) for every function that is implemented twice.
+#define TESSERA_KERNELS(X)           \
+  X(rms_norm)                        \
+  X(add_rms_norm)                    \
+  X(rms_norm_backward)               \
+  X(rope_heads)                      \
+  X(rope_heads_backward)             \
+  X(swiglu)                          \
+  X(swiglu_backward)                 \
+  X(swiglu_halves)                   \
+  X(swiglu_halves_backward)          \
+  X(clamped_swiglu)                  \
+  X(clamped_swiglu_backward)         \
+  X(causal_attention)                \
+  X(causal_attention_forward)        \
+  X(causal_attention_backward)       \
+  X(cached_attention)                \
+  X(window_softmax)                  \
+  X(window_softmax_backward)         \
+  X(add_sink_gradients)              \
+  X(embedding)                       \
+  X(embedding_backward)              \
+  X(cross_entropy_sum)               \
+  X(cross_entropy_sum_backward)      \
+  X(cross_entropy_sum_backward_over) \
+  X(sum_in_rank_order)               \
+  X(divide_into)                     \
+  X(add_powers)                      \
+  X(join_master)                     \
+  X(split_master)                    \
+  X(round_half_away)                 \
+  X(take_over_changes)               \
+  X(adamw)
+
+namespace tessera::kernels {
+
 #define TESSERA_IMPLEMENTED(name) \
   namespace cpu {                 \
   decltype(kernels::name) name;   \
@@ -13,41 +49,7 @@
   namespace aten {                \
   decltype(kernels::name) name;   \
   }
-
-namespace tessera::kernels {
-
-TESSERA_IMPLEMENTED(rms_norm)
-TESSERA_IMPLEMENTED(add_rms_norm)
-TESSERA_IMPLEMENTED(rms_norm_backward)
-TESSERA_IMPLEMENTED(rope_heads)
-TESSERA_IMPLEMENTED(rope_heads_backward)
-TESSERA_IMPLEMENTED(swiglu)
-TESSERA_IMPLEMENTED(swiglu_backward)
-TESSERA_IMPLEMENTED(swiglu_halves)
-TESSERA_IMPLEMENTED(swiglu_halves_backward)
-TESSERA_IMPLEMENTED(clamped_swiglu)
-TESSERA_IMPLEMENTED(clamped_swiglu_backward)
-TESSERA_IMPLEMENTED(causal_attention)
-TESSERA_IMPLEMENTED(causal_attention_forward)
-TESSERA_IMPLEMENTED(causal_attention_backward)
-TESSERA_IMPLEMENTED(cached_attention)
-TESSERA_IMPLEMENTED(window_softmax)
-TESSERA_IMPLEMENTED(window_softmax_backward)
-TESSERA_IMPLEMENTED(add_sink_gradients)
-TESSERA_IMPLEMENTED(embedding)
-TESSERA_IMPLEMENTED(embedding_backward)
-TESSERA_IMPLEMENTED(cross_entropy_sum)
-TESSERA_IMPLEMENTED(cross_entropy_sum_backward)
-TESSERA_IMPLEMENTED(cross_entropy_sum_backward_over)
-TESSERA_IMPLEMENTED(sum_in_rank_order)
-TESSERA_IMPLEMENTED(divide_into)
-TESSERA_IMPLEMENTED(add_powers)
-TESSERA_IMPLEMENTED(join_master)
-TESSERA_IMPLEMENTED(split_master)
-TESSERA_IMPLEMENTED(round_half_away)
-TESSERA_IMPLEMENTED(take_over_changes)
-TESSERA_IMPLEMENTED(adamw)
+TESSERA_KERNELS(TESSERA_IMPLEMENTED)
+#undef TESSERA_IMPLEMENTED
 
 }  // namespace tessera::kernels
-
-#undef TESSERA_IMPLEMENTED
