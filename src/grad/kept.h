@@ -26,7 +26,7 @@ struct KeptResults {
   std::size_t next_kept = 0;  ///< in the recomputation
 };
 
-enum class CheckpointRun { kFirst, kAgain };
+enum class CheckpointRun : std::uint8_t { kFirst, kAgain };
 
 /// While alive, keep() on this thread adds to `results`, or takes from them.
 class KeepScope {
