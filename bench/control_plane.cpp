@@ -180,8 +180,10 @@ void simulate(int ranks) {
   const double a_second = static_cast<double>(watch.store.requests()) / kSeconds;
   for (const bool relayed : {true, false}) {
     const double us = static_cast<double>(std::size(kStep)) * simulated_us(relayed, ranks);
+    const auto sockets =
+        relayed ? comm::relay::partners(0, ranks).size() : static_cast<std::size_t>(ranks) - 1;
     print(ranks, relayed ? "relayed, simulated" : "direct, simulated",
-          sent_in_a_step(relayed, ranks), "", us / 1000,
+          sent_in_a_step(relayed, ranks), std::to_string(sockets), us / 1000,
           tessera::concat(static_cast<int>(a_second), " (", static_cast<int>(a_second / ranks * 10),
                           "/10 a rank)"));
   }

@@ -27,7 +27,8 @@ pip_bench=(transformers==5.23.0 peft==0.21.2 accelerate==1.15.0)
 export CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:-pch_defines,time_macros}
 export CCACHE_BASEDIR=${CCACHE_BASEDIR:-$PWD} CCACHE_NOHASHDIR=1
 
-# A translation unit of 16 sources that include torch takes up to 2 GB: two of them on a 2 GB machine swap.
+# A translation unit of 16 sources that include torch takes up to 1.5 GB (with the
+# rest of the system 2 GB a job): two of them on a 2 GB machine swap.
 build_jobs() {
   local cores free_kib by_memory
   cores=$(nproc)

@@ -69,7 +69,9 @@ class Optimizer {
   double lr() const { return lr_; }
   /// For PyTorch's schedulers: torch::optim::StepLR scheduler(*optimizer, 10). One group without
   /// parameters, whose learning rate is this one's; step() is this one's, zero_grad() does nothing
-  /// (use the handle's), save() and load() have nothing (state() has). Lives as long as this.
+  /// (use the handle's), save() and load() have nothing (state() has). After an add_param_group()
+  /// or a parameter that was put into the group every step() is refused: kUsage. Lives as long as
+  /// this.
   operator torch::optim::Optimizer&();  // NOLINT(google-explicit-constructor): reads as there
 
   /// "AdamW", "SGD".

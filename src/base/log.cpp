@@ -1,6 +1,6 @@
 #include "base/log.h"
 
-#include <spdlog/sinks/basic_file_sink.h>
+#include <spdlog/sinks/base_sink.h>
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
@@ -8,6 +8,7 @@
 #include <mutex>
 #include <utility>
 
+#include "base/appended_file.h"
 #include "base/printable.h"
 #include "base/terminal_line.h"
 
@@ -25,13 +26,28 @@ spdlog::level::level_enum level_of(Level level) {
   }
 }
 
+/// Each line at once, and through no link.
+class FileSink final : public spdlog::sinks::base_sink<std::mutex> {
+ public:
+  explicit FileSink(const std::filesystem::path& path) : file_(path, AppendedFile::From::kEnd) {}
+
+ private:
+  void sink_it_(const spdlog::details::log_msg& message) override {
+    spdlog::memory_buf_t line;
+    formatter_->format(message, line);
+    file_.append({line.data(), line.size()});
+  }
+  void flush_() override {}
+
+  AppendedFile file_;
+};
+
 std::shared_ptr<spdlog::logger> make_logger(const Options& options) {
   auto screen = std::make_shared<spdlog::sinks::stderr_sink_mt>();
   screen->set_level(options.rank == 0 ? spdlog::level::info : spdlog::level::err);
   auto logger = std::make_shared<spdlog::logger>("tessera", std::move(screen));
   if (!options.file.empty()) {
-    logger->sinks().push_back(
-        std::make_shared<spdlog::sinks::basic_file_sink_mt>(options.file.native()));
+    logger->sinks().push_back(std::make_shared<FileSink>(options.file));
   }
   std::string pattern = "%Y-%m-%d %H:%M:%S.%e %l ";
   if (options.world_size > 1) pattern += "[rank " + std::to_string(options.rank) + "] ";

@@ -27,11 +27,6 @@ std::string reason(const std::string& error) {
   return what.substr(begin, what.find(". ", begin) - begin);
 }
 
-// A peer whose own wait has timed out closes its connections before it can say for whom it waited;
-// one that has died says nothing. So long its words are waited for before it is blamed itself: they
-// travel through the store, which each rank looks at every 0.2 s.
-constexpr std::chrono::milliseconds kPeersWords{1000};
-
 /// Whether what peers send straight lands beside the result, to be added.
 bool is_sum(const Op& op) {
   return std::holds_alternative<ReduceScatter>(op) || std::holds_alternative<AllReduce>(op);
@@ -39,8 +34,11 @@ bool is_sum(const Op& op) {
 
 }  // namespace
 
+// A peer whose own wait has timed out closes its connections before it can say for whom it waited;
+// one that has died says nothing. Its words are waited for before it is blamed itself: they travel
+// through the store, at which each rank looks now and then.
 void hear_others(const Poison& poison) {
-  const auto end = std::chrono::steady_clock::now() + kPeersWords;
+  const auto end = std::chrono::steady_clock::now() + poison.patience.words();
   do {
     poison.check();
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -56,7 +54,7 @@ std::string waited_in_vain(const std::string& what, std::chrono::milliseconds ti
 
 Channel::Channel(ChannelOptions what)
     : options(std::move(what)),
-      log(std::make_shared<IssueLog>(options.name, options.members)),
+      log(std::make_shared<IssueLog>(options.name)),
       lines(options.members.size()) {
   options.board->add(log);
 }

@@ -28,7 +28,9 @@ struct Line {
   int rank = 0;
 };
 
-/// What all exchanges of a group share. `lines` are changed by the issuing thread only.
+/// What all exchanges of a group share. A line is written once an epoch, by the issuing thread,
+/// before the first exchange that needs it starts; threads that wait only read those of theirs.
+/// All are taken back while nothing is under way (PointToPointGroup::reset).
 class Channel {
  public:
   explicit Channel(ChannelOptions what);
@@ -46,7 +48,8 @@ class Channel {
   FreeBlocks free_buffers_{2.0};
 };
 
-/// Errors: PeerLost with what another rank has said in the meantime; a second is enough.
+/// Waits as long as words may be on their way (Patience::words). Errors: PeerLost with what another
+/// rank has said in the meantime.
 void hear_others(const Poison& poison);
 /// "what: waited 100 s for rank 3; ...", and why, as far as `patience` knows.
 std::string waited_in_vain(const std::string& what, std::chrono::milliseconds time,

@@ -33,8 +33,8 @@ void claim_exit() {
   while (claimed.test_and_set()) std::this_thread::sleep_for(std::chrono::hours(1));
 }
 
-// How long rank 0 stays for the others to read what it has announced.
-constexpr std::chrono::milliseconds kLastWords{1000};
+// A disk that takes longer for one line holds nobody up.
+constexpr std::chrono::milliseconds kLogPatience{1000};
 
 /// Whether there is one that prints it last.
 bool tell_parent(const FailureRecord& record) {
@@ -67,7 +67,7 @@ void keep_in_log(const FailureRecord& record) {
         log::write_to_file(log::Level::kError, text);
         return true;
       },
-      kLastWords);
+      kLogPatience);
 }
 
 /// A rank that never joined: nobody but its launcher knows that it has failed.
@@ -118,21 +118,21 @@ void report_failure(World* world, const std::exception& error, int code) {
     print_unless_told(record, told);
   } else {
     print_and_announce(*process_world, record, told);
-    // The others read it from this process.
-    if (process_world->serves_store()) std::this_thread::sleep_for(kLastWords);
+    process_world->stay_for_readers();
   }
   ::_exit(record.exit_code);
 }
 
-void leave_after(int rank, const FailureRecord& cause) {
+void leave_after(ProcessWorld& world, const FailureRecord& cause) {
   claim_exit();
   finish_report();
-  const FailureRecord record{FailureClass::kNoticed, monotonic_ns(), rank, cause.exit_code,
+  const FailureRecord record{FailureClass::kNoticed, monotonic_ns(), world.rank(), cause.exit_code,
                              concat("stopped because of ", to_string(cause))};
   tell_parent(record);
   keep_in_log(record);
   // A refusal is about what was asked, not about a rank: it is said once.
   if (cause.exit_code != kRefusedCode) print(to_string(record));
+  world.stay_for_readers();
   ::_exit(record.exit_code);
 }
 

@@ -11,6 +11,8 @@
 
 namespace tessera::comm {
 
+class ProcessWorld;
+
 /// Prints "rank R: what" on stderr, in one line, tells own spawn's parent and the other ranks, and
 /// leaves by _exit(code). `world` may be null (the rank failed before it joined). An error that
 /// only noticed another rank's failure (PeerLost) is printed with that failure where it is known;
@@ -18,7 +20,7 @@ namespace tessera::comm {
 [[noreturn]] void report_failure(World* world, const std::exception& error, int code);
 
 /// For threads that saw another rank fail: prints its error, and leaves with its exit code.
-[[noreturn]] void leave_after(int rank, const FailureRecord& cause);
+[[noreturn]] void leave_after(ProcessWorld& world, const FailureRecord& cause);
 
 /// Exit code of an error outside the trainer: 2 for what was asked wrongly, 1 for what failed.
 int default_exit_code(const std::exception& error);

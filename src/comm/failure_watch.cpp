@@ -7,14 +7,11 @@
 
 namespace tessera::comm {
 
-// A rank is lost after several heartbeats that did not come.
-constexpr int kBeatsOfPatience = 6;
-
 WatchOptions watch_options(int rank, int ranks) {
   WatchOptions options;
   options.rank = rank;
   options.poll = watch_poll(ranks);
-  options.silent_after = std::max(options.silent_after, kBeatsOfPatience * options.poll);
+  options.silent_after = WatchTimes{options.poll}.silent_after();
   return options;
 }
 
@@ -83,6 +80,7 @@ void FailureWatch::stop() {
 
 void FailureWatch::set_epoch(int epoch) {
   epoch_ = epoch;
+  board_->set_epoch(epoch);
   over_ = false;
 }
 
@@ -125,13 +123,14 @@ void FailureWatch::look() {
     }
   }
   look_at_peers(epoch);
+  ++looks_;
 }
 
 void FailureWatch::look_at_peers(int epoch) {
   const Standing standing = board_->standing();
   const auto found = peers_.look(std::chrono::steady_clock::now(), epoch, standing,
                                  [&] { return board_->lines(); });
-  if (standing.wait) board_->set_cause(*standing.wait, peers_.cause());
+  if (standing.wait) board_->set_cause(epoch, *standing.wait, peers_.cause());
   if (!found) return;
   over_ = true;
   const bool lost = found->what == PeerWatch::Finding::What::kLost;

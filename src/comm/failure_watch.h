@@ -60,6 +60,8 @@ class FailureWatch {
   void stop();
   /// After a recovery: what was seen in earlier epochs no longer counts.
   void set_epoch(int epoch);
+  /// How often it has looked at its peers.
+  std::uint64_t looks() const { return looks_; }
 
  private:
   class Keys;
@@ -79,6 +81,7 @@ class FailureWatch {
   bool stopping_ = false;
   std::atomic<bool> over_{false};  // an action that ends the run was taken, nothing to look for
   std::atomic<int> epoch_{0};
+  std::atomic<std::uint64_t> looks_{0};
   int poisoned_epoch_ = -1;
   std::uint64_t beats_ = 0;
   const std::unique_ptr<Keys> keys_;

@@ -6,6 +6,7 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <charconv>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "base/environment.h"
@@ -43,6 +44,15 @@ std::shared_ptr<gloo::transport::Device> make_device(const LaunchEnvironment& la
         concat("gloo: cannot listen", interface.empty() ? "" : " on interface ", interface, ": ",
                one_line(error.what()), "; set GLOO_SOCKET_IFNAME to a network interface"));
   }
+}
+
+/// Gloo's keys end with the rank that writes them; -1: another key.
+int rank_in(const std::string& key, int size) {
+  const auto begin = key.find_last_not_of("0123456789") + 1;
+  int rank = -1;
+  const auto* end = key.data() + key.size();
+  const auto [stop, error] = std::from_chars(key.data() + begin, end, rank);
+  return error == std::errc() && stop == end && rank < size ? rank : -1;
 }
 
 /// Gloo writes to connections that a lost rank has closed. That is an error, which names the rank,
@@ -89,6 +99,19 @@ c10::intrusive_ptr<c10d::Backend> GlooDevice::connect(const c10::intrusive_ptr<c
   }
   if (!group) throw PeerLost(concat("gloo: not connected within ", in_seconds(timeout)));
   return *group;
+}
+
+c10::intrusive_ptr<c10d::Backend> connect_all(const Store& store, GlooDevice& device,
+                                              const GroupDoor& door,
+                                              std::shared_ptr<const Poison> poison,
+                                              std::function<void(int index)> waits_for) {
+  const auto waits = [waits_for = std::move(waits_for), size = door.size,
+                      self = door.self](const std::string& key) {
+    const int rank = rank_in(key, size);
+    waits_for(rank == self ? -1 : rank);
+  };
+  return device.connect(store.for_group(door.key, std::move(poison), waits), door.self, door.size,
+                        door.timeout);
 }
 
 std::function<c10::intrusive_ptr<c10d::Backend>(int epoch, int peer)> pair_opener(

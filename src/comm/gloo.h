@@ -26,6 +26,20 @@ namespace tessera::comm {
 bool connects_when_used(std::string_view group_name);
 
 class GlooDevice;
+/// What connects all ranks of a group.
+struct GroupDoor {
+  std::string key;  ///< in the store
+  int self = 0;     ///< index of this rank
+  int size = 0;
+  std::chrono::milliseconds timeout{0};
+};
+/// `waits_for` hears for which rank (an index) Gloo waits, -1: for none. Errors: as
+/// GlooDevice::connect.
+c10::intrusive_ptr<c10d::Backend> connect_all(const Store& store, GlooDevice& device,
+                                              const GroupDoor& door,
+                                              std::shared_ptr<const Poison> poison,
+                                              std::function<void(int index)> waits_for);
+
 /// ChannelOptions::open_pair for the rank at index `self` of a group, whose key in an epoch is
 /// key_of(epoch). Gives up after the patience of a wait that begins now.
 std::function<c10::intrusive_ptr<c10d::Backend>(int epoch, int peer)> pair_opener(

@@ -58,7 +58,7 @@ class NcclGroup : public Group {
             int local_rank)
       : channel_(channel),
         device_(at::kCUDA, static_cast<c10::DeviceIndex>(local_rank)),
-        log_(std::make_shared<IssueLog>(channel.name, channel.members)) {
+        log_(std::make_shared<IssueLog>(channel.name)) {
     auto options = c10d::ProcessGroupNCCL::Options::create();
     options->timeout = channel.timeout;
     backend_ = c10::make_intrusive<c10d::ProcessGroupNCCL>(store, channel.self, size(), options);

@@ -5,6 +5,12 @@
 #include "tessera/error.h"
 
 namespace tessera::comm {
+namespace {
+
+// Of those who are missing: each costs the store a request, and many ranks ask at once.
+constexpr int kWorksAsked = 16;
+
+}  // namespace
 
 void Patience::raise(std::chrono::milliseconds longer, WorkOf work_of) {
   {
@@ -20,6 +26,14 @@ void Patience::lower() {
   work_of_ = nullptr;
 }
 
+void Patience::expect_words_within(std::chrono::milliseconds time) {
+  words_ms_.store(time.count(), std::memory_order_relaxed);
+}
+
+std::chrono::milliseconds Patience::words() const {
+  return std::chrono::milliseconds(words_ms_.load(std::memory_order_relaxed));
+}
+
 std::chrono::milliseconds Patience::of(std::chrono::milliseconds usual) const {
   return std::max(usual, std::chrono::milliseconds(longer_ms_.load(std::memory_order_relaxed)));
 }
@@ -31,7 +45,9 @@ std::string Patience::works_of(const std::vector<int>& ranks) const {
     work_of = work_of_;
   }
   std::string works;
+  int asked = 0;
   for (const int rank : ranks) {
+    if (++asked > kWorksAsked) break;
     const std::string work = work_of ? work_of(rank) : std::string();
     if (!work.empty()) works += concat("; rank ", rank, " was busy with: ", work);
   }

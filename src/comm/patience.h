@@ -27,6 +27,11 @@ class Patience {
   void lower();
   bool raised() const { return longer_ms_.load(std::memory_order_relaxed) > 0; }
 
+  /// How long others' words of what has failed may be on their way: 1 s unless said otherwise.
+  /// [Note: watch times]
+  void expect_words_within(std::chrono::milliseconds time);
+  std::chrono::milliseconds words() const;
+
   /// Of a wait that begins now, whose timeout is `usual` in a step.
   std::chrono::milliseconds of(std::chrono::milliseconds usual) const;
   /// "; rank 0 was busy with: hashing the data; ...": what `ranks` (of the world) have said, and
@@ -38,6 +43,7 @@ class Patience {
 
  private:
   std::atomic<std::int64_t> longer_ms_{0};
+  std::atomic<std::int64_t> words_ms_{1000};
   mutable std::mutex mutex_;
   WorkOf work_of_;
 };

@@ -4,6 +4,7 @@
 #include <charconv>
 #include <sstream>
 #include <string_view>
+#include <utility>
 
 #include "base/joined.h"
 #include "comm/poison.h"
@@ -180,12 +181,24 @@ std::chrono::milliseconds watch_poll(int ranks) {
   return std::chrono::milliseconds(std::max(200, ranks));
 }
 
+std::chrono::milliseconds WatchTimes::words() const {
+  return std::max(std::chrono::milliseconds(1000), 3 * poll);
+}
+
+std::chrono::milliseconds WatchTimes::heartbeats() const {
+  return std::max(std::chrono::milliseconds(1500), 3 * poll);
+}
+
+std::chrono::milliseconds WatchTimes::silent_after() const {
+  return std::max(std::chrono::milliseconds(6000), 6 * poll);
+}
+
 std::optional<PeerWatch::Finding> PeerWatch::look(Time now, int epoch, const Standing& standing,
                                                   const std::function<std::string()>& lines) {
   // Who was stopped itself, or waited for a busy store, has not listened meanwhile.
   if (last_look_ && now - *last_look_ > options_.silent_after / 2) heard_.clear();
   last_look_ = now;
-  epoch_ = epoch;
+  if (std::exchange(epoch_, epoch) != epoch) suspected_.clear();
   listen(now, standing);
   const bool blocked = standing.waits > 0 && standing.waited >= options_.blocked_after;
   bool returns = false;

@@ -64,7 +64,7 @@ struct Standing {
   std::chrono::milliseconds waited{0};  ///< the oldest wait's time
   std::optional<PeerWait> wait;         ///< the oldest wait for a collective
   std::vector<IssuedHashes> issued;
-  std::vector<int> peers;  ///< world ranks that share a group with it, ascending, itself among them
+  std::vector<int> peers;  ///< all ranks that are up, ascending, itself among them
 };
 
 /// What a rank says of itself all the time.
@@ -87,6 +87,20 @@ std::vector<int> watched_before(const std::vector<int>& ranks, int self);
 /// How often a rank of so many beats and looks: what all of them ask of the store a second does not
 /// grow with them.
 std::chrono::milliseconds watch_poll(int ranks);
+
+/// [Note: watch times] Whoever waits for what watches read or write must wait longer than they take
+/// from one look to the next. All such times follow from that one interval, here.
+struct WatchTimes {
+  std::chrono::milliseconds poll{200};  ///< between looks, and between heartbeats
+
+  /// Within which all ranks have read what one has written: some have just looked, and where many
+  /// wait the store is busy with them.
+  std::chrono::milliseconds words() const;
+  /// Within which every rank that lives has beaten, whatever holds it up a little.
+  std::chrono::milliseconds heartbeats() const;
+  /// Without a heartbeat for so long a rank is lost.
+  std::chrono::milliseconds silent_after() const;
+};
 
 /// The store as a watch needs it.
 class WatchedStore {

@@ -27,10 +27,28 @@ struct Record {
 };
 static_assert(sizeof(Record) == kRecordBytes);
 
-/// Stands on the board meanwhile: a rank that connects may still issue what others wait for.
+/// A group is opened: as a wait, this is the one for its first collective.
 class Opening final : public Blocked {
  public:
+  explicit Opening(const Channel& channel) : channel_(channel) {}
+
   void abort() override {}  // ChannelOptions::open looks at the poison by itself
+  std::optional<PeerWait> waits_for() const override {
+    const int peer = *peer_;
+    if (peer < 0) return std::nullopt;
+    const ChannelOptions& group = channel_.options;
+    PeerWait wait = channel_.log->wait_for(0, group.members[static_cast<std::size_t>(peer)]);
+    wait.text = concat("the opening of group ", group.name);
+    return wait;
+  }
+  /// May outlive the opening, in a thread that is left to itself.
+  std::function<void(int peer)> listener() const {
+    return [peer = peer_](int index) { *peer = index; };
+  }
+
+ private:
+  const Channel& channel_;
+  const std::shared_ptr<std::atomic<int>> peer_ = std::make_shared<std::atomic<int>>(-1);
 };
 
 // [Note: connections] Two ranks of a group for messages connect when they first send something to
@@ -38,8 +56,10 @@ class Opening final : public Blocked {
 // not with all. Each connection is a Gloo group of its two ranks, opened by a thread that nobody
 // has to wait for: the other rank may never come. A wait for it is a wait like any other, with a
 // deadline, a name for the failure watch, and an end when the World is poisoned. Collective: whom
-// one rank connects to, connects to it, since both are about to run the same collective.
+// one rank connects to, connects to it, since both are about to run the same collective. A direct
+// collective needs all of them: in waves, since each takes two threads while it is opened.
 constexpr std::chrono::milliseconds kLookAgain{2};
+constexpr int kMostAtOnce = 32;
 
 using Backend = c10::intrusive_ptr<c10d::Backend>;
 
@@ -97,9 +117,10 @@ class Connecting final : public Blocked {
 };
 
 /// Gives the channel lines to those of `peers` (indices) to which it has none, for the entry
-/// `sequence` of its log. Errors: PeerLost naming the rank that did not come in time.
-void connect_to(const std::vector<int>& peers, Channel& channel, int epoch,
-                std::uint64_t sequence) {
+/// `sequence` of its log, within `patience` from `begin` on. Errors: PeerLost naming the rank that
+/// did not come in time.
+void connect_to(const std::vector<int>& peers, Channel& channel, int epoch, std::uint64_t sequence,
+                std::chrono::steady_clock::time_point begin) {
   std::vector<Attempt> attempts;
   for (const int peer : peers) {
     if (!channel.lines[static_cast<std::size_t>(peer)].backend) {
@@ -111,7 +132,7 @@ void connect_to(const std::vector<int>& peers, Channel& channel, int epoch,
   const OnBoard on_board(*channel.options.board, wait);
   const Poison& poison = *channel.options.poison;
   const auto patience = poison.patience.of(channel.options.timeout);
-  const auto deadline = std::chrono::steady_clock::now() + patience;
+  const auto deadline = begin + patience;
   for (Attempt& one : attempts) {
     const auto index = static_cast<std::size_t>(one.peer);
     if (auto backend = wait.finish(one, deadline)) {
@@ -142,11 +163,7 @@ const std::string& PointToPointGroup::name() const { return channel_->options.na
 std::unique_ptr<Work> PointToPointGroup::issue(Batch batch) {
   channel_->options.poison->check();
   check_batch(batch, size());
-  if (!open_) {
-    Opening opening;
-    const OnBoard connecting(*channel_->options.board, opening);
-    open();
-  }
+  if (!open_) open();
   const std::uint64_t sequence = next_sequence_++;
   const std::uint64_t fingerprint = channel_->log->record(batch, sequence);
   connect(batch, sequence);
@@ -157,7 +174,9 @@ std::unique_ptr<Work> PointToPointGroup::issue(Batch batch) {
 }
 
 void PointToPointGroup::open() {
-  const auto all = channel_->options.open(epoch_);
+  Opening opening(*channel_);
+  const OnBoard waiting(*channel_->options.board, opening);
+  const auto all = channel_->options.open(epoch_, opening.listener());
   for (int peer = 0; peer < size() && all; ++peer) {
     channel_->lines[static_cast<std::size_t>(peer)] = {all, peer};
   }
@@ -174,18 +193,17 @@ void PointToPointGroup::reset(int epoch) {
 
 void PointToPointGroup::connect(const Batch& batch, std::uint64_t sequence) {
   if (!channel_->options.open_pair) return;
+  const auto begin = std::chrono::steady_clock::now();
   const bool relayed = !channel_->options.compare_entries &&
                        std::all_of(batch.ops.begin(), batch.ops.end(),
                                    [&](const Op& op) { return is_relayed(op, size()); });
-  std::vector<int> peers;
   if (relayed) {
-    peers = relay::partners(rank(), size());
-  } else {
-    for (int peer = 0; peer < size(); ++peer) {
-      if (peer != rank()) peers.push_back(peer);
-    }
+    connect_to(relay::partners(rank(), size()), *channel_, epoch_, sequence, begin);
+    return;
   }
-  connect_to(peers, *channel_, epoch_, sequence);
+  for (const auto& wave : relay::waves(rank(), size(), kMostAtOnce)) {
+    connect_to(wave, *channel_, epoch_, sequence, begin);
+  }
 }
 
 void PointToPointGroup::compare(const Batch& batch, std::uint64_t sequence) {

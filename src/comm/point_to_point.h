@@ -31,8 +31,11 @@ struct ChannelOptions {
   std::shared_ptr<Poison> poison;
   std::shared_ptr<WaitBoard> board;
   /// Opens the group. Collective; `epoch` counts recoveries. All ranks are connected then, unless
-  /// there is an open_pair.
-  std::function<c10::intrusive_ptr<c10d::Backend>(int epoch)> open;
+  /// there is an open_pair. `waits_for` hears for which of them (an index) it waits; -1: nobody in
+  /// particular.
+  std::function<c10::intrusive_ptr<c10d::Backend>(int epoch,
+                                                  const std::function<void(int peer)>& waits_for)>
+      open;
   /// A backend of this rank and the one at index `peer` alone, in the order of their indices. Both
   /// call it. Threads: any.
   std::function<c10::intrusive_ptr<c10d::Backend>(int epoch, int peer)> open_pair;

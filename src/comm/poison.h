@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <mutex>
 #include <string>
 
@@ -35,6 +36,7 @@ class Poison {
     const std::lock_guard lock(mutex_);
     if (set_.load(std::memory_order_relaxed)) return;
     why_ = why;
+    ++marks_;
     set_.store(true, std::memory_order_release);
   }
   void clear() {
@@ -53,6 +55,9 @@ class Poison {
     const std::lock_guard lock(mutex_);
     return suspicion_;
   }
+  /// How often it was marked: what nobody waits for any more may look so seldom that it is cleared
+  /// in between.
+  std::uint64_t marks() const { return marks_; }
   bool is_set() const { return set_.load(std::memory_order_acquire); }
   std::string why() const {
     const std::lock_guard lock(mutex_);
@@ -68,6 +73,7 @@ class Poison {
 
  private:
   std::atomic<bool> set_{false};
+  std::atomic<std::uint64_t> marks_{0};
   mutable std::mutex mutex_;
   std::string why_;
   std::string suspicion_;

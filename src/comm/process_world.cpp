@@ -21,8 +21,9 @@ namespace {
 // life for this long.
 constexpr std::chrono::seconds kGoodbye{30};
 
-// A stopped rank 0 takes the store with it. Whoever waits for it in a collective says which one
-// before the watch says that the store is gone.
+// A stopped rank 0 takes the store with it: collectives that wait for it and calls of the store end
+// after the same timeout. The watch's own calls are given so much more, so that who waits in a
+// collective by then says in which, before the watch says only that the store is gone.
 constexpr std::chrono::seconds kBoardFirst{1};
 
 /// "auto" is Gloo as long as models live on the CPU.
@@ -32,13 +33,21 @@ bool takes_nccl(const std::string& backend) { return backend == "nccl"; }
 // must not be held up by that.
 constexpr std::chrono::milliseconds kTellOthers{2000};
 
-// Long enough for several heartbeats of every watch.
-constexpr std::chrono::milliseconds kHeartbeats{1500};
+// Of many ranks that ask at the same time each asks for the signs of life of so many others.
+constexpr std::size_t kAskedFor = 8;
+
+/// The ranks before `self` in a ring of `ranks`, and `self`.
+std::vector<int> neighbours(std::vector<int> ranks, int self) {
+  std::ranges::rotate(ranks, std::ranges::upper_bound(ranks, self));
+  if (ranks.size() > kAskedFor) ranks.erase(ranks.begin(), ranks.end() - kAskedFor);
+  std::ranges::sort(ranks);
+  return ranks;
+}
 
 /// Gloo does not say for whom it waited: "; no sign of life from rank 1". "" where all live.
-std::string silence(Store& store, const std::vector<int>& ranks) {
+std::string silence(Store& store, const std::vector<int>& ranks, std::chrono::milliseconds time) {
   std::string text;
-  for (const int rank : silent_ranks(store, ranks, kHeartbeats)) {
+  for (const int rank : silent_ranks(store, ranks, time)) {
     text += concat(text.empty() ? "; no sign of life from rank " : ", ", rank);
   }
   return text;
@@ -78,6 +87,8 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
   state_->store = store_;
   state_->init_timeout = options.init_timeout;
   WatchOptions watch = watch_options(rank_, size_);
+  times_.poll = watch.poll;
+  state_->poison->patience.expect_words_within(times_.words());
   watch.blocked_after = options.blocked_after;
   // Who raises the timeout to look at a rank in a debugger is not to be cut off here.
   watch.silent_after = std::max(watch.silent_after, options.timeout / 20);
@@ -85,12 +96,13 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
   watch_ = std::make_unique<FailureWatch>(store_->second_connection(kBoardFirst), state_->board,
                                           watch, watch_actions());
   store_->meet("hello", rank_, everyone_, options.init_timeout, *state_->poison);
+  state_->board->watch(everyone_);
 }
 
 FailureWatch::Actions ProcessWorld::watch_actions() {
   FailureWatch::Actions actions;
   actions.failed = [this](const std::string& bytes) {
-    leave_after(rank_, decode_failure(bytes).value_or(noticed(bytes)));
+    leave_after(*this, decode_failure(bytes).value_or(noticed(bytes)));
   };
   actions.lost = [this](const std::string& why) { report_failure(this, PeerLost(why), 1); };
   actions.disagree = [this](const std::string& why) {
@@ -113,8 +125,8 @@ ProcessWorld::~ProcessWorld() {
 }
 
 bool ProcessWorld::missing_are_alive(const std::string& key, std::map<int, std::string>& beats) {
-  for (const int rank : everyone_) {
-    if (store_->has_arrived(key, rank)) continue;
+  // Each of those who wait looks at a few; all of them are in the watches' ring, too.
+  for (const int rank : neighbours(store_->missing(key, size_).members, rank_)) {
     const std::string beat = store_->find(store_key::pulse(rank)).value_or("");
     if (std::exchange(beats[rank], beat) == beat) return false;
   }
@@ -143,7 +155,7 @@ void ProcessWorld::leave_together() {
     if (rank_ == 0) {
       store_->meet("gone", rank_, everyone_, kGoodbye, *state_->poison);
     } else {
-      store_->arrive("gone", rank_, everyone_.size());
+      store_->arrive("gone", rank_, size_);
     }
   } catch (const Error&) {
     // Whoever is missing has failed and says so itself.
@@ -162,24 +174,29 @@ std::shared_ptr<Group> ProcessWorld::make_group(const std::vector<int>& ranks,
   channel.poison = state_->poison;
   channel.board = state_->board;
   if (!device_) {
-    store_->meet(concat("group ", name), rank_, ranks, options_.init_timeout, *state_->poison);
+    meet_on_board(*state_->board, [&] {
+      store_->meet(concat("group ", name), rank_, ranks, options_.init_timeout, *state_->poison);
+    });
     return make_nccl_group(channel, store_->for_group(concat("nccl/", name), state_->poison),
                            local_rank_);
   }
   const bool when_used = connects_when_used(name);
   const auto key_of = [name](int epoch) { return concat("group ", name, " (", epoch, ")"); };
-  channel.open = [store = store_, device = device_, timeout = options_.timeout,
-                  patience = options_.init_timeout, poison = state_->poison, rank = rank_, ranks,
-                  when_used, key_of, board = state_->board,
-                  self = channel.self](int epoch) -> c10::intrusive_ptr<c10d::Backend> {
+  channel.open =
+      [store = store_, device = device_, timeout = options_.timeout,
+       patience = options_.init_timeout, poison = state_->poison, rank = rank_, ranks, when_used,
+       key_of, heartbeats = times_.heartbeats(), self = channel.self](
+          int epoch,
+          const std::function<void(int)>& waits_for) -> c10::intrusive_ptr<c10d::Backend> {
     const std::string key = key_of(epoch);
-    meet_on_board(*board, [&] { store->meet(key, rank, ranks, patience, *poison); });
+    store->meet(key, rank, ranks, patience, *poison);
     if (when_used) return {};
     try {
-      return device->connect(store->for_group(key, poison), self, static_cast<int>(ranks.size()),
-                             timeout);
+      return connect_all(*store, *device, {key, self, static_cast<int>(ranks.size()), timeout},
+                         poison, waits_for);
     } catch (const PeerLost& error) {
-      throw PeerLost(concat(key, ": ", error.what(), silence(*store, ranks)));
+      throw PeerLost(
+          concat(key, ": ", error.what(), silence(*store, neighbours(ranks, rank), heartbeats)));
     }
   };
   if (when_used) {
@@ -228,7 +245,10 @@ void ProcessWorld::recover() {
   state_->poison->clear();
 }
 
-bool ProcessWorld::serves_store() const { return rank_ == 0 && !launch_.agent_store; }
+void ProcessWorld::stay_for_readers() const {
+  const bool serves_store = rank_ == 0 && !launch_.agent_store;
+  if (serves_store) std::this_thread::sleep_for(state_->poison->patience.words());
+}
 
 std::optional<std::string> ProcessWorld::in_time(std::function<std::string()> call) noexcept {
   if (store_is_silent_) return std::nullopt;

@@ -38,7 +38,8 @@ class ProcessWorld : public World {
   /// gone, or gives no answer soon.
   std::optional<FailureRecord> announce_failure(const FailureRecord& failure) noexcept;
   std::optional<FailureRecord> known_failure() noexcept;
-  bool serves_store() const;
+  /// Where this process serves the store: until the others have read what it says.
+  void stay_for_readers() const;
 
  protected:
   std::shared_ptr<Group> make_group(const std::vector<int>& ranks,
@@ -60,6 +61,7 @@ class ProcessWorld : public World {
   const WorldOptions options_;
   const int exceptions_before_;
   std::vector<int> everyone_;
+  WatchTimes times_;
   std::shared_ptr<Store> store_;
   std::unique_ptr<FailureWatch> watch_;
   std::shared_ptr<GlooDevice> device_;

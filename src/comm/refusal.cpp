@@ -45,7 +45,7 @@ void wait_for_readers(const LaunchEnvironment& launch, Store& store) {
   constexpr const char* kKey = "refused";
   try {
     if (launch.rank != 0) {
-      store.arrive(kKey, launch.rank, static_cast<std::size_t>(launch.world_size));
+      store.arrive(kKey, launch.rank, launch.world_size);
     } else if (!launch.agent_store) {
       std::vector<int> everyone(static_cast<std::size_t>(launch.world_size));
       std::iota(everyone.begin(), everyone.end(), 0);

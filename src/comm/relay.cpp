@@ -23,6 +23,19 @@ std::vector<int> partners(int rank, int ranks) {
   return all;
 }
 
+std::vector<std::vector<int>> waves(int rank, int ranks, int most) {
+  std::vector<std::vector<int>> all;
+  // Ranks at one distance, in front and behind, belong together.
+  for (int distance = 1; 2 * distance <= ranks; ++distance) {
+    if ((distance - 1) % (most / 2) == 0) all.emplace_back();
+    const int after = (rank + distance) % ranks;
+    const int before = (rank + ranks - distance) % ranks;
+    all.back().push_back(after);
+    if (before != after) all.back().push_back(before);
+  }
+  return all;
+}
+
 int rank_at(int place, int rank, int ranks) { return (rank + ranks - place) % ranks; }
 int place_of(int part, int rank, int ranks) { return (rank + ranks - part) % ranks; }
 

@@ -24,6 +24,11 @@ Round round_of(int round, int rank, int ranks);
 /// With whom a rank exchanges something in any round, ascending.
 std::vector<int> partners(int rank, int ranks);
 
+/// All other ranks in stretches of at most `most` (2 or more), the nearest first: two ranks stand
+/// in each other's wave of the same number, so nobody waits for one that is at another wave for
+/// ever.
+std::vector<std::vector<int>> waves(int rank, int ranks, int most);
+
 /// Of a gather: every rank keeps the parts in the order in which they come to it, its own first,
 /// then that of the rank before it, and so on round.
 int rank_at(int place, int rank, int ranks);

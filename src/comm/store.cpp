@@ -52,8 +52,12 @@ constexpr std::chrono::milliseconds kLongestWaitPause{16};
 /// connection would wait for each other's peers, ring-wise over ranks, for ever.
 class PolledStore final : public c10d::Store {
  public:
-  PolledStore(c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<const Poison> poison)
-      : store_(std::move(store)), poison_(std::move(poison)) {}
+  PolledStore(c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<const Poison> poison,
+              std::function<void(const std::string& key)> waits)
+      : store_(std::move(store)),
+        poison_(std::move(poison)),
+        marks_(poison_->marks()),
+        waits_(std::move(waits)) {}
 
   using Bytes = std::vector<std::uint8_t>;
   using Keys = std::vector<std::string>;
@@ -61,7 +65,7 @@ class PolledStore final : public c10d::Store {
   using c10d::Store::set;
 
   c10::intrusive_ptr<c10d::Store> clone() override {
-    return c10::make_intrusive<PolledStore>(store_->clone(), poison_);
+    return c10::make_intrusive<PolledStore>(store_->clone(), poison_, waits_);
   }
   void set(const std::string& key, const Bytes& value) override { store_->set(key, value); }
   Bytes compareSet(const std::string& key, const Bytes& current, const Bytes& next) override {
@@ -91,20 +95,60 @@ class PolledStore final : public c10d::Store {
   /// Errors: PeerLost when the World is poisoned or the time is up.
   void wait(const Keys& keys, const std::chrono::milliseconds& timeout) override {
     const auto deadline = std::chrono::steady_clock::now() + timeout;
-    auto pause = kFirstPause;
-    while (!store_->check(keys)) {
-      poison_->check();
-      if (std::chrono::steady_clock::now() > deadline) {
-        throw PeerLost(concat("store: no ", keys.front(), " within ", in_seconds(timeout)));
-      }
-      std::this_thread::sleep_for(pause);
-      pause = std::min(2 * pause, kLongestWaitPause);
+    for (std::size_t there = 0; there < keys.size() && !store_->check(keys); ++there) {
+      there = first_absent(keys, there);
+      if (there == keys.size()) return;
+      wait_for(keys[there], deadline, timeout);
     }
   }
 
  private:
+  /// Of keys whose first `there` are there.
+  std::size_t first_absent(const Keys& keys, std::size_t there) {
+    std::size_t end = keys.size();
+    while (there < end) {
+      const std::size_t middle = there + (end - there) / 2;
+      const auto at = [&](std::size_t i) { return keys.begin() + static_cast<std::ptrdiff_t>(i); };
+      if (store_->check({at(there), at(middle + 1)})) {
+        there = middle + 1;
+      } else {
+        end = middle;
+      }
+    }
+    return there;
+  }
+
+  void wait_for(const std::string& key, std::chrono::steady_clock::time_point deadline,
+                std::chrono::milliseconds timeout) {
+    if (waits_) waits_(key);
+    auto pause = kFirstPause;
+    while (!store_->check({key})) {
+      poison_->check();
+      if (poison_->marks() != marks_) throw PeerLost("store: the wait was before a recovery");
+      if (std::chrono::steady_clock::now() > deadline) {
+        throw PeerLost(concat("store: no ", key, " within ", in_seconds(timeout)));
+      }
+      std::this_thread::sleep_for(pause);
+      pause = std::min(2 * pause, kLongestWaitPause);
+    }
+    if (waits_) waits_("");
+  }
+
   const c10::intrusive_ptr<c10d::Store> store_;
   const std::shared_ptr<const Poison> poison_;
+  const std::uint64_t marks_;
+  const std::function<void(const std::string& key)> waits_;
+};
+
+class CountersOf final : public SharedCounters {
+ public:
+  explicit CountersOf(c10d::Store& store) : store_(store) {}
+  std::int64_t add(const std::string& key, std::int64_t what) override {
+    return store_.add(key, what);
+  }
+
+ private:
+  c10d::Store& store_;
 };
 
 }  // namespace
@@ -220,47 +264,50 @@ bool Store::is_set(const std::string& key) {
   return call(key, [=](c10d::Store& store) { return store.check({key}); });
 }
 
-void Store::arrive(const std::string& key, int self, std::size_t members) {
+void Store::arrive(const std::string& key, int self, int members) {
   call(key, [=](c10d::Store& store) {
-    // Who comes again, after it has lost its patience once, counts once.
-    if (store.add(concat(key, "/", self), 1) == 1 &&
-        store.add(concat(key, "/count"), 1) == static_cast<std::int64_t>(members)) {
-      store.set(concat(key, "/all"), "here");
-    }
+    CountersOf counters(store);
+    if (Arrivals(counters, key, members).arrive(self)) store.set(concat(key, "/all"), "here");
     return true;
   });
 }
 
-bool Store::has_arrived(const std::string& key, int member) {
-  return is_set(concat(key, "/", member));
+Missing Store::missing(const std::string& key, int members) {
+  return call(key, [=](c10d::Store& store) {
+    CountersOf counters(store);
+    return Arrivals(counters, key, members).missing();
+  });
 }
 
 void Store::meet(const std::string& key, int self, const std::vector<int>& members,
                  std::chrono::milliseconds timeout, const Poison& poison) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
-  arrive(key, self, members.size());
+  const auto size = static_cast<int>(members.size());
+  arrive(key, static_cast<int>(std::ranges::find(members, self) - members.begin()), size);
   std::chrono::microseconds pause(50);
-  const auto longest = std::max(kLongestPause, kPauseForEach * static_cast<int>(members.size()));
+  const auto longest = std::max(kLongestPause, kPauseForEach * size);
   while (!is_set(concat(key, "/all"))) {
     poison.check();
     if (std::chrono::steady_clock::now() > deadline) {
-      std::vector<int> missing;
-      for (const int member : members) {
-        if (!has_arrived(key, member)) missing.push_back(member);
+      const Missing absent = missing(key, size);
+      std::vector<int> ranks;
+      for (const int index : absent.members) {
+        ranks.push_back(members[static_cast<std::size_t>(index)]);
       }
-      throw PeerLost(concat(key, ": rank ", joined(missing), " of ", members.size(),
-                            " did not come within ", in_seconds(timeout),
-                            poison.patience.works_of(missing)));
+      throw PeerLost(concat(key, ": rank ", joined(ranks), absent.and_more ? " and others" : "",
+                            " of ", size, " did not come within ", in_seconds(timeout),
+                            poison.patience.works_of(ranks)));
     }
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 2, longest);
   }
 }
 
-c10::intrusive_ptr<c10d::Store> Store::for_group(const std::string& prefix,
-                                                 std::shared_ptr<const Poison> poison) const {
+c10::intrusive_ptr<c10d::Store> Store::for_group(
+    const std::string& prefix, std::shared_ptr<const Poison> poison,
+    std::function<void(const std::string& key)> waits) const {
   return c10::make_intrusive<PolledStore>(c10::make_intrusive<c10d::PrefixStore>(prefix, store_),
-                                          std::move(poison));
+                                          std::move(poison), std::move(waits));
 }
 
 }  // namespace tessera::comm

@@ -2,18 +2,21 @@
 //
 // A thin layer over c10d's stores: TCP between processes, a map between threads. Waiting is by
 // polling, so that a wait can end when the World is poisoned, and a server that has stopped without
-// closing its connections is found by a limit on every call (bounded_calls.h). Never used inside a
-// step. Next: failure_watch.h.
+// closing its connections is found by a limit on every call (bounded_calls.h). A step needs it only
+// where two ranks send to each other for the first time ([Note: connections]), and beside it the
+// failure watch beats and looks. Next: failure_watch.h.
 #pragma once
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "comm/arrivals.h"
 #include "comm/bounded_calls.h"
 #include "comm/launch_environment.h"
 #include "comm/poison.h"
@@ -48,10 +51,11 @@ class Store {
   /// Sets the key where nobody did; returns the value that stands.
   std::string set_if_absent(const std::string& key, const std::string& value);
 
-  /// Says that `self` of `members` ranks has come to `key`, once or more. The last one to come says
-  /// so to all, so that waiting asks for one key, however many they are.
-  void arrive(const std::string& key, int self, std::size_t members);
-  bool has_arrived(const std::string& key, int member);
+  /// Says that the one at index `self` of `members` ranks has come to `key`, once or more. The last
+  /// one to come says so to all, so that waiting asks for one key, however many they are.
+  void arrive(const std::string& key, int self, int members);
+  /// Indices of those who have not come; a bounded number of requests.
+  Missing missing(const std::string& key, int members);
   /// Arrives, and returns once all of `members` have. Errors: kComm naming the ranks that did not
   /// come within `timeout`; PeerLost as soon as `poison` is marked.
   void meet(const std::string& key, int self, const std::vector<int>& members,
@@ -60,8 +64,10 @@ class Store {
   /// For process groups, with `prefix` in front of their keys.
   /// Several may be opened at once: their waits hold up nobody else's call, and end when `poison`
   /// is marked.
-  c10::intrusive_ptr<c10d::Store> for_group(const std::string& prefix,
-                                            std::shared_ptr<const Poison> poison) const;
+  /// `waits` hears for which key a wait lasts, and "" when it is over.
+  c10::intrusive_ptr<c10d::Store> for_group(
+      const std::string& prefix, std::shared_ptr<const Poison> poison,
+      std::function<void(const std::string& key)> waits = nullptr) const;
 
  private:
   Store(c10::intrusive_ptr<c10d::Store> store, std::string server,

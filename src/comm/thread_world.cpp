@@ -1,6 +1,7 @@
 #include "comm/thread_world.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "base/environment.h"
 #include "comm/point_to_point.h"
@@ -26,6 +27,10 @@ ThreadWorld::ThreadWorld(std::shared_ptr<ThreadRun> run, int rank)
     WatchOptions watch = watch_options(rank, run_->size);
     watch.blocked_after = run_->options.blocked_after;
     watch.poll = std::min(watch.poll, watch.blocked_after / 4 + std::chrono::milliseconds(1));
+    state_->poison->patience.expect_words_within(WatchTimes{watch.poll}.words());
+    std::vector<int> everyone(static_cast<std::size_t>(size_));
+    std::iota(everyone.begin(), everyone.end(), 0);
+    state_->board->watch(std::move(everyone));
     FailureWatch::Actions actions;
     actions.failed = actions.lost =
         actions.disagree = [this](const std::string& why) { run_->poison_all(why); };
@@ -99,12 +104,14 @@ std::shared_ptr<Group> ThreadWorld::make_group(const std::vector<int>& ranks,
   const bool when_used = connects_when_used(name);
   const auto key_of = [name](int epoch) { return concat("group ", name, " (", epoch, ")"); };
   channel.open = [run = run_.get(), device = device_, poison = state_->poison, rank = rank_, ranks,
-                  when_used, key_of, self](int epoch) -> c10::intrusive_ptr<c10d::Backend> {
+                  when_used, key_of, self](int epoch, const std::function<void(int)>& waits_for)
+      -> c10::intrusive_ptr<c10d::Backend> {
     const std::string key = key_of(epoch);
     run->store->meet(key, rank, ranks, poison->patience.of(run->options.timeout), *poison);
     if (when_used) return {};
-    return device->connect(run->store->for_group(key, poison), self, static_cast<int>(ranks.size()),
-                           run->options.timeout);
+    return connect_all(*run->store, *device,
+                       {key, self, static_cast<int>(ranks.size()), run->options.timeout}, poison,
+                       waits_for);
   };
   if (when_used) {
     channel.open_pair =

@@ -1,15 +1,13 @@
 #include "comm/wait_board.h"
 
 #include <algorithm>
-#include <iterator>
 
 #include "base/hash.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
 
-IssueLog::IssueLog(std::string group, std::vector<int> members)
-    : group_(std::move(group)), group_hash_(hash_bytes(group_)), members_(std::move(members)) {}
+IssueLog::IssueLog(std::string group) : group_(std::move(group)), group_hash_(hash_bytes(group_)) {}
 
 std::uint64_t IssueLog::record(const Batch& batch, std::uint64_t sequence) {
   const std::lock_guard lock(mutex_);
@@ -72,10 +70,12 @@ void WaitBoard::abort_all() {
 
 void WaitBoard::add(std::shared_ptr<IssueLog> log) {
   const std::lock_guard lock(mutex_);
-  std::vector<int> all;
-  std::ranges::set_union(peers_, log->members(), std::back_inserter(all));
-  peers_ = std::move(all);
   logs_.push_back(std::move(log));
+}
+
+void WaitBoard::watch(std::vector<int> ranks) {
+  const std::lock_guard lock(mutex_);
+  peers_ = std::move(ranks);
 }
 
 std::string WaitBoard::lines() const {
@@ -105,8 +105,15 @@ Standing WaitBoard::standing() const {
   return standing;
 }
 
-void WaitBoard::set_cause(const PeerWait& wait, int rank) {
+void WaitBoard::set_epoch(int epoch) {
   const std::lock_guard lock(mutex_);
+  epoch_ = epoch;
+  cause_ = -1;
+}
+
+void WaitBoard::set_cause(int epoch, const PeerWait& wait, int rank) {
+  const std::lock_guard lock(mutex_);
+  if (epoch != epoch_) return;  // by a look that began before the recovery
   caused_wait_ = wait;
   cause_ = rank;
 }

@@ -23,7 +23,7 @@ namespace tessera::comm {
 /// The last entries of one group on one rank. Threads: any.
 class IssueLog {
  public:
-  IssueLog(std::string group, std::vector<int> members);
+  explicit IssueLog(std::string group);
   std::uint64_t record(const Batch& batch, std::uint64_t sequence);  ///< returns the fingerprint
   void clear();
   /// One line an entry, as find_disagreement() takes them.
@@ -31,7 +31,6 @@ class IssueLog {
   IssuedHashes issued() const;
   /// That the entry `sequence` waits for `peer`, a world rank.
   PeerWait wait_for(std::uint64_t sequence, int peer) const;
-  const std::vector<int>& members() const { return members_; }
   std::uint64_t group_hash() const { return group_hash_; }
 
  private:
@@ -42,7 +41,6 @@ class IssueLog {
 
   const std::string group_;
   const std::uint64_t group_hash_;
-  const std::vector<int> members_;
   mutable std::mutex mutex_;
   std::array<Kept, 64> ring_;
   std::uint64_t count_ = 0;
@@ -65,11 +63,15 @@ class WaitBoard {
   void abort_all();
 
   void add(std::shared_ptr<IssueLog> log);
+  /// All ranks that are up, ascending: from now on they are watched, whatever groups are opened.
+  void watch(std::vector<int> ranks);
   std::string lines() const;
   Standing standing() const;
 
-  /// Whom it takes to hold up a wait, by the failure watch.
-  void set_cause(const PeerWait& wait, int rank);
+  /// After a recovery: who held up a wait before it is forgotten.
+  void set_epoch(int epoch);
+  /// Whom it takes to hold up a wait of `epoch`, by the failure watch.
+  void set_cause(int epoch, const PeerWait& wait, int rank);
   std::optional<int> cause_of(std::uint64_t group, std::uint64_t sequence) const;
 
  private:
@@ -80,7 +82,8 @@ class WaitBoard {
   mutable std::mutex mutex_;
   std::vector<Item> waits_;
   std::vector<std::shared_ptr<IssueLog>> logs_;
-  std::vector<int> peers_;  // of all logs
+  std::vector<int> peers_;
+  int epoch_ = 0;
   PeerWait caused_wait_;
   int cause_ = -1;
 };

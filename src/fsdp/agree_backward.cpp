@@ -26,13 +26,23 @@ bool is_in_this_backward(const Node* node) {
   return found != chosen->end() && found->second.should_execute();
 }
 
+bool any_in_this_backward(const std::vector<const Node*>& nodes) {
+  return std::any_of(nodes.begin(), nodes.end(), is_in_this_backward);
+}
+
+std::uint64_t hash_of(const std::vector<bool>& bits) {
+  std::string text;
+  for (const bool bit : bits) text += bit ? '1' : '0';
+  return hash_bytes(text);
+}
+
 bool needs_weights(const Entry& entry, const Entry* first) {
   // The root of a graph is not among its nodes.
   if (first == &entry) return true;
   if (first != nullptr && entry.checkpoint != nullptr && entry.checkpoint == first->checkpoint) {
     return true;
   }
-  return is_in_this_backward(entry.at_results) || is_in_this_backward(entry.checkpoint);
+  return any_in_this_backward(entry.at_results) || is_in_this_backward(entry.checkpoint);
 }
 
 }  // namespace
@@ -52,7 +62,7 @@ BackwardView Runtime::view_of_backward(const Entry* first) const {
       const auto entry = weak.lock();
       if (entry == nullptr) continue;
       const bool needs = needs_weights(*entry, first);
-      any = any || needs || is_in_this_backward(entry->at_arguments);
+      any = any || needs || any_in_this_backward(entry->at_arguments);
       if (needs) reached.at(entry->position) = true;
     }
     if (!any) continue;
@@ -95,10 +105,20 @@ std::string Runtime::memory_lines() const {
   return text;
 }
 
+/// The same on every rank whose hash_of_agreed() is.
+ViewFrame Runtime::frame_of_views() const {
+  ViewFrame frame;
+  if (!under_way_.empty()) frame.steps = under_way_.back().plan.steps.size();
+  for (const auto& past : past_) {
+    frame.forwards.emplace(past.forward->number, past.forward->trace.units.size());
+  }
+  return frame;
+}
+
 std::uint64_t Runtime::hash_of_agreed() const {
   Hasher hash;
   hash.add(std::string_view(model_)).add(std::uint64_t{next_segment_});
-  hash.add(static_cast<std::uint64_t>(under_way_.size()));
+  hash.add(static_cast<std::uint64_t>(under_way_.size())).add(frame_of_views().steps);
   for (const auto& past : past_) {
     hash.add(std::uint64_t{past.forward->number}).add(past.forward->trace.hash());
   }
@@ -140,18 +160,13 @@ void Runtime::name_difference() {
 BackwardView Runtime::agree_on_backward(const BackwardView& mine) {
   if (data_group_ == nullptr) return mine;
   controls();
-  const std::string bytes = encode(mine);
+  const auto frame = frame_of_views();
+  const auto bits = to_bits(mine, frame);
   const auto same =
-      comm::all_agree(*data_group_, {hash_of_agreed(), hash_bytes(bytes)}, "forward order");
+      comm::all_agree(*data_group_, {hash_of_agreed(), hash_of(bits)}, "forward order");
   if (!same[0]) name_difference();
   if (same[1]) return mine;
-  std::vector<BackwardView> views;
-  for (const auto& other : comm::all_gather_bytes(*data_group_, bytes, "use of results")) {
-    auto view = decode_backward_view(other);
-    TESSERA_INVARIANT(view, "a rank's view of a backward does not parse: ", other);
-    views.push_back(*std::move(view));
-  }
-  return unite(views);
+  return from_bits(comm::any_of_ranks(*data_group_, bits, "use of results"), frame);
 }
 
 void Runtime::forget_forwards(const std::set<std::uint32_t>& alive) {

@@ -5,11 +5,10 @@
 // forwards its backward goes; all of them do what any of them needs. Pure: no torch header.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
-#include <optional>
 #include <set>
-#include <string>
 #include <vector>
 
 namespace tessera::fsdp {
@@ -25,11 +24,16 @@ struct BackwardView {
   bool operator==(const BackwardView&) const = default;
 };
 
-std::string encode(const BackwardView& view);
-/// None for anything that encode() does not write.
-std::optional<BackwardView> decode_backward_view(const std::string& bytes);
+/// What all ranks know alike, and a view speaks of.
+struct ViewFrame {
+  std::size_t steps = 0;  ///< of the backward around this one
+  /// By number of each forward that is kept: units in its trace.
+  std::map<std::uint32_t, std::size_t> forwards;
+};
 
-/// What any of them says; the most steps. Views of one forward have one length.
-BackwardView unite(const std::vector<BackwardView>& views);
+/// One bit for each thing that a view may say: the bits of which any rank's count are what any of
+/// them says, with the most steps. As many for every view of a frame.
+std::vector<bool> to_bits(const BackwardView& view, const ViewFrame& frame);
+BackwardView from_bits(const std::vector<bool>& bits, const ViewFrame& frame);
 
 }  // namespace tessera::fsdp

@@ -55,21 +55,19 @@ using torch::autograd::impl::get_view_autograd_meta;
 class Boundary : public Node {
  public:
   enum class Side { kBeforeBackward, kAfterBackward };
-  Boundary(std::shared_ptr<Entry> entry, Side side, Crossed held = {})
+  Boundary(std::shared_ptr<Entry> entry, Side side, std::shared_ptr<const Crossed> held = nullptr)
       : entry_(std::move(entry)), side_(side), held_(std::move(held)) {
-    place() = this;
+    places().push_back(this);
   }
-  ~Boundary() override {
-    if (place() == this) place() = nullptr;
-  }
+  ~Boundary() override { std::erase(places(), this); }
   Boundary(const Boundary&) = delete;
   Boundary& operator=(const Boundary&) = delete;
 
   variable_list apply(variable_list&& grads) override {
     if (side_ == Side::kBeforeBackward) {
-      if (!held_.empty()) {
+      if (held_ != nullptr) {
         entry_->runtime->begin_backward(entry_.get());  // what throws from here on all ranks know
-        held_.require_results_unchanged(*entry_->unit);
+        held_->require_results_unchanged(*entry_->unit);
       }
       entry_->runtime->pre_backward(*entry_);
     } else {
@@ -87,26 +85,24 @@ class Boundary : public Node {
   }
 
  private:
-  const Node*& place() const {
+  std::vector<const Node*>& places() const {
     return side_ == Side::kBeforeBackward ? entry_->at_results : entry_->at_arguments;
   }
 
   std::shared_ptr<Entry> entry_;
   Side side_;
-  Crossed held_;  ///< results whose originals others hold
+  std::shared_ptr<const Crossed> held_;  ///< of all results, those whose originals others hold
 };
 
 bool is_wrapped(const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
 
-/// Puts aliases behind `node` in the places of those that require grad.
-void wrap(const std::vector<at::Tensor*>& tensors, const compat::NodePtr& node) {
-  torch::autograd::edge_list edges;
-  for (const auto* tensor : tensors) {
-    if (is_wrapped(*tensor)) edges.push_back(torch::autograd::impl::gradient_edge(*tensor));
-  }
-  node->set_next_edges(std::move(edges));
+/// Puts an alias behind a node of its own in the place of each that requires grad.
+void wrap(const std::vector<at::Tensor*>& tensors, const std::shared_ptr<Entry>& entry,
+          Boundary::Side side, const std::shared_ptr<const Crossed>& held = nullptr) {
   for (auto* tensor : tensors) {
     if (!is_wrapped(*tensor)) continue;
+    const auto node = compat::make_node<Boundary>(entry, side, held);
+    node->set_next_edges({torch::autograd::impl::gradient_edge(*tensor)});
     auto alias = tensor->detach();  // shares storage and version counter
     torch::autograd::set_history(alias, node);
     *tensor = std::move(alias);
@@ -172,25 +168,19 @@ std::shared_ptr<const Crossed> mark_inputs(const std::vector<at::Tensor*>& input
     if (crossed == nullptr) crossed = std::make_shared<Crossed>();
     crossed->add(i, *inputs[i]);
   }
-  if (crossed != nullptr) {
-    wrap(inputs, compat::make_node<Boundary>(entry, Boundary::Side::kAfterBackward));
-  }
+  if (crossed != nullptr) wrap(inputs, entry, Boundary::Side::kAfterBackward);
   return crossed;
 }
 
 void mark_outputs(const std::vector<at::Tensor*>& outputs, const std::vector<at::Tensor*>& inputs,
                   const std::shared_ptr<Entry>& entry) {
-  bool any = false;
-  Crossed held;
+  std::shared_ptr<Crossed> held;
   for (std::size_t i = 0; i < outputs.size(); ++i) {
-    if (!is_wrapped(*outputs[i])) continue;
-    any = true;
-    if (is_held_elsewhere(outputs, i, inputs, *entry)) held.add(i, *outputs[i]);
+    if (!is_wrapped(*outputs[i]) || !is_held_elsewhere(outputs, i, inputs, *entry)) continue;
+    if (held == nullptr) held = std::make_shared<Crossed>();
+    held->add(i, *outputs[i]);
   }
-  if (any) {
-    wrap(outputs,
-         compat::make_node<Boundary>(entry, Boundary::Side::kBeforeBackward, std::move(held)));
-  }
+  wrap(outputs, entry, Boundary::Side::kBeforeBackward, held);
 }
 
 }  // namespace tessera::fsdp

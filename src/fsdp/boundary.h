@@ -2,9 +2,12 @@
 // begins and ends.
 //
 // Identity nodes, made by hand: a custom Function would make its outputs views, which users may not
-// change in place. One node over all outputs fires before anything inside runs; one over all inputs
-// (the marker of [Note: readiness]) after everything inside has run, since its sequence number is
-// lower.
+// change in place. One a tensor: autograd runs every node behind a node that it runs, so behind one
+// over all results it would run what made those that no root uses, with undefined gradients, of
+// which some functions make zeros. Those of the results run before anything inside does, since
+// autograd takes nodes in reverse of their making, and those of the arguments (the markers of
+// [Note: readiness]) after everything inside has run: the first of either kind that runs says so
+// for all.
 //
 // [Note: in-place changes] What crosses a unit's border is an alias: memory and version counter are
 // those of the original, the history is another. A change in place on one side gives the tensor of
@@ -29,7 +32,6 @@ class Crossed {
  public:
   /// `position`: among all tensors of the call. Inference tensors have no counter and are left out.
   void add(std::size_t position, const at::Tensor& tensor);
-  bool empty() const { return tensors_.empty(); }
   /// Errors: kUsage naming the unit and the first argument that changed.
   void require_arguments_unchanged(const Unit& unit) const;
   /// The same for results.
@@ -45,12 +47,13 @@ class Crossed {
   std::vector<One> tensors_;
 };
 
-/// Replaces the grad-requiring ones among `inputs` by aliases behind the marker. Returns them; null
+/// Replaces the grad-requiring ones among `inputs` by aliases behind markers. Returns them; null
 /// where there are none.
 std::shared_ptr<const Crossed> mark_inputs(const std::vector<at::Tensor*>& inputs,
                                            const std::shared_ptr<Entry>& entry);
-/// Replaces the grad-requiring ones among `outputs` by aliases behind the pre-backward node, which
-/// compares those that others hold, too. `inputs` are what the call itself still holds.
+/// Replaces the grad-requiring ones among `outputs` by aliases behind pre-backward nodes, each
+/// of which compares all those that others hold, too. `inputs` are what the call itself still
+/// holds.
 void mark_outputs(const std::vector<at::Tensor*>& outputs, const std::vector<at::Tensor*>& inputs,
                   const std::shared_ptr<Entry>& entry);
 

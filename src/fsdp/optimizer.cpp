@@ -47,6 +47,20 @@ class SharedLr : public torch::optim::OptimizerOptions {
   Optimizer* optimizer_;
 };
 
+/// torch::optim::Optimizer::add_param_group is not virtual: what it took would never be stepped.
+void require_no_group(const torch::optim::Optimizer* for_schedulers) {
+  if (for_schedulers == nullptr) return;
+  const auto& groups = for_schedulers->param_groups();
+  std::size_t parameters = 0;
+  for (const auto& group : groups) parameters += group.params().size();
+  TESSERA_CHECK(groups.size() == 1 && parameters == 0, ErrorKind::kUsage, "optimizer step: found ",
+                groups.size(), " parameter group(s) with ", parameters,
+                " parameter(s), by add_param_group() or param_groups(), expected the one without: "
+                "it steps the parameters of the handle that it was made for, with one set of "
+                "options; make an optimizer for each inner handle, name patterns in no_decay, or "
+                "give groups of handle.parameters() to one of torch::optim");
+}
+
 class ForSchedulers : public torch::optim::Optimizer {
  public:
   explicit ForSchedulers(tessera::Optimizer& optimizer)
@@ -176,6 +190,7 @@ void Optimizer::step() {
   TESSERA_CHECK(!unit_->runtime().has_failed(), ErrorKind::kUsage,
                 "optimizer step: found a step that an exception has ended, expected one whose "
                 "backwards are done; run its micro-batches again");
+  require_no_group(for_schedulers_.get());
   unit_->runtime().require_idle("optimizer step");
   TESSERA_CHECK(layout_ == unit_->runtime().layout(), ErrorKind::kUsage,
                 "optimizer step: found that set_trainable() has laid the model out anew without "

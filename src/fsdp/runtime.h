@@ -8,8 +8,8 @@
 // gradients between two backwards).
 //
 // [Note: readiness] Gradients are never counted: parameters stay unused, hooks fire twice under
-// recomputation, functions return undefined gradients. A unit's backward is over when its *marker*
-// ran, an identity node over the grad-requiring inputs of its forward (boundary.h), or when
+// recomputation, functions return undefined gradients. A unit's backward is over when a *marker*
+// ran, an identity node at a grad-requiring input of its forward (boundary.h), or when
 // backward has come to anything that was made before: autograd takes nodes in reverse of their
 // making. So the agreed list says after which place a unit is reduced. Deferred gradients hold
 // tickets: while gradients are deferred at all, every unit is reduced once no rank owes any.
@@ -72,10 +72,10 @@ struct Entry {
   std::size_t position = 0;
   std::uint64_t generation = 0;  ///< Runtime::generation() when it was made
   bool consumed = true;          ///< nothing waits for its backward
-  /// Nodes that will run its backward, null where there is none: at the results, at the arguments,
-  /// and of the checkpoint that it ran in.
-  const torch::autograd::Node* at_results = nullptr;
-  const torch::autograd::Node* at_arguments = nullptr;
+  /// Nodes that will run its backward, as far as they live: of each result, of each argument, and
+  /// of the checkpoint that it ran in (null where there is none).
+  std::vector<const torch::autograd::Node*> at_results;
+  std::vector<const torch::autograd::Node*> at_arguments;
   const torch::autograd::Node* checkpoint = nullptr;
   ~Entry();
   Entry() = default;
@@ -233,6 +233,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   BackwardView view_of_backward(const Entry* first) const;
   UnitState state_of(const Unit& unit) const;
   std::string memory_lines() const;
+  ViewFrame frame_of_views() const;
   std::uint64_t hash_of_agreed() const;
   /// What any rank says. Collective. Errors: kComm for other traces.
   BackwardView agree_on_backward(const BackwardView& mine);

@@ -7,6 +7,10 @@
 
 namespace tessera::fsdp {
 
+bool UnitTrace::is_open(const std::vector<Open>& list, const void* key) {
+  return std::any_of(list.begin(), list.end(), [&](const Open& one) { return one.key == key; });
+}
+
 void UnitTrace::open(std::vector<Open>& list, const void* key, const char* what,
                      const std::string& unit) {
   list.push_back({key, concat(what, unit_label(unit)), TraceClock::now()});

@@ -23,9 +23,12 @@ class UnitTrace {
   void forward_ends() {
     if (!forwards_.empty()) close(forwards_, forwards_.back().key);
   }
-  /// `key`: the recorded forward whose backward this is.
+  /// `key`: the recorded forward whose backward this is. Each of its results says so, the first
+  /// counts.
   void backward_begins(const void* key, const std::string& unit) {
-    if (current_trace() != nullptr) open(backwards_, key, "backward ", unit);
+    if (current_trace() != nullptr && !is_open(backwards_, key)) {
+      open(backwards_, key, "backward ", unit);
+    }
   }
   void backward_ends(const void* key) {
     if (!backwards_.empty()) close(backwards_, key);
@@ -40,6 +43,7 @@ class UnitTrace {
     std::string name;
     TraceClock::time_point begin;
   };
+  static bool is_open(const std::vector<Open>& list, const void* key);
   void open(std::vector<Open>& list, const void* key, const char* what, const std::string& unit);
   /// The last one with this key.
   void close(std::vector<Open>& list, const void* key);

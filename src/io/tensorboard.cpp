@@ -82,12 +82,17 @@ std::vector<std::string> event_files(const fs::path& folder) {
 /// clock does, and a number follows for files of one second.
 std::string next_name(const std::vector<std::string>& names) {
   auto seconds = static_cast<long long>(now_in_seconds());
+  auto number = static_cast<long long>(names.size());
   if (!names.empty()) {
-    const std::string last = names.back().substr(kPrefix.size(), kSecondsDigits);
-    seconds = std::max(seconds, std::atoll(last.c_str()));
+    const std::string last = names.back().substr(kPrefix.size());
+    seconds = std::max(seconds, std::atoll(last.substr(0, kSecondsDigits).c_str()));
+    // Others may be gone, so that the number of those left is one that is taken.
+    if (const auto point = last.find('.'); point != std::string::npos) {
+      number = std::max(number, std::atoll(last.substr(point + 1).c_str()) + 1);
+    }
   }
   std::array<char, 64> text{};
-  std::snprintf(text.data(), text.size(), "%010lld.%04zu", seconds, names.size());
+  std::snprintf(text.data(), text.size(), "%010lld.%04lld", seconds, number);
   return std::string(kPrefix) + text.data();
 }
 
@@ -122,18 +127,18 @@ EventFile::EventFile(const fs::path& folder, std::int64_t first_step) {
   fs::create_directories(folder, error);
   TESSERA_CHECK(!error, ErrorKind::kIo, folder.string(), ": cannot be made (", error.message(),
                 ")");
+  fs::path path;
   try {
     auto names = event_files(folder);
     if (first_step <= 1) {
       for (const std::string& name : names) fs::remove(folder / name);
       names.clear();
     }
-    path_ = folder / next_name(names);
+    path = folder / next_name(names);
   } catch (const fs::filesystem_error& failure) {
     throw Error(ErrorKind::kIo, concat(folder.string(), ": ", failure.code().message()));
   }
-  file_.open(path_, std::ios::binary | std::ios::trunc);
-  TESSERA_CHECK(file_.is_open(), ErrorKind::kIo, path_.string(), ": cannot be opened for writing");
+  file_.emplace(path, AppendedFile::From::kNothing);
   const double now = now_in_seconds();
   write(version_event(now));
   write(session_start_event(now, first_step));
@@ -143,10 +148,6 @@ void EventFile::append(std::int64_t step, const std::vector<Scalar>& scalars) {
   write(scalars_event(now_in_seconds(), step, scalars));
 }
 
-void EventFile::write(std::string_view event) {
-  file_ << tfrecord(event) << std::flush;
-  TESSERA_CHECK(file_.good(), ErrorKind::kIo, path_.string(),
-                ": writing failed; is the disk full?");
-}
+void EventFile::write(std::string_view event) { file_->append(tfrecord(event)); }
 
 }  // namespace tessera

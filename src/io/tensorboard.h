@@ -12,10 +12,12 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <fstream>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "base/appended_file.h"
 
 namespace tessera {
 
@@ -43,13 +45,12 @@ class EventFile {
   /// Hands one record to the system. Errors: kIo.
   void append(std::int64_t step, const std::vector<Scalar>& scalars);
 
-  const std::filesystem::path& path() const { return path_; }
+  const std::filesystem::path& path() const { return file_->path(); }
 
  private:
   void write(std::string_view event);
 
-  std::filesystem::path path_;
-  std::ofstream file_;
+  std::optional<AppendedFile> file_;
 };
 
 }  // namespace tessera

@@ -67,7 +67,7 @@ struct ModelOutput {
 /// One block that may become a sharding unit.
 struct ModelUnit {
   std::string name;  ///< as in parameter_table
-  /// As fsdp::Slot::shard.
+  /// Makes it a unit: its handle, which a parent's fully_shard has to find.
   std::function<std::shared_ptr<ShardedBase>(const Mesh&, const PrecisionPolicy&,
                                              const ShardOptions&)>
       shard;

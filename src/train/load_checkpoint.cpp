@@ -9,6 +9,7 @@
 #include "base/joined.h"
 #include "base/log.h"
 #include "base/printable.h"
+#include "comm/group.h"
 #include "grad/torch_dtype.h"
 #include "io/checkpoint_store.h"
 #include "models/lora_table.h"
@@ -52,7 +53,7 @@ class Loader {
   /// Of this rank's share of all parameters, and of all tensors of the checkpoint: no rank reads
   /// what the checkpoint says of every tensor. Errors: kFormat, kConfig for tensors that do not fit
   /// model and optimizer.
-  void check() const {
+  void check() {
     std::set<std::string> known;
     std::size_t index = 0;
     for (const auto& view : model_.shards()) {
@@ -82,11 +83,38 @@ class Loader {
     for (const auto& state : optimizer_.state()) {
       if (is_mine(index++)) check_state(*state.view.contract);
     }
+    has_state_ = std::ranges::any_of(
+        names, [](const auto& name) { return name.starts_with(kOptimizerPrefix); });
     for (const auto& name : names) {
       TESSERA_CHECK(!name.starts_with(kModelPrefix) || known.contains(name), ErrorKind::kFormat,
                     shown(checkpoint_.path()), ": found the tensor ", printable(name),
                     ", expected only those of the model");
     }
+  }
+
+  /// After check(). A parameter without state was never updated, or frozen until now: only said.
+  /// But a run that has updated none has left out every step. Collective. Errors: kFormat.
+  void require_some_state() const {
+    World& world = *model_.mesh().world();
+    const auto& manifest = checkpoint_.manifest();
+    const auto left_out = manifest.loss_scale ? manifest.loss_scale->skipped_steps : 0;
+    const auto trained = optimizer_.state();
+    if (manifest.step <= left_out || trained.empty()) return;
+    if (comm::any_of_ranks(world.control(), {has_state_}, "state in the checkpoint")[0]) {
+      if (without_state_.empty()) return;
+      log::warn("checkpoint ", shown(checkpoint_.path()), ": found no optimizer's state of ",
+                without_state_.size(), " trained parameter(s), as ", without_state_.front(),
+                ": it begins anew, as for what was never updated or was frozen until now");
+      return;
+    }
+    const auto kept = kept_names_.empty() ? std::string("step") : *kept_names_.begin();
+    throw Error(ErrorKind::kFormat,
+                concat(shown(checkpoint_.path()), ": found no ",
+                       named(kept, forms_.of(*trained.front().view.contract).names.front()),
+                       " and no other state of an optimizer, expected what ", optimizer_.name(),
+                       " kept in ", manifest.step - left_out,
+                       " updates; take a checkpoint that has it, or start anew from these weights: "
+                       "model.path = this folder, in another job.dump_folder"));
   }
 
   /// Reads the files for which `is_mine` through once: verifies them, and fills what lies in them.
@@ -123,9 +151,10 @@ class Loader {
       if (!has("step", first)) continue;
       std::int64_t steps = 0;
       checkpoint_.read(named("step", first), 0, 1, std::as_writable_bytes(std::span(&steps, 1)));
-      TESSERA_CHECK(steps >= 0 && steps <= checkpoint_.manifest().step, ErrorKind::kFormat,
+      TESSERA_CHECK(steps > 0 && steps <= checkpoint_.manifest().step, ErrorKind::kFormat,
                     shown(checkpoint_.path()), ": found ", steps, " in ", named("step", first),
-                    ", expected 0 to the ", checkpoint_.manifest().step, " steps of the run");
+                    ", expected 1 to the ", checkpoint_.manifest().step,
+                    " steps of the run; take a checkpoint that was not altered");
       optimizer_.set_steps(contract.name, steps);
     }
   }
@@ -192,12 +221,13 @@ class Loader {
   }
 
   /// All that the optimizer keeps of a parameter, or nothing: never updated, or frozen until now.
-  void check_state(const GradContract& contract) const {
+  void check_state(const GradContract& contract) {
     const auto& name = contract.name;
     const FileForm form = forms_.of(contract);
     const bool kept_any = keeps_any(form);
     const bool has_step =
         std::ranges::any_of(form.names, [&](const auto& tensor) { return has("step", tensor); });
+    if (!kept_any && !has_step) without_state_.push_back(name);
     if (kept_any || has_step) {
       for (const std::string& tensor : form.names) {
         require_tensor(checkpoint_, named("step", tensor), DType::kInt64, {});
@@ -206,10 +236,10 @@ class Loader {
     // AdamW keeps moments of all that it has updated. SGD may begin with a momentum later: its
     // buffer then is the next gradient, as in PyTorch.
     TESSERA_CHECK(kept_any || !has_step || optimizer_.name() != "AdamW", ErrorKind::kConfig,
-                  "optimizer.name: found AdamW, expected an optimizer that keeps "
-                  "no moments of ",
-                  printable(name), ", as that of the checkpoint ", shown(checkpoint_.path()),
-                  "; a resumed run keeps its optimizer");
+                  "optimizer.name: found AdamW and no ", named("exp_avg", form.names.front()),
+                  " in the checkpoint ", shown(checkpoint_.path()),
+                  ", expected the moments of all that was updated, or an optimizer that keeps none "
+                  "as there; a resumed run keeps its optimizer");
     if (!kept_any) return;
     for (const auto& kept : optimizer_.make_kept(name)) {
       for (const std::string& tensor : form.names) {
@@ -286,6 +316,8 @@ class Loader {
   Optimizer& optimizer_;
   const FileForms& forms_;
   const std::set<std::string> kept_names_ = names_of(optimizer_);
+  bool has_state_ = false;                  // in this rank's share of all tensors
+  std::vector<std::string> without_state_;  // in this rank's share of trained parameters
   std::vector<Part> rest_;
 };
 
@@ -295,6 +327,7 @@ void load_checkpoint(const CheckpointFolder& checkpoint, const ShardedBase& mode
                      Optimizer& optimizer, World& world, const FileForms& forms) {
   Loader loader(checkpoint, model, optimizer, forms);
   on_all_or_none(world, "tensors of the checkpoint", [&] { loader.check(); });
+  loader.require_some_state();
   on_all_or_none(world, "verifying the checkpoint", [&] {
     // On the layout that wrote it a rank verifies the file that it needs.
     loader.verify(

@@ -3,6 +3,7 @@
 #include <array>
 #include <cmath>
 #include <cstdio>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <system_error>
@@ -92,21 +93,19 @@ void cut_back(const std::filesystem::path& path, std::int64_t done) {
 
 }  // namespace
 
-MetricsFile::MetricsFile(const std::filesystem::path& folder, std::int64_t done)
-    : path_(folder / "metrics.jsonl") {
+MetricsFile::MetricsFile(const std::filesystem::path& folder, std::int64_t done) {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   TESSERA_CHECK(!error, ErrorKind::kIo, folder.string(), ": cannot be made (", error.message(),
                 ")");
-  if (done > 0) cut_back(path_, done);
-  file_.open(path_, done > 0 ? std::ios::app : std::ios::trunc);
-  TESSERA_CHECK(file_.is_open(), ErrorKind::kIo, path_.string(), ": cannot be opened for writing");
+  const auto path = folder / "metrics.jsonl";
+  require_no_link(path);  // cutting back would take over its target's lines
+  if (done > 0) cut_back(path, done);
+  file_.emplace(path, done > 0 ? AppendedFile::From::kEnd : AppendedFile::From::kEmpty);
 }
 
 void MetricsFile::append(const StepMetrics& metrics) {
-  file_ << to_json_line(metrics) << '\n' << std::flush;
-  TESSERA_CHECK(file_.good(), ErrorKind::kIo, path_.string(),
-                ": writing failed; is the disk full?");
+  file_->append(to_json_line(metrics) + '\n');
 }
 
 }  // namespace tessera::train

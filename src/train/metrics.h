@@ -6,11 +6,11 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <fstream>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "base/appended_file.h"
 #include "io/tensorboard.h"
 
 namespace tessera::train {
@@ -55,14 +55,14 @@ std::string to_step_line(const StepMetrics& metrics);
 class MetricsFile {
  public:
   /// Creates `folder` and an empty metrics.jsonl in it; where `done` steps lie behind, one with
-  /// their lines only (what was reported after the checkpoint is done again). Errors: kIo.
+  /// their lines only (what was reported after the checkpoint is done again). Errors: kIo, also
+  /// where the file is a link.
   explicit MetricsFile(const std::filesystem::path& folder, std::int64_t done = 0);
   /// Appends one line and hands it to the system. Errors: kIo.
   void append(const StepMetrics& metrics);
 
  private:
-  std::filesystem::path path_;
-  std::ofstream file_;
+  std::optional<AppendedFile> file_;
 };
 
 }  // namespace tessera::train

@@ -103,9 +103,17 @@ std::vector<double> added_by_rank(const std::vector<std::vector<double>>& of_ran
 
 std::vector<double> sum_over_ranks(const ShardedBase& model, RankSum what,
                                    const std::vector<double>& values) {
-  const auto of_ranks = gather_over_ranks(model, values);
-  return stand_in_of_thread != nullptr ? stand_in_of_thread->sum(what, of_ranks)
-                                       : added_by_rank(of_ranks);
+  if (stand_in_of_thread != nullptr) {
+    return stand_in_of_thread->sum(what, gather_over_ranks(model, values));
+  }
+  auto* group = model.unit()->runtime().data_group();
+  if (group == nullptr) return added_by_rank({values});
+  auto sums = values;
+  // Counts of a model with many experts are long: what a rank sends of them must not grow with the
+  // ranks. Added in rank order, as added_by_rank.
+  comm::all_reduce(*group, at::from_blob(sums.data(), {std::ssize(sums)}, at::dtype(at::kDouble)),
+                   "values of a step");
+  return sums;
 }
 
 std::vector<double> max_over_ranks(const ShardedBase& model, const std::vector<double>& values) {

@@ -288,5 +288,40 @@ TEST(Norm, WhatIsNotFiniteIsNamedOnEveryRankAndScalesNothing) {
   });
 }
 
+// Naive: torch's own add_param_group takes the parameters, and nobody ever steps them.
+TEST(Optim, AGroupThatIsAddedIsRefusedByNameAtTheNextStep) {
+  for (const bool adam : {true, false}) {
+    for (const bool as_group : {true, false}) {
+      const auto errors = errors_of(2, [&](World& world) {
+        auto handle = fully_shard(std::make_shared<Affine>(1, 4, 4), data_mesh(world));
+        const auto before = whole_parameters(handle);
+        const auto optimizer = adam ? make_adamw(handle, {}) : make_sgd(handle, {});
+        torch::optim::Optimizer& torchs = *optimizer;
+        const auto plain = at::ones({3}).requires_grad_(true);
+        if (as_group) {
+          torchs.add_param_group(torch::optim::OptimizerParamGroup({plain}));
+        } else {
+          torchs.param_groups().front().params().push_back(plain);
+        }
+        backward(squares(handle.forward(input_of(world.rank(), 0, 4))));
+        const auto said = error_of([&] { torchs.step(); });
+        EXPECT_EQ(error_of([&] { optimizer->step(); }), said) << "whichever way it is called";
+        expect_same(whole_parameters(handle), before, "nothing was stepped");
+        if (as_group) torchs.param_groups().pop_back();
+        torchs.param_groups().front().params().clear();
+        optimizer->step();
+        throw std::runtime_error(said);
+      });
+      for (const auto& error : errors) {
+        EXPECT_THAT(error,
+                    HasSubstr(as_group ? "found 2 parameter group(s) with 1 parameter(s), by "
+                                         "add_param_group()"
+                                       : "found 1 parameter group(s) with 1 parameter(s)"));
+        EXPECT_THAT(error, HasSubstr("make an optimizer for each inner handle"));
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tessera::test::fsdp_optim_test

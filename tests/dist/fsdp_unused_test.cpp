@@ -1,5 +1,6 @@
 // [Note: unused] and [Note: shared across units].
 #include <gmock/gmock.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include "dist/plain.h"
 #include "fsdp/runtime.h"
@@ -95,6 +96,123 @@ TEST_P(UnusedOnRanks, UsedInOneStepAndNotInTheNext) {
     module->user = -1;
     backward(squares(handle.forward(input_of(world.rank(), 3, kWidth), world.rank())));
     EXPECT_TRUE(same_bits(whole_gradients(handle).at("some"), kept));
+  });
+}
+
+// --------------------------------------------------------------- results that a backward leaves
+// out
+
+/// x * weight, as users write functions: an undefined gradient comes as zeros, and gives zeros.
+struct OwnScale : torch::autograd::Function<OwnScale> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            const at::Tensor& weight) {
+    context->save_for_backward({x, weight});
+    return x * weight;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    const auto saved = context->get_saved_variables();
+    return {gradients[0] * saved[1], (gradients[0] * saved[0]).sum(0)};
+  }
+};
+
+using Pair = std::pair<at::Tensor, at::Tensor>;
+
+/// Two results, of which the second is a user's own function of `some`.
+struct TwoWays : torch::nn::Module {
+  Pair forward(const at::Tensor& x) { return {x * always, OwnScale::apply(x, some)}; }
+  at::Tensor always = register_parameter("always", seeded(1, {kWidth}));
+  at::Tensor some = register_parameter("some", seeded(2, {kWidth}));
+};
+
+/// The first of two arguments is used.
+struct First : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x, const at::Tensor&) { return x * always; }
+  at::Tensor always = register_parameter("always", seeded(3, {kWidth}));
+};
+
+/// A user's own function makes an argument that the unit inside does not use.
+struct Feeds : torch::nn::Module {
+  explicit Feeds(const Mesh& mesh)
+      : inside(register_module("inside", std::make_shared<Sharded<First>>(
+                                             fully_shard(std::make_shared<First>(), mesh)))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    return inside->forward(x * always, OwnScale::apply(x, some));
+  }
+  at::Tensor always = register_parameter("always", seeded(1, {kWidth}));
+  at::Tensor some = register_parameter("some", seeded(2, {kWidth}));
+  std::shared_ptr<Sharded<First>> inside;
+};
+
+/// Two steps through `use` leave `some` as it was, and move `always`.
+template <class Module, class Use>
+void expect_some_left_out(Sharded<Module>& handle, int rank, const Use& use) {
+  const auto before = whole_parameters(handle);
+  const auto optimizer = make_adamw(handle, adamw(0.1, 0.5));
+  for (int step = 0; step < 2; ++step) {
+    handle.zero_grad();
+    backward(use(input_of(rank, step, kWidth)));
+    EXPECT_FALSE(grad_of(handle, "some").defined());
+    optimizer->step();
+  }
+  const auto after = whole_parameters(handle);
+  EXPECT_TRUE(same_bits(after.at("some"), before.at("some")));
+  EXPECT_FALSE(at::equal(after.at("always"), before.at("always")));
+}
+
+// Naive: one node stands behind all results, so autograd runs what is behind each of them, and a
+// function that is given zeros for what is undefined has its weights decayed.
+TEST_P(UnusedOnRanks, AnOwnFunctionBehindAResultThatIsLeftOutDoesNotRun) {
+  ranks(GetParam()).run([](World& world) {
+    auto handle = fully_shard(std::make_shared<TwoWays>(), data_mesh(world));
+    expect_some_left_out(handle, world.rank(),
+                         [&](const at::Tensor& x) { return squares(handle.forward(x).first); });
+  });
+}
+
+TEST_P(UnusedOnRanks, AnOwnFunctionBehindAnArgumentThatIsLeftOutDoesNotRun) {
+  ranks(GetParam()).run([](World& world) {
+    const auto mesh = data_mesh(world);
+    auto handle = fully_shard(std::make_shared<Feeds>(mesh), mesh);
+    expect_some_left_out(handle, world.rank(),
+                         [&](const at::Tensor& x) { return squares(handle.forward(x)); });
+  });
+}
+
+// The last rank alone uses the second result: all others have its gradient, too.
+TEST_P(UnusedOnRanks, AResultThatOneRankUsesHasItsGradientEverywhere) {
+  ranks(GetParam()).run([](World& world) {
+    const auto use = [](const Pair& both, bool all) {
+      return all ? squares(both.first) + squares(both.second) : squares(both.first);
+    };
+    TwoWays plain;
+    auto handle = fully_shard(std::make_shared<TwoWays>(), data_mesh(world));
+    const int user = world.size() - 1;
+    for (int step = 0; step < 2; ++step) {
+      handle.zero_grad();
+      const auto both = handle.forward(input_of(world.rank(), step, kWidth));
+      backward(use(both, world.rank() == user));
+      expect_same(whole_gradients(handle),
+                  plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+                    backward(use(plain.forward(input_of(rank, step, kWidth)), rank == user));
+                  }));
+    }
+  });
+}
+
+// One backward a result, over one kept graph: the gradients of both, once each.
+TEST_P(UnusedOnRanks, ABackwardForEachResultGivesBothGradients) {
+  ranks(GetParam()).run([](World& world) {
+    TwoWays plain;
+    auto handle = fully_shard(std::make_shared<TwoWays>(), data_mesh(world));
+    const auto run = [](const Pair& both) {
+      backward_and_keep_graph(squares(both.first));
+      backward(squares(both.second));
+    };
+    run(handle.forward(input_of(world.rank(), 0, kWidth)));
+    expect_same(whole_gradients(handle),
+                plain_gradients(plain, world.size(), world.size(),
+                                [&](int rank) { run(plain.forward(input_of(rank, 0, kWidth))); }));
   });
 }
 

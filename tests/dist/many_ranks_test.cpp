@@ -1,5 +1,6 @@
 // Ranks by the hundred, as threads: a step computes what the plain module does, and a rank that is
-// lost is named. 24 ranks in ./test, 256 by `scripts/full many_ranks`.
+// lost is named. 24 ranks in ./test; by `scripts/full many_ranks` 256, and 64 over Gloo, where each
+// pair of ranks has sockets.
 #include <gmock/gmock.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -22,7 +23,10 @@ using std::chrono::seconds;
 using testing::HasSubstr;
 
 int many() { return full_proof() ? 256 : 24; }
-int lost() { return many() - many() / 3; }
+int many(ThreadBackend backend) {
+  return backend == ThreadBackend::kGloo && full_proof() ? 64 : many();
+}
+int lost(int ranks = many()) { return ranks - ranks / 3; }
 
 at::Tensor loss_of(int rank, const std::function<at::Tensor(const at::Tensor&)>& forward) {
   const auto seed = static_cast<std::uint64_t>(100 + rank);
@@ -47,12 +51,22 @@ std::map<std::string, at::Tensor> plain_gradients(MixedMlp& module, int count) {
   return sums;
 }
 
-TEST(ManyRanks, AStepComputesWhatThePlainModuleDoes) {
+class ManyRanksOver : public testing::TestWithParam<ThreadBackend> {
+ protected:
+  int ranks() const { return many(GetParam()); }
+};
+INSTANTIATE_TEST_SUITE_P(Ranks, ManyRanksOver,
+                         testing::Values(ThreadBackend::kInProcess, ThreadBackend::kGloo),
+                         [](const auto& one) {
+                           return one.param == ThreadBackend::kGloo ? "Gloo" : "InProcess";
+                         });
+
+TEST_P(ManyRanksOver, AStepComputesWhatThePlainModuleDoes) {
   MixedMlp plain(7);
-  const auto expected = plain_gradients(plain, many());
+  const auto expected = plain_gradients(plain, ranks());
   WorldOptions options;
   options.timeout = seconds(300);
-  comm::ThreadRanks all(many(), ThreadBackend::kInProcess, options);
+  comm::ThreadRanks all(ranks(), GetParam(), options);
   all.run([&](World& world) {
     PrecisionPolicy policy;
     policy.optimizer.master = MasterRequest::kNone;
@@ -63,7 +77,7 @@ TEST(ManyRanks, AStepComputesWhatThePlainModuleDoes) {
     const auto loss = loss_of(world.rank(), [&](const at::Tensor& x) { return handle.forward(x); });
     torch::autograd::backward({loss}, {});
     EXPECT_GT(clip_grad_norm(handle, 0.0), 0.0);
-    const bool looks = world.rank() == 0 || world.rank() == lost();
+    const bool looks = world.rank() == 0 || world.rank() == lost(ranks());
     handle.visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
       if (!looks) return;
       EXPECT_TRUE(same_bits(gradient, expected.at(name).to(gradient.scalar_type()))) << name;
@@ -94,6 +108,59 @@ TEST(ManyRanks, ARankThatDoesNotComeIsNamed) {
   }
 }
 
+/// The others are connecting to a rank that fails instead: their waits end at once, and the ranks
+/// can go on together.
+void fail_while_connecting(const std::function<void(comm::Group&)>& send) {
+  const int ranks = many(ThreadBackend::kGloo);
+  WorldOptions options;
+  options.timeout = seconds(300);
+  comm::ThreadRanks all(ranks, ThreadBackend::kGloo, options);
+  std::atomic<int> begun{0};
+  std::atomic<int> ended{0};
+  const auto begin = std::chrono::steady_clock::now();
+  try {
+    all.run([&](World& world) {
+      std::vector<int> everyone;
+      for (int rank = 0; rank < ranks; ++rank) everyone.push_back(rank);
+      const auto group = world.group(everyone, "step control");
+      if (world.rank() == lost(ranks)) {
+        while (begun < ranks - 1) std::this_thread::yield();
+        throw std::runtime_error("no memory");
+      }
+      ++begun;
+      try {
+        send(*group);
+      } catch (const Error&) {
+        ++ended;
+        throw;
+      }
+    });
+    ADD_FAILURE() << "a collective without one of its ranks";
+  } catch (const std::exception& error) {
+    EXPECT_THAT(error.what(), HasSubstr("no memory"));
+  }
+  EXPECT_EQ(ended, ranks - 1);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, seconds(100));
+  all.run([&](World& world) {
+    std::vector<int> everyone;
+    for (int rank = 0; rank < ranks; ++rank) everyone.push_back(rank);
+    send(*world.group(everyone, "step control"));
+  });
+}
+
+TEST(ManyRanks, ARankThatFailsWhileRelayingRanksConnectEndsTheirWaits) {
+  fail_while_connecting([](comm::Group& group) { comm::barrier(group, "step"); });
+}
+
+TEST(ManyRanks, ARankThatFailsWhileAllConnectToAllEndsTheirWaits) {
+  fail_while_connecting([](comm::Group& group) {
+    comm::Batch batch;
+    batch.label.unit = "all at once";
+    batch.ops.emplace_back(comm::AllGather{at::zeros({group.size()})});
+    group.issue(std::move(batch))->wait();
+  });
+}
+
 struct Waiting : comm::Blocked {
   void abort() override {}
 };
@@ -111,7 +178,7 @@ TEST(ManyRanks, ARankWithoutAHeartbeatIsNamedByAnother) {
   std::vector<std::unique_ptr<comm::FailureWatch>> watches;
   for (const int rank : everyone) {
     const auto& board = boards.emplace_back(std::make_shared<comm::WaitBoard>());
-    board->add(std::make_shared<comm::IssueLog>("g", everyone));
+    board->watch(everyone);
     comm::FailureWatch::Actions actions;
     actions.failed = actions.disagree = [&](const std::string&) { ++wrong; };
     actions.poisoned = [](const std::string&, int) {};

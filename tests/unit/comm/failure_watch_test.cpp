@@ -39,11 +39,11 @@ class Watched : public testing::Test {
         store_, board_, WatchOptions{0, milliseconds(2), blocked_after, silent_after}, actions);
   }
   std::string first_action() { return action_.get_future().get(); }
-  /// Returns once the watch has looked `looks` times, each with a heartbeat, or has acted.
-  void let_it_look(int looks) {
-    const auto beats = [&] { return std::stoi(store_->find(store_key::pulse(0)).value_or("0")); };
-    const int begin = beats();
-    while (!acted_ && beats() < begin + looks) std::this_thread::yield();
+  /// Returns once the watch has looked at its peers `looks` times from now on, or has acted. The
+  /// look that is under way began earlier.
+  void let_it_look(std::uint64_t looks) {
+    const std::uint64_t begin = watch_->looks() + 1;
+    while (!acted_ && watch_->looks() < begin + looks) std::this_thread::yield();
   }
 
   std::shared_ptr<Store> store_ = Store::in_memory();
@@ -69,7 +69,7 @@ TEST_F(Watched, PoisonOfItsEpochIsSeen) {
 
 // Without patience every look decides: none while nothing waits, the first one after.
 TEST_F(Watched, SilentPeerIsLostOnlyWhileSomethingWaits) {
-  board_->add(std::make_shared<IssueLog>("g", std::vector<int>{0, 2}));
+  board_->watch({0, 2});
   start(milliseconds(0), milliseconds(0));
   let_it_look(10);
   ASSERT_FALSE(acted_) << first_action();
@@ -78,7 +78,7 @@ TEST_F(Watched, SilentPeerIsLostOnlyWhileSomethingWaits) {
 }
 
 TEST_F(Watched, SilentPeerIsLostWithTheTimeThatItWasGiven) {
-  board_->add(std::make_shared<IssueLog>("g", std::vector<int>{0, 2}));
+  board_->watch({0, 2});
   start();
   const OnBoard waiting(*board_, blocked_);
   EXPECT_THAT(first_action(), HasSubstr("lost: rank 2 has given no sign of life for 0.03 s"));
@@ -90,10 +90,11 @@ TEST_F(Watched, RanksWithoutAHeartbeatAreSilent) {
 }
 
 TEST_F(Watched, DifferentEntriesOfAPeerAreNamed) {
-  const auto mine = std::make_shared<IssueLog>("g", std::vector<int>{0, 1});
+  const auto mine = std::make_shared<IssueLog>("g");
   board_->add(mine);
+  board_->watch({0, 1});
   mine->record(batch_of(AllGather{at::zeros({4})}, "mine", 1), 0);
-  IssueLog theirs("g", {0, 1});
+  IssueLog theirs("g");
   theirs.record(batch_of(AllGather{at::zeros({4})}, "theirs", 1), 0);
   const Pulse pulse{1, 0, 1, theirs.wait_for(0, 0), -1, {theirs.issued()}};
   store_->set(store_key::pulse(1), encode(pulse));
@@ -112,6 +113,20 @@ TEST_F(Watched, DifferentEntriesOfAPeerAreNamed) {
       "B Float) but rank 1 issues all_gather of theirs (#0, unit 1, micro-batch 0: 16 B Float) "
       "(group g)");
   EXPECT_TRUE(store_->find(store_key::asked(0, 1)).has_value());
+}
+
+// A recovery begins every sequence anew: what held up #0 before is not what holds up #0 now.
+TEST_F(Watched, WhoHeldUpAWaitIsForgottenByARecovery) {
+  start(std::chrono::hours(1), std::chrono::hours(1));
+  const PeerWait wait{1, 0, 2, "#0"};
+  board_->set_cause(0, wait, 2);
+  EXPECT_EQ(board_->cause_of(1, 0), 2);
+  watch_->set_epoch(1);
+  EXPECT_EQ(board_->cause_of(1, 0), std::nullopt);
+  board_->set_cause(0, wait, 2);  // by a look that began before
+  EXPECT_EQ(board_->cause_of(1, 0), std::nullopt);
+  board_->set_cause(1, wait, 2);
+  EXPECT_EQ(board_->cause_of(1, 0), 2);
 }
 
 TEST(Store, MeetingNamesWhoDidNotCome) {
@@ -133,7 +148,7 @@ TEST(Store, AMeetingIsOverWhenTheLastOneHasComeHoweverOftenTheOthersDid) {
     EXPECT_THROW(store->meet("goodbye", 0, {0, 1, 2}, milliseconds(1), poison), PeerLost);
   }
   store->arrive("goodbye", 1, 3);
-  EXPECT_FALSE(store->has_arrived("goodbye", 2));
+  EXPECT_EQ(store->missing("goodbye", 3).members, std::vector<int>{2});
   store->meet("goodbye", 2, {0, 1, 2}, milliseconds(10), poison);
   store->meet("goodbye", 0, {0, 1, 2}, milliseconds(10), poison);
 }

@@ -131,6 +131,40 @@ TEST(PeerWatch, ALostRankOf1024IsNamedWithinTenSeconds) {
   }
 }
 
+// The store goes with rank 0, which stays for so long after it has said, or read, who is lost. And
+// whoever sees only a closed connection hears the name before it blames its neighbour.
+TEST(PeerWatch, AllHaveReadWhoIsLostWhileWordsAreWaitedFor) {
+  for (const int ranks : {16, 1024, 4096}) {
+    for (const int lost : {1, ranks / 2, ranks - 1}) {
+      SimulatedWatch watch(ranks, kRequest);
+      let_wait_in_rounds(watch, lost, 20.1);
+      watch.ranks[static_cast<std::size_t>(lost)].dies_at = at(20);
+      const auto named = watch.run(120);
+      ASSERT_TRUE(named.has_value());
+      const double words = std::chrono::duration<double>(WatchTimes{watch.poll()}.words()).count();
+      EXPECT_GT(named->told_0_seconds, 0);
+      EXPECT_LE(named->told_seconds - named->told_0_seconds, words) << ranks;
+      EXPECT_LE(named->told_seconds - named->seconds, words) << ranks;
+    }
+  }
+}
+
+// Whoever lives has beaten at least once while the others count who has.
+TEST(WatchTimes, FollowTheIntervalThatIsUsed) {
+  for (const int ranks : {2, 200, 300, 1024, 4096}) {
+    const WatchTimes times{watch_poll(ranks)};
+    EXPECT_GE(times.words(), 3 * times.poll) << ranks;
+    EXPECT_GE(times.heartbeats(), 3 * times.poll) << ranks;
+    EXPECT_GE(times.silent_after(), 6 * times.poll) << ranks;
+  }
+  const WatchTimes few{watch_poll(8)};
+  EXPECT_EQ(few.words(), seconds(1));
+  EXPECT_EQ(few.heartbeats(), milliseconds(1500));
+  EXPECT_EQ(few.silent_after(), seconds(6));
+  const WatchTimes thousand{watch_poll(1024)};
+  EXPECT_LE(thousand.words() + thousand.silent_after(), seconds(10));
+}
+
 // With their host: those who watched most of them are lost, too.
 TEST(PeerWatch, NeighboursThatAreLostTogetherAreNamed) {
   SimulatedWatch watch(64, kRequest);
@@ -248,6 +282,29 @@ TEST_F(Deadlock, OfMoreRanksHasTheSameWordsOnAll) {
   ASSERT_TRUE(named.has_value());
   EXPECT_THAT(named->why, StartsWith("ranks wait for each other: rank 0 waits in #4 on group 1"));
   EXPECT_THAT(named->why, HasSubstr("rank 2 waits in #4 on group 3, which rank 0 has not issued"));
+}
+
+// After a recovery sequences begin anew, and may look like the cycle that was there before.
+TEST_F(Deadlock, IsSuspectedAnewAfterARecovery) {
+  SimulatedStore store(kRequest);
+  PeerWatch watch(store, {.rank = 0});
+  Standing standing;
+  standing.peers = {0, 1};
+  standing.waits = 1;
+  standing.waited = seconds(60);
+  standing.wait = wait_for(1, 4, 1);
+  standing.issued = issued({5, 4});
+  std::uint64_t beat = 0;
+  const auto look = [&](double time, int epoch) {
+    const Pulse other{++beat, epoch, 1, wait_for(2, 4, 0), -1, issued({4, 5})};
+    store.set(store_key::pulse(1), encode(other));
+    return watch.look(at(time), epoch, standing, [] { return std::string(); }).has_value();
+  };
+  EXPECT_FALSE(look(1, 0));
+  EXPECT_FALSE(look(2, 0));
+  EXPECT_FALSE(look(3.5, 1)) << "seen for the first time in this epoch";
+  EXPECT_FALSE(look(5, 1));
+  EXPECT_TRUE(look(6, 1));
 }
 
 TEST_F(Deadlock, IsNoneWhereSomebodyComputes) {

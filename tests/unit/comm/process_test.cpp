@@ -146,6 +146,15 @@ TEST(OwnSpawn, ZeroRanksAreRefused) {
   EXPECT_THAT(outcome.err, HasSubstr("--nproc: found 0"));
 }
 
+// All ranks watch each other once they have met, whatever groups a program opens.
+TEST(OwnSpawn, ARankThatSharesNoGroupWithTheOthersIsMissedWhileTheyWait) {
+  const auto outcome = run({.nproc = 3, .mode = "apart", .rank = 1});
+  EXPECT_EQ(outcome.exit_code, 1);
+  EXPECT_THAT(outcome.last_error_line(), HasSubstr("rank 1 has given no sign of life"))
+      << outcome.err;
+  EXPECT_LT(outcome.seconds, kSeconds);
+}
+
 class AnyRank : public testing::TestWithParam<int> {
  protected:
   std::string name() const { return "rank " + std::to_string(GetParam()) + ": "; }

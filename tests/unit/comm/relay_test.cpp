@@ -53,6 +53,38 @@ TEST(Relay, HasAtMostTwoPartnersARound) {
   }
 }
 
+// Nobody waits at a wave for one that waits at another: both meet in the wave of the same number.
+TEST(Relay, WavesHoldEveryOtherRankOnceAndAreTheSameFromBothSides) {
+  for (const int ranks : sizes()) {
+    for (const int most : {2, 3, 32}) {
+      const auto wave_of = [&](int rank, int other) {
+        const auto waves = relay::waves(rank, ranks, most);
+        return std::find_if(waves.begin(), waves.end(),
+                            [&](const auto& wave) {
+                              return std::find(wave.begin(), wave.end(), other) != wave.end();
+                            }) -
+               waves.begin();
+      };
+      const int rank = ranks / 3;
+      std::vector<int> all;
+      for (const auto& wave : relay::waves(rank, ranks, most)) {
+        EXPECT_LE(wave.size(), static_cast<std::size_t>(most));
+        all.insert(all.end(), wave.begin(), wave.end());
+      }
+      std::sort(all.begin(), all.end());
+      std::vector<int> others(static_cast<std::size_t>(ranks));
+      std::iota(others.begin(), others.end(), 0);
+      others.erase(others.begin() + rank);
+      EXPECT_EQ(all, others);
+      if (ranks == 1) continue;
+      for (const int other : {(rank + 1) % ranks, (rank + ranks / 2) % ranks, ranks - 1}) {
+        if (other == rank) continue;
+        EXPECT_EQ(wave_of(rank, other), wave_of(other, rank)) << ranks;
+      }
+    }
+  }
+}
+
 // What is combined on the way is of every rank; each one's reach is a stretch of the ring behind
 // it.
 TEST(Relay, ReachesEveryRankFromEveryOther) {

@@ -79,8 +79,9 @@ class SimulatedWatch {
  public:
   struct Named {
     int by = -1;
-    double seconds = 0;       ///< until the first rank found it
-    double told_seconds = 0;  ///< until the last one has read it
+    double seconds = 0;         ///< until the first rank found it
+    double told_seconds = 0;    ///< until the last one has read it
+    double told_0_seconds = 0;  ///< until rank 0 has, which serves the store
     std::string why;
   };
 
@@ -89,7 +90,7 @@ class SimulatedWatch {
     std::vector<int> everyone;
     for (int rank = 0; rank < size; ++rank) everyone.push_back(rank);
     PeerWatch::Options options;
-    options.silent_after = std::max(options.silent_after, kBeats * poll_);
+    options.silent_after = WatchTimes{poll_}.silent_after();
     for (int rank = 0; rank < size; ++rank) {
       options.rank = rank;
       watches_.push_back(std::make_unique<PeerWatch>(store, options));
@@ -123,10 +124,11 @@ class SimulatedWatch {
         store.charge(3);  // the failure key is there
         ++told;
         named->told_seconds = in_seconds_of(store.end());
+        if (event.rank == 0) named->told_0_seconds = named->told_seconds;
         continue;
       } else if (auto found = look(event.rank, event.at)) {
-        named =
-            Named{event.rank, in_seconds_of(store.end()), in_seconds_of(store.end()), found->why};
+        const double now = in_seconds_of(store.end());
+        named = Named{event.rank, now, now, event.rank == 0 ? now : 0, found->why};
         continue;
       }
       events_.push({store.end() + poll_, event.rank, event.is_look});
@@ -143,8 +145,6 @@ class SimulatedWatch {
   std::vector<SimulatedRank> ranks;
 
  private:
-  static constexpr int kBeats = 6;
-
   struct Event {
     PeerWatch::Time at;
     int rank;

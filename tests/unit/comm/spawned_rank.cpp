@@ -3,6 +3,7 @@
 //
 //   spawned_rank NPROC MODE RANK STEP STEPS TIMEOUT_MS
 //   MODE: none | throw | usage | kill | stall | exit | stop | disagree | cross | poison | withhold
+//         apart: RANK is in no group, and stops
 //         work-slow | work-endless | work-kill | work-stop: of RANK, before the first step
 #include <ATen/ATen.h>
 #include <signal.h>
@@ -67,6 +68,18 @@ void withhold(const Plan& plan, World& world, comm::Group& group) {
   comm::all_gather_bytes(group, "anything", "what comes after");
 }
 
+/// The rank of the plan shares no group with the others, of which one waits for one that computes.
+void stop_apart(const Plan& plan, World& world) {
+  if (world.rank() == plan.rank) ::kill(::getpid(), SIGSTOP);
+  std::vector<int> others;
+  for (int rank = 0; rank < world.size(); ++rank) {
+    if (rank != plan.rank) others.push_back(rank);
+  }
+  const auto group = world.group(others, "gather");
+  if (world.rank() == others.back()) std::this_thread::sleep_for(std::chrono::hours(1));
+  comm::all_gather_bytes(*group, "anything", "what never comes");
+}
+
 /// The rank of the plan has something to do that the others wait for.
 void prepare(const Plan& plan, World& world, std::chrono::milliseconds timeout) {
   world.begin_start_up();
@@ -126,6 +139,7 @@ int main(int argc, char** argv) {
   options.init_timeout = std::chrono::seconds(plan.mode == "work-endless" ? 10 : 60);
   const auto body = [&](World& world) {
     if (plan.mode.starts_with("work-")) prepare(plan, world, options.timeout);
+    if (plan.mode == "apart") stop_apart(plan, world);
     train(plan, world);
   };
   return tessera::launch(plan.nproc, body, options);

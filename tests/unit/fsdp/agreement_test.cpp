@@ -1,4 +1,5 @@
-// What ranks tell each other when a backward begins survives the way, and is joined.
+// What ranks tell each other when a backward begins survives the way as bits, and is joined by
+// them.
 #include "fsdp/agreement.h"
 
 #include <gtest/gtest.h>
@@ -6,32 +7,39 @@
 namespace tessera::fsdp::agreement_test {
 namespace {
 
+const ViewFrame kFrame{5, {{4, 2}, {5, 1}, {7, 0}, {9, 3}}};
+
 BackwardView view() { return {3, {4, 7}, {{4, {true, false}}, {7, {}}}}; }
 
-TEST(BackwardView, ComesBackAsItWas) {
-  EXPECT_EQ(decode_backward_view(encode(view())), view());
-  EXPECT_EQ(decode_backward_view(encode({})), BackwardView{});
+/// As any_of_ranks.
+std::vector<bool> any(std::vector<bool> one, const std::vector<bool>& other) {
+  EXPECT_EQ(one.size(), other.size()) << "all ranks send as many";
+  for (std::size_t i = 0; i < one.size(); ++i) one[i] = one[i] || other[i];
+  return one;
 }
 
-// Naive: a rank that reads past the end of another one's message.
-TEST(BackwardView, WhatIsCutOrChangedIsNone) {
-  const auto bytes = encode(view());
-  for (std::size_t i = 0; i < bytes.size(); ++i) {
-    EXPECT_EQ(decode_backward_view(bytes.substr(0, i)), std::nullopt) << i;
-    auto changed = bytes;
-    changed[i] = 'x';
-    EXPECT_EQ(decode_backward_view(changed), std::nullopt) << i;
+TEST(BackwardView, ComesBackAsItWas) {
+  const BackwardView full{
+      5, {4, 5, 7, 9}, {{4, {true, true}}, {5, {true}}, {7, {}}, {9, {true, true, true}}}};
+  for (const auto& one : {view(), BackwardView{}, full}) {
+    EXPECT_EQ(from_bits(to_bits(one, kFrame), kFrame), one);
   }
-  EXPECT_EQ(decode_backward_view("0 99999999999 0\n"), std::nullopt);
-  EXPECT_EQ(decode_backward_view(bytes + "1"), std::nullopt);
+  EXPECT_EQ(from_bits(to_bits({}, {}), {}), BackwardView{});
+}
+
+// Naive: as text a view of a forward costs a byte a unit, and each goes to every rank.
+TEST(BackwardView, IsABitForAllThatItMaySay) {
+  EXPECT_EQ(to_bits(view(), kFrame).size(), 5U + 4U * 2U + 2U + 1U + 0U + 3U);
 }
 
 TEST(BackwardView, AllDoWhatAnyNeeds) {
   const BackwardView other{2, {5, 7}, {{4, {false, true}}, {5, {true}}}};
   const BackwardView both{3, {4, 5, 7}, {{4, {true, true}}, {5, {true}}, {7, {}}}};
-  EXPECT_EQ(unite({view(), other}), both);
-  EXPECT_EQ(unite({other, view()}), both);
-  EXPECT_EQ(unite({view()}), view());
+  const auto mine = to_bits(view(), kFrame);
+  const auto others = to_bits(other, kFrame);
+  EXPECT_EQ(from_bits(any(mine, others), kFrame), both);
+  EXPECT_EQ(from_bits(any(others, mine), kFrame), both);
+  EXPECT_EQ(from_bits(any(mine, mine), kFrame), view());
 }
 
 }  // namespace

@@ -114,6 +114,18 @@ TEST(EventFile, ARunThatStartsAnewRemovesTheFilesOfAnEarlierOneOnly) {
             (std::vector<std::string>{file.path().filename(), "notes.txt"}));
 }
 
+// Naive: opened by its name, a link that somebody placed there leads the records away.
+TEST(EventFile, ALinkUnderItsNextNameIsNotFollowed) {
+  const testing::TemporaryFolder folder;
+  folder.write("target", "kept");
+  folder.write("tb/notes.txt", "");
+  const std::string taken = "events.out.tfevents.9999999999.0001";
+  std::filesystem::create_symlink(folder / "target", folder / ("tb/" + taken));
+  const EventFile file(folder / "tb", 7);
+  EXPECT_GT(file.path().filename().string(), taken);
+  EXPECT_EQ(read(folder / "target"), "kept");
+}
+
 TEST(EventFile, SaysWhereItCannotWrite) {
   const std::string message =
       testing::error_of(ErrorKind::kIo, [] { EventFile("/dev/null/tb", 1); });

@@ -18,6 +18,11 @@ namespace {
 
 using ::testing::HasSubstr;
 
+std::string read(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
 StepMetrics some_metrics() {
   return {.step = 3,
           .loss = 5.25,
@@ -143,6 +148,35 @@ TEST(MetricsFile, IsCutBackToTheStepsThatAreDone) {
   std::filesystem::remove_all(folder / "metrics");
   MetricsFile(folder / "metrics", 5).append(some_metrics());
   EXPECT_TRUE(std::filesystem::exists(folder / "metrics/metrics.jsonl"));
+}
+
+// Naive: opened by its name, the target of a link is emptied, or replaced by a copy.
+TEST(MetricsFile, ALinkIsRefusedAndItsTargetKept) {
+  const std::string lines = "{\"step\": 1}\n{\"step\": 2}\n";
+  for (const std::int64_t done : {0, 1}) {
+    const testing::TemporaryFolder folder;
+    folder.write("target", lines);
+    const auto link = folder / "metrics/metrics.jsonl";
+    std::filesystem::create_directories(link.parent_path());
+    for (const char* target : {"target", "nothing"}) {
+      std::filesystem::remove(link);
+      std::filesystem::create_symlink(folder / target, link);
+      EXPECT_THAT(testing::error_of(ErrorKind::kIo, [&] { MetricsFile(folder / "metrics", done); }),
+                  HasSubstr("metrics.jsonl': found a symbolic link, expected a regular file"));
+    }
+    EXPECT_EQ(read(folder / "target"), lines);
+    EXPECT_FALSE(std::filesystem::exists(folder / "nothing"));
+    EXPECT_TRUE(std::filesystem::is_symlink(link));
+  }
+}
+
+TEST(MetricsFile, AFolderThatIsALinkIsFine) {
+  const testing::TemporaryFolder folder;
+  std::filesystem::create_directories(folder / "disk");
+  std::filesystem::create_symlink(folder / "disk", folder / "metrics");
+  MetricsFile(folder / "metrics").append(some_metrics());
+  MetricsFile(folder / "metrics", 1).append(some_metrics());
+  EXPECT_TRUE(std::filesystem::is_regular_file(folder / "disk/metrics.jsonl"));
 }
 
 TEST(MetricsFile, SaysWhereItCannotWrite) {

@@ -5,6 +5,9 @@
 #include <mutex>
 #include <nlohmann/json.hpp>
 
+#include "comm/sent_bytes.h"
+#include "dist/ranks.h"
+#include "train/rank_sum_stand_in.h"
 #include "train/trainer.h"
 #include "unit/train/run_case.h"
 
@@ -35,7 +38,9 @@ std::vector<std::int64_t> messages(const char* family, double aux_loss_coef) {
   watch.before_issue = [&](int rank, const comm::Batch& batch) {
     if (rank != 0 || batch.label.unit != "values of a step") return;
     const std::lock_guard lock(mutex);
-    found.push_back(batch.bytes() / kRanks);
+    // A gather holds every rank's bytes, a sum the own ones.
+    const bool sums = std::holds_alternative<comm::AllReduce>(batch.ops.front());
+    found.push_back(sums ? batch.bytes() : batch.bytes() / kRanks);
   };
   test::ranks(kRanks).bend_for_tests(watch);
   on_ranks(kRanks, [&](World& world) { run_training(config, world); });
@@ -57,6 +62,43 @@ TEST(StepMessages, AnAuxiliaryLossAddsItsCountsOnceAMicroBatch) {
   EXPECT_EQ(messages("qwen3-moe-fp32", 0.01),
             (std::vector<std::int64_t>{8, 8, 8 * kExperts, 8 * kExperts,
                                        8 * (2 + kLayers * kExperts), 32}));
+}
+
+struct Weight : torch::nn::Module {
+  at::Tensor weight = register_parameter("weight", at::ones({4}));
+  at::Tensor forward(const at::Tensor& x) { return x * weight; }
+};
+
+// Naive: every rank's counts go to every rank. Two rounds of a sum send less than twice the own
+// ones, with the bits of the sum in rank order.
+TEST(StepMessages, WhatARankSendsOfManyCountsDoesNotGrowWithTheRanks) {
+  constexpr std::int64_t kCounts = 94 * 128;  // Qwen3-235B-A22B
+  for (const int count : {2, 3, 5, 8}) {
+    const auto values_of = [&](int rank) {
+      std::vector<double> values;
+      for (std::int64_t i = 0; i < kCounts; ++i) {
+        values.push_back(0.1 * static_cast<double>((i * 31 + rank * 17) % 1009));
+      }
+      return values;
+    };
+    std::vector<std::vector<double>> all;
+    for (int rank = 0; rank < count; ++rank) all.push_back(values_of(rank));
+    std::int64_t sent = 0;
+    comm::Hub::Bend watch;
+    watch.before_issue = [&](int rank, const comm::Batch& batch) {
+      if (rank != 0 || batch.label.unit != "values of a step") return;
+      for (const auto& op : batch.ops) sent += comm::sent_bytes(op, count, rank);
+    };
+    test::ranks(count).bend_for_tests(watch);
+    test::ranks(count).run([&](World& world) {
+      auto handle = fully_shard(std::make_shared<Weight>(), test::data_mesh(world));
+      EXPECT_EQ(sum_over_ranks(handle, RankSum::kStep, values_of(world.rank())),
+                added_by_rank(all));
+    });
+    test::ranks(count).bend_for_tests({});
+    EXPECT_GT(sent, 0);
+    EXPECT_LT(sent, 2 * kCounts * 8) << count << " ranks";
+  }
 }
 
 }  // namespace

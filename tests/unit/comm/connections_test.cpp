@@ -1,0 +1,149 @@
+// How a group is opened: who is waited for is known meanwhile, and connections that are made when
+// they are first needed are made a few at a time. [Note: connections]
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <future>
+#include <numeric>
+#include <thread>
+
+#include "comm/gloo.h"
+#include "comm/point_to_point.h"
+#include "rank_pools.h"
+#include "tessera/error.h"
+
+namespace tessera::comm::connections_test {
+namespace {
+
+using std::chrono::milliseconds;
+using testing::HasSubstr;
+
+ChannelOptions channel(std::vector<int> members, int self) {
+  ChannelOptions options;
+  options.name = "gather of some ranks";
+  options.members = std::move(members);
+  options.self = self;
+  options.poison = std::make_shared<Poison>();
+  options.board = std::make_shared<WaitBoard>();
+  return options;
+}
+
+TEST(Opening, StandsOnTheBoardWithTheRankThatItWaitsFor) {
+  auto options = channel({3, 5, 8}, 0);
+  std::vector<Standing> seen;
+  options.open = [board = options.board, &seen](int, const auto& waits_for) {
+    seen.push_back(board->standing());
+    waits_for(2);
+    seen.push_back(board->standing());
+    waits_for(-1);
+    seen.push_back(board->standing());
+    return c10::intrusive_ptr<c10d::Backend>();
+  };
+  const auto board = options.board;
+  const PointToPointGroup group(std::move(options));
+  ASSERT_EQ(seen.size(), 3U);
+  for (const Standing& standing : seen) EXPECT_EQ(standing.waits, 1);
+  EXPECT_FALSE(seen[0].wait.has_value());
+  ASSERT_TRUE(seen[1].wait.has_value());
+  EXPECT_EQ(seen[1].wait->peer, 8);
+  EXPECT_EQ(seen[1].wait->text, "the opening of group gather of some ranks");
+  EXPECT_FALSE(seen[2].wait.has_value());
+  EXPECT_EQ(board->standing().waits, 0);
+}
+
+// Gloo waits in the store for the address of a rank that has gone after all had met.
+TEST(Opening, OverGlooKnowsWhoDoesNotCome) {
+  const auto store = Store::in_memory();
+  std::vector<std::shared_ptr<WaitBoard>> boards;
+  std::vector<std::future<std::string>> ranks;
+  for (const int self : {0, 1}) {
+    auto options = channel({4, 6, 7}, self);
+    boards.push_back(options.board);
+    const auto device = std::make_shared<GlooDevice>(LaunchEnvironment{});
+    options.open = [=, poison = options.poison](int, const auto& waits_for) {
+      return connect_all(*store, *device, {"group", self, 3, milliseconds(1500)}, poison,
+                         waits_for);
+    };
+    ranks.push_back(std::async(std::launch::async, [options]() -> std::string {
+      try {
+        const PointToPointGroup group(options);
+      } catch (const PeerLost& error) {
+        return error.what();
+      }
+      return "opened";
+    }));
+  }
+  std::array<int, 2> waits{-1, -1};
+  for (auto& rank : ranks) {
+    while (rank.wait_for(milliseconds(1)) != std::future_status::ready) {
+      for (std::size_t i = 0; i < boards.size(); ++i) {
+        if (const auto wait = boards[i]->standing().wait) waits[i] = wait->peer;
+      }
+    }
+  }
+  for (std::size_t i = 0; i < 2; ++i) {
+    EXPECT_THAT(ranks[i].get(), HasSubstr("gloo: "));
+    EXPECT_EQ(waits[i], 7);
+  }
+}
+
+TEST(Store, AWaitForManyKeysSaysWhichIsAbsent) {
+  const auto store = Store::in_memory();
+  const auto poison = std::make_shared<Poison>();
+  std::vector<std::string> keys;
+  for (int i = 0; i < 9; ++i) keys.push_back(std::to_string(i));
+  std::vector<std::string> heard;
+  const auto group = store->for_group("g", poison, [&](const std::string& key) {
+    heard.push_back(key);
+    if (!key.empty()) store->set("g/" + key, "here");
+  });
+  for (const int there : {0, 1, 3, 4, 8}) store->set(concat("g/", there), "here");
+  group->wait(keys, milliseconds(10000));
+  EXPECT_EQ(heard, (std::vector<std::string>{"2", "", "5", "", "6", "", "7", ""}));
+  const auto silent = store->for_group("g", poison);
+  try {
+    silent->wait({"0", "none"}, milliseconds(5));
+    FAIL();
+  } catch (const PeerLost& error) {
+    EXPECT_STREQ(error.what(), "store: no none within 0.005 s");
+  }
+}
+
+// A connection that nobody waits for any more is given up, though its rank has recovered.
+TEST(Store, AWaitFromBeforeARecoveryEnds) {
+  const auto poison = std::make_shared<Poison>();
+  const auto group = Store::in_memory()->for_group("g", poison);
+  poison->mark("enough");
+  poison->clear();
+  EXPECT_THROW(group->wait({"none"}, milliseconds(100000)), PeerLost);
+}
+
+// Each takes two threads while it is opened; a direct collective needs all of them.
+TEST(Connections, AreOpenedAFewAtATime) {
+  std::vector<int> members(1000);
+  std::iota(members.begin(), members.end(), 0);
+  auto options = channel(members, 0);
+  options.open = [](int, const auto&) { return c10::intrusive_ptr<c10d::Backend>(); };
+  struct Seen {
+    std::atomic<int> begun{0};
+    std::promise<void> over;
+  };
+  const auto seen = std::make_shared<Seen>();
+  options.open_pair = [seen, poison = options.poison,
+                       over = std::shared_future<void>(seen->over.get_future())](
+                          int, int) -> c10::intrusive_ptr<c10d::Backend> {
+    ++seen->begun;
+    over.wait();
+    return {};
+  };
+  options.timeout = milliseconds(200);
+  PointToPointGroup group(options);
+  EXPECT_THROW(group.issue(batch_of(AllGather{at::zeros({1000})})), PeerLost);
+  EXPECT_GE(seen->begun, 1);
+  EXPECT_LE(seen->begun, 32);
+  seen->over.set_value();
+}
+
+}  // namespace
+}  // namespace tessera::comm::connections_test
