@@ -14,10 +14,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 struct SwigluFunction : torch::autograd::Function<SwigluFunction> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate_input,
-                            const at::Tensor& up_input) {
-    const at::Tensor gate = gate_input.contiguous();
-    const at::Tensor up = up_input.contiguous();
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate, const at::Tensor& up) {
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({gate, up});
     return kernels::swiglu(gate, up);

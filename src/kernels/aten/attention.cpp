@@ -48,8 +48,9 @@ Weighed weigh(const at::Tensor& queries, const at::Tensor& keys, const at::Tenso
   return result;
 }
 
+/// [B, G, N, D] -> [B*G, N, D].
 at::Tensor joined_heads(const at::Tensor& x) {
-  return x.reshape({x.size(0) * x.size(1), -1, x.size(x.dim() - 1)});
+  return x.reshape({x.size(0) * x.size(1), x.size(2), x.size(3)});
 }
 
 /// [B*G, T*R, D'] -> [B, T, G*R*D'].

@@ -63,11 +63,16 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad,
   const at::Tensor grad_normed = (of_product * factors).to(normed.scalar_type()).to(inside);
   const at::Tensor grad_scale = (grad_normed * wide).sum(-1, /*keepdim=*/true);
   const at::Tensor grad_mean = -0.5 * grad_scale * scale.pow(3);
-  const at::Tensor grad_wide =
-      grad_normed * scale + grad_mean.expand(x.sizes()) / x.size(-1) * (2 * wide);
-  const at::Tensor grad_x = grad_wide.to(x.scalar_type());
-  const bool adds = grad_sum && grad_sum->defined();
-  return {adds ? grad_x + *grad_sum : grad_x, grad_weight};
+  const at::Tensor of_normed = grad_normed * scale;
+  const at::Tensor of_scale = grad_mean.expand(x.sizes()) / x.size(-1) * (2 * wide);
+  if (!grad_sum || !grad_sum->defined()) {
+    return {(of_normed + of_scale).to(x.scalar_type()), grad_weight};
+  }
+  // The sum's own gradient is there before the norm's: the engine adds in this order.
+  const at::Tensor grad_x = inside == x.scalar_type()
+                                ? *grad_sum + of_normed + of_scale
+                                : *grad_sum + (of_normed + of_scale).to(x.scalar_type());
+  return {grad_x, grad_weight};
 }
 
 std::tuple<at::Tensor, at::Tensor> rope_heads(const at::Tensor& x,
