@@ -6,7 +6,7 @@
 #include "moe/experts.h"
 #include "nn/geglu.h"
 #include "nn/rms_norm.h"
-#include "tessera/dtype_watch.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::models {
 

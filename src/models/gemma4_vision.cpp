@@ -11,8 +11,8 @@
 #include "models/recomputed.h"
 #include "models/unit_of_slot.h"
 #include "nn/masked_attention.h"
-#include "tessera/dtype_watch.h"
 #include "tessera/error.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::models {
 namespace {
@@ -111,7 +111,7 @@ at::Tensor Gemma4VisionLayer::body(const at::Tensor& x, const nn::AxialTable& ta
 
 Gemma4VisionTower::Gemma4VisionTower(const Gemma4Vision& vision) : vision_(vision) {
   patch_embedder_ =
-      fsdp::Slot(register_module("patch_embedder", std::make_shared<Gemma4PatchEmbedder>(vision)));
+      grad::Slot(register_module("patch_embedder", std::make_shared<Gemma4PatchEmbedder>(vision)));
   const auto encoder = register_module("encoder", std::make_shared<Prefix>());
   const auto layers = encoder->register_module("layers", std::make_shared<Prefix>());
   for (std::int64_t i = 0; i < vision.num_hidden_layers; ++i) {

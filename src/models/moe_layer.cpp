@@ -11,8 +11,8 @@
 #include "nn/gated.h"
 #include "nn/linear.h"
 #include "parallel/transitions.h"
-#include "tessera/dtype_watch.h"
 #include "tessera/error.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::models {
 namespace {

@@ -13,7 +13,7 @@
 
 #include "nn/declaration.h"
 #include "nn/parameter.h"
-#include "tessera/shard.h"
+#include "tessera/placement.h"
 
 namespace tessera::nn {
 

@@ -88,10 +88,6 @@ struct HeadLayout {
 at::Tensor rope_heads(const at::Tensor& x, const HeadLayout& layout, const HeadNorm& norm,
                       const RopeTable& table);
 
-/// The same out of ATen operations.
-at::Tensor rope_heads_composite(const at::Tensor& x, const HeadLayout& layout, const HeadNorm& norm,
-                                const RopeTable& table);
-
 /// Neighbours (x[2i], x[2i + 1]) turned, in place and order: x [B, T, H, D] with a table in fp32
 /// (fp64 for fp64) -> the same shape, rounded once to x's dtype. Out of ATen operations.
 at::Tensor turn_neighbours(const at::Tensor& x, const RopeTable& table);

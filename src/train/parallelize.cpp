@@ -1,7 +1,5 @@
 #include "train/parallelize.h"
 
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
 #include "grad/torch_dtype.h"
 #include "models/expert_bias.h"
 #include "models/lora.h"
@@ -18,7 +16,7 @@ namespace {
 
 void load(const ShardedBase& model, const TensorSource& folder, const FileForms& forms,
           Loaded what) {
-  auto& world = model.unit()->runtime().world();
+  auto& world = *model.mesh().world();
   if (!folder.hashed_files().empty()) {
     on_all_or_none(world, "verifying the weights",
                    [&] { verify_weights(folder, world.rank(), world.size()); });
@@ -30,7 +28,7 @@ void load(const ShardedBase& model, const TensorSource& folder, const FileForms&
 void fill(const ShardedBase& model, const ModelSource& source, std::uint64_t seed,
           InitialWeights weights) {
   const bool later = weights == InitialWeights::kLater;
-  if (source.base_hash) check_base(source, model.unit()->runtime().world());
+  if (source.base_hash) check_base(source, *model.mesh().world());
   if (source.folder && (!later || source.lora)) {
     load(model, *source.folder, FileForms(source.description.parameters), Loaded::kModel);
   }
