@@ -34,11 +34,11 @@ using Clock = std::chrono::steady_clock;
 struct Message {
   const char* what;
   std::int64_t bytes;
-  enum class Form : std::uint8_t { kGather, kBits, kHashes, kSum } form;
+  enum class Form : std::uint8_t { kGather, kBits, kHashes, kCounts, kSum } form;
 };
 constexpr std::int64_t kParameters = 1000;
 constexpr Message kStep[] = {
-    {"kept labels", 8, Message::Form::kGather},
+    {"kept labels", 8, Message::Form::kCounts},
     {"forward order", 16, Message::Form::kHashes},
     {"used parameters", kParameters, Message::Form::kBits},
     {"gradient norm", 8, Message::Form::kSum},
@@ -67,6 +67,11 @@ void send_relayed(comm::Group& group, const Message& message) {
       comm::any_of_ranks(group, std::vector<bool>(static_cast<std::size_t>(message.bytes)),
                          message.what);
       break;
+    case Message::Form::kCounts:
+      comm::sum_of_ranks(group,
+                         std::vector<std::int64_t>(static_cast<std::size_t>(message.bytes / 8)),
+                         message.what);
+      break;
     case Message::Form::kHashes:
       comm::all_agree(group,
                       std::vector<std::uint64_t>(static_cast<std::size_t>(message.bytes / 8)),
@@ -82,7 +87,9 @@ std::int64_t relayed_bytes(const Message& message, int ranks) {
   if (message.form == Message::Form::kBits) {
     return comm::relay::rounds(ranks) * ((message.bytes + 7) / 8);
   }
-  if (message.form == Message::Form::kHashes) return comm::relay::rounds(ranks) * 2 * message.bytes;
+  if (message.form == Message::Form::kHashes || message.form == Message::Form::kCounts) {
+    return comm::relay::rounds(ranks) * 2 * message.bytes;
+  }
   const std::vector<std::int64_t> lengths(static_cast<std::size_t>(ranks), message.bytes);
   return comm::relay::gathered_bytes_sent(lengths, 0);
 }

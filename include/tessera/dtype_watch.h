@@ -4,8 +4,8 @@
 // that follows, at twice the memory and with other numbers, and nothing says so. While a watch is
 // alive, each operation that this thread calls inside a unit is looked at. It is not a profiler,
 // and nothing is looked at while there is none. Operations that compute wider on purpose (a norm's
-// mean, a softmax) stand in a WideScope. Kernels without an operator of their own are not seen;
-// what they return is. Next: model_contract.h for UnitContract::activation.
+// mean, a softmax) stand in a WideScope (wide_scope.h). Kernels without an operator of their own
+// are not seen; what they return is. Next: model_contract.h for UnitContract::activation.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "tessera/shard.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera {
 
@@ -50,15 +51,6 @@ class DtypeWatch {
 
  private:
   std::unique_ptr<Observer> observer_;
-};
-
-/// While alive, operations of this thread may give any dtype: their layer casts its result back.
-class WideScope {
- public:
-  WideScope();
-  ~WideScope();
-  WideScope(const WideScope&) = delete;
-  WideScope& operator=(const WideScope&) = delete;
 };
 
 }  // namespace tessera

@@ -63,6 +63,20 @@ struct ParameterLayout {
 /// "tp 2 S(0), gradient S(0)", axis by axis; "nothing declared" for an empty one.
 std::string to_string(const ParameterLayout& layout);
 
+/// What a module that splits its work over tp, ep or etp is beside torch::nn::Module: it says where
+/// its own parameters lie there and what their raw gradients are. Its tensors are the local ones.
+class DeclaresLayouts {
+ public:
+  virtual ~DeclaresLayouts() = default;
+  /// `parameter` as it was registered in this very module ("weight"), not in one inside.
+  virtual ParameterLayout layout_of(const std::string& parameter) const = 0;
+
+ protected:
+  DeclaresLayouts() = default;
+  DeclaresLayouts(const DeclaresLayouts&) = default;
+  DeclaresLayouts& operator=(const DeclaresLayouts&) = default;
+};
+
 /// The axes that a gradient is summed over, each exactly once, and the one division.
 struct ReductionPlan {
   std::vector<std::string> shard_axes;    ///< flattened: the reduce-scatter group

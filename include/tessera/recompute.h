@@ -10,11 +10,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/FunctionRef.h>
 
 #include <functional>
 #include <vector>
 
+#include "tessera/keep.h"
 #include "tessera/recompute_mode.h"
 
 namespace tessera {
@@ -34,11 +34,5 @@ at::Tensor checkpoint(std::function<at::Tensor(const std::vector<at::Tensor>&)> 
 std::vector<at::Tensor> checkpoint(
     std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> function,
     const std::vector<at::Tensor>& inputs, RecomputeMode mode = RecomputeMode::kFull);
-
-/// compute(), of those sizes. A selective checkpoint around it keeps the result, and hands it out
-/// instead of computing it again. No gradient goes through it: call it in the forward of a
-/// torch::autograd::Function that has a backward for what it computes.
-/// Errors: kUsage under grad mode, or where the second run asks for other results than the first.
-at::Tensor keep(at::IntArrayRef sizes, c10::function_ref<at::Tensor()> compute);
 
 }  // namespace tessera

@@ -21,16 +21,17 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/forward_signature.h"
 #include "tessera/mesh.h"
 #include "tessera/model_contract.h"
 #include "tessera/precision.h"
 #include "tessera/visit_tensors.h"
 
-namespace torch::nn {
-class SequentialImpl;
-}
-
 namespace tessera {
+
+namespace comm {
+class Group;
+}  // namespace comm
 
 namespace fsdp {
 class Unit;
@@ -43,20 +44,6 @@ struct Parameter;
 
 class ShardedBase;
 class TrainableChanger;
-
-/// What a module that splits its work over tp, ep or etp is beside torch::nn::Module: it says where
-/// its own parameters lie there and what their raw gradients are. Its tensors are the local ones.
-class DeclaresLayouts {
- public:
-  virtual ~DeclaresLayouts() = default;
-  /// `parameter` as it was registered in this very module ("weight"), not in one inside.
-  virtual ParameterLayout layout_of(const std::string& parameter) const = 0;
-
- protected:
-  DeclaresLayouts() = default;
-  DeclaresLayouts(const DeclaresLayouts&) = default;
-  DeclaresLayouts& operator=(const DeclaresLayouts&) = default;
-};
 
 struct ShardOptions {
   /// Canonical name of the module in the whole model ("model.layers.0"): put before its parameters'
@@ -83,13 +70,15 @@ struct ShardOptions {
   std::shared_ptr<const std::vector<GradContract>> contracts;
   /// The same for buffers; used with `contracts` only.
   std::shared_ptr<const std::vector<BufferContract>> buffer_contracts;
+  /// The same for units, looked up by `name`; used with `contracts` only.
+  std::shared_ptr<const std::vector<UnitContract>> unit_contracts;
   /// What modules that do not declare it themselves (DeclaresLayouts) do with parameters beyond the
   /// data axes, by path in the module; their tensors are the local ones.
   std::map<std::string, ParameterLayout> layouts = {};
   /// From a parameter's path in the module to its canonical name; none = `name` + "." + path.
   std::function<std::string(const std::string&)> canonical_name;
   /// Handles whose modules still stand plain in the tree, because the code reaches them in another
-  /// way (fsdp/slot.h): each is met where its module is.
+  /// way (grad/slot.h): each is met where its module is.
   std::vector<std::shared_ptr<ShardedBase>> inner;
   /// Tensors to leave alone: not sharded, gathered, reduced or moved.
   std::vector<at::Tensor> ignored_parameters;
@@ -165,7 +154,14 @@ class ShardedBase : public torch::nn::Module {
       const std::function<void(const std::string&, const at::Tensor&)>& visit) const;
   /// The loader filled every shard and buffer: shards may be gathered, and buffers are cast to
   /// their compute dtype. Without a loader that happens in the first forward.
-  void set_loaded();
+  void set_loaded() const;
+
+  /// Where the model was sharded; mesh().world() is its World.
+  const Mesh& mesh() const;
+  int rank() const;  ///< in the World
+  /// All ranks of the pipeline stage, for control messages from the rank's own thread; null for
+  /// one.
+  comm::Group* data_group() const;
 
   // Controls, to be set to the same on every rank at the same place: none of them communicates, a
   // difference is an error that names it at the next collective. `recurse`: units inside too. Those
@@ -283,25 +279,10 @@ class ShardedBase : public torch::nn::Module {
   PrecisionPolicy policy_;
   std::function<std::string(const std::string&)> canonical_name_;
   std::optional<DType> asked_output_;
+  bool unit_is_given_ = false;  // its contract came with ShardOptions::unit_contracts
   bool asked_reshard_ = false;
   bool named_ = false;
   bool is_inside_ = false;  // a fully_shard around it has taken it in
-};
-
-/// The signature of M's forward. Specialize it for a module whose forward is a template or
-/// overloaded: `template <> struct tessera::ForwardSignature<MyImpl> { using type =
-/// at::Tensor(at::Tensor); };`
-template <class M>
-struct ForwardSignature {
-  template <class R, class C, class... Args>
-  static R (*deduce(R (C::*)(Args...)))(Args...);
-  template <class R, class C, class... Args>
-  static R (*deduce(R (C::*)(Args...) const))(Args...);
-  using type = std::remove_pointer_t<decltype(deduce(&M::forward))>;
-};
-template <>
-struct ForwardSignature<torch::nn::SequentialImpl> {
-  using type = at::Tensor(at::Tensor);
 };
 
 namespace detail {

@@ -41,7 +41,7 @@ Planned plan_run(const InspectArguments& arguments) {
   Planned planned;
   planned.mesh = train::mesh_shape(dims);
   planned.contract = train::resolve_model(source, config, dims);
-  planned.plan = train::plan_model(source.spec, planned.contract.parameters, planned.mesh);
+  planned.plan = train::plan_model(source.description, planned.contract.parameters, planned.mesh);
   if (!config.parallelism.reshard_after_forward) planned.reshard = layout::Reshard::kNo;
   return planned;
 }

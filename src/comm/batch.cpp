@@ -23,11 +23,16 @@ OpFacts facts(const Op& op) {
   if (const auto* exchange = std::get_if<AllToAll>(&op)) {
     return {Kind::kAllToAll, 0, exchange->input.scalar_type(), exchange->output.scalar_type()};
   }
-  if (std::holds_alternative<RelayedGather>(op) || std::holds_alternative<AnyOf>(op)) {
-    const auto& bytes = first_tensor(op);
-    const bool gather = std::holds_alternative<RelayedGather>(op);
-    return {gather ? Kind::kAllGather : Kind::kAnyOf, static_cast<std::int64_t>(bytes.nbytes()),
-            bytes.scalar_type(), bytes.scalar_type(), true};
+  const auto relayed = [](Kind kind, const at::Tensor& values) -> OpFacts {
+    return {kind, static_cast<std::int64_t>(values.nbytes()), values.scalar_type(),
+            values.scalar_type(), true};
+  };
+  if (const auto* gather = std::get_if<RelayedGather>(&op)) {
+    return relayed(Kind::kAllGather, gather->bytes);
+  }
+  if (const auto* combine = std::get_if<Combine>(&op)) {
+    const bool sum = combine->way == Combine::Way::kSum;
+    return relayed(sum ? Kind::kSumOf : Kind::kAnyOf, combine->values);
   }
   const auto& all = std::get<AllReduce>(op);
   return {Kind::kAllReduce, static_cast<std::int64_t>(all.data.nbytes()), all.data.scalar_type(),
@@ -141,10 +146,15 @@ void check_batch(const Batch& batch, int ranks, at::DeviceType device) {
     } else if (const auto* relayed = std::get_if<RelayedGather>(&op)) {
       usable(relayed->bytes);
       check_relayed(*relayed, ranks, batch.label.unit);
-    } else if (const auto* any = std::get_if<AnyOf>(&op)) {
-      usable(any->bits);
-      TESSERA_INVARIANT(any->bits.scalar_type() == at::kByte, "any_of of ", batch.label.unit,
-                        ": found ", c10::toString(any->bits.scalar_type()), ", expected bytes");
+    } else if (const auto* combine = std::get_if<Combine>(&op)) {
+      usable(combine->values);
+      const auto& values = combine->values;
+      const bool sum = combine->way == Combine::Way::kSum;
+      TESSERA_INVARIANT(
+          sum ? values.scalar_type() == at::kLong && values.dim() == 2 && values.size(0) == 2
+              : values.scalar_type() == at::kByte,
+          to_string(batch.label.kind), " of ", batch.label.unit, ": found ", values.sizes(), " of ",
+          c10::toString(values.scalar_type()), ", expected bytes, or int64 [2, n] for a sum");
     } else {
       const auto& all = std::get<AllReduce>(op);
       usable(all.data);

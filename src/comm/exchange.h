@@ -106,7 +106,8 @@ class Exchange final : public Work, private Blocked {
   void finish_relay(std::size_t index);
   void deliver_relayed(std::size_t index);
   Stretch relayed_part(std::size_t index, int round) const;  ///< what arrives, in `received`
-  const void* bits_before(std::size_t index, int round) const;
+  const void* combined_before(std::size_t index, int round) const;
+  void combine_round(std::size_t index, int round);
 
   void finish(std::vector<Transfer>& transfers);
   void finish(Transfer& transfer);

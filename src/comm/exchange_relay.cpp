@@ -16,7 +16,7 @@ void Exchange::prepare_relay(std::size_t index) {
   UnderWay& op = under_way_[index];
   const int ranks = channel_->size();
   const auto& mine = first_tensor(batch_.ops[index]);
-  if (std::holds_alternative<AnyOf>(batch_.ops[index])) {
+  if (std::holds_alternative<Combine>(batch_.ops[index])) {
     op.received = channel_->take_buffer(nbytes(mine) * relay::rounds(ranks));
     return;
   }
@@ -52,8 +52,8 @@ void Exchange::post_relayed_receives(std::size_t index) {
   }
 }
 
-/// Bits combined in earlier rounds: the own ones, later what came with them in.
-const void* Exchange::bits_before(std::size_t index, int round) const {
+/// What was combined in earlier rounds: the own values, later what came with them in.
+const void* Exchange::combined_before(std::size_t index, int round) const {
   if (round == 0) return first_tensor(batch_.ops[index]).const_data_ptr();
   return at_byte(under_way_[index].received, relayed_part(index, round - 1).begin);
 }
@@ -63,7 +63,7 @@ void Exchange::send_round(std::size_t index, int round) {
   const int to = relay::round_of(round, channel_->options.self, channel_->size()).to;
   const std::size_t tag_index = index + batch_.ops.size() * static_cast<std::size_t>(round);
   if (op.begins.empty()) {
-    post_send(op, to, bits_before(index, round), nbytes(first_tensor(batch_.ops[index])),
+    post_send(op, to, combined_before(index, round), nbytes(first_tensor(batch_.ops[index])),
               tag_index);
     return;
   }
@@ -78,11 +78,7 @@ void Exchange::finish_relay(std::size_t index) {
   for (int round = 0; round < rounds; ++round) {
     const Stretch part = relayed_part(index, round);
     if (part.numel() > 0) finish(op.receives[next++]);
-    if (op.begins.empty()) {
-      const auto* before = static_cast<const std::byte*>(bits_before(index, round));
-      std::byte* bits = at_byte(op.received, part.begin);
-      for (std::int64_t i = 0; i < part.numel(); ++i) bits[i] |= before[i];
-    }
+    if (op.begins.empty()) combine_round(index, round);
     if (round + 1 == rounds) break;
     const std::lock_guard lock(mutex_);
     channel_->options.poison->check();
@@ -90,6 +86,20 @@ void Exchange::finish_relay(std::size_t index) {
   }
   finish(op.sends);  // what is sent lies in `bits`, too
   deliver_relayed(index);
+}
+
+void Exchange::combine_round(std::size_t index, int round) {
+  const auto& op = std::get<Combine>(batch_.ops[index]);
+  const void* before = combined_before(index, round);
+  std::byte* received = at_byte(under_way_[index].received, relayed_part(index, round).begin);
+  if (op.way == Combine::Way::kSum) {
+    relay::add_round(round, channel_->size(), op.values.size(1),
+                     static_cast<const std::int64_t*>(before),
+                     reinterpret_cast<std::int64_t*>(received));
+    return;
+  }
+  const auto* bits = static_cast<const std::byte*>(before);
+  for (std::int64_t i = 0; i < nbytes(op.values); ++i) received[i] |= bits[i];
 }
 
 void Exchange::deliver_relayed(std::size_t index) {
@@ -100,9 +110,11 @@ void Exchange::deliver_relayed(std::size_t index) {
     return at_byte(op.received,
                    op.begins[static_cast<std::size_t>(relay::place_of(rank, self, ranks))]);
   };
-  if (const auto* any = std::get_if<AnyOf>(&batch_.ops[index])) {
-    std::copy_n(static_cast<const std::byte*>(bits_before(index, relay::rounds(ranks))),
-                nbytes(any->bits), at_byte(any->bits, 0));
+  if (const auto* combine = std::get_if<Combine>(&batch_.ops[index])) {
+    const auto* all = static_cast<const std::byte*>(combined_before(index, relay::rounds(ranks)));
+    const bool second = combine->way == Combine::Way::kSum && relay::row_of_sum(ranks) == 1;
+    const std::int64_t begin = second ? nbytes(combine->values) / 2 : 0;
+    std::copy_n(all + begin, nbytes(combine->values) - begin, at_byte(combine->values, 0));
   } else if (const auto* gather = std::get_if<RelayedGather>(&batch_.ops[index])) {
     std::int64_t begin = 0;
     for (int rank = 0; rank < ranks; ++rank) {

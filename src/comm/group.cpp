@@ -25,6 +25,8 @@ std::string_view to_string(Kind kind) {
       return "all_to_all";
     case Kind::kAnyOf:
       return "any_of";
+    case Kind::kSumOf:
+      return "sum_of";
     case Kind::kBatch:
       return "batch";
   }
@@ -44,7 +46,7 @@ const at::Tensor& first_tensor(const Op& op) {
     const at::Tensor& operator()(const AllReduce& one) const { return one.data; }
     const at::Tensor& operator()(const AllToAll& one) const { return one.input; }
     const at::Tensor& operator()(const RelayedGather& one) const { return one.bytes; }
-    const at::Tensor& operator()(const AnyOf& one) const { return one.bits; }
+    const at::Tensor& operator()(const Combine& one) const { return one.values; }
   };
   return std::visit(First(), op);
 }
@@ -85,7 +87,7 @@ std::vector<std::int64_t> equal_lengths(const Group& group, std::size_t length) 
 void barrier(Group& group, const std::string& what) {
   RECORD_USER_SCOPE("tessera::wait");
   const TraceScope traced(TraceRow::kWaits, what);
-  issue_and_wait(group, Kind::kAllReduce, AnyOf{at::zeros({1}, at::kByte)}, what);
+  issue_and_wait(group, Kind::kAllReduce, Combine{at::zeros({1}, at::kByte)}, what);
 }
 
 std::vector<bool> any_of_ranks(Group& group, const std::vector<bool>& mine,
@@ -98,10 +100,20 @@ std::vector<bool> any_of_ranks(Group& group, const std::vector<bool>& mine,
   for (std::size_t i = 0; i < mine.size(); ++i) {
     if (mine[i]) bytes[i / kBits] = static_cast<std::uint8_t>(bytes[i / kBits] | 1U << i % kBits);
   }
-  issue_and_wait(group, Kind::kAnyOf, AnyOf{packed}, what);
+  issue_and_wait(group, Kind::kAnyOf, Combine{packed}, what);
   std::vector<bool> any(mine.size());
   for (std::size_t i = 0; i < mine.size(); ++i) any[i] = (bytes[i / kBits] >> i % kBits & 1U) != 0;
   return any;
+}
+
+std::vector<std::int64_t> sum_of_ranks(Group& group, const std::vector<std::int64_t>& mine,
+                                       const std::string& what) {
+  RECORD_USER_SCOPE("tessera::wait");
+  const auto values = at::zeros({2, static_cast<std::int64_t>(mine.size())}, at::kLong);
+  auto* sums = values.mutable_data_ptr<std::int64_t>();
+  std::copy(mine.begin(), mine.end(), sums);
+  issue_and_wait(group, Kind::kSumOf, Combine{values, Combine::Way::kSum}, what);
+  return {sums, sums + mine.size()};
 }
 
 std::vector<bool> all_agree(Group& group, const std::vector<std::uint64_t>& hashes,
@@ -114,7 +126,7 @@ std::vector<bool> all_agree(Group& group, const std::vector<std::uint64_t>& hash
     half[2 * i] = static_cast<std::int64_t>(hashes[i]);
     half[2 * i + 1] = static_cast<std::int64_t>(~hashes[i]);
   }
-  issue_and_wait(group, Kind::kAnyOf, AnyOf{halves.view(at::kByte)}, what);
+  issue_and_wait(group, Kind::kAnyOf, Combine{halves.view(at::kByte)}, what);
   std::vector<bool> agree(hashes.size());
   for (std::size_t i = 0; i < agree.size(); ++i) agree[i] = (half[2 * i] & half[2 * i + 1]) == 0;
   return agree;

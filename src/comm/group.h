@@ -24,6 +24,7 @@ enum class Kind : std::uint8_t {
   kAllReduce,
   kAllToAll,
   kAnyOf,
+  kSumOf,
   kBatch
 };
 std::string_view to_string(Kind kind);
@@ -95,13 +96,16 @@ struct RelayedGather {
   std::vector<std::int64_t> lengths;
 };
 
-/// In place: bitwise or over ranks of `bits` (bytes), combined on the way. Bytes a rank sends:
-/// ceil(log2 size) x bits.
-struct AnyOf {
-  at::Tensor bits;
+/// In place, over ranks, combined on the way: bitwise or of bytes, or the sum of whole numbers
+/// (int64 [2, n]: the numbers, then as many zeros; the sums come out in the first row). Bytes a
+/// rank sends: ceil(log2 size) x values.
+struct Combine {
+  enum class Way : std::uint8_t { kAny, kSum };
+  at::Tensor values;
+  Way way = Way::kAny;
 };
 
-using Op = std::variant<AllGather, ReduceScatter, AllReduce, AllToAll, RelayedGather, AnyOf>;
+using Op = std::variant<AllGather, ReduceScatter, AllReduce, AllToAll, RelayedGather, Combine>;
 
 /// What goes out of an op.
 const at::Tensor& first_tensor(const Op& op);
@@ -134,11 +138,15 @@ class Group {
 };
 
 /// Blocking forms, for control messages: ceil(log2 size) messages a rank and exchange, of which the
-/// first three keep their size however many ranks there are. Collective.
+/// first four keep their size however many ranks there are. Collective.
 void barrier(Group& group, const std::string& what);
 /// For each bit whether any rank has it set. All have as many.
 std::vector<bool> any_of_ranks(Group& group, const std::vector<bool>& mine,
                                const std::string& what);
+/// Sums over ranks of whole numbers that stay within int64: 16 bytes a number and message. All have
+/// as many. What has digits is added in rank order: all_reduce.
+std::vector<std::int64_t> sum_of_ranks(Group& group, const std::vector<std::int64_t>& mine,
+                                       const std::string& what);
 /// For each hash whether all ranks have the same: 16 bytes a hash and message. What differs is for
 /// the caller to find, who has the texts (all_gather_bytes). All have as many.
 std::vector<bool> all_agree(Group& group, const std::vector<std::uint64_t>& hashes,

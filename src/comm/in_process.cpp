@@ -114,10 +114,13 @@ void run_relayed_gather(const std::vector<Batch>& batches, std::size_t op) {
   }
 }
 
-void run_any_of(const std::vector<Batch>& batches, std::size_t op) {
-  const auto& any = std::get<AnyOf>(batches.front().ops[op]).bits;
-  for (const Batch& batch : batches) any.bitwise_or_(std::get<AnyOf>(batch.ops[op]).bits);
-  for (const Batch& batch : batches) std::get<AnyOf>(batch.ops[op]).bits.copy_(any);
+void run_combine(const std::vector<Batch>& batches, std::size_t op) {
+  const auto& [all, way] = std::get<Combine>(batches.front().ops[op]);
+  for (std::size_t i = 1; i < batches.size(); ++i) {
+    const auto& other = std::get<Combine>(batches[i].ops[op]).values;
+    way == Combine::Way::kSum ? all.add_(other) : all.bitwise_or_(other);
+  }
+  for (const Batch& batch : batches) std::get<Combine>(batch.ops[op]).values.copy_(all);
 }
 
 void run(const std::vector<Batch>& batches) {
@@ -130,8 +133,8 @@ void run(const std::vector<Batch>& batches) {
       run_all_to_all(batches, op);
     } else if (std::holds_alternative<RelayedGather>(batches.front().ops[op])) {
       run_relayed_gather(batches, op);
-    } else if (std::holds_alternative<AnyOf>(batches.front().ops[op])) {
-      run_any_of(batches, op);
+    } else if (std::holds_alternative<Combine>(batches.front().ops[op])) {
+      run_combine(batches, op);
     } else {
       run_all_reduce(batches, op);
     }
@@ -185,8 +188,8 @@ Batch cloned(const Batch& batch) {
       exchange->output = exchange->output.clone();
     } else if (auto* relayed = std::get_if<RelayedGather>(&op)) {
       relayed->bytes = relayed->bytes.clone();
-    } else if (auto* any = std::get_if<AnyOf>(&op)) {
-      any->bits = any->bits.clone();
+    } else if (auto* combine = std::get_if<Combine>(&op)) {
+      combine->values = combine->values.clone();
     } else {
       auto& all = std::get<AllReduce>(op);
       all.data = all.data.clone();
@@ -206,8 +209,8 @@ void deliver(const Batch& staged, const Batch& batch) {
       exchange->output.copy_(std::get<AllToAll>(staged.ops[i]).output);
     } else if (const auto* relayed = std::get_if<RelayedGather>(&batch.ops[i])) {
       relayed->bytes.copy_(std::get<RelayedGather>(staged.ops[i]).bytes);
-    } else if (const auto* any = std::get_if<AnyOf>(&batch.ops[i])) {
-      any->bits.copy_(std::get<AnyOf>(staged.ops[i]).bits);
+    } else if (const auto* combine = std::get_if<Combine>(&batch.ops[i])) {
+      combine->values.copy_(std::get<Combine>(staged.ops[i]).values);
     } else {
       std::get<AllReduce>(batch.ops[i]).result().copy_(std::get<AllReduce>(staged.ops[i]).result());
     }

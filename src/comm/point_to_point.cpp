@@ -117,10 +117,10 @@ class Connecting final : public Blocked {
 };
 
 /// Gives the channel lines to those of `peers` (indices) to which it has none, for the entry
-/// `sequence` of its log, within `patience` from `begin` on. Errors: PeerLost naming the rank that
-/// did not come in time.
-void connect_to(const std::vector<int>& peers, Channel& channel, int epoch, std::uint64_t sequence,
-                std::chrono::steady_clock::time_point begin) {
+/// `sequence` of its log, within the channel's patience. Errors: PeerLost naming the rank that did
+/// not come in time.
+void connect_to(const std::vector<int>& peers, Channel& channel, int epoch,
+                std::uint64_t sequence) {
   std::vector<Attempt> attempts;
   for (const int peer : peers) {
     if (!channel.lines[static_cast<std::size_t>(peer)].backend) {
@@ -132,7 +132,7 @@ void connect_to(const std::vector<int>& peers, Channel& channel, int epoch, std:
   const OnBoard on_board(*channel.options.board, wait);
   const Poison& poison = *channel.options.poison;
   const auto patience = poison.patience.of(channel.options.timeout);
-  const auto deadline = begin + patience;
+  const auto deadline = std::chrono::steady_clock::now() + patience;
   for (Attempt& one : attempts) {
     const auto index = static_cast<std::size_t>(one.peer);
     if (auto backend = wait.finish(one, deadline)) {
@@ -193,16 +193,16 @@ void PointToPointGroup::reset(int epoch) {
 
 void PointToPointGroup::connect(const Batch& batch, std::uint64_t sequence) {
   if (!channel_->options.open_pair) return;
-  const auto begin = std::chrono::steady_clock::now();
   const bool relayed = !channel_->options.compare_entries &&
                        std::all_of(batch.ops.begin(), batch.ops.end(),
                                    [&](const Op& op) { return is_relayed(op, size()); });
   if (relayed) {
-    connect_to(relay::partners(rank(), size()), *channel_, epoch_, sequence, begin);
+    connect_to(relay::partners(rank(), size()), *channel_, epoch_, sequence);
     return;
   }
   for (const auto& wave : relay::waves(rank(), size(), kMostAtOnce)) {
-    connect_to(wave, *channel_, epoch_, sequence, begin);
+    // Each with a time of its own: a thousand ranks take longer than a rank that does not come may.
+    connect_to(wave, *channel_, epoch_, sequence);
   }
 }
 

@@ -36,6 +36,18 @@ std::vector<std::vector<int>> waves(int rank, int ranks, int most) {
   return all;
 }
 
+void add_round(int round, int ranks, std::int64_t n, const std::int64_t* values,
+               std::int64_t* received) {
+  const bool counts = (ranks >> round & 1) != 0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::int64_t rest = counts ? values[i] + received[n + i] : values[n + i];
+    received[i] += values[i];
+    received[n + i] = rest;
+  }
+}
+
+int row_of_sum(int ranks) { return (ranks & (ranks - 1)) == 0 ? 0 : 1; }
+
 int rank_at(int place, int rank, int ranks) { return (rank + ranks - place) % ranks; }
 int place_of(int part, int rank, int ranks) { return (rank + ranks - part) % ranks; }
 

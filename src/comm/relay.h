@@ -40,6 +40,15 @@ int parts_sent(int round, int ranks);
 /// Where each place begins, and where the last one ends, if rank r's part is lengths[r] long.
 std::vector<std::int64_t> begins(const std::vector<std::int64_t>& lengths, int rank);
 
+/// One round of a sum of whole numbers. `values` and `received` are [2, n]: the sums of the 2^round
+/// ranks that end at their rank, and those of the last (ranks mod 2^round) of these, nothing at
+/// first. `received` becomes what this rank has after the round. Windows of ranks, and no rank
+/// twice: unlike bits, a number that is added twice is wrong.
+void add_round(int round, int ranks, std::int64_t n, const std::int64_t* values,
+               std::int64_t* received);
+/// Which row of [2, n] has the sum of all after the last round.
+int row_of_sum(int ranks);
+
 /// Of a whole gather, by `rank`.
 std::int64_t gathered_bytes_sent(const std::vector<std::int64_t>& lengths, int rank);
 

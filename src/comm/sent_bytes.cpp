@@ -40,7 +40,9 @@ struct SentBytes {
   std::int64_t operator()(const RelayedGather& op) const {
     return relay::gathered_bytes_sent(op.lengths, rank);
   }
-  std::int64_t operator()(const AnyOf& op) const { return relay::rounds(ranks) * nbytes(op.bits); }
+  std::int64_t operator()(const Combine& op) const {
+    return relay::rounds(ranks) * nbytes(op.values);
+  }
 };
 
 }  // namespace
@@ -52,7 +54,7 @@ bool in_two_rounds(const AllReduce& op, int ranks) {
 bool is_relayed(const Op& op, int ranks) {
   const auto* sum = std::get_if<AllReduce>(&op);
   if (sum != nullptr) return sum->route == Route::kRelayed && !in_two_rounds(*sum, ranks);
-  return std::holds_alternative<RelayedGather>(op) || std::holds_alternative<AnyOf>(op);
+  return std::holds_alternative<RelayedGather>(op) || std::holds_alternative<Combine>(op);
 }
 
 Stretch summed_by(const AllReduce& op, int ranks, int rank) {

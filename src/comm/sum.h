@@ -1,8 +1,8 @@
-// The one place where values of several ranks are added.
+// The one place where what a wire has brought of several ranks is added, in this process's memory.
 //
 // Left to right in rank order, each addend widened to the result's dtype first: every backend calls
-// this, so that results have the same bits whatever carried the data. One pass over all addends, no
-// temporary.
+// this, so that results have the same bits whatever carried the data. The loop, and the same sum of
+// tensors on any device, are kernels' (kernels.h).
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -11,12 +11,11 @@
 #include <vector>
 
 #include "comm/group.h"
+#include "kernels/kernels.h"
 
 namespace tessera::comm {
 
-/// Whether values of `from` can be added in `to`: the same dtype (bool excepted), or a wider one of
-/// its kind.
-bool can_sum(at::ScalarType from, at::ScalarType to);
+using kernels::can_sum;
 
 struct SumInto {
   void* data = nullptr;

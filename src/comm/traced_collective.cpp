@@ -17,6 +17,7 @@ TraceRow row_of(Kind kind) {
     case Kind::kAllReduce:
     case Kind::kAllToAll:
     case Kind::kAnyOf:
+    case Kind::kSumOf:
     case Kind::kBatch:
       break;
   }

@@ -1,9 +1,10 @@
-// AdamW: PyTorch's fused kernel over the shards.
+// AdamW over the shards, as many as one call takes.
 #include <ATen/ATen.h>
 
 #include "fsdp/optimizer_options.h"
 #include "fsdp/optimizer_shards.h"
 #include "grad/torch_dtype.h"
+#include "kernels/kernels.h"
 #include "tessera/optim.h"
 
 namespace tessera {
@@ -73,9 +74,9 @@ class AdamW : public Optimizer {
 
   void step_fused(Lists& lists, bool decays) const {
     if (lists.parameters.empty()) return;
-    at::_fused_adamw_(lists.parameters, lists.grads, lists.first, lists.second, {}, lists.steps,
-                      lr_, options_.beta1, options_.beta2, decays ? options_.weight_decay : 0.0,
-                      options_.eps, /*amsgrad=*/false, /*maximize=*/false);
+    kernels::adamw(lists.parameters, lists.grads, lists.first, lists.second, lists.steps, lr_,
+                   options_.beta1, options_.beta2, decays ? options_.weight_decay : 0.0,
+                   options_.eps);
   }
 
   AdamWOptions options_;

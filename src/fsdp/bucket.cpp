@@ -2,9 +2,8 @@
 
 #include <ATen/ATen.h>
 
-#include "fsdp/quotient.h"
-#include "fsdp/split_master.h"
 #include "grad/torch_dtype.h"
+#include "kernels/kernels.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
@@ -55,7 +54,7 @@ void Bucket::begin_gather(comm::Batch& batch) {
 
 void Bucket::encode(const at::Tensor& slice) const {
   if (plan_.key.rounding == Rounding::kHalfAway) {
-    round_half_away(shard_, slice);
+    kernels::round_half_away(shard_, slice);
   } else {
     slice.copy_(shard_);
   }
@@ -214,7 +213,7 @@ const at::Tensor& Bucket::finish_final(double loss_scale) {
     final_ = in_place ? sum : zeros(plan_.slice_numel(), plan_.key.final, pool_->device());
   }
   const auto factor = plan_.key.reductions.divide_factor * loss_scale;
-  if (!in_place || factor != 1.0) divide_into(final_, sum, factor);
+  if (!in_place || factor != 1.0) kernels::divide_into(final_, sum, factor);
   return final_;
 }
 

@@ -1,61 +1,19 @@
 #include "tessera/clip.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Dispatch.h>
 #include <ATen/record_function.h>
 
 #include <cmath>
 #include <cstring>
 
-#include "base/parallel.h"
 #include "base/trace.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
+#include "kernels/kernels.h"
 #include "tessera/error.h"
 
 namespace tessera {
 namespace {
-
-struct Square {
-  double operator()(double value) const { return value * value; }
-};
-struct Absolute {
-  double operator()(double value) const { return std::abs(value); }
-};
-/// Of values that were divided by the largest: no power overflows, whatever p.
-struct Power {
-  double p;
-  double largest;
-  double operator()(double value) const { return std::pow(std::abs(value) / largest, p); }
-};
-
-/// Sum of f(value) in fp64 with a fixed order of additions: blocks, then blocks in order.
-template <class T, class F>
-double sum_of(const T* data, std::int64_t count, const F& f) {
-  constexpr std::int64_t kBlock = 1 << 16;
-  constexpr int kLanes = 8;
-  const auto blocks = (count + kBlock - 1) / kBlock;
-  std::vector<double> partial(static_cast<std::size_t>(blocks), 0.0);
-  base::for_ranges(count, kBlock, [&](std::int64_t first, std::int64_t last) {
-    for (auto begin = first; begin < last; begin += kBlock) {
-      double lanes[kLanes] = {};
-      const auto end = std::min(begin + kBlock, last);
-      auto i = begin;
-      for (; i + kLanes <= end; i += kLanes) {
-        for (int lane = 0; lane < kLanes; ++lane) {
-          lanes[lane] += f(static_cast<double>(data[i + lane]));
-        }
-      }
-      for (int lane = 0; i < end; ++i, ++lane) lanes[lane] += f(static_cast<double>(data[i]));
-      double sum = 0.0;
-      for (const auto lane : lanes) sum += lane;
-      partial[static_cast<std::size_t>(begin / kBlock)] = sum;
-    }
-  });
-  double sum = 0.0;
-  for (const auto block : partial) sum += block;
-  return sum;
-}
 
 /// Whether this rank adds the parameter: of ranks with the same gradient (I) the first one does.
 /// What is cut, or shared out by the data axes, is another part on every rank.
@@ -69,27 +27,17 @@ bool counts(const ShardView& view) {
   return true;
 }
 
-/// Over this rank's elements of all gradients.
-template <class F>
-double local_sum(const ShardedBase& model, const F& f) {
-  double sum = 0.0;
+/// Of |value|^p over all elements of all gradients, in fp64; kernels.h says what `largest` is for.
+/// Added in rank order. Replicas hold the same gradients: only the ranks of one add.
+double sum_of_powers(const ShardedBase& model, double p, double largest = 1.0) {
+  const auto sum = at::zeros({1}, at::kDouble);
   for (const auto& view : model.shards()) {
     if (!view.shard.grad().defined() || !counts(view)) continue;
-    const auto flat = view.shard.grad().contiguous();
-    AT_DISPATCH_FLOATING_TYPES_AND2(
-        at::kBFloat16, at::kHalf, flat.scalar_type(), "gradient_norm",
-        [&] { sum += sum_of(flat.const_data_ptr<scalar_t>(), flat.numel(), f); });
+    kernels::add_powers(view.shard.grad(), p, largest, sum);
   }
-  return sum;
-}
-
-/// Added in rank order. Replicas hold the same gradients: only the ranks of one add.
-double over_ranks(const ShardedBase& model, double sum) {
   auto* group = fsdp::unit_of_handle(model.unit()).runtime().replica_control();
-  if (group == nullptr) return sum;
-  auto total = at::scalar_tensor(sum, at::TensorOptions().dtype(at::kDouble)).reshape({1});
-  comm::all_reduce(*group, total, "gradient norm");
-  return total.item<double>();
+  if (group != nullptr) comm::all_reduce(*group, sum, "gradient norm");
+  return sum.item<double>();
 }
 
 /// The larger one; NaN where either is.
@@ -122,12 +70,11 @@ double gradient_norm(const ShardedBase& model, double p) {
   runtime.require_synced("gradient norm");
   runtime.require_none_lost("gradient norm");
   if (std::isinf(p)) return largest_absolute(model);
-  if (p == 1.0) return over_ranks(model, local_sum(model, Absolute{}));
-  if (p == 2.0) return std::sqrt(over_ranks(model, local_sum(model, Square{})));
+  if (p == 1.0) return sum_of_powers(model, p);
+  if (p == 2.0) return std::sqrt(sum_of_powers(model, p));
   const auto largest = largest_absolute(model);
   if (largest == 0.0 || !std::isfinite(largest)) return largest;
-  const auto sum = over_ranks(model, local_sum(model, Power{p, largest}));
-  return largest * std::pow(sum, 1.0 / p);
+  return largest * std::pow(sum_of_powers(model, p, largest), 1.0 / p);
 }
 
 double clip_grad_norm(const ShardedBase& model, double max_norm, double p) {

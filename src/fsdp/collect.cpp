@@ -193,7 +193,7 @@ class Walk {
                   ": found a tensor that autograd computed, expected a leaf");
     TESSERA_CHECK(!tensor.grad().defined(), ErrorKind::kUsage, "parameter ", name,
                   ": found a gradient, expected none before sharding; call zero_grad() first");
-    TESSERA_CHECK(!has_hooks(tensor), ErrorKind::kUsage, "parameter ", name,
+    TESSERA_CHECK(!grad::has_hooks(tensor), ErrorKind::kUsage, "parameter ", name,
                   ": found a hook on its gradient, expected none, since gradients are summed over "
                   "the ranks before anybody reads them; make the module without, and change "
                   "gradients on the handle's parameters after backward");

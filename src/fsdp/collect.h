@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/leaf.h"
+#include "fsdp/parameter_leaf.h"
 #include "tessera/model_contract.h"
 #include "tessera/shard.h"
 

@@ -4,6 +4,7 @@
 #include <map>
 #include <set>
 
+#include "base/unit_label.h"
 #include "grad/resolve_steps.h"
 #include "layout/local_part.h"
 #include "layout/model_plan.h"
@@ -135,6 +136,17 @@ ModelContract contracts_of(const Found& found, const Mesh& mesh, const Precision
             : grad::resolve_buffer(meta, rules.ask(meta.name), model.parameters, policy));
   }
   return model;
+}
+
+std::optional<UnitContract> given_unit_contract(const ShardOptions& options) {
+  if (options.contracts == nullptr || options.unit_contracts == nullptr) return std::nullopt;
+  const auto& contracts = *options.unit_contracts;
+  const auto found =
+      std::ranges::find_if(contracts, [&](const auto& each) { return each.name == options.name; });
+  TESSERA_CHECK(found != contracts.end(), ErrorKind::kContract, unit_label(options.name),
+                ": found no contract for this unit, expected one of those resolved for the model; "
+                "resolve the model with the units that are sharded");
+  return *found;
 }
 
 std::vector<Buffer> make_buffers(const std::vector<FoundBuffer>& found,

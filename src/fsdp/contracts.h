@@ -18,6 +18,10 @@ namespace tessera::fsdp {
 ModelContract contracts_of(const Found& found, const Mesh& mesh, const PrecisionPolicy& policy,
                            const ShardOptions& options);
 
+/// That of options.unit_contracts which has options.name; none = it is resolved from the policy.
+/// Errors: kContract.
+std::optional<UnitContract> given_unit_contract(const ShardOptions& options);
+
 /// The data axes of a mesh and the divide factor (none: the number of data ranks).
 ReductionPlan data_reductions(const Mesh& mesh, std::optional<double> divide_factor);
 

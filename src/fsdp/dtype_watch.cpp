@@ -14,7 +14,6 @@ namespace {
 
 // A thread is a rank, and callbacks are plain functions.
 thread_local DtypeWatch::Observer* t_observer = nullptr;
-thread_local int t_wide = 0;
 
 std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& operation) {
   if (t_observer != nullptr) t_observer->begin_operation(operation);
@@ -150,7 +149,7 @@ void Observer::look_at(const at::Tensor& output, const char* op) {
     const auto rank = [](const Input& each) { return std::pair{each.has_dims, each.origin.kind}; };
     if (cause == nullptr || rank(input) > rank(*cause)) cause = &input;
   }
-  if (t_wide > 0 || !meets_activations) {
+  if (WideScope::is_open() || !meets_activations) {
     return remember(output, {concat("a tensor that ", op, " made in unit ", frames_.back().unit),
                              Origin::Kind::kTable});
   }
@@ -201,8 +200,5 @@ std::string to_string(const std::vector<DtypeFinding>& findings) {
   }
   return text;
 }
-
-WideScope::WideScope() { ++t_wide; }
-WideScope::~WideScope() { --t_wide; }
 
 }  // namespace tessera

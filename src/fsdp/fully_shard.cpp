@@ -91,6 +91,10 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
     own_.push_back({named_ ? parameter->contract.name : name, parameter.get()});
     register_parameter(escaped(name), parameter->shard, parameter->contract.trainable);
   }
+  if (const auto given = fsdp::given_unit_contract(options)) {
+    unit_->contract = *given;
+    unit_is_given_ = true;
+  }
   resolve_unit(Place::kOutermost);
   for (const auto& inner : found.handles) inner_.push_back({inner.path, inner.handle});
   unit_->borrowed = found.owned_by_others;
@@ -127,6 +131,7 @@ void ShardedBase::require_handles_between_steps(const std::vector<fsdp::FoundHan
 }
 
 void ShardedBase::resolve_unit(Place place) {
+  if (unit_is_given_) return;
   UnitMeta meta;
   meta.name = unit_->name();
   meta.nested = place == Place::kInside;

@@ -154,12 +154,20 @@ void ShardedBase::visit_full_gradients(
   visit_full(true, visit);
 }
 
-void ShardedBase::set_loaded() {
+void ShardedBase::set_loaded() const {
   for (auto* unit : fsdp::unit_of_handle(unit_).runtime().units()) {
     unit->set_has_values();
     unit->forget_cast();
     unit->cast_buffers();
   }
+}
+
+const Mesh& ShardedBase::mesh() const { return fsdp::unit_of_handle(unit_).runtime().mesh(); }
+
+int ShardedBase::rank() const { return mesh().world()->rank(); }
+
+comm::Group* ShardedBase::data_group() const {
+  return fsdp::unit_of_handle(unit_).runtime().data_group();
 }
 
 void ShardedBase::train(bool on) {

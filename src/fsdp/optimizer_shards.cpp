@@ -4,24 +4,10 @@
 
 #include <algorithm>
 
-#include "base/parallel.h"
-#include "fsdp/split_master.h"
+#include "kernels/kernels.h"
 
 namespace tessera::fsdp {
 namespace {
-
-/// Elements of the shard that somebody else has written since the master was rounded into it.
-void take_over_changes(const at::Tensor& shard, const at::Tensor& master) {
-  constexpr std::int64_t kGrain = 1 << 15;
-  const auto* stored = shard.const_data_ptr<c10::Half>();
-  auto* full = master.mutable_data_ptr<float>();
-  base::for_ranges(shard.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
-    for (auto i = begin; i < end; ++i) {
-      const auto value = static_cast<float>(stored[i]);
-      full[i] = static_cast<float>(static_cast<c10::Half>(full[i])) == value ? full[i] : value;
-    }
-  });
-}
 
 at::Tensor scratch(at::Tensor& memory, std::int64_t numel, at::Device device) {
   if (!memory.defined() || memory.numel() < numel) {
@@ -76,16 +62,17 @@ void MasterOfShard::step_split(const ShardView& view, const at::Tensor& remainde
     const auto stored = shard.narrow(0, begin, size);
     const auto rest = remainder.narrow(0, begin, size);
     const auto values = scratch(values_, size, shard.device());
-    join_master(stored, rest, values);
+    kernels::join_master(stored, rest, values);
     update({values, widened(view.shard.grad().narrow(0, begin, size)), begin, begin + size});
-    split_master(values, stored, rest);
+    kernels::split_master(values, stored, rest);
   }
 }
 
 void MasterOfShard::step_copy(const ShardView& view, const at::Tensor& master,
                               const std::function<void(const Stepped&)>& update) {
   const auto shard = view.shard.detach();
-  take_over_changes(shard, master);
+  // Elements of the shard that somebody else has written since the master was rounded into it.
+  kernels::take_over_changes(shard, master);
   update({master, widened(view.shard.grad()), 0, shard.numel()});
   shard.copy_(master);
 }

@@ -3,12 +3,18 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <functional>
 
 #include "tessera/contract.h"
 #include "tessera/optim.h"
 
 namespace tessera::fsdp {
+
+/// Elements of a shard whose float32 values an optimizer forms at a time. Kernels that divide a
+/// tensor by cache lines treat parts of this size as they would the whole: the bits of an update do
+/// not depend on it.
+inline constexpr std::int64_t kMasterPart = std::int64_t{1} << 20;
 
 /// A stretch of one shard in the dtype in which it is stepped.
 struct Stepped {

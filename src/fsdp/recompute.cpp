@@ -18,6 +18,28 @@
 #include "tessera/recompute.h"
 
 namespace tessera {
+namespace fsdp {
+namespace {
+
+// A thread is a rank, so this is per rank.
+thread_local Recorded* t_first = nullptr;
+thread_local Recorded* t_again = nullptr;
+
+}  // namespace
+
+FirstForwardScope::FirstForwardScope(Recorded& recorded)
+    : keep_(recorded, grad::CheckpointRun::kFirst), outer_(std::exchange(t_first, &recorded)) {}
+FirstForwardScope::~FirstForwardScope() { t_first = outer_; }
+RecomputeScope::RecomputeScope(Recorded& recorded)
+    : keep_(recorded, grad::CheckpointRun::kAgain), outer_(std::exchange(t_again, &recorded)) {
+  recorded.next = 0;
+}
+RecomputeScope::~RecomputeScope() { t_again = outer_; }
+Recorded* first_forward() { return t_first; }
+Recorded* recomputing() { return t_again; }
+
+}  // namespace fsdp
+
 namespace {
 
 using torch::autograd::AutogradContext;

@@ -9,32 +9,21 @@
 // these scopes itself.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
-#include "tessera/recompute_mode.h"
+#include "grad/kept.h"
 
 namespace tessera::fsdp {
 
 struct Entry;
 
-/// What keep() was given, as it was then.
-struct Kept {
-  at::Tensor value;
-  std::int64_t version = 0;
-};
-
-/// What one checkpointed forward made, in order.
-struct Recorded {
-  RecomputeMode mode = RecomputeMode::kFull;
+/// What one checkpointed forward made, in order, beside what it kept.
+struct Recorded : grad::KeptResults {
   std::vector<std::shared_ptr<Entry>> entries;
-  std::size_t next = 0;  ///< of the entries, in the recomputation
-  std::vector<Kept> kept;
-  std::size_t next_kept = 0;
+  std::size_t next = 0;      ///< of the entries, in the recomputation
   std::uint64_t serial = 0;  ///< of checkpoints of this thread, from 1
 };
 
@@ -47,6 +36,7 @@ class FirstForwardScope {
   FirstForwardScope& operator=(const FirstForwardScope&) = delete;
 
  private:
+  grad::KeepScope keep_;
   Recorded* outer_;
 };
 
@@ -59,6 +49,7 @@ class RecomputeScope {
   RecomputeScope& operator=(const RecomputeScope&) = delete;
 
  private:
+  grad::KeepScope keep_;
   Recorded* outer_;
 };
 

@@ -83,9 +83,9 @@ void show(Parameter& parameter, const Bucket& bucket, const layout::Placed& plac
   parameter.used = parameter.published = false;
   parameter.seen_grad = at::Tensor();
   for (auto& leaf : parameter.leaves) {
-    set_trainable(*leaf, false);
+    grad::set_trainable(*leaf, false);
     leaf->tensor.set_data(bucket.unsharded().view(placed.offset, leaf->tensor.sizes()));
-    if (trainable) set_trainable(*leaf, true);
+    if (trainable) grad::set_trainable(*leaf, true);
   }
 }
 

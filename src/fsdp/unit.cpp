@@ -99,6 +99,7 @@ void Parameter::leave_unit() {
   for (const auto& leaf : leaves) {
     // The module may live on; its tensors hold the leaf through their hook, and nothing else may.
     leaf->owner = nullptr;
+    leaf->contract = nullptr;
     leaf->sink = nullptr;
     leaf->tensor = at::Tensor();
   }
@@ -207,8 +208,9 @@ void Unit::build(std::vector<std::shared_ptr<Parameter>> added) {
         const auto old = leaf->tensor.storage();
         if (parameter.contract.trainable) leaf->tensor.set_grad_dtype(std::nullopt);
         leaf->tensor.set_data(bucket->unsharded().view(placed.offset, leaf->tensor.sizes()));
-        if (find_leaf(leaf->tensor) == nullptr) install(leaf, parameter.contract.trainable);
+        if (find_leaf(leaf->tensor) == nullptr) grad::install(leaf, parameter.contract.trainable);
         leaf->owner = &parameter;
+        leaf->contract = &parameter.contract;
         if (leaf != parameter.leaves.back() || !old || old.nbytes() == 0) continue;
         if (old.use_count() > 1) old_memory.push_back({old, parameter.contract.name});
       }
@@ -276,10 +278,10 @@ void Unit::cast_buffers() {
 void Unit::renew_accumulators() {
   for (const auto& parameter : parameters_) {
     if (!parameter->contract.trainable) continue;
-    for (const auto& leaf : parameter->leaves) fsdp::renew_accumulator(*leaf);
+    for (const auto& leaf : parameter->leaves) grad::renew_accumulator(*leaf);
   }
   for (const auto& leaf : borrowed) {
-    if (leaf->owner->contract.trainable) fsdp::renew_accumulator(*leaf);
+    if (leaf->owner->contract.trainable) grad::renew_accumulator(*leaf);
   }
 }
 

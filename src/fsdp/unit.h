@@ -13,7 +13,7 @@
 
 #include "base/unit_label.h"
 #include "fsdp/bucket.h"
-#include "fsdp/leaf.h"
+#include "fsdp/parameter_leaf.h"
 #include "grad/sink.h"
 #include "tessera/mesh.h"
 #include "tessera/model_contract.h"

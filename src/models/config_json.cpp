@@ -2,7 +2,6 @@
 #include <nlohmann/json.hpp>
 
 #include "models/family.h"
-#include "models/gemma4_config.h"
 #include "models/model_spec.h"
 #include "models/rope_keys.h"
 #include "models/spec_keys.h"
@@ -10,8 +9,8 @@
 
 namespace tessera::models {
 std::string config_json(const ModelSpec& spec) {
-  if (spec.family == Family::kGemma4) return gemma4_json(spec).dump(2) + "\n";
   const FamilyTraits& family = traits(spec.family);
+  if (family.write_all != nullptr) return family.write_all(spec).dump(2) + "\n";
   nlohmann::ordered_json json;
   json["architectures"] = {family.architecture};
   json["attention_bias"] = spec.attention_bias;

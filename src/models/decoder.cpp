@@ -105,7 +105,7 @@ DecoderCache Decoder::make_cache(std::int64_t capacity) const {
 }
 
 void Decoder::require_whole() const {
-  TESSERA_CHECK(!embedding_->handle() && !head_->handle() && !layers_.front().handle(),
+  TESSERA_CHECK(!embedding_->is_sharded() && !head_->is_sharded() && !layers_.front().is_sharded(),
                 ErrorKind::kUsage, "decode: found a sharded model, expected a whole one");
 }
 

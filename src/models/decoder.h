@@ -1,9 +1,9 @@
 // The decoder-only language model of all families but Gemma 4: embedding, layers, norm and head.
 //
-// Its parameters carry Hugging Face's names (a test compares them with parameter_table). Embedding,
-// layers and head are reached through fsdp::Slot, so that each can become a sharding unit; the head
+// Its parameters carry Hugging Face's names (description.h reads them there). Embedding,
+// layers and head are reached through grad::Slot, so that each can become a sharding unit; the head
 // unit is norm, output projection and loss together, a grouping that the names do not show. Short
-// symbols: B rows, T positions, V vocabulary. Next: decoder_layer.h, ../fsdp/slot.h.
+// symbols: B rows, T positions, V vocabulary. Next: decoder_layer.h, ../grad/slot.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/slot.h"
+#include "grad/slot.h"
 #include "models/decoder_layer.h"
 #include "models/language_model.h"
 #include "models/model_spec.h"
@@ -85,17 +85,17 @@ class Decoder : public LanguageModel {
   std::string canonical_name(const std::string& unit, const std::string& path) const override;
   const ModelSpec& spec() const override { return spec_; }
   void set_recompute(RecomputeMode mode) override;
-  fsdp::Slot<nn::Embedding>& embedding() { return *embedding_; }
-  std::vector<fsdp::Slot<DecoderLayer>>& layers() { return layers_; }
-  fsdp::Slot<DecoderHead>& head() { return *head_; }
+  grad::Slot<nn::Embedding>& embedding() { return *embedding_; }
+  std::vector<grad::Slot<DecoderLayer>>& layers() { return layers_; }
+  grad::Slot<DecoderHead>& head() { return *head_; }
 
  private:
   void require_whole() const;
 
   ModelSpec spec_;
-  std::optional<fsdp::Slot<nn::Embedding>> embedding_;
-  std::vector<fsdp::Slot<DecoderLayer>> layers_;
-  std::optional<fsdp::Slot<DecoderHead>> head_;
+  std::optional<grad::Slot<nn::Embedding>> embedding_;
+  std::vector<grad::Slot<DecoderLayer>> layers_;
+  std::optional<grad::Slot<DecoderHead>> head_;
 };
 
 }  // namespace tessera::models

@@ -8,15 +8,15 @@
 
 #include <vector>
 
+#include "models/description.h"
 #include "models/language_model.h"
-#include "models/parameter_table.h"
 
 namespace tessera::models {
 
 /// One a layer with experts, in their order; none for families whose layers cannot have it.
 std::vector<BufferSpec> expert_biases(const ModelSpec& spec);
 
-/// Before the model is sharded. Its buffers then are those of the table and expert_biases().
+/// Before the model is sharded.
 void add_expert_biases(LanguageModel& model);
 
 }  // namespace tessera::models

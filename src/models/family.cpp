@@ -25,19 +25,8 @@ std::string known_families() {
 }  // namespace
 
 const FamilyTraits& traits(Family family) {
-  switch (family) {
-    case Family::kQwen3:
-      return qwen3_traits();
-    case Family::kLlama:
-      return llama_traits();
-    case Family::kGemma4:
-      return gemma4_traits();
-    case Family::kQwen3Moe:
-      return qwen3_moe_traits();
-    case Family::kGptOss:
-      return gpt_oss_traits();
-    case Family::kDeepseekV2:
-      return deepseek_v2_traits();
+  for (const FamilyTraits* each : all_families()) {
+    if (each->family == family) return *each;
   }
   TESSERA_INVARIANT(false, "a family that is not listed");
 }

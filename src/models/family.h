@@ -1,9 +1,9 @@
 // The registry of model families: what differs between them, one file a family (qwen3.cpp,
 // llama.cpp, ...).
 //
-// All but Gemma 4 are decoder-only models of one block; the forward is decoder.h's. Gemma 4
-// reads its config.json itself and has a forward of its own (gemma4_model.h). A new family adds a
-// file with one FamilyTraits and a line in family.cpp. Next: model_spec.h.
+// Decoder-only models of one block share the forward of decoder.h; a family with one of its own has
+// a line in language_model.cpp, too (gemma4_model.h). A new family adds a file with one
+// FamilyTraits and a line in family.cpp. Next: model_spec.h.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>
@@ -47,6 +47,11 @@ struct FamilyTraits {
   /// What is the family's own in a config.json, read after what all have; null = nothing.
   void (*read)(ConfigReader& keys, ModelSpec& spec) = nullptr;
   void (*write)(const ModelSpec& spec, nlohmann::ordered_json& json) = nullptr;
+  /// Of a config.json that has another form than the others (nested configs): the whole of it,
+  /// instead of all above. `unknown` collects nested keys that nobody took.
+  ModelSpec (*read_all)(ConfigReader& keys, Purpose purpose,
+                        std::vector<std::string>& unknown) = nullptr;
+  nlohmann::ordered_json (*write_all)(const ModelSpec& spec) = nullptr;
 };
 
 const FamilyTraits& traits(Family family);

@@ -1,8 +1,8 @@
 // Gemma 4's config.json: three nested configs, of which every key is used, harmless or refused.
 //
 // Both spellings of the layers' differences are read (global_head_dim and its like, or
-// per_layer_config). Source: transformers 5.23, models/gemma4. Private to model_spec.cpp and
-// config_json.cpp. Next: gemma4_spec.h.
+// per_layer_config). Source: transformers 5.23, models/gemma4. Private to gemma4.cpp.
+// Next: gemma4_spec.h.
 #pragma once
 
 #include <nlohmann/json.hpp>

@@ -7,7 +7,7 @@
 #include "models/recomputed.h"
 #include "nn/attention.h"
 #include "nn/masked_attention.h"
-#include "tessera/dtype_watch.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::models {
 std::shared_ptr<nn::RmsNorm> gemma_norm(std::int64_t size, double eps, ParameterLayout layout) {

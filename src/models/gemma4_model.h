@@ -1,9 +1,8 @@
 // Gemma 4: a vision tower whose soft tokens take the place of image tokens, and the text model.
 //
-// Its parameters carry Hugging Face's names (a test compares them with parameter_table and
-// buffer_table). A text without images is a batch without them: the tower is then not entered.
-// Short symbols: B rows, T positions, H hidden, V vocabulary. Next: gemma4_layer.h,
-// gemma4_vision.h.
+// Its parameters carry Hugging Face's names (description.h reads them there). A text without images
+// is a batch without them: the tower is then not entered. Short symbols: B rows, T positions, H
+// hidden, V vocabulary. Next: gemma4_layer.h, gemma4_vision.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/slot.h"
+#include "grad/slot.h"
 #include "models/gemma4_layer.h"
 #include "models/gemma4_vision.h"
 #include "models/language_model.h"
@@ -60,9 +59,9 @@ class Gemma4Model : public LanguageModel {
   at::Tensor embed(const ModelInputs& inputs);
   /// The mask of layer `number`, as its forward takes it.
   std::optional<at::Tensor> visible(std::size_t number, const ModelInputs& inputs) const;
-  std::vector<fsdp::Slot<Gemma4TextLayer>>& layers() { return layers_; }
-  fsdp::Slot<nn::Embedding>& embedding() { return *embedding_; }
-  fsdp::Slot<Gemma4Head>& head() { return *head_; }
+  std::vector<grad::Slot<Gemma4TextLayer>>& layers() { return layers_; }
+  grad::Slot<nn::Embedding>& embedding() { return *embedding_; }
+  grad::Slot<Gemma4Head>& head() { return *head_; }
   const std::shared_ptr<Gemma4Projector>& projector() const { return projector_; }
 
  private:
@@ -75,9 +74,9 @@ class Gemma4Model : public LanguageModel {
   nn::TensorRegion region_;
   std::shared_ptr<Gemma4VisionTower> tower_;    // null for a text model
   std::shared_ptr<Gemma4Projector> projector_;  // likewise
-  std::optional<fsdp::Slot<nn::Embedding>> embedding_;
-  std::vector<fsdp::Slot<Gemma4TextLayer>> layers_;
-  std::optional<fsdp::Slot<Gemma4Head>> head_;
+  std::optional<grad::Slot<nn::Embedding>> embedding_;
+  std::vector<grad::Slot<Gemma4TextLayer>> layers_;
+  std::optional<grad::Slot<Gemma4Head>> head_;
 };
 
 }  // namespace tessera::models

@@ -5,9 +5,8 @@
 #include "moe/expert_layout.h"
 #include "moe/experts.h"
 #include "nn/geglu.h"
-#include "nn/parameter.h"
 #include "nn/rms_norm.h"
-#include "tessera/dtype_watch.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::models {
 
@@ -17,11 +16,9 @@ Gemma4Router::Gemma4Router(const ModelSpec& spec, const Gemma4Experts& experts,
   proj_ = nn::add_projection(
       *this, "proj",
       {spec.hidden_size, experts.num_experts, nn::WeightName::kOwn, nn::inside(region)});
-  scale_ = register_parameter("scale", nn::empty_parameter({spec.hidden_size}));
+  scale_ = add_parameter("scale", {spec.hidden_size}, nn::norm_weight(region.inside()));
   per_expert_scale_ =
-      register_parameter("per_expert_scale", nn::empty_parameter({experts.num_experts}));
-  declare("scale", region.inside());
-  declare("per_expert_scale", region.inside());
+      add_parameter("per_expert_scale", {experts.num_experts}, nn::norm_weight(region.inside()));
 }
 
 moe::Routing Gemma4Router::forward(const at::Tensor& x, const std::optional<at::Tensor>& imposed) {
@@ -47,12 +44,11 @@ Gemma4ExpertBank::Gemma4ExpertBank(const ModelSpec& spec, const Gemma4Experts& e
   const std::int64_t inner = all_inner / degrees.etp;
   const std::int64_t count = experts.num_experts / degrees.ep;
   gate_up_proj_ =
-      register_parameter("gate_up_proj", nn::empty_parameter({count, 2 * inner, spec.hidden_size}));
-  down_proj_ =
-      register_parameter("down_proj", nn::empty_parameter({count, spec.hidden_size, inner}));
-  declare("gate_up_proj",
-          moe::expert_layout(share, 2, {experts.num_experts, 2, all_inner, spec.hidden_size}));
-  declare("down_proj", moe::expert_layout(share, 2));
+      add_parameter("gate_up_proj", {count, 2 * inner, spec.hidden_size},
+                    {.layout = moe::expert_layout(
+                         share, 2, {experts.num_experts, 2, all_inner, spec.hidden_size})});
+  down_proj_ = add_parameter("down_proj", {count, spec.hidden_size, inner},
+                             {.layout = moe::expert_layout(share, 2)});
 }
 
 at::Tensor Gemma4ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing) {

@@ -11,9 +11,8 @@
 #include "models/recomputed.h"
 #include "models/unit_of_slot.h"
 #include "nn/masked_attention.h"
-#include "nn/parameter.h"
-#include "tessera/dtype_watch.h"
 #include "tessera/error.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::models {
 namespace {
@@ -28,9 +27,9 @@ at::Tensor padding_of(const at::Tensor& position_ids) { return position_ids.eq(-
 Gemma4PatchEmbedder::Gemma4PatchEmbedder(const Gemma4Vision& vision) {
   input_proj_ = nn::add_projection(*this, "input_proj",
                                    {3 * vision.patch_size * vision.patch_size, vision.hidden_size});
-  position_embedding_table_ = register_parameter(
-      "position_embedding_table",
-      nn::empty_parameter({2, vision.position_embedding_size, vision.hidden_size}));
+  position_embedding_table_ = add_parameter("position_embedding_table",
+                                            {2, vision.position_embedding_size, vision.hidden_size},
+                                            {.init = nn::InitKind::kOnes});
 }
 
 at::Tensor Gemma4PatchEmbedder::forward(const at::Tensor& pixel_values,
@@ -112,7 +111,7 @@ at::Tensor Gemma4VisionLayer::body(const at::Tensor& x, const nn::AxialTable& ta
 
 Gemma4VisionTower::Gemma4VisionTower(const Gemma4Vision& vision) : vision_(vision) {
   patch_embedder_ =
-      fsdp::Slot(register_module("patch_embedder", std::make_shared<Gemma4PatchEmbedder>(vision)));
+      grad::Slot(register_module("patch_embedder", std::make_shared<Gemma4PatchEmbedder>(vision)));
   const auto encoder = register_module("encoder", std::make_shared<Prefix>());
   const auto layers = encoder->register_module("layers", std::make_shared<Prefix>());
   for (std::int64_t i = 0; i < vision.num_hidden_layers; ++i) {

@@ -13,7 +13,7 @@
 #include <memory>
 #include <vector>
 
-#include "fsdp/slot.h"
+#include "grad/slot.h"
 #include "models/language_model.h"
 #include "models/model_spec.h"
 #include "nn/axial_rope.h"
@@ -70,7 +70,6 @@ class Gemma4VisionTower : public torch::nn::Module {
   explicit Gemma4VisionTower(const Gemma4Vision& vision);
   /// -> [M, H]. Errors: kFormat as patch_grid, or for pixels that do not fit the positions.
   at::Tensor forward(const Images& images);
-  /// Names as in parameter_table.
   std::vector<ModelUnit> units();
   /// Of its layers.
   void set_recompute(RecomputeMode mode);
@@ -79,8 +78,8 @@ class Gemma4VisionTower : public torch::nn::Module {
   at::Tensor pool(const at::Tensor& h, const at::Tensor& patches) const;
 
   Gemma4Vision vision_;
-  fsdp::Slot<Gemma4PatchEmbedder> patch_embedder_;
-  std::vector<fsdp::Slot<Gemma4VisionLayer>> layers_;
+  grad::Slot<Gemma4PatchEmbedder> patch_embedder_;
+  std::vector<grad::Slot<Gemma4VisionLayer>> layers_;
   at::Tensor std_bias_, std_scale_;  // [H], buffers; undefined unless standardized
 };
 

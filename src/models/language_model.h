@@ -3,7 +3,7 @@
 // A batch goes in as one value, images and routing included; what may be sharded on its own is
 // listed as units, in the order in which forward enters them. Short symbols: B rows, T positions, N
 // images, P patches of an image (padded), K experts a token. Next: decoder.h, gemma4_model.h,
-// ../fsdp/slot.h.
+// ../grad/slot.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -66,8 +66,9 @@ struct ModelOutput {
 
 /// One block that may become a sharding unit.
 struct ModelUnit {
-  std::string name;  ///< as in parameter_table
-  /// As fsdp::Slot::shard.
+  std::string name;
+  std::shared_ptr<const torch::nn::Module> module;
+  /// Makes it a unit: its handle, which a parent's fully_shard has to find.
   std::function<std::shared_ptr<ShardedBase>(const Mesh&, const PrecisionPolicy&,
                                              const ShardOptions&)>
       shard;

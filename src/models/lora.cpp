@@ -1,11 +1,133 @@
 #include "models/lora.h"
 
+#include <algorithm>
 #include <memory>
+#include <optional>
+#include <set>
 
+#include "base/printable.h"
+#include "base/wildcard.h"
+#include "models/description.h"
+#include "models/language_model.h"
 #include "nn/linear.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
+namespace {
+
+constexpr std::string_view kWeight = ".weight";
+constexpr std::string_view kA = ".lora_A.weight";
+constexpr std::string_view kB = ".lora_B.weight";
+
+std::string_view without(std::string_view name, std::string_view ending) {
+  return name.substr(0, name.size() - ending.size());
+}
+
+/// The name of the linear layer whose weight a row is; none for other rows.
+std::optional<std::string> linear_layer(const ParameterSpec& row) {
+  const bool is_matrix = row.shape.size() == 2 && row.name.ends_with(kWeight);
+  const bool is_head = !row.tied_to.empty();
+  if (!is_matrix || (row.decay != DecayClass::kMatrix && !is_head)) return std::nullopt;
+  return std::string(without(row.name, kWeight));
+}
+
+/// Why a linear layer can have no adapter; empty where it can.
+std::string refusal(const ParameterSpec& row) {
+  if (!row.tied_to.empty()) {
+    return concat("is tied to ", row.tied_to, ": an adapter could not be merged into both");
+  }
+  if (row.name.find(".router.") != std::string::npos || row.name.ends_with(".mlp.gate.weight")) {
+    return "is a router, whose choice of experts has no gradient";
+  }
+  return {};
+}
+
+bool is_vision(std::string_view layer) {
+  return layer.starts_with("model.vision_tower.") || layer.starts_with("model.embed_vision.");
+}
+
+/// Whether a pattern matches the last components of a layer's name.
+bool matches_end(const std::string& pattern, const std::string& layer) {
+  const auto dots = std::ranges::count(pattern, '.');
+  std::size_t begin = layer.size();
+  for (std::int64_t i = 0; i <= dots; ++i) {
+    if (begin == 0) return false;
+    const std::size_t dot = layer.rfind('.', begin - 1);
+    begin = dot == std::string::npos ? 0 : dot;
+  }
+  return dotted_match(pattern, std::string_view(layer).substr(begin == 0 ? 0 : begin + 1));
+}
+
+[[noreturn]] void refuse_pattern(const std::string& pattern,
+                                 const std::vector<ParameterSpec>& table) {
+  const auto found = [&](const std::string& what) {
+    return Error(ErrorKind::kConfig,
+                 concat("lora.targets: found the pattern ", printable(pattern), ", which matches ",
+                        what, ", expected linear layers, as \"q_proj\""));
+  };
+  for (const ParameterSpec& row : table) {
+    const auto layer = linear_layer(row);
+    if (!layer || refusal(row).empty() || !matches_end(pattern, *layer)) continue;
+    throw found(concat(*layer, ", which ", refusal(row)));
+  }
+  std::set<std::string> all = module_names(table);
+  // Experts are parameters without a module of their own.
+  for (const ParameterSpec& row : table) all.insert(row.name);
+  for (const std::string& name : all) {
+    if (matches_end(pattern, name)) throw found(concat(name, ", which is no linear layer"));
+  }
+  const auto close = closest_name(pattern, {all.begin(), all.end()});
+  throw found(concat("nothing", close ? concat(" (nearest name: ", *close, ")") : std::string()));
+}
+
+void check_layer(const ParameterSpec& row, const std::string& layer, const LoraRequest& request) {
+  const std::int64_t most = std::min(row.shape[0], row.shape[1]);
+  TESSERA_CHECK(request.rank <= most, ErrorKind::kConfig, "lora.rank: found ", request.rank,
+                ", expected at most ", most, ", the smaller dim of ", layer, " [", row.shape[0],
+                ", ", row.shape[1], "]; lower the rank or leave it out of lora.targets");
+  TESSERA_CHECK(request.dropout == 0.0 || !is_vision(layer), ErrorKind::kConfig,
+                "lora.dropout: found ", request.dropout, " with an adapter in ", layer,
+                ", expected 0: images have no row and position by which it could be drawn; leave "
+                "the vision tower out of lora.targets");
+}
+
+}  // namespace
+
+LoraSpec plan_lora(const ModelSpec& spec, const LoraRequest& request) {
+  if (request.rank == 0) return {};
+  TESSERA_CHECK(!request.targets.empty(), ErrorKind::kConfig,
+                "lora.targets: found nothing, expected the linear layers that get an adapter, as "
+                "[\"q_proj\", \"v_proj\"]");
+  const std::vector<ParameterSpec> table = describe(spec).parameters;
+  LoraSpec lora{request.rank, request.alpha, request.dropout, {}};
+  std::vector<bool> matched(request.targets.size(), false);
+  for (const ParameterSpec& row : table) {
+    const auto layer = linear_layer(row);
+    if (!layer) continue;
+    bool wanted = false;
+    for (std::size_t i = 0; i < request.targets.size(); ++i) {
+      if (!matches_end(request.targets[i], *layer)) continue;
+      if (!refusal(row).empty()) refuse_pattern(request.targets[i], table);
+      matched[i] = wanted = true;
+    }
+    if (!wanted) continue;
+    check_layer(row, *layer, request);
+    lora.layers.push_back(*layer);
+  }
+  for (std::size_t i = 0; i < matched.size(); ++i) {
+    if (!matched[i]) refuse_pattern(request.targets[i], table);
+  }
+  return lora;
+}
+
+std::vector<std::string> adaptable_layers(const ModelSpec& spec) {
+  std::vector<std::string> layers;
+  for (const ParameterSpec& row : describe(spec).parameters) {
+    const auto layer = linear_layer(row);
+    if (layer && refusal(row).empty()) layers.push_back(*layer);
+  }
+  return layers;
+}
 
 void add_adapters(LanguageModel& model, const LoraSpec& lora) {
   if (!lora) return;
@@ -14,10 +136,21 @@ void add_adapters(LanguageModel& model, const LoraSpec& lora) {
     const auto* module = modules.find(layer);
     const auto linear =
         module == nullptr ? nullptr : std::dynamic_pointer_cast<nn::Linear>(*module);
-    TESSERA_INVARIANT(linear != nullptr, layer,
-                      " is a linear layer of the table, not of the model");
+    TESSERA_INVARIANT(linear != nullptr, layer, " is no linear layer of the model");
     linear->add_adapter({lora.rank, lora.scale(), lora.dropout, layer});
   }
 }
+
+bool is_adapter(std::string_view parameter) {
+  return parameter.ends_with(kA) || parameter.ends_with(kB);
+}
+
+std::string adapted_weight(std::string_view parameter) {
+  if (!is_adapter(parameter)) return std::string(parameter);
+  return std::string(without(parameter, kA)).append(kWeight);
+}
+
+std::string adapter_a(const std::string& layer) { return layer + std::string(kA); }
+std::string adapter_b(const std::string& layer) { return layer + std::string(kB); }
 
 }  // namespace tessera::models

@@ -1,13 +1,56 @@
-// Adapters in the layers of a model that has just been made. Next: lora_table.h for which layers.
+// Low-rank adapters of a model: which linear layers get one, and how they come into it.
+//
+// A pattern names layers by the end of their names, as peft's target_modules do: "q_proj" is every
+// layer's, "layers.0.self_attn.*" those of one layer's attention. What is no linear layer, or has
+// no forward of its own that an adapter could be added to, is refused. No torch in this header.
+// Next: description.h, ../nn/lora.h.
 #pragma once
 
-#include "models/language_model.h"
-#include "models/lora_table.h"
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "models/model_spec.h"
 
 namespace tessera::models {
 
-/// Before the model is sharded. Its parameters then are those of parameter_table(spec, lora), the
-/// new ones without data.
+class LanguageModel;
+
+/// What is asked for.
+struct LoraRequest {
+  std::int64_t rank = 0;
+  double alpha = 0.0;
+  double dropout = 0.0;
+  std::vector<std::string> targets;  ///< patterns
+};
+
+struct LoraSpec {
+  std::int64_t rank = 0;  ///< 0 = no adapters
+  double alpha = 0.0;
+  double dropout = 0.0;
+  std::vector<std::string> layers;  ///< names of the linear layers, in the model's order
+
+  explicit operator bool() const { return rank > 0; }
+  double scale() const { return alpha / static_cast<double>(rank); }
+  bool operator==(const LoraSpec&) const = default;
+};
+
+/// Errors: kConfig for a pattern that matches no layer that can have an adapter, saying what it
+/// does match; for a rank above a matrix' smaller dim; for dropout in a vision tower.
+LoraSpec plan_lora(const ModelSpec& spec, const LoraRequest& request);
+
+/// Every linear layer that may have an adapter.
+std::vector<std::string> adaptable_layers(const ModelSpec& spec);
+
+/// Before the model is sharded. The new parameters have no data.
 void add_adapters(LanguageModel& model, const LoraSpec& lora);
+
+/// "<layer>.lora_A.weight" or "<layer>.lora_B.weight".
+bool is_adapter(std::string_view parameter);
+/// The weight that an adapter stands beside; other names stay as they are.
+std::string adapted_weight(std::string_view parameter);
+std::string adapter_a(const std::string& layer);
+std::string adapter_b(const std::string& layer);
 
 }  // namespace tessera::models

@@ -1,11 +1,13 @@
 // Model degrees: how many ranks share a model beyond the data axes, and in which form.
 //
-// Next: model_layout.h.
+// What each rank then holds of a tensor its layer declares (nn/declaration.h). Next: model_axes.h.
 #pragma once
 
 #include <cstdint>
 
 namespace tessera::models {
+
+struct ModelSpec;
 
 /// What each tensor-parallel rank holds of the tokens between two layers.
 enum class SequenceParallel : std::uint8_t {
@@ -27,5 +29,8 @@ struct ModelDegrees {
   RouterTokens router = RouterTokens::kShards;
   bool operator==(const ModelDegrees&) const = default;
 };
+
+/// Errors: kConfig naming the key of [parallelism], what was found and what would divide.
+void check_degrees(const ModelSpec& spec, const ModelDegrees& degrees);
 
 }  // namespace tessera::models

@@ -5,7 +5,6 @@
 #include "base/json_reader.h"
 #include "models/config_reader.h"
 #include "models/family.h"
-#include "models/gemma4_config.h"
 #include "models/rope_keys.h"
 #include "models/spec_keys.h"
 #include "tessera/error.h"
@@ -95,7 +94,7 @@ void check_total_size(const ModelSpec& spec) {
                      (2 * d(spec.num_attention_heads) + 2 * d(spec.num_key_value_heads));
   double inner = d(spec.intermediate_size);
   if (spec.moe) {
-    // Tables hold a name for each of the files' tensors.
+    // Descriptions hold a name for each of the files' tensors.
     constexpr std::int64_t kMostExperts = std::int64_t{1} << 20;
     TESSERA_CHECK(spec.num_hidden_layers * spec.moe->num_experts <= kMostExperts,
                   ErrorKind::kConfig, "config.json num_experts: found ", spec.moe->num_experts,
@@ -164,8 +163,8 @@ ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options) {
   ParsedSpec result;
   std::vector<std::string> unknown;
   const FamilyTraits& family = read_family(keys);
-  if (family.family == Family::kGemma4) {
-    result.spec = read_gemma4(keys, options.purpose, unknown);
+  if (family.read_all != nullptr) {
+    result.spec = family.read_all(keys, options.purpose, unknown);
   } else {
     expect_unsupported_off(keys, family);
     result.spec = read_spec(keys, family, options.purpose, unknown);
@@ -184,6 +183,20 @@ ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options) {
                        "; set model.allow_unknown_config_keys to go on without"));
   }
   return result;
+}
+
+RoutedExperts routed_experts(const ModelSpec& spec) {
+  if (spec.moe) {
+    RoutedExperts routed{spec.moe->num_experts, spec.moe->experts_per_token, {}};
+    for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
+      if (spec.moe->is_moe(i)) routed.layers.push_back(i);
+    }
+    return routed;
+  }
+  if (!spec.gemma4 || !spec.gemma4->experts) return {};
+  RoutedExperts routed{spec.gemma4->experts->num_experts, spec.gemma4->experts->top_k_experts, {}};
+  for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) routed.layers.push_back(i);
+  return routed;
 }
 
 }  // namespace tessera::models

@@ -4,7 +4,7 @@
 // model is never trained as something else than it is. Both spellings are read: rope_parameters or
 // rope_theta
 // + rope_scaling, dtype or torch_dtype. No torch here, nothing about ranks or dtypes of the
-// computation. Next: parameter_table.h.
+// computation. Next: description.h.
 #pragma once
 
 #include <cstdint>
@@ -71,6 +71,14 @@ struct ModelSpec {
   }
   bool operator==(const ModelSpec&) const = default;
 };
+
+/// Where a model routes tokens to experts; no layers = nowhere.
+struct RoutedExperts {
+  std::int64_t experts = 0;
+  std::int64_t experts_per_token = 0;
+  std::vector<std::int64_t> layers = {};  ///< their numbers, ascending
+};
+RoutedExperts routed_experts(const ModelSpec& spec);
 
 enum class UnknownKeys : std::uint8_t { kRefuse, kWarn };
 enum class Purpose : std::uint8_t { kTraining, kInference };

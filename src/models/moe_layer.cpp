@@ -10,10 +10,9 @@
 #include "moe/load_balance.h"
 #include "nn/gated.h"
 #include "nn/linear.h"
-#include "nn/parameter.h"
 #include "parallel/transitions.h"
-#include "tessera/dtype_watch.h"
 #include "tessera/error.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::models {
 namespace {
@@ -54,11 +53,10 @@ ExpertRouter::ExpertRouter(std::int64_t hidden_size, const MoeSpec& moe,
                            const nn::TensorRegion& region)
     : moe_(moe) {
   // On shards of the tokens, or in front of addends: the gradient is Partial in every layout.
-  weight_ = register_parameter("weight", nn::empty_parameter({moe.num_experts, hidden_size}));
-  declare("weight", region.inside());
+  weight_ = add_parameter("weight", {moe.num_experts, hidden_size}, {.layout = region.inside()});
   if (moe.router_bias) {
-    bias_ = register_parameter("bias", nn::empty_parameter({moe.num_experts}));
-    declare("bias", region.inside());
+    bias_ = add_parameter("bias", {moe.num_experts},
+                          nn::bias_of_layer(region.inside(), nn::InitKind::kNormal));
   }
 }
 
@@ -87,24 +85,26 @@ ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes)
   const std::int64_t count = sizes.experts;
   const ModelDegrees& degrees = axes_.degrees;
   const moe::ExpertShare share{degrees.ep, degrees.etp, degrees.tp};
-  const auto parameter = [&](const char* name, at::IntArrayRef shape, ParameterLayout layout) {
-    declare(name, std::move(layout));
-    return register_parameter(name, nn::empty_parameter(shape));
-  };
   if (moe_.layout == ExpertLayout::kOutIn) {
-    gate_up_proj_ = parameter(
-        "gate_up_proj", {count, 2 * inner, hidden},
-        moe::expert_layout(share, 2, {moe_.num_experts, 2, moe_.moe_intermediate_size, hidden}));
-    down_proj_ = parameter("down_proj", {count, hidden, inner}, moe::expert_layout(share, 2));
-  } else {
     gate_up_proj_ =
-        parameter("gate_up_proj", {count, hidden, 2 * inner}, moe::expert_layout(share, 2));
-    down_proj_ = parameter("down_proj", {count, inner, hidden}, moe::expert_layout(share, 1));
+        add_parameter("gate_up_proj", {count, 2 * inner, hidden},
+                      {.layout = moe::expert_layout(
+                           share, 2, {moe_.num_experts, 2, moe_.moe_intermediate_size, hidden}),
+                       .parts = {"gate_proj.weight", "up_proj.weight"}});
+    down_proj_ =
+        add_parameter("down_proj", {count, hidden, inner},
+                      {.layout = moe::expert_layout(share, 2), .parts = {"down_proj.weight"}});
+  } else {
+    gate_up_proj_ = add_parameter("gate_up_proj", {count, hidden, 2 * inner},
+                                  {.layout = moe::expert_layout(share, 2)});
+    down_proj_ = add_parameter("down_proj", {count, inner, hidden},
+                               {.layout = moe::expert_layout(share, 1)});
   }
   if (!moe_.expert_bias) return;
-  gate_up_proj_bias_ =
-      parameter("gate_up_proj_bias", {count, 2 * inner}, moe::expert_layout(share, 1));
-  down_proj_bias_ = parameter("down_proj_bias", {count, hidden}, moe::expert_sum_layout(share));
+  gate_up_proj_bias_ = add_parameter("gate_up_proj_bias", {count, 2 * inner},
+                                     nn::bias_of_layer(moe::expert_layout(share, 1)));
+  down_proj_bias_ = add_parameter("down_proj_bias", {count, hidden},
+                                  nn::bias_of_layer(moe::expert_sum_layout(share)));
 }
 
 at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing) {
@@ -132,7 +132,7 @@ MoeLayer::MoeLayer(const ModelSpec& spec, const LocalSizes& sizes)
 
 void MoeLayer::add_expert_bias() {
   TESSERA_INVARIANT(!expert_bias_.defined(), "a second bias on the choice of experts");
-  expert_bias_ = register_buffer("expert_bias",
+  expert_bias_ = register_buffer(kExpertBias,
                                  at::zeros({num_experts_}, at::TensorOptions().dtype(at::kFloat)));
 }
 

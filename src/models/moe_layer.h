@@ -62,8 +62,10 @@ class MoeLayer : public torch::nn::Module {
   /// x [B, T, H] of the stream -> the same shape and dtype. Errors: as moe::route.
   Output forward(const at::Tensor& x, const RoutingRequest& request);
 
-  /// Adds the buffer expert_bias [E] fp32, zeros, before sharding (expert_bias.h).
+  /// Adds the buffer kExpertBias [E] fp32, zeros, before sharding (expert_bias.h).
   void add_expert_bias();
+  static constexpr const char* kExpertBias = "expert_bias";
+  std::int64_t num_experts() const { return num_experts_; }
 
  private:
   ExpertTokens tokens_;

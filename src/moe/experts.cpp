@@ -10,7 +10,7 @@
 #include "moe/expert_parallel.h"
 #include "moe/host_read.h"
 #include "nn/first_derivative.h"
-#include "tessera/dtype_watch.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::moe {
 namespace {

@@ -7,8 +7,8 @@
 
 #include <limits>
 
-#include "tessera/dtype_watch.h"
 #include "tessera/error.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::moe {
 namespace {

@@ -1,47 +1,58 @@
 #include "nn/attention.h"
 
-#include <ATen/ops/arange.h>
-#include <ATen/ops/matmul.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 #include <cmath>
 #include <utility>
 
-#include "nn/cpu/dispatch.h"
-#include "nn/cpu/functions.h"
+#include "kernels/kernels.h"
+#include "nn/first_derivative.h"
 #include "nn/masked_attention.h"
-#include "nn/parameter.h"
 #include "nn/windowed_attention.h"
 
 namespace tessera::nn {
 
-at::Tensor cached_attention_composite(const at::Tensor& q, const at::Tensor& keys,
-                                      const at::Tensor& values, double scale) {
-  const std::int64_t positions = q.size(2);
-  const at::Tensor position = at::arange(keys.size(2), q.device());
-  const at::Tensor own = position.narrow(0, keys.size(2) - positions, positions);
-  const at::Tensor later = position > own.view({positions, 1, 1});
-  return attention_composite(q, keys, values, {.hidden = later}, scale);
-}
+namespace {
 
-at::Tensor causal_attention_composite(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                      double scale) {
-  const std::int64_t head_dim = v.size(2) / q.size(1);
-  const at::Tensor values = v.reshape({q.size(0), q.size(2), q.size(1), head_dim}).transpose(1, 2);
-  return cached_attention_composite(q, k.squeeze(3), values, scale);
-}
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+struct CausalAttentionFunction : torch::autograd::Function<CausalAttentionFunction> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k,
+                            const at::Tensor& v, double scale) {
+    auto [result, kept] = kernels::causal_attention_forward(q, k, v, scale);
+    ctx->set_materialize_grads(false);
+    ctx->save_for_backward(std::move(kept));
+    ctx->saved_data["scale"] = scale;
+    ctx->saved_data["groups"] = q.size(1);
+    ctx->saved_data["repeat"] = q.size(3);
+    return result;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward();
+    if (!grads[0].defined()) return variable_list(4);  // [Note: left-out results]
+    auto [grad_q, grad_k, grad_v] = kernels::causal_attention_backward(
+        grads[0], ctx->get_saved_variables(), ctx->saved_data["groups"].toInt(),
+        ctx->saved_data["repeat"].toInt(), ctx->saved_data["scale"].toDouble());
+    return {grad_q, grad_k, grad_v, at::Tensor()};
+  }
+};
+
+}  // namespace
 
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             double scale) {
-  return cpu::has_kernels(q) ? cpu::causal_attention(q, k, v, scale)
-                             : causal_attention_composite(q, k, v, scale);
+  // Without a gradient nothing is kept: that is decided here, a Function's forward cannot see it.
+  if (!c10::GradMode::is_enabled()) return kernels::causal_attention(q, k, v, scale);
+  return CausalAttentionFunction::apply(q, k, v, scale);
 }
 
 at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
                             double scale) {
-  return cpu::has_kernels(q) ? cpu::cached_attention(q, keys, values, scale)
-                             : cached_attention_composite(q, keys, values, scale);
+  return kernels::cached_attention(q, keys, values, scale);
 }
 
 Attention::Attention(const AttentionOptions& options, std::shared_ptr<Rope> rope)
@@ -68,8 +79,8 @@ Attention::Attention(const AttentionOptions& options, std::shared_ptr<Rope> rope
     k_norm_ = norm("k_norm");
   }
   if (options.sinks == AttentionOptions::Sinks::kYes) {
-    sinks_ = register_parameter("sinks", empty_parameter({options.heads}));
-    declare("sinks", region.column());
+    sinks_ =
+        add_parameter("sinks", {options.heads}, bias_of_layer(region.column(), InitKind::kNormal));
   }
 }
 

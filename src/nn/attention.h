@@ -31,14 +31,6 @@ at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::
 at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
                             double scale);
 
-/// The first out of ATen operations.
-at::Tensor causal_attention_composite(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                      double scale);
-
-/// The second out of ATen operations.
-at::Tensor cached_attention_composite(const at::Tensor& q, const at::Tensor& keys,
-                                      const at::Tensor& values, double scale);
-
 /// Heads are those of this rank.
 struct AttentionOptions {
   std::int64_t hidden_size = 0;

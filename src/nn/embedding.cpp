@@ -1,30 +1,53 @@
 #include "nn/embedding.h"
 
-#include <ATen/ops/embedding.h>
+#include <torch/csrc/autograd/custom_function.h>
 
-#include "nn/cpu/dispatch.h"
-#include "nn/cpu/functions.h"
-#include "nn/parameter.h"
+#include "kernels/kernels.h"
+#include "nn/first_derivative.h"
 #include "nn/vocab_parallel.h"
 
 namespace tessera::nn {
 
-at::Tensor embedding_composite(const at::Tensor& ids, const at::Tensor& weight,
-                               std::optional<std::int64_t> padding) {
-  return at::embedding(weight, ids, padding.value_or(-1));
-}
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr std::int64_t kNoPadding = -1;
+
+struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& ids, const at::Tensor& weight,
+                            std::int64_t padding) {
+    ctx->set_materialize_grads(false);
+    ctx->save_for_backward({ids});
+    ctx->saved_data["rows"] = weight.size(0);
+    ctx->saved_data["padding"] = padding;
+    return kernels::embedding(ids, weight, padding);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward();
+    if (!grads[0].defined()) return variable_list(3);  // [Note: left-out results]
+    return {at::Tensor(),
+            kernels::embedding_backward(grads[0], ctx->get_saved_variables()[0],
+                                        ctx->saved_data["rows"].toInt(),
+                                        ctx->saved_data["padding"].toInt()),
+            at::Tensor()};
+  }
+};
+
+}  // namespace
 
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight,
                      std::optional<std::int64_t> padding) {
-  return cpu::has_kernels(weight) ? cpu::embedding(ids, weight, padding)
-                                  : embedding_composite(ids, weight, padding);
+  return EmbeddingFunction::apply(ids, weight, padding.value_or(kNoPadding));
 }
 
 Embedding::Embedding(std::int64_t vocabulary, std::int64_t size,
                      std::optional<std::int64_t> padding, const TensorRegion& region)
     : region_(region), padding_(padding) {
-  weight = register_parameter("weight", empty_parameter({vocabulary, size}));
-  declare("weight", region.column());
+  weight = add_parameter("weight", {vocabulary, size},
+                         {.layout = region.column(), .decay = DecayClass::kEmbedding});
 }
 
 at::Tensor Embedding::forward(const at::Tensor& ids) {

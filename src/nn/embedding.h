@@ -19,10 +19,6 @@ namespace tessera::nn {
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight,
                      std::optional<std::int64_t> padding = std::nullopt);
 
-/// The same out of ATen operations.
-at::Tensor embedding_composite(const at::Tensor& ids, const at::Tensor& weight,
-                               std::optional<std::int64_t> padding = std::nullopt);
-
 class Embedding : public PlacedModule {
  public:
   /// `vocabulary` of this rank.

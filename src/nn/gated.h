@@ -21,7 +21,4 @@ struct ClampedSwiglu {
 /// +-limit; what is clamped gets no gradient. 16-bit input: fp32 inside, rounded once.
 at::Tensor clamped_swiglu(const at::Tensor& both, const ClampedSwiglu& options);
 
-/// The same out of ATen operations.
-at::Tensor clamped_swiglu_composite(const at::Tensor& both, const ClampedSwiglu& options);
-
 }  // namespace tessera::nn

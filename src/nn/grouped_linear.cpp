@@ -10,9 +10,9 @@
 
 #include "nn/first_derivative.h"
 #include "nn/weight_gradient.h"
-#include "tessera/dtype_watch.h"
 #include "tessera/error.h"
-#include "tessera/recompute.h"
+#include "tessera/keep.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::nn {
 namespace {

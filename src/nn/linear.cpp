@@ -10,12 +10,11 @@
 #include <vector>
 
 #include "nn/first_derivative.h"
-#include "nn/parameter.h"
 #include "nn/weight_gradient.h"
 #include "parallel/transitions.h"
-#include "tessera/dtype_watch.h"
 #include "tessera/error.h"
-#include "tessera/recompute.h"
+#include "tessera/keep.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::nn {
 
@@ -102,11 +101,9 @@ LinearPlacement by_heads(const TensorRegion& region, std::int64_t heads) {
 Linear::Linear(std::int64_t in_features, std::int64_t out_features, Bias with_bias,
                LinearPlacement placement)
     : placement_(std::move(placement)) {
-  weight = register_parameter("weight", empty_parameter({out_features, in_features}));
-  declare("weight", placement_.weight);
+  weight = add_parameter("weight", {out_features, in_features}, {.layout = placement_.weight});
   if (with_bias == Bias::kYes) {
-    bias = register_parameter("bias", empty_parameter({out_features}));
-    declare("bias", placement_.bias);
+    bias = add_parameter("bias", {out_features}, bias_of_layer(placement_.bias));
   }
 }
 
@@ -137,6 +134,9 @@ void Linear::add_adapter(const LoraOptions& options) {
   lora_b_ =
       register_module("lora_B", std::make_shared<Linear>(options.rank, weight.size(0), Bias::kNo,
                                                          LinearPlacement{placement_.lora_b}));
+  // As peft's kaiming_uniform with a = sqrt(5); at first the layer is what it was.
+  lora_a_->begin_with("weight", InitKind::kUniform);
+  lora_b_->begin_with("weight", InitKind::kZeros);
 }
 
 std::shared_ptr<Linear> add_projection(torch::nn::Module& parent, const std::string& name,

@@ -12,8 +12,8 @@
 #include "base/parallel.h"
 #include "base/philox.h"
 #include "nn/first_derivative.h"
-#include "tessera/dtype_watch.h"
 #include "tessera/error.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::nn {
 namespace {

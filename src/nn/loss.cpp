@@ -1,15 +1,46 @@
 #include "nn/loss.h"
 
-#include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/full_like.h>
+#include <torch/csrc/autograd/custom_function.h>
 
-#include "nn/cpu/dispatch.h"
-#include "nn/cpu/functions.h"
-#include "tessera/dtype_watch.h"
+#include "kernels/kernels.h"
+#include "nn/first_derivative.h"
 #include "tessera/error.h"
 
 namespace tessera::nn {
 namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& logits_input,
+                            const at::Tensor& targets_input, bool consume) {
+    const at::Tensor logits = logits_input.contiguous();
+    const at::Tensor targets = targets_input.contiguous();
+    auto [loss, log_sum] = kernels::cross_entropy_sum(logits, targets);
+    ctx->set_materialize_grads(false);
+    ctx->save_for_backward({logits, targets, log_sum});
+    ctx->saved_data["consume"] = consume;
+    return loss;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward();
+    if (!grads[0].defined()) return variable_list(3);  // [Note: left-out results]
+    const variable_list saved = ctx->get_saved_variables();
+    const at::Tensor &logits = saved[0], &targets = saved[1], &log_sum = saved[2];
+    const at::Tensor none;
+    if (!ctx->saved_data["consume"].toBool()) {
+      return {kernels::cross_entropy_sum_backward(grads[0], logits, targets, log_sum), none, none};
+    }
+    const at::Tensor result = logits.detach();
+    kernels::cross_entropy_sum_backward_over(grads[0], targets, log_sum, result);
+    // A second backward through this graph would read gradients as logits: autograd now refuses it.
+    logits.unsafeGetTensorImpl()->bump_version();
+    return {result, none, none};
+  }
+};
 
 void check_targets(const at::Tensor& logits, const at::Tensor& targets) {
   TESSERA_CHECK(logits.dim() == 3 && targets.dim() == 2 && logits.size(0) == targets.size(0) &&
@@ -39,20 +70,9 @@ std::int64_t count_kept(const at::Tensor& targets) {
   return targets.numel() == 0 ? 0 : targets.ne(kIgnoredLabel).sum().item<std::int64_t>();
 }
 
-at::Tensor cross_entropy_sum_composite(const at::Tensor& logits, const at::Tensor& targets) {
-  const WideScope loss;
-  const std::int64_t vocabulary = logits.size(2);
-  const at::ScalarType inside = at::promote_types(logits.scalar_type(), at::kFloat);
-  const std::int64_t rows = logits.size(0) * logits.size(1);
-  return at::cross_entropy_loss(logits.to(inside).reshape({rows, vocabulary}),
-                                targets.reshape({rows}), /*weight=*/{}, at::Reduction::Sum,
-                                kIgnoredLabel);
-}
-
 at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets, Logits use) {
   check_targets(logits, targets);
-  return cpu::has_kernels(logits) ? cpu::cross_entropy_sum(logits, targets, use)
-                                  : cross_entropy_sum_composite(logits, targets);
+  return CrossEntropyFunction::apply(logits, targets, use == Logits::kConsume);
 }
 
 }  // namespace tessera::nn

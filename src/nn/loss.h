@@ -31,7 +31,4 @@ enum class Logits : std::uint8_t {
 at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets,
                              Logits use = Logits::kKeep);
 
-/// The same out of ATen operations.
-at::Tensor cross_entropy_sum_composite(const at::Tensor& logits, const at::Tensor& targets);
-
 }  // namespace tessera::nn

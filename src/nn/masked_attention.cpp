@@ -10,7 +10,7 @@
 
 #include <limits>
 
-#include "tessera/dtype_watch.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::nn {
 

@@ -1,21 +1,38 @@
 #include "nn/mlp.h"
 
-#include <ATen/ops/silu.h>
+#include <torch/csrc/autograd/custom_function.h>
 
-#include "nn/cpu/dispatch.h"
-#include "nn/cpu/functions.h"
+#include "kernels/kernels.h"
+#include "nn/first_derivative.h"
 #include "tessera/error.h"
 
 namespace tessera::nn {
 
-at::Tensor swiglu_composite(const at::Tensor& gate, const at::Tensor& up) {
-  return at::silu(gate) * up;
-}
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+struct SwigluFunction : torch::autograd::Function<SwigluFunction> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate, const at::Tensor& up) {
+    ctx->set_materialize_grads(false);
+    ctx->save_for_backward({gate, up});
+    return kernels::swiglu(gate, up);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward();
+    if (!grads[0].defined()) return variable_list(2);  // [Note: left-out results]
+    const variable_list saved = ctx->get_saved_variables();
+    auto [grad_gate, grad_up] = kernels::swiglu_backward(grads[0], saved[0], saved[1]);
+    return {grad_gate, grad_up};
+  }
+};
+
+}  // namespace
 
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
-  return cpu::has_kernels(gate) && up.scalar_type() == gate.scalar_type()
-             ? cpu::swiglu(gate, up)
-             : swiglu_composite(gate, up);
+  return SwigluFunction::apply(gate, up);
 }
 
 Mlp::Mlp(std::int64_t hidden_size, std::int64_t intermediate_size, Bias bias,

@@ -17,9 +17,6 @@ namespace tessera::nn {
 /// silu(gate) * up, elementwise.
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 
-/// The same out of ATen operations.
-at::Tensor swiglu_composite(const at::Tensor& gate, const at::Tensor& up);
-
 class Mlp : public torch::nn::Module {
  public:
   /// `intermediate_size` of this rank.

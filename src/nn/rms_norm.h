@@ -35,11 +35,6 @@ struct SumAndNorm {
 SumAndNorm add_rms_norm(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight,
                         double eps, NormRounding rounding = NormRounding::kBeforeWeight);
 
-/// The first out of ATen operations: any device and floating dtype; what the CPU kernel is tested
-/// with.
-at::Tensor rms_norm_composite(const at::Tensor& x, const at::Tensor& weight, double eps,
-                              NormRounding rounding = NormRounding::kBeforeWeight);
-
 class RmsNorm : public PlacedModule {
  public:
   RmsNorm(std::int64_t size, double eps, NormRounding rounding = NormRounding::kBeforeWeight,

@@ -1,24 +1,57 @@
 #include "nn/rope.h"
 
 #include <ATen/ops/arange.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/outer.h>
 #include <ATen/ops/pow.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 #include <cmath>
 #include <numbers>
 
-#include "nn/cpu/dispatch.h"
-#include "nn/cpu/functions.h"
+#include "kernels/kernels.h"
+#include "nn/first_derivative.h"
 #include "nn/rms_norm.h"
-#include "tessera/dtype_watch.h"
 #include "tessera/error.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::nn {
 namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+struct RopeHeadsFunction : torch::autograd::Function<RopeHeadsFunction> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input,
+                            const std::optional<at::Tensor>& weight, const at::Tensor& cos,
+                            const at::Tensor& sin, std::int64_t heads, std::int64_t repeat,
+                            double eps, bool rounds_first) {
+    const at::Tensor x = input.contiguous();
+    auto [y, scale] = kernels::rope_heads(x, weight, cos, sin, heads, repeat, eps, rounds_first);
+    ctx->set_materialize_grads(false);
+    // Without a norm the gradient does not depend on x.
+    ctx->save_for_backward(
+        {weight ? x : at::Tensor(), weight.value_or(at::Tensor()), cos, sin, scale});
+    ctx->saved_data["rounds_first"] = rounds_first;
+    return y;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward();
+    if (!grads[0].defined()) return variable_list(8);  // [Note: left-out results]
+    const variable_list saved = ctx->get_saved_variables();
+    const auto of_norm = [&](std::size_t i) {
+      return saved[1].defined() ? std::optional(saved[i]) : std::nullopt;
+    };
+    auto [grad_x, grad_weight] =
+        kernels::rope_heads_backward(grads[0], of_norm(0), of_norm(1), saved[2], saved[3],
+                                     of_norm(4), ctx->saved_data["rounds_first"].toBool());
+    const at::Tensor none;
+    return {grad_x, grad_weight, none, none, none, none, none, none};
+  }
+};
 
 /// 1 where a pair keeps its speed, 0 where it is slowed by the whole factor: fp32 [D/2].
 at::Tensor kept_part(const YarnScaling& yarn, std::int64_t head_dim, double theta) {
@@ -74,41 +107,28 @@ at::Tensor inverse_frequencies(const RopeOptions& options) {
   return at::where(wavelength < context / scaling.high_freq_factor, plain, longer);
 }
 
-Rope::Rope(const RopeOptions& options)
-    : frequencies_(inverse_frequencies(options)), table_factor_(options.table_factor) {}
+Rope::Rope(const RopeOptions& options) : options_(options) {}
 
 RopeTable Rope::table(std::int64_t positions, at::ScalarType dtype, at::Device device) {
   const std::int64_t place = (static_cast<std::int64_t>(device.type()) << 16) + device.index();
   RopeTable& kept = tables_[{dtype, place}];
   if (!kept.cos.defined() || kept.cos.size(0) < positions) {
+    if (!frequencies_.defined()) frequencies_ = inverse_frequencies(options_);
     const at::Tensor angles = at::outer(at::arange(positions, at::kFloat), frequencies_);
     const auto finished = [&](const at::Tensor& x) {
-      return (table_factor_ == 1.0 ? x : x * table_factor_).to(device, dtype);
+      return (options_.table_factor == 1.0 ? x : x * options_.table_factor).to(device, dtype);
     };
     kept = {finished(angles.cos()), finished(angles.sin())};
   }
   return {kept.cos.narrow(0, 0, positions), kept.sin.narrow(0, 0, positions)};
 }
 
-at::Tensor rope_heads_composite(const at::Tensor& x, const HeadLayout& layout, const HeadNorm& norm,
-                                const RopeTable& table) {
-  const std::int64_t head_dim = x.size(2) / layout.heads;
-  at::Tensor split =
-      x.reshape({x.size(0), x.size(1), layout.heads / layout.repeat, layout.repeat, head_dim});
-  if (norm.weight.defined())
-    split = rms_norm_composite(split, norm.weight, norm.eps, norm.rounding);
-  const at::Tensor turned = split.transpose(1, 2);  // [B, G, T, R, D]
-  const at::Tensor first = turned.narrow(4, 0, head_dim / 2);
-  const at::Tensor second = turned.narrow(4, head_dim / 2, head_dim / 2);
-  const at::Tensor cos = table.cos.unsqueeze(1);
-  const at::Tensor sin = table.sin.unsqueeze(1);
-  return at::cat({first * cos - second * sin, second * cos + first * sin}, /*dim=*/4);
-}
-
 at::Tensor rope_heads(const at::Tensor& x, const HeadLayout& layout, const HeadNorm& norm,
                       const RopeTable& table) {
-  return cpu::has_kernels(x, norm.weight) ? cpu::rope_heads(x, layout, norm, table)
-                                          : rope_heads_composite(x, layout, norm, table);
+  const std::optional<at::Tensor> weight =
+      norm.weight.defined() ? std::optional(norm.weight) : std::nullopt;
+  return RopeHeadsFunction::apply(x, weight, table.cos, table.sin, layout.heads, layout.repeat,
+                                  norm.eps, norm.rounding == NormRounding::kBeforeWeight);
 }
 
 at::Tensor turn_neighbours(const at::Tensor& x, const RopeTable& table) {

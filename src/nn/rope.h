@@ -65,8 +65,8 @@ class Rope {
   RopeTable table(std::int64_t positions, at::ScalarType dtype, at::Device device);
 
  private:
-  at::Tensor frequencies_;
-  double table_factor_;
+  RopeOptions options_;
+  at::Tensor frequencies_;  // made with the first table: a model that is only described needs none
   std::map<std::pair<at::ScalarType, std::int64_t>, RopeTable> tables_;
 };
 
@@ -87,10 +87,6 @@ struct HeadLayout {
 /// contiguous, so that all rows that meet one key head lie together, ordered by position.
 at::Tensor rope_heads(const at::Tensor& x, const HeadLayout& layout, const HeadNorm& norm,
                       const RopeTable& table);
-
-/// The same out of ATen operations.
-at::Tensor rope_heads_composite(const at::Tensor& x, const HeadLayout& layout, const HeadNorm& norm,
-                                const RopeTable& table);
 
 /// Neighbours (x[2i], x[2i + 1]) turned, in place and order: x [B, T, H, D] with a table in fp32
 /// (fp64 for fp64) -> the same shape, rounded once to x's dtype. Out of ATen operations.

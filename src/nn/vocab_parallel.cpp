@@ -13,8 +13,8 @@
 #include "nn/embedding.h"
 #include "nn/first_derivative.h"
 #include "parallel/transitions.h"
-#include "tessera/dtype_watch.h"
 #include "tessera/error.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::nn {
 namespace {

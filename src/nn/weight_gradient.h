@@ -9,7 +9,7 @@
 
 #include <utility>
 
-#include "fsdp/leaf.h"
+#include "grad/leaf.h"
 #include "grad/weight_grad_store.h"
 
 namespace tessera::nn {
@@ -18,7 +18,7 @@ namespace tessera::nn {
 /// returns that, and nothing arrives twice. `product` holds what it needs by value.
 template <class Product>
 at::Tensor weight_gradient(const at::Tensor& parameter, Product product) {
-  const auto leaf = fsdp::find_leaf(parameter);
+  const auto leaf = grad::find_leaf(parameter);
   if (!leaf || leaf->sink == nullptr || leaf->sink->store() == nullptr) return product();
   leaf->sink->store()->put(leaf->slot, std::move(product));
   return {};

@@ -20,14 +20,9 @@ struct AttentionReach {
 
 /// q [B, G, T, R, D] of the last T of the N positions that keys and values [B, G, N, D] hold ->
 /// [B, T, G*R*D], D that of values. Queries are taken in blocks, each with the keys that it sees.
-/// On CPUs nothing but the inputs is kept for backward, and the gradient of sinks is fp32 however
-/// narrow they are.
+/// Nothing but the inputs is kept for backward, and the gradient of sinks is fp32 however narrow
+/// they are.
 at::Tensor windowed_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
                               const AttentionReach& reach, double scale);
-
-/// The same out of ATen operations, which keep their weights.
-at::Tensor windowed_attention_composite(const at::Tensor& q, const at::Tensor& keys,
-                                        const at::Tensor& values, const AttentionReach& reach,
-                                        double scale);
 
 }  // namespace tessera::nn

@@ -9,8 +9,6 @@
 
 #include "base/log.h"
 #include "comm/group.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
 #include "tessera/dtype_watch.h"
 #include "tessera/error.h"
 #include "train/found_problems.h"
@@ -44,9 +42,8 @@ void check_dtypes(Sharded<models::LanguageModel>& model, const BatchSource& sour
     model.forward(batch.inputs());
     mine = to_string(watch.findings());
   }
-  auto& runtime = model.unit()->runtime();
-  const auto lines = lines_of_all(runtime.data_group(), mine);
-  const bool speaks = runtime.world().rank() == 0;
+  const auto lines = lines_of_all(model.data_group(), mine);
+  const bool speaks = model.rank() == 0;
   for (const auto& line : lines) {
     if (speaks) log::warn("debug.check_dtypes: ", line);
   }

@@ -126,16 +126,19 @@ void check_tensors(const TensorSource& folder, const std::vector<models::Paramet
                 meaning_of(*first, table));
 }
 
-void check_tensors(const TensorSource& folder, const models::ModelSpec& spec) {
-  auto buffers = models::buffer_table(spec);
-  const auto biases = stored_expert_biases(folder, spec);
+void check_tensors(const ModelSource& source) {
+  auto buffers = source.description.buffers;
+  const auto biases = stored_expert_biases(*source.folder, source.spec);
   buffers.insert(buffers.end(), biases.begin(), biases.end());
-  check_tensors(folder, models::parameter_table(spec), buffers);
+  auto table = source.description.parameters;
+  std::erase_if(table, [](const auto& row) { return models::is_adapter(row.name); });
+  check_tensors(*source.folder, table, buffers);
 }
 
-void check_adapters(const TensorSource& folder, const models::ModelSpec& spec,
-                    const models::LoraSpec& lora) {
-  const auto table = models::adapter_table(spec, lora);
+void check_adapters(const ModelSource& source) {
+  const TensorSource& folder = *source.adapters;
+  auto table = source.description.parameters;
+  std::erase_if(table, [](const auto& row) { return !models::is_adapter(row.name); });
   for (const auto& row : table) {
     check_shape(folder, row.name, row.shape);
     const DType dtype = folder.find(row.name)->dtype;

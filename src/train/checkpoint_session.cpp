@@ -64,7 +64,7 @@ std::int64_t CheckpointSession::global_batch_size(int data_ranks) const {
 void CheckpointSession::begin(const ModelSource& source, const BatchSource& data,
                               std::function<void(std::int64_t)> before_write) {
   if (!config_.checkpoint.enable) return;
-  forms_ = FileForms(models::parameter_table(source.spec));
+  forms_ = FileForms(source.description.parameters);
   const auto identity = identity_of(config_, source, data, world_);
   if (resumed_) require_same_run(identity, *resumed_, world_);
 

@@ -11,7 +11,7 @@
 #include "fsdp/unit.h"
 #include "grad/torch_dtype.h"
 #include "io/safetensors_writer.h"
-#include "models/lora_table.h"
+#include "models/lora.h"
 #include "tessera/error.h"
 #include "train/shard_pieces.h"
 

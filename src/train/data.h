@@ -15,7 +15,6 @@
 
 #include "models/language_model.h"
 #include "models/model_spec.h"
-#include "models/parameter_table.h"
 #include "train/config_resolve.h"
 #include "train/sampler.h"
 

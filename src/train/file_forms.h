@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "layout/local_part.h"
-#include "models/parameter_table.h"
+#include "models/description.h"
 #include "tessera/contract.h"
 
 namespace tessera::train {

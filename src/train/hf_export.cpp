@@ -10,7 +10,6 @@
 #include "grad/torch_dtype.h"
 #include "io/atomic_file.h"
 #include "io/folder_file.h"
-#include "models/parameter_table.h"
 #include "tessera/error.h"
 #include "train/base_model.h"
 #include "train/load_balance.h"
@@ -47,11 +46,10 @@ std::vector<fs::path> files_to_copy(const fs::path& origin) {
 
 /// The parameters in the model's order, a tied one once, then the buffers.
 std::vector<TensorSpec> tensors_to_write(const ModelSource& source, const ExportOptions& options) {
-  const auto table = models::parameter_table(source.spec);
-  check_tensors(*source.folder, source.spec);
+  check_tensors(source);
   std::vector<TensorSpec> tensors;
-  for (const models::ParameterSpec& parameter : table) {
-    if (!parameter.tied_to.empty()) continue;
+  for (const models::ParameterSpec& parameter : source.description.parameters) {
+    if (!parameter.tied_to.empty() || models::is_adapter(parameter.name)) continue;
     const FileForm form = file_form(parameter);
     for (const std::string& name : form.names) {
       const SourceTensor& stored = *source.folder->find(name);
@@ -61,7 +59,7 @@ std::vector<TensorSpec> tensors_to_write(const ModelSource& source, const Export
       tensors.push_back({name, options.dtype.value_or(stored.original), form.file.shape});
     }
   }
-  for (const models::BufferSpec& buffer : models::buffer_table(source.spec)) {
+  for (const models::BufferSpec& buffer : source.description.buffers) {
     const SourceTensor& stored = *source.folder->find(buffer.name);
     tensors.push_back({buffer.name, options.dtype.value_or(stored.original), buffer.shape});
   }
@@ -118,7 +116,7 @@ void write_shard(const ExportPlan& plan, const HfShard& shard, const fs::path& f
 
 ExportPlan plan_export(const ModelSource& source, const ExportOptions& options) {
   TESSERA_INVARIANT(source.folder != nullptr, "a model without weights");
-  if (source.adapters) check_adapters(*source.adapters, source.spec, source.lora);
+  if (source.adapters) check_adapters(source);
   ExportPlan plan;
   const std::vector<TensorSpec> tensors = tensors_to_write(source, options);
   plan.shards = plan_shards(tensors, options.max_shard_bytes);

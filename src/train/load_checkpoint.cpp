@@ -9,11 +9,10 @@
 #include "base/joined.h"
 #include "base/log.h"
 #include "base/printable.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
+#include "comm/group.h"
 #include "grad/torch_dtype.h"
 #include "io/checkpoint_store.h"
-#include "models/lora_table.h"
+#include "models/lora.h"
 #include "tessera/error.h"
 #include "train/agreement.h"
 #include "train/progress.h"
@@ -76,7 +75,7 @@ class Loader {
       require_tensor(checkpoint_, name, view.contract->storage, view.contract->shape);
       known.insert(name);
     }
-    const World& world = model_.unit()->runtime().world();
+    const World& world = *model_.mesh().world();
     const auto names = checkpoint_.names("", static_cast<std::size_t>(world.rank()),
                                          static_cast<std::size_t>(world.size()));
     check_optimizer_kind(names);
@@ -96,7 +95,7 @@ class Loader {
   /// After check(). A parameter without state was never updated, or frozen until now: only said.
   /// But a run that has updated none has left out every step. Collective. Errors: kFormat.
   void require_some_state() const {
-    World& world = model_.unit()->runtime().world();
+    World& world = *model_.mesh().world();
     const auto& manifest = checkpoint_.manifest();
     const auto left_out = manifest.loss_scale ? manifest.loss_scale->skipped_steps : 0;
     const auto trained = optimizer_.state();
@@ -130,7 +129,7 @@ class Loader {
     std::int64_t total = 0;
     for (const auto& [file, wanted] : mine) total += listed.find(file)->second.bytes;
     // The other ranks are about as far.
-    const bool shown = model_.unit()->runtime().world().rank() == 0;
+    const bool shown = model_.rank() == 0;
     LoadingProgress progress("loading the checkpoint", total,
                              shown ? LoadingProgress::Shown::kYes : LoadingProgress::Shown::kNo);
     for (auto& [file, wanted] : mine) {
@@ -174,10 +173,7 @@ class Loader {
                        {static_cast<std::byte*>(values.mutable_data_ptr()), values.nbytes()});
       view.tensor.set_data(values);
     }
-    for (auto* unit : model_.unit()->runtime().units()) {
-      unit->forget_cast();
-      unit->cast_buffers();
-    }
+    model_.set_loaded();
   }
 
   static std::string named(const std::string& kept, const std::string& tensor) {
@@ -185,7 +181,7 @@ class Loader {
   }
 
   bool is_mine(std::size_t index) const {
-    const World& world = model_.unit()->runtime().world();
+    const World& world = *model_.mesh().world();
     return static_cast<int>(index % static_cast<std::size_t>(world.size())) == world.rank();
   }
 

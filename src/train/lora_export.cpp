@@ -8,7 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "models/lora_table.h"
+#include "models/description.h"
 #include "tessera/error.h"
 #include "train/weights.h"
 
@@ -25,7 +25,7 @@ std::vector<std::string> target_modules(const ModelSource& source) {
   const std::set<std::string> adapted(source.lora.layers.begin(), source.lora.layers.end());
   std::set<std::string> endings;
   for (const std::string& layer : adapted) endings.insert(last_component(layer));
-  for (const std::string& module : models::module_names(models::parameter_table(source.spec))) {
+  for (const std::string& module : models::module_names(source.description.parameters)) {
     if (endings.contains(last_component(module)) && !adapted.contains(module)) {
       return {adapted.begin(), adapted.end()};
     }
@@ -96,10 +96,11 @@ class Products {
 
 ExportPlan plan_adapter_export(const ModelSource& source, const ExportOptions& options) {
   TESSERA_INVARIANT(source.adapters != nullptr, "an export of adapters without any");
-  check_adapters(*source.adapters, source.spec, source.lora);
+  check_adapters(source);
   ExportPlan plan;
   HfShard file{.file = "adapter_model.safetensors", .tensors = {}};
-  for (const auto& row : models::adapter_table(source.spec, source.lora)) {
+  for (const auto& row : source.description.parameters) {
+    if (!models::is_adapter(row.name)) continue;
     const DType stored = source.adapters->find(row.name)->dtype;
     file.tensors.push_back(
         {concat(kPeftPrefix, row.name), options.dtype.value_or(stored), row.shape});

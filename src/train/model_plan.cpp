@@ -3,28 +3,23 @@
 #include <map>
 
 #include "grad/contract_key.h"
-#include "models/lora_table.h"
 #include "tessera/error.h"
 
 namespace tessera::train {
 namespace {
 
-/// Which unit a parameter belongs to: 0 = the root, n = the n-th of sharding_units.
+/// Which unit a parameter belongs to: 0 = the root, n = the n-th of the description.
 class UnitNumbers {
  public:
-  explicit UnitNumbers(const models::ModelSpec& spec) {
+  explicit UnitNumbers(const models::ModelDescription& model) {
     std::map<std::string, std::size_t> numbers;
-    for (const std::string& name : models::sharding_units(spec))
-      numbers.emplace(name, numbers.size() + 1);
-    for (const auto& parameter : models::parameter_table(spec)) {
+    for (const std::string& name : model.units) numbers.emplace(name, numbers.size() + 1);
+    for (const auto& parameter : model.parameters) {
       const auto unit = numbers.find(parameter.unit);
       number_of_.emplace(parameter.name, unit == numbers.end() ? 0 : unit->second);
     }
   }
-  /// An adapter belongs to the unit of its layer.
-  std::size_t of(const std::string& parameter) const {
-    return number_of_.at(models::adapted_weight(parameter));
-  }
+  std::size_t of(const std::string& parameter) const { return number_of_.at(parameter); }
 
  private:
   std::map<std::string, std::size_t> number_of_;
@@ -32,11 +27,11 @@ class UnitNumbers {
 
 }  // namespace
 
-std::vector<UnitMeta> units_of(const models::ModelSpec& spec,
+std::vector<UnitMeta> units_of(const models::ModelDescription& model,
                                const std::vector<ParameterMeta>& parameters) {
-  const UnitNumbers numbers(spec);
+  const UnitNumbers numbers(model);
   std::vector<UnitMeta> units(1);
-  for (const std::string& name : models::sharding_units(spec)) {
+  for (const std::string& name : model.units) {
     units.emplace_back();
     units.back().name = name;
     units.back().nested = true;
@@ -48,12 +43,12 @@ std::vector<UnitMeta> units_of(const models::ModelSpec& spec,
   return units;
 }
 
-layout::ModelPlan plan_model(const models::ModelSpec& spec,
+layout::ModelPlan plan_model(const models::ModelDescription& model,
                              const std::vector<GradContract>& contracts, const MeshShapes& mesh) {
-  const UnitNumbers numbers(spec);
+  const UnitNumbers numbers(model);
   layout::UnitItems root;
   std::vector<layout::UnitItems> inner;
-  for (const std::string& name : models::sharding_units(spec)) inner.push_back({name, {}});
+  for (const std::string& name : model.units) inner.push_back({name, {}});
   for (const GradContract& contract : contracts) {
     const std::size_t unit = numbers.of(contract.name);
     auto& items = unit == 0 ? root.items : inner[unit - 1].items;

@@ -1,4 +1,5 @@
-// The bucket plan of one of our models for any number of ranks, from its spec and its contracts.
+// The bucket plan of one of our models for any number of ranks, from its description and its
+// contracts.
 //
 // Pure: nothing is allocated and no rank is asked. parallelize.cpp makes the same units out of
 // modules; that both plans are equal is tested for every layout, and their hashes can be compared
@@ -9,7 +10,7 @@
 #include <vector>
 
 #include "layout/model_plan.h"
-#include "models/model_spec.h"
+#include "models/description.h"
 #include "tessera/model_contract.h"
 
 namespace tessera::train {
@@ -18,13 +19,13 @@ namespace tessera::train {
 /// moving this many bytes (docs/performance.md).
 inline constexpr std::int64_t kMergeBelowBytes = std::int64_t{64} << 10;
 
-/// The units of models::sharding_units with the root in front, as the contract knows them: which of
-/// `parameters` each has before small buckets merge. Our layers cast their inputs by themselves.
-std::vector<UnitMeta> units_of(const models::ModelSpec& spec,
+/// The units of models::ModelDescription with the root in front, as the contract knows them: which
+/// of `parameters` each has before small buckets merge. Our layers cast their inputs by themselves.
+std::vector<UnitMeta> units_of(const models::ModelDescription& model,
                                const std::vector<ParameterMeta>& parameters);
 
 /// `contracts` as resolve_model gives them for `mesh`.
-layout::ModelPlan plan_model(const models::ModelSpec& spec,
+layout::ModelPlan plan_model(const models::ModelDescription& model,
                              const std::vector<GradContract>& contracts, const MeshShapes& mesh);
 
 }  // namespace tessera::train

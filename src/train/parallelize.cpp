@@ -1,7 +1,5 @@
 #include "train/parallelize.h"
 
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
 #include "grad/torch_dtype.h"
 #include "models/expert_bias.h"
 #include "models/lora.h"
@@ -18,7 +16,7 @@ namespace {
 
 void load(const ShardedBase& model, const TensorSource& folder, const FileForms& forms,
           Loaded what) {
-  auto& world = model.unit()->runtime().world();
+  auto& world = *model.mesh().world();
   if (!folder.hashed_files().empty()) {
     on_all_or_none(world, "verifying the weights",
                    [&] { verify_weights(folder, world.rank(), world.size()); });
@@ -30,17 +28,17 @@ void load(const ShardedBase& model, const TensorSource& folder, const FileForms&
 void fill(const ShardedBase& model, const ModelSource& source, std::uint64_t seed,
           InitialWeights weights) {
   const bool later = weights == InitialWeights::kLater;
-  if (source.base_hash) check_base(source, model.unit()->runtime().world());
+  if (source.base_hash) check_base(source, *model.mesh().world());
   if (source.folder && (!later || source.lora)) {
-    load(model, *source.folder, FileForms(models::parameter_table(source.spec)), Loaded::kModel);
+    load(model, *source.folder, FileForms(source.description.parameters), Loaded::kModel);
   }
   if (later) return;
   if (source.adapters) {
     load(model, *source.adapters, {}, Loaded::kAdapters);
   } else if (source.lora) {
-    draw_weights(model, models::adapter_table(source.spec, source.lora), seed, Loaded::kAdapters);
+    draw_weights(model, source.description.parameters, seed, Loaded::kAdapters);
   } else if (!source.folder) {
-    draw_weights(model, models::parameter_table(source.spec), seed);
+    draw_weights(model, source.description.parameters, seed);
   }
 }
 
@@ -102,6 +100,8 @@ std::shared_ptr<Sharded<models::LanguageModel>> parallelize(ModelParts parts,
       std::make_shared<const std::vector<GradContract>>(std::move(parts.contract.parameters));
   const auto buffers =
       std::make_shared<const std::vector<BufferContract>>(std::move(parts.contract.buffers));
+  const auto units =
+      std::make_shared<const std::vector<UnitContract>>(std::move(parts.contract.units));
 
   // 3. Units, inner ones first.
   PrecisionPolicy as_contracts;  // our layers cast by themselves
@@ -109,6 +109,7 @@ std::shared_ptr<Sharded<models::LanguageModel>> parallelize(ModelParts parts,
   ShardOptions unit;
   unit.contracts = contracts;
   unit.buffer_contracts = buffers;
+  unit.unit_contracts = units;
   unit.reshard_after_forward = config.parallelism.reshard_after_forward;
   unit.divide_factor = 1.0;  // the loss is already divided by the batch's kept labels
   const auto named = [&](const std::string& name) {
@@ -122,6 +123,7 @@ std::shared_ptr<Sharded<models::LanguageModel>> parallelize(ModelParts parts,
   ShardOptions root;
   root.contracts = contracts;
   root.buffer_contracts = buffers;
+  root.unit_contracts = units;
   root.divide_factor = 1.0;
   root.reshard_after_forward = false;
   root.merge_below_bytes = kMergeBelowBytes;

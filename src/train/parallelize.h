@@ -10,8 +10,8 @@
 
 #include "base/hash.h"
 #include "io/tensor_source.h"
+#include "models/description.h"
 #include "models/language_model.h"
-#include "models/lora_table.h"
 #include "tessera/mesh.h"
 #include "tessera/model_contract.h"
 #include "tessera/shard.h"
@@ -28,6 +28,7 @@ using models::Purpose;
 /// a run), or a config.json alone.
 struct ModelSource {
   models::ModelSpec spec;
+  models::ModelDescription description;        ///< of the whole model, adapters included
   std::shared_ptr<const TensorSource> folder;  ///< null from scratch
   /// The Hugging Face folder that the weights come from: this one, or the one that the run of a
   /// checkpoint began with; empty where training began from scratch.
@@ -66,10 +67,10 @@ struct ModelParts {
 /// Collective on first use of an axis. Errors: as resolve_model.
 ModelParts model_parts(const ModelSource& source, const Config& config, const Mesh& mesh);
 
-/// Collective. The units: models::sharding_units; what is left belongs to the root. Weights are
-/// loaded from the folder, whose files are verified before, each on one rank, or drawn; buffers,
-/// and the frozen model beside adapters, are loaded in any case. Errors, on all ranks alike:
-/// kFormat naming the file; kConfig for another model than the adapters were trained beside.
+/// Collective. The units: models::LanguageModel::units; what is left belongs to the root. Weights
+/// are loaded from the folder, whose files are verified before, each on one rank, or drawn;
+/// buffers, and the frozen model beside adapters, are loaded in any case. Errors, on all ranks
+/// alike: kFormat naming the file; kConfig for another model than the adapters were trained beside.
 std::shared_ptr<Sharded<models::LanguageModel>> parallelize(
     const ModelSource& source, const Config& config, const Mesh& mesh,
     InitialWeights weights = InitialWeights::kOfSource);

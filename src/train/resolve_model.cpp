@@ -6,9 +6,8 @@
 #include "io/checkpoint_tensors.h"
 #include "io/hf_tensors.h"
 #include "io/mxfp4_tensors.h"
+#include "models/description.h"
 #include "models/family.h"
-#include "models/model_layout.h"
-#include "models/parameter_table.h"
 #include "tessera/error.h"
 #include "train/family_pins.h"
 #include "train/load_balance.h"
@@ -59,6 +58,7 @@ ParameterMeta meta_of(const models::ParameterSpec& parameter, const ModelSource&
   ParameterMeta meta;
   meta.name = parameter.name;
   meta.shape = parameter.shape;
+  meta.layout = parameter.layout;
   if (!source.folder) {
     meta.drawn = true;
     meta.dtype = source.spec.dtype.value_or(DType::kFloat32);
@@ -93,6 +93,7 @@ ParameterMeta adapter_meta(const models::ParameterSpec& adapter, Purpose purpose
   ParameterMeta meta;
   meta.name = adapter.name;
   meta.shape = adapter.shape;
+  meta.layout = adapter.layout;
   meta.drawn = true;
   meta.trainable = purpose == Purpose::kTraining;
   meta.lora = LoraPart::kAdapter;
@@ -101,11 +102,10 @@ ParameterMeta adapter_meta(const models::ParameterSpec& adapter, Purpose purpose
 
 std::vector<ParameterMeta> metas_of(const ModelSource& source, const ModelConfig& model,
                                     const models::ModelDegrees& degrees, Purpose purpose) {
-  const auto table = models::parameter_table(source.spec, source.lora);
-  models::check_degrees(source.spec, degrees);
+  const auto table = models::describe(source.spec, source.lora, degrees).parameters;
   // Before anything of the config.json's sizes is allocated.
-  if (source.folder) check_tensors(*source.folder, source.spec);
-  if (source.adapters) check_adapters(*source.adapters, source.spec, source.lora);
+  if (source.folder) check_tensors(source);
+  if (source.adapters) check_adapters(source);
   const auto bulk_dtype = source.folder ? source.folder->bulk_dtype() : std::nullopt;
   const auto& family = models::traits(source.spec.family);
   const auto freeze = model.freeze.value_or(family.frozen);
@@ -117,13 +117,11 @@ std::vector<ParameterMeta> metas_of(const ModelSource& source, const ModelConfig
     }
     if (models::is_adapter(parameter.name)) {
       metas.push_back(adapter_meta(parameter, purpose));
-      metas.back().layout = models::layout_of(source.spec, parameter, degrees);
       continue;
     }
     ParameterMeta meta = meta_of(parameter, source, bulk_dtype);
     meta.trainable =
         purpose == Purpose::kTraining && !source.lora && !matches_any(freeze, meta.name);
-    meta.layout = models::layout_of(source.spec, parameter, degrees);
     if (source.lora) meta.lora = LoraPart::kBase;
     meta.frozen_as = model.frozen;
     metas.push_back(std::move(meta));
@@ -185,6 +183,7 @@ ModelSource open_adapters(CheckpointFolder adapters, const ModelConfig& model,
   const CheckpointLora& kept = *manifest.lora;
   source.base_hash = kept.base_xxh3_128;
   source.lora = lora_of(kept, source.spec, shown(adapters.path() / kManifestFile));
+  source.description = models::describe(source.spec, source.lora);
   source.adapters = std::make_shared<CheckpointTensors>(std::move(adapters));
   return source;
 }
@@ -198,7 +197,7 @@ models::LoraRequest request_of(const LoraConfig& lora) {
 std::vector<BufferMeta> buffer_metas_of(const ModelSource& source,
                                         const std::vector<models::BufferSpec>& biases) {
   std::vector<BufferMeta> metas;
-  for (const auto& buffer : models::buffer_table(source.spec)) {
+  for (const auto& buffer : source.description.buffers) {
     BufferMeta meta;
     meta.name = buffer.name;
     meta.shape = buffer.shape;
@@ -258,6 +257,7 @@ ModelSource open_model(const ModelConfig& model, const LoraConfig& lora, Purpose
   for (const auto& warning : parsed.warnings) log::warn("config.json: ", warning);
   source.spec = std::move(parsed.spec);
   source.lora = models::plan_lora(source.spec, request_of(lora));
+  source.description = models::describe(source.spec, source.lora);
   return source;
 }
 
@@ -289,7 +289,7 @@ ModelContract resolve_model(const ModelSource& source, const Config& config,
   if (purpose == Purpose::kInference) policy.optimizer.no_decay.reset();
   const auto biases = expert_biases_of(source, config.model.load_balance_coeff);
   auto contract = resolve_model_contract(metas, buffer_metas_of(source, biases),
-                                         units_of(source.spec, metas), policy, data);
+                                         units_of(source.description, metas), policy, data);
   const bool any =
       std::ranges::any_of(contract.parameters, [](const auto& each) { return each.trainable; });
   TESSERA_CHECK(any || purpose == Purpose::kInference, ErrorKind::kConfig,

@@ -24,7 +24,7 @@ thread_local RankSumStandIn* stand_in_of_thread = nullptr;
 std::vector<std::vector<double>> gather_over_ranks(const ShardedBase& model,
                                                    const std::vector<double>& values) {
   auto* group = model.unit()->runtime().data_group();
-  if (group == nullptr) return {values};
+  if (group == nullptr || values.empty()) return {values};
   const std::string mine(reinterpret_cast<const char*>(values.data()),
                          values.size() * sizeof(double));
   std::vector<std::vector<double>> result;
@@ -33,6 +33,16 @@ std::vector<std::vector<double>> gather_over_ranks(const ShardedBase& model,
     std::memcpy(result.back().data(), bytes.data(), bytes.size());
   }
   return result;
+}
+
+constexpr std::ptrdiff_t kLosses = 2;  // of RankSum::kStep, before its counts
+
+std::vector<std::int64_t> counts_over_ranks(const ShardedBase& model,
+                                            const std::vector<double>& values) {
+  const std::vector<std::int64_t> mine(values.begin(), values.end());
+  auto* group = model.unit()->runtime().data_group();
+  if (group == nullptr || mine.empty()) return mine;
+  return comm::sum_of_ranks(*group, mine, "counts of a step");
 }
 
 /// Ranks of the tensor-parallel axis compute with the same rows: the first of them counts.
@@ -103,9 +113,15 @@ std::vector<double> added_by_rank(const std::vector<std::vector<double>>& of_ran
 
 std::vector<double> sum_over_ranks(const ShardedBase& model, RankSum what,
                                    const std::vector<double>& values) {
-  const auto of_ranks = gather_over_ranks(model, values);
-  return stand_in_of_thread != nullptr ? stand_in_of_thread->sum(what, of_ranks)
-                                       : added_by_rank(of_ranks);
+  if (stand_in_of_thread != nullptr) {
+    return stand_in_of_thread->sum(what, gather_over_ranks(model, values));
+  }
+  const std::ptrdiff_t losses = what == RankSum::kStep ? kLosses : 0;
+  const auto counts = values.begin() + std::min(losses, std::ssize(values));
+  auto sums = added_by_rank(gather_over_ranks(model, {values.begin(), counts}));
+  const auto total = counts_over_ranks(model, {counts, values.end()});
+  sums.insert(sums.end(), total.begin(), total.end());
+  return sums;
 }
 
 std::vector<double> max_over_ranks(const ShardedBase& model, const std::vector<double>& values) {
@@ -168,7 +184,7 @@ BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSou
   const auto sums = sum_over_ranks(model, RankSum::kStep, mine);
   loss.sum = sums[0];
   loss.auxiliary = sums[1];
-  loss.chosen = chosen.split(sums.begin() + 2);
+  loss.chosen = chosen.split(sums.begin() + kLosses);
   return loss;
 }
 

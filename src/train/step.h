@@ -34,8 +34,9 @@ enum class RankSum : std::uint8_t {
   kRouterLoad,  ///< of the auxiliary loss: how often each expert was chosen, all layers pooled
   kStep,        ///< BatchLoss: the losses, then each layer's counts
 };
-/// The same sum of every rank's values, added in rank order; what ranks of tp share one of them
-/// adds. Collective.
+/// The same sum of every rank's values; what ranks of tp share one of them adds. The losses are
+/// added in rank order, counts on the way: what a rank sends of them grows with log2 of the ranks
+/// only. Collective.
 std::vector<double> sum_over_ranks(const ShardedBase& model, RankSum what,
                                    const std::vector<double>& values);
 /// The largest of every rank's values. Collective.

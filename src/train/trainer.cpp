@@ -10,7 +10,6 @@
 #include "base/joined.h"
 #include "base/log.h"
 #include "base/terminal_line.h"
-#include "models/parameter_table.h"
 #include "moe/load_balance.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"
@@ -267,7 +266,8 @@ class Trainer {
 
   ModelSize model_size() const {
     ModelSize size;
-    for (const auto& parameter : models::parameter_table(source_.spec)) {
+    for (const auto& parameter : source_.description.parameters) {
+      if (models::is_adapter(parameter.name)) continue;  // as of the whole model without
       size.active_parameters += models::active_numel(source_.spec, parameter);
     }
     size.layers = source_.spec.num_hidden_layers;

@@ -8,8 +8,6 @@
 
 #include "base/philox.h"
 #include "fsdp/finite_copy.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
 #include "grad/torch_dtype.h"
 #include "io/read_box.h"
 #include "tessera/error.h"
@@ -50,7 +48,7 @@ void draw_rows(const layout::Piece& piece, std::span<const std::int64_t> shape, 
 LoadingProgress progress_of(const ShardedBase& model, const char* what) {
   std::int64_t bytes = 0;
   for (const auto& view : model.shards()) bytes += static_cast<std::int64_t>(view.shard.nbytes());
-  const bool shown = model.unit()->runtime().world().rank() == 0;
+  const bool shown = model.rank() == 0;
   return {what, bytes, shown ? LoadingProgress::Shown::kYes : LoadingProgress::Shown::kNo};
 }
 

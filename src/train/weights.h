@@ -9,23 +9,24 @@
 #include <vector>
 
 #include "io/tensor_source.h"
-#include "models/lora_table.h"
+#include "models/description.h"
 #include "tessera/contract.h"
 #include "tessera/shard.h"
 #include "train/file_forms.h"
 
 namespace tessera::train {
 
-/// That the folder holds the model's parameters and buffers and no other tensors. Errors: kFormat
-/// for a tensor that is missing, has another shape, or that the model does not have; for tensors
-/// that one parameter stacks in several dtypes; for a buffer that is not floating.
-void check_tensors(const TensorSource& folder, const models::ModelSpec& spec);
+struct ModelSource;
+
+/// That the source's folder holds the model's parameters and buffers and no other tensors. Errors:
+/// kFormat for a tensor that is missing, has another shape, or that the model does not have; for
+/// tensors that one parameter stacks in several dtypes; for a buffer that is not floating.
+void check_tensors(const ModelSource& source);
 void check_tensors(const TensorSource& folder, const std::vector<models::ParameterSpec>& table,
                    const std::vector<models::BufferSpec>& buffers);
 
 /// The same of a checkpoint of adapters, which are float32. Errors: kFormat.
-void check_adapters(const TensorSource& folder, const models::ModelSpec& spec,
-                    const models::LoraSpec& lora);
+void check_adapters(const ModelSource& source);
 
 /// Verifies every `ranks`-th file of those that have a hash on record, from the `rank`-th on: all
 /// of them together each file once. Rank 0 shows how far it is. Errors: as TensorSource::verify().

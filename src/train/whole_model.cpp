@@ -61,7 +61,7 @@ std::shared_ptr<models::Decoder> load_whole_model(const ModelSource& source,
   models::add_adapters(*decoder, source.lora);
   add_expert_biases(*decoder, source);
   const auto parameters = decoder->named_parameters();
-  const FileForms forms(models::parameter_table(source.spec));
+  const FileForms forms(source.description.parameters);
   for (const GradContract& contract : contracts) {
     at::Tensor parameter = parameters[contract.name];
     parameter.set_requires_grad(false);

@@ -9,7 +9,7 @@
 
 #include "base/philox.h"
 #include "io/safetensors_writer.h"
-#include "models/parameter_table.h"
+#include "models/description.h"
 
 namespace tessera::cli {
 
@@ -32,11 +32,11 @@ inline void write_folder(const std::filesystem::path& folder, const models::Mode
   std::filesystem::create_directories(folder);
   std::ofstream(folder / "config.json") << models::config_json(spec);
   std::vector<TensorSpec> specs;
-  for (const models::ParameterSpec& row : models::parameter_table(spec)) {
+  for (const models::ParameterSpec& row : models::describe(spec).parameters) {
     if (row.tied_to.empty()) specs.push_back({row.name, DType::kFloat32, row.shape});
   }
   SafetensorsWriter writer(folder / "model.safetensors", specs);
-  for (const models::ParameterSpec& row : models::parameter_table(spec)) {
+  for (const models::ParameterSpec& row : models::describe(spec).parameters) {
     if (!row.tied_to.empty()) continue;
     std::vector<float> values(static_cast<std::size_t>(row.numel()), 1.0F);
     if (row.init == models::InitKind::kNormal) {

@@ -208,7 +208,7 @@ TEST(CheckpointWeights, AParameterThatTheTableLacksIsNoneThatStaysUndrawn) {
   ranks(1).run([&](World& world) {
     const auto source = train::open_model(config.model);
     const auto model = train::parallelize(source, config, data_mesh(world));
-    auto table = models::parameter_table(source.spec);
+    auto table = models::describe(source.spec).parameters;
     std::erase_if(table, [](const auto& row) { return row.name == "model.norm.weight"; });
     EXPECT_THAT(error_of(ErrorKind::kInternal, [&] { train::draw_weights(*model, table, 1); }),
                 HasSubstr("model.norm.weight is not in the parameter table"));

@@ -2,9 +2,9 @@
 #include <gmock/gmock.h>
 
 #include "dist/plain.h"
-#include "fsdp/leaf.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
+#include "grad/leaf.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
 
@@ -39,7 +39,7 @@ class DeferredScale : public torch::autograd::Function<DeferredScale> {
   }
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto saved = context->get_saved_variables();
-    const auto leaf = fsdp::find_leaf(saved[1]);
+    const auto leaf = grad::find_leaf(saved[1]);
     auto& sink = *leaf->sink;
     auto* list = reinterpret_cast<std::vector<Owed>*>(context->saved_data["owed"].toInt());
     list->push_back(

@@ -3,8 +3,9 @@
 #include <torch/optim/adamw.h>
 
 #include "dist/plain.h"
-#include "fsdp/split_master.h"
+#include "fsdp/optimizer_shards.h"
 #include "fsdp/unit.h"
+#include "kernels/kernels.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
 
@@ -156,7 +157,7 @@ TEST_P(NarrowShards, ABFloat16ShardAndItsRemainderAreFloat32StorageToTheBit) {
           ASSERT_EQ(states[i].kept.back().name, "master_remainder");
           const auto& remainder = states[i].kept.back().values;
           auto joined = at::empty(remainder.sizes(), at::kFloat);
-          fsdp::join_master(states[i].view.shard.detach(), remainder, joined);
+          kernels::join_master(states[i].view.shard.detach(), remainder, joined);
           EXPECT_TRUE(same_bits(joined, shards[i].shard.detach())) << name << " lr " << lr;
           EXPECT_TRUE(joined.isfinite().all().item<bool>()) << name;
         }
@@ -207,7 +208,7 @@ TEST(Masters, AShardOfSeveralPartsIsSteppedAsOne) {
     }
     const auto state = of_narrow->state().front();
     auto joined = at::empty({size}, at::kFloat);
-    fsdp::join_master(state.view.shard.detach(), state.kept.back().values, joined);
+    kernels::join_master(state.view.shard.detach(), state.kept.back().values, joined);
     EXPECT_TRUE(same_bits(joined, wide.shards().front().shard.detach()));
   });
 }

@@ -8,7 +8,7 @@
 #include "base/hash.h"
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
-#include "models/lora_table.h"
+#include "models/lora.h"
 #include "train/hf_export.h"
 #include "train/lora_export.h"
 #include "train/weights.h"

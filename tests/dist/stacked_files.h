@@ -10,7 +10,7 @@
 
 #include "dist/cut_modules.h"
 #include "io/tensor_source.h"
-#include "models/parameter_table.h"
+#include "models/description.h"
 
 namespace tessera::test {
 

@@ -3,7 +3,6 @@
 
 #include "fuzz/hostile_input.h"
 #include "models/model_spec.h"
-#include "models/parameter_table.h"
 
 namespace {
 
@@ -17,11 +16,6 @@ void check(const ModelSpec& spec) {
   require(!spec.pad_token_id || (*spec.pad_token_id >= 0 && *spec.pad_token_id < spec.vocab_size),
           "padding inside the vocabulary");
   require(parse_spec(config_json(spec)).spec == spec, "written and read back equal");
-  if (spec.num_hidden_layers > 8) return;  // a table of thousands of rows teaches nothing more
-  std::int64_t total = 0;
-  for (const ParameterSpec& row : parameter_table(spec)) {
-    require(!__builtin_add_overflow(total, row.numel(), &total) && row.numel() > 0, "no overflow");
-  }
 }
 
 }  // namespace

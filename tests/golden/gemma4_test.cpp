@@ -175,7 +175,7 @@ std::map<std::string, at::Tensor> buffers_of(const std::filesystem::path& folder
   config.path = folder.string();
   const auto source = train::open_model(config);
   std::map<std::string, at::Tensor> found;
-  for (const auto& row : models::buffer_table(source.spec)) {
+  for (const auto& row : models::describe(source.spec).buffers) {
     found[row.name] =
         train::read_elements(*source.folder, row.name, 0, source.folder->find(row.name)->numel());
   }

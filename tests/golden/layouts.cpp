@@ -11,7 +11,7 @@
 
 #include "dist/ranks.h"
 #include "golden/model_folder.h"
-#include "models/parameter_table.h"
+#include "models/description.h"
 #include "tessera/shard.h"
 #include "train/gradients.h"
 #include "train/parallelize.h"
@@ -170,7 +170,7 @@ TrainingRun run_training(train::Config config, const Layout& layout,
     const auto result = train::run_training(config, world, hooks);
     if (world.rank() == 0) run.result = result;
   });
-  const auto table = models::parameter_table(train::open_model(config.model).spec);
+  const auto table = models::describe(train::open_model(config.model).spec).parameters;
   for (auto& [step, parameters] : run.parameters) {
     parameters = as_in_files(table, std::move(parameters));
   }

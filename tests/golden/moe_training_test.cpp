@@ -15,7 +15,7 @@
 
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
-#include "models/parameter_table.h"
+#include "models/description.h"
 
 namespace tessera::golden::moe_training_test {
 namespace {
@@ -47,7 +47,7 @@ StoredTensor stored(const std::string& name, const at::Tensor& values) {
 std::vector<StoredTensor> drawn_weights() {
   at::manual_seed(20261121);
   std::vector<StoredTensor> tensors;
-  for (const auto& row : models::parameter_table(models::parse_spec(kModel).spec)) {
+  for (const auto& row : models::describe(models::parse_spec(kModel).spec).parameters) {
     const bool norm = row.init == models::InitKind::kOnes;
     const auto draw = [&](const std::vector<std::int64_t>& shape) {
       return norm ? at::ones(shape) : at::randn(shape) * row.init_std;

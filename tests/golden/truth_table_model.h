@@ -11,7 +11,7 @@
 #include "golden/model_folder.h"
 #include "golden/truth_table.h"
 #include "grad/torch_dtype.h"
-#include "models/parameter_table.h"
+#include "models/description.h"
 #include "nn/parameter.h"
 
 namespace tessera::golden {

@@ -10,7 +10,7 @@
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
 #include "io/safetensors_writer.h"
-#include "models/parameter_table.h"
+#include "models/description.h"
 #include "train/parallelize.h"
 #include "unit/io/temporary_folder.h"
 
@@ -100,7 +100,7 @@ BigModel write_big_model(const testing::TemporaryFolder& folder) {
   BigModel model;
   std::map<std::string, std::int64_t> units;
   std::vector<TensorSpec> specs;
-  for (const auto& parameter : models::parameter_table(models::parse_spec(kBigConfig).spec)) {
+  for (const auto& parameter : models::describe(models::parse_spec(kBigConfig).spec).parameters) {
     const auto bytes = parameter.numel() * size_of(DType::kFloat32);
     model.bytes += bytes;
     model.largest_unit_bytes = std::max(model.largest_unit_bytes, units[parameter.unit] += bytes);

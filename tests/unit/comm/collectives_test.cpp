@@ -293,6 +293,20 @@ TEST_P(Collectives, BitsOfAnyRankAreSetOnAll) {
   });
 }
 
+TEST_P(Collectives, WholeNumbersAreAddedOnceFromEachRank) {
+  threads().run([&](World& world) {
+    for (const std::int64_t n : {0, 1, 5, 1000}) {
+      std::vector<std::int64_t> mine, expected;
+      for (std::int64_t i = 0; i < n; ++i) {
+        mine.push_back((i + 1) * (world.rank() + 1) * (i % 2 == 0 ? 1 : -1));
+        const std::int64_t all = world.size() * (world.size() + 1) / 2;
+        expected.push_back((i + 1) * all * (i % 2 == 0 ? 1 : -1));
+      }
+      EXPECT_EQ(sum_of_ranks(world.control(), mine, "numbers"), expected) << n;
+    }
+  });
+}
+
 // Naive: every rank's whole text at every other one.
 TEST_P(Collectives, TheFirstRankWithAnotherTextIsFoundOnAllWithBothTexts) {
   const std::string first = "as all", last = "of the others";
@@ -417,7 +431,7 @@ TEST(Batch, TensorsThatDoNotFitAreRefused) {
   EXPECT_THROW(group.issue(batch_of(ReduceScatter{at::zeros({4}), at::zeros({4}, at::kHalf)})),
                Error);
   EXPECT_THROW(group.issue(batch_of(AllReduce{at::zeros({4}), at::zeros({3})})), Error);
-  EXPECT_THROW(group.issue(batch_of(AnyOf{at::zeros({4})})), Error);
+  EXPECT_THROW(group.issue(batch_of(Combine{at::zeros({4})})), Error);
   EXPECT_THROW(group.issue(batch_of(RelayedGather{at::zeros({4}, at::kByte), {5}})), Error);
   EXPECT_THROW(group.issue(batch_of(RelayedGather{at::zeros({4}, at::kByte), {2, 2}})), Error);
   EXPECT_THROW(group.issue(batch_of(AllReduce{at::zeros({4}), at::zeros({4}, at::kHalf)})), Error);

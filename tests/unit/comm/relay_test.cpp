@@ -53,6 +53,29 @@ TEST(Relay, HasAtMostTwoPartnersARound) {
   }
 }
 
+// What each rank says has a digit of its own: added twice or left out, it shows.
+TEST(Relay, SumsCountEveryRankOnce) {
+  for (int ranks = 1; ranks <= 62; ++ranks) {
+    using Rows = std::vector<std::int64_t>;  // [2, 1]
+    std::vector<Rows> values;
+    for (int rank = 0; rank < ranks; ++rank) values.push_back({std::int64_t{1} << rank, 0});
+    for (int round = 0; round < relay::rounds(ranks); ++round) {
+      auto next = values;
+      for (int rank = 0; rank < ranks; ++rank) {
+        const auto at = static_cast<std::size_t>(rank);
+        next[at] = values[static_cast<std::size_t>(relay::round_of(round, rank, ranks).from)];
+        relay::add_round(round, ranks, 1, values[at].data(), next[at].data());
+      }
+      values = next;
+    }
+    for (const Rows& rows : values) {
+      EXPECT_EQ(rows[static_cast<std::size_t>(relay::row_of_sum(ranks))],
+                (std::int64_t{1} << ranks) - 1)
+          << ranks << " ranks";
+    }
+  }
+}
+
 // Nobody waits at a wave for one that waits at another: both meet in the wave of the same number.
 TEST(Relay, WavesHoldEveryOtherRankOnceAndAreTheSameFromBothSides) {
   for (const int ranks : sizes()) {

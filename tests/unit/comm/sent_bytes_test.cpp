@@ -50,8 +50,8 @@ TEST(SentBytes, WhatIsRelayedComesToTheSameBytesInFewerMessages) {
   EXPECT_EQ(sent_bytes(RelayedGather{bytes, {12, 12, 12, 12, 12}}, 5, 3), 4 * 12);
   // Of rank 3: its own part, then rank 2's with it, then its own once more.
   EXPECT_EQ(sent_bytes(RelayedGather{bytes, {10, 20, 30, 0, 0}}, 5, 3), 0 + 30 + 0);
-  EXPECT_EQ(sent_bytes(AnyOf{bytes}, 5, 0), 3 * 60);
-  EXPECT_EQ(sent_bytes(AnyOf{bytes}, 1024, 0), 10 * 60);
+  EXPECT_EQ(sent_bytes(Combine{bytes}, 5, 0), 3 * 60);
+  EXPECT_EQ(sent_bytes(Combine{bytes}, 1024, 0), 10 * 60);
   const AllReduce sum{floats(4), {}, Route::kRelayed};
   EXPECT_TRUE(is_relayed(sum, 5));
   EXPECT_EQ(sent_bytes(sum, 5, 1), 4 * 16);

@@ -6,7 +6,7 @@
 #include <map>
 #include <string>
 
-#include "models/parameter_table.h"
+#include "models/description.h"
 #include "nn/parameter.h"
 #include "tessera/error.h"
 
@@ -43,7 +43,7 @@ TEST(Decoder, ParametersAreThoseOfTheTable) {
       EXPECT_TRUE(item.value().requires_grad());
     }
     std::map<std::string, std::vector<std::int64_t>> expected;
-    for (const ParameterSpec& row : parameter_table(spec)) expected[row.name] = row.shape;
+    for (const ParameterSpec& row : describe(spec).parameters) expected[row.name] = row.shape;
     EXPECT_EQ(found, expected);
   }
 }
@@ -62,11 +62,11 @@ TEST(Decoder, UnitsCoverEveryParameterUnderItsTrueName) {
     add("model.layers." + std::to_string(i), *model.layers()[i].module());
   }
   add("head", *model.head().module());
-  for (const ParameterSpec& row : parameter_table(spec)) {
+  for (const ParameterSpec& row : describe(spec).parameters) {
     ASSERT_TRUE(found.contains(row.name)) << row.name;
     EXPECT_TRUE(found.at(row.name).is_same(model.named_parameters()[row.name])) << row.name;
   }
-  EXPECT_EQ(found.size(), parameter_table(spec).size());
+  EXPECT_EQ(found.size(), describe(spec).parameters.size());
 }
 
 TEST(Decoder, AFreshModelHasNoMemoryAndSaysSo) {

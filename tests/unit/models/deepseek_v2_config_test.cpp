@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "models/description.h"
 #include "models/model_spec.h"
-#include "models/parameter_table.h"
 #include "tessera/error.h"
 
 namespace tessera::models::deepseek_v2_config_test {
@@ -181,7 +181,7 @@ TEST(DeepseekV2Config, OtherMathsIsRefusedWithKeyAndValue) {
 TEST(DeepseekV2Config, RowsAreThoseOfTheHubsFiles) {
   const auto names = [](const json& config) {
     std::vector<std::string> rows;
-    for (const ParameterSpec& row : parameter_table(spec_of(config))) {
+    for (const ParameterSpec& row : describe(spec_of(config)).parameters) {
       std::string shape;
       for (const std::int64_t size : row.shape) shape += " " + std::to_string(size);
       if (row.unit == "model.layers.1") rows.push_back(row.name.substr(15) + shape);

@@ -8,9 +8,9 @@
 #include <sstream>
 #include <string>
 
+#include "models/description.h"
 #include "models/family.h"
 #include "models/model_spec.h"
-#include "models/parameter_table.h"
 #include "tessera/error.h"
 
 namespace tessera::models::gemma4_config_test {
@@ -212,8 +212,8 @@ TEST(Gemma4Config, TheTowerIsFrozenUnlessAskedOtherwise) {
 
 TEST(Gemma4Table, HasTheRowsOfThePublishedLayout) {
   const ModelSpec spec = parse(written());
-  const auto table = parameter_table(spec);
-  const auto buffers = buffer_table(spec);
+  const auto table = describe(spec).parameters;
+  const auto buffers = describe(spec).buffers;
   std::size_t aliases = 0;
   std::set<std::string> names;
   for (const ParameterSpec& row : table) {

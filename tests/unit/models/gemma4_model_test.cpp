@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "models/parameter_table.h"
+#include "models/description.h"
 #include "nn/parameter.h"
 #include "tessera/error.h"
 
@@ -107,13 +107,13 @@ TEST(Gemma4Model, ParametersAndBuffersAreThoseOfTheTables) {
     const Gemma4Model model(spec);
     Shapes parameters;
     std::vector<std::string> in_order;
-    for (const ParameterSpec& row : parameter_table(spec)) {
+    for (const ParameterSpec& row : describe(spec).parameters) {
       parameters[row.name] = row.shape;
       in_order.push_back(row.name);
     }
     EXPECT_EQ(model.named_parameters().keys(), in_order) << "plans are made from the table";
     Shapes buffers;
-    for (const BufferSpec& row : buffer_table(spec)) buffers[row.name] = row.shape;
+    for (const BufferSpec& row : describe(spec).buffers) buffers[row.name] = row.shape;
     EXPECT_EQ(shapes_of(model.named_parameters()), parameters);
     EXPECT_EQ(shapes_of(model.named_buffers()), buffers);
   }
@@ -135,8 +135,8 @@ TEST(Gemma4Model, UnitsAreThoseOfTheTableInTheOrderOfForward) {
       names(untied_text()),
       ::testing::ElementsAre("model.language_model.embed_tokens", "model.language_model.layers.0",
                              "model.language_model.layers.1", "head"));
-  EXPECT_EQ(names(small()), sharding_units(small()));
-  EXPECT_EQ(names(untied_text()), sharding_units(untied_text()));
+  EXPECT_EQ(names(small()), describe(small()).units);
+  EXPECT_EQ(names(untied_text()), describe(untied_text()).units);
   const Gemma4Model model(small());
   EXPECT_EQ(model.canonical_name("head", "norm.weight"), "model.language_model.norm.weight");
   EXPECT_EQ(model.canonical_name("head", "lm_head.weight"), "lm_head.weight");

@@ -9,9 +9,9 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "models/description.h"
 #include "models/family.h"
 #include "models/model_spec.h"
-#include "models/parameter_table.h"
 #include "tessera/error.h"
 
 namespace tessera::models::moe_spec_test {
@@ -88,7 +88,7 @@ TEST_P(MoeSpecs, TheTableWantsTheTensorsOfTheFile) {
   for (const auto& [name, info] : header.items()) {
     if (name != "__metadata__") stored[name] = info.at("shape").get<Shape>();
   }
-  EXPECT_EQ(tensors_of(parameter_table(parse_spec(hub(GetParam()).dump()).spec)), stored);
+  EXPECT_EQ(tensors_of(describe(parse_spec(hub(GetParam()).dump()).spec).parameters), stored);
 }
 
 INSTANTIATE_TEST_SUITE_P(Folders, MoeSpecs,
@@ -189,7 +189,7 @@ TEST(MoeSpec, DenseLayersAmongThoseWithExpertsHaveAnMlp) {
   const ModelSpec spec = parse_spec(config.dump()).spec;
   EXPECT_EQ(routed_experts(spec).layers, (Shape{1}));
   std::map<std::string, ParameterSpec> rows;
-  for (const ParameterSpec& row : parameter_table(spec)) rows.emplace(row.name, row);
+  for (const ParameterSpec& row : describe(spec).parameters) rows.emplace(row.name, row);
   EXPECT_EQ(rows.count("model.layers.0.mlp.gate_proj.weight"), 1U);
   EXPECT_EQ(rows.count("model.layers.0.mlp.gate.weight"), 0U);
   EXPECT_EQ(rows.at("model.layers.1.mlp.experts.gate_up_proj").shape, (Shape{8, 32, 32}));
@@ -202,7 +202,7 @@ TEST(MoeSpec, DenseLayersAmongThoseWithExpertsHaveAnMlp) {
 TEST(MoeSpec, OnlyChosenExpertsAreActive) {
   const ModelSpec spec = parse_spec(hub("qwen3-moe-fp32").dump()).spec;
   std::int64_t active = 0;
-  for (const ParameterSpec& row : parameter_table(spec)) active += active_numel(spec, row);
+  for (const ParameterSpec& row : describe(spec).parameters) active += active_numel(spec, row);
   // A layer: q, k, v, o, their norms, router, 3 experts of 3 projections, two norms.
   const std::int64_t layer =
       64 * 32 + 2 * 32 * 32 + 32 * 64 + 2 * 16 + 8 * 32 + 3 * 3 * 16 * 32 + 2 * 32;
@@ -213,7 +213,8 @@ TEST(MoeSpec, OnlyChosenExpertsAreActive) {
 TEST(MoeSpec, PublishedConfigsAreRead) {
   const std::filesystem::path models = std::filesystem::path(TESSERA_CONFIGS) / "models";
   const auto numel = [&](const char* name) {
-    return total_numel(parameter_table(parse_spec(read_text(models / name / "config.json")).spec));
+    return total_numel(
+        describe(parse_spec(read_text(models / name / "config.json")).spec).parameters);
   };
   EXPECT_EQ(numel("qwen3-30b-a3b"), 30'532'122'624);
   EXPECT_EQ(numel("gpt-oss-20b"), 20'914'757'184);

@@ -80,7 +80,7 @@ void Reference::load(const torch::nn::Module& model, Compute compute) const {
   nn::materialize(model);
   const bool bulk_is_wide = folder_.bulk_dtype() == DType::kFloat32;
   auto parameters = model.named_parameters();
-  for (const ParameterSpec& row : parameter_table(spec_)) {
+  for (const ParameterSpec& row : describe(spec_).parameters) {
     if (!row.tied_to.empty()) continue;
     const at::Tensor values = stored(row);
     const bool wide =
@@ -115,7 +115,7 @@ std::map<std::string, at::Tensor> gradients(const torch::nn::Module& model, cons
     if (!item.value().requires_grad()) continue;
     result[item.key()] = item.value().grad().to(at::kFloat);
   }
-  for (const ParameterSpec& row : parameter_table(spec)) {
+  for (const ParameterSpec& row : describe(spec).parameters) {
     if (row.stacked.empty()) continue;
     std::vector<std::int64_t> shape = row.stacked_shape;
     shape.insert(shape.begin(), static_cast<std::int64_t>(row.stacked.size()));

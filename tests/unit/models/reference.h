@@ -11,8 +11,8 @@
 #include "io/hf_folder.h"
 #include "io/safetensors.h"
 #include "models/decoder.h"
+#include "models/description.h"
 #include "models/gemma4_model.h"
-#include "models/parameter_table.h"
 
 namespace tessera::models {
 

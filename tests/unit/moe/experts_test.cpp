@@ -10,6 +10,7 @@
 #include "nn/geglu.h"
 #include "tessera/error.h"
 #include "unit/moe/host_waits.h"
+#include "unit/nn/composites.h"
 #include "unit/nn/left_out.h"
 
 namespace tessera::moe::experts_test {

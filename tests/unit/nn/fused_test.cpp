@@ -10,6 +10,7 @@
 #include "nn/rope.h"
 #include "tessera/error.h"
 #include "unit/nn/compare.h"
+#include "unit/nn/composites.h"
 
 namespace tessera::nn::fused_test {
 namespace {

@@ -7,6 +7,7 @@
 #include "nn/rope.h"
 #include "nn/soft_cap.h"
 #include "unit/nn/compare.h"
+#include "unit/nn/composites.h"
 
 namespace tessera::nn::gemma_layers_test {
 namespace {

@@ -6,6 +6,7 @@
 #include "nn/gated.h"
 #include "nn/mlp.h"
 #include "unit/nn/compare.h"
+#include "unit/nn/composites.h"
 
 namespace tessera::nn::grouped_linear_test {
 namespace {

@@ -5,6 +5,7 @@
 #include "nn/parameter.h"
 #include "tessera/error.h"
 #include "unit/nn/compare.h"
+#include "unit/nn/composites.h"
 
 namespace tessera::nn::kv_cache_test {
 namespace {

@@ -2,6 +2,7 @@
 
 #include "tessera/error.h"
 #include "unit/nn/compare.h"
+#include "unit/nn/composites.h"
 
 namespace tessera::nn::loss_test {
 namespace {

@@ -11,6 +11,7 @@
 #include "nn/attention.h"
 #include "tessera/error.h"
 #include "unit/nn/compare.h"
+#include "unit/nn/composites.h"
 
 namespace tessera::nn::windowed_attention_test {
 namespace {

@@ -147,8 +147,8 @@ TEST_P(ActivationTraffic, IsThatOfTheFormulas) {
   const Rows rows = read_trace(folder / "run/metrics/trace/step-2.json");
   const ModelSource source = open_model(config.model);
   const ParallelDims dims = resolve_parallelism(config.parallelism, degrees.ranks());
-  const auto plan =
-      plan_model(source.spec, resolve_model(source, config, dims).parameters, mesh_shape(dims));
+  const auto plan = plan_model(source.description, resolve_model(source, config, dims).parameters,
+                               mesh_shape(dims));
   for (int rank = 0; rank < degrees.ranks(); ++rank) {
     SCOPED_TRACE(rank);
     EXPECT_EQ(counted(rows, rank), Formulas(source.spec, family, degrees, rank).of_step());

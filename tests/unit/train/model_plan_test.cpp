@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "models/parameter_table.h"
+#include "models/description.h"
 
 namespace tessera::train::model_plan_test {
 namespace {
@@ -22,7 +22,7 @@ models::ModelSpec large_spec() {
 
 std::vector<GradContract> contracts_of(const models::ModelSpec& spec) {
   std::vector<ParameterMeta> metas;
-  for (const auto& parameter : models::parameter_table(spec)) {
+  for (const auto& parameter : models::describe(spec).parameters) {
     if (!parameter.tied_to.empty()) continue;
     ParameterMeta meta;
     meta.name = parameter.name;
@@ -39,7 +39,7 @@ TEST(TrainModelPlan, ALargeModelOn64RanksHasEveryElementOnceAndLittlePadding) {
     auto spec = large_spec();
     spec.tie_word_embeddings = tied;
     const layout::ModelPlan plan =
-        plan_model(spec, contracts_of(spec), MeshShape::dense(1, 1, 64, 1, 1));
+        plan_model(models::describe(spec), contracts_of(spec), MeshShape::dense(1, 1, 64, 1, 1));
     ASSERT_EQ(plan.units.size(), 1U + 28U + (tied ? 0U : 2U));
     std::int64_t placed = 0;
     std::int64_t padding = 0;
@@ -51,7 +51,7 @@ TEST(TrainModelPlan, ALargeModelOn64RanksHasEveryElementOnceAndLittlePadding) {
       }
       for (const auto& item : unit.items) placed += item.numel;
     }
-    EXPECT_EQ(placed, models::total_numel(models::parameter_table(spec)));
+    EXPECT_EQ(placed, models::total_numel(models::describe(spec).parameters));
     EXPECT_LT(padding, placed / 1000);
     EXPECT_EQ(plan.units.back().plan.name, tied ? "model.layers.27" : "head");
     EXPECT_EQ(plan.units.front().items.empty(), !tied)
@@ -68,8 +68,8 @@ TEST(TrainModelPlan, UnitsOfTheContractHoldEveryParameterOnceAndCastNothingThems
       metas.emplace_back();
       metas.back().name = contract.name;
     }
-    const auto units = units_of(spec, metas);
-    ASSERT_EQ(units.size(), 1 + models::sharding_units(spec).size());
+    const auto units = units_of(models::describe(spec), metas);
+    ASSERT_EQ(units.size(), 1 + models::describe(spec).units.size());
     EXPECT_EQ(units.front().name, "");
     EXPECT_FALSE(units.front().nested);
     std::vector<int> seen(metas.size(), 0);

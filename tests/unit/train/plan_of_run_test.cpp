@@ -52,7 +52,7 @@ TEST_P(PlanOfRun, EqualsThePlanOfTheConfiguration) {
   const ModelSource source = open_model(config.model);
   const ParallelDims dims = resolve_parallelism(config.parallelism, c.ranks);
   const ModelContract contract = resolve_model(source, config, dims);
-  const auto expected = plan_model(source.spec, contract.parameters, mesh_shape(dims));
+  const auto expected = plan_model(source.description, contract.parameters, mesh_shape(dims));
   bool has_moved = false;
   for (const auto& item : expected.units.front().items) {
     has_moved = has_moved || item.name.starts_with("model.layers.");
@@ -96,7 +96,7 @@ TEST(PlanOfGemma4, EqualsThePlanOfTheConfiguration) {
     config.model.frozen = ranks < 0 ? FrozenAs::kReplicate : FrozenAs::kShard;
     const ParallelDims dims = resolve_parallelism(config.parallelism, std::abs(ranks));
     const ModelContract contract = resolve_model(source, config, dims);
-    const auto expected = plan_model(source.spec, contract.parameters, mesh_shape(dims));
+    const auto expected = plan_model(source.description, contract.parameters, mesh_shape(dims));
     EXPECT_EQ(expected.units.size(), 1U + 3U + 4U);
     on_ranks(std::abs(ranks), [&](World& world) {
       const auto model = parallelize(source, config, world.mesh(mesh_shape(dims)));
@@ -143,7 +143,7 @@ TEST_P(PlanOfModelAxes, EqualsThePlanOfTheConfiguration) {
   const ModelSource source = open_model(config.model);
   const ParallelDims dims = resolve_parallelism(config.parallelism, ranks);
   const ModelContract contract = resolve_model(source, config, dims);
-  const auto expected = plan_model(source.spec, contract.parameters, mesh_shape(dims));
+  const auto expected = plan_model(source.description, contract.parameters, mesh_shape(dims));
   on_ranks(ranks, [&](World& world) {
     const auto model = parallelize(source, config, world.mesh(mesh_shape(dims)));
     const ModelContract agreed = model->contract();

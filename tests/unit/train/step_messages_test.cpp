@@ -15,8 +15,8 @@ constexpr int kRanks = 2;
 constexpr std::int64_t kLayers = 4;
 constexpr std::int64_t kExperts = 8;
 
-/// Own bytes of each "values of a step" of rank 0, in order, in a run of one step and two
-/// micro-batches.
+/// Own bytes of each "values of a step" and, below 0, of each "counts of a step" of rank 0, in
+/// order, in a run of one step and two micro-batches.
 std::vector<std::int64_t> messages(const char* family, double aux_loss_coef) {
   const testing::TemporaryFolder folder;
   Config config = run_case(folder, Head::kOwn);
@@ -33,9 +33,10 @@ std::vector<std::int64_t> messages(const char* family, double aux_loss_coef) {
   std::mutex mutex;
   comm::Hub::Bend watch;
   watch.before_issue = [&](int rank, const comm::Batch& batch) {
-    if (rank != 0 || batch.label.unit != "values of a step") return;
+    if (rank != 0 || !batch.label.unit.ends_with(" of a step")) return;
     const std::lock_guard lock(mutex);
-    found.push_back(batch.bytes() / kRanks);
+    const bool counts = batch.label.unit == "counts of a step";
+    found.push_back(counts ? -batch.bytes() : batch.bytes() / kRanks);
   };
   test::ranks(kRanks).bend_for_tests(watch);
   on_ranks(kRanks, [&](World& world) { run_training(config, world); });
@@ -45,18 +46,18 @@ std::vector<std::int64_t> messages(const char* family, double aux_loss_coef) {
 
 // Asked to stop; kept labels; counts of a micro-batch; sums; the end of the step.
 TEST(StepMessages, OfADenseModelAreTheDocuments) {
-  EXPECT_EQ(messages("qwen3-fp32", 0), (std::vector<std::int64_t>{8, 8, 16, 32}));
+  EXPECT_EQ(messages("qwen3-fp32", 0), (std::vector<std::int64_t>{8, -16, 16, 32}));
 }
 
 TEST(StepMessages, ExpertsAddTheirLoads) {
   EXPECT_EQ(messages("qwen3-moe-fp32", 0),
-            (std::vector<std::int64_t>{8, 8, 8 * (2 + kLayers * kExperts), 32}));
+            (std::vector<std::int64_t>{8, -16, 16, -16 * kLayers * kExperts, 32}));
 }
 
 TEST(StepMessages, AnAuxiliaryLossAddsItsCountsOnceAMicroBatch) {
   EXPECT_EQ(messages("qwen3-moe-fp32", 0.01),
-            (std::vector<std::int64_t>{8, 8, 8 * kExperts, 8 * kExperts,
-                                       8 * (2 + kLayers * kExperts), 32}));
+            (std::vector<std::int64_t>{8, -16, -16 * kExperts, -16 * kExperts, 16,
+                                       -16 * kLayers * kExperts, 32}));
 }
 
 }  // namespace

@@ -61,8 +61,8 @@ TEST_P(TraceOfRun, SendsTheBytesOfThePlanInRowsThatNest) {
   expect_nested(rows);
   const ModelSource source = open_model(config.model);
   const ParallelDims dims = resolve_parallelism(config.parallelism, c.ranks);
-  const auto plan =
-      plan_model(source.spec, resolve_model(source, config, dims).parameters, mesh_shape(dims));
+  const auto plan = plan_model(source.description, resolve_model(source, config, dims).parameters,
+                               mesh_shape(dims));
   const auto traffic = layout::step_traffic(
       plan, c.reshard ? layout::Reshard::kYes : layout::Reshard::kNo, c.micro_batches);
   for (int rank = 0; rank < c.ranks; ++rank) {

@@ -1,0 +1,60 @@
+#include "tessera/keep.h"
+
+#include <c10/core/GradMode.h>
+
+#include <utility>
+
+#include "grad/kept.h"
+#include "tessera/error.h"
+
+namespace tessera {
+namespace grad {
+namespace {
+
+// A thread is a rank, so this is per rank.
+thread_local KeptResults* t_first = nullptr;
+thread_local KeptResults* t_again = nullptr;
+
+KeptResults*& open_results(CheckpointRun run) {
+  return run == CheckpointRun::kFirst ? t_first : t_again;
+}
+
+at::Tensor take_kept(KeptResults& results, at::IntArrayRef sizes) {
+  TESSERA_CHECK(results.next_kept < results.kept.size(), ErrorKind::kUsage,
+                "recomputation: found more calls of keep() than the ", results.kept.size(),
+                " of the first forward, expected the same; make the checkpointed function "
+                "deterministic");
+  at::Tensor value = std::exchange(results.kept[results.next_kept++].value, {});
+  TESSERA_CHECK(value.sizes() == sizes, ErrorKind::kUsage, "recomputation: found keep() of sizes ",
+                sizes, ", expected ", value.sizes(),
+                " as in the first forward; make the checkpointed function deterministic");
+  return value;
+}
+
+}  // namespace
+
+KeepScope::KeepScope(KeptResults& results, CheckpointRun run)
+    : run_(run), outer_(std::exchange(open_results(run), &results)) {
+  if (run == CheckpointRun::kAgain) results.next_kept = 0;
+}
+KeepScope::~KeepScope() { open_results(run_) = outer_; }
+
+}  // namespace grad
+
+at::Tensor keep(at::IntArrayRef sizes, c10::function_ref<at::Tensor()> compute) {
+  TESSERA_CHECK(!c10::GradMode::is_enabled(), ErrorKind::kUsage,
+                "keep: found grad mode, expected none, since no gradient goes through it; call it "
+                "in the forward of a torch::autograd::Function");
+  auto* again = grad::t_again;
+  auto* first = grad::t_first;
+  const bool is_kept = again != nullptr && again->mode == RecomputeMode::kSelective;
+  const at::Tensor value = is_kept ? grad::take_kept(*again, sizes) : compute();
+  if (first != nullptr && first->mode == RecomputeMode::kSelective) {
+    TESSERA_CHECK(value.sizes() == sizes, ErrorKind::kUsage, "keep: found a result of sizes ",
+                  value.sizes(), ", expected ", sizes);
+    first->kept.push_back({value, value._version()});
+  }
+  return value;
+}
+
+}  // namespace tessera

@@ -1,0 +1,44 @@
+// Which checkpoint this thread is inside of, as keep() sees it (tessera/keep.h).
+//
+// checkpoint() opens a scope around each run of its function. Next: ../fsdp/recompute.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "tessera/recompute_mode.h"
+
+namespace tessera::grad {
+
+/// What keep() was given, as it was then.
+struct Kept {
+  at::Tensor value;
+  std::int64_t version = 0;
+};
+
+/// Of one checkpointed forward, in order.
+struct KeptResults {
+  RecomputeMode mode = RecomputeMode::kFull;
+  std::vector<Kept> kept;
+  std::size_t next_kept = 0;  ///< in the recomputation
+};
+
+enum class CheckpointRun : std::uint8_t { kFirst, kAgain };
+
+/// While alive, keep() on this thread adds to `results`, or takes from them.
+class KeepScope {
+ public:
+  KeepScope(KeptResults& results, CheckpointRun run);
+  ~KeepScope();
+  KeepScope(const KeepScope&) = delete;
+  KeepScope& operator=(const KeepScope&) = delete;
+
+ private:
+  CheckpointRun run_;
+  KeptResults* outer_;
+};
+
+}  // namespace tessera::grad

@@ -1,0 +1,45 @@
+// Slot: a place in a model that calls its module directly until the module is sharded, then through
+// what stands in front of it: its handle.
+//
+// Our own models reach their blocks through slots, so that train/parallelize.cpp decides what
+// becomes a unit, and what a slot calls knows of no sharding.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <utility>
+
+#include "tessera/forward_signature.h"
+
+namespace tessera::grad {
+
+template <class M>
+class Slot {
+ public:
+  Slot() = default;
+  explicit Slot(std::shared_ptr<M> module) : module_(std::move(module)) {}
+
+  template <class... Args>
+  auto operator()(Args&&... args) {
+    return forward_ ? forward_(std::forward<Args>(args)...)
+                    : module_->forward(std::forward<Args>(args)...);
+  }
+
+  /// From now on calls go to the handle's forward, which has the module's signature. The handle is
+  /// what a parent's fully_shard has to find: register it in the place of the module.
+  template <class Handle>
+  void call_through(std::shared_ptr<Handle> handle) {
+    forward_ = [handle = std::move(handle)](auto&&... args) {
+      return handle->forward(std::forward<decltype(args)>(args)...);
+    };
+  }
+  bool is_sharded() const { return static_cast<bool>(forward_); }
+
+  const std::shared_ptr<M>& module() const { return module_; }
+
+ private:
+  std::shared_ptr<M> module_;
+  std::function<typename ForwardSignature<M>::type> forward_;  ///< empty until it is sharded
+};
+
+}  // namespace tessera::grad

@@ -1,0 +1,154 @@
+// Sixteen fp32 lanes for the CPU kernels, written once and compiled for several instruction sets.
+//
+// GCC's and clang's vector types are lowered to whatever the flags of the translation unit allow;
+// the order of every reduction is that of sixteen lanes on all of them. Only kernel code includes
+// this: no torch header and no other library, so that nothing compiled with wide instructions can
+// be picked by the linker for common use. Next: tables.h.
+#pragma once
+
+#include "kernels/cpu/element.h"
+
+namespace tessera::kernels::cpu::TESSERA_CPU_LEVEL {
+
+#define TESSERA_LANES_INLINE inline __attribute__((always_inline))
+
+constexpr long kLanes = 16;
+using Lanes = float __attribute__((vector_size(64)));
+using IntLanes = int __attribute__((vector_size(64)));
+using WordLanes = unsigned __attribute__((vector_size(64)));
+using HalfWords = unsigned short __attribute__((vector_size(32)));
+
+TESSERA_LANES_INLINE Lanes all(float value) { return value - Lanes{}; }
+
+TESSERA_LANES_INLINE Lanes widen(HalfWords bits) {
+  const WordLanes words = __builtin_convertvector(bits, WordLanes) << 16;
+  return reinterpret_cast<Lanes>(words);
+}
+
+/// To the nearest bf16, ties to even; NaN stays NaN.
+TESSERA_LANES_INLINE HalfWords narrow(Lanes value) {
+  const auto words = reinterpret_cast<WordLanes>(value);
+  const WordLanes rounded = (words + 0x7FFFU + ((words >> 16) & 1U)) >> 16;
+  const WordLanes kept = value == value ? rounded : WordLanes{} + 0x7FC0U;
+  return __builtin_convertvector(kept, HalfWords);
+}
+
+TESSERA_LANES_INLINE Lanes load(const float* from) {
+  Lanes value;
+  __builtin_memcpy(&value, from, sizeof(value));
+  return value;
+}
+TESSERA_LANES_INLINE Lanes load(const BFloat16* from) {
+  HalfWords bits;
+  __builtin_memcpy(&bits, from, sizeof(bits));
+  return widen(bits);
+}
+TESSERA_LANES_INLINE void store(float* to, Lanes value) {
+  __builtin_memcpy(to, &value, sizeof(value));
+}
+TESSERA_LANES_INLINE void store(BFloat16* to, Lanes value) {
+  const HalfWords bits = narrow(value);
+  __builtin_memcpy(to, &bits, sizeof(bits));
+}
+
+/// The first `count` lanes, the others `rest`.
+template <class T>
+TESSERA_LANES_INLINE Lanes load(const T* from, long count, float rest = 0.0F) {
+  if (count == kLanes) return load(from);
+  T padded[kLanes];
+  store(padded, all(rest));
+  __builtin_memcpy(padded, from, static_cast<unsigned long>(count) * sizeof(T));
+  return load(padded);
+}
+template <class T>
+TESSERA_LANES_INLINE void store(T* to, Lanes value, long count) {
+  if (count == kLanes) return store(to, value);
+  T padded[kLanes];
+  store(padded, value);
+  __builtin_memcpy(to, padded, static_cast<unsigned long>(count) * sizeof(T));
+}
+
+struct LanePairs {
+  Lanes even, odd;
+};
+
+/// The first `count` pairs of neighbours, the others 0.
+template <class T>
+TESSERA_LANES_INLINE LanePairs load_pairs(const T* from, long count) {
+  const long first = 2 * count < kLanes ? 2 * count : kLanes;
+  const Lanes low = load(from, first);
+  const Lanes high = load(from + first, 2 * count - first);
+  return {
+      __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
+      __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29,
+                              31)};
+}
+template <class T>
+TESSERA_LANES_INLINE void store_pairs(T* to, const LanePairs& pairs, long count) {
+  const long first = 2 * count < kLanes ? 2 * count : kLanes;
+  store(to,
+        __builtin_shufflevector(pairs.even, pairs.odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6,
+                                22, 7, 23),
+        first);
+  store(to + first,
+        __builtin_shufflevector(pairs.even, pairs.odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29,
+                                14, 30, 15, 31),
+        2 * count - first);
+}
+
+/// body(begin, count) over [0, size) in steps of sixteen, the last one shorter.
+template <class Body>
+TESSERA_LANES_INLINE void for_lanes(long size, const Body& body) {
+  long begin = 0;
+  for (; begin + kLanes <= size; begin += kLanes) body(begin, kLanes);
+  if (begin < size) body(begin, size - begin);
+}
+
+TESSERA_LANES_INLINE Lanes max(Lanes a, Lanes b) { return a > b ? a : b; }
+
+/// Pairs of lanes that are 8, 4, 2, 1 apart, in this order on every machine.
+TESSERA_LANES_INLINE float sum(Lanes value) {
+  float lanes[kLanes];
+  store(lanes, value);
+  for (long apart = kLanes / 2; apart > 0; apart /= 2) {
+    for (long i = 0; i < apart; ++i) lanes[i] += lanes[i + apart];
+  }
+  return lanes[0];
+}
+TESSERA_LANES_INLINE float greatest(Lanes value) {
+  float lanes[kLanes];
+  store(lanes, value);
+  float result = lanes[0];
+  for (long i = 1; i < kLanes; ++i) result = lanes[i] > result ? lanes[i] : result;
+  return result;
+}
+
+/// e^x within 2 units in the last place for x in [-87, 87], the value of the nearer end outside
+/// (nothing here depends on numbers beyond 1e38); NaN stays NaN.
+TESSERA_LANES_INLINE Lanes exp(Lanes x) {
+  constexpr float kEnd = 87.0F;
+  // x = n ln 2 + r, |r| <= ln 2 / 2. Adding 1.5 * 2^23 leaves the rounded n in the low bits.
+  constexpr float kShift = 12582912.0F;
+  const Lanes low = x < -kEnd ? all(-kEnd) : x;
+  const Lanes bounded = low > kEnd ? all(kEnd) : low;
+  const Lanes shifted = bounded * 1.44269504F + kShift;
+  const Lanes n = shifted - kShift;
+  Lanes r = bounded - n * 0.693145752F;
+  r = r - n * 1.42860677e-6F;
+  Lanes series = all(1.0F / 5040);
+  series = series * r + 1.0F / 720;
+  series = series * r + 1.0F / 120;
+  series = series * r + 1.0F / 24;
+  series = series * r + 1.0F / 6;
+  series = series * r + 0.5F;
+  series = series * r + 1.0F;
+  series = series * r + 1.0F;
+  // Times 2^n: n is added to the exponent.
+  const WordLanes scaled =
+      reinterpret_cast<WordLanes>(series) + (reinterpret_cast<WordLanes>(shifted) << 23);
+  return x == x ? reinterpret_cast<Lanes>(scaled) : x;
+}
+
+TESSERA_LANES_INLINE Lanes sigmoid(Lanes x) { return 1.0F / (1.0F + exp(-x)); }
+
+}  // namespace tessera::kernels::cpu::TESSERA_CPU_LEVEL

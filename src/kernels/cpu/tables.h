@@ -1,0 +1,174 @@
+// The table of fused CPU kernels: plain functions over plain memory, one table an instruction set.
+//
+// kernels() picks the widest set that this machine has, once. Every kernel works on a range, so
+// that callers divide the rows over threads; sums over rows are formed in blocks whose borders
+// depend on the sizes alone, so results do not depend on the number of threads. All keep fp32
+// inside and round once. T is the activation's type, W a norm weight's (T or float). Short symbols:
+// K columns, D head_dim, H heads, R query heads of a key/value head, V vocabulary. Next:
+// functions.h (autograd).
+#pragma once
+
+#include "kernels/cpu/element.h"
+
+namespace tessera::kernels::cpu {
+
+/// Rows of x [rows, K]; `residual` may be null, else x + residual is what is normed, and goes to
+/// `sum`.
+template <class T, class W>
+struct NormForward {
+  const T* x;
+  const T* residual;
+  const W* weight;  ///< [K]
+  T* sum;           ///< [rows, K] or null
+  T* y;             ///< [rows, K]
+  float* scale;     ///< [rows]: 1 / sqrt(mean of squares + eps)
+  long columns;
+  float eps;
+};
+
+template <class T, class W>
+struct NormBackward {
+  const T* grad;      ///< of y
+  const T* grad_sum;  ///< of sum, or null
+  const T* x;         ///< what was normed
+  const W* weight;
+  const float* scale;
+  T* grad_x;           ///< of x and of residual alike
+  float* grad_weight;  ///< [K], the range's sum is added
+  long columns;
+};
+
+/// One of q and k: norm of each head if `weight` is not null, then rope.
+/// x [B, T, H*D] -> y [B, H/R, T, R, D].
+template <class T, class W>
+struct HeadsForward {
+  const T* x;
+  const W* weight;  ///< [D] or null
+  const T* cos;     ///< [T, D/2]
+  const T* sin;
+  T* y;
+  float* scale;  ///< [B*T, H] or null
+  long positions, heads, repeat, head_dim;
+  float eps;
+};
+
+template <class T, class W>
+struct HeadsBackward {
+  const T* grad;  ///< of y
+  const T* x;
+  const W* weight;
+  const T* cos;
+  const T* sin;
+  const float* scale;
+  T* grad_x;
+  float* grad_weight;  ///< [D] or null, the range's sum is added
+  long positions, heads, repeat, head_dim;
+};
+
+/// Rows of scores, in place: row r stands for position first + (r % period) / repeat and sees that
+/// many keys and one more; what lies behind becomes 0.
+template <class T>
+struct CausalRows {
+  T* scores;         ///< [rows, keys], or dP on the way back
+  const T* weights;  ///< [rows, keys], softmax's result; backward only
+  long keys, first, repeat, period;
+  float scale;
+};
+
+/// The same with windows and sinks: row r belongs to head (r / period) % groups * repeat + r %
+/// repeat and sees the last `window` of the keys that CausalRows shows it. Scores are fp32 whatever
+/// the activations are.
+struct WindowRows {
+  float* scores;         ///< [rows, keys], or dP on the way back
+  const float* weights;  ///< [rows, keys], softmax's result; backward only
+  const float* sinks;    ///< [groups * repeat] or null; forward only
+  float* shares;         ///< [rows] or null: of the sinks; on the way back their gradients come out
+  long keys, first, window, groups, repeat, period;
+  float scale;
+};
+
+template <class T>
+struct Swiglu {
+  const T* gate;
+  const T* up;
+  T* out;         ///< forward
+  const T* grad;  ///< backward
+  T* grad_gate;
+  T* grad_up;
+};
+
+/// gpt-oss's gate (gated.h); gate and up alternate in `both`.
+template <class T>
+struct ClampedSwigluJob {
+  const T* both;  ///< [elements, 2]
+  T* out;         ///< [elements]; forward
+  const T* grad;  ///< [elements]; backward
+  T* grad_both;   ///< [elements, 2]
+  float alpha, limit;
+};
+
+template <class T>
+struct CrossEntropy {
+  const T* logits;      ///< [rows, V]
+  const long* targets;  ///< [rows], negative = ignored
+  float* log_sum;       ///< [rows]: log of the sum of exponentials
+  double* loss;         ///< [rows]; forward
+  T* grad_logits;       ///< [rows, V], may be `logits`; backward
+  float grad;           ///< of the summed loss
+  long vocabulary;
+};
+
+/// Rows of grad are summed by token: `order` lists positions, equal tokens together.
+template <class T>
+struct EmbeddingBackward {
+  const T* grad;       ///< [tokens, K]
+  const long* tokens;  ///< by place in `order`, then one -1
+  const long* order;   ///< positions in `grad`, ascending within a token
+  T* grad_weight;      ///< [V, K], zeroed
+  long columns;
+};
+
+/// All kernels of one pair of types. Ranges: rows, tokens, elements or places in `order`.
+template <class T, class W>
+struct Kernels {
+  void (*norm_forward)(const NormForward<T, W>&, long begin, long end);
+  void (*norm_backward)(const NormBackward<T, W>&, long begin, long end);
+  void (*heads_forward)(const HeadsForward<T, W>&, long begin, long end);
+  void (*heads_backward)(const HeadsBackward<T, W>&, long begin, long end);
+  void (*causal_softmax)(const CausalRows<T>&, long begin, long end);
+  void (*causal_softmax_backward)(const CausalRows<T>&, long begin, long end);
+  void (*swiglu_forward)(const Swiglu<T>&, long begin, long end);
+  void (*swiglu_backward)(const Swiglu<T>&, long begin, long end);
+  void (*clamped_swiglu_forward)(const ClampedSwigluJob<T>&, long begin, long end);
+  void (*clamped_swiglu_backward)(const ClampedSwigluJob<T>&, long begin, long end);
+  void (*cross_entropy_forward)(const CrossEntropy<T>&, long begin, long end);
+  void (*cross_entropy_backward)(const CrossEntropy<T>&, long begin, long end);
+  void (*embedding_backward)(const EmbeddingBackward<T>&, long begin, long end);
+};
+
+/// One instruction set.
+struct Level {
+  const char* name;  ///< "avx512", "avx2", "baseline"
+  Kernels<float, float> fp32;
+  Kernels<BFloat16, BFloat16> bf16;
+  Kernels<BFloat16, float> bf16_wide_weights;
+  void (*window_softmax)(const WindowRows&, long begin, long end);
+  void (*window_softmax_backward)(const WindowRows&, long begin, long end);
+};
+
+/// All that were compiled, the widest first, and whether this machine runs it: for tests.
+struct LevelChoice {
+  const Level* level;
+  bool supported;
+};
+inline constexpr int kMostLevels = 3;
+struct LevelList {
+  LevelChoice choices[kMostLevels];
+  int count;
+};
+const LevelList& levels();
+
+/// The widest one that this machine runs.
+const Level& best_level();
+
+}  // namespace tessera::kernels::cpu

@@ -1,0 +1,55 @@
+// Each function of the list (kernels.h) as cpu/ and as aten/ have it.
+//
+// The types are the list's own, so that an implementation with other arguments does not compile and
+// one that is missing does not link. Here it is kernels.cpp and tests that choose.
+#pragma once
+
+#include "kernels/kernels.h"
+
+/// X(name) for every function that is implemented twice.
+#define TESSERA_KERNELS(X)           \
+  X(rms_norm)                        \
+  X(add_rms_norm)                    \
+  X(rms_norm_backward)               \
+  X(rope_heads)                      \
+  X(rope_heads_backward)             \
+  X(swiglu)                          \
+  X(swiglu_backward)                 \
+  X(swiglu_halves)                   \
+  X(swiglu_halves_backward)          \
+  X(clamped_swiglu)                  \
+  X(clamped_swiglu_backward)         \
+  X(causal_attention)                \
+  X(causal_attention_forward)        \
+  X(causal_attention_backward)       \
+  X(cached_attention)                \
+  X(window_softmax)                  \
+  X(window_softmax_backward)         \
+  X(add_sink_gradients)              \
+  X(embedding)                       \
+  X(embedding_backward)              \
+  X(cross_entropy_sum)               \
+  X(cross_entropy_sum_backward)      \
+  X(cross_entropy_sum_backward_over) \
+  X(sum_in_rank_order)               \
+  X(divide_into)                     \
+  X(add_powers)                      \
+  X(join_master)                     \
+  X(split_master)                    \
+  X(round_half_away)                 \
+  X(take_over_changes)               \
+  X(adamw)
+
+namespace tessera::kernels {
+
+#define TESSERA_IMPLEMENTED(name) \
+  namespace cpu {                 \
+  decltype(kernels::name) name;   \
+  }                               \
+  namespace aten {                \
+  decltype(kernels::name) name;   \
+  }
+TESSERA_KERNELS(TESSERA_IMPLEMENTED)
+#undef TESSERA_IMPLEMENTED
+
+}  // namespace tessera::kernels

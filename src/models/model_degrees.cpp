@@ -1,0 +1,69 @@
+#include "models/model_degrees.h"
+
+#include <optional>
+#include <string_view>
+
+#include "models/model_spec.h"
+#include "tessera/error.h"
+
+namespace tessera::models {
+namespace {
+
+void check_divides(std::string_view key, int degree, std::string_view what, std::int64_t size) {
+  TESSERA_CHECK(size % degree == 0, ErrorKind::kConfig, "parallelism.", key, ": found ", degree,
+                ", expected a divisor of ", what, " = ", size);
+}
+
+constexpr std::string_view kTp = "tensor_parallel_degree";
+constexpr std::string_view kEp = "expert_parallel_degree";
+constexpr std::string_view kEtp = "expert_tensor_parallel_degree";
+
+void check_heads(std::int64_t kv, int tp) {
+  TESSERA_CHECK(kv % tp == 0 || tp % kv == 0, ErrorKind::kConfig, "parallelism.", kTp, ": found ",
+                tp, ", expected a divisor or a multiple of num_key_value_heads = ", kv);
+}
+
+struct ExpertSizes {
+  std::int64_t experts = 0;
+  std::int64_t inner = 0;
+};
+
+std::optional<ExpertSizes> experts_of(const ModelSpec& spec) {
+  if (spec.moe) return ExpertSizes{spec.moe->num_experts, spec.moe->moe_intermediate_size};
+  if (spec.gemma4 && spec.gemma4->experts) {
+    return ExpertSizes{spec.gemma4->experts->num_experts,
+                       spec.gemma4->experts->moe_intermediate_size};
+  }
+  return std::nullopt;
+}
+
+void check_expert_degrees(const ModelSpec& spec, const ModelDegrees& degrees) {
+  const auto experts = experts_of(spec);
+  TESSERA_CHECK(experts || (degrees.ep == 1 && degrees.etp == 1), ErrorKind::kConfig,
+                "parallelism.", degrees.ep > 1 ? kEp : kEtp, ": found ",
+                degrees.ep > 1 ? degrees.ep : degrees.etp,
+                " for a model without experts, expected 1");
+  TESSERA_CHECK(degrees.etp == 1 || degrees.etp == degrees.tp, ErrorKind::kConfig, "parallelism.",
+                kEtp, ": found ", degrees.etp,
+                ", expected 1 or tensor_parallel_degree = ", degrees.tp);
+  if (!experts) return;
+  check_divides(kEp, degrees.ep, "the number of experts", experts->experts);
+  check_divides(kEtp, degrees.etp, "moe_intermediate_size", experts->inner);
+}
+
+}  // namespace
+
+void check_degrees(const ModelSpec& spec, const ModelDegrees& degrees) {
+  check_expert_degrees(spec, degrees);
+  const int tp = degrees.tp;
+  check_divides(kTp, tp, "num_attention_heads", spec.num_attention_heads);
+  check_divides(kTp, tp, "vocab_size", spec.vocab_size);
+  check_divides(kTp, tp, "intermediate_size", spec.intermediate_size);
+  if (spec.moe && spec.moe->shared_intermediate_size > 0) {
+    check_divides(kTp, tp, "the inner size of shared experts", spec.moe->shared_intermediate_size);
+  }
+  if (!spec.gemma4) return check_heads(spec.num_key_value_heads, tp);
+  for (const Gemma4Layer& layer : spec.gemma4->layers) check_heads(layer.num_key_value_heads, tp);
+}
+
+}  // namespace tessera::models

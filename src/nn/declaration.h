@@ -1,0 +1,46 @@
+// Declaration: what a layer says of a parameter of its own, once, where it registers it.
+//
+// Pure. Contracts, bucket plans, files, initial values and `inspect` are all read off what the
+// layers of a model declare (models/description.h). Sizes are the tensor's. Next: placed_module.h.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tessera/placement.h"
+
+namespace tessera::nn {
+
+/// How a parameter begins where no file has its values.
+enum class InitKind : std::uint8_t {
+  kNormal,  ///< mean 0, the model's standard deviation
+  kOnes,
+  kZeros,
+  kUniform,  ///< within 1 / sqrt(inputs) of 0, inputs being the last dim of the whole parameter
+};
+
+/// What optimizers like to treat apart; decided by the layer, never by the dims of a (1-D) shard.
+enum class DecayClass : std::uint8_t { kMatrix, kEmbedding, kNorm, kBias };
+
+struct Declaration {
+  ParameterLayout layout = {};  ///< beyond the data axes
+  InitKind init = InitKind::kNormal;
+  DecayClass decay = DecayClass::kMatrix;
+  /// Where files hold a tensor for each index of dim 0 and each of these parts, which share dim 1
+  /// equally: their names behind the module's own ("gate_proj.weight": "...experts.7.gate_proj
+  /// .weight"). Empty = files hold one tensor of the parameter's name.
+  std::vector<std::string> parts = {};
+};
+
+/// Of a norm's weight.
+inline Declaration norm_weight(ParameterLayout layout) {
+  return {.layout = std::move(layout), .init = InitKind::kOnes, .decay = DecayClass::kNorm};
+}
+/// Of what is added.
+inline Declaration bias_of_layer(ParameterLayout layout, InitKind init = InitKind::kZeros) {
+  return {.layout = std::move(layout), .init = init, .decay = DecayClass::kBias};
+}
+
+}  // namespace tessera::nn

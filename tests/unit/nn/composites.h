@@ -1,0 +1,132 @@
+// Layers' functions out of differentiable ATen operations: what fused forms are tested with.
+//
+// Autograd derives their gradients, so that these prove ours, of kernels/cpu and of kernels/aten
+// alike.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "nn/attention.h"
+#include "nn/embedding.h"
+#include "nn/gated.h"
+#include "nn/loss.h"
+#include "nn/masked_attention.h"
+#include "nn/mlp.h"
+#include "nn/rms_norm.h"
+#include "nn/rope.h"
+#include "nn/windowed_attention.h"
+#include "tessera/wide_scope.h"
+
+namespace tessera::nn {
+
+inline at::Tensor rms_norm_composite(const at::Tensor& x, const at::Tensor& weight, double eps,
+                                     NormRounding rounding = NormRounding::kBeforeWeight) {
+  const WideScope mean_of_squares;
+  const at::ScalarType inside = at::promote_types(x.scalar_type(), at::kFloat);
+  const at::Tensor wide = x.to(inside);
+  const at::Tensor normed = wide * at::rsqrt(wide.pow(2).mean(-1, /*keepdim=*/true) + eps);
+  if (rounding == NormRounding::kOnce) return (normed * weight.to(inside)).to(x.scalar_type());
+  return (normed.to(x.scalar_type()) * weight).to(x.scalar_type());
+}
+
+inline at::Tensor rope_heads_composite(const at::Tensor& x, const HeadLayout& layout,
+                                       const HeadNorm& norm, const RopeTable& table) {
+  const std::int64_t head_dim = x.size(2) / layout.heads;
+  at::Tensor split =
+      x.reshape({x.size(0), x.size(1), layout.heads / layout.repeat, layout.repeat, head_dim});
+  if (norm.weight.defined())
+    split = rms_norm_composite(split, norm.weight, norm.eps, norm.rounding);
+  const at::Tensor turned = split.transpose(1, 2);  // [B, G, T, R, D]
+  const at::Tensor first = turned.narrow(4, 0, head_dim / 2);
+  const at::Tensor second = turned.narrow(4, head_dim / 2, head_dim / 2);
+  const at::Tensor cos = table.cos.unsqueeze(1);
+  const at::Tensor sin = table.sin.unsqueeze(1);
+  return at::cat({first * cos - second * sin, second * cos + first * sin}, /*dim=*/4);
+}
+
+inline at::Tensor swiglu_composite(const at::Tensor& gate, const at::Tensor& up) {
+  return at::silu(gate) * up;
+}
+
+inline at::Tensor clamped_swiglu_composite(const at::Tensor& both, const ClampedSwiglu& options) {
+  const at::Tensor pairs = both.unflatten(-1, {both.size(-1) / 2, 2});
+  const at::Tensor gate = pairs.select(-1, 0), up = pairs.select(-1, 1);
+  const auto wide = [](const at::Tensor& x) {
+    return x.to(at::promote_types(x.scalar_type(), at::kFloat));
+  };
+  const at::Tensor g = wide(gate).clamp_max(options.limit);
+  const at::Tensor u = wide(up).clamp(-options.limit, options.limit);
+  return ((u + 1) * (g * at::sigmoid(g * options.alpha))).to(both.scalar_type());
+}
+
+inline at::Tensor embedding_composite(const at::Tensor& ids, const at::Tensor& weight,
+                                      std::optional<std::int64_t> padding = std::nullopt) {
+  return at::embedding(weight, ids, padding.value_or(-1));
+}
+
+inline at::Tensor cross_entropy_sum_composite(const at::Tensor& logits, const at::Tensor& targets) {
+  const WideScope loss;
+  const std::int64_t vocabulary = logits.size(2);
+  const at::ScalarType inside = at::promote_types(logits.scalar_type(), at::kFloat);
+  const std::int64_t rows = logits.size(0) * logits.size(1);
+  return at::cross_entropy_loss(logits.to(inside).reshape({rows, vocabulary}),
+                                targets.reshape({rows}), /*weight=*/{}, at::Reduction::Sum,
+                                kIgnoredLabel);
+}
+
+inline at::Tensor cached_attention_composite(const at::Tensor& q, const at::Tensor& keys,
+                                             const at::Tensor& values, double scale) {
+  const std::int64_t positions = q.size(2);
+  const at::Tensor position = at::arange(keys.size(2), q.device());
+  const at::Tensor own = position.narrow(0, keys.size(2) - positions, positions);
+  const at::Tensor later = position > own.view({positions, 1, 1});
+  return attention_composite(q, keys, values, {.hidden = later}, scale);
+}
+
+inline at::Tensor causal_attention_composite(const at::Tensor& q, const at::Tensor& k,
+                                             const at::Tensor& v, double scale) {
+  const std::int64_t head_dim = v.size(2) / q.size(1);
+  const at::Tensor values = v.reshape({q.size(0), q.size(2), q.size(1), head_dim}).transpose(1, 2);
+  return cached_attention_composite(q, k.squeeze(3), values, scale);
+}
+
+inline at::Tensor windowed_attention_composite(const at::Tensor& q, const at::Tensor& keys,
+                                               const at::Tensor& values,
+                                               const AttentionReach& reach, double scale) {
+  // Sinks get their gradient out of sums that nearly cancel: 16-bit scores would leave little of
+  // it.
+  // Of one product: enough rows to be worth it, few enough that its scores stay small.
+  constexpr std::int64_t block_size = 256;
+  const WideScope scores;
+  const at::ScalarType inside = at::promote_types(q.scalar_type(), at::kFloat);
+  const at::Tensor wide_q = q.to(inside);
+  const at::Tensor wide_keys = keys.to(inside);
+  const at::Tensor wide_values = values.to(inside);
+  const std::int64_t queries = q.size(2);
+  const std::int64_t first = keys.size(2) - queries;
+  const at::Tensor positions = at::arange(keys.size(2), q.device());
+  std::vector<at::Tensor> blocks;
+  std::int64_t begin = 0;
+  do {
+    const std::int64_t end = std::min(begin + block_size, queries);
+    const std::int64_t seen_from =
+        reach.window ? std::max<std::int64_t>(0, first + begin - *reach.window + 1) : 0;
+    const std::int64_t seen = first + end - seen_from;
+    const at::Tensor key = positions.narrow(0, seen_from, seen);
+    const at::Tensor own =
+        positions.narrow(0, first + begin, end - begin).view({end - begin, 1, 1});
+    at::Tensor hidden = key > own;
+    if (reach.window) hidden = hidden.logical_or(key <= own - *reach.window);
+    blocks.push_back(attention_composite(
+        wide_q.narrow(2, begin, end - begin), wide_keys.narrow(2, seen_from, seen),
+        wide_values.narrow(2, seen_from, seen), {.hidden = hidden, .sinks = reach.sinks}, scale));
+    begin = end;
+  } while (begin < queries);
+  return (blocks.size() == 1 ? blocks.front() : at::cat(blocks, 1)).to(q.scalar_type());
+}
+
+}  // namespace tessera::nn
