@@ -57,9 +57,9 @@ class Boundary : public Node {
   enum class Side { kBeforeBackward, kAfterBackward };
   Boundary(std::shared_ptr<Entry> entry, Side side, std::shared_ptr<const Crossed> held = nullptr)
       : entry_(std::move(entry)), side_(side), held_(std::move(held)) {
-    places().push_back(this);
+    places().add(this);
   }
-  ~Boundary() override { std::erase(places(), this); }
+  ~Boundary() override { places().remove(this); }
   Boundary(const Boundary&) = delete;
   Boundary& operator=(const Boundary&) = delete;
 
@@ -85,7 +85,7 @@ class Boundary : public Node {
   }
 
  private:
-  std::vector<const Node*>& places() const {
+  LivingNodes& places() const {
     return side_ == Side::kBeforeBackward ? entry_->at_results : entry_->at_arguments;
   }
 

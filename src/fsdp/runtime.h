@@ -22,6 +22,7 @@
 
 #include <torch/csrc/autograd/function.h>
 
+#include <atomic>
 #include <deque>
 #include <map>
 #include <memory>
@@ -33,6 +34,7 @@
 #include "comm/queue.h"
 #include "fsdp/agreement.h"
 #include "fsdp/backward_plan.h"
+#include "fsdp/living_nodes.h"
 #include "fsdp/unit.h"
 #include "fsdp/unit_trace.h"
 #include "grad/weight_grad_store.h"
@@ -74,9 +76,9 @@ struct Entry {
   bool consumed = true;          ///< nothing waits for its backward
   /// Nodes that will run its backward, as far as they live: of each result, of each argument, and
   /// of the checkpoint that it ran in (null where there is none).
-  std::vector<const torch::autograd::Node*> at_results;
-  std::vector<const torch::autograd::Node*> at_arguments;
-  const torch::autograd::Node* checkpoint = nullptr;
+  LivingNodes at_results;
+  LivingNodes at_arguments;
+  std::atomic<const torch::autograd::Node*> checkpoint = nullptr;
   ~Entry();
   Entry() = default;
   Entry(const Entry&) = delete;
