@@ -106,6 +106,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   grad::GradSink& sink() { return sink_; }
   /// What buckets of these axes communicate on. The first time: collective among those ranks.
   AxesGroups groups_of(const layout::BucketKey& key);
+  at::Device device() const { return pool_->device(); }
   int shard_rank() const { return shard_rank_; }  ///< on the data axes
   layout::PlanOptions plan_options() const;
   /// All ranks of the pipeline stage, control; null for one.
@@ -136,6 +137,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Makes the unit's parameters readable; null when nothing of it needs to be recorded.
   std::shared_ptr<Entry> enter_forward(Unit& unit);
   std::shared_ptr<Entry> enter_recompute(Unit& unit);
+  /// Whether its memory goes back when the forward under way ends, whoever holds a tensor there.
+  bool gives_back(const Unit& unit) const;
   void leave_forward(Unit& unit);
   /// An exception leaves a forward or a backward: nothing of the step can be used any more.
   void fail(const std::string& why);
