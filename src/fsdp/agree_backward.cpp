@@ -26,9 +26,7 @@ bool is_in_this_backward(const Node* node) {
   return found != chosen->end() && found->second.should_execute();
 }
 
-bool any_in_this_backward(const std::vector<const Node*>& nodes) {
-  return std::any_of(nodes.begin(), nodes.end(), is_in_this_backward);
-}
+bool any_in_this_backward(const LivingNodes& nodes) { return nodes.any(is_in_this_backward); }
 
 std::uint64_t hash_of(const std::vector<bool>& bits) {
   std::string text;
@@ -39,10 +37,9 @@ std::uint64_t hash_of(const std::vector<bool>& bits) {
 bool needs_weights(const Entry& entry, const Entry* first) {
   // The root of a graph is not among its nodes.
   if (first == &entry) return true;
-  if (first != nullptr && entry.checkpoint != nullptr && entry.checkpoint == first->checkpoint) {
-    return true;
-  }
-  return any_in_this_backward(entry.at_results) || is_in_this_backward(entry.checkpoint);
+  const Node* checkpoint = entry.checkpoint;
+  if (first != nullptr && checkpoint != nullptr && checkpoint == first->checkpoint) return true;
+  return any_in_this_backward(entry.at_results) || is_in_this_backward(checkpoint);
 }
 
 }  // namespace

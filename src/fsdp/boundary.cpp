@@ -57,9 +57,9 @@ class Boundary : public Node {
   enum class Side { kBeforeBackward, kAfterBackward };
   Boundary(std::shared_ptr<Entry> entry, Side side, std::shared_ptr<const Crossed> held = nullptr)
       : entry_(std::move(entry)), side_(side), held_(std::move(held)) {
-    places().push_back(this);
+    places().add(this);
   }
-  ~Boundary() override { std::erase(places(), this); }
+  ~Boundary() override { places().remove(this); }
   Boundary(const Boundary&) = delete;
   Boundary& operator=(const Boundary&) = delete;
 
@@ -85,7 +85,7 @@ class Boundary : public Node {
   }
 
  private:
-  std::vector<const Node*>& places() const {
+  LivingNodes& places() const {
     return side_ == Side::kBeforeBackward ? entry_->at_results : entry_->at_arguments;
   }
 
@@ -159,6 +159,46 @@ bool is_held_elsewhere(const std::vector<at::Tensor*>& results, std::size_t i,
 }
 
 }  // namespace
+
+void require_device(const std::vector<at::Tensor*>& tensors, const char* what, const Unit& unit) {
+  const at::Device device = unit.runtime().device();
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (!is_wrapped(*tensors[i])) continue;
+    TESSERA_CHECK(tensors[i]->device() == device, ErrorKind::kUsage, "unit ", unit.shown_name(),
+                  ": found ", what, " ", i, ", which requires grad, on ",
+                  tensors[i]->device().str(), ", expected ", device.str(),
+                  " where the unit's parameters are, since autograd runs devices at the same time; "
+                  "move it before it ",
+                  std::string_view(what) == "result" ? "leaves" : "enters",
+                  " the unit, or detach() it");
+  }
+}
+
+void require_no_parameters(const std::vector<at::Tensor*>& outputs, const Unit& unit) {
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    const at::Tensor& result = *outputs[i];
+    if (!result.defined() || !result.has_storage() || result.numel() == 0) continue;
+    const auto* const storage = result.storage().unsafeGetStorageImpl();
+    const auto& buckets = unit.buckets();
+    const auto home = std::find_if(buckets.begin(), buckets.end(), [&](const auto& bucket) {
+      return bucket->unsharded().storage() == storage;
+    });
+    if (home == buckets.end()) continue;
+    const auto begins_in = [&](const auto& parameter) {
+      const auto at = result.storage_offset() - parameter->placed().offset;
+      return buckets[parameter->bucket] == *home && at >= 0 &&
+             at < parameter->contract.local_numel();
+    };
+    const auto& parameters = unit.parameters();
+    const auto found = std::find_if(parameters.begin(), parameters.end(), begins_in);
+    throw Error(ErrorKind::kUsage,
+                concat("unit ", unit.shown_name(), ": found its parameter ",
+                       found == parameters.end() ? "" : (*found)->contract.name,
+                       " itself, or a view of it, as result ", i,
+                       ", expected a tensor with memory of its own, as that of parameters is given "
+                       "back when the forward ends; return a clone()"));
+  }
+}
 
 std::shared_ptr<const Crossed> mark_inputs(const std::vector<at::Tensor*>& inputs,
                                            const std::shared_ptr<Entry>& entry) {

@@ -15,6 +15,10 @@
 // autograd sees nothing. So the counter of an argument may not move while the module runs, nor that
 // of a result between forward and backward if somebody beside the caller holds the original. A
 // result that nobody else holds is the caller's, to be changed as ever.
+//
+// Autograd has a thread for each device: nodes of tensors on two of them would come to the unit at
+// the same time, and to what its backward keeps no lock is taken. So all that requires grad is on
+// the device of the parameters.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -47,6 +51,12 @@ class Crossed {
   std::vector<One> tensors_;
 };
 
+/// Errors: kUsage naming the unit, the first of the grad-requiring ones that is elsewhere, and both
+/// devices. `what` they are: "argument", "result".
+void require_device(const std::vector<at::Tensor*>& tensors, const char* what, const Unit& unit);
+/// Its parameters as they come: they are gone when the forward has ended. Errors: kUsage naming
+/// unit, result and parameter.
+void require_no_parameters(const std::vector<at::Tensor*>& outputs, const Unit& unit);
 /// Replaces the grad-requiring ones among `inputs` by aliases behind markers. Returns them; null
 /// where there are none.
 std::shared_ptr<const Crossed> mark_inputs(const std::vector<at::Tensor*>& inputs,

@@ -58,6 +58,7 @@ void ShardedBase::Call::enter(const std::vector<at::Tensor*>& inputs) {
   if (!again) require_grad_mode_of_checkpoint(unit);
   entry_ = again ? runtime.enter_recompute(unit) : runtime.enter_forward(unit);
   generation_ = runtime.generation();
+  if (at::GradMode::is_enabled()) fsdp::require_device(inputs, "argument", unit);
   // The marker stands before the cast, so that the cast's backward is part of the unit's.
   inputs_ = &inputs;
   if (entry_ && at::GradMode::is_enabled()) crossed_ = fsdp::mark_inputs(inputs, entry_);
@@ -80,6 +81,8 @@ void ShardedBase::Call::leave(const std::vector<at::Tensor*>& outputs) {
   if (crossed_ != nullptr) crossed_->require_arguments_unchanged(*handle_.unit_);
   const auto& output = handle_.unit_->contract.output;
   if (output) cast_floating(outputs, *output);
+  if (runtime.gives_back(*handle_.unit_)) fsdp::require_no_parameters(outputs, *handle_.unit_);
+  if (at::GradMode::is_enabled()) fsdp::require_device(outputs, "result", *handle_.unit_);
   // Under recomputation the unit is gathered already: the entry's backward has begun.
   if (entry_ && at::GradMode::is_enabled() && fsdp::recomputing() == nullptr) {
     fsdp::mark_outputs(outputs, *inputs_, entry_);

@@ -83,7 +83,8 @@ struct Block : torch::CustomClassHolder {
   /// backward comes to first.
   void replace_node(const torch::autograd::Node* before, const torch::autograd::Node* after) {
     for (const auto& entry : recorded.entries) {
-      if (entry->checkpoint == before) entry->checkpoint = after;
+      const auto* expected = before;
+      entry->checkpoint.compare_exchange_strong(expected, after);
     }
     node = after;
   }

@@ -326,6 +326,13 @@ std::shared_ptr<Entry> Runtime::enter_recompute(Unit& unit) {
   return entry;
 }
 
+bool Runtime::gives_back(const Unit& unit) const {
+  if (recomputing() != nullptr) return false;
+  if (unit.reshard_after_forward) return true;
+  const bool grad = at::GradMode::is_enabled() || first_forward() != nullptr;
+  return !grad && open_.size() == 1 && !unit.outlasts_evaluation();
+}
+
 void Runtime::leave_forward(Unit& unit) {
   spans_.forward_ends();
   --unit.open_calls;

@@ -22,6 +22,7 @@
 
 #include <torch/csrc/autograd/function.h>
 
+#include <atomic>
 #include <deque>
 #include <map>
 #include <memory>
@@ -33,6 +34,7 @@
 #include "comm/queue.h"
 #include "fsdp/agreement.h"
 #include "fsdp/backward_plan.h"
+#include "fsdp/living_nodes.h"
 #include "fsdp/unit.h"
 #include "fsdp/unit_trace.h"
 #include "grad/weight_grad_store.h"
@@ -74,9 +76,9 @@ struct Entry {
   bool consumed = true;          ///< nothing waits for its backward
   /// Nodes that will run its backward, as far as they live: of each result, of each argument, and
   /// of the checkpoint that it ran in (null where there is none).
-  std::vector<const torch::autograd::Node*> at_results;
-  std::vector<const torch::autograd::Node*> at_arguments;
-  const torch::autograd::Node* checkpoint = nullptr;
+  LivingNodes at_results;
+  LivingNodes at_arguments;
+  std::atomic<const torch::autograd::Node*> checkpoint = nullptr;
   ~Entry();
   Entry() = default;
   Entry(const Entry&) = delete;
@@ -104,6 +106,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   grad::GradSink& sink() { return sink_; }
   /// What buckets of these axes communicate on. The first time: collective among those ranks.
   AxesGroups groups_of(const layout::BucketKey& key);
+  at::Device device() const { return pool_->device(); }
   int shard_rank() const { return shard_rank_; }  ///< on the data axes
   layout::PlanOptions plan_options() const;
   /// All ranks of the pipeline stage, control; null for one.
@@ -134,6 +137,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Makes the unit's parameters readable; null when nothing of it needs to be recorded.
   std::shared_ptr<Entry> enter_forward(Unit& unit);
   std::shared_ptr<Entry> enter_recompute(Unit& unit);
+  /// Whether its memory goes back when the forward under way ends, whoever holds a tensor there.
+  bool gives_back(const Unit& unit) const;
   void leave_forward(Unit& unit);
   /// An exception leaves a forward or a backward: nothing of the step can be used any more.
   void fail(const std::string& why);

@@ -12,6 +12,9 @@ namespace {
 
 constexpr IntRange kToken{0, std::int64_t{1} << 31};
 constexpr NumberRange kEps{1e-30, 1.0};
+// Two buffers of this size are made with the model, before anybody has looked whether its folder
+// has them.
+constexpr IntRange kVisionWidth{1, std::int64_t{1} << 20};
 
 /// An explicit null is not the default: transformers would keep it.
 std::int64_t or_default(ConfigReader& keys, std::string_view key, IntRange range,
@@ -152,7 +155,7 @@ Gemma4Vision read_vision(ConfigReader& keys, Purpose purpose, std::vector<std::s
   const auto size = [&](std::string_view key, std::int64_t absent, IntRange range = kSize) {
     return or_default(keys, key, range, absent);
   };
-  vision.hidden_size = size("hidden_size", vision.hidden_size);
+  vision.hidden_size = size("hidden_size", vision.hidden_size, kVisionWidth);
   vision.intermediate_size = size("intermediate_size", vision.intermediate_size);
   vision.num_hidden_layers = size("num_hidden_layers", vision.num_hidden_layers, kLayers);
   vision.num_attention_heads = size("num_attention_heads", vision.num_attention_heads);

@@ -46,7 +46,9 @@ struct CausalAttentionFunction : torch::autograd::Function<CausalAttentionFuncti
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             double scale) {
   // Without a gradient nothing is kept: that is decided here, a Function's forward cannot see it.
-  if (!c10::GradMode::is_enabled()) return kernels::causal_attention(q, k, v, scale);
+  if (!c10::GradMode::is_enabled() || has_second_derivatives(q)) {
+    return kernels::causal_attention(q, k, v, scale);
+  }
   return CausalAttentionFunction::apply(q, k, v, scale);
 }
 

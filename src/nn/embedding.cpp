@@ -40,7 +40,9 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
 
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight,
                      std::optional<std::int64_t> padding) {
-  return EmbeddingFunction::apply(ids, weight, padding.value_or(kNoPadding));
+  const std::int64_t row = padding.value_or(kNoPadding);
+  return has_second_derivatives(weight) ? kernels::embedding(ids, weight, row)
+                                        : EmbeddingFunction::apply(ids, weight, row);
 }
 
 Embedding::Embedding(std::int64_t vocabulary, std::int64_t size,

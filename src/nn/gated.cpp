@@ -50,7 +50,10 @@ struct ClampedSwigluFunction : torch::autograd::Function<ClampedSwigluFunction> 
 
 }  // namespace
 
-at::Tensor swiglu_halves(const at::Tensor& both) { return SwigluHalvesFunction::apply(both); }
+at::Tensor swiglu_halves(const at::Tensor& both) {
+  return has_second_derivatives(both) ? kernels::swiglu_halves(both)
+                                      : SwigluHalvesFunction::apply(both);
+}
 
 at::Tensor clamped_swiglu(const at::Tensor& both, const ClampedSwiglu& options) {
   return ClampedSwigluFunction::apply(both, options.alpha, options.limit);

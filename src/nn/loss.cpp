@@ -72,6 +72,9 @@ std::int64_t count_kept(const at::Tensor& targets) {
 
 at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets, Logits use) {
   check_targets(logits, targets);
+  if (has_second_derivatives(logits)) {
+    return std::get<0>(kernels::cross_entropy_sum(logits, targets));
+  }
   return CrossEntropyFunction::apply(logits, targets, use == Logits::kConsume);
 }
 

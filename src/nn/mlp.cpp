@@ -32,7 +32,7 @@ struct SwigluFunction : torch::autograd::Function<SwigluFunction> {
 }  // namespace
 
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
-  return SwigluFunction::apply(gate, up);
+  return has_second_derivatives(gate) ? kernels::swiglu(gate, up) : SwigluFunction::apply(gate, up);
 }
 
 Mlp::Mlp(std::int64_t hidden_size, std::int64_t intermediate_size, Bias bias,

@@ -62,7 +62,11 @@ struct AddRmsNormFunction : torch::autograd::Function<AddRmsNormFunction> {
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
                     NormRounding rounding) {
-  return RmsNormFunction::apply(x, weight, eps, rounding == NormRounding::kBeforeWeight);
+  const bool rounds_first = rounding == NormRounding::kBeforeWeight;
+  if (has_second_derivatives(x)) {
+    return std::get<0>(kernels::rms_norm(x, weight, eps, rounds_first));
+  }
+  return RmsNormFunction::apply(x, weight, eps, rounds_first);
 }
 
 at::Tensor plain_rms_norm(const at::Tensor& x, double eps) {
@@ -73,8 +77,12 @@ at::Tensor plain_rms_norm(const at::Tensor& x, double eps) {
 
 SumAndNorm add_rms_norm(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight,
                         double eps, NormRounding rounding) {
-  const variable_list result =
-      AddRmsNormFunction::apply(x, residual, weight, eps, rounding == NormRounding::kBeforeWeight);
+  const bool rounds_first = rounding == NormRounding::kBeforeWeight;
+  if (has_second_derivatives(x)) {
+    auto [sum, y, scale] = kernels::add_rms_norm(x, residual, weight, eps, rounds_first);
+    return {sum, y};
+  }
+  const variable_list result = AddRmsNormFunction::apply(x, residual, weight, eps, rounds_first);
   return {result[0], result[1]};
 }
 

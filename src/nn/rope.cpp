@@ -127,8 +127,13 @@ at::Tensor rope_heads(const at::Tensor& x, const HeadLayout& layout, const HeadN
                       const RopeTable& table) {
   const std::optional<at::Tensor> weight =
       norm.weight.defined() ? std::optional(norm.weight) : std::nullopt;
+  const bool rounds_first = norm.rounding == NormRounding::kBeforeWeight;
+  if (has_second_derivatives(x)) {
+    return std::get<0>(kernels::rope_heads(x, weight, table.cos, table.sin, layout.heads,
+                                           layout.repeat, norm.eps, rounds_first));
+  }
   return RopeHeadsFunction::apply(x, weight, table.cos, table.sin, layout.heads, layout.repeat,
-                                  norm.eps, norm.rounding == NormRounding::kBeforeWeight);
+                                  norm.eps, rounds_first);
 }
 
 at::Tensor turn_neighbours(const at::Tensor& x, const RopeTable& table) {

@@ -24,6 +24,11 @@ namespace tessera::train {
 [[noreturn]] void refuse_value(std::string_view key, const ConfigValue& found,
                                std::string_view expected);
 
+/// A word of digits that are no int64: how such a number comes from the command line.
+bool is_too_long_integer(const ConfigValue& value);
+/// "an integer from -2147483648 to 2147483647".
+std::string integers_from(std::int64_t low, std::int64_t high);
+
 bool equal_ignoring_case(std::string_view a, std::string_view b);
 
 /// What a number must satisfy, and the words for it.
@@ -62,11 +67,16 @@ template <class I>
 struct IntegerCodec {
   static std::string type() { return "integer"; }
   static I from(const ConfigValue& v, std::string_view key, const Limit& limit) {
+    using Range = std::numeric_limits<I>;
     const std::int64_t* i = std::get_if<std::int64_t>(&v.value);
-    if (i == nullptr) refuse_value(key, v, "an integer");
+    if (i == nullptr) {
+      refuse_value(
+          key, v,
+          is_too_long_integer(v) ? integers_from(Range::min(), Range::max()) : "an integer");
+    }
     if (!limit.allows(static_cast<double>(*i))) refuse_value(key, v, limit.words);
-    if (*i > std::numeric_limits<I>::max() || *i < std::numeric_limits<I>::min()) {
-      refuse_value(key, v, "a smaller number");
+    if (*i > Range::max() || *i < Range::min()) {
+      refuse_value(key, v, integers_from(Range::min(), Range::max()));
     }
     return static_cast<I>(*i);
   }
@@ -89,8 +99,11 @@ struct Codec<double> {
     } else {
       refuse_value(key, v, "a number");
     }
-    if (!limit.allows(d))
-      refuse_value(key, v, limit.words.empty() ? "a finite number" : limit.words);
+    const std::string finite = std::isfinite(d) ? "" : "a finite number";
+    if (!limit.allows(d)) {
+      refuse_value(key, v,
+                   concat(finite, finite.empty() || limit.words.empty() ? "" : ", ", limit.words));
+    }
     return d;
   }
   static std::optional<ConfigValue> to(double d) { return ConfigValue{d}; }

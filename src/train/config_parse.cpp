@@ -2,11 +2,13 @@
 #include <toml++/toml.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "base/mapped_file.h"
 #include "base/printable.h"
 #include "tessera/error.h"
 #include "train/config.h"
+#include "train/config_codec.h"
 #include "train/config_keys.h"
 
 namespace tessera::train {
@@ -81,6 +83,49 @@ std::string where(std::string_view source, const toml::source_region& region) {
   return concat(source, ":", region.begin.line, ":", region.begin.column, ": ");
 }
 
+std::string_view trimmed(std::string_view text) {
+  const auto begin = std::min(text.find_first_not_of(" \t\r"), text.size());
+  return text.substr(begin, text.find_last_not_of(" \t\r") + 1 - begin);
+}
+
+// The parser names no key. What stands before "=" in the line is one, below the last [section]; ""
+// where a value goes over several lines.
+std::string key_in_line(std::string_view text, std::size_t line) {
+  std::string section;
+  for (std::size_t number = 1; !text.empty(); ++number) {
+    const std::size_t end = std::min(text.find('\n'), text.size());
+    const std::string_view words = trimmed(text.substr(0, end));
+    if (number == line) {
+      const auto equals = words.find('=');
+      return equals == words.npos ? "" : concat(section, trimmed(words.substr(0, equals)));
+    }
+    if (words.starts_with('[') && words.find(']') != words.npos) {
+      section = concat(words.substr(1, words.find(']') - 1), ".");
+    }
+    text.remove_prefix(std::min(end + 1, text.size()));
+  }
+  return "";
+}
+
+// In words of ours where the parser's lack what would do. `said`: its own.
+std::string reason_of(const toml::parse_error& error, std::string_view text,
+                      const std::string& said) {
+  const auto says = [&](std::string_view words) {
+    return error.description().find(words) != std::string_view::npos;
+  };
+  // The second where it reads numbers by a stream.
+  if (!says("not representable in 64 bits") && !says("could not be interpreted")) return said;
+  const std::string key = key_in_line(text, error.source().begin.line);
+  using Integers = std::numeric_limits<std::int64_t>;
+  using Numbers = std::numeric_limits<double>;
+  return concat(find_key(key) == nullptr ? "" : key + ": ",
+                "found a number that 64 bits do not hold, expected ",
+                says("integer")
+                    ? integers_from(Integers::min(), Integers::max())
+                    : concat("0 or a number from ", Numbers::min(), " to ", Numbers::max()),
+                " (", said, ")");
+}
+
 // A text of the command line has no source, and its messages no place.
 toml::table parse_text(std::string_view text, std::string_view source) {
   TESSERA_CHECK(text.size() <= kMaxTextBytes, ErrorKind::kConfig, source, ": found ", text.size(),
@@ -91,7 +136,8 @@ toml::table parse_text(std::string_view text, std::string_view source) {
   } catch (const toml::parse_error& error) {
     const std::string place = source.empty() ? "" : where(source, error.source());
     const std::string said = printable(error.description(), kMaxReasonBytes);  // quotes the text
-    throw Error(ErrorKind::kConfig, place + said.substr(1, said.size() - 2));
+    throw Error(ErrorKind::kConfig,
+                place + reason_of(error, text, said.substr(1, said.size() - 2)));
   } catch (const Error& error) {
     throw Error(error.kind(), concat(source, source.empty() ? "" : ": ", error.what()));
   }

@@ -26,7 +26,8 @@ inline Limit below_one() {
   return {.low = 0, .high = 1, .high_excluded = true, .words = "numbers from 0 to 1, 1 excluded"};
 }
 inline Limit positive_or_minus_one() {
-  return {.low = 1, .high = kMostCount, .also = -1, .words = "-1 or at least 1"};
+  return {
+      .low = 1, .high = kMostCount, .also = -1, .words = "-1 or at least 1 and at most 1000000000"};
 }
 
 struct Text {

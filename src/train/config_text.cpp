@@ -133,6 +133,19 @@ void refuse_value(std::string_view key, const ConfigValue& found, std::string_vi
               concat(key, ": found ", describe(found), ", expected ", expected));
 }
 
+bool is_too_long_integer(const ConfigValue& value) {
+  const auto* word = std::get_if<std::string>(&value.value);
+  if (word == nullptr) return false;
+  const auto* const end = word->data() + word->size();
+  std::int64_t parsed = 0;
+  const auto found = std::from_chars(word->data() + word->starts_with('+'), end, parsed);
+  return found.ec == std::errc::result_out_of_range && found.ptr == end;
+}
+
+std::string integers_from(std::int64_t low, std::int64_t high) {
+  return concat("an integer from ", low, " to ", high);
+}
+
 const ConfigKey* find_key(std::string_view full_name) {
   for (const ConfigKey& key : config_keys()) {
     if (key.full_name() == full_name) return &key;

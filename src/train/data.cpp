@@ -114,6 +114,11 @@ std::unique_ptr<BatchSource> open_tokens(const BatchRequest& request,
                 " tokens in ", tokens->name(), ", expected at least one row of ", seq_len + 1,
                 " (training.seq_len + 1)");
   tokens->check_ids(request.vocabulary.size);
+  constexpr double kMostRows = 9e18;  // of a run: they are counted in 63 bits
+  TESSERA_CHECK(static_cast<double>(request.steps) * static_cast<double>(sizes.global) <= kMostRows,
+                ErrorKind::kConfig, "training.global_batch_size: found ", sizes.global,
+                " rows a step for ", request.steps, " steps, expected at most ", kMostRows,
+                " rows in all; lower either");
   const RowOrder order(request.seed, rows, sizes.global);
   check_mask(*tokens, request, rows, order);
   return std::make_unique<TokenBatches>(std::move(tokens), seq_len, order);

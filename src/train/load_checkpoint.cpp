@@ -92,25 +92,27 @@ class Loader {
     }
   }
 
-  /// After check(). A parameter without state was never updated, or frozen until now: only said.
-  /// But a run that has updated none has left out every step. Collective. Errors: kFormat.
+  /// After check(). A parameter without state was never updated, or frozen until now: only said, by
+  /// rank 0. But a run that has updated none has left out every step. Collective: every rank is
+  /// here, whatever it trains and has found. Errors: kFormat.
   void require_some_state() const {
-    World& world = *model_.mesh().world();
+    comm::Group& group = model_.mesh().world()->control();
     const auto& manifest = checkpoint_.manifest();
     const auto left_out = manifest.loss_scale ? manifest.loss_scale->skipped_steps : 0;
     const auto trained = optimizer_.state();
-    if (manifest.step <= left_out || trained.empty()) return;
-    if (comm::any_of_ranks(world.control(), {has_state_}, "state in the checkpoint")[0]) {
-      if (without_state_.empty()) return;
-      log::warn("checkpoint ", shown(checkpoint_.path()), ": found no optimizer's state of ",
-                without_state_.size(), " trained parameter(s), as ", without_state_.front(),
-                ": it begins anew, as for what was never updated or was frozen until now");
+    const auto any = comm::any_of_ranks(
+        group, {has_state_, !without_state_.empty(), !trained.empty()}, "state in the checkpoint");
+    const bool has_state = any[0], lacks_some = any[1], trains = any[2];
+    if (manifest.step <= left_out || !trains) return;
+    if (has_state) {
+      if (lacks_some) warn_of_missing_state(group);
       return;
     }
     const auto kept = kept_names_.empty() ? std::string("step") : *kept_names_.begin();
+    const auto first = first_of_ranks(
+        group, trained.empty() ? "" : forms_.of(*trained.front().view.contract).names.front());
     throw Error(ErrorKind::kFormat,
-                concat(shown(checkpoint_.path()), ": found no ",
-                       named(kept, forms_.of(*trained.front().view.contract).names.front()),
+                concat(shown(checkpoint_.path()), ": found no ", named(kept, first),
                        " and no other state of an optimizer, expected what ", optimizer_.name(),
                        " kept in ", manifest.step - left_out,
                        " updates; take a checkpoint that has it, or start anew from these weights: "
@@ -160,6 +162,24 @@ class Loader {
   }
 
  private:
+  /// The first text of any rank that is not empty. Collective.
+  static std::string first_of_ranks(comm::Group& group, const std::string& mine) {
+    const auto all = comm::all_gather_bytes(group, mine, "names of the checkpoint");
+    const auto first = std::ranges::find_if(all, [](const auto& one) { return !one.empty(); });
+    return first == all.end() ? "" : *first;
+  }
+
+  /// Collective.
+  void warn_of_missing_state(comm::Group& group) const {
+    const auto missing = static_cast<std::int64_t>(without_state_.size());
+    const auto count = comm::sum_of_ranks(group, {missing}, "state that is missing")[0];
+    const auto first = first_of_ranks(group, missing == 0 ? "" : without_state_.front());
+    if (model_.rank() != 0) return;
+    log::warn("checkpoint ", shown(checkpoint_.path()), ": found no optimizer's state of ", count,
+              " trained parameter(s), as ", first,
+              ": it begins anew, as for what was never updated or was frozen until now");
+  }
+
   /// Whole on every rank, and small: each reads them in the dtype in which they are stored, and
   /// casts them as after any load.
   void fill_buffers() const {

@@ -34,10 +34,17 @@ void restore_scaler(const CheckpointManifest& manifest, GradScaler* scaler) {
   if (scaler != nullptr && state) {
     scaler->restore(*state);
   } else if (scaler != nullptr) {
-    log::info("the checkpoint is of a run without float16: the loss scale begins at ",
-              scaler->scale());
+    log::warn("grad_scaler: found no loss scale in the checkpoint of step ", manifest.step,
+              ", which a run without float16 wrote: it begins at ", scaler->scale(),
+              ", and the first steps may be left out until it fits; set grad_scaler.init_scale, or "
+              "precision.param_dtype and reduce_dtype as they were");
   } else if (state) {
-    log::info("the checkpoint is of a run in float16: its loss scale is not needed any more");
+    log::warn(
+        "precision.param_dtype: found no float16 in a run that goes on from a checkpoint of "
+        "one at the loss scale ",
+        state->scale,
+        ": the loss is no longer scaled, and the checkpoints to come keep no "
+        "scale; set precision.param_dtype or reduce_dtype to float16 to go on as before");
   }
 }
 

@@ -13,7 +13,7 @@ namespace tessera::train {
 std::unique_ptr<GradScaler> make_scaler(const ShardedBase& model, const GradScalerOptions& options);
 
 /// Goes on at the scale of the checkpoint. A run that has changed to or from float16 begins anew,
-/// or without; rank 0 logs it. Errors: kConfig for a scale below grad_scaler.min_scale.
+/// or without; rank 0 warns of it. Errors: kConfig for a scale below grad_scaler.min_scale.
 void restore_scaler(const CheckpointManifest& manifest, GradScaler* scaler);
 
 }  // namespace tessera::train

@@ -11,6 +11,7 @@
 #include "fsdp/unit.h"
 #include "tessera/error.h"
 #include "tessera/grad_scaler.h"
+#include "train/batch_memory.h"
 #include "train/config.h"
 #include "train/rank_sum_stand_in.h"
 #include "train/router_loss.h"
@@ -141,9 +142,11 @@ StepOptions step_options(const Config& config, const GradScaler* scaler) {
   return options;
 }
 
-BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,
-                           std::int64_t step, const std::vector<RowRange>& rows,
-                           const StepOptions& options) {
+namespace {
+
+BatchLoss run_forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,
+                               std::int64_t step, const std::vector<RowRange>& rows,
+                               const StepOptions& options) {
   const auto batches = load_micro_batches(source, step, rows);
   auto loss = count_kept(model, batches);
   TESSERA_CHECK(loss.kept > 0, ErrorKind::kFormat, "batch of step ", step,
@@ -188,8 +191,8 @@ BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSou
   return loss;
 }
 
-BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource& source,
-                       std::int64_t step, const std::vector<RowRange>& rows) {
+BatchLoss run_forward_only(Sharded<models::LanguageModel>& model, const BatchSource& source,
+                           std::int64_t step, const std::vector<RowRange>& rows) {
   const at::NoGradGuard no_grad;
   const auto batches = load_micro_batches(source, step, rows);
   auto loss = count_kept(model, batches);
@@ -197,6 +200,36 @@ BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource&
   for (const auto& batch : batches) sum += model.forward(batch.inputs()).item<double>();
   loss.sum = sum_over_ranks(model, RankSum::kStep, {once(model, sum)}).front();
   return loss;
+}
+
+/// What libtorch says when memory ends names no key.
+template <class Run>
+BatchLoss in_memory(const BatchSource& source, const std::vector<RowRange>& rows, const Run& run) {
+  try {
+    return run();
+  } catch (const std::exception& error) {
+    if (!is_out_of_memory(error)) throw;
+    RowsOfRank mine{.tokens = source.row_tokens()};
+    for (const auto& range : rows) {
+      mine.rows += range.size();
+      mine.micro_batch = std::max(mine.micro_batch, range.size());
+    }
+    throw Error(ErrorKind::kConfig, out_of_memory_text(mine, error));
+  }
+}
+
+}  // namespace
+
+BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,
+                           std::int64_t step, const std::vector<RowRange>& rows,
+                           const StepOptions& options) {
+  return in_memory(source, rows,
+                   [&] { return run_forward_backward(model, source, step, rows, options); });
+}
+
+BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource& source,
+                       std::int64_t step, const std::vector<RowRange>& rows) {
+  return in_memory(source, rows, [&] { return run_forward_only(model, source, step, rows); });
 }
 
 }  // namespace tessera::train

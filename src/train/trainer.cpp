@@ -14,6 +14,7 @@
 #include "tessera/clip.h"
 #include "tessera/error.h"
 #include "tessera/optim.h"
+#include "train/batch_memory.h"
 #include "train/check_dtypes.h"
 #include "train/check_placements.h"
 #include "train/checkpoint_session.h"
@@ -74,6 +75,11 @@ class Rows {
               mesh.coordinate(axis::kShard)) {}
   std::vector<RowRange> ranges() const { return micro_batches(rows_, local_, ranks_, rank_); }
   std::int64_t count() const { return rows_; }
+  /// The most of any rank.
+  RowsOfRank most(std::int64_t row_tokens) const {
+    const auto rows = contiguous_block(rows_, ranks_, 0).size();
+    return {rows, std::min(rows, local_), row_tokens};
+  }
 
  private:
   std::int64_t rows_;
@@ -105,6 +111,8 @@ class Trainer {
     request.steps = *config.training.steps;
     data_ = open_batches(request);
     check_positions(config.parallelism, data_->row_tokens());
+    require_room(Rows(config_, *data_, mesh_).most(data_->row_tokens()),
+                 source_.spec.vocab_size / dims_.tp, memory_bytes());
     if (!config.validation.path.empty()) {
       request.path = config.validation.path;
       request.key = "validation.path";

@@ -6,11 +6,13 @@
 #include <cmath>
 #include <fstream>
 
+#include "base/log.h"
 #include "dist/ranks.h"
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
 #include "io/checkpoint_store.h"
 #include "train/checkpoint.h"
+#include "train/loss_scaling.h"
 #include "train/parallelize.h"
 #include "train/resume.h"
 
@@ -260,6 +262,102 @@ TEST(Resume, AScaledRunGoesOnAtItsScaleOnAnyLayoutAndMayComeFromFloat32OrGoThere
   half.grad_scaler.init_scale = 256;
   train_on({2, 1}, with_steps(half, 10), folder / "run");
   EXPECT_EQ(state("run"), (LossScaleState{256, 1, 0}));
+}
+
+/// What the ranks of `act` log together, by line.
+std::vector<std::string> log_of(const TemporaryFolder& folder, const std::function<void()>& act) {
+  const auto file = folder / "said.log";
+  fs::remove(file);
+  log::init({.rank = 1, .world_size = 1, .file = file});
+  act();
+  log::init({.rank = 1, .world_size = 1, .file = {}});
+  std::ifstream in(file);
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(in, line);) lines.push_back(line);
+  return lines;
+}
+
+void read_checkpoint(World& world, const train::Config& config, const fs::path& path) {
+  const auto source = train::open_model(config.model);
+  const auto model =
+      train::parallelize(source, config, data_mesh(world), train::InitialWeights::kLater);
+  const auto optimizer = make_adamw(*model, {});
+  train::load_checkpoint(CheckpointFolder::open(path), *model, *optimizer, world);
+}
+
+// Naive: each rank says it of its own share, and only what rank 0 says is seen.
+TEST(Resume, StateThatIsMissingIsCountedOverAllRanksAndSaidOnce) {
+  const TemporaryFolder folder;
+  auto config = small_run(folder);
+  auto frozen = config;
+  frozen.model.freeze = {"layers.0"};
+  train_on({2, 1}, with_steps(frozen, 2), folder / "run");
+  const auto path = folder / "run/checkpoint/step-2";
+  const auto checkpoint = CheckpointFolder::open(path);
+  const auto missing = std::ranges::count_if(checkpoint.tensors(), [](const auto& tensor) {
+    return tensor.first.starts_with("model/model.layers.0.");
+  });
+  for (const int count : {1, 2, 3, 4}) {
+    const auto lines = log_of(folder, [&] {
+      ranks(count).run([&](World& world) { read_checkpoint(world, config, path); });
+    });
+    const auto said = ::testing::AllOf(
+        HasSubstr(concat("found no optimizer's state of ", missing, " trained parameter(s), as ")),
+        HasSubstr("model.layers.0."));
+    EXPECT_THAT(lines, ::testing::Contains(said).Times(1)) << count << " ranks";
+    EXPECT_THAT(lines, ::testing::Contains(HasSubstr("optimizer's state")).Times(1));
+  }
+}
+
+// Naive: a rank that trains nothing goes on, and the others wait for it.
+TEST(Resume, ARankThatTrainsNothingIsThereWhereTheOthersAgree) {
+  const TemporaryFolder folder;
+  const auto config = small_run(folder);
+  train_on({2, 1}, with_steps(config, 2), folder / "run");
+  auto frozen = config;
+  frozen.model.freeze = {"*"};
+  frozen.optimizer.no_decay.clear();
+  ranks(2).run([&](World& world) {
+    const auto source = train::open_model(config.model);
+    const auto mesh = data_mesh(world);
+    const auto model = train::parallelize(source, config, mesh, train::InitialWeights::kLater);
+    const auto nothing = train::parallelize(source, frozen, mesh, train::InitialWeights::kLater);
+    const auto optimizer = make_adamw(*model, {});
+    const auto empty = make_adamw(*nothing, {});
+    auto& mine = world.rank() == 0 ? *optimizer : *empty;
+    train::load_checkpoint(CheckpointFolder::open(folder / "run/checkpoint/step-2"), *model, mine,
+                           world);
+    EXPECT_EQ(mine.state().empty(), world.rank() == 1);
+  });
+}
+
+// A run may change to float16 and from it: it says so, and by which key it would not.
+TEST(Resume, AChangeToFloat16OrFromItIsAWarningWithItsKey) {
+  const TemporaryFolder folder;
+  auto half = small_run(folder);
+  half.precision.param_dtype.dtype = DType::kFloat16;
+  CheckpointManifest of_float16;
+  of_float16.loss_scale = {1024, 3, 1};
+  const auto resume = [&](const CheckpointManifest& manifest, const train::Config& config) {
+    return log_of(folder, [&] {
+      ranks(1).run([&](World& world) {
+        const auto source = train::open_model(config.model);
+        const auto model = train::parallelize(source, config, data_mesh(world));
+        const auto scaler = train::make_scaler(*model, {});
+        train::restore_scaler(manifest, scaler.get());
+      });
+    });
+  };
+  const auto warning = [](const char* found, const char* mend) {
+    return ::testing::Contains(AllOf(HasSubstr("warning"), HasSubstr(found), HasSubstr(mend)))
+        .Times(1);
+  };
+  EXPECT_THAT(resume(of_float16, small_run(folder)),
+              warning("precision.param_dtype: found no float16", "at the loss scale 1024"));
+  EXPECT_THAT(resume({}, half), warning("grad_scaler: found no loss scale", "grad_scaler.init_"));
+  EXPECT_THAT(resume(of_float16, half), ::testing::Not(::testing::Contains(HasSubstr("warning"))));
+  EXPECT_THAT(resume({}, small_run(folder)),
+              ::testing::Not(::testing::Contains(HasSubstr("warning"))));
 }
 
 TEST(Resume, OnOtherLayoutsHasTheLossesWithinRounding) {

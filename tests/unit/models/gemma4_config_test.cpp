@@ -178,6 +178,7 @@ TEST(Gemma4Config, UnsupportedMathsIsRefusedWithKeyAndValue) {
       {"/vision_config/model_type", "siglip"},
       {"/vision_config/hidden_activation", "gelu"},
       {"/vision_config/head_dim", 6},
+      {"/vision_config/hidden_size", std::int64_t{1} << 31},  // buffers of it are made at once
       {"/vision_config/num_key_value_heads", 3},
       {"/vision_config/rope_parameters/rope_type", "llama3"},
       {"/vision_config", 3},

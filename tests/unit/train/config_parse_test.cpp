@@ -158,6 +158,23 @@ INSTANTIATE_TEST_SUITE_P(
         BadText{"[training]\nglobal_batch_size = 0\n", "2:21: ", "expected -1 or at least 1"},
         BadText{"[training]\nmax_norm = nan\n", "2:12: ", "training.max_norm: found nan"},
         BadText{"[optimizer]\nlr = inf\n", "2:6: ", "optimizer.lr: found inf"},
+        BadText{"[optimizer]\nlr = inf\n", "2:6: ", "expected a finite number, at least 0"},
+        BadText{"[optimizer]\nlr = -nan\n", "2:6: ", "expected a finite number, at least 0"},
+        BadText{"[optimizer]\nlr = 1e999\n", "2:",
+                "optimizer.lr: found a number that 64 bits do not hold, expected 0 or a "
+                "number from 2.2"},
+        BadText{"[optimizer]\nbetas = [inf, 0.9]\n", "2:9: ", "expected a finite number"},
+        BadText{"[grad_scaler]\ninit_scale = inf\n",
+                "2:14: ", "grad_scaler.init_scale: found inf (number), expected a finite number"},
+        BadText{"[debug]\nseed = 9223372036854775808\n", "2:",
+                "debug.seed: found a number that 64 bits do not hold, expected an integer from "
+                "-9223372036854775808 to 9223372036854775807"},
+        BadText{"debug.seed = 0xffff_ffff_ffff_ffff\n",
+                "1:", "debug.seed: found a number that 64 bits do not hold"},
+        BadText{"[comm]\n\nmaster_port = 4294967297\n",
+                "3:15: ", "comm.master_port: found 4294967297 (integer), expected a value from 1"},
+        BadText{"[training]\nglobal_batch_size = 9223372036854775807\n",
+                "2:21: ", "expected -1 or at least 1 and at most 1000000000"},
         BadText{"[optimizer]\nbetas = [0.9]\n", "2:9: ", "expected a list of 2 numbers"},
         BadText{"[optimizer]\nbetas = [0.9, 1.0]\n", "2:9: ", "numbers from 0 to 1, 1 excluded"},
         BadText{"[optimizer]\nname = \"Lion\"\n", "2:8: ", "expected one of AdamW | SGD"},
@@ -253,6 +270,11 @@ TEST(ConfigOverride, RefusalsNameTheKey) {
               HasSubstr("--training.steps: found \"ten\" (string), expected an integer"));
   EXPECT_THAT(override_refusal(ErrorKind::kConfig, "training.steps", "1.5"),
               HasSubstr("found 1.5 (number)"));
+  EXPECT_THAT(override_refusal(ErrorKind::kConfig, "optimizer.lr", "inf"),
+              HasSubstr("--optimizer.lr: found inf (number), expected a finite number, at least"));
+  EXPECT_THAT(override_refusal(ErrorKind::kConfig, "debug.seed", "99999999999999999999"),
+              HasSubstr("(string), expected an integer from -9223372036854775808 to 9223372036854"
+                        "775807"));
   EXPECT_THAT(override_refusal(ErrorKind::kConfig, "training.steps", "1\nx = 2"),
               HasSubstr("(string)"));
   EXPECT_THAT(override_refusal(ErrorKind::kConfig, "optimizer.betas", "[0.9, 0.95"),

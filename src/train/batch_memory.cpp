@@ -1,0 +1,64 @@
+#include "train/batch_memory.h"
+
+#include <sys/sysinfo.h>
+
+#include <new>
+#include <string_view>
+
+#include "base/one_line.h"
+#include "tessera/error.h"
+
+namespace tessera::train {
+namespace {
+
+double gib(double bytes) { return bytes / (1024.0 * 1024.0 * 1024.0); }
+
+}  // namespace
+
+double memory_bytes() {
+  struct sysinfo found = {};
+  TESSERA_CHECK(::sysinfo(&found) == 0, ErrorKind::kIo,
+                "sysinfo: found no size of this machine's memory, expected one");
+  return (static_cast<double>(found.totalram) + static_cast<double>(found.totalswap)) *
+         static_cast<double>(found.mem_unit);
+}
+
+void require_room(const RowsOfRank& rows, std::int64_t logits, double memory) {
+  constexpr double kIds = 2 * sizeof(std::int64_t);
+  const auto tokens = static_cast<double>(rows.tokens);
+  const double together =
+      static_cast<double>(rows.micro_batch) * tokens * (kIds + static_cast<double>(logits) * 2);
+  TESSERA_CHECK(together <= memory, ErrorKind::kConfig, "training.local_batch_size: found ",
+                rows.micro_batch, " rows of ", rows.tokens,
+                " tokens a micro-batch, whose ids and logits alone are at least ", gib(together),
+                " GiB, expected what the ", gib(memory),
+                " GiB of this machine hold; lower it: training.global_batch_size keeps the rows of "
+                "a step");
+  const double loaded = static_cast<double>(rows.rows) * tokens * kIds;
+  TESSERA_CHECK(loaded <= memory, ErrorKind::kConfig, "training.global_batch_size: found ",
+                rows.rows, " rows of ", rows.tokens,
+                " tokens a step on each data rank, whose ids alone are ", gib(loaded),
+                " GiB, expected what the ", gib(memory), " GiB of this machine hold; lower it");
+}
+
+bool is_out_of_memory(const std::exception& error) {
+  if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr) return true;
+  if (dynamic_cast<const Error*>(&error) != nullptr) return false;  // may quote another rank's
+  const std::string_view said = error.what();
+  for (const std::string_view words :
+       {"can't allocate memory", "not enough memory", "out of memory", "calculation overflowed"}) {
+    if (said.find(words) != said.npos) return true;
+  }
+  return false;
+}
+
+std::string out_of_memory_text(const RowsOfRank& rows, const std::exception& error) {
+  return concat("training.local_batch_size: found micro-batches of ", rows.micro_batch,
+                " row(s) of ", rows.tokens,
+                " tokens, for which memory ran out, expected fewer; lower it "
+                "(training.global_batch_size keeps the rows of a step) or training.seq_len, or set "
+                "activation_checkpoint.mode (",
+                one_line(error.what()), ")");
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,32 @@
+// Batches that memory does not hold: what is certain is refused before anything is loaded, what is
+// found later ends with the key that mends it instead of the allocator's words.
+//
+// No estimate of what a step takes: that depends on layers, dtypes and recomputation. Pure.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <string>
+
+namespace tessera::train {
+
+/// What a rank has of a step.
+struct RowsOfRank {
+  std::int64_t rows = 0;         ///< loaded when it begins
+  std::int64_t micro_batch = 0;  ///< of them, computed together
+  std::int64_t tokens = 0;       ///< of a row
+};
+
+/// Bytes of this machine's memory, swap included.
+double memory_bytes();
+
+/// Inputs and targets are int64, a token's logits on this rank (`logits` of them) at least two
+/// bytes each. Errors: kConfig naming the key of what alone is more than `memory` bytes.
+void require_room(const RowsOfRank& rows, std::int64_t logits, double memory);
+
+/// Also as libtorch says it, which has no type for it on CPUs.
+bool is_out_of_memory(const std::exception& error);
+/// kConfig, names the keys.
+std::string out_of_memory_text(const RowsOfRank& rows, const std::exception& error);
+
+}  // namespace tessera::train

@@ -1,0 +1,155 @@
+// What may cross a unit's border, and what is refused by name there.
+#include <gmock/gmock.h>
+
+#include "dist/data_layout.h"
+#include "dist/plain.h"
+
+namespace tessera::test::fsdp_border_test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::Each;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+constexpr std::int64_t kWidth = 5;
+
+using Several = std::vector<at::Tensor>;
+
+/// A unit that computes what a test says.
+class Body : public torch::nn::Module {
+ public:
+  using Run = std::function<Several(Body&, const Several&)>;
+  explicit Body(Run run) : run_(std::move(run)) {}
+  Several forward(const Several& inputs) { return run_(*this, inputs); }
+  at::Tensor first = register_parameter("first", seeded(1, {kWidth}));
+  at::Tensor weight = register_parameter("weight", seeded(2, {kWidth, kWidth}));
+
+ private:
+  Run run_;
+};
+
+ShardOptions named_block(bool reshard_after_forward) {
+  ShardOptions options;
+  options.name = "block";
+  options.reshard_after_forward = reshard_after_forward;
+  return options;
+}
+
+/// Every rank is told something, and one of them what it is about: the others may come later.
+template <class What>
+auto all_and_one(const What& what) {
+  return AllOf(Each(Not(std::string())), Contains(what));
+}
+
+class UnitBorder : public ::testing::TestWithParam<DataLayout> {
+ protected:
+  using Act = std::function<void(Sharded<Body>& unit)>;
+  /// What each rank is told when it acts.
+  static std::vector<std::string> told(const Body::Run& run, const ShardOptions& options,
+                                       const Act& act) {
+    const auto layout = GetParam();
+    std::vector<std::string> all(static_cast<std::size_t>(layout.ranks));
+    Meeting meeting(layout.ranks);
+    ranks(layout.ranks, layout.backend).run([&](World& world) {
+      Meeting::Seat seat(meeting);
+      auto unit =
+          fully_shard(std::make_shared<Body>(run), data_mesh(world, layout.replicas), {}, options);
+      all[static_cast<std::size_t>(world.rank())] = error_of([&] { act(unit); });
+      seat.wait();
+      if (world.size() > 1) world.recover();
+    });
+    return all;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Layouts, UnitBorder,
+                         ::testing::Values(DataLayout{1, 1}, DataLayout{2, 1}, DataLayout{2, 2}),
+                         name_of);
+
+at::Tensor elsewhere() {
+  return at::ones({kWidth}, at::TensorOptions().device(at::kMeta)).requires_grad_();
+}
+
+// Autograd would run the markers of one unit in two threads at a time.
+TEST_P(UnitBorder, RefusesAnArgumentOfAnotherDeviceByItsNumber) {
+  const auto first = [](Body& b, const Several& in) -> Several { return {in[0] * b.first}; };
+  const auto all = told(first, named_block(true), [](auto& unit) {
+    unit.forward({at::ones({kWidth}).requires_grad_(), elsewhere()});
+  });
+  EXPECT_THAT(all, all_and_one(AllOf(HasSubstr("unit block: found argument 1"),
+                                     HasSubstr("on meta"), HasSubstr("expected cpu"))));
+}
+
+TEST_P(UnitBorder, RefusesAResultOfAnotherDeviceByItsNumber) {
+  const auto both = [](Body& b, const Several& in) -> Several {
+    return {in[0] * b.first, elsewhere() * 2.0};
+  };
+  const auto all = told(both, named_block(true),
+                        [](auto& unit) { unit.forward({at::ones({kWidth}).requires_grad_()}); });
+  EXPECT_THAT(all, all_and_one(AllOf(HasSubstr("unit block: found result 1"), HasSubstr("on meta"),
+                                     HasSubstr("expected cpu"))));
+}
+
+// What has no gradient has no node of autograd.
+TEST_P(UnitBorder, TakesWhatNeedsNoGradientFromAnyDevice) {
+  const auto both = [](Body& b, const Several& in) -> Several {
+    return {in[0] * b.first, in[1] * 2.0};
+  };
+  const auto all = told(both, named_block(true), [](auto& unit) {
+    const auto x = at::ones({kWidth}).requires_grad_();
+    const auto results = unit.forward({x, elsewhere().detach()});
+    EXPECT_EQ(results[1].device(), at::Device(at::kMeta));
+    backward(results[0].sum());
+    const at::NoGradGuard no_grad;
+    unit.forward({x, elsewhere()});
+  });
+  EXPECT_THAT(all, Each(std::string()));
+}
+
+// Naive: the caller reads memory that was given back, and is told to call the module by its handle.
+TEST_P(UnitBorder, RefusesAParameterAsAResultByItsName) {
+  const std::vector<std::pair<std::string, Body::Run>> cases = {
+      {"itself", [](Body& b, const Several& in) -> Several { return {in[0] * 2.0, b.weight}; }},
+      {"detached",
+       [](Body& b, const Several& in) -> Several { return {in[0] * 2.0, b.weight.detach()}; }},
+      {"a view", [](Body& b, const Several& in) -> Several { return {in[0] * 2.0, b.weight.t()}; }},
+      {"a part",
+       [](Body& b, const Several& in) -> Several { return {in[0] * 2.0, b.weight[kWidth - 1]}; }},
+  };
+  const std::vector<Act> acts = {
+      [](auto& unit) { unit.forward({at::ones({kWidth}).requires_grad_()}); },
+      [](auto& unit) {
+        const at::NoGradGuard no_grad;
+        unit.forward({at::ones({kWidth})});
+      }};
+  for (const auto& [what, run] : cases) {
+    for (const auto& act : acts) {
+      EXPECT_THAT(
+          told(run, named_block(true), act),
+          all_and_one(AllOf(HasSubstr("unit block: found its parameter block.weight itself"),
+                            HasSubstr("as result 1"), HasSubstr("return a clone()"))))
+          << what;
+    }
+  }
+  // A unit that keeps its memory in training gives it back after evaluation.
+  EXPECT_THAT(told(cases[0].second, named_block(false), acts[1]),
+              all_and_one(HasSubstr("unit block: found its parameter block.weight")));
+}
+
+TEST_P(UnitBorder, AParameterIsAResultOfAUnitThatKeepsItsMemory) {
+  const auto whole = [](Body& b, const Several&) -> Several { return {b.first}; };
+  const auto all = told(whole, named_block(false), [](auto& unit) {
+    const auto result = unit.forward({at::ones({kWidth})})[0];
+    EXPECT_TRUE(same_bits(result, seeded(1, {kWidth})));
+    backward(squares(result));
+    unit.visit_full_gradients([](const std::string& name, const at::Tensor& gradient) {
+      if (name != "block.first") return;
+      EXPECT_TRUE(same_bits(gradient, seeded(1, {kWidth}) * 2.0));
+    });
+  });
+  EXPECT_THAT(all, Each(std::string()));
+}
+
+}  // namespace
+}  // namespace tessera::test::fsdp_border_test

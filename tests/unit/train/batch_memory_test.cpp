@@ -1,0 +1,56 @@
+#include "train/batch_memory.h"
+
+#include <gmock/gmock.h>
+
+#include <new>
+#include <stdexcept>
+
+#include "unit/io/temporary_folder.h"
+
+namespace tessera::train::batch_memory_test {
+namespace {
+
+using ::testing::AllOf;
+using testing::error_of;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+constexpr double kMemory = 0x1p34;
+
+std::string refusal(const RowsOfRank& rows, std::int64_t logits) {
+  return error_of(ErrorKind::kConfig, [&] { require_room(rows, logits, kMemory); });
+}
+
+TEST(BatchMemory, WhatCannotFitIsRefusedByTheKeyThatMendsIt) {
+  EXPECT_THAT(refusal({1'000'000, 1'000'000, 1024}, 260),
+              AllOf(StartsWith("training.local_batch_size: found 1000000 rows of 1024 tokens"),
+                    HasSubstr("expected what the 16 GiB"), HasSubstr("lower it")));
+  EXPECT_THAT(refusal({1'000'000, 1, 2048}, 260),
+              StartsWith("training.global_batch_size: found 1000000 rows of 2048 tokens"));
+  // Products beyond 63 bits are no smaller.
+  EXPECT_THAT(refusal({1'000'000'000, 1'000'000'000, 1'000'000'000}, 1 << 30),
+              StartsWith("training.local_batch_size: found 1000000000 rows"));
+}
+
+TEST(BatchMemory, WhatMayFitIsNotRefused) {
+  require_room({1 << 20, 1, 1024}, 1 << 18, kMemory);     // 2^34 bytes of ids
+  require_room({8, 8, 1 << 10}, (1 << 20) - 8, kMemory);  // the same of ids and logits
+  require_room({0, 0, 1}, 1, kMemory);
+  EXPECT_GT(memory_bytes(), 0x1p20);
+}
+
+TEST(BatchMemory, TellsMemoryThatRanOutFromOtherErrors) {
+  EXPECT_TRUE(is_out_of_memory(std::bad_alloc()));
+  EXPECT_TRUE(is_out_of_memory(std::runtime_error(
+      "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+      "you tried to allocate 9007199254740992 bytes.")));
+  EXPECT_TRUE(is_out_of_memory(std::runtime_error("CUDA out of memory. Tried to allocate 2 GiB")));
+  EXPECT_FALSE(is_out_of_memory(std::runtime_error("mat1 and mat2 shapes cannot be multiplied")));
+  EXPECT_FALSE(is_out_of_memory(Error(ErrorKind::kComm, "rank 1 is lost: out of memory")));
+  EXPECT_THAT(out_of_memory_text({8, 4, 12}, std::bad_alloc()),
+              AllOf(StartsWith("training.local_batch_size: found micro-batches of 4 row(s) of 12"),
+                    HasSubstr("training.seq_len"), HasSubstr("std::bad_alloc")));
+}
+
+}  // namespace
+}  // namespace tessera::train::batch_memory_test
