@@ -7,6 +7,7 @@
 #include <fstream>
 
 #include "base/log.h"
+#include "dist/modules.h"
 #include "dist/ranks.h"
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
@@ -314,16 +315,15 @@ TEST(Resume, ARankThatTrainsNothingIsThereWhereTheOthersAgree) {
   const TemporaryFolder folder;
   const auto config = small_run(folder);
   train_on({2, 1}, with_steps(config, 2), folder / "run");
-  auto frozen = config;
-  frozen.model.freeze = {"*"};
-  frozen.optimizer.no_decay.clear();
   ranks(2).run([&](World& world) {
     const auto source = train::open_model(config.model);
     const auto mesh = data_mesh(world);
     const auto model = train::parallelize(source, config, mesh, train::InitialWeights::kLater);
-    const auto nothing = train::parallelize(source, frozen, mesh, train::InitialWeights::kLater);
+    const auto frozen = std::make_shared<Scale>(at::ones({4}));
+    frozen->weight.requires_grad_(false);
+    const auto nothing = fully_shard(frozen, mesh);
     const auto optimizer = make_adamw(*model, {});
-    const auto empty = make_adamw(*nothing, {});
+    const auto empty = make_adamw(nothing, {});
     auto& mine = world.rank() == 0 ? *optimizer : *empty;
     train::load_checkpoint(CheckpointFolder::open(folder / "run/checkpoint/step-2"), *model, mine,
                            world);
