@@ -30,7 +30,8 @@ constexpr std::chrono::seconds kBoardFirst{1};
 bool takes_nccl(const std::string& backend) { return backend == "nccl"; }
 
 // For telling the others of a failure: the store may have gone with rank 0, and the error itself
-// must not be held up by that.
+// must not be held up by that. One request, which waits for no watch: the same for any number of
+// ranks, as the store is asked as much a second by many as by few ([Note: watch times]).
 constexpr std::chrono::milliseconds kTellOthers{2000};
 
 // Of many ranks that ask at the same time each asks for the signs of life of so many others.

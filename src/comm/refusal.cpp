@@ -18,7 +18,8 @@
 namespace tessera::comm {
 namespace {
 
-// For finding the other ranks: they have just been started, and read the same files.
+// For finding the other ranks: they have just been started, and read the same files. No watch runs
+// yet, so its interval has no part in it.
 constexpr std::chrono::seconds kPatience{3};
 
 /// None when nobody serves the store, or what answers is none.

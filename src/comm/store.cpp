@@ -20,7 +20,8 @@ namespace {
 // c10d gives its own error at its timeout; only where it gives none do we.
 constexpr std::chrono::milliseconds kStoreMargin{1000};
 
-// Between two looks for the last one of a meeting: all that wait ask the same server.
+// Between two looks for the last one of a meeting, or for a peer's address: all that wait ask the
+// same server.
 constexpr std::chrono::microseconds kLongestPause{5000};
 constexpr std::chrono::microseconds kPauseForEach{200};
 
@@ -44,8 +45,8 @@ Listener listen_for(const LaunchEnvironment& launch) {
 }
 
 // Between two questions of a wait of PolledStore.
-constexpr std::chrono::milliseconds kFirstPause{1};
-constexpr std::chrono::milliseconds kLongestWaitPause{16};
+constexpr std::chrono::microseconds kFirstPause{1000};
+constexpr std::chrono::microseconds kLongestWaitPause{16000};
 
 /// A store whose waits are questions asked again and again. A connection to the store answers one
 /// call at a time, and a wait is one call: two threads that open a group each over the same
@@ -53,11 +54,21 @@ constexpr std::chrono::milliseconds kLongestWaitPause{16};
 class PolledStore final : public c10d::Store {
  public:
   PolledStore(c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<const Poison> poison,
-              std::function<void(const std::string& key)> waits)
+              std::function<void(const std::string& key)> waits, std::chrono::microseconds longest)
       : store_(std::move(store)),
         poison_(std::move(poison)),
         marks_(poison_->marks()),
-        waits_(std::move(waits)) {}
+        waits_(std::move(waits)),
+        longest_(longest) {}
+
+  /// Another connection for the same opening: what was before a recovery there is so here, whenever
+  /// it is made.
+  PolledStore(const PolledStore& first, c10::intrusive_ptr<c10d::Store> store)
+      : store_(std::move(store)),
+        poison_(first.poison_),
+        marks_(first.marks_),
+        waits_(first.waits_),
+        longest_(first.longest_) {}
 
   using Bytes = std::vector<std::uint8_t>;
   using Keys = std::vector<std::string>;
@@ -65,7 +76,7 @@ class PolledStore final : public c10d::Store {
   using c10d::Store::set;
 
   c10::intrusive_ptr<c10d::Store> clone() override {
-    return c10::make_intrusive<PolledStore>(store_->clone(), poison_, waits_);
+    return c10::make_intrusive<PolledStore>(*this, store_->clone());
   }
   void set(const std::string& key, const Bytes& value) override { store_->set(key, value); }
   Bytes compareSet(const std::string& key, const Bytes& current, const Bytes& next) override {
@@ -129,7 +140,7 @@ class PolledStore final : public c10d::Store {
         throw PeerLost(concat("store: no ", key, " within ", in_seconds(timeout)));
       }
       std::this_thread::sleep_for(pause);
-      pause = std::min(2 * pause, kLongestWaitPause);
+      pause = std::min(2 * pause, longest_);
     }
     if (waits_) waits_("");
   }
@@ -138,6 +149,7 @@ class PolledStore final : public c10d::Store {
   const std::shared_ptr<const Poison> poison_;
   const std::uint64_t marks_;
   const std::function<void(const std::string& key)> waits_;
+  const std::chrono::microseconds longest_;
 };
 
 // A group is often named as the meeting before it is opened, and whatever lies under its name it
@@ -172,15 +184,18 @@ auto Store::call(const std::string& what, Operation operation) const {
   throw PeerLost(concat(no_answer(server_, answers_within_), " (", what, ")"));
 }
 
-Store::Store(c10::intrusive_ptr<c10d::Store> store, std::string server,
+Store::Store(c10::intrusive_ptr<c10d::Store> store, std::string server, int ranks,
              std::chrono::milliseconds answers_within)
-    : store_(std::move(store)), server_(std::move(server)), answers_within_(answers_within) {
+    : store_(std::move(store)),
+      server_(std::move(server)),
+      ranks_(ranks),
+      answers_within_(answers_within) {
   if (answers_within_.count() > 0) calls_ = std::make_unique<BoundedCalls>();
 }
 
 std::shared_ptr<Store> Store::in_memory() {
   return std::shared_ptr<Store>(
-      new Store(c10::make_intrusive<c10d::HashStore>(), "this process", {}));
+      new Store(c10::make_intrusive<c10d::HashStore>(), "this process", 1, {}));
 }
 
 std::shared_ptr<Store> Store::connect(const LaunchEnvironment& launch,
@@ -213,14 +228,15 @@ std::shared_ptr<Store> Store::connect(const LaunchEnvironment& launch,
     throw PeerLost(concat("store: cannot reach ", server, ": ", why));
   }
   if (!tcp) throw PeerLost(no_answer(server, timeout));
-  return std::shared_ptr<Store>(new Store(
-      c10::make_intrusive<c10d::PrefixStore>(launch.store_prefix, *tcp), server, answers_within));
+  return std::shared_ptr<Store>(
+      new Store(c10::make_intrusive<c10d::PrefixStore>(launch.store_prefix, *tcp), server,
+                launch.world_size, answers_within));
 }
 
 std::shared_ptr<Store> Store::second_connection(std::chrono::milliseconds longer) const {
   auto connection = call("second connection", [](c10d::Store& store) { return store.clone(); });
   return std::shared_ptr<Store>(
-      new Store(std::move(connection), server_, answers_within_ + longer));
+      new Store(std::move(connection), server_, ranks_, answers_within_ + longer));
 }
 
 void Store::set(const std::string& key, const std::string& value) {
@@ -312,7 +328,8 @@ c10::intrusive_ptr<c10d::Store> Store::for_group(
     const std::string& prefix, std::shared_ptr<const Poison> poison,
     std::function<void(const std::string& key)> waits) const {
   return c10::make_intrusive<PolledStore>(c10::make_intrusive<c10d::PrefixStore>(prefix, store_),
-                                          std::move(poison), std::move(waits));
+                                          std::move(poison), std::move(waits),
+                                          std::max(kLongestWaitPause, kPauseForEach * ranks_));
 }
 
 }  // namespace tessera::comm

@@ -70,7 +70,8 @@ class Store {
       std::function<void(const std::string& key)> waits = nullptr) const;
 
  private:
-  Store(c10::intrusive_ptr<c10d::Store> store, std::string server,
+  /// `ranks` ask it, at most.
+  Store(c10::intrusive_ptr<c10d::Store> store, std::string server, int ranks,
         std::chrono::milliseconds answers_within);
   bool is_set(const std::string& key);
   /// Runs `operation` on the c10d store; whatever it throws becomes PeerLost.
@@ -79,6 +80,7 @@ class Store {
 
   c10::intrusive_ptr<c10d::Store> store_;
   std::string server_;
+  int ranks_;
   std::chrono::milliseconds answers_within_;
   std::unique_ptr<BoundedCalls> calls_;  ///< none: calls never hang
 };

@@ -135,6 +135,8 @@ TEST(Store, AWaitFromBeforeARecoveryEnds) {
   poison->mark("enough");
   poison->clear();
   EXPECT_THROW(group->wait({"none"}, milliseconds(100000)), PeerLost);
+  // A backend that is slow to connect asks for another connection, after the recovery.
+  EXPECT_THROW(group->clone()->wait({"none"}, milliseconds(100000)), PeerLost);
 }
 
 // Each takes two threads while it is opened; a direct collective needs all of them.
