@@ -7,8 +7,6 @@
 #include <cstring>
 #include <map>
 
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
 #include "grad/torch_dtype.h"
 #include "io/safetensors_writer.h"
 #include "models/lora.h"
@@ -75,7 +73,7 @@ Holder holder_of(const ParameterLayout& layout, const Mesh& mesh) {
 /// `whole`.
 void add_model(std::vector<StatePart>& parts, Whole& whole, const ShardedBase& model,
                const StateOptions& options) {
-  const Mesh& mesh = model.unit()->runtime().mesh();
+  const Mesh& mesh = model.mesh();
   for (const auto& view : model.shards()) {
     const auto& contract = *view.contract;
     if (options.holds == Holds::kAdapters && !models::is_adapter(contract.name)) continue;
@@ -143,7 +141,7 @@ std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& op
   add_model(parts, whole, model, options);
   for (const auto& state : optimizer.state()) add_optimizer(parts, state, options.forms);
   if (options.holds == Holds::kModel) {
-    const Holder everywhere = holder_of({}, model.unit()->runtime().mesh());
+    const Holder everywhere = holder_of({}, model.mesh());
     add_buffers(whole[everywhere], model, options.source_dtype);
   }
   parts = cut(parts, options.replica, options.replicas);

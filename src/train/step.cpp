@@ -7,8 +7,7 @@
 #include <cstring>
 
 #include "base/sample_place.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
+#include "comm/group.h"
 #include "tessera/error.h"
 #include "tessera/grad_scaler.h"
 #include "train/batch_memory.h"
@@ -24,7 +23,7 @@ thread_local RankSumStandIn* stand_in_of_thread = nullptr;
 /// Every rank's values, by rank.
 std::vector<std::vector<double>> gather_over_ranks(const ShardedBase& model,
                                                    const std::vector<double>& values) {
-  auto* group = model.unit()->runtime().data_group();
+  auto* group = model.data_group();
   if (group == nullptr || values.empty()) return {values};
   const std::string mine(reinterpret_cast<const char*>(values.data()),
                          values.size() * sizeof(double));
@@ -41,14 +40,14 @@ constexpr std::ptrdiff_t kLosses = 2;  // of RankSum::kStep, before its counts
 std::vector<std::int64_t> counts_over_ranks(const ShardedBase& model,
                                             const std::vector<double>& values) {
   const std::vector<std::int64_t> mine(values.begin(), values.end());
-  auto* group = model.unit()->runtime().data_group();
+  auto* group = model.data_group();
   if (group == nullptr || mine.empty()) return mine;
   return comm::sum_of_ranks(*group, mine, "counts of a step");
 }
 
 /// Ranks of the tensor-parallel axis compute with the same rows: the first of them counts.
 double once(const ShardedBase& model, double value) {
-  return model.unit()->runtime().mesh().coordinate(axis::kTensor) == 0 ? value : 0.0;
+  return model.mesh().coordinate(axis::kTensor) == 0 ? value : 0.0;
 }
 
 BatchLoss count_kept(const ShardedBase& model, const std::vector<MicroBatch>& batches) {
