@@ -11,6 +11,7 @@
 #include "io/safetensors_writer.h"
 #include "models/lora.h"
 #include "tessera/error.h"
+#include "tessera/world.h"
 #include "train/shard_pieces.h"
 
 namespace tessera::train {
