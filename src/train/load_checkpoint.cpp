@@ -28,6 +28,12 @@ constexpr const char* kKeepsFrozen =
     "and with \"replicate\" its precision.param_dtype: what is whole on every rank is stored as it "
     "computes";
 
+constexpr const char* kKeepsMaster =
+    "a resumed run keeps its precision.storage_dtype and its optimizer.master, which say what the "
+    "optimizer keeps in which dtype";
+constexpr const char* kKeepsShape = "a resumed run keeps its model, whose tensors have these shapes";
+
+/// `mend` is for another dtype.
 void require_tensor(const CheckpointFolder& checkpoint, const std::string& name, DType dtype,
                     const std::vector<std::int64_t>& shape, const char* mend = kKeepsStorage) {
   const auto* tensor = checkpoint.find(name);
@@ -36,7 +42,8 @@ void require_tensor(const CheckpointFolder& checkpoint, const std::string& name,
   TESSERA_CHECK(tensor->dtype == dtype && tensor->shape == shape, ErrorKind::kFormat,
                 shown(checkpoint.path()), ": tensor ", printable(name), ": found ",
                 to_string(tensor->dtype), " ", shape_text(tensor->shape), ", expected ",
-                to_string(dtype), " ", shape_text(shape), "; ", mend);
+                to_string(dtype), " ", shape_text(shape), "; ",
+                tensor->shape == shape ? mend : kKeepsShape);
 }
 
 std::set<std::string> names_of(const Optimizer& optimizer) {
@@ -264,7 +271,7 @@ class Loader {
     for (const auto& kept : optimizer_.make_kept(name)) {
       for (const std::string& tensor : form.names) {
         require_tensor(checkpoint_, named(kept.name, tensor), to_dtype(kept.values.scalar_type()),
-                       form.file.shape);
+                       form.file.shape, kKeepsMaster);
       }
     }
   }
