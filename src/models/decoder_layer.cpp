@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "models/family.h"
 #include "models/recomputed.h"
 #include "nn/attention.h"
 #include "nn/mla.h"
@@ -15,16 +16,18 @@ namespace {
 nn::AttentionOptions attention_options(const ModelSpec& spec, std::int64_t number,
                                        const LocalSizes& sizes) {
   using Options = nn::AttentionOptions;
+  const FamilyTraits& family = traits(spec.family);
   Options options{.hidden_size = spec.hidden_size,
                   .heads = sizes.heads,
                   .kv_heads = sizes.kv_heads,
                   .head_dim = spec.head_dim,
                   .bias = spec.attention_bias ? nn::Bias::kYes : nn::Bias::kNo,
-                  .qk_norm = spec.qk_norm() ? Options::QkNorm::kYes : Options::QkNorm::kNo,
+                  .qk_norm = family.qk_norm ? Options::QkNorm::kYes : Options::QkNorm::kNo,
                   .norm_eps = spec.rms_norm_eps,
                   .region = sizes.axes.tensor,
                   .all_kv_heads = spec.num_key_value_heads};
-  if (spec.attention_sinks()) options.sinks = Options::Sinks::kYes;
+  if (!family.output_bias) options.output_bias = nn::Bias::kNo;
+  if (family.attention_sinks) options.sinks = Options::Sinks::kYes;
   if (spec.is_sliding(number)) options.window = spec.sliding_window;
   return options;
 }
@@ -53,8 +56,8 @@ std::shared_ptr<nn::SelfAttention> make_attention(const ModelSpec& spec, std::in
 }  // namespace
 
 std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec, const nn::TensorRegion& region) {
-  const auto rounding =
-      spec.family == Family::kGptOss ? nn::NormRounding::kOnce : nn::NormRounding::kBeforeWeight;
+  const auto rounding = traits(spec.family).norm_rounds_once ? nn::NormRounding::kOnce
+                                                             : nn::NormRounding::kBeforeWeight;
   return std::make_shared<nn::RmsNorm>(spec.hidden_size, spec.rms_norm_eps, rounding,
                                        region.on_stream());
 }

@@ -1,8 +1,8 @@
 // One layer of a decoder-only model: attention and an MLP or a mixture of experts, each behind a
 // norm and beside the residual stream.
 //
-// Which attention a family has is decided in decoder_layer.cpp. Short symbols: B rows, T positions.
-// Next: ../nn/self_attention.h, moe_layer.h.
+// Which attention a family has is read off its FamilyTraits in decoder_layer.cpp. Short symbols: B
+// rows, T positions. Next: ../nn/self_attention.h, moe_layer.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

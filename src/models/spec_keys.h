@@ -1,6 +1,7 @@
 // What the readers and writers of all families do with the keys of a config.json.
 //
-// Private to model_spec.cpp and the families' own readers. Next: model_spec.cpp, gemma4_config.cpp.
+// Private to model_spec.cpp and the families' own readers. Next: model_spec.cpp,
+// gemma4/gemma4_config.cpp.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Gemma4Model: names, units, and inputs that do not fit.
-#include "models/gemma4_model.h"
+#include "models/gemma4/gemma4_model.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

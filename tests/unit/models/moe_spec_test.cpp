@@ -100,7 +100,7 @@ TEST(MoeSpec, GptOssHasWindowsSinksAndBiases) {
   const ModelSpec spec = parse_spec(hub("gpt-oss-fp32").dump()).spec;
   EXPECT_EQ(spec.family, Family::kGptOss);
   EXPECT_TRUE(spec.attention_bias);
-  EXPECT_TRUE(spec.attention_sinks());
+  EXPECT_TRUE(traits(spec.family).attention_sinks);
   EXPECT_EQ(spec.sliding_window, 8);
   EXPECT_TRUE(spec.is_sliding(0));
   EXPECT_FALSE(spec.is_sliding(1));

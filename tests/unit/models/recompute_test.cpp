@@ -7,8 +7,8 @@
 
 #include "dist/held_bytes.h"
 #include "models/decoder.h"
-#include "models/gemma4_layer.h"
-#include "models/gemma4_vision.h"
+#include "models/gemma4/gemma4_layer.h"
+#include "models/gemma4/gemma4_vision.h"
 #include "nn/parameter.h"
 #include "nn/rope.h"
 

@@ -1,9 +1,9 @@
-#include "models/gemma4_config.h"
+#include "models/gemma4/gemma4_config.h"
 
 #include <cmath>
 #include <utility>
 
-#include "models/gemma4_layers.h"
+#include "models/gemma4/gemma4_layers.h"
 #include "models/spec_keys.h"
 #include "tessera/error.h"
 

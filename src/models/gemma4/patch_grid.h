@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "models/gemma4_spec.h"
+#include "models/gemma4/gemma4_spec.h"
 
 namespace tessera::models {
 

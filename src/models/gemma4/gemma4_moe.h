@@ -2,7 +2,7 @@
 //
 // The router looks at the residual stream itself, normed without a weight; the experts see the
 // stream through a norm of their own. Short symbols: M tokens, H hidden, E experts, K experts a
-// token, I inner. Next: ../moe/routing.h, ../moe/experts.h.
+// token, I inner. Next: ../../moe/routing.h, ../../moe/experts.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

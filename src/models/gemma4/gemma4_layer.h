@@ -3,7 +3,7 @@
 //
 // Sliding and full layers differ in head size, key heads and rope; what a query sees beyond plain
 // causality comes as a mask that all layers of a type share. Short symbols: B rows, T positions, H
-// hidden, K experts a token. Next: gemma4_moe.h, ../nn/masked_attention.h.
+// hidden, K experts a token. Next: gemma4_moe.h, ../../nn/masked_attention.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,7 @@
 #include <optional>
 
 #include "models/expert_tokens.h"
-#include "models/gemma4_moe.h"
+#include "models/gemma4/gemma4_moe.h"
 #include "models/model_spec.h"
 #include "nn/geglu.h"
 #include "nn/linear.h"

@@ -1,4 +1,4 @@
-#include "models/gemma4_model.h"
+#include "models/gemma4/gemma4_model.h"
 
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
@@ -202,6 +202,10 @@ void Gemma4Model::set_recompute(RecomputeMode mode) {
 std::string Gemma4Model::canonical_name(const std::string& unit, const std::string& path) const {
   if (unit != kGemma4HeadUnit) return unit + "." + path;
   return path.starts_with("norm.") ? kText + path : path;
+}
+
+std::shared_ptr<LanguageModel> build_gemma4(const ModelSpec& spec, const ModelAxes& axes) {
+  return std::make_shared<Gemma4Model>(spec, axes);
 }
 
 }  // namespace tessera::models

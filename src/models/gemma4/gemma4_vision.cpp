@@ -1,4 +1,4 @@
-#include "models/gemma4_vision.h"
+#include "models/gemma4/gemma4_vision.h"
 
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
@@ -6,8 +6,8 @@
 #include <cmath>
 #include <string>
 
-#include "models/gemma4_layer.h"
-#include "models/patch_grid.h"
+#include "models/gemma4/gemma4_layer.h"
+#include "models/gemma4/patch_grid.h"
 #include "models/recomputed.h"
 #include "models/unit_of_slot.h"
 #include "nn/masked_attention.h"

@@ -15,6 +15,7 @@ const FamilyTraits& qwen3_traits() {
       .pins = {},
       .frozen = {},
       .module_name = [](std::string_view name) { return std::string(name); },
+      .qk_norm = true,
   };
   return traits;
 }

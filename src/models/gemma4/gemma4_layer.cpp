@@ -1,4 +1,4 @@
-#include "models/gemma4_layer.h"
+#include "models/gemma4/gemma4_layer.h"
 
 #include <ATen/ops/ones.h>
 

@@ -1,4 +1,4 @@
-#include "models/gemma4_layers.h"
+#include "models/gemma4/gemma4_layers.h"
 
 #include <algorithm>
 #include <optional>

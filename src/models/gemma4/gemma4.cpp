@@ -1,7 +1,7 @@
 // Gemma 4 with images: a frozen vision tower, a projector, and a text model whose layers slide or
 // see everything, with a mixture of experts beside each dense MLP.
 #include "models/family.h"
-#include "models/gemma4_config.h"
+#include "models/gemma4/gemma4_config.h"
 
 namespace tessera::models {
 

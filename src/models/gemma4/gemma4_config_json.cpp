@@ -1,6 +1,6 @@
 // Gemma 4's config.json as the hub's published models spell it.
-#include "models/gemma4_config.h"
-#include "models/gemma4_layers.h"
+#include "models/gemma4/gemma4_config.h"
+#include "models/gemma4/gemma4_layers.h"
 #include "models/spec_keys.h"
 
 namespace tessera::models {

@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "grad/slot.h"
-#include "models/gemma4_layer.h"
-#include "models/gemma4_vision.h"
+#include "models/gemma4/gemma4_layer.h"
+#include "models/gemma4/gemma4_vision.h"
 #include "models/language_model.h"
 #include "nn/embedding.h"
 

@@ -46,6 +46,7 @@ const FamilyTraits& qwen3_moe_traits() {
       .frozen = {},
       .module_name = [](std::string_view name) { return std::string(name); },
       .router_module = "gate",
+      .qk_norm = true,
       .read = read_qwen3_moe,
       .write = write_qwen3_moe,
   };

@@ -1,4 +1,4 @@
-#include "models/gemma4_moe.h"
+#include "models/gemma4/gemma4_moe.h"
 
 #include <cmath>
 
