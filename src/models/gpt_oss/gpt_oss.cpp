@@ -1,7 +1,6 @@
 // gpt-oss: attention with sinks, sliding and full layers in turn, biases everywhere, experts with
 // a clamped gate that the router chooses by raw scores.
 #include <nlohmann/json.hpp>
-#include <utility>
 
 #include "models/family.h"
 #include "models/moe_keys.h"
@@ -10,25 +9,6 @@
 
 namespace tessera::models {
 namespace {
-
-void read_layer_types(ConfigReader& keys, ModelSpec& spec) {
-  const std::string expected = concat("a list of ", spec.num_hidden_layers, " times \"",
-                                      kSlidingAttention, "\" or \"", kFullAttention, "\"");
-  const nlohmann::json* types = keys.take("layer_types");
-  for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
-    spec.layer_types.push_back(i % 2 == 0 ? LayerType::kSliding : LayerType::kFull);
-  }
-  if (types == nullptr) return;
-  if (!types->is_array() || std::cmp_not_equal(types->size(), spec.num_hidden_layers)) {
-    keys.refuse("layer_types", expected);
-  }
-  for (std::size_t i = 0; i < types->size(); ++i) {
-    const nlohmann::json& type = (*types)[i];
-    TESSERA_CHECK(type == kSlidingAttention || type == kFullAttention, ErrorKind::kConfig,
-                  "config.json layer_types: found ", shown(type), ", expected ", expected);
-    spec.layer_types[i] = type == kSlidingAttention ? LayerType::kSliding : LayerType::kFull;
-  }
-}
 
 /// Experts of published files are packed; the files themselves say which tensors are, and in which
 /// form.
@@ -62,6 +42,9 @@ void read_gpt_oss(ConfigReader& keys, ModelSpec& spec) {
   read_aux_loss(keys, moe);
   spec.sliding_window =
       keys.contains("sliding_window") ? required(keys, "sliding_window", kSize) : 128;
+  for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
+    spec.layer_types.push_back(i % 2 == 0 ? LayerType::kSliding : LayerType::kFull);
+  }
   read_layer_types(keys, spec);
   if (!keys.contains("rms_norm_eps")) spec.rms_norm_eps = 1e-5;
   if (!keys.contains("attention_bias")) spec.attention_bias = true;
@@ -79,10 +62,7 @@ void write_gpt_oss(const ModelSpec& spec, nlohmann::ordered_json& json) {
   if (spec.rope.original_max_position_embeddings > 0) {
     json["initial_context_length"] = spec.rope.original_max_position_embeddings;
   }
-  auto& types = json["layer_types"] = nlohmann::ordered_json::array();
-  for (const LayerType type : spec.layer_types) {
-    types.push_back(type == LayerType::kSliding ? kSlidingAttention : kFullAttention);
-  }
+  json["layer_types"] = layer_types_json(spec.layer_types);
   if (spec.rope.type == RopeType::kDefault) json["rope_scaling"] = {{"rope_type", "default"}};
   json["num_experts_per_tok"] = moe.experts_per_token;
   json["num_local_experts"] = moe.num_experts;
