@@ -78,22 +78,27 @@ DecoderLayer::DecoderLayer(const ModelSpec& spec, std::int64_t number, const Loc
       register_module("post_attention_layernorm", decoder_norm(spec, sizes.axes.tensor));
 }
 
-DecoderLayer::Output DecoderLayer::forward(const at::Tensor& x, const RoutingRequest& request) {
-  // Routing that is not there goes through as an undefined tensor; only what is asked for is a
-  // result.
-  const auto run = [this, statistics = request.statistics](const std::vector<at::Tensor>& in) {
-    const Output output = body(in[0], {given(in[1]), statistics});
-    std::vector<at::Tensor> results{output.x};
-    if (output.load.counts.defined()) results.push_back(output.load.counts);
-    if (output.load.probabilities.defined()) results.push_back(output.load.probabilities);
-    return results;
-  };
-  const auto results =
-      recomputed(*this, recompute_, {x, request.imposed.value_or(at::Tensor())}, run);
-  Output output{results[0], {}};
-  if (results.size() > 1) output.load.counts = results[1];
-  if (results.size() > 2) output.load.probabilities = results[2];
+std::vector<at::Tensor> DecoderLayer::Output::tensors() const {
+  std::vector<at::Tensor> results{x};
+  if (load.counts.defined()) results.push_back(load.counts);
+  if (load.probabilities.defined()) results.push_back(load.probabilities);
+  return results;
+}
+
+DecoderLayer::Output DecoderLayer::Output::of(const std::vector<at::Tensor>& tensors) {
+  Output output{tensors[0], {}};
+  if (tensors.size() > 1) output.load.counts = tensors[1];
+  if (tensors.size() > 2) output.load.probabilities = tensors[2];
   return output;
+}
+
+DecoderLayer::Output DecoderLayer::forward(const at::Tensor& x, const RoutingRequest& request) {
+  // Routing that is not there goes through as an undefined tensor.
+  const auto run = [this, statistics = request.statistics](const std::vector<at::Tensor>& in) {
+    return body(in[0], {given(in[1]), statistics}).tensors();
+  };
+  return Output::of(
+      recomputed(*this, recompute_, {x, request.imposed.value_or(at::Tensor())}, run));
 }
 
 DecoderLayer::Output DecoderLayer::body(const at::Tensor& x, const RoutingRequest& request) {

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "models/local_sizes.h"
 #include "models/model_spec.h"
@@ -36,6 +37,10 @@ class DecoderLayer : public torch::nn::Module {
   struct Output {
     at::Tensor x;
     RouterLoad load;
+
+    /// As recomputed() passes it on: only what was asked for is a result.
+    std::vector<at::Tensor> tensors() const;
+    static Output of(const std::vector<at::Tensor>& tensors);
 
     template <class F>
     void visit_tensors(F&& f) {

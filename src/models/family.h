@@ -24,6 +24,9 @@ class ConfigReader;
 struct KeepInFloat32 {
   std::vector<std::string> strict;  ///< _keep_in_fp32_modules_strict: under every param_dtype
   std::vector<std::string> under_float16;  ///< _keep_in_fp32_modules: under float16 only
+  /// _keep_in_fp32_modules_strict of NeMo Automodel's class, where transformers' has none: of
+  /// routers, so of models with experts only.
+  std::vector<std::string> routers = {};
 };
 
 /// What a family adds to the common reading of a config.json, its weights' names included.

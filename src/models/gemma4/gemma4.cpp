@@ -15,7 +15,7 @@ const FamilyTraits& gemma4_traits() {
       .default_num_key_value_heads = std::nullopt,
       .default_max_position_embeddings = 131072,
       .has_mlp_bias = false,
-      .pins = {},
+      .pins = {.strict = {}, .under_float16 = {}, .routers = {"router.proj", "router.scale"}},
       .frozen = {"model.vision_tower"},
       .module_name = [](std::string_view name) { return std::string(name); },
       .read_all = read_gemma4,

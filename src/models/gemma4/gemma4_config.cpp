@@ -23,6 +23,12 @@ std::int64_t or_default(ConfigReader& keys, std::string_view key, IntRange range
   return required(keys, key, range);
 }
 
+/// Null means that the model has no such token, as of a modality that it was published without.
+std::optional<std::int64_t> token_or_null(ConfigReader& keys, std::string_view key,
+                                          std::optional<std::int64_t> absent) {
+  return keys.contains(key) ? keys.integer(key, kToken) : absent;
+}
+
 /// One nested config; null where the key is absent or null.
 const nlohmann::json* nested(ConfigReader& keys, std::string_view key) {
   const nlohmann::json* object = keys.take(key);
@@ -161,6 +167,8 @@ Gemma4Vision read_vision(ConfigReader& keys, Purpose purpose, std::vector<std::s
   vision.num_attention_heads = size("num_attention_heads", vision.num_attention_heads);
   vision.num_key_value_heads = size("num_key_value_heads", vision.num_key_value_heads);
   vision.head_dim = size("head_dim", vision.head_dim);
+  keys.expect("global_head_dim", vision.head_dim, "all layers of the tower have heads of head_dim");
+  keys.ignore({"default_output_length"});  // how the processor resizes images
   vision.patch_size = size("patch_size", vision.patch_size, {1, 4096});
   vision.pooling_kernel_size = size("pooling_kernel_size", vision.pooling_kernel_size, {1, 4096});
   vision.position_embedding_size = size("position_embedding_size", vision.position_embedding_size);
@@ -190,14 +198,16 @@ ModelSpec read_gemma4(ConfigReader& keys, Purpose purpose, std::vector<std::stri
   keys.expect("audio_config", nullptr, "audio is not supported");
   keys.expect("quantization_config", nullptr, "quantized weights are not supported");
   keys.expect("is_encoder_decoder", false, "decoder-only models");
-  keys.ignore({"initializer_range"});  // the text_config's counts
+  // The text_config's count; the last two are the tokenizer's and the processor's.
+  keys.ignore({"initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "eoa_token_id",
+               "vision_soft_tokens_per_image"});
   gemma.image_token_id = or_default(keys, "image_token_id", kToken, gemma.image_token_id);
-  gemma.video_token_id = or_default(keys, "video_token_id", kToken, gemma.video_token_id);
-  gemma.audio_token_id = or_default(keys, "audio_token_id", kToken, gemma.audio_token_id);
-  gemma.boi_token_id = or_default(keys, "boi_token_id", kToken, gemma.boi_token_id);
-  gemma.eoi_token_id = or_default(keys, "eoi_token_id", kToken, gemma.eoi_token_id);
-  gemma.boa_token_id = or_default(keys, "boa_token_id", kToken, gemma.boa_token_id);
-  gemma.eoa_token_index = or_default(keys, "eoa_token_index", kToken, gemma.eoa_token_index);
+  gemma.video_token_id = token_or_null(keys, "video_token_id", gemma.video_token_id);
+  gemma.audio_token_id = token_or_null(keys, "audio_token_id", gemma.audio_token_id);
+  gemma.boi_token_id = token_or_null(keys, "boi_token_id", gemma.boi_token_id);
+  gemma.eoi_token_id = token_or_null(keys, "eoi_token_id", gemma.eoi_token_id);
+  gemma.boa_token_id = token_or_null(keys, "boa_token_id", gemma.boa_token_id);
+  gemma.eoa_token_index = token_or_null(keys, "eoa_token_index", gemma.eoa_token_index);
   spec.tie_word_embeddings = keys.boolean("tie_word_embeddings").value_or(true);
   join_dtype(keys, spec.dtype);
   spec.tessera_tokenizer = read_tokenizer(keys);

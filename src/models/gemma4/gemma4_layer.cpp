@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "models/moe_layer.h"
 #include "models/recomputed.h"
 #include "nn/attention.h"
 #include "nn/masked_attention.h"
@@ -86,43 +87,48 @@ Gemma4TextLayer::Gemma4TextLayer(const ModelSpec& spec, std::size_t number, cons
   layer_scalar_ = register_buffer("layer_scalar", at::ones({1}));
 }
 
-at::Tensor Gemma4TextLayer::feed_forward(const at::Tensor& x,
-                                         const std::optional<at::Tensor>& imposed) {
+DecoderLayer::Output Gemma4TextLayer::feed_forward(const at::Tensor& x,
+                                                   const RoutingRequest& request) {
   const at::Tensor dense = mlp_->forward(pre_feedforward_layernorm_->forward(x));
-  if (!router_) return dense;
-  return post_feedforward_layernorm_1_->forward(dense) +
-         post_feedforward_layernorm_2_->forward(mixed(x, imposed));
+  if (!router_) return {dense, {}};
+  auto [given, load] = mixed(x, request);
+  const at::Tensor experts = post_feedforward_layernorm_2_->forward(given);
+  return {post_feedforward_layernorm_1_->forward(dense) + experts, std::move(load)};
 }
 
 /// The router sees the stream itself, the experts see it normed: both become tokens alike.
-at::Tensor Gemma4TextLayer::mixed(const at::Tensor& x, const std::optional<at::Tensor>& imposed) {
+DecoderLayer::Output Gemma4TextLayer::mixed(const at::Tensor& x, const RoutingRequest& request) {
   const at::Tensor normed = pre_feedforward_layernorm_2_->forward(x);
   const at::Tensor entered = tokens_.enter(normed);
-  const moe::Routing routing = router_->forward(tokens_.routed(x, tokens_.enter(x)),
-                                                tokens_.imposed(imposed, x.size(0), x.size(1)));
+  const moe::Routing routing = router_->forward(
+      tokens_.routed(x, tokens_.enter(x)), tokens_.imposed(request.imposed, x.size(0), x.size(1)));
   const at::Tensor given_bias =
       experts_->forward(tokens_.sent(tokens_.routed(normed, entered)), tokens_.sent(routing));
-  return tokens_.leave(tokens_.returned(given_bias, entered.sizes()));
+  return {tokens_.leave(tokens_.returned(given_bias, entered.sizes())),
+          tokens_.counted(load_of(routing, request.statistics))};
 }
 
-at::Tensor Gemma4TextLayer::forward(const at::Tensor& x, const std::optional<at::Tensor>& visible,
-                                    const std::optional<at::Tensor>& imposed) {
+DecoderLayer::Output Gemma4TextLayer::forward(const at::Tensor& x,
+                                              const std::optional<at::Tensor>& visible,
+                                              const RoutingRequest& request) {
   // A mask or routing that is not there goes through as an undefined tensor.
-  return recomputed(*this, recompute_,
-                    {x, visible.value_or(at::Tensor()), imposed.value_or(at::Tensor())},
-                    [this](const std::vector<at::Tensor>& in) {
-                      return body(in[0], given(in[1]), given(in[2]));
-                    });
+  return DecoderLayer::Output::of(
+      recomputed(*this, recompute_,
+                 {x, visible.value_or(at::Tensor()), request.imposed.value_or(at::Tensor())},
+                 [this, statistics = request.statistics](const std::vector<at::Tensor>& in) {
+                   return body(in[0], given(in[1]), {given(in[2]), statistics}).tensors();
+                 }));
 }
 
-at::Tensor Gemma4TextLayer::body(const at::Tensor& x, const std::optional<at::Tensor>& visible,
-                                 const std::optional<at::Tensor>& imposed) {
+DecoderLayer::Output Gemma4TextLayer::body(const at::Tensor& x,
+                                           const std::optional<at::Tensor>& visible,
+                                           const RoutingRequest& request) {
   const at::Tensor attended = self_attn_->forward(input_layernorm_->forward(x), visible);
   const at::Tensor middle = x + post_attention_layernorm_->forward(attended);
-  const at::Tensor fed = feed_forward(middle, imposed);
+  auto [fed, load] = feed_forward(middle, request);
   const at::Tensor sum = middle + post_feedforward_layernorm_->forward(fed);
   const WideScope scaled;  // the buffer may be stored wider
-  return (sum * layer_scalar_).to(sum.scalar_type());
+  return {(sum * layer_scalar_).to(sum.scalar_type()), std::move(load)};
 }
 
 }  // namespace tessera::models

@@ -13,9 +13,11 @@
 #include <memory>
 #include <optional>
 
+#include "models/decoder_layer.h"
 #include "models/expert_tokens.h"
 #include "models/gemma4/gemma4_moe.h"
 #include "models/model_spec.h"
+#include "models/routing_request.h"
 #include "nn/geglu.h"
 #include "nn/linear.h"
 #include "nn/rms_norm.h"
@@ -50,16 +52,18 @@ class Gemma4TextLayer : public torch::nn::Module {
  public:
   Gemma4TextLayer(const ModelSpec& spec, std::size_t number, const ModelAxes& axes,
                   std::shared_ptr<nn::Rope> rope);
-  /// x [B, T, H] of the stream -> the same shape and dtype; `imposed` [B*T, K] as moe::route.
-  at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& visible,
-                     const std::optional<at::Tensor>& imposed);
+  /// As DecoderLayer::forward; `visible` as Gemma4Attention takes it.
+  DecoderLayer::Output forward(const at::Tensor& x, const std::optional<at::Tensor>& visible,
+                               const RoutingRequest& request);
+  bool has_experts() const { return router_ != nullptr; }
   void set_recompute(RecomputeMode mode) { recompute_ = mode; }
 
  private:
-  at::Tensor body(const at::Tensor& x, const std::optional<at::Tensor>& visible,
-                  const std::optional<at::Tensor>& imposed);
-  at::Tensor feed_forward(const at::Tensor& x, const std::optional<at::Tensor>& imposed);
-  at::Tensor mixed(const at::Tensor& x, const std::optional<at::Tensor>& imposed);
+  using Output = DecoderLayer::Output;
+  Output body(const at::Tensor& x, const std::optional<at::Tensor>& visible,
+              const RoutingRequest& request);
+  Output feed_forward(const at::Tensor& x, const RoutingRequest& request);
+  Output mixed(const at::Tensor& x, const RoutingRequest& request);
 
   ExpertTokens tokens_;
   std::shared_ptr<Gemma4Attention> self_attn_;

@@ -137,8 +137,10 @@ at::Tensor Gemma4Model::embed(const ModelInputs& inputs) {
   // The tower first: the order of units is the same on every rank, with images or without.
   at::Tensor projected;
   if (inputs.images) projected = projector_->forward(soft_tokens(*inputs.images));
-  const at::Tensor no_text = image_tokens.logical_or(inputs.input_ids.eq(gemma.video_token_id))
-                                 .logical_or(inputs.input_ids.eq(gemma.audio_token_id));
+  at::Tensor no_text = image_tokens;
+  for (const auto& token : {gemma.video_token_id, gemma.audio_token_id}) {
+    if (token) no_text = no_text.logical_or(inputs.input_ids.eq(*token));
+  }
   const at::Tensor ids = inputs.input_ids.masked_fill(no_text, spec_.pad_token_id.value_or(0));
   const at::Tensor embedded = (*embedding_)(ids);
   // The factor too has the embedding's dtype.
@@ -164,21 +166,27 @@ std::optional<at::Tensor> Gemma4Model::visible(std::size_t number,
   return nn::sliding_visibility(positions, gemma.sliding_window, blocks);
 }
 
-at::Tensor Gemma4Model::forward(const ModelInputs& inputs) {
+at::Tensor Gemma4Model::forward(const ModelInputs& inputs) { return forward_routed(inputs).result; }
+
+ModelOutput Gemma4Model::forward_routed(const ModelInputs& inputs) {
   TESSERA_CHECK(inputs.imposed_routing.empty() ||
                     (spec_.gemma4->experts && inputs.imposed_routing.size() == layers_.size()),
                 ErrorKind::kFormat, "imposed routing: found ", inputs.imposed_routing.size(),
                 " layers, expected one of each layer with experts");
+  ModelOutput output;
   at::Tensor x = embed(inputs);
   std::optional<at::Tensor> sliding;  // one for all layers of the type
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     const bool slides = spec_.gemma4->layers[i].type == LayerType::kSliding;
     if (slides && !sliding) sliding = visible(i, inputs);
-    std::optional<at::Tensor> imposed;
-    if (!inputs.imposed_routing.empty()) imposed = inputs.imposed_routing[i];
-    x = layers_[i](x, slides ? sliding : std::nullopt, imposed);
+    RoutingRequest request{std::nullopt, inputs.router_statistics};
+    if (!inputs.imposed_routing.empty()) request.imposed = inputs.imposed_routing[i];
+    auto [next, load] = layers_[i](x, slides ? sliding : std::nullopt, request);
+    x = std::move(next);
+    if (load.counts.defined()) output.loads.push_back(std::move(load));
   }
-  return (*head_)(x, inputs.targets);
+  output.result = (*head_)(x, inputs.targets);
+  return output;
 }
 
 std::vector<ModelUnit> Gemma4Model::units() {

@@ -46,6 +46,7 @@ class Gemma4Model : public LanguageModel {
   /// Errors: kFormat for images that do not fit the ids or the token types, or for as many images
   /// as the model has no tower for.
   at::Tensor forward(const ModelInputs& inputs) override;
+  ModelOutput forward_routed(const ModelInputs& inputs) override;
   std::vector<ModelUnit> units() override;
   std::string canonical_name(const std::string& unit, const std::string& path) const override;
   const ModelSpec& spec() const override { return spec_; }

@@ -23,11 +23,12 @@ Gemma4Router::Gemma4Router(const ModelSpec& spec, const Gemma4Experts& experts,
 
 moe::Routing Gemma4Router::forward(const at::Tensor& x, const std::optional<at::Tensor>& imposed) {
   const double root = 1.0 / std::sqrt(static_cast<double>(x.size(1)));
-  // From here on the router's own dtypes count: fp32 where the checkpoint stores it so.
+  // From here on in fp32, whatever the router is stored in: rounded scores choose other experts.
   const WideScope router;
-  const at::Tensor scaled = nn::plain_rms_norm(x, eps_) * scale_ * root;
+  const at::ScalarType inside = at::promote_types(proj_->weight.scalar_type(), at::kFloat);
+  const at::Tensor scaled = nn::plain_rms_norm(x, eps_).to(inside) * scale_ * root;
   moe::Routing routing =
-      moe::route(proj_->forward(scaled),
+      moe::route(nn::linear(scaled, proj_->weight, {}, inside),
                  {.experts_per_token = experts_per_token_, .normalize = true}, imposed);
   const at::Tensor factors = per_expert_scale_.index_select(0, routing.indices.reshape({-1}));
   routing.weights =

@@ -66,13 +66,14 @@ struct Gemma4Spec {
   std::optional<Gemma4Experts> experts;
   std::optional<Gemma4Vision> vision;  ///< none = text only
   std::int64_t image_token_id = 258880;
-  std::int64_t video_token_id = 258884;
-  std::int64_t audio_token_id = 258881;
+  // Here and below: none = there is no such token (null in the file).
+  std::optional<std::int64_t> video_token_id = 258884;
+  std::optional<std::int64_t> audio_token_id = 258881;
   // Of the tokenizer's side: kept for who reads the folder, without effect here.
-  std::int64_t boi_token_id = 255999;
-  std::int64_t eoi_token_id = 258882;
-  std::int64_t boa_token_id = 256000;
-  std::int64_t eoa_token_index = 258883;
+  std::optional<std::int64_t> boi_token_id = 255999;
+  std::optional<std::int64_t> eoi_token_id = 258882;
+  std::optional<std::int64_t> boa_token_id = 256000;
+  std::optional<std::int64_t> eoa_token_index = 258883;
   bool operator==(const Gemma4Spec&) const = default;
 };
 

@@ -220,6 +220,7 @@ TEST(MoeSpec, PublishedConfigsAreRead) {
   EXPECT_EQ(numel("gpt-oss-20b"), 20'914'757'184);
   EXPECT_EQ(numel("deepseek-v2-lite"), 15'706'484'224);
   EXPECT_EQ(numel("deepseek-v2"), 235'741'434'880);
+  EXPECT_EQ(numel("gemma4-26b-a4b"), 25'805'933'872);
 }
 
 }  // namespace
