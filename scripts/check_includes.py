@@ -41,8 +41,12 @@ def pure_sources():
             for word in words:
                 if word in keywords:
                     section = word
-                elif section == "PURE":
+                elif section == "PURE" and not word.startswith("$"):
                     yield lists.parent / word
+    # Each row of the registry of families names a folder with a pure source of its name.
+    models = ROOT / "src/models"
+    for name in re.findall(r"^TESSERA_FAMILY\(\w+, (\w+),", (models / "families.def").read_text(), re.M):
+        yield models / name / f"{name}.cpp"
 
 
 def own_header(name):

@@ -13,7 +13,7 @@ std::string config_json(const ModelSpec& spec) {
   if (family.write_all != nullptr) return family.write_all(spec).dump(2) + "\n";
   nlohmann::ordered_json json;
   json["architectures"] = {family.architecture};
-  json["attention_bias"] = spec.attention_bias;
+  if (!family.owns("attention_bias")) json["attention_bias"] = spec.attention_bias;
   json["attention_dropout"] = spec.attention_dropout;
   json["bos_token_id"] = or_null(spec.bos_token_id);
   json["eos_token_id"] = eos_token(spec.eos_token_ids);

@@ -39,9 +39,6 @@ at::Tensor DecoderHead::forward(const at::Tensor& x, const std::optional<at::Ten
 }
 
 Decoder::Decoder(const ModelSpec& spec, const ModelAxes& axes) : spec_(spec) {
-  TESSERA_CHECK(spec.family != Family::kGemma4, ErrorKind::kConfig,
-                "config.json architectures: found Gemma4ForConditionalGeneration, expected a dense "
-                "family here");
   auto model = register_module("model", std::make_shared<Prefix>());
   const LocalSizes sizes = local_sizes(spec, axes);
   const auto embedding = std::make_shared<nn::Embedding>(sizes.vocab_size, spec.hidden_size,
@@ -145,6 +142,10 @@ void Decoder::set_recompute(RecomputeMode mode) {
 std::string Decoder::canonical_name(const std::string& unit, const std::string& path) const {
   if (unit != kHeadUnit) return unit + "." + path;
   return path.starts_with("norm.") ? "model." + path : path;
+}
+
+std::shared_ptr<LanguageModel> build_decoder(const ModelSpec& spec, const ModelAxes& axes) {
+  return std::make_shared<Decoder>(spec, axes);
 }
 
 }  // namespace tessera::models

@@ -1,4 +1,5 @@
-// The decoder-only language model of all families but Gemma 4: embedding, layers, norm and head.
+// The decoder-only language model of all families without a module of their own: embedding, layers,
+// norm and head.
 //
 // Its parameters carry Hugging Face's names (description.h reads them there). Embedding,
 // layers and head are reached through grad::Slot, so that each can become a sharding unit; the head
@@ -52,7 +53,6 @@ struct DecoderCache {
 
 class Decoder : public LanguageModel {
  public:
-  /// Errors: kConfig for a spec of Gemma 4.
   explicit Decoder(const ModelSpec& spec, const ModelAxes& axes = {});
 
   /// Errors: kFormat for images, or for imposed routing of another number of layers.

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "models/family.h"
 #include "models/recomputed.h"
 #include "nn/attention.h"
 #include "nn/mla.h"
@@ -15,16 +16,18 @@ namespace {
 nn::AttentionOptions attention_options(const ModelSpec& spec, std::int64_t number,
                                        const LocalSizes& sizes) {
   using Options = nn::AttentionOptions;
+  const FamilyTraits& family = traits(spec.family);
   Options options{.hidden_size = spec.hidden_size,
                   .heads = sizes.heads,
                   .kv_heads = sizes.kv_heads,
                   .head_dim = spec.head_dim,
                   .bias = spec.attention_bias ? nn::Bias::kYes : nn::Bias::kNo,
-                  .qk_norm = spec.qk_norm() ? Options::QkNorm::kYes : Options::QkNorm::kNo,
+                  .qk_norm = family.qk_norm ? Options::QkNorm::kYes : Options::QkNorm::kNo,
                   .norm_eps = spec.rms_norm_eps,
                   .region = sizes.axes.tensor,
                   .all_kv_heads = spec.num_key_value_heads};
-  if (spec.attention_sinks()) options.sinks = Options::Sinks::kYes;
+  if (!family.output_bias) options.output_bias = nn::Bias::kNo;
+  if (family.attention_sinks) options.sinks = Options::Sinks::kYes;
   if (spec.is_sliding(number)) options.window = spec.sliding_window;
   return options;
 }
@@ -53,8 +56,8 @@ std::shared_ptr<nn::SelfAttention> make_attention(const ModelSpec& spec, std::in
 }  // namespace
 
 std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec, const nn::TensorRegion& region) {
-  const auto rounding =
-      spec.family == Family::kGptOss ? nn::NormRounding::kOnce : nn::NormRounding::kBeforeWeight;
+  const auto rounding = traits(spec.family).norm_rounds_once ? nn::NormRounding::kOnce
+                                                             : nn::NormRounding::kBeforeWeight;
   return std::make_shared<nn::RmsNorm>(spec.hidden_size, spec.rms_norm_eps, rounding,
                                        region.on_stream());
 }
@@ -75,22 +78,27 @@ DecoderLayer::DecoderLayer(const ModelSpec& spec, std::int64_t number, const Loc
       register_module("post_attention_layernorm", decoder_norm(spec, sizes.axes.tensor));
 }
 
-DecoderLayer::Output DecoderLayer::forward(const at::Tensor& x, const RoutingRequest& request) {
-  // Routing that is not there goes through as an undefined tensor; only what is asked for is a
-  // result.
-  const auto run = [this, statistics = request.statistics](const std::vector<at::Tensor>& in) {
-    const Output output = body(in[0], {given(in[1]), statistics});
-    std::vector<at::Tensor> results{output.x};
-    if (output.load.counts.defined()) results.push_back(output.load.counts);
-    if (output.load.probabilities.defined()) results.push_back(output.load.probabilities);
-    return results;
-  };
-  const auto results =
-      recomputed(*this, recompute_, {x, request.imposed.value_or(at::Tensor())}, run);
-  Output output{results[0], {}};
-  if (results.size() > 1) output.load.counts = results[1];
-  if (results.size() > 2) output.load.probabilities = results[2];
+std::vector<at::Tensor> DecoderLayer::Output::tensors() const {
+  std::vector<at::Tensor> results{x};
+  if (load.counts.defined()) results.push_back(load.counts);
+  if (load.probabilities.defined()) results.push_back(load.probabilities);
+  return results;
+}
+
+DecoderLayer::Output DecoderLayer::Output::of(const std::vector<at::Tensor>& tensors) {
+  Output output{tensors[0], {}};
+  if (tensors.size() > 1) output.load.counts = tensors[1];
+  if (tensors.size() > 2) output.load.probabilities = tensors[2];
   return output;
+}
+
+DecoderLayer::Output DecoderLayer::forward(const at::Tensor& x, const RoutingRequest& request) {
+  // Routing that is not there goes through as an undefined tensor.
+  const auto run = [this, statistics = request.statistics](const std::vector<at::Tensor>& in) {
+    return body(in[0], {given(in[1]), statistics}).tensors();
+  };
+  return Output::of(
+      recomputed(*this, recompute_, {x, request.imposed.value_or(at::Tensor())}, run));
 }
 
 DecoderLayer::Output DecoderLayer::body(const at::Tensor& x, const RoutingRequest& request) {

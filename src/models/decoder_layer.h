@@ -1,8 +1,8 @@
 // One layer of a decoder-only model: attention and an MLP or a mixture of experts, each behind a
 // norm and beside the residual stream.
 //
-// Which attention a family has is decided in decoder_layer.cpp. Short symbols: B rows, T positions.
-// Next: ../nn/self_attention.h, moe_layer.h.
+// Which attention a family has is read off its FamilyTraits in decoder_layer.cpp. Short symbols: B
+// rows, T positions. Next: ../nn/self_attention.h, moe_layer.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "models/local_sizes.h"
 #include "models/model_spec.h"
@@ -36,6 +37,10 @@ class DecoderLayer : public torch::nn::Module {
   struct Output {
     at::Tensor x;
     RouterLoad load;
+
+    /// As recomputed() passes it on: only what was asked for is a result.
+    std::vector<at::Tensor> tensors() const;
+    static Output of(const std::vector<at::Tensor>& tensors);
 
     template <class F>
     void visit_tensors(F&& f) {

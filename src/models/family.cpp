@@ -1,21 +1,22 @@
 #include "models/family.h"
 
-#include <array>
-
 #include "base/printable.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
-namespace {
 
-std::array<const FamilyTraits*, 6> all_families() {
-  return {&qwen3_traits(),     &llama_traits(),   &gemma4_traits(),
-          &qwen3_moe_traits(), &gpt_oss_traits(), &deepseek_v2_traits()};
+std::vector<const FamilyTraits*> families() {
+  return {
+#define TESSERA_FAMILY(enumerator, folder, build) &folder##_traits(),
+#include "models/families.def"
+  };
 }
+
+namespace {
 
 std::string known_families() {
   std::string list;
-  for (const FamilyTraits* family : all_families()) {
+  for (const FamilyTraits* family : families()) {
     list += concat(list.empty() ? "" : ", ", family->architecture, " (model_type ",
                    family->model_type, ")");
   }
@@ -25,15 +26,13 @@ std::string known_families() {
 }  // namespace
 
 const FamilyTraits& traits(Family family) {
-  for (const FamilyTraits* each : all_families()) {
-    if (each->family == family) return *each;
+  switch (family) {
+#define TESSERA_FAMILY(enumerator, folder, build) \
+  case Family::enumerator:                        \
+    return folder##_traits();
+#include "models/families.def"
   }
   TESSERA_INVARIANT(false, "a family that is not listed");
-}
-
-std::vector<const FamilyTraits*> families() {
-  const auto all = all_families();
-  return {all.begin(), all.end()};
 }
 
 const FamilyTraits& family_of(const std::vector<std::string>& architectures,
@@ -42,7 +41,7 @@ const FamilyTraits& family_of(const std::vector<std::string>& architectures,
                 architectures.size(), " names, expected one of ", known_families());
   const FamilyTraits* by_type = nullptr;
   const FamilyTraits* by_name = nullptr;
-  for (const FamilyTraits* family : all_families()) {
+  for (const FamilyTraits* family : families()) {
     if (family->model_type == model_type) by_type = family;
     if (!architectures.empty() && family->architecture == architectures[0]) by_name = family;
   }

@@ -1,11 +1,12 @@
-// The registry of model families: what differs between them, one file a family (qwen3.cpp,
-// llama.cpp, ...).
+// What differs between model families, as data: one FamilyTraits a family, in its folder
+// (qwen3/qwen3.cpp, llama/llama.cpp, ...).
 //
-// Decoder-only models of one block share the forward of decoder.h; a family with one of its own has
-// a line in language_model.cpp, too (gemma4_model.h). A new family adds a file with one
-// FamilyTraits and a line in family.cpp. Next: model_spec.h.
+// Decoder-only models of one block share the module of decoder.h and differ by these fields alone;
+// a family with a module of its own has it in its folder (gemma4/gemma4_model.h). A new family adds
+// a folder and a row of the registry, families.def. Next: families.def, model_spec.h.
 #pragma once
 
+#include <algorithm>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
@@ -23,6 +24,9 @@ class ConfigReader;
 struct KeepInFloat32 {
   std::vector<std::string> strict;  ///< _keep_in_fp32_modules_strict: under every param_dtype
   std::vector<std::string> under_float16;  ///< _keep_in_fp32_modules: under float16 only
+  /// _keep_in_fp32_modules_strict of NeMo Automodel's class, where transformers' has none: of
+  /// routers, so of models with experts only.
+  std::vector<std::string> routers = {};
 };
 
 /// What a family adds to the common reading of a config.json, its weights' names included.
@@ -37,6 +41,9 @@ struct FamilyTraits {
   std::int64_t default_max_position_embeddings;
   double default_rope_theta = 10000.0;
   bool has_mlp_bias;  ///< whether the key mlp_bias means anything
+  /// Keys that the others refuse, ignore or read as all do, and that `read` and `write` take care
+  /// of here.
+  std::vector<std::string_view> own_keys = {};
   KeepInFloat32 pins;
   /// What is frozen where the config's model.freeze is not given.
   std::vector<std::string> frozen;
@@ -44,6 +51,11 @@ struct FamilyTraits {
   std::string (*module_name)(std::string_view checkpoint_name);
   /// Name of the router inside `mlp`, of a family with a mixture of experts.
   std::string_view router_module = {};
+  // What the decoder's layers are made of.
+  bool qk_norm = false;           ///< of queries and keys, per head, before rope
+  bool attention_sinks = false;   ///< one a head
+  bool output_bias = true;        ///< attention_bias holds for o_proj, too
+  bool norm_rounds_once = false;  ///< norms multiply by their weight before they round
   /// What is the family's own in a config.json, read after what all have; null = nothing.
   void (*read)(ConfigReader& keys, ModelSpec& spec) = nullptr;
   void (*write)(const ModelSpec& spec, nlohmann::ordered_json& json) = nullptr;
@@ -52,6 +64,8 @@ struct FamilyTraits {
   ModelSpec (*read_all)(ConfigReader& keys, Purpose purpose,
                         std::vector<std::string>& unknown) = nullptr;
   nlohmann::ordered_json (*write_all)(const ModelSpec& spec) = nullptr;
+
+  bool owns(std::string_view key) const { return std::ranges::count(own_keys, key) > 0; }
 };
 
 const FamilyTraits& traits(Family family);
@@ -63,12 +77,8 @@ std::vector<const FamilyTraits*> families();
 const FamilyTraits& family_of(const std::vector<std::string>& architectures,
                               std::string_view model_type);
 
-// One a family file.
-const FamilyTraits& qwen3_traits();
-const FamilyTraits& llama_traits();
-const FamilyTraits& gemma4_traits();
-const FamilyTraits& qwen3_moe_traits();
-const FamilyTraits& gpt_oss_traits();
-const FamilyTraits& deepseek_v2_traits();
+// One a folder.
+#define TESSERA_FAMILY(enumerator, folder, build) const FamilyTraits& folder##_traits();
+#include "models/families.def"
 
 }  // namespace tessera::models

@@ -1,13 +1,17 @@
 #include "models/language_model.h"
 
-#include "models/decoder.h"
-#include "models/gemma4_model.h"
+#include "tessera/error.h"
 
 namespace tessera::models {
 
 std::shared_ptr<LanguageModel> make_language_model(const ModelSpec& spec, const ModelAxes& axes) {
-  if (spec.family == Family::kGemma4) return std::make_shared<Gemma4Model>(spec, axes);
-  return std::make_shared<Decoder>(spec, axes);
+  switch (spec.family) {
+#define TESSERA_FAMILY(enumerator, folder, build) \
+  case Family::enumerator:                        \
+    return build_##build(spec, axes);
+#include "models/families.def"
+  }
+  TESSERA_INVARIANT(false, "a family that is not listed");
 }
 
 }  // namespace tessera::models

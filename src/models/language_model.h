@@ -2,7 +2,7 @@
 //
 // A batch goes in as one value, images and routing included; what may be sharded on its own is
 // listed as units, in the order in which forward enters them. Short symbols: B rows, T positions, N
-// images, P patches of an image (padded), K experts a token. Next: decoder.h, gemma4_model.h,
+// images, P patches of an image (padded), K experts a token. Next: decoder.h, families.def,
 // ../grad/slot.h.
 #pragma once
 
@@ -90,10 +90,15 @@ class LanguageModel : public torch::nn::Module {
   virtual void set_recompute(RecomputeMode mode) = 0;
 };
 
-/// The model of the spec's family, or the part of it that one rank holds, its parameters without
-/// data. The degrees divide the spec (check_degrees).
+/// The module of the spec's family (the factory of its row in families.def), or the part of it that
+/// one rank holds, its parameters without data. The degrees divide the spec (check_degrees).
 std::shared_ptr<LanguageModel> make_language_model(const ModelSpec& spec,
                                                    const ModelAxes& axes = {});
+
+// The factories that the rows name; each is defined beside the module that it makes.
+#define TESSERA_FAMILY(enumerator, folder, build) \
+  std::shared_ptr<LanguageModel> build_##build(const ModelSpec& spec, const ModelAxes& axes);
+#include "models/families.def"
 
 /// A module that only gives its children a prefix ("model.").
 class Prefix : public torch::nn::Module {};

@@ -17,12 +17,16 @@ constexpr std::size_t kLongestText = std::size_t{4} << 20;
 /// What none of these families computes; a value that switches it on is refused.
 void expect_unsupported_off(ConfigReader& keys, const FamilyTraits& family) {
   keys.expect("hidden_act", "silu", "the activation of the MLP");
-  keys.expect("use_sliding_window", false, "sliding windows are not supported in this family");
-  keys.ignore({"max_window_layers"});  // read only where that is true
-  if (family.family != Family::kGptOss) {
-    keys.ignore({"sliding_window"});  // likewise
-    keys.expect("quantization_config", nullptr, "quantized weights are not supported");
+  const auto expect = [&](std::string_view key, const nlohmann::json& neutral,
+                          std::string_view why) {
+    if (!family.owns(key)) keys.expect(key, neutral, why);
+  };
+  expect("use_sliding_window", false, "sliding windows are not supported in this family");
+  // Read only where that is true.
+  for (const std::string_view key : {"max_window_layers", "sliding_window"}) {
+    if (!family.owns(key)) keys.ignore({key});
   }
+  expect("quantization_config", nullptr, "quantized weights are not supported");
   keys.expect("pretraining_tp", 1, "sliced products are not supported");
   keys.expect("partial_rotary_factor", 1.0, "rope turns the whole head");
   keys.expect("is_encoder_decoder", false, "decoder-only models");
@@ -124,7 +128,9 @@ ModelSpec read_spec(ConfigReader& keys, const FamilyTraits& family, Purpose purp
   spec.initializer_range =
       keys.number("initializer_range", {0.0, 1e3}).value_or(spec.initializer_range);
   spec.tie_word_embeddings = keys.boolean("tie_word_embeddings").value_or(false);
-  spec.attention_bias = keys.boolean("attention_bias").value_or(false);
+  if (!family.owns("attention_bias")) {
+    spec.attention_bias = keys.boolean("attention_bias").value_or(false);
+  }
   spec.attention_dropout = read_attention_dropout(keys, purpose);
   if (family.has_mlp_bias) {
     spec.mlp_bias = keys.boolean("mlp_bias").value_or(false);
@@ -136,7 +142,7 @@ ModelSpec read_spec(ConfigReader& keys, const FamilyTraits& family, Purpose purp
   read_tokens(keys, spec);
   spec.tessera_tokenizer = read_tokenizer(keys);
   if (family.read != nullptr) family.read(keys, spec);
-  if (spec.layer_types.empty()) check_layer_types(keys, spec.num_hidden_layers);
+  if (!family.owns("layer_types")) check_layer_types(keys, spec.num_hidden_layers);
   check_total_size(spec);
   return spec;
 }

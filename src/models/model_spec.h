@@ -13,7 +13,7 @@
 #include <string_view>
 #include <vector>
 
-#include "models/gemma4_spec.h"
+#include "models/gemma4/gemma4_spec.h"
 #include "models/layer_type.h"
 #include "models/mla_spec.h"
 #include "models/moe_spec.h"
@@ -22,7 +22,10 @@
 
 namespace tessera::models {
 
-enum class Family : std::uint8_t { kQwen3, kLlama, kGemma4, kQwen3Moe, kGptOss, kDeepseekV2 };
+enum class Family : std::uint8_t {
+#define TESSERA_FAMILY(enumerator, folder, build) enumerator,
+#include "models/families.def"
+};
 
 /// The fields carry the names of the file's keys.
 struct ModelSpec {
@@ -38,7 +41,7 @@ struct ModelSpec {
   double rms_norm_eps = 1e-6;
   double initializer_range = 0.02;
   bool tie_word_embeddings = false;
-  bool attention_bias = false;  ///< on q, k, v and o
+  bool attention_bias = false;  ///< on q, k, v and, in most families, o
   bool mlp_bias = false;        ///< on gate, up and down (llama)
   /// Nothing here drops anything: kept for who reads the folder that is written.
   double attention_dropout = 0.0;
@@ -51,12 +54,10 @@ struct ModelSpec {
   std::optional<std::int64_t> bos_token_id;
   std::vector<std::int64_t> eos_token_ids;
   std::string tessera_tokenizer;     ///< "bytes" for a model trained on raw bytes, else empty
-  std::optional<Gemma4Spec> gemma4;  ///< of kGemma4, and of no other family
+  std::optional<Gemma4Spec> gemma4;  ///< of Gemma 4, and of no other family
   std::optional<MoeSpec> moe;        ///< of a family whose layers have experts for an MLP
   std::optional<MlaSpec> mla;        ///< of latent attention; head_dim is what rope turns
 
-  bool qk_norm() const { return family == Family::kQwen3 || family == Family::kQwen3Moe; }
-  bool attention_sinks() const { return family == Family::kGptOss; }
   bool is_moe(std::int64_t layer) const { return moe && moe->is_moe(layer); }
   bool has_experts() const { return moe || (gemma4 && gemma4->experts); }
   bool is_sliding(std::int64_t layer) const {

@@ -36,6 +36,8 @@ moe::Activation activation_of(const MoeSpec& moe) {
   };
 }
 
+}  // namespace
+
 RouterLoad load_of(const moe::Routing& routing, RouterStatistics statistics) {
   RouterLoad load;
   if (statistics == RouterStatistics::kNone) return load;
@@ -46,8 +48,6 @@ RouterLoad load_of(const moe::Routing& routing, RouterStatistics statistics) {
   }
   return load;
 }
-
-}  // namespace
 
 ExpertRouter::ExpertRouter(std::int64_t hidden_size, const MoeSpec& moe,
                            const nn::TensorRegion& region)

@@ -21,6 +21,9 @@
 
 namespace tessera::models {
 
+/// What was asked of the routing of the tokens that a router saw.
+RouterLoad load_of(const moe::Routing& routing, RouterStatistics statistics);
+
 /// Scores of all experts, those of other ranks too.
 class ExpertRouter : public nn::PlacedModule {
  public:

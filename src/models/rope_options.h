@@ -11,7 +11,7 @@
 namespace tessera::models {
 
 /// Of a head (or a part of one) with `dim` elements that turn; kProportional has its own
-/// (gemma4_model.cpp).
+/// (gemma4/gemma4_model.cpp).
 nn::RopeOptions rope_options(const RopeSpec& rope, std::int64_t dim);
 
 }  // namespace tessera::models

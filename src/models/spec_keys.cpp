@@ -1,5 +1,7 @@
 #include "models/spec_keys.h"
 
+#include <utility>
+
 #include "tessera/error.h"
 
 namespace tessera::models {
@@ -73,6 +75,30 @@ std::optional<DType> read_dtype(ConfigReader& keys) {
     result = dtype;
   }
   return result;
+}
+
+void read_layer_types(ConfigReader& keys, ModelSpec& spec) {
+  const nlohmann::json* types = keys.take("layer_types");
+  if (types == nullptr) return;
+  const std::string expected = concat("a list of ", spec.num_hidden_layers, " times \"",
+                                      kSlidingAttention, "\" or \"", kFullAttention, "\"");
+  if (!types->is_array() || std::cmp_not_equal(types->size(), spec.num_hidden_layers)) {
+    keys.refuse("layer_types", expected);
+  }
+  for (std::size_t i = 0; i < types->size(); ++i) {
+    const nlohmann::json& type = (*types)[i];
+    TESSERA_CHECK(type == kSlidingAttention || type == kFullAttention, ErrorKind::kConfig,
+                  "config.json layer_types: found ", shown(type), ", expected ", expected);
+    spec.layer_types[i] = type == kSlidingAttention ? LayerType::kSliding : LayerType::kFull;
+  }
+}
+
+nlohmann::ordered_json layer_types_json(const std::vector<LayerType>& types) {
+  auto json = nlohmann::ordered_json::array();
+  for (const LayerType type : types) {
+    json.push_back(type == LayerType::kSliding ? kSlidingAttention : kFullAttention);
+  }
+  return json;
 }
 
 void read_tokens(ConfigReader& keys, ModelSpec& spec) {

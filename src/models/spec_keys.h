@@ -1,6 +1,7 @@
 // What the readers and writers of all families do with the keys of a config.json.
 //
-// Private to model_spec.cpp and the families' own readers. Next: model_spec.cpp, gemma4_config.cpp.
+// Private to model_spec.cpp and the families' own readers. Next: model_spec.cpp,
+// gemma4/gemma4_config.cpp.
 #pragma once
 
 #include <cstdint>
@@ -28,6 +29,10 @@ std::int64_t required(ConfigReader& keys, std::string_view key, IntRange range);
 
 /// Of `dtype` and `torch_dtype`, which must agree.
 std::optional<DType> read_dtype(ConfigReader& keys);
+
+/// Into spec.layer_types, which holds what an absent key means. Errors: kConfig.
+void read_layer_types(ConfigReader& keys, ModelSpec& spec);
+nlohmann::ordered_json layer_types_json(const std::vector<LayerType>& types);
 
 /// Padding, begin and end; vocab_size is set.
 void read_tokens(ConfigReader& keys, ModelSpec& spec);

@@ -69,8 +69,10 @@ Attention::Attention(const AttentionOptions& options, std::shared_ptr<Rope> rope
   q_proj_ = projection("q_proj", q_size, column_parallel(region));
   k_proj_ = projection("k_proj", kv_size, by_heads(region, options.all_kv_heads));
   v_proj_ = projection("v_proj", kv_size, by_heads(region, options.all_kv_heads));
-  o_proj_ = register_module("o_proj", std::make_shared<Linear>(q_size, options.hidden_size,
-                                                               options.bias, row_parallel(region)));
+  o_proj_ =
+      register_module("o_proj", std::make_shared<Linear>(q_size, options.hidden_size,
+                                                         options.output_bias.value_or(options.bias),
+                                                         row_parallel(region)));
   if (options.qk_norm == AttentionOptions::QkNorm::kYes) {
     const auto norm = [&](const char* name) {
       return register_module(

@@ -37,7 +37,8 @@ struct AttentionOptions {
   std::int64_t heads = 0;
   std::int64_t kv_heads = 0;
   std::int64_t head_dim = 0;
-  Bias bias = Bias::kNo;  ///< of all four projections
+  Bias bias = Bias::kNo;                           ///< of q, k and v, and of o by default
+  std::optional<Bias> output_bias = std::nullopt;  ///< of o; none = as the others
   enum class QkNorm : std::uint8_t { kNo, kYes } qk_norm = QkNorm::kNo;
   double norm_eps = 0.0;
   enum class Sinks : std::uint8_t { kNo, kYes } sinks = Sinks::kNo;  ///< one a head, learned

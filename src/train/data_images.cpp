@@ -6,7 +6,7 @@
 
 #include "base/printable.h"
 #include "grad/torch_dtype.h"
-#include "models/patch_grid.h"
+#include "models/gemma4/patch_grid.h"
 #include "tessera/error.h"
 
 namespace tessera::train {

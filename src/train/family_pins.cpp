@@ -1,5 +1,7 @@
 #include "train/family_pins.h"
 
+#include <algorithm>
+
 #include "tessera/error.h"
 
 namespace tessera::train {
@@ -28,6 +30,15 @@ void apply(const std::vector<std::string>& patterns,
 void apply_pins(const models::FamilyTraits& family, std::vector<ParameterMeta>& parameters) {
   apply(family.pins.strict, &ParameterMeta::strict_pin, "_keep_in_fp32_modules_strict", family,
         parameters);
+  const auto is_router = [&](const ParameterMeta& meta) {
+    return std::ranges::any_of(family.pins.routers, [&](const std::string& pattern) {
+      return matches_name(pattern, meta.name);
+    });
+  };
+  if (std::ranges::any_of(parameters, is_router)) {
+    apply(family.pins.routers, &ParameterMeta::strict_pin, "_keep_in_fp32_modules_strict", family,
+          parameters);
+  }
   apply(family.pins.under_float16, &ParameterMeta::pin16, "_keep_in_fp32_modules", family,
         parameters);
 }

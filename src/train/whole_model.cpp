@@ -7,6 +7,7 @@
 #include "fsdp/finite_copy.h"
 #include "grad/torch_dtype.h"
 #include "models/expert_bias.h"
+#include "models/family.h"
 #include "models/lora.h"
 #include "nn/parameter.h"
 #include "tessera/error.h"
@@ -57,7 +58,12 @@ std::shared_ptr<models::Decoder> load_whole_model(const ModelSource& source,
   verify_weights(*source.folder);
   if (source.adapters) verify_weights(*source.adapters);
   if (source.base_hash) check_base(source);
-  auto decoder = std::make_shared<models::Decoder>(source.spec);
+  const auto decoder =
+      std::dynamic_pointer_cast<models::Decoder>(models::make_language_model(source.spec));
+  TESSERA_CHECK(decoder != nullptr, ErrorKind::kConfig, "config.json architectures: found ",
+                models::traits(source.spec.family).architecture,
+                ", expected a family without a module of its own; text of this one cannot be "
+                "generated yet");
   models::add_adapters(*decoder, source.lora);
   add_expert_biases(*decoder, source);
   const auto parameters = decoder->named_parameters();

@@ -62,8 +62,9 @@ class Reference {
 };
 
 /// The folders of dense models.
-inline const std::vector<std::string> kFolders{"qwen3-fp32", "qwen3-mixed", "llama-fp32",
-                                               "llama-mixed"};
+inline const std::vector<std::string> kFolders{"qwen3-fp32",   "qwen3-mixed",  "llama-fp32",
+                                               "llama-mixed",  "qwen2-fp32",   "qwen2-mixed",
+                                               "mistral-fp32", "mistral-mixed"};
 
 /// Those of models with images and a mixture of experts.
 inline const std::vector<std::string> kGemmaFolders{"gemma4-fp32", "gemma4-mixed"};

@@ -50,8 +50,9 @@ TEST_P(Decode, Bfloat16LogitsStayWithinItsRoundings) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Folders, Decode,
-                         ::testing::Values("qwen3-fp32", "qwen3-mixed", "llama-fp32",
-                                           "llama-mixed"),
+                         ::testing::Values("qwen3-fp32", "qwen3-mixed", "llama-fp32", "llama-mixed",
+                                           "qwen2-fp32", "qwen2-mixed", "mistral-fp32",
+                                           "mistral-mixed"),
                          [](const auto& folder) {
                            std::string name = folder.param;
                            for (char& c : name) c = c == '-' ? '_' : c;

@@ -99,6 +99,19 @@ TEST(Gemma4Config, AbsentKeysTakeTransformersDefaults) {
   EXPECT_EQ(parse(vision).gemma4->vision, Gemma4Vision{});
 }
 
+TEST(Gemma4Config, TokensThatAreNullAreThoseThatTheModelHasNot) {
+  Json json = written();
+  for (const char* key : {"video_token_id", "audio_token_id", "boi_token_id", "eoi_token_id",
+                          "boa_token_id", "eoa_token_index"}) {
+    json[key] = nullptr;
+  }
+  const ModelSpec spec = parse(json);
+  EXPECT_EQ(spec.gemma4->video_token_id, std::nullopt);
+  EXPECT_EQ(spec.gemma4->eoa_token_index, std::nullopt);
+  EXPECT_EQ(spec.gemma4->image_token_id, 120);
+  EXPECT_EQ(parse_spec(config_json(spec)).spec, spec) << "null is written, not the default";
+}
+
 TEST(Gemma4Config, GlobalKeysCountOnlyWhereTheyDoInTransformers) {
   Json json = least();
   json["text_config"]["num_global_key_value_heads"] = 2;

@@ -1,5 +1,5 @@
 // Gemma4Model: names, units, and inputs that do not fit.
-#include "models/gemma4_model.h"
+#include "models/gemma4/gemma4_model.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -160,6 +160,37 @@ TEST(Gemma4Model, ImagesMayAttendBothWaysAndTextNever) {
   EXPECT_TRUE(sees(4, 1));
   EXPECT_FALSE(sees(5, 1)) << "outside the window of 4";
   EXPECT_FALSE(model.visible(1, inputs).has_value()) << "a full layer is causal";
+}
+
+TEST(Gemma4Model, EveryTokenIsCountedAtItsExpertsInEveryLayer) {
+  const at::NoGradGuard no_grad;
+  const auto model = drawn(small());
+  ModelInputs inputs;
+  inputs.input_ids = at::tensor({5, 6, 7}, at::kLong).view({1, 3});
+  EXPECT_TRUE(model->forward_routed(inputs).loads.empty()) << "nobody asked";
+  inputs.router_statistics = RouterStatistics::kAndProbabilities;
+  inputs.imposed_routing.assign(2, at::tensor({0, 1, 0, 1, 0, 3}, at::kLong).view({3, 2}));
+  const ModelOutput output = model->forward_routed(inputs);
+  ASSERT_EQ(output.loads.size(), 2U);
+  for (const RouterLoad& load : output.loads) {
+    EXPECT_TRUE(load.counts.equal(at::tensor({3, 2, 0, 1}, at::kLong))) << load.counts;
+    EXPECT_NEAR(load.probabilities.sum().item<double>(), 3.0, 1e-5);
+  }
+  EXPECT_TRUE(output.result.equal(model->forward(inputs))) << "counting changes no bit";
+}
+
+TEST(Gemma4Model, TheRouterComputesInFloat32) {
+  const at::NoGradGuard no_grad;
+  at::manual_seed(3);
+  const ModelSpec spec = small();
+  Gemma4Router router(spec, *spec.gemma4->experts, {});
+  nn::materialize(router);
+  for (at::Tensor parameter : router.parameters()) {
+    parameter.normal_();
+    parameter.set_data(parameter.to(at::kBFloat16));
+  }
+  const at::Tensor x = at::randn({8, 16}).to(at::kBFloat16);
+  EXPECT_EQ(router.forward(x, std::nullopt).probabilities.scalar_type(), at::kFloat);
 }
 
 TEST(Gemma4Model, TextWithoutImagesNeedsNoTower) {

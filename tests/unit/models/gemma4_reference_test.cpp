@@ -58,7 +58,7 @@ TEST_P(Gemma4Reference, EveryLayersOutputAgrees) {
   at::Tensor x = model->embed(inputs);
   EXPECT_LT(largest(x - reference_.result("hidden/embed")), kHiddenBound);
   for (std::size_t i = 0; i < model->layers().size(); ++i) {
-    x = model->layers()[i](x, model->visible(i, inputs), std::nullopt);
+    x = model->layers()[i](x, model->visible(i, inputs), RoutingRequest{}).x;
     EXPECT_LT(largest(x - reference_.result("hidden/layer." + std::to_string(i))), kHiddenBound)
         << "layer " << i;
   }

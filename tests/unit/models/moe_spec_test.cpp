@@ -100,7 +100,7 @@ TEST(MoeSpec, GptOssHasWindowsSinksAndBiases) {
   const ModelSpec spec = parse_spec(hub("gpt-oss-fp32").dump()).spec;
   EXPECT_EQ(spec.family, Family::kGptOss);
   EXPECT_TRUE(spec.attention_bias);
-  EXPECT_TRUE(spec.attention_sinks());
+  EXPECT_TRUE(traits(spec.family).attention_sinks);
   EXPECT_EQ(spec.sliding_window, 8);
   EXPECT_TRUE(spec.is_sliding(0));
   EXPECT_FALSE(spec.is_sliding(1));
@@ -220,6 +220,7 @@ TEST(MoeSpec, PublishedConfigsAreRead) {
   EXPECT_EQ(numel("gpt-oss-20b"), 20'914'757'184);
   EXPECT_EQ(numel("deepseek-v2-lite"), 15'706'484'224);
   EXPECT_EQ(numel("deepseek-v2"), 235'741'434'880);
+  EXPECT_EQ(numel("gemma4-26b-a4b"), 25'805'933'872);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "models/patch_grid.h"
+#include "models/gemma4/patch_grid.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

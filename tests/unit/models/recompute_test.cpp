@@ -7,8 +7,8 @@
 
 #include "dist/held_bytes.h"
 #include "models/decoder.h"
-#include "models/gemma4_layer.h"
-#include "models/gemma4_vision.h"
+#include "models/gemma4/gemma4_layer.h"
+#include "models/gemma4/gemma4_vision.h"
 #include "nn/parameter.h"
 #include "nn/rope.h"
 
@@ -107,7 +107,7 @@ TEST(LayerRecompute, ALayerWithExpertsHoldsNothingOrItsProducts) {
   const auto x = input();
   constexpr std::int64_t experts = kTokens * 3 + 2 * kTokens * (2 * 7 + kHidden);
   expect_held(layer, kAttentionProducts + kMlpProducts + experts,
-              [&] { return layer->forward(x, std::nullopt, std::nullopt); });
+              [&] { return layer->forward(x, std::nullopt, {}).x; });
 }
 
 TEST(LayerRecompute, ALayerOfTheTowerHoldsNothingOrItsProducts) {

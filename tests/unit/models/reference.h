@@ -12,7 +12,7 @@
 #include "io/safetensors.h"
 #include "models/decoder.h"
 #include "models/description.h"
-#include "models/gemma4_model.h"
+#include "models/gemma4/gemma4_model.h"
 
 namespace tessera::models {
 

@@ -81,8 +81,10 @@ TEST_P(DenseReference, BFloat16GradientsPointTheSameWay) {
 
 INSTANTIATE_TEST_SUITE_P(Folders, DenseReference,
                          ::testing::Values(Case{"qwen3-fp32", 0.0016}, Case{"qwen3-mixed", 0.0010},
-                                           Case{"llama-fp32", 0.0007},
-                                           Case{"llama-mixed", 0.0007}));
+                                           Case{"llama-fp32", 0.0007}, Case{"llama-mixed", 0.0007},
+                                           Case{"qwen2-fp32", 0.0006}, Case{"qwen2-mixed", 0.0006},
+                                           Case{"mistral-fp32", 0.0009},
+                                           Case{"mistral-mixed", 0.0006}));
 
 }  // namespace
 }  // namespace tessera::models::reference_test

@@ -49,6 +49,17 @@ TEST(FamilyPins, OneThatMatchesNothingIsAnErrorOfTheTable) {
   }
 }
 
+// Gemma 4 without experts has no router: its table is none the worse for it.
+TEST(FamilyPins, OfRoutersHoldWhereThereAreAny) {
+  auto metas = parameters();
+  models::KeepInFloat32 pins;
+  pins.routers = {"router"};
+  apply_pins(family_with(pins), metas);
+  EXPECT_EQ(metas[2].strict_pin, "router");
+  metas.pop_back();
+  EXPECT_NO_THROW(apply_pins(family_with(pins), metas));
+}
+
 TEST(FamilyPins, OfEachFamilyAreApplicable) {
   EXPECT_GE(models::families().size(), 2U);
   for (const auto* family : models::families()) EXPECT_FALSE(family->architecture.empty());

@@ -1,0 +1,134 @@
+#include "models/gemma4/gemma4_layer.h"
+
+#include <ATen/ops/ones.h>
+
+#include <utility>
+
+#include "models/moe_layer.h"
+#include "models/recomputed.h"
+#include "nn/attention.h"
+#include "nn/masked_attention.h"
+#include "tessera/wide_scope.h"
+
+namespace tessera::models {
+std::shared_ptr<nn::RmsNorm> gemma_norm(std::int64_t size, double eps, ParameterLayout layout) {
+  return std::make_shared<nn::RmsNorm>(size, eps, nn::NormRounding::kOnce, std::move(layout));
+}
+
+Gemma4Attention::Gemma4Attention(const ModelSpec& spec, const Gemma4Layer& layer,
+                                 const nn::TensorRegion& region, std::shared_ptr<nn::Rope> rope)
+    : heads_(region.part_of(spec.num_attention_heads)),
+      groups_(nn::heads_of_rank(layer.num_key_value_heads, region.size())),
+      layer_(layer),
+      region_(region),
+      eps_(spec.rms_norm_eps),
+      rope_(std::move(rope)) {
+  const std::int64_t q_size = heads_ * layer.head_dim;
+  const auto projection = [&](const char* name, std::int64_t in, std::int64_t out,
+                              nn::LinearPlacement placement) {
+    return nn::add_projection(*this, name, {in, out, nn::WeightName::kOwn, std::move(placement)});
+  };
+  const std::int64_t hidden = spec.hidden_size;
+  const std::int64_t kv_size = groups_ * layer.head_dim;
+  const auto by_heads = nn::by_heads(region, layer.num_key_value_heads);
+  q_proj_ = projection("q_proj", hidden, q_size, nn::column_parallel(region));
+  k_proj_ = projection("k_proj", hidden, kv_size, by_heads);
+  if (!layer.key_is_value) v_proj_ = projection("v_proj", hidden, kv_size, by_heads);
+  o_proj_ = projection("o_proj", q_size, hidden, nn::row_parallel(region));
+  q_norm_ = register_module("q_norm", gemma_norm(layer.head_dim, eps_, region.inside()));
+  k_norm_ = register_module("k_norm", gemma_norm(layer.head_dim, eps_, region.inside()));
+}
+
+at::Tensor Gemma4Attention::forward(const at::Tensor& stream,
+                                    const std::optional<at::Tensor>& visible) {
+  const at::Tensor x = region_.enter(stream);
+  const nn::RopeTable table = rope_->table(x.size(1), x.scalar_type(), x.device());
+  const auto head_norm = [&](const nn::RmsNorm& norm) {
+    return nn::HeadNorm{norm.weight, norm.eps(), norm.rounding()};
+  };
+  const at::Tensor keys = k_proj_->forward(x);
+  const at::Tensor raw = v_proj_ ? v_proj_->forward(x) : keys;
+  const at::Tensor q =
+      nn::rope_heads(q_proj_->forward(x), {.heads = heads_, .repeat = heads_ / groups_},
+                     head_norm(*q_norm_), table);
+  const at::Tensor k = nn::rope_heads(keys, {.heads = groups_}, head_norm(*k_norm_), table);
+  const at::Tensor by_head = raw.reshape({x.size(0), x.size(1), groups_, layer_.head_dim});
+  const at::Tensor v = nn::plain_rms_norm(by_head, eps_).reshape(raw.sizes());
+  return o_proj_->forward_into(region_,
+                               visible ? nn::masked_attention(q, k, v, *visible, kGemma4ScoreScale)
+                                       : nn::causal_attention(q, k, v, kGemma4ScoreScale));
+}
+
+Gemma4TextLayer::Gemma4TextLayer(const ModelSpec& spec, std::size_t number, const ModelAxes& axes,
+                                 std::shared_ptr<nn::Rope> rope)
+    : tokens_(axes) {
+  const nn::TensorRegion& region = axes.tensor;
+  const auto norm = [&](const char* name) {
+    return register_module(name,
+                           gemma_norm(spec.hidden_size, spec.rms_norm_eps, region.on_stream()));
+  };
+  self_attn_ = register_module(
+      "self_attn", std::make_shared<Gemma4Attention>(spec, spec.gemma4->layers.at(number), region,
+                                                     std::move(rope)));
+  mlp_ = register_module("mlp", std::make_shared<nn::GegluMlp>(
+                                    spec.hidden_size, region.part_of(spec.intermediate_size),
+                                    nn::WeightName::kOwn, region));
+  input_layernorm_ = norm("input_layernorm");
+  post_attention_layernorm_ = norm("post_attention_layernorm");
+  pre_feedforward_layernorm_ = norm("pre_feedforward_layernorm");
+  post_feedforward_layernorm_ = norm("post_feedforward_layernorm");
+  if (const auto& experts = spec.gemma4->experts) {
+    post_feedforward_layernorm_1_ = norm("post_feedforward_layernorm_1");
+    post_feedforward_layernorm_2_ = norm("post_feedforward_layernorm_2");
+    pre_feedforward_layernorm_2_ = norm("pre_feedforward_layernorm_2");
+    router_ = register_module("router", std::make_shared<Gemma4Router>(spec, *experts, region));
+    experts_ = register_module("experts", std::make_shared<Gemma4ExpertBank>(spec, *experts, axes));
+  }
+  layer_scalar_ = register_buffer("layer_scalar", at::ones({1}));
+}
+
+DecoderLayer::Output Gemma4TextLayer::feed_forward(const at::Tensor& x,
+                                                   const RoutingRequest& request) {
+  const at::Tensor dense = mlp_->forward(pre_feedforward_layernorm_->forward(x));
+  if (!router_) return {dense, {}};
+  auto [given, load] = mixed(x, request);
+  const at::Tensor experts = post_feedforward_layernorm_2_->forward(given);
+  return {post_feedforward_layernorm_1_->forward(dense) + experts, std::move(load)};
+}
+
+/// The router sees the stream itself, the experts see it normed: both become tokens alike.
+DecoderLayer::Output Gemma4TextLayer::mixed(const at::Tensor& x, const RoutingRequest& request) {
+  const at::Tensor normed = pre_feedforward_layernorm_2_->forward(x);
+  const at::Tensor entered = tokens_.enter(normed);
+  const moe::Routing routing = router_->forward(
+      tokens_.routed(x, tokens_.enter(x)), tokens_.imposed(request.imposed, x.size(0), x.size(1)));
+  const at::Tensor given_bias =
+      experts_->forward(tokens_.sent(tokens_.routed(normed, entered)), tokens_.sent(routing));
+  return {tokens_.leave(tokens_.returned(given_bias, entered.sizes())),
+          tokens_.counted(load_of(routing, request.statistics))};
+}
+
+DecoderLayer::Output Gemma4TextLayer::forward(const at::Tensor& x,
+                                              const std::optional<at::Tensor>& visible,
+                                              const RoutingRequest& request) {
+  // A mask or routing that is not there goes through as an undefined tensor.
+  return DecoderLayer::Output::of(
+      recomputed(*this, recompute_,
+                 {x, visible.value_or(at::Tensor()), request.imposed.value_or(at::Tensor())},
+                 [this, statistics = request.statistics](const std::vector<at::Tensor>& in) {
+                   return body(in[0], given(in[1]), {given(in[2]), statistics}).tensors();
+                 }));
+}
+
+DecoderLayer::Output Gemma4TextLayer::body(const at::Tensor& x,
+                                           const std::optional<at::Tensor>& visible,
+                                           const RoutingRequest& request) {
+  const at::Tensor attended = self_attn_->forward(input_layernorm_->forward(x), visible);
+  const at::Tensor middle = x + post_attention_layernorm_->forward(attended);
+  auto [fed, load] = feed_forward(middle, request);
+  const at::Tensor sum = middle + post_feedforward_layernorm_->forward(fed);
+  const WideScope scaled;  // the buffer may be stored wider
+  return {(sum * layer_scalar_).to(sum.scalar_type()), std::move(load)};
+}
+
+}  // namespace tessera::models

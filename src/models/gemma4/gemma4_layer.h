@@ -1,0 +1,82 @@
+// One text layer of Gemma 4: attention, a dense MLP and beside it a mixture of experts, each
+// between two norms.
+//
+// Sliding and full layers differ in head size, key heads and rope; what a query sees beyond plain
+// causality comes as a mask that all layers of a type share. Short symbols: B rows, T positions, H
+// hidden, K experts a token. Next: gemma4_moe.h, ../../nn/masked_attention.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+
+#include "models/decoder_layer.h"
+#include "models/expert_tokens.h"
+#include "models/gemma4/gemma4_moe.h"
+#include "models/model_spec.h"
+#include "models/routing_request.h"
+#include "nn/geglu.h"
+#include "nn/linear.h"
+#include "nn/rms_norm.h"
+#include "nn/rope.h"
+#include "tessera/recompute_mode.h"
+
+namespace tessera::models {
+
+/// Gemma's norm: with its weight before the one rounding.
+std::shared_ptr<nn::RmsNorm> gemma_norm(std::int64_t size, double eps, ParameterLayout layout = {});
+
+class Gemma4Attention : public torch::nn::Module {
+ public:
+  Gemma4Attention(const ModelSpec& spec, const Gemma4Layer& layer, const nn::TensorRegion& region,
+                  std::shared_ptr<nn::Rope> rope);
+  /// x [B, T, H] of the stream -> the same shape and dtype; `visible` as masked_attention takes it,
+  /// none = causal.
+  at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& visible);
+
+ private:
+  std::int64_t heads_;   // of this rank
+  std::int64_t groups_;  // key heads of this rank
+  Gemma4Layer layer_;
+  nn::TensorRegion region_;
+  double eps_;
+  std::shared_ptr<nn::Rope> rope_;
+  std::shared_ptr<nn::Linear> q_proj_, k_proj_, v_proj_, o_proj_;  // no v_proj: values are keys
+  std::shared_ptr<nn::RmsNorm> q_norm_, k_norm_;
+};
+
+class Gemma4TextLayer : public torch::nn::Module {
+ public:
+  Gemma4TextLayer(const ModelSpec& spec, std::size_t number, const ModelAxes& axes,
+                  std::shared_ptr<nn::Rope> rope);
+  /// As DecoderLayer::forward; `visible` as Gemma4Attention takes it.
+  DecoderLayer::Output forward(const at::Tensor& x, const std::optional<at::Tensor>& visible,
+                               const RoutingRequest& request);
+  bool has_experts() const { return router_ != nullptr; }
+  void set_recompute(RecomputeMode mode) { recompute_ = mode; }
+
+ private:
+  using Output = DecoderLayer::Output;
+  Output body(const at::Tensor& x, const std::optional<at::Tensor>& visible,
+              const RoutingRequest& request);
+  Output feed_forward(const at::Tensor& x, const RoutingRequest& request);
+  Output mixed(const at::Tensor& x, const RoutingRequest& request);
+
+  ExpertTokens tokens_;
+  std::shared_ptr<Gemma4Attention> self_attn_;
+  std::shared_ptr<nn::GegluMlp> mlp_;
+  std::shared_ptr<nn::RmsNorm> input_layernorm_, post_attention_layernorm_;
+  std::shared_ptr<nn::RmsNorm> pre_feedforward_layernorm_, post_feedforward_layernorm_;
+  // Null without experts.
+  std::shared_ptr<Gemma4Router> router_;
+  std::shared_ptr<Gemma4ExpertBank> experts_;
+  std::shared_ptr<nn::RmsNorm> post_feedforward_layernorm_1_, post_feedforward_layernorm_2_;
+  std::shared_ptr<nn::RmsNorm> pre_feedforward_layernorm_2_;
+  at::Tensor layer_scalar_;  // [1], a buffer
+  RecomputeMode recompute_ = RecomputeMode::kNone;
+};
+
+}  // namespace tessera::models

@@ -1,0 +1,219 @@
+#include "models/gemma4/gemma4_model.h"
+
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include <cmath>
+#include <utility>
+
+#include "models/rope_options.h"
+#include "models/unit_of_slot.h"
+#include "nn/loss.h"
+#include "nn/masked_attention.h"
+#include "nn/parameter.h"
+#include "nn/soft_cap.h"
+#include "nn/vocab_parallel.h"
+#include "parallel/transitions.h"
+#include "tessera/error.h"
+
+namespace tessera::models {
+namespace {
+
+constexpr const char* kText = "model.language_model.";
+constexpr const char* kGemma4HeadUnit = "head";
+constexpr std::int64_t kImageType = 1;
+constexpr std::int64_t kVideoType = 2;
+
+}  // namespace
+
+Gemma4Head::Gemma4Head(const ModelSpec& spec, const nn::TensorRegion& region)
+    : cap_(spec.gemma4->final_logit_softcapping), region_(region) {
+  norm_ =
+      register_module("norm", gemma_norm(spec.hidden_size, spec.rms_norm_eps, region.on_stream()));
+  lm_head_ = nn::add_projection(*this, "lm_head",
+                                {spec.hidden_size, region.part_of(spec.vocab_size),
+                                 nn::WeightName::kOwn, nn::column_parallel(region)});
+}
+
+at::Tensor Gemma4Head::forward(const at::Tensor& x, const std::optional<at::Tensor>& targets) {
+  at::Tensor logits = lm_head_->forward(region_.enter(norm_->forward(x)));
+  if (cap_) logits = nn::soft_cap(logits, *cap_);
+  if (!targets) {
+    return parallel::all_gather(logits, region_.axis(), {2}, parallel::To::kInvariant, "logits");
+  }
+  // The cap's derivative is computed from the capped logits: they may not be consumed.
+  return nn::vocab_parallel_cross_entropy_sum(
+      logits, *targets,
+      {.axis = region_.axis(), .use = cap_ ? nn::Logits::kKeep : nn::Logits::kConsume});
+}
+
+Gemma4Model::Gemma4Model(const ModelSpec& spec, const ModelAxes& axes)
+    : spec_(spec), region_(axes.tensor) {
+  auto model = register_module("model", std::make_shared<Prefix>());
+  register_vision(*model);
+  auto text = model->register_module("language_model", std::make_shared<Prefix>());
+  const auto embedding = std::make_shared<nn::Embedding>(
+      region_.part_of(spec.vocab_size), spec.hidden_size, spec.pad_token_id, region_);
+  text->register_module("embed_tokens", embedding);
+  embedding_.emplace(embedding);
+  auto layers = text->register_module("layers", std::make_shared<Prefix>());
+  const Gemma4Spec& gemma = *spec.gemma4;
+  std::shared_ptr<nn::Rope> ropes[2];  // one a layer type
+  for (std::size_t i = 0; i < gemma.layers.size(); ++i) {
+    const Gemma4Layer& layer = gemma.layers[i];
+    auto& rope = ropes[static_cast<std::size_t>(layer.type)];
+    if (!rope) {
+      const RopeSpec& kind = layer.type == LayerType::kFull ? gemma.full_rope : spec.rope;
+      rope = std::make_shared<nn::Rope>(rope_options(kind, layer.head_dim));
+    }
+    layers_.emplace_back(layers->register_module(
+        std::to_string(i), std::make_shared<Gemma4TextLayer>(spec, i, axes, rope)));
+  }
+  // The head is a unit, not a name: its parts are registered where Hugging Face has them.
+  const auto head = std::make_shared<Gemma4Head>(spec, region_);
+  text->register_module("norm", head->norm());
+  register_module("lm_head", head->lm_head());
+  if (spec.tie_word_embeddings) nn::tie(head->lm_head()->weight, embedding->weight);
+  head_.emplace(head);
+}
+
+void Gemma4Model::register_vision(torch::nn::Module& model) {
+  if (!spec_.gemma4->vision) return;
+  const Gemma4Vision& vision = *spec_.gemma4->vision;
+  tower_ = model.register_module("vision_tower", std::make_shared<Gemma4VisionTower>(vision));
+  projector_ = model.register_module("embed_vision",
+                                     std::make_shared<Gemma4Projector>(vision, spec_.hidden_size));
+  // Every rank makes all soft tokens.
+  nn::declare_all(*tower_, region_.everywhere());
+  nn::declare_all(*projector_, region_.everywhere());
+}
+
+at::Tensor Gemma4Model::soft_tokens(const Images& images) {
+  TESSERA_CHECK(tower_ != nullptr, ErrorKind::kFormat,
+                "pixel_values: found images, expected none for a model without vision_config");
+  return tower_->forward(images);
+}
+
+void Gemma4Model::check_images(const ModelInputs& inputs, const at::Tensor& image_tokens) const {
+  if (inputs.token_types) {
+    TESSERA_CHECK(inputs.token_types->sizes() == inputs.input_ids.sizes() &&
+                      inputs.token_types->eq(kImageType).equal(image_tokens),
+                  ErrorKind::kFormat,
+                  "mm_token_type_ids: found types that do not fit input_ids, expected 1 at every "
+                  "image token (id ",
+                  spec_.gemma4->image_token_id, ") and nowhere else");
+  }
+  if (inputs.images) return;
+  TESSERA_CHECK(!image_tokens.any().item<bool>(), ErrorKind::kFormat,
+                "input_ids: found image tokens (id ", spec_.gemma4->image_token_id,
+                ") without pixel_values, expected their images");
+}
+
+at::Tensor Gemma4Model::place(const at::Tensor& x, const at::Tensor& image_tokens,
+                              const at::Tensor& projected) const {
+  const at::Tensor places = image_tokens.reshape({image_tokens.numel()}).nonzero().squeeze(1);
+  TESSERA_CHECK(places.size(0) == projected.size(0), ErrorKind::kFormat, "input_ids: found ",
+                places.size(0), " image tokens (id ", spec_.gemma4->image_token_id, "), expected ",
+                projected.size(0), ", as many as the images make");
+  if (region_.size() == 1 || region_.stream() == nn::Stream::kWhole) {
+    return x.reshape({image_tokens.numel(), x.size(2)})
+        .index_copy(0, places, projected.to(x.scalar_type()))
+        .view(x.sizes());
+  }
+  // All soft tokens where they go, the same on every rank; each takes those at its positions.
+  const at::Tensor everywhere = at::zeros({image_tokens.numel(), x.size(2)}, x.options())
+                                    .index_copy(0, places, projected.to(x.scalar_type()))
+                                    .view({image_tokens.size(0), image_tokens.size(1), x.size(2)});
+  const at::Tensor own = region_.into_stream(everywhere);
+  const at::Tensor here = image_tokens.narrow(1, region_.rank() * x.size(1), x.size(1));
+  return at::where(here.unsqueeze(2), own, x);
+}
+
+at::Tensor Gemma4Model::embed(const ModelInputs& inputs) {
+  const Gemma4Spec& gemma = *spec_.gemma4;
+  const at::Tensor image_tokens = inputs.input_ids.eq(gemma.image_token_id);
+  check_images(inputs, image_tokens);
+  // The tower first: the order of units is the same on every rank, with images or without.
+  at::Tensor projected;
+  if (inputs.images) projected = projector_->forward(soft_tokens(*inputs.images));
+  at::Tensor no_text = image_tokens;
+  for (const auto& token : {gemma.video_token_id, gemma.audio_token_id}) {
+    if (token) no_text = no_text.logical_or(inputs.input_ids.eq(*token));
+  }
+  const at::Tensor ids = inputs.input_ids.masked_fill(no_text, spec_.pad_token_id.value_or(0));
+  const at::Tensor embedded = (*embedding_)(ids);
+  // The factor too has the embedding's dtype.
+  const double factor =
+      at::scalar_tensor(std::sqrt(static_cast<double>(spec_.hidden_size)), embedded.scalar_type())
+          .item<double>();
+  const at::Tensor x = embedded * factor;
+  return projected.defined() ? place(x, image_tokens, projected) : x;
+}
+
+std::optional<at::Tensor> Gemma4Model::visible(std::size_t number,
+                                               const ModelInputs& inputs) const {
+  const Gemma4Spec& gemma = *spec_.gemma4;
+  const std::int64_t positions = inputs.input_ids.size(1);
+  if (gemma.layers.at(number).type == LayerType::kFull) return std::nullopt;
+  std::optional<at::Tensor> blocks;
+  if (gemma.image_attention == ImageAttention::kBothWays && inputs.token_types) {
+    blocks = nn::number_runs(
+        inputs.token_types->eq(kImageType).logical_or(inputs.token_types->eq(kVideoType)));
+  } else if (positions <= gemma.sliding_window) {
+    return std::nullopt;
+  }
+  return nn::sliding_visibility(positions, gemma.sliding_window, blocks);
+}
+
+at::Tensor Gemma4Model::forward(const ModelInputs& inputs) { return forward_routed(inputs).result; }
+
+ModelOutput Gemma4Model::forward_routed(const ModelInputs& inputs) {
+  TESSERA_CHECK(inputs.imposed_routing.empty() ||
+                    (spec_.gemma4->experts && inputs.imposed_routing.size() == layers_.size()),
+                ErrorKind::kFormat, "imposed routing: found ", inputs.imposed_routing.size(),
+                " layers, expected one of each layer with experts");
+  ModelOutput output;
+  at::Tensor x = embed(inputs);
+  std::optional<at::Tensor> sliding;  // one for all layers of the type
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    const bool slides = spec_.gemma4->layers[i].type == LayerType::kSliding;
+    if (slides && !sliding) sliding = visible(i, inputs);
+    RoutingRequest request{std::nullopt, inputs.router_statistics};
+    if (!inputs.imposed_routing.empty()) request.imposed = inputs.imposed_routing[i];
+    auto [next, load] = layers_[i](x, slides ? sliding : std::nullopt, request);
+    x = std::move(next);
+    if (load.counts.defined()) output.loads.push_back(std::move(load));
+  }
+  output.result = (*head_)(x, inputs.targets);
+  return output;
+}
+
+std::vector<ModelUnit> Gemma4Model::units() {
+  std::vector<ModelUnit> units;
+  if (tower_) units = tower_->units();
+  if (!spec_.tie_word_embeddings) {
+    units.push_back(unit_of(*embedding_, concat(kText, "embed_tokens")));
+  }
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    units.push_back(unit_of(layers_[i], concat(kText, "layers.", i)));
+  }
+  if (!spec_.tie_word_embeddings) units.push_back(unit_of(*head_, kGemma4HeadUnit));
+  return units;
+}
+
+void Gemma4Model::set_recompute(RecomputeMode mode) {
+  if (tower_) tower_->set_recompute(mode);
+  for (auto& layer : layers_) layer.module()->set_recompute(mode);
+}
+
+std::string Gemma4Model::canonical_name(const std::string& unit, const std::string& path) const {
+  if (unit != kGemma4HeadUnit) return unit + "." + path;
+  return path.starts_with("norm.") ? kText + path : path;
+}
+
+std::shared_ptr<LanguageModel> build_gemma4(const ModelSpec& spec, const ModelAxes& axes) {
+  return std::make_shared<Gemma4Model>(spec, axes);
+}
+
+}  // namespace tessera::models

@@ -1,0 +1,83 @@
+// Gemma 4: a vision tower whose soft tokens take the place of image tokens, and the text model.
+//
+// Its parameters carry Hugging Face's names (description.h reads them there). A text without images
+// is a batch without them: the tower is then not entered. Short symbols: B rows, T positions, H
+// hidden, V vocabulary. Next: gemma4_layer.h, gemma4_vision.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "grad/slot.h"
+#include "models/gemma4/gemma4_layer.h"
+#include "models/gemma4/gemma4_vision.h"
+#include "models/language_model.h"
+#include "nn/embedding.h"
+
+namespace tessera::models {
+
+/// Final norm, output projection, soft cap and, if asked, the loss.
+class Gemma4Head : public torch::nn::Module {
+ public:
+  Gemma4Head(const ModelSpec& spec, const nn::TensorRegion& region);
+  /// As DecoderHead::forward.
+  at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& targets);
+
+  const std::shared_ptr<nn::RmsNorm>& norm() const { return norm_; }
+  const std::shared_ptr<nn::Linear>& lm_head() const { return lm_head_; }
+
+ private:
+  std::optional<double> cap_;
+  nn::TensorRegion region_;
+  std::shared_ptr<nn::RmsNorm> norm_;
+  std::shared_ptr<nn::Linear> lm_head_;
+};
+
+class Gemma4Model : public LanguageModel {
+ public:
+  explicit Gemma4Model(const ModelSpec& spec, const ModelAxes& axes = {});
+
+  /// Errors: kFormat for images that do not fit the ids or the token types, or for as many images
+  /// as the model has no tower for.
+  at::Tensor forward(const ModelInputs& inputs) override;
+  ModelOutput forward_routed(const ModelInputs& inputs) override;
+  std::vector<ModelUnit> units() override;
+  std::string canonical_name(const std::string& unit, const std::string& path) const override;
+  const ModelSpec& spec() const override { return spec_; }
+  void set_recompute(RecomputeMode mode) override;
+
+  // The steps of forward, for those who want to look in between.
+
+  /// Soft tokens of all images, [M, H of the tower]. Errors: as Gemma4VisionTower::forward.
+  at::Tensor soft_tokens(const Images& images);
+  /// The first layer's input, [B, T, H] of the stream.
+  at::Tensor embed(const ModelInputs& inputs);
+  /// The mask of layer `number`, as its forward takes it.
+  std::optional<at::Tensor> visible(std::size_t number, const ModelInputs& inputs) const;
+  std::vector<grad::Slot<Gemma4TextLayer>>& layers() { return layers_; }
+  grad::Slot<nn::Embedding>& embedding() { return *embedding_; }
+  grad::Slot<Gemma4Head>& head() { return *head_; }
+  const std::shared_ptr<Gemma4Projector>& projector() const { return projector_; }
+
+ private:
+  void register_vision(torch::nn::Module& model);
+  at::Tensor place(const at::Tensor& x, const at::Tensor& image_tokens,
+                   const at::Tensor& projected) const;
+  void check_images(const ModelInputs& inputs, const at::Tensor& image_tokens) const;
+
+  ModelSpec spec_;
+  nn::TensorRegion region_;
+  std::shared_ptr<Gemma4VisionTower> tower_;    // null for a text model
+  std::shared_ptr<Gemma4Projector> projector_;  // likewise
+  std::optional<grad::Slot<nn::Embedding>> embedding_;
+  std::vector<grad::Slot<Gemma4TextLayer>> layers_;
+  std::optional<grad::Slot<Gemma4Head>> head_;
+};
+
+}  // namespace tessera::models
