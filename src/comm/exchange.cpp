@@ -59,6 +59,9 @@ Channel::Channel(ChannelOptions what)
   options.board->add(log);
 }
 
+// Also of a group whose opening has failed: the next attempt at it has a log of its own.
+Channel::~Channel() { options.board->remove(*log); }
+
 at::Tensor Channel::take_buffer(std::int64_t bytes) {
   at::Tensor taken;
   {

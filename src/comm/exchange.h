@@ -34,6 +34,9 @@ struct Line {
 class Channel {
  public:
   explicit Channel(ChannelOptions what);
+  ~Channel();
+  Channel(const Channel&) = delete;
+  Channel& operator=(const Channel&) = delete;
 
   int size() const { return static_cast<int>(options.members.size()); }
   at::Tensor take_buffer(std::int64_t bytes);  ///< at least that many; contents undefined

@@ -73,6 +73,16 @@ void WaitBoard::add(std::shared_ptr<IssueLog> log) {
   logs_.push_back(std::move(log));
 }
 
+void WaitBoard::remove(const IssueLog& log) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(logs_, [&](const auto& one) { return one.get() == &log; });
+}
+
+int WaitBoard::groups() const {
+  const std::lock_guard lock(mutex_);
+  return static_cast<int>(logs_.size());
+}
+
 void WaitBoard::watch(std::vector<int> ranks) {
   const std::lock_guard lock(mutex_);
   peers_ = std::move(ranks);

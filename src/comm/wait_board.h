@@ -62,7 +62,10 @@ class WaitBoard {
   void leave(Blocked& wait);
   void abort_all();
 
+  /// Of an open group, until it is taken off.
   void add(std::shared_ptr<IssueLog> log);
+  void remove(const IssueLog& log);
+  int groups() const;  ///< whose logs it has
   /// All ranks that are up, ascending: from now on they are watched, whatever groups are opened.
   void watch(std::vector<int> ranks);
   std::string lines() const;
