@@ -114,15 +114,17 @@ c10::intrusive_ptr<c10d::Backend> connect_all(const Store& store, GlooDevice& de
                         door.timeout);
 }
 
-std::function<c10::intrusive_ptr<c10d::Backend>(int epoch, int peer)> pair_opener(
+std::function<PairOpening(int epoch, int peer)> pair_opener(
     std::shared_ptr<const Store> store, std::shared_ptr<GlooDevice> device,
     std::chrono::milliseconds timeout, std::shared_ptr<const Poison> poison, int self,
     std::function<std::string(int epoch)> key_of) {
-  return [=](int epoch, int peer) {
+  return [=](int epoch, int peer) -> PairOpening {
     const std::string key =
         concat(key_of(epoch), " ", std::min(self, peer), "-", std::max(self, peer));
-    return device->connect(store->for_group(key, poison), self < peer ? 0 : 1, 2,
-                           poison->patience.of(timeout));
+    return [device, of_pair = store->for_group(key, poison), rank = self < peer ? 0 : 1,
+            patience = poison->patience.of(timeout)] {
+      return device->connect(of_pair, rank, 2, patience);
+    };
   };
 }
 

@@ -25,13 +25,16 @@ namespace tessera::comm {
 /// may never come out of its destructor (seen with 2.13: its loop ends only when nothing is ready).
 bool connects_when_used(std::string_view group_name);
 
+/// Opens one connection; may run on a thread that nobody waits for any more.
+using PairOpening = std::function<c10::intrusive_ptr<c10d::Backend>()>;
+
 class GlooDevice;
 /// What connects all ranks of a group.
 struct GroupDoor {
   std::string key;  ///< in the store
   int self = 0;     ///< index of this rank
   int size = 0;
-  std::chrono::milliseconds timeout{0};
+  std::chrono::milliseconds timeout{0};  ///< of the opening
 };
 /// `waits_for` hears for which rank (an index) Gloo waits, -1: for none. Errors: as
 /// GlooDevice::connect.
@@ -41,8 +44,9 @@ c10::intrusive_ptr<c10d::Backend> connect_all(const Store& store, GlooDevice& de
                                               std::function<void(int index)> waits_for);
 
 /// ChannelOptions::open_pair for the rank at index `self` of a group, whose key in an epoch is
-/// key_of(epoch). Gives up after the patience of a wait that begins now.
-std::function<c10::intrusive_ptr<c10d::Backend>(int epoch, int peer)> pair_opener(
+/// key_of(epoch). What it returns gives up after the patience of a wait that begins when it is
+/// made, and when the World is poisoned or has been since.
+std::function<PairOpening(int epoch, int peer)> pair_opener(
     std::shared_ptr<const Store> store, std::shared_ptr<GlooDevice> device,
     std::chrono::milliseconds timeout, std::shared_ptr<const Poison> poison, int self,
     std::function<std::string(int epoch)> key_of);

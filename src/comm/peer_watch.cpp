@@ -193,6 +193,20 @@ std::chrono::milliseconds WatchTimes::silent_after() const {
   return std::max(std::chrono::milliseconds(6000), 6 * poll);
 }
 
+std::chrono::milliseconds WatchTimes::telling() const {
+  return std::max(std::chrono::milliseconds(2000), 3 * poll);
+}
+
+std::chrono::milliseconds WatchTimes::meeting() const {
+  return std::max(std::chrono::milliseconds(3000), 6 * poll);
+}
+
+std::chrono::milliseconds WatchTimes::leaving() const {
+  return std::max(std::chrono::milliseconds(5000), telling() + 2 * words());
+}
+
+std::chrono::milliseconds WatchTimes::pause() const { return poll / 12; }
+
 std::optional<PeerWatch::Finding> PeerWatch::look(Time now, int epoch, const Standing& standing,
                                                   const std::function<std::string()>& lines) {
   // Who was stopped itself, or waited for a busy store, has not listened meanwhile.

@@ -100,6 +100,16 @@ struct WatchTimes {
   std::chrono::milliseconds heartbeats() const;
   /// Without a heartbeat for so long a rank is lost.
   std::chrono::milliseconds silent_after() const;
+  /// Within which the store takes one line of a rank that leaves, while all others look.
+  std::chrono::milliseconds telling() const;
+  /// Within which ranks that were started together and refused alike have found each other.
+  std::chrono::milliseconds meeting() const;
+  /// Within which all ranks have left after one has failed: it has told them, they have read it,
+  /// and rank 0 has stayed for those that come to it last.
+  std::chrono::milliseconds leaving() const;
+  /// Between two questions of a rank that waits for a key: what all that wait ask of the store a
+  /// second does not grow with them either.
+  std::chrono::milliseconds pause() const;
 };
 
 /// The store as a watch needs it.

@@ -68,10 +68,10 @@ struct Attempt {
   std::future<Backend> opened;
 };
 
-/// The thread keeps alive what it uses, and ends by itself if nobody waits for it any more.
+/// The thread keeps alive what it uses, and ends by itself if nobody waits for it any more: also
+/// after a recovery, since what it looks at is taken before it starts.
 Attempt attempt(int peer, const Channel& channel, int epoch) {
-  std::packaged_task<Backend()> open(
-      [open_pair = channel.options.open_pair, epoch, peer] { return open_pair(epoch, peer); });
+  std::packaged_task<Backend()> open(channel.options.open_pair(epoch, peer));
   auto opened = open.get_future();
   std::thread(std::move(open)).detach();
   return {peer, std::move(opened)};

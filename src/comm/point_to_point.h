@@ -36,9 +36,9 @@ struct ChannelOptions {
   std::function<c10::intrusive_ptr<c10d::Backend>(int epoch,
                                                   const std::function<void(int peer)>& waits_for)>
       open;
-  /// A backend of this rank and the one at index `peer` alone, in the order of their indices. Both
-  /// call it. Threads: any.
-  std::function<c10::intrusive_ptr<c10d::Backend>(int epoch, int peer)> open_pair;
+  /// What opens a backend of this rank and the one at index `peer` alone, in the order of their
+  /// indices. Both call it, on the thread that issues; what it returns runs on one of its own.
+  std::function<std::function<c10::intrusive_ptr<c10d::Backend>()>(int epoch, int peer)> open_pair;
 };
 
 class Channel;

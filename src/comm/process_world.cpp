@@ -29,10 +29,6 @@ constexpr std::chrono::seconds kBoardFirst{1};
 /// "auto" is Gloo as long as models live on the CPU.
 bool takes_nccl(const std::string& backend) { return backend == "nccl"; }
 
-// For telling the others of a failure: the store may have gone with rank 0, and the error itself
-// must not be held up by that.
-constexpr std::chrono::milliseconds kTellOthers{2000};
-
 // Of many ranks that ask at the same time each asks for the signs of life of so many others.
 constexpr std::size_t kAskedFor = 8;
 
@@ -183,16 +179,16 @@ std::shared_ptr<Group> ProcessWorld::make_group(const std::vector<int>& ranks,
   const bool when_used = connects_when_used(name);
   const auto key_of = [name](int epoch) { return concat("group ", name, " (", epoch, ")"); };
   channel.open =
-      [store = store_, device = device_, timeout = options_.timeout,
-       patience = options_.init_timeout, poison = state_->poison, rank = rank_, ranks, when_used,
-       key_of, heartbeats = times_.heartbeats(), self = channel.self](
+      [store = store_, device = device_, patience = options_.init_timeout, poison = state_->poison,
+       rank = rank_, ranks, when_used, key_of, heartbeats = times_.heartbeats(),
+       self = channel.self](
           int epoch,
           const std::function<void(int)>& waits_for) -> c10::intrusive_ptr<c10d::Backend> {
     const std::string key = key_of(epoch);
     store->meet(key, rank, ranks, patience, *poison);
     if (when_used) return {};
     try {
-      return connect_all(*store, *device, {key, self, static_cast<int>(ranks.size()), timeout},
+      return connect_all(*store, *device, {key, self, static_cast<int>(ranks.size()), patience},
                          poison, waits_for);
     } catch (const PeerLost& error) {
       throw PeerLost(
@@ -252,8 +248,9 @@ void ProcessWorld::stay_for_readers() const {
 
 std::optional<std::string> ProcessWorld::in_time(std::function<std::string()> call) noexcept {
   if (store_is_silent_) return std::nullopt;
+  // The store may have gone with rank 0, and the error itself must not be held up by that.
   try {
-    auto answer = BoundedCalls().run(std::move(call), kTellOthers);
+    auto answer = BoundedCalls().run(std::move(call), times_.telling());
     if (!answer) store_is_silent_ = true;
     return answer;
   } catch (...) {

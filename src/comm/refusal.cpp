@@ -9,7 +9,7 @@
 
 #include "base/environment.h"
 #include "base/one_line.h"
-#include "comm/failure_watch.h"
+#include "comm/peer_watch.h"
 #include "comm/poison.h"
 #include "comm/slurm_hosts.h"
 #include "comm/store.h"
@@ -18,13 +18,15 @@
 namespace tessera::comm {
 namespace {
 
-// For finding the other ranks: they have just been started, and read the same files.
-constexpr std::chrono::seconds kPatience{3};
+/// For finding the other ranks: they have just been started, and read the same files.
+std::chrono::milliseconds patience_for(const LaunchEnvironment& launch) {
+  return WatchTimes{watch_poll(launch.world_size)}.meeting();
+}
 
 /// None when nobody serves the store, or what answers is none.
 std::shared_ptr<Store> reach_others(const LaunchEnvironment& launch) {
   try {
-    return Store::connect(launch, kPatience, kPatience);
+    return Store::connect(launch, patience_for(launch), patience_for(launch));
   } catch (const Error&) {
     return nullptr;
   }
@@ -49,7 +51,7 @@ void wait_for_readers(const LaunchEnvironment& launch, Store& store) {
     } else if (!launch.agent_store) {
       std::vector<int> everyone(static_cast<std::size_t>(launch.world_size));
       std::iota(everyone.begin(), everyone.end(), 0);
-      store.meet(kKey, launch.rank, everyone, kPatience, Poison());
+      store.meet(kKey, launch.rank, everyone, patience_for(launch), Poison());
     }
   } catch (const Error&) {
     // Whoever did not come was not refused, or says so itself.
@@ -76,7 +78,7 @@ void refuse_once(const std::exception& error, int code, const std::function<void
   LaunchEnvironment launch;
   try {
     launch = read_launch_environment(base::environment());
-    find_first_host(launch, kPatience);
+    find_first_host(launch, patience_for(launch));
   } catch (const Error&) {
     return print();  // no address at which others could be asked
   }

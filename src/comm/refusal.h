@@ -19,7 +19,8 @@ namespace tessera::comm {
 bool says_the_same(const FailureRecord& standing, const FailureRecord& record);
 
 /// For a rank that was refused before it joined: calls `print` unless another rank says the same.
-/// Takes a few seconds at most; rank 0 serves the store for as long. Prints where nobody answers.
+/// Takes a few seconds at most (WatchTimes::meeting); rank 0 serves the store for as long. Prints
+/// where nobody answers.
 void refuse_once(const LaunchEnvironment& launch, const FailureRecord& record,
                  const std::function<void()>& print);
 

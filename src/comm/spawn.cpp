@@ -26,15 +26,13 @@
 #include "comm/failure_record.h"
 #include "comm/launch_environment.h"
 #include "comm/listener.h"
+#include "comm/peer_watch.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-// After a failure: how long the others may take to leave by themselves.
-constexpr std::chrono::seconds kGrace{5};
 
 void check_spawn(bool worked, const char* what) {
   TESSERA_CHECK(worked, ErrorKind::kIo, "own spawn: ", what, ": ", std::strerror(errno));
@@ -166,7 +164,8 @@ Child start_child(int rank, int nproc, const Listener& listener, const Signals& 
 /// The run as its parent sees it.
 class Spawned {
  public:
-  Spawned(int nproc, const Signals& signals) : signals_(signals) {
+  Spawned(int nproc, const Signals& signals)
+      : signals_(signals), grace_(WatchTimes{watch_poll(nproc)}.leaving()) {
     const Listener listener = listen_on("127.0.0.1", 0);
     for (int rank = 0; rank < nproc; ++rank) {
       children_.push_back(start_child(rank, nproc, listener, signals));
@@ -235,7 +234,7 @@ class Spawned {
     auto failure = failure_of(rank, child, status);
     if (!failure) return;
     failures_.push_back(std::move(*failure));
-    if (!kill_at_ && !killed_) kill_at_ = Clock::now() + kGrace;
+    if (!kill_at_ && !killed_) kill_at_ = Clock::now() + grace_;
   }
 
   std::optional<FailureRecord> failure_of(int rank, const Child& child, int status) const {
@@ -261,6 +260,7 @@ class Spawned {
   }
 
   const Signals& signals_;
+  const std::chrono::milliseconds grace_;  ///< after a failure, for the others to leave in
   std::vector<Child> children_;
   std::vector<FailureRecord> failures_;
   std::optional<Clock::time_point> kill_at_;

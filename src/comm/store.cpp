@@ -12,6 +12,7 @@
 #include "base/joined.h"
 #include "base/one_line.h"
 #include "comm/listener.h"
+#include "comm/peer_watch.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -25,11 +26,25 @@ constexpr std::chrono::microseconds kLongestPause{5000};
 constexpr std::chrono::microseconds kPauseForEach{200};
 
 /// libtorch warns with a stack trace for every connection that closes; our own errors say which
-/// rank it was.
-void silence_warnings() {
-  if (base::environment_variable("TORCH_CPP_LOG_LEVEL")) return;
-  FLAGS_caffe2_log_level = std::max(FLAGS_caffe2_log_level, static_cast<int>(c10::GLOG_ERROR));
-}
+/// rank it was. While a process joins, c10d also prints as an error what it throws: nobody there,
+/// which our error says with the rank. Other errors of libtorch are seen before and after that.
+class JoinsSilently {
+ public:
+  JoinsSilently() {
+    if (asked_for_) return;
+    FLAGS_caffe2_log_level = std::max(FLAGS_caffe2_log_level, static_cast<int>(c10::GLOG_FATAL));
+  }
+  ~JoinsSilently() {
+    if (asked_for_) return;
+    FLAGS_caffe2_log_level = std::max(before_, static_cast<int>(c10::GLOG_ERROR));
+  }
+  JoinsSilently(const JoinsSilently&) = delete;
+  JoinsSilently& operator=(const JoinsSilently&) = delete;
+
+ private:
+  const bool asked_for_ = base::environment_variable("TORCH_CPP_LOG_LEVEL").has_value();
+  const int before_ = FLAGS_caffe2_log_level;
+};
 
 std::string no_answer(const std::string& server, std::chrono::milliseconds limit) {
   return concat("store: no answer for ", in_seconds(limit), " from ", server);
@@ -43,9 +58,8 @@ Listener listen_for(const LaunchEnvironment& launch) {
   return listener;
 }
 
-// Between two questions of a wait of PolledStore.
+// Before the second question of a wait of PolledStore.
 constexpr std::chrono::milliseconds kFirstPause{1};
-constexpr std::chrono::milliseconds kLongestWaitPause{16};
 
 /// A store whose waits are questions asked again and again. A connection to the store answers one
 /// call at a time, and a wait is one call: two threads that open a group each over the same
@@ -53,10 +67,12 @@ constexpr std::chrono::milliseconds kLongestWaitPause{16};
 class PolledStore final : public c10d::Store {
  public:
   PolledStore(c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<const Poison> poison,
+              std::uint64_t marks, std::chrono::milliseconds longest_pause,
               std::function<void(const std::string& key)> waits)
       : store_(std::move(store)),
         poison_(std::move(poison)),
-        marks_(poison_->marks()),
+        marks_(marks),
+        longest_pause_(longest_pause),
         waits_(std::move(waits)) {}
 
   using Bytes = std::vector<std::uint8_t>;
@@ -65,7 +81,8 @@ class PolledStore final : public c10d::Store {
   using c10d::Store::set;
 
   c10::intrusive_ptr<c10d::Store> clone() override {
-    return c10::make_intrusive<PolledStore>(store_->clone(), poison_, waits_);
+    return c10::make_intrusive<PolledStore>(store_->clone(), poison_, marks_, longest_pause_,
+                                            waits_);
   }
   void set(const std::string& key, const Bytes& value) override { store_->set(key, value); }
   Bytes compareSet(const std::string& key, const Bytes& current, const Bytes& next) override {
@@ -129,7 +146,7 @@ class PolledStore final : public c10d::Store {
         throw PeerLost(concat("store: no ", key, " within ", in_seconds(timeout)));
       }
       std::this_thread::sleep_for(pause);
-      pause = std::min(2 * pause, kLongestWaitPause);
+      pause = std::min(2 * pause, longest_pause_);
     }
     if (waits_) waits_("");
   }
@@ -137,6 +154,7 @@ class PolledStore final : public c10d::Store {
   const c10::intrusive_ptr<c10d::Store> store_;
   const std::shared_ptr<const Poison> poison_;
   const std::uint64_t marks_;
+  const std::chrono::milliseconds longest_pause_;  ///< between two questions of a wait
   const std::function<void(const std::string& key)> waits_;
 };
 
@@ -173,20 +191,23 @@ auto Store::call(const std::string& what, Operation operation) const {
 }
 
 Store::Store(c10::intrusive_ptr<c10d::Store> store, std::string server,
-             std::chrono::milliseconds answers_within)
-    : store_(std::move(store)), server_(std::move(server)), answers_within_(answers_within) {
+             std::chrono::milliseconds answers_within, int ranks)
+    : store_(std::move(store)),
+      server_(std::move(server)),
+      answers_within_(answers_within),
+      ranks_(ranks) {
   if (answers_within_.count() > 0) calls_ = std::make_unique<BoundedCalls>();
 }
 
 std::shared_ptr<Store> Store::in_memory() {
   return std::shared_ptr<Store>(
-      new Store(c10::make_intrusive<c10d::HashStore>(), "this process", {}));
+      new Store(c10::make_intrusive<c10d::HashStore>(), "this process", {}, 1));
 }
 
 std::shared_ptr<Store> Store::connect(const LaunchEnvironment& launch,
                                       std::chrono::milliseconds timeout,
                                       std::chrono::milliseconds answers_within) {
-  silence_warnings();
+  const JoinsSilently silence;
   c10d::TCPStoreOptions options;
   options.port = launch.master_port;
   options.isServer = launch.rank == 0 && !launch.agent_store;
@@ -213,14 +234,15 @@ std::shared_ptr<Store> Store::connect(const LaunchEnvironment& launch,
     throw PeerLost(concat("store: cannot reach ", server, ": ", why));
   }
   if (!tcp) throw PeerLost(no_answer(server, timeout));
-  return std::shared_ptr<Store>(new Store(
-      c10::make_intrusive<c10d::PrefixStore>(launch.store_prefix, *tcp), server, answers_within));
+  return std::shared_ptr<Store>(
+      new Store(c10::make_intrusive<c10d::PrefixStore>(launch.store_prefix, *tcp), server,
+                answers_within, launch.world_size));
 }
 
 std::shared_ptr<Store> Store::second_connection(std::chrono::milliseconds longer) const {
   auto connection = call("second connection", [](c10d::Store& store) { return store.clone(); });
   return std::shared_ptr<Store>(
-      new Store(std::move(connection), server_, answers_within_ + longer));
+      new Store(std::move(connection), server_, answers_within_ + longer, ranks_));
 }
 
 void Store::set(const std::string& key, const std::string& value) {
@@ -311,8 +333,10 @@ void Store::meet(const std::string& key, int self, const std::vector<int>& membe
 c10::intrusive_ptr<c10d::Store> Store::for_group(
     const std::string& prefix, std::shared_ptr<const Poison> poison,
     std::function<void(const std::string& key)> waits) const {
+  const std::uint64_t marks = poison->marks();
   return c10::make_intrusive<PolledStore>(c10::make_intrusive<c10d::PrefixStore>(prefix, store_),
-                                          std::move(poison), std::move(waits));
+                                          std::move(poison), marks,
+                                          WatchTimes{watch_poll(ranks_)}.pause(), std::move(waits));
 }
 
 }  // namespace tessera::comm

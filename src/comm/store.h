@@ -63,7 +63,8 @@ class Store {
 
   /// For process groups, with `prefix` in front of their keys.
   /// Several may be opened at once: their waits hold up nobody else's call, and end when `poison`
-  /// is marked.
+  /// is marked, or has been since this call: a thread that outlives a recovery is to be given one
+  /// from before it.
   /// `waits` hears for which key a wait lasts, and "" when it is over.
   c10::intrusive_ptr<c10d::Store> for_group(
       const std::string& prefix, std::shared_ptr<const Poison> poison,
@@ -71,7 +72,7 @@ class Store {
 
  private:
   Store(c10::intrusive_ptr<c10d::Store> store, std::string server,
-        std::chrono::milliseconds answers_within);
+        std::chrono::milliseconds answers_within, int ranks);
   bool is_set(const std::string& key);
   /// Runs `operation` on the c10d store; whatever it throws becomes PeerLost.
   template <class Operation>
@@ -80,6 +81,7 @@ class Store {
   c10::intrusive_ptr<c10d::Store> store_;
   std::string server_;
   std::chrono::milliseconds answers_within_;
+  int ranks_;  ///< that share it, from which follows how often each may ask
   std::unique_ptr<BoundedCalls> calls_;  ///< none: calls never hang
 };
 

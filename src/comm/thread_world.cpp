@@ -107,11 +107,11 @@ std::shared_ptr<Group> ThreadWorld::make_group(const std::vector<int>& ranks,
                   when_used, key_of, self](int epoch, const std::function<void(int)>& waits_for)
       -> c10::intrusive_ptr<c10d::Backend> {
     const std::string key = key_of(epoch);
-    run->store->meet(key, rank, ranks, poison->patience.of(run->options.timeout), *poison);
+    run->store->meet(key, rank, ranks, run->options.init_timeout, *poison);
     if (when_used) return {};
     return connect_all(*run->store, *device,
-                       {key, self, static_cast<int>(ranks.size()), run->options.timeout}, poison,
-                       waits_for);
+                       {key, self, static_cast<int>(ranks.size()), run->options.init_timeout},
+                       poison, waits_for);
   };
   if (when_used) {
     channel.open_pair =

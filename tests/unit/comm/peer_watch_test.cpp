@@ -156,11 +156,20 @@ TEST(WatchTimes, FollowTheIntervalThatIsUsed) {
     EXPECT_GE(times.words(), 3 * times.poll) << ranks;
     EXPECT_GE(times.heartbeats(), 3 * times.poll) << ranks;
     EXPECT_GE(times.silent_after(), 6 * times.poll) << ranks;
+    EXPECT_GE(times.telling(), times.words()) << ranks;
+    EXPECT_GE(times.meeting(), 2 * times.words()) << ranks;
+    EXPECT_GE(times.leaving(), times.telling() + 2 * times.words()) << ranks;
+    // As seldom a rank as the watches look, so that all of them together ask as often.
+    EXPECT_GE(times.pause(), times.poll / 12) << ranks;
   }
   const WatchTimes few{watch_poll(8)};
   EXPECT_EQ(few.words(), seconds(1));
   EXPECT_EQ(few.heartbeats(), milliseconds(1500));
   EXPECT_EQ(few.silent_after(), seconds(6));
+  EXPECT_EQ(few.telling(), seconds(2));
+  EXPECT_EQ(few.meeting(), seconds(3));
+  EXPECT_EQ(few.leaving(), seconds(5));
+  EXPECT_EQ(few.pause(), milliseconds(16));
   const WatchTimes thousand{watch_poll(1024)};
   EXPECT_LE(thousand.words() + thousand.silent_after(), seconds(10));
 }
