@@ -10,7 +10,7 @@
 #include "cli/verbs.h"
 #include "cli/version.h"
 #include "comm/nccl.h"
-#include "comm/refusal.h"
+#include "launch/refusal.h"
 #include "tessera/error.h"
 
 namespace tessera::cli {

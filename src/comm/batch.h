@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "comm/group.h"
-#include "comm/poison.h"
+#include "launch/poison.h"
 
 namespace tessera::comm {
 

@@ -54,7 +54,7 @@ std::string waited_in_vain(const std::string& what, std::chrono::milliseconds ti
 
 Channel::Channel(ChannelOptions what)
     : options(std::move(what)),
-      log(std::make_shared<IssueLog>(options.name)),
+      log(std::make_shared<FlightRecorder>(options.name)),
       lines(options.members.size()) {
   options.board->add(log);
 }

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "comm/buffer_pool.h"
+#include "comm/flight_recorder.h"
 #include "comm/point_to_point.h"
 #include "comm/sent_bytes.h"
 #include "comm/sum.h"
@@ -43,7 +44,7 @@ class Channel {
   void give_back(at::Tensor buffer);
 
   const ChannelOptions options;
-  const std::shared_ptr<IssueLog> log;
+  const std::shared_ptr<FlightRecorder> log;
   std::vector<Line> lines;  ///< by index of the peer
 
  private:

@@ -11,9 +11,9 @@
 
 #include "base/environment.h"
 #include "base/one_line.h"
-#include "comm/address.h"
-#include "comm/bounded_calls.h"
-#include "comm/poison.h"
+#include "launch/address.h"
+#include "launch/bounded_calls.h"
+#include "launch/poison.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {

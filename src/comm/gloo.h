@@ -14,8 +14,8 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "comm/launch_environment.h"
-#include "comm/store.h"
+#include "launch/launch_environment.h"
+#include "launch/store.h"
 
 namespace tessera::comm {
 

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "comm/group.h"
-#include "comm/poison.h"
+#include "launch/poison.h"
 
 namespace tessera::comm {
 

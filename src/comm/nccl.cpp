@@ -7,6 +7,7 @@
 
 #include "base/one_line.h"
 #include "comm/batch.h"
+#include "comm/flight_recorder.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -58,7 +59,7 @@ class NcclGroup : public Group {
             int local_rank)
       : channel_(channel),
         device_(at::kCUDA, static_cast<c10::DeviceIndex>(local_rank)),
-        log_(std::make_shared<IssueLog>(channel.name)) {
+        log_(std::make_shared<FlightRecorder>(channel.name)) {
     auto options = c10d::ProcessGroupNCCL::Options::create();
     options->timeout = channel.timeout;
     backend_ = c10::make_intrusive<c10d::ProcessGroupNCCL>(store, channel.self, size(), options);
@@ -123,7 +124,7 @@ class NcclGroup : public Group {
 
   ChannelOptions channel_;
   c10::Device device_;
-  std::shared_ptr<IssueLog> log_;
+  std::shared_ptr<FlightRecorder> log_;
   c10::intrusive_ptr<c10d::ProcessGroupNCCL> backend_;
   std::uint64_t next_sequence_ = 0;
 };

@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "comm/group.h"
-#include "comm/poison.h"
-#include "comm/wait_board.h"
+#include "launch/poison.h"
+#include "launch/wait_board.h"
 
 namespace tessera::comm {
 

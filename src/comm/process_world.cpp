@@ -6,12 +6,12 @@
 
 #include "base/environment.h"
 #include "base/one_line.h"
-#include "comm/bounded_calls.h"
 #include "comm/failure_report.h"
 #include "comm/nccl.h"
 #include "comm/point_to_point.h"
 #include "comm/queue.h"
 #include "comm/world_state.h"
+#include "launch/bounded_calls.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {

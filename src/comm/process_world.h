@@ -13,11 +13,11 @@
 #include <string>
 #include <vector>
 
-#include "comm/failure_record.h"
-#include "comm/failure_watch.h"
 #include "comm/gloo.h"
-#include "comm/launch_environment.h"
-#include "comm/store.h"
+#include "launch/failure_record.h"
+#include "launch/failure_watch.h"
+#include "launch/launch_environment.h"
+#include "launch/store.h"
 #include "tessera/world.h"
 
 namespace tessera::comm {

@@ -8,10 +8,10 @@
 #include <string>
 #include <vector>
 
-#include "comm/failure_watch.h"
 #include "comm/gloo.h"
 #include "comm/in_process.h"
-#include "comm/store.h"
+#include "launch/failure_watch.h"
+#include "launch/store.h"
 #include "tessera/world.h"
 
 namespace tessera::comm {

@@ -9,8 +9,8 @@
 #include "comm/batch.h"
 #include "comm/process_world.h"
 #include "comm/queue.h"
-#include "comm/slurm_hosts.h"
 #include "comm/world_state.h"
+#include "launch/slurm_hosts.h"
 #include "tessera/error.h"
 
 namespace tessera {
