@@ -15,6 +15,14 @@ WatchOptions watch_options(int rank, int ranks) {
   return options;
 }
 
+std::vector<int> neighbours(std::vector<int> ranks, int self) {
+  constexpr std::size_t kAskedFor = 8;
+  std::ranges::rotate(ranks, std::ranges::upper_bound(ranks, self));
+  if (ranks.size() > kAskedFor) ranks.erase(ranks.begin(), ranks.end() - kAskedFor);
+  std::ranges::sort(ranks);
+  return ranks;
+}
+
 std::vector<int> silent_ranks(Store& store, const std::vector<int>& ranks,
                               std::chrono::milliseconds time) {
   std::vector<std::string> keys;

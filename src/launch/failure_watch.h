@@ -25,6 +25,10 @@
 
 namespace tessera::comm {
 
+/// The few ranks before `self` in a ring of `ranks`, and `self`: of many ranks that ask at the same
+/// time each asks for the signs of life of so many others.
+std::vector<int> neighbours(std::vector<int> ranks, int self);
+
 /// Those of `ranks` whose watches give no sign of life for `time`. Waits for as long. Errors:
 /// PeerLost when the store does not answer.
 std::vector<int> silent_ranks(Store& store, const std::vector<int>& ranks,

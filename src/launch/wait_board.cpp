@@ -3,6 +3,20 @@
 #include <algorithm>
 
 namespace tessera::comm {
+namespace {
+
+class Meeting : public Blocked {
+ public:
+  void abort() override {}
+};
+
+}  // namespace
+
+void meet_on_board(WaitBoard& board, const std::function<void()>& meet) {
+  Meeting meeting;
+  const OnBoard waiting(board, meeting);
+  meet();
+}
 
 void WaitBoard::enter(Blocked& wait) {
   const std::lock_guard lock(mutex_);

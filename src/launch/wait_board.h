@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -84,5 +85,9 @@ class OnBoard {
   WaitBoard& board_;
   Blocked& wait_;
 };
+
+/// Runs `meet`, which looks at the poison by itself; meanwhile the watch listens for the peers'
+/// heartbeats.
+void meet_on_board(WaitBoard& board, const std::function<void()>& meet);
 
 }  // namespace tessera::comm

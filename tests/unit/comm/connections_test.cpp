@@ -8,8 +8,8 @@
 #include <numeric>
 #include <thread>
 
-#include "comm/gloo.h"
-#include "comm/point_to_point.h"
+#include "comm/backends/gloo/gloo.h"
+#include "comm/backends/gloo/point_to_point.h"
 #include "rank_pools.h"
 #include "tessera/error.h"
 

@@ -1,4 +1,4 @@
-#include "comm/nccl.h"
+#include "comm/backends/nccl/nccl.h"
 
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include "base/one_line.h"
+#include "comm/backends/gloo/point_to_point.h"
 #include "comm/batch.h"
 #include "comm/flight_recorder.h"
 #include "tessera/error.h"
@@ -81,46 +82,57 @@ class NcclGroup : public Group {
     std::vector<std::pair<ReduceScatter, at::Tensor>> left;
     const bool together = batch.ops.size() > 1;
     if (together) backend_->startCoalescing();
-    for (const Op& op : batch.ops) works.push_back(start(op, left));
+    for (const Op& op : batch.ops) works.push_back(std::visit(Start{*this, left}, op));
     if (together) works = {backend_->endCoalescing()};
     return std::make_unique<NcclWork>(to_string(entry), std::move(works), std::move(left),
                                       channel_.poison);
   }
 
  private:
-  c10::intrusive_ptr<c10d::Work> start(const Op& op,
-                                       std::vector<std::pair<ReduceScatter, at::Tensor>>& left) {
-    if (const auto* gather = std::get_if<AllGather>(&op)) {
-      at::Tensor all = gather->buffer.view(-1);
-      const std::int64_t slice = all.numel() / size();
-      at::Tensor mine = all.narrow(0, slice * rank(), slice);  // NCCL's in-place form
-      return backend_->_allgather_base(all, mine);
+  using Started = c10::intrusive_ptr<c10d::Work>;
+
+  /// NCCL's call for each op.
+  struct Start {
+    const NcclGroup& group;
+    std::vector<std::pair<ReduceScatter, at::Tensor>>& left;
+
+    Started operator()(const AllGather& op) const {
+      at::Tensor all = op.buffer.view(-1);
+      const std::int64_t slice = all.numel() / group.size();
+      at::Tensor mine = all.narrow(0, slice * group.rank(), slice);  // NCCL's in-place form
+      return group.backend_->_allgather_base(all, mine);
     }
-    if (const auto* reduce = std::get_if<ReduceScatter>(&op)) {
-      at::Tensor input = reduce->input.view(-1);
+    Started operator()(const ReduceScatter& op) const {
+      at::Tensor input = op.input.view(-1);
       const bool direct =
-          reduce->into == Into::kOverwrite && reduce->output.scalar_type() == input.scalar_type();
+          op.into == Into::kOverwrite && op.output.scalar_type() == input.scalar_type();
       at::Tensor summed =
-          direct ? reduce->output.view(-1) : at::empty({reduce->output.numel()}, input.options());
-      if (!direct) left.emplace_back(*reduce, summed.view(reduce->output.sizes()));
-      return backend_->_reduce_scatter_base(summed, input);
+          direct ? op.output.view(-1) : at::empty({op.output.numel()}, input.options());
+      if (!direct) left.emplace_back(op, summed.view(op.output.sizes()));
+      return group.backend_->_reduce_scatter_base(summed, input);
     }
-    if (const auto* exchange = std::get_if<AllToAll>(&op)) {
-      at::Tensor input = exchange->input.view(-1);
-      at::Tensor output = exchange->output.view(-1);
-      auto sends = exchange->sends;
-      auto receives = exchange->receives;
-      return backend_->alltoall_base(output, input, receives, sends);
+    Started operator()(const AllToAll& op) const {
+      at::Tensor input = op.input.view(-1);
+      at::Tensor output = op.output.view(-1);
+      auto sends = op.sends;
+      auto receives = op.receives;
+      return group.backend_->alltoall_base(output, input, receives, sends);
     }
-    TESSERA_INVARIANT(std::holds_alternative<AllReduce>(op),
-                      "nccl: found a message that is relayed in the memory of the host");
-    const auto& all = std::get<AllReduce>(op);
-    std::vector<at::Tensor> data = {all.output.defined() ? all.data.clone() : all.data};
-    if (all.output.defined()) {
-      left.emplace_back(ReduceScatter{all.data, all.output}, data[0].view(all.output.sizes()));
+    Started operator()(const AllReduce& op) const {
+      std::vector<at::Tensor> data = {op.output.defined() ? op.data.clone() : op.data};
+      if (op.output.defined()) {
+        left.emplace_back(ReduceScatter{op.data, op.output}, data[0].view(op.output.sizes()));
+      }
+      return group.backend_->allreduce(data);
     }
-    return backend_->allreduce(data);
-  }
+    Started operator()(const RelayedGather&) const { return refuse(); }
+    Started operator()(const Combine&) const { return refuse(); }
+
+    [[noreturn]] static Started refuse() {
+      throw Error(ErrorKind::kInternal,
+                  "nccl: found a message that is relayed in the memory of the host");
+    }
+  };
 
   ChannelOptions channel_;
   c10::Device device_;
@@ -129,20 +141,35 @@ class NcclGroup : public Group {
   std::uint64_t next_sequence_ = 0;
 };
 
+class NcclConnections final : public Connections {
+ public:
+  explicit NcclConnections(int local_rank) : local_rank_(local_rank) {}
+
+  std::shared_ptr<Group> make_group(const GroupPlace& place) override {
+    meet_on_board(*place.board, [&] {
+      place.store->meet(concat("group ", place.name), place.rank, place.ranks,
+                        place.options.init_timeout, *place.poison);
+    });
+    return std::make_shared<NcclGroup>(
+        channel_options(place), place.store->for_group(concat("nccl/", place.name), place.poison),
+        local_rank_);
+  }
+  void require_recovery() const override {
+    throw Error(ErrorKind::kUsage, "recover: not with NCCL; start the run anew");
+  }
+
+ private:
+  const int local_rank_;
+};
+
 }  // namespace
 
 bool nccl_usable() { return c10::cuda::device_count() > 0; }
 
-void require_nccl() {
+std::unique_ptr<Connections> open_nccl(const LaunchEnvironment& launch) {
   TESSERA_CHECK(nccl_usable(), ErrorKind::kUsage,
                 "comm.backend: found nccl, but there is no CUDA device; use gloo");
-}
-
-std::unique_ptr<Group> make_nccl_group(const ChannelOptions& channel,
-                                       const c10::intrusive_ptr<c10d::Store>& store,
-                                       int local_rank) {
-  require_nccl();
-  return std::make_unique<NcclGroup>(channel, store, local_rank);
+  return std::make_unique<NcclConnections>(launch.local_rank);
 }
 
 }  // namespace tessera::comm

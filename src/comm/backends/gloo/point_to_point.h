@@ -14,6 +14,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
+#include "comm/backends/backend.h"
 #include "comm/group.h"
 #include "launch/poison.h"
 #include "launch/wait_board.h"
@@ -40,6 +41,9 @@ struct ChannelOptions {
   /// indices. Both call it, on the thread that issues; what it returns runs on one of its own.
   std::function<std::function<c10::intrusive_ptr<c10d::Backend>()>(int epoch, int peer)> open_pair;
 };
+
+/// All but how it is opened.
+ChannelOptions channel_options(const GroupPlace& place);
 
 class Channel;
 

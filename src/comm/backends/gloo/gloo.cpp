@@ -1,4 +1,4 @@
-#include "comm/gloo.h"
+#include "comm/backends/gloo/gloo.h"
 
 #ifndef USE_C10D_GLOO
 #define USE_C10D_GLOO

@@ -1,13 +1,7 @@
-#include "comm/in_process.h"
-
-#include <ATen/ATen.h>
-
-#include <cstring>
+#include "comm/backends/in_process/in_process.h"
 
 #include "base/joined.h"
 #include "comm/batch.h"
-#include "comm/sum.h"
-#include "comm/tensor_bytes.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -35,127 +29,37 @@ struct Hub::Room {
 
 namespace {
 
-void run_all_gather(const std::vector<Batch>& batches, std::size_t op) {
-  const std::size_t ranks = batches.size();
-  for (std::size_t from = 0; from < ranks; ++from) {
-    const auto& source = std::get<AllGather>(batches[from].ops[op]).buffer;
-    const std::size_t slice = source.nbytes() / ranks;
-    if (slice == 0) return;
-    for (std::size_t to = 0; to < ranks; ++to) {
-      if (to == from) continue;
-      const auto& target = std::get<AllGather>(batches[to].ops[op]).buffer;
-      std::memcpy(at_byte(target, 0) + from * slice, at_byte(source, 0) + from * slice, slice);
-    }
-  }
-}
-
-void run_reduce_scatter(const std::vector<Batch>& batches, std::size_t op) {
-  for (std::size_t to = 0; to < batches.size(); ++to) {
-    const auto& target = std::get<ReduceScatter>(batches[to].ops[op]);
-    const std::size_t slice = target.input.nbytes() / batches.size();
-    std::vector<const void*> addends;
-    for (const Batch& batch : batches) {
-      addends.push_back(at_byte(std::get<ReduceScatter>(batch.ops[op]).input, 0) + to * slice);
-    }
-    sum_in_rank_order(addends, target.input.scalar_type(),
-                      {target.output.mutable_data_ptr(), target.output.scalar_type(),
-                       target.output.numel(), target.into});
-  }
-}
-
-void run_all_reduce(const std::vector<Batch>& batches, std::size_t op) {
-  std::vector<const void*> addends;
-  for (const Batch& batch : batches) {
-    addends.push_back(std::get<AllReduce>(batch.ops[op]).data.const_data_ptr());
-  }
-  const auto wire = std::get<AllReduce>(batches.front().ops[op]).data.scalar_type();
-  const auto& first = std::get<AllReduce>(batches.front().ops[op]).result();
-  sum_in_rank_order(
-      addends, wire,
-      {first.mutable_data_ptr(), first.scalar_type(), first.numel(), Into::kOverwrite});
-  if (first.nbytes() == 0) return;
-  for (std::size_t to = 1; to < batches.size(); ++to) {
-    const auto& target = std::get<AllReduce>(batches[to].ops[op]).result();
-    std::memcpy(at_byte(target, 0), at_byte(first, 0), first.nbytes());
-  }
-}
-
-void run_all_to_all(const std::vector<Batch>& batches, std::size_t op) {
-  std::vector<std::size_t> taken(batches.size(), 0);  // of each sender's input
-  for (std::size_t to = 0; to < batches.size(); ++to) {
-    const auto& target = std::get<AllToAll>(batches[to].ops[op]);
-    std::size_t filled = 0;
-    for (std::size_t from = 0; from < batches.size(); ++from) {
-      const auto& source = std::get<AllToAll>(batches[from].ops[op]);
-      const auto bytes = static_cast<std::size_t>(source.sends[to]) *
-                         static_cast<std::size_t>(source.input.element_size());
-      if (bytes > 0) {
-        std::memcpy(at_byte(target.output, 0) + filled, at_byte(source.input, 0) + taken[from],
-                    bytes);
-      }
-      filled += bytes;
-      taken[from] += bytes;
-    }
-  }
-}
-
-void run_relayed_gather(const std::vector<Batch>& batches, std::size_t op) {
-  std::int64_t begin = 0;
-  for (std::size_t from = 0; from < batches.size(); ++from) {
-    const auto& source = std::get<RelayedGather>(batches[from].ops[op]);
-    const std::int64_t length = source.lengths[from];
-    for (const Batch& to : batches) {
-      const auto& target = std::get<RelayedGather>(to.ops[op]).bytes;
-      if (&to == &batches[from] || length == 0) continue;
-      std::memcpy(at_byte(target, 0) + begin, at_byte(source.bytes, 0) + begin,
-                  static_cast<std::size_t>(length));
-    }
-    begin += length;
-  }
-}
-
-void run_combine(const std::vector<Batch>& batches, std::size_t op) {
-  const auto& [all, way] = std::get<Combine>(batches.front().ops[op]);
-  for (std::size_t i = 1; i < batches.size(); ++i) {
-    const auto& other = std::get<Combine>(batches[i].ops[op]).values;
-    way == Combine::Way::kSum ? all.add_(other) : all.bitwise_or_(other);
-  }
-  for (const Batch& batch : batches) std::get<Combine>(batch.ops[op]).values.copy_(all);
+/// Calls act(ops) with the op of every rank at `index`: all of one type, since their entries agree.
+template <class Act>
+auto with_all(const std::vector<Batch>& batches, std::size_t index, Act act) {
+  const auto with = [&]<class One>(const One& /*first*/) {
+    std::vector<const One*> of_all_ranks;
+    for (const Batch& batch : batches) of_all_ranks.push_back(&std::get<One>(batch.ops[index]));
+    return act(of_all_ranks);
+  };
+  return std::visit(with, batches.front().ops[index]);
 }
 
 void run(const std::vector<Batch>& batches) {
   for (std::size_t op = 0; op < batches.front().ops.size(); ++op) {
-    if (std::holds_alternative<AllGather>(batches.front().ops[op])) {
-      run_all_gather(batches, op);
-    } else if (std::holds_alternative<ReduceScatter>(batches.front().ops[op])) {
-      run_reduce_scatter(batches, op);
-    } else if (std::holds_alternative<AllToAll>(batches.front().ops[op])) {
-      run_all_to_all(batches, op);
-    } else if (std::holds_alternative<RelayedGather>(batches.front().ops[op])) {
-      run_relayed_gather(batches, op);
-    } else if (std::holds_alternative<Combine>(batches.front().ops[op])) {
-      run_combine(batches, op);
-    } else {
-      run_all_reduce(batches, op);
-    }
+    with_all(batches, op, []<class One>(const std::vector<const One*>& ranks) { One::run(ranks); });
   }
 }
 
 /// The first pair of ranks of which one sends what the other does not expect.
 std::string count_disagreement(const Hub::Room& room, const Hub::Meeting& meeting) {
   const auto& batches = meeting.batches;
-  for (std::size_t op = 0; op < batches.front().ops.size(); ++op) {
-    if (!std::holds_alternative<AllToAll>(batches.front().ops[op])) continue;
-    for (std::size_t from = 0; from < batches.size(); ++from) {
-      for (std::size_t to = 0; to < batches.size(); ++to) {
-        const auto sent = std::get<AllToAll>(batches[from].ops[op]).sends[to];
-        const auto expected = std::get<AllToAll>(batches[to].ops[op]).receives[from];
-        if (sent == expected) continue;
-        return concat("ranks disagree: all_to_all of ", batches.front().label.unit, ": rank ",
-                      room.members[from], " sends ", sent, " elements but rank ", room.members[to],
-                      " expects ", expected, " (group ", room.name, ")");
-      }
-    }
+  const Batch& first = batches.front();
+  for (std::size_t op = 0; op < first.ops.size(); ++op) {
+    const auto found = with_all(batches, op, []<class One>(const std::vector<const One*>& ranks) {
+      return One::find_difference(ranks);
+    });
+    if (!found) continue;
+    const auto facts = std::visit([](const auto& one) { return one.facts(); }, first.ops[op]);
+    return concat("ranks disagree: ", to_string(facts.kind), " of ", first.label.unit, ": rank ",
+                  room.members[found->from], " sends ", found->sent, " elements but rank ",
+                  room.members[found->to], " expects ", found->expected, " (group ", room.name,
+                  ")");
   }
   return {};
 }
@@ -177,43 +81,14 @@ std::string disagreement(const Hub::Room& room, const Hub::Meeting& meeting) {
 
 Batch cloned(const Batch& batch) {
   Batch copy = batch;
-  for (Op& op : copy.ops) {
-    if (auto* gather = std::get_if<AllGather>(&op)) {
-      gather->buffer = gather->buffer.clone();
-    } else if (auto* reduce = std::get_if<ReduceScatter>(&op)) {
-      reduce->input = reduce->input.clone();
-      reduce->output = reduce->output.clone();
-    } else if (auto* exchange = std::get_if<AllToAll>(&op)) {
-      exchange->input = exchange->input.clone();
-      exchange->output = exchange->output.clone();
-    } else if (auto* relayed = std::get_if<RelayedGather>(&op)) {
-      relayed->bytes = relayed->bytes.clone();
-    } else if (auto* combine = std::get_if<Combine>(&op)) {
-      combine->values = combine->values.clone();
-    } else {
-      auto& all = std::get<AllReduce>(op);
-      all.data = all.data.clone();
-      if (all.output.defined()) all.output = all.output.clone();
-    }
-  }
+  for (Op& op : copy.ops) op = std::visit([](const auto& one) -> Op { return one.cloned(); }, op);
   return copy;
 }
 
 void deliver(const Batch& staged, const Batch& batch) {
   for (std::size_t i = 0; i < batch.ops.size(); ++i) {
-    if (const auto* gather = std::get_if<AllGather>(&batch.ops[i])) {
-      gather->buffer.copy_(std::get<AllGather>(staged.ops[i]).buffer);
-    } else if (const auto* reduce = std::get_if<ReduceScatter>(&batch.ops[i])) {
-      reduce->output.copy_(std::get<ReduceScatter>(staged.ops[i]).output);
-    } else if (const auto* exchange = std::get_if<AllToAll>(&batch.ops[i])) {
-      exchange->output.copy_(std::get<AllToAll>(staged.ops[i]).output);
-    } else if (const auto* relayed = std::get_if<RelayedGather>(&batch.ops[i])) {
-      relayed->bytes.copy_(std::get<RelayedGather>(staged.ops[i]).bytes);
-    } else if (const auto* combine = std::get_if<Combine>(&batch.ops[i])) {
-      combine->values.copy_(std::get<Combine>(staged.ops[i]).values);
-    } else {
-      std::get<AllReduce>(batch.ops[i]).result().copy_(std::get<AllReduce>(staged.ops[i]).result());
-    }
+    std::visit([&]<class One>(const One& to) { std::get<One>(staged.ops[i]).deliver(to); },
+               batch.ops[i]);
   }
 }
 
@@ -400,6 +275,25 @@ void Hub::meet(int ranks) {
 void Hub::bend_for_tests(Bend bend) {
   const std::lock_guard lock(mutex_);
   bend_ = std::make_shared<const Bend>(std::move(bend));
+}
+
+namespace {
+
+class HubConnections final : public Connections {
+ public:
+  explicit HubConnections(Hub& hub) : hub_(hub) {}
+  std::shared_ptr<Group> make_group(const GroupPlace& place) override {
+    return hub_.make_group(place.name, place.ranks, place.self(), place.poison);
+  }
+
+ private:
+  Hub& hub_;
+};
+
+}  // namespace
+
+std::unique_ptr<Connections> open_in_process(Hub& hub) {
+  return std::make_unique<HubConnections>(hub);
 }
 
 }  // namespace tessera::comm

@@ -16,6 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "comm/backends/backend.h"
 #include "comm/group.h"
 #include "launch/poison.h"
 
@@ -66,5 +67,8 @@ class Hub {
   std::map<std::string, std::shared_ptr<Room>> rooms_;
   std::shared_ptr<const Bend> bend_ = std::make_shared<Bend>();
 };
+
+/// The backend, on the threads' hub. A run of threads repairs the hub itself.
+std::unique_ptr<Connections> open_in_process(Hub& hub);
 
 }  // namespace tessera::comm

@@ -1,4 +1,4 @@
-#include "comm/point_to_point.h"
+#include "comm/backends/gloo/point_to_point.h"
 
 #include <ATen/ops/zeros.h>
 
@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "base/one_line.h"
-#include "comm/exchange.h"
+#include "comm/backends/gloo/exchange.h"
 #include "comm/relay.h"
 #include "comm/sent_bytes.h"
 #include "tessera/error.h"

@@ -14,10 +14,14 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "comm/backends/backend.h"
 #include "launch/launch_environment.h"
 #include "launch/store.h"
 
 namespace tessera::comm {
+
+/// The backend. Errors: as GlooDevice.
+std::unique_ptr<Connections> open_gloo(const LaunchEnvironment& launch);
 
 /// Groups for control messages, which are relayed, need few of their connections: their ranks
 /// connect when they first send to each other ([Note: connections]). Gloo's own lazy devices are no

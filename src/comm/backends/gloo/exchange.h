@@ -1,12 +1,13 @@
 // Exchange: one batch under way as sends and receives between pairs of ranks.
 //
-// Posting and waiting only; what is posted for which collective is in the .cpp, op by op. Private
+// Posting and waiting only: what is posted for which collective, its op says (ops/steps.h). Private
 // to point_to_point.cpp. Threads: start() on the issuing thread, then wait() on one thread at a
 // time.
 #pragma once
 
 #include <atomic>
 #include <chrono>
+#include <deque>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -15,11 +16,10 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
+#include "comm/backends/gloo/point_to_point.h"
 #include "comm/buffer_pool.h"
 #include "comm/flight_recorder.h"
-#include "comm/point_to_point.h"
-#include "comm/sent_bytes.h"
-#include "comm/sum.h"
+#include "comm/ops/steps.h"
 
 namespace tessera::comm {
 
@@ -75,13 +75,33 @@ class Exchange final : public Work, private Blocked {
     int peer;
     bool finished = false;
   };
-  /// One op's transfers, and where its peers' data is received before it is added.
-  struct UnderWay {
+  /// One op's transfers, and what its steps may ask for.
+  class UnderWay final : public Transfers {
+   public:
+    UnderWay(Exchange& exchange, std::size_t index, std::unique_ptr<Steps> what)
+        : steps(std::move(what)), exchange_(exchange), index_(index) {}
+
+    int size() const override;
+    int self() const override;
+    void receive(int peer, void* to, std::int64_t bytes, int phase) override;
+    void send(int peer, const void* from, std::int64_t bytes, int phase) override;
+    void take_aside(std::int64_t bytes) override;
+    std::byte* aside(std::int64_t offset) override;
+    void finish_receive(std::size_t index) override;
+    void finish_receives() override;
+    void finish_sends() override;
+    void post_more(Earlier earlier, const std::function<void()>& post) override;
+
+    std::unique_ptr<Steps> steps;
     std::vector<Transfer> receives;
     std::vector<Transfer> sends;
     at::Tensor received;
-    bool second_phase = false;
-    std::vector<std::int64_t> begins = {};  ///< relayed parts in `received`, as relay::begins()
+
+   private:
+    int tag_of(int phase) const;
+
+    Exchange& exchange_;
+    const std::size_t index_;
   };
 
   void abort() override;
@@ -89,30 +109,6 @@ class Exchange final : public Work, private Blocked {
 
   /// Errors: PeerLost naming the peer, always.
   [[noreturn]] void blame(int peer, const std::exception& error) const;
-  void post_receive(UnderWay& op, int peer, void* to, std::int64_t bytes, std::size_t index);
-  void post_send(UnderWay& op, int peer, const void* from, std::int64_t bytes, std::size_t index);
-  void post_receives(std::size_t index);
-  void post_sends(std::size_t index);
-  /// What each peer sends of an op whose addends are received beside its result.
-  std::int64_t bytes_aside(std::size_t index) const;
-  void copy_own_stretch(const AllToAll& op) const;
-  void receive_aside(UnderWay& op, std::int64_t bytes, std::size_t index);
-
-  void finish_first_phase(std::size_t index);
-  void add_received(UnderWay& op, const void* own, at::ScalarType wire, const SumInto& result);
-  void start_second_phase(std::size_t index);
-  /// Relayed ops: all receives are posted at once, each round's send when what it passes on is
-  /// here.
-  bool is_relayed(std::size_t index) const;
-  void prepare_relay(std::size_t index);
-  void post_relayed_receives(std::size_t index);
-  void send_round(std::size_t index, int round);
-  void finish_relay(std::size_t index);
-  void deliver_relayed(std::size_t index);
-  Stretch relayed_part(std::size_t index, int round) const;  ///< what arrives, in `received`
-  const void* combined_before(std::size_t index, int round) const;
-  void combine_round(std::size_t index, int round);
-
   void finish(std::vector<Transfer>& transfers);
   void finish(Transfer& transfer);
   [[noreturn]] void fail(const Transfer& transfer, const std::string& what);
@@ -121,8 +117,6 @@ class Exchange final : public Work, private Blocked {
   std::vector<int> not_arrived();
   void release_buffers();
 
-  /// What this rank sums of an all-reduced tensor, in two phases.
-  Stretch own_stretch(const AllReduce& op) const;
   /// What went out is what sent_bytes() says: nobody else counts.
   void check_posted() const;
   int world_rank(int peer) const;
@@ -132,7 +126,7 @@ class Exchange final : public Work, private Blocked {
   Batch batch_;
   std::uint64_t sequence_;
   std::uint64_t fingerprint_;
-  std::vector<UnderWay> under_way_;
+  std::deque<UnderWay> under_way_;
   std::int64_t posted_bytes_ = 0;
   std::mutex mutex_;  // of under_way_'s lists, between wait() and abort()
   std::chrono::milliseconds patience_{0};
