@@ -6,7 +6,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "base/environment.h"
-#include "comm/launch_environment.h"
+#include "launch/launch_environment.h"
 #include "tessera/world.h"
 
 namespace bench {

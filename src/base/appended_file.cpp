@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <array>
 #include <cerrno>
 #include <system_error>
 #include <utility>
@@ -24,6 +25,35 @@ void require_no_link(const fs::path& path) {
   TESSERA_CHECK(!fs::exists(there) || fs::is_regular_file(there), ErrorKind::kIo, shown(path),
                 ": found something that is no regular file, expected a regular file or nothing; "
                 "remove it, or choose another folder");
+}
+
+std::string read_no_link(const fs::path& path) {
+  require_no_link(path);
+  const int descriptor = ::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+  int error_number = errno;
+  if (descriptor < 0 && error_number == ENOENT) return {};
+  const auto require = [&](bool worked) {
+    if (worked) return;
+    if (descriptor >= 0) ::close(descriptor);
+    throw Error(ErrorKind::kIo, concat(shown(path), ": cannot be read as a file (",
+                                       std::generic_category().message(error_number), ")"));
+  };
+  require(descriptor >= 0);
+  struct stat status{};
+  error_number = EINVAL;
+  require(::fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode));
+  std::string bytes;
+  std::array<char, 65536> piece{};
+  for (;;) {
+    const ssize_t got = ::read(descriptor, piece.data(), piece.size());
+    error_number = errno;
+    if (got < 0 && error_number == EINTR) continue;
+    require(got >= 0);
+    if (got == 0) break;
+    bytes.append(piece.data(), static_cast<std::size_t>(got));
+  }
+  ::close(descriptor);
+  return bytes;
 }
 
 AppendedFile::AppendedFile(fs::path path, From from) : path_(std::move(path)) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <filesystem>
+#include <string>
 #include <string_view>
 
 namespace tessera {
@@ -31,5 +32,9 @@ class AppendedFile {
 
 /// Errors: kIo where `path` is there and no regular file itself (a link to one is none).
 void require_no_link(const std::filesystem::path& path);
+
+/// All bytes of such a file, "" where there is none: of the file that was looked at, whatever
+/// stands there since. Errors: as require_no_link(); kIo.
+std::string read_no_link(const std::filesystem::path& path);
 
 }  // namespace tessera

@@ -88,6 +88,8 @@ void init(const Options& options) {
       std::filesystem::create_directories(options.file.parent_path());
     }
     sinks().set(make_logger(options));
+  } catch (const Error& error) {  // of AppendedFile: it names the file
+    throw Error(error.kind(), concat("log file ", error.what()));
   } catch (const std::exception& error) {  // spdlog's and the file system's
     throw Error(ErrorKind::kIo,
                 concat("cannot open the log file ", shown(options.file), ": ", error.what()));

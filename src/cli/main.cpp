@@ -9,16 +9,20 @@
 #include "cli/standard_output.h"
 #include "cli/verbs.h"
 #include "cli/version.h"
-#include "comm/nccl.h"
-#include "comm/refusal.h"
+#include "comm/backends/backend.h"
+#include "launch/refusal.h"
 #include "tessera/error.h"
 
 namespace tessera::cli {
 namespace {
 
 std::string version_text() {
-  return concat("tessera ", kProjectVersion, " (git ", kGitHash, "), torch ", TORCH_VERSION,
-                ", backends: gloo", comm::nccl_usable() ? " nccl" : "");
+  std::string text = concat("tessera ", kProjectVersion, " (git ", kGitHash, "), torch ",
+                            TORCH_VERSION, ", backends:");
+  for (const comm::BackendRow& backend : comm::backends()) {
+    if (backend.usable()) text += concat(" ", backend.name);
+  }
+  return text;
 }
 
 struct RunVerb {

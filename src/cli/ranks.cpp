@@ -3,8 +3,8 @@
 #include "base/environment.h"
 #include "cli/exit_code.h"
 #include "comm/failure_report.h"
-#include "comm/launch_environment.h"
-#include "comm/spawn.h"
+#include "launch/launch_environment.h"
+#include "launch/spawn.h"
 #include "tessera/error.h"
 #include "train/config_resolve.h"
 

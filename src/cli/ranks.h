@@ -1,7 +1,7 @@
 // From one command to ranks that run it: whoever launched us, or own spawn, or this process alone.
 //
 // The parent of own spawn only waits and touches nothing of libtorch; its children run the same
-// command line and come back here as ranks. Next: comm/launch_environment.h, comm/spawn.h.
+// command line and come back here as ranks. Next: launch/launch_environment.h, launch/spawn.h.
 #pragma once
 
 #include <functional>

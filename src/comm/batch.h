@@ -11,17 +11,9 @@
 #include <vector>
 
 #include "comm/group.h"
-#include "comm/poison.h"
+#include "launch/poison.h"
 
 namespace tessera::comm {
-
-struct OpFacts {
-  Kind kind = Kind::kAllGather;
-  std::int64_t bytes = 0;  ///< of the whole buffer; 0 for an all-to-all, where ranks differ
-  at::ScalarType wire = at::ScalarType::Float;
-  at::ScalarType result = at::ScalarType::Float;
-  bool relayed = false;
-};
 
 /// A batch as it is compared and printed: without its tensors.
 struct Entry {

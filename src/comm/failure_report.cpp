@@ -15,12 +15,12 @@
 #include "base/log.h"
 #include "base/one_line.h"
 #include "base/terminal_line.h"
-#include "comm/bounded_calls.h"
-#include "comm/failure_record.h"
-#include "comm/launch_environment.h"
-#include "comm/poison.h"
 #include "comm/process_world.h"
-#include "comm/refusal.h"
+#include "launch/bounded_calls.h"
+#include "launch/failure_record.h"
+#include "launch/launch_environment.h"
+#include "launch/poison.h"
+#include "launch/refusal.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {

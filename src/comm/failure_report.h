@@ -6,7 +6,7 @@
 
 #include <exception>
 
-#include "comm/failure_record.h"
+#include "launch/failure_record.h"
 #include "tessera/world.h"
 
 namespace tessera::comm {

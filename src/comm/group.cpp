@@ -13,26 +13,6 @@
 
 namespace tessera::comm {
 
-std::string_view to_string(Kind kind) {
-  switch (kind) {
-    case Kind::kAllGather:
-      return "all_gather";
-    case Kind::kReduceScatter:
-      return "reduce_scatter";
-    case Kind::kAllReduce:
-      return "all_reduce";
-    case Kind::kAllToAll:
-      return "all_to_all";
-    case Kind::kAnyOf:
-      return "any_of";
-    case Kind::kSumOf:
-      return "sum_of";
-    case Kind::kBatch:
-      return "batch";
-  }
-  return "unknown";
-}
-
 std::int64_t Batch::bytes() const {
   std::int64_t sum = 0;
   for (const Op& op : ops) sum += static_cast<std::int64_t>(first_tensor(op).nbytes());
@@ -40,15 +20,7 @@ std::int64_t Batch::bytes() const {
 }
 
 const at::Tensor& first_tensor(const Op& op) {
-  struct First {
-    const at::Tensor& operator()(const AllGather& one) const { return one.buffer; }
-    const at::Tensor& operator()(const ReduceScatter& one) const { return one.input; }
-    const at::Tensor& operator()(const AllReduce& one) const { return one.data; }
-    const at::Tensor& operator()(const AllToAll& one) const { return one.input; }
-    const at::Tensor& operator()(const RelayedGather& one) const { return one.bytes; }
-    const at::Tensor& operator()(const Combine& one) const { return one.values; }
-  };
-  return std::visit(First(), op);
+  return std::visit([](const auto& one) -> const at::Tensor& { return one.first_tensor(); }, op);
 }
 
 namespace {

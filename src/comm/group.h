@@ -7,8 +7,6 @@
 // order] of fsdp/order.h). Threads: a group is issued to from one thread only. Next: queue.h.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -16,18 +14,14 @@
 #include <variant>
 #include <vector>
 
-namespace tessera::comm {
+#include "comm/ops/all_gather.h"
+#include "comm/ops/all_reduce.h"
+#include "comm/ops/all_to_all.h"
+#include "comm/ops/combine.h"
+#include "comm/ops/reduce_scatter.h"
+#include "comm/ops/relayed_gather.h"
 
-enum class Kind : std::uint8_t {
-  kAllGather,
-  kReduceScatter,
-  kAllReduce,
-  kAllToAll,
-  kAnyOf,
-  kSumOf,
-  kBatch
-};
-std::string_view to_string(Kind kind);
+namespace tessera::comm {
 
 /// Who calls: compared over ranks, printed when ranks disagree.
 struct Label {
@@ -40,72 +34,10 @@ struct Label {
   std::string controls = {};
 };
 
-/// In place: `buffer` is contiguous, numel = size() x slice; rank r's slice is at r x slice, the
-/// own slice is filled by the caller. Bytes a rank sends: (size - 1) x slice bytes.
-struct AllGather {
-  at::Tensor buffer;
-  std::uint32_t bucket = 0;  ///< of its unit, for traces
-};
-
-enum class Into : std::uint8_t { kOverwrite, kAdd };
-
-/// `input` [size x slice] in the wire dtype, `output` [slice] in the accumulation dtype:
-/// output (=, +=) sum over ranks, in rank order, of their input's slice of this rank; every addend
-/// is widened to the output's dtype before it is added. `input` is left as it was; neither may be
-/// touched before wait() returned. Bytes a rank sends: (size - 1) x slice bytes.
-struct ReduceScatter {
-  at::Tensor input;
-  at::Tensor output;
-  Into into = Into::kOverwrite;
-  std::uint32_t bucket = 0;  ///< of its unit, for traces
-};
-
-/// How what everyone sends to everyone travels: straight, in one round of size - 1 messages, or
-/// over other ranks, in ceil(log2 size) rounds of one message (relay.h). The bytes are the same.
-enum class Route : std::uint8_t { kDirect, kRelayed };
-
-/// Sum over ranks of `data`, in rank order, the same bits on every rank: in place, or into `output`
-/// (as many elements, the dtype in which sums are formed; `data` is left as it was). Every addend
-/// is widened to the result's dtype before it is added, so addends travel in `data`'s dtype. Bytes
-/// a rank sends, for size H: (H - 1) x data for H = 2 or up to 256 KiB in all; else (H - 1) / H x
-/// (data + result), since sums travel as they are: rounding them again would be one rounding more
-/// than a reduce-scatter has.
-struct AllReduce {
-  at::Tensor data;
-  at::Tensor output = {};        ///< undefined: in place
-  Route route = Route::kDirect;  ///< up to 256 KiB in all; what is larger goes straight
-  const at::Tensor& result() const { return output.defined() ? output : data; }
-};
-
-/// Every rank sends a stretch of its own to every rank. `input` holds them in rank order, sends[r]
-/// elements for rank r; `output` takes them in rank order, receives[r] elements from rank r. What r
-/// expects of s is what s sends to r: both know it beforehand (counts travel in another exchange).
-/// Bytes a rank sends: all of `input` but its own stretch.
-struct AllToAll {
-  at::Tensor input;
-  std::vector<std::int64_t> sends;
-  at::Tensor output;
-  std::vector<std::int64_t> receives;
-};
-
-/// For small messages: everyone's bytes to everyone, relayed. `bytes` holds them in rank order,
-/// rank r's lengths[r] long; the own ones are filled by the caller. Every rank knows all lengths.
-/// Bytes a rank sends: about sum of lengths x (size - 1) / size, in ceil(log2 size) messages.
-struct RelayedGather {
-  at::Tensor bytes;
-  std::vector<std::int64_t> lengths;
-};
-
-/// In place, over ranks, combined on the way: bitwise or of bytes, or the sum of whole numbers
-/// (int64 [2, n]: the numbers, then as many zeros; the sums come out in the first row). Bytes a
-/// rank sends: ceil(log2 size) x values.
-struct Combine {
-  enum class Way : std::uint8_t { kAny, kSum };
-  at::Tensor values;
-  Way way = Way::kAny;
-};
-
-using Op = std::variant<AllGather, ReduceScatter, AllReduce, AllToAll, RelayedGather, Combine>;
+/// A type that lacks what an operation must answer is none, and does not compile here.
+template <Operation... Each>
+using OneOf = std::variant<Each...>;
+using Op = OneOf<AllGather, ReduceScatter, AllReduce, AllToAll, RelayedGather, Combine>;
 
 /// What goes out of an op.
 const at::Tensor& first_tensor(const Op& op);

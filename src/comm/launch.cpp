@@ -3,9 +3,9 @@
 #include "base/environment.h"
 #include "base/one_line.h"
 #include "comm/failure_report.h"
-#include "comm/launch_environment.h"
-#include "comm/refusal.h"
-#include "comm/spawn.h"
+#include "launch/launch_environment.h"
+#include "launch/refusal.h"
+#include "launch/spawn.h"
 #include "tessera/error.h"
 #include "tessera/world.h"
 

@@ -4,14 +4,11 @@
 #include <exception>
 #include <numeric>
 
-#include "base/environment.h"
 #include "base/one_line.h"
-#include "comm/bounded_calls.h"
 #include "comm/failure_report.h"
-#include "comm/nccl.h"
-#include "comm/point_to_point.h"
 #include "comm/queue.h"
 #include "comm/world_state.h"
+#include "launch/bounded_calls.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -26,48 +23,8 @@ constexpr std::chrono::seconds kGoodbye{30};
 // collective by then says in which, before the watch says only that the store is gone.
 constexpr std::chrono::seconds kBoardFirst{1};
 
-/// "auto" is Gloo as long as models live on the CPU.
-bool takes_nccl(const std::string& backend) { return backend == "nccl"; }
-
-// For telling the others of a failure: the store may have gone with rank 0, and the error itself
-// must not be held up by that. One request, which waits for no watch: the same for any number of
-// ranks, as the store is asked as much a second by many as by few ([Note: watch times]).
-constexpr std::chrono::milliseconds kTellOthers{2000};
-
-// Of many ranks that ask at the same time each asks for the signs of life of so many others.
-constexpr std::size_t kAskedFor = 8;
-
-/// The ranks before `self` in a ring of `ranks`, and `self`.
-std::vector<int> neighbours(std::vector<int> ranks, int self) {
-  std::ranges::rotate(ranks, std::ranges::upper_bound(ranks, self));
-  if (ranks.size() > kAskedFor) ranks.erase(ranks.begin(), ranks.end() - kAskedFor);
-  std::ranges::sort(ranks);
-  return ranks;
-}
-
-/// Gloo does not say for whom it waited: "; no sign of life from rank 1". "" where all live.
-std::string silence(Store& store, const std::vector<int>& ranks, std::chrono::milliseconds time) {
-  std::string text;
-  for (const int rank : silent_ranks(store, ranks, time)) {
-    text += concat(text.empty() ? "; no sign of life from rank " : ", ", rank);
-  }
-  return text;
-}
-
 std::optional<FailureRecord> decoded(const std::optional<std::string>& bytes) {
   return bytes ? decode_failure(*bytes) : std::nullopt;
-}
-
-/// Stands on the board so that the watch listens for the peers' heartbeats meanwhile.
-class Meeting : public Blocked {
- public:
-  void abort() override {}  // Store::meet() looks at the poison by itself
-};
-
-void meet_on_board(WaitBoard& board, const std::function<void()>& meet) {
-  Meeting meeting;
-  const OnBoard waiting(board, meeting);
-  meet();
 }
 
 }  // namespace
@@ -77,13 +34,10 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
       launch_(launch),
       options_(options),
       exceptions_before_(std::uncaught_exceptions()),
+      backend_(backend_named(options.backend)),
       everyone_(static_cast<std::size_t>(launch.world_size)) {
   std::iota(everyone_.begin(), everyone_.end(), 0);
-  if (takes_nccl(options.backend)) {
-    require_nccl();
-  } else {
-    device_ = std::make_shared<GlooDevice>(launch);
-  }
+  connections_ = backend_.open(launch);
   store_ = Store::connect(launch, options.init_timeout, options.timeout);
   state_->store = store_;
   state_->init_timeout = options.init_timeout;
@@ -151,7 +105,7 @@ void ProcessWorld::leave_together() {
   try {
     meet_on_board(*state_->board, [&] { wait_for_the_last("goodbye"); });
     watch_->stop();
-    gloo_groups_.clear();
+    connections_->close();
     state_->made.clear();
     if (rank_ == 0) {
       store_->meet("gone", rank_, everyone_, kGoodbye, *state_->poison);
@@ -165,48 +119,8 @@ void ProcessWorld::leave_together() {
 
 std::shared_ptr<Group> ProcessWorld::make_group(const std::vector<int>& ranks,
                                                 const std::string& name) {
-  ChannelOptions channel;
-  channel.name = name;
-  channel.members = ranks;
-  channel.self = static_cast<int>(std::find(ranks.begin(), ranks.end(), rank_) - ranks.begin());
-  channel.timeout = options_.timeout;
-  channel.compare_entries =
-      options_.compare_entries || base::environment_switch("TESSERA_COMPARE_ENTRIES");
-  channel.poison = state_->poison;
-  channel.board = state_->board;
-  if (!device_) {
-    meet_on_board(*state_->board, [&] {
-      store_->meet(concat("group ", name), rank_, ranks, options_.init_timeout, *state_->poison);
-    });
-    return make_nccl_group(channel, store_->for_group(concat("nccl/", name), state_->poison),
-                           local_rank_);
-  }
-  const bool when_used = connects_when_used(name);
-  const auto key_of = [name](int epoch) { return concat("group ", name, " (", epoch, ")"); };
-  channel.open =
-      [store = store_, device = device_, timeout = options_.timeout,
-       patience = options_.init_timeout, poison = state_->poison, rank = rank_, ranks, when_used,
-       key_of, heartbeats = times_.heartbeats(), self = channel.self](
-          int epoch,
-          const std::function<void(int)>& waits_for) -> c10::intrusive_ptr<c10d::Backend> {
-    const std::string key = key_of(epoch);
-    store->meet(key, rank, ranks, patience, *poison);
-    if (when_used) return {};
-    try {
-      return connect_all(*store, *device, {key, self, static_cast<int>(ranks.size()), timeout},
-                         poison, waits_for);
-    } catch (const PeerLost& error) {
-      throw PeerLost(
-          concat(key, ": ", error.what(), silence(*store, neighbours(ranks, rank), heartbeats)));
-    }
-  };
-  if (when_used) {
-    channel.open_pair =
-        pair_opener(store_, device_, options_.timeout, state_->poison, channel.self, key_of);
-  }
-  auto group = std::make_shared<PointToPointGroup>(std::move(channel));
-  gloo_groups_.push_back(group);
-  return group;
+  return connections_->make_group(
+      {name, ranks, rank_, options_, store_, state_->poison, state_->board, times_.heartbeats()});
 }
 
 void ProcessWorld::poison_here(const std::string& why, int epoch) {
@@ -229,8 +143,7 @@ void ProcessWorld::poison(const std::string& why) {
 }
 
 void ProcessWorld::recover() {
-  TESSERA_CHECK(device_ != nullptr, ErrorKind::kUsage,
-                "recover: not with NCCL; start the run anew");
+  connections_->require_recovery();
   // Whoever still waits for this rank is to leave, too.
   if (!poisoned()) poison("recovers from an error of its own");
   const Poison never;  // our own poison is set
@@ -240,7 +153,7 @@ void ProcessWorld::recover() {
   const std::lock_guard lock(epoch_mutex_);
   epoch_ = next;
   watch_->set_epoch(next);
-  for (const auto& group : gloo_groups_) group->reset(next);
+  connections_->reset(next);
   queue_->recover();
   ++recoveries_;
   state_->poison->clear();
@@ -253,8 +166,9 @@ void ProcessWorld::stay_for_readers() const {
 
 std::optional<std::string> ProcessWorld::in_time(std::function<std::string()> call) noexcept {
   if (store_is_silent_) return std::nullopt;
+  // The store may have gone with rank 0, and the error itself must not be held up by that.
   try {
-    auto answer = BoundedCalls().run(std::move(call), kTellOthers);
+    auto answer = BoundedCalls().run(std::move(call), times_.telling());
     if (!answer) store_is_silent_ = true;
     return answer;
   } catch (...) {

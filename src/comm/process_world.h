@@ -1,6 +1,6 @@
 // ProcessWorld: a World whose ranks are processes. Private to comm/.
 //
-// Store, watch and Gloo (or NCCL) connections. How it ends well and how it ends badly are two
+// Store, watch and the connections of a backend. How it ends well and how it ends badly are two
 // different things: the destructor leaves together with the others, report_failure() leaves alone.
 // Next: failure_report.h.
 #pragma once
@@ -13,16 +13,14 @@
 #include <string>
 #include <vector>
 
-#include "comm/failure_record.h"
-#include "comm/failure_watch.h"
-#include "comm/gloo.h"
-#include "comm/launch_environment.h"
-#include "comm/store.h"
+#include "comm/backends/backend.h"
+#include "launch/failure_record.h"
+#include "launch/failure_watch.h"
+#include "launch/launch_environment.h"
+#include "launch/store.h"
 #include "tessera/world.h"
 
 namespace tessera::comm {
-
-class PointToPointGroup;
 
 class ProcessWorld : public World {
  public:
@@ -30,7 +28,7 @@ class ProcessWorld : public World {
   ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& options);
   ~ProcessWorld() override;
 
-  std::string backend() const override { return device_ ? "gloo" : "nccl"; }
+  std::string backend() const override { return std::string(backend_.name); }
   void poison(const std::string& why) override;
   void recover() override;
 
@@ -60,12 +58,12 @@ class ProcessWorld : public World {
   const LaunchEnvironment launch_;
   const WorldOptions options_;
   const int exceptions_before_;
+  const BackendRow& backend_;
   std::vector<int> everyone_;
   WatchTimes times_;
   std::shared_ptr<Store> store_;
   std::unique_ptr<FailureWatch> watch_;
-  std::shared_ptr<GlooDevice> device_;
-  std::vector<std::shared_ptr<PointToPointGroup>> gloo_groups_;
+  std::unique_ptr<Connections> connections_;
   std::mutex epoch_mutex_;  ///< held while the World is poisoned and while it is repaired
   std::atomic<int> epoch_{0};
   std::atomic<bool> store_is_silent_{false};

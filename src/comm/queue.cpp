@@ -12,8 +12,8 @@
 #include <thread>
 
 #include "base/one_line.h"
-#include "comm/poison.h"
 #include "comm/traced_collective.h"
+#include "launch/poison.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {

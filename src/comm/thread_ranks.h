@@ -8,7 +8,7 @@
 #include <functional>
 #include <memory>
 
-#include "comm/in_process.h"
+#include "comm/backends/in_process/in_process.h"
 #include "tessera/world.h"
 
 namespace tessera::comm {

@@ -1,10 +1,8 @@
 #include "comm/thread_world.h"
 
-#include <algorithm>
 #include <numeric>
 
-#include "base/environment.h"
-#include "comm/point_to_point.h"
+#include "comm/backends/gloo/gloo.h"
 #include "comm/queue.h"
 #include "comm/world_state.h"
 #include "tessera/error.h"
@@ -22,8 +20,9 @@ ThreadWorld::ThreadWorld(std::shared_ptr<ThreadRun> run, int rank)
     : World(rank, run->size, rank), run_(std::move(run)) {
   state_->store = run_->store;
   state_->init_timeout = run_->options.init_timeout;
-  if (run_->backend == ThreadBackend::kGloo && size_ > 1) {
-    device_ = std::make_shared<GlooDevice>(LaunchEnvironment{});
+  const bool over_gloo = run_->backend == ThreadBackend::kGloo && size_ > 1;
+  connections_ = over_gloo ? open_gloo(LaunchEnvironment{}) : open_in_process(run_->hub);
+  if (over_gloo) {
     WatchOptions watch = watch_options(rank, run_->size);
     watch.blocked_after = run_->options.blocked_after;
     watch.poll = std::min(watch.poll, watch.blocked_after / 4 + std::chrono::milliseconds(1));
@@ -82,7 +81,7 @@ void ThreadWorld::recover() {
 
 void ThreadWorld::repair(int epoch) {
   queue_->recover();
-  for (const auto& group : gloo_groups_) group->reset(epoch);
+  connections_->reset(epoch);
   if (watch_) watch_->set_epoch(epoch);
   ++recoveries_;
   state_->poison->clear();
@@ -90,36 +89,8 @@ void ThreadWorld::repair(int epoch) {
 
 std::shared_ptr<Group> ThreadWorld::make_group(const std::vector<int>& ranks,
                                                const std::string& name) {
-  const int self = static_cast<int>(std::find(ranks.begin(), ranks.end(), rank_) - ranks.begin());
-  if (!device_) return run_->hub.make_group(name, ranks, self, state_->poison);
-  ChannelOptions channel;
-  channel.name = name;
-  channel.members = ranks;
-  channel.self = self;
-  channel.timeout = run_->options.timeout;
-  channel.compare_entries =
-      run_->options.compare_entries || base::environment_switch("TESSERA_COMPARE_ENTRIES");
-  channel.poison = state_->poison;
-  channel.board = state_->board;
-  const bool when_used = connects_when_used(name);
-  const auto key_of = [name](int epoch) { return concat("group ", name, " (", epoch, ")"); };
-  channel.open = [run = run_.get(), device = device_, poison = state_->poison, rank = rank_, ranks,
-                  when_used, key_of, self](int epoch, const std::function<void(int)>& waits_for)
-      -> c10::intrusive_ptr<c10d::Backend> {
-    const std::string key = key_of(epoch);
-    run->store->meet(key, rank, ranks, poison->patience.of(run->options.timeout), *poison);
-    if (when_used) return {};
-    return connect_all(*run->store, *device,
-                       {key, self, static_cast<int>(ranks.size()), run->options.timeout}, poison,
-                       waits_for);
-  };
-  if (when_used) {
-    channel.open_pair =
-        pair_opener(run_->store, device_, run_->options.timeout, state_->poison, self, key_of);
-  }
-  auto group = std::make_shared<PointToPointGroup>(std::move(channel));
-  gloo_groups_.push_back(group);
-  return group;
+  return connections_->make_group(
+      {name, ranks, rank_, run_->options, run_->store, state_->poison, state_->board});
 }
 
 }  // namespace tessera::comm

@@ -8,15 +8,14 @@
 #include <string>
 #include <vector>
 
-#include "comm/failure_watch.h"
-#include "comm/gloo.h"
-#include "comm/in_process.h"
-#include "comm/store.h"
+#include "comm/backends/backend.h"
+#include "comm/backends/in_process/in_process.h"
+#include "launch/failure_watch.h"
+#include "launch/store.h"
 #include "tessera/world.h"
 
 namespace tessera::comm {
 
-class PointToPointGroup;
 class ThreadWorld;
 
 /// What the ranks share.
@@ -58,8 +57,7 @@ class ThreadWorld : public World {
 
  private:
   std::shared_ptr<ThreadRun> run_;
-  std::shared_ptr<GlooDevice> device_;
-  std::vector<std::shared_ptr<PointToPointGroup>> gloo_groups_;
+  std::unique_ptr<Connections> connections_;
   std::unique_ptr<FailureWatch> watch_;
 };
 

@@ -29,9 +29,7 @@ double in_ms(TraceClock::duration time) {
 }
 
 std::uint32_t bucket_of(const Op& op, std::uint32_t otherwise) {
-  if (const auto* gather = std::get_if<AllGather>(&op)) return gather->bucket;
-  if (const auto* reduce = std::get_if<ReduceScatter>(&op)) return reduce->bucket;
-  return otherwise;
+  return std::visit([&](const auto& one) { return one.bucket_or(otherwise); }, op);
 }
 
 }  // namespace

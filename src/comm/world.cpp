@@ -6,11 +6,12 @@
 #include "base/environment.h"
 #include "base/joined.h"
 #include "base/log.h"
+#include "comm/backends/backend.h"
 #include "comm/batch.h"
 #include "comm/process_world.h"
 #include "comm/queue.h"
-#include "comm/slurm_hosts.h"
 #include "comm/world_state.h"
+#include "launch/slurm_hosts.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -98,9 +99,7 @@ World::~World() = default;
 std::shared_ptr<World> World::connect(const WorldOptions& options) {
   auto launch = comm::read_launch_environment(base::environment(),
                                               {options.master_addr, options.master_port});
-  TESSERA_CHECK(options.backend == "auto" || options.backend == "gloo" || options.backend == "nccl",
-                ErrorKind::kUsage, "world: found backend ", options.backend,
-                ", expected auto, gloo or nccl");
+  comm::backend_named(options.backend);  // also where nobody is to be connected
   if (launch.world_size == 1) return std::make_shared<SoloWorld>();
   comm::find_first_host(launch, comm::kScontrolPatience);
   return std::make_shared<comm::ProcessWorld>(launch, options);

@@ -8,10 +8,10 @@
 #include <string>
 
 #include "comm/group.h"
-#include "comm/poison.h"
-#include "comm/start_up_log.h"
-#include "comm/store.h"
-#include "comm/wait_board.h"
+#include "launch/poison.h"
+#include "launch/start_up_log.h"
+#include "launch/store.h"
+#include "launch/wait_board.h"
 #include "tessera/world.h"
 
 namespace tessera {

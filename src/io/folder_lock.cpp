@@ -9,6 +9,7 @@
 #include <system_error>
 #include <thread>
 
+#include "base/appended_file.h"
 #include "base/printable.h"
 #include "tessera/error.h"
 
@@ -47,6 +48,7 @@ std::filesystem::path lock_file(const std::filesystem::path& folder) { return fo
 FolderLock::FolderLock(const std::filesystem::path& folder, std::chrono::milliseconds patience,
                        const std::string& remedy) {
   const auto path = lock_file(folder);
+  require_no_link(path);
   descriptor_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666);
   int error_number = errno;
   const auto failed = [&](std::string_view what) {

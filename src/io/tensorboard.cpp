@@ -72,7 +72,9 @@ std::vector<std::string> event_files(const fs::path& folder) {
   std::vector<std::string> names;
   for (const auto& entry : fs::directory_iterator(folder)) {
     const std::string name = entry.path().filename();
-    if (name.starts_with(kPrefix)) names.push_back(name);
+    if (!name.starts_with(kPrefix)) continue;
+    require_no_link(entry.path());  // nor removed: who placed it there meant it for something
+    names.push_back(name);
   }
   std::sort(names.begin(), names.end());
   return names;

@@ -3,8 +3,8 @@
 #include <array>
 #include <cmath>
 #include <cstdio>
-#include <fstream>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <string>
 #include <system_error>
 
@@ -75,7 +75,7 @@ namespace {
 
 /// The lines up to step `done`, in order; a line that a crash tore ends them.
 std::string lines_up_to(const std::filesystem::path& path, std::int64_t done) {
-  std::ifstream file(path, std::ios::binary);
+  std::istringstream file(read_no_link(path));
   std::string kept;
   for (std::string line; std::getline(file, line);) {
     const auto json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
@@ -99,7 +99,6 @@ MetricsFile::MetricsFile(const std::filesystem::path& folder, std::int64_t done)
   TESSERA_CHECK(!error, ErrorKind::kIo, folder.string(), ": cannot be made (", error.message(),
                 ")");
   const auto path = folder / "metrics.jsonl";
-  require_no_link(path);  // cutting back would take over its target's lines
   if (done > 0) cut_back(path, done);
   file_.emplace(path, done > 0 ? AppendedFile::From::kEnd : AppendedFile::From::kEmpty);
 }

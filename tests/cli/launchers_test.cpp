@@ -9,7 +9,7 @@
 #include "cli/listening.h"
 #include "cli/process.h"
 #include "cli/program.h"
-#include "comm/listener.h"
+#include "launch/listener.h"
 
 namespace tessera::cli::launchers_test {
 namespace {

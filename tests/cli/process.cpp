@@ -15,7 +15,7 @@
 #include <thread>
 
 #include "base/environment.h"
-#include "comm/listener.h"
+#include "launch/listener.h"
 
 namespace tessera::cli {
 namespace {

@@ -6,9 +6,9 @@
 
 #include <future>
 
-#include "comm/failure_watch.h"
 #include "comm/group.h"
 #include "dist/modules.h"
+#include "launch/failure_watch.h"
 #include "proof.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"

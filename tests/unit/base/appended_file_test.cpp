@@ -53,14 +53,30 @@ TEST(AppendedFile, ALinkOrAPipeIsRefusedByName) {
   EXPECT_FALSE(fs::exists(folder / "nothing"));
 }
 
+TEST(ReadNoLink, GivesTheBytesOfAFileAndOfNothingElse) {
+  const testing::TemporaryFolder folder;
+  const std::string bytes(100000, 'x');
+  folder.write("file", bytes);
+  fs::create_symlink(folder / "file", folder / "link");
+  ASSERT_EQ(::mkfifo((folder / "pipe").c_str(), 0600), 0);
+  EXPECT_EQ(read_no_link(folder / "file"), bytes);
+  EXPECT_EQ(read_no_link(folder / "none"), "");
+  EXPECT_THAT(error_of(ErrorKind::kIo, [&] { read_no_link(folder / "link"); }),
+              HasSubstr("link': found a symbolic link, expected"));
+  EXPECT_THAT(error_of(ErrorKind::kIo, [&] { read_no_link(folder / "pipe"); }),
+              HasSubstr("pipe': found something that is no regular file"));
+}
+
 // Naive: the log of a rank goes to whatever a link in an old run folder names.
 TEST(AppendedFile, ALogThroughALinkIsRefused) {
   const testing::TemporaryFolder folder;
   folder.write("target", "kept");
   fs::create_directories(folder / "logs");
   fs::create_symlink(folder / "target", folder / "logs/rank_0.log");
-  EXPECT_THAT(error_of(ErrorKind::kIo, [&] { log::init({.file = folder / "logs/rank_0.log"}); }),
-              HasSubstr("rank_0.log': found a symbolic link, expected a regular file"));
+  const auto message =
+      error_of(ErrorKind::kIo, [&] { log::init({.file = folder / "logs/rank_0.log"}); });
+  EXPECT_THAT(message, HasSubstr("rank_0.log': found a symbolic link, expected a regular file"));
+  EXPECT_EQ(message.find("rank_0.log"), message.rfind("rank_0.log")) << message;
   EXPECT_EQ(read(folder / "target"), "kept");
 }
 

@@ -8,8 +8,8 @@
 #include <numeric>
 #include <thread>
 
-#include "comm/gloo.h"
-#include "comm/point_to_point.h"
+#include "comm/backends/gloo/gloo.h"
+#include "comm/backends/gloo/point_to_point.h"
 #include "rank_pools.h"
 #include "tessera/error.h"
 
@@ -50,6 +50,36 @@ TEST(Opening, StandsOnTheBoardWithTheRankThatItWaitsFor) {
   EXPECT_EQ(seen[1].wait->text, "the opening of group gather of some ranks");
   EXPECT_FALSE(seen[2].wait.has_value());
   EXPECT_EQ(board->standing().waits, 0);
+}
+
+// Naive: each attempt at a group leaves a log on the board, and peers read what never was issued.
+TEST(Opening, ThatFailsLeavesNothingOnTheBoard) {
+  auto options = channel({3, 5}, 0);
+  const auto board = options.board;
+  int groups = 0;
+  options.open = [&](int, const auto&) -> c10::intrusive_ptr<c10d::Backend> {
+    groups = board->groups();
+    throw PeerLost("nobody came");
+  };
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    EXPECT_THROW(const PointToPointGroup group(options), PeerLost);
+    EXPECT_EQ(groups, 1);
+    EXPECT_EQ(board->groups(), 0);
+    EXPECT_EQ(board->standing().waits, 0);
+  }
+}
+
+// comm.init_timeout_seconds, not comm.timeout_seconds: ranks come to a group when they have done
+// what is before it.
+TEST(Opening, WaitsForARankThatComesLaterThanAStepMayWait) {
+  WorldOptions options;
+  options.timeout = milliseconds(300);
+  options.init_timeout = milliseconds(60000);
+  ThreadRanks ranks(2, ThreadBackend::kGloo, options);
+  ranks.run([&](World& world) {
+    if (world.rank() == 1) std::this_thread::sleep_for(3 * options.timeout);
+    EXPECT_EQ(world.group(everyone(world), "gather")->size(), 2);
+  });
 }
 
 // Gloo waits in the store for the address of a rank that has gone after all had met.
@@ -135,8 +165,25 @@ TEST(Store, AWaitFromBeforeARecoveryEnds) {
   poison->mark("enough");
   poison->clear();
   EXPECT_THROW(group->wait({"none"}, milliseconds(100000)), PeerLost);
-  // A backend that is slow to connect asks for another connection, after the recovery.
-  EXPECT_THROW(group->clone()->wait({"none"}, milliseconds(100000)), PeerLost);
+  EXPECT_THROW(group->clone()->wait({"none"}, milliseconds(100000)), PeerLost) << "nor a copy's";
+}
+
+// Naive: the thread that opens it begins to look after the recovery, and waits for a rank that
+// opens another one by now.
+TEST(Connections, AnAttemptFromBeforeARecoveryEnds) {
+  const auto poison = std::make_shared<Poison>();
+  const auto open_pair =
+      pair_opener(Store::in_memory(), std::make_shared<GlooDevice>(LaunchEnvironment{}),
+                  milliseconds(20000), poison, 0, [](int) { return "group"; });
+  const auto open = open_pair(0, 1);
+  poison->mark("enough");
+  poison->clear();
+  try {
+    open();
+    FAIL();
+  } catch (const PeerLost& error) {
+    EXPECT_THAT(error.what(), HasSubstr("before a recovery"));
+  }
 }
 
 // Each takes two threads while it is opened; a direct collective needs all of them.
@@ -151,11 +198,12 @@ TEST(Connections, AreOpenedAFewAtATime) {
   };
   const auto seen = std::make_shared<Seen>();
   options.open_pair = [seen, poison = options.poison,
-                       over = std::shared_future<void>(seen->over.get_future())](
-                          int, int) -> c10::intrusive_ptr<c10d::Backend> {
-    ++seen->begun;
-    over.wait();
-    return {};
+                       over = std::shared_future<void>(seen->over.get_future())](int, int) {
+    return [seen, over]() -> c10::intrusive_ptr<c10d::Backend> {
+      ++seen->begun;
+      over.wait();
+      return {};
+    };
   };
   options.timeout = milliseconds(200);
   PointToPointGroup group(options);

@@ -6,7 +6,7 @@
 #include <atomic>
 
 #include "comm/queue.h"
-#include "comm/wait_board.h"
+#include "launch/wait_board.h"
 #include "rank_pools.h"
 #include "tessera/error.h"
 

@@ -353,5 +353,20 @@ TEST(OtherLaunchers, RanksOfAnEnvironmentMeetAndNameALostOne) {
   }
 }
 
+// c10d prints what it throws as an error of its own: the same, without the rank.
+TEST(OtherLaunchers, ARankThatFindsNobodySaysSoInOneLine) {
+  auto variables = tessera::base::environment();
+  variables.erase("TORCH_CPP_LOG_LEVEL");
+  variables["WORLD_SIZE"] = variables["LOCAL_WORLD_SIZE"] = "2";
+  variables["RANK"] = variables["LOCAL_RANK"] = "1";
+  variables["MASTER_ADDR"] = "127.0.0.1";
+  variables["MASTER_PORT"] = "1";  // needs rights that no test has
+  const auto outcome =
+      Program(arguments({.mode = "alone", .rank = 1, .timeout_ms = 500}), variables).wait();
+  EXPECT_EQ(outcome.exit_code, 1);
+  EXPECT_EQ(outcome.err, outcome.last_error_line() + "\n");
+  EXPECT_THAT(outcome.err, StartsWith("rank 1: store: "));
+}
+
 }  // namespace
 }  // namespace tessera::process_test

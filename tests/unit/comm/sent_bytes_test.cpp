@@ -1,5 +1,5 @@
 // What a rank sends, against numbers worked out by hand. That a transport sends as many is checked
-// by itself, in every exchange (comm/exchange.cpp).
+// by itself, in every exchange (comm/backends/gloo/exchange.cpp).
 #include "comm/sent_bytes.h"
 
 #include <ATen/ATen.h>

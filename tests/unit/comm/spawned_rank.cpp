@@ -3,6 +3,7 @@
 //
 //   spawned_rank NPROC MODE RANK STEP STEPS TIMEOUT_MS
 //   MODE: none | throw | usage | kill | stall | exit | stop | disagree | cross | poison | withhold
+//         alone: gives up after TIMEOUT_MS where nobody serves the store
 //         apart: RANK is in no group, and stops
 //         work-slow | work-endless | work-kill | work-stop: of RANK, before the first step
 #include <ATen/ATen.h>
@@ -137,6 +138,7 @@ int main(int argc, char** argv) {
   tessera::WorldOptions options;
   options.timeout = std::chrono::milliseconds(std::atoi(argv[6]));
   options.init_timeout = std::chrono::seconds(plan.mode == "work-endless" ? 10 : 60);
+  if (plan.mode == "alone") options.init_timeout = options.timeout;
   const auto body = [&](World& world) {
     if (plan.mode.starts_with("work-")) prepare(plan, world, options.timeout);
     if (plan.mode == "apart") stop_apart(plan, world);

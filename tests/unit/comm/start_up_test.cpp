@@ -10,7 +10,7 @@
 #include <string>
 #include <thread>
 
-#include "comm/start_up_log.h"
+#include "launch/start_up_log.h"
 #include "rank_pools.h"
 #include "tessera/error.h"
 

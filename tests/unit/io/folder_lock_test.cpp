@@ -77,7 +77,8 @@ TEST(FolderLock, AFolderThatIsNotThereAndALinkAreErrorsThatNameTheFile) {
   EXPECT_THAT(error_of(folder / "absent", ErrorKind::kIo), HasSubstr("absent/.lock"));
   folder.write("precious", "text");
   std::filesystem::create_symlink(folder / "precious", folder / ".lock");
-  EXPECT_THAT(error_of(folder.path(), ErrorKind::kIo), HasSubstr(".lock"));
+  EXPECT_THAT(error_of(folder.path(), ErrorKind::kIo),
+              HasSubstr(".lock': found a symbolic link, expected a regular file"));
   std::ifstream file(folder / "precious");
   EXPECT_EQ(std::string(std::istreambuf_iterator<char>(file), {}), "text");
 }

@@ -114,16 +114,26 @@ TEST(EventFile, ARunThatStartsAnewRemovesTheFilesOfAnEarlierOneOnly) {
             (std::vector<std::string>{file.path().filename(), "notes.txt"}));
 }
 
-// Naive: opened by its name, a link that somebody placed there leads the records away.
-TEST(EventFile, ALinkUnderItsNextNameIsNotFollowed) {
+// Naive: opened by its name, a link that somebody placed there leads the records away; passed by,
+// it is what a reader takes for the run's. Like metrics and logs it is refused, and stays.
+TEST(EventFile, ALinkAmongThemIsRefusedAndItsTargetKept) {
   const testing::TemporaryFolder folder;
   folder.write("target", "kept");
   folder.write("tb/notes.txt", "");
-  const std::string taken = "events.out.tfevents.9999999999.0001";
-  std::filesystem::create_symlink(folder / "target", folder / ("tb/" + taken));
-  const EventFile file(folder / "tb", 7);
-  EXPECT_GT(file.path().filename().string(), taken);
+  const auto link = folder / "tb/events.out.tfevents.9999999999.0001";
+  for (const char* target : {"target", "nothing"}) {
+    std::filesystem::remove(link);
+    std::filesystem::create_symlink(folder / target, link);
+    for (const std::int64_t first_step : {1, 7}) {
+      EXPECT_THAT(
+          testing::error_of(ErrorKind::kIo, [&] { EventFile(folder / "tb", first_step); }),
+          ::testing::HasSubstr("9999999999.0001': found a symbolic link, expected a regular file"));
+    }
+    EXPECT_TRUE(std::filesystem::is_symlink(link));
+  }
   EXPECT_EQ(read(folder / "target"), "kept");
+  EXPECT_EQ(names_in(folder / "tb"),
+            (std::vector<std::string>{link.filename().string(), "notes.txt"}));
 }
 
 TEST(EventFile, SaysWhereItCannotWrite) {

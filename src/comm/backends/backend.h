@@ -1,0 +1,64 @@
+// Backends that connect processes: one row of a table and one folder each.
+//
+// A World asks its backend for groups, and tells it when they are to be opened anew or closed; what
+// else it has (store, watch, queue) is the same under all. Ranks that are threads have the
+// in-process one beside Gloo (thread_world.h). Next: group.h, what a backend implements.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "comm/group.h"
+#include "launch/launch_environment.h"
+#include "launch/poison.h"
+#include "launch/store.h"
+#include "launch/wait_board.h"
+#include "tessera/world.h"
+
+namespace tessera::comm {
+
+/// A group that is made, and what its World lends it.
+struct GroupPlace {
+  std::string name;        ///< "gather of ranks 0,1"
+  std::vector<int> ranks;  ///< of the world, ascending
+  int rank = 0;            ///< of the world: this one
+  WorldOptions options;
+  std::shared_ptr<Store> store;
+  std::shared_ptr<Poison> poison;
+  std::shared_ptr<WaitBoard> board;
+  /// For how long an error listens which of the others still live; 0: not at all.
+  std::chrono::milliseconds heartbeats{0};
+
+  int self() const;  ///< index into ranks
+};
+
+/// Threads: as World.
+class Connections {
+ public:
+  virtual ~Connections() = default;
+  /// Collective. Errors: kComm.
+  virtual std::shared_ptr<Group> make_group(const GroupPlace& place) = 0;
+  /// Errors: kUsage where groups cannot be opened again after a failure.
+  virtual void require_recovery() const {}
+  /// After a failure: the next collective of each group opens it anew. Nothing may be under way.
+  virtual void reset(int /*epoch*/) {}
+  /// Lets go of the groups that it has made.
+  virtual void close() {}
+};
+
+struct BackendRow {
+  std::string_view name;  ///< WorldOptions::backend, World::backend()
+  bool (*usable)();       ///< built in, and there is a device
+  /// Errors: kUsage where it is not usable; kComm.
+  std::unique_ptr<Connections> (*open)(const LaunchEnvironment& launch);
+};
+
+/// The first is the one that "auto" takes.
+const std::vector<BackendRow>& backends();
+/// Errors: kUsage where there is none of that name.
+const BackendRow& backend_named(const std::string& name);
+
+}  // namespace tessera::comm

@@ -1,0 +1,285 @@
+#include "comm/backends/gloo/exchange.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "base/joined.h"
+#include "base/one_line.h"
+#include "comm/sent_bytes.h"
+#include "comm/tensor_bytes.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+/// The bytes as c10d takes them. The exchange keeps what owns them.
+std::vector<at::Tensor> as_bytes(const void* data, std::int64_t bytes) {
+  return {at::from_blob(const_cast<void*>(data), {bytes}, at::TensorOptions().dtype(at::kByte))};
+}
+
+/// Gloo's message without the place in its source and without its advice.
+std::string reason(const std::string& error) {
+  const std::string what = one_line(error);
+  auto begin = what.find("] ");
+  begin = what.starts_with('[') && begin != std::string::npos ? begin + 2 : 0;
+  return what.substr(begin, what.find(". ", begin) - begin);
+}
+
+}  // namespace
+
+// A peer whose own wait has timed out closes its connections before it can say for whom it waited;
+// one that has died says nothing. Its words are waited for before it is blamed itself: they travel
+// through the store, at which each rank looks now and then.
+void hear_others(const Poison& poison) {
+  const auto end = std::chrono::steady_clock::now() + poison.patience.words();
+  do {
+    poison.check();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  } while (std::chrono::steady_clock::now() < end);
+  poison.check();
+}
+
+std::string waited_in_vain(const std::string& what, std::chrono::milliseconds time,
+                           const std::vector<int>& world_ranks, const Patience& patience) {
+  return concat(what, ": waited ", in_seconds(time), " for rank ", joined(world_ranks),
+                patience.why_missing(world_ranks));
+}
+
+Channel::Channel(ChannelOptions what)
+    : options(std::move(what)),
+      log(std::make_shared<FlightRecorder>(options.name)),
+      lines(options.members.size()) {
+  options.board->add(log);
+}
+
+// Also of a group whose opening has failed: the next attempt at it has a log of its own.
+Channel::~Channel() { options.board->remove(*log); }
+
+at::Tensor Channel::take_buffer(std::int64_t bytes) {
+  at::Tensor taken;
+  {
+    const std::lock_guard lock(mutex_);
+    taken = free_buffers_.take(bytes);
+  }
+  return taken.defined() ? taken : at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
+}
+
+void Channel::give_back(at::Tensor buffer) {
+  const std::lock_guard lock(mutex_);
+  free_buffers_.give_back(std::move(buffer));
+}
+
+Exchange::Exchange(std::shared_ptr<Channel> channel, Batch batch, std::uint64_t sequence,
+                   std::uint64_t fingerprint)
+    : channel_(std::move(channel)),
+      batch_(std::move(batch)),
+      sequence_(sequence),
+      fingerprint_(fingerprint) {
+  for (std::size_t i = 0; i < batch_.ops.size(); ++i) {
+    under_way_.emplace_back(
+        *this, i,
+        std::visit(
+            [&](const auto& op) { return op.steps(channel_->size(), channel_->options.self); },
+            batch_.ops[i]));
+  }
+}
+
+Exchange::~Exchange() {
+  // Gloo lets go of a buffer when its work object goes; only then may the memory be used again.
+  for (UnderWay& op : under_way_) {
+    op.receives.clear();
+    op.sends.clear();
+  }
+  release_buffers();
+}
+
+void Exchange::release_buffers() {
+  for (UnderWay& op : under_way_) {
+    if (op.received.defined()) channel_->give_back(std::move(op.received));
+    op.received = at::Tensor();
+  }
+}
+
+int Exchange::world_rank(int peer) const {
+  return channel_->options.members[static_cast<std::size_t>(peer)];
+}
+
+std::string Exchange::text() const {
+  Entry entry;
+  describe(batch_, sequence_, entry);
+  return concat(to_string(entry), " on group ", channel_->options.name);
+}
+
+/// A transfer cannot even begin: the connection is closed already.
+void Exchange::blame(int peer, const std::exception& error) const {
+  hear_others(*channel_->options.poison);
+  throw PeerLost(concat(text(), ": the connection to rank ", world_rank(peer),
+                        " is gone: ", reason(error.what())));
+}
+
+int Exchange::UnderWay::size() const { return exchange_.channel_->size(); }
+int Exchange::UnderWay::self() const { return exchange_.channel_->options.self; }
+
+int Exchange::UnderWay::tag_of(int phase) const {
+  const std::size_t place = index_ + exchange_.batch_.ops.size() * static_cast<std::size_t>(phase);
+  return transfer_tag(exchange_.fingerprint_, exchange_.sequence_, place);
+}
+
+void Exchange::UnderWay::receive(int peer, void* to, std::int64_t bytes, int phase) {
+  if (bytes == 0) return;
+  auto tensors = as_bytes(to, bytes);
+  try {
+    const Line& line = exchange_.channel_->lines[static_cast<std::size_t>(peer)];
+    receives.push_back({line.backend->recv(tensors, line.rank, tag_of(phase)), peer});
+  } catch (const std::exception& error) {
+    exchange_.blame(peer, error);
+  }
+}
+
+void Exchange::UnderWay::send(int peer, const void* from, std::int64_t bytes, int phase) {
+  if (bytes == 0) return;
+  auto tensors = as_bytes(from, bytes);
+  try {
+    const Line& line = exchange_.channel_->lines[static_cast<std::size_t>(peer)];
+    sends.push_back({line.backend->send(tensors, line.rank, tag_of(phase)), peer});
+    exchange_.posted_bytes_ += bytes;
+  } catch (const std::exception& error) {
+    exchange_.blame(peer, error);
+  }
+}
+
+void Exchange::UnderWay::take_aside(std::int64_t bytes) {
+  received = exchange_.channel_->take_buffer(bytes);
+}
+
+std::byte* Exchange::UnderWay::aside(std::int64_t offset) { return at_byte(received, offset); }
+
+void Exchange::UnderWay::finish_receive(std::size_t index) { exchange_.finish(receives[index]); }
+void Exchange::UnderWay::finish_receives() { exchange_.finish(receives); }
+void Exchange::UnderWay::finish_sends() { exchange_.finish(sends); }
+
+void Exchange::UnderWay::post_more(Earlier earlier, const std::function<void()>& post) {
+  const std::lock_guard lock(exchange_.mutex_);
+  exchange_.channel_->options.poison->check();
+  if (earlier == Earlier::kFinished) {
+    receives.clear();
+    sends.clear();
+  }
+  post();
+}
+
+void Exchange::start() {
+  for (UnderWay& op : under_way_) op.steps->prepare(op);
+  // A transfer whose receiver is ready goes out without a round trip: receives come first.
+  for (UnderWay& op : under_way_) op.steps->post_receives(op);
+  for (UnderWay& op : under_way_) op.steps->post_sends(op);
+}
+
+void Exchange::abort() {
+  const std::lock_guard lock(mutex_);
+  for (UnderWay& op : under_way_) {
+    for (Transfer& transfer : op.receives) transfer.work->abort();
+    for (Transfer& transfer : op.sends) transfer.work->abort();
+  }
+}
+
+std::optional<PeerWait> Exchange::waits_for() const {
+  const int peer = waits_for_;
+  return channel_->log->wait_for(sequence_, peer < 0 ? -1 : world_rank(peer));
+}
+
+void Exchange::wait() {
+  if (done_) return;
+  if (failure_) std::rethrow_exception(failure_);
+  const OnBoard on_board(*channel_->options.board, *this);
+  patience_ = channel_->options.poison->patience.of(channel_->options.timeout);
+  deadline_ = std::chrono::steady_clock::now() + patience_;
+  try {
+    channel_->options.poison->check();  // after this, whoever poisons finds us on the board
+    for (UnderWay& op : under_way_) op.steps->finish(op);
+    for (UnderWay& op : under_way_) {
+      finish(op.receives);
+      finish(op.sends);
+    }
+  } catch (...) {
+    failure_ = std::current_exception();
+    throw;
+  }
+  check_posted();
+  release_buffers();
+  batch_.ops.clear();
+  done_ = true;
+}
+
+void Exchange::check_posted() const {
+  const std::int64_t expected = sent_bytes(batch_, channel_->size(), channel_->options.self);
+  TESSERA_INVARIANT(posted_bytes_ == expected, text(), ": sent ", posted_bytes_, " B, expected ",
+                    expected);
+}
+
+void Exchange::finish(std::vector<Transfer>& transfers) {
+  for (Transfer& transfer : transfers) finish(transfer);
+}
+
+void Exchange::finish(Transfer& transfer) {
+  using std::chrono::milliseconds;
+  if (transfer.finished) return;
+  waits_for_ = transfer.peer;
+  const auto left =
+      std::chrono::duration_cast<milliseconds>(deadline_ - std::chrono::steady_clock::now());
+  bool complete = false;
+  try {
+    complete = transfer.work->wait(std::max(left, milliseconds(1)));
+  } catch (const std::exception& error) {
+    fail(transfer, error.what());
+  }
+  if (!complete) fail(transfer, "aborted");
+  transfer.finished = true;
+}
+
+std::vector<int> Exchange::not_arrived() {
+  std::vector<int> ranks;
+  for (UnderWay& op : under_way_) {
+    for (auto* transfers : {&op.receives, &op.sends}) {
+      for (Transfer& transfer : *transfers) {
+        if (transfer.finished) continue;
+        try {
+          // Gloo has closed the connections after the timeout: what is not there throws at once.
+          transfer.finished = transfer.work->wait(std::chrono::milliseconds(1));
+        } catch (const std::exception&) {
+          ranks.push_back(world_rank(transfer.peer));
+        }
+      }
+    }
+  }
+  std::sort(ranks.begin(), ranks.end());
+  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+  return ranks;
+}
+
+std::vector<int> Exchange::missing(const Transfer& transfer) {
+  const bool relayed = std::any_of(batch_.ops.begin(), batch_.ops.end(),
+                                   [&](const Op& op) { return is_relayed(op, channel_->size()); });
+  if (!relayed) return not_arrived();
+  // The rank before may itself wait for another one: the watch knows.
+  const auto& log = *channel_->log;
+  const auto cause = channel_->options.board->cause_of(log.group_hash(), sequence_);
+  return {cause.value_or(world_rank(transfer.peer))};
+}
+
+void Exchange::fail(const Transfer& transfer, const std::string& what) {
+  channel_->options.poison->check();
+  // Gloo waits by another clock and may be done a little before ours.
+  if (what.find("Timed out waiting") != std::string::npos ||
+      std::chrono::steady_clock::now() >= deadline_) {
+    throw PeerLost(
+        waited_in_vain(text(), patience_, missing(transfer), channel_->options.poison->patience));
+  }
+  hear_others(*channel_->options.poison);
+  throw PeerLost(concat(text(), ": lost rank ", world_rank(transfer.peer), ": ", reason(what)));
+}
+
+}  // namespace tessera::comm

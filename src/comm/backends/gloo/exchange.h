@@ -1,0 +1,139 @@
+// Exchange: one batch under way as sends and receives between pairs of ranks.
+//
+// Posting and waiting only: what is posted for which collective, its op says (ops/steps.h). Private
+// to point_to_point.cpp. Threads: start() on the issuing thread, then wait() on one thread at a
+// time.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+#include "comm/backends/gloo/point_to_point.h"
+#include "comm/buffer_pool.h"
+#include "comm/flight_recorder.h"
+#include "comm/ops/steps.h"
+
+namespace tessera::comm {
+
+/// How to reach a peer: over which backend, and as which of its ranks.
+struct Line {
+  c10::intrusive_ptr<c10d::Backend> backend;  ///< null: not connected yet
+  int rank = 0;
+};
+
+/// What all exchanges of a group share. A line is written once an epoch, by the issuing thread,
+/// before the first exchange that needs it starts; threads that wait only read those of theirs.
+/// All are taken back while nothing is under way (PointToPointGroup::reset).
+class Channel {
+ public:
+  explicit Channel(ChannelOptions what);
+  ~Channel();
+  Channel(const Channel&) = delete;
+  Channel& operator=(const Channel&) = delete;
+
+  int size() const { return static_cast<int>(options.members.size()); }
+  at::Tensor take_buffer(std::int64_t bytes);  ///< at least that many; contents undefined
+  void give_back(at::Tensor buffer);
+
+  const ChannelOptions options;
+  const std::shared_ptr<FlightRecorder> log;
+  std::vector<Line> lines;  ///< by index of the peer
+
+ private:
+  std::mutex mutex_;
+  FreeBlocks free_buffers_{2.0};
+};
+
+/// Waits as long as words may be on their way (Patience::words). Errors: PeerLost with what another
+/// rank has said in the meantime.
+void hear_others(const Poison& poison);
+/// "what: waited 100 s for rank 3; ...", and why, as far as `patience` knows.
+std::string waited_in_vain(const std::string& what, std::chrono::milliseconds time,
+                           const std::vector<int>& world_ranks, const Patience& patience);
+
+class Exchange final : public Work, private Blocked {
+ public:
+  Exchange(std::shared_ptr<Channel> channel, Batch batch, std::uint64_t sequence,
+           std::uint64_t fingerprint);
+  ~Exchange() override;
+
+  /// Posts all transfers of the first phase. Errors: PeerLost.
+  void start();
+  void wait() override;
+
+ private:
+  struct Transfer {
+    c10::intrusive_ptr<c10d::Work> work;
+    int peer;
+    bool finished = false;
+  };
+  /// One op's transfers, and what its steps may ask for.
+  class UnderWay final : public Transfers {
+   public:
+    UnderWay(Exchange& exchange, std::size_t index, std::unique_ptr<Steps> what)
+        : steps(std::move(what)), exchange_(exchange), index_(index) {}
+
+    int size() const override;
+    int self() const override;
+    void receive(int peer, void* to, std::int64_t bytes, int phase) override;
+    void send(int peer, const void* from, std::int64_t bytes, int phase) override;
+    void take_aside(std::int64_t bytes) override;
+    std::byte* aside(std::int64_t offset) override;
+    void finish_receive(std::size_t index) override;
+    void finish_receives() override;
+    void finish_sends() override;
+    void post_more(Earlier earlier, const std::function<void()>& post) override;
+
+    std::unique_ptr<Steps> steps;
+    std::vector<Transfer> receives;
+    std::vector<Transfer> sends;
+    at::Tensor received;
+
+   private:
+    int tag_of(int phase) const;
+
+    Exchange& exchange_;
+    const std::size_t index_;
+  };
+
+  void abort() override;
+  std::optional<PeerWait> waits_for() const override;
+
+  /// Errors: PeerLost naming the peer, always.
+  [[noreturn]] void blame(int peer, const std::exception& error) const;
+  void finish(std::vector<Transfer>& transfers);
+  void finish(Transfer& transfer);
+  [[noreturn]] void fail(const Transfer& transfer, const std::string& what);
+  /// World ranks for which a wait has timed out in `transfer`.
+  std::vector<int> missing(const Transfer& transfer);
+  std::vector<int> not_arrived();
+  void release_buffers();
+
+  /// What went out is what sent_bytes() says: nobody else counts.
+  void check_posted() const;
+  int world_rank(int peer) const;
+  std::string text() const;
+
+  std::shared_ptr<Channel> channel_;
+  Batch batch_;
+  std::uint64_t sequence_;
+  std::uint64_t fingerprint_;
+  std::deque<UnderWay> under_way_;
+  std::int64_t posted_bytes_ = 0;
+  std::mutex mutex_;  // of under_way_'s lists, between wait() and abort()
+  std::chrono::milliseconds patience_{0};
+  std::chrono::steady_clock::time_point deadline_;
+  std::atomic<int> waits_for_{-1};  // a peer
+  bool done_ = false;
+  std::exception_ptr failure_;
+};
+
+}  // namespace tessera::comm

@@ -1,0 +1,131 @@
+#include "comm/backends/gloo/gloo.h"
+
+#ifndef USE_C10D_GLOO
+#define USE_C10D_GLOO
+#endif
+#include <signal.h>
+
+#include <algorithm>
+#include <charconv>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+#include "base/environment.h"
+#include "base/one_line.h"
+#include "launch/address.h"
+#include "launch/bounded_calls.h"
+#include "launch/poison.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+// Gloo gives its own error at its timeout; only where it gives none do we.
+constexpr std::chrono::milliseconds kGroupMargin{1000};
+
+std::string address_for(const LaunchEnvironment& launch) {
+  if (reach(launch) == Reach::kThisHost) return "127.0.0.1";
+  std::string address = local_address_towards(launch.master_addr);
+  require_network_address(launch, address);
+  return address;
+}
+
+std::shared_ptr<gloo::transport::Device> make_device(const LaunchEnvironment& launch) {
+  using c10d::ProcessGroupGloo;
+  const auto interfaces = base::environment_variable("GLOO_SOCKET_IFNAME").value_or("");
+  const std::string interface = interfaces.substr(0, interfaces.find(','));
+  try {
+    if (!interface.empty()) return ProcessGroupGloo::createDeviceForInterface(interface);
+    return ProcessGroupGloo::createDeviceForHostname(address_for(launch));
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw Error(
+        ErrorKind::kComm,
+        concat("gloo: cannot listen", interface.empty() ? "" : " on interface ", interface, ": ",
+               one_line(error.what()), "; set GLOO_SOCKET_IFNAME to a network interface"));
+  }
+}
+
+/// Gloo's keys end with the rank that writes them; -1: another key.
+int rank_in(const std::string& key, int size) {
+  const auto begin = key.find_last_not_of("0123456789") + 1;
+  int rank = -1;
+  const auto* end = key.data() + key.size();
+  const auto [stop, error] = std::from_chars(key.data() + begin, end, rank);
+  return error == std::errc() && stop == end && rank < size ? rank : -1;
+}
+
+/// Gloo writes to connections that a lost rank has closed. That is an error, which names the rank,
+/// and no signal to die of; a handler of the program's own stays.
+void ignore_broken_pipes() {
+  struct sigaction now{};
+  if (::sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) {
+    ::signal(SIGPIPE, SIG_IGN);
+  }
+}
+
+}  // namespace
+
+bool connects_when_used(std::string_view group_name) {
+  const std::string_view purpose = group_name.substr(0, group_name.find(" of ranks "));
+  return purpose == "data" || purpose.ends_with("control");
+}
+
+struct GlooDevice::Impl {
+  std::shared_ptr<gloo::transport::Device> device;
+};
+
+GlooDevice::GlooDevice(const LaunchEnvironment& launch) : impl_(std::make_unique<Impl>()) {
+  ignore_broken_pipes();
+  impl_->device = make_device(launch);
+}
+
+GlooDevice::~GlooDevice() = default;
+
+c10::intrusive_ptr<c10d::Backend> GlooDevice::connect(const c10::intrusive_ptr<c10d::Store>& store,
+                                                      int rank, int size,
+                                                      std::chrono::milliseconds timeout) {
+  auto options = c10d::ProcessGroupGloo::Options::create(timeout);
+  options->devices.push_back(impl_->device);
+  options->threads = 0;  // sends and receives run on the device's thread
+  const auto open = [=]() -> c10::intrusive_ptr<c10d::Backend> {
+    return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
+  };
+  std::optional<c10::intrusive_ptr<c10d::Backend>> group;
+  try {
+    group = BoundedCalls().run(open, timeout + kGroupMargin);
+  } catch (const std::exception& error) {
+    throw PeerLost(concat("gloo: cannot connect: ", one_line(error.what())));
+  }
+  if (!group) throw PeerLost(concat("gloo: not connected within ", in_seconds(timeout)));
+  return *group;
+}
+
+c10::intrusive_ptr<c10d::Backend> connect_all(const Store& store, GlooDevice& device,
+                                              const GroupDoor& door,
+                                              std::shared_ptr<const Poison> poison,
+                                              std::function<void(int index)> waits_for) {
+  const auto waits = [waits_for = std::move(waits_for), size = door.size,
+                      self = door.self](const std::string& key) {
+    const int rank = rank_in(key, size);
+    waits_for(rank == self ? -1 : rank);
+  };
+  return device.connect(store.for_group(door.key, std::move(poison), waits), door.self, door.size,
+                        door.timeout);
+}
+
+std::function<PairOpening(int epoch, int peer)> pair_opener(
+    std::shared_ptr<const Store> store, std::shared_ptr<GlooDevice> device,
+    std::chrono::milliseconds timeout, std::shared_ptr<const Poison> poison, int self,
+    std::function<std::string(int epoch)> key_of) {
+  return [=](int epoch, int peer) -> PairOpening {
+    const std::string key =
+        concat(key_of(epoch), " ", std::min(self, peer), "-", std::max(self, peer));
+    return [device, of_pair = store->for_group(key, poison), rank = self < peer ? 0 : 1,
+            patience = poison->patience.of(timeout)] {
+      return device->connect(of_pair, rank, 2, patience);
+    };
+  };
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,238 @@
+#include "comm/backends/gloo/point_to_point.h"
+
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <future>
+#include <thread>
+
+#include "base/one_line.h"
+#include "comm/backends/gloo/exchange.h"
+#include "comm/relay.h"
+#include "comm/sent_bytes.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+// compare_entries: what each rank sends to the others before a collective.
+constexpr std::int64_t kRecordBytes = 512;
+constexpr std::uint64_t kRecordFingerprint = 0x656e7472696573ULL;
+
+struct Record {
+  std::uint64_t fingerprint;
+  char text[static_cast<std::size_t>(kRecordBytes) - sizeof(std::uint64_t)];
+};
+static_assert(sizeof(Record) == kRecordBytes);
+
+/// A group is opened: as a wait, this is the one for its first collective.
+class Opening final : public Blocked {
+ public:
+  explicit Opening(const Channel& channel) : channel_(channel) {}
+
+  void abort() override {}  // ChannelOptions::open looks at the poison by itself
+  std::optional<PeerWait> waits_for() const override {
+    const int peer = *peer_;
+    if (peer < 0) return std::nullopt;
+    const ChannelOptions& group = channel_.options;
+    PeerWait wait = channel_.log->wait_for(0, group.members[static_cast<std::size_t>(peer)]);
+    wait.text = concat("the opening of group ", group.name);
+    return wait;
+  }
+  /// May outlive the opening, in a thread that is left to itself.
+  std::function<void(int peer)> listener() const {
+    return [peer = peer_](int index) { *peer = index; };
+  }
+
+ private:
+  const Channel& channel_;
+  const std::shared_ptr<std::atomic<int>> peer_ = std::make_shared<std::atomic<int>>(-1);
+};
+
+// [Note: connections] Two ranks of a group for messages connect when they first send something to
+// each other: these are relayed (relay.h), so a rank exchanges something with 2 log2 N others and
+// not with all. Each connection is a Gloo group of its two ranks, opened by a thread that nobody
+// has to wait for: the other rank may never come. A wait for it is a wait like any other, with a
+// deadline, a name for the failure watch, and an end when the World is poisoned. Collective: whom
+// one rank connects to, connects to it, since both are about to run the same collective. A direct
+// collective needs all of them: in waves, since each takes two threads while it is opened.
+constexpr std::chrono::milliseconds kLookAgain{2};
+constexpr int kMostAtOnce = 32;
+
+using Backend = c10::intrusive_ptr<c10d::Backend>;
+
+struct Attempt {
+  int peer;
+  std::future<Backend> opened;
+};
+
+/// The thread keeps alive what it uses, and ends by itself if nobody waits for it any more: also
+/// after a recovery, since what it looks at is taken before it starts.
+Attempt attempt(int peer, const Channel& channel, int epoch) {
+  std::packaged_task<Backend()> open(channel.options.open_pair(epoch, peer));
+  auto opened = open.get_future();
+  std::thread(std::move(open)).detach();
+  return {peer, std::move(opened)};
+}
+
+class Connecting final : public Blocked {
+ public:
+  Connecting(const Channel& channel, std::uint64_t sequence)
+      : channel_(channel), sequence_(sequence) {}
+
+  void abort() override {}  // finish() looks at the poison
+  std::optional<PeerWait> waits_for() const override {
+    const int peer = peer_;
+    return channel_.log->wait_for(sequence_, peer < 0 ? -1 : world_rank(peer));
+  }
+
+  Backend finish(Attempt& one, std::chrono::steady_clock::time_point deadline) {
+    peer_ = one.peer;
+    const auto& poison = *channel_.options.poison;
+    const auto in_time = [&] { return std::chrono::steady_clock::now() < deadline; };
+    while (one.opened.wait_for(kLookAgain) != std::future_status::ready) {
+      poison.check();
+      if (!in_time()) return {};
+    }
+    try {
+      return one.opened.get();
+    } catch (const std::exception& error) {
+      if (!in_time()) return {};
+      hear_others(poison);
+      throw PeerLost(concat(channel_.log->wait_for(sequence_, -1).text, ": cannot connect to rank ",
+                            world_rank(one.peer), ": ", one_line(error.what())));
+    }
+  }
+
+ private:
+  int world_rank(int peer) const {
+    return channel_.options.members[static_cast<std::size_t>(peer)];
+  }
+
+  const Channel& channel_;
+  const std::uint64_t sequence_;
+  std::atomic<int> peer_{-1};
+};
+
+/// Gives the channel lines to those of `peers` (indices) to which it has none, for the entry
+/// `sequence` of its log, within the channel's patience. Errors: PeerLost naming the rank that did
+/// not come in time.
+void connect_to(const std::vector<int>& peers, Channel& channel, int epoch,
+                std::uint64_t sequence) {
+  std::vector<Attempt> attempts;
+  for (const int peer : peers) {
+    if (!channel.lines[static_cast<std::size_t>(peer)].backend) {
+      attempts.push_back(attempt(peer, channel, epoch));
+    }
+  }
+  if (attempts.empty()) return;
+  Connecting wait(channel, sequence);
+  const OnBoard on_board(*channel.options.board, wait);
+  const Poison& poison = *channel.options.poison;
+  const auto patience = poison.patience.of(channel.options.timeout);
+  const auto deadline = std::chrono::steady_clock::now() + patience;
+  for (Attempt& one : attempts) {
+    const auto index = static_cast<std::size_t>(one.peer);
+    if (auto backend = wait.finish(one, deadline)) {
+      channel.lines[index] = {std::move(backend), one.peer < channel.options.self ? 0 : 1};
+      continue;
+    }
+    poison.check();
+    const auto cause = channel.options.board->cause_of(channel.log->group_hash(), sequence);
+    throw PeerLost(waited_in_vain(channel.log->wait_for(sequence, -1).text, patience,
+                                  {cause.value_or(channel.options.members[index])},
+                                  poison.patience));
+  }
+}
+
+}  // namespace
+
+PointToPointGroup::PointToPointGroup(ChannelOptions options)
+    : channel_(std::make_shared<Channel>(std::move(options))) {
+  open();
+}
+
+PointToPointGroup::~PointToPointGroup() = default;
+
+int PointToPointGroup::rank() const { return channel_->options.self; }
+int PointToPointGroup::size() const { return channel_->size(); }
+const std::string& PointToPointGroup::name() const { return channel_->options.name; }
+
+std::unique_ptr<Work> PointToPointGroup::issue(Batch batch) {
+  channel_->options.poison->check();
+  check_batch(batch, size());
+  if (!open_) open();
+  const std::uint64_t sequence = next_sequence_++;
+  const std::uint64_t fingerprint = channel_->log->record(batch, sequence);
+  connect(batch, sequence);
+  if (channel_->options.compare_entries) compare(batch, sequence);
+  auto work = std::make_unique<Exchange>(channel_, std::move(batch), sequence, fingerprint);
+  work->start();
+  return work;
+}
+
+void PointToPointGroup::open() {
+  Opening opening(*channel_);
+  const OnBoard waiting(*channel_->options.board, opening);
+  const auto all = channel_->options.open(epoch_, opening.listener());
+  for (int peer = 0; peer < size() && all; ++peer) {
+    channel_->lines[static_cast<std::size_t>(peer)] = {all, peer};
+  }
+  open_ = true;
+}
+
+void PointToPointGroup::reset(int epoch) {
+  open_ = false;
+  for (Line& line : channel_->lines) line.backend.reset();
+  channel_->log->clear();
+  epoch_ = epoch;
+  next_sequence_ = 0;
+}
+
+void PointToPointGroup::connect(const Batch& batch, std::uint64_t sequence) {
+  if (!channel_->options.open_pair) return;
+  const bool relayed = !channel_->options.compare_entries &&
+                       std::all_of(batch.ops.begin(), batch.ops.end(),
+                                   [&](const Op& op) { return is_relayed(op, size()); });
+  if (relayed) {
+    connect_to(relay::partners(rank(), size()), *channel_, epoch_, sequence);
+    return;
+  }
+  for (const auto& wave : relay::waves(rank(), size(), kMostAtOnce)) {
+    // Each with a time of its own: a thousand ranks take longer than a rank that does not come may.
+    connect_to(wave, *channel_, epoch_, sequence);
+  }
+}
+
+void PointToPointGroup::compare(const Batch& batch, std::uint64_t sequence) {
+  Entry entry;
+  describe(batch, sequence, entry);
+  auto buffer = at::zeros({size() * kRecordBytes}, at::TensorOptions().dtype(at::kByte));
+  auto* records = static_cast<Record*>(buffer.mutable_data_ptr());
+  Record& mine = records[rank()];
+  mine.fingerprint = entry.fingerprint;
+  to_string(entry).copy(mine.text, sizeof(mine.text) - 1);
+
+  Batch exchange;
+  exchange.label = batch.label;
+  exchange.ops.emplace_back(AllGather{buffer});
+  Exchange work(channel_, std::move(exchange), sequence, kRecordFingerprint);
+  work.start();
+  work.wait();
+  const auto& members = channel_->options.members;
+  for (int other = 0; other < size(); ++other) {
+    if (records[other].fingerprint == mine.fingerprint) continue;
+    records[other].text[sizeof(mine.text) - 1] = '\0';
+    const int first = std::min(rank(), other);
+    const int second = std::max(rank(), other);
+    throw Error(
+        ErrorKind::kComm,
+        concat("ranks disagree: rank ", members[static_cast<std::size_t>(first)], " issues ",
+               records[first].text, " but rank ", members[static_cast<std::size_t>(second)],
+               " issues ", records[second].text, " (group ", name(), ")"));
+  }
+}
+
+}  // namespace tessera::comm

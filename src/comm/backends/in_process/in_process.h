@@ -1,0 +1,74 @@
+// The in-process backend: ranks are threads, collectives are additions and copies in shared memory.
+//
+// Real data and the same bits as every other backend (sum.h), and stricter than any: the last rank
+// to issue compares what all ranks mean and runs the whole operation, so that a swapped or missing
+// collective is named at once, on every rank. It makes thousands of multi-rank cases affordable.
+// Next: thread_ranks.h.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "comm/backends/backend.h"
+#include "comm/group.h"
+#include "launch/poison.h"
+
+namespace tessera::comm {
+
+/// Where the ranks of one run meet. Threads: any.
+class Hub {
+ public:
+  /// For tests: bent timing, which correct code does not notice.
+  struct Bend {
+    /// Runs on the issuing thread before a rank's batch is registered: may block to delay it.
+    std::function<void(int rank, const Batch&)> before_issue;
+    /// A rank's results appear in its wait() and not before: code that forgets to wait sees old
+    /// data.
+    bool deliver_at_wait = false;
+  };
+
+  explicit Hub(std::chrono::milliseconds timeout) : timeout_(timeout) {}
+
+  /// `members` are world ranks; `self` an index into them. `poison` is this rank's.
+  std::unique_ptr<Group> make_group(const std::string& name, const std::vector<int>& members,
+                                    int self, std::shared_ptr<Poison> poison);
+  /// Ends all waits (after every rank's Poison was marked).
+  void wake_all();
+  /// Forgets everything under way; groups start to count anew. Nothing may be in a call.
+  void reset();
+  /// Blocks until all `ranks` ranks called it. Errors: kComm after the timeout, or when a rank has
+  /// left.
+  void meet(int ranks);
+  /// A rank has left by an exception and will meet nobody before reset().
+  void abandon();
+
+  void bend_for_tests(Bend bend);
+
+  struct Meeting;
+  struct Room;
+
+ private:
+  friend class HubGroup;
+  std::shared_ptr<Room> room(const std::string& name, const std::vector<int>& members);
+
+  const std::chrono::milliseconds timeout_;
+  std::mutex mutex_;
+  std::condition_variable met_;
+  int meeting_count_ = 0;
+  bool abandoned_ = false;
+  std::uint64_t meeting_round_ = 0;
+  std::map<std::string, std::shared_ptr<Room>> rooms_;
+  std::shared_ptr<const Bend> bend_ = std::make_shared<Bend>();
+};
+
+/// The backend, on the threads' hub. A run of threads repairs the hub itself.
+std::unique_ptr<Connections> open_in_process(Hub& hub);
+
+}  // namespace tessera::comm

@@ -1,0 +1,175 @@
+#include "comm/backends/nccl/nccl.h"
+
+#include <ATen/ATen.h>
+#include <c10/cuda/CUDAFunctions.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+
+#include "base/one_line.h"
+#include "comm/backends/gloo/point_to_point.h"
+#include "comm/batch.h"
+#include "comm/flight_recorder.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+/// What NCCL has under way for one batch, and the additions that are left.
+class NcclWork : public Work {
+ public:
+  NcclWork(std::string what, std::vector<c10::intrusive_ptr<c10d::Work>> works,
+           std::vector<std::pair<ReduceScatter, at::Tensor>> left,
+           std::shared_ptr<const Poison> poison)
+      : what_(std::move(what)),
+        works_(std::move(works)),
+        left_(std::move(left)),
+        poison_(std::move(poison)) {}
+
+  /// Makes the caller's stream wait; the host goes on.
+  void wait() override {
+    if (done_) return;
+    poison_->check();
+    try {
+      for (const auto& work : works_) work->wait();
+    } catch (const std::exception& error) {
+      throw PeerLost(concat(what_, ": ", one_line(error.what())));
+    }
+    for (const auto& [op, summed] : left_) {
+      if (op.into == Into::kAdd) {
+        op.output.add_(summed);
+      } else {
+        op.output.copy_(summed);
+      }
+    }
+    works_.clear();
+    left_.clear();
+    done_ = true;
+  }
+
+ private:
+  std::string what_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+  std::vector<std::pair<ReduceScatter, at::Tensor>> left_;
+  std::shared_ptr<const Poison> poison_;
+  bool done_ = false;
+};
+
+class NcclGroup : public Group {
+ public:
+  NcclGroup(const ChannelOptions& channel, const c10::intrusive_ptr<c10d::Store>& store,
+            int local_rank)
+      : channel_(channel),
+        device_(at::kCUDA, static_cast<c10::DeviceIndex>(local_rank)),
+        log_(std::make_shared<FlightRecorder>(channel.name)) {
+    auto options = c10d::ProcessGroupNCCL::Options::create();
+    options->timeout = channel.timeout;
+    backend_ = c10::make_intrusive<c10d::ProcessGroupNCCL>(store, channel.self, size(), options);
+    backend_->setBoundDeviceId(device_);
+    channel_.board->add(log_);
+  }
+
+  int rank() const override { return channel_.self; }
+  int size() const override { return static_cast<int>(channel_.members.size()); }
+  const std::string& name() const override { return channel_.name; }
+
+  std::unique_ptr<Work> issue(Batch batch) override {
+    channel_.poison->check();
+    check_batch(batch, size(), at::kCUDA);
+    Entry entry;
+    describe(batch, next_sequence_, entry);
+    log_->record(batch, next_sequence_++);
+    std::vector<c10::intrusive_ptr<c10d::Work>> works;
+    std::vector<std::pair<ReduceScatter, at::Tensor>> left;
+    const bool together = batch.ops.size() > 1;
+    if (together) backend_->startCoalescing();
+    for (const Op& op : batch.ops) works.push_back(std::visit(Start{*this, left}, op));
+    if (together) works = {backend_->endCoalescing()};
+    return std::make_unique<NcclWork>(to_string(entry), std::move(works), std::move(left),
+                                      channel_.poison);
+  }
+
+ private:
+  using Started = c10::intrusive_ptr<c10d::Work>;
+
+  /// NCCL's call for each op.
+  struct Start {
+    const NcclGroup& group;
+    std::vector<std::pair<ReduceScatter, at::Tensor>>& left;
+
+    Started operator()(const AllGather& op) const {
+      at::Tensor all = op.buffer.view(-1);
+      const std::int64_t slice = all.numel() / group.size();
+      at::Tensor mine = all.narrow(0, slice * group.rank(), slice);  // NCCL's in-place form
+      return group.backend_->_allgather_base(all, mine);
+    }
+    Started operator()(const ReduceScatter& op) const {
+      at::Tensor input = op.input.view(-1);
+      const bool direct =
+          op.into == Into::kOverwrite && op.output.scalar_type() == input.scalar_type();
+      at::Tensor summed =
+          direct ? op.output.view(-1) : at::empty({op.output.numel()}, input.options());
+      if (!direct) left.emplace_back(op, summed.view(op.output.sizes()));
+      return group.backend_->_reduce_scatter_base(summed, input);
+    }
+    Started operator()(const AllToAll& op) const {
+      at::Tensor input = op.input.view(-1);
+      at::Tensor output = op.output.view(-1);
+      auto sends = op.sends;
+      auto receives = op.receives;
+      return group.backend_->alltoall_base(output, input, receives, sends);
+    }
+    Started operator()(const AllReduce& op) const {
+      std::vector<at::Tensor> data = {op.output.defined() ? op.data.clone() : op.data};
+      if (op.output.defined()) {
+        left.emplace_back(ReduceScatter{op.data, op.output}, data[0].view(op.output.sizes()));
+      }
+      return group.backend_->allreduce(data);
+    }
+    Started operator()(const RelayedGather&) const { return refuse(); }
+    Started operator()(const Combine&) const { return refuse(); }
+
+    [[noreturn]] static Started refuse() {
+      throw Error(ErrorKind::kInternal,
+                  "nccl: found a message that is relayed in the memory of the host");
+    }
+  };
+
+  ChannelOptions channel_;
+  c10::Device device_;
+  std::shared_ptr<FlightRecorder> log_;
+  c10::intrusive_ptr<c10d::ProcessGroupNCCL> backend_;
+  std::uint64_t next_sequence_ = 0;
+};
+
+class NcclConnections final : public Connections {
+ public:
+  explicit NcclConnections(int local_rank) : local_rank_(local_rank) {}
+
+  std::shared_ptr<Group> make_group(const GroupPlace& place) override {
+    meet_on_board(*place.board, [&] {
+      place.store->meet(concat("group ", place.name), place.rank, place.ranks,
+                        place.options.init_timeout, *place.poison);
+    });
+    return std::make_shared<NcclGroup>(
+        channel_options(place), place.store->for_group(concat("nccl/", place.name), place.poison),
+        local_rank_);
+  }
+  void require_recovery() const override {
+    throw Error(ErrorKind::kUsage, "recover: not with NCCL; start the run anew");
+  }
+
+ private:
+  const int local_rank_;
+};
+
+}  // namespace
+
+bool nccl_usable() { return c10::cuda::device_count() > 0; }
+
+std::unique_ptr<Connections> open_nccl(const LaunchEnvironment& launch) {
+  TESSERA_CHECK(nccl_usable(), ErrorKind::kUsage,
+                "comm.backend: found nccl, but there is no CUDA device; use gloo");
+  return std::make_unique<NcclConnections>(launch.local_rank);
+}
+
+}  // namespace tessera::comm

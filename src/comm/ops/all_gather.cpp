@@ -1,0 +1,72 @@
+#include "comm/ops/all_gather.h"
+
+#include <cstring>
+
+#include "comm/ops/steps.h"
+#include "comm/tensor_bytes.h"
+#include "layout/bucket_plan.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+/// Every slice straight from its place into its place.
+class AllGatherSteps final : public Steps {
+ public:
+  explicit AllGatherSteps(const AllGather& op, int ranks)
+      : buffer_(op.buffer), slice_(nbytes(op.buffer) / ranks) {}
+
+  void post_receives(Transfers& transfers) override {
+    for_others(transfers, [&](int peer) {
+      transfers.receive(peer, at_byte(buffer_, slice_ * peer), slice_, 0);
+    });
+  }
+  void post_sends(Transfers& transfers) override {
+    for_successors(transfers, [&](int peer) {
+      transfers.send(peer, at_byte(buffer_, slice_ * transfers.self()), slice_, 0);
+    });
+  }
+
+ private:
+  const at::Tensor& buffer_;
+  const std::int64_t slice_;
+};
+
+}  // namespace
+
+OpFacts AllGather::facts() const {
+  return {Kind::kAllGather, nbytes(buffer), buffer.scalar_type(), buffer.scalar_type()};
+}
+
+void AllGather::check(const CheckedBatch& batch) const {
+  batch.require_usable(buffer);
+  TESSERA_INVARIANT(buffer.numel() % batch.ranks == 0, "all_gather of ", batch.unit, ": found ",
+                    buffer.numel(), " elements, expected a multiple of ", batch.ranks);
+}
+
+std::int64_t AllGather::sent_bytes(int ranks, int /*rank*/) const {
+  return layout::sent_bytes(nbytes(buffer), ranks);
+}
+
+std::unique_ptr<Steps> AllGather::steps(int ranks, int /*rank*/) const {
+  return std::make_unique<AllGatherSteps>(*this, ranks);
+}
+
+void AllGather::run(const std::vector<const AllGather*>& ranks) {
+  for (std::size_t from = 0; from < ranks.size(); ++from) {
+    const auto& source = ranks[from]->buffer;
+    const std::size_t slice = source.nbytes() / ranks.size();
+    if (slice == 0) return;
+    for (std::size_t to = 0; to < ranks.size(); ++to) {
+      if (to == from) continue;
+      std::memcpy(at_byte(ranks[to]->buffer, 0) + from * slice, at_byte(source, 0) + from * slice,
+                  slice);
+    }
+  }
+}
+
+AllGather AllGather::cloned() const { return {buffer.clone(), bucket}; }
+
+void AllGather::deliver(const AllGather& to) const { to.buffer.copy_(buffer); }
+
+}  // namespace tessera::comm

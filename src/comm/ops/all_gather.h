@@ -1,0 +1,29 @@
+#pragma once
+
+#include "comm/ops/operation.h"
+
+namespace tessera::comm {
+
+/// In place: `buffer` is contiguous, numel = size() x slice; rank r's slice is at r x slice, the
+/// own slice is filled by the caller. Bytes a rank sends: (size - 1) x slice bytes.
+struct AllGather {
+  at::Tensor buffer;
+  std::uint32_t bucket = 0;  ///< of its unit, for traces
+
+  const at::Tensor& first_tensor() const { return buffer; }
+  OpFacts facts() const;
+  std::uint32_t bucket_or(std::uint32_t) const { return bucket; }
+  void check(const CheckedBatch& batch) const;
+  std::int64_t sent_bytes(int ranks, int rank) const;
+  bool is_relayed(int) const { return false; }
+  void run_alone() const {}
+  std::unique_ptr<Steps> steps(int ranks, int rank) const;
+  static std::optional<CountDifference> find_difference(const std::vector<const AllGather*>&) {
+    return std::nullopt;
+  }
+  static void run(const std::vector<const AllGather*>& ranks);
+  AllGather cloned() const;
+  void deliver(const AllGather& to) const;
+};
+
+}  // namespace tessera::comm

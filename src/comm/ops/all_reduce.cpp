@@ -1,0 +1,166 @@
+#include "comm/ops/all_reduce.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "comm/ops/relayed_steps.h"
+#include "comm/sum.h"
+#include "comm/tensor_bytes.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+// Up to here everyone sends everything to everyone: one round instead of two.
+constexpr std::int64_t kOneRoundBytes = 256 * 1024;
+
+SumInto into_result(const AllReduce& op, const Stretch& part) {
+  const at::Tensor& result = op.result();
+  const auto element = static_cast<std::int64_t>(result.element_size());
+  return {at_byte(result, part.begin * element), result.scalar_type(), part.numel(),
+          Into::kOverwrite};
+}
+
+Stretch all_of(const AllReduce& op) { return {0, op.data.numel()}; }
+
+/// Everything to everyone, or each rank sums a part and sends it round.
+class DirectSumSteps final : public Steps {
+ public:
+  DirectSumSteps(const AllReduce& op, int ranks, int self)
+      : op_(op),
+        ranks_(ranks),
+        in_two_(in_two_rounds(op, ranks)),
+        mine_(in_two_ ? summed_by(op, ranks, self) : all_of(op)),
+        element_(static_cast<std::int64_t>(op.data.element_size())) {}
+
+  void prepare(Transfers& transfers) override {
+    transfers.take_aside(mine_.numel() * element_ * (ranks_ - 1));
+  }
+  void post_receives(Transfers& transfers) override {
+    receive_aside(transfers, mine_.numel() * element_);
+  }
+  void post_sends(Transfers& transfers) override {
+    for_successors(transfers, [&](int peer) {
+      const Stretch part = in_two_ ? summed_by(op_, ranks_, peer) : mine_;
+      transfers.send(peer, at_byte(op_.data, part.begin * element_), part.numel() * element_, 0);
+    });
+  }
+  void finish(Transfers& transfers) override {
+    transfers.finish_receives();
+    // The sum goes where this rank's addends are: they must have left first.
+    transfers.finish_sends();
+    add_received(transfers, at_byte(op_.data, mine_.begin * element_), op_.data.scalar_type(),
+                 into_result(op_, mine_));
+    if (in_two_) {
+      transfers.post_more(Transfers::Earlier::kFinished, [&] { send_round(transfers); });
+    }
+  }
+
+ private:
+  /// The second round: sums.
+  void send_round(Transfers& transfers) const {
+    const at::Tensor& sums = op_.result();
+    const auto element = static_cast<std::int64_t>(sums.element_size());
+    for_others(transfers, [&](int peer) {
+      const Stretch part = summed_by(op_, ranks_, peer);
+      transfers.receive(peer, at_byte(sums, part.begin * element), part.numel() * element, 1);
+    });
+    for_others(transfers, [&](int peer) {
+      transfers.send(peer, at_byte(sums, mine_.begin * element), mine_.numel() * element, 1);
+    });
+  }
+
+  const AllReduce& op_;
+  const int ranks_;
+  const bool in_two_;
+  const Stretch mine_;  ///< what this rank sums
+  const std::int64_t element_;
+};
+
+/// A gather of all addends, which every rank adds in rank order.
+class RelayedSumSteps final : public RelayedGatherSteps {
+ public:
+  RelayedSumSteps(const AllReduce& op, int ranks)
+      : RelayedGatherSteps(op.data, std::vector(static_cast<std::size_t>(ranks), nbytes(op.data)),
+                           0),
+        op_(op) {}
+
+ private:
+  void deliver(Transfers& transfers) override {
+    std::vector<const void*> addends;
+    for (int rank = 0; rank < transfers.size(); ++rank) {
+      addends.push_back(part_of(transfers, rank));
+    }
+    sum_in_rank_order(addends, op_.data.scalar_type(), into_result(op_, all_of(op_)));
+  }
+
+  const AllReduce& op_;
+};
+
+}  // namespace
+
+bool in_two_rounds(const AllReduce& op, int ranks) {
+  return ranks > 2 && nbytes(op.data) * ranks > kOneRoundBytes;
+}
+
+Stretch summed_by(const AllReduce& op, int ranks, int rank) {
+  const std::int64_t each = op.data.numel() / ranks;
+  const std::int64_t more = op.data.numel() % ranks;
+  const std::int64_t begin = each * rank + std::min<std::int64_t>(rank, more);
+  return {begin, begin + each + (rank < more ? 1 : 0)};
+}
+
+OpFacts AllReduce::facts() const {
+  return {Kind::kAllReduce, nbytes(data), data.scalar_type(), result().scalar_type(),
+          route == Route::kRelayed};
+}
+
+void AllReduce::check(const CheckedBatch& batch) const {
+  batch.require_usable(data);
+  batch.require_usable(result());
+  TESSERA_INVARIANT(data.numel() == result().numel(), "all_reduce of ", batch.unit, ": found ",
+                    data.numel(), " elements in and ", result().numel(), " out");
+  TESSERA_INVARIANT(can_sum(data.scalar_type(), result().scalar_type()), "all_reduce of ",
+                    batch.unit, ": cannot add ", c10::toString(data.scalar_type()), " into ",
+                    c10::toString(result().scalar_type()));
+}
+
+std::int64_t AllReduce::sent_bytes(int ranks, int rank) const {
+  if (!in_two_rounds(*this, ranks)) return (ranks - 1) * nbytes(data);
+  const std::int64_t mine = summed_by(*this, ranks, rank).numel();
+  return (data.numel() - mine) * static_cast<std::int64_t>(data.element_size()) +
+         (ranks - 1) * mine * static_cast<std::int64_t>(result().element_size());
+}
+
+bool AllReduce::is_relayed(int ranks) const {
+  return route == Route::kRelayed && !in_two_rounds(*this, ranks);
+}
+
+void AllReduce::run_alone() const {
+  if (output.defined()) output.copy_(data.view(output.sizes()));
+}
+
+std::unique_ptr<Steps> AllReduce::steps(int ranks, int rank) const {
+  if (is_relayed(ranks)) return std::make_unique<RelayedSumSteps>(*this, ranks);
+  return std::make_unique<DirectSumSteps>(*this, ranks, rank);
+}
+
+void AllReduce::run(const std::vector<const AllReduce*>& ranks) {
+  std::vector<const void*> addends;
+  for (const auto* one : ranks) addends.push_back(one->data.const_data_ptr());
+  const AllReduce& op = *ranks.front();
+  sum_in_rank_order(addends, op.data.scalar_type(), into_result(op, all_of(op)));
+  const at::Tensor& first = op.result();
+  if (first.nbytes() == 0) return;
+  for (std::size_t to = 1; to < ranks.size(); ++to) {
+    std::memcpy(at_byte(ranks[to]->result(), 0), at_byte(first, 0), first.nbytes());
+  }
+}
+
+AllReduce AllReduce::cloned() const {
+  return {data.clone(), output.defined() ? output.clone() : output, route};
+}
+
+void AllReduce::deliver(const AllReduce& to) const { to.result().copy_(result()); }
+
+}  // namespace tessera::comm

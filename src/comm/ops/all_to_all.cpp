@@ -1,0 +1,119 @@
+#include "comm/ops/all_to_all.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "comm/ops/steps.h"
+#include "comm/tensor_bytes.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+std::int64_t sum_of(const std::vector<std::int64_t>& counts) {
+  return std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
+}
+
+std::int64_t element_bytes(const at::Tensor& tensor) {
+  return static_cast<std::int64_t>(tensor.element_size());
+}
+
+class AllToAllSteps final : public Steps {
+ public:
+  explicit AllToAllSteps(const AllToAll& op) : op_(op) {}
+
+  void post_receives(Transfers& transfers) override {
+    for_others(transfers, [&](int peer) {
+      const std::int64_t element = element_bytes(op_.output);
+      transfers.receive(peer, at_byte(op_.output, stretch_begin(op_.receives, peer) * element),
+                        op_.receives[static_cast<std::size_t>(peer)] * element, 0);
+    });
+  }
+  void post_sends(Transfers& transfers) override {
+    for_successors(transfers, [&](int peer) {
+      const std::int64_t element = element_bytes(op_.input);
+      transfers.send(peer, at_byte(op_.input, stretch_begin(op_.sends, peer) * element),
+                     op_.sends[static_cast<std::size_t>(peer)] * element, 0);
+    });
+    copy_own_stretch(transfers.self());
+  }
+
+ private:
+  void copy_own_stretch(int self) const {
+    const auto numel = op_.sends[static_cast<std::size_t>(self)];
+    op_.output.view(-1)
+        .narrow(0, stretch_begin(op_.receives, self), numel)
+        .copy_(op_.input.view(-1).narrow(0, stretch_begin(op_.sends, self), numel));
+  }
+
+  const AllToAll& op_;
+};
+
+}  // namespace
+
+OpFacts AllToAll::facts() const {
+  return {Kind::kAllToAll, 0, input.scalar_type(), output.scalar_type()};
+}
+
+void AllToAll::check(const CheckedBatch& batch) const {
+  batch.require_usable(input);
+  batch.require_usable(output);
+  for (const auto* counts : {&sends, &receives}) {
+    TESSERA_INVARIANT(
+        counts->size() == static_cast<std::size_t>(batch.ranks) &&
+            std::all_of(counts->begin(), counts->end(), [](auto count) { return count >= 0; }),
+        "all_to_all of ", batch.unit, ": found ", counts->size(),
+        " counts or negative ones, expected ", batch.ranks);
+  }
+  TESSERA_INVARIANT(sum_of(sends) == input.numel() && sum_of(receives) == output.numel() &&
+                        input.scalar_type() == output.scalar_type(),
+                    "all_to_all of ", batch.unit, ": found ", input.numel(), " elements in and ",
+                    output.numel(), " out, expected the sums of their counts in one dtype");
+}
+
+std::int64_t AllToAll::sent_bytes(int /*ranks*/, int rank) const {
+  return (sum_of(sends) - sends[static_cast<std::size_t>(rank)]) * element_bytes(input);
+}
+
+void AllToAll::run_alone() const { output.copy_(input.view(output.sizes())); }
+
+std::unique_ptr<Steps> AllToAll::steps(int /*ranks*/, int /*rank*/) const {
+  return std::make_unique<AllToAllSteps>(*this);
+}
+
+std::optional<CountDifference> AllToAll::find_difference(
+    const std::vector<const AllToAll*>& ranks) {
+  for (std::size_t from = 0; from < ranks.size(); ++from) {
+    for (std::size_t to = 0; to < ranks.size(); ++to) {
+      const auto sent = ranks[from]->sends[to];
+      const auto expected = ranks[to]->receives[from];
+      if (sent != expected) return CountDifference{from, to, sent, expected};
+    }
+  }
+  return std::nullopt;
+}
+
+void AllToAll::run(const std::vector<const AllToAll*>& ranks) {
+  std::vector<std::size_t> taken(ranks.size(), 0);  // of each sender's input
+  for (std::size_t to = 0; to < ranks.size(); ++to) {
+    std::size_t filled = 0;
+    for (std::size_t from = 0; from < ranks.size(); ++from) {
+      const AllToAll& source = *ranks[from];
+      const auto bytes = static_cast<std::size_t>(source.sends[to]) *
+                         static_cast<std::size_t>(source.input.element_size());
+      if (bytes > 0) {
+        std::memcpy(at_byte(ranks[to]->output, 0) + filled, at_byte(source.input, 0) + taken[from],
+                    bytes);
+      }
+      filled += bytes;
+      taken[from] += bytes;
+    }
+  }
+}
+
+AllToAll AllToAll::cloned() const { return {input.clone(), sends, output.clone(), receives}; }
+
+void AllToAll::deliver(const AllToAll& to) const { to.output.copy_(output); }
+
+}  // namespace tessera::comm

@@ -1,0 +1,100 @@
+#include "comm/ops/combine.h"
+
+#include <algorithm>
+
+#include "comm/ops/relayed_steps.h"
+#include "comm/relay.h"
+#include "comm/tensor_bytes.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+/// What arrives in a round takes in what was combined before, and goes on in the next one.
+class CombineSteps final : public RelayedSteps {
+ public:
+  explicit CombineSteps(const Combine& op) : op_(op), bytes_(nbytes(op.values)) {}
+
+  void prepare(Transfers& transfers) override {
+    transfers.take_aside(bytes_ * relay::rounds(transfers.size()));
+  }
+
+ private:
+  Stretch arriving(Transfers& /*transfers*/, int round) const override {
+    return {bytes_ * round, bytes_ * (round + 1)};
+  }
+  Sent sent(Transfers& transfers, int round) const override {
+    return {combined_before(transfers, round), bytes_};
+  }
+
+  void combine(Transfers& transfers, int round) override {
+    const void* before = combined_before(transfers, round);
+    std::byte* received = transfers.aside(bytes_ * round);
+    if (op_.way == Combine::Way::kSum) {
+      relay::add_round(round, transfers.size(), op_.values.size(1),
+                       static_cast<const std::int64_t*>(before),
+                       reinterpret_cast<std::int64_t*>(received));
+      return;
+    }
+    const auto* bits = static_cast<const std::byte*>(before);
+    for (std::int64_t i = 0; i < bytes_; ++i) received[i] |= bits[i];
+  }
+
+  void deliver(Transfers& transfers) override {
+    const int ranks = transfers.size();
+    const auto* all =
+        static_cast<const std::byte*>(combined_before(transfers, relay::rounds(ranks)));
+    const bool second = op_.way == Combine::Way::kSum && relay::row_of_sum(ranks) == 1;
+    const std::int64_t begin = second ? bytes_ / 2 : 0;
+    std::copy_n(all + begin, bytes_ - begin, at_byte(op_.values, 0));
+  }
+
+  /// The own values, later what came with them in.
+  const void* combined_before(Transfers& transfers, int round) const {
+    if (round == 0) return op_.values.const_data_ptr();
+    return transfers.aside(bytes_ * (round - 1));
+  }
+
+  const Combine& op_;
+  const std::int64_t bytes_;
+};
+
+}  // namespace
+
+OpFacts Combine::facts() const {
+  return {way == Way::kSum ? Kind::kSumOf : Kind::kAnyOf, nbytes(values), values.scalar_type(),
+          values.scalar_type(), true};
+}
+
+void Combine::check(const CheckedBatch& batch) const {
+  batch.require_usable(values);
+  TESSERA_INVARIANT(
+      way == Way::kSum
+          ? values.scalar_type() == at::kLong && values.dim() == 2 && values.size(0) == 2
+          : values.scalar_type() == at::kByte,
+      to_string(batch.kind), " of ", batch.unit, ": found ", values.sizes(), " of ",
+      c10::toString(values.scalar_type()), ", expected bytes, or int64 [2, n] for a sum");
+}
+
+std::int64_t Combine::sent_bytes(int ranks, int /*rank*/) const {
+  return relay::rounds(ranks) * nbytes(values);
+}
+
+std::unique_ptr<Steps> Combine::steps(int /*ranks*/, int /*rank*/) const {
+  return std::make_unique<CombineSteps>(*this);
+}
+
+void Combine::run(const std::vector<const Combine*>& ranks) {
+  const auto& [all, way] = *ranks.front();
+  for (std::size_t i = 1; i < ranks.size(); ++i) {
+    const auto& other = ranks[i]->values;
+    way == Way::kSum ? all.add_(other) : all.bitwise_or_(other);
+  }
+  for (const auto* one : ranks) one->values.copy_(all);
+}
+
+Combine Combine::cloned() const { return {values.clone(), way}; }
+
+void Combine::deliver(const Combine& to) const { to.values.copy_(values); }
+
+}  // namespace tessera::comm

@@ -1,0 +1,94 @@
+// What a collective operation is: one struct with everything that is known about it, one file each.
+//
+// A group takes a batch of them as a variant (group.h), and whoever does something with an op
+// visits it, so an operation that lacks an answer does not compile. Operation, below, lists the
+// answers. How one travels between pairs of ranks is its Steps (steps.h); NCCL has its own calls
+// (backends/nccl). Next: all_gather.h, the simplest.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <concepts>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace tessera::comm {
+
+enum class Kind : std::uint8_t {
+  kAllGather,
+  kReduceScatter,
+  kAllReduce,
+  kAllToAll,
+  kAnyOf,
+  kSumOf,
+  kBatch
+};
+std::string_view to_string(Kind kind);
+
+enum class Into : std::uint8_t { kOverwrite, kAdd };
+
+/// What of an op must agree over ranks, and is printed.
+struct OpFacts {
+  Kind kind = Kind::kAllGather;
+  std::int64_t bytes = 0;  ///< of the whole buffer; 0 for an all-to-all, where ranks differ
+  at::ScalarType wire = at::ScalarType::Float;
+  at::ScalarType result = at::ScalarType::Float;
+  bool relayed = false;
+};
+
+/// Elements of a tensor.
+struct Stretch {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  std::int64_t numel() const { return end - begin; }
+};
+
+/// The batch of an op that is checked.
+struct CheckedBatch {
+  Kind kind;
+  std::string_view unit;
+  int ranks;
+  at::DeviceType device;
+  /// Errors: kInternal unless defined, contiguous and on the device.
+  void require_usable(const at::Tensor& tensor) const;
+};
+
+/// Two ranks (indices) of which one sends what the other does not expect.
+struct CountDifference {
+  std::size_t from;
+  std::size_t to;
+  std::int64_t sent;
+  std::int64_t expected;
+};
+
+class Steps;
+
+template <class Op>
+concept Operation = requires(const Op& op, const CheckedBatch& batch,
+                             const std::vector<const Op*>& of_all_ranks, int number) {
+  { op.first_tensor() } -> std::convertible_to<const at::Tensor&>;  ///< what goes out
+  { op.facts() } -> std::same_as<OpFacts>;
+  { op.bucket_or(std::uint32_t{}) } -> std::same_as<std::uint32_t>;  ///< its number in traces
+  /// Errors: kInternal for tensors whose sizes, dtypes or places do not fit.
+  { op.check(batch) };
+  /// By one rank (the second number) of so many, to all others together.
+  { op.sent_bytes(number, number) } -> std::same_as<std::int64_t>;
+  /// Whether it travels over other ranks (relay.h) of so many.
+  { op.is_relayed(number) } -> std::same_as<bool>;
+  /// The whole of it in a group of one rank, on any device.
+  { op.run_alone() };
+  /// How a rank (the second number) of so many sends and receives it. The op outlives them.
+  { op.steps(number, number) } -> std::same_as<std::unique_ptr<Steps>>;
+  /// The whole of it for ranks that share memory; what cannot meet was found before that.
+  { Op::find_difference(of_all_ranks) } -> std::same_as<std::optional<CountDifference>>;
+  { Op::run(of_all_ranks) };
+  /// With tensors of its own, and the results of such a copy back in place.
+  { op.cloned() } -> std::same_as<Op>;
+  { op.deliver(op) };
+};
+
+}  // namespace tessera::comm

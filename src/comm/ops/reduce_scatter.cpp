@@ -1,0 +1,93 @@
+#include "comm/ops/reduce_scatter.h"
+
+#include "comm/ops/steps.h"
+#include "comm/sum.h"
+#include "comm/tensor_bytes.h"
+#include "layout/bucket_plan.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+SumInto into_output(const ReduceScatter& op) {
+  return {op.output.mutable_data_ptr(), op.output.scalar_type(), op.output.numel(), op.into};
+}
+
+/// Each rank sends every other one that rank's slice; what arrives is received beside, and added
+/// in one pass.
+class ReduceScatterSteps final : public Steps {
+ public:
+  ReduceScatterSteps(const ReduceScatter& op, int ranks)
+      : op_(op), slice_(nbytes(op.input) / ranks) {}
+
+  void prepare(Transfers& transfers) override {
+    transfers.take_aside(slice_ * (transfers.size() - 1));
+  }
+  void post_receives(Transfers& transfers) override { receive_aside(transfers, slice_); }
+  void post_sends(Transfers& transfers) override {
+    for_successors(transfers, [&](int peer) {
+      transfers.send(peer, at_byte(op_.input, slice_ * peer), slice_, 0);
+    });
+  }
+  void finish(Transfers& transfers) override {
+    transfers.finish_receives();
+    add_received(transfers, at_byte(op_.input, slice_ * transfers.self()), op_.input.scalar_type(),
+                 into_output(op_));
+  }
+
+ private:
+  const ReduceScatter& op_;
+  const std::int64_t slice_;
+};
+
+}  // namespace
+
+OpFacts ReduceScatter::facts() const {
+  return {Kind::kReduceScatter, nbytes(input), input.scalar_type(), output.scalar_type()};
+}
+
+void ReduceScatter::check(const CheckedBatch& batch) const {
+  batch.require_usable(input);
+  batch.require_usable(output);
+  TESSERA_INVARIANT(input.numel() == batch.ranks * output.numel(), "reduce_scatter of ", batch.unit,
+                    ": found ", input.numel(), " elements in and ", output.numel(), " out of ",
+                    batch.ranks, " ranks");
+  TESSERA_INVARIANT(can_sum(input.scalar_type(), output.scalar_type()), "reduce_scatter of ",
+                    batch.unit, ": cannot add ", c10::toString(input.scalar_type()), " into ",
+                    c10::toString(output.scalar_type()));
+}
+
+std::int64_t ReduceScatter::sent_bytes(int ranks, int /*rank*/) const {
+  return layout::sent_bytes(nbytes(input), ranks);
+}
+
+void ReduceScatter::run_alone() const {
+  if (output.is_cpu()) {
+    sum_in_rank_order({input.const_data_ptr()}, input.scalar_type(), into_output(*this));
+    return;
+  }
+  const auto mine = input.view(output.sizes());
+  into == Into::kAdd ? output.add_(mine) : output.copy_(mine);
+}
+
+std::unique_ptr<Steps> ReduceScatter::steps(int ranks, int /*rank*/) const {
+  return std::make_unique<ReduceScatterSteps>(*this, ranks);
+}
+
+void ReduceScatter::run(const std::vector<const ReduceScatter*>& ranks) {
+  for (std::size_t to = 0; to < ranks.size(); ++to) {
+    const ReduceScatter& target = *ranks[to];
+    const std::size_t slice = target.input.nbytes() / ranks.size();
+    std::vector<const void*> addends;
+    for (const auto* one : ranks) addends.push_back(at_byte(one->input, 0) + to * slice);
+    sum_in_rank_order(addends, target.input.scalar_type(), into_output(target));
+  }
+}
+
+ReduceScatter ReduceScatter::cloned() const {
+  return {input.clone(), output.clone(), into, bucket};
+}
+
+void ReduceScatter::deliver(const ReduceScatter& to) const { to.output.copy_(output); }
+
+}  // namespace tessera::comm

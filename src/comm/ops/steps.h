@@ -1,0 +1,73 @@
+// Steps: how one op of a batch travels as sends and receives between pairs of ranks.
+//
+// All ops of a batch prepare, then post their receives, then their sends; whoever waits lets each
+// finish what is left (additions, further rounds), then waits for what was posted. Lines, tags,
+// deadlines and errors are the transport's (backends/gloo/exchange.h), behind Transfers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+#include "comm/ops/operation.h"
+#include "comm/sum.h"
+
+namespace tessera::comm {
+
+/// What the steps of one op may ask of the transport. Nothing is posted for 0 bytes. A phase
+/// numbers what travels between the same two ranks. Errors: PeerLost.
+class Transfers {
+ public:
+  virtual ~Transfers() = default;
+  virtual int size() const = 0;
+  virtual int self() const = 0;
+
+  virtual void receive(int peer, void* to, std::int64_t bytes, int phase) = 0;
+  virtual void send(int peer, const void* from, std::int64_t bytes, int phase) = 0;
+  /// Memory of the op for what it receives beside its tensors, until it is done.
+  virtual void take_aside(std::int64_t bytes) = 0;
+  virtual std::byte* aside(std::int64_t offset) = 0;
+
+  virtual void finish_receive(std::size_t index) = 0;  ///< in the order in which they were posted
+  virtual void finish_receives() = 0;
+  virtual void finish_sends() = 0;
+
+  enum class Earlier : std::uint8_t { kKept, kFinished };
+  /// Runs `post`, which may post more, unless the World is poisoned. kFinished: all that was posted
+  /// so far has been waited for.
+  virtual void post_more(Earlier earlier, const std::function<void()>& post) = 0;
+};
+
+/// Threads: as Exchange: posting on the issuing thread, then finish() on one that waits.
+class Steps {
+ public:
+  virtual ~Steps() = default;
+  virtual void prepare(Transfers& /*transfers*/) {}
+  virtual void post_receives(Transfers& transfers) = 0;
+  virtual void post_sends(Transfers& transfers) = 0;
+  virtual void finish(Transfers& /*transfers*/) {}
+};
+
+/// For each rank but this one, in the order in which none is everyone's first.
+template <class Act>
+void for_successors(const Transfers& transfers, Act act) {
+  for (int step = 1; step < transfers.size(); ++step) {
+    act((transfers.self() + step) % transfers.size());
+  }
+}
+
+/// For each rank but this one, ascending.
+template <class Act>
+void for_others(const Transfers& transfers, Act act) {
+  for (int peer = 0; peer < transfers.size(); ++peer) {
+    if (peer != transfers.self()) act(peer);
+  }
+}
+
+/// Receives so many bytes from each other rank beside the result.
+void receive_aside(Transfers& transfers, std::int64_t bytes);
+/// Adds them and `own`, in rank order.
+void add_received(Transfers& transfers, const void* own, at::ScalarType wire,
+                  const SumInto& result);
+
+}  // namespace tessera::comm

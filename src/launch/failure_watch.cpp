@@ -1,0 +1,161 @@
+#include "launch/failure_watch.h"
+
+#include <algorithm>
+#include <set>
+
+#include "tessera/error.h"
+
+namespace tessera::comm {
+
+WatchOptions watch_options(int rank, int ranks) {
+  WatchOptions options;
+  options.rank = rank;
+  options.poll = watch_poll(ranks);
+  options.silent_after = WatchTimes{options.poll}.silent_after();
+  return options;
+}
+
+std::vector<int> neighbours(std::vector<int> ranks, int self) {
+  constexpr std::size_t kAskedFor = 8;
+  std::ranges::rotate(ranks, std::ranges::upper_bound(ranks, self));
+  if (ranks.size() > kAskedFor) ranks.erase(ranks.begin(), ranks.end() - kAskedFor);
+  std::ranges::sort(ranks);
+  return ranks;
+}
+
+std::vector<int> silent_ranks(Store& store, const std::vector<int>& ranks,
+                              std::chrono::milliseconds time) {
+  std::vector<std::string> keys;
+  for (const int rank : ranks) keys.push_back(store_key::pulse(rank));
+  const auto before = store.find_all(keys);
+  std::this_thread::sleep_for(time);
+  const auto after = store.find_all(keys);
+  std::vector<int> silent;
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (before[i] == after[i]) silent.push_back(ranks[i]);
+  }
+  return silent;
+}
+
+class FailureWatch::Keys final : public WatchedStore {
+ public:
+  explicit Keys(Store& store) : store_(store) {}
+  void set(const std::string& key, const std::string& value) override { store_.set(key, value); }
+  /// Keys stay once they are there: no need to ask for that again.
+  std::vector<std::optional<std::string>> find(const std::vector<std::string>& keys) override {
+    const bool known =
+        std::all_of(keys.begin(), keys.end(), [&](const auto& key) { return seen_.contains(key); });
+    if (!known) {
+      auto values = store_.find_all(keys);
+      for (std::size_t i = 0; i < keys.size(); ++i) {
+        if (values[i]) seen_.insert(keys[i]);
+      }
+      return values;
+    }
+    std::vector<std::optional<std::string>> values;
+    for (auto& value : store_.get_all(keys)) values.emplace_back(std::move(value));
+    return values;
+  }
+
+ private:
+  Store& store_;
+  std::set<std::string> seen_;
+};
+
+FailureWatch::FailureWatch(std::shared_ptr<Store> own_connection, std::shared_ptr<WaitBoard> board,
+                           WatchOptions options, Actions actions)
+    : store_(std::move(own_connection)),
+      board_(std::move(board)),
+      options_(options),
+      actions_(std::move(actions)),
+      keys_(std::make_unique<Keys>(*store_)),
+      peers_(*keys_, {options.rank, options.blocked_after, options.silent_after}),
+      thread_([this] { each_poll(&FailureWatch::look_or_end); }),
+      heart_([this] { each_poll(&FailureWatch::beat); }) {}
+
+FailureWatch::~FailureWatch() { stop(); }
+
+void FailureWatch::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify_all();
+  for (std::thread* thread : {&thread_, &heart_}) {
+    if (thread->joinable()) thread->join();
+  }
+}
+
+void FailureWatch::set_epoch(int epoch) {
+  epoch_ = epoch;
+  board_->set_epoch(epoch);
+  over_ = false;
+}
+
+void FailureWatch::each_poll(void (FailureWatch::*act)()) {
+  std::unique_lock lock(mutex_);
+  while (!stopping_) {
+    lock.unlock();
+    (this->*act)();
+    lock.lock();
+    wake_.wait_for(lock, options_.poll, [&] { return stopping_; });
+  }
+}
+
+void FailureWatch::look_or_end() {
+  if (over_) return;
+  try {
+    look();
+  } catch (const std::exception& error) {
+    over_ = true;
+    {
+      const std::lock_guard lock(mutex_);
+      if (stopping_) return;
+    }
+    actions_.lost(concat("the store is gone, rank 0 or the launcher has left: ", error.what()));
+  }
+}
+
+void FailureWatch::look() {
+  if (const auto why = store_->find(store_key::kFailure)) {
+    over_ = true;
+    actions_.failed(*why);
+    return;
+  }
+  const int epoch = epoch_;
+  if (poisoned_epoch_ != epoch) {
+    if (const auto why = store_->find(store_key::poison(epoch))) {
+      poisoned_epoch_ = epoch;
+      actions_.poisoned(*why, epoch);
+      return;
+    }
+  }
+  look_at_peers(epoch);
+  ++looks_;
+}
+
+void FailureWatch::look_at_peers(int epoch) {
+  const Standing standing = board_->standing();
+  const auto found = peers_.look(std::chrono::steady_clock::now(), epoch, standing,
+                                 [&] { return board_->lines(); });
+  if (standing.wait) board_->set_cause(epoch, *standing.wait, peers_.cause());
+  if (!found) return;
+  over_ = true;
+  const bool lost = found->what == PeerWatch::Finding::What::kLost;
+  (lost ? actions_.lost : actions_.disagree)(found->why);
+}
+
+void FailureWatch::beat() {
+  const Standing standing = board_->standing();
+  Pulse pulse{++beats_, epoch_, standing.waits, standing.wait, -1, standing.issued};
+  if (pulse.wait) {
+    pulse.cause = board_->cause_of(pulse.wait->group, pulse.wait->sequence).value_or(-1);
+  }
+  try {
+    store_->set(store_key::pulse(options_.rank), encode(pulse));
+  } catch (const std::exception&) {
+    // The watch finds out, and says so.
+  }
+}
+
+}  // namespace tessera::comm

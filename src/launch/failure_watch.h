@@ -1,0 +1,97 @@
+// FailureWatch: two threads a process (or thread rank): one learns when the run fails elsewhere,
+// the other one says that this rank lives.
+//
+// [Note: failure] Gloo cannot be aborted as a whole and its destructors may block, so a failing
+// rank does not unwind: it writes the failure key, prints, and leaves by _exit (failure_report.h).
+// The watch sees the key at its next look, over a store connection of its own, and ends its process
+// too. It also watches for what no rank reports: the store gone with rank 0, a peer without a sign
+// of life, and ranks that wait for each other in different orders or in different groups
+// (peer_watch.h). However long a look takes, the heart goes on to beat.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "launch/peer_watch.h"
+#include "launch/store.h"
+#include "launch/wait_board.h"
+
+namespace tessera::comm {
+
+/// The few ranks before `self` in a ring of `ranks`, and `self`: of many ranks that ask at the same
+/// time each asks for the signs of life of so many others.
+std::vector<int> neighbours(std::vector<int> ranks, int self);
+
+/// Those of `ranks` whose watches give no sign of life for `time`. Waits for as long. Errors:
+/// PeerLost when the store does not answer.
+std::vector<int> silent_ranks(Store& store, const std::vector<int>& ranks,
+                              std::chrono::milliseconds time);
+
+struct WatchOptions {
+  int rank = 0;
+  std::chrono::milliseconds poll{200};            ///< between looks, and between heartbeats
+  std::chrono::milliseconds blocked_after{2000};  ///< a wait this long is looked into
+  std::chrono::milliseconds silent_after{
+      6000};  ///< a peer without a heartbeat for this long is lost
+};
+/// For a rank of so many.
+WatchOptions watch_options(int rank, int ranks);
+
+class FailureWatch {
+ public:
+  /// What is to be done, on the watch's thread. Each is called at most once (poisoned: once an
+  /// epoch).
+  struct Actions {
+    std::function<void(const std::string& why)> failed;  ///< the failure key: why as written there
+    std::function<void(const std::string& why)> lost;    ///< store gone, or a silent peer
+    std::function<void(const std::string& why)> disagree;  ///< ranks issue different collectives
+    std::function<void(const std::string& why, int epoch)> poisoned;  ///< a rank poisoned its World
+  };
+
+  FailureWatch(std::shared_ptr<Store> own_connection, std::shared_ptr<WaitBoard> board,
+               WatchOptions options, Actions actions);
+  ~FailureWatch();
+  FailureWatch(const FailureWatch&) = delete;
+  FailureWatch& operator=(const FailureWatch&) = delete;
+
+  void stop();
+  /// After a recovery: what was seen in earlier epochs no longer counts.
+  void set_epoch(int epoch);
+  /// How often it has looked at its peers.
+  std::uint64_t looks() const { return looks_; }
+
+ private:
+  class Keys;
+
+  void each_poll(void (FailureWatch::*act)());
+  void look_or_end();
+  void look();
+  void look_at_peers(int epoch);
+  void beat();
+
+  const std::shared_ptr<Store> store_;
+  const std::shared_ptr<WaitBoard> board_;
+  const WatchOptions options_;
+  const Actions actions_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  bool stopping_ = false;
+  std::atomic<bool> over_{false};  // an action that ends the run was taken, nothing to look for
+  std::atomic<int> epoch_{0};
+  std::atomic<std::uint64_t> looks_{0};
+  int poisoned_epoch_ = -1;
+  std::uint64_t beats_ = 0;
+  const std::unique_ptr<Keys> keys_;
+  PeerWatch peers_;
+  std::thread thread_;
+  std::thread heart_;
+};
+
+}  // namespace tessera::comm

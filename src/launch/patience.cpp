@@ -1,0 +1,63 @@
+#include "launch/patience.h"
+
+#include <algorithm>
+
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+// Of those who are missing: each costs the store a request, and many ranks ask at once.
+constexpr int kWorksAsked = 16;
+
+}  // namespace
+
+void Patience::raise(std::chrono::milliseconds longer, WorkOf work_of) {
+  {
+    const std::lock_guard lock(mutex_);
+    work_of_ = std::move(work_of);
+  }
+  longer_ms_.store(longer.count(), std::memory_order_relaxed);
+}
+
+void Patience::lower() {
+  longer_ms_.store(0, std::memory_order_relaxed);
+  const std::lock_guard lock(mutex_);
+  work_of_ = nullptr;
+}
+
+void Patience::expect_words_within(std::chrono::milliseconds time) {
+  words_ms_.store(time.count(), std::memory_order_relaxed);
+}
+
+std::chrono::milliseconds Patience::words() const {
+  return std::chrono::milliseconds(words_ms_.load(std::memory_order_relaxed));
+}
+
+std::chrono::milliseconds Patience::of(std::chrono::milliseconds usual) const {
+  return std::max(usual, std::chrono::milliseconds(longer_ms_.load(std::memory_order_relaxed)));
+}
+
+std::string Patience::works_of(const std::vector<int>& ranks) const {
+  WorkOf work_of;
+  {
+    const std::lock_guard lock(mutex_);
+    work_of = work_of_;
+  }
+  std::string works;
+  int asked = 0;
+  for (const int rank : ranks) {
+    if (++asked > kWorksAsked) break;
+    const std::string work = work_of ? work_of(rank) : std::string();
+    if (!work.empty()) works += concat("; rank ", rank, " was busy with: ", work);
+  }
+  if (works.empty()) return works;
+  return concat(works, "; raise comm.init_timeout_seconds where that takes longer");
+}
+
+std::string Patience::why_missing(const std::vector<int>& ranks) const {
+  const std::string works = works_of(ranks);
+  return works.empty() ? "; it is stalled, or does not take part in this collective" : works;
+}
+
+}  // namespace tessera::comm

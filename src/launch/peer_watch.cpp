@@ -1,0 +1,373 @@
+#include "launch/peer_watch.h"
+
+#include <algorithm>
+#include <charconv>
+#include <sstream>
+#include <string_view>
+#include <utility>
+
+#include "base/joined.h"
+#include "launch/poison.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+
+namespace store_key {
+std::string poison(int epoch) { return concat("poison/", epoch); }
+std::string pulse(int rank) { return concat("pulse/", rank); }
+std::string asked(int epoch, int rank) { return concat("asked/", epoch, "/", rank); }
+std::string issued(int epoch, int rank) { return concat("issued/", epoch, "/", rank); }
+}  // namespace store_key
+
+namespace {
+
+// A rank whose neighbour is lost with it, on the same host for example, has another one to watch
+// it.
+constexpr std::size_t kWatchedBefore = 2;
+
+// Ranks that wait in the same collective differ by what was issued ahead: a few.
+constexpr std::size_t kPublishedHashes = 8;
+
+// Of a chain of waits: the rounds of one collective for more ranks than there are, and some for the
+// others that it may lead through.
+constexpr std::size_t kLongestChain = 40;
+
+std::vector<std::string_view> fields_of(std::string_view line) {
+  std::vector<std::string_view> fields;
+  for (std::size_t begin = 0; begin <= line.size();) {
+    const auto end = std::min(line.find('\t', begin), line.size());
+    fields.push_back(line.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return fields;
+}
+
+template <class Number>
+bool read(std::string_view text, Number& number, int base = 10) {
+  const auto* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, number, base);
+  return error == std::errc() && stop == end;
+}
+
+std::string hex(std::uint64_t value) {
+  char digits[16];
+  const auto end = std::to_chars(digits, digits + sizeof digits, value, 16).ptr;
+  return {digits, end};
+}
+
+struct Line {
+  std::string fingerprint;
+  std::string text;
+};
+
+/// (group, sequence) -> line. Lines that do not parse are left out: they come from another process.
+std::map<std::pair<std::string, std::uint64_t>, Line> parse(const std::string& lines) {
+  std::map<std::pair<std::string, std::uint64_t>, Line> parsed;
+  std::istringstream in(lines);
+  for (std::string line; std::getline(in, line);) {
+    const auto fields = fields_of(line);
+    std::uint64_t sequence = 0;
+    if (fields.size() != 4 || fields[3].empty() || !read(fields[1], sequence)) continue;
+    parsed[{std::string(fields[0]), sequence}] = {std::string(fields[2]), std::string(fields[3])};
+  }
+  return parsed;
+}
+
+const IssuedHashes* of_group(const std::vector<IssuedHashes>& issued, std::uint64_t group) {
+  const auto found = std::find_if(issued.begin(), issued.end(),
+                                  [&](const auto& one) { return one.group == group; });
+  return found == issued.end() ? nullptr : &*found;
+}
+
+bool has_issued(const Pulse& pulse, const PeerWait& wait) {
+  const auto* issued = of_group(pulse.issued, wait.group);
+  return issued != nullptr && issued->count > wait.sequence;
+}
+
+bool read_wait(const std::vector<std::string_view>& fields, Pulse& pulse) {
+  PeerWait wait;
+  if (fields.size() != 8 || !read(fields[1], pulse.epoch) || !read(fields[2], pulse.waits) ||
+      !read(fields[3], wait.group, 16) || !read(fields[4], wait.sequence) ||
+      !read(fields[5], wait.peer) || !read(fields[6], pulse.cause)) {
+    return false;
+  }
+  wait.text = fields[7];
+  pulse.wait = std::move(wait);
+  return true;
+}
+
+std::optional<IssuedHashes> read_issued(const std::vector<std::string_view>& fields) {
+  IssuedHashes issued;
+  if (fields.size() < 3 || !read(fields[1], issued.group, 16) || !read(fields[2], issued.count)) {
+    return std::nullopt;
+  }
+  for (std::size_t i = 3; i < fields.size(); ++i) {
+    if (!read(fields[i], issued.latest.emplace_back(), 16)) return std::nullopt;
+  }
+  return issued;
+}
+
+}  // namespace
+
+Issued compare(const IssuedHashes& one, const IssuedHashes& other) {
+  const std::uint64_t common = std::min(one.count, other.count);
+  if (common == 0) return Issued::kSame;
+  const std::uint64_t before_one = one.count - common;
+  const std::uint64_t before_other = other.count - common;
+  if (before_one >= one.latest.size() || before_other >= other.latest.size()) {
+    return Issued::kTooFarApart;
+  }
+  return one.latest[before_one] == other.latest[before_other] ? Issued::kSame : Issued::kDifferent;
+}
+
+std::optional<std::string> find_disagreement(int rank, const std::string& lines, int other,
+                                             const std::string& other_lines) {
+  const auto theirs = parse(other_lines);
+  for (const auto& [key, line] : parse(lines)) {
+    const auto match = theirs.find(key);
+    if (match == theirs.end() || match->second.fingerprint == line.fingerprint) continue;
+    const bool first = rank < other;
+    return concat("ranks disagree: rank ", first ? rank : other, " issues ",
+                  first ? line.text : match->second.text, " but rank ", first ? other : rank,
+                  " issues ", first ? match->second.text : line.text, " (group ", key.first, ")");
+  }
+  return std::nullopt;
+}
+
+std::string encode(const Pulse& pulse) {
+  std::string text = std::to_string(pulse.beat);
+  if (!pulse.wait) return text;
+  text += concat("\nwait\t", pulse.epoch, "\t", pulse.waits, "\t", hex(pulse.wait->group), "\t",
+                 pulse.wait->sequence, "\t", pulse.wait->peer, "\t", pulse.cause, "\t",
+                 pulse.wait->text);
+  for (const IssuedHashes& issued : pulse.issued) {
+    text += concat("\nissued\t", hex(issued.group), "\t", issued.count);
+    for (std::size_t i = 0; i < std::min(issued.latest.size(), kPublishedHashes); ++i) {
+      text += concat("\t", hex(issued.latest[i]));
+    }
+  }
+  return text;
+}
+
+Pulse decode_pulse(const std::string& text) {
+  Pulse pulse;
+  std::istringstream in(text);
+  for (std::string line; std::getline(in, line);) {
+    const auto fields = fields_of(line);
+    if (fields[0] == "wait") {
+      read_wait(fields, pulse);
+    } else if (fields[0] == "issued") {
+      if (auto issued = read_issued(fields)) pulse.issued.push_back(*std::move(issued));
+    } else {
+      read(fields[0], pulse.beat);
+    }
+  }
+  return pulse;
+}
+
+std::vector<int> watched_before(const std::vector<int>& ranks, int self) {
+  const auto place = std::find(ranks.begin(), ranks.end(), self);
+  if (place == ranks.end()) return {};
+  const std::size_t size = ranks.size();
+  const auto own = static_cast<std::size_t>(place - ranks.begin());
+  std::vector<int> watched;
+  for (std::size_t back = 1; back <= kWatchedBefore && back < size; ++back) {
+    watched.push_back(ranks[(own + size - back) % size]);
+  }
+  return watched;
+}
+
+std::chrono::milliseconds watch_poll(int ranks) {
+  return std::chrono::milliseconds(std::max(200, ranks));
+}
+
+std::chrono::milliseconds WatchTimes::words() const {
+  return std::max(std::chrono::milliseconds(1000), 3 * poll);
+}
+
+std::chrono::milliseconds WatchTimes::heartbeats() const {
+  return std::max(std::chrono::milliseconds(1500), 3 * poll);
+}
+
+std::chrono::milliseconds WatchTimes::silent_after() const {
+  return std::max(std::chrono::milliseconds(6000), 6 * poll);
+}
+
+std::chrono::milliseconds WatchTimes::telling() const {
+  return std::max(std::chrono::milliseconds(2000), 3 * poll);
+}
+
+std::chrono::milliseconds WatchTimes::meeting() const {
+  return std::max(std::chrono::milliseconds(3000), 6 * poll);
+}
+
+std::chrono::milliseconds WatchTimes::leaving() const {
+  return std::max(std::chrono::milliseconds(5000), telling() + 2 * words());
+}
+
+std::chrono::milliseconds WatchTimes::pause() const { return poll / 12; }
+
+std::optional<PeerWatch::Finding> PeerWatch::look(Time now, int epoch, const Standing& standing,
+                                                  const std::function<std::string()>& lines) {
+  // Who was stopped itself, or waited for a busy store, has not listened meanwhile.
+  if (last_look_ && now - *last_look_ > options_.silent_after / 2) heard_.clear();
+  last_look_ = now;
+  if (std::exchange(epoch_, epoch) != epoch) suspected_.clear();
+  listen(now, standing);
+  const bool blocked = standing.waits > 0 && standing.waited >= options_.blocked_after;
+  bool returns = false;
+  // A short wait is no reason to ask further than for what was read anyway.
+  const auto chain = follow(standing, blocked ? kLongestChain : 1, returns);
+  if (!blocked) return std::nullopt;
+  if (auto silent = find_silent(now)) return silent;
+  if (!standing.wait) return std::nullopt;
+  answer(lines);
+  if (auto found = compare_with(standing.wait->peer, standing, lines)) return found;
+  if (!returns) suspected_.clear();
+  return returns ? find_deadlock(now, chain) : std::nullopt;
+}
+
+void PeerWatch::listen(Time now, const Standing& standing) {
+  auto watched = watched_before(standing.peers, options_.rank);
+  if (standing.wait && standing.wait->peer >= 0) watched.push_back(standing.wait->peer);
+  std::sort(watched.begin(), watched.end());
+  watched.erase(std::unique(watched.begin(), watched.end()), watched.end());
+  std::erase_if(heard_, [&](const auto& one) {
+    return !std::binary_search(watched.begin(), watched.end(), one.first);
+  });
+  if (watched.empty()) return;
+  std::vector<std::string> keys;
+  for (const int rank : watched) keys.push_back(store_key::pulse(rank));
+  const auto pulses = store_.find(keys);
+  for (std::size_t i = 0; i < watched.size(); ++i) {
+    std::string text = pulses[i].value_or("");
+    auto [heard, first] = heard_.try_emplace(watched[i], Heard{text, now});
+    if (heard->second.text != text) heard->second = {std::move(text), now};
+  }
+}
+
+std::optional<PeerWatch::Finding> PeerWatch::find_silent(Time now) const {
+  std::vector<int> silent;
+  for (const auto& [rank, heard] : heard_) {
+    if (now - heard.since >= options_.silent_after) silent.push_back(rank);
+  }
+  if (silent.empty()) return std::nullopt;
+  return Finding{Finding::What::kLost,
+                 concat("rank ", joined(silent), silent.size() == 1 ? " has" : " have",
+                        " given no sign of life for ", in_seconds(options_.silent_after))};
+}
+
+std::optional<Pulse> PeerWatch::pulse_of(int rank) {
+  const auto heard = heard_.find(rank);
+  if (heard != heard_.end()) return decode_pulse(heard->second.text);
+  const auto text = store_.find({store_key::pulse(rank)}).front();
+  if (!text) return std::nullopt;
+  return decode_pulse(*text);
+}
+
+std::vector<PeerWatch::Link> PeerWatch::follow(const Standing& standing, std::size_t most,
+                                               bool& returns) {
+  cause_ = -1;
+  std::vector<Link> chain;
+  if (!standing.wait || standing.wait->peer < 0) return chain;
+  PeerWait wait = *standing.wait;
+  int rank = options_.rank;
+  std::string beat;
+  bool one_wait = standing.waits == 1;
+  bool inside = true;  // the collective that this rank waits in
+  while (chain.size() < most && wait.peer >= 0) {
+    if (inside) cause_ = wait.peer;
+    const auto pulse = pulse_of(wait.peer);
+    const bool waits = pulse && pulse->wait && pulse->epoch == epoch_;
+    const bool same = waits && pulse->wait->is_for_same(wait);
+    if (inside && same && pulse->cause >= 0 && pulse->cause != options_.rank) cause_ = pulse->cause;
+    inside = inside && same;
+    // Its data is on the way if it has issued this one and waits for something else; and another
+    // thread of it may issue it yet if that is not all that it does.
+    if (!waits || (!same && (has_issued(*pulse, wait) || pulse->waits != 1))) break;
+    const int next = wait.peer;
+    chain.push_back({rank, std::move(wait), !same, std::move(beat)});
+    if (next == options_.rank) {
+      returns = one_wait;
+      break;
+    }
+    const bool seen = std::any_of(chain.begin(), chain.end(),
+                                  [&](const Link& link) { return link.rank == next; });
+    if (seen) break;  // a cycle of others, which they find
+    rank = next;
+    wait = *pulse->wait;
+    beat = std::to_string(pulse->beat);
+  }
+  return chain;
+}
+
+std::optional<PeerWatch::Finding> PeerWatch::find_deadlock(Time now,
+                                                           const std::vector<Link>& cycle) {
+  std::vector<const Link*> links;
+  for (const Link& link : cycle) {
+    if (link.unissued) links.push_back(&link);
+  }
+  if (links.empty()) return std::nullopt;  // all in one collective: what they issued differs
+  std::string seen;
+  std::vector<std::string> beats;
+  for (const Link& link : cycle) {
+    seen +=
+        concat(link.rank, " ", link.wait.group, " ", link.wait.sequence, " ", link.wait.peer, "\n");
+    if (link.rank != options_.rank) beats.push_back(link.beat);
+  }
+  if (seen != suspected_) {
+    suspected_ = std::move(seen);
+    suspected_since_ = now;
+    suspected_beats_ = std::move(beats);
+    return std::nullopt;
+  }
+  // Ranks that are not waiting any more have not taken back what they said.
+  const bool all_said_again =
+      std::equal(beats.begin(), beats.end(), suspected_beats_.begin(), suspected_beats_.end(),
+                 [](const std::string& later, const std::string& first) { return later != first; });
+  if (!all_said_again || now - suspected_since_ < options_.blocked_after) return std::nullopt;
+  // The same words on every rank of the cycle.
+  std::rotate(links.begin(),
+              std::min_element(links.begin(), links.end(),
+                               [](const Link* a, const Link* b) { return a->rank < b->rank; }),
+              links.end());
+  std::string why = "ranks wait for each other:";
+  for (const Link* link : links) {
+    why += concat(link == links.front() ? " rank " : "; rank ", link->rank, " waits in ",
+                  link->wait.text, ", which rank ", link->wait.peer, " has not issued");
+  }
+  return Finding{Finding::What::kDisagree,
+                 why + "; issue collectives in the same order on every rank"};
+}
+
+std::optional<PeerWatch::Finding> PeerWatch::compare_with(
+    int peer, const Standing& standing, const std::function<std::string()>& lines) {
+  const auto heard = heard_.find(peer);
+  if (peer < 0 || heard == heard_.end()) return std::nullopt;
+  const Pulse pulse = decode_pulse(heard->second.text);
+  const auto* mine = of_group(standing.issued, standing.wait->group);
+  const auto* theirs = of_group(pulse.issued, standing.wait->group);
+  if (!pulse.wait || pulse.epoch != epoch_ || mine == nullptr || theirs == nullptr ||
+      compare(*mine, *theirs) == Issued::kSame) {
+    return std::nullopt;
+  }
+  if (asked_ != std::pair(epoch_, peer)) {
+    store_.set(store_key::asked(epoch_, peer), "here");
+    asked_ = {epoch_, peer};
+  }
+  const auto text = store_.find({store_key::issued(epoch_, peer)}).front();
+  if (!text) return std::nullopt;
+  const auto why = find_disagreement(options_.rank, lines(), peer, *text);
+  if (!why) return std::nullopt;
+  return Finding{Finding::What::kDisagree, *why};
+}
+
+void PeerWatch::answer(const std::function<std::string()>& lines) {
+  if (!store_.find({store_key::asked(epoch_, options_.rank)}).front()) return;
+  std::pair<int, std::string> now{epoch_, lines()};
+  if (now == published_) return;
+  store_.set(store_key::issued(epoch_, options_.rank), now.second);
+  published_ = std::move(now);
+}
+
+}  // namespace tessera::comm

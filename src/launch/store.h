@@ -1,0 +1,88 @@
+// Store: the small shared dictionary by which ranks find each other and tell of failures.
+//
+// A thin layer over c10d's stores: TCP between processes, a map between threads. Waiting is by
+// polling, so that a wait can end when the World is poisoned, and a server that has stopped without
+// closing its connections is found by a limit on every call (bounded_calls.h). A step needs it only
+// where two ranks send to each other for the first time ([Note: connections]), and beside it the
+// failure watch beats and looks. Next: failure_watch.h.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+#include "launch/arrivals.h"
+#include "launch/bounded_calls.h"
+#include "launch/launch_environment.h"
+#include "launch/poison.h"
+
+namespace tessera::comm {
+
+/// Threads: any; calls through one Store take turns (give a thread that polls a connection of its
+/// own). Errors of every call: PeerLost when the server has gone, or gives no answer in time.
+class Store {
+ public:
+  /// The store of ranks that are threads.
+  static std::shared_ptr<Store> in_memory();
+  /// Joins the store that the launch names; rank 0 serves it unless the launcher does, on loopback
+  /// where that is its address. Once joined it is to answer each call within `answers_within`.
+  /// Errors: kComm when the address cannot be had (port in use) or reached within `timeout`.
+  static std::shared_ptr<Store> connect(const LaunchEnvironment& launch,
+                                        std::chrono::milliseconds timeout,
+                                        std::chrono::milliseconds answers_within);
+
+  /// "rank 0 at 127.0.0.1:29500": who serves it, for messages.
+  const std::string& server() const { return server_; }
+
+  /// The same store over a connection of its own, which is waited for so much longer.
+  std::shared_ptr<Store> second_connection(std::chrono::milliseconds longer) const;
+
+  void set(const std::string& key, const std::string& value);
+  std::optional<std::string> find(const std::string& key);
+  /// Values by key.
+  std::vector<std::optional<std::string>> find_all(const std::vector<std::string>& keys);
+  /// Of keys that are all there: two requests.
+  std::vector<std::string> get_all(const std::vector<std::string>& keys);
+  /// Sets the key where nobody did; returns the value that stands.
+  std::string set_if_absent(const std::string& key, const std::string& value);
+
+  /// Says that the one at index `self` of `members` ranks has come to `key`, once or more. The last
+  /// one to come says so to all, so that waiting asks for one key, however many they are.
+  void arrive(const std::string& key, int self, int members);
+  /// Indices of those who have not come; a bounded number of requests.
+  Missing missing(const std::string& key, int members);
+  /// Arrives, and returns once all of `members` have. Errors: kComm naming the ranks that did not
+  /// come within `timeout`; PeerLost as soon as `poison` is marked.
+  void meet(const std::string& key, int self, const std::vector<int>& members,
+            std::chrono::milliseconds timeout, const Poison& poison);
+
+  /// For process groups, with `prefix` in front of their keys.
+  /// Several may be opened at once: their waits hold up nobody else's call, and end when `poison`
+  /// is marked, or has been since this call: a thread that outlives a recovery is to be given one
+  /// from before it.
+  /// `waits` hears for which key a wait lasts, and "" when it is over.
+  c10::intrusive_ptr<c10d::Store> for_group(
+      const std::string& prefix, std::shared_ptr<const Poison> poison,
+      std::function<void(const std::string& key)> waits = nullptr) const;
+
+ private:
+  Store(c10::intrusive_ptr<c10d::Store> store, std::string server,
+        std::chrono::milliseconds answers_within, int ranks);
+  bool is_set(const std::string& key);
+  /// Runs `operation` on the c10d store; whatever it throws becomes PeerLost.
+  template <class Operation>
+  auto call(const std::string& what, Operation operation) const;
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  std::string server_;
+  std::chrono::milliseconds answers_within_;
+  int ranks_;  ///< that share it, from which follows how often each may ask
+  std::unique_ptr<BoundedCalls> calls_;  ///< none: calls never hang
+};
+
+}  // namespace tessera::comm

@@ -1,0 +1,104 @@
+#include "launch/wait_board.h"
+
+#include <algorithm>
+
+namespace tessera::comm {
+namespace {
+
+class Meeting : public Blocked {
+ public:
+  void abort() override {}
+};
+
+}  // namespace
+
+void meet_on_board(WaitBoard& board, const std::function<void()>& meet) {
+  Meeting meeting;
+  const OnBoard waiting(board, meeting);
+  meet();
+}
+
+void WaitBoard::enter(Blocked& wait) {
+  const std::lock_guard lock(mutex_);
+  waits_.push_back({&wait, std::chrono::steady_clock::now()});
+}
+
+void WaitBoard::leave(Blocked& wait) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(waits_, [&](const Item& item) { return item.wait == &wait; });
+}
+
+void WaitBoard::abort_all() {
+  const std::lock_guard lock(mutex_);
+  for (const Item& item : waits_) item.wait->abort();
+}
+
+void WaitBoard::add(std::shared_ptr<Recorded> log) {
+  const std::lock_guard lock(mutex_);
+  logs_.push_back(std::move(log));
+}
+
+void WaitBoard::remove(const Recorded& log) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(logs_, [&](const auto& one) { return one.get() == &log; });
+}
+
+int WaitBoard::groups() const {
+  const std::lock_guard lock(mutex_);
+  return static_cast<int>(logs_.size());
+}
+
+void WaitBoard::watch(std::vector<int> ranks) {
+  const std::lock_guard lock(mutex_);
+  peers_ = std::move(ranks);
+}
+
+std::string WaitBoard::lines() const {
+  const std::lock_guard lock(mutex_);
+  std::string text;
+  for (const auto& log : logs_) text += log->lines();
+  return text;
+}
+
+Standing WaitBoard::standing() const {
+  const std::lock_guard lock(mutex_);
+  Standing standing;
+  standing.peers = peers_;
+  standing.waits = static_cast<int>(waits_.size());
+  if (waits_.empty()) return standing;
+  const auto now = std::chrono::steady_clock::now();
+  // In the order in which they began.
+  standing.waited = std::chrono::duration_cast<std::chrono::milliseconds>(now - waits_[0].since);
+  for (const Item& item : waits_) {
+    standing.wait = item.wait->waits_for();
+    if (standing.wait) break;
+  }
+  for (const auto& log : logs_) {
+    standing.issued.push_back(log->issued());
+    if (standing.issued.back().count == 0) standing.issued.pop_back();
+  }
+  return standing;
+}
+
+void WaitBoard::set_epoch(int epoch) {
+  const std::lock_guard lock(mutex_);
+  epoch_ = epoch;
+  cause_ = -1;
+}
+
+void WaitBoard::set_cause(int epoch, const PeerWait& wait, int rank) {
+  const std::lock_guard lock(mutex_);
+  if (epoch != epoch_) return;  // by a look that began before the recovery
+  caused_wait_ = wait;
+  cause_ = rank;
+}
+
+std::optional<int> WaitBoard::cause_of(std::uint64_t group, std::uint64_t sequence) const {
+  const std::lock_guard lock(mutex_);
+  if (cause_ < 0 || caused_wait_.group != group || caused_wait_.sequence != sequence) {
+    return std::nullopt;
+  }
+  return cause_;
+}
+
+}  // namespace tessera::comm

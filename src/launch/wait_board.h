@@ -1,0 +1,93 @@
+// WaitBoard: who of this rank is waiting for other ranks, and what its groups have issued lately.
+//
+// Read by the failure watch: ranks that wait for each other in different orders are found by
+// comparing what they issued ([Note: failure]). Also the handle by which a poisoned World ends
+// waits, and where the watch leaves word of who holds one up. Pure. Next: peer_watch.h.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "launch/peer_watch.h"
+
+namespace tessera::comm {
+
+/// What one group has issued lately on this rank: kept by whoever issues it (comm's flight
+/// recorder), compared with other ranks' by the failure watch. Threads: any.
+class Recorded {
+ public:
+  virtual ~Recorded() = default;
+  /// One line an entry, as find_disagreement() takes them.
+  virtual std::string lines() const = 0;
+  virtual IssuedHashes issued() const = 0;
+};
+
+/// Something that a thread waits in.
+class Blocked {
+ public:
+  virtual ~Blocked() = default;
+  virtual void abort() = 0;  ///< makes the wait throw; any thread
+  /// For which collective, and for whom just now; any thread.
+  virtual std::optional<PeerWait> waits_for() const { return std::nullopt; }
+};
+
+/// Threads: any.
+class WaitBoard {
+ public:
+  void enter(Blocked& wait);
+  void leave(Blocked& wait);
+  void abort_all();
+
+  /// Of an open group, until it is taken off.
+  void add(std::shared_ptr<Recorded> log);
+  void remove(const Recorded& log);
+  int groups() const;  ///< whose logs it has
+  /// All ranks that are up, ascending: from now on they are watched, whatever groups are opened.
+  void watch(std::vector<int> ranks);
+  std::string lines() const;
+  Standing standing() const;
+
+  /// After a recovery: who held up a wait before it is forgotten.
+  void set_epoch(int epoch);
+  /// Whom it takes to hold up a wait of `epoch`, by the failure watch.
+  void set_cause(int epoch, const PeerWait& wait, int rank);
+  std::optional<int> cause_of(std::uint64_t group, std::uint64_t sequence) const;
+
+ private:
+  struct Item {
+    Blocked* wait;
+    std::chrono::steady_clock::time_point since;
+  };
+  mutable std::mutex mutex_;
+  std::vector<Item> waits_;
+  std::vector<std::shared_ptr<Recorded>> logs_;
+  std::vector<int> peers_;
+  int epoch_ = 0;
+  PeerWait caused_wait_;
+  int cause_ = -1;
+};
+
+/// Stands on the board while it lives.
+class OnBoard {
+ public:
+  OnBoard(WaitBoard& board, Blocked& wait) : board_(board), wait_(wait) { board_.enter(wait_); }
+  ~OnBoard() { board_.leave(wait_); }
+  OnBoard(const OnBoard&) = delete;
+  OnBoard& operator=(const OnBoard&) = delete;
+
+ private:
+  WaitBoard& board_;
+  Blocked& wait_;
+};
+
+/// Runs `meet`, which looks at the poison by itself; meanwhile the watch listens for the peers'
+/// heartbeats.
+void meet_on_board(WaitBoard& board, const std::function<void()>& meet);
+
+}  // namespace tessera::comm

@@ -1,0 +1,90 @@
+// What an operation and a backend are: types that answer everything, rows of one table.
+#include "comm/ops/operation.h"
+
+#include <gtest/gtest.h>
+
+#include "comm/backends/backend.h"
+#include "comm/ops/steps.h"
+#include "tessera/error.h"
+
+namespace tessera::comm::operation_test {
+namespace {
+
+// An all-gather but for one answer: its copy is another type.
+struct LacksACopy : AllGather {};
+
+template <class Op>
+concept FitsIntoABatch = requires { typename OneOf<Op>; };
+
+// Naive: dispatch that ends with "else the last one" compiles, and throws on the wire.
+TEST(Operation, ATypeThatLacksAnAnswerFitsIntoNoBatch) {
+  EXPECT_FALSE(FitsIntoABatch<LacksACopy>);
+  EXPECT_FALSE(FitsIntoABatch<at::Tensor>);
+  EXPECT_TRUE(FitsIntoABatch<AllGather>);
+}
+
+/// What goes from each rank to the next one: nothing but this struct.
+struct Shift {
+  at::Tensor out;
+  at::Tensor in;
+
+  class Sends final : public Steps {
+   public:
+    explicit Sends(const Shift& op) : op_(op) {}
+    void post_receives(Transfers& transfers) override {
+      const int from = (transfers.self() + transfers.size() - 1) % transfers.size();
+      transfers.receive(from, op_.in.mutable_data_ptr(), op_.sent_bytes(0, 0), 0);
+    }
+    void post_sends(Transfers& transfers) override {
+      const int to = (transfers.self() + 1) % transfers.size();
+      transfers.send(to, op_.out.const_data_ptr(), op_.sent_bytes(0, 0), 0);
+    }
+
+   private:
+    const Shift& op_;
+  };
+
+  const at::Tensor& first_tensor() const { return out; }
+  OpFacts facts() const { return {Kind::kBatch, 0, out.scalar_type(), in.scalar_type()}; }
+  std::uint32_t bucket_or(std::uint32_t otherwise) const { return otherwise; }
+  void check(const CheckedBatch& batch) const { batch.require_usable(out); }
+  std::int64_t sent_bytes(int, int) const { return static_cast<std::int64_t>(out.nbytes()); }
+  bool is_relayed(int) const { return false; }
+  void run_alone() const { in.copy_(out); }
+  std::unique_ptr<Steps> steps(int, int) const { return std::make_unique<Sends>(*this); }
+  static std::optional<CountDifference> find_difference(const std::vector<const Shift*>&) {
+    return std::nullopt;
+  }
+  static void run(const std::vector<const Shift*>& ranks) {
+    for (std::size_t i = 0; i < ranks.size(); ++i) {
+      ranks[(i + 1) % ranks.size()]->in.copy_(ranks[i]->out);
+    }
+  }
+  Shift cloned() const { return {out.clone(), in.clone()}; }
+  void deliver(const Shift& to) const { to.in.copy_(in); }
+};
+
+TEST(Operation, ANewOneIsOneStruct) { EXPECT_TRUE(FitsIntoABatch<Shift>); }
+
+TEST(Backends, AreRowsByTheirNames) {
+  EXPECT_EQ(backend_named("auto").name, "gloo");
+  EXPECT_TRUE(backend_named("gloo").usable());
+  EXPECT_EQ(backend_named("nccl").name, "nccl");
+  try {
+    backend_named("carrier pigeon");
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kUsage);
+    EXPECT_STREQ(error.what(), "world: found backend carrier pigeon, expected auto, gloo or nccl");
+  }
+}
+
+TEST(Backends, OneThatIsNotUsableIsRefusedAsItIsOpened) {
+  for (const BackendRow& row : backends()) {
+    if (row.usable()) continue;
+    EXPECT_THROW(row.open({}), Error) << row.name;
+  }
+}
+
+}  // namespace
+}  // namespace tessera::comm::operation_test

@@ -1,0 +1,176 @@
+#include "launch/failure_watch.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <future>
+
+#include "comm/flight_recorder.h"
+#include "tessera/error.h"
+#include "unit/comm/rank_pools.h"
+
+namespace tessera::comm::failure_watch_test {
+namespace {
+
+using std::chrono::milliseconds;
+using testing::HasSubstr;
+
+/// A watch of rank 0 over a store in memory; what it does first is what the test waits for.
+class Watched : public testing::Test {
+ protected:
+  struct Blocked0 : Blocked {
+    void abort() override {}
+  };
+
+  void start(milliseconds blocked_after = milliseconds(4),
+             milliseconds silent_after = milliseconds(30)) {
+    const auto act = [this](const char* what) {
+      return [this, what](const std::string& why) {
+        if (!acted_.exchange(true)) action_.set_value(concat(what, ": ", why));
+      };
+    };
+    FailureWatch::Actions actions;
+    actions.failed = act("failed");
+    actions.lost = act("lost");
+    actions.disagree = act("disagree");
+    actions.poisoned = [act](const std::string& why, int epoch) {
+      act("poisoned")(concat(why, " in epoch ", epoch));
+    };
+    watch_ = std::make_unique<FailureWatch>(
+        store_, board_, WatchOptions{0, milliseconds(2), blocked_after, silent_after}, actions);
+  }
+  std::string first_action() { return action_.get_future().get(); }
+  /// Returns once the watch has looked at its peers `looks` times from now on, or has acted. The
+  /// look that is under way began earlier.
+  void let_it_look(std::uint64_t looks) {
+    const std::uint64_t begin = watch_->looks() + 1;
+    while (!acted_ && watch_->looks() < begin + looks) std::this_thread::yield();
+  }
+
+  std::shared_ptr<Store> store_ = Store::in_memory();
+  std::shared_ptr<WaitBoard> board_ = std::make_shared<WaitBoard>();
+  std::promise<std::string> action_;
+  std::atomic<bool> acted_{false};
+  Blocked0 blocked_;
+  std::unique_ptr<FailureWatch> watch_;
+};
+
+TEST_F(Watched, FailureKeyIsSeen) {
+  start();
+  EXPECT_EQ(store_->set_if_absent(store_key::kFailure, "rank 3: no memory"), "rank 3: no memory");
+  EXPECT_EQ(store_->set_if_absent(store_key::kFailure, "rank 0: too late"), "rank 3: no memory");
+  EXPECT_EQ(first_action(), "failed: rank 3: no memory");
+}
+
+TEST_F(Watched, PoisonOfItsEpochIsSeen) {
+  store_->set(store_key::poison(0), "old");
+  start();
+  EXPECT_EQ(first_action(), "poisoned: old in epoch 0");
+}
+
+// Without patience every look decides: none while nothing waits, the first one after.
+TEST_F(Watched, SilentPeerIsLostOnlyWhileSomethingWaits) {
+  board_->watch({0, 2});
+  start(milliseconds(0), milliseconds(0));
+  let_it_look(10);
+  ASSERT_FALSE(acted_) << first_action();
+  const OnBoard waiting(*board_, blocked_);
+  EXPECT_THAT(first_action(), HasSubstr("lost: rank 2 has given no sign of life"));
+}
+
+TEST_F(Watched, SilentPeerIsLostWithTheTimeThatItWasGiven) {
+  board_->watch({0, 2});
+  start();
+  const OnBoard waiting(*board_, blocked_);
+  EXPECT_THAT(first_action(), HasSubstr("lost: rank 2 has given no sign of life for 0.03 s"));
+}
+
+TEST_F(Watched, RanksWithoutAHeartbeatAreSilent) {
+  start();
+  EXPECT_EQ(silent_ranks(*store_, {0, 2}, std::chrono::seconds(1)), std::vector<int>{2});
+}
+
+TEST_F(Watched, DifferentEntriesOfAPeerAreNamed) {
+  const auto mine = std::make_shared<FlightRecorder>("g");
+  board_->add(mine);
+  board_->watch({0, 1});
+  mine->record(batch_of(AllGather{at::zeros({4})}, "mine", 1), 0);
+  FlightRecorder theirs("g");
+  theirs.record(batch_of(AllGather{at::zeros({4})}, "theirs", 1), 0);
+  const Pulse pulse{1, 0, 1, theirs.wait_for(0, 0), -1, {theirs.issued()}};
+  store_->set(store_key::pulse(1), encode(pulse));
+  store_->set(store_key::issued(0, 1), theirs.lines());
+  start(milliseconds(4), std::chrono::hours(1));
+  struct : Blocked {
+    void abort() override {}
+    std::optional<PeerWait> waits_for() const override { return log->wait_for(0, 1); }
+    const FlightRecorder* log = nullptr;
+  } wait;
+  wait.log = mine.get();
+  const OnBoard waiting(*board_, wait);
+  EXPECT_EQ(
+      first_action(),
+      "disagree: ranks disagree: rank 0 issues all_gather of mine (#0, unit 1, micro-batch 0: 16 "
+      "B Float) but rank 1 issues all_gather of theirs (#0, unit 1, micro-batch 0: 16 B Float) "
+      "(group g)");
+  EXPECT_TRUE(store_->find(store_key::asked(0, 1)).has_value());
+}
+
+// A recovery begins every sequence anew: what held up #0 before is not what holds up #0 now.
+TEST_F(Watched, WhoHeldUpAWaitIsForgottenByARecovery) {
+  start(std::chrono::hours(1), std::chrono::hours(1));
+  const PeerWait wait{1, 0, 2, "#0"};
+  board_->set_cause(0, wait, 2);
+  EXPECT_EQ(board_->cause_of(1, 0), 2);
+  watch_->set_epoch(1);
+  EXPECT_EQ(board_->cause_of(1, 0), std::nullopt);
+  board_->set_cause(0, wait, 2);  // by a look that began before
+  EXPECT_EQ(board_->cause_of(1, 0), std::nullopt);
+  board_->set_cause(1, wait, 2);
+  EXPECT_EQ(board_->cause_of(1, 0), 2);
+}
+
+TEST(Store, MeetingNamesWhoDidNotCome) {
+  const auto store = Store::in_memory();
+  const Poison poison;
+  try {
+    store->meet("hello", 1, {0, 1, 2}, milliseconds(10), poison);
+    FAIL();
+  } catch (const PeerLost& error) {
+    EXPECT_STREQ(error.what(), "hello: rank 0, 2 of 3 did not come within 0.01 s");
+  }
+  store->meet("alone", 0, {0}, milliseconds(10), poison);
+}
+
+TEST(Store, AMeetingIsOverWhenTheLastOneHasComeHoweverOftenTheOthersDid) {
+  const auto store = Store::in_memory();
+  const Poison poison;
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    EXPECT_THROW(store->meet("goodbye", 0, {0, 1, 2}, milliseconds(1), poison), PeerLost);
+  }
+  store->arrive("goodbye", 1, 3);
+  EXPECT_EQ(store->missing("goodbye", 3).members, std::vector<int>{2});
+  store->meet("goodbye", 2, {0, 1, 2}, milliseconds(10), poison);
+  store->meet("goodbye", 0, {0, 1, 2}, milliseconds(10), poison);
+}
+
+TEST(Store, ManyKeysAreFoundTogetherOrOneByOne) {
+  const auto store = Store::in_memory();
+  store->set("a", "1");
+  store->set("c", "");
+  using Values = std::vector<std::optional<std::string>>;
+  EXPECT_EQ(store->find_all({"a", "b", "c"}), (Values{"1", std::nullopt, ""}));
+  store->set("b", "22");
+  EXPECT_EQ(store->find_all({"a", "b"}), (Values{"1", "22"}));
+  EXPECT_EQ(store->find_all({}), Values{});
+}
+
+TEST(Store, PoisonEndsAMeeting) {
+  Poison poison;
+  poison.mark("enough");
+  EXPECT_THROW(Store::in_memory()->meet("hello", 0, {0, 1}, std::chrono::hours(1), poison),
+               PeerLost);
+}
+
+}  // namespace
+}  // namespace tessera::comm::failure_watch_test
