@@ -16,6 +16,10 @@ constexpr std::size_t kLongestText = std::size_t{4} << 20;
 
 /// What none of these families computes; a value that switches it on is refused.
 void expect_unsupported_off(ConfigReader& keys, const FamilyTraits& family) {
+  // transformers has no activation of that name either; an absent key is its default.
+  if (keys.contains("hidden_act") && keys.take("hidden_act") == nullptr) {
+    keys.refuse("hidden_act", "\"silu\" (the activation of the MLP)");
+  }
   keys.expect("hidden_act", "silu", "the activation of the MLP");
   const auto expect = [&](std::string_view key, const nlohmann::json& neutral,
                           std::string_view why) {
