@@ -378,7 +378,9 @@ std::vector<int> Exchange::missing(const Transfer& transfer) {
   bool relayed = false;
   for (std::size_t i = 0; i < batch_.ops.size(); ++i) relayed = relayed || is_relayed(i);
   if (!relayed) return not_arrived();
-  // The rank before may itself wait for another one: the watch knows.
+  // The rank before may itself wait for another one. If it came later than this one its time is up
+  // later: by then it says so, or the watch has seen it wait.
+  hear_others(*channel_->options.poison);
   const auto& log = *channel_->log;
   const auto cause = channel_->options.board->cause_of(log.group_hash(), sequence_);
   return {cause.value_or(world_rank(transfer.peer))};
