@@ -129,8 +129,11 @@ TEST(Opening, OverGlooWaitsForRanksThatAreLateAfterAllHaveMet) {
       GlooDevice device(LaunchEnvironment{});
       store->meet("group", self, {0, 1, 2}, milliseconds(60000), *poison);
       std::this_thread::sleep_for(milliseconds(100) * (2 - self));
-      return connect_all(*store, device, {"group", self, 3, milliseconds(60000)}, poison,
-                         [](int) {}) != nullptr;
+      const auto group =
+          connect_all(*store, device, {"group", self, 3, milliseconds(60000)}, poison, [](int) {});
+      // Who leaves closes connections that others still wait for.
+      store->meet("connected", self, {0, 1, 2}, milliseconds(60000), *poison);
+      return group != nullptr;
     }));
   }
   for (auto& rank : ranks) EXPECT_TRUE(rank.get());

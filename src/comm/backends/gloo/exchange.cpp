@@ -264,7 +264,9 @@ std::vector<int> Exchange::missing(const Transfer& transfer) {
   const bool relayed = std::any_of(batch_.ops.begin(), batch_.ops.end(),
                                    [&](const Op& op) { return is_relayed(op, channel_->size()); });
   if (!relayed) return not_arrived();
-  // The rank before may itself wait for another one: the watch knows.
+  // The rank before may itself wait for another one. If it came later than this one its time is up
+  // later: by then it says so, or the watch has seen it wait.
+  hear_others(*channel_->options.poison);
   const auto& log = *channel_->log;
   const auto cause = channel_->options.board->cause_of(log.group_hash(), sequence_);
   return {cause.value_or(world_rank(transfer.peer))};
