@@ -34,7 +34,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // After a failure: how long the others may take to leave by themselves. They read of it within
-// WatchTimes::words(), which is shorter for as many ranks as one host runs.
+// WatchTimes::words(), which is shorter below 1,600 ranks.
 constexpr std::chrono::seconds kGrace{5};
 
 void check_spawn(bool worked, const char* what) {
