@@ -337,6 +337,7 @@ void Runtime::leave_forward(Unit& unit) {
   spans_.forward_ends();
   --unit.open_calls;
   if (recomputing() != nullptr) return;
+  const bool ends_its_use = gives_back(unit);
   auto& trace = current_->forward->trace;
   trace.exits.push_back(open_.back());
   open_.pop_back();
@@ -344,8 +345,7 @@ void Runtime::leave_forward(Unit& unit) {
   const bool grad = at::GradMode::is_enabled() || first_forward() != nullptr;
   const bool is_last = follows_reference_ && trace.units.size() == reference_.units.size() &&
                        reference_.units.back() == unit.id && trace.units.back() == unit.id;
-  if (!in_backward_ && unit.open_calls == 0 &&
-      (unit.reshard_after_forward || (!grad && outermost && !unit.outlasts_evaluation()))) {
+  if (!in_backward_ && unit.open_calls == 0 && ends_its_use) {
     // The last unit's backward comes first: its memory stays.
     if (grad && is_last && !outermost) {
       kept_ = &unit;

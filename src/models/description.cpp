@@ -128,12 +128,14 @@ std::set<std::string> module_names(const std::vector<ParameterSpec>& parameters)
   return names;
 }
 
+bool sees_images(std::string_view name) {
+  return name.starts_with("model.vision_tower.") || name.starts_with("model.embed_vision.");
+}
+
 std::int64_t active_numel(const ModelSpec& spec, const ParameterSpec& row) {
   const bool is_head = !row.tied_to.empty();
   if (row.decay == DecayClass::kEmbedding && !is_head) return 0;
-  if (row.name.starts_with("model.vision_tower.") || row.name.starts_with("model.embed_vision.")) {
-    return 0;
-  }
+  if (sees_images(row.name)) return 0;
   if (row.name.find(".experts.") == std::string::npos) return row.numel();
   const RoutedExperts experts = routed_experts(spec);
   return row.numel() / experts.experts * experts.experts_per_token;

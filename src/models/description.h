@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "models/lora.h"
@@ -79,6 +80,9 @@ ModelDescription describe(const ModelSpec& spec, const LoraSpec& lora = {},
 
 /// Names of the modules that hold one of these parameters, and of all that stand around them.
 std::set<std::string> module_names(const std::vector<ParameterSpec>& parameters);
+
+/// Whether a layer or parameter belongs to what turns images into embeddings, and sees no token.
+bool sees_images(std::string_view name);
 
 /// Elements that multiply each token of a text: none of an embedding or a vision tower, of experts
 /// only those that a token goes to.

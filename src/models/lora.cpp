@@ -42,10 +42,6 @@ std::string refusal(const ParameterSpec& row) {
   return {};
 }
 
-bool is_vision(std::string_view layer) {
-  return layer.starts_with("model.vision_tower.") || layer.starts_with("model.embed_vision.");
-}
-
 /// Whether a pattern matches the last components of a layer's name.
 bool matches_end(const std::string& pattern, const std::string& layer) {
   const auto dots = std::ranges::count(pattern, '.');
@@ -85,7 +81,7 @@ void check_layer(const ParameterSpec& row, const std::string& layer, const LoraR
   TESSERA_CHECK(request.rank <= most, ErrorKind::kConfig, "lora.rank: found ", request.rank,
                 ", expected at most ", most, ", the smaller dim of ", layer, " [", row.shape[0],
                 ", ", row.shape[1], "]; lower the rank or leave it out of lora.targets");
-  TESSERA_CHECK(request.dropout == 0.0 || !is_vision(layer), ErrorKind::kConfig,
+  TESSERA_CHECK(request.dropout == 0.0 || !sees_images(layer), ErrorKind::kConfig,
                 "lora.dropout: found ", request.dropout, " with an adapter in ", layer,
                 ", expected 0: images have no row and position by which it could be drawn; leave "
                 "the vision tower out of lora.targets");

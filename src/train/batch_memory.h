@@ -1,7 +1,7 @@
 // Batches that memory does not hold: what is certain is refused before anything is loaded, what is
 // found later ends with the key that mends it instead of the allocator's words.
 //
-// No estimate of what a step takes: that depends on layers, dtypes and recomputation. Pure.
+// No estimate of what a step takes: that depends on layers, dtypes and recomputation.
 #pragma once
 
 #include <cstdint>
