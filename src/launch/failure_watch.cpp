@@ -104,6 +104,7 @@ void FailureWatch::each_poll(void (FailureWatch::*act)()) {
 
 void FailureWatch::look_or_end() {
   if (over_) return;
+  const WaitBoard::Look looking(*board_);
   try {
     look();
   } catch (const std::exception& error) {

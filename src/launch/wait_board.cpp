@@ -80,6 +80,21 @@ Standing WaitBoard::standing() const {
   return standing;
 }
 
+WaitBoard::Look::Look(WaitBoard& board) : board_(board) {
+  const std::lock_guard lock(board_.mutex_);
+  board_.looks_since_ = std::chrono::steady_clock::now();
+}
+
+WaitBoard::Look::~Look() {
+  const std::lock_guard lock(board_.mutex_);
+  board_.looks_since_.reset();
+}
+
+bool WaitBoard::looks_since_before(std::chrono::steady_clock::time_point time) const {
+  const std::lock_guard lock(mutex_);
+  return looks_since_ && *looks_since_ < time;
+}
+
 void WaitBoard::set_epoch(int epoch) {
   const std::lock_guard lock(mutex_);
   epoch_ = epoch;

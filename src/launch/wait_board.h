@@ -53,6 +53,21 @@ class WaitBoard {
   std::string lines() const;
   Standing standing() const;
 
+  /// Kept while the failure watch looks, and acts on what it has found.
+  class Look {
+   public:
+    explicit Look(WaitBoard& board);
+    ~Look();
+    Look(const Look&) = delete;
+    Look& operator=(const Look&) = delete;
+
+   private:
+    WaitBoard& board_;
+  };
+  /// Whether a look that began before `time` is still under way: where the store does not answer,
+  /// nothing that others have said since can be known.
+  bool looks_since_before(std::chrono::steady_clock::time_point time) const;
+
   /// After a recovery: who held up a wait before it is forgotten.
   void set_epoch(int epoch);
   /// Whom it takes to hold up a wait of `epoch`, by the failure watch.
@@ -68,6 +83,7 @@ class WaitBoard {
   std::vector<Item> waits_;
   std::vector<std::shared_ptr<Recorded>> logs_;
   std::vector<int> peers_;
+  std::optional<std::chrono::steady_clock::time_point> looks_since_;
   int epoch_ = 0;
   PeerWait caused_wait_;
   int cause_ = -1;

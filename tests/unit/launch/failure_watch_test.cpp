@@ -4,7 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <future>
+#include <thread>
 
+#include "comm/backends/gloo/exchange.h"
 #include "comm/flight_recorder.h"
 #include "tessera/error.h"
 #include "unit/comm/rank_pools.h"
@@ -54,6 +56,54 @@ class Watched : public testing::Test {
   Blocked0 blocked_;
   std::unique_ptr<FailureWatch> watch_;
 };
+
+/// While this lives the store answers nobody, as if its host had stopped.
+class StoppedStore {
+ public:
+  explicit StoppedStore(WaitBoard& board, std::function<void()> when_known)
+      : look_(std::async(std::launch::async, [this, &board, act = std::move(when_known)] {
+          const WaitBoard::Look looking(board);
+          looks_.set_value();
+          std::this_thread::sleep_for(milliseconds(500));  // the store's timeout
+          act();
+        })) {
+    looks_.get_future().wait();
+  }
+
+ private:
+  std::promise<void> looks_;
+  std::future<void> look_;
+};
+
+// Words take 20 ms here. A rank that blamed its peer then would blame one that waits, as it does
+// itself, for the store's host.
+TEST(HearingOthers, WaitsForALookThatTheStoreDoesNotAnswer) {
+  WaitBoard board;
+  Poison poison;
+  poison.patience.expect_words_within(milliseconds(20));
+  const StoppedStore store(board, [&] { poison.mark("the store is gone"); });
+  EXPECT_THAT([&] { hear_others(poison, board); },
+              testing::ThrowsMessage<PeerLost>(HasSubstr("the store is gone")));
+}
+
+TEST(HearingOthers, EndsWithTheLookThatFoundNothing) {
+  WaitBoard board;
+  Poison poison;
+  poison.patience.expect_words_within(milliseconds(20));
+  bool known = false;
+  const StoppedStore store(board, [&] { known = true; });
+  hear_others(poison, board);
+  EXPECT_TRUE(known);
+}
+
+// The next look tells what is said after it.
+TEST(HearingOthers, DoesNotWaitForALookThatBeginsLater) {
+  WaitBoard board;
+  const auto before = std::chrono::steady_clock::now();
+  const WaitBoard::Look looking(board);
+  EXPECT_FALSE(board.looks_since_before(before));
+  EXPECT_TRUE(board.looks_since_before(before + std::chrono::hours(1)));
+}
 
 TEST_F(Watched, FailureKeyIsSeen) {
   start();
