@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <set>
 #include <sstream>
 #include <string_view>
 #include <utility>
@@ -210,14 +211,17 @@ std::chrono::milliseconds WatchTimes::pause() const { return poll / 12; }
 std::optional<PeerWatch::Finding> PeerWatch::look(Time now, int epoch, const Standing& standing,
                                                   const std::function<std::string()>& lines) {
   // Who was stopped itself, or waited for a busy store, has not listened meanwhile.
-  if (last_look_ && now - *last_look_ > options_.silent_after / 2) heard_.clear();
+  if (last_look_ && now - *last_look_ > options_.silent_after / 2) {
+    heard_.clear();
+    heard_behind_.clear();
+  }
   last_look_ = now;
   if (std::exchange(epoch_, epoch) != epoch) suspected_.clear();
   listen(now, standing);
   const bool blocked = standing.waits > 0 && standing.waited >= options_.blocked_after;
   bool returns = false;
   // A short wait is no reason to ask further than for what was read anyway.
-  const auto chain = follow(standing, blocked ? kLongestChain : 1, returns);
+  const auto chain = follow(now, standing, blocked ? kLongestChain : 1, returns);
   if (!blocked) return std::nullopt;
   if (auto silent = find_silent(now)) return silent;
   if (!standing.wait) return std::nullopt;
@@ -240,10 +244,13 @@ void PeerWatch::listen(Time now, const Standing& standing) {
   for (const int rank : watched) keys.push_back(store_key::pulse(rank));
   const auto pulses = store_.find(keys);
   for (std::size_t i = 0; i < watched.size(); ++i) {
-    std::string text = pulses[i].value_or("");
-    auto [heard, first] = heard_.try_emplace(watched[i], Heard{text, now});
-    if (heard->second.text != text) heard->second = {std::move(text), now};
+    hear(heard_, watched[i], pulses[i].value_or(""), now);
   }
+}
+
+void PeerWatch::hear(std::map<int, Heard>& heard, int rank, std::string text, Time now) {
+  auto [one, first] = heard.try_emplace(rank, Heard{text, now});
+  if (one->second.text != text) one->second = {std::move(text), now};
 }
 
 std::optional<PeerWatch::Finding> PeerWatch::find_silent(Time now) const {
@@ -257,15 +264,17 @@ std::optional<PeerWatch::Finding> PeerWatch::find_silent(Time now) const {
                         " given no sign of life for ", in_seconds(options_.silent_after))};
 }
 
-std::optional<Pulse> PeerWatch::pulse_of(int rank) {
-  const auto heard = heard_.find(rank);
-  if (heard != heard_.end()) return decode_pulse(heard->second.text);
-  const auto text = store_.find({store_key::pulse(rank)}).front();
-  if (!text) return std::nullopt;
-  return decode_pulse(*text);
+PeerWatch::Said PeerWatch::pulse_of(int rank, Time now) {
+  auto heard = heard_.find(rank);
+  if (heard == heard_.end()) {
+    hear(heard_behind_, rank, store_.find({store_key::pulse(rank)}).front().value_or(""), now);
+    heard = heard_behind_.find(rank);
+  }
+  const bool lately = now - heard->second.since < options_.silent_after / 3;
+  return {decode_pulse(heard->second.text), lately};
 }
 
-std::vector<PeerWatch::Link> PeerWatch::follow(const Standing& standing, std::size_t most,
+std::vector<PeerWatch::Link> PeerWatch::follow(Time now, const Standing& standing, std::size_t most,
                                                bool& returns) {
   cause_ = -1;
   std::vector<Link> chain;
@@ -274,17 +283,19 @@ std::vector<PeerWatch::Link> PeerWatch::follow(const Standing& standing, std::si
   int rank = options_.rank;
   std::string beat;
   bool one_wait = standing.waits == 1;
-  bool inside = true;  // the collective that this rank waits in
+  std::set<int> followed;
+  bool held_up = true;  // every rank so far by the next one, whatever it waits in
   while (chain.size() < most && wait.peer >= 0) {
-    if (inside) cause_ = wait.peer;
-    const auto pulse = pulse_of(wait.peer);
-    const bool waits = pulse && pulse->wait && pulse->epoch == epoch_;
-    const bool same = waits && pulse->wait->is_for_same(wait);
-    if (inside && same && pulse->cause >= 0 && pulse->cause != options_.rank) cause_ = pulse->cause;
-    inside = inside && same;
+    if (held_up && wait.peer != options_.rank) cause_ = wait.peer;
+    const auto [pulse, lately] = pulse_of(wait.peer, now);
+    followed.insert(wait.peer);
+    const bool waits = pulse.wait && pulse.epoch == epoch_;
+    const bool same = waits && pulse.wait->is_for_same(wait);
+    held_up = held_up && waits && lately;
+    if (held_up && pulse.cause >= 0 && pulse.cause != options_.rank) cause_ = pulse.cause;
     // Its data is on the way if it has issued this one and waits for something else; and another
     // thread of it may issue it yet if that is not all that it does.
-    if (!waits || (!same && (has_issued(*pulse, wait) || pulse->waits != 1))) break;
+    if (!waits || (!same && (has_issued(pulse, wait) || pulse.waits != 1))) break;
     const int next = wait.peer;
     chain.push_back({rank, std::move(wait), !same, std::move(beat)});
     if (next == options_.rank) {
@@ -295,9 +306,10 @@ std::vector<PeerWatch::Link> PeerWatch::follow(const Standing& standing, std::si
                                   [&](const Link& link) { return link.rank == next; });
     if (seen) break;  // a cycle of others, which they find
     rank = next;
-    wait = *pulse->wait;
-    beat = std::to_string(pulse->beat);
+    wait = *pulse.wait;
+    beat = std::to_string(pulse.beat);
   }
+  std::erase_if(heard_behind_, [&](const auto& one) { return !followed.contains(one.first); });
   return chain;
 }
 

@@ -160,10 +160,15 @@ class PeerWatch {
   };
 
   void listen(Time now, const Standing& standing);
+  static void hear(std::map<int, Heard>& heard, int rank, std::string text, Time now);
   std::optional<Finding> find_silent(Time now) const;
-  std::optional<Pulse> pulse_of(int rank);
+  struct Said {
+    Pulse pulse;
+    bool lately;  ///< a rank that has stopped still says what it waited for then
+  };
+  Said pulse_of(int rank, Time now);
   /// The chain of waits from this rank on, until it ends or returns here.
-  std::vector<Link> follow(const Standing& standing, std::size_t most, bool& returns);
+  std::vector<Link> follow(Time now, const Standing& standing, std::size_t most, bool& returns);
   std::optional<Finding> find_deadlock(Time now, const std::vector<Link>& cycle);
   std::optional<Finding> compare_with(int peer, const Standing& standing,
                                       const std::function<std::string()>& lines);
@@ -172,7 +177,8 @@ class PeerWatch {
   WatchedStore& store_;
   const Options options_;
   int epoch_ = 0;
-  std::map<int, Heard> heard_;
+  std::map<int, Heard> heard_;         ///< watched, and the one that this rank waits for
+  std::map<int, Heard> heard_behind_;  ///< others of the chain of waits that the last look followed
   std::optional<Time> last_look_;
   int cause_ = -1;
   std::string suspected_;  ///< a cycle of waits, and when it was seen first

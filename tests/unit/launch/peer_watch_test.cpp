@@ -217,6 +217,19 @@ TEST(PeerWatch, WhoWasStoppedItselfTakesNobodyForLost) {
   EXPECT_TRUE(watch.look(at(106), 0, standing, no_lines));
 }
 
+// Rank 2 has not come to #11 because it waits in #10. Rank 1 has stopped, and still says that it
+// waited for rank 0 then.
+TEST(PeerWatch, WhoHoldsUpARankInAnotherCollectiveIsKnown) {
+  SimulatedWatch watch(3, kRequest);
+  let_wait(watch.ranks[1], wait_for(1, 10, 0), 2.5, issued({11}));
+  let_wait(watch.ranks[2], wait_for(1, 10, 1), 2.9, issued({11}));
+  let_wait(watch.ranks[0], wait_for(1, 11, 2), 3.1, issued({12}));
+  watch.ranks[1].dies_at = at(3);
+  EXPECT_EQ(watch.run(7), std::nullopt) << "too early to take it for lost";
+  EXPECT_EQ(watch.cause(0), 1);
+  EXPECT_EQ(watch.cause(2), 1);
+}
+
 // In a collective of rounds most ranks wait for one that waits itself.
 TEST(PeerWatch, WhoHoldsUpACollectiveInRoundsIsKnownToAllWhoWait) {
   for (const int ranks : {2, 3, 5, 8, 13, 100, 1024}) {
