@@ -49,7 +49,7 @@ bool needs_weights(const Entry& entry, const Entry* first) {
 BackwardView Runtime::view_of_backward(const Entry* first) const {
   BackwardView view;
   if (!under_way_.empty()) view.steps_done = under_way_.back().done;
-  for (const auto& past : past_) {
+  for (const auto& past : forwards_.past()) {
     const auto segment = past.segment.lock();
     if (segment == nullptr) continue;
     view.alive.insert(past.forward->number);
@@ -74,21 +74,24 @@ BackwardView Runtime::view_of_backward(const Entry* first) const {
 
 UnitState Runtime::state_of(const Unit& unit) const {
   UnitState state;
-  state.gathers = unit.unshard_in_backward && !unit.always_unsharded() && !unit.buckets().empty();
+  state.gathers =
+      unit.controls.unshard_in_backward && !unit.always_unsharded() && !unit.buckets().empty();
   state.gathered = unit.gathered() || unit.gather_pending();
   // A backward inside another one leaves to that one what it has gathered.
-  state.releases = under_way_.empty() && unit.reshard_after_forward &&
-                   unit.reshard_after_backward && unit.open_calls == 0;
+  state.releases = under_way_.empty() && unit.controls.reshard_after_forward &&
+                   unit.controls.reshard_after_backward && unit.progress_.open_calls == 0;
   state.reduces = unit.trainable() && sink_.store() == nullptr;
   for (const auto& outer : under_way_) {
     const auto begin = outer.plan.steps.begin() + static_cast<std::ptrdiff_t>(outer.done);
     state.reduces =
         state.reduces && std::none_of(begin, outer.plan.steps.end(), [&](const Step& step) {
-          return step.kind == Step::Kind::kReduce && step.unit == unit.id;
+          return step.kind == Step::Kind::kReduce && step.unit == unit.id();
         });
   }
-  for (const auto& lender : unit.lenders) state.lenders.push_back(lender->id);
-  state.prefetch = backward_prefetch_of(unit);
+  for (const auto& lender : unit.lenders) state.lenders.push_back(lender->id());
+  for (const auto& next : living(unit.backward_prefetch, "set_backward_prefetch", unit)) {
+    state.prefetch.push_back(next->id());
+  }
   return state;
 }
 
@@ -106,7 +109,7 @@ std::string Runtime::memory_lines() const {
 ViewFrame Runtime::frame_of_views() const {
   ViewFrame frame;
   if (!under_way_.empty()) frame.steps = under_way_.back().plan.steps.size();
-  for (const auto& past : past_) {
+  for (const auto& past : forwards_.past()) {
     frame.forwards.emplace(past.forward->number, past.forward->trace.units.size());
   }
   return frame;
@@ -114,9 +117,9 @@ ViewFrame Runtime::frame_of_views() const {
 
 std::uint64_t Runtime::hash_of_agreed() const {
   Hasher hash;
-  hash.add(std::string_view(model_)).add(std::uint64_t{next_segment_});
+  hash.add(std::string_view(model_)).add(std::uint64_t{forwards_.count()});
   hash.add(static_cast<std::uint64_t>(under_way_.size())).add(frame_of_views().steps);
-  for (const auto& past : past_) {
+  for (const auto& past : forwards_.past()) {
     hash.add(std::uint64_t{past.forward->number}).add(past.forward->trace.hash());
   }
   return hash.add(std::string_view(memory_lines())).add(std::string_view(controls_)).digest();
@@ -130,7 +133,7 @@ void Runtime::name_difference() {
                 "models in the same order, each through some result of its model");
   agree_on_controls();
   std::string text;
-  for (const auto& past : past_) {
+  for (const auto& past : forwards_.past()) {
     const auto& trace = past.forward->trace;
     for (std::size_t i = 0; i < trace.units.size(); ++i) {
       const bool again = trace.checkpoints[i] != 0;
@@ -142,7 +145,7 @@ void Runtime::name_difference() {
     }
     text += concat("no other unit in forward ", past.forward->number, "\n");
   }
-  text += concat("no other forward of ", next_segment_, "\n");
+  text += concat("no other forward of ", forwards_.count(), "\n");
   const auto order = difference_between_ranks(text, "forward order names");
   TESSERA_CHECK(order.empty(), ErrorKind::kComm,
                 "the order of units differs between ranks: ", order,
@@ -155,47 +158,41 @@ void Runtime::name_difference() {
 }
 
 BackwardView Runtime::agree_on_backward(const BackwardView& mine) {
-  if (data_group_ == nullptr) return mine;
-  controls();
+  if (data_group() == nullptr) return mine;
+  controls_in_words();
   const auto frame = frame_of_views();
   const auto bits = to_bits(mine, frame);
   const auto same =
-      comm::all_agree(*data_group_, {hash_of_agreed(), hash_of(bits)}, "forward order");
+      comm::all_agree(*data_group(), {hash_of_agreed(), hash_of(bits)}, "forward order");
   if (!same[0]) name_difference();
   if (same[1]) return mine;
-  return from_bits(comm::any_of_ranks(*data_group_, bits, "use of results"), frame);
-}
-
-void Runtime::forget_forwards(const std::set<std::uint32_t>& alive) {
-  std::erase_if(past_, [&](const Past& past) {
-    return alive.count(past.forward->number) == 0 &&
-           (current_ == nullptr || past.forward != current_->forward);
-  });
+  return from_bits(comm::any_of_ranks(*data_group(), bits, "use of results"), frame);
 }
 
 /// A program that differentiates nothing of what it runs with grad mode on never comes to a
 /// backward, where forwards are forgotten.
-void Runtime::keep_forward(const std::shared_ptr<Segment>& segment) {
-  if (past_.size() >= past_limit_) {
-    forget_forwards(agree_on_backward(view_of_backward(nullptr)).alive);
-    past_limit_ = std::max<std::size_t>(past_limit_, 2 * past_.size());
+void Runtime::keep_forward() {
+  if (forwards_.should_forget()) {
+    forwards_.forget_all_but(agree_on_backward(view_of_backward(nullptr)).alive);
+    forwards_.forgot_what_it_could();
   }
-  past_.push_back({segment->forward, segment});
+  forwards_.keep_current();
 }
 
 void Runtime::plan_backward_under_way(const Entry* first) {
   const auto agreed = agree_on_backward(view_of_backward(first));
-  forget_forwards(agreed.alive);
+  forwards_.forget_all_but(agreed.alive);
   if (!under_way_.empty()) do_steps(under_way_.back(), agreed.steps_done);
   BackwardUnderWay next;
   next.reached = agreed.reached;
   std::vector<ReachedForward> forwards;
-  for (auto past = past_.rbegin(); past != past_.rend(); ++past) {
+  const auto& kept = forwards_.past();
+  for (auto past = kept.rbegin(); past != kept.rend(); ++past) {
     const auto reached = agreed.reached.find(past->forward->number);
     if (reached == agreed.reached.end()) continue;
     forwards.push_back({past->forward->number, &past->forward->trace, reached->second});
     if (auto segment = past->segment.lock()) next.segments.push_back(std::move(segment));
-    reference_ = past->forward->trace;
+    forwards_.follow(past->forward->trace);
   }
   TESSERA_INVARIANT(forwards.size() == agreed.reached.size(),
                     "a backward goes through a forward that is forgotten");
@@ -211,7 +208,9 @@ void Runtime::plan_backward_under_way(const Entry* first) {
     // Deferred gradients: all of it waits until no rank owes any.
     for (const auto& forward : forwards) {
       for (const auto id : forward.trace->units) {
-        const auto owe = [](Unit& unit) { unit.owed = unit.owed || unit.trainable(); };
+        const auto owe = [](Unit& unit) {
+          unit.progress_.owed = unit.progress_.owed || unit.trainable();
+        };
         owe(*units_.at(id));
         for (const auto& lender : units_[id]->lenders) owe(*lender);
       }

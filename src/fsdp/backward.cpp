@@ -1,6 +1,7 @@
 // The backward half of Runtime: when gathers and reductions go out, and what the end of the
 // outermost graph task settles.
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -70,8 +71,9 @@ void Runtime::begin_backward(const Entry* first) {
   store_.begin_micro_batch();
   for (auto* unit : units_) {
     // What the last backward reduced without waiting is published with the rest.
-    unit->unpublished = unit->unpublished || (awaiting_tickets_ && unit->reduced);
-    unit->reduced = false;
+    auto& progress = unit->progress_;
+    progress.unpublished = progress.unpublished || (awaiting_tickets_ && progress.reduced);
+    progress.reduced = false;
   }
   awaiting_tickets_ = holds_reductions_ = false;
   // Nested graph tasks (recomputation) come after this one has begun; the callback is the outermost
@@ -79,12 +81,12 @@ void Runtime::begin_backward(const Entry* first) {
   torch::autograd::Engine::get_default_engine().queue_callback(
       [end = std::make_shared<BackwardEnd>(shared_from_this())] { end->run(); });
   refuse_create_graph(first != nullptr ? *first->unit : *units_.front());
-  TESSERA_CHECK(has_scaler_ || loss_scale_ == 1.0, ErrorKind::kUsage,
-                "backward: found gradients at the loss scale ", loss_scale_,
+  TESSERA_CHECK(has_scaler_ || loss_scale() == 1.0, ErrorKind::kUsage,
+                "backward: found gradients at the loss scale ", loss_scale(),
                 " of a GradScaler that ended in the middle of a step, expected it to live on; keep "
                 "it as long as the model trains, or recover the World");
   for (const auto* unit : units_) refuse_capture(*unit);
-  import_user_changes();
+  publisher_.import_user_changes(switches_);
   plan_backward_under_way(first);
 }
 
@@ -149,7 +151,7 @@ void Runtime::wait_unsharded(Unit& unit) {
       one.wait_gather();
       return;
     }
-    TESSERA_CHECK(!one.unshard_in_backward, ErrorKind::kInternal, "backward of unit ",
+    TESSERA_CHECK(!one.controls.unshard_in_backward, ErrorKind::kInternal, "backward of unit ",
                   one.shown_name(),
                   ": found its parameters released, expected them gathered before it began");
   };
@@ -205,16 +207,16 @@ void Runtime::expect(Entry& entry) {
   if (!entry.consumed || entry.generation != generation_) return;
   entry.consumed = false;
   ++outstanding_;
-  ++entry.unit->expected;
-  for (const auto& lender : entry.unit->lenders) ++lender->expected;
+  ++entry.unit->progress_.expected;
+  for (const auto& lender : entry.unit->lenders) ++lender->progress_.expected;
 }
 
 void Runtime::consume(Entry& entry) {
   if (entry.consumed || entry.generation != generation_) return;
   entry.consumed = true;
   --outstanding_;
-  --entry.unit->expected;
-  for (const auto& lender : entry.unit->lenders) --lender->expected;
+  --entry.unit->progress_.expected;
+  for (const auto& lender : entry.unit->lenders) --lender->progress_.expected;
 }
 
 void Runtime::on_gradient() {
@@ -236,46 +238,22 @@ void Runtime::on_tickets_closed() {
 /// Collective.
 bool Runtime::any_rank_owes() {
   const bool mine = sink_.open_tickets() > 0;
-  if (data_group_ == nullptr) return mine;
-  return comm::any_of_ranks(*data_group_, {mine}, "deferred gradients")[0];
+  if (data_group() == nullptr) return mine;
+  return comm::any_of_ranks(*data_group(), {mine}, "deferred gradients")[0];
 }
 
 void Runtime::issue_reduction(Unit& unit) {
   if (!unit.trainable()) return;
+  auto& progress = unit.progress_;
   // What some layer put off although gradients are not deferred holds up all that follow: their
   // order stays.
-  holds_reductions_ = holds_reductions_ || unit.tickets > 0;
-  unit.owed = holds_reductions_ || !unit.requires_sync;
-  if (unit.owed) return;
-  unit.reduced = true;
-  finish_reductions_of(unit);  // of earlier micro-batches
-  unit.for_groups(&BucketGroups::reduce, [&](comm::Group* group) { issue_reduction(unit, group); });
-}
-
-void Runtime::issue_reduction(Unit& unit, comm::Group* group) {
-  if (group != nullptr && !is_last_backward_) leave_shown_sums(unit, group);
-  comm::Batch batch;
-  batch.label = {comm::Kind::kReduceScatter, unit.shown_name(), unit.id, 0, marks()};
-  std::int64_t bytes = 0;
-  for (auto& bucket : unit.buckets()) {
-    if (bucket->groups().reduce != group || !bucket->trainable()) continue;
-    bytes += bucket->begin_reduce(batch);
-  }
-  if (batch.ops.empty()) return;
-  while (!in_flight_.empty() && bytes_in_flight_ + bytes > bytes_budget_) finish_oldest_reduction();
-  ++reductions_issued_;
-  in_flight_.push_back({&unit, group, queue().submit(*group, std::move(batch)), bytes});
-  bytes_in_flight_ += bytes;
-}
-
-void Runtime::finish_oldest_reduction() {
-  auto oldest = std::move(in_flight_.front());
-  in_flight_.pop_front();
-  oldest.work.wait();
-  for (auto& bucket : oldest.unit->buckets()) {
-    if (bucket->groups().reduce == oldest.group) bucket->finish_reduce();
-  }
-  bytes_in_flight_ -= oldest.bytes;
+  holds_reductions_ = holds_reductions_ || progress.tickets > 0;
+  progress.owed = holds_reductions_ || !unit.controls.requires_sync;
+  if (progress.owed) return;
+  progress.reduced = true;
+  reducer_.finish(unit);  // of earlier micro-batches
+  if (!switches_.is_last_backward) Publisher::leave_shown_sums(unit);
+  reducer_.issue(queue(), unit, marks());
 }
 
 void Runtime::end_backward() {
@@ -283,7 +261,7 @@ void Runtime::end_backward() {
     for (; !under_way_.empty(); under_way_.pop_back()) finish(under_way_.back());
     spans_.all_backwards_end();
     for (auto* unit : units_) {
-      if (unit->open_calls == 0 && unit->reshard_after_backward) unit->release();
+      if (unit->progress_.open_calls == 0 && unit->controls.reshard_after_backward) unit->release();
     }
     in_backward_ = false;
     awaiting_tickets_ = sink_.store() != nullptr ? any_rank_owes() : sink_.open_tickets() > 0;
@@ -299,27 +277,28 @@ void Runtime::settle_gradients() {
   awaiting_tickets_ = holds_reductions_ = false;
   // What waited for deferred gradients, or was left by backwards without sync.
   for (auto* unit : units_) {
-    if (unit->owed) issue_reduction(*unit);
+    if (unit->progress_.owed) issue_reduction(*unit);
   }
   for (auto* unit : units_) {
-    unit->unpublished = unit->unpublished || unit->reduced;
+    auto& progress = unit->progress_;
+    progress.unpublished = progress.unpublished || progress.reduced;
     for (const auto& bucket : unit->buckets()) {
       TESSERA_CHECK(
-          unit->owed || !bucket->trainable() || !bucket->has_arrivals(), ErrorKind::kContract,
+          progress.owed || !bucket->trainable() || !bucket->has_arrivals(), ErrorKind::kContract,
           "unit ", unit->shown_name(),
           ": found gradients that arrived after its reduction, or without it, expected all of a "
           "backward before; run backwards one after the other, not one inside another, and return "
           "from a forward what backward is to go through");
     }
   }
-  if (!is_last_backward_) {
+  if (!switches_.is_last_backward) {
     waits_for_last_ = std::any_of(units_.begin(), units_.end(),
-                                  [](const auto* unit) { return unit->unpublished; });
+                                  [](const auto* unit) { return unit->progress_.unpublished; });
     return;
   }
   waits_for_last_ = false;
-  while (!in_flight_.empty()) finish_oldest_reduction();
-  publish();
+  reducer_.finish_all();
+  publisher_.publish(switches_, marks());
 }
 
 }  // namespace tessera::fsdp

@@ -35,7 +35,7 @@ double sum_of_powers(const ShardedBase& model, double p, double largest = 1.0) {
     if (!view.shard.grad().defined() || !counts(view)) continue;
     kernels::add_powers(view.shard.grad(), p, largest, sum);
   }
-  auto* group = fsdp::unit_of_handle(model.unit()).runtime().replica_control();
+  auto* group = fsdp::unit_of_handle(model.unit()).runtime().groups().replica_control();
   if (group != nullptr) comm::all_reduce(*group, sum, "gradient norm");
   return sum.item<double>();
 }
@@ -50,7 +50,7 @@ double largest_absolute(const ShardedBase& model) {
     if (!gradient.defined() || gradient.numel() == 0) continue;
     largest = larger(largest, gradient.abs().max().item<double>());
   }
-  auto* group = fsdp::unit_of_handle(model.unit()).runtime().replica_control();
+  auto* group = fsdp::unit_of_handle(model.unit()).runtime().groups().replica_control();
   if (group == nullptr) return largest;
   const std::string mine(reinterpret_cast<const char*>(&largest), sizeof(largest));
   for (const auto& bytes : comm::all_gather_fixed(*group, mine, "largest gradient")) {

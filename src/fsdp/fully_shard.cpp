@@ -172,7 +172,7 @@ void ShardedBase::adopt(const ShardOptions& options) {
       inner.handle->runtime_->remove_unit(unit);
       runtime_->add_unit(unit);
       if (unit == inner.handle->unit_.get() && !inner.handle->asked_reshard_)
-        unit->reshard_after_forward = true;
+        unit->controls.reshard_after_forward = true;
       if (!inner.handle->named_)
         unit->add_prefix(named_ ? options.name + "." + inner.path : inner.path);
       below.push_back(unit);

@@ -122,18 +122,8 @@ void ShardedBase::visit_full(
     for (std::size_t index = 0; index < unit->buckets().size(); ++index) {
       auto& bucket = *unit->buckets()[index];
       if (gradients && !bucket.trainable()) continue;
-      const auto& plan = bucket.plan();
       const auto slice = gradients ? gradient_slice(*unit, index) : bucket.shard();
-      auto flat = slice;
-      if (bucket.groups().gather != nullptr) {
-        flat = at::empty({plan.numel}, slice.options());
-        flat.narrow(0, plan.slice(bucket.rank()).begin, plan.slice_numel()).copy_(slice);
-        comm::Batch batch;
-        batch.label = {comm::Kind::kAllGather, unit->shown_name() + " (whole)", unit->id, 0,
-                       runtime.model_name()};
-        batch.ops.emplace_back(comm::AllGather{flat});
-        runtime.queue().submit(*bucket.groups().gather, std::move(batch)).wait();
-      }
+      const auto flat = fsdp::whole_of(runtime, *unit, bucket, slice, "whole");
       for (const auto& own : named) {
         if (own.parameter->unit != unit || own.parameter->bucket != index) continue;
         const auto& placed = own.parameter->placed();

@@ -27,7 +27,7 @@ layout::PlannedUnit planned(const Unit& unit) {
     for (std::size_t place = 0; place < plan.parameters.size(); ++place) {
       const auto& contract = parameter_at(unit, b, place).contract;
       plan.parameters[place].parameter = result.items.size();
-      result.items.push_back({contract.name, contract.local_numel(), key_of(contract)});
+      result.items.push_back(plan_item(contract));
     }
     result.plan.buckets.push_back(std::move(plan));
   }

@@ -1,6 +1,7 @@
 #include "fsdp/relayout.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 
@@ -21,7 +22,7 @@ std::int64_t aligned(std::int64_t bytes) {
 
 /// Also of what is whole on every rank now: it may be shared out later.
 AxesGroups groups_of(Runtime& runtime, const GradContract& contract) {
-  return runtime.groups_of({.reductions = contract.reductions});
+  return runtime.groups().of({.reductions = contract.reductions});
 }
 
 /// What every rank of the shard group holds of a parameter.
@@ -37,7 +38,7 @@ std::vector<layout::Range> holdings(const layout::BucketPlan& plan, const layout
 layout::UnitPlan plan_anew(const Unit& unit, const layout::PlanOptions& options) {
   std::vector<layout::PlanItem> items;
   for (const auto& p : unit.parameters()) {
-    items.push_back({p->contract.name, p->contract.local_numel(), key_of(p->contract)});
+    items.push_back(plan_item(p->contract));
   }
   auto plan = layout::plan_unit(unit.name(), items, options);
   layout::validate(plan, items, options);
@@ -205,7 +206,7 @@ void carry(Runtime& runtime, const Unit& unit, const AxesGroups& on,
   const auto received = exchange.output;
   if (auto* group = on.control; group != nullptr) {
     comm::Batch batch;
-    batch.label = {comm::Kind::kAllToAll, unit.shown_name() + " (laid out anew)", unit.id, 0,
+    batch.label = {comm::Kind::kAllToAll, unit.shown_name() + " (laid out anew)", unit.id(), 0,
                    unit.runtime().model_name()};
     batch.ops.emplace_back(std::move(exchange));
     group->issue(std::move(batch))->wait();

@@ -9,89 +9,50 @@
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
-Entry::~Entry() {
-  if (runtime) runtime->consume(*this);
-}
-
 Runtime::Runtime(Mesh mesh, std::int64_t in_flight_bytes)
-    : mesh_(std::move(mesh)),
+    : groups_(std::move(mesh)),
       pool_(std::make_shared<comm::BufferPool>(at::kCPU)),
-      bytes_budget_(in_flight_bytes) {
-  auto& w = world();
-  const auto& shapes = mesh_.shapes();
-  const auto of_several = [&](const std::vector<int>& members, const char* purpose) {
-    return members.size() > 1 ? w.group(members, purpose) : std::shared_ptr<comm::Group>();
-  };
-  replicas_owner_ = of_several(shapes.dense().group_of(w.rank(), {axis::kReplicate}), "replicas");
-  replicas_ = replicas_owner_.get();
-  shard_rank_ = groups_of({.reductions = DataAxes(shapes).dense}).rank;
-  const auto replica = shapes.replica_of(w.rank());
-  replica_gathers_owner_ = of_several(replica, "gather");
-  replica_gathers_ = replica_gathers_owner_.get();
-  replica_control_ = of_several(replica, "shard control");
-  data_group_owner_ = of_several(shapes.stage_of(w.rank()), "data");
-  data_group_ = data_group_owner_.get();
-  recoveries_ = w.recoveries();
-}
+      reducer_(in_flight_bytes),
+      recoveries_(world().recoveries()) {}
 
 Runtime::~Runtime() = default;
 
-AxesGroups Runtime::groups_of(const layout::BucketKey& key) {
-  const auto& axes = key.reductions.shard_axes;
-  for (const auto& [known, groups] : groups_) {
-    if (known == axes) return groups;
-  }
-  AxesGroups made;
-  made.groups.replicas = replicas_;
-  const auto members = mesh_.ranks_of({axes.begin(), axes.end()});
-  if (members.size() > 1) {
-    // Separate channels, so that a long reduction does not hold up the next gather. The World keeps
-    // them.
-    made.groups.gather = world().group(members, "gather").get();
-    made.groups.reduce = world().group(members, "reduce").get();
-    made.control = world().group(members, "shard control").get();
-    made.rank = made.groups.gather->rank();
-    made.ranks = made.groups.gather->size();
-  }
-  groups_.emplace_back(axes, made);
-  return made;
-}
-
 layout::PlanOptions Runtime::plan_options() const {
   layout::PlanOptions options;
-  options.ranks = mesh_.size_of(axis::kShard) * mesh_.size_of(axis::kContext);
+  options.ranks = mesh().size_of(axis::kShard) * mesh().size_of(axis::kContext);
   options.alignment_bytes = pool_->device().is_cuda() ? 256 : 64;
-  options.mesh = mesh_.shapes();
+  options.mesh = mesh().shapes();
   return options;
+}
+
+void Runtime::number_units() {
+  agreed_ = controls_known_ = false;
+  for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->id_ = static_cast<UnitId>(i);
 }
 
 void Runtime::add_unit(Unit* unit) {
   units_.push_back(unit);
-  agreed_ = controls_known_ = false;
-  for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->id = static_cast<UnitId>(i);
+  number_units();
 }
 
 void Runtime::remove_unit(Unit* unit) {
   try {
-    finish_reductions_of(*unit);
+    reducer_.finish(*unit);
   } catch (const std::exception&) {
     // The run has failed: what is under way is lost, and nobody waits for its gradients any more.
-    std::erase_if(in_flight_, [&](const InFlight& reduction) { return reduction.unit == unit; });
+    reducer_.drop(*unit);
   }
   if (std::erase(units_, unit) == 0) return;
-  agreed_ = controls_known_ = false;
-  reference_ = {};
-  for (const auto& past : past_) past.forward->forgotten = true;
-  past_.clear();
-  for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->id = static_cast<UnitId>(i);
+  forwards_.forget_units();
+  number_units();
 }
 
 void Runtime::handle_is_gone(Unit& unit) {
   const auto self = shared_from_this();  // the last reference may be a unit's
-  unit.has_handle = false;
+  unit.has_handle_ = false;
   controls_known_ = false;
   const bool is_last = std::none_of(units_.begin(), units_.end(),
-                                    [](const auto* other) { return other->has_handle; });
+                                    [](const auto* other) { return other->has_handle(); });
   if (is_last) {
     const auto gone = std::exchange(orphans_, {});  // what no graph has ends here
   } else {
@@ -103,7 +64,7 @@ void Runtime::remove_orphans() {
   if (in_backward_) return;
   for (auto& orphan : orphans_) {
     const bool is_borrowed_from = std::any_of(units_.begin(), units_.end(), [&](const auto* unit) {
-      return unit->has_handle && unit->borrows_from(*orphan);
+      return unit->has_handle() && unit->borrows_from(*orphan);
     });
     if (is_borrowed_from) continue;
     orphan->release();
@@ -114,7 +75,7 @@ void Runtime::remove_orphans() {
 }
 
 std::string Runtime::difference_between_ranks(const std::string& lines, const char* what) {
-  const auto found = comm::first_that_differs(*data_group_, lines, what);
+  const auto found = comm::first_that_differs(*data_group(), lines, what);
   if (!found) return "";
   const auto split = [](const std::string& text) {
     std::istringstream in(text);
@@ -127,11 +88,11 @@ std::string Runtime::difference_between_ranks(const std::string& lines, const ch
 
 void Runtime::agree_on_plan() {
   for (auto* unit : units_) {
-    unit->agreed_reshard_after_forward = unit->reshard_after_forward;
-    unit->divide_factor.reset();  // the contracts have it
+    unit->controls.agreed_reshard_after_forward = unit->controls.reshard_after_forward;
+    unit->controls.divide_factor.reset();  // the contracts have it
   }
   controls_changed();
-  agreed_ = data_group_ == nullptr;
+  agreed_ = data_group() == nullptr;
   if (agreed_) return;
   std::string text;
   for (const auto* unit : units_) {
@@ -139,7 +100,7 @@ void Runtime::agree_on_plan() {
     for (const auto& p : unit->parameters()) contract.parameters.push_back(p->contract);
     for (const auto& buffer : unit->buffers) contract.buffers.push_back(buffer.contract);
     text += concat("unit ", unit->name(),
-                   unit->reshard_after_forward ? ", resharded after forward" : "", "\n");
+                   unit->controls.reshard_after_forward ? ", resharded after forward" : "", "\n");
     for (const auto& bucket : unit->buckets()) {
       text += concat("bucket ", to_string(bucket->plan().key), ", ", bucket->plan().numel,
                      " elements\n");
@@ -151,8 +112,8 @@ void Runtime::agree_on_plan() {
 }
 
 void Runtime::agree(const std::string& lines, const char* what, const char* mend) {
-  if (data_group_ == nullptr) return;
-  if (comm::all_agree(*data_group_, {hash_bytes(lines)}, what)[0]) return;
+  if (data_group() == nullptr) return;
+  if (comm::all_agree(*data_group(), {hash_bytes(lines)}, what)[0]) return;
   TESSERA_CHECK(false, ErrorKind::kContract, what,
                 " differ between ranks: ", difference_between_ranks(lines, what), "; ", mend);
 }
@@ -182,13 +143,6 @@ void Runtime::check_usable() {
   }
 }
 
-bool Runtime::has_failed() const { return failed_ || recoveries_ != mesh_.world()->recoveries(); }
-
-void Runtime::renew_after_failure() {
-  // A recovery is of all ranks, also of those that had nothing under way.
-  if (has_failed() && !world().poisoned()) reset();
-}
-
 void Runtime::gather_needed(Unit& unit) {
   const auto gather = [&](Unit& one) {
     check_integrity(one);
@@ -207,33 +161,46 @@ void Runtime::issue_gather(Unit& unit) {
   if (unit.always_unsharded()) return;
   if (unit.buckets().empty()) return;
   ++gathers_issued_;
-  unit.begin_gather(current_ ? current_->forward->number : 0);
+  const auto& forward = forwards_.current();
+  unit.begin_gather(forward ? forward->forward->number : 0);
+}
+
+std::vector<std::shared_ptr<Unit>> Runtime::living(const std::vector<std::weak_ptr<Unit>>& named,
+                                                   const char* control, const Unit& of) const {
+  std::vector<std::shared_ptr<Unit>> units;
+  for (const auto& one : named) {
+    auto next = one.lock();
+    if (next == nullptr || !next->has_handle()) continue;
+    TESSERA_CHECK(&next->runtime() == this, ErrorKind::kUsage, control, " of unit ",
+                  of.shown_name(), ": found unit ", next->shown_name(),
+                  ", which another outermost module holds, expected units of one model");
+    units.push_back(std::move(next));
+  }
+  return units;
 }
 
 void Runtime::prefetch_after(const Unit& unit, std::size_t position) {
-  for (const auto& named : unit.forward_prefetch) {
-    const auto next = named.lock();
-    if (next == nullptr || !next->has_handle) continue;
-    TESSERA_CHECK(&next->runtime() == this, ErrorKind::kUsage, "set_forward_prefetch of unit ",
-                  unit.shown_name(), ": found unit ", next->shown_name(),
-                  ", which another outermost module holds, expected units of one model");
-    if (!next->gathered() && !next->gather_pending()) issue_gather(*next);
+  const auto prefetch = [&](Unit& next) {
+    if (!next.gathered() && !next.gather_pending()) issue_gather(next);
+  };
+  if (!unit.forward_prefetch.empty()) {
+    for (const auto& next : living(unit.forward_prefetch, "set_forward_prefetch", unit)) {
+      prefetch(*next);
+    }
+  } else if (const auto next = forwards_.next_after(position)) {
+    prefetch(*units_.at(*next));
   }
-  if (!unit.forward_prefetch.empty()) return;
-  if (!follows_reference_ || position + 1 >= reference_.units.size()) return;
-  auto& next = *units_.at(reference_.units[position + 1]);
-  if (!next.gathered() && !next.gather_pending()) issue_gather(next);
 }
 
 std::shared_ptr<Entry> Runtime::record(Unit& unit, std::size_t position) {
   auto entry = std::make_shared<Entry>();
   entry->runtime = shared_from_this();
   entry->unit = unit.shared_from_this();
-  entry->segment = current_;
+  entry->segment = forwards_.current();
   entry->position = position;
   entry->generation = generation_;
-  if (current_->entries.empty()) keep_forward(current_);
-  current_->entries.push_back(entry);
+  if (!forwards_.has_entries()) keep_forward();
+  forwards_.add(entry);
   expect(*entry);
   return entry;
 }
@@ -252,43 +219,23 @@ void Runtime::check_borrowed(const Unit& unit) const {
   }
 }
 
-std::uint64_t Segment::weights_now() const {
-  std::uint64_t version = 0;
-  for (const auto& unit : units) version += unit->weights_version();
-  return version;
-}
-
-/// Of the outermost checkpoint that runs for the first time; 0 outside of any. Counted here: the
-/// same on every rank.
-std::uint32_t Runtime::checkpoint_number() {
-  const auto* recorded = first_forward();
-  if (recorded == nullptr || at::GradMode::is_enabled()) return 0;
-  if (std::exchange(checkpoint_serial_, recorded->serial) != recorded->serial) ++checkpoints_;
-  return checkpoints_;
-}
-
 std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
-  if (open_.empty()) {
+  if (!forwards_.is_open()) {
     check_usable();
-    current_ = std::make_shared<Segment>();
-    current_->forward = std::make_shared<PastForward>();
-    current_->forward->number = next_segment_++;
-    for (auto* each : units_) current_->units.push_back(each->shared_from_this());
-    current_->weights = current_->weights_now();
+    std::vector<std::shared_ptr<Unit>> units;
+    for (auto* each : units_) units.push_back(each->shared_from_this());
+    forwards_.begin(std::move(units));
     release_stale();
-    follows_reference_ = !reference_.units.empty();
   }
   if (auto* kept = std::exchange(kept_, nullptr); kept != nullptr && kept != &unit) {
     kept->release();  // the forward goes on: its backward does not come first
   }
-  ++unit.open_calls;
-  auto& trace = current_->forward->trace;
-  const auto position = trace.units.size();
-  open_.push_back(position);
-  trace.units.push_back(unit.id);
-  trace.checkpoints.push_back(checkpoint_number());
-  follows_reference_ = follows_reference_ && position < reference_.units.size() &&
-                       reference_.units[position] == unit.id;
+  ++unit.progress_.open_calls;
+  // Of the outermost checkpoint that runs for the first time.
+  const auto* in_checkpoint = at::GradMode::is_enabled() ? nullptr : first_forward();
+  const auto position = forwards_.enter(
+      unit.id(),
+      in_checkpoint == nullptr ? 0 : forwards_.number_of_checkpoint(in_checkpoint->serial));
   check_borrowed(unit);
   gather_needed(unit);
   prefetch_after(unit, position);
@@ -310,11 +257,11 @@ std::shared_ptr<Entry> Runtime::enter_recompute(Unit& unit) {
       ErrorKind::kUsage, "recomputation: found a call of unit ", unit.shown_name(),
       " that the first forward did not make at this place, expected the same calls; make the "
       "checkpointed function deterministic");
-  TESSERA_CHECK(unit.unshard_in_backward || unit.gathered(), ErrorKind::kUsage,
+  TESSERA_CHECK(unit.controls.unshard_in_backward || unit.gathered(), ErrorKind::kUsage,
                 "recomputation: ", "found unit ", unit.shown_name(),
                 " with set_unshard_in_backward(false), expected true where a forward runs again");
   auto entry = recorded->entries[recorded->next++];
-  ++unit.open_calls;
+  ++unit.progress_.open_calls;
   pre_backward(*entry);
   if (auto* inner = first_forward(); inner != nullptr && !at::GradMode::is_enabled()) {
     // A checkpoint inside this one runs it for the first time: backward goes through its own
@@ -328,26 +275,21 @@ std::shared_ptr<Entry> Runtime::enter_recompute(Unit& unit) {
 
 bool Runtime::gives_back(const Unit& unit) const {
   if (recomputing() != nullptr) return false;
-  if (unit.reshard_after_forward) return true;
+  if (unit.controls.reshard_after_forward) return true;
   const bool grad = at::GradMode::is_enabled() || first_forward() != nullptr;
-  return !grad && open_.size() == 1 && !unit.outlasts_evaluation();
+  return !grad && forwards_.is_outermost() && !unit.controls.outlasts_evaluation();
 }
 
 void Runtime::leave_forward(Unit& unit) {
   spans_.forward_ends();
-  --unit.open_calls;
+  --unit.progress_.open_calls;
   if (recomputing() != nullptr) return;
   const bool ends_its_use = gives_back(unit);
-  auto& trace = current_->forward->trace;
-  trace.exits.push_back(open_.back());
-  open_.pop_back();
-  const bool outermost = open_.empty();
+  const bool outermost = forwards_.leave();
   const bool grad = at::GradMode::is_enabled() || first_forward() != nullptr;
-  const bool is_last = follows_reference_ && trace.units.size() == reference_.units.size() &&
-                       reference_.units.back() == unit.id && trace.units.back() == unit.id;
-  if (!in_backward_ && unit.open_calls == 0 && ends_its_use) {
+  if (!in_backward_ && unit.progress_.open_calls == 0 && ends_its_use) {
     // The last unit's backward comes first: its memory stays.
-    if (grad && is_last && !outermost) {
+    if (grad && !outermost && forwards_.is_last(unit.id())) {
       kept_ = &unit;
     } else {
       unit.release();
@@ -356,69 +298,73 @@ void Runtime::leave_forward(Unit& unit) {
   if (!outermost) return;
   if (!grad && !in_backward_) {
     for (auto* each : units_) {
-      if (each->open_calls == 0 && !each->outlasts_evaluation()) each->release();
+      if (each->progress_.open_calls == 0 && !each->controls.outlasts_evaluation()) each->release();
     }
   }
   kept_ = nullptr;
-  current_.reset();
+  forwards_.end();
 }
 
-void Runtime::fail(const std::string& why) {
-  failed_ = true;
-  ++generation_;
-  open_.clear();
-  spans_.forget();
-  kept_ = nullptr;
-  current_.reset();
-  under_way_.clear();
-  if (world().size() > 1) world().poison(why);
+/// One byte a unit: a rank that owns no changed element has to gather anew all the same.
+std::vector<bool> Runtime::stale_on_any_rank(const std::vector<Unit*>& kept) {
+  const auto count = static_cast<std::int64_t>(kept.size());
+  auto* group = groups_.replica_gathers();
+  const auto ranks = group == nullptr ? 1 : group->size();
+  auto all = at::zeros({ranks, count}, at::kByte);
+  auto mine = all[group == nullptr ? 0 : group->rank()];
+  for (std::int64_t i = 0; i < count; ++i) {
+    mine[i] = kept[static_cast<std::size_t>(i)]->is_stale() ? 1 : 0;
+  }
+  if (group != nullptr) {
+    // On a group of gathers: a rank that keeps other units meets it with a gather, and both
+    // are named.
+    comm::Batch batch;
+    batch.label = {comm::Kind::kAllGather, "units kept unsharded:", 0, 0, marks()};
+    for (const auto* unit : kept) batch.label.unit += concat(" ", unit->shown_name());
+    batch.ops.emplace_back(comm::AllGather{all.view({-1})});
+    queue().submit(*group, std::move(batch)).wait();
+  }
+  const auto any = all.amax(0);
+  std::vector<bool> stale;
+  for (std::int64_t i = 0; i < count; ++i) stale.push_back(any[i].item<std::uint8_t>() != 0);
+  return stale;
 }
 
-void Runtime::require_idle(const char* what) const {
-  TESSERA_CHECK(
-      outstanding_ == 0, ErrorKind::kUsage, what, ": found ", outstanding_,
-      " unit forwards whose backward has not run, expected none; run backward first, or let the "
-      "loss go out of scope");
-  require_none_owed(what);
-}
-
-void Runtime::reset() {
-  // Nothing is waited for: what was under way when the run failed is lost.
-  in_flight_.clear();
-  bytes_in_flight_ = 0;
-  sink_.drop_tickets();
-  store_.drop();
+/// Units may still show the parameters of before the last step: after a forward that nobody
+/// differentiated, or whose graph is kept. What is kept on purpose is compared with the shards by
+/// value: torch::optim writes past version counters. A kept graph's tensors follow the next gather.
+void Runtime::release_stale() {
+  if (in_backward_) return;
+  std::vector<Unit*> kept;
   for (auto* unit : units_) {
-    unit->open_calls = unit->tickets = unit->expected = 0;
-    unit->owed = unit->unpublished = false;
-    unit->abandon_gather();
-    for (auto& bucket : unit->buckets()) bucket->drop_gradients();
-    for (auto& p : unit->parameters()) {
-      // What was published is part of a sum that is gone.
-      p->lost = p->lost || (p->published && p->shard.grad().defined());
-      if (p->published) p->shard.mutable_grad().reset();
-      p->seen_grad = at::Tensor();
-      p->used = p->published = false;
+    if (!unit->outlasts_backward()) {
+      unit->release();
+    } else if (!unit->always_unsharded() && (unit->gathered() || unit->gather_pending())) {
+      kept.push_back(unit);
     }
   }
-  open_.clear();
-  outstanding_ =
-      0;  // entries that live on, in graphs that somebody holds, are of a step that is lost
-  if (!has_scaler_) loss_scale_ = 1.0;
-  controls_changed();
-  ++generation_;
-  recoveries_ = world().recoveries();
-  next_segment_ = 0;
-  agreed_ = false;
-  current_.reset();
-  kept_ = nullptr;
-  past_.clear();
-  past_limit_ = kPastForwards;
-  checkpoint_serial_ = 0;
-  checkpoints_ = 0;
-  under_way_.clear();
-  reference_ = {};
-  in_backward_ = failed_ = awaiting_tickets_ = holds_reductions_ = waits_for_last_ = false;
+  if (kept.empty()) return;
+  const auto stale = stale_on_any_rank(kept);
+  for (std::size_t i = 0; i < kept.size(); ++i) {
+    if (stale[i]) kept[i]->release();
+  }
+}
+
+void Runtime::begin_unshard(Unit& unit) {
+  check_usable();
+  if (unit.outlasts_backward() && !forwards_.is_open() && !in_backward_ &&
+      !unit.always_unsharded() && (unit.gathered() || unit.gather_pending()) &&
+      stale_on_any_rank({&unit}).front()) {
+    unit.release();
+  }
+  if (!unit.gathered() && !unit.gather_pending()) issue_gather(unit);
+  unit.progress_.unsharded_by_user = true;
+}
+
+void Runtime::wait_unshard(Unit& unit) {
+  renew_after_failure();
+  // Released in between, or waited for by a forward: nothing is left to do.
+  if (unit.progress_.unsharded_by_user && !unit.gathered()) unit.wait_gather();
 }
 
 }  // namespace tessera::fsdp

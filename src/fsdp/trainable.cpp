@@ -149,7 +149,7 @@ class TrainableChanger {
     }
     // All ranks in one order, whatever the order of handles.
     std::sort(units.begin(), units.end(),
-              [](const auto* a, const auto* b) { return a->id < b->id; });
+              [](const auto* a, const auto* b) { return a->id() < b->id(); });
     try {
       runtime_.begin_relayout();
       for (auto* unit : units) move(*unit);

@@ -1,12 +1,14 @@
 #include "fsdp/unit.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 
 #include "fsdp/finite_copy.h"
 #include "fsdp/integrity.h"
 #include "fsdp/runtime.h"
+#include "fsdp/whole.h"
 #include "grad/contract_key.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
@@ -80,7 +82,8 @@ const layout::Placed& Parameter::placed() const {
 }
 
 Unit::Unit(std::string name, std::shared_ptr<Runtime> runtime, bool reshard)
-    : reshard_after_forward(reshard), runtime_(std::move(runtime)) {
+    : runtime_(std::move(runtime)) {
+  controls.reshard_after_forward = reshard;
   contract.name = std::move(name);
 }
 
@@ -111,16 +114,18 @@ std::string Unit::released_message() const {
       "parameters of unit ", shown_name(),
       ": found an access while they are sharded, expected one inside a forward or backward of "
       "the unit; call the module through the handle that fully_shard returned",
-      unshard_in_backward ? "" : ", and set_unshard_in_backward(true) if its backward reads them");
+      controls.unshard_in_backward
+          ? ""
+          : ", and set_unshard_in_backward(true) if its backward reads them");
 }
 
 void Unit::set_unshard_in_backward(bool value) {
-  unshard_in_backward = value;
+  controls.unshard_in_backward = value;
   for (auto& bucket : buckets_) bucket->unsharded().set_released_message(released_message());
 }
 
 void Unit::set_divide_factor(double factor) {
-  divide_factor = factor;
+  controls.divide_factor = factor;
   // Frozen ones too: they may be trained later (set_trainable).
   for (auto& parameter : parameters_) parameter->contract.reductions.divide_factor = factor;
   for (auto& bucket : buckets_) bucket->set_divide_factor(factor);
@@ -164,7 +169,7 @@ void Unit::add(std::vector<std::shared_ptr<Parameter>> added) {
 
 std::unique_ptr<Bucket> Unit::make_bucket(const layout::BucketPlan& plan) const {
   // What is whole on every rank takes part in no collective.
-  const AxesGroups on = plan.key.replicated ? AxesGroups() : runtime_->groups_of(plan.key);
+  const AxesGroups on = plan.key.replicated ? AxesGroups() : runtime_->groups().of(plan.key);
   return std::make_unique<Bucket>(plan, on.groups, on.rank, runtime_->pool(), released_message());
 }
 
@@ -172,7 +177,7 @@ void Unit::build(std::vector<std::shared_ptr<Parameter>> added) {
   const at::NoGradGuard no_grad;
   std::vector<layout::PlanItem> items;
   for (const auto& p : added) {
-    items.push_back({p->contract.name, p->contract.local_numel(), key_of(p->contract)});
+    items.push_back(plan_item(p->contract));
   }
   const auto options = runtime_->plan_options();
   const auto plan = layout::plan_unit(name(), items, options);
@@ -225,20 +230,12 @@ void Unit::build(std::vector<std::shared_ptr<Parameter>> added) {
 std::vector<std::shared_ptr<Parameter>> Unit::take_bucket(std::size_t index) {
   const at::NoGradGuard no_grad;
   auto& bucket = *buckets_.at(index);
-  TESSERA_CHECK(!gathered_ && !gather_pending() && expected == 0, ErrorKind::kUsage, "unit ",
-                shown_name(),
+  TESSERA_CHECK(!gathered_ && !gather_pending() && progress_.expected == 0, ErrorKind::kUsage,
+                "unit ", shown_name(),
                 ": found a forward under way, expected none while modules are sharded");
-  at::Tensor flat = bucket.shard();
-  if (bucket.groups().gather != nullptr && has_values_) {
-    flat = at::empty({bucket.plan().numel}, bucket.shard().options());
-    flat.narrow(0, bucket.plan().slice(bucket.rank()).begin, bucket.plan().slice_numel())
-        .copy_(bucket.shard());
-    comm::Batch batch;
-    batch.label = {comm::Kind::kAllGather, shown_name() + " (laid out anew)", id, 0,
-                   runtime_->model_name()};
-    batch.ops.emplace_back(comm::AllGather{flat});
-    runtime_->queue().submit(*bucket.groups().gather, std::move(batch)).wait();
-  }
+  const auto flat = has_values_
+                        ? whole_of(*runtime_, *this, bucket, bucket.shard(), "laid out anew")
+                        : bucket.shard();
   std::vector<std::shared_ptr<Parameter>> taken;
   for (auto& parameter : parameters_) {
     if (parameter->bucket != index) {
@@ -307,7 +304,7 @@ void Unit::begin_gather(std::uint32_t micro_batch) {
 
 void Unit::begin_gather(comm::Group* group, std::uint32_t micro_batch) {
   comm::Batch batch;
-  batch.label = {comm::Kind::kAllGather, shown_name(), id, micro_batch, runtime_->marks()};
+  batch.label = {comm::Kind::kAllGather, shown_name(), id(), micro_batch, runtime_->marks()};
   for (auto& bucket : buckets_) {
     if (bucket->groups().gather != group) continue;
     if (gathered_) {
@@ -339,7 +336,7 @@ void Unit::release() {
 
 void Unit::give_memory_back() {
   for (auto& bucket : buckets_) bucket->unsharded().end();
-  gathered_ = unsharded_by_user = false;
+  gathered_ = progress_.unsharded_by_user = false;
 }
 
 void Unit::abandon_gather() {
@@ -350,8 +347,8 @@ void Unit::abandon_gather() {
 grad::SlotOwner::View Unit::open_slot(std::size_t index) {
   auto& parameter = *parameters_.at(index);
   TESSERA_CHECK(
-      expected > 0 || tickets > 0, ErrorKind::kContract, "gradient of ", parameter.contract.name,
-      ": found one outside an open forward of its unit ", shown_name(),
+      progress_.expected > 0 || progress_.tickets > 0, ErrorKind::kContract, "gradient of ",
+      parameter.contract.name, ": found one outside an open forward of its unit ", shown_name(),
       ", expected one after a forward through its handle; call the module through the handle "
       "that fully_shard returned");
   runtime_->on_gradient();
@@ -364,8 +361,8 @@ grad::SlotOwner::View Unit::open_slot(std::size_t index) {
 }
 
 void Unit::tickets_changed(int delta) {
-  tickets += delta;
-  if (tickets == 0) runtime_->on_tickets_closed();
+  progress_.tickets += delta;
+  if (progress_.tickets == 0) runtime_->on_tickets_closed();
 }
 
 Unit& unit_of_handle(const std::shared_ptr<Unit>& unit) {

@@ -13,6 +13,8 @@
 
 #include "base/unit_label.h"
 #include "fsdp/bucket.h"
+#include "fsdp/controls.h"
+#include "fsdp/order.h"
 #include "fsdp/parameter_leaf.h"
 #include "grad/sink.h"
 #include "tessera/mesh.h"
@@ -141,6 +143,24 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   /// Needs no gather: one rank that computes in its storage dtype.
   bool always_unsharded() const;
 
+  /// Where a step of the model stands with it.
+  struct Progress {
+    int open_calls = 0;              ///< forwards on the stack
+    int expected = 0;                ///< recorded forwards whose backward is not finished
+    int tickets = 0;                 ///< deferred gradients that are owed
+    bool reduced = false;            ///< in this backward
+    bool owed = false;               ///< a backward without sync left gradients in its slots
+    bool unpublished = false;        ///< reduced since its gradients were last published
+    bool unsharded_by_user = false;  ///< kept until the user or a forward gives it back
+  };
+  const Progress& progress() const { return progress_; }
+  /// Its memory outlasts backwards.
+  bool outlasts_backward() const {
+    return progress_.unsharded_by_user || !controls.reshard_after_backward;
+  }
+  UnitId id() const { return id_; }  ///< in plan order, the same on every rank
+  bool has_handle() const { return has_handle_; }
+
   // --- SlotOwner ---
   View open_slot(std::size_t parameter) override;
   void tickets_changed(int delta) override;
@@ -148,28 +168,10 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   UnitContract contract;  ///< its name, and what a call casts
   std::vector<Buffer> buffers;
 
-  // State of the runtime, kept here because it is per unit.
-  std::uint32_t id = 0;  ///< in plan order, the same on every rank
-  int open_calls = 0;    ///< forwards on the stack
-  int expected = 0;      ///< recorded forwards whose backward is not finished
-  int tickets = 0;       ///< deferred gradients that are owed
-  bool reshard_after_forward = true;
-  bool agreed_reshard_after_forward = true;  ///< when all ranks last compared their plans
-  bool reshard_after_backward = true;
-  bool unshard_in_backward = true;
-  bool requires_sync = true;
-  std::vector<std::weak_ptr<Unit>> forward_prefetch, backward_prefetch;  ///< empty: agreed order
-  std::optional<double> divide_factor;  ///< that the user set after sharding
-  bool reduced = false;                 ///< in this backward
-  bool owed = false;                    ///< a backward without sync left gradients in its slots
-  bool unpublished = false;             ///< reduced since its gradients were last published
-  const void* module = nullptr;         ///< what the handle holds, to know it again
-  bool has_handle = true;               ///< false once that is gone
-  bool unsharded_by_user = false;       ///< kept until the user or a forward gives it back
-  /// Its memory outlasts backwards; and forwards that nobody differentiates, where it outlasts
-  /// forwards at all.
-  bool outlasts_backward() const { return unsharded_by_user || !reshard_after_backward; }
-  bool outlasts_evaluation() const { return !reshard_after_backward && !reshard_after_forward; }
+  UnitControls controls;
+  /// What is gathered while it computes; empty: the agreed order.
+  std::vector<std::weak_ptr<Unit>> forward_prefetch, backward_prefetch;
+  const void* module = nullptr;  ///< what the handle holds, to know it again
   /// Units that hold some of this module's parameters, which live at least as long as this one.
   std::vector<std::shared_ptr<Unit>> lenders;
   bool borrows_from(const Unit& other) const {
@@ -182,10 +184,16 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   std::string released_message() const;  ///< of accesses to parameters that are not unsharded
 
  private:
+  friend class Runtime;
+  friend class Publisher;
+
   void build(std::vector<std::shared_ptr<Parameter>> parameters);
   void give_memory_back();
 
   std::shared_ptr<Runtime> runtime_;
+  Progress progress_;
+  UnitId id_ = 0;
+  bool has_handle_ = true;  // false once that is gone
   std::vector<std::shared_ptr<Parameter>> parameters_;
   std::vector<std::unique_ptr<Bucket>> buckets_;
   /// Of one group's buckets.

@@ -4,8 +4,24 @@
 
 #include "fsdp/runtime.h"
 #include "layout/local_part.h"
+#include "tessera/error.h"
 
 namespace tessera::fsdp {
+
+at::Tensor whole_of(Runtime& runtime, const Unit& unit, const Bucket& bucket,
+                    const at::Tensor& slice, const char* what) {
+  auto* group = bucket.groups().gather;
+  if (group == nullptr) return slice;
+  auto flat = at::empty({bucket.plan().numel}, slice.options());
+  const auto own = bucket.plan().slice(bucket.rank());
+  flat.narrow(0, own.begin, own.size()).copy_(slice);
+  comm::Batch batch;
+  batch.label = {comm::Kind::kAllGather, concat(unit.shown_name(), " (", what, ")"), unit.id(), 0,
+                 runtime.model_name()};
+  batch.ops.emplace_back(comm::AllGather{flat});
+  runtime.queue().submit(*group, std::move(batch)).wait();
+  return flat;
+}
 
 at::Tensor whole_of(Runtime& runtime, const Parameter& parameter, const at::Tensor& local) {
   const auto& [layout, shape] = std::tie(parameter.contract.layout, parameter.contract.shape);
@@ -22,7 +38,7 @@ at::Tensor whole_of(Runtime& runtime, const Parameter& parameter, const at::Tens
   parts.narrow(0, group->rank() * count, count).copy_(local);
   comm::Batch batch;
   batch.label = {comm::Kind::kAllGather, parameter.contract.name + " (its parts)",
-                 parameter.unit->id, 0, runtime.model_name()};
+                 parameter.unit->id(), 0, runtime.model_name()};
   batch.ops.emplace_back(comm::AllGather{parts});
   runtime.queue().submit(*group, std::move(batch)).wait();
   const auto whole = at::empty(layout::cut_shape(layout, shape), local.options());

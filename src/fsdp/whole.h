@@ -1,4 +1,5 @@
-// Whole parameters from the parts that the ranks of model axes hold.
+// Whole parameters: of a bucket from its slices, of a parameter from the parts that the ranks of
+// model axes hold.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,6 +8,11 @@
 #include "layout/local_part.h"
 
 namespace tessera::fsdp {
+
+/// [plan().numel] from each rank's `slice` of the bucket's parameters or of something like them;
+/// the slice itself where nobody shares the bucket. Collective. `what` stands in the label.
+at::Tensor whole_of(Runtime& runtime, const Unit& unit, const Bucket& bucket,
+                    const at::Tensor& slice, const char* what);
 
 /// The parameter, or its gradient, in its global shape from this rank's whole local part, flat. A
 /// view of `local` where nothing is cut; copies that other ranks hold are not asked for. Collective

@@ -24,4 +24,8 @@ layout::BucketKey key_of(const GradContract& contract) {
   return key;
 }
 
+layout::PlanItem plan_item(const GradContract& contract) {
+  return {contract.name, contract.local_numel(), key_of(contract)};
+}
+
 }  // namespace tessera

@@ -10,5 +10,7 @@ namespace tessera {
 /// Frozen parameters have no gradient, so what their gradient dtypes would be does not split
 /// buckets.
 layout::BucketKey key_of(const GradContract& contract);
+/// What a rank lays out of it.
+layout::PlanItem plan_item(const GradContract& contract);
 
 }  // namespace tessera

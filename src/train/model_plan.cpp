@@ -52,7 +52,7 @@ layout::ModelPlan plan_model(const models::ModelDescription& model,
   for (const GradContract& contract : contracts) {
     const std::size_t unit = numbers.of(contract.name);
     auto& items = unit == 0 ? root.items : inner[unit - 1].items;
-    items.push_back({contract.name, contract.local_numel(), key_of(contract)});
+    items.push_back(plan_item(contract));
   }
   layout::PlanOptions options;
   options.ranks = mesh.size_of(axis::kShard) * mesh.size_of(axis::kContext);

@@ -87,7 +87,7 @@ TEST_P(Failures, OthersLeavePromptlyAndTheNextStepIsRight) {
     world.recover();
     step(3);
     step(4);
-    EXPECT_EQ(model.handle.unit()->expected, 0);
+    EXPECT_EQ(model.handle.unit()->progress().expected, 0);
   });
 }
 
@@ -207,7 +207,7 @@ TEST(FailuresOfOne, AnInnerExceptionThatAnOuterForwardCatchesIsNamed) {
       Block plain(1, kWidth);
       const auto x = input_of(0, 0, kWidth);
       EXPECT_TRUE(same_bits(handle.forward(x).detach(), plain.forward(x).detach()));
-      EXPECT_EQ(handle.unit()->open_calls, 0);
+      EXPECT_EQ(handle.unit()->progress().open_calls, 0);
     }
   });
 }

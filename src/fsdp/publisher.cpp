@@ -1,13 +1,13 @@
-// Gradients at the end of a backward: who used what, the replica sum, the final cast, `.grad` of
-// the shards; and at the beginning of the next one what the user did to them.
-#include <ATen/ATen.h>
+#include "fsdp/publisher.h"
 
-#include <set>
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include "fsdp/integrity.h"
-#include "fsdp/runtime.h"
+#include "fsdp/unit.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
+#include "tessera/world.h"
 
 namespace tessera::fsdp {
 namespace {
@@ -19,7 +19,7 @@ void see(Parameter& p) {
 
 /// What the next publication adds to it has not been shown yet.
 bool is_waited_for(const Unit& unit, const Parameter& p) {
-  return unit.unpublished || unit.buckets()[p.bucket]->has_arrivals(p.place);
+  return unit.progress().unpublished || unit.buckets()[p.bucket]->has_arrivals(p.place);
 }
 
 /// The user's own, or one whose sum is not what it shows any more.
@@ -66,8 +66,10 @@ at::Tensor final_of(const Unit& unit, const Parameter& p) {
   return bucket.final_gradient().narrow(0, begin, owned.size()).variable_data();
 }
 
+}  // namespace
+
 /// Before anything is added to the sums.
-void leave_kept_sums(Unit& unit) {
+void Publisher::leave_kept_sums(Unit& unit) {
   for (const auto& p : unit.parameters()) {
     if (!stands(*p)) p->seen_grad = at::Tensor();
   }
@@ -77,7 +79,7 @@ void leave_kept_sums(Unit& unit) {
       return bucket.final_is_accumulator() && is_kept(unit, i, bucket.accumulator());
     };
     if (!is_kept_here()) continue;
-    unit.runtime().finish_reductions_of(unit);  // they refer to it as well
+    reducer_.finish(unit);  // they refer to it as well
     if (!is_kept_here()) continue;
     bucket.leave_accumulator();
     for (const auto& p : unit.parameters()) {
@@ -86,14 +88,10 @@ void leave_kept_sums(Unit& unit) {
   }
 }
 
-}  // namespace
-
-/// Before a reduction into the sums that this backward does not wait for: what is shown may be read
-/// and written by the user meanwhile.
-void Runtime::leave_shown_sums(const Unit& unit, const comm::Group* group) {
+void Publisher::leave_shown_sums(const Unit& unit) {
   for (std::size_t i = 0; i < unit.buckets().size(); ++i) {
     auto& bucket = *unit.buckets()[i];
-    if (bucket.groups().reduce != group || !bucket.final_is_accumulator()) continue;
+    if (bucket.groups().reduce == nullptr || !bucket.final_is_accumulator()) continue;
     const auto& sum = bucket.accumulator();
     const bool is_shown =
         sum.defined() &&
@@ -123,28 +121,30 @@ void show_gradient(const Unit& unit, Parameter& p) {
 
 /// One bitmap a step: a parameter that is used on any rank has a gradient on all (zeros elsewhere);
 /// one that is used nowhere has none, and the optimizer skips it, as unsharded. [Note: unused]
-void Runtime::agree_on_used() {
-  if (data_group_ == nullptr) return;
+void Publisher::agree_on_used() {
+  if (groups_.data() == nullptr) return;
   std::vector<bool> used;
   for (const auto* unit : units_) {
     for (const auto& p : unit->parameters()) used.push_back(p->used);
   }
-  used = comm::any_of_ranks(*data_group_, used, "used parameters");
+  used = comm::any_of_ranks(*groups_.data(), used, "used parameters");
   std::size_t i = 0;
   for (auto* unit : units_) {
     for (auto& p : unit->parameters()) p->used = used[i++];
   }
 }
 
-void Runtime::publish() {
+void Publisher::publish(const ModelControls& controls, const std::string& marks) {
   // A partial sum over replicas waits in the accumulators.
-  if (replicas_ != nullptr && !requires_replica_reduce_) return;
-  if (std::none_of(units_.begin(), units_.end(), [](auto* unit) { return unit->unpublished; }))
+  auto* replicas = groups_.replicas();
+  if (replicas != nullptr && !controls.requires_replica_reduce) return;
+  if (std::none_of(units_.begin(), units_.end(),
+                   [](auto* unit) { return unit->progress().unpublished; }))
     return;
   agree_on_used();
   std::vector<Bucket*> finals;
   for (auto* unit : units_) {
-    if (!unit->unpublished) continue;
+    if (!unit->progress().unpublished) continue;
     for (std::size_t i = 0; i < unit->buckets().size(); ++i) {
       auto& bucket = *unit->buckets()[i];
       if (!bucket.trainable() || !bucket.has_sum()) continue;
@@ -152,17 +152,17 @@ void Runtime::publish() {
       finals.push_back(&bucket);
     }
   }
-  if (replicas_ != nullptr) {
+  if (replicas != nullptr) {
     comm::Batch batch;
-    batch.label = {comm::Kind::kAllReduce, "replicas", 0, 0, marks()};
+    batch.label = {comm::Kind::kAllReduce, "replicas", 0, 0, marks};
     for (auto* bucket : finals) bucket->begin_replica_reduce(batch);
-    if (!batch.ops.empty()) queue().submit(*replicas_, std::move(batch)).wait();
+    if (!batch.ops.empty()) groups_.world().queue().submit(*replicas, std::move(batch)).wait();
     for (auto* bucket : finals) bucket->finish_replica_reduce();
   }
-  for (auto* bucket : finals) bucket->finish_final(loss_scale_);
+  for (auto* bucket : finals) bucket->finish_final(controls.loss_scale);
   for (auto* unit : units_) {
-    if (!unit->unpublished) continue;
-    unit->unpublished = false;
+    if (!unit->progress().unpublished) continue;
+    unit->progress_.unpublished = false;
     for (auto& p : unit->parameters()) {
       if (!p->contract.trainable || (!p->used && !p->published)) continue;
       show_gradient(*unit, *p);
@@ -173,7 +173,7 @@ void Runtime::publish() {
 }
 
 /// The user's `.grad` takes the place of the parameter's sum.
-void Runtime::import_changed(Unit& unit, Parameter& p) {
+void Publisher::import_changed(Unit& unit, Parameter& p, const ModelControls& controls) {
   const auto& grad = p.shard.grad();
   auto& bucket = unit.bucket_of(p);
   TESSERA_CHECK(grad.sizes() == p.shard.sizes(), ErrorKind::kContract, "gradient of ",
@@ -185,12 +185,12 @@ void Runtime::import_changed(Unit& unit, Parameter& p) {
                 ": found it changed while micro-batches of this step wait to be added to it, "
                 "expected changes only "
                 "after a backward that reduces; change it after the last micro-batch, or zero it");
-  const auto factor = p.contract.reductions.divide_factor * loss_scale_;
+  const auto factor = p.contract.reductions.divide_factor * controls.loss_scale;
   bucket.import_accumulator(p.place, grad.to(to_scalar_type(p.contract.accumulate)).mul(factor));
   p.published = true;
 }
 
-void Runtime::import_user_changes() {
+void Publisher::import_user_changes(const ModelControls& controls) {
   const at::NoGradGuard no_grad;
   for (auto* unit : units_) {
     check_integrity(*unit);
@@ -204,7 +204,7 @@ void Runtime::import_user_changes() {
         // zero_grad(set_to_none): a new sum begins, on any number of ranks without what waits.
         // Without a publication the sum is one that still waits.
         if (p->published) {
-          finish_reductions_of(*unit);
+          reducer_.finish(*unit);
           bucket.reset_accumulator(p->place);
           p->used = false;
         }
@@ -215,8 +215,8 @@ void Runtime::import_user_changes() {
       }
       keeps[p->bucket] = true;
       if (!p->published || rescaled_ || is_changed(*unit, *p)) {
-        finish_reductions_of(*unit);
-        import_changed(*unit, *p);
+        reducer_.finish(*unit);
+        import_changed(*unit, *p, controls);
       }
       see(*p);
     }
@@ -225,53 +225,6 @@ void Runtime::import_user_changes() {
     }
   }
   rescaled_ = false;
-}
-
-void Runtime::require_whole_sums(const char* what) {
-  renew_after_failure();
-  require_idle(what);
-  require_synced(what);
-}
-
-void Runtime::require_between_steps(const char* what) {
-  require_whole_sums(what);
-  for (const auto* unit : units_) {
-    for (const auto& parameter : unit->parameters()) {
-      TESSERA_CHECK(!parameter->shard.grad().defined(), ErrorKind::kUsage, what,
-                    ": found a gradient of ", parameter->contract.name,
-                    ", expected none between steps; call zero_grad() first");
-    }
-  }
-}
-
-void Runtime::require_synced(const char* what) const {
-  require_reduced(what);
-  for (const auto* unit : units_) {
-    TESSERA_CHECK(!unit->owed && !unit->unpublished, ErrorKind::kUsage, what,
-                  ": found micro-batches whose gradients wait to be reduced in ",
-                  unit->shown_name(),
-                  ", expected none; run the last one with set_requires_gradient_sync(true) and "
-                  "set_requires_replica_reduce(true) first");
-  }
-}
-
-void Runtime::require_none_lost(const char* what) const {
-  for (const auto* unit : units_) {
-    for (const auto& p : unit->parameters()) {
-      TESSERA_CHECK(!p->lost, ErrorKind::kUsage, what, ": found that the gradient which ",
-                    p->contract.name,
-                    " had before the failure is gone, expected the whole step's; call zero_grad() "
-                    "and run all of its micro-batches again");
-    }
-  }
-}
-
-void Runtime::set_loss_scale(double scale, const char* what) {
-  if (scale == loss_scale_) return;
-  require_whole_sums(what);
-  loss_scale_ = scale;
-  controls_changed();
-  rescaled_ = true;
 }
 
 }  // namespace tessera::fsdp
