@@ -40,6 +40,7 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
   connections_ = backend_.open(launch);
   store_ = Store::connect(launch, options.init_timeout, options.timeout);
   state_->store = store_;
+  state_->board->set_store_rank(store_->server_rank());
   state_->init_timeout = options.init_timeout;
   WatchOptions watch = watch_options(rank_, size_);
   times_.poll = watch.poll;

@@ -234,9 +234,11 @@ std::shared_ptr<Store> Store::connect(const LaunchEnvironment& launch,
     throw PeerLost(concat("store: cannot reach ", server, ": ", why));
   }
   if (!tcp) throw PeerLost(no_answer(server, timeout));
-  return std::shared_ptr<Store>(
+  std::shared_ptr<Store> store(
       new Store(c10::make_intrusive<c10d::PrefixStore>(launch.store_prefix, *tcp), server,
                 answers_within, launch.world_size));
+  if (!launch.agent_store) store->server_rank_ = 0;
+  return store;
 }
 
 std::shared_ptr<Store> Store::second_connection(std::chrono::milliseconds longer) const {

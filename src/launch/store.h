@@ -38,6 +38,8 @@ class Store {
 
   /// "rank 0 at 127.0.0.1:29500": who serves it, for messages.
   const std::string& server() const { return server_; }
+  /// The rank with which it goes; none: it lives as long as this process, or as the launcher.
+  std::optional<int> server_rank() const { return server_rank_; }
 
   /// The same store over a connection of its own, which is waited for so much longer.
   std::shared_ptr<Store> second_connection(std::chrono::milliseconds longer) const;
@@ -80,6 +82,7 @@ class Store {
 
   c10::intrusive_ptr<c10d::Store> store_;
   std::string server_;
+  std::optional<int> server_rank_;
   std::chrono::milliseconds answers_within_;
   int ranks_;  ///< that share it, from which follows how often each may ask
   std::unique_ptr<BoundedCalls> calls_;  ///< none: calls never hang

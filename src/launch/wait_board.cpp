@@ -53,6 +53,16 @@ void WaitBoard::watch(std::vector<int> ranks) {
   peers_ = std::move(ranks);
 }
 
+void WaitBoard::set_store_rank(std::optional<int> rank) {
+  const std::lock_guard lock(mutex_);
+  store_rank_ = rank;
+}
+
+std::optional<int> WaitBoard::store_rank() const {
+  const std::lock_guard lock(mutex_);
+  return store_rank_;
+}
+
 std::string WaitBoard::lines() const {
   const std::lock_guard lock(mutex_);
   std::string text;

@@ -50,6 +50,9 @@ class WaitBoard {
   int groups() const;  ///< whose logs it has
   /// All ranks that are up, ascending: from now on they are watched, whatever groups are opened.
   void watch(std::vector<int> ranks);
+  /// The rank with which the store goes, if it is one.
+  void set_store_rank(std::optional<int> rank);
+  std::optional<int> store_rank() const;
   std::string lines() const;
   Standing standing() const;
 
@@ -83,6 +86,7 @@ class WaitBoard {
   std::vector<Item> waits_;
   std::vector<std::shared_ptr<Recorded>> logs_;
   std::vector<int> peers_;
+  std::optional<int> store_rank_;
   std::optional<std::chrono::steady_clock::time_point> looks_since_;
   int epoch_ = 0;
   PeerWait caused_wait_;

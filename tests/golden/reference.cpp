@@ -87,6 +87,19 @@ double Reference::moved(const std::string& parameter, const std::string& optimiz
   return summary_.at("parameters").at(parameter).at(optimizer + "_moved_l2");
 }
 
+double Reference::moved_bound(const std::string& parameter, const std::string& optimizer) const {
+  const double usual = kMovedBound * moved(parameter, optimizer);
+  if (optimizer != "adamw") return usual;
+  const auto& steps = summary_.at("optimizers");
+  const at::Tensor gradient = gradients_.at(parameter).to(at::kDouble);
+  const double relative =
+      summary_.at("parameters").at(parameter).at("grad_fp32_vs_fp64_rel_l2").get<double>();
+  const double noise = relative * gradient.norm().item<double>();
+  const double strayed = (noise / gradient.abs()).clamp_max(1.0).norm().item<double>();
+  return std::max(
+      usual, steps.at("steps").get<double>() * steps.at("adamw").at("lr").get<double>() * strayed);
+}
+
 double Reference::bfloat16_bound() const {
   const double worst =
       summary_.at("noise").at("bf16_vs_fp32_same_routing").at("grad_cosine_diff_worst").at("value");

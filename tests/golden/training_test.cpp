@@ -55,7 +55,7 @@ TEST_P(GoldenTraining, LossesAndDistancesAreThoseOfTheReference) {
     for (const auto& [name, before] : reference().parameters()) {
       const double moved = norm_of_difference(after.at(name), before);
       const double wanted = reference().moved(name, to_string(kind()));
-      EXPECT_NEAR(moved, wanted, kMovedBound * wanted) << name;
+      EXPECT_NEAR(moved, wanted, reference().moved_bound(name, to_string(kind()))) << name;
     }
   }
 }

@@ -82,7 +82,7 @@ TEST(HearingOthers, WaitsForALookThatTheStoreDoesNotAnswer) {
   Poison poison;
   poison.patience.expect_words_within(milliseconds(20));
   const StoppedStore store(board, [&] { poison.mark("the store is gone"); });
-  EXPECT_THAT([&] { hear_others(poison, board); },
+  EXPECT_THAT([&] { hear_others(poison, board, 1); },
               testing::ThrowsMessage<PeerLost>(HasSubstr("the store is gone")));
 }
 
@@ -92,8 +92,19 @@ TEST(HearingOthers, EndsWithTheLookThatFoundNothing) {
   poison.patience.expect_words_within(milliseconds(20));
   bool known = false;
   const StoppedStore store(board, [&] { known = true; });
-  hear_others(poison, board);
+  hear_others(poison, board, 1);
   EXPECT_TRUE(known);
+}
+
+// Its own timeout is what there is to say of the rank that serves the store.
+TEST(HearingOthers, DoesNotWaitForTheStoreOfTheRankThatIsBlamed) {
+  WaitBoard board;
+  board.set_store_rank(0);
+  Poison poison;
+  poison.patience.expect_words_within(milliseconds(20));
+  const StoppedStore store(board, [&] { poison.mark("the store is gone"); });
+  hear_others(poison, board, 0);
+  EXPECT_FALSE(poison.is_set());
 }
 
 // The next look tells what is said after it.

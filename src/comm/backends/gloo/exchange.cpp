@@ -34,12 +34,14 @@ std::string reason(const std::string& error) {
 // one that has died says nothing. Its words are waited for before it is blamed itself: they travel
 // through the store, at which each rank looks now and then. A look that does not end tells of the
 // store's host, for whom all those may wait that this rank would blame.
-void hear_others(const Poison& poison, const WaitBoard& board) {
+void hear_others(const Poison& poison, const WaitBoard& board, int peer) {
+  const bool blames_store = board.store_rank() == peer;
   const auto end = std::chrono::steady_clock::now() + poison.patience.words();
   do {
     poison.check();
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  } while (std::chrono::steady_clock::now() < end || board.looks_since_before(end));
+  } while (std::chrono::steady_clock::now() < end ||
+           (!blames_store && board.looks_since_before(end)));
   poison.check();
 }
 
@@ -116,7 +118,7 @@ std::string Exchange::text() const {
 
 /// A transfer cannot even begin: the connection is closed already.
 void Exchange::blame(int peer, const std::exception& error) const {
-  hear_others(*channel_->options.poison, *channel_->options.board);
+  hear_others(*channel_->options.poison, *channel_->options.board, world_rank(peer));
   throw PeerLost(concat(text(), ": the connection to rank ", world_rank(peer),
                         " is gone: ", reason(error.what())));
 }
@@ -267,7 +269,7 @@ std::vector<int> Exchange::missing(const Transfer& transfer) {
   if (!relayed) return not_arrived();
   // The rank before may itself wait for another one. If it came later than this one its time is up
   // later: by then it says so, or the watch has seen it wait.
-  hear_others(*channel_->options.poison, *channel_->options.board);
+  hear_others(*channel_->options.poison, *channel_->options.board, world_rank(transfer.peer));
   const auto& log = *channel_->log;
   const auto cause = channel_->options.board->cause_of(log.group_hash(), sequence_);
   return {cause.value_or(world_rank(transfer.peer))};
@@ -281,7 +283,7 @@ void Exchange::fail(const Transfer& transfer, const std::string& what) {
     throw PeerLost(
         waited_in_vain(text(), patience_, missing(transfer), channel_->options.poison->patience));
   }
-  hear_others(*channel_->options.poison, *channel_->options.board);
+  hear_others(*channel_->options.poison, *channel_->options.board, world_rank(transfer.peer));
   throw PeerLost(concat(text(), ": lost rank ", world_rank(transfer.peer), ": ", reason(what)));
 }
 

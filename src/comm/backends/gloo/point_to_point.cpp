@@ -100,7 +100,7 @@ class Connecting final : public Blocked {
       return one.opened.get();
     } catch (const std::exception& error) {
       if (!in_time()) return {};
-      hear_others(poison, *channel_.options.board);
+      hear_others(poison, *channel_.options.board, world_rank(one.peer));
       throw PeerLost(concat(channel_.log->wait_for(sequence_, -1).text, ": cannot connect to rank ",
                             world_rank(one.peer), ": ", one_line(error.what())));
     }
