@@ -47,9 +47,9 @@ class Reference {
   Tied tied() const { return parameters_.contains("lm_head.weight") ? Tied::kNo : Tied::kYes; }
   /// L2 norm of a parameter's way over five steps.
   double moved(const std::string& parameter, const std::string& optimizer) const;
-  /// How far from moved() another fp32 run may be. AdamW divides each element by the size of its own
-  /// gradients: one that is as small as fp32's noise in them (key biases, to which softmax is nearly
-  /// blind) goes by that much of a learning rate elsewhere, each step.
+  /// How far from moved() another fp32 run may be. AdamW divides each element by the size of its
+  /// own gradients: one that is as small as fp32's noise in them (key biases, to which softmax is
+  /// nearly blind) goes by that much of a learning rate elsewhere, each step.
   double moved_bound(const std::string& parameter, const std::string& optimizer) const;
   /// Largest 1 - cosine allowed under bf16 compute: the larger of 0.01 and twice the worst
   /// recorded.
