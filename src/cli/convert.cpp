@@ -5,6 +5,7 @@
 #include "cli/verbs.h"
 #include "io/atomic_folder.h"
 #include "io/checkpoint_manifest.h"
+#include "io/checkpoint_store.h"
 #include "tessera/error.h"
 #include "train/hf_export.h"
 #include "train/lora_export.h"
@@ -36,7 +37,8 @@ train::ModelConfig model_of(const ConvertArguments& arguments) {
   return config.model;
 }
 
-/// It would be removed with the checkpoint, by its run or by hand.
+/// It would be removed with the checkpoint, by its run or by hand; or replaced by a later one, and
+/// until then be taken for one that is not whole.
 void require_outside_checkpoints(const std::filesystem::path& out) {
   namespace fs = std::filesystem;
   std::error_code failed;
@@ -47,6 +49,14 @@ void require_outside_checkpoints(const std::filesystem::path& out) {
         fs::exists(up / kManifestFile, failed) && fs::exists(up / "config.json", failed);
     TESSERA_CHECK(!is_checkpoint, ErrorKind::kUsage, "convert: found ", shown(out),
                   " inside the checkpoint ", shown(up), ", expected a folder outside of it");
+    const fs::path above = up.parent_path();
+    TESSERA_CHECK(
+        !CheckpointStore::takes(up.filename().native()) || !CheckpointStore(above).is_of_a_run(),
+        ErrorKind::kUsage, "convert: found ", shown(up),
+        ", a name that a run gives its checkpoints in ", shown(above),
+        ": saving that step would replace it, and a resume would stop at it; expected "
+        "another name or a folder elsewhere, as ",
+        shown(above.parent_path() / concat("converted-", up.filename().native())));
   }
 }
 

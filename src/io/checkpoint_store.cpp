@@ -7,6 +7,8 @@
 #include "base/mapped_file.h"
 #include "base/printable.h"
 #include "io/atomic_file.h"
+#include "io/checkpoint_manifest.h"
+#include "io/folder_lock.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -68,6 +70,23 @@ std::optional<std::int64_t> parse_step_folder(std::string_view name) {
   const bool whole = error == std::errc() && end == digits.data() + digits.size();
   // "step-007" and "step--1" are not names that we give.
   return whole && step >= 0 && step_folder(step) == name ? std::optional(step) : std::nullopt;
+}
+
+bool CheckpointStore::takes(std::string_view name) {
+  return name.starts_with(kStepPrefix) || name == kLatestFile ||
+         name.starts_with(concat(kLatestFile, "."));
+}
+
+bool CheckpointStore::is_of_a_run() const {
+  std::error_code ignored;
+  // Others may have a link `latest` beside folders of steps.
+  if (fs::is_regular_file(fs::symlink_status(folder_ / kLatestFile, ignored))) return true;
+  for (const std::int64_t step : steps()) {
+    if (fs::exists(complete(step) / kManifestFile, ignored)) return true;
+  }
+  // RUN itself and its metrics have a lock too.
+  return fs::exists(lock_file(folder_), ignored) && !fs::exists(folder_ / "config.toml", ignored) &&
+         !fs::exists(folder_ / "metrics.jsonl", ignored);
 }
 
 fs::path CheckpointStore::complete(std::int64_t step) const { return folder_ / step_folder(step); }

@@ -26,6 +26,13 @@ class CheckpointStore {
  public:
   explicit CheckpointStore(std::filesystem::path folder) : folder_(std::move(folder)) {}
 
+  /// Whether a run gives this name in its folder of checkpoints: it replaces or removes what is
+  /// there. Also names that it may take for something unfinished.
+  static bool takes(std::string_view name);
+  /// Whether a run keeps its checkpoints here, as far as the folder says: it has a `latest`, a
+  /// checkpoint, or the lock of a run that has saved none yet.
+  bool is_of_a_run() const;
+
   const std::filesystem::path& folder() const { return folder_; }
   std::filesystem::path complete(std::int64_t step) const;   ///< FOLDER/step-N
   std::filesystem::path temporary(std::int64_t step) const;  ///< FOLDER/step-N.tmp

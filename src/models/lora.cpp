@@ -1,6 +1,7 @@
 #include "models/lora.h"
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <set>
@@ -87,6 +88,19 @@ void check_layer(const ParameterSpec& row, const std::string& layer, const LoraR
                 "the vision tower out of lora.targets");
 }
 
+/// Adapters compute in float32, whatever the policy says (docs/lora.md): what it does not hold
+/// makes every result infinite or NaN, or the adapter count for nothing.
+void check_scale(const LoraSpec& lora) {
+  using Scale = std::numeric_limits<float>;
+  const double scale = lora.scale();
+  TESSERA_CHECK(scale >= Scale::denorm_min() && scale <= Scale::max(), ErrorKind::kConfig,
+                "lora.alpha: found ", lora.alpha, " with lora.rank ", lora.rank,
+                ", a factor alpha / rank of ", scale, ", expected one from ", Scale::denorm_min(),
+                " to ", Scale::max(),
+                ", which float32 holds: adapters compute in it; set lora.alpha to a small multiple "
+                "of lora.rank, or leave it out");
+}
+
 }  // namespace
 
 LoraSpec plan_lora(const ModelSpec& spec, const LoraRequest& request) {
@@ -96,6 +110,7 @@ LoraSpec plan_lora(const ModelSpec& spec, const LoraRequest& request) {
                 "[\"q_proj\", \"v_proj\"]");
   const std::vector<ParameterSpec> table = describe(spec).parameters;
   LoraSpec lora{request.rank, request.alpha, request.dropout, {}};
+  check_scale(lora);
   std::vector<bool> matched(request.targets.size(), false);
   for (const ParameterSpec& row : table) {
     const auto layer = linear_layer(row);

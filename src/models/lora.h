@@ -37,7 +37,8 @@ struct LoraSpec {
 };
 
 /// Errors: kConfig for a pattern that matches no layer that can have an adapter, saying what it
-/// does match; for a rank above a matrix' smaller dim; for dropout in a vision tower.
+/// does match; for a rank above a matrix' smaller dim; for alpha / rank that float32 does not hold,
+/// or only as 0; for dropout in a vision tower.
 LoraSpec plan_lora(const ModelSpec& spec, const LoraRequest& request);
 
 /// Every linear layer that may have an adapter.

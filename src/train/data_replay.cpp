@@ -1,5 +1,11 @@
 #include "train/data_replay.h"
 
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "base/joined.h"
+#include "base/log.h"
 #include "base/printable.h"
 #include "nn/loss.h"
 #include "tessera/error.h"
@@ -7,7 +13,18 @@
 namespace tessera::train {
 namespace {
 
+constexpr std::size_t kMaxNamesBytes = 256;
+
 std::string indices_name(std::int64_t layer) { return concat("router/", layer, "/indices"); }
+
+/// Whether some verb reads it: the choice between prefixes and of --impose-routing is the user's.
+bool is_read(std::string_view name, bool images) {
+  constexpr std::string_view kSteps = "steps/";
+  if (name.starts_with("router/") && name.ends_with("/indices")) return true;
+  if (images && (name == "pixel_values" || name == "image_position_ids")) return true;
+  if (name.starts_with(kSteps)) name.remove_prefix(kSteps.size());
+  return name == "input_ids" || name == "labels" || (images && name == "mm_token_type_ids");
+}
 
 }  // namespace
 
@@ -20,10 +37,27 @@ ReplayedBatches::ReplayedBatches(const std::string& path, StepsPrefix prefix,
   label_name_ = prefixed ? "steps/labels" : "labels";
   check_shapes();
   check_values(vocabulary);
+  warn_of_others(vocabulary.images.has_value());
   if (!vocabulary.images) return;
   const BatchSize size{steps_, rows_, columns_};
   images_ = ReplayedImages::open(file_, *vocabulary.images, size,
                                  prefixed ? "steps/input_ids" : "input_ids");
+}
+
+void ReplayedBatches::warn_of_others(bool images) const {
+  std::vector<std::string> names;
+  for (const TensorInfo& tensor : file_.header().tensors) {
+    if (!is_read(tensor.name, images)) names.push_back(tensor.name);
+  }
+  if (names.empty()) return;
+  // What collators make stands beside the ids; what hangs below a prefix are mostly results.
+  std::ranges::stable_sort(
+      names, {}, [](const auto& name) { return std::pair(name.find('/') != name.npos, name); });
+  log::warn(
+      shown(file_.path()), ": found ", names.size(),
+      " tensor(s) that are not read: ", printable(joined(names), kMaxNamesBytes),
+      "; every row runs whole from position 0, without a padding mask of its own: what is not "
+      "to count has the label -100, and tensors that are not meant can be left out of the file");
 }
 
 void ReplayedBatches::impose(const RoutingWanted& routing) {

@@ -1,7 +1,8 @@
 // Batches that a .safetensors file holds ready-made, replayed in order.
 //
 // `input_ids` and `labels` are [S,B,T] (S steps, then from the first again) or [B,T] (one batch),
-// labels as Hugging Face has them: position t predicts labels[t+1]. Next: data_images.h.
+// labels as Hugging Face has them: position t predicts labels[t+1]. Tensors that nothing reads are
+// named once. Next: data_images.h.
 #pragma once
 
 #include <optional>
@@ -29,6 +30,8 @@ class ReplayedBatches final : public BatchSource {
   void impose(const RoutingWanted& routing);
 
  private:
+  /// Tensors of the file that no verb reads of a model with or without images: one warning.
+  void warn_of_others(bool images) const;
   const TensorInfo& find(const std::string& name) const;
   at::Tensor read(const TensorInfo& tensor, std::int64_t step_index, RowRange rows) const;
   void check_shapes();

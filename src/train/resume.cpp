@@ -75,6 +75,35 @@ std::optional<std::int64_t> step_to_load(const CheckpointConfig& config,
   return config.load_step;
 }
 
+/// How a run whose checkpoint cannot be read goes on: never without being told.
+std::string way_on(const CheckpointStore& store, std::int64_t step) {
+  for (const std::int64_t older : store.steps() | std::views::reverse) {
+    if (older >= step) continue;
+    try {
+      CheckpointFolder::open(store.complete(older));
+    } catch (const Error&) {
+      continue;
+    }
+    return concat("; the newest whole checkpoint before it is ", shown(store.complete(older)),
+                  ": set checkpoint.load_step = ", older, " to go on from there");
+  }
+  return "; there is no whole checkpoint before it: choose another job.dump_folder to start anew";
+}
+
+CheckpointFolder open_step(const CheckpointStore& store, std::int64_t step) {
+  const fs::path path = store.complete(step);
+  try {
+    std::error_code ignored;
+    TESSERA_CHECK(fs::exists(path / kManifestFile, ignored), ErrorKind::kFormat, shown(path),
+                  ": found no ", kManifestFile,
+                  ", expected a whole checkpoint; copying or removing it was interrupted, or "
+                  "another program made the folder");
+    return CheckpointFolder::open(path);
+  } catch (const Error& error) {
+    throw Error(error.kind(), error.what() + way_on(store, step));
+  }
+}
+
 /// The first key in which two config.json differ, with both values; the dtype that a file names for
 /// its own tensors does not count.
 void require_same_model(const models::ModelSpec& found, const CheckpointFolder& checkpoint) {
@@ -167,7 +196,7 @@ std::optional<CheckpointFolder> open_resumed(const CheckpointConfig& config, Wor
 
   std::optional<CheckpointFolder> checkpoint;
   on_all_or_none(world, "opening the checkpoint",
-                 [&] { checkpoint = CheckpointFolder::open(store.complete(std::stoll(chosen))); });
+                 [&] { checkpoint = open_step(store, std::stoll(chosen)); });
   const auto hash = to_string(checkpoint->manifest_hash());
   const auto first = from_first_rank(world, "hash of the manifest", hash);
   on_all_or_none(world, "the same manifest", [&] {

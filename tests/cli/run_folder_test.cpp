@@ -162,8 +162,28 @@ TEST_F(EndedRun, IsNotConvertedIntoItsOwnCheckpoint) {
     EXPECT_THAT(outcome.err, HasSubstr("inside the checkpoint"));
     EXPECT_FALSE(fs::exists(folder_ / "run/checkpoint/step-3/a"));
   }
-  const auto outcome = run_program(folder_, {"convert", "run/checkpoint", "run/converted"});
-  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  for (const std::string out : {"run/converted", "run/checkpoint/converted", "exports/step-4"}) {
+    const auto outcome = run_program(folder_, {"convert", "run/checkpoint", out});
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+  }
+}
+
+// Naive: it is written, stops the next resume where it is the newest, and a save of its step
+// removes it without a word.
+TEST_F(EndedRun, IsNotConvertedIntoTheNameOfAnotherStep) {
+  for (const std::string out : {"step-4", "step-4/inside", "step-4.tmp", "latest"}) {
+    const auto outcome =
+        run_program(folder_, {"convert", "run/checkpoint", "run/checkpoint/" + out});
+    EXPECT_EQ(outcome.code, 2);
+    EXPECT_THAT(
+        outcome.err,
+        AllOf(HasSubstr((folder_ / ("run/checkpoint/" + out.substr(0, out.find('/')))).string() +
+                        "', a name that a run gives its checkpoints"),
+              HasSubstr((folder_ / "run/converted-").string())));
+  }
+  EXPECT_FALSE(fs::exists(folder_ / "run/checkpoint/step-4"));
+  EXPECT_FALSE(fs::exists(folder_ / "run/checkpoint/step-4.tmp"));
+  EXPECT_EQ(read_file(folder_ / "run/checkpoint/latest"), "step-3");
 }
 
 // As it happens: torchrun notices, ends the other rank and starts both again; no folder is named.

@@ -454,6 +454,36 @@ TEST(Resume, AnAlteredFileIsNamedOnAllRanksBeforeAnythingElse) {
   EXPECT_EQ(train_on({3, 1}, with_steps(config, 3), folder / "run").losses.size(), 1U);
 }
 
+// Naive: `cannot open manifest.json`. What is older is not taken without being asked for.
+TEST(Resume, ANewestStepThatIsNotWholeNamesTheNewestThatIsAndTheKey) {
+  const TemporaryFolder folder;
+  auto config = small_run(folder);
+  config.checkpoint.interval = 1;
+  train_on({2, 1}, with_steps(config, 4), folder / "run");
+  const auto at = [&](int step) { return folder / concat("run/checkpoint/step-", step); };
+  const auto refused = [&] {
+    return error_of(ErrorKind::kFormat,
+                    [&] { train_on({2, 1}, with_steps(config, 5), folder / "run"); });
+  };
+  fs::remove(at(4) / "manifest.json");
+  fs::resize_file(at(3) / "rank_1.safetensors", 8);
+  const auto names_step_2 =
+      AllOf(HasSubstr("'" + at(4).string() + "': found no manifest.json, expected a whole"),
+            HasSubstr("the newest whole checkpoint before it is '" + at(2).string() +
+                      "': set checkpoint.load_step = 2"));
+  EXPECT_THAT(refused(), names_step_2);
+  fs::remove(folder / "run/checkpoint/latest");  // a crash before the first was written
+  EXPECT_THAT(refused(), names_step_2);
+  config.checkpoint.load_step = 3;
+  EXPECT_THAT(refused(), AllOf(HasSubstr("rank_1.safetensors"), HasSubstr("load_step = 2")));
+  config.checkpoint.load_step = 2;
+  EXPECT_EQ(train_on({2, 1}, with_steps(config, 5), folder / "run").losses.size(), 3U);
+  EXPECT_EQ(CheckpointStore(folder / "run/checkpoint").latest(), 5);
+  for (const int step : {1, 2, 3, 4, 5}) fs::remove(at(step) / "manifest.json");
+  config.checkpoint.load_step = -1;
+  EXPECT_THAT(refused(), HasSubstr("there is no whole checkpoint before it: choose another"));
+}
+
 TEST(Resume, AnEarlierStepThatWasAskedForBecomesTheLatest) {
   const TemporaryFolder folder;
   auto config = small_run(folder);

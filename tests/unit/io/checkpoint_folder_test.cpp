@@ -435,6 +435,30 @@ TEST(CheckpointStore, NamesOfStepsAreThoseThatItGives) {
   }
 }
 
+// Who writes under such a name there loses it to a save, or stops a resume.
+TEST(CheckpointStore, KnowsWhereARunGivesTheNames) {
+  for (const char* name : {"step-0", "step-12", "step-12.tmp", "step-x", "latest", "latest.1.tmp"})
+    EXPECT_TRUE(CheckpointStore::takes(name)) << name;
+  for (const char* name : {"step", "steps-1", "converted-step-1", "latest-export", ""})
+    EXPECT_FALSE(CheckpointStore::takes(name)) << name;
+  const TemporaryFolder folder;
+  const auto of_a_run = [&](const char* name) {
+    return CheckpointStore(folder / name).is_of_a_run();
+  };
+  EXPECT_FALSE(of_a_run("absent"));
+  folder.write("latest/latest", "step-3");
+  folder.write("whole/step-3/manifest.json", "{}");
+  folder.write("locked/.lock", "");
+  for (const char* name : {"latest", "whole", "locked"}) EXPECT_TRUE(of_a_run(name)) << name;
+  folder.write("exports/step-3/config.json", "{}");
+  fs::create_directory_symlink("step-3", folder / "exports/latest");
+  folder.write("run/.lock", "");
+  folder.write("run/config.toml", "");
+  folder.write("metrics/.lock", "");
+  folder.write("metrics/metrics.jsonl", "");
+  for (const char* name : {"exports", "run", "metrics"}) EXPECT_FALSE(of_a_run(name)) << name;
+}
+
 TEST(CheckpointStore, OnlyFinishedFoldersCount) {
   const TemporaryFolder folder;
   const CheckpointStore store(folder / "checkpoint");

@@ -2,6 +2,8 @@
 
 #include <gmock/gmock.h>
 
+#include <limits>
+
 #include "models/description.h"
 #include "tessera/error.h"
 #include "unit/models/small_spec.h"
@@ -11,6 +13,7 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::StartsWith;
 
 LoraRequest asks(std::vector<std::string> targets, std::int64_t rank = 4) {
   return {.rank = rank, .alpha = 8.0, .dropout = 0.0, .targets = std::move(targets)};
@@ -62,6 +65,22 @@ TEST(Lora, RowsStandBehindTheirLayerInItsUnit) {
   EXPECT_TRUE(is_adapter(a.name));
   EXPECT_EQ(adapted_weight(b.name), "model.layers.1.self_attn.k_proj.weight");
   EXPECT_EQ(adapted_weight("model.norm.weight"), "model.norm.weight");
+}
+
+// Naive: it trains, to NaN, and the advice is a lower learning rate.
+TEST(Lora, AFactorThatFloat32DoesNotHoldIsRefusedByItsKey) {
+  LoraRequest request = asks({"q_proj"}, 1);
+  const auto with = [&](double alpha) { return request.alpha = alpha, refusal(small(), request); };
+  for (const double alpha : {1e308, 3.5e38, 1e-46, 0.0, std::numeric_limits<double>::infinity(),
+                             std::numeric_limits<double>::quiet_NaN()}) {
+    EXPECT_THAT(with(alpha), AllOf(StartsWith("lora.alpha: found "), HasSubstr("lora.rank 1"),
+                                   HasSubstr("float32")))
+        << alpha;
+  }
+  EXPECT_EQ(with(3.4e38), "accepted");
+  EXPECT_EQ(with(1e-44), "accepted");
+  request.rank = 16;  // of which alpha / rank is held
+  EXPECT_EQ(with(1e39), "accepted");
 }
 
 TEST(Lora, TargetsThatAreNoLinearLayersAreRefused) {

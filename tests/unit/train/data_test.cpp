@@ -238,6 +238,35 @@ TEST(ReplayedBatches, TakesStepsWhereTheyAreAndBeginsAgain) {
   EXPECT_EQ(values(gradients->load(1, {0, 1}).input_ids), (Ids{9, 9}));
 }
 
+// Naive: rows that were padded train on their padding, and nothing says that the mask is not read.
+TEST(ReplayedBatches, TensorsThatNothingReadsAreNamedOnce) {
+  const testing::TemporaryFolder folder;
+  const auto said = [&](const std::vector<std::string>& more, const Vocabulary& vocabulary) {
+    std::vector<std::pair<std::string, std::pair<std::vector<std::int64_t>, Ids>>> tensors;
+    for (const std::string& name : more) tensors.push_back({name, {{1, 2}, {1, 1}}});
+    tensors.push_back({"input_ids", {{1, 2}, {1, 2}}});
+    tensors.push_back({"labels", {{1, 2}, {1, 2}}});
+    write_ids(folder / "b.safetensors", tensors);
+    BatchRequest request = request_for(folder / "b.safetensors");
+    request.vocabulary = vocabulary;
+    ::testing::internal::CaptureStderr();
+    const auto batches = open_batches(request);
+    batches->load(1, {0, 1});
+    batches->load(2, {0, 1});
+    return ::testing::internal::GetCapturedStderr();
+  };
+  const Vocabulary text{.size = 300, .reads_bytes = true};
+  const std::string of_two = said({"grad/a", "position_ids", "attention_mask"}, text);
+  EXPECT_THAT(of_two, HasSubstr("b.safetensors': found 3 tensor(s) that are not read: "
+                                "'attention_mask, position_ids, grad/a'"));
+  EXPECT_EQ(std::ranges::count(of_two, '\n'), 1);
+  EXPECT_EQ(said({"steps/input_ids", "steps/labels", "router/0/indices"}, text), "");
+  EXPECT_THAT(said({"mm_token_type_ids"}, text), HasSubstr("'mm_token_type_ids'"));
+  Vocabulary images = text;
+  images.images = ImageTokens{.id = 299, .vision = {}};
+  EXPECT_EQ(said({"mm_token_type_ids"}, images), "");
+}
+
 // A label that nothing predicts is no claim about the vocabulary.
 TEST(ReplayedBatches, TheFirstColumnOfLabelsMayHoldAnything) {
   const testing::TemporaryFolder folder;
