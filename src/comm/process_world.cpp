@@ -9,6 +9,7 @@
 #include "comm/queue.h"
 #include "comm/world_state.h"
 #include "launch/bounded_calls.h"
+#include "launch/failure_record.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -134,8 +135,8 @@ void ProcessWorld::poison_here(const std::string& why, int epoch) {
 
 void ProcessWorld::poison(const std::string& why) {
   const std::string suspicion = state_->poison->suspicion();
-  const std::string text = concat("rank ", rank_, ": ", one_line(why),
-                                  suspicion.empty() ? "" : ": ", one_line(suspicion));
+  const std::string text =
+      of_rank(rank_, concat(one_line(why), suspicion.empty() ? "" : ": ", one_line(suspicion)));
   const int epoch = epoch_;
   poison_here(why, epoch);
   in_time([store = store_, text, epoch] {

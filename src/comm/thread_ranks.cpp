@@ -11,6 +11,7 @@
 
 #include "comm/queue.h"
 #include "comm/thread_world.h"
+#include "launch/failure_record.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -48,7 +49,7 @@ void ThreadRanks::Impl::fail(std::exception_ptr error, int rank) {
     const std::lock_guard lock(mutex);
     if (!first_error) first_error = std::move(error);
   }
-  run->poison_all(concat("rank ", rank, ": ", why));
+  run->poison_all(of_rank(rank, why));
   run->hub.abandon();
 }
 

@@ -5,6 +5,7 @@
 #include "comm/backends/gloo/gloo.h"
 #include "comm/queue.h"
 #include "comm/world_state.h"
+#include "launch/failure_record.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -54,9 +55,7 @@ std::string ThreadWorld::backend() const {
   return run_->backend == ThreadBackend::kGloo ? "gloo" : "in-process";
 }
 
-void ThreadWorld::poison(const std::string& why) {
-  run_->poison_all(concat("rank ", rank_, ": ", why));
-}
+void ThreadWorld::poison(const std::string& why) { run_->poison_all(of_rank(rank_, why)); }
 
 void ThreadWorld::poison_here(const std::string& why) {
   state_->poison->mark(why);

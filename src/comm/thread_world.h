@@ -27,7 +27,7 @@ struct ThreadRun {
   const ThreadBackend backend;
   const WorldOptions options;
   Hub hub;
-  const std::shared_ptr<Store> store = Store::in_memory();
+  const std::shared_ptr<Store> store = Store::in_memory(options.init_timeout);
 
   /// Marks every rank's World and ends all waits.
   void poison_all(const std::string& why);

@@ -29,9 +29,12 @@ std::optional<FailureRecord> decode_failure(const std::string& bytes) {
   return record;
 }
 
-std::string to_string(const FailureRecord& record) {
-  return concat("rank ", record.rank, ": ", record.message);
+std::string of_rank(int rank, std::string_view message) {
+  const std::string prefix = concat("rank ", rank, ": ");
+  return message.starts_with(prefix) ? std::string(message) : concat(prefix, message);
 }
+
+std::string to_string(const FailureRecord& record) { return of_rank(record.rank, record.message); }
 
 std::optional<FailureRecord> culprit(const std::vector<FailureRecord>& failures) {
   const FailureRecord* first = nullptr;

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace tessera::comm {
@@ -35,7 +36,12 @@ std::string encode(const FailureRecord& record);
 /// None for anything that encode() does not write.
 std::optional<FailureRecord> decode_failure(const std::string& bytes);
 
-/// "rank R: message".
+/// "rank R: message". What the ranks have told each other already begins with the rank that said
+/// it, and comes back to that rank as its own error: it is named once. The one place that puts a
+/// rank in front of an error.
+std::string of_rank(int rank, std::string_view message);
+
+/// of_rank() of its two.
 std::string to_string(const FailureRecord& record);
 
 /// The first by time of the smallest class; none of none.

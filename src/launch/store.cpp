@@ -67,9 +67,11 @@ constexpr std::chrono::milliseconds kFirstPause{1};
 class PolledStore final : public c10d::Store {
  public:
   PolledStore(c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<const Poison> poison,
-              std::uint64_t marks, std::chrono::milliseconds longest_pause,
+              std::uint64_t marks, std::chrono::milliseconds timeout,
+              std::chrono::milliseconds longest_pause,
               std::function<void(const std::string& key)> waits)
-      : store_(std::move(store)),
+      : c10d::Store(timeout),  // c10d's own default of 300 s is no setting of the World's
+        store_(std::move(store)),
         poison_(std::move(poison)),
         marks_(marks),
         longest_pause_(longest_pause),
@@ -81,8 +83,8 @@ class PolledStore final : public c10d::Store {
   using c10d::Store::set;
 
   c10::intrusive_ptr<c10d::Store> clone() override {
-    return c10::make_intrusive<PolledStore>(store_->clone(), poison_, marks_, longest_pause_,
-                                            waits_);
+    return c10::make_intrusive<PolledStore>(store_->clone(), poison_, marks_, getTimeout(),
+                                            longest_pause_, waits_);
   }
   void set(const std::string& key, const Bytes& value) override { store_->set(key, value); }
   Bytes compareSet(const std::string& key, const Bytes& current, const Bytes& next) override {
@@ -191,17 +193,18 @@ auto Store::call(const std::string& what, Operation operation) const {
 }
 
 Store::Store(c10::intrusive_ptr<c10d::Store> store, std::string server,
-             std::chrono::milliseconds answers_within, int ranks)
+             std::chrono::milliseconds timeout, std::chrono::milliseconds answers_within, int ranks)
     : store_(std::move(store)),
       server_(std::move(server)),
+      timeout_(timeout),
       answers_within_(answers_within),
       ranks_(ranks) {
   if (answers_within_.count() > 0) calls_ = std::make_unique<BoundedCalls>();
 }
 
-std::shared_ptr<Store> Store::in_memory() {
+std::shared_ptr<Store> Store::in_memory(std::chrono::milliseconds timeout) {
   return std::shared_ptr<Store>(
-      new Store(c10::make_intrusive<c10d::HashStore>(), "this process", {}, 1));
+      new Store(c10::make_intrusive<c10d::HashStore>(), "this process", timeout, {}, 1));
 }
 
 std::shared_ptr<Store> Store::connect(const LaunchEnvironment& launch,
@@ -235,7 +238,7 @@ std::shared_ptr<Store> Store::connect(const LaunchEnvironment& launch,
   }
   if (!tcp) throw PeerLost(no_answer(server, timeout));
   std::shared_ptr<Store> store(
-      new Store(c10::make_intrusive<c10d::PrefixStore>(launch.store_prefix, *tcp), server,
+      new Store(c10::make_intrusive<c10d::PrefixStore>(launch.store_prefix, *tcp), server, timeout,
                 answers_within, launch.world_size));
   if (!launch.agent_store) store->server_rank_ = 0;
   return store;
@@ -244,7 +247,7 @@ std::shared_ptr<Store> Store::connect(const LaunchEnvironment& launch,
 std::shared_ptr<Store> Store::second_connection(std::chrono::milliseconds longer) const {
   auto connection = call("second connection", [](c10d::Store& store) { return store.clone(); });
   return std::shared_ptr<Store>(
-      new Store(std::move(connection), server_, answers_within_ + longer, ranks_));
+      new Store(std::move(connection), server_, timeout_, answers_within_ + longer, ranks_));
 }
 
 void Store::set(const std::string& key, const std::string& value) {
@@ -337,7 +340,7 @@ c10::intrusive_ptr<c10d::Store> Store::for_group(
     std::function<void(const std::string& key)> waits) const {
   const std::uint64_t marks = poison->marks();
   return c10::make_intrusive<PolledStore>(c10::make_intrusive<c10d::PrefixStore>(prefix, store_),
-                                          std::move(poison), marks,
+                                          std::move(poison), marks, timeout_,
                                           WatchTimes{watch_poll(ranks_)}.pause(), std::move(waits));
 }
 

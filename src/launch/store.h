@@ -27,8 +27,9 @@ namespace tessera::comm {
 /// own). Errors of every call: PeerLost when the server has gone, or gives no answer in time.
 class Store {
  public:
-  /// The store of ranks that are threads.
-  static std::shared_ptr<Store> in_memory();
+  /// The store of ranks that are threads. `timeout`: as connect()'s, in for_group().
+  static std::shared_ptr<Store> in_memory(
+      std::chrono::milliseconds timeout = std::chrono::seconds(300));
   /// Joins the store that the launch names; rank 0 serves it unless the launcher does, on loopback
   /// where that is its address. Once joined it is to answer each call within `answers_within`.
   /// Errors: kComm when the address cannot be had (port in use) or reached within `timeout`.
@@ -64,6 +65,7 @@ class Store {
             std::chrono::milliseconds timeout, const Poison& poison);
 
   /// For process groups, with `prefix` in front of their keys.
+  /// A wait for which libtorch names no time lasts the `timeout` with which this store was joined.
   /// Several may be opened at once: their waits hold up nobody else's call, and end when `poison`
   /// is marked, or has been since this call: a thread that outlives a recovery is to be given one
   /// from before it.
@@ -74,7 +76,7 @@ class Store {
 
  private:
   Store(c10::intrusive_ptr<c10d::Store> store, std::string server,
-        std::chrono::milliseconds answers_within, int ranks);
+        std::chrono::milliseconds timeout, std::chrono::milliseconds answers_within, int ranks);
   bool is_set(const std::string& key);
   /// Runs `operation` on the c10d store; whatever it throws becomes PeerLost.
   template <class Operation>
@@ -83,6 +85,7 @@ class Store {
   c10::intrusive_ptr<c10d::Store> store_;
   std::string server_;
   std::optional<int> server_rank_;
+  std::chrono::milliseconds timeout_;  ///< of waits for which a process group names none
   std::chrono::milliseconds answers_within_;
   int ranks_;  ///< that share it, from which follows how often each may ask
   std::unique_ptr<BoundedCalls> calls_;  ///< none: calls never hang

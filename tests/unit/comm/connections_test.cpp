@@ -161,6 +161,24 @@ TEST(Store, AWaitForManyKeysSaysWhichIsAbsent) {
   }
 }
 
+// Gloo and NCCL ask for some keys without naming a time. c10d's default of 300 s is longer than an
+// init_timeout of seconds and shorter than one of hours.
+TEST(Store, AWaitWithoutATimeLastsTheInitTimeout) {
+  const auto poison = std::make_shared<Poison>();
+  const auto hasty = Store::in_memory(milliseconds(5))->for_group("g", poison);
+  for (const auto& store : {hasty, hasty->clone()}) {
+    try {
+      store->get("none");
+      FAIL();
+    } catch (const PeerLost& error) {
+      EXPECT_STREQ(error.what(), "store: no none within 0.005 s");
+    }
+  }
+  const auto patient = Store::in_memory(std::chrono::hours(2))->for_group("g", poison);
+  EXPECT_EQ(patient->getTimeout(), std::chrono::hours(2));
+  EXPECT_EQ(patient->clone()->getTimeout(), std::chrono::hours(2));
+}
+
 // A connection that nobody waits for any more is given up, though its rank has recovered.
 TEST(Store, AWaitFromBeforeARecoveryEnds) {
   const auto poison = std::make_shared<Poison>();

@@ -21,6 +21,15 @@ TEST(FailureRecord, IsShownAsItsRanksLine) {
   EXPECT_EQ(to_string({FailureClass::kPrimary, 1, 3, 2, "no memory"}), "rank 3: no memory");
 }
 
+// The first is what on_all_or_none and a poisoned World throw on the rank that they name.
+TEST(FailureRecord, NamesItsRankOnce) {
+  EXPECT_EQ(to_string({FailureClass::kPrimary, 1, 0, 2, "rank 0: no such file"}),
+            "rank 0: no such file");
+  EXPECT_EQ(to_string({FailureClass::kPrimary, 1, 1, 2, "rank 10: no such file"}),
+            "rank 1: rank 10: no such file");
+  EXPECT_EQ(of_rank(2, of_rank(2, "a bad step")), "rank 2: a bad step");
+}
+
 TEST(FailureRecord, CulpritIsKilledBeforeFailedBeforeNoticedThenFirstByTime) {
   EXPECT_FALSE(culprit({}).has_value());
   const FailureRecord noticed{FailureClass::kNoticed, 1, 0, 1, ""};
