@@ -1,13 +1,23 @@
 #include "models/expert_bias.h"
 
-#include "models/moe_layer.h"
+#include <ATen/ops/zeros.h>
+
+#include "models/language_model.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
 
+void HasExpertBias::add_expert_bias(torch::nn::Module& self) {
+  TESSERA_INVARIANT(!expert_bias_.defined(), "a second bias on the choice of experts");
+  expert_bias_ =
+      self.register_buffer(kName, at::zeros({num_experts_}, at::TensorOptions().dtype(at::kFloat)));
+}
+
 void add_expert_biases(LanguageModel& model) {
   for (const auto& module : model.modules(/*include_self=*/false)) {
-    if (auto* layer = dynamic_cast<MoeLayer*>(module.get())) layer->add_expert_bias();
+    if (auto* chooser = dynamic_cast<HasExpertBias*>(module.get())) {
+      chooser->add_expert_bias(*module);
+    }
   }
 }
 
@@ -16,10 +26,10 @@ std::vector<BufferSpec> expert_biases(const ModelSpec& spec) {
   if (!spec.moe) return rows;
   const auto model = make_language_model(spec);
   for (const auto& module : model->named_modules("", /*include_self=*/false)) {
-    const auto* layer = dynamic_cast<const MoeLayer*>(module.value().get());
-    if (layer == nullptr) continue;
-    rows.push_back({concat(module.key(), ".", MoeLayer::kExpertBias),
-                    {layer->num_experts()},
+    const auto* chooser = dynamic_cast<const HasExpertBias*>(module.value().get());
+    if (chooser == nullptr) continue;
+    rows.push_back({concat(module.key(), ".", HasExpertBias::kName),
+                    {chooser->num_experts()},
                     InitKind::kZeros});
   }
   return rows;

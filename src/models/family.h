@@ -56,6 +56,9 @@ struct FamilyTraits {
   bool attention_sinks = false;   ///< one a head
   bool output_bias = true;        ///< attention_bias holds for o_proj, too
   bool norm_rounds_once = false;  ///< norms multiply by their weight before they round
+  // What others ask of a spec (model_spec.h); null = what most families answer.
+  std::vector<std::int64_t> (*key_value_heads)(const ModelSpec& spec) = nullptr;
+  std::optional<ImageTokens> (*image_tokens)(const ModelSpec& spec) = nullptr;
   /// What is the family's own in a config.json, read after what all have; null = nothing.
   void (*read)(ConfigReader& keys, ModelSpec& spec) = nullptr;
   void (*write)(const ModelSpec& spec, nlohmann::ordered_json& json) = nullptr;

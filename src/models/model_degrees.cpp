@@ -1,6 +1,5 @@
 #include "models/model_degrees.h"
 
-#include <optional>
 #include <string_view>
 
 #include "models/model_spec.h"
@@ -23,32 +22,17 @@ void check_heads(std::int64_t kv, int tp) {
                 tp, ", expected a divisor or a multiple of num_key_value_heads = ", kv);
 }
 
-struct ExpertSizes {
-  std::int64_t experts = 0;
-  std::int64_t inner = 0;
-};
-
-std::optional<ExpertSizes> experts_of(const ModelSpec& spec) {
-  if (spec.moe) return ExpertSizes{spec.moe->num_experts, spec.moe->moe_intermediate_size};
-  if (spec.gemma4 && spec.gemma4->experts) {
-    return ExpertSizes{spec.gemma4->experts->num_experts,
-                       spec.gemma4->experts->moe_intermediate_size};
-  }
-  return std::nullopt;
-}
-
 void check_expert_degrees(const ModelSpec& spec, const ModelDegrees& degrees) {
-  const auto experts = experts_of(spec);
-  TESSERA_CHECK(experts || (degrees.ep == 1 && degrees.etp == 1), ErrorKind::kConfig,
+  TESSERA_CHECK(spec.moe || (degrees.ep == 1 && degrees.etp == 1), ErrorKind::kConfig,
                 "parallelism.", degrees.ep > 1 ? kEp : kEtp, ": found ",
                 degrees.ep > 1 ? degrees.ep : degrees.etp,
                 " for a model without experts, expected 1");
   TESSERA_CHECK(degrees.etp == 1 || degrees.etp == degrees.tp, ErrorKind::kConfig, "parallelism.",
                 kEtp, ": found ", degrees.etp,
                 ", expected 1 or tensor_parallel_degree = ", degrees.tp);
-  if (!experts) return;
-  check_divides(kEp, degrees.ep, "the number of experts", experts->experts);
-  check_divides(kEtp, degrees.etp, "moe_intermediate_size", experts->inner);
+  if (!spec.moe) return;
+  check_divides(kEp, degrees.ep, "the number of experts", spec.moe->num_experts);
+  check_divides(kEtp, degrees.etp, "moe_intermediate_size", spec.moe->moe_intermediate_size);
 }
 
 }  // namespace
@@ -62,8 +46,7 @@ void check_degrees(const ModelSpec& spec, const ModelDegrees& degrees) {
   if (spec.moe && spec.moe->shared_intermediate_size > 0) {
     check_divides(kTp, tp, "the inner size of shared experts", spec.moe->shared_intermediate_size);
   }
-  if (!spec.gemma4) return check_heads(spec.num_key_value_heads, tp);
-  for (const Gemma4Layer& layer : spec.gemma4->layers) check_heads(layer.num_key_value_heads, tp);
+  for (const std::int64_t heads : key_value_heads(spec)) check_heads(heads, tp);
 }
 
 }  // namespace tessera::models

@@ -196,17 +196,22 @@ ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options) {
 }
 
 RoutedExperts routed_experts(const ModelSpec& spec) {
-  if (spec.moe) {
-    RoutedExperts routed{spec.moe->num_experts, spec.moe->experts_per_token, {}};
-    for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
-      if (spec.moe->is_moe(i)) routed.layers.push_back(i);
-    }
-    return routed;
+  if (!spec.moe) return {};
+  RoutedExperts routed{spec.moe->num_experts, spec.moe->experts_per_token, {}};
+  for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
+    if (spec.moe->is_moe(i)) routed.layers.push_back(i);
   }
-  if (!spec.gemma4 || !spec.gemma4->experts) return {};
-  RoutedExperts routed{spec.gemma4->experts->num_experts, spec.gemma4->experts->top_k_experts, {}};
-  for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) routed.layers.push_back(i);
   return routed;
+}
+
+std::vector<std::int64_t> key_value_heads(const ModelSpec& spec) {
+  const auto own = traits(spec.family).key_value_heads;
+  return own != nullptr ? own(spec) : std::vector{spec.num_key_value_heads};
+}
+
+std::optional<ImageTokens> image_tokens(const ModelSpec& spec) {
+  const auto own = traits(spec.family).image_tokens;
+  return own != nullptr ? own(spec) : std::nullopt;
 }
 
 }  // namespace tessera::models

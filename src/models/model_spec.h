@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "models/gemma4/gemma4_spec.h"
+#include "models/image_tokens.h"
 #include "models/layer_type.h"
 #include "models/mla_spec.h"
 #include "models/moe_spec.h"
@@ -55,11 +56,10 @@ struct ModelSpec {
   std::vector<std::int64_t> eos_token_ids;
   std::string tessera_tokenizer;     ///< "bytes" for a model trained on raw bytes, else empty
   std::optional<Gemma4Spec> gemma4;  ///< of Gemma 4, and of no other family
-  std::optional<MoeSpec> moe;        ///< of a family whose layers have experts for an MLP
+  std::optional<MoeSpec> moe;        ///< of a family whose layers have experts
   std::optional<MlaSpec> mla;        ///< of latent attention; head_dim is what rope turns
 
   bool is_moe(std::int64_t layer) const { return moe && moe->is_moe(layer); }
-  bool has_experts() const { return moe || (gemma4 && gemma4->experts); }
   bool is_sliding(std::int64_t layer) const {
     return !layer_types.empty() &&
            layer_types.at(static_cast<std::size_t>(layer)) == LayerType::kSliding;
@@ -80,6 +80,12 @@ struct RoutedExperts {
   std::vector<std::int64_t> layers = {};  ///< their numbers, ascending
 };
 RoutedExperts routed_experts(const ModelSpec& spec);
+
+/// The numbers of key and value heads that occur among the layers.
+std::vector<std::int64_t> key_value_heads(const ModelSpec& spec);
+
+/// None where the model sees no images.
+std::optional<ImageTokens> image_tokens(const ModelSpec& spec);
 
 enum class UnknownKeys : std::uint8_t { kRefuse, kWarn };
 enum class Purpose : std::uint8_t { kTraining, kInference };

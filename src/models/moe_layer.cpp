@@ -1,14 +1,14 @@
 #include "models/moe_layer.h"
 
-#include <ATen/ops/zeros.h>
-
 #include <string>
+#include <utility>
 
 #include "models/family.h"
 #include "moe/expert_layout.h"
 #include "moe/experts.h"
 #include "moe/load_balance.h"
 #include "nn/gated.h"
+#include "nn/geglu.h"
 #include "nn/linear.h"
 #include "parallel/transitions.h"
 #include "tessera/error.h"
@@ -31,6 +31,7 @@ moe::RouteOptions route_options(const MoeSpec& moe) {
 
 moe::Activation activation_of(const MoeSpec& moe) {
   if (moe.activation == ExpertActivation::kSwiglu) return nn::swiglu_halves;
+  if (moe.activation == ExpertActivation::kGeglu) return moe::of_halves(nn::geglu);
   return [clamp = nn::ClampedSwiglu{moe.swiglu_alpha, moe.swiglu_limit}](const at::Tensor& both) {
     return nn::clamped_swiglu(both, clamp);
   };
@@ -85,15 +86,17 @@ ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes)
   const std::int64_t count = sizes.experts;
   const ModelDegrees& degrees = axes_.degrees;
   const moe::ExpertShare share{degrees.ep, degrees.etp, degrees.tp};
-  if (moe_.layout == ExpertLayout::kOutIn) {
-    gate_up_proj_ =
-        add_parameter("gate_up_proj", {count, 2 * inner, hidden},
-                      {.layout = moe::expert_layout(
-                           share, 2, {moe_.num_experts, 2, moe_.moe_intermediate_size, hidden}),
-                       .parts = {"gate_proj.weight", "up_proj.weight"}});
-    down_proj_ =
-        add_parameter("down_proj", {count, hidden, inner},
-                      {.layout = moe::expert_layout(share, 2), .parts = {"down_proj.weight"}});
+  if (moe_.layout != ExpertLayout::kInOut) {
+    nn::Declaration gate_up{
+        .layout = moe::expert_layout(share, 2,
+                                     {moe_.num_experts, 2, moe_.moe_intermediate_size, hidden})};
+    nn::Declaration down{.layout = moe::expert_layout(share, 2)};
+    if (moe_.layout == ExpertLayout::kOutIn) {
+      gate_up.parts = {"gate_proj.weight", "up_proj.weight"};
+      down.parts = {"down_proj.weight"};
+    }
+    gate_up_proj_ = add_parameter("gate_up_proj", {count, 2 * inner, hidden}, std::move(gate_up));
+    down_proj_ = add_parameter("down_proj", {count, hidden, inner}, std::move(down));
   } else {
     gate_up_proj_ = add_parameter("gate_up_proj", {count, hidden, 2 * inner},
                                   {.layout = moe::expert_layout(share, 2)});
@@ -109,7 +112,7 @@ ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes)
 
 at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing) {
   const auto layout =
-      moe_.layout == ExpertLayout::kOutIn ? nn::GroupLayout::kOutIn : nn::GroupLayout::kInOut;
+      moe_.layout == ExpertLayout::kInOut ? nn::GroupLayout::kInOut : nn::GroupLayout::kOutIn;
   moe::ExpertWeights weights{gate_up_proj_, down_proj_, gate_up_proj_bias_, down_proj_bias_,
                              layout};
   if (axes_.degrees.etp > 1 && moe_.expert_bias) {
@@ -119,7 +122,7 @@ at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing)
 }
 
 MoeLayer::MoeLayer(const ModelSpec& spec, const LocalSizes& sizes)
-    : tokens_(sizes.axes), num_experts_(spec.moe->num_experts) {
+    : HasExpertBias(spec.moe->num_experts), tokens_(sizes.axes) {
   const nn::TensorRegion& region = sizes.axes.tensor;
   router_ = register_module(std::string(traits(spec.family).router_module),
                             std::make_shared<ExpertRouter>(spec.hidden_size, *spec.moe, region));
@@ -130,12 +133,6 @@ MoeLayer::MoeLayer(const ModelSpec& spec, const LocalSizes& sizes)
                                                   nn::Bias::kNo, region));
 }
 
-void MoeLayer::add_expert_bias() {
-  TESSERA_INVARIANT(!expert_bias_.defined(), "a second bias on the choice of experts");
-  expert_bias_ = register_buffer(kExpertBias,
-                                 at::zeros({num_experts_}, at::TensorOptions().dtype(at::kFloat)));
-}
-
 MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& request) {
   const at::Tensor entered = tokens_.enter(x);
   const at::Tensor routed = tokens_.routed(
@@ -143,7 +140,7 @@ MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& re
       shared_experts_ ? ExpertTokens::Beside::kSharedExperts : ExpertTokens::Beside::kNobody);
   const moe::Routing routing =
       router_->route(router_->scores(routed),
-                     tokens_.imposed(request.imposed, x.size(0), x.size(1)), expert_bias_);
+                     tokens_.imposed(request.imposed, x.size(0), x.size(1)), expert_bias());
   const at::Tensor given = experts_->forward(tokens_.sent(routed), tokens_.sent(routing));
   at::Tensor y = tokens_.returned(given, entered.sizes());
   if (shared_experts_) {

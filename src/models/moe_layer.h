@@ -12,6 +12,7 @@
 
 #include <memory>
 
+#include "models/expert_bias.h"
 #include "models/expert_tokens.h"
 #include "models/local_sizes.h"
 #include "models/model_spec.h"
@@ -54,7 +55,7 @@ class ExpertBank : public nn::PlacedModule {
   at::Tensor down_proj_, down_proj_bias_;
 };
 
-class MoeLayer : public torch::nn::Module {
+class MoeLayer : public torch::nn::Module, public HasExpertBias {
  public:
   MoeLayer(const ModelSpec& spec, const LocalSizes& sizes);
 
@@ -65,18 +66,11 @@ class MoeLayer : public torch::nn::Module {
   /// x [B, T, H] of the stream -> the same shape and dtype. Errors: as moe::route.
   Output forward(const at::Tensor& x, const RoutingRequest& request);
 
-  /// Adds the buffer kExpertBias [E] fp32, zeros, before sharding (expert_bias.h).
-  void add_expert_bias();
-  static constexpr const char* kExpertBias = "expert_bias";
-  std::int64_t num_experts() const { return num_experts_; }
-
  private:
   ExpertTokens tokens_;
   std::shared_ptr<ExpertRouter> router_;
   std::shared_ptr<ExpertBank> experts_;
   std::shared_ptr<nn::Mlp> shared_experts_;  // null without
-  at::Tensor expert_bias_;                   // [E] fp32, or undefined
-  std::int64_t num_experts_;
 };
 
 }  // namespace tessera::models

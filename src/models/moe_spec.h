@@ -1,5 +1,5 @@
-// MoeSpec: what a config.json says about the mixture of experts of a family whose layers have it in
-// the place of the MLP.
+// MoeSpec: what a config.json says about the mixture of experts of a family whose layers have one,
+// in the place of the MLP or beside it.
 //
 // Next: model_spec.h, moe_layer.h.
 #pragma once
@@ -24,12 +24,14 @@ enum class RouterDtype : std::uint8_t {
 enum class ExpertActivation : std::uint8_t {
   kSwiglu,         ///< gate rows first, then up rows
   kClampedSwiglu,  ///< gate and up in turn, clamped (gpt-oss)
+  kGeglu,          ///< gate rows first, then up rows (Gemma 4)
 };
 
 /// How the matrices of experts stand in files and in parameters.
 enum class ExpertLayout : std::uint8_t {
-  kOutIn,  ///< [E, 2I, H] and [E, H, I]; one tensor an expert and projection in files
-  kInOut,  ///< [E, H, 2I] and [E, I, H]; in files as in parameters
+  kOutIn,       ///< [E, 2I, H] and [E, H, I]; one tensor an expert and projection in files
+  kOutInAsOne,  ///< the same; in files as in parameters
+  kInOut,       ///< [E, H, 2I] and [E, I, H]; in files as in parameters
 };
 
 struct MoeSpec {

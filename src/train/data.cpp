@@ -179,9 +179,7 @@ Vocabulary vocabulary_of(const models::ModelSpec& spec, bool from_scratch) {
   Vocabulary vocabulary;
   vocabulary.size = spec.vocab_size;
   vocabulary.reads_bytes = from_scratch || spec.tessera_tokenizer == "bytes";
-  if (spec.gemma4 && spec.gemma4->vision) {
-    vocabulary.images = ImageTokens{spec.gemma4->image_token_id, *spec.gemma4->vision};
-  }
+  vocabulary.images = models::image_tokens(spec);
   return vocabulary;
 }
 

@@ -35,18 +35,12 @@ struct MicroBatch {
   models::ModelInputs inputs() const;
 };
 
-/// What a model with a vision tower makes of images.
-struct ImageTokens {
-  std::int64_t id = 0;  ///< stands in input_ids where a soft token goes
-  models::Gemma4Vision vision;
-};
-
 /// What the model says about token ids.
 struct Vocabulary {
   std::int64_t size = 0;  ///< ids are below this
   bool reads_bytes =
       false;  ///< trained from scratch, or its config.json says "tessera_tokenizer": "bytes"
-  std::optional<ImageTokens> images = std::nullopt;
+  std::optional<models::ImageTokens> images = std::nullopt;
 };
 
 class BatchSource {

@@ -6,7 +6,7 @@
 
 #include "base/printable.h"
 #include "grad/torch_dtype.h"
-#include "models/gemma4/patch_grid.h"
+#include "models/patch_grid.h"
 #include "tessera/error.h"
 
 namespace tessera::train {
@@ -31,10 +31,10 @@ const TensorInfo& find_integers(const SafetensorsFile& file, const std::string& 
   return tensor;
 }
 
-models::Images read_images(const SafetensorsFile& file, const models::Gemma4Vision& vision) {
+models::Images read_images(const SafetensorsFile& file, const models::ImagePatches& patches) {
   const TensorInfo& pixels = find(file, "pixel_values");
   const TensorInfo& positions = find_integers(file, "image_position_ids");
-  const std::int64_t values = 3 * vision.patch_size * vision.patch_size;
+  const std::int64_t values = 3 * patches.patch_size * patches.patch_size;
   TESSERA_CHECK(pixels.shape.size() == 3 && pixels.shape[2] == values &&
                     is_floating(pixels.dtype) && !is_float8(pixels.dtype),
                 ErrorKind::kFormat, shown(file.path()), ": found pixel_values ",
@@ -128,7 +128,8 @@ at::Tensor read_integers(const SafetensorsFile& file, const TensorInfo& tensor, 
 }
 
 std::optional<ReplayedImages> ReplayedImages::open(const SafetensorsFile& file,
-                                                   const ImageTokens& tokens, const BatchSize& size,
+                                                   const models::ImageTokens& tokens,
+                                                   const BatchSize& size,
                                                    const std::string& ids_name) {
   const TensorInfo& ids_info = find_integers(file, ids_name);
   const at::Tensor ids = read_integers(file, ids_info, 0, ids_info.numel());
@@ -140,8 +141,8 @@ std::optional<ReplayedImages> ReplayedImages::open(const SafetensorsFile& file,
   }
   ReplayedImages result;
   result.size_ = size;
-  result.images_ = read_images(file, tokens.vision);
-  const auto lengths = models::patch_grid(result.images_.position_ids, tokens.vision).tokens;
+  result.images_ = read_images(file, tokens.patches);
+  const auto lengths = models::patch_grid(result.images_.position_ids, tokens.patches).tokens;
   const std::string types_name =
       ids_name == "input_ids" ? "mm_token_type_ids" : "steps/mm_token_type_ids";
   const TensorInfo& types_info = find_integers(file, types_name);

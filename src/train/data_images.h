@@ -32,7 +32,8 @@ class ReplayedImages {
   /// none where the file has no pixel_values: text only. `ids` names the tensor of input ids.
   /// Errors: kFormat for tensors that are missing or of another shape, types that do not fit the
   /// ids, runs that do not fit the images; as models::patch_grid.
-  static std::optional<ReplayedImages> open(const SafetensorsFile& file, const ImageTokens& tokens,
+  static std::optional<ReplayedImages> open(const SafetensorsFile& file,
+                                            const models::ImageTokens& tokens,
                                             const BatchSize& size, const std::string& ids);
 
   /// Adds the images and token types of the rows; `step_index` from 0.

@@ -23,7 +23,7 @@ std::vector<models::BufferSpec> expert_biases_of(const ModelSource& source, doub
   }
   auto biases = models::expert_biases(source.spec);
   TESSERA_CHECK(!biases.empty(), ErrorKind::kConfig, "model.load_balance_coeff: found ",
-                coefficient, " for a model whose family has no such experts, expected 0");
+                coefficient, " for a model without experts, expected 0");
   TESSERA_CHECK(!source.lora, ErrorKind::kConfig, "model.load_balance_coeff: found ", coefficient,
                 " where only adapters are trained, whose checkpoints do not hold the bias, "
                 "expected 0");

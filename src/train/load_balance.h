@@ -14,7 +14,7 @@ namespace tessera::train {
 
 /// The buffers that the source's model has besides those of the table: where `coefficient`
 /// (model.load_balance_coeff) is above 0, or the folder holds them. Errors: kConfig for a
-/// coefficient where the model has no such experts, or trains adapters only.
+/// coefficient where the model has no experts, or trains adapters only.
 std::vector<models::BufferSpec> expert_biases_of(const ModelSource& source, double coefficient);
 
 /// Those that the folder holds: all, or none.

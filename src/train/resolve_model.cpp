@@ -279,7 +279,7 @@ ModelContract resolve_model(const ModelSource& source, const Config& config,
   check_dropout(source.lora, dims, purpose);
   aux_loss_coef(config.model.aux_loss_coef, source.spec);  // refused before anything is made
   TESSERA_CHECK(
-      !config.model.score_before_experts || source.spec.has_experts(), ErrorKind::kConfig,
+      !config.model.score_before_experts || source.spec.moe, ErrorKind::kConfig,
       "model.score_before_experts: found true for a model without experts, expected false");
   const auto metas =
       metas_of(source, config.model, model_degrees(config.parallelism, dims), purpose);

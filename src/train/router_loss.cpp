@@ -13,7 +13,7 @@ double aux_loss_coef(const std::optional<double>& asked, const models::ModelSpec
   if (!asked)
     return spec.moe && spec.moe->output_router_logits ? spec.moe->router_aux_loss_coef : 0;
   TESSERA_CHECK(*asked == 0 || spec.moe, ErrorKind::kConfig, "model.aux_loss_coef: found ", *asked,
-                " for a model whose family has no such loss, expected 0");
+                " for a model without experts, expected 0");
   return *asked;
 }
 

@@ -18,7 +18,7 @@ namespace tessera::train {
 
 /// The weight of the loss: `asked` (model.aux_loss_coef), else config.json's router_aux_loss_coef
 /// where its output_router_logits is true, else 0. Errors: kConfig where it is asked of a model
-/// that has no such loss.
+/// without experts.
 double aux_loss_coef(const std::optional<double>& asked, const models::ModelSpec& spec);
 
 /// This rank's addend, [] fp32, before the weight: those of all ranks make the loss (no token is

@@ -161,7 +161,7 @@ BatchLoss run_forward_backward(Sharded<models::LanguageModel>& model, const Batc
     model.set_requires_replica_reduce(last);
     const SampleScope place(SamplePlace{options.seed, step, rows[i].begin});
     auto inputs = batches[i].inputs();
-    if (spec.has_experts()) inputs.router_statistics = models::RouterStatistics::kCounts;
+    if (spec.moe) inputs.router_statistics = models::RouterStatistics::kCounts;
     if (coef > 0) inputs.router_statistics = models::RouterStatistics::kAndProbabilities;
     const auto output = model.call(&models::LanguageModel::forward_routed, inputs);
     chosen.add(output.loads);

@@ -37,11 +37,14 @@ const std::string kHalfCopies = "tp_kv/4 4 S(0), gradient S(0); tp_rep/2 2 R, gr
 
 struct Model {
   std::string name;
-  std::int64_t numel;      ///< as published: 15.7, 235.7, 20.9, 30.5 billion
+  std::int64_t numel;      ///< as published: 15.7, 235.7, 20.9, 30.5, 25.8 billion
   std::size_t parameters;  ///< the experts of a layer are two, or four with biases
   Placements placements;
   std::string cut_gate_up;  ///< of experts whose width tp shares out
   std::string cut_down;
+  std::string decoder = "model.";        ///< what stands before "layers.1."
+  std::string experts = "mlp.experts.";  ///< within a layer
+  std::string head = "lm_head.weight";   ///< of the head, or of the embedding that is one, too
 };
 
 void PrintTo(const Model& model, std::ostream* out) { *out << model.name; }
@@ -179,16 +182,16 @@ TEST_P(ShippedModels, LayersAndExpertsAreSharedOutByName) {
   EXPECT_THAT(found.at("layout"), HasSubstr("dp_shard_mod_ep 8 x ep 8 x etp 1"));
   expect_whole(found);
   Placements expected;
-  for (const auto& [name, placement] : GetParam().placements) {
-    expected["model.layers.1." + name] = placement;
-  }
-  expected.insert({{"model.embed_tokens.weight", kRows},
-                   {"model.norm.weight", kWhole},
-                   {"lm_head.weight", kRows},
-                   {"model.layers.1.self_attn.o_proj.weight", kColumns},
-                   {"model.layers.1.input_layernorm.weight", kWhole},
-                   {"model.layers.1.mlp.experts.gate_up_proj", kWholeExperts},
-                   {"model.layers.1.mlp.experts.down_proj", kWholeExperts}});
+  const std::string decoder = GetParam().decoder;
+  const std::string layer = decoder + "layers.1.";
+  for (const auto& [name, placement] : GetParam().placements) expected[layer + name] = placement;
+  expected.insert({{decoder + "embed_tokens.weight", kRows},
+                   {decoder + "norm.weight", kWhole},
+                   {GetParam().head, kRows},
+                   {layer + "self_attn.o_proj.weight", kColumns},
+                   {layer + "input_layernorm.weight", kWhole},
+                   {layer + GetParam().experts + "gate_up_proj", kWholeExperts},
+                   {layer + GetParam().experts + "down_proj", kWholeExperts}});
   expect_placed(found, expected);
 }
 
@@ -197,8 +200,9 @@ TEST_P(ShippedModels, TensorParallelExpertsAreCutInTheirWidth) {
   ASSERT_FALSE(found.is_null());
   EXPECT_THAT(found.at("layout"), HasSubstr("dp_shard_mod_ep 1 x ep 8 x etp 8"));
   expect_whole(found);
-  expect_placed(found, {{"model.layers.1.mlp.experts.gate_up_proj", GetParam().cut_gate_up},
-                        {"model.layers.1.mlp.experts.down_proj", GetParam().cut_down}});
+  const std::string experts = GetParam().decoder + "layers.1." + GetParam().experts;
+  expect_placed(found, {{experts + "gate_up_proj", GetParam().cut_gate_up},
+                        {experts + "down_proj", GetParam().cut_down}});
 }
 
 /// gate, up and down of experts one behind the other, [E, 2I, H] and [E, H, I]; of gpt-oss
@@ -256,7 +260,26 @@ INSTANTIATE_TEST_SUITE_P(
                              {"self_attn.q_norm.weight", kWhole},
                              {"mlp.gate.weight", kWhole}},
                             cut_gate_up("128x2x768x2048"),
-                            kCutDown}),
+                            kCutDown},
+                      // Layer 1 slides and has a dense MLP beside the experts; the embedding is
+                      // the head. 25.23 billion are the text's, 0.57 the frozen tower's.
+                      Model{"gemma4-26b-a4b",
+                            25'805'933'872,
+                            981,
+                            {{"self_attn.q_proj.weight", kRows},
+                             {"self_attn.k_proj.weight", kRows},
+                             {"self_attn.q_norm.weight", kWhole},
+                             {"mlp.gate_proj.weight", kRows},
+                             {"mlp.down_proj.weight", kColumns},
+                             {"pre_feedforward_layernorm_2.weight", kWhole},
+                             {"router.proj.weight", kWhole},
+                             {"router.scale", kWhole},
+                             {"router.per_expert_scale", kWhole}},
+                            cut_gate_up("128x2x704x2816"),
+                            kCutDown,
+                            "model.language_model.",
+                            "experts.",
+                            "model.language_model.embed_tokens.weight"}),
     [](const auto& each) { return std::regex_replace(each.param.name, std::regex("-"), "_"); });
 
 }  // namespace

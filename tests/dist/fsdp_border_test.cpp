@@ -1,6 +1,7 @@
 // What may cross a unit's border, and what is refused by name there.
 #include <gmock/gmock.h>
 
+#include "dist/body.h"
 #include "dist/data_layout.h"
 #include "dist/plain.h"
 
@@ -8,39 +9,20 @@ namespace tessera::test::fsdp_border_test {
 namespace {
 
 using ::testing::AllOf;
-using ::testing::Contains;
 using ::testing::Each;
 using ::testing::HasSubstr;
-using ::testing::Not;
 
-constexpr std::int64_t kWidth = 5;
+constexpr std::int64_t kWidth = Body::kWidth;
 
-using Several = std::vector<at::Tensor>;
-
-/// A unit that computes what a test says.
-class Body : public torch::nn::Module {
- public:
-  using Run = std::function<Several(Body&, const Several&)>;
-  explicit Body(Run run) : run_(std::move(run)) {}
-  Several forward(const Several& inputs) { return run_(*this, inputs); }
-  at::Tensor first = register_parameter("first", seeded(1, {kWidth}));
-  at::Tensor weight = register_parameter("weight", seeded(2, {kWidth, kWidth}));
-
- private:
-  Run run_;
-};
+std::shared_ptr<Body> with_first(const Body::Run& run) {
+  return std::make_shared<Body>(run, seeded(2, {kWidth, kWidth}), seeded(1, {kWidth}));
+}
 
 ShardOptions named_block(bool reshard_after_forward) {
   ShardOptions options;
   options.name = "block";
   options.reshard_after_forward = reshard_after_forward;
   return options;
-}
-
-/// Every rank is told something, and one of them what it is about: the others may come later.
-template <class What>
-auto all_and_one(const What& what) {
-  return AllOf(Each(Not(std::string())), Contains(what));
 }
 
 class UnitBorder : public ::testing::TestWithParam<DataLayout> {
@@ -54,8 +36,7 @@ class UnitBorder : public ::testing::TestWithParam<DataLayout> {
     Meeting meeting(layout.ranks);
     ranks(layout.ranks, layout.backend).run([&](World& world) {
       Meeting::Seat seat(meeting);
-      auto unit =
-          fully_shard(std::make_shared<Body>(run), data_mesh(world, layout.replicas), {}, options);
+      auto unit = fully_shard(with_first(run), data_mesh(world, layout.replicas), {}, options);
       all[static_cast<std::size_t>(world.rank())] = error_of([&] { act(unit); });
       seat.wait();
       if (world.size() > 1) world.recover();

@@ -2,13 +2,17 @@
 // tensor, expert and data parallelism: whoever holds the rows and tokens, counts and means are
 // those of the whole batch, each gradient once.
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
 
+#include "dist/ranks.h"
 #include "golden/degrees.h"
 #include "golden/model_folder.h"
 #include "io/safetensors_writer.h"
+#include "train/data.h"
+#include "train/parallelize.h"
 
 namespace tessera::golden::router_layouts_test {
 namespace {
@@ -65,9 +69,19 @@ std::string batch_of_step_one(const Reference& reference) {
   const auto path = temporary_path("batch.safetensors").string();
   std::vector<TensorSpec> specs;
   std::vector<at::Tensor> tensors;
-  for (const char* name : {"input_ids", "labels"}) {
+  std::vector<std::string> names{"input_ids", "labels"};
+  const bool images = reference.name().starts_with("gemma4");
+  if (images) names.emplace_back("mm_token_type_ids");
+  for (const auto& name : names) {
     tensors.push_back(reference.result(name).unsqueeze(0));
-    specs.push_back({concat("steps/", name), DType::kInt64, tensors.back().sizes().vec()});
+    specs.push_back({"steps/" + name, DType::kInt64, tensors.back().sizes().vec()});
+  }
+  if (images) {  // these serve every step
+    for (const auto& [name, dtype] : {std::pair{"image_position_ids", DType::kInt64},
+                                      std::pair{"pixel_values", DType::kFloat32}}) {
+      tensors.push_back(reference.result(name));
+      specs.push_back({name, dtype, tensors.back().sizes().vec()});
+    }
   }
   SafetensorsWriter writer(path, specs);
   for (std::size_t i = 0; i < specs.size(); ++i) {
@@ -103,6 +117,93 @@ TEST_P(RouterLayouts, TrainingReportsTheReferencesAuxiliaryLossAndLoads) {
 
 INSTANTIATE_TEST_SUITE_P(Folders, RouterLayouts, ::testing::ValuesIn(kMoeFolders),
                          [](const auto& each) { return test_name(each.param); });
+
+// transformers has no such loss for Gemma 4: it is the formula of the others over the probabilities
+// and choices that transformers recorded of its routers.
+
+const Reference& gemma() { return Reference::of("gemma4-fp32"); }
+constexpr double kExperts = 8;
+constexpr double kExpertsPerToken = 2;
+
+/// E * sum over experts of f * p. Both [E], sums over the tokens of all layers.
+at::Tensor formula(const at::Tensor& counts, const at::Tensor& probabilities) {
+  const double rows = counts.sum().item<double>() / kExpertsPerToken;
+  return kExperts * (counts.detach() / rows * (probabilities / rows)).sum();
+}
+
+TEST(GemmaRouters, TrainingReportsTheFormulaOfTheRecordedRoutersInEveryLayout) {
+  at::Tensor counts = at::zeros({8}, at::kDouble);
+  at::Tensor probabilities = at::zeros({8}, at::kDouble);
+  for (int layer = 0; layer < 4; ++layer) {
+    const std::string router = concat("router/", layer, "/");
+    counts += gemma().result(router + "indices").flatten().bincount({}, 8);
+    probabilities += gemma().result(router + "probs").to(at::kDouble).sum(0);
+  }
+  const double expected = formula(counts, probabilities).item<double>();
+  const auto batch = batch_of_step_one(gemma());
+  for (const Degrees& degrees : layouts()) {
+    SCOPED_TRACE(to_string(degrees));
+    auto config = training_config(gemma(), OptimizerKind::kSgd, layout_of(degrees));
+    set_degrees(config, degrees);
+    config.data.path = {batch};
+    config.training.steps = 1;
+    config.model.aux_loss_coef = 0.5;
+    const auto run = run_training(config, layout_of(degrees));
+    EXPECT_NEAR(run.losses.at(0), gemma().result("loss").item<double>(), kLossBound);
+    const auto line = nlohmann::json::parse(run.lines.at(0));
+    EXPECT_NEAR(line.at("aux_loss").get<double>(), expected, kLossBound);
+  }
+}
+
+/// Of the mean loss and `coef` times the formula, by autograd alone on one rank.
+Tensors gradients_of_formula(double coef) {
+  Tensors found;
+  test::ranks(1).run([&](World& world) {
+    at::set_num_threads(1);
+    const auto config = config_for(gemma().name(), {});
+    const auto source = train::open_model(config.model);
+    const auto dims = train::resolve_parallelism(config.parallelism, 1);
+    const auto model = train::parallelize(source, config, world.mesh(train::mesh_shape(dims)));
+    const auto batch =
+        train::open_gradients_batch(gemma().batches(), train::vocabulary_of(source.spec, false),
+                                    std::nullopt)
+            ->load(1, {0, 2});
+    auto inputs = batch.inputs();
+    inputs.router_statistics = models::RouterStatistics::kAndProbabilities;
+    const auto output = model->call(&models::LanguageModel::forward_routed, inputs);
+    at::Tensor counts = at::zeros({8});
+    at::Tensor probabilities = at::zeros({8});
+    for (const auto& load : output.loads) {
+      counts = counts + load.counts;
+      probabilities = probabilities + load.probabilities;
+    }
+    const auto kept = static_cast<double>(batch.kept_labels());
+    (output.result / kept + coef * formula(counts, probabilities)).backward();
+    model->visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
+      found[name] = gradient.detach().clone();
+    });
+  });
+  return found;
+}
+
+TEST(GemmaRouters, GradientsAreThoseOfTheFormulaInEveryLayout) {
+  constexpr double kCoef = 0.7;
+  const Tensors expected = gradients_of_formula(kCoef);
+  ASSERT_EQ(expected.size(), gemma().gradients().size());
+  const std::string router = "model.language_model.layers.1.router.proj.weight";
+  ASSERT_GT(relative_error(expected.at(router), gemma().gradients().at(router)), 0.01)
+      << "the loss moves no router: nothing is compared";
+  for (const Degrees& degrees : layouts()) {
+    SCOPED_TRACE(to_string(degrees));
+    auto config = config_for(gemma().name(), degrees);
+    config.model.aux_loss_coef = kCoef;
+    const auto found = run_gradients(config, layout_of(degrees), gemma().batches());
+    EXPECT_NEAR(found.loss, gemma().result("loss").item<double>(), kLossBound);
+    for (const auto& [name, gradient] : expected) {
+      EXPECT_LT(relative_error(found.by_name.at(name), gradient), kGradientBound) << name;
+    }
+  }
+}
 
 }  // namespace
 }  // namespace tessera::golden::router_layouts_test

@@ -4,6 +4,20 @@
 #include "models/gemma4/gemma4_config.h"
 
 namespace tessera::models {
+namespace {
+
+std::vector<std::int64_t> heads_of_layers(const ModelSpec& spec) {
+  std::vector<std::int64_t> heads;
+  for (const Gemma4Layer& layer : spec.gemma4->layers) heads.push_back(layer.num_key_value_heads);
+  return heads;
+}
+
+std::optional<ImageTokens> tokens_of_images(const ModelSpec& spec) {
+  if (!spec.gemma4->vision) return std::nullopt;
+  return ImageTokens{spec.gemma4->image_token_id, spec.gemma4->vision->patches()};
+}
+
+}  // namespace
 
 const FamilyTraits& gemma4_traits() {
   static const FamilyTraits traits{
@@ -18,6 +32,8 @@ const FamilyTraits& gemma4_traits() {
       .pins = {.strict = {}, .under_float16 = {}, .routers = {"router.proj", "router.scale"}},
       .frozen = {"model.vision_tower"},
       .module_name = [](std::string_view name) { return std::string(name); },
+      .key_value_heads = heads_of_layers,
+      .image_tokens = tokens_of_images,
       .read_all = read_gemma4,
       .write_all = gemma4_json,
   };

@@ -56,16 +56,20 @@ void expect_supported_text(ConfigReader& keys) {
   keys.expect("hidden_size_per_layer_input", 0, "per-layer inputs are not supported");
 }
 
-std::optional<Gemma4Experts> read_experts(ConfigReader& keys) {
+std::optional<MoeSpec> read_experts(ConfigReader& keys) {
   if (!keys.boolean("enable_moe_block").value_or(false)) {
     keys.ignore({"num_experts", "top_k_experts", "moe_intermediate_size"});
     return std::nullopt;
   }
-  Gemma4Experts experts;
-  experts.num_experts = required(keys, "num_experts", {1, 65536});
-  experts.top_k_experts = required(keys, "top_k_experts", {1, experts.num_experts});
-  experts.moe_intermediate_size = required(keys, "moe_intermediate_size", kSize);
-  return experts;
+  MoeSpec moe;
+  moe.num_experts = required(keys, "num_experts", {1, 65536});
+  moe.experts_per_token = required(keys, "top_k_experts", {1, moe.num_experts});
+  moe.moe_intermediate_size = required(keys, "moe_intermediate_size", kSize);
+  moe.router_dtype = RouterDtype::kFloat32;
+  moe.norm_topk_prob = true;
+  moe.activation = ExpertActivation::kGeglu;
+  moe.layout = ExpertLayout::kOutInAsOne;
+  return moe;
 }
 
 ImageAttention read_image_attention(ConfigReader& keys) {
@@ -83,9 +87,9 @@ void check_text_size(const ModelSpec& spec) {
     total += 2 * d(spec.hidden_size) * d(layer.head_dim) *
              (d(spec.num_attention_heads) + d(layer.num_key_value_heads));
     total += 3 * d(spec.hidden_size) * d(spec.intermediate_size);
-    if (gemma.experts) {
-      total += d(gemma.experts->num_experts) * d(spec.hidden_size) *
-               (3 * d(gemma.experts->moe_intermediate_size) + 1);
+    if (spec.moe) {
+      total += d(spec.moe->num_experts) * d(spec.hidden_size) *
+               (3 * d(spec.moe->moe_intermediate_size) + 1);
     }
   }
   check_total(total);
@@ -109,7 +113,7 @@ void read_text(ConfigReader& keys, Purpose purpose, ModelSpec& spec,
   gemma.sliding_window = or_default(keys, "sliding_window", kSize, 512);
   gemma.image_attention = read_image_attention(keys);
   gemma.final_logit_softcapping = keys.number("final_logit_softcapping", {1e-6, 1e9});
-  gemma.experts = read_experts(keys);
+  spec.moe = read_experts(keys);
   read_gemma4_layers(keys, spec);
   read_gemma4_rope(keys, spec, unknown);
   const bool null_pad = keys.contains("pad_token_id") && keys.take("pad_token_id") == nullptr;

@@ -14,7 +14,7 @@ nlohmann::ordered_json text_json(const ModelSpec& spec) {
   write_gemma4_layers(spec, json);
   json["bos_token_id"] = or_null(spec.bos_token_id);
   if (spec.dtype) json["dtype"] = to_string(*spec.dtype);
-  json["enable_moe_block"] = gemma.experts.has_value();
+  json["enable_moe_block"] = spec.moe.has_value();
   json["eos_token_id"] = eos_token(spec.eos_token_ids);
   json["final_logit_softcapping"] = or_null(gemma.final_logit_softcapping);
   json["head_dim"] = spec.head_dim;
@@ -45,10 +45,10 @@ nlohmann::ordered_json text_json(const ModelSpec& spec) {
   json["use_double_wide_mlp"] = false;
   json["vocab_size"] = spec.vocab_size;
   json["vocab_size_per_layer_input"] = spec.vocab_size;
-  if (gemma.experts) {
-    json["moe_intermediate_size"] = gemma.experts->moe_intermediate_size;
-    json["num_experts"] = gemma.experts->num_experts;
-    json["top_k_experts"] = gemma.experts->top_k_experts;
+  if (spec.moe) {
+    json["moe_intermediate_size"] = spec.moe->moe_intermediate_size;
+    json["num_experts"] = spec.moe->num_experts;
+    json["top_k_experts"] = spec.moe->experts_per_token;
   }
   return json;
 }

@@ -2,9 +2,9 @@
 
 #include <ATen/ops/ones.h>
 
+#include <cmath>
 #include <utility>
 
-#include "models/moe_layer.h"
 #include "models/recomputed.h"
 #include "nn/attention.h"
 #include "nn/masked_attention.h"
@@ -59,6 +59,33 @@ at::Tensor Gemma4Attention::forward(const at::Tensor& stream,
                                        : nn::causal_attention(q, k, v, kGemma4ScoreScale));
 }
 
+Gemma4Router::Gemma4Router(const ModelSpec& spec, const nn::TensorRegion& region)
+    : HasExpertBias(spec.moe->num_experts), moe_(*spec.moe), eps_(spec.rms_norm_eps) {
+  proj_ = nn::add_projection(
+      *this, "proj",
+      {spec.hidden_size, moe_.num_experts, nn::WeightName::kOwn, nn::inside(region)});
+  scale_ = add_parameter("scale", {spec.hidden_size}, nn::norm_weight(region.inside()));
+  per_expert_scale_ =
+      add_parameter("per_expert_scale", {moe_.num_experts}, nn::norm_weight(region.inside()));
+}
+
+moe::Routing Gemma4Router::forward(const at::Tensor& x, const std::optional<at::Tensor>& imposed) {
+  const double root = 1.0 / std::sqrt(static_cast<double>(x.size(1)));
+  // From here on in fp32, whatever the router is stored in: rounded scores choose other experts.
+  const WideScope router;
+  const at::ScalarType inside = at::promote_types(proj_->weight.scalar_type(), at::kFloat);
+  const at::Tensor scaled = nn::plain_rms_norm(x, eps_).to(inside) * scale_ * root;
+  moe::Routing routing = moe::route(nn::linear(scaled, proj_->weight, {}, inside),
+                                    {.experts_per_token = moe_.experts_per_token,
+                                     .normalize = moe_.norm_topk_prob,
+                                     .expert_bias = expert_bias()},
+                                    imposed);
+  const at::Tensor factors = per_expert_scale_.index_select(0, routing.indices.reshape({-1}));
+  routing.weights =
+      routing.weights * factors.view(routing.weights.sizes()).to(routing.weights.scalar_type());
+  return routing;
+}
+
 Gemma4TextLayer::Gemma4TextLayer(const ModelSpec& spec, std::size_t number, const ModelAxes& axes,
                                  std::shared_ptr<nn::Rope> rope)
     : tokens_(axes) {
@@ -77,12 +104,13 @@ Gemma4TextLayer::Gemma4TextLayer(const ModelSpec& spec, std::size_t number, cons
   post_attention_layernorm_ = norm("post_attention_layernorm");
   pre_feedforward_layernorm_ = norm("pre_feedforward_layernorm");
   post_feedforward_layernorm_ = norm("post_feedforward_layernorm");
-  if (const auto& experts = spec.gemma4->experts) {
+  if (spec.moe) {
     post_feedforward_layernorm_1_ = norm("post_feedforward_layernorm_1");
     post_feedforward_layernorm_2_ = norm("post_feedforward_layernorm_2");
     pre_feedforward_layernorm_2_ = norm("pre_feedforward_layernorm_2");
-    router_ = register_module("router", std::make_shared<Gemma4Router>(spec, *experts, region));
-    experts_ = register_module("experts", std::make_shared<Gemma4ExpertBank>(spec, *experts, axes));
+    router_ = register_module("router", std::make_shared<Gemma4Router>(spec, region));
+    experts_ =
+        register_module("experts", std::make_shared<ExpertBank>(spec, local_sizes(spec, axes)));
   }
   layer_scalar_ = register_buffer("layer_scalar", at::ones({1}));
 }

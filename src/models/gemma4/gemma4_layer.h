@@ -3,7 +3,8 @@
 //
 // Sliding and full layers differ in head size, key heads and rope; what a query sees beyond plain
 // causality comes as a mask that all layers of a type share. Short symbols: B rows, T positions, H
-// hidden, K experts a token. Next: gemma4_moe.h, ../../nn/masked_attention.h.
+// hidden, M tokens, E experts, K experts a token. Next: ../moe_layer.h, whose experts these are,
+// ../../nn/masked_attention.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,9 +15,10 @@
 #include <optional>
 
 #include "models/decoder_layer.h"
+#include "models/expert_bias.h"
 #include "models/expert_tokens.h"
-#include "models/gemma4/gemma4_moe.h"
 #include "models/model_spec.h"
+#include "models/moe_layer.h"
 #include "models/routing_request.h"
 #include "nn/geglu.h"
 #include "nn/linear.h"
@@ -48,6 +50,22 @@ class Gemma4Attention : public torch::nn::Module {
   std::shared_ptr<nn::RmsNorm> q_norm_, k_norm_;
 };
 
+/// Looks at the residual stream itself, normed without a weight; the experts see the stream through
+/// a norm of their own.
+class Gemma4Router : public nn::PlacedModule, public HasExpertBias {
+ public:
+  Gemma4Router(const ModelSpec& spec, const nn::TensorRegion& region);
+  /// x [M, H]; imposed as moe::route.
+  moe::Routing forward(const at::Tensor& x, const std::optional<at::Tensor>& imposed);
+
+ private:
+  MoeSpec moe_;
+  double eps_;
+  std::shared_ptr<nn::Linear> proj_;
+  at::Tensor scale_;             // [H]
+  at::Tensor per_expert_scale_;  // [E]
+};
+
 class Gemma4TextLayer : public torch::nn::Module {
  public:
   Gemma4TextLayer(const ModelSpec& spec, std::size_t number, const ModelAxes& axes,
@@ -72,7 +90,7 @@ class Gemma4TextLayer : public torch::nn::Module {
   std::shared_ptr<nn::RmsNorm> pre_feedforward_layernorm_, post_feedforward_layernorm_;
   // Null without experts.
   std::shared_ptr<Gemma4Router> router_;
-  std::shared_ptr<Gemma4ExpertBank> experts_;
+  std::shared_ptr<ExpertBank> experts_;
   std::shared_ptr<nn::RmsNorm> post_feedforward_layernorm_1_, post_feedforward_layernorm_2_;
   std::shared_ptr<nn::RmsNorm> pre_feedforward_layernorm_2_;
   at::Tensor layer_scalar_;  // [1], a buffer

@@ -170,7 +170,7 @@ at::Tensor Gemma4Model::forward(const ModelInputs& inputs) { return forward_rout
 
 ModelOutput Gemma4Model::forward_routed(const ModelInputs& inputs) {
   TESSERA_CHECK(inputs.imposed_routing.empty() ||
-                    (spec_.gemma4->experts && inputs.imposed_routing.size() == layers_.size()),
+                    (spec_.moe && inputs.imposed_routing.size() == layers_.size()),
                 ErrorKind::kFormat, "imposed routing: found ", inputs.imposed_routing.size(),
                 " layers, expected one of each layer with experts");
   ModelOutput output;

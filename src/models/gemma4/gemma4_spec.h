@@ -1,13 +1,15 @@
 // Gemma4Spec: what Gemma 4's config.json says beyond the fields that every family has.
 //
 // ModelSpec's own head_dim, num_key_value_heads and rope are those of the sliding layers; a layer's
-// true ones stand in `layers`. Next: gemma4_config.h.
+// true ones stand in `layers`. Its experts are ModelSpec's. Read in this folder only: what others
+// want to know goes through the family's row (family.h). Next: gemma4_config.h.
 #pragma once
 
 #include <cstdint>
 #include <optional>
 #include <vector>
 
+#include "models/image_tokens.h"
 #include "models/layer_type.h"
 #include "models/rope_spec.h"
 
@@ -22,14 +24,6 @@ struct Gemma4Layer {
   std::int64_t num_key_value_heads = 0;
   bool key_is_value = false;  ///< no v_proj: values are the raw keys
   bool operator==(const Gemma4Layer&) const = default;
-};
-
-/// A mixture of experts beside the dense MLP of every layer.
-struct Gemma4Experts {
-  std::int64_t num_experts = 0;
-  std::int64_t top_k_experts = 0;
-  std::int64_t moe_intermediate_size = 0;
-  bool operator==(const Gemma4Experts&) const = default;
 };
 
 /// The fields carry the names of vision_config's keys.
@@ -47,6 +41,9 @@ struct Gemma4Vision {
   bool standardize = false;
   double rope_theta = 100.0;       ///< axial
   double attention_dropout = 0.0;  ///< as ModelSpec's
+  ImagePatches patches() const {
+    return {patch_size, pooling_kernel_size, position_embedding_size};
+  }
   bool operator==(const Gemma4Vision&) const = default;
 };
 
@@ -63,7 +60,6 @@ struct Gemma4Spec {
   ImageAttention image_attention = ImageAttention::kCausal;
   RopeSpec full_rope;  ///< of kFull layers
   std::optional<double> final_logit_softcapping;
-  std::optional<Gemma4Experts> experts;
   std::optional<Gemma4Vision> vision;  ///< none = text only
   std::int64_t image_token_id = 258880;
   // Here and below: none = there is no such token (null in the file).

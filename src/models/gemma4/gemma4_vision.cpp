@@ -7,7 +7,7 @@
 #include <string>
 
 #include "models/gemma4/gemma4_layer.h"
-#include "models/gemma4/patch_grid.h"
+#include "models/patch_grid.h"
 #include "models/recomputed.h"
 #include "models/unit_of_slot.h"
 #include "nn/masked_attention.h"
@@ -138,7 +138,7 @@ at::Tensor Gemma4VisionTower::pool(const at::Tensor& h, const at::Tensor& patche
 }
 
 at::Tensor Gemma4VisionTower::forward(const Images& images) {
-  const PatchGrid grid = patch_grid(images.position_ids, vision_);
+  const PatchGrid grid = patch_grid(images.position_ids, vision_.patches());
   const at::Tensor& pixels = images.pixel_values;
   const std::int64_t values = 3 * vision_.patch_size * vision_.patch_size;
   TESSERA_CHECK(pixels.dim() == 3 && pixels.size(0) == images.position_ids.size(0) &&

@@ -89,7 +89,7 @@ std::string text_of(const ModelSpec& spec) {
        {ModelDegrees{.tp = 2}, ModelDegrees{.tp = 2, .sequence = SequenceParallel::kNo},
         ModelDegrees{.tp = 4}, ModelDegrees{.ep = 2}, ModelDegrees{.tp = 2, .ep = 2},
         ModelDegrees{.tp = 2, .etp = 2}, ModelDegrees{.tp = 2, .ep = 2, .etp = 2}}) {
-    if (!spec.has_experts() && (degrees.ep > 1 || degrees.etp > 1)) continue;
+    if (!spec.moe && (degrees.ep > 1 || degrees.etp > 1)) continue;
     try {
       check_degrees(spec, degrees);
     } catch (const Error&) {

@@ -69,7 +69,11 @@ TEST(Gemma4Config, BothSpellingsGiveTheSameSpec) {
   EXPECT_EQ(
       gemma.full_rope,
       (RopeSpec{.theta = 1e6, .type = RopeType::kProportional, .partial_rotary_factor = 0.25}));
-  EXPECT_EQ(gemma.experts, (Gemma4Experts{8, 2, 16}));
+  ASSERT_TRUE(spec.moe.has_value());
+  EXPECT_EQ(spec.moe->num_experts, 8);
+  EXPECT_EQ(spec.moe->experts_per_token, 2);
+  EXPECT_EQ(spec.moe->moe_intermediate_size, 16);
+  EXPECT_EQ(routed_experts(spec).layers, (std::vector<std::int64_t>{0, 1, 2, 3}));
   EXPECT_EQ(gemma.final_logit_softcapping, 30.0);
   ASSERT_TRUE(gemma.vision.has_value());
   EXPECT_EQ(gemma.vision->position_embedding_size, 16);
@@ -90,7 +94,7 @@ TEST(Gemma4Config, AbsentKeysTakeTransformersDefaults) {
   EXPECT_EQ(spec.rope, (RopeSpec{.theta = 1e4}));
   EXPECT_EQ(gemma.full_rope.type, RopeType::kProportional);
   EXPECT_EQ(gemma.image_attention, ImageAttention::kCausal);
-  EXPECT_FALSE(gemma.experts || gemma.vision || gemma.final_logit_softcapping);
+  EXPECT_FALSE(spec.moe || gemma.vision || gemma.final_logit_softcapping);
   EXPECT_EQ(gemma.image_token_id, 258880);
   Json vision = least();
   vision["vision_config"] = Json::object();

@@ -41,7 +41,12 @@ ModelSpec small() {
   gemma.sliding_window = 4;
   gemma.full_rope = {.theta = 1e6, .type = RopeType::kProportional, .partial_rotary_factor = 0.5};
   gemma.final_logit_softcapping = 30.0;
-  gemma.experts = Gemma4Experts{.num_experts = 4, .top_k_experts = 2, .moe_intermediate_size = 6};
+  spec.moe = MoeSpec{.num_experts = 4,
+                     .experts_per_token = 2,
+                     .moe_intermediate_size = 6,
+                     .norm_topk_prob = true,
+                     .activation = ExpertActivation::kGeglu,
+                     .layout = ExpertLayout::kOutInAsOne};
   gemma.vision = Gemma4Vision{.hidden_size = 8,
                               .intermediate_size = 12,
                               .num_hidden_layers = 2,
@@ -60,7 +65,7 @@ ModelSpec untied_text() {
   ModelSpec spec = small();
   spec.tie_word_embeddings = false;
   spec.gemma4->vision.reset();
-  spec.gemma4->experts.reset();
+  spec.moe.reset();
   spec.gemma4->final_logit_softcapping.reset();
   return spec;
 }
@@ -183,7 +188,7 @@ TEST(Gemma4Model, TheRouterComputesInFloat32) {
   const at::NoGradGuard no_grad;
   at::manual_seed(3);
   const ModelSpec spec = small();
-  Gemma4Router router(spec, *spec.gemma4->experts, {});
+  Gemma4Router router(spec, {});
   nn::materialize(router);
   for (at::Tensor parameter : router.parameters()) {
     parameter.normal_();

@@ -1,4 +1,4 @@
-#include "models/gemma4/patch_grid.h"
+#include "models/patch_grid.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -15,11 +15,8 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-Gemma4Vision vision(std::int64_t kernel) {
-  Gemma4Vision result;
-  result.pooling_kernel_size = kernel;
-  result.position_embedding_size = 8;
-  return result;
+ImagePatches patches(std::int64_t kernel) {
+  return {.patch_size = 16, .pooling_kernel_size = kernel, .position_embedding_size = 8};
 }
 
 /// One image a list of x, y, x, y, ...
@@ -37,7 +34,7 @@ std::vector<std::int64_t> flat(const at::Tensor& tensor) {
 
 std::string refusal(const at::Tensor& ids, std::int64_t kernel) {
   try {
-    patch_grid(ids, vision(kernel));
+    patch_grid(ids, patches(kernel));
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kFormat);
     return error.what();
@@ -50,19 +47,19 @@ TEST(PatchGrid, CellsAreRowMajorWhateverTheOrderOfPatches) {
   const auto ids = positions(
       {{0, 0, 0, 1, 1, 0, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1, 2, 0, 2, 1, 3, 0, 3, 1},
        {1, 1, 0, 1, 1, 0, 0, 0, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1}});
-  const PatchGrid grid = patch_grid(ids, vision(2));
+  const PatchGrid grid = patch_grid(ids, patches(2));
   EXPECT_THAT(grid.tokens, ElementsAre(2, 1));
   EXPECT_THAT(flat(grid.patches), ElementsAre(0, 2, 1, 3, 8, 10, 9, 11, 15, 14, 13, 12));
 }
 
 TEST(PatchGrid, WithoutPoolingPatchesStayAsTheyCome) {
-  const PatchGrid grid = patch_grid(positions({{1, 0, -1, -1, 0, 0}}), vision(1));
+  const PatchGrid grid = patch_grid(positions({{1, 0, -1, -1, 0, 0}}), patches(1));
   EXPECT_THAT(grid.tokens, ElementsAre(2));
   EXPECT_THAT(flat(grid.patches), ElementsAre(0, 2));
 }
 
 TEST(PatchGrid, NoImagesMakeNoTokens) {
-  const PatchGrid grid = patch_grid(at::empty({0, 4, 2}, at::kLong), vision(2));
+  const PatchGrid grid = patch_grid(at::empty({0, 4, 2}, at::kLong), patches(2));
   EXPECT_TRUE(grid.tokens.empty());
   EXPECT_EQ(grid.patches.sizes(), (std::vector<std::int64_t>{0, 4}));
 }

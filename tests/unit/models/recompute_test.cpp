@@ -38,7 +38,11 @@ ModelSpec small_gemma() {
   Gemma4Spec& gemma = spec.gemma4.emplace();
   gemma.layers = {
       {.type = LayerType::kSliding, .head_dim = kHeadDim, .num_key_value_heads = kGroups}};
-  gemma.experts = Gemma4Experts{.num_experts = 3, .top_k_experts = 2, .moe_intermediate_size = 7};
+  spec.moe = MoeSpec{.num_experts = 3,
+                     .experts_per_token = 2,
+                     .moe_intermediate_size = 7,
+                     .norm_topk_prob = true,
+                     .activation = ExpertActivation::kGeglu};
   return spec;
 }
 

@@ -1,4 +1,4 @@
-#include "models/gemma4/patch_grid.h"
+#include "models/patch_grid.h"
 
 #include <ATen/ops/empty.h>
 
@@ -68,12 +68,12 @@ std::int64_t add_cells(const std::vector<Patch>& patches, std::int64_t image, st
 
 }  // namespace
 
-PatchGrid patch_grid(const at::Tensor& position_ids, const Gemma4Vision& vision) {
+PatchGrid patch_grid(const at::Tensor& position_ids, const ImagePatches& patches) {
   TESSERA_CHECK(position_ids.dim() == 3 && position_ids.size(2) == 2 &&
                     position_ids.scalar_type() == at::kLong,
                 ErrorKind::kFormat, "image_position_ids: found ", position_ids.scalar_type(), " ",
                 position_ids.sizes(), ", expected int64 [images, patches, 2]");
-  const std::int64_t k = vision.pooling_kernel_size;
+  const std::int64_t k = patches.pooling_kernel_size;
   const std::int64_t count = position_ids.size(1);
   TESSERA_CHECK(count % (k * k) == 0, ErrorKind::kFormat, "image_position_ids: found ", count,
                 " patches an image, expected a multiple of pooling_kernel_size^2 = ", k * k);
@@ -82,9 +82,9 @@ PatchGrid patch_grid(const at::Tensor& position_ids, const Gemma4Vision& vision)
   PatchGrid grid;
   std::vector<std::int64_t> numbers;
   for (std::int64_t image = 0; image < position_ids.size(0); ++image) {
-    const auto patches =
-        real_patches(positions + image * count * 2, count, image, vision.position_embedding_size);
-    grid.tokens.push_back(add_cells(patches, image, k, numbers));
+    const auto real =
+        real_patches(positions + image * count * 2, count, image, patches.position_embedding_size);
+    grid.tokens.push_back(add_cells(real, image, k, numbers));
   }
   const at::Tensor flat = at::empty({static_cast<std::int64_t>(numbers.size())}, at::kLong);
   std::ranges::copy(numbers, flat.mutable_data_ptr<std::int64_t>());

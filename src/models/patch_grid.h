@@ -3,7 +3,7 @@
 // An image is a full rectangle of patches, in any order, with padding behind or between them; k by
 // k neighbours become one soft token. Everything a wrong batch can get wrong is refused here, with
 // the image's number. Short symbols: N images, P patches, k pooling kernel, M soft tokens. Next:
-// gemma4_vision.h.
+// gemma4/gemma4_vision.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "models/gemma4/gemma4_spec.h"
+#include "models/image_tokens.h"
 
 namespace tessera::models {
 
@@ -25,6 +25,6 @@ struct PatchGrid {
 /// position_ids [N, P, 2] i64. Errors: kFormat for another shape or dtype, P that is not a multiple
 /// of k^2, half a position, one outside the position table, an image that is all padding, no full
 /// rectangle, or whose sides are not multiples of k.
-PatchGrid patch_grid(const at::Tensor& position_ids, const Gemma4Vision& vision);
+PatchGrid patch_grid(const at::Tensor& position_ids, const ImagePatches& patches);
 
 }  // namespace tessera::models
