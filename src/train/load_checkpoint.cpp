@@ -31,7 +31,8 @@ constexpr const char* kKeepsFrozen =
 constexpr const char* kKeepsMaster =
     "a resumed run keeps its precision.storage_dtype and its optimizer.master, which say what the "
     "optimizer keeps in which dtype";
-constexpr const char* kKeepsShape = "a resumed run keeps its model, whose tensors have these shapes";
+constexpr const char* kKeepsShape =
+    "a resumed run keeps its model, whose tensors have these shapes";
 
 /// `mend` is for another dtype.
 void require_tensor(const CheckpointFolder& checkpoint, const std::string& name, DType dtype,
