@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <charconv>
 #include <limits>
+#include <string_view>
 #include <system_error>
 
 #include "base/one_line.h"
@@ -19,6 +20,47 @@ namespace {
 constexpr int kMostRanks = 4096;
 constexpr std::int64_t kMostNewTokens = std::int64_t{1} << 31;
 constexpr double kMostTemperature = 1e6;
+
+// The name of `--name` or `--name=VALUE`, "" for another word.
+std::string_view option_name(std::string_view word) {
+  if (!word.starts_with("--")) return {};
+  return word.substr(2, word.find('=') == std::string_view::npos ? word.npos : word.find('=') - 2);
+}
+
+bool is_override(std::string_view word) {
+  const std::string_view name = option_name(word);
+  if (name.find('.') != std::string_view::npos) return true;
+  const train::ConfigKey* key = train::find_key(name);
+  return key != nullptr && key->section.empty();
+}
+
+struct SplitWords {
+  Overrides overrides;             ///< in their order
+  std::vector<std::string> other;  ///< everything else, in its order
+};
+
+/// Takes `--section.key VALUE`, `--section.key=VALUE` and the same of keys at top level out of
+/// `words`; no other option has a dot in its name. Errors: kUsage for one without a VALUE. Whether
+/// the key exists is apply()'s to say.
+SplitWords split_overrides(const std::vector<std::string>& words) {
+  SplitWords split;
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    if (!is_override(words[i])) {
+      split.other.push_back(words[i]);
+      continue;
+    }
+    const std::string name(option_name(words[i]));
+    const std::size_t equals = words[i].find('=');
+    if (equals != std::string::npos) {
+      split.overrides.emplace_back(name, words[i].substr(equals + 1));
+      continue;
+    }
+    TESSERA_CHECK(i + 1 < words.size() && !words[i + 1].starts_with("--"), ErrorKind::kUsage,
+                  words[i], ": found no value, expected one, as in ", words[i], " VALUE");
+    split.overrides.emplace_back(name, words[++i]);
+  }
+  return split;
+}
 
 // Owns what the parser writes to, until the verb that was given is known.
 struct Parsed {
@@ -189,6 +231,10 @@ Arguments chosen(const ::CLI::App& app, Parsed parsed, Overrides overrides) {
 }
 
 }  // namespace
+
+void apply(const Overrides& overrides, train::Config& config) {
+  for (const auto& [key, value] : overrides) train::apply_override(config, key, value);
+}
 
 Arguments parse_arguments(const std::vector<std::string>& words,
                           const std::function<std::string()>& version) {

@@ -8,12 +8,19 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
-#include "cli/overrides.h"
+#include "train/config.h"
 
 namespace tessera::cli {
+
+/// `--section.key VALUE` among the words, in their order: the last one wins.
+using Overrides = std::vector<std::pair<std::string, std::string>>;
+
+/// Errors: as train::apply_override.
+void apply(const Overrides& overrides, train::Config& config);
 
 struct TrainArguments {
   std::string config_file;

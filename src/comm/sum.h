@@ -27,7 +27,10 @@ struct SumInto {
 /// result = a0 + a1 + ..., or result = result + (a0 + a1 + ...). `addends` holds at least one
 /// pointer to result.numel values of dtype `from`, in rank order; one of them may be result.data
 /// itself (kOverwrite).
-void sum_in_rank_order(const std::vector<const void*>& addends, at::ScalarType from,
-                       const SumInto& result);
+inline void sum_in_rank_order(const std::vector<const void*>& addends, at::ScalarType from,
+                              const SumInto& result) {
+  kernels::sum_host_memory(addends, from,
+                           {result.data, result.dtype, result.numel, result.into == Into::kAdd});
+}
 
 }  // namespace tessera::comm

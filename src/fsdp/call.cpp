@@ -1,7 +1,37 @@
-// One call of a sharded module: what the hooks of FSDP2 do around a forward.
+// One call of a sharded module: what the hooks of FSDP2 do around a forward. And the autograd nodes
+// at the edges of a unit's forward, which tell the runtime when its backward begins and ends.
+//
+// Identity nodes, made by hand: a custom Function would make its outputs views, which users may not
+// change in place. One a tensor: autograd runs every node behind a node that it runs, so behind one
+// over all results it would run what made those that no root uses, with undefined gradients, of
+// which some functions make zeros. Those of the results run before anything inside does, since
+// autograd takes nodes in reverse of their making, and those of the arguments (the markers of
+// [Note: readiness]) after everything inside has run: the first of either kind that runs says so
+// for all.
+//
+// [Note: in-place changes] What crosses a unit's border is an alias: memory and version counter are
+// those of the original, the history is another. A change in place on one side gives the tensor of
+// the other side the new values under the old history: the right loss, the wrong gradient, and
+// autograd sees nothing. So the counter of an argument may not move while the module runs, nor that
+// of a result between forward and backward if somebody beside the caller holds the original. A
+// result that nobody else holds is the caller's, to be changed as ever.
+//
+// Autograd has a thread for each device: nodes of tensors on two of them would come to the unit at
+// the same time, and to what its backward keeps no lock is taken. So all that requires grad is on
+// the device of the parameters.
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
 
-#include "fsdp/boundary.h"
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "comm/torch_compat.h"
 #include "fsdp/dtype_observer.h"
 #include "fsdp/recompute.h"
 #include "fsdp/runtime.h"
@@ -9,6 +39,249 @@
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
 #include "tessera/shard.h"
+
+namespace tessera::fsdp {
+
+/// Tensors that crossed a border, and their version counters then.
+class Crossed {
+ public:
+  /// `position`: among all tensors of the call. Inference tensors have no counter and are left out.
+  void add(std::size_t position, const at::Tensor& tensor);
+  /// Errors: kUsage naming the unit and the first argument that changed.
+  void require_arguments_unchanged(const Unit& unit) const;
+  /// The same for results.
+  void require_results_unchanged(const Unit& unit) const;
+
+ private:
+  struct One {
+    std::size_t position;
+    c10::VariableVersion counter;  ///< the tensor itself may be gone, its memory with it
+    std::uint32_t version;
+  };
+  const One* first_changed() const;
+  std::vector<One> tensors_;
+};
+
+void Crossed::add(std::size_t position, const at::Tensor& tensor) {
+  const auto& counter = tensor.unsafeGetTensorImpl()->version_counter();
+  if (counter.enabled()) tensors_.push_back({position, counter, counter.current_version()});
+}
+
+const Crossed::One* Crossed::first_changed() const {
+  const auto found = std::find_if(tensors_.begin(), tensors_.end(), [](const One& one) {
+    return one.counter.current_version() != one.version;
+  });
+  return found == tensors_.end() ? nullptr : &*found;
+}
+
+void Crossed::require_arguments_unchanged(const Unit& unit) const {
+  const auto* changed = first_changed();
+  if (changed == nullptr) return;
+  throw Error(ErrorKind::kUsage,
+              concat("unit ", unit.shown_name(), ": found that its forward changed argument ",
+                     changed->position,
+                     " in place, expected it as it came: the caller's tensor would have the new "
+                     "values and a gradient without them; change a clone in the module"));
+}
+
+void Crossed::require_results_unchanged(const Unit& unit) const {
+  const auto* changed = first_changed();
+  if (changed == nullptr) return;
+  throw Error(
+      ErrorKind::kUsage,
+      concat("unit ", unit.shown_name(), ": found that result ", changed->position,
+             " was changed in place after the forward, expected it as it was returned: it is an "
+             "argument or another result too, or the module or its graph keeps it, and there the "
+             "gradient would be without the change; change a clone, or return one"));
+}
+
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+using torch::autograd::impl::get_view_autograd_meta;
+
+class Boundary : public Node {
+ public:
+  enum class Side { kBeforeBackward, kAfterBackward };
+  Boundary(std::shared_ptr<Entry> entry, Side side, std::shared_ptr<const Crossed> held = nullptr)
+      : entry_(std::move(entry)), side_(side), held_(std::move(held)) {
+    places().add(this);
+  }
+  ~Boundary() override { places().remove(this); }
+  Boundary(const Boundary&) = delete;
+  Boundary& operator=(const Boundary&) = delete;
+
+  variable_list apply(variable_list&& grads) override {
+    if (side_ == Side::kBeforeBackward) {
+      if (held_ != nullptr) {
+        entry_->runtime->begin_backward(entry_.get());  // what throws from here on all ranks know
+        held_->require_results_unchanged(*entry_->unit);
+      }
+      entry_->runtime->pre_backward(*entry_);
+    } else {
+      entry_->runtime->post_backward(*entry_);
+    }
+    return std::move(grads);
+  }
+
+  std::string name() const override {
+    return side_ == Side::kBeforeBackward ? "TesseraPreBackward" : "TesseraPostBackward";
+  }
+
+  bool is_marker_of(const Entry& entry) const {
+    return side_ == Side::kAfterBackward && entry_.get() == &entry;
+  }
+
+ private:
+  LivingNodes& places() const {
+    return side_ == Side::kBeforeBackward ? entry_->at_results : entry_->at_arguments;
+  }
+
+  std::shared_ptr<Entry> entry_;
+  Side side_;
+  std::shared_ptr<const Crossed> held_;  ///< of all results, those whose originals others hold
+};
+
+bool is_wrapped(const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
+
+/// Puts an alias behind a node of its own in the place of each that requires grad.
+void wrap(const std::vector<at::Tensor*>& tensors, const std::shared_ptr<Entry>& entry,
+          Boundary::Side side, const std::shared_ptr<const Crossed>& held = nullptr) {
+  for (auto* tensor : tensors) {
+    if (!is_wrapped(*tensor)) continue;
+    const auto node = compat::make_node<Boundary>(entry, side, held);
+    node->set_next_edges({torch::autograd::impl::gradient_edge(*tensor)});
+    auto alias = tensor->detach();  // shares storage and version counter
+    torch::autograd::set_history(alias, node);
+    *tensor = std::move(alias);
+  }
+}
+
+/// What a tensor is a view of, else itself: the one whose history a change in place would join.
+const at::Tensor& root_of(const at::Tensor& tensor) {
+  const auto* view = get_view_autograd_meta(tensor);
+  return view != nullptr && view->has_bw_view() ? view->get_backward_view().base_ : tensor;
+}
+
+/// References to `tensor` that these and what they are views of make up.
+std::size_t references(const at::Tensor& tensor, const std::vector<at::Tensor*>& from) {
+  std::size_t count = 0;
+  for (auto place = from.begin(); place != from.end(); ++place) {
+    const at::Tensor& other = **place;
+    if (!other.defined()) continue;
+    if (other.is_same(tensor)) ++count;
+    const auto* view = get_view_autograd_meta(other);
+    if (view == nullptr || std::any_of(from.begin(), place, [&](const at::Tensor* before) {
+          return before->is_same(other);
+        })) {
+      continue;
+    }
+    if (view->has_bw_view() && view->get_backward_view().base_.is_same(tensor)) ++count;
+    if (!view->shared_view_info() && view->has_fw_view() &&
+        view->get_forward_view().base_.is_same(tensor)) {
+      ++count;
+    }
+  }
+  return count;
+}
+
+/// Whether `results[i]` can be reached in another way than through this one place: the caller may
+/// not change it in place. [Note: in-place changes]
+bool is_held_elsewhere(const std::vector<at::Tensor*>& results, std::size_t i,
+                       const std::vector<at::Tensor*>& arguments, const Entry& entry) {
+  const at::Tensor& result = *results[i];
+  const at::Tensor& root = root_of(result);
+  const auto* made_by = dynamic_cast<const Boundary*>(torch::autograd::impl::grad_fn_unsafe(root));
+  if (made_by != nullptr && made_by->is_marker_of(entry)) return true;  // the caller's argument
+  const bool is_view = !root.is_same(result);
+  if (result.use_count() == 1 && !is_view) return false;
+  for (std::size_t j = 0; j < results.size(); ++j) {
+    const at::Tensor& other = *results[j];
+    if (j == i || !other.defined() || !root_of(other).is_same(root)) continue;
+    if (at::get_overlap_status(result, other) != at::MemOverlapStatus::No) return true;
+  }
+  const auto others_hold = [&](const at::Tensor& tensor) {
+    return tensor.use_count() > references(tensor, results) + references(tensor, arguments);
+  };
+  return others_hold(result) || (is_view && others_hold(root));
+}
+
+}  // namespace
+
+/// Errors: kUsage naming the unit, the first of the grad-requiring ones that is elsewhere, and both
+/// devices. `what` they are: "argument", "result".
+void require_device(const std::vector<at::Tensor*>& tensors, const char* what, const Unit& unit) {
+  const at::Device device = unit.runtime().device();
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (!is_wrapped(*tensors[i])) continue;
+    TESSERA_CHECK(tensors[i]->device() == device, ErrorKind::kUsage, "unit ", unit.shown_name(),
+                  ": found ", what, " ", i, ", which requires grad, on ",
+                  tensors[i]->device().str(), ", expected ", device.str(),
+                  " where the unit's parameters are, since autograd runs devices at the same time; "
+                  "move it before it ",
+                  std::string_view(what) == "result" ? "leaves" : "enters",
+                  " the unit, or detach() it");
+  }
+}
+
+/// Its parameters as they come: they are gone when the forward has ended. Errors: kUsage naming
+/// unit, result and parameter.
+void require_no_parameters(const std::vector<at::Tensor*>& outputs, const Unit& unit) {
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    const at::Tensor& result = *outputs[i];
+    if (!result.defined() || !result.has_storage() || result.numel() == 0) continue;
+    const auto* const storage = result.storage().unsafeGetStorageImpl();
+    const auto& buckets = unit.buckets();
+    const auto home = std::find_if(buckets.begin(), buckets.end(), [&](const auto& bucket) {
+      return bucket->unsharded().storage() == storage;
+    });
+    if (home == buckets.end()) continue;
+    const auto begins_in = [&](const auto& parameter) {
+      const auto at = result.storage_offset() - parameter->placed().offset;
+      return buckets[parameter->bucket] == *home && at >= 0 &&
+             at < parameter->contract.local_numel();
+    };
+    const auto& parameters = unit.parameters();
+    const auto found = std::find_if(parameters.begin(), parameters.end(), begins_in);
+    throw Error(ErrorKind::kUsage,
+                concat("unit ", unit.shown_name(), ": found its parameter ",
+                       found == parameters.end() ? "" : (*found)->contract.name,
+                       " itself, or a view of it, as result ", i,
+                       ", expected a tensor with memory of its own, as that of parameters is given "
+                       "back when the forward ends; return a clone()"));
+  }
+}
+
+/// Replaces the grad-requiring ones among `inputs` by aliases behind markers. Returns them; null
+/// where there are none.
+std::shared_ptr<const Crossed> mark_inputs(const std::vector<at::Tensor*>& inputs,
+                                           const std::shared_ptr<Entry>& entry) {
+  std::shared_ptr<Crossed> crossed;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    if (!is_wrapped(*inputs[i])) continue;
+    if (crossed == nullptr) crossed = std::make_shared<Crossed>();
+    crossed->add(i, *inputs[i]);
+  }
+  if (crossed != nullptr) wrap(inputs, entry, Boundary::Side::kAfterBackward);
+  return crossed;
+}
+
+/// Replaces the grad-requiring ones among `outputs` by aliases behind pre-backward nodes, each
+/// of which compares all those that others hold, too. `inputs` are what the call itself still
+/// holds.
+void mark_outputs(const std::vector<at::Tensor*>& outputs, const std::vector<at::Tensor*>& inputs,
+                  const std::shared_ptr<Entry>& entry) {
+  std::shared_ptr<Crossed> held;
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    if (!is_wrapped(*outputs[i]) || !is_held_elsewhere(outputs, i, inputs, *entry)) continue;
+    if (held == nullptr) held = std::make_shared<Crossed>();
+    held->add(i, *outputs[i]);
+  }
+  wrap(outputs, entry, Boundary::Side::kBeforeBackward, held);
+}
+
+}  // namespace tessera::fsdp
 
 namespace tessera {
 namespace {

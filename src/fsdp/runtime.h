@@ -9,7 +9,7 @@
 //
 // [Note: readiness] Gradients are never counted: parameters stay unused, hooks fire twice under
 // recomputation, functions return undefined gradients. A unit's backward is over when a *marker*
-// ran, an identity node at a grad-requiring input of its forward (boundary.h), or when
+// ran, an identity node at a grad-requiring input of its forward (call.cpp), or when
 // backward has come to anything that was made before: autograd takes nodes in reverse of their
 // making. So the agreed list says after which place a unit is reduced. Deferred gradients hold
 // tickets: while gradients are deferred at all, every unit is reduced once no rank owes any.
@@ -99,7 +99,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Changes with every failure: calls that began before it must not go on.
   std::uint64_t generation() const { return generation_; }
 
-  // --- backward, called by the nodes of boundary.h ---
+  // --- backward, called by the nodes of call.cpp ---
   /// `first`: what backward has come to, where it is a unit's forward. Agrees with the other ranks
   /// on what is issued, once a backward.
   void begin_backward(const Entry* first = nullptr);

@@ -1,16 +1,60 @@
-// The printed form of contracts (printed_table.h).
+// The printed form of contracts: aligned columns, and every reason once, below, by its number.
 #include <algorithm>
+#include <string>
+#include <vector>
 
 #include "base/unit_label.h"
-#include "grad/printed_table.h"
 #include "tessera/error.h"
 #include "tessera/model_contract.h"
 
 namespace tessera {
 namespace {
 
-using grad::Legend;
-using grad::Row;
+/// Numbers the distinct reasons in order of first use.
+class Legend {
+ public:
+  /// " (3)"; nothing for no reason.
+  std::string mark(const std::string& reason);
+  std::string print() const;
+
+ private:
+  std::vector<std::string> reasons_;
+};
+
+using Row = std::vector<std::string>;
+
+std::string Legend::mark(const std::string& reason) {
+  if (reason.empty()) return "";
+  const auto found = std::find(reasons_.begin(), reasons_.end(), reason);
+  const auto index = static_cast<std::size_t>(found - reasons_.begin());
+  if (found == reasons_.end()) reasons_.push_back(reason);
+  return concat(" (", index + 1, ")");
+}
+
+std::string Legend::print() const {
+  std::string text;
+  for (std::size_t index = 0; index < reasons_.size(); ++index) {
+    text += concat("(", index + 1, ") ", reasons_[index], "\n");
+  }
+  return text;
+}
+
+/// A line a row, the last column without padding. All rows have as many cells as the first.
+std::string aligned(const std::vector<Row>& rows) {
+  std::vector<std::size_t> width;
+  for (const Row& row : rows) {
+    width.resize(std::max(width.size(), row.size()));
+    for (std::size_t c = 0; c < row.size(); ++c) width[c] = std::max(width[c], row[c].size());
+  }
+  std::string text;
+  for (const Row& row : rows) {
+    for (std::size_t c = 0; c + 1 < row.size(); ++c) {
+      text += row[c] + std::string(width[c] + 2 - row[c].size(), ' ');
+    }
+    text += row.back() + "\n";
+  }
+  return text;
+}
 
 std::string shape_cell(const std::vector<std::int64_t>& shape) {
   if (shape.empty()) return "scalar";
@@ -85,7 +129,7 @@ std::string parameter_table(const std::vector<GradContract>& contracts, Legend& 
       rows[i + 1].push_back(placement_cell(contracts[i].layout));
     }
   }
-  return grad::aligned(rows);
+  return aligned(rows);
 }
 
 std::string buffer_table(const std::vector<BufferContract>& contracts, Legend& legend) {
@@ -98,7 +142,7 @@ std::string buffer_table(const std::vector<BufferContract>& contracts, Legend& l
                         legend.mark(contract.reason(BufferField::kCompute)),
                     contract.stored ? "yes" : "no"});
   }
-  return grad::aligned(rows);
+  return aligned(rows);
 }
 
 std::string unit_table(const std::vector<UnitContract>& contracts, Legend& legend) {
@@ -112,7 +156,7 @@ std::string unit_table(const std::vector<UnitContract>& contracts, Legend& legen
                     cell(contract.activation, "unknown", UnitField::kActivation),
                     cell(contract.output, "as it comes", UnitField::kOutput)});
   }
-  return grad::aligned(rows);
+  return aligned(rows);
 }
 
 }  // namespace

@@ -138,6 +138,17 @@ bool can_sum(at::ScalarType from, at::ScalarType to);
 /// widened to the result's dtype first. An addend may be the result itself where it does not add.
 /// Writes: result.
 void sum_in_rank_order(at::TensorList addends, const at::Tensor& result, bool adds);
+/// Memory of this process, tensor or not: where what a wire brought is added up.
+struct HostSum {
+  void* data = nullptr;
+  at::ScalarType dtype = at::ScalarType::Float;
+  std::int64_t numel = 0;
+  bool adds = false;
+};
+/// The same sum in one pass over all addends, without a temporary. `addends` holds at least one
+/// pointer to result.numel values of dtype `from`. Writes: what result.data points to.
+void sum_host_memory(const std::vector<const void*>& addends, at::ScalarType from,
+                     const HostSum& result);
 
 /// result = sum / factor, formed in fp64 and rounded once, to result's dtype (fp64 sums: the
 /// quotient is one of fp64 first); `result` may be `sum` itself. Both contiguous, of the same size,

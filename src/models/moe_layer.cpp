@@ -1,10 +1,12 @@
 #include "models/moe_layer.h"
 
+#include <cstdint>
 #include <string>
+#include <string_view>
 #include <utility>
+#include <vector>
 
 #include "models/family.h"
-#include "moe/expert_layout.h"
 #include "moe/experts.h"
 #include "moe/load_balance.h"
 #include "nn/gated.h"
@@ -12,10 +14,50 @@
 #include "nn/linear.h"
 #include "parallel/transitions.h"
 #include "tessera/error.h"
+#include "tessera/mesh.h"
+#include "tessera/placement.h"
 #include "tessera/wide_scope.h"
 
 namespace tessera::models {
 namespace {
+
+// Where the weights of experts lie: over the ranks that share the experts of a layer (ep), and over
+// those that share the inner size of each (etp). Experts that are not cut over the tp of the layers
+// around see a part of the tokens.
+
+/// Without ep the ranks of the sparse mesh are those of the dense one.
+ParameterLayout over_experts(const ModelDegrees& share) {
+  ParameterLayout layout;
+  if (share.ep > 1) {
+    layout.mesh = MeshKind::kSparse;
+    layout.axes.push_back(AxisPlacement::cut(axis::kExpert, share.ep, 0));
+  } else if (share.etp == 1 && share.tp > 1) {
+    layout.axes.push_back(AxisPlacement::summed(axis::kTensor, share.tp));
+  }
+  return layout;
+}
+
+std::string_view inner_axis(const ModelDegrees& share) {
+  return share.ep > 1 ? axis::kExpertTensor : axis::kTensor;
+}
+
+/// A weight whose inner size is dim `inner_dim` of `cut_shape`, or of the weight's own shape where
+/// that is empty.
+ParameterLayout expert_layout(const ModelDegrees& share, int inner_dim,
+                              std::vector<std::int64_t> cut_shape = {}) {
+  ParameterLayout layout = over_experts(share);
+  if (share.etp == 1) return layout;
+  layout.cut_shape = std::move(cut_shape);
+  layout.axes.push_back(AxisPlacement::cut(inner_axis(share), share.etp, inner_dim));
+  return layout;
+}
+
+/// What is added to an expert's result: whole on every rank that shares the expert, added by one.
+ParameterLayout expert_sum_layout(const ModelDegrees& share) {
+  ParameterLayout layout = over_experts(share);
+  if (share.etp > 1) layout.axes.push_back(AxisPlacement::summed(inner_axis(share), share.etp));
+  return layout;
+}
 
 moe::RouteOptions route_options(const MoeSpec& moe) {
   moe::RouteOptions options;
@@ -84,13 +126,12 @@ ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes)
   const std::int64_t hidden = spec.hidden_size;
   const std::int64_t inner = sizes.moe_intermediate_size;
   const std::int64_t count = sizes.experts;
-  const ModelDegrees& degrees = axes_.degrees;
-  const moe::ExpertShare share{degrees.ep, degrees.etp, degrees.tp};
+  const ModelDegrees& share = axes_.degrees;
   if (moe_.layout != ExpertLayout::kInOut) {
     nn::Declaration gate_up{
-        .layout = moe::expert_layout(share, 2,
-                                     {moe_.num_experts, 2, moe_.moe_intermediate_size, hidden})};
-    nn::Declaration down{.layout = moe::expert_layout(share, 2)};
+        .layout =
+            expert_layout(share, 2, {moe_.num_experts, 2, moe_.moe_intermediate_size, hidden})};
+    nn::Declaration down{.layout = expert_layout(share, 2)};
     if (moe_.layout == ExpertLayout::kOutIn) {
       gate_up.parts = {"gate_proj.weight", "up_proj.weight"};
       down.parts = {"down_proj.weight"};
@@ -99,15 +140,15 @@ ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes)
     down_proj_ = add_parameter("down_proj", {count, hidden, inner}, std::move(down));
   } else {
     gate_up_proj_ = add_parameter("gate_up_proj", {count, hidden, 2 * inner},
-                                  {.layout = moe::expert_layout(share, 2)});
-    down_proj_ = add_parameter("down_proj", {count, inner, hidden},
-                               {.layout = moe::expert_layout(share, 1)});
+                                  {.layout = expert_layout(share, 2)});
+    down_proj_ =
+        add_parameter("down_proj", {count, inner, hidden}, {.layout = expert_layout(share, 1)});
   }
   if (!moe_.expert_bias) return;
   gate_up_proj_bias_ = add_parameter("gate_up_proj_bias", {count, 2 * inner},
-                                     nn::bias_of_layer(moe::expert_layout(share, 1)));
-  down_proj_bias_ = add_parameter("down_proj_bias", {count, hidden},
-                                  nn::bias_of_layer(moe::expert_sum_layout(share)));
+                                     nn::bias_of_layer(expert_layout(share, 1)));
+  down_proj_bias_ =
+      add_parameter("down_proj_bias", {count, hidden}, nn::bias_of_layer(expert_sum_layout(share)));
 }
 
 at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing) {

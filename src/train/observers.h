@@ -2,22 +2,47 @@
 // chosen steps, the profile, the progress line.
 //
 // The trainer calls each function at its place and knows nothing of what is behind them. Next:
-// io/tensorboard.h, step_trace.h, profile.h, progress.h.
+// io/tensorboard.h, base/trace.h and io/chrome_trace.h for traces, profile.h, progress.h.
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <memory>
 #include <optional>
+#include <vector>
 
+#include "base/trace.h"
 #include "io/tensorboard.h"
 #include "tessera/world.h"
 #include "train/config.h"
 #include "train/metrics.h"
 #include "train/profile.h"
 #include "train/progress.h"
-#include "train/step_trace.h"
 
 namespace tessera::train {
+
+/// Traces of chosen steps: RUN/metrics/trace/step-N.json, all ranks in one file on one clock.
+class StepTrace {
+ public:
+  /// `steps` is the same on every rank.
+  StepTrace(std::vector<std::int64_t> steps, std::filesystem::path folder, World& world);
+
+  /// Around each step, on the rank's own thread. Collective where the step is a chosen one. Errors:
+  /// kComm; kIo on rank 0, which writes.
+  void begin_step(std::int64_t step);
+  void end_step(std::int64_t step);
+
+ private:
+  bool is_chosen(std::int64_t step) const;
+
+  std::vector<std::int64_t> steps_;
+  std::filesystem::path folder_;
+  World& world_;
+  std::shared_ptr<Trace> trace_;
+  std::optional<TraceHere> here_;
+  TraceClock::time_point origin_;  ///< what all ranks call zero
+  TraceClock::time_point begin_;
+};
 
 class Observers {
  public:

@@ -2,7 +2,7 @@
 //
 // A World asks its backend for groups, and tells it when they are to be opened anew or closed; what
 // else it has (store, watch, queue) is the same under all. Ranks that are threads have the
-// in-process one beside Gloo (thread_world.h). Next: group.h, what a backend implements.
+// in-process one beside Gloo (thread_ranks.h). Next: group.h, what a backend implements.
 #pragma once
 
 #include <chrono>

@@ -1,5 +1,3 @@
-#include "kernels/cpu/sum.h"
-
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
@@ -83,15 +81,6 @@ Kernel find_kernel(at::ScalarType from, at::ScalarType to) {
 
 }  // namespace
 
-void sum_host_memory(const std::vector<const void*>& addends, at::ScalarType from,
-                     const HostSum& result) {
-  TESSERA_INVARIANT(!addends.empty(), "a sum of nothing");
-  const Kernel kernel = find_kernel(from, result.dtype);
-  TESSERA_INVARIANT(kernel != nullptr, "cannot add ", c10::toString(from), " into ",
-                    c10::toString(result.dtype));
-  if (result.numel > 0) kernel(addends, result);
-}
-
 void sum_in_rank_order(at::TensorList addends, const at::Tensor& result, bool adds) {
   std::vector<const void*> pointers;
   pointers.reserve(addends.size());
@@ -103,6 +92,15 @@ void sum_in_rank_order(at::TensorList addends, const at::Tensor& result, bool ad
 }  // namespace tessera::kernels::cpu
 
 namespace tessera::kernels {
+
+void sum_host_memory(const std::vector<const void*>& addends, at::ScalarType from,
+                     const HostSum& result) {
+  TESSERA_INVARIANT(!addends.empty(), "a sum of nothing");
+  const cpu::Kernel kernel = cpu::find_kernel(from, result.dtype);
+  TESSERA_INVARIANT(kernel != nullptr, "cannot add ", c10::toString(from), " into ",
+                    c10::toString(result.dtype));
+  if (result.numel > 0) kernel(addends, result);
+}
 
 bool can_sum(at::ScalarType from, at::ScalarType to) {
   return cpu::find_kernel(from, to) != nullptr;
