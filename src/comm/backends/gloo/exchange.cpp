@@ -263,28 +263,30 @@ std::vector<int> Exchange::not_arrived() {
   return ranks;
 }
 
-std::vector<int> Exchange::missing(const Transfer& transfer) {
-  const bool relayed = std::any_of(batch_.ops.begin(), batch_.ops.end(),
-                                   [&](const Op& op) { return is_relayed(op, channel_->size()); });
-  if (!relayed) return not_arrived();
-  // The rank before may itself wait for another one. If it came later than this one its time is up
-  // later: by then it says so, or the watch has seen it wait.
-  hear_others(*channel_->options.poison, *channel_->options.board, world_rank(transfer.peer));
-  const auto& log = *channel_->log;
-  const auto cause = channel_->options.board->cause_of(log.group_hash(), sequence_);
-  return {cause.value_or(world_rank(transfer.peer))};
+bool Exchange::is_relayed() const {
+  return std::any_of(batch_.ops.begin(), batch_.ops.end(),
+                     [&](const Op& op) { return comm::is_relayed(op, channel_->size()); });
 }
 
 void Exchange::fail(const Transfer& transfer, const std::string& what) {
-  channel_->options.poison->check();
+  const ChannelOptions& options = channel_->options;
+  const int peer = world_rank(transfer.peer);
+  options.poison->check();
   // Gloo waits by another clock and may be done a little before ours.
-  if (what.find("Timed out waiting") != std::string::npos ||
-      std::chrono::steady_clock::now() >= deadline_) {
-    throw PeerLost(
-        waited_in_vain(text(), patience_, missing(transfer), channel_->options.poison->patience));
+  const bool timed_out = what.find("Timed out waiting") != std::string::npos ||
+                         std::chrono::steady_clock::now() >= deadline_;
+  if (timed_out && !is_relayed()) {
+    throw PeerLost(waited_in_vain(text(), patience_, not_arrived(), options.poison->patience));
   }
-  hear_others(*channel_->options.poison, *channel_->options.board, world_rank(transfer.peer));
-  throw PeerLost(concat(text(), ": lost rank ", world_rank(transfer.peer), ": ", reason(what)));
+  // Of a relayed message the rank before may itself wait for another one. If it came later than
+  // this one its time is up later: by then it says so, or the watch has seen it wait.
+  hear_others(*options.poison, *options.board, peer);
+  if (timed_out) {
+    const auto cause = options.board->cause_of(channel_->log->group_hash(), sequence_);
+    throw PeerLost(
+        waited_in_vain(text(), patience_, {cause.value_or(peer)}, options.poison->patience));
+  }
+  throw PeerLost(concat(text(), ": lost rank ", peer, ": ", reason(what)));
 }
 
 }  // namespace tessera::comm

@@ -114,8 +114,9 @@ class Exchange final : public Work, private Blocked {
   void finish(std::vector<Transfer>& transfers);
   void finish(Transfer& transfer);
   [[noreturn]] void fail(const Transfer& transfer, const std::string& what);
-  /// World ranks for which a wait has timed out in `transfer`.
-  std::vector<int> missing(const Transfer& transfer);
+  /// Whether this rank may wait for one that itself waits for another.
+  bool is_relayed() const;
+  /// World ranks whose transfers are not there after a timeout.
   std::vector<int> not_arrived();
   void release_buffers();
 
