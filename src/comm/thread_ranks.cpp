@@ -117,9 +117,7 @@ std::string ThreadWorld::backend() const {
   return run_->backend == ThreadBackend::kGloo ? "gloo" : "in-process";
 }
 
-void ThreadWorld::poison(const std::string& why) {
-  run_->poison_all(of_rank(rank_, why));
-}
+void ThreadWorld::poison(const std::string& why) { run_->poison_all(of_rank(rank_, why)); }
 
 void ThreadWorld::poison_here(const std::string& why) {
   state_->poison->mark(why);

@@ -138,7 +138,7 @@ void Runtime::finish(BackwardUnderWay& backward) {
   do_steps(backward, backward.plan.steps.size());
   for (const auto& segment : backward.segments) {
     for (const auto& weak : segment->entries) {
-      if (const auto entry = weak.lock()) consume(*entry);
+      if (const auto entry = weak.lock()) entry->owed.reset();
     }
   }
 }
@@ -195,7 +195,7 @@ void Runtime::pre_backward(Entry& entry) {
 void Runtime::post_backward(Entry& entry) {
   begin_backward();
   spans_.backward_ends(&entry);
-  consume(entry);
+  entry.owed.reset();
   auto* backward = under_way(entry, /*needs_weights=*/false);
   if (backward == nullptr) return;
   const auto& places = backward->plan.places.at(entry.segment->forward->number)[entry.position];
@@ -204,19 +204,10 @@ void Runtime::post_backward(Entry& entry) {
 }
 
 void Runtime::expect(Entry& entry) {
-  if (!entry.consumed || entry.generation != generation_) return;
-  entry.consumed = false;
-  ++outstanding_;
-  ++entry.unit->progress_.expected;
-  for (const auto& lender : entry.unit->lenders) ++lender->progress_.expected;
-}
-
-void Runtime::consume(Entry& entry) {
-  if (entry.consumed || entry.generation != generation_) return;
-  entry.consumed = true;
-  --outstanding_;
-  --entry.unit->progress_.expected;
-  for (const auto& lender : entry.unit->lenders) --lender->progress_.expected;
+  if (entry.owed || entry.generation != generation_) return;
+  std::vector<Owed::Count> counts{outstanding_, entry.unit->expected_};
+  for (const auto& lender : entry.unit->lenders) counts.push_back(lender->expected_);
+  entry.owed.emplace(std::move(counts));
 }
 
 void Runtime::on_gradient() {

@@ -81,8 +81,9 @@ void Runtime::run_weight_gradients() {
 // --------------------------------------------------------------------------- what must have ended
 
 void Runtime::require_idle(const char* what) const {
+  const int owed = *outstanding_;
   TESSERA_CHECK(
-      outstanding_ == 0, ErrorKind::kUsage, what, ": found ", outstanding_,
+      owed == 0, ErrorKind::kUsage, what, ": found ", owed,
       " unit forwards whose backward has not run, expected none; run backward first, or let the "
       "loss go out of scope");
   require_none_owed(what);
@@ -177,6 +178,7 @@ void Runtime::reset() {
     unit->abandon_gather();
     // A unit's `reduced` is of the backward under way, of which there is none.
     unit->progress_ = {.reduced = unit->progress_.reduced};
+    unit->expected_ = std::make_shared<std::atomic<int>>(0);
     for (auto& bucket : unit->buckets()) bucket->drop_gradients();
     for (auto& p : unit->parameters()) {
       // What was published is part of a sum that is gone.
@@ -186,7 +188,9 @@ void Runtime::reset() {
       p->used = p->published = false;
     }
   }
-  outstanding_ = 0;  // what lives on in graphs that somebody holds is of a step that is lost
+  // What lives on in graphs that somebody holds is of a step that is lost, and keeps the counters
+  // that it is in.
+  outstanding_ = std::make_shared<std::atomic<int>>(0);
   if (!has_scaler_) switches_.loss_scale = 1.0;
   controls_changed();
   ++generation_;
@@ -195,7 +199,8 @@ void Runtime::reset() {
   forwards_ = {};
   kept_ = nullptr;
   under_way_.clear();
-  in_backward_ = failed_ = awaiting_tickets_ = holds_reductions_ = waits_for_last_ = false;
+  in_backward_ = false;
+  failed_ = awaiting_tickets_ = holds_reductions_ = waits_for_last_ = false;
 }
 
 }  // namespace tessera::fsdp

@@ -209,19 +209,22 @@ bool is_held_elsewhere(const std::vector<at::Tensor*>& results, std::size_t i,
 
 }  // namespace
 
+/// What tensors are to the unit whose border they cross.
+enum class Crossing : std::uint8_t { kArgument, kResult };
+
 /// Errors: kUsage naming the unit, the first of the grad-requiring ones that is elsewhere, and both
-/// devices. `what` they are: "argument", "result".
-void require_device(const std::vector<at::Tensor*>& tensors, const char* what, const Unit& unit) {
+/// devices.
+void require_device(const std::vector<at::Tensor*>& tensors, Crossing crossing, const Unit& unit) {
+  const bool leaves = crossing == Crossing::kResult;
   const at::Device device = unit.runtime().device();
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!is_wrapped(*tensors[i])) continue;
     TESSERA_CHECK(tensors[i]->device() == device, ErrorKind::kUsage, "unit ", unit.shown_name(),
-                  ": found ", what, " ", i, ", which requires grad, on ",
+                  ": found ", leaves ? "result " : "argument ", i, ", which requires grad, on ",
                   tensors[i]->device().str(), ", expected ", device.str(),
                   " where the unit's parameters are, since autograd runs devices at the same time; "
                   "move it before it ",
-                  std::string_view(what) == "result" ? "leaves" : "enters",
-                  " the unit, or detach() it");
+                  leaves ? "leaves" : "enters", " the unit, or detach() it");
   }
 }
 
@@ -331,7 +334,7 @@ void ShardedBase::Call::enter(const std::vector<at::Tensor*>& inputs) {
   if (!again) require_grad_mode_of_checkpoint(unit);
   entry_ = again ? runtime.enter_recompute(unit) : runtime.enter_forward(unit);
   generation_ = runtime.generation();
-  if (at::GradMode::is_enabled()) fsdp::require_device(inputs, "argument", unit);
+  if (at::GradMode::is_enabled()) fsdp::require_device(inputs, fsdp::Crossing::kArgument, unit);
   // The marker stands before the cast, so that the cast's backward is part of the unit's.
   inputs_ = &inputs;
   if (entry_ && at::GradMode::is_enabled()) crossed_ = fsdp::mark_inputs(inputs, entry_);
@@ -355,7 +358,8 @@ void ShardedBase::Call::leave(const std::vector<at::Tensor*>& outputs) {
   const auto& output = handle_.unit_->contract.output;
   if (output) cast_floating(outputs, *output);
   if (runtime.gives_back(*handle_.unit_)) fsdp::require_no_parameters(outputs, *handle_.unit_);
-  if (at::GradMode::is_enabled()) fsdp::require_device(outputs, "result", *handle_.unit_);
+  if (at::GradMode::is_enabled())
+    fsdp::require_device(outputs, fsdp::Crossing::kResult, *handle_.unit_);
   // Under recomputation the unit is gathered already: the entry's backward has begun.
   if (entry_ && at::GradMode::is_enabled() && fsdp::recomputing() == nullptr) {
     fsdp::mark_outputs(outputs, *inputs_, entry_);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 
 namespace tessera::fsdp {
@@ -12,10 +11,6 @@ std::uint64_t Segment::weights_now() const {
   std::uint64_t version = 0;
   for (const auto& unit : units) version += unit->weights_version();
   return version;
-}
-
-Entry::~Entry() {
-  if (runtime) runtime->consume(*this);
 }
 
 void Forwards::begin(std::vector<std::shared_ptr<Unit>> units) {

@@ -13,6 +13,7 @@
 #include <memory>
 #include <optional>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "fsdp/living_nodes.h"
@@ -43,6 +44,26 @@ struct Segment {
   std::uint64_t weights_now() const;
 };
 
+/// A backward that is owed, counted as long as this lives. Threads: any. A graph ends where its
+/// last reference does: on the rank's thread, on one to which a user gave the loss, on a device's
+/// thread of autograd that has run the last node. So nothing of the runtime is touched but
+/// counters, which outlive it where they must.
+class Owed {
+ public:
+  using Count = std::shared_ptr<std::atomic<int>>;
+  explicit Owed(std::vector<Count> counts) : counts_(std::move(counts)) {
+    for (const auto& count : counts_) ++*count;
+  }
+  ~Owed() {
+    for (const auto& count : counts_) --*count;
+  }
+  Owed(const Owed&) = delete;
+  Owed& operator=(const Owed&) = delete;
+
+ private:
+  const std::vector<Count> counts_;
+};
+
 /// One recorded forward of one unit. Lives as long as the autograd graph that it is part of.
 struct Entry {
   std::shared_ptr<Runtime> runtime;
@@ -50,13 +71,12 @@ struct Entry {
   std::shared_ptr<Segment> segment;
   std::size_t position = 0;
   std::uint64_t generation = 0;  ///< Runtime::generation() when it was made
-  bool consumed = true;          ///< nothing waits for its backward
+  std::optional<Owed> owed;      ///< none: nothing waits for its backward
   /// Nodes that will run its backward, as far as they live: of each result, of each argument, and
   /// of the checkpoint that it ran in (null where there is none).
   LivingNodes at_results;
   LivingNodes at_arguments;
   std::atomic<const torch::autograd::Node*> checkpoint = nullptr;
-  ~Entry();
   Entry() = default;
   Entry(const Entry&) = delete;
   Entry& operator=(const Entry&) = delete;

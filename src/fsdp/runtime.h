@@ -17,9 +17,13 @@
 // [Note: release] Unsharded memory goes back at the marker, never when the last gradient arrived:
 // with a frozen base and adapters all gradients arrive before the base weight's last use.
 //
-// Threads: the rank's own (forward) and the one that runs its backward, never at the same time.
+// Threads: the rank's own (forward) and the one that runs its backward, never at the same time. But
+// where graphs end, others come by: whoever drops the last reference to one (Owed), and, after an
+// exception, a device's thread of autograd that lets go of the graph task when the rank's thread
+// has left with the error already: it reads generation_ and in_backward_ (abandon_backward).
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <map>
 #include <memory>
@@ -104,16 +108,15 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// on what is issued, once a backward.
   void begin_backward(const Entry* first = nullptr);
   void end_backward();
-  /// The backward that began at `generation` ended without end_backward().
+  /// The backward that began at `generation` ended without end_backward(). Again, or once the rank
+  /// has begun anew: nothing happens.
   void abandon_backward(std::uint64_t generation);
   void pre_backward(Entry& entry);
   void post_backward(Entry& entry);
   void on_gradient();
   void on_tickets_closed();
-  /// Its backward is owed, or finished: counted on its unit and on the units that hold its
-  /// parameters.
+  /// Its backward is owed: counted here, on its unit and on the units that hold its parameters.
   void expect(Entry& entry);
-  void consume(Entry& entry);
 
   // --- user controls ---
   /// Final gradients are divided by it too: a power of two that losses are multiplied by. Errors:
@@ -173,7 +176,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::int64_t reductions_issued() const { return reducer_.issued(); }
 
  private:
-  friend struct Entry;
   // units and forward: runtime.cpp
   void check_usable();
   void number_units();
@@ -232,17 +234,17 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   Forwards forwards_;
   Unit* kept_ = nullptr;  // the last unit of the forward, whose memory stays for backward
-  int outstanding_ = 0;   // entries that are not consumed
+  Owed::Count outstanding_ = std::make_shared<std::atomic<int>>(0);  // of entries since reset()
   std::int64_t gathers_issued_ = 0;
 
-  bool in_backward_ = false;
+  std::atomic<bool> in_backward_ = false;
   std::deque<BackwardUnderWay> under_way_;  // outermost first
   bool awaiting_tickets_ = false;
   bool holds_reductions_ = false;
   bool waits_for_last_ = false;  // reductions are issued that no gradient shows yet
 
   bool failed_ = false;
-  std::uint64_t generation_ = 0;
+  std::atomic<std::uint64_t> generation_ = 0;
   std::uint64_t recoveries_ = 0;  // of the world, when this was last reset
 };
 

@@ -230,8 +230,8 @@ void Unit::build(std::vector<std::shared_ptr<Parameter>> added) {
 std::vector<std::shared_ptr<Parameter>> Unit::take_bucket(std::size_t index) {
   const at::NoGradGuard no_grad;
   auto& bucket = *buckets_.at(index);
-  TESSERA_CHECK(!gathered_ && !gather_pending() && progress_.expected == 0, ErrorKind::kUsage,
-                "unit ", shown_name(),
+  TESSERA_CHECK(!gathered_ && !gather_pending() && expected() == 0, ErrorKind::kUsage, "unit ",
+                shown_name(),
                 ": found a forward under way, expected none while modules are sharded");
   const auto flat = has_values_
                         ? whole_of(*runtime_, *this, bucket, bucket.shard(), "laid out anew")
@@ -347,7 +347,7 @@ void Unit::abandon_gather() {
 grad::SlotOwner::View Unit::open_slot(std::size_t index) {
   auto& parameter = *parameters_.at(index);
   TESSERA_CHECK(
-      progress_.expected > 0 || progress_.tickets > 0, ErrorKind::kContract, "gradient of ",
+      expected() > 0 || progress_.tickets > 0, ErrorKind::kContract, "gradient of ",
       parameter.contract.name, ": found one outside an open forward of its unit ", shown_name(),
       ", expected one after a forward through its handle; call the module through the handle "
       "that fully_shard returned");

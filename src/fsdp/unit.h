@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -146,7 +147,6 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   /// Where a step of the model stands with it.
   struct Progress {
     int open_calls = 0;              ///< forwards on the stack
-    int expected = 0;                ///< recorded forwards whose backward is not finished
     int tickets = 0;                 ///< deferred gradients that are owed
     bool reduced = false;            ///< in this backward
     bool owed = false;               ///< a backward without sync left gradients in its slots
@@ -154,6 +154,8 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
     bool unsharded_by_user = false;  ///< kept until the user or a forward gives it back
   };
   const Progress& progress() const { return progress_; }
+  /// Recorded forwards whose backward is not finished.
+  int expected() const { return *expected_; }
   /// Its memory outlasts backwards.
   bool outlasts_backward() const {
     return progress_.unsharded_by_user || !controls.reshard_after_backward;
@@ -192,6 +194,7 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
 
   std::shared_ptr<Runtime> runtime_;
   Progress progress_;
+  std::shared_ptr<std::atomic<int>> expected_ = std::make_shared<std::atomic<int>>(0);
   UnitId id_ = 0;
   bool has_handle_ = true;  // false once that is gone
   std::vector<std::shared_ptr<Parameter>> parameters_;

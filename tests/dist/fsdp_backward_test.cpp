@@ -154,7 +154,7 @@ TEST_P(BackwardOnRanks, TwoForwardsThenOneBackward) {
                   plain_gradients(plain, world.size(), world.size(), [&](int rank) {
                     backward(loss_of([&](const at::Tensor& x) { return plain.forward(x); }, rank));
                   }));
-      EXPECT_EQ(model.handle.unit()->progress().expected, 0);
+      EXPECT_EQ(model.handle.unit()->expected(), 0);
     }
   });
 }
@@ -209,7 +209,7 @@ void expect_gradients_of_plain_steps(
     backward(squares(model.handle.forward(input_of(world.rank(), 5, kWidth))));
     expect_same(whole_gradients(model.handle),
                 gradients_of_squares(plain, world.size(), 5, kWidth));
-    EXPECT_EQ(model.handle.unit()->progress().expected, 0);
+    EXPECT_EQ(model.handle.unit()->expected(), 0);
   }
 }
 

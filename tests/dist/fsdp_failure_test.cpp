@@ -87,7 +87,7 @@ TEST_P(Failures, OthersLeavePromptlyAndTheNextStepIsRight) {
     world.recover();
     step(3);
     step(4);
-    EXPECT_EQ(model.handle.unit()->progress().expected, 0);
+    EXPECT_EQ(model.handle.unit()->expected(), 0);
   });
 }
 

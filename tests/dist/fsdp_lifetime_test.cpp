@@ -3,6 +3,9 @@
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/sgd.h>
 
+#include <latch>
+#include <thread>
+
 #include "dist/plain.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
@@ -228,6 +231,35 @@ TEST_P(LifetimeOnRanks, StepWhileABackwardIsOwedIsRefused) {
       EXPECT_THAT(error_of([&] { optimizer->step(); }), HasSubstr("whose backward has not run"));
     }
     optimizer->step();  // the loss went out of scope
+  });
+}
+
+// What is owed is counted by whoever lets go of a graph. Naive: a plain count loses some of them,
+// and no step is taken any more.
+TEST(Lifetime, LossesThatOtherThreadsDropAreNotOwed) {
+  constexpr std::size_t kThreads = 4;
+  ranks(1).run([](World& world) {
+    ShardedChain model(data_mesh(world), 1, 2, kWidth);
+    const auto optimizer = make_sgd(model.handle, {});
+    for (int round = 0; round < 20; ++round) {
+      std::vector<std::vector<at::Tensor>> losses(kThreads);
+      for (auto& of_thread : losses) {
+        for (int i = 0; i < 16; ++i) {
+          of_thread.push_back(squares(model.handle.forward(input_of(0, i, kWidth))));
+        }
+      }
+      EXPECT_THAT(error_of([&] { optimizer->step(); }), HasSubstr("whose backward has not run"));
+      std::latch all(kThreads);
+      std::vector<std::jthread> threads;
+      for (auto& of_thread : losses) {
+        threads.emplace_back([&all, &of_thread] {
+          all.arrive_and_wait();
+          of_thread.clear();
+        });
+      }
+      threads.clear();  // joins
+      ASSERT_NO_THROW(optimizer->step());
+    }
   });
 }
 

@@ -80,7 +80,7 @@ Seen train(World& world, RecomputeMode inside, RecomputeMode outside, bool scale
     seen.gradients.push_back(whole_gradients(model.handle));
     optimizer->step();
     for (const auto& handle : model.chain->handles) {
-      EXPECT_EQ(handle->unit()->progress().expected, 0);
+      EXPECT_EQ(handle->unit()->expected(), 0);
       EXPECT_FALSE(handle->unit()->gathered());
     }
   }

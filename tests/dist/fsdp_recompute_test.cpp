@@ -38,7 +38,7 @@ Run train(World& world, Where where, const PrecisionPolicy& policy = {}) {
     EXPECT_FALSE(model.handle.unit()->gathered());
     for (const auto& handle : model.chain->handles) {
       EXPECT_FALSE(handle->unit()->gathered());
-      EXPECT_EQ(handle->unit()->progress().expected, 0);
+      EXPECT_EQ(handle->unit()->expected(), 0);
       EXPECT_EQ(handle->unit()->progress().open_calls, 0);
     }
   }
@@ -141,7 +141,7 @@ TEST_P(NestedRecompute, NestedHandlesGiveTheBitsOfThePlainModel) {
       expect_same(whole_gradients(handle), gradients_of_squares(plain, world.size(), step, kWidth),
                   concat("step ", step));
     }
-    EXPECT_EQ(handle.unit()->progress().expected, 0);
+    EXPECT_EQ(handle.unit()->expected(), 0);
   });
 }
 

@@ -245,7 +245,7 @@ class CaseRun {
       expect_step(case_, handle_, *reference_, where_);
       end_step();
     }
-    EXPECT_EQ(handle_.unit()->progress().expected, 0);
+    EXPECT_EQ(handle_.unit()->expected(), 0);
   }
 
  private:
