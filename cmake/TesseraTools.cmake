@@ -26,6 +26,9 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_L
     target_compile_options(tessera_flags INTERFACE -Wno-maybe-uninitialized)  # the same, at -O1
   endif()
 endif()
+if(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
+  target_compile_options(tessera_flags INTERFACE -Wthread-safety)  # base/mutex.h
+endif()
 if(TESSERA_UNITY AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # Sources of a unity build are included, so g++ takes their own types for those of a header. The presets
   # dev and tidy compile each source alone, and there headers are still checked.

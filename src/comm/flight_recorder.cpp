@@ -11,7 +11,7 @@ FlightRecorder::FlightRecorder(std::string group)
     : group_(std::move(group)), group_hash_(hash_bytes(group_)) {}
 
 std::uint64_t FlightRecorder::record(const Batch& batch, std::uint64_t sequence) {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   const std::uint64_t before = count_ == 0 ? 0 : ring_[(count_ - 1) % ring_.size()].hash_so_far;
   Kept& kept = ring_[count_++ % ring_.size()];
   describe(batch, sequence, kept.entry);
@@ -20,12 +20,12 @@ std::uint64_t FlightRecorder::record(const Batch& batch, std::uint64_t sequence)
 }
 
 void FlightRecorder::clear() {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   count_ = 0;
 }
 
 std::string FlightRecorder::lines() const {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   const std::uint64_t kept = std::min<std::uint64_t>(count_, ring_.size());
   std::string text;
   for (std::uint64_t i = count_ - kept; i < count_; ++i) {
@@ -37,7 +37,7 @@ std::string FlightRecorder::lines() const {
 }
 
 IssuedHashes FlightRecorder::issued() const {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   IssuedHashes issued{group_hash_, count_, {}};
   const std::uint64_t kept = std::min<std::uint64_t>(count_, ring_.size());
   for (std::uint64_t back = 1; back <= kept; ++back) {
@@ -47,7 +47,7 @@ IssuedHashes FlightRecorder::issued() const {
 }
 
 PeerWait FlightRecorder::wait_for(std::uint64_t sequence, int peer) const {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   const Entry& entry = ring_[sequence % ring_.size()].entry;
   const bool kept = sequence < count_ && entry.sequence == sequence;
   return {group_hash_, sequence, peer,

@@ -7,9 +7,9 @@
 
 #include <array>
 #include <cstdint>
-#include <mutex>
 #include <string>
 
+#include "base/mutex.h"
 #include "comm/batch.h"
 #include "launch/wait_board.h"
 
@@ -35,9 +35,9 @@ class FlightRecorder final : public Recorded {
 
   const std::string group_;
   const std::uint64_t group_hash_;
-  mutable std::mutex mutex_;
-  std::array<Kept, 64> ring_;
-  std::uint64_t count_ = 0;
+  mutable base::Mutex mutex_;
+  std::array<Kept, 64> ring_ TESSERA_GUARDED_BY(mutex_);
+  std::uint64_t count_ TESSERA_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace tessera::comm

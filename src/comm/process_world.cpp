@@ -108,7 +108,12 @@ void ProcessWorld::leave_together() {
     meet_on_board(*state_->board, [&] { wait_for_the_last("goodbye"); });
     watch_->stop();
     connections_->close();
-    state_->made.clear();
+    decltype(state_->made) groups;  // end outside of the lock
+    {
+      const base::Lock lock(state_->mutex);
+      groups.swap(state_->made);
+    }
+    groups.clear();
     if (rank_ == 0) {
       store_->meet("gone", rank_, everyone_, kGoodbye, *state_->poison);
     } else {
@@ -126,7 +131,7 @@ std::shared_ptr<Group> ProcessWorld::make_group(const std::vector<int>& ranks,
 }
 
 void ProcessWorld::poison_here(const std::string& why, int epoch) {
-  const std::lock_guard lock(epoch_mutex_);
+  const base::Lock lock(epoch_mutex_);
   if (epoch != epoch_) return;  // recovered in the meantime
   state_->poison->mark(why);
   queue_->poison(why);
@@ -152,7 +157,7 @@ void ProcessWorld::recover() {
   const int next = epoch_ + 1;
   queue_->drain();
   store_->meet(concat("recover/", next), rank_, everyone_, options_.timeout, never);
-  const std::lock_guard lock(epoch_mutex_);
+  const base::Lock lock(epoch_mutex_);
   epoch_ = next;
   watch_->set_epoch(next);
   connections_->reset(next);

@@ -8,11 +8,11 @@
 #include <atomic>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "comm/backends/backend.h"
 #include "launch/failure_record.h"
 #include "launch/failure_watch.h"
@@ -64,7 +64,7 @@ class ProcessWorld : public World {
   std::shared_ptr<Store> store_;
   std::unique_ptr<FailureWatch> watch_;
   std::unique_ptr<Connections> connections_;
-  std::mutex epoch_mutex_;  ///< held while the World is poisoned and while it is repaired
+  base::Mutex epoch_mutex_;  ///< held while the World is poisoned and while it is repaired
   std::atomic<int> epoch_{0};
   std::atomic<bool> store_is_silent_{false};
 };

@@ -4,13 +4,12 @@
 #include <c10/core/GradMode.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <deque>
 #include <exception>
-#include <mutex>
 #include <optional>
 #include <thread>
 
+#include "base/mutex.h"
 #include "base/one_line.h"
 #include "comm/traced_collective.h"
 #include "launch/poison.h"
@@ -70,14 +69,14 @@ struct IssueQueue::Impl {
   void issue(Submission submission);
   void drop(std::deque<Submission> dropped);
   const std::shared_ptr<Poison> poison = std::make_shared<Poison>();
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::condition_variable emptied;
-  std::deque<Submission> waiting;
-  bool busy = false;  // one is being issued
-  bool stopping = false;
-  std::optional<Submission> held_back;
-  std::function<bool(const Label&)> hold_back;
+  base::Mutex mutex;
+  base::Condition changed;
+  base::Condition emptied;
+  std::deque<Submission> waiting TESSERA_GUARDED_BY(mutex);
+  bool busy TESSERA_GUARDED_BY(mutex) = false;  // one is being issued
+  bool stopping TESSERA_GUARDED_BY(mutex) = false;
+  std::optional<Submission> held_back;  // of the thread, while it is busy
+  std::function<bool(const Label&)> hold_back TESSERA_GUARDED_BY(mutex);
   std::thread thread;
 };
 
@@ -108,9 +107,9 @@ void IssueQueue::Impl::drop(std::deque<Submission> dropped) {
 }
 
 void IssueQueue::Impl::run() {
-  std::unique_lock lock(mutex);
+  base::Lock lock(mutex);
   for (;;) {
-    changed.wait(lock, [&] { return stopping || !waiting.empty(); });
+    changed.wait(lock, [&]() TESSERA_REQUIRES(mutex) { return stopping || !waiting.empty(); });
     if (waiting.empty()) {
       if (!held_back) return;
       waiting.push_back(std::move(*held_back));
@@ -142,7 +141,7 @@ Pending IssueQueue::Impl::submit(Submission submission) {
     return Pending(std::move(state));
   }
   {
-    const std::lock_guard lock(mutex);
+    const base::Lock lock(mutex);
     TESSERA_INVARIANT(!stopping, "queue: ", submission.batch.label.unit, " came after the end");
     if (!thread.joinable()) thread = std::thread([this] { run(); });
     waiting.push_back(std::move(submission));
@@ -157,7 +156,7 @@ IssueQueue::~IssueQueue() { stop(); }
 
 void IssueQueue::stop() {
   {
-    const std::lock_guard lock(impl_->mutex);
+    const base::Lock lock(impl_->mutex);
     impl_->stopping = true;
   }
   impl_->changed.notify_all();
@@ -171,15 +170,17 @@ Pending IssueQueue::submit(Group& group, Batch batch, std::function<void()> read
 }
 
 void IssueQueue::drain() {
-  std::unique_lock lock(impl_->mutex);
-  impl_->emptied.wait(lock, [&] { return impl_->waiting.empty() && !impl_->busy; });
+  base::Lock lock(impl_->mutex);
+  impl_->emptied.wait(lock, [&]() TESSERA_REQUIRES(impl_->mutex) {
+    return impl_->waiting.empty() && !impl_->busy;
+  });
 }
 
 void IssueQueue::poison(const std::string& why) {
   impl_->poison->mark(why);
   std::deque<Submission> dropped;
   {
-    const std::lock_guard lock(impl_->mutex);
+    const base::Lock lock(impl_->mutex);
     dropped.swap(impl_->waiting);
     if (!impl_->busy) impl_->emptied.notify_all();
   }
@@ -189,14 +190,14 @@ void IssueQueue::poison(const std::string& why) {
 void IssueQueue::recover() {
   drain();
   {
-    const std::lock_guard lock(impl_->mutex);
+    const base::Lock lock(impl_->mutex);
     impl_->held_back.reset();
   }
   impl_->poison->clear();
 }
 
 void IssueQueue::set_reorder_for_tests(std::function<bool(const Label&)> hold_back) {
-  const std::lock_guard lock(impl_->mutex);
+  const base::Lock lock(impl_->mutex);
   impl_->hold_back = std::move(hold_back);
 }
 

@@ -3,15 +3,14 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "base/mutex.h"
 #include "comm/backends/backend.h"
 #include "comm/backends/gloo/gloo.h"
 #include "comm/backends/in_process/in_process.h"
@@ -41,8 +40,8 @@ struct ThreadRun {
   /// Marks every rank's World and ends all waits.
   void poison_all(const std::string& why);
 
-  std::mutex mutex;  ///< of `worlds`
-  std::vector<ThreadWorld*> worlds;
+  base::Mutex mutex;
+  std::vector<ThreadWorld*> worlds TESSERA_GUARDED_BY(mutex);
   int epoch = 0;
 };
 
@@ -73,7 +72,7 @@ class ThreadWorld : public World {
 };
 
 void ThreadRun::poison_all(const std::string& why) {
-  const std::lock_guard lock(mutex);
+  const base::Lock lock(mutex);
   for (ThreadWorld* world : worlds) world->poison_here(why);
   hub.wake_all();
   for (ThreadWorld* world : worlds) world->wake();
@@ -99,14 +98,14 @@ ThreadWorld::ThreadWorld(std::shared_ptr<ThreadRun> run, int rank)
     actions.poisoned = [](const std::string&, int) {};  // poison_all() has done it
     watch_ = std::make_unique<FailureWatch>(run_->store, state_->board, watch, std::move(actions));
   }
-  const std::lock_guard lock(run_->mutex);
+  const base::Lock lock(run_->mutex);
   run_->worlds.push_back(this);
 }
 
 ThreadWorld::~ThreadWorld() {
   if (watch_) watch_->stop();
   {
-    const std::lock_guard lock(run_->mutex);
+    const base::Lock lock(run_->mutex);
     std::erase(run_->worlds, this);
   }
   stop_queue();
@@ -164,14 +163,14 @@ struct ThreadRanks::Impl {
   const std::shared_ptr<ThreadRun> run;
   std::vector<std::shared_ptr<ThreadWorld>> worlds;
 
-  std::mutex mutex;
-  std::condition_variable started;
-  std::condition_variable finished;
-  const std::function<void(World&)>* body = nullptr;
-  std::uint64_t round = 0;
-  int running = 0;
-  bool stopping = false;
-  std::exception_ptr first_error;
+  base::Mutex mutex;
+  base::Condition started;
+  base::Condition finished;
+  const std::function<void(World&)>* body TESSERA_GUARDED_BY(mutex) = nullptr;
+  std::uint64_t round TESSERA_GUARDED_BY(mutex) = 0;
+  int running TESSERA_GUARDED_BY(mutex) = 0;
+  bool stopping TESSERA_GUARDED_BY(mutex) = false;
+  std::exception_ptr first_error TESSERA_GUARDED_BY(mutex);
   std::vector<std::thread> threads;
 };
 
@@ -184,7 +183,7 @@ void ThreadRanks::Impl::fail(std::exception_ptr error, int rank) {
   } catch (...) {
   }
   {
-    const std::lock_guard lock(mutex);
+    const base::Lock lock(mutex);
     if (!first_error) first_error = std::move(error);
   }
   run->poison_all(of_rank(rank, why));
@@ -204,13 +203,14 @@ void ThreadRanks::Impl::serve(int rank) {
   at::set_num_threads(std::max(1, cores / run->size));
   World& world = *worlds[static_cast<std::size_t>(rank)];
   std::uint64_t served = 0;
-  std::unique_lock lock(mutex);
+  base::Lock lock(mutex);
   for (;;) {
-    started.wait(lock, [&] { return stopping || round != served; });
+    started.wait(lock, [&]() TESSERA_REQUIRES(mutex) { return stopping || round != served; });
     if (stopping) return;
     served = round;
+    const std::function<void(World&)>& what = *body;
     lock.unlock();
-    attempt(world, *body);
+    attempt(world, what);
     lock.lock();
     if (--running == 0) finished.notify_all();
   }
@@ -230,7 +230,7 @@ ThreadRanks::ThreadRanks(int ranks, ThreadBackend backend, const WorldOptions& o
 
 ThreadRanks::~ThreadRanks() {
   {
-    const std::lock_guard lock(impl_->mutex);
+    const base::Lock lock(impl_->mutex);
     impl_->stopping = true;
   }
   impl_->started.notify_all();
@@ -246,12 +246,13 @@ void ThreadRanks::bend_for_tests(Hub::Bend bend) {
 void ThreadRanks::run(const std::function<void(World&)>& body) {
   std::exception_ptr error;
   {
-    std::unique_lock lock(impl_->mutex);
+    base::Lock lock(impl_->mutex);
     impl_->body = &body;
     impl_->running = impl_->run->size;
     ++impl_->round;
     impl_->started.notify_all();
-    impl_->finished.wait(lock, [&] { return impl_->running == 0; });
+    impl_->finished.wait(lock,
+                         [&]() TESSERA_REQUIRES(impl_->mutex) { return impl_->running == 0; });
     error = std::exchange(impl_->first_error, nullptr);
   }
   const bool poisoned = std::any_of(impl_->worlds.begin(), impl_->worlds.end(),

@@ -117,7 +117,7 @@ std::shared_ptr<comm::Group> World::group(const std::vector<int>& ranks, std::st
           std::find(ranks.begin(), ranks.end(), rank_) != ranks.end(),
       ErrorKind::kUsage, "group: found ", name, ", expected ascending ranks below ", size_,
       " with rank ", rank_, " among them");
-  const std::lock_guard lock(state_->mutex);
+  const base::Lock lock(state_->mutex);
   auto& made = state_->made[name];
   if (!made) {
     made = ranks.size() == 1 ? std::make_shared<comm::SoloGroup>(name, state_->poison)

@@ -4,9 +4,9 @@
 #include <chrono>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 
+#include "base/mutex.h"
 #include "comm/group.h"
 #include "launch/poison.h"
 #include "launch/start_up_log.h"
@@ -17,8 +17,8 @@
 namespace tessera {
 
 struct World::State {
-  std::mutex mutex;  ///< of `made`
-  std::map<std::string, std::shared_ptr<comm::Group>> made;
+  base::Mutex mutex;
+  std::map<std::string, std::shared_ptr<comm::Group>> made TESSERA_GUARDED_BY(mutex);
   const std::shared_ptr<comm::Poison> poison = std::make_shared<comm::Poison>();
   const std::shared_ptr<comm::WaitBoard> board = std::make_shared<comm::WaitBoard>();
   std::shared_ptr<comm::Store> store;  ///< none in a world of one

@@ -1,24 +1,24 @@
 #include "launch/bounded_calls.h"
 
-#include <condition_variable>
 #include <deque>
-#include <mutex>
 #include <thread>
+
+#include "base/mutex.h"
 
 namespace tessera::comm {
 
 struct BoundedCalls::State {
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::deque<std::function<void()>> jobs;
-  bool hangs = false;
-  bool stopping = false;
+  base::Mutex mutex;
+  base::Condition changed;
+  std::deque<std::function<void()>> jobs TESSERA_GUARDED_BY(mutex);
+  bool hangs TESSERA_GUARDED_BY(mutex) = false;
+  bool stopping TESSERA_GUARDED_BY(mutex) = false;
   std::thread thread;
 
   void work() {
-    std::unique_lock lock(mutex);
+    base::Lock lock(mutex);
     for (;;) {
-      changed.wait(lock, [&] { return stopping || !jobs.empty(); });
+      changed.wait(lock, [&]() TESSERA_REQUIRES(mutex) { return stopping || !jobs.empty(); });
       if (jobs.empty() || hangs) return;
       auto job = std::move(jobs.front());
       jobs.pop_front();
@@ -35,7 +35,7 @@ BoundedCalls::BoundedCalls() : state_(std::make_shared<State>()) {}
 BoundedCalls::~BoundedCalls() {
   bool hangs = false;
   {
-    const std::lock_guard lock(state_->mutex);
+    const base::Lock lock(state_->mutex);
     state_->stopping = true;
     hangs = state_->hangs;
   }
@@ -50,7 +50,7 @@ BoundedCalls::~BoundedCalls() {
 
 bool BoundedCalls::post(std::function<void()> job) {
   {
-    const std::lock_guard lock(state_->mutex);
+    const base::Lock lock(state_->mutex);
     if (state_->hangs) return false;
     if (!state_->thread.joinable()) {
       state_->thread = std::thread([state = state_] { state->work(); });
@@ -62,7 +62,7 @@ bool BoundedCalls::post(std::function<void()> job) {
 }
 
 void BoundedCalls::give_up() {
-  const std::lock_guard lock(state_->mutex);
+  const base::Lock lock(state_->mutex);
   state_->hangs = true;
 }
 

@@ -77,7 +77,7 @@ FailureWatch::~FailureWatch() { stop(); }
 
 void FailureWatch::stop() {
   {
-    const std::lock_guard lock(mutex_);
+    const base::Lock lock(mutex_);
     stopping_ = true;
   }
   wake_.notify_all();
@@ -93,12 +93,12 @@ void FailureWatch::set_epoch(int epoch) {
 }
 
 void FailureWatch::each_poll(void (FailureWatch::*act)()) {
-  std::unique_lock lock(mutex_);
+  base::Lock lock(mutex_);
   while (!stopping_) {
     lock.unlock();
     (this->*act)();
     lock.lock();
-    wake_.wait_for(lock, options_.poll, [&] { return stopping_; });
+    wake_.wait_for(lock, options_.poll, [&]() TESSERA_REQUIRES(mutex_) { return stopping_; });
   }
 }
 
@@ -110,7 +110,7 @@ void FailureWatch::look_or_end() {
   } catch (const std::exception& error) {
     over_ = true;
     {
-      const std::lock_guard lock(mutex_);
+      const base::Lock lock(mutex_);
       if (stopping_) return;
     }
     actions_.lost(concat("the store is gone, rank 0 or the launcher has left: ", error.what()));

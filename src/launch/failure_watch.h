@@ -11,14 +11,13 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "base/mutex.h"
 #include "launch/peer_watch.h"
 #include "launch/store.h"
 #include "launch/wait_board.h"
@@ -80,9 +79,9 @@ class FailureWatch {
   const std::shared_ptr<WaitBoard> board_;
   const WatchOptions options_;
   const Actions actions_;
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  bool stopping_ = false;
+  base::Mutex mutex_;
+  base::Condition wake_;
+  bool stopping_ TESSERA_GUARDED_BY(mutex_) = false;
   std::atomic<bool> over_{false};  // an action that ends the run was taken, nothing to look for
   std::atomic<int> epoch_{0};
   std::atomic<std::uint64_t> looks_{0};

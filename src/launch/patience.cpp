@@ -14,7 +14,7 @@ constexpr int kWorksAsked = 16;
 
 void Patience::raise(std::chrono::milliseconds longer, WorkOf work_of) {
   {
-    const std::lock_guard lock(mutex_);
+    const base::Lock lock(mutex_);
     work_of_ = std::move(work_of);
   }
   longer_ms_.store(longer.count(), std::memory_order_relaxed);
@@ -22,7 +22,7 @@ void Patience::raise(std::chrono::milliseconds longer, WorkOf work_of) {
 
 void Patience::lower() {
   longer_ms_.store(0, std::memory_order_relaxed);
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   work_of_ = nullptr;
 }
 
@@ -41,7 +41,7 @@ std::chrono::milliseconds Patience::of(std::chrono::milliseconds usual) const {
 std::string Patience::works_of(const std::vector<int>& ranks) const {
   WorkOf work_of;
   {
-    const std::lock_guard lock(mutex_);
+    const base::Lock lock(mutex_);
     work_of = work_of_;
   }
   std::string works;

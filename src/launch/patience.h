@@ -10,9 +10,10 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <string>
 #include <vector>
+
+#include "base/mutex.h"
 
 namespace tessera::comm {
 
@@ -44,8 +45,8 @@ class Patience {
  private:
   std::atomic<std::int64_t> longer_ms_{0};
   std::atomic<std::int64_t> words_ms_{1000};
-  mutable std::mutex mutex_;
-  WorkOf work_of_;
+  mutable base::Mutex mutex_;
+  WorkOf work_of_ TESSERA_GUARDED_BY(mutex_);
 };
 
 }  // namespace tessera::comm

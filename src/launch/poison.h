@@ -8,9 +8,9 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <mutex>
 #include <string>
 
+#include "base/mutex.h"
 #include "launch/patience.h"
 #include "tessera/error.h"
 
@@ -33,14 +33,14 @@ class Poison {
  public:
   /// The first reason stays.
   void mark(const std::string& why) {
-    const std::lock_guard lock(mutex_);
+    const base::Lock lock(mutex_);
     if (set_.load(std::memory_order_relaxed)) return;
     why_ = why;
     ++marks_;
     set_.store(true, std::memory_order_release);
   }
   void clear() {
-    const std::lock_guard lock(mutex_);
+    const base::Lock lock(mutex_);
     set_.store(false, std::memory_order_release);
     why_.clear();
     suspicion_.clear();
@@ -48,11 +48,11 @@ class Poison {
   /// What a wait has thrown and is on its way out of the step: whoever marks the World for that
   /// says it too, since an unwinding stack does not know its exception. The first one stays.
   void suspect(const std::string& why) {
-    const std::lock_guard lock(mutex_);
+    const base::Lock lock(mutex_);
     if (suspicion_.empty()) suspicion_ = why;
   }
   std::string suspicion() const {
-    const std::lock_guard lock(mutex_);
+    const base::Lock lock(mutex_);
     return suspicion_;
   }
   /// How often it was marked: what nobody waits for any more may look so seldom that it is cleared
@@ -60,7 +60,7 @@ class Poison {
   std::uint64_t marks() const { return marks_; }
   bool is_set() const { return set_.load(std::memory_order_acquire); }
   std::string why() const {
-    const std::lock_guard lock(mutex_);
+    const base::Lock lock(mutex_);
     return why_;
   }
   /// Errors: PeerLost (kComm) when marked.
@@ -74,9 +74,9 @@ class Poison {
  private:
   std::atomic<bool> set_{false};
   std::atomic<std::uint64_t> marks_{0};
-  mutable std::mutex mutex_;
-  std::string why_;
-  std::string suspicion_;
+  mutable base::Mutex mutex_;
+  std::string why_ TESSERA_GUARDED_BY(mutex_);
+  std::string suspicion_ TESSERA_GUARDED_BY(mutex_);
 };
 
 }  // namespace tessera::comm

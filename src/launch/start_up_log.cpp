@@ -16,7 +16,7 @@ StartUpLog::StartUpLog(std::shared_ptr<const WaitBoard> board, std::chrono::mill
 
 StartUpLog::~StartUpLog() {
   {
-    const std::lock_guard lock(mutex_);
+    const base::Lock lock(mutex_);
     stopping_ = true;
   }
   wake_.notify_all();
@@ -24,8 +24,8 @@ StartUpLog::~StartUpLog() {
 }
 
 void StartUpLog::run() {
-  std::unique_lock lock(mutex_);
-  while (!wake_.wait_for(lock, every_, [&] { return stopping_; })) {
+  base::Lock lock(mutex_);
+  while (!wake_.wait_for(lock, every_, [&]() TESSERA_REQUIRES(mutex_) { return stopping_; })) {
     lock.unlock();
     const auto waited = board_->standing().waited;
     if (waited >= every_) {

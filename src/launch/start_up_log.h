@@ -5,13 +5,12 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 
+#include "base/mutex.h"
 #include "launch/wait_board.h"
 
 namespace tessera::comm {
@@ -35,9 +34,9 @@ class StartUpLog {
   const std::chrono::milliseconds every_;
   const Works works_;
   const std::function<void(const std::string&)> say_;
-  std::mutex mutex_;  ///< of `stopping_`
-  std::condition_variable wake_;
-  bool stopping_ = false;
+  base::Mutex mutex_;
+  base::Condition wake_;
+  bool stopping_ TESSERA_GUARDED_BY(mutex_) = false;
   std::thread thread_;
 };
 

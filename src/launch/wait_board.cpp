@@ -19,59 +19,59 @@ void meet_on_board(WaitBoard& board, const std::function<void()>& meet) {
 }
 
 void WaitBoard::enter(Blocked& wait) {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   waits_.push_back({&wait, std::chrono::steady_clock::now()});
 }
 
 void WaitBoard::leave(Blocked& wait) {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   std::erase_if(waits_, [&](const Item& item) { return item.wait == &wait; });
 }
 
 void WaitBoard::abort_all() {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   for (const Item& item : waits_) item.wait->abort();
 }
 
 void WaitBoard::add(std::shared_ptr<Recorded> log) {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   logs_.push_back(std::move(log));
 }
 
 void WaitBoard::remove(const Recorded& log) {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   std::erase_if(logs_, [&](const auto& one) { return one.get() == &log; });
 }
 
 int WaitBoard::groups() const {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   return static_cast<int>(logs_.size());
 }
 
 void WaitBoard::watch(std::vector<int> ranks) {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   peers_ = std::move(ranks);
 }
 
 void WaitBoard::set_store_rank(std::optional<int> rank) {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   store_rank_ = rank;
 }
 
 std::optional<int> WaitBoard::store_rank() const {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   return store_rank_;
 }
 
 std::string WaitBoard::lines() const {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   std::string text;
   for (const auto& log : logs_) text += log->lines();
   return text;
 }
 
 Standing WaitBoard::standing() const {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   Standing standing;
   standing.peers = peers_;
   standing.waits = static_cast<int>(waits_.size());
@@ -91,35 +91,35 @@ Standing WaitBoard::standing() const {
 }
 
 WaitBoard::Look::Look(WaitBoard& board) : board_(board) {
-  const std::lock_guard lock(board_.mutex_);
+  const base::Lock lock(board_.mutex_);
   board_.looks_since_ = std::chrono::steady_clock::now();
 }
 
 WaitBoard::Look::~Look() {
-  const std::lock_guard lock(board_.mutex_);
+  const base::Lock lock(board_.mutex_);
   board_.looks_since_.reset();
 }
 
 bool WaitBoard::looks_since_before(std::chrono::steady_clock::time_point time) const {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   return looks_since_ && *looks_since_ < time;
 }
 
 void WaitBoard::set_epoch(int epoch) {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   epoch_ = epoch;
   cause_ = -1;
 }
 
 void WaitBoard::set_cause(int epoch, const PeerWait& wait, int rank) {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   if (epoch != epoch_) return;  // by a look that began before the recovery
   caused_wait_ = wait;
   cause_ = rank;
 }
 
 std::optional<int> WaitBoard::cause_of(std::uint64_t group, std::uint64_t sequence) const {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   if (cause_ < 0 || caused_wait_.group != group || caused_wait_.sequence != sequence) {
     return std::nullopt;
   }

@@ -9,11 +9,11 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "launch/peer_watch.h"
 
 namespace tessera::comm {
@@ -82,15 +82,15 @@ class WaitBoard {
     Blocked* wait;
     std::chrono::steady_clock::time_point since;
   };
-  mutable std::mutex mutex_;
-  std::vector<Item> waits_;
-  std::vector<std::shared_ptr<Recorded>> logs_;
-  std::vector<int> peers_;
-  std::optional<int> store_rank_;
-  std::optional<std::chrono::steady_clock::time_point> looks_since_;
-  int epoch_ = 0;
-  PeerWait caused_wait_;
-  int cause_ = -1;
+  mutable base::Mutex mutex_;
+  std::vector<Item> waits_ TESSERA_GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<Recorded>> logs_ TESSERA_GUARDED_BY(mutex_);
+  std::vector<int> peers_ TESSERA_GUARDED_BY(mutex_);
+  std::optional<int> store_rank_ TESSERA_GUARDED_BY(mutex_);
+  std::optional<std::chrono::steady_clock::time_point> looks_since_ TESSERA_GUARDED_BY(mutex_);
+  int epoch_ TESSERA_GUARDED_BY(mutex_) = 0;
+  PeerWait caused_wait_ TESSERA_GUARDED_BY(mutex_);
+  int cause_ TESSERA_GUARDED_BY(mutex_) = -1;
 };
 
 /// Stands on the board while it lives.

@@ -64,14 +64,14 @@ Channel::~Channel() { options.board->remove(*log); }
 at::Tensor Channel::take_buffer(std::int64_t bytes) {
   at::Tensor taken;
   {
-    const std::lock_guard lock(mutex_);
+    const base::Lock lock(mutex_);
     taken = free_buffers_.take(bytes);
   }
   return taken.defined() ? taken : at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
 }
 
 void Channel::give_back(at::Tensor buffer) {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   free_buffers_.give_back(std::move(buffer));
 }
 
@@ -165,7 +165,7 @@ void Exchange::UnderWay::finish_receives() { exchange_.finish(receives); }
 void Exchange::UnderWay::finish_sends() { exchange_.finish(sends); }
 
 void Exchange::UnderWay::post_more(Earlier earlier, const std::function<void()>& post) {
-  const std::lock_guard lock(exchange_.mutex_);
+  const base::Lock lock(exchange_.mutex_);
   exchange_.channel_->options.poison->check();
   if (earlier == Earlier::kFinished) {
     receives.clear();
@@ -182,7 +182,7 @@ void Exchange::start() {
 }
 
 void Exchange::abort() {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   for (UnderWay& op : under_way_) {
     for (Transfer& transfer : op.receives) transfer.work->abort();
     for (Transfer& transfer : op.sends) transfer.work->abort();

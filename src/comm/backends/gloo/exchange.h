@@ -10,12 +10,12 @@
 #include <deque>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
+#include "base/mutex.h"
 #include "comm/backends/gloo/point_to_point.h"
 #include "comm/buffer_pool.h"
 #include "comm/flight_recorder.h"
@@ -48,8 +48,8 @@ class Channel {
   std::vector<Line> lines;  ///< by index of the peer
 
  private:
-  std::mutex mutex_;
-  FreeBlocks free_buffers_{2.0};
+  base::Mutex mutex_;
+  FreeBlocks free_buffers_ TESSERA_GUARDED_BY(mutex_){2.0};
 };
 
 /// Waits as long as words may be on their way (Patience::words) before `peer`, a world rank, is
@@ -131,7 +131,7 @@ class Exchange final : public Work, private Blocked {
   std::uint64_t fingerprint_;
   std::deque<UnderWay> under_way_;
   std::int64_t posted_bytes_ = 0;
-  std::mutex mutex_;  // of under_way_'s lists, between wait() and abort()
+  base::Mutex mutex_;  // of under_way_'s lists, between wait() and abort()
   std::chrono::milliseconds patience_{0};
   std::chrono::steady_clock::time_point deadline_;
   std::atomic<int> waits_for_{-1};  // a peer

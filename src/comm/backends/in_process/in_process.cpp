@@ -1,6 +1,7 @@
 #include "comm/backends/in_process/in_process.h"
 
 #include "base/joined.h"
+#include "base/mutex.h"
 #include "comm/batch.h"
 #include "tessera/error.h"
 
@@ -21,10 +22,10 @@ struct Hub::Meeting {
 struct Hub::Room {
   std::string name;
   std::vector<int> members;
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::map<std::uint64_t, std::shared_ptr<Meeting>> open;
-  std::uint64_t generation = 0;
+  base::Mutex mutex;
+  base::Condition changed;
+  std::map<std::uint64_t, std::shared_ptr<Meeting>> open TESSERA_GUARDED_BY(mutex);
+  std::uint64_t generation TESSERA_GUARDED_BY(mutex) = 0;
 };
 
 namespace {
@@ -107,7 +108,7 @@ class HubWork : public Work {
   void wait() override {
     if (done_) return;
     const std::chrono::milliseconds patience = poison_->patience.of(timeout_);
-    std::unique_lock lock(room_->mutex);
+    base::Lock lock(room_->mutex);
     const bool in_time = room_->changed.wait_for(
         lock, patience, [&] { return meeting_->done || poison_->is_set(); });
     if (meeting_->done && !meeting_->failure.empty()) {
@@ -155,7 +156,7 @@ class HubGroup : public Group {
     check_batch(batch, size());
     std::shared_ptr<const Hub::Bend> bend;
     {
-      const std::lock_guard lock(hub_.mutex_);
+      const base::Lock lock(hub_.mutex_);
       bend = hub_.bend_;
     }
     const auto self = static_cast<std::size_t>(self_);
@@ -172,7 +173,7 @@ class HubGroup : public Group {
   };
 
   Joined join(Batch batch) {
-    const std::lock_guard lock(room_->mutex);
+    const base::Lock lock(room_->mutex);
     if (generation_ != room_->generation) {
       generation_ = room_->generation;
       next_sequence_ = 0;
@@ -202,7 +203,7 @@ class HubGroup : public Group {
       }
       run(deliver_at_wait ? meeting.staged : meeting.batches);
     }
-    const std::lock_guard lock(room_->mutex);
+    const base::Lock lock(room_->mutex);
     meeting.failure = std::move(failure);
     meeting.done = true;
     room_->changed.notify_all();
@@ -217,7 +218,7 @@ class HubGroup : public Group {
 };
 
 std::shared_ptr<Hub::Room> Hub::room(const std::string& name, const std::vector<int>& members) {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   auto& room = rooms_[name];
   if (!room) {
     room = std::make_shared<Room>();
@@ -233,32 +234,32 @@ std::unique_ptr<Group> Hub::make_group(const std::string& name, const std::vecto
 }
 
 void Hub::wake_all() {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   for (const auto& [name, room] : rooms_) {
-    const std::lock_guard room_lock(room->mutex);
+    const base::Lock room_lock(room->mutex);
     room->changed.notify_all();
   }
   met_.notify_all();
 }
 
 void Hub::reset() {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   abandoned_ = false;
   for (const auto& [name, room] : rooms_) {
-    const std::lock_guard room_lock(room->mutex);
+    const base::Lock room_lock(room->mutex);
     room->open.clear();
     ++room->generation;
   }
 }
 
 void Hub::abandon() {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   abandoned_ = true;
   met_.notify_all();
 }
 
 void Hub::meet(int ranks) {
-  std::unique_lock lock(mutex_);
+  base::Lock lock(mutex_);
   const std::uint64_t round = meeting_round_;
   if (++meeting_count_ == ranks) {
     meeting_count_ = 0;
@@ -266,14 +267,15 @@ void Hub::meet(int ranks) {
     met_.notify_all();
     return;
   }
-  met_.wait_for(lock, timeout_, [&] { return meeting_round_ != round || abandoned_; });
+  met_.wait_for(lock, timeout_,
+                [&]() TESSERA_REQUIRES(mutex_) { return meeting_round_ != round || abandoned_; });
   if (meeting_round_ != round) return;
   throw PeerLost(concat("recover: only ", meeting_count_--, " of ", ranks, " ranks came within ",
                         in_seconds(timeout_)));
 }
 
 void Hub::bend_for_tests(Bend bend) {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   bend_ = std::make_shared<const Bend>(std::move(bend));
 }
 

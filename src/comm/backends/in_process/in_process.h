@@ -7,15 +7,14 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "base/mutex.h"
 #include "comm/backends/backend.h"
 #include "comm/group.h"
 #include "launch/poison.h"
@@ -59,13 +58,13 @@ class Hub {
   std::shared_ptr<Room> room(const std::string& name, const std::vector<int>& members);
 
   const std::chrono::milliseconds timeout_;
-  std::mutex mutex_;
-  std::condition_variable met_;
-  int meeting_count_ = 0;
-  bool abandoned_ = false;
-  std::uint64_t meeting_round_ = 0;
-  std::map<std::string, std::shared_ptr<Room>> rooms_;
-  std::shared_ptr<const Bend> bend_ = std::make_shared<Bend>();
+  base::Mutex mutex_;
+  base::Condition met_;
+  int meeting_count_ TESSERA_GUARDED_BY(mutex_) = 0;
+  bool abandoned_ TESSERA_GUARDED_BY(mutex_) = false;
+  std::uint64_t meeting_round_ TESSERA_GUARDED_BY(mutex_) = 0;
+  std::map<std::string, std::shared_ptr<Room>> rooms_ TESSERA_GUARDED_BY(mutex_);
+  std::shared_ptr<const Bend> bend_ TESSERA_GUARDED_BY(mutex_) = std::make_shared<Bend>();
 };
 
 /// The backend, on the threads' hub. A run of threads repairs the hub itself.
