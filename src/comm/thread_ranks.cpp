@@ -268,3 +268,12 @@ void ThreadRanks::run(const std::function<void(World&)>& body) {
 }
 
 }  // namespace tessera::comm
+
+namespace tessera {
+
+void launch_threads(int ranks, ThreadBackend backend, const std::function<void(World&)>& body,
+                    const WorldOptions& options) {
+  comm::ThreadRanks(ranks, backend, options).run(body);
+}
+
+}  // namespace tessera

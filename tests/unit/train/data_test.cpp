@@ -263,7 +263,7 @@ TEST(ReplayedBatches, TensorsThatNothingReadsAreNamedOnce) {
   EXPECT_EQ(said({"steps/input_ids", "steps/labels", "router/0/indices"}, text), "");
   EXPECT_THAT(said({"mm_token_type_ids"}, text), HasSubstr("'mm_token_type_ids'"));
   Vocabulary images = text;
-  images.images = ImageTokens{.id = 299, .vision = {}};
+  images.images = models::ImageTokens{.id = 299, .patches = {}};
   EXPECT_EQ(said({"mm_token_type_ids"}, images), "");
 }
 
