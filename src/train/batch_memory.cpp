@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <charconv>
-#include <initializer_list>
 #include <new>
 #include <optional>
-#include <set>
 #include <sstream>
 #include <string_view>
 
@@ -62,54 +60,14 @@ double stream_of(const models::ModelSpec& spec, const ForwardForm& form) {
          (form.sequence_parallel ? static_cast<double>(form.tensor_ranks) : 1.0);
 }
 
-/// Which weights are trained: a frozen one has no use for its input.
-class Trained {
- public:
-  explicit Trained(const std::vector<GradContract>& parameters) {
-    for (const GradContract& parameter : parameters) {
-      if (parameter.trainable) names_.insert(parameter.name);
-    }
-  }
-  bool any_of(std::int64_t layer, std::initializer_list<std::string_view> products) const {
-    return std::ranges::any_of(products, [&](std::string_view product) {
-      return names_.contains(concat("model.layers.", layer, ".", product, ".weight"));
-    });
-  }
-
- private:
-  std::set<std::string> names_;
-};
-
-/// Elements of a token that trained products of a layer save: their inputs, several of them one.
-double inputs_of_products(const models::ModelSpec& spec, std::int64_t layer, double ranks,
-                          const Trained& trained) {
-  const auto if_trained = [&](std::initializer_list<std::string_view> products, double elements) {
-    return trained.any_of(layer, products) ? elements : 0.0;
-  };
-  const auto hidden = static_cast<double>(spec.hidden_size);
-  double kept = 0;
-  if (!spec.mla) {
-    kept += if_trained({"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}, hidden) +
-            if_trained({"self_attn.o_proj"}, static_cast<double>(spec.q_size()) / ranks);
-  }
-  if (!spec.is_moe(layer)) {
-    kept += if_trained({"mlp.gate_proj", "mlp.up_proj"}, hidden) +
-            if_trained({"mlp.down_proj"}, static_cast<double>(spec.intermediate_size) / ranks);
-  }
-  return kept;
-}
-
 /// Elements that a layer saves of a token.
-double kept_of_layer(const models::ModelSpec& spec, std::int64_t number, const ForwardForm& form,
-                     const Trained& trained) {
+double kept_of_layer(const models::ModelSpec& spec, std::int64_t number, const ForwardForm& form) {
   const double ranks = form.tensor_ranks;
   // Recomputed or not: the input, of a checkpoint or of the first norm.
   double kept = stream_of(spec, form);
   if (form.recompute == RecomputeMode::kFull || spec.gemma4) return kept;
-  // The sum beside the second norm, and what products read, where nothing is computed again.
-  if (form.recompute == RecomputeMode::kNone) {
-    kept += stream_of(spec, form) + inputs_of_products(spec, number, ranks, trained);
-  }
+  // The sum beside the second norm, where nothing is computed again.
+  if (form.recompute == RecomputeMode::kNone) kept += stream_of(spec, form);
   // As results of products, or as what the functions behind them save.
   if (!spec.mla) kept += static_cast<double>(spec.q_size() + 2 * spec.kv_size()) / ranks;
   if (!spec.is_moe(number)) kept += 2.0 * static_cast<double>(spec.intermediate_size) / ranks;
@@ -153,10 +111,9 @@ KeptOfToken kept_of_token(const models::ModelSpec& spec,
   kept.logits = bytes * static_cast<double>(logits);
   const auto first = first_with_gradient(parameters);
   if (!first) return kept;
-  const Trained trained(parameters);
   kept.activations = bytes * stream_of(spec, form);  // of the last norm
   for (std::int64_t layer = *first; layer < spec.num_hidden_layers; ++layer) {
-    kept.activations += bytes * kept_of_layer(spec, layer, form, trained);
+    kept.activations += bytes * kept_of_layer(spec, layer, form);
   }
   return kept;
 }

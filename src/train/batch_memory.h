@@ -39,9 +39,9 @@ struct KeptOfToken {
 };
 
 /// Counted is what each layer saves whose input wants a gradient, and of that what every kernel
-/// saves: inputs of norms and of trained products; queries, keys, values, inputs of gates, of
-/// layers that have them in this form. Not experts, latent attention, towers of images. No element
-/// is narrower than the narrowest compute dtype.
+/// saves: inputs of norms; queries, keys, values, gates of layers that have them in this form. Not
+/// experts, latent attention, towers of images, or what trained weights add. No element is narrower
+/// than the narrowest compute dtype.
 KeptOfToken kept_of_token(const models::ModelSpec& spec,
                           const std::vector<GradContract>& parameters, const ForwardForm& form);
 

@@ -88,8 +88,7 @@ std::string_view trimmed(std::string_view text) {
   return text.substr(begin, text.find_last_not_of(" \t\r") + 1 - begin);
 }
 
-// The parser's error has a place and names no key, and it leaves no table whose regions would. What
-// stands before "=" in the line is one, below the last [section]; ""
+// The parser names no key. What stands before "=" in the line is one, below the last [section]; ""
 // where a value goes over several lines.
 std::string key_in_line(std::string_view text, std::size_t line) {
   std::string section;
