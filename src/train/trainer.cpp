@@ -10,18 +10,14 @@
 #include <cstring>
 #include <fstream>
 #include <iostream>
-#include <thread>
-#include <utility>
 
 #include "base/joined.h"
 #include "base/log.h"
 #include "base/terminal_line.h"
-#include "comm/group.h"
 #include "moe/load_balance.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"
 #include "tessera/optim.h"
-#include "train/agreement.h"
 #include "train/batch_memory.h"
 #include "train/check_dtypes.h"
 #include "train/check_placements.h"
@@ -41,9 +37,6 @@ namespace tessera::train {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-// Ranks of an earlier attempt that were killed may still be giving their memory back.
-constexpr std::chrono::seconds kEndOfEarlierRun{3};
 
 /// Of this program: getrusage() would begin with what the launcher's process had at fork.
 double peak_rss_mib() {
@@ -106,8 +99,9 @@ class Rows {
               mesh.coordinate(axis::kShard)) {}
   std::vector<RowRange> ranges() const { return micro_batches(rows_, local_, ranks_, rank_); }
   std::int64_t count() const { return rows_; }
-  RowsOfRank of_rank(std::int64_t row_tokens) const {
-    const auto rows = contiguous_block(rows_, ranks_, rank_).size();
+  /// The most of any rank.
+  RowsOfRank most(std::int64_t row_tokens) const {
+    const auto rows = contiguous_block(rows_, ranks_, 0).size();
     return {rows, std::min(rows, local_), row_tokens};
   }
 
@@ -141,8 +135,8 @@ class Trainer {
     request.steps = *config.training.steps;
     data_ = open_batches(request);
     check_positions(config.parallelism, data_->row_tokens());
-    ModelParts parts = model_parts(source_, config, mesh_);
-    require_memory(parts);
+    require_room(Rows(config_, *data_, mesh_).most(data_->row_tokens()),
+                 source_.spec.vocab_size / dims_.tp, memory_bytes());
     if (!config.validation.path.empty()) {
       request.path = config.validation.path;
       request.key = "validation.path";
@@ -153,7 +147,7 @@ class Trainer {
     }
     checkpoints_->begin(source_, *data_, hooks.before_checkpoint_write);
     model_ =
-        parallelize(std::move(parts), source_, config, mesh_,
+        parallelize(source_, config, mesh_,
                     checkpoints_->resumes() ? InitialWeights::kLater : InitialWeights::kOfSource);
     optimizer_ = make_optimizer(*model_, config.optimizer);
     scaler_ = make_scaler(*model_, config.grad_scaler);
@@ -173,32 +167,6 @@ class Trainer {
   }
 
  private:
-  /// A forward that memory cannot hold ends by the kernel's hand, without a word.
-  void require_memory(const ModelParts& parts) const {
-    const RowsOfRank rows = Rows(config_, *data_, mesh_).of_rank(data_->row_tokens());
-    const ForwardForm form{config_.activation_checkpoint.mode, dims_.tp,
-                           config_.parallelism.sequence_parallel};
-    const KeptOfToken kept = kept_of_token(source_.spec, parts.contract.parameters, form);
-    auto pools = memory_pools();
-    std::vector<MemoryClaim> claims;
-    for (const std::string& text : comm::all_gather_bytes(
-             world_.control(), encode(claim_of(rows, kept, pools)), "memory of a step")) {
-      claims.push_back(decode_claim(text));
-    }
-    on_all_or_none(world_, "memory for a step", [&] {
-      const auto deadline = Clock::now() + kEndOfEarlierRun;
-      while (true) {
-        try {
-          return require_room(rows, claims, pools);
-        } catch (const Error&) {
-          if (is_beyond(claims, pools) || Clock::now() > deadline) throw;
-        }
-        std::this_thread::sleep_for(std::chrono::milliseconds(100));
-        pools = memory_pools();
-      }
-    });
-  }
-
   TrainingResult run_to_the_end() {
     observers_.emplace(config_, world_, done_ + 1, hooks_.profiling);
     if (config_.debug.check_dtypes && done_ < *config_.training.steps) {
