@@ -37,7 +37,7 @@ void install(int number, void (*handler)(int)) {
 StopSignal::StopSignal() {
   arrived.store(false);
   for (const int number : kSignals) install(number, on_signal);
-  for (const int number : {SIGXFSZ, SIGPIPE}) install(number, SIG_IGN);
+  install(SIGXFSZ, SIG_IGN);
 }
 
 bool StopSignal::requested() { return arrived.load(); }

@@ -9,10 +9,10 @@ namespace tessera::cli {
 
 class StopSignal {
  public:
-  /// Installs the handlers; also makes writing past a file size limit, or to a pipe that nobody
-  /// reads any more, an error of the write (EFBIG, EPIPE) instead of a signal. The handlers stay
-  /// for the rest of the process: a first signal while a run that is saved takes its leave does not
-  /// make it a failure. Errors: kIo.
+  /// Installs the handlers; also makes writing past a file size limit an error of the write
+  /// (EFBIG, with a message) instead of a signal. The handlers stay for the rest of the process: a
+  /// first signal while a run that is saved takes its leave does not make it a failure. Errors:
+  /// kIo.
   StopSignal();
   ~StopSignal() = default;
   StopSignal(const StopSignal&) = delete;

@@ -1,13 +1,9 @@
 #include "train/trainer.h"
 
 #include <ATen/ATen.h>
-#include <stdio_ext.h>
 
-#include <cerrno>
 #include <chrono>
 #include <cmath>
-#include <cstdio>
-#include <cstring>
 #include <fstream>
 #include <iostream>
 
@@ -61,32 +57,12 @@ std::unique_ptr<Optimizer> make_optimizer(const ShardedBase& model, const Optimi
                             {}});
 }
 
-/// Step lines on stdout. A reader that has gone (`train ... | head`), a full disk or a closed
-/// descriptor is not worth the run: metrics.jsonl has every step. What cannot be printed goes to
-/// the log file, and is said once.
-class StepLines {
- public:
-  void print(const std::string& line) {
-    errno = 0;
-    std::cout << line << std::endl;
-    if (std::cout.good()) return;
-    const int why = errno;
-    // What stdio still holds would fail again at the program's end, and with it a run that is done.
-    ::__fpurge(stdout);
-    std::clearerr(stdout);
-    std::cout.clear();
-    if (!std::exchange(warned_, true)) {
-      log::warn("stdout: found that a step line cannot be written", why == 0 ? "" : ": ",
-                why == 0 ? "" : std::strerror(why),
-                ", expected an open file with space; the run goes on, and lines that cannot be "
-                "written are in this rank's log file");
-    }
-    log::write_to_file(log::Level::kInfo, line);
-  }
-
- private:
-  bool warned_ = false;
-};
+/// A run whose output goes nowhere is not told from one that works.
+void print_line(const std::string& line) {
+  std::cout << line << std::endl;
+  TESSERA_CHECK(std::cout.good(), ErrorKind::kIo,
+                "stdout: a step line cannot be written, expected an open file with space");
+}
 
 /// Which of the step's rows this data rank computes.
 class Rows {
@@ -337,7 +313,7 @@ class Trainer {
     const bool due = metrics.step % config_.metrics.log_freq == 0 || metrics.step == steps;
     if (!due && !metrics.val_loss) return;
     terminal_line::clear();
-    step_lines_.print(to_step_line(metrics));
+    print_line(to_step_line(metrics));
   }
 
   Config config_;
@@ -355,7 +331,6 @@ class Trainer {
   std::int64_t done_ = 0;  ///< steps before this run
   double flops_per_token_ = 0;
   std::optional<MetricsFile> metrics_;
-  StepLines step_lines_;
   std::optional<Observers> observers_;
 };
 
