@@ -205,9 +205,9 @@ void Runtime::post_backward(Entry& entry) {
 
 void Runtime::expect(Entry& entry) {
   if (entry.owed || entry.generation != generation_) return;
-  std::vector<Owed::Count> counts{outstanding_, entry.unit->expected_};
-  for (const auto& lender : entry.unit->lenders) counts.push_back(lender->expected_);
-  entry.owed.emplace(std::move(counts));
+  std::vector<Owed::Count> lenders;
+  for (const auto& lender : entry.unit->lenders) lenders.push_back(lender->expected_);
+  entry.owed.emplace(outstanding_, entry.unit->expected_, std::move(lenders));
 }
 
 void Runtime::on_gradient() {

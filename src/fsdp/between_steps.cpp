@@ -18,6 +18,7 @@ Controls Runtime::controls() const {
     return shown;
   };
   Controls all{switches_, {}};
+  all.model.defers_weight_gradients = sink_.store() != nullptr;
   for (const auto* unit : units_) {
     all.units.push_back({unit->shown_name(), unit->controls, names(unit->forward_prefetch),
                          names(unit->backward_prefetch)});
@@ -63,7 +64,6 @@ void Runtime::set_defer_weight_gradients(bool value) {
   renew_after_failure();
   require_idle("set_defer_weight_gradients");
   sink_.set_store(value ? &store_ : nullptr);
-  switches_.defers_weight_gradients = value;
   controls_changed();
 }
 
@@ -176,8 +176,7 @@ void Runtime::reset() {
   store_.drop();
   for (auto* unit : units_) {
     unit->abandon_gather();
-    // A unit's `reduced` is of the backward under way, of which there is none.
-    unit->progress_ = {.reduced = unit->progress_.reduced};
+    unit->progress_ = {};
     unit->expected_ = std::make_shared<std::atomic<int>>(0);
     for (auto& bucket : unit->buckets()) bucket->drop_gradients();
     for (auto& p : unit->parameters()) {

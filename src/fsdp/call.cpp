@@ -207,8 +207,6 @@ bool is_held_elsewhere(const std::vector<at::Tensor*>& results, std::size_t i,
   return others_hold(result) || (is_view && others_hold(root));
 }
 
-}  // namespace
-
 /// What tensors are to the unit whose border they cross.
 enum class Crossing : std::uint8_t { kArgument, kResult };
 
@@ -284,6 +282,7 @@ void mark_outputs(const std::vector<at::Tensor*>& outputs, const std::vector<at:
   wrap(outputs, entry, Boundary::Side::kBeforeBackward, held);
 }
 
+}  // namespace
 }  // namespace tessera::fsdp
 
 namespace tessera {

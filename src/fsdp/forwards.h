@@ -51,17 +51,24 @@ struct Segment {
 class Owed {
  public:
   using Count = std::shared_ptr<std::atomic<int>>;
-  explicit Owed(std::vector<Count> counts) : counts_(std::move(counts)) {
-    for (const auto& count : counts_) ++*count;
+  /// Counted on the model, on the unit and on those that lend it parameters: rarely any.
+  Owed(Count model, Count unit, std::vector<Count> lenders)
+      : model_(std::move(model)), unit_(std::move(unit)), lenders_(std::move(lenders)) {
+    add(1);
   }
-  ~Owed() {
-    for (const auto& count : counts_) --*count;
-  }
+  ~Owed() { add(-1); }
   Owed(const Owed&) = delete;
   Owed& operator=(const Owed&) = delete;
 
  private:
-  const std::vector<Count> counts_;
+  void add(int number) {
+    *model_ += number;
+    *unit_ += number;
+    for (const auto& lender : lenders_) *lender += number;
+  }
+
+  const Count model_, unit_;
+  const std::vector<Count> lenders_;
 };
 
 /// One recorded forward of one unit. Lives as long as the autograd graph that it is part of.

@@ -288,7 +288,7 @@ std::vector<PeerWatch::Link> PeerWatch::follow(Time now, const Standing& standin
   while (chain.size() < most && wait.peer >= 0) {
     if (held_up && wait.peer != options_.rank) cause_ = wait.peer;
     const auto [pulse, lately] = pulse_of(wait.peer, now);
-    followed.insert(wait.peer);
+    const bool seen = !followed.insert(wait.peer).second;
     const bool waits = pulse.wait && pulse.epoch == epoch_;
     const bool same = waits && pulse.wait->is_for_same(wait);
     held_up = held_up && waits && lately;
@@ -302,8 +302,6 @@ std::vector<PeerWatch::Link> PeerWatch::follow(Time now, const Standing& standin
       returns = one_wait;
       break;
     }
-    const bool seen = std::any_of(chain.begin(), chain.end(),
-                                  [&](const Link& link) { return link.rank == next; });
     if (seen) break;  // a cycle of others, which they find
     rank = next;
     wait = *pulse.wait;

@@ -33,6 +33,9 @@ class ConfigReader {
   /// Whether the key is there, null included.
   bool contains(std::string_view key) const { return object_.find(key) != object_.end(); }
 
+  /// Whether the key is there and null; marked as used then.
+  bool is_null(std::string_view key) { return contains(key) && take(key) == nullptr; }
+
   /// The value of a key, marked as used; null counts as absent.
   const nlohmann::json* take(std::string_view key);
 

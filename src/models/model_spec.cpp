@@ -17,7 +17,7 @@ constexpr std::size_t kLongestText = std::size_t{4} << 20;
 /// What none of these families computes; a value that switches it on is refused.
 void expect_unsupported_off(ConfigReader& keys, const FamilyTraits& family) {
   // transformers has no activation of that name either; an absent key is its default.
-  if (keys.contains("hidden_act") && keys.take("hidden_act") == nullptr) {
+  if (keys.is_null("hidden_act")) {
     keys.refuse("hidden_act", "\"silu\" (the activation of the MLP)");
   }
   keys.expect("hidden_act", "silu", "the activation of the MLP");
@@ -45,8 +45,7 @@ void expect_unsupported_off(ConfigReader& keys, const FamilyTraits& family) {
 
 void read_heads(ConfigReader& keys, const FamilyTraits& family, ModelSpec& spec) {
   spec.num_attention_heads = required(keys, "num_attention_heads", kSize);
-  const bool null_heads =
-      keys.contains("num_key_value_heads") && keys.take("num_key_value_heads") == nullptr;
+  const bool null_heads = keys.is_null("num_key_value_heads");
   const auto absent = null_heads
                           ? spec.num_attention_heads
                           : family.default_num_key_value_heads.value_or(spec.num_attention_heads);

@@ -92,18 +92,24 @@ std::string batch_of_step_one(const Reference& reference) {
   return path;
 }
 
+/// What a run says of its one step, with the auxiliary loss at half; its loss is the reference's.
+nlohmann::json line_of_step_one(const Reference& reference, const std::string& batch,
+                                const Degrees& degrees) {
+  auto config = training_config(reference, OptimizerKind::kSgd, layout_of(degrees));
+  set_degrees(config, degrees);
+  config.data.path = {batch};
+  config.training.steps = 1;
+  config.model.aux_loss_coef = 0.5;
+  const auto run = run_training(config, layout_of(degrees));
+  EXPECT_NEAR(run.losses.at(0), reference.result("loss").item<double>(), kLossBound);
+  return nlohmann::json::parse(run.lines.at(0));
+}
+
 TEST_P(RouterLayouts, TrainingReportsTheReferencesAuxiliaryLossAndLoads) {
   const auto batch = batch_of_step_one(reference());
   for (const Degrees& degrees : layouts()) {
     SCOPED_TRACE(to_string(degrees));
-    auto config = training_config(reference(), OptimizerKind::kSgd, layout_of(degrees));
-    set_degrees(config, degrees);
-    config.data.path = {batch};
-    config.training.steps = 1;
-    config.model.aux_loss_coef = 0.5;
-    const auto run = run_training(config, layout_of(degrees));
-    EXPECT_NEAR(run.losses.at(0), reference().result("loss").item<double>(), kLossBound);
-    const auto line = nlohmann::json::parse(run.lines.at(0));
+    const auto line = line_of_step_one(reference(), batch, degrees);
     EXPECT_NEAR(line.at("aux_loss").get<double>(), reference().result("aux_loss").item<double>(),
                 kLossBound);
     for (const int layer : {0, 1}) {
@@ -143,14 +149,7 @@ TEST(GemmaRouters, TrainingReportsTheFormulaOfTheRecordedRoutersInEveryLayout) {
   const auto batch = batch_of_step_one(gemma());
   for (const Degrees& degrees : layouts()) {
     SCOPED_TRACE(to_string(degrees));
-    auto config = training_config(gemma(), OptimizerKind::kSgd, layout_of(degrees));
-    set_degrees(config, degrees);
-    config.data.path = {batch};
-    config.training.steps = 1;
-    config.model.aux_loss_coef = 0.5;
-    const auto run = run_training(config, layout_of(degrees));
-    EXPECT_NEAR(run.losses.at(0), gemma().result("loss").item<double>(), kLossBound);
-    const auto line = nlohmann::json::parse(run.lines.at(0));
+    const auto line = line_of_step_one(gemma(), batch, degrees);
     EXPECT_NEAR(line.at("aux_loss").get<double>(), expected, kLossBound);
   }
 }

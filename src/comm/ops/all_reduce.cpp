@@ -4,8 +4,8 @@
 #include <cstring>
 
 #include "comm/ops/relayed_steps.h"
-#include "comm/sum.h"
 #include "comm/tensor_bytes.h"
+#include "kernels/kernels.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -14,11 +14,11 @@ namespace {
 // Up to here everyone sends everything to everyone: one round instead of two.
 constexpr std::int64_t kOneRoundBytes = 256 * 1024;
 
-SumInto into_result(const AllReduce& op, const Stretch& part) {
+kernels::HostSum into_result(const AllReduce& op, const Stretch& part) {
   const at::Tensor& result = op.result();
   const auto element = static_cast<std::int64_t>(result.element_size());
   return {at_byte(result, part.begin * element), result.scalar_type(), part.numel(),
-          Into::kOverwrite};
+          /*adds=*/false};
 }
 
 Stretch all_of(const AllReduce& op) { return {0, op.data.numel()}; }
@@ -91,7 +91,7 @@ class RelayedSumSteps final : public RelayedGatherSteps {
     for (int rank = 0; rank < transfers.size(); ++rank) {
       addends.push_back(part_of(transfers, rank));
     }
-    sum_in_rank_order(addends, op_.data.scalar_type(), into_result(op_, all_of(op_)));
+    kernels::sum_host_memory(addends, op_.data.scalar_type(), into_result(op_, all_of(op_)));
   }
 
   const AllReduce& op_;
@@ -120,7 +120,7 @@ void AllReduce::check(const CheckedBatch& batch) const {
   batch.require_usable(result());
   TESSERA_INVARIANT(data.numel() == result().numel(), "all_reduce of ", batch.unit, ": found ",
                     data.numel(), " elements in and ", result().numel(), " out");
-  TESSERA_INVARIANT(can_sum(data.scalar_type(), result().scalar_type()), "all_reduce of ",
+  TESSERA_INVARIANT(kernels::can_sum(data.scalar_type(), result().scalar_type()), "all_reduce of ",
                     batch.unit, ": cannot add ", c10::toString(data.scalar_type()), " into ",
                     c10::toString(result().scalar_type()));
 }
@@ -149,7 +149,7 @@ void AllReduce::run(const std::vector<const AllReduce*>& ranks) {
   std::vector<const void*> addends;
   for (const auto* one : ranks) addends.push_back(one->data.const_data_ptr());
   const AllReduce& op = *ranks.front();
-  sum_in_rank_order(addends, op.data.scalar_type(), into_result(op, all_of(op)));
+  kernels::sum_host_memory(addends, op.data.scalar_type(), into_result(op, all_of(op)));
   const at::Tensor& first = op.result();
   if (first.nbytes() == 0) return;
   for (std::size_t to = 1; to < ranks.size(); ++to) {

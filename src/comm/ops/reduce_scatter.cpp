@@ -1,16 +1,17 @@
 #include "comm/ops/reduce_scatter.h"
 
 #include "comm/ops/steps.h"
-#include "comm/sum.h"
 #include "comm/tensor_bytes.h"
+#include "kernels/kernels.h"
 #include "layout/bucket_plan.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
 namespace {
 
-SumInto into_output(const ReduceScatter& op) {
-  return {op.output.mutable_data_ptr(), op.output.scalar_type(), op.output.numel(), op.into};
+kernels::HostSum into_output(const ReduceScatter& op) {
+  return {op.output.mutable_data_ptr(), op.output.scalar_type(), op.output.numel(),
+          op.into == Into::kAdd};
 }
 
 /// Each rank sends every other one that rank's slice; what arrives is received beside, and added
@@ -52,8 +53,9 @@ void ReduceScatter::check(const CheckedBatch& batch) const {
   TESSERA_INVARIANT(input.numel() == batch.ranks * output.numel(), "reduce_scatter of ", batch.unit,
                     ": found ", input.numel(), " elements in and ", output.numel(), " out of ",
                     batch.ranks, " ranks");
-  TESSERA_INVARIANT(can_sum(input.scalar_type(), output.scalar_type()), "reduce_scatter of ",
-                    batch.unit, ": cannot add ", c10::toString(input.scalar_type()), " into ",
+  TESSERA_INVARIANT(kernels::can_sum(input.scalar_type(), output.scalar_type()),
+                    "reduce_scatter of ", batch.unit, ": cannot add ",
+                    c10::toString(input.scalar_type()), " into ",
                     c10::toString(output.scalar_type()));
 }
 
@@ -63,7 +65,7 @@ std::int64_t ReduceScatter::sent_bytes(int ranks, int /*rank*/) const {
 
 void ReduceScatter::run_alone() const {
   if (output.is_cpu()) {
-    sum_in_rank_order({input.const_data_ptr()}, input.scalar_type(), into_output(*this));
+    kernels::sum_host_memory({input.const_data_ptr()}, input.scalar_type(), into_output(*this));
     return;
   }
   const auto mine = input.view(output.sizes());
@@ -80,7 +82,7 @@ void ReduceScatter::run(const std::vector<const ReduceScatter*>& ranks) {
     const std::size_t slice = target.input.nbytes() / ranks.size();
     std::vector<const void*> addends;
     for (const auto* one : ranks) addends.push_back(at_byte(one->input, 0) + to * slice);
-    sum_in_rank_order(addends, target.input.scalar_type(), into_output(target));
+    kernels::sum_host_memory(addends, target.input.scalar_type(), into_output(target));
   }
 }
 

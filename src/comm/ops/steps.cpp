@@ -12,7 +12,7 @@ void receive_aside(Transfers& transfers, std::int64_t bytes) {
 }
 
 void add_received(Transfers& transfers, const void* own, at::ScalarType wire,
-                  const SumInto& result) {
+                  const kernels::HostSum& result) {
   const auto bytes = result.numel * static_cast<std::int64_t>(c10::elementSize(wire));
   std::vector<const void*> addends;
   addends.reserve(static_cast<std::size_t>(transfers.size()));
@@ -20,7 +20,7 @@ void add_received(Transfers& transfers, const void* own, at::ScalarType wire,
   for (int rank = 0; rank < transfers.size(); ++rank) {
     addends.push_back(rank == transfers.self() ? own : transfers.aside(bytes * place++));
   }
-  sum_in_rank_order(addends, wire, result);
+  kernels::sum_host_memory(addends, wire, result);
 }
 
 }  // namespace tessera::comm

@@ -10,7 +10,7 @@
 #include <functional>
 
 #include "comm/ops/operation.h"
-#include "comm/sum.h"
+#include "kernels/kernels.h"
 
 namespace tessera::comm {
 
@@ -68,6 +68,6 @@ void for_others(const Transfers& transfers, Act act) {
 void receive_aside(Transfers& transfers, std::int64_t bytes);
 /// Adds them and `own`, in rank order.
 void add_received(Transfers& transfers, const void* own, at::ScalarType wire,
-                  const SumInto& result);
+                  const kernels::HostSum& result);
 
 }  // namespace tessera::comm

@@ -116,7 +116,7 @@ void read_text(ConfigReader& keys, Purpose purpose, ModelSpec& spec,
   spec.moe = read_experts(keys);
   read_gemma4_layers(keys, spec);
   read_gemma4_rope(keys, spec, unknown);
-  const bool null_pad = keys.contains("pad_token_id") && keys.take("pad_token_id") == nullptr;
+  const bool null_pad = keys.is_null("pad_token_id");
   if (null_pad) keys.refuse("pad_token_id", "a token, as images stand on its embedding");
   read_tokens(keys, spec);
   spec.pad_token_id = spec.pad_token_id.value_or(0);

@@ -148,8 +148,7 @@ void read_gemma4_layers(ConfigReader& keys, ModelSpec& spec) {
                             .num_key_value_heads = spec.num_key_value_heads,
                             .key_is_value = type == LayerType::kFull && gemma.attention_k_eq_v});
   }
-  const bool null_head_dim =
-      keys.contains("global_head_dim") && keys.take("global_head_dim") == nullptr;
+  const bool null_head_dim = keys.is_null("global_head_dim");
   const auto head_dim = keys.integer("global_head_dim", kSize);
   const auto kv_heads = keys.integer("num_global_key_value_heads", kSize);
   if (const nlohmann::json* overrides = keys.take("per_layer_config")) {

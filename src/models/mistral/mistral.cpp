@@ -11,8 +11,7 @@ void read_mistral(ConfigReader& keys, ModelSpec& spec) {
   keys.expect("attention_bias", false, "projections of this family have no bias");
   keys.expect("layer_types", nullptr,
               "sliding_window holds for all layers of this family; layers in turn are Ministral's");
-  const bool null_window =
-      keys.contains("sliding_window") && keys.take("sliding_window") == nullptr;
+  const bool null_window = keys.is_null("sliding_window");
   const std::int64_t window = keys.integer("sliding_window", kSize).value_or(4096);
   keys.expect("use_sliding_window", !null_window, "sliding_window alone says it");
   if (null_window) return;

@@ -12,8 +12,7 @@ namespace {
 /// A window counts only where it is switched on: published files name one that is not.
 void read_windows(ConfigReader& keys, ModelSpec& spec) {
   const bool on = keys.boolean("use_sliding_window").value_or(false);
-  const bool has_window =
-      !keys.contains("sliding_window") || keys.take("sliding_window") != nullptr;
+  const bool has_window = !keys.is_null("sliding_window");
   const std::int64_t window = keys.integer("sliding_window", kSize).value_or(4096);
   const std::int64_t first = keys.integer("max_window_layers", {0, kLayers.max}).value_or(28);
   for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {

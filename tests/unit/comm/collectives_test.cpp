@@ -5,7 +5,7 @@
 #include <atomic>
 
 #include "comm/batch.h"
-#include "comm/sum.h"
+#include "kernels/kernels.h"
 #include "rank_pools.h"
 #include "tessera/error.h"
 
@@ -408,17 +408,17 @@ INSTANTIATE_TEST_SUITE_P(All, FourRanks,
                          [](const auto& one) { return name_of(one.param); });
 
 TEST(Sum, BoolAndNarrowingPairsAreRefused) {
-  EXPECT_FALSE(can_sum(at::kBool, at::kBool));
-  EXPECT_FALSE(can_sum(at::kFloat, at::kBFloat16));
-  EXPECT_FALSE(can_sum(at::kDouble, at::kFloat));
-  EXPECT_TRUE(can_sum(at::kBFloat16, at::kFloat));
+  EXPECT_FALSE(kernels::can_sum(at::kBool, at::kBool));
+  EXPECT_FALSE(kernels::can_sum(at::kFloat, at::kBFloat16));
+  EXPECT_FALSE(kernels::can_sum(at::kDouble, at::kFloat));
+  EXPECT_TRUE(kernels::can_sum(at::kBFloat16, at::kFloat));
 }
 
 TEST(Sum, NegativeZeroSurvives) {
   const auto zero = at::full({4}, -0.0F);
   auto result = at::ones({4}, at::kFloat);
-  sum_in_rank_order({zero.const_data_ptr(), zero.const_data_ptr()}, at::kFloat,
-                    {result.mutable_data_ptr(), at::kFloat, 4, Into::kOverwrite});
+  kernels::sum_host_memory({zero.const_data_ptr(), zero.const_data_ptr()}, at::kFloat,
+                           {result.mutable_data_ptr(), at::kFloat, 4, /*adds=*/false});
   EXPECT_TRUE(result.signbit().all().item<bool>());
 }
 
