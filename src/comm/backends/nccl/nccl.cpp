@@ -67,6 +67,9 @@ class NcclGroup : public Group {
     backend_->setBoundDeviceId(device_);
     channel_.board->add(log_);
   }
+  ~NcclGroup() override { channel_.board->remove(*log_); }
+  NcclGroup(const NcclGroup&) = delete;
+  NcclGroup& operator=(const NcclGroup&) = delete;
 
   int rank() const override { return channel_.self; }
   int size() const override { return static_cast<int>(channel_.members.size()); }
