@@ -26,8 +26,8 @@
 #include "comm/group.h"
 #include "io/checkpoint_folder.h"
 #include "io/checkpoint_store.h"
-#include "train/checkpoint.h"
-#include "train/resume.h"
+#include "train/checkpoint/checkpoint.h"
+#include "train/checkpoint/resume.h"
 
 namespace {
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks what the C++ files include: floors, purity, narrow torch headers.
+"""Checks what the C++ files include: floors and their rooms, purity, narrow torch headers.
 
 The order of the floors is read from src/CMakeLists.txt, which sources are pure from the PURE lists
 of src/*/CMakeLists.txt. Prints one line for each fault; exit code 1 if there is any.
@@ -12,6 +12,8 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 TORCH = ("torch/", "ATen/", "c10/", "caffe2/")
+# Folders of a floor, lowest first; what lies in none of them is above all.
+ROOMS = {"train": ("config", "data", "report", "hf", "checkpoint")}
 WIDE = ("torch/torch.h", "torch/extension.h", "torch/all.h")
 
 
@@ -57,6 +59,14 @@ def own_header(name):
     return None
 
 
+def height_in_floor(name):
+    """How high the room of a file (as an include spells it) is within its floor."""
+    floor, _, rest = name.partition("/")
+    rooms = ROOMS.get(floor, ())
+    room = rest.partition("/")[0]
+    return rooms.index(room) if room in rooms else len(rooms)
+
+
 def main():
     order = {name: height for height, name in enumerate(floors())}
     # A public header belongs to the floor that has a source or private header of its name.
@@ -89,6 +99,10 @@ def main():
             target = floor_of(name)
             if own and target and order[target] > order[own]:
                 fault(path, line, f"floor '{own}' includes {name}, which is of floor '{target}' above it")
+            if own and target == own and not name.startswith("tessera/"):
+                here = "/".join(relative[1:])
+                if height_in_floor(name) > height_in_floor(here):
+                    fault(path, line, f"{here} includes {name}, which is of a room above it")
             if relative[0] == "include" and name.split("/")[0] in order:
                 fault(path, line, f"a public header includes the private {name}")
 

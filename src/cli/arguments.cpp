@@ -12,7 +12,7 @@
 #include "base/one_line.h"
 #include "base/printable.h"
 #include "tessera/error.h"
-#include "train/config_keys.h"
+#include "train/config/config_keys.h"
 
 namespace tessera::cli {
 namespace {

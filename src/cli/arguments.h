@@ -12,7 +12,7 @@
 #include <variant>
 #include <vector>
 
-#include "train/config.h"
+#include "train/config/config.h"
 
 namespace tessera::cli {
 

@@ -5,7 +5,7 @@
 #include "base/one_line.h"
 #include "base/terminal_line.h"
 #include "tessera/error.h"
-#include "train/found_problems.h"
+#include "train/report/found_problems.h"
 
 namespace tessera::cli {
 

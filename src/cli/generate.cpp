@@ -14,7 +14,7 @@
 #include "io/text_corpus.h"
 #include "models/generation_config.h"
 #include "tessera/error.h"
-#include "train/config_resolve.h"
+#include "train/config/config_resolve.h"
 #include "train/parallelize.h"
 #include "train/whole_model.h"
 

@@ -3,7 +3,7 @@
 #include "base/log.h"
 #include "cli/ranks.h"
 #include "cli/verbs.h"
-#include "train/config_resolve.h"
+#include "train/config/config_resolve.h"
 
 namespace tessera::cli {
 

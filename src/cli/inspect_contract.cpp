@@ -5,7 +5,7 @@
 
 #include "cli/verbs.h"
 #include "tessera/error.h"
-#include "train/config_resolve.h"
+#include "train/config/config_resolve.h"
 #include "train/model_plan.h"
 #include "train/parallelize.h"
 

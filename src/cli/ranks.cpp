@@ -6,7 +6,7 @@
 #include "launch/launch_environment.h"
 #include "launch/spawn.h"
 #include "tessera/error.h"
-#include "train/config_resolve.h"
+#include "train/config/config_resolve.h"
 
 namespace tessera::cli {
 namespace {

@@ -9,7 +9,7 @@
 
 #include "cli/run_phase.h"
 #include "tessera/world.h"
-#include "train/config.h"
+#include "train/config/config.h"
 
 namespace tessera::cli {
 

@@ -29,8 +29,8 @@
 #include "io/folder_lock.h"
 #include "tessera/error.h"
 #include "tessera/world.h"
-#include "train/config.h"
-#include "train/config_resolve.h"
+#include "train/config/config.h"
+#include "train/config/config_resolve.h"
 #include "train/trainer.h"
 
 namespace tessera::cli {

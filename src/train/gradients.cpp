@@ -13,12 +13,11 @@
 #include "io/safetensors_writer.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"
-#include "train/check_dtypes.h"
-#include "train/check_placements.h"
-#include "train/data.h"
-#include "train/file_forms.h"
-#include "train/loss_scaling.h"
+#include "train/data/data.h"
+#include "train/hf/file_forms.h"
 #include "train/parallelize.h"
+#include "train/report/check_dtypes.h"
+#include "train/report/check_placements.h"
 #include "train/step.h"
 
 namespace tessera::train {

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "tessera/world.h"
-#include "train/config.h"
+#include "train/config/config.h"
 
 namespace tessera::train {
 

@@ -9,13 +9,6 @@
 
 namespace tessera::train {
 
-std::vector<models::BufferSpec> stored_expert_biases(const TensorSource& folder,
-                                                     const models::ModelSpec& spec) {
-  auto biases = models::expert_biases(spec);
-  if (biases.empty() || folder.find(biases.front().name) == nullptr) return {};
-  return biases;
-}
-
 std::vector<models::BufferSpec> expert_biases_of(const ModelSource& source, double coefficient) {
   if (coefficient == 0) {
     if (!source.folder) return {};

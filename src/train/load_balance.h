@@ -2,13 +2,13 @@
 // do, and the step that they take.
 //
 // A run that asks for it has the buffers of models/expert_bias.h; so has whatever reads one of its
-// checkpoints. Next: ../moe/load_balance.h.
+// checkpoints. Next: moe/load_balance.h.
 #pragma once
 
 #include <vector>
 
 #include "tessera/shard.h"
-#include "train/parallelize.h"
+#include "train/hf/model_source.h"
 
 namespace tessera::train {
 
@@ -16,10 +16,6 @@ namespace tessera::train {
 /// (model.load_balance_coeff) is above 0, or the folder holds them. Errors: kConfig for a
 /// coefficient where the model has no experts, or trains adapters only.
 std::vector<models::BufferSpec> expert_biases_of(const ModelSource& source, double coefficient);
-
-/// Those that the folder holds: all, or none.
-std::vector<models::BufferSpec> stored_expert_biases(const TensorSource& folder,
-                                                     const models::ModelSpec& spec);
 
 /// Once a step, before the optimizer's: moves the biases by `chosen` (BatchLoss), which every rank
 /// has alike. Not collective.

@@ -1,14 +1,14 @@
 #include "train/parallelize.h"
 
+#include "comm/all_or_none.h"
 #include "grad/torch_dtype.h"
 #include "models/expert_bias.h"
 #include "models/lora.h"
 #include "tessera/error.h"
-#include "train/agreement.h"
-#include "train/base_model.h"
+#include "train/hf/base_model.h"
+#include "train/hf/weights.h"
 #include "train/load_balance.h"
 #include "train/model_plan.h"
-#include "train/weights.h"
 
 namespace tessera::train {
 
@@ -18,10 +18,11 @@ void load(const ShardedBase& model, const TensorSource& folder, const FileForms&
           Loaded what) {
   auto& world = *model.mesh().world();
   if (!folder.hashed_files().empty()) {
-    on_all_or_none(world, "verifying the weights",
-                   [&] { verify_weights(folder, world.rank(), world.size()); });
+    comm::on_all_or_none(world, "verifying the weights",
+                         [&] { verify_weights(folder, world.rank(), world.size()); });
   }
-  on_all_or_none(world, "loading the weights", [&] { load_weights(model, folder, forms, what); });
+  comm::on_all_or_none(world, "loading the weights",
+                       [&] { load_weights(model, folder, forms, what); });
 }
 
 /// With kLater the caller fills what is trained.

@@ -3,48 +3,17 @@
 #pragma once
 
 #include <cstdint>
-#include <filesystem>
 #include <memory>
-#include <optional>
-#include <vector>
 
-#include "base/hash.h"
-#include "io/tensor_source.h"
-#include "models/description.h"
 #include "models/language_model.h"
 #include "tessera/mesh.h"
 #include "tessera/model_contract.h"
 #include "tessera/shard.h"
-#include "train/config.h"
-#include "train/config_resolve.h"
+#include "train/config/config.h"
+#include "train/config/config_resolve.h"
+#include "train/hf/model_source.h"
 
 namespace tessera::train {
-
-/// What a model is read for, and contracts resolved: inference trains nothing, so nothing is
-/// refused for its gradients.
-using models::Purpose;
-
-/// What the config's model section names: a folder with weights (Hugging Face's, or a checkpoint of
-/// a run), or a config.json alone.
-struct ModelSource {
-  models::ModelSpec spec;
-  models::ModelDescription description;        ///< of the whole model, adapters included
-  std::shared_ptr<const TensorSource> folder;  ///< null from scratch
-  /// The Hugging Face folder that the weights come from: this one, or the one that the run of a
-  /// checkpoint began with; empty where training began from scratch.
-  std::filesystem::path origin;
-  /// Adapters beside the model, which is frozen then.
-  models::LoraSpec lora;
-  /// Where the adapters are trained already: a checkpoint of them (`folder` is the model they were
-  /// trained beside), and what that model's tensors must be (tensors_hash).
-  std::shared_ptr<const TensorSource> adapters;
-  std::optional<Hash128> base_hash;
-};
-/// Reads no weight: whoever does verifies a checkpoint's files (verify_weights). A checkpoint of
-/// adapters brings the model they were trained beside along. Errors: kIo, kFormat, kConfig: see
-/// HfFolder, CheckpointFolder, models::parse_spec and models::plan_lora.
-ModelSource open_model(const ModelConfig& model, const LoraConfig& lora = {},
-                       Purpose purpose = Purpose::kTraining);
 
 /// The contract of every parameter (once where it is tied), buffer and unit, in the order of the
 /// model. Pure but for the headers of the folder. Errors: kContract, kConfig naming the parameter

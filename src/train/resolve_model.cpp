@@ -1,20 +1,15 @@
-// What a run's model is: its spec, its folder, and the contracts of its parameters.
+// The contracts of the parameters, buffers and units of a run's model.
 #include <algorithm>
 
-#include "base/log.h"
-#include "base/printable.h"
-#include "io/checkpoint_tensors.h"
-#include "io/hf_tensors.h"
-#include "io/mxfp4_tensors.h"
 #include "models/description.h"
 #include "models/family.h"
 #include "tessera/error.h"
 #include "train/family_pins.h"
+#include "train/hf/weights.h"
 #include "train/load_balance.h"
 #include "train/model_plan.h"
 #include "train/parallelize.h"
 #include "train/router_loss.h"
-#include "train/weights.h"
 
 namespace tessera::train {
 namespace {
@@ -34,21 +29,6 @@ void require_matches(const std::vector<std::string>& patterns,
     TESSERA_CHECK(any, ErrorKind::kConfig, key, ": found the pattern \"", pattern,
                   "\" that matches no parameter, expected one that does");
   }
-}
-
-/// A run may have begun with a checkpoint of another one. It is looked for for the sake of
-/// tokenizer files only: one that cannot be opened any more is as good as gone.
-std::filesystem::path first_origin(std::filesystem::path path) {
-  constexpr int kMost = 64;  // a chain that leads back to itself has no beginning
-  for (int i = 0; i < kMost && !path.empty() && CheckpointFolder::is_one(path); ++i) {
-    try {
-      path = CheckpointFolder::open(path).manifest().model_path;
-    } catch (const Error& error) {
-      log::warn("no tokenizer files are taken from where training began: ", error.what());
-      return {};
-    }
-  }
-  return path;
 }
 
 /// What is known of one parameter: from the folder's header (check_tensors has seen that tensors
@@ -131,68 +111,6 @@ std::vector<ParameterMeta> metas_of(const ModelSource& source, const ModelConfig
   return metas;
 }
 
-/// The manifest of a checkpoint of adapters; none for anything else.
-std::optional<CheckpointFolder> adapters_at(const ModelConfig& model) {
-  if (model.path.empty() || !CheckpointFolder::is_one(model.path)) return std::nullopt;
-  auto folder = CheckpointFolder::open(model.path);
-  if (!folder.manifest().lora) return std::nullopt;
-  return folder;
-}
-
-/// The layers that a manifest lists are names, in the model's order: not patterns, which a run's
-/// configuration has. Errors: kFormat naming `manifest`.
-models::LoraSpec lora_of(const CheckpointLora& kept, const models::ModelSpec& spec,
-                         const std::string& manifest) {
-  const auto known = models::adaptable_layers(spec);
-  for (const std::string& layer : kept.layers) {
-    TESSERA_CHECK(std::ranges::find(known, layer) != known.end(), ErrorKind::kFormat, manifest,
-                  ": lora: found the layer ", printable(layer),
-                  ", expected a linear layer of the model at model_path that can have an adapter");
-  }
-  auto lora = [&] {
-    try {
-      return models::plan_lora(spec, {kept.rank, kept.alpha, kept.dropout, kept.layers});
-    } catch (const Error& error) {
-      throw Error(ErrorKind::kFormat, concat(manifest, ": ", error.what()));
-    }
-  }();
-  TESSERA_CHECK(lora.layers == kept.layers, ErrorKind::kFormat, manifest, ": lora: found ",
-                kept.layers.size(), " layers, expected each of ", lora.layers.size(),
-                " once, in the model's order");
-  return lora;
-}
-
-/// The adapters, beside the model that they were trained beside.
-ModelSource open_adapters(CheckpointFolder adapters, const ModelConfig& model,
-                          const LoraConfig& lora, Purpose purpose) {
-  TESSERA_CHECK(lora.rank == 0, ErrorKind::kConfig, "lora.rank: found ", lora.rank,
-                " for a checkpoint of adapters (", printable(model.path, 1024),
-                "), expected 0: it says itself what they are");
-  TESSERA_CHECK(!model.freeze, ErrorKind::kConfig,
-                "model.freeze: found a list for a checkpoint of adapters (",
-                printable(model.path, 1024),
-                "), expected none: all of the model beside them is frozen; leave it out");
-  const CheckpointManifest& manifest = adapters.manifest();
-  ModelConfig base = model;
-  base.path = manifest.model_path;
-  TESSERA_CHECK(!base.path.empty() && !adapters_at(base), ErrorKind::kFormat,
-                printable(model.path, 1024), ": found adapters beside ",
-                base.path.empty() ? std::string("no model") : printable(base.path, 1024),
-                ", expected a whole model");
-  ModelSource source = open_model(base, {}, purpose);
-  const CheckpointLora& kept = *manifest.lora;
-  source.base_hash = kept.base_xxh3_128;
-  source.lora = lora_of(kept, source.spec, shown(adapters.path() / kManifestFile));
-  source.description = models::describe(source.spec, source.lora);
-  source.adapters = std::make_shared<CheckpointTensors>(std::move(adapters));
-  return source;
-}
-
-models::LoraRequest request_of(const LoraConfig& lora) {
-  return {lora.rank, lora.alpha.value_or(static_cast<double>(lora.rank)), lora.dropout,
-          lora.targets};
-}
-
 /// Stored ones as the folder has them; check_tensors has seen that it does.
 std::vector<BufferMeta> buffer_metas_of(const ModelSource& source,
                                         const std::vector<models::BufferSpec>& biases) {
@@ -217,51 +135,6 @@ std::vector<BufferMeta> buffer_metas_of(const ModelSource& source,
   }
   return metas;
 }
-
-}  // namespace
-
-ModelSource open_model(const ModelConfig& model, const LoraConfig& lora, Purpose purpose) {
-  if (auto adapters = adapters_at(model)) {
-    return open_adapters(std::move(*adapters), model, lora, purpose);
-  }
-  ModelSource source;
-  std::string text;
-  if (!model.path.empty() && CheckpointFolder::is_one(model.path)) {
-    const auto tensors = std::make_shared<CheckpointTensors>(CheckpointFolder::open(model.path));
-    text = tensors->folder().config_text();
-    source.folder = tensors;
-    source.origin = first_origin(tensors->folder().manifest().model_path);
-  } else if (!model.path.empty()) {
-    const auto tensors = std::make_shared<HfTensors>(HfFolder::open(model.path));
-    text = tensors->folder().config_text();
-    source.folder = tensors;
-    if (says_mxfp4(text, printable(model.path, 1024))) {
-      source.folder = std::make_shared<Mxfp4Tensors>(tensors);
-    }
-    source.origin = model.path;
-  } else {
-    text = HfFolder::read_config_text(model.config);
-  }
-  models::SpecOptions options;
-  options.purpose = purpose;
-  options.unknown_keys =
-      model.allow_unknown_config_keys ? models::UnknownKeys::kWarn : models::UnknownKeys::kRefuse;
-  auto parsed = [&] {
-    try {
-      return models::parse_spec(text, options);
-    } catch (const Error& error) {
-      const auto& where = model.path.empty() ? model.config : model.path;
-      throw Error(error.kind(), concat(printable(where, 1024), ": ", error.what()));
-    }
-  }();
-  for (const auto& warning : parsed.warnings) log::warn("config.json: ", warning);
-  source.spec = std::move(parsed.spec);
-  source.lora = models::plan_lora(source.spec, request_of(lora));
-  source.description = models::describe(source.spec, source.lora);
-  return source;
-}
-
-namespace {
 
 /// What a checkpoint of adapters brings along has not been in the config.
 void check_dropout(const models::LoraSpec& lora, const ParallelDims& dims, Purpose purpose) {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "train/config.h"
+#include "train/config/config.h"
 
 namespace tessera::train {
 

@@ -11,7 +11,7 @@
 #include "tessera/error.h"
 #include "tessera/grad_scaler.h"
 #include "train/batch_memory.h"
-#include "train/config.h"
+#include "train/config/config.h"
 #include "train/rank_sum_stand_in.h"
 #include "train/router_loss.h"
 
@@ -229,6 +229,29 @@ BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSou
 BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource& source,
                        std::int64_t step, const std::vector<RowRange>& rows) {
   return in_memory(source, rows, [&] { return run_forward_only(model, source, step, rows); });
+}
+
+namespace {
+
+bool needs_scale(const GradContract& contract) {
+  if (contract.compute.dtype == DType::kFloat16) return true;
+  return contract.trainable &&
+         (contract.reduce == DType::kFloat16 || contract.grad == DType::kFloat16);
+}
+
+}  // namespace
+
+std::unique_ptr<GradScaler> make_scaler(const ShardedBase& model,
+                                        const GradScalerOptions& options) {
+  const auto contract = model.contract();
+  if (std::ranges::any_of(contract.parameters, needs_scale)) {
+    return std::make_unique<GradScaler>(model, options);
+  }
+  TESSERA_CHECK(options == GradScalerOptions{}, ErrorKind::kConfig,
+                "grad_scaler: found values for a run without float16, expected none: the loss is "
+                "scaled where a parameter computes or reduces in float16; leave them out, or set "
+                "precision.param_dtype");
+  return nullptr;
 }
 
 }  // namespace tessera::train

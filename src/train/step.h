@@ -1,19 +1,18 @@
-// Forward and backward of one global batch: what train and gradients have in common.
+// Forward and backward of one global batch, and by what its loss is scaled: what train and
+// gradients have in common.
 #pragma once
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <vector>
 
 #include "models/language_model.h"
+#include "tessera/grad_scaler.h"
 #include "tessera/shard.h"
-#include "train/data.h"
-#include "train/sampler.h"
-
-namespace tessera {
-class GradScaler;
-}
+#include "train/data/data.h"
+#include "train/data/sampler.h"
 
 namespace tessera::train {
 
@@ -67,5 +66,9 @@ BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSou
 /// The loss alone; a batch without a kept label adds nothing. Collective.
 BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource& source,
                        std::int64_t step, const std::vector<RowRange>& rows);
+
+/// A scaler where float16 is computed with, frozen parameters included (gradients pass through
+/// them), or carries gradients; else none. Errors: kConfig for options of a run that needs none.
+std::unique_ptr<GradScaler> make_scaler(const ShardedBase& model, const GradScalerOptions& options);
 
 }  // namespace tessera::train

@@ -12,9 +12,9 @@
 #include <string>
 
 #include "tessera/world.h"
-#include "train/config.h"
-#include "train/metrics.h"
-#include "train/profile.h"
+#include "train/config/config.h"
+#include "train/report/metrics.h"
+#include "train/report/profile.h"
 
 namespace tessera {
 class ShardedBase;

@@ -11,9 +11,9 @@
 #include "models/lora.h"
 #include "nn/parameter.h"
 #include "tessera/error.h"
-#include "train/base_model.h"
+#include "train/hf/base_model.h"
+#include "train/hf/weights.h"
 #include "train/load_balance.h"
-#include "train/weights.h"
 
 namespace tessera::train {
 namespace {

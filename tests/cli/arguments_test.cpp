@@ -2,7 +2,7 @@
 
 #include <gmock/gmock.h>
 
-#include "train/config_keys.h"
+#include "train/config/config_keys.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::cli::arguments_test {

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "tessera/error.h"
-#include "train/found_problems.h"
+#include "train/report/found_problems.h"
 
 namespace tessera::cli::exit_code_test {
 namespace {

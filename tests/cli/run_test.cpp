@@ -6,7 +6,7 @@
 #include <sstream>
 
 #include "cli/program.h"
-#include "train/config.h"
+#include "train/config/config.h"
 
 namespace tessera::cli::run_test {
 namespace {

@@ -12,10 +12,11 @@
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
 #include "io/checkpoint_store.h"
-#include "train/checkpoint.h"
-#include "train/loss_scaling.h"
+#include "train/checkpoint/checkpoint.h"
+#include "train/checkpoint/checkpoint_session.h"
+#include "train/checkpoint/resume.h"
 #include "train/parallelize.h"
-#include "train/resume.h"
+#include "train/step.h"
 
 namespace tessera::test::checkpoint_resume_test {
 namespace {

@@ -12,7 +12,7 @@
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
 #include "io/checkpoint_store.h"
-#include "train/checkpoint_snapshot.h"
+#include "train/checkpoint/checkpoint_snapshot.h"
 
 namespace tessera::test::checkpoint_save_test {
 namespace {

@@ -12,8 +12,8 @@
 #include "dist/plain.h"
 #include "dist/ranks.h"
 #include "io/checkpoint_folder.h"
-#include "train/checkpoint.h"
-#include "train/resume.h"
+#include "train/checkpoint/checkpoint.h"
+#include "train/checkpoint/resume.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::test::checkpoint_version_1_test {

@@ -11,7 +11,7 @@
 #include "models/lora.h"
 #include "models/model_spec.h"
 #include "tessera/shard.h"
-#include "train/resume.h"
+#include "train/checkpoint/resume.h"
 
 namespace tessera::test::lora_run_test {
 namespace {

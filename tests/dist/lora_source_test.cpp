@@ -9,9 +9,9 @@
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
 #include "models/lora.h"
-#include "train/hf_export.h"
-#include "train/lora_export.h"
-#include "train/weights.h"
+#include "train/hf/hf_export.h"
+#include "train/hf/lora_export.h"
+#include "train/hf/weights.h"
 
 namespace tessera::test::lora_source_test {
 namespace {

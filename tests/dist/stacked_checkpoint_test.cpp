@@ -7,9 +7,9 @@
 #include "dist/stacked_files.h"
 #include "io/checkpoint_tensors.h"
 #include "tessera/optim.h"
-#include "train/checkpoint.h"
-#include "train/resume.h"
-#include "train/weights.h"
+#include "train/checkpoint/checkpoint.h"
+#include "train/checkpoint/resume.h"
+#include "train/hf/weights.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::test::stacked_checkpoint_test {

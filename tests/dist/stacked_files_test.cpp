@@ -5,7 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "dist/cut_modules.h"
-#include "train/weights.h"
+#include "train/hf/weights.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::test::stacked_files_test {

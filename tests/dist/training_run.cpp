@@ -9,7 +9,7 @@
 
 #include "base/log.h"
 #include "dist/ranks.h"
-#include "train/config_resolve.h"
+#include "train/config/config_resolve.h"
 
 namespace tessera::test {
 namespace {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "tessera/world.h"
-#include "train/config.h"
+#include "train/config/config.h"
 #include "train/trainer.h"
 #include "unit/io/temporary_folder.h"
 

@@ -2,8 +2,8 @@
 #include <string>
 
 #include "fuzz/hostile_input.h"
-#include "train/config.h"
-#include "train/config_resolve.h"
+#include "train/config/config.h"
+#include "train/config/config_resolve.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   using namespace tessera;

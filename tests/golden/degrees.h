@@ -6,7 +6,7 @@
 
 #include "golden/layouts.h"
 #include "models/model_degrees.h"
-#include "train/config.h"
+#include "train/config/config.h"
 
 namespace tessera::golden {
 

@@ -14,7 +14,7 @@
 #include "nn/placed_module.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"
-#include "train/data.h"
+#include "train/data/data.h"
 #include "train/load_balance.h"
 #include "train/step.h"
 

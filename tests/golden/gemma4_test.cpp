@@ -12,10 +12,10 @@
 #include "golden/model_folder.h"
 #include "io/safetensors_writer.h"
 #include "models/language_model.h"
-#include "train/data.h"
-#include "train/hf_export.h"
+#include "train/data/data.h"
+#include "train/hf/hf_export.h"
+#include "train/hf/weights.h"
 #include "train/parallelize.h"
-#include "train/weights.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::golden::gemma4_test {

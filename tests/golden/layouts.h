@@ -10,7 +10,7 @@
 
 #include "golden/reference.h"
 #include "tessera/world.h"
-#include "train/config.h"
+#include "train/config/config.h"
 #include "train/trainer.h"
 
 namespace tessera::golden {

@@ -11,7 +11,7 @@
 #include "golden/degrees.h"
 #include "golden/model_folder.h"
 #include "io/safetensors_writer.h"
-#include "train/data.h"
+#include "train/data/data.h"
 #include "train/parallelize.h"
 
 namespace tessera::golden::router_layouts_test {

@@ -4,7 +4,7 @@
 
 #include "golden/truth_table_model.h"
 #include "io/hf_tensors.h"
-#include "train/weights.h"
+#include "train/hf/weights.h"
 
 namespace tessera::golden::truth_table_buffers_test {
 namespace {

@@ -13,7 +13,7 @@
 #include "golden/truth_table_model.h"
 #include "io/hf_tensors.h"
 #include "tessera/error.h"
-#include "train/weights.h"
+#include "train/hf/weights.h"
 
 namespace tessera::golden::truth_table_test {
 namespace {

@@ -1,4 +1,4 @@
-#include "train/config_keys.h"
+#include "train/config/config_keys.h"
 
 #include <gmock/gmock.h>
 

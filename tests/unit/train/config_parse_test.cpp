@@ -1,8 +1,8 @@
 #include <gmock/gmock.h>
 #include <rapidcheck/gtest.h>
 
-#include "train/config.h"
-#include "train/config_keys.h"
+#include "train/config/config.h"
+#include "train/config/config_keys.h"
 #include "unit/train/config_fixture.h"
 
 namespace tessera::train::config_parse_test {

@@ -1,4 +1,4 @@
-#include "train/config_resolve.h"
+#include "train/config/config_resolve.h"
 
 #include <gmock/gmock.h>
 

@@ -1,5 +1,5 @@
 // Which data is the same data.
-#include "train/data_identity.h"
+#include "train/data/data_identity.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-#include "train/data.h"
+#include "train/data/data.h"
 
 #include <ATen/ops/cat.h>
 #include <gmock/gmock.h>

@@ -1,5 +1,5 @@
 // Which tensors of a file hold a parameter, and where its elements lie in them.
-#include "train/file_forms.h"
+#include "train/hf/file_forms.h"
 
 #include <gtest/gtest.h>
 

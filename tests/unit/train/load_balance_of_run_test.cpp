@@ -7,7 +7,7 @@
 
 #include "models/expert_bias.h"
 #include "tessera/error.h"
-#include "train/hf_export.h"
+#include "train/hf/hf_export.h"
 #include "train/load_balance.h"
 #include "train/step.h"
 #include "train/trainer.h"

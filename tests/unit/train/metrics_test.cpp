@@ -1,4 +1,4 @@
-#include "train/metrics.h"
+#include "train/report/metrics.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -10,7 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/error.h"
-#include "train/flops.h"
+#include "train/report/flops.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::train::metrics_test {

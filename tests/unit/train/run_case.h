@@ -8,7 +8,7 @@
 #include <string>
 
 #include "dist/ranks.h"
-#include "train/config.h"
+#include "train/config/config.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::train {

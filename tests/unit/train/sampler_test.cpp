@@ -1,4 +1,4 @@
-#include "train/sampler.h"
+#include "train/data/sampler.h"
 
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>

@@ -3,7 +3,7 @@
 
 #include <filesystem>
 
-#include "train/config_resolve.h"
+#include "train/config/config_resolve.h"
 
 namespace tessera::train::shipped_configs_test {
 namespace {

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "models/model_spec.h"
-#include "train/config.h"
+#include "train/config/config.h"
 
 namespace tessera::train {
 

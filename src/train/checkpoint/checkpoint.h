@@ -1,0 +1,85 @@
+// Writing checkpoints while training goes on.
+//
+// save() copies this rank's shards and optimizer state (checkpoint_snapshot.h) and hands them to a
+// writer; the steps go on. Each rank writes its own file; when all have, rank 0 writes the
+// manifest, gives the folder its final name, then writes `latest`, then removes old ones. That all
+// have is noticed where the ranks meet anyway, at the end of a step: the writer itself never
+// communicates, so that the order of collectives stays a matter of the rank's own thread. Next:
+// resume.h reads them, docs/checkpoint.md is the format.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <future>
+#include <optional>
+#include <string>
+
+#include "io/checkpoint_store.h"
+#include "tessera/grad_scaler.h"
+#include "tessera/world.h"
+#include "train/checkpoint/checkpoint_snapshot.h"
+
+namespace tessera::train {
+
+struct CheckpointOptions {
+  std::string folder;
+  std::int64_t keep_latest_k = 0;  ///< 0 = all
+  /// What the manifest says besides files and tensors.
+  CheckpointManifest about;
+  std::string config_json;
+  StateOptions state;
+  /// Called by the writer before it writes this rank's file: tests hold it up there.
+  std::function<void(std::int64_t step)> before_write = {};
+};
+
+class CheckpointSaver {
+ public:
+  CheckpointSaver(World& world, CheckpointOptions options);
+  ~CheckpointSaver();  ///< waits for this rank's writer; what is not complete stays unfinished
+  CheckpointSaver(const CheckpointSaver&) = delete;
+  CheckpointSaver& operator=(const CheckpointSaver&) = delete;
+
+  /// That what is going to be saved has a manifest that readers take. Collective. Errors, on all
+  /// ranks alike: kConfig.
+  void check_plan(const ShardedBase& model, const Optimizer& optimizer);
+
+  /// Finishes the checkpoint under way, if any, then copies the state after `step`. Collective.
+  /// Errors: kIo for the one before, on all ranks alike.
+  void save(std::int64_t step, const ShardedBase& model, const Optimizer& optimizer,
+            const GradScaler* scaler = nullptr);
+
+  /// This rank's writer has work left: to be told to all ranks at the end of each step.
+  bool writing() const;
+  /// With the answer of all: moves the checkpoint under way on once nobody writes. Collective.
+  /// Errors: kIo naming the file on all ranks alike, after the unfinished folder is removed.
+  void advance(bool anyone_writes);
+  /// Waits until the checkpoint under way is complete. Collective. Errors: as advance().
+  void finish();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  enum class Phase { kIdle, kFiles, kManifest };
+
+  void start(std::function<std::string()> work);
+  void meet();
+  std::string write_files() const;
+  /// `parts`: what each rank said, the hash of its part behind a '+'.
+  void complete(const std::vector<std::string>& parts) const;
+  void require_files(const CheckpointManifest& manifest) const;
+
+  World& world_;
+  const CheckpointOptions options_;
+  const CheckpointStore store_;
+  Snapshot snapshot_;
+  Phase phase_ = Phase::kIdle;
+  std::int64_t step_ = 0;
+  std::string optimizer_;
+  std::optional<LossScaleState> loss_scale_;
+  Clock::time_point begun_;
+  /// What a rank has to say when its work is done: the hash of its part of the manifest. Last
+  /// member: its destructor waits for work that uses the others.
+  std::future<std::string> work_;
+};
+
+}  // namespace tessera::train

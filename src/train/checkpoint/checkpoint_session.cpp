@@ -1,0 +1,135 @@
+#include "train/checkpoint/checkpoint_session.h"
+
+#include "base/log.h"
+#include "base/printable.h"
+#include "comm/all_or_none.h"
+#include "train/checkpoint/restart_note.h"
+#include "train/data/data_identity.h"
+#include "train/hf/base_model.h"
+
+namespace tessera::train {
+namespace {
+
+RunIdentity identity_of(const Config& config, const ModelSource& source, const BatchSource& data,
+                        World& world) {
+  RunIdentity identity;
+  identity.spec = source.spec;
+  identity.seed = config.debug.seed;
+  if (source.lora) {
+    const auto& lora = source.lora;
+    identity.lora = {tensors_hash(*source.folder, world), lora.rank, lora.alpha, lora.dropout,
+                     lora.layers};
+  }
+  // Whoever reads the checkpoint has to know what its tokens are.
+  if (data_kind(config.data.path, "data.path") == DataKind::kText) {
+    identity.spec.tessera_tokenizer = "bytes";
+  }
+  if (world.rank() == 0) {
+    world.work_at("hashing the data");
+    identity.data = data_identity(config.data.path, data.row_tokens(), data.rows_in_step());
+    world.work_at("");
+  }
+  return identity;
+}
+
+SourceDType dtypes_of(const ModelSource& source) {
+  return [&source](const std::string& tensor) -> std::optional<DType> {
+    const auto* info = source.folder ? source.folder->find(tensor) : nullptr;
+    return info == nullptr ? std::nullopt : std::optional(info->original);
+  };
+}
+
+}  // namespace
+
+CheckpointSession::CheckpointSession(const Config& config, const Mesh& mesh)
+    : config_(config), mesh_(mesh), world_(*mesh.world()) {
+  if (config.checkpoint.enable) {
+    resumed_ = open_resumed(config.checkpoint, world_);
+  } else {
+    require_no_checkpoints(config.checkpoint, world_);
+  }
+}
+
+std::int64_t CheckpointSession::global_batch_size(int data_ranks) const {
+  if (!resumed_) return config_.training.global_batch_size;
+  const auto rows = resumed_global_batch_size(config_, data_ranks, resumed_->manifest().data,
+                                              shown(resumed_->path()));
+  if (rows != config_.training.global_batch_size) {
+    log::info("training.global_batch_size: ", rows, ", as that of the checkpoint");
+  }
+  return rows;
+}
+
+void CheckpointSession::begin(const ModelSource& source, const BatchSource& data,
+                              std::function<void(std::int64_t)> before_write) {
+  if (!config_.checkpoint.enable) return;
+  forms_ = FileForms(source.description.parameters);
+  const auto identity = identity_of(config_, source, data, world_);
+  if (resumed_) require_same_run(identity, *resumed_, world_);
+
+  CheckpointOptions options;
+  options.folder = config_.checkpoint.folder;
+  options.keep_latest_k = config_.checkpoint.keep_latest_k;
+  options.about.config_hash = Hash128Stream().add(to_toml(config_)).digest();
+  options.about.model_path = config_.model.path;
+  options.about.seed = identity.seed;
+  options.about.data = identity.data;
+  options.about.lora = identity.lora;
+  options.state.forms = forms_;
+  if (source.lora) options.state.holds = Holds::kAdapters;
+  options.config_json = models::config_json(identity.spec);
+  options.state.source_dtype = dtypes_of(source);
+  options.state.replica = mesh_.coordinate(axis::kReplicate);
+  options.state.replicas = mesh_.size_of(axis::kReplicate);
+  options.before_write = std::move(before_write);
+  saver_.emplace(world_, std::move(options));
+}
+
+std::int64_t CheckpointSession::load(const ShardedBase& model, Optimizer& optimizer,
+                                     GradScaler* scaler) {
+  if (!saver_) return 0;
+  saver_->check_plan(model, optimizer);
+  if (resumed_) {
+    load_checkpoint(*resumed_, model, optimizer, world_, forms_);
+    restore_scaler(resumed_->manifest(), scaler);
+  }
+  // Only now does `latest` stand for what was chosen.
+  comm::on_all_or_none(world_, "note for restarts", [&] {
+    if (world_.rank() == 0)
+      RestartNote(config_.checkpoint.folder).write(config_.checkpoint.load_step);
+  });
+  return resumed_ ? resumed_->manifest().step : 0;
+}
+
+void CheckpointSession::after_step(std::int64_t step, bool last, bool anyone_writes,
+                                   const ShardedBase& model, const Optimizer& optimizer,
+                                   const GradScaler* scaler) {
+  if (!saver_) return;
+  saver_->advance(anyone_writes);
+  if (last || step % config_.checkpoint.interval == 0) saver_->save(step, model, optimizer, scaler);
+}
+
+void CheckpointSession::finish() {
+  if (saver_) saver_->finish();
+}
+
+void restore_scaler(const CheckpointManifest& manifest, GradScaler* scaler) {
+  const auto& state = manifest.loss_scale;
+  if (scaler != nullptr && state) {
+    scaler->restore(*state);
+  } else if (scaler != nullptr) {
+    log::warn("grad_scaler: found no loss scale in the checkpoint of step ", manifest.step,
+              ", which a run without float16 wrote: it begins at ", scaler->scale(),
+              ", and the first steps may be left out until it fits; set grad_scaler.init_scale, or "
+              "precision.param_dtype and reduce_dtype as they were");
+  } else if (state) {
+    log::warn(
+        "precision.param_dtype: found no float16 in a run that goes on from a checkpoint of "
+        "one at the loss scale ",
+        state->scale,
+        ": the loss is no longer scaled, and the checkpoints to come keep no "
+        "scale; set precision.param_dtype or reduce_dtype to float16 to go on as before");
+  }
+}
+
+}  // namespace tessera::train

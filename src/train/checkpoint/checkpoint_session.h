@@ -1,0 +1,57 @@
+// All that the trainer knows of checkpoints: what the run goes on from, and when one is saved.
+// Without [checkpoint] enable a folder that holds some is refused, and every call does nothing.
+// Next: resume.h, checkpoint.h.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+
+#include "train/checkpoint/checkpoint.h"
+#include "train/checkpoint/resume.h"
+#include "train/data/data.h"
+#include "train/hf/model_source.h"
+
+namespace tessera::train {
+
+class CheckpointSession {
+ public:
+  /// Opens what the run goes on from. Collective. Errors: as open_resumed() or
+  /// require_no_checkpoints().
+  CheckpointSession(const Config& config, const Mesh& mesh);
+
+  bool resumes() const { return resumed_.has_value(); }
+  /// training.global_batch_size of this run. Errors: as resumed_global_batch_size().
+  std::int64_t global_batch_size(int data_ranks) const;
+  /// Once the data is open: that it is the same run, and all that saving needs. Collective. Errors:
+  /// as require_same_run(). `before_write`: see CheckpointOptions.
+  void begin(const ModelSource& source, const BatchSource& data,
+             std::function<void(std::int64_t)> before_write);
+  /// Fills model, optimizer and scaler, where there is one, where the run goes on; returns the last
+  /// step that is done (0: none). Collective. Errors: as load_checkpoint(), restore_scaler(), and
+  /// kConfig where what is going to be saved would have a manifest that no reader takes.
+  std::int64_t load(const ShardedBase& model, Optimizer& optimizer, GradScaler* scaler);
+
+  /// This rank's writer has work left.
+  bool writing() const { return saver_ && saver_->writing(); }
+  /// `anyone_writes` is writing() of all ranks, `last` the end of the run. Collective. Errors: kIo
+  /// where writing failed, on all ranks alike.
+  void after_step(std::int64_t step, bool last, bool anyone_writes, const ShardedBase& model,
+                  const Optimizer& optimizer, const GradScaler* scaler);
+  /// Waits for what is being written. Collective. Errors: the same.
+  void finish();
+
+ private:
+  const Config config_;
+  const Mesh mesh_;
+  World& world_;
+  FileForms forms_;
+  std::optional<CheckpointFolder> resumed_;
+  std::optional<CheckpointSaver> saver_;
+};
+
+/// Goes on at the scale of the checkpoint. A run that has changed to or from float16 begins anew,
+/// or without; rank 0 warns of it. Errors: kConfig for a scale below grad_scaler.min_scale.
+void restore_scaler(const CheckpointManifest& manifest, GradScaler* scaler);
+
+}  // namespace tessera::train

@@ -1,0 +1,220 @@
+#include "train/checkpoint/checkpoint_snapshot.h"
+
+#include <ATen/ATen.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+
+#include "grad/torch_dtype.h"
+#include "io/safetensors_writer.h"
+#include "models/lora.h"
+#include "tessera/error.h"
+#include "tessera/world.h"
+#include "train/hf/shard_pieces.h"
+
+namespace tessera::train {
+namespace {
+
+/// A shard in the tensors of the file, and what is written of it under other names.
+class ShardParts {
+ public:
+  ShardParts(const ShardView& view, const FileForm& form)
+      : view_(view), form_(form), pieces_(pieces_of(view, form.file)) {}
+
+  void add_values(std::vector<StatePart>& parts, const std::string& prefix,
+                  const at::Tensor& values, const SourceDType& source_dtype) const {
+    for (const layout::Piece& piece : pieces_) {
+      const std::string& name = form_.names[piece.tensor];
+      parts.push_back({prefix + name, form_.file.shape,
+                       source_dtype ? source_dtype(name) : std::nullopt, piece.box,
+                       piece.in_box.begin, piece.in_box.end,
+                       values.narrow(0, piece.local.begin - view_.begin, piece.local.size())});
+    }
+  }
+
+  /// A number of each tensor: of all ranks one holds the first element.
+  void add_number(std::vector<StatePart>& parts, const std::string& prefix,
+                  std::int64_t number) const {
+    const auto value = at::full({1}, number, at::TensorOptions().dtype(at::kLong));
+    for (const layout::Piece& piece : pieces_) {
+      const bool at_front = std::ranges::all_of(piece.box.offset, [](auto o) { return o == 0; });
+      if (piece.in_box.begin != 0 || !at_front) continue;
+      parts.push_back({prefix + form_.names[piece.tensor], {}, std::nullopt, {}, 0, 1, value});
+    }
+  }
+
+ private:
+  const ShardView& view_;
+  const FileForm& form_;
+  std::vector<layout::Piece> pieces_;
+};
+
+/// This rank's place among those that hold the same.
+struct Holder {
+  int rank = 0;
+  int ranks = 1;
+  auto operator<=>(const Holder&) const = default;
+};
+using Whole = std::map<Holder, std::vector<StatePart>>;
+
+/// Of what is whole on the ranks of the data axes, and of all axes where no layer cuts it.
+Holder holder_of(const ParameterLayout& layout, const Mesh& mesh) {
+  const int own = mesh.world()->rank();
+  const auto data = layout.mesh == MeshKind::kDense ? axis::kShard : axis::kExpertData;
+  const std::vector<int> ranks =
+      layout.axes.empty() ? mesh.shapes().stage_of(own) : mesh.ranks_of({axis::kReplicate, data});
+  const auto self = std::ranges::find(ranks, own);
+  TESSERA_INVARIANT(self != ranks.end(), "a rank outside its own group");
+  return {static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size())};
+}
+
+/// Of this rank's shards; those of parameters that are whole on every rank of the data go to
+/// `whole`.
+void add_model(std::vector<StatePart>& parts, Whole& whole, const ShardedBase& model,
+               const StateOptions& options) {
+  const Mesh& mesh = model.mesh();
+  for (const auto& view : model.shards()) {
+    const auto& contract = *view.contract;
+    if (options.holds == Holds::kAdapters && !models::is_adapter(contract.name)) continue;
+    if (!is_first_holder(view)) continue;
+    const FileForm form = options.forms.of(contract);
+    auto& to = contract.replicated() ? whole[holder_of(contract.layout, mesh)] : parts;
+    ShardParts(view, form)
+        .add_values(to, std::string(kModelPrefix), view.shard.detach(), options.source_dtype);
+  }
+}
+
+void add_optimizer(std::vector<StatePart>& parts, const OptimizerState& state,
+                   const FileForms& forms) {
+  if (!is_first_holder(state.view)) return;
+  const FileForm form = forms.of(*state.view.contract);
+  const ShardParts shard(state.view, form);
+  const auto prefix = [](const std::string& kept) { return concat(kOptimizerPrefix, kept, "/"); };
+  for (const auto& kept : state.kept) shard.add_values(parts, prefix(kept.name), kept.values, {});
+  if (state.steps > 0) shard.add_number(parts, prefix("step"), state.steps);
+}
+
+/// Buffers with the digits of the folder that training began with: every rank holds them whole.
+void add_buffers(std::vector<StatePart>& parts, const ShardedBase& model,
+                 const SourceDType& source_dtype) {
+  for (const auto& view : model.buffers()) {
+    const auto& contract = *view.contract;
+    if (!contract.stored) continue;
+    parts.push_back({concat(kModelPrefix, contract.name), contract.shape,
+                     source_dtype ? source_dtype(contract.name) : std::nullopt,
+                     TensorBox::whole(contract.shape), 0, view.tensor.numel(),
+                     view.stored.reshape({-1})});
+  }
+}
+
+/// Returns the key under which the part lies in the file `name`.
+std::string add_entry(CheckpointManifest& entries, const StatePart& part, const std::string& name) {
+  auto& entry =
+      entries.tensors
+          .try_emplace(part.name,
+                       CheckpointTensor{
+                           to_dtype(part.values.scalar_type()), part.shape, part.source_dtype, {}})
+          .first->second;
+  // Of a tensor that is cut this rank may hold several parts.
+  const std::string key = piece_key(part.name, entry.pieces.size() + 1);
+  entry.pieces.push_back({name, key, part.box, part.begin, part.end});
+  return key;
+}
+
+/// The first checkpoint touches the buffer for the first time, while a step waits: one fault for
+/// 512 pages, where the system can.
+void take_huge_pages(const at::Tensor& buffer) {
+  constexpr std::uintptr_t kHugePage = std::uintptr_t{2} << 20;
+  const auto begin = reinterpret_cast<std::uintptr_t>(buffer.const_data_ptr());
+  const auto first = (begin + kHugePage - 1) & ~(kHugePage - 1);
+  const auto last = (begin + buffer.nbytes()) & ~(kHugePage - 1);
+  if (first < last) ::madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+}
+
+}  // namespace
+
+std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& optimizer,
+                                   const StateOptions& options) {
+  std::vector<StatePart> parts;
+  Whole whole;
+  add_model(parts, whole, model, options);
+  for (const auto& state : optimizer.state()) add_optimizer(parts, state, options.forms);
+  if (options.holds == Holds::kModel) {
+    const Holder everywhere = holder_of({}, model.mesh());
+    add_buffers(whole[everywhere], model, options.source_dtype);
+  }
+  parts = cut(parts, options.replica, options.replicas);
+  for (const auto& [holder, same] : whole) {
+    for (auto& part : cut(same, holder.rank, holder.ranks)) parts.push_back(std::move(part));
+  }
+  std::erase_if(parts, [](const StatePart& part) { return part.begin == part.end; });
+  return parts;
+}
+
+std::vector<StatePart> cut(const std::vector<StatePart>& parts, int replica, int replicas) {
+  std::int64_t total = 0;
+  for (const auto& part : parts) total += static_cast<std::int64_t>(part.values.nbytes());
+  const std::int64_t first_byte = total * replica / replicas;
+  const std::int64_t last_byte = total * (replica + 1) / replicas;
+  std::vector<StatePart> mine;
+  std::int64_t at = 0;  // bytes before the part
+  for (const auto& part : parts) {
+    const auto size = static_cast<std::int64_t>(part.values.element_size());
+    // An element belongs to the cut in which it begins.
+    const auto elements_before = [&](std::int64_t byte) {
+      return std::clamp<std::int64_t>((byte - at + size - 1) / size, 0, part.end - part.begin);
+    };
+    const auto begin = elements_before(first_byte);
+    const auto end = elements_before(last_byte);
+    if (begin < end) {
+      auto piece = part;
+      piece.begin = part.begin + begin;
+      piece.end = part.begin + end;
+      piece.values = part.values.narrow(0, begin, end - begin);
+      mine.push_back(std::move(piece));
+    }
+    at += static_cast<std::int64_t>(part.values.nbytes());
+  }
+  return mine;
+}
+
+CheckpointManifest entries_of(const std::vector<StatePart>& parts, const std::string& name) {
+  CheckpointManifest entries;
+  for (const auto& part : parts) add_entry(entries, part, name);
+  return entries;
+}
+
+std::byte* Snapshot::grow_to(std::size_t size) {
+  if (!buffer_.defined() || buffer_.nbytes() < size) {
+    buffer_ = at::Tensor();  // two would be twice the memory
+    buffer_ = at::empty({static_cast<std::int64_t>(size)}, at::TensorOptions().dtype(at::kByte));
+    take_huge_pages(buffer_);
+  }
+  size_ = size;
+  return data_ = static_cast<std::byte*>(buffer_.mutable_data_ptr());
+}
+
+void Snapshot::take(const std::vector<StatePart>& parts, const std::string& name) {
+  const at::NoGradGuard no_grad;
+  name_ = name;
+  entries_ = {};
+  std::vector<TensorSpec> specs;
+  std::vector<std::string> keys;
+  for (const auto& part : parts) {
+    keys.push_back(add_entry(entries_, part, name));
+    specs.push_back({keys.back(), to_dtype(part.values.scalar_type()), {part.end - part.begin}});
+  }
+  const auto layout = lay_out_safetensors(std::move(specs));
+  auto* const data = grow_to(static_cast<std::size_t>(layout.file_bytes));
+  std::memcpy(data, layout.beginning.data(), layout.beginning.size());
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    // By element size, largest first, after a beginning of whole 8 bytes: each is aligned.
+    auto place = at::from_blob(data + layout.header.find(keys[i])->begin, parts[i].values.sizes(),
+                               parts[i].values.options().requires_grad(false));
+    place.copy_(parts[i].values);
+  }
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,86 @@
+// One rank's part of a checkpoint, copied to memory of its own: the only thing that a step waits
+// for.
+//
+// The copy is the file itself, header and data, so that writing it is one pass over one buffer
+// while training goes on. The buffer is kept for the next checkpoint. Next: checkpoint.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "io/checkpoint_manifest.h"
+#include "tessera/optim.h"
+#include "tessera/shard.h"
+#include "train/hf/file_forms.h"
+
+namespace tessera::train {
+
+/// Elements [begin, end) of a box of a tensor of the checkpoint, as they stand on this rank.
+struct StatePart {
+  std::string name;  ///< "model/<name>", "optim/<state>/<name>"
+  std::vector<std::int64_t> shape;
+  std::optional<DType> source_dtype;
+  TensorBox box;
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  at::Tensor values;  ///< [end - begin]
+};
+
+/// The dtype of a tensor in the folder that training began with, where there is one.
+using SourceDType = std::function<std::optional<DType>(const std::string& tensor)>;
+
+/// What of a model a checkpoint holds.
+enum class Holds : std::uint8_t {
+  kModel,
+  kAdapters,  ///< what is trained beside a frozen model, which has a folder of its own
+};
+
+struct StateOptions {
+  SourceDType source_dtype;
+  FileForms forms = {};  ///< the names that the checkpoint has
+  Holds holds = Holds::kModel;
+  int replica = 0;  ///< of the data
+  int replicas = 1;
+};
+
+/// What this rank writes: of its shards and their optimizer state, which replicas divide, and of
+/// what is whole on every rank, which all ranks divide. All ranks together: each element once. The
+/// number of updates goes with the first element of a tensor.
+std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& optimizer,
+                                   const StateOptions& options);
+
+/// The `replica`-th of `replicas` equal cuts (in bytes) of a list of parts: together each element
+/// once.
+std::vector<StatePart> cut(const std::vector<StatePart>& parts, int replica, int replicas);
+
+/// What the manifest says of the parts as the file `name`.
+CheckpointManifest entries_of(const std::vector<StatePart>& parts, const std::string& name);
+
+class Snapshot {
+ public:
+  /// Copies the parts into the buffer as the file `name`.
+  void take(const std::vector<StatePart>& parts, const std::string& name);
+
+  const std::string& name() const { return name_; }
+  std::span<const std::byte> bytes() const { return {data_, size_}; }  ///< the whole file
+  /// The manifest's entries for the pieces in it.
+  const CheckpointManifest& entries() const { return entries_; }
+
+ private:
+  std::byte* grow_to(std::size_t size);
+
+  std::string name_;
+  at::Tensor buffer_;
+  std::byte* data_ = nullptr;
+  std::size_t size_ = 0;
+  CheckpointManifest entries_;
+};
+
+}  // namespace tessera::train

@@ -1,0 +1,373 @@
+// Reading a checkpoint into shards and optimizer state, on any layout.
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <set>
+
+#include "base/joined.h"
+#include "base/log.h"
+#include "base/printable.h"
+#include "comm/all_or_none.h"
+#include "comm/group.h"
+#include "grad/torch_dtype.h"
+#include "io/checkpoint_store.h"
+#include "models/lora.h"
+#include "tessera/error.h"
+#include "train/checkpoint/resume.h"
+#include "train/hf/shard_pieces.h"
+#include "train/report/progress.h"
+
+namespace tessera::train {
+namespace {
+
+constexpr const char* kKeepsStorage = "a resumed run keeps its precision.storage_dtype";
+constexpr const char* kKeepsFrozen =
+    "a resumed run keeps its precision.storage_dtype, its model.frozen and frozen of its rules, "
+    "and with \"replicate\" its precision.param_dtype: what is whole on every rank is stored as it "
+    "computes";
+
+constexpr const char* kKeepsMaster =
+    "a resumed run keeps its precision.storage_dtype and its optimizer.master, which say what the "
+    "optimizer keeps in which dtype";
+constexpr const char* kKeepsShape =
+    "a resumed run keeps its model, whose tensors have these shapes";
+
+/// `mend` is for another dtype.
+void require_tensor(const CheckpointFolder& checkpoint, const std::string& name, DType dtype,
+                    const std::vector<std::int64_t>& shape, const char* mend = kKeepsStorage) {
+  const auto* tensor = checkpoint.find(name);
+  TESSERA_CHECK(tensor != nullptr, ErrorKind::kFormat, shown(checkpoint.path()),
+                ": found no tensor ", printable(name), ", expected one");
+  TESSERA_CHECK(tensor->dtype == dtype && tensor->shape == shape, ErrorKind::kFormat,
+                shown(checkpoint.path()), ": tensor ", printable(name), ": found ",
+                to_string(tensor->dtype), " ", shape_text(tensor->shape), ", expected ",
+                to_string(dtype), " ", shape_text(shape), "; ",
+                tensor->shape == shape ? mend : kKeepsShape);
+}
+
+std::set<std::string> names_of(const Optimizer& optimizer) {
+  const auto names = optimizer.kept_names();
+  return {names.begin(), names.end()};
+}
+
+class Loader {
+ public:
+  Loader(const CheckpointFolder& checkpoint, const ShardedBase& model, Optimizer& optimizer,
+         const FileForms& forms)
+      : checkpoint_(checkpoint), model_(model), optimizer_(optimizer), forms_(forms) {}
+
+  /// Of this rank's share of all parameters, and of all tensors of the checkpoint: no rank reads
+  /// what the checkpoint says of every tensor. Errors: kFormat, kConfig for tensors that do not fit
+  /// model and optimizer.
+  void check() {
+    std::set<std::string> known;
+    std::size_t index = 0;
+    for (const auto& view : model_.shards()) {
+      const auto& contract = *view.contract;
+      if (!holds(contract)) continue;
+      const FileForm form = forms_.of(contract);
+      const bool mine = is_mine(index++);
+      for (const std::string& tensor : form.names) {
+        const auto name = concat(kModelPrefix, tensor);
+        known.insert(name);
+        if (!mine) continue;
+        require_tensor(checkpoint_, name, contract.storage.dtype, form.file.shape,
+                       contract.trainable ? kKeepsStorage : kKeepsFrozen);
+      }
+    }
+    for (const auto& view : model_.buffers()) {
+      if (!view.contract->stored || of_adapters()) continue;
+      const auto name = concat(kModelPrefix, view.contract->name);
+      require_tensor(checkpoint_, name, view.contract->storage, view.contract->shape);
+      known.insert(name);
+    }
+    const World& world = *model_.mesh().world();
+    const auto names = checkpoint_.names("", static_cast<std::size_t>(world.rank()),
+                                         static_cast<std::size_t>(world.size()));
+    check_optimizer_kind(names);
+    index = 0;
+    for (const auto& state : optimizer_.state()) {
+      if (is_mine(index++)) check_state(*state.view.contract);
+    }
+    has_state_ = std::ranges::any_of(
+        names, [](const auto& name) { return name.starts_with(kOptimizerPrefix); });
+    for (const auto& name : names) {
+      TESSERA_CHECK(!name.starts_with(kModelPrefix) || known.contains(name), ErrorKind::kFormat,
+                    shown(checkpoint_.path()), ": found the tensor ", printable(name),
+                    ", expected only those of the model");
+    }
+  }
+
+  /// After check(). A parameter without state was never updated, or frozen until now: only said, by
+  /// rank 0. But a run that has updated none has left out every step. Collective: every rank is
+  /// here, whatever it trains and has found. Errors: kFormat.
+  void require_some_state() const {
+    comm::Group& group = model_.mesh().world()->control();
+    const auto& manifest = checkpoint_.manifest();
+    const auto left_out = manifest.loss_scale ? manifest.loss_scale->skipped_steps : 0;
+    const auto trained = optimizer_.state();
+    const auto any = comm::any_of_ranks(
+        group, {has_state_, !without_state_.empty(), !trained.empty()}, "state in the checkpoint");
+    const bool has_state = any[0], lacks_some = any[1], trains = any[2];
+    if (manifest.step <= left_out || !trains) return;
+    if (has_state) {
+      if (lacks_some) warn_of_missing_state(group);
+      return;
+    }
+    const auto kept = kept_names_.empty() ? std::string("step") : *kept_names_.begin();
+    const auto first = first_of_ranks(
+        group, trained.empty() ? "" : forms_.of(*trained.front().view.contract).names.front());
+    throw Error(ErrorKind::kFormat,
+                concat(shown(checkpoint_.path()), ": found no ", named(kept, first),
+                       " and no other state of an optimizer, expected what ", optimizer_.name(),
+                       " kept in ", manifest.step - left_out,
+                       " updates; take a checkpoint that has it, or start anew from these weights: "
+                       "model.path = this folder, in another job.dump_folder"));
+  }
+
+  /// Reads the files for which `is_mine` through once: verifies them, and fills what lies in them.
+  void verify(const std::function<bool(std::size_t file)>& is_mine) {
+    std::map<std::string, std::vector<WantedBytes>> mine;
+    const auto files = checkpoint_.data_files();
+    for (std::size_t i = 0; i < files.size(); ++i) {
+      if (is_mine(i)) mine[files[i]] = {};
+    }
+    for (const auto& part : parts()) want(part, mine);
+    const auto& listed = checkpoint_.manifest().files;
+    std::int64_t total = 0;
+    for (const auto& [file, wanted] : mine) total += listed.find(file)->second.bytes;
+    // The other ranks are about as far.
+    const bool shown = model_.rank() == 0;
+    LoadingProgress progress("loading the checkpoint", total,
+                             shown ? LoadingProgress::Shown::kYes : LoadingProgress::Shown::kNo);
+    for (auto& [file, wanted] : mine) {
+      checkpoint_.verify(file, std::move(wanted));
+      progress.add(listed.find(file)->second.bytes);
+    }
+  }
+
+  /// The rest, once all files are verified.
+  void fill_rest() const {
+    for (const auto& part : rest_) {
+      checkpoint_.read_box(part.name, part.box, part.begin, part.end, part.bytes);
+    }
+    fill_buffers();
+    for (const auto& state : optimizer_.state()) {
+      const auto& contract = *state.view.contract;
+      const FileForm form = forms_.of(contract);
+      const std::string& first = form.names.front();  // the others say the same
+      if (!has("step", first)) continue;
+      std::int64_t steps = 0;
+      checkpoint_.read(named("step", first), 0, 1, std::as_writable_bytes(std::span(&steps, 1)));
+      TESSERA_CHECK(steps > 0 && steps <= checkpoint_.manifest().step, ErrorKind::kFormat,
+                    shown(checkpoint_.path()), ": found ", steps, " in ", named("step", first),
+                    ", expected 1 to the ", checkpoint_.manifest().step,
+                    " steps of the run; take a checkpoint that was not altered");
+      optimizer_.set_steps(contract.name, steps);
+    }
+  }
+
+ private:
+  /// The first text of any rank that is not empty. Collective.
+  static std::string first_of_ranks(comm::Group& group, const std::string& mine) {
+    const auto all = comm::all_gather_bytes(group, mine, "names of the checkpoint");
+    const auto first = std::ranges::find_if(all, [](const auto& one) { return !one.empty(); });
+    return first == all.end() ? "" : *first;
+  }
+
+  /// Collective.
+  void warn_of_missing_state(comm::Group& group) const {
+    const auto missing = static_cast<std::int64_t>(without_state_.size());
+    const auto count = comm::sum_of_ranks(group, {missing}, "state that is missing")[0];
+    const auto first = first_of_ranks(group, missing == 0 ? "" : without_state_.front());
+    if (model_.rank() != 0) return;
+    log::warn("checkpoint ", shown(checkpoint_.path()), ": found no optimizer's state of ", count,
+              " trained parameter(s), as ", first,
+              ": it begins anew, as for what was never updated or was frozen until now");
+  }
+
+  /// Whole on every rank, and small: each reads them in the dtype in which they are stored, and
+  /// casts them as after any load.
+  void fill_buffers() const {
+    const at::NoGradGuard no_grad;
+    if (of_adapters()) return;
+    for (const auto& view : model_.buffers()) {
+      if (!view.contract->stored) continue;
+      const auto values = at::empty(
+          view.contract->shape, at::TensorOptions().dtype(to_scalar_type(view.contract->storage)));
+      checkpoint_.read(concat(kModelPrefix, view.contract->name), 0, values.numel(),
+                       {static_cast<std::byte*>(values.mutable_data_ptr()), values.nbytes()});
+      view.tensor.set_data(values);
+    }
+    model_.set_loaded();
+  }
+
+  static std::string named(const std::string& kept, const std::string& tensor) {
+    return concat(kOptimizerPrefix, kept, "/", tensor);
+  }
+
+  bool is_mine(std::size_t index) const {
+    const World& world = *model_.mesh().world();
+    return static_cast<int>(index % static_cast<std::size_t>(world.size())) == world.rank();
+  }
+
+  /// Adapters alone, beside a model that was loaded from its own folder.
+  bool of_adapters() const { return checkpoint_.manifest().lora.has_value(); }
+  bool holds(const GradContract& contract) const {
+    return !of_adapters() || models::is_adapter(contract.name);
+  }
+
+  bool has(const std::string& kept, const std::string& tensor) const {
+    return checkpoint_.find(named(kept, tensor)) != nullptr;
+  }
+  bool keeps_any(const FileForm& form) const {
+    return std::ranges::any_of(form.names, [&](const std::string& tensor) {
+      return std::ranges::any_of(kept_names_, [&](const auto& kept) { return has(kept, tensor); });
+    });
+  }
+
+  void check_optimizer_kind(const std::vector<std::string>& names) const {
+    const auto& written = checkpoint_.manifest().optimizer;
+    TESSERA_CHECK(written.empty() || written == optimizer_.name(), ErrorKind::kConfig,
+                  "optimizer.name: found ", optimizer_.name(), ", expected ",
+                  printable(written, 256), " of the checkpoint ", shown(checkpoint_.path()),
+                  "; a resumed run keeps its optimizer");
+    std::set<std::string> found;
+    for (const auto& name : names) {
+      if (!name.starts_with(kOptimizerPrefix)) continue;
+      const auto begin = kOptimizerPrefix.size();
+      found.insert(name.substr(begin, name.find('/', begin) - begin));
+    }
+    found.erase("step");
+    TESSERA_CHECK(std::includes(kept_names_.begin(), kept_names_.end(), found.begin(), found.end()),
+                  ErrorKind::kConfig, "optimizer.name: found an optimizer that keeps ",
+                  joined(kept_names_, "none"), ", expected one that keeps ", joined(found, "none"),
+                  " as the checkpoint ", shown(checkpoint_.path()),
+                  " does; a resumed run keeps its optimizer");
+  }
+
+  /// All that the optimizer keeps of a parameter, or nothing: never updated, or frozen until now.
+  void check_state(const GradContract& contract) {
+    const auto& name = contract.name;
+    const FileForm form = forms_.of(contract);
+    const bool kept_any = keeps_any(form);
+    const bool has_step =
+        std::ranges::any_of(form.names, [&](const auto& tensor) { return has("step", tensor); });
+    if (!kept_any && !has_step) without_state_.push_back(name);
+    if (kept_any || has_step) {
+      for (const std::string& tensor : form.names) {
+        require_tensor(checkpoint_, named("step", tensor), DType::kInt64, {});
+      }
+    }
+    // AdamW keeps moments of all that it has updated. SGD may begin with a momentum later: its
+    // buffer then is the next gradient, as in PyTorch.
+    TESSERA_CHECK(kept_any || !has_step || optimizer_.name() != "AdamW", ErrorKind::kConfig,
+                  "optimizer.name: found AdamW and no ", named("exp_avg", form.names.front()),
+                  " in the checkpoint ", shown(checkpoint_.path()),
+                  ", expected the moments of all that was updated, or an optimizer that keeps none "
+                  "as there; a resumed run keeps its optimizer");
+    if (!kept_any) return;
+    for (const auto& kept : optimizer_.make_kept(name)) {
+      for (const std::string& tensor : form.names) {
+        require_tensor(checkpoint_, named(kept.name, tensor), to_dtype(kept.values.scalar_type()),
+                       form.file.shape, kKeepsMaster);
+      }
+    }
+  }
+
+  /// Elements of a box of a tensor, and where this rank keeps them.
+  struct Part {
+    std::string name;
+    TensorBox box;
+    std::int64_t begin = 0;
+    std::int64_t end = 0;
+    std::span<std::byte> bytes;
+  };
+
+  /// Values over the elements of a shard, whose tensors the checkpoint names `prefix` and the
+  /// file's name.
+  static void add_parts(std::vector<Part>& parts, const std::string& prefix, const FileForm& form,
+                        const ShardView& view, const at::Tensor& values) {
+    auto* const data = static_cast<std::byte*>(values.mutable_data_ptr());
+    const auto size = static_cast<std::int64_t>(values.element_size());
+    for (layout::Piece& piece : pieces_of(view, form.file)) {
+      parts.push_back({prefix + form.names[piece.tensor],
+                       std::move(piece.box),
+                       piece.in_box.begin,
+                       piece.in_box.end,
+                       {data + (piece.local.begin - view.begin) * size,
+                        static_cast<std::size_t>(piece.local.size() * size)}});
+    }
+  }
+
+  std::vector<Part> parts() const {
+    const at::NoGradGuard no_grad;
+    std::vector<Part> found;
+    for (const auto& view : model_.shards()) {
+      if (!holds(*view.contract)) continue;
+      add_parts(found, std::string(kModelPrefix), forms_.of(*view.contract), view,
+                view.shard.detach());
+    }
+    for (const auto& state : optimizer_.state()) {
+      const auto& contract = *state.view.contract;
+      const FileForm form = forms_.of(contract);
+      if (!keeps_any(form)) continue;
+      for (const auto& kept : optimizer_.make_kept(contract.name)) {
+        add_parts(found, named(kept.name, ""), form, state.view, kept.values);
+      }
+    }
+    return found;
+  }
+
+  /// Where a part lies in files of `mine` they bring it along; else it waits for fill_rest().
+  void want(const Part& part, std::map<std::string, std::vector<WantedBytes>>& mine) {
+    const auto stretches = checkpoint_.stretches(part.name, part.box, part.begin, part.end);
+    if (stretches.empty()) return rest_.push_back(part);
+    const auto size = static_cast<std::int64_t>(part.bytes.size()) / (part.end - part.begin);
+    for (const auto& one : stretches) {
+      const auto bytes =
+          part.bytes.subspan(static_cast<std::size_t>((one.begin - part.begin) * size),
+                             static_cast<std::size_t>((one.end - one.begin) * size));
+      const auto file = mine.find(one.file);
+      if (file != mine.end()) {
+        file->second.push_back({one.offset, bytes});
+      } else {
+        rest_.push_back({part.name, part.box, one.begin, one.end, bytes});
+      }
+    }
+  }
+
+  const CheckpointFolder& checkpoint_;
+  const ShardedBase& model_;
+  Optimizer& optimizer_;
+  const FileForms& forms_;
+  const std::set<std::string> kept_names_ = names_of(optimizer_);
+  bool has_state_ = false;                  // in this rank's share of all tensors
+  std::vector<std::string> without_state_;  // in this rank's share of trained parameters
+  std::vector<Part> rest_;
+};
+
+}  // namespace
+
+void load_checkpoint(const CheckpointFolder& checkpoint, const ShardedBase& model,
+                     Optimizer& optimizer, World& world, const FileForms& forms) {
+  Loader loader(checkpoint, model, optimizer, forms);
+  comm::on_all_or_none(world, "tensors of the checkpoint", [&] { loader.check(); });
+  loader.require_some_state();
+  comm::on_all_or_none(world, "verifying the checkpoint", [&] {
+    // On the layout that wrote it a rank verifies the file that it needs.
+    loader.verify(
+        [&](std::size_t file) { return static_cast<int>(file) % world.size() == world.rank(); });
+  });
+  comm::on_all_or_none(world, "reading the checkpoint", [&] { loader.fill_rest(); });
+  // Whoever restarts this run goes on from here, not from what another attempt reached later.
+  if (world.rank() == 0) {
+    CheckpointStore(checkpoint.path().parent_path()).set_latest(checkpoint.manifest().step);
+    log::info("resumed from ", checkpoint.path().native(), ", written by ",
+              checkpoint.manifest().world_size, " rank(s)");
+  }
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,225 @@
+#include "train/checkpoint/resume.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <ranges>
+#include <set>
+#include <system_error>
+
+#include "base/joined.h"
+#include "base/log.h"
+#include "base/printable.h"
+#include "comm/all_or_none.h"
+#include "comm/group.h"
+#include "io/atomic_file.h"
+#include "io/checkpoint_store.h"
+#include "tessera/error.h"
+#include "train/checkpoint/restart_note.h"
+#include "train/data/data_identity.h"
+
+namespace tessera::train {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// Every rank can write there, and all write to the same folder; found out before the first step,
+/// not at the first checkpoint.
+void try_folder(const CheckpointStore& store, World& world) {
+  comm::on_all_or_none(world, "checkpoint folder", [&] {
+    if (world.rank() == 0) store.clean();
+  });
+  const auto probe = [&](int rank) { return store.temporary(0) / concat("rank_", rank); };
+  comm::on_all_or_none(world, "checkpoint folder: writing", [&] {
+    store.begin(0);
+    const int descriptor = open_new_file(probe(world.rank()));
+    TESSERA_CHECK(descriptor >= 0, ErrorKind::kIo, "cannot write to ", shown(probe(world.rank())),
+                  "; see checkpoint.folder");
+    ::close(descriptor);
+  });
+  comm::on_all_or_none(world, "checkpoint folder: shared", [&] {
+    if (world.rank() != 0) return;
+    for (int rank = 0; rank < world.size(); ++rank) {
+      std::error_code ignored;
+      TESSERA_CHECK(fs::exists(probe(rank), ignored), ErrorKind::kIo, shown(store.folder()),
+                    ": found no file that rank ", rank,
+                    " wrote there, expected a folder that all hosts share; see checkpoint.folder");
+    }
+    store.discard(0);
+  });
+}
+
+std::optional<std::int64_t> step_to_load(const CheckpointConfig& config,
+                                         const CheckpointStore& store) {
+  const RestartNote note(store.folder());
+  note.forget_other_jobs();
+  if (note.has(config.load_step)) {
+    log::info("started again by torchrun: goes on from `latest`; checkpoint.load_step ",
+              config.load_step, " was for an earlier attempt");
+    return store.latest();
+  }
+  const auto steps = store.steps();
+  const auto newest = [&] { return shown(store.complete(steps.back())); };
+  if (config.load_step < 0) return store.latest();
+  if (config.load_step == 0) {
+    TESSERA_CHECK(steps.empty(), ErrorKind::kConfig, "checkpoint.load_step: found 0 and ", newest(),
+                  ", expected a folder without checkpoints to start anew; choose another "
+                  "job.dump_folder, or -1 to go on");
+    return std::nullopt;
+  }
+  const bool there = std::binary_search(steps.begin(), steps.end(), config.load_step);
+  TESSERA_CHECK(there, ErrorKind::kConfig, "checkpoint.load_step: found ", config.load_step,
+                ", expected a step with a checkpoint in ", shown(store.folder()), "; ",
+                steps.empty() ? std::string("there is none") : "the newest is " + newest());
+  return config.load_step;
+}
+
+/// How a run whose checkpoint cannot be read goes on: never without being told.
+std::string way_on(const CheckpointStore& store, std::int64_t step) {
+  for (const std::int64_t older : store.steps() | std::views::reverse) {
+    if (older >= step) continue;
+    try {
+      CheckpointFolder::open(store.complete(older));
+    } catch (const Error&) {
+      continue;
+    }
+    return concat("; the newest whole checkpoint before it is ", shown(store.complete(older)),
+                  ": set checkpoint.load_step = ", older, " to go on from there");
+  }
+  return "; there is no whole checkpoint before it: choose another job.dump_folder to start anew";
+}
+
+CheckpointFolder open_step(const CheckpointStore& store, std::int64_t step) {
+  const fs::path path = store.complete(step);
+  try {
+    std::error_code ignored;
+    TESSERA_CHECK(fs::exists(path / kManifestFile, ignored), ErrorKind::kFormat, shown(path),
+                  ": found no ", kManifestFile,
+                  ", expected a whole checkpoint; copying or removing it was interrupted, or "
+                  "another program made the folder");
+    return CheckpointFolder::open(path);
+  } catch (const Error& error) {
+    throw Error(error.kind(), error.what() + way_on(store, step));
+  }
+}
+
+/// The first key in which two config.json differ, with both values; the dtype that a file names for
+/// its own tensors does not count.
+void require_same_model(const models::ModelSpec& found, const CheckpointFolder& checkpoint) {
+  const auto keys_of = [](models::ModelSpec spec) {
+    spec.dtype.reset();
+    return nlohmann::json::parse(models::config_json(spec));
+  };
+  const auto mine = keys_of(found);
+  const auto theirs = keys_of(models::parse_spec(checkpoint.config_text()).spec);
+  std::set<std::string> names;
+  for (const auto* keys : {&mine, &theirs}) {
+    for (const auto& [name, value] : keys->items()) names.insert(name);
+  }
+  const auto text = [](const nlohmann::json& keys, const std::string& name) {
+    return keys.contains(name) ? keys[name].dump() : std::string("nothing");
+  };
+  for (const auto& name : names) {
+    TESSERA_CHECK(text(mine, name) == text(theirs, name), ErrorKind::kConfig, "model: found ", name,
+                  " ", text(mine, name), ", expected ", text(theirs, name), " of the checkpoint ",
+                  shown(checkpoint.path()), "; set it back, or start anew in another folder");
+  }
+}
+
+/// From the first layer on in which they differ: lists of large models are long.
+void require_same_layers(const std::vector<std::string>& found,
+                         const std::vector<std::string>& expected, const std::string& checkpoint) {
+  if (found == expected) return;
+  const auto [mine, theirs] = std::ranges::mismatch(found, expected);
+  const auto list = [](auto layer, auto end) {
+    return layer == end ? std::string("no further layer")
+                        : printable(joined(std::ranges::subrange(layer, end)), 1024);
+  };
+  throw Error(ErrorKind::kConfig,
+              concat("lora.targets: found ", list(mine, found.end()), ", expected ",
+                     list(theirs, expected.end()), " of the checkpoint ", checkpoint, ", after ",
+                     mine - found.begin(),
+                     " layers that both have; set it back, or start anew in another folder"));
+}
+
+/// The adapters and the model beside them. Errors: kConfig naming what differs.
+void require_same_lora(const RunIdentity& identity, const CheckpointFolder& checkpoint) {
+  const auto& theirs = checkpoint.manifest().lora;
+  const auto rank_of = [](const std::optional<CheckpointLora>& lora) {
+    return lora ? lora->rank : 0;
+  };
+  const auto same = [&](const char* key, const auto& found, const auto& expected) {
+    TESSERA_CHECK(found == expected, ErrorKind::kConfig, key, ": found ", found, ", expected ",
+                  expected, " of the checkpoint ", shown(checkpoint.path()),
+                  "; set it back, or start anew in another folder");
+  };
+  same("lora.rank", rank_of(identity.lora), rank_of(theirs));
+  if (!theirs) return;
+  same("lora.alpha", identity.lora->alpha, theirs->alpha);
+  same("lora.dropout", identity.lora->dropout, theirs->dropout);
+  require_same_layers(identity.lora->layers, theirs->layers, shown(checkpoint.path()));
+  TESSERA_CHECK(identity.lora->base_xxh3_128 == theirs->base_xxh3_128, ErrorKind::kConfig,
+                "model.path: found tensors with the hash ", to_string(identity.lora->base_xxh3_128),
+                ", expected ", to_string(theirs->base_xxh3_128),
+                " of the model beside which the adapters of the checkpoint ",
+                shown(checkpoint.path()),
+                " were trained; set it back, or start anew in another folder");
+}
+
+}  // namespace
+
+void require_no_checkpoints(const CheckpointConfig& config, World& world) {
+  comm::on_all_or_none(world, "checkpoint folder", [&] {
+    if (world.rank() != 0) return;
+    const CheckpointStore store(config.folder);
+    const auto steps = store.steps();
+    TESSERA_CHECK(
+        steps.empty(), ErrorKind::kConfig, "checkpoint.enable: found false and ",
+        shown(store.complete(steps.back())),
+        ", expected a checkpoint.folder without checkpoints to start anew; choose another "
+        "job.dump_folder or checkpoint.folder, or set checkpoint.enable = true to go on");
+  });
+}
+
+std::optional<CheckpointFolder> open_resumed(const CheckpointConfig& config, World& world) {
+  const CheckpointStore store(config.folder);
+  try_folder(store, world);
+  std::string chosen;
+  comm::on_all_or_none(world, "checkpoint to load", [&] {
+    if (world.rank() != 0) return;
+    const auto step = step_to_load(config, store);
+    if (step) chosen = std::to_string(*step);
+  });
+  chosen = comm::from_first_rank(world, "checkpoint to load", chosen);
+  if (chosen.empty()) return std::nullopt;
+
+  std::optional<CheckpointFolder> checkpoint;
+  comm::on_all_or_none(world, "opening the checkpoint",
+                       [&] { checkpoint = open_step(store, std::stoll(chosen)); });
+  const auto hash = to_string(checkpoint->manifest_hash());
+  const auto first = comm::from_first_rank(world, "hash of the manifest", hash);
+  comm::on_all_or_none(world, "the same manifest", [&] {
+    TESSERA_CHECK(hash == first, ErrorKind::kIo, shown(checkpoint->path()),
+                  ": found a manifest with hash ", hash, ", expected ", first,
+                  " as on rank 0; do all hosts share checkpoint.folder?");
+  });
+  return checkpoint;
+}
+
+void require_same_run(const RunIdentity& identity, const CheckpointFolder& checkpoint,
+                      World& world) {
+  comm::on_all_or_none(world, "the same run", [&] {
+    const auto& manifest = checkpoint.manifest();
+    require_same_model(identity.spec, checkpoint);
+    require_same_lora(identity, checkpoint);
+    TESSERA_CHECK(identity.seed == manifest.seed, ErrorKind::kConfig, "debug.seed: found ",
+                  identity.seed, ", expected ", manifest.seed, " of the checkpoint ",
+                  shown(checkpoint.path()), "; set it back, or start anew in another folder");
+    if (world.rank() == 0) {
+      require_same_data(identity.data, manifest.data, shown(checkpoint.path()));
+    }
+  });
+}
+
+}  // namespace tessera::train

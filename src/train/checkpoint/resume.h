@@ -1,0 +1,51 @@
+// What a run goes on from: finding a checkpoint, refusing one of another run, reading it.
+//
+// Whatever is wrong is found before the first step and on every rank alike. Any layout reads any
+// other: each rank reads the ranges that it owns, out of whatever pieces hold them. Next:
+// checkpoint.h writes them.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "io/checkpoint_folder.h"
+#include "models/model_spec.h"
+#include "tessera/optim.h"
+#include "tessera/shard.h"
+#include "tessera/world.h"
+#include "train/config/config.h"
+#include "train/hf/file_forms.h"
+
+namespace tessera::train {
+
+/// What a run and its checkpoint must have in common.
+struct RunIdentity {
+  models::ModelSpec spec;
+  CheckpointData data;  ///< on rank 0
+  std::int64_t seed = 0;
+  std::optional<CheckpointLora> lora;
+};
+
+/// Readies checkpoint.folder for writing (what a crash left unfinished goes) and opens what the run
+/// goes on from: none = it starts anew. Collective. Errors, on all ranks alike: kConfig where
+/// load_step is 0 and there are checkpoints, or names none; kIo, kFormat naming the file.
+std::optional<CheckpointFolder> open_resumed(const CheckpointConfig& config, World& world);
+
+/// Collective. Errors, on all ranks alike: kConfig for another model, seed, data or adapters, with
+/// what was found and expected.
+void require_same_run(const RunIdentity& identity, const CheckpointFolder& checkpoint,
+                      World& world);
+
+/// Of a run that does not look at checkpoints: it would write its metrics and config over those of
+/// the run that made them. Collective. Errors, on all ranks alike: kConfig where there are some;
+/// kIo.
+void require_no_checkpoints(const CheckpointConfig& config, World& world);
+
+/// Fills shards and optimizer state, whose tensors the checkpoint has under the names of `forms`,
+/// and verifies every file, each on one rank. Collective. Errors, on all ranks alike: kFormat
+/// naming the file or tensor; kConfig for the states of another optimizer. After one the model
+/// holds nothing of use.
+void load_checkpoint(const CheckpointFolder& checkpoint, const ShardedBase& model,
+                     Optimizer& optimizer, World& world, const FileForms& forms = {});
+
+}  // namespace tessera::train

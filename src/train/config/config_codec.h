@@ -1,0 +1,233 @@
+// How one C++ type of the configuration reads from and writes to a ConfigValue (used by
+// config_keys.cpp).
+//
+// One Codec a type: its words in --help, the conversion with its error, and the way back.
+// Optional<T> is T that may be absent. Next: config_keys.cpp.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "tessera/error.h"
+#include "train/config/config_keys.h"
+
+namespace tessera::train {
+
+/// Throws kConfig: "key: found X, expected Y".
+[[noreturn]] void refuse_value(std::string_view key, const ConfigValue& found,
+                               std::string_view expected);
+
+/// A word of digits that are no int64: how such a number comes from the command line.
+bool is_too_long_integer(const ConfigValue& value);
+/// "an integer from -2147483648 to 2147483647".
+std::string integers_from(std::int64_t low, std::int64_t high);
+
+bool equal_ignoring_case(std::string_view a, std::string_view b);
+
+/// What a number must satisfy, and the words for it.
+struct Limit {
+  double low = -std::numeric_limits<double>::infinity();
+  double high = std::numeric_limits<double>::infinity();
+  bool high_excluded = false;
+  std::optional<double> also{};  ///< one more value that is allowed (-1 as "fill in")
+  std::string words{};           ///< "at least 1"
+
+  bool allows(double value) const {
+    if (also && value == *also) return true;
+    if (!std::isfinite(value)) return false;
+    return value >= low && (high_excluded ? value < high : value <= high);
+  }
+};
+
+/// Specialized for every enumeration of config.h: `kWords` lists {spelling, enumerator}.
+template <class E>
+struct EnumWords;
+
+template <class T>
+struct Codec;
+
+template <>
+struct Codec<bool> {
+  static std::string type() { return "boolean"; }
+  static bool from(const ConfigValue& v, std::string_view key, const Limit&) {
+    if (const bool* b = std::get_if<bool>(&v.value)) return *b;
+    refuse_value(key, v, "true or false");
+  }
+  static std::optional<ConfigValue> to(bool b) { return ConfigValue{b}; }
+};
+
+template <class I>
+struct IntegerCodec {
+  static std::string type() { return "integer"; }
+  static I from(const ConfigValue& v, std::string_view key, const Limit& limit) {
+    using Range = std::numeric_limits<I>;
+    const std::int64_t* i = std::get_if<std::int64_t>(&v.value);
+    if (i == nullptr) {
+      refuse_value(
+          key, v,
+          is_too_long_integer(v) ? integers_from(Range::min(), Range::max()) : "an integer");
+    }
+    if (!limit.allows(static_cast<double>(*i))) refuse_value(key, v, limit.words);
+    if (*i > Range::max() || *i < Range::min()) {
+      refuse_value(key, v, integers_from(Range::min(), Range::max()));
+    }
+    return static_cast<I>(*i);
+  }
+  static std::optional<ConfigValue> to(I i) { return ConfigValue{static_cast<std::int64_t>(i)}; }
+};
+template <>
+struct Codec<std::int64_t> : IntegerCodec<std::int64_t> {};
+template <>
+struct Codec<int> : IntegerCodec<int> {};
+
+template <>
+struct Codec<double> {
+  static std::string type() { return "number"; }
+  static double from(const ConfigValue& v, std::string_view key, const Limit& limit) {
+    double d = 0;
+    if (const double* f = std::get_if<double>(&v.value)) {
+      d = *f;
+    } else if (const std::int64_t* i = std::get_if<std::int64_t>(&v.value)) {
+      d = static_cast<double>(*i);
+    } else {
+      refuse_value(key, v, "a number");
+    }
+    const std::string finite = std::isfinite(d) ? "" : "a finite number";
+    if (!limit.allows(d)) {
+      refuse_value(key, v,
+                   concat(finite, finite.empty() || limit.words.empty() ? "" : ", ", limit.words));
+    }
+    return d;
+  }
+  static std::optional<ConfigValue> to(double d) { return ConfigValue{d}; }
+};
+
+template <>
+struct Codec<std::string> {
+  static std::string type() { return "string"; }
+  static std::string from(const ConfigValue& v, std::string_view key, const Limit&) {
+    if (const std::string* s = std::get_if<std::string>(&v.value)) return *s;
+    refuse_value(key, v, "a string");
+  }
+  static std::optional<ConfigValue> to(const std::string& s) { return ConfigValue{s}; }
+};
+
+/// A single string is a list of one.
+template <>
+struct Codec<std::vector<std::string>> {
+  static std::string type() { return "list of strings"; }
+  static std::vector<std::string> from(const ConfigValue& v, std::string_view key, const Limit&) {
+    if (const std::string* s = std::get_if<std::string>(&v.value)) return {*s};
+    const ConfigValue::Array* items = std::get_if<ConfigValue::Array>(&v.value);
+    if (items == nullptr) refuse_value(key, v, "a string or a list of strings");
+    std::vector<std::string> result;
+    for (const ConfigValue& item : *items) {
+      const std::string* s = std::get_if<std::string>(&item.value);
+      if (s == nullptr) refuse_value(key, item, "strings in the list");
+      result.push_back(*s);
+    }
+    return result;
+  }
+  static std::optional<ConfigValue> to(const std::vector<std::string>& list) {
+    ConfigValue::Array items;
+    for (const std::string& s : list) items.push_back({s});
+    return ConfigValue{std::move(items)};
+  }
+};
+
+/// A single integer is a list of one.
+template <>
+struct Codec<std::vector<std::int64_t>> {
+  static std::string type() { return "list of integers"; }
+  static std::vector<std::int64_t> from(const ConfigValue& v, std::string_view key,
+                                        const Limit& limit) {
+    const ConfigValue::Array* items = std::get_if<ConfigValue::Array>(&v.value);
+    if (items == nullptr) return {Codec<std::int64_t>::from(v, key, limit)};
+    std::vector<std::int64_t> result;
+    for (const ConfigValue& item : *items) {
+      result.push_back(Codec<std::int64_t>::from(item, key, limit));
+    }
+    return result;
+  }
+  static std::optional<ConfigValue> to(const std::vector<std::int64_t>& list) {
+    ConfigValue::Array items;
+    for (const std::int64_t i : list) items.push_back({i});
+    return ConfigValue{std::move(items)};
+  }
+};
+
+template <>
+struct Codec<std::array<double, 2>> {
+  static std::string type() { return "list of 2 numbers"; }
+  static std::array<double, 2> from(const ConfigValue& v, std::string_view key,
+                                    const Limit& limit) {
+    const ConfigValue::Array* items = std::get_if<ConfigValue::Array>(&v.value);
+    if (items == nullptr || items->size() != 2) refuse_value(key, v, "a list of 2 numbers");
+    return {Codec<double>::from((*items)[0], key, limit),
+            Codec<double>::from((*items)[1], key, limit)};
+  }
+  static std::optional<ConfigValue> to(const std::array<double, 2>& pair) {
+    return ConfigValue{ConfigValue::Array{{pair[0]}, {pair[1]}}};
+  }
+};
+
+template <class E>
+struct EnumCodec {
+  static std::string type() {
+    std::string text;
+    for (const auto& [word, value] : EnumWords<E>::kWords) {
+      if (!text.empty()) text += " | ";
+      text += word;
+    }
+    return text;
+  }
+  static E from(const ConfigValue& v, std::string_view key, const Limit&) {
+    const std::string* s = std::get_if<std::string>(&v.value);
+    for (const auto& [word, value] : EnumWords<E>::kWords) {
+      if (s != nullptr && equal_ignoring_case(*s, word)) return value;
+    }
+    refuse_value(key, v, "one of " + type());
+  }
+  static std::optional<ConfigValue> to(E e) {
+    for (const auto& [word, value] : EnumWords<E>::kWords) {
+      if (value == e) return ConfigValue{std::string(word)};
+    }
+    return std::nullopt;
+  }
+};
+
+template <class T>
+struct Codec<std::optional<T>> {
+  static std::string type() { return Codec<T>::type(); }
+  static std::optional<T> from(const ConfigValue& v, std::string_view key, const Limit& limit) {
+    return Codec<T>::from(v, key, limit);
+  }
+  static std::optional<ConfigValue> to(const std::optional<T>& value) {
+    return value ? Codec<T>::to(*value) : std::nullopt;
+  }
+};
+
+/// float32 bfloat16 float16 auto.
+template <>
+struct Codec<DTypeChoice> {
+  static std::string type() { return "float32 | bfloat16 | float16 | auto"; }
+  static DTypeChoice from(const ConfigValue& v, std::string_view key, const Limit&);
+  static std::optional<ConfigValue> to(const DTypeChoice& choice);
+};
+
+/// The tables of [[precision.rule]] (config_rules.cpp).
+template <>
+struct Codec<std::vector<PrecisionRule>> {
+  static std::string type() { return "list of tables"; }
+  static std::vector<PrecisionRule> from(const ConfigValue& v, std::string_view key, const Limit&);
+  static std::optional<ConfigValue> to(const std::vector<PrecisionRule>& rules);
+};
+
+}  // namespace tessera::train

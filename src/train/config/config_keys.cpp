@@ -1,0 +1,270 @@
+#include "train/config/config_keys.h"
+
+#include "train/config/config_section.h"
+
+namespace tessera::train {
+
+template <>
+struct EnumWords<models::RouterTokens> {
+  static constexpr std::array<std::pair<std::string_view, models::RouterTokens>, 2> kWords{
+      {{"shards", models::RouterTokens::kShards}, {"all", models::RouterTokens::kAll}}};
+};
+template <>
+struct EnumWords<DeviceName> {
+  static constexpr std::array<std::pair<std::string_view, DeviceName>, 3> kWords{
+      {{"auto", DeviceName::kAuto}, {"cpu", DeviceName::kCpu}, {"cuda", DeviceName::kCuda}}};
+};
+template <>
+struct EnumWords<OptimizerName> {
+  static constexpr std::array<std::pair<std::string_view, OptimizerName>, 2> kWords{
+      {{"AdamW", OptimizerName::kAdamW}, {"SGD", OptimizerName::kSgd}}};
+};
+template <>
+struct EnumWords<LrDecay> {
+  static constexpr std::array<std::pair<std::string_view, LrDecay>, 3> kWords{
+      {{"constant", LrDecay::kConstant},
+       {"linear", LrDecay::kLinear},
+       {"cosine", LrDecay::kCosine}}};
+};
+template <>
+struct EnumWords<BackendName> {
+  static constexpr std::array<std::pair<std::string_view, BackendName>, 3> kWords{
+      {{"auto", BackendName::kAuto}, {"gloo", BackendName::kGloo}, {"nccl", BackendName::kNccl}}};
+};
+template <>
+struct EnumWords<OnNonfinite> {
+  static constexpr std::array<std::pair<std::string_view, OnNonfinite>, 1> kWords{
+      {{"error", OnNonfinite::kError}}};
+};
+template <>
+struct EnumWords<FrozenAs> {
+  static constexpr std::array<std::pair<std::string_view, FrozenAs>, 2> kWords{
+      {{"shard", FrozenAs::kShard}, {"replicate", FrozenAs::kReplicate}}};
+};
+template <>
+struct EnumWords<MasterRequest> {
+  static constexpr std::array<std::pair<std::string_view, MasterRequest>, 2> kWords{
+      {{"auto", MasterRequest::kAuto}, {"none", MasterRequest::kNone}}};
+};
+template <>
+struct Codec<models::RouterTokens> : EnumCodec<models::RouterTokens> {};
+template <>
+struct Codec<FrozenAs> : EnumCodec<FrozenAs> {};
+template <>
+struct Codec<MasterRequest> : EnumCodec<MasterRequest> {};
+template <>
+struct Codec<DeviceName> : EnumCodec<DeviceName> {};
+template <>
+struct Codec<OptimizerName> : EnumCodec<OptimizerName> {};
+template <>
+struct Codec<LrDecay> : EnumCodec<LrDecay> {};
+template <>
+struct Codec<BackendName> : EnumCodec<BackendName> {};
+template <>
+struct Codec<OnNonfinite> : EnumCodec<OnNonfinite> {};
+
+namespace {
+
+ConfigKey device_key() {
+  ConfigKey key;
+  key.name = "device";
+  key.type = Codec<DeviceName>::type();
+  key.default_text = "\"auto\"";
+  key.help = "Where tensors live; auto is cpu: CUDA is not yet built. At the top of the file.";
+  key.set = [](Config& config, const ConfigValue& value) {
+    config.device = Codec<DeviceName>::from(value, "device", {});
+  };
+  key.get = [](const Config& config) { return Codec<DeviceName>::to(config.device); };
+  return key;
+}
+
+void add_inputs(std::vector<ConfigKey>& keys) {
+  Section(keys, "job", &Config::job)
+      .key("dump_folder", &JobConfig::dump_folder,
+           {"folder", "RUN: where config.toml, metrics, logs and checkpoints go.",
+            "outputs/<time>-<name>"});
+  Section(keys, "model", &Config::model)
+      .key("path", &ModelConfig::path, {"folder", "Hugging Face folder to start from."})
+      .key("config", &ModelConfig::config,
+           {"file", "config.json of a model trained from scratch (instead of path)."})
+      .key("allow_unknown_config_keys", &ModelConfig::allow_unknown_config_keys,
+           {"", "Warn instead of refuse when config.json has a key that is not known."})
+      .key("freeze", &ModelConfig::freeze,
+           {"patterns", "Parameters that are not trained; [] trains all.", "the family's"})
+      .key("frozen", &ModelConfig::frozen,
+           {"",
+            "How frozen parameters are kept: shard like trained ones, or replicate: whole on every "
+            "rank in the compute dtype, never gathered."})
+      .key("aux_loss_coef", &ModelConfig::aux_loss_coef,
+           {"", "Weight of the router's auxiliary loss.", "0, or what config.json says"},
+           at_least(0))
+      .key(
+          "load_balance_coeff", &ModelConfig::load_balance_coeff,
+          {"",
+           "Step of a bias on the choice of experts that evens out their load without an auxiliary "
+           "loss; 0 is off."},
+          at_least(0))
+      .key("score_before_experts", &ModelConfig::score_before_experts,
+           {"",
+            "Experts see their tokens times the routing weight, instead of their results being "
+            "weighted."});
+  Section(keys, "data", &Config::data)
+      .key("path", &DataConfig::path,
+           {"files", "Text file, folder of *.txt, list of them, NAME.bin, or X.safetensors."});
+  Section(keys, "training", &Config::training)
+      .key("steps", &TrainingConfig::steps, {"steps", "Optimizer steps of the run.", "required"},
+           count_from(1))
+      .key("seq_len", &TrainingConfig::seq_len,
+           {"tokens", "Predicted tokens of a row.", "required; .safetensors data has its own"},
+           count_from(1))
+      .key("local_batch_size", &TrainingConfig::local_batch_size,
+           {"rows", "Rows of a micro-batch on a data rank.", "1; all rows in `gradients`"},
+           count_from(1))
+      .key("global_batch_size", &TrainingConfig::global_batch_size,
+           {"rows",
+            "Rows of a step; -1 is local_batch_size x data ranks, on resume the checkpoint's; a "
+            "multiple makes micro-batches."},
+           positive_or_minus_one())
+      .key("max_norm", &TrainingConfig::max_norm,
+           {"", "The gradient norm is clipped to this; 0 is off."}, at_least(0))
+      .key("sync_every_micro_batch", &TrainingConfig::sync_every_micro_batch,
+           {"", "Reduce gradients after each micro-batch instead of once a step (less memory)."});
+}
+
+void add_layout(std::vector<ConfigKey>& keys) {
+  using P = ParallelismConfig;
+  Section(keys, "parallelism", &Config::parallelism)
+      .key("data_parallel_replicate_degree", &P::data_parallel_replicate_degree,
+           {"ranks", "Replicas of the sharded model (HSDP)."}, count_from(1))
+      .key("data_parallel_shard_degree", &P::data_parallel_shard_degree,
+           {"ranks", "Ranks that share one copy of the model; -1 is what the others leave."},
+           positive_or_minus_one())
+      .key("tensor_parallel_degree", &P::tensor_parallel_degree,
+           {"ranks", "Ranks that share every layer's matrices."}, count_from(1))
+      .key("expert_parallel_degree", &P::expert_parallel_degree,
+           {"ranks", "Ranks that share the experts of a layer; taken from dp_shard and tp."},
+           count_from(1))
+      .key("expert_tensor_parallel_degree", &P::expert_tensor_parallel_degree,
+           {"ranks", "Ranks that share the matrices of one expert: 1, or tensor_parallel_degree."},
+           count_from(1))
+      .key("pipeline_parallel_degree", &P::pipeline_parallel_degree,
+           {"ranks", "Pipeline stages; only 1 so far."}, count_from(1))
+      .key("sequence_parallel", &P::sequence_parallel,
+           {"",
+            "Between layers each tensor parallel rank holds a part of every row's positions, not "
+            "all "
+            "of them."})
+      .key(
+          "moe_router", &P::moe_router,
+          {"",
+           "Which tokens a tensor parallel rank routes where experts are whole: shards, or all for "
+           "comparison."})
+      .key("reshard_after_forward", &P::reshard_after_forward,
+           {"", "Release gathered parameters after forward and gather them again for backward."});
+}
+
+void add_update(std::vector<ConfigKey>& keys) {
+  using O = OptimizerConfig;
+  Section(keys, "optimizer", &Config::optimizer)
+      .key("name", &O::name, {"", "Update rule; formulas as PyTorch's."})
+      .key("master", &O::master,
+           {"",
+            "Where the full value of a 16-bit shard is kept: auto beside it (16 more bits for "
+            "bfloat16, a float32 copy for float16), none nowhere: updates below half a step of it "
+            "are lost."})
+      .key("lr", &O::lr, {"", "Learning rate.", "required"}, at_least(0))
+      .key("betas", &O::betas, {"", "AdamW: decay of the two moments."}, below_one())
+      .key("eps", &O::eps, {"", "AdamW: added to the root of the second moment."}, at_least(0))
+      .key("weight_decay", &O::weight_decay,
+           {"", "Decay: decoupled in AdamW, added to the gradient in SGD.", "0.1; 0 for SGD"},
+           at_least(0))
+      .key("momentum", &O::momentum, {"", "SGD momentum."}, at_least(0))
+      .key("no_decay", &O::no_decay, {"patterns", "Parameters without weight decay."});
+  using L = LrSchedulerConfig;
+  Section(keys, "lr_scheduler", &Config::lr_scheduler)
+      .key("warmup_steps", &L::warmup_steps, {"steps", "lr x step / warmup_steps up to that step."},
+           count_from(0))
+      .key("decay", &L::decay, {"", "From the end of the warm-up to training.steps."})
+      .key("min_lr_factor", &L::min_lr_factor, {"", "Where the decay ends, as a part of lr."},
+           between(0, 1));
+  using V = ValidationConfig;
+  Section(keys, "validation", &Config::validation)
+      .key("path", &V::path, {"files", "Held-out data, as data.path; [] is no validation."})
+      .key("interval", &V::interval, {"steps", "A validation every so many steps."}, count_from(1))
+      .key("steps", &V::steps, {"batches", "Batches of a validation."}, count_from(1));
+}
+
+void add_outputs(std::vector<ConfigKey>& keys) {
+  using K = CheckpointConfig;
+  Section(keys, "checkpoint", &Config::checkpoint)
+      .key("enable", &K::enable,
+           {"", "Write checkpoints, and go on from one; the last step is always saved."})
+      .key("folder", &K::folder, {"folder", "Where they go, relative to RUN."})
+      .key("interval", &K::interval, {"steps", "A checkpoint every so many steps."}, count_from(1))
+      .key("keep_latest_k", &K::keep_latest_k, {"checkpoints", "How many are kept; 0 is all."},
+           count_from(0))
+      .key("load_step", &K::load_step,
+           {"step", "-1 resumes from the latest if there is one, 0 starts anew, N resumes there."},
+           count_from(-1));
+  using M = MetricsConfig;
+  Section(keys, "metrics", &Config::metrics)
+      .key("folder", &M::folder, {"folder", "Where metrics.jsonl goes, relative to RUN."})
+      .key("log_freq", &M::log_freq, {"steps", "Every so many steps a line on stdout."},
+           count_from(1))
+      .key(
+          "enable_tensorboard", &M::enable_tensorboard,
+          {"", "Write TensorBoard event files to tb/ in that folder; tags are the metrics' names."})
+      .key("trace_steps", &M::trace_steps,
+           {"steps",
+            "Steps of which a trace is written to trace/step-N.json in that folder, for "
+            "ui.perfetto.dev: one row a rank and queue."},
+           count_from(1));
+  using C = CommConfig;
+  Section(keys, "comm", &Config::comm)
+      .key("backend", &C::backend,
+           {"", "auto is gloo; nccl carries CUDA tensors only, which are not yet built."})
+      .key("init_timeout_seconds", &C::init_timeout_seconds,
+           {"seconds", "How long ranks wait for each other up to the first step."},
+           between(1, 86400))
+      .key("timeout_seconds", &C::timeout_seconds,
+           {"seconds", "Longest wait of a collective in the steps."}, between(1, 86400))
+      .key("master_addr", &C::master_addr,
+           {"", "Address of rank 0 where the launcher gives none.",
+            "MASTER_ADDR; else 127.0.0.1 on one host; under Slurm the first host of the step; "
+            "else refused"})
+      .key("master_port", &C::master_port, {"", "Its port.", "MASTER_PORT, else chosen"},
+           between(1, 65535));
+  using B = DebugConfig;
+  Section(keys, "debug", &Config::debug)
+      .key("seed", &B::seed, {"", "Of initial weights and of the order of rows."}, at_least(0))
+      .key("check_dtypes", &B::check_dtypes,
+           {"",
+            "Runs the first forward once more before the first step, names every operation "
+            "whose result leaves its unit's dtype and the tensor that caused it, and ends "
+            "with exit code 3 if there is one."})
+      .key("check_placements", &B::check_placements,
+           {"",
+            "Once a step, after its last backward, compares, bit for bit, gradients that are to be "
+            "the same on all ranks of tp, and ends with exit code 3 where they differ."})
+      .key("on_nonfinite", &B::on_nonfinite,
+           {"", "What a non-finite loss does: error names the first parameters concerned."});
+}
+
+std::vector<ConfigKey> make_keys() {
+  std::vector<ConfigKey> keys{device_key()};
+  add_inputs(keys);
+  add_layout(keys);
+  add_precision(keys);
+  add_update(keys);
+  add_outputs(keys);
+  return keys;
+}
+
+}  // namespace
+
+const std::vector<ConfigKey>& config_keys() {
+  static const std::vector<ConfigKey> keys = make_keys();
+  return keys;
+}
+
+}  // namespace tessera::train

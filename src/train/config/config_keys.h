@@ -1,0 +1,68 @@
+// The key table: every key of the configuration once, with type, unit, range, default and help.
+//
+// It knows no TOML: values come and go as ConfigValue, which the reader (config_parse.cpp), the
+// dump and the help text share. A new key is one line in config_keys.cpp. Next: config_keys.cpp.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "train/config/config.h"
+
+namespace tessera::train {
+
+/// A value as TOML has it, without TOML's library.
+struct ConfigEntry;
+struct ConfigValue {
+  using Array = std::vector<ConfigValue>;
+  using Table = std::vector<ConfigEntry>;
+  std::variant<bool, std::int64_t, double, std::string, Array, Table> value;
+};
+struct ConfigEntry {
+  std::string name;
+  ConfigValue value;
+};
+
+/// As TOML text on one line: `[0.9, 0.95]`, `"a \"quoted\" word"`.
+std::string to_toml(const ConfigValue& value);
+/// What messages call it: `3 (integer)`, `"abc" (string)`, `an array`.
+std::string describe(const ConfigValue& value);
+
+struct ConfigKey {
+  std::string section;  ///< empty = at top level
+  std::string name;
+  std::string type;  ///< "integer", "list of strings", "adamw | sgd", ...
+  std::string unit;  ///< "steps", "seconds", "" where there is none
+  std::string default_text;
+  std::string help;
+  /// Errors: kConfig, "training.steps: found ..., expected ...".
+  std::function<void(Config&, const ConfigValue&)> set;
+  /// None for a key without a value (it has no default and was not set).
+  std::function<std::optional<ConfigValue>(const Config&)> get;
+
+  std::string full_name() const { return section.empty() ? name : section + "." + name; }
+};
+
+/// In the order of the documentation; keys of a section are adjacent, the top-level key comes
+/// first.
+const std::vector<ConfigKey>& config_keys();
+
+/// None when there is no such key.
+const ConfigKey* find_key(std::string_view full_name);
+bool is_section(std::string_view name);
+
+/// The candidate with the smallest edit distance, case ignored; "" of no candidates.
+std::string nearest_name(std::string_view word, const std::vector<std::string>& candidates);
+/// The nearest `section.key`; a known key in a wrong section counts as near.
+std::string nearest_key(std::string_view full_name);
+std::string nearest_section(std::string_view name);
+
+/// Every key with type, unit and default: the second half of --help.
+std::string config_help();
+
+}  // namespace tessera::train

@@ -1,0 +1,279 @@
+#include "train/config/config_resolve.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <initializer_list>
+#include <limits>
+#include <utility>
+
+#include "base/printable.h"
+#include "tessera/error.h"
+
+namespace tessera::train {
+namespace {
+
+namespace fs = std::filesystem;
+
+void check_built(const Config& config) {
+  const ParallelismConfig& p = config.parallelism;
+  TESSERA_CHECK(p.pipeline_parallel_degree == 1, ErrorKind::kConfig,
+                "parallelism.pipeline_parallel_degree: found ", p.pipeline_parallel_degree,
+                ", expected 1; this axis is not yet built");
+  TESSERA_CHECK(config.device != DeviceName::kCuda, ErrorKind::kConfig,
+                "device: found cuda, expected auto or cpu; training on CUDA is not yet built");
+  TESSERA_CHECK(config.comm.backend != BackendName::kNccl, ErrorKind::kConfig,
+                "comm.backend: found nccl, expected auto or gloo; nccl carries CUDA tensors only, "
+                "and training on CUDA is not yet built");
+}
+
+void check_lora(const LoraConfig& lora, const ModelConfig& model) {
+  if (lora.rank == 0) {
+    TESSERA_CHECK(lora == LoraConfig{}, ErrorKind::kConfig,
+                  "lora: found alpha, targets or dropout with rank 0, expected a rank above 0 "
+                  "beside them; set lora.rank or leave them out");
+    return;
+  }
+  TESSERA_CHECK(!lora.targets.empty(), ErrorKind::kConfig,
+                "lora.targets: found nothing, expected the linear layers that get an adapter, as "
+                "[\"q_proj\", \"v_proj\"]");
+  TESSERA_CHECK(lora.alpha != 0.0, ErrorKind::kConfig,
+                "lora.alpha: found 0, expected a number above 0: adapters that count for nothing "
+                "get no gradient and learn nothing; default: rank");
+  TESSERA_CHECK(!model.path.empty(), ErrorKind::kConfig, "lora.rank: found ", lora.rank,
+                " for a model from scratch, expected 0: adapters "
+                "stand beside trained weights; set model.path");
+  TESSERA_CHECK(!model.freeze, ErrorKind::kConfig, "model.freeze: found a list beside lora.rank ",
+                lora.rank,
+                ", expected none: all of the model is frozen then; leave it out, and choose layers "
+                "by lora.targets");
+}
+
+void check_model(const ModelConfig& model) {
+  TESSERA_CHECK(!model.path.empty() || !model.config.empty(), ErrorKind::kConfig,
+                "model.path: found nothing, expected a Hugging Face folder; or set model.config to "
+                "train from scratch");
+  TESSERA_CHECK(model.path.empty() || model.config.empty(), ErrorKind::kConfig,
+                "model.path and model.config: found both, expected one; path loads weights, config "
+                "starts from scratch");
+}
+
+void check_checkpoint(const CheckpointConfig& checkpoint) {
+  TESSERA_CHECK(checkpoint.enable || checkpoint.load_step == -1, ErrorKind::kConfig,
+                "checkpoint.load_step: found ", checkpoint.load_step,
+                " without checkpoints, expected -1; set checkpoint.enable = true");
+}
+
+// Absolute is anywhere; relative is in RUN, and a config that leaves it most likely has the working
+// folder in mind.
+void require_inside_run(std::string_view key, const std::string& folder) {
+  const fs::path path = fs::path(folder).lexically_normal();
+  TESSERA_CHECK(path.is_absolute() || path.empty() || *path.begin() != "..", ErrorKind::kConfig,
+                key, ": found ", printable(folder, 1024),
+                ", which leads out of RUN (job.dump_folder), expected a folder inside it; for a "
+                "folder elsewhere write an absolute path");
+}
+
+void check_training(const Config& config) {
+  TESSERA_CHECK(config.training.steps, ErrorKind::kConfig,
+                "training.steps: found nothing, expected the number of steps; it has no default");
+  TESSERA_CHECK(config.optimizer.lr, ErrorKind::kConfig,
+                "optimizer.lr: found nothing, expected a learning rate; it has no default");
+  TESSERA_CHECK(!config.data.path.empty(), ErrorKind::kConfig,
+                "data.path: found nothing, expected a text file, a folder, NAME.bin or "
+                "X.safetensors");
+  check_checkpoint(config.checkpoint);
+  require_inside_run("checkpoint.folder", config.checkpoint.folder);
+  require_inside_run("metrics.folder", config.metrics.folder);
+  const DataKind kind = data_kind(config.data.path, "data.path");
+  TESSERA_CHECK(config.training.seq_len || kind == DataKind::kBatches, ErrorKind::kConfig,
+                "training.seq_len: found nothing, expected the tokens of a row; only .safetensors "
+                "data can do without");
+  for (const std::int64_t step : config.metrics.trace_steps) {
+    TESSERA_CHECK(step <= *config.training.steps, ErrorKind::kConfig, "metrics.trace_steps: found ",
+                  step, ", expected at most training.steps, ", *config.training.steps);
+  }
+  if (config.validation.path.empty()) return;
+  const DataKind held_out = data_kind(config.validation.path, "validation.path");
+  TESSERA_CHECK(config.training.seq_len || held_out == DataKind::kBatches, ErrorKind::kConfig,
+                "training.seq_len: found nothing, expected the tokens of a row; validation.path "
+                "needs it");
+}
+
+// The dtypes that a sum may be kept in: auto is float32, and nothing is wider than that here.
+void check_precision(const PrecisionConfig& precision) {
+  const DType reduce = precision.reduce_dtype.dtype.value_or(DType::kFloat32);
+  const DType accumulate = precision.accumulate_dtype.dtype.value_or(DType::kFloat32);
+  TESSERA_CHECK(represents(accumulate, reduce), ErrorKind::kConfig,
+                "precision.accumulate_dtype: found ", to_string(accumulate),
+                ", expected it to hold every value of reduce_dtype ", to_string(reduce),
+                "; raise accumulate_dtype or lower reduce_dtype");
+  int number = 0;
+  for (const PrecisionRule& rule : precision.rule) {
+    ++number;
+    if (!rule.reduce_dtype && !rule.accumulate_dtype) continue;
+    const DType on_wire = rule.reduce_dtype.value_or(reduce);
+    const DType kept = rule.accumulate_dtype.value_or(accumulate);
+    TESSERA_CHECK(represents(kept, on_wire), ErrorKind::kConfig, "precision.rule[", number,
+                  "].accumulate_dtype: found ", to_string(kept),
+                  ", expected it to hold every value of reduce_dtype ", to_string(on_wire));
+  }
+}
+
+void check_expert_ranks(const ParallelDims& dims) {
+  TESSERA_CHECK(dims.etp == 1 || dims.etp == dims.tp, ErrorKind::kConfig,
+                "parallelism.expert_tensor_parallel_degree: found ", dims.etp,
+                ", expected 1 or tensor_parallel_degree = ", dims.tp);
+  const std::int64_t ranks = std::int64_t{dims.dp_shard} * dims.cp * dims.tp;
+  const std::int64_t taken = std::int64_t{dims.ep} * dims.etp;
+  TESSERA_CHECK(ranks % taken == 0, ErrorKind::kConfig,
+                "parallelism.expert_parallel_degree: found ", dims.ep, ", expected a divisor of ",
+                ranks / dims.etp,
+                dims.etp > 1 ? " = data_parallel_shard_degree"
+                             : " = data_parallel_shard_degree x tensor_parallel_degree",
+                ": experts are shared by ranks of one replica");
+}
+
+// Degrees are at least 1 and each fits into 31 bits; a product that does not is cut off there.
+std::int64_t bounded_product(std::initializer_list<int> degrees) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  std::int64_t product = 1;
+  for (const int degree : degrees) product = std::min(product * degree, kMost);
+  return product;
+}
+
+bool ends_with(std::string_view path, std::string_view ending) { return path.ends_with(ending); }
+
+std::string absolute_under(const fs::path& base, const std::string& folder) {
+  return fs::absolute(base / folder).lexically_normal().string();
+}
+
+}  // namespace
+
+void validate(const Config& config, Verb verb) {
+  check_built(config);
+  validate(config.grad_scaler);
+  check_model(config.model);
+  check_lora(config.lora, config.model);
+  TESSERA_CHECK(config.lora.dropout == 0 || config.parallelism.tensor_parallel_degree == 1,
+                ErrorKind::kConfig, "lora.dropout: found ", config.lora.dropout,
+                " with tensor_parallel_degree ", config.parallelism.tensor_parallel_degree,
+                ", expected 0: what is dropped is drawn by column of a whole input, of which ranks "
+                "of tp have a part; change either");
+  check_precision(config.precision);
+  if (verb == Verb::kTrain) check_training(config);
+}
+
+ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world_size) {
+  ParallelDims dims;
+  dims.pp = parallelism.pipeline_parallel_degree;
+  dims.dp_replicate = parallelism.data_parallel_replicate_degree;
+  dims.tp = parallelism.tensor_parallel_degree;
+  dims.ep = parallelism.expert_parallel_degree;
+  dims.etp = parallelism.expert_tensor_parallel_degree;
+  const std::int64_t others = bounded_product({dims.pp, dims.dp_replicate, dims.tp});
+  const int asked = parallelism.data_parallel_shard_degree;
+  TESSERA_CHECK(world_size % others == 0, ErrorKind::kConfig,
+                "parallelism: found data_parallel_replicate_degree ", dims.dp_replicate,
+                " x tensor_parallel_degree ", dims.tp, " x pipeline_parallel_degree ", dims.pp,
+                ", whose product does not divide ", world_size,
+                " rank(s); change a degree or start another number of ranks");
+  dims.dp_shard = static_cast<int>(world_size / others);
+  TESSERA_CHECK(asked == -1 || asked == dims.dp_shard, ErrorKind::kConfig,
+                "parallelism.data_parallel_shard_degree: found ", asked, ", expected -1 or ",
+                dims.dp_shard, " for ", world_size, " rank(s) and ", others,
+                " rank(s) of the other axes");
+  check_expert_ranks(dims);
+  return dims;
+}
+
+models::ModelDegrees model_degrees(const ParallelismConfig& parallelism, const ParallelDims& dims) {
+  return {.tp = dims.tp,
+          .ep = dims.ep,
+          .etp = dims.etp,
+          .sequence = parallelism.sequence_parallel ? models::SequenceParallel::kYes
+                                                    : models::SequenceParallel::kNo,
+          .router = parallelism.moe_router};
+}
+
+void check_positions(const ParallelismConfig& parallelism, std::int64_t positions) {
+  const int tp = parallelism.tensor_parallel_degree;
+  TESSERA_CHECK(!parallelism.sequence_parallel || positions % tp == 0, ErrorKind::kConfig,
+                "training.seq_len: found rows of ", positions,
+                " tokens, expected a multiple of tensor_parallel_degree = ", tp,
+                ", whose ranks share them out; change either, or set "
+                "parallelism.sequence_parallel = false");
+}
+
+int ranks_to_spawn(const ParallelismConfig& p) {
+  constexpr int kMostRanks = 4096;  // on one host
+  const int shard = std::max(p.data_parallel_shard_degree, 1);
+  const std::int64_t product =
+      bounded_product({p.data_parallel_replicate_degree, shard, p.tensor_parallel_degree,
+                       p.pipeline_parallel_degree});
+  TESSERA_CHECK(product <= kMostRanks, ErrorKind::kConfig,
+                "parallelism: found degrees whose product is above ", kMostRanks,
+                ", which one host cannot start; lower a degree");
+  return static_cast<int>(product);
+}
+
+DataKind data_kind(const std::vector<std::string>& path, std::string_view key) {
+  TESSERA_CHECK(!path.empty(), ErrorKind::kConfig, key, ": found an empty list, expected data");
+  for (const std::string& entry : path) {
+    TESSERA_CHECK(!entry.empty(), ErrorKind::kConfig, key,
+                  ": found an empty name, expected a path");
+    const bool prepared = ends_with(entry, ".bin") || ends_with(entry, ".safetensors");
+    TESSERA_CHECK(!prepared || path.size() == 1, ErrorKind::kConfig, key, ": found ", entry,
+                  " in a list of ", path.size(),
+                  ", expected it alone; only text files can be listed together");
+  }
+  if (ends_with(path[0], ".bin")) return DataKind::kTokens;
+  if (ends_with(path[0], ".safetensors")) return DataKind::kBatches;
+  return DataKind::kText;
+}
+
+BatchSizes resolve_batch(const TrainingConfig& training, int data_ranks) {
+  BatchSizes sizes;
+  sizes.local = training.local_batch_size.value_or(1);
+  const std::int64_t together = sizes.local * data_ranks;
+  sizes.global = training.global_batch_size == -1 ? together : training.global_batch_size;
+  TESSERA_CHECK(sizes.global % together == 0, ErrorKind::kConfig,
+                "training.global_batch_size: found ", sizes.global, ", expected a multiple of ",
+                together, " (local_batch_size ", sizes.local, " x ", data_ranks, " data rank(s))");
+  sizes.micro_batches = sizes.global / together;
+  return sizes;
+}
+
+Config resolved_for_run(const Config& config, const std::string& run_folder) {
+  Config resolved = config;
+  const fs::path run = fs::absolute(run_folder).lexically_normal();
+  const auto make_absolute = [](std::string& path) {
+    if (!path.empty()) path = absolute_under("", path);
+  };
+  make_absolute(resolved.model.path);
+  make_absolute(resolved.model.config);
+  for (std::string& path : resolved.data.path) make_absolute(path);
+  for (std::string& path : resolved.validation.path) make_absolute(path);
+  resolved.job.dump_folder = run.string();
+  resolved.checkpoint.folder = absolute_under(run, config.checkpoint.folder);
+  resolved.metrics.folder = absolute_under(run, config.metrics.folder);
+  resolved.optimizer.weight_decay = config.optimizer.effective_weight_decay();
+  return resolved;
+}
+
+PrecisionPolicy precision_policy(const PrecisionConfig& precision,
+                                 const OptimizerConfig& optimizer) {
+  PrecisionPolicy policy;
+  policy.param_dtype = precision.param_dtype.dtype;
+  policy.reduce_dtype = precision.reduce_dtype.dtype.value_or(DType::kFloat32);
+  policy.storage_dtype = precision.storage_dtype.dtype;
+  policy.accumulate_dtype = precision.accumulate_dtype.dtype;
+  policy.rules = precision.rule;
+  policy.param_rounding = precision.param_rounding;
+  policy.intrinsic = precision.intrinsic;
+  policy.on_narrower_request = precision.on_narrower_request;
+  policy.optimizer = {optimizer.master, optimizer.no_decay};
+  policy.loss_scaling = true;  // by make_scaler (train/step.h), where it is needed
+  return policy;
+}
+
+}  // namespace tessera::train

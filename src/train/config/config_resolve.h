@@ -1,0 +1,73 @@
+// What follows from several keys at once: relations that must hold, degrees filled in for a world,
+// rows of a step. Pure; whatever is impossible is refused here with the key's name, before any rank
+// starts.
+//
+// Single values are checked where they are read (config_keys.h). Next: sampler.h for who gets which
+// row.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "train/config/config.h"
+
+namespace tessera::train {
+
+/// Which command the configuration is for: they need different keys.
+enum class Verb : std::uint8_t { kTrain, kGradients, kContract };
+
+/// Errors: kConfig naming the key: missing ones, contradictions, what is not yet built.
+void validate(const Config& config, Verb verb);
+
+/// Every degree, -1 filled in.
+struct ParallelDims {
+  int pp = 1;
+  int dp_replicate = 1;
+  int dp_shard = 1;
+  int cp = 1;
+  int tp = 1;
+  int ep = 1;
+  int etp = 1;
+  int data_ranks() const { return dp_replicate * dp_shard; }
+  /// Ranks that hold the same experts, in one replica.
+  int expert_data() const { return dp_shard * cp * tp / (ep * etp); }
+  int world_size() const { return pp * dp_replicate * dp_shard * cp * tp; }
+  bool operator==(const ParallelDims&) const = default;
+};
+
+/// Errors: kConfig when no value of data_parallel_shard_degree gives `world_size`, or where experts
+/// cannot be shared so: expert_tensor is 1 or tensor, and expert x expert_tensor divides
+/// data_parallel_shard x tensor.
+ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world_size);
+
+/// What a model is told of them.
+models::ModelDegrees model_degrees(const ParallelismConfig& parallelism, const ParallelDims& dims);
+
+/// Errors: kConfig for rows of `positions` tokens that sequence parallelism cannot share out.
+void check_positions(const ParallelismConfig& parallelism, std::int64_t positions);
+
+/// How many ranks own spawn starts where --nproc is not given: the product of the degrees, -1 as 1.
+int ranks_to_spawn(const ParallelismConfig& parallelism);
+
+/// What kind of data a path of data.path or validation.path names; by its ending and by how many
+/// there are.
+enum class DataKind : std::uint8_t { kText, kTokens, kBatches };
+/// Errors: kConfig for a list that holds .bin or .safetensors beside others, or nothing.
+DataKind data_kind(const std::vector<std::string>& path, std::string_view key);
+
+/// Rows of a step where the data has none of its own (text, .bin).
+struct BatchSizes {
+  std::int64_t local = 1;   ///< rows of a micro-batch on a data rank
+  std::int64_t global = 1;  ///< rows of a step
+  std::int64_t micro_batches = 1;
+  bool operator==(const BatchSizes&) const = default;
+};
+/// Errors: kConfig when global_batch_size is not a multiple of local_batch_size x data ranks.
+BatchSizes resolve_batch(const TrainingConfig& training, int data_ranks);
+
+/// The config as it is written to RUN/config.toml: dump_folder set to `run_folder`; every path
+/// absolute, those of checkpoints and metrics under the run, all others under the working folder;
+/// optimizer.weight_decay filled in.
+Config resolved_for_run(const Config& config, const std::string& run_folder);
+
+}  // namespace tessera::train

@@ -1,0 +1,153 @@
+#include "base/printable.h"
+#include "train/config/config_codec.h"
+
+namespace tessera::train {
+namespace {
+
+using Table = ConfigValue::Table;
+
+std::optional<DType> rule_dtype(const ConfigValue& v, std::string_view key) {
+  const DTypeChoice choice = Codec<DTypeChoice>::from(v, key, {});
+  TESSERA_CHECK(
+      choice.dtype, ErrorKind::kConfig, key,
+      ": found \"auto\", expected a dtype; leave the key out of the rule to keep the policy's");
+  return choice.dtype;
+}
+
+// One key of a rule: how it is read into the rule and written from it.
+struct RuleKey {
+  std::string name;
+  std::function<void(PrecisionRule&, const ConfigValue&, std::string_view)> set;
+  std::function<std::optional<ConfigValue>(const PrecisionRule&)> get;
+};
+
+RuleKey dtype_key(std::string name, std::optional<DType> PrecisionRule::* member) {
+  return {std::move(name),
+          [member](PrecisionRule& rule, const ConfigValue& v, std::string_view key) {
+            rule.*member = rule_dtype(v, key);
+          },
+          [member](const PrecisionRule& rule) -> std::optional<ConfigValue> {
+            if (!(rule.*member)) return std::nullopt;
+            return ConfigValue{std::string(to_string(*(rule.*member)))};
+          }};
+}
+
+RuleKey flag_key(std::string name, std::optional<bool> PrecisionRule::* member) {
+  return {
+      std::move(name),
+      [member](PrecisionRule& rule, const ConfigValue& v, std::string_view key) {
+        rule.*member = Codec<bool>::from(v, key, {});
+      },
+      [member](const PrecisionRule& rule) { return Codec<std::optional<bool>>::to(rule.*member); }};
+}
+
+/// true, false, or how it is kept.
+RuleKey frozen_key() {
+  return {"frozen",
+          [](PrecisionRule& rule, const ConfigValue& v, std::string_view key) {
+            const std::string* word = std::get_if<std::string>(&v.value);
+            if (const bool* flag = std::get_if<bool>(&v.value)) {
+              rule.frozen = *flag ? FrozenRule::kYes : FrozenRule::kNo;
+            } else if (word != nullptr && equal_ignoring_case(*word, "shard")) {
+              rule.frozen = FrozenRule::kShard;
+            } else if (word != nullptr && equal_ignoring_case(*word, "replicate")) {
+              rule.frozen = FrozenRule::kReplicate;
+            } else {
+              refuse_value(key, v, "true, false, \"shard\" or \"replicate\"");
+            }
+          },
+          [](const PrecisionRule& rule) -> std::optional<ConfigValue> {
+            if (!rule.frozen) return std::nullopt;
+            if (*rule.frozen == FrozenRule::kShard) return ConfigValue{std::string("shard")};
+            if (*rule.frozen == FrozenRule::kReplicate) {
+              return ConfigValue{std::string("replicate")};
+            }
+            return ConfigValue{*rule.frozen == FrozenRule::kYes};
+          }};
+}
+
+const std::vector<RuleKey>& rule_keys() {
+  static const std::vector<RuleKey> keys = {
+      {"match",
+       [](PrecisionRule& rule, const ConfigValue& v, std::string_view key) {
+         rule.match = Codec<std::vector<std::string>>::from(v, key, {});
+       },
+       [](const PrecisionRule& rule) { return Codec<std::vector<std::string>>::to(rule.match); }},
+      dtype_key("param_dtype", &PrecisionRule::param_dtype),
+      dtype_key("reduce_dtype", &PrecisionRule::reduce_dtype),
+      dtype_key("storage_dtype", &PrecisionRule::storage_dtype),
+      dtype_key("accumulate_dtype", &PrecisionRule::accumulate_dtype),
+      dtype_key("grad_dtype", &PrecisionRule::grad_dtype),
+      flag_key("pin", &PrecisionRule::pin),
+      flag_key("widen", &PrecisionRule::widen),
+      frozen_key(),
+  };
+  return keys;
+}
+
+void set_rule_key(PrecisionRule& rule, const std::string& context, const std::string& name,
+                  const ConfigValue& value) {
+  std::vector<std::string> names;
+  for (const RuleKey& key : rule_keys()) {
+    if (key.name == name) return key.set(rule, value, context + "." + name);
+    names.push_back(key.name);
+  }
+  throw Error(ErrorKind::kConfig, concat(context, ": unknown key ", printable(name),
+                                         "; the nearest is \"", nearest_name(name, names), "\""));
+}
+
+PrecisionRule read_rule(const ConfigValue& value, const std::string& context) {
+  const Table* table = std::get_if<Table>(&value.value);
+  if (table == nullptr) refuse_value(context, value, "a table with `match` and dtypes");
+  PrecisionRule rule;
+  for (const auto& [name, item] : *table) set_rule_key(rule, context, name, item);
+  TESSERA_CHECK(!rule.match.empty(), ErrorKind::kConfig, context,
+                ".match: found no pattern, expected at least one, as in match = [\"*norm\"]");
+  for (const std::string& pattern : rule.match) {
+    TESSERA_CHECK(!pattern.empty(), ErrorKind::kConfig, context, ".match: found an empty pattern");
+  }
+  return rule;
+}
+
+}  // namespace
+
+std::vector<PrecisionRule> Codec<std::vector<PrecisionRule>>::from(const ConfigValue& v,
+                                                                   std::string_view key,
+                                                                   const Limit&) {
+  const ConfigValue::Array* items = std::get_if<ConfigValue::Array>(&v.value);
+  if (items == nullptr) refuse_value(key, v, "a list of tables, written [[precision.rule]]");
+  std::vector<PrecisionRule> rules;
+  for (const ConfigValue& item : *items) {
+    rules.push_back(read_rule(item, concat(key, "[", rules.size() + 1, "]")));
+  }
+  return rules;
+}
+
+std::optional<ConfigValue> Codec<std::vector<PrecisionRule>>::to(
+    const std::vector<PrecisionRule>& rules) {
+  ConfigValue::Array items;
+  for (const PrecisionRule& rule : rules) {
+    Table table;
+    for (const RuleKey& key : rule_keys()) {
+      if (std::optional<ConfigValue> value = key.get(rule)) table.push_back({key.name, *value});
+    }
+    items.push_back({std::move(table)});
+  }
+  return ConfigValue{std::move(items)};
+}
+
+DTypeChoice Codec<DTypeChoice>::from(const ConfigValue& v, std::string_view key, const Limit&) {
+  if (const std::string* word = std::get_if<std::string>(&v.value)) {
+    if (equal_ignoring_case(*word, "auto")) return {};
+    for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+      if (equal_ignoring_case(*word, to_string(dtype))) return {dtype};
+    }
+  }
+  refuse_value(key, v, "one of " + type());
+}
+
+std::optional<ConfigValue> Codec<DTypeChoice>::to(const DTypeChoice& choice) {
+  return ConfigValue{choice.dtype ? std::string(to_string(*choice.dtype)) : std::string("auto")};
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,89 @@
+// What a row holds: batches of input ids and targets from text, NAME.bin or X.safetensors.
+//
+// One class a kind of data behind BatchSource; open_batches chooses. Sources know rows of a step,
+// not ranks: who computes which row is the sampler's. Everything that can be wrong with the data is
+// found when it is opened. Next: trainer.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "models/language_model.h"
+#include "models/model_spec.h"
+#include "train/config/config_resolve.h"
+#include "train/data/sampler.h"
+
+namespace tessera::train {
+
+/// Rows of one micro-batch. Shapes: both [b, T] int64, contiguous, b may be 0.
+/// targets[:, t] is what position t is to predict (already shifted), -100 = nothing (nn/loss.h).
+struct MicroBatch {
+  at::Tensor input_ids;
+  at::Tensor targets;
+  /// Those of the rows; with none of them N = 0, so that the tower runs on every rank.
+  std::optional<models::Images> images = std::nullopt;
+  std::optional<at::Tensor> token_types = std::nullopt;  ///< [b, T] i64
+  std::vector<at::Tensor> imposed_routing = {};  ///< [b*T, K] i64 a layer with experts, or empty
+  /// Targets that are not -100.
+  std::int64_t kept_labels() const;
+  /// With the targets: for the loss.
+  models::ModelInputs inputs() const;
+};
+
+/// What the model says about token ids.
+struct Vocabulary {
+  std::int64_t size = 0;  ///< ids are below this
+  bool reads_bytes =
+      false;  ///< trained from scratch, or its config.json says "tessera_tokenizer": "bytes"
+  std::optional<models::ImageTokens> images = std::nullopt;
+};
+
+class BatchSource {
+ public:
+  virtual ~BatchSource() = default;
+  /// B: rows of every step, the same number always.
+  virtual std::int64_t rows_in_step() const = 0;
+  /// T: inputs of a row.
+  virtual std::int64_t row_tokens() const = 0;
+  /// Rows `rows` of step `step` (from 1); an empty range gives [0, T]. Threads: any.
+  virtual MicroBatch load(std::int64_t step, RowRange rows) const = 0;
+};
+
+/// A step without a kept label has no loss to train on; a validation only needs one in all.
+enum class LabelsNeeded : std::uint8_t { kInEveryStep, kInAnyStep };
+
+/// What a source is opened for.
+struct BatchRequest {
+  std::vector<std::string> path;
+  std::string key = "data.path";  ///< what messages call it
+  TrainingConfig training;
+  int data_ranks = 1;
+  std::uint64_t seed = 0;
+  Vocabulary vocabulary;
+  std::int64_t steps = 0;  ///< that will be loaded, from 1: their labels are looked at
+  LabelsNeeded labels = LabelsNeeded::kInEveryStep;
+};
+
+/// Opens and checks the data. Errors: kIo for what cannot be read, kFormat for what is malformed,
+/// empty, has ids outside the vocabulary or no kept label, kConfig for what does not fit the keys.
+std::unique_ptr<BatchSource> open_batches(const BatchRequest& request);
+
+/// The vocabulary of a model; `from_scratch` means that it has no folder.
+Vocabulary vocabulary_of(const models::ModelSpec& spec, bool from_scratch);
+
+/// Which experts a batch file is to impose: router/<i>/indices [B*T, K] of every layer with
+/// experts.
+using RoutingWanted = models::RoutedExperts;
+
+/// The one batch of `tessera gradients`: the unprefixed input_ids and labels of a file. Errors: as
+/// above.
+std::unique_ptr<BatchSource> open_gradients_batch(const std::string& path,
+                                                  const Vocabulary& vocabulary,
+                                                  const std::optional<RoutingWanted>& routing);
+
+}  // namespace tessera::train

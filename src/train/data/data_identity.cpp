@@ -1,0 +1,127 @@
+#include "train/data/data_identity.h"
+
+#include <algorithm>
+#include <filesystem>
+
+#include "base/mapped_file.h"
+#include "base/printable.h"
+#include "io/text_corpus.h"
+#include "io/token_file.h"
+#include "tessera/error.h"
+#include "train/config/config_resolve.h"
+
+namespace tessera::train {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::int64_t kMaxInfoBytes = 1 << 20;
+
+/// Sizes and samples of file after file.
+class Content {
+ public:
+  void add(const fs::path& path) {
+    const InputFile file(path);
+    const std::int64_t size = file.size_bytes();
+    bytes_ += size;
+    add_text(concat(size, "\n"));
+    if (size <= kHashedWholeBytes) return add_range(file, 0, size);
+    const std::int64_t sample = kHashedWholeBytes / kSamples;
+    for (std::int64_t i = 0; i + 1 < kSamples; ++i) {
+      add_range(file, (size - sample) / (kSamples - 1) * i, sample);
+    }
+    add_range(file, size - sample, sample);
+  }
+  void add_text(const std::string& text) { hash_.add(text); }
+
+  std::int64_t bytes() const { return bytes_; }
+  Hash128 digest() const { return hash_.digest(); }
+
+ private:
+  void add_range(const InputFile& file, std::int64_t begin, std::int64_t length) {
+    for (std::int64_t at = 0; at < length;) {
+      const auto count =
+          std::min<std::int64_t>(length - at, static_cast<std::int64_t>(chunk_.size()));
+      const auto bytes = std::span(chunk_).first(static_cast<std::size_t>(count));
+      file.read_range(begin + at, bytes);
+      hash_.add(bytes);
+      at += count;
+    }
+  }
+
+  Hash128Stream hash_;
+  std::int64_t bytes_ = 0;
+  std::vector<std::byte> chunk_ = std::vector<std::byte>(std::size_t{1} << 20);
+};
+
+/// NAME.bin: how it is read, the tokens, and the mask where there is one.
+void add_tokens(const fs::path& path, Content& content) {
+  fs::path info = path;
+  info.replace_extension(".json");
+  const TokenFileInfo read =
+      parse_token_file_info(read_text_file(info, kMaxInfoBytes), info.native());
+  content.add_text(concat(to_string(read.dtype), "\n"));
+  content.add(path);
+  fs::path mask = path;
+  mask.replace_extension(".mask.bin");
+  std::error_code ignored;
+  if (fs::exists(mask, ignored)) content.add(mask);
+}
+
+}  // namespace
+
+CheckpointData data_identity(const std::vector<std::string>& path, std::int64_t seq_len,
+                             std::int64_t global_batch_size) {
+  Content content;
+  switch (data_kind(path, "data.path")) {
+    case DataKind::kText:
+      for (const std::string& entry : path) {
+        for (const fs::path& file : text_files(entry)) content.add(file);
+      }
+      break;
+    case DataKind::kTokens:
+      add_tokens(path[0], content);
+      break;
+    case DataKind::kBatches:
+      content.add(path[0]);
+      break;
+  }
+  return {path, content.bytes(), content.digest(), seq_len, global_batch_size};
+}
+
+std::int64_t resumed_global_batch_size(const Config& config, int data_ranks,
+                                       const CheckpointData& before,
+                                       const std::string& checkpoint) {
+  const TrainingConfig& training = config.training;
+  const bool by_itself = training.global_batch_size == -1 &&
+                         data_kind(config.data.path, "data.path") != DataKind::kBatches;
+  if (!by_itself) return training.global_batch_size;
+  const BatchSizes sizes = resolve_batch(training, data_ranks);
+  const std::int64_t rows = before.global_batch_size;
+  TESSERA_CHECK(rows > 0 && rows % sizes.global == 0, ErrorKind::kConfig,
+                "training.global_batch_size: found -1, which keeps the ", rows,
+                " rows of the checkpoint ", checkpoint, ", expected a multiple of ", sizes.global,
+                " (local_batch_size ", sizes.local, " x ", data_ranks,
+                " data rank(s)); start a number of ranks that divides them, or lower "
+                "training.local_batch_size");
+  return rows;
+}
+
+void require_same_data(const CheckpointData& found, const CheckpointData& expected,
+                       const std::string& checkpoint) {
+  const std::string after =
+      concat(" of the checkpoint ", checkpoint, "; set it back, or start anew in another folder");
+  TESSERA_CHECK(found.seq_len == expected.seq_len, ErrorKind::kConfig, "training.seq_len: found ",
+                found.seq_len, ", expected ", expected.seq_len, after);
+  TESSERA_CHECK(found.global_batch_size == expected.global_batch_size, ErrorKind::kConfig,
+                "training.global_batch_size: found ", found.global_batch_size, ", expected ",
+                expected.global_batch_size, after);
+  const std::string before = expected.path.empty() ? std::string("nothing") : expected.path[0];
+  TESSERA_CHECK(found.bytes == expected.bytes && found.xxh3_128 == expected.xxh3_128,
+                ErrorKind::kConfig, "data.path: found ", found.bytes, " bytes with XXH3-128 ",
+                to_string(found.xxh3_128), ", expected the data", after, " (",
+                printable(before, 1024), ", ", expected.bytes, " bytes, ",
+                to_string(expected.xxh3_128), ")");
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,37 @@
+// What data a run is trained on, as a value: so that a resumed run goes on with the same rows.
+// Pure.
+//
+// Names do not count, data may have moved; sizes and content do. Large files are looked at in
+// parts.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "io/checkpoint_manifest.h"
+#include "train/config/config.h"
+
+namespace tessera::train {
+
+/// A file up to this size is hashed whole; of a larger one as many bytes, in kSamples equal parts
+/// at equal distances, its beginning and end among them.
+inline constexpr std::int64_t kHashedWholeBytes = std::int64_t{64} << 20;
+inline constexpr std::int64_t kSamples = 64;
+
+/// Of data.path as the config has it. Reads the files. Errors: kIo, kFormat for what is not there.
+CheckpointData data_identity(const std::vector<std::string>& path, std::int64_t seq_len,
+                             std::int64_t global_batch_size);
+
+/// training.global_batch_size of a run that goes on: where it is -1, the rows of a step of the
+/// checkpoint, so that any number of ranks that divides them makes the same steps. Batches that are
+/// given (X.safetensors) have their own number. Errors: kConfig where they are no multiple of
+/// local_batch_size x `data_ranks`.
+std::int64_t resumed_global_batch_size(const Config& config, int data_ranks,
+                                       const CheckpointData& before, const std::string& checkpoint);
+
+/// Errors: kConfig where `found` gives other rows than those of a checkpoint; says which key.
+void require_same_data(const CheckpointData& found, const CheckpointData& expected,
+                       const std::string& checkpoint);
+
+}  // namespace tessera::train

@@ -1,0 +1,144 @@
+#include "train/hf/model_source.h"
+
+#include <algorithm>
+
+#include "base/log.h"
+#include "base/printable.h"
+#include "io/checkpoint_tensors.h"
+#include "io/hf_tensors.h"
+#include "io/mxfp4_tensors.h"
+#include "models/expert_bias.h"
+#include "models/family.h"
+#include "tessera/error.h"
+
+namespace tessera::train {
+namespace {
+
+/// A run may have begun with a checkpoint of another one. It is looked for for the sake of
+/// tokenizer files only: one that cannot be opened any more is as good as gone.
+std::filesystem::path first_origin(std::filesystem::path path) {
+  constexpr int kMost = 64;  // a chain that leads back to itself has no beginning
+  for (int i = 0; i < kMost && !path.empty() && CheckpointFolder::is_one(path); ++i) {
+    try {
+      path = CheckpointFolder::open(path).manifest().model_path;
+    } catch (const Error& error) {
+      log::warn("no tokenizer files are taken from where training began: ", error.what());
+      return {};
+    }
+  }
+  return path;
+}
+
+/// The manifest of a checkpoint of adapters; none for anything else.
+std::optional<CheckpointFolder> adapters_at(const ModelConfig& model) {
+  if (model.path.empty() || !CheckpointFolder::is_one(model.path)) return std::nullopt;
+  auto folder = CheckpointFolder::open(model.path);
+  if (!folder.manifest().lora) return std::nullopt;
+  return folder;
+}
+
+/// The layers that a manifest lists are names, in the model's order: not patterns, which a run's
+/// configuration has. Errors: kFormat naming `manifest`.
+models::LoraSpec lora_of(const CheckpointLora& kept, const models::ModelSpec& spec,
+                         const std::string& manifest) {
+  const auto known = models::adaptable_layers(spec);
+  for (const std::string& layer : kept.layers) {
+    TESSERA_CHECK(std::ranges::find(known, layer) != known.end(), ErrorKind::kFormat, manifest,
+                  ": lora: found the layer ", printable(layer),
+                  ", expected a linear layer of the model at model_path that can have an adapter");
+  }
+  auto lora = [&] {
+    try {
+      return models::plan_lora(spec, {kept.rank, kept.alpha, kept.dropout, kept.layers});
+    } catch (const Error& error) {
+      throw Error(ErrorKind::kFormat, concat(manifest, ": ", error.what()));
+    }
+  }();
+  TESSERA_CHECK(lora.layers == kept.layers, ErrorKind::kFormat, manifest, ": lora: found ",
+                kept.layers.size(), " layers, expected each of ", lora.layers.size(),
+                " once, in the model's order");
+  return lora;
+}
+
+/// The adapters, beside the model that they were trained beside.
+ModelSource open_adapters(CheckpointFolder adapters, const ModelConfig& model,
+                          const LoraConfig& lora, Purpose purpose) {
+  TESSERA_CHECK(lora.rank == 0, ErrorKind::kConfig, "lora.rank: found ", lora.rank,
+                " for a checkpoint of adapters (", printable(model.path, 1024),
+                "), expected 0: it says itself what they are");
+  TESSERA_CHECK(!model.freeze, ErrorKind::kConfig,
+                "model.freeze: found a list for a checkpoint of adapters (",
+                printable(model.path, 1024),
+                "), expected none: all of the model beside them is frozen; leave it out");
+  const CheckpointManifest& manifest = adapters.manifest();
+  ModelConfig base = model;
+  base.path = manifest.model_path;
+  TESSERA_CHECK(!base.path.empty() && !adapters_at(base), ErrorKind::kFormat,
+                printable(model.path, 1024), ": found adapters beside ",
+                base.path.empty() ? std::string("no model") : printable(base.path, 1024),
+                ", expected a whole model");
+  ModelSource source = open_model(base, {}, purpose);
+  const CheckpointLora& kept = *manifest.lora;
+  source.base_hash = kept.base_xxh3_128;
+  source.lora = lora_of(kept, source.spec, shown(adapters.path() / kManifestFile));
+  source.description = models::describe(source.spec, source.lora);
+  source.adapters = std::make_shared<CheckpointTensors>(std::move(adapters));
+  return source;
+}
+
+models::LoraRequest request_of(const LoraConfig& lora) {
+  return {lora.rank, lora.alpha.value_or(static_cast<double>(lora.rank)), lora.dropout,
+          lora.targets};
+}
+
+}  // namespace
+
+ModelSource open_model(const ModelConfig& model, const LoraConfig& lora, Purpose purpose) {
+  if (auto adapters = adapters_at(model)) {
+    return open_adapters(std::move(*adapters), model, lora, purpose);
+  }
+  ModelSource source;
+  std::string text;
+  if (!model.path.empty() && CheckpointFolder::is_one(model.path)) {
+    const auto tensors = std::make_shared<CheckpointTensors>(CheckpointFolder::open(model.path));
+    text = tensors->folder().config_text();
+    source.folder = tensors;
+    source.origin = first_origin(tensors->folder().manifest().model_path);
+  } else if (!model.path.empty()) {
+    const auto tensors = std::make_shared<HfTensors>(HfFolder::open(model.path));
+    text = tensors->folder().config_text();
+    source.folder = tensors;
+    if (says_mxfp4(text, printable(model.path, 1024))) {
+      source.folder = std::make_shared<Mxfp4Tensors>(tensors);
+    }
+    source.origin = model.path;
+  } else {
+    text = HfFolder::read_config_text(model.config);
+  }
+  models::SpecOptions options;
+  options.purpose = purpose;
+  options.unknown_keys =
+      model.allow_unknown_config_keys ? models::UnknownKeys::kWarn : models::UnknownKeys::kRefuse;
+  auto parsed = [&] {
+    try {
+      return models::parse_spec(text, options);
+    } catch (const Error& error) {
+      const auto& where = model.path.empty() ? model.config : model.path;
+      throw Error(error.kind(), concat(printable(where, 1024), ": ", error.what()));
+    }
+  }();
+  for (const auto& warning : parsed.warnings) log::warn("config.json: ", warning);
+  source.spec = std::move(parsed.spec);
+  source.lora = models::plan_lora(source.spec, request_of(lora));
+  source.description = models::describe(source.spec, source.lora);
+  return source;
+}
+
+std::vector<models::BufferSpec> stored_expert_biases(const TensorSource& folder,
+                                                     const models::ModelSpec& spec) {
+  auto biases = models::expert_biases(spec);
+  if (biases.empty() || folder.find(biases.front().name) == nullptr) return {};
+  return biases;
+}
+
+}  // namespace tessera::train

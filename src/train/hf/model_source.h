@@ -1,0 +1,49 @@
+// What the config's model section names, opened: a folder with weights, Hugging Face's or a
+// checkpoint of a run, or a config.json alone. No weight is read. Next: weights.h.
+#pragma once
+
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "base/hash.h"
+#include "io/tensor_source.h"
+#include "models/description.h"
+#include "models/language_model.h"
+#include "models/model_spec.h"
+#include "train/config/config.h"
+
+namespace tessera::train {
+
+/// What a model is read for, and contracts resolved: inference trains nothing, so nothing is
+/// refused for its gradients.
+using models::Purpose;
+
+/// What the config's model section names: a folder with weights (Hugging Face's, or a checkpoint of
+/// a run), or a config.json alone.
+struct ModelSource {
+  models::ModelSpec spec;
+  models::ModelDescription description;        ///< of the whole model, adapters included
+  std::shared_ptr<const TensorSource> folder;  ///< null from scratch
+  /// The Hugging Face folder that the weights come from: this one, or the one that the run of a
+  /// checkpoint began with; empty where training began from scratch.
+  std::filesystem::path origin;
+  /// Adapters beside the model, which is frozen then.
+  models::LoraSpec lora;
+  /// Where the adapters are trained already: a checkpoint of them (`folder` is the model they were
+  /// trained beside), and what that model's tensors must be (tensors_hash).
+  std::shared_ptr<const TensorSource> adapters;
+  std::optional<Hash128> base_hash;
+};
+/// Reads no weight: whoever does verifies a checkpoint's files (verify_weights). A checkpoint of
+/// adapters brings the model they were trained beside along. Errors: kIo, kFormat, kConfig: see
+/// HfFolder, CheckpointFolder, models::parse_spec and models::plan_lora.
+ModelSource open_model(const ModelConfig& model, const LoraConfig& lora = {},
+                       Purpose purpose = Purpose::kTraining);
+
+/// The biases that balance experts (models/expert_bias.h) that the folder holds: all, or none.
+std::vector<models::BufferSpec> stored_expert_biases(const TensorSource& folder,
+                                                     const models::ModelSpec& spec);
+
+}  // namespace tessera::train

@@ -1,0 +1,62 @@
+#include "train/report/check_dtypes.h"
+
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "base/log.h"
+#include "comm/group.h"
+#include "tessera/dtype_watch.h"
+#include "tessera/error.h"
+#include "train/report/found_problems.h"
+
+namespace tessera::train {
+namespace {
+
+/// Lines that any rank has, each once, in the order of ranks.
+std::vector<std::string> lines_of_all(comm::Group* group, const std::string& mine) {
+  const auto texts = group == nullptr ? std::vector<std::string>{mine}
+                                      : comm::all_gather_bytes(*group, mine, "dtypes of results");
+  std::vector<std::string> lines;
+  for (const auto& text : texts) {
+    std::istringstream in(text);
+    for (std::string line; std::getline(in, line);) {
+      if (std::ranges::find(lines, line) == lines.end()) lines.push_back(line);
+    }
+  }
+  return lines;
+}
+
+}  // namespace
+
+void check_dtypes(Sharded<models::LanguageModel>& model, const BatchSource& source,
+                  std::int64_t step, const RowRange& rows) {
+  const at::NoGradGuard no_grad;
+  std::string mine;
+  {
+    const auto batch = source.load(step, rows);
+    const DtypeWatch watch(model);
+    model.forward(batch.inputs());
+    mine = to_string(watch.findings());
+  }
+  const auto lines = lines_of_all(model.data_group(), mine);
+  const bool speaks = model.rank() == 0;
+  for (const auto& line : lines) {
+    if (speaks) log::warn("debug.check_dtypes: ", line);
+  }
+  if (lines.empty()) {
+    if (speaks) log::info("debug.check_dtypes: every result of a forward has its unit's dtype");
+    return;
+  }
+  throw FoundProblems(ErrorKind::kContract,
+                      concat("debug.check_dtypes: found ", lines.size(),
+                             " operations that leave the dtype of their unit, expected none: ",
+                             lines[0], lines.size() > 1 ? "; ..." : "",
+                             "; cast its result back, or change the dtype of what is named by a "
+                             "[[precision.rule]], or set debug.check_dtypes = false"));
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,110 @@
+#include "train/report/metrics.h"
+
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <string>
+#include <system_error>
+
+#include "io/atomic_file.h"
+#include "tessera/error.h"
+
+namespace tessera::train {
+namespace {
+
+template <class... Args>
+std::string formatted(const char* format, Args... args) {
+  std::array<char, 64> text{};
+  std::snprintf(text.data(), text.size(), format, args...);
+  return text.data();
+}
+
+}  // namespace
+
+std::string with_thousands(double value) {
+  if (!std::isfinite(value)) return formatted("%f", value);
+  std::string digits = formatted("%.0f", value);
+  for (std::size_t at = digits.size(); at > 3 && digits[at - 4] != '-'; at -= 3) {
+    digits.insert(at - 3, ",");
+  }
+  return digits;
+}
+
+std::vector<Scalar> named_values(const StepMetrics& m) {
+  std::vector<Scalar> values{{"loss", m.loss},     {"grad_norm", m.grad_norm},
+                             {"lr", m.lr},         {"step_ms", m.step_ms},
+                             {"tps", m.tps},       {"tps_global", m.tps_global},
+                             {"tflops", m.tflops}, {"peak_rss_mib", m.peak_rss_mib}};
+  if (m.val_loss) values.push_back({"val_loss", *m.val_loss});
+  if (m.loss_scale) values.push_back({"loss_scale", *m.loss_scale});
+  if (m.skipped_steps) values.push_back({"skipped_steps", static_cast<double>(*m.skipped_steps)});
+  if (m.aux_loss) values.push_back({"aux_loss", *m.aux_loss});
+  for (const ExpertLoad& load : m.expert_loads) {
+    values.push_back({"moe/load_max_over_mean/" + std::to_string(load.layer), load.max_over_mean});
+  }
+  return values;
+}
+
+std::string to_json_line(const StepMetrics& m) {
+  nlohmann::ordered_json line;
+  line["step"] = m.step;
+  for (const Scalar& metric : named_values(m)) line[metric.tag] = metric.value;
+  return line.dump();  // writes null for what is not finite
+}
+
+std::string to_step_line(const StepMetrics& m) {
+  constexpr double kMibPerGib = 1024.0;
+  std::string line = formatted("step: %2lld", static_cast<long long>(m.step));
+  line += formatted("  loss: %8.4f", m.loss);
+  line += formatted("  grad_norm: %8.4f", m.grad_norm);
+  line += formatted("  memory: %5.2fGiB", m.peak_rss_mib / kMibPerGib);
+  line += "  tps: " + with_thousands(m.tps);
+  line += formatted("  tflops: %.3f", m.tflops);
+  line += formatted("  lr: %.3e", m.lr);
+  line += formatted("  step_ms: %.1f", m.step_ms);
+  if (m.val_loss) line += formatted("  val_loss: %.4f", *m.val_loss);
+  if (m.loss_scale) line += formatted("  loss_scale: %g", *m.loss_scale);
+  if (m.skipped_steps)
+    line += formatted("  skipped: %lld", static_cast<long long>(*m.skipped_steps));
+  return line;
+}
+
+namespace {
+
+/// The lines up to step `done`, in order; a line that a crash tore ends them.
+std::string lines_up_to(const std::filesystem::path& path, std::int64_t done) {
+  std::istringstream file(read_no_link(path));
+  std::string kept;
+  for (std::string line; std::getline(file, line);) {
+    const auto json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    const auto step = json.is_object() ? json.find("step") : json.end();
+    if (step == json.end() || !step->is_number_integer() || step->get<std::int64_t>() > done) break;
+    kept += line + '\n';
+  }
+  return kept;
+}
+
+/// In one go: a crash in between leaves the file as it was.
+void cut_back(const std::filesystem::path& path, std::int64_t done) {
+  write_atomically(path, lines_up_to(path, done));
+}
+
+}  // namespace
+
+MetricsFile::MetricsFile(const std::filesystem::path& folder, std::int64_t done) {
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  TESSERA_CHECK(!error, ErrorKind::kIo, folder.string(), ": cannot be made (", error.message(),
+                ")");
+  const auto path = folder / "metrics.jsonl";
+  if (done > 0) cut_back(path, done);
+  file_.emplace(path, done > 0 ? AppendedFile::From::kEnd : AppendedFile::From::kEmpty);
+}
+
+void MetricsFile::append(const StepMetrics& metrics) {
+  file_->append(to_json_line(metrics) + '\n');
+}
+
+}  // namespace tessera::train
