@@ -12,6 +12,7 @@
 #include "train/hf/hf_export.h"
 #include "train/hf/lora_export.h"
 #include "train/hf/weights.h"
+#include "train/parallelize.h"
 
 namespace tessera::test::lora_source_test {
 namespace {

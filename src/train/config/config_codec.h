@@ -222,7 +222,7 @@ struct Codec<DTypeChoice> {
   static std::optional<ConfigValue> to(const DTypeChoice& choice);
 };
 
-/// The tables of [[precision.rule]] (config_rules.cpp).
+/// The tables of [[precision.rule]] (config_codec.cpp).
 template <>
 struct Codec<std::vector<PrecisionRule>> {
   static std::string type() { return "list of tables"; }

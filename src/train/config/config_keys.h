@@ -1,6 +1,6 @@
 // The key table: every key of the configuration once, with type, unit, range, default and help.
 //
-// It knows no TOML: values come and go as ConfigValue, which the reader (config_parse.cpp), the
+// It knows no TOML: values come and go as ConfigValue, which the reader (config.cpp), the
 // dump and the help text share. A new key is one line in config_keys.cpp. Next: config_keys.cpp.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Configuration as text: TOML values, the dump, --help, and the nearest name of a misspelt key.
+// The key table as text: TOML values, --help, and the nearest name of a misspelt key.
 #include <algorithm>
 #include <array>
 #include <charconv>
@@ -128,24 +128,6 @@ std::string describe(const ConfigValue& value) {
   return concat(text, " (", kTypes[value.value.index()], ")");
 }
 
-void refuse_value(std::string_view key, const ConfigValue& found, std::string_view expected) {
-  throw Error(ErrorKind::kConfig,
-              concat(key, ": found ", describe(found), ", expected ", expected));
-}
-
-bool is_too_long_integer(const ConfigValue& value) {
-  const auto* word = std::get_if<std::string>(&value.value);
-  if (word == nullptr) return false;
-  const auto* const end = word->data() + word->size();
-  std::int64_t parsed = 0;
-  const auto found = std::from_chars(word->data() + word->starts_with('+'), end, parsed);
-  return found.ec == std::errc::result_out_of_range && found.ptr == end;
-}
-
-std::string integers_from(std::int64_t low, std::int64_t high) {
-  return concat("an integer from ", low, " to ", high);
-}
-
 const ConfigKey* find_key(std::string_view full_name) {
   for (const ConfigKey& key : config_keys()) {
     if (key.full_name() == full_name) return &key;
@@ -193,21 +175,6 @@ std::string nearest_section(std::string_view name) {
   for (const ConfigKey& key : config_keys()) sections.push_back(key.section);
   std::erase(sections, "");
   return nearest_name(name, sections);
-}
-
-std::string to_toml(const Config& config) {
-  std::string out;
-  std::string section;
-  for (const ConfigKey& key : config_keys()) {
-    if (key.section != section) {
-      section = key.section;
-      out += concat("\n[", section, "]\n");
-    }
-    const std::optional<ConfigValue> value = key.get(config);
-    if (!value) continue;
-    out += concat(key.name, " = ", to_toml(*value), "\n");
-  }
-  return out;
 }
 
 std::string config_help() {

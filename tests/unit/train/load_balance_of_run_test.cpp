@@ -9,6 +9,7 @@
 #include "tessera/error.h"
 #include "train/hf/hf_export.h"
 #include "train/load_balance.h"
+#include "train/parallelize.h"
 #include "train/step.h"
 #include "train/trainer.h"
 #include "unit/train/run_case.h"

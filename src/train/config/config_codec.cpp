@@ -1,5 +1,8 @@
-#include "base/printable.h"
 #include "train/config/config_codec.h"
+
+#include <charconv>
+
+#include "base/printable.h"
 
 namespace tessera::train {
 namespace {
@@ -110,6 +113,24 @@ PrecisionRule read_rule(const ConfigValue& value, const std::string& context) {
 }
 
 }  // namespace
+
+void refuse_value(std::string_view key, const ConfigValue& found, std::string_view expected) {
+  throw Error(ErrorKind::kConfig,
+              concat(key, ": found ", describe(found), ", expected ", expected));
+}
+
+bool is_too_long_integer(const ConfigValue& value) {
+  const auto* word = std::get_if<std::string>(&value.value);
+  if (word == nullptr) return false;
+  const auto* const end = word->data() + word->size();
+  std::int64_t parsed = 0;
+  const auto found = std::from_chars(word->data() + word->starts_with('+'), end, parsed);
+  return found.ec == std::errc::result_out_of_range && found.ptr == end;
+}
+
+std::string integers_from(std::int64_t low, std::int64_t high) {
+  return concat("an integer from ", low, " to ", high);
+}
 
 std::vector<PrecisionRule> Codec<std::vector<PrecisionRule>>::from(const ConfigValue& v,
                                                                    std::string_view key,

@@ -1,4 +1,6 @@
-// The TOML side of the configuration; the only file that knows toml++.
+// Reading and writing TOML; the only file that knows toml++.
+#include "train/config/config.h"
+
 #include <toml++/toml.h>
 
 #include <algorithm>
@@ -7,7 +9,6 @@
 #include "base/mapped_file.h"
 #include "base/printable.h"
 #include "tessera/error.h"
-#include "train/config/config.h"
 #include "train/config/config_codec.h"
 #include "train/config/config_keys.h"
 
@@ -265,6 +266,21 @@ void apply_override(Config& config, std::string_view name, std::string_view valu
       throw found;
     }
   }
+}
+
+std::string to_toml(const Config& config) {
+  std::string out;
+  std::string section;
+  for (const ConfigKey& key : config_keys()) {
+    if (key.section != section) {
+      section = key.section;
+      out += concat("\n[", section, "]\n");
+    }
+    const std::optional<ConfigValue> value = key.get(config);
+    if (!value) continue;
+    out += concat(key.name, " = ", to_toml(*value), "\n");
+  }
+  return out;
 }
 
 }  // namespace tessera::train
