@@ -1,16 +1,188 @@
+//
 #include "train/data/data_replay.h"
 
+#include <ATen/ops/empty.h>
+
 #include <algorithm>
+#include <cstring>
 #include <utility>
 #include <vector>
 
 #include "base/joined.h"
 #include "base/log.h"
 #include "base/printable.h"
+#include "grad/torch_dtype.h"
+#include "models/patch_grid.h"
 #include "nn/loss.h"
 #include "tessera/error.h"
 
 namespace tessera::train {
+namespace {
+
+constexpr std::int64_t kImageType = 1;
+
+const TensorInfo& find(const SafetensorsFile& file, const std::string& name) {
+  const TensorInfo* tensor = file.header().find(name);
+  TESSERA_CHECK(tensor != nullptr, ErrorKind::kFormat, shown(file.path()), ": found no tensor ",
+                name,
+                " beside pixel_values, expected pixel_values, image_position_ids and "
+                "mm_token_type_ids");
+  return *tensor;
+}
+
+const TensorInfo& find_integers(const SafetensorsFile& file, const std::string& name) {
+  const TensorInfo& tensor = find(file, name);
+  TESSERA_CHECK(tensor.dtype == DType::kInt64 || tensor.dtype == DType::kInt32, ErrorKind::kFormat,
+                shown(file.path()), ": found ", to_string(tensor.dtype), " in ", name,
+                ", expected int64");
+  return tensor;
+}
+
+models::Images read_images(const SafetensorsFile& file, const models::ImagePatches& patches) {
+  const TensorInfo& pixels = find(file, "pixel_values");
+  const TensorInfo& positions = find_integers(file, "image_position_ids");
+  const std::int64_t values = 3 * patches.patch_size * patches.patch_size;
+  TESSERA_CHECK(pixels.shape.size() == 3 && pixels.shape[2] == values &&
+                    is_floating(pixels.dtype) && !is_float8(pixels.dtype),
+                ErrorKind::kFormat, shown(file.path()), ": found pixel_values ",
+                to_string(pixels.dtype), " ", shape_text(pixels.shape), ", expected floating [N,P,",
+                values, "]");
+  const std::vector<std::int64_t> expected{pixels.shape[0], pixels.shape[1], 2};
+  TESSERA_CHECK(positions.shape == expected, ErrorKind::kFormat, shown(file.path()),
+                ": found image_position_ids ", shape_text(positions.shape), ", expected ",
+                shape_text(expected));
+  models::Images images;
+  images.position_ids = read_integers(file, positions, 0, positions.numel()).view(positions.shape);
+  const at::Tensor stored =
+      at::empty(pixels.shape, at::TensorOptions().dtype(to_scalar_type(pixels.dtype)));
+  const auto bytes = file.range(pixels, 0, pixels.numel());
+  if (!bytes.empty()) std::memcpy(stored.mutable_data_ptr(), bytes.data(), bytes.size());
+  images.pixel_values = stored.to(at::kFloat);
+  return images;
+}
+
+/// One row of ids and types.
+struct Row {
+  std::int64_t number = 0;
+  const std::int64_t* ids = nullptr;
+  const std::int64_t* types = nullptr;
+  std::int64_t columns = 0;
+};
+
+/// Lengths of the row's runs of image tokens.
+std::vector<std::int64_t> runs_of(const Row& row, std::int64_t image_id,
+                                  const SafetensorsFile& file) {
+  std::vector<std::int64_t> lengths;
+  for (std::int64_t t = 0; t < row.columns; ++t) {
+    const bool image = row.ids[t] == image_id;
+    TESSERA_CHECK(row.types[t] == (image ? kImageType : 0), ErrorKind::kFormat, shown(file.path()),
+                  ": found type ", row.types[t], " in mm_token_type_ids (row ", row.number,
+                  ", column ", t, ") at the token id ", row.ids[t],
+                  ", expected 1 at every image token (id ", image_id, ") and 0 elsewhere");
+    if (!image) continue;
+    if (t > 0 && row.ids[t - 1] == image_id) {
+      ++lengths.back();
+    } else {
+      lengths.push_back(1);
+    }
+  }
+  return lengths;
+}
+
+/// The first image of each row, and behind them the number of images. `lengths`: soft tokens of
+/// each image.
+std::vector<std::int64_t> first_images(const std::vector<Row>& rows,
+                                       const std::vector<std::int64_t>& lengths,
+                                       std::int64_t image_id, const SafetensorsFile& file) {
+  std::vector<std::int64_t> first;
+  std::size_t image = 0;
+  for (const Row& row : rows) {
+    first.push_back(static_cast<std::int64_t>(image));
+    for (const std::int64_t length : runs_of(row, image_id, file)) {
+      TESSERA_CHECK(image < lengths.size() && length == lengths[image], ErrorKind::kFormat,
+                    shown(file.path()), ": found a run of ", length, " image tokens (row ",
+                    row.number, "), expected ",
+                    image < lengths.size()
+                        ? concat(lengths[image], " as image ", image, " makes")
+                        : concat("only ", lengths.size(), " runs, one an image"));
+      ++image;
+    }
+  }
+  TESSERA_CHECK(image == lengths.size(), ErrorKind::kFormat, shown(file.path()), ": found ", image,
+                " runs of image tokens, expected ", lengths.size(),
+                ", one an image of pixel_values");
+  first.push_back(static_cast<std::int64_t>(image));
+  return first;
+}
+
+}  // namespace
+
+at::Tensor read_integers(const SafetensorsFile& file, const TensorInfo& tensor, std::int64_t begin,
+                         std::int64_t end) {
+  const auto bytes = file.range(tensor, begin, end);
+  at::Tensor out = at::empty({end - begin}, at::kLong);
+  auto* values = out.mutable_data_ptr<std::int64_t>();
+  if (tensor.dtype == DType::kInt64) {
+    if (!bytes.empty()) std::memcpy(values, bytes.data(), bytes.size());
+    return out;
+  }
+  for (std::size_t i = 0; i < bytes.size() / sizeof(std::int32_t); ++i) {
+    std::int32_t narrow = 0;
+    std::memcpy(&narrow, bytes.data() + i * sizeof(narrow), sizeof(narrow));
+    values[i] = narrow;
+  }
+  return out;
+}
+
+std::optional<ReplayedImages> ReplayedImages::open(const SafetensorsFile& file,
+                                                   const models::ImageTokens& tokens,
+                                                   const BatchSize& size,
+                                                   const std::string& ids_name) {
+  const TensorInfo& ids_info = find_integers(file, ids_name);
+  const at::Tensor ids = read_integers(file, ids_info, 0, ids_info.numel());
+  if (file.header().find("pixel_values") == nullptr) {
+    TESSERA_CHECK(!ids.eq(tokens.id).any().item<bool>(), ErrorKind::kFormat, shown(file.path()),
+                  ": found image tokens (id ", tokens.id, ") in ", ids_name,
+                  " without pixel_values, expected their images");
+    return std::nullopt;
+  }
+  ReplayedImages result;
+  result.size_ = size;
+  result.images_ = read_images(file, tokens.patches);
+  const auto lengths = models::patch_grid(result.images_.position_ids, tokens.patches).tokens;
+  const std::string types_name =
+      ids_name == "input_ids" ? "mm_token_type_ids" : "steps/mm_token_type_ids";
+  const TensorInfo& types_info = find_integers(file, types_name);
+  TESSERA_CHECK(types_info.shape == ids_info.shape, ErrorKind::kFormat, shown(file.path()),
+                ": found ", types_name, " ", shape_text(types_info.shape),
+                ", expected the shape of ", ids_name, " ", shape_text(ids_info.shape));
+  const at::Tensor types = read_integers(file, types_info, 0, types_info.numel());
+  result.token_types_ = types.view({size.steps, size.rows, size.columns});
+  for (std::int64_t step = 0; step < size.steps; ++step) {
+    std::vector<Row> rows;
+    for (std::int64_t row = 0; row < size.rows; ++row) {
+      const std::int64_t begin = (step * size.rows + row) * size.columns;
+      rows.push_back({row, ids.const_data_ptr<std::int64_t>() + begin,
+                      types.const_data_ptr<std::int64_t>() + begin, size.columns});
+    }
+    for (const std::int64_t first : first_images(rows, lengths, tokens.id, file)) {
+      result.first_image_.push_back(first);
+    }
+  }
+  return result;
+}
+
+void ReplayedImages::load(std::int64_t step_index, RowRange rows, MicroBatch& batch) const {
+  const auto first = [&](std::int64_t row) {
+    return first_image_[static_cast<std::size_t>(step_index * (size_.rows + 1) + row)];
+  };
+  const std::int64_t begin = first(rows.begin);
+  const std::int64_t count = first(rows.end) - begin;
+  batch.images = models::Images{images_.pixel_values.narrow(0, begin, count),
+                                images_.position_ids.narrow(0, begin, count)};
+  batch.token_types = token_types_.select(0, step_index).narrow(0, rows.begin, rows.size());
+}
+
 namespace {
 
 constexpr std::size_t kMaxNamesBytes = 256;
