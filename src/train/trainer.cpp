@@ -21,7 +21,6 @@
 #include "train/parallelize.h"
 #include "train/report/check_dtypes.h"
 #include "train/report/check_placements.h"
-#include "train/report/flops.h"
 #include "train/report/metrics.h"
 #include "train/report/observers.h"
 #include "train/router_loss.h"

@@ -1,3 +1,4 @@
+//
 #include "train/report/metrics.h"
 
 #include <array>
@@ -105,6 +106,13 @@ MetricsFile::MetricsFile(const std::filesystem::path& folder, std::int64_t done)
 
 void MetricsFile::append(const StepMetrics& metrics) {
   file_->append(to_json_line(metrics) + '\n');
+}
+
+double flops_per_token(const ModelSize& size, std::int64_t seq_len) {
+  const auto products = 6.0 * static_cast<double>(size.active_parameters);
+  const auto attention = 12.0 * static_cast<double>(size.layers) * static_cast<double>(size.heads) *
+                         static_cast<double>(size.head_dim) * static_cast<double>(seq_len);
+  return products + attention;
 }
 
 }  // namespace tessera::train

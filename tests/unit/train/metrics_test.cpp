@@ -10,7 +10,6 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/error.h"
-#include "train/report/flops.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::train::metrics_test {
