@@ -16,8 +16,7 @@
 #include "train/data/data.h"
 #include "train/hf/file_forms.h"
 #include "train/parallelize.h"
-#include "train/report/check_dtypes.h"
-#include "train/report/check_placements.h"
+#include "train/report/checks.h"
 #include "train/step.h"
 
 namespace tessera::train {

@@ -1,4 +1,5 @@
-#include "train/report/check_dtypes.h"
+//
+#include "train/report/checks.h"
 
 #include <c10/core/GradMode.h>
 
@@ -7,8 +8,10 @@
 #include <string>
 #include <vector>
 
+#include "base/joined.h"
 #include "base/log.h"
 #include "comm/group.h"
+#include "tessera/clip.h"
 #include "tessera/dtype_watch.h"
 #include "tessera/error.h"
 #include "train/report/found_problems.h"
@@ -57,6 +60,19 @@ void check_dtypes(Sharded<models::LanguageModel>& model, const BatchSource& sour
                              lines[0], lines.size() > 1 ? "; ..." : "",
                              "; cast its result back, or change the dtype of what is named by a "
                              "[[precision.rule]], or set debug.check_dtypes = false"));
+}
+
+void check_placements(const ShardedBase& model) {
+  const auto names = check_invariant_gradients(model);
+  if (names.empty()) return;
+  throw FoundProblems(
+      ErrorKind::kContract,
+      concat(
+          "debug.check_placements: found gradients that differ between ranks of an axis on which "
+          "their layers declare them Invariant: ",
+          joined(names),
+          "; expected the same bits on every rank: a layer sums too little, "
+          "or too much, and the ranks' copies of these parameters drift apart"));
 }
 
 }  // namespace tessera::train

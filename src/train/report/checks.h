@@ -1,4 +1,8 @@
-// debug.check_dtypes: one forward under a DtypeWatch before the first step.
+// The checks of a run that [debug] asks for.
+//
+// debug.check_dtypes: one forward under a DtypeWatch before the first step. debug.check_placements:
+// once a step, after its last backward, gradients that their layers declare the same on all ranks
+// of an axis are compared bit for bit. Next: found_problems.h.
 #pragma once
 
 #include <cstdint>
@@ -15,5 +19,8 @@ namespace tessera::train {
 /// found one that leaves its unit's; all are listed in the log before.
 void check_dtypes(Sharded<models::LanguageModel>& model, const BatchSource& source,
                   std::int64_t step, const RowRange& rows);
+
+/// Collective. Errors, on all ranks alike: FoundProblems (kContract) naming the parameters.
+void check_placements(const ShardedBase& model);
 
 }  // namespace tessera::train
