@@ -12,7 +12,7 @@
 #include "models/lora.h"
 #include "tessera/error.h"
 #include "tessera/world.h"
-#include "train/hf/shard_pieces.h"
+#include "train/hf/weights.h"
 
 namespace tessera::train {
 namespace {

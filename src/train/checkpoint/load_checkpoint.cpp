@@ -16,7 +16,7 @@
 #include "models/lora.h"
 #include "tessera/error.h"
 #include "train/checkpoint/resume.h"
-#include "train/hf/shard_pieces.h"
+#include "train/hf/weights.h"
 #include "train/report/progress.h"
 
 namespace tessera::train {

@@ -1,5 +1,6 @@
 // Weights: read from a folder or drawn, of a sharded model by each rank only the ranges that it
-// owns.
+// owns; that a folder holds what config.json describes, from its headers alone; and where the
+// elements of a rank's shard lie in the tensors of files, whatever the layout.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "io/tensor_source.h"
+#include "layout/local_part.h"
 #include "models/description.h"
 #include "tessera/contract.h"
 #include "tessera/shard.h"
@@ -60,5 +62,15 @@ inline constexpr std::int64_t kLoadChunk = std::int64_t{1} << 20;
 /// (of the whole one) depends on (seed, p, i) only: drawn in fp32, then cast. Not collective.
 void draw_weights(const ShardedBase& model, const std::vector<models::ParameterSpec>& table,
                   std::uint64_t seed, Loaded what = Loaded::kModel);
+
+/// In the order of the shard's elements: Piece::local counts them in the flattened part of this
+/// rank, as ShardView::begin does.
+std::vector<layout::Piece> pieces_of(const ShardView& view, const layout::FileShape& file);
+
+/// The parameter as a file would hold it in one tensor, of the shape that is cut.
+layout::FileShape as_one_tensor(const GradContract& contract);
+
+/// Of the ranks that hold the same elements (replicas of the data aside) exactly one does.
+bool is_first_holder(const ShardView& view);
 
 }  // namespace tessera::train
