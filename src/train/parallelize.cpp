@@ -5,7 +5,7 @@
 #include "models/expert_bias.h"
 #include "models/lora.h"
 #include "tessera/error.h"
-#include "train/hf/base_model.h"
+#include "train/hf/model_source.h"
 #include "train/hf/weights.h"
 #include "train/load_balance.h"
 #include "train/model_plan.h"

@@ -11,7 +11,7 @@
 #include "models/lora.h"
 #include "nn/parameter.h"
 #include "tessera/error.h"
-#include "train/hf/base_model.h"
+#include "train/hf/model_source.h"
 #include "train/hf/weights.h"
 #include "train/load_balance.h"
 

@@ -5,7 +5,7 @@
 #include "comm/all_or_none.h"
 #include "train/checkpoint/restart_note.h"
 #include "train/data/data_identity.h"
-#include "train/hf/base_model.h"
+#include "train/hf/model_source.h"
 
 namespace tessera::train {
 namespace {

@@ -11,8 +11,8 @@
 #include "io/atomic_file.h"
 #include "io/folder_file.h"
 #include "tessera/error.h"
-#include "train/hf/base_model.h"
 #include "train/hf/lora_export.h"
+#include "train/hf/model_source.h"
 #include "train/hf/weights.h"
 
 namespace tessera::train {

@@ -1,5 +1,6 @@
 // What the config's model section names, opened: a folder with weights, Hugging Face's or a
-// checkpoint of a run, or a config.json alone. No weight is read. Next: weights.h.
+// checkpoint of a run, or a config.json alone; and whether it is the model that adapters were
+// trained beside: they mean nothing next to another one. Next: weights.h.
 #pragma once
 
 #include <filesystem>
@@ -12,6 +13,7 @@
 #include "models/description.h"
 #include "models/language_model.h"
 #include "models/model_spec.h"
+#include "tessera/world.h"
 #include "train/config/config.h"
 
 namespace tessera::train {
@@ -45,5 +47,15 @@ ModelSource open_model(const ModelConfig& model, const LoraConfig& lora = {},
 /// The biases that balance experts (models/expert_bias.h) that the folder holds: all, or none.
 std::vector<models::BufferSpec> stored_expert_biases(const TensorSource& folder,
                                                      const models::ModelSpec& spec);
+
+/// XXH3-128 over every tensor's name, dtype, shape and bytes, by name: however the files are cut.
+/// Reads them all.
+Hash128 tensors_hash(const TensorSource& folder);
+/// The same, each tensor read by one rank. Collective. Errors: kIo, on all ranks alike.
+Hash128 tensors_hash(const TensorSource& folder, World& world);
+
+/// That source.folder is the model that source.base_hash says. Errors: kConfig, on all ranks alike.
+void check_base(const ModelSource& source);
+void check_base(const ModelSource& source, World& world);  ///< collective
 
 }  // namespace tessera::train
