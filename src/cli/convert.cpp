@@ -8,7 +8,6 @@
 #include "io/checkpoint_store.h"
 #include "tessera/error.h"
 #include "train/hf/hf_export.h"
-#include "train/hf/lora_export.h"
 
 namespace tessera::cli {
 namespace {

@@ -10,7 +10,6 @@
 #include "io/checkpoint_folder.h"
 #include "models/lora.h"
 #include "train/hf/hf_export.h"
-#include "train/hf/lora_export.h"
 #include "train/hf/weights.h"
 #include "train/parallelize.h"
 

@@ -1,5 +1,6 @@
 // A model as a Hugging Face folder that transformers loads: config.json in the hub's spelling,
-// safetensors files, the tokenizer of the folder that training began with.
+// safetensors files, the tokenizer of the folder that training began with. Adapters as other
+// programs take them: peft's files, or merged into the model they were trained beside.
 //
 // What will be written is a value, planned and refused before the first byte; writing goes tensor
 // by tensor in small parts, so that no model is ever in memory. Next: io/hf_shards.h.
@@ -48,5 +49,14 @@ ExportPlan plan_export(const ModelSource& source, const ExportOptions& options);
 /// Writes the files of the plan into `folder`, which is there. Errors: kIo; kFormat for a value
 /// that does not fit into the dtype that is written.
 void write_export(const ExportPlan& plan, const std::filesystem::path& folder);
+
+/// adapter_model.safetensors and adapter_config.json, as peft's `save_pretrained` names them;
+/// `source` has adapters and must outlive the plan. Errors: kFormat naming a damaged file.
+ExportPlan plan_adapter_export(const ModelSource& source, const ExportOptions& options);
+
+/// Reads the model's elements, in the folder's dtype; of layers with an adapter W + alpha / rank *
+/// B A in float32 at least. `source` must outlive the result.
+std::function<at::Tensor(const std::string& name, std::int64_t begin, std::int64_t end)>
+merged_elements(const ModelSource& source);
 
 }  // namespace tessera::train
