@@ -3,7 +3,7 @@
 #include "base/log.h"
 #include "base/printable.h"
 #include "comm/all_or_none.h"
-#include "train/checkpoint/restart_note.h"
+#include "train/checkpoint/resume.h"
 #include "train/data/data_identity.h"
 #include "train/hf/model_source.h"
 

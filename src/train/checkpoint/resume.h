@@ -1,4 +1,6 @@
-// What a run goes on from: finding a checkpoint, refusing one of another run, reading it.
+// What a run goes on from: finding a checkpoint, refusing one of another run, reading it
+// (load_checkpoint.cpp), and the note for restarts: torchrun starts the same command again, and
+// checkpoint.load_step is meant for the first attempt that comes so far.
 //
 // Whatever is wrong is found before the first step and on every rank alike. Any layout reads any
 // other: each rank reads the ranges that it owns, out of whatever pieces hold them. Next:
@@ -6,7 +8,9 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <optional>
+#include <string>
 
 #include "io/checkpoint_folder.h"
 #include "models/model_spec.h"
@@ -17,6 +21,27 @@
 #include "train/hf/file_forms.h"
 
 namespace tessera::train {
+
+class RestartNote {
+ public:
+  /// Of this process's job, by torchrun's variables.
+  explicit RestartNote(const std::filesystem::path& folder);
+
+  /// The first attempt: what lies there is another job's. Errors: kIo.
+  void forget_other_jobs() const;
+  /// Whether an earlier attempt of this job began with `load_step` and came as far as write().
+  bool has(std::int64_t load_step) const;
+  /// `latest` is what attempts after this one go on from. Errors: kIo.
+  void write(std::int64_t load_step) const;
+
+ private:
+  std::string text(std::int64_t load_step) const;
+
+  std::filesystem::path path_;
+  std::string job_;
+  bool under_torchrun_ = false;
+  bool first_attempt_ = true;
+};
 
 /// What a run and its checkpoint must have in common.
 struct RunIdentity {
