@@ -16,7 +16,6 @@
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
 #include "train/parallelize.h"
-#include "train/whole_model.h"
 
 namespace tessera::cli {
 namespace {

@@ -1,18 +1,27 @@
 // Tokens after a prompt, one after the other, by one process.
 //
 // The prompt runs through the model at once, each further token alone over the cached keys and
-// values of those before it; a model that keeps none runs the whole text again for every token.
-// Next: sampling.h chooses, whole_model.h loads.
+// values of those before it; a model that keeps none runs the whole text again for every token. The
+// model is not sharded: every parameter is in the compute dtype of its contract, so that what comes
+// out is what any layout computes. Next: sampling.h chooses.
 #pragma once
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "models/decoder.h"
+#include "tessera/contract.h"
+#include "train/parallelize.h"
 #include "train/sampling.h"
 
 namespace tessera::train {
+
+/// `source` has a folder; `contracts` are resolve_model's. The parameters require no gradient.
+/// A checkpoint's files are verified before. Errors: kFormat naming the file; kIo.
+std::shared_ptr<models::Decoder> load_whole_model(const ModelSource& source,
+                                                  const std::vector<GradContract>& contracts);
 
 struct GenerateOptions {
   std::int64_t max_new_tokens = 0;

@@ -8,10 +8,10 @@
 #include "dist/ranks.h"
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
+#include "train/generate.h"
 #include "train/hf/hf_export.h"
 #include "train/hf/weights.h"
 #include "train/parallelize.h"
-#include "train/whole_model.h"
 
 namespace tessera::test::checkpoint_weights_test {
 namespace {
