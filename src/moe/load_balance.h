@@ -2,7 +2,7 @@
 //
 // Pure functions of tensors; who sums counts over layers and ranks calls them. All rows count:
 // batches have whole rows, and nothing is padded on the way to the experts. Short symbols: M
-// tokens, E experts, K experts a token. Next: routing.h, ../train/router_loss.h.
+// tokens, E experts, K experts a token. Next: routing.h, ../train/expert_balance.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -14,9 +14,9 @@
 #include "models/lora.h"
 #include "nn/parameter.h"
 #include "tessera/error.h"
+#include "train/expert_balance.h"
 #include "train/hf/model_source.h"
 #include "train/hf/weights.h"
-#include "train/load_balance.h"
 
 namespace tessera::train {
 namespace {

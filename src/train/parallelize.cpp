@@ -5,9 +5,9 @@
 #include "models/expert_bias.h"
 #include "models/lora.h"
 #include "tessera/error.h"
+#include "train/expert_balance.h"
 #include "train/hf/model_source.h"
 #include "train/hf/weights.h"
-#include "train/load_balance.h"
 #include "train/model_plan.h"
 
 namespace tessera::train {

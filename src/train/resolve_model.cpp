@@ -4,12 +4,11 @@
 #include "models/description.h"
 #include "models/family.h"
 #include "tessera/error.h"
+#include "train/expert_balance.h"
 #include "train/family_pins.h"
 #include "train/hf/weights.h"
-#include "train/load_balance.h"
 #include "train/model_plan.h"
 #include "train/parallelize.h"
-#include "train/router_loss.h"
 
 namespace tessera::train {
 namespace {

@@ -12,8 +12,8 @@
 #include "tessera/grad_scaler.h"
 #include "train/batch_memory.h"
 #include "train/config/config.h"
+#include "train/expert_balance.h"
 #include "train/rank_sum_stand_in.h"
-#include "train/router_loss.h"
 
 namespace tessera::train {
 namespace {

@@ -17,12 +17,11 @@
 #include "train/batch_memory.h"
 #include "train/checkpoint/checkpoint_session.h"
 #include "train/data/data.h"
-#include "train/load_balance.h"
+#include "train/expert_balance.h"
 #include "train/parallelize.h"
 #include "train/report/checks.h"
 #include "train/report/metrics.h"
 #include "train/report/observers.h"
-#include "train/router_loss.h"
 #include "train/schedule.h"
 #include "train/step.h"
 

@@ -15,7 +15,7 @@
 #include "tessera/clip.h"
 #include "tessera/error.h"
 #include "train/data/data.h"
-#include "train/load_balance.h"
+#include "train/expert_balance.h"
 #include "train/step.h"
 
 namespace tessera::golden {

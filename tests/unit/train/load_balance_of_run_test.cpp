@@ -7,8 +7,8 @@
 
 #include "models/expert_bias.h"
 #include "tessera/error.h"
+#include "train/expert_balance.h"
 #include "train/hf/hf_export.h"
-#include "train/load_balance.h"
 #include "train/parallelize.h"
 #include "train/step.h"
 #include "train/trainer.h"

@@ -1,9 +1,14 @@
-#include "train/router_loss.h"
+//
+#include "train/expert_balance.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ops/tensor.h>
+#include <c10/core/GradMode.h>
 
 #include <numeric>
 
+#include "models/expert_bias.h"
+#include "moe/load_balance.h"
 #include "tessera/error.h"
 #include "train/step.h"
 
@@ -34,6 +39,33 @@ at::Tensor auxiliary_loss(const ShardedBase& model, const std::vector<models::Ro
   const auto experts = static_cast<double>(chosen.size());
   const at::Tensor share = at::tensor(chosen, at::kDouble) * (experts / (rows * rows));
   return (probabilities * share.to(probabilities.options())).sum();
+}
+
+std::vector<models::BufferSpec> expert_biases_of(const ModelSource& source, double coefficient) {
+  if (coefficient == 0) {
+    if (!source.folder) return {};
+    return stored_expert_biases(*source.folder, source.spec);
+  }
+  auto biases = models::expert_biases(source.spec);
+  TESSERA_CHECK(!biases.empty(), ErrorKind::kConfig, "model.load_balance_coeff: found ",
+                coefficient, " for a model without experts, expected 0");
+  TESSERA_CHECK(!source.lora, ErrorKind::kConfig, "model.load_balance_coeff: found ", coefficient,
+                " where only adapters are trained, whose checkpoints do not hold the bias, "
+                "expected 0");
+  return biases;
+}
+
+void balance_experts(const ShardedBase& model, const std::vector<std::vector<double>>& chosen,
+                     double coefficient) {
+  const at::NoGradGuard no_grad;
+  auto layer = chosen.begin();
+  for (BufferView& view : model.buffers()) {
+    if (!view.contract->name.ends_with(".expert_bias")) continue;
+    TESSERA_INVARIANT(layer != chosen.end(), view.contract->name, " of a layer without counts");
+    const at::Tensor counts = at::tensor(*layer++, at::kDouble);
+    view.tensor.copy_(moe::balanced_bias(view.tensor, counts, coefficient));
+  }
+  TESSERA_INVARIANT(layer == chosen.end(), "counts of a layer without a bias");
 }
 
 }  // namespace tessera::train

@@ -1,0 +1,44 @@
+// What makes routers use all experts alike: the auxiliary loss (model.aux_loss_coef), or without
+// one the biases that balance their load (model.load_balance_coeff).
+//
+// The loss is E * sum over experts of f * p: f is how many tokens chose the expert, p the mean of
+// the routers' probabilities for it, both over all tokens and all layers with experts of a
+// micro-batch, of every data rank. f is a number: the gradient flows through p only. Biases: a run
+// that asks for them has the buffers of models/expert_bias.h; so has whatever reads one of its
+// checkpoints. Next: moe/load_balance.h, step.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "models/model_spec.h"
+#include "models/routing_request.h"
+#include "tessera/shard.h"
+#include "train/hf/model_source.h"
+
+namespace tessera::train {
+
+/// The weight of the loss: `asked` (model.aux_loss_coef), else config.json's router_aux_loss_coef
+/// where its output_router_logits is true, else 0. Errors: kConfig where it is asked of a model
+/// without experts.
+double aux_loss_coef(const std::optional<double>& asked, const models::ModelSpec& spec);
+
+/// This rank's addend, [] fp32, before the weight: those of all ranks make the loss (no token is
+/// counted by two of them).
+/// Collective: one exchange of E numbers over all ranks.
+at::Tensor auxiliary_loss(const ShardedBase& model, const std::vector<models::RouterLoad>& loads,
+                          std::int64_t experts_per_token);
+
+/// The buffers that the source's model has besides those of the table: where `coefficient`
+/// (model.load_balance_coeff) is above 0, or the folder holds them. Errors: kConfig for a
+/// coefficient where the model has no experts, or trains adapters only.
+std::vector<models::BufferSpec> expert_biases_of(const ModelSource& source, double coefficient);
+
+/// Once a step, before the optimizer's: moves the biases by `chosen` (BatchLoss), which every rank
+/// has alike. Not collective.
+void balance_experts(const ShardedBase& model, const std::vector<std::vector<double>>& chosen,
+                     double coefficient);
+
+}  // namespace tessera::train
