@@ -1,3 +1,4 @@
+//
 #include "train/step.h"
 
 #include <ATen/ATen.h>
@@ -13,7 +14,6 @@
 #include "train/batch_memory.h"
 #include "train/config/config.h"
 #include "train/expert_balance.h"
-#include "train/rank_sum_stand_in.h"
 
 namespace tessera::train {
 namespace {

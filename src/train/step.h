@@ -71,4 +71,24 @@ BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource&
 /// them), or carries gradients; else none. Errors: kConfig for options of a run that needs none.
 std::unique_ptr<GradScaler> make_scaler(const ShardedBase& model, const GradScalerOptions& options);
 
+class RankSumStandIn {
+ public:
+  virtual ~RankSumStandIn() = default;
+  /// The sum on this rank, `what` it is of, and every rank's values, by rank.
+  virtual std::vector<double> sum(RankSum what,
+                                  const std::vector<std::vector<double>>& of_ranks) = 0;
+};
+
+/// While it lives, `stand_in` is called for every sum of this thread. Not nested.
+class RankSumScope {
+ public:
+  explicit RankSumScope(RankSumStandIn& stand_in);
+  ~RankSumScope();
+  RankSumScope(const RankSumScope&) = delete;
+  RankSumScope& operator=(const RankSumScope&) = delete;
+};
+
+/// The sums of a sound run.
+std::vector<double> added_by_rank(const std::vector<std::vector<double>>& of_ranks);
+
 }  // namespace tessera::train

@@ -2,7 +2,7 @@
 //
 // Faults are put in from outside: other contracts or declarations than the layers', hooks on raw
 // gradients, stand-ins for transitions (parallel/transition.h) and for the sums of numbers over
-// ranks (train/rank_sum_stand_in.h). The library has no switch for them. Each counts how often it
+// ranks (train/step.h). The library has no switch for them. Each counts how often it
 // acted: a fault that never does proves nothing.
 #pragma once
 
@@ -17,7 +17,7 @@
 #include "golden/degrees.h"
 #include "parallel/transition.h"
 #include "train/parallelize.h"
-#include "train/rank_sum_stand_in.h"
+#include "train/step.h"
 
 namespace tessera::golden {
 
