@@ -6,8 +6,8 @@
 #include "cli/verbs.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
-#include "train/model_plan.h"
 #include "train/parallelize.h"
+#include "train/plan_of_run.h"
 
 namespace tessera::cli {
 namespace {

@@ -8,7 +8,7 @@
 #include "train/expert_balance.h"
 #include "train/hf/model_source.h"
 #include "train/hf/weights.h"
-#include "train/model_plan.h"
+#include "train/plan_of_run.h"
 
 namespace tessera::train {
 

@@ -7,8 +7,8 @@
 #include "train/expert_balance.h"
 #include "train/family_pins.h"
 #include "train/hf/weights.h"
-#include "train/model_plan.h"
 #include "train/parallelize.h"
+#include "train/plan_of_run.h"
 
 namespace tessera::train {
 namespace {

@@ -11,8 +11,8 @@
 #include <fstream>
 #include <set>
 
-#include "train/model_plan.h"
 #include "train/parallelize.h"
+#include "train/plan_of_run.h"
 #include "train/trainer.h"
 #include "unit/train/read_trace.h"
 #include "unit/train/run_case.h"

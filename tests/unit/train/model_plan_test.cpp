@@ -1,8 +1,7 @@
-#include "train/model_plan.h"
-
 #include <gtest/gtest.h>
 
 #include "models/description.h"
+#include "train/plan_of_run.h"
 
 namespace tessera::train::model_plan_test {
 namespace {

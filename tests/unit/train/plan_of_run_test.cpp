@@ -1,4 +1,6 @@
 // The plan that is worked out from a configuration is the one that ranks lay their buckets out by.
+#include "train/plan_of_run.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -8,7 +10,6 @@
 #include <tuple>
 
 #include "fsdp/plan.h"
-#include "train/model_plan.h"
 #include "train/parallelize.h"
 #include "unit/train/run_case.h"
 

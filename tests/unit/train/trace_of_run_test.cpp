@@ -1,8 +1,8 @@
 // Traces of whole steps: what is in them agrees with the plan, and rows can be drawn.
 #include <gmock/gmock.h>
 
-#include "train/model_plan.h"
 #include "train/parallelize.h"
+#include "train/plan_of_run.h"
 #include "train/trainer.h"
 #include "unit/train/read_trace.h"
 #include "unit/train/run_case.h"

@@ -1,4 +1,4 @@
-#include "train/model_plan.h"
+#include "train/plan_of_run.h"
 
 #include <map>
 
