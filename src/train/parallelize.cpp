@@ -64,13 +64,6 @@ models::ModelAxes model_axes(const Config& config, const ParallelDims& dims, con
 
 }  // namespace
 
-MeshShapes mesh_shape(const ParallelDims& dims) {
-  const auto dense = MeshShape::dense(dims.pp, dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp);
-  if (dims.ep == 1) return dense;
-  return {dense,
-          MeshShape::sparse(dims.pp, dims.dp_replicate, dims.expert_data(), dims.ep, dims.etp)};
-}
-
 ModelParts model_parts(const ModelSource& source, const Config& config, const Mesh& mesh) {
   // 1. What every parameter is, for the whole model at once.
   const auto dims = resolve_parallelism(config.parallelism, mesh.shape().size());

@@ -11,15 +11,10 @@
 #include "tessera/shard.h"
 #include "train/config/config.h"
 #include "train/config/config_resolve.h"
+#include "train/contract_of_run.h"
 #include "train/hf/model_source.h"
 
 namespace tessera::train {
-
-/// The contract of every parameter (once where it is tied), buffer and unit, in the order of the
-/// model. Pure but for the headers of the folder. Errors: kContract, kConfig naming the parameter
-/// and the key; kFormat for a tensor of the folder that is not floating.
-ModelContract resolve_model(const ModelSource& source, const Config& config,
-                            const ParallelDims& dims, Purpose purpose = Purpose::kTraining);
 
 /// Where the values of the parameters come from.
 enum class InitialWeights : std::uint8_t {
@@ -48,8 +43,5 @@ std::shared_ptr<Sharded<models::LanguageModel>> parallelize(
 std::shared_ptr<Sharded<models::LanguageModel>> parallelize(
     ModelParts parts, const ModelSource& source, const Config& config, const Mesh& mesh,
     InitialWeights weights = InitialWeights::kOfSource);
-
-/// The dense reading of the ranks, and the sparse one of experts.
-MeshShapes mesh_shape(const ParallelDims& dims);
 
 }  // namespace tessera::train

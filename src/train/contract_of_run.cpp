@@ -1,4 +1,5 @@
-// The contracts of the parameters, buffers and units of a run's model.
+#include "train/contract_of_run.h"
+
 #include <algorithm>
 
 #include "models/description.h"
@@ -7,7 +8,6 @@
 #include "train/expert_balance.h"
 #include "train/family_pins.h"
 #include "train/hf/weights.h"
-#include "train/parallelize.h"
 #include "train/plan_of_run.h"
 
 namespace tessera::train {
@@ -145,6 +145,13 @@ void check_dropout(const models::LoraSpec& lora, const ParallelDims& dims, Purpo
 }
 
 }  // namespace
+
+MeshShapes mesh_shape(const ParallelDims& dims) {
+  const auto dense = MeshShape::dense(dims.pp, dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp);
+  if (dims.ep == 1) return dense;
+  return {dense,
+          MeshShape::sparse(dims.pp, dims.dp_replicate, dims.expert_data(), dims.ep, dims.etp)};
+}
 
 ModelContract resolve_model(const ModelSource& source, const Config& config,
                             const ParallelDims& dims, Purpose purpose) {
