@@ -16,7 +16,7 @@
 
 #include "nn/grouped_products.h"
 #include "parallel/axis.h"
-#include "parallel/exchange.h"
+#include "parallel/collectives.h"
 
 namespace tessera::moe {
 

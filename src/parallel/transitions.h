@@ -34,7 +34,7 @@
 #include <string>
 
 #include "parallel/axis.h"
-#include "parallel/exchange.h"
+#include "parallel/collectives.h"
 
 namespace tessera::parallel {
 

@@ -2,7 +2,7 @@
 #include <ATen/ATen.h>
 
 #include "golden/faults.h"
-#include "parallel/exchange.h"
+#include "parallel/collectives.h"
 #include "tessera/error.h"
 
 namespace tessera::golden {

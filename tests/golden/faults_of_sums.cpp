@@ -7,7 +7,7 @@
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "golden/faults.h"
-#include "parallel/exchange.h"
+#include "parallel/collectives.h"
 
 namespace tessera::golden {
 namespace {

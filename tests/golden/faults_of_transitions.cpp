@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "golden/faults.h"
-#include "parallel/exchange.h"
+#include "parallel/collectives.h"
 #include "parallel/slices.h"
 
 namespace tessera::golden {

@@ -1,4 +1,4 @@
-#include "parallel/exchange.h"
+#include "parallel/collectives.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
