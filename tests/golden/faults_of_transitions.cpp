@@ -6,7 +6,7 @@
 
 #include "golden/faults.h"
 #include "parallel/collectives.h"
-#include "parallel/slices.h"
+#include "parallel/transition.h"
 
 namespace tessera::golden {
 namespace {

@@ -1,0 +1,179 @@
+#include "parallel/transitions.h"
+
+//
+
+#include <ATen/ops/zeros_like.h>
+
+#include "parallel/transition.h"
+
+namespace tessera::parallel {
+namespace {
+
+// P -> R and P -> I.
+struct AllReduce : Transition {
+  AllReduce(const Axis& over, To placement, std::string name, SumDtype dtype, at::ScalarType own)
+      : Transition("all_reduce", over, std::move(name)), to(placement), result(dtype), input(own) {}
+
+  at::Tensor forward(const at::Tensor& x) const override {
+    return exchange_sum(x, axis, result, where);
+  }
+  at::Tensor backward(const at::Tensor& grad) const override {
+    if (to == To::kInvariant) return grad.to(input);
+    return exchange_sum(grad, axis, input, where + " backward");
+  }
+
+  const To to;
+  const SumDtype result;
+  const at::ScalarType input;
+};
+
+// I -> R.
+struct Copy : Transition {
+  Copy(const Axis& over, std::string name) : Transition("copy", over, std::move(name)) {}
+
+  at::Tensor forward(const at::Tensor& x) const override { return x; }
+  at::Tensor backward(const at::Tensor& grad) const override {
+    return exchange_sum(grad, axis, std::nullopt, where + " backward");
+  }
+};
+
+// S -> R and S -> I.
+struct AllGather : Transition {
+  AllGather(const Axis& over, const Cut& how, To placement, std::string name)
+      : Transition("all_gather", over, std::move(name)), cut(how), to(placement) {}
+
+  at::Tensor forward(const at::Tensor& x) const override {
+    return exchange_gather(x, axis, cut, where);
+  }
+  at::Tensor backward(const at::Tensor& grad) const override {
+    if (to == To::kInvariant) return own_part(grad, axis, cut.dim);
+    return exchange_reduce_scatter(grad, axis, cut, std::nullopt, where + " backward");
+  }
+
+  const Cut cut;
+  const To to;
+};
+
+// P -> S.
+struct ReduceScatter : Transition {
+  ReduceScatter(const Axis& over, const Cut& how, std::string name, SumDtype dtype,
+                at::ScalarType own)
+      : Transition("reduce_scatter", over, std::move(name)), cut(how), result(dtype), input(own) {}
+
+  at::Tensor forward(const at::Tensor& x) const override {
+    return exchange_reduce_scatter(x, axis, cut, result, where);
+  }
+  at::Tensor backward(const at::Tensor& grad) const override {
+    return exchange_gather(grad.to(input), axis, cut, where + " backward");
+  }
+
+  const Cut cut;
+  const SumDtype result;
+  const at::ScalarType input;
+};
+
+// I -> S and R -> S.
+struct Slice : Transition {
+  Slice(const Axis& over, const Cut& how, From placement, std::string name)
+      : Transition("slice", over, std::move(name)), cut(how), from(placement) {}
+
+  at::Tensor forward(const at::Tensor& x) const override { return own_part(x, axis, cut.dim); }
+  at::Tensor backward(const at::Tensor& grad) const override {
+    if (from == From::kReplicate) return in_zeros(grad, axis, cut.dim, *cut.total);
+    return exchange_gather(grad, axis, cut, where + " backward");
+  }
+
+  const Cut cut;
+  const From from;
+};
+
+// S -> P.
+struct Pad : Transition {
+  Pad(const Axis& over, std::int64_t of, std::int64_t whole, std::string name)
+      : Transition("pad", over, std::move(name)), dim(of), total(whole) {}
+
+  at::Tensor forward(const at::Tensor& x) const override { return in_zeros(x, axis, dim, total); }
+  at::Tensor backward(const at::Tensor& grad) const override { return own_part(grad, axis, dim); }
+
+  const std::int64_t dim;
+  const std::int64_t total;
+};
+
+// R -> P.
+struct OnlyFirst : Transition {
+  explicit OnlyFirst(const Axis& over) : Transition("only_first", over, "only first") {}
+
+  at::Tensor forward(const at::Tensor& x) const override {
+    return axis.rank == 0 ? x : at::zeros_like(x);
+  }
+  at::Tensor backward(const at::Tensor& grad) const override {
+    return axis.rank == 0 ? grad : at::zeros_like(grad);
+  }
+};
+
+// S -> S.
+struct AllToAll : Transition {
+  AllToAll(const Axis& over, Splits rows, std::string name)
+      : Transition("all_to_all", over, std::move(name)), splits(std::move(rows)) {}
+
+  at::Tensor forward(const at::Tensor& rows) const override {
+    return exchange_rows(rows, axis, splits, where);
+  }
+  at::Tensor backward(const at::Tensor& grad) const override {
+    return exchange_rows(grad, axis, splits.swapped(), where + " backward");
+  }
+
+  const Splits splits;
+};
+
+}  // namespace
+
+at::Tensor all_reduce(const at::Tensor& x, const Axis& axis, To to, const std::string& where,
+                      SumDtype result) {
+  if (axis.alone()) return x.to(result.value_or(x.scalar_type()));
+  return apply<AllReduce>(x, axis, to, where, result, x.scalar_type());
+}
+
+at::Tensor copy(const at::Tensor& x, const Axis& axis, const std::string& where) {
+  return axis.alone() ? x : apply<Copy>(x, axis, where);
+}
+
+at::Tensor all_gather(const at::Tensor& x, const Axis& axis, const Cut& cut, To to,
+                      const std::string& where) {
+  return axis.alone() ? x : apply<AllGather>(x, axis, cut, to, where);
+}
+
+at::Tensor reduce_scatter(const at::Tensor& x, const Axis& axis, const Cut& cut,
+                          const std::string& where, SumDtype result) {
+  if (axis.alone()) return x.to(result.value_or(x.scalar_type()));
+  const Cut whole{cut.dim, whole_of(x, axis, cut, where)};
+  return apply<ReduceScatter>(x, axis, whole, where, result, x.scalar_type());
+}
+
+at::Tensor slice(const at::Tensor& x, const Axis& axis, const Cut& cut, From from,
+                 const std::string& where) {
+  if (axis.alone()) return x;
+  return apply<Slice>(x, axis, Cut{cut.dim, whole_of(x, axis, cut, where)}, from, where);
+}
+
+at::Tensor pad(const at::Tensor& x, const Axis& axis, const Cut& cut, const std::string& where) {
+  if (axis.alone()) return x;
+  const std::int64_t own = x.size(cut.dim);
+  const std::int64_t total = cut.total.value_or(own * axis.size);
+  const std::int64_t expected = part_of(total, axis.size, axis.rank).size;
+  TESSERA_CHECK(own == expected, ErrorKind::kUsage, where, ": found a part of ", own, ", expected ",
+                expected, " of ", total, " in dim ", cut.dim, " (axis ", axis.name, ", rank ",
+                axis.rank, ")");
+  return apply<Pad>(x, axis, cut.dim, total, where);
+}
+
+at::Tensor only_first(const at::Tensor& x, const Axis& axis) {
+  return axis.alone() ? x : apply<OnlyFirst>(x, axis);
+}
+
+at::Tensor all_to_all(const at::Tensor& rows, const Axis& axis, const Splits& splits,
+                      const std::string& where) {
+  return axis.alone() ? rows : apply<AllToAll>(rows, axis, splits, where);
+}
+
+}  // namespace tessera::parallel
