@@ -14,7 +14,7 @@
 #include <thread>
 
 #include "base/printable.h"
-#include "launch/listener.h"
+#include "launch/sockets.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {

@@ -25,8 +25,8 @@
 #include "base/terminal_line.h"
 #include "launch/failure_record.h"
 #include "launch/launch_environment.h"
-#include "launch/listener.h"
 #include "launch/peer_watch.h"
+#include "launch/sockets.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {

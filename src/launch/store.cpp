@@ -11,8 +11,8 @@
 #include "base/environment.h"
 #include "base/joined.h"
 #include "base/one_line.h"
-#include "launch/listener.h"
 #include "launch/peer_watch.h"
+#include "launch/sockets.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {

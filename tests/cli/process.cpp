@@ -15,7 +15,7 @@
 #include <thread>
 
 #include "base/environment.h"
-#include "launch/listener.h"
+#include "launch/sockets.h"
 
 namespace tessera::cli {
 namespace {

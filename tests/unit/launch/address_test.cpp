@@ -1,7 +1,6 @@
-#include "launch/address.h"
-
 #include <gmock/gmock.h>
 
+#include "launch/sockets.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::comm::address_test {

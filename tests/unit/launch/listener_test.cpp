@@ -1,10 +1,9 @@
-#include "launch/listener.h"
-
 #include <arpa/inet.h>
 #include <gmock/gmock.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 
+#include "launch/sockets.h"
 #include "tessera/error.h"
 #include "unit/io/temporary_folder.h"
 

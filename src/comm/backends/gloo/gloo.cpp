@@ -11,9 +11,9 @@
 
 #include "base/environment.h"
 #include "base/one_line.h"
-#include "launch/address.h"
 #include "launch/bounded_calls.h"
 #include "launch/poison.h"
+#include "launch/sockets.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {

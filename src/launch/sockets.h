@@ -1,0 +1,71 @@
+// Hosts as sockets take them: names turned into addresses, and a listening socket at one of them.
+//
+// c10d's store server listens on every interface; it is handed one of these instead. Pure. Next:
+// spawn.cpp passes one to rank 0, store.cpp opens one; gloo.h listens where the route to that store
+// begins.
+#pragma once
+
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace tessera::comm {
+
+/// Of either family, as the socket calls want it.
+struct SocketAddress {
+  sockaddr_storage bytes{};
+  socklen_t length = 0;
+  sockaddr* generic() { return reinterpret_cast<sockaddr*>(&bytes); }
+  const sockaddr* generic() const { return reinterpret_cast<const sockaddr*>(&bytes); }
+  std::uint16_t port() const;
+};
+
+/// "10.0.0.1", "fe80::1%eth0": without the port.
+std::string host_text(const SocketAddress& address);
+
+/// All addresses of a host, in the order in which they are to be tried; "localhost" is 127.0.0.1.
+/// Asks the name service: may take its time. Errors: kComm for a name that is not known.
+std::vector<SocketAddress> resolve(const std::string& host, std::uint16_t port);
+
+/// The address of this host from which `host` is reached; nothing is sent. Errors: kComm for a name
+/// that is not known, or no route.
+std::string local_address_towards(const std::string& host);
+
+/// A file descriptor that closes itself.
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int fd) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Descriptor();
+  int get() const { return fd_; }
+  /// Whoever takes it closes it.
+  int release() { return std::exchange(fd_, -1); }
+
+ private:
+  int fd_ = -1;
+};
+
+struct Listener {
+  Descriptor socket;    ///< close-on-exec
+  std::string address;  ///< "127.0.0.1"
+  std::uint16_t port = 0;
+};
+
+/// Listens on the first address of `host` that is this host's own; port 0 = any free one.
+/// Errors: kComm when the port is taken (it says so), no address of `host` is this host's, or
+/// sockets cannot be had.
+Listener listen_on(const std::string& host, std::uint16_t port);
+
+/// "store: cannot listen on HOST:PORT: ...; do Z", for a port that somebody else listens on.
+std::string port_in_use(const std::string& host, std::uint16_t port);
+
+}  // namespace tessera::comm
