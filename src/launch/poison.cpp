@@ -1,4 +1,5 @@
-#include "launch/patience.h"
+//
+#include "launch/poison.h"
 
 #include <algorithm>
 
