@@ -9,7 +9,6 @@
 #include "base/mutex.h"
 #include "comm/group.h"
 #include "launch/poison.h"
-#include "launch/start_up_log.h"
 #include "launch/store.h"
 #include "launch/wait_board.h"
 #include "tessera/world.h"

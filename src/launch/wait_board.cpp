@@ -1,6 +1,10 @@
+//
 #include "launch/wait_board.h"
 
 #include <algorithm>
+#include <utility>
+
+#include "tessera/error.h"
 
 namespace tessera::comm {
 namespace {
@@ -124,6 +128,37 @@ std::optional<int> WaitBoard::cause_of(std::uint64_t group, std::uint64_t sequen
     return std::nullopt;
   }
   return cause_;
+}
+
+StartUpLog::StartUpLog(std::shared_ptr<const WaitBoard> board, std::chrono::milliseconds every,
+                       Works works, std::function<void(const std::string&)> say)
+    : board_(std::move(board)),
+      every_(every),
+      works_(std::move(works)),
+      say_(std::move(say)),
+      thread_([this] { run(); }) {}
+
+StartUpLog::~StartUpLog() {
+  {
+    const base::Lock lock(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify_all();
+  thread_.join();
+}
+
+void StartUpLog::run() {
+  base::Lock lock(mutex_);
+  while (!wake_.wait_for(lock, every_, [&]() TESSERA_REQUIRES(mutex_) { return stopping_; })) {
+    lock.unlock();
+    const auto waited = board_->standing().waited;
+    if (waited >= every_) {
+      const std::string works = works_();
+      const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(waited).count();
+      if (!works.empty()) say_(concat("start-up: waiting for ", seconds, " s: ", works));
+    }
+    lock.lock();
+  }
 }
 
 }  // namespace tessera::comm

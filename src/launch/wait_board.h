@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/mutex.h"
@@ -109,5 +110,30 @@ class OnBoard {
 /// Runs `meet`, which looks at the poison by itself; meanwhile the watch listens for the peers'
 /// heartbeats.
 void meet_on_board(WaitBoard& board, const std::function<void()>& meet);
+
+class StartUpLog {
+ public:
+  /// What stands in the line: "" for no line. Called on the thread; must not throw.
+  using Works = std::function<std::string()>;
+
+  /// A line goes to `say` every so often while the longest wait on `board` is as long.
+  StartUpLog(std::shared_ptr<const WaitBoard> board, std::chrono::milliseconds every, Works works,
+             std::function<void(const std::string&)> say);
+  ~StartUpLog();
+  StartUpLog(const StartUpLog&) = delete;
+  StartUpLog& operator=(const StartUpLog&) = delete;
+
+ private:
+  void run();
+
+  const std::shared_ptr<const WaitBoard> board_;
+  const std::chrono::milliseconds every_;
+  const Works works_;
+  const std::function<void(const std::string&)> say_;
+  base::Mutex mutex_;
+  base::Condition wake_;
+  bool stopping_ TESSERA_GUARDED_BY(mutex_) = false;
+  std::thread thread_;
+};
 
 }  // namespace tessera::comm

@@ -10,7 +10,7 @@
 #include <string>
 #include <thread>
 
-#include "launch/start_up_log.h"
+#include "launch/wait_board.h"
 #include "rank_pools.h"
 #include "tessera/error.h"
 
