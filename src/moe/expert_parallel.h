@@ -2,23 +2,33 @@
 //
 // Rank r of the axis owns experts r E/ep to (r + 1) E/ep - 1. Counts go first, an even all-to-all
 // of as many numbers as a rank has experts (and one more), on the tensors' device; what arrives is
-// read on the host with all else that it must know (host_read.h). Then the rows: they leave in the
+// read on the host with all else that it must know (read_on_host). Then the rows: they leave in the
 // order of their experts, arrive by source rank and expert, and are put in the order of the
 // experts, rows of lower ranks first. Nothing is added on the way, in either direction. A rank
 // without tokens, or without rows for its experts, takes part all the same, in backward too.
-// Placement: S(0) -> S(0). Next: experts.h,
-// ../parallel/transitions.h.
+//
+// read_on_host is the one place where experts wait for their device: on a device every read of a
+// value is a wait for all that was started before, so a call of experts() makes one: indices,
+// whether scores are finite, and what other ranks send. A profile has it as "tessera::host_read".
+// Placement: S(0) -> S(0). Next: experts.h, parallel/transitions.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <string>
+#include <vector>
 
 #include "nn/grouped_products.h"
 #include "parallel/axis.h"
 #include "parallel/collectives.h"
 
 namespace tessera::moe {
+
+/// i64 tensors of any shapes, all on one device -> the same on the host.
+std::vector<at::Tensor> read_on_host(const std::vector<at::Tensor>& tensors);
+
+/// What was worked out on the host, on a device again: does not wait for it.
+at::Tensor to_device(const at::Tensor& on_host, at::Device device);
 
 /// What is known of a call before anything is sent.
 struct Travel {

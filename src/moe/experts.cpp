@@ -8,7 +8,6 @@
 #include <algorithm>
 
 #include "moe/expert_parallel.h"
-#include "moe/host_read.h"
 #include "nn/first_derivative.h"
 #include "tessera/wide_scope.h"
 

@@ -4,8 +4,7 @@
 // per token in the order of the experts' numbers: the result of a token does not depend on who else
 // is in the batch. Every expert has a gradient, zeros where no token came. Experts of other ranks:
 // expert_parallel.h. Short symbols: M tokens, E experts, K experts a token, H hidden, I inner.
-// Next:
-// ../nn/grouped_linear.h.
+// Next: nn/grouped_linear.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
