@@ -3,7 +3,7 @@
 // A buffer [E] fp32 a layer with experts, `expert_bias` of the module that chooses them
 // (`model.layers.N.mlp`, Gemma 4's `model.language_model.layers.N.router`), zeros to begin with.
 // Families have none of their own and files of Hugging Face hold none: training with
-// model.load_balance_coeff adds it, and our checkpoints keep it. Next: ../moe/load_balance.h, which
+// model.load_balance_coeff adds it, and our checkpoints keep it. Next: ../moe/routing.h, which
 // makes the next one.
 #pragma once
 

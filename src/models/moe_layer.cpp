@@ -8,7 +8,7 @@
 
 #include "models/family.h"
 #include "moe/experts.h"
-#include "moe/load_balance.h"
+#include "moe/routing.h"
 #include "nn/gated.h"
 #include "nn/geglu.h"
 #include "nn/linear.h"

@@ -11,7 +11,7 @@
 #include <numeric>
 
 #include "base/first_derivative.h"
-#include "moe/load_balance.h"
+#include "moe/routing.h"
 #include "parallel/transitions.h"
 #include "tessera/error.h"
 

@@ -1,9 +1,12 @@
-// Routing: which experts a token goes to, and with which weights.
+// Routing: which experts a token goes to, with which weights, how evenly, and the bias that evens
+// it without an auxiliary loss.
 //
 // The router's scores come from the family; what is common is here: a softmax, the best k, what
 // becomes of their weights. Everything is fp32 from the scores on (fp64 for fp64 scores); a family
 // that wants narrower weights casts them. Gradients flow through the weights, never through the
-// choice. Short symbols: M tokens, E experts, K experts a token. Next: experts.h.
+// choice. Load balance is pure functions of tensors; who sums counts over layers and ranks calls
+// them. All rows count: batches have whole rows, and nothing is padded on the way to the experts.
+// Short symbols: M tokens, E experts, K experts a token. Next: experts.h, train/expert_balance.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -49,5 +52,15 @@ Routing route(const at::Tensor& scores, const RouteOptions& options,
 /// finite: Routing's, as the host has read it. Errors: kNumeric, naming the first token whose
 /// scores are not finite.
 void check_finite(const Routing& routing, const at::Tensor& finite);
+
+/// indices [M, K] -> [E] i64: how often each expert was chosen. No gradient.
+at::Tensor count_load(const at::Tensor& indices, std::int64_t experts);
+
+/// bias [E] fp32 after a step in which experts had `counts` [E] rows: those below the mean rise by
+/// `rate`, those above it fall, and the mean of all changes is taken off.
+at::Tensor balanced_bias(const at::Tensor& bias, const at::Tensor& counts, double rate);
+
+/// The busiest expert's rows over the mean; 1 where there are no rows.
+double load_max_over_mean(const at::Tensor& counts);
 
 }  // namespace tessera::moe

@@ -8,7 +8,7 @@
 #include <numeric>
 
 #include "models/expert_bias.h"
-#include "moe/load_balance.h"
+#include "moe/routing.h"
 #include "tessera/error.h"
 #include "train/step.h"
 

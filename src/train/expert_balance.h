@@ -5,7 +5,7 @@
 // the routers' probabilities for it, both over all tokens and all layers with experts of a
 // micro-batch, of every data rank. f is a number: the gradient flows through p only. Biases: a run
 // that asks for them has the buffers of models/expert_bias.h; so has whatever reads one of its
-// checkpoints. Next: moe/load_balance.h, step.h.
+// checkpoints. Next: moe/routing.h, step.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -10,7 +10,7 @@
 #include "base/joined.h"
 #include "base/log.h"
 #include "base/terminal_line.h"
-#include "moe/load_balance.h"
+#include "moe/routing.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"
 #include "tessera/optim.h"

@@ -5,7 +5,7 @@
 
 #include <limits>
 
-#include "moe/load_balance.h"
+#include "moe/routing.h"
 #include "nn/gated.h"
 #include "nn/geglu.h"
 #include "tessera/error.h"

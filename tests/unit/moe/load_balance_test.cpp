@@ -1,8 +1,8 @@
 // Counts, and the bias that needs no auxiliary loss.
-#include "moe/load_balance.h"
-
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+
+#include "moe/routing.h"
 
 namespace tessera::moe::load_balance_test {
 namespace {
