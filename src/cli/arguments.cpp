@@ -1,3 +1,4 @@
+//
 #include "cli/arguments.h"
 
 #include <CLI/App.hpp>

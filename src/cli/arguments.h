@@ -81,4 +81,12 @@ using Arguments = std::variant<TrainArguments, GradientsArguments, InspectArgume
 Arguments parse_arguments(const std::vector<std::string>& words,
                           const std::function<std::string()>& version);
 
+int run_train(const TrainArguments& arguments);
+int run_gradients(const GradientsArguments& arguments);
+int run_inspect(const InspectArguments& arguments);
+/// The half of it that is about a run (inspect_contract.cpp).
+void inspect_contract(const InspectArguments& arguments);
+int run_generate(const GenerateArguments& arguments);
+int run_convert(const ConvertArguments& arguments);
+
 }  // namespace tessera::cli

@@ -1,8 +1,8 @@
 #include <iostream>
 
 #include "base/printable.h"
+#include "cli/arguments.h"
 #include "cli/exit_code.h"
-#include "cli/verbs.h"
 #include "io/atomic_folder.h"
 #include "io/checkpoint_manifest.h"
 #include "io/checkpoint_store.h"

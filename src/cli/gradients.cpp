@@ -1,8 +1,8 @@
 #include "train/gradients.h"
 
 #include "base/log.h"
+#include "cli/arguments.h"
 #include "cli/ranks.h"
-#include "cli/verbs.h"
 #include "train/config/config_resolve.h"
 
 namespace tessera::cli {

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "base/printable.h"
+#include "cli/arguments.h"
 #include "cli/exit_code.h"
-#include "cli/verbs.h"
 #include "io/checkpoint_folder.h"
 #include "io/hf_folder.h"
 #include "tessera/error.h"

@@ -3,7 +3,7 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 
-#include "cli/verbs.h"
+#include "cli/arguments.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
 #include "train/parallelize.h"

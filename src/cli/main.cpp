@@ -7,7 +7,6 @@
 #include "cli/arguments.h"
 #include "cli/exit_code.h"
 #include "cli/standard_output.h"
-#include "cli/verbs.h"
 #include "cli/version.h"
 #include "comm/backends/backend.h"
 #include "launch/refusal.h"

@@ -7,7 +7,7 @@
 #include <functional>
 #include <optional>
 
-#include "cli/run_phase.h"
+#include "cli/exit_code.h"
 #include "tessera/world.h"
 #include "train/config/config.h"
 
