@@ -17,9 +17,9 @@
 #include <system_error>
 #include <vector>
 
+#include "comm/batch.h"
 #include "comm/group.h"
 #include "comm/relay.h"
-#include "comm/sent_bytes.h"
 #include "simulated_watch.h"
 #include "tessera/error.h"
 #include "tessera/world.h"

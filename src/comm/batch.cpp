@@ -1,3 +1,4 @@
+//
 #include "comm/batch.h"
 
 #include "base/hash.h"
@@ -73,6 +74,20 @@ std::unique_ptr<Work> SoloGroup::issue(Batch batch) {
   check_batch(batch, 1, any.defined() ? any.device().type() : at::kCPU);
   run_alone(batch);
   return std::make_unique<Done>();
+}
+
+bool is_relayed(const Op& op, int ranks) {
+  return std::visit([&](const auto& one) { return one.is_relayed(ranks); }, op);
+}
+
+std::int64_t sent_bytes(const Op& op, int ranks, int rank) {
+  return std::visit([&](const auto& one) { return one.sent_bytes(ranks, rank); }, op);
+}
+
+std::int64_t sent_bytes(const Batch& batch, int ranks, int rank) {
+  std::int64_t bytes = 0;
+  for (const Op& op : batch.ops) bytes += sent_bytes(op, ranks, rank);
+  return bytes;
 }
 
 }  // namespace tessera::comm

@@ -53,4 +53,10 @@ class SoloGroup : public Group {
   std::shared_ptr<const Poison> poison_;
 };
 
+/// Whether it travels over other ranks (relay.h).
+bool is_relayed(const Op& op, int ranks);
+/// By `rank` of `ranks`, to all others together.
+std::int64_t sent_bytes(const Op& op, int ranks, int rank);
+std::int64_t sent_bytes(const Batch& batch, int ranks, int rank);
+
 }  // namespace tessera::comm

@@ -2,7 +2,6 @@
 
 #include "base/unit_label.h"
 #include "comm/batch.h"
-#include "comm/sent_bytes.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {

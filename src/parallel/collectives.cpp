@@ -8,8 +8,8 @@
 #include <numeric>
 
 #include "base/trace.h"
+#include "comm/batch.h"
 #include "comm/group.h"
-#include "comm/sent_bytes.h"
 #include "tessera/error.h"
 
 namespace tessera::parallel {

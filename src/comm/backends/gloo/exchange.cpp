@@ -8,7 +8,7 @@
 
 #include "base/joined.h"
 #include "base/one_line.h"
-#include "comm/sent_bytes.h"
+#include "comm/batch.h"
 #include "comm/tensor_bytes.h"
 #include "tessera/error.h"
 

@@ -10,8 +10,8 @@
 
 #include "base/one_line.h"
 #include "comm/backends/gloo/exchange.h"
+#include "comm/batch.h"
 #include "comm/relay.h"
-#include "comm/sent_bytes.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
