@@ -3,7 +3,7 @@
 // Nearly always there is none: whoever could add a span asks current_trace() and does nothing else.
 // A trace is made for single steps (train/report/observers.h) and written by io/chrome_trace.h. It
 // belongs to a thread, as a rank does: forward, backward, waits and updates run on the rank's own
-// thread, and a collective takes the trace along to the issuing thread (comm/traced_collective.h).
+// thread, and a collective takes the trace along to the issuing thread (comm/queue.h).
 #pragma once
 
 #include <chrono>
