@@ -1,17 +1,23 @@
 #include "tessera/world.h"
 
 #include <algorithm>
+#include <iostream>
 #include <numeric>
 
 #include "base/environment.h"
 #include "base/joined.h"
 #include "base/log.h"
+#include "base/one_line.h"
 #include "comm/backends/backend.h"
 #include "comm/batch.h"
+#include "comm/failure_report.h"
 #include "comm/process_world.h"
 #include "comm/queue.h"
 #include "comm/world_state.h"
+#include "launch/launch_environment.h"
+#include "launch/refusal.h"
 #include "launch/slurm_hosts.h"
+#include "launch/spawn.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -163,6 +169,42 @@ void World::stop_queue() { queue_->stop(); }
 
 bool launched() {
   return comm::read_launch_environment(base::environment()).launcher != comm::Launcher::kSingle;
+}
+
+namespace {
+
+/// As the rank that this process is.
+void run_as_rank(const std::function<void(World&)>& body, const WorldOptions& options) {
+  std::shared_ptr<World> world;
+  try {
+    world = World::connect(options);
+    body(*world);
+  } catch (const std::exception& error) {
+    comm::report_failure(world.get(), error, comm::default_exit_code(error));
+  } catch (...) {
+    const Error error(ErrorKind::kInternal, "the body threw something that is no std::exception");
+    comm::report_failure(world.get(), error, comm::default_exit_code(error));
+  }
+  world.reset();  // waits for the others
+}
+
+}  // namespace
+
+int launch(int nproc, const std::function<void(World&)>& body, const WorldOptions& options) {
+  try {
+    const auto place = comm::read_launch_environment(base::environment(),
+                                                     {options.master_addr, options.master_port});
+    if (place.launcher == comm::Launcher::kSingle && nproc != 1) return comm::spawn_ranks(nproc);
+    TESSERA_CHECK(nproc == place.world_size, ErrorKind::kUsage, "launch: found nproc ", nproc,
+                  ", expected the ", place.world_size, " ranks that ", to_string(place.launcher),
+                  " started");
+    run_as_rank(body, options);
+    return 0;
+  } catch (const std::exception& error) {
+    const int code = comm::default_exit_code(error);
+    comm::refuse_once(error, code, [&] { std::cerr << one_line(error.what()) << std::endl; });
+    return code;
+  }
 }
 
 }  // namespace tessera
