@@ -3,7 +3,6 @@
 #include <cstring>
 
 #include "comm/ops/steps.h"
-#include "comm/tensor_bytes.h"
 #include "layout/bucket_plan.h"
 #include "tessera/error.h"
 

@@ -3,8 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "comm/ops/relayed_steps.h"
-#include "comm/tensor_bytes.h"
+#include "comm/ops/steps.h"
 #include "kernels/kernels.h"
 #include "tessera/error.h"
 

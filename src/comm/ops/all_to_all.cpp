@@ -5,7 +5,6 @@
 #include <numeric>
 
 #include "comm/ops/steps.h"
-#include "comm/tensor_bytes.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {

@@ -1,7 +1,6 @@
 #include "comm/ops/reduce_scatter.h"
 
 #include "comm/ops/steps.h"
-#include "comm/tensor_bytes.h"
 #include "kernels/kernels.h"
 #include "layout/bucket_plan.h"
 #include "tessera/error.h"

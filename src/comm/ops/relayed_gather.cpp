@@ -4,9 +4,8 @@
 #include <cstring>
 #include <numeric>
 
-#include "comm/ops/relayed_steps.h"
+#include "comm/ops/steps.h"
 #include "comm/relay.h"
-#include "comm/tensor_bytes.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {

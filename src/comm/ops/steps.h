@@ -5,14 +5,31 @@
 // deadlines and errors are the transport's (backends/gloo/exchange.h), behind Transfers.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <numeric>
+#include <vector>
 
 #include "comm/ops/operation.h"
 #include "kernels/kernels.h"
 
 namespace tessera::comm {
+
+inline std::byte* at_byte(const at::Tensor& tensor, std::int64_t offset) {
+  return static_cast<std::byte*>(tensor.mutable_data_ptr()) + offset;
+}
+
+inline std::int64_t nbytes(const at::Tensor& tensor) {
+  return static_cast<std::int64_t>(tensor.nbytes());
+}
+
+/// Where rank `peer`'s stretch begins among stretches of `counts`.
+inline std::int64_t stretch_begin(const std::vector<std::int64_t>& counts, int peer) {
+  return std::accumulate(counts.begin(), counts.begin() + peer, std::int64_t{0});
+}
 
 /// What the steps of one op may ask of the transport. Nothing is posted for 0 bytes. A phase
 /// numbers what travels between the same two ranks. Errors: PeerLost.
@@ -69,5 +86,48 @@ void receive_aside(Transfers& transfers, std::int64_t bytes);
 /// Adds them and `own`, in rank order.
 void add_received(Transfers& transfers, const void* own, at::ScalarType wire,
                   const kernels::HostSum& result);
+
+class RelayedSteps : public Steps {
+ public:
+  void post_receives(Transfers& transfers) final;
+  void post_sends(Transfers& transfers) final { send_round(transfers, 0); }
+  void finish(Transfers& transfers) final;
+
+ protected:
+  struct Sent {
+    const void* from;
+    std::int64_t bytes;
+  };
+  /// What arrives in a round, in bytes aside.
+  virtual Stretch arriving(Transfers& transfers, int round) const = 0;
+  virtual Sent sent(Transfers& transfers, int round) const = 0;
+  virtual void combine(Transfers& /*transfers*/, int /*round*/) {}  ///< it has arrived
+  virtual void deliver(Transfers& transfers) = 0;                   ///< after the last round
+
+ private:
+  void send_round(Transfers& transfers, int round) const;
+};
+
+/// Everyone's part to everyone.
+class RelayedGatherSteps : public RelayedSteps {
+ public:
+  /// This rank's part begins at byte `own` of `tensor`, which outlives this. Rank r's is lengths[r]
+  /// bytes long.
+  RelayedGatherSteps(const at::Tensor& tensor, std::vector<std::int64_t> lengths, std::int64_t own)
+      : tensor_(tensor), lengths_(std::move(lengths)), own_(own) {}
+  void prepare(Transfers& transfers) final;
+
+ protected:
+  std::byte* part_of(Transfers& transfers, int rank) const;
+
+ private:
+  Stretch arriving(Transfers& transfers, int round) const final;
+  Sent sent(Transfers& transfers, int round) const final;
+
+  const at::Tensor& tensor_;
+  const std::vector<std::int64_t> lengths_;
+  const std::int64_t own_;
+  std::vector<std::int64_t> begins_;  ///< of parts aside, as relay::begins()
+};
 
 }  // namespace tessera::comm

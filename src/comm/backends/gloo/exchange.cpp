@@ -9,7 +9,7 @@
 #include "base/joined.h"
 #include "base/one_line.h"
 #include "comm/batch.h"
-#include "comm/tensor_bytes.h"
+#include "comm/ops/steps.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
