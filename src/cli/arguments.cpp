@@ -1,4 +1,3 @@
-//
 #include "cli/arguments.h"
 
 #include <CLI/App.hpp>

@@ -1,7 +1,7 @@
-// The command line as a value: which verb, with what. The library that parses it stays in
-// arguments.cpp.
+// The command line as a value: which verb, with what; and the verbs, one file each, which return
+// the exit code or throw what main() reports. The library that parses it stays in arguments.cpp.
 //
-// Nothing is opened or checked here beyond the words themselves. Next: verbs.h.
+// Nothing is opened or checked here beyond the words themselves.
 #pragma once
 
 #include <cstdint>
@@ -84,8 +84,6 @@ Arguments parse_arguments(const std::vector<std::string>& words,
 int run_train(const TrainArguments& arguments);
 int run_gradients(const GradientsArguments& arguments);
 int run_inspect(const InspectArguments& arguments);
-/// The half of it that is about a run (inspect_contract.cpp).
-void inspect_contract(const InspectArguments& arguments);
 int run_generate(const GenerateArguments& arguments);
 int run_convert(const ConvertArguments& arguments);
 

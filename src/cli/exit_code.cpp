@@ -1,4 +1,3 @@
-//
 #include "cli/exit_code.h"
 
 #include <iostream>

@@ -1,5 +1,5 @@
 // Exit codes of the program: 0 done, 2 refused before the first step, 1 failed later, 3 a check
-// that found problems. Pure.
+// that found problems; and how far a run has come, which they depend on. Pure.
 #pragma once
 
 #include <atomic>

@@ -1,5 +1,5 @@
 // The tensors of a Hugging Face folder, of one safetensors file, of a checkpoint: from headers and
-// manifests, no weight is read.
+// manifests, no weight is read. With --contract: what a run would agree on.
 #include <algorithm>
 #include <filesystem>
 #include <iomanip>
@@ -156,25 +156,6 @@ Listing listing_at(const std::string& path) {
   const bool is_file = path.ends_with(".safetensors") && !std::filesystem::is_directory(path);
   return listing_of(is_file ? HfFolder::of_file(path) : HfFolder::open(path));
 }
-
-}  // namespace
-
-int run_inspect(const InspectArguments& arguments) {
-  if (!arguments.contract_file.empty()) {
-    inspect_contract(arguments);
-    return kDone;
-  }
-  TESSERA_CHECK(arguments.overrides.empty(), ErrorKind::kUsage, "--",
-                arguments.overrides.empty() ? "" : arguments.overrides.front().first,
-                ": found beside a folder, expected it beside --contract only");
-  const Listing listing = listing_at(arguments.folder);
-  arguments.json ? print_listing_json(listing) : print_table(listing);
-  return kDone;
-}
-
-namespace {
-
-using Json = nlohmann::ordered_json;
 
 struct Planned {
   MeshShapes mesh;
@@ -345,11 +326,26 @@ void print_contract_json(const Planned& planned) {
   std::cout << whole.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << '\n';
 }
 
-}  // namespace
-
+/// What a run of a configuration would agree on before its first collective, for any number of
+/// ranks. No weight is read, nothing is allocated, nobody is asked.
 void inspect_contract(const InspectArguments& arguments) {
   const Planned planned = plan_run(arguments);
   arguments.json ? print_contract_json(planned) : print_text(planned);
+}
+
+}  // namespace
+
+int run_inspect(const InspectArguments& arguments) {
+  if (!arguments.contract_file.empty()) {
+    inspect_contract(arguments);
+    return kDone;
+  }
+  TESSERA_CHECK(arguments.overrides.empty(), ErrorKind::kUsage, "--",
+                arguments.overrides.empty() ? "" : arguments.overrides.front().first,
+                ": found beside a folder, expected it beside --contract only");
+  const Listing listing = listing_at(arguments.folder);
+  arguments.json ? print_listing_json(listing) : print_table(listing);
+  return kDone;
 }
 
 }  // namespace tessera::cli

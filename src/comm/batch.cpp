@@ -1,4 +1,3 @@
-//
 #include "comm/batch.h"
 
 #include "base/hash.h"

@@ -1,8 +1,12 @@
-// What backends share about a Batch: its text, its fingerprint, its check, and the case of one
-// rank.
+// What backends share about a Batch: its text, its fingerprint, its check, what one rank sends for
+// it, and the case of one rank.
 //
 // The fingerprint covers everything that must agree over ranks (kinds, unit, micro-batch, bytes,
-// dtypes); the text is what is printed when it does not. Next: group.h.
+// dtypes); the text is what is printed when it does not. What is sent works out its op
+// (ops/operation.h), as sends and receives between pairs of ranks: these hold what they have posted
+// against sent_bytes() (backends/gloo/exchange.h); traces and tests ask the same function. The
+// in-process backend moves nothing: there it is what the same ranks would send over Gloo. NCCL has
+// its own ways. Next: group.h, ../../docs/communication.md.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,3 @@
-//
 #include "comm/queue.h"
 
 #include <ATen/record_function.h>
@@ -12,6 +11,7 @@
 
 #include "base/mutex.h"
 #include "base/one_line.h"
+#include "base/trace.h"
 #include "base/unit_label.h"
 #include "comm/batch.h"
 #include "launch/poison.h"
@@ -19,6 +19,25 @@
 
 namespace tessera::comm {
 namespace {
+
+/// One collective of a traced step: from its submission to the end of the wait for it. What shows
+/// is what this rank knows: when it went out, and when somebody here had waited for it. Made only
+/// while there is a trace.
+class TracedCollective {
+ public:
+  /// On the submitting thread; null where nobody looks.
+  static std::unique_ptr<TracedCollective> of(const Batch& batch, const Group& group);
+
+  /// On the issuing thread, as the batch goes out.
+  void issued();
+  /// It is complete; this thread has waited for it since `begin`.
+  void waited_since(TraceClock::time_point begin);
+
+ private:
+  std::shared_ptr<Trace> trace_;
+  TraceSpan span_;
+  TraceClock::time_point submitted_;
+};
 
 TraceRow row_of(Kind kind) {
   switch (kind) {
@@ -43,8 +62,6 @@ double in_ms(TraceClock::duration time) {
 std::uint32_t bucket_of(const Op& op, std::uint32_t otherwise) {
   return std::visit([&](const auto& one) { return one.bucket_or(otherwise); }, op);
 }
-
-}  // namespace
 
 std::unique_ptr<TracedCollective> TracedCollective::of(const Batch& batch, const Group& group) {
   Trace* const trace = current_trace();

@@ -1,4 +1,3 @@
-//
 #include "launch/poison.h"
 
 #include <algorithm>

@@ -1,4 +1,3 @@
-//
 #include "launch/sockets.h"
 
 #include <netdb.h>

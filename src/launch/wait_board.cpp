@@ -1,4 +1,3 @@
-//
 #include "launch/wait_board.h"
 
 #include <algorithm>

@@ -2,7 +2,11 @@
 //
 // Read by the failure watch: ranks that wait for each other in different orders are found by
 // comparing what they issued ([Note: failure]). Also the handle by which a poisoned World ends
-// waits, and where the watch leaves word of who holds one up. Pure. Next: peer_watch.h.
+// waits, and where the watch leaves word of who holds one up.
+//
+// StartUpLog: a line now and then while a rank waits in a start-up, with what the others do.
+// Minutes without a word look like a run that hangs. One thread, on rank 0 alone, from
+// World::begin_start_up() to end_start_up(). Pure. Next: peer_watch.h.
 #pragma once
 
 #include <chrono>

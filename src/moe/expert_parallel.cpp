@@ -1,4 +1,3 @@
-//
 #include "moe/expert_parallel.h"
 
 #include <ATen/ops/cat.h>

@@ -70,7 +70,7 @@ struct ExpertOptions {
 };
 
 /// x [M, H] -> [M, H] in x's dtype. Collective over options.ep. Reads values on the host once
-/// (host_read.h). Errors: kNumeric for scores that are not finite (check_finite).
+/// (read_on_host). Errors: kNumeric for scores that are not finite (check_finite).
 at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeights& weights,
                    const ExpertOptions& options);
 

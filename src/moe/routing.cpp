@@ -1,4 +1,3 @@
-//
 #include "moe/routing.h"
 
 #include <ATen/ops/ones.h>

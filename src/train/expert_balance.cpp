@@ -1,4 +1,3 @@
-//
 #include "train/expert_balance.h"
 
 #include <ATen/ATen.h>

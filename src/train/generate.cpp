@@ -1,4 +1,3 @@
-//
 #include "train/generate.h"
 
 #include <ATen/ops/empty.h>

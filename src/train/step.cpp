@@ -1,4 +1,3 @@
-//
 #include "train/step.h"
 
 #include <ATen/ATen.h>

@@ -1,4 +1,3 @@
-//
 #include "comm/ops/steps.h"
 
 #include <algorithm>

@@ -2,7 +2,9 @@
 //
 // All ops of a batch prepare, then post their receives, then their sends; whoever waits lets each
 // finish what is left (additions, further rounds), then waits for what was posted. Lines, tags,
-// deadlines and errors are the transport's (backends/gloo/exchange.h), behind Transfers.
+// deadlines and errors are the transport's (backends/gloo/exchange.h), behind Transfers. A small
+// message is relayed (relay.h): all receives are posted at once, each round's send when what it
+// passes on is here.
 #pragma once
 
 #include <ATen/core/Tensor.h>

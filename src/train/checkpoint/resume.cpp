@@ -1,4 +1,3 @@
-//
 #include "train/checkpoint/resume.h"
 
 #include <unistd.h>

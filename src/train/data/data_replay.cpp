@@ -1,4 +1,3 @@
-//
 #include "train/data/data_replay.h"
 
 #include <ATen/ops/empty.h>

@@ -1,4 +1,3 @@
-//
 #include "train/hf/hf_export.h"
 
 #include <ATen/ATen.h>

@@ -1,4 +1,3 @@
-//
 #include "train/hf/model_source.h"
 
 #include <algorithm>

@@ -1,4 +1,3 @@
-//
 #include "train/hf/weights.h"
 
 #include <ATen/ATen.h>

@@ -1,4 +1,3 @@
-//
 #include "train/report/checks.h"
 
 #include <c10/core/GradMode.h>

@@ -1,4 +1,3 @@
-//
 #include "train/report/metrics.h"
 
 #include <array>

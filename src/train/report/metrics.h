@@ -1,4 +1,5 @@
-// What a step reports: one JSON object in metrics.jsonl and one line on stdout. Pure.
+// What a step reports: one JSON object in metrics.jsonl and one line on stdout; and
+// the floating-point operations of training on one token, the usual estimate. Pure.
 //
 // Only rank 0 writes; the values are agreed over ranks before they come here. Everything else that
 // the program says is a log line (base/log.h).

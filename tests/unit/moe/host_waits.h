@@ -20,7 +20,7 @@ class HostWaits {
   HostWaits(const HostWaits&) = delete;
   HostWaits& operator=(const HostWaits&) = delete;
 
-  std::int64_t reads() const { return reads_; }    ///< through host_read.h
+  std::int64_t reads() const { return reads_; }    ///< through read_on_host
   std::int64_t others() const { return others_; }  ///< anything else
 
  private:

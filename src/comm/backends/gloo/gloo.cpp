@@ -1,5 +1,9 @@
 #include "comm/backends/gloo/gloo.h"
 
+#ifndef USE_C10D_GLOO
+#define USE_C10D_GLOO
+#endif
+
 #include <signal.h>
 
 #include <algorithm>
@@ -14,10 +18,6 @@
 #include "launch/poison.h"
 #include "launch/sockets.h"
 #include "tessera/error.h"
-
-#ifndef USE_C10D_GLOO
-#define USE_C10D_GLOO
-#endif
 
 namespace tessera::comm {
 namespace {
