@@ -18,7 +18,6 @@
 #include "tessera/error.h"
 
 namespace tessera::comm {
-namespace {
 
 /// One collective of a traced step: from its submission to the end of the wait for it. What shows
 /// is what this rank knows: when it went out, and when somebody here had waited for it. Made only
@@ -38,6 +37,8 @@ class TracedCollective {
   TraceSpan span_;
   TraceClock::time_point submitted_;
 };
+
+namespace {
 
 TraceRow row_of(Kind kind) {
   switch (kind) {
@@ -62,6 +63,8 @@ double in_ms(TraceClock::duration time) {
 std::uint32_t bucket_of(const Op& op, std::uint32_t otherwise) {
   return std::visit([&](const auto& one) { return one.bucket_or(otherwise); }, op);
 }
+
+}  // namespace
 
 std::unique_ptr<TracedCollective> TracedCollective::of(const Batch& batch, const Group& group) {
   Trace* const trace = current_trace();
