@@ -33,7 +33,6 @@
 
 #include "comm/buffer_pool.h"
 #include "comm/queue.h"
-#include "fsdp/agreement.h"
 #include "fsdp/backward_plan.h"
 #include "fsdp/controls.h"
 #include "fsdp/forwards.h"
