@@ -4,7 +4,7 @@
 // same on all ranks. Setting one does not communicate. What differs from the agreed plan is written
 // into every label, which backends compare anyway, and into the hash that the order of a forward is
 // compared by: ranks that differ find out at their next collective, which names the control.
-// Pure: no torch header. Next: runtime.h (which acts by it), handle_controls.cpp (who sets it).
+// Pure: no torch header. Next: runtime.h (which acts by it), handle.cpp (who sets it).
 #pragma once
 
 #include <optional>
