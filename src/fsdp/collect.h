@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/parameter_leaf.h"
+#include "fsdp/unit.h"
 #include "tessera/model_contract.h"
 #include "tessera/shard.h"
 

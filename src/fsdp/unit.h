@@ -16,12 +16,24 @@
 #include "fsdp/bucket.h"
 #include "fsdp/controls.h"
 #include "fsdp/order.h"
-#include "fsdp/parameter_leaf.h"
+#include "grad/leaf.h"
 #include "grad/sink.h"
 #include "tessera/mesh.h"
 #include "tessera/model_contract.h"
 
 namespace tessera::fsdp {
+
+struct Parameter;
+
+/// A leaf of a sharded module, which knows the parameter that it shows.
+struct Leaf : grad::Leaf {
+  Parameter* owner = nullptr;
+};
+
+/// The leaf that a tensor already is, or null.
+inline std::shared_ptr<Leaf> find_leaf(const at::Tensor& tensor) {
+  return std::static_pointer_cast<Leaf>(grad::find_leaf(tensor));
+}
 
 class Runtime;
 class Unit;
