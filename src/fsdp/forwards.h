@@ -7,19 +7,48 @@
 // that somebody keeps. Knows no memory and no collective: runtime.h.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <set>
 #include <utility>
 #include <vector>
 
-#include "fsdp/living_nodes.h"
 #include "fsdp/order.h"
 
+namespace torch::autograd {
+struct Node;
+}  // namespace torch::autograd
+
 namespace tessera::fsdp {
+
+/// Threads: any.
+class LivingNodes {
+ public:
+  using Node = torch::autograd::Node;
+  void add(const Node* node) {
+    const std::lock_guard lock(mutex_);
+    nodes_.push_back(node);
+  }
+  void remove(const Node* node) {
+    const std::lock_guard lock(mutex_);
+    std::erase(nodes_, node);
+  }
+  /// Whether `holds(node)` is true of one; none of them goes in the meantime.
+  template <class Holds>
+  bool any(const Holds& holds) const {
+    const std::lock_guard lock(mutex_);
+    return std::any_of(nodes_.begin(), nodes_.end(), holds);
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<const Node*> nodes_;
+};
 
 class Runtime;
 class Unit;

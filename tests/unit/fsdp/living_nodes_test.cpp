@@ -1,8 +1,8 @@
-#include "fsdp/living_nodes.h"
-
 #include <gtest/gtest.h>
 
 #include <thread>
+
+#include "fsdp/forwards.h"
 
 namespace tessera::fsdp::living_nodes_test {
 namespace {
