@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "comm/queue.h"
+#include "fsdp/bucket.h"
 #include "fsdp/controls.h"
-#include "fsdp/groups.h"
 #include "fsdp/reducer.h"
 
 namespace tessera::fsdp {
