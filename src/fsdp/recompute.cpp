@@ -1,18 +1,24 @@
 #include "fsdp/recompute.h"
 
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
+#include <array>
 #include <iterator>
+#include <mutex>
 #include <ostream>
 #include <utility>
 
 #include "base/first_derivative.h"
 #include "base/sample_place.h"
-#include "fsdp/forward_state.h"
 #include "fsdp/runtime.h"
 #include "tessera/error.h"
 #include "tessera/recompute.h"
@@ -20,6 +26,100 @@
 namespace tessera {
 namespace fsdp {
 namespace {
+
+// What a forward reads besides its inputs and parameters: the default CPU generator and autocast.
+// A recomputation must find both as the first forward did.
+
+/// State of libtorch's default CPU generator (5 KB).
+at::Tensor random_state();
+
+/// Random numbers as they came the first time; afterwards they go on where they were. An undefined
+/// state: nothing was drawn, nothing changes.
+class RandomStateScope {
+ public:
+  explicit RandomStateScope(const at::Tensor& state);
+  ~RandomStateScope();
+  RandomStateScope(const RandomStateScope&) = delete;
+  RandomStateScope& operator=(const RandomStateScope&) = delete;
+
+ private:
+  at::Tensor before_;
+};
+
+/// This thread's autocast of every device that has a model's kernels.
+struct Autocast {
+  struct OfDevice {
+    bool enabled = false;
+    at::ScalarType dtype = at::kFloat;
+  };
+  std::array<OfDevice, 2> devices;
+  static Autocast now();
+};
+
+/// Autocast as given, without its cache of casted weights: a cast that was made without grad in the
+/// first forward must not stand for one with grad, here or later in the same autocast region.
+class AutocastScope {
+ public:
+  explicit AutocastScope(const Autocast& state);
+  ~AutocastScope();
+  AutocastScope(const AutocastScope&) = delete;
+  AutocastScope& operator=(const AutocastScope&) = delete;
+
+ private:
+  Autocast before_;
+  bool cached_before_;
+};
+
+constexpr std::array kDevices{at::kCPU, at::kCUDA};
+
+void set_random_state(const at::Tensor& state) {
+  auto generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard lock(generator.mutex());
+  generator.set_state(state);
+}
+
+void set_autocast(const Autocast& state) {
+  for (std::size_t i = 0; i < kDevices.size(); ++i) {
+    at::autocast::set_autocast_enabled(kDevices[i], state.devices[i].enabled);
+    at::autocast::set_autocast_dtype(kDevices[i], state.devices[i].dtype);
+  }
+}
+
+at::Tensor random_state() {
+  auto generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard lock(generator.mutex());
+  return generator.get_state();
+}
+
+RandomStateScope::RandomStateScope(const at::Tensor& state) {
+  if (!state.defined()) return;
+  before_ = random_state();
+  set_random_state(state);
+}
+
+RandomStateScope::~RandomStateScope() {
+  if (before_.defined()) set_random_state(before_);
+}
+
+Autocast Autocast::now() {
+  Autocast state;
+  for (std::size_t i = 0; i < kDevices.size(); ++i) {
+    state.devices[i] = {at::autocast::is_autocast_enabled(kDevices[i]),
+                        at::autocast::get_autocast_dtype(kDevices[i])};
+  }
+  return state;
+}
+
+AutocastScope::AutocastScope(const Autocast& state)
+    : before_(Autocast::now()), cached_before_(at::autocast::is_autocast_cache_enabled()) {
+  set_autocast(state);
+  at::autocast::set_autocast_cache_enabled(false);
+}
+
+AutocastScope::~AutocastScope() {
+  set_autocast(before_);
+  at::autocast::set_autocast_cache_enabled(cached_before_);
+}
 
 // A thread is a rank, so this is per rank.
 thread_local Recorded* t_first = nullptr;

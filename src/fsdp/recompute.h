@@ -4,7 +4,7 @@
 // a checkpoint records its forward when it runs the first time (without grad); when it runs again,
 // inside backward, it neither opens a new segment nor counts: it takes the entry that it made the
 // first time, which then is gathered, marked and released as in any backward. Random numbers and
-// autocast are those of the first time (forward_state.h); a selective checkpoint hands out again
+// autocast are those of the first time (recompute.cpp); a selective checkpoint hands out again
 // what keep() was given. Used by tessera::checkpoint; code that recomputes by other means must hold
 // these scopes itself.
 #pragma once
