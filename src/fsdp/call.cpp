@@ -33,7 +33,7 @@
 
 #include "comm/torch_compat.h"
 #include "fsdp/dtype_observer.h"
-#include "fsdp/recompute.h"
+#include "fsdp/recompute_scopes.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "grad/torch_dtype.h"

@@ -1,4 +1,4 @@
-#include "fsdp/recompute.h"
+#include "tessera/recompute.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -19,9 +19,9 @@
 
 #include "base/first_derivative.h"
 #include "base/sample_place.h"
+#include "fsdp/recompute_scopes.h"
 #include "fsdp/runtime.h"
 #include "tessera/error.h"
-#include "tessera/recompute.h"
 
 namespace tessera {
 namespace fsdp {

@@ -5,7 +5,7 @@
 
 #include "base/hash.h"
 #include "fsdp/integrity.h"
-#include "fsdp/recompute.h"
+#include "fsdp/recompute_scopes.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {

@@ -1,6 +1,6 @@
 // Which checkpoint this thread is inside of, as keep() sees it (tessera/keep.h).
 //
-// checkpoint() opens a scope around each run of its function. Next: ../fsdp/recompute.h.
+// checkpoint() opens a scope around each run of its function. Next: ../fsdp/recompute_scopes.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
