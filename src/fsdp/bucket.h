@@ -145,6 +145,8 @@ class Bucket {
   at::Tensor final_;  // [slice], final dtype: the replica sum where it has that dtype, else its own
 };
 
+/// On what the ranks of one sharded tree communicate: ordinary members of a World's groups
+/// (tessera/world.h), by what they are for.
 class Groups {
  public:
   /// Collective among the ranks of the mesh.

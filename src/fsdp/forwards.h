@@ -26,7 +26,9 @@ struct Node;
 
 namespace tessera::fsdp {
 
-/// Threads: any.
+/// Nodes of an autograd graph, as far as they live. Where an exception ends a backward, nodes go in
+/// whichever device's thread holds them last, while the rank's thread may look for others of the
+/// same forward. Threads: any.
 class LivingNodes {
  public:
   using Node = torch::autograd::Node;
