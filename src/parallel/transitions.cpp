@@ -1,7 +1,5 @@
 #include "parallel/transitions.h"
 
-//
-
 #include <ATen/ops/zeros_like.h>
 
 #include "parallel/transition.h"
