@@ -1,7 +1,7 @@
 #include <iostream>
 
 #include "base/environment.h"
-#include "base/one_line.h"
+#include "base/printable.h"
 #include "comm/failure_report.h"
 #include "launch/launch_environment.h"
 #include "launch/refusal.h"

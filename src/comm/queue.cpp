@@ -10,7 +10,7 @@
 #include <thread>
 
 #include "base/mutex.h"
-#include "base/one_line.h"
+#include "base/printable.h"
 #include "comm/traced_collective.h"
 #include "launch/poison.h"
 #include "tessera/error.h"

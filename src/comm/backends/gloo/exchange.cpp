@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "base/joined.h"
-#include "base/one_line.h"
+#include "base/printable.h"
 #include "comm/sent_bytes.h"
 #include "comm/tensor_bytes.h"
 #include "tessera/error.h"

@@ -10,7 +10,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "base/environment.h"
-#include "base/one_line.h"
+#include "base/printable.h"
 #include "launch/address.h"
 #include "launch/bounded_calls.h"
 #include "launch/poison.h"
