@@ -35,13 +35,10 @@ void in_chunks(const ShardView& view, const layout::FileShape& file, LoadingProg
 template <class Fill>
 void draw_rows(const layout::Piece& piece, std::span<const std::int64_t> shape, float* out,
                const Fill& fill) {
-  const std::int64_t row = row_length(piece.box, shape);
-  for (std::int64_t at = piece.in_box.begin; at < piece.in_box.end;) {
-    const std::int64_t count = std::min(row - at % row, piece.in_box.end - at);
-    const std::int64_t first = position_in_tensor(piece.box, shape, at);
-    fill(out + (at - piece.in_box.begin), first, first + count);
-    at += count;
-  }
+  const auto draw = [&](const BoxRow& row) {
+    fill(out + (row.index - piece.in_box.begin), row.position, row.position + row.count);
+  };
+  for_each_row(piece.box, shape, piece.in_box.begin, piece.in_box.end, draw);
 }
 
 /// Shown by rank 0: the others are about as far.
