@@ -3,8 +3,8 @@
 
 #include "base/log.h"
 #include "base/printable.h"
-#include "io/checkpoint_tensors.h"
-#include "io/hf_tensors.h"
+#include "io/checkpoint_folder.h"
+#include "io/hf_folder.h"
 #include "io/mxfp4_tensors.h"
 #include "models/description.h"
 #include "models/family.h"

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "golden/truth_table_model.h"
-#include "io/hf_tensors.h"
+#include "io/hf_folder.h"
 #include "train/weights.h"
 
 namespace tessera::golden::truth_table_buffers_test {
