@@ -1,14 +1,25 @@
-// JSON from files that nobody vouches for (config.json, an index, a data description).
+// JSON from files that nobody vouches for: the whole text as a value, and typed reading of what is
+// in it.
 //
 // On top of nlohmann/json's own checks a duplicate key is an error (two readers could each take
 // another one) and nesting is capped, so that no later walk over the value can overflow the stack.
 // Size is the caller's to cap (read_text_file). Include this in .cpp files only: nlohmann is slow
-// to compile. The safetensors header is not read here but streamed (io/safetensors_header.cpp).
+// to compile. The safetensors header is not read here but streamed (io/safetensors_header.cpp): a
+// value of the 100 MB that it may have would take gigabytes.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <type_traits>
+#include <vector>
+
+#include "tessera/error.h"
 
 namespace tessera {
 
@@ -25,5 +36,85 @@ nlohmann::json parse_json_object(std::string_view text, std::string_view where,
 /// What a JSON error says, in one line fit for a message: without the name of its class, and
 /// without the place, which callers give as a byte.
 std::string complaint_of(const nlohmann::json::exception& error);
+
+struct IntRange {
+  std::int64_t min = 1;
+  std::int64_t max = std::int64_t{1} << 31;
+};
+
+struct NumberRange {
+  double min = 0.0;  ///< may be reached
+  double max = std::numeric_limits<double>::max();
+};
+
+/// A value as one short line, in ASCII.
+std::string json_line(const nlohmann::json& value);
+
+/// How messages about the values of a file read.
+enum class JsonStyle {
+  kData,  ///< kFormat "FILE: 'tensors': 'NAME': found a list, expected ...": names are the file's
+  kKeys,  ///< kConfig "config.json rope_scaling.factor: found [1], expected ...": names are ours
+};
+
+/// A value and its place in the text, which is spelled out for messages only. Errors: of each
+/// reader, as the style says, for a value that is not what it reads.
+class JsonCursor {
+ public:
+  /// The value and `name` must outlive the cursor, and it those that begin at it. Where style is
+  /// kKeys, names follow each other as they are.
+  JsonCursor(const nlohmann::json& value, std::string_view name, JsonStyle style)
+      : value_(value), name_(name), style_(style) {}
+  JsonCursor(const nlohmann::json& value, std::string_view name, const JsonCursor& parent)
+      : value_(value), name_(name), style_(parent.style_), parent_(&parent) {}
+
+  const nlohmann::json& value() const { return value_; }
+  std::string_view name() const { return name_; }
+
+  /// Of an object that must have it.
+  JsonCursor member(const char* key) const;
+  std::optional<JsonCursor> find(const char* key) const;
+  /// Of a list that has it.
+  JsonCursor at(std::size_t index) const { return {value_[index], "an item", *this}; }
+
+  std::int64_t integer() const;  ///< whatever 64 bits hold
+  std::int64_t integer(IntRange range) const;
+  double number() const;
+  double number(NumberRange range) const;
+  bool boolean() const;
+  const std::string& text() const;
+
+  /// What `read` makes of each item.
+  template <class Read>
+  auto list(const Read& read) const {
+    require(value_.is_array(), "a list");
+    std::vector<std::decay_t<decltype(read(*this))>> items;
+    for (const nlohmann::json& item : value_) items.push_back(read({item, "an item", *this}));
+    return items;
+  }
+  template <class Read>
+  auto by_name(const Read& read) const {
+    require(value_.is_object(), "an object");
+    std::map<std::string, decltype(read(*this)), std::less<>> items;
+    for (const auto& [name, item] : value_.items()) items.emplace(name, read({item, name, *this}));
+    return items;
+  }
+
+  void require(bool condition, std::string_view expected) const {
+    if (!condition) refuse(expected);
+  }
+  [[noreturn]] void refuse(std::string_view expected) const;
+  std::string where() const;
+  std::string shown() const;
+
+ private:
+  ErrorKind kind() const {
+    return style_ == JsonStyle::kKeys ? ErrorKind::kConfig : ErrorKind::kFormat;
+  }
+
+  const nlohmann::json& value_;
+  std::string_view name_;
+  JsonStyle style_;
+  const JsonCursor* parent_ = nullptr;
+};
 
 }  // namespace tessera

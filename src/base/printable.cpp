@@ -1,41 +1,89 @@
 #include "base/printable.h"
 
+#include <utility>
+
 namespace tessera {
 namespace {
 
-bool is_continuation(char c) { return (static_cast<unsigned char>(c) & 0xC0U) == 0x80U; }
+unsigned char byte_at(std::string_view text, std::size_t at) {
+  return static_cast<unsigned char>(text[at]);
+}
 
-/// Bytes of the UTF-8 sequence that starts at `at`, 0 where it is broken or a control code. Only
-/// the form is checked: the text goes to a terminal, which copes with unassigned code points.
-std::size_t sequence_length(std::string_view text, std::size_t at) {
-  const auto lead = static_cast<unsigned char>(text[at]);
-  if (lead < 0x20U || lead == 0x7FU) return 0;
+std::string escaped(std::string_view bytes) {
+  static constexpr std::string_view kHex = "0123456789abcdef";
+  std::string out;
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    out += "\\x";
+    out += kHex[byte_at(bytes, i) >> 4U];
+    out += kHex[byte_at(bytes, i) & 0xFU];
+  }
+  return out;
+}
+
+/// Bytes of the UTF-8 character that `lead` begins, 0 if it begins none.
+std::size_t length_of(unsigned char lead) {
   if (lead < 0x80U) return 1;
-  std::size_t length = 0;
-  if (lead >= 0xC3U && lead <= 0xDFU) length = 2;  // C2 holds the C1 control codes
-  if (lead >= 0xE0U && lead <= 0xEFU) length = 3;
-  if (lead >= 0xF0U && lead <= 0xF4U) length = 4;
-  if (length == 0 || at + length > text.size()) return 0;
+  if (lead >= 0xC2U && lead <= 0xDFU) return 2;
+  if (lead >= 0xE0U && lead <= 0xEFU) return 3;
+  if (lead >= 0xF0U && lead <= 0xF4U) return 4;
+  return 0;
+}
+
+/// Which second bytes count as part of a character.
+enum class Second {
+  kAnyContinuation,  ///< the form alone, which a terminal copes with
+  kOfUnicode,        ///< no overlong form, no surrogate, nothing above U+10FFFF
+};
+
+/// Whether `byte` can follow what there is of a character. Source: Unicode 15, table 3-7.
+bool continues(std::string_view character, unsigned char byte, Second second) {
+  unsigned char low = 0x80;
+  unsigned char high = 0xBF;
+  if (character.size() == 1 && second == Second::kOfUnicode) {
+    const unsigned char lead = byte_at(character, 0);
+    if (lead == 0xE0U) low = 0xA0;
+    if (lead == 0xEDU) high = 0x9F;
+    if (lead == 0xF0U) low = 0x90;
+    if (lead == 0xF4U) high = 0x8F;
+  }
+  return low <= byte && byte <= high;
+}
+
+/// C0 but for the three that lay text out, delete, and C1.
+bool is_control(std::string_view character) {
+  const unsigned char first = byte_at(character, 0);
+  if (character.size() == 1) {
+    return (first < 0x20U && first != '\n' && first != '\r' && first != '\t') || first == 0x7FU;
+  }
+  return first == 0xC2U && byte_at(character, 1) < 0xA0U;
+}
+
+/// Bytes of the character at the start of `text` that a message shows as it is, 0 where it shows
+/// the first byte as \xNN: also of what lays text out, and of all that begins as C1 does.
+std::size_t shown_length(std::string_view text) {
+  const unsigned char lead = byte_at(text, 0);
+  const std::size_t length = length_of(lead);
+  if (lead < 0x20U || lead == 0x7FU || lead == 0xC2U || length > text.size()) return 0;
   for (std::size_t i = 1; i < length; ++i) {
-    if (!is_continuation(text[at + i])) return 0;
+    if (!continues(text.substr(0, i), byte_at(text, i), Second::kAnyContinuation)) return 0;
   }
   return length;
 }
 
+// What begins the stack that c10::Error appends to its message.
+constexpr std::string_view kStack = "\nException raised from ";
+
+bool is_space(char c) { return c == ' ' || c == '\t' || c == '\r' || c == '\n'; }
+
 }  // namespace
 
 std::string printable(std::string_view text, std::size_t max_bytes) {
-  static constexpr std::string_view kHex = "0123456789abcdef";
   std::string out = "'";
   std::size_t at = 0;
   while (at < text.size() && at < max_bytes) {
-    const std::size_t length = sequence_length(text, at);
+    const std::size_t length = shown_length(text.substr(at));
     if (length == 0) {
-      const auto byte = static_cast<unsigned char>(text[at]);
-      out += "\\x";
-      out += kHex[byte >> 4U];
-      out += kHex[byte & 0xFU];
-      ++at;
+      out += escaped(text.substr(at++, 1));
     } else {
       out += text.substr(at, length);
       at += length;
@@ -60,5 +108,37 @@ std::string shape_text(std::span<const std::int64_t> shape) {
   }
   return out + "]";
 }
+
+std::string one_line(std::string_view what) {
+  what = what.substr(0, what.find(kStack));
+  std::string line;
+  for (std::size_t i = 0; i < what.size();) {
+    std::size_t end = i;
+    while (end < what.size() && is_space(what[end])) ++end;
+    const std::string_view gap = what.substr(i, end - i);
+    if (gap.find('\n') == gap.npos) {
+      line += gap;  // spaces within a line stay as they are
+    } else if (!line.empty() && end < what.size()) {
+      line += ' ';
+    }
+    if (end < what.size()) line += what[end++];
+    i = end;
+  }
+  return line;
+}
+
+std::string ByteText::add(unsigned char byte) {
+  std::string out;
+  // A byte that does not continue the character ends it broken, and begins anew.
+  if (!pending_.empty() && !continues(pending_, byte, Second::kOfUnicode)) out = finish();
+  pending_ += static_cast<char>(byte);
+  const std::size_t length = length_of(byte_at(pending_, 0));
+  if (length == 0) return out + finish();
+  if (pending_.size() < length) return out;
+  const std::string character = std::exchange(pending_, {});
+  return out + (is_control(character) ? escaped(character) : character);
+}
+
+std::string ByteText::finish() { return escaped(std::exchange(pending_, {})); }
 
 }  // namespace tessera

@@ -1,7 +1,8 @@
-// Names and values from files, made safe for a message.
+// Text from elsewhere, made safe to show: in a message, in a report, on a terminal.
 //
-// What a hostile file calls a tensor may be megabytes long or hold terminal escapes; every message
-// that repeats something out of a file passes it through here.
+// What a hostile file calls a tensor may be megabytes long or hold terminal escapes, libtorch's
+// errors carry the stack of the place that threw, and a model writes whatever bytes it likes. All
+// that goes to a person passes through here.
 #pragma once
 
 #include <cstddef>
@@ -22,5 +23,26 @@ std::string shown(const std::filesystem::path& path);
 
 /// "[2, 3]"; long shapes are cut after eight dims.
 std::string shape_text(std::span<const std::int64_t> shape);
+
+/// What an exception says as one line, without a stack trace of libtorch's, its lines joined by
+/// single spaces: a rank's report stands beside those of other ranks and travels through a store's
+/// key.
+std::string one_line(std::string_view what);
+
+/// Bytes that a model writes one by one, as text that a terminal can show.
+///
+/// Valid UTF-8 passes as soon as a character is complete; every byte that belongs to none, and
+/// control codes other than line feed, carriage return and tab, become \xNN. The same bytes give
+/// the same text however they come in.
+class ByteText {
+ public:
+  /// What can be shown now that this byte is there: nothing while a character is incomplete.
+  std::string add(unsigned char byte);
+  /// What is left over of an incomplete character.
+  std::string finish();
+
+ private:
+  std::string pending_;  // the beginning of a character
+};
 
 }  // namespace tessera

@@ -1,7 +1,6 @@
 #include "base/wildcard.h"
 
 #include <algorithm>
-#include <cctype>
 #include <numeric>
 #include <utility>
 
@@ -18,35 +17,38 @@ std::vector<std::string_view> components(std::string_view name) {
   }
 }
 
-/// How many characters have to be changed, put in, taken out or swapped with the next before
-/// `pattern` matches `text`. Upper and lower case differ by nothing: that is the likeliest slip.
-std::size_t distance(std::string_view pattern, std::string_view text) {
-  const auto lower = [](char c) { return std::tolower(static_cast<unsigned char>(c)); };
-  const auto same = [&](char p, char t) { return (p == '?' && t != '.') || lower(p) == lower(t); };
-  std::vector<std::size_t> row(text.size() + 1);  // of the pattern's first i characters
+char lower(char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c; }
+
+}  // namespace
+
+std::size_t edit_distance(std::string_view typed, std::string_view text, Typed as) {
+  const bool is_pattern = as == Typed::kPattern;
+  const auto same = [&](char p, char t) {
+    return (is_pattern && p == '?' && t != '.') || lower(p) == lower(t);
+  };
+  std::vector<std::size_t> row(text.size() + 1);  // of the first i characters typed
   std::iota(row.begin(), row.end(), std::size_t{0});
   std::vector<std::size_t> before;
   std::vector<std::size_t> before_that;
-  for (std::size_t i = 0; i < pattern.size(); ++i) {
+  for (std::size_t i = 0; i < typed.size(); ++i) {
     before_that = std::exchange(before, row);
-    const char p = pattern[i];
-    if (p != '*') ++row[0];
+    const char p = typed[i];
+    const bool is_run = is_pattern && p == '*';
+    if (!is_run) ++row[0];
     for (std::size_t j = 0; j < text.size(); ++j) {
-      if (p == '*') {
+      if (is_run) {
         row[j + 1] = std::min(before[j + 1], row[j]);
         continue;
       }
       const std::size_t change = same(p, text[j]) ? 0 : 1;
       row[j + 1] = std::min({before[j] + change, before[j + 1] + 1, row[j] + 1});
-      if (i > 0 && j > 0 && same(p, text[j - 1]) && same(pattern[i - 1], text[j])) {
+      if (is_pattern && i > 0 && j > 0 && same(p, text[j - 1]) && same(typed[i - 1], text[j])) {
         row[j + 1] = std::min(row[j + 1], before_that[j - 1] + 1);
       }
     }
   }
   return row[text.size()];
 }
-
-}  // namespace
 
 bool wildcard_match(std::string_view pattern, std::string_view text) {
   std::size_t p = 0;
@@ -99,7 +101,8 @@ std::optional<std::string> closest_name(std::string_view pattern,
     for (std::size_t first = 0; first + width <= parts.size(); ++first) {
       const std::string_view last = parts[first + width - 1];
       const auto length = static_cast<std::size_t>(last.data() + last.size() - parts[first].data());
-      const std::size_t d = distance(pattern, std::string_view(parts[first].data(), length));
+      const std::size_t d =
+          edit_distance(pattern, std::string_view(parts[first].data(), length), Typed::kPattern);
       if (d < best) {
         best = d;
         result = &name;

@@ -8,6 +8,7 @@
 // exponential.
 #pragma once
 
+#include <cstddef>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -24,6 +25,14 @@ bool dotted_match(std::string_view pattern, std::string_view name);
 
 /// Whether a pattern could match some name: not empty, no empty component.
 bool is_dotted_pattern(std::string_view pattern);
+
+/// A word is taken as it stands; in a pattern `*` and `?` match, and a swap of neighbours is one
+/// slip as any other.
+enum class Typed { kWord, kPattern };
+
+/// By how many slips (a character changed, put in or taken out) `typed` misses `text`. Upper and
+/// lower case differ by nothing: that is the likeliest slip.
+std::size_t edit_distance(std::string_view typed, std::string_view text, Typed as);
 
 /// The name of which some run of components is closest to a pattern that matches none of them, if
 /// it is close enough to be meant; the first one among equals. Plain words are dotted names of one

@@ -9,7 +9,6 @@
 #include <string_view>
 #include <system_error>
 
-#include "base/one_line.h"
 #include "base/printable.h"
 #include "tessera/error.h"
 #include "train/config/config_keys.h"

@@ -3,7 +3,7 @@
 #include "base/printable.h"
 #include "cli/arguments.h"
 #include "cli/exit_code.h"
-#include "io/atomic_folder.h"
+#include "io/atomic_file.h"
 #include "io/checkpoint_manifest.h"
 #include "io/checkpoint_store.h"
 #include "tessera/error.h"

@@ -2,7 +2,7 @@
 
 #include <iostream>
 
-#include "base/one_line.h"
+#include "base/printable.h"
 #include "base/terminal_line.h"
 #include "tessera/error.h"
 #include "train/report/found_problems.h"

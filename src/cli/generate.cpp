@@ -4,7 +4,6 @@
 #include <charconv>
 #include <iostream>
 
-#include "base/byte_text.h"
 #include "base/mapped_file.h"
 #include "base/printable.h"
 #include "cli/arguments.h"

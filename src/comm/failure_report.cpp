@@ -13,7 +13,7 @@
 
 #include "base/environment.h"
 #include "base/log.h"
-#include "base/one_line.h"
+#include "base/printable.h"
 #include "base/terminal_line.h"
 #include "comm/process_world.h"
 #include "launch/bounded_calls.h"

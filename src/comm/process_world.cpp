@@ -4,7 +4,7 @@
 #include <exception>
 #include <numeric>
 
-#include "base/one_line.h"
+#include "base/printable.h"
 #include "comm/failure_report.h"
 #include "comm/queue.h"
 #include "comm/world_state.h"

@@ -10,10 +10,10 @@
 #include <thread>
 
 #include "base/mutex.h"
-#include "base/one_line.h"
 #include "base/trace.h"
 #include "base/unit_label.h"
 #include "comm/batch.h"
+#include "base/printable.h"
 #include "launch/poison.h"
 #include "tessera/error.h"
 

@@ -2,24 +2,18 @@
 
 #include <algorithm>
 
+#include "base/hash.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
 
 std::uint64_t Trace::hash() const {
-  // FNV-1a over the ids; 0 is never returned, so that it can stand for "no trace".
-  std::uint64_t hash = 0xcbf29ce484222325ULL;
-  const auto add = [&](std::uint64_t value) {
-    for (int byte = 0; byte < 4; ++byte) {
-      hash ^= (value >> (8 * byte)) & 0xffU;
-      hash *= 0x100000001b3ULL;
-    }
-  };
-  for (const auto unit : units) add(unit);
-  add(units.size());
-  for (const auto position : exits) add(position);
-  for (const auto checkpoint : checkpoints) add(checkpoint);
-  return hash == 0 ? 1 : hash;
+  Hasher hash;
+  for (const auto unit : units) hash.add(std::uint64_t{unit});
+  hash.add(std::uint64_t{units.size()});
+  for (const auto position : exits) hash.add(std::uint64_t{position});
+  for (const auto checkpoint : checkpoints) hash.add(std::uint64_t{checkpoint});
+  return std::max<std::uint64_t>(hash.digest(), 1);  // 0 can stand for "no trace"
 }
 
 std::string first_difference(const std::vector<std::string>& names_of_first, int rank,

@@ -1,7 +1,8 @@
-// A file that appears under its name complete, or not at all.
+// A file, or a folder, that appears under its name complete, or not at all.
 //
 // Bytes go to a temporary name in the same folder; commit() makes them durable and renames. Whoever
-// finds the final name may trust its content, also after a crash or a full disk.
+// finds the final name may trust its content, also after a crash or a full disk. What is written in
+// a folder makes itself durable.
 #pragma once
 
 #include <cstddef>
@@ -48,6 +49,27 @@ class AtomicFile {
   std::filesystem::path path_;
   std::filesystem::path temporary_;
   int descriptor_ = -1;
+};
+
+/// Files are written into a temporary folder beside the final one; commit() renames it.
+class AtomicFolder {
+ public:
+  /// Makes "PATH.<pid>.tmp" and the folders above it. Errors: kUsage where `path` is there and is
+  /// no empty folder; kIo.
+  explicit AtomicFolder(const std::filesystem::path& path);
+  ~AtomicFolder();  ///< removes the temporary folder where commit() was not reached
+  AtomicFolder(const AtomicFolder&) = delete;
+  AtomicFolder& operator=(const AtomicFolder&) = delete;
+
+  const std::filesystem::path& path() const { return path_; }            ///< the final one
+  const std::filesystem::path& temporary() const { return temporary_; }  ///< write here
+
+  /// Errors: kIo, also where the final name has been taken meanwhile.
+  void commit();
+
+ private:
+  std::filesystem::path path_;
+  std::filesystem::path temporary_;  // empty once committed
 };
 
 }  // namespace tessera

@@ -83,11 +83,9 @@ struct PieceRead {
   std::int64_t begin;
   std::span<std::byte> out;
 
-  std::int64_t position(std::int64_t index) const {
-    return position_in_tensor(piece.box, shape, index);
-  }
-  std::span<std::byte> place(std::int64_t index, std::int64_t count) const {
-    return out.subspan(static_cast<std::size_t>((position(index) - begin) * element_bytes),
+  /// Of `count` elements from `position` of the tensor on.
+  std::span<std::byte> place(std::int64_t position, std::int64_t count) const {
+    return out.subspan(static_cast<std::size_t>((position - begin) * element_bytes),
                        static_cast<std::size_t>(count * element_bytes));
   }
   void fetch(std::int64_t index, std::span<std::byte> into) const {
@@ -97,22 +95,19 @@ struct PieceRead {
   void copy(BoxRange part) const {
     const auto [first, last] = part;
     if (is_one_row(piece.box, shape, part)) {
-      fetch(first, place(first, last - first));
+      fetch(first, place(position_in_tensor(piece.box, shape, first), last - first));
       return;
     }
-    const std::int64_t row = row_length(piece.box, shape);
     std::vector<std::byte> chunk(kRowChunkBytes);
     const auto most = static_cast<std::int64_t>(kRowChunkBytes) / element_bytes;
     for (std::int64_t at = first; at < last;) {
       const std::int64_t count = std::min(most, last - at);
       const auto bytes = std::span(chunk).first(static_cast<std::size_t>(count * element_bytes));
       fetch(at, bytes);
-      for (std::int64_t done = 0; done < count;) {
-        const std::int64_t in_row = std::min(row - (at + done) % row, count - done);
-        const auto to = place(at + done, in_row);
-        std::memcpy(to.data(), bytes.data() + done * element_bytes, to.size());
-        done += in_row;
-      }
+      for_each_row(piece.box, shape, at, at + count, [&](const BoxRow& row) {
+        const auto to = place(row.position, row.count);
+        std::memcpy(to.data(), bytes.data() + (row.index - at) * element_bytes, to.size());
+      });
       at += count;
     }
   }
@@ -319,6 +314,27 @@ void CheckpointFolder::read(std::string_view name, std::int64_t begin, std::int6
         open_listed(path_ / piece.file, manifest_.files.find(piece.file)->second);
     PieceRead{file, piece, tensor.shape, info.begin, element_bytes, begin, out}.copy(part);
   }
+}
+
+CheckpointTensors::CheckpointTensors(CheckpointFolder folder) : folder_(std::move(folder)) {
+  for (const std::string& name : folder_.names(kModelPrefix)) {
+    const CheckpointTensor& tensor = *folder_.find(name);
+    tensors_[name.substr(kModelPrefix.size())] = {tensor.dtype, tensor.shape,
+                                                  tensor.source_dtype.value_or(tensor.dtype)};
+  }
+}
+
+void CheckpointTensors::read(std::string_view name, std::int64_t begin, std::int64_t end,
+                             std::span<std::byte> out) const {
+  folder_.read(std::string(kModelPrefix).append(name), begin, end, out);
+}
+
+std::vector<TensorSource::HashedFile> CheckpointTensors::hashed_files() const {
+  std::vector<HashedFile> files;
+  for (const auto& name : folder_.data_files()) {
+    files.push_back({name, folder_.manifest().files.find(name)->second.bytes});
+  }
+  return files;
 }
 
 void write_manifest(const fs::path& folder, CheckpointManifest manifest) {

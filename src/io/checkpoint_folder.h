@@ -21,6 +21,7 @@
 #include "io/checkpoint_manifest.h"
 #include "io/hashed_file.h"
 #include "io/safetensors_header.h"
+#include "io/tensor_source.h"
 
 namespace tessera {
 
@@ -103,6 +104,24 @@ class CheckpointFolder {
   std::string config_text_;
   /// Headers of the files that were read from.
   mutable std::map<std::string, SafetensorsHeader, std::less<>> headers_;
+};
+
+/// The model's tensors of it as a TensorSource: what ranks cut apart reads as a whole here.
+class CheckpointTensors final : public TensorSource {
+ public:
+  explicit CheckpointTensors(CheckpointFolder folder);
+
+  const CheckpointFolder& folder() const { return folder_; }
+  const std::filesystem::path& path() const override { return folder_.path(); }
+  const Tensors& tensors() const override { return tensors_; }
+  void read(std::string_view name, std::int64_t begin, std::int64_t end,
+            std::span<std::byte> out) const override;
+  std::vector<HashedFile> hashed_files() const override;
+  void verify(const HashedFile& file) const override { folder_.verify(file.name); }
+
+ private:
+  CheckpointFolder folder_;
+  Tensors tensors_;  // without "model/", and without the optimizer's
 };
 
 /// Makes the folder, which holds all other files of `manifest`, a checkpoint: writes tensors.jsonl,

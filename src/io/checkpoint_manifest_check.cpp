@@ -7,7 +7,7 @@
 
 #include "base/printable.h"
 #include "io/checkpoint_manifest.h"
-#include "io/plain_file_name.h"
+#include "io/folder_file.h"
 #include "io/safetensors_header.h"
 #include "tessera/error.h"
 

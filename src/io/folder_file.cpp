@@ -25,6 +25,14 @@ fs::path real_path(const fs::path& path) {
 
 }  // namespace
 
+bool is_plain_file_name(std::string_view name) {
+  constexpr std::size_t kLongest = 255;
+  return !name.empty() && name.size() <= kLongest && name != "." && name != ".." &&
+         std::none_of(name.begin(), name.end(), [](char c) {
+           return c == '/' || c == '\\' || static_cast<unsigned char>(c) < 0x20U || c == '\x7F';
+         });
+}
+
 fs::path file_inside(const fs::path& folder, const std::string& name) {
   const fs::path real_folder = real_path(folder);
   const fs::path real_file = real_path(folder / name);

@@ -1,12 +1,12 @@
 #include "io/hf_folder.h"
 
-#include <algorithm>
+#include <cstring>
 #include <system_error>
+#include <utility>
 
 #include "base/printable.h"
 #include "io/folder_file.h"
-#include "io/hf_index.h"
-#include "io/tensor_source.h"
+#include "io/hf_shards.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -128,6 +128,20 @@ std::optional<DType> HfFolder::bulk_dtype() const {
     elements[tensor.info->dtype] += tensor.info->numel();
   }
   return tessera::bulk_dtype(elements);
+}
+
+HfTensors::HfTensors(HfFolder folder) : folder_(std::move(folder)) {
+  for (const auto& [name, tensor] : folder_.tensors()) {
+    tensors_[name] = {tensor.info->dtype, tensor.info->shape, tensor.info->dtype};
+  }
+}
+
+void HfTensors::read(std::string_view name, std::int64_t begin, std::int64_t end,
+                     std::span<std::byte> out) const {
+  const auto bytes = folder_.range(name, begin, end);
+  TESSERA_INVARIANT(bytes.size() == out.size(), "a buffer of another size");
+  if (!bytes.empty()) std::memcpy(out.data(), bytes.data(), bytes.size());
+  folder_.release(name, bytes);
 }
 
 }  // namespace tessera

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "io/safetensors.h"
+#include "io/tensor_source.h"
 
 namespace tessera {
 
@@ -68,6 +69,23 @@ class HfFolder {
   std::string config_text_;
   std::vector<SafetensorsFile> files_;
   std::map<std::string, Tensor, std::less<>> tensors_;
+};
+
+/// Its tensors as a TensorSource.
+class HfTensors final : public TensorSource {
+ public:
+  explicit HfTensors(HfFolder folder);
+
+  const HfFolder& folder() const { return folder_; }
+  const std::filesystem::path& path() const override { return folder_.path(); }
+  const Tensors& tensors() const override { return tensors_; }
+  /// Gives the pages of the mapping back.
+  void read(std::string_view name, std::int64_t begin, std::int64_t end,
+            std::span<std::byte> out) const override;
+
+ private:
+  HfFolder folder_;
+  Tensors tensors_;
 };
 
 }  // namespace tessera

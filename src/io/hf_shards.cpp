@@ -8,7 +8,9 @@
 #include <sstream>
 #include <utility>
 
+#include "base/json_reader.h"
 #include "base/printable.h"
+#include "io/folder_file.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -20,6 +22,8 @@ std::string numbered_name(std::size_t number, std::size_t count) {
        << ".safetensors";
   return name.str();
 }
+
+constexpr int kMaxIndexDepth = 8;
 
 }  // namespace
 
@@ -59,6 +63,24 @@ std::string index_json(const std::vector<HfShard>& shards) {
   const nlohmann::ordered_json whole = {{"metadata", {{"total_size", total}}},
                                         {"weight_map", files}};
   return whole.dump(2) + "\n";
+}
+
+HfIndex parse_hf_index(std::string_view text, std::string_view where) {
+  const nlohmann::json root = parse_json_object(text, where, kMaxIndexDepth);
+  const auto found = root.find("weight_map");
+  TESSERA_CHECK(found != root.end() && found->is_object() && !found->empty(), ErrorKind::kFormat,
+                where, ": found no tensor, expected an object weight_map of names and files");
+  HfIndex index;
+  for (const auto& [tensor, file] : found->items()) {
+    TESSERA_CHECK(file.is_string(), ErrorKind::kFormat, where, ": found a JSON ", file.type_name(),
+                  " as the file of ", printable(tensor), ", expected a file name");
+    const auto& name = file.get_ref<const std::string&>();
+    TESSERA_CHECK(is_plain_file_name(name), ErrorKind::kFormat, where, ": found the file ",
+                  printable(name), " of ", printable(tensor),
+                  ", expected the plain name of a file in the same folder");
+    index.weight_map.emplace(tensor, name);
+  }
+  return index;
 }
 
 std::int64_t parse_byte_size(std::string_view text, std::string_view option) {

@@ -80,12 +80,10 @@ class BoxReader {
     const std::int64_t beyond = position(last - 1) + 1;
     buffer_.resize(bytes(beyond - first));
     read_(first, beyond, buffer_);
-    for (std::int64_t done = at; done < last;) {
-      const std::int64_t count = std::min(left_in_row(done), last - done);
-      std::memcpy(place(done, count).data(), buffer_.data() + bytes(position(done) - first),
-                  bytes(count));
-      done += count;
-    }
+    for_each_row(wanted_.box, wanted_.shape, at, last, [&](const BoxRow& row) {
+      std::memcpy(place(row.index, row.count).data(), buffer_.data() + bytes(row.position - first),
+                  bytes(row.count));
+    });
   }
 
   const RangeOfBox& wanted_;

@@ -1,8 +1,8 @@
 // A model's tensors wherever they lie: a Hugging Face folder, a checkpoint of a run.
 //
 // Names are Hugging Face's, bytes are copied out in ranges, so that whoever reads a model needs not
-// know its files and never holds it whole. Implementations: hf_tensors.h,
-// checkpoint_tensors.h, mxfp4_tensors.h.
+// know its files and never holds it whole. Implementations: hf_folder.h, checkpoint_folder.h,
+// mxfp4_tensors.h.
 #pragma once
 
 #include <cstddef>

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "base/environment.h"
-#include "base/one_line.h"
+#include "base/printable.h"
 #include "launch/peer_watch.h"
 #include "launch/poison.h"
 #include "launch/slurm_hosts.h"

@@ -10,7 +10,7 @@
 
 #include "base/environment.h"
 #include "base/joined.h"
-#include "base/one_line.h"
+#include "base/printable.h"
 #include "launch/peer_watch.h"
 #include "launch/sockets.h"
 #include "tessera/error.h"

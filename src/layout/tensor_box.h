@@ -5,6 +5,7 @@
 // values that were checked (io/checkpoint_manifest.h, local_part.h).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -36,5 +37,24 @@ std::int64_t position_in_tensor(const TensorBox& box, std::span<const std::int64
 /// Elements that follow one another in the box and in the tensor alike: the box is rows of this
 /// length.
 std::int64_t row_length(const TensorBox& box, std::span<const std::int64_t> shape);
+
+/// Elements that follow one another in the box and in the tensor alike.
+struct BoxRow {
+  std::int64_t index = 0;     ///< of the first one in the box
+  std::int64_t position = 0;  ///< of the first one in the tensor
+  std::int64_t count = 0;
+};
+
+/// take(BoxRow) for the elements [first, last) of the flattened box, row after row.
+template <class Take>
+void for_each_row(const TensorBox& box, std::span<const std::int64_t> shape, std::int64_t first,
+                  std::int64_t last, const Take& take) {
+  const std::int64_t row = row_length(box, shape);
+  for (std::int64_t at = first; at < last;) {
+    const std::int64_t count = std::min(row - at % row, last - at);
+    take(BoxRow{at, position_in_tensor(box, shape, at), count});
+    at += count;
+  }
+}
 
 }  // namespace tessera

@@ -1,11 +1,10 @@
 // ConfigReader: the keys of one JSON object, each taken at most once, with what is left over known.
 //
-// It knows types and ranges, not models. Private to model_spec.cpp and its tests. Next:
-// model_spec.cpp.
+// What is read as which type is the cursor's (base/json_reader.h); this one knows names, not
+// models. Next: model_spec.cpp.
 #pragma once
 
 #include <cstdint>
-#include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
@@ -13,17 +12,9 @@
 #include <string_view>
 #include <vector>
 
+#include "base/json_reader.h"
+
 namespace tessera::models {
-
-struct IntRange {
-  std::int64_t min = 1;
-  std::int64_t max = std::int64_t{1} << 31;
-};
-
-struct NumberRange {
-  double min = 0.0;  ///< may be reached
-  double max = std::numeric_limits<double>::max();
-};
 
 class ConfigReader {
  public:
@@ -58,12 +49,22 @@ class ConfigReader {
   [[noreturn]] void refuse(std::string_view key, std::string_view expected) const;
 
  private:
+  /// What `read` makes of a cursor at the key's value.
+  template <class Read>
+  auto taken(std::string_view key, const Read& read) {
+    const nlohmann::json* value = take(key);
+    const JsonCursor file(object_, "config.json ", JsonStyle::kKeys);
+    const JsonCursor object(object_, path_, file);
+    using Result = std::optional<decltype(read(object))>;
+    return value == nullptr ? Result() : Result(read(JsonCursor(*value, key, object)));
+  }
+
   const nlohmann::json& object_;
   std::string path_;
   std::set<std::string, std::less<>> used_;
 };
 
-/// A JSON value as one short printable line.
-std::string shown(const nlohmann::json& value);
+/// As messages show it.
+inline std::string shown(const nlohmann::json& value) { return json_line(value); }
 
 }  // namespace tessera::models

@@ -5,7 +5,7 @@
 #include <new>
 #include <string_view>
 
-#include "base/one_line.h"
+#include "base/printable.h"
 #include "tessera/error.h"
 
 namespace tessera::train {

@@ -2,6 +2,11 @@
 
 #include <algorithm>
 
+#include "base/log.h"
+#include "base/printable.h"
+#include "io/checkpoint_folder.h"
+#include "io/hf_folder.h"
+#include "io/mxfp4_tensors.h"
 #include "models/description.h"
 #include "models/family.h"
 #include "tessera/error.h"

@@ -5,7 +5,7 @@
 
 #include "dist/cut_modules.h"
 #include "dist/stacked_files.h"
-#include "io/checkpoint_tensors.h"
+#include "io/checkpoint_folder.h"
 #include "tessera/optim.h"
 #include "train/checkpoint/checkpoint.h"
 #include "train/checkpoint/resume.h"

@@ -11,7 +11,7 @@
 
 #include "base/philox.h"
 #include "golden/truth_table_model.h"
-#include "io/hf_tensors.h"
+#include "io/hf_folder.h"
 #include "tessera/error.h"
 #include "train/hf/weights.h"
 

@@ -6,6 +6,7 @@
 
 #include "train/config/config_codec.h"
 #include "train/config/config_keys.h"
+#include "base/wildcard.h"
 
 namespace tessera::train {
 namespace {
@@ -55,23 +56,10 @@ std::string joined(const ConfigValue::Table& entries) {
 
 char lower(char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c; }
 
-// Levenshtein distance, case ignored. Long words are cut: no name of ours is that long.
-int edit_distance(std::string_view a, std::string_view b) {
+// Long words are cut: no name of ours is that long.
+std::size_t slips(std::string_view word, std::string_view name) {
   constexpr std::size_t kLongest = 80;
-  a = a.substr(0, kLongest);
-  b = b.substr(0, kLongest);
-  std::vector<int> row(b.size() + 1);
-  for (std::size_t j = 0; j <= b.size(); ++j) row[j] = static_cast<int>(j);
-  for (std::size_t i = 1; i <= a.size(); ++i) {
-    int diagonal = row[0];
-    row[0] = static_cast<int>(i);
-    for (std::size_t j = 1; j <= b.size(); ++j) {
-      const int replaced = diagonal + (lower(a[i - 1]) == lower(b[j - 1]) ? 0 : 1);
-      diagonal = row[j];
-      row[j] = std::min({replaced, row[j] + 1, row[j - 1] + 1});
-    }
-  }
-  return row.back();
+  return edit_distance(word.substr(0, kLongest), name.substr(0, kLongest), Typed::kWord);
 }
 
 std::string_view after_dot(std::string_view name) {
@@ -143,12 +131,12 @@ bool is_section(std::string_view name) {
 
 std::string nearest_name(std::string_view word, const std::vector<std::string>& candidates) {
   std::string best;
-  int best_distance = -1;
+  std::size_t fewest = std::string::npos;
   for (const std::string& candidate : candidates) {
-    const int distance = edit_distance(word, candidate);
-    if (best_distance < 0 || distance < best_distance) {
+    const std::size_t found = slips(word, candidate);
+    if (found < fewest) {
       best = candidate;
-      best_distance = distance;
+      fewest = found;
     }
   }
   return best;
@@ -156,15 +144,15 @@ std::string nearest_name(std::string_view word, const std::vector<std::string>& 
 
 std::string nearest_key(std::string_view full_name) {
   std::string best;
-  int best_distance = -1;
+  std::size_t fewest = std::string::npos;
   for (const ConfigKey& key : config_keys()) {
     const std::string candidate = key.full_name();
     // A right key in a wrong section is one mistake, however different the sections' names.
-    const int distance = std::min(edit_distance(full_name, candidate),
-                                  edit_distance(after_dot(full_name), key.name) + 1);
-    if (best_distance < 0 || distance < best_distance) {
+    const std::size_t found =
+        std::min(slips(full_name, candidate), slips(after_dot(full_name), key.name) + 1);
+    if (found < fewest) {
       best = candidate;
-      best_distance = distance;
+      fewest = found;
     }
   }
   return best;

@@ -1,9 +1,9 @@
 // Bytes of a model as text: what a terminal may show, and what becomes \xNN.
-#include "base/byte_text.h"
-
 #include <gtest/gtest.h>
 
 #include <string_view>
+
+#include "base/printable.h"
 
 namespace tessera::byte_text_test {
 namespace {

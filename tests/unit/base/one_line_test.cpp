@@ -1,6 +1,6 @@
-#include "base/one_line.h"
-
 #include <gtest/gtest.h>
+
+#include "base/printable.h"
 
 namespace tessera::one_line_test {
 namespace {

@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "base/one_line.h"
+#include "base/printable.h"
 
 namespace tessera::one_line_torch_test {
 namespace {

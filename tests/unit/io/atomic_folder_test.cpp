@@ -1,8 +1,7 @@
 // Folders that appear complete or not at all, and files that no link may lead away from.
-#include "io/atomic_folder.h"
-
 #include <gmock/gmock.h>
 
+#include "io/atomic_file.h"
 #include "io/folder_file.h"
 #include "unit/io/temporary_folder.h"
 

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "io/hf_index.h"
+#include "io/hf_shards.h"
 #include "io/safetensors_writer.h"
 #include "unit/io/temporary_folder.h"
 

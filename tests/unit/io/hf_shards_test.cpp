@@ -6,7 +6,6 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "io/hf_index.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::hf_shards_test {

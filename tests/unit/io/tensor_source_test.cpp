@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "io/checkpoint_tensors.h"
-#include "io/hf_tensors.h"
+#include "io/checkpoint_folder.h"
+#include "io/hf_folder.h"
 #include "unit/io/checkpoint_cases.h"
 #include "unit/io/temporary_folder.h"
 

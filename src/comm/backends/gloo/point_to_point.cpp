@@ -8,7 +8,7 @@
 #include <future>
 #include <thread>
 
-#include "base/one_line.h"
+#include "base/printable.h"
 #include "comm/backends/gloo/exchange.h"
 #include "comm/batch.h"
 #include "comm/relay.h"

@@ -5,7 +5,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
-#include "base/one_line.h"
+#include "base/printable.h"
 #include "comm/backends/gloo/point_to_point.h"
 #include "comm/batch.h"
 #include "comm/flight_recorder.h"
