@@ -97,9 +97,7 @@ ModelAxes axes_of(const ModelDegrees& degrees) {
   parallel::Axis tensor;
   tensor.name = axis::kTensor;
   tensor.size = degrees.tp;
-  axes.tensor =
-      nn::TensorRegion(tensor, degrees.sequence == SequenceParallel::kYes ? nn::Stream::kShards
-                                                                          : nn::Stream::kWhole);
+  axes.tensor = nn::TensorRegion(tensor, degrees.sequence);
   axes.experts.name = axis::kExpert;
   axes.experts.size = degrees.ep;
   return axes;

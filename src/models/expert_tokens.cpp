@@ -29,7 +29,7 @@ ExpertTokens::ExpertTokens(const ModelAxes& axes) : region_(axes.tensor) {
     way_ = Way::kAllCut;
   } else if (degrees.router == RouterTokens::kAll) {
     way_ = Way::kAllRouted;
-  } else if (region_.stream() == nn::Stream::kWhole) {
+  } else if (region_.sequence() == SequenceParallel::kNo) {
     way_ = Way::kSliced;
   }
 }

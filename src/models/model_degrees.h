@@ -5,15 +5,11 @@
 
 #include <cstdint>
 
+#include "layout/parallel_dims.h"
+
 namespace tessera::models {
 
 struct ModelSpec;
-
-/// What each tensor-parallel rank holds of the tokens between two layers.
-enum class SequenceParallel : std::uint8_t {
-  kNo,   ///< all of them, the same on every rank
-  kYes,  ///< an equal part of every row's positions
-};
 
 /// Which tokens the router of a rank sees where experts are not cut over tp.
 enum class RouterTokens : std::uint8_t {

@@ -187,12 +187,12 @@ ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world
 }
 
 models::ModelDegrees model_degrees(const ParallelismConfig& parallelism, const ParallelDims& dims) {
-  return {.tp = dims.tp,
-          .ep = dims.ep,
-          .etp = dims.etp,
-          .sequence = parallelism.sequence_parallel ? models::SequenceParallel::kYes
-                                                    : models::SequenceParallel::kNo,
-          .router = parallelism.moe_router};
+  return {
+      .tp = dims.tp,
+      .ep = dims.ep,
+      .etp = dims.etp,
+      .sequence = parallelism.sequence_parallel ? SequenceParallel::kYes : SequenceParallel::kNo,
+      .router = parallelism.moe_router};
 }
 
 void check_positions(const ParallelismConfig& parallelism, std::int64_t positions) {

@@ -116,7 +116,7 @@ at::Tensor Gemma4Model::place(const at::Tensor& x, const at::Tensor& image_token
   TESSERA_CHECK(places.size(0) == projected.size(0), ErrorKind::kFormat, "input_ids: found ",
                 places.size(0), " image tokens (id ", spec_.gemma4->image_token_id, "), expected ",
                 projected.size(0), ", as many as the images make");
-  if (region_.size() == 1 || region_.stream() == nn::Stream::kWhole) {
+  if (region_.size() == 1 || region_.sequence() == SequenceParallel::kNo) {
     return x.reshape({image_tokens.numel(), x.size(2)})
         .index_copy(0, places, projected.to(x.scalar_type()))
         .view(x.sizes());
