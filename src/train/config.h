@@ -14,7 +14,7 @@
 #include <string_view>
 #include <vector>
 
-#include "models/model_degrees.h"
+#include "layout/parallel_dims.h"
 #include "tessera/loss_scale.h"
 #include "tessera/precision.h"
 #include "tessera/recompute_mode.h"
@@ -73,7 +73,7 @@ struct ParallelismConfig {
   int expert_tensor_parallel_degree = 1;
   int pipeline_parallel_degree = 1;
   bool sequence_parallel = true;
-  models::RouterTokens moe_router = models::RouterTokens::kShards;
+  RouterTokens moe_router = RouterTokens::kShards;
   bool reshard_after_forward = true;
   bool operator==(const ParallelismConfig&) const = default;
 };

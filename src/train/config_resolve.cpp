@@ -170,6 +170,8 @@ ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world
   dims.tp = parallelism.tensor_parallel_degree;
   dims.ep = parallelism.expert_parallel_degree;
   dims.etp = parallelism.expert_tensor_parallel_degree;
+  dims.sequence = parallelism.sequence_parallel ? SequenceParallel::kYes : SequenceParallel::kNo;
+  dims.router = parallelism.moe_router;
   const std::int64_t others = bounded_product({dims.pp, dims.dp_replicate, dims.tp});
   const int asked = parallelism.data_parallel_shard_degree;
   TESSERA_CHECK(world_size % others == 0, ErrorKind::kConfig,
@@ -184,15 +186,6 @@ ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world
                 " rank(s) of the other axes");
   check_expert_ranks(dims);
   return dims;
-}
-
-models::ModelDegrees model_degrees(const ParallelismConfig& parallelism, const ParallelDims& dims) {
-  return {
-      .tp = dims.tp,
-      .ep = dims.ep,
-      .etp = dims.etp,
-      .sequence = parallelism.sequence_parallel ? SequenceParallel::kYes : SequenceParallel::kNo,
-      .router = parallelism.moe_router};
 }
 
 void check_positions(const ParallelismConfig& parallelism, std::int64_t positions) {

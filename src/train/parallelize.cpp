@@ -52,7 +52,7 @@ parallel::Axis activations(const Mesh& mesh, std::string_view name,
 models::ModelAxes model_axes(const Config& config, const ParallelDims& dims, const Mesh& mesh) {
   const DTypeChoice& sums = config.precision.activation_reduce_dtype;
   models::ModelAxes axes;
-  axes.degrees = model_degrees(config.parallelism, dims);
+  axes.degrees = dims;
   axes.tensor = nn::TensorRegion(activations(mesh, axis::kTensor, sums), axes.degrees.sequence);
   if (dims.ep > 1) axes.experts = activations(mesh, axis::kExpert, sums);
   if (config.model.score_before_experts) axes.score = moe::Score::kBeforeExperts;

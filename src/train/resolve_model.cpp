@@ -101,8 +101,8 @@ ParameterMeta adapter_meta(const models::ParameterSpec& adapter, Purpose purpose
 }
 
 std::vector<ParameterMeta> metas_of(const ModelSource& source, const ModelConfig& model,
-                                    const models::ModelDegrees& degrees, Purpose purpose) {
-  const auto table = models::describe(source.spec, source.lora, degrees).parameters;
+                                    const ParallelDims& dims, Purpose purpose) {
+  const auto table = models::describe(source.spec, source.lora, dims).parameters;
   // Before anything of the config.json's sizes is allocated.
   if (source.folder) check_tensors(source);
   if (source.adapters) check_adapters(source);
@@ -281,8 +281,7 @@ ModelContract resolve_model(const ModelSource& source, const Config& config,
   TESSERA_CHECK(
       !config.model.score_before_experts || source.spec.moe, ErrorKind::kConfig,
       "model.score_before_experts: found true for a model without experts, expected false");
-  const auto metas =
-      metas_of(source, config.model, model_degrees(config.parallelism, dims), purpose);
+  const auto metas = metas_of(source, config.model, dims, purpose);
   // The loss is already divided by the batch's kept labels.
   const DataAxes data(mesh_shape(dims), 1.0);
   auto policy = precision_policy(config.precision, config.optimizer);
