@@ -75,13 +75,14 @@ at::Tensor kept_part(const RopeOptions& options, std::int64_t head_dim) {
   return 1.0 - ramp.clamp(0.0, 1.0);
 }
 
-at::Tensor yarn(const at::Tensor& powers, const RopeOptions& options, std::int64_t head_dim) {
+at::Tensor yarn_frequencies(const at::Tensor& powers, const RopeOptions& options,
+                            std::int64_t head_dim) {
   const at::Tensor kept = kept_part(options, head_dim);
   return (options.factor * powers).reciprocal() * (1.0 - kept) + powers.reciprocal() * kept;
 }
 
-at::Tensor proportional(const at::Tensor& plain, const RopeOptions& options,
-                        std::int64_t head_dim) {
+at::Tensor proportional_frequencies(const at::Tensor& plain, const RopeOptions& options,
+                                    std::int64_t head_dim) {
   // In this order: transformers rounds down after the product.
   const auto turned_pairs = static_cast<std::int64_t>(
       std::floor(options.partial_rotary_factor * static_cast<double>(head_dim) / 2.0));
@@ -91,7 +92,7 @@ at::Tensor proportional(const at::Tensor& plain, const RopeOptions& options,
   return turned;
 }
 
-at::Tensor llama3(const at::Tensor& plain, const RopeOptions& options) {
+at::Tensor llama3_frequencies(const at::Tensor& plain, const RopeOptions& options) {
   const auto context = static_cast<double>(options.original_max_position_embeddings);
   const at::Tensor wavelength = 2.0 * std::numbers::pi / plain;
   const at::Tensor blend = (context / wavelength - options.low_freq_factor) /
@@ -113,11 +114,11 @@ at::Tensor inverse_frequencies(const RopeOptions& options, std::int64_t head_dim
     case RopeType::kDefault:
       return powers.reciprocal();
     case RopeType::kLlama3:
-      return llama3(powers.reciprocal(), options);
+      return llama3_frequencies(powers.reciprocal(), options);
     case RopeType::kProportional:
-      return proportional(powers.reciprocal(), options, head_dim);
+      return proportional_frequencies(powers.reciprocal(), options, head_dim);
     case RopeType::kYarn:
-      return yarn(powers, options, head_dim);
+      return yarn_frequencies(powers, options, head_dim);
   }
   TESSERA_INVARIANT(false, "a kind of rope that has no frequencies");
 }

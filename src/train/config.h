@@ -14,6 +14,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/lora_spec.h"
 #include "layout/parallel_dims.h"
 #include "tessera/loss_scale.h"
 #include "tessera/precision.h"
@@ -96,14 +97,6 @@ struct ActivationCheckpointConfig {
   bool operator==(const ActivationCheckpointConfig&) const = default;
 };
 
-struct LoraConfig {
-  std::int64_t rank = 0;        ///< 0 = no adapters
-  std::optional<double> alpha;  ///< none = rank
-  std::vector<std::string> targets;
-  double dropout = 0.0;
-  bool operator==(const LoraConfig&) const = default;
-};
-
 struct OptimizerConfig {
   OptimizerName name = OptimizerName::kAdamW;
   MasterRequest master = MasterRequest::kAuto;
@@ -176,7 +169,7 @@ struct Config {
   ParallelismConfig parallelism;
   PrecisionConfig precision;
   ActivationCheckpointConfig activation_checkpoint;
-  LoraConfig lora;
+  LoraRequest lora;
   GradScalerOptions grad_scaler;
   OptimizerConfig optimizer;
   LrSchedulerConfig lr_scheduler;

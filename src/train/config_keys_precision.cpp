@@ -38,7 +38,7 @@ struct Codec<RecomputeMode> : EnumCodec<RecomputeMode> {};
 namespace {
 
 void add_adapters_and_scaler(std::vector<ConfigKey>& keys) {
-  using R = LoraConfig;
+  using R = LoraRequest;
   Section(keys, "lora", &Config::lora)
       .key("rank", &R::rank,
            {"",

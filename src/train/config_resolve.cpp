@@ -26,16 +26,14 @@ void check_built(const Config& config) {
                 "and training on CUDA is not yet built");
 }
 
-void check_lora(const LoraConfig& lora, const ModelConfig& model) {
+void check_lora(const LoraRequest& lora, const ModelConfig& model) {
   if (lora.rank == 0) {
-    TESSERA_CHECK(lora == LoraConfig{}, ErrorKind::kConfig,
+    TESSERA_CHECK(lora == LoraRequest{}, ErrorKind::kConfig,
                   "lora: found alpha, targets or dropout with rank 0, expected a rank above 0 "
                   "beside them; set lora.rank or leave them out");
     return;
   }
-  TESSERA_CHECK(!lora.targets.empty(), ErrorKind::kConfig,
-                "lora.targets: found nothing, expected the linear layers that get an adapter, as "
-                "[\"q_proj\", \"v_proj\"]");
+  check_targets(lora);
   TESSERA_CHECK(lora.alpha != 0.0, ErrorKind::kConfig,
                 "lora.alpha: found 0, expected a number above 0: adapters that count for nothing "
                 "get no gradient and learn nothing; default: rank");
