@@ -133,8 +133,7 @@ int run_generate(const GenerateArguments& arguments) {
   const train::GenerateOptions options = generate_options(arguments, source);
   const auto model = train::load_whole_model(
       source,
-      train::resolve_model(source, config, train::ParallelDims{}, train::Purpose::kInference)
-          .parameters);
+      train::resolve_model(source, config, ParallelDims{}, train::Purpose::kInference).parameters);
   Printer printer(arguments.prompt ? Printer::As::kText : Printer::As::kIds);
   const train::EndedBy end =
       train::generate(*model, prompt, options, [&](std::int64_t token) { printer.print(token); });

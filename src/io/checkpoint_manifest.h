@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "base/hash.h"
+#include "base/lora_spec.h"
 #include "layout/tensor_box.h"
 #include "tessera/dtype.h"
 #include "tessera/loss_scale.h"
@@ -72,12 +73,8 @@ struct CheckpointData {
 };
 
 /// Of a run that trains adapters beside a frozen model: the checkpoint holds the adapters alone.
-struct CheckpointLora {
-  Hash128 base_xxh3_128;  ///< of the tensors of the model at model_path (docs/checkpoint.md)
-  std::int64_t rank = 0;
-  double alpha = 0.0;
-  double dropout = 0.0;
-  std::vector<std::string> layers;  ///< that have an adapter
+struct CheckpointLora : LoraSpec {
+  Hash128 base_xxh3_128 = {};  ///< of the tensors of the model at model_path (docs/checkpoint.md)
   bool operator==(const CheckpointLora&) const = default;
 };
 

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "models/recomputed.h"
-#include "models/rope_options.h"
 #include "models/unit_of_slot.h"
 #include "nn/loss.h"
 #include "nn/parameter.h"
@@ -46,7 +45,7 @@ Decoder::Decoder(const ModelSpec& spec, const ModelAxes& axes) : spec_(spec) {
   model->register_module("embed_tokens", embedding);
   embedding_.emplace(embedding);
   auto layers = model->register_module("layers", std::make_shared<Prefix>());
-  const auto rope = std::make_shared<nn::Rope>(rope_options(spec.rope, spec.head_dim));
+  const auto rope = std::make_shared<nn::Rope>(spec.rope, spec.head_dim);
   for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
     layers_.emplace_back(layers->register_module(
         std::to_string(i), std::make_shared<DecoderLayer>(spec, i, sizes, rope)));

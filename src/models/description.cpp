@@ -91,15 +91,13 @@ class Reader {
 };
 
 /// Of a rank that nobody asks: layers only read how many share them.
-ModelAxes axes_of(const ModelDegrees& degrees) {
+ModelAxes axes_of(const ParallelDims& degrees) {
   ModelAxes axes;
   axes.degrees = degrees;
   parallel::Axis tensor;
   tensor.name = axis::kTensor;
   tensor.size = degrees.tp;
-  axes.tensor =
-      nn::TensorRegion(tensor, degrees.sequence == SequenceParallel::kYes ? nn::Stream::kShards
-                                                                          : nn::Stream::kWhole);
+  axes.tensor = nn::TensorRegion(tensor, degrees.sequence);
   axes.experts.name = axis::kExpert;
   axes.experts.size = degrees.ep;
   return axes;
@@ -110,7 +108,7 @@ ModelAxes axes_of(const ModelDegrees& degrees) {
 ModelDescription describe(LanguageModel& model) { return Reader(model).read(); }
 
 ModelDescription describe(const ModelSpec& spec, const LoraSpec& lora,
-                          const ModelDegrees& degrees) {
+                          const ParallelDims& degrees) {
   check_degrees(spec, degrees);
   const auto model = make_language_model(spec, axes_of(degrees));
   add_adapters(*model, lora);

@@ -76,7 +76,7 @@ ModelDescription describe(LanguageModel& model);
 /// Of the model that a rank of these degrees would make: no memory, no other rank is asked. Errors:
 /// as check_degrees.
 ModelDescription describe(const ModelSpec& spec, const LoraSpec& lora = {},
-                          const ModelDegrees& degrees = {});
+                          const ParallelDims& degrees = {});
 
 /// Names of the modules that hold one of these parameters, and of all that stand around them.
 std::set<std::string> module_names(const std::vector<ParameterSpec>& parameters);

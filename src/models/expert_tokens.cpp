@@ -24,12 +24,12 @@ at::Tensor own_rows(const at::Tensor& x, const parallel::Axis& axis) {
 
 ExpertTokens::ExpertTokens(const ModelAxes& axes) : region_(axes.tensor) {
   if (region_.size() == 1) return;
-  const ModelDegrees& degrees = axes.degrees;
+  const ParallelDims& degrees = axes.degrees;
   if (degrees.etp > 1) {
     way_ = Way::kAllCut;
   } else if (degrees.router == RouterTokens::kAll) {
     way_ = Way::kAllRouted;
-  } else if (region_.stream() == nn::Stream::kWhole) {
+  } else if (region_.sequence() == SequenceParallel::kNo) {
     way_ = Way::kSliced;
   }
 }

@@ -1,7 +1,7 @@
 // ExpertTokens: which of a layer's tokens a tensor-parallel rank routes, which it sends to experts,
 // and how what comes back becomes the stream again.
 //
-// Four ways, by the degrees (ModelDegrees). One rank, or shards of the sequence: the rank's own
+// Four ways, by the degrees (ParallelDims). One rank, or shards of the sequence: the rank's own
 // tokens, nothing to do. A whole stream, experts whole: the own part of the tokens, whose results
 // are put among zeros and summed. Experts cut over tp: all tokens, whose results are addends.
 // Experts whole, router on all tokens: all are routed, the own part is sent. So one sum at the exit

@@ -105,11 +105,11 @@ void check_scale(const LoraSpec& lora) {
 
 LoraSpec plan_lora(const ModelSpec& spec, const LoraRequest& request) {
   if (request.rank == 0) return {};
-  TESSERA_CHECK(!request.targets.empty(), ErrorKind::kConfig,
-                "lora.targets: found nothing, expected the linear layers that get an adapter, as "
-                "[\"q_proj\", \"v_proj\"]");
+  check_targets(request);
   const std::vector<ParameterSpec> table = describe(spec).parameters;
-  LoraSpec lora{request.rank, request.alpha, request.dropout, {}};
+  LoraSpec lora{.rank = request.rank,
+                .alpha = request.alpha.value_or(static_cast<double>(request.rank)),
+                .dropout = request.dropout};
   check_scale(lora);
   std::vector<bool> matched(request.targets.size(), false);
   for (const ParameterSpec& row : table) {

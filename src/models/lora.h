@@ -6,39 +6,20 @@
 // Next: description.h, ../nn/lora.h.
 #pragma once
 
-#include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "base/lora_spec.h"
 #include "models/model_spec.h"
 
 namespace tessera::models {
 
 class LanguageModel;
 
-/// What is asked for.
-struct LoraRequest {
-  std::int64_t rank = 0;
-  double alpha = 0.0;
-  double dropout = 0.0;
-  std::vector<std::string> targets;  ///< patterns
-};
-
-struct LoraSpec {
-  std::int64_t rank = 0;  ///< 0 = no adapters
-  double alpha = 0.0;
-  double dropout = 0.0;
-  std::vector<std::string> layers;  ///< names of the linear layers, in the model's order
-
-  explicit operator bool() const { return rank > 0; }
-  double scale() const { return alpha / static_cast<double>(rank); }
-  bool operator==(const LoraSpec&) const = default;
-};
-
-/// Errors: kConfig for a pattern that matches no layer that can have an adapter, saying what it
-/// does match; for a rank above a matrix' smaller dim; for alpha / rank that float32 does not hold,
-/// or only as 0; for dropout in a vision tower.
+/// Errors: as check_targets; kConfig for a pattern that matches no layer that can have an adapter,
+/// saying what it does match; for a rank above a matrix' smaller dim; for alpha / rank that float32
+/// does not hold, or only as 0; for dropout in a vision tower.
 LoraSpec plan_lora(const ModelSpec& spec, const LoraRequest& request);
 
 /// Every linear layer that may have an adapter.

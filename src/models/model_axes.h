@@ -12,7 +12,7 @@
 namespace tessera::models {
 
 struct ModelAxes {
-  ModelDegrees degrees;  ///< those of one rank by default
+  ParallelDims degrees;  ///< those of one rank by default
   nn::TensorRegion tensor;
   parallel::Axis experts;
   moe::Score score = moe::Score::kAfterExperts;

@@ -22,7 +22,7 @@ void check_heads(std::int64_t kv, int tp) {
                 tp, ", expected a divisor or a multiple of num_key_value_heads = ", kv);
 }
 
-void check_expert_degrees(const ModelSpec& spec, const ModelDegrees& degrees) {
+void check_expert_degrees(const ModelSpec& spec, const ParallelDims& degrees) {
   TESSERA_CHECK(spec.moe || (degrees.ep == 1 && degrees.etp == 1), ErrorKind::kConfig,
                 "parallelism.", degrees.ep > 1 ? kEp : kEtp, ": found ",
                 degrees.ep > 1 ? degrees.ep : degrees.etp,
@@ -37,7 +37,7 @@ void check_expert_degrees(const ModelSpec& spec, const ModelDegrees& degrees) {
 
 }  // namespace
 
-void check_degrees(const ModelSpec& spec, const ModelDegrees& degrees) {
+void check_degrees(const ModelSpec& spec, const ParallelDims& degrees) {
   check_expert_degrees(spec, degrees);
   const int tp = degrees.tp;
   check_divides(kTp, tp, "num_attention_heads", spec.num_attention_heads);

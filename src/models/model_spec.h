@@ -17,7 +17,7 @@
 #include "models/image_tokens.h"
 #include "models/layer_type.h"
 #include "models/moe_spec.h"
-#include "models/rope_spec.h"
+#include "nn/rope_options.h"
 #include "tessera/dtype.h"
 
 namespace tessera::models {
@@ -57,7 +57,7 @@ struct ModelSpec {
   bool mlp_bias = false;        ///< on gate, up and down (llama)
   /// Nothing here drops anything: kept for who reads the folder that is written.
   double attention_dropout = 0.0;
-  RopeSpec rope;
+  nn::RopeOptions rope;
   std::vector<LayerType> layer_types;  ///< one a layer; empty = all full (and of Gemma 4)
   std::int64_t sliding_window = 0;     ///< of sliding layers
   std::optional<DType> dtype;          ///< storage dtype that the file names, if any

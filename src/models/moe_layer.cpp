@@ -26,7 +26,7 @@ namespace {
 // around see a part of the tokens.
 
 /// Without ep the ranks of the sparse mesh are those of the dense one.
-ParameterLayout over_experts(const ModelDegrees& share) {
+ParameterLayout over_experts(const ParallelDims& share) {
   ParameterLayout layout;
   if (share.ep > 1) {
     layout.mesh = MeshKind::kSparse;
@@ -37,13 +37,13 @@ ParameterLayout over_experts(const ModelDegrees& share) {
   return layout;
 }
 
-std::string_view inner_axis(const ModelDegrees& share) {
+std::string_view inner_axis(const ParallelDims& share) {
   return share.ep > 1 ? axis::kExpertTensor : axis::kTensor;
 }
 
 /// A weight whose inner size is dim `inner_dim` of `cut_shape`, or of the weight's own shape where
 /// that is empty.
-ParameterLayout expert_layout(const ModelDegrees& share, int inner_dim,
+ParameterLayout expert_layout(const ParallelDims& share, int inner_dim,
                               std::vector<std::int64_t> cut_shape = {}) {
   ParameterLayout layout = over_experts(share);
   if (share.etp == 1) return layout;
@@ -53,7 +53,7 @@ ParameterLayout expert_layout(const ModelDegrees& share, int inner_dim,
 }
 
 /// What is added to an expert's result: whole on every rank that shares the expert, added by one.
-ParameterLayout expert_sum_layout(const ModelDegrees& share) {
+ParameterLayout expert_sum_layout(const ParallelDims& share) {
   ParameterLayout layout = over_experts(share);
   if (share.etp > 1) layout.axes.push_back(AxisPlacement::summed(inner_axis(share), share.etp));
   return layout;
@@ -126,7 +126,7 @@ ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes)
   const std::int64_t hidden = spec.hidden_size;
   const std::int64_t inner = sizes.moe_intermediate_size;
   const std::int64_t count = sizes.experts;
-  const ModelDegrees& share = axes_.degrees;
+  const ParallelDims& share = axes_.degrees;
   if (moe_.layout != ExpertLayout::kInOut) {
     nn::Declaration gate_up{
         .layout =

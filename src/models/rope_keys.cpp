@@ -1,6 +1,5 @@
 #include "models/rope_keys.h"
 
-#include <cmath>
 #include <utility>
 
 #include "models/spec_keys.h"
@@ -13,15 +12,15 @@ constexpr NumberRange kFactor{1.0, 1e9};
 constexpr NumberRange kFrequencyFactor{1e-6, 1e9};
 constexpr NumberRange kScaleRange{0.0, 1e3};
 
-RopeType rope_type(ConfigReader& keys, const std::string& path) {
+nn::RopeType rope_type(ConfigReader& keys, const std::string& path) {
   const auto type = keys.word("type");
   const auto name = keys.word("rope_type");
   if (type && name && *type != *name)
     keys.refuse("type", concat("the same as ", path, "rope_type"));
   const std::string word = name ? *name : type.value_or("default");
-  if (word == "default") return RopeType::kDefault;
-  if (word == "llama3") return RopeType::kLlama3;
-  if (word == "yarn") return RopeType::kYarn;
+  if (word == "default") return nn::RopeType::kDefault;
+  if (word == "llama3") return nn::RopeType::kLlama3;
+  if (word == "yarn") return nn::RopeType::kYarn;
   keys.refuse(name ? "rope_type" : "type", "\"default\", \"llama3\" or \"yarn\"");
 }
 
@@ -31,7 +30,7 @@ double needed(ConfigReader& keys, std::string_view key, NumberRange range, std::
   return *value;
 }
 
-void read_llama3(ConfigReader& keys, RopeSpec& rope) {
+void read_llama3(ConfigReader& keys, nn::RopeOptions& rope) {
   rope.factor = needed(keys, "factor", kFactor, "llama3");
   rope.low_freq_factor = needed(keys, "low_freq_factor", kFrequencyFactor, "llama3");
   rope.high_freq_factor = needed(keys, "high_freq_factor", kFrequencyFactor, "llama3");
@@ -41,10 +40,10 @@ void read_llama3(ConfigReader& keys, RopeSpec& rope) {
   }
 }
 
-void read_yarn(ConfigReader& keys, RopeSpec& rope) {
+void read_yarn(ConfigReader& keys, nn::RopeOptions& rope) {
   rope.factor = needed(keys, "factor", kFactor, "yarn");
   rope.original_max_position_embeddings = required(keys, "original_max_position_embeddings", kSize);
-  YarnSpec& yarn = rope.yarn;
+  nn::YarnOptions& yarn = rope.yarn;
   yarn.beta_fast = keys.number("beta_fast", kFrequencyFactor).value_or(yarn.beta_fast);
   yarn.beta_slow = keys.number("beta_slow", kFrequencyFactor).value_or(yarn.beta_slow);
   if (yarn.beta_fast < yarn.beta_slow) {
@@ -60,26 +59,22 @@ void read_yarn(ConfigReader& keys, RopeSpec& rope) {
 
 /// One of the two records that describe rope: rope_parameters (with theta) or rope_scaling
 /// (without).
-void read_rope_record(const nlohmann::json& record, const std::string& path, RopeSpec& rope,
+void read_rope_record(const nlohmann::json& record, const std::string& path, nn::RopeOptions& rope,
                       std::vector<std::string>& unknown) {
   ConfigReader keys(record, path);
   rope.type = rope_type(keys, path);
   if (const auto theta = keys.number("rope_theta", kTheta)) rope.theta = *theta;
   keys.expect("partial_rotary_factor", 1.0, "rope turns the whole head");
-  if (rope.type == RopeType::kLlama3) read_llama3(keys, rope);
-  if (rope.type == RopeType::kYarn) read_yarn(keys, rope);
+  if (rope.type == nn::RopeType::kLlama3) read_llama3(keys, rope);
+  if (rope.type == nn::RopeType::kYarn) read_yarn(keys, rope);
   for (std::string& line : keys.unknown()) unknown.push_back(std::move(line));
-}
-
-/// 0.1 m ln(factor) + 1, yarn's growth of attention with the context.
-double growth(double factor, double m) {
-  return factor <= 1.0 ? 1.0 : 0.1 * m * std::log(factor) + 1.0;
 }
 
 }  // namespace
 
-RopeSpec read_rope(ConfigReader& keys, double default_theta, std::vector<std::string>& unknown) {
-  RopeSpec rope;
+nn::RopeOptions read_rope(ConfigReader& keys, double default_theta,
+                          std::vector<std::string>& unknown) {
+  nn::RopeOptions rope;
   rope.theta = default_theta;
   const auto theta = keys.number("rope_theta", kTheta);
   if (theta) rope.theta = *theta;
@@ -98,17 +93,18 @@ RopeSpec read_rope(ConfigReader& keys, double default_theta, std::vector<std::st
   return rope;
 }
 
-nlohmann::ordered_json rope_scaling_json(const RopeSpec& rope, std::string_view type_key) {
+nlohmann::ordered_json rope_scaling_json(const nn::RopeOptions& rope, std::string_view type_key) {
   const std::string key(type_key);
-  if (rope.type == RopeType::kDefault) return nullptr;
-  if (rope.type == RopeType::kLlama3) {
+  if (rope.type == nn::RopeType::kDefault) return nullptr;
+  if (rope.type == nn::RopeType::kLlama3) {
     return {{"factor", rope.factor},
             {"high_freq_factor", rope.high_freq_factor},
             {"low_freq_factor", rope.low_freq_factor},
             {"original_max_position_embeddings", rope.original_max_position_embeddings},
             {key, "llama3"}};
   }
-  TESSERA_INVARIANT(rope.type == RopeType::kYarn, "a kind of rope that this record does not have");
+  TESSERA_INVARIANT(rope.type == nn::RopeType::kYarn,
+                    "a kind of rope that this record does not have");
   nlohmann::ordered_json json;
   const auto add = [&](const char* name, const std::optional<double>& value) {
     if (value) json[name] = *value;
@@ -123,22 +119,6 @@ nlohmann::ordered_json rope_scaling_json(const RopeSpec& rope, std::string_view 
   if (!rope.yarn.truncate) json["truncate"] = false;
   json[key] = "yarn";
   return json;
-}
-
-double table_factor(const RopeSpec& rope) {
-  if (rope.type != RopeType::kYarn) return 1.0;
-  if (rope.yarn.attention_factor) return *rope.yarn.attention_factor;
-  const double m = rope.yarn.mscale.value_or(0.0);
-  const double all = rope.yarn.mscale_all_dim.value_or(0.0);
-  // As transformers has it: a zero counts as absent.
-  if (m != 0.0 && all != 0.0) return growth(rope.factor, m) / growth(rope.factor, all);
-  return growth(rope.factor, 1.0);
-}
-
-double softmax_factor(const RopeSpec& rope) {
-  const double all = rope.yarn.mscale_all_dim.value_or(0.0);
-  if (rope.type != RopeType::kYarn || all == 0.0) return 1.0;
-  return growth(rope.factor, all) * growth(rope.factor, all);
 }
 
 }  // namespace tessera::models

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "models/config_reader.h"
-#include "models/rope_spec.h"
+#include "nn/rope_options.h"
 
 namespace tessera::models {
 
@@ -17,10 +17,11 @@ namespace tessera::models {
 /// type. `default_theta` is the family's where neither place has one. Keys of the record that
 /// nobody knows are added to `unknown`. Errors: kConfig for a kind or a value that is not
 /// supported.
-RopeSpec read_rope(ConfigReader& keys, double default_theta, std::vector<std::string>& unknown);
+nn::RopeOptions read_rope(ConfigReader& keys, double default_theta,
+                          std::vector<std::string>& unknown);
 
 /// The record rope_scaling as the hub's configs have it, null for plain rope; `type_key` is the
 /// family's name of the key: rope_type or type.
-nlohmann::ordered_json rope_scaling_json(const RopeSpec& rope, std::string_view type_key);
+nlohmann::ordered_json rope_scaling_json(const nn::RopeOptions& rope, std::string_view type_key);
 
 }  // namespace tessera::models

@@ -7,7 +7,7 @@ namespace tessera::nn {
 AxialTable axial_table(const at::Tensor& positions, std::int64_t head_dim, double theta,
                        at::ScalarType dtype) {
   const at::Tensor frequencies =
-      inverse_frequencies({.head_dim = head_dim / 2, .theta = theta}).to(positions.device());
+      inverse_frequencies({.theta = theta}, head_dim / 2).to(positions.device());
   const at::Tensor angles = positions.to(at::kFloat).unsqueeze(3) * frequencies;
   return {angles.cos().to(dtype), angles.sin().to(dtype)};
 }

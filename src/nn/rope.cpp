@@ -54,16 +54,17 @@ struct RopeHeadsFunction : torch::autograd::Function<RopeHeadsFunction> {
 };
 
 /// 1 where a pair keeps its speed, 0 where it is slowed by the whole factor: fp32 [D/2].
-at::Tensor kept_part(const YarnScaling& yarn, std::int64_t head_dim, double theta) {
+at::Tensor kept_part(const RopeOptions& options, std::int64_t head_dim) {
   const auto dim = static_cast<double>(head_dim);
-  const auto context = static_cast<double>(yarn.original_max_position_embeddings);
+  const auto context = static_cast<double>(options.original_max_position_embeddings);
   // The number of the pair that turns so many times in the original context.
   const auto pair = [&](double turns) {
-    return dim * std::log(context / (turns * 2.0 * std::numbers::pi)) / (2.0 * std::log(theta));
+    return dim * std::log(context / (turns * 2.0 * std::numbers::pi)) /
+           (2.0 * std::log(options.theta));
   };
-  double low = pair(yarn.beta_fast);
-  double high = pair(yarn.beta_slow);
-  if (yarn.truncate) {
+  double low = pair(options.yarn.beta_fast);
+  double high = pair(options.yarn.beta_slow);
+  if (options.yarn.truncate) {
     low = std::floor(low);
     high = std::ceil(high);
   }
@@ -74,49 +75,66 @@ at::Tensor kept_part(const YarnScaling& yarn, std::int64_t head_dim, double thet
   return 1.0 - ramp.clamp(0.0, 1.0);
 }
 
-}  // namespace
-
-at::Tensor inverse_frequencies(const RopeOptions& options) {
-  const auto dim = static_cast<double>(options.head_dim);
-  const at::Tensor exponents = at::arange(0, options.head_dim, 2, at::kFloat) / dim;
-  const at::Tensor powers = at::pow(options.theta, exponents);
-  const at::Tensor plain = powers.reciprocal();
-  TESSERA_INVARIANT(!options.yarn || (!options.llama3 && !options.turned_pairs),
-                    "rope of two kinds");
-  if (options.yarn) {
-    const at::Tensor kept = kept_part(*options.yarn, options.head_dim, options.theta);
-    return (options.yarn->factor * powers).reciprocal() * (1.0 - kept) + plain * kept;
-  }
-  if (options.turned_pairs) {
-    TESSERA_INVARIANT(!options.llama3 && *options.turned_pairs <= options.head_dim / 2,
-                      "rope of two kinds, or more pairs than there are");
-    const at::Tensor turned = plain / options.factor;
-    turned.slice(0, *options.turned_pairs).zero_();
-    return turned;
-  }
-  if (!options.llama3) return plain;
-  const Llama3Scaling& scaling = *options.llama3;
-  const auto context = static_cast<double>(scaling.original_max_position_embeddings);
-  const at::Tensor wavelength = 2.0 * std::numbers::pi / plain;
-  const at::Tensor blend = (context / wavelength - scaling.low_freq_factor) /
-                           (scaling.high_freq_factor - scaling.low_freq_factor);
-  const at::Tensor stretched = plain / scaling.factor;
-  const at::Tensor between = (1.0 - blend) * stretched + blend * plain;
-  const at::Tensor longer =
-      at::where(wavelength > context / scaling.low_freq_factor, stretched, between);
-  return at::where(wavelength < context / scaling.high_freq_factor, plain, longer);
+at::Tensor yarn_frequencies(const at::Tensor& powers, const RopeOptions& options,
+                            std::int64_t head_dim) {
+  const at::Tensor kept = kept_part(options, head_dim);
+  return (options.factor * powers).reciprocal() * (1.0 - kept) + powers.reciprocal() * kept;
 }
 
-Rope::Rope(const RopeOptions& options) : options_(options) {}
+at::Tensor proportional_frequencies(const at::Tensor& plain, const RopeOptions& options,
+                                    std::int64_t head_dim) {
+  // In this order: transformers rounds down after the product.
+  const auto turned_pairs = static_cast<std::int64_t>(
+      std::floor(options.partial_rotary_factor * static_cast<double>(head_dim) / 2.0));
+  TESSERA_INVARIANT(turned_pairs <= head_dim / 2, "rope of more pairs than there are");
+  const at::Tensor turned = plain / options.factor;
+  turned.slice(0, turned_pairs).zero_();
+  return turned;
+}
+
+at::Tensor llama3_frequencies(const at::Tensor& plain, const RopeOptions& options) {
+  const auto context = static_cast<double>(options.original_max_position_embeddings);
+  const at::Tensor wavelength = 2.0 * std::numbers::pi / plain;
+  const at::Tensor blend = (context / wavelength - options.low_freq_factor) /
+                           (options.high_freq_factor - options.low_freq_factor);
+  const at::Tensor stretched = plain / options.factor;
+  const at::Tensor between = (1.0 - blend) * stretched + blend * plain;
+  const at::Tensor longer =
+      at::where(wavelength > context / options.low_freq_factor, stretched, between);
+  return at::where(wavelength < context / options.high_freq_factor, plain, longer);
+}
+
+}  // namespace
+
+at::Tensor inverse_frequencies(const RopeOptions& options, std::int64_t head_dim) {
+  const auto dim = static_cast<double>(head_dim);
+  const at::Tensor exponents = at::arange(0, head_dim, 2, at::kFloat) / dim;
+  const at::Tensor powers = at::pow(options.theta, exponents);
+  switch (options.type) {
+    case RopeType::kDefault:
+      return powers.reciprocal();
+    case RopeType::kLlama3:
+      return llama3_frequencies(powers.reciprocal(), options);
+    case RopeType::kProportional:
+      return proportional_frequencies(powers.reciprocal(), options, head_dim);
+    case RopeType::kYarn:
+      return yarn_frequencies(powers, options, head_dim);
+  }
+  TESSERA_INVARIANT(false, "a kind of rope that has no frequencies");
+}
+
+Rope::Rope(const RopeOptions& options, std::int64_t head_dim)
+    : options_(options), head_dim_(head_dim) {}
 
 RopeTable Rope::table(std::int64_t positions, at::ScalarType dtype, at::Device device) {
   const std::int64_t place = (static_cast<std::int64_t>(device.type()) << 16) + device.index();
   RopeTable& kept = tables_[{dtype, place}];
   if (!kept.cos.defined() || kept.cos.size(0) < positions) {
-    if (!frequencies_.defined()) frequencies_ = inverse_frequencies(options_);
+    if (!frequencies_.defined()) frequencies_ = inverse_frequencies(options_, head_dim_);
     const at::Tensor angles = at::outer(at::arange(positions, at::kFloat), frequencies_);
+    const double factor = table_factor(options_);
     const auto finished = [&](const at::Tensor& x) {
-      return (options_.table_factor == 1.0 ? x : x * options_.table_factor).to(device, dtype);
+      return (factor == 1.0 ? x : x * factor).to(device, dtype);
     };
     kept = {finished(angles.cos()), finished(angles.sin())};
   }

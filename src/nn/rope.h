@@ -11,45 +11,15 @@
 
 #include <cstdint>
 #include <map>
-#include <optional>
 #include <utility>
 
 #include "nn/rms_norm.h"
+#include "nn/rope_options.h"
 
 namespace tessera::nn {
 
-/// Stretches long wavelengths by `factor`, keeps short ones, blends between.
-struct Llama3Scaling {
-  double factor = 1.0;
-  double low_freq_factor = 1.0;
-  double high_freq_factor = 1.0;
-  std::int64_t original_max_position_embeddings = 0;
-};
-
-/// Slows a pair by `factor` where it turns less than `beta_slow` times in the original context,
-/// not where more than `beta_fast` times, blends between, linearly over the pairs' numbers.
-struct YarnScaling {
-  double factor = 1.0;
-  double beta_fast = 32.0;
-  double beta_slow = 1.0;
-  std::int64_t original_max_position_embeddings = 0;
-  bool truncate = true;  ///< the two borders are rounded outwards to whole numbers
-};
-
-struct RopeOptions {
-  std::int64_t head_dim = 0;
-  double theta = 10000.0;
-  std::optional<Llama3Scaling> llama3 = std::nullopt;
-  std::optional<YarnScaling> yarn = std::nullopt;
-  double table_factor = 1.0;  ///< of cos and sin, in fp32 before they are rounded
-  /// `proportional`: the first so many pairs turn, all others pass unchanged; frequencies are those
-  /// of the whole head, divided by `factor`.
-  std::optional<std::int64_t> turned_pairs = std::nullopt;
-  double factor = 1.0;
-};
-
 /// fp32 [D/2].
-at::Tensor inverse_frequencies(const RopeOptions& options);
+at::Tensor inverse_frequencies(const RopeOptions& options, std::int64_t head_dim);
 
 /// cos and sin [T, D/2] of positions 0..T-1.
 struct RopeTable {
@@ -61,11 +31,13 @@ struct RopeTable {
 /// Threads: one at a time.
 class Rope {
  public:
-  explicit Rope(const RopeOptions& options);
+  /// Of a head, or of a part of one, with so many elements that turn.
+  Rope(const RopeOptions& options, std::int64_t head_dim);
   RopeTable table(std::int64_t positions, at::ScalarType dtype, at::Device device);
 
  private:
   RopeOptions options_;
+  std::int64_t head_dim_;
   at::Tensor frequencies_;  // made with the first table: a model that is only described needs none
   std::map<std::pair<at::ScalarType, std::int64_t>, RopeTable> tables_;
 };

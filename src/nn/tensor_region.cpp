@@ -20,25 +20,25 @@ ParameterLayout layout_of(AxisPlacement placement) {
 
 }  // namespace
 
-TensorRegion::TensorRegion(parallel::Axis axis, Stream stream)
-    : axis_(std::move(axis)), stream_(stream) {}
+TensorRegion::TensorRegion(parallel::Axis axis, SequenceParallel sequence)
+    : axis_(std::move(axis)), sequence_(sequence) {}
 
 at::Tensor TensorRegion::enter(const at::Tensor& x) const {
   if (size() == 1) return x;
-  return stream_ == Stream::kShards
+  return sequence_ == SequenceParallel::kYes
              ? parallel::all_gather(x, axis_, {kPositions}, parallel::To::kReplicate, "enter")
              : parallel::copy(x, axis_, "enter");
 }
 
 at::Tensor TensorRegion::leave(const at::Tensor& addend) const {
   if (size() == 1) return addend;
-  return stream_ == Stream::kShards
+  return sequence_ == SequenceParallel::kYes
              ? parallel::reduce_scatter(addend, axis_, {kPositions}, "leave")
              : parallel::all_reduce(addend, axis_, parallel::To::kInvariant, "leave");
 }
 
 at::Tensor TensorRegion::into_stream(const at::Tensor& x) const {
-  if (size() == 1 || stream_ == Stream::kWhole) return x;
+  if (size() == 1 || sequence_ == SequenceParallel::kNo) return x;
   return parallel::slice(x, axis_, {kPositions}, parallel::From::kInvariant, "into the stream");
 }
 
@@ -57,7 +57,7 @@ ParameterLayout TensorRegion::everywhere() const {
 }
 
 ParameterLayout TensorRegion::on_stream() const {
-  return stream_ == Stream::kShards ? inside() : everywhere();
+  return sequence_ == SequenceParallel::kYes ? inside() : everywhere();
 }
 
 ParameterLayout TensorRegion::heads(std::int64_t heads) const {

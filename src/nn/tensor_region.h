@@ -1,12 +1,13 @@
 // TensorRegion: the stretch of a layer in which the ranks of the tensor-parallel axis share the
 // work, from the tokens between layers to the tokens between layers.
 //
-// Between layers (the *stream*) a rank holds an equal part of every row's positions (sequence
-// parallel) or all of them; inside, every rank sees all tokens and computes with its part of the
-// matrices: a column-parallel product first, a row-parallel one last, whose results are addends. A
-// layer says of each of its parameters what it is here, and gets the layout that it declares
-// (tessera/placement.h). With one rank everything is the identity and declares nothing. Source:
-// Megatron-LM's f and g, sequence parallelism included (arXiv 1909.08053, 2205.05198). Next:
+// Between layers (the residual stream) a rank holds an equal part of every row's positions
+// (sequence parallel) or all of them; inside, every rank sees all tokens and computes with its part
+// of the matrices: a column-parallel product first, a row-parallel one last, whose results are
+// addends. A layer says of each of its parameters what it is here, and gets the layout that it
+// declares (tessera/placement.h). With one rank everything is the identity and declares nothing.
+// Source: Megatron-LM's f and g, sequence parallelism included (arXiv 1909.08053, 2205.05198).
+// Next:
 // ../parallel/, linear.h.
 #pragma once
 
@@ -16,26 +17,21 @@
 #include <memory>
 #include <optional>
 
+#include "layout/parallel_dims.h"
 #include "parallel/axis.h"
 #include "tessera/placement.h"
 
 namespace tessera::nn {
 
-/// What a rank holds of the tokens between layers.
-enum class Stream : std::uint8_t {
-  kWhole,   ///< all positions, Invariant over the axis
-  kShards,  ///< positions [rank * T / n, (rank + 1) * T / n) of every row, Shard(1)
-};
-
 class TensorRegion {
  public:
   TensorRegion() = default;  ///< one rank
-  TensorRegion(parallel::Axis axis, Stream stream);
+  TensorRegion(parallel::Axis axis, SequenceParallel sequence);
 
   int size() const { return axis_.size; }
   int rank() const { return axis_.rank; }
   const parallel::Axis& axis() const { return axis_; }
-  Stream stream() const { return stream_; }
+  SequenceParallel sequence() const { return sequence_; }
   /// What this rank has of `whole` equal parts.
   std::int64_t part_of(std::int64_t whole) const { return whole / size(); }
 
@@ -53,14 +49,14 @@ class TensorRegion {
   ParameterLayout column(int dim = 0) const;  ///< Shard(0): outputs are a part of all
   ParameterLayout row() const;                ///< Shard(1): inputs are a part of all
   ParameterLayout inside() const;             ///< Replicate, gradient Partial
-  ParameterLayout on_stream() const;          ///< inside() on shards, else Invariant
+  ParameterLayout on_stream() const;          ///< inside() where it is cut, else Invariant
   ParameterLayout everywhere() const;         ///< Invariant
   /// Dim 0 cut by so many heads; where they are fewer than the ranks, ranks share one.
   ParameterLayout heads(std::int64_t heads) const;
 
  private:
   parallel::Axis axis_;
-  Stream stream_ = Stream::kWhole;
+  SequenceParallel sequence_ = SequenceParallel::kNo;
 };
 
 /// Key and value heads that one rank computes with.

@@ -85,8 +85,8 @@ ParameterMeta adapter_meta(const models::ParameterSpec& adapter, Purpose purpose
 }
 
 std::vector<ParameterMeta> metas_of(const ModelSource& source, const ModelConfig& model,
-                                    const models::ModelDegrees& degrees, Purpose purpose) {
-  const auto table = models::describe(source.spec, source.lora, degrees).parameters;
+                                    const ParallelDims& dims, Purpose purpose) {
+  const auto table = models::describe(source.spec, source.lora, dims).parameters;
   // Before anything of the config.json's sizes is allocated.
   if (source.folder) check_tensors(source);
   if (source.adapters) check_adapters(source);
@@ -141,7 +141,7 @@ std::vector<BufferMeta> buffer_metas_of(const ModelSource& source,
 }
 
 /// What a checkpoint of adapters brings along has not been in the config.
-void check_dropout(const models::LoraSpec& lora, const ParallelDims& dims, Purpose purpose) {
+void check_dropout(const LoraSpec& lora, const ParallelDims& dims, Purpose purpose) {
   TESSERA_CHECK(lora.dropout == 0 || dims.tp == 1 || purpose == Purpose::kInference,
                 ErrorKind::kConfig, "lora.dropout: found adapters with dropout ", lora.dropout,
                 " and tensor_parallel_degree ", dims.tp,
@@ -165,8 +165,7 @@ ModelContract resolve_model(const ModelSource& source, const Config& config,
   TESSERA_CHECK(
       !config.model.score_before_experts || source.spec.moe, ErrorKind::kConfig,
       "model.score_before_experts: found true for a model without experts, expected false");
-  const auto metas =
-      metas_of(source, config.model, model_degrees(config.parallelism, dims), purpose);
+  const auto metas = metas_of(source, config.model, dims, purpose);
   // The loss is already divided by the batch's kept labels.
   const DataAxes data(mesh_shape(dims), 1.0);
   auto policy = precision_policy(config.precision, config.optimizer);

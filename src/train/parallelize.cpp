@@ -52,11 +52,9 @@ parallel::Axis activations(const Mesh& mesh, std::string_view name,
 
 models::ModelAxes model_axes(const Config& config, const ParallelDims& dims, const Mesh& mesh) {
   const DTypeChoice& sums = config.precision.activation_reduce_dtype;
-  const auto stream =
-      config.parallelism.sequence_parallel ? nn::Stream::kShards : nn::Stream::kWhole;
   models::ModelAxes axes;
-  axes.degrees = model_degrees(config.parallelism, dims);
-  axes.tensor = nn::TensorRegion(activations(mesh, axis::kTensor, sums), stream);
+  axes.degrees = dims;
+  axes.tensor = nn::TensorRegion(activations(mesh, axis::kTensor, sums), axes.degrees.sequence);
   if (dims.ep > 1) axes.experts = activations(mesh, axis::kExpert, sums);
   if (config.model.score_before_experts) axes.score = moe::Score::kBeforeExperts;
   return axes;

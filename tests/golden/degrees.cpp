@@ -10,7 +10,6 @@ namespace {
 
 /// A shape in all its forms.
 void add_forms(std::vector<Degrees>& all, Degrees shape, Experts experts) {
-  using models::RouterTokens;
   for (const bool sequence : {true, false}) {
     for (const auto router : {RouterTokens::kShards, RouterTokens::kAll}) {
       const bool routes_alike = shape.etp > 1 || experts == Experts::kNone || shape.tp == 1;
@@ -43,7 +42,7 @@ void add_of_ranks(std::vector<Degrees>& all, int ranks, Experts experts) {
 std::string to_string(const Degrees& d) {
   return concat("dp_replicate ", d.replicate, ", dp_shard ", d.shard, ", tp ", d.tp, ", ep ", d.ep,
                 ", etp ", d.etp, d.sequence ? ", sequence shards" : ", whole sequence",
-                d.router == models::RouterTokens::kAll ? ", router on all tokens" : "");
+                d.router == RouterTokens::kAll ? ", router on all tokens" : "");
 }
 
 std::vector<Degrees> all_degrees(Experts experts) {
@@ -53,7 +52,7 @@ std::vector<Degrees> all_degrees(Experts experts) {
 }
 
 std::vector<Degrees> one_of_each_form(Experts experts) {
-  constexpr auto kAll = models::RouterTokens::kAll;
+  constexpr auto kAll = RouterTokens::kAll;
   std::vector<Degrees> some{{},
                             {.shard = 2},
                             {.replicate = 2, .shard = 2},

@@ -7,6 +7,7 @@
 #include "golden/layouts.h"
 #include "models/model_degrees.h"
 #include "train/config/config.h"
+#include "layout/parallel_dims.h"
 
 namespace tessera::golden {
 
@@ -17,7 +18,7 @@ struct Degrees {
   int ep = 1;
   int etp = 1;
   bool sequence = true;  ///< sequence parallel
-  models::RouterTokens router = models::RouterTokens::kShards;
+  RouterTokens router = RouterTokens::kShards;
   int ranks() const { return replicate * shard * tp; }
 };
 std::string to_string(const Degrees& degrees);

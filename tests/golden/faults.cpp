@@ -34,7 +34,7 @@ std::string short_text(const Degrees& d) {
   if (d.ep > 1) result += concat(", ep ", d.ep);
   if (d.etp > 1) result += concat(", etp ", d.etp);
   if (d.tp > 1) result += d.sequence ? ", sequence shards" : ", whole sequence";
-  if (d.router == models::RouterTokens::kAll) result += ", router on all";
+  if (d.router == RouterTokens::kAll) result += ", router on all";
   return result;
 }
 

@@ -64,7 +64,7 @@ Changes counts_over_dp_alone() {
 }
 
 std::vector<Fault> of_the_auxiliary_loss() {
-  const Degrees all{.tp = 2, .router = models::RouterTokens::kAll};
+  const Degrees all{.tp = 2, .router = RouterTokens::kAll};
   const Degrees cut{.tp = 2, .etp = 2};
   const auto setting = Setting::kAuxiliaryLoss;
   return {
@@ -89,7 +89,7 @@ std::vector<Fault> of_the_auxiliary_loss() {
 
 std::vector<Fault> faults_of_counts() {
   std::vector<Fault> faults = of_the_auxiliary_loss();
-  const Degrees all{.tp = 2, .router = models::RouterTokens::kAll};
+  const Degrees all{.tp = 2, .router = RouterTokens::kAll};
   const Degrees lent{.shard = 2, .tp = 2, .ep = 2};
   const std::vector<Fault> of_the_bias{
       {"CountsNotSummedOverTp", "Each tp rank balances by the tokens of its own shards",

@@ -26,7 +26,7 @@ Changes placed(const std::string& ending, const ParameterLayout& layout) {
 
 std::vector<Fault> of_routers() {
   const Degrees shards{.tp = 2};
-  const Degrees all{.tp = 2, .router = models::RouterTokens::kAll};
+  const Degrees all{.tp = 2, .router = RouterTokens::kAll};
   const Degrees cut{.tp = 2, .etp = 2};
   const auto gate = invariant("tp", 2);
   return {

@@ -94,7 +94,7 @@ bool is_expert_beyond_the_first_of_tp(const RankParts& rank, const ShardView& vi
 
 std::vector<Fault> of_experts() {
   const Degrees experts{.shard = 2, .ep = 2};
-  const Degrees lent{.tp = 2, .ep = 2, .router = models::RouterTokens::kAll};
+  const Degrees lent{.tp = 2, .ep = 2, .router = RouterTokens::kAll};
   const Degrees spread{.shard = 2, .tp = 2, .ep = 2, .etp = 2};
   return {
       {"ExpertsDividedByAnotherFactor",

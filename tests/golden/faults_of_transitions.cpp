@@ -127,7 +127,7 @@ Changes rows_summed_before_scores() {
 std::vector<Fault> at_the_boundary() {
   const Degrees shards{.tp = 2};
   const Degrees whole{.tp = 2, .sequence = false};
-  const Degrees all{.tp = 2, .router = models::RouterTokens::kAll};
+  const Degrees all{.tp = 2, .router = RouterTokens::kAll};
   return {
       {"BoundaryAssumesReplicate", "The gradient at a region's entry is sliced, not reduced",
        "torchtitan #2416, second defect", kQwen, all,
@@ -155,8 +155,8 @@ std::vector<Fault> at_the_boundary() {
 
 std::vector<Fault> inside_experts() {
   const Degrees whole{.tp = 2, .sequence = false};
-  const Degrees all{.tp = 2, .router = models::RouterTokens::kAll};
-  const Degrees lent{.tp = 2, .ep = 2, .router = models::RouterTokens::kAll};
+  const Degrees all{.tp = 2, .router = RouterTokens::kAll};
+  const Degrees lent{.tp = 2, .ep = 2, .router = RouterTokens::kAll};
   const Degrees cut{.tp = 2, .etp = 2};
   const Degrees spread{.shard = 2, .tp = 2, .ep = 2, .etp = 2};
   return {

@@ -117,7 +117,7 @@ class RankOfStep {
   std::atomic<int>& acted_;
   train::Config config_;
   train::ModelSource source_;
-  train::ParallelDims dims_;
+  ParallelDims dims_;
   std::optional<Mesh> mesh_;
   std::unique_ptr<train::BatchSource> batch_;
 };

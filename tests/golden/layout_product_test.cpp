@@ -71,8 +71,7 @@ Case case_of(const test::Choice& choice) {
 /// Not what is refused (layout_refusals_test.cpp), and not what another case is already.
 bool is_case(const Case& c) {
   const Degrees& degrees = c.degrees;
-  const bool of_experts =
-      degrees.ep > 1 || degrees.etp > 1 || degrees.router == models::RouterTokens::kAll;
+  const bool of_experts = degrees.ep > 1 || degrees.etp > 1 || degrees.router == RouterTokens::kAll;
   if (of_experts && c.folder.starts_with("llama")) return false;
   // The batch has two rows: two ranks with rows of their own have one each, in one forward.
   const bool shares_rows = degrees.replicate * degrees.shard > 1;

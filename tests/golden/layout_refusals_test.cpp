@@ -66,12 +66,12 @@ TEST_F(LayoutRefusals, DegreesThatDivideNothingAreRefusedWithTheirKeyAndRule) {
 // Sizes that no folder has: the rules alone.
 TEST_F(LayoutRefusals, EverySizeThatIsCutIsAsked) {
   const auto spec = train::open_model(config_for("deepseek-v2-fp32", {}).model).spec;
-  const auto refusal = [&](const models::ModelDegrees& degrees, auto&& change) {
+  const auto refusal = [&](const ParallelDims& degrees, auto&& change) {
     models::ModelSpec other = spec;
     change(other);
     return error_of(ErrorKind::kConfig, [&] { models::check_degrees(other, degrees); });
   };
-  const models::ModelDegrees two{.tp = 2};
+  const ParallelDims two{.tp = 2};
   EXPECT_THAT(refusal(two, [](auto& s) { s.vocab_size = 127; }), HasSubstr("vocab_size = 127"));
   EXPECT_THAT(refusal(two, [](auto& s) { s.intermediate_size = 63; }),
               HasSubstr("intermediate_size = 63"));

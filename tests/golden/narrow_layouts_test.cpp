@@ -28,7 +28,7 @@ TEST_P(NarrowLayouts, GradientsPointTheSameWayWithTheRecordedRouting) {
                              {.shard = 2, .tp = 2, .ep = 4},
                              {.tp = 2, .etp = 2},
                              {.shard = 2, .tp = 2, .ep = 2, .etp = 2},
-                             {.tp = 2, .router = models::RouterTokens::kAll}};
+                             {.tp = 2, .router = RouterTokens::kAll}};
   for (const Degrees& degrees : layouts) {
     SCOPED_TRACE(to_string(degrees));
     auto config = config_for(GetParam(), degrees);

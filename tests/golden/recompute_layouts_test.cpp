@@ -13,7 +13,7 @@ class RecomputeLayouts : public ::testing::TestWithParam<std::string> {
   std::vector<Degrees> layouts() const {
     std::vector<Degrees> all{{.tp = 2}, {.tp = 2, .sequence = false}, {.shard = 2, .tp = 2}};
     if (GetParam().starts_with("llama")) return all;
-    all.push_back({.tp = 2, .router = models::RouterTokens::kAll});
+    all.push_back({.tp = 2, .router = RouterTokens::kAll});
     all.push_back({.shard = 2, .ep = 2});
     all.push_back({.tp = 2, .ep = 2});
     all.push_back({.shard = 2, .tp = 2, .ep = 4});

@@ -21,7 +21,7 @@ std::vector<Degrees> layouts() {
   auto all = one_of_each_form(Experts::kSome);
   all.push_back({.shard = 3});  // one rank without rows
   all.push_back({.replicate = 2});
-  all.push_back({.replicate = 2, .tp = 2, .sequence = false, .router = models::RouterTokens::kAll});
+  all.push_back({.replicate = 2, .tp = 2, .sequence = false, .router = RouterTokens::kAll});
   all.push_back({.shard = 2, .tp = 2, .sequence = false});
   all.push_back({.shard = 2, .tp = 2, .ep = 2, .etp = 2, .sequence = false});
   return all;

@@ -37,7 +37,7 @@ const Degrees kLayouts[] = {{.tp = 2},
                             {.tp = 2, .etp = 2},
                             {.shard = 2, .ep = 2},
                             {.tp = 2, .ep = 2},
-                            {.tp = 2, .ep = 2, .router = models::RouterTokens::kAll},
+                            {.tp = 2, .ep = 2, .router = RouterTokens::kAll},
                             {.shard = 2, .tp = 2, .ep = 2},
                             {.shard = 2, .tp = 2, .ep = 2, .etp = 2},
                             {.shard = 2, .tp = 2, .ep = 4}};

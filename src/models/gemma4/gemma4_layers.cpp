@@ -98,15 +98,15 @@ const char* name_of(LayerType type) {
   return type == LayerType::kSliding ? kSlidingAttention : kFullAttention;
 }
 
-RopeSpec default_rope(LayerType type) {
+nn::RopeOptions default_rope(LayerType type) {
   if (type == LayerType::kSliding) return {.theta = 1e4};
-  return {.theta = 1e6, .type = RopeType::kProportional, .partial_rotary_factor = 0.25};
+  return {.theta = 1e6, .type = nn::RopeType::kProportional, .partial_rotary_factor = 0.25};
 }
 
-RopeSpec read_layer_rope(const nlohmann::json& record, LayerType type,
-                         std::vector<std::string>& unknown) {
+nn::RopeOptions read_layer_rope(const nlohmann::json& record, LayerType type,
+                                std::vector<std::string>& unknown) {
   ConfigReader keys(record, concat("text_config.rope_parameters.", name_of(type), "."));
-  RopeSpec rope;
+  nn::RopeOptions rope;
   const std::string kind = keys.word("rope_type").value_or("default");
   if (kind != "default" && kind != "proportional") {
     keys.refuse("rope_type", "\"default\" or \"proportional\"");
@@ -115,7 +115,7 @@ RopeSpec read_layer_rope(const nlohmann::json& record, LayerType type,
   if (!theta) keys.refuse("rope_theta", "a number");
   rope.theta = *theta;
   if (kind == "proportional") {
-    rope.type = RopeType::kProportional;
+    rope.type = nn::RopeType::kProportional;
     rope.partial_rotary_factor = keys.number("partial_rotary_factor", {0.0, 1.0}).value_or(1.0);
     rope.factor = keys.number("factor", {1e-6, 1e9}).value_or(1.0);
   } else {
@@ -126,14 +126,14 @@ RopeSpec read_layer_rope(const nlohmann::json& record, LayerType type,
   return rope;
 }
 
-nlohmann::ordered_json rope_json(const RopeSpec& rope) {
+nlohmann::ordered_json rope_json(const nn::RopeOptions& rope) {
   nlohmann::ordered_json json;
-  if (rope.type == RopeType::kProportional) {
+  if (rope.type == nn::RopeType::kProportional) {
     if (rope.factor != 1.0) json["factor"] = rope.factor;
     json["partial_rotary_factor"] = rope.partial_rotary_factor;
   }
   json["rope_theta"] = rope.theta;
-  json["rope_type"] = rope.type == RopeType::kProportional ? "proportional" : "default";
+  json["rope_type"] = rope.type == nn::RopeType::kProportional ? "proportional" : "default";
   return json;
 }
 

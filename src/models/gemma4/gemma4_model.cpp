@@ -7,7 +7,6 @@
 #include <cmath>
 #include <utility>
 
-#include "models/rope_options.h"
 #include "models/unit_of_slot.h"
 #include "nn/loss.h"
 #include "nn/masked_attention.h"
@@ -64,8 +63,8 @@ Gemma4Model::Gemma4Model(const ModelSpec& spec, const ModelAxes& axes)
     const Gemma4Layer& layer = gemma.layers[i];
     auto& rope = ropes[static_cast<std::size_t>(layer.type)];
     if (!rope) {
-      const RopeSpec& kind = layer.type == LayerType::kFull ? gemma.full_rope : spec.rope;
-      rope = std::make_shared<nn::Rope>(rope_options(kind, layer.head_dim));
+      const nn::RopeOptions& kind = layer.type == LayerType::kFull ? gemma.full_rope : spec.rope;
+      rope = std::make_shared<nn::Rope>(kind, layer.head_dim);
     }
     layers_.emplace_back(layers->register_module(
         std::to_string(i), std::make_shared<Gemma4TextLayer>(spec, i, axes, rope)));
@@ -116,7 +115,7 @@ at::Tensor Gemma4Model::place(const at::Tensor& x, const at::Tensor& image_token
   TESSERA_CHECK(places.size(0) == projected.size(0), ErrorKind::kFormat, "input_ids: found ",
                 places.size(0), " image tokens (id ", spec_.gemma4->image_token_id, "), expected ",
                 projected.size(0), ", as many as the images make");
-  if (region_.size() == 1 || region_.stream() == nn::Stream::kWhole) {
+  if (region_.size() == 1 || region_.sequence() == SequenceParallel::kNo) {
     return x.reshape({image_tokens.numel(), x.size(2)})
         .index_copy(0, places, projected.to(x.scalar_type()))
         .view(x.sizes());

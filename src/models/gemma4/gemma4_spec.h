@@ -11,7 +11,7 @@
 
 #include "models/image_tokens.h"
 #include "models/layer_type.h"
-#include "models/rope_spec.h"
+#include "nn/rope_options.h"
 
 namespace tessera::models {
 
@@ -58,7 +58,7 @@ struct Gemma4Spec {
   std::int64_t sliding_window = 512;
   bool attention_k_eq_v = false;
   ImageAttention image_attention = ImageAttention::kCausal;
-  RopeSpec full_rope;  ///< of kFull layers
+  nn::RopeOptions full_rope;  ///< of kFull layers
   std::optional<double> final_logit_softcapping;
   std::optional<Gemma4Vision> vision;  ///< none = text only
   std::int64_t image_token_id = 258880;

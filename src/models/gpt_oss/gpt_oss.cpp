@@ -63,7 +63,7 @@ void write_gpt_oss(const ModelSpec& spec, nlohmann::ordered_json& json) {
     json["initial_context_length"] = spec.rope.original_max_position_embeddings;
   }
   json["layer_types"] = layer_types_json(spec.layer_types);
-  if (spec.rope.type == RopeType::kDefault) json["rope_scaling"] = {{"rope_type", "default"}};
+  if (spec.rope.type == nn::RopeType::kDefault) json["rope_scaling"] = {{"rope_type", "default"}};
   json["num_experts_per_tok"] = moe.experts_per_token;
   json["num_local_experts"] = moe.num_experts;
   json["sliding_window"] = spec.sliding_window;

@@ -15,11 +15,7 @@ RunIdentity identity_of(const Config& config, const ModelSource& source, const B
   RunIdentity identity;
   identity.spec = source.spec;
   identity.seed = config.debug.seed;
-  if (source.lora) {
-    const auto& lora = source.lora;
-    identity.lora = {tensors_hash(*source.folder, world), lora.rank, lora.alpha, lora.dropout,
-                     lora.layers};
-  }
+  if (source.lora) identity.lora = {source.lora, tensors_hash(*source.folder, world)};
   // Whoever reads the checkpoint has to know what its tokens are.
   if (data_kind(config.data.path, "data.path") == DataKind::kText) {
     identity.spec.tessera_tokenizer = "bytes";

@@ -14,7 +14,8 @@
 #include <string_view>
 #include <vector>
 
-#include "models/model_degrees.h"
+#include "base/lora_spec.h"
+#include "layout/parallel_dims.h"
 #include "tessera/loss_scale.h"
 #include "tessera/precision.h"
 #include "tessera/recompute_mode.h"
@@ -73,7 +74,7 @@ struct ParallelismConfig {
   int expert_tensor_parallel_degree = 1;
   int pipeline_parallel_degree = 1;
   bool sequence_parallel = true;
-  models::RouterTokens moe_router = models::RouterTokens::kShards;
+  RouterTokens moe_router = RouterTokens::kShards;
   bool reshard_after_forward = true;
   bool operator==(const ParallelismConfig&) const = default;
 };
@@ -94,14 +95,6 @@ struct PrecisionConfig {
 struct ActivationCheckpointConfig {
   RecomputeMode mode = RecomputeMode::kNone;
   bool operator==(const ActivationCheckpointConfig&) const = default;
-};
-
-struct LoraConfig {
-  std::int64_t rank = 0;        ///< 0 = no adapters
-  std::optional<double> alpha;  ///< none = rank
-  std::vector<std::string> targets;
-  double dropout = 0.0;
-  bool operator==(const LoraConfig&) const = default;
 };
 
 struct OptimizerConfig {
@@ -176,7 +169,7 @@ struct Config {
   ParallelismConfig parallelism;
   PrecisionConfig precision;
   ActivationCheckpointConfig activation_checkpoint;
-  LoraConfig lora;
+  LoraRequest lora;
   GradScalerOptions grad_scaler;
   OptimizerConfig optimizer;
   LrSchedulerConfig lr_scheduler;

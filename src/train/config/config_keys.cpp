@@ -9,9 +9,9 @@
 namespace tessera::train {
 
 template <>
-struct EnumWords<models::RouterTokens> {
-  static constexpr std::array<std::pair<std::string_view, models::RouterTokens>, 2> kWords{
-      {{"shards", models::RouterTokens::kShards}, {"all", models::RouterTokens::kAll}}};
+struct EnumWords<RouterTokens> {
+  static constexpr std::array<std::pair<std::string_view, RouterTokens>, 2> kWords{
+      {{"shards", RouterTokens::kShards}, {"all", RouterTokens::kAll}}};
 };
 template <>
 struct EnumWords<DeviceName> {
@@ -51,7 +51,7 @@ struct EnumWords<MasterRequest> {
       {{"auto", MasterRequest::kAuto}, {"none", MasterRequest::kNone}}};
 };
 template <>
-struct Codec<models::RouterTokens> : EnumCodec<models::RouterTokens> {};
+struct Codec<RouterTokens> : EnumCodec<RouterTokens> {};
 template <>
 struct Codec<FrozenAs> : EnumCodec<FrozenAs> {};
 template <>

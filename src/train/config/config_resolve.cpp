@@ -26,16 +26,14 @@ void check_built(const Config& config) {
                 "and training on CUDA is not yet built");
 }
 
-void check_lora(const LoraConfig& lora, const ModelConfig& model) {
+void check_lora(const LoraRequest& lora, const ModelConfig& model) {
   if (lora.rank == 0) {
-    TESSERA_CHECK(lora == LoraConfig{}, ErrorKind::kConfig,
+    TESSERA_CHECK(lora == LoraRequest{}, ErrorKind::kConfig,
                   "lora: found alpha, targets or dropout with rank 0, expected a rank above 0 "
                   "beside them; set lora.rank or leave them out");
     return;
   }
-  TESSERA_CHECK(!lora.targets.empty(), ErrorKind::kConfig,
-                "lora.targets: found nothing, expected the linear layers that get an adapter, as "
-                "[\"q_proj\", \"v_proj\"]");
+  check_targets(lora);
   TESSERA_CHECK(lora.alpha != 0.0, ErrorKind::kConfig,
                 "lora.alpha: found 0, expected a number above 0: adapters that count for nothing "
                 "get no gradient and learn nothing; default: rank");
@@ -170,6 +168,8 @@ ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world
   dims.tp = parallelism.tensor_parallel_degree;
   dims.ep = parallelism.expert_parallel_degree;
   dims.etp = parallelism.expert_tensor_parallel_degree;
+  dims.sequence = parallelism.sequence_parallel ? SequenceParallel::kYes : SequenceParallel::kNo;
+  dims.router = parallelism.moe_router;
   const std::int64_t others = bounded_product({dims.pp, dims.dp_replicate, dims.tp});
   const int asked = parallelism.data_parallel_shard_degree;
   TESSERA_CHECK(world_size % others == 0, ErrorKind::kConfig,
@@ -184,15 +184,6 @@ ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world
                 " rank(s) of the other axes");
   check_expert_ranks(dims);
   return dims;
-}
-
-models::ModelDegrees model_degrees(const ParallelismConfig& parallelism, const ParallelDims& dims) {
-  return {.tp = dims.tp,
-          .ep = dims.ep,
-          .etp = dims.etp,
-          .sequence = parallelism.sequence_parallel ? models::SequenceParallel::kYes
-                                                    : models::SequenceParallel::kNo,
-          .router = parallelism.moe_router};
 }
 
 void check_positions(const ParallelismConfig& parallelism, std::int64_t positions) {

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "train/config/config.h"
+#include "layout/parallel_dims.h"
 
 namespace tessera::train {
 
@@ -19,29 +20,10 @@ enum class Verb : std::uint8_t { kTrain, kGradients, kContract };
 /// Errors: kConfig naming the key: missing ones, contradictions, what is not yet built.
 void validate(const Config& config, Verb verb);
 
-/// Every degree, -1 filled in.
-struct ParallelDims {
-  int pp = 1;
-  int dp_replicate = 1;
-  int dp_shard = 1;
-  int cp = 1;
-  int tp = 1;
-  int ep = 1;
-  int etp = 1;
-  int data_ranks() const { return dp_replicate * dp_shard; }
-  /// Ranks that hold the same experts, in one replica.
-  int expert_data() const { return dp_shard * cp * tp / (ep * etp); }
-  int world_size() const { return pp * dp_replicate * dp_shard * cp * tp; }
-  bool operator==(const ParallelDims&) const = default;
-};
-
-/// Errors: kConfig when no value of data_parallel_shard_degree gives `world_size`, or where experts
-/// cannot be shared so: expert_tensor is 1 or tensor, and expert x expert_tensor divides
-/// data_parallel_shard x tensor.
+/// Every degree, -1 filled in. Errors: kConfig when no value of data_parallel_shard_degree gives
+/// `world_size`, or where experts cannot be shared so: expert_tensor is 1 or tensor, and expert x
+/// expert_tensor divides data_parallel_shard x tensor.
 ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world_size);
-
-/// What a model is told of them.
-models::ModelDegrees model_degrees(const ParallelismConfig& parallelism, const ParallelDims& dims);
 
 /// Errors: kConfig for rows of `positions` tokens that sequence parallelism cannot share out.
 void check_positions(const ParallelismConfig& parallelism, std::int64_t positions);

@@ -42,8 +42,8 @@ std::optional<CheckpointFolder> adapters_at(const ModelConfig& model) {
 
 /// The layers that a manifest lists are names, in the model's order: not patterns, which a run's
 /// configuration has. Errors: kFormat naming `manifest`.
-models::LoraSpec lora_of(const CheckpointLora& kept, const models::ModelSpec& spec,
-                         const std::string& manifest) {
+LoraSpec lora_of(const CheckpointLora& kept, const models::ModelSpec& spec,
+                 const std::string& manifest) {
   const auto known = models::adaptable_layers(spec);
   for (const std::string& layer : kept.layers) {
     TESSERA_CHECK(std::ranges::find(known, layer) != known.end(), ErrorKind::kFormat, manifest,
@@ -52,7 +52,7 @@ models::LoraSpec lora_of(const CheckpointLora& kept, const models::ModelSpec& sp
   }
   auto lora = [&] {
     try {
-      return models::plan_lora(spec, {kept.rank, kept.alpha, kept.dropout, kept.layers});
+      return models::plan_lora(spec, {kept.rank, kept.alpha, kept.layers, kept.dropout});
     } catch (const Error& error) {
       throw Error(ErrorKind::kFormat, concat(manifest, ": ", error.what()));
     }
@@ -65,7 +65,7 @@ models::LoraSpec lora_of(const CheckpointLora& kept, const models::ModelSpec& sp
 
 /// The adapters, beside the model that they were trained beside.
 ModelSource open_adapters(CheckpointFolder adapters, const ModelConfig& model,
-                          const LoraConfig& lora, Purpose purpose) {
+                          const LoraRequest& lora, Purpose purpose) {
   TESSERA_CHECK(lora.rank == 0, ErrorKind::kConfig, "lora.rank: found ", lora.rank,
                 " for a checkpoint of adapters (", printable(model.path, 1024),
                 "), expected 0: it says itself what they are");
@@ -89,14 +89,9 @@ ModelSource open_adapters(CheckpointFolder adapters, const ModelConfig& model,
   return source;
 }
 
-models::LoraRequest request_of(const LoraConfig& lora) {
-  return {lora.rank, lora.alpha.value_or(static_cast<double>(lora.rank)), lora.dropout,
-          lora.targets};
-}
-
 }  // namespace
 
-ModelSource open_model(const ModelConfig& model, const LoraConfig& lora, Purpose purpose) {
+ModelSource open_model(const ModelConfig& model, const LoraRequest& lora, Purpose purpose) {
   if (auto adapters = adapters_at(model)) {
     return open_adapters(std::move(*adapters), model, lora, purpose);
   }
@@ -132,7 +127,7 @@ ModelSource open_model(const ModelConfig& model, const LoraConfig& lora, Purpose
   }();
   for (const auto& warning : parsed.warnings) log::warn("config.json: ", warning);
   source.spec = std::move(parsed.spec);
-  source.lora = models::plan_lora(source.spec, request_of(lora));
+  source.lora = models::plan_lora(source.spec, lora);
   source.description = models::describe(source.spec, source.lora);
   return source;
 }

@@ -32,7 +32,7 @@ struct ModelSource {
   /// checkpoint began with; empty where training began from scratch.
   std::filesystem::path origin;
   /// Adapters beside the model, which is frozen then.
-  models::LoraSpec lora;
+  LoraSpec lora;
   /// Where the adapters are trained already: a checkpoint of them (`folder` is the model they were
   /// trained beside), and what that model's tensors must be (tensors_hash).
   std::shared_ptr<const TensorSource> adapters;
@@ -41,7 +41,7 @@ struct ModelSource {
 /// Reads no weight: whoever does verifies a checkpoint's files (verify_weights). A checkpoint of
 /// adapters brings the model they were trained beside along. Errors: kIo, kFormat, kConfig: see
 /// HfFolder, CheckpointFolder, models::parse_spec and models::plan_lora.
-ModelSource open_model(const ModelConfig& model, const LoraConfig& lora = {},
+ModelSource open_model(const ModelConfig& model, const LoraRequest& lora = {},
                        Purpose purpose = Purpose::kTraining);
 
 /// The biases that balance experts (models/expert_bias.h) that the folder holds: all, or none.

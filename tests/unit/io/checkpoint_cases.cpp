@@ -102,8 +102,8 @@ CheckpointManifest random_manifest(Random& random) {
   manifest.data = {{"a.txt", "b.txt"}, pick(random, 0, 1 << 20), {random(), random()}, 16, 4};
   if (random() % 2 == 0) manifest.optimizer = "AdamW";
   if (random() % 2 == 0) {
-    manifest.lora = {
-        {random(), random()}, pick(random, 1, 64), 0.1, 0.25, {"layers.0.q_proj", "a\"b"}};
+    manifest.lora = {{pick(random, 1, 64), 0.1, 0.25, {"layers.0.q_proj", "a\"b"}},
+                     {random(), random()}};
   }
   if (random() % 2 == 0) {
     manifest.loss_scale = {std::ldexp(1.0, static_cast<int>(pick(random, -126, 127))),

@@ -130,7 +130,7 @@ TEST(CheckpointManifest, WhatDoesNotFitIsRefusedByName) {
   const auto piece = [](CheckpointManifest& m, std::size_t i) -> CheckpointPiece& {
     return m.tensors["model/w"].pieces[i];
   };
-  const CheckpointLora lora{{}, 4, 8.0, 0.5, {"q"}};
+  const CheckpointLora lora{{4, 8.0, 0.5, {"q"}}, {}};
   const Broken cases[] = {
       {"found format 3, expected 1 to 2", [](auto& m) { m.format = 3; }},
       {"found format 0, expected 1 to 2", [](auto& m) { m.format = 0; }},
@@ -191,7 +191,7 @@ TEST(CheckpointManifest, WhatDoesNotFitIsRefusedByName) {
 
 TEST(CheckpointManifest, TypesAndMissingKeysAreRefusedWithTheirPlace) {
   auto manifest = small_manifest();
-  manifest.lora = {{}, 4, 8.0, 0.5, {"q"}};
+  manifest.lora = {{4, 8.0, 0.5, {"q"}}, {}};
   const auto text = to_json(manifest);
   const auto with = [&](const std::string& from, const std::string& to) {
     auto changed = text;

@@ -79,7 +79,7 @@ TEST(DeepseekV2Config, PublishedSpellingOfBothModelsIsRead) {
   EXPECT_EQ(spec.moe, moe);
   EXPECT_FALSE(spec.is_moe(0));
   EXPECT_TRUE(spec.is_moe(1));
-  EXPECT_EQ(spec.rope.type, RopeType::kYarn);
+  EXPECT_EQ(spec.rope.type, nn::RopeType::kYarn);
 
   moe.n_group = 4;
   moe.topk_group = 2;

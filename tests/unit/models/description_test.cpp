@@ -60,7 +60,7 @@ std::string text_of(const std::vector<std::int64_t>& shape) {
 }
 
 /// "tp2 ep2 etp2 whole": the stream between layers is whole there.
-std::string text_of(const ModelDegrees& degrees) {
+std::string text_of(const ParallelDims& degrees) {
   std::string text = concat("tp", degrees.tp);
   if (degrees.ep > 1) text += concat(" ep", degrees.ep);
   if (degrees.etp > 1) text += concat(" etp", degrees.etp);
@@ -85,10 +85,10 @@ std::string text_of(const ParameterSpec& row) {
 std::string text_of(const ModelSpec& spec) {
   const ModelDescription whole = describe(spec);
   std::vector<std::vector<std::pair<std::string, std::string>>> placements(whole.parameters.size());
-  for (const ModelDegrees& degrees :
-       {ModelDegrees{.tp = 2}, ModelDegrees{.tp = 2, .sequence = SequenceParallel::kNo},
-        ModelDegrees{.tp = 4}, ModelDegrees{.ep = 2}, ModelDegrees{.tp = 2, .ep = 2},
-        ModelDegrees{.tp = 2, .etp = 2}, ModelDegrees{.tp = 2, .ep = 2, .etp = 2}}) {
+  for (const ParallelDims& degrees :
+       {ParallelDims{.tp = 2}, ParallelDims{.tp = 2, .sequence = SequenceParallel::kNo},
+        ParallelDims{.tp = 4}, ParallelDims{.ep = 2}, ParallelDims{.tp = 2, .ep = 2},
+        ParallelDims{.tp = 2, .etp = 2}, ParallelDims{.tp = 2, .ep = 2, .etp = 2}}) {
     if (!spec.moe && (degrees.ep > 1 || degrees.etp > 1)) continue;
     try {
       check_degrees(spec, degrees);

@@ -66,9 +66,9 @@ TEST(Gemma4Config, BothSpellingsGiveTheSameSpec) {
   EXPECT_EQ(gemma.layers[0], (Gemma4Layer{LayerType::kSliding, 8, 2, false}));
   EXPECT_EQ(gemma.layers[3], (Gemma4Layer{LayerType::kFull, 16, 1, true}));
   EXPECT_EQ(gemma.image_attention, ImageAttention::kBothWays);
-  EXPECT_EQ(
-      gemma.full_rope,
-      (RopeSpec{.theta = 1e6, .type = RopeType::kProportional, .partial_rotary_factor = 0.25}));
+  EXPECT_EQ(gemma.full_rope,
+            (nn::RopeOptions{
+                .theta = 1e6, .type = nn::RopeType::kProportional, .partial_rotary_factor = 0.25}));
   ASSERT_TRUE(spec.moe.has_value());
   EXPECT_EQ(spec.moe->num_experts, 8);
   EXPECT_EQ(spec.moe->experts_per_token, 2);
@@ -91,8 +91,8 @@ TEST(Gemma4Config, AbsentKeysTakeTransformersDefaults) {
   EXPECT_EQ(gemma.layers.size(), 30u);
   EXPECT_EQ(gemma.layers[4], (Gemma4Layer{LayerType::kSliding, 256, 4, false}));
   EXPECT_EQ(gemma.layers[5], (Gemma4Layer{LayerType::kFull, 512, 4, false}));
-  EXPECT_EQ(spec.rope, (RopeSpec{.theta = 1e4}));
-  EXPECT_EQ(gemma.full_rope.type, RopeType::kProportional);
+  EXPECT_EQ(spec.rope, (nn::RopeOptions{.theta = 1e4}));
+  EXPECT_EQ(gemma.full_rope.type, nn::RopeType::kProportional);
   EXPECT_EQ(gemma.image_attention, ImageAttention::kCausal);
   EXPECT_FALSE(spec.moe || gemma.vision || gemma.final_logit_softcapping);
   EXPECT_EQ(gemma.image_token_id, 258880);

@@ -39,7 +39,8 @@ ModelSpec small() {
   gemma.layers[1].type = LayerType::kFull;
   gemma.attention_k_eq_v = true;
   gemma.sliding_window = 4;
-  gemma.full_rope = {.theta = 1e6, .type = RopeType::kProportional, .partial_rotary_factor = 0.5};
+  gemma.full_rope = {
+      .theta = 1e6, .type = nn::RopeType::kProportional, .partial_rotary_factor = 0.5};
   gemma.final_logit_softcapping = 30.0;
   spec.moe = MoeSpec{.num_experts = 4,
                      .experts_per_token = 2,

@@ -16,7 +16,7 @@ using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
 LoraRequest asks(std::vector<std::string> targets, std::int64_t rank = 4) {
-  return {.rank = rank, .alpha = 8.0, .dropout = 0.0, .targets = std::move(targets)};
+  return {.rank = rank, .alpha = 8.0, .targets = std::move(targets), .dropout = 0.0};
 }
 
 std::string refusal(const ModelSpec& spec, const LoraRequest& request) {

@@ -49,7 +49,7 @@ TEST(ModelSpec, HubSpellingOfQwen3IsRead) {
   EXPECT_EQ(spec.hidden_size, 32);
   EXPECT_EQ(spec.head_dim, 16);
   EXPECT_EQ(spec.num_key_value_heads, 2);
-  EXPECT_EQ(spec.rope, (RopeSpec{.theta = 1e6}));
+  EXPECT_EQ(spec.rope, (nn::RopeOptions{.theta = 1e6}));
   EXPECT_EQ(spec.dtype, DType::kBFloat16);
   EXPECT_EQ(spec.eos_token_ids, (std::vector<std::int64_t>{1, 2}));
   EXPECT_EQ(spec.bos_token_id, 0);
@@ -65,7 +65,7 @@ TEST(ModelSpec, BothSpellingsGiveTheSameSpec) {
       "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
       "original_max_position_embeddings": 8192, "type": "llama3"},)");
   EXPECT_EQ(parse_spec(written).spec, parse_spec(hub).spec);
-  EXPECT_EQ(parse_spec(hub).spec.rope.type, RopeType::kLlama3);
+  EXPECT_EQ(parse_spec(hub).spec.rope.type, nn::RopeType::kLlama3);
   EXPECT_EQ(parse_spec(hub).spec.rope.factor, 32.0);
 }
 
@@ -76,38 +76,40 @@ TEST(ModelSpec, YarnIsReadInBothSpellings) {
       llama(R"("rope_parameters": {)" + numbers + R"(, "rope_theta": 1e5, "rope_type": "yarn"},)");
   const std::string hub =
       llama(R"("rope_theta": 1e5, "rope_scaling": {)" + numbers + R"(, "type": "yarn"},)");
-  const RopeSpec rope = parse_spec(hub).spec.rope;
-  EXPECT_EQ(rope, (RopeSpec{.theta = 1e5,
-                            .type = RopeType::kYarn,
-                            .factor = 40,
-                            .original_max_position_embeddings = 4096,
-                            .yarn = {.beta_fast = 16,
-                                     .beta_slow = 2,
-                                     .mscale = 0.707,
-                                     .mscale_all_dim = 0.5,
-                                     .truncate = false}}));
+  const nn::RopeOptions rope = parse_spec(hub).spec.rope;
+  EXPECT_EQ(rope, (nn::RopeOptions{.theta = 1e5,
+                                   .type = nn::RopeType::kYarn,
+                                   .factor = 40,
+                                   .original_max_position_embeddings = 4096,
+                                   .yarn = {.beta_fast = 16,
+                                            .beta_slow = 2,
+                                            .mscale = 0.707,
+                                            .mscale_all_dim = 0.5,
+                                            .truncate = false}}));
   EXPECT_EQ(parse_spec(written).spec.rope, rope);
   EXPECT_EQ(parse_spec(config_json(parse_spec(hub).spec)).spec.rope, rope);
-  const RopeSpec plain = parse_spec(llama(R"("rope_scaling": {"factor": 4,
+  const nn::RopeOptions plain = parse_spec(llama(R"("rope_scaling": {"factor": 4,
       "original_max_position_embeddings": 64, "attention_factor": 1.5, "type": "yarn"},)"))
-                             .spec.rope;
-  EXPECT_EQ(plain.yarn, (YarnSpec{.beta_fast = 32, .beta_slow = 1, .attention_factor = 1.5}));
+                                    .spec.rope;
+  EXPECT_EQ(plain.yarn,
+            (nn::YarnOptions{.beta_fast = 32, .beta_slow = 1, .attention_factor = 1.5}));
 }
 
 // The factors as transformers computes them for the same keys.
 TEST(ModelSpec, YarnGrowsTablesAndSoftmaxAsItsKeysSay) {
-  RopeSpec rope{.type = RopeType::kYarn, .factor = 32};
+  nn::RopeOptions rope{.type = nn::RopeType::kYarn, .factor = 32};
   EXPECT_DOUBLE_EQ(table_factor(rope), 1.3465735902799727);
   EXPECT_EQ(softmax_factor(rope), 1.0);
   rope.yarn.attention_factor = 2.0;
   EXPECT_EQ(table_factor(rope), 2.0);
-  rope = {.type = RopeType::kYarn, .factor = 40, .yarn = {.mscale = 1.0, .mscale_all_dim = 0.5}};
+  rope = {
+      .type = nn::RopeType::kYarn, .factor = 40, .yarn = {.mscale = 1.0, .mscale_all_dim = 0.5}};
   EXPECT_DOUBLE_EQ(table_factor(rope), 1.1557219901962608);
   const double growth = 0.05 * std::log(40.0) + 1.0;
   EXPECT_DOUBLE_EQ(softmax_factor(rope), growth * growth);
   rope.yarn.mscale = 0.5;
   EXPECT_EQ(table_factor(rope), 1.0);
-  rope.type = RopeType::kDefault;
+  rope.type = nn::RopeType::kDefault;
   EXPECT_EQ(softmax_factor(rope), 1.0);
 }
 

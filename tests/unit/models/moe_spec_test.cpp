@@ -105,7 +105,7 @@ TEST(MoeSpec, GptOssHasWindowsSinksAndBiases) {
   EXPECT_TRUE(spec.is_sliding(0));
   EXPECT_FALSE(spec.is_sliding(1));
   EXPECT_EQ(spec.rms_norm_eps, 1e-5);
-  EXPECT_EQ(spec.rope.type, RopeType::kYarn);
+  EXPECT_EQ(spec.rope.type, nn::RopeType::kYarn);
   EXPECT_EQ(spec.moe->moe_intermediate_size, spec.intermediate_size);
   EXPECT_EQ(spec.moe->swiglu_alpha, 1.702);
   EXPECT_EQ(spec.moe->router_aux_loss_coef, 0.9);
@@ -124,7 +124,7 @@ TEST(MoeSpec, GptOssWithoutItsOwnKeysIsTransformersDefault) {
   EXPECT_TRUE(spec.attention_bias);
   EXPECT_EQ(spec.rms_norm_eps, 1e-5);
   EXPECT_EQ(spec.rope.theta, 150000.0);
-  EXPECT_EQ(spec.rope.type, RopeType::kYarn);
+  EXPECT_EQ(spec.rope.type, nn::RopeType::kYarn);
   EXPECT_EQ(spec.sliding_window, 128);
   EXPECT_EQ(spec.head_dim, 64);
   EXPECT_EQ(spec.max_position_embeddings, 131072);

@@ -55,10 +55,7 @@ std::shared_ptr<M> drawn(std::shared_ptr<M> module) {
 }
 
 std::shared_ptr<nn::Rope> rope() {
-  nn::RopeOptions options;
-  options.head_dim = kHeadDim;
-  options.theta = 1e4;
-  return std::make_shared<nn::Rope>(options);
+  return std::make_shared<nn::Rope>(nn::RopeOptions{.theta = 1e4}, kHeadDim);
 }
 
 std::shared_ptr<DecoderLayer> dense_layer(Family family) {

@@ -47,7 +47,7 @@ TEST_P(CompositeBits, OfNorms) {
 }
 
 TEST_P(CompositeBits, OfRope) {
-  Rope rope({.head_dim = 16});
+  Rope rope({}, 16);
   const RopeTable table = rope.table(5, GetParam(), at::kCPU);
   const HeadLayout layout{.heads = 4, .repeat = 2};
   expect_same([&](const Tensors& in) { return rope_heads(in[0], layout, {}, table); },

@@ -85,10 +85,8 @@ TEST_F(Fused, AddRmsNormEqualsAddThenNorm) {
 
 TEST_F(Fused, RopeHeadsEqualsComposite) {
   for (const std::int64_t head_dim : {2, 8, 34, 64}) {
-    RopeOptions options;
-    options.head_dim = head_dim;
     for (const Dtypes& dtypes : kDtypes) {
-      const RopeTable table = Rope(options).table(37, dtypes.activation, at::kCPU);
+      const RopeTable table = Rope({}, head_dim).table(37, dtypes.activation, at::kCPU);
       const RopeTable wide{table.cos.to(at::kDouble), table.sin.to(at::kDouble)};
       const HeadLayout layout{.heads = 6, .repeat = 3};
       const at::Tensor x = draw({2, 37, 6 * head_dim}, dtypes.activation);

@@ -56,13 +56,17 @@ TEST_F(GemmaLayers, GegluGatesWithTheTanhFormOfGelu) {
 }
 
 TEST_F(GemmaLayers, ProportionalRopeTurnsTheFirstPairsWithTheFrequenciesOfTheWholeHead) {
-  const at::Tensor whole = inverse_frequencies({.head_dim = 16, .theta = 1e6});
-  const at::Tensor found =
-      inverse_frequencies({.head_dim = 16, .theta = 1e6, .turned_pairs = 3, .factor = 2.0});
+  const at::Tensor whole = inverse_frequencies({.theta = 1e6}, 16);
+  RopeOptions options{.theta = 1e6,
+                      .type = RopeType::kProportional,
+                      .factor = 2.0,
+                      .partial_rotary_factor = 3.0 / 8.0};
+  const at::Tensor found = inverse_frequencies(options, 16);
   EXPECT_TRUE(found.narrow(0, 0, 3).equal(whole.narrow(0, 0, 3) / 2.0));
   EXPECT_EQ(found.narrow(0, 3, 5).abs().max().item<double>(), 0.0);
   // What does not turn passes unchanged, to the bit.
-  Rope rope({.head_dim = 16, .theta = 1e6, .turned_pairs = 3});
+  options.factor = 1.0;
+  Rope rope(options, 16);
   const at::Tensor x = at::randn({1, 4, 16});
   const at::Tensor y = rope_heads(x, {.heads = 1}, {}, rope.table(4, at::kFloat, at::kCPU));
   EXPECT_TRUE(y.view({1, 4, 16}).narrow(2, 3, 5).equal(x.narrow(2, 3, 5)));
@@ -78,7 +82,7 @@ TEST_F(GemmaLayers, AxialRopeIsTwoRopesSideBySide) {
   const at::Tensor found =
       axial_rope_heads(x, {.heads = 2}, {}, axial_table(positions, kDim, 100.0, at::kFloat));
   ASSERT_EQ(found.sizes(), (std::vector<std::int64_t>{1, 2, 5, 1, kDim}));
-  Rope rope({.head_dim = kDim / 2, .theta = 100.0});
+  Rope rope({.theta = 100.0}, kDim / 2);
   const RopeTable table = rope.table(5, at::kFloat, at::kCPU);
   const RopeTable back{table.cos.flip(0), table.sin.flip(0)};
   const at::Tensor halves = x.view({1, 5, 2, 2, kDim / 2});

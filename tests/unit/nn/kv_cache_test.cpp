@@ -78,9 +78,7 @@ AttentionOptions small() {
 
 TEST(Attention, DecodedTokenByTokenItEqualsForward) {
   at::manual_seed(3);
-  RopeOptions rope;
-  rope.head_dim = 6;
-  Attention attention(small(), std::make_shared<Rope>(rope));
+  Attention attention(small(), std::make_shared<Rope>(RopeOptions{}, 6));
   materialize(attention);
   for (const auto& item : attention.named_parameters()) item.value().data().normal_(0.0, 0.5);
   const at::Tensor x = at::randn({2, 7, 12});

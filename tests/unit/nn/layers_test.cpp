@@ -80,10 +80,7 @@ TEST_F(Layers, Float64TakesTheCompositeForm) {
 }
 
 TEST_F(Layers, RopeTablesAreRoundedOnlyAtTheEnd) {
-  RopeOptions options;
-  options.head_dim = 8;
-  options.theta = 1e6;
-  Rope rope(options);
+  Rope rope({.theta = 1e6}, 8);
   const RopeTable exact = rope.table(5000, at::kFloat, at::kCPU);
   const RopeTable rounded = rope.table(4999, at::kBFloat16, at::kCPU);
   EXPECT_TRUE(rounded.cos.equal(exact.cos.narrow(0, 0, 4999).to(at::kBFloat16)));
@@ -92,15 +89,14 @@ TEST_F(Layers, RopeTablesAreRoundedOnlyAtTheEnd) {
 }
 
 TEST_F(Layers, Llama3ScalingKeepsShortWavesAndStretchesLongOnes) {
-  RopeOptions options;
-  options.head_dim = 64;
-  options.theta = 500000.0;
-  const at::Tensor plain = inverse_frequencies(options);
-  options.llama3 = Llama3Scaling{.factor = 32.0,
-                                 .low_freq_factor = 1.0,
-                                 .high_freq_factor = 4.0,
-                                 .original_max_position_embeddings = 8192};
-  const at::Tensor scaled = inverse_frequencies(options);
+  const at::Tensor plain = inverse_frequencies({.theta = 500000.0}, 64);
+  const at::Tensor scaled = inverse_frequencies({.theta = 500000.0,
+                                                 .type = RopeType::kLlama3,
+                                                 .factor = 32.0,
+                                                 .low_freq_factor = 1.0,
+                                                 .high_freq_factor = 4.0,
+                                                 .original_max_position_embeddings = 8192},
+                                                64);
   EXPECT_EQ(scaled[0].item<float>(), plain[0].item<float>());
   EXPECT_FLOAT_EQ(scaled[31].item<float>(), plain[31].item<float>() / 32);
   // In between: wavelength 2*pi/f with 8192/4 < wavelength < 8192.
@@ -112,8 +108,6 @@ TEST_F(Layers, Llama3ScalingKeepsShortWavesAndStretchesLongOnes) {
 }
 
 TEST_F(Layers, AttentionWithoutRowsRunsForwardAndBackward) {
-  RopeOptions rope;
-  rope.head_dim = 4;
   const AttentionOptions options{.hidden_size = 8,
                                  .heads = 4,
                                  .kv_heads = 2,
@@ -121,7 +115,7 @@ TEST_F(Layers, AttentionWithoutRowsRunsForwardAndBackward) {
                                  .bias = Bias::kYes,
                                  .qk_norm = AttentionOptions::QkNorm::kYes,
                                  .norm_eps = 1e-6};
-  Attention attention(options, std::make_shared<Rope>(rope));
+  Attention attention(options, std::make_shared<Rope>(RopeOptions{}, 4));
   materialize(attention);
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
     attention.to(dtype);

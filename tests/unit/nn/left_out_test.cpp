@@ -60,7 +60,7 @@ std::map<std::string, Case> linear_cases() {
 std::map<std::string, Case> other_cases() {
   const at::Tensor ids = at::randint(0, 11, {2, 6}, at::kLong);
   const at::Tensor q = at::randn({2, 2, 5, 3, 8}), k = at::randn({2, 2, 5, 1, 8});
-  const RopeTable table = Rope({.head_dim = 8}).table(5, at::kFloat, at::kCPU);
+  const RopeTable table = Rope({}, 8).table(5, at::kFloat, at::kCPU);
   const HeadLayout heads{.heads = 6, .repeat = 3};
   const at::Tensor both = at::randn({3, 8});
   return {

@@ -36,11 +36,12 @@ MlaOptions options(bool q_lora, Bias bias) {
 }
 
 std::shared_ptr<Rope> rope() {
-  return std::make_shared<Rope>(
-      RopeOptions{.head_dim = kRope,
-                  .theta = 100.0,
-                  .yarn = YarnScaling{.factor = 4.0, .original_max_position_embeddings = 64},
-                  .table_factor = 1.25});
+  return std::make_shared<Rope>(RopeOptions{.theta = 100.0,
+                                            .type = RopeType::kYarn,
+                                            .factor = 4.0,
+                                            .original_max_position_embeddings = 64,
+                                            .yarn = {.attention_factor = 1.25}},
+                                kRope);
 }
 
 std::shared_ptr<Mla> drawn(const MlaOptions& with) {

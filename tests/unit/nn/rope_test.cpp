@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <complex>
+#include <utility>
 #include <vector>
 
 #include "unit/nn/compare.h"
@@ -15,27 +16,28 @@ namespace {
 
 /// Of deepseek-v2.
 RopeOptions deepseek() {
-  return {.head_dim = 64,
-          .theta = 10000.0,
-          .yarn = YarnScaling{.factor = 40.0, .original_max_position_embeddings = 4096}};
+  return {.theta = 10000.0,
+          .type = RopeType::kYarn,
+          .factor = 40.0,
+          .original_max_position_embeddings = 4096,
+          .yarn = {.attention_factor = 1.0}};
 }
 
 /// Of gpt-oss.
 RopeOptions gpt_oss() {
-  return {
-      .head_dim = 64,
-      .theta = 150000.0,
-      .yarn =
-          YarnScaling{.factor = 32.0, .original_max_position_embeddings = 4096, .truncate = false},
-      .table_factor = 1.3465735902799727};
+  return {.theta = 150000.0,
+          .type = RopeType::kYarn,
+          .factor = 32.0,
+          .original_max_position_embeddings = 4096,
+          .yarn = {.attention_factor = 1.3465735902799727, .truncate = false}};
 }
 
 /// The formula in fp64: f / factor (1 - e) + f e, e = 1 - clamp((i - low) / (high - low), 0, 1).
-std::vector<double> exact(const RopeOptions& options) {
-  const YarnScaling& yarn = *options.yarn;
-  const auto dim = static_cast<double>(options.head_dim);
+std::vector<double> exact(const RopeOptions& options, std::int64_t head_dim) {
+  const YarnOptions& yarn = options.yarn;
+  const auto dim = static_cast<double>(head_dim);
   const auto border = [&](double turns) {
-    const double period = static_cast<double>(yarn.original_max_position_embeddings);
+    const double period = static_cast<double>(options.original_max_position_embeddings);
     return dim * std::log(period / (2 * M_PI * turns)) / (2 * std::log(options.theta));
   };
   double low = border(yarn.beta_fast);
@@ -44,20 +46,20 @@ std::vector<double> exact(const RopeOptions& options) {
   low = std::max(low, 0.0);
   high = std::min(high, dim - 1);
   std::vector<double> result;
-  for (std::int64_t i = 0; i < options.head_dim / 2; ++i) {
+  for (std::int64_t i = 0; i < head_dim / 2; ++i) {
     const double f = std::pow(options.theta, -2.0 * static_cast<double>(i) / dim);
     const double e = 1 - std::clamp((static_cast<double>(i) - low) / (high - low), 0.0, 1.0);
-    result.push_back(f / yarn.factor * (1 - e) + f * e);
+    result.push_back(f / options.factor * (1 - e) + f * e);
   }
   return result;
 }
 
 TEST(Rope, YarnsFrequenciesAreThoseOfTheFormula) {
-  RopeOptions small = deepseek();
-  small.head_dim = 8;
-  for (const RopeOptions& options : {deepseek(), gpt_oss(), small}) {
-    const at::Tensor found = inverse_frequencies(options);
-    const std::vector<double> expected = exact(options);
+  const std::pair<RopeOptions, std::int64_t> all[] = {
+      {deepseek(), 64}, {gpt_oss(), 64}, {deepseek(), 8}};
+  for (const auto& [options, head_dim] : all) {
+    const at::Tensor found = inverse_frequencies(options, head_dim);
+    const std::vector<double> expected = exact(options, head_dim);
     ASSERT_EQ(found.size(0), static_cast<std::int64_t>(expected.size()));
     for (std::size_t i = 0; i < expected.size(); ++i) {
       // A handful of fp32 roundings; near the ramp's upper end 1 - e loses two more bits.
@@ -68,12 +70,12 @@ TEST(Rope, YarnsFrequenciesAreThoseOfTheFormula) {
 
 // From transformers 5.23, ROPE_INIT_FUNCTIONS["yarn"], printed with nine digits.
 TEST(Rope, YarnsFrequenciesAreThoseOfTransformers) {
-  const at::Tensor rounded = inverse_frequencies(deepseek());
+  const at::Tensor rounded = inverse_frequencies(deepseek(), 64);
   EXPECT_FLOAT_EQ(rounded[10].item<float>(), 0.0562341288F);
   EXPECT_FLOAT_EQ(rounded[11].item<float>(), 0.0390069261F);
   EXPECT_FLOAT_EQ(rounded[22].item<float>(), 0.00017782794F);
   EXPECT_FLOAT_EQ(rounded[31].item<float>(), 3.33380353e-06F);
-  const at::Tensor whole = inverse_frequencies(gpt_oss());
+  const at::Tensor whole = inverse_frequencies(gpt_oss(), 64);
   EXPECT_FLOAT_EQ(whole[8].item<float>(), 0.0508132726F);
   EXPECT_FLOAT_EQ(whole[9].item<float>(), 0.0317056961F);
   EXPECT_FLOAT_EQ(whole[17].item<float>(), 0.000129318694F);
@@ -81,10 +83,10 @@ TEST(Rope, YarnsFrequenciesAreThoseOfTransformers) {
 }
 
 TEST(Rope, TheFactorOfTheTablesIsTakenBeforeTheyAreRounded) {
-  Rope rope(gpt_oss());
+  Rope rope(gpt_oss(), 64);
   RopeOptions options = gpt_oss();
-  options.table_factor = 1.0;
-  Rope plain(options);
+  options.yarn.attention_factor = 1.0;
+  Rope plain(options, 64);
   const at::Tensor cos = plain.table(50, at::kFloat, at::kCPU).cos * 1.3465735902799727;
   EXPECT_TRUE(rope.table(50, at::kFloat, at::kCPU).cos.equal(cos));
   EXPECT_TRUE(rope.table(50, at::kBFloat16, at::kCPU).cos.equal(cos.to(at::kBFloat16)));
@@ -94,7 +96,7 @@ TEST(Rope, TheFactorOfTheTablesIsTakenBeforeTheyAreRounded) {
 
 TEST(Rope, NeighboursTurnAsComplexNumbersAndStayInPlace) {
   at::manual_seed(3);
-  Rope rope(deepseek());
+  Rope rope(deepseek(), 64);
   const RopeTable table = rope.table(7, at::kFloat, at::kCPU);
   const at::Tensor x = at::randn({2, 7, 3, 64}, at::kDouble);
   const at::Tensor turned = turn_neighbours(x, table);
@@ -114,7 +116,7 @@ TEST(Rope, NeighboursTurnAsComplexNumbersAndStayInPlace) {
 
 TEST(Rope, NeighboursAreTurnedInFloat32AndRoundedOnce) {
   at::manual_seed(4);
-  Rope rope(deepseek());
+  Rope rope(deepseek(), 64);
   const RopeTable table = rope.table(9, at::kFloat, at::kCPU);
   const auto turn = [&](const std::vector<at::Tensor>& in) {
     return turn_neighbours(in[0], table);

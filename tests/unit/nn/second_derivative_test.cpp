@@ -62,9 +62,7 @@ std::vector<Layer> layers() {
   const auto targets = at::tensor({1, 4, -100, 0, 2, 6}, at::kLong).view({2, 3});
   const auto ids = at::tensor({1, 0, 5, 1, 1, 3}, at::kLong).view({2, 3});
   const auto table = [](std::int64_t positions) {
-    RopeOptions options;
-    options.head_dim = 4;
-    return Rope(options).table(positions, at::kDouble, at::kCPU);
+    return Rope({}, 4).table(positions, at::kDouble, at::kCPU);
   };
   return {
       {"norm", [](const Tensors& in) { return rms_norm(in[0], in[1], 1e-6); }, {{3, 8}, {8}}},

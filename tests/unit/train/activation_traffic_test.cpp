@@ -157,7 +157,7 @@ TEST_P(ActivationTraffic, IsThatOfTheFormulas) {
   }
 }
 
-constexpr auto kAll = models::RouterTokens::kAll;
+constexpr auto kAll = RouterTokens::kAll;
 const std::vector<Family> kFamilies{{"qwen3"},
                                     {"qwen3-moe", Mlps::kRouted},
                                     {"deepseek-v2", Mlps::kRoutedAndShared, 1},

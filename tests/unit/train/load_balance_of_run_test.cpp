@@ -28,7 +28,7 @@ struct BalanceCase {
   int tp = 1;
   int ep = 1;
   int etp = 1;
-  models::RouterTokens router = models::RouterTokens::kShards;
+  RouterTokens router = RouterTokens::kShards;
   bool sequence = true;
   RecomputeMode recompute = RecomputeMode::kNone;
   std::int64_t local_batch = 2;
@@ -125,7 +125,7 @@ std::vector<std::vector<double>> chosen_by(const Config& config, int ranks) {
   return chosen;
 }
 
-constexpr auto kAll = models::RouterTokens::kAll;
+constexpr auto kAll = RouterTokens::kAll;
 const std::vector<BalanceCase> kCases{
     {.name = "one_rank"},
     {.name = "two_micro_batches", .local_batch = 1},

@@ -48,7 +48,7 @@ std::int64_t Formulas::expert_calls() const {
 Formulas::Way Formulas::way() const {
   if (d_.tp == 1) return Way::kOwn;
   if (d_.etp > 1) return Way::kCut;
-  if (d_.router == models::RouterTokens::kAll) return Way::kAllRouted;
+  if (d_.router == RouterTokens::kAll) return Way::kAllRouted;
   return d_.sequence ? Way::kOwn : Way::kSliced;
 }
 

@@ -55,7 +55,7 @@ struct Degrees {
   int ep = 1;
   int etp = 1;
   bool sequence = true;
-  models::RouterTokens router = models::RouterTokens::kShards;
+  RouterTokens router = RouterTokens::kShards;
   RecomputeMode recompute = RecomputeMode::kNone;
   std::int64_t micro_batches = 1;
   std::int64_t positions = 16;

@@ -1,0 +1,37 @@
+// Low-rank adapters as values: what a configuration asks for, and what a model then has. One record
+// each on all floors: the planned one is what modules are made from and what a checkpoint keeps.
+//
+// Pure. Next: ../models/lora.h, which makes the one from the other.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace tessera {
+
+struct LoraRequest {
+  std::int64_t rank = 0;             ///< 0 = no adapters
+  std::optional<double> alpha = {};  ///< none = rank
+  /// Patterns: linear layers by the end of their names.
+  std::vector<std::string> targets = {};
+  double dropout = 0.0;
+  bool operator==(const LoraRequest&) const = default;
+};
+
+/// Errors: kConfig for adapters of no layer.
+void check_targets(const LoraRequest& request);
+
+struct LoraSpec {
+  std::int64_t rank = 0;  ///< 0 = no adapters
+  double alpha = 0.0;
+  double dropout = 0.0;
+  std::vector<std::string> layers = {};  ///< names of the linear layers, in the model's order
+
+  explicit operator bool() const { return rank > 0; }
+  double scale() const { return alpha / static_cast<double>(rank); }
+  bool operator==(const LoraSpec&) const = default;
+};
+
+}  // namespace tessera

@@ -1,0 +1,41 @@
+// ParallelDims: how many ranks share a run on each axis, and in which form they share a model.
+//
+// Pure. What is asked for may leave a degree open (train/config.h); here every one is known. Next:
+// mesh_shape.h for the ranks themselves, ../models/model_degrees.h for what a model allows.
+#pragma once
+
+#include <cstdint>
+
+namespace tessera {
+
+/// What each tensor-parallel rank holds of the tokens between two layers.
+enum class SequenceParallel : std::uint8_t {
+  kNo,   ///< all positions, the same on every rank: Invariant over the axis
+  kYes,  ///< positions [rank * T / n, (rank + 1) * T / n) of every row: Shard(1)
+};
+
+/// Which tokens the router of a rank sees where experts are not cut over tp.
+enum class RouterTokens : std::uint8_t {
+  kShards,  ///< an equal part of them
+  kAll,     ///< all, on every tensor-parallel rank: for checking and comparison
+};
+
+/// One rank by default.
+struct ParallelDims {
+  int pp = 1;
+  int dp_replicate = 1;
+  int dp_shard = 1;
+  int cp = 1;
+  int tp = 1;
+  int ep = 1;
+  int etp = 1;  ///< 1, or tp: every expert is cut as the other layers are
+  SequenceParallel sequence = SequenceParallel::kYes;
+  RouterTokens router = RouterTokens::kShards;
+  int data_ranks() const { return dp_replicate * dp_shard; }
+  /// Ranks that hold the same experts, in one replica.
+  int expert_data() const { return dp_shard * cp * tp / (ep * etp); }
+  int world_size() const { return pp * dp_replicate * dp_shard * cp * tp; }
+  bool operator==(const ParallelDims&) const = default;
+};
+
+}  // namespace tessera

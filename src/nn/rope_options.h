@@ -1,0 +1,70 @@
+// RopeOptions: which rotary embedding a model has, as a config.json says it.
+//
+// Pure. One record from the file's keys (models/rope_keys.h) to the tables (rope.h). The fields
+// carry the names of the file's keys.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <optional>
+
+namespace tessera::nn {
+
+enum class RopeType : std::uint8_t {
+  kDefault,
+  kLlama3,        ///< stretches long wavelengths by `factor`, keeps short ones, blends between
+  kProportional,  ///< turns the first pairs only, by the frequencies of the whole head over
+                  ///< `factor`
+  /// Slows a pair by `factor` where it turns less than `beta_slow` times in the original context,
+  /// not where more than `beta_fast` times, blends between, linearly over the pairs' numbers.
+  kYarn,
+};
+
+/// What yarn needs beside factor and original_max_position_embeddings.
+struct YarnOptions {
+  double beta_fast = 32.0;
+  double beta_slow = 1.0;
+  std::optional<double> mscale = std::nullopt;
+  std::optional<double> mscale_all_dim = std::nullopt;
+  std::optional<double> attention_factor = std::nullopt;
+  bool truncate = true;  ///< the two borders between pairs are rounded outwards to whole numbers
+  bool operator==(const YarnOptions&) const = default;
+};
+
+/// The frequency factors are used by kLlama3 only, the partial one by kProportional only.
+struct RopeOptions {
+  double theta = 10000.0;
+  RopeType type = RopeType::kDefault;
+  double factor = 1.0;
+  double low_freq_factor = 1.0;
+  double high_freq_factor = 1.0;
+  std::int64_t original_max_position_embeddings = 0;
+  double partial_rotary_factor = 1.0;
+  YarnOptions yarn = {};  ///< of kYarn only
+  bool operator==(const RopeOptions&) const = default;
+};
+
+/// 0.1 m ln(factor) + 1, yarn's growth of attention with the context.
+inline double yarn_growth(double factor, double m) {
+  return factor <= 1.0 ? 1.0 : 0.1 * m * std::log(factor) + 1.0;
+}
+
+/// What cos and sin are multiplied by, in fp32 before they are rounded: 1 but for yarn.
+inline double table_factor(const RopeOptions& rope) {
+  if (rope.type != RopeType::kYarn) return 1.0;
+  if (rope.yarn.attention_factor) return *rope.yarn.attention_factor;
+  const double m = rope.yarn.mscale.value_or(0.0);
+  const double all = rope.yarn.mscale_all_dim.value_or(0.0);
+  // As transformers has it: a zero counts as absent.
+  if (m != 0.0 && all != 0.0) return yarn_growth(rope.factor, m) / yarn_growth(rope.factor, all);
+  return yarn_growth(rope.factor, 1.0);
+}
+
+/// What deepseek-v2 multiplies its softmax scale by: 1 but for yarn with mscale_all_dim.
+inline double softmax_factor(const RopeOptions& rope) {
+  const double all = rope.yarn.mscale_all_dim.value_or(0.0);
+  if (rope.type != RopeType::kYarn || all == 0.0) return 1.0;
+  return yarn_growth(rope.factor, all) * yarn_growth(rope.factor, all);
+}
+
+}  // namespace tessera::nn
