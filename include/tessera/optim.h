@@ -81,8 +81,8 @@ class Optimizer {
   std::vector<std::string> kept_names() const;
   /// Of every trainable parameter, in the model's order.
   std::vector<OptimizerState> state() const;
-  /// Goes on as after `steps` updates of a parameter. Errors: kUsage for an unknown name
-  /// or a number of steps that no run takes.
+  /// Goes on as after `steps` updates of a parameter. Errors: kUsage for an unknown name or a
+  /// number of steps that no run takes.
   void set_steps(std::string_view parameter, std::int64_t steps);
   /// What it keeps of a parameter, made where there is nothing yet, for the caller to fill. Errors:
   /// the same.

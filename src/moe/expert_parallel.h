@@ -6,8 +6,7 @@
 // order of their experts, arrive by source rank and expert, and are put in the order of the
 // experts, rows of lower ranks first. Nothing is added on the way, in either direction. A rank
 // without tokens, or without rows for its experts, takes part all the same, in backward too.
-// Placement: S(0) -> S(0). Next: experts.h,
-// ../parallel/transitions.h.
+// Placement: S(0) -> S(0). Next: experts.h, ../parallel/transitions.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

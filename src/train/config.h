@@ -1,10 +1,9 @@
 // The run configuration as a value: one struct a section of the TOML file, with every default.
 //
 // What a key is called, its unit, range and help text stand in the key table (config_keys.h);
-// parsing,
-// --help, overrides and the dump are all made from that one table. Nothing here reads files or
-// knows torch. Next: config_keys.h, then config_resolve.h for what follows from several keys at
-// once.
+// parsing, --help, overrides and the dump are all made from that one table. Nothing here reads
+// files or knows torch. Next: config_keys.h, then config_resolve.h for what follows from several
+// keys at once.
 #pragma once
 
 #include <array>

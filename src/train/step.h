@@ -57,9 +57,8 @@ struct StepOptions {
 StepOptions step_options(const Config& config, const GradScaler* scaler);
 
 /// Runs all micro-batches; gradients of mean loss stand on the shards afterwards, with those of the
-/// auxiliary loss. Collective: every
-/// rank passes as many row ranges (empty ones for nothing). Errors: kFormat when no label of the
-/// batch is kept; kConfig naming the key when memory runs out.
+/// auxiliary loss. Collective: every rank passes as many row ranges (empty ones for nothing).
+/// Errors: kFormat when no label of the batch is kept; kConfig naming the key when memory runs out.
 BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,
                            std::int64_t step, const std::vector<RowRange>& rows,
                            const StepOptions& options);
