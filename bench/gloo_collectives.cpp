@@ -1,6 +1,7 @@
 // Our collectives over Gloo beside c10d's own, between two processes on this host.
 //
 //   gloo_collectives [ROUNDS]
+//
 // Prints a table: microseconds a call (median, and the fastest), by size of the full buffer in
 // fp32. Both are issued and waited for one at a time; alternating rounds, so that other load hits
 // both.

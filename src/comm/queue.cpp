@@ -10,10 +10,11 @@
 #include <thread>
 
 #include "base/mutex.h"
+#include "base/printable.h"
+#include "base/test_hooks.h"
 #include "base/trace.h"
 #include "base/unit_label.h"
 #include "comm/batch.h"
-#include "base/printable.h"
 #include "launch/poison.h"
 #include "tessera/error.h"
 
@@ -163,7 +164,6 @@ struct IssueQueue::Impl {
   bool busy TESSERA_GUARDED_BY(mutex) = false;  // one is being issued
   bool stopping TESSERA_GUARDED_BY(mutex) = false;
   std::optional<Submission> held_back;  // of the thread, while it is busy
-  std::function<bool(const Label&)> hold_back TESSERA_GUARDED_BY(mutex);
   std::thread thread;
 };
 
@@ -205,10 +205,10 @@ void IssueQueue::Impl::run() {
     Submission next = std::move(waiting.front());
     waiting.pop_front();
     busy = true;
-    const auto hold = hold_back;
-    const bool may_hold = hold && !stopping && !held_back;
+    const bool may_hold = !stopping && !held_back;
     lock.unlock();
-    if (may_hold && hold(next.batch.label)) {
+    const auto hold = test_hooks::hold_back.get();
+    if (hold && may_hold && (*hold)(*next.group, next.batch.label)) {
       held_back = std::move(next);
     } else {
       issue(std::move(next));
@@ -281,11 +281,6 @@ void IssueQueue::recover() {
     impl_->held_back.reset();
   }
   impl_->poison->clear();
-}
-
-void IssueQueue::set_reorder_for_tests(std::function<bool(const Label&)> hold_back) {
-  const base::Lock lock(impl_->mutex);
-  impl_->hold_back = std::move(hold_back);
 }
 
 }  // namespace tessera::comm

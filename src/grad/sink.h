@@ -1,9 +1,8 @@
 // GradSink: the one way for a gradient to reach a collective. [Note: gradient lifetime]
 //
-//   eager autograd (a hook on each leaf, which sees the raw value) --+
-//   deferred weight gradients (promise ... redeem) ------------------+--> accept() --> slot -->
-//   wire captured backward -----------------------------------------------+   check, round if
-//   asked, add
+//   eager autograd (a hook on each leaf, which sees the raw value) -+
+//   deferred weight gradients (promise ... redeem) -----------------+-> accept() -> slot -> wire
+//   captured backward ----------------------------------------------+   check, round if asked, add
 //
 // A slot is a parameter's place in its bucket's gradient buffer, in the contract's `accumulate`
 // dtype: cast and add *is* the copy-in. Whatever dtype arrives is added unrounded unless the

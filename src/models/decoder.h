@@ -32,8 +32,7 @@ class DecoderHead : public torch::nn::Module {
  public:
   DecoderHead(const ModelSpec& spec, const LocalSizes& sizes);
   /// x [B, T, hidden] of the stream, targets [B, T] i64 -> logits [B, T, V], or with targets the
-  /// sum of losses,
-  /// [] fp32.
+  /// sum of losses, [] fp32.
   at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& targets);
 
   const std::shared_ptr<nn::RmsNorm>& norm() const { return norm_; }

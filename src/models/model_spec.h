@@ -2,9 +2,8 @@
 //
 // Every key of the file is used, on a list of harmless ones, or refused with its value, so that a
 // model is never trained as something else than it is. Both spellings are read: rope_parameters or
-// rope_theta
-// + rope_scaling, dtype or torch_dtype. No torch here, nothing about ranks or dtypes of the
-// computation. Next: description.h.
+// rope_theta + rope_scaling, dtype or torch_dtype. No torch here, nothing about ranks or dtypes of
+// the computation. Next: description.h.
 #pragma once
 
 #include <cstdint>

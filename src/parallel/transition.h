@@ -36,23 +36,6 @@ at::Tensor apply(const at::Tensor& x, Args&&... args) {
   return apply_transition(x, c10::make_intrusive<T>(std::forward<Args>(args)...));
 }
 
-/// Does the work of transitions in their place: tests put in the faults that they have to find.
-class TransitionStandIn {
- public:
-  virtual ~TransitionStandIn() = default;
-  virtual at::Tensor forward(const Transition& of, const at::Tensor& x) = 0;
-  virtual at::Tensor backward(const Transition& of, const at::Tensor& grad) = 0;
-};
-
-/// While it lives, `stand_in` is called for every transition of this thread. Not nested.
-class StandInScope {
- public:
-  explicit StandInScope(TransitionStandIn& stand_in);
-  ~StandInScope();
-  StandInScope(const StandInScope&) = delete;
-  StandInScope& operator=(const StandInScope&) = delete;
-};
-
 /// The size of the whole dim. Errors: kUsage where parts are not equal and nothing says that they
 /// need not be.
 inline std::int64_t whole_of(const at::Tensor& x, const Axis& axis, const Cut& cut,

@@ -33,6 +33,8 @@ enum class RankSum : std::uint8_t {
   kRouterLoad,  ///< of the auxiliary loss: how often each expert was chosen, all layers pooled
   kStep,        ///< BatchLoss: the losses, then each layer's counts
 };
+/// What every rank's values come to, by rank: each added up in rank order.
+std::vector<double> added_by_rank(const std::vector<std::vector<double>>& of_ranks);
 /// The same sum of every rank's values; what ranks of tp share one of them adds. The losses are
 /// added in rank order, counts on the way: what a rank sends of them grows with log2 of the ranks
 /// only. Collective.
@@ -56,9 +58,8 @@ struct StepOptions {
 StepOptions step_options(const Config& config, const GradScaler* scaler);
 
 /// Runs all micro-batches; gradients of mean loss stand on the shards afterwards, with those of the
-/// auxiliary loss. Collective: every
-/// rank passes as many row ranges (empty ones for nothing). Errors: kFormat when no label of the
-/// batch is kept; kConfig naming the key when memory runs out.
+/// auxiliary loss. Collective: every rank passes as many row ranges (empty ones for nothing).
+/// Errors: kFormat when no label of the batch is kept; kConfig naming the key when memory runs out.
 BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,
                            std::int64_t step, const std::vector<RowRange>& rows,
                            const StepOptions& options);
@@ -70,25 +71,5 @@ BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource&
 /// A scaler where float16 is computed with, frozen parameters included (gradients pass through
 /// them), or carries gradients; else none. Errors: kConfig for options of a run that needs none.
 std::unique_ptr<GradScaler> make_scaler(const ShardedBase& model, const GradScalerOptions& options);
-
-class RankSumStandIn {
- public:
-  virtual ~RankSumStandIn() = default;
-  /// The sum on this rank, `what` it is of, and every rank's values, by rank.
-  virtual std::vector<double> sum(RankSum what,
-                                  const std::vector<std::vector<double>>& of_ranks) = 0;
-};
-
-/// While it lives, `stand_in` is called for every sum of this thread. Not nested.
-class RankSumScope {
- public:
-  explicit RankSumScope(RankSumStandIn& stand_in);
-  ~RankSumScope();
-  RankSumScope(const RankSumScope&) = delete;
-  RankSumScope& operator=(const RankSumScope&) = delete;
-};
-
-/// The sums of a sound run.
-std::vector<double> added_by_rank(const std::vector<std::vector<double>>& of_ranks);
 
 }  // namespace tessera::train

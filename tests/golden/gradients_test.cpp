@@ -6,8 +6,7 @@
 // layouts agree in every bit. One forward of both rows adds inside its matrix products, in another
 // order: it agrees with itself under reshard_after_forward, and with the rest within the bounds.
 // One exception: a tied weight has two uses a row, which arrive one by one. One rank adds all four
-// in turn,
-// ((head0 + embedding0) + head1) + embedding1; several ranks add the pairs first.
+// in turn, ((head0 + embedding0) + head1) + embedding1; several ranks add the pairs first.
 #include <gtest/gtest.h>
 
 #include "golden/layouts.h"

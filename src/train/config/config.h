@@ -1,13 +1,11 @@
 // The run configuration as a value: one struct a section of the TOML file, with every default.
 //
 // What a key is called, its unit, range and help text stand in the key table (config_keys.h);
-// parsing,
-// --help, overrides and the dump are all made from that one table. Nothing here reads files or
-// knows torch. Next: config_keys.h, then config_resolve.h for what follows from several keys at
-// once.
+// parsing, --help, overrides and the dump are all made from that one table. Nothing here reads
+// files or knows torch. Next: config_keys.h, then config_resolve.h for what follows from several
+// keys at once.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -15,6 +13,7 @@
 #include <vector>
 
 #include "base/lora_spec.h"
+#include "fsdp/optimizer_registry.h"
 #include "layout/parallel_dims.h"
 #include "tessera/loss_scale.h"
 #include "tessera/precision.h"
@@ -23,7 +22,7 @@
 namespace tessera::train {
 
 enum class DeviceName : std::uint8_t { kAuto, kCpu, kCuda };
-enum class OptimizerName : std::uint8_t { kAdamW, kSgd };
+using OptimizerName = fsdp::OptimizerName;
 enum class LrDecay : std::uint8_t { kConstant, kLinear, kCosine };
 enum class BackendName : std::uint8_t { kAuto, kGloo, kNccl };
 enum class OnNonfinite : std::uint8_t { kError };
@@ -97,17 +96,13 @@ struct ActivationCheckpointConfig {
   bool operator==(const ActivationCheckpointConfig&) const = default;
 };
 
-struct OptimizerConfig {
+struct OptimizerConfig : fsdp::Hyperparameters {
   OptimizerName name = OptimizerName::kAdamW;
   MasterRequest master = MasterRequest::kAuto;
   std::optional<double> lr;
-  std::array<double, 2> betas{0.9, 0.95};
-  double eps = 1e-8;
-  std::optional<double> weight_decay;  ///< none = 0.1 for AdamW, 0 for SGD
-  double momentum = 0.0;
   std::vector<std::string> no_decay;
   double effective_weight_decay() const {
-    return weight_decay.value_or(name == OptimizerName::kAdamW ? 0.1 : 0.0);
+    return weight_decay.value_or(fsdp::default_weight_decay(name));
   }
   bool operator==(const OptimizerConfig&) const = default;
 };
