@@ -12,14 +12,14 @@
 namespace tessera {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using OrderedJson = nlohmann::ordered_json;
 
-std::string dumped(const Json& value) {
-  return value.dump(-1, ' ', false, Json::error_handler_t::replace);
+std::string dumped(const OrderedJson& value) {
+  return value.dump(-1, ' ', false, OrderedJson::error_handler_t::replace);
 }
 
 /// On one line, with a space behind each comma and colon.
-std::string line(const Json& value) {
+std::string line(const OrderedJson& value) {
   if (!value.is_structured()) return dumped(value);
   std::string text;
   for (auto item = value.begin(); item != value.end(); ++item) {
@@ -30,7 +30,7 @@ std::string line(const Json& value) {
   return value.is_object() ? "{" + text + "}" : "[" + text + "]";
 }
 
-std::string entry(std::string_view name, const Json& value) {
+std::string entry(std::string_view name, const OrderedJson& value) {
   return dumped(name) + ": " + line(value);
 }
 
@@ -48,11 +48,11 @@ std::string by_name(const Map& items, const Write& write) {
   return lines('{', entries, '}');
 }
 
-Json file_json(const CheckpointFile& file) {
+OrderedJson file_json(const CheckpointFile& file) {
   return {{"bytes", file.bytes}, {"xxh3_128", to_string(file.xxh3_128)}};
 }
 
-Json block_json(const CheckpointBlock& block) {
+OrderedJson block_json(const CheckpointBlock& block) {
   return {{"first", block.first}, {"bytes", block.bytes}, {"xxh3_128", to_string(block.xxh3_128)}};
 }
 
@@ -62,7 +62,7 @@ std::string blocks_text(const std::vector<CheckpointBlock>& blocks) {
   return lines('[', items, ']');
 }
 
-Json lora_json(const CheckpointLora& lora) {
+OrderedJson lora_json(const CheckpointLora& lora) {
   return {{"base_xxh3_128", to_string(lora.base_xxh3_128)},
           {"rank", lora.rank},
           {"alpha", lora.alpha},
@@ -71,24 +71,24 @@ Json lora_json(const CheckpointLora& lora) {
 }
 
 /// The scale by its exponent: an integer, whatever it is.
-Json loss_scale_json(const LossScaleState& state) {
+OrderedJson loss_scale_json(const LossScaleState& state) {
   return {{"log2", std::ilogb(state.scale)},
           {"good_steps", state.good_steps},
           {"skipped_steps", state.skipped_steps}};
 }
 
 template <class Write>
-Json tensor_json(const CheckpointTensor& tensor, const Write& write_piece) {
-  Json json = {{"dtype", to_string(tensor.dtype)}, {"shape", tensor.shape}};
+OrderedJson tensor_json(const CheckpointTensor& tensor, const Write& write_piece) {
+  OrderedJson json = {{"dtype", to_string(tensor.dtype)}, {"shape", tensor.shape}};
   if (tensor.source_dtype) json["source_dtype"] = to_string(*tensor.source_dtype);
-  Json& pieces = json["pieces"] = Json::array();
+  OrderedJson& pieces = json["pieces"] = OrderedJson::array();
   for (const CheckpointPiece& piece : tensor.pieces) pieces.push_back(write_piece(piece));
   return json;
 }
 
 /// With pieces in full.
-Json long_json(const CheckpointTensor& tensor) {
-  return tensor_json(tensor, [](const CheckpointPiece& piece) -> Json {
+OrderedJson long_json(const CheckpointTensor& tensor) {
+  return tensor_json(tensor, [](const CheckpointPiece& piece) -> OrderedJson {
     return {{"file", piece.file},
             {"key", piece.key},
             {"box", {{"offset", piece.box.offset}, {"size", piece.box.size}}},
@@ -111,14 +111,14 @@ std::int64_t rank_of(const CheckpointPiece& piece) {
 
 /// With pieces as [rank, begin, end] of the whole tensor, or with offset and size of their box
 /// behind.
-Json short_json(const std::string& name, const CheckpointTensor& tensor) {
+OrderedJson short_json(const std::string& name, const CheckpointTensor& tensor) {
   const TensorBox whole = TensorBox::whole(tensor.shape);
   std::map<std::int64_t, std::size_t> numbers_of;  // of pieces in each file so far
   return tensor_json(tensor, [&](const CheckpointPiece& piece) {
     const std::int64_t rank = rank_of(piece);
     TESSERA_INVARIANT(piece.key == piece_key(name, ++numbers_of[rank]), "the piece ", piece.key,
                       " of ", name);
-    Json json = Json::array({rank, piece.begin, piece.end});
+    OrderedJson json = OrderedJson::array({rank, piece.begin, piece.end});
     if (!(piece.box == whole)) {
       json.push_back(piece.box.offset);
       json.push_back(piece.box.size);
@@ -167,18 +167,18 @@ std::int64_t CheckpointTensor::numel() const { return TensorBox::whole(shape).nu
 
 std::string to_json(const CheckpointManifest& manifest) {
   const CheckpointData& data = manifest.data;
-  Json about = {{"format", manifest.format},
-                {"step", manifest.step},
-                {"world_size", manifest.world_size},
-                {"config_hash", to_string(manifest.config_hash)},
-                {"model_path", manifest.model_path},
-                {"seed", manifest.seed},
-                {"data",
-                 {{"path", data.path},
-                  {"bytes", data.bytes},
-                  {"xxh3_128", to_string(data.xxh3_128)},
-                  {"seq_len", data.seq_len},
-                  {"global_batch_size", data.global_batch_size}}}};
+  OrderedJson about = {{"format", manifest.format},
+                       {"step", manifest.step},
+                       {"world_size", manifest.world_size},
+                       {"config_hash", to_string(manifest.config_hash)},
+                       {"model_path", manifest.model_path},
+                       {"seed", manifest.seed},
+                       {"data",
+                        {{"path", data.path},
+                         {"bytes", data.bytes},
+                         {"xxh3_128", to_string(data.xxh3_128)},
+                         {"seq_len", data.seq_len},
+                         {"global_batch_size", data.global_batch_size}}}};
   if (!manifest.optimizer.empty()) about["optimizer"] = manifest.optimizer;
   if (manifest.lora) about["lora"] = lora_json(*manifest.lora);
   if (manifest.loss_scale) about["loss_scale"] = loss_scale_json(*manifest.loss_scale);
