@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <set>
 #include <utility>
 
 #include "base/printable.h"
@@ -10,6 +9,71 @@
 
 namespace tessera {
 namespace {
+
+/// Makes a value of the events of nlohmann's parser. Its parser with a callback would do, but it
+/// looks through all that an object or a list has whenever one of them ends: hours for a file that
+/// is made for it, a minute for the many tensors of one rank.
+class ValueBuilder {
+ public:
+  using Json = nlohmann::json;
+
+  ValueBuilder(std::string_view where, int max_depth)
+      : where_(where), max_depth_(static_cast<std::size_t>(max_depth)) {}
+
+  Json take() { return std::move(root_); }
+
+  // The parser's events, by the names that it calls.
+  bool null() { return put(nullptr) != nullptr; }
+  bool boolean(bool value) { return put(value) != nullptr; }
+  bool number_integer(std::int64_t value) { return put(value) != nullptr; }
+  bool number_unsigned(std::uint64_t value) { return put(value) != nullptr; }
+  bool number_float(double value, const std::string&) { return put(value) != nullptr; }
+  bool string(std::string& value) { return put(std::move(value)) != nullptr; }
+  bool binary(Json::binary_t&) { return false; }  // of other formats than text
+  bool start_object(std::size_t) { return open(Json::object()); }
+  bool start_array(std::size_t) { return open(Json::array()); }
+  bool end_object() { return close(); }
+  bool end_array() { return close(); }
+  bool key(std::string& name) {
+    const auto [at, added] = open_.back()->emplace(std::move(name), nullptr);
+    TESSERA_CHECK(added, ErrorKind::kFormat, where_, ": found the key ", printable(at.key()),
+                  " twice in one object");
+    awaited_ = &*at;
+    return true;
+  }
+  bool parse_error(std::size_t, const std::string&, const Json::exception& error) {
+    const auto* const at = dynamic_cast<const Json::parse_error*>(&error);
+    throw Error(ErrorKind::kFormat,
+                concat(where_, ": malformed JSON", at ? concat(" at byte ", at->byte) : "", ": ",
+                       complaint_of(error)));
+  }
+
+ private:
+  Json* put(Json value) {
+    if (!open_.empty() && open_.back()->is_array()) {
+      open_.back()->push_back(std::move(value));
+      return &open_.back()->back();
+    }
+    *awaited_ = std::move(value);
+    return awaited_;
+  }
+  bool open(Json empty) {
+    TESSERA_CHECK(open_.size() < max_depth_, ErrorKind::kFormat, where_,
+                  ": found JSON nested deeper than ", max_depth_, " levels");
+    open_.push_back(put(std::move(empty)));
+    return true;
+  }
+  bool close() {
+    open_.pop_back();
+    return true;
+  }
+
+  std::string_view where_;
+  std::size_t max_depth_;
+  Json root_;
+  Json* awaited_ = &root_;   // what the next value is, unless it is an item of a list
+  std::vector<Json*> open_;  // lists and objects; what one of them is in stays where it is
+};
 
 /// None for anything but an integer of the range, also for one that 64 bits do not hold.
 std::optional<std::int64_t> integer_of(const nlohmann::json& value, IntRange range) {
@@ -26,38 +90,9 @@ std::optional<std::int64_t> integer_of(const nlohmann::json& value, IntRange ran
 }  // namespace
 
 nlohmann::json parse_json(std::string_view text, std::string_view where, int max_depth) {
-  using nlohmann::json;
-  std::vector<std::set<std::string>> open_objects;  // the keys seen in each
-  const auto check = [&](int depth, json::parse_event_t event, json& parsed) {
-    switch (event) {
-      case json::parse_event_t::object_start:
-      case json::parse_event_t::array_start:
-        TESSERA_CHECK(depth < max_depth, ErrorKind::kFormat, where,
-                      ": found JSON nested deeper than ", max_depth, " levels");
-        if (event == json::parse_event_t::object_start) open_objects.emplace_back();
-        break;
-      case json::parse_event_t::object_end:
-        open_objects.pop_back();
-        break;
-      case json::parse_event_t::key: {
-        const auto& key = parsed.get_ref<const std::string&>();
-        TESSERA_CHECK(open_objects.back().insert(key).second, ErrorKind::kFormat, where,
-                      ": found the key ", printable(key), " twice in one object");
-        break;
-      }
-      default:
-        break;
-    }
-    return true;
-  };
-  try {
-    return json::parse(text.begin(), text.end(), check);
-  } catch (const json::parse_error& error) {
-    throw Error(ErrorKind::kFormat,
-                concat(where, ": malformed JSON at byte ", error.byte, ": ", complaint_of(error)));
-  } catch (const json::exception& error) {
-    throw Error(ErrorKind::kFormat, concat(where, ": malformed JSON: ", complaint_of(error)));
-  }
+  ValueBuilder builder(where, max_depth);
+  nlohmann::json::sax_parse(text.begin(), text.end(), &builder);
+  return builder.take();
 }
 
 nlohmann::json parse_json_object(std::string_view text, std::string_view where, int max_depth) {

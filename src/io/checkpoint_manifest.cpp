@@ -12,29 +12,89 @@
 namespace tessera {
 namespace {
 
-std::string quoted(const std::string& text) {
-  return nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+using OrderedJson = nlohmann::ordered_json;
+
+std::string dumped(const OrderedJson& value) {
+  return value.dump(-1, ' ', false, OrderedJson::error_handler_t::replace);
 }
 
-template <class T, class Write>
-std::string listed(const std::vector<T>& items, const Write& write) {
-  std::string text = "[";
-  for (const T& item : items) text += (text.size() > 1 ? ", " : "") + write(item);
-  return text + "]";
+/// On one line, with a space behind each comma and colon.
+std::string line(const OrderedJson& value) {
+  if (!value.is_structured()) return dumped(value);
+  std::string text;
+  for (auto item = value.begin(); item != value.end(); ++item) {
+    if (!text.empty()) text += ", ";
+    if (value.is_object()) text += dumped(item.key()) + ": ";
+    text += line(*item);
+  }
+  return value.is_object() ? "{" + text + "}" : "[" + text + "]";
 }
 
-std::string numbers(const std::vector<std::int64_t>& items) {
-  return listed(items, [](std::int64_t item) { return std::to_string(item); });
+std::string entry(std::string_view name, const OrderedJson& value) {
+  return dumped(name) + ": " + line(value);
+}
+
+/// A list or an object below a key, each of its items on a line of its own.
+std::string lines(char begin, const std::vector<std::string>& items, char end) {
+  std::string text(1, begin);
+  for (const std::string& item : items) text += (text.size() > 1 ? ",\n  " : "\n  ") + item;
+  return text + "\n " + end;
+}
+
+template <class Map, class Write>
+std::string by_name(const Map& items, const Write& write) {
+  std::vector<std::string> entries;
+  for (const auto& [name, item] : items) entries.push_back(entry(name, write(item)));
+  return lines('{', entries, '}');
+}
+
+OrderedJson file_json(const CheckpointFile& file) {
+  return {{"bytes", file.bytes}, {"xxh3_128", to_string(file.xxh3_128)}};
+}
+
+OrderedJson block_json(const CheckpointBlock& block) {
+  return {{"first", block.first}, {"bytes", block.bytes}, {"xxh3_128", to_string(block.xxh3_128)}};
+}
+
+std::string blocks_text(const std::vector<CheckpointBlock>& blocks) {
+  std::vector<std::string> items;
+  for (const CheckpointBlock& block : blocks) items.push_back(line(block_json(block)));
+  return lines('[', items, ']');
+}
+
+OrderedJson lora_json(const CheckpointLora& lora) {
+  return {{"base_xxh3_128", to_string(lora.base_xxh3_128)},
+          {"rank", lora.rank},
+          {"alpha", lora.alpha},
+          {"dropout", lora.dropout},
+          {"layers", lora.layers}};
+}
+
+/// The scale by its exponent: an integer, whatever it is.
+OrderedJson loss_scale_json(const LossScaleState& state) {
+  return {{"log2", std::ilogb(state.scale)},
+          {"good_steps", state.good_steps},
+          {"skipped_steps", state.skipped_steps}};
 }
 
 template <class Write>
-std::string tensor_line(const CheckpointTensor& tensor, const Write& write_piece) {
-  std::string text =
-      concat(R"({"dtype": ")", to_string(tensor.dtype), R"(", "shape": )", numbers(tensor.shape));
-  if (tensor.source_dtype) {
-    text += concat(R"(, "source_dtype": ")", to_string(*tensor.source_dtype), "\"");
-  }
-  return text + R"(, "pieces": )" + listed(tensor.pieces, write_piece) + "}";
+OrderedJson tensor_json(const CheckpointTensor& tensor, const Write& write_piece) {
+  OrderedJson json = {{"dtype", to_string(tensor.dtype)}, {"shape", tensor.shape}};
+  if (tensor.source_dtype) json["source_dtype"] = to_string(*tensor.source_dtype);
+  OrderedJson& pieces = json["pieces"] = OrderedJson::array();
+  for (const CheckpointPiece& piece : tensor.pieces) pieces.push_back(write_piece(piece));
+  return json;
+}
+
+/// With pieces in full.
+OrderedJson long_json(const CheckpointTensor& tensor) {
+  return tensor_json(tensor, [](const CheckpointPiece& piece) -> OrderedJson {
+    return {{"file", piece.file},
+            {"key", piece.key},
+            {"box", {{"offset", piece.box.offset}, {"size", piece.box.size}}},
+            {"begin", piece.begin},
+            {"end", piece.end}};
+  });
 }
 
 /// Of a name that rank_file() gives.
@@ -49,69 +109,26 @@ std::int64_t rank_of(const CheckpointPiece& piece) {
   return rank;
 }
 
-/// Pieces as [rank, begin, end] of the whole tensor, or with offset and size of their box behind.
-std::string short_line(const std::string& name, const CheckpointTensor& tensor) {
+/// With pieces as [rank, begin, end] of the whole tensor, or with offset and size of their box
+/// behind.
+OrderedJson short_json(const std::string& name, const CheckpointTensor& tensor) {
   const TensorBox whole = TensorBox::whole(tensor.shape);
   std::map<std::int64_t, std::size_t> numbers_of;  // of pieces in each file so far
-  const auto short_piece = [&](const CheckpointPiece& piece) {
+  return tensor_json(tensor, [&](const CheckpointPiece& piece) {
     const std::int64_t rank = rank_of(piece);
     TESSERA_INVARIANT(piece.key == piece_key(name, ++numbers_of[rank]), "the piece ", piece.key,
                       " of ", name);
-    std::string text = concat("[", rank, ", ", piece.begin, ", ", piece.end);
+    OrderedJson json = OrderedJson::array({rank, piece.begin, piece.end});
     if (!(piece.box == whole)) {
-      text += concat(", ", numbers(piece.box.offset), ", ", numbers(piece.box.size));
+      json.push_back(piece.box.offset);
+      json.push_back(piece.box.size);
     }
-    return text + "]";
-  };
-  return tensor_line(tensor, short_piece);
+    return json;
+  });
 }
 
-std::string block_line(const CheckpointBlock& block) {
-  return concat(R"({"first": )", quoted(block.first), R"(, "bytes": )", block.bytes,
-                R"(, "xxh3_128": ")", to_string(block.xxh3_128), "\"}");
-}
-
-std::string piece_text(const CheckpointPiece& piece) {
-  return concat(R"({"file": )", quoted(piece.file), R"(, "key": )", quoted(piece.key),
-                R"(, "box": {"offset": )", numbers(piece.box.offset), R"(, "size": )",
-                numbers(piece.box.size), R"(}, "begin": )", piece.begin, R"(, "end": )", piece.end,
-                "}");
-}
-
-std::string file_line(const CheckpointFile& file) {
-  return concat(R"({"bytes": )", file.bytes, R"(, "xxh3_128": ")", to_string(file.xxh3_128), "\"}");
-}
-
-std::string number(double value) { return nlohmann::json(value).dump(); }
-
-std::string lora_line(const CheckpointLora& lora) {
-  return concat(R"({"base_xxh3_128": ")", to_string(lora.base_xxh3_128), R"(", "rank": )",
-                lora.rank, R"(, "alpha": )", number(lora.alpha), R"(, "dropout": )",
-                number(lora.dropout), R"(, "layers": )", listed(lora.layers, quoted), "}");
-}
-
-/// The scale by its exponent: an integer, whatever it is.
-std::string loss_scale_line(const LossScaleState& state) {
-  return concat(",\n \"loss_scale\": {\"log2\": ", std::ilogb(state.scale),
-                ", \"good_steps\": ", state.good_steps,
-                ", \"skipped_steps\": ", state.skipped_steps, "}");
-}
-
-std::string blocks_line(const std::vector<CheckpointBlock>& blocks) {
-  std::string text = "[";
-  for (const CheckpointBlock& block : blocks) {
-    text += (text.size() > 1 ? ",\n  " : "\n  ") + block_line(block);
-  }
-  return text + "\n ]";
-}
-
-template <class Map, class Write>
-std::string by_name(const Map& items, const Write& write) {
-  std::string text = "{";
-  for (const auto& [name, item] : items) {
-    text += (text.size() > 1 ? ",\n  " : "\n  ") + quoted(name) + ": " + write(item);
-  }
-  return text + "\n }";
+std::string short_entry(const std::string& name, const CheckpointTensor& tensor) {
+  return entry(name, short_json(name, tensor));
 }
 
 // Of what a line may have.
@@ -120,7 +137,7 @@ constexpr std::int64_t kLargestNumber = std::numeric_limits<std::int64_t>::max()
 std::int64_t longest_file_line() {
   const std::map<std::string, CheckpointFile> files = {
       {rank_file(kLargestNumber), {kLargestNumber, {}}}};
-  return std::ssize(by_name(files, file_line));
+  return std::ssize(by_name(files, file_json));
 }
 
 /// By how many digits pieces may become longer that are cut elsewhere in their boxes.
@@ -150,24 +167,30 @@ std::int64_t CheckpointTensor::numel() const { return TensorBox::whole(shape).nu
 
 std::string to_json(const CheckpointManifest& manifest) {
   const CheckpointData& data = manifest.data;
-  std::string text = concat(
-      "{\n \"format\": ", manifest.format, ",\n \"step\": ", manifest.step,
-      ",\n \"world_size\": ", manifest.world_size, ",\n \"config_hash\": \"",
-      to_string(manifest.config_hash), "\",\n \"model_path\": ", quoted(manifest.model_path),
-      ",\n \"seed\": ", manifest.seed, ",\n \"data\": {\"path\": ", listed(data.path, quoted),
-      ", \"bytes\": ", data.bytes, ", \"xxh3_128\": \"", to_string(data.xxh3_128),
-      "\", \"seq_len\": ", data.seq_len, ", \"global_batch_size\": ", data.global_batch_size, "}",
-      manifest.optimizer.empty() ? "" : ",\n \"optimizer\": " + quoted(manifest.optimizer),
-      manifest.lora ? ",\n \"lora\": " + lora_line(*manifest.lora) : "",
-      manifest.loss_scale ? loss_scale_line(*manifest.loss_scale) : "",
-      ",\n \"files\": ", by_name(manifest.files, file_line));
+  OrderedJson about = {{"format", manifest.format},
+                       {"step", manifest.step},
+                       {"world_size", manifest.world_size},
+                       {"config_hash", to_string(manifest.config_hash)},
+                       {"model_path", manifest.model_path},
+                       {"seed", manifest.seed},
+                       {"data",
+                        {{"path", data.path},
+                         {"bytes", data.bytes},
+                         {"xxh3_128", to_string(data.xxh3_128)},
+                         {"seq_len", data.seq_len},
+                         {"global_batch_size", data.global_batch_size}}}};
+  if (!manifest.optimizer.empty()) about["optimizer"] = manifest.optimizer;
+  if (manifest.lora) about["lora"] = lora_json(*manifest.lora);
+  if (manifest.loss_scale) about["loss_scale"] = loss_scale_json(*manifest.loss_scale);
+  std::string text = "{";
+  for (const auto& [key, value] : about.items()) {
+    text += (text.size() > 1 ? ",\n " : "\n ") + entry(key, value);
+  }
+  text += ",\n \"files\": " + by_name(manifest.files, file_json);
   if (manifest.format > 1) {
-    text += concat(",\n \"blocks\": ", blocks_line(manifest.blocks));
+    text += ",\n \"blocks\": " + blocks_text(manifest.blocks);
   } else {
-    const auto line = [](const CheckpointTensor& tensor) {
-      return tensor_line(tensor, piece_text);
-    };
-    text += concat(",\n \"tensors\": ", by_name(manifest.tensors, line));
+    text += ",\n \"tensors\": " + by_name(manifest.tensors, long_json);
   }
   text += kHashKey;
   text += to_string(Hash128Stream().add(text).digest());
@@ -176,27 +199,27 @@ std::string to_json(const CheckpointManifest& manifest) {
 
 CheckpointTexts texts_of(CheckpointManifest manifest) {
   CheckpointTexts texts;
-  std::string line;
+  std::string block;
   const std::string* first = nullptr;
   const auto end_block = [&] {
-    line += "}\n";
-    TESSERA_CHECK(std::ssize(line) <= kMaxBlockBytes, ErrorKind::kIo, kTensorsFile, ": found ",
-                  line.size(), " bytes from ", printable(*first), " on, expected at most ",
+    block += "}\n";
+    TESSERA_CHECK(std::ssize(block) <= kMaxBlockBytes, ErrorKind::kIo, kTensorsFile, ": found ",
+                  block.size(), " bytes from ", printable(*first), " on, expected at most ",
                   kMaxBlockBytes, " in a block, which readers take; run on fewer ranks");
-    manifest.blocks.push_back({*first, std::ssize(line), Hash128Stream().add(line).digest()});
-    texts.tensors += line;
-    line.clear();
+    manifest.blocks.push_back({*first, std::ssize(block), Hash128Stream().add(block).digest()});
+    texts.tensors += block;
+    block.clear();
   };
   manifest.blocks.clear();
   for (const auto& [name, tensor] : manifest.tensors) {
     TESSERA_CHECK(name.size() <= kMaxTensorNameBytes, ErrorKind::kIo, kTensorsFile,
                   ": found a name of ", name.size(), " bytes, ", printable(name),
                   ", expected at most ", kMaxTensorNameBytes);
-    if (line.empty()) first = &name;
-    line += concat(line.empty() ? "{" : ", ", quoted(name), ": ", short_line(name, tensor));
-    if (std::ssize(line) >= kBlockBytes) end_block();
+    if (block.empty()) first = &name;
+    block += (block.empty() ? "{" : ", ") + short_entry(name, tensor);
+    if (std::ssize(block) >= kBlockBytes) end_block();
   }
-  if (!line.empty()) end_block();
+  if (!block.empty()) end_block();
   manifest.files[std::string(kTensorsFile)] = {std::ssize(texts.tensors),
                                                Hash128Stream().add(texts.tensors).digest()};
   manifest.format = CheckpointManifest::kFormat;
@@ -215,10 +238,10 @@ CheckpointPlan plan_of(const CheckpointManifest& part) {
                   printable(name), ", expected at most ", kMaxTensorNameBytes,
                   ", which readers take; shorten it, or set checkpoint.enable = false");
     const auto bare =
-        std::ssize(short_line(name, {tensor.dtype, tensor.shape, tensor.source_dtype, {}}));
-    const auto whole = std::ssize(short_line(name, tensor)) + longest_cut(tensor);
+        std::ssize(short_entry(name, {tensor.dtype, tensor.shape, tensor.source_dtype, {}}));
+    const auto whole = std::ssize(short_entry(name, tensor)) + longest_cut(tensor);
     // Between tensors, and at the ends of a block; between pieces of two ranks.
-    const auto head = std::ssize(concat("{", quoted(name), ": ", "}\n")) + bare;
+    const auto head = std::ssize(std::string_view("{}\n")) + bare;
     const auto pieces = whole - bare + std::ssize(std::string_view(", "));
     plan.tensors += head + pieces;
     plan.pieces = std::max(plan.pieces, pieces);
@@ -253,7 +276,7 @@ std::int64_t check_manifest_plan(const CheckpointManifest& about, std::int64_t r
                 ", expected at most ", kMaxBlockBytes,
                 ", which readers take; run on fewer ranks, or set checkpoint.enable = false");
   const auto entry_bytes =
-      std::ssize(blocks_line({{std::string(kMaxTensorNameBytes, 'x'), kLargestNumber, {}}}));
+      std::ssize(blocks_text({{std::string(kMaxTensorNameBytes, 'x'), kLargestNumber, {}}}));
   const std::int64_t most = std::ssize(to_json(about)) + (ranks + 2) * longest_file_line() +
                             (plan.tensors / kBlockBytes + 1) * entry_bytes;
   TESSERA_CHECK(most <= kMaxManifestBytes, ErrorKind::kConfig, "checkpoint: found a plan whose ",
@@ -264,10 +287,10 @@ std::int64_t check_manifest_plan(const CheckpointManifest& about, std::int64_t r
 }
 
 std::string part_text(const CheckpointManifest& part) {
-  std::string text = concat("{\"files\": ", by_name(part.files, file_line), ", \"tensors\": {");
+  std::string text = concat("{\"files\": ", by_name(part.files, file_json), ", \"tensors\": {");
   std::string_view between;
   for (const auto& [name, tensor] : part.tensors) {
-    text += concat(between, quoted(name), ": ", short_line(name, tensor));
+    text += concat(between, short_entry(name, tensor));
     between = ", ";
   }
   return text + "}}";

@@ -12,8 +12,6 @@
 namespace tessera {
 namespace {
 
-using Json = nlohmann::json;
-
 constexpr int kMaxManifestDepth = 8;
 
 std::int64_t rank_of(const JsonCursor& value) {
@@ -44,7 +42,7 @@ std::vector<std::int64_t> integers_of(const JsonCursor& value) {
 
 /// Of a list of `few` or `many` items: how many it has.
 std::size_t count_of(const JsonCursor& value, std::size_t few, std::size_t many) {
-  const Json& list = value.value();
+  const nlohmann::json& list = value.value();
   TESSERA_CHECK(list.is_array() && (list.size() == few || list.size() == many), ErrorKind::kFormat,
                 value.where(), ": found ", value.shown(),
                 list.is_array() ? concat(" of ", list.size(), " items") : "",
@@ -133,7 +131,7 @@ CheckpointBlock read_block(const JsonCursor& value) {
 }  // namespace
 
 CheckpointManifest parse_manifest_part(std::string_view text, std::string_view where) {
-  const Json json = parse_json_object(text, where, kMaxManifestDepth);
+  const nlohmann::json json = parse_json_object(text, where, kMaxManifestDepth);
   const JsonCursor root(json, where, JsonStyle::kData);
   CheckpointManifest part;
   part.files = root.member("files").by_name(read_file);
@@ -142,7 +140,7 @@ CheckpointManifest parse_manifest_part(std::string_view text, std::string_view w
 }
 
 CheckpointManifest parse_checkpoint_manifest(std::string_view text, std::string_view where) {
-  const Json json = parse_json_object(text, where, kMaxManifestDepth);
+  const nlohmann::json json = parse_json_object(text, where, kMaxManifestDepth);
   const JsonCursor root(json, where, JsonStyle::kData);
   CheckpointManifest manifest;
   manifest.format = root.member("format").integer();
@@ -177,7 +175,7 @@ CheckpointTensorMap parse_checkpoint_block(std::string_view text,
   const std::string& first = manifest.blocks[index].first;
   const std::string* const next =
       index + 1 < manifest.blocks.size() ? &manifest.blocks[index + 1].first : nullptr;
-  const Json json = parse_json_object(text, where, kMaxManifestDepth);
+  const nlohmann::json json = parse_json_object(text, where, kMaxManifestDepth);
   // Before anything of the size of names times pieces is made.
   for (const auto& [name, item] : json.items()) {
     TESSERA_CHECK(name.size() <= kMaxTensorNameBytes, ErrorKind::kFormat, where,

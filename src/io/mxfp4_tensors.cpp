@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::string_view kBlocks = "_blocks";
 constexpr std::string_view kScales = "_scales";
-constexpr std::int64_t kBlockBytes = 16;
+constexpr std::int64_t kPackedBytes = 16;
 constexpr std::int64_t kBlockValues = 32;
 constexpr int kExponentBias = 127;
 constexpr std::uint8_t kScaleOfNan = 255;
@@ -80,7 +80,7 @@ void Mxfp4Tensors::add(const std::string& name) {
   };
   check_dtype(blocks_name, blocks.dtype);
   check_dtype(scales_name, scales->dtype);
-  TESSERA_CHECK(blocks.shape.size() == 4 && blocks.shape[3] == kBlockBytes, ErrorKind::kFormat,
+  TESSERA_CHECK(blocks.shape.size() == 4 && blocks.shape[3] == kPackedBytes, ErrorKind::kFormat,
                 where, ": tensor ", printable(blocks_name), ": found shape ",
                 shape_text(blocks.shape), ", expected [experts, rows, groups, 16]");
   TESSERA_CHECK(std::ranges::equal(scales->shape, std::span(blocks.shape).first(3)),
@@ -103,11 +103,11 @@ void Mxfp4Tensors::unpack(const std::string& name, const Shape& shape, std::int6
   static const Values values;
   const std::int64_t blocks_of_expert = shape.rows * shape.groups;
   std::vector<std::uint8_t> scales(static_cast<std::size_t>(blocks_of_expert));
-  std::vector<std::uint8_t> blocks(static_cast<std::size_t>(blocks_of_expert * kBlockBytes));
+  std::vector<std::uint8_t> blocks(static_cast<std::size_t>(blocks_of_expert * kPackedBytes));
   packed_->read(name + std::string(kScales), expert * blocks_of_expert,
                 (expert + 1) * blocks_of_expert, std::as_writable_bytes(std::span(scales)));
-  packed_->read(name + std::string(kBlocks), expert * blocks_of_expert * kBlockBytes,
-                (expert + 1) * blocks_of_expert * kBlockBytes,
+  packed_->read(name + std::string(kBlocks), expert * blocks_of_expert * kPackedBytes,
+                (expert + 1) * blocks_of_expert * kPackedBytes,
                 std::as_writable_bytes(std::span(blocks)));
   held_expert_ = -1;
   held_.resize(static_cast<std::size_t>(shape.numel()));
@@ -117,10 +117,10 @@ void Mxfp4Tensors::unpack(const std::string& name, const Shape& shape, std::int6
     for (std::int64_t row = 0; row < shape.rows; ++row) {
       const auto block = static_cast<std::size_t>(row * shape.groups + group);
       const auto& value_of = values.bits[scales[block]];
-      const std::uint8_t* const bytes = blocks.data() + block * kBlockBytes;
+      const std::uint8_t* const bytes = blocks.data() + block * kPackedBytes;
       std::uint16_t* to = held_.data() + group * kBlockValues * shape.rows + row;
       fits = fits && scales[block] != kScaleOfNan;
-      for (std::int64_t i = 0; i < kBlockBytes; ++i, to += 2 * shape.rows) {
+      for (std::int64_t i = 0; i < kPackedBytes; ++i, to += 2 * shape.rows) {
         const std::uint16_t low = value_of[bytes[i] & 15U];
         const std::uint16_t high = value_of[bytes[i] >> 4U];
         to[0] = low;
