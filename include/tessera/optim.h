@@ -46,7 +46,7 @@ struct SgdOptions {
 
 /// A tensor that an optimizer keeps of each parameter: laid out as its shard, in the contract's
 /// `state` dtype, zeros at first. Checkpoints have it whole, on any layout, as optim/NAME/PARAMETER.
-struct StateTensor {
+struct KeptTensor {
   enum class Begins {
     kWithTheFirstUpdate,  ///< what was updated has it
     kLater,               ///< what was updated may lack it: it begins as the next gradient
@@ -89,7 +89,7 @@ class Optimizer {
   /// "AdamW", "SGD".
   virtual std::string name() const = 0;
   /// What it keeps of a parameter, beside a master.
-  virtual std::vector<StateTensor> states() const = 0;
+  virtual std::vector<KeptTensor> states() const = 0;
   /// Every name that OptimizerState::Kept may have.
   std::vector<std::string> kept_names() const;
   /// Of every trainable parameter, in the model's order.

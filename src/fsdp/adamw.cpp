@@ -17,7 +17,7 @@ class AdamW : public Optimizer {
   std::string name() const override {
     return std::string(fsdp::name_of(fsdp::OptimizerName::kAdamW));
   }
-  std::vector<StateTensor> states() const override { return {{"exp_avg"}, {"exp_avg_sq"}}; }
+  std::vector<KeptTensor> states() const override { return {{"exp_avg"}, {"exp_avg_sq"}}; }
 
  protected:
   void update(const std::vector<Item*>& items) override {

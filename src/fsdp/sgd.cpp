@@ -17,9 +17,9 @@ class Sgd : public Optimizer {
     return std::string(fsdp::name_of(fsdp::OptimizerName::kSgd));
   }
   /// A run may begin with a momentum later: the buffer then is the next gradient, as in PyTorch.
-  std::vector<StateTensor> states() const override {
+  std::vector<KeptTensor> states() const override {
     if (options_.momentum == 0.0) return {};
-    return {{"momentum_buffer", StateTensor::Begins::kLater}};
+    return {{"momentum_buffer", KeptTensor::Begins::kLater}};
   }
 
  protected:

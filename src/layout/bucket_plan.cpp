@@ -60,11 +60,6 @@ std::int64_t widest_bytes(const BucketKey& key) {
 
 }  // namespace
 
-Range intersect(const Range& a, const Range& b) {
-  const Range both{std::max(a.begin, b.begin), std::min(a.end, b.end)};
-  return both.empty() ? Range{} : both;
-}
-
 Range BucketPlan::slice(int rank) const {
   TESSERA_INVARIANT(0 <= rank && rank < ranks, "rank ", rank, " of ", ranks);
   return {rank * slice_numel(), (rank + 1) * slice_numel()};

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "layout/range.h"
 #include "tessera/dtype.h"
 #include "tessera/mesh_shape.h"
 #include "tessera/placement.h"
@@ -38,17 +39,6 @@ std::string to_string(const BucketKey& key);
 /// The length of a bucket is a multiple of ranks x this, so that every slice begins on a cache line
 /// in every dtype.
 inline constexpr std::int64_t kSliceQuantum = 64;
-
-/// A half-open range of elements.
-struct Range {
-  std::int64_t begin = 0;
-  std::int64_t end = 0;
-  std::int64_t size() const { return end > begin ? end - begin : 0; }
-  bool empty() const { return end <= begin; }
-  bool operator==(const Range&) const = default;
-};
-/// Empty ranges come out as {0, 0}.
-Range intersect(const Range& a, const Range& b);
 
 struct Placed {
   std::size_t parameter = 0;  ///< index into the items that the plan was made from

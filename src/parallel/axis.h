@@ -37,18 +37,10 @@ struct Axis {
 Axis axis_of(const Mesh& mesh, std::string_view name,
              std::optional<at::ScalarType> reduce = std::nullopt);
 
-/// How a dim is cut over an axis: rank r has the r-th contiguous part, the first ones one more
-/// where the size does not divide.
+/// How a dim is cut over an axis: rank r has the r-th part (layout::part_of).
 struct Cut {
   std::int64_t dim = 0;
   std::optional<std::int64_t> total = std::nullopt;  ///< of the whole dim; none: parts are equal
 };
-
-struct Part {
-  std::int64_t begin = 0;
-  std::int64_t size = 0;
-};
-/// The part of rank `rank` of `size`.
-Part part_of(std::int64_t total, int size, int rank);
 
 }  // namespace tessera::parallel

@@ -10,6 +10,7 @@
 #include "base/trace.h"
 #include "comm/batch.h"
 #include "comm/group.h"
+#include "layout/range.h"
 #include "tessera/error.h"
 
 namespace tessera::parallel {
@@ -58,7 +59,7 @@ struct Layout {
 Layout layout_of(const at::Tensor& x, std::int64_t dim, std::int64_t total, const Axis& axis) {
   const auto sizes = x.sizes();
   return {c10::multiply_integers(sizes.begin(), sizes.begin() + dim), total,
-          part_of(total, axis.size, 0).size,
+          layout::part_of(total, axis.size, 0).size(),
           c10::multiply_integers(sizes.begin() + dim + 1, sizes.end())};
 }
 
@@ -70,7 +71,7 @@ std::vector<std::int64_t> with_dim(const at::Tensor& x, std::int64_t dim, std::i
 
 void check_part(const at::Tensor& part, const Axis& axis, const Cut& cut, std::int64_t total,
                 const std::string& where) {
-  const std::int64_t expected = part_of(total, axis.size, axis.rank).size;
+  const std::int64_t expected = layout::part_of(total, axis.size, axis.rank).size();
   TESSERA_CHECK(part.size(cut.dim) == expected, ErrorKind::kUsage, where, ": found a part of ",
                 part.sizes(), ", expected ", expected, " of ", total, " in dim ", cut.dim,
                 " (axis ", axis.name, ", rank ", axis.rank, ")");
@@ -95,7 +96,7 @@ at::Tensor exchange_gather(const at::Tensor& part, const Axis& axis, const Cut& 
   const std::int64_t slice = layout.outer * layout.largest * layout.inner;
   const at::Tensor buffer = at::empty({axis.size * slice}, part.options());
   const auto place = [&](int rank) {
-    const std::int64_t size = part_of(total, axis.size, rank).size;
+    const std::int64_t size = layout::part_of(total, axis.size, rank).size();
     return buffer.narrow(0, rank * slice, layout.outer * size * layout.inner)
         .view(with_dim(part, cut.dim, size));
   };
@@ -128,15 +129,15 @@ at::Tensor exchange_reduce_scatter(const at::Tensor& x, const Axis& axis, const 
     addends = at::empty({axis.size * slice}, x.options().dtype(wire));
     if (!layout.even(axis)) addends.zero_();  // shorter parts end in padding
     for (int rank = 0; rank < axis.size; ++rank) {
-      const Part part = part_of(total, axis.size, rank);
-      addends.narrow(0, rank * slice, layout.outer * part.size * layout.inner)
-          .view(with_dim(x, cut.dim, part.size))
-          .copy_(x.narrow(cut.dim, part.begin, part.size));
+      const layout::Range part = layout::part_of(total, axis.size, rank);
+      addends.narrow(0, rank * slice, layout.outer * part.size() * layout.inner)
+          .view(with_dim(x, cut.dim, part.size()))
+          .copy_(x.narrow(cut.dim, part.begin, part.size()));
     }
   }
   const at::Tensor sum = at::empty({slice}, x.options().dtype(sum_dtype(wire)));
   run(axis, comm::Kind::kReduceScatter, comm::ReduceScatter{addends, sum}, where);
-  const std::int64_t own = part_of(total, axis.size, axis.rank).size;
+  const std::int64_t own = layout::part_of(total, axis.size, axis.rank).size();
   return sum.narrow(0, 0, layout.outer * own * layout.inner)
       .view(with_dim(x, cut.dim, own))
       .to(result.value_or(x.scalar_type()));

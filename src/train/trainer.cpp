@@ -60,7 +60,7 @@ class Rows {
   std::int64_t count() const { return rows_; }
   /// The most of any rank.
   RowsOfRank most(std::int64_t row_tokens) const {
-    const auto rows = contiguous_block(rows_, ranks_, 0).size();
+    const auto rows = layout::part_of(rows_, ranks_, 0).size();
     return {rows, std::min(rows, local_), row_tokens};
   }
 

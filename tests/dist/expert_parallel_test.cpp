@@ -75,11 +75,11 @@ std::vector<at::Tensor> run(const Inputs& inputs, const Problem& problem,
 
 /// Tensors 0, 1 and the gradient by tokens, the others by experts.
 std::vector<at::Tensor> own_parts(const std::vector<at::Tensor>& all, std::size_t by_tokens,
-                                  const parallel::Part& tokens, const parallel::Part& own) {
+                                  const layout::Range& tokens, const layout::Range& own) {
   std::vector<at::Tensor> parts;
   for (std::size_t i = 0; i < all.size(); ++i) {
-    const parallel::Part& part = i < by_tokens ? tokens : own;
-    parts.push_back(all[i].narrow(0, part.begin, part.size));
+    const layout::Range& part = i < by_tokens ? tokens : own;
+    parts.push_back(all[i].narrow(0, part.begin, part.size()));
   }
   return parts;
 }
@@ -91,15 +91,14 @@ void expect_as_on_one_rank(const Problem& problem, double bound, ThreadBackend b
   ranks(size, backend).run([&](World& world) {
     parallel::Axis axis =
         parallel::axis_of(world.mesh(MeshShape::sparse(1, 1, 1, world.size(), 1)), axis::kExpert);
-    parallel::Part tokens;
+    layout::Range tokens;
     for (int rank = 0; rank <= axis.rank; ++rank) {
-      tokens.begin += tokens.size;
-      tokens.size = problem.tokens[static_cast<std::size_t>(rank)];
+      tokens = {tokens.end, tokens.end + problem.tokens[static_cast<std::size_t>(rank)]};
     }
-    const parallel::Part own = parallel::part_of(kExperts, size, axis.rank);
+    const layout::Range own = layout::part_of(kExperts, size, axis.rank);
     const Inputs mine{own_parts(inputs.tensors, 2, tokens, own),
-                      inputs.indices.narrow(0, tokens.begin, tokens.size),
-                      inputs.grad.narrow(0, tokens.begin, tokens.size)};
+                      inputs.indices.narrow(0, tokens.begin, tokens.size()),
+                      inputs.grad.narrow(0, tokens.begin, tokens.size())};
     const std::vector<at::Tensor> found = run(mine, problem, axis);
     const std::vector<at::Tensor> expected = own_parts(whole, 3, tokens, own);
     for (std::size_t i = 0; i < found.size(); ++i) {

@@ -49,8 +49,8 @@ at::Tensor addend(const at::Tensor& whole, int size, int rank) {
 at::Tensor local(const at::Tensor& whole, Kind kind, const Axis& axis, std::int64_t dim) {
   if (kind == Kind::kP) return addend(whole, axis.size, axis.rank);
   if (kind != Kind::kS) return whole.clone();
-  const Part part = part_of(whole.size(dim), axis.size, axis.rank);
-  return whole.narrow(dim, part.begin, part.size).clone();
+  const layout::Range part = layout::part_of(whole.size(dim), axis.size, axis.rank);
+  return whole.narrow(dim, part.begin, part.size()).clone();
 }
 
 struct Case {

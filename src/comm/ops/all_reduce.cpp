@@ -13,14 +13,14 @@ namespace {
 // Up to here everyone sends everything to everyone: one round instead of two.
 constexpr std::int64_t kOneRoundBytes = 256 * 1024;
 
-kernels::HostSum into_result(const AllReduce& op, const Stretch& part) {
+kernels::HostSum into_result(const AllReduce& op, const layout::Range& part) {
   const at::Tensor& result = op.result();
   const auto element = static_cast<std::int64_t>(result.element_size());
-  return {at_byte(result, part.begin * element), result.scalar_type(), part.numel(),
+  return {at_byte(result, part.begin * element), result.scalar_type(), part.size(),
           /*adds=*/false};
 }
 
-Stretch all_of(const AllReduce& op) { return {0, op.data.numel()}; }
+layout::Range all_of(const AllReduce& op) { return {0, op.data.numel()}; }
 
 /// Everything to everyone, or each rank sums a part and sends it round.
 class DirectSumSteps final : public Steps {
@@ -33,15 +33,15 @@ class DirectSumSteps final : public Steps {
         element_(static_cast<std::int64_t>(op.data.element_size())) {}
 
   void prepare(Transfers& transfers) override {
-    transfers.take_aside(mine_.numel() * element_ * (ranks_ - 1));
+    transfers.take_aside(mine_.size() * element_ * (ranks_ - 1));
   }
   void post_receives(Transfers& transfers) override {
-    receive_aside(transfers, mine_.numel() * element_);
+    receive_aside(transfers, mine_.size() * element_);
   }
   void post_sends(Transfers& transfers) override {
     for_successors(transfers, [&](int peer) {
-      const Stretch part = in_two_ ? summed_by(op_, ranks_, peer) : mine_;
-      transfers.send(peer, at_byte(op_.data, part.begin * element_), part.numel() * element_, 0);
+      const layout::Range part = in_two_ ? summed_by(op_, ranks_, peer) : mine_;
+      transfers.send(peer, at_byte(op_.data, part.begin * element_), part.size() * element_, 0);
     });
   }
   void finish(Transfers& transfers) override {
@@ -61,18 +61,18 @@ class DirectSumSteps final : public Steps {
     const at::Tensor& sums = op_.result();
     const auto element = static_cast<std::int64_t>(sums.element_size());
     for_others(transfers, [&](int peer) {
-      const Stretch part = summed_by(op_, ranks_, peer);
-      transfers.receive(peer, at_byte(sums, part.begin * element), part.numel() * element, 1);
+      const layout::Range part = summed_by(op_, ranks_, peer);
+      transfers.receive(peer, at_byte(sums, part.begin * element), part.size() * element, 1);
     });
     for_others(transfers, [&](int peer) {
-      transfers.send(peer, at_byte(sums, mine_.begin * element), mine_.numel() * element, 1);
+      transfers.send(peer, at_byte(sums, mine_.begin * element), mine_.size() * element, 1);
     });
   }
 
   const AllReduce& op_;
   const int ranks_;
   const bool in_two_;
-  const Stretch mine_;  ///< what this rank sums
+  const layout::Range mine_;  ///< what this rank sums
   const std::int64_t element_;
 };
 
@@ -102,11 +102,8 @@ bool in_two_rounds(const AllReduce& op, int ranks) {
   return ranks > 2 && nbytes(op.data) * ranks > kOneRoundBytes;
 }
 
-Stretch summed_by(const AllReduce& op, int ranks, int rank) {
-  const std::int64_t each = op.data.numel() / ranks;
-  const std::int64_t more = op.data.numel() % ranks;
-  const std::int64_t begin = each * rank + std::min<std::int64_t>(rank, more);
-  return {begin, begin + each + (rank < more ? 1 : 0)};
+layout::Range summed_by(const AllReduce& op, int ranks, int rank) {
+  return layout::part_of(op.data.numel(), ranks, rank);
 }
 
 OpFacts AllReduce::facts() const {
@@ -126,7 +123,7 @@ void AllReduce::check(const CheckedBatch& batch) const {
 
 std::int64_t AllReduce::sent_bytes(int ranks, int rank) const {
   if (!in_two_rounds(*this, ranks)) return (ranks - 1) * nbytes(data);
-  const std::int64_t mine = summed_by(*this, ranks, rank).numel();
+  const std::int64_t mine = summed_by(*this, ranks, rank).size();
   return (data.numel() - mine) * static_cast<std::int64_t>(data.element_size()) +
          (ranks - 1) * mine * static_cast<std::int64_t>(result().element_size());
 }

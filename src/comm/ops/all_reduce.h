@@ -1,6 +1,7 @@
 #pragma once
 
 #include "comm/ops/operation.h"
+#include "layout/range.h"
 
 namespace tessera::comm {
 
@@ -39,6 +40,6 @@ struct AllReduce {
 /// Whether each rank sums a stretch and sends it round; else everyone sends everything to everyone.
 bool in_two_rounds(const AllReduce& op, int ranks);
 /// What `rank` sums of an all-reduced tensor that travels in two rounds: parts as equal as can be.
-Stretch summed_by(const AllReduce& op, int ranks, int rank);
+layout::Range summed_by(const AllReduce& op, int ranks, int rank);
 
 }  // namespace tessera::comm

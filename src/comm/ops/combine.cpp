@@ -19,7 +19,7 @@ class CombineSteps final : public RelayedSteps {
   }
 
  private:
-  Stretch arriving(Transfers& /*transfers*/, int round) const override {
+  layout::Range arriving(Transfers& /*transfers*/, int round) const override {
     return {bytes_ * round, bytes_ * (round + 1)};
   }
   Sent sent(Transfers& transfers, int round) const override {

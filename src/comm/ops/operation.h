@@ -40,13 +40,6 @@ struct OpFacts {
   bool relayed = false;
 };
 
-/// Elements of a tensor.
-struct Stretch {
-  std::int64_t begin = 0;
-  std::int64_t end = 0;
-  std::int64_t numel() const { return end - begin; }
-};
-
 /// The batch of an op that is checked.
 struct CheckedBatch {
   Kind kind;

@@ -12,6 +12,7 @@
 #include "base/parallel.h"
 #include "kernels/cpu/dispatch.h"
 #include "kernels/implementations.h"
+#include "layout/range.h"
 
 namespace tessera::kernels::cpu {
 namespace {
@@ -52,10 +53,7 @@ at::Tensor flat(const at::Tensor& x) {
 
 /// Query positions [begin, end): their scores have keys 0..end-1, what lies behind the diagonal is
 /// never computed but inside a block.
-struct Block {
-  std::int64_t begin, end;
-  std::int64_t size() const { return end - begin; }
-};
+using Block = layout::Range;
 
 /// Of the positions [first, end).
 std::vector<Block> blocks_of(std::int64_t first, std::int64_t end) {

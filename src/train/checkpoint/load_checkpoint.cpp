@@ -263,7 +263,7 @@ class Loader {
     }
     const auto states = optimizer_.states();
     const auto due =
-        std::ranges::find(states, StateTensor::Begins::kWithTheFirstUpdate, &StateTensor::begins);
+        std::ranges::find(states, KeptTensor::Begins::kWithTheFirstUpdate, &KeptTensor::begins);
     TESSERA_CHECK(kept_any || !has_step || due == states.end(), ErrorKind::kConfig,
                   "optimizer.name: found ", optimizer_.name(), " and no ",
                   due == states.end() ? "" : named(due->name, form.names.front()),

@@ -18,20 +18,12 @@ std::int64_t RowOrder::data_row(std::int64_t step, std::int64_t index) const {
   return Permutation(seed_, epoch, rows_in_data_)(position % rows_in_data_);
 }
 
-RowRange contiguous_block(std::int64_t rows, int parts, int part) {
-  TESSERA_INVARIANT(rows >= 0 && part >= 0 && part < parts, "no such block");
-  const std::int64_t each = rows / parts;
-  const std::int64_t longer = rows % parts;  // blocks with one row more
-  const std::int64_t begin = part * each + std::min<std::int64_t>(part, longer);
-  return {begin, begin + each + (part < longer ? 1 : 0)};
-}
-
 std::vector<RowRange> micro_batches(std::int64_t rows, std::int64_t local_rows, int data_ranks,
                                     int data_rank) {
   TESSERA_INVARIANT(local_rows >= 1, "micro-batches of no rows");
-  const std::int64_t most_rows = contiguous_block(rows, data_ranks, 0).size();
+  const std::int64_t most_rows = layout::part_of(rows, data_ranks, 0).size();
   const std::int64_t count = std::max<std::int64_t>(1, (most_rows - 1) / local_rows + 1);
-  const RowRange block = contiguous_block(rows, data_ranks, data_rank);
+  const RowRange block = layout::part_of(rows, data_ranks, data_rank);
   std::vector<RowRange> result;
   for (std::int64_t i = 0; i < count; ++i) {
     const std::int64_t begin = std::min(block.begin + i * local_rows, block.end);

@@ -9,16 +9,12 @@
 #include <vector>
 
 #include "base/philox.h"
+#include "layout/range.h"
 
 namespace tessera::train {
 
 /// Rows [begin, end) of the rows of one step.
-struct RowRange {
-  std::int64_t begin = 0;
-  std::int64_t end = 0;
-  std::int64_t size() const { return end - begin; }
-  bool operator==(const RowRange&) const = default;
-};
+using RowRange = layout::Range;
 
 /// The order of a data set's rows: a permutation an epoch, one epoch after the other without a gap.
 class RowOrder {
@@ -36,12 +32,9 @@ class RowOrder {
   std::int64_t rows_in_step_;
 };
 
-/// Block `part` of `rows` rows cut into `parts` contiguous blocks, the first ones one row more.
-RowRange contiguous_block(std::int64_t rows, int parts, int part);
-
-/// The micro-batches of one data rank: its contiguous block in pieces of `local_rows`, then empty
-/// ranges up to the largest number of any rank, so that all enter the same collectives. At least
-/// one.
+/// The micro-batches of one data rank: its part of the rows (layout::part_of) in pieces of
+/// `local_rows`, then empty ranges up to the largest number of any rank, so that all enter the same
+/// collectives. At least one.
 std::vector<RowRange> micro_batches(std::int64_t rows, std::int64_t local_rows, int data_ranks,
                                     int data_rank);
 

@@ -12,10 +12,10 @@ namespace {
 using Ranges = std::vector<RowRange>;
 
 TEST(ContiguousBlock, SevenOnThreeIsThreeTwoTwo) {
-  EXPECT_EQ(contiguous_block(7, 3, 0), (RowRange{0, 3}));
-  EXPECT_EQ(contiguous_block(7, 3, 1), (RowRange{3, 5}));
-  EXPECT_EQ(contiguous_block(7, 3, 2), (RowRange{5, 7}));
-  EXPECT_EQ(contiguous_block(2, 4, 3), (RowRange{2, 2}));
+  EXPECT_EQ(layout::part_of(7, 3, 0), (RowRange{0, 3}));
+  EXPECT_EQ(layout::part_of(7, 3, 1), (RowRange{3, 5}));
+  EXPECT_EQ(layout::part_of(7, 3, 2), (RowRange{5, 7}));
+  EXPECT_EQ(layout::part_of(2, 4, 3), (RowRange{2, 2}));
 }
 
 TEST(MicroBatches, EveryRankRunsTheLargestNumber) {

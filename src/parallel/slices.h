@@ -1,0 +1,43 @@
+// Parts of a tensor as transitions take and give them. Private to parallel/.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include <string>
+
+#include "layout/range.h"
+#include "parallel/axis.h"
+#include "tessera/error.h"
+
+namespace tessera::parallel {
+
+/// The size of the whole dim. Errors: kUsage where parts are not equal and nothing says that they
+/// need not be.
+inline std::int64_t whole_of(const at::Tensor& x, const Axis& axis, const Cut& cut,
+                             const std::string& where) {
+  const std::int64_t total = x.size(cut.dim);
+  TESSERA_CHECK(cut.total ? *cut.total == total : total % axis.size == 0, ErrorKind::kUsage, where,
+                ": found ", total, " in dim ", cut.dim, ", expected ",
+                cut.total ? concat(*cut.total) : concat("a multiple of ", axis.size), " (axis ",
+                axis.name, ")");
+  return total;
+}
+
+/// A view where only dims of size 1 lie before the cut, else a copy.
+inline at::Tensor own_part(const at::Tensor& x, const Axis& axis, std::int64_t dim) {
+  const layout::Range part = layout::part_of(x.size(dim), axis.size, axis.rank);
+  return x.narrow(dim, part.begin, part.size()).contiguous();
+}
+
+inline at::Tensor in_zeros(const at::Tensor& own, const Axis& axis, std::int64_t dim,
+                           std::int64_t total) {
+  std::vector<std::int64_t> sizes = own.sizes().vec();
+  sizes[static_cast<std::size_t>(dim)] = total;
+  const layout::Range part = layout::part_of(total, axis.size, axis.rank);
+  const at::Tensor whole = at::zeros(sizes, own.options());
+  whole.narrow(dim, part.begin, part.size()).copy_(own);
+  return whole;
+}
+
+}  // namespace tessera::parallel
