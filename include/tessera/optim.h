@@ -44,6 +44,17 @@ struct SgdOptions {
   std::vector<std::string> no_decay{};
 };
 
+/// A tensor that an optimizer keeps of each parameter: laid out as its shard, in the contract's
+/// `state` dtype, zeros at first. Checkpoints have it whole, on any layout, as optim/NAME/PARAMETER.
+struct KeptTensor {
+  enum class Begins {
+    kWithTheFirstUpdate,  ///< what was updated has it
+    kLater,               ///< what was updated may lack it: it begins as the next gradient
+  };
+  std::string name;  ///< as PyTorch calls it: "exp_avg"
+  Begins begins = Begins::kWithTheFirstUpdate;
+};
+
 /// What an optimizer keeps of one parameter, for a checkpoint.
 struct OptimizerState {
   struct Kept {
@@ -77,6 +88,8 @@ class Optimizer {
 
   /// "AdamW", "SGD".
   virtual std::string name() const = 0;
+  /// What it keeps of a parameter, beside a master.
+  virtual std::vector<KeptTensor> states() const = 0;
   /// Every name that OptimizerState::Kept may have.
   std::vector<std::string> kept_names() const;
   /// Of every trainable parameter, in the model's order.
@@ -93,18 +106,16 @@ class Optimizer {
   struct Item {
     ShardView view;
     bool decays = true;
-    std::vector<at::Tensor> state;  ///< what the optimizer keeps, made at the first update
-    at::Tensor master;              ///< what the contract's Master keeps beside a 16-bit shard
+    /// In the order of states(), made at the first update; what an optimizer puts behind them is
+    /// its own and in no checkpoint.
+    std::vector<at::Tensor> state;
+    at::Tensor master;  ///< what the contract's Master keeps beside a 16-bit shard
     bool has_state = false;
     std::int64_t steps = 0;          ///< updates so far, as PyTorch counts
     std::uint32_t seen_version = 0;  ///< of the shard, when it was last stepped
   };
   /// Every item has its state and a gradient.
   virtual void update(const std::vector<Item*>& items) = 0;
-  virtual void make_state(Item& item) const = 0;
-  virtual std::vector<std::string> state_names() const = 0;
-  /// Of an item whose state is made.
-  virtual std::vector<OptimizerState::Kept> named_state(const Item& item) const = 0;
   /// Whether somebody else has written the shard since it was last stepped.
   bool was_changed(const Item& item);
 

@@ -2,8 +2,8 @@
 #include <ATen/ATen.h>
 
 #include "fsdp/optimizer_options.h"
+#include "fsdp/optimizer_registry.h"
 #include "fsdp/optimizer_shards.h"
-#include "grad/torch_dtype.h"
 #include "kernels/kernels.h"
 #include "tessera/optim.h"
 
@@ -14,11 +14,12 @@ class AdamW : public Optimizer {
  public:
   AdamW(const ShardedBase& model, const AdamWOptions& options)
       : Optimizer(model, options.lr, options.no_decay), options_(options) {}
-  std::string name() const override { return "AdamW"; }
+  std::string name() const override {
+    return std::string(fsdp::name_of(fsdp::OptimizerName::kAdamW));
+  }
+  std::vector<KeptTensor> states() const override { return {{"exp_avg"}, {"exp_avg_sq"}}; }
 
  protected:
-  std::vector<std::string> state_names() const override { return {"exp_avg", "exp_avg_sq"}; }
-
   void update(const std::vector<Item*>& items) override {
     // One fused call for those that decay and one for the rest; it wants one dtype a call.
     for (const bool decays : {true, false}) {
@@ -44,26 +45,15 @@ class AdamW : public Optimizer {
   }
 
  private:
-  enum State : std::size_t { kFirst, kSecond, kSteps };
+  enum State : std::size_t { kFirst, kSecond, kSteps };  // as states(), and what the kernel counts
   struct Lists {
     std::vector<at::Tensor> parameters, grads, first, second, steps;
   };
 
-  void make_state(Item& item) const override {
-    const auto& shard = item.view.shard;
-    const auto options =
-        shard.options().dtype(to_scalar_type(item.view.contract->state)).requires_grad(false);
-    item.state = {at::zeros(shard.sizes(), options), at::zeros(shard.sizes(), options),
-                  at::zeros({}, at::TensorOptions().dtype(at::kFloat))};
-  }
-
-  std::vector<OptimizerState::Kept> named_state(const Item& item) const override {
-    return {{"exp_avg", item.state[kFirst]}, {"exp_avg_sq", item.state[kSecond]}};
-  }
-
   static void add(Lists& lists, Item& item, const fsdp::Stepped& part) {
     const auto size = part.end - part.begin;
     if (size == 0) return;
+    if (item.state.size() == kSteps) item.state.push_back(at::zeros({}, at::kFloat));
     item.state[kSteps].fill_(static_cast<double>(item.steps));
     lists.parameters.push_back(part.values);
     lists.grads.push_back(part.gradient);
@@ -92,6 +82,13 @@ std::unique_ptr<Optimizer> make_adamw(const ShardedBase& model, const AdamWOptio
   fsdp::check_option("eps", options.eps);
   fsdp::check_option("weight_decay", options.weight_decay);
   return std::make_unique<AdamW>(model, options);
+}
+
+std::unique_ptr<Optimizer> fsdp::build_adamw(const ShardedBase& model, double lr,
+                                             const Hyperparameters& values) {
+  const double weight_decay =
+      values.weight_decay.value_or(default_weight_decay(OptimizerName::kAdamW));
+  return make_adamw(model, {lr, values.betas[0], values.betas[1], values.eps, weight_decay, {}});
 }
 
 }  // namespace tessera

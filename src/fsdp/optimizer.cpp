@@ -9,6 +9,7 @@
 #include "base/log.h"
 #include "base/trace.h"
 #include "fsdp/optimizer_options.h"
+#include "fsdp/optimizer_registry.h"
 #include "fsdp/optimizer_shards.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
@@ -148,12 +149,18 @@ void Optimizer::make_item_state(Item& item) const {
   item.has_state = true;
   item.master = fsdp::MasterOfShard::make(item.view);
   item.seen_version = version_of_shard(item.view.shard);
-  make_state(item);
+  const auto& shard = item.view.shard;
+  const auto options =
+      shard.options().dtype(to_scalar_type(item.view.contract->state)).requires_grad(false);
+  item.state.resize(states().size());
+  for (auto& kept : item.state) kept = at::zeros(shard.sizes(), options);
 }
 
 std::vector<OptimizerState::Kept> Optimizer::kept_of(const Item& item) const {
   if (!item.has_state) return {};
-  auto kept = named_state(item);
+  const auto named = states();
+  std::vector<OptimizerState::Kept> kept;
+  for (std::size_t i = 0; i < named.size(); ++i) kept.push_back({named[i].name, item.state[i]});
   if (item.master.defined()) {
     kept.push_back({fsdp::MasterOfShard::name(item.view.contract->master), item.master});
   }
@@ -161,7 +168,8 @@ std::vector<OptimizerState::Kept> Optimizer::kept_of(const Item& item) const {
 }
 
 std::vector<std::string> Optimizer::kept_names() const {
-  auto names = state_names();
+  std::vector<std::string> names;
+  for (auto& state : states()) names.push_back(std::move(state.name));
   for (const auto kind : {Master::kRemainder, Master::kCopy}) {
     const bool kept = std::any_of(items_.begin(), items_.end(), [&](const auto& item) {
       return item.view.contract->master == kind;
@@ -227,4 +235,18 @@ void Optimizer::step() {
   }
 }
 
+namespace fsdp {
+
+std::unique_ptr<Optimizer> make_optimizer(OptimizerName name, const ShardedBase& model, double lr,
+                                          const Hyperparameters& values) {
+  switch (name) {
+#define TESSERA_OPTIMIZER(enumerator, source, ...) \
+  case OptimizerName::enumerator:                  \
+    return build_##source(model, lr, values);
+#include "fsdp/optimizers.def"
+  }
+  TESSERA_INVARIANT(false, "an optimizer that is not listed");
+}
+
+}  // namespace fsdp
 }  // namespace tessera

@@ -2,8 +2,8 @@
 #include <ATen/ATen.h>
 
 #include "fsdp/optimizer_options.h"
+#include "fsdp/optimizer_registry.h"
 #include "fsdp/optimizer_shards.h"
-#include "grad/torch_dtype.h"
 #include "tessera/optim.h"
 
 namespace tessera {
@@ -13,26 +13,16 @@ class Sgd : public Optimizer {
  public:
   Sgd(const ShardedBase& model, const SgdOptions& options)
       : Optimizer(model, options.lr, options.no_decay), options_(options) {}
-  std::string name() const override { return "SGD"; }
+  std::string name() const override {
+    return std::string(fsdp::name_of(fsdp::OptimizerName::kSgd));
+  }
+  /// A run may begin with a momentum later: the buffer then is the next gradient, as in PyTorch.
+  std::vector<KeptTensor> states() const override {
+    if (options_.momentum == 0.0) return {};
+    return {{"momentum_buffer", KeptTensor::Begins::kLater}};
+  }
 
  protected:
-  std::vector<std::string> state_names() const override {
-    if (options_.momentum == 0.0) return {};
-    return {"momentum_buffer"};
-  }
-
-  void make_state(Item& item) const override {
-    if (options_.momentum == 0.0) return;
-    const auto dtype = to_scalar_type(item.view.contract->state);
-    item.state = {at::zeros(item.view.shard.sizes(),
-                            item.view.shard.options().dtype(dtype).requires_grad(false))};
-  }
-
-  std::vector<OptimizerState::Kept> named_state(const Item& item) const override {
-    if (item.state.empty()) return {};
-    return {{"momentum_buffer", item.state[0]}};
-  }
-
   void update(const std::vector<Item*>& items) override {
     for (auto* item : items) {
       master_.step(item->view, item->master, was_changed(*item),
@@ -65,6 +55,13 @@ std::unique_ptr<Optimizer> make_sgd(const ShardedBase& model, const SgdOptions& 
   fsdp::check_option("momentum", options.momentum);
   fsdp::check_option("weight_decay", options.weight_decay);
   return std::make_unique<Sgd>(model, options);
+}
+
+std::unique_ptr<Optimizer> fsdp::build_sgd(const ShardedBase& model, double lr,
+                                           const Hyperparameters& values) {
+  const double weight_decay =
+      values.weight_decay.value_or(default_weight_decay(OptimizerName::kSgd));
+  return make_sgd(model, {lr, values.momentum, weight_decay, {}});
 }
 
 }  // namespace tessera

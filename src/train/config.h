@@ -6,13 +6,13 @@
 // keys at once.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "fsdp/optimizer_registry.h"
 #include "models/model_degrees.h"
 #include "tessera/loss_scale.h"
 #include "tessera/precision.h"
@@ -21,7 +21,7 @@
 namespace tessera::train {
 
 enum class DeviceName : std::uint8_t { kAuto, kCpu, kCuda };
-enum class OptimizerName : std::uint8_t { kAdamW, kSgd };
+using OptimizerName = fsdp::OptimizerName;
 enum class LrDecay : std::uint8_t { kConstant, kLinear, kCosine };
 enum class BackendName : std::uint8_t { kAuto, kGloo, kNccl };
 enum class OnNonfinite : std::uint8_t { kError };
@@ -103,17 +103,13 @@ struct LoraConfig {
   bool operator==(const LoraConfig&) const = default;
 };
 
-struct OptimizerConfig {
+struct OptimizerConfig : fsdp::Hyperparameters {
   OptimizerName name = OptimizerName::kAdamW;
   MasterRequest master = MasterRequest::kAuto;
   std::optional<double> lr;
-  std::array<double, 2> betas{0.9, 0.95};
-  double eps = 1e-8;
-  std::optional<double> weight_decay;  ///< none = 0.1 for AdamW, 0 for SGD
-  double momentum = 0.0;
   std::vector<std::string> no_decay;
   double effective_weight_decay() const {
-    return weight_decay.value_or(name == OptimizerName::kAdamW ? 0.1 : 0.0);
+    return weight_decay.value_or(fsdp::default_weight_decay(name));
   }
   bool operator==(const OptimizerConfig&) const = default;
 };

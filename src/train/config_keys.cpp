@@ -16,8 +16,10 @@ struct EnumWords<DeviceName> {
 };
 template <>
 struct EnumWords<OptimizerName> {
-  static constexpr std::array<std::pair<std::string_view, OptimizerName>, 2> kWords{
-      {{"AdamW", OptimizerName::kAdamW}, {"SGD", OptimizerName::kSgd}}};
+  static constexpr auto kWords = std::to_array<std::pair<std::string_view, OptimizerName>>({
+#define TESSERA_OPTIMIZER(enumerator, source, name, ...) {name, OptimizerName::enumerator},
+#include "fsdp/optimizers.def"
+  });
 };
 template <>
 struct EnumWords<LrDecay> {
@@ -165,21 +167,19 @@ void add_layout(std::vector<ConfigKey>& keys) {
 
 void add_update(std::vector<ConfigKey>& keys) {
   using O = OptimizerConfig;
-  Section(keys, "optimizer", &Config::optimizer)
-      .key("name", &O::name, {"", "Update rule; formulas as PyTorch's."})
+  using fsdp::Betas;
+  Section optimizer(keys, "optimizer", &Config::optimizer);
+  optimizer.key("name", &O::name, {"", "Update rule; formulas as PyTorch's."})
       .key("master", &O::master,
            {"",
             "Where the full value of a 16-bit shard is kept: auto beside it (16 more bits for "
             "bfloat16, a float32 copy for float16), none nowhere: updates below half a step of it "
             "are lost."})
-      .key("lr", &O::lr, {"", "Learning rate.", "required"}, at_least(0))
-      .key("betas", &O::betas, {"", "AdamW: decay of the two moments."}, below_one())
-      .key("eps", &O::eps, {"", "AdamW: added to the root of the second moment."}, at_least(0))
-      .key("weight_decay", &O::weight_decay,
-           {"", "Decay: decoupled in AdamW, added to the gradient in SGD.", "0.1; 0 for SGD"},
-           at_least(0))
-      .key("momentum", &O::momentum, {"", "SGD momentum."}, at_least(0))
-      .key("no_decay", &O::no_decay, {"patterns", "Parameters without weight decay."});
+      .key("lr", &O::lr, {"", "Learning rate.", "required"}, at_least(0));
+#define TESSERA_HYPERPARAMETER(name, type, value, range, ...) \
+  optimizer.key(#name, static_cast<type O::*>(&O::name), {"", __VA_ARGS__}, range);
+#include "fsdp/optimizers.def"
+  optimizer.key("no_decay", &O::no_decay, {"patterns", "Parameters without weight decay."});
   using L = LrSchedulerConfig;
   Section(keys, "lr_scheduler", &Config::lr_scheduler)
       .key("warmup_steps", &L::warmup_steps, {"steps", "lr x step / warmup_steps up to that step."},

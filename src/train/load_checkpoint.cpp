@@ -261,10 +261,12 @@ class Loader {
         require_tensor(checkpoint_, named("step", tensor), DType::kInt64, {});
       }
     }
-    // AdamW keeps moments of all that it has updated. SGD may begin with a momentum later: its
-    // buffer then is the next gradient, as in PyTorch.
-    TESSERA_CHECK(kept_any || !has_step || optimizer_.name() != "AdamW", ErrorKind::kConfig,
-                  "optimizer.name: found AdamW and no ", named("exp_avg", form.names.front()),
+    const auto states = optimizer_.states();
+    const auto due =
+        std::ranges::find(states, KeptTensor::Begins::kWithTheFirstUpdate, &KeptTensor::begins);
+    TESSERA_CHECK(kept_any || !has_step || due == states.end(), ErrorKind::kConfig,
+                  "optimizer.name: found ", optimizer_.name(), " and no ",
+                  due == states.end() ? "" : named(due->name, form.names.front()),
                   " in the checkpoint ", shown(checkpoint_.path()),
                   ", expected the moments of all that was updated, or an optimizer that keeps none "
                   "as there; a resumed run keeps its optimizer");

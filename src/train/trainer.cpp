@@ -44,19 +44,6 @@ double peak_rss_mib() {
   throw Error(ErrorKind::kIo, "/proc/self/status: found no VmHWM, expected the peak of memory");
 }
 
-std::unique_ptr<Optimizer> make_optimizer(const ShardedBase& model, const OptimizerConfig& config) {
-  // Which parameters decay stands in their contracts.
-  if (config.name == OptimizerName::kSgd) {
-    return make_sgd(model, {*config.lr, config.momentum, config.effective_weight_decay(), {}});
-  }
-  return make_adamw(model, {*config.lr,
-                            config.betas[0],
-                            config.betas[1],
-                            config.eps,
-                            config.effective_weight_decay(),
-                            {}});
-}
-
 /// A run whose output goes nowhere is not told from one that works.
 void print_line(const std::string& line) {
   std::cout << line << std::endl;
@@ -125,7 +112,8 @@ class Trainer {
     model_ =
         parallelize(source_, config, mesh_,
                     checkpoints_->resumes() ? InitialWeights::kLater : InitialWeights::kOfSource);
-    optimizer_ = make_optimizer(*model_, config.optimizer);
+    optimizer_ = fsdp::make_optimizer(config.optimizer.name, *model_, *config.optimizer.lr,
+                                      config.optimizer);
     scaler_ = make_scaler(*model_, config.grad_scaler);
     done_ = checkpoints_->load(*model_, *optimizer_, scaler_.get());
     flops_per_token_ = flops_per_token(model_size(), data_->row_tokens());
