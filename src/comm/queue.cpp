@@ -11,6 +11,7 @@
 
 #include "base/mutex.h"
 #include "base/one_line.h"
+#include "base/test_hooks.h"
 #include "comm/traced_collective.h"
 #include "launch/poison.h"
 #include "tessera/error.h"
@@ -76,7 +77,6 @@ struct IssueQueue::Impl {
   bool busy TESSERA_GUARDED_BY(mutex) = false;  // one is being issued
   bool stopping TESSERA_GUARDED_BY(mutex) = false;
   std::optional<Submission> held_back;  // of the thread, while it is busy
-  std::function<bool(const Label&)> hold_back TESSERA_GUARDED_BY(mutex);
   std::thread thread;
 };
 
@@ -118,10 +118,10 @@ void IssueQueue::Impl::run() {
     Submission next = std::move(waiting.front());
     waiting.pop_front();
     busy = true;
-    const auto hold = hold_back;
-    const bool may_hold = hold && !stopping && !held_back;
+    const bool may_hold = !stopping && !held_back;
     lock.unlock();
-    if (may_hold && hold(next.batch.label)) {
+    const auto hold = test_hooks::hold_back.get();
+    if (hold && may_hold && (*hold)(*next.group, next.batch.label)) {
       held_back = std::move(next);
     } else {
       issue(std::move(next));
@@ -194,11 +194,6 @@ void IssueQueue::recover() {
     impl_->held_back.reset();
   }
   impl_->poison->clear();
-}
-
-void IssueQueue::set_reorder_for_tests(std::function<bool(const Label&)> hold_back) {
-  const base::Lock lock(impl_->mutex);
-  impl_->hold_back = std::move(hold_back);
 }
 
 }  // namespace tessera::comm

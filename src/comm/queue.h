@@ -53,10 +53,6 @@ class IssueQueue {
   /// Drops what was never issued and accepts again.
   void recover();
 
-  /// Test seam: called on the issuing thread with the label of each batch before it is issued;
-  /// returning true holds the batch back until the next one was issued (an injected reordering).
-  void set_reorder_for_tests(std::function<bool(const Label&)> hold_back);
-
  private:
   struct Impl;
   std::unique_ptr<Impl> impl_;

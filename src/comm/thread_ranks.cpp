@@ -239,10 +239,6 @@ ThreadRanks::~ThreadRanks() {
 
 int ThreadRanks::size() const { return impl_->run->size; }
 
-void ThreadRanks::bend_for_tests(Hub::Bend bend) {
-  impl_->run->hub.bend_for_tests(std::move(bend));
-}
-
 void ThreadRanks::run(const std::function<void(World&)>& body) {
   std::exception_ptr error;
   {

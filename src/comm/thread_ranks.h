@@ -8,7 +8,6 @@
 #include <functional>
 #include <memory>
 
-#include "comm/backends/in_process/in_process.h"
 #include "tessera/world.h"
 
 namespace tessera::comm {
@@ -26,8 +25,6 @@ class ThreadRanks {
   void run(const std::function<void(World&)>& body);
 
   int size() const;
-  /// For tests: bends the timing of the in-process backend (no effect on Gloo).
-  void bend_for_tests(Hub::Bend bend);
 
  private:
   struct Impl;

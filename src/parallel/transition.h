@@ -34,21 +34,4 @@ at::Tensor apply(const at::Tensor& x, Args&&... args) {
   return apply_transition(x, c10::make_intrusive<T>(std::forward<Args>(args)...));
 }
 
-/// Does the work of transitions in their place: tests put in the faults that they have to find.
-class TransitionStandIn {
- public:
-  virtual ~TransitionStandIn() = default;
-  virtual at::Tensor forward(const Transition& of, const at::Tensor& x) = 0;
-  virtual at::Tensor backward(const Transition& of, const at::Tensor& grad) = 0;
-};
-
-/// While it lives, `stand_in` is called for every transition of this thread. Not nested.
-class StandInScope {
- public:
-  explicit StandInScope(TransitionStandIn& stand_in);
-  ~StandInScope();
-  StandInScope(const StandInScope&) = delete;
-  StandInScope& operator=(const StandInScope&) = delete;
-};
-
 }  // namespace tessera::parallel

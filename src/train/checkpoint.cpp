@@ -7,6 +7,7 @@
 
 #include "base/log.h"
 #include "base/printable.h"
+#include "base/test_hooks.h"
 #include "comm/group.h"
 #include "io/checkpoint_folder.h"
 #include "io/hashed_file.h"
@@ -133,7 +134,7 @@ void CheckpointSaver::save(std::int64_t step, const ShardedBase& model, const Op
 }
 
 std::string CheckpointSaver::write_files() const {
-  if (options_.before_write) options_.before_write(step_);
+  if (const auto hook = test_hooks::before_checkpoint_write.get()) (*hook)(world_.rank(), step_);
   store_.begin(step_);
   auto entries = snapshot_.entries();
   const auto write = [&](const std::string& name, std::span<const std::byte> bytes) {

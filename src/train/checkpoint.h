@@ -29,8 +29,6 @@ struct CheckpointOptions {
   CheckpointManifest about;
   std::string config_json;
   StateOptions state;
-  /// Called by the writer before it writes this rank's file: tests hold it up there.
-  std::function<void(std::int64_t step)> before_write = {};
 };
 
 class CheckpointSaver {

@@ -61,8 +61,7 @@ std::int64_t CheckpointSession::global_batch_size(int data_ranks) const {
   return rows;
 }
 
-void CheckpointSession::begin(const ModelSource& source, const BatchSource& data,
-                              std::function<void(std::int64_t)> before_write) {
+void CheckpointSession::begin(const ModelSource& source, const BatchSource& data) {
   if (!config_.checkpoint.enable) return;
   forms_ = FileForms(source.description.parameters);
   const auto identity = identity_of(config_, source, data, world_);
@@ -82,7 +81,6 @@ void CheckpointSession::begin(const ModelSource& source, const BatchSource& data
   options.state.source_dtype = dtypes_of(source);
   options.state.replica = mesh_.coordinate(axis::kReplicate);
   options.state.replicas = mesh_.size_of(axis::kReplicate);
-  options.before_write = std::move(before_write);
   saver_.emplace(world_, std::move(options));
 }
 

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <optional>
 
 #include "train/checkpoint.h"
@@ -24,9 +23,8 @@ class CheckpointSession {
   /// training.global_batch_size of this run. Errors: as resumed_global_batch_size().
   std::int64_t global_batch_size(int data_ranks) const;
   /// Once the data is open: that it is the same run, and all that saving needs. Collective. Errors:
-  /// as require_same_run(). `before_write`: see CheckpointOptions.
-  void begin(const ModelSource& source, const BatchSource& data,
-             std::function<void(std::int64_t)> before_write);
+  /// as require_same_run().
+  void begin(const ModelSource& source, const BatchSource& data);
   /// Fills model, optimizer and scaler, where there is one, where the run goes on; returns the last
   /// step that is done (0: none). Collective. Errors: as load_checkpoint(), restore_scaler(), and
   /// kConfig where what is going to be saved would have a manifest that no reader takes.

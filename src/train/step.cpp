@@ -7,18 +7,16 @@
 #include <cstring>
 
 #include "base/sample_place.h"
+#include "base/test_hooks.h"
 #include "comm/group.h"
 #include "tessera/error.h"
 #include "tessera/grad_scaler.h"
 #include "train/batch_memory.h"
 #include "train/config.h"
-#include "train/rank_sum_stand_in.h"
 #include "train/router_loss.h"
 
 namespace tessera::train {
 namespace {
-
-thread_local RankSumStandIn* stand_in_of_thread = nullptr;
 
 /// Every rank's values, by rank.
 std::vector<std::vector<double>> gather_over_ranks(const ShardedBase& model,
@@ -100,9 +98,6 @@ std::vector<MicroBatch> load_micro_batches(const BatchSource& source, std::int64
 
 }  // namespace
 
-RankSumScope::RankSumScope(RankSumStandIn& stand_in) { stand_in_of_thread = &stand_in; }
-RankSumScope::~RankSumScope() { stand_in_of_thread = nullptr; }
-
 std::vector<double> added_by_rank(const std::vector<std::vector<double>>& of_ranks) {
   std::vector<double> sums(of_ranks.front().size(), 0.0);
   for (const auto& rank : of_ranks) {
@@ -113,8 +108,8 @@ std::vector<double> added_by_rank(const std::vector<std::vector<double>>& of_ran
 
 std::vector<double> sum_over_ranks(const ShardedBase& model, RankSum what,
                                    const std::vector<double>& values) {
-  if (stand_in_of_thread != nullptr) {
-    return stand_in_of_thread->sum(what, gather_over_ranks(model, values));
+  if (const auto* hook = test_hooks::rank_sum.get()) {
+    return (*hook)(what, gather_over_ranks(model, values));
   }
   const std::ptrdiff_t losses = what == RankSum::kStep ? kLosses : 0;
   const auto counts = values.begin() + std::min(losses, std::ssize(values));

@@ -34,6 +34,8 @@ enum class RankSum : std::uint8_t {
   kRouterLoad,  ///< of the auxiliary loss: how often each expert was chosen, all layers pooled
   kStep,        ///< BatchLoss: the losses, then each layer's counts
 };
+/// What every rank's values come to, by rank: each added up in rank order.
+std::vector<double> added_by_rank(const std::vector<std::vector<double>>& of_ranks);
 /// The same sum of every rank's values; what ranks of tp share one of them adds. The losses are
 /// added in rank order, counts on the way: what a rank sends of them grows with log2 of the ranks
 /// only. Collective.

@@ -108,7 +108,7 @@ class Trainer {
       validation_ = open_batches(request);
       check_positions(config.parallelism, validation_->row_tokens());
     }
-    checkpoints_->begin(source_, *data_, hooks.before_checkpoint_write);
+    checkpoints_->begin(source_, *data_);
     model_ =
         parallelize(source_, config, mesh_,
                     checkpoints_->resumes() ? InitialWeights::kLater : InitialWeights::kOfSource);

@@ -47,8 +47,6 @@ struct TrainingHooks {
   /// step and with a checkpoint. Asked once a step and after each batch of a validation, which ends
   /// there without a loss.
   std::function<bool()> stop_requested = {};
-  /// Called by this rank's writer before it writes a checkpoint's file. Threads: the writer's own.
-  std::function<void(std::int64_t step)> before_checkpoint_write = {};
 };
 
 /// Trains as `config` (resolved_for_run) says, from the checkpoint that it names on. Collective.

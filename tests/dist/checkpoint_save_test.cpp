@@ -8,11 +8,12 @@
 #include <fstream>
 #include <mutex>
 
+#include "base/test_hooks.h"
 #include "dist/ranks.h"
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
 #include "io/checkpoint_store.h"
-#include "train/checkpoint_snapshot.h"
+#include "train/checkpoint.h"
 
 namespace tessera::test::checkpoint_save_test {
 namespace {
@@ -69,19 +70,22 @@ TEST(CheckpointSaving, TrainingGoesOnWhileASlowWriterWrites) {
   Event later;
   std::atomic<bool> came{false};
   const CheckpointStore store(folder / "run/checkpoint");
-  const auto run = train_on({2, 1}, config, folder / "run", [&](World& world) {
-    train::TrainingHooks hooks;
-    hooks.before_checkpoint_write = [&, rank = world.rank()](std::int64_t step) {
-      if (rank == 1 && step == 4) came = later.wait();
-    };
-    hooks.after_step = [&](const train::StepMetrics& metrics, const ShardedBase&) {
-      if (metrics.step == 5) {
-        EXPECT_THAT(store.steps(), ElementsAre());
-      }
-      if (metrics.step == 7) later.happen();
-    };
-    return hooks;
-  });
+  const auto run = [&] {
+    const test_hooks::Set slow(test_hooks::before_checkpoint_write,
+                               [&](int rank, std::int64_t step) {
+                                 if (rank == 1 && step == 4) came = later.wait();
+                               });
+    return train_on({2, 1}, config, folder / "run", [&](World&) {
+      train::TrainingHooks hooks;
+      hooks.after_step = [&](const train::StepMetrics& metrics, const ShardedBase&) {
+        if (metrics.step == 5) {
+          EXPECT_THAT(store.steps(), ElementsAre());
+        }
+        if (metrics.step == 7) later.happen();
+      };
+      return hooks;
+    });
+  }();
   EXPECT_TRUE(came) << "steps 5 to 7 came while it was held up";
   EXPECT_EQ(run.losses.size(), 12U);
   EXPECT_THAT(store.steps(), ElementsAre(4, 8, 12));
@@ -98,15 +102,13 @@ TEST(CheckpointSaving, TheNextOneWaitsForTheOneBefore) {
   const TemporaryFolder folder;
   const auto config = with_checkpoints(folder, 6, 1);  // each save meets the last one's writer
   const CheckpointStore store(folder / "run/checkpoint");
-  train_on({3, 1}, config, folder / "run", [&](World& world) {
-    train::TrainingHooks hooks;
-    hooks.before_checkpoint_write = [&, rank = world.rank()](std::int64_t step) {
-      if (rank != 0) return;
-      const auto steps = store.steps();
-      EXPECT_EQ(steps.empty() ? 0 : steps.back(), step - 1);
-    };
-    return hooks;
-  });
+  const test_hooks::Set looked(test_hooks::before_checkpoint_write,
+                               [&](int rank, std::int64_t step) {
+                                 if (rank != 0) return;
+                                 const auto steps = store.steps();
+                                 EXPECT_EQ(steps.empty() ? 0 : steps.back(), step - 1);
+                               });
+  train_on({3, 1}, config, folder / "run");
   EXPECT_THAT(store.steps(), ElementsAre(1, 2, 3, 4, 5, 6));
   EXPECT_EQ(store.latest(), 6);
 }
@@ -128,13 +130,12 @@ TEST(CheckpointSaving, AnOldOneThatCannotGoStays) {
   auto config = with_checkpoints(folder, 6, 2);
   config.checkpoint.keep_latest_k = 1;
   const CheckpointStore store(folder / "run/checkpoint");
-  const auto run = train_on({2, 1}, config, folder / "run", [&](World& world) {
-    train::TrainingHooks hooks;
-    hooks.before_checkpoint_write = [&, rank = world.rank()](std::int64_t step) {
-      if (rank == 0 && step == 2) fs::create_directories(store.folder() / "step-2.old.tmp/x");
-    };
-    return hooks;
-  });
+  const test_hooks::Set blocked(test_hooks::before_checkpoint_write,
+                                [&](int rank, std::int64_t step) {
+                                  if (rank == 0 && step == 2)
+                                    fs::create_directories(store.folder() / "step-2.old.tmp/x");
+                                });
+  const auto run = train_on({2, 1}, config, folder / "run");
   EXPECT_EQ(run.result.steps, 6);
   EXPECT_EQ(store.latest(), 6);
   EXPECT_THAT(store.steps(), ElementsAre(2, 4, 6));
@@ -157,16 +158,14 @@ TEST(CheckpointSaving, AWritingErrorEndsTheRunAndLeavesTheCheckpointBefore) {
     const auto config = with_checkpoints(folder, 8, 3);
     const CheckpointStore store(folder / "run/checkpoint");
     const auto message = error_of(ErrorKind::kIo, [&] {
-      train_on({2, 1}, config, folder / "run", [&](World& world) {
-        train::TrainingHooks hooks;
-        hooks.before_checkpoint_write = [&, rank = world.rank()](std::int64_t step) {
-          const int writer = obstacle == "rank_1.safetensors" ? 1 : 0;
-          if (step == 6 && rank == writer) {
-            fs::create_directories(store.temporary(6) / obstacle / "x");
-          }
-        };
-        return hooks;
-      });
+      const test_hooks::Set blocked(test_hooks::before_checkpoint_write,
+                                    [&](int rank, std::int64_t step) {
+                                      const int writer = obstacle == "rank_1.safetensors" ? 1 : 0;
+                                      if (step == 6 && rank == writer) {
+                                        fs::create_directories(store.temporary(6) / obstacle / "x");
+                                      }
+                                    });
+      train_on({2, 1}, config, folder / "run");
     });
     EXPECT_THAT(message, AllOf(HasSubstr("checkpoint of step 6"), HasSubstr(obstacle),
                                HasSubstr("earlier checkpoints are as they were")));
@@ -258,13 +257,13 @@ TEST(CheckpointSaving, ANonFiniteLossWaitsForTheCheckpointUnderWay) {
   const CheckpointStore store(folder / "run/checkpoint");
   Event spoiled;
   const auto message = error_of(ErrorKind::kNumeric, [&] {
-    train_on({2, 1}, config, folder / "run", [&](World& world) {
+    const test_hooks::Set slow(test_hooks::before_checkpoint_write, [&](int rank, std::int64_t) {
+      if (rank == 1) {
+        EXPECT_TRUE(spoiled.wait());
+      }
+    });
+    train_on({2, 1}, config, folder / "run", [&](World&) {
       train::TrainingHooks hooks;
-      hooks.before_checkpoint_write = [&, rank = world.rank()](std::int64_t) {
-        if (rank == 1) {
-          EXPECT_TRUE(spoiled.wait());
-        }
-      };
       hooks.after_step = [&](const train::StepMetrics& metrics, const ShardedBase& model) {
         if (metrics.step != 5) return;
         const at::NoGradGuard no_grad;
@@ -286,13 +285,14 @@ TEST(CheckpointSaving, ANonFiniteLossIsToldAlsoWhereTheCheckpointFails) {
   const CheckpointStore store(folder / "run/checkpoint");
   Event spoiled;
   const auto message = error_of(ErrorKind::kNumeric, [&] {
-    train_on({2, 1}, config, folder / "run", [&](World& world) {
+    const test_hooks::Set blocked(
+        test_hooks::before_checkpoint_write, [&](int rank, std::int64_t step) {
+          if (rank != 1) return;
+          fs::create_directories(store.temporary(step) / "rank_1.safetensors/x");
+          EXPECT_TRUE(spoiled.wait());
+        });
+    train_on({2, 1}, config, folder / "run", [&](World&) {
       train::TrainingHooks hooks;
-      hooks.before_checkpoint_write = [&, rank = world.rank()](std::int64_t step) {
-        if (rank != 1) return;
-        fs::create_directories(store.temporary(step) / "rank_1.safetensors/x");
-        EXPECT_TRUE(spoiled.wait());
-      };
       hooks.after_step = [&](const train::StepMetrics& metrics, const ShardedBase& model) {
         if (metrics.step != 5) return;
         const at::NoGradGuard no_grad;

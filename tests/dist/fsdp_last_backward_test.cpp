@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 
+#include "base/test_hooks.h"
 #include "dist/controls.h"
 #include "tessera/clip.h"
 
@@ -71,13 +72,11 @@ TEST(LastBackwardOnce, ReplicasAreSummedAndUseIsAgreedOnce) {
   comm::ThreadRanks four(4, ThreadBackend::kInProcess);
   std::atomic<int> sums{0};
   std::atomic<int> bitmaps{0};
-  comm::Hub::Bend bend;
-  bend.before_issue = [&](int rank, const comm::Batch& batch) {
+  const test_hooks::Set counted(test_hooks::before_issue, [&](int rank, const comm::Batch& batch) {
     if (rank != 0) return;
     if (batch.label.unit == "replicas") ++sums;
     if (batch.label.unit == "used parameters") ++bitmaps;
-  };
-  four.bend_for_tests(bend);
+  });
   four.run([](World& world) {
     Twins twins(world, 2);
     for (int i = 0; i < 3; ++i) {
@@ -106,7 +105,7 @@ TEST(LastBackwardOnce, NothingIsReadBeforeItsReductionHasBeenWaitedFor) {
     return gradients;
   };
   const auto expected = train();
-  two.bend_for_tests({{}, true});
+  const test_hooks::Set late(test_hooks::deliver_at_wait, [] { return true; });
   expect_same(train(), expected);
 }
 

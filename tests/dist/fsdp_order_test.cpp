@@ -2,6 +2,7 @@
 // budget, merging, memory) changes no bit.
 #include <gmock/gmock.h>
 
+#include "base/test_hooks.h"
 #include "comm/queue.h"
 #include "dist/plain.h"
 #include "fsdp/runtime.h"
@@ -35,17 +36,16 @@ INSTANTIATE_TEST_SUITE_P(Both, Backends,
 // nothing.
 TEST_P(Backends, ReductionsSwappedOnOneRankAreNamed) {
   comm::ThreadRanks two(2, GetParam(), impatient());
+  // block0's reduction and the root's follow each other at the end of the backward.
+  const test_hooks::Set swapped(test_hooks::hold_back, [](const comm::Group& group,
+                                                          const comm::Label& label) {
+    return group.rank() == 1 && label.kind == comm::Kind::kReduceScatter && label.unit == "block0";
+  });
   std::string error;
   const auto seconds = seconds_of([&] {
     error = error_of([&] {
       two.run([](World& world) {
         ShardedChain model(data_mesh(world), 1, 2, kWidth);
-        if (world.rank() == 1) {
-          // block0's reduction and the root's follow each other at the end of the backward.
-          world.queue().set_reorder_for_tests([](const comm::Label& label) {
-            return label.kind == comm::Kind::kReduceScatter && label.unit == "block0";
-          });
-        }
         backward(squares(model.handle.forward(input_of(world.rank(), 0, kWidth))));
       });
     });
@@ -136,12 +136,10 @@ std::string line_of(const comm::Label& label) {
 TEST(Order, NextUnitIsGatheredBeforeThisOneComputesFromTheSecondStepOn) {
   comm::ThreadRanks two(2, ThreadBackend::kInProcess);
   Log log;
-  comm::Hub::Bend bend;
-  bend.before_issue = [&](int rank, const comm::Batch& batch) {
+  const test_hooks::Set watched(test_hooks::before_issue, [&](int rank, const comm::Batch& batch) {
     const auto line = line_of(batch.label);
     if (!line.empty()) log.add(rank, line);
-  };
-  two.bend_for_tests(bend);
+  });
   std::vector<std::map<int, std::vector<std::string>>> steps;
   two.run([&](World& world) {
     ShardedChain model(data_mesh(world), 1, 3, kWidth);
@@ -318,7 +316,7 @@ TEST(Order, NothingIsReadBeforeItsCollectiveHasBeenWaitedFor) {
     auto bits = train(world, {});
     if (world.rank() == 0) expected = std::move(bits);
   });
-  two.bend_for_tests({{}, true});
+  const test_hooks::Set late(test_hooks::deliver_at_wait, [] { return true; });
   two.run([&](World& world) {
     const auto found = train(world, {});
     expect_same(found.gradients, expected.gradients);

@@ -3,6 +3,7 @@
 
 #include <mutex>
 
+#include "base/test_hooks.h"
 #include "comm/queue.h"
 #include "dist/controls.h"
 
@@ -23,14 +24,13 @@ std::string shown(const comm::Label& label) {
 /// by the hook on its input's gradient.
 class Watched {
  public:
-  explicit Watched(bool recomputes = false) : recomputes_(recomputes), two_(2, kBackend) {
-    comm::Hub::Bend bend;
-    bend.before_issue = [this](int rank, const comm::Batch& batch) {
-      const auto line = shown(batch.label);
-      if (!line.empty() && line.rfind("reduce", 0) != 0) add(rank, line);
-    };
-    two_.bend_for_tests(bend);
-  }
+  explicit Watched(bool recomputes = false)
+      : recomputes_(recomputes),
+        two_(2, kBackend),
+        watched_(test_hooks::before_issue, [this](int rank, const comm::Batch& batch) {
+          const auto line = shown(batch.label);
+          if (!line.empty() && line.rfind("reduce", 0) != 0) add(rank, line);
+        }) {}
 
   /// The lines of step `number`, the same on both ranks.
   std::vector<std::string> lines(int number, const std::function<void(Twins&)>& set) {
@@ -72,6 +72,7 @@ class Watched {
   std::mutex mutex_;
   std::map<int, std::vector<std::string>> lines_;
   comm::ThreadRanks two_;
+  test_hooks::Set<decltype(test_hooks::before_issue)> watched_;
 };
 
 TEST(Prefetch, ForwardListsHoldFromTheFirstStepOn) {
@@ -155,7 +156,7 @@ TEST(Prefetch, AUnitOfAnotherTreeIsRefused) {
 // Results appear at the wait and not before: a prefetched unit that is read too early is found.
 TEST(Prefetch, NothingIsReadBeforeItsGatherHasBeenWaitedFor) {
   comm::ThreadRanks three(3, ThreadBackend::kInProcess);
-  three.bend_for_tests({{}, true});
+  const test_hooks::Set late(test_hooks::deliver_at_wait, [] { return true; });
   three.run([](World& world) {
     Twins twins(world);
     twins.handle().set_forward_prefetch({&twins.block(2), &twins.block(1), &twins.block(0)});

@@ -4,6 +4,7 @@
 
 #include <atomic>
 
+#include "base/test_hooks.h"
 #include "dist/plain.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
@@ -56,11 +57,9 @@ TEST(Rounding, ReplicasRoundToReduceToo) {
 std::vector<std::int64_t> replica_bytes(int count, const std::function<void(World&)>& body) {
   comm::ThreadRanks ranks(count, ThreadBackend::kInProcess);
   std::vector<std::int64_t> bytes(static_cast<std::size_t>(count), 0);
-  comm::Hub::Bend bend;
-  bend.before_issue = [&](int rank, const comm::Batch& batch) {
+  const test_hooks::Set counted(test_hooks::before_issue, [&](int rank, const comm::Batch& batch) {
     if (batch.label.unit == "replicas") bytes[static_cast<std::size_t>(rank)] += batch.bytes();
-  };
-  ranks.bend_for_tests(bend);
+  });
   ranks.run(body);
   return bytes;
 }

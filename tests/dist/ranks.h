@@ -12,7 +12,9 @@
 #include <memory>
 #include <span>
 
+#include "comm/group.h"
 #include "comm/thread_ranks.h"
+#include "tessera/error.h"
 #include "tessera/world.h"
 
 namespace tessera::test {

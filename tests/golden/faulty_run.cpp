@@ -9,6 +9,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/test_hooks.h"
 #include "dist/ranks.h"
 #include "golden/model_folder.h"
 #include "nn/placed_module.h"
@@ -90,10 +91,16 @@ class RankOfStep {
                                     Sharded<models::LanguageModel>& model) const {
     const auto transitions = changes_.transitions ? changes_.transitions(rank) : nullptr;
     const auto sums = changes_.sums ? changes_.sums(rank) : nullptr;
-    std::optional<parallel::StandInScope> transitions_scope;
-    std::optional<train::RankSumScope> sums_scope;
-    if (transitions) transitions_scope.emplace(*transitions);
-    if (sums) sums_scope.emplace(*sums);
+    std::optional<test_hooks::Set<decltype(test_hooks::transition_forward)>> forward;
+    std::optional<test_hooks::Set<decltype(test_hooks::transition_backward)>> backward;
+    std::optional<test_hooks::Set<decltype(test_hooks::rank_sum)>> sum;
+    if (transitions && transitions->forward) {
+      forward.emplace(test_hooks::transition_forward, transitions->forward);
+    }
+    if (transitions && transitions->backward) {
+      backward.emplace(test_hooks::transition_backward, transitions->backward);
+    }
+    if (sums) sum.emplace(test_hooks::rank_sum, sums->way);
     const int data_rank =
         mesh_->coordinate(axis::kReplicate) * dims_.dp_shard + mesh_->coordinate(axis::kShard);
     const auto all = batch_->rows_in_step();

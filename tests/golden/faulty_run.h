@@ -1,9 +1,9 @@
 // One step of a model in which one thing is wrong, and what notices it.
 //
 // Faults are put in from outside: other contracts or declarations than the layers', hooks on raw
-// gradients, stand-ins for transitions (parallel/transition.h) and for the sums of numbers over
-// ranks (train/rank_sum_stand_in.h). The library has no switch for them. Each counts how often it
-// acted: a fault that never does proves nothing.
+// gradients, stand-ins for transitions and for the sums of numbers over ranks
+// (base/test_hooks.h). The library has no switch for them. Each counts how often it acted: a fault
+// that never does proves nothing.
 #pragma once
 
 #include <atomic>
@@ -17,39 +17,24 @@
 #include "golden/degrees.h"
 #include "parallel/transition.h"
 #include "train/parallelize.h"
-#include "train/rank_sum_stand_in.h"
+#include "train/step.h"
 
 namespace tessera::golden {
 
-/// A stand-in made of functions; none = what the transition itself does.
-class StandIn : public parallel::TransitionStandIn {
- public:
+/// In the place of transitions; none = what the transition itself does.
+struct StandIn {
   using Way = std::function<at::Tensor(const parallel::Transition&, const at::Tensor&)>;
-  StandIn(Way forward, Way backward)
-      : forward_(std::move(forward)), backward_(std::move(backward)) {}
-  at::Tensor forward(const parallel::Transition& of, const at::Tensor& x) override {
-    return forward_ ? forward_(of, x) : of.forward(x);
-  }
-  at::Tensor backward(const parallel::Transition& of, const at::Tensor& grad) override {
-    return backward_ ? backward_(of, grad) : of.backward(grad);
-  }
-
- private:
-  Way forward_, backward_;
+  StandIn(Way of_forward, Way of_backward)
+      : forward(std::move(of_forward)), backward(std::move(of_backward)) {}
+  Way forward, backward;
 };
 
 /// The same of sums over ranks.
-class SumStandIn : public train::RankSumStandIn {
- public:
+struct SumStandIn {
   using Values = std::vector<std::vector<double>>;  ///< by rank
   using Way = std::function<std::vector<double>(train::RankSum, const Values&)>;
-  explicit SumStandIn(Way way) : way_(std::move(way)) {}
-  std::vector<double> sum(train::RankSum what, const Values& of_ranks) override {
-    return way_(what, of_ranks);
-  }
-
- private:
-  Way way_;
+  explicit SumStandIn(Way instead) : way(std::move(instead)) {}
+  Way way;
 };
 
 /// What a rank has before its model is sharded.

@@ -4,6 +4,7 @@
 
 #include <atomic>
 
+#include "base/test_hooks.h"
 #include "comm/batch.h"
 #include "kernels/kernels.h"
 #include "rank_pools.h"
@@ -357,9 +358,7 @@ TEST_P(Collectives, RelayedSumsHaveTheBitsOfDirectOnes) {
 TEST(FixedBytes, TakeOneExchangeAndLengthsThatDifferAreNamed) {
   ThreadRanks ranks(2, ThreadBackend::kInProcess);
   std::atomic<int> issued = 0;
-  Hub::Bend bend;
-  bend.before_issue = [&](int, const Batch&) { ++issued; };
-  ranks.bend_for_tests(bend);
+  const test_hooks::Set counted(test_hooks::before_issue, [&](int, const Batch&) { ++issued; });
   ranks.run([](World& world) { all_gather_fixed(world.control(), "12345678", "values"); });
   EXPECT_EQ(issued, 2) << "one by each rank";
   ranks.run([](World& world) { all_gather_bytes(world.control(), "12345678", "values"); });

@@ -5,6 +5,7 @@
 
 #include <atomic>
 
+#include "base/test_hooks.h"
 #include "comm/queue.h"
 #include "launch/wait_board.h"
 #include "rank_pools.h"
@@ -82,12 +83,12 @@ TEST(InProcess, EveryFieldOfALabelIsCompared) {
 
 TEST(InProcess, ReorderedQueueIsNamed) {
   ThreadRanks ranks(2, ThreadBackend::kInProcess);
+  const test_hooks::Set swapped(test_hooks::hold_back, [](const Group& group, const Label& label) {
+    return group.rank() == 1 && label.unit_id == 1;
+  });
   const std::string error = error_of([&] {
     ranks.run([&](World& world) {
       const auto group = world.group({0, 1}, "gather");
-      if (world.rank() == 1) {
-        world.queue().set_reorder_for_tests([](const Label& label) { return label.unit_id == 1; });
-      }
       auto a = world.queue().submit(*group, gather(8, "layers.1", 1));
       auto b = world.queue().submit(*group, gather(8, "layers.2", 2));
       a.wait();
@@ -101,7 +102,7 @@ TEST(InProcess, ReorderedQueueIsNamed) {
 
 TEST(InProcess, DeliveryAtWaitShowsCodeThatForgetsToWait) {
   ThreadRanks ranks(2, ThreadBackend::kInProcess);
-  ranks.bend_for_tests({{}, true});
+  const test_hooks::Set late(test_hooks::deliver_at_wait, [] { return true; });
   ranks.run([&](World& world) {
     const auto group = world.group({0, 1}, "gather");
     auto buffer = at::zeros({2});

@@ -8,6 +8,7 @@
 #include <latch>
 #include <thread>
 
+#include "base/test_hooks.h"
 #include "rank_pools.h"
 #include "tessera/error.h"
 
@@ -139,7 +140,8 @@ TEST(IssueQueue, PoisonDropsWhatWasNotIssued) {
 TEST(IssueQueue, HeldBackBatchGoesOutAfterTheNext) {
   RecordingGroup group;
   IssueQueue queue;
-  queue.set_reorder_for_tests([](const Label& label) { return label.unit_id == 1; });
+  const test_hooks::Set held(test_hooks::hold_back,
+                             [](const Group&, const Label& label) { return label.unit_id == 1; });
   for (std::uint32_t i = 0; i < 4; ++i) queue.submit(group, labelled(i));
   queue.drain();
   EXPECT_EQ(group.issued, (std::vector<std::uint32_t>{0, 2, 1, 3}));

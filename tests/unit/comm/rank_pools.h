@@ -5,7 +5,9 @@
 #include <memory>
 #include <utility>
 
+#include "comm/group.h"
 #include "comm/thread_ranks.h"
+#include "tessera/error.h"
 
 namespace tessera::comm {
 

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <nlohmann/json.hpp>
 
+#include "base/test_hooks.h"
 #include "train/trainer.h"
 #include "unit/train/run_case.h"
 
@@ -31,16 +32,13 @@ std::vector<std::int64_t> messages(const char* family, double aux_loss_coef) {
   config.training.steps = 1;
   std::vector<std::int64_t> found;
   std::mutex mutex;
-  comm::Hub::Bend watch;
-  watch.before_issue = [&](int rank, const comm::Batch& batch) {
+  const test_hooks::Set watched(test_hooks::before_issue, [&](int rank, const comm::Batch& batch) {
     if (rank != 0 || !batch.label.unit.ends_with(" of a step")) return;
     const std::lock_guard lock(mutex);
     const bool counts = batch.label.unit == "counts of a step";
     found.push_back(counts ? -batch.bytes() : batch.bytes() / kRanks);
-  };
-  test::ranks(kRanks).bend_for_tests(watch);
+  });
   on_ranks(kRanks, [&](World& world) { run_training(config, world); });
-  test::ranks(kRanks).bend_for_tests({});
   return found;
 }
 

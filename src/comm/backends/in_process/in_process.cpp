@@ -2,6 +2,7 @@
 
 #include "base/joined.h"
 #include "base/mutex.h"
+#include "base/test_hooks.h"
 #include "comm/batch.h"
 #include "tessera/error.h"
 
@@ -15,7 +16,7 @@ struct Hub::Meeting {
   int count = 0;
   bool done = false;
   std::string failure;
-  std::vector<Batch> staged;  // Bend::deliver_at_wait: where the results are until each rank waits
+  std::vector<Batch> staged;  // test_hooks::deliver_at_wait: the results until each rank waits
 };
 
 /// What the members of one group share.
@@ -154,15 +155,14 @@ class HubGroup : public Group {
   std::unique_ptr<Work> issue(Batch batch) override {
     poison_->check();
     check_batch(batch, size());
-    std::shared_ptr<const Hub::Bend> bend;
-    {
-      const base::Lock lock(hub_.mutex_);
-      bend = hub_.bend_;
+    if (const auto hook = test_hooks::before_issue.get()) {
+      (*hook)(room_->members[static_cast<std::size_t>(self_)], batch);
     }
-    const auto self = static_cast<std::size_t>(self_);
-    if (bend->before_issue) bend->before_issue(room_->members[self], batch);
     const Joined joined = join(std::move(batch));
-    if (joined.last) complete(*joined.meeting, bend->deliver_at_wait);
+    if (joined.last) {
+      const auto late = test_hooks::deliver_at_wait.get();
+      complete(*joined.meeting, late && (*late)());
+    }
     return std::make_unique<HubWork>(room_, joined.meeting, self_, hub_.timeout_, poison_);
   }
 
@@ -272,11 +272,6 @@ void Hub::meet(int ranks) {
   if (meeting_round_ != round) return;
   throw PeerLost(concat("recover: only ", meeting_count_--, " of ", ranks, " ranks came within ",
                         in_seconds(timeout_)));
-}
-
-void Hub::bend_for_tests(Bend bend) {
-  const base::Lock lock(mutex_);
-  bend_ = std::make_shared<const Bend>(std::move(bend));
 }
 
 namespace {

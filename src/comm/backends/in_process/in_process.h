@@ -7,7 +7,6 @@
 #pragma once
 
 #include <chrono>
-#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -24,15 +23,6 @@ namespace tessera::comm {
 /// Where the ranks of one run meet. Threads: any.
 class Hub {
  public:
-  /// For tests: bent timing, which correct code does not notice.
-  struct Bend {
-    /// Runs on the issuing thread before a rank's batch is registered: may block to delay it.
-    std::function<void(int rank, const Batch&)> before_issue;
-    /// A rank's results appear in its wait() and not before: code that forgets to wait sees old
-    /// data.
-    bool deliver_at_wait = false;
-  };
-
   explicit Hub(std::chrono::milliseconds timeout) : timeout_(timeout) {}
 
   /// `members` are world ranks; `self` an index into them. `poison` is this rank's.
@@ -48,8 +38,6 @@ class Hub {
   /// A rank has left by an exception and will meet nobody before reset().
   void abandon();
 
-  void bend_for_tests(Bend bend);
-
   struct Meeting;
   struct Room;
 
@@ -64,7 +52,6 @@ class Hub {
   bool abandoned_ TESSERA_GUARDED_BY(mutex_) = false;
   std::uint64_t meeting_round_ TESSERA_GUARDED_BY(mutex_) = 0;
   std::map<std::string, std::shared_ptr<Room>> rooms_ TESSERA_GUARDED_BY(mutex_);
-  std::shared_ptr<const Bend> bend_ TESSERA_GUARDED_BY(mutex_) = std::make_shared<Bend>();
 };
 
 /// The backend, on the threads' hub. A run of threads repairs the hub itself.

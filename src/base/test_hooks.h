@@ -1,0 +1,139 @@
+// The one door through which tests reach into the library: all places that have one, in one list.
+//
+// A test sets a function for a place, which then calls it until the Set is gone:
+//
+//   const test_hooks::Set held(test_hooks::before_checkpoint_write,
+//                              [&](int rank, std::int64_t step) { ... });
+//
+// Nothing else sets one: no configuration, no environment, no call of include/tessera. Where none is
+// set a place costs one relaxed load, or one of a thread-local pointer. A hook belongs to the
+// process, or to a thread, and not to a World: ranks that are threads share it, and tell themselves
+// apart by what it is called with. Pure: the places' own types are only named here. A new place is a
+// line in the list below.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "base/mutex.h"
+
+namespace at {
+class Tensor;
+}
+
+namespace tessera::comm {
+struct Batch;
+class Group;
+struct Label;
+}  // namespace tessera::comm
+
+namespace tessera::parallel {
+class Transition;
+}
+
+namespace tessera::train {
+enum class RankSum : std::uint8_t;
+}
+
+namespace tessera::test_hooks {
+
+/// A place that any thread may come to. Threads: any; who is inside when the Set goes finishes.
+template <class Call>
+class Hook {
+ public:
+  using Function = std::function<Call>;
+
+  /// What is set, or null.
+  std::shared_ptr<const Function> get() const {
+    if (!is_set_.load(std::memory_order_relaxed)) return nullptr;
+    const base::Lock lock(mutex_);
+    return function_;
+  }
+
+ private:
+  template <class>
+  friend class Set;
+  void put(std::shared_ptr<const Function> function) {
+    const base::Lock lock(mutex_);
+    is_set_.store(function != nullptr, std::memory_order_relaxed);
+    function_ = std::move(function);
+  }
+
+  std::atomic<bool> is_set_ = false;
+  mutable base::Mutex mutex_;
+  std::shared_ptr<const Function> function_ TESSERA_GUARDED_BY(mutex_);
+};
+
+/// A place of one thread: set by it, for itself alone.
+template <class Call>
+class ThreadHook {
+ public:
+  using Function = std::function<Call>;
+
+  /// What this thread has set, or null.
+  const Function* get() const { return function_; }
+
+ private:
+  template <class>
+  friend class Set;
+  void put(const std::shared_ptr<const Function>& function) { function_ = function.get(); }
+
+  const Function* function_ = nullptr;
+};
+
+/// While it lives, the place calls `function`. One a place at a time.
+template <class Place>
+class Set {
+ public:
+  Set(Place& place, typename Place::Function function)
+      : place_(place),
+        function_(std::make_shared<const typename Place::Function>(std::move(function))) {
+    place_.put(function_);
+  }
+  ~Set() { place_.put(nullptr); }
+  Set(const Set&) = delete;
+  Set& operator=(const Set&) = delete;
+
+ private:
+  Place& place_;
+  const std::shared_ptr<const typename Place::Function> function_;
+};
+
+// comm: timing that correct code does not notice, and an order that is noticed.
+
+/// In-process backend (comm/backends/in_process), on the issuing thread, before a rank's batch is
+/// registered: may block to delay it. `rank` of the world.
+inline constinit Hook<void(int rank, const comm::Batch& batch)> before_issue;
+/// In-process backend: whether a rank's results appear in its wait() and not before, so that code
+/// that forgets to wait sees old data.
+inline constinit Hook<bool()> deliver_at_wait;
+/// comm/queue.h, on the issuing thread, before a batch is issued: whether it is held back until the
+/// next one was (an injected reordering).
+inline constinit Hook<bool(const comm::Group& group, const comm::Label& label)> hold_back;
+
+// Faults that nets have to find: what a place works out is the function's instead.
+
+/// parallel/transition.h, forward: the result on this rank. Its thread runs the model.
+inline constinit thread_local ThreadHook<at::Tensor(const parallel::Transition& of,
+                                                    const at::Tensor& x)>
+    transition_forward;
+/// The same of backward: the gradient of its input.
+inline constinit thread_local ThreadHook<at::Tensor(const parallel::Transition& of,
+                                                    const at::Tensor& grad)>
+    transition_backward;
+/// sum_over_ranks of the step, the one sum over ranks that is no transition and no gradient's: the
+/// sum on this rank, of every rank's values, by rank.
+inline constinit thread_local ThreadHook<std::vector<double>(
+    train::RankSum what, const std::vector<std::vector<double>>& of_ranks)>
+    rank_sum;
+
+// Checkpoints.
+
+/// On the writer's own thread, before it writes `rank`'s file: may hold it up.
+inline constinit Hook<void(int rank, std::int64_t step)> before_checkpoint_write;
+
+}  // namespace tessera::test_hooks
