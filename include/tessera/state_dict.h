@@ -18,7 +18,7 @@
 namespace tessera {
 
 /// Elements [begin, end) of the flattened tensor `name`, whose whole shape is `shape`.
-struct KeptTensor {
+struct StateTensor {
   std::string name;
   at::Tensor values;
   std::vector<std::int64_t> shape;
@@ -30,10 +30,10 @@ struct KeptTensor {
   std::vector<int> coordinates = {};
 };
 
-using StateDict = std::vector<KeptTensor>;
+using StateDict = std::vector<StateTensor>;
 
 /// An entry that holds a whole tensor: what a plain module's state dict or a file gives.
-KeptTensor whole_entry(const std::string& name, const at::Tensor& values);
+StateTensor whole_entry(const std::string& name, const at::Tensor& values);
 
 enum class StateDictKind : std::uint8_t {
   kSharded,  ///< each rank's shards, 1-D; they are the live storage, not copies; so are buffers,

@@ -77,7 +77,7 @@ std::vector<Target> targets_of(const ShardedBase& model) {
 
 std::string shown(const std::vector<std::int64_t>& shape) { return concat(at::IntArrayRef(shape)); }
 
-std::string refusal_of_cast(const KeptTensor& entry, at::ScalarType dtype) {
+std::string refusal_of_cast(const StateTensor& entry, at::ScalarType dtype) {
   if (entry.values.scalar_type() == dtype) return "";
   try {
     const auto cast = at::empty({entry.values.numel()}, entry.values.options().dtype(dtype));
@@ -89,7 +89,7 @@ std::string refusal_of_cast(const KeptTensor& entry, at::ScalarType dtype) {
 }
 
 /// Empty when `entry` can be written into `target` as it is.
-std::string refusal_of(const Target& target, const KeptTensor& entry) {
+std::string refusal_of(const Target& target, const StateTensor& entry) {
   const auto found = [&](const auto&... words) { return concat(entry.name, ": found ", words...); };
   if (!entry.values.defined()) return found("no tensor, expected values");
   if (entry.shape != target.shape) {
@@ -135,21 +135,21 @@ std::string refusal_of(const Target& target, const KeptTensor& entry) {
   return is_narrowed ? refusal_of_cast(entry, to_scalar_type(target.buffer->compute)) : "";
 }
 
-bool same_values(const KeptTensor& one, const KeptTensor& other) {
+bool same_values(const StateTensor& one, const StateTensor& other) {
   if (one.values.is_same(other.values)) return true;
   return one.values.defined() && one.values.scalar_type() == other.values.scalar_type() &&
          one.values.sizes() == other.values.sizes() && at::equal(one.values, other.values);
 }
 
 struct Plan {
-  std::vector<const KeptTensor*> sources;  // by target; null where there is none
+  std::vector<const StateTensor*> sources;  // by target; null where there is none
   StateDictDifference difference;
   std::vector<std::string> refusals;
 };
 
 Plan plan_of(const std::vector<Target>& targets, const StateDict& entries) {
   Plan plan;
-  std::map<std::string, const KeptTensor*> by_name;
+  std::map<std::string, const StateTensor*> by_name;
   for (const auto& entry : entries) {
     if (!by_name.emplace(entry.name, &entry).second) {
       plan.refusals.push_back(concat(entry.name, ": found two entries, expected one"));
@@ -157,7 +157,7 @@ Plan plan_of(const std::vector<Target>& targets, const StateDict& entries) {
   }
   std::set<std::string> known;
   for (const auto& target : targets) {
-    const KeptTensor* source = nullptr;
+    const StateTensor* source = nullptr;
     for (const auto& name : target.names) {
       known.insert(name);
       const auto found = by_name.find(name);
@@ -222,7 +222,7 @@ void agree(fsdp::Runtime& runtime, const Plan& plan, const std::string& mine) {
 }
 
 /// The entry's elements that the target is, flat.
-at::Tensor part_for(const Target& target, const KeptTensor& entry) {
+at::Tensor part_for(const Target& target, const StateTensor& entry) {
   if (!is_cut(target.layout) || entry.layout == target.layout) {
     return entry.values.reshape(-1).narrow(0, target.begin - entry.begin,
                                            target.end - target.begin);
@@ -233,7 +233,7 @@ at::Tensor part_for(const Target& target, const KeptTensor& entry) {
 }
 
 /// Into the module's own tensor, all digits; the cast follows.
-void load(const Target& target, const KeptTensor& entry) {
+void load(const Target& target, const StateTensor& entry) {
   auto values = target.values;  // not const: copy_ writes through it
   if (values.scalar_type() != target.in_file().scalar_type()) {
     values.set_data(at::empty(values.sizes(), target.stored.options()));
@@ -243,12 +243,12 @@ void load(const Target& target, const KeptTensor& entry) {
 
 /// What is read from memory that is loaded into, such as layers that change places in the model's
 /// own kSharded state, is copied before anything is overwritten.
-std::vector<KeptTensor> own_copies(const std::vector<Target>& targets, Plan& plan) {
+std::vector<StateTensor> own_copies(const std::vector<Target>& targets, Plan& plan) {
   std::set<const void*> written;
   for (const auto& target : targets) {
     if (target.values.numel() > 0) written.insert(target.values.storage().data());
   }
-  std::vector<KeptTensor> copies;
+  std::vector<StateTensor> copies;
   copies.reserve(targets.size());  // pointers to them stay
   for (std::size_t i = 0; i < targets.size(); ++i) {
     const auto* entry = plan.sources[i];
@@ -278,7 +278,7 @@ void mark_loaded(const ShardedBase& model, const std::vector<Target>& targets, c
 
 }  // namespace
 
-KeptTensor whole_entry(const std::string& name, const at::Tensor& values) {
+StateTensor whole_entry(const std::string& name, const at::Tensor& values) {
   return {name, values, values.sizes().vec(), 0, values.numel()};
 }
 

@@ -194,7 +194,7 @@ TEST_P(BuffersOnRanks, TheDigitsThatACastDroppedAreStillThereUntilSomebodyWrites
   });
 }
 
-KeptTensor entry_of_scale(const ShardedBase& handle, StateDictKind kind) {
+StateTensor entry_of_scale(const ShardedBase& handle, StateDictKind kind) {
   for (const auto& entry : state_dict(handle, kind)) {
     if (entry.name == "tower.std_scale") return entry;
   }

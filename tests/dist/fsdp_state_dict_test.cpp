@@ -236,7 +236,7 @@ std::vector<std::string> refusals(int count, const std::function<void(World&, St
   });
 }
 
-KeptTensor& entry_of(StateDict& dict, const std::string& name) {
+StateTensor& entry_of(StateDict& dict, const std::string& name) {
   return *std::find_if(dict.begin(), dict.end(),
                        [&](const auto& entry) { return entry.name == name; });
 }

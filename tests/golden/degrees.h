@@ -5,9 +5,9 @@
 #include <vector>
 
 #include "golden/layouts.h"
+#include "layout/parallel_dims.h"
 #include "models/model_degrees.h"
 #include "train/config/config.h"
-#include "layout/parallel_dims.h"
 
 namespace tessera::golden {
 

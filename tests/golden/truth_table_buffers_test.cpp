@@ -3,8 +3,8 @@
 #include <gtest/gtest.h>
 
 #include "golden/truth_table_model.h"
-#include "train/hf/weights.h"
 #include "io/hf_folder.h"
+#include "train/hf/weights.h"
 
 namespace tessera::golden::truth_table_buffers_test {
 namespace {

@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <string>
 
-#include "train/config/config.h"
 #include "layout/parallel_dims.h"
+#include "train/config/config.h"
 
 namespace tessera::train {
 

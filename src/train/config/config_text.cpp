@@ -4,9 +4,9 @@
 #include <charconv>
 #include <cmath>
 
+#include "base/wildcard.h"
 #include "train/config/config_codec.h"
 #include "train/config/config_keys.h"
-#include "base/wildcard.h"
 
 namespace tessera::train {
 namespace {

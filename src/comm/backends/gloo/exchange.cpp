@@ -7,9 +7,9 @@
 #include <thread>
 
 #include "base/joined.h"
+#include "base/printable.h"
 #include "comm/batch.h"
 #include "comm/ops/steps.h"
-#include "base/printable.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {

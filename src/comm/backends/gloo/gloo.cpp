@@ -11,8 +11,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "base/environment.h"
-#include "comm/backends/gloo/point_to_point.h"
 #include "base/printable.h"
+#include "comm/backends/gloo/point_to_point.h"
 #include "launch/bounded_calls.h"
 #include "launch/failure_watch.h"
 #include "launch/poison.h"
