@@ -179,7 +179,7 @@ Planned plan_run(const InspectArguments& arguments) {
   apply(arguments.overrides, config);
   train::validate(config, train::Verb::kContract);
   const int world = arguments.world ? *arguments.world : train::ranks_to_spawn(config.parallelism);
-  const train::ParallelDims dims = train::resolve_parallelism(config.parallelism, world);
+  const ParallelDims dims = train::resolve_parallelism(config.parallelism, world);
   const train::ModelSource source = train::open_model(config.model, config.lora);
   Planned planned;
   planned.mesh = train::mesh_shape(dims);

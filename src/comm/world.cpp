@@ -7,7 +7,7 @@
 #include "base/environment.h"
 #include "base/joined.h"
 #include "base/log.h"
-#include "base/one_line.h"
+#include "base/printable.h"
 #include "comm/backends/backend.h"
 #include "comm/batch.h"
 #include "comm/failure_report.h"

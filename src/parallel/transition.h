@@ -50,17 +50,17 @@ inline std::int64_t whole_of(const at::Tensor& x, const Axis& axis, const Cut& c
 
 /// A view where only dims of size 1 lie before the cut, else a copy.
 inline at::Tensor own_part(const at::Tensor& x, const Axis& axis, std::int64_t dim) {
-  const Part part = part_of(x.size(dim), axis.size, axis.rank);
-  return x.narrow(dim, part.begin, part.size).contiguous();
+  const layout::Range part = layout::part_of(x.size(dim), axis.size, axis.rank);
+  return x.narrow(dim, part.begin, part.size()).contiguous();
 }
 
 inline at::Tensor in_zeros(const at::Tensor& own, const Axis& axis, std::int64_t dim,
                            std::int64_t total) {
   std::vector<std::int64_t> sizes = own.sizes().vec();
   sizes[static_cast<std::size_t>(dim)] = total;
-  const Part part = part_of(total, axis.size, axis.rank);
+  const layout::Range part = layout::part_of(total, axis.size, axis.rank);
   const at::Tensor whole = at::zeros(sizes, own.options());
-  whole.narrow(dim, part.begin, part.size).copy_(own);
+  whole.narrow(dim, part.begin, part.size()).copy_(own);
   return whole;
 }
 

@@ -28,9 +28,9 @@ void add_received(Transfers& transfers, const void* own, at::ScalarType wire,
 
 void RelayedSteps::post_receives(Transfers& transfers) {
   for (int round = 0; round < relay::rounds(transfers.size()); ++round) {
-    const Stretch part = arriving(transfers, round);
+    const layout::Range part = arriving(transfers, round);
     const int from = relay::round_of(round, transfers.self(), transfers.size()).from;
-    transfers.receive(from, transfers.aside(part.begin), part.numel(), round);
+    transfers.receive(from, transfers.aside(part.begin), part.size(), round);
   }
 }
 
@@ -44,7 +44,7 @@ void RelayedSteps::finish(Transfers& transfers) {
   std::size_t next = 0;
   const int rounds = relay::rounds(transfers.size());
   for (int round = 0; round < rounds; ++round) {
-    if (arriving(transfers, round).numel() > 0) transfers.finish_receive(next++);
+    if (arriving(transfers, round).size() > 0) transfers.finish_receive(next++);
     combine(transfers, round);
     if (round + 1 == rounds) break;
     transfers.post_more(Transfers::Earlier::kKept, [&] { send_round(transfers, round + 1); });
@@ -64,7 +64,7 @@ std::byte* RelayedGatherSteps::part_of(Transfers& transfers, int rank) const {
   return transfers.aside(begins_[static_cast<std::size_t>(place)]);
 }
 
-Stretch RelayedGatherSteps::arriving(Transfers& transfers, int round) const {
+layout::Range RelayedGatherSteps::arriving(Transfers& transfers, int round) const {
   const int place = 1 << round;
   const int parts = relay::parts_sent(round, transfers.size());
   return {begins_[static_cast<std::size_t>(place)],

@@ -101,7 +101,7 @@ class RelayedSteps : public Steps {
     std::int64_t bytes;
   };
   /// What arrives in a round, in bytes aside.
-  virtual Stretch arriving(Transfers& transfers, int round) const = 0;
+  virtual layout::Range arriving(Transfers& transfers, int round) const = 0;
   virtual Sent sent(Transfers& transfers, int round) const = 0;
   virtual void combine(Transfers& /*transfers*/, int /*round*/) {}  ///< it has arrived
   virtual void deliver(Transfers& transfers) = 0;                   ///< after the last round
@@ -123,7 +123,7 @@ class RelayedGatherSteps : public RelayedSteps {
   std::byte* part_of(Transfers& transfers, int rank) const;
 
  private:
-  Stretch arriving(Transfers& transfers, int round) const final;
+  layout::Range arriving(Transfers& transfers, int round) const final;
   Sent sent(Transfers& transfers, int round) const final;
 
   const at::Tensor& tensor_;
