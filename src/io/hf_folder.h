@@ -1,7 +1,7 @@
 // A model folder as the Hugging Face hub publishes it: config.json beside safetensors files.
 //
 // Opening reads the config's text and every header, and checks that index and files agree; no
-// weight is read. What the names mean is the business of models/. Next: models/registry.h.
+// weight is read. What the names mean is the business of models/. Next: models/family.h.
 #pragma once
 
 #include <cstdint>

@@ -11,6 +11,8 @@
 namespace tessera::train {
 namespace {
 
+// Not toml++'s writer: it spells 0.1 as 0.10000000000000001, sorts keys and cuts strings into
+// lines. Checkpoints hold the hash of this text.
 std::string toml_string(std::string_view text) {
   std::string out = "\"";
   for (const char c : text) {

@@ -61,6 +61,14 @@ TEST(Wildcard, ManyStarsTakeNoExponentialTime) {
   EXPECT_TRUE(wildcard_match(pattern, std::string(5000, 'a')));
 }
 
+TEST(EditDistance, OnlyPatternsHaveWildcardsAndSwaps) {
+  EXPECT_EQ(edit_distance("nrom", "norm", Typed::kWord), 2U);
+  EXPECT_EQ(edit_distance("nrom", "norm", Typed::kPattern), 1U);
+  EXPECT_EQ(edit_distance("n?*", "NORM", Typed::kWord), 3U);
+  EXPECT_EQ(edit_distance("n?*", "NORM", Typed::kPattern), 0U);
+  EXPECT_EQ(edit_distance("", "norm", Typed::kWord), 4U);
+}
+
 TEST(ClosestName, FindsTheNameThatWasMeant) {
   const std::vector<std::string> names = {
       "model.embed_tokens.weight", "model.layers.0.mlp.gate_proj.weight", "model.norm.weight"};

@@ -153,6 +153,12 @@ TEST(ParseJson, NestingIsCappedExactly) {
   error_of(ErrorKind::kFormat, [&] { parse_json(std::string(1'000'000, '['), "f"); });
 }
 
+TEST(ParseJson, ManyObjectsInOneTakeNoQuadraticTime) {
+  std::string text = "{\"files\": {";
+  for (int i = 0; i < 200'000; ++i) text += concat(i > 0 ? "," : "", '"', i, "\":{}");
+  EXPECT_EQ(parse_json(text + "}}", "f").at("files").size(), 200'000U);
+}
+
 TEST(ParseJson, MalformedTextIsAFormatErrorWithAPosition) {
   EXPECT_THAT(error_of(ErrorKind::kFormat, [] { parse_json("{\"a\": nul}", "f.json"); }),
               AllOf(HasSubstr("f.json"), HasSubstr("at byte 10")));
