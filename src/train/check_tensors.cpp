@@ -98,6 +98,13 @@ std::set<std::string_view> known_names(const std::vector<models::ParameterSpec>&
 
 }  // namespace
 
+Error not_floating(const TensorSource& folder, std::string_view what, const std::string& name,
+                   DType dtype) {
+  return {ErrorKind::kFormat,
+          concat(folder.path().string(), ": ", what, " ", name, ": found dtype ", to_string(dtype),
+                 ", expected a floating one")};
+}
+
 void check_tensors(const TensorSource& folder, const std::vector<models::ParameterSpec>& table,
                    const std::vector<models::BufferSpec>& buffers) {
   for (const auto& parameter : table) {
@@ -110,9 +117,9 @@ void check_tensors(const TensorSource& folder, const std::vector<models::Paramet
   for (const auto& buffer : buffers) {
     check_shape(folder, buffer.name, buffer.shape);
     const DType dtype = folder.find(buffer.name)->dtype;
-    TESSERA_CHECK(is_floating(dtype) && !is_float8(dtype), ErrorKind::kFormat,
-                  folder.path().string(), ": buffer ", buffer.name, ": found dtype ",
-                  to_string(dtype), ", expected a floating one");
+    if (!is_floating(dtype) || is_float8(dtype)) {
+      throw not_floating(folder, "buffer", buffer.name, dtype);
+    }
   }
   const auto known = known_names(table, buffers);
   std::size_t unknown = 0;

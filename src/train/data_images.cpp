@@ -25,9 +25,7 @@ const TensorInfo& find(const SafetensorsFile& file, const std::string& name) {
 
 const TensorInfo& find_integers(const SafetensorsFile& file, const std::string& name) {
   const TensorInfo& tensor = find(file, name);
-  TESSERA_CHECK(tensor.dtype == DType::kInt64 || tensor.dtype == DType::kInt32, ErrorKind::kFormat,
-                shown(file.path()), ": found ", to_string(tensor.dtype), " in ", name,
-                ", expected int64");
+  require_integers(file, tensor, name);
   return tensor;
 }
 
@@ -110,6 +108,20 @@ std::vector<std::int64_t> first_images(const std::vector<Row>& rows,
 
 }  // namespace
 
+void require_integers(const SafetensorsFile& file, const TensorInfo& tensor,
+                      const std::string& name) {
+  TESSERA_CHECK(tensor.dtype == DType::kInt64 || tensor.dtype == DType::kInt32, ErrorKind::kFormat,
+                shown(file.path()), ": found ", to_string(tensor.dtype), " in ", name,
+                ", expected int64");
+}
+
+void require_shape_of(const SafetensorsFile& file, const TensorInfo& tensor,
+                      const std::string& name, const TensorInfo& ids, const std::string& ids_name) {
+  TESSERA_CHECK(tensor.shape == ids.shape, ErrorKind::kFormat, shown(file.path()), ": found ", name,
+                " ", shape_text(tensor.shape), ", expected the shape of ", ids_name, " ",
+                shape_text(ids.shape));
+}
+
 at::Tensor read_integers(const SafetensorsFile& file, const TensorInfo& tensor, std::int64_t begin,
                          std::int64_t end) {
   const auto bytes = file.range(tensor, begin, end);
@@ -146,9 +158,7 @@ std::optional<ReplayedImages> ReplayedImages::open(const SafetensorsFile& file,
   const std::string types_name =
       ids_name == "input_ids" ? "mm_token_type_ids" : "steps/mm_token_type_ids";
   const TensorInfo& types_info = find_integers(file, types_name);
-  TESSERA_CHECK(types_info.shape == ids_info.shape, ErrorKind::kFormat, shown(file.path()),
-                ": found ", types_name, " ", shape_text(types_info.shape),
-                ", expected the shape of ", ids_name, " ", shape_text(ids_info.shape));
+  require_shape_of(file, types_info, types_name, ids_info, ids_name);
   const at::Tensor types = read_integers(file, types_info, 0, types_info.numel());
   result.token_types_ = types.view({size.steps, size.rows, size.columns});
   for (std::int64_t step = 0; step < size.steps; ++step) {

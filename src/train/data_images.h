@@ -20,6 +20,13 @@ namespace tessera::train {
 at::Tensor read_integers(const SafetensorsFile& file, const TensorInfo& tensor, std::int64_t begin,
                          std::int64_t end);
 
+/// Errors: kFormat unless it has integers of 32 or 64 bits.
+void require_integers(const SafetensorsFile& file, const TensorInfo& tensor,
+                      const std::string& name);
+/// Errors: kFormat unless it has the shape of `ids`.
+void require_shape_of(const SafetensorsFile& file, const TensorInfo& tensor,
+                      const std::string& name, const TensorInfo& ids, const std::string& ids_name);
+
 /// S, B, T of a batch file.
 struct BatchSize {
   std::int64_t steps = 1;

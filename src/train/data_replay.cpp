@@ -83,9 +83,7 @@ const TensorInfo& ReplayedBatches::find(const std::string& name) const {
                 name, ", expected ",
                 name.starts_with("router/") ? "the experts of every token, [B*T,k]"
                                             : "input_ids and labels [S,B,T] or [B,T]");
-  TESSERA_CHECK(tensor->dtype == DType::kInt64 || tensor->dtype == DType::kInt32,
-                ErrorKind::kFormat, shown(file_.path()), ": found ", to_string(tensor->dtype),
-                " in ", name, ", expected int64");
+  require_integers(file_, *tensor, name);
   return *tensor;
 }
 
@@ -95,9 +93,7 @@ void ReplayedBatches::check_shapes() {
   const auto& shape = inputs.shape;
   TESSERA_CHECK(shape.size() == 2 || shape.size() == 3, ErrorKind::kFormat, shown(file_.path()),
                 ": found ", input_name_, " ", shape_text(shape), ", expected [S,B,T] or [B,T]");
-  TESSERA_CHECK(labels.shape == shape, ErrorKind::kFormat, shown(file_.path()), ": found ",
-                label_name_, " ", shape_text(labels.shape), ", expected the shape of ", input_name_,
-                " ", shape_text(shape));
+  require_shape_of(file_, labels, label_name_, inputs, input_name_);
   TESSERA_CHECK(inputs.numel() > 0, ErrorKind::kFormat, shown(file_.path()), ": found ",
                 input_name_, " ", shape_text(shape), ", expected at least one row of one token");
   steps_ = shape.size() == 3 ? shape[0] : 1;
