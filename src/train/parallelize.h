@@ -83,4 +83,7 @@ std::shared_ptr<Sharded<models::LanguageModel>> parallelize(
 /// The dense reading of the ranks, and the sparse one of experts.
 MeshShapes mesh_shape(const ParallelDims& dims);
 
+/// Which of the data ranks (ParallelDims::data_ranks) this one is.
+int data_rank(const Mesh& mesh);
+
 }  // namespace tessera::train
