@@ -42,18 +42,20 @@ Ids parse_ids(const std::string& text) {
   Ids ids;
   const char* at = text.data();
   const char* const end = at + text.size();
+  const auto require = [&](bool holds) {
+    TESSERA_CHECK(holds, ErrorKind::kUsage, "--prompt-tokens: found ", printable(text),
+                  ", expected token ids with commas between, as 1,2,3");
+  };
   while (true) {
     while (at != end && *at == ' ') ++at;
     std::int64_t id = 0;
     const auto [rest, failed] = std::from_chars(at, end, id);
-    TESSERA_CHECK(failed == std::errc{}, ErrorKind::kUsage, "--prompt-tokens: found ",
-                  printable(text), ", expected token ids with commas between, as 1,2,3");
+    require(failed == std::errc{});
     ids.push_back(id);
     at = rest;
     while (at != end && *at == ' ') ++at;
     if (at == end) return ids;
-    TESSERA_CHECK(*at == ',', ErrorKind::kUsage, "--prompt-tokens: found ", printable(text),
-                  ", expected token ids with commas between, as 1,2,3");
+    require(*at == ',');
     ++at;
   }
 }

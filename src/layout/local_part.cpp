@@ -32,6 +32,13 @@ std::span<const std::int64_t> rows_of(const Shape& shape) {
   return std::span(shape).first(shape.size() - 1);
 }
 
+std::size_t dim_that_is_cut(const AxisPlacement& axis, std::size_t dims, const std::string& what) {
+  const auto dim = static_cast<std::size_t>(axis.parameter.dim);
+  TESSERA_CHECK(axis.parameter.dim >= 0 && dim < dims, ErrorKind::kContract, what,
+                ": found the placement ", to_string(axis), ", expected a dim below ", dims);
+  return dim;
+}
+
 }  // namespace
 
 const Shape& cut_shape(const ParameterLayout& layout, const Shape& shape) {
@@ -51,9 +58,7 @@ void validate(const ParameterLayout& layout, const Shape& shape, const std::stri
                   axis.axis, " twice, expected each once");
     check_pair(axis, what);
     if (!is_cut(axis)) continue;
-    const auto dim = static_cast<std::size_t>(axis.parameter.dim);
-    TESSERA_CHECK(axis.parameter.dim >= 0 && dim < cut.size(), ErrorKind::kContract, what,
-                  ": found the placement ", to_string(axis), ", expected a dim below ", cut.size());
+    const std::size_t dim = dim_that_is_cut(axis, cut.size(), what);
     parts[dim] *= axis.size;
     TESSERA_CHECK(cut[dim] % parts[dim] == 0, ErrorKind::kContract, what, ": found ", cut[dim],
                   " elements along dim ", dim, " over ", parts[dim], " ranks of ", axis.axis,
@@ -97,10 +102,7 @@ Shape global_shape(const ParameterLayout& layout, const Shape& local, const std:
   Shape parts(cut_shape(layout, local).size(), 1);  // ranks along each dim that is cut
   for (const AxisPlacement& axis : layout.axes) {
     if (!is_cut(axis)) continue;
-    const auto dim = static_cast<std::size_t>(axis.parameter.dim);
-    TESSERA_CHECK(axis.parameter.dim >= 0 && dim < parts.size(), ErrorKind::kContract, what,
-                  ": found the placement ", to_string(axis), ", expected a dim below ",
-                  parts.size());
+    const std::size_t dim = dim_that_is_cut(axis, parts.size(), what);
     parts[dim] *= axis.size;
   }
   Shape whole = local;

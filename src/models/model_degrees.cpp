@@ -27,9 +27,6 @@ void check_expert_degrees(const ModelSpec& spec, const ParallelDims& degrees) {
                 "parallelism.", degrees.ep > 1 ? kEp : kEtp, ": found ",
                 degrees.ep > 1 ? degrees.ep : degrees.etp,
                 " for a model without experts, expected 1");
-  TESSERA_CHECK(degrees.etp == 1 || degrees.etp == degrees.tp, ErrorKind::kConfig, "parallelism.",
-                kEtp, ": found ", degrees.etp,
-                ", expected 1 or tensor_parallel_degree = ", degrees.tp);
   if (!spec.moe) return;
   check_divides(kEp, degrees.ep, "the number of experts", spec.moe->num_experts);
   check_divides(kEtp, degrees.etp, "moe_intermediate_size", spec.moe->moe_intermediate_size);

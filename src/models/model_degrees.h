@@ -9,7 +9,8 @@ namespace tessera::models {
 
 struct ModelSpec;
 
-/// Errors: kConfig naming the key of [parallelism], what was found and what would divide.
+/// What degrees allow of each other is known (train/config_resolve.h). Errors: kConfig naming the
+/// key of [parallelism], what was found and what would divide.
 void check_degrees(const ModelSpec& spec, const ParallelDims& degrees);
 
 }  // namespace tessera::models

@@ -1,5 +1,6 @@
 #include "models/model_spec.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/json_reader.h"
@@ -153,11 +154,11 @@ ModelSpec read_spec(ConfigReader& keys, const FamilyTraits& family, Purpose purp
 const FamilyTraits& read_family(ConfigReader& keys) {
   std::vector<std::string> architectures;
   if (const nlohmann::json* list = keys.take("architectures")) {
-    if (!list->is_array()) keys.refuse("architectures", "a list of one name");
-    for (const nlohmann::json& name : *list) {
-      if (!name.is_string()) keys.refuse("architectures", "a list of one name");
-      architectures.push_back(name.get<std::string>());
-    }
+    const bool all_names =
+        list->is_array() &&
+        std::all_of(list->begin(), list->end(), [](auto& name) { return name.is_string(); });
+    if (!all_names) keys.refuse("architectures", "a list of one name");
+    architectures = list->get<std::vector<std::string>>();
   }
   return family_of(architectures, keys.word("model_type").value_or(""));
 }

@@ -11,6 +11,7 @@
 #include "comm/batch.h"
 #include "comm/group.h"
 #include "layout/range.h"
+#include "parallel/transition.h"
 #include "tessera/error.h"
 
 namespace tessera::parallel {
@@ -69,14 +70,6 @@ std::vector<std::int64_t> with_dim(const at::Tensor& x, std::int64_t dim, std::i
   return sizes;
 }
 
-void check_part(const at::Tensor& part, const Axis& axis, const Cut& cut, std::int64_t total,
-                const std::string& where) {
-  const std::int64_t expected = layout::part_of(total, axis.size, axis.rank).size();
-  TESSERA_CHECK(part.size(cut.dim) == expected, ErrorKind::kUsage, where, ": found a part of ",
-                part.sizes(), ", expected ", expected, " of ", total, " in dim ", cut.dim,
-                " (axis ", axis.name, ", rank ", axis.rank, ")");
-}
-
 }  // namespace
 
 at::Tensor exchange_sum(const at::Tensor& x, const Axis& axis, SumDtype result,
@@ -91,7 +84,7 @@ at::Tensor exchange_sum(const at::Tensor& x, const Axis& axis, SumDtype result,
 at::Tensor exchange_gather(const at::Tensor& part, const Axis& axis, const Cut& cut,
                            const std::string& where) {
   const std::int64_t total = cut.total.value_or(part.size(cut.dim) * axis.size);
-  check_part(part, axis, cut, total, where);
+  check_part(part, part.sizes(), axis, cut.dim, total, where);
   const Layout layout = layout_of(part, cut.dim, total, axis);
   const std::int64_t slice = layout.outer * layout.largest * layout.inner;
   const at::Tensor buffer = at::empty({axis.size * slice}, part.options());
@@ -114,11 +107,7 @@ at::Tensor exchange_gather(const at::Tensor& part, const Axis& axis, const Cut& 
 
 at::Tensor exchange_reduce_scatter(const at::Tensor& x, const Axis& axis, const Cut& cut,
                                    SumDtype result, const std::string& where) {
-  const std::int64_t total = x.size(cut.dim);
-  TESSERA_CHECK(total == cut.total.value_or(total / axis.size * axis.size), ErrorKind::kUsage,
-                where, ": found ", total, " in dim ", cut.dim, ", expected ",
-                cut.total ? concat(*cut.total) : concat("a multiple of ", axis.size), " (axis ",
-                axis.name, ")");
+  const std::int64_t total = whole_of(x, axis, cut, where);
   const Layout layout = layout_of(x, cut.dim, total, axis);
   const std::int64_t slice = layout.outer * layout.largest * layout.inner;
   const at::ScalarType wire = wire_dtype(x, axis);

@@ -11,6 +11,7 @@
 #include <string_view>
 #include <utility>
 
+#include "layout/range.h"
 #include "parallel/axis.h"
 #include "tessera/error.h"
 
@@ -46,6 +47,16 @@ inline std::int64_t whole_of(const at::Tensor& x, const Axis& axis, const Cut& c
                 cut.total ? concat(*cut.total) : concat("a multiple of ", axis.size), " (axis ",
                 axis.name, ")");
   return total;
+}
+
+/// Errors: kUsage, showing `found` of it, where x is not this rank's part of `total`.
+template <class Found>
+void check_part(const at::Tensor& x, const Found& found, const Axis& axis, std::int64_t dim,
+                std::int64_t total, const std::string& where) {
+  const std::int64_t expected = layout::part_of(total, axis.size, axis.rank).size();
+  TESSERA_CHECK(x.size(dim) == expected, ErrorKind::kUsage, where, ": found a part of ", found,
+                ", expected ", expected, " of ", total, " in dim ", dim, " (axis ", axis.name,
+                ", rank ", axis.rank, ")");
 }
 
 /// A view where only dims of size 1 lie before the cut, else a copy.

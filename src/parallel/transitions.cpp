@@ -158,10 +158,7 @@ at::Tensor pad(const at::Tensor& x, const Axis& axis, const Cut& cut, const std:
   if (axis.alone()) return x;
   const std::int64_t own = x.size(cut.dim);
   const std::int64_t total = cut.total.value_or(own * axis.size);
-  const std::int64_t expected = part_of(total, axis.size, axis.rank).size;
-  TESSERA_CHECK(own == expected, ErrorKind::kUsage, where, ": found a part of ", own, ", expected ",
-                expected, " of ", total, " in dim ", cut.dim, " (axis ", axis.name, ", rank ",
-                axis.rank, ")");
+  check_part(x, own, axis, cut.dim, total, where);
   return apply<Pad>(x, axis, cut.dim, total, where);
 }
 

@@ -50,9 +50,7 @@ ParameterMeta meta_of(const models::ParameterSpec& parameter, const ModelSource&
   }
   const std::string name = file_form(parameter).names.front();
   if (const auto* info = source.folder->find(name)) {
-    TESSERA_CHECK(is_floating(info->dtype), ErrorKind::kFormat, source.folder->path().string(),
-                  ": tensor ", name, ": found dtype ", to_string(info->dtype),
-                  ", expected a floating one");
+    if (!is_floating(info->dtype)) throw not_floating(*source.folder, "tensor", name, info->dtype);
     meta.dtype = info->dtype;
     if (info->unpacked) return meta;  // the dtype is ours: the file records none
     meta.checkpoint = info->dtype;

@@ -157,11 +157,9 @@ void run_gradients(const GradientsRequest& request, World& world,
                        {"contract_hash", concat(hash(contract))},
                        {"plan_hash", concat(layout::hash(fsdp::plan_of(*model)))}});
   }
-  const int data_rank =
-      mesh.coordinate(axis::kReplicate) * dims.dp_shard + mesh.coordinate(axis::kShard);
   const auto rows = micro_batches(batch->rows_in_step(),
                                   config.training.local_batch_size.value_or(batch->rows_in_step()),
-                                  dims.data_ranks(), data_rank);
+                                  dims.data_ranks(), data_rank(mesh));
   if (config.debug.check_dtypes) check_dtypes(*model, *batch, 1, rows.front());
   if (on_first_step) on_first_step();
   if (request.logits) {

@@ -62,6 +62,11 @@ models::ModelAxes model_axes(const Config& config, const ParallelDims& dims, con
 
 }  // namespace
 
+int data_rank(const Mesh& mesh) {
+  return mesh.coordinate(axis::kReplicate) * mesh.size_of(axis::kShard) +
+         mesh.coordinate(axis::kShard);
+}
+
 ModelParts model_parts(const ModelSource& source, const Config& config, const Mesh& mesh) {
   // 1. What every parameter is, for the whole model at once.
   const auto dims = resolve_parallelism(config.parallelism, mesh.shape().size());

@@ -44,4 +44,7 @@ std::shared_ptr<Sharded<models::LanguageModel>> parallelize(
     ModelParts parts, const ModelSource& source, const Config& config, const Mesh& mesh,
     InitialWeights weights = InitialWeights::kOfSource);
 
+/// Which of the data ranks (ParallelDims::data_ranks) this one is.
+int data_rank(const Mesh& mesh);
+
 }  // namespace tessera::train

@@ -54,8 +54,7 @@ class Rows {
       : rows_(source.rows_in_step()),
         local_(config.training.local_batch_size.value_or(1)),
         ranks_(mesh.size_of(axis::kReplicate) * mesh.size_of(axis::kShard)),
-        rank_(mesh.coordinate(axis::kReplicate) * mesh.size_of(axis::kShard) +
-              mesh.coordinate(axis::kShard)) {}
+        rank_(data_rank(mesh)) {}
   std::vector<RowRange> ranges() const { return micro_batches(rows_, local_, ranks_, rank_); }
   std::int64_t count() const { return rows_; }
   /// The most of any rank.

@@ -17,6 +17,7 @@
 
 #include "comm/ops/operation.h"
 #include "kernels/kernels.h"
+#include "layout/range.h"
 
 namespace tessera::comm {
 

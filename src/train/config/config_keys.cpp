@@ -348,7 +348,7 @@ void add_outputs(std::vector<ConfigKey>& keys) {
 }
 
 void add_adapters_and_scaler(std::vector<ConfigKey>& keys) {
-  using R = LoraConfig;
+  using R = LoraRequest;
   Section(keys, "lora", &Config::lora)
       .key("rank", &R::rank,
            {"",

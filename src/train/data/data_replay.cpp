@@ -29,11 +29,25 @@ const TensorInfo& find(const SafetensorsFile& file, const std::string& name) {
   return *tensor;
 }
 
-const TensorInfo& find_integers(const SafetensorsFile& file, const std::string& name) {
-  const TensorInfo& tensor = find(file, name);
+/// Errors: kFormat unless it has integers of 32 or 64 bits.
+void require_integers(const SafetensorsFile& file, const TensorInfo& tensor,
+                      const std::string& name) {
   TESSERA_CHECK(tensor.dtype == DType::kInt64 || tensor.dtype == DType::kInt32, ErrorKind::kFormat,
                 shown(file.path()), ": found ", to_string(tensor.dtype), " in ", name,
                 ", expected int64");
+}
+
+/// Errors: kFormat unless it has the shape of `ids`.
+void require_shape_of(const SafetensorsFile& file, const TensorInfo& tensor,
+                      const std::string& name, const TensorInfo& ids, const std::string& ids_name) {
+  TESSERA_CHECK(tensor.shape == ids.shape, ErrorKind::kFormat, shown(file.path()), ": found ", name,
+                " ", shape_text(tensor.shape), ", expected the shape of ", ids_name, " ",
+                shape_text(ids.shape));
+}
+
+const TensorInfo& find_integers(const SafetensorsFile& file, const std::string& name) {
+  const TensorInfo& tensor = find(file, name);
+  require_integers(file, tensor, name);
   return tensor;
 }
 
@@ -152,9 +166,7 @@ std::optional<ReplayedImages> ReplayedImages::open(const SafetensorsFile& file,
   const std::string types_name =
       ids_name == "input_ids" ? "mm_token_type_ids" : "steps/mm_token_type_ids";
   const TensorInfo& types_info = find_integers(file, types_name);
-  TESSERA_CHECK(types_info.shape == ids_info.shape, ErrorKind::kFormat, shown(file.path()),
-                ": found ", types_name, " ", shape_text(types_info.shape),
-                ", expected the shape of ", ids_name, " ", shape_text(ids_info.shape));
+  require_shape_of(file, types_info, types_name, ids_info, ids_name);
   const at::Tensor types = read_integers(file, types_info, 0, types_info.numel());
   result.token_types_ = types.view({size.steps, size.rows, size.columns});
   for (std::int64_t step = 0; step < size.steps; ++step) {
@@ -254,9 +266,7 @@ const TensorInfo& ReplayedBatches::find(const std::string& name) const {
                 name, ", expected ",
                 name.starts_with("router/") ? "the experts of every token, [B*T,k]"
                                             : "input_ids and labels [S,B,T] or [B,T]");
-  TESSERA_CHECK(tensor->dtype == DType::kInt64 || tensor->dtype == DType::kInt32,
-                ErrorKind::kFormat, shown(file_.path()), ": found ", to_string(tensor->dtype),
-                " in ", name, ", expected int64");
+  require_integers(file_, *tensor, name);
   return *tensor;
 }
 
@@ -266,9 +276,7 @@ void ReplayedBatches::check_shapes() {
   const auto& shape = inputs.shape;
   TESSERA_CHECK(shape.size() == 2 || shape.size() == 3, ErrorKind::kFormat, shown(file_.path()),
                 ": found ", input_name_, " ", shape_text(shape), ", expected [S,B,T] or [B,T]");
-  TESSERA_CHECK(labels.shape == shape, ErrorKind::kFormat, shown(file_.path()), ": found ",
-                label_name_, " ", shape_text(labels.shape), ", expected the shape of ", input_name_,
-                " ", shape_text(shape));
+  require_shape_of(file_, labels, label_name_, inputs, input_name_);
   TESSERA_CHECK(inputs.numel() > 0, ErrorKind::kFormat, shown(file_.path()), ": found ",
                 input_name_, " ", shape_text(shape), ", expected at least one row of one token");
   steps_ = shape.size() == 3 ? shape[0] : 1;

@@ -56,9 +56,9 @@ std::vector<TensorSpec> tensors_to_write(const ModelSource& source, const Export
     const FileForm form = file_form(parameter);
     for (const std::string& name : form.names) {
       const SourceTensor& stored = *source.folder->find(name);
-      TESSERA_CHECK(is_floating(stored.dtype) && !is_float8(stored.dtype), ErrorKind::kFormat,
-                    source.folder->path().string(), ": tensor ", name, ": found dtype ",
-                    to_string(stored.dtype), ", expected a floating one");
+      if (!is_floating(stored.dtype) || is_float8(stored.dtype)) {
+        throw not_floating(*source.folder, "tensor", name, stored.dtype);
+      }
       tensors.push_back({name, options.dtype.value_or(stored.original), form.file.shape});
     }
   }

@@ -108,6 +108,13 @@ std::set<std::string_view> known_names(const std::vector<models::ParameterSpec>&
 
 }  // namespace
 
+Error not_floating(const TensorSource& folder, std::string_view what, const std::string& name,
+                   DType dtype) {
+  return {ErrorKind::kFormat,
+          concat(folder.path().string(), ": ", what, " ", name, ": found dtype ", to_string(dtype),
+                 ", expected a floating one")};
+}
+
 void check_tensors(const TensorSource& folder, const std::vector<models::ParameterSpec>& table,
                    const std::vector<models::BufferSpec>& buffers) {
   for (const auto& parameter : table) {
@@ -120,9 +127,9 @@ void check_tensors(const TensorSource& folder, const std::vector<models::Paramet
   for (const auto& buffer : buffers) {
     check_shape(folder, buffer.name, buffer.shape);
     const DType dtype = folder.find(buffer.name)->dtype;
-    TESSERA_CHECK(is_floating(dtype) && !is_float8(dtype), ErrorKind::kFormat,
-                  folder.path().string(), ": buffer ", buffer.name, ": found dtype ",
-                  to_string(dtype), ", expected a floating one");
+    if (!is_floating(dtype) || is_float8(dtype)) {
+      throw not_floating(folder, "buffer", buffer.name, dtype);
+    }
   }
   const auto known = known_names(table, buffers);
   std::size_t unknown = 0;
@@ -202,13 +209,10 @@ void in_chunks(const ShardView& view, const layout::FileShape& file, LoadingProg
 template <class Fill>
 void draw_rows(const layout::Piece& piece, std::span<const std::int64_t> shape, float* out,
                const Fill& fill) {
-  const std::int64_t row = row_length(piece.box, shape);
-  for (std::int64_t at = piece.in_box.begin; at < piece.in_box.end;) {
-    const std::int64_t count = std::min(row - at % row, piece.in_box.end - at);
-    const std::int64_t first = position_in_tensor(piece.box, shape, at);
-    fill(out + (at - piece.in_box.begin), first, first + count);
-    at += count;
-  }
+  const auto draw = [&](const BoxRow& row) {
+    fill(out + (row.index - piece.in_box.begin), row.position, row.position + row.count);
+  };
+  for_each_row(piece.box, shape, piece.in_box.begin, piece.in_box.end, draw);
 }
 
 /// Shown by rank 0: the others are about as far.

@@ -7,12 +7,14 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "io/tensor_source.h"
 #include "layout/local_part.h"
 #include "models/description.h"
 #include "tessera/contract.h"
+#include "tessera/error.h"
 #include "tessera/shard.h"
 #include "train/hf/file_forms.h"
 
@@ -26,6 +28,10 @@ struct ModelSource;
 void check_tensors(const ModelSource& source);
 void check_tensors(const TensorSource& folder, const std::vector<models::ParameterSpec>& table,
                    const std::vector<models::BufferSpec>& buffers);
+
+/// What is thrown for a tensor of the folder ("tensor", "buffer") whose dtype nothing computes in.
+Error not_floating(const TensorSource& folder, std::string_view what, const std::string& name,
+                   DType dtype);
 
 /// The same of a checkpoint of adapters, which are float32. Errors: kFormat.
 void check_adapters(const ModelSource& source);
