@@ -45,7 +45,8 @@ struct SgdOptions {
 };
 
 /// A tensor that an optimizer keeps of each parameter: laid out as its shard, in the contract's
-/// `state` dtype, zeros at first. Checkpoints have it whole, on any layout, as optim/NAME/PARAMETER.
+/// `state` dtype, zeros at first. Checkpoints have it whole, for any layout, as
+/// optim/NAME/PARAMETER.
 struct KeptTensor {
   enum class Begins {
     kWithTheFirstUpdate,  ///< what was updated has it

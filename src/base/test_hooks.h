@@ -5,11 +5,11 @@
 //   const test_hooks::Set held(test_hooks::before_checkpoint_write,
 //                              [&](int rank, std::int64_t step) { ... });
 //
-// Nothing else sets one: no configuration, no environment, no call of include/tessera. Where none is
-// set a place costs one relaxed load, or one of a thread-local pointer. A hook belongs to the
+// Nothing else sets one: no configuration, no environment, no call of include/tessera. Where none
+// is set a place costs one relaxed load, or one of a thread-local pointer. A hook belongs to the
 // process, or to a thread, and not to a World: ranks that are threads share it, and tell themselves
-// apart by what it is called with. Pure: the places' own types are only named here. A new place is a
-// line in the list below.
+// apart by what it is called with. Pure: the places' own types are only named here. A new place is
+// a line in the list below.
 #pragma once
 
 #include <atomic>

@@ -41,8 +41,8 @@ double default_weight_decay(OptimizerName name);
 /// That of the first, and of all that have another: "0.1; 0 for SGD".
 std::string default_weight_decays();
 
-/// Over the shards of a handle; which parameters decay stands in their contracts. Errors: kUsage for
-/// numbers that the optimizer refuses.
+/// Over the shards of a handle; which parameters decay stands in their contracts. Errors: kUsage
+/// for numbers that the optimizer refuses.
 std::unique_ptr<Optimizer> make_optimizer(OptimizerName name, const ShardedBase& model, double lr,
                                           const Hyperparameters& values);
 
