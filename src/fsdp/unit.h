@@ -39,8 +39,7 @@ class Runtime;
 class Unit;
 
 /// One parameter of a unit. The shard tensor stays the same object for good; its data moves when
-/// the unit is laid out anew.
-/// Whoever holds a view of it (ShardView) may outlive its unit.
+/// the unit is laid out anew. Whoever holds a view of it (ShardView) may outlive its unit.
 struct Parameter : std::enable_shared_from_this<Parameter> {
   Parameter() = default;
   ~Parameter() { leave_unit(); }
