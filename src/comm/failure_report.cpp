@@ -105,7 +105,7 @@ void report_failure(World* world, const std::exception& error, int code) {
   auto* const process_world = dynamic_cast<ProcessWorld*>(world);
   if (dynamic_cast<const PeerLost*>(&error) != nullptr) {
     record.what = FailureClass::kNoticed;
-    const auto cause = process_world != nullptr ? process_world->known_failure() : std::nullopt;
+    const auto cause = process_world != nullptr ? process_world->failure_behind() : std::nullopt;
     if (cause) {
       record.message = concat("stopped because of ", to_string(*cause));
       keep_in_log(record);

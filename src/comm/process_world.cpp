@@ -59,13 +59,23 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
 FailureWatch::Actions ProcessWorld::watch_actions() {
   FailureWatch::Actions actions;
   actions.failed = [this](const std::string& bytes) {
-    leave_after(*this, decode_failure(bytes).value_or(noticed(bytes)));
+    const FailureRecord cause = decode_failure(bytes).value_or(noticed(bytes));
+    // Another rank has only noticed what began here: this rank's own error, still on its way through
+    // the stack, says more, and ends the process meanwhile.
+    if (cause.what == FailureClass::kNoticed && poisoner_ == Poisoner::kSelf) {
+      std::this_thread::sleep_for(state_->poison->patience.words());
+    }
+    leave_after(*this, cause);
   };
   actions.lost = [this](const std::string& why) { report_failure(this, PeerLost(why), 1); };
   actions.disagree = [this](const std::string& why) {
     report_failure(this, Error(ErrorKind::kComm, why), 1);
   };
-  actions.poisoned = [this](const std::string& why, int epoch) { poison_here(why, epoch); };
+  actions.poisoned = [this](const std::string& why, int epoch) {
+    auto nobody = Poisoner::kNobody;
+    poisoner_.compare_exchange_strong(nobody, Poisoner::kOther);
+    poison_here(why, epoch);
+  };
   return actions;
 }
 
@@ -143,6 +153,8 @@ void ProcessWorld::poison(const std::string& why) {
   const std::string text =
       of_rank(rank_, concat(one_line(why), suspicion.empty() ? "" : ": ", one_line(suspicion)));
   const int epoch = epoch_;
+  auto nobody = Poisoner::kNobody;
+  poisoner_.compare_exchange_strong(nobody, Poisoner::kSelf);
   poison_here(why, epoch);
   in_time([store = store_, text, epoch] {
     return store->set_if_absent(store_key::poison(epoch), text);
@@ -163,6 +175,7 @@ void ProcessWorld::recover() {
   connections_->reset(next);
   queue_->recover();
   ++recoveries_;
+  poisoner_ = Poisoner::kNobody;
   state_->poison->clear();
 }
 
@@ -197,6 +210,16 @@ std::optional<FailureRecord> ProcessWorld::known_failure() noexcept {
   return decoded(in_time([store = store_] {
     return store->find(store_key::kFailure).value_or(std::string());  // which no failure encodes to
   }));
+}
+
+std::optional<FailureRecord> ProcessWorld::failure_behind() noexcept {
+  const auto end = std::chrono::steady_clock::now() + state_->poison->patience.words();
+  for (;;) {
+    const auto known = known_failure();
+    if (known || poisoner_ != Poisoner::kOther || store_is_silent_) return known;
+    if (std::chrono::steady_clock::now() >= end) return known;
+    std::this_thread::sleep_for(times_.poll);
+  }
 }
 
 }  // namespace tessera::comm

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -36,6 +37,9 @@ class ProcessWorld : public World {
   /// gone, or gives no answer soon.
   std::optional<FailureRecord> announce_failure(const FailureRecord& failure) noexcept;
   std::optional<FailureRecord> known_failure() noexcept;
+  /// The same for a rank that was stopped. Where another rank's word has poisoned the World, that
+  /// rank's error is on its way through its stack: waited for as long as words may take.
+  std::optional<FailureRecord> failure_behind() noexcept;
   /// Where this process serves the store: until the others have read what it says.
   void stay_for_readers() const;
 
@@ -67,6 +71,9 @@ class ProcessWorld : public World {
   base::Mutex epoch_mutex_;  ///< held while the World is poisoned and while it is repaired
   std::atomic<int> epoch_{0};
   std::atomic<bool> store_is_silent_{false};
+  /// Who has poisoned the World in this epoch: an error of this rank, or a word of another one.
+  enum class Poisoner : std::uint8_t { kNobody, kSelf, kOther };
+  std::atomic<Poisoner> poisoner_{Poisoner::kNobody};
 };
 
 }  // namespace tessera::comm

@@ -257,6 +257,15 @@ TEST_P(AnyRank, ThatPoisonsItsWorldCanRecoverWithTheOthers) {
   EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
 }
 
+// Others learn that it failed before its exception has come through its stack, and may be gone by
+// then: what counts is the exception.
+TEST_P(AnyRank, WhoseErrorTakesLongerThanWordOfItIsNamedWithTheError) {
+  const auto outcome = run({.mode = "unwind", .rank = GetParam(), .step = 3});
+  EXPECT_EQ(outcome.exit_code, 1);
+  EXPECT_EQ(outcome.last_error_line(), name() + "rank fails on purpose") << outcome.err;
+  EXPECT_LT(outcome.seconds, kSeconds);
+}
+
 TEST_P(AnyRank, ErrorsOfUseKeepTheirExitCode) {
   const auto outcome = run({.mode = "usage", .rank = GetParam(), .step = 0});
   EXPECT_EQ(outcome.exit_code, 2);

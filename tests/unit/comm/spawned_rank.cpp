@@ -5,6 +5,7 @@
 //   MODE: none | throw | usage | kill | stall | exit | stop | disagree | cross | poison | withhold
 //         alone: gives up after TIMEOUT_MS where nobody serves the store
 //         apart: RANK is in no group, and stops
+//         unwind: poisons its World, and says half a second later why
 //         work-slow | work-endless | work-kill | work-stop: of RANK, before the first step
 #include <ATen/ATen.h>
 #include <signal.h>
@@ -48,6 +49,11 @@ void misbehave(const Plan& plan, World& world) {
     comm::barrier(world.control(), "something else");
   }
   if (plan.mode == "poison") world.poison("a step went wrong");
+  if (plan.mode == "unwind") {
+    world.poison("an exception left the forward");
+    std::this_thread::sleep_for(std::chrono::milliseconds(500));
+    throw std::runtime_error("rank fails on purpose");
+  }
 }
 
 /// The rank of the plan owes its successor something and never sends it; the others are owed
