@@ -2,8 +2,8 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "base/first_derivative.h"
 #include "kernels/kernels.h"
-#include "nn/first_derivative.h"
 #include "nn/vocab_parallel.h"
 
 namespace tessera::nn {
@@ -26,7 +26,7 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
+    base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(3);  // [Note: left-out results]
     return {at::Tensor(),
             kernels::embedding_backward(grads[0], ctx->get_saved_variables()[0],
@@ -41,8 +41,8 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight,
                      std::optional<std::int64_t> padding) {
   const std::int64_t row = padding.value_or(kNoPadding);
-  return has_second_derivatives(weight) ? kernels::embedding(ids, weight, row)
-                                        : EmbeddingFunction::apply(ids, weight, row);
+  return base::has_second_derivatives(weight) ? kernels::embedding(ids, weight, row)
+                                              : EmbeddingFunction::apply(ids, weight, row);
 }
 
 Embedding::Embedding(std::int64_t vocabulary, std::int64_t size,

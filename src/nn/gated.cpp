@@ -2,8 +2,8 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "base/first_derivative.h"
 #include "kernels/kernels.h"
-#include "nn/first_derivative.h"
 
 namespace tessera::nn {
 namespace {
@@ -21,7 +21,7 @@ struct SwigluHalvesFunction : torch::autograd::Function<SwigluHalvesFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
+    base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(1);  // [Note: left-out results]
     return {kernels::swiglu_halves_backward(grads[0], ctx->get_saved_variables()[0])};
   }
@@ -39,7 +39,7 @@ struct ClampedSwigluFunction : torch::autograd::Function<ClampedSwigluFunction> 
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
+    base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(3);  // [Note: left-out results]
     return {kernels::clamped_swiglu_backward(grads[0], ctx->get_saved_variables()[0],
                                              ctx->saved_data["alpha"].toDouble(),
@@ -51,8 +51,8 @@ struct ClampedSwigluFunction : torch::autograd::Function<ClampedSwigluFunction> 
 }  // namespace
 
 at::Tensor swiglu_halves(const at::Tensor& both) {
-  return has_second_derivatives(both) ? kernels::swiglu_halves(both)
-                                      : SwigluHalvesFunction::apply(both);
+  return base::has_second_derivatives(both) ? kernels::swiglu_halves(both)
+                                            : SwigluHalvesFunction::apply(both);
 }
 
 at::Tensor clamped_swiglu(const at::Tensor& both, const ClampedSwiglu& options) {

@@ -8,7 +8,7 @@
 
 #include <optional>
 
-#include "nn/first_derivative.h"
+#include "base/first_derivative.h"
 #include "nn/weight_gradient.h"
 #include "tessera/error.h"
 #include "tessera/keep.h"
@@ -83,7 +83,7 @@ struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> 
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
+    base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(5);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor& x = saved[0];

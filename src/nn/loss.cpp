@@ -3,8 +3,8 @@
 #include <ATen/ops/full_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "base/first_derivative.h"
 #include "kernels/kernels.h"
-#include "nn/first_derivative.h"
 #include "tessera/error.h"
 
 namespace tessera::nn {
@@ -26,7 +26,7 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
+    base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(3);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor &logits = saved[0], &targets = saved[1], &log_sum = saved[2];
@@ -72,7 +72,7 @@ std::int64_t count_kept(const at::Tensor& targets) {
 
 at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets, Logits use) {
   check_targets(logits, targets);
-  if (has_second_derivatives(logits)) {
+  if (base::has_second_derivatives(logits)) {
     return std::get<0>(kernels::cross_entropy_sum(logits, targets));
   }
   return CrossEntropyFunction::apply(logits, targets, use == Logits::kConsume);

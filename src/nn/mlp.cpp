@@ -2,8 +2,8 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "base/first_derivative.h"
 #include "kernels/kernels.h"
-#include "nn/first_derivative.h"
 #include "tessera/error.h"
 
 namespace tessera::nn {
@@ -21,7 +21,7 @@ struct SwigluFunction : torch::autograd::Function<SwigluFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
+    base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(2);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
     auto [grad_gate, grad_up] = kernels::swiglu_backward(grads[0], saved[0], saved[1]);
@@ -32,7 +32,8 @@ struct SwigluFunction : torch::autograd::Function<SwigluFunction> {
 }  // namespace
 
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
-  return has_second_derivatives(gate) ? kernels::swiglu(gate, up) : SwigluFunction::apply(gate, up);
+  return base::has_second_derivatives(gate) ? kernels::swiglu(gate, up)
+                                            : SwigluFunction::apply(gate, up);
 }
 
 Mlp::Mlp(std::int64_t hidden_size, std::int64_t intermediate_size, Bias bias,

@@ -11,8 +11,8 @@
 #include <cmath>
 #include <numbers>
 
+#include "base/first_derivative.h"
 #include "kernels/kernels.h"
-#include "nn/first_derivative.h"
 #include "nn/rms_norm.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
@@ -39,7 +39,7 @@ struct RopeHeadsFunction : torch::autograd::Function<RopeHeadsFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
+    base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(8);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
     const auto of_norm = [&](std::size_t i) {
@@ -146,7 +146,7 @@ at::Tensor rope_heads(const at::Tensor& x, const HeadLayout& layout, const HeadN
   const std::optional<at::Tensor> weight =
       norm.weight.defined() ? std::optional(norm.weight) : std::nullopt;
   const bool rounds_first = norm.rounding == NormRounding::kBeforeWeight;
-  if (has_second_derivatives(x)) {
+  if (base::has_second_derivatives(x)) {
     return std::get<0>(kernels::rope_heads(x, weight, table.cos, table.sin, layout.heads,
                                            layout.repeat, norm.eps, rounds_first));
   }

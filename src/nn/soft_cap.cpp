@@ -3,7 +3,7 @@
 #include <ATen/ops/div.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "nn/first_derivative.h"
+#include "base/first_derivative.h"
 
 namespace tessera::nn {
 namespace {
@@ -21,7 +21,7 @@ struct SoftCapFunction : torch::autograd::Function<SoftCapFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
+    base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(2);  // [Note: left-out results]
     const at::Tensor capped = ctx->get_saved_variables()[0];
     // d tanh(u) = 1 - tanh(u)^2

@@ -10,8 +10,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "base/first_derivative.h"
 #include "nn/embedding.h"
-#include "nn/first_derivative.h"
 #include "parallel/transitions.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
@@ -106,7 +106,7 @@ struct VocabParallelFunction : torch::autograd::Function<VocabParallelFunction> 
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
+    base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(3);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor& logits = saved[0];

@@ -12,8 +12,8 @@
 #include <limits>
 #include <vector>
 
+#include "base/first_derivative.h"
 #include "kernels/kernels.h"
-#include "nn/first_derivative.h"
 #include "tessera/wide_scope.h"
 
 namespace tessera::nn {
@@ -155,7 +155,7 @@ struct WindowedAttentionFunction : torch::autograd::Function<WindowedAttentionFu
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
+    base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(6);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor &q = saved[0], &keys = saved[1], &values = saved[2], &sinks = saved[3];
