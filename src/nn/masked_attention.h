@@ -1,7 +1,7 @@
 // Attention in which a mask says who sees whom: sliding windows, images inside a text, padding.
 //
 // Softmax is fp32. attention.h has the faster form for what is merely causal. Short symbols: B
-// rows, T positions, G key/value heads, R query heads of each, D head_dim. Next: geglu.h.
+// rows, T positions, G key/value heads, R query heads of each, D head_dim. Next: mlp.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

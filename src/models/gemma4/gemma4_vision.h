@@ -17,8 +17,8 @@
 #include "models/language_model.h"
 #include "models/model_spec.h"
 #include "nn/axial_rope.h"
-#include "nn/geglu.h"
 #include "nn/linear.h"
+#include "nn/mlp.h"
 #include "nn/placed_module.h"
 #include "nn/rms_norm.h"
 

@@ -12,7 +12,6 @@
 
 #include "nn/attention.h"
 #include "nn/embedding.h"
-#include "nn/gated.h"
 #include "nn/loss.h"
 #include "nn/masked_attention.h"
 #include "nn/mlp.h"

@@ -5,7 +5,6 @@
 
 #include "nn/attention.h"
 #include "nn/embedding.h"
-#include "nn/gated.h"
 #include "nn/grouped_linear.h"
 #include "nn/linear.h"
 #include "nn/lora.h"
