@@ -9,7 +9,7 @@
 #include <optional>
 
 #include "base/first_derivative.h"
-#include "nn/weight_gradient.h"
+#include "nn/linear.h"
 #include "tessera/error.h"
 #include "tessera/keep.h"
 #include "tessera/wide_scope.h"

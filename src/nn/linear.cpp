@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "base/first_derivative.h"
-#include "nn/weight_gradient.h"
 #include "parallel/transitions.h"
 #include "tessera/error.h"
 #include "tessera/keep.h"
