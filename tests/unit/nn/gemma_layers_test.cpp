@@ -1,6 +1,5 @@
 // The layers that only Gemma 4 has, against plain formulas in fp64.
 #include "nn/attention.h"
-#include "nn/axial_rope.h"
 #include "nn/masked_attention.h"
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"
