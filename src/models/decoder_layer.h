@@ -16,7 +16,6 @@
 #include "models/model_spec.h"
 #include "models/moe_layer.h"
 #include "models/routing_request.h"
-#include "nn/kv_cache.h"
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
