@@ -10,7 +10,6 @@
 #include "base/first_derivative.h"
 #include "kernels/kernels.h"
 #include "nn/masked_attention.h"
-#include "nn/windowed_attention.h"
 
 namespace tessera::nn {
 

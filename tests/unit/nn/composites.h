@@ -17,7 +17,6 @@
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
-#include "nn/windowed_attention.h"
 #include "tessera/wide_scope.h"
 
 namespace tessera::nn {
