@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "nn/placed_module.h"
+#include "nn/parameter.h"
 #include "nn/tensor_region.h"
 
 namespace tessera::nn {

@@ -21,7 +21,7 @@
 #include "grad/leaf.h"
 #include "grad/weight_grad_store.h"
 #include "nn/lora.h"
-#include "nn/placed_module.h"
+#include "nn/parameter.h"
 #include "nn/tensor_region.h"
 
 namespace tessera::nn {

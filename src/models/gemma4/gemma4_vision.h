@@ -18,7 +18,7 @@
 #include "models/model_spec.h"
 #include "nn/linear.h"
 #include "nn/mlp.h"
-#include "nn/placed_module.h"
+#include "nn/parameter.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
 
