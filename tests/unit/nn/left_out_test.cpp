@@ -13,7 +13,6 @@
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
-#include "nn/soft_cap.h"
 
 namespace tessera::nn::left_out_test {
 namespace {
