@@ -3,7 +3,6 @@
 
 #include "models/family.h"
 #include "models/model_spec.h"
-#include "models/rope_keys.h"
 #include "models/spec_keys.h"
 #include "tessera/error.h"
 

@@ -6,7 +6,6 @@
 #include "base/json_reader.h"
 #include "models/config_reader.h"
 #include "models/family.h"
-#include "models/rope_keys.h"
 #include "models/spec_keys.h"
 #include "tessera/error.h"
 
