@@ -13,9 +13,7 @@
 #include <vector>
 
 #include "models/gemma4/gemma4_spec.h"
-#include "models/image_tokens.h"
-#include "models/layer_type.h"
-#include "models/moe_spec.h"
+#include "models/spec_parts.h"
 #include "nn/rope_options.h"
 #include "tessera/dtype.h"
 
@@ -24,18 +22,6 @@ namespace tessera::models {
 enum class Family : std::uint8_t {
 #define TESSERA_FAMILY(enumerator, folder, build) enumerator,
 #include "models/families.def"
-};
-
-/// Of multi-head latent attention (nn/mla.h). The fields carry the names of the file's keys.
-struct MlaSpec {
-  std::optional<std::int64_t> q_lora_rank = std::nullopt;  ///< none = queries straight from x
-  std::int64_t kv_lora_rank = 0;
-  std::int64_t qk_nope_head_dim = 0;
-  std::int64_t qk_rope_head_dim = 0;
-  std::int64_t v_head_dim = 0;
-
-  std::int64_t qk_head_dim() const { return qk_nope_head_dim + qk_rope_head_dim; }
-  bool operator==(const MlaSpec&) const = default;
 };
 
 /// The fields carry the names of the file's keys.
