@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "models/adapters.h"
-#include "models/model_degrees.h"
 #include "models/model_spec.h"
 #include "nn/declaration.h"
 #include "tessera/placement.h"

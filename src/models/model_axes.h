@@ -1,10 +1,10 @@
 // ModelAxes: the axes of a mesh that a model's layers communicate over, and which of its forms it
 // has. Made once for a model, copied into its layers.
 //
-// Next: model_degrees.h, local_sizes.h, ../nn/tensor_region.h.
+// Next: model_spec.h, decoder_layer.h, moe_layer.h, ../nn/tensor_region.h.
 #pragma once
 
-#include "models/model_degrees.h"
+#include "models/model_spec.h"
 #include "moe/experts.h"
 #include "nn/tensor_region.h"
 #include "parallel/axis.h"
