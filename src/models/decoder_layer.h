@@ -12,7 +12,7 @@
 #include <memory>
 #include <vector>
 
-#include "models/local_sizes.h"
+#include "models/model_axes.h"
 #include "models/model_spec.h"
 #include "models/moe_layer.h"
 #include "models/routing_request.h"
