@@ -16,9 +16,9 @@
 #include <string>
 #include <vector>
 
+#include "models/expert_tokens.h"
 #include "models/model_axes.h"
 #include "models/model_spec.h"
-#include "models/routing_request.h"
 #include "tessera/recompute_mode.h"
 #include "tessera/shard.h"
 

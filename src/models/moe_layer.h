@@ -16,7 +16,6 @@
 #include "models/expert_tokens.h"
 #include "models/model_axes.h"
 #include "models/model_spec.h"
-#include "models/routing_request.h"
 #include "moe/routing.h"
 #include "nn/mlp.h"
 

@@ -19,7 +19,6 @@
 #include "models/expert_tokens.h"
 #include "models/model_spec.h"
 #include "models/moe_layer.h"
-#include "models/routing_request.h"
 #include "nn/linear.h"
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"
