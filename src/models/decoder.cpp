@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "models/language_model.h"
 #include "models/recomputed.h"
-#include "models/unit_of_slot.h"
 #include "nn/loss.h"
 #include "nn/parameter.h"
 #include "parallel/transitions.h"

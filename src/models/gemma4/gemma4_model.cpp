@@ -7,7 +7,7 @@
 #include <cmath>
 #include <utility>
 
-#include "models/unit_of_slot.h"
+#include "models/language_model.h"
 #include "nn/loss.h"
 #include "nn/masked_attention.h"
 #include "nn/parameter.h"
