@@ -115,8 +115,8 @@ std::string config_json(const ModelSpec& spec);
 std::vector<std::int64_t> generation_end_tokens(std::string_view text, std::string_view where);
 
 /// What the model's sizes allow of degrees; what these allow of each other is known
-/// (train/config/config_resolve.h). Errors: kConfig naming the key of [parallelism], what was found and
-/// what would divide.
+/// (train/config/config_resolve.h). Errors: kConfig naming the key of [parallelism], what was found
+/// and what would divide.
 void check_degrees(const ModelSpec& spec, const ParallelDims& degrees);
 
 }  // namespace tessera::models

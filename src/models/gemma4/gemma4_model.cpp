@@ -7,7 +7,6 @@
 #include <cmath>
 #include <utility>
 
-#include "models/language_model.h"
 #include "nn/loss.h"
 #include "nn/masked_attention.h"
 #include "nn/parameter.h"

@@ -7,7 +7,6 @@
 #include <string>
 
 #include "models/gemma4/gemma4_layer.h"
-#include "models/language_model.h"
 #include "models/patch_grid.h"
 #include "models/recomputed.h"
 #include "nn/masked_attention.h"
