@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "models/recomputed.h"
 #include "nn/loss.h"
 #include "nn/parameter.h"
 #include "parallel/transitions.h"
