@@ -1,7 +1,7 @@
 // Low-rank adapters as values: what a configuration asks for, and what a model then has. One record
 // each on all floors: the planned one is what modules are made from and what a checkpoint keeps.
 //
-// Pure. Next: ../models/lora.h, which makes the one from the other.
+// Pure. Next: ../models/adapters.h, which makes the one from the other.
 #pragma once
 
 #include <cstdint>

@@ -11,7 +11,7 @@
 #include "cli/standard_output.h"
 #include "io/folder_file.h"
 #include "io/text_corpus.h"
-#include "models/generation_config.h"
+#include "models/model_spec.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
 #include "train/parallelize.h"

@@ -4,7 +4,7 @@
 // What is put holds the inputs of its product (a layer's input and the gradient of its output)
 // until run() forms it: that is the price. Tickets (sink.h) keep the units from being reduced
 // before. One a model; threads as the sink. Source: zero-bubble schedules (arXiv 2401.10241), which
-// split a backward in this way. Next: ../nn/weight_gradient.h.
+// split a backward in this way. Next: ../nn/linear.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -5,11 +5,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "models/recomputed.h"
-#include "models/unit_of_slot.h"
 #include "nn/loss.h"
 #include "nn/parameter.h"
-#include "nn/vocab_parallel.h"
 #include "parallel/transitions.h"
 #include "tessera/error.h"
 

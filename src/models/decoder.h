@@ -21,9 +21,9 @@
 #include "models/language_model.h"
 #include "models/model_spec.h"
 #include "nn/embedding.h"
-#include "nn/kv_cache.h"
 #include "nn/linear.h"
 #include "nn/rms_norm.h"
+#include "nn/self_attention.h"
 
 namespace tessera::models {
 

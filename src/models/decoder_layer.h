@@ -12,11 +12,10 @@
 #include <memory>
 #include <vector>
 
-#include "models/local_sizes.h"
+#include "models/expert_tokens.h"
+#include "models/model_axes.h"
 #include "models/model_spec.h"
 #include "models/moe_layer.h"
-#include "models/routing_request.h"
-#include "nn/kv_cache.h"
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"

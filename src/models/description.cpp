@@ -7,7 +7,7 @@
 
 #include "layout/local_part.h"
 #include "models/language_model.h"
-#include "nn/placed_module.h"
+#include "nn/parameter.h"
 #include "tessera/error.h"
 #include "tessera/mesh.h"
 

@@ -3,7 +3,7 @@
 //
 // Layers declare each tensor where they register it (nn/declaration.h); names, order and units are
 // those of the modules. Contracts, bucket plans, files and `inspect` go by this: there is no second
-// list. No torch in this header. Next: language_model.h for the units, lora.h for adapters.
+// list. No torch in this header. Next: language_model.h for the units, adapters.h for adapters.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,7 @@
 #include <string_view>
 #include <vector>
 
-#include "models/lora.h"
-#include "models/model_degrees.h"
+#include "models/adapters.h"
 #include "models/model_spec.h"
 #include "nn/declaration.h"
 #include "tessera/placement.h"

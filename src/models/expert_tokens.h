@@ -1,5 +1,6 @@
-// ExpertTokens: which of a layer's tokens a tensor-parallel rank routes, which it sends to experts,
-// and how what comes back becomes the stream again.
+// Tokens on their way to experts: what a forward asks of its routers besides (RoutingRequest), what
+// they answer (RouterLoad), and which of a layer's tokens a tensor-parallel rank routes, which it
+// sends to experts, and how what comes back becomes the stream again (ExpertTokens).
 //
 // Four ways, by the degrees (ParallelDims). One rank, or shards of the sequence: the rank's own
 // tokens, nothing to do. A whole stream, experts whole: the own part of the tokens, whose results
@@ -7,7 +8,8 @@
 // Experts whole, router on all tokens: all are routed, the own part is sent. So one sum at the exit
 // is all that is needed, and everything between entry and exit that all ranks see is Replicate,
 // everything that they add Partial. Source: the matrix of design.md section 5; torchtitan PR 2416.
-// Short symbols: B rows, T positions, M tokens, H hidden, K experts a token. Next: moe_layer.h.
+// Short symbols: B rows, T positions, M tokens, H hidden, E experts, K experts a token. Next:
+// moe_layer.h, language_model.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,10 +18,38 @@
 #include <optional>
 
 #include "models/model_axes.h"
-#include "models/routing_request.h"
 #include "moe/routing.h"
 
 namespace tessera::models {
+
+enum class RouterStatistics : std::uint8_t {
+  kNone,
+  kCounts,            ///< how many tokens each expert gets
+  kAndProbabilities,  ///< and the routers' probabilities, as the auxiliary loss needs them
+};
+
+struct RoutingRequest {
+  std::optional<at::Tensor> imposed;  ///< [M, K] i64 in the place of the layer's own choice
+  RouterStatistics statistics = RouterStatistics::kNone;
+
+  template <class F>
+  void visit_tensors(F&& f) {
+    if (imposed) f(*imposed);
+  }
+};
+
+/// Sums over the tokens of one forward on this rank; undefined where nobody asked, or in a layer
+/// without experts.
+struct RouterLoad {
+  at::Tensor counts;         ///< [E] i64: tokens that chose the expert
+  at::Tensor probabilities;  ///< [E] fp32, of the softmax over all experts; with a gradient
+
+  template <class F>
+  void visit_tensors(F&& f) {
+    f(counts);
+    f(probabilities);
+  }
+};
 
 class ExpertTokens {
  public:

@@ -14,11 +14,13 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "grad/slot.h"
+#include "models/expert_tokens.h"
 #include "models/model_axes.h"
 #include "models/model_spec.h"
-#include "models/routing_request.h"
 #include "tessera/recompute_mode.h"
 #include "tessera/shard.h"
 
@@ -73,6 +75,19 @@ struct ModelUnit {
                                              const ShardOptions&)>
       shard;
 };
+
+/// From a slot of a model to what its user sees of it. The slot must outlive the unit.
+template <class M>
+ModelUnit unit_of(grad::Slot<M>& slot, std::string name) {
+  return {.name = std::move(name),
+          .module = slot.module(),
+          .shard = [&slot](const Mesh& mesh, const PrecisionPolicy& policy,
+                           const ShardOptions& options) -> std::shared_ptr<ShardedBase> {
+            auto handle = std::make_shared<Sharded<M>>(slot.module(), mesh, policy, options);
+            slot.call_through(handle);
+            return handle;
+          }};
+}
 
 class LanguageModel : public torch::nn::Module {
  public:

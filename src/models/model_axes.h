@@ -1,10 +1,16 @@
 // ModelAxes: the axes of a mesh that a model's layers communicate over, and which of its forms it
-// has. Made once for a model, copied into its layers.
+// has; made once for a model, copied into its layers. LocalSizes: how much of a layer one rank
+// holds, and those axes to the ranks that hold the rest.
 //
-// Next: model_degrees.h, local_sizes.h, ../nn/tensor_region.h.
+// Layers are made from LocalSizes, never from the spec's totals, so that a rank's part of a layer
+// is the same class with smaller numbers. Next: model_spec.h for what degrees it allows,
+// decoder_layer.h, moe_layer.h, ../nn/tensor_region.h.
 #pragma once
 
-#include "models/model_degrees.h"
+#include <cstdint>
+
+#include "layout/parallel_dims.h"
+#include "models/model_spec.h"
 #include "moe/experts.h"
 #include "nn/tensor_region.h"
 #include "parallel/axis.h"
@@ -17,5 +23,32 @@ struct ModelAxes {
   parallel::Axis experts;
   moe::Score score = moe::Score::kAfterExperts;
 };
+
+struct LocalSizes {
+  std::int64_t heads = 0;
+  std::int64_t kv_heads = 0;
+  std::int64_t intermediate_size = 0;
+  std::int64_t experts = 0;
+  std::int64_t moe_intermediate_size = 0;
+  std::int64_t shared_intermediate_size = 0;
+  std::int64_t vocab_size = 0;
+  ModelAxes axes = {};
+};
+
+/// The degrees divide the spec's sizes (check_degrees).
+inline LocalSizes local_sizes(const ModelSpec& spec, const ModelAxes& axes = {}) {
+  const int tp = axes.degrees.tp;
+  LocalSizes sizes{.heads = spec.num_attention_heads / tp,
+                   .kv_heads = nn::heads_of_rank(spec.num_key_value_heads, tp),
+                   .intermediate_size = spec.intermediate_size / tp,
+                   .vocab_size = spec.vocab_size / tp,
+                   .axes = axes};
+  if (spec.moe) {
+    sizes.experts = spec.moe->num_experts / axes.degrees.ep;
+    sizes.moe_intermediate_size = spec.moe->moe_intermediate_size / axes.degrees.etp;
+    sizes.shared_intermediate_size = spec.moe->shared_intermediate_size / tp;
+  }
+  return sizes;
+}
 
 }  // namespace tessera::models

@@ -1,12 +1,13 @@
 #include "models/model_spec.h"
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
+#include <string_view>
 #include <utility>
 
 #include "base/json_reader.h"
 #include "models/config_reader.h"
 #include "models/family.h"
-#include "models/rope_keys.h"
 #include "models/spec_keys.h"
 #include "tessera/error.h"
 
@@ -163,6 +164,30 @@ const FamilyTraits& read_family(ConfigReader& keys) {
   return family_of(architectures, keys.word("model_type").value_or(""));
 }
 
+void check_divides(std::string_view key, int degree, std::string_view what, std::int64_t size) {
+  TESSERA_CHECK(size % degree == 0, ErrorKind::kConfig, "parallelism.", key, ": found ", degree,
+                ", expected a divisor of ", what, " = ", size);
+}
+
+constexpr std::string_view kTp = "tensor_parallel_degree";
+constexpr std::string_view kEp = "expert_parallel_degree";
+constexpr std::string_view kEtp = "expert_tensor_parallel_degree";
+
+void check_heads(std::int64_t kv, int tp) {
+  TESSERA_CHECK(kv % tp == 0 || tp % kv == 0, ErrorKind::kConfig, "parallelism.", kTp, ": found ",
+                tp, ", expected a divisor or a multiple of num_key_value_heads = ", kv);
+}
+
+void check_expert_degrees(const ModelSpec& spec, const ParallelDims& degrees) {
+  TESSERA_CHECK(spec.moe || (degrees.ep == 1 && degrees.etp == 1), ErrorKind::kConfig,
+                "parallelism.", degrees.ep > 1 ? kEp : kEtp, ": found ",
+                degrees.ep > 1 ? degrees.ep : degrees.etp,
+                " for a model without experts, expected 1");
+  if (!spec.moe) return;
+  check_divides(kEp, degrees.ep, "the number of experts", spec.moe->num_experts);
+  check_divides(kEtp, degrees.etp, "moe_intermediate_size", spec.moe->moe_intermediate_size);
+}
+
 }  // namespace
 
 ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options) {
@@ -212,6 +237,64 @@ std::vector<std::int64_t> key_value_heads(const ModelSpec& spec) {
 std::optional<ImageTokens> image_tokens(const ModelSpec& spec) {
   const auto own = traits(spec.family).image_tokens;
   return own != nullptr ? own(spec) : std::nullopt;
+}
+
+std::string config_json(const ModelSpec& spec) {
+  const FamilyTraits& family = traits(spec.family);
+  if (family.write_all != nullptr) return family.write_all(spec).dump(2) + "\n";
+  nlohmann::ordered_json json;
+  json["architectures"] = {family.architecture};
+  if (!family.owns("attention_bias")) json["attention_bias"] = spec.attention_bias;
+  json["attention_dropout"] = spec.attention_dropout;
+  json["bos_token_id"] = or_null(spec.bos_token_id);
+  json["eos_token_id"] = eos_token(spec.eos_token_ids);
+  json["head_dim"] = spec.head_dim;
+  json["hidden_act"] = "silu";
+  json["hidden_size"] = spec.hidden_size;
+  json["initializer_range"] = spec.initializer_range;
+  json["intermediate_size"] = spec.intermediate_size;
+  json["max_position_embeddings"] = spec.max_position_embeddings;
+  if (family.has_mlp_bias) json["mlp_bias"] = spec.mlp_bias;
+  json["model_type"] = family.model_type;
+  json["num_attention_heads"] = spec.num_attention_heads;
+  json["num_hidden_layers"] = spec.num_hidden_layers;
+  json["num_key_value_heads"] = spec.num_key_value_heads;
+  if (spec.pad_token_id) json["pad_token_id"] = *spec.pad_token_id;
+  json["rms_norm_eps"] = spec.rms_norm_eps;
+  json["rope_scaling"] = rope_scaling_json(spec.rope, "rope_type");
+  json["rope_theta"] = spec.rope.theta;
+  json["tie_word_embeddings"] = spec.tie_word_embeddings;
+  if (spec.dtype) json["torch_dtype"] = to_string(*spec.dtype);
+  json["use_cache"] = true;
+  json["vocab_size"] = spec.vocab_size;
+  if (family.write != nullptr) family.write(spec, json);
+  if (!spec.tessera_tokenizer.empty()) json["tessera_tokenizer"] = spec.tessera_tokenizer;
+  return json.dump(2) + "\n";
+}
+
+std::vector<std::int64_t> generation_end_tokens(std::string_view text, std::string_view where) {
+  const nlohmann::json object = parse_json_object(text, where);
+  const auto found = object.find("eos_token_id");
+  if (found == object.end() || found->is_null()) return {};
+  std::vector<std::int64_t> ids;
+  for (const nlohmann::json& id : found->is_array() ? *found : nlohmann::json::array({*found})) {
+    TESSERA_CHECK(id.is_number_integer(), ErrorKind::kFormat, where, ": eos_token_id: found ",
+                  shown(*found), ", expected a token id or a list of them");
+    ids.push_back(id.get<std::int64_t>());
+  }
+  return ids;
+}
+
+void check_degrees(const ModelSpec& spec, const ParallelDims& degrees) {
+  check_expert_degrees(spec, degrees);
+  const int tp = degrees.tp;
+  check_divides(kTp, tp, "num_attention_heads", spec.num_attention_heads);
+  check_divides(kTp, tp, "vocab_size", spec.vocab_size);
+  check_divides(kTp, tp, "intermediate_size", spec.intermediate_size);
+  if (spec.moe && spec.moe->shared_intermediate_size > 0) {
+    check_divides(kTp, tp, "the inner size of shared experts", spec.moe->shared_intermediate_size);
+  }
+  for (const std::int64_t heads : key_value_heads(spec)) check_heads(heads, tp);
 }
 
 }  // namespace tessera::models

@@ -1,9 +1,12 @@
-// ModelSpec: what a config.json says about the mathematics of a language model, as a value.
+// ModelSpec: what a published model's files say about the mathematics of a language model, as a
+// value; read, written, and asked which numbers of ranks can share it.
 //
-// Every key of the file is used, on a list of harmless ones, or refused with its value, so that a
-// model is never trained as something else than it is. Both spellings are read: rope_parameters or
-// rope_theta + rope_scaling, dtype or torch_dtype. No torch here, nothing about ranks or dtypes of
-// the computation. Next: description.h.
+// Every key of config.json is used, on a list of harmless ones, or refused with its value, so that
+// a model is never trained as something else than it is. Both spellings are read: rope_parameters
+// or rope_theta + rope_scaling, dtype or torch_dtype. Of generation_config.json, which says how the
+// model wants to be run, only the tokens that end a text are read: nothing else there changes what
+// a token means. What each rank then holds of a tensor its layer declares (nn/declaration.h). No
+// torch here, nothing about dtypes of the computation. Next: description.h, model_axes.h.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +15,9 @@
 #include <string_view>
 #include <vector>
 
+#include "layout/parallel_dims.h"
 #include "models/gemma4/gemma4_spec.h"
-#include "models/image_tokens.h"
-#include "models/layer_type.h"
-#include "models/moe_spec.h"
+#include "models/spec_parts.h"
 #include "nn/rope_options.h"
 #include "tessera/dtype.h"
 
@@ -24,18 +26,6 @@ namespace tessera::models {
 enum class Family : std::uint8_t {
 #define TESSERA_FAMILY(enumerator, folder, build) enumerator,
 #include "models/families.def"
-};
-
-/// Of multi-head latent attention (nn/mla.h). The fields carry the names of the file's keys.
-struct MlaSpec {
-  std::optional<std::int64_t> q_lora_rank = std::nullopt;  ///< none = queries straight from x
-  std::int64_t kv_lora_rank = 0;
-  std::int64_t qk_nope_head_dim = 0;
-  std::int64_t qk_rope_head_dim = 0;
-  std::int64_t v_head_dim = 0;
-
-  std::int64_t qk_head_dim() const { return qk_nope_head_dim + qk_rope_head_dim; }
-  bool operator==(const MlaSpec&) const = default;
 };
 
 /// The fields carry the names of the file's keys.
@@ -119,5 +109,14 @@ ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options = {
 /// The config.json of a model in the hub's spelling, one that transformers loads;
 /// parse_spec(config_json(spec)).spec == spec.
 std::string config_json(const ModelSpec& spec);
+
+/// `eos_token_id` in the text of a generation_config.json, a number or a list; empty where it names
+/// none. Errors: kFormat for malformed JSON or another value.
+std::vector<std::int64_t> generation_end_tokens(std::string_view text, std::string_view where);
+
+/// What the model's sizes allow of degrees; what these allow of each other is known
+/// (train/config/config_resolve.h). Errors: kConfig naming the key of [parallelism], what was found
+/// and what would divide.
+void check_degrees(const ModelSpec& spec, const ParallelDims& degrees);
 
 }  // namespace tessera::models

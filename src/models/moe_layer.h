@@ -14,9 +14,8 @@
 
 #include "models/expert_bias.h"
 #include "models/expert_tokens.h"
-#include "models/local_sizes.h"
+#include "models/model_axes.h"
 #include "models/model_spec.h"
-#include "models/routing_request.h"
 #include "moe/routing.h"
 #include "nn/mlp.h"
 

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "models/image_tokens.h"
+#include "models/spec_parts.h"
 
 namespace tessera::models {
 

@@ -1,7 +1,9 @@
-// What the readers and writers of all families do with the keys of a config.json.
+// What the readers and writers of all families do with the keys of a config.json: those that every
+// family has, those of rotary embeddings in both spellings, and those about mixtures of experts
+// that several families share.
 //
 // Private to model_spec.cpp and the families' own readers. Next: model_spec.cpp,
-// gemma4/gemma4_config.cpp.
+// gemma4/gemma4_config.cpp, qwen3_moe/qwen3_moe.cpp, gpt_oss/gpt_oss.cpp.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +15,7 @@
 
 #include "models/config_reader.h"
 #include "models/model_spec.h"
+#include "nn/rope_options.h"
 
 namespace tessera::models {
 
@@ -53,5 +56,24 @@ nlohmann::ordered_json or_null(const std::optional<T>& value) {
 
 /// Errors: kConfig for more elements of all parameters than byte counts can hold.
 void check_total(double elements);
+
+/// rope_parameters, or rope_scaling beside rope_theta; the record names its kind as rope_type or as
+/// type. `default_theta` is the family's where neither place has one. Keys of the record that
+/// nobody knows are added to `unknown`. Errors: kConfig for a kind or a value that is not
+/// supported.
+nn::RopeOptions read_rope(ConfigReader& keys, double default_theta,
+                          std::vector<std::string>& unknown);
+
+/// The record rope_scaling as the hub's configs have it, null for plain rope; `type_key` is the
+/// family's name of the key: rope_type or type.
+nlohmann::ordered_json rope_scaling_json(const nn::RopeOptions& rope, std::string_view type_key);
+
+/// num_experts or num_local_experts, and num_experts_per_tok. Errors: kConfig for both with
+/// different values, for neither, for more chosen than there are.
+void read_expert_counts(ConfigReader& keys, MoeSpec& moe);
+
+/// router_aux_loss_coef and output_router_logits.
+void read_aux_loss(ConfigReader& keys, MoeSpec& moe);
+void write_aux_loss(const MoeSpec& moe, nlohmann::ordered_json& json);
 
 }  // namespace tessera::models

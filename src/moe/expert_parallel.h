@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-#include "nn/grouped_products.h"
+#include "nn/grouped_linear.h"
 #include "parallel/axis.h"
 #include "parallel/collectives.h"
 

@@ -7,14 +7,13 @@
 
 #include <algorithm>
 
+#include "base/first_derivative.h"
 #include "moe/expert_parallel.h"
-#include "nn/first_derivative.h"
 #include "tessera/wide_scope.h"
 
 namespace tessera::moe {
 namespace {
 
-using nn::refuse_double_backward;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -53,7 +52,7 @@ struct GatherFunction : torch::autograd::Function<GatherFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
+    base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(4);  // [Note: left-out results]
     const at::Tensor row_of_slot = ctx->get_saved_variables()[0];
     const std::int64_t k = ctx->saved_data["k"].toInt();
@@ -142,7 +141,7 @@ struct CombineFunction : torch::autograd::Function<CombineFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
+    base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(4);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor token = token_of_row(saved[2], saved[1].size(1));
@@ -163,7 +162,7 @@ struct SumSlotsFunction : torch::autograd::Function<SumSlotsFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
+    base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(4);  // [Note: left-out results]
     const at::Tensor slot_of_row = ctx->get_saved_variables()[0];
     const at::Tensor token = token_of_row(slot_of_row, ctx->saved_data["k"].toInt());
@@ -181,7 +180,7 @@ struct ScaleRowsFunction : torch::autograd::Function<ScaleRowsFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
+    base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(4);  // [Note: left-out results]
     return product_gradients(ctx, [&](std::int64_t begin, std::int64_t count) {
       return grads[0].narrow(0, begin, count);

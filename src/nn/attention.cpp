@@ -7,10 +7,9 @@
 #include <cmath>
 #include <utility>
 
+#include "base/first_derivative.h"
 #include "kernels/kernels.h"
-#include "nn/first_derivative.h"
 #include "nn/masked_attention.h"
-#include "nn/windowed_attention.h"
 
 namespace tessera::nn {
 
@@ -32,7 +31,7 @@ struct CausalAttentionFunction : torch::autograd::Function<CausalAttentionFuncti
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
+    base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(4);  // [Note: left-out results]
     auto [grad_q, grad_k, grad_v] = kernels::causal_attention_backward(
         grads[0], ctx->get_saved_variables(), ctx->saved_data["groups"].toInt(),
@@ -46,7 +45,7 @@ struct CausalAttentionFunction : torch::autograd::Function<CausalAttentionFuncti
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             double scale) {
   // Without a gradient nothing is kept: that is decided here, a Function's forward cannot see it.
-  if (!c10::GradMode::is_enabled() || has_second_derivatives(q)) {
+  if (!c10::GradMode::is_enabled() || base::has_second_derivatives(q)) {
     return kernels::causal_attention(q, k, v, scale);
   }
   return CausalAttentionFunction::apply(q, k, v, scale);

@@ -1,7 +1,7 @@
 // Declaration: what a layer says of a parameter of its own, once, where it registers it.
 //
 // Pure. Contracts, bucket plans, files, initial values and `inspect` are all read off what the
-// layers of a model declare (models/description.h). Sizes are the tensor's. Next: placed_module.h.
+// layers of a model declare (models/description.h). Sizes are the tensor's. Next: parameter.h.
 #pragma once
 
 #include <cstdint>

@@ -1,10 +1,13 @@
 #include "nn/embedding.h"
 
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <vector>
+
+#include "base/first_derivative.h"
 #include "kernels/kernels.h"
-#include "nn/first_derivative.h"
-#include "nn/vocab_parallel.h"
+#include "tessera/error.h"
 
 namespace tessera::nn {
 
@@ -26,7 +29,7 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
+    base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(3);  // [Note: left-out results]
     return {at::Tensor(),
             kernels::embedding_backward(grads[0], ctx->get_saved_variables()[0],
@@ -41,8 +44,37 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight,
                      std::optional<std::int64_t> padding) {
   const std::int64_t row = padding.value_or(kNoPadding);
-  return has_second_derivatives(weight) ? kernels::embedding(ids, weight, row)
-                                        : EmbeddingFunction::apply(ids, weight, row);
+  return base::has_second_derivatives(weight) ? kernels::embedding(ids, weight, row)
+                                              : EmbeddingFunction::apply(ids, weight, row);
+}
+
+at::Tensor vocab_parallel_embedding(const at::Tensor& ids, const at::Tensor& weight,
+                                    const parallel::Axis& axis,
+                                    std::optional<std::int64_t> padding) {
+  if (axis.alone()) return nn::embedding(ids, weight, padding);
+  const std::int64_t rows = weight.size(0);
+  check_range(ids, rows * axis.size, std::nullopt, "embedding: found the token ");
+  // Only own tokens are looked up, and only their gradients added.
+  const at::Tensor number = ids.reshape({-1}) - axis.rank * rows;
+  const at::Tensor places = number.ge(0).logical_and(number.lt(rows)).nonzero().squeeze(1);
+  std::optional<std::int64_t> own_padding;
+  if (padding && *padding / rows == axis.rank) own_padding = *padding % rows;
+  const at::Tensor own = nn::embedding(number.index_select(0, places), weight, own_padding);
+  std::vector<std::int64_t> shape = ids.sizes().vec();
+  shape.push_back(weight.size(1));
+  return at::zeros({number.numel(), weight.size(1)}, own.options())
+      .index_copy_(0, places, own)
+      .view(shape);
+}
+
+void check_range(const at::Tensor& tokens, std::int64_t vocabulary,
+                 std::optional<std::int64_t> ignored, const char* what) {
+  at::Tensor bad = tokens.lt(0).logical_or(tokens.ge(vocabulary));
+  if (ignored) bad = bad.logical_and(tokens.ne(*ignored));
+  if (!bad.any().item<bool>()) return;
+  throw Error(ErrorKind::kFormat,
+              concat(what, tokens.masked_select(bad)[0].item<std::int64_t>(), ", expected 0 to ",
+                     vocabulary - 1, ignored ? concat(" or ", *ignored) : ""));
 }
 
 Embedding::Embedding(std::int64_t vocabulary, std::int64_t size,

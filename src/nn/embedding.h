@@ -1,6 +1,8 @@
-// Token embedding with a gradient that is summed in a fixed order.
+// Token embedding with a gradient that is summed in a fixed order; of a vocabulary that is cut over
+// ranks, too.
 //
-// Next: loss.h.
+// Rank r of the axis owns tokens r V/size to (r + 1) V/size - 1: rows of the embedding, as loss.h
+// has the columns of the logits. Next: loss.h, ../parallel/transitions.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,8 +11,9 @@
 #include <cstdint>
 #include <optional>
 
-#include "nn/placed_module.h"
+#include "nn/parameter.h"
 #include "nn/tensor_region.h"
+#include "parallel/axis.h"
 
 namespace tessera::nn {
 
@@ -18,6 +21,18 @@ namespace tessera::nn {
 /// here.
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight,
                      std::optional<std::int64_t> padding = std::nullopt);
+
+/// ids [...] i64, the same on every rank; weight [V / size, K] -> [..., K], zeros for tokens of
+/// other ranks. The row of token `padding` gets no gradient. Placement: R -> P; the weight S(0). No
+/// communication. Errors: kFormat for a token outside 0..V-1.
+at::Tensor vocab_parallel_embedding(const at::Tensor& ids, const at::Tensor& weight,
+                                    const parallel::Axis& axis,
+                                    std::optional<std::int64_t> padding = std::nullopt);
+
+/// Errors: kFormat for a value outside 0..vocabulary-1, unless it is `ignored`; `what` begins the
+/// message.
+void check_range(const at::Tensor& tokens, std::int64_t vocabulary,
+                 std::optional<std::int64_t> ignored, const char* what);
 
 class Embedding : public PlacedModule {
  public:

@@ -1,15 +1,18 @@
 #include "nn/grouped_linear.h"
 
+#include <ATen/ops/_grouped_mm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <optional>
 
-#include "nn/first_derivative.h"
-#include "nn/weight_gradient.h"
+#include "base/first_derivative.h"
+#include "nn/linear.h"
 #include "tessera/error.h"
 #include "tessera/keep.h"
 #include "tessera/wide_scope.h"
@@ -20,8 +23,115 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-at::Tensor rows_of(const at::Tensor& x, const GroupOffsets& offsets, std::size_t group) {
-  return x.narrow(0, offsets[group], offsets[group + 1] - offsets[group]);
+/// Of 8, 16, 32 and 64 the cheapest for experts with a hundred rows, skewed or even.
+constexpr std::int64_t kRowStep = 16;
+
+std::int64_t rounded_up(std::int64_t rows) { return (rows + kRowStep - 1) / kRowStep * kRowStep; }
+
+std::int64_t count(const GroupOffsets& offsets, std::size_t group) {
+  return offsets[group + 1] - offsets[group];
+}
+
+at::Tensor rows_of_group(const at::Tensor& x, const GroupOffsets& offsets, std::size_t group) {
+  return x.narrow(0, offsets[group], count(offsets, group));
+}
+
+/// What libtorch asks of the last two dims: one of them dense, the other's stride and the address
+/// multiples of 16 bytes.
+bool fits_libtorch(const at::Tensor& matrix) {
+  constexpr std::int64_t kBytes = 16;
+  const auto width = static_cast<std::int64_t>(matrix.element_size());
+  const bool dense_rows = matrix.stride(-1) == 1 && matrix.stride(-2) >= matrix.size(-1);
+  const bool dense_columns = matrix.stride(-2) == 1 && matrix.stride(-1) >= matrix.size(-2);
+  const std::int64_t stride = dense_rows ? matrix.stride(-2) : matrix.stride(-1);
+  return (dense_rows || dense_columns) && stride * width % kBytes == 0 &&
+         matrix.size(-1) * width % kBytes == 0 &&
+         reinterpret_cast<std::uintptr_t>(matrix.const_data_ptr()) % kBytes == 0;
+}
+
+/// The ends of the groups, as libtorch takes them.
+at::Tensor ends(const GroupOffsets& offsets, const at::Tensor& beside) {
+  const at::Tensor result = at::empty({static_cast<std::int64_t>(offsets.size()) - 1}, at::kInt);
+  std::transform(offsets.begin() + 1, offsets.end(), result.mutable_data_ptr<std::int32_t>(),
+                 [](std::int64_t end) { return static_cast<std::int32_t>(end); });
+  return result.to(beside.device());
+}
+
+at::Tensor rows_by_loop(const at::Tensor& a, const at::Tensor& b, const GroupOffsets& offsets) {
+  const at::Tensor y = at::empty({a.size(0), b.size(2)}, a.options());
+  for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
+    if (count(offsets, e) == 0) continue;
+    at::Tensor part = rows_of_group(y, offsets, e);
+    at::mm_out(part, rows_of_group(a, offsets, e), b.select(0, static_cast<std::int64_t>(e)));
+  }
+  return y;
+}
+
+/// A product that is rounded up runs into the rows of the groups that follow: they come later and
+/// write over it. Only at the end the rows are copied.
+at::Tensor rows_rounded_up(const at::Tensor& a, const at::Tensor& b, const GroupOffsets& offsets) {
+  const at::Tensor y = at::empty({a.size(0), b.size(2)}, a.options());
+  for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
+    const std::int64_t rows = count(offsets, e);
+    if (rows == 0) continue;
+    const std::int64_t more = rounded_up(rows);
+    const at::Tensor matrix = b.select(0, static_cast<std::int64_t>(e));
+    if (offsets[e] + more <= a.size(0)) {
+      at::Tensor part = y.narrow(0, offsets[e], more);
+      at::mm_out(part, a.narrow(0, offsets[e], more), matrix);
+      continue;
+    }
+    const at::Tensor padded = at::empty({more, a.size(1)}, a.options());
+    padded.narrow(0, 0, rows).copy_(rows_of_group(a, offsets, e));
+    padded.narrow(0, rows, more - rows).zero_();
+    rows_of_group(y, offsets, e).copy_(at::mm(padded, matrix).narrow(0, 0, rows));
+  }
+  return y;
+}
+
+at::Tensor outer_by_loop(const at::Tensor& a, const at::Tensor& b, const GroupOffsets& offsets) {
+  const auto groups = static_cast<std::int64_t>(offsets.size()) - 1;
+  const at::Tensor result = at::empty({groups, a.size(1), b.size(1)}, a.options());
+  for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
+    at::Tensor part = result.select(0, static_cast<std::int64_t>(e));
+    if (count(offsets, e) == 0) {
+      part.zero_();
+    } else {
+      at::mm_out(part, rows_of_group(a, offsets, e).t(), rows_of_group(b, offsets, e));
+    }
+  }
+  return result;
+}
+
+/// The rows of a group and zeros up to the next step, in `scratch`.
+at::Tensor padded_rows(const at::Tensor& x, const GroupOffsets& offsets, std::size_t group,
+                       const at::Tensor& scratch) {
+  const std::int64_t rows = count(offsets, group);
+  const std::int64_t more = rounded_up(rows);
+  scratch.narrow(0, 0, rows).copy_(rows_of_group(x, offsets, group));
+  scratch.narrow(0, rows, more - rows).zero_();
+  return scratch.narrow(0, 0, more);
+}
+
+at::Tensor outer_rounded_up(const at::Tensor& a, const at::Tensor& b, const GroupOffsets& offsets) {
+  std::int64_t most = 0;
+  for (std::size_t e = 0; e + 1 < offsets.size(); ++e) most = std::max(most, count(offsets, e));
+  const at::Tensor left = at::empty({rounded_up(most), a.size(1)}, a.options());
+  const at::Tensor right = at::empty({rounded_up(most), b.size(1)}, b.options());
+  const auto groups = static_cast<std::int64_t>(offsets.size()) - 1;
+  const at::Tensor result = at::empty({groups, a.size(1), b.size(1)}, a.options());
+  for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
+    at::Tensor part = result.select(0, static_cast<std::int64_t>(e));
+    const std::int64_t rows = count(offsets, e);
+    if (rows == 0) {
+      part.zero_();
+    } else if (rows % kRowStep == 0) {
+      at::mm_out(part, rows_of_group(a, offsets, e).t(), rows_of_group(b, offsets, e));
+    } else {
+      at::mm_out(part, padded_rows(a, offsets, e, left).t(), padded_rows(b, offsets, e, right));
+    }
+  }
+  return result;
 }
 
 /// [E, K, N], whatever the layout.
@@ -44,7 +154,7 @@ void check_sizes(const at::Tensor& x, const GroupedWeights& weights, const Group
 void add_bias(const at::Tensor& y, const at::Tensor& bias, const GroupOffsets& offsets) {
   const at::Tensor own = bias.to(y.scalar_type());
   for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
-    rows_of(y, offsets, e).add_(own.select(0, static_cast<std::int64_t>(e)));
+    rows_of_group(y, offsets, e).add_(own.select(0, static_cast<std::int64_t>(e)));
   }
 }
 
@@ -54,7 +164,8 @@ at::Tensor bias_gradient(const at::Tensor& grad, at::IntArrayRef sizes,
   const at::Tensor result = at::empty(sizes, options);
   for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
     at::Tensor part = result.select(0, static_cast<std::int64_t>(e));
-    at::sum_out(part, rows_of(grad, offsets, e), {0}, /*keepdim=*/false, result.scalar_type());
+    at::sum_out(part, rows_of_group(grad, offsets, e), {0}, /*keepdim=*/false,
+                result.scalar_type());
   }
   return result;
 }
@@ -83,7 +194,7 @@ struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> 
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
+    base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(5);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor& x = saved[0];
@@ -118,6 +229,40 @@ struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> 
 
 }  // namespace
 
+GroupedWay grouped_way(const at::Tensor& a, const at::Tensor& b) {
+  const at::ScalarType dtype = a.scalar_type();
+  if (dtype == at::kBFloat16 && a.device().is_cpu()) return GroupedWay::kRoundedRows;
+  const bool known = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+  const bool fits = known && a.size(0) > 0 && fits_libtorch(a) && fits_libtorch(b);
+  return fits ? GroupedWay::kLibtorch : GroupedWay::kLoop;
+}
+
+at::Tensor grouped_rows(const at::Tensor& a, const at::Tensor& b, const GroupOffsets& offsets,
+                        GroupedWay way) {
+  switch (way) {
+    case GroupedWay::kLibtorch:
+      return at::_grouped_mm(a, b, ends(offsets, a));
+    case GroupedWay::kRoundedRows:
+      return rows_rounded_up(a, b, offsets);
+    case GroupedWay::kLoop:
+      break;
+  }
+  return rows_by_loop(a, b, offsets);
+}
+
+at::Tensor grouped_outer(const at::Tensor& a, const at::Tensor& b, const GroupOffsets& offsets,
+                         GroupedWay way) {
+  switch (way) {
+    case GroupedWay::kLibtorch:
+      return at::_grouped_mm(a.t(), b, ends(offsets, a));
+    case GroupedWay::kRoundedRows:
+      return outer_rounded_up(a, b, offsets);
+    case GroupedWay::kLoop:
+      break;
+  }
+  return outer_by_loop(a, b, offsets);
+}
+
 at::Tensor grouped_linear(const at::Tensor& x, const GroupedWeights& weights,
                           const GroupOffsets& offsets) {
   check_sizes(x, weights, offsets);
@@ -134,7 +279,7 @@ at::Tensor grouped_linear_composite(const at::Tensor& x, const GroupedWeights& w
   for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
     const auto group = static_cast<std::int64_t>(e);
     const at::Tensor y =
-        at::mm(rows_of(x, offsets, e).to(matrices.scalar_type()), matrices.select(0, group));
+        at::mm(rows_of_group(x, offsets, e).to(matrices.scalar_type()), matrices.select(0, group));
     parts.push_back(weights.bias.defined() ? y + weights.bias.select(0, group) : y);
   }
   return at::cat(parts, 0).to(x.scalar_type());

@@ -9,8 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "nn/first_derivative.h"
-#include "nn/weight_gradient.h"
+#include "base/first_derivative.h"
 #include "parallel/transitions.h"
 #include "tessera/error.h"
 #include "tessera/keep.h"
@@ -48,7 +47,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
+    base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(4);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor& x = saved[0];

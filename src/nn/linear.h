@@ -1,6 +1,11 @@
 // Linear: x W^T + b, computed in the weight's dtype, returned in the input's; with an adapter
 // (lora.h) its part is added. Where ranks share it, sizes are those of one rank.
 //
+// The gradient of a layer's parameter is formed in the backward, or put off where the model defers
+// weight gradients (ShardedBase::set_defer_weight_gradients, ../grad/weight_grad_store.h). Either
+// way it reaches the parameter's slot through the sink. What is no leaf of a sharded model (a cast
+// weight, a plain module) has its gradient at once.
+//
 // Short symbols: B rows, T positions, K inputs, N outputs. Next: rms_norm.h.
 #pragma once
 
@@ -11,9 +16,12 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
+#include "grad/leaf.h"
+#include "grad/weight_grad_store.h"
 #include "nn/lora.h"
-#include "nn/placed_module.h"
+#include "nn/parameter.h"
 #include "nn/tensor_region.h"
 
 namespace tessera::nn {
@@ -22,6 +30,16 @@ namespace tessera::nn {
 /// (none: the weight's dtype), which raw gradients have, too: nothing rounds them before the sink.
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias = {},
                   std::optional<at::ScalarType> compute = std::nullopt);
+
+/// product() -> the raw gradient of `parameter`; undefined where it comes later: the backward
+/// returns that, and nothing arrives twice. `product` holds what it needs by value.
+template <class Product>
+at::Tensor weight_gradient(const at::Tensor& parameter, Product product) {
+  const auto leaf = grad::find_leaf(parameter);
+  if (!leaf || leaf->sink == nullptr || leaf->sink->store() == nullptr) return product();
+  leaf->sink->store()->put(leaf->slot, std::move(product));
+  return {};
+}
 
 enum class Bias : std::uint8_t { kNo, kYes };
 

@@ -8,10 +8,10 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/first_derivative.h"
 #include "base/hash.h"
 #include "base/parallel.h"
 #include "base/philox.h"
-#include "nn/first_derivative.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
 
@@ -57,7 +57,7 @@ struct AdapterFunction : torch::autograd::Function<AdapterFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
+    base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(6);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor& x = saved[0];

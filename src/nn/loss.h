@@ -1,14 +1,20 @@
-// Cross entropy of next-token prediction as a sum and a count, never a mean.
+// Cross entropy of next-token prediction as a sum and a count, never a mean; and what is done to
+// logits before it.
 //
 // Sums of parts can be added over micro-batches and ranks, and no kept label is not NaN. Targets
 // are aligned with the logits: targets[:, t] is what position t is to predict, -100 is ignored.
-// Labels as Hugging Face has them are shifted first (next_token_targets). Short symbols: B rows, T
-// positions, V vocabulary.
+// Labels as Hugging Face has them are shifted first (next_token_targets). Where the vocabulary is
+// cut over ranks, rank r of the axis owns tokens r V/size to (r + 1) V/size - 1, columns of the
+// logits: no rank ever holds logits of the whole vocabulary, three numbers a token travel. Short
+// symbols: B rows, T positions, V vocabulary. Next: embedding.h, ../parallel/transitions.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <string>
+
+#include "parallel/axis.h"
 
 namespace tessera::nn {
 
@@ -21,6 +27,10 @@ at::Tensor next_token_targets(const at::Tensor& labels);
 /// Targets that are not -100. targets [B, T] i64 on the CPU.
 std::int64_t count_kept(const at::Tensor& targets);
 
+/// Soft-capped logits: cap * tanh(z / cap), which never leaves (-cap, cap). z [...] -> the same
+/// shape and dtype. Backward needs the result only; z is let go.
+at::Tensor soft_cap(const at::Tensor& z, double cap);
+
 enum class Logits : std::uint8_t {
   kKeep,
   kConsume,  ///< backward may write their gradient over them: nobody else may hold them
@@ -30,5 +40,18 @@ enum class Logits : std::uint8_t {
 /// logits. Errors: kFormat for a target outside 0..V-1 that is not -100.
 at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets,
                              Logits use = Logits::kKeep);
+
+struct VocabParallelLoss {
+  parallel::Axis axis;
+  std::string name = "loss";  ///< in errors about collectives
+  Logits use = Logits::kKeep;
+};
+
+/// cross_entropy_sum of logits [B, T, V / size], targets [B, T] i64 the same on every rank.
+/// Placement: S(2) -> I, the same bits on every rank; the gradient needs no communication.
+/// Collective; bytes a rank sends: (size - 1) x 12 B T (24 for fp64). Errors: kFormat for a target
+/// outside 0..V-1 that is not -100.
+at::Tensor vocab_parallel_cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets,
+                                            const VocabParallelLoss& options);
 
 }  // namespace tessera::nn

@@ -1,7 +1,10 @@
-// Attention in which a mask says who sees whom: sliding windows, images inside a text, padding.
+// Attention that is not merely causal: a mask says who sees whom (sliding windows, images inside a
+// text, padding), a window ends how far it looks back, or it may look at nothing: each head has a
+// sink, one more logit whose probability goes nowhere.
 //
-// Softmax is fp32. attention.h has the faster form for what is merely causal. Short symbols: B
-// rows, T positions, G key/value heads, R query heads of each, D head_dim. Next: geglu.h.
+// Softmax is fp32; with windows and sinks the scores and sums are, too, and the result is rounded
+// once. attention.h has the faster form for what is merely causal. Short symbols: B rows, T
+// positions or queries, N keys, G key/value heads, R query heads of each, D head_dim. Next: mlp.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -35,5 +38,17 @@ at::Tensor number_runs(const at::Tensor& flags);
 /// block sees itself however far.
 at::Tensor sliding_visibility(std::int64_t positions, std::int64_t window,
                               const std::optional<at::Tensor>& blocks);
+
+struct AttentionReach {
+  std::optional<std::int64_t> window;  ///< query i sees key j where i - window < j <= i
+  at::Tensor sinks;                    ///< [G*R], or undefined
+};
+
+/// q [B, G, T, R, D] of the last T of the N positions that keys and values [B, G, N, D] hold ->
+/// [B, T, G*R*D], D that of values. Queries are taken in blocks, each with the keys that it sees.
+/// Nothing but the inputs is kept for backward, and the gradient of sinks is fp32 however narrow
+/// they are.
+at::Tensor windowed_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
+                              const AttentionReach& reach, double scale);
 
 }  // namespace tessera::nn

@@ -1,13 +1,13 @@
 #include "nn/mlp.h"
 
+#include <ATen/ops/gelu.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "base/first_derivative.h"
 #include "kernels/kernels.h"
-#include "nn/first_derivative.h"
 #include "tessera/error.h"
 
 namespace tessera::nn {
-
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -21,7 +21,7 @@ struct SwigluFunction : torch::autograd::Function<SwigluFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
+    base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(2);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
     auto [grad_gate, grad_up] = kernels::swiglu_backward(grads[0], saved[0], saved[1]);
@@ -29,10 +29,48 @@ struct SwigluFunction : torch::autograd::Function<SwigluFunction> {
   }
 };
 
+/// This one and the clamped one keep the input alone.
+struct SwigluHalvesFunction : torch::autograd::Function<SwigluHalvesFunction> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input) {
+    const at::Tensor both = input.contiguous();
+    ctx->set_materialize_grads(false);
+    ctx->save_for_backward({both});
+    return kernels::swiglu_halves(both);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    base::refuse_double_backward();
+    if (!grads[0].defined()) return variable_list(1);  // [Note: left-out results]
+    return {kernels::swiglu_halves_backward(grads[0], ctx->get_saved_variables()[0])};
+  }
+};
+
+struct ClampedSwigluFunction : torch::autograd::Function<ClampedSwigluFunction> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, double alpha,
+                            double limit) {
+    const at::Tensor both = input.contiguous();
+    ctx->set_materialize_grads(false);
+    ctx->save_for_backward({both});
+    ctx->saved_data["alpha"] = alpha;
+    ctx->saved_data["limit"] = limit;
+    return kernels::clamped_swiglu(both, alpha, limit);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    base::refuse_double_backward();
+    if (!grads[0].defined()) return variable_list(3);  // [Note: left-out results]
+    return {kernels::clamped_swiglu_backward(grads[0], ctx->get_saved_variables()[0],
+                                             ctx->saved_data["alpha"].toDouble(),
+                                             ctx->saved_data["limit"].toDouble()),
+            at::Tensor(), at::Tensor()};
+  }
+};
+
 }  // namespace
 
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
-  return has_second_derivatives(gate) ? kernels::swiglu(gate, up) : SwigluFunction::apply(gate, up);
+  return base::has_second_derivatives(gate) ? kernels::swiglu(gate, up)
+                                            : SwigluFunction::apply(gate, up);
 }
 
 Mlp::Mlp(std::int64_t hidden_size, std::int64_t intermediate_size, Bias bias,
@@ -59,6 +97,34 @@ at::Tensor Mlp::addend(const at::Tensor& x) {
 
 at::Tensor Mlp::inner(const at::Tensor& x) {
   return swiglu(gate_proj_->forward(x), up_proj_->forward(x));
+}
+
+at::Tensor geglu(const at::Tensor& gate, const at::Tensor& up) {
+  return at::gelu(gate, "tanh") * up;
+}
+
+GegluMlp::GegluMlp(std::int64_t hidden_size, std::int64_t intermediate_size, WeightName weight_name,
+                   const TensorRegion& region)
+    : region_(region) {
+  const Projection in{hidden_size, intermediate_size, weight_name, column_parallel(region)};
+  gate_proj_ = add_projection(*this, "gate_proj", in);
+  up_proj_ = add_projection(*this, "up_proj", in);
+  down_proj_ = add_projection(*this, "down_proj",
+                              {intermediate_size, hidden_size, weight_name, row_parallel(region)});
+}
+
+at::Tensor GegluMlp::forward(const at::Tensor& x) {
+  const at::Tensor all = region_.enter(x);
+  return down_proj_->forward_into(region_, geglu(gate_proj_->forward(all), up_proj_->forward(all)));
+}
+
+at::Tensor swiglu_halves(const at::Tensor& both) {
+  return base::has_second_derivatives(both) ? kernels::swiglu_halves(both)
+                                            : SwigluHalvesFunction::apply(both);
+}
+
+at::Tensor clamped_swiglu(const at::Tensor& both, const ClampedSwiglu& options) {
+  return ClampedSwigluFunction::apply(both, options.alpha, options.limit);
 }
 
 }  // namespace tessera::nn

@@ -1,6 +1,8 @@
-// The gated MLP: down(silu(gate(x)) * up(x)).
+// The gated MLPs, down(silu(gate(x)) * up(x)) and its twin by GELU (in its tanh form), and their
+// gates apart: with two inputs that are products of their own, or, as experts do it between theirs,
+// on both halves of one product at once.
 //
-// Next: embedding.h.
+// Short symbols: I inner. Next: grouped_linear.h, ../moe/experts.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,5 +36,34 @@ class Mlp : public torch::nn::Module {
   TensorRegion region_;
   std::shared_ptr<Linear> gate_proj_, up_proj_, down_proj_;
 };
+
+/// gelu_tanh(gate) * up, elementwise.
+at::Tensor geglu(const at::Tensor& gate, const at::Tensor& up);
+
+class GegluMlp : public torch::nn::Module {
+ public:
+  /// `intermediate_size` of this rank.
+  GegluMlp(std::int64_t hidden_size, std::int64_t intermediate_size,
+           WeightName weight_name = WeightName::kOwn, const TensorRegion& region = {});
+  /// x [..., hidden] of the stream -> the same shape and dtype.
+  at::Tensor forward(const at::Tensor& x);
+
+ private:
+  TensorRegion region_;
+  std::shared_ptr<Linear> gate_proj_, up_proj_, down_proj_;
+};
+
+/// both [..., 2I], gate then up -> silu(gate) * up [..., I].
+at::Tensor swiglu_halves(const at::Tensor& both);
+
+struct ClampedSwiglu {
+  double alpha = 1.702;
+  double limit = 7.0;
+};
+
+/// gpt-oss: both [..., 2I], gate in the even columns, up in the odd ones ->
+/// (up + 1) * gate * sigmoid(alpha * gate) [..., I] with gate at most `limit` and up within
+/// +-limit; what is clamped gets no gradient. 16-bit input: fp32 inside, rounded once.
+at::Tensor clamped_swiglu(const at::Tensor& both, const ClampedSwiglu& options);
 
 }  // namespace tessera::nn

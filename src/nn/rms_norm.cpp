@@ -3,8 +3,8 @@
 #include <ATen/ops/ones.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "base/first_derivative.h"
 #include "kernels/kernels.h"
-#include "nn/first_derivative.h"
 
 namespace tessera::nn {
 namespace {
@@ -23,7 +23,7 @@ struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
     return y;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
+    base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(4);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
     auto [grad_x, grad_weight] =
@@ -44,7 +44,7 @@ struct AddRmsNormFunction : torch::autograd::Function<AddRmsNormFunction> {
     return {sum, y};
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
+    base::refuse_double_backward();
     const at::Tensor none;
     // [Note: left-out results] Without a gradient of the norm its weight gets none, and the sum's
     // goes on as it is.
@@ -63,7 +63,7 @@ struct AddRmsNormFunction : torch::autograd::Function<AddRmsNormFunction> {
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
                     NormRounding rounding) {
   const bool rounds_first = rounding == NormRounding::kBeforeWeight;
-  if (has_second_derivatives(x)) {
+  if (base::has_second_derivatives(x)) {
     return std::get<0>(kernels::rms_norm(x, weight, eps, rounds_first));
   }
   return RmsNormFunction::apply(x, weight, eps, rounds_first);
@@ -78,7 +78,7 @@ at::Tensor plain_rms_norm(const at::Tensor& x, double eps) {
 SumAndNorm add_rms_norm(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight,
                         double eps, NormRounding rounding) {
   const bool rounds_first = rounding == NormRounding::kBeforeWeight;
-  if (has_second_derivatives(x)) {
+  if (base::has_second_derivatives(x)) {
     auto [sum, y, scale] = kernels::add_rms_norm(x, residual, weight, eps, rounds_first);
     return {sum, y};
   }

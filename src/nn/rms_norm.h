@@ -10,7 +10,7 @@
 
 #include <cstdint>
 
-#include "nn/placed_module.h"
+#include "nn/parameter.h"
 
 namespace tessera::nn {
 

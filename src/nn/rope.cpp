@@ -1,6 +1,7 @@
 #include "nn/rope.h"
 
 #include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/outer.h>
 #include <ATen/ops/pow.h>
 #include <ATen/ops/stack.h>
@@ -11,8 +12,8 @@
 #include <cmath>
 #include <numbers>
 
+#include "base/first_derivative.h"
 #include "kernels/kernels.h"
-#include "nn/first_derivative.h"
 #include "nn/rms_norm.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
@@ -39,7 +40,7 @@ struct RopeHeadsFunction : torch::autograd::Function<RopeHeadsFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward();
+    base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(8);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
     const auto of_norm = [&](std::size_t i) {
@@ -146,7 +147,7 @@ at::Tensor rope_heads(const at::Tensor& x, const HeadLayout& layout, const HeadN
   const std::optional<at::Tensor> weight =
       norm.weight.defined() ? std::optional(norm.weight) : std::nullopt;
   const bool rounds_first = norm.rounding == NormRounding::kBeforeWeight;
-  if (has_second_derivatives(x)) {
+  if (base::has_second_derivatives(x)) {
     return std::get<0>(kernels::rope_heads(x, weight, table.cos, table.sin, layout.heads,
                                            layout.repeat, norm.eps, rounds_first));
   }
@@ -165,6 +166,32 @@ at::Tensor turn_neighbours(const at::Tensor& x, const RopeTable& table) {
   return at::stack({first * cos - second * sin, second * cos + first * sin}, /*dim=*/4)
       .flatten(3, 4)
       .to(x.scalar_type());
+}
+
+AxialTable axial_table(const at::Tensor& positions, std::int64_t head_dim, double theta,
+                       at::ScalarType dtype) {
+  const at::Tensor frequencies =
+      inverse_frequencies({.theta = theta}, head_dim / 2).to(positions.device());
+  const at::Tensor angles = positions.to(at::kFloat).unsqueeze(3) * frequencies;
+  return {angles.cos().to(dtype), angles.sin().to(dtype)};
+}
+
+at::Tensor axial_rope_heads(const at::Tensor& x, const HeadLayout& layout, const HeadNorm& norm,
+                            const AxialTable& table) {
+  const std::int64_t head_dim = x.size(2) / layout.heads;
+  at::Tensor heads =
+      x.reshape({x.size(0), x.size(1), layout.heads / layout.repeat, layout.repeat, head_dim});
+  if (norm.weight.defined()) heads = rms_norm(heads, norm.weight, norm.eps, norm.rounding);
+  // [N, P, G, R, 2 axes, 2 of a pair, D/4]
+  const at::Tensor pairs =
+      heads.view({heads.size(0), heads.size(1), heads.size(2), heads.size(3), 2, 2, head_dim / 4});
+  const at::Tensor first = pairs.select(5, 0);
+  const at::Tensor second = pairs.select(5, 1);
+  const at::Tensor cos = table.cos.unsqueeze(2).unsqueeze(2);
+  const at::Tensor sin = table.sin.unsqueeze(2).unsqueeze(2);
+  const at::Tensor turned =
+      at::cat({first * cos - second * sin, second * cos + first * sin}, /*dim=*/5);
+  return turned.reshape(heads.sizes()).transpose(1, 2).contiguous();
 }
 
 }  // namespace tessera::nn

@@ -1,10 +1,13 @@
 // Rotary position embedding over pairs (x[i], x[i + D/2]), or over neighbours (x[2i], x[2i + 1]),
 // with the `llama3` and `yarn` stretching of frequencies and the `proportional` kind that turns
-// only the first pairs.
+// only the first pairs; and in two dimensions for images.
 //
 // Frequencies and tables are fp32; only the finished cos and sin are rounded to the activation's
-// dtype. The q/k norm of Qwen3 is taken along: both work on one head of one position. Short
-// symbols: B rows, T positions, H heads, D head_dim. Next: attention.h.
+// dtype. The q/k norm of Qwen3 is taken along: both work on one head of one position. In two
+// dimensions (Axial) the first half of a head turns with x, the second with y, each in pairs (a[j],
+// a[j + D/4]) with the frequencies of a head of D/2; positions come with the input, one (x, y) a
+// patch. Short symbols: B rows, T positions, N images, P patches, H heads, D head_dim. Next:
+// attention.h, masked_attention.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -63,5 +66,20 @@ at::Tensor rope_heads(const at::Tensor& x, const HeadLayout& layout, const HeadN
 /// Neighbours (x[2i], x[2i + 1]) turned, in place and order: x [B, T, H, D] with a table in fp32
 /// (fp64 for fp64) -> the same shape, rounded once to x's dtype. Out of ATen operations.
 at::Tensor turn_neighbours(const at::Tensor& x, const RopeTable& table);
+
+/// cos and sin [N, P, 2, D/4] of (x, y), computed in fp32, then cast.
+struct AxialTable {
+  at::Tensor cos;
+  at::Tensor sin;
+};
+
+/// positions [N, P, 2] i64.
+AxialTable axial_table(const at::Tensor& positions, std::int64_t head_dim, double theta,
+                       at::ScalarType dtype);
+
+/// x [N, P, H*D] -> norm of each head if asked, then turned: [N, H/R, P, R, D], as rope_heads gives
+/// it.
+at::Tensor axial_rope_heads(const at::Tensor& x, const HeadLayout& layout, const HeadNorm& norm,
+                            const AxialTable& table);
 
 }  // namespace tessera::nn

@@ -1,6 +1,6 @@
 // RopeOptions: which rotary embedding a model has, as a config.json says it.
 //
-// Pure. One record from the file's keys (models/rope_keys.h) to the tables (rope.h). The fields
+// Pure. One record from the file's keys (models/spec_keys.h) to the tables (rope.h). The fields
 // carry the names of the file's keys.
 #pragma once
 

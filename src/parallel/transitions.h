@@ -1,5 +1,5 @@
 // Transitions between placements: where layers communicate, forward and backward. (Besides them do
-// the loss over a cut vocabulary, nn/vocab_parallel.h, and the dispatch to experts,
+// the loss over a cut vocabulary, nn/loss.h, and the dispatch to experts,
 // moe/expert_parallel.h, whose derivatives are their own.)
 //
 // Local tensors carry no placement; what a layer does to it is one of these, each a fixed pair of a

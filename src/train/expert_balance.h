@@ -13,8 +13,8 @@
 #include <optional>
 #include <vector>
 
+#include "models/expert_tokens.h"
 #include "models/model_spec.h"
-#include "models/routing_request.h"
 #include "tessera/shard.h"
 #include "train/hf/model_source.h"
 

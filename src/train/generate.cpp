@@ -8,9 +8,9 @@
 
 #include "fsdp/finite_copy.h"
 #include "grad/torch_dtype.h"
+#include "models/adapters.h"
 #include "models/expert_bias.h"
 #include "models/family.h"
-#include "models/lora.h"
 #include "nn/parameter.h"
 #include "tessera/error.h"
 #include "train/expert_balance.h"

@@ -2,8 +2,8 @@
 
 #include "comm/all_or_none.h"
 #include "grad/torch_dtype.h"
+#include "models/adapters.h"
 #include "models/expert_bias.h"
-#include "models/lora.h"
 #include "tessera/error.h"
 #include "train/expert_balance.h"
 #include "train/hf/model_source.h"

@@ -5,7 +5,7 @@
 
 #include "dist/ranks.h"
 #include "moe/experts.h"
-#include "nn/gated.h"
+#include "nn/mlp.h"
 #include "tessera/error.h"
 #include "unit/moe/host_waits.h"
 

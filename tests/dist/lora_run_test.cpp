@@ -8,7 +8,7 @@
 #include "dist/ranks.h"
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
-#include "models/lora.h"
+#include "models/adapters.h"
 #include "models/model_spec.h"
 #include "tessera/shard.h"
 #include "train/checkpoint/resume.h"

@@ -8,7 +8,7 @@
 #include "base/hash.h"
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
-#include "models/lora.h"
+#include "models/adapters.h"
 #include "train/hf/hf_export.h"
 #include "train/hf/weights.h"
 #include "train/parallelize.h"

@@ -1,6 +1,4 @@
 // The embedding and the loss of a vocabulary cut over ranks, against those of the whole.
-#include "nn/vocab_parallel.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -8,6 +6,7 @@
 
 #include "dist/ranks.h"
 #include "nn/embedding.h"
+#include "nn/loss.h"
 #include "tessera/error.h"
 #include "unit/nn/left_out.h"
 

@@ -6,7 +6,7 @@
 
 #include "golden/layouts.h"
 #include "layout/parallel_dims.h"
-#include "models/model_degrees.h"
+#include "models/model_spec.h"
 #include "train/config/config.h"
 
 namespace tessera::golden {

@@ -12,7 +12,7 @@
 #include "base/test_hooks.h"
 #include "dist/ranks.h"
 #include "golden/model_folder.h"
-#include "nn/placed_module.h"
+#include "nn/parameter.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"
 #include "train/data/data.h"

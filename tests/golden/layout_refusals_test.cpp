@@ -7,7 +7,7 @@
 
 #include "golden/degrees.h"
 #include "golden/model_folder.h"
-#include "models/model_degrees.h"
+#include "models/model_spec.h"
 #include "train/config/config_resolve.h"
 #include "train/parallelize.h"
 #include "unit/io/temporary_folder.h"

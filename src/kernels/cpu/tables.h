@@ -97,7 +97,7 @@ struct Swiglu {
   T* grad_up;
 };
 
-/// gpt-oss's gate (gated.h); gate and up alternate in `both`.
+/// gpt-oss's gate (nn/mlp.h); gate and up alternate in `both`.
 template <class T>
 struct ClampedSwigluJob {
   const T* both;  ///< [elements, 2]

@@ -4,8 +4,6 @@
 #include <nlohmann/json.hpp>
 
 #include "models/family.h"
-#include "models/moe_keys.h"
-#include "models/rope_keys.h"
 #include "models/spec_keys.h"
 #include "tessera/error.h"
 

@@ -7,12 +7,9 @@
 #include <cmath>
 #include <utility>
 
-#include "models/unit_of_slot.h"
 #include "nn/loss.h"
 #include "nn/masked_attention.h"
 #include "nn/parameter.h"
-#include "nn/soft_cap.h"
-#include "nn/vocab_parallel.h"
 #include "parallel/transitions.h"
 #include "tessera/error.h"
 

@@ -9,8 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "models/image_tokens.h"
-#include "models/layer_type.h"
+#include "models/spec_parts.h"
 #include "nn/rope_options.h"
 
 namespace tessera::models {

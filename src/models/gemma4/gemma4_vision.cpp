@@ -9,7 +9,6 @@
 #include "models/gemma4/gemma4_layer.h"
 #include "models/patch_grid.h"
 #include "models/recomputed.h"
-#include "models/unit_of_slot.h"
 #include "nn/masked_attention.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"

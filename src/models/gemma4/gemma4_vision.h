@@ -4,7 +4,7 @@
 // the dtype that its first projection computes in; positions, pooling scale and standardization are
 // fp32. Frozen as a rule: without a parameter that requires grad it leaves no graph. Batches
 // without images run. Short symbols: N images, P patches, M soft tokens of all images, H hidden of
-// the tower. Next: ../patch_grid.h, ../../nn/axial_rope.h.
+// the tower. Next: ../patch_grid.h, ../../nn/rope.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,11 +16,11 @@
 #include "grad/slot.h"
 #include "models/language_model.h"
 #include "models/model_spec.h"
-#include "nn/axial_rope.h"
-#include "nn/geglu.h"
 #include "nn/linear.h"
-#include "nn/placed_module.h"
+#include "nn/mlp.h"
+#include "nn/parameter.h"
 #include "nn/rms_norm.h"
+#include "nn/rope.h"
 
 namespace tessera::models {
 

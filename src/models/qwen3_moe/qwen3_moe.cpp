@@ -3,7 +3,6 @@
 #include <nlohmann/json.hpp>
 
 #include "models/family.h"
-#include "models/moe_keys.h"
 #include "models/spec_keys.h"
 
 namespace tessera::models {

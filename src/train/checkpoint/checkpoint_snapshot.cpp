@@ -9,7 +9,7 @@
 
 #include "grad/torch_dtype.h"
 #include "io/safetensors_writer.h"
-#include "models/lora.h"
+#include "models/adapters.h"
 #include "tessera/error.h"
 #include "tessera/world.h"
 #include "train/hf/weights.h"

@@ -13,7 +13,7 @@
 #include "comm/group.h"
 #include "grad/torch_dtype.h"
 #include "io/checkpoint_store.h"
-#include "models/lora.h"
+#include "models/adapters.h"
 #include "tessera/error.h"
 #include "train/checkpoint/resume.h"
 #include "train/hf/weights.h"

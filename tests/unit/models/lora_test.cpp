@@ -1,9 +1,8 @@
-#include "models/lora.h"
-
 #include <gmock/gmock.h>
 
 #include <limits>
 
+#include "models/adapters.h"
 #include "models/description.h"
 #include "tessera/error.h"
 #include "unit/models/small_spec.h"

@@ -6,8 +6,7 @@
 #include <limits>
 
 #include "moe/routing.h"
-#include "nn/gated.h"
-#include "nn/geglu.h"
+#include "nn/mlp.h"
 #include "tessera/error.h"
 #include "unit/moe/host_waits.h"
 #include "unit/nn/composites.h"

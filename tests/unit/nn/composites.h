@@ -12,13 +12,11 @@
 
 #include "nn/attention.h"
 #include "nn/embedding.h"
-#include "nn/gated.h"
 #include "nn/loss.h"
 #include "nn/masked_attention.h"
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
-#include "nn/windowed_attention.h"
 #include "tessera/wide_scope.h"
 
 namespace tessera::nn {

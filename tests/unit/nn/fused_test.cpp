@@ -4,7 +4,6 @@
 
 #include "nn/attention.h"
 #include "nn/embedding.h"
-#include "nn/gated.h"
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"

@@ -1,11 +1,10 @@
 // The layers that only Gemma 4 has, against plain formulas in fp64.
 #include "nn/attention.h"
-#include "nn/axial_rope.h"
-#include "nn/geglu.h"
+#include "nn/loss.h"
 #include "nn/masked_attention.h"
+#include "nn/mlp.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
-#include "nn/soft_cap.h"
 #include "unit/nn/compare.h"
 #include "unit/nn/composites.h"
 

@@ -3,7 +3,6 @@
 
 #include <limits>
 
-#include "nn/gated.h"
 #include "nn/mlp.h"
 #include "unit/nn/compare.h"
 #include "unit/nn/composites.h"

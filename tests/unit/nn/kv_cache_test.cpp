@@ -1,8 +1,7 @@
 // Attention over cached keys and values against attention over the whole text.
-#include "nn/kv_cache.h"
-
 #include "nn/attention.h"
 #include "nn/parameter.h"
+#include "nn/self_attention.h"
 #include "tessera/error.h"
 #include "unit/nn/compare.h"
 #include "unit/nn/composites.h"

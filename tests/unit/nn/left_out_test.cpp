@@ -5,16 +5,14 @@
 
 #include "nn/attention.h"
 #include "nn/embedding.h"
-#include "nn/gated.h"
 #include "nn/grouped_linear.h"
 #include "nn/linear.h"
 #include "nn/lora.h"
 #include "nn/loss.h"
+#include "nn/masked_attention.h"
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
-#include "nn/soft_cap.h"
-#include "nn/windowed_attention.h"
 
 namespace tessera::nn::left_out_test {
 namespace {

@@ -7,7 +7,6 @@
 
 #include "nn/attention.h"
 #include "nn/embedding.h"
-#include "nn/gated.h"
 #include "nn/loss.h"
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"

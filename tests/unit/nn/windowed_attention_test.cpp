@@ -1,6 +1,4 @@
 // Attention with windows and sinks beside another way of writing it down.
-#include "nn/windowed_attention.h"
-
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
@@ -9,6 +7,7 @@
 
 #include "dist/held_bytes.h"
 #include "nn/attention.h"
+#include "nn/masked_attention.h"
 #include "tessera/error.h"
 #include "unit/nn/compare.h"
 #include "unit/nn/composites.h"

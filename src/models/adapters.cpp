@@ -1,4 +1,4 @@
-#include "models/lora.h"
+#include "models/adapters.h"
 
 #include <algorithm>
 #include <limits>

@@ -1,13 +1,38 @@
-// MoeSpec: what a config.json says about the mixture of experts of a family whose layers have one,
-// in the place of the MLP or beside it.
+// The records that a ModelSpec is made of, as a config.json gives them: how far back a layer's
+// attention looks (LayerType), latent attention (MlaSpec), a mixture of experts (MoeSpec) of a
+// family whose layers have one in the place of the MLP or beside it, and what a batch must know of
+// a model that sees images (ImageTokens).
 //
-// Next: model_spec.h, moe_layer.h.
+// Pure. Next: model_spec.h, moe_layer.h, patch_grid.h.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace tessera::models {
+
+/// How far back the attention of one layer looks.
+enum class LayerType : std::uint8_t {
+  kSliding,  ///< query i sees key j where i - window < j <= i
+  kFull,
+};
+
+// As transformers' `layer_types` spell them.
+inline constexpr const char* kSlidingAttention = "sliding_attention";
+inline constexpr const char* kFullAttention = "full_attention";
+
+/// Of multi-head latent attention (nn/mla.h). The fields carry the names of the file's keys.
+struct MlaSpec {
+  std::optional<std::int64_t> q_lora_rank = std::nullopt;  ///< none = queries straight from x
+  std::int64_t kv_lora_rank = 0;
+  std::int64_t qk_nope_head_dim = 0;
+  std::int64_t qk_rope_head_dim = 0;
+  std::int64_t v_head_dim = 0;
+
+  std::int64_t qk_head_dim() const { return qk_nope_head_dim + qk_rope_head_dim; }
+  bool operator==(const MlaSpec&) const = default;
+};
 
 /// What the routing weights of a token are made of.
 enum class ExpertScores : std::uint8_t {
@@ -72,6 +97,18 @@ struct MoeSpec {
     return layer >= first_dense_layers && (layer + 1) % sparse_step == 0;
   }
   bool operator==(const MoeSpec&) const = default;
+};
+
+/// How a picture becomes soft tokens. The names are those of config.json's keys.
+struct ImagePatches {
+  std::int64_t patch_size = 0;               ///< pixels along each side of a patch
+  std::int64_t pooling_kernel_size = 0;      ///< patches along each side of a soft token
+  std::int64_t position_embedding_size = 0;  ///< positions along each side of a picture
+};
+
+struct ImageTokens {
+  std::int64_t id = 0;  ///< stands in input_ids where a soft token goes
+  ImagePatches patches;
 };
 
 }  // namespace tessera::models

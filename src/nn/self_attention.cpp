@@ -1,4 +1,4 @@
-#include "nn/kv_cache.h"
+#include "nn/self_attention.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
