@@ -155,6 +155,9 @@ std::string to_string(const UnitPlan& plan, const std::vector<PlanItem>& items) 
   return text;
 }
 
+// The validator says of any plan, wherever it came from, whether it keeps the promises of the
+// header. It shares no arithmetic with plan_unit, so that a mistake there is seen here.
+
 namespace {
 
 void check_length(const BucketPlan& bucket, const std::string& where, const PlanOptions& options) {
