@@ -2,7 +2,7 @@
 // weight gradients (ShardedBase::set_defer_weight_gradients).
 //
 // Either way it reaches the parameter's slot through the sink. What is no leaf of a sharded model
-// (a cast weight, a plain module) has its gradient at once. Next: ../grad/weight_grad_store.h.
+// (a cast weight, a plain module) has its gradient at once. Next: ../grad/sink.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "grad/leaf.h"
-#include "grad/weight_grad_store.h"
+#include "grad/sink.h"
 
 namespace tessera::nn {
 
