@@ -10,7 +10,6 @@
 
 #include "base/hash.h"
 #include "base/printable.h"
-#include "base/unit_label.h"
 #include "tessera/error.h"
 
 namespace tessera {

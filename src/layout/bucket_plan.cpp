@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "base/unit_label.h"
+#include "base/printable.h"
 #include "tessera/error.h"
 
 namespace tessera::layout {

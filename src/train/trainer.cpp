@@ -7,8 +7,8 @@
 #include <fstream>
 #include <iostream>
 
-#include "base/joined.h"
 #include "base/log.h"
+#include "base/printable.h"
 #include "base/terminal_line.h"
 #include "moe/routing.h"
 #include "tessera/clip.h"
