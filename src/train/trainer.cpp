@@ -9,7 +9,6 @@
 
 #include "base/log.h"
 #include "base/printable.h"
-#include "base/terminal_line.h"
 #include "moe/routing.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"

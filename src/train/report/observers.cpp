@@ -7,7 +7,6 @@
 #include <system_error>
 
 #include "base/log.h"
-#include "base/terminal_line.h"
 #include "comm/group.h"
 #include "io/atomic_file.h"
 #include "io/chrome_trace.h"
