@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "base/philox.h"
+#include "base/random.h"
 #include "io/safetensors_writer.h"
 #include "models/description.h"
 

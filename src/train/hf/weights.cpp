@@ -9,8 +9,8 @@
 #include <span>
 #include <string_view>
 
-#include "base/philox.h"
 #include "base/printable.h"
+#include "base/random.h"
 #include "fsdp/finite_copy.h"
 #include "grad/torch_dtype.h"
 #include "io/read_box.h"
