@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <memory>
 
-#include "io/hf_shards.h"
 #include "io/safetensors_writer.h"
 #include "unit/io/temporary_folder.h"
 
