@@ -10,7 +10,7 @@
 #include "cli/exit_code.h"
 #include "cli/standard_output.h"
 #include "io/folder_file.h"
-#include "io/text_corpus.h"
+#include "io/token_source.h"
 #include "models/generation_config.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
