@@ -13,7 +13,7 @@
 #include "base/random.h"
 #include "fsdp/finite_copy.h"
 #include "grad/torch_dtype.h"
-#include "io/read_box.h"
+#include "io/tensor_source.h"
 #include "tessera/error.h"
 #include "train/hf/file_forms.h"
 #include "train/hf/model_source.h"
