@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "io/safetensors.h"
-#include "io/safetensors_writer.h"
 #include "io/tensor_source.h"
 
 namespace tessera {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "base/random.h"
-#include "io/safetensors_writer.h"
+#include "io/safetensors.h"
 #include "models/description.h"
 
 namespace tessera::cli {

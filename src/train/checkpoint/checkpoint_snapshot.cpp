@@ -8,7 +8,7 @@
 #include <map>
 
 #include "grad/torch_dtype.h"
-#include "io/safetensors_writer.h"
+#include "io/safetensors.h"
 #include "models/lora.h"
 #include "tessera/error.h"
 #include "tessera/world.h"

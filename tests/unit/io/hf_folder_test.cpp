@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "io/safetensors_writer.h"
+#include "io/safetensors.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::hf_folder_test {
