@@ -9,7 +9,7 @@
 #include "cli/arguments.h"
 #include "cli/exit_code.h"
 #include "cli/standard_output.h"
-#include "io/folder_file.h"
+#include "io/folder.h"
 #include "io/token_source.h"
 #include "models/generation_config.h"
 #include "tessera/error.h"

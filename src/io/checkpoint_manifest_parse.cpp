@@ -8,7 +8,7 @@
 #include "base/json_reader.h"
 #include "base/printable.h"
 #include "io/checkpoint_manifest.h"
-#include "io/folder_file.h"
+#include "io/folder.h"
 #include "io/safetensors_header.h"
 #include "tessera/error.h"
 

@@ -12,7 +12,7 @@
 
 #include "base/json_reader.h"
 #include "base/printable.h"
-#include "io/folder_file.h"
+#include "io/folder.h"
 #include "tessera/error.h"
 
 namespace tessera {
