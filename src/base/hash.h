@@ -1,9 +1,9 @@
 // A stable 64-bit hash of bytes: the same on every rank, compiler and machine (XXH3, little
-// endian).
+// endian); and the checksum of TensorBoard's records.
 //
-// For comparing values over ranks, for keying random numbers and, with 128 bits, for finding bytes
-// of a file that changed; not a cryptographic hash, and not std::hash, whose result each standard
-// library chooses for itself.
+// Pure. The hash is for comparing values over ranks, for keying random numbers and, with 128 bits,
+// for finding bytes of a file that changed; not a cryptographic hash, and not std::hash, whose
+// result each standard library chooses for itself.
 #pragma once
 
 #include <bit>
@@ -59,5 +59,9 @@ class Hasher {
  private:
   std::string bytes_;
 };
+
+/// CRC32C (Castagnoli). A table, no instructions: the records are a hundred bytes.
+/// Polynomial 0x1EDC6F41, reflected, as in RFC 3720.
+std::uint32_t crc32c(std::string_view bytes);
 
 }  // namespace tessera

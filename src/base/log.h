@@ -1,9 +1,14 @@
-// What the program says while it runs: lines on stderr and one file a rank.
+// What the program says while it runs: lines on stderr and one file a rank, and a line of progress
+// at the bottom of a terminal.
 //
 // Every line goes to the rank's file once init() named one; stderr shows the lines of rank 0 and
 // the errors of all. Each line is written out at once: a failing rank leaves by _exit and flushes
 // nothing. Metrics and results are not log lines (they go to stdout and metrics.jsonl). The
 // formatting library stays inside log.cpp, whose target must not see libtorch's include folder.
+//
+// The line of progress is written over again and again. Nothing happens where stderr is no
+// terminal. Whoever writes other lines clears it first (log lines do), so that the two never share
+// a line. As stderr itself it belongs to the process.
 #pragma once
 
 #include <filesystem>
@@ -48,3 +53,19 @@ void error(const Parts&... parts) {
 }
 
 }  // namespace tessera::log
+
+namespace tessera::terminal_line {
+
+/// Whether stderr is a terminal.
+bool is_possible();
+
+/// Shows `text`, cut to the width of the terminal, in place of what was shown. Threads: any.
+void show(const std::string& text);
+
+/// Removes it. Threads: any.
+void clear();
+
+/// Removes whatever stands there, also of another process of this run: before an error is printed.
+void clear_of_any_process();
+
+}  // namespace tessera::terminal_line

@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "tessera/error.h"
+
 namespace tessera {
 
 struct LoraRequest {
@@ -21,7 +23,11 @@ struct LoraRequest {
 };
 
 /// Errors: kConfig for adapters of no layer.
-void check_targets(const LoraRequest& request);
+inline void check_targets(const LoraRequest& request) {
+  TESSERA_CHECK(request.rank == 0 || !request.targets.empty(), ErrorKind::kConfig,
+                "lora.targets: found nothing, expected the linear layers that get an adapter, as "
+                "[\"q_proj\", \"v_proj\"]");
+}
 
 struct LoraSpec {
   std::int64_t rank = 0;  ///< 0 = no adapters

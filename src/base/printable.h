@@ -1,4 +1,5 @@
-// Text from elsewhere, made safe to show: in a message, in a report, on a terminal.
+// Text for messages, reports, tables and traces: what came from elsewhere, made safe to show; lists
+// of names; what a unit is called.
 //
 // What a hostile file calls a tensor may be megabytes long or hold terminal escapes, libtorch's
 // errors carry the stack of the place that threw, and a model writes whatever bytes it likes. All
@@ -11,6 +12,8 @@
 #include <span>
 #include <string>
 #include <string_view>
+
+#include "tessera/error.h"
 
 namespace tessera {
 
@@ -44,5 +47,22 @@ class ByteText {
  private:
   std::string pending_;  // the beginning of a character
 };
+
+/// All of a range with ", " between them; `if_none` for an empty one.
+template <class Names>
+std::string joined(const Names& names, std::string_view if_none = "") {
+  std::string text;
+  bool first = true;
+  for (const auto& name : names) {
+    text += concat(first ? "" : ", ", name);
+    first = false;
+  }
+  return first ? std::string(if_none) : text;
+}
+
+/// The outermost unit of a model has no name of its own.
+inline std::string_view unit_label(std::string_view name) {
+  return name.empty() ? std::string_view("(root)") : name;
+}
 
 }  // namespace tessera

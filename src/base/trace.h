@@ -1,9 +1,13 @@
-// Trace: what one rank did in one step, as spans of time in rows. Pure.
+// Trace: what one rank did in one step, as spans of time in rows; and such traces as a file. Pure.
 //
 // Nearly always there is none: whoever could add a span asks current_trace() and does nothing else.
-// A trace is made for single steps (train/report/observers.h) and written by io/chrome_trace.h. It
-// belongs to a thread, as a rank does: forward, backward, waits and updates run on the rank's own
-// thread, and a collective takes the trace along to the issuing thread (comm/queue.h).
+// A trace is made for single steps (train/report/observers.h). It belongs to a thread, as a rank
+// does: forward, backward, waits and updates run on the rank's own thread, and a collective takes
+// the trace along to the issuing thread (comm/queue.h).
+//
+// The file is Chrome's trace-event JSON, which ui.perfetto.dev opens: one process a rank, one
+// thread a row. Only complete events ("X") and names ("M") are used; times are microseconds from
+// the origin. Source: the "Trace Event Format" document of the Chromium project.
 #pragma once
 
 #include <chrono>
@@ -96,5 +100,11 @@ class TraceScope {
 /// into the next one without holding it is cut where that begins, and gets the argument "uncut_ms":
 /// of several collectives under way the row shows the one that was issued last.
 std::vector<TraceSpan> nested(std::vector<TraceSpan> spans);
+
+/// The events of one rank, with commas between; what chrome_trace() puts together.
+std::string chrome_events(std::vector<TraceSpan> spans, int rank, TraceClock::time_point origin);
+
+/// The whole file of all ranks' events.
+std::string chrome_trace(const std::vector<std::string>& events_by_rank);
 
 }  // namespace tessera

@@ -2,8 +2,8 @@
 
 #include <iostream>
 
+#include "base/log.h"
 #include "base/printable.h"
-#include "base/terminal_line.h"
 #include "tessera/error.h"
 #include "train/report/found_problems.h"
 

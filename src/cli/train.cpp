@@ -26,7 +26,7 @@
 #include "comm/failure_report.h"
 #include "comm/group.h"
 #include "io/atomic_file.h"
-#include "io/folder_lock.h"
+#include "io/folder.h"
 #include "tessera/error.h"
 #include "tessera/world.h"
 #include "train/config/config.h"

@@ -14,7 +14,6 @@
 #include "base/environment.h"
 #include "base/log.h"
 #include "base/printable.h"
-#include "base/terminal_line.h"
 #include "comm/process_world.h"
 #include "launch/bounded_calls.h"
 #include "launch/failure_record.h"

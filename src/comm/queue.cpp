@@ -13,7 +13,6 @@
 #include "base/printable.h"
 #include "base/test_hooks.h"
 #include "base/trace.h"
-#include "base/unit_label.h"
 #include "comm/batch.h"
 #include "launch/poison.h"
 #include "tessera/error.h"

@@ -5,7 +5,6 @@
 #include <numeric>
 
 #include "base/environment.h"
-#include "base/joined.h"
 #include "base/log.h"
 #include "base/printable.h"
 #include "comm/backends/backend.h"

@@ -4,7 +4,7 @@
 #include <map>
 #include <set>
 
-#include "base/unit_label.h"
+#include "base/printable.h"
 #include "grad/resolve_steps.h"
 #include "layout/local_part.h"
 #include "layout/model_plan.h"

@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "base/joined.h"
+#include "base/printable.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"
 #include "tessera/clip.h"

@@ -18,7 +18,7 @@
 #include <utility>
 
 #include "base/first_derivative.h"
-#include "base/sample_place.h"
+#include "base/random.h"
 #include "fsdp/recompute_scopes.h"
 #include "fsdp/runtime.h"
 #include "tessera/error.h"

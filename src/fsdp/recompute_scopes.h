@@ -14,7 +14,7 @@
 #include <memory>
 #include <vector>
 
-#include "grad/kept.h"
+#include "grad/keep.h"
 
 namespace tessera::fsdp {
 

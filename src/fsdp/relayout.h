@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "fsdp/unit.h"
-#include "layout/redistribute.h"
+#include "layout/range.h"
 
 namespace tessera::fsdp {
 

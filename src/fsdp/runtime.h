@@ -41,7 +41,7 @@
 #include "fsdp/reducer.h"
 #include "fsdp/unit.h"
 #include "fsdp/unit_trace.h"
-#include "grad/weight_grad_store.h"
+#include "grad/sink.h"
 #include "tessera/mesh.h"
 #include "tessera/world.h"
 

@@ -5,7 +5,7 @@
 #include <map>
 #include <set>
 
-#include "base/joined.h"
+#include "base/printable.h"
 #include "fsdp/finite_copy.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit.h"

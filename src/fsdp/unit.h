@@ -12,7 +12,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "base/unit_label.h"
+#include "base/printable.h"
 #include "fsdp/bucket.h"
 #include "fsdp/controls.h"
 #include "fsdp/order.h"

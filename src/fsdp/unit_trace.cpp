@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "base/unit_label.h"
+#include "base/printable.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {

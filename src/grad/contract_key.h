@@ -9,8 +9,31 @@ namespace tessera {
 
 /// Frozen parameters have no gradient, so what their gradient dtypes would be does not split
 /// buckets.
-layout::BucketKey key_of(const GradContract& contract);
+inline layout::BucketKey key_of(const GradContract& contract) {
+  layout::BucketKey key;
+  key.storage = contract.storage.dtype;
+  key.compute = contract.compute.dtype;
+  key.rounding = contract.compute.rounding;
+  key.trainable = contract.trainable;
+  key.reductions = contract.reductions;
+  if (contract.trainable) {
+    key.accumulate = contract.accumulate;
+    key.reduce = contract.reduce;
+    key.final = contract.final;
+  } else {
+    key.replicated = contract.replicated();
+    if (key.replicated) {
+      key.reductions.shard_axes.clear();
+      key.reductions.replica_axes.clear();
+    }
+    key.accumulate = key.reduce = key.final = key.compute;
+  }
+  return key;
+}
+
 /// What a rank lays out of it.
-layout::PlanItem plan_item(const GradContract& contract);
+inline layout::PlanItem plan_item(const GradContract& contract) {
+  return {contract.name, contract.local_numel(), key_of(contract)};
+}
 
 }  // namespace tessera

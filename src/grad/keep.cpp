@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "grad/kept.h"
+#include "grad/keep.h"
 #include "tessera/error.h"
 
 namespace tessera {

@@ -7,58 +7,6 @@
 #include "tessera/error.h"
 
 namespace tessera {
-
-namespace grad {
-
-DType widen_to(DType found, DType asked) {
-  if (represents(asked, found)) return asked;
-  if (represents(found, asked)) return found;
-  return promote(found, asked);
-}
-
-std::optional<Setting<DType>> first_of(const std::optional<Setting<DType>>& rule,
-                                       const std::optional<DType>& policy, const char* key) {
-  if (rule) return rule;
-  if (policy) return Setting<DType>{*policy, concat("[precision] ", key)};
-  return std::nullopt;
-}
-
-std::string where_to_change(const std::string& reason, const char* key) {
-  return reason.rfind("rule ", 0) == 0 ? concat(key, " of ", reason) : concat("[precision] ", key);
-}
-
-std::optional<Setting<DType>> recorded(std::optional<DType> own, std::optional<DType> bulk,
-                                       Intrinsic intrinsic) {
-  if (!own || !is_arithmetic(*own) || intrinsic == Intrinsic::kNone) return std::nullopt;
-  if (intrinsic == Intrinsic::kAll) {
-    return Setting<DType>{*own, concat("recorded by the checkpoint (", to_string(*own),
-                                       ", [precision] intrinsic = \"all\")")};
-  }
-  if (!bulk || !is_floating(*bulk) || *own == *bulk || !represents(*own, *bulk)) {
-    return std::nullopt;
-  }
-  return Setting<DType>{*own, concat("recorded by the checkpoint (", to_string(*own),
-                                     ", most of it ", to_string(*bulk), ")")};
-}
-
-std::optional<std::string> pinned_by(const Pins& pins, const Asked& asked,
-                                     const PrecisionPolicy& policy) {
-  if (asked.pin) {
-    if (!asked.pin->value) return std::nullopt;
-    return asked.pin->reason;
-  }
-  if (pins.strict) {
-    return concat("the model family (_keep_in_fp32_modules_strict: ", *pins.strict, ")");
-  }
-  if (pins.only_float16 && policy.param_dtype == DType::kFloat16) {
-    return concat("the model family under float16 (_keep_in_fp32_modules: ", *pins.only_float16,
-                  ")");
-  }
-  return std::nullopt;
-}
-
-}  // namespace grad
-
 namespace {
 
 using grad::Asked;

@@ -1,5 +1,5 @@
-// The steps of resolution that have a file of their own: each sets some fields of a contract and
-// the reasons of their values. resolve.cpp calls them in order.
+// The steps of resolution: each sets some fields of a contract and the reasons of their values.
+// resolve.cpp calls those of a parameter in order, resolve_model.cpp the others.
 #pragma once
 
 #include <optional>
@@ -41,10 +41,10 @@ GradContract resolve_parameter(const ParameterMeta& meta, const Asked& asked,
 /// that cannot be trained.
 GradContract retrained(const GradContract& contract, const Setting<FrozenRule>& asked,
                        const PrecisionPolicy& policy);
-/// resolve_storage.cpp. Errors: kContract.
+/// Errors: kContract.
 void resolve_storage(GradContract& contract, const ParameterMeta& meta, const Asked& asked,
                      const PrecisionPolicy& policy);
-/// resolve_lora.cpp, for parameters that are part of it. Errors: kContract for a rule that would
+/// For parameters that are part of it. Errors: kContract for a rule that would
 /// train the base or freeze an adapter.
 void resolve_lora_trainable(GradContract& contract, const ParameterMeta& meta, const Asked& asked);
 /// Errors: kContract for a pattern that matches adapters alone in a rule that asks of them what
@@ -56,16 +56,16 @@ void check_lora_rules(const std::vector<PrecisionRule>& rules,
 void resolve_lora_base(GradContract& contract, const ParameterMeta& meta);
 /// Instead of storage and compute.
 void resolve_lora_adapter(GradContract& contract);
-/// resolve_optimizer.cpp: master, final, state, decay. After storage.
+/// Master, final, state, decay. After storage.
 void resolve_optimizer(GradContract& contract, const PrecisionPolicy& policy);
 /// Errors: kContract for a pattern of no_decay that no trainable parameter matches.
 void check_no_decay(const std::vector<GradContract>& contracts, const OptimizerPrecision& asked);
 
-/// resolve_buffers.cpp. `parameters` decide which subtrees are frozen.
+/// resolve_model.cpp. `parameters` decide which subtrees are frozen.
 BufferContract resolve_buffer(const BufferMeta& meta, const Asked& asked,
                               const std::vector<GradContract>& parameters,
                               const PrecisionPolicy& policy);
-/// resolve_units.cpp. `parameters` are those that the unit's indices count.
+/// resolve_model.cpp. `parameters` are those that the unit's indices count.
 UnitContract resolve_unit(const UnitMeta& unit, const std::vector<GradContract>& parameters,
                           const PrecisionPolicy& policy);
 

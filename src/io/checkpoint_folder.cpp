@@ -10,8 +10,8 @@
 #include "base/mapped_file.h"
 #include "base/printable.h"
 #include "io/checkpoint_store.h"
-#include "io/read_box.h"
 #include "io/safetensors.h"
+#include "io/tensor_source.h"
 #include "tessera/error.h"
 
 namespace tessera {

@@ -1,11 +1,14 @@
 // manifest.json and blocks of tensors.jsonl as text from anywhere: every value is looked at before
-// it is used.
+// it is used, and what they say together is checked.
 #include <algorithm>
 #include <cmath>
+#include <span>
+#include <tuple>
 
 #include "base/json_reader.h"
 #include "base/printable.h"
 #include "io/checkpoint_manifest.h"
+#include "io/folder.h"
 #include "io/safetensors_header.h"
 #include "tessera/error.h"
 
@@ -190,6 +193,180 @@ CheckpointTensorMap parse_checkpoint_block(std::string_view text,
   auto tensors = JsonCursor(json, where, JsonStyle::kData).by_name(read_short_tensor);
   for (const auto& [name, tensor] : tensors) validate(tensor, name, manifest, where);
   return tensors;
+}
+
+// What a manifest may say, whoever wrote it: names, sizes, and pieces that hold every element of a
+// tensor once.
+
+namespace {
+
+/// What is being judged, for messages: "FILE: tensor 'NAME'".
+std::string tensor_text(std::string_view where, std::string_view name) {
+  return concat(where, ": tensor ", printable(name));
+}
+
+bool is_tensor_name(std::string_view name) {
+  if (name.starts_with(kModelPrefix)) return name.size() > kModelPrefix.size();
+  if (!name.starts_with(kOptimizerPrefix)) return false;
+  const std::size_t slash = name.find('/', kOptimizerPrefix.size());
+  return slash != std::string_view::npos && slash > kOptimizerPrefix.size() &&
+         slash + 1 < name.size();
+}
+
+void check_box(const CheckpointPiece& piece, std::span<const std::int64_t> shape,
+               const std::string& what) {
+  const TensorBox& box = piece.box;
+  TESSERA_CHECK(box.offset.size() == shape.size() && box.size.size() == shape.size(),
+                ErrorKind::kFormat, what, ": found a box of ", box.offset.size(), " and ",
+                box.size.size(), " dims, expected ", shape.size());
+  for (std::size_t d = 0; d < shape.size(); ++d) {
+    TESSERA_CHECK(box.offset[d] >= 0 && box.size[d] >= 1 && box.size[d] <= shape[d] &&
+                      box.offset[d] <= shape[d] - box.size[d],
+                  ErrorKind::kFormat, what, ": found a box from ", shape_text(box.offset),
+                  " of size ", shape_text(box.size), ", expected one inside ", shape_text(shape));
+  }
+  TESSERA_CHECK(piece.begin >= 0 && piece.begin < piece.end && piece.end <= box.numel(),
+                ErrorKind::kFormat, what, ": found a piece of elements ", piece.begin, " to ",
+                piece.end, ", expected some of the ", box.numel(), " of its box");
+}
+
+/// Pieces by box, and in a box by position.
+std::vector<const CheckpointPiece*> in_order(const CheckpointTensor& tensor) {
+  std::vector<const CheckpointPiece*> pieces;
+  for (const CheckpointPiece& piece : tensor.pieces) pieces.push_back(&piece);
+  std::sort(pieces.begin(), pieces.end(), [](const auto* a, const auto* b) {
+    return std::tie(a->box.offset, a->box.size, a->begin) <
+           std::tie(b->box.offset, b->box.size, b->begin);
+  });
+  return pieces;
+}
+
+/// The boxes, in the order of their offsets; the pieces of each cover it once.
+std::vector<const TensorBox*> covered_boxes(const CheckpointTensor& tensor,
+                                            const std::string& what) {
+  std::vector<const TensorBox*> boxes;
+  std::int64_t covered = 0;
+  const auto check_end = [&] {
+    TESSERA_CHECK(boxes.empty() || covered == boxes.back()->numel(), ErrorKind::kFormat, what,
+                  ": found no piece with element ", covered, " of the box from ",
+                  shape_text(boxes.back()->offset), ", expected each element in one");
+  };
+  for (const CheckpointPiece* piece : in_order(tensor)) {
+    if (boxes.empty() || !(*boxes.back() == piece->box)) {
+      check_end();
+      boxes.push_back(&piece->box);
+      covered = 0;
+    }
+    TESSERA_CHECK(piece->begin == covered, ErrorKind::kFormat, what, ": found ",
+                  piece->begin > covered ? "no piece" : "two pieces", " with element ",
+                  std::min(piece->begin, covered), " of the box from ",
+                  shape_text(piece->box.offset), ", expected each element in one");
+    covered = piece->end;
+  }
+  check_end();
+  return boxes;
+}
+
+void check_cover(const CheckpointTensor& tensor, const std::string& what) {
+  const std::vector<const TensorBox*> boxes = covered_boxes(tensor, what);
+  TESSERA_CHECK(boxes.size() <= kMaxBoxes, ErrorKind::kFormat, what, ": found ", boxes.size(),
+                " boxes, expected at most ", kMaxBoxes);
+  std::int64_t held = 0;  // of boxes without a common element: never more than the tensor has
+  for (std::size_t a = 0; a < boxes.size(); ++a) {
+    for (std::size_t b = a + 1; b < boxes.size(); ++b) {
+      if (!boxes[a]->offset.empty() &&
+          boxes[b]->offset[0] >= boxes[a]->offset[0] + boxes[a]->size[0]) {
+        break;  // they are sorted: neither does any later one reach back
+      }
+      TESSERA_CHECK(!overlap(*boxes[a], *boxes[b]), ErrorKind::kFormat, what,
+                    ": found the boxes from ", shape_text(boxes[a]->offset), " and ",
+                    shape_text(boxes[b]->offset), " with common elements, expected each in one");
+    }
+    held += boxes[a]->numel();
+  }
+  TESSERA_CHECK(held == tensor.numel(), ErrorKind::kFormat, what, ": found ", held,
+                " elements in its pieces, expected ", tensor.numel(), " of ",
+                shape_text(tensor.shape));
+}
+
+/// Errors: kFormat unless the blocks are in order and make up their file.
+void check_blocks(const CheckpointManifest& manifest, std::string_view where) {
+  std::int64_t bytes = 0;
+  std::string_view before;
+  for (const CheckpointBlock& block : manifest.blocks) {
+    const std::string what = concat(where, ": block from ", printable(block.first));
+    TESSERA_CHECK(is_tensor_name(block.first) && block.first.size() <= kMaxTensorNameBytes,
+                  ErrorKind::kFormat, what, ": found this name, expected model/NAME or ",
+                  "optim/STATE/NAME of at most ", kMaxTensorNameBytes, " bytes");
+    TESSERA_CHECK(before < block.first, ErrorKind::kFormat, what, ": found it behind ",
+                  printable(before), ", expected blocks in the order of names, each once");
+    TESSERA_CHECK(block.bytes >= 1 && block.bytes <= kMaxBlockBytes, ErrorKind::kFormat, what,
+                  ": found ", block.bytes, " bytes, expected 1 to ", kMaxBlockBytes);
+    before = block.first;
+    bytes += block.bytes;  // of a text of 64 MiB: far below 2^63
+  }
+  const auto file = manifest.files.find(kTensorsFile);
+  const std::int64_t listed = file == manifest.files.end() ? 0 : file->second.bytes;
+  TESSERA_CHECK(listed == bytes, ErrorKind::kFormat, where, ": found blocks of ", bytes,
+                " bytes together, expected the ", listed, " of ", kTensorsFile);
+}
+
+}  // namespace
+
+void validate(const CheckpointManifest& manifest, std::string_view where) {
+  TESSERA_CHECK(manifest.format >= CheckpointManifest::kFirstFormat &&
+                    manifest.format <= CheckpointManifest::kFormat,
+                ErrorKind::kFormat, where, ": found format ", manifest.format, ", expected ",
+                CheckpointManifest::kFirstFormat, " to ", CheckpointManifest::kFormat,
+                "; it was written by another version of tessera, read it with that one");
+  TESSERA_CHECK(manifest.step >= 0 && manifest.step < kMaxStep && manifest.world_size >= 1 &&
+                    manifest.seed >= 0,
+                ErrorKind::kFormat, where, ": found step ", manifest.step, ", world_size ",
+                manifest.world_size, ", seed ", manifest.seed, ", expected a step below ", kMaxStep,
+                ", numbers that are not negative, and a rank");
+  if (const auto& lora = manifest.lora) {
+    TESSERA_CHECK(lora->rank >= 1 && std::isfinite(lora->alpha) && lora->alpha > 0 &&
+                      lora->dropout >= 0 && lora->dropout < 1 && !lora->layers.empty(),
+                  ErrorKind::kFormat, where, ": lora: found rank ", lora->rank, ", alpha ",
+                  lora->alpha, ", dropout ", lora->dropout, ", ", lora->layers.size(),
+                  " layers, expected a rank, an alpha above 0, a dropout from 0 to below 1, and a "
+                  "layer");
+  }
+  for (const auto& [name, file] : manifest.files) {
+    TESSERA_CHECK(is_plain_file_name(name) && name != kManifestFile, ErrorKind::kFormat, where,
+                  ": found the file ", printable(name),
+                  ", expected the plain name of a file beside the manifest");
+    TESSERA_CHECK(file.bytes >= 0, ErrorKind::kFormat, where, ": file ", printable(name),
+                  ": found ", file.bytes, " bytes");
+  }
+  if (const auto& state = manifest.loss_scale) {
+    TESSERA_CHECK(
+        is_loss_scale(state->scale) && state->has_possible_counts(), ErrorKind::kFormat, where,
+        ": found the loss scale ", state->scale, " after ", state->good_steps, " finite and ",
+        state->skipped_steps,
+        " skipped steps, expected a power of two that float32 holds, and numbers from 0 to "
+        "less than ",
+        LossScaleState::kMaxSteps);
+  }
+  if (manifest.format > 1) check_blocks(manifest, where);
+  for (const auto& [name, tensor] : manifest.tensors) validate(tensor, name, manifest, where);
+}
+
+void validate(const CheckpointTensor& tensor, const std::string& name,
+              const CheckpointManifest& manifest, std::string_view where) {
+  const std::string what = tensor_text(where, name);
+  TESSERA_CHECK(is_tensor_name(name), ErrorKind::kFormat, what,
+                ": found this name, expected model/NAME or optim/STATE/NAME");
+  TESSERA_CHECK(tensor.shape.size() <= kMaxTensorDims, ErrorKind::kFormat, what, ": found ",
+                tensor.shape.size(), " dims, expected at most ", kMaxTensorDims);
+  checked_numel(tensor.shape, tensor.dtype, ErrorKind::kFormat, what);
+  for (const CheckpointPiece& piece : tensor.pieces) {
+    TESSERA_CHECK(manifest.files.contains(piece.file), ErrorKind::kFormat, what,
+                  ": found a piece in ", printable(piece.file),
+                  ", expected one of the files that the manifest lists");
+    check_box(piece, tensor.shape, what);
+  }
+  check_cover(tensor, what);
 }
 
 }  // namespace tessera

@@ -8,7 +8,7 @@
 #include "base/printable.h"
 #include "io/atomic_file.h"
 #include "io/checkpoint_manifest.h"
-#include "io/folder_lock.h"
+#include "io/folder.h"
 #include "tessera/error.h"
 
 namespace tessera {

@@ -1,6 +1,10 @@
-// A model folder as the Hugging Face hub publishes it: config.json beside safetensors files.
+// A model folder as the Hugging Face hub publishes it: config.json beside safetensors files, and
+// how a model's tensors are divided over these, as a value: planned, written and read.
 //
-// Opening reads the config's text and every header, and checks that index and files agree; no
+// One file is model.safetensors; several are model-00001-of-0000N.safetensors with
+// model.safetensors.index.json, which says what lies where. The index's text is judged by itself
+// (parse_hf_index); whether the files exist and hold what it says is checked where they are opened:
+// opening reads the config's text and every header, and checks that index and files agree; no
 // weight is read. What the names mean is the business of models/. Next: models/family.h.
 #pragma once
 
@@ -17,6 +21,35 @@
 #include "io/tensor_source.h"
 
 namespace tessera {
+
+struct HfShard {
+  std::string file;
+  std::vector<TensorSpec> tensors;
+};
+
+/// Units: bytes of tensor data.
+std::int64_t size_bytes(const TensorSpec& tensor);
+
+/// Filled one after the other in the order of `tensors`; a tensor larger than `max_bytes` has a
+/// file of its own. At least one file.
+std::vector<HfShard> plan_shards(const std::vector<TensorSpec>& tensors, std::int64_t max_bytes);
+
+/// model.safetensors.index.json of these files.
+std::string index_json(const std::vector<HfShard>& shards);
+
+/// model.safetensors.index.json as a value: which file holds which tensor.
+struct HfIndex {
+  std::map<std::string, std::string> weight_map;  ///< tensor name -> file name, without any folder
+};
+
+/// Errors: kFormat for malformed JSON, duplicate keys, an empty or missing weight_map, a file name
+/// that is not a plain name (it could lead outside the folder). Other keys are not read: the totals
+/// under `metadata` are wrong in published folders that tie weights.
+HfIndex parse_hf_index(std::string_view text, std::string_view where);
+
+/// "5GB", "500MB", "2KB" (powers of 1000), "1GiB", ... (of 1024), "4096": bytes. Errors: kUsage for
+/// anything else and for 0.
+std::int64_t parse_byte_size(std::string_view text, std::string_view option);
 
 class HfFolder {
  public:

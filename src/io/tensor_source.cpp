@@ -1,5 +1,12 @@
 #include "io/tensor_source.h"
 
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "base/printable.h"
+#include "tessera/error.h"
+
 namespace tessera {
 
 std::int64_t SourceTensor::numel() const {
@@ -31,6 +38,112 @@ std::optional<DType> bulk_dtype(const std::map<DType, std::int64_t>& elements) {
     }
   }
   return bulk;
+}
+
+namespace {
+
+/// Held beside what is read.
+constexpr std::int64_t kMostBytes = std::int64_t{4} << 20;
+/// Rows that begin further from each other are read one by one: what lies between them would cost
+/// more than a call does.
+constexpr std::int64_t kFarBytes = std::int64_t{256} << 10;
+
+using Read = std::function<void(std::int64_t, std::int64_t, std::span<std::byte>)>;
+
+bool is_box_inside(const TensorBox& box, std::span<const std::int64_t> shape) {
+  if (box.offset.size() != shape.size() || box.size.size() != shape.size()) return false;
+  for (std::size_t d = 0; d < shape.size(); ++d) {
+    if (box.offset[d] < 0 || box.size[d] < 1 || box.offset[d] > shape[d] - box.size[d]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+class BoxReader {
+ public:
+  BoxReader(const RangeOfBox& wanted, std::span<std::byte> out, const Read& read)
+      : wanted_(wanted), out_(out), read_(read), row_(row_length(wanted.box, wanted.shape)) {}
+
+  void run() {
+    for (std::int64_t at = wanted_.begin; at < wanted_.end;) {
+      const std::int64_t last = end_of_span(at);
+      const std::int64_t count = last - at;
+      if (count <= left_in_row(at)) {
+        read_(position(at), position(at) + count, place(at, count));
+      } else {
+        read_rows(at, last);
+      }
+      at = last;
+    }
+  }
+
+ private:
+  std::size_t bytes(std::int64_t elements) const {
+    return static_cast<std::size_t>(elements * wanted_.element_bytes);
+  }
+  std::span<std::byte> place(std::int64_t index, std::int64_t count) const {
+    return out_.subspan(bytes(index - wanted_.begin), bytes(count));
+  }
+  std::int64_t position(std::int64_t index) const {
+    return position_in_tensor(wanted_.box, wanted_.shape, index);
+  }
+  std::int64_t left_in_row(std::int64_t index) const { return row_ - index % row_; }
+
+  /// Up to where elements are read in one call: rows, as long as they lie close together.
+  std::int64_t end_of_span(std::int64_t at) const {
+    const std::int64_t first = position(at);
+    std::int64_t last = std::min(wanted_.end, at + left_in_row(at));
+    for (std::int64_t before = first; last < wanted_.end;) {
+      const std::int64_t next = std::min(wanted_.end, last + row_);
+      const std::int64_t from = position(last);
+      if ((from - before) * wanted_.element_bytes > kFarBytes ||
+          (from + next - last - first) * wanted_.element_bytes > kMostBytes) {
+        break;
+      }
+      before = from;
+      last = next;
+    }
+    return last;
+  }
+
+  void read_rows(std::int64_t at, std::int64_t last) {
+    const std::int64_t first = position(at);
+    const std::int64_t beyond = position(last - 1) + 1;
+    buffer_.resize(bytes(beyond - first));
+    read_(first, beyond, buffer_);
+    for_each_row(wanted_.box, wanted_.shape, at, last, [&](const BoxRow& row) {
+      std::memcpy(place(row.index, row.count).data(), buffer_.data() + bytes(row.position - first),
+                  bytes(row.count));
+    });
+  }
+
+  const RangeOfBox& wanted_;
+  std::span<std::byte> out_;
+  const Read& read_;
+  std::int64_t row_;  // elements that follow one another in the tensor too
+  std::vector<std::byte> buffer_;
+};
+
+}  // namespace
+
+void read_box(const RangeOfBox& wanted, std::span<std::byte> out, const Read& read) {
+  if (wanted.begin == wanted.end) return;
+  TESSERA_INVARIANT(is_box_inside(wanted.box, wanted.shape) && 0 <= wanted.begin &&
+                        wanted.begin < wanted.end && wanted.end <= wanted.box.numel(),
+                    "a box outside of its tensor");
+  BoxReader(wanted, out, read).run();
+}
+
+void read_box(const TensorSource& source, std::string_view name, const TensorBox& box,
+              std::int64_t begin, std::int64_t end, std::span<std::byte> out) {
+  const SourceTensor* const tensor = source.find(name);
+  TESSERA_CHECK(tensor != nullptr, ErrorKind::kFormat, source.path().string(), ": found no tensor ",
+                printable(name));
+  read_box({tensor->shape, size_of(tensor->dtype), box, begin, end}, out,
+           [&](std::int64_t first, std::int64_t last, std::span<std::byte> to) {
+             source.read(name, first, last, to);
+           });
 }
 
 }  // namespace tessera

@@ -1,4 +1,5 @@
-// A model's tensors wherever they lie: a Hugging Face folder, a checkpoint of a run.
+// A model's tensors wherever they lie: a Hugging Face folder, a checkpoint of a run; and ranges of
+// boxes of them.
 //
 // Names are Hugging Face's, bytes are copied out in ranges, so that whoever reads a model needs not
 // know its files and never holds it whole. Implementations: hf_folder.h, checkpoint_folder.h,
@@ -8,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <optional>
 #include <span>
@@ -15,6 +17,7 @@
 #include <string_view>
 #include <vector>
 
+#include "layout/tensor_box.h"
 #include "tessera/dtype.h"
 
 namespace tessera {
@@ -72,5 +75,25 @@ class TensorSource {
 
 /// The floating dtype that has most elements, the narrower of two equals.
 std::optional<DType> bulk_dtype(const std::map<DType, std::int64_t>& elements);
+
+/// Elements [begin, end) of a flattened box of a tensor.
+struct RangeOfBox {
+  std::span<const std::int64_t> shape;  ///< of the tensor
+  std::int64_t element_bytes = 1;
+  const TensorBox& box;
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+};
+
+/// Copies them to `out`, which has exactly their bytes; `read(first, last, out)` copies elements of
+/// the flattened tensor. Rows that lie close together are read in one go, with what stands between
+/// them. Errors: those of `read`; kInternal for a box that is not inside the tensor.
+void read_box(const RangeOfBox& wanted, std::span<std::byte> out,
+              const std::function<void(std::int64_t, std::int64_t, std::span<std::byte>)>& read);
+
+/// Copies the elements [begin, end) of the flattened box; `out` has exactly their bytes. Errors:
+/// as TensorSource::read(); kInternal for a box that is not inside the tensor.
+void read_box(const TensorSource& source, std::string_view name, const TensorBox& box,
+              std::int64_t begin, std::int64_t end, std::span<std::byte> out);
 
 }  // namespace tessera

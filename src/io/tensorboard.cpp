@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <system_error>
 
-#include "base/crc32c.h"
+#include "base/hash.h"
 #include "tessera/error.h"
 
 namespace tessera {

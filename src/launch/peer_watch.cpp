@@ -7,7 +7,7 @@
 #include <string_view>
 #include <utility>
 
-#include "base/joined.h"
+#include "base/printable.h"
 #include "launch/poison.h"
 #include "tessera/error.h"
 

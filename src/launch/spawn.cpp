@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "base/environment.h"
-#include "base/terminal_line.h"
+#include "base/log.h"
 #include "launch/failure_record.h"
 #include "launch/launch_environment.h"
 #include "launch/peer_watch.h"

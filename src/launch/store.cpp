@@ -9,7 +9,6 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "base/environment.h"
-#include "base/joined.h"
 #include "base/printable.h"
 #include "launch/peer_watch.h"
 #include "launch/sockets.h"

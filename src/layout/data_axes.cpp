@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "base/joined.h"
+#include "base/printable.h"
 #include "tessera/error.h"
 
 namespace tessera {

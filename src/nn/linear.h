@@ -2,7 +2,7 @@
 // (lora.h) its part is added. Where ranks share it, sizes are those of one rank.
 //
 // The gradient of a layer's parameter is formed in the backward, or put off where the model defers
-// weight gradients (ShardedBase::set_defer_weight_gradients, ../grad/weight_grad_store.h). Either
+// weight gradients (ShardedBase::set_defer_weight_gradients, ../grad/sink.h). Either
 // way it reaches the parameter's slot through the sink. What is no leaf of a sharded model (a cast
 // weight, a plain module) has its gradient at once.
 //
@@ -19,7 +19,7 @@
 #include <utility>
 
 #include "grad/leaf.h"
-#include "grad/weight_grad_store.h"
+#include "grad/sink.h"
 #include "nn/lora.h"
 #include "nn/parameter.h"
 #include "nn/tensor_region.h"

@@ -11,7 +11,7 @@
 #include "base/first_derivative.h"
 #include "base/hash.h"
 #include "base/parallel.h"
-#include "base/philox.h"
+#include "base/random.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
 
@@ -21,7 +21,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-/// The counter's last word says what is drawn, as in base/philox.cpp.
+/// The counter's last word says what is drawn, as in base/random.cpp.
 constexpr std::uint32_t kDropoutPurpose = 4;
 constexpr std::int64_t kRowsOfAThread = 16;
 

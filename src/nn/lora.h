@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "base/sample_place.h"
+#include "base/random.h"
 
 namespace tessera::nn {
 

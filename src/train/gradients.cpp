@@ -10,7 +10,7 @@
 #include "comm/group.h"
 #include "fsdp/plan.h"
 #include "grad/torch_dtype.h"
-#include "io/safetensors_writer.h"
+#include "io/safetensors.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"
 #include "train/data/data.h"

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/philox.h"
+#include "base/random.h"
 #include "tessera/error.h"
 
 namespace tessera::train {

@@ -1,7 +1,7 @@
 // Which token comes next, from the logits of one position. Pure.
 //
 // A choice depends on (seed, position) and the logits only, drawn by the counter-based generator of
-// base/philox.h: the same text comes out however it is computed. Next: generate.h.
+// base/random.h: the same text comes out however it is computed. Next: generate.h.
 #pragma once
 
 #include <cstdint>

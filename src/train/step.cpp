@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "base/sample_place.h"
+#include "base/random.h"
 #include "base/test_hooks.h"
 #include "comm/group.h"
 #include "tessera/error.h"

@@ -7,9 +7,8 @@
 #include <fstream>
 #include <iostream>
 
-#include "base/joined.h"
 #include "base/log.h"
-#include "base/terminal_line.h"
+#include "base/printable.h"
 #include "moe/routing.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "base/philox.h"
-#include "io/safetensors_writer.h"
+#include "base/random.h"
+#include "io/safetensors.h"
 #include "models/description.h"
 
 namespace tessera::cli {

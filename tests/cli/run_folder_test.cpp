@@ -5,7 +5,7 @@
 #include "cli/process.h"
 #include "cli/program.h"
 #include "cli/same_bits.h"
-#include "io/folder_lock.h"
+#include "io/folder.h"
 
 namespace tessera::cli::run_folder_test {
 namespace {

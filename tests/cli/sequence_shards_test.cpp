@@ -7,7 +7,6 @@
 
 #include "cli/program.h"
 #include "io/safetensors.h"
-#include "io/safetensors_writer.h"
 
 namespace tessera::cli::sequence_shards_test {
 namespace {

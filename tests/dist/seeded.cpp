@@ -1,6 +1,6 @@
 #include <string>
 
-#include "base/philox.h"
+#include "base/random.h"
 #include "dist/ranks.h"
 
 namespace tessera::test {

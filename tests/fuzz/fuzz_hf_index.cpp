@@ -1,6 +1,6 @@
 // Input: the text of a model.safetensors.index.json.
 #include "fuzz/hostile_input.h"
-#include "io/hf_shards.h"
+#include "io/hf_folder.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   using tessera::fuzz::require;

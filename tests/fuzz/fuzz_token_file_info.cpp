@@ -1,6 +1,6 @@
 // Input: the text of a NAME.json beside NAME.bin.
 #include "fuzz/hostile_input.h"
-#include "io/token_file.h"
+#include "io/token_source.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   using tessera::fuzz::require;

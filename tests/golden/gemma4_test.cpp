@@ -10,7 +10,7 @@
 #include "dist/ranks.h"
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
-#include "io/safetensors_writer.h"
+#include "io/safetensors.h"
 #include "models/language_model.h"
 #include "train/data/data.h"
 #include "train/hf/hf_export.h"

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "io/safetensors_writer.h"
+#include "io/safetensors.h"
 
 namespace tessera::golden {
 

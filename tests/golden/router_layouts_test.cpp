@@ -10,7 +10,7 @@
 #include "dist/ranks.h"
 #include "golden/degrees.h"
 #include "golden/model_folder.h"
-#include "io/safetensors_writer.h"
+#include "io/safetensors.h"
 #include "train/data/data.h"
 #include "train/parallelize.h"
 

@@ -9,7 +9,7 @@
 
 #include <cmath>
 
-#include "base/philox.h"
+#include "base/random.h"
 #include "golden/truth_table_model.h"
 #include "io/hf_folder.h"
 #include "tessera/error.h"

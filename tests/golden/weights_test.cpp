@@ -9,7 +9,7 @@
 #include "dist/ranks.h"
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
-#include "io/safetensors_writer.h"
+#include "io/safetensors.h"
 #include "models/description.h"
 #include "train/parallelize.h"
 #include "unit/io/temporary_folder.h"

@@ -6,7 +6,6 @@
 #include <map>
 #include <set>
 
-#include "base/joined.h"
 #include "base/log.h"
 #include "base/printable.h"
 #include "comm/all_or_none.h"

@@ -10,7 +10,6 @@
 #include <system_error>
 
 #include "base/environment.h"
-#include "base/joined.h"
 #include "base/log.h"
 #include "base/mapped_file.h"
 #include "base/printable.h"

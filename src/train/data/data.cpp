@@ -5,8 +5,7 @@
 #include <algorithm>
 #include <filesystem>
 
-#include "io/text_corpus.h"
-#include "io/token_file.h"
+#include "io/token_source.h"
 #include "nn/loss.h"
 #include "tessera/error.h"
 #include "train/data/data_replay.h"

@@ -5,8 +5,7 @@
 
 #include "base/mapped_file.h"
 #include "base/printable.h"
-#include "io/text_corpus.h"
-#include "io/token_file.h"
+#include "io/token_source.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
 

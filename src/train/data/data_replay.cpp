@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/joined.h"
 #include "base/log.h"
 #include "base/printable.h"
 #include "grad/torch_dtype.h"

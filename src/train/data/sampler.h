@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "base/philox.h"
+#include "base/random.h"
 #include "layout/range.h"
 
 namespace tessera::train {

@@ -13,7 +13,7 @@
 #include "base/printable.h"
 #include "grad/torch_dtype.h"
 #include "io/atomic_file.h"
-#include "io/folder_file.h"
+#include "io/folder.h"
 #include "models/description.h"
 #include "tessera/error.h"
 #include "train/hf/model_source.h"

@@ -3,7 +3,7 @@
 // programs take them: peft's files, or merged into the model they were trained beside.
 //
 // What will be written is a value, planned and refused before the first byte; writing goes tensor
-// by tensor in small parts, so that no model is ever in memory. Next: io/hf_shards.h.
+// by tensor in small parts, so that no model is ever in memory. Next: io/hf_folder.h.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "io/hf_shards.h"
+#include "io/hf_folder.h"
 #include "train/hf/model_source.h"
 
 namespace tessera::train {

@@ -9,11 +9,11 @@
 #include <span>
 #include <string_view>
 
-#include "base/philox.h"
 #include "base/printable.h"
+#include "base/random.h"
 #include "fsdp/finite_copy.h"
 #include "grad/torch_dtype.h"
-#include "io/read_box.h"
+#include "io/tensor_source.h"
 #include "tessera/error.h"
 #include "train/hf/file_forms.h"
 #include "train/hf/model_source.h"

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "base/joined.h"
 #include "base/log.h"
+#include "base/printable.h"
 #include "comm/group.h"
 #include "tessera/clip.h"
 #include "tessera/dtype_watch.h"

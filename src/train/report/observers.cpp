@@ -7,10 +7,9 @@
 #include <system_error>
 
 #include "base/log.h"
-#include "base/terminal_line.h"
+#include "base/trace.h"
 #include "comm/group.h"
 #include "io/atomic_file.h"
-#include "io/chrome_trace.h"
 #include "tessera/error.h"
 
 namespace tessera::train {

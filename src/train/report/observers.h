@@ -2,7 +2,7 @@
 // chosen steps, the profile, the progress line.
 //
 // The trainer calls each function at its place and knows nothing of what is behind them. Next:
-// io/tensorboard.h, base/trace.h and io/chrome_trace.h for traces, profile.h, progress.h.
+// io/tensorboard.h, base/trace.h for traces, profile.h, progress.h.
 #pragma once
 
 #include <cstdint>

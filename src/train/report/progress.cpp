@@ -5,7 +5,7 @@
 #include <cstdio>
 #include <utility>
 
-#include "base/terminal_line.h"
+#include "base/log.h"
 
 namespace tessera::train {
 namespace {

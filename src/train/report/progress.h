@@ -1,5 +1,5 @@
 // What the progress line says while weights are loaded and while steps run. The texts are pure;
-// showing them is base/terminal_line.h's, silent where stderr is no terminal.
+// showing them is base/log.h's, silent where stderr is no terminal.
 #pragma once
 
 #include <chrono>

@@ -1,8 +1,8 @@
-#include "base/crc32c.h"
-
 #include <gtest/gtest.h>
 
 #include <string>
+
+#include "base/hash.h"
 
 namespace tessera::crc32c_test {
 namespace {

@@ -1,5 +1,3 @@
-#include "base/philox.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,6 +7,7 @@
 #include <numeric>
 #include <vector>
 
+#include "base/random.h"
 #include "tessera/error.h"
 
 namespace tessera::philox_test {

@@ -2,7 +2,7 @@
 #include <gmock/gmock.h>
 
 #include "io/atomic_file.h"
-#include "io/folder_file.h"
+#include "io/folder.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::atomic_folder_test {

@@ -7,7 +7,7 @@
 #include <fstream>
 
 #include "io/checkpoint_folder.h"
-#include "io/safetensors_writer.h"
+#include "io/safetensors.h"
 
 namespace tessera::testing {
 namespace {

@@ -7,7 +7,7 @@
 #include <fstream>
 
 #include "io/checkpoint_store.h"
-#include "io/safetensors_writer.h"
+#include "io/safetensors.h"
 #include "unit/io/checkpoint_cases.h"
 #include "unit/io/temporary_folder.h"
 

@@ -1,8 +1,8 @@
-#include "io/chrome_trace.h"
-
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
+
+#include "base/trace.h"
 
 namespace tessera::chrome_trace_test {
 namespace {

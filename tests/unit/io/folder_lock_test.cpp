@@ -1,5 +1,3 @@
-#include "io/folder_lock.h"
-
 #include <gmock/gmock.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -7,6 +5,7 @@
 #include <fstream>
 #include <thread>
 
+#include "io/folder.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::folder_lock_test {

@@ -6,8 +6,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "io/hf_shards.h"
-#include "io/safetensors_writer.h"
+#include "io/safetensors.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::hf_folder_test {

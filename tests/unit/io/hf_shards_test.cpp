@@ -1,11 +1,10 @@
 // How tensors are divided over the files of a folder.
-#include "io/hf_shards.h"
-
 #include <gmock/gmock.h>
 
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "io/hf_folder.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::hf_shards_test {

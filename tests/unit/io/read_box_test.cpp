@@ -1,11 +1,10 @@
 // Boxes of tensors: every range of every box is what indexing finds, in few calls.
-#include "io/read_box.h"
-
 #include <gtest/gtest.h>
 
 #include <cstring>
 #include <random>
 
+#include "io/tensor_source.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::read_box_test {

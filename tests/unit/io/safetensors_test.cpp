@@ -9,7 +9,6 @@
 #include <random>
 #include <vector>
 
-#include "io/safetensors_writer.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::safetensors_test {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <iterator>
 
-#include "base/crc32c.h"
+#include "base/hash.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::tensorboard_test {

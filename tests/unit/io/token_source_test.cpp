@@ -1,10 +1,10 @@
+#include "io/token_source.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <vector>
 
-#include "io/text_corpus.h"
-#include "io/token_file.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::token_source_test {

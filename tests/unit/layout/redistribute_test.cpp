@@ -1,11 +1,10 @@
 // plan_moves: every wanted element comes once, from a rank that has it, and nothing else moves.
-#include "layout/redistribute.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <random>
 
+#include "layout/range.h"
 #include "tessera/error.h"
 
 namespace tessera::layout::redistribute_test {

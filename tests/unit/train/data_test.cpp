@@ -5,7 +5,7 @@
 
 #include <numeric>
 
-#include "io/safetensors_writer.h"
+#include "io/safetensors.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::train::data_test {

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <thread>
 
-#include "base/joined.h"
 #include "base/printable.h"
 #include "comm/batch.h"
 #include "comm/ops/steps.h"

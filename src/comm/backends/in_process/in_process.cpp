@@ -1,7 +1,7 @@
 #include "comm/backends/in_process/in_process.h"
 
-#include "base/joined.h"
 #include "base/mutex.h"
+#include "base/printable.h"
 #include "base/test_hooks.h"
 #include "comm/batch.h"
 #include "tessera/error.h"

@@ -1,4 +1,5 @@
-// Counter-based random numbers: every value is a pure function of a seed, a name and an index.
+// Counter-based random numbers: every value is a pure function of a seed, a name and an index; and
+// where a forward stands in training, which keys those of dropout.
 //
 // No generator object and no state, so a rank draws any range of a parameter and gets the values
 // that every other layout gets there; nothing touches libtorch's default generator. Source: Salmon,
@@ -8,6 +9,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string_view>
 
 namespace tessera {
@@ -49,6 +51,32 @@ class Permutation {
   std::uint64_t epoch_;
   std::int64_t size_;
   int half_bits_;
+};
+
+/// What counter-based dropout is keyed by. A layer sees rows of a micro-batch, not which rows of the
+/// step they are. Whoever runs the micro-batch says so for the thread; checkpoint() restores it when
+/// it recomputes, as it does random state. Without a scope nothing is being trained, and nothing is
+/// dropped.
+struct SamplePlace {
+  std::uint64_t seed = 0;
+  std::int64_t step = 0;       ///< from 1
+  std::int64_t first_row = 0;  ///< row 0 of the micro-batch, counted over the step's global batch
+  bool operator==(const SamplePlace&) const = default;
+};
+
+/// Of this thread.
+std::optional<SamplePlace> sample_place();
+
+/// Sets it while it lives; scopes nest.
+class SampleScope {
+ public:
+  explicit SampleScope(std::optional<SamplePlace> place);
+  ~SampleScope();
+  SampleScope(const SampleScope&) = delete;
+  SampleScope& operator=(const SampleScope&) = delete;
+
+ private:
+  std::optional<SamplePlace> outer_;
 };
 
 }  // namespace tessera

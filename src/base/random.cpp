@@ -1,7 +1,8 @@
-#include "base/philox.h"
+#include "base/random.h"
 
 #include <cmath>
 #include <numbers>
+#include <utility>
 
 #include "base/hash.h"
 #include "tessera/error.h"
@@ -136,5 +137,19 @@ std::int64_t Permutation::operator()(std::int64_t index) const {
   } while (value >= static_cast<std::uint64_t>(size_));
   return static_cast<std::int64_t>(value);
 }
+
+namespace {
+
+// A thread is a rank, so this is per rank.
+thread_local std::optional<SamplePlace> t_place;
+
+}  // namespace
+
+std::optional<SamplePlace> sample_place() { return t_place; }
+
+SampleScope::SampleScope(std::optional<SamplePlace> place)
+    : outer_(std::exchange(t_place, place)) {}
+
+SampleScope::~SampleScope() { t_place = outer_; }
 
 }  // namespace tessera

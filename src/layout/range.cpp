@@ -1,4 +1,4 @@
-#include "layout/redistribute.h"
+#include "layout/range.h"
 
 #include <algorithm>
 

@@ -1,0 +1,53 @@
+// A folder that others reach too: files of one that somebody else made, found without being led out
+// of it, by a name or by a link; and one user of a folder at a time, for as long as a process
+// lives.
+#pragma once
+
+#include <chrono>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace tessera {
+
+/// Whether a name can only mean a file inside the folder that it is looked up in: no separator, not
+/// "." or "..", no control byte, not longer than file systems allow.
+bool is_plain_file_name(std::string_view name);
+
+/// FOLDER/NAME. Links are followed here, once. Errors: kIo where it cannot be reached; kFormat
+/// where it is a link to somewhere else than the folder (the blobs of a hub cache, where the folder
+/// is one of its snapshots, are inside).
+std::filesystem::path file_inside(const std::filesystem::path& folder, const std::string& name);
+
+/// The same; none where there is no such name. Errors: also kFormat for anything but a plain file.
+std::optional<std::filesystem::path> optional_file_inside(const std::filesystem::path& folder,
+                                                          const std::string& name);
+
+/// Two runs that write into one folder would spoil both without an error. The lock is the system's
+/// (flock): it goes with its process however that ends, so nothing that a crash leaves has to be
+/// cleaned up; the file itself stays. Only a guard against accidents: who does not ask for the lock
+/// is not held up by it.
+class FolderLock {
+ public:
+  /// Waits up to `patience` for whoever holds it: a process that was killed may still be ending.
+  /// `remedy` ends the message. Errors: kConfig where another process, or another lock of this one,
+  /// holds it: names the folder and the holder; kIo.
+  FolderLock(const std::filesystem::path& folder, std::chrono::milliseconds patience,
+             const std::string& remedy);
+  ~FolderLock();
+  FolderLock(FolderLock&& other) noexcept : descriptor_(std::exchange(other.descriptor_, -1)) {}
+  FolderLock& operator=(FolderLock&& other) noexcept {
+    std::swap(descriptor_, other.descriptor_);
+    return *this;
+  }
+
+ private:
+  int descriptor_ = -1;
+};
+
+/// FOLDER/.lock; its text says which process took it last.
+std::filesystem::path lock_file(const std::filesystem::path& folder);
+
+}  // namespace tessera
