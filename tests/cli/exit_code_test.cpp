@@ -1,7 +1,6 @@
-#include "cli/exit_code.h"
-
 #include <gtest/gtest.h>
 
+#include "cli/program_end.h"
 #include "tessera/error.h"
 #include "train/report/found_problems.h"
 
