@@ -9,9 +9,9 @@
 
 #include "base/environment.h"
 #include "base/printable.h"
+#include "launch/hosts.h"
 #include "launch/peer_watch.h"
 #include "launch/poison.h"
-#include "launch/slurm_hosts.h"
 #include "launch/store.h"
 #include "tessera/error.h"
 

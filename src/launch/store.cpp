@@ -11,8 +11,8 @@
 #include "base/environment.h"
 #include "base/joined.h"
 #include "base/printable.h"
+#include "launch/hosts.h"
 #include "launch/peer_watch.h"
-#include "launch/sockets.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
