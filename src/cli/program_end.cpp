@@ -12,7 +12,7 @@
 #include "base/printable.h"
 #include "base/terminal_line.h"
 #include "tessera/error.h"
-#include "train/report/found_problems.h"
+#include "train/report/checks.h"
 
 namespace tessera::cli {
 

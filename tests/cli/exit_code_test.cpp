@@ -2,7 +2,7 @@
 
 #include "cli/program_end.h"
 #include "tessera/error.h"
-#include "train/report/found_problems.h"
+#include "train/report/checks.h"
 
 namespace tessera::cli::exit_code_test {
 namespace {
