@@ -8,7 +8,7 @@
 #include "cli/program_end.h"
 #include "cli/version.h"
 #include "comm/backends/backend.h"
-#include "launch/refusal.h"
+#include "comm/failure_report.h"
 #include "tessera/error.h"
 
 namespace tessera::cli {

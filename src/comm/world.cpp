@@ -15,7 +15,6 @@
 #include "comm/queue.h"
 #include "launch/hosts.h"
 #include "launch/launch_environment.h"
-#include "launch/refusal.h"
 #include "launch/spawn.h"
 #include "tessera/error.h"
 
