@@ -18,9 +18,9 @@ namespace tessera::comm {
 
 class ProcessWorld;
 
-/// For a rank that was refused before it joined, or a process that may be of no launch at all: calls
-/// `print` unless another rank says the same. Takes a few seconds at most (WatchTimes::meeting);
-/// rank 0 serves the store for as long. Prints where nobody answers.
+/// For a rank that was refused before it joined, or a process that may be of no launch at all:
+/// calls `print` unless another rank says the same. Takes a few seconds at most
+/// (WatchTimes::meeting); rank 0 serves the store for as long. Prints where nobody answers.
 void refuse_once(const std::exception& error, int code, const std::function<void()>& print);
 
 /// Prints "rank R: what" on stderr, in one line, tells own spawn's parent and the other ranks, and
