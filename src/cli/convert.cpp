@@ -2,7 +2,7 @@
 
 #include "base/printable.h"
 #include "cli/arguments.h"
-#include "cli/exit_code.h"
+#include "cli/program_end.h"
 #include "io/atomic_file.h"
 #include "io/checkpoint_manifest.h"
 #include "io/checkpoint_store.h"

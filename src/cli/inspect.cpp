@@ -10,7 +10,7 @@
 
 #include "base/printable.h"
 #include "cli/arguments.h"
-#include "cli/exit_code.h"
+#include "cli/program_end.h"
 #include "io/checkpoint_folder.h"
 #include "io/hf_folder.h"
 #include "tessera/error.h"

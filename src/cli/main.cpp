@@ -5,11 +5,10 @@
 #include <iostream>
 
 #include "cli/arguments.h"
-#include "cli/exit_code.h"
-#include "cli/standard_output.h"
+#include "cli/program_end.h"
 #include "cli/version.h"
 #include "comm/backends/backend.h"
-#include "launch/refusal.h"
+#include "comm/failure_report.h"
 #include "tessera/error.h"
 
 namespace tessera::cli {

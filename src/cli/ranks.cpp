@@ -1,7 +1,7 @@
 #include "cli/ranks.h"
 
 #include "base/environment.h"
-#include "cli/exit_code.h"
+#include "cli/program_end.h"
 #include "comm/failure_report.h"
 #include "launch/launch_environment.h"
 #include "launch/spawn.h"

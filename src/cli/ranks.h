@@ -7,7 +7,7 @@
 #include <functional>
 #include <optional>
 
-#include "cli/exit_code.h"
+#include "cli/program_end.h"
 #include "tessera/world.h"
 #include "train/config/config.h"
 

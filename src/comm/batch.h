@@ -1,21 +1,29 @@
 // What backends share about a Batch: its text, its fingerprint, its check, what one rank sends for
-// it, and the case of one rank.
+// it, the record of the latest ones, and the case of one rank.
 //
 // The fingerprint covers everything that must agree over ranks (kinds, unit, micro-batch, bytes,
 // dtypes); the text is what is printed when it does not. What is sent works out its op
 // (ops/operation.h), as sends and receives between pairs of ranks: these hold what they have posted
 // against sent_bytes() (backends/gloo/exchange.h); traces and tests ask the same function. The
 // in-process backend moves nothing: there it is what the same ranks would send over Gloo. NCCL has
-// its own ways. Next: group.h, ../../docs/communication.md.
+// its own ways.
+//
+// FlightRecorder: what one group has issued lately on this rank. Written at every collective
+// (cheap: no text is made). Its lines and hashes go to the failure watch, which compares ranks
+// (launch/wait_board.h), and name the collective in every error of a wait. Next: group.h,
+// ../../docs/communication.md.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "comm/group.h"
 #include "launch/poison.h"
+#include "launch/wait_board.h"
 
 namespace tessera::comm {
 
@@ -62,5 +70,30 @@ bool is_relayed(const Op& op, int ranks);
 /// By `rank` of `ranks`, to all others together.
 std::int64_t sent_bytes(const Op& op, int ranks, int rank);
 std::int64_t sent_bytes(const Batch& batch, int ranks, int rank);
+
+/// The last entries of one group on one rank. Threads: any.
+class FlightRecorder final : public Recorded {
+ public:
+  explicit FlightRecorder(std::string group);
+  std::uint64_t record(const Batch& batch, std::uint64_t sequence);  ///< returns the fingerprint
+  void clear();
+  std::string lines() const override;
+  IssuedHashes issued() const override;
+  /// That the entry `sequence` waits for `peer`, a world rank.
+  PeerWait wait_for(std::uint64_t sequence, int peer) const;
+  std::uint64_t group_hash() const { return group_hash_; }
+
+ private:
+  struct Kept {
+    Entry entry;
+    std::uint64_t hash_so_far = 0;  ///< of all entries up to this one
+  };
+
+  const std::string group_;
+  const std::uint64_t group_hash_;
+  mutable base::Mutex mutex_;
+  std::array<Kept, 64> ring_ TESSERA_GUARDED_BY(mutex_);
+  std::uint64_t count_ TESSERA_GUARDED_BY(mutex_) = 0;
+};
 
 }  // namespace tessera::comm

@@ -1,10 +1,15 @@
-// How a failing rank leaves: once, loudly, and without destroying anything.
+// How a failing rank leaves: once, loudly, and without destroying anything. The order matters: the
+// parent and the other ranks must know before our sockets close, or they report a lost connection
+// in place of its cause. [Note: failure] in failure_watch.h.
 //
-// The order matters: the parent and the other ranks must know before our sockets close, or they
-// report a lost connection in place of its cause. [Note: failure] in failure_watch.h.
+// And an error that every rank of a launch comes to alike, said once. A wrong key or a missing file
+// is found by each rank for itself, mostly before there is a World. The ranks agree through the
+// store's failure key: the first one to write it prints. A rank that is alone in its trouble prints
+// too, and ends the others by that key.
 #pragma once
 
 #include <exception>
+#include <functional>
 
 #include "launch/failure_record.h"
 #include "tessera/world.h"
@@ -12,6 +17,11 @@
 namespace tessera::comm {
 
 class ProcessWorld;
+
+/// For a rank that was refused before it joined, or a process that may be of no launch at all:
+/// calls `print` unless another rank says the same. Takes a few seconds at most
+/// (WatchTimes::meeting); rank 0 serves the store for as long. Prints where nobody answers.
+void refuse_once(const std::exception& error, int code, const std::function<void()>& print);
 
 /// Prints "rank R: what" on stderr, in one line, tells own spawn's parent and the other ranks, and
 /// leaves by _exit(code). `world` may be null (the rank failed before it joined). An error that

@@ -1,4 +1,5 @@
-// Collectives among the ranks of one group: what a backend implements (gloo, in-process, nccl).
+// Collectives among the ranks of one group: what a backend implements (gloo, in-process, nccl), and
+// the blocking forms for control messages.
 //
 // Not a general message layer: only what sharding needs, with the semantics that it needs. Sums are
 // formed in rank order in the output's dtype, so that every backend gives the same bits; an
@@ -8,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -17,9 +19,11 @@
 #include "comm/ops/all_gather.h"
 #include "comm/ops/all_reduce.h"
 #include "comm/ops/all_to_all.h"
-#include "comm/ops/combine.h"
 #include "comm/ops/reduce_scatter.h"
-#include "comm/ops/relayed_gather.h"
+#include "comm/ops/relayed.h"
+namespace tessera {
+class World;
+}
 
 namespace tessera::comm {
 
@@ -102,5 +106,13 @@ std::vector<std::string> all_gather_fixed(Group& group, const std::string& mine,
 /// Every rank's bytes, in rank order; lengths may differ: two exchanges.
 std::vector<std::string> all_gather_bytes(Group& group, const std::string& mine,
                                           const std::string& what);
+
+/// What one rank finds, all ranks find: the same error everywhere instead of a rank that leaves and
+/// others that wait for it. Runs `action` on this rank; where it throws on any rank, every rank
+/// throws the error of the first of them; kinds are kept. Collective, on the control group.
+void on_all_or_none(World& world, const std::string& what, const std::function<void()>& action);
+
+/// Rank 0's text on every rank. Collective.
+std::string from_first_rank(World& world, const std::string& what, const std::string& text);
 
 }  // namespace tessera::comm

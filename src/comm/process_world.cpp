@@ -7,7 +7,6 @@
 #include "base/printable.h"
 #include "comm/failure_report.h"
 #include "comm/queue.h"
-#include "comm/world_state.h"
 #include "launch/bounded_calls.h"
 #include "launch/failure_record.h"
 #include "tessera/error.h"

@@ -1,4 +1,5 @@
-// ProcessWorld: a World whose ranks are processes. Private to comm/.
+// What a World keeps besides its place, and ProcessWorld, whose ranks are processes. Private to
+// comm/.
 //
 // Store, watch and the connections of a backend. How it ends well and how it ends badly are two
 // different things: the destructor leaves together with the others, report_failure() leaves alone.
@@ -6,8 +7,10 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,11 +18,29 @@
 
 #include "base/mutex.h"
 #include "comm/backends/backend.h"
+#include "comm/group.h"
 #include "launch/failure_record.h"
 #include "launch/failure_watch.h"
 #include "launch/launch_environment.h"
+#include "launch/poison.h"
 #include "launch/store.h"
+#include "launch/wait_board.h"
 #include "tessera/world.h"
+
+namespace tessera {
+
+/// Groups, and the mark that it has failed.
+struct World::State {
+  base::Mutex mutex;
+  std::map<std::string, std::shared_ptr<comm::Group>> made TESSERA_GUARDED_BY(mutex);
+  const std::shared_ptr<comm::Poison> poison = std::make_shared<comm::Poison>();
+  const std::shared_ptr<comm::WaitBoard> board = std::make_shared<comm::WaitBoard>();
+  std::shared_ptr<comm::Store> store;  ///< none in a world of one
+  std::chrono::milliseconds init_timeout{0};
+  std::unique_ptr<comm::StartUpLog> start_up_log;  ///< of rank 0, in a start-up
+};
+
+}  // namespace tessera
 
 namespace tessera::comm {
 

@@ -12,10 +12,8 @@
 #include "comm/failure_report.h"
 #include "comm/process_world.h"
 #include "comm/queue.h"
-#include "comm/world_state.h"
+#include "launch/hosts.h"
 #include "launch/launch_environment.h"
-#include "launch/refusal.h"
-#include "launch/slurm_hosts.h"
 #include "launch/spawn.h"
 #include "tessera/error.h"
 

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/gather_buffer.h"
+#include "comm/buffer_pool.h"
 #include "comm/group.h"
 #include "comm/queue.h"
 #include "layout/bucket_plan.h"

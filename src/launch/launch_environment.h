@@ -65,7 +65,7 @@ struct StoreAddress {
 
 /// Errors: kUsage for missing, malformed or contradictory variables (named with their values), and
 /// where no address is given and the ranks are not known to be on one host. Slurm's node list does
-/// for an address: slurm_hosts.h turns it into one.
+/// for an address: hosts.h turns it into one.
 LaunchEnvironment read_launch_environment(const base::Environment& variables,
                                           const StoreAddress& fallback = {});
 

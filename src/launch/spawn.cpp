@@ -24,9 +24,9 @@
 #include "base/environment.h"
 #include "base/log.h"
 #include "launch/failure_record.h"
+#include "launch/hosts.h"
 #include "launch/launch_environment.h"
 #include "launch/peer_watch.h"
-#include "launch/sockets.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {

@@ -10,8 +10,8 @@
 
 #include "base/environment.h"
 #include "base/printable.h"
+#include "launch/hosts.h"
 #include "launch/peer_watch.h"
-#include "launch/sockets.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {

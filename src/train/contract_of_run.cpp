@@ -11,7 +11,6 @@
 #include "models/family.h"
 #include "tessera/error.h"
 #include "train/expert_balance.h"
-#include "train/family_pins.h"
 #include "train/hf/weights.h"
 #include "train/plan_of_run.h"
 

@@ -1,6 +1,6 @@
 #include "train/parallelize.h"
 
-#include "comm/all_or_none.h"
+#include "comm/group.h"
 #include "grad/torch_dtype.h"
 #include "models/adapters.h"
 #include "models/expert_bias.h"

@@ -1,5 +1,5 @@
-// The bucket plan of one of our models for any number of ranks, from its description and its
-// contracts.
+// What of a run's contract follows from its model's description alone: what the family keeps in
+// fp32, the units, and the bucket plan for any number of ranks.
 //
 // Pure: nothing is allocated and no rank is asked. parallelize.cpp makes the same units out of
 // modules; that both plans are equal is tested for every layout, and their hashes can be compared
@@ -11,9 +11,15 @@
 
 #include "layout/model_plan.h"
 #include "models/description.h"
+#include "models/family.h"
+#include "tessera/contract.h"
 #include "tessera/model_contract.h"
 
 namespace tessera::train {
+
+/// Sets strict_pin and pin16 of the parameters that the family's patterns match. Errors: kContract
+/// for a pattern that matches none: the family's table does not fit its own models.
+void apply_pins(const models::FamilyTraits& family, std::vector<ParameterMeta>& parameters);
 
 /// Buckets below this go to the root and are gathered once a step: a message costs as much as
 /// moving this many bytes (docs/performance.md).

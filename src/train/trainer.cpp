@@ -15,13 +15,13 @@
 #include "tessera/optim.h"
 #include "train/batch_memory.h"
 #include "train/checkpoint/checkpoint_session.h"
+#include "train/config/config_resolve.h"
 #include "train/data/data.h"
 #include "train/expert_balance.h"
 #include "train/parallelize.h"
 #include "train/report/checks.h"
 #include "train/report/metrics.h"
 #include "train/report/observers.h"
-#include "train/schedule.h"
 #include "train/step.h"
 
 namespace tessera::train {

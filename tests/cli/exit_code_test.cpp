@@ -1,9 +1,8 @@
-#include "cli/exit_code.h"
-
 #include <gtest/gtest.h>
 
+#include "cli/program_end.h"
 #include "tessera/error.h"
-#include "train/report/found_problems.h"
+#include "train/report/checks.h"
 
 namespace tessera::cli::exit_code_test {
 namespace {

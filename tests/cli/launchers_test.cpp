@@ -9,7 +9,7 @@
 #include "cli/listening.h"
 #include "cli/process.h"
 #include "cli/program.h"
-#include "launch/sockets.h"
+#include "launch/hosts.h"
 
 namespace tessera::cli::launchers_test {
 namespace {

@@ -15,7 +15,7 @@
 #include <thread>
 
 #include "base/environment.h"
-#include "launch/sockets.h"
+#include "launch/hosts.h"
 
 namespace tessera::cli {
 namespace {

@@ -1,8 +1,8 @@
-#include "cli/stop_signal.h"
-
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <unistd.h>
+
+#include "cli/program_end.h"
 
 namespace tessera::cli::stop_signal_test {
 namespace {

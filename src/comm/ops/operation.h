@@ -1,4 +1,5 @@
-// What a collective operation is: one struct with everything that is known about it, one file each.
+// What a collective operation is: one struct with everything that is known about it, one file each
+// (the two of control messages share relayed.h).
 //
 // A group takes a batch of them as a variant (group.h), and whoever does something with an op
 // visits it, so an operation that lacks an answer does not compile. Operation, below, lists the

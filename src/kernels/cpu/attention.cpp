@@ -1,5 +1,6 @@
 // Plain products around a fused softmax: at the lengths that one rank trains this is faster than a
-// flash kernel, and the products take whatever matrix units the machine has.
+// flash kernel, and the products take whatever matrix units the machine has. Then the softmax of a
+// block of rows that see a window, with sinks.
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros.h>
@@ -208,6 +209,56 @@ at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const a
     return x.reshape({sizes.rows * sizes.groups, x.size(2), x.size(3)});
   };
   return attend(flat(q.contiguous()), by_head(keys), by_head(values), sizes, scale);
+}
+
+void window_softmax(const at::Tensor& scores, const std::optional<at::Tensor>& sinks,
+                    const std::optional<at::Tensor>& shares, std::int64_t first,
+                    std::int64_t window, std::int64_t groups, std::int64_t repeat, double scale) {
+  const WindowRows job{.scores = mutable_data<float>(scores),
+                       .weights = nullptr,
+                       .sinks = sinks ? data<float>(*sinks) : nullptr,
+                       .shares = shares ? mutable_data<float>(*shares) : nullptr,
+                       .keys = scores.size(2),
+                       .first = first,
+                       .window = window,
+                       .groups = groups,
+                       .repeat = repeat,
+                       .period = scores.size(1),
+                       .scale = static_cast<float>(scale)};
+  const auto kernel = best_level().window_softmax;
+  base::for_ranges(scores.size(0) * scores.size(1), rows_a_thread(job.keys),
+                   [&](std::int64_t begin, std::int64_t end) { kernel(job, begin, end); });
+}
+
+void window_softmax_backward(const at::Tensor& grad, const at::Tensor& weights,
+                             const std::optional<at::Tensor>& shares, std::int64_t first,
+                             std::int64_t window, std::int64_t groups, std::int64_t repeat,
+                             double scale) {
+  const WindowRows job{.scores = mutable_data<float>(grad),
+                       .weights = data<float>(weights),
+                       .sinks = nullptr,
+                       .shares = shares ? mutable_data<float>(*shares) : nullptr,
+                       .keys = grad.size(2),
+                       .first = first,
+                       .window = window,
+                       .groups = groups,
+                       .repeat = repeat,
+                       .period = grad.size(1),
+                       .scale = static_cast<float>(scale)};
+  const auto kernel = best_level().window_softmax_backward;
+  base::for_ranges(grad.size(0) * grad.size(1), rows_a_thread(job.keys),
+                   [&](std::int64_t begin, std::int64_t end) { kernel(job, begin, end); });
+}
+
+void add_sink_gradients(const at::Tensor& rows, const at::Tensor& sum, std::int64_t repeat) {
+  const std::int64_t groups = sum.numel() / repeat;
+  const at::Tensor wide = rows.to(at::kDouble);
+  const auto* terms = data<double>(wide);
+  auto* sums = mutable_data<double>(sum);
+  for (std::int64_t group = 0; group < wide.size(0); ++group) {
+    double* of_group = sums + group % groups * repeat;
+    for (std::int64_t i = 0; i < wide.size(1); ++i) of_group[i % repeat] += *terms++;
+  }
 }
 
 }  // namespace tessera::kernels::cpu

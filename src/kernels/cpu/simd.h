@@ -6,7 +6,7 @@
 // be picked by the linker for common use. Next: tables.h.
 #pragma once
 
-#include "kernels/cpu/element.h"
+#include "kernels/cpu/tables.h"
 
 namespace tessera::kernels::cpu::TESSERA_CPU_LEVEL {
 

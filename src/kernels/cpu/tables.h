@@ -1,16 +1,19 @@
 // The table of fused CPU kernels: plain functions over plain memory, one table an instruction set.
 //
-// kernels() picks the widest set that this machine has, once. Every kernel works on a range, so
+// best_level() picks the widest set that this machine has, once. Every kernel works on a range, so
 // that callers divide the rows over threads; sums over rows are formed in blocks whose borders
 // depend on the sizes alone, so results do not depend on the number of threads. All keep fp32
 // inside and round once. T is the activation's type, W a norm weight's (T or float). Short symbols:
 // K columns, D head_dim, H heads, R query heads of a key/value head, V vocabulary. Next:
-// functions.h (autograd).
+// level.cpp, which fills the tables.
 #pragma once
 
-#include "kernels/cpu/element.h"
-
 namespace tessera::kernels::cpu {
+
+/// bf16 as the kernels see it: two bytes and no operations.
+struct BFloat16 {
+  unsigned short bits;
+};
 
 /// Rows of x [rows, K]; `residual` may be null, else x + residual is what is normed, and goes to
 /// `sum`.

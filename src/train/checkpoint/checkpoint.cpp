@@ -8,7 +8,6 @@
 #include "base/log.h"
 #include "base/printable.h"
 #include "base/test_hooks.h"
-#include "comm/all_or_none.h"
 #include "comm/group.h"
 #include "io/checkpoint_folder.h"
 #include "io/hashed_file.h"

@@ -2,7 +2,7 @@
 
 #include "base/log.h"
 #include "base/printable.h"
-#include "comm/all_or_none.h"
+#include "comm/group.h"
 #include "train/checkpoint/resume.h"
 #include "train/data/data_identity.h"
 #include "train/hf/model_source.h"

@@ -8,8 +8,8 @@
 #include <map>
 
 #include "grad/torch_dtype.h"
-#include "models/adapters.h"
 #include "io/safetensors.h"
+#include "models/adapters.h"
 #include "tessera/error.h"
 #include "tessera/world.h"
 #include "train/hf/weights.h"

@@ -8,7 +8,6 @@
 
 #include "base/log.h"
 #include "base/printable.h"
-#include "comm/all_or_none.h"
 #include "comm/group.h"
 #include "grad/torch_dtype.h"
 #include "io/checkpoint_store.h"

@@ -13,7 +13,6 @@
 #include "base/log.h"
 #include "base/mapped_file.h"
 #include "base/printable.h"
-#include "comm/all_or_none.h"
 #include "comm/group.h"
 #include "io/atomic_file.h"
 #include "io/checkpoint_store.h"

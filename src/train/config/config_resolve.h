@@ -1,6 +1,6 @@
 // What follows from several keys at once: relations that must hold, degrees filled in for a world,
-// rows of a step. Pure; whatever is impossible is refused here with the key's name, before any rank
-// starts.
+// rows and learning rate of a step. Pure; whatever is impossible is refused here with the key's
+// name, before any rank starts.
 //
 // Single values are checked where they are read (config_keys.h). Next: sampler.h for who gets which
 // row.
@@ -51,5 +51,11 @@ BatchSizes resolve_batch(const TrainingConfig& training, int data_ranks);
 /// absolute, those of checkpoints and metrics under the run, all others under the working folder;
 /// optimizer.weight_decay filled in.
 Config resolved_for_run(const Config& config, const std::string& run_folder);
+
+/// The learning rate of a step: warm-up, then the decay of [lr_scheduler]. Steps count from 1. lr x
+/// step / warmup while step <= warmup; then from lr at the end of the warm-up to lr x min_lr_factor
+/// at step `steps`, straight or along half a cosine.
+double learning_rate(const LrSchedulerConfig& schedule, double lr, std::int64_t steps,
+                     std::int64_t step);
 
 }  // namespace tessera::train

@@ -5,7 +5,6 @@
 
 #include "base/log.h"
 #include "base/printable.h"
-#include "comm/all_or_none.h"
 #include "comm/group.h"
 #include "io/checkpoint_folder.h"
 #include "io/hf_folder.h"

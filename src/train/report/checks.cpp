@@ -10,10 +10,12 @@
 #include "base/log.h"
 #include "base/printable.h"
 #include "comm/group.h"
+#include "models/language_model.h"
 #include "tessera/clip.h"
 #include "tessera/dtype_watch.h"
 #include "tessera/error.h"
-#include "train/report/found_problems.h"
+#include "tessera/shard.h"
+#include "train/data/data.h"
 
 namespace tessera::train {
 namespace {

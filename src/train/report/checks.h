@@ -2,17 +2,34 @@
 //
 // debug.check_dtypes: one forward under a DtypeWatch before the first step. debug.check_placements:
 // once a step, after its last backward, gradients that their layers declare the same on all ranks
-// of an axis are compared bit for bit. Next: found_problems.h.
+// of an axis are compared bit for bit.
 #pragma once
 
 #include <cstdint>
 
-#include "models/language_model.h"
-#include "tessera/shard.h"
-#include "train/data/data.h"
+#include "tessera/error.h"
 #include "train/data/sampler.h"
 
+namespace tessera {
+template <class M>
+class Sharded;
+class ShardedBase;
+}  // namespace tessera
+
+namespace tessera::models {
+class LanguageModel;
+}
+
 namespace tessera::train {
+
+class BatchSource;
+
+/// A check that was asked for looked, and found something. Not a refusal of what was asked for and
+/// not a failure of the run: the program ends with a code of its own.
+class FoundProblems : public Error {
+ public:
+  using Error::Error;
+};
 
 /// Runs `rows` of the batch of `step` forward, without gradients, and looks at the dtype of every
 /// result. Collective. Errors, on all ranks alike: FoundProblems (kContract) when any rank

@@ -1,6 +1,6 @@
 #include <gmock/gmock.h>
 
-#include "launch/sockets.h"
+#include "launch/hosts.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::comm::address_test {

@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "comm/backends/gloo/exchange.h"
-#include "comm/flight_recorder.h"
+#include "comm/batch.h"
 #include "tessera/error.h"
 #include "unit/comm/rank_pools.h"
 

@@ -3,7 +3,7 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 
-#include "launch/sockets.h"
+#include "launch/hosts.h"
 #include "tessera/error.h"
 #include "unit/io/temporary_folder.h"
 

@@ -1,10 +1,10 @@
 // A fake scontrol on PATH: what it is asked, and what becomes of every way in which it can fail.
-#include "launch/slurm_hosts.h"
-
 #include <gmock/gmock.h>
 
 #include <cstdlib>
 
+#include "launch/hosts.h"
+#include "launch/launch_environment.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::comm::slurm_hosts_test {

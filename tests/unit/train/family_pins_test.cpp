@@ -1,9 +1,8 @@
-#include "train/family_pins.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "tessera/error.h"
+#include "train/plan_of_run.h"
 
 namespace tessera::train::family_pins_test {
 namespace {

@@ -1,6 +1,6 @@
-#include "train/schedule.h"
-
 #include <gtest/gtest.h>
+
+#include "train/config/config_resolve.h"
 
 namespace tessera::train::schedule_test {
 namespace {

@@ -17,8 +17,8 @@
 
 #include "base/mutex.h"
 #include "comm/backends/gloo/point_to_point.h"
+#include "comm/batch.h"
 #include "comm/buffer_pool.h"
-#include "comm/flight_recorder.h"
 #include "comm/ops/steps.h"
 
 namespace tessera::comm {

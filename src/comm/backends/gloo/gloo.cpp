@@ -15,8 +15,8 @@
 #include "comm/backends/gloo/point_to_point.h"
 #include "launch/bounded_calls.h"
 #include "launch/failure_watch.h"
+#include "launch/hosts.h"
 #include "launch/poison.h"
-#include "launch/sockets.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {

@@ -8,7 +8,6 @@
 #include "base/printable.h"
 #include "comm/backends/gloo/point_to_point.h"
 #include "comm/batch.h"
-#include "comm/flight_recorder.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {

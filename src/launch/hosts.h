@@ -1,19 +1,28 @@
-// Hosts as sockets take them: names turned into addresses, and a listening socket at one of them.
+// Hosts: as sockets take them (names turned into addresses, and a listening socket at one of them),
+// and the first host of a Slurm step, as `scontrol` says.
 //
-// c10d's store server listens on every interface; it is handed one of these instead. Pure. Next:
+// c10d's store server listens on every interface; it is handed one of these sockets instead.
 // spawn.cpp passes one to rank 0, store.cpp opens one; gloo.h listens where the route to that store
 // begins.
+//
+// Slurm gives a step its hosts as a list ("node[01-03,7],gpu5") whose syntax is its own, and no
+// address. Only where neither MASTER_ADDR nor the user says one, scontrol is asked to spell the
+// list out: one short process, no shell, a limit on its time and on what is read. Pure. Next:
+// launch_environment.h, which says whether that is needed.
 #pragma once
 
 #include <netinet/in.h>
 #include <sys/socket.h>
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
 
 namespace tessera::comm {
+
+struct LaunchEnvironment;
 
 /// Of either family, as the socket calls want it.
 struct SocketAddress {
@@ -67,5 +76,13 @@ Listener listen_on(const std::string& host, std::uint16_t port);
 
 /// "store: cannot listen on HOST:PORT: ...; do Z", for a port that somebody else listens on.
 std::string port_in_use(const std::string& host, std::uint16_t port);
+
+/// scontrol only reads files of its host for this.
+inline constexpr std::chrono::seconds kScontrolPatience{10};
+
+/// Fills in `launch.master_addr` from `launch.node_list` if there is none yet.
+/// Errors: kUsage when scontrol is missing, fails, gives no answer within `limit`, or answers with
+/// anything but host names.
+void find_first_host(LaunchEnvironment& launch, std::chrono::milliseconds limit);
 
 }  // namespace tessera::comm

@@ -1,3 +1,4 @@
+// The operations of control messages: small, and always relayed (../relay.h).
 #pragma once
 
 #include "comm/ops/operation.h"
@@ -25,6 +26,30 @@ struct RelayedGather {
   static void run(const std::vector<const RelayedGather*>& ranks);
   RelayedGather cloned() const;
   void deliver(const RelayedGather& to) const;
+};
+
+/// In place, over ranks, combined on the way: bitwise or of bytes, or the sum of whole numbers
+/// (int64 [2, n]: the numbers, then as many zeros; the sums come out in the first row). Bytes a
+/// rank sends: ceil(log2 size) x values.
+struct Combine {
+  enum class Way : std::uint8_t { kAny, kSum };
+  at::Tensor values;
+  Way way = Way::kAny;
+
+  const at::Tensor& first_tensor() const { return values; }
+  OpFacts facts() const;
+  std::uint32_t bucket_or(std::uint32_t otherwise) const { return otherwise; }
+  void check(const CheckedBatch& batch) const;
+  std::int64_t sent_bytes(int ranks, int rank) const;
+  bool is_relayed(int) const { return true; }
+  void run_alone() const {}
+  std::unique_ptr<Steps> steps(int ranks, int rank) const;
+  static std::optional<CountDifference> find_difference(const std::vector<const Combine*>&) {
+    return std::nullopt;
+  }
+  static void run(const std::vector<const Combine*>& ranks);
+  Combine cloned() const;
+  void deliver(const Combine& to) const;
 };
 
 }  // namespace tessera::comm

@@ -1,0 +1,97 @@
+#include "cli/program_end.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <iostream>
+
+#include "base/log.h"
+#include "base/printable.h"
+#include "tessera/error.h"
+#include "train/report/checks.h"
+
+namespace tessera::cli {
+
+int exit_code(const std::exception& error, Phase phase) {
+  if (dynamic_cast<const train::FoundProblems*>(&error) != nullptr) return kFoundProblems;
+  const auto* known = dynamic_cast<const Error*>(&error);
+  if (known == nullptr || phase == Phase::kStepping) return kFailed;
+  switch (known->kind()) {
+    case ErrorKind::kUsage:
+    case ErrorKind::kConfig:
+    case ErrorKind::kContract:
+    case ErrorKind::kFormat:
+    case ErrorKind::kIo:
+      return kRefused;
+    case ErrorKind::kComm:
+    case ErrorKind::kNumeric:
+    case ErrorKind::kInternal:
+      return kFailed;
+  }
+  return kFailed;
+}
+
+int report(const std::exception& error, Phase phase) {
+  const auto* known = dynamic_cast<const Error*>(&error);
+  terminal_line::clear_of_any_process();
+  std::cerr << "tessera: " << to_string(known == nullptr ? ErrorKind::kInternal : known->kind())
+            << ": " << one_line(error.what()) << '\n';
+  return exit_code(error, phase);
+}
+
+void check_standard_output() {
+  errno = 0;
+  std::cout.flush();
+  if (std::cout.good()) return;
+  throw OutputLost(ErrorKind::kIo,
+                   concat("stdout: found that it cannot be written", errno == 0 ? "" : ": ",
+                          errno == 0 ? "" : std::strerror(errno),
+                          ", expected an open file with space; what was printed is not complete"));
+}
+
+void keep_standard_descriptors() {
+  for (const int descriptor : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (::fcntl(descriptor, F_GETFD) != -1 || errno != EBADF) continue;
+    // The lowest free number is this one. For reading only: writing to it is an error, as before.
+    if (::open("/dev/null", O_RDONLY) != descriptor) return;
+  }
+}
+
+namespace {
+
+constexpr int kSignals[] = {SIGINT, SIGTERM};
+
+std::atomic<bool> arrived{false};
+static_assert(std::atomic<bool>::is_always_lock_free, "a handler may touch it");
+
+/// Only what a handler may call.
+void on_signal(int number) {
+  if (!arrived.exchange(true)) return;
+  ::signal(number, SIG_DFL);
+  ::raise(number);  // takes effect when the handler returns
+}
+
+void install(int number, void (*handler)(int)) {
+  struct sigaction action{};
+  action.sa_handler = handler;
+  action.sa_flags = SA_RESTART;  // a step under way does not notice
+  ::sigemptyset(&action.sa_mask);
+  TESSERA_CHECK(::sigaction(number, &action, nullptr) == 0, ErrorKind::kIo,
+                "sigaction: ", std::strerror(errno));
+}
+
+}  // namespace
+
+StopSignal::StopSignal() {
+  arrived.store(false);
+  for (const int number : kSignals) install(number, on_signal);
+  install(SIGXFSZ, SIG_IGN);
+}
+
+bool StopSignal::requested() { return arrived.load(); }
+
+}  // namespace tessera::cli

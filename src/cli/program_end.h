@@ -1,0 +1,86 @@
+// How the program ends. Pure.
+//
+// Exit codes: 0 done, 2 refused before the first step, 1 failed later, 3 a check that found
+// problems; and how far a run has come, which they depend on.
+//
+// What a verb prints on stdout, looked at: output that goes nowhere (a full disk, a closed
+// descriptor) is not told from output that arrives.
+//
+// SIGINT and SIGTERM while a rank trains: the first asks the run to end after its step, a second
+// one ends this process at once.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <utility>
+
+#include "tessera/error.h"
+
+namespace tessera::cli {
+
+enum class Phase : std::uint8_t { kPreparing, kStepping };
+
+/// Set by the trainer's callback, when everything was checked and the first step begins. Threads:
+/// any.
+class RunPhase {
+ public:
+  /// `prepared` is called as the first step begins: what it throws is still about the preparation.
+  explicit RunPhase(std::function<void()> prepared = {}) : prepared_(std::move(prepared)) {}
+  void begin_steps() {
+    if (prepared_) prepared_();
+    stepping_.store(true);
+  }
+  Phase now() const { return stepping_.load() ? Phase::kStepping : Phase::kPreparing; }
+
+ private:
+  const std::function<void()> prepared_;
+  std::atomic<bool> stepping_{false};
+};
+
+inline constexpr int kDone = 0;
+inline constexpr int kFailed = 1;
+inline constexpr int kRefused = 2;
+inline constexpr int kFoundProblems = 3;
+
+/// What an error means for the exit code. Before the first step everything that a user gave (usage,
+/// configuration, contract, files) is refused; a lost rank, a full disk or a bug is a failure
+/// always, and FoundProblems always kFoundProblems.
+int exit_code(const std::exception& error, Phase phase);
+
+/// Prints "tessera: <kind>: <message>" on stderr, in one line, and returns exit_code().
+int report(const std::exception& error, Phase phase);
+
+/// A failure (exit code 1) at any time: nothing that was asked for is wrong.
+class OutputLost : public Error {
+ public:
+  using Error::Error;
+};
+
+/// Writes out what std::cout holds. Errors: OutputLost (kIo) where that, or anything before,
+/// could not be written.
+void check_standard_output();
+
+/// Lets writing to a stdout that the program was started without (>&-) fail. Before any file is
+/// opened: that would take its place, and what is printed would go into it.
+void keep_standard_descriptors();
+
+/// Signals belong to the process, so this is one of the few things that do: make one, in a rank's
+/// own process. The trainer only sees a function (TrainingHooks::stop_requested).
+class StopSignal {
+ public:
+  /// Installs the handlers; also makes writing past a file size limit an error of the write
+  /// (EFBIG, with a message) instead of a signal. The handlers stay for the rest of the process: a
+  /// first signal while a run that is saved takes its leave does not make it a failure. Errors:
+  /// kIo.
+  StopSignal();
+  ~StopSignal() = default;
+  StopSignal(const StopSignal&) = delete;
+  StopSignal& operator=(const StopSignal&) = delete;
+
+  /// Whether one arrived.
+  static bool requested();
+};
+
+}  // namespace tessera::cli
