@@ -111,11 +111,11 @@ void Runtime::agree_on_plan() {
   agreed_ = true;
 }
 
-void Runtime::agree(const std::string& lines, const char* what, const char* mend) {
+void Runtime::agree(const std::string& lines, const char* what, const char* hint) {
   if (data_group() == nullptr) return;
   if (comm::all_agree(*data_group(), {hash_bytes(lines)}, what)[0]) return;
   TESSERA_CHECK(false, ErrorKind::kContract, what,
-                " differ between ranks: ", difference_between_ranks(lines, what), "; ", mend);
+                " differ between ranks: ", difference_between_ranks(lines, what), "; ", hint);
 }
 
 void Runtime::begin_relayout() {

@@ -83,8 +83,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// difference.
   void agree_on_plan();
   /// All ranks of the stage have the same `lines`. Collective. Errors: kContract naming the first
-  /// difference and the `mend`.
-  void agree(const std::string& lines, const char* what, const char* mend);
+  /// difference and the `hint`.
+  void agree(const std::string& lines, const char* what, const char* hint);
   /// Gives all unsharded memory back before units are laid out anew. Nothing may be under way.
   void begin_relayout();
   /// Changes with every begin_relayout().

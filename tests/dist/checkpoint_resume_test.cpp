@@ -349,8 +349,8 @@ TEST(Resume, AChangeToFloat16OrFromItIsAWarningWithItsKey) {
       });
     });
   };
-  const auto warning = [](const char* found, const char* mend) {
-    return ::testing::Contains(AllOf(HasSubstr("warning"), HasSubstr(found), HasSubstr(mend)))
+  const auto warning = [](const char* found, const char* hint) {
+    return ::testing::Contains(AllOf(HasSubstr("warning"), HasSubstr(found), HasSubstr(hint)))
         .Times(1);
   };
   EXPECT_THAT(resume(of_float16, small_run(folder)),

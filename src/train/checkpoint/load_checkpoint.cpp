@@ -32,9 +32,9 @@ constexpr const char* kKeepsMaster =
 constexpr const char* kKeepsShape =
     "a resumed run keeps its model, whose tensors have these shapes";
 
-/// `mend` is for another dtype.
+/// `hint` is for another dtype.
 void require_tensor(const CheckpointFolder& checkpoint, const std::string& name, DType dtype,
-                    const std::vector<std::int64_t>& shape, const char* mend = kKeepsStorage) {
+                    const std::vector<std::int64_t>& shape, const char* hint = kKeepsStorage) {
   const auto* tensor = checkpoint.find(name);
   TESSERA_CHECK(tensor != nullptr, ErrorKind::kFormat, shown(checkpoint.path()),
                 ": found no tensor ", printable(name), ", expected one");
@@ -42,7 +42,7 @@ void require_tensor(const CheckpointFolder& checkpoint, const std::string& name,
                 shown(checkpoint.path()), ": tensor ", printable(name), ": found ",
                 to_string(tensor->dtype), " ", shape_text(tensor->shape), ", expected ",
                 to_string(dtype), " ", shape_text(shape), "; ",
-                tensor->shape == shape ? mend : kKeepsShape);
+                tensor->shape == shape ? hint : kKeepsShape);
 }
 
 std::set<std::string> names_of(const Optimizer& optimizer) {
