@@ -40,9 +40,15 @@ struct AxisPlacement {
   Placement parameter;
   Placement gradient;
 
-  static AxisPlacement cut(std::string_view axis, int size, int dim);  ///< (S(dim), S(dim))
-  static AxisPlacement summed(std::string_view axis, int size);        ///< (R, P)
-  static AxisPlacement invariant(std::string_view axis, int size);     ///< (I, I)
+  static AxisPlacement shard(std::string_view axis, int size, int dim);  ///< (S(dim), S(dim))
+  static AxisPlacement partial(std::string_view axis, int size);         ///< (R, P)
+  static AxisPlacement invariant(std::string_view axis, int size);       ///< (I, I)
+  [[deprecated("shard()")]] static AxisPlacement cut(std::string_view axis, int size, int dim) {
+    return shard(axis, size, dim);
+  }
+  [[deprecated("partial()")]] static AxisPlacement summed(std::string_view axis, int size) {
+    return partial(axis, size);
+  }
   bool operator==(const AxisPlacement&) const = default;
 };
 /// "tp 2 R, gradient P".

@@ -39,7 +39,7 @@ struct Target {
   const at::Tensor& in_file() const { return buffer ? stored : values; }
 };
 
-bool is_cut(const ParameterLayout& layout) {
+bool is_sharded(const ParameterLayout& layout) {
   return std::any_of(layout.axes.begin(), layout.axes.end(),
                      [](const auto& axis) { return axis.parameter.kind == PlacementKind::kShard; });
 }
@@ -56,7 +56,7 @@ std::vector<Target> targets_of(const ShardedBase& model) {
     Target target{
         {view.contract->name},      view.shard.detach(), view.contract->shape, view.begin, view.end,
         view.contract->replicated()};
-    if (is_cut(view.contract->layout)) {
+    if (is_sharded(view.contract->layout)) {
       target.layout = view.contract->layout;
       target.coordinates = view.coordinates;
     }
@@ -102,7 +102,7 @@ std::string refusal_of(const Target& target, const StateTensor& entry) {
   }
   const auto held =
       whole ? numel_of(entry.shape) : numel_of(layout::local_shape(entry.layout, entry.shape));
-  if (whole && is_cut(target.layout) && (entry.begin != 0 || entry.end != held)) {
+  if (whole && is_sharded(target.layout) && (entry.begin != 0 || entry.end != held)) {
     return found("elements ", entry.begin, " to ", entry.end, ", expected all ", held,
                  " of a tensor that is cut (", to_string(target.layout),
                  "); load a full state dict");
@@ -112,7 +112,7 @@ std::string refusal_of(const Target& target, const StateTensor& entry) {
                  ", expected as many as elements");
   }
   const bool owns = target.end > target.begin;
-  if (owns && !(whole && is_cut(target.layout)) &&
+  if (owns && !(whole && is_sharded(target.layout)) &&
       (entry.begin > target.begin || entry.end < target.end)) {
     return found("elements ", entry.begin, " to ", entry.end, ", expected at least ", target.begin,
                  " to ", target.end, ", which this rank owns; load a full state dict");
@@ -223,7 +223,7 @@ void agree(fsdp::Runtime& runtime, const Plan& plan, const std::string& mine) {
 
 /// The entry's elements that the target is, flat.
 at::Tensor part_for(const Target& target, const StateTensor& entry) {
-  if (!is_cut(target.layout) || entry.layout == target.layout) {
+  if (!is_sharded(target.layout) || entry.layout == target.layout) {
     return entry.values.reshape(-1).narrow(0, target.begin - entry.begin,
                                            target.end - target.begin);
   }

@@ -11,13 +11,13 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-bool is_cut(const AxisPlacement& axis) { return axis.parameter.kind == PlacementKind::kShard; }
+bool is_sharded(const AxisPlacement& axis) { return axis.parameter.kind == PlacementKind::kShard; }
 
 void check_pair(const AxisPlacement& axis, const std::string& what) {
   const Placement& own = axis.parameter;
   const Placement& grad = axis.gradient;
   const bool summed = own.kind == PlacementKind::kReplicate && grad.kind == PlacementKind::kPartial;
-  const bool own_part = is_cut(axis) && grad == own;
+  const bool own_part = is_sharded(axis) && grad == own;
   const bool same_everywhere =
       own.kind == PlacementKind::kInvariant && grad.kind == PlacementKind::kInvariant;
   TESSERA_CHECK(summed || own_part || same_everywhere, ErrorKind::kContract, what,
@@ -57,7 +57,7 @@ void validate(const ParameterLayout& layout, const Shape& shape, const std::stri
     TESSERA_CHECK(axes.insert(axis.axis).second, ErrorKind::kContract, what, ": found the axis ",
                   axis.axis, " twice, expected each once");
     check_pair(axis, what);
-    if (!is_cut(axis)) continue;
+    if (!is_sharded(axis)) continue;
     const std::size_t dim = dim_that_is_cut(axis, cut.size(), what);
     parts[dim] *= axis.size;
     TESSERA_CHECK(cut[dim] % parts[dim] == 0, ErrorKind::kContract, what, ": found ", cut[dim],
@@ -72,7 +72,7 @@ TensorBox local_box(const ParameterLayout& layout, const Shape& shape,
   TensorBox box = TensorBox::whole(cut_shape(layout, shape));
   for (std::size_t i = 0; i < layout.axes.size(); ++i) {
     const AxisPlacement& axis = layout.axes[i];
-    if (!is_cut(axis)) continue;
+    if (!is_sharded(axis)) continue;
     const auto dim = static_cast<std::size_t>(axis.parameter.dim);
     box.size[dim] /= axis.size;
     box.offset[dim] += box.size[dim] * coordinates[i];
@@ -101,7 +101,7 @@ Shape local_shape(const ParameterLayout& layout, const Shape& shape) {
 Shape global_shape(const ParameterLayout& layout, const Shape& local, const std::string& what) {
   Shape parts(cut_shape(layout, local).size(), 1);  // ranks along each dim that is cut
   for (const AxisPlacement& axis : layout.axes) {
-    if (!is_cut(axis)) continue;
+    if (!is_sharded(axis)) continue;
     const std::size_t dim = dim_that_is_cut(axis, parts.size(), what);
     parts[dim] *= axis.size;
   }

@@ -20,12 +20,12 @@ std::string to_string(const Placement& placement) {
   return "?";
 }
 
-AxisPlacement AxisPlacement::cut(std::string_view axis, int size, int dim) {
+AxisPlacement AxisPlacement::shard(std::string_view axis, int size, int dim) {
   const Placement part{PlacementKind::kShard, dim};
   return {std::string(axis), size, part, part};
 }
 
-AxisPlacement AxisPlacement::summed(std::string_view axis, int size) {
+AxisPlacement AxisPlacement::partial(std::string_view axis, int size) {
   return {std::string(axis), size, {PlacementKind::kReplicate}, {PlacementKind::kPartial}};
 }
 

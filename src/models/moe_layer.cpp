@@ -29,9 +29,9 @@ ParameterLayout over_experts(const ParallelDims& share) {
   ParameterLayout layout;
   if (share.ep > 1) {
     layout.mesh = MeshKind::kSparse;
-    layout.axes.push_back(AxisPlacement::cut(axis::kExpert, share.ep, 0));
+    layout.axes.push_back(AxisPlacement::shard(axis::kExpert, share.ep, 0));
   } else if (share.etp == 1 && share.tp > 1) {
-    layout.axes.push_back(AxisPlacement::summed(axis::kTensor, share.tp));
+    layout.axes.push_back(AxisPlacement::partial(axis::kTensor, share.tp));
   }
   return layout;
 }
@@ -47,14 +47,14 @@ ParameterLayout expert_layout(const ParallelDims& share, int inner_dim,
   ParameterLayout layout = over_experts(share);
   if (share.etp == 1) return layout;
   layout.cut_shape = std::move(cut_shape);
-  layout.axes.push_back(AxisPlacement::cut(inner_axis(share), share.etp, inner_dim));
+  layout.axes.push_back(AxisPlacement::shard(inner_axis(share), share.etp, inner_dim));
   return layout;
 }
 
 /// What is added to an expert's result: whole on every rank that shares the expert, added by one.
 ParameterLayout expert_sum_layout(const ParallelDims& share) {
   ParameterLayout layout = over_experts(share);
-  if (share.etp > 1) layout.axes.push_back(AxisPlacement::summed(inner_axis(share), share.etp));
+  if (share.etp > 1) layout.axes.push_back(AxisPlacement::partial(inner_axis(share), share.etp));
   return layout;
 }
 

@@ -43,13 +43,13 @@ at::Tensor TensorRegion::into_stream(const at::Tensor& x) const {
 }
 
 ParameterLayout TensorRegion::column(int dim) const {
-  return layout_of(AxisPlacement::cut(axis::kTensor, size(), dim));
+  return layout_of(AxisPlacement::shard(axis::kTensor, size(), dim));
 }
 
 ParameterLayout TensorRegion::row() const { return column(1); }
 
 ParameterLayout TensorRegion::inside() const {
-  return layout_of(AxisPlacement::summed(axis::kTensor, size()));
+  return layout_of(AxisPlacement::partial(axis::kTensor, size()));
 }
 
 ParameterLayout TensorRegion::everywhere() const {
@@ -63,9 +63,9 @@ ParameterLayout TensorRegion::on_stream() const {
 ParameterLayout TensorRegion::heads(std::int64_t heads) const {
   if (size() == 1) return {};
   const HeadAxes axes = tensor_axis_of_heads(size(), static_cast<int>(heads));
-  ParameterLayout layout = layout_of(AxisPlacement::cut(axes.heads.name, axes.heads.size, 0));
+  ParameterLayout layout = layout_of(AxisPlacement::shard(axes.heads.name, axes.heads.size, 0));
   if (axes.copies.size > 1) {
-    layout.axes.push_back(AxisPlacement::summed(axes.copies.name, axes.copies.size));
+    layout.axes.push_back(AxisPlacement::partial(axes.copies.name, axes.copies.size));
   }
   return layout;
 }

@@ -38,7 +38,7 @@ Axis axis_of(const Mesh& mesh, std::string_view name,
              std::optional<at::ScalarType> reduce = std::nullopt);
 
 /// How a dim is cut over an axis: rank r has the r-th part (layout::part_of).
-struct Cut {
+struct Shard {
   std::int64_t dim = 0;
   std::optional<std::int64_t> total = std::nullopt;  ///< of the whole dim; none: parts are equal
 };

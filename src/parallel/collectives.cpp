@@ -81,17 +81,17 @@ at::Tensor exchange_sum(const at::Tensor& x, const Axis& axis, SumDtype result,
   return sum.to(result.value_or(x.scalar_type()));
 }
 
-at::Tensor exchange_gather(const at::Tensor& part, const Axis& axis, const Cut& cut,
+at::Tensor exchange_gather(const at::Tensor& part, const Axis& axis, const Shard& shard,
                            const std::string& where) {
-  const std::int64_t total = cut.total.value_or(part.size(cut.dim) * axis.size);
-  check_part(part, part.sizes(), axis, cut.dim, total, where);
-  const Layout layout = layout_of(part, cut.dim, total, axis);
+  const std::int64_t total = shard.total.value_or(part.size(shard.dim) * axis.size);
+  check_part(part, part.sizes(), axis, shard.dim, total, where);
+  const Layout layout = layout_of(part, shard.dim, total, axis);
   const std::int64_t slice = layout.outer * layout.largest * layout.inner;
   const at::Tensor buffer = at::empty({axis.size * slice}, part.options());
   const auto place = [&](int rank) {
     const std::int64_t size = layout::part_of(total, axis.size, rank).size();
     return buffer.narrow(0, rank * slice, layout.outer * size * layout.inner)
-        .view(with_dim(part, cut.dim, size));
+        .view(with_dim(part, shard.dim, size));
   };
   place(axis.rank).copy_(part);
   if (!layout.even(axis)) {
@@ -99,16 +99,16 @@ at::Tensor exchange_gather(const at::Tensor& part, const Axis& axis, const Cut& 
     buffer.narrow(0, axis.rank * slice + own, slice - own).zero_();
   }
   run(axis, comm::Kind::kAllGather, comm::AllGather{buffer}, where);
-  if (layout.outer == 1 && layout.even(axis)) return buffer.view(with_dim(part, cut.dim, total));
+  if (layout.outer == 1 && layout.even(axis)) return buffer.view(with_dim(part, shard.dim, total));
   std::vector<at::Tensor> parts;
   for (int rank = 0; rank < axis.size; ++rank) parts.push_back(place(rank));
-  return at::cat(parts, cut.dim);
+  return at::cat(parts, shard.dim);
 }
 
-at::Tensor exchange_reduce_scatter(const at::Tensor& x, const Axis& axis, const Cut& cut,
+at::Tensor exchange_reduce_scatter(const at::Tensor& x, const Axis& axis, const Shard& shard,
                                    SumDtype result, const std::string& where) {
-  const std::int64_t total = whole_of(x, axis, cut, where);
-  const Layout layout = layout_of(x, cut.dim, total, axis);
+  const std::int64_t total = whole_of(x, axis, shard, where);
+  const Layout layout = layout_of(x, shard.dim, total, axis);
   const std::int64_t slice = layout.outer * layout.largest * layout.inner;
   const at::ScalarType wire = wire_dtype(x, axis);
   at::Tensor addends;
@@ -120,15 +120,15 @@ at::Tensor exchange_reduce_scatter(const at::Tensor& x, const Axis& axis, const 
     for (int rank = 0; rank < axis.size; ++rank) {
       const layout::Range part = layout::part_of(total, axis.size, rank);
       addends.narrow(0, rank * slice, layout.outer * part.size() * layout.inner)
-          .view(with_dim(x, cut.dim, part.size()))
-          .copy_(x.narrow(cut.dim, part.begin, part.size()));
+          .view(with_dim(x, shard.dim, part.size()))
+          .copy_(x.narrow(shard.dim, part.begin, part.size()));
     }
   }
   const at::Tensor sum = at::empty({slice}, x.options().dtype(sum_dtype(wire)));
   run(axis, comm::Kind::kReduceScatter, comm::ReduceScatter{addends, sum}, where);
   const std::int64_t own = layout::part_of(total, axis.size, axis.rank).size();
   return sum.narrow(0, 0, layout.outer * own * layout.inner)
-      .view(with_dim(x, cut.dim, own))
+      .view(with_dim(x, shard.dim, own))
       .to(result.value_or(x.scalar_type()));
 }
 

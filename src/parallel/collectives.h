@@ -23,14 +23,14 @@ using SumDtype = std::optional<at::ScalarType>;
 at::Tensor exchange_sum(const at::Tensor& x, const Axis& axis, SumDtype result,
                         const std::string& where);
 
-/// The parts of all ranks, one after the other along the cut's dim. In place where nothing but
+/// The parts of all ranks, one after the other along the sharded dim. In place where nothing but
 /// that dim's size lies before it. Bytes a rank sends: (size - 1) x the largest part.
-at::Tensor exchange_gather(const at::Tensor& part, const Axis& axis, const Cut& cut,
+at::Tensor exchange_gather(const at::Tensor& part, const Axis& axis, const Shard& shard,
                            const std::string& where);
 
 /// Of the sum over ranks this rank's part. Bytes a rank sends: (size - 1) x the largest part, in
 /// the reduce dtype.
-at::Tensor exchange_reduce_scatter(const at::Tensor& x, const Axis& axis, const Cut& cut,
+at::Tensor exchange_reduce_scatter(const at::Tensor& x, const Axis& axis, const Shard& shard,
                                    SumDtype result, const std::string& where);
 
 /// How many rows of dim 0 go to each rank and come from each.

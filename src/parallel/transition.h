@@ -39,12 +39,12 @@ at::Tensor apply(const at::Tensor& x, Args&&... args) {
 
 /// The size of the whole dim. Errors: kUsage where parts are not equal and nothing says that they
 /// need not be.
-inline std::int64_t whole_of(const at::Tensor& x, const Axis& axis, const Cut& cut,
+inline std::int64_t whole_of(const at::Tensor& x, const Axis& axis, const Shard& shard,
                              const std::string& where) {
-  const std::int64_t total = x.size(cut.dim);
-  TESSERA_CHECK(cut.total ? *cut.total == total : total % axis.size == 0, ErrorKind::kUsage, where,
-                ": found ", total, " in dim ", cut.dim, ", expected ",
-                cut.total ? concat(*cut.total) : concat("a multiple of ", axis.size), " (axis ",
+  const std::int64_t total = x.size(shard.dim);
+  TESSERA_CHECK(shard.total ? *shard.total == total : total % axis.size == 0, ErrorKind::kUsage,
+                where, ": found ", total, " in dim ", shard.dim, ", expected ",
+                shard.total ? concat(*shard.total) : concat("a multiple of ", axis.size), " (axis ",
                 axis.name, ")");
   return total;
 }

@@ -37,51 +37,54 @@ struct Copy : Transition {
 
 // S -> R and S -> I.
 struct AllGather : Transition {
-  AllGather(const Axis& over, const Cut& how, To placement, std::string name)
-      : Transition("all_gather", over, std::move(name)), cut(how), to(placement) {}
+  AllGather(const Axis& over, const Shard& how, To placement, std::string name)
+      : Transition("all_gather", over, std::move(name)), shard(how), to(placement) {}
 
   at::Tensor forward(const at::Tensor& x) const override {
-    return exchange_gather(x, axis, cut, where);
+    return exchange_gather(x, axis, shard, where);
   }
   at::Tensor backward(const at::Tensor& grad) const override {
-    if (to == To::kInvariant) return own_part(grad, axis, cut.dim);
-    return exchange_reduce_scatter(grad, axis, cut, std::nullopt, where + " backward");
+    if (to == To::kInvariant) return own_part(grad, axis, shard.dim);
+    return exchange_reduce_scatter(grad, axis, shard, std::nullopt, where + " backward");
   }
 
-  const Cut cut;
+  const Shard shard;
   const To to;
 };
 
 // P -> S.
 struct ReduceScatter : Transition {
-  ReduceScatter(const Axis& over, const Cut& how, std::string name, SumDtype dtype,
+  ReduceScatter(const Axis& over, const Shard& how, std::string name, SumDtype dtype,
                 at::ScalarType own)
-      : Transition("reduce_scatter", over, std::move(name)), cut(how), result(dtype), input(own) {}
+      : Transition("reduce_scatter", over, std::move(name)),
+        shard(how),
+        result(dtype),
+        input(own) {}
 
   at::Tensor forward(const at::Tensor& x) const override {
-    return exchange_reduce_scatter(x, axis, cut, result, where);
+    return exchange_reduce_scatter(x, axis, shard, result, where);
   }
   at::Tensor backward(const at::Tensor& grad) const override {
-    return exchange_gather(grad.to(input), axis, cut, where + " backward");
+    return exchange_gather(grad.to(input), axis, shard, where + " backward");
   }
 
-  const Cut cut;
+  const Shard shard;
   const SumDtype result;
   const at::ScalarType input;
 };
 
 // I -> S and R -> S.
 struct Slice : Transition {
-  Slice(const Axis& over, const Cut& how, From placement, std::string name)
-      : Transition("slice", over, std::move(name)), cut(how), from(placement) {}
+  Slice(const Axis& over, const Shard& how, From placement, std::string name)
+      : Transition("slice", over, std::move(name)), shard(how), from(placement) {}
 
-  at::Tensor forward(const at::Tensor& x) const override { return own_part(x, axis, cut.dim); }
+  at::Tensor forward(const at::Tensor& x) const override { return own_part(x, axis, shard.dim); }
   at::Tensor backward(const at::Tensor& grad) const override {
-    if (from == From::kReplicate) return in_zeros(grad, axis, cut.dim, *cut.total);
-    return exchange_gather(grad, axis, cut, where + " backward");
+    if (from == From::kReplicate) return in_zeros(grad, axis, shard.dim, *shard.total);
+    return exchange_gather(grad, axis, shard, where + " backward");
   }
 
-  const Cut cut;
+  const Shard shard;
   const From from;
 };
 
@@ -136,30 +139,31 @@ at::Tensor copy(const at::Tensor& x, const Axis& axis, const std::string& where)
   return axis.alone() ? x : apply<Copy>(x, axis, where);
 }
 
-at::Tensor all_gather(const at::Tensor& x, const Axis& axis, const Cut& cut, To to,
+at::Tensor all_gather(const at::Tensor& x, const Axis& axis, const Shard& shard, To to,
                       const std::string& where) {
-  return axis.alone() ? x : apply<AllGather>(x, axis, cut, to, where);
+  return axis.alone() ? x : apply<AllGather>(x, axis, shard, to, where);
 }
 
-at::Tensor reduce_scatter(const at::Tensor& x, const Axis& axis, const Cut& cut,
+at::Tensor reduce_scatter(const at::Tensor& x, const Axis& axis, const Shard& shard,
                           const std::string& where, SumDtype result) {
   if (axis.alone()) return x.to(result.value_or(x.scalar_type()));
-  const Cut whole{cut.dim, whole_of(x, axis, cut, where)};
+  const Shard whole{shard.dim, whole_of(x, axis, shard, where)};
   return apply<ReduceScatter>(x, axis, whole, where, result, x.scalar_type());
 }
 
-at::Tensor slice(const at::Tensor& x, const Axis& axis, const Cut& cut, From from,
+at::Tensor slice(const at::Tensor& x, const Axis& axis, const Shard& shard, From from,
                  const std::string& where) {
   if (axis.alone()) return x;
-  return apply<Slice>(x, axis, Cut{cut.dim, whole_of(x, axis, cut, where)}, from, where);
+  return apply<Slice>(x, axis, Shard{shard.dim, whole_of(x, axis, shard, where)}, from, where);
 }
 
-at::Tensor pad(const at::Tensor& x, const Axis& axis, const Cut& cut, const std::string& where) {
+at::Tensor pad(const at::Tensor& x, const Axis& axis, const Shard& shard,
+               const std::string& where) {
   if (axis.alone()) return x;
-  const std::int64_t own = x.size(cut.dim);
-  const std::int64_t total = cut.total.value_or(own * axis.size);
-  check_part(x, own, axis, cut.dim, total, where);
-  return apply<Pad>(x, axis, cut.dim, total, where);
+  const std::int64_t own = x.size(shard.dim);
+  const std::int64_t total = shard.total.value_or(own * axis.size);
+  check_part(x, own, axis, shard.dim, total, where);
+  return apply<Pad>(x, axis, shard.dim, total, where);
 }
 
 at::Tensor only_first(const at::Tensor& x, const Axis& axis) {

@@ -48,20 +48,20 @@ at::Tensor all_reduce(const at::Tensor& x, const Axis& axis, To to, const std::s
 /// I -> R.
 at::Tensor copy(const at::Tensor& x, const Axis& axis, const std::string& where);
 
-/// S(cut.dim) -> `to`. Errors: kUsage for a part that is not this rank's.
-at::Tensor all_gather(const at::Tensor& x, const Axis& axis, const Cut& cut, To to,
+/// S(shard.dim) -> `to`. Errors: kUsage for a part that is not this rank's.
+at::Tensor all_gather(const at::Tensor& x, const Axis& axis, const Shard& shard, To to,
                       const std::string& where);
 
-/// P -> S(cut.dim); parts are equal unless cut.total says that they need not be. Errors: kUsage.
-at::Tensor reduce_scatter(const at::Tensor& x, const Axis& axis, const Cut& cut,
+/// P -> S(shard.dim); parts are equal unless shard.total says otherwise. Errors: kUsage.
+at::Tensor reduce_scatter(const at::Tensor& x, const Axis& axis, const Shard& shard,
                           const std::string& where, SumDtype result = std::nullopt);
 
-/// `from` -> S(cut.dim); parts as in reduce_scatter. Errors: kUsage.
-at::Tensor slice(const at::Tensor& x, const Axis& axis, const Cut& cut, From from,
+/// `from` -> S(shard.dim); parts as in reduce_scatter. Errors: kUsage.
+at::Tensor slice(const at::Tensor& x, const Axis& axis, const Shard& shard, From from,
                  const std::string& where);
 
-/// S(cut.dim) -> P.
-at::Tensor pad(const at::Tensor& x, const Axis& axis, const Cut& cut, const std::string& where);
+/// S(shard.dim) -> P.
+at::Tensor pad(const at::Tensor& x, const Axis& axis, const Shard& shard, const std::string& where);
 
 /// R -> P.
 at::Tensor only_first(const at::Tensor& x, const Axis& axis);

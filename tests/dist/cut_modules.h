@@ -15,10 +15,10 @@
 
 namespace tessera::test {
 
-inline AxisPlacement cut(const std::string& axis, int size, int dim) {
+inline AxisPlacement shard(const std::string& axis, int size, int dim) {
   return {axis, size, {PlacementKind::kShard, dim}, {PlacementKind::kShard, dim}};
 }
-inline AxisPlacement summed(const std::string& axis, int size) {
+inline AxisPlacement partial(const std::string& axis, int size) {
   return {axis, size, {PlacementKind::kReplicate}, {PlacementKind::kPartial}};
 }
 inline AxisPlacement invariant(const std::string& axis, int size) {
@@ -160,17 +160,18 @@ class CutBlock : public torch::nn::Module, public DeclaresLayouts {
     const auto dense = [&](const std::vector<AxisPlacement>& axes) {
       return layout_on(MeshKind::kDense, axes);
     };
-    layouts = {{"norm", dense({summed("tp", tp)})},
-               {"w1", dense({cut("tp", tp, 0)})},
-               {"b1", dense({cut("tp", tp, 0)})},
-               {"w2", dense({cut("tp", tp, 1)})},
-               {"b2", dense({summed("tp", tp)})},
-               {"q", dense({cut("tp", tp, 0)})},
-               {"k", dense({cut(kv.heads.name, kv.heads.size, 0),
-                            summed(kv.copies.name, kv.copies.size)})},
-               {"experts",
-                layout_on(MeshKind::kSparse, {cut("ep", mesh.size_of(axis::kExpert), 0),
-                                              cut("etp", mesh.size_of(axis::kExpertTensor), 1)})}};
+    layouts = {
+        {"norm", dense({partial("tp", tp)})},
+        {"w1", dense({shard("tp", tp, 0)})},
+        {"b1", dense({shard("tp", tp, 0)})},
+        {"w2", dense({shard("tp", tp, 1)})},
+        {"b2", dense({partial("tp", tp)})},
+        {"q", dense({shard("tp", tp, 0)})},
+        {"k",
+         dense({shard(kv.heads.name, kv.heads.size, 0), partial(kv.copies.name, kv.copies.size)})},
+        {"experts",
+         layout_on(MeshKind::kSparse, {shard("ep", mesh.size_of(axis::kExpert), 0),
+                                       shard("etp", mesh.size_of(axis::kExpertTensor), 1)})}};
     for (const auto& [name, whole] : block_values(seed)) {
       own[name] = register_parameter(name, local_part(whole, layouts.at(name), mesh));
     }

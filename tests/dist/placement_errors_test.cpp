@@ -48,17 +48,17 @@ TEST(PlacementErrors, NothingDeclaredOverSeveralRanks) {
 
 TEST(PlacementErrors, AxesThatTheMeshDoesNotHave) {
   ParameterLayout layout;
-  layout.axes = {summed("tp", 4)};
+  layout.axes = {partial("tp", 4)};
   EXPECT_THAT(errors_with({{"weight", layout}}),
               Each(AllOf(HasSubstr("weight"), HasSubstr("tp 4 R, gradient P"))));
-  layout.axes = {summed("dp_shard", 2)};
+  layout.axes = {partial("dp_shard", 2)};
   EXPECT_THAT(errors_with({{"weight", layout}}), Each(HasSubstr("expected one on tp")));
-  layout.axes = {summed("tp", 2), summed("tp_rep/2", 2)};
+  layout.axes = {partial("tp", 2), partial("tp_rep/2", 2)};
   EXPECT_THAT(errors_with({{"weight", layout}}), Each(HasSubstr("a placement over 4 ranks")));
 }
 
 TEST(PlacementErrors, APathThatNoParameterHas) {
-  const auto layout = layout_on(MeshKind::kDense, {summed("tp", 2)});
+  const auto layout = layout_on(MeshKind::kDense, {partial("tp", 2)});
   EXPECT_THAT(errors_with({{"weight", layout}, {"wieght", layout}}),
               Each(AllOf(HasSubstr("wieght"), HasSubstr("ShardOptions::layouts"))));
 }
@@ -66,7 +66,7 @@ TEST(PlacementErrors, APathThatNoParameterHas) {
 TEST(PlacementErrors, RanksThatDeclareDifferently) {
   const auto errors = errors_of(2, [](World& world) {
     auto options = CutSharded::sums();
-    const auto layout = world.rank() == 0 ? summed("tp", 2) : invariant("tp", 2);
+    const auto layout = world.rank() == 0 ? partial("tp", 2) : invariant("tp", 2);
     options.layouts = {{"weight", layout_on(MeshKind::kDense, {layout})}};
     fully_shard(std::make_shared<Scale>(at::ones({4})), tensor_mesh(world), {}, options);
   });
@@ -136,7 +136,7 @@ class Pair : public torch::nn::Module {
  public:
   explicit Pair(const AxisPlacement& second) {
     const auto weight = at::ones({4});
-    register_module("a", std::make_shared<TwoScales>(weight, summed("tp", 2)));
+    register_module("a", std::make_shared<TwoScales>(weight, partial("tp", 2)));
     register_module("b", std::make_shared<TwoScales>(weight, second));
   }
   at::Tensor forward(const at::Tensor& x) { return x; }
@@ -148,7 +148,7 @@ TEST(PlacementErrors, TiedParametersWhoseModulesDisagree) {
       fully_shard(std::make_shared<Pair>(second), tensor_mesh(world), {}, CutSharded::sums());
     });
   };
-  EXPECT_THAT(errors(summed("tp", 2)), Each(""));
+  EXPECT_THAT(errors(partial("tp", 2)), Each(""));
   EXPECT_THAT(errors(invariant("tp", 2)),
               Each(AllOf(HasSubstr("tied parameters a.weight and b.weight"),
                          HasSubstr("tp 2 I, gradient I"))));

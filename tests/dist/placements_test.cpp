@@ -298,7 +298,7 @@ TEST(PlacementSums, OverTpAreFormedInTheReduceDtype) {
     policy.cast_forward_inputs = false;
     const auto mesh = world.mesh(MeshShape::dense(1, 1, 1, 1, 2));
     auto handle = fully_shard(std::make_shared<Scale>(at::ones({3})), mesh, policy,
-                              declared(layout_on(MeshKind::kDense, {summed("tp", 2)})));
+                              declared(layout_on(MeshKind::kDense, {partial("tp", 2)})));
     const double addend = world.rank() == 0 ? 1.0 : std::ldexp(1.0, -10);
     backward(handle.forward(at::full({3}, addend, at::kBFloat16)).sum());
     const auto gradient = whole_gradients(handle).at("weight");
@@ -327,7 +327,7 @@ TEST(PlacementSums, UsedOnOneRankOfTpIsUsedOnAll) {
     const auto mesh = world.mesh(MeshShape::dense(1, 1, 1, 1, 2));
     auto chain = std::make_shared<Chain>(3, 1, 4);
     auto options = CutSharded::sums();
-    const auto layout = layout_on(MeshKind::kDense, {summed("tp", 2)});
+    const auto layout = layout_on(MeshKind::kDense, {partial("tp", 2)});
     options.layouts = {{"scale", layout}, {"block0.a", layout}, {"block0.b", layout}};
     auto handle = fully_shard(chain, mesh, {}, options);
     chain->skip = world.rank() == 0 ? 0 : -1;

@@ -33,11 +33,11 @@ Sharded<StackedExperts> shard_experts(const Mesh& mesh, std::uint64_t seed,
   const int ep = mesh.size_of(axis::kExpert);
   const int etp = mesh.size_of(axis::kExpertTensor);
   const int tp = mesh.size_of(axis::kTensor);
-  auto gates = layout_on(MeshKind::kSparse, {cut("ep", ep, 0), cut("etp", etp, 2)});
+  auto gates = layout_on(MeshKind::kSparse, {shard("ep", ep, 0), shard("etp", etp, 2)});
   gates.cut_shape = {E, 2, I, H};
-  const auto downs = layout_on(MeshKind::kSparse, {cut("ep", ep, 0), cut("etp", etp, 2)});
+  const auto downs = layout_on(MeshKind::kSparse, {shard("ep", ep, 0), shard("etp", etp, 2)});
   const auto norms =
-      layout_on(MeshKind::kDense, {norm_is_invariant ? invariant("tp", tp) : summed("tp", tp)});
+      layout_on(MeshKind::kDense, {norm_is_invariant ? invariant("tp", tp) : partial("tp", tp)});
   const StackedExperts whole(seed);
   const auto part = [&](const at::Tensor& tensor, const ParameterLayout& layout) {
     return local_part(tensor.detach(), layout, mesh);

@@ -56,7 +56,7 @@ at::Tensor local(const at::Tensor& whole, Kind kind, const Axis& axis, std::int6
 struct Case {
   std::string name;
   Kind from, to;
-  std::function<at::Tensor(const at::Tensor&, const Axis&, const Cut&)> run;
+  std::function<at::Tensor(const at::Tensor&, const Axis&, const Shard&)> run;
 };
 
 const std::vector<Case>& cases() {
@@ -116,7 +116,7 @@ void expect_as_on_one_rank(const Case& one, int size, const Shape& shape, Thread
   std::vector<at::Tensor> gradients(outputs.size());
   ranks(size, backend).run([&](World& world) {
     const Axis axis = axis_over(world);
-    Cut cut{shape.dim};
+    Shard cut{shape.dim};
     if (!shape.even) cut.total = whole.size(shape.dim);
     const at::Tensor x = local(whole, one.from, axis, shape.dim).requires_grad_(true);
     const at::Tensor y = one.run(x, axis, cut);

@@ -12,7 +12,7 @@ ParameterLayout invariant(std::string axis, int size) {
   return {
       .axes = {{std::move(axis), size, {PlacementKind::kInvariant}, {PlacementKind::kInvariant}}}};
 }
-ParameterLayout summed(std::string axis, int size) {
+ParameterLayout partial(std::string axis, int size) {
   return {
       .axes = {{std::move(axis), size, {PlacementKind::kReplicate}, {PlacementKind::kPartial}}}};
 }
@@ -67,14 +67,14 @@ std::vector<Fault> of_cut_experts() {
   const auto summed_over_tp = [](const RankParts& rank) {
     const DataAxes data(rank.mesh.shapes(), 1.0);
     on_contracts(rank, "mlp.experts", [&](GradContract& each) {
-      each.reductions = reductions_of(summed("tp", 2), data, each.name);
+      each.reductions = reductions_of(partial("tp", 2), data, each.name);
     });
   };
   return {
       {"CutExpertsOverAllRanks", "Experts cut over etp, ep 1, are summed over the ranks of tp, too",
        "Megatron-LM #1622", kQwen, cut, parts(summed_over_tp), CaughtBy::kSharding, "mlp.experts"},
       {"CutExpertsDeclaredWhole", "Experts cut over etp, ep 1, count as whole", "Megatron-LM #1622",
-       kQwen, cut, placed("mlp.experts", summed("tp", 2)), CaughtBy::kSharding, "mlp.experts"},
+       kQwen, cut, placed("mlp.experts", partial("tp", 2)), CaughtBy::kSharding, "mlp.experts"},
       {"WholeExpertsNotOverTp", "Experts whole, ep 1, are summed over the dense group alone",
        "next to Megatron-LM #1622", kQwen, whole, placed("mlp.experts", invariant("tp", 2)),
        CaughtBy::kInvariance, "mlp.experts.down_proj"},
@@ -156,7 +156,7 @@ std::vector<Fault> faults_of_declarations() {
        "Megatron-LM #599, #619", kQwen, sequence, placed("input_layernorm", invariant("tp", 2)),
        CaughtBy::kInvariance, "input_layernorm.weight"},
       {"NormsSummedThoughInvariant", "Norms of the whole sequence are summed over tp",
-       "Megatron-LM #7452", kQwen, whole, placed("input_layernorm", summed("tp", 2)),
+       "Megatron-LM #7452", kQwen, whole, placed("input_layernorm", partial("tp", 2)),
        CaughtBy::kGradients, "input_layernorm.weight"},
       {"KeyHeadCopiesUnreduced",
        "Copies of one key head are not summed",

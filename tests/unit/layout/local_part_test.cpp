@@ -13,10 +13,10 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-AxisPlacement cut(const char* axis, int size, int dim) {
+AxisPlacement shard(const char* axis, int size, int dim) {
   return {axis, size, {PlacementKind::kShard, dim}, {PlacementKind::kShard, dim}};
 }
-AxisPlacement summed(const char* axis, int size) {
+AxisPlacement partial(const char* axis, int size) {
   return {axis, size, {PlacementKind::kReplicate}, {PlacementKind::kPartial}};
 }
 AxisPlacement invariant(const char* axis, int size) {
@@ -91,23 +91,23 @@ std::vector<Case> cases() {
                    copies});
   };
   add({}, {7});
-  add({cut("tp", 2, 0)}, {8, 3});
-  add({cut("tp", 4, 1)}, {3, 8});
-  add({cut("tp", 2, 0)}, {6});
-  add({summed("tp", 2)}, {5, 2}, {}, {}, 2);
+  add({shard("tp", 2, 0)}, {8, 3});
+  add({shard("tp", 4, 1)}, {3, 8});
+  add({shard("tp", 2, 0)}, {6});
+  add({partial("tp", 2)}, {5, 2}, {}, {}, 2);
   add({invariant("tp", 3)}, {4}, {}, {}, 3);
-  add({cut("tp_kv/2", 2, 0), summed("tp_rep/2", 2)}, {4, 3}, {}, {}, 2);
+  add({shard("tp_kv/2", 2, 0), partial("tp_rep/2", 2)}, {4, 3}, {}, {}, 2);
   // Experts, whole in the file: gate and up in one, cut over experts and over both halves.
-  add({cut("ep", 2, 0)}, {4, 6, 5});
-  add({cut("ep", 2, 0), cut("etp", 3, 2)}, {4, 12, 5}, {4, 2, 6, 5});
-  add({cut("etp", 2, 2)}, {2, 8, 3}, {2, 2, 4, 3});
-  add({cut("ep", 2, 0), cut("etp", 2, 2)}, {4, 3, 8});
+  add({shard("ep", 2, 0)}, {4, 6, 5});
+  add({shard("ep", 2, 0), shard("etp", 3, 2)}, {4, 12, 5}, {4, 2, 6, 5});
+  add({shard("etp", 2, 2)}, {2, 8, 3}, {2, 2, 4, 3});
+  add({shard("ep", 2, 0), shard("etp", 2, 2)}, {4, 3, 8});
   // One tensor an expert in the file.
-  add({cut("ep", 2, 0)}, {4, 6, 5}, {4, 2, 3, 5}, {8, {3, 5}});
-  add({cut("ep", 2, 0), cut("etp", 3, 2)}, {4, 6, 5}, {4, 2, 3, 5}, {8, {3, 5}});
-  add({cut("ep", 2, 0), cut("etp", 2, 2)}, {4, 5, 6}, {}, {4, {5, 6}});
+  add({shard("ep", 2, 0)}, {4, 6, 5}, {4, 2, 3, 5}, {8, {3, 5}});
+  add({shard("ep", 2, 0), shard("etp", 3, 2)}, {4, 6, 5}, {4, 2, 3, 5}, {8, {3, 5}});
+  add({shard("ep", 2, 0), shard("etp", 2, 2)}, {4, 5, 6}, {}, {4, {5, 6}});
   // Two axes along one dim.
-  add({cut("ep", 2, 0), cut("tp", 2, 0)}, {8, 3});
+  add({shard("ep", 2, 0), shard("tp", 2, 0)}, {8, 3});
   return all;
 }
 
@@ -139,17 +139,17 @@ TEST(LocalPart, PiecesOfSlicesAreThoseOfTheWhole) {
 
 TEST(LocalPart, LocalShapesFoldWhatTheCutShapeSplits) {
   const ParameterLayout layout{
-      MeshKind::kSparse, {4, 2, 6, 5}, {cut("ep", 2, 0), cut("etp", 3, 2)}};
+      MeshKind::kSparse, {4, 2, 6, 5}, {shard("ep", 2, 0), shard("etp", 3, 2)}};
   EXPECT_EQ(local_shape(layout, {4, 12, 5}), (Shape{2, 4, 5}));
   EXPECT_EQ(local_shape({}, {3, 1, 4}), (Shape{3, 1, 4}));
 }
 
 TEST(LocalPart, WholeRowsAreOneRangeAndPartsOfRowsOneBox) {
-  const ParameterLayout columns{MeshKind::kDense, {}, {cut("tp", 2, 1)}};
+  const ParameterLayout columns{MeshKind::kDense, {}, {shard("tp", 2, 1)}};
   const auto boxes = pieces(columns, {3, 8}, {1, {3, 8}}, {1}, {0, 12});
   ASSERT_EQ(boxes.size(), 1U);
   EXPECT_EQ(boxes[0].box, (TensorBox{{0, 4}, {3, 4}}));
-  const ParameterLayout experts{MeshKind::kSparse, {}, {cut("ep", 2, 0)}};
+  const ParameterLayout experts{MeshKind::kSparse, {}, {shard("ep", 2, 0)}};
   const auto ranges = pieces(experts, {4, 6, 5}, {1, {4, 6, 5}}, {1}, {0, 60});
   ASSERT_EQ(ranges.size(), 1U);
   EXPECT_EQ(ranges[0].in_box, (Range{60, 120}));
@@ -166,10 +166,10 @@ TEST(LocalPart, RefusesGradientsThatWouldBeSummedTwiceOrNever) {
   refuses({"tp", 2, {kShard, 0}, {kPartial}}, {4});
   refuses({"tp", 2, {kShard, 0}, {kShard, 1}}, {4, 4});
   refuses({"tp", 2, {kPartial}, {kReplicate}}, {4});
-  refuses(cut("tp", 3, 0), {4});
-  refuses(cut("tp", 2, 1), {4});
-  refuses(summed("tp", 1), {4});
-  EXPECT_THROW(validate({MeshKind::kDense, {}, {summed("tp", 2), summed("tp", 2)}}, {4}, "w"),
+  refuses(shard("tp", 3, 0), {4});
+  refuses(shard("tp", 2, 1), {4});
+  refuses(partial("tp", 1), {4});
+  EXPECT_THROW(validate({MeshKind::kDense, {}, {partial("tp", 2), partial("tp", 2)}}, {4}, "w"),
                Error);
   EXPECT_THROW(validate({MeshKind::kDense, {3, 2}, {}}, {4}, "w"), Error);
 }

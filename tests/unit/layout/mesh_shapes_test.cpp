@@ -104,8 +104,8 @@ AxisPlacement on(const std::string& axis, int size, PlacementKind parameter,
                  PlacementKind gradient) {
   return {axis, size, {parameter}, {gradient}};
 }
-AxisPlacement summed(const std::string& axis, int size) {
-  return AxisPlacement::summed(axis, size);
+AxisPlacement partial(const std::string& axis, int size) {
+  return AxisPlacement::partial(axis, size);
 }
 
 // Naive: the router's gradient over dp alone; experts divided by their own number of ranks.
@@ -116,7 +116,7 @@ TEST(Reductions, FollowFromTheDeclaration) {
   const auto sums = [&](MeshKind mesh, const std::vector<AxisPlacement>& axes) {
     return to_string(reductions_of({mesh, {}, axes}, data, "w"));
   };
-  EXPECT_EQ(sums(MeshKind::kDense, {summed("tp", 2)}),
+  EXPECT_EQ(sums(MeshKind::kDense, {partial("tp", 2)}),
             "sum over dp_shard x tp, then dp_replicate, / 8");
   EXPECT_EQ(sums(MeshKind::kDense, {on("tp", 2, kShard, kShard)}),
             "sum over dp_shard, then dp_replicate, / 8");
@@ -124,7 +124,7 @@ TEST(Reductions, FollowFromTheDeclaration) {
             "sum over dp_shard, then dp_replicate, / 8");
   EXPECT_EQ(sums(MeshKind::kSparse, {on("ep", 4, kShard, kShard)}),
             "sum over dp_shard_mod_ep, then dp_replicate, / 8");
-  EXPECT_EQ(sums(MeshKind::kSparse, {summed("ep", 4)}),
+  EXPECT_EQ(sums(MeshKind::kSparse, {partial("ep", 4)}),
             "sum over dp_shard_mod_ep x ep, then dp_replicate, / 8");
 }
 
@@ -135,15 +135,15 @@ TEST(Reductions, NeedADeclarationOnEveryModelAxis) {
   };
   EXPECT_THAT(refusal({}), AllOf(HasSubstr("w: found no placement on the axis tp of 2 ranks"),
                                  HasSubstr("DeclaresLayouts")));
-  EXPECT_THAT(refusal({MeshKind::kSparse, {}, {summed("ep", 2)}}),
+  EXPECT_THAT(refusal({MeshKind::kSparse, {}, {partial("ep", 2)}}),
               HasSubstr("no placement on the axis etp of 2 ranks"));
-  EXPECT_THAT(refusal({MeshKind::kDense, {}, {summed("ep", 2)}}), HasSubstr("expected one on tp"));
-  EXPECT_THAT(refusal({MeshKind::kDense, {}, {summed("tp", 4)}}), HasSubstr("tp 4"));
+  EXPECT_THAT(refusal({MeshKind::kDense, {}, {partial("ep", 2)}}), HasSubstr("expected one on tp"));
+  EXPECT_THAT(refusal({MeshKind::kDense, {}, {partial("tp", 4)}}), HasSubstr("tp 4"));
   const DataAxes wide({MeshShape::dense(1, 1, 1, 1, 4), MeshShape::sparse(1, 1, 1, 1, 4)});
-  const std::vector<AxisPlacement> twice = {summed("tp_kv/2", 2), summed("tp_kv/2", 2)};
+  const std::vector<AxisPlacement> twice = {partial("tp_kv/2", 2), partial("tp_kv/2", 2)};
   EXPECT_THAT(error_of([&] { (void)reductions_of({MeshKind::kDense, {}, twice}, wide, "w"); }),
               AllOf(HasSubstr("w: "), HasSubstr("overlap")));
-  EXPECT_THAT(refusal({MeshKind::kDense, {}, {summed("dp_shard", 4)}}), HasSubstr("dp_shard"));
+  EXPECT_THAT(refusal({MeshKind::kDense, {}, {partial("dp_shard", 4)}}), HasSubstr("dp_shard"));
   // Experts that lie whole on every rank owe data sums alone.
   const DataAxes whole({MeshShape::dense(1, 1, 4, 1, 2), MeshShape::sparse(1, 1, 8, 1, 1)});
   EXPECT_EQ(to_string(reductions_of({MeshKind::kSparse, {}, {}}, whole, "w")),
@@ -151,8 +151,8 @@ TEST(Reductions, NeedADeclarationOnEveryModelAxis) {
 }
 
 TEST(GlobalShape, IsTheOneWhoseLocalShapeItCameFrom) {
-  const auto rows = AxisPlacement::cut(axis::kExpert, 4, 0);
-  const auto inner = AxisPlacement::cut(axis::kExpertTensor, 2, 2);
+  const auto rows = AxisPlacement::shard(axis::kExpert, 4, 0);
+  const auto inner = AxisPlacement::shard(axis::kExpertTensor, 2, 2);
   const ParameterLayout plain{MeshKind::kSparse, {}, {rows}};
   EXPECT_THAT(layout::global_shape(plain, {2, 5}, "w"), ElementsAre(8, 5));
   const ParameterLayout split{MeshKind::kSparse, {8, 2, 6, 5}, {rows, inner}};
@@ -166,10 +166,10 @@ TEST(GlobalShape, IsTheOneWhoseLocalShapeItCameFrom) {
 TEST(GlobalShape, KnowsDimsOfWhichARankHasOneElement) {
   for (const std::vector<std::int64_t>& cut :
        {std::vector<std::int64_t>{4, 2, 6, 5}, {8, 2, 2, 5}, {4, 2, 2, 5}, {4, 2, 2, 1}}) {
-    const ParameterLayout split{
-        MeshKind::kSparse,
-        cut,
-        {AxisPlacement::cut(axis::kExpert, 4, 0), AxisPlacement::cut(axis::kExpertTensor, 2, 2)}};
+    const ParameterLayout split{MeshKind::kSparse,
+                                cut,
+                                {AxisPlacement::shard(axis::kExpert, 4, 0),
+                                 AxisPlacement::shard(axis::kExpertTensor, 2, 2)}};
     const std::vector<std::int64_t> whole = {cut[0], cut[1] * cut[2], cut[3]};
     EXPECT_EQ(layout::global_shape(split, layout::local_shape(split, whole), "w"), whole);
   }
