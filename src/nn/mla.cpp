@@ -63,7 +63,7 @@ at::Tensor Mla::queries(const at::Tensor& x, const RopeTable& table) {
                               : q_b_proj_->forward(q_a_layernorm_->forward(q_a_proj_->forward(x)));
   const at::Tensor q = flat.unflatten(2, {options_.heads, -1});
   const at::Tensor turned =
-      turn_neighbours(q.narrow(3, options_.qk_nope_head_dim, options_.qk_rope_head_dim), table);
+      rotate_interleaved(q.narrow(3, options_.qk_nope_head_dim, options_.qk_rope_head_dim), table);
   return by_head(q.narrow(3, 0, options_.qk_nope_head_dim), turned);
 }
 
@@ -75,7 +75,7 @@ at::Tensor Mla::forward(const at::Tensor& stream) {
   const at::Tensor q = queries(x, table);
   const at::Tensor both = kv_a_proj_with_mqa_->forward(x);
   const at::Tensor latent = kv_a_layernorm_->forward(both.narrow(2, 0, options_.kv_lora_rank));
-  const at::Tensor shared = turn_neighbours(
+  const at::Tensor shared = rotate_interleaved(
       both.narrow(2, options_.kv_lora_rank, options_.qk_rope_head_dim).unsqueeze(2), table);
   const at::Tensor kv = kv_b_proj_->forward(latent).unflatten(2, {options_.heads, -1});
   const at::Tensor k = by_head(kv.narrow(3, 0, options_.qk_nope_head_dim),

@@ -85,11 +85,11 @@ at::Tensor yarn_frequencies(const at::Tensor& powers, const RopeOptions& options
 at::Tensor proportional_frequencies(const at::Tensor& plain, const RopeOptions& options,
                                     std::int64_t head_dim) {
   // In this order: transformers rounds down after the product.
-  const auto turned_pairs = static_cast<std::int64_t>(
+  const auto rotated_pairs = static_cast<std::int64_t>(
       std::floor(options.partial_rotary_factor * static_cast<double>(head_dim) / 2.0));
-  TESSERA_INVARIANT(turned_pairs <= head_dim / 2, "rope of more pairs than there are");
+  TESSERA_INVARIANT(rotated_pairs <= head_dim / 2, "rope of more pairs than there are");
   const at::Tensor turned = plain / options.factor;
-  turned.slice(0, turned_pairs).zero_();
+  turned.slice(0, rotated_pairs).zero_();
   return turned;
 }
 
@@ -155,7 +155,7 @@ at::Tensor rope_heads(const at::Tensor& x, const HeadLayout& layout, const HeadN
                                   norm.eps, rounds_first);
 }
 
-at::Tensor turn_neighbours(const at::Tensor& x, const RopeTable& table) {
+at::Tensor rotate_interleaved(const at::Tensor& x, const RopeTable& table) {
   const WideScope turning;
   const at::Tensor wide = x.to(at::promote_types(x.scalar_type(), table.cos.scalar_type()));
   const at::Tensor pairs = wide.unflatten(3, {-1, 2});  // [B, T, H, D/2, 2]

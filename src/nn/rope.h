@@ -65,7 +65,7 @@ at::Tensor rope_heads(const at::Tensor& x, const HeadLayout& layout, const HeadN
 
 /// Neighbours (x[2i], x[2i + 1]) turned, in place and order: x [B, T, H, D] with a table in fp32
 /// (fp64 for fp64) -> the same shape, rounded once to x's dtype. Out of ATen operations.
-at::Tensor turn_neighbours(const at::Tensor& x, const RopeTable& table);
+at::Tensor rotate_interleaved(const at::Tensor& x, const RopeTable& table);
 
 /// cos and sin [N, P, 2, D/4] of (x, y), computed in fp32, then cast.
 struct AxialTable {

@@ -60,7 +60,7 @@ void norm_backward(const NormBackward<T, W>& job, long begin, long end) {
 
 /// Where head `head` of token `token` lies in [B, H/R, T, R, D].
 template <class Job>
-TESSERA_LANES_INLINE long turned_place(const Job& job, long token, long head) {
+TESSERA_LANES_INLINE long rotated_place(const Job& job, long token, long head) {
   const long row = token / job.positions;
   const long position = token % job.positions;
   const long groups = job.heads / job.repeat;
@@ -70,10 +70,10 @@ TESSERA_LANES_INLINE long turned_place(const Job& job, long token, long head) {
 }
 
 template <class T, class W>
-TESSERA_LANES_INLINE void turn_head(const HeadsForward<T, W>& job, long token, long head) {
+TESSERA_LANES_INLINE void rotate_half(const HeadsForward<T, W>& job, long token, long head) {
   const long half = job.head_dim / 2;
   const T* x = job.x + (token * job.heads + head) * job.head_dim;
-  T* y = job.y + turned_place(job, token, head);
+  T* y = job.y + rotated_place(job, token, head);
   const T* cos = job.cos + (token % job.positions) * half;
   const T* sin = job.sin + (token % job.positions) * half;
   float scale = 1.0F;
@@ -103,17 +103,17 @@ TESSERA_LANES_INLINE void turn_head(const HeadsForward<T, W>& job, long token, l
 template <class T, class W>
 void heads_forward(const HeadsForward<T, W>& job, long begin, long end) {
   for (long token = begin; token < end; ++token) {
-    for (long head = 0; head < job.heads; ++head) turn_head(job, token, head);
+    for (long head = 0; head < job.heads; ++head) rotate_half(job, token, head);
   }
 }
 
 template <class T, class W>
-TESSERA_LANES_INLINE void turn_head_back(const HeadsBackward<T, W>& job, long token, long head) {
+TESSERA_LANES_INLINE void rotate_half_back(const HeadsBackward<T, W>& job, long token, long head) {
   const long half = job.head_dim / 2;
   const long place = (token * job.heads + head) * job.head_dim;
   const T* x = job.x + place;
   T* grad_x = job.grad_x + place;
-  const T* grad = job.grad + turned_place(job, token, head);
+  const T* grad = job.grad + rotated_place(job, token, head);
   const T* cos = job.cos + (token % job.positions) * half;
   const T* sin = job.sin + (token % job.positions) * half;
   const auto unturned = [&](long i, long count, Lanes& first, Lanes& second)
@@ -161,7 +161,7 @@ TESSERA_LANES_INLINE void turn_head_back(const HeadsBackward<T, W>& job, long to
 template <class T, class W>
 void heads_backward(const HeadsBackward<T, W>& job, long begin, long end) {
   for (long token = begin; token < end; ++token) {
-    for (long head = 0; head < job.heads; ++head) turn_head_back(job, token, head);
+    for (long head = 0; head < job.heads; ++head) rotate_half_back(job, token, head);
   }
 }
 

@@ -99,7 +99,7 @@ TEST(Rope, NeighboursTurnAsComplexNumbersAndStayInPlace) {
   Rope rope(deepseek(), 64);
   const RopeTable table = rope.table(7, at::kFloat, at::kCPU);
   const at::Tensor x = at::randn({2, 7, 3, 64}, at::kDouble);
-  const at::Tensor turned = turn_neighbours(x, table);
+  const at::Tensor turned = rotate_interleaved(x, table);
   ASSERT_EQ(turned.sizes(), x.sizes());
   for (const std::int64_t t : {0, 1, 6}) {
     for (const std::int64_t i : {0, 5, 31}) {
@@ -119,7 +119,7 @@ TEST(Rope, NeighboursAreTurnedInFloat32AndRoundedOnce) {
   Rope rope(deepseek(), 64);
   const RopeTable table = rope.table(9, at::kFloat, at::kCPU);
   const auto turn = [&](const std::vector<at::Tensor>& in) {
-    return turn_neighbours(in[0], table);
+    return rotate_interleaved(in[0], table);
   };
   for (const std::int64_t rows : {0, 2}) {
     const at::Tensor x = at::randn({rows, 9, 2, 64});
