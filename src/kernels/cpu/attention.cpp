@@ -225,7 +225,7 @@ void window_softmax(const at::Tensor& scores, const std::optional<at::Tensor>& s
                        .repeat = repeat,
                        .period = scores.size(1),
                        .scale = static_cast<float>(scale)};
-  const auto kernel = best_level().window_softmax;
+  const auto kernel = best_isa().window_softmax;
   base::for_ranges(scores.size(0) * scores.size(1), rows_a_thread(job.keys),
                    [&](std::int64_t begin, std::int64_t end) { kernel(job, begin, end); });
 }
@@ -245,7 +245,7 @@ void window_softmax_backward(const at::Tensor& grad, const at::Tensor& weights,
                        .repeat = repeat,
                        .period = grad.size(1),
                        .scale = static_cast<float>(scale)};
-  const auto kernel = best_level().window_softmax_backward;
+  const auto kernel = best_isa().window_softmax_backward;
   base::for_ranges(grad.size(0) * grad.size(1), rows_a_thread(job.keys),
                    [&](std::int64_t begin, std::int64_t end) { kernel(job, begin, end); });
 }

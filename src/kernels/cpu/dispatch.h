@@ -50,13 +50,13 @@ struct Types {
 /// use(Types<T, W>{}, kernels) for the two dtypes.
 template <class Use>
 void with_kernels(at::ScalarType activation, at::ScalarType weight, Use&& use) {
-  const Level& level = best_level();
+  const Isa& isa = best_isa();
   if (activation == at::kFloat) {
-    use(Types<float, float>{}, level.fp32);
+    use(Types<float, float>{}, isa.fp32);
   } else if (weight == at::kFloat) {
-    use(Types<BFloat16, float>{}, level.bf16_wide_weights);
+    use(Types<BFloat16, float>{}, isa.bf16_wide_weights);
   } else {
-    use(Types<BFloat16, BFloat16>{}, level.bf16);
+    use(Types<BFloat16, BFloat16>{}, isa.bf16);
   }
 }
 template <class Use>

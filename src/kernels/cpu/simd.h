@@ -8,7 +8,7 @@
 
 #include "kernels/cpu/tables.h"
 
-namespace tessera::kernels::cpu::TESSERA_CPU_LEVEL {
+namespace tessera::kernels::cpu::TESSERA_CPU_ISA {
 
 #define TESSERA_LANES_INLINE inline __attribute__((always_inline))
 
@@ -151,4 +151,4 @@ TESSERA_LANES_INLINE Lanes exp(Lanes x) {
 
 TESSERA_LANES_INLINE Lanes sigmoid(Lanes x) { return 1.0F / (1.0F + exp(-x)); }
 
-}  // namespace tessera::kernels::cpu::TESSERA_CPU_LEVEL
+}  // namespace tessera::kernels::cpu::TESSERA_CPU_ISA

@@ -4,40 +4,39 @@
 namespace tessera::kernels::cpu {
 
 namespace baseline {
-const Level& level();
+const Isa& isa();
 }
 #ifdef TESSERA_CPU_X86
 namespace avx2 {
-const Level& level();
+const Isa& isa();
 }
 namespace avx512 {
-const Level& level();
+const Isa& isa();
 }
 #endif
 
-const LevelList& levels() {
+const IsaList& isas() {
 #ifdef TESSERA_CPU_X86
-  static const LevelList list = [] {
+  static const IsaList list = [] {
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                         __builtin_cpu_supports("avx512vl");
-    return LevelList{
-        {{&avx512::level(), avx512}, {&avx2::level(), avx2}, {&baseline::level(), true}}, 3};
+    return IsaList{{{&avx512::isa(), avx512}, {&avx2::isa(), avx2}, {&baseline::isa(), true}}, 3};
   }();
 #else
-  static const LevelList list{{{&baseline::level(), true}}, 1};
+  static const IsaList list{{{&baseline::isa(), true}}, 1};
 #endif
   return list;
 }
 
-const Level& best_level() {
-  static const Level& best = [&]() -> const Level& {
-    const LevelList& list = levels();
+const Isa& best_isa() {
+  static const Isa& best = [&]() -> const Isa& {
+    const IsaList& list = isas();
     int index = 0;
     while (!list.choices[index].supported) ++index;
-    return *list.choices[index].level;
+    return *list.choices[index].isa;
   }();
   return best;
 }

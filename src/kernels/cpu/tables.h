@@ -5,7 +5,7 @@
 // depend on the sizes alone, so results do not depend on the number of threads. All keep fp32
 // inside and round once. T is the activation's type, W a norm weight's (T or float). Short symbols:
 // K columns, D head_dim, H heads, R query heads of a key/value head, V vocabulary. Next:
-// level.cpp, which fills the tables.
+// isa.cpp, which fills the tables.
 #pragma once
 
 namespace tessera::kernels::cpu {
@@ -150,7 +150,7 @@ struct Kernels {
 };
 
 /// One instruction set.
-struct Level {
+struct Isa {
   const char* name;  ///< "avx512", "avx2", "baseline"
   Kernels<float, float> fp32;
   Kernels<BFloat16, BFloat16> bf16;
@@ -160,18 +160,18 @@ struct Level {
 };
 
 /// All that were compiled, the widest first, and whether this machine runs it: for tests.
-struct LevelChoice {
-  const Level* level;
+struct IsaChoice {
+  const Isa* isa;
   bool supported;
 };
-inline constexpr int kMostLevels = 3;
-struct LevelList {
-  LevelChoice choices[kMostLevels];
+inline constexpr int kMostIsas = 3;
+struct IsaList {
+  IsaChoice choices[kMostIsas];
   int count;
 };
-const LevelList& levels();
+const IsaList& isas();
 
 /// The widest one that this machine runs.
-const Level& best_level();
+const Isa& best_isa();
 
 }  // namespace tessera::kernels::cpu

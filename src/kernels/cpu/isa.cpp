@@ -1,9 +1,9 @@
 // The kernels themselves, and one instruction set's table of them: compiled once for each, with
-// TESSERA_CPU_LEVEL and its flags.
+// TESSERA_CPU_ISA and its flags.
 #include "kernels/cpu/simd.h"
 #include "kernels/cpu/tables.h"
 
-namespace tessera::kernels::cpu::TESSERA_CPU_LEVEL {
+namespace tessera::kernels::cpu::TESSERA_CPU_ISA {
 
 template <class T, class W>
 void norm_forward(const NormForward<T, W>& job, long begin, long end) {
@@ -437,15 +437,15 @@ constexpr Kernels<T, W> kernels_of() {
           .embedding_backward = embedding_backward<T>};
 }
 
-constexpr Level kLevel{.name = TESSERA_TEXT(TESSERA_CPU_LEVEL),
-                       .fp32 = kernels_of<float, float>(),
-                       .bf16 = kernels_of<BFloat16, BFloat16>(),
-                       .bf16_wide_weights = kernels_of<BFloat16, float>(),
-                       .window_softmax = window_softmax,
-                       .window_softmax_backward = window_softmax_backward};
+constexpr Isa kIsa{.name = TESSERA_TEXT(TESSERA_CPU_ISA),
+                   .fp32 = kernels_of<float, float>(),
+                   .bf16 = kernels_of<BFloat16, BFloat16>(),
+                   .bf16_wide_weights = kernels_of<BFloat16, float>(),
+                   .window_softmax = window_softmax,
+                   .window_softmax_backward = window_softmax_backward};
 
 }  // namespace
 
-const Level& level() { return kLevel; }
+const Isa& isa() { return kIsa; }
 
-}  // namespace tessera::kernels::cpu::TESSERA_CPU_LEVEL
+}  // namespace tessera::kernels::cpu::TESSERA_CPU_ISA

@@ -9,7 +9,7 @@
 
 #include "kernels/cpu/tables.h"
 
-namespace tessera::kernels::cpu::level_test {
+namespace tessera::kernels::cpu::isa_test {
 namespace {
 
 constexpr long kRows = 5;
@@ -22,88 +22,88 @@ std::vector<float> numbers(std::uint64_t seed, double scale = 1.0) {
   return {first, first + drawn.numel()};
 }
 
-/// Levels differ by fused multiply-adds only: some units in the last place of the largest term.
+/// Isas differ by fused multiply-adds only: some units in the last place of the largest term.
 void expect_near(const std::vector<float>& found, const std::vector<float>& expected,
-                 const char* level) {
+                 const char* isa) {
   float largest = 0.0F;
   for (const float value : expected) largest = std::max(largest, std::abs(value));
   for (std::size_t i = 0; i < expected.size(); ++i) {
-    EXPECT_NEAR(found[i], expected[i], 1e-6F * largest) << level << " element " << i;
+    EXPECT_NEAR(found[i], expected[i], 1e-6F * largest) << isa << " element " << i;
   }
 }
 
-class Levels : public ::testing::Test {
+class Isas : public ::testing::Test {
  protected:
-  /// Runs `use(level)` -> results on every level that runs here.
+  /// Runs `use(isa)` -> results on every one that runs here.
   template <class Use>
   void compare(const Use& use) {
-    const std::vector<float> expected = use(best_level());
-    for (int i = 0; i < levels().count; ++i) {
-      if (levels().choices[i].supported) {
-        expect_near(use(*levels().choices[i].level), expected, levels().choices[i].level->name);
+    const std::vector<float> expected = use(best_isa());
+    for (int i = 0; i < isas().count; ++i) {
+      if (isas().choices[i].supported) {
+        expect_near(use(*isas().choices[i].isa), expected, isas().choices[i].isa->name);
       }
     }
   }
 };
 
-TEST_F(Levels, BaselineIsThereAndRuns) {
-  const LevelChoice& last = levels().choices[levels().count - 1];
-  EXPECT_STREQ(last.level->name, "baseline");
+TEST_F(Isas, BaselineIsThereAndRuns) {
+  const IsaChoice& last = isas().choices[isas().count - 1];
+  EXPECT_STREQ(last.isa->name, "baseline");
   EXPECT_TRUE(last.supported);
 }
 
-TEST_F(Levels, NormsAgree) {
+TEST_F(Isas, NormsAgree) {
   const std::vector<float> x = numbers(1), weight = numbers(2), grad = numbers(3);
-  compare([&](const Level& level) {
+  compare([&](const Isa& isa) {
     std::vector<float> y(kRows * kColumns), scale(kRows);
-    level.fp32.norm_forward(NormForward<float, float>{.x = x.data(),
-                                                      .residual = nullptr,
-                                                      .weight = weight.data(),
-                                                      .sum = nullptr,
-                                                      .y = y.data(),
-                                                      .scale = scale.data(),
-                                                      .columns = kColumns,
-                                                      .eps = 1e-6F},
-                            0, kRows);
+    isa.fp32.norm_forward(NormForward<float, float>{.x = x.data(),
+                                                    .residual = nullptr,
+                                                    .weight = weight.data(),
+                                                    .sum = nullptr,
+                                                    .y = y.data(),
+                                                    .scale = scale.data(),
+                                                    .columns = kColumns,
+                                                    .eps = 1e-6F},
+                          0, kRows);
     std::vector<float> grad_x(kRows * kColumns), grad_weight(kColumns);
-    level.fp32.norm_backward(NormBackward<float, float>{.grad = grad.data(),
-                                                        .grad_sum = nullptr,
-                                                        .x = x.data(),
-                                                        .weight = weight.data(),
-                                                        .scale = scale.data(),
-                                                        .grad_x = grad_x.data(),
-                                                        .grad_weight = grad_weight.data(),
-                                                        .columns = kColumns},
-                             0, kRows);
+    isa.fp32.norm_backward(NormBackward<float, float>{.grad = grad.data(),
+                                                      .grad_sum = nullptr,
+                                                      .x = x.data(),
+                                                      .weight = weight.data(),
+                                                      .scale = scale.data(),
+                                                      .grad_x = grad_x.data(),
+                                                      .grad_weight = grad_weight.data(),
+                                                      .columns = kColumns},
+                           0, kRows);
     y.insert(y.end(), grad_x.begin(), grad_x.end());
     y.insert(y.end(), grad_weight.begin(), grad_weight.end());
     return y;
   });
 }
 
-TEST_F(Levels, SoftmaxAgrees) {
+TEST_F(Isas, SoftmaxAgrees) {
   const std::vector<float> scores = numbers(4, 10.0);
-  compare([&](const Level& level) {
+  compare([&](const Isa& isa) {
     std::vector<float> weights = scores;
-    level.fp32.causal_softmax(CausalRows<float>{.scores = weights.data(),
-                                                .weights = nullptr,
-                                                .keys = kColumns,
-                                                .first = 70,
-                                                .repeat = 1,
-                                                .period = kRows,
-                                                .scale = 0.7F},
-                              0, kRows);
+    isa.fp32.causal_softmax(CausalRows<float>{.scores = weights.data(),
+                                              .weights = nullptr,
+                                              .keys = kColumns,
+                                              .first = 70,
+                                              .repeat = 1,
+                                              .period = kRows,
+                                              .scale = 0.7F},
+                            0, kRows);
     return weights;
   });
 }
 
 // Rows of two groups of two heads: positions 47 and 48, which see 20 keys or all.
-TEST_F(Levels, WindowsAndSinksAgree) {
+TEST_F(Isas, WindowsAndSinksAgree) {
   constexpr long kHeadRows = 8, kKeys = 50;
   const std::vector<float> scores = numbers(7, 10.0), grads = numbers(8);
   const std::vector<float> sinks{0.5F, 3.0F, -20.0F, 30.0F};
   for (const long window : {20L, 1000L}) {
-    compare([&](const Level& level) {
+    compare([&](const Isa& isa) {
       std::vector<float> weights(scores.begin(), scores.begin() + kHeadRows * kKeys);
       std::vector<float> grad(grads.begin(), grads.begin() + kHeadRows * kKeys);
       std::vector<float> shares(kHeadRows);
@@ -118,11 +118,11 @@ TEST_F(Levels, WindowsAndSinksAgree) {
                      .repeat = 2,
                      .period = 4,
                      .scale = 0.7F};
-      level.window_softmax(job, 0, kHeadRows);
+      isa.window_softmax(job, 0, kHeadRows);
       job.scores = grad.data();
       weights.insert(weights.end(), shares.begin(), shares.end());
       job.weights = weights.data();
-      level.window_softmax_backward(job, 0, kHeadRows);
+      isa.window_softmax_backward(job, 0, kHeadRows);
       weights.insert(weights.end(), grad.begin(), grad.end());
       weights.insert(weights.end(), shares.begin(), shares.end());
       return weights;
@@ -130,10 +130,10 @@ TEST_F(Levels, WindowsAndSinksAgree) {
   }
 }
 
-TEST_F(Levels, CrossEntropyAgrees) {
+TEST_F(Isas, CrossEntropyAgrees) {
   const std::vector<float> logits = numbers(5, 10.0);
   const std::vector<long> targets{0, 82, -100, 41, 7};
-  compare([&](const Level& level) {
+  compare([&](const Isa& isa) {
     std::vector<float> log_sum(kRows), grad(kRows * kColumns);
     std::vector<double> loss(kRows);
     const CrossEntropy<float> job{.logits = logits.data(),
@@ -143,16 +143,16 @@ TEST_F(Levels, CrossEntropyAgrees) {
                                   .grad_logits = grad.data(),
                                   .grad = 0.25F,
                                   .vocabulary = kColumns};
-    level.fp32.cross_entropy_forward(job, 0, kRows);
-    level.fp32.cross_entropy_backward(job, 0, kRows);
+    isa.fp32.cross_entropy_forward(job, 0, kRows);
+    isa.fp32.cross_entropy_backward(job, 0, kRows);
     for (const double value : loss) grad.push_back(static_cast<float>(value));
     return grad;
   });
 }
 
-TEST_F(Levels, ClampedSwigluAgrees) {
+TEST_F(Isas, ClampedSwigluAgrees) {
   const std::vector<float> both = numbers(7, 2.0), grad = numbers(8);
-  compare([&](const Level& level) {
+  compare([&](const Isa& isa) {
     constexpr long kElements = kRows * kColumns / 2;
     std::vector<float> results(3 * kElements);
     const ClampedSwigluJob<float> job{.both = both.data(),
@@ -161,14 +161,14 @@ TEST_F(Levels, ClampedSwigluAgrees) {
                                       .grad_both = results.data() + kElements,
                                       .alpha = 1.702F,
                                       .limit = 2.0F};
-    level.fp32.clamped_swiglu_forward(job, 0, kElements);
-    level.fp32.clamped_swiglu_backward(job, 0, kElements);
+    isa.fp32.clamped_swiglu_forward(job, 0, kElements);
+    isa.fp32.clamped_swiglu_backward(job, 0, kElements);
     return results;
   });
 }
 
 // Rounding to bf16 is integer work: the same bits everywhere, and those of c10.
-TEST_F(Levels, RoundingToBFloat16IsThatOfLibtorch) {
+TEST_F(Isas, RoundingToBFloat16IsThatOfLibtorch) {
   std::vector<float> values = numbers(6, 1e3);
   values[0] = std::numeric_limits<float>::quiet_NaN();
   values[1] = std::numeric_limits<float>::infinity();
@@ -182,11 +182,11 @@ TEST_F(Levels, RoundingToBFloat16IsThatOfLibtorch) {
   const auto* expected = static_cast<const BFloat16*>(rounded.const_data_ptr());
   // The norm of a row of ones is 1, times a weight in fp32: what is stored is the rounded weight.
   const std::vector<BFloat16> ones(values.size(), BFloat16{0x3F80});
-  for (int i = 0; i < levels().count; ++i) {
-    if (!levels().choices[i].supported) continue;
+  for (int i = 0; i < isas().count; ++i) {
+    if (!isas().choices[i].supported) continue;
     std::vector<BFloat16> found(values.size());
     float scale = 0.0F;
-    levels().choices[i].level->bf16_wide_weights.norm_forward(
+    isas().choices[i].isa->bf16_wide_weights.norm_forward(
         NormForward<BFloat16, float>{.x = ones.data(),
                                      .residual = nullptr,
                                      .weight = values.data(),
@@ -198,11 +198,11 @@ TEST_F(Levels, RoundingToBFloat16IsThatOfLibtorch) {
         0, 1);
     ASSERT_EQ(scale, 1.0F);
     for (std::size_t k = 1; k < found.size(); ++k) {
-      EXPECT_EQ(found[k].bits, expected[k].bits) << levels().choices[i].level->name << " " << k;
+      EXPECT_EQ(found[k].bits, expected[k].bits) << isas().choices[i].isa->name << " " << k;
     }
     EXPECT_GT(found[0].bits & 0x7FFF, 0x7F80) << "NaN became a number";
   }
 }
 
 }  // namespace
-}  // namespace tessera::kernels::cpu::level_test
+}  // namespace tessera::kernels::cpu::isa_test
