@@ -29,12 +29,12 @@ class ThreadWorld;
 /// What the ranks share.
 struct ThreadRun {
   ThreadRun(int ranks, ThreadBackend kind, const WorldOptions& what)
-      : size(ranks), backend(kind), options(what), hub(what.timeout) {}
+      : size(ranks), backend(kind), options(what), rendezvous(what.timeout) {}
 
   const int size;
   const ThreadBackend backend;
   const WorldOptions options;
-  Hub hub;
+  Rendezvous rendezvous;
   const std::shared_ptr<Store> store = Store::in_memory(options.init_timeout);
 
   /// Marks every rank's World and ends all waits.
@@ -74,7 +74,7 @@ class ThreadWorld : public World {
 void ThreadRun::poison_all(const std::string& why) {
   const base::Lock lock(mutex);
   for (ThreadWorld* world : worlds) world->poison_here(why);
-  hub.wake_all();
+  rendezvous.wake_all();
   for (ThreadWorld* world : worlds) world->wake();
 }
 
@@ -83,7 +83,7 @@ ThreadWorld::ThreadWorld(std::shared_ptr<ThreadRun> run, int rank)
   state_->store = run_->store;
   state_->init_timeout = run_->options.init_timeout;
   const bool over_gloo = run_->backend == ThreadBackend::kGloo && size_ > 1;
-  connections_ = over_gloo ? open_gloo(LaunchEnvironment{}) : open_in_process(run_->hub);
+  connections_ = over_gloo ? open_gloo(LaunchEnvironment{}) : open_in_process(run_->rendezvous);
   if (over_gloo) {
     WatchOptions watch = watch_options(rank, run_->size);
     watch.blocked_after = run_->options.blocked_after;
@@ -128,15 +128,15 @@ void ThreadWorld::wake() { state_->board->abort_all(); }
 void ThreadWorld::recover() {
   // Whoever still waits for this rank is to leave, too.
   if (!poisoned()) poison("recovers from an error of its own");
-  queue_->drain();        // its thread may still be inside a collective
-  run_->hub.meet(size_);  // from here on nobody is in one
+  queue_->drain();               // its thread may still be inside a collective
+  run_->rendezvous.meet(size_);  // from here on nobody is in one
   if (rank_ == 0) {
     ++run_->epoch;
-    run_->hub.reset();
+    run_->rendezvous.reset();
   }
-  run_->hub.meet(size_);
+  run_->rendezvous.meet(size_);
   repair(run_->epoch);
-  run_->hub.meet(size_);  // a rank that goes on meets no half-repaired one
+  run_->rendezvous.meet(size_);  // a rank that goes on meets no half-repaired one
 }
 
 void ThreadWorld::repair(int epoch) {
@@ -187,7 +187,7 @@ void ThreadRanks::Impl::fail(std::exception_ptr error, int rank) {
     if (!first_error) first_error = std::move(error);
   }
   run->poison_all(of_rank(rank, why));
-  run->hub.abandon();
+  run->rendezvous.abandon();
 }
 
 void ThreadRanks::Impl::attempt(World& world, const std::function<void(World&)>& what) {
@@ -256,7 +256,7 @@ void ThreadRanks::run(const std::function<void(World&)>& body) {
   if (poisoned) {
     // A queue's thread that is still inside a collective would join the next generation's.
     for (const auto& world : impl_->worlds) world->queue().drain();
-    impl_->run->hub.reset();
+    impl_->run->rendezvous.reset();
     const int epoch = ++impl_->run->epoch;
     for (const auto& world : impl_->worlds) world->repair(epoch);
   }

@@ -8,7 +8,7 @@
 namespace tessera::comm {
 namespace {
 
-class Meeting : public Blocked {
+class StoreRendezvous : public Blocked {
  public:
   void abort() override {}
 };
@@ -16,8 +16,8 @@ class Meeting : public Blocked {
 }  // namespace
 
 void meet_on_board(WaitBoard& board, const std::function<void()>& meet) {
-  Meeting meeting;
-  const OnBoard waiting(board, meeting);
+  StoreRendezvous rendezvous;
+  const OnBoard waiting(board, rendezvous);
   meet();
 }
 

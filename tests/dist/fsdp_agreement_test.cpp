@@ -143,9 +143,9 @@ INSTANTIATE_TEST_SUITE_P(Grid, Recovery,
 
 TEST_P(Recovery, WhatControlsKeptUnderWayIsForgotten) {
   const auto [count, backend] = GetParam();
-  Meeting meeting(count);
+  RankBarrier meeting(count);
   ranks(count, backend).run([&meeting](World& world) {
-    Meeting::Seat seat(meeting);
+    RankBarrier::Seat seat(meeting);
     Twins twins(world);
     twins.step(0);
     twins.handle().zero_grad();

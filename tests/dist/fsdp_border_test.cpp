@@ -33,9 +33,9 @@ class UnitBorder : public ::testing::TestWithParam<DataLayout> {
                                        const Act& act) {
     const auto layout = GetParam();
     std::vector<std::string> all(static_cast<std::size_t>(layout.ranks));
-    Meeting meeting(layout.ranks);
+    RankBarrier meeting(layout.ranks);
     ranks(layout.ranks, layout.backend).run([&](World& world) {
-      Meeting::Seat seat(meeting);
+      RankBarrier::Seat seat(meeting);
       auto unit = fully_shard(with_first(run), data_mesh(world, layout.replicas), {}, options);
       all[static_cast<std::size_t>(world.rank())] = error_of([&] { act(unit); });
       seat.wait();

@@ -209,7 +209,7 @@ class ThrowsLast : public torch::autograd::Function<ThrowsLast> {
     return x * 1.0;
   }
   static variable_list backward(AutogradContext* context, variable_list) {
-    reinterpret_cast<Meeting::Seat*>(context->saved_data["seat"].toInt())->wait();
+    reinterpret_cast<RankBarrier::Seat*>(context->saved_data["seat"].toInt())->wait();
     throw std::runtime_error("the user's backward went wrong");
   }
 };
@@ -217,9 +217,9 @@ class ThrowsLast : public torch::autograd::Function<ThrowsLast> {
 // Naive: forgetting the tickets of a failed step closes them, and the units whose backward was over
 // are reduced on the way to the next step.
 TEST_P(DeferredOnRanks, TicketsOfAFailedStepAreForgottenAndTheNextStepIsRight) {
-  Meeting meeting(GetParam());
+  RankBarrier meeting(GetParam());
   ranks(GetParam()).run([&](World& world) {
-    Meeting::Seat seat(meeting);
+    RankBarrier::Seat seat(meeting);
     const auto step = [&](TwoDeferred& module, Sharded<TwoDeferred>& handle) {
       handle.zero_grad();
       backward(handle.forward(input_of(world.rank(), 0, kWidth).select(0, 0)).sum());

@@ -39,9 +39,9 @@ INSTANTIATE_TEST_SUITE_P(
 // starts on half-gathered units and half-filled slots.
 TEST_P(Failures, OthersLeavePromptlyAndTheNextStepIsRight) {
   const auto [count, when, backend] = GetParam();
-  Meeting meeting(count);
+  RankBarrier meeting(count);
   ranks(count, backend).run([when, &meeting](World& world) {
-    Meeting::Seat seat(meeting);
+    RankBarrier::Seat seat(meeting);
     Chain plain(1, 3, kWidth);
     ShardedChain model(data_mesh(world), 1, 3, kWidth);
     const auto optimizer = make_sgd(model.handle, sgd(0.0));

@@ -31,9 +31,9 @@ class InPlaceChanges : public ::testing::TestWithParam<DataLayout> {
   static std::vector<std::string> refusals_of(const InPlace& one) {
     const auto layout = GetParam();
     std::vector<std::string> told(static_cast<std::size_t>(layout.ranks));
-    Meeting meeting(layout.ranks);
+    RankBarrier meeting(layout.ranks);
     ranks(layout.ranks, layout.backend).run([&](World& world) {
-      Meeting::Seat seat(meeting);
+      RankBarrier::Seat seat(meeting);
       ShardOptions options;
       options.name = "block";
       auto body = std::make_shared<Body>(one.run);

@@ -276,9 +276,9 @@ TEST(Inner, AHandleWithAForwardOrAGradientIsNotTakenIn) {
   for (const auto& [count, backend] :
        {std::pair(1, ThreadBackend::kInProcess), std::pair(2, ThreadBackend::kInProcess),
         std::pair(3, ThreadBackend::kInProcess), std::pair(2, ThreadBackend::kGloo)}) {
-    Meeting meeting(count);
+    RankBarrier meeting(count);
     ranks(count, backend).run([&](World& world) {
-      Meeting::Seat seat(meeting);
+      RankBarrier::Seat seat(meeting);
       const auto mesh = data_mesh(world);
       auto around = std::make_shared<Around>(mesh);
       Affine plain(1, kWidth, kWidth);

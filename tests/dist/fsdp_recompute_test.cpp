@@ -252,10 +252,10 @@ INSTANTIATE_TEST_SUITE_P(Layouts, RecomputeRefusals,
 
 TEST_P(RecomputeRefusals, ABackwardTowardsChosenTensorsLeavesNoGradient) {
   const auto layout = GetParam();
-  Meeting meeting(layout.ranks);
+  RankBarrier meeting(layout.ranks);
   std::vector<std::string> told(static_cast<std::size_t>(layout.ranks));
   ranks(layout.ranks, layout.backend).run([&](World& world) {
-    Meeting::Seat seat(meeting);
+    RankBarrier::Seat seat(meeting);
     for (const bool outside : {false, true}) {
       ShardedChain model(data_mesh(world, layout.replicas), 3, 2, kWidth);
       model.chain->recomputes_outside = outside;

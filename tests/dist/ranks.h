@@ -33,19 +33,19 @@ inline comm::ThreadRanks& ranks(int count, ThreadBackend backend = ThreadBackend
 
 /// Where the ranks of a test wait for each other without a collective. Every rank takes a seat; one
 /// whose body has ended, by an exception too, is not waited for.
-class Meeting {
+class RankBarrier {
  public:
-  explicit Meeting(int ranks) : barrier_(ranks) {}
+  explicit RankBarrier(int ranks) : barrier_(ranks) {}
   class Seat {
    public:
-    explicit Seat(Meeting& meeting) : meeting_(meeting) {}
+    explicit Seat(RankBarrier& meeting) : meeting_(meeting) {}
     ~Seat() { meeting_.barrier_.arrive_and_drop(); }
     Seat(const Seat&) = delete;
     Seat& operator=(const Seat&) = delete;
     void wait() { meeting_.barrier_.arrive_and_wait(); }
 
    private:
-    Meeting& meeting_;
+    RankBarrier& meeting_;
   };
 
  private:

@@ -47,7 +47,7 @@ class ProgramBoard {
     std::string what;
     bool by_name = false;  ///< a tessera::Error
   };
-  Meeting meeting;
+  RankBarrier meeting;
   std::atomic<bool> failed = false;
   std::vector<std::shared_ptr<ProgramTwin>> twins;  ///< outlive a rank that has failed
   std::vector<Caught> errors;

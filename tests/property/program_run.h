@@ -345,7 +345,7 @@ class ProgramRun {
   const Program& program_;
   World& world_;
   ProgramBoard& board_;
-  Meeting::Seat seat_;
+  RankBarrier::Seat seat_;
   ProgramRules rules_;
   std::size_t rank_;
   std::size_t place_ = 0;

@@ -9,7 +9,7 @@
 namespace tessera::comm {
 
 /// One collective: a batch a member, then the outcome.
-struct Hub::Meeting {
+struct Rendezvous::Collective {
   std::uint64_t sequence = 0;
   std::vector<Batch> batches;
   std::vector<bool> came;
@@ -20,12 +20,12 @@ struct Hub::Meeting {
 };
 
 /// What the members of one group share.
-struct Hub::Room {
+struct Rendezvous::SharedGroup {
   std::string name;
   std::vector<int> members;
   base::Mutex mutex;
   base::Condition changed;
-  std::map<std::uint64_t, std::shared_ptr<Meeting>> open TESSERA_GUARDED_BY(mutex);
+  std::map<std::uint64_t, std::shared_ptr<Collective>> open TESSERA_GUARDED_BY(mutex);
   std::uint64_t generation TESSERA_GUARDED_BY(mutex) = 0;
 };
 
@@ -49,8 +49,9 @@ void run(const std::vector<Batch>& batches) {
 }
 
 /// The first pair of ranks of which one sends what the other does not expect.
-std::string count_disagreement(const Hub::Room& room, const Hub::Meeting& meeting) {
-  const auto& batches = meeting.batches;
+std::string count_disagreement(const Rendezvous::SharedGroup& shared,
+                               const Rendezvous::Collective& collective) {
+  const auto& batches = collective.batches;
   const Batch& first = batches.front();
   for (std::size_t op = 0; op < first.ops.size(); ++op) {
     const auto found = with_all(batches, op, []<class One>(const std::vector<const One*>& ranks) {
@@ -59,26 +60,27 @@ std::string count_disagreement(const Hub::Room& room, const Hub::Meeting& meetin
     if (!found) continue;
     const auto facts = std::visit([](const auto& one) { return one.facts(); }, first.ops[op]);
     return concat("ranks disagree: ", to_string(facts.kind), " of ", first.label.unit, ": rank ",
-                  room.members[found->from], " sends ", found->sent, " elements but rank ",
-                  room.members[found->to], " expects ", found->expected, " (group ", room.name,
+                  shared.members[found->from], " sends ", found->sent, " elements but rank ",
+                  shared.members[found->to], " expects ", found->expected, " (group ", shared.name,
                   ")");
   }
   return {};
 }
 
 /// Empty when all members mean the same collective.
-std::string disagreement(const Hub::Room& room, const Hub::Meeting& meeting) {
+std::string disagreement(const Rendezvous::SharedGroup& shared,
+                         const Rendezvous::Collective& collective) {
   Entry first;
-  describe(meeting.batches.front(), meeting.sequence, first);
-  for (std::size_t other = 1; other < meeting.batches.size(); ++other) {
+  describe(collective.batches.front(), collective.sequence, first);
+  for (std::size_t other = 1; other < collective.batches.size(); ++other) {
     Entry entry;
-    describe(meeting.batches[other], meeting.sequence, entry);
+    describe(collective.batches[other], collective.sequence, entry);
     if (entry.fingerprint == first.fingerprint) continue;
-    return concat("ranks disagree: rank ", room.members.front(), " issues ", to_string(first),
-                  " but rank ", room.members[other], " issues ", to_string(entry), " (group ",
-                  room.name, ")");
+    return concat("ranks disagree: rank ", shared.members.front(), " issues ", to_string(first),
+                  " but rank ", shared.members[other], " issues ", to_string(entry), " (group ",
+                  shared.name, ")");
   }
-  return count_disagreement(room, meeting);
+  return count_disagreement(shared, collective);
 }
 
 Batch cloned(const Batch& batch) {
@@ -96,12 +98,13 @@ void deliver(const Batch& staged, const Batch& batch) {
 
 }  // namespace
 
-class HubWork : public Work {
+class InProcessWork : public Work {
  public:
-  HubWork(std::shared_ptr<Hub::Room> room, std::shared_ptr<Hub::Meeting> meeting, int self,
-          std::chrono::milliseconds timeout, std::shared_ptr<Poison> poison)
-      : room_(std::move(room)),
-        meeting_(std::move(meeting)),
+  InProcessWork(std::shared_ptr<Rendezvous::SharedGroup> shared,
+                std::shared_ptr<Rendezvous::Collective> collective, int self,
+                std::chrono::milliseconds timeout, std::shared_ptr<Poison> poison)
+      : shared_(std::move(shared)),
+        collective_(std::move(collective)),
         self_(static_cast<std::size_t>(self)),
         timeout_(timeout),
         poison_(std::move(poison)) {}
@@ -109,188 +112,196 @@ class HubWork : public Work {
   void wait() override {
     if (done_) return;
     const std::chrono::milliseconds patience = poison_->patience.of(timeout_);
-    base::Lock lock(room_->mutex);
-    const bool in_time = room_->changed.wait_for(
-        lock, patience, [&] { return meeting_->done || poison_->is_set(); });
-    if (meeting_->done && !meeting_->failure.empty()) {
-      throw Error(ErrorKind::kComm, meeting_->failure);
+    base::Lock lock(shared_->mutex);
+    const bool in_time = shared_->changed.wait_for(
+        lock, patience, [&] { return collective_->done || poison_->is_set(); });
+    if (collective_->done && !collective_->failure.empty()) {
+      throw Error(ErrorKind::kComm, collective_->failure);
     }
-    if (!meeting_->done) {
+    if (!collective_->done) {
       poison_->check();
       if (!in_time) throw PeerLost(missing(patience));
     }
-    if (!meeting_->staged.empty()) deliver(meeting_->staged[self_], meeting_->batches[self_]);
+    if (!collective_->staged.empty())
+      deliver(collective_->staged[self_], collective_->batches[self_]);
     done_ = true;
   }
 
  private:
   std::string missing(std::chrono::milliseconds patience) const {
     Entry entry;
-    describe(meeting_->batches[self_], meeting_->sequence, entry);
+    describe(collective_->batches[self_], collective_->sequence, entry);
     std::vector<int> ranks;
-    for (std::size_t i = 0; i < meeting_->came.size(); ++i) {
-      if (!meeting_->came[i]) ranks.push_back(room_->members[i]);
+    for (std::size_t i = 0; i < collective_->came.size(); ++i) {
+      if (!collective_->came[i]) ranks.push_back(shared_->members[i]);
     }
-    return concat(to_string(entry), " on group ", room_->name, ": waited ", in_seconds(patience),
+    return concat(to_string(entry), " on group ", shared_->name, ": waited ", in_seconds(patience),
                   " for rank ", joined(ranks), poison_->patience.why_missing(ranks));
   }
 
-  std::shared_ptr<Hub::Room> room_;
-  std::shared_ptr<Hub::Meeting> meeting_;
+  std::shared_ptr<Rendezvous::SharedGroup> shared_;
+  std::shared_ptr<Rendezvous::Collective> collective_;
   std::size_t self_;
   std::chrono::milliseconds timeout_;
   std::shared_ptr<Poison> poison_;
   bool done_ = false;
 };
 
-class HubGroup : public Group {
+class InProcessGroup : public Group {
  public:
-  HubGroup(Hub& hub, std::shared_ptr<Hub::Room> room, int self, std::shared_ptr<Poison> poison)
-      : hub_(hub), room_(std::move(room)), self_(self), poison_(std::move(poison)) {}
+  InProcessGroup(Rendezvous& rendezvous, std::shared_ptr<Rendezvous::SharedGroup> shared, int self,
+                 std::shared_ptr<Poison> poison)
+      : rendezvous_(rendezvous),
+        shared_(std::move(shared)),
+        self_(self),
+        poison_(std::move(poison)) {}
 
   int rank() const override { return self_; }
-  int size() const override { return static_cast<int>(room_->members.size()); }
-  const std::string& name() const override { return room_->name; }
+  int size() const override { return static_cast<int>(shared_->members.size()); }
+  const std::string& name() const override { return shared_->name; }
 
   std::unique_ptr<Work> issue(Batch batch) override {
     poison_->check();
     check_batch(batch, size());
     if (const auto hook = test_hooks::before_issue.get()) {
-      (*hook)(room_->members[static_cast<std::size_t>(self_)], batch);
+      (*hook)(shared_->members[static_cast<std::size_t>(self_)], batch);
     }
     const Joined joined = join(std::move(batch));
     if (joined.last) {
       const auto late = test_hooks::deliver_at_wait.get();
-      complete(*joined.meeting, late && (*late)());
+      complete(*joined.collective, late && (*late)());
     }
-    return std::make_unique<HubWork>(room_, joined.meeting, self_, hub_.timeout_, poison_);
+    return std::make_unique<InProcessWork>(shared_, joined.collective, self_, rendezvous_.timeout_,
+                                           poison_);
   }
 
  private:
   struct Joined {
-    std::shared_ptr<Hub::Meeting> meeting;
+    std::shared_ptr<Rendezvous::Collective> collective;
     bool last;
   };
 
   Joined join(Batch batch) {
-    const base::Lock lock(room_->mutex);
-    if (generation_ != room_->generation) {
-      generation_ = room_->generation;
+    const base::Lock lock(shared_->mutex);
+    if (generation_ != shared_->generation) {
+      generation_ = shared_->generation;
       next_sequence_ = 0;
     }
     const std::uint64_t sequence = next_sequence_++;
-    auto& meeting = room_->open[sequence];
-    if (!meeting) {
-      meeting = std::make_shared<Hub::Meeting>();
-      meeting->sequence = sequence;
-      meeting->batches.resize(room_->members.size());
-      meeting->came.resize(room_->members.size());
+    auto& collective = shared_->open[sequence];
+    if (!collective) {
+      collective = std::make_shared<Rendezvous::Collective>();
+      collective->sequence = sequence;
+      collective->batches.resize(shared_->members.size());
+      collective->came.resize(shared_->members.size());
     }
     const auto self = static_cast<std::size_t>(self_);
-    meeting->batches[self] = std::move(batch);
-    meeting->came[self] = true;
-    Joined joined{meeting, ++meeting->count == size()};
-    if (joined.last) room_->open.erase(sequence);
+    collective->batches[self] = std::move(batch);
+    collective->came[self] = true;
+    Joined joined{collective, ++collective->count == size()};
+    if (joined.last) shared_->open.erase(sequence);
     return joined;
   }
 
   /// By the last member, for all of them.
-  void complete(Hub::Meeting& meeting, bool deliver_at_wait) {
-    std::string failure = disagreement(*room_, meeting);
+  void complete(Rendezvous::Collective& collective, bool deliver_at_wait) {
+    std::string failure = disagreement(*shared_, collective);
     if (failure.empty()) {
       if (deliver_at_wait) {
-        for (const Batch& batch : meeting.batches) meeting.staged.push_back(cloned(batch));
+        for (const Batch& batch : collective.batches) collective.staged.push_back(cloned(batch));
       }
-      run(deliver_at_wait ? meeting.staged : meeting.batches);
+      run(deliver_at_wait ? collective.staged : collective.batches);
     }
-    const base::Lock lock(room_->mutex);
-    meeting.failure = std::move(failure);
-    meeting.done = true;
-    room_->changed.notify_all();
+    const base::Lock lock(shared_->mutex);
+    collective.failure = std::move(failure);
+    collective.done = true;
+    shared_->changed.notify_all();
   }
 
-  Hub& hub_;
-  std::shared_ptr<Hub::Room> room_;
+  Rendezvous& rendezvous_;
+  std::shared_ptr<Rendezvous::SharedGroup> shared_;
   int self_;
   std::shared_ptr<Poison> poison_;
   std::uint64_t generation_ = 0;
   std::uint64_t next_sequence_ = 0;
 };
 
-std::shared_ptr<Hub::Room> Hub::room(const std::string& name, const std::vector<int>& members) {
+std::shared_ptr<Rendezvous::SharedGroup> Rendezvous::shared(const std::string& name,
+                                                            const std::vector<int>& members) {
   const base::Lock lock(mutex_);
-  auto& room = rooms_[name];
-  if (!room) {
-    room = std::make_shared<Room>();
-    room->name = name;
-    room->members = members;
+  auto& shared = shared_groups_[name];
+  if (!shared) {
+    shared = std::make_shared<SharedGroup>();
+    shared->name = name;
+    shared->members = members;
   }
-  return room;
+  return shared;
 }
 
-std::unique_ptr<Group> Hub::make_group(const std::string& name, const std::vector<int>& members,
-                                       int self, std::shared_ptr<Poison> poison) {
-  return std::make_unique<HubGroup>(*this, room(name, members), self, std::move(poison));
+std::unique_ptr<Group> Rendezvous::make_group(const std::string& name,
+                                              const std::vector<int>& members, int self,
+                                              std::shared_ptr<Poison> poison) {
+  return std::make_unique<InProcessGroup>(*this, shared(name, members), self, std::move(poison));
 }
 
-void Hub::wake_all() {
+void Rendezvous::wake_all() {
   const base::Lock lock(mutex_);
-  for (const auto& [name, room] : rooms_) {
-    const base::Lock room_lock(room->mutex);
-    room->changed.notify_all();
+  for (const auto& [name, shared] : shared_groups_) {
+    const base::Lock group_lock(shared->mutex);
+    shared->changed.notify_all();
   }
   met_.notify_all();
 }
 
-void Hub::reset() {
+void Rendezvous::reset() {
   const base::Lock lock(mutex_);
   abandoned_ = false;
-  for (const auto& [name, room] : rooms_) {
-    const base::Lock room_lock(room->mutex);
-    room->open.clear();
-    ++room->generation;
+  for (const auto& [name, shared] : shared_groups_) {
+    const base::Lock group_lock(shared->mutex);
+    shared->open.clear();
+    ++shared->generation;
   }
 }
 
-void Hub::abandon() {
+void Rendezvous::abandon() {
   const base::Lock lock(mutex_);
   abandoned_ = true;
   met_.notify_all();
 }
 
-void Hub::meet(int ranks) {
+void Rendezvous::meet(int ranks) {
   base::Lock lock(mutex_);
-  const std::uint64_t round = meeting_round_;
-  if (++meeting_count_ == ranks) {
-    meeting_count_ = 0;
-    ++meeting_round_;
+  const std::uint64_t round = round_;
+  if (++arrived_ == ranks) {
+    arrived_ = 0;
+    ++round_;
     met_.notify_all();
     return;
   }
   met_.wait_for(lock, timeout_,
-                [&]() TESSERA_REQUIRES(mutex_) { return meeting_round_ != round || abandoned_; });
-  if (meeting_round_ != round) return;
-  throw PeerLost(concat("recover: only ", meeting_count_--, " of ", ranks, " ranks came within ",
+                [&]() TESSERA_REQUIRES(mutex_) { return round_ != round || abandoned_; });
+  if (round_ != round) return;
+  throw PeerLost(concat("recover: only ", arrived_--, " of ", ranks, " ranks came within ",
                         in_seconds(timeout_)));
 }
 
 namespace {
 
-class HubConnections final : public Connections {
+class InProcessConnections final : public Connections {
  public:
-  explicit HubConnections(Hub& hub) : hub_(hub) {}
+  explicit InProcessConnections(Rendezvous& rendezvous) : rendezvous_(rendezvous) {}
   std::shared_ptr<Group> make_group(const GroupPlace& place) override {
-    return hub_.make_group(place.name, place.ranks, place.self(), place.poison);
+    return rendezvous_.make_group(place.name, place.ranks, place.self(), place.poison);
   }
 
  private:
-  Hub& hub_;
+  Rendezvous& rendezvous_;
 };
 
 }  // namespace
 
-std::unique_ptr<Connections> open_in_process(Hub& hub) {
-  return std::make_unique<HubConnections>(hub);
+std::unique_ptr<Connections> open_in_process(Rendezvous& rendezvous) {
+  return std::make_unique<InProcessConnections>(rendezvous);
 }
 
 }  // namespace tessera::comm

@@ -21,9 +21,9 @@
 namespace tessera::comm {
 
 /// Where the ranks of one run meet. Threads: any.
-class Hub {
+class Rendezvous {
  public:
-  explicit Hub(std::chrono::milliseconds timeout) : timeout_(timeout) {}
+  explicit Rendezvous(std::chrono::milliseconds timeout) : timeout_(timeout) {}
 
   /// `members` are world ranks; `self` an index into them. `poison` is this rank's.
   std::unique_ptr<Group> make_group(const std::string& name, const std::vector<int>& members,
@@ -38,23 +38,23 @@ class Hub {
   /// A rank has left by an exception and will meet nobody before reset().
   void abandon();
 
-  struct Meeting;
-  struct Room;
+  struct Collective;
+  struct SharedGroup;
 
  private:
-  friend class HubGroup;
-  std::shared_ptr<Room> room(const std::string& name, const std::vector<int>& members);
+  friend class InProcessGroup;
+  std::shared_ptr<SharedGroup> shared(const std::string& name, const std::vector<int>& members);
 
   const std::chrono::milliseconds timeout_;
   base::Mutex mutex_;
   base::Condition met_;
-  int meeting_count_ TESSERA_GUARDED_BY(mutex_) = 0;
+  int arrived_ TESSERA_GUARDED_BY(mutex_) = 0;
   bool abandoned_ TESSERA_GUARDED_BY(mutex_) = false;
-  std::uint64_t meeting_round_ TESSERA_GUARDED_BY(mutex_) = 0;
-  std::map<std::string, std::shared_ptr<Room>> rooms_ TESSERA_GUARDED_BY(mutex_);
+  std::uint64_t round_ TESSERA_GUARDED_BY(mutex_) = 0;
+  std::map<std::string, std::shared_ptr<SharedGroup>> shared_groups_ TESSERA_GUARDED_BY(mutex_);
 };
 
-/// The backend, on the threads' hub. A run of threads repairs the hub itself.
-std::unique_ptr<Connections> open_in_process(Hub& hub);
+/// The backend, on the threads' rendezvous. A run of threads repairs the rendezvous itself.
+std::unique_ptr<Connections> open_in_process(Rendezvous& rendezvous);
 
 }  // namespace tessera::comm
