@@ -86,11 +86,13 @@ class World : public std::enable_shared_from_this<World> {
 
   /// Marks the run as failed: waits and later collectives throw kComm, here at once, on the other
   /// ranks as soon as they learn of it. Not collective. Threads: any.
-  virtual void poison(const std::string& why) = 0;
-  bool poisoned() const;
-  /// Makes a poisoned World usable again after every rank has caught its error: groups stay valid
+  virtual void abort(const std::string& why) = 0;
+  bool aborted() const;
+  [[deprecated("abort()")]] void poison(const std::string& why) { abort(why); }
+  [[deprecated("aborted()")]] bool poisoned() const { return aborted(); }
+  /// Makes an aborted World usable again after every rank has caught its error: groups stay valid
   /// and start anew, collectives under way are lost. Collective, of all ranks: one that is not
-  /// poisoned yet is, so that the others leave what they wait in. Errors: kComm.
+  /// aborted yet is, so that the others leave what they wait in. Errors: kComm.
   virtual void recover() = 0;
   /// How often that was done: the same on every rank.
   std::uint64_t recoveries() const { return recoveries_; }
@@ -119,7 +121,7 @@ class World : public std::enable_shared_from_this<World> {
   std::uint64_t recoveries_ = 0;  ///< counted by derived classes
   std::uint64_t models_ = 0;      ///< that were named since recovery named_at_
   std::uint64_t named_at_ = 0;
-  std::unique_ptr<State> state_;  ///< groups, poison
+  std::unique_ptr<State> state_;  ///< groups, abort flag
   std::unique_ptr<comm::IssueQueue> queue_;
 };
 
@@ -141,7 +143,7 @@ enum class ThreadBackend {
 };
 
 /// Runs `body` on `ranks` threads of this process, one rank each, and rethrows the first error (by
-/// time); a rank that throws poisons the others. Each thread computes with cores / ranks threads
+/// time); a rank that throws aborts the others. Each thread computes with cores / ranks threads
 /// (at::set_num_threads). Meant for tests and for trying layouts: libtorch's default generator and
 /// its thread pool are shared.
 void launch_threads(int ranks, ThreadBackend backend, const std::function<void(World&)>& body,

@@ -69,7 +69,7 @@ void run_alone(const Batch& batch) {
 }
 
 std::unique_ptr<Work> SoloGroup::issue(Batch batch) {
-  if (poison_) poison_->check();
+  if (abort_flag_) abort_flag_->check();
   if (batch.ops.empty()) return std::make_unique<Done>();
   const at::Tensor& any = first_tensor(batch.ops.front());
   check_batch(batch, 1, any.defined() ? any.device().type() : at::kCPU);

@@ -22,7 +22,7 @@
 
 #include "base/mutex.h"
 #include "comm/group.h"
-#include "launch/poison.h"
+#include "launch/abort_flag.h"
 #include "launch/wait_board.h"
 
 namespace tessera::comm {
@@ -53,8 +53,8 @@ void run_alone(const Batch& batch);
 /// What a group of one rank is, in every backend.
 class SoloGroup : public Group {
  public:
-  explicit SoloGroup(std::string name, std::shared_ptr<const Poison> poison = nullptr)
-      : name_(std::move(name)), poison_(std::move(poison)) {}
+  explicit SoloGroup(std::string name, std::shared_ptr<const AbortFlag> abort_flag = nullptr)
+      : name_(std::move(name)), abort_flag_(std::move(abort_flag)) {}
   int rank() const override { return 0; }
   int size() const override { return 1; }
   const std::string& name() const override { return name_; }
@@ -62,7 +62,7 @@ class SoloGroup : public Group {
 
  private:
   std::string name_;
-  std::shared_ptr<const Poison> poison_;
+  std::shared_ptr<const AbortFlag> abort_flag_;
 };
 
 /// Whether it travels over other ranks (relay.h).

@@ -20,12 +20,12 @@
 #include "base/log.h"
 #include "base/printable.h"
 #include "comm/process_world.h"
+#include "launch/abort_flag.h"
 #include "launch/bounded_calls.h"
 #include "launch/failure_record.h"
 #include "launch/hosts.h"
 #include "launch/launch_environment.h"
 #include "launch/peer_watch.h"
-#include "launch/poison.h"
 #include "launch/store.h"
 #include "tessera/error.h"
 
@@ -65,7 +65,7 @@ void wait_for_readers(const LaunchEnvironment& launch, Store& store) {
     } else if (!launch.agent_store) {
       std::vector<int> everyone(static_cast<std::size_t>(launch.world_size));
       std::iota(everyone.begin(), everyone.end(), 0);
-      store.meet(kKey, launch.rank, everyone, patience_for(launch), Poison());
+      store.meet(kKey, launch.rank, everyone, patience_for(launch), AbortFlag());
     }
   } catch (const Error&) {
     // Whoever did not come was not refused, or says so itself.

@@ -44,14 +44,14 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
   state_->init_timeout = options.init_timeout;
   WatchOptions watch = watch_options(rank_, size_);
   times_.poll = watch.poll;
-  state_->poison->patience.expect_words_within(times_.words());
+  state_->abort_flag->patience.expect_words_within(times_.words());
   watch.blocked_after = options.blocked_after;
   // Who raises the timeout to look at a rank in a debugger is not to be cut off here.
   watch.silent_after = std::max(watch.silent_after, options.timeout / 20);
   // Before the ranks meet: who was refused on the way here says so by the failure key.
   watch_ = std::make_unique<FailureWatch>(store_->second_connection(kBoardFirst), state_->board,
                                           watch, watch_actions());
-  store_->meet("hello", rank_, everyone_, options.init_timeout, *state_->poison);
+  store_->meet("hello", rank_, everyone_, options.init_timeout, *state_->abort_flag);
   state_->board->watch(everyone_);
 }
 
@@ -59,10 +59,10 @@ FailureWatch::Actions ProcessWorld::watch_actions() {
   FailureWatch::Actions actions;
   actions.failed = [this](const std::string& bytes) {
     const FailureRecord cause = decode_failure(bytes).value_or(noticed(bytes));
-    // Another rank has only noticed what began here: this rank's own error, still on its way through
-    // the stack, says more, and ends the process meanwhile.
+    // Another rank has only noticed what began here: this rank's own error, still on its way
+    // through the stack, says more, and ends the process meanwhile.
     if (cause.what == FailureClass::kNoticed && poisoner_ == Poisoner::kSelf) {
-      std::this_thread::sleep_for(state_->poison->patience.words());
+      std::this_thread::sleep_for(state_->abort_flag->patience.words());
     }
     leave_after(*this, cause);
   };
@@ -70,20 +70,20 @@ FailureWatch::Actions ProcessWorld::watch_actions() {
   actions.disagree = [this](const std::string& why) {
     report_failure(this, Error(ErrorKind::kComm, why), 1);
   };
-  actions.poisoned = [this](const std::string& why, int epoch) {
+  actions.aborted = [this](const std::string& why, int epoch) {
     auto nobody = Poisoner::kNobody;
     poisoner_.compare_exchange_strong(nobody, Poisoner::kOther);
-    poison_here(why, epoch);
+    abort_here(why, epoch);
   };
   return actions;
 }
 
 ProcessWorld::~ProcessWorld() {
-  const bool failed = poisoned() || std::uncaught_exceptions() > exceptions_before_;
+  const bool failed = aborted() || std::uncaught_exceptions() > exceptions_before_;
   if (failed) {
     watch_->stop();  // it would end this process by what is announced here
-    if (!poisoned()) announce_failure(noticed("left by an exception"));
-    poison_here("left by an exception", epoch_);
+    if (!aborted()) announce_failure(noticed("left by an exception"));
+    abort_here("left by an exception", epoch_);
   }
   stop_queue();
   if (!failed) leave_together();
@@ -103,9 +103,9 @@ void ProcessWorld::wait_for_the_last(const std::string& key) {
   std::map<int, std::string> beats;
   for (;;) {
     try {
-      return store_->meet(key, rank_, everyone_, kGoodbye, *state_->poison);
+      return store_->meet(key, rank_, everyone_, kGoodbye, *state_->abort_flag);
     } catch (const PeerLost&) {
-      if (poisoned() || !missing_are_alive(key, beats)) throw;
+      if (aborted() || !missing_are_alive(key, beats)) throw;
     }
   }
 }
@@ -124,7 +124,7 @@ void ProcessWorld::leave_together() {
     }
     groups.clear();
     if (rank_ == 0) {
-      store_->meet("gone", rank_, everyone_, kGoodbye, *state_->poison);
+      store_->meet("gone", rank_, everyone_, kGoodbye, *state_->abort_flag);
     } else {
       store_->arrive("gone", rank_, size_);
     }
@@ -135,36 +135,36 @@ void ProcessWorld::leave_together() {
 
 std::shared_ptr<Group> ProcessWorld::make_group(const std::vector<int>& ranks,
                                                 const std::string& name) {
-  return connections_->make_group(
-      {name, ranks, rank_, options_, store_, state_->poison, state_->board, times_.heartbeats()});
+  return connections_->make_group({name, ranks, rank_, options_, store_, state_->abort_flag,
+                                   state_->board, times_.heartbeats()});
 }
 
-void ProcessWorld::poison_here(const std::string& why, int epoch) {
+void ProcessWorld::abort_here(const std::string& why, int epoch) {
   const base::Lock lock(epoch_mutex_);
   if (epoch != epoch_) return;  // recovered in the meantime
-  state_->poison->mark(why);
-  queue_->poison(why);
+  state_->abort_flag->mark(why);
+  queue_->abort(why);
   state_->board->abort_all();
 }
 
-void ProcessWorld::poison(const std::string& why) {
-  const std::string suspicion = state_->poison->suspicion();
+void ProcessWorld::abort(const std::string& why) {
+  const std::string suspicion = state_->abort_flag->suspicion();
   const std::string text =
       of_rank(rank_, concat(one_line(why), suspicion.empty() ? "" : ": ", one_line(suspicion)));
   const int epoch = epoch_;
   auto nobody = Poisoner::kNobody;
   poisoner_.compare_exchange_strong(nobody, Poisoner::kSelf);
-  poison_here(why, epoch);
+  abort_here(why, epoch);
   in_time([store = store_, text, epoch] {
-    return store->set_if_absent(store_key::poison(epoch), text);
+    return store->set_if_absent(store_key::abort(epoch), text);
   });
 }
 
 void ProcessWorld::recover() {
   connections_->require_recovery();
   // Whoever still waits for this rank is to leave, too.
-  if (!poisoned()) poison("recovers from an error of its own");
-  const Poison never;  // our own poison is set
+  if (!aborted()) abort("recovers from an error of its own");
+  const AbortFlag never;  // our own abort flag is set
   const int next = epoch_ + 1;
   queue_->drain();
   store_->meet(concat("recover/", next), rank_, everyone_, options_.timeout, never);
@@ -175,12 +175,12 @@ void ProcessWorld::recover() {
   queue_->recover();
   ++recoveries_;
   poisoner_ = Poisoner::kNobody;
-  state_->poison->clear();
+  state_->abort_flag->clear();
 }
 
 void ProcessWorld::stay_for_readers() const {
   const bool serves_store = rank_ == 0 && !launch_.agent_store;
-  if (serves_store) std::this_thread::sleep_for(state_->poison->patience.words());
+  if (serves_store) std::this_thread::sleep_for(state_->abort_flag->patience.words());
 }
 
 std::optional<std::string> ProcessWorld::in_time(std::function<std::string()> call) noexcept {
@@ -212,7 +212,7 @@ std::optional<FailureRecord> ProcessWorld::known_failure() noexcept {
 }
 
 std::optional<FailureRecord> ProcessWorld::failure_behind() noexcept {
-  const auto end = std::chrono::steady_clock::now() + state_->poison->patience.words();
+  const auto end = std::chrono::steady_clock::now() + state_->abort_flag->patience.words();
   for (;;) {
     const auto known = known_failure();
     if (known || poisoner_ != Poisoner::kOther || store_is_silent_) return known;

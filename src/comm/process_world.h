@@ -19,10 +19,10 @@
 #include "base/mutex.h"
 #include "comm/backends/backend.h"
 #include "comm/group.h"
+#include "launch/abort_flag.h"
 #include "launch/failure_record.h"
 #include "launch/failure_watch.h"
 #include "launch/launch_environment.h"
-#include "launch/poison.h"
 #include "launch/store.h"
 #include "launch/wait_board.h"
 #include "tessera/world.h"
@@ -33,7 +33,7 @@ namespace tessera {
 struct World::State {
   base::Mutex mutex;
   std::map<std::string, std::shared_ptr<comm::Group>> made TESSERA_GUARDED_BY(mutex);
-  const std::shared_ptr<comm::Poison> poison = std::make_shared<comm::Poison>();
+  const std::shared_ptr<comm::AbortFlag> abort_flag = std::make_shared<comm::AbortFlag>();
   const std::shared_ptr<comm::WaitBoard> board = std::make_shared<comm::WaitBoard>();
   std::shared_ptr<comm::Store> store;  ///< none in a world of one
   std::chrono::milliseconds init_timeout{0};
@@ -51,14 +51,14 @@ class ProcessWorld : public World {
   ~ProcessWorld() override;
 
   std::string backend() const override { return std::string(backend_.name); }
-  void poison(const std::string& why) override;
+  void abort(const std::string& why) override;
   void recover() override;
 
   /// Writes the failure key unless it is there. Returns what stands there; none when the store is
   /// gone, or gives no answer soon.
   std::optional<FailureRecord> announce_failure(const FailureRecord& failure) noexcept;
   std::optional<FailureRecord> known_failure() noexcept;
-  /// The same for a rank that was stopped. Where another rank's word has poisoned the World, that
+  /// The same for a rank that was stopped. Where another rank's word has aborted the World, that
   /// rank's error is on its way through its stack: waited for as long as words may take.
   std::optional<FailureRecord> failure_behind() noexcept;
   /// Where this process serves the store: until the others have read what it says.
@@ -69,7 +69,7 @@ class ProcessWorld : public World {
                                     const std::string& name) override;
 
  private:
-  void poison_here(const std::string& why, int epoch);
+  void abort_here(const std::string& why, int epoch);
   void leave_together();
   /// Meets everyone, however long they take as long as they live.
   void wait_for_the_last(const std::string& key);
@@ -89,10 +89,10 @@ class ProcessWorld : public World {
   std::shared_ptr<Store> store_;
   std::unique_ptr<FailureWatch> watch_;
   std::unique_ptr<Connections> connections_;
-  base::Mutex epoch_mutex_;  ///< held while the World is poisoned and while it is repaired
+  base::Mutex epoch_mutex_;  ///< held while the World is aborted and while it is repaired
   std::atomic<int> epoch_{0};
   std::atomic<bool> store_is_silent_{false};
-  /// Who has poisoned the World in this epoch: an error of this rank, or a word of another one.
+  /// Who has aborted the World in this epoch: an error of this rank, or a word of another one.
   enum class Poisoner : std::uint8_t { kNobody, kSelf, kOther };
   std::atomic<Poisoner> poisoner_{Poisoner::kNobody};
 };

@@ -14,7 +14,7 @@
 #include "base/test_hooks.h"
 #include "base/trace.h"
 #include "comm/batch.h"
-#include "launch/poison.h"
+#include "launch/abort_flag.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -105,7 +105,7 @@ void TracedCollective::waited_since(TraceClock::time_point begin) {
 }
 
 struct Pending::State {
-  explicit State(std::shared_ptr<Poison> poisoned) : poison(std::move(poisoned)) {}
+  explicit State(std::shared_ptr<AbortFlag> flag) : abort_flag(std::move(flag)) {}
 
   void issued(std::unique_ptr<Work> started, std::exception_ptr error) {
     work = std::move(started);
@@ -117,7 +117,7 @@ struct Pending::State {
   std::atomic<bool> out{false};  // issued, or never going to be
   std::unique_ptr<Work> work;
   std::exception_ptr failure;
-  std::shared_ptr<Poison> poison;
+  std::shared_ptr<AbortFlag> abort_flag;
   std::unique_ptr<TracedCollective> traced;  // null: nobody looks
 };
 
@@ -129,10 +129,10 @@ void Pending::wait() {
   try {
     if (state_->failure) std::rethrow_exception(state_->failure);
     if (!state_->work) return;
-    state_->poison->check();
+    state_->abort_flag->check();
     state_->work->wait();
   } catch (const PeerLost& error) {
-    state_->poison->suspect(error.what());
+    state_->abort_flag->suspect(error.what());
     throw;
   }
   state_->work.reset();
@@ -155,7 +155,7 @@ struct IssueQueue::Impl {
   void run();
   void issue(Submission submission);
   void drop(std::deque<Submission> dropped);
-  const std::shared_ptr<Poison> poison = std::make_shared<Poison>();
+  const std::shared_ptr<AbortFlag> abort_flag = std::make_shared<AbortFlag>();
   base::Mutex mutex;
   base::Condition changed;
   base::Condition emptied;
@@ -171,24 +171,24 @@ void IssueQueue::Impl::issue(Submission submission) {
   std::unique_ptr<Work> work;
   std::exception_ptr failure;
   try {
-    poison->check();
+    abort_flag->check();
     if (submission.ready) submission.ready();
     if (submission.state->traced) submission.state->traced->issued();
     work = submission.group->issue(std::move(submission.batch));
   } catch (const std::exception& error) {
     failure = std::current_exception();
     // Whatever comes after it would meet other collectives on the other ranks.
-    poison->mark(concat("a collective could not be issued: ", one_line(error.what())));
+    abort_flag->mark(concat("a collective could not be issued: ", one_line(error.what())));
   } catch (...) {
     failure = std::current_exception();
-    poison->mark("a collective could not be issued");
+    abort_flag->mark("a collective could not be issued");
   }
   submission.state->issued(std::move(work), failure);
 }
 
 void IssueQueue::Impl::drop(std::deque<Submission> dropped) {
   if (dropped.empty()) return;
-  const auto why = std::make_exception_ptr(PeerLost(poison->why()));
+  const auto why = std::make_exception_ptr(PeerLost(abort_flag->why()));
   for (Submission& one : dropped) one.state->issued(nullptr, why);
 }
 
@@ -250,9 +250,9 @@ void IssueQueue::stop() {
 }
 
 Pending IssueQueue::submit(Group& group, Batch batch, std::function<void()> ready) {
-  impl_->poison->check();
+  impl_->abort_flag->check();
   return impl_->submit({&group, std::move(batch), std::move(ready),
-                        std::make_shared<Pending::State>(impl_->poison)});
+                        std::make_shared<Pending::State>(impl_->abort_flag)});
 }
 
 void IssueQueue::drain() {
@@ -262,8 +262,8 @@ void IssueQueue::drain() {
   });
 }
 
-void IssueQueue::poison(const std::string& why) {
-  impl_->poison->mark(why);
+void IssueQueue::abort(const std::string& why) {
+  impl_->abort_flag->mark(why);
   std::deque<Submission> dropped;
   {
     const base::Lock lock(impl_->mutex);
@@ -279,7 +279,7 @@ void IssueQueue::recover() {
     const base::Lock lock(impl_->mutex);
     impl_->held_back.reset();
   }
-  impl_->poison->clear();
+  impl_->abort_flag->clear();
 }
 
 }  // namespace tessera::comm

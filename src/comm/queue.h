@@ -44,12 +44,12 @@ class IssueQueue {
   /// Blocks until everything submitted so far was issued (not completed).
   void drain();
 
-  /// Issues what is left unless poisoned, then ends the issuing thread; nothing can be submitted
+  /// Issues what is left unless aborted, then ends the issuing thread; nothing can be submitted
   /// after it. Idempotent.
   void stop();
 
   /// After this every submit and every wait throws `why` (as kComm). [Note: failure].
-  void poison(const std::string& why);
+  void abort(const std::string& why);
   /// Drops what was never issued and accepts again.
   void recover();
 

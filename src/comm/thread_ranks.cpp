@@ -38,25 +38,25 @@ struct ThreadRun {
   const std::shared_ptr<Store> store = Store::in_memory(options.init_timeout);
 
   /// Marks every rank's World and ends all waits.
-  void poison_all(const std::string& why);
+  void abort_all(const std::string& why);
 
   base::Mutex mutex;
   std::vector<ThreadWorld*> worlds TESSERA_GUARDED_BY(mutex);
   int epoch = 0;
 };
 
-/// A World whose ranks are threads of one process. All ranks hang on one ThreadRun; poisoning one
-/// poisons all, at once.
+/// A World whose ranks are threads of one process. All ranks hang on one ThreadRun; aborting one
+/// aborts all, at once.
 class ThreadWorld : public World {
  public:
   ThreadWorld(std::shared_ptr<ThreadRun> run, int rank);
   ~ThreadWorld() override;
 
   std::string backend() const override;
-  void poison(const std::string& why) override;
+  void abort(const std::string& why) override;
   void recover() override;
 
-  void poison_here(const std::string& why);
+  void abort_here(const std::string& why);
   void wake();
   /// This rank's share of a recovery: nothing may be under way on any rank.
   void repair(int epoch);
@@ -71,9 +71,9 @@ class ThreadWorld : public World {
   std::unique_ptr<FailureWatch> watch_;
 };
 
-void ThreadRun::poison_all(const std::string& why) {
+void ThreadRun::abort_all(const std::string& why) {
   const base::Lock lock(mutex);
-  for (ThreadWorld* world : worlds) world->poison_here(why);
+  for (ThreadWorld* world : worlds) world->abort_here(why);
   rendezvous.wake_all();
   for (ThreadWorld* world : worlds) world->wake();
 }
@@ -88,14 +88,14 @@ ThreadWorld::ThreadWorld(std::shared_ptr<ThreadRun> run, int rank)
     WatchOptions watch = watch_options(rank, run_->size);
     watch.blocked_after = run_->options.blocked_after;
     watch.poll = std::min(watch.poll, watch.blocked_after / 4 + std::chrono::milliseconds(1));
-    state_->poison->patience.expect_words_within(WatchTimes{watch.poll}.words());
+    state_->abort_flag->patience.expect_words_within(WatchTimes{watch.poll}.words());
     std::vector<int> everyone(static_cast<std::size_t>(size_));
     std::iota(everyone.begin(), everyone.end(), 0);
     state_->board->watch(std::move(everyone));
     FailureWatch::Actions actions;
     actions.failed = actions.lost =
-        actions.disagree = [this](const std::string& why) { run_->poison_all(why); };
-    actions.poisoned = [](const std::string&, int) {};  // poison_all() has done it
+        actions.disagree = [this](const std::string& why) { run_->abort_all(why); };
+    actions.aborted = [](const std::string&, int) {};  // abort_all() has done it
     watch_ = std::make_unique<FailureWatch>(run_->store, state_->board, watch, std::move(actions));
   }
   const base::Lock lock(run_->mutex);
@@ -116,18 +116,18 @@ std::string ThreadWorld::backend() const {
   return run_->backend == ThreadBackend::kGloo ? "gloo" : "in-process";
 }
 
-void ThreadWorld::poison(const std::string& why) { run_->poison_all(of_rank(rank_, why)); }
+void ThreadWorld::abort(const std::string& why) { run_->abort_all(of_rank(rank_, why)); }
 
-void ThreadWorld::poison_here(const std::string& why) {
-  state_->poison->mark(why);
-  queue_->poison(why);
+void ThreadWorld::abort_here(const std::string& why) {
+  state_->abort_flag->mark(why);
+  queue_->abort(why);
 }
 
 void ThreadWorld::wake() { state_->board->abort_all(); }
 
 void ThreadWorld::recover() {
   // Whoever still waits for this rank is to leave, too.
-  if (!poisoned()) poison("recovers from an error of its own");
+  if (!aborted()) abort("recovers from an error of its own");
   queue_->drain();               // its thread may still be inside a collective
   run_->rendezvous.meet(size_);  // from here on nobody is in one
   if (rank_ == 0) {
@@ -144,13 +144,13 @@ void ThreadWorld::repair(int epoch) {
   connections_->reset(epoch);
   if (watch_) watch_->set_epoch(epoch);
   ++recoveries_;
-  state_->poison->clear();
+  state_->abort_flag->clear();
 }
 
 std::shared_ptr<Group> ThreadWorld::make_group(const std::vector<int>& ranks,
                                                const std::string& name) {
   return connections_->make_group(
-      {name, ranks, rank_, run_->options, run_->store, state_->poison, state_->board});
+      {name, ranks, rank_, run_->options, run_->store, state_->abort_flag, state_->board});
 }
 
 struct ThreadRanks::Impl {
@@ -186,7 +186,7 @@ void ThreadRanks::Impl::fail(std::exception_ptr error, int rank) {
     const base::Lock lock(mutex);
     if (!first_error) first_error = std::move(error);
   }
-  run->poison_all(of_rank(rank, why));
+  run->abort_all(of_rank(rank, why));
   run->rendezvous.abandon();
 }
 
@@ -251,9 +251,9 @@ void ThreadRanks::run(const std::function<void(World&)>& body) {
                          [&]() TESSERA_REQUIRES(impl_->mutex) { return impl_->running == 0; });
     error = std::exchange(impl_->first_error, nullptr);
   }
-  const bool poisoned = std::any_of(impl_->worlds.begin(), impl_->worlds.end(),
-                                    [](const auto& world) { return world->poisoned(); });
-  if (poisoned) {
+  const bool aborted = std::any_of(impl_->worlds.begin(), impl_->worlds.end(),
+                                   [](const auto& world) { return world->aborted(); });
+  if (aborted) {
     // A queue's thread that is still inside a collective would join the next generation's.
     for (const auto& world : impl_->worlds) world->queue().drain();
     impl_->run->rendezvous.reset();

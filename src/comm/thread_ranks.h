@@ -2,7 +2,7 @@
 //
 // launch_threads() makes one, runs one body and destroys it; a test makes one and runs body after
 // body: the threads, their Worlds and their groups (Gloo's connections too) are kept in between. An
-// error in a body poisons the run, frees the other ranks, and is repaired before the next body.
+// error in a body aborts the run, frees the other ranks, and is repaired before the next body.
 #pragma once
 
 #include <functional>

@@ -71,20 +71,20 @@ class SoloWorld : public World {
   SoloWorld() : World(0, 1, 0) {}
   ~SoloWorld() override { stop_queue(); }
   std::string backend() const override { return "none"; }
-  void poison(const std::string& why) override {
-    state_->poison->mark(why);
-    queue_->poison(why);
+  void abort(const std::string& why) override {
+    state_->abort_flag->mark(why);
+    queue_->abort(why);
   }
   void recover() override {
     queue_->recover();
     ++recoveries_;
-    state_->poison->clear();
+    state_->abort_flag->clear();
   }
 
  protected:
   std::shared_ptr<comm::Group> make_group(const std::vector<int>&,
                                           const std::string& name) override {
-    return std::make_shared<comm::SoloGroup>(name, state_->poison);
+    return std::make_shared<comm::SoloGroup>(name, state_->abort_flag);
   }
 };
 
@@ -123,7 +123,7 @@ std::shared_ptr<comm::Group> World::group(const std::vector<int>& ranks, std::st
   const base::Lock lock(state_->mutex);
   auto& made = state_->made[name];
   if (!made) {
-    made = ranks.size() == 1 ? std::make_shared<comm::SoloGroup>(name, state_->poison)
+    made = ranks.size() == 1 ? std::make_shared<comm::SoloGroup>(name, state_->abort_flag)
                              : make_group(ranks, name);
   }
   return made;
@@ -137,7 +137,7 @@ comm::Group& World::control() {
 
 void World::begin_start_up() {
   if (!state_->store) return;
-  state_->poison->patience.raise(
+  state_->abort_flag->patience.raise(
       state_->init_timeout, [store = state_->store](int rank) { return work_of(*store, rank); });
   if (rank_ != 0) return;
   state_->start_up_log = std::make_unique<comm::StartUpLog>(
@@ -151,16 +151,16 @@ void World::end_start_up() {
   work_at("");
   comm::barrier(control(), "end of the start-up");
   state_->start_up_log.reset();
-  state_->poison->patience.lower();
+  state_->abort_flag->patience.lower();
 }
 
 void World::work_at(const std::string& what) {
-  if (!state_->poison->patience.raised()) return;
+  if (!state_->abort_flag->patience.raised()) return;
   state_->store->set(work_key(rank_), what);
   if (!what.empty()) log::write_to_file(log::Level::kInfo, concat("start-up: ", what));
 }
 
-bool World::poisoned() const { return state_->poison->is_set(); }
+bool World::aborted() const { return state_->abort_flag->is_set(); }
 
 void World::stop_queue() { queue_->stop(); }
 

@@ -156,7 +156,7 @@ bool Runtime::has_failed() const { return failed_ || recoveries_ != world().reco
 
 void Runtime::renew_after_failure() {
   // A recovery is of all ranks, also of those that had nothing under way.
-  if (has_failed() && !world().poisoned()) reset();
+  if (has_failed() && !world().aborted()) reset();
 }
 
 void Runtime::fail(const std::string& why) {
@@ -166,7 +166,7 @@ void Runtime::fail(const std::string& why) {
   spans_.forget();
   kept_ = nullptr;
   under_way_.clear();
-  if (world().size() > 1) world().poison(why);
+  if (world().size() > 1) world().abort(why);
 }
 
 void Runtime::reset() {

@@ -129,7 +129,7 @@ void Runtime::begin_relayout() {
 void Runtime::check_usable() {
   renew_after_failure();
   TESSERA_CHECK(
-      !world().poisoned(), ErrorKind::kComm,
+      !world().aborted(), ErrorKind::kComm,
       "a sharded forward was entered after a failure of this run; call World::recover() on every "
       "rank first");
   if (in_backward_ && torch::autograd::get_current_graph_task_id() == -1) {

@@ -124,10 +124,10 @@ void FailureWatch::look() {
     return;
   }
   const int epoch = epoch_;
-  if (poisoned_epoch_ != epoch) {
-    if (const auto why = store_->find(store_key::poison(epoch))) {
-      poisoned_epoch_ = epoch;
-      actions_.poisoned(*why, epoch);
+  if (aborted_epoch_ != epoch) {
+    if (const auto why = store_->find(store_key::abort(epoch))) {
+      aborted_epoch_ = epoch;
+      actions_.aborted(*why, epoch);
       return;
     }
   }

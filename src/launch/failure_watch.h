@@ -45,13 +45,13 @@ WatchOptions watch_options(int rank, int ranks);
 
 class FailureWatch {
  public:
-  /// What is to be done, on the watch's thread. Each is called at most once (poisoned: once an
+  /// What is to be done, on the watch's thread. Each is called at most once (aborted: once an
   /// epoch).
   struct Actions {
     std::function<void(const std::string& why)> failed;  ///< the failure key: why as written there
     std::function<void(const std::string& why)> lost;    ///< store gone, or a silent peer
     std::function<void(const std::string& why)> disagree;  ///< ranks issue different collectives
-    std::function<void(const std::string& why, int epoch)> poisoned;  ///< a rank poisoned its World
+    std::function<void(const std::string& why, int epoch)> aborted;  ///< a rank aborted its World
   };
 
   FailureWatch(std::shared_ptr<Store> own_connection, std::shared_ptr<WaitBoard> board,
@@ -85,7 +85,7 @@ class FailureWatch {
   std::atomic<bool> over_{false};  // an action that ends the run was taken, nothing to look for
   std::atomic<int> epoch_{0};
   std::atomic<std::uint64_t> looks_{0};
-  int poisoned_epoch_ = -1;
+  int aborted_epoch_ = -1;
   std::uint64_t beats_ = 0;
   const std::unique_ptr<Keys> keys_;
   PeerWatch peers_;

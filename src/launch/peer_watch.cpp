@@ -8,13 +8,13 @@
 #include <utility>
 
 #include "base/printable.h"
-#include "launch/poison.h"
+#include "launch/abort_flag.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
 
 namespace store_key {
-std::string poison(int epoch) { return concat("poison/", epoch); }
+std::string abort(int epoch) { return concat("poison/", epoch); }
 std::string pulse(int rank) { return concat("pulse/", rank); }
 std::string asked(int epoch, int rank) { return concat("asked/", epoch, "/", rank); }
 std::string issued(int epoch, int rank) { return concat("issued/", epoch, "/", rank); }

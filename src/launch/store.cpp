@@ -65,13 +65,13 @@ constexpr std::chrono::milliseconds kFirstPause{1};
 /// connection would wait for each other's peers, ring-wise over ranks, for ever.
 class PolledStore final : public c10d::Store {
  public:
-  PolledStore(c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<const Poison> poison,
+  PolledStore(c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<const AbortFlag> abort_flag,
               std::uint64_t marks, std::chrono::milliseconds timeout,
               std::chrono::milliseconds longest_pause,
               std::function<void(const std::string& key)> waits)
       : c10d::Store(timeout),  // c10d's own default of 300 s is no setting of the World's
         store_(std::move(store)),
-        poison_(std::move(poison)),
+        abort_flag_(std::move(abort_flag)),
         marks_(marks),
         longest_pause_(longest_pause),
         waits_(std::move(waits)) {}
@@ -82,7 +82,7 @@ class PolledStore final : public c10d::Store {
   using c10d::Store::set;
 
   c10::intrusive_ptr<c10d::Store> clone() override {
-    return c10::make_intrusive<PolledStore>(store_->clone(), poison_, marks_, getTimeout(),
+    return c10::make_intrusive<PolledStore>(store_->clone(), abort_flag_, marks_, getTimeout(),
                                             longest_pause_, waits_);
   }
   void set(const std::string& key, const Bytes& value) override { store_->set(key, value); }
@@ -110,7 +110,7 @@ class PolledStore final : public c10d::Store {
   }
 
   void wait(const Keys& keys) override { wait(keys, getTimeout()); }
-  /// Errors: PeerLost when the World is poisoned or the time is up.
+  /// Errors: PeerLost when the World is aborted or the time is up.
   void wait(const Keys& keys, const std::chrono::milliseconds& timeout) override {
     const auto deadline = std::chrono::steady_clock::now() + timeout;
     for (std::size_t there = 0; there < keys.size() && !store_->check(keys); ++there) {
@@ -141,8 +141,8 @@ class PolledStore final : public c10d::Store {
     if (waits_) waits_(key);
     auto pause = kFirstPause;
     while (!store_->check({key})) {
-      poison_->check();
-      if (poison_->marks() != marks_) throw PeerLost("store: the wait was before a recovery");
+      abort_flag_->check();
+      if (abort_flag_->marks() != marks_) throw PeerLost("store: the wait was before a recovery");
       if (std::chrono::steady_clock::now() > deadline) {
         throw PeerLost(concat("store: no ", key, " within ", in_seconds(timeout)));
       }
@@ -153,7 +153,7 @@ class PolledStore final : public c10d::Store {
   }
 
   const c10::intrusive_ptr<c10d::Store> store_;
-  const std::shared_ptr<const Poison> poison_;
+  const std::shared_ptr<const AbortFlag> abort_flag_;
   const std::uint64_t marks_;
   const std::chrono::milliseconds longest_pause_;  ///< between two questions of a wait
   const std::function<void(const std::string& key)> waits_;
@@ -311,14 +311,14 @@ Missing Store::missing(const std::string& key, int members) {
 }
 
 void Store::meet(const std::string& key, int self, const std::vector<int>& members,
-                 std::chrono::milliseconds timeout, const Poison& poison) {
+                 std::chrono::milliseconds timeout, const AbortFlag& abort_flag) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   const auto size = static_cast<int>(members.size());
   arrive(key, static_cast<int>(std::ranges::find(members, self) - members.begin()), size);
   std::chrono::microseconds pause(50);
   const auto longest = std::max(kLongestPause, kPauseForEach * size);
   while (!is_set(all_at(key))) {
-    poison.check();
+    abort_flag.check();
     if (std::chrono::steady_clock::now() > deadline) {
       const Missing absent = missing(key, size);
       std::vector<int> ranks;
@@ -327,7 +327,7 @@ void Store::meet(const std::string& key, int self, const std::vector<int>& membe
       }
       throw PeerLost(concat(key, ": rank ", joined(ranks), absent.and_more ? " and others" : "",
                             " of ", size, " did not come within ", in_seconds(timeout),
-                            poison.patience.works_of(ranks)));
+                            abort_flag.patience.works_of(ranks)));
     }
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 2, longest);
@@ -335,11 +335,11 @@ void Store::meet(const std::string& key, int self, const std::vector<int>& membe
 }
 
 c10::intrusive_ptr<c10d::Store> Store::for_group(
-    const std::string& prefix, std::shared_ptr<const Poison> poison,
+    const std::string& prefix, std::shared_ptr<const AbortFlag> abort_flag,
     std::function<void(const std::string& key)> waits) const {
-  const std::uint64_t marks = poison->marks();
+  const std::uint64_t marks = abort_flag->marks();
   return c10::make_intrusive<PolledStore>(c10::make_intrusive<c10d::PrefixStore>(prefix, store_),
-                                          std::move(poison), marks, timeout_,
+                                          std::move(abort_flag), marks, timeout_,
                                           WatchTimes{watch_poll(ranks_)}.pause(), std::move(waits));
 }
 

@@ -1,7 +1,7 @@
 // Store: the small shared dictionary by which ranks find each other and tell of failures.
 //
 // A thin layer over c10d's stores: TCP between processes, a map between threads. Waiting is by
-// polling, so that a wait can end when the World is poisoned, and a server that has stopped without
+// polling, so that a wait can end when the World is aborted, and a server that has stopped without
 // closing its connections is found by a limit on every call (bounded_calls.h). A step needs it only
 // where two ranks send to each other for the first time ([Note: connections]), and beside it the
 // failure watch beats and looks. Next: failure_watch.h.
@@ -16,10 +16,10 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "launch/abort_flag.h"
 #include "launch/arrivals.h"
 #include "launch/bounded_calls.h"
 #include "launch/launch_environment.h"
-#include "launch/poison.h"
 
 namespace tessera::comm {
 
@@ -60,18 +60,18 @@ class Store {
   /// Indices of those who have not come; a bounded number of requests.
   Missing missing(const std::string& key, int members);
   /// Arrives, and returns once all of `members` have. Errors: kComm naming the ranks that did not
-  /// come within `timeout`; PeerLost as soon as `poison` is marked.
+  /// come within `timeout`; PeerLost as soon as `abort_flag` is marked.
   void meet(const std::string& key, int self, const std::vector<int>& members,
-            std::chrono::milliseconds timeout, const Poison& poison);
+            std::chrono::milliseconds timeout, const AbortFlag& abort_flag);
 
   /// For process groups, with `prefix` in front of their keys.
   /// A wait for which libtorch names no time lasts the `timeout` with which this store was joined.
-  /// Several may be opened at once: their waits hold up nobody else's call, and end when `poison`
-  /// is marked, or has been since this call: a thread that outlives a recovery is to be given one
-  /// from before it.
+  /// Several may be opened at once: their waits hold up nobody else's call, and end when
+  /// `abort_flag` is marked, or has been since this call: a thread that outlives a recovery is to
+  /// be given one from before it.
   /// `waits` hears for which key a wait lasts, and "" when it is over.
   c10::intrusive_ptr<c10d::Store> for_group(
-      const std::string& prefix, std::shared_ptr<const Poison> poison,
+      const std::string& prefix, std::shared_ptr<const AbortFlag> abort_flag,
       std::function<void(const std::string& key)> waits = nullptr) const;
 
  private:

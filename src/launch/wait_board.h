@@ -1,7 +1,7 @@
 // WaitBoard: who of this rank is waiting for other ranks, and what its groups have issued lately.
 //
 // Read by the failure watch: ranks that wait for each other in different orders are found by
-// comparing what they issued ([Note: failure]). Also the handle by which a poisoned World ends
+// comparing what they issued ([Note: failure]). Also the handle by which an aborted World ends
 // waits, and where the watch leaves word of who holds one up.
 //
 // StartUpLog: a line now and then while a rank waits in a start-up, with what the others do.
@@ -111,7 +111,7 @@ class OnBoard {
   Blocked& wait_;
 };
 
-/// Runs `meet`, which looks at the poison by itself; meanwhile the watch listens for the peers'
+/// Runs `meet`, which looks at the abort flag by itself; meanwhile the watch listens for the peers'
 /// heartbeats.
 void meet_on_board(WaitBoard& board, const std::function<void()>& meet);
 

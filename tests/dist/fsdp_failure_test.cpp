@@ -56,7 +56,7 @@ TEST_P(Failures, OthersLeavePromptlyAndTheNextStepIsRight) {
     step(0);
     step(1);
     const bool culprit = world.rank() == world.size() - 1;
-    seat.wait();  // a poison would end a step that is still under way
+    seat.wait();  // an abort would end a step that is still under way
     std::string error;
     const auto seconds = seconds_of([&] {
       error = error_of([&] {
@@ -76,7 +76,7 @@ TEST_P(Failures, OthersLeavePromptlyAndTheNextStepIsRight) {
         comm::barrier(world.control(), "end of the step");
       });
       if (when == When::kForward && culprit)
-        world.poison(error);  // outside of any handle: nobody else can know
+        world.abort(error);  // outside of any handle: nobody else can know
     });
     model.chain->blocks[1]->before = nullptr;
     EXPECT_NE(error, "");

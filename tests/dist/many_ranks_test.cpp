@@ -181,7 +181,7 @@ TEST(ManyRanks, ARankWithoutAHeartbeatIsNamedByAnother) {
     board->watch(everyone);
     comm::FailureWatch::Actions actions;
     actions.failed = actions.disagree = [&](const std::string&) { ++wrong; };
-    actions.poisoned = [](const std::string&, int) {};
+    actions.aborted = [](const std::string&, int) {};
     actions.lost = [&](const std::string& why) {
       if (!is_named.exchange(true)) named.set_value(why);
     };

@@ -27,7 +27,7 @@ class ProgramRun {
     try {
       run_all();
     } catch (const std::exception& error) {
-      world_.poison(error.what());  // nobody waits for what this rank does not do any more
+      world_.abort(error.what());  // nobody waits for what this rank does not do any more
       throw;
     }
   }

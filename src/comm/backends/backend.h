@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "comm/group.h"
+#include "launch/abort_flag.h"
 #include "launch/launch_environment.h"
-#include "launch/poison.h"
 #include "launch/store.h"
 #include "launch/wait_board.h"
 #include "tessera/world.h"
@@ -27,7 +27,7 @@ struct GroupPlace {
   int rank = 0;            ///< of the world: this one
   WorldOptions options;
   std::shared_ptr<Store> store;
-  std::shared_ptr<Poison> poison;
+  std::shared_ptr<AbortFlag> abort_flag;
   std::shared_ptr<WaitBoard> board;
   /// For how long an error listens which of the others still live; 0: not at all.
   std::chrono::milliseconds heartbeats{0};

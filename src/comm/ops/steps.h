@@ -53,7 +53,7 @@ class Transfers {
   virtual void finish_sends() = 0;
 
   enum class Earlier : std::uint8_t { kKept, kFinished };
-  /// Runs `post`, which may post more, unless the World is poisoned. kFinished: all that was posted
+  /// Runs `post`, which may post more, unless the World is aborted. kFinished: all that was posted
   /// so far has been waited for.
   virtual void post_more(Earlier earlier, const std::function<void()>& post) = 0;
 };

@@ -24,7 +24,7 @@ ChannelOptions channel(std::vector<int> members, int self) {
   options.name = "gather of some ranks";
   options.members = std::move(members);
   options.self = self;
-  options.poison = std::make_shared<Poison>();
+  options.abort_flag = std::make_shared<AbortFlag>();
   options.board = std::make_shared<WaitBoard>();
   return options;
 }
@@ -91,8 +91,8 @@ TEST(Opening, OverGlooKnowsWhoDoesNotCome) {
     auto options = channel({4, 6, 7}, self);
     boards.push_back(options.board);
     const auto device = std::make_shared<GlooDevice>(LaunchEnvironment{});
-    options.open = [=, poison = options.poison](int, const auto& waits_for) {
-      return connect_all(*store, *device, {"group", self, 3, milliseconds(1500)}, poison,
+    options.open = [=, abort_flag = options.abort_flag](int, const auto& waits_for) {
+      return connect_all(*store, *device, {"group", self, 3, milliseconds(1500)}, abort_flag,
                          waits_for);
     };
     ranks.push_back(std::async(std::launch::async, [options]() -> std::string {
@@ -125,14 +125,14 @@ TEST(Opening, OverGlooWaitsForRanksThatAreLateAfterAllHaveMet) {
   std::vector<std::future<bool>> ranks;
   for (const int self : {0, 1, 2}) {
     ranks.push_back(std::async(std::launch::async, [store, self] {
-      const auto poison = std::make_shared<Poison>();
+      const auto abort_flag = std::make_shared<AbortFlag>();
       GlooDevice device(LaunchEnvironment{});
-      store->meet("group", self, {0, 1, 2}, milliseconds(60000), *poison);
+      store->meet("group", self, {0, 1, 2}, milliseconds(60000), *abort_flag);
       std::this_thread::sleep_for(milliseconds(100) * (2 - self));
-      const auto group =
-          connect_all(*store, device, {"group", self, 3, milliseconds(60000)}, poison, [](int) {});
+      const auto group = connect_all(*store, device, {"group", self, 3, milliseconds(60000)},
+                                     abort_flag, [](int) {});
       // Who leaves closes connections that others still wait for.
-      store->meet("connected", self, {0, 1, 2}, milliseconds(60000), *poison);
+      store->meet("connected", self, {0, 1, 2}, milliseconds(60000), *abort_flag);
       return group != nullptr;
     }));
   }
@@ -141,18 +141,18 @@ TEST(Opening, OverGlooWaitsForRanksThatAreLateAfterAllHaveMet) {
 
 TEST(Store, AWaitForManyKeysSaysWhichIsAbsent) {
   const auto store = Store::in_memory();
-  const auto poison = std::make_shared<Poison>();
+  const auto abort_flag = std::make_shared<AbortFlag>();
   std::vector<std::string> keys;
   for (int i = 0; i < 9; ++i) keys.push_back(std::to_string(i));
   std::vector<std::string> heard;
-  const auto group = store->for_group("g", poison, [&](const std::string& key) {
+  const auto group = store->for_group("g", abort_flag, [&](const std::string& key) {
     heard.push_back(key);
     if (!key.empty()) store->set("g/" + key, "here");
   });
   for (const int there : {0, 1, 3, 4, 8}) store->set(concat("g/", there), "here");
   group->wait(keys, milliseconds(10000));
   EXPECT_EQ(heard, (std::vector<std::string>{"2", "", "5", "", "6", "", "7", ""}));
-  const auto silent = store->for_group("g", poison);
+  const auto silent = store->for_group("g", abort_flag);
   try {
     silent->wait({"0", "none"}, milliseconds(5));
     FAIL();
@@ -164,8 +164,8 @@ TEST(Store, AWaitForManyKeysSaysWhichIsAbsent) {
 // Gloo and NCCL ask for some keys without naming a time. c10d's default of 300 s is longer than an
 // init_timeout of seconds and shorter than one of hours.
 TEST(Store, AWaitWithoutATimeLastsTheInitTimeout) {
-  const auto poison = std::make_shared<Poison>();
-  const auto hasty = Store::in_memory(milliseconds(5))->for_group("g", poison);
+  const auto abort_flag = std::make_shared<AbortFlag>();
+  const auto hasty = Store::in_memory(milliseconds(5))->for_group("g", abort_flag);
   for (const auto& store : {hasty, hasty->clone()}) {
     try {
       store->get("none");
@@ -174,17 +174,17 @@ TEST(Store, AWaitWithoutATimeLastsTheInitTimeout) {
       EXPECT_STREQ(error.what(), "store: no none within 0.005 s");
     }
   }
-  const auto patient = Store::in_memory(std::chrono::hours(2))->for_group("g", poison);
+  const auto patient = Store::in_memory(std::chrono::hours(2))->for_group("g", abort_flag);
   EXPECT_EQ(patient->getTimeout(), std::chrono::hours(2));
   EXPECT_EQ(patient->clone()->getTimeout(), std::chrono::hours(2));
 }
 
 // A connection that nobody waits for any more is given up, though its rank has recovered.
 TEST(Store, AWaitFromBeforeARecoveryEnds) {
-  const auto poison = std::make_shared<Poison>();
-  const auto group = Store::in_memory()->for_group("g", poison);
-  poison->mark("enough");
-  poison->clear();
+  const auto abort_flag = std::make_shared<AbortFlag>();
+  const auto group = Store::in_memory()->for_group("g", abort_flag);
+  abort_flag->mark("enough");
+  abort_flag->clear();
   EXPECT_THROW(group->wait({"none"}, milliseconds(100000)), PeerLost);
   EXPECT_THROW(group->clone()->wait({"none"}, milliseconds(100000)), PeerLost) << "nor a copy's";
 }
@@ -192,13 +192,13 @@ TEST(Store, AWaitFromBeforeARecoveryEnds) {
 // Naive: the thread that opens it begins to look after the recovery, and waits for a rank that
 // opens another one by now.
 TEST(Connections, AnAttemptFromBeforeARecoveryEnds) {
-  const auto poison = std::make_shared<Poison>();
+  const auto abort_flag = std::make_shared<AbortFlag>();
   const auto open_pair =
       pair_opener(Store::in_memory(), std::make_shared<GlooDevice>(LaunchEnvironment{}),
-                  milliseconds(20000), poison, 0, [](int) { return "group"; });
+                  milliseconds(20000), abort_flag, 0, [](int) { return "group"; });
   const auto open = open_pair(0, 1);
-  poison->mark("enough");
-  poison->clear();
+  abort_flag->mark("enough");
+  abort_flag->clear();
   try {
     open();
     FAIL();
@@ -218,7 +218,7 @@ TEST(Connections, AreOpenedAFewAtATime) {
     std::promise<void> over;
   };
   const auto seen = std::make_shared<Seen>();
-  options.open_pair = [seen, poison = options.poison,
+  options.open_pair = [seen, abort_flag = options.abort_flag,
                        over = std::shared_future<void>(seen->over.get_future())](int, int) {
     return [seen, over]() -> c10::intrusive_ptr<c10d::Backend> {
       ++seen->begun;

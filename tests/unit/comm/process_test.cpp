@@ -252,7 +252,7 @@ TEST_P(AnyRank, ThatDisagreesIsNamedBesideAnother) {
   EXPECT_LT(outcome.seconds, kSeconds);
 }
 
-TEST_P(AnyRank, ThatPoisonsItsWorldCanRecoverWithTheOthers) {
+TEST_P(AnyRank, ThatAbortsItsWorldCanRecoverWithTheOthers) {
   const auto outcome = run({.mode = "poison", .rank = GetParam(), .step = 3});
   EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
 }

@@ -119,7 +119,7 @@ TEST(IssueQueue, FailureReachesItsWaiterAndEndsTheQueue) {
   EXPECT_EQ(group.issued, (std::vector<std::uint32_t>{0, 4}));
 }
 
-TEST(IssueQueue, PoisonDropsWhatWasNotIssued) {
+TEST(IssueQueue, AbortDropsWhatWasNotIssued) {
   RecordingGroup group;
   IssueQueue queue;
   std::latch started(1);
@@ -130,7 +130,7 @@ TEST(IssueQueue, PoisonDropsWhatWasNotIssued) {
   });
   auto dropped = queue.submit(group, labelled(1));
   started.wait();
-  queue.poison("enough");
+  queue.abort("enough");
   EXPECT_THROW(dropped.wait(), Error);
   hold.count_down();
   queue.recover();

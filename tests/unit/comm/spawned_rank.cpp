@@ -5,7 +5,7 @@
 //   MODE: none | throw | usage | kill | stall | exit | stop | disagree | cross | poison | withhold
 //         alone: gives up after TIMEOUT_MS where nobody serves the store
 //         apart: RANK is in no group, and stops
-//         unwind: poisons its World, and says half a second later why
+//         unwind: aborts its World, and says half a second later why
 //         work-slow | work-endless | work-kill | work-stop: of RANK, before the first step
 #include <ATen/ATen.h>
 #include <signal.h>
@@ -48,9 +48,9 @@ void misbehave(const Plan& plan, World& world) {
   if (plan.mode == "disagree") {
     comm::barrier(world.control(), "something else");
   }
-  if (plan.mode == "poison") world.poison("a step went wrong");
+  if (plan.mode == "poison") world.abort("a step went wrong");
   if (plan.mode == "unwind") {
-    world.poison("an exception left the forward");
+    world.abort("an exception left the forward");
     std::this_thread::sleep_for(std::chrono::milliseconds(500));
     throw std::runtime_error("rank fails on purpose");
   }
@@ -128,7 +128,7 @@ void train(const Plan& plan, World& world) {
       const std::int64_t expected = world.size() * (world.size() - 1) / 2;
       TESSERA_INVARIANT(sum[0].item<std::int64_t>() == expected || fails, "wrong sum");
     } catch (const tessera::Error& error) {
-      if (plan.mode != "poison" || !world.poisoned()) throw;
+      if (plan.mode != "poison" || !world.aborted()) throw;
       world.recover();
     }
   }

@@ -21,7 +21,7 @@ TEST(FailureRecord, IsShownAsItsRanksLine) {
   EXPECT_EQ(to_string({FailureClass::kPrimary, 1, 3, 2, "no memory"}), "rank 3: no memory");
 }
 
-// The first is what on_all_or_none and a poisoned World throw on the rank that they name.
+// The first is what on_all_or_none and an aborted World throw on the rank that they name.
 TEST(FailureRecord, NamesItsRankOnce) {
   EXPECT_EQ(to_string({FailureClass::kPrimary, 1, 0, 2, "rank 0: no such file"}),
             "rank 0: no such file");

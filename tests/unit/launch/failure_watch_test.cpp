@@ -35,7 +35,7 @@ class Watched : public testing::Test {
     actions.failed = act("failed");
     actions.lost = act("lost");
     actions.disagree = act("disagree");
-    actions.poisoned = [act](const std::string& why, int epoch) {
+    actions.aborted = [act](const std::string& why, int epoch) {
       act("poisoned")(concat(why, " in epoch ", epoch));
     };
     watch_ = std::make_unique<FailureWatch>(
@@ -79,20 +79,20 @@ class StoppedStore {
 // itself, for the store's host.
 TEST(HearingOthers, WaitsForALookThatTheStoreDoesNotAnswer) {
   WaitBoard board;
-  Poison poison;
-  poison.patience.expect_words_within(milliseconds(20));
-  const StoppedStore store(board, [&] { poison.mark("the store is gone"); });
-  EXPECT_THAT([&] { hear_others(poison, board, 1); },
+  AbortFlag abort_flag;
+  abort_flag.patience.expect_words_within(milliseconds(20));
+  const StoppedStore store(board, [&] { abort_flag.mark("the store is gone"); });
+  EXPECT_THAT([&] { hear_others(abort_flag, board, 1); },
               testing::ThrowsMessage<PeerLost>(HasSubstr("the store is gone")));
 }
 
 TEST(HearingOthers, EndsWithTheLookThatFoundNothing) {
   WaitBoard board;
-  Poison poison;
-  poison.patience.expect_words_within(milliseconds(20));
+  AbortFlag abort_flag;
+  abort_flag.patience.expect_words_within(milliseconds(20));
   bool known = false;
   const StoppedStore store(board, [&] { known = true; });
-  hear_others(poison, board, 1);
+  hear_others(abort_flag, board, 1);
   EXPECT_TRUE(known);
 }
 
@@ -100,11 +100,11 @@ TEST(HearingOthers, EndsWithTheLookThatFoundNothing) {
 TEST(HearingOthers, DoesNotWaitForTheStoreOfTheRankThatIsBlamed) {
   WaitBoard board;
   board.set_store_rank(0);
-  Poison poison;
-  poison.patience.expect_words_within(milliseconds(20));
-  const StoppedStore store(board, [&] { poison.mark("the store is gone"); });
-  hear_others(poison, board, 0);
-  EXPECT_FALSE(poison.is_set());
+  AbortFlag abort_flag;
+  abort_flag.patience.expect_words_within(milliseconds(20));
+  const StoppedStore store(board, [&] { abort_flag.mark("the store is gone"); });
+  hear_others(abort_flag, board, 0);
+  EXPECT_FALSE(abort_flag.is_set());
 }
 
 // The next look tells what is said after it.
@@ -123,8 +123,8 @@ TEST_F(Watched, FailureKeyIsSeen) {
   EXPECT_EQ(first_action(), "failed: rank 3: no memory");
 }
 
-TEST_F(Watched, PoisonOfItsEpochIsSeen) {
-  store_->set(store_key::poison(0), "old");
+TEST_F(Watched, AbortOfItsEpochIsSeen) {
+  store_->set(store_key::abort(0), "old");
   start();
   EXPECT_EQ(first_action(), "poisoned: old in epoch 0");
 }
@@ -193,26 +193,26 @@ TEST_F(Watched, WhoHeldUpAWaitIsForgottenByARecovery) {
 
 TEST(Store, MeetingNamesWhoDidNotCome) {
   const auto store = Store::in_memory();
-  const Poison poison;
+  const AbortFlag abort_flag;
   try {
-    store->meet("hello", 1, {0, 1, 2}, milliseconds(10), poison);
+    store->meet("hello", 1, {0, 1, 2}, milliseconds(10), abort_flag);
     FAIL();
   } catch (const PeerLost& error) {
     EXPECT_STREQ(error.what(), "hello: rank 0, 2 of 3 did not come within 0.01 s");
   }
-  store->meet("alone", 0, {0}, milliseconds(10), poison);
+  store->meet("alone", 0, {0}, milliseconds(10), abort_flag);
 }
 
 TEST(Store, AMeetingIsOverWhenTheLastOneHasComeHoweverOftenTheOthersDid) {
   const auto store = Store::in_memory();
-  const Poison poison;
+  const AbortFlag abort_flag;
   for (int attempt = 0; attempt < 3; ++attempt) {
-    EXPECT_THROW(store->meet("goodbye", 0, {0, 1, 2}, milliseconds(1), poison), PeerLost);
+    EXPECT_THROW(store->meet("goodbye", 0, {0, 1, 2}, milliseconds(1), abort_flag), PeerLost);
   }
   store->arrive("goodbye", 1, 3);
   EXPECT_EQ(store->missing("goodbye", 3).members, std::vector<int>{2});
-  store->meet("goodbye", 2, {0, 1, 2}, milliseconds(10), poison);
-  store->meet("goodbye", 0, {0, 1, 2}, milliseconds(10), poison);
+  store->meet("goodbye", 2, {0, 1, 2}, milliseconds(10), abort_flag);
+  store->meet("goodbye", 0, {0, 1, 2}, milliseconds(10), abort_flag);
 }
 
 TEST(Store, ManyKeysAreFoundTogetherOrOneByOne) {
@@ -226,10 +226,10 @@ TEST(Store, ManyKeysAreFoundTogetherOrOneByOne) {
   EXPECT_EQ(store->find_all({}), Values{});
 }
 
-TEST(Store, PoisonEndsAMeeting) {
-  Poison poison;
-  poison.mark("enough");
-  EXPECT_THROW(Store::in_memory()->meet("hello", 0, {0, 1}, std::chrono::hours(1), poison),
+TEST(Store, AbortEndsAMeeting) {
+  AbortFlag abort_flag;
+  abort_flag.mark("enough");
+  EXPECT_THROW(Store::in_memory()->meet("hello", 0, {0, 1}, std::chrono::hours(1), abort_flag),
                PeerLost);
 }
 

@@ -183,7 +183,7 @@ class SimulatedWatch {
 
   std::optional<PeerWatch::Finding> look(int rank, PeerWatch::Time now) {
     const auto before = store.requests();
-    store.charge(2);  // the failure key, the poison key
+    store.charge(2);  // the failure key, the abort key
     const auto& one = ranks[static_cast<std::size_t>(rank)];
     auto found = watches_[static_cast<std::size_t>(rank)]->look(now, 0, standing_of(rank, now),
                                                                 [&] { return one.lines; });

@@ -33,15 +33,15 @@ std::string reason(const std::string& error) {
 // one that has died says nothing. Its words are waited for before it is blamed itself: they travel
 // through the store, at which each rank looks now and then. A look that does not end tells of the
 // store's host, for whom all those may wait that this rank would blame.
-void hear_others(const Poison& poison, const WaitBoard& board, int peer) {
+void hear_others(const AbortFlag& abort_flag, const WaitBoard& board, int peer) {
   const bool blames_store = board.store_rank() == peer;
-  const auto end = std::chrono::steady_clock::now() + poison.patience.words();
+  const auto end = std::chrono::steady_clock::now() + abort_flag.patience.words();
   do {
-    poison.check();
+    abort_flag.check();
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   } while (std::chrono::steady_clock::now() < end ||
            (!blames_store && board.looks_since_before(end)));
-  poison.check();
+  abort_flag.check();
 }
 
 std::string waited_in_vain(const std::string& what, std::chrono::milliseconds time,
@@ -117,7 +117,7 @@ std::string Exchange::text() const {
 
 /// A transfer cannot even begin: the connection is closed already.
 void Exchange::blame(int peer, const std::exception& error) const {
-  hear_others(*channel_->options.poison, *channel_->options.board, world_rank(peer));
+  hear_others(*channel_->options.abort_flag, *channel_->options.board, world_rank(peer));
   throw PeerLost(concat(text(), ": the connection to rank ", world_rank(peer),
                         " is gone: ", reason(error.what())));
 }
@@ -165,7 +165,7 @@ void Exchange::UnderWay::finish_sends() { exchange_.finish(sends); }
 
 void Exchange::UnderWay::post_more(Earlier earlier, const std::function<void()>& post) {
   const base::Lock lock(exchange_.mutex_);
-  exchange_.channel_->options.poison->check();
+  exchange_.channel_->options.abort_flag->check();
   if (earlier == Earlier::kFinished) {
     receives.clear();
     sends.clear();
@@ -197,10 +197,10 @@ void Exchange::wait() {
   if (done_) return;
   if (failure_) std::rethrow_exception(failure_);
   const OnBoard on_board(*channel_->options.board, *this);
-  patience_ = channel_->options.poison->patience.of(channel_->options.timeout);
+  patience_ = channel_->options.abort_flag->patience.of(channel_->options.timeout);
   deadline_ = std::chrono::steady_clock::now() + patience_;
   try {
-    channel_->options.poison->check();  // after this, whoever poisons finds us on the board
+    channel_->options.abort_flag->check();  // after this, whoever aborts finds us on the board
     for (UnderWay& op : under_way_) op.steps->finish(op);
     for (UnderWay& op : under_way_) {
       finish(op.receives);
@@ -270,20 +270,20 @@ bool Exchange::is_relayed() const {
 void Exchange::fail(const Transfer& transfer, const std::string& what) {
   const ChannelOptions& options = channel_->options;
   const int peer = world_rank(transfer.peer);
-  options.poison->check();
+  options.abort_flag->check();
   // Gloo waits by another clock and may be done a little before ours.
   const bool timed_out = what.find("Timed out waiting") != std::string::npos ||
                          std::chrono::steady_clock::now() >= deadline_;
   if (timed_out && !is_relayed()) {
-    throw PeerLost(waited_in_vain(text(), patience_, not_arrived(), options.poison->patience));
+    throw PeerLost(waited_in_vain(text(), patience_, not_arrived(), options.abort_flag->patience));
   }
   // Of a relayed message the rank before may itself wait for another one. If it came later than
   // this one its time is up later: by then it says so, or the watch has seen it wait.
-  hear_others(*options.poison, *options.board, peer);
+  hear_others(*options.abort_flag, *options.board, peer);
   if (timed_out) {
     const auto cause = options.board->cause_of(channel_->log->group_hash(), sequence_);
     throw PeerLost(
-        waited_in_vain(text(), patience_, {cause.value_or(peer)}, options.poison->patience));
+        waited_in_vain(text(), patience_, {cause.value_or(peer)}, options.abort_flag->patience));
   }
   throw PeerLost(concat(text(), ": lost rank ", peer, ": ", reason(what)));
 }

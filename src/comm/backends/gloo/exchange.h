@@ -56,7 +56,7 @@ class Channel {
 /// blamed; and on while the failure watch waits for the store of another rank: it knows by the
 /// store's timeout that the store is gone. Errors: PeerLost with what another rank has said in the
 /// meantime.
-void hear_others(const Poison& poison, const WaitBoard& board, int peer);
+void hear_others(const AbortFlag& abort_flag, const WaitBoard& board, int peer);
 /// "what: waited 100 s for rank 3; ...", and why, as far as `patience` knows.
 std::string waited_in_vain(const std::string& what, std::chrono::milliseconds time,
                            const std::vector<int>& world_ranks, const Patience& patience);

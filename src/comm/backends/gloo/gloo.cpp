@@ -13,10 +13,10 @@
 #include "base/environment.h"
 #include "base/printable.h"
 #include "comm/backends/gloo/point_to_point.h"
+#include "launch/abort_flag.h"
 #include "launch/bounded_calls.h"
 #include "launch/failure_watch.h"
 #include "launch/hosts.h"
-#include "launch/poison.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -106,26 +106,26 @@ c10::intrusive_ptr<c10d::Backend> GlooDevice::connect(const c10::intrusive_ptr<c
 
 c10::intrusive_ptr<c10d::Backend> connect_all(const Store& store, GlooDevice& device,
                                               const GroupDoor& door,
-                                              std::shared_ptr<const Poison> poison,
+                                              std::shared_ptr<const AbortFlag> abort_flag,
                                               std::function<void(int index)> waits_for) {
   const auto waits = [waits_for = std::move(waits_for), size = door.size,
                       self = door.self](const std::string& key) {
     const int rank = rank_in(key, size);
     waits_for(rank == self ? -1 : rank);
   };
-  return device.connect(store.for_group(door.key, std::move(poison), waits), door.self, door.size,
-                        door.timeout);
+  return device.connect(store.for_group(door.key, std::move(abort_flag), waits), door.self,
+                        door.size, door.timeout);
 }
 
 std::function<PairOpening(int epoch, int peer)> pair_opener(
     std::shared_ptr<const Store> store, std::shared_ptr<GlooDevice> device,
-    std::chrono::milliseconds timeout, std::shared_ptr<const Poison> poison, int self,
+    std::chrono::milliseconds timeout, std::shared_ptr<const AbortFlag> abort_flag, int self,
     std::function<std::string(int epoch)> key_of) {
   return [=](int epoch, int peer) -> PairOpening {
     const std::string key =
         concat(key_of(epoch), " ", std::min(self, peer), "-", std::max(self, peer));
-    return [device, of_pair = store->for_group(key, poison), rank = self < peer ? 0 : 1,
-            patience = poison->patience.of(timeout)] {
+    return [device, of_pair = store->for_group(key, abort_flag), rank = self < peer ? 0 : 1,
+            patience = abort_flag->patience.of(timeout)] {
       return device->connect(of_pair, rank, 2, patience);
     };
   };
@@ -151,12 +151,12 @@ auto opener(GroupPlace place, std::shared_ptr<GlooDevice> device, bool when_used
              const std::function<void(int)>& waits_for) -> c10::intrusive_ptr<c10d::Backend> {
     const std::string key = key_of(epoch);
     const auto patience = place.options.init_timeout;
-    place.store->meet(key, place.rank, place.ranks, patience, *place.poison);
+    place.store->meet(key, place.rank, place.ranks, patience, *place.abort_flag);
     if (when_used) return {};
     try {
       return connect_all(*place.store, *device,
                          {key, place.self(), static_cast<int>(place.ranks.size()), patience},
-                         place.poison, waits_for);
+                         place.abort_flag, waits_for);
     } catch (const PeerLost& error) {
       throw PeerLost(concat(key, ": ", error.what(), silence(place)));
     }
@@ -176,8 +176,8 @@ class GlooConnections final : public Connections {
     };
     channel.open = opener(place, device_, when_used, key_of);
     if (when_used) {
-      channel.open_pair =
-          pair_opener(place.store, device_, channel.timeout, place.poison, channel.self, key_of);
+      channel.open_pair = pair_opener(place.store, device_, channel.timeout, place.abort_flag,
+                                      channel.self, key_of);
     }
     auto group = std::make_shared<PointToPointGroup>(std::move(channel));
     groups_.push_back(group);
@@ -203,7 +203,7 @@ ChannelOptions channel_options(const GroupPlace& place) {
   channel.timeout = place.options.timeout;
   channel.compare_entries =
       place.options.compare_entries || base::environment_switch("TESSERA_COMPARE_ENTRIES");
-  channel.poison = place.poison;
+  channel.abort_flag = place.abort_flag;
   channel.board = place.board;
   return channel;
 }

@@ -44,15 +44,15 @@ struct GroupDoor {
 /// GlooDevice::connect.
 c10::intrusive_ptr<c10d::Backend> connect_all(const Store& store, GlooDevice& device,
                                               const GroupDoor& door,
-                                              std::shared_ptr<const Poison> poison,
+                                              std::shared_ptr<const AbortFlag> abort_flag,
                                               std::function<void(int index)> waits_for);
 
 /// ChannelOptions::open_pair for the rank at index `self` of a group, whose key in an epoch is
 /// key_of(epoch). What it returns gives up after the patience of a wait that begins when it is
-/// made, and when the World is poisoned or has been since.
+/// made, and when the World is aborted or has been since.
 std::function<PairOpening(int epoch, int peer)> pair_opener(
     std::shared_ptr<const Store> store, std::shared_ptr<GlooDevice> device,
-    std::chrono::milliseconds timeout, std::shared_ptr<const Poison> poison, int self,
+    std::chrono::milliseconds timeout, std::shared_ptr<const AbortFlag> abort_flag, int self,
     std::function<std::string(int epoch)> key_of);
 
 /// A socket to listen on and the thread that moves bytes; shared by the groups of one World.

@@ -32,7 +32,7 @@ class Opening final : public Blocked {
  public:
   explicit Opening(const Channel& channel) : channel_(channel) {}
 
-  void abort() override {}  // ChannelOptions::open looks at the poison by itself
+  void abort() override {}  // ChannelOptions::open looks at the abort flag by itself
   std::optional<PeerWait> waits_for() const override {
     const int peer = *peer_;
     if (peer < 0) return std::nullopt;
@@ -55,7 +55,7 @@ class Opening final : public Blocked {
 // each other: these are relayed (relay.h), so a rank exchanges something with 2 log2 N others and
 // not with all. Each connection is a Gloo group of its two ranks, opened by a thread that nobody
 // has to wait for: the other rank may never come. A wait for it is a wait like any other, with a
-// deadline, a name for the failure watch, and an end when the World is poisoned. Collective: whom
+// deadline, a name for the failure watch, and an end when the World is aborted. Collective: whom
 // one rank connects to, connects to it, since both are about to run the same collective. A direct
 // collective needs all of them: in waves, since each takes two threads while it is opened.
 constexpr std::chrono::milliseconds kLookAgain{2};
@@ -82,7 +82,7 @@ class Connecting final : public Blocked {
   Connecting(const Channel& channel, std::uint64_t sequence)
       : channel_(channel), sequence_(sequence) {}
 
-  void abort() override {}  // finish() looks at the poison
+  void abort() override {}  // finish() looks at the abort flag
   std::optional<PeerWait> waits_for() const override {
     const int peer = peer_;
     return channel_.log->wait_for(sequence_, peer < 0 ? -1 : world_rank(peer));
@@ -90,17 +90,17 @@ class Connecting final : public Blocked {
 
   Backend finish(Attempt& one, std::chrono::steady_clock::time_point deadline) {
     peer_ = one.peer;
-    const auto& poison = *channel_.options.poison;
+    const auto& abort_flag = *channel_.options.abort_flag;
     const auto in_time = [&] { return std::chrono::steady_clock::now() < deadline; };
     while (one.opened.wait_for(kLookAgain) != std::future_status::ready) {
-      poison.check();
+      abort_flag.check();
       if (!in_time()) return {};
     }
     try {
       return one.opened.get();
     } catch (const std::exception& error) {
       if (!in_time()) return {};
-      hear_others(poison, *channel_.options.board, world_rank(one.peer));
+      hear_others(abort_flag, *channel_.options.board, world_rank(one.peer));
       throw PeerLost(concat(channel_.log->wait_for(sequence_, -1).text, ": cannot connect to rank ",
                             world_rank(one.peer), ": ", one_line(error.what())));
     }
@@ -130,8 +130,8 @@ void connect_to(const std::vector<int>& peers, Channel& channel, int epoch,
   if (attempts.empty()) return;
   Connecting wait(channel, sequence);
   const OnBoard on_board(*channel.options.board, wait);
-  const Poison& poison = *channel.options.poison;
-  const auto patience = poison.patience.of(channel.options.timeout);
+  const AbortFlag& abort_flag = *channel.options.abort_flag;
+  const auto patience = abort_flag.patience.of(channel.options.timeout);
   const auto deadline = std::chrono::steady_clock::now() + patience;
   for (Attempt& one : attempts) {
     const auto index = static_cast<std::size_t>(one.peer);
@@ -139,11 +139,11 @@ void connect_to(const std::vector<int>& peers, Channel& channel, int epoch,
       channel.lines[index] = {std::move(backend), one.peer < channel.options.self ? 0 : 1};
       continue;
     }
-    poison.check();
+    abort_flag.check();
     const auto cause = channel.options.board->cause_of(channel.log->group_hash(), sequence);
     throw PeerLost(waited_in_vain(channel.log->wait_for(sequence, -1).text, patience,
                                   {cause.value_or(channel.options.members[index])},
-                                  poison.patience));
+                                  abort_flag.patience));
   }
 }
 
@@ -161,7 +161,7 @@ int PointToPointGroup::size() const { return channel_->size(); }
 const std::string& PointToPointGroup::name() const { return channel_->options.name; }
 
 std::unique_ptr<Work> PointToPointGroup::issue(Batch batch) {
-  channel_->options.poison->check();
+  channel_->options.abort_flag->check();
   check_batch(batch, size());
   if (!open_) open();
   const std::uint64_t sequence = next_sequence_++;

@@ -16,7 +16,7 @@
 
 #include "comm/backends/backend.h"
 #include "comm/group.h"
-#include "launch/poison.h"
+#include "launch/abort_flag.h"
 #include "launch/wait_board.h"
 
 namespace tessera::comm {
@@ -29,7 +29,7 @@ struct ChannelOptions {
   /// Exchange what each rank is about to issue before every collective, and name both where they
   /// differ.
   bool compare_entries = false;
-  std::shared_ptr<Poison> poison;
+  std::shared_ptr<AbortFlag> abort_flag;
   std::shared_ptr<WaitBoard> board;
   /// Opens the group. Collective; `epoch` counts recoveries. All ranks are connected then, unless
   /// there is an open_pair. `waits_for` hears for which of them (an index) it waits; -1: nobody in

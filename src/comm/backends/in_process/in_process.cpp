@@ -102,24 +102,24 @@ class InProcessWork : public Work {
  public:
   InProcessWork(std::shared_ptr<Rendezvous::SharedGroup> shared,
                 std::shared_ptr<Rendezvous::Collective> collective, int self,
-                std::chrono::milliseconds timeout, std::shared_ptr<Poison> poison)
+                std::chrono::milliseconds timeout, std::shared_ptr<AbortFlag> abort_flag)
       : shared_(std::move(shared)),
         collective_(std::move(collective)),
         self_(static_cast<std::size_t>(self)),
         timeout_(timeout),
-        poison_(std::move(poison)) {}
+        abort_flag_(std::move(abort_flag)) {}
 
   void wait() override {
     if (done_) return;
-    const std::chrono::milliseconds patience = poison_->patience.of(timeout_);
+    const std::chrono::milliseconds patience = abort_flag_->patience.of(timeout_);
     base::Lock lock(shared_->mutex);
     const bool in_time = shared_->changed.wait_for(
-        lock, patience, [&] { return collective_->done || poison_->is_set(); });
+        lock, patience, [&] { return collective_->done || abort_flag_->is_set(); });
     if (collective_->done && !collective_->failure.empty()) {
       throw Error(ErrorKind::kComm, collective_->failure);
     }
     if (!collective_->done) {
-      poison_->check();
+      abort_flag_->check();
       if (!in_time) throw PeerLost(missing(patience));
     }
     if (!collective_->staged.empty())
@@ -136,32 +136,32 @@ class InProcessWork : public Work {
       if (!collective_->came[i]) ranks.push_back(shared_->members[i]);
     }
     return concat(to_string(entry), " on group ", shared_->name, ": waited ", in_seconds(patience),
-                  " for rank ", joined(ranks), poison_->patience.why_missing(ranks));
+                  " for rank ", joined(ranks), abort_flag_->patience.why_missing(ranks));
   }
 
   std::shared_ptr<Rendezvous::SharedGroup> shared_;
   std::shared_ptr<Rendezvous::Collective> collective_;
   std::size_t self_;
   std::chrono::milliseconds timeout_;
-  std::shared_ptr<Poison> poison_;
+  std::shared_ptr<AbortFlag> abort_flag_;
   bool done_ = false;
 };
 
 class InProcessGroup : public Group {
  public:
   InProcessGroup(Rendezvous& rendezvous, std::shared_ptr<Rendezvous::SharedGroup> shared, int self,
-                 std::shared_ptr<Poison> poison)
+                 std::shared_ptr<AbortFlag> abort_flag)
       : rendezvous_(rendezvous),
         shared_(std::move(shared)),
         self_(self),
-        poison_(std::move(poison)) {}
+        abort_flag_(std::move(abort_flag)) {}
 
   int rank() const override { return self_; }
   int size() const override { return static_cast<int>(shared_->members.size()); }
   const std::string& name() const override { return shared_->name; }
 
   std::unique_ptr<Work> issue(Batch batch) override {
-    poison_->check();
+    abort_flag_->check();
     check_batch(batch, size());
     if (const auto hook = test_hooks::before_issue.get()) {
       (*hook)(shared_->members[static_cast<std::size_t>(self_)], batch);
@@ -172,7 +172,7 @@ class InProcessGroup : public Group {
       complete(*joined.collective, late && (*late)());
     }
     return std::make_unique<InProcessWork>(shared_, joined.collective, self_, rendezvous_.timeout_,
-                                           poison_);
+                                           abort_flag_);
   }
 
  private:
@@ -221,7 +221,7 @@ class InProcessGroup : public Group {
   Rendezvous& rendezvous_;
   std::shared_ptr<Rendezvous::SharedGroup> shared_;
   int self_;
-  std::shared_ptr<Poison> poison_;
+  std::shared_ptr<AbortFlag> abort_flag_;
   std::uint64_t generation_ = 0;
   std::uint64_t next_sequence_ = 0;
 };
@@ -240,8 +240,9 @@ std::shared_ptr<Rendezvous::SharedGroup> Rendezvous::shared(const std::string& n
 
 std::unique_ptr<Group> Rendezvous::make_group(const std::string& name,
                                               const std::vector<int>& members, int self,
-                                              std::shared_ptr<Poison> poison) {
-  return std::make_unique<InProcessGroup>(*this, shared(name, members), self, std::move(poison));
+                                              std::shared_ptr<AbortFlag> abort_flag) {
+  return std::make_unique<InProcessGroup>(*this, shared(name, members), self,
+                                          std::move(abort_flag));
 }
 
 void Rendezvous::wake_all() {
@@ -291,7 +292,7 @@ class InProcessConnections final : public Connections {
  public:
   explicit InProcessConnections(Rendezvous& rendezvous) : rendezvous_(rendezvous) {}
   std::shared_ptr<Group> make_group(const GroupPlace& place) override {
-    return rendezvous_.make_group(place.name, place.ranks, place.self(), place.poison);
+    return rendezvous_.make_group(place.name, place.ranks, place.self(), place.abort_flag);
   }
 
  private:

@@ -16,7 +16,7 @@
 #include "base/mutex.h"
 #include "comm/backends/backend.h"
 #include "comm/group.h"
-#include "launch/poison.h"
+#include "launch/abort_flag.h"
 
 namespace tessera::comm {
 
@@ -25,10 +25,10 @@ class Rendezvous {
  public:
   explicit Rendezvous(std::chrono::milliseconds timeout) : timeout_(timeout) {}
 
-  /// `members` are world ranks; `self` an index into them. `poison` is this rank's.
+  /// `members` are world ranks; `self` an index into them. `abort_flag` is this rank's.
   std::unique_ptr<Group> make_group(const std::string& name, const std::vector<int>& members,
-                                    int self, std::shared_ptr<Poison> poison);
-  /// Ends all waits (after every rank's Poison was marked).
+                                    int self, std::shared_ptr<AbortFlag> abort_flag);
+  /// Ends all waits (after every rank's AbortFlag was marked).
   void wake_all();
   /// Forgets everything under way; groups start to count anew. Nothing may be in a call.
   void reset();

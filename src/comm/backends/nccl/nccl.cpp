@@ -18,16 +18,16 @@ class NcclWork : public Work {
  public:
   NcclWork(std::string what, std::vector<c10::intrusive_ptr<c10d::Work>> works,
            std::vector<std::pair<ReduceScatter, at::Tensor>> left,
-           std::shared_ptr<const Poison> poison)
+           std::shared_ptr<const AbortFlag> abort_flag)
       : what_(std::move(what)),
         works_(std::move(works)),
         left_(std::move(left)),
-        poison_(std::move(poison)) {}
+        abort_flag_(std::move(abort_flag)) {}
 
   /// Makes the caller's stream wait; the host goes on.
   void wait() override {
     if (done_) return;
-    poison_->check();
+    abort_flag_->check();
     try {
       for (const auto& work : works_) work->wait();
     } catch (const std::exception& error) {
@@ -49,7 +49,7 @@ class NcclWork : public Work {
   std::string what_;
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
   std::vector<std::pair<ReduceScatter, at::Tensor>> left_;
-  std::shared_ptr<const Poison> poison_;
+  std::shared_ptr<const AbortFlag> abort_flag_;
   bool done_ = false;
 };
 
@@ -75,7 +75,7 @@ class NcclGroup : public Group {
   const std::string& name() const override { return channel_.name; }
 
   std::unique_ptr<Work> issue(Batch batch) override {
-    channel_.poison->check();
+    channel_.abort_flag->check();
     check_batch(batch, size(), at::kCUDA);
     Entry entry;
     describe(batch, next_sequence_, entry);
@@ -87,7 +87,7 @@ class NcclGroup : public Group {
     for (const Op& op : batch.ops) works.push_back(std::visit(Start{*this, left}, op));
     if (together) works = {backend_->endCoalescing()};
     return std::make_unique<NcclWork>(to_string(entry), std::move(works), std::move(left),
-                                      channel_.poison);
+                                      channel_.abort_flag);
   }
 
  private:
@@ -150,11 +150,11 @@ class NcclConnections final : public Connections {
   std::shared_ptr<Group> make_group(const GroupPlace& place) override {
     meet_on_board(*place.board, [&] {
       place.store->meet(concat("group ", place.name), place.rank, place.ranks,
-                        place.options.init_timeout, *place.poison);
+                        place.options.init_timeout, *place.abort_flag);
     });
     return std::make_shared<NcclGroup>(
-        channel_options(place), place.store->for_group(concat("nccl/", place.name), place.poison),
-        local_rank_);
+        channel_options(place),
+        place.store->for_group(concat("nccl/", place.name), place.abort_flag), local_rank_);
   }
   void require_recovery() const override {
     throw Error(ErrorKind::kUsage, "recover: not with NCCL; start the run anew");

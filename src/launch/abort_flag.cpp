@@ -1,4 +1,4 @@
-#include "launch/poison.h"
+#include "launch/abort_flag.h"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-// Poison: the mark that a World has failed, shared by everything of it that blocks.
+// AbortFlag: the mark that a World has failed, shared by everything of it that blocks.
 //
 // A collective that was started can no longer be trusted once a rank left the common order, so all
 // later ones throw until recover(). Also the error type that tells a culprit from its victims.
@@ -67,7 +67,7 @@ class PeerLost : public Error {
 };
 
 /// Threads: any.
-class Poison {
+class AbortFlag {
  public:
   /// The first reason stays.
   void mark(const std::string& why) {

@@ -11,7 +11,7 @@
 #include "rank_pools.h"
 #include "tessera/error.h"
 
-namespace tessera::comm::poison_test {
+namespace tessera::comm::abort_test {
 namespace {
 
 using testing::AllOf;
@@ -39,7 +39,7 @@ TEST_P(Failing, ThrowingRankFreesTheOthersAndItsErrorIsRethrown) {
           } catch (const Error& error) {
             EXPECT_EQ(error.kind(), ErrorKind::kComm);
             EXPECT_THAT(error.what(), HasSubstr("out of ideas"));
-            EXPECT_TRUE(world.poisoned());
+            EXPECT_TRUE(world.aborted());
             ++freed;
             throw;
           }
@@ -83,17 +83,17 @@ TEST_P(Failing, QueueIsFreedToo) {
   });
 }
 
-TEST_P(Failing, PoisonedWorldThrowsUntilAllRecover) {
+TEST_P(Failing, AbortedWorldThrowsUntilAllRecover) {
   pool(GetParam(), 3).run([](World& world) {
     const auto group = world.group(everyone(world), "gather");
-    // Rank 0 takes no part in it: the others can only be freed by the poison.
-    if (world.rank() == 0) world.poison("a bad step");
+    // Rank 0 takes no part in it: the others can only be freed by the abort flag.
+    if (world.rank() == 0) world.abort("a bad step");
     EXPECT_THROW(group->issue(batch_of(AllGather{at::zeros({300})}))->wait(), Error);
-    EXPECT_TRUE(world.poisoned());
+    EXPECT_TRUE(world.aborted());
     EXPECT_THROW(group->issue(batch_of(AllGather{at::zeros({300})})), Error);
     EXPECT_THROW(world.queue().submit(*group, batch_of(AllGather{at::zeros({300})})), Error);
     world.recover();
-    EXPECT_FALSE(world.poisoned());
+    EXPECT_FALSE(world.aborted());
     auto sum = at::ones({1000});
     all_reduce(*group, sum, "after");
     EXPECT_EQ(sum.sum().item<float>(), 3000.0F);
@@ -128,11 +128,11 @@ TEST(WorldOfOne, NeedsNobody) {
   EXPECT_EQ(world->size(), 1);
   barrier(world->control(), "alone");
   EXPECT_EQ(all_gather_bytes(world->control(), "me", "names"), std::vector<std::string>{"me"});
-  world->poison("no");
-  EXPECT_TRUE(world->poisoned());
+  world->abort("no");
+  EXPECT_TRUE(world->aborted());
   EXPECT_THROW(barrier(world->control(), "alone"), Error);
   world->recover();
-  EXPECT_FALSE(world->poisoned());
+  EXPECT_FALSE(world->aborted());
 }
 
 TEST(WorldOfOne, NcclIsRefusedWhereItIsNotBuiltIn) {
@@ -142,4 +142,4 @@ TEST(WorldOfOne, NcclIsRefusedWhereItIsNotBuiltIn) {
 }
 
 }  // namespace
-}  // namespace tessera::comm::poison_test
+}  // namespace tessera::comm::abort_test
