@@ -47,7 +47,7 @@ at::Tensor widened(const at::Tensor& x, at::ScalarType dtype) {
 class Windowed {
  public:
   Windowed(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
-           const AttentionReach& reach, double scale)
+           const AttentionMask& mask, double scale)
       : rows(q.size(0)),
         groups(q.size(1)),
         queries(q.size(2)),
@@ -56,9 +56,9 @@ class Windowed {
         q_(q),
         keys_(widened(keys, inside)),
         values_(widened(values, inside)),
-        window_(reach.window.value_or(std::numeric_limits<std::int64_t>::max())),
+        window_(mask.window.value_or(std::numeric_limits<std::int64_t>::max())),
         scale_(scale) {
-    if (reach.sinks.defined()) sinks_ = reach.sinks.to(inside).contiguous();
+    if (mask.sinks.defined()) sinks_ = mask.sinks.to(inside).contiguous();
   }
 
   std::vector<WindowedBlock> blocks() const {
@@ -202,7 +202,8 @@ struct WindowedAttentionFunction : torch::autograd::Function<WindowedAttentionFu
 }  // namespace
 
 at::Tensor attention_composite(const at::Tensor& q, const at::Tensor& keys,
-                               const at::Tensor& values, const Unseen& unseen, double scale) {
+                               const at::Tensor& values, const MaskedKeys& masked_keys,
+                               double scale) {
   const std::int64_t rows = q.size(0);
   const std::int64_t groups = q.size(1);
   const std::int64_t positions = q.size(2);
@@ -217,9 +218,9 @@ at::Tensor attention_composite(const at::Tensor& q, const at::Tensor& keys,
     const at::Tensor masked =
         scores.to(inside)
             .view({rows, groups, positions, repeat, seen})
-            .masked_fill(unseen.hidden, -std::numeric_limits<double>::infinity());
-    if (!unseen.sinks.defined()) return at::softmax(masked, 4).to(q.scalar_type());
-    const at::Tensor sinks = unseen.sinks.to(inside)
+            .masked_fill(masked_keys.hidden, -std::numeric_limits<double>::infinity());
+    if (!masked_keys.sinks.defined()) return at::softmax(masked, 4).to(q.scalar_type());
+    const at::Tensor sinks = masked_keys.sinks.to(inside)
                                  .view({1, groups, 1, repeat, 1})
                                  .expand({rows, groups, positions, repeat, 1});
     return at::softmax(at::cat({masked, sinks}, 4), 4).narrow(4, 0, seen).to(q.scalar_type());
@@ -261,12 +262,12 @@ at::Tensor sliding_visibility(std::int64_t positions, std::int64_t window,
 }
 
 at::Tensor windowed_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
-                              const AttentionReach& reach, double scale) {
+                              const AttentionMask& mask, double scale) {
   const WideScope inside;
   // Autograd takes no undefined tensor for a variable.
   const std::optional<at::Tensor> sinks =
-      reach.sinks.defined() ? std::optional(reach.sinks) : std::nullopt;
-  return WindowedAttentionFunction::apply(q, keys, values, sinks, reach.window, scale);
+      mask.sinks.defined() ? std::optional(mask.sinks) : std::nullopt;
+  return WindowedAttentionFunction::apply(q, keys, values, sinks, mask.window, scale);
 }
 
 }  // namespace tessera::nn

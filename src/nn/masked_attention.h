@@ -20,14 +20,15 @@ namespace tessera::nn {
 at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const at::Tensor& visible, double scale);
 
-struct Unseen {
+struct MaskedKeys {
   at::Tensor hidden;      ///< bool, broadcast to [B, G, T, R, N]: what no query sees
   at::Tensor sinks = {};  ///< [G*R]: one more logit a head that takes its share of the softmax
 };
 /// q [B, G, T, R, D], keys and values [B, G, N, D] -> [B, T, G*R*D], D that of values, out of ATen
 /// operations.
 at::Tensor attention_composite(const at::Tensor& q, const at::Tensor& keys,
-                               const at::Tensor& values, const Unseen& unseen, double scale);
+                               const at::Tensor& values, const MaskedKeys& masked_keys,
+                               double scale);
 
 /// Runs of consecutive true values: flags [B, T] bool -> [B, T] i64, the number of the run in its
 /// row (0, 1, ...), -1 outside.
@@ -39,7 +40,7 @@ at::Tensor number_runs(const at::Tensor& flags);
 at::Tensor sliding_visibility(std::int64_t positions, std::int64_t window,
                               const std::optional<at::Tensor>& blocks);
 
-struct AttentionReach {
+struct AttentionMask {
   std::optional<std::int64_t> window;  ///< query i sees key j where i - window < j <= i
   at::Tensor sinks;                    ///< [G*R], or undefined
 };
@@ -49,6 +50,6 @@ struct AttentionReach {
 /// Nothing but the inputs is kept for backward, and the gradient of sinks is fp32 however narrow
 /// they are.
 at::Tensor windowed_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
-                              const AttentionReach& reach, double scale);
+                              const AttentionMask& mask, double scale);
 
 }  // namespace tessera::nn

@@ -359,7 +359,7 @@ TESSERA_LANES_INLINE SeenKeys seen_keys(const WindowRows& job, long row) {
   return {end > job.window ? end - job.window : 0, end};
 }
 
-TESSERA_LANES_INLINE void clear_unseen(float* row, const SeenKeys& seen, long keys) {
+TESSERA_LANES_INLINE void clear_masked(float* row, const SeenKeys& seen, long keys) {
   __builtin_memset(row, 0, static_cast<unsigned long>(seen.begin) * sizeof(float));
   __builtin_memset(row + seen.end, 0, static_cast<unsigned long>(keys - seen.end) * sizeof(float));
 }
@@ -392,7 +392,7 @@ inline void window_softmax(const WindowRows& job, long begin, long end) {
     for_lanes(visible, [&](long i, long count) {
       store(scores + i, load(scores + i, count) * share, count);
     });
-    clear_unseen(all_scores, seen, job.keys);
+    clear_masked(all_scores, seen, job.keys);
   }
 }
 
@@ -410,7 +410,7 @@ inline void window_softmax_backward(const WindowRows& job, long begin, long end)
     for_lanes(visible, [&](long i, long count) {
       store(grad + i, load(weights + i, count) * (load(grad + i, count) - mean) * job.scale, count);
     });
-    clear_unseen(job.scores + row * job.keys, seen, job.keys);
+    clear_masked(job.scores + row * job.keys, seen, job.keys);
     if (job.shares != nullptr) job.shares[row] *= -mean;
   }
 }

@@ -93,8 +93,8 @@ inline at::Tensor causal_attention_composite(const at::Tensor& q, const at::Tens
 }
 
 inline at::Tensor windowed_attention_composite(const at::Tensor& q, const at::Tensor& keys,
-                                               const at::Tensor& values,
-                                               const AttentionReach& reach, double scale) {
+                                               const at::Tensor& values, const AttentionMask& mask,
+                                               double scale) {
   // Sinks get their gradient out of sums that nearly cancel: 16-bit scores would leave little of
   // it.
   // Of one product: enough rows to be worth it, few enough that its scores stay small.
@@ -112,16 +112,16 @@ inline at::Tensor windowed_attention_composite(const at::Tensor& q, const at::Te
   do {
     const std::int64_t end = std::min(begin + block_size, queries);
     const std::int64_t seen_from =
-        reach.window ? std::max<std::int64_t>(0, first + begin - *reach.window + 1) : 0;
+        mask.window ? std::max<std::int64_t>(0, first + begin - *mask.window + 1) : 0;
     const std::int64_t seen = first + end - seen_from;
     const at::Tensor key = positions.narrow(0, seen_from, seen);
     const at::Tensor own =
         positions.narrow(0, first + begin, end - begin).view({end - begin, 1, 1});
     at::Tensor hidden = key > own;
-    if (reach.window) hidden = hidden.logical_or(key <= own - *reach.window);
+    if (mask.window) hidden = hidden.logical_or(key <= own - *mask.window);
     blocks.push_back(attention_composite(
         wide_q.narrow(2, begin, end - begin), wide_keys.narrow(2, seen_from, seen),
-        wide_values.narrow(2, seen_from, seen), {.hidden = hidden, .sinks = reach.sinks}, scale));
+        wide_values.narrow(2, seen_from, seen), {.hidden = hidden, .sinks = mask.sinks}, scale));
     begin = end;
   } while (begin < queries);
   return (blocks.size() == 1 ? blocks.front() : at::cat(blocks, 1)).to(q.scalar_type());
