@@ -80,19 +80,19 @@ at::Tensor indices_of(const GroupOffsets& offsets) {
   return indices;
 }
 
-moe::Journey journey_of(const moe::Travel& travel, const GroupOffsets& offsets,
-                        const at::Tensor& indices) {
-  return moe::plan_journey(offsets, moe::exchange_counts(indices, kExperts, travel), travel,
-                           at::kCPU);
+moe::DispatchPlan dispatch_plan_of(const moe::DispatchOptions& dispatch_options,
+                                   const GroupOffsets& offsets, const at::Tensor& indices) {
+  return moe::plan_dispatch(offsets, moe::exchange_counts(indices, kExperts, dispatch_options),
+                            dispatch_options, at::kCPU);
 }
 
-void there_and_back(const moe::Travel& travel, const GroupOffsets& offsets,
+void there_and_back(const moe::DispatchOptions& dispatch_options, const GroupOffsets& offsets,
                     const at::Tensor& indices, const at::Tensor& rows, const at::Tensor& grad,
                     Found& found) {
   const auto begin = Clock::now();
-  const moe::Journey journey = journey_of(travel, offsets, indices);
+  const moe::DispatchPlan dispatch_plan = dispatch_plan_of(dispatch_options, offsets, indices);
   const double counts = ms_since(begin);
-  const at::Tensor back = moe::from_experts(moe::to_experts(rows, journey), journey);
+  const at::Tensor back = moe::from_experts(moe::to_experts(rows, dispatch_plan), dispatch_plan);
   const double forward = ms_since(begin);
   torch::autograd::grad({back}, {rows}, {grad});
   const double whole = ms_since(begin);
@@ -168,11 +168,12 @@ bool measure(tessera::World& world, c10d::ProcessGroupGloo& gloo, const Load& lo
   const GroupOffsets offsets = load.offsets();
   const at::Tensor rows = at::randn({kRows, kHidden}).to(at::kBFloat16).requires_grad_(true);
   const at::Tensor grad = at::ones_like(rows);
-  const moe::Travel travel{true, axis, "bench"};
+  const moe::DispatchOptions dispatch_options{true, axis, "bench"};
   const at::Tensor indices = indices_of(offsets);
-  const moe::Journey journey = journey_of(travel, offsets, indices);
-  const bool kept = at::equal(moe::from_experts(moe::to_experts(rows, journey), journey), rows);
-  BareExchanges bare(journey.splits);
+  const moe::DispatchPlan dispatch_plan = dispatch_plan_of(dispatch_options, offsets, indices);
+  const bool kept =
+      at::equal(moe::from_experts(moe::to_experts(rows, dispatch_plan), dispatch_plan), rows);
+  BareExchanges bare(dispatch_plan.splits);
   Found found;
   const auto timed = [&](const char* name, auto&& act) {
     comm::barrier(world.control(), "bench");
@@ -183,14 +184,14 @@ bool measure(tessera::World& world, c10d::ProcessGroupGloo& gloo, const Load& lo
   for (int round = -3; round < rounds; ++round) {
     if (round == 0) found.clear();
     comm::barrier(world.control(), "bench");
-    there_and_back(travel, offsets, indices, rows, grad, found);
+    there_and_back(dispatch_options, offsets, indices, rows, grad, found);
     timed("bare", [&] { bare.by_group(*axis.group); });
     timed("bare_c10d", [&] { bare.by_c10d(gloo); });
   }
   if (world.rank() != 0) return kept;
   std::printf("{\"load\": \"%s\", \"sent_bytes\": %lld, \"rows_here\": %lld", load.name,
               static_cast<long long>(bare.sent_bytes(axis.rank)),
-              static_cast<long long>(journey.offsets.back()));
+              static_cast<long long>(dispatch_plan.offsets.back()));
   for (const char* name : kTimes) std::printf(", \"%s_ms\": %.3f", name, median(found.at(name)));
   std::printf("}\n");
   return kept;

@@ -84,17 +84,17 @@ class Counts {
   const std::int64_t* values_;
 };
 
-std::int64_t local_experts(std::int64_t experts, const Travel& travel) {
-  const parallel::Axis& axis = travel.axis;
-  TESSERA_CHECK(experts % axis.size == 0, ErrorKind::kConfig, travel.where, ": found ", experts,
-                " experts for ", axis.size, " ranks, expected a multiple (axis ", axis.name,
-                "); set parallelism.expert_parallel_degree to a divisor");
+std::int64_t local_experts(std::int64_t experts, const DispatchOptions& dispatch_options) {
+  const parallel::Axis& axis = dispatch_options.axis;
+  TESSERA_CHECK(experts % axis.size == 0, ErrorKind::kConfig, dispatch_options.where, ": found ",
+                experts, " experts for ", axis.size, " ranks, expected a multiple (axis ",
+                axis.name, "); set parallelism.expert_parallel_degree to a divisor");
   return experts / axis.size;
 }
 
 /// Arrived by (source, expert), wanted by (expert, source).
-void order_by_expert(const Counts& received, std::int64_t local, Journey& journey) {
-  const int ranks = journey.travel.axis.size;
+void order_by_expert(const Counts& received, std::int64_t local, DispatchPlan& dispatch_plan) {
+  const int ranks = dispatch_plan.dispatch_options.axis.size;
   std::int64_t total = 0;
   std::vector<std::int64_t> begin;  // of (source, expert) as they arrived
   for (int source = 0; source < ranks; ++source) {
@@ -104,15 +104,15 @@ void order_by_expert(const Counts& received, std::int64_t local, Journey& journe
     }
   }
   if (local == 1) {
-    journey.offsets = {0, total};
+    dispatch_plan.offsets = {0, total};
     return;
   }
-  journey.arrival_of_row = at::empty({total}, at::kLong);
-  journey.row_of_arrival = at::empty({total}, at::kLong);
-  auto* arrival = journey.arrival_of_row.mutable_data_ptr<std::int64_t>();
-  auto* row = journey.row_of_arrival.mutable_data_ptr<std::int64_t>();
+  dispatch_plan.arrival_of_row = at::empty({total}, at::kLong);
+  dispatch_plan.row_of_arrival = at::empty({total}, at::kLong);
+  auto* arrival = dispatch_plan.arrival_of_row.mutable_data_ptr<std::int64_t>();
+  auto* row = dispatch_plan.row_of_arrival.mutable_data_ptr<std::int64_t>();
   std::int64_t next = 0;
-  journey.offsets = {0};
+  dispatch_plan.offsets = {0};
   for (std::int64_t e = 0; e < local; ++e) {
     for (int source = 0; source < ranks; ++source) {
       const auto first = begin[static_cast<std::size_t>(source * local + e)];
@@ -121,58 +121,65 @@ void order_by_expert(const Counts& received, std::int64_t local, Journey& journe
         row[first + i] = next;
       }
     }
-    journey.offsets.push_back(next);
+    dispatch_plan.offsets.push_back(next);
   }
 }
 
 }  // namespace
 
-at::Tensor exchange_counts(const at::Tensor& indices, std::int64_t experts, const Travel& travel) {
-  const int ranks = travel.axis.size;
-  const std::int64_t local = local_experts(experts, travel);
+at::Tensor exchange_counts(const at::Tensor& indices, std::int64_t experts,
+                           const DispatchOptions& dispatch_options) {
+  const int ranks = dispatch_options.axis.size;
+  const std::int64_t local = local_experts(experts, dispatch_options);
   const at::Tensor differentiable =
-      at::full({ranks, 1}, travel.differentiable ? 1 : 0, indices.options());
+      at::full({ranks, 1}, dispatch_options.differentiable ? 1 : 0, indices.options());
   const at::Tensor sent =
       at::cat({count_load(indices, experts).view({ranks, local}), differentiable}, 1);
   const std::vector<std::int64_t> one_each(static_cast<std::size_t>(ranks), 1);
-  return parallel::exchange_rows(sent, travel.axis, {one_each, one_each}, travel.where + " counts");
+  return parallel::exchange_rows(sent, dispatch_options.axis, {one_each, one_each},
+                                 dispatch_options.where + " counts");
 }
 
-Journey plan_journey(const nn::GroupOffsets& offsets, const at::Tensor& received,
-                     const Travel& travel, at::Device device) {
-  const std::int64_t local = local_experts(static_cast<std::int64_t>(offsets.size()) - 1, travel);
-  Journey journey;
-  journey.travel = travel;
+DispatchPlan plan_dispatch(const nn::GroupOffsets& offsets, const at::Tensor& received,
+                           const DispatchOptions& dispatch_options, at::Device device) {
+  const std::int64_t local =
+      local_experts(static_cast<std::int64_t>(offsets.size()) - 1, dispatch_options);
+  DispatchPlan dispatch_plan;
+  dispatch_plan.dispatch_options = dispatch_options;
   const Counts counts(received);
-  for (int rank = 0; rank < travel.axis.size; ++rank) {
+  for (int rank = 0; rank < dispatch_options.axis.size; ++rank) {
     const auto first = static_cast<std::size_t>(rank * local);
-    journey.splits.sends.push_back(offsets[first + static_cast<std::size_t>(local)] -
-                                   offsets[first]);
-    journey.splits.receives.push_back(counts.rows(rank));
-    journey.travel.differentiable = journey.travel.differentiable || counts.differentiable(rank);
+    dispatch_plan.splits.sends.push_back(offsets[first + static_cast<std::size_t>(local)] -
+                                         offsets[first]);
+    dispatch_plan.splits.receives.push_back(counts.rows(rank));
+    dispatch_plan.dispatch_options.differentiable =
+        dispatch_plan.dispatch_options.differentiable || counts.differentiable(rank);
   }
-  order_by_expert(counts, local, journey);
+  order_by_expert(counts, local, dispatch_plan);
   if (local > 1) {
-    journey.arrival_of_row = to_device(journey.arrival_of_row, device);
-    journey.row_of_arrival = to_device(journey.row_of_arrival, device);
+    dispatch_plan.arrival_of_row = to_device(dispatch_plan.arrival_of_row, device);
+    dispatch_plan.row_of_arrival = to_device(dispatch_plan.row_of_arrival, device);
   }
-  return journey;
+  return dispatch_plan;
 }
 
-at::Tensor to_experts(const at::Tensor& rows, const Journey& journey) {
+at::Tensor to_experts(const at::Tensor& rows, const DispatchPlan& dispatch_plan) {
   // Else the others would wait for this rank's part of the way back.
-  const bool joins =
-      journey.travel.differentiable && !rows.requires_grad() && c10::GradMode::is_enabled();
+  const bool joins = dispatch_plan.dispatch_options.differentiable && !rows.requires_grad() &&
+                     c10::GradMode::is_enabled();
   const at::Tensor leaving = joins ? rows.detach().requires_grad_(true) : rows;
-  const at::Tensor arrived = parallel::all_to_all(leaving, journey.travel.axis, journey.splits,
-                                                  journey.travel.where + " dispatch");
-  return reordered(arrived, journey.arrival_of_row, journey.row_of_arrival);
+  const at::Tensor arrived =
+      parallel::all_to_all(leaving, dispatch_plan.dispatch_options.axis, dispatch_plan.splits,
+                           dispatch_plan.dispatch_options.where + " dispatch");
+  return reordered(arrived, dispatch_plan.arrival_of_row, dispatch_plan.row_of_arrival);
 }
 
-at::Tensor from_experts(const at::Tensor& rows, const Journey& journey) {
-  const at::Tensor by_source = reordered(rows, journey.row_of_arrival, journey.arrival_of_row);
-  return parallel::all_to_all(by_source, journey.travel.axis, journey.splits.swapped(),
-                              journey.travel.where + " combine");
+at::Tensor from_experts(const at::Tensor& rows, const DispatchPlan& dispatch_plan) {
+  const at::Tensor by_source =
+      reordered(rows, dispatch_plan.row_of_arrival, dispatch_plan.arrival_of_row);
+  return parallel::all_to_all(by_source, dispatch_plan.dispatch_options.axis,
+                              dispatch_plan.splits.swapped(),
+                              dispatch_plan.dispatch_options.where + " combine");
 }
 
 }  // namespace tessera::moe

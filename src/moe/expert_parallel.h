@@ -31,16 +31,17 @@ std::vector<at::Tensor> read_on_host(const std::vector<at::Tensor>& tensors);
 at::Tensor to_device(const at::Tensor& on_host, at::Device device);
 
 /// What is known of a call before anything is sent.
-struct Travel {
-  /// This rank's rows require a gradient; in a Journey: some rank's, so that all meet in backward.
+struct DispatchOptions {
+  /// This rank's rows require a gradient; in a DispatchPlan: some rank's, so that all meet in
+  /// backward.
   bool differentiable = false;
   parallel::Axis axis = {};
   std::string where = {};
 };
 
 /// Where the rows of one call go, and how they lie at their experts.
-struct Journey {
-  Travel travel;
+struct DispatchPlan {
+  DispatchOptions dispatch_options;
   parallel::Splits splits;
   /// [rows here] i64: by expert -> as they arrived. Undefined where a rank has one expert: the
   /// orders are the same.
@@ -52,18 +53,19 @@ struct Journey {
 /// indices [M, K] of all E experts -> [ranks, E / ranks + 1] i64 on their device: how many rows
 /// each rank sends to each expert of this one, and whether they require a gradient. Collective.
 /// Bytes a rank sends: (ranks - 1) (E / ranks + 1) x 8. Errors: kConfig where E does not divide.
-at::Tensor exchange_counts(const at::Tensor& indices, std::int64_t experts, const Travel& travel);
+at::Tensor exchange_counts(const at::Tensor& indices, std::int64_t experts,
+                           const DispatchOptions& dispatch_options);
 
 /// offsets: those of all E experts over this rank's rows; received: what exchange_counts gave, on
 /// the host. The result's tensors lie on `device`. Errors: kConfig where E does not divide.
-Journey plan_journey(const nn::GroupOffsets& offsets, const at::Tensor& received,
-                     const Travel& travel, at::Device device);
+DispatchPlan plan_dispatch(const nn::GroupOffsets& offsets, const at::Tensor& received,
+                           const DispatchOptions& dispatch_options, at::Device device);
 
 /// rows [own rows, H], by expert -> [rows of the own experts, H], by expert. Collective. Bytes a
 /// rank sends: its rows for other ranks.
-at::Tensor to_experts(const at::Tensor& rows, const Journey& journey);
+at::Tensor to_experts(const at::Tensor& rows, const DispatchPlan& dispatch_plan);
 
 /// The way back. Collective.
-at::Tensor from_experts(const at::Tensor& rows, const Journey& journey);
+at::Tensor from_experts(const at::Tensor& rows, const DispatchPlan& dispatch_plan);
 
 }  // namespace tessera::moe

@@ -257,11 +257,12 @@ at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeig
   const std::int64_t count = weights.gate_up.size(0) * options.ep.size;
   const bool before = options.score == Score::kBeforeExperts;
   const bool follows = x.requires_grad() || (before && routing.weights.requires_grad());
-  const Travel travel{follows && c10::GradMode::is_enabled(), options.ep, options.name};
+  const DispatchOptions dispatch_options{follows && c10::GradMode::is_enabled(), options.ep,
+                                         options.name};
   const at::Tensor nothing = at::empty({0}, routing.indices.options());
   const std::vector<at::Tensor> read = read_on_host(
       {routing.indices, routing.finite.defined() ? routing.finite : nothing,
-       options.ep.alone() ? nothing : exchange_counts(routing.indices, count, travel)});
+       options.ep.alone() ? nothing : exchange_counts(routing.indices, count, dispatch_options)});
   if (routing.finite.defined()) check_finite(routing, read[1]);
 
   const Dispatch order = dispatch(read[0], count, x.device());
@@ -271,9 +272,11 @@ at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeig
   if (options.ep.alone()) {
     out = compute(rows, weights, order.offsets, options.activation);
   } else {
-    const Journey journey = plan_journey(order.offsets, read[2], travel, x.device());
-    const at::Tensor here = to_experts(rows, journey);
-    out = from_experts(compute(here, weights, journey.offsets, options.activation), journey);
+    const DispatchPlan dispatch_plan =
+        plan_dispatch(order.offsets, read[2], dispatch_options, x.device());
+    const at::Tensor here = to_experts(rows, dispatch_plan);
+    out = from_experts(compute(here, weights, dispatch_plan.offsets, options.activation),
+                       dispatch_plan);
   }
   return combine(out, before ? at::Tensor() : routing.weights, order);
 }
