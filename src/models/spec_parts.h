@@ -83,7 +83,7 @@ struct MoeSpec {
   ExpertLayout layout = ExpertLayout::kOutIn;
 
   std::int64_t first_dense_layers = 0;             ///< so many layers have an MLP instead
-  std::int64_t sparse_step = 1;                    ///< then every so-manieth has experts
+  std::int64_t sparse_step = 1;                    ///< then every n-th has experts
   std::vector<std::int64_t> mlp_only_layers = {};  ///< but not these
 
   /// The published coefficient, and whether the published model is trained with it.
