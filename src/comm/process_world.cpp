@@ -61,7 +61,7 @@ FailureWatch::Actions ProcessWorld::watch_actions() {
     const FailureRecord cause = decode_failure(bytes).value_or(noticed(bytes));
     // Another rank has only noticed what began here: this rank's own error, still on its way
     // through the stack, says more, and ends the process meanwhile.
-    if (cause.what == FailureClass::kNoticed && poisoner_ == Poisoner::kSelf) {
+    if (cause.what == FailureClass::kNoticed && aborter_ == Aborter::kSelf) {
       std::this_thread::sleep_for(state_->abort_flag->patience.words());
     }
     leave_after(*this, cause);
@@ -71,8 +71,8 @@ FailureWatch::Actions ProcessWorld::watch_actions() {
     report_failure(this, Error(ErrorKind::kComm, why), 1);
   };
   actions.aborted = [this](const std::string& why, int epoch) {
-    auto nobody = Poisoner::kNobody;
-    poisoner_.compare_exchange_strong(nobody, Poisoner::kOther);
+    auto nobody = Aborter::kNobody;
+    aborter_.compare_exchange_strong(nobody, Aborter::kOther);
     abort_here(why, epoch);
   };
   return actions;
@@ -152,8 +152,8 @@ void ProcessWorld::abort(const std::string& why) {
   const std::string text =
       of_rank(rank_, concat(one_line(why), suspicion.empty() ? "" : ": ", one_line(suspicion)));
   const int epoch = epoch_;
-  auto nobody = Poisoner::kNobody;
-  poisoner_.compare_exchange_strong(nobody, Poisoner::kSelf);
+  auto nobody = Aborter::kNobody;
+  aborter_.compare_exchange_strong(nobody, Aborter::kSelf);
   abort_here(why, epoch);
   in_time([store = store_, text, epoch] {
     return store->set_if_absent(store_key::abort(epoch), text);
@@ -174,7 +174,7 @@ void ProcessWorld::recover() {
   connections_->reset(next);
   queue_->recover();
   ++recoveries_;
-  poisoner_ = Poisoner::kNobody;
+  aborter_ = Aborter::kNobody;
   state_->abort_flag->clear();
 }
 
@@ -215,7 +215,7 @@ std::optional<FailureRecord> ProcessWorld::failure_behind() noexcept {
   const auto end = std::chrono::steady_clock::now() + state_->abort_flag->patience.words();
   for (;;) {
     const auto known = known_failure();
-    if (known || poisoner_ != Poisoner::kOther || store_is_silent_) return known;
+    if (known || aborter_ != Aborter::kOther || store_is_silent_) return known;
     if (std::chrono::steady_clock::now() >= end) return known;
     std::this_thread::sleep_for(times_.poll);
   }

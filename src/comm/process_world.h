@@ -93,8 +93,8 @@ class ProcessWorld : public World {
   std::atomic<int> epoch_{0};
   std::atomic<bool> store_is_silent_{false};
   /// Who has aborted the World in this epoch: an error of this rank, or a word of another one.
-  enum class Poisoner : std::uint8_t { kNobody, kSelf, kOther };
-  std::atomic<Poisoner> poisoner_{Poisoner::kNobody};
+  enum class Aborter : std::uint8_t { kNobody, kSelf, kOther };
+  std::atomic<Aborter> aborter_{Aborter::kNobody};
 };
 
 }  // namespace tessera::comm
