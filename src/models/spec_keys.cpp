@@ -173,9 +173,9 @@ void read_tokens(ConfigReader& keys, ModelSpec& spec) {
   // A negative padding index counts from the end, as torch's embedding reads it.
   const auto pad = keys.integer("pad_token_id", {-spec.vocab_size, spec.vocab_size - 1});
   if (pad) spec.pad_token_id = *pad < 0 ? *pad + spec.vocab_size : *pad;
-  constexpr IntRange kToken{-1, std::int64_t{1} << 31};
-  spec.bos_token_id = keys.integer("bos_token_id", kToken);
-  spec.eos_token_ids = keys.integers("eos_token_id", kToken);
+  constexpr IntRange kTokenId{-1, std::int64_t{1} << 31};
+  spec.bos_token_id = keys.integer("bos_token_id", kTokenId);
+  spec.eos_token_ids = keys.integers("eos_token_id", kTokenId);
 }
 
 double read_attention_dropout(ConfigReader& keys, Purpose purpose) {
