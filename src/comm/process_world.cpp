@@ -71,9 +71,7 @@ FailureWatch::Actions ProcessWorld::watch_actions() {
     report_failure(this, Error(ErrorKind::kComm, why), 1);
   };
   actions.aborted = [this](const std::string& why, int epoch) {
-    auto nobody = Aborter::kNobody;
-    aborter_.compare_exchange_strong(nobody, Aborter::kOther);
-    abort_here(why, epoch);
+    abort_here(why, epoch, Aborter::kOther);
   };
   return actions;
 }
@@ -83,7 +81,7 @@ ProcessWorld::~ProcessWorld() {
   if (failed) {
     watch_->stop();  // it would end this process by what is announced here
     if (!aborted()) announce_failure(noticed("left by an exception"));
-    abort_here("left by an exception", epoch_);
+    abort_here("left by an exception", epoch_, Aborter::kSelf);
   }
   stop_queue();
   if (!failed) leave_together();
@@ -139,9 +137,10 @@ std::shared_ptr<Group> ProcessWorld::make_group(const std::vector<int>& ranks,
                                    state_->board, times_.heartbeats()});
 }
 
-void ProcessWorld::abort_here(const std::string& why, int epoch) {
+void ProcessWorld::abort_here(const std::string& why, int epoch, Aborter by) {
   const base::Lock lock(epoch_mutex_);
   if (epoch != epoch_) return;  // recovered in the meantime
+  if (aborter_ == Aborter::kNobody) aborter_ = by;
   state_->abort_flag->mark(why);
   queue_->abort(why);
   state_->board->abort_all();
@@ -152,9 +151,7 @@ void ProcessWorld::abort(const std::string& why) {
   const std::string text =
       of_rank(rank_, concat(one_line(why), suspicion.empty() ? "" : ": ", one_line(suspicion)));
   const int epoch = epoch_;
-  auto nobody = Aborter::kNobody;
-  aborter_.compare_exchange_strong(nobody, Aborter::kSelf);
-  abort_here(why, epoch);
+  abort_here(why, epoch, Aborter::kSelf);
   in_time([store = store_, text, epoch] {
     return store->set_if_absent(store_key::abort(epoch), text);
   });

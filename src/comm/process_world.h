@@ -69,7 +69,9 @@ class ProcessWorld : public World {
                                     const std::string& name) override;
 
  private:
-  void abort_here(const std::string& why, int epoch);
+  /// Who has aborted the World in this epoch: an error of this rank, or a word of another one.
+  enum class Aborter : std::uint8_t { kNobody, kSelf, kOther };
+  void abort_here(const std::string& why, int epoch, Aborter by);
   void leave_together();
   /// Meets everyone, however long they take as long as they live.
   void wait_for_the_last(const std::string& key);
@@ -92,8 +94,7 @@ class ProcessWorld : public World {
   base::Mutex epoch_mutex_;  ///< held while the World is aborted and while it is repaired
   std::atomic<int> epoch_{0};
   std::atomic<bool> store_is_silent_{false};
-  /// Who has aborted the World in this epoch: an error of this rank, or a word of another one.
-  enum class Aborter : std::uint8_t { kNobody, kSelf, kOther };
+  /// As `by` of the first abort_here() of this epoch.
   std::atomic<Aborter> aborter_{Aborter::kNobody};
 };
 
