@@ -13,6 +13,7 @@
 
 namespace tessera {
 
+class RankGroup;
 class World;
 
 /// Shapes and the World that their ranks belong to: what fully_shard takes.
@@ -35,6 +36,10 @@ class Mesh {
   /// The ranks that differ from this one only on the named axes, ascending: what World::group
   /// takes. Errors: as MeshShapes::ranks_of.
   std::vector<int> ranks_of(const std::vector<std::string_view>& names) const;
+  /// The same ranks, for a program's own tensors (rank_group.h). Collective among them at first
+  /// use. Errors: as ranks_of; kComm.
+  RankGroup group(std::string_view axis) const;
+  RankGroup group_over(const std::vector<std::string_view>& axes) const;
 
  private:
   int rank() const;

@@ -15,6 +15,7 @@
 #include "tessera/optim.h"
 #include "tessera/placement.h"
 #include "tessera/precision.h"
+#include "tessera/rank_group.h"
 #include "tessera/recompute.h"
 #include "tessera/recompute_mode.h"
 #include "tessera/shard.h"

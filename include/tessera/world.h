@@ -19,6 +19,7 @@
 
 namespace tessera {
 
+class RankGroup;
 namespace comm {
 class Group;
 class IssueQueue;
@@ -62,9 +63,11 @@ class World : public std::enable_shared_from_this<World> {
   /// A mesh over all ranks; of a dense shape alone, or of both readings. Errors: as Mesh's.
   Mesh mesh(const MeshShapes& shapes);
 
-  /// The group of the ranks (world numbers, ascending) that contain this one. `purpose` keeps
+  /// All ranks, for a program's own tensors (rank_group.h). Collective at first use. Errors: kComm.
+  RankGroup group();
+  /// Tessera's own: of the ranks (world numbers, ascending) that contain this one. `purpose` keeps
   /// groups of the same ranks apart ("gather", "reduce", "control"): each has its own channel and
-  /// is issued to from one thread. Those for messages ("data", "... control") connect two ranks
+  /// is issued to from one thread. Those for messages ("data", "user", "... control") connect two ranks
   /// when that is first needed. Collective among the members, made once, then cached. A single rank
   /// needs no others. Errors: kUsage for ranks that are not ascending, not in the world, or without
   /// this one; kComm.

@@ -7,6 +7,7 @@
 #include "dist/modules.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
+#include "tessera/rank_group.h"
 #include "tessera/shard.h"
 
 namespace tessera::test::fsdp_basic_test {
@@ -131,6 +132,64 @@ TEST_P(Layouts, NestedUnitsGiveTheSameBitsAsOne) {
       });
       EXPECT_EQ(seen, 6);
     }
+  });
+}
+
+/// Units whose activations the program measures over all ranks on the way, where it is told to.
+struct Measured : torch::nn::Module {
+  explicit Measured(const Mesh& mesh) {
+    const MixedMlp layers(5);
+    const auto unit = [&](const char* name, const std::shared_ptr<Affine>& layer) {
+      return register_module(name, std::make_shared<Sharded<Affine>>(fully_shard(layer, mesh)));
+    };
+    first = unit("first", layers.layer1);
+    second = unit("second", layers.layer2);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const auto h = at::relu(first->forward(x));
+    if (world != nullptr) means.push_back(world->group().mean(h.detach(), "activations"));
+    return second->forward(h);
+  }
+  std::shared_ptr<Sharded<Affine>> first, second;
+  World* world = nullptr;
+  std::vector<at::Tensor> means;
+};
+
+// Naive: a collective of the program meets a gather that is under way, or waits behind one that
+// another rank has not issued.
+TEST_P(Layouts, CollectivesOfTheProgramMeetNothingThatIsUnderWay) {
+  const auto [count, replicas, backend] = GetParam();
+  ranks(count, backend).run([&](World& world) {
+    const auto run = [&](bool measures) {
+      const auto mesh = data_mesh(world, replicas);
+      const auto module = std::make_shared<Measured>(mesh);
+      if (measures) module->world = &world;
+      auto handle = fully_shard(module, mesh);
+      const auto optimizer = make_sgd(handle, {});
+      std::vector<at::Tensor> results;
+      for (int step = 0; step < 3; ++step) {
+        const auto loss =
+            handle.forward(seeded(static_cast<std::uint64_t>(10 * step + world.rank()), {3, 10}))
+                .pow(2)
+                .sum();
+        if (measures) results.push_back(mesh.group("dp_shard").mean(loss.detach(), "loss"));
+        const auto under_way = module->second->unshard_async();
+        if (measures) world.group().barrier("before the backward");
+        backward(loss);
+        if (measures) mesh.group("dp_replicate").broadcast(loss.detach(), 0, "loss");
+        optimizer->step();
+        handle.zero_grad();
+      }
+      handle.visit_full_parameters(
+          [&](const std::string&, const at::Tensor& value) { results.push_back(value.clone()); });
+      if (measures) results.erase(results.begin(), results.begin() + 3);
+      EXPECT_EQ(module->means.size(), measures ? 3U : 0U);
+      return results;
+    };
+    const auto plain = run(false);
+    const auto measured = run(true);
+    ASSERT_EQ(plain.size(), measured.size());
+    for (std::size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(same_bits(plain[i], measured[i]));
   });
 }
 
