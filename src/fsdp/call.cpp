@@ -33,9 +33,9 @@
 
 #include "comm/torch_compat.h"
 #include "fsdp/dtype_observer.h"
-#include "fsdp/recompute_scopes.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/recompute_scopes.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
 #include "tessera/shard.h"
