@@ -66,6 +66,7 @@ void refuse_create_graph(const Unit& unit) {
 }  // namespace
 
 void Runtime::begin_backward(const Entry* first) {
+  take_up_abandoned();
   if (in_backward_) return;
   in_backward_ = true;
   store_.begin_micro_batch();
@@ -92,7 +93,9 @@ void Runtime::begin_backward(const Entry* first) {
 
 void Runtime::abandon_backward(std::uint64_t generation) {
   if (generation != generation_ || !in_backward_) return;
-  fail("an exception left a backward through sharded modules");
+  abandoned_ = generation;
+  // At once, since the rank's thread may not come by again: the others wait for it.
+  if (world().size() > 1) world().abort(kAbandoned);
 }
 
 /// The innermost one that goes through the entry; those inside it have ended. Null: none does, or
@@ -172,6 +175,7 @@ void Runtime::refuse_forgotten(const Entry& entry) {
 }
 
 void Runtime::pre_backward(Entry& entry) {
+  take_up_abandoned();
   TESSERA_CHECK(entry.generation == generation_, ErrorKind::kUsage, "backward of unit ",
                 entry.unit->shown_name(),
                 ": found a forward of before a failure, expected one that came after it; run the "

@@ -152,21 +152,32 @@ void Runtime::set_loss_scale(double scale, const char* what) {
 
 // --------------------------------------------------------------------------------------- failures
 
-bool Runtime::has_failed() const { return failed_ || recoveries_ != world().recoveries(); }
+bool Runtime::has_failed() const {
+  return failed_ || abandoned_ == generation_ || recoveries_ != world().recoveries();
+}
 
 void Runtime::renew_after_failure() {
+  take_up_abandoned();
   // A recovery is of all ranks, also of those that had nothing under way.
   if (has_failed() && !world().aborted()) reset();
 }
 
 void Runtime::fail(const std::string& why) {
+  end_step();
+  if (world().size() > 1) world().abort(why);
+}
+
+void Runtime::take_up_abandoned() {
+  if (abandoned_ == generation_) end_step();
+}
+
+void Runtime::end_step() {
   failed_ = true;
   ++generation_;
   forwards_.abandon();
   spans_.forget();
   kept_ = nullptr;
   under_way_.clear();
-  if (world().size() > 1) world().abort(why);
 }
 
 void Runtime::reset() {

@@ -127,14 +127,14 @@ void Runtime::begin_relayout() {
 // ---------------------------------------------------------------------------------------- forward
 
 void Runtime::check_usable() {
+  if (!has_failed() && in_backward_ && torch::autograd::get_current_graph_task_id() == -1) {
+    fail(kAbandoned);  // what is to say so still waits for another thread to let it go
+  }
   renew_after_failure();
   TESSERA_CHECK(
       !world().aborted(), ErrorKind::kComm,
       "a sharded forward was entered after a failure of this run; call World::recover() on every "
       "rank first");
-  if (in_backward_ && torch::autograd::get_current_graph_task_id() == -1) {
-    reset();  // the last backward left by an exception
-  }
   remove_orphans();
   if (!agreed_) agree_on_plan();
   for (auto* unit : units_) {
@@ -220,6 +220,7 @@ void Runtime::check_borrowed(const Unit& unit) const {
 }
 
 std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
+  take_up_abandoned();
   if (!forwards_.is_open()) {
     check_usable();
     std::vector<std::shared_ptr<Unit>> units;

@@ -20,7 +20,9 @@
 // Threads: the rank's own (forward) and the one that runs its backward, never at the same time. But
 // where graphs end, others come by: whoever drops the last reference to one (Owed), and, after an
 // exception, a device's thread of autograd that lets go of the graph task when the rank's thread
-// has left with the error already: it reads generation_ and in_backward_ (abandon_backward).
+// has left with the error already, and may be in its next forward. It aborts the World, which any
+// thread may, and leaves a note (abandon_backward); what the runtime owns, the rank's thread drops
+// where it comes by next (take_up_abandoned).
 #pragma once
 
 #include <atomic>
@@ -46,6 +48,8 @@
 #include "tessera/world.h"
 
 namespace tessera::fsdp {
+
+inline constexpr auto kAbandoned = "an exception left a backward through sharded modules";
 
 /// A backward under way: the outermost one, or one inside a node of it that it did not announce.
 struct BackwardUnderWay {
@@ -108,7 +112,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void begin_backward(const Entry* first = nullptr);
   void end_backward();
   /// The backward that began at `generation` ended without end_backward(). Again, or once the rank
-  /// has begun anew: nothing happens.
+  /// has begun anew: nothing happens. Threads: any.
   void abandon_backward(std::uint64_t generation);
   void pre_backward(Entry& entry);
   void post_backward(Entry& entry);
@@ -175,6 +179,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::int64_t reductions_issued() const { return reducer_.issued(); }
 
  private:
+  /// A step that failed: nothing of it is under way any more.
+  void end_step();
+  /// What abandon_backward() has noted. Threads: the rank's own.
+  void take_up_abandoned();
   // units and forward: runtime.cpp
   void check_usable();
   void number_units();
@@ -244,6 +252,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   bool failed_ = false;
   std::atomic<std::uint64_t> generation_ = 0;
+  std::atomic<std::uint64_t> abandoned_ = ~std::uint64_t{0};  // the generation whose backward was
   std::uint64_t recoveries_ = 0;  // of the world, when this was last reset
 };
 
