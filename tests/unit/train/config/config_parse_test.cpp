@@ -3,7 +3,7 @@
 
 #include "train/config/config.h"
 #include "train/config/config_keys.h"
-#include "unit/train/config_fixture.h"
+#include "unit/train/config/config_fixture.h"
 
 namespace tessera::train::config_parse_test {
 namespace {

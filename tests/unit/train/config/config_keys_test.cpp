@@ -4,7 +4,7 @@
 
 #include <set>
 
-#include "unit/train/config_fixture.h"
+#include "unit/train/config/config_fixture.h"
 
 namespace tessera::train::config_keys_test {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <filesystem>
 
-#include "unit/train/config_fixture.h"
+#include "unit/train/config/config_fixture.h"
 
 namespace tessera::train::config_resolve_test {
 namespace {
