@@ -20,7 +20,7 @@
 #include <cstdlib>
 
 #include "comm/group.h"
-#include "fsdp/runtime.h"
+#include "fsdp/runtime/runtime.h"
 
 namespace {
 

@@ -15,8 +15,8 @@
 #include <cstdlib>
 
 #include "comm/group.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
 #include "plain_gloo.h"
 
 namespace {

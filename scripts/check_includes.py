@@ -13,7 +13,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 TORCH = ("torch/", "ATen/", "c10/", "caffe2/")
 # Folders of a floor, lowest first; what lies in none of them is above all.
-ROOMS = {"train": ("config", "data", "report", "hf", "checkpoint")}
+ROOMS = {
+    "fsdp": ("agreed", "runtime", "optim"),
+    "train": ("config", "data", "report", "hf", "checkpoint"),
+}
 WIDE = ("torch/torch.h", "torch/extension.h", "torch/all.h")
 
 
@@ -72,7 +75,7 @@ def main():
     # A public header belongs to the floor that has a source or private header of its name.
     home = {}
     for name in order:
-        for path in (ROOT / "src" / name).glob("*.cpp"):
+        for path in (ROOT / "src" / name).rglob("*.cpp"):
             home.setdefault(path.stem, name)
     faults = []
 

@@ -3,10 +3,10 @@
 // Keeps only the inputs of `function` and runs it again in backward. Compose it as
 // unit(checkpoint(block)) or checkpoint(unit(block)); both give the gradients of the plain call,
 // bit for bit, and gather what the plain call gathers. See [Note: recomputation] in
-// fsdp/recompute_scopes.h. The second run finds the random numbers of libtorch's default CPU
-// generator (at::dropout) and the autocast state of the first, and leaves those around backward as
-// they were. Generators of your own are not restored. Ranks that are threads of one process share
-// that generator: there what is random differs from run to run, with checkpoint() or without.
+// fsdp/runtime/recompute_scopes.h. The second run finds the random numbers of libtorch's default
+// CPU generator (at::dropout) and the autocast state of the first, and leaves those around backward
+// as they were. Generators of your own are not restored. Ranks that are threads of one process
+// share that generator: there what is random differs from run to run, with checkpoint() or without.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -5,7 +5,8 @@
 // formed in rank order in the output's dtype, so that every backend gives the same bits; an
 // all-gather is in place. Every call carries a Label, and a backend never lets two calls with
 // different labels meet (Gloo itself exchanges their data without an error: [Note: collective
-// order] of fsdp/order.h). Threads: a group is issued to from one thread only. Next: queue.h.
+// order] of fsdp/agreed/order.h). Threads: a group is issued to from one thread only.
+// Next: queue.h.
 #pragma once
 
 #include <cstdint>

@@ -4,7 +4,7 @@
 // Two collectives issued in different orders on two ranks exchange each other's data on Gloo
 // without an error, so nothing else may start one on a sharding group: not the compute thread, not
 // an autograd worker, not a completion callback. What the order is, is decided above
-// (fsdp/order.h); here it is kept.
+// (fsdp/agreed/order.h); here it is kept.
 #pragma once
 
 #include <functional>

@@ -33,9 +33,9 @@
 
 #include "comm/torch_compat.h"
 #include "fsdp/dtype_observer.h"
-#include "fsdp/recompute_scopes.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/recompute_scopes.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
 #include "tessera/shard.h"
@@ -346,8 +346,8 @@ void ShardedBase::Call::enter(const std::vector<at::Tensor*>& inputs) {
 
 void ShardedBase::Call::leave(const std::vector<at::Tensor*>& outputs) {
   auto& runtime = handle_.unit_->runtime();
-  TESSERA_CHECK(runtime.generation() == generation_, ErrorKind::kUsage, "unit ",
-                handle_.unit_->shown_name(),
+  TESSERA_CHECK(!runtime.has_failed() && runtime.generation() == generation_, ErrorKind::kUsage,
+                "unit ", handle_.unit_->shown_name(),
                 ": found that an exception of a unit inside was caught in its forward, expected it "
                 "to leave the "
                 "sharded step; catch it where the outermost module is called");

@@ -7,7 +7,7 @@
 #include <map>
 #include <set>
 
-#include "fsdp/unit.h"
+#include "fsdp/runtime/unit.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/unit.h"
+#include "fsdp/runtime/unit.h"
 #include "tessera/model_contract.h"
 #include "tessera/shard.h"
 

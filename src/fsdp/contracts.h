@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "fsdp/collect.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/unit.h"
 #include "tessera/mesh.h"
 #include "tessera/model_contract.h"
 #include "tessera/shard.h"

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "fsdp/unit.h"
+#include "fsdp/runtime/unit.h"
 #include "tessera/dtype_watch.h"
 
 namespace tessera {

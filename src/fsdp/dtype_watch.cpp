@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "fsdp/dtype_observer.h"
-#include "fsdp/runtime.h"
+#include "fsdp/runtime/runtime.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
 

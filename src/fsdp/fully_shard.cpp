@@ -5,8 +5,8 @@
 
 #include "fsdp/collect.h"
 #include "fsdp/contracts.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
 #include "grad/resolve_steps.h"
 #include "tessera/error.h"
 #include "tessera/shard.h"

@@ -4,10 +4,10 @@
 
 #include <set>
 
-#include "fsdp/integrity.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
-#include "fsdp/whole.h"
+#include "fsdp/runtime/integrity.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
+#include "fsdp/runtime/whole.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
 #include "tessera/shard.h"

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
 #include "grad/contract_key.h"
 #include "tessera/error.h"
 

@@ -19,8 +19,8 @@
 
 #include "base/first_derivative.h"
 #include "base/random.h"
-#include "fsdp/recompute_scopes.h"
-#include "fsdp/runtime.h"
+#include "fsdp/runtime/recompute_scopes.h"
+#include "fsdp/runtime/runtime.h"
 #include "tessera/error.h"
 
 namespace tessera {

@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
-#include "fsdp/finite_copy.h"
-#include "fsdp/runtime.h"
+#include "fsdp/runtime/finite_copy.h"
+#include "fsdp/runtime/runtime.h"
 #include "grad/contract_key.h"
 #include "tessera/error.h"
 

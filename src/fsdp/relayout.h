@@ -10,7 +10,7 @@
 
 #include <vector>
 
-#include "fsdp/unit.h"
+#include "fsdp/runtime/unit.h"
 #include "layout/range.h"
 
 namespace tessera::fsdp {

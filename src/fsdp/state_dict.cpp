@@ -6,10 +6,10 @@
 #include <set>
 
 #include "base/printable.h"
-#include "fsdp/finite_copy.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
-#include "fsdp/whole.h"
+#include "fsdp/runtime/finite_copy.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
+#include "fsdp/runtime/whole.h"
 #include "grad/torch_dtype.h"
 #include "layout/local_part.h"
 #include "tessera/error.h"

@@ -7,10 +7,10 @@
 #include <algorithm>
 #include <set>
 
-#include "fsdp/finite_copy.h"
 #include "fsdp/relayout.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/finite_copy.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
 #include "grad/resolve_rules.h"
 #include "grad/resolve_steps.h"
 #include "grad/torch_dtype.h"

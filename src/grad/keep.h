@@ -1,6 +1,7 @@
 // Which checkpoint this thread is inside of, as keep() sees it (tessera/keep.h).
 //
-// checkpoint() opens a scope around each run of its function. Next: ../fsdp/recompute_scopes.h.
+// checkpoint() opens a scope around each run of its function.
+// Next: ../fsdp/runtime/recompute_scopes.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

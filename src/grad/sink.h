@@ -7,8 +7,9 @@
 // A slot is a parameter's place in its bucket's gradient buffer, in the contract's `accumulate`
 // dtype: cast and add *is* the copy-in. Whatever dtype arrives is added unrounded unless the
 // contract's `grad` asks for a rounding. Gradients are never counted ([Note: readiness] of
-// fsdp/runtime.h); only tickets are. The sink owns no memory and starts no collective: slots belong
-// to a SlotOwner (fsdp/unit.h). Threads: those that run the rank's backward, one at a time.
+// fsdp/runtime/runtime.h); only tickets are. The sink owns no memory and starts no collective:
+// slots belong to a SlotOwner (fsdp/runtime/unit.h). Threads: those that run the rank's backward,
+// one at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,8 +1,9 @@
 // Model plan: the units of a whole sharded model with their buckets, worked out without any tensor.
 //
-// Pure. What fully_shard does unit by unit (fsdp/unit.h, fsdp/contracts.h) as one value: the same
-// plan_unit, and the same rule for small buckets, so that `tessera inspect --contract` shows what a
-// run of any size would do. Next: bucket_plan.h; docs/communication.md for who sends what.
+// Pure. What fully_shard does unit by unit (fsdp/runtime/unit.h, fsdp/contracts.h) as one value:
+// the same plan_unit, and the same rule for small buckets, so that `tessera inspect --contract`
+// shows what a run of any size would do. Next: bucket_plan.h; docs/communication.md for who sends
+// what.
 #pragma once
 
 #include <cstdint>

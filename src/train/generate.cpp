@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "fsdp/finite_copy.h"
+#include "fsdp/runtime/finite_copy.h"
 #include "grad/torch_dtype.h"
 #include "models/adapters.h"
 #include "models/expert_bias.h"

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "dist/plain.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
 
 namespace tessera::test {
 

@@ -2,8 +2,8 @@
 #include <gmock/gmock.h>
 
 #include "dist/plain.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
 #include "grad/leaf.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"

@@ -2,15 +2,18 @@
 // recovered from.
 #include <gmock/gmock.h>
 
+#include <thread>
+
 #include "dist/plain.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
 
 namespace tessera::test::fsdp_failure_test {
 namespace {
 
+using ::testing::AnyOf;
 using ::testing::HasSubstr;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
@@ -170,6 +173,52 @@ TEST(FailuresOfMany, ARankThatRecoversWithoutAWordTakesTheOthersAlong) {
       EXPECT_LT(seconds, 5);
       model.handle.zero_grad();
       backward(squares(model.handle.forward(input_of(0, 1, kWidth))));
+    });
+  }
+}
+
+/// In whose backward another thread, as one of a device, lets go of a backward that has failed.
+class LeavesToAnotherThread : public torch::autograd::Function<LeavesToAnotherThread> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, fsdp::Runtime* runtime) {
+    context->saved_data["runtime"] = reinterpret_cast<std::int64_t>(runtime);
+    return x * 1.0;
+  }
+  static variable_list backward(AutogradContext* context, variable_list) {
+    auto& runtime = *reinterpret_cast<fsdp::Runtime*>(context->saved_data["runtime"].toInt());
+    const auto generation = runtime.generation();
+    std::thread([&] { runtime.abandon_backward(generation); }).join();
+    EXPECT_EQ(runtime.generation(), generation);
+    EXPECT_TRUE(runtime.has_failed());
+    EXPECT_EQ(runtime.world().aborted(), runtime.world().size() > 1);
+    throw std::runtime_error("on another thread");
+  }
+};
+
+// A thread that comes late tells the other ranks at once and touches nothing that the rank's own
+// may be working with; that one ends the step where it comes by next. Naive: it clears the list of
+// open forwards while the rank's thread is in one.
+TEST(FailuresOfMany, AnotherThreadLeavesANoteForTheRanksOwn) {
+  for (const int count : {1, 2}) {
+    ranks(count).run([](World& world) {
+      Chain plain(1, 2, kWidth);
+      ShardedChain model(data_mesh(world), 1, 2, kWidth);
+      const auto optimizer = make_sgd(model.handle, sgd(0.0));
+      auto& runtime = model.handle.unit()->runtime();
+      auto x = input_of(world.rank(), 0, kWidth).requires_grad_();
+      auto kept = squares(model.handle.forward(x));
+      const auto error = error_of([&] {
+        backward(squares(model.handle.forward(LeavesToAnotherThread::apply(x, &runtime))));
+      });
+      // The second of two that leave at once may be told of the first.
+      EXPECT_THAT(error, AnyOf(HasSubstr("on another thread"), HasSubstr("an exception left")));
+      EXPECT_THAT(error_of([&] { optimizer->step(); }), HasSubstr("an exception has ended"));
+      EXPECT_THAT(error_of([&] { backward(kept); }), HasSubstr("before a failure"));
+      world.recover();
+      model.handle.zero_grad();
+      backward(squares(model.handle.forward(input_of(world.rank(), 1, kWidth))));
+      expect_same(whole_gradients(model.handle),
+                  gradients_of_squares(plain, world.size(), 1, kWidth));
     });
   }
 }

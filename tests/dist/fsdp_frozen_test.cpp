@@ -5,8 +5,8 @@
 
 #include "dist/plain.h"
 #include "dist/ranks.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
 #include "tessera/clip.h"
 #include "tessera/trainable.h"
 

@@ -4,7 +4,7 @@
 #include <torch/nn/modules/container/sequential.h>
 
 #include "dist/plain.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/unit.h"
 
 namespace tessera::test::fsdp_handle_test {
 namespace {

@@ -3,8 +3,8 @@
 #include <gmock/gmock.h>
 
 #include "dist/plain.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
 #include "grad/torch_dtype.h"
 
 namespace tessera::test::fsdp_kept_gradients_test {

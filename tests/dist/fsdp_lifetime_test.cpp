@@ -7,8 +7,8 @@
 #include <thread>
 
 #include "dist/plain.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
 

@@ -3,8 +3,8 @@
 #include <torch/optim/adamw.h>
 
 #include "dist/plain.h"
-#include "fsdp/optimizer_shards.h"
-#include "fsdp/unit.h"
+#include "fsdp/optim/optimizer_shards.h"
+#include "fsdp/runtime/unit.h"
 #include "kernels/kernels.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"

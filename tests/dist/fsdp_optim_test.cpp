@@ -9,7 +9,7 @@
 #include <limits>
 
 #include "dist/plain.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/unit.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
 

@@ -5,8 +5,8 @@
 #include "base/test_hooks.h"
 #include "comm/queue.h"
 #include "dist/plain.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
 #include "tessera/optim.h"
 
 namespace tessera::test::fsdp_order_test {

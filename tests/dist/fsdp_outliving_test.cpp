@@ -6,8 +6,8 @@
 
 #include "dist/data_layout.h"
 #include "dist/plain.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
 #include "tessera/clip.h"
 #include "tessera/dtype_watch.h"
 #include "tessera/grad_scaler.h"

@@ -5,7 +5,7 @@
 #include <functional>
 
 #include "dist/plain.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/unit.h"
 #include "tessera/optim.h"
 
 namespace tessera::test::fsdp_parameters_test {

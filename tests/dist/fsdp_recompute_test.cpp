@@ -4,8 +4,8 @@
 
 #include "dist/data_layout.h"
 #include "dist/plain.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
 #include "tessera/optim.h"
 
 namespace tessera::test::fsdp_recompute_test {

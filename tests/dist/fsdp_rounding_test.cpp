@@ -6,8 +6,8 @@
 
 #include "base/test_hooks.h"
 #include "dist/plain.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
 
 namespace tessera::test::fsdp_rounding_test {
 namespace {

@@ -7,7 +7,7 @@
 
 #include "dist/plain.h"
 #include "dist/trainable_changes.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/unit.h"
 #include "tessera/optim.h"
 #include "tessera/trainable.h"
 

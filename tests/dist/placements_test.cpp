@@ -5,8 +5,8 @@
 
 #include "dist/cut_modules.h"
 #include "fsdp/plan.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
 #include "grad/contract_key.h"
 #include "layout/model_plan.h"
 #include "tessera/clip.h"

@@ -3,8 +3,8 @@
 #include <gmock/gmock.h>
 
 #include "dist/plain.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
 #include "nn/grouped_linear.h"
 #include "nn/linear.h"
 #include "nn/parameter.h"

@@ -4,8 +4,8 @@
 #include <cmath>
 
 #include "comm/group.h"
-#include "fsdp/runtime.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
 #include "golden/faults.h"
 #include "parallel/collectives.h"
 

@@ -12,7 +12,7 @@
 #include "comm/group.h"
 #include "dist/plain.h"
 #include "fsdp/contracts.h"
-#include "fsdp/unit.h"
+#include "fsdp/runtime/unit.h"
 #include "property/fsdp_case_draw.h"
 #include "property/fsdp_reference.h"
 #include "tessera/clip.h"

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "base/lora_spec.h"
-#include "fsdp/optimizer_registry.h"
+#include "fsdp/optim/optimizer_registry.h"
 #include "layout/parallel_dims.h"
 #include "tessera/loss_scale.h"
 #include "tessera/precision.h"

@@ -22,7 +22,7 @@ template <>
 struct EnumWords<OptimizerName> {
   static constexpr auto kWords = std::to_array<std::pair<std::string_view, OptimizerName>>({
 #define TESSERA_OPTIMIZER(enumerator, source, name, ...) {name, OptimizerName::enumerator},
-#include "fsdp/optimizers.def"
+#include "fsdp/optim/optimizers.def"
   });
 };
 template <>
@@ -275,7 +275,7 @@ void add_update(std::vector<ConfigKey>& keys) {
       .key("lr", &O::lr, {"", "Learning rate.", "required"}, at_least(0));
 #define TESSERA_HYPERPARAMETER(name, type, value, range, ...) \
   optimizer.key(#name, static_cast<type O::*>(&O::name), {"", __VA_ARGS__}, range);
-#include "fsdp/optimizers.def"
+#include "fsdp/optim/optimizers.def"
   optimizer.key("no_decay", &O::no_decay, {"patterns", "Parameters without weight decay."});
   using L = LrSchedulerConfig;
   Section(keys, "lr_scheduler", &Config::lr_scheduler)

@@ -11,7 +11,7 @@
 
 #include "base/printable.h"
 #include "base/random.h"
-#include "fsdp/finite_copy.h"
+#include "fsdp/runtime/finite_copy.h"
 #include "grad/torch_dtype.h"
 #include "io/tensor_source.h"
 #include "tessera/error.h"

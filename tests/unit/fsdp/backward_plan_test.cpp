@@ -1,5 +1,5 @@
 // [Note: collective order]: what a backward issues is one list, whatever of it a rank comes by.
-#include "fsdp/backward_plan.h"
+#include "fsdp/agreed/backward_plan.h"
 
 #include <gmock/gmock.h>
 

@@ -1,6 +1,6 @@
 // What users switch, as a value: two models issue alike only where it is equal, and messages name
 // each difference from the agreed plan.
-#include "fsdp/controls.h"
+#include "fsdp/agreed/controls.h"
 
 #include <gtest/gtest.h>
 

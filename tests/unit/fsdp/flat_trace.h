@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include "fsdp/order.h"
+#include "fsdp/agreed/order.h"
 
 namespace tessera::fsdp {
 

@@ -2,7 +2,7 @@
 
 #include <thread>
 
-#include "fsdp/forwards.h"
+#include "fsdp/runtime/forwards.h"
 
 namespace tessera::fsdp::living_nodes_test {
 namespace {

@@ -1,4 +1,4 @@
-#include "fsdp/optimizer_registry.h"
+#include "fsdp/optim/optimizer_registry.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // Traces, and how a difference between those of two ranks is told.
-#include "fsdp/order.h"
+#include "fsdp/agreed/order.h"
 
 #include <gmock/gmock.h>
 

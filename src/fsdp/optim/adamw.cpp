@@ -1,0 +1,94 @@
+// AdamW over the shards, as many as one call takes.
+#include <ATen/ATen.h>
+
+#include "fsdp/optim/optimizer_options.h"
+#include "fsdp/optim/optimizer_registry.h"
+#include "fsdp/optim/optimizer_shards.h"
+#include "kernels/kernels.h"
+#include "tessera/optim.h"
+
+namespace tessera {
+namespace {
+
+class AdamW : public Optimizer {
+ public:
+  AdamW(const ShardedBase& model, const AdamWOptions& options)
+      : Optimizer(model, options.lr, options.no_decay), options_(options) {}
+  std::string name() const override {
+    return std::string(fsdp::name_of(fsdp::OptimizerName::kAdamW));
+  }
+  std::vector<KeptTensor> states() const override { return {{"exp_avg"}, {"exp_avg_sq"}}; }
+
+ protected:
+  void update(const std::vector<Item*>& items) override {
+    // One fused call for those that decay and one for the rest; it wants one dtype a call.
+    for (const bool decays : {true, false}) {
+      for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
+        Lists lists;
+        for (auto* item : items) {
+          const auto& shard = item->view.shard;
+          if (item->master.defined() || item->decays != decays || shard.scalar_type() != dtype)
+            continue;
+          add(lists, *item, {shard.detach(), shard.grad(), 0, shard.numel()});
+        }
+        step_fused(lists, decays);
+      }
+    }
+    for (auto* item : items) {
+      if (!item->master.defined()) continue;
+      master_.step(item->view, item->master, was_changed(*item), [&](const fsdp::Stepped& part) {
+        Lists lists;
+        add(lists, *item, part);
+        step_fused(lists, item->decays);
+      });
+    }
+  }
+
+ private:
+  enum State : std::size_t { kFirst, kSecond, kSteps };  // as states(), and what the kernel counts
+  struct Lists {
+    std::vector<at::Tensor> parameters, grads, first, second, steps;
+  };
+
+  static void add(Lists& lists, Item& item, const fsdp::Stepped& part) {
+    const auto size = part.end - part.begin;
+    if (size == 0) return;
+    if (item.state.size() == kSteps) item.state.push_back(at::zeros({}, at::kFloat));
+    item.state[kSteps].fill_(static_cast<double>(item.steps));
+    lists.parameters.push_back(part.values);
+    lists.grads.push_back(part.gradient);
+    lists.first.push_back(item.state[kFirst].narrow(0, part.begin, size));
+    lists.second.push_back(item.state[kSecond].narrow(0, part.begin, size));
+    lists.steps.push_back(item.state[kSteps]);
+  }
+
+  void step_fused(Lists& lists, bool decays) const {
+    if (lists.parameters.empty()) return;
+    kernels::adamw(lists.parameters, lists.grads, lists.first, lists.second, lists.steps, lr_,
+                   options_.beta1, options_.beta2, decays ? options_.weight_decay : 0.0,
+                   options_.eps);
+  }
+
+  AdamWOptions options_;
+  fsdp::MasterOfShard master_;
+};
+
+}  // namespace
+
+std::unique_ptr<Optimizer> make_adamw(const ShardedBase& model, const AdamWOptions& options) {
+  fsdp::check_option("lr", options.lr);
+  fsdp::check_option("beta1", options.beta1, 1);
+  fsdp::check_option("beta2", options.beta2, 1);
+  fsdp::check_option("eps", options.eps);
+  fsdp::check_option("weight_decay", options.weight_decay);
+  return std::make_unique<AdamW>(model, options);
+}
+
+std::unique_ptr<Optimizer> fsdp::build_adamw(const ShardedBase& model, double lr,
+                                             const Hyperparameters& values) {
+  const double weight_decay =
+      values.weight_decay.value_or(default_weight_decay(OptimizerName::kAdamW));
+  return make_adamw(model, {lr, values.betas[0], values.betas[1], values.eps, weight_decay, {}});
+}
+
+}  // namespace tessera

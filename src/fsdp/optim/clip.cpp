@@ -1,0 +1,176 @@
+#include "tessera/clip.h"
+
+#include <ATen/ATen.h>
+#include <ATen/record_function.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "base/hash.h"
+#include "base/trace.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
+#include "kernels/kernels.h"
+#include "tessera/error.h"
+
+namespace tessera {
+namespace {
+
+/// Whether this rank adds the parameter: of ranks with the same gradient (I) the first one does.
+/// What is cut, or shared out by the data axes, is another part on every rank.
+bool counts(const ShardView& view) {
+  const auto& axes = view.contract->layout.axes;
+  for (std::size_t i = 0; i < axes.size(); ++i) {
+    if (axes[i].parameter.kind == PlacementKind::kInvariant && view.coordinates[i] != 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+/// Of |value|^p over all elements of all gradients, in fp64; kernels.h says what `largest` is for.
+/// Added in rank order. Replicas hold the same gradients: only the ranks of one add.
+double sum_of_powers(const ShardedBase& model, double p, double largest = 1.0) {
+  const auto sum = at::zeros({1}, at::kDouble);
+  for (const auto& view : model.shards()) {
+    if (!view.shard.grad().defined() || !counts(view)) continue;
+    kernels::add_powers(view.shard.grad(), p, largest, sum);
+  }
+  auto* group = fsdp::unit_of_handle(model.unit()).runtime().groups().replica_control();
+  if (group != nullptr) comm::all_reduce(*group, sum, "gradient norm");
+  return sum.item<double>();
+}
+
+/// The larger one; NaN where either is.
+double larger(double a, double b) { return a > b || std::isnan(a) ? a : b; }
+
+double largest_absolute(const ShardedBase& model) {
+  double largest = 0.0;
+  for (const auto& view : model.shards()) {
+    const auto& gradient = view.shard.grad();
+    if (!gradient.defined() || gradient.numel() == 0) continue;
+    largest = larger(largest, gradient.abs().max().item<double>());
+  }
+  auto* group = fsdp::unit_of_handle(model.unit()).runtime().groups().replica_control();
+  if (group == nullptr) return largest;
+  const std::string mine(reinterpret_cast<const char*>(&largest), sizeof(largest));
+  for (const auto& bytes : comm::all_gather_fixed(*group, mine, "largest gradient")) {
+    double other = 0.0;
+    std::memcpy(&other, bytes.data(), sizeof(other));
+    largest = larger(largest, other);
+  }
+  return largest;
+}
+
+}  // namespace
+
+double gradient_norm(const ShardedBase& model, double p) {
+  TESSERA_CHECK(p > 0, ErrorKind::kUsage, "gradient norm: found p = ", p,
+                ", expected a number above 0, infinity included (1, 2, 3)");
+  const auto& runtime = fsdp::unit_of_handle(model.unit()).runtime();
+  runtime.require_synced("gradient norm");
+  runtime.require_none_lost("gradient norm");
+  if (std::isinf(p)) return largest_absolute(model);
+  if (p == 1.0) return sum_of_powers(model, p);
+  if (p == 2.0) return std::sqrt(sum_of_powers(model, p));
+  const auto largest = largest_absolute(model);
+  if (largest == 0.0 || !std::isfinite(largest)) return largest;
+  return largest * std::pow(sum_of_powers(model, p, largest), 1.0 / p);
+}
+
+double clip_grad_norm(const ShardedBase& model, double max_norm, double p) {
+  TESSERA_CHECK(!std::isnan(max_norm), ErrorKind::kUsage,
+                "clip_grad_norm: found max_norm NaN, expected a number; 0 only measures");
+  RECORD_USER_SCOPE("tessera::optimizer");
+  const TraceScope traced(TraceRow::kOptimizer, "norm and clip");
+  const at::NoGradGuard no_grad;
+  const auto norm = gradient_norm(model, p);
+  const auto scale = max_norm / (norm + 1e-6);
+  if (max_norm <= 0 || !std::isfinite(norm) || scale >= 1.0) return norm;
+  for (const auto& view : model.shards()) {
+    if (view.shard.grad().defined()) view.shard.grad().mul_(scale);
+  }
+  return norm;
+}
+
+std::vector<std::string> nonfinite_parameters(const ShardedBase& model, std::size_t most) {
+  const auto views = model.shards();
+  std::vector<bool> any(views.size());
+  for (std::size_t i = 0; i < views.size(); ++i) {
+    const auto& value = views[i].shard;
+    const auto bad = [](const at::Tensor& tensor) {
+      return tensor.is_floating_point() && !at::isfinite(tensor).all().item<bool>();
+    };
+    if (bad(value.detach()) || (value.grad().defined() && bad(value.grad()))) any[i] = true;
+  }
+  auto* group = fsdp::unit_of_handle(model.unit()).runtime().data_group();
+  if (group != nullptr) any = comm::any_of_ranks(*group, any, "parameters that are not finite");
+  std::vector<std::string> names;
+  for (std::size_t i = 0; i < any.size() && names.size() < most; ++i) {
+    if (any[i]) names.push_back(views[i].contract->name);
+  }
+  return names;
+}
+
+namespace {
+
+std::vector<std::string_view> invariant_axes(const ParameterLayout& layout) {
+  std::vector<std::string_view> axes;
+  for (const auto& axis : layout.axes) {
+    if (axis.parameter.kind == PlacementKind::kInvariant) axes.push_back(axis.axis);
+  }
+  return axes;
+}
+
+/// Of the bytes of the gradient's sum on this rank's shard.
+std::uint64_t hash_of(const fsdp::Parameter& parameter) {
+  const auto& bucket = parameter.unit->bucket_of(parameter);
+  const auto owned = parameter.owned();
+  if (!bucket.trainable() || !bucket.has_sum() || owned.empty()) return 0;
+  const auto sum =
+      bucket.accumulator()
+          .narrow(0, bucket.plan().offset_in_slice(parameter.placed(), bucket.rank()), owned.size())
+          .contiguous();
+  return hash_bytes({static_cast<const char*>(sum.const_data_ptr()), sum.nbytes()});
+}
+
+}  // namespace
+
+std::vector<std::string> check_invariant_gradients(const ShardedBase& model) {
+  auto& runtime = fsdp::unit_of_handle(model.unit()).runtime();
+  runtime.require_reduced("invariant gradients");
+  std::vector<const fsdp::Parameter*> parameters;
+  for (const auto* unit : runtime.units()) {
+    for (const auto& parameter : unit->parameters()) {
+      if (!invariant_axes(parameter->contract.layout).empty())
+        parameters.push_back(parameter.get());
+    }
+  }
+  if (parameters.empty()) return {};
+  std::vector<std::uint64_t> mine;
+  for (const auto* parameter : parameters) mine.push_back(hash_of(*parameter));
+  const std::string bytes(reinterpret_cast<const char*>(mine.data()),
+                          mine.size() * sizeof(std::uint64_t));
+  const auto all = comm::all_gather_fixed(*runtime.data_group(), bytes, "invariant gradients");
+  const auto& shapes = runtime.mesh().shapes();
+  const auto stage = shapes.stage_of(runtime.world().rank());
+  const auto hash_on = [&](int rank, std::size_t parameter) {
+    const auto at = std::find(stage.begin(), stage.end(), rank) - stage.begin();
+    std::uint64_t hash = 0;
+    std::memcpy(&hash, all.at(static_cast<std::size_t>(at)).data() + parameter * sizeof hash,
+                sizeof hash);
+    return hash;
+  };
+  std::vector<std::string> names;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const auto& layout = parameters[i]->contract.layout;
+    const bool same = std::all_of(stage.begin(), stage.end(), [&](int rank) {
+      const auto alike = shapes.of(layout.mesh).group_of(rank, invariant_axes(layout));
+      return hash_on(rank, i) == hash_on(alike.front(), i);
+    });
+    if (!same) names.push_back(parameters[i]->contract.name);
+  }
+  return names;
+}
+
+}  // namespace tessera

@@ -1,0 +1,252 @@
+// What all optimizers do: which shards they step, when, and what they keep for checkpoints.
+#include <ATen/ATen.h>
+#include <ATen/record_function.h>
+#include <c10/core/GradMode.h>
+#include <torch/optim/optimizer.h>
+
+#include <algorithm>
+
+#include "base/log.h"
+#include "base/trace.h"
+#include "fsdp/optim/optimizer_options.h"
+#include "fsdp/optim/optimizer_registry.h"
+#include "fsdp/optim/optimizer_shards.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
+#include "grad/torch_dtype.h"
+#include "tessera/error.h"
+#include "tessera/optim.h"
+
+namespace tessera {
+namespace {
+
+// As far as AdamW's powers of beta go in float32, and far beyond every run.
+constexpr std::int64_t kMostSteps = std::int64_t{1} << 40;
+
+bool matches_any(const std::vector<std::string>& patterns, const GradContract& contract) {
+  return std::any_of(patterns.begin(), patterns.end(), [&](const auto& pattern) {
+    if (matches_name(pattern, contract.name)) return true;
+    return std::any_of(contract.aliases.begin(), contract.aliases.end(),
+                       [&](const auto& alias) { return matches_name(pattern, alias); });
+  });
+}
+
+std::uint32_t version_of_shard(const at::Tensor& shard) {
+  return static_cast<std::uint32_t>(shard._version());
+}
+
+/// The learning rate is the optimizer's own, not a copy: who sets either sets both.
+class SharedLr : public torch::optim::OptimizerOptions {
+ public:
+  explicit SharedLr(Optimizer& optimizer) : optimizer_(&optimizer) {}
+  std::unique_ptr<torch::optim::OptimizerOptions> clone() const override {
+    return std::make_unique<SharedLr>(*this);
+  }
+  double get_lr() const override { return optimizer_->lr(); }
+  void set_lr(const double lr) override { optimizer_->set_lr(lr); }
+
+ private:
+  Optimizer* optimizer_;
+};
+
+/// torch::optim::Optimizer::add_param_group is not virtual: what it took would never be stepped.
+void require_no_group(const torch::optim::Optimizer* for_schedulers) {
+  if (for_schedulers == nullptr) return;
+  const auto& groups = for_schedulers->param_groups();
+  std::size_t parameters = 0;
+  for (const auto& group : groups) parameters += group.params().size();
+  TESSERA_CHECK(groups.size() == 1 && parameters == 0, ErrorKind::kUsage, "optimizer step: found ",
+                groups.size(), " parameter group(s) with ", parameters,
+                " parameter(s), by add_param_group() or param_groups(), expected the one without: "
+                "it steps the parameters of the handle that it was made for, with one set of "
+                "options; make an optimizer for each inner handle, name patterns in no_decay, or "
+                "give groups of handle.parameters() to one of torch::optim");
+}
+
+class ForSchedulers : public torch::optim::Optimizer {
+ public:
+  explicit ForSchedulers(tessera::Optimizer& optimizer)
+      : torch::optim::Optimizer(std::vector<at::Tensor>(), std::make_unique<SharedLr>(optimizer)),
+        optimizer_(optimizer) {}
+  at::Tensor step(LossClosure closure) override {
+    at::Tensor loss;
+    if (closure) {
+      const c10::AutoGradMode with_grad(true);
+      loss = closure();
+    }
+    optimizer_.step();
+    return loss;
+  }
+
+ private:
+  tessera::Optimizer& optimizer_;
+};
+
+}  // namespace
+
+Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std::string>& no_decay)
+    : lr_(lr), unit_(model.unit()), no_decay_(no_decay) {
+  layout_ = fsdp::unit_of_handle(unit_).runtime().layout();
+  for (const auto& view : model.shards()) {
+    scope_.emplace(view.contract, view.owner);
+    if (view.contract->trainable) items_.push_back(make_item(view));
+  }
+  for (const auto& pattern : no_decay) {
+    const bool any = std::any_of(items_.begin(), items_.end(), [&](const auto& item) {
+      return matches_any({pattern}, *item.view.contract);
+    });
+    TESSERA_CHECK(any, ErrorKind::kConfig, "optimizer.no_decay: found the pattern \"", pattern,
+                  "\" that matches no trainable parameter, expected one that does");
+  }
+}
+
+Optimizer::Item Optimizer::make_item(const ShardView& view) const {
+  Item item;
+  item.view = view;
+  item.decays = view.contract->decays.value_or(true) && !matches_any(no_decay_, *view.contract);
+  return item;
+}
+
+Optimizer::operator torch::optim::Optimizer&() {
+  if (!for_schedulers_) for_schedulers_ = std::make_shared<ForSchedulers>(*this);
+  return *for_schedulers_;
+}
+
+std::vector<OptimizerState> Optimizer::state() const {
+  std::vector<OptimizerState> states;
+  for (const auto& item : items_) {
+    if (!item.view.contract->trainable) continue;
+    states.push_back({item.view, item.steps, kept_of(item)});
+  }
+  return states;
+}
+
+Optimizer::Item& Optimizer::find(std::string_view parameter) {
+  const auto found = std::find_if(items_.begin(), items_.end(), [&](const auto& item) {
+    return item.view.contract->name == parameter;
+  });
+  TESSERA_CHECK(found != items_.end(), ErrorKind::kUsage,
+                "optimizer: found no trainable parameter ", parameter, " among its ",
+                items_.size());
+  return *found;
+}
+
+void Optimizer::set_steps(std::string_view parameter, std::int64_t steps) {
+  TESSERA_CHECK(steps >= 0 && steps <= kMostSteps, ErrorKind::kUsage, "optimizer: found ", steps,
+                " steps of ", parameter, ", expected 0 to ", kMostSteps);
+  find(parameter).steps = steps;
+}
+
+std::vector<OptimizerState::Kept> Optimizer::make_kept(std::string_view parameter) {
+  const at::NoGradGuard no_grad;
+  auto& item = find(parameter);
+  make_item_state(item);
+  return kept_of(item);
+}
+
+void Optimizer::make_item_state(Item& item) const {
+  if (item.has_state) return;
+  item.has_state = true;
+  item.master = fsdp::MasterOfShard::make(item.view);
+  item.seen_version = version_of_shard(item.view.shard);
+  const auto& shard = item.view.shard;
+  const auto options =
+      shard.options().dtype(to_scalar_type(item.view.contract->state)).requires_grad(false);
+  item.state.resize(states().size());
+  for (auto& kept : item.state) kept = at::zeros(shard.sizes(), options);
+}
+
+std::vector<OptimizerState::Kept> Optimizer::kept_of(const Item& item) const {
+  if (!item.has_state) return {};
+  const auto named = states();
+  std::vector<OptimizerState::Kept> kept;
+  for (std::size_t i = 0; i < named.size(); ++i) kept.push_back({named[i].name, item.state[i]});
+  if (item.master.defined()) {
+    kept.push_back({fsdp::MasterOfShard::name(item.view.contract->master), item.master});
+  }
+  return kept;
+}
+
+std::vector<std::string> Optimizer::kept_names() const {
+  std::vector<std::string> names;
+  for (auto& state : states()) names.push_back(std::move(state.name));
+  for (const auto kind : {Master::kRemainder, Master::kCopy}) {
+    const bool kept = std::any_of(items_.begin(), items_.end(), [&](const auto& item) {
+      return item.view.contract->master == kind;
+    });
+    if (kept) names.emplace_back(fsdp::MasterOfShard::name(kind));
+  }
+  return names;
+}
+
+bool Optimizer::was_changed(const Item& item) {
+  const bool changed = version_of_shard(item.view.shard) != item.seen_version;
+  if (changed && item.view.contract->master == Master::kRemainder && !warned_) {
+    warned_ = true;
+    log::warn(
+        "optimizer: parameter ", item.view.contract->name,
+        " was written since its last step: it goes on from the bfloat16 values that were "
+        "written, without the bits beside them; where that happens at every step, store it in "
+        "float32");
+  }
+  return changed;
+}
+
+void Optimizer::set_lr(double lr) {
+  fsdp::check_option("lr", lr);
+  lr_ = lr;
+}
+
+void Optimizer::step() {
+  RECORD_USER_SCOPE("tessera::optimizer");
+  const TraceScope traced(TraceRow::kOptimizer, "update");
+  const at::NoGradGuard no_grad;
+  TESSERA_CHECK(!unit_->runtime().has_failed(), ErrorKind::kUsage,
+                "optimizer step: found a step that an exception has ended, expected one whose "
+                "backwards are done; run its micro-batches again");
+  require_no_group(for_schedulers_.get());
+  unit_->runtime().require_idle("optimizer step");
+  TESSERA_CHECK(layout_ == unit_->runtime().layout(), ErrorKind::kUsage,
+                "optimizer step: found that set_trainable() has laid the model out anew without "
+                "this optimizer, expected it among those that follow; name it there");
+  unit_->runtime().require_synced("optimizer step");
+  unit_->runtime().require_none_lost("optimizer step");
+  std::vector<Item*> items;
+  for (auto& item : items_) {
+    const auto& grad = item.view.shard.grad();
+    if (!grad.defined()) continue;  // no rank used it
+    const auto dtype = item.view.shard.scalar_type();
+    const auto wanted = to_scalar_type(item.view.contract->state);
+    TESSERA_CHECK(grad.scalar_type() == dtype || grad.scalar_type() == wanted, ErrorKind::kContract,
+                  "optimizer step: gradient of ", item.view.contract->name, ": found ",
+                  c10::toString(grad.scalar_type()), ", expected the shard's ",
+                  c10::toString(dtype), wanted != dtype ? " or Float" : "",
+                  "; set final_dtype to the storage dtype");
+    make_item_state(item);
+    ++item.steps;
+    items.push_back(&item);
+  }
+  update(items);
+  for (auto* item : items) {
+    // Also where this rank owns no element of it: whether a unit is gathered anew must not differ
+    // between ranks.
+    item->view.shard.unsafeGetTensorImpl()->bump_version();
+    item->seen_version = version_of_shard(item->view.shard);
+  }
+}
+
+namespace fsdp {
+
+std::unique_ptr<Optimizer> make_optimizer(OptimizerName name, const ShardedBase& model, double lr,
+                                          const Hyperparameters& values) {
+  switch (name) {
+#define TESSERA_OPTIMIZER(enumerator, source, ...) \
+  case OptimizerName::enumerator:                  \
+    return build_##source(model, lr, values);
+#include "fsdp/optim/optimizers.def"
+  }
+  TESSERA_INVARIANT(false, "an optimizer that is not listed");
+}
+
+}  // namespace fsdp
+}  // namespace tessera

@@ -1,0 +1,39 @@
+// What the rows of optimizers.def say, without torch (make_optimizer: optimizer.cpp).
+#include "fsdp/optim/optimizer_registry.h"
+
+#include "tessera/error.h"
+
+namespace tessera::fsdp {
+namespace {
+
+struct OptimizerRow {
+  std::string_view name;
+  double weight_decay;
+};
+
+// In the order of the enumerators.
+constexpr OptimizerRow kOptimizers[] = {
+#define TESSERA_OPTIMIZER(enumerator, source, name, weight_decay) {name, weight_decay},
+#include "fsdp/optim/optimizers.def"
+};
+
+const OptimizerRow& row_of(OptimizerName name) {
+  return kOptimizers[static_cast<std::size_t>(name)];
+}
+
+}  // namespace
+
+std::string_view name_of(OptimizerName name) { return row_of(name).name; }
+
+double default_weight_decay(OptimizerName name) { return row_of(name).weight_decay; }
+
+std::string default_weight_decays() {
+  const double usual = kOptimizers[0].weight_decay;
+  std::string text = concat(usual);
+  for (const OptimizerRow& row : kOptimizers) {
+    if (row.weight_decay != usual) text += concat("; ", row.weight_decay, " for ", row.name);
+  }
+  return text;
+}
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,55 @@
+// The registry of optimizers: by which name a configuration asks for one, with which numbers, and
+// what builds it.
+//
+// All of it follows from the rows of optimizers.def; nobody else asks which optimizer it is. What
+// one keeps in checkpoints it says itself (Optimizer::states()). Pure. Next: optimizers.def,
+// tessera/optim.h.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace tessera {
+class Optimizer;
+class ShardedBase;
+}  // namespace tessera
+
+namespace tessera::fsdp {
+
+enum class OptimizerName : std::uint8_t {
+#define TESSERA_OPTIMIZER(enumerator, ...) enumerator,
+#include "fsdp/optim/optimizers.def"
+};
+
+using Betas = std::array<double, 2>;
+
+/// What a configuration says of an optimizer beside its learning rate: each takes what it knows.
+struct Hyperparameters {
+#define TESSERA_HYPERPARAMETER(key, type, value, ...) type key = value;
+#include "fsdp/optim/optimizers.def"
+  bool operator==(const Hyperparameters&) const = default;
+};
+
+/// "AdamW".
+std::string_view name_of(OptimizerName name);
+/// Where a configuration has none.
+double default_weight_decay(OptimizerName name);
+/// That of the first, and of all that have another: "0.1; 0 for SGD".
+std::string default_weight_decays();
+
+/// Over the shards of a handle; which parameters decay stands in their contracts. Errors: kUsage
+/// for numbers that the optimizer refuses.
+std::unique_ptr<Optimizer> make_optimizer(OptimizerName name, const ShardedBase& model, double lr,
+                                          const Hyperparameters& values);
+
+// What make_optimizer calls, each defined in the source that its row names.
+#define TESSERA_OPTIMIZER(enumerator, source, ...)                               \
+  std::unique_ptr<Optimizer> build_##source(const ShardedBase& model, double lr, \
+                                            const Hyperparameters& values);
+#include "fsdp/optim/optimizers.def"
+
+}  // namespace tessera::fsdp

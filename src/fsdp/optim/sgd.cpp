@@ -1,0 +1,67 @@
+// SGD with momentum, as PyTorch's.
+#include <ATen/ATen.h>
+
+#include "fsdp/optim/optimizer_options.h"
+#include "fsdp/optim/optimizer_registry.h"
+#include "fsdp/optim/optimizer_shards.h"
+#include "tessera/optim.h"
+
+namespace tessera {
+namespace {
+
+class Sgd : public Optimizer {
+ public:
+  Sgd(const ShardedBase& model, const SgdOptions& options)
+      : Optimizer(model, options.lr, options.no_decay), options_(options) {}
+  std::string name() const override {
+    return std::string(fsdp::name_of(fsdp::OptimizerName::kSgd));
+  }
+  /// A run may begin with a momentum later: the buffer then is the next gradient, as in PyTorch.
+  std::vector<KeptTensor> states() const override {
+    if (options_.momentum == 0.0) return {};
+    return {{"momentum_buffer", KeptTensor::Begins::kLater}};
+  }
+
+ protected:
+  void update(const std::vector<Item*>& items) override {
+    for (auto* item : items) {
+      master_.step(item->view, item->master, was_changed(*item),
+                   [&](const fsdp::Stepped& part) { step_part(*item, part); });
+    }
+  }
+
+ private:
+  void step_part(Item& item, const fsdp::Stepped& part) const {
+    auto direction = part.gradient;
+    if (item.decays && options_.weight_decay != 0.0) {
+      direction = direction.add(part.values, options_.weight_decay);
+    }
+    if (options_.momentum != 0.0) {
+      const auto momentum = item.state[0].narrow(0, part.begin, part.end - part.begin);
+      momentum.mul_(options_.momentum).add_(direction);
+      direction = momentum;
+    }
+    part.values.add_(direction, -lr_);
+  }
+
+  SgdOptions options_;
+  fsdp::MasterOfShard master_;
+};
+
+}  // namespace
+
+std::unique_ptr<Optimizer> make_sgd(const ShardedBase& model, const SgdOptions& options) {
+  fsdp::check_option("lr", options.lr);
+  fsdp::check_option("momentum", options.momentum);
+  fsdp::check_option("weight_decay", options.weight_decay);
+  return std::make_unique<Sgd>(model, options);
+}
+
+std::unique_ptr<Optimizer> fsdp::build_sgd(const ShardedBase& model, double lr,
+                                           const Hyperparameters& values) {
+  const double weight_decay =
+      values.weight_decay.value_or(default_weight_decay(OptimizerName::kSgd));
+  return make_sgd(model, {lr, values.momentum, weight_decay, {}});
+}
+
+}  // namespace tessera

@@ -1,0 +1,299 @@
+// The backward half of Runtime: when gathers and reductions go out, and what the end of the
+// outermost graph task settles.
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+
+#include "fsdp/runtime/integrity.h"
+#include "fsdp/runtime/runtime.h"
+#include "tessera/error.h"
+
+namespace tessera::fsdp {
+namespace {
+
+/// Rides in the graph task's callback: when an exception ends the backward, it is destroyed without
+/// having run.
+class BackwardEnd {
+ public:
+  explicit BackwardEnd(std::shared_ptr<Runtime> runtime)
+      : runtime_(std::move(runtime)), generation_(runtime_->generation()) {}
+  ~BackwardEnd() {
+    try {
+      if (runtime_) runtime_->abandon_backward(generation_);
+    } catch (const std::exception&) {
+      // Telling the others failed too; the exception under way says why.
+    }
+  }
+  BackwardEnd(const BackwardEnd&) = delete;
+  BackwardEnd& operator=(const BackwardEnd&) = delete;
+  void run() { std::exchange(runtime_, nullptr)->end_backward(); }
+
+ private:
+  std::shared_ptr<Runtime> runtime_;
+  std::uint64_t generation_;
+};
+
+/// torch::autograd::grad on a leaf takes its gradient off in front of the leaf's hooks: it would
+/// never be reduced, and nobody told.
+void refuse_capture(const Unit& unit) {
+  const auto* targets = torch::autograd::get_current_graph_task_exec_info();
+  if (targets == nullptr || targets->empty()) return;  // an ordinary backward
+  for (const auto& parameter : unit.parameters()) {
+    for (const auto& leaf : parameter->leaves) {
+      const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(leaf->tensor);
+      const auto target = targets->find(accumulator.get());
+      TESSERA_CHECK(target == targets->end() || target->second.captures_ == nullptr,
+                    ErrorKind::kUsage, "gradient of ", parameter->contract.name,
+                    ": found torch::autograd::grad on the unsharded parameter, which no reduction "
+                    "sees, expected backward(); read the gradient from the handle's parameters");
+    }
+  }
+}
+
+/// Gradients are summed over ranks outside of any graph: one that goes on through a unit would end
+/// there, or read its parameters when they are sharded. Autograd leaves grad mode on where it is to
+/// make one.
+void refuse_create_graph(const Unit& unit) {
+  TESSERA_CHECK(!at::GradMode::is_enabled(), ErrorKind::kUsage, "backward of unit ",
+                unit.shown_name(),
+                ": found create_graph, expected a backward without it, since gradients of sharded "
+                "parameters have no graph; take second derivatives of a plain module");
+}
+
+}  // namespace
+
+void Runtime::begin_backward(const Entry* first) {
+  take_up_abandoned();
+  if (in_backward_) return;
+  in_backward_ = true;
+  store_.begin_micro_batch();
+  for (auto* unit : units_) {
+    // What the last backward reduced without waiting is published with the rest.
+    auto& progress = unit->progress_;
+    progress.unpublished = progress.unpublished || (awaiting_tickets_ && progress.reduced);
+    progress.reduced = false;
+  }
+  awaiting_tickets_ = holds_reductions_ = false;
+  // Nested graph tasks (recomputation) come after this one has begun; the callback is the outermost
+  // one's. Whatever throws from here on ends as a failure of all ranks.
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [end = std::make_shared<BackwardEnd>(shared_from_this())] { end->run(); });
+  refuse_create_graph(first != nullptr ? *first->unit : *units_.front());
+  TESSERA_CHECK(has_scaler_ || loss_scale() == 1.0, ErrorKind::kUsage,
+                "backward: found gradients at the loss scale ", loss_scale(),
+                " of a GradScaler that ended in the middle of a step, expected it to live on; keep "
+                "it as long as the model trains, or recover the World");
+  for (const auto* unit : units_) refuse_capture(*unit);
+  publisher_.import_user_changes(switches_);
+  plan_backward_under_way(first);
+}
+
+void Runtime::abandon_backward(std::uint64_t generation) {
+  if (generation != generation_ || !in_backward_) return;
+  abandoned_ = generation;
+  // At once, since the rank's thread may not come by again: the others wait for it.
+  if (world().size() > 1) world().abort(kAbandoned);
+}
+
+/// The innermost one that goes through the entry; those inside it have ended. Null: none does, or
+/// it is past the place.
+BackwardUnderWay* Runtime::under_way(const Entry& entry, bool needs_weights) {
+  for (auto i = under_way_.size(); i-- > 0;) {
+    auto& backward = under_way_[i];
+    const auto reached = backward.reached.find(entry.segment->forward->number);
+    if (reached == backward.reached.end() || entry.position >= reached->second.size()) continue;
+    if (needs_weights && !reached->second[entry.position]) continue;
+    const auto& places = backward.plan.places.at(reached->first)[entry.position];
+    if (backward.passed > places.ends) continue;
+    while (under_way_.size() > i + 1) {
+      finish(under_way_.back());
+      under_way_.pop_back();
+    }
+    return &backward;
+  }
+  return nullptr;
+}
+
+void Runtime::do_steps(BackwardUnderWay& backward, std::size_t count) {
+  while (backward.done < count) {
+    const auto step = backward.plan.steps.at(backward.done++);
+    auto& unit = *units_.at(step.unit);
+    switch (step.kind) {
+      case Step::Kind::kGather:
+        ++gathers_issued_;
+        unit.begin_gather(step.forward);
+        break;
+      case Step::Kind::kRelease:
+        unit.release();
+        break;
+      case Step::Kind::kReduce:
+        issue_reduction(unit);
+        break;
+    }
+  }
+}
+
+/// The rest of its steps.
+void Runtime::finish(BackwardUnderWay& backward) {
+  do_steps(backward, backward.plan.steps.size());
+  for (const auto& segment : backward.segments) {
+    for (const auto& weak : segment->entries) {
+      if (const auto entry = weak.lock()) entry->owed.reset();
+    }
+  }
+}
+
+void Runtime::wait_unsharded(Unit& unit) {
+  const auto wait = [](Unit& one) {
+    check_integrity(one);
+    if (one.gathered()) return;
+    if (one.gather_pending() || one.always_unsharded() || one.buckets().empty()) {
+      one.wait_gather();
+      return;
+    }
+    TESSERA_CHECK(!one.controls.unshard_in_backward, ErrorKind::kInternal, "backward of unit ",
+                  one.shown_name(),
+                  ": found its parameters released, expected them gathered before it began");
+  };
+  for (const auto& lender : unit.lenders) wait(*lender);
+  wait(unit);
+}
+
+/// Here and on the other ranks, as every error of a backward.
+void Runtime::refuse_forgotten(const Entry& entry) {
+  auto& now = entry.unit->runtime();
+  const auto message = concat(
+      "backward of unit ", entry.unit->shown_name(),
+      ": found a forward of before the model had other units (a handle of it is gone, or "
+      "fully_shard went around it), expected one that came after; run backwards before, or keep "
+      "the outermost handle as long as its losses");
+  now.fail(message);
+  throw Error(ErrorKind::kUsage, message);
+}
+
+void Runtime::pre_backward(Entry& entry) {
+  take_up_abandoned();
+  TESSERA_CHECK(entry.generation == generation_, ErrorKind::kUsage, "backward of unit ",
+                entry.unit->shown_name(),
+                ": found a forward of before a failure, expected one that came after it; run the "
+                "step's forward again");
+  if (entry.segment->forward->forgotten) refuse_forgotten(entry);
+  begin_backward(&entry);
+  auto* backward = under_way(entry, /*needs_weights=*/true);
+  if (backward == nullptr) {
+    // A backward inside a node of this one, which autograd has not announced.
+    plan_backward_under_way(&entry);
+    backward = &under_way_.back();
+  }
+  const auto places = backward->plan.places.at(entry.segment->forward->number)[entry.position];
+  backward->passed = std::max(backward->passed, places.begins);
+  do_steps(*backward, places.needed);
+  wait_unsharded(*entry.unit);
+  do_steps(*backward, places.ahead);
+  spans_.backward_begins(&entry, entry.unit->name());
+}
+
+void Runtime::post_backward(Entry& entry) {
+  begin_backward();
+  spans_.backward_ends(&entry);
+  entry.owed.reset();
+  auto* backward = under_way(entry, /*needs_weights=*/false);
+  if (backward == nullptr) return;
+  const auto& places = backward->plan.places.at(entry.segment->forward->number)[entry.position];
+  backward->passed = std::max(backward->passed, places.ends);
+  do_steps(*backward, places.after);
+}
+
+void Runtime::expect(Entry& entry) {
+  if (entry.owed || entry.generation != generation_) return;
+  std::vector<Owed::Count> lenders;
+  for (const auto& lender : entry.unit->lenders) lenders.push_back(lender->expected_);
+  entry.owed.emplace(outstanding_, entry.unit->expected_, std::move(lenders));
+}
+
+void Runtime::on_gradient() {
+  // A deferred one may come at any time.
+  if (torch::autograd::get_current_graph_task_id() != -1) begin_backward();
+}
+
+void Runtime::on_tickets_closed() {
+  if (in_backward_ || !awaiting_tickets_ || sink_.store() != nullptr) return;
+  if (sink_.open_tickets() > 0) return;
+  try {
+    settle_gradients();
+  } catch (const std::exception& error) {
+    fail(error.what());
+    throw;
+  }
+}
+
+/// Collective.
+bool Runtime::any_rank_owes() {
+  const bool mine = sink_.open_tickets() > 0;
+  if (data_group() == nullptr) return mine;
+  return comm::any_of_ranks(*data_group(), {mine}, "deferred gradients")[0];
+}
+
+void Runtime::issue_reduction(Unit& unit) {
+  if (!unit.trainable()) return;
+  auto& progress = unit.progress_;
+  // What some layer put off although gradients are not deferred holds up all that follow: their
+  // order stays.
+  holds_reductions_ = holds_reductions_ || progress.tickets > 0;
+  progress.owed = holds_reductions_ || !unit.controls.requires_sync;
+  if (progress.owed) return;
+  progress.reduced = true;
+  reducer_.finish(unit);  // of earlier micro-batches
+  if (!switches_.is_last_backward) Publisher::leave_shown_sums(unit);
+  reducer_.issue(queue(), unit, marks());
+}
+
+void Runtime::end_backward() {
+  try {
+    for (; !under_way_.empty(); under_way_.pop_back()) finish(under_way_.back());
+    spans_.all_backwards_end();
+    for (auto* unit : units_) {
+      if (unit->progress_.open_calls == 0 && unit->controls.reshard_after_backward) unit->release();
+    }
+    in_backward_ = false;
+    awaiting_tickets_ = sink_.store() != nullptr ? any_rank_owes() : sink_.open_tickets() > 0;
+    if (!awaiting_tickets_) settle_gradients();
+  } catch (const std::exception& error) {
+    fail(error.what());
+    throw;
+  }
+}
+
+void Runtime::settle_gradients() {
+  const at::NoGradGuard no_grad;
+  awaiting_tickets_ = holds_reductions_ = false;
+  // What waited for deferred gradients, or was left by backwards without sync.
+  for (auto* unit : units_) {
+    if (unit->progress_.owed) issue_reduction(*unit);
+  }
+  for (auto* unit : units_) {
+    auto& progress = unit->progress_;
+    progress.unpublished = progress.unpublished || progress.reduced;
+    for (const auto& bucket : unit->buckets()) {
+      TESSERA_CHECK(
+          progress.owed || !bucket->trainable() || !bucket->has_arrivals(), ErrorKind::kContract,
+          "unit ", unit->shown_name(),
+          ": found gradients that arrived after its reduction, or without it, expected all of a "
+          "backward before; run backwards one after the other, not one inside another, and return "
+          "from a forward what backward is to go through");
+    }
+  }
+  if (!switches_.is_last_backward) {
+    waits_for_last_ = std::any_of(units_.begin(), units_.end(),
+                                  [](const auto* unit) { return unit->progress_.unpublished; });
+    return;
+  }
+  waits_for_last_ = false;
+  reducer_.finish_all();
+  publisher_.publish(switches_, marks());
+}
+
+}  // namespace tessera::fsdp

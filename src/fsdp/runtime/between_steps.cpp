@@ -1,0 +1,216 @@
+// The runtime between steps: what users switch, what must have ended before something else may
+// begin, and what a failure leaves behind.
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
+#include "tessera/error.h"
+
+namespace tessera::fsdp {
+
+// --------------------------------------------------------------------------------------- controls
+
+Controls Runtime::controls() const {
+  const auto names = [](const std::vector<std::weak_ptr<Unit>>& list) {
+    std::vector<std::string> shown;
+    for (const auto& one : list) {
+      const auto unit = one.lock();
+      shown.push_back(unit && unit->has_handle() ? unit->shown_name() : "(gone)");
+    }
+    return shown;
+  };
+  Controls all{switches_, {}};
+  all.model.defers_weight_gradients = sink_.store() != nullptr;
+  for (const auto* unit : units_) {
+    all.units.push_back({unit->shown_name(), unit->controls, names(unit->forward_prefetch),
+                         names(unit->backward_prefetch)});
+  }
+  return all;
+}
+
+const std::string& Runtime::controls_in_words() {
+  if (controls_known_) return controls_;
+  controls_ = to_string(controls());
+  marks_ = concat(model_, controls_.empty() ? "" : ", ", controls_);
+  controls_known_ = true;
+  return controls_;
+}
+
+const std::string& Runtime::marks() {
+  controls_in_words();
+  return marks_;
+}
+
+void Runtime::agree_on_controls() {
+  const auto found =
+      comm::first_that_differs(*data_group(), controls_in_words(), "runtime controls");
+  if (!found) return;
+  const auto shown = [](const std::string& text) { return text.empty() ? "none" : text; };
+  throw Error(ErrorKind::kUsage,
+              concat("runtime controls differ between ranks: rank 0 has set ",
+                     shown(found->of_first), ", rank ", found->rank, " ", shown(found->of_rank),
+                     "; set the same ones on every rank, at the same place"));
+}
+
+void Runtime::set_requires_replica_reduce(bool value) {
+  switches_.requires_replica_reduce = value;
+  controls_changed();
+}
+
+void Runtime::set_is_last_backward(bool value) {
+  switches_.is_last_backward = value;
+  controls_changed();
+}
+
+void Runtime::set_defer_weight_gradients(bool value) {
+  renew_after_failure();
+  require_idle("set_defer_weight_gradients");
+  sink_.set_store(value ? &store_ : nullptr);
+  controls_changed();
+}
+
+void Runtime::run_weight_gradients() {
+  renew_after_failure();
+  try {
+    store_.run();
+    if (awaiting_tickets_ && sink_.store() != nullptr && !any_rank_owes()) settle_gradients();
+  } catch (const std::exception& error) {
+    fail(error.what());
+    throw;
+  }
+}
+
+// --------------------------------------------------------------------------- what must have ended
+
+void Runtime::require_idle(const char* what) const {
+  const int owed = *outstanding_;
+  TESSERA_CHECK(
+      owed == 0, ErrorKind::kUsage, what, ": found ", owed,
+      " unit forwards whose backward has not run, expected none; run backward first, or let the "
+      "loss go out of scope");
+  require_none_owed(what);
+}
+
+void Runtime::require_none_owed(const char* what) const {
+  sink_.require_all_redeemed(what);
+  TESSERA_CHECK(!awaiting_tickets_, ErrorKind::kUsage, what,
+                ": found gradients that were deferred, on this rank or another, expected none; "
+                "call run_weight_gradients() on every rank first");
+}
+
+void Runtime::require_reduced(const char* what) const {
+  require_none_owed(what);
+  TESSERA_CHECK(!waits_for_last_, ErrorKind::kUsage, what,
+                ": found reductions that wait for the last backward, expected none; call "
+                "set_is_last_backward(true) before the step's last backward");
+}
+
+void Runtime::require_whole_sums(const char* what) {
+  renew_after_failure();
+  require_idle(what);
+  require_synced(what);
+}
+
+void Runtime::require_between_steps(const char* what) {
+  require_whole_sums(what);
+  for (const auto* unit : units_) {
+    for (const auto& parameter : unit->parameters()) {
+      TESSERA_CHECK(!parameter->shard.grad().defined(), ErrorKind::kUsage, what,
+                    ": found a gradient of ", parameter->contract.name,
+                    ", expected none between steps; call zero_grad() first");
+    }
+  }
+}
+
+void Runtime::require_synced(const char* what) const {
+  require_reduced(what);
+  for (const auto* unit : units_) {
+    TESSERA_CHECK(!unit->progress_.owed && !unit->progress_.unpublished, ErrorKind::kUsage, what,
+                  ": found micro-batches whose gradients wait to be reduced in ",
+                  unit->shown_name(),
+                  ", expected none; run the last one with set_requires_gradient_sync(true) and "
+                  "set_requires_replica_reduce(true) first");
+  }
+}
+
+void Runtime::require_none_lost(const char* what) const {
+  for (const auto* unit : units_) {
+    for (const auto& p : unit->parameters()) {
+      TESSERA_CHECK(!p->lost, ErrorKind::kUsage, what, ": found that the gradient which ",
+                    p->contract.name,
+                    " had before the failure is gone, expected the whole step's; call zero_grad() "
+                    "and run all of its micro-batches again");
+    }
+  }
+}
+
+void Runtime::set_loss_scale(double scale, const char* what) {
+  if (scale == switches_.loss_scale) return;
+  require_whole_sums(what);
+  switches_.loss_scale = scale;
+  controls_changed();
+  publisher_.rescaled();
+}
+
+// --------------------------------------------------------------------------------------- failures
+
+bool Runtime::has_failed() const {
+  return failed_ || abandoned_ == generation_ || recoveries_ != world().recoveries();
+}
+
+void Runtime::renew_after_failure() {
+  take_up_abandoned();
+  // A recovery is of all ranks, also of those that had nothing under way.
+  if (has_failed() && !world().aborted()) reset();
+}
+
+void Runtime::fail(const std::string& why) {
+  end_step();
+  if (world().size() > 1) world().abort(why);
+}
+
+void Runtime::take_up_abandoned() {
+  if (abandoned_ == generation_) end_step();
+}
+
+void Runtime::end_step() {
+  failed_ = true;
+  ++generation_;
+  forwards_.abandon();
+  spans_.forget();
+  kept_ = nullptr;
+  under_way_.clear();
+}
+
+void Runtime::reset() {
+  // Nothing is waited for: what was under way when the run failed is lost.
+  reducer_.drop_all();
+  sink_.drop_tickets();
+  store_.drop();
+  for (auto* unit : units_) {
+    unit->abandon_gather();
+    unit->progress_ = {};
+    unit->expected_ = std::make_shared<std::atomic<int>>(0);
+    for (auto& bucket : unit->buckets()) bucket->drop_gradients();
+    for (auto& p : unit->parameters()) {
+      // What was published is part of a sum that is gone.
+      p->lost = p->lost || (p->published && p->shard.grad().defined());
+      if (p->published) p->shard.mutable_grad().reset();
+      p->seen_grad = at::Tensor();
+      p->used = p->published = false;
+    }
+  }
+  // What lives on in graphs that somebody holds is of a step that is lost, and keeps the counters
+  // that it is in.
+  outstanding_ = std::make_shared<std::atomic<int>>(0);
+  if (!has_scaler_) switches_.loss_scale = 1.0;
+  controls_changed();
+  ++generation_;
+  recoveries_ = world().recoveries();
+  agreed_ = false;
+  forwards_ = {};
+  kept_ = nullptr;
+  under_way_.clear();
+  in_backward_ = false;
+  failed_ = awaiting_tickets_ = holds_reductions_ = waits_for_last_ = false;
+}
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,271 @@
+#include "fsdp/runtime/bucket.h"
+
+#include <ATen/ATen.h>
+
+#include "grad/torch_dtype.h"
+#include "kernels/kernels.h"
+#include "tessera/error.h"
+#include "tessera/world.h"
+
+namespace tessera::fsdp {
+namespace {
+
+at::Tensor zeros(std::int64_t numel, DType dtype, at::Device device) {
+  return at::zeros({numel}, at::TensorOptions().dtype(to_scalar_type(dtype)).device(device));
+}
+
+}  // namespace
+
+Bucket::Bucket(layout::BucketPlan plan, BucketGroups groups, int rank,
+               std::shared_ptr<comm::BufferPool> pool, const std::string& released_message)
+    : plan_(std::move(plan)),
+      groups_(groups),
+      rank_(rank),
+      pool_(std::move(pool)),
+      unsharded_(pool_, to_scalar_type(plan_.key.compute), plan_.numel, plan_.ranks, rank,
+                 released_message),
+      arrived_(plan_.parameters.size(), 0) {
+  const auto& key = plan_.key;
+  shard_ = zeros(plan_.slice_numel(), key.storage, pool_->device());
+  aliases_shard_ = plan_.ranks == 1 && key.storage == key.compute;
+  if (aliases_shard_) unsharded_.alias(shard_);
+}
+
+bool Bucket::sum_is_final() const {
+  return groups_.replicas == nullptr && plan_.key.final == plan_.key.accumulate &&
+         plan_.key.reductions.divide_factor == 1.0;
+}
+
+void Bucket::set_divide_factor(double factor) {
+  plan_.key.reductions.divide_factor = factor;
+  if (sum_is_final()) final_ = at::Tensor();
+}
+
+at::Tensor Bucket::shard_of(const layout::Placed& placed) const {
+  const auto owned = plan_.owned(placed, rank_);
+  return shard_.narrow(0, owned.empty() ? 0 : plan_.offset_in_slice(placed, rank_), owned.size());
+}
+
+void Bucket::begin_gather(comm::Batch& batch) {
+  if (aliases_shard_) return;
+  unsharded_.begin();
+  encode(unsharded_.writable_slice());
+  if (groups_.gather != nullptr) batch.ops.emplace_back(gather());
+}
+
+void Bucket::encode(const at::Tensor& slice) const {
+  if (plan_.key.rounding == Rounding::kHalfAway) {
+    kernels::round_half_away(shard_, slice);
+  } else {
+    slice.copy_(shard_);
+  }
+}
+
+bool Bucket::shows_shard() const {
+  if (aliases_shard_) return true;
+  const auto slice = unsharded_.writable_slice();
+  auto now = shard_;
+  if (slice.scalar_type() != shard_.scalar_type()) {
+    now = pool_->take(slice.numel(), slice.scalar_type());
+    encode(now);
+  }
+  const bool same = at::equal(slice.view(at::kByte), now.view(at::kByte));
+  if (!now.is_same(shard_)) pool_->give_back(std::move(now));
+  return same;
+}
+
+comm::AllGather Bucket::gather() const {
+  auto op = unsharded_.gather();
+  op.bucket = number_;
+  return op;
+}
+
+void Bucket::ensure_slots() {
+  if (slots_.defined()) return;
+  TESSERA_INVARIANT(!wire_.defined(),
+                    "a gradient arrived while its bucket's reduction is under way");
+  const auto dtype = to_scalar_type(plan_.key.accumulate);
+  if (groups_.reduce == nullptr) {
+    if (!accumulator_.defined())
+      accumulator_ = zeros(plan_.numel, plan_.key.accumulate, pool_->device());
+    slots_ = accumulator_;
+  } else {
+    slots_ = pool_->take(plan_.numel, dtype);
+  }
+}
+
+at::Tensor Bucket::open_slot(std::size_t index, bool& first) {
+  ensure_slots();
+  const auto& placed = plan_.parameters[index];
+  // In the accumulator a sum of earlier backwards may already stand; reset ranges hold zeros.
+  first = arrived_[index] == 0 && !(groups_.reduce == nullptr && has_sum_);
+  arrived_[index] = 1;
+  return slots_.narrow(0, placed.offset, placed.numel);
+}
+
+bool Bucket::has_arrivals() const {
+  return std::any_of(arrived_.begin(), arrived_.end(), [](auto a) { return a != 0; });
+}
+
+void Bucket::zero_what_did_not_arrive(const at::Tensor& slots) const {
+  std::int64_t filled = 0;
+  for (std::size_t i = 0; i <= plan_.parameters.size(); ++i) {
+    const bool last = i == plan_.parameters.size();
+    const auto offset = last ? plan_.numel : plan_.parameters[i].offset;
+    if (!last && arrived_[i] == 0) continue;
+    if (offset > filled) slots.narrow(0, filled, offset - filled).zero_();
+    if (!last) filled = std::max(filled, offset + plan_.parameters[i].numel);
+  }
+}
+
+std::int64_t Bucket::begin_reduce(comm::Batch& batch) {
+  ensure_slots();
+  const bool own_sum = groups_.reduce == nullptr;
+  if (!(own_sum && has_sum_)) zero_what_did_not_arrive(slots_);  // it is added on other ranks
+  std::fill(arrived_.begin(), arrived_.end(), std::uint8_t{0});
+  if (own_sum) {
+    slots_ = at::Tensor();
+    has_sum_ = true;
+    return 0;
+  }
+  if (plan_.key.reduce == plan_.key.accumulate) {
+    wire_ = std::move(slots_);
+  } else {
+    wire_ = pool_->take(plan_.numel, to_scalar_type(plan_.key.reduce));
+    wire_.copy_(slots_);
+    pool_->give_back(std::move(slots_));
+  }
+  slots_ = at::Tensor();
+  if (!accumulator_.defined()) {
+    accumulator_ = zeros(plan_.slice_numel(), plan_.key.accumulate, pool_->device());
+  }
+  batch.ops.emplace_back(comm::ReduceScatter{
+      wire_, accumulator_, has_sum_ ? comm::Into::kAdd : comm::Into::kOverwrite, number_});
+  has_sum_ = true;
+  return static_cast<std::int64_t>(wire_.nbytes());
+}
+
+void Bucket::finish_reduce() {
+  if (wire_.defined()) pool_->give_back(std::move(wire_));
+  wire_ = at::Tensor();
+}
+
+void Bucket::reset_accumulator(std::size_t index) {
+  arrived_[index] = 0;
+  if (!has_sum_) return;
+  const auto& placed = plan_.parameters[index];
+  const auto owned = plan_.owned(placed, rank_);
+  if (owned.empty()) return;
+  accumulator_.narrow(0, plan_.offset_in_slice(placed, rank_), owned.size()).zero_();
+}
+
+void Bucket::reset_accumulator() { has_sum_ = false; }
+
+void Bucket::import_accumulator(std::size_t index, const at::Tensor& value) {
+  const auto& placed = plan_.parameters[index];
+  if (!accumulator_.defined()) {
+    accumulator_ = zeros(plan_.slice_numel(), plan_.key.accumulate, pool_->device());
+  }
+  arrived_[index] = 0;
+  if (!has_sum_) {
+    // Where it is the slots as well, what waits of other parameters stays.
+    groups_.reduce == nullptr ? zero_what_did_not_arrive(accumulator_)
+                              : static_cast<void>(accumulator_.zero_());
+  }
+  has_sum_ = true;
+  const auto owned = plan_.owned(placed, rank_);
+  if (owned.empty()) return;
+  auto range = accumulator_.narrow(0, plan_.offset_in_slice(placed, rank_), owned.size());
+  if (groups_.replicas == nullptr || groups_.replicas->rank() == 0) {
+    range.copy_(value);
+  } else {
+    range.zero_();  // the replica reduction will add rank 0's
+  }
+}
+
+void Bucket::leave_accumulator() {
+  TESSERA_INVARIANT(!wire_.defined(), "a bucket in flight changed its accumulator");
+  accumulator_ = accumulator_.clone();
+  if (groups_.reduce == nullptr && slots_.defined()) slots_ = accumulator_;
+}
+
+void Bucket::leave_final_memory() {
+  if (final_.is_same(replica_sum_)) replica_sum_ = at::Tensor();
+  final_ = at::Tensor();
+}
+
+void Bucket::begin_replica_reduce(comm::Batch& batch) {
+  if (groups_.replicas == nullptr) return;
+  if (!replica_sum_.defined()) replica_sum_ = at::empty_like(accumulator_);
+  if (plan_.key.reduce != plan_.key.accumulate) {
+    wire_ = pool_->take(accumulator_.numel(), to_scalar_type(plan_.key.reduce));
+    wire_.copy_(accumulator_);
+  }
+  batch.ops.emplace_back(comm::AllReduce{wire_.defined() ? wire_ : accumulator_, replica_sum_});
+}
+
+const at::Tensor& Bucket::finish_final(double loss_scale) {
+  TESSERA_INVARIANT(has_sum_, "a final gradient without a sum");
+  final_is_accumulator_ = sum_is_final() && loss_scale == 1.0;
+  if (final_is_accumulator_) return accumulator_;
+  const auto& sum = groups_.replicas != nullptr ? replica_sum_ : accumulator_;
+  const bool in_place = groups_.replicas != nullptr && plan_.key.final == plan_.key.accumulate;
+  if (!final_.defined()) {
+    final_ = in_place ? sum : zeros(plan_.slice_numel(), plan_.key.final, pool_->device());
+  }
+  const auto factor = plan_.key.reductions.divide_factor * loss_scale;
+  if (!in_place || factor != 1.0) kernels::divide_into(final_, sum, factor);
+  return final_;
+}
+
+void Bucket::use_pool(const std::shared_ptr<comm::BufferPool>& pool) {
+  TESSERA_INVARIANT(!slots_.defined() || groups_.reduce == nullptr,
+                    "a bucket with gradients changed its pool");
+  TESSERA_INVARIANT(!wire_.defined(), "a bucket in flight changed its pool");
+  unsharded_.use_pool(pool);
+  pool_ = pool;
+}
+
+void Bucket::drop_gradients() {
+  if (slots_.defined() && groups_.reduce != nullptr) pool_->give_back(std::move(slots_));
+  slots_ = at::Tensor();
+  finish_reduce();
+  std::fill(arrived_.begin(), arrived_.end(), std::uint8_t{0});
+  has_sum_ = false;
+}
+
+Groups::Groups(Mesh mesh) : mesh_(std::move(mesh)) {
+  const auto& shapes = mesh_.shapes();
+  const int rank = world().rank();
+  const auto of_several = [&](const std::vector<int>& members, const char* purpose) {
+    return members.size() > 1 ? world().group(members, purpose) : std::shared_ptr<comm::Group>();
+  };
+  replicas_ = of_several(shapes.dense().group_of(rank, {axis::kReplicate}), "replicas");
+  const auto replica = shapes.replica_of(rank);
+  replica_gathers_ = of_several(replica, "gather");
+  replica_control_ = of_several(replica, "shard control");
+  data_ = of_several(shapes.stage_of(rank), "data");
+}
+
+AxesGroups Groups::of(const layout::BucketKey& key) {
+  const auto& axes = key.reductions.shard_axes;
+  for (const auto& [known, groups] : of_axes_) {
+    if (known == axes) return groups;
+  }
+  AxesGroups made;
+  made.groups.replicas = replicas();
+  const auto members = mesh_.ranks_of({axes.begin(), axes.end()});
+  if (members.size() > 1) {
+    // Separate channels, so that a long reduction does not hold up the next gather. The World keeps
+    // them.
+    made.groups.gather = world().group(members, "gather").get();
+    made.groups.reduce = world().group(members, "reduce").get();
+    made.control = world().group(members, "shard control").get();
+    made.rank = made.groups.gather->rank();
+    made.ranks = made.groups.gather->size();
+  }
+  of_axes_.emplace_back(axes, made);
+  return made;
+}
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,172 @@
+// Bucket: the flat buffers of the parameters of one unit that share all dtypes and reductions.
+//
+// The plan (layout/bucket_plan.h) says where each parameter lies; this class owns the bytes: the
+// shard, the gather buffer, the gradient slots while gradients arrive, and the shard's accumulator.
+// It prepares and finishes collectives but starts none: runtime.h does, in the agreed order.
+// With one rank in the shard group the slots *are* the accumulator and nothing is copied.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/buffer_pool.h"
+#include "comm/group.h"
+#include "comm/queue.h"
+#include "layout/bucket_plan.h"
+#include "tessera/mesh.h"
+
+namespace tessera::fsdp {
+
+/// The groups that a bucket communicates on; null where the axis has one rank.
+struct BucketGroups {
+  comm::Group* gather = nullptr;
+  comm::Group* reduce = nullptr;
+  comm::Group* replicas = nullptr;
+};
+
+/// The same with this rank's place on the axes that the bucket lies over.
+struct AxesGroups {
+  BucketGroups groups;
+  comm::Group* control = nullptr;  ///< of the same ranks as gathers, from the rank's own thread
+  int rank = 0;
+  int ranks = 1;
+};
+
+class Bucket {
+ public:
+  Bucket(layout::BucketPlan plan, BucketGroups groups, int rank,
+         std::shared_ptr<comm::BufferPool> pool, const std::string& released_message);
+
+  const layout::BucketPlan& plan() const { return plan_; }
+  const BucketGroups& groups() const { return groups_; }
+  bool trainable() const { return plan_.key.trainable; }
+  int rank() const { return rank_; }
+  /// Its index among its unit's buckets.
+  void set_number(std::size_t number) { number_ = static_cast<std::uint32_t>(number); }
+
+  // --- parameters ---
+  const at::Tensor& shard() const { return shard_; }        ///< [slice], storage dtype
+  at::Tensor shard_of(const layout::Placed& placed) const;  ///< [owned], a view of shard()
+  comm::GatherBuffer& unsharded() { return unsharded_; }
+  const comm::GatherBuffer& unsharded() const { return unsharded_; }
+  /// One rank that computes in the storage dtype: the unsharded parameters are the shard.
+  bool aliases_shard() const { return aliases_shard_; }
+  /// Takes memory and writes this rank's slice, cast to the compute dtype; adds the collective, if
+  /// there is one to run, to `batch`.
+  void begin_gather(comm::Batch& batch);
+  /// Whether what is or will be gathered is this rank's shard as it stands now: compared by value,
+  /// since not every write is seen by version counters.
+  bool shows_shard() const;
+  /// The collective again, into the memory that is there.
+  comm::AllGather gather() const;
+
+  // --- gradients ---
+  /// The slot of plan().parameters[index]. `first` tells whether it is empty; it no longer is
+  /// afterwards.
+  at::Tensor open_slot(std::size_t index, bool& first);
+  /// A reduction is under way.
+  bool is_reducing() const { return wire_.defined(); }
+  /// Whether any gradient arrived since the last reduction, or one of plan().parameters[index].
+  bool has_arrivals() const;
+  bool has_arrivals(std::size_t index) const { return arrived_[index] != 0; }
+  /// Zeroes what never arrived and adds the reduction into the accumulator to `batch`. No slot may
+  /// be opened before finish_reduce(). Returns the bytes that stay busy until then.
+  std::int64_t begin_reduce(comm::Batch& batch);
+  void finish_reduce();
+
+  /// Sum over ranks and micro-batches so far, [slice] in the accumulation dtype; zeros where
+  /// nothing arrived.
+  const at::Tensor& accumulator() const { return accumulator_; }
+  /// Starts a new sum for the parameter: its range reads as zero, what waits in its slot is gone.
+  void reset_accumulator(std::size_t index);
+  void reset_accumulator();
+  /// Replaces the parameter's sum, with what waits in its slot, by `value` ([owned], already times
+  /// the divide factor) on this rank.
+  void import_accumulator(std::size_t index, const at::Tensor& value);
+  bool has_sum() const { return has_sum_; }
+  /// The sum goes on in other memory: somebody keeps what was published in this. Nothing may be
+  /// under way.
+  void leave_accumulator();
+
+  /// Adds the sum over replicas to `batch`, out of place, so that later micro-batches can add to
+  /// the partial.
+  void begin_replica_reduce(comm::Batch& batch);
+  void finish_replica_reduce() { finish_reduce(); }
+  /// [slice] in the final dtype: the accumulated (and replica-summed) gradient over the divide
+  /// factor and the loss scale, rounded once (quotient.h). Aliases the accumulator where nothing
+  /// has to change; else the memory of the last step.
+  const at::Tensor& finish_final(double loss_scale);
+  /// Where it writes what is not the accumulator itself; undefined until it has.
+  const at::Tensor& final_memory() const { return final_; }
+  /// It writes to other memory from now on, as leave_accumulator().
+  void leave_final_memory();
+  /// What finish_final() made last.
+  const at::Tensor& final_gradient() const { return final_is_accumulator_ ? accumulator_ : final_; }
+  /// Whether finish_final() returned the accumulator itself.
+  bool final_is_accumulator() const { return final_is_accumulator_; }
+
+  /// From the next sum on. There must be none.
+  void set_divide_factor(double factor);
+
+  /// Its unit joined another runtime: memory comes from that one's pool. Nothing may be under way.
+  void use_pool(const std::shared_ptr<comm::BufferPool>& pool);
+
+  void drop_gradients();  ///< after an exception: gives buffers back, forgets partial sums
+
+ private:
+  void ensure_slots();
+  /// Gaps between parameters, and slots of `slots` that nothing arrived in.
+  void zero_what_did_not_arrive(const at::Tensor& slots) const;
+  /// Writes the shard into `slice`, in the compute dtype.
+  void encode(const at::Tensor& slice) const;
+  bool sum_is_final() const;  ///< but for the loss scale
+
+  layout::BucketPlan plan_;
+  BucketGroups groups_;
+  int rank_;
+  std::uint32_t number_ = 0;
+  std::shared_ptr<comm::BufferPool> pool_;
+  bool aliases_shard_ = false;
+  bool final_is_accumulator_ = false;  // as of the last finish_final()
+  at::Tensor shard_;
+  comm::GatherBuffer unsharded_;
+  at::Tensor slots_;                   // [numel], accumulate dtype, while gradients arrive
+  at::Tensor wire_;                    // reduce dtype, while a reduction is under way: [numel], or
+                                       // [slice] between replicas
+  std::vector<std::uint8_t> arrived_;  // per parameter, since the last reduction
+  at::Tensor accumulator_;             // [slice], accumulate dtype
+  bool has_sum_ = false;               // accumulator_ holds a sum (else it is to be overwritten)
+  at::Tensor replica_sum_;             // [slice], accumulate dtype, where there are replicas
+  at::Tensor final_;  // [slice], final dtype: the replica sum where it has that dtype, else its own
+};
+
+/// On what the ranks of one sharded tree communicate: ordinary members of a World's groups
+/// (tessera/world.h), by what they are for.
+class Groups {
+ public:
+  /// Collective among the ranks of the mesh.
+  explicit Groups(Mesh mesh);
+
+  const Mesh& mesh() const { return mesh_; }
+  World& world() const { return *mesh_.world(); }
+  /// What buckets of these axes communicate on. The first time: collective among those ranks.
+  AxesGroups of(const layout::BucketKey& key);
+  /// Null where there is one rank, all of these:
+  comm::Group* data() const { return data_.get(); }  ///< all ranks of the pipeline stage, control
+  /// The ranks of one replica: control, and gathers in the queue.
+  comm::Group* replica_control() const { return replica_control_.get(); }
+  comm::Group* replica_gathers() const { return replica_gathers_.get(); }
+  comm::Group* replicas() const { return replicas_.get(); }  ///< of one shard
+
+ private:
+  const Mesh mesh_;
+  std::vector<std::pair<std::vector<std::string>, AxesGroups>> of_axes_;  // by shard axes
+  std::shared_ptr<comm::Group> data_, replica_control_, replica_gathers_, replicas_;
+};
+
+}  // namespace tessera::fsdp

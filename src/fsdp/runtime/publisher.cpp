@@ -1,0 +1,230 @@
+#include "fsdp/runtime/publisher.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include "fsdp/runtime/integrity.h"
+#include "fsdp/runtime/unit.h"
+#include "grad/torch_dtype.h"
+#include "tessera/error.h"
+#include "tessera/world.h"
+
+namespace tessera::fsdp {
+namespace {
+
+void see(Parameter& p) {
+  p.seen_grad = p.shard.grad();
+  p.seen_version = static_cast<std::uint32_t>(p.seen_grad._version());
+}
+
+/// What the next publication adds to it has not been shown yet.
+bool is_waited_for(const Unit& unit, const Parameter& p) {
+  return unit.progress().unpublished || unit.buckets()[p.bucket]->has_arrivals(p.place);
+}
+
+/// The user's own, or one whose sum is not what it shows any more.
+bool is_changed(const Unit& unit, const Parameter& p) {
+  const auto& grad = p.shard.grad();
+  if (!grad.is_same(p.seen_grad)) return true;
+  if (static_cast<std::uint32_t>(grad._version()) == p.seen_version) return false;
+  // Changes of a view of the accumulator are in the sum already; but what waits may lie elsewhere,
+  // and whether it does depends on the number of ranks.
+  const auto& bucket = *unit.buckets()[p.bucket];
+  const bool in_sum = bucket.final_is_accumulator() && bucket.accumulator().defined() &&
+                      grad.is_alias_of(bucket.accumulator());
+  return !in_sum || is_waited_for(unit, p);
+}
+
+// [Note: kept gradients] As in PyTorch a gradient is one tensor for as long as it stands on its
+// shard: later micro-batches are added to it in place, and its version counter says so. Once it is
+// cleared, or replaced, it is whoever's holds it, and the next gradient has to lie elsewhere. A
+// bucket's gradients share one memory, which is used again step after step: only where its storage
+// is referred to by more than the bucket and the gradients that stand is it left, for good, to
+// whoever that is. So a step in which nobody keeps anything makes and copies nothing.
+
+/// The gradient on the shard is the one that was published.
+bool stands(const Parameter& p) {
+  const auto& grad = p.shard.grad();
+  return grad.defined() && grad.is_same(p.seen_grad);
+}
+
+bool is_kept(const Unit& unit, std::size_t bucket, const at::Tensor& memory) {
+  if (!memory.defined()) return false;
+  std::size_t ours = 1;
+  for (const auto& p : unit.parameters()) {
+    if (p->bucket == bucket && stands(*p) && p->shard.grad().is_alias_of(memory)) ++ours;
+  }
+  return memory.storage().use_count() > ours;
+}
+
+/// The parameter's part of what its bucket has last made final.
+at::Tensor final_of(const Unit& unit, const Parameter& p) {
+  const auto& bucket = *unit.buckets()[p.bucket];
+  const auto owned = p.owned();
+  const auto begin = owned.empty() ? 0 : bucket.plan().offset_in_slice(p.placed(), bucket.rank());
+  // A version counter of its own: what the user changes is this gradient, not the whole bucket.
+  return bucket.final_gradient().narrow(0, begin, owned.size()).variable_data();
+}
+
+}  // namespace
+
+/// Before anything is added to the sums.
+void Publisher::leave_kept_sums(Unit& unit) {
+  for (const auto& p : unit.parameters()) {
+    if (!stands(*p)) p->seen_grad = at::Tensor();
+  }
+  for (std::size_t i = 0; i < unit.buckets().size(); ++i) {
+    auto& bucket = *unit.buckets()[i];
+    const auto is_kept_here = [&] {
+      return bucket.final_is_accumulator() && is_kept(unit, i, bucket.accumulator());
+    };
+    if (!is_kept_here()) continue;
+    reducer_.finish(unit);  // they refer to it as well
+    if (!is_kept_here()) continue;
+    bucket.leave_accumulator();
+    for (const auto& p : unit.parameters()) {
+      if (p->bucket == i && stands(*p)) p->shard.mutable_grad().set_data(final_of(unit, *p));
+    }
+  }
+}
+
+void Publisher::leave_shown_sums(const Unit& unit) {
+  for (std::size_t i = 0; i < unit.buckets().size(); ++i) {
+    auto& bucket = *unit.buckets()[i];
+    if (bucket.groups().reduce == nullptr || !bucket.final_is_accumulator()) continue;
+    const auto& sum = bucket.accumulator();
+    const bool is_shown =
+        sum.defined() &&
+        std::any_of(unit.parameters().begin(), unit.parameters().end(), [&](const auto& p) {
+          return p->bucket == i && stands(*p) && p->shard.grad().is_alias_of(sum);
+        });
+    if (is_shown) bucket.leave_accumulator();
+  }
+}
+
+namespace {
+
+void show_gradient(const Unit& unit, Parameter& p) {
+  auto& grad = p.shard.mutable_grad();
+  const auto next = final_of(unit, p);
+  if (stands(p) && grad.scalar_type() == next.scalar_type()) {
+    if (!grad.is_alias_of(next) || grad.storage_offset() != next.storage_offset())
+      grad.set_data(next);
+    grad.unsafeGetTensorImpl()->bump_version();
+  } else {
+    grad = next;
+  }
+  see(p);
+}
+
+}  // namespace
+
+/// One bitmap a step: a parameter that is used on any rank has a gradient on all (zeros elsewhere);
+/// one that is used nowhere has none, and the optimizer skips it, as unsharded. [Note: unused]
+void Publisher::agree_on_used() {
+  if (groups_.data() == nullptr) return;
+  std::vector<bool> used;
+  for (const auto* unit : units_) {
+    for (const auto& p : unit->parameters()) used.push_back(p->used);
+  }
+  used = comm::any_of_ranks(*groups_.data(), used, "used parameters");
+  std::size_t i = 0;
+  for (auto* unit : units_) {
+    for (auto& p : unit->parameters()) p->used = used[i++];
+  }
+}
+
+void Publisher::publish(const ModelControls& controls, const std::string& marks) {
+  // A partial sum over replicas waits in the accumulators.
+  auto* replicas = groups_.replicas();
+  if (replicas != nullptr && !controls.requires_replica_reduce) return;
+  if (std::none_of(units_.begin(), units_.end(),
+                   [](auto* unit) { return unit->progress().unpublished; }))
+    return;
+  agree_on_used();
+  std::vector<Bucket*> finals;
+  for (auto* unit : units_) {
+    if (!unit->progress().unpublished) continue;
+    for (std::size_t i = 0; i < unit->buckets().size(); ++i) {
+      auto& bucket = *unit->buckets()[i];
+      if (!bucket.trainable() || !bucket.has_sum()) continue;
+      if (is_kept(*unit, i, bucket.final_memory())) bucket.leave_final_memory();
+      finals.push_back(&bucket);
+    }
+  }
+  if (replicas != nullptr) {
+    comm::Batch batch;
+    batch.label = {comm::Kind::kAllReduce, "replicas", 0, 0, marks};
+    for (auto* bucket : finals) bucket->begin_replica_reduce(batch);
+    if (!batch.ops.empty()) groups_.world().queue().submit(*replicas, std::move(batch)).wait();
+    for (auto* bucket : finals) bucket->finish_replica_reduce();
+  }
+  for (auto* bucket : finals) bucket->finish_final(controls.loss_scale);
+  for (auto* unit : units_) {
+    if (!unit->progress().unpublished) continue;
+    unit->progress_.unpublished = false;
+    for (auto& p : unit->parameters()) {
+      if (!p->contract.trainable || (!p->used && !p->published)) continue;
+      show_gradient(*unit, *p);
+      p->published = true;
+      p->used = false;
+    }
+  }
+}
+
+/// The user's `.grad` takes the place of the parameter's sum.
+void Publisher::import_changed(Unit& unit, Parameter& p, const ModelControls& controls) {
+  const auto& grad = p.shard.grad();
+  auto& bucket = unit.bucket_of(p);
+  TESSERA_CHECK(grad.sizes() == p.shard.sizes(), ErrorKind::kContract, "gradient of ",
+                p.contract.name, ": found shape ", grad.sizes(), " on the shard, expected ",
+                p.shard.sizes());
+  // On any number of ranks alike: zeros clear what waits, other values cannot tell what they mean.
+  TESSERA_CHECK(!is_waited_for(unit, p) || !grad.any().item<bool>(), ErrorKind::kUsage,
+                "gradient of ", p.contract.name,
+                ": found it changed while micro-batches of this step wait to be added to it, "
+                "expected changes only "
+                "after a backward that reduces; change it after the last micro-batch, or zero it");
+  const auto factor = p.contract.reductions.divide_factor * controls.loss_scale;
+  bucket.import_accumulator(p.place, grad.to(to_scalar_type(p.contract.accumulate)).mul(factor));
+  p.published = true;
+}
+
+void Publisher::import_user_changes(const ModelControls& controls) {
+  const at::NoGradGuard no_grad;
+  for (auto* unit : units_) {
+    check_integrity(*unit);
+    leave_kept_sums(*unit);
+    std::vector<bool> keeps(unit->buckets().size(), false);
+    for (auto& p : unit->parameters()) {
+      if (!p->contract.trainable) continue;
+      auto& bucket = unit->bucket_of(*p);
+      const auto& grad = p->shard.grad();
+      if (!grad.defined()) {
+        // zero_grad(set_to_none): a new sum begins, on any number of ranks without what waits.
+        // Without a publication the sum is one that still waits.
+        if (p->published) {
+          reducer_.finish(*unit);
+          bucket.reset_accumulator(p->place);
+          p->used = false;
+        }
+        keeps[p->bucket] = keeps[p->bucket] || (!p->published && bucket.has_sum());
+        p->published = false;
+        p->seen_grad = at::Tensor();
+        continue;
+      }
+      keeps[p->bucket] = true;
+      if (!p->published || rescaled_ || is_changed(*unit, *p)) {
+        reducer_.finish(*unit);
+        import_changed(*unit, *p, controls);
+      }
+      see(*p);
+    }
+    for (std::size_t i = 0; i < keeps.size(); ++i) {
+      if (!keeps[i] && unit->buckets()[i]->trainable()) unit->buckets()[i]->reset_accumulator();
+    }
+  }
+  rescaled_ = false;
+}
+
+}  // namespace tessera::fsdp

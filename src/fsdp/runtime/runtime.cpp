@@ -1,0 +1,371 @@
+#include "fsdp/runtime/runtime.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "base/hash.h"
+#include "fsdp/runtime/integrity.h"
+#include "fsdp/runtime/recompute_scopes.h"
+#include "tessera/error.h"
+
+namespace tessera::fsdp {
+Runtime::Runtime(Mesh mesh, std::int64_t in_flight_bytes)
+    : groups_(std::move(mesh)),
+      pool_(std::make_shared<comm::BufferPool>(at::kCPU)),
+      reducer_(in_flight_bytes),
+      recoveries_(world().recoveries()) {}
+
+Runtime::~Runtime() = default;
+
+layout::PlanOptions Runtime::plan_options() const {
+  layout::PlanOptions options;
+  options.ranks = mesh().size_of(axis::kShard) * mesh().size_of(axis::kContext);
+  options.alignment_bytes = pool_->device().is_cuda() ? 256 : 64;
+  options.mesh = mesh().shapes();
+  return options;
+}
+
+void Runtime::number_units() {
+  agreed_ = controls_known_ = false;
+  for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->id_ = static_cast<UnitId>(i);
+}
+
+void Runtime::add_unit(Unit* unit) {
+  units_.push_back(unit);
+  number_units();
+}
+
+void Runtime::remove_unit(Unit* unit) {
+  try {
+    reducer_.finish(*unit);
+  } catch (const std::exception&) {
+    // The run has failed: what is under way is lost, and nobody waits for its gradients any more.
+    reducer_.drop(*unit);
+  }
+  if (std::erase(units_, unit) == 0) return;
+  forwards_.forget_units();
+  number_units();
+}
+
+void Runtime::handle_is_gone(Unit& unit) {
+  const auto self = shared_from_this();  // the last reference may be a unit's
+  unit.has_handle_ = false;
+  controls_known_ = false;
+  const bool is_last = std::none_of(units_.begin(), units_.end(),
+                                    [](const auto* other) { return other->has_handle(); });
+  if (is_last) {
+    const auto gone = std::exchange(orphans_, {});  // what no graph has ends here
+  } else {
+    orphans_.push_back(unit.shared_from_this());
+  }
+}
+
+void Runtime::remove_orphans() {
+  if (in_backward_) return;
+  for (auto& orphan : orphans_) {
+    const bool is_borrowed_from = std::any_of(units_.begin(), units_.end(), [&](const auto* unit) {
+      return unit->has_handle() && unit->borrows_from(*orphan);
+    });
+    if (is_borrowed_from) continue;
+    orphan->release();
+    remove_unit(orphan.get());
+    orphan.reset();
+  }
+  std::erase(orphans_, nullptr);
+}
+
+std::string Runtime::difference_between_ranks(const std::string& lines, const char* what) {
+  const auto found = comm::first_that_differs(*data_group(), lines, what);
+  if (!found) return "";
+  const auto split = [](const std::string& text) {
+    std::istringstream in(text);
+    std::vector<std::string> list;
+    for (std::string line; std::getline(in, line);) list.push_back(line);
+    return list;
+  };
+  return first_difference(split(found->of_first), found->rank, split(found->of_rank));
+}
+
+void Runtime::agree_on_plan() {
+  for (auto* unit : units_) {
+    unit->controls.agreed_reshard_after_forward = unit->controls.reshard_after_forward;
+    unit->controls.divide_factor.reset();  // the contracts have it
+  }
+  controls_changed();
+  agreed_ = data_group() == nullptr;
+  if (agreed_) return;
+  std::string text;
+  for (const auto* unit : units_) {
+    ModelContract contract{{}, {}, {unit->contract}};
+    for (const auto& p : unit->parameters()) contract.parameters.push_back(p->contract);
+    for (const auto& buffer : unit->buffers) contract.buffers.push_back(buffer.contract);
+    text += concat("unit ", unit->name(),
+                   unit->controls.reshard_after_forward ? ", resharded after forward" : "", "\n");
+    for (const auto& bucket : unit->buckets()) {
+      text += concat("bucket ", to_string(bucket->plan().key), ", ", bucket->plan().numel,
+                     " elements\n");
+    }
+    text += to_lines(contract);
+  }
+  agree(text, "contracts", "shard the same model with the same policy on every rank");
+  agreed_ = true;
+}
+
+void Runtime::agree(const std::string& lines, const char* what, const char* hint) {
+  if (data_group() == nullptr) return;
+  if (comm::all_agree(*data_group(), {hash_bytes(lines)}, what)[0]) return;
+  TESSERA_CHECK(false, ErrorKind::kContract, what,
+                " differ between ranks: ", difference_between_ranks(lines, what), "; ", hint);
+}
+
+void Runtime::begin_relayout() {
+  for (auto* unit : units_) unit->release();
+  agreed_ = false;
+  ++layout_;
+}
+
+// ---------------------------------------------------------------------------------------- forward
+
+void Runtime::check_usable() {
+  if (!has_failed() && in_backward_ && torch::autograd::get_current_graph_task_id() == -1) {
+    fail(kAbandoned);  // what is to say so still waits for another thread to let it go
+  }
+  renew_after_failure();
+  TESSERA_CHECK(
+      !world().aborted(), ErrorKind::kComm,
+      "a sharded forward was entered after a failure of this run; call World::recover() on every "
+      "rank first");
+  remove_orphans();
+  if (!agreed_) agree_on_plan();
+  for (auto* unit : units_) {
+    check_trainable(*unit);
+    unit->cast_buffers();
+  }
+}
+
+void Runtime::gather_needed(Unit& unit) {
+  const auto gather = [&](Unit& one) {
+    check_integrity(one);
+    if (one.gathered()) return;
+    if (!one.gather_pending()) issue_gather(one);
+    one.wait_gather();
+  };
+  for (const auto& lender : unit.lenders) gather(*lender);
+  gather(unit);
+}
+
+void Runtime::issue_gather(Unit& unit) {
+  TESSERA_CHECK(unit.has_values(), ErrorKind::kUsage, "unit ", unit.shown_name(),
+                ": found parameters that never got values, expected them loaded; fill shards() and "
+                "call set_loaded(), or load_state_dict()");
+  if (unit.always_unsharded()) return;
+  if (unit.buckets().empty()) return;
+  ++gathers_issued_;
+  const auto& forward = forwards_.current();
+  unit.begin_gather(forward ? forward->forward->number : 0);
+}
+
+std::vector<std::shared_ptr<Unit>> Runtime::living(const std::vector<std::weak_ptr<Unit>>& named,
+                                                   const char* control, const Unit& of) const {
+  std::vector<std::shared_ptr<Unit>> units;
+  for (const auto& one : named) {
+    auto next = one.lock();
+    if (next == nullptr || !next->has_handle()) continue;
+    TESSERA_CHECK(&next->runtime() == this, ErrorKind::kUsage, control, " of unit ",
+                  of.shown_name(), ": found unit ", next->shown_name(),
+                  ", which another outermost module holds, expected units of one model");
+    units.push_back(std::move(next));
+  }
+  return units;
+}
+
+void Runtime::prefetch_after(const Unit& unit, std::size_t position) {
+  const auto prefetch = [&](Unit& next) {
+    if (!next.gathered() && !next.gather_pending()) issue_gather(next);
+  };
+  if (!unit.forward_prefetch.empty()) {
+    for (const auto& next : living(unit.forward_prefetch, "set_forward_prefetch", unit)) {
+      prefetch(*next);
+    }
+  } else if (const auto next = forwards_.next_after(position)) {
+    prefetch(*units_.at(*next));
+  }
+}
+
+std::shared_ptr<Entry> Runtime::record(Unit& unit, std::size_t position) {
+  auto entry = std::make_shared<Entry>();
+  entry->runtime = shared_from_this();
+  entry->unit = unit.shared_from_this();
+  entry->segment = forwards_.current();
+  entry->position = position;
+  entry->generation = generation_;
+  if (!forwards_.has_entries()) keep_forward();
+  forwards_.add(entry);
+  expect(*entry);
+  return entry;
+}
+
+void Runtime::check_borrowed(const Unit& unit) const {
+  for (const auto& leaf : unit.borrowed) {
+    TESSERA_CHECK(leaf->owner != nullptr, ErrorKind::kUsage, "unit ", unit.shown_name(),
+                  ": found that the handle which "
+                  "owns its parameter ",
+                  leaf->name, " is gone, expected it to live; keep the outermost handle");
+    TESSERA_CHECK(
+        unit.borrows_from(*leaf->owner->unit), ErrorKind::kUsage, "unit ", unit.shown_name(),
+        ": found the parameter ", leaf->owner->contract.name, " that unit ",
+        leaf->owner->unit->shown_name(),
+        " owns, expected a common parent of both that is sharded; call fully_shard on it");
+  }
+}
+
+std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
+  take_up_abandoned();
+  if (!forwards_.is_open()) {
+    check_usable();
+    std::vector<std::shared_ptr<Unit>> units;
+    for (auto* each : units_) units.push_back(each->shared_from_this());
+    forwards_.begin(std::move(units));
+    release_stale();
+  }
+  if (auto* kept = std::exchange(kept_, nullptr); kept != nullptr && kept != &unit) {
+    kept->release();  // the forward goes on: its backward does not come first
+  }
+  ++unit.progress_.open_calls;
+  // Of the outermost checkpoint that runs for the first time.
+  const auto* in_checkpoint = at::GradMode::is_enabled() ? nullptr : first_forward();
+  const auto position = forwards_.enter(
+      unit.id(),
+      in_checkpoint == nullptr ? 0 : forwards_.number_of_checkpoint(in_checkpoint->serial));
+  check_borrowed(unit);
+  gather_needed(unit);
+  prefetch_after(unit, position);
+  spans_.forward_begins(unit.name());
+  const bool grad = at::GradMode::is_enabled();
+  if (!grad && first_forward() == nullptr) return nullptr;
+  unit.renew_accumulators();
+  auto entry = record(unit, position);
+  if (auto* recorded = first_forward(); recorded != nullptr && !grad)
+    recorded->entries.push_back(entry);
+  return entry;
+}
+
+std::shared_ptr<Entry> Runtime::enter_recompute(Unit& unit) {
+  auto* recorded = recomputing();
+  TESSERA_CHECK(
+      recorded->next < recorded->entries.size() &&
+          recorded->entries[recorded->next]->unit.get() == &unit,
+      ErrorKind::kUsage, "recomputation: found a call of unit ", unit.shown_name(),
+      " that the first forward did not make at this place, expected the same calls; make the "
+      "checkpointed function deterministic");
+  TESSERA_CHECK(unit.controls.unshard_in_backward || unit.gathered(), ErrorKind::kUsage,
+                "recomputation: ", "found unit ", unit.shown_name(),
+                " with set_unshard_in_backward(false), expected true where a forward runs again");
+  auto entry = recorded->entries[recorded->next++];
+  ++unit.progress_.open_calls;
+  pre_backward(*entry);
+  if (auto* inner = first_forward(); inner != nullptr && !at::GradMode::is_enabled()) {
+    // A checkpoint inside this one runs it for the first time: backward goes through its own
+    // recomputation.
+    inner->entries.push_back(entry);
+  }
+  unit.renew_accumulators();
+  spans_.recomputation_begins(unit.name());
+  return entry;
+}
+
+bool Runtime::gives_back(const Unit& unit) const {
+  if (recomputing() != nullptr) return false;
+  if (unit.controls.reshard_after_forward) return true;
+  const bool grad = at::GradMode::is_enabled() || first_forward() != nullptr;
+  return !grad && forwards_.is_outermost() && !unit.controls.outlasts_evaluation();
+}
+
+void Runtime::leave_forward(Unit& unit) {
+  spans_.forward_ends();
+  --unit.progress_.open_calls;
+  if (recomputing() != nullptr) return;
+  const bool ends_its_use = gives_back(unit);
+  const bool outermost = forwards_.leave();
+  const bool grad = at::GradMode::is_enabled() || first_forward() != nullptr;
+  if (!in_backward_ && unit.progress_.open_calls == 0 && ends_its_use) {
+    // The last unit's backward comes first: its memory stays.
+    if (grad && !outermost && forwards_.is_last(unit.id())) {
+      kept_ = &unit;
+    } else {
+      unit.release();
+    }
+  }
+  if (!outermost) return;
+  if (!grad && !in_backward_) {
+    for (auto* each : units_) {
+      if (each->progress_.open_calls == 0 && !each->controls.outlasts_evaluation()) each->release();
+    }
+  }
+  kept_ = nullptr;
+  forwards_.end();
+}
+
+/// One byte a unit: a rank that owns no changed element has to gather anew all the same.
+std::vector<bool> Runtime::stale_on_any_rank(const std::vector<Unit*>& kept) {
+  const auto count = static_cast<std::int64_t>(kept.size());
+  auto* group = groups_.replica_gathers();
+  const auto ranks = group == nullptr ? 1 : group->size();
+  auto all = at::zeros({ranks, count}, at::kByte);
+  auto mine = all[group == nullptr ? 0 : group->rank()];
+  for (std::int64_t i = 0; i < count; ++i) {
+    mine[i] = kept[static_cast<std::size_t>(i)]->is_stale() ? 1 : 0;
+  }
+  if (group != nullptr) {
+    // On a group of gathers: a rank that keeps other units meets it with a gather, and both
+    // are named.
+    comm::Batch batch;
+    batch.label = {comm::Kind::kAllGather, "units kept unsharded:", 0, 0, marks()};
+    for (const auto* unit : kept) batch.label.unit += concat(" ", unit->shown_name());
+    batch.ops.emplace_back(comm::AllGather{all.view({-1})});
+    queue().submit(*group, std::move(batch)).wait();
+  }
+  const auto any = all.amax(0);
+  std::vector<bool> stale;
+  for (std::int64_t i = 0; i < count; ++i) stale.push_back(any[i].item<std::uint8_t>() != 0);
+  return stale;
+}
+
+/// Units may still show the parameters of before the last step: after a forward that nobody
+/// differentiated, or whose graph is kept. What is kept on purpose is compared with the shards by
+/// value: torch::optim writes past version counters. A kept graph's tensors follow the next gather.
+void Runtime::release_stale() {
+  if (in_backward_) return;
+  std::vector<Unit*> kept;
+  for (auto* unit : units_) {
+    if (!unit->outlasts_backward()) {
+      unit->release();
+    } else if (!unit->always_unsharded() && (unit->gathered() || unit->gather_pending())) {
+      kept.push_back(unit);
+    }
+  }
+  if (kept.empty()) return;
+  const auto stale = stale_on_any_rank(kept);
+  for (std::size_t i = 0; i < kept.size(); ++i) {
+    if (stale[i]) kept[i]->release();
+  }
+}
+
+void Runtime::begin_unshard(Unit& unit) {
+  check_usable();
+  if (unit.outlasts_backward() && !forwards_.is_open() && !in_backward_ &&
+      !unit.always_unsharded() && (unit.gathered() || unit.gather_pending()) &&
+      stale_on_any_rank({&unit}).front()) {
+    unit.release();
+  }
+  if (!unit.gathered() && !unit.gather_pending()) issue_gather(unit);
+  unit.progress_.unsharded_by_user = true;
+}
+
+void Runtime::wait_unshard(Unit& unit) {
+  renew_after_failure();
+  // Released in between, or waited for by a forward: nothing is left to do.
+  if (unit.progress_.unsharded_by_user && !unit.gathered()) unit.wait_gather();
+}
+
+}  // namespace tessera::fsdp

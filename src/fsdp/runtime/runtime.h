@@ -1,0 +1,259 @@
+// Runtime: runs the units of one sharded tree, in an order that all ranks agree on.
+//
+// One per root handle. It follows forwards (gather, prefetch, release), backwards (gather, markers,
+// reduce) and publishes gradients on the shards when the outermost backward ends. What it works
+// with are values and executors of their own: controls.h (what users switch), forwards.h (what was
+// run), order.h and backward_plan.h (what a backward issues), reducer.h, publisher.h, unit.h and
+// bucket.h (what moves bytes). Its own parts: runtime.cpp (units, forward, failure),
+// agree_backward.cpp (the list of what a backward issues), backward.cpp (walking through it).
+//
+// [Note: readiness] Gradients are never counted: parameters stay unused, hooks fire twice under
+// recomputation, functions return undefined gradients. A unit's backward is over when a *marker*
+// ran, an identity node at a grad-requiring input of its forward (call.cpp), or when
+// backward has come to anything that was made before: autograd takes nodes in reverse of their
+// making. So the agreed list says after which place a unit is reduced. Deferred gradients hold
+// tickets: while gradients are deferred at all, every unit is reduced once no rank owes any.
+//
+// [Note: release] Unsharded memory goes back at the marker, never when the last gradient arrived:
+// with a frozen base and adapters all gradients arrive before the base weight's last use.
+//
+// Threads: the rank's own (forward) and the one that runs its backward, never at the same time. But
+// where graphs end, others come by: whoever drops the last reference to one (Owed), and, after an
+// exception, a device's thread of autograd that lets go of the graph task when the rank's thread
+// has left with the error already, and may be in its next forward. It aborts the World, which any
+// thread may, and leaves a note (abandon_backward); what the runtime owns, the rank's thread drops
+// where it comes by next (take_up_abandoned).
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "comm/buffer_pool.h"
+#include "comm/queue.h"
+#include "fsdp/agreed/backward_plan.h"
+#include "fsdp/agreed/controls.h"
+#include "fsdp/runtime/bucket.h"
+#include "fsdp/runtime/forwards.h"
+#include "fsdp/runtime/publisher.h"
+#include "fsdp/runtime/reducer.h"
+#include "fsdp/runtime/unit.h"
+#include "fsdp/runtime/unit_trace.h"
+#include "grad/sink.h"
+#include "tessera/mesh.h"
+#include "tessera/world.h"
+
+namespace tessera::fsdp {
+
+inline constexpr auto kAbandoned = "an exception left a backward through sharded modules";
+
+/// A backward under way: the outermost one, or one inside a node of it that it did not announce.
+struct BackwardUnderWay {
+  BackwardPlan plan;
+  std::size_t done = 0;                                ///< of its steps
+  std::map<std::uint32_t, std::vector<bool>> reached;  ///< by some rank, as BackwardView
+  std::vector<std::shared_ptr<Segment>> segments;      ///< of this rank, as far as it goes through
+  std::size_t passed = 0;                              ///< the last place that this rank came by
+};
+
+class Runtime : public std::enable_shared_from_this<Runtime> {
+ public:
+  Runtime(Mesh mesh, std::int64_t in_flight_bytes);
+  ~Runtime();
+
+  const Mesh& mesh() const { return groups_.mesh(); }
+  World& world() const { return groups_.world(); }
+  comm::IssueQueue& queue() { return world().queue(); }
+  const std::shared_ptr<comm::BufferPool>& pool() { return pool_; }
+  grad::GradSink& sink() { return sink_; }
+  Groups& groups() { return groups_; }
+  comm::Group* data_group() const { return groups_.data(); }
+  at::Device device() const { return pool_->device(); }
+  layout::PlanOptions plan_options() const;
+
+  /// Units are numbered in the order of adding, the same on every rank.
+  void add_unit(Unit* unit);
+  /// Again: nothing happens.
+  void remove_unit(Unit* unit);
+  /// The unit takes part until the next forward of another handle of the tree, and not longer: a
+  /// place that all ranks come by. A graph that one of them keeps holds its memory alone.
+  void handle_is_gone(Unit& unit);
+  const std::vector<Unit*>& units() const { return units_; }
+  /// All ranks have the same contracts and plans. Collective. Errors: kContract naming the first
+  /// difference.
+  void agree_on_plan();
+  /// All ranks of the stage have the same `lines`. Collective. Errors: kContract naming the first
+  /// difference and the `hint`.
+  void agree(const std::string& lines, const char* what, const char* hint);
+  /// Gives all unsharded memory back before units are laid out anew. Nothing may be under way.
+  void begin_relayout();
+  /// Changes with every begin_relayout().
+  std::uint64_t layout() const { return layout_; }
+
+  // --- forward, called by Call (call.h) ---
+  /// Makes the unit's parameters readable; null when nothing of it needs to be recorded.
+  std::shared_ptr<Entry> enter_forward(Unit& unit);
+  std::shared_ptr<Entry> enter_recompute(Unit& unit);
+  /// Whether its memory goes back when the forward under way ends, whoever holds a tensor there.
+  bool gives_back(const Unit& unit) const;
+  void leave_forward(Unit& unit);
+  /// An exception leaves a forward or a backward: nothing of the step can be used any more.
+  void fail(const std::string& why);
+  /// Changes with every failure: calls that began before it must not go on.
+  std::uint64_t generation() const { return generation_; }
+
+  // --- backward, called by the nodes of call.cpp ---
+  /// `first`: what backward has come to, where it is a unit's forward. Agrees with the other ranks
+  /// on what is issued, once a backward.
+  void begin_backward(const Entry* first = nullptr);
+  void end_backward();
+  /// The backward that began at `generation` ended without end_backward(). Again, or once the rank
+  /// has begun anew: nothing happens. Threads: any.
+  void abandon_backward(std::uint64_t generation);
+  void pre_backward(Entry& entry);
+  void post_backward(Entry& entry);
+  void on_gradient();
+  void on_tickets_closed();
+  /// Its backward is owed: counted here, on its unit and on the units that hold its parameters.
+  void expect(Entry& entry);
+
+  // --- user controls ---
+  /// Final gradients are divided by it too: a power of two that losses are multiplied by. Errors:
+  /// kUsage in the middle of a step, named `what`.
+  void set_loss_scale(double scale, const char* what);
+  double loss_scale() const { return switches_.loss_scale; }
+  void set_has_scaler(bool value) { has_scaler_ = value; }
+  bool has_scaler() const { return has_scaler_; }
+  /// Errors: kUsage where require_idle() throws, and while gradients wait to be reduced.
+  void require_whole_sums(const char* what);
+  /// The same, and for gradients on its shards: units are about to be laid out anew.
+  void require_between_steps(const char* what);
+  void set_requires_replica_reduce(bool value);
+  void set_is_last_backward(bool value);
+  /// Errors: kUsage as require_idle().
+  void set_defer_weight_gradients(bool value);
+  void run_weight_gradients();
+  /// To be called when anything in controls() may have changed.
+  void controls_changed() { controls_known_ = false; }
+  /// As they are now.
+  Controls controls() const;
+  /// The same in words. It is part of every label and of the agreement on the forward order, so
+  /// that ranks cannot differ. [Note: controls]
+  const std::string& controls_in_words();
+  /// The same behind the model's name, for labels: two models of one module issue the same.
+  const std::string& marks();
+  /// From here on labels have one; units of this tree are what all ranks have agreed on.
+  void name_model() {
+    model_ = world().next_model_name();
+    controls_changed();
+  }
+  const std::string& model_name() const { return model_; }
+  /// Starts the unit's gather for the user, and keeps it. Collective.
+  void begin_unshard(Unit& unit);
+  void wait_unshard(Unit& unit);
+  /// Waits until its gradients of earlier micro-batches are summed.
+  void finish_reductions_of(const Unit& unit) { reducer_.finish(unit); }
+  /// Gradients can be read. Errors: kUsage while reductions wait for the last backward; as
+  /// GradSink::require_all_redeemed.
+  void require_reduced(const char* what) const;
+  /// No rank has gradients that were deferred. Errors: kUsage.
+  void require_none_owed(const char* what) const;
+  /// No micro-batch waits to be reduced, nor to be summed over replicas. Errors: kUsage as
+  /// require_reduced(); naming the unit.
+  void require_synced(const char* what) const;
+  /// Errors: kUsage where a failure took gradients and zero_grad() was not called since.
+  void require_none_lost(const char* what) const;
+  /// Errors: kUsage while a recorded forward waits for its backward or deferred gradients are owed.
+  void require_idle(const char* what) const;
+  /// An exception has ended a step, and nothing has begun anew since.
+  bool has_failed() const;
+  /// reset() after a failure that World::recover() has ended: first in whatever may follow one.
+  void renew_after_failure();
+  /// Gives back all unsharded memory and forgets everything under way, published gradients too.
+  void reset();
+  std::int64_t gathers_issued() const { return gathers_issued_; }
+  std::int64_t reductions_issued() const { return reducer_.issued(); }
+
+ private:
+  /// A step that failed: nothing of it is under way any more.
+  void end_step();
+  /// What abandon_backward() has noted. Threads: the rank's own.
+  void take_up_abandoned();
+  // units and forward: runtime.cpp
+  void check_usable();
+  void number_units();
+  void remove_orphans();
+  /// The first line in which `lines` differs between ranks, in words. Collective.
+  std::string difference_between_ranks(const std::string& lines, const char* what);
+  std::shared_ptr<Entry> record(Unit& unit, std::size_t position);
+  void gather_needed(Unit& unit);
+  void prefetch_after(const Unit& unit, std::size_t position);
+  void issue_gather(Unit& unit);
+  void check_borrowed(const Unit& unit) const;
+  void release_stale();
+  std::vector<bool> stale_on_any_rank(const std::vector<Unit*>& kept);
+  void agree_on_controls();
+  std::vector<std::shared_ptr<Unit>> living(const std::vector<std::weak_ptr<Unit>>& named,
+                                            const char* control, const Unit& of) const;
+  // what a backward issues: agree_backward.cpp
+  BackwardView view_of_backward(const Entry* first) const;
+  UnitState state_of(const Unit& unit) const;
+  std::string memory_lines() const;
+  ViewFrame frame_of_views() const;
+  std::uint64_t hash_of_agreed() const;
+  /// What any rank says. Collective. Errors: kComm for other traces.
+  BackwardView agree_on_backward(const BackwardView& mine);
+  [[noreturn]] void name_difference();
+  void keep_forward();
+  void plan_backward_under_way(const Entry* first);
+  // backward: backward.cpp
+  [[noreturn]] void refuse_forgotten(const Entry& entry);
+  BackwardUnderWay* under_way(const Entry& entry, bool needs_weights);
+  void do_steps(BackwardUnderWay& backward, std::size_t count);
+  void finish(BackwardUnderWay& backward);
+  void wait_unsharded(Unit& unit);
+  bool any_rank_owes();
+  void issue_reduction(Unit& unit);
+  void settle_gradients();
+
+  Groups groups_;
+  std::shared_ptr<comm::BufferPool> pool_;
+  grad::GradSink sink_;
+  grad::WeightGradStore store_{sink_};
+  std::vector<Unit*> units_;
+  std::vector<std::shared_ptr<Unit>> orphans_;  // without a handle, while others have one
+  bool agreed_ = false;
+  std::uint64_t layout_ = 0;
+  Reducer reducer_;
+  Publisher publisher_{groups_, reducer_, units_};
+  UnitTrace spans_;
+
+  ModelControls switches_;
+  bool has_scaler_ = false;
+  bool controls_known_ = false;
+  std::string controls_;
+  std::string marks_;
+  std::string model_ = "a model that is being sharded";
+
+  Forwards forwards_;
+  Unit* kept_ = nullptr;  // the last unit of the forward, whose memory stays for backward
+  Owed::Count outstanding_ = std::make_shared<std::atomic<int>>(0);  // of entries since reset()
+  std::int64_t gathers_issued_ = 0;
+
+  std::atomic<bool> in_backward_ = false;
+  std::deque<BackwardUnderWay> under_way_;  // outermost first
+  bool awaiting_tickets_ = false;
+  bool holds_reductions_ = false;
+  bool waits_for_last_ = false;  // reductions are issued that no gradient shows yet
+
+  bool failed_ = false;
+  std::atomic<std::uint64_t> generation_ = 0;
+  std::atomic<std::uint64_t> abandoned_ = ~std::uint64_t{0};  // the generation whose backward was
+  std::uint64_t recoveries_ = 0;  // of the world, when this was last reset
+};
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,61 @@
+#include "fsdp/runtime/whole.h"
+
+#include <ATen/ATen.h>
+
+#include "fsdp/runtime/runtime.h"
+#include "layout/local_part.h"
+#include "tessera/error.h"
+
+namespace tessera::fsdp {
+
+at::Tensor whole_of(Runtime& runtime, const Unit& unit, const Bucket& bucket,
+                    const at::Tensor& slice, const char* what) {
+  auto* group = bucket.groups().gather;
+  if (group == nullptr) return slice;
+  auto flat = at::empty({bucket.plan().numel}, slice.options());
+  const auto own = bucket.plan().slice(bucket.rank());
+  flat.narrow(0, own.begin, own.size()).copy_(slice);
+  comm::Batch batch;
+  batch.label = {comm::Kind::kAllGather, concat(unit.shown_name(), " (", what, ")"), unit.id(), 0,
+                 runtime.model_name()};
+  batch.ops.emplace_back(comm::AllGather{flat});
+  runtime.queue().submit(*group, std::move(batch)).wait();
+  return flat;
+}
+
+at::Tensor whole_of(Runtime& runtime, const Parameter& parameter, const at::Tensor& local) {
+  const auto& [layout, shape] = std::tie(parameter.contract.layout, parameter.contract.shape);
+  std::vector<std::string_view> cut;
+  for (const auto& axis : layout.axes) {
+    if (axis.parameter.kind == PlacementKind::kShard) cut.push_back(axis.axis);
+  }
+  if (cut.empty() || local.numel() == 0) return local.view(shape);
+  const auto& shapes = runtime.mesh().shapes();
+  const auto members = shapes.of(layout.mesh).group_of(runtime.world().rank(), cut);
+  const auto group = runtime.world().group(members, "whole");
+  const auto count = local.numel();
+  const auto parts = at::empty({group->size() * count}, local.options());
+  parts.narrow(0, group->rank() * count, count).copy_(local);
+  comm::Batch batch;
+  batch.label = {comm::Kind::kAllGather, parameter.contract.name + " (its parts)",
+                 parameter.unit->id(), 0, runtime.model_name()};
+  batch.ops.emplace_back(comm::AllGather{parts});
+  runtime.queue().submit(*group, std::move(batch)).wait();
+  const auto whole = at::empty(layout::cut_shape(layout, shape), local.options());
+  std::int64_t begin = 0;
+  for (const int member : members) {
+    const auto box = layout::local_box(layout, shape, shapes.coordinates(member, layout));
+    narrow_to(whole, box).copy_(parts.narrow(0, begin, count).view(box.size));
+    begin += count;
+  }
+  return whole.view(shape);
+}
+
+at::Tensor narrow_to(at::Tensor whole, const TensorBox& box) {
+  for (std::size_t d = 0; d < box.size.size(); ++d) {
+    whole = whole.narrow(static_cast<std::int64_t>(d), box.offset[d], box.size[d]);
+  }
+  return whole;
+}
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,25 @@
+// Whole parameters: of a bucket from its slices, of a parameter from the parts that the ranks of
+// model axes hold.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "fsdp/runtime/unit.h"
+#include "layout/local_part.h"
+
+namespace tessera::fsdp {
+
+/// [plan().numel] from each rank's `slice` of the bucket's parameters or of something like them;
+/// the slice itself where nobody shares the bucket. Collective. `what` stands in the label.
+at::Tensor whole_of(Runtime& runtime, const Unit& unit, const Bucket& bucket,
+                    const at::Tensor& slice, const char* what);
+
+/// The parameter, or its gradient, in its global shape from this rank's whole local part, flat. A
+/// view of `local` where nothing is cut; copies that other ranks hold are not asked for. Collective
+/// among the ranks that hold parts. Errors: kComm.
+at::Tensor whole_of(Runtime& runtime, const Parameter& parameter, const at::Tensor& local);
+
+/// The elements of `whole` that lie in the box, as a view.
+at::Tensor narrow_to(at::Tensor whole, const TensorBox& box);
+
+}  // namespace tessera::fsdp

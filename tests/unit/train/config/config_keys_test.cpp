@@ -1,0 +1,91 @@
+#include "train/config/config_keys.h"
+
+#include <gmock/gmock.h>
+
+#include <set>
+
+#include "unit/train/config/config_fixture.h"
+
+namespace tessera::train::config_keys_test {
+namespace {
+
+using ::testing::HasSubstr;
+
+TEST(ConfigKeys, NamesAreUniqueAndDescribed) {
+  std::set<std::string> names;
+  for (const ConfigKey& key : config_keys()) {
+    EXPECT_TRUE(names.insert(key.full_name()).second) << key.full_name();
+    EXPECT_FALSE(key.help.empty()) << key.full_name();
+    EXPECT_FALSE(key.type.empty()) << key.full_name();
+    EXPECT_FALSE(key.default_text.empty()) << key.full_name();
+  }
+  EXPECT_EQ(names.size(),
+            77u);  // rows of the interface's table: adding a key changes this on purpose
+}
+
+TEST(ConfigKeys, KeysOfASectionAreAdjacent) {
+  std::set<std::string> seen;
+  std::string section;
+  for (const ConfigKey& key : config_keys()) {
+    if (key.section == section) continue;
+    section = key.section;
+    EXPECT_TRUE(seen.insert(section).second) << section;
+  }
+}
+
+TEST(ConfigKeys, DefaultsPassTheirOwnLimits) {
+  for (const ConfigKey& key : config_keys()) {
+    Config config;
+    if (const std::optional<ConfigValue> value = key.get(config)) {
+      EXPECT_NO_THROW(key.set(config, *value)) << key.full_name();
+    }
+    EXPECT_EQ(config, Config{}) << key.full_name();
+  }
+}
+
+TEST(ConfigKeys, HelpHasEveryKeyWithTypeAndDefault) {
+  const std::string help = config_help();
+  for (const ConfigKey& key : config_keys()) {
+    EXPECT_THAT(help, HasSubstr("  " + key.full_name() + "  " + key.type)) << help;
+    EXPECT_THAT(help, HasSubstr(key.default_text + "\n"));
+  }
+}
+
+TEST(ConfigKeys, HelpStaysWithin100ColumnsWhereTextWraps) {
+  const std::string help = config_help();
+  std::size_t begin = 0;
+  for (std::size_t end = help.find('\n'); end != std::string::npos; end = help.find('\n', begin)) {
+    if (help.compare(begin, 6, "      ") == 0) {
+      EXPECT_LE(end - begin, 100u) << help.substr(begin, end - begin);
+    }
+    begin = end + 1;
+  }
+}
+
+TEST(ConfigKeys, NearestNameOfTypicalMistakes) {
+  EXPECT_EQ(nearest_key("training.step"), "training.steps");
+  EXPECT_EQ(nearest_key("training.Steps"), "training.steps");
+  EXPECT_EQ(nearest_key("trainig.seq_len"), "training.seq_len");
+  EXPECT_EQ(nearest_key("training.lr"), "optimizer.lr");
+  EXPECT_EQ(nearest_key("optimizer.betass"), "optimizer.betas");
+  EXPECT_EQ(nearest_key("parallelism.data_parallel_shards_degree"),
+            "parallelism.data_parallel_shard_degree");
+  EXPECT_EQ(nearest_section("optimiser"), "optimizer");
+  EXPECT_EQ(nearest_section(""), "job");
+}
+
+TEST(ConfigKeys, NearestNameOfAVeryLongWordIsFoundQuickly) {
+  EXPECT_FALSE(nearest_key(std::string(1 << 20, 'x')).empty());
+}
+
+TEST(ConfigValueText, RoundsTripsThroughToml) {
+  EXPECT_EQ(to_toml(ConfigValue{1e-3}), "0.001");
+  EXPECT_EQ(to_toml(ConfigValue{1.0}), "1.0");
+  EXPECT_EQ(to_toml(ConfigValue{1e300}), "1e+300");
+  EXPECT_EQ(to_toml(ConfigValue{std::int64_t{-3}}), "-3");
+  EXPECT_EQ(to_toml(ConfigValue{std::string("a\"\\\n\x7f")}), R"("a\"\\\u000A\u007F")");
+  EXPECT_EQ(to_toml(ConfigValue{ConfigValue::Array{{true}, {std::string("x")}}}), "[true, \"x\"]");
+}
+
+}  // namespace
+}  // namespace tessera::train::config_keys_test

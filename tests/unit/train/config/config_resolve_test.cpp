@@ -1,0 +1,221 @@
+#include "train/config/config_resolve.h"
+
+#include <gmock/gmock.h>
+
+#include <filesystem>
+
+#include "unit/train/config/config_fixture.h"
+
+namespace tessera::train::config_resolve_test {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+Config small_config(const std::string& more = "") {
+  Config config = parse_config(kSmallConfig, "small.toml");
+  std::size_t begin = 0;  // "key=value" lines over it
+  while (begin < more.size()) {
+    const std::size_t end = std::min(more.find('\n', begin), more.size());
+    const std::string line = more.substr(begin, end - begin);
+    apply_override(config, line.substr(0, line.find('=')), line.substr(line.find('=') + 1));
+    begin = end + 1;
+  }
+  return config;
+}
+
+TEST(ConfigValidate, AcceptsAMinimalTrainingConfig) {
+  EXPECT_NO_THROW(validate(small_config(), Verb::kTrain));
+}
+
+TEST(ConfigValidate, BatchFilesNeedNoSeqLen) {
+  Config config = small_config("data.path=reference.safetensors");
+  config.training.seq_len.reset();
+  EXPECT_NO_THROW(validate(config, Verb::kTrain));
+}
+
+TEST(ConfigValidate, RelativeFoldersOfARunStayInside) {
+  for (const std::string key : {"checkpoint.folder", "metrics.folder"}) {
+    for (const std::string folder : {"..", "../elsewhere", "a/../../elsewhere"}) {
+      const Config config = small_config(key + "=" + folder);
+      EXPECT_THAT(
+          testing::error_of(ErrorKind::kConfig, [&] { validate(config, Verb::kTrain); }),
+          ::testing::AllOf(StartsWith(key), HasSubstr("'" + folder + "', which leads out")));
+    }
+    for (const std::string folder : {"a/../b", "..a", ".", "/tmp/../elsewhere"}) {
+      EXPECT_NO_THROW(validate(small_config(key + "=" + folder), Verb::kTrain)) << folder;
+    }
+  }
+}
+
+TEST(ConfigValidate, GradientsNeedsOnlyAModel) {
+  Config config;
+  config.model.path = "folder";
+  EXPECT_NO_THROW(validate(config, Verb::kGradients));
+}
+
+TEST(ConfigValidate, KeysBesideWhatIsNotBuiltAreAccepted) {
+  EXPECT_NO_THROW(
+      validate(small_config("checkpoint.enable=false\ncheckpoint.interval=5"), Verb::kTrain));
+}
+
+TEST(ConfigValidate, FrozenPartsMayBeWholeAndDtypesChecked) {
+  for (const Verb verb : {Verb::kTrain, Verb::kGradients}) {
+    EXPECT_NO_THROW(validate(small_config("model.frozen=replicate\ndebug.check_dtypes=true\n"
+                                          "precision.rule=[{match='x', frozen='replicate'}]"),
+                             verb));
+  }
+}
+
+struct BadConfig {
+  std::string change;
+  std::string begins;  // the key
+  std::string says;
+};
+
+class ConfigRelations : public ::testing::TestWithParam<BadConfig> {};
+
+TEST_P(ConfigRelations, AreRefusedWithTheirKey) {
+  const std::string message = testing::error_of(
+      ErrorKind::kConfig, [] { validate(small_config(GetParam().change), Verb::kTrain); });
+  EXPECT_THAT(message, StartsWith(GetParam().begins));
+  EXPECT_THAT(message, HasSubstr(GetParam().says));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Configs, ConfigRelations,
+    ::testing::Values(
+        BadConfig{"checkpoint.enable=false\ncheckpoint.load_step=5", "checkpoint.load_step",
+                  "expected -1; set checkpoint.enable = true"},
+        BadConfig{"device=cuda", "device", "not yet built"},
+        BadConfig{"lora.rank=8", "lora.targets", "found nothing"},
+        BadConfig{"lora.rank=8\nlora.targets=q_proj", "lora.rank", "for a model from scratch"},
+        BadConfig{"lora.rank=8\nlora.targets=q_proj\nlora.alpha=0", "lora.alpha", "found 0"},
+        BadConfig{"lora.rank=8\nlora.targets=q_proj\nmodel.config=''\nmodel.path=m\nmodel.freeze=x",
+                  "model.freeze", "beside lora.rank 8"},
+        BadConfig{"lora.targets=q_proj", "lora", "set lora.rank"},
+        BadConfig{"grad_scaler.init_scale=1000", "grad_scaler.init_scale",
+                  "expected a power of two"},
+        BadConfig{"grad_scaler.growth_factor=1.5", "grad_scaler.growth_factor", "power of two"},
+        BadConfig{"grad_scaler.backoff_factor=1", "grad_scaler.backoff_factor", "less than 1"},
+        BadConfig{"grad_scaler.min_scale=131072", "grad_scaler.min_scale",
+                  "expected at most init_scale"},
+        BadConfig{"parallelism.tensor_parallel_degree=2\nlora.rank=8\nlora.targets=q_proj\n"
+                  "model.config=''\nmodel.path=m\nlora.dropout=0.1",
+                  "lora.dropout", "with tensor_parallel_degree 2"},
+        BadConfig{"parallelism.pipeline_parallel_degree=2", "parallelism.pipeline_parallel_degree",
+                  "not yet built"},
+        BadConfig{"model.path=folder", "model.path and model.config", "found both"},
+        BadConfig{"model.config=", "model.path", "found nothing"},
+        BadConfig{"data.path=[]", "data.path", "found nothing"},
+        BadConfig{"data.path=['a.bin', 'b.txt']", "data.path", "a.bin"},
+        BadConfig{"data.path=['']", "data.path", "empty name"},
+        BadConfig{"validation.path=['a.txt', 'b.safetensors']", "validation.path", "b.safetensors"},
+        BadConfig{"metrics.trace_steps=[3, 21]", "metrics.trace_steps",
+                  "found 21, expected at most training.steps, 20"},
+        BadConfig{"precision.accumulate_dtype=bfloat16", "precision.accumulate_dtype",
+                  "reduce_dtype float32"},
+        BadConfig{"precision.accumulate_dtype=float16\nprecision.reduce_dtype=bfloat16",
+                  "precision.accumulate_dtype", "reduce_dtype bfloat16"},
+        BadConfig{"precision.rule=[{match='x', accumulate_dtype='bfloat16'}]",
+                  "precision.rule[1].accumulate_dtype", "reduce_dtype float32"}));
+
+TEST(ConfigValidate, MissingRequiredKeysAreNamed) {
+  Config config = small_config();
+  config.training.steps.reset();
+  EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { validate(config, Verb::kTrain); }),
+              StartsWith("training.steps"));
+  config = small_config();
+  config.training.seq_len.reset();
+  EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { validate(config, Verb::kTrain); }),
+              StartsWith("training.seq_len"));
+  config = small_config();
+  config.optimizer.lr.reset();
+  EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { validate(config, Verb::kTrain); }),
+              StartsWith("optimizer.lr"));
+}
+
+TEST(ResolveParallelism, ShardDegreeFillsTheWorld) {
+  ParallelismConfig p;
+  EXPECT_EQ(resolve_parallelism(p, 1), (ParallelDims{}));
+  EXPECT_EQ(resolve_parallelism(p, 3), (ParallelDims{.dp_shard = 3}));
+  p.data_parallel_replicate_degree = 2;
+  EXPECT_EQ(resolve_parallelism(p, 4), (ParallelDims{.dp_replicate = 2, .dp_shard = 2}));
+  EXPECT_EQ(resolve_parallelism(p, 4).data_ranks(), 4);
+  p.data_parallel_shard_degree = 3;
+  EXPECT_EQ(resolve_parallelism(p, 6).world_size(), 6);
+}
+
+TEST(ResolveParallelism, ImpossibleDegreesNameTheKey) {
+  ParallelismConfig p;
+  p.data_parallel_shard_degree = 2;
+  EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { resolve_parallelism(p, 3); }),
+              HasSubstr("data_parallel_shard_degree: found 2, expected -1 or 3"));
+  p = {};
+  p.data_parallel_replicate_degree = 2;
+  EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { resolve_parallelism(p, 3); }),
+              HasSubstr("does not divide 3"));
+  p.data_parallel_replicate_degree = 8;
+  EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { resolve_parallelism(p, 4); }),
+              HasSubstr("data_parallel_replicate_degree 8"));
+  p.data_parallel_replicate_degree = 2147483647;
+  p.tensor_parallel_degree = 2147483647;
+  p.pipeline_parallel_degree = 2147483647;
+  EXPECT_THROW(resolve_parallelism(p, 4), Error);
+}
+
+TEST(RanksToSpawn, IsTheProductWithMinusOneAsOne) {
+  ParallelismConfig p;
+  EXPECT_EQ(ranks_to_spawn(p), 1);
+  p.data_parallel_replicate_degree = 2;
+  EXPECT_EQ(ranks_to_spawn(p), 2);
+  p.data_parallel_shard_degree = 3;
+  EXPECT_EQ(ranks_to_spawn(p), 6);
+  p.expert_parallel_degree = 4;  // inside the others
+  EXPECT_EQ(ranks_to_spawn(p), 6);
+  p.data_parallel_shard_degree = 2147483647;
+  EXPECT_THROW(ranks_to_spawn(p), Error);
+}
+
+TEST(ResolveBatch, GlobalBatchIsAMultipleOfWhatRanksTakeAtOnce) {
+  TrainingConfig training;
+  EXPECT_EQ(resolve_batch(training, 3), (BatchSizes{1, 3, 1}));
+  training.local_batch_size = 2;
+  training.global_batch_size = 12;
+  EXPECT_EQ(resolve_batch(training, 3), (BatchSizes{2, 12, 2}));
+  training.global_batch_size = 10;
+  EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { resolve_batch(training, 3); }),
+              HasSubstr("expected a multiple of 6"));
+}
+
+TEST(DataKind, GoesByTheEnding) {
+  EXPECT_EQ(data_kind({"a.bin"}, "k"), DataKind::kTokens);
+  EXPECT_EQ(data_kind({"a.safetensors"}, "k"), DataKind::kBatches);
+  EXPECT_EQ(data_kind({"folder"}, "k"), DataKind::kText);
+  EXPECT_EQ(data_kind({"a.txt", "b"}, "k"), DataKind::kText);
+}
+
+TEST(ResolvedForRun, HoldsPathsAbsoluteSoThatItMeansTheSameElsewhere) {
+  Config config = small_config("");
+  config.data.path = {"a.txt", "/b.txt"};
+  config.validation.path = {"../held_out.txt"};
+  const Config resolved = resolved_for_run(config, "/runs/one");
+  const auto here = std::filesystem::current_path();
+  EXPECT_EQ(resolved.data.path, (std::vector<std::string>{here / "a.txt", "/b.txt"}));
+  EXPECT_EQ(resolved.validation.path[0], here.parent_path() / "held_out.txt");
+  EXPECT_EQ(resolved.model.path.empty(), config.model.path.empty());
+  const std::string model = resolved.model.path + resolved.model.config;
+  EXPECT_EQ(model, here / (config.model.path + config.model.config));
+}
+
+TEST(ResolvedForRun, HoldsFoldersAbsolute) {
+  const Config resolved = resolved_for_run(small_config("metrics.folder=/elsewhere"), "/runs/one");
+  EXPECT_EQ(resolved.job.dump_folder, "/runs/one");
+  EXPECT_EQ(resolved.checkpoint.folder, "/runs/one/checkpoint");
+  EXPECT_EQ(resolved.metrics.folder, "/elsewhere");
+  EXPECT_EQ(resolved.optimizer.weight_decay, 0.1);
+  EXPECT_EQ(resolved_for_run(resolved, "/runs/one"), resolved);
+}
+
+}  // namespace
+}  // namespace tessera::train::config_resolve_test
