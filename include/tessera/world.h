@@ -49,6 +49,9 @@ class World : public std::enable_shared_from_this<World> {
   /// Gloo the process ignores SIGPIPE from then on, unless it handles it: a lost rank is an error.
   /// Errors: kUsage for contradictory variables, kComm when the others do not come in time.
   static std::shared_ptr<World> connect(const WorldOptions& options = {});
+  /// A world of one, whatever the environment says: of a process that works alone, also where a
+  /// launcher has started others beside it.
+  static std::shared_ptr<World> of_one();
 
   virtual ~World();
   World(const World&) = delete;

@@ -12,8 +12,8 @@
 #include "io/token_source.h"
 #include "models/model_spec.h"
 #include "tessera/error.h"
+#include "tessera/world.h"
 #include "train/config/config_resolve.h"
-#include "train/parallelize.h"
 
 namespace tessera::cli {
 namespace {
@@ -132,12 +132,11 @@ int run_generate(const GenerateArguments& arguments) {
                                       : parse_ids(*arguments.prompt_tokens);
   train::check_prompt(source.spec, prompt);
   const train::GenerateOptions options = generate_options(arguments, source);
-  const auto model = train::load_whole_model(
-      source,
-      train::resolve_model(source, config, ParallelDims{}, train::Purpose::kInference).parameters);
+  const auto world = World::of_one();
+  const auto model = train::parallelize_to_generate(source, config, *world);
   Printer printer(arguments.prompt ? Printer::As::kText : Printer::As::kIds);
-  const train::EndedBy end =
-      train::generate(*model, prompt, options, [&](std::int64_t token) { printer.print(token); });
+  const train::EndedBy end = train::generate(train::decoder_of(*model), prompt, options,
+                                             [&](std::int64_t token) { printer.print(token); });
   printer.finish();
   if (end == train::EndedBy::kPositions) {
     std::cerr << "tessera: generate: ended at the model's max_position_embeddings, "

@@ -103,10 +103,12 @@ std::shared_ptr<World> World::connect(const WorldOptions& options) {
   auto launch = comm::read_launch_environment(base::environment(),
                                               {options.master_addr, options.master_port});
   comm::backend_named(options.backend);  // also where nobody is to be connected
-  if (launch.world_size == 1) return std::make_shared<SoloWorld>();
+  if (launch.world_size == 1) return of_one();
   comm::find_first_host(launch, comm::kScontrolPatience);
   return std::make_shared<comm::ProcessWorld>(launch, options);
 }
+
+std::shared_ptr<World> World::of_one() { return std::make_shared<SoloWorld>(); }
 
 Mesh World::mesh(const MeshShapes& shapes) { return Mesh(shared_from_this(), shapes); }
 

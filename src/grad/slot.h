@@ -33,7 +33,6 @@ class Slot {
       return handle->forward(std::forward<decltype(args)>(args)...);
     };
   }
-  bool is_sharded() const { return static_cast<bool>(forward_); }
 
   const std::shared_ptr<M>& module() const { return module_; }
 

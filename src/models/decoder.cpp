@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "grad/leaf.h"
 #include "nn/loss.h"
 #include "nn/parameter.h"
 #include "parallel/transitions.h"
@@ -98,8 +99,17 @@ DecoderCache Decoder::make_cache(std::int64_t capacity) const {
 }
 
 void Decoder::require_whole() const {
-  TESSERA_CHECK(!embedding_->is_sharded() && !head_->is_sharded() && !layers_.front().is_sharded(),
-                ErrorKind::kUsage, "decode: found a sharded model, expected a whole one");
+  for (const auto& parameter : named_parameters()) {
+    const auto leaf = grad::find_leaf(parameter.value());
+    if (leaf == nullptr) continue;
+    const GradContract* contract = leaf->contract;
+    TESSERA_CHECK(
+        contract != nullptr && contract->replicated() && contract->local_shape() == contract->shape,
+        ErrorKind::kUsage, "decode: found the parameter ", parameter.key(), " sharded",
+        contract == nullptr ? " by a handle that is gone" : "",
+        ", expected a whole model: a plain one, or one whose parameters are all frozen and whole "
+        "on every rank (frozen = \"replicate\")");
+  }
 }
 
 at::Tensor Decoder::next_logits(const at::Tensor& input_ids) {
@@ -112,7 +122,7 @@ at::Tensor Decoder::next_logits(const at::Tensor& input_ids) {
 
 at::Tensor Decoder::decode(const at::Tensor& input_ids, DecoderCache& cache) {
   const at::NoGradGuard no_grad;
-  require_whole();
+  if (cache.length() == 0) require_whole();
   TESSERA_INVARIANT(cache.layers.size() == layers_.size(), "a cache of another model");
   at::Tensor x = embedding_->module()->forward(input_ids);
   for (std::size_t i = 0; i < layers_.size(); ++i) {

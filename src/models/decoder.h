@@ -71,10 +71,10 @@ class Decoder : public LanguageModel {
   /// Room for `capacity` positions; memory is taken when the first ones come.
   DecoderCache make_cache(std::int64_t capacity) const;
   /// input_ids [B, T] that follow the positions in the cache, which they join -> logits [B, V] of
-  /// the last one. No gradient, no sharding: the modules are called past any handle. The first call
-  /// of a cache gives the bits of forward's hidden states; later ones differ from it by the order
-  /// of additions. Errors: kUsage for more positions than the cache has room for, or a sharded
-  /// model.
+  /// the last one. No gradient, nothing gathered: the modules are called past any handle. The first
+  /// call of a cache gives the bits of forward's hidden states; later ones differ from it by the
+  /// order of additions. Errors: kUsage for more positions than the cache has room for, or, in the
+  /// first call, for a parameter that is neither plain nor frozen and whole on every rank.
   at::Tensor decode(const at::Tensor& input_ids, DecoderCache& cache);
 
   /// input_ids [B, T] -> logits [B, V] after the last one, by a whole forward. As decode otherwise.

@@ -34,6 +34,12 @@ void require_matches(const std::vector<std::string>& patterns,
   }
 }
 
+/// What a model is resolved for, and how what is frozen then is kept.
+struct Use {
+  Purpose purpose;
+  FrozenAs frozen_as;
+};
+
 /// What is known of one parameter: from the folder's header (check_tensors has seen that tensors
 /// that one parameter stacks have one dtype), or from config.json alone.
 ParameterMeta meta_of(const models::ParameterSpec& parameter, const ModelSource& source,
@@ -70,19 +76,20 @@ void add_alias(std::vector<ParameterMeta>& metas, const models::ParameterSpec& t
   if (info != nullptr) owner->stored_aliases.emplace_back(tied.name, info->dtype);
 }
 
-ParameterMeta adapter_meta(const models::ParameterSpec& adapter, Purpose purpose) {
+ParameterMeta adapter_meta(const models::ParameterSpec& adapter, const Use& use) {
   ParameterMeta meta;
   meta.name = adapter.name;
   meta.shape = adapter.shape;
   meta.layout = adapter.layout;
   meta.drawn = true;
-  meta.trainable = purpose == Purpose::kTraining;
+  meta.trainable = use.purpose == Purpose::kTraining;
+  meta.frozen_as = use.frozen_as;
   meta.lora = LoraPart::kAdapter;
   return meta;
 }
 
 std::vector<ParameterMeta> metas_of(const ModelSource& source, const ModelConfig& model,
-                                    const ParallelDims& dims, Purpose purpose) {
+                                    const ParallelDims& dims, const Use& use) {
   const auto table = models::describe(source.spec, source.lora, dims).parameters;
   // Before anything of the config.json's sizes is allocated.
   if (source.folder) check_tensors(source);
@@ -97,14 +104,14 @@ std::vector<ParameterMeta> metas_of(const ModelSource& source, const ModelConfig
       continue;
     }
     if (models::is_adapter(parameter.name)) {
-      metas.push_back(adapter_meta(parameter, purpose));
+      metas.push_back(adapter_meta(parameter, use));
       continue;
     }
     ParameterMeta meta = meta_of(parameter, source, bulk_dtype);
     meta.trainable =
-        purpose == Purpose::kTraining && !source.lora && !matches_any(freeze, meta.name);
+        use.purpose == Purpose::kTraining && !source.lora && !matches_any(freeze, meta.name);
     if (source.lora) meta.lora = LoraPart::kBase;
-    meta.frozen_as = model.frozen;
+    meta.frozen_as = use.frozen_as;
     metas.push_back(std::move(meta));
   }
   if (model.freeze) require_matches(freeze, metas, "model.freeze");
@@ -146,6 +153,36 @@ void check_dropout(const LoraSpec& lora, const ParallelDims& dims, Purpose purpo
                 "of tp have a part; set parallelism.tensor_parallel_degree = 1");
 }
 
+PrecisionPolicy policy_of(const Config& config, Purpose purpose) {
+  auto policy = precision_policy(config.precision, config.optimizer);
+  if (purpose == Purpose::kTraining) return policy;
+  policy.optimizer.no_decay.reset();
+  for (PrecisionRule& rule : policy.rules) rule.frozen.reset();
+  return policy;
+}
+
+ModelContract resolve(const ModelSource& source, const Config& config, const ParallelDims& dims,
+                      const Use& use) {
+  check_dropout(source.lora, dims, use.purpose);
+  aux_loss_coef(config.model.aux_loss_coef, source.spec);  // refused before anything is made
+  TESSERA_CHECK(
+      !config.model.score_before_experts || source.spec.moe, ErrorKind::kConfig,
+      "model.score_before_experts: found true for a model without experts, expected false");
+  const auto metas = metas_of(source, config.model, dims, use);
+  // The loss is already divided by the batch's kept labels.
+  const DataAxes data(mesh_shape(dims), 1.0);
+  const auto biases = expert_biases_of(source, config.model.load_balance_coeff);
+  auto contract = resolve_model_contract(metas, buffer_metas_of(source, biases),
+                                         units_of(source.description, metas),
+                                         policy_of(config, use.purpose), data);
+  const bool any =
+      std::ranges::any_of(contract.parameters, [](const auto& each) { return each.trainable; });
+  TESSERA_CHECK(any || use.purpose == Purpose::kInference, ErrorKind::kConfig,
+                "model.freeze: found every parameter frozen, expected one to train; take a pattern "
+                "out of model.freeze or of the rules with frozen = true");
+  return contract;
+}
+
 }  // namespace
 
 MeshShapes mesh_shape(const ParallelDims& dims) {
@@ -157,25 +194,19 @@ MeshShapes mesh_shape(const ParallelDims& dims) {
 
 ModelContract resolve_model(const ModelSource& source, const Config& config,
                             const ParallelDims& dims, Purpose purpose) {
-  check_dropout(source.lora, dims, purpose);
-  aux_loss_coef(config.model.aux_loss_coef, source.spec);  // refused before anything is made
-  TESSERA_CHECK(
-      !config.model.score_before_experts || source.spec.moe, ErrorKind::kConfig,
-      "model.score_before_experts: found true for a model without experts, expected false");
-  const auto metas = metas_of(source, config.model, dims, purpose);
-  // The loss is already divided by the batch's kept labels.
-  const DataAxes data(mesh_shape(dims), 1.0);
-  auto policy = precision_policy(config.precision, config.optimizer);
-  if (purpose == Purpose::kInference) policy.optimizer.no_decay.reset();
-  const auto biases = expert_biases_of(source, config.model.load_balance_coeff);
-  auto contract = resolve_model_contract(metas, buffer_metas_of(source, biases),
-                                         units_of(source.description, metas), policy, data);
-  const bool any =
-      std::ranges::any_of(contract.parameters, [](const auto& each) { return each.trainable; });
-  TESSERA_CHECK(any || purpose == Purpose::kInference, ErrorKind::kConfig,
-                "model.freeze: found every parameter frozen, expected one to train; take a pattern "
-                "out of model.freeze or of the rules with frozen = true");
-  return contract;
+  const bool trains = purpose == Purpose::kTraining;
+  return resolve(source, config, dims,
+                 {purpose, trains ? config.model.frozen : FrozenAs::kReplicate});
+}
+
+std::map<std::string, DType> storage_on_the_way(const ModelSource& source, const Config& config,
+                                                const ParallelDims& dims) {
+  std::map<std::string, DType> dtypes;
+  for (const GradContract& each :
+       resolve(source, config, dims, {Purpose::kInference, FrozenAs::kShard}).parameters) {
+    if (each.storage.dtype != each.compute.dtype) dtypes.emplace(each.name, each.storage.dtype);
+  }
+  return dtypes;
 }
 
 }  // namespace tessera::train

@@ -2,6 +2,10 @@
 // and its layout say together. Next: grad/resolve_model.cpp, plan_of_run.h.
 #pragma once
 
+#include <map>
+#include <string>
+
+#include "tessera/dtype.h"
 #include "tessera/mesh_shape.h"
 #include "tessera/model_contract.h"
 #include "train/config/config_resolve.h"
@@ -10,10 +14,17 @@
 namespace tessera::train {
 
 /// The contract of every parameter (once where it is tied), buffer and unit, in the order of the
-/// model. Pure but for the headers of the folder. Errors: kContract, kConfig naming the parameter
-/// and the key; kFormat for a tensor of the folder that is not floating.
+/// model. For inference every parameter is frozen and whole on every rank in its compute dtype,
+/// whatever config and rules say. Pure but for the headers of the folder. Errors: kContract, kConfig
+/// naming the parameter and the key; kFormat for a tensor of the folder that is not floating.
 ModelContract resolve_model(const ModelSource& source, const Config& config,
                             const ParallelDims& dims, Purpose purpose = Purpose::kTraining);
+
+/// By name, the storage dtypes that sharded parameters would have where these are not those in which
+/// they compute. For inference values pass through them: what is computed is what a sharded model
+/// computes. Errors: as resolve_model.
+std::map<std::string, DType> storage_on_the_way(const ModelSource& source, const Config& config,
+                                                const ParallelDims& dims);
 
 /// The dense reading of the ranks, and the sparse one of experts.
 MeshShapes mesh_shape(const ParallelDims& dims);

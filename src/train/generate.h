@@ -2,8 +2,9 @@
 //
 // The prompt runs through the model at once, each further token alone over the cached keys and
 // values of those before it; a model that keeps none runs the whole text again for every token. The
-// model is not sharded: every parameter is in the compute dtype of its contract, so that what comes
-// out is what any layout computes. Next: sampling.h chooses.
+// model is parallelize.h's, of contracts for inference: every parameter is frozen and whole in its
+// compute dtype, so that nothing is gathered and what comes out is what any layout computes. Next:
+// sampling.h chooses.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +13,21 @@
 #include <vector>
 
 #include "models/decoder.h"
-#include "tessera/contract.h"
-#include "train/parallelize.h"
+#include "tessera/shard.h"
+#include "tessera/world.h"
+#include "train/config/config.h"
+#include "train/hf/model_source.h"
 #include "train/sampling.h"
 
 namespace tessera::train {
 
-/// `source` has a folder; `contracts` are resolve_model's. The parameters require no gradient.
-/// A checkpoint's files are verified before. Errors: kFormat naming the file; kIo.
-std::shared_ptr<models::Decoder> load_whole_model(const ModelSource& source,
-                                                  const std::vector<GradContract>& contracts);
+/// A model to generate from, its weights loaded; generate() takes its decoder_of, which lives as
+/// long. `source` has a folder. Collective. Errors: as parallelize; kConfig for a family that has no
+/// models::Decoder.
+std::shared_ptr<Sharded<models::LanguageModel>> parallelize_to_generate(const ModelSource& source,
+                                                                        const Config& config,
+                                                                        World& world);
+models::Decoder& decoder_of(const Sharded<models::LanguageModel>& model);
 
 struct GenerateOptions {
   std::int64_t max_new_tokens = 0;

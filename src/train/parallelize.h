@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <string>
 
 #include "models/language_model.h"
 #include "tessera/mesh.h"
@@ -27,9 +29,12 @@ enum class InitialWeights : std::uint8_t {
 struct ModelParts {
   ModelContract contract;
   std::shared_ptr<models::LanguageModel> model;
+  /// Of a model for inference, as storage_on_the_way.
+  std::map<std::string, DType> on_the_way = {};
 };
 /// Collective on first use of an axis. Errors: as resolve_model.
-ModelParts model_parts(const ModelSource& source, const Config& config, const Mesh& mesh);
+ModelParts model_parts(const ModelSource& source, const Config& config, const Mesh& mesh,
+                       Purpose purpose = Purpose::kTraining);
 
 /// Collective. The units: models::LanguageModel::units; what is left belongs to the root. Weights
 /// are loaded from the folder, whose files are verified before, each on one rank, or drawn;

@@ -173,6 +173,14 @@ TEST_F(GenerateBytes, Byte256EndsTheTextAndIsNotShown) {
   EXPECT_EQ(out, (std::vector<std::string>{"\n", "\\x00\n"}));
 }
 
+// Naive: it waits for ranks that a launcher has started for something else.
+TEST_F(GenerateBytes, AProcessOfALauncherGeneratesByItself) {
+  const Words words{"generate", "--model", "bytes", "--prompt", "Hi", "--max-new-tokens", "20"};
+  const Outcome found = run_program(folder_, words, "RANK=1 WORLD_SIZE=2");
+  EXPECT_EQ(found.code, 0) << found.err;
+  EXPECT_EQ(found.out, run_program(folder_, words).out);
+}
+
 struct Refused {
   std::string model;
   Words words;

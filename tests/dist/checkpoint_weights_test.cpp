@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
 
 #include "dist/ranks.h"
 #include "dist/training_run.h"
@@ -21,6 +22,11 @@ using ::testing::AllOf;
 using testing::error_of;
 using ::testing::HasSubstr;
 using testing::TemporaryFolder;
+
+/// As `tessera generate` has it.
+auto opened_to_generate(const train::ModelSource& source, const train::Config& config) {
+  return train::parallelize_to_generate(source, config, *World::of_one());
+}
 
 /// Seven files, each of which counts how often it was verified.
 class CountedFiles final : public TensorSource {
@@ -88,7 +94,7 @@ TEST(CheckpointWeights, ADamagedFileIsFoundWhereWeightsAreReadAndOnlyThere) {
     ranks(2).run([&](World& world) {
       train::parallelize(source, from, data_mesh(world), train::InitialWeights::kLater);
     });
-    EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { train::load_whole_model(source, contracts); }),
+    EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { opened_to_generate(source, from); }),
                 HasSubstr(name));
     EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { train::plan_export(source, {}); }),
                 HasSubstr(name));
@@ -112,8 +118,7 @@ TEST(CheckpointWeights, AnOriginThatIsDamagedIsAsGoodAsGone) {
   const auto source = train::open_model(model);
   EXPECT_TRUE(source.origin.empty());
   EXPECT_TRUE(train::plan_export(source, {}).copies.empty());
-  EXPECT_NO_THROW(
-      train::load_whole_model(source, train::resolve_model(source, config, {}).parameters));
+  EXPECT_NO_THROW(opened_to_generate(source, config));
 }
 
 // Naive: one says that storage_dtype changed, which nobody touched; the other writes float32 that
@@ -191,14 +196,79 @@ TEST(CheckpointWeights, AWholeModelRefusesAValueThatItsDtypesCannotHold) {
     config.precision.param_dtype.dtype = DType::kFloat16;
     if (stored) config.precision.storage_dtype.dtype = DType::kFloat16;
     auto source = train::open_model(config.model);
-    const auto contracts =
-        train::resolve_model(source, config, {}, train::Purpose::kInference).parameters;
-    EXPECT_NO_THROW(train::load_whole_model(source, contracts));
+    EXPECT_NO_THROW(opened_to_generate(source, config));
     source.folder = std::make_shared<OneLargeValue>(source.folder);
-    EXPECT_THAT(error_of(ErrorKind::kContract, [&] { train::load_whole_model(source, contracts); }),
+    EXPECT_THAT(error_of(ErrorKind::kContract, [&] { opened_to_generate(source, config); }),
                 AllOf(HasSubstr("parameter model."), HasSubstr("found the value 70000"),
                       HasSubstr("float16 can hold")));
   }
+}
+
+/// What a parameter of the file is in the module that generates.
+using Cast = std::function<at::Tensor(const at::Tensor&)>;
+
+void expect_kept_as(const Sharded<models::LanguageModel>& model, const TensorSource& folder,
+                    const Cast& cast) {
+  const auto in_module = model.module()->named_parameters();
+  for (const ShardView& view : model.shards()) {
+    const std::string& name = view.contract->name;
+    const at::Tensor& used = in_module[name];
+    const at::Tensor stored = train::read_elements(folder, name, 0, used.numel());
+    EXPECT_TRUE(same_bits(used.view({-1}), cast(stored))) << name;
+    EXPECT_TRUE(view.contract->replicated()) << name;
+    EXPECT_EQ(used.const_data_ptr(), view.shard.const_data_ptr()) << name << ": in memory twice";
+    EXPECT_FALSE(used.requires_grad()) << name;
+  }
+}
+
+// A model to generate from is in memory once, in its compute dtype, its values rounded to the
+// storage dtype before; rules that keep a part in another way are without effect.
+TEST(CheckpointWeights, AModelToGenerateFromIsWholeInItsComputeDtypeByWayOfItsStorageDtype) {
+  const TemporaryFolder folder;
+  auto config = small_run(folder);
+  train_on({}, with_steps(config, 1), folder / "run");
+  config.model.config.clear();
+  config.model.path = (folder / "run/checkpoint").string();
+  const auto source = train::open_model(config.model, {}, train::Purpose::kInference);
+  PrecisionRule rule;
+  rule.match = {"layers.0"};
+  for (const auto frozen : {FrozenRule::kNo, FrozenRule::kShard}) {
+    rule.frozen = frozen;
+    config.precision.rule = {rule};
+    config.precision.storage_dtype.dtype = DType::kFloat32;
+    config.precision.param_dtype.dtype = DType::kBFloat16;
+    expect_kept_as(*opened_to_generate(source, config), *source.folder,
+                   [](const at::Tensor& stored) { return stored.to(at::kBFloat16); });
+    config.precision.storage_dtype.dtype = DType::kBFloat16;
+    config.precision.on_narrower_request = NarrowerRequest::kNarrow;
+    config.precision.param_dtype.dtype = DType::kFloat32;
+    expect_kept_as(
+        *opened_to_generate(source, config), *source.folder,
+        [](const at::Tensor& stored) { return stored.to(at::kBFloat16).to(at::kFloat); });
+  }
+}
+
+// Naive: several ranks read memory that was never gathered, or refuse what each of them has whole.
+TEST(CheckpointWeights, WhatIsWholeOnSeveralRanksDecodesOnEachAndWhatIsShardedIsRefused) {
+  const TemporaryFolder folder;
+  auto config = small_run(folder);
+  train_on({}, with_steps(config, 1), folder / "run");
+  config.model.config.clear();
+  config.model.path = (folder / "run/checkpoint").string();
+  const auto source = train::open_model(config.model);
+  const at::Tensor ids = at::arange(5, at::kLong).view({1, 5});
+  const auto expected = train::decoder_of(*opened_to_generate(source, config)).next_logits(ids);
+  ranks(2).run([&](World& world) {
+    const auto whole = train::parallelize_to_generate(source, config, world);
+    EXPECT_TRUE(same_bits(train::decoder_of(*whole).next_logits(ids), expected));
+    const auto sharded = train::parallelize(source, config, data_mesh(world));
+    auto& decoder = train::decoder_of(*sharded);
+    auto cache = decoder.make_cache(5);
+    for (const auto& message : {error_of(ErrorKind::kUsage, [&] { decoder.decode(ids, cache); }),
+                                error_of(ErrorKind::kUsage, [&] { decoder.next_logits(ids); })}) {
+      EXPECT_THAT(message, HasSubstr("found the parameter model.embed_tokens.weight sharded"));
+    }
+  });
 }
 
 // Naive: it trains on whatever the memory held.
