@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 
 #include "tessera/contract.h"
 #include "tessera/optim.h"
@@ -32,6 +33,7 @@ class MasterOfShard {
   static at::Tensor make(const ShardView& view);
   /// The name of that in checkpoints; "" for none.
   static const char* name(Master master);
+  static std::optional<DType> dtype(Master master);
 
   /// Calls `update` for the shard's stretches and keeps what it leaves. `changed`: somebody else
   /// has written the shard since it was last stepped.
