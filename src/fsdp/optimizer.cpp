@@ -25,8 +25,8 @@ namespace {
 constexpr std::int64_t kMostSteps = std::int64_t{1} << 40;
 
 bool matches_any(const std::vector<std::string>& patterns, const GradContract& contract) {
-  return std::ranges::any_of(
-      patterns, [&](const auto& pattern) { return grad::matches(pattern, contract); });
+  return std::ranges::any_of(patterns,
+                             [&](const auto& pattern) { return grad::matches(pattern, contract); });
 }
 
 std::uint32_t version_of_shard(const at::Tensor& shard) {

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/printable.h"
+#include "grad/resolve_rules.h"
 #include "tessera/error.h"
 
 namespace tessera::train {
@@ -103,19 +104,18 @@ void check_training(const Config& config) {
 void check_precision(const PrecisionConfig& precision) {
   const DType reduce = precision.reduce_dtype.dtype.value_or(DType::kFloat32);
   const DType accumulate = precision.accumulate_dtype.dtype.value_or(DType::kFloat32);
-  TESSERA_CHECK(represents(accumulate, reduce), ErrorKind::kConfig,
-                "precision.accumulate_dtype: found ", to_string(accumulate),
-                ", expected it to hold every value of reduce_dtype ", to_string(reduce),
-                "; raise accumulate_dtype or lower reduce_dtype");
+  const auto require = [](const std::string& key, DType kept, DType on_wire) {
+    const auto wider = grad::wider_accumulator(kept, on_wire);
+    TESSERA_CHECK(!wider, ErrorKind::kConfig, key, ": found ", to_string(kept), ", ",
+                  wider.value_or(""), "; raise accumulate_dtype or lower reduce_dtype");
+  };
+  require("precision.accumulate_dtype", accumulate, reduce);
   int number = 0;
   for (const PrecisionRule& rule : precision.rule) {
     ++number;
     if (!rule.reduce_dtype && !rule.accumulate_dtype) continue;
-    const DType on_wire = rule.reduce_dtype.value_or(reduce);
-    const DType kept = rule.accumulate_dtype.value_or(accumulate);
-    TESSERA_CHECK(represents(kept, on_wire), ErrorKind::kConfig, "precision.rule[", number,
-                  "].accumulate_dtype: found ", to_string(kept),
-                  ", expected it to hold every value of reduce_dtype ", to_string(on_wire));
+    require(concat("precision.rule[", number, "].accumulate_dtype"),
+            rule.accumulate_dtype.value_or(accumulate), rule.reduce_dtype.value_or(reduce));
   }
 }
 
