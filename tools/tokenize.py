@@ -29,6 +29,7 @@ import sys
 del sys.path[0]  # this folder: the file would stand in for the standard module of its name
 import argparse  # noqa: E402
 import array  # noqa: E402
+import importlib  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import pathlib  # noqa: E402
@@ -75,9 +76,18 @@ def read_json(path):
     return found if isinstance(found, dict) else fail(f"{path}: found no JSON object")
 
 
-def open_tokenizer(model):
-    from tokenizers import Tokenizer
+def needed(package, purpose):
+    """The package, or one line that says how to get it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        fail(f"found no package {package} for {sys.executable} ({error}), expected it {purpose}; install it: "
+             f"{sys.executable} -m pip install {package}, or scripts/bootstrap --with-tests and then "
+             ".venv/bin/python tools/tokenize.py")
 
+
+def open_tokenizer(model):
+    Tokenizer = needed("tokenizers", "to read tokenizer.json").Tokenizer
     source = model / "tokenizer.json" if model.is_dir() else model
     if not source.is_file():
         fail(f"{source} is not there")
@@ -149,8 +159,7 @@ class Chat:
     """Conversations as ids, with the tokens that the assistant says."""
 
     def __init__(self, model, template, tokenizer):
-        import transformers
-
+        transformers = needed("transformers", "for --chat")
         self.tokenizer = tokenizer
         try:
             self.renderer = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)

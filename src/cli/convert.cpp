@@ -7,6 +7,7 @@
 #include "io/checkpoint_manifest.h"
 #include "io/checkpoint_store.h"
 #include "tessera/error.h"
+#include "train/config/config_resolve.h"
 #include "train/hf/hf_export.h"
 
 namespace tessera::cli {
@@ -32,7 +33,7 @@ train::ModelConfig model_of(const ConvertArguments& arguments) {
                   ": found beside convert, expected only --model.allow_unknown_config_keys there");
   }
   apply(arguments.overrides, config);
-  config.model.path = arguments.source;
+  config.model.path = train::newest_checkpoint(arguments.source, "CHECKPOINT");
   return config.model;
 }
 
@@ -91,8 +92,9 @@ void say_what_is_left_out(const train::ExportPlan& plan) {
 int run_convert(const ConvertArguments& arguments) {
   const train::ExportOptions options = export_options(arguments);
   require_outside_checkpoints(arguments.out);
-  const train::ModelSource source =
-      train::open_model(model_of(arguments), {}, train::Purpose::kInference);
+  const train::ModelSource source = train::open_as("CHECKPOINT", [&] {
+    return train::open_model(model_of(arguments), {}, train::Purpose::kInference);
+  });
   TESSERA_CHECK(source.adapters || !arguments.merged, ErrorKind::kUsage, "--merged: found ",
                 printable(arguments.source, 1024),
                 ", expected a checkpoint of adapters (lora.rank)");
@@ -106,7 +108,7 @@ int run_convert(const ConvertArguments& arguments) {
   if (!adapters) say_what_was_not_there(source);
   say_what_is_rounded(plan);
   say_what_is_left_out(plan);
-  AtomicFolder out(arguments.out);
+  AtomicFolder out = train::open_as("OUT", [&] { return AtomicFolder(arguments.out); });
   try {
     train::write_export(plan, out.temporary());
     out.commit();

@@ -23,7 +23,7 @@ using Ids = std::vector<std::int64_t>;
 /// Dtypes as the folder has them, unless the command line says otherwise.
 train::Config config_of(const GenerateArguments& arguments) {
   train::Config config;
-  config.model.path = arguments.model;
+  config.model.path = train::newest_checkpoint(arguments.model, "--model");
   config.precision.param_dtype = {};
   config.precision.storage_dtype = {};
   for (const auto& [key, value] : arguments.overrides) {
@@ -127,7 +127,8 @@ train::GenerateOptions generate_options(const GenerateArguments& arguments,
 
 int run_generate(const GenerateArguments& arguments) {
   const train::Config config = config_of(arguments);
-  const train::ModelSource source = train::open_model(config.model, {}, train::Purpose::kInference);
+  const train::ModelSource source = train::open_as(
+      "--model", [&] { return train::open_model(config.model, {}, train::Purpose::kInference); });
   const Ids prompt = arguments.prompt ? ids_of(*arguments.prompt, source.spec)
                                       : parse_ids(*arguments.prompt_tokens);
   train::check_prompt(source.spec, prompt);

@@ -4,6 +4,7 @@
 #include "cli/arguments.h"
 #include "cli/ranks.h"
 #include "train/config/config_resolve.h"
+#include "train/hf/model_source.h"
 
 namespace tessera::cli {
 
@@ -18,6 +19,7 @@ int run_gradients(const GradientsArguments& arguments) {
   request.impose_routing = arguments.impose_routing;
   return run_ranks(request.config, arguments.nproc, [&](World& world, RunPhase& phase) {
     log::init({.rank = world.rank(), .world_size = world.size(), .file = {}});
+    train::take_newest_checkpoint(request.config.model, world, "--model");
     train::run_gradients(request, world, [&phase] { phase.begin_steps(); });
   });
 }

@@ -175,12 +175,15 @@ struct Planned {
 };
 
 Planned plan_run(const InspectArguments& arguments) {
-  train::Config config = train::load_config(arguments.contract_file);
+  train::Config config =
+      train::open_as("--contract", [&] { return train::load_config(arguments.contract_file); });
   apply(arguments.overrides, config);
   train::validate(config, train::Verb::kContract);
   const int world = arguments.world ? *arguments.world : train::ranks_to_spawn(config.parallelism);
   const ParallelDims dims = train::resolve_parallelism(config.parallelism, world);
-  const train::ModelSource source = train::open_model(config.model, config.lora);
+  config.model.path = train::newest_checkpoint(config.model.path, "model.path");
+  const train::ModelSource source = train::open_as(
+      train::model_key(config.model), [&] { return train::open_model(config.model, config.lora); });
   Planned planned;
   planned.mesh = train::mesh_shape(dims);
   planned.contract = train::resolve_model(source, config, dims);
@@ -343,7 +346,8 @@ int run_inspect(const InspectArguments& arguments) {
   TESSERA_CHECK(arguments.overrides.empty(), ErrorKind::kUsage, "--",
                 arguments.overrides.empty() ? "" : arguments.overrides.front().first,
                 ": found beside a folder, expected it beside --contract only");
-  const Listing listing = listing_at(arguments.folder);
+  const std::string folder = train::newest_checkpoint(arguments.folder, "DIR");
+  const Listing listing = train::open_as("DIR", [&] { return listing_at(folder); });
   arguments.json ? print_listing_json(listing) : print_table(listing);
   return kDone;
 }

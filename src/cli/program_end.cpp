@@ -37,6 +37,7 @@ int exit_code(const std::exception& error, Phase phase) {
 
 int report(const std::exception& error, Phase phase) {
   const auto* known = dynamic_cast<const Error*>(&error);
+  std::cout.flush();  // what was printed before stands before it
   terminal_line::clear_of_any_process();
   std::cerr << "tessera: " << to_string(known == nullptr ? ErrorKind::kInternal : known->kind())
             << ": " << one_line(error.what()) << '\n';

@@ -34,8 +34,16 @@ class RunPhase {
   }
   Phase now() const { return stepping_.load() ? Phase::kStepping : Phase::kPreparing; }
 
+  /// `undo` takes back what was made for the run: called where it is refused, never once the steps
+  /// have begun. Set before there is anything to take back.
+  void when_refused(std::function<void()> undo) { undo_ = std::move(undo); }
+  void refused() const {
+    if (undo_ && now() == Phase::kPreparing) undo_();
+  }
+
  private:
   const std::function<void()> prepared_;
+  std::function<void()> undo_;
   std::atomic<bool> stepping_{false};
 };
 

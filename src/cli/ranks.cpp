@@ -43,7 +43,10 @@ int run_as_rank(const WorldOptions& options, int world_size, const RankBody& bod
     world->begin_start_up();
     body(*world, phase);
   } catch (const std::exception& error) {
-    if (world_size == 1) return report(error, phase.now());
+    if (world_size == 1) {
+      if (exit_code(error, phase.now()) == kRefused) phase.refused();
+      return report(error, phase.now());
+    }
     comm::report_failure(world.get(), error, exit_code(error, phase.now()));
   }
   world.reset();  // waits for the others

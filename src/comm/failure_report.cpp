@@ -116,8 +116,18 @@ void claim_exit() {
   while (claimed.test_and_set()) std::this_thread::sleep_for(std::chrono::hours(1));
 }
 
-// A disk that takes longer for one line holds nobody up.
+// A disk that takes longer for one line holds nobody up, nor does a pipe that nobody reads.
 constexpr std::chrono::milliseconds kLogPatience{1000};
+
+/// What this process has printed so far, ahead of its error: _exit flushes nothing.
+void flush_output() {
+  BoundedCalls().run(
+      [] {
+        std::cout.flush();
+        return std::fflush(stdout) == 0;
+      },
+      kLogPatience);
+}
 
 /// Whether there is one that prints it last.
 bool tell_parent(const FailureRecord& record) {
@@ -129,8 +139,6 @@ bool tell_parent(const FailureRecord& record) {
 }
 
 void print(const std::string& line) {
-  std::cout.flush();
-  std::fflush(stdout);
   terminal_line::clear_of_any_process();
   const std::string text = line + "\n";
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, text.data(), text.size());
@@ -183,17 +191,21 @@ void print_and_announce(ProcessWorld& world, const FailureRecord& record, bool p
 void report_failure(World* world, const std::exception& error, int code) {
   claim_exit();
   finish_report();
+  flush_output();
   FailureRecord record{FailureClass::kPrimary, monotonic_ns(), 0, code, one_line(error.what())};
   keep_in_log(record);  // a store that is gone may take a second to say so
   auto* const process_world = dynamic_cast<ProcessWorld*>(world);
+  int first_code = code;  // of the rank that was first in trouble
   if (dynamic_cast<const PeerLost*>(&error) != nullptr) {
     record.what = FailureClass::kNoticed;
     const auto cause = process_world != nullptr ? process_world->failure_behind() : std::nullopt;
     if (cause) {
       record.message = concat("stopped because of ", to_string(*cause));
       keep_in_log(record);
+      first_code = cause->exit_code;
     }
   }
+  if (process_world != nullptr && first_code == kRefusedCode) process_world->refused();
   if (world == nullptr) report_before_joining(error, std::move(record));
   record.rank = world->rank();
   const bool told = tell_parent(record);
@@ -209,14 +221,22 @@ void report_failure(World* world, const std::exception& error, int code) {
 void leave_after(ProcessWorld& world, const FailureRecord& cause) {
   claim_exit();
   finish_report();
+  flush_output();
   const FailureRecord record{FailureClass::kNoticed, monotonic_ns(), world.rank(), cause.exit_code,
                              concat("stopped because of ", to_string(cause))};
   tell_parent(record);
   keep_in_log(record);
+  if (cause.exit_code == kRefusedCode) world.refused();
   // A refusal is about what was asked, not about a rank: it is said once.
   if (cause.exit_code != kRefusedCode) print(to_string(record));
   world.stay_for_readers();
   ::_exit(record.exit_code);
+}
+
+void when_refused(World& world, std::function<void()> undo) {
+  if (auto* const others = dynamic_cast<ProcessWorld*>(&world)) {
+    others->when_refused(std::move(undo));
+  }
 }
 
 int default_exit_code(const std::exception& error) {

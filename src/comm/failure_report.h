@@ -29,6 +29,11 @@ void refuse_once(const std::exception& error, int code, const std::function<void
 /// one that another rank has announced word for word is not printed again.
 [[noreturn]] void report_failure(World* world, const std::exception& error, int code);
 
+/// `undo` is called by report_failure and leave_after where this rank, or the one that ends it, was
+/// refused: it takes back what was made for a run that does not begin. A world of one calls nothing:
+/// its error unwinds. Threads: `undo` is called by the thread that leaves.
+void when_refused(World& world, std::function<void()> undo);
+
 /// For threads that saw another rank fail: prints its error, and leaves with its exit code.
 [[noreturn]] void leave_after(ProcessWorld& world, const FailureRecord& cause);
 

@@ -175,6 +175,16 @@ void ProcessWorld::recover() {
   state_->abort_flag->clear();
 }
 
+void ProcessWorld::when_refused(std::function<void()> undo) {
+  const base::Lock lock(undo_mutex_);
+  undo_ = std::move(undo);
+}
+
+void ProcessWorld::refused() {
+  const base::Lock lock(undo_mutex_);
+  if (undo_) undo_();
+}
+
 void ProcessWorld::stay_for_readers() const {
   const bool serves_store = rank_ == 0 && !launch_.agent_store;
   if (serves_store) std::this_thread::sleep_for(state_->abort_flag->patience.words());

@@ -61,6 +61,9 @@ class ProcessWorld : public World {
   /// The same for a rank that was stopped. Where another rank's word has aborted the World, that
   /// rank's error is on its way through its stack: waited for as long as words may take.
   std::optional<FailureRecord> failure_behind() noexcept;
+  /// comm/failure_report.h.
+  void when_refused(std::function<void()> undo);
+  void refused();
   /// Where this process serves the store: until the others have read what it says.
   void stay_for_readers() const;
 
@@ -96,6 +99,8 @@ class ProcessWorld : public World {
   std::atomic<bool> store_is_silent_{false};
   /// As `by` of the first abort_here() of this epoch.
   std::atomic<Aborter> aborter_{Aborter::kNobody};
+  base::Mutex undo_mutex_;
+  std::function<void()> undo_ TESSERA_GUARDED_BY(undo_mutex_);
 };
 
 }  // namespace tessera::comm

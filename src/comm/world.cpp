@@ -201,6 +201,7 @@ int launch(int nproc, const std::function<void(World&)>& body, const WorldOption
     return 0;
   } catch (const std::exception& error) {
     const int code = comm::default_exit_code(error);
+    std::cout.flush();  // what was printed before stands before it
     comm::refuse_once(error, code, [&] { std::cerr << one_line(error.what()) << std::endl; });
     return code;
   }

@@ -155,9 +155,9 @@ void resolve_accumulate(GradContract& contract, const Asked& asked, const Precis
                                           : "float32 unless asked otherwise";
     return;
   }
-  TESSERA_CHECK(represents(setting->value, contract.reduce), ErrorKind::kContract, contract.name,
-                ": found the accumulate dtype ", to_string(setting->value), " (", setting->reason,
-                "), expected ", to_string(contract.reduce), " or wider, the reduce dtype (",
+  const auto wider = grad::wider_accumulator(setting->value, contract.reduce);
+  TESSERA_CHECK(!wider, ErrorKind::kContract, contract.name, ": found the accumulate dtype ",
+                to_string(setting->value), " (", setting->reason, "), ", wider.value_or(""), " (",
                 contract.reason(ContractField::kReduce), "); change ",
                 where_to_change(setting->reason, "accumulate_dtype"), " or set reduce_dtype");
   contract.accumulate = setting->value;

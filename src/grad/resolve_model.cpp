@@ -87,7 +87,11 @@ ModelContract resolve_model_contract(const std::vector<ParameterMeta>& parameter
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     model.parameters.push_back(grad::resolve_parameter(parameters[i], asked[i], policy, data));
   }
-  grad::check_no_decay(model.parameters, policy.optimizer);
+  if (policy.optimizer.no_decay) {
+    std::vector<const GradContract*> resolved;
+    for (const GradContract& contract : model.parameters) resolved.push_back(&contract);
+    grad::check_no_decay(*policy.optimizer.no_decay, resolved);
+  }
   // An adapter trains beside its layer and makes nothing else of it: the layer's buffers are those
   // of its frozen neighbours without one.
   std::vector<GradContract> parts;

@@ -50,6 +50,12 @@ void check_rule(const PrecisionRule& rule, const std::string& where) {
 
 bool is_arithmetic(DType dtype) { return is_floating(dtype) && !is_float8(dtype); }
 
+std::optional<std::string> wider_accumulator(DType accumulate, DType reduce) {
+  if (represents(accumulate, reduce)) return std::nullopt;
+  return concat("expected ", to_string(reduce), " or wider, to hold every value of reduce_dtype ",
+                to_string(reduce));
+}
+
 void check_policy(const PrecisionPolicy& policy) {
   check_dtype(policy.param_dtype, "[precision] param_dtype");
   check_dtype(policy.reduce_dtype, "[precision] reduce_dtype");

@@ -34,6 +34,10 @@ struct Asked {
 /// Whether a dtype can be computed in: floating, and not a payload format.
 bool is_arithmetic(DType dtype);
 
+/// What is expected of the dtype in which gradients are summed that travel as `reduce`; none where
+/// `accumulate` holds all their values.
+std::optional<std::string> wider_accumulator(DType accumulate, DType reduce);
+
 /// Refuses dtypes that nothing can be computed in, rules without a pattern, and rules that
 /// contradict themselves. Errors: kContract with the key.
 void check_policy(const PrecisionPolicy& policy);

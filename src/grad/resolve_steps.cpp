@@ -215,13 +215,6 @@ void resolve_lora_adapter(GradContract& contract) {
 
 namespace {
 
-/// The name or alias rule of PrecisionRule::match.
-bool matches(const std::string& pattern, const GradContract& contract) {
-  return matches_name(pattern, contract.name) ||
-         std::any_of(contract.aliases.begin(), contract.aliases.end(),
-                     [&](const auto& alias) { return matches_name(pattern, alias); });
-}
-
 void resolve_master(GradContract& contract, const OptimizerPrecision& asked) {
   std::string& reason = contract.reason(ContractField::kMaster);
   const DType storage = contract.storage.dtype;
@@ -298,15 +291,20 @@ void resolve_optimizer(GradContract& contract, const PrecisionPolicy& policy) {
   resolve_decay(contract, policy.optimizer);
 }
 
-void check_no_decay(const std::vector<GradContract>& contracts, const OptimizerPrecision& asked) {
-  if (!asked.no_decay) return;
-  for (const std::string& pattern : *asked.no_decay) {
-    const bool any = std::any_of(contracts.begin(), contracts.end(), [&](const auto& contract) {
-      return contract.trainable && matches(pattern, contract);
-    });
+bool matches(const std::string& pattern, const GradContract& contract) {
+  return matches_name(pattern, contract.name) ||
+         std::any_of(contract.aliases.begin(), contract.aliases.end(),
+                     [&](const auto& alias) { return matches_name(pattern, alias); });
+}
+
+void check_no_decay(const std::vector<std::string>& patterns,
+                    const std::vector<const GradContract*>& contracts) {
+  for (const std::string& pattern : patterns) {
+    const bool any = std::ranges::any_of(
+        contracts, [&](const auto* contract) { return matches(pattern, *contract); });
     TESSERA_CHECK(any, ErrorKind::kContract, "optimizer.no_decay: found the pattern \"", pattern,
-                  "\" that matches no trainable parameter, expected one that does; correct it or"
-                  " leave it out");
+                  "\" that matches no parameter, expected one that does; correct it or leave it "
+                  "out");
   }
 }
 

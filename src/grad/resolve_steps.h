@@ -58,8 +58,13 @@ void resolve_lora_base(GradContract& contract, const ParameterMeta& meta);
 void resolve_lora_adapter(GradContract& contract);
 /// Master, final, state, decay. After storage.
 void resolve_optimizer(GradContract& contract, const PrecisionPolicy& policy);
-/// Errors: kContract for a pattern of no_decay that no trainable parameter matches.
-void check_no_decay(const std::vector<GradContract>& contracts, const OptimizerPrecision& asked);
+/// Whether a pattern matches a parameter's name or an alias.
+bool matches(const std::string& pattern, const GradContract& contract);
+/// Errors: kContract for a pattern of no_decay that matches no parameter. One that matches frozen
+/// ones alone is without effect and no mistake: the same file freezes more of one model than of
+/// another, and all of it beside adapters.
+void check_no_decay(const std::vector<std::string>& patterns,
+                    const std::vector<const GradContract*>& contracts);
 
 /// resolve_model.cpp. `parameters` decide which subtrees are frozen.
 BufferContract resolve_buffer(const BufferMeta& meta, const Asked& asked,

@@ -144,15 +144,6 @@ std::vector<BufferMeta> buffer_metas_of(const ModelSource& source,
   return metas;
 }
 
-/// What a checkpoint of adapters brings along has not been in the config.
-void check_dropout(const LoraSpec& lora, const ParallelDims& dims, Purpose purpose) {
-  TESSERA_CHECK(lora.dropout == 0 || dims.tp == 1 || purpose == Purpose::kInference,
-                ErrorKind::kConfig, "lora.dropout: found adapters with dropout ", lora.dropout,
-                " and tensor_parallel_degree ", dims.tp,
-                ", expected 0: what is dropped is drawn by column of a whole input, of which ranks "
-                "of tp have a part; set parallelism.tensor_parallel_degree = 1");
-}
-
 PrecisionPolicy policy_of(const Config& config, Purpose purpose) {
   auto policy = precision_policy(config.precision, config.optimizer);
   if (purpose == Purpose::kTraining) return policy;
@@ -163,7 +154,8 @@ PrecisionPolicy policy_of(const Config& config, Purpose purpose) {
 
 ModelContract resolve(const ModelSource& source, const Config& config, const ParallelDims& dims,
                       const Use& use) {
-  check_dropout(source.lora, dims, use.purpose);
+  // What a checkpoint of adapters brings along has not been in the config.
+  if (use.purpose == Purpose::kTraining) check_dropout(source.lora.dropout, dims.tp);
   aux_loss_coef(config.model.aux_loss_coef, source.spec);  // refused before anything is made
   TESSERA_CHECK(
       !config.model.score_before_experts || source.spec.moe, ErrorKind::kConfig,

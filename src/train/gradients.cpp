@@ -141,21 +141,25 @@ void run_gradients(const GradientsRequest& request, World& world,
                    const std::function<void()>& on_first_step) {
   const auto& config = request.config;
   refuse_overwriting_inputs(request);
-  const auto source = open_model(config.model, config.lora);
+  const auto source = open_as("--model", [&] { return open_model(config.model, config.lora); });
   const auto dims = resolve_parallelism(config.parallelism, world.size());
   const auto mesh = world.mesh(mesh_shape(dims));
-  const auto batch = open_gradients_batch(request.batch, vocabulary_of(source.spec, !source.folder),
-                                          routing_of(request, source.spec));
+  const auto batch = open_as("--batch", [&] {
+    return open_gradients_batch(request.batch, vocabulary_of(source.spec, !source.folder),
+                                routing_of(request, source.spec));
+  });
   check_positions(config.parallelism, batch->row_tokens());
   const auto contract = resolve_model(source, config, dims);
   const auto model = parallelize(source, config, mesh);
   std::optional<SafetensorsWriter> writer;
   if (world.rank() == 0) {
-    writer.emplace(request.out, outputs(request, source, *batch, contract.parameters),
-                   std::map<std::string, std::string>{
-                       {"layout", to_string(mesh.shapes())},
-                       {"contract_hash", concat(hash(contract))},
-                       {"plan_hash", concat(layout::hash(fsdp::plan_of(*model)))}});
+    const std::map<std::string, std::string> metadata{
+        {"layout", to_string(mesh.shapes())},
+        {"contract_hash", concat(hash(contract))},
+        {"plan_hash", concat(layout::hash(fsdp::plan_of(*model)))}};
+    open_as("--out", [&] {
+      writer.emplace(request.out, outputs(request, source, *batch, contract.parameters), metadata);
+    });
   }
   const auto rows = micro_batches(batch->rows_in_step(),
                                   config.training.local_batch_size.value_or(batch->rows_in_step()),

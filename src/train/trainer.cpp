@@ -1,6 +1,7 @@
 #include "train/trainer.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 
 #include <chrono>
 #include <cmath>
@@ -9,6 +10,7 @@
 
 #include "base/log.h"
 #include "base/printable.h"
+#include "kernels/cpu/tables.h"
 #include "moe/routing.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"
@@ -19,6 +21,7 @@
 #include "train/data/data.h"
 #include "train/expert_balance.h"
 #include "train/parallelize.h"
+#include "train/report/banner.h"
 #include "train/report/checks.h"
 #include "train/report/metrics.h"
 #include "train/report/observers.h"
@@ -75,7 +78,8 @@ class Trainer {
       : config_(config),
         hooks_(hooks),
         world_(world),
-        source_(open_model(config.model, config.lora)),
+        source_(open_as(model_key(config.model),
+                        [&] { return open_model(config.model, config.lora); })),
         dims_(resolve_parallelism(config.parallelism, world.size())),
         mesh_(world.mesh(mesh_shape(dims_))) {
     TESSERA_CHECK(!source_.adapters, ErrorKind::kConfig, "model.path: found ", config.model.path,
@@ -132,6 +136,7 @@ class Trainer {
       check_dtypes(*model_, *data_, done_ + 1, rows.ranges().front());
     }
     if (hooks_.on_first_step) hooks_.on_first_step();
+    if (world_.rank() == 0 && done_ < *config_.training.steps) introduce();
     TrainingResult result;
     result.steps = done_;
     try {
@@ -144,6 +149,27 @@ class Trainer {
     checkpoints_->finish();
     observers_->finish();
     return result;
+  }
+
+  void introduce() const {
+    RunFacts run;
+    run.parameters = model_->contract().parameters;
+    if (source_.spec.moe) run.active = model_size().active_parameters;
+    run.dims = dims_;
+    run.rows = data_->rows_in_step();
+    run.row_tokens = data_->row_tokens();
+    run.rows_at_once = config_.training.local_batch_size.value_or(1);
+    run.first_step = done_ + 1;
+    run.steps = *config_.training.steps;
+    run.run_folder = config_.job.dump_folder.value_or("");
+    run.processor = {kernels::cpu::best_isa().name, kernels::cpu::has_bf16_products(),
+                     at::get_num_threads()};
+    const auto warn = [](const std::optional<std::string>& text) {
+      if (text) log::warn(*text);
+    };
+    warn(slow_bf16(run.parameters, run.processor));
+    warn(long_rows(run.row_tokens, source_.spec.max_position_embeddings, config_.model));
+    for (const std::string& line : banner(run)) log::info(line);
   }
 
   /// What ended the run stays its error.

@@ -211,6 +211,20 @@ TEST_F(GenerateBytes, AModelWithDropoutIsReadAndConvertedButNotTrained) {
   }
 }
 
+// Its no_decay names norms, which are frozen beside adapters.
+TEST_F(GenerateBytes, TheShippedFinetuneConfigTrainsAdaptersAsItStands) {
+  folder_.write("page.txt", std::string(400, 'a'));
+  const Outcome outcome = run_program(
+      folder_, {"train", std::string(TESSERA_CONFIGS) + "/finetune.toml", "--model.path", "bytes",
+                "--data.path", "page.txt", "--training.steps", "2", "--training.seq_len", "32",
+                "--training.global_batch_size", "2", "--job.dump_folder", "adapters", "--lora.rank",
+                "2", "--lora.targets", "q_proj"});
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  // 2 layers, 2 x (32 + 32) each.
+  EXPECT_THAT(outcome.err, HasSubstr(", trained 256\n"));
+  EXPECT_TRUE(std::filesystem::exists(folder_ / "adapters/checkpoint/step-2"));
+}
+
 TEST_F(GenerateBytes, WhatCannotRunIsRefusedBeforeItDoes) {
   const std::string other = std::filesystem::path(TESSERA_TEST_DATA) / "qwen3-fp32";
   const std::string long_prompt(65, 'x');

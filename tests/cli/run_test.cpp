@@ -60,6 +60,89 @@ TEST(TrainCommand, LeavesConfigMetricsAndLogs) {
   EXPECT_EQ(config.metrics.log_freq, 2);
 }
 
+/// The banner's lines without the time in front, and warnings.
+std::vector<std::string> said_before_steps(const std::string& err) {
+  std::vector<std::string> lines;
+  std::istringstream text(err);
+  for (std::string line; std::getline(text, line);) {
+    for (const std::string level : {" info ", " warning "}) {
+      const auto at = line.find(level);
+      if (at != std::string::npos) lines.push_back(line.substr(at + level.size()));
+    }
+  }
+  return lines;
+}
+
+// A run says what it is about to do once, on rank 0, whatever number of ranks.
+TEST(TrainCommand, SaysWhatItWillDoBeforeStepOne) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  const Outcome outcome =
+      run_program(folder, {"train", "run.toml", "--nproc", "2", "--job.dump_folder", "run",
+                           "--training.local_batch_size", "1"});
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  auto lines = said_before_steps(outcome.err);
+  for (std::string& line : lines) {
+    if (line.starts_with("[rank 0] ")) line.erase(0, 9);
+  }
+  const auto first = std::ranges::find_if(
+      lines, [](const auto& line) { return line.starts_with("parameters  "); });
+  ASSERT_GE(lines.end() - first, 7) << outcome.err;
+  // 260 x 16 twice, attention 16 x (16 + 8 + 8 + 16), 3 x 16 x 32, norms 3 x 16 + 2 x 8.
+  EXPECT_EQ(first[0], "parameters  10.7 k, trained all");
+  EXPECT_EQ(first[1], "layout      2 ranks, dp_shard 2");
+  EXPECT_EQ(first[2],
+            "tokens      64 a step: 4 rows of 16, in 2 micro-batches of at most 1 a rank");
+  EXPECT_EQ(first[3], "dtypes      storage float32; compute float32; reduce float32");
+  EXPECT_EQ(first[4], "steps       1 to 3");
+  EXPECT_EQ(first[5], "run folder  " + (folder / "run").string());
+  EXPECT_THAT(first[6], StartsWith("kernels     "));
+  EXPECT_EQ(outcome.err.find("parameters  "), outcome.err.rfind("parameters  "));
+  EXPECT_THAT(read_file(folder / "run/logs/rank_0.log"), HasSubstr("steps       1 to 3"));
+
+  const Outcome further = run_program(
+      folder, {"train", "run.toml", "--job.dump_folder", "run", "--training.steps", "4"});
+  EXPECT_THAT(further.err, HasSubstr("steps       4 to 4")) << "after a resumption";
+}
+
+bool machine_has_bf16() {
+  std::istringstream words(read_file("/proc/cpuinfo"));
+  for (std::string word; words >> word;) {
+    if (word == "avx512_bf16" || word == "bf16") return true;
+  }
+  return false;
+}
+
+// bf16 that is emulated, and rows that the model was not made for, are said once with their keys.
+TEST(TrainCommand, WarnsOfWhatIsMostLikelyNotMeant) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  const auto said = [&](const std::vector<std::string>& more) {
+    std::vector<std::string> words{"train", "run.toml", "--nproc", "2", "--checkpoint.enable",
+                                   "false"};
+    words.insert(words.end(), more.begin(), more.end());
+    const Outcome outcome = run_program(folder, words);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return outcome.err;
+  };
+  const auto count = [](const std::string& text, const std::string& part) {
+    int found = 0;
+    for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++found;
+    return found;
+  };
+  const std::string narrow = said({"--precision.param_dtype", "bfloat16"});
+  EXPECT_EQ(count(narrow, "set precision.param_dtype = \"float32\""), machine_has_bf16() ? 0 : 1)
+      << narrow;
+  const std::string at_most = said({"--training.seq_len", "64"});
+  EXPECT_EQ(count(at_most, "max_position_embeddings"), 0) << at_most;
+  const std::string longer = said({"--training.seq_len", "65"});
+  EXPECT_EQ(count(longer,
+                  "training.seq_len: found rows of 65 tokens, more than "
+                  "max_position_embeddings 64 of 'model.json'"),
+            1)
+      << longer;
+}
+
 TEST(TrainCommand, TheRunsOwnConfigRepeatsItBitForBit) {
   const testing::TemporaryFolder folder;
   write_small_run(folder);

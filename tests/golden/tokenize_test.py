@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import unittest.mock
 
 try:
     import numpy
@@ -129,6 +130,21 @@ class Tokenize(unittest.TestCase):
         self.assertEqual(self.read()[1], self.ids_of("last"))
         self.run_tool("--out", "out", "--eos", "<|turn|>", "last.txt")
         self.assertEqual(self.read()[1], self.ids_of("last") + [self.tokenizer.token_to_id("<|turn|>")])
+
+    def test_a_missing_package_is_named_with_the_way_to_get_it(self):
+        (self.folder / "talk.jsonl").write_text(json.dumps(TALK) + "\n")
+        for package, words in (("tokenizers", ["--encode", "a"]),
+                               ("transformers", ["--out", "out", "--chat", "talk.jsonl"])):
+            with unittest.mock.patch.dict(sys.modules, {package: None}):
+                said = self.run_tool(*words, ok=False)
+            self.assertIn(f"found no package {package} ", said)
+            self.assertIn(f"-m pip install {package}", said)
+            self.assertIn("scripts/bootstrap --with-tests", said)
+        # As a person meets it: -S leaves out installed packages.
+        bare = subprocess.run([sys.executable, "-S", TOOL, "--model", "model", "--encode", "a"], cwd=self.folder,
+                              capture_output=True, text=True, check=False)
+        self.assertEqual(bare.returncode, 2)
+        self.assertRegex(bare.stderr, r"\Atokenize: found no package tokenizers [^\n]+\n\Z")
 
     def test_windows_give_the_tokens_of_the_whole(self):
         text = some_text(600)

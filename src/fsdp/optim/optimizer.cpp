@@ -13,6 +13,7 @@
 #include "fsdp/optim/optimizer_shards.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
+#include "grad/resolve_steps.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
 #include "tessera/optim.h"
@@ -21,11 +22,8 @@ namespace tessera {
 namespace {
 
 bool matches_any(const std::vector<std::string>& patterns, const GradContract& contract) {
-  return std::any_of(patterns.begin(), patterns.end(), [&](const auto& pattern) {
-    if (matches_name(pattern, contract.name)) return true;
-    return std::any_of(contract.aliases.begin(), contract.aliases.end(),
-                       [&](const auto& alias) { return matches_name(pattern, alias); });
-  });
+  return std::ranges::any_of(patterns,
+                             [&](const auto& pattern) { return grad::matches(pattern, contract); });
 }
 
 std::uint32_t version_of_shard(const at::Tensor& shard) {
@@ -84,17 +82,14 @@ class ForSchedulers : public torch::optim::Optimizer {
 Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std::string>& no_decay)
     : lr_(lr), unit_(model.unit()), no_decay_(no_decay) {
   layout_ = fsdp::unit_of_handle(unit_).runtime().layout();
-  for (const auto& view : model.shards()) {
+  std::vector<const GradContract*> contracts;
+  const auto shards = model.shards();
+  for (const auto& view : shards) {
+    contracts.push_back(view.contract);
     scope_.emplace(view.contract, view.owner);
     if (view.contract->trainable) items_.push_back(make_item(view));
   }
-  for (const auto& pattern : no_decay) {
-    const bool any = std::any_of(items_.begin(), items_.end(), [&](const auto& item) {
-      return matches_any({pattern}, *item.view.contract);
-    });
-    TESSERA_CHECK(any, ErrorKind::kConfig, "optimizer.no_decay: found the pattern \"", pattern,
-                  "\" that matches no trainable parameter, expected one that does");
-  }
+  grad::check_no_decay(no_decay, contracts);
 }
 
 Optimizer::Item Optimizer::make_item(const ShardView& view) const {

@@ -1,6 +1,10 @@
 // Which instruction sets were compiled, and which of them this machine has.
 #include "kernels/cpu/tables.h"
 
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
 namespace tessera::kernels::cpu {
 
 namespace baseline {
@@ -39,6 +43,17 @@ const Isa& best_isa() {
     return *list.choices[index].isa;
   }();
   return best;
+}
+
+bool has_bf16_products() {
+#if defined(TESSERA_CPU_X86)
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512bf16");
+#elif defined(__aarch64__) && defined(HWCAP2_BF16)
+  return (::getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0;
+#else
+  return false;
+#endif
 }
 
 }  // namespace tessera::kernels::cpu

@@ -174,4 +174,8 @@ const IsaList& isas();
 /// The widest one that this machine runs.
 const Isa& best_isa();
 
+/// Whether this machine multiplies bf16; where it does not, libtorch's products are several times
+/// slower than those of fp32.
+bool has_bf16_products();
+
 }  // namespace tessera::kernels::cpu

@@ -183,7 +183,8 @@ void add_inputs(std::vector<ConfigKey>& keys) {
            {"folder", "RUN: where config.toml, metrics, logs and checkpoints go.",
             "outputs/<time>-<name>"});
   Section(keys, "model", &Config::model)
-      .key("path", &ModelConfig::path, {"folder", "Hugging Face folder to start from."})
+      .key("path", &ModelConfig::path,
+           {"folder", "Hugging Face folder, checkpoint or RUN folder to start from."})
       .key("config", &ModelConfig::config,
            {"file", "config.json of a model trained from scratch (instead of path)."})
       .key("allow_unknown_config_keys", &ModelConfig::allow_unknown_config_keys,
@@ -276,7 +277,8 @@ void add_update(std::vector<ConfigKey>& keys) {
 #define TESSERA_HYPERPARAMETER(name, type, value, range, ...) \
   optimizer.key(#name, static_cast<type O::*>(&O::name), {"", __VA_ARGS__}, range);
 #include "fsdp/optim/optimizers.def"
-  optimizer.key("no_decay", &O::no_decay, {"patterns", "Parameters without weight decay."});
+  optimizer.key("no_decay", &O::no_decay,
+                {"patterns", "Parameters without weight decay; frozen ones count as matched."});
   using L = LrSchedulerConfig;
   Section(keys, "lr_scheduler", &Config::lr_scheduler)
       .key("warmup_steps", &L::warmup_steps, {"steps", "lr x step / warmup_steps up to that step."},

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/printable.h"
+#include "grad/resolve_rules.h"
 #include "tessera/error.h"
 
 namespace tessera::train {
@@ -103,19 +104,18 @@ void check_training(const Config& config) {
 void check_precision(const PrecisionConfig& precision) {
   const DType reduce = precision.reduce_dtype.dtype.value_or(DType::kFloat32);
   const DType accumulate = precision.accumulate_dtype.dtype.value_or(DType::kFloat32);
-  TESSERA_CHECK(represents(accumulate, reduce), ErrorKind::kConfig,
-                "precision.accumulate_dtype: found ", to_string(accumulate),
-                ", expected it to hold every value of reduce_dtype ", to_string(reduce),
-                "; raise accumulate_dtype or lower reduce_dtype");
+  const auto require = [](const std::string& key, DType kept, DType on_wire) {
+    const auto wider = grad::wider_accumulator(kept, on_wire);
+    TESSERA_CHECK(!wider, ErrorKind::kConfig, key, ": found ", to_string(kept), ", ",
+                  wider.value_or(""), "; raise accumulate_dtype or lower reduce_dtype");
+  };
+  require("precision.accumulate_dtype", accumulate, reduce);
   int number = 0;
   for (const PrecisionRule& rule : precision.rule) {
     ++number;
     if (!rule.reduce_dtype && !rule.accumulate_dtype) continue;
-    const DType on_wire = rule.reduce_dtype.value_or(reduce);
-    const DType kept = rule.accumulate_dtype.value_or(accumulate);
-    TESSERA_CHECK(represents(kept, on_wire), ErrorKind::kConfig, "precision.rule[", number,
-                  "].accumulate_dtype: found ", to_string(kept),
-                  ", expected it to hold every value of reduce_dtype ", to_string(on_wire));
+    require(concat("precision.rule[", number, "].accumulate_dtype"),
+            rule.accumulate_dtype.value_or(accumulate), rule.reduce_dtype.value_or(reduce));
   }
 }
 
@@ -154,13 +154,22 @@ void validate(const Config& config, Verb verb) {
   validate(config.grad_scaler);
   check_model(config.model);
   check_lora(config.lora, config.model);
-  TESSERA_CHECK(config.lora.dropout == 0 || config.parallelism.tensor_parallel_degree == 1,
-                ErrorKind::kConfig, "lora.dropout: found ", config.lora.dropout,
-                " with tensor_parallel_degree ", config.parallelism.tensor_parallel_degree,
-                ", expected 0: what is dropped is drawn by column of a whole input, of which ranks "
-                "of tp have a part; change either");
+  check_dropout(config.lora.dropout, config.parallelism.tensor_parallel_degree);
   check_precision(config.precision);
   if (verb == Verb::kTrain) check_training(config);
+}
+
+void check_dropout(double dropout, int tensor_parallel_degree) {
+  TESSERA_CHECK(dropout == 0 || tensor_parallel_degree == 1, ErrorKind::kConfig,
+                "lora.dropout: found ", dropout, " with tensor_parallel_degree ",
+                tensor_parallel_degree,
+                ", expected 0: what is dropped is drawn by column of a whole input, of which ranks "
+                "of tp have a part; set parallelism.tensor_parallel_degree = 1, or train adapters "
+                "without dropout");
+}
+
+std::string_view model_key(const ModelConfig& model) {
+  return model.path.empty() ? "model.config" : "model.path";
 }
 
 ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world_size) {

@@ -8,8 +8,11 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "layout/parallel_dims.h"
+#include "tessera/error.h"
 #include "train/config/config.h"
 
 namespace tessera::train {
@@ -19,6 +22,26 @@ enum class Verb : std::uint8_t { kTrain, kGradients, kContract };
 
 /// Errors: kConfig naming the key: missing ones, contradictions, what is not yet built.
 void validate(const Config& config, Verb verb);
+
+/// Of a configuration, or of the adapters that a checkpoint brings along. Errors: kConfig for dropout
+/// beside tensor parallelism.
+void check_dropout(double dropout, int tensor_parallel_degree);
+
+/// What `open` returns; where it cannot open a file or folder the error says by which key, option or
+/// argument it was asked for. Every path that a user gives is opened through this. Errors: those of
+/// `open`.
+template <class Open>
+auto open_as(std::string_view key, const Open& open) {
+  try {
+    return open();
+  } catch (const Error& error) {
+    const std::string_view what = error.what();
+    if (error.kind() != ErrorKind::kIo || what.starts_with(key)) throw;
+    throw Error(ErrorKind::kIo, concat(key, ": ", what));
+  }
+}
+/// Which of the two names the model.
+std::string_view model_key(const ModelConfig& model);
 
 /// Every degree, -1 filled in. Errors: kConfig when no value of data_parallel_shard_degree gives
 /// `world_size`, or where experts cannot be shared so: expert_tensor is 1 or tensor, and expert x

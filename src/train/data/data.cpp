@@ -8,6 +8,7 @@
 #include "io/token_source.h"
 #include "nn/loss.h"
 #include "tessera/error.h"
+#include "train/config/config_resolve.h"
 #include "train/data/data_replay.h"
 
 namespace tessera::train {
@@ -138,6 +139,18 @@ std::unique_ptr<BatchSource> open_replay(const BatchRequest& request) {
   return batches;
 }
 
+std::unique_ptr<BatchSource> open_kind(const BatchRequest& request) {
+  switch (data_kind(request.path, request.key)) {
+    case DataKind::kText:
+      return open_tokens(request, open_text(request));
+    case DataKind::kTokens:
+      return open_tokens(request, std::make_unique<TokenFile>(request.path[0]));
+    case DataKind::kBatches:
+      return open_replay(request);
+  }
+  throw Error(ErrorKind::kInternal, "data of an unknown kind");
+}
+
 }  // namespace
 
 std::int64_t MicroBatch::kept_labels() const { return nn::count_kept(targets); }
@@ -153,15 +166,7 @@ models::ModelInputs MicroBatch::inputs() const {
 }
 
 std::unique_ptr<BatchSource> open_batches(const BatchRequest& request) {
-  switch (data_kind(request.path, request.key)) {
-    case DataKind::kText:
-      return open_tokens(request, open_text(request));
-    case DataKind::kTokens:
-      return open_tokens(request, std::make_unique<TokenFile>(request.path[0]));
-    case DataKind::kBatches:
-      return open_replay(request);
-  }
-  throw Error(ErrorKind::kInternal, "data of an unknown kind");
+  return open_as(request.key, [&] { return open_kind(request); });
 }
 
 std::unique_ptr<BatchSource> open_gradients_batch(const std::string& path,

@@ -1,12 +1,14 @@
 #include "train/hf/model_source.h"
 
 #include <algorithm>
+#include <system_error>
 #include <vector>
 
 #include "base/log.h"
 #include "base/printable.h"
 #include "comm/group.h"
 #include "io/checkpoint_folder.h"
+#include "io/checkpoint_store.h"
 #include "io/hf_folder.h"
 #include "io/mxfp4_tensors.h"
 #include "models/expert_bias.h"
@@ -129,6 +131,82 @@ ModelSource open_model(const ModelConfig& model, const LoraRequest& lora, Purpos
   source.lora = models::plan_lora(source.spec, lora);
   source.description = models::describe(source.spec, source.lora);
   return source;
+}
+
+namespace {
+
+namespace fs = std::filesystem;
+
+/// Where the run of this folder keeps its checkpoints; none where it is no run's. As its config.toml
+/// says, but inside the folder where they were inside: it may have been moved.
+std::optional<fs::path> checkpoints_of_run(const fs::path& path) {
+  std::error_code ignored;
+  const fs::path usual = path / CheckpointConfig().folder;
+  if (fs::exists(path / "config.toml", ignored)) {
+    try {
+      const Config run = load_config((path / "config.toml").string());
+      if (!run.job.dump_folder) return std::nullopt;
+      const fs::path inside =
+          fs::path(run.checkpoint.folder).lexically_relative(*run.job.dump_folder);
+      const bool elsewhere = inside.empty() || *inside.begin() == "..";
+      return elsewhere ? fs::path(run.checkpoint.folder) : path / inside;
+    } catch (const Error&) {
+      // Of another version, or somebody else's.
+    }
+  }
+  if (CheckpointStore(usual).steps().empty()) return std::nullopt;
+  return usual;
+}
+
+/// Where to look for the newest checkpoint; none where `path` itself is what is meant.
+std::optional<fs::path> checkpoints_at(const fs::path& path) {
+  std::error_code ignored;
+  if (!fs::is_directory(path, ignored) || fs::exists(path / kManifestFile, ignored) ||
+      fs::exists(path / "config.json", ignored)) {
+    return std::nullopt;
+  }
+  return CheckpointStore(path).steps().empty() ? checkpoints_of_run(path) : path;
+}
+
+bool is_whole(const fs::path& checkpoint) {
+  std::error_code ignored;
+  return fs::exists(checkpoint / kManifestFile, ignored);
+}
+
+}  // namespace
+
+std::string newest_checkpoint(const std::string& path, std::string_view key) {
+  const auto folder = checkpoints_at(path);
+  if (!folder) return path;
+  const CheckpointStore store(*folder);
+  const auto latest = store.latest();
+  TESSERA_CHECK(latest, ErrorKind::kIo, key, ": found ", shown(path),
+                ", the folder of a run, and no checkpoint in ", shown(*folder),
+                ", expected one; it has saved none yet, or had checkpoint.enable = false");
+  const fs::path taken = store.complete(*latest);
+  if (!is_whole(taken)) {
+    const auto steps = store.steps();
+    const auto whole = std::ranges::find_if(steps.rbegin(), steps.rend(), [&](std::int64_t step) {
+      return is_whole(store.complete(step));
+    });
+    throw Error(ErrorKind::kIo,
+                concat(key, ": found no ", kManifestFile, " in ", shown(taken), ", the latest of ",
+                       shown(*folder), ", expected a whole checkpoint; ",
+                       whole == steps.rend()
+                           ? "there is no other one"
+                           : concat("name the newest whole one, ", shown(store.complete(*whole)))));
+  }
+  log::info(key, ": of ", shown(path), " the latest checkpoint is taken, ", shown(taken));
+  return taken.string();
+}
+
+void take_newest_checkpoint(ModelConfig& model, World& world, std::string_view key) {
+  if (model.path.empty()) return;
+  std::string taken;
+  comm::on_all_or_none(world, "checkpoint of model.path", [&] {
+    if (world.rank() == 0) taken = newest_checkpoint(model.path, key);
+  });
+  model.path = comm::from_first_rank(world, "checkpoint of model.path", taken);
 }
 
 std::vector<models::BufferSpec> stored_expert_biases(const TensorSource& folder,

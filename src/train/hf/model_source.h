@@ -6,6 +6,8 @@
 #include <filesystem>
 #include <memory>
 #include <optional>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/hash.h"
@@ -43,6 +45,13 @@ struct ModelSource {
 /// HfFolder, CheckpointFolder, models::parse_spec and models::plan_lora.
 ModelSource open_model(const ModelConfig& model, const LoraRequest& lora = {},
                        Purpose purpose = Purpose::kTraining);
+
+/// Where `path` is a RUN folder, or one of checkpoints: its latest checkpoint, which is said with the
+/// `key` that asked for it. Else `path`. Errors: kIo, kFormat for a RUN without a whole one.
+std::string newest_checkpoint(const std::string& path, std::string_view key);
+/// The same of model.path, on all ranks as rank 0 finds it: the run may still be saving. Collective.
+/// Errors: on all ranks alike.
+void take_newest_checkpoint(ModelConfig& model, World& world, std::string_view key);
 
 /// The biases that balance experts (models/expert_bias.h) that the folder holds: all, or none.
 std::vector<models::BufferSpec> stored_expert_biases(const TensorSource& folder,

@@ -176,6 +176,17 @@ TEST_P(AnyRank, ThatThrowsIsNamedWithItsError) {
   }
 }
 
+// Naive: a rank leaves by _exit, and what it has printed into a pipe is still in its buffer.
+TEST_P(AnyRank, ThatThrowsLosesNothingOfWhatWasPrintedBefore) {
+  for (const char* mode : {"throw", "usage"}) {
+    const auto outcome = run({.mode = mode, .rank = GetParam(), .step = 3});
+    EXPECT_EQ(outcome.exit_code, std::string(mode) == "usage" ? 2 : 1);
+    for (const int rank : {0, 1}) {
+      EXPECT_THAT(outcome.out, HasSubstr("begun " + std::to_string(rank) + "\n")) << mode;
+    }
+  }
+}
+
 TEST_P(AnyRank, ThatIsKilledIsNamedWithItsSignal) {
   for (const int step : moments(3)) {
     const auto outcome = run({.nproc = 3, .mode = "kill", .rank = GetParam(), .step = step});

@@ -146,6 +146,7 @@ int main(int argc, char** argv) {
   options.init_timeout = std::chrono::seconds(plan.mode == "work-endless" ? 10 : 60);
   if (plan.mode == "alone") options.init_timeout = options.timeout;
   const auto body = [&](World& world) {
+    std::cout << "begun " << world.rank() << '\n';  // it stays in the buffer
     if (plan.mode.starts_with("work-")) prepare(plan, world, options.timeout);
     if (plan.mode == "apart") stop_apart(plan, world);
     train(plan, world);

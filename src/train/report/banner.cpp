@@ -1,0 +1,165 @@
+#include "train/report/banner.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <map>
+#include <utility>
+
+#include "base/printable.h"
+#include "tessera/dtype.h"
+#include "tessera/error.h"
+#include "train/report/metrics.h"
+
+namespace tessera::train {
+namespace {
+
+std::string three_digits(double value) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(),
+                value < 9.995   ? "%.2f"
+                : value < 99.95 ? "%.1f"
+                                : "%.0f",
+                value);
+  return text.data();
+}
+
+/// Elements of a kind of dtype.
+using Shares = std::map<DType, std::int64_t>;
+
+/// "bfloat16, float32 for 1.3 %": the dtype of most elements first.
+std::string shares_text(const Shares& shares) {
+  std::int64_t all = 0;
+  std::vector<std::pair<std::int64_t, DType>> sorted;
+  for (const auto& [dtype, count] : shares) {
+    all += count;
+    sorted.emplace_back(-count, dtype);
+  }
+  std::ranges::sort(sorted);
+  std::string text;
+  for (const auto& [count, dtype] : sorted) {
+    const double percent = 100.0 * static_cast<double>(-count) / static_cast<double>(all);
+    text +=
+        text.empty()
+            ? std::string(to_string(dtype))
+            : concat(", ", to_string(dtype), " for ",
+                     percent < 0.1 ? std::string("less than 0.1") : three_digits(percent), " %");
+  }
+  return text;
+}
+
+template <class Of>
+std::string dtypes_of(const std::vector<GradContract>& parameters, Of of) {
+  Shares shares;
+  for (const GradContract& one : parameters) {
+    if (const std::optional<DType> dtype = of(one)) shares[*dtype] += one.numel();
+  }
+  return shares_text(shares);
+}
+
+std::string parameters_text(const RunFacts& run) {
+  std::int64_t all = 0;
+  std::int64_t trained = 0;
+  for (const GradContract& one : run.parameters) {
+    all += one.numel();
+    if (one.trainable) trained += one.numel();
+  }
+  return concat(short_count(all), ", trained ", trained == all ? "all" : short_count(trained),
+                run.active ? concat(", active a token ", short_count(*run.active)) : "");
+}
+
+std::string layout_text(const ParallelDims& dims) {
+  std::string text = concat(dims.world_size(), dims.world_size() == 1 ? " rank" : " ranks");
+  const auto add = [&](const char* name, int degree) {
+    if (degree > 1) text += concat(", ", name, " ", degree);
+  };
+  add("pp", dims.pp);
+  add("dp_replicate", dims.dp_replicate);
+  add("dp_shard", dims.dp_shard);
+  add("cp", dims.cp);
+  add("tp", dims.tp);
+  if (dims.tp > 1 && dims.sequence == SequenceParallel::kNo) text += " without sequence parallel";
+  add("ep", dims.ep);
+  add("etp", dims.etp);
+  return text;
+}
+
+std::string tokens_text(const RunFacts& run) {
+  const std::int64_t of_rank = (run.rows + run.dims.data_ranks() - 1) / run.dims.data_ranks();
+  const std::int64_t at_once = std::max<std::int64_t>(1, std::min(run.rows_at_once, of_rank));
+  const std::int64_t pieces = (of_rank + at_once - 1) / at_once;
+  std::string text =
+      concat(with_thousands(static_cast<double>(run.rows * run.row_tokens)), " a step: ", run.rows,
+             run.rows == 1 ? " row of " : " rows of ", run.row_tokens);
+  if (pieces > 1) text += concat(", in ", pieces, " micro-batches of at most ", at_once, " a rank");
+  return text;
+}
+
+std::string dtypes_text(const RunFacts& run) {
+  using Dtype = std::optional<DType>;
+  return concat("storage ",
+                dtypes_of(run.parameters, [](const auto& p) -> Dtype { return p.storage.dtype; }),
+                "; compute ",
+                dtypes_of(run.parameters, [](const auto& p) -> Dtype { return p.compute.dtype; }),
+                "; reduce ", dtypes_of(run.parameters, [](const auto& p) {
+                  return p.trainable ? Dtype(p.reduce) : std::nullopt;
+                }));
+}
+
+std::string kernels_text(const Processor& processor) {
+  return concat(processor.isa, processor.has_bf16 ? "" : " without bf16 products", ", ",
+                processor.threads, processor.threads == 1 ? " thread a rank" : " threads a rank");
+}
+
+}  // namespace
+
+std::string short_count(std::int64_t count) {
+  constexpr std::array<std::pair<double, const char*>, 4> kUnits{
+      {{1e12, " T"}, {1e9, " B"}, {1e6, " M"}, {1e3, " k"}}};
+  for (const auto& [size, unit] : kUnits) {
+    const double value = static_cast<double>(count) / size;
+    if (value >= 0.9995) return three_digits(value) + unit;
+  }
+  return std::to_string(count);
+}
+
+std::vector<std::string> banner(const RunFacts& run) {
+  const std::vector<std::pair<std::string, std::string>> lines{
+      {"parameters", parameters_text(run)},
+      {"layout", layout_text(run.dims)},
+      {"tokens", tokens_text(run)},
+      {"dtypes", dtypes_text(run)},
+      {"steps", concat(run.first_step, " to ", run.steps)},
+      {"run folder", run.run_folder},
+      {"kernels", kernels_text(run.processor)}};
+  std::vector<std::string> texts;
+  for (const auto& [name, value] : lines) {
+    constexpr std::size_t kColumn = 12;
+    texts.push_back(name + std::string(kColumn - name.size(), ' ') + value);
+  }
+  return texts;
+}
+
+std::optional<std::string> slow_bf16(const std::vector<GradContract>& parameters,
+                                     const Processor& processor) {
+  const bool any = std::ranges::any_of(parameters, [](const GradContract& one) {
+    return one.compute.dtype == DType::kBFloat16 && one.shape.size() > 1;
+  });
+  if (processor.has_bf16 || !any) return std::nullopt;
+  return "precision.param_dtype: found bfloat16 on a CPU without bf16 instructions, where a step "
+         "takes about 3.4 times as long as in float32; set precision.param_dtype = \"float32\"";
+}
+
+std::optional<std::string> long_rows(std::int64_t row_tokens, std::int64_t positions,
+                                     const ModelConfig& model) {
+  if (row_tokens <= positions) return std::nullopt;
+  const bool scratch = model.path.empty();
+  return concat("training.seq_len: found rows of ", row_tokens,
+                " tokens, more than max_position_embeddings ", positions, " of ",
+                printable(scratch ? model.config : model.path, 1024), ": ",
+                scratch ? "generate will end at that position"
+                        : "the model has not seen positions behind it, and generate ends there",
+                "; lower training.seq_len, or raise max_position_embeddings in its config.json");
+}
+
+}  // namespace tessera::train

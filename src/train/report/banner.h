@@ -1,0 +1,54 @@
+// What a run says before its first step: what it is about to do, and what most likely is not meant.
+//
+// Texts alone, of values that the trainer hands over; who prints them is rank 0. Pure. Next:
+// progress.h for what is said while it runs.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "layout/parallel_dims.h"
+#include "tessera/contract.h"
+#include "train/config/config.h"
+
+namespace tessera::train {
+
+/// The machine, as far as it matters for how fast a step is.
+struct Processor {
+  std::string isa;       ///< of the kernels: "avx512"
+  bool has_bf16 = true;  ///< instructions that multiply bf16
+  int threads = 1;       ///< of a rank
+};
+
+struct RunFacts {
+  std::vector<GradContract> parameters;
+  std::optional<std::int64_t> active;  ///< elements that work for a token, of a model with experts
+  ParallelDims dims;
+  std::int64_t rows = 0;        ///< of a step
+  std::int64_t row_tokens = 0;  ///< that a row predicts
+  std::int64_t rows_at_once = 0;
+  std::int64_t first_step = 1;
+  std::int64_t steps = 0;
+  std::string run_folder;
+  Processor processor;
+};
+
+/// One line each, their values below each other: parameters, layout, tokens, dtypes, steps, run
+/// folder, kernels.
+std::vector<std::string> banner(const RunFacts& run);
+
+/// "10.7 M", "960", "1.2 B".
+std::string short_count(std::int64_t count);
+
+/// Parameters that compute in bfloat16 where its products are emulated; none where they are not.
+/// Without them float32 is about 3.4 times as fast.
+std::optional<std::string> slow_bf16(const std::vector<GradContract>& parameters,
+                                     const Processor& processor);
+
+/// Rows that are longer than what the model was made for.
+std::optional<std::string> long_rows(std::int64_t row_tokens, std::int64_t positions,
+                                     const ModelConfig& model);
+
+}  // namespace tessera::train

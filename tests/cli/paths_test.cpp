@@ -1,0 +1,203 @@
+// The paths that a user gives: a RUN folder stands for its latest checkpoint, a wrong one is named
+// with what asked for it, and a run that is refused leaves nothing behind.
+#include <gmock/gmock.h>
+
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "cli/byte_model.h"
+#include "cli/process.h"
+#include "cli/program.h"
+#include "train/config/config.h"
+
+namespace tessera::cli::paths_test {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+/// Every path below the folder but the outputs that run_program keeps there.
+std::set<std::string> everything_in(const testing::TemporaryFolder& folder) {
+  std::set<std::string> found;
+  for (const auto& entry : fs::recursive_directory_iterator(folder.path())) {
+    const std::string path = entry.path().lexically_relative(folder.path()).string();
+    if (path != "stdout.txt" && path != "stderr.txt") found.insert(path);
+  }
+  return found;
+}
+
+std::string last_line(const std::string& text) {
+  return text.substr(text.rfind('\n', text.size() - 2) + 1);
+}
+
+class RunAsModel : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    write_small_run(folder_);
+    const auto outcome = run_program(
+        folder_, {"train", "run.toml", "--job.dump_folder", "run", "--checkpoint.interval", "2"});
+    ASSERT_EQ(outcome.code, 0) << outcome.err;
+  }
+  /// Says which checkpoint it took, and does with it what it does with that.
+  Outcome expect_taken(const std::string& run, const std::string& key, Words words) {
+    const auto outcome = run_program(folder_, words);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    EXPECT_THAT(outcome.err, AllOf(HasSubstr(key + ": of '" + run + "' the latest checkpoint"),
+                                   HasSubstr("/checkpoint/step-3'")));
+    return outcome;
+  }
+
+  const testing::TemporaryFolder folder_;
+};
+
+// Naive: "found no config.json", since a RUN folder is neither a model nor a checkpoint.
+TEST_F(RunAsModel, IsItsLatestCheckpointForEveryVerb) {
+  const Words prompt{"--prompt", "line ", "--max-new-tokens", "8"};
+  const auto generate = [&](const std::string& model) {
+    Words words{"generate", "--model", model};
+    words.insert(words.end(), prompt.begin(), prompt.end());
+    return words;
+  };
+  const auto text = expect_taken("run", "--model", generate("run")).out;
+  EXPECT_EQ(text, run_program(folder_, generate("run/checkpoint/step-3")).out);
+  EXPECT_EQ(text, expect_taken("run/checkpoint", "--model", generate("run/checkpoint")).out);
+  EXPECT_EQ(expect_taken("run", "DIR", {"inspect", "run"}).out,
+            run_program(folder_, {"inspect", "run/checkpoint/step-3"}).out);
+  expect_taken("run", "CHECKPOINT", {"convert", "run", "converted"});
+  EXPECT_EQ(text, run_program(folder_, generate("converted")).out);
+}
+
+TEST_F(RunAsModel, BeginsARunWhichKeepsTheCheckpointThatItTook) {
+  std::string config = read_file(folder_ / "run.toml");
+  config.replace(config.find("config = \"model.json\""), 21, "path = \"run\"");
+  folder_.write("further.toml", config);
+  expect_taken((folder_ / "run").string(), "model.path",
+               {"train", "further.toml", "--job.dump_folder", "further", "--nproc", "2"});
+  const auto kept = train::load_config((folder_ / "further/config.toml").string());
+  EXPECT_EQ(kept.model.path, (folder_ / "run/checkpoint/step-3").string());
+  expect_taken("further", "model.path",
+               {"inspect", "--contract", "further.toml", "--model.path", "further"});
+}
+
+// Its config.toml has the absolute path of where it was.
+TEST_F(RunAsModel, MayHaveBeenMovedAndKeepItsCheckpointsElsewhere) {
+  fs::rename(folder_ / "run", folder_ / "moved");
+  expect_taken("moved", "DIR", {"inspect", "moved"});
+  const std::string elsewhere = (folder_ / "elsewhere/checkpoint").string();
+  ASSERT_EQ(run_program(folder_, {"train", "run.toml", "--job.dump_folder", "other",
+                                  "--checkpoint.folder", elsewhere})
+                .code,
+            0);
+  expect_taken("other", "DIR", {"inspect", "other"});
+}
+
+TEST_F(RunAsModel, WithoutAWholeCheckpointIsRefusedWithTheWayOn) {
+  fs::remove(folder_ / "run/checkpoint/step-3/manifest.json");
+  const auto torn = run_program(folder_, {"inspect", "run"});
+  EXPECT_EQ(torn.code, 2);
+  EXPECT_THAT(torn.err, AllOf(HasSubstr("DIR: found no manifest.json in 'run/checkpoint/step-3'"),
+                              HasSubstr("name the newest whole one, 'run/checkpoint/step-2'")));
+  ASSERT_EQ(run_program(folder_, {"train", "run.toml", "--job.dump_folder", "none",
+                                  "--checkpoint.enable", "false"})
+                .code,
+            0);
+  const auto none = run_program(folder_, {"inspect", "none"});
+  EXPECT_EQ(none.code, 2);
+  EXPECT_THAT(none.err, AllOf(HasSubstr("DIR: found 'none', the folder of a run"),
+                              HasSubstr("checkpoint.enable = false")));
+}
+
+struct WrongPath {
+  Words words;
+  std::string key;
+};
+
+class WrongPaths : public ::testing::TestWithParam<WrongPath> {};
+
+// One place for all of them: a path without its key sends a newcomer through the whole file.
+TEST_P(WrongPaths, AreNamedWithWhatAskedForThem) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  write_folder(folder / "model", byte_spec());
+  std::string config = read_file(folder / "run.toml");
+  config.erase(config.find("config = \"model.json\""), 21);
+  folder.write("bare.toml", config);
+  const auto before = everything_in(folder);
+  const auto outcome = run_program(folder, GetParam().words);
+  EXPECT_EQ(outcome.code, 2) << outcome.err;
+  EXPECT_THAT(last_line(outcome.err), StartsWith("tessera: io: " + GetParam().key + ": "));
+  EXPECT_THAT(last_line(outcome.err), HasSubstr("absent"));
+  EXPECT_EQ(everything_in(folder), before) << "a refused command leaves nothing";
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Keys, WrongPaths,
+    ::testing::Values(
+        WrongPath{{"train", "bare.toml", "--model.path", "absent"}, "model.path"},
+        WrongPath{{"train", "bare.toml", "--model.config", "absent.json"}, "model.config"},
+        WrongPath{{"train", "run.toml", "--data.path", "absent.txt"}, "data.path"},
+        WrongPath{{"train", "run.toml", "--data.path", "[\"page.txt\", \"absent.txt\"]"},
+                  "data.path"},
+        WrongPath{{"train", "run.toml", "--data.path", "absent.bin"}, "data.path"},
+        WrongPath{{"train", "run.toml", "--data.path", "absent.safetensors"}, "data.path"},
+        WrongPath{{"train", "run.toml", "--validation.path", "absent.txt"}, "validation.path"},
+        WrongPath{{"train", "run.toml", "--job.dump_folder", "/dev/null/absent"},
+                  "job.dump_folder"},
+        WrongPath{{"train", "run.toml", "--checkpoint.folder", "/dev/null/absent"},
+                  "checkpoint.folder"},
+        WrongPath{{"train", "run.toml", "--metrics.folder", "/dev/null/absent"}, "metrics.folder"},
+        WrongPath{{"inspect", "--contract", "absent.toml"}, "--contract"},
+        WrongPath{{"inspect", "--contract", "bare.toml", "--model.path", "absent"}, "model.path"},
+        WrongPath{{"inspect", "absent"}, "DIR"},
+        WrongPath{{"generate", "--model", "absent", "--prompt", "x", "--max-new-tokens", "1"},
+                  "--model"},
+        WrongPath{{"convert", "absent", "out"}, "CHECKPOINT"},
+        WrongPath{{"convert", "model", "/dev/null/absent"}, "OUT"},
+        WrongPath{{"gradients", "--model", "absent", "--batch", "b.safetensors", "--out", "o"},
+                  "--model"},
+        WrongPath{{"gradients", "--model", "model", "--batch", "absent.safetensors", "--out", "o"},
+                  "--batch"}));
+
+class RefusedRun : public ::testing::TestWithParam<Words> {};
+
+// Refused at every depth: by a key alone, by what a file holds, by the model's contract, with
+// folders already made and logs open.
+TEST_P(RefusedRun, LeavesNoFolder) {
+  for (const std::string ranks : {"1", "2"}) {
+    const testing::TemporaryFolder folder;
+    write_small_run(folder);
+    folder.write("short.txt", "too short");
+    const auto before = everything_in(folder);
+    Words words{"train", "run.toml", "--nproc", ranks};
+    words.insert(words.end(), GetParam().begin(), GetParam().end());
+    const auto outcome = run_program(folder, words);
+    EXPECT_EQ(outcome.code, 2) << outcome.err;
+    EXPECT_EQ(everything_in(folder), before) << ranks << " rank(s)\n" << outcome.err;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Runs, RefusedRun,
+    ::testing::Values(Words{"--training.stpes", "3"}, Words{"--data.path", "short.txt"},
+                      Words{"--data.path", "short.txt", "--job.dump_folder", "a/b/run"},
+                      Words{"--optimizer.no_decay", "nomr"}, Words{"--checkpoint.load_step", "7"}));
+
+TEST(RunRefused, LeavesWhatWasThereBefore) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  ASSERT_EQ(run_program(folder, {"train", "run.toml", "--job.dump_folder", "runs/first"}).code, 0);
+  const auto before = everything_in(folder);
+  const auto refused = [&](const std::string& run) {
+    const auto outcome = run_program(
+        folder, {"train", "run.toml", "--job.dump_folder", run, "--optimizer.no_decay", "nomr"});
+    EXPECT_EQ(outcome.code, 2) << outcome.err;
+    return everything_in(folder);
+  };
+  EXPECT_EQ(refused("runs/second"), before);
+  EXPECT_EQ(refused("runs/first"), before) << "of a run that is there its files stay";
+}
+
+}  // namespace
+}  // namespace tessera::cli::paths_test

@@ -1,0 +1,91 @@
+#include "train/report/banner.h"
+
+#include <gmock/gmock.h>
+
+namespace tessera::train::banner_test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+GradContract parameter(std::int64_t rows, std::int64_t columns, DType compute) {
+  GradContract contract;
+  contract.shape = {rows, columns};
+  contract.storage.dtype = DType::kFloat32;
+  contract.compute.dtype = compute;
+  contract.reduce = DType::kFloat32;
+  return contract;
+}
+
+GradContract frozen(GradContract contract) {
+  contract.trainable = false;
+  return contract;
+}
+
+// What a run is stands in seven lines, whose values begin in one column.
+TEST(Banner, SaysOfALargeRunWhatItIs) {
+  RunFacts run;
+  run.parameters = {parameter(1000, 9900, DType::kBFloat16), parameter(100, 1000, DType::kFloat32)};
+  run.parameters.push_back(frozen(parameter(1000, 1000, DType::kBFloat16)));
+  run.parameters.back().storage.dtype = DType::kBFloat16;
+  run.parameters.back().reduce = DType::kBFloat16;  // of what is frozen nothing is reduced
+  run.active = 3'629'056;
+  run.dims.dp_replicate = 2;
+  run.dims.dp_shard = 4;
+  run.dims.tp = 2;
+  run.dims.ep = 8;
+  run.rows = 64;
+  run.row_tokens = 4096;
+  run.rows_at_once = 4;
+  run.first_step = 21;
+  run.steps = 500;
+  run.run_folder = "/runs/a";
+  run.processor = {"avx512", true, 8};
+  EXPECT_THAT(banner(run),
+              ElementsAre("parameters  11.0 M, trained 10.0 M, active a token 3.63 M",
+                          "layout      16 ranks, dp_replicate 2, dp_shard 4, tp 2, ep 8",
+                          "tokens      262,144 a step: 64 rows of 4096, in 2 micro-batches of at "
+                          "most 4 a rank",
+                          "dtypes      storage float32, bfloat16 for 9.09 %; compute bfloat16, "
+                          "float32 for 0.91 %; reduce float32",
+                          "steps       21 to 500", "run folder  /runs/a",
+                          "kernels     avx512, 8 threads a rank"));
+}
+
+TEST(Banner, CountsHaveThreeDigits) {
+  EXPECT_EQ(short_count(0), "0");
+  EXPECT_EQ(short_count(999), "999");
+  EXPECT_EQ(short_count(1000), "1.00 k");
+  EXPECT_EQ(short_count(999'499), "999 k");
+  EXPECT_EQ(short_count(999'500), "1.00 M");
+  EXPECT_EQ(short_count(10'706'944), "10.7 M");
+  EXPECT_EQ(short_count(30'532'122'624), "30.5 B");
+}
+
+// Only matrices are multiplied, and only where the machine cannot do it in bf16 it is slow.
+TEST(Banner, SlowBf16IsSaidWhereProductsAreEmulated) {
+  const Processor without{"avx2", false, 1};
+  const std::vector<GradContract> narrow{parameter(8, 8, DType::kBFloat16)};
+  ASSERT_TRUE(slow_bf16(narrow, without).has_value());
+  EXPECT_THAT(*slow_bf16(narrow, without),
+              AllOf(HasSubstr("3.4 times"), HasSubstr("precision.param_dtype = \"float32\"")));
+  EXPECT_EQ(slow_bf16(narrow, {"avx512", true, 1}), std::nullopt);
+  EXPECT_EQ(slow_bf16({parameter(8, 8, DType::kFloat32)}, without), std::nullopt);
+  std::vector<GradContract> norm{parameter(8, 1, DType::kBFloat16)};
+  norm[0].shape = {8};
+  EXPECT_EQ(slow_bf16(norm, without), std::nullopt);
+}
+
+TEST(Banner, RowsBeyondTheModelsPositionsAreSaidWithBothNumbers) {
+  ModelConfig model;
+  model.path = "folder";
+  EXPECT_EQ(long_rows(64, 64, model), std::nullopt);
+  ASSERT_TRUE(long_rows(65, 64, model).has_value());
+  EXPECT_THAT(*long_rows(65, 64, model),
+              AllOf(HasSubstr("training.seq_len: found rows of 65 tokens"),
+                    HasSubstr("max_position_embeddings 64 of 'folder'")));
+}
+
+}  // namespace
+}  // namespace tessera::train::banner_test
