@@ -1,5 +1,7 @@
 #include "base/printable.h"
 
+#include <array>
+#include <charconv>
 #include <utility>
 
 namespace tessera {
@@ -107,6 +109,24 @@ std::string shape_text(std::span<const std::int64_t> shape) {
     out += std::to_string(shape[i]);
   }
   return out + "]";
+}
+
+std::string size_text(std::int64_t bytes) {
+  static constexpr std::array<std::string_view, 5> kUnits{"KiB", "MiB", "GiB", "TiB", "PiB"};
+  if (bytes < 1024) return concat(bytes, " B");
+  double value = static_cast<double>(bytes) / 1024.0;
+  std::size_t unit = 0;
+  // 1,023.5 and more would be written with four digits.
+  while (value >= 1023.5 && unit + 1 < kUnits.size()) {
+    value /= 1024.0;
+    ++unit;
+  }
+  const int decimals = value < 9.995 ? 2 : value < 99.95 ? 1 : 0;
+  std::array<char, 32> digits{};
+  const auto end = std::to_chars(digits.data(), digits.data() + digits.size(), value,
+                                 std::chars_format::fixed, decimals)
+                       .ptr;
+  return concat(std::string_view(digits.data(), end), " ", kUnits[unit]);
 }
 
 std::string one_line(std::string_view what) {

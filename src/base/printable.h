@@ -1,5 +1,5 @@
 // Text for messages, reports, tables and traces: what came from elsewhere, made safe to show; lists
-// of names; what a unit is called.
+// of names; shapes and sizes; what a unit is called.
 //
 // What a hostile file calls a tensor may be megabytes long or hold terminal escapes, libtorch's
 // errors carry the stack of the place that threw, and a model writes whatever bytes it likes. All
@@ -26,6 +26,9 @@ std::string shown(const std::filesystem::path& path);
 
 /// "[2, 3]"; long shapes are cut after eight dims.
 std::string shape_text(std::span<const std::int64_t> shape);
+
+/// Bytes for a person: "1.86 GiB", "512 MiB", "24.0 KiB", "640 B"; three digits, powers of 1024.
+std::string size_text(std::int64_t bytes);
 
 /// What an exception says as one line, without a stack trace of libtorch's, its lines joined by
 /// single spaces: a rank's report stands beside those of other ranks and travels through a store's

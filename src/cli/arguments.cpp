@@ -115,9 +115,11 @@ void add_inspect(::CLI::App& app, InspectArguments& inspect) {
   verb->add_flag("--json", inspect.json, "As JSON.");
   ::CLI::Option* contract =
       verb->add_option("--contract", inspect.contract_file,
-                       "TOML file: every parameter's contract with the reason of each value, and "
-                       "the bucket plan.");
+                       "TOML file: every parameter's contract with the reason of each value, the "
+                       "bucket plan, and what a step takes of a rank's memory.");
   contract->excludes(folder);
+  verb->add_flag("--all", inspect.all, "Layers that are alike on lines of their own.")
+      ->needs(contract);
   verb->add_option("--world", inspect.world, "Ranks to plan for; default as own spawn.")
       ->needs(contract)
       ->check(::CLI::Range(1, 1 << 20));

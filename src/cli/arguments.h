@@ -44,6 +44,7 @@ struct InspectArguments {
   std::string folder;         ///< or
   std::string contract_file;  ///< --contract
   bool json = false;
+  bool all = false;  ///< layers that are alike one by one
   std::optional<int> world;
   Overrides overrides;
 };

@@ -10,13 +10,16 @@
 
 #include "base/printable.h"
 #include "cli/arguments.h"
+#include "cli/contract_text.h"
 #include "cli/program_end.h"
 #include "io/checkpoint_folder.h"
 #include "io/hf_folder.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
+#include "train/expert_balance.h"
 #include "train/parallelize.h"
 #include "train/plan_of_run.h"
+#include "train/rank_memory.h"
 
 namespace tessera::cli {
 namespace {
@@ -162,6 +165,7 @@ struct Planned {
   ModelContract contract;
   layout::ModelPlan plan;
   layout::Reshard reshard = layout::Reshard::kYes;
+  train::MemoryTable memory;
 
   /// Of a step of one micro-batch.
   layout::Traffic traffic() const { return layout::step_traffic(plan, reshard, 1); }
@@ -189,21 +193,27 @@ Planned plan_run(const InspectArguments& arguments) {
   planned.contract = train::resolve_model(source, config, dims);
   planned.plan = train::plan_model(source.description, planned.contract.parameters, planned.mesh);
   if (!config.parallelism.reshard_after_forward) planned.reshard = layout::Reshard::kNo;
+  planned.memory =
+      train::memory_table(config, source.spec, dims, planned.contract, planned.plan,
+                          train::aux_loss_coef(config.model.aux_loss_coef, source.spec));
   return planned;
 }
 
-void print_text(const Planned& planned) {
+void print_text(const Planned& planned, Layers layers) {
   const layout::Traffic traffic = planned.traffic();
   const ModelContract& contract = planned.contract;
-  std::cout << to_string(contract) << contract.parameters.size() << " parameters, "
-            << contract.buffers.size() << " buffers on " << to_string(planned.mesh)
-            << ", contract hash " << hash(contract) << "\n\n"
+  std::cout << to_string(layers == Layers::kAll ? contract : folded(contract))
+            << contract.parameters.size() << " parameters, " << contract.buffers.size()
+            << " buffers on " << to_string(planned.mesh) << ", contract hash " << hash(contract)
+            << "\n\n"
             << planned.plan.units.size() << " units over " << planned.plan.options.ranks
             << " rank(s), parameters begin at multiples of " << planned.plan.options.alignment_bytes
             << " B, plan hash " << layout::hash(planned.plan) << "\n"
-            << layout::to_string(planned.plan) << "a rank keeps " << planned.kept_bytes()
-            << " B of parameters and sends, in a step of one micro-batch, " << traffic.gathers
-            << " B in gathers and " << traffic.reductions << " B in reductions\n";
+            << plan_text(planned.plan, layers) << "a rank keeps " << size_text(planned.kept_bytes())
+            << " of parameters and sends, in a step of one micro-batch, "
+            << size_text(traffic.gathers) << " in gathers and " << size_text(traffic.reductions)
+            << " in reductions\n\n"
+            << to_string(planned.memory);
 }
 
 Json json_of(const ReductionPlan& reductions) {
@@ -300,6 +310,28 @@ Json json_of(const layout::BucketPlan& bucket, const std::vector<layout::PlanIte
           {"parameters", parameters}};
 }
 
+Json json_of(const train::MemoryTable& table) {
+  const train::RankMemory& held = table.held;
+  Json found = {{"parameters", held.parameters},
+                {"gradients", held.gradients},
+                {"moments", held.moments},
+                {"master", held.master},
+                {"unsharded_peak", held.unsharded},
+                {"reductions", held.reductions},
+                {"activations", Json()}};
+  if (!table.activations) return found;
+  const auto of = [&](RecomputeMode mode) {
+    const auto& bytes = table.activations->in(mode);
+    return Json{{"kept", bytes.kept}, {"peak", bytes.peak}, {"total", table.total(mode)}};
+  };
+  found["activations"] = {{"rows", table.rows},
+                          {"seq_len", table.positions},
+                          {"none", of(RecomputeMode::kNone)},
+                          {"selective", of(RecomputeMode::kSelective)},
+                          {"full", of(RecomputeMode::kFull)}};
+  return found;
+}
+
 void print_contract_json(const Planned& planned) {
   Json parameters = Json::array();
   for (const auto& contract : planned.contract.parameters) parameters.push_back(json_of(contract));
@@ -325,15 +357,17 @@ void print_contract_json(const Planned& planned) {
                       {"units", units},
                       {"shard_bytes", planned.kept_bytes()},
                       {"step_gather_sent_bytes", traffic.gathers},
-                      {"step_reduce_sent_bytes", traffic.reductions}};
+                      {"step_reduce_sent_bytes", traffic.reductions},
+                      {"rank_memory_bytes", json_of(planned.memory)}};
   std::cout << whole.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << '\n';
 }
 
-/// What a run of a configuration would agree on before its first collective, for any number of
-/// ranks. No weight is read, nothing is allocated, nobody is asked.
+/// What a run of a configuration would agree on before its first collective, and what it would take
+/// of a rank's memory, for any number of ranks. No weight is read, nothing is allocated, nobody is asked.
 void inspect_contract(const InspectArguments& arguments) {
   const Planned planned = plan_run(arguments);
-  arguments.json ? print_contract_json(planned) : print_text(planned);
+  if (arguments.json) return print_contract_json(planned);
+  print_text(planned, arguments.all ? Layers::kAll : Layers::kFolded);
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ struct OptimizerRow {
 
 // In the order of the enumerators.
 constexpr OptimizerRow kOptimizers[] = {
-#define TESSERA_OPTIMIZER(enumerator, source, name, weight_decay) {name, weight_decay},
+#define TESSERA_OPTIMIZER(enumerator, source, name, weight_decay, ...) {name, weight_decay},
 #include "fsdp/optim/optimizers.def"
 };
 
@@ -26,6 +26,16 @@ const OptimizerRow& row_of(OptimizerName name) {
 std::string_view name_of(OptimizerName name) { return row_of(name).name; }
 
 double default_weight_decay(OptimizerName name) { return row_of(name).weight_decay; }
+
+int kept_states(OptimizerName name, const Hyperparameters& values) {
+  switch (name) {
+#define TESSERA_OPTIMIZER(enumerator, source, name, weight_decay, states) \
+  case OptimizerName::enumerator:                                         \
+    return states;
+#include "fsdp/optim/optimizers.def"
+  }
+  TESSERA_INVARIANT(false, "an optimizer of no row");
+}
 
 std::string default_weight_decays() {
   const double usual = kOptimizers[0].weight_decay;

@@ -38,6 +38,9 @@ struct Hyperparameters {
 std::string_view name_of(OptimizerName name);
 /// Where a configuration has none.
 double default_weight_decay(OptimizerName name);
+/// How many tensors it keeps of a parameter, each laid out as the shard: Optimizer::states() of what
+/// make_optimizer gives.
+int kept_states(OptimizerName name, const Hyperparameters& values);
 /// That of the first, and of all that have another: "0.1; 0 for SGD".
 std::string default_weight_decays();
 

@@ -1,7 +1,10 @@
 // Bytes of a model as text: what a terminal may show, and what becomes \xNN.
 #include <gtest/gtest.h>
 
+#include <cstdint>
+#include <limits>
 #include <string_view>
+#include <utility>
 
 #include "base/printable.h"
 
@@ -62,6 +65,27 @@ TEST(ByteText, EveryPairOfBytesEndsInPrintableUtf8) {
       EXPECT_EQ(shown(out), out) << first << " " << second;
     }
   }
+}
+
+// Three digits in the largest unit of which there is one, whatever rounding makes of them.
+TEST(SizeText, HasThreeDigitsAndTheUnitThatFits) {
+  constexpr std::int64_t kMi = std::int64_t{1} << 20;
+  constexpr std::int64_t kGi = std::int64_t{1} << 30;
+  const std::pair<std::int64_t, std::string_view> cases[] = {
+      {0, "0 B"},
+      {1023, "1023 B"},
+      {1024, "1.00 KiB"},
+      {24 * 1024, "24.0 KiB"},
+      {10235, "10.0 KiB"},
+      {1023 * 1024, "1023 KiB"},
+      {kMi - 1, "1.00 MiB"},
+      {512 * kMi, "512 MiB"},
+      {kGi + 860 * kMi, "1.84 GiB"},
+      {131 * kGi, "131 GiB"},
+      {2048 * kGi, "2.00 TiB"},
+      {std::numeric_limits<std::int64_t>::max(), "8192 PiB"},
+  };
+  for (const auto& [bytes, text] : cases) EXPECT_EQ(size_text(bytes), text) << bytes;
 }
 
 }  // namespace

@@ -1,0 +1,185 @@
+#include "cli/contract_text.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cstdint>
+#include <optional>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "base/printable.h"
+#include "tessera/error.h"
+
+namespace tessera::cli {
+namespace {
+
+/// A name around its first component that is a number, the layer's.
+struct LayerName {
+  std::string before, after;
+  std::int64_t number = 0;
+};
+
+std::optional<LayerName> layer_name(const std::string& name) {
+  std::size_t begin = 0;
+  while (begin <= name.size()) {
+    const std::size_t end = std::min(name.find('.', begin), name.size());
+    LayerName found{name.substr(0, begin), name.substr(end), 0};
+    const char* last = name.data() + end;
+    const auto [rest, failed] = std::from_chars(name.data() + begin, last, found.number);
+    if (failed == std::errc{} && rest == last && end > begin) return found;
+    begin = end + 1;
+  }
+  return std::nullopt;
+}
+
+/// "0-2,5" of ascending numbers.
+std::string ranges_text(const std::vector<std::int64_t>& numbers) {
+  std::string text;
+  for (std::size_t i = 0; i < numbers.size();) {
+    std::size_t last = i;
+    while (last + 1 < numbers.size() && numbers[last + 1] == numbers[last] + 1) ++last;
+    text += concat(text.empty() ? "" : ",", numbers[i]);
+    if (last > i) text += concat("-", numbers[last]);
+    i = last + 1;
+  }
+  return text;
+}
+
+/// Some that are alike but for the number in their name; or one.
+template <class T>
+struct Alike {
+  T first;
+  std::optional<LayerName> name;  ///< of the first
+  std::vector<std::int64_t> numbers;
+
+  std::string shown(const std::string& own) const {
+    if (numbers.size() < 2) return own;
+    return concat(name->before, "{", ranges_text(numbers), "}", name->after, " x ", numbers.size());
+  }
+};
+
+/// In the order of the firsts. `name_of(one)`; `same(one, other)` is without their names.
+template <class T, class NameOf, class Same>
+std::vector<Alike<T>> alike(const std::vector<T>& all, const NameOf& name_of, const Same& same) {
+  std::vector<Alike<T>> groups;
+  for (const T& one : all) {
+    const auto name = layer_name(name_of(one));
+    const auto joins = [&](const Alike<T>& group) {
+      return name && group.name && group.name->before == name->before &&
+             group.name->after == name->after && same(group.first, one);
+    };
+    const auto group = std::ranges::find_if(groups, joins);
+    if (group != groups.end()) {
+      group->numbers.push_back(name->number);
+    } else {
+      groups.push_back({one, name, {}});
+      if (name) groups.back().numbers.push_back(name->number);
+    }
+  }
+  return groups;
+}
+
+template <class Contract>
+std::vector<Contract> folded_all(const std::vector<Contract>& all) {
+  const auto name_of = [](const Contract& one) { return one.name; };
+  const auto same = [](Contract one, const Contract& other) {
+    one.name = other.name;
+    return one == other;
+  };
+  std::vector<Contract> shown;
+  for (auto& group : alike(all, name_of, same)) {
+    shown.push_back(group.first);
+    shown.back().name = group.shown(group.first.name);
+  }
+  return shown;
+}
+
+/// What the elements of the line above are in bytes.
+std::string bytes_line(const layout::BucketPlan& bucket) {
+  const auto moved = [&](const char* verb, std::int64_t bytes) {
+    return concat(", ", verb, " ", size_text(bytes), " (sends ",
+                  size_text(layout::sent_bytes(bytes, bucket.ranks)), ")");
+  };
+  std::string text = concat("    a rank keeps ", size_text(layout::shard_bytes(bucket)),
+                            moved("gathers", layout::gathered_bytes(bucket)));
+  if (bucket.key.trainable) text += moved("reduces", layout::reduced_bytes(bucket));
+  return text + "\n";
+}
+
+/// A parameter in its bucket.
+struct Line {
+  layout::Placed placed;
+  std::string name;
+};
+
+std::string parameters_text(const std::vector<Line>& lines, Layers layers) {
+  const auto name_of = [&](const Line& line) {
+    return layers == Layers::kFolded ? line.name : std::string();
+  };
+  const auto same = [](const Line& one, const Line& other) {
+    return one.placed.numel == other.placed.numel;
+  };
+  std::string text;
+  for (const auto& group : alike(lines, name_of, same)) {
+    const auto& [placed, name] = group.first;
+    text += concat("    ", placed.offset, " .. ", placed.offset + placed.numel, "  ",
+                   group.shown(name), "\n");
+  }
+  return text;
+}
+
+/// `of`: the units that this one stands for.
+std::string unit_text(const layout::PlannedUnit& unit, const Alike<layout::PlannedUnit>& of,
+                      Layers layers) {
+  std::string text = concat("unit ", unit_label(of.shown(unit.plan.name)), "\n");
+  for (std::size_t b = 0; b < unit.plan.buckets.size(); ++b) {
+    const layout::BucketPlan& bucket = unit.plan.buckets[b];
+    text += concat("  bucket ", b, ": ", to_string(bucket.key), "; ", bucket.numel, " elements, ",
+                   layout::padding_numel(bucket), " padding, ", bucket.ranks, " x ",
+                   bucket.slice_numel(), "\n", bytes_line(bucket));
+    std::vector<Line> lines;
+    for (const layout::Placed& placed : bucket.parameters) {
+      std::string name = unit.items.at(placed.parameter).name;
+      if (const auto parts = layer_name(name); parts && of.numbers.size() > 1) {
+        name = concat(parts->before, "{", ranges_text(of.numbers), "}", parts->after);
+      }
+      lines.push_back({placed, std::move(name)});
+    }
+    text += parameters_text(lines, layers);
+  }
+  return text;
+}
+
+/// But for the number in the unit's name, which those of its parameters have, too.
+bool same_units(const layout::PlannedUnit& one, const layout::PlannedUnit& other) {
+  if (one.plan.buckets != other.plan.buckets || one.items.size() != other.items.size()) {
+    return false;
+  }
+  const auto parts = [](const layout::PlanItem& item) {
+    const auto name = layer_name(item.name);
+    return name ? std::pair(name->before, name->after) : std::pair(item.name, std::string());
+  };
+  return std::ranges::equal(one.items, other.items, {}, parts, parts);
+}
+
+}  // namespace
+
+ModelContract folded(const ModelContract& contract) {
+  return {folded_all(contract.parameters), folded_all(contract.buffers),
+          folded_all(contract.units)};
+}
+
+std::string plan_text(const layout::ModelPlan& plan, Layers layers) {
+  const auto name_of = [&](const layout::PlannedUnit& unit) {
+    return layers == Layers::kFolded ? unit.plan.name : std::string();
+  };
+  std::string text;
+  for (const auto& group : alike(plan.units, name_of, same_units)) {
+    text += unit_text(group.first, group, layers);
+  }
+  return text;
+}
+
+}  // namespace tessera::cli
