@@ -3,6 +3,7 @@
 
 #include "tessera/clip.h"
 #include "tessera/contract.h"
+#include "tessera/data_axes.h"
 #include "tessera/dtype.h"
 #include "tessera/dtype_watch.h"
 #include "tessera/error.h"
@@ -11,6 +12,7 @@
 #include "tessera/keep.h"
 #include "tessera/loss_scale.h"
 #include "tessera/mesh.h"
+#include "tessera/mesh_shape.h"
 #include "tessera/model_contract.h"
 #include "tessera/optim.h"
 #include "tessera/placement.h"
@@ -19,6 +21,7 @@
 #include "tessera/recompute.h"
 #include "tessera/recompute_mode.h"
 #include "tessera/shard.h"
+#include "tessera/state_dict.h"
 #include "tessera/trainable.h"
 #include "tessera/visit_tensors.h"
 #include "tessera/wide_scope.h"

@@ -1,14 +1,14 @@
 """A Markdown page as the steps that a test takes.
 
 Fenced blocks are run by their language: `sh` by bash, in the order of the page; `toml` is given to
-`tessera train --print-config`; `cpp` is compiled as a user's program and run; `text` shows output and is
-left alone. A block without a language is an error: it may have been meant to be run. HTML comments, which
-readers do not see, say what else there is to know:
+`tessera train --print-config`; `text` shows output and is left alone. A block of another language (a C++
+program, say) has to be the content of a file, which the page's own commands then use. A block without a
+language is an error: it may have been meant to be run. HTML comments, which readers do not see, say what
+else there is to know:
 
     <!-- test: skip, WHY -->           the next block is not run; the test lists it
     <!-- test: needs PROGRAM -->       the next block is skipped, and listed, where PROGRAM is missing
     <!-- test: file NAME -->           the next block, of any language, is the content of NAME
-    <!-- test: inside FILE -->         the next block, cpp, stands in place of the line `// BLOCK` of FILE
     <!-- test: prints REGEX -->        what the block before has printed matches it somewhere
     <!-- test: setup                   shell lines that stand for what a reader has or knows, such as
     cp README.md YOUR_TEXT.txt         a file of their own
@@ -18,7 +18,7 @@ readers do not see, say what else there is to know:
 import dataclasses
 import re
 
-LANGUAGES = ("sh", "cpp", "toml", "text")
+LANGUAGES = ("sh", "toml", "text")
 COMMENT = re.compile(r"<!-- test: (\w+),? ?(.*)")
 FENCE = re.compile(r"```(\w*)")
 
@@ -31,7 +31,6 @@ class Step:
     skip: str = ""
     needs: str = ""
     file: str = ""
-    inside: str = ""
 
 
 class PageError(Exception):
@@ -52,8 +51,6 @@ def _block(language, text, line, notes):
     if language not in LANGUAGES and not (step.file or step.skip):
         raise PageError(f"line {line}: found a block of {language}, expected one of {', '.join(LANGUAGES)}, or a "
                         "name for it by <!-- test: file NAME -->")
-    if step.inside and language != "cpp":
-        raise PageError(f"line {line}: `inside` is for cpp, found {language}")
     return step
 
 
@@ -71,14 +68,14 @@ def steps_of(page):
                 at = end
             elif not rest.endswith("-->"):
                 raise PageError(f"line {number}: expected --> at its end")
-            elif kind in ("skip", "needs", "file", "inside"):
+            elif kind in ("skip", "needs", "file"):
                 notes[kind] = rest.removesuffix("-->").strip()
                 if not notes[kind]:
                     raise PageError(f"line {number}: {kind} says nothing")
             elif kind == "prints":
                 steps.append(Step("prints", rest.removesuffix("-->").strip(), number))
             else:
-                raise PageError(f"line {number}: found {kind}, expected skip, needs, file, inside, prints or setup")
+                raise PageError(f"line {number}: found {kind}, expected skip, needs, file, prints or setup")
         elif fence := FENCE.match(line):
             end = _until(lines, at + 1, "```", "a block")
             steps.append(_block(fence[1], "\n".join(lines[at + 1:end]), number, notes))

@@ -3,10 +3,8 @@
 
     page_test.py PAGE        PAGE relative to the root of the tree
 
-Run by ctest after the test `install`, with
-  TESSERA_BUILD          the build folder
-  TESSERA_PREFIX         the folder that `cmake --install` filled
-  TESSERA_TORCH_PREFIX   the libtorch of this build
+Run by ctest with TESSERA_BUILD, the build folder. A project that a page makes is built as its reader builds
+it, but that warnings are errors and that ccache, where there is one, knows what was compiled before.
 Leaves with 77 (skipped) where `transformers` is missing, as with TESSERA_TORCH.
 """
 
@@ -26,13 +24,6 @@ import page  # noqa: E402
 
 BLOCK_SECONDS = 1200
 BUILD = pathlib.Path(os.environ["TESSERA_BUILD"])
-PROJECT = """cmake_minimum_required(VERSION 3.25)
-project(Blocks LANGUAGES CXX)
-find_package(Tessera REQUIRED)
-add_executable(block block.cpp)
-target_link_libraries(block PRIVATE Tessera::tessera)
-target_compile_options(block PRIVATE -Wall -Wextra -Werror)
-"""
 
 
 class Failed(Exception):
@@ -42,7 +33,9 @@ class Failed(Exception):
 class Runner:
     def __init__(self, folder):
         self.folder = folder
-        self.environment = clean_copy.environment(folder, BUILD)
+        self.environment = clean_copy.environment(folder, BUILD) | {"CXXFLAGS": "-Wall -Wextra -Werror"}
+        if shutil.which("ccache"):
+            self.environment |= {"CMAKE_CXX_COMPILER_LAUNCHER": "ccache", "CCACHE_BASEDIR": str(folder)}
         self.printed = ""
         self.skipped = []
 
@@ -60,24 +53,6 @@ class Runner:
         print(self.printed, end="", flush=True)
         if process.returncode:
             raise Failed(why or f"exit code {process.returncode}")
-
-    def compile_and_run(self, step):
-        text = step.text
-        if step.inside:
-            frame = (self.folder / step.inside).read_text()
-            if frame.count("// BLOCK\n") != 1:
-                raise Failed(f"{step.inside} has not exactly one line // BLOCK")
-            text = frame.replace("// BLOCK\n", text + "\n")
-        project = self.folder / f".block_{step.line}"
-        project.mkdir()
-        (project / "CMakeLists.txt").write_text(PROJECT)
-        (project / "block.cpp").write_text(text)
-        launcher = "-DCMAKE_CXX_COMPILER_LAUNCHER=ccache" if shutil.which("ccache") else ""
-        prefixes = f"{os.environ['TESSERA_PREFIX']};{os.environ['TESSERA_TORCH_PREFIX']}"
-        self.shell(f"cmake -S {project.name} -B {project.name}/build -G Ninja -DCMAKE_BUILD_TYPE=Release "
-                   f"-DCMAKE_PREFIX_PATH='{prefixes}' {launcher} >{project.name}/configure.log 2>&1 "
-                   f"|| {{ cat {project.name}/configure.log; exit 1; }}\n"
-                   f"cmake --build {project.name}/build\n{project.name}/build/block")
 
     def left_out(self, step):
         why = step.skip
@@ -104,8 +79,6 @@ class Runner:
             name = step.file or f".block_{step.line}.toml"
             (self.folder / name).write_text(step.text + "\n")
             self.shell(f"tessera train {name} --print-config >.printed || {{ cat .printed; exit 1; }}")
-        elif step.kind == "cpp" and not step.file:
-            self.compile_and_run(step)
 
 
 def main(name):

@@ -1,0 +1,59 @@
+#!/usr/bin/env python3
+"""README.md lists every public header and every model family, and none that is not there; its first C++ block
+is a whole program (page_README builds and runs it)."""
+
+import pathlib
+import re
+import sys
+import unittest
+
+sys.dont_write_bytecode = True
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+import page  # noqa: E402
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+HEADERS = {path.name for path in (ROOT / "include/tessera").glob("*.h")}
+
+
+def rows_of_headers():
+    """The first cell and the second of each row of the table that begins with | header |."""
+    table = README.split("| header | |\n", 1)[1].split("\n\n", 1)[0]
+    return [[cell.strip() for cell in row.strip("|").split("|", 1)] for row in table.splitlines()[1:]]
+
+
+class ReadmePage(unittest.TestCase):
+    def test_the_table_of_headers_is_the_folder(self):
+        names = [name for cell, _ in rows_of_headers() for name in re.findall(r"`(\w+\.h)`", cell)]
+        self.assertEqual(sorted(names), sorted(set(names)), "a header stands in the table twice")
+        self.assertEqual(HEADERS - set(names), set(), "headers without a row in README.md")
+        self.assertEqual(set(names) - HEADERS, set(), "rows of README.md without a header")
+        for cell, says in rows_of_headers():
+            self.assertGreater(len(says), 10, cell)
+
+    def test_tessera_h_brings_all_headers(self):
+        included = re.findall(r'^#include "tessera/(\w+\.h)"$', (ROOT / "include/tessera/tessera.h").read_text(),
+                              flags=re.M)
+        self.assertEqual(sorted(included), sorted(HEADERS - {"tessera.h"}))
+
+    def test_models_are_the_registry_of_families(self):
+        registry = re.findall(r"^TESSERA_FAMILY\(\w+, (\w+), \w+\)", (ROOT / "src/models/families.def").read_text(),
+                              flags=re.M)
+        architectures = [re.search(r'\.architecture = "(\w+)"', (ROOT / f"src/models/{name}/{name}.cpp").read_text())[1]
+                         for name in registry]
+        self.assertGreater(len(architectures), 5)
+        models = README.split("**Models**", 1)[1].split("**Not there**", 1)[0]
+        self.assertEqual(sorted(re.findall(r"`(\w+For\w+)`", models)), sorted(architectures))
+
+    def test_the_first_cpp_block_is_a_whole_program_that_is_built_and_run(self):
+        self.assertIn("int main(", README.split("```cpp\n", 1)[1].split("```", 1)[0])
+        steps = [step for step in page.steps_of(README) if step.kind != "setup"]
+        program = next(at for at, step in enumerate(steps) if step.kind == "cpp")
+        folder = pathlib.Path(steps[program].file).parent
+        self.assertEqual((steps[program].skip, steps[program].needs), ("", ""))
+        self.assertIn(f"cmake --build {folder}/build", "".join(step.text for step in steps[program:] if not step.skip))
+        self.assertIn("prints", [step.kind for step in steps[program:]])
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=1)
