@@ -1,0 +1,120 @@
+#include "pipeline/schedule.h"
+
+#include <algorithm>
+#include <charconv>
+#include <system_error>
+
+#include "tessera/error.h"
+
+namespace tessera::pipeline {
+namespace {
+
+/// Takes a whole number below `limit` off the front of `text`; none where there is none.
+std::optional<int> take_number(std::string_view& text, int limit) {
+  int number = 0;
+  const auto [rest, failed] = std::from_chars(text.data(), text.data() + text.size(), number);
+  // from_chars reads a sign, too.
+  if (failed != std::errc{} || text.front() == '-' || number >= limit) return std::nullopt;
+  text.remove_prefix(static_cast<std::size_t>(rest - text.data()));
+  return number;
+}
+
+std::optional<ActionKind> kind_of(char letter) {
+  switch (letter) {
+    case 'F':
+      return ActionKind::kForward;
+    case 'I':
+      return ActionKind::kInputGradient;
+    case 'W':
+      return ActionKind::kWeightGradient;
+    case 'B':
+      return ActionKind::kBackward;
+    default:
+      return std::nullopt;
+  }
+}
+
+}  // namespace
+
+char letter_of(ActionKind kind) {
+  switch (kind) {
+    case ActionKind::kForward:
+      return 'F';
+    case ActionKind::kInputGradient:
+      return 'I';
+    case ActionKind::kWeightGradient:
+      return 'W';
+    case ActionKind::kBackward:
+      return 'B';
+  }
+  return '?';
+}
+
+std::string to_string(const Action& action) {
+  return concat(action.stage, letter_of(action.kind), action.micro_batch);
+}
+
+std::string to_string(const Slot& slot) {
+  if (!slot.beside) return to_string(slot.action);
+  return concat('(', to_string(slot.action), ';', to_string(*slot.beside), ')');
+}
+
+std::optional<Action> parse_action(std::string_view text) {
+  const auto stage = take_number(text, kMostStages);
+  if (!stage || text.empty()) return std::nullopt;
+  const auto kind = kind_of(text.front());
+  text.remove_prefix(1);
+  const auto micro_batch = take_number(text, kMostMicroBatches);
+  if (!kind || !micro_batch || !text.empty()) return std::nullopt;
+  return Action{*kind, *stage, *micro_batch};
+}
+
+std::vector<int> Schedule::stages_of(int rank) const {
+  std::vector<int> found;
+  for (int stage = 0; stage < stages(); ++stage) {
+    if (rank_of[static_cast<std::size_t>(stage)] == rank) found.push_back(stage);
+  }
+  return found;
+}
+
+std::string to_string(const Schedule& schedule) {
+  std::string text;
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    text += concat("rank ", rank, ':');
+    for (const Slot& slot : schedule.slots[static_cast<std::size_t>(rank)]) {
+      text += ' ' + to_string(slot);
+    }
+    text += '\n';
+  }
+  return text;
+}
+
+std::string to_string(const HandOver& hand_over) {
+  return concat(hand_over.direction == Direction::kForward ? "activations" : "gradients",
+                " of stage ", hand_over.from, ", micro-batch ", hand_over.micro_batch);
+}
+
+std::optional<HandOver> given_by(const Action& action, int stages) {
+  if (action.kind == ActionKind::kForward) {
+    if (action.stage + 1 >= stages) return std::nullopt;
+    return HandOver{Direction::kForward, action.stage, action.micro_batch};
+  }
+  if (!action.gives_input_gradient() || action.stage == 0) return std::nullopt;
+  return HandOver{Direction::kBackward, action.stage, action.micro_batch};
+}
+
+std::optional<HandOver> needed_by(const Action& action, int stages) {
+  if (action.kind == ActionKind::kForward) {
+    if (action.stage == 0) return std::nullopt;
+    return HandOver{Direction::kForward, action.stage - 1, action.micro_batch};
+  }
+  if (!action.gives_input_gradient() || action.stage + 1 >= stages) return std::nullopt;
+  return HandOver{Direction::kBackward, action.stage + 1, action.micro_batch};
+}
+
+bool is_message(const HandOver& hand_over, const Schedule& schedule) {
+  return schedule.rank_of.at(static_cast<std::size_t>(hand_over.from)) !=
+         schedule.rank_of.at(static_cast<std::size_t>(hand_over.to()));
+}
+
+}  // namespace tessera::pipeline

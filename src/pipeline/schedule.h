@@ -1,0 +1,112 @@
+// A pipeline schedule as a value: for every rank the list of what it computes, in order. Pure.
+//
+// The layers of a model are cut into stages, the batch into micro-batches; a stage lies on one
+// rank, a rank may hold several. Nothing here says when a slot runs, only after which other slots
+// of its rank. What travels between ranks follows from the lists (program.h), whether they can run
+// says validate.h, how long they take simulate.h, who makes them kinds.h.
+//
+// F forward, B backward, which may be cut in two: I gradient of the stage's input, W gradients of
+// its weights. Text of an action, as PyTorch writes it: <stage><letter><micro-batch>, "3F0".
+#pragma once
+
+#include <compare>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace tessera::pipeline {
+
+enum class ActionKind : std::uint8_t {
+  kForward,         ///< F
+  kInputGradient,   ///< I: needs what the next stage's I or B sends
+  kWeightGradient,  ///< W: after the I of its micro-batch, needs nobody else
+  kBackward,        ///< B: I and W at once
+};
+inline constexpr std::size_t kActionKinds = 4;
+
+char letter_of(ActionKind kind);
+
+/// What a stage does for one micro-batch.
+struct Action {
+  ActionKind kind = ActionKind::kForward;
+  int stage = 0;
+  int micro_batch = 0;
+
+  /// Whether it makes the gradient that the stage before waits for.
+  bool gives_input_gradient() const {
+    return kind == ActionKind::kInputGradient || kind == ActionKind::kBackward;
+  }
+  auto operator<=>(const Action&) const = default;
+};
+std::string to_string(const Action& action);
+
+/// One action, or an F with a B beside it, which may run under each other.
+struct Slot {
+  Action action;
+  std::optional<Action> beside;  ///< a B, where `action` is an F
+
+  bool operator==(const Slot&) const = default;
+
+  /// Calls `visit` with the one action or both, F first.
+  template <class Visit>
+  void each(const Visit& visit) const {
+    visit(action);
+    if (beside) visit(*beside);
+  }
+};
+/// "3F0"; two as "(0F3;3B1)".
+std::string to_string(const Slot& slot);
+
+/// Stage and micro-batch numbers that any text may have, so that no file asks for memory that it
+/// does not fill.
+inline constexpr int kMostStages = 4096;
+inline constexpr int kMostMicroBatches = 65536;
+
+/// The reverse of to_string; none for anything else, also for numbers out of the bounds above.
+std::optional<Action> parse_action(std::string_view text);
+
+struct Schedule {
+  int micro_batches = 0;
+  /// Of each stage. A file's schedule may have stages that no rank holds, as -1: validate() says so.
+  std::vector<int> rank_of;
+  std::vector<std::vector<Slot>> slots;  ///< of each rank, in its order
+
+  int ranks() const { return static_cast<int>(slots.size()); }
+  int stages() const { return static_cast<int>(rank_of.size()); }
+  /// Ascending.
+  std::vector<int> stages_of(int rank) const;
+  bool operator==(const Schedule&) const = default;
+};
+
+/// A line a rank: "rank 0: 0F0 0F1 (0F2;3B0)".
+std::string to_string(const Schedule& schedule);
+
+enum class Direction : std::uint8_t {
+  kForward,   ///< activations, to the stage after
+  kBackward,  ///< gradients, to the stage before
+};
+
+/// What one stage hands to its neighbour for one micro-batch: made by `from`, needed by `to`.
+struct HandOver {
+  Direction direction = Direction::kForward;
+  int from = 0;  ///< stage
+  int micro_batch = 0;
+
+  int to() const { return direction == Direction::kForward ? from + 1 : from - 1; }
+  auto operator<=>(const HandOver&) const = default;
+};
+/// "activations of stage 1, micro-batch 0", "gradients of ...".
+std::string to_string(const HandOver& hand_over);
+
+/// What the action gives to another stage, if it is not the last to have something to give.
+std::optional<HandOver> given_by(const Action& action, int stages);
+/// What the action waits for from another stage. W waits for its own stage only.
+std::optional<HandOver> needed_by(const Action& action, int stages);
+
+/// Whether it travels: the turn of a V is handed over within a rank.
+bool is_message(const HandOver& hand_over, const Schedule& schedule);
+
+}  // namespace tessera::pipeline
