@@ -1,6 +1,8 @@
 // Everything a program that shards its own modules needs. Start with world.h, then shard.h.
 #pragma once
 
+#include "tessera/checkpoint.h"
+#include "tessera/checkpoint_values.h"
 #include "tessera/clip.h"
 #include "tessera/contract.h"
 #include "tessera/dtype.h"
@@ -18,6 +20,7 @@
 #include "tessera/recompute.h"
 #include "tessera/recompute_mode.h"
 #include "tessera/shard.h"
+#include "tessera/state_dict.h"
 #include "tessera/trainable.h"
 #include "tessera/visit_tensors.h"
 #include "tessera/wide_scope.h"
