@@ -25,6 +25,9 @@ struct Stepped {
   std::int64_t end = 0;  ///< of the shard's elements
 };
 
+/// That `optimizer` steps parameters of `model`, as they lie now. Errors: kUsage, named `what`.
+void require_steps_of(const ShardedBase& model, const Optimizer& optimizer, const char* what);
+
 /// Where a 16-bit shard has its further bits.
 class MasterOfShard {
  public:

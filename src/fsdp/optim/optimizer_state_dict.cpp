@@ -8,6 +8,7 @@
 
 #include "base/printable.h"
 #include "comm/group.h"
+#include "fsdp/optim/optimizer_shards.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "fsdp/runtime/whole.h"
@@ -18,17 +19,11 @@
 
 namespace tessera {
 
-namespace {
-
-/// An optimizer's state by the parameter that it is of.
-using StateOf = std::map<const GradContract*, OptimizerState>;
-
-/// Errors: kUsage where `optimizer` does not step `model` as it lies now.
-StateOf states_of(const ShardedBase& model, const Optimizer& optimizer, const char* what) {
+void fsdp::require_steps_of(const ShardedBase& model, const Optimizer& optimizer,
+                            const char* what) {
   std::map<const GradContract*, ShardView> views;
   for (const auto& view : model.shards()) views.emplace(view.contract, view);
-  StateOf states;
-  for (auto& state : optimizer.state()) {
+  for (const auto& state : optimizer.state()) {
     const auto view = views.find(state.view.contract);
     TESSERA_CHECK(view != views.end(), ErrorKind::kUsage, what, ": found an optimizer that steps ",
                   state.view.contract->name,
@@ -39,6 +34,17 @@ StateOf states_of(const ShardedBase& model, const Optimizer& optimizer, const ch
                   state.view.contract->name,
                   " anew without this optimizer, expected it among those that follow; name it "
                   "there");
+  }
+}
+
+namespace {
+
+/// An optimizer's state by the parameter that it is of.
+using StateOf = std::map<const GradContract*, OptimizerState>;
+
+StateOf states_of(const Optimizer& optimizer) {
+  StateOf states;
+  for (auto& state : optimizer.state()) {
     const auto* contract = state.view.contract;
     states.emplace(contract, std::move(state));
   }
@@ -108,7 +114,8 @@ OptimizerStateDict optimizer_state_dict(const ShardedBase& model, const Optimize
                 ": found kSharded, expected kFull or kFullOnRankZero; Optimizer::state() has what "
                 "this rank holds");
   auto& runtime = fsdp::unit_of_handle(model.unit()).runtime();
-  const auto states = states_of(model, optimizer, kWhat);
+  fsdp::require_steps_of(model, optimizer, kWhat);
+  const auto states = states_of(optimizer);
   OptimizerStateDict dict{optimizer.name(), {}};
   std::map<const GradContract*, std::size_t> place;
   std::string lines;
@@ -249,7 +256,7 @@ StateDictDifference load_optimizer_state_dict(const ShardedBase& model, Optimize
   auto& runtime = fsdp::unit_of_handle(model.unit()).runtime();
   runtime.renew_after_failure();
   runtime.require_idle(kWhat);
-  states_of(model, optimizer, kWhat);
+  fsdp::require_steps_of(model, optimizer, kWhat);
   const auto states = optimizer.state();
   auto plan = plan_load(optimizer, states, dict);
   comm::on_all_or_none(runtime.world(), kWhat, [&] {
