@@ -16,6 +16,7 @@
 #include "io/folder.h"
 #include "models/description.h"
 #include "tessera/error.h"
+#include "tessera/world.h"
 #include "train/hf/model_source.h"
 #include "train/hf/weights.h"
 
@@ -137,7 +138,7 @@ ExportPlan plan_export(const ModelSource& source, const ExportOptions& options) 
   plan.copies = files_to_copy(source.origin);
   verify_weights(*source.folder);
   if (source.adapters) verify_weights(*source.adapters);
-  if (source.base_hash) check_base(source);
+  if (source.base_hash) check_base(source, *World::of_one());
   plan.read = merged_elements(source);
   return plan;
 }

@@ -259,18 +259,7 @@ Hash128 combined(const TensorSource& folder, const std::vector<std::vector<Hash1
   return whole.digest();
 }
 
-void require_base(const ModelSource& source, const Hash128& found) {
-  TESSERA_CHECK(found == *source.base_hash, ErrorKind::kConfig, shown(source.folder->path()),
-                ": found tensors with the hash ", to_string(found), ", expected ",
-                to_string(*source.base_hash), ", those of the model beside which the adapters of ",
-                shown(source.adapters->path()), " were trained; put that model back");
-}
-
 }  // namespace
-
-Hash128 tensors_hash(const TensorSource& folder) {
-  return combined(folder, {hashes_of(folder, 0, 1)});
-}
 
 Hash128 tensors_hash(const TensorSource& folder, World& world) {
   std::string mine;
@@ -291,10 +280,12 @@ Hash128 tensors_hash(const TensorSource& folder, World& world) {
   return combined(folder, hashes);
 }
 
-void check_base(const ModelSource& source) { require_base(source, tensors_hash(*source.folder)); }
-
 void check_base(const ModelSource& source, World& world) {
-  require_base(source, tensors_hash(*source.folder, world));
+  const Hash128 found = tensors_hash(*source.folder, world);
+  TESSERA_CHECK(found == *source.base_hash, ErrorKind::kConfig, shown(source.folder->path()),
+                ": found tensors with the hash ", to_string(found), ", expected ",
+                to_string(*source.base_hash), ", those of the model beside which the adapters of ",
+                shown(source.adapters->path()), " were trained; put that model back");
 }
 
 }  // namespace tessera::train

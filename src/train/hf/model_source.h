@@ -58,13 +58,11 @@ std::vector<models::BufferSpec> stored_expert_biases(const TensorSource& folder,
                                                      const models::ModelSpec& spec);
 
 /// XXH3-128 over every tensor's name, dtype, shape and bytes, by name: however the files are cut.
-/// Reads them all.
-Hash128 tensors_hash(const TensorSource& folder);
-/// The same, each tensor read by one rank. Collective. Errors: kIo, on all ranks alike.
+/// Reads them all, each on one rank. Collective. Errors: kIo, on all ranks alike.
 Hash128 tensors_hash(const TensorSource& folder, World& world);
 
-/// That source.folder is the model that source.base_hash says. Errors: kConfig, on all ranks alike.
-void check_base(const ModelSource& source);
-void check_base(const ModelSource& source, World& world);  ///< collective
+/// That source.folder is the model that source.base_hash says. Collective. Errors: kConfig, on all
+/// ranks alike.
+void check_base(const ModelSource& source, World& world);
 
 }  // namespace tessera::train
