@@ -23,10 +23,10 @@
 #include "base/hash.h"
 #include "base/log.h"
 #include "base/mapped_file.h"
+#include "checkpoint/saver.h"
 #include "comm/group.h"
 #include "io/checkpoint_folder.h"
 #include "io/checkpoint_store.h"
-#include "train/checkpoint/checkpoint.h"
 #include "train/checkpoint/resume.h"
 
 namespace {
@@ -102,11 +102,11 @@ void run(tessera::World& world, const std::filesystem::path& folder, int rounds)
   const auto mesh = world.mesh(tessera::MeshShape::dense(1, 1, world.size(), 1, 1));
   auto model = tessera::fully_shard(std::make_shared<Weights>(), mesh);
   const auto optimizer = tessera::make_sgd(model, {});
-  tessera::train::CheckpointOptions options;
+  tessera::checkpointing::CheckpointOptions options;
   options.folder = folder;
   options.config_json = "{}";
   options.state.source_dtype = [](const std::string&) { return std::nullopt; };
-  tessera::train::CheckpointSaver saver(world, options);
+  tessera::checkpointing::CheckpointSaver saver(world, options);
   const auto share = at::ones({kLayers * kMatrices * kSide * kSide / world.size()});
   const std::span share_bytes(static_cast<const std::byte*>(share.const_data_ptr()),
                               share.nbytes());

@@ -93,14 +93,20 @@ class Optimizer {
   virtual std::vector<KeptTensor> states() const = 0;
   /// Every name that OptimizerState::Kept may have.
   std::vector<std::string> kept_names() const;
-  /// Of every trainable parameter, in the model's order.
+  /// What it keeps of such a parameter once that is updated, a master included, by name.
+  std::map<std::string, DType> kept_dtypes(const GradContract& contract) const;
+  /// Of every trainable parameter, in the model's order. Whole, by name: state_dict.h.
   std::vector<OptimizerState> state() const;
+  /// As far as AdamW's powers of beta go in float32, and far beyond every run.
+  static constexpr std::int64_t kMostSteps = std::int64_t{1} << 40;
   /// Goes on as after `steps` updates of a parameter. Errors: kUsage for an unknown name or a
   /// number of steps that no run takes.
   void set_steps(std::string_view parameter, std::int64_t steps);
-  /// What it keeps of a parameter, made where there is nothing yet, for the caller to fill. Errors:
-  /// the same.
+  /// What it keeps of a parameter, made where there is nothing yet, for the caller to fill with
+  /// what belongs to the shard's values as they are now. Errors: the same.
   std::vector<OptimizerState::Kept> make_kept(std::string_view parameter);
+  /// Begins anew with a parameter, as before its first update. Errors: the same.
+  void forget(std::string_view parameter);
 
  protected:
   Optimizer(const ShardedBase& model, double lr, const std::vector<std::string>& no_decay);

@@ -1,6 +1,8 @@
 // Everything a program that shards its own modules needs. Start with world.h, then shard.h.
 #pragma once
 
+#include "tessera/checkpoint.h"
+#include "tessera/checkpoint_values.h"
 #include "tessera/clip.h"
 #include "tessera/contract.h"
 #include "tessera/data_axes.h"

@@ -20,9 +20,6 @@
 namespace tessera {
 namespace {
 
-// As far as AdamW's powers of beta go in float32, and far beyond every run.
-constexpr std::int64_t kMostSteps = std::int64_t{1} << 40;
-
 bool matches_any(const std::vector<std::string>& patterns, const GradContract& contract) {
   return std::any_of(patterns.begin(), patterns.end(), [&](const auto& pattern) {
     if (matches_name(pattern, contract.name)) return true;
@@ -141,7 +138,16 @@ std::vector<OptimizerState::Kept> Optimizer::make_kept(std::string_view paramete
   const at::NoGradGuard no_grad;
   auto& item = find(parameter);
   make_item_state(item);
+  item.seen_version = version_of_shard(item.view.shard);
   return kept_of(item);
+}
+
+void Optimizer::forget(std::string_view parameter) {
+  auto& item = find(parameter);
+  item.state.clear();
+  item.master = at::Tensor();
+  item.has_state = false;
+  item.steps = 0;
 }
 
 void Optimizer::make_item_state(Item& item) const {
@@ -165,6 +171,15 @@ std::vector<OptimizerState::Kept> Optimizer::kept_of(const Item& item) const {
     kept.push_back({fsdp::MasterOfShard::name(item.view.contract->master), item.master});
   }
   return kept;
+}
+
+std::map<std::string, DType> Optimizer::kept_dtypes(const GradContract& contract) const {
+  std::map<std::string, DType> dtypes;
+  for (auto& state : states()) dtypes.emplace(std::move(state.name), contract.state);
+  if (const auto master = fsdp::MasterOfShard::dtype(contract.master)) {
+    dtypes.emplace(fsdp::MasterOfShard::name(contract.master), *master);
+  }
+  return dtypes;
 }
 
 std::vector<std::string> Optimizer::kept_names() const {

@@ -37,6 +37,11 @@ const char* MasterOfShard::name(Master master) {
   return master == Master::kCopy ? "master" : "";
 }
 
+std::optional<DType> MasterOfShard::dtype(Master master) {
+  if (master == Master::kRemainder) return DType::kInt16;
+  return master == Master::kCopy ? std::optional(DType::kFloat32) : std::nullopt;
+}
+
 void MasterOfShard::step(const ShardView& view, const at::Tensor& kept, bool changed,
                          const std::function<void(const Stepped&)>& update) {
   if (view.shard.numel() == 0) return;

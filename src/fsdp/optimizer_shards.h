@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 
 #include "tessera/contract.h"
 #include "tessera/optim.h"
@@ -24,6 +25,9 @@ struct Stepped {
   std::int64_t end = 0;  ///< of the shard's elements
 };
 
+/// That `optimizer` steps parameters of `model`, as they lie now. Errors: kUsage, named `what`.
+void require_steps_of(const ShardedBase& model, const Optimizer& optimizer, const char* what);
+
 /// Where a 16-bit shard has its further bits.
 class MasterOfShard {
  public:
@@ -32,6 +36,7 @@ class MasterOfShard {
   static at::Tensor make(const ShardView& view);
   /// The name of that in checkpoints; "" for none.
   static const char* name(Master master);
+  static std::optional<DType> dtype(Master master);
 
   /// Calls `update` for the shard's stretches and keeps what it leaves. `changed`: somebody else
   /// has written the shard since it was last stepped.

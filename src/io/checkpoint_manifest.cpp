@@ -18,6 +18,9 @@ std::string dumped(const OrderedJson& value) {
   return value.dump(-1, ' ', false, OrderedJson::error_handler_t::replace);
 }
 
+// What is not UTF-8 is written with replacements by the one, and left out by the other.
+constexpr auto kIgnore = OrderedJson::error_handler_t::ignore;
+
 /// On one line, with a space behind each comma and colon.
 std::string line(const OrderedJson& value) {
   if (!value.is_structured()) return dumped(value);
@@ -75,6 +78,14 @@ OrderedJson loss_scale_json(const LossScaleState& state) {
   return {{"log2", std::ilogb(state.scale)},
           {"good_steps", state.good_steps},
           {"skipped_steps", state.skipped_steps}};
+}
+
+OrderedJson user_json(const CheckpointValues& values) {
+  OrderedJson json = OrderedJson::object();
+  for (const auto& [name, value] : values) {
+    std::visit([&](const auto& one) { json[name] = one; }, value);
+  }
+  return json;
 }
 
 template <class Write>
@@ -182,6 +193,7 @@ std::string to_json(const CheckpointManifest& manifest) {
   if (!manifest.optimizer.empty()) about["optimizer"] = manifest.optimizer;
   if (manifest.lora) about["lora"] = lora_json(*manifest.lora);
   if (manifest.loss_scale) about["loss_scale"] = loss_scale_json(*manifest.loss_scale);
+  if (!manifest.user.empty()) about["user"] = user_json(manifest.user);
   std::string text = "{";
   for (const auto& [key, value] : about.items()) {
     text += (text.size() > 1 ? ",\n " : "\n ") + entry(key, value);
@@ -195,6 +207,25 @@ std::string to_json(const CheckpointManifest& manifest) {
   text += kHashKey;
   text += to_string(Hash128Stream().add(text).digest());
   return text += kAfterHash;
+}
+
+void check_user_values(const CheckpointValues& values) {
+  std::int64_t bytes = 0;
+  const auto check = [&](const std::string& name, const std::string& text) {
+    bytes += std::ssize(text);
+    TESSERA_CHECK(dumped(text) == OrderedJson(text).dump(-1, ' ', false, kIgnore),
+                  ErrorKind::kUsage, "checkpoint: user values: found ", printable(text), " of ",
+                  printable(name), ", expected UTF-8");
+  };
+  for (const auto& [name, value] : values) {
+    TESSERA_CHECK(!name.empty(), ErrorKind::kUsage,
+                  "checkpoint: user values: found an empty name, expected one");
+    check(name, name);
+    if (const auto* text = std::get_if<std::string>(&value)) check(name, *text);
+  }
+  TESSERA_CHECK(bytes <= kMaxUserBytes, ErrorKind::kUsage, "checkpoint: user values: found ", bytes,
+                " bytes of names and texts, expected at most ", kMaxUserBytes,
+                "; write a file of your own beside the checkpoint");
 }
 
 CheckpointTexts texts_of(CheckpointManifest manifest) {

@@ -20,6 +20,7 @@
 #include "base/hash.h"
 #include "base/lora_spec.h"
 #include "layout/tensor_box.h"
+#include "tessera/checkpoint_values.h"
 #include "tessera/dtype.h"
 #include "tessera/loss_scale.h"
 
@@ -94,6 +95,8 @@ struct CheckpointManifest {
   std::optional<CheckpointLora> lora;
   /// Of a run that scales its loss.
   std::optional<LossScaleState> loss_scale;
+  /// Of a library user's checkpoint (tessera/checkpoint.h); the trainer has none.
+  CheckpointValues user;
   std::map<std::string, CheckpointFile, std::less<>> files;  ///< all but manifest.json
   /// In the order of names. Only as manifest.json of version 2 says it.
   std::vector<CheckpointBlock> blocks;
@@ -124,6 +127,9 @@ inline constexpr std::int64_t kMaxStep = std::int64_t{1} << 62;
 /// Boxes that one tensor may be cut into: ranks of tensor, expert and pipeline axes together.
 inline constexpr std::size_t kMaxBoxes = 4096;
 
+/// Of CheckpointManifest::user, names and texts together.
+inline constexpr std::int64_t kMaxUserBytes = 1 << 20;
+
 /// "rank_12.safetensors": what a rank writes.
 std::string rank_file(std::int64_t rank);
 /// What the `number`-th piece (from 1) of a tensor in one file is called there.
@@ -133,6 +139,10 @@ std::string piece_key(std::string_view tensor, std::size_t number);
 /// blocks out of order or of another size than their file, boxes outside their tensor, elements
 /// that no piece holds or two do.
 void validate(const CheckpointManifest& manifest, std::string_view where);
+
+/// Before they are written. Errors: kUsage for more than kMaxUserBytes, for an empty name, and for
+/// a name or a text that is not UTF-8.
+void check_user_values(const CheckpointValues& values);
 
 /// Of one tensor: that its name and pieces are possible beside the files of `manifest`.
 void validate(const CheckpointTensor& tensor, const std::string& name,

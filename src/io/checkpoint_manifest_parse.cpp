@@ -82,6 +82,12 @@ LossScaleState read_loss_scale(const JsonCursor& value) {
           value.member("skipped_steps").integer()};
 }
 
+CheckpointValues::mapped_type read_user_value(const JsonCursor& value) {
+  if (value.value().is_string()) return value.text();
+  value.require(value.value().is_number_integer(), "an integer or a text");
+  return value.integer();
+}
+
 CheckpointFile read_file(const JsonCursor& value) {
   return {value.member("bytes").integer(), hash_of(value.member("xxh3_128"))};
 }
@@ -161,6 +167,7 @@ CheckpointManifest parse_checkpoint_manifest(std::string_view text, std::string_
   if (const auto optimizer = root.find("optimizer")) manifest.optimizer = optimizer->text();
   if (const auto lora = root.find("lora")) manifest.lora = read_lora(*lora);
   if (const auto scale = root.find("loss_scale")) manifest.loss_scale = read_loss_scale(*scale);
+  if (const auto user = root.find("user")) manifest.user = user->by_name(read_user_value);
   manifest.files = root.member("files").by_name(read_file);
   if (manifest.format > 1) {
     manifest.blocks = root.member("blocks").list(read_block);

@@ -29,12 +29,13 @@ at::Tensor load_parameter(const TensorSource& folder, const GradContract& contra
       at::empty(contract.shape, at::TensorOptions().dtype(to_scalar_type(contract.compute.dtype)));
   const at::Tensor flat = whole.view({-1});
   for (const layout::Piece& piece :
-       pieces_in_file({}, contract.shape, form.file, {}, {0, flat.numel()})) {
+       checkpointing::pieces_in_file({}, contract.shape, form.file, {}, {0, flat.numel()})) {
     for (std::int64_t begin = 0; begin < piece.local.size(); begin += kLoadChunk) {
       const auto end = std::min(begin + kLoadChunk, piece.local.size());
       const at::Tensor stored = at::empty({end - begin}, at::TensorOptions().dtype(storage));
-      fsdp::finite_copy(stored, read_parameter(folder, contract, form, part_of(piece, begin, end)),
-                        name);
+      fsdp::finite_copy(
+          stored, read_parameter(folder, contract, form, checkpointing::part_of(piece, begin, end)),
+          name);
       fsdp::finite_copy(flat.narrow(0, piece.local.begin + begin, end - begin), stored, name);
     }
   }
@@ -69,7 +70,7 @@ std::shared_ptr<models::Decoder> load_whole_model(const ModelSource& source,
   models::add_adapters(*decoder, source.lora);
   add_expert_biases(*decoder, source);
   const auto parameters = decoder->named_parameters();
-  const FileForms forms(source.description.parameters);
+  const FileForms forms = file_forms(source.description.parameters);
   for (const GradContract& contract : contracts) {
     at::Tensor parameter = parameters[contract.name];
     parameter.set_requires_grad(false);

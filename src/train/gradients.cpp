@@ -14,7 +14,7 @@
 #include "tessera/clip.h"
 #include "tessera/error.h"
 #include "train/data/data.h"
-#include "train/hf/file_forms.h"
+#include "train/hf/model_forms.h"
 #include "train/parallelize.h"
 #include "train/report/checks.h"
 #include "train/step.h"
@@ -84,7 +84,7 @@ std::vector<TensorSpec> outputs(const GradientsRequest& request, const ModelSour
                      DType::kFloat32,
                      {batch.rows_in_step(), batch.row_tokens(), source.spec.vocab_size}});
   }
-  const FileForms forms(source.description.parameters);
+  const FileForms forms = file_forms(source.description.parameters);
   for (const auto& contract : contracts) {
     if (!contract.trainable) continue;
     const FileForm form = forms.of(contract);
@@ -184,7 +184,7 @@ void run_gradients(const GradientsRequest& request, World& world,
   TESSERA_CHECK(std::isfinite(loss.mean()) && std::isfinite(norm), ErrorKind::kNumeric,
                 "gradients: found loss ", loss.mean(), " and gradient norm ", norm,
                 ", expected finite values; look at the batch, or compute in a wider dtype");
-  write_gradients(*model, FileForms(source.description.parameters), writer ? &*writer : nullptr);
+  write_gradients(*model, file_forms(source.description.parameters), writer ? &*writer : nullptr);
   if (!writer) return;
   const auto mean = at::full({1}, loss.mean(), at::TensorOptions().dtype(at::kFloat));
   writer->write("loss", bytes_of_tensor(mean));

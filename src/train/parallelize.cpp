@@ -31,7 +31,7 @@ void fill(const ShardedBase& model, const ModelSource& source, std::uint64_t see
   const bool later = weights == InitialWeights::kLater;
   if (source.base_hash) check_base(source, *model.mesh().world());
   if (source.folder && (!later || source.lora)) {
-    load(model, *source.folder, FileForms(source.description.parameters), Loaded::kModel);
+    load(model, *source.folder, file_forms(source.description.parameters), Loaded::kModel);
   }
   if (later) return;
   if (source.adapters) {

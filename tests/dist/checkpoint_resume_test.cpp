@@ -7,12 +7,12 @@
 #include <fstream>
 
 #include "base/log.h"
+#include "checkpoint/saver.h"
 #include "dist/modules.h"
 #include "dist/ranks.h"
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
 #include "io/checkpoint_store.h"
-#include "train/checkpoint/checkpoint.h"
 #include "train/checkpoint/checkpoint_session.h"
 #include "train/checkpoint/resume.h"
 #include "train/parallelize.h"
@@ -137,13 +137,13 @@ void copy_on(const RanksOfRun& layout, const train::Config& config, const fs::pa
     const auto optimizer = make_adamw(*model, {});
     const auto checkpoint = CheckpointFolder::open(from);
     train::load_checkpoint(checkpoint, *model, *optimizer, world);
-    train::CheckpointOptions options;
+    checkpointing::CheckpointOptions options;
     options.folder = to;
     options.config_json = checkpoint.config_text();
     options.state.source_dtype = [](const std::string&) { return std::nullopt; };
     options.state.replica = mesh.coordinate(axis::kReplicate);
     options.state.replicas = layout.replicas;
-    train::CheckpointSaver saver(world, std::move(options));
+    checkpointing::CheckpointSaver saver(world, std::move(options));
     saver.save(checkpoint.manifest().step, *model, *optimizer);
     saver.finish();
   });
@@ -187,11 +187,11 @@ void step_by_hand(const ShardedBase& model, Optimizer& optimizer, int step) {
 
 void save_now(World& world, const fs::path& folder, std::int64_t step, const ShardedBase& model,
               const Optimizer& optimizer) {
-  train::CheckpointOptions options;
+  checkpointing::CheckpointOptions options;
   options.folder = folder;
   options.config_json = "{}";
   options.state.source_dtype = [](const std::string&) { return DType::kBFloat16; };
-  train::CheckpointSaver saver(world, std::move(options));
+  checkpointing::CheckpointSaver saver(world, std::move(options));
   saver.save(step, model, optimizer);
   saver.finish();
 }

@@ -9,11 +9,12 @@
 #include <mutex>
 
 #include "base/test_hooks.h"
+#include "checkpoint/saver.h"
+#include "checkpoint/snapshot.h"
 #include "dist/ranks.h"
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
 #include "io/checkpoint_store.h"
-#include "train/checkpoint/checkpoint_snapshot.h"
 
 namespace tessera::test::checkpoint_save_test {
 namespace {
@@ -343,9 +344,9 @@ TEST(CheckpointSaving, ANameThatAStateCannotHaveIsRefusedInThePlanOnAllRanks) {
           fully_shard(std::make_shared<NamedChild>(std::string(name_bytes - 2, 'x')),  // "x.w"
                       data_mesh(world), {});
       const auto optimizer = make_optimizer(handle);
-      train::CheckpointOptions options;
+      checkpointing::CheckpointOptions options;
       options.folder = folder / "checkpoint";
-      train::CheckpointSaver(world, std::move(options)).check_plan(handle, *optimizer);
+      checkpointing::CheckpointSaver(world, std::move(options)).check_plan(handle, *optimizer);
     });
   };
   const auto adamw = [](const auto& handle) { return make_adamw(handle, {}); };
@@ -361,7 +362,7 @@ TEST(CheckpointSaving, ANameThatAStateCannotHaveIsRefusedInThePlanOnAllRanks) {
 }
 
 TEST(CheckpointSnapshot, CutsOfReplicasHoldEachElementOnce) {
-  std::vector<train::StatePart> parts;
+  std::vector<checkpointing::StatePart> parts;
   const at::ScalarType dtypes[] = {at::kFloat, at::kLong, at::kBFloat16, at::kDouble, at::kByte};
   std::int64_t total = 0;
   for (int i = 0; i < 20; ++i) {
@@ -379,7 +380,7 @@ TEST(CheckpointSnapshot, CutsOfReplicasHoldEachElementOnce) {
     std::map<std::string, std::vector<std::pair<std::int64_t, std::int64_t>>> ranges;
     for (int replica = 0; replica < replicas; ++replica) {
       std::int64_t bytes = 0;
-      for (const auto& part : train::cut(parts, replica, replicas)) {
+      for (const auto& part : checkpointing::cut(parts, replica, replicas)) {
         ranges[part.name].emplace_back(part.begin, part.end);
         bytes += static_cast<std::int64_t>(part.values.nbytes());
         ASSERT_EQ(part.values.size(0), part.end - part.begin);

@@ -9,10 +9,10 @@
 
 #include <filesystem>
 
+#include "checkpoint/saver.h"
 #include "dist/plain.h"
 #include "dist/ranks.h"
 #include "io/checkpoint_folder.h"
-#include "train/checkpoint/checkpoint.h"
 #include "train/checkpoint/resume.h"
 #include "unit/io/temporary_folder.h"
 
@@ -125,10 +125,10 @@ TEST(CheckpointOfVersion1, LoadsBitForBitOnAnyRanksAndIsSavedAsVersion2) {
       train::load_checkpoint(checkpoint, model, *optimizer, world);
       expect_all(model, *optimizer);
 
-      train::CheckpointOptions options;
+      checkpointing::CheckpointOptions options;
       options.folder = folder / "checkpoint";
       options.config_json = checkpoint.config_text();
-      train::CheckpointSaver saver(world, std::move(options));
+      checkpointing::CheckpointSaver saver(world, std::move(options));
       saver.save(kStep, model, *optimizer);
       saver.finish();
       const auto saved = CheckpointFolder::open(folder / "checkpoint");

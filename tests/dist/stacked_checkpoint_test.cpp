@@ -3,11 +3,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "checkpoint/saver.h"
 #include "dist/cut_modules.h"
 #include "dist/stacked_files.h"
 #include "io/checkpoint_folder.h"
 #include "tessera/optim.h"
-#include "train/checkpoint/checkpoint.h"
 #include "train/checkpoint/resume.h"
 #include "train/hf/weights.h"
 #include "unit/io/temporary_folder.h"
@@ -19,7 +19,7 @@ namespace fs = std::filesystem;
 using ::testing::HasSubstr;
 using testing::TemporaryFolder;
 
-const train::FileForms kForms(StackedExperts::table());
+const train::FileForms kForms = train::file_forms(StackedExperts::table());
 
 /// {replicas, shards, tp}, {dp_shard_mod_ep, ep, etp}, and whether the norm is the same on tp.
 struct Layout {
@@ -66,7 +66,7 @@ struct Trained {
 };
 
 void save(World& world, const Trained& trained, const fs::path& folder) {
-  train::CheckpointOptions options;
+  checkpointing::CheckpointOptions options;
   options.folder = folder;
   options.config_json = "{}";
   options.state.source_dtype = [](const std::string& name) {
@@ -75,7 +75,7 @@ void save(World& world, const Trained& trained, const fs::path& folder) {
   options.state.forms = kForms;
   options.state.replica = trained.mesh.coordinate(axis::kReplicate);
   options.state.replicas = trained.mesh.size_of(axis::kReplicate);
-  train::CheckpointSaver saver(world, std::move(options));
+  checkpointing::CheckpointSaver saver(world, std::move(options));
   saver.save(2, trained.model, *trained.optimizer);
   saver.finish();
 }

@@ -15,7 +15,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-const train::FileForms kForms(StackedExperts::table());
+const train::FileForms kForms = train::file_forms(StackedExperts::table());
 
 /// {replicas, shards, tp}, {dp_shard_mod_ep, ep, etp}
 const Degrees kDegrees[] = {{1, 1, 1, 1, 1, 1}, {1, 2, 1, 2, 1, 1}, {1, 3, 1, 3, 1, 1},

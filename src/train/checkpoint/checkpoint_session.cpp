@@ -3,6 +3,7 @@
 #include "base/log.h"
 #include "base/printable.h"
 #include "comm/group.h"
+#include "models/adapters.h"
 #include "train/checkpoint/resume.h"
 #include "train/data/data_identity.h"
 #include "train/hf/model_source.h"
@@ -28,7 +29,7 @@ RunIdentity identity_of(const Config& config, const ModelSource& source, const B
   return identity;
 }
 
-SourceDType dtypes_of(const ModelSource& source) {
+checkpointing::SourceDType dtypes_of(const ModelSource& source) {
   return [&source](const std::string& tensor) -> std::optional<DType> {
     const auto* info = source.folder ? source.folder->find(tensor) : nullptr;
     return info == nullptr ? std::nullopt : std::optional(info->original);
@@ -58,11 +59,11 @@ std::int64_t CheckpointSession::global_batch_size(int data_ranks) const {
 
 void CheckpointSession::begin(const ModelSource& source, const BatchSource& data) {
   if (!config_.checkpoint.enable) return;
-  forms_ = FileForms(source.description.parameters);
+  forms_ = file_forms(source.description.parameters);
   const auto identity = identity_of(config_, source, data, world_);
   if (resumed_) require_same_run(identity, *resumed_, world_);
 
-  CheckpointOptions options;
+  checkpointing::CheckpointOptions options;
   options.folder = config_.checkpoint.folder;
   options.keep_latest_k = config_.checkpoint.keep_latest_k;
   options.about.config_hash = Hash128Stream().add(to_toml(config_)).digest();
@@ -71,7 +72,7 @@ void CheckpointSession::begin(const ModelSource& source, const BatchSource& data
   options.about.data = identity.data;
   options.about.lora = identity.lora;
   options.state.forms = forms_;
-  if (source.lora) options.state.holds = Holds::kAdapters;
+  if (source.lora) options.state.holds = models::is_adapter;
   options.config_json = models::config_json(identity.spec);
   options.state.source_dtype = dtypes_of(source);
   options.state.replica = mesh_.coordinate(axis::kReplicate);

@@ -1,12 +1,12 @@
 // All that the trainer knows of checkpoints: what the run goes on from, and when one is saved.
 // Without [checkpoint] enable a folder that holds some is refused, and every call does nothing.
-// Next: resume.h, checkpoint.h.
+// Next: resume.h, checkpoint/saver.h.
 #pragma once
 
 #include <cstdint>
 #include <optional>
 
-#include "train/checkpoint/checkpoint.h"
+#include "checkpoint/saver.h"
 #include "train/checkpoint/resume.h"
 #include "train/data/data.h"
 #include "train/hf/model_source.h"
@@ -45,7 +45,7 @@ class CheckpointSession {
   World& world_;
   FileForms forms_;
   std::optional<CheckpointFolder> resumed_;
-  std::optional<CheckpointSaver> saver_;
+  std::optional<checkpointing::CheckpointSaver> saver_;
 };
 
 /// Goes on at the scale of the checkpoint. A run that has changed to or from float16 begins anew,

@@ -13,11 +13,14 @@
 #include "base/log.h"
 #include "base/mapped_file.h"
 #include "base/printable.h"
+#include "checkpoint/loader.h"
 #include "comm/group.h"
 #include "io/atomic_file.h"
 #include "io/checkpoint_store.h"
+#include "models/adapters.h"
 #include "tessera/error.h"
 #include "train/data/data_identity.h"
+#include "train/report/progress.h"
 
 namespace tessera::train {
 namespace {
@@ -231,17 +234,8 @@ std::optional<CheckpointFolder> open_resumed(const CheckpointConfig& config, Wor
   chosen = comm::from_first_rank(world, "checkpoint to load", chosen);
   if (chosen.empty()) return std::nullopt;
 
-  std::optional<CheckpointFolder> checkpoint;
-  comm::on_all_or_none(world, "opening the checkpoint",
-                       [&] { checkpoint = open_step(store, std::stoll(chosen)); });
-  const auto hash = to_string(checkpoint->manifest_hash());
-  const auto first = comm::from_first_rank(world, "hash of the manifest", hash);
-  comm::on_all_or_none(world, "the same manifest", [&] {
-    TESSERA_CHECK(hash == first, ErrorKind::kIo, shown(checkpoint->path()),
-                  ": found a manifest with hash ", hash, ", expected ", first,
-                  " as on rank 0; do all hosts share checkpoint.folder?");
-  });
-  return checkpoint;
+  return checkpointing::open_on_all_ranks(world,
+                                          [&] { return open_step(store, std::stoll(chosen)); });
 }
 
 void require_same_run(const RunIdentity& identity, const CheckpointFolder& checkpoint,
@@ -257,6 +251,48 @@ void require_same_run(const RunIdentity& identity, const CheckpointFolder& check
       require_same_data(identity.data, manifest.data, shown(checkpoint.path()));
     }
   });
+}
+
+namespace {
+
+constexpr checkpointing::LoadAdvice kAdvice{
+    .optimizer = "optimizer.name",
+    .keeps_storage = "a resumed run keeps its precision.storage_dtype",
+    .keeps_frozen =
+        "a resumed run keeps its precision.storage_dtype, its model.frozen and frozen of its "
+        "rules, "
+        "and with \"replicate\" its precision.param_dtype: what is whole on every rank is stored "
+        "as "
+        "it computes",
+    .keeps_master =
+        "a resumed run keeps its precision.storage_dtype and its optimizer.master, which say what "
+        "the optimizer keeps in which dtype",
+    .keeps_shape = "a resumed run keeps its model, whose tensors have these shapes",
+    .keeps_optimizer = "a resumed run keeps its optimizer",
+    .weights_alone =
+        "start anew from these weights: model.path = this folder, in another job.dump_folder"};
+
+}  // namespace
+
+void load_checkpoint(const CheckpointFolder& checkpoint, const ShardedBase& model,
+                     Optimizer& optimizer, World& world, const FileForms& forms) {
+  std::optional<LoadingProgress> progress;
+  checkpointing::LoadRequest request{.advice = kAdvice, .forms = forms};
+  // Adapters alone, beside a model that was loaded from its own folder.
+  if (checkpoint.manifest().lora) request.holds = models::is_adapter;
+  request.on_read = [&](std::int64_t bytes, std::int64_t total) {
+    // The other ranks are about as far.
+    const bool shown = model.rank() == 0;
+    if (!progress) {
+      progress.emplace("loading the checkpoint", total,
+                       shown ? LoadingProgress::Shown::kYes : LoadingProgress::Shown::kNo);
+    }
+    progress->add(bytes);
+  };
+  checkpointing::load(checkpoint, model, optimizer, world, request);
+  // Whoever restarts this run goes on from here, not from what another attempt reached later.
+  if (world.rank() != 0) return;
+  CheckpointStore(checkpoint.path().parent_path()).set_latest(checkpoint.manifest().step);
 }
 
 }  // namespace tessera::train

@@ -1,10 +1,9 @@
 // What a run goes on from: finding a checkpoint, refusing one of another run, reading it
-// (load_checkpoint.cpp), and the note for restarts: torchrun starts the same command again, and
+// (checkpoint/loader.h), and the note for restarts: torchrun starts the same command again, and
 // checkpoint.load_step is meant for the first attempt that comes so far.
 //
 // Whatever is wrong is found before the first step and on every rank alike. Any layout reads any
-// other: each rank reads the ranges that it owns, out of whatever pieces hold them. Next:
-// checkpoint.h writes them.
+// other. Next: checkpoint/saver.h writes them.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +17,7 @@
 #include "tessera/shard.h"
 #include "tessera/world.h"
 #include "train/config/config.h"
-#include "train/hf/file_forms.h"
+#include "train/hf/model_forms.h"
 
 namespace tessera::train {
 
@@ -66,10 +65,8 @@ void require_same_run(const RunIdentity& identity, const CheckpointFolder& check
 /// kIo.
 void require_no_checkpoints(const CheckpointConfig& config, World& world);
 
-/// Fills shards and optimizer state, whose tensors the checkpoint has under the names of `forms`,
-/// and verifies every file, each on one rank. Collective. Errors, on all ranks alike: kFormat
-/// naming the file or tensor; kConfig for the states of another optimizer. After one the model
-/// holds nothing of use.
+/// checkpointing::load() of tensors under the names of `forms`, with the keys of a config in its
+/// errors; then `latest` stands for it. Collective. Errors: the same.
 void load_checkpoint(const CheckpointFolder& checkpoint, const ShardedBase& model,
                      Optimizer& optimizer, World& world, const FileForms& forms = {});
 

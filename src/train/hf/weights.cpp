@@ -11,11 +11,11 @@
 
 #include "base/printable.h"
 #include "base/random.h"
+#include "checkpoint/snapshot.h"
 #include "fsdp/finite_copy.h"
 #include "grad/torch_dtype.h"
 #include "io/tensor_source.h"
 #include "tessera/error.h"
-#include "train/hf/file_forms.h"
 #include "train/hf/model_source.h"
 #include "train/report/progress.h"
 
@@ -168,25 +168,8 @@ void check_adapters(const ModelSource& source) {
                 ", two of each layer that its manifest lists");
 }
 
-std::vector<layout::Piece> pieces_of(const ShardView& view, const layout::FileShape& file) {
-  return pieces_in_file(view.contract->layout, view.contract->shape, file, view.coordinates,
-                        {view.begin, view.end});
-}
-
 layout::FileShape as_one_tensor(const GradContract& contract) {
   return {1, layout::cut_shape(contract.layout, contract.shape)};
-}
-
-bool is_first_holder(const ShardView& view) {
-  const ParameterLayout& layout = view.contract->layout;
-  for (std::size_t i = 0; i < layout.axes.size(); ++i) {
-    // Of a trained parameter that is summed over the axis each rank has other elements.
-    const PlacementKind kind = layout.axes[i].parameter.kind;
-    const bool same = kind == PlacementKind::kInvariant ||
-                      (kind == PlacementKind::kReplicate && view.contract->replicated());
-    if (same && view.coordinates[i] != 0) return false;
-  }
-  return true;
 }
 
 namespace {
@@ -195,10 +178,10 @@ namespace {
 template <class Fill>
 void in_chunks(const ShardView& view, const layout::FileShape& file, LoadingProgress& progress,
                const Fill& fill) {
-  for (const layout::Piece& piece : pieces_of(view, file)) {
+  for (const layout::Piece& piece : checkpointing::pieces_of(view, file)) {
     for (std::int64_t begin = 0; begin < piece.local.size(); begin += kLoadChunk) {
       const auto end = std::min(begin + kLoadChunk, piece.local.size());
-      const layout::Piece part = part_of(piece, begin, end);
+      const layout::Piece part = checkpointing::part_of(piece, begin, end);
       fill(view.shard.detach().narrow(0, part.local.begin - view.begin, end - begin), part);
       progress.add((end - begin) * static_cast<std::int64_t>(view.shard.element_size()));
     }

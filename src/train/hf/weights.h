@@ -1,6 +1,6 @@
 // Weights: read from a folder or drawn, of a sharded model by each rank only the ranges that it
-// owns; that a folder holds what config.json describes, from its headers alone; and where the
-// elements of a rank's shard lie in the tensors of files, whatever the layout.
+// owns, whatever the layout; and that a folder holds what config.json describes, from its headers
+// alone.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,7 +16,7 @@
 #include "tessera/contract.h"
 #include "tessera/error.h"
 #include "tessera/shard.h"
-#include "train/hf/file_forms.h"
+#include "train/hf/model_forms.h"
 
 namespace tessera::train {
 
@@ -69,14 +69,7 @@ inline constexpr std::int64_t kLoadChunk = std::int64_t{1} << 20;
 void draw_weights(const ShardedBase& model, const std::vector<models::ParameterSpec>& table,
                   std::uint64_t seed, Loaded what = Loaded::kModel);
 
-/// In the order of the shard's elements: Piece::local counts them in the flattened part of this
-/// rank, as ShardView::begin does.
-std::vector<layout::Piece> pieces_of(const ShardView& view, const layout::FileShape& file);
-
 /// The parameter as a file would hold it in one tensor, of the shape that is cut.
 layout::FileShape as_one_tensor(const GradContract& contract);
-
-/// Of the ranks that hold the same elements (replicas of the data aside) exactly one does.
-bool is_first_holder(const ShardView& view);
 
 }  // namespace tessera::train

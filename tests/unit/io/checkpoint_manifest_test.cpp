@@ -125,6 +125,37 @@ struct Broken {
   std::function<void(CheckpointManifest&)> change;
 };
 
+// Naive: 2^53 + 1 comes back as a double, or a text of digits as a number.
+TEST(CheckpointManifest, ValuesOfTheUserComeBackAsTheyWere) {
+  auto manifest = small_manifest();
+  EXPECT_THAT(to_json(manifest), Not(HasSubstr("\"user\"")));
+  manifest.user = {{"epoch", (std::int64_t{1} << 53) + 1},
+                   {"lowest", std::numeric_limits<std::int64_t>::min()},
+                   {"digits", "12"},
+                   {"text \"\n\x01\u00e4", "\\ \"\t\u20ac"}};
+  EXPECT_NO_THROW(check_user_values(manifest.user));
+  EXPECT_EQ(parse_checkpoint_manifest(to_json(manifest), "x"), manifest);
+  for (const auto& [text, says] : {std::pair("3.5", "'epoch': found '3.5'"),
+                                   {"true", "integer or"},
+                                   {"9223372036854775808", "below 2^63"},
+                                   {"[1]", "integer or"}}) {
+    auto changed = small_manifest();
+    changed.user = {{"epoch", std::int64_t{777}}};
+    auto json = to_json(changed);
+    json.replace(json.find("777"), 3, text);
+    EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { parse_checkpoint_manifest(json, "FILE"); }),
+                AllOf(HasSubstr("'user': 'epoch'"), HasSubstr(says)));
+  }
+  for (const auto& [values, says] : std::initializer_list<std::pair<CheckpointValues, const char*>>{
+           {{{"", std::int64_t{1}}}, "an empty name"},
+           {{{"a\xc3", std::int64_t{1}}}, "expected UTF-8"},
+           {{{"a", "\xe4"}}, "expected UTF-8"},
+           {{{"a", std::string(kMaxUserBytes, 'x')}}, "expected at most 1048576"}}) {
+    EXPECT_THAT(error_of(ErrorKind::kUsage, [&, &v = values] { check_user_values(v); }),
+                HasSubstr(says));
+  }
+}
+
 TEST(CheckpointManifest, WhatDoesNotFitIsRefusedByName) {
   constexpr auto kMax = std::numeric_limits<std::int64_t>::max();
   const auto piece = [](CheckpointManifest& m, std::size_t i) -> CheckpointPiece& {

@@ -1,14 +1,18 @@
 // Which tensors of a file hold a parameter, and where its elements lie in them.
-#include "train/hf/file_forms.h"
+#include "checkpoint/file_forms.h"
 
 #include <gtest/gtest.h>
 
 #include <random>
 
+#include "train/hf/model_forms.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::train::file_forms_test {
 namespace {
+
+using checkpointing::part_of;
+using checkpointing::pieces_in_file;
 
 models::ParameterSpec experts(std::int64_t count) {
   models::ParameterSpec parameter;
@@ -26,7 +30,7 @@ models::ParameterSpec experts(std::int64_t count) {
 
 TEST(FileForms, AStackedParameterIsItsTensorsAndAnyOtherOneOfItsName) {
   const models::ParameterSpec norm{.name = "model.norm.weight", .shape = {4}};
-  const FileForms forms({norm, experts(3)});
+  const FileForms forms = file_forms({norm, experts(3)});
   GradContract contract;
   contract.name = "model.layers.0.mlp.experts.gate_up_proj";
   contract.shape = {3, 6, 4};

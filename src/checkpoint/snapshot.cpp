@@ -1,4 +1,4 @@
-#include "train/checkpoint/checkpoint_snapshot.h"
+#include "checkpoint/snapshot.h"
 
 #include <ATen/ATen.h>
 #include <sys/mman.h>
@@ -9,12 +9,10 @@
 
 #include "grad/torch_dtype.h"
 #include "io/safetensors.h"
-#include "models/adapters.h"
 #include "tessera/error.h"
 #include "tessera/world.h"
-#include "train/hf/weights.h"
 
-namespace tessera::train {
+namespace tessera::checkpointing {
 namespace {
 
 /// A shard in the tensors of the file, and what is written of it under other names.
@@ -77,7 +75,7 @@ void add_model(std::vector<StatePart>& parts, Whole& whole, const ShardedBase& m
   const Mesh& mesh = model.mesh();
   for (const auto& view : model.shards()) {
     const auto& contract = *view.contract;
-    if (options.holds == Holds::kAdapters && !models::is_adapter(contract.name)) continue;
+    if (options.holds && !options.holds(contract.name)) continue;
     if (!is_first_holder(view)) continue;
     const FileForm form = options.forms.of(contract);
     auto& to = contract.replicated() ? whole[holder_of(contract.layout, mesh)] : parts;
@@ -135,13 +133,30 @@ void take_huge_pages(const at::Tensor& buffer) {
 
 }  // namespace
 
+std::vector<layout::Piece> pieces_of(const ShardView& view, const layout::FileShape& file) {
+  return pieces_in_file(view.contract->layout, view.contract->shape, file, view.coordinates,
+                        {view.begin, view.end});
+}
+
+bool is_first_holder(const ShardView& view) {
+  const ParameterLayout& layout = view.contract->layout;
+  for (std::size_t i = 0; i < layout.axes.size(); ++i) {
+    // Of a trained parameter that is summed over the axis each rank has other elements.
+    const PlacementKind kind = layout.axes[i].parameter.kind;
+    const bool same = kind == PlacementKind::kInvariant ||
+                      (kind == PlacementKind::kReplicate && view.contract->replicated());
+    if (same && view.coordinates[i] != 0) return false;
+  }
+  return true;
+}
+
 std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& optimizer,
                                    const StateOptions& options) {
   std::vector<StatePart> parts;
   Whole whole;
   add_model(parts, whole, model, options);
   for (const auto& state : optimizer.state()) add_optimizer(parts, state, options.forms);
-  if (options.holds == Holds::kModel) {
+  if (!options.holds) {
     const Holder everywhere = holder_of({}, model.mesh());
     add_buffers(whole[everywhere], model, options.source_dtype);
   }
@@ -217,4 +232,4 @@ void Snapshot::take(const std::vector<StatePart>& parts, const std::string& name
   }
 }
 
-}  // namespace tessera::train
+}  // namespace tessera::checkpointing

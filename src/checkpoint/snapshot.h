@@ -2,7 +2,7 @@
 // for.
 //
 // The copy is the file itself, header and data, so that writing it is one pass over one buffer
-// while training goes on. The buffer is kept for the next checkpoint. Next: checkpoint.h.
+// while training goes on. The buffer is kept for the next checkpoint. Next: saver.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,12 +15,12 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/file_forms.h"
 #include "io/checkpoint_manifest.h"
 #include "tessera/optim.h"
 #include "tessera/shard.h"
-#include "train/hf/file_forms.h"
 
-namespace tessera::train {
+namespace tessera::checkpointing {
 
 /// Elements [begin, end) of a box of a tensor of the checkpoint, as they stand on this rank.
 struct StatePart {
@@ -36,16 +36,21 @@ struct StatePart {
 /// The dtype of a tensor in the folder that training began with, where there is one.
 using SourceDType = std::function<std::optional<DType>(const std::string& tensor)>;
 
-/// What of a model a checkpoint holds.
-enum class Holds : std::uint8_t {
-  kModel,
-  kAdapters,  ///< what is trained beside a frozen model, which has a folder of its own
-};
+/// Which parameters of a model a checkpoint holds, by canonical name; none = all, and the buffers.
+/// Others have a folder of their own: what a run of adapters leaves frozen.
+using Holds = std::function<bool(const std::string& parameter)>;
+
+/// In the order of the shard's elements: Piece::local counts them in the flattened part of this
+/// rank, as ShardView::begin does.
+std::vector<layout::Piece> pieces_of(const ShardView& view, const layout::FileShape& file);
+
+/// Of the ranks that hold the same elements (replicas of the data aside) exactly one does.
+bool is_first_holder(const ShardView& view);
 
 struct StateOptions {
   SourceDType source_dtype;
   FileForms forms = {};  ///< the names that the checkpoint has
-  Holds holds = Holds::kModel;
+  Holds holds = {};
   int replica = 0;  ///< of the data
   int replicas = 1;
 };
@@ -83,4 +88,4 @@ class Snapshot {
   CheckpointManifest entries_;
 };
 
-}  // namespace tessera::train
+}  // namespace tessera::checkpointing

@@ -1,4 +1,4 @@
-#include "train/checkpoint/checkpoint.h"
+#include "checkpoint/saver.h"
 
 #include <algorithm>
 #include <iterator>
@@ -13,7 +13,7 @@
 #include "io/hashed_file.h"
 #include "tessera/error.h"
 
-namespace tessera::train {
+namespace tessera::checkpointing {
 namespace {
 
 namespace fs = std::filesystem;
@@ -207,7 +207,7 @@ void CheckpointSaver::complete(const std::vector<std::string>& parts) const {
     const auto expected = std::string_view(parts[rank]).substr(1);
     TESSERA_CHECK(found == expected, ErrorKind::kIo, shown(path), ": found XXH3-128 ", found,
                   ", expected ", expected,
-                  " that its rank wrote; do all hosts share checkpoint.folder?");
+                  " that its rank wrote; do all hosts share the folder of checkpoints?");
     merge(manifest, parse_manifest_part(text, shown(path)));
   }
   require_files(manifest);
@@ -233,8 +233,8 @@ void CheckpointSaver::require_files(const CheckpointManifest& manifest) const {
     TESSERA_CHECK(!error && size == static_cast<std::uintmax_t>(file.bytes), ErrorKind::kIo,
                   shown(path), ": found ", error ? error.message() : concat(size, " bytes"),
                   ", expected the ", file.bytes,
-                  " bytes that its rank wrote; do all hosts share checkpoint.folder?");
+                  " bytes that its rank wrote; do all hosts share the folder of checkpoints?");
   }
 }
 
-}  // namespace tessera::train
+}  // namespace tessera::checkpointing

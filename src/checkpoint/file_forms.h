@@ -2,21 +2,21 @@
 // it stacks (experts).
 //
 // Pure. Everything that is read from or written to files goes by these names; rules, contracts and
-// messages by the parameter's own. Next: layout/local_part.h says which elements a rank holds.
+// messages by the parameter's own. Which parameters of a model are stacked: train/hf/model_forms.h.
+// Next: layout/local_part.h says which elements a rank holds.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <string>
-#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "layout/local_part.h"
-#include "models/description.h"
 #include "tessera/contract.h"
 
-namespace tessera::train {
+namespace tessera::checkpointing {
 
 /// The tensors that hold a parameter, one after the other its elements.
 struct FileForm {
@@ -24,15 +24,14 @@ struct FileForm {
   layout::FileShape file;
 };
 
-FileForm file_form(const models::ParameterSpec& parameter);
-
 class FileForms {
  public:
   /// Each parameter one tensor of its own name and shape.
   FileForms() = default;
-  explicit FileForms(const std::vector<models::ParameterSpec>& table);
+  explicit FileForms(std::map<std::string, FileForm, std::less<>> stacked)
+      : stacked_(std::move(stacked)) {}
 
-  /// Of a parameter of the table; one that is not there is one tensor (an adapter).
+  /// Of one that is stacked; any other is one tensor of its name.
   FileForm of(const GradContract& contract) const;
 
  private:
@@ -49,4 +48,4 @@ std::vector<layout::Piece> pieces_in_file(const ParameterLayout& layout,
 /// The elements [begin, end) of a piece, counted from its first.
 layout::Piece part_of(const layout::Piece& piece, std::int64_t begin, std::int64_t end);
 
-}  // namespace tessera::train
+}  // namespace tessera::checkpointing

@@ -1,10 +1,10 @@
-#include "train/hf/file_forms.h"
+#include "checkpoint/file_forms.h"
 
 #include <algorithm>
 
 #include "tessera/error.h"
 
-namespace tessera::train {
+namespace tessera::checkpointing {
 namespace {
 
 bool cuts_nothing(const ParameterLayout& layout) {
@@ -32,22 +32,6 @@ std::vector<layout::Piece> ranges_of_tensors(const layout::FileShape& file, layo
 
 }  // namespace
 
-FileForm file_form(const models::ParameterSpec& parameter) {
-  if (parameter.stacked.empty()) return {{parameter.name}, {1, parameter.shape}};
-  FileForm form{parameter.stacked,
-                {static_cast<std::int64_t>(parameter.stacked.size()), parameter.stacked_shape}};
-  TESSERA_INVARIANT(
-      form.file.count * TensorBox::whole(form.file.shape).numel() == parameter.numel(),
-      parameter.name, " does not stack its tensors");
-  return form;
-}
-
-FileForms::FileForms(const std::vector<models::ParameterSpec>& table) {
-  for (const auto& parameter : table) {
-    if (!parameter.stacked.empty()) stacked_.emplace(parameter.name, file_form(parameter));
-  }
-}
-
 FileForm FileForms::of(const GradContract& contract) const {
   const auto found = stacked_.find(contract.name);
   return found == stacked_.end() ? FileForm{{contract.name}, {1, contract.shape}} : found->second;
@@ -70,4 +54,4 @@ layout::Piece part_of(const layout::Piece& piece, std::int64_t begin, std::int64
   return part;
 }
 
-}  // namespace tessera::train
+}  // namespace tessera::checkpointing

@@ -1,49 +1,20 @@
-// Reading a checkpoint into shards and optimizer state, on any layout.
+#include "checkpoint/loader.h"
+
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <functional>
 #include <map>
+#include <optional>
 #include <set>
 
 #include "base/log.h"
 #include "base/printable.h"
 #include "comm/group.h"
 #include "grad/torch_dtype.h"
-#include "io/checkpoint_store.h"
-#include "models/adapters.h"
 #include "tessera/error.h"
-#include "train/checkpoint/resume.h"
-#include "train/hf/weights.h"
-#include "train/report/progress.h"
 
-namespace tessera::train {
+namespace tessera::checkpointing {
 namespace {
-
-constexpr const char* kKeepsStorage = "a resumed run keeps its precision.storage_dtype";
-constexpr const char* kKeepsFrozen =
-    "a resumed run keeps its precision.storage_dtype, its model.frozen and frozen of its rules, "
-    "and with \"replicate\" its precision.param_dtype: what is whole on every rank is stored as it "
-    "computes";
-
-constexpr const char* kKeepsMaster =
-    "a resumed run keeps its precision.storage_dtype and its optimizer.master, which say what the "
-    "optimizer keeps in which dtype";
-constexpr const char* kKeepsShape =
-    "a resumed run keeps its model, whose tensors have these shapes";
-
-/// `hint` is for another dtype.
-void require_tensor(const CheckpointFolder& checkpoint, const std::string& name, DType dtype,
-                    const std::vector<std::int64_t>& shape, const char* hint = kKeepsStorage) {
-  const auto* tensor = checkpoint.find(name);
-  TESSERA_CHECK(tensor != nullptr, ErrorKind::kFormat, shown(checkpoint.path()),
-                ": found no tensor ", printable(name), ", expected one");
-  TESSERA_CHECK(tensor->dtype == dtype && tensor->shape == shape, ErrorKind::kFormat,
-                shown(checkpoint.path()), ": tensor ", printable(name), ": found ",
-                to_string(tensor->dtype), " ", shape_text(tensor->shape), ", expected ",
-                to_string(dtype), " ", shape_text(shape), "; ",
-                tensor->shape == shape ? hint : kKeepsShape);
-}
 
 std::set<std::string> names_of(const Optimizer& optimizer) {
   const auto names = optimizer.kept_names();
@@ -53,8 +24,13 @@ std::set<std::string> names_of(const Optimizer& optimizer) {
 class Loader {
  public:
   Loader(const CheckpointFolder& checkpoint, const ShardedBase& model, Optimizer& optimizer,
-         const FileForms& forms)
-      : checkpoint_(checkpoint), model_(model), optimizer_(optimizer), forms_(forms) {}
+         const LoadRequest& request)
+      : checkpoint_(checkpoint),
+        model_(model),
+        optimizer_(optimizer),
+        request_(request),
+        forms_(request.forms),
+        advice_(request.advice) {}
 
   /// Of this rank's share of all parameters, and of all tensors of the checkpoint: no rank reads
   /// what the checkpoint says of every tensor. Errors: kFormat, kConfig for tensors that do not fit
@@ -71,14 +47,14 @@ class Loader {
         const auto name = concat(kModelPrefix, tensor);
         known.insert(name);
         if (!mine) continue;
-        require_tensor(checkpoint_, name, contract.storage.dtype, form.file.shape,
-                       contract.trainable ? kKeepsStorage : kKeepsFrozen);
+        require_tensor(name, contract.storage.dtype, form.file.shape,
+                       contract.trainable ? advice_.keeps_storage : advice_.keeps_frozen);
       }
     }
     for (const auto& view : model_.buffers()) {
-      if (!view.contract->stored || of_adapters()) continue;
+      if (!view.contract->stored || request_.holds) continue;
       const auto name = concat(kModelPrefix, view.contract->name);
-      require_tensor(checkpoint_, name, view.contract->storage, view.contract->shape);
+      require_tensor(name, view.contract->storage, view.contract->shape, advice_.keeps_storage);
       known.insert(name);
     }
     const World& world = *model_.mesh().world();
@@ -121,8 +97,7 @@ class Loader {
                 concat(shown(checkpoint_.path()), ": found no ", named(kept, first),
                        " and no other state of an optimizer, expected what ", optimizer_.name(),
                        " kept in ", manifest.step - left_out,
-                       " updates; take a checkpoint that has it, or start anew from these weights: "
-                       "model.path = this folder, in another job.dump_folder"));
+                       " updates; take a checkpoint that has it, or ", advice_.weights_alone));
   }
 
   /// Reads the files for which `is_mine` through once: verifies them, and fills what lies in them.
@@ -136,13 +111,13 @@ class Loader {
     const auto& listed = checkpoint_.manifest().files;
     std::int64_t total = 0;
     for (const auto& [file, wanted] : mine) total += listed.find(file)->second.bytes;
-    // The other ranks are about as far.
-    const bool shown = model_.rank() == 0;
-    LoadingProgress progress("loading the checkpoint", total,
-                             shown ? LoadingProgress::Shown::kYes : LoadingProgress::Shown::kNo);
+    const auto read = [&](std::int64_t bytes) {
+      if (request_.on_read) request_.on_read(bytes, total);
+    };
+    read(0);
     for (auto& [file, wanted] : mine) {
       checkpoint_.verify(file, std::move(wanted));
-      progress.add(listed.find(file)->second.bytes);
+      read(listed.find(file)->second.bytes);
     }
   }
 
@@ -152,6 +127,7 @@ class Loader {
       checkpoint_.read_box(part.name, part.box, part.begin, part.end, part.bytes);
     }
     fill_buffers();
+    mark_written();
     for (const auto& state : optimizer_.state()) {
       const auto& contract = *state.view.contract;
       const FileForm form = forms_.of(contract);
@@ -168,6 +144,30 @@ class Loader {
   }
 
  private:
+  /// `hint` is for another dtype.
+  void require_tensor(const std::string& name, DType dtype, const std::vector<std::int64_t>& shape,
+                      const char* hint) const {
+    const auto* tensor = checkpoint_.find(name);
+    TESSERA_CHECK(tensor != nullptr, ErrorKind::kFormat, shown(checkpoint_.path()),
+                  ": found no tensor ", printable(name), ", expected one");
+    TESSERA_CHECK(tensor->dtype == dtype && tensor->shape == shape, ErrorKind::kFormat,
+                  shown(checkpoint_.path()), ": tensor ", printable(name), ": found ",
+                  to_string(tensor->dtype), " ", shape_text(tensor->shape), ", expected ",
+                  to_string(dtype), " ", shape_text(shape), "; ",
+                  tensor->shape == shape ? hint : advice_.keeps_shape);
+  }
+
+  /// Bytes went past the tensors: units that are unsharded gather the new values, and what the
+  /// optimizer keeps belongs to them. Also where this rank owns no element.
+  void mark_written() const {
+    for (const auto& view : model_.shards()) {
+      if (holds(*view.contract)) view.shard.unsafeGetTensorImpl()->bump_version();
+    }
+    for (const auto& state : optimizer_.state()) {
+      if (!state.kept.empty()) optimizer_.make_kept(state.view.contract->name);
+    }
+  }
+
   /// The first text of any rank that is not empty. Collective.
   static std::string first_of_ranks(comm::Group& group, const std::string& mine) {
     const auto all = comm::all_gather_bytes(group, mine, "names of the checkpoint");
@@ -190,7 +190,7 @@ class Loader {
   /// casts them as after any load.
   void fill_buffers() const {
     const at::NoGradGuard no_grad;
-    if (of_adapters()) return;
+    if (request_.holds) return;
     for (const auto& view : model_.buffers()) {
       if (!view.contract->stored) continue;
       const auto values = at::empty(
@@ -211,10 +211,8 @@ class Loader {
     return static_cast<int>(index % static_cast<std::size_t>(world.size())) == world.rank();
   }
 
-  /// Adapters alone, beside a model that was loaded from its own folder.
-  bool of_adapters() const { return checkpoint_.manifest().lora.has_value(); }
   bool holds(const GradContract& contract) const {
-    return !of_adapters() || models::is_adapter(contract.name);
+    return !request_.holds || request_.holds(contract.name);
   }
 
   bool has(const std::string& kept, const std::string& tensor) const {
@@ -229,9 +227,9 @@ class Loader {
   void check_optimizer_kind(const std::vector<std::string>& names) const {
     const auto& written = checkpoint_.manifest().optimizer;
     TESSERA_CHECK(written.empty() || written == optimizer_.name(), ErrorKind::kConfig,
-                  "optimizer.name: found ", optimizer_.name(), ", expected ",
-                  printable(written, 256), " of the checkpoint ", shown(checkpoint_.path()),
-                  "; a resumed run keeps its optimizer");
+                  advice_.optimizer, ": found ", optimizer_.name(), ", expected ",
+                  printable(written, 256), " of the checkpoint ", shown(checkpoint_.path()), "; ",
+                  advice_.keeps_optimizer);
     std::set<std::string> found;
     for (const auto& name : names) {
       if (!name.starts_with(kOptimizerPrefix)) continue;
@@ -240,10 +238,10 @@ class Loader {
     }
     found.erase("step");
     TESSERA_CHECK(std::includes(kept_names_.begin(), kept_names_.end(), found.begin(), found.end()),
-                  ErrorKind::kConfig, "optimizer.name: found an optimizer that keeps ",
+                  ErrorKind::kConfig, advice_.optimizer, ": found an optimizer that keeps ",
                   joined(kept_names_, "none"), ", expected one that keeps ", joined(found, "none"),
-                  " as the checkpoint ", shown(checkpoint_.path()),
-                  " does; a resumed run keeps its optimizer");
+                  " as the checkpoint ", shown(checkpoint_.path()), " does; ",
+                  advice_.keeps_optimizer);
   }
 
   /// All that the optimizer keeps of a parameter, or nothing: never updated, or frozen until now.
@@ -256,23 +254,23 @@ class Loader {
     if (!kept_any && !has_step) without_state_.push_back(name);
     if (kept_any || has_step) {
       for (const std::string& tensor : form.names) {
-        require_tensor(checkpoint_, named("step", tensor), DType::kInt64, {});
+        require_tensor(named("step", tensor), DType::kInt64, {}, advice_.keeps_storage);
       }
     }
     const auto states = optimizer_.states();
     const auto due =
         std::ranges::find(states, KeptTensor::Begins::kWithTheFirstUpdate, &KeptTensor::begins);
     TESSERA_CHECK(kept_any || !has_step || due == states.end(), ErrorKind::kConfig,
-                  "optimizer.name: found ", optimizer_.name(), " and no ",
+                  advice_.optimizer, ": found ", optimizer_.name(), " and no ",
                   due == states.end() ? "" : named(due->name, form.names.front()),
                   " in the checkpoint ", shown(checkpoint_.path()),
                   ", expected the moments of all that was updated, or an optimizer that keeps none "
-                  "as there; a resumed run keeps its optimizer");
+                  "as there; ",
+                  advice_.keeps_optimizer);
     if (!kept_any) return;
-    for (const auto& kept : optimizer_.make_kept(name)) {
+    for (const auto& [kept, dtype] : optimizer_.kept_dtypes(contract)) {
       for (const std::string& tensor : form.names) {
-        require_tensor(checkpoint_, named(kept.name, tensor), to_dtype(kept.values.scalar_type()),
-                       form.file.shape, kKeepsMaster);
+        require_tensor(named(kept, tensor), dtype, form.file.shape, advice_.keeps_master);
       }
     }
   }
@@ -313,6 +311,7 @@ class Loader {
     for (const auto& state : optimizer_.state()) {
       const auto& contract = *state.view.contract;
       const FileForm form = forms_.of(contract);
+      optimizer_.forget(contract.name);
       if (!keeps_any(form)) continue;
       for (const auto& kept : optimizer_.make_kept(contract.name)) {
         add_parts(found, named(kept.name, ""), form, state.view, kept.values);
@@ -342,7 +341,9 @@ class Loader {
   const CheckpointFolder& checkpoint_;
   const ShardedBase& model_;
   Optimizer& optimizer_;
+  const LoadRequest& request_;
   const FileForms& forms_;
+  const LoadAdvice& advice_;
   const std::set<std::string> kept_names_ = names_of(optimizer_);
   bool has_state_ = false;                  // in this rank's share of all tensors
   std::vector<std::string> without_state_;  // in this rank's share of trained parameters
@@ -351,9 +352,22 @@ class Loader {
 
 }  // namespace
 
-void load_checkpoint(const CheckpointFolder& checkpoint, const ShardedBase& model,
-                     Optimizer& optimizer, World& world, const FileForms& forms) {
-  Loader loader(checkpoint, model, optimizer, forms);
+CheckpointFolder open_on_all_ranks(World& world, const std::function<CheckpointFolder()>& open) {
+  std::optional<CheckpointFolder> checkpoint;
+  comm::on_all_or_none(world, "opening the checkpoint", [&] { checkpoint = open(); });
+  const auto hash = to_string(checkpoint->manifest_hash());
+  const auto first = comm::from_first_rank(world, "hash of the manifest", hash);
+  comm::on_all_or_none(world, "the same manifest", [&] {
+    TESSERA_CHECK(hash == first, ErrorKind::kIo, shown(checkpoint->path()),
+                  ": found a manifest with hash ", hash, ", expected ", first,
+                  " as on rank 0; do all hosts share the folder of checkpoints?");
+  });
+  return std::move(*checkpoint);
+}
+
+void load(const CheckpointFolder& checkpoint, const ShardedBase& model, Optimizer& optimizer,
+          World& world, const LoadRequest& request) {
+  Loader loader(checkpoint, model, optimizer, request);
   comm::on_all_or_none(world, "tensors of the checkpoint", [&] { loader.check(); });
   loader.require_some_state();
   comm::on_all_or_none(world, "verifying the checkpoint", [&] {
@@ -362,12 +376,9 @@ void load_checkpoint(const CheckpointFolder& checkpoint, const ShardedBase& mode
         [&](std::size_t file) { return static_cast<int>(file) % world.size() == world.rank(); });
   });
   comm::on_all_or_none(world, "reading the checkpoint", [&] { loader.fill_rest(); });
-  // Whoever restarts this run goes on from here, not from what another attempt reached later.
-  if (world.rank() == 0) {
-    CheckpointStore(checkpoint.path().parent_path()).set_latest(checkpoint.manifest().step);
-    log::info("resumed from ", checkpoint.path().native(), ", written by ",
-              checkpoint.manifest().world_size, " rank(s)");
-  }
+  if (world.rank() != 0) return;
+  log::info("resumed from ", checkpoint.path().native(), ", written by ",
+            checkpoint.manifest().world_size, " rank(s)");
 }
 
-}  // namespace tessera::train
+}  // namespace tessera::checkpointing

@@ -1,11 +1,11 @@
 // Writing checkpoints while training goes on.
 //
-// save() copies this rank's shards and optimizer state (checkpoint_snapshot.h) and hands them to a
+// save() copies this rank's shards and optimizer state (snapshot.h) and hands them to a
 // writer; the steps go on. Each rank writes its own file; when all have, rank 0 writes the
 // manifest, gives the folder its final name, then writes `latest`, then removes old ones. That all
 // have is noticed where the ranks meet anyway, at the end of a step: the writer itself never
 // communicates, so that the order of collectives stays a matter of the rank's own thread. Next:
-// resume.h reads them, docs/checkpoint.md is the format.
+// loader.h reads them, docs/checkpoint.md is the format.
 #pragma once
 
 #include <chrono>
@@ -15,12 +15,12 @@
 #include <optional>
 #include <string>
 
+#include "checkpoint/snapshot.h"
 #include "io/checkpoint_store.h"
 #include "tessera/grad_scaler.h"
 #include "tessera/world.h"
-#include "train/checkpoint/checkpoint_snapshot.h"
 
-namespace tessera::train {
+namespace tessera::checkpointing {
 
 struct CheckpointOptions {
   std::string folder;
@@ -80,4 +80,4 @@ class CheckpointSaver {
   std::future<std::string> work_;
 };
 
-}  // namespace tessera::train
+}  // namespace tessera::checkpointing

@@ -1,0 +1,286 @@
+// An optimizer's state in whole form, and its way back (tessera/state_dict.h).
+#include <ATen/ATen.h>
+
+#include <functional>
+#include <map>
+#include <ranges>
+#include <set>
+
+#include "base/printable.h"
+#include "comm/group.h"
+#include "fsdp/optimizer_shards.h"
+#include "fsdp/runtime.h"
+#include "fsdp/unit.h"
+#include "fsdp/whole.h"
+#include "grad/torch_dtype.h"
+#include "layout/local_part.h"
+#include "tessera/error.h"
+#include "tessera/state_dict.h"
+
+namespace tessera {
+
+void fsdp::require_steps_of(const ShardedBase& model, const Optimizer& optimizer,
+                            const char* what) {
+  std::map<const GradContract*, ShardView> views;
+  for (const auto& view : model.shards()) views.emplace(view.contract, view);
+  for (const auto& state : optimizer.state()) {
+    const auto view = views.find(state.view.contract);
+    TESSERA_CHECK(view != views.end(), ErrorKind::kUsage, what, ": found an optimizer that steps ",
+                  state.view.contract->name,
+                  ", which is no parameter of this handle, expected one that was made for it or "
+                  "for a handle inside it");
+    TESSERA_CHECK(view->second.begin == state.view.begin && view->second.end == state.view.end,
+                  ErrorKind::kUsage, what, ": found that set_trainable() has laid out ",
+                  state.view.contract->name,
+                  " anew without this optimizer, expected it among those that follow; name it "
+                  "there");
+  }
+}
+
+namespace {
+
+/// An optimizer's state by the parameter that it is of.
+using StateOf = std::map<const GradContract*, OptimizerState>;
+
+StateOf states_of(const Optimizer& optimizer) {
+  StateOf states;
+  for (auto& state : optimizer.state()) {
+    const auto* contract = state.view.contract;
+    states.emplace(contract, std::move(state));
+  }
+  return states;
+}
+
+/// What ranks have to have in common, a line a parameter.
+std::string lines_of(const ParameterState& state) {
+  return concat(state.parameter, ": ", state.steps, " updates, ",
+                joined(std::views::keys(state.kept), "nothing"), "\n");
+}
+
+/// Of one bucket, what is kept under `name` in `dtype`: [slice], zeros where that is nothing.
+at::Tensor slice_of_kept(const fsdp::Unit& unit, std::size_t index, const StateOf& states,
+                         const std::string& name, at::ScalarType dtype,
+                         std::vector<const fsdp::Parameter*>& of) {
+  const auto& bucket = *unit.buckets()[index];
+  const auto slice =
+      at::zeros({bucket.plan().slice_numel()}, bucket.shard().options().dtype(dtype));
+  for (const auto& parameter : unit.parameters()) {
+    const auto state = states.find(&parameter->contract);
+    if (parameter->bucket != index || state == states.end()) continue;
+    for (const auto& kept : state->second.kept) {
+      if (kept.name != name || kept.values.scalar_type() != dtype) continue;
+      of.push_back(parameter.get());
+      if (kept.values.numel() == 0) continue;
+      const auto begin = bucket.plan().offset_in_slice(parameter->placed(), bucket.rank());
+      slice.narrow(0, begin, kept.values.numel()).copy_(kept.values);
+    }
+  }
+  return slice;
+}
+
+/// Adds copies of all that is kept of the bucket's parameters to `whole`, where that is wanted.
+void gather_kept(fsdp::Runtime& runtime, const fsdp::Unit& unit, std::size_t index,
+                 const StateOf& states,
+                 const std::function<std::map<std::string, at::Tensor>*(const GradContract*)>& to) {
+  const auto& bucket = *unit.buckets()[index];
+  std::set<std::pair<std::string, at::ScalarType>> kinds;  // in the order that all ranks have
+  for (const auto& parameter : unit.parameters()) {
+    const auto state = states.find(&parameter->contract);
+    if (parameter->bucket != index || state == states.end()) continue;
+    for (const auto& kept : state->second.kept) {
+      kinds.emplace(kept.name, kept.values.scalar_type());
+    }
+  }
+  for (const auto& [name, dtype] : kinds) {
+    std::vector<const fsdp::Parameter*> of;
+    const auto slice = slice_of_kept(unit, index, states, name, dtype, of);
+    const auto flat = fsdp::whole_of(runtime, unit, bucket, slice, "optimizer state");
+    for (const auto* parameter : of) {
+      const auto& placed = parameter->placed();
+      const auto whole =
+          fsdp::whole_of(runtime, *parameter, flat.narrow(0, placed.offset, placed.numel));
+      if (auto* kept = to(&parameter->contract)) kept->emplace(name, whole.clone());
+    }
+  }
+}
+
+}  // namespace
+
+OptimizerStateDict optimizer_state_dict(const ShardedBase& model, const Optimizer& optimizer,
+                                        StateDictKind kind) {
+  constexpr auto kWhat = "optimizer_state_dict";
+  const at::NoGradGuard no_grad;
+  TESSERA_CHECK(kind != StateDictKind::kSharded, ErrorKind::kUsage, kWhat,
+                ": found kSharded, expected kFull or kFullOnRankZero; Optimizer::state() has what "
+                "this rank holds");
+  auto& runtime = fsdp::unit_of_handle(model.unit()).runtime();
+  fsdp::require_steps_of(model, optimizer, kWhat);
+  const auto states = states_of(optimizer);
+  OptimizerStateDict dict{optimizer.name(), {}};
+  std::map<const GradContract*, std::size_t> place;
+  std::string lines;
+  for (const auto& state : optimizer.state()) {
+    place.emplace(state.view.contract, dict.parameters.size());
+    dict.parameters.push_back({state.view.contract->name, state.steps, {}});
+    auto line = dict.parameters.back();
+    for (const auto& kept : state.kept) line.kept.emplace(kept.name, at::Tensor());
+    lines += lines_of(line);
+  }
+  runtime.agree(lines, "optimizer states", "make the same updates on every rank");
+  const bool keeps = kind == StateDictKind::kFull || runtime.world().rank() == 0;
+  // Units in agreed order, so that every rank gathers the same buckets one after the other.
+  for (auto* unit : runtime.units()) {
+    for (std::size_t index = 0; index < unit->buckets().size(); ++index) {
+      gather_kept(runtime, *unit, index, states, [&](const GradContract* contract) {
+        return keeps ? &dict.parameters[place.at(contract)].kept : nullptr;
+      });
+    }
+  }
+  if (!keeps) dict.parameters.clear();
+  return dict;
+}
+
+namespace {
+
+/// Adds what stands against loading `source` into the state of its parameter.
+void refuse_state(const Optimizer& optimizer, const GradContract& contract,
+                  const ParameterState& source, std::vector<std::string>& refusals) {
+  const auto found = [&](const auto&... words) {
+    refusals.push_back(concat(source.parameter, ": found ", words...));
+  };
+  const std::int64_t fewest = source.kept.empty() ? 0 : 1;
+  if (source.steps < fewest || source.steps > Optimizer::kMostSteps) {
+    found(source.steps, " updates, expected ", fewest, " to ", Optimizer::kMostSteps);
+  }
+  const auto known = optimizer.kept_dtypes(contract);
+  for (const auto& [name, values] : source.kept) {
+    const auto expected = known.find(name);
+    if (expected == known.end()) {
+      found(name, ", expected only what ", optimizer.name(),
+            " keeps of it: ", joined(std::views::keys(known), "nothing"));
+    } else if (!values.defined()) {
+      found(name, " without a tensor, expected values");
+    } else if (values.sizes() != at::IntArrayRef(contract.shape)) {
+      found(name, " of the shape ", values.sizes(), ", expected ", at::IntArrayRef(contract.shape));
+    } else if (const auto dtype = to_scalar_type(expected->second); values.scalar_type() != dtype) {
+      found(name, " in ", c10::toString(values.scalar_type()), ", expected ", c10::toString(dtype),
+            " as its contract has it");
+    }
+  }
+  if (source.steps == 0) return;
+  auto due = known;
+  for (const auto& state : optimizer.states()) {
+    if (state.begins == KeptTensor::Begins::kLater) due.erase(state.name);
+  }
+  for (const auto& name : std::views::keys(due)) {
+    if (source.kept.count(name) == 0) {
+      found("no ", name, " after ", source.steps, " updates, expected it beside them");
+    }
+  }
+}
+
+/// What is loaded into which state, and what stands against it.
+struct LoadPlan {
+  std::vector<std::pair<const OptimizerState*, const ParameterState*>> sources;
+  StateDictDifference difference;
+  std::vector<std::string> refusals;
+};
+
+LoadPlan plan_load(const Optimizer& optimizer, const std::vector<OptimizerState>& states,
+                   const OptimizerStateDict& dict) {
+  LoadPlan plan;
+  if (dict.optimizer != optimizer.name()) {
+    plan.refusals.push_back(concat("found the state of ", printable(dict.optimizer), ", expected ",
+                                   optimizer.name(), "; make the optimizer that it is of"));
+  }
+  std::map<std::string_view, const OptimizerState*> targets;  // by every name
+  for (const auto& state : states) {
+    const auto& contract = *state.view.contract;
+    targets.emplace(contract.name, &state);
+    for (const auto& alias : contract.aliases) targets.emplace(alias, &state);
+  }
+  std::set<const OptimizerState*> taken;
+  for (const auto& source : dict.parameters) {
+    const auto target = targets.find(source.parameter);
+    if (target == targets.end()) {
+      plan.difference.unexpected.push_back(source.parameter);
+      continue;
+    }
+    if (!taken.insert(target->second).second) {
+      plan.refusals.push_back(concat(source.parameter, ": found two entries, expected one"));
+    }
+    // Of another optimizer every tensor would be named.
+    if (dict.optimizer == optimizer.name()) {
+      refuse_state(optimizer, *target->second->view.contract, source, plan.refusals);
+    }
+    plan.sources.emplace_back(target->second, &source);
+  }
+  for (const auto& state : states) {
+    if (taken.count(&state) == 0) plan.difference.missing.push_back(state.view.contract->name);
+  }
+  return plan;
+}
+
+/// What stands against loading, in words; "" for nothing.
+std::string objections(const LoadPlan& plan, Strict strict) {
+  auto all = plan.refusals;
+  if (strict == Strict::kYes) {
+    const auto& [missing, unexpected] = plan.difference;
+    if (!missing.empty()) all.push_back(concat("found no entry for ", joined(missing)));
+    if (!unexpected.empty()) {
+      all.push_back(concat("found entries that the optimizer does not step, ", joined(unexpected)));
+    }
+  }
+  std::string text;
+  for (const auto& one : all) text += concat(text.empty() ? "" : "; ", one);
+  return text;
+}
+
+/// The elements of the whole tensor that the shard is, flat.
+at::Tensor part_of_shard(const ShardView& view, const at::Tensor& whole) {
+  const auto& [layout, shape] = std::tie(view.contract->layout, view.contract->shape);
+  auto local = whole;
+  if (!view.coordinates.empty()) {
+    const auto box = layout::local_box(layout, shape, view.coordinates);
+    local = fsdp::narrow_to(whole.reshape(layout::cut_shape(layout, shape)), box);
+  }
+  return local.reshape(-1).narrow(0, view.begin, view.end - view.begin);
+}
+
+}  // namespace
+
+StateDictDifference load_optimizer_state_dict(const ShardedBase& model, Optimizer& optimizer,
+                                              const OptimizerStateDict& dict, Strict strict) {
+  constexpr auto kWhat = "load_optimizer_state_dict";
+  const at::NoGradGuard no_grad;
+  auto& runtime = fsdp::unit_of_handle(model.unit()).runtime();
+  runtime.renew_after_failure();
+  runtime.require_idle(kWhat);
+  fsdp::require_steps_of(model, optimizer, kWhat);
+  const auto states = optimizer.state();
+  auto plan = plan_load(optimizer, states, dict);
+  comm::on_all_or_none(runtime.world(), kWhat, [&] {
+    const auto text = objections(plan, strict);
+    TESSERA_CHECK(text.empty(), ErrorKind::kContract, kWhat, ": ", text,
+                  "; expected every parameter that the optimizer steps once, as "
+                  "optimizer_state_dict() gave it (Strict::kNo leaves out what is missing or "
+                  "unexpected)");
+  });
+  std::string lines;
+  for (const auto& [target, source] : plan.sources) lines += lines_of(*source);
+  runtime.agree(lines, "optimizer states to load", "bring the same state on every rank");
+  for (const auto& [target, source] : plan.sources) {
+    const auto& name = target->view.contract->name;
+    optimizer.forget(name);
+    optimizer.set_steps(name, source->steps);
+    if (source->steps == 0) continue;
+    for (const auto& kept : optimizer.make_kept(name)) {
+      const auto values = source->kept.find(kept.name);
+      if (values == source->kept.end() || kept.values.numel() == 0) continue;
+      kept.values.copy_(part_of_shard(target->view, values->second));
+    }
+  }
+  return std::move(plan.difference);
+}
+
+}  // namespace tessera

@@ -1,0 +1,415 @@
+// The library's checkpoints: any number of ranks goes on from what any other saved, the format is
+// the trainer's, and what does not fit changes nothing.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <map>
+
+#include "base/hash.h"
+#include "base/test_hooks.h"
+#include "checkpoint/saver.h"
+#include "dist/plain.h"
+#include "dist/ranks.h"
+#include "dist/training_run.h"
+#include "grad/torch_dtype.h"
+#include "io/checkpoint_folder.h"
+#include "io/checkpoint_store.h"
+#include "tessera/checkpoint.h"
+#include "tessera/clip.h"
+#include "tessera/state_dict.h"
+#include "train/checkpoint/resume.h"
+#include "train/parallelize.h"
+#include "unit/io/temporary_folder.h"
+
+namespace tessera::test::checkpoint_library_test {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using testing::TemporaryFolder;
+
+/// A module of a user's: two dtypes, a frozen parameter, two names of one, buffers.
+class Own : public torch::nn::Module {
+ public:
+  explicit Own(std::uint64_t seed, std::int64_t width = 13) {
+    wide = register_module("wide", std::make_shared<Affine>(seed, 7, width));
+    narrow = register_module("narrow", std::make_shared<Affine>(seed + 1, width, 5, at::kBFloat16));
+    frozen = register_parameter("frozen", seeded(seed + 2, {3, 3}), /*requires_grad=*/false);
+    tied = register_parameter("tied", narrow->weight);
+    count = register_buffer("count", at::full({2}, static_cast<std::int64_t>(seed), at::kLong));
+  }
+  at::Tensor forward(const at::Tensor& x) { return narrow->forward(wide->forward(x)); }
+  std::shared_ptr<Affine> wide, narrow;
+  at::Tensor frozen, tied, count;
+};
+
+struct Trained {
+  Trained(World& world, int replicas, std::uint64_t seed, std::int64_t width = 13)
+      : module(std::make_shared<Own>(seed, width)),
+        model(fully_shard(module, data_mesh(world, replicas))),
+        optimizer(make_adamw(model, adamw(0.01))) {}
+
+  /// Gradients that depend on parameter, step and element of the whole only.
+  void step(int number) {
+    for (const auto& view : model.shards()) {
+      if (!view.contract->trainable) continue;
+      const auto seed = hash_bytes(view.contract->name, static_cast<std::uint64_t>(number));
+      view.shard.mutable_grad() = seeded(seed, {view.contract->numel()})
+                                      .narrow(0, view.begin, view.end - view.begin)
+                                      .to(to_scalar_type(view.contract->final))
+                                      .clone();
+    }
+    optimizer->step();
+  }
+  /// Everything that a checkpoint holds, whole.
+  Tensors all() const {
+    Tensors values;
+    for (auto& entry : state_dict(model, StateDictKind::kFull)) values[entry.name] = entry.values;
+    for (const auto& state : optimizer_state_dict(model, *optimizer).parameters) {
+      values[state.parameter + " steps"] = at::scalar_tensor(state.steps, at::kLong);
+      for (const auto& [name, kept] : state.kept) values[state.parameter + " " + name] = kept;
+    }
+    return values;
+  }
+  std::shared_ptr<Own> module;
+  Sharded<Own> model;
+  std::unique_ptr<Optimizer> optimizer;
+};
+
+void load_plain(torch::nn::Module& module, const Tensors& values) {
+  const at::NoGradGuard no_grad;
+  for (auto& entry : module.named_parameters()) entry.value().copy_(values.at(entry.key()));
+}
+
+/// After `steps` steps on these ranks, and saved there in `folder`.
+Tensors saved_after(const RanksOfRun& on, int steps, const fs::path& folder) {
+  Tensors values;
+  ranks(on.ranks).run([&](World& world) {
+    Trained run(world, on.replicas, 1);
+    for (int step = 1; step <= steps; ++step) run.step(step);
+    save_checkpoint(run.model, *run.optimizer, folder, steps,
+                    {.user = {{"epoch", std::int64_t{3}}, {"data", "rows \"ä\"\n.bin"}}});
+    auto all = run.all();
+    if (world.rank() == 0) values = std::move(all);
+  });
+  return values;
+}
+
+constexpr RanksOfRun kLayouts[] = {{1, 1}, {2, 1}, {3, 1}, {4, 2}};
+
+TEST(LibraryCheckpoint, AnyNumberOfRanksGoesOnAsTheRunThatNeverStopped) {
+  const TemporaryFolder folder;
+  for (const auto& from : kLayouts) {
+    const auto name = concat("from ", from.ranks);
+    const auto saved = saved_after(from, 2, folder / name);
+    const auto whole = saved_after(from, 4, folder / concat(name, " to the end"));
+    CheckpointFolder::open(folder / name).verify_all();
+    for (const auto& to : kLayouts) {
+      SCOPED_TRACE(concat(from.ranks, " to ", to.ranks));
+      ranks(to.ranks).run([&](World& world) {
+        Trained run(world, to.replicas, 50);
+        run.step(9);  // what it had goes
+        run.model.unshard();
+        const auto loaded = load_checkpoint(run.model, *run.optimizer, folder / name);
+        EXPECT_EQ(loaded.step, 2);
+        EXPECT_EQ(loaded.world_size, from.ranks);
+        EXPECT_EQ(fs::path(loaded.path), folder / name / "step-2");
+        EXPECT_EQ(std::get<std::int64_t>(loaded.user.at("epoch")), 3);
+        EXPECT_EQ(std::get<std::string>(loaded.user.at("data")), "rows \"ä\"\n.bin");
+        EXPECT_EQ(loaded.user.size(), 2U);
+        expect_same(run.all(), saved, "loaded");
+        // What was unsharded shows the new values.
+        Own plain(1);
+        load_plain(plain, saved);
+        const auto x = seeded(9, {4, 7});
+        EXPECT_TRUE(same_bits(run.model.forward(x).detach(), plain.forward(x).detach()));
+        run.model.reshard();
+        for (int step = 3; step <= 4; ++step) run.step(step);
+        expect_same(run.all(), whole, "two steps later");
+      });
+    }
+  }
+}
+
+/// Rows that are the same on every rank: with a power of two of them sums and means are exact, so
+/// that the order of additions does not count.
+void train(ShardedChain& model, Optimizer& optimizer, int first, int last,
+           std::vector<double>& to) {
+  for (int step = first; step <= last; ++step) {
+    const auto loss = squares(model.handle.forward(input_of(0, step, 6)));
+    backward(loss);
+    clip_grad_norm(model.handle, 1e9);
+    optimizer.step();
+    model.handle.zero_grad();
+    to.push_back(loss.item<double>());
+  }
+}
+
+// Through forward, backward and reductions, stopped twice.
+TEST(LibraryCheckpoint, LossesAreThoseOfTheRunThatNeverStopped) {
+  const TemporaryFolder folder;
+  const auto run = [&](int count, int first, int last, const char* name) {
+    std::vector<double> losses;
+    ranks(count).run([&](World& world) {
+      ShardedChain model(data_mesh(world), first == 1 ? 1 : 77, 3, 6);
+      const auto optimizer = make_adamw(model.handle, adamw(0.01));
+      if (first > 1) {
+        ASSERT_TRUE(has_checkpoint(world, folder / name));
+        const auto loaded = load_checkpoint(model.handle, *optimizer, folder / name);
+        EXPECT_EQ(loaded.step, first - 1);
+      }
+      std::vector<double> mine;
+      train(model, *optimizer, first, last, mine);
+      save_checkpoint(model.handle, *optimizer, folder / name, last);
+      if (world.rank() == 0) losses = mine;
+    });
+    return losses;
+  };
+  const auto whole = run(2, 1, 6, "whole");
+  auto parts = run(2, 1, 2, "parts");
+  for (const auto& loss : run(4, 3, 4, "parts")) parts.push_back(loss);
+  for (const auto& loss : run(1, 5, 6, "parts")) parts.push_back(loss);
+  EXPECT_EQ(parts, whole);
+}
+
+// ---------------------------------------------------------------------------- the trainer's format
+
+std::map<std::string, std::vector<std::byte>> tensors_of(const fs::path& path) {
+  const auto checkpoint = CheckpointFolder::open(path);
+  checkpoint.verify_all();
+  std::map<std::string, std::vector<std::byte>> values;
+  for (const auto& [name, tensor] : checkpoint.tensors()) {
+    auto& bytes = values[name];
+    bytes.resize(static_cast<std::size_t>(tensor.numel() * size_of(tensor.dtype)));
+    checkpoint.read(name, 0, tensor.numel(), bytes);
+  }
+  return values;
+}
+
+// One format: each of the two reads and writes what the other does.
+TEST(LibraryCheckpoint, TheTrainersIsReadAndWrittenAsTheTrainerDoes) {
+  const TemporaryFolder folder;
+  const auto config = small_run(folder);
+  train_on({2, 1}, with_steps(config, 3), folder / "run");
+  const auto trained = folder / "run/checkpoint";
+  ranks(3).run([&](World& world) {
+    const auto source = train::open_model(config.model);
+    const auto make = [&] {
+      return train::parallelize(source, config, data_mesh(world), train::InitialWeights::kLater);
+    };
+    const auto model = make();
+    const auto optimizer = make_adamw(*model, {});
+    const auto loaded = load_checkpoint(*model, *optimizer, trained);
+    EXPECT_EQ(loaded.step, 3);
+    EXPECT_TRUE(loaded.user.empty());
+    save_checkpoint(*model, *optimizer, folder / "library", 3);
+    const auto again = make();
+    const auto again_optimizer = make_adamw(*again, {});
+    train::load_checkpoint(CheckpointFolder::open(folder / "library"), *again, *again_optimizer,
+                           world);
+    save_checkpoint(*again, *again_optimizer, folder / "again", 3);
+  });
+  const auto expected = tensors_of(trained);
+  EXPECT_GT(expected.size(), 20U);
+  EXPECT_TRUE(tensors_of(folder / "library") == expected);
+  EXPECT_TRUE(tensors_of(folder / "again") == expected);
+}
+
+TEST(LibraryCheckpoint, AdaptersAloneAreRefused) {
+  const TemporaryFolder folder;
+  train_on({1, 1}, with_steps(adapters_run(folder), 1), folder / "run");
+  ranks(2).run([&](World& world) {
+    Trained run(world, 1, 1);
+    EXPECT_THAT(testing::error_of(
+                    ErrorKind::kConfig,
+                    [&] { load_checkpoint(run.model, *run.optimizer, folder / "run/checkpoint"); }),
+                HasSubstr("found adapters alone"));
+  });
+}
+
+// ---------------------------------------------------------------------------------- what is saved
+
+// Naive: a folder without some rank's file is taken for a checkpoint, or the one before is gone.
+TEST(LibraryCheckpoint, WhatCannotBeWrittenIsNotThereAndTheOneBeforeIs) {
+  const TemporaryFolder folder;
+  const CheckpointStore store(folder / "saved");
+  const test_hooks::Set blocked(
+      test_hooks::before_checkpoint_write, [&](int rank, std::int64_t step) {
+        if (rank == 1 && step == 2) {
+          fs::create_directories(store.temporary(2) / "rank_1.safetensors" / "x");
+        }
+      });
+  ranks(2).run([&](World& world) {
+    Trained run(world, 1, 1);
+    run.step(1);
+    save_checkpoint(run.model, *run.optimizer, folder / "saved", 1);
+    const auto before = run.all();
+    run.step(2);
+    EXPECT_THAT(
+        testing::error_of(ErrorKind::kIo,
+                          [&] { save_checkpoint(run.model, *run.optimizer, folder / "saved", 2); }),
+        AllOf(HasSubstr("rank 1"), HasSubstr("rank_1.safetensors")));
+    EXPECT_THAT(store.steps(), ElementsAre(1));
+    EXPECT_FALSE(fs::exists(store.temporary(2)));
+    load_checkpoint(run.model, *run.optimizer, folder / "saved");
+    expect_same(run.all(), before);
+  });
+}
+
+TEST(LibraryCheckpoint, KeepsTheLatestAndLoadsAnyThatIsNamed) {
+  const TemporaryFolder folder;
+  const CheckpointStore store(folder / "saved");
+  ranks(2).run([&](World& world) {
+    Trained run(world, 1, 1);
+    EXPECT_FALSE(has_checkpoint(world, folder / "saved"));
+    for (int step = 1; step <= 3; ++step) {
+      run.step(step);
+      save_checkpoint(run.model, *run.optimizer, folder / "saved", step, {.keep_latest_k = 2});
+    }
+    EXPECT_TRUE(has_checkpoint(world, folder / "saved"));
+    EXPECT_TRUE(has_checkpoint(world, folder / "saved/step-2"));
+    EXPECT_EQ(load_checkpoint(run.model, *run.optimizer, folder / "saved/step-2").step, 2);
+    EXPECT_EQ(load_checkpoint(run.model, *run.optimizer, folder / "saved").step, 3);
+  });
+  EXPECT_THAT(store.steps(), ElementsAre(2, 3));
+}
+
+TEST(LibraryCheckpoint, ALossScaleGoesOn) {
+  const TemporaryFolder folder;
+  ranks(2).run([&](World& world) {
+    Trained run(world, 1, 1);
+    GradScaler scaler(run.model, {.init_scale = 1024});
+    EXPECT_FALSE(scaler.update(run.model, HUGE_VAL));
+    run.step(1);
+    save_checkpoint(run.model, *run.optimizer, folder / "saved", 2, {.scaler = &scaler});
+    Trained other(world, 1, 50);
+    GradScaler restored(other.model);
+    load_checkpoint(other.model, *other.optimizer, folder / "saved", &restored);
+    EXPECT_EQ(restored.state(), scaler.state());
+    EXPECT_EQ(restored.state().skipped_steps, 1);
+  });
+}
+
+/// What save_checkpoint() says on every rank; nothing may be written.
+std::string refused_save(const TemporaryFolder& folder, int updates, std::int64_t step,
+                         const std::function<SaveOptions(World&)>& options) {
+  std::string message;
+  ranks(2).run([&](World& world) {
+    Trained run(world, 1, 1);
+    for (int update = 1; update <= updates; ++update) run.step(update);
+    const auto mine = testing::error_of(ErrorKind::kUsage, [&] {
+      save_checkpoint(run.model, *run.optimizer, folder / "saved", step, options(world));
+    });
+    EXPECT_NE(mine, "");
+    EXPECT_FALSE(has_checkpoint(world, folder / "saved"));
+    if (world.rank() == 0) message = mine;
+  });
+  return message;
+}
+
+TEST(LibraryCheckpoint, StepsAndValuesThatNoReaderTakesAreRefused) {
+  const TemporaryFolder folder;
+  const auto none = [](World&) { return SaveOptions(); };
+  EXPECT_THAT(refused_save(folder, 3, 2, none),
+              AllOf(HasSubstr("found step 2"), HasSubstr("from 3 on"), HasSubstr("SaveOptions")));
+  EXPECT_THAT(refused_save(folder, 0, 2, none), HasSubstr("an optimizer without any update"));
+  EXPECT_THAT(refused_save(folder, 0, -1, none), HasSubstr("found step -1"));
+  EXPECT_THAT(refused_save(folder, 1, 1,
+                           [](World& world) {
+                             return SaveOptions{.user = {{"epoch", std::int64_t{world.rank()}}}};
+                           }),
+              AllOf(HasSubstr("\"epoch\": 0"), HasSubstr("on rank 1"), HasSubstr("\"epoch\": 1")));
+  EXPECT_THAT(
+      refused_save(folder, 1, 1, [](World&) { return SaveOptions{.user = {{"a", "\xff"}}}; }),
+      AllOf(HasSubstr("expected UTF-8"), HasSubstr("\\xff")));
+  EXPECT_THAT(
+      refused_save(folder, 1, 1,
+                   [](World&) { return SaveOptions{.user = {{"a", std::string(1 << 20, 'x')}}}; }),
+      HasSubstr("found 1048577 bytes of names and texts"));
+}
+
+// --------------------------------------------------------------------------------- what is loaded
+
+/// What every rank says where `make`'s module and optimizer load; they stay as they were.
+template <class Module, class MakeOptimizer>
+void expect_refused(const fs::path& path, ErrorKind kind, const std::shared_ptr<Module>& module,
+                    World& world, const PrecisionPolicy& policy, const MakeOptimizer& make,
+                    const std::string& says) {
+  auto model = fully_shard(module, data_mesh(world), policy);
+  const auto optimizer = make(model);
+  const auto before = whole_parameters(model);
+  EXPECT_THAT(testing::error_of(kind, [&] { load_checkpoint(model, *optimizer, path); }),
+              HasSubstr(says));
+  expect_same(whole_parameters(model), before, says);
+  for (const auto& state : optimizer->state()) EXPECT_TRUE(state.kept.empty()) << says;
+}
+
+TEST(LibraryCheckpoint, WhatDoesNotFitChangesNothing) {
+  const TemporaryFolder folder;
+  saved_after({2, 1}, 1, folder / "saved");
+  const auto path = folder / "saved";
+  class More : public Own {
+   public:
+    More() : Own(1) { register_parameter("more", seeded(4, {2})); }
+    at::Tensor forward(const at::Tensor& x) { return Own::forward(x); }
+  };
+  class Less : public torch::nn::Module {
+   public:
+    Less() { wide = register_module("wide", std::make_shared<Affine>(1, 7, 13)); }
+    at::Tensor forward(const at::Tensor& x) { return wide->forward(x); }
+    std::shared_ptr<Affine> wide;
+  };
+  const auto with_adamw = [](const ShardedBase& model) { return make_adamw(model, {}); };
+  const auto with_sgd = [](const ShardedBase& model) { return make_sgd(model, {}); };
+  ranks(3).run([&](World& world) {
+    const auto refused = [&](ErrorKind kind, const auto& module, const auto& make,
+                             const std::string& says, const PrecisionPolicy& policy = {}) {
+      expect_refused(path, kind, module, world, policy, make, says);
+    };
+    const auto format = ErrorKind::kFormat;
+    refused(format, std::make_shared<More>(), with_adamw, "found no tensor 'model/more'");
+    refused(format, std::make_shared<Less>(), with_adamw, "expected only those of the model");
+    refused(format, std::make_shared<Own>(1, 12), with_adamw, "load it into the module that was");
+    refused(ErrorKind::kConfig, std::make_shared<Own>(1), with_sgd,
+            "load_checkpoint: found SGD, expected 'AdamW'");
+    refused(ErrorKind::kConfig, std::make_shared<Own>(1), with_adamw,
+            "expected one that keeps exp_avg, exp_avg_sq, master_remainder", without_master());
+    PrecisionPolicy in_float32;
+    in_float32.storage_dtype = DType::kFloat32;
+    refused(format, std::make_shared<Own>(1), with_adamw, "PrecisionPolicy::storage_dtype",
+            in_float32);
+    EXPECT_THAT(testing::error_of(ErrorKind::kIo,
+                                  [&] {
+                                    Trained run(world, 1, 1);
+                                    load_checkpoint(run.model, *run.optimizer, folder / "other");
+                                  }),
+                HasSubstr("found no checkpoint"));
+  });
+}
+
+// Naive: the moments of one model go into a file beside the parameters of another.
+TEST(LibraryCheckpoint, AnOptimizerOfAnotherModelIsRefused) {
+  const TemporaryFolder folder;
+  ranks(2).run([&](World& world) {
+    Trained run(world, 1, 1);
+    Trained other(world, 1, 1);
+    for (const bool saves : {true, false}) {
+      EXPECT_THAT(
+          testing::error_of(ErrorKind::kUsage,
+                            [&] {
+                              if (saves) {
+                                save_checkpoint(run.model, *other.optimizer, folder / "saved", 0);
+                              } else {
+                                load_checkpoint(run.model, *other.optimizer, folder / "saved");
+                              }
+                            }),
+          HasSubstr("which is no parameter of this handle"));
+    }
+  });
+}
+
+}  // namespace
+}  // namespace tessera::test::checkpoint_library_test
