@@ -35,8 +35,9 @@ class SimulatedStore final : public WatchedStore {
       const auto place = values_.find(key);
       found.push_back(place == values_.end() ? std::nullopt : std::optional(place->second));
     }
-    const auto there = std::count_if(found.begin(), found.end(), [](auto& one) { return one; });
-    if (there == static_cast<std::ptrdiff_t>(found.size())) {
+    const auto there = static_cast<std::size_t>(
+        std::count_if(found.begin(), found.end(), [](const auto& one) { return one.has_value(); }));
+    if (there == found.size()) {
       charge(2);  // c10d waits for them, and gets them
     } else {
       charge(1 + (keys.size() > 1 ? static_cast<int>(keys.size() + 2 * there) : 0));
@@ -108,7 +109,6 @@ class SimulatedWatch {
   /// What is found until `seconds` have passed, and when; none: nothing.
   std::optional<Named> run(double seconds) {
     std::optional<Named> named;
-    int told = 0;
     const auto end = PeerWatch::Time(std::chrono::duration_cast<PeerWatch::Time::duration>(
         std::chrono::duration<double>(seconds)));
     while (!events_.empty() && events_.top().at <= end) {
@@ -122,7 +122,6 @@ class SimulatedWatch {
         beat(event.rank, event.at);
       } else if (named) {
         store.charge(3);  // the failure key is there
-        ++told;
         named->told_seconds = in_seconds_of(store.end());
         if (event.rank == 0) named->told_0_seconds = named->told_seconds;
         continue;
