@@ -91,7 +91,7 @@ void say_what_is_left_out(const train::ExportPlan& plan) {
 
 int run_convert(const ConvertArguments& arguments) {
   const train::ExportOptions options = export_options(arguments);
-  require_outside_checkpoints(arguments.out);
+  train::open_as("OUT", [&] { require_outside_checkpoints(arguments.out); });
   const train::ModelSource source = train::open_as("CHECKPOINT", [&] {
     return train::open_model(model_of(arguments), {}, train::Purpose::kInference);
   });

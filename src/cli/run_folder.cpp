@@ -41,11 +41,15 @@ void MadeFolders::make(const fs::path& folder, std::string_view key) {
        path = path.parent_path()) {
     absent.push_back(path);
   }
-  {
+  error.clear();
+  for (std::size_t left = absent.size(); left > 0 && !error; --left) {
+    const fs::path& path = absent[left - 1];
+    // Another run may make it at the same time: then it is not ours.
+    if (!fs::create_directory(path, error)) continue;
     const base::Lock lock(mutex_);
-    for (std::size_t i = 0; i < absent.size(); ++i) (i == 0 ? own_ : above_).push_back(absent[i]);
+    (left == 1 ? own_ : above_).push_back(path);
   }
-  fs::create_directories(folder, error);
+  if (!error) fs::create_directories(folder, error);  // says why it is none
   TESSERA_CHECK(!error, ErrorKind::kIo, key, ": cannot make ", folder.string(), " (",
                 error.message(), ")");
 }
@@ -53,6 +57,11 @@ void MadeFolders::make(const fs::path& folder, std::string_view key) {
 void MadeFolders::add(const fs::path& path) {
   const base::Lock lock(mutex_);
   own_.push_back(whole_path(path));
+}
+
+void MadeFolders::leave(const fs::path& path) {
+  const base::Lock lock(mutex_);
+  std::erase(own_, whole_path(path));
 }
 
 void MadeFolders::remove() const {
@@ -152,7 +161,8 @@ fs::path choose_folder(const std::string& name, MadeFolders& made) {
   if (const auto earlier = folder_of_earlier_attempt(*note)) return *earlier;
   const auto folder = make_fresh_folder(name, made);
   made.make(note->parent_path());
-  made.add(*note);
+  std::error_code ignored;
+  if (!fs::exists(fs::symlink_status(*note, ignored))) made.add(*note);
   write_atomically(*note, fs::absolute(folder).string() + '\n');
   return folder;
 }
@@ -175,8 +185,13 @@ std::vector<FolderLock> lock_folders(const train::Config& run, MadeFolders& made
     TESSERA_CHECK(!error, ErrorKind::kIo, key, ": cannot open ", path.string(), " (",
                   error.message(), ")");
     if (!locked.insert(real).second) continue;
-    locks.emplace_back(real, kEndOfEarlierRun,
-                       concat("wait for that run to end, or set another ", key));
+    try {
+      locks.emplace_back(real, kEndOfEarlierRun,
+                         concat("wait for that run to end, or set another ", key));
+    } catch (const Error&) {
+      made.leave(path);  // another run was quicker: it has become that one's
+      throw;
+    }
   }
   return locks;
 }

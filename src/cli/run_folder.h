@@ -23,6 +23,8 @@ class MadeFolders {
   void make(const std::filesystem::path& folder, std::string_view key = "job.dump_folder");
   /// Something that the run has made for itself.
   void add(const std::filesystem::path& path);
+  /// It is another run's after all.
+  void leave(const std::filesystem::path& path);
   /// The run's own with all that it has written there, then those above that hold nothing else.
   void remove() const;
 
