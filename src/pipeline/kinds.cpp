@@ -12,9 +12,6 @@
 namespace tessera::pipeline {
 namespace {
 
-/// Of stages x micro-batches: far above any pipeline, small enough for a list of them.
-constexpr std::int64_t kMostCells = std::int64_t{1} << 20;
-
 /// The stages of a rank on a V: the left arm goes up the ranks, the right one comes back.
 constexpr int kLeft = 0;
 constexpr int kRight = 1;

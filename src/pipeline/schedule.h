@@ -60,10 +60,12 @@ struct Slot {
 /// "3F0"; two as "(0F3;3B1)".
 std::string to_string(const Slot& slot);
 
-/// Stage and micro-batch numbers that any text may have, so that no file asks for memory that it
-/// does not fill.
+/// Far above any pipeline, so that no file and no command line asks for memory that it has no use
+/// for.
 inline constexpr int kMostStages = 4096;
 inline constexpr int kMostMicroBatches = 65536;
+/// Of stages x micro-batches.
+inline constexpr std::int64_t kMostCells = std::int64_t{1} << 20;
 
 /// The reverse of to_string; none for anything else, also for numbers out of the bounds above.
 std::optional<Action> parse_action(std::string_view text);

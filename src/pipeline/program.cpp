@@ -1,0 +1,123 @@
+#include "pipeline/program.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+
+#include "tessera/error.h"
+
+namespace tessera::pipeline {
+namespace {
+
+/// First and last slots of a stage on its rank, where it has them.
+struct Uses {
+  std::optional<std::size_t> first_forward;
+  std::optional<std::size_t> last_gradient;  ///< I or B
+  std::optional<std::size_t> last_weight;    ///< W or B
+};
+
+std::map<int, Uses> uses_of(const std::vector<Slot>& slots) {
+  std::map<int, Uses> uses;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    slots[i].each([&](const Action& action) {
+      Uses& of_stage = uses[action.stage];
+      if (action.kind == ActionKind::kForward) {
+        if (!of_stage.first_forward) of_stage.first_forward = i;
+        return;
+      }
+      if (action.gives_input_gradient()) of_stage.last_gradient = i;
+      if (action.kind != ActionKind::kInputGradient) of_stage.last_weight = i;
+    });
+  }
+  return uses;
+}
+
+class RankProgram {
+ public:
+  RankProgram(const Schedule& schedule, const std::vector<Slot>& slots)
+      : schedule_(schedule), slots_(slots), uses_(uses_of(slots)) {}
+
+  std::vector<Step> lower(std::size_t receives_ahead) {
+    std::size_t posted = 0;
+    for (std::size_t i = 0; i < slots_.size(); ++i) {
+      moves(i, Residency::Move::kUnshard, &Uses::first_forward);
+      for (; posted < slots_.size() && posted <= i + receives_ahead; ++posted) {
+        transfers(slots_[posted], Transfer::End::kReceive);
+      }
+      steps_.emplace_back(slots_[i]);
+      transfers(slots_[i], Transfer::End::kSend);
+      moves(i, Residency::Move::kReshard, &Uses::last_gradient);
+      moves(i, Residency::Move::kReduce, &Uses::last_weight);
+    }
+    return std::move(steps_);
+  }
+
+ private:
+  void transfers(const Slot& slot, Transfer::End end) {
+    slot.each([&](const Action& action) {
+      const auto what = end == Transfer::End::kSend ? given_by(action, schedule_.stages())
+                                                    : needed_by(action, schedule_.stages());
+      if (what && is_message(*what, schedule_)) steps_.emplace_back(Transfer{end, *what});
+    });
+  }
+
+  void moves(std::size_t slot, Residency::Move move, std::optional<std::size_t> Uses::* when) {
+    for (const auto& [stage, of_stage] : uses_) {
+      if (of_stage.*when == slot) steps_.emplace_back(Residency{move, stage});
+    }
+  }
+
+  const Schedule& schedule_;
+  const std::vector<Slot>& slots_;
+  std::map<int, Uses> uses_;
+  std::vector<Step> steps_;
+};
+
+struct StepText {
+  std::string operator()(const Slot& slot) const {
+    return slot.beside ? to_string(slot) + "OVERLAP_F_B" : to_string(slot);
+  }
+  std::string operator()(const Transfer& transfer) const {
+    return concat(transfer.stage(), transfer.end == Transfer::End::kSend ? "SEND_" : "RECV_",
+                  transfer.what.direction == Direction::kForward ? 'F' : 'B',
+                  transfer.what.micro_batch);
+  }
+  std::string operator()(const Residency& residency) const {
+    switch (residency.move) {
+      case Residency::Move::kUnshard:
+        return concat(residency.stage, "UNSHARD");
+      case Residency::Move::kReshard:
+        return concat(residency.stage, "RESHARD");
+      case Residency::Move::kReduce:
+        return concat(residency.stage, "REDUCE_GRAD");
+    }
+    return "unknown";
+  }
+};
+
+}  // namespace
+
+std::string to_string(const Step& step) { return std::visit(StepText{}, step); }
+
+Program lower(const Schedule& schedule, int receives_ahead) {
+  TESSERA_INVARIANT(receives_ahead >= 0, "receives cannot be posted after the slot needs them");
+  Program program{schedule.micro_batches, schedule.rank_of, {}};
+  for (const auto& slots : schedule.slots) {
+    program.steps.push_back(
+        RankProgram(schedule, slots).lower(static_cast<std::size_t>(receives_ahead)));
+  }
+  return program;
+}
+
+Schedule schedule_of(const Program& program) {
+  Schedule schedule{program.micro_batches, program.rank_of, {}};
+  for (const auto& steps : program.steps) {
+    auto& slots = schedule.slots.emplace_back();
+    for (const Step& step : steps) {
+      if (const auto* slot = std::get_if<Slot>(&step)) slots.push_back(*slot);
+    }
+  }
+  return schedule;
+}
+
+}  // namespace tessera::pipeline

@@ -1,0 +1,66 @@
+// Whether a schedule, or its program with messages, can run: every fault by name. Pure.
+//
+// What is proven: each action stands once, on the rank of its stage, after what it needs; each
+// message has one send and one receive; no rank waits for ever, also where a send ends only when
+// its receive is posted; memory keeps to a bound. A schedule that leaves the order of micro-batches
+// is valid, its sums may differ in their last bits from those of a run without a pipeline: a remark.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "pipeline/program.h"
+#include "pipeline/schedule.h"
+
+namespace tessera::pipeline {
+
+enum class Fault : std::uint8_t {
+  kPair,        ///< two actions in a slot that are not an F and a B
+  kUnknown,     ///< a stage or micro-batch that the schedule does not have
+  kPlacement,   ///< an action on another rank than its stage's
+  kRepeated,    ///< an action twice, a B beside I or W
+  kMissing,     ///< no F, no backward, I without W, W without I
+  kDependency,  ///< before what it needs on its own rank
+  kMessage,     ///< no send or receive, two of them, too early, too late
+  kDeadlock,    ///< ranks that wait for each other
+  kMemory,      ///< above a bound
+};
+std::string_view to_string(Fault fault);
+
+struct Finding {
+  Fault fault = Fault::kMissing;
+  std::string text;  ///< one line, with rank, slot and action
+};
+
+struct Validation {
+  std::vector<Finding> findings;
+  std::vector<std::string> remarks;  ///< what is valid, but worth knowing
+
+  bool valid() const { return findings.empty(); }
+};
+
+struct Limits {
+  /// Forwarded micro-batches of all stages of a rank whose weight gradients have not run.
+  std::optional<int> live_chunks = {};
+  /// Sends of a rank whose receives are not posted: with more of them it waits for one before it
+  /// goes on. None: it waits at the end of the step.
+  std::optional<int> open_sends = {};
+};
+
+/// Of the lists and of lower(schedule). Deadlocks and memory are looked at where nothing else is
+/// wrong.
+Validation validate(const Schedule& schedule, const Limits& limits = {});
+/// Of a program whose messages came from elsewhere.
+Validation validate(const Program& program, const Limits& limits = {});
+
+/// Most live chunks (Limits) of each rank. The schedule must be valid.
+std::vector<int> peak_live_chunks(const Schedule& schedule);
+
+/// The fewest open sends (Limits) with which a valid program ends: 0 where every send may block its
+/// rank until the receive is posted.
+int fewest_open_sends(const Program& program);
+
+}  // namespace tessera::pipeline
