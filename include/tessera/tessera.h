@@ -8,6 +8,7 @@
 #include "tessera/error.h"
 #include "tessera/forward_signature.h"
 #include "tessera/grad_scaler.h"
+#include "tessera/group.h"
 #include "tessera/keep.h"
 #include "tessera/loss_scale.h"
 #include "tessera/mesh.h"

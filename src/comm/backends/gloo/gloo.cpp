@@ -71,7 +71,7 @@ void ignore_broken_pipes() {
 
 bool connects_when_used(std::string_view group_name) {
   const std::string_view purpose = group_name.substr(0, group_name.find(" of ranks "));
-  return purpose == "data" || purpose.ends_with("control");
+  return purpose == "data" || purpose == "user" || purpose.ends_with("control");
 }
 
 struct GlooDevice::Impl {
