@@ -2,9 +2,10 @@
 //
 // A mesh is a value (names, sizes, the ranks in row-major order); the groups behind its axes belong
 // to the World and are made on first use, by all ranks together. Next: world.h makes meshes,
-// shard.h uses them.
+// shard.h uses them, group.h has collectives of one's own along their axes.
 #pragma once
 
+#include <initializer_list>
 #include <memory>
 #include <string_view>
 #include <vector>
@@ -13,7 +14,7 @@
 
 namespace tessera {
 
-class RankGroup;
+class Group;
 class World;
 
 /// Shapes and the World that their ranks belong to: what fully_shard takes.
@@ -36,10 +37,12 @@ class Mesh {
   /// The ranks that differ from this one only on the named axes, ascending: what World::group
   /// takes. Errors: as MeshShapes::ranks_of.
   std::vector<int> ranks_of(const std::vector<std::string_view>& names) const;
-  /// The same ranks, for a program's own tensors (rank_group.h). Collective among them at first
-  /// use. Errors: as ranks_of; kComm.
-  RankGroup group(std::string_view axis) const;
-  RankGroup group_over(const std::vector<std::string_view>& axes) const;
+
+  /// Collectives (group.h) among the ranks that differ from this one only on the axis, or on the
+  /// axes together ({"dp_replicate", "dp_shard"}). Collective among them when they first have a
+  /// group. Errors: as ranks_of; kUsage for a mesh without a World; kComm.
+  Group group(std::string_view axis) const;
+  Group group(std::initializer_list<std::string_view> axes) const;
 
  private:
   int rank() const;

@@ -217,6 +217,10 @@ class ShardedBase : public torch::nn::Module {
   void to(torch::Device device, bool non_blocking = false) override;
   std::shared_ptr<torch::nn::Module> clone(
       const std::optional<torch::Device>& device = std::nullopt) const override;
+  /// Refused (kUsage), also where a plain module holds the handle: a rank has a part of the model.
+  /// state_dict.h has the way. torch::save of a handle itself does not compile.
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;  ///< refused as save
 
   const std::shared_ptr<fsdp::Unit>& unit() const { return unit_; }
   const std::shared_ptr<torch::nn::Module>& held() const { return held_; }
@@ -299,6 +303,8 @@ class ShardedForward<M, R(Args...)> : public ShardedBase {
     };
     return as_one_call(Signature<R, Args...>{}, run, std::forward<Args>(arguments)...);
   }
+  /// The same: handles are called as a ModuleHolder is.
+  R operator()(Args... arguments) { return forward(std::forward<Args>(arguments)...); }
 
   /// Another method of the module, as a forward of the unit: `handle.call(&Vae::decode, latent)`.
   /// Parameters are gathered, inputs and outputs cast, the backward marked, exactly as for forward.
@@ -379,6 +385,50 @@ template <class M>
 Sharded<M> fully_shard(std::shared_ptr<M> module, const Mesh& mesh,
                        const PrecisionPolicy& policy = {}, const ShardOptions& options = {}) {
   return Sharded<M>(std::move(module), mesh, policy, options);
+}
+/// The same of what TORCH_MODULE(Net) declares: `Net net; auto handle = fully_shard(net, mesh);`.
+template <class M>
+Sharded<M> fully_shard(const torch::nn::ModuleHolder<M>& module, const Mesh& mesh,
+                       const PrecisionPolicy& policy = {}, const ShardOptions& options = {}) {
+  return fully_shard(module.is_empty() ? std::shared_ptr<M>() : module.ptr(), mesh, policy,
+                     options);
+}
+
+namespace detail {
+
+template <class H>
+concept Handle = std::is_base_of_v<ShardedBase, H>;
+template <Handle>
+inline constexpr bool kIsSavedWhole = false;
+
+}  // namespace detail
+
+/// torch::save and torch::load of a handle: they would write and read this rank's part alone.
+template <detail::Handle H>
+torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive, const H&) {
+  static_assert(detail::kIsSavedWhole<H>,
+                "torch::save: a sharded module holds this rank's part alone. Save the dict of "
+                "tessera::state_dict(handle, tessera::StateDictKind::kFull), or a checkpoint: "
+                "tessera::save_checkpoint(handle, optimizer, folder).");
+  return archive;
+}
+template <detail::Handle H>
+torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                            const std::shared_ptr<H>& handle) {
+  return archive << *handle;
+}
+template <detail::Handle H>
+torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive, H&) {
+  static_assert(detail::kIsSavedWhole<H>,
+                "torch::load: a sharded module holds this rank's part alone. Load a dict by "
+                "tessera::load_state_dict(handle, entries), or a checkpoint: "
+                "tessera::load_checkpoint(handle, optimizer, folder).");
+  return archive;
+}
+template <detail::Handle H>
+torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                           std::shared_ptr<H>& handle) {
+  return archive >> *handle;
 }
 
 }  // namespace tessera

@@ -19,7 +19,6 @@
 
 namespace tessera {
 
-class RankGroup;
 namespace comm {
 class Group;
 class IssueQueue;
@@ -66,14 +65,15 @@ class World : public std::enable_shared_from_this<World> {
   /// A mesh over all ranks; of a dense shape alone, or of both readings. Errors: as Mesh's.
   Mesh mesh(const MeshShapes& shapes);
 
-  /// All ranks, for a program's own tensors (rank_group.h). Collective at first use. Errors: kComm.
-  RankGroup group();
-  /// Tessera's own: of the ranks (world numbers, ascending) that contain this one. `purpose` keeps
+  /// Collectives (group.h) among all ranks. Collective at the first call. Errors: kComm.
+  Group group();
+
+  /// The group of the ranks (world numbers, ascending) that contain this one. `purpose` keeps
   /// groups of the same ranks apart ("gather", "reduce", "control"): each has its own channel and
-  /// is issued to from one thread. Those for messages ("data", "user", "... control") connect two ranks
-  /// when that is first needed. Collective among the members, made once, then cached. A single rank
-  /// needs no others. Errors: kUsage for ranks that are not ascending, not in the world, or without
-  /// this one; kComm.
+  /// is issued to from one thread. Those for messages ("data", "user", "... control") connect two
+  /// ranks when that is first needed. Collective among the members, made once, then cached. A
+  /// single rank needs no others. Errors: kUsage for ranks that are not ascending, not in the
+  /// world, or without this one; kComm.
   std::shared_ptr<comm::Group> group(const std::vector<int>& ranks, std::string_view purpose);
   /// All ranks, for control messages from the rank's own thread.
   comm::Group& control();

@@ -20,6 +20,7 @@
 #include "comm/ops/all_gather.h"
 #include "comm/ops/all_reduce.h"
 #include "comm/ops/all_to_all.h"
+#include "comm/ops/broadcast.h"
 #include "comm/ops/reduce_scatter.h"
 #include "comm/ops/relayed.h"
 namespace tessera {
@@ -42,7 +43,7 @@ struct Label {
 /// A type that lacks what an operation must answer is none, and does not compile here.
 template <Operation... Each>
 using OneOf = std::variant<Each...>;
-using Op = OneOf<AllGather, ReduceScatter, AllReduce, AllToAll, RelayedGather, Combine>;
+using Op = OneOf<AllGather, ReduceScatter, AllReduce, AllToAll, Broadcast, RelayedGather, Combine>;
 
 /// What goes out of an op.
 const at::Tensor& first_tensor(const Op& op);

@@ -148,8 +148,9 @@ void ProcessWorld::abort_here(const std::string& why, int epoch, Aborter by) {
 
 void ProcessWorld::abort(const std::string& why) {
   const std::string suspicion = state_->abort_flag->suspicion();
+  const bool said = why.find(suspicion) != std::string::npos;
   const std::string text =
-      of_rank(rank_, concat(one_line(why), suspicion.empty() ? "" : ": ", one_line(suspicion)));
+      of_rank(rank_, said ? one_line(why) : concat(one_line(why), ": ", one_line(suspicion)));
   const int epoch = epoch_;
   abort_here(why, epoch, Aborter::kSelf);
   in_time([store = store_, text, epoch] {

@@ -50,6 +50,8 @@ TraceRow row_of(Kind kind) {
     case Kind::kAllToAll:
     case Kind::kAnyOf:
     case Kind::kSumOf:
+    case Kind::kBroadcast:
+    case Kind::kBarrier:
     case Kind::kBatch:
       break;
   }

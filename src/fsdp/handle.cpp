@@ -201,6 +201,20 @@ std::shared_ptr<torch::nn::Module> ShardedBase::clone(const std::optional<torch:
   refuse("clone()");
 }
 
+void ShardedBase::save(torch::serialize::OutputArchive&) const {
+  throw Error(ErrorKind::kUsage,
+              "torch::save: found a sharded module, of which each rank holds a part, expected a "
+              "plain one; save the dict of state_dict(handle, StateDictKind::kFull), or a "
+              "checkpoint by save_checkpoint(handle, optimizer, folder)");
+}
+
+void ShardedBase::load(torch::serialize::InputArchive&) {
+  throw Error(ErrorKind::kUsage,
+              "torch::load: found a sharded module, of which each rank holds a part, expected a "
+              "plain one; load a dict by load_state_dict(handle, entries), or a checkpoint by "
+              "load_checkpoint(handle, optimizer, folder)");
+}
+
 namespace {
 
 /// The handle's unit, where `what` may be called: no forward waits for its backward, since what

@@ -7,7 +7,7 @@
 #include "dist/modules.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
-#include "tessera/rank_group.h"
+#include "tessera/group.h"
 #include "tessera/shard.h"
 
 namespace tessera::test::fsdp_basic_test {

@@ -18,6 +18,10 @@ std::string_view to_string(Kind kind) {
       return "any_of";
     case Kind::kSumOf:
       return "sum_of";
+    case Kind::kBroadcast:
+      return "broadcast";
+    case Kind::kBarrier:
+      return "barrier";
     case Kind::kBatch:
       return "batch";
   }

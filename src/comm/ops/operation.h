@@ -26,6 +26,8 @@ enum class Kind : std::uint8_t {
   kAllToAll,
   kAnyOf,
   kSumOf,
+  kBroadcast,
+  kBarrier,
   kBatch
 };
 std::string_view to_string(Kind kind);

@@ -23,10 +23,11 @@ namespace tessera::comm {
 /// The backend. Errors: as GlooDevice.
 std::unique_ptr<Connections> open_gloo(const LaunchEnvironment& launch);
 
-/// Groups for control messages, which are relayed, need few of their connections: their ranks
-/// connect when they first send to each other ([Note: connections]). Gloo's own lazy devices are no
-/// help: each group needs one of its own, with a port and a thread, and one whose peers have left
-/// may never come out of its destructor (seen with 2.13: its loop ends only when nothing is ready).
+/// Groups for control messages and those of users, of which most are relayed, need few of their
+/// connections: their ranks connect when they first send to each other ([Note: connections]).
+/// Gloo's own lazy devices are no help: each group needs one of its own, with a port and a thread,
+/// and one whose peers have left may never come out of its destructor (seen with 2.13: its loop
+/// ends only when nothing is ready).
 bool connects_when_used(std::string_view group_name);
 
 /// Opens one connection; may run on a thread that nobody waits for any more.

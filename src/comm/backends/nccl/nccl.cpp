@@ -127,6 +127,12 @@ class NcclGroup : public Group {
       }
       return group.backend_->allreduce(data);
     }
+    Started operator()(const Broadcast& op) const {
+      std::vector<at::Tensor> data = {op.data};
+      c10d::BroadcastOptions from;
+      from.rootRank = op.source;
+      return group.backend_->broadcast(data, from);
+    }
     Started operator()(const RelayedGather&) const { return refuse(); }
     Started operator()(const Combine&) const { return refuse(); }
 

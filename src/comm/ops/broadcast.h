@@ -1,0 +1,28 @@
+#pragma once
+
+#include "comm/ops/operation.h"
+
+namespace tessera::comm {
+
+/// In place: `data` of the rank `source` (index) on every rank. Bytes a rank sends: (size - 1) x
+/// data from the source, nothing from the others.
+struct Broadcast {
+  at::Tensor data;
+  int source = 0;
+
+  const at::Tensor& first_tensor() const { return data; }
+  OpFacts facts() const;
+  std::uint32_t bucket_or(std::uint32_t otherwise) const { return otherwise; }
+  void check(const CheckedBatch& batch) const;
+  std::int64_t sent_bytes(int ranks, int rank) const;
+  bool is_relayed(int) const { return false; }
+  void run_alone() const {}
+  std::unique_ptr<Steps> steps(int ranks, int rank) const;
+  static std::optional<CountDifference> find_difference(
+      const std::vector<const Broadcast*>& of_all_ranks);
+  static void run(const std::vector<const Broadcast*>& ranks);
+  Broadcast cloned() const;
+  void deliver(const Broadcast& to) const;
+};
+
+}  // namespace tessera::comm
