@@ -208,21 +208,30 @@ RankMemory rank_memory(const std::vector<GradContract>& contracts, const layout:
   return memory;
 }
 
+RankMemoryOptions rank_memory_options(const Config& config, const ParallelDims& dims,
+                                      const ModelContract& contract) {
+  RankMemoryOptions options;
+  options.states = fsdp::kept_states(config.optimizer.name, config.optimizer);
+  if (!config.parallelism.reshard_after_forward) options.reshard = layout::Reshard::kNo;
+  options.scales_loss = std::ranges::any_of(contract.parameters, [](const auto& each) {
+    return each.compute.dtype == DType::kFloat16 ||
+           (each.trainable && each.reduce == DType::kFloat16);
+  });
+  const std::int64_t micro_batches =
+      resolve_batch(config.training, dims.data_ranks()).micro_batches;
+  options.defers_reductions = micro_batches > 1 && !config.training.sync_every_micro_batch;
+  return options;
+}
+
 MemoryTable memory_table(const Config& config, const models::ModelSpec& spec,
                          const ParallelDims& dims, const ModelContract& contract,
                          const layout::ModelPlan& plan, double aux_loss_coef) {
   const BatchSizes batch = resolve_batch(config.training, dims.data_ranks());
-  RankMemoryOptions options;
-  options.states = fsdp::kept_states(config.optimizer.name, config.optimizer);
-  if (!config.parallelism.reshard_after_forward) options.reshard = layout::Reshard::kNo;
-  options.scales_loss = std::ranges::any_of(
-      contract.parameters, [](const auto& each) { return each.compute.dtype == DType::kFloat16; });
-  options.defers_reductions = batch.micro_batches > 1 && !config.training.sync_every_micro_batch;
   MemoryTable table{.mode = config.activation_checkpoint.mode,
                     .rows = batch.local,
                     .positions = config.training.seq_len.value_or(0),
                     .micro_batches = batch.micro_batches};
-  table.held = rank_memory(contract.parameters, plan, options);
+  table.held = rank_memory(contract.parameters, plan, rank_memory_options(config, dims, contract));
   if (!config.training.seq_len) return table;
   table.activations =
       models::kept_activations({.spec = spec,

@@ -48,6 +48,10 @@ struct RankMemoryOptions {
   std::int64_t in_flight_bytes = std::int64_t{32} << 20;  ///< as ShardOptions has it
 };
 
+/// Errors: as resolve_batch.
+RankMemoryOptions rank_memory_options(const Config& config, const ParallelDims& dims,
+                                      const ModelContract& contract);
+
 /// `contracts` and `plan` as resolve_model and plan_model give them for the mesh. Ranks differ by
 /// the gaps between parameters alone; without a `rank` it is no less than any needs.
 RankMemory rank_memory(const std::vector<GradContract>& contracts, const layout::ModelPlan& plan,

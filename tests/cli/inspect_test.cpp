@@ -17,6 +17,7 @@ using nlohmann::json;
 using ::testing::ContainsRegex;
 using ::testing::EndsWith;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 TEST(InspectCommand, ShowsTheContractOfEveryParameterWithoutWeights) {
   const testing::TemporaryFolder folder;
@@ -124,6 +125,26 @@ TEST(InspectCommand, ALargeModelOn64RanksIsPlannedWithoutItsWeights) {
   EXPECT_EQ(found["units"].size(), 83U);
   EXPECT_GT(found["shard_bytes"].get<std::int64_t>(), std::int64_t{4} << 30);
   EXPECT_THAT(found["layout"], HasSubstr("dp_shard 64"));
+  EXPECT_EQ(found["rank_memory_bytes"]["parameters"], found["shard_bytes"]);
+  EXPECT_TRUE(found["rank_memory_bytes"]["activations"].is_null()) << "no seq_len";
+
+  // A line for all of the 80 layers; what a step takes by mode. With --all a line for each.
+  const std::vector<std::string> words{"inspect", "--contract",         "run.toml", "--world",
+                                       "64",      "--training.seq_len", "4096"};
+  const Outcome text = run_program(folder, words, "prlimit --as=4294967296");
+  ASSERT_EQ(text.code, 0) << text.err;
+  EXPECT_THAT(text.out, HasSubstr("\nmodel.layers.{0-79}.self_attn.q_proj.weight x 80 "));
+  EXPECT_THAT(text.out, HasSubstr("\nunit model.layers.{0-79} x 80\n"));
+  EXPECT_THAT(text.out, Not(HasSubstr("model.layers.7.")));
+  EXPECT_THAT(text.out, ContainsRegex("\n  parameters +4\\.[0-9]+ GiB  stored shards\n"));
+  EXPECT_THAT(text.out, ContainsRegex("\n    none +[0-9.]+ GiB +[0-9.]+ GiB +[0-9.]+ GiB  <- "));
+  EXPECT_THAT(text.out, ContainsRegex("\n    full +[0-9.]+ GiB +[0-9.]+ GiB +[0-9.]+ GiB\n"));
+  auto all = words;
+  all.push_back("--all");
+  const Outcome unfolded = run_program(folder, all);
+  EXPECT_THAT(unfolded.out, HasSubstr("\nmodel.layers.7.self_attn.q_proj.weight "));
+  EXPECT_THAT(unfolded.out, HasSubstr("\nunit model.layers.79\n"));
+  EXPECT_THAT(unfolded.out, Not(HasSubstr("{0-79}")));
 }
 
 TEST(InspectCommand, ACheckpointHasTheKeysOfAFolderWithStepFilesAndPieces) {
