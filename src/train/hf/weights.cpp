@@ -174,7 +174,7 @@ std::vector<layout::Piece> pieces_of(const ShardView& view, const layout::FileSh
 }
 
 layout::FileShape as_one_tensor(const GradContract& contract) {
-  return {1, layout::cut_shape(contract.layout, contract.shape)};
+  return {1, layout::sharded_shape(contract.layout, contract.shape)};
 }
 
 bool is_first_holder(const ShardView& view) {
