@@ -61,7 +61,7 @@ struct ParameterLayout {
   /// The shape whose dims the placements count: as many elements in the same order as the global
   /// shape, which it is where it is empty. [E, 2I, H] that holds gates and ups is cut as
   /// [E, 2, I, H].
-  std::vector<std::int64_t> cut_shape = {};
+  std::vector<std::int64_t> sharded_shape = {};
   std::vector<AxisPlacement> axes = {};  ///< of more than one rank, outermost first
   bool operator==(const ParameterLayout&) const = default;
 };

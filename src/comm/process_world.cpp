@@ -14,9 +14,14 @@
 namespace tessera::comm {
 namespace {
 
+// The keys under which ranks meet as they join and as they leave, and under which rank 0, which
+// serves the store, waits until all have left.
+constexpr const char* kJoin = "hello";
+constexpr const char* kLeave = "goodbye";
+constexpr const char* kLeft = "gone";
 // A rank that is done waits for the others to be done too, but not for one that gives no sign of
 // life for this long.
-constexpr std::chrono::seconds kGoodbye{30};
+constexpr std::chrono::seconds kLeavePatience{30};
 
 // A stopped rank 0 takes the store with it: collectives that wait for it and calls of the store end
 // after the same timeout. The watch's own calls are given so much more, so that who waits in a
@@ -51,7 +56,7 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
   // Before the ranks meet: who was refused on the way here says so by the failure key.
   watch_ = std::make_unique<FailureWatch>(store_->second_connection(kBoardFirst), state_->board,
                                           watch, watch_actions());
-  store_->meet("hello", rank_, everyone_, options.init_timeout, *state_->abort_flag);
+  store_->meet(kJoin, rank_, everyone_, options.init_timeout, *state_->abort_flag);
   state_->board->watch(everyone_);
 }
 
@@ -101,7 +106,7 @@ void ProcessWorld::wait_for_the_last(const std::string& key) {
   std::map<int, std::string> beats;
   for (;;) {
     try {
-      return store_->meet(key, rank_, everyone_, kGoodbye, *state_->abort_flag);
+      return store_->meet(key, rank_, everyone_, kLeavePatience, *state_->abort_flag);
     } catch (const PeerLost&) {
       if (aborted() || !missing_are_alive(key, beats)) throw;
     }
@@ -112,7 +117,7 @@ void ProcessWorld::leave_together() {
   // A connection that closes while a peer still reads from it looks like a lost rank, and so does
   // the store when rank 0 takes it away.
   try {
-    meet_on_board(*state_->board, [&] { wait_for_the_last("goodbye"); });
+    meet_on_board(*state_->board, [&] { wait_for_the_last(kLeave); });
     watch_->stop();
     connections_->close();
     decltype(state_->made) groups;  // end outside of the lock
@@ -122,9 +127,9 @@ void ProcessWorld::leave_together() {
     }
     groups.clear();
     if (rank_ == 0) {
-      store_->meet("gone", rank_, everyone_, kGoodbye, *state_->abort_flag);
+      store_->meet(kLeft, rank_, everyone_, kLeavePatience, *state_->abort_flag);
     } else {
-      store_->arrive("gone", rank_, size_);
+      store_->arrive(kLeft, rank_, size_);
     }
   } catch (const Error&) {
     // Whoever is missing has failed and says so itself.

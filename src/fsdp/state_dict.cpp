@@ -228,7 +228,7 @@ at::Tensor part_for(const Target& target, const StateTensor& entry) {
                                            target.end - target.begin);
   }
   const auto box = layout::local_box(target.layout, target.shape, target.coordinates);
-  const auto whole = entry.values.reshape(layout::cut_shape(target.layout, target.shape));
+  const auto whole = entry.values.reshape(layout::sharded_shape(target.layout, target.shape));
   return fsdp::narrow_to(whole, box).reshape(-1).narrow(0, target.begin, target.end - target.begin);
 }
 

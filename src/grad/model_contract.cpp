@@ -55,7 +55,7 @@ std::string text(const std::vector<std::string>& names) {
 /// Every value of it; the shape that is cut where it is not the parameter's.
 std::string text(const ParameterLayout& layout) {
   std::string joined = layout.mesh == MeshKind::kDense ? "dense" : "sparse";
-  if (!layout.cut_shape.empty()) joined += concat(" ", text(layout.cut_shape));
+  if (!layout.sharded_shape.empty()) joined += concat(" ", text(layout.sharded_shape));
   for (const AxisPlacement& axis : layout.axes) {
     joined += concat(", ", axis.axis.size(), " ", to_string(axis));
   }

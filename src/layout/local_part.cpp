@@ -32,7 +32,7 @@ std::span<const std::int64_t> rows_of(const Shape& shape) {
   return std::span(shape).first(shape.size() - 1);
 }
 
-std::size_t dim_that_is_cut(const AxisPlacement& axis, std::size_t dims, const std::string& what) {
+std::size_t sharded_dim(const AxisPlacement& axis, std::size_t dims, const std::string& what) {
   const auto dim = static_cast<std::size_t>(axis.parameter.dim);
   TESSERA_CHECK(axis.parameter.dim >= 0 && dim < dims, ErrorKind::kContract, what,
                 ": found the placement ", to_string(axis), ", expected a dim below ", dims);
@@ -41,12 +41,12 @@ std::size_t dim_that_is_cut(const AxisPlacement& axis, std::size_t dims, const s
 
 }  // namespace
 
-const Shape& cut_shape(const ParameterLayout& layout, const Shape& shape) {
-  return layout.cut_shape.empty() ? shape : layout.cut_shape;
+const Shape& sharded_shape(const ParameterLayout& layout, const Shape& shape) {
+  return layout.sharded_shape.empty() ? shape : layout.sharded_shape;
 }
 
 void validate(const ParameterLayout& layout, const Shape& shape, const std::string& what) {
-  const Shape& cut = cut_shape(layout, shape);
+  const Shape& cut = sharded_shape(layout, shape);
   TESSERA_CHECK(product(cut) == product(shape), ErrorKind::kContract, what, ": found ",
                 product(cut), " elements in the shape that is cut, expected ", product(shape));
   std::set<std::string> axes;
@@ -58,7 +58,7 @@ void validate(const ParameterLayout& layout, const Shape& shape, const std::stri
                   axis.axis, " twice, expected each once");
     check_pair(axis, what);
     if (!is_sharded(axis)) continue;
-    const std::size_t dim = dim_that_is_cut(axis, cut.size(), what);
+    const std::size_t dim = sharded_dim(axis, cut.size(), what);
     parts[dim] *= axis.size;
     TESSERA_CHECK(cut[dim] % parts[dim] == 0, ErrorKind::kContract, what, ": found ", cut[dim],
                   " elements along dim ", dim, " over ", parts[dim], " ranks of ", axis.axis,
@@ -69,7 +69,7 @@ void validate(const ParameterLayout& layout, const Shape& shape, const std::stri
 TensorBox local_box(const ParameterLayout& layout, const Shape& shape,
                     const std::vector<int>& coordinates) {
   TESSERA_INVARIANT(coordinates.size() == layout.axes.size(), "a coordinate an axis");
-  TensorBox box = TensorBox::whole(cut_shape(layout, shape));
+  TensorBox box = TensorBox::whole(sharded_shape(layout, shape));
   for (std::size_t i = 0; i < layout.axes.size(); ++i) {
     const AxisPlacement& axis = layout.axes[i];
     if (!is_sharded(axis)) continue;
@@ -82,14 +82,14 @@ TensorBox local_box(const ParameterLayout& layout, const Shape& shape,
 
 Shape local_shape(const ParameterLayout& layout, const Shape& shape) {
   const TensorBox box = local_box(layout, shape, std::vector<int>(layout.axes.size(), 0));
-  if (layout.cut_shape.empty()) return box.size;
+  if (layout.sharded_shape.empty()) return box.size;
   Shape local;
   std::size_t d = 0;
   for (const std::int64_t size : shape) {
     std::int64_t whole = 1;
     local.push_back(1);
     for (; whole < size && d < box.size.size(); ++d) {
-      whole *= layout.cut_shape[d];
+      whole *= layout.sharded_shape[d];
       local.back() *= box.size[d];
     }
     TESSERA_INVARIANT(whole == size,
@@ -99,14 +99,14 @@ Shape local_shape(const ParameterLayout& layout, const Shape& shape) {
 }
 
 Shape global_shape(const ParameterLayout& layout, const Shape& local, const std::string& what) {
-  Shape parts(cut_shape(layout, local).size(), 1);  // ranks along each dim that is cut
+  Shape parts(sharded_shape(layout, local).size(), 1);  // ranks along each dim that is cut
   for (const AxisPlacement& axis : layout.axes) {
     if (!is_sharded(axis)) continue;
-    const std::size_t dim = dim_that_is_cut(axis, parts.size(), what);
+    const std::size_t dim = sharded_dim(axis, parts.size(), what);
     parts[dim] *= axis.size;
   }
   Shape whole = local;
-  if (layout.cut_shape.empty()) {
+  if (layout.sharded_shape.empty()) {
     for (std::size_t d = 0; d < whole.size(); ++d) whole[d] *= parts[d];
     return whole;
   }
@@ -119,10 +119,10 @@ Shape global_shape(const ParameterLayout& layout, const Shape& local, const std:
     // the dim before them, as far as the dims behind have one each.
     const std::size_t end = parts.size() - std::min(parts.size(), whole.size() - i - 1);
     for (bool first = true; d < end; ++d, first = false) {
-      const std::int64_t own = layout.cut_shape[d] / parts[d];
+      const std::int64_t own = layout.sharded_shape[d] / parts[d];
       if (!first && held * own > size) break;
       held *= own;
-      of *= layout.cut_shape[d];
+      of *= layout.sharded_shape[d];
     }
     TESSERA_CHECK(held == size, ErrorKind::kContract, what, ": found a tensor of ", size,
                   " elements along a dim, expected ", held,
@@ -216,7 +216,7 @@ class Walk {
 
 std::vector<Piece> pieces(const ParameterLayout& layout, const Shape& shape, const FileShape& file,
                           const std::vector<int>& coordinates, Range range) {
-  const Shape& cut = cut_shape(layout, shape);
+  const Shape& cut = sharded_shape(layout, shape);
   TESSERA_INVARIANT(!cut.empty(), "a parameter without dims has no parts");
   const TensorBox box = local_box(layout, shape, coordinates);
   TESSERA_INVARIANT(range.begin >= 0 && range.end <= box.numel(), "a range outside the local part");

@@ -17,15 +17,15 @@
 
 namespace tessera::layout {
 
-/// Throws kContract, naming `what`, unless cut_shape has the elements of `shape`, every pair of
+/// Throws kContract, naming `what`, unless sharded_shape has the elements of `shape`, every pair of
 /// placements is one of the three, dims exist and divide by the ranks that cut them, each axis
 /// stands once, and no axis has fewer than two ranks.
 void validate(const ParameterLayout& layout, const std::vector<std::int64_t>& shape,
               const std::string& what);
 
-/// The shape that is cut: layout.cut_shape, else `shape`.
-const std::vector<std::int64_t>& cut_shape(const ParameterLayout& layout,
-                                           const std::vector<std::int64_t>& shape);
+/// The shape whose dims are sharded: layout.sharded_shape, else `shape`.
+const std::vector<std::int64_t>& sharded_shape(const ParameterLayout& layout,
+                                               const std::vector<std::int64_t>& shape);
 
 /// Of the tensor that each rank holds; `shape` itself where nothing is cut, so that a module sees
 /// the sizes of the file. Where a cut goes through several dims of the global shape (gate and up in
@@ -34,13 +34,13 @@ std::vector<std::int64_t> local_shape(const ParameterLayout& layout,
                                       const std::vector<std::int64_t>& shape);
 
 /// The other way round: of the whole parameter whose ranks hold `local` tensors. Errors: kContract,
-/// naming `what`, where cut_shape has no such parts.
+/// naming `what`, where sharded_shape has no such parts.
 std::vector<std::int64_t> global_shape(const ParameterLayout& layout,
                                        const std::vector<std::int64_t>& local,
                                        const std::string& what);
 
-/// The part of cut_shape() that the rank at `coordinates` (one per layout.axes) holds. Two axes may
-/// cut one dim: the first in `axes` makes the larger parts.
+/// The part of sharded_shape() that the rank at `coordinates` (one per layout.axes) holds. Two axes
+/// may cut one dim: the first in `axes` makes the larger parts.
 TensorBox local_box(const ParameterLayout& layout, const std::vector<std::int64_t>& shape,
                     const std::vector<int>& coordinates);
 

@@ -43,10 +43,10 @@ std::string to_string(const ParameterLayout& layout) {
   for (const AxisPlacement& axis : layout.axes) {
     text += concat(text.empty() ? "" : "; ", to_string(axis));
   }
-  if (!layout.cut_shape.empty()) {
+  if (!layout.sharded_shape.empty()) {
     text += " of ";
-    for (std::size_t d = 0; d < layout.cut_shape.size(); ++d) {
-      text += concat(d == 0 ? "" : "x", layout.cut_shape[d]);
+    for (std::size_t d = 0; d < layout.sharded_shape.size(); ++d) {
+      text += concat(d == 0 ? "" : "x", layout.sharded_shape[d]);
     }
   }
   if (layout.mesh == MeshKind::kSparse) text += text.empty() ? "sparse mesh" : " (sparse mesh)";

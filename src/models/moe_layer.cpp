@@ -40,13 +40,13 @@ std::string_view inner_axis(const ParallelDims& share) {
   return share.ep > 1 ? axis::kExpertTensor : axis::kTensor;
 }
 
-/// A weight whose inner size is dim `inner_dim` of `cut_shape`, or of the weight's own shape where
+/// A weight whose inner size is dim `inner_dim` of `sharded_shape`, or of its own shape where
 /// that is empty.
 ParameterLayout expert_layout(const ParallelDims& share, int inner_dim,
-                              std::vector<std::int64_t> cut_shape = {}) {
+                              std::vector<std::int64_t> sharded_shape = {}) {
   ParameterLayout layout = over_experts(share);
   if (share.etp == 1) return layout;
-  layout.cut_shape = std::move(cut_shape);
+  layout.sharded_shape = std::move(sharded_shape);
   layout.axes.push_back(AxisPlacement::shard(inner_axis(share), share.etp, inner_dim));
   return layout;
 }

@@ -84,17 +84,17 @@ class Counts {
   const std::int64_t* values_;
 };
 
-std::int64_t local_experts(std::int64_t experts, const DispatchOptions& dispatch_options) {
-  const parallel::Axis& axis = dispatch_options.axis;
-  TESSERA_CHECK(experts % axis.size == 0, ErrorKind::kConfig, dispatch_options.where, ": found ",
-                experts, " experts for ", axis.size, " ranks, expected a multiple (axis ",
-                axis.name, "); set parallelism.expert_parallel_degree to a divisor");
+std::int64_t local_experts(std::int64_t experts, const DispatchOptions& options) {
+  const parallel::Axis& axis = options.axis;
+  TESSERA_CHECK(experts % axis.size == 0, ErrorKind::kConfig, options.where, ": found ", experts,
+                " experts for ", axis.size, " ranks, expected a multiple (axis ", axis.name,
+                "); set parallelism.expert_parallel_degree to a divisor");
   return experts / axis.size;
 }
 
 /// Arrived by (source, expert), wanted by (expert, source).
 void order_by_expert(const Counts& received, std::int64_t local, DispatchPlan& dispatch_plan) {
-  const int ranks = dispatch_plan.dispatch_options.axis.size;
+  const int ranks = dispatch_plan.options.axis.size;
   std::int64_t total = 0;
   std::vector<std::int64_t> begin;  // of (source, expert) as they arrived
   for (int source = 0; source < ranks; ++source) {
@@ -128,32 +128,31 @@ void order_by_expert(const Counts& received, std::int64_t local, DispatchPlan& d
 }  // namespace
 
 at::Tensor exchange_counts(const at::Tensor& indices, std::int64_t experts,
-                           const DispatchOptions& dispatch_options) {
-  const int ranks = dispatch_options.axis.size;
-  const std::int64_t local = local_experts(experts, dispatch_options);
+                           const DispatchOptions& options) {
+  const int ranks = options.axis.size;
+  const std::int64_t local = local_experts(experts, options);
   const at::Tensor differentiable =
-      at::full({ranks, 1}, dispatch_options.differentiable ? 1 : 0, indices.options());
+      at::full({ranks, 1}, options.differentiable ? 1 : 0, indices.options());
   const at::Tensor sent =
       at::cat({count_load(indices, experts).view({ranks, local}), differentiable}, 1);
   const std::vector<std::int64_t> one_each(static_cast<std::size_t>(ranks), 1);
-  return parallel::exchange_rows(sent, dispatch_options.axis, {one_each, one_each},
-                                 dispatch_options.where + " counts");
+  return parallel::exchange_rows(sent, options.axis, {one_each, one_each},
+                                 options.where + " counts");
 }
 
 DispatchPlan plan_dispatch(const nn::GroupOffsets& offsets, const at::Tensor& received,
-                           const DispatchOptions& dispatch_options, at::Device device) {
-  const std::int64_t local =
-      local_experts(static_cast<std::int64_t>(offsets.size()) - 1, dispatch_options);
+                           const DispatchOptions& options, at::Device device) {
+  const std::int64_t local = local_experts(static_cast<std::int64_t>(offsets.size()) - 1, options);
   DispatchPlan dispatch_plan;
-  dispatch_plan.dispatch_options = dispatch_options;
+  dispatch_plan.options = options;
   const Counts counts(received);
-  for (int rank = 0; rank < dispatch_options.axis.size; ++rank) {
+  for (int rank = 0; rank < options.axis.size; ++rank) {
     const auto first = static_cast<std::size_t>(rank * local);
     dispatch_plan.splits.sends.push_back(offsets[first + static_cast<std::size_t>(local)] -
                                          offsets[first]);
     dispatch_plan.splits.receives.push_back(counts.rows(rank));
-    dispatch_plan.dispatch_options.differentiable =
-        dispatch_plan.dispatch_options.differentiable || counts.differentiable(rank);
+    dispatch_plan.options.differentiable =
+        dispatch_plan.options.differentiable || counts.differentiable(rank);
   }
   order_by_expert(counts, local, dispatch_plan);
   if (local > 1) {
@@ -165,21 +164,20 @@ DispatchPlan plan_dispatch(const nn::GroupOffsets& offsets, const at::Tensor& re
 
 at::Tensor to_experts(const at::Tensor& rows, const DispatchPlan& dispatch_plan) {
   // Else the others would wait for this rank's part of the way back.
-  const bool joins = dispatch_plan.dispatch_options.differentiable && !rows.requires_grad() &&
-                     c10::GradMode::is_enabled();
+  const bool joins =
+      dispatch_plan.options.differentiable && !rows.requires_grad() && c10::GradMode::is_enabled();
   const at::Tensor leaving = joins ? rows.detach().requires_grad_(true) : rows;
   const at::Tensor arrived =
-      parallel::all_to_all(leaving, dispatch_plan.dispatch_options.axis, dispatch_plan.splits,
-                           dispatch_plan.dispatch_options.where + " dispatch");
+      parallel::all_to_all(leaving, dispatch_plan.options.axis, dispatch_plan.splits,
+                           dispatch_plan.options.where + " dispatch");
   return reordered(arrived, dispatch_plan.arrival_of_row, dispatch_plan.row_of_arrival);
 }
 
 at::Tensor from_experts(const at::Tensor& rows, const DispatchPlan& dispatch_plan) {
   const at::Tensor by_source =
       reordered(rows, dispatch_plan.row_of_arrival, dispatch_plan.arrival_of_row);
-  return parallel::all_to_all(by_source, dispatch_plan.dispatch_options.axis,
-                              dispatch_plan.splits.swapped(),
-                              dispatch_plan.dispatch_options.where + " combine");
+  return parallel::all_to_all(by_source, dispatch_plan.options.axis, dispatch_plan.splits.swapped(),
+                              dispatch_plan.options.where + " combine");
 }
 
 }  // namespace tessera::moe

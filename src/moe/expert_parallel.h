@@ -41,7 +41,7 @@ struct DispatchOptions {
 
 /// Where the rows of one call go, and how they lie at their experts.
 struct DispatchPlan {
-  DispatchOptions dispatch_options;
+  DispatchOptions options;
   parallel::Splits splits;
   /// [rows here] i64: by expert -> as they arrived. Undefined where a rank has one expert: the
   /// orders are the same.
@@ -54,12 +54,12 @@ struct DispatchPlan {
 /// each rank sends to each expert of this one, and whether they require a gradient. Collective.
 /// Bytes a rank sends: (ranks - 1) (E / ranks + 1) x 8. Errors: kConfig where E does not divide.
 at::Tensor exchange_counts(const at::Tensor& indices, std::int64_t experts,
-                           const DispatchOptions& dispatch_options);
+                           const DispatchOptions& options);
 
 /// offsets: those of all E experts over this rank's rows; received: what exchange_counts gave, on
 /// the host. The result's tensors lie on `device`. Errors: kConfig where E does not divide.
 DispatchPlan plan_dispatch(const nn::GroupOffsets& offsets, const at::Tensor& received,
-                           const DispatchOptions& dispatch_options, at::Device device);
+                           const DispatchOptions& options, at::Device device);
 
 /// rows [own rows, H], by expert -> [rows of the own experts, H], by expert. Collective. Bytes a
 /// rank sends: its rows for other ranks.

@@ -39,7 +39,7 @@ inline at::Tensor local_part(const at::Tensor& whole, const ParameterLayout& lay
                              const Mesh& mesh) {
   const auto shape = whole.sizes().vec();
   const auto box = layout::local_box(layout, shape, mesh.coordinates(layout));
-  auto part = whole.reshape(layout::cut_shape(layout, shape));
+  auto part = whole.reshape(layout::sharded_shape(layout, shape));
   for (std::size_t d = 0; d < box.size.size(); ++d) {
     part = part.narrow(static_cast<std::int64_t>(d), box.offset[d], box.size[d]);
   }

@@ -6,8 +6,8 @@
 #include "dist/data_layout.h"
 #include "dist/modules.h"
 #include "tessera/clip.h"
-#include "tessera/optim.h"
 #include "tessera/group.h"
+#include "tessera/optim.h"
 #include "tessera/shard.h"
 
 namespace tessera::test::fsdp_basic_test {

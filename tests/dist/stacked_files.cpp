@@ -34,7 +34,7 @@ Sharded<StackedExperts> shard_experts(const Mesh& mesh, std::uint64_t seed,
   const int etp = mesh.size_of(axis::kExpertTensor);
   const int tp = mesh.size_of(axis::kTensor);
   auto gates = layout_on(MeshKind::kSparse, {shard("ep", ep, 0), shard("etp", etp, 2)});
-  gates.cut_shape = {E, 2, I, H};
+  gates.sharded_shape = {E, 2, I, H};
   const auto downs = layout_on(MeshKind::kSparse, {shard("ep", ep, 0), shard("etp", etp, 2)});
   const auto norms =
       layout_on(MeshKind::kDense, {norm_is_invariant ? invariant("tp", tp) : partial("tp", tp)});

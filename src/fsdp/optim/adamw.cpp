@@ -86,9 +86,8 @@ std::unique_ptr<Optimizer> make_adamw(const ShardedBase& model, const AdamWOptio
 
 std::unique_ptr<Optimizer> fsdp::build_adamw(const ShardedBase& model, double lr,
                                              const Hyperparameters& values) {
-  const double weight_decay =
-      values.weight_decay.value_or(default_weight_decay(OptimizerName::kAdamW));
-  return make_adamw(model, {lr, values.betas[0], values.betas[1], values.eps, weight_decay, {}});
+  return make_adamw(
+      model, {lr, values.betas[0], values.betas[1], values.eps, values.weight_decay.value(), {}});
 }
 
 }  // namespace tessera

@@ -249,10 +249,12 @@ namespace fsdp {
 
 std::unique_ptr<Optimizer> make_optimizer(OptimizerName name, const ShardedBase& model, double lr,
                                           const Hyperparameters& values) {
+  auto filled = values;
+  filled.weight_decay = values.weight_decay.value_or(default_weight_decay(name));
   switch (name) {
 #define TESSERA_OPTIMIZER(enumerator, source, ...) \
   case OptimizerName::enumerator:                  \
-    return build_##source(model, lr, values);
+    return build_##source(model, lr, filled);
 #include "fsdp/optim/optimizers.def"
   }
   TESSERA_INVARIANT(false, "an optimizer that is not listed");

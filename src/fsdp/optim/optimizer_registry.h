@@ -49,7 +49,8 @@ std::string default_weight_decays();
 std::unique_ptr<Optimizer> make_optimizer(OptimizerName name, const ShardedBase& model, double lr,
                                           const Hyperparameters& values);
 
-// What make_optimizer calls, each defined in the source that its row names.
+// What make_optimizer calls, each defined in the source that its row names; `values` have a
+// weight_decay.
 #define TESSERA_OPTIMIZER(enumerator, source, ...)                               \
   std::unique_ptr<Optimizer> build_##source(const ShardedBase& model, double lr, \
                                             const Hyperparameters& values);

@@ -59,9 +59,7 @@ std::unique_ptr<Optimizer> make_sgd(const ShardedBase& model, const SgdOptions& 
 
 std::unique_ptr<Optimizer> fsdp::build_sgd(const ShardedBase& model, double lr,
                                            const Hyperparameters& values) {
-  const double weight_decay =
-      values.weight_decay.value_or(default_weight_decay(OptimizerName::kSgd));
-  return make_sgd(model, {lr, values.momentum, weight_decay, {}});
+  return make_sgd(model, {lr, values.momentum, values.weight_decay.value(), {}});
 }
 
 }  // namespace tessera

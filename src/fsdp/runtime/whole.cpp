@@ -41,7 +41,7 @@ at::Tensor whole_of(Runtime& runtime, const Parameter& parameter, const at::Tens
                  parameter.unit->id(), 0, runtime.model_name()};
   batch.ops.emplace_back(comm::AllGather{parts});
   runtime.queue().submit(*group, std::move(batch)).wait();
-  const auto whole = at::empty(layout::cut_shape(layout, shape), local.options());
+  const auto whole = at::empty(layout::sharded_shape(layout, shape), local.options());
   std::int64_t begin = 0;
   for (const int member : members) {
     const auto box = layout::local_box(layout, shape, shapes.coordinates(member, layout));

@@ -169,7 +169,7 @@ void check_adapters(const ModelSource& source) {
 }
 
 layout::FileShape as_one_tensor(const GradContract& contract) {
-  return {1, layout::cut_shape(contract.layout, contract.shape)};
+  return {1, layout::sharded_shape(contract.layout, contract.shape)};
 }
 
 namespace {

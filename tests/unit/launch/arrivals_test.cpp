@@ -32,7 +32,7 @@ std::vector<int> in_any_order(int members) {
 TEST(Arrivals, TheLastOneKnowsThatItIsInEveryOrderAndHoweverOftenTheOthersCome) {
   for (const int members : {1, 2, 61, 62, 63, 124, 125, 1024, 3844, 3845, 4096}) {
     Counted counters;
-    Arrivals meeting(counters, "hello", members);
+    Arrivals meeting(counters, "join", members);
     const auto order = in_any_order(members);
     for (const int member : order) {
       EXPECT_EQ(meeting.arrive(member), member == order.back()) << members;
@@ -44,7 +44,7 @@ TEST(Arrivals, TheLastOneKnowsThatItIsInEveryOrderAndHoweverOftenTheOthersCome) 
 TEST(Arrivals, WhoIsMissingIsKnownAtEveryMoment) {
   for (const int members : {1, 3, 62, 63, 500}) {
     Counted counters;
-    Arrivals meeting(counters, "hello", members);
+    Arrivals meeting(counters, "join", members);
     std::vector<int> absent = in_any_order(members);
     while (!absent.empty()) {
       auto sorted = absent;
@@ -63,7 +63,7 @@ TEST(Arrivals, WhoIsMissingIsKnownAtEveryMoment) {
 TEST(Arrivals, ComingAndAskingWhoIsMissingTakeABoundedNumberOfRequests) {
   for (const int members : {2, 64, 1024, 4096}) {
     Counted counters;
-    Arrivals meeting(counters, "hello", members);
+    Arrivals meeting(counters, "join", members);
     const int levels = members <= 62 ? 1 : members <= 62 * 62 ? 2 : 3;
     EXPECT_EQ(meeting.missing().and_more, members > 900);
     EXPECT_LE(counters.requests, 16) << "nobody has come";

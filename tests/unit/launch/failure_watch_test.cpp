@@ -195,10 +195,10 @@ TEST(Store, MeetingNamesWhoDidNotCome) {
   const auto store = Store::in_memory();
   const AbortFlag abort_flag;
   try {
-    store->meet("hello", 1, {0, 1, 2}, milliseconds(10), abort_flag);
+    store->meet("join", 1, {0, 1, 2}, milliseconds(10), abort_flag);
     FAIL();
   } catch (const PeerLost& error) {
-    EXPECT_STREQ(error.what(), "hello: rank 0, 2 of 3 did not come within 0.01 s");
+    EXPECT_STREQ(error.what(), "join: rank 0, 2 of 3 did not come within 0.01 s");
   }
   store->meet("alone", 0, {0}, milliseconds(10), abort_flag);
 }
@@ -207,12 +207,12 @@ TEST(Store, AMeetingIsOverWhenTheLastOneHasComeHoweverOftenTheOthersDid) {
   const auto store = Store::in_memory();
   const AbortFlag abort_flag;
   for (int attempt = 0; attempt < 3; ++attempt) {
-    EXPECT_THROW(store->meet("goodbye", 0, {0, 1, 2}, milliseconds(1), abort_flag), PeerLost);
+    EXPECT_THROW(store->meet("leave", 0, {0, 1, 2}, milliseconds(1), abort_flag), PeerLost);
   }
-  store->arrive("goodbye", 1, 3);
-  EXPECT_EQ(store->missing("goodbye", 3).members, std::vector<int>{2});
-  store->meet("goodbye", 2, {0, 1, 2}, milliseconds(10), abort_flag);
-  store->meet("goodbye", 0, {0, 1, 2}, milliseconds(10), abort_flag);
+  store->arrive("leave", 1, 3);
+  EXPECT_EQ(store->missing("leave", 3).members, std::vector<int>{2});
+  store->meet("leave", 2, {0, 1, 2}, milliseconds(10), abort_flag);
+  store->meet("leave", 0, {0, 1, 2}, milliseconds(10), abort_flag);
 }
 
 TEST(Store, ManyKeysAreFoundTogetherOrOneByOne) {
@@ -229,7 +229,7 @@ TEST(Store, ManyKeysAreFoundTogetherOrOneByOne) {
 TEST(Store, AbortEndsAMeeting) {
   AbortFlag abort_flag;
   abort_flag.mark("enough");
-  EXPECT_THROW(Store::in_memory()->meet("hello", 0, {0, 1}, std::chrono::hours(1), abort_flag),
+  EXPECT_THROW(Store::in_memory()->meet("join", 0, {0, 1}, std::chrono::hours(1), abort_flag),
                PeerLost);
 }
 

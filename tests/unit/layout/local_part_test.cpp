@@ -61,7 +61,7 @@ std::vector<std::vector<int>> all_coordinates(const ParameterLayout& layout) {
 
 /// Checks one rank's pieces of `range` against indexing; counts what they hold.
 void check_rank(const Case& one, const std::vector<int>& at, Range range, std::vector<int>& seen) {
-  const Shape& global = cut_shape(one.layout, one.shape);
+  const Shape& global = sharded_shape(one.layout, one.shape);
   const auto expected = local_elements(local_box(one.layout, one.shape, at), global);
   const std::int64_t each = numel(one.file.shape);
   std::int64_t next = range.begin;

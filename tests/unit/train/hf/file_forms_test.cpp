@@ -84,7 +84,7 @@ TEST(PiecesInFile, OfAWholeParameterAreARangeOfEachTensor) {
 
 TEST(PiecesInFile, OfACutParameterAreThoseOfTheLayout) {
   ParameterLayout layout;
-  layout.cut_shape = {3, 2, 3, 4};
+  layout.sharded_shape = {3, 2, 3, 4};
   layout.axes = {{"etp", 3, {PlacementKind::kShard, 2}, {PlacementKind::kShard, 2}}};
   const layout::FileShape file{6, {3, 4}};
   const auto found = pieces_in_file(layout, {3, 6, 4}, file, {1}, {2, 15});
