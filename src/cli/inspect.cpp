@@ -312,13 +312,10 @@ Json json_of(const layout::BucketPlan& bucket, const std::vector<layout::PlanIte
 
 Json json_of(const train::MemoryTable& table) {
   const train::RankMemory& held = table.held;
-  Json found = {{"parameters", held.parameters},
-                {"gradients", held.gradients},
-                {"moments", held.moments},
-                {"master", held.master},
-                {"unsharded_peak", held.unsharded},
-                {"reductions", held.reductions},
-                {"activations", Json()}};
+  Json found = {{"parameters", held.parameters},     {"gradients", held.gradients},
+                {"moments", held.moments},           {"master", held.master},
+                {"unsharded_peak", held.unsharded},  {"reductions", held.reductions},
+                {"raw_gradient", held.raw_gradient}, {"activations", Json()}};
   if (!table.activations) return found;
   const auto of = [&](RecomputeMode mode) {
     const auto& bytes = table.activations->in(mode);

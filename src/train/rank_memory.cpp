@@ -198,6 +198,11 @@ RankMemory rank_memory(const std::vector<GradContract>& contracts, const layout:
       if (bucket.key.trainable) add_bucket(kept, unit, bucket, named, options);
     }
   }
+  for (const GradContract& contract : contracts) {
+    if (!contract.trainable) continue;
+    memory.raw_gradient =
+        std::max(memory.raw_gradient, contract.compute.payload_bytes(contract.local_numel()));
+  }
   for (const auto& each : kept) {
     const Kept& own = kept_at(each, plan.options.mesh, rank);
     memory.moments += own.moments;
@@ -253,6 +258,7 @@ std::string to_string(const MemoryTable& table) {
   text += line("master", held.master, "beside 16-bit shards");
   text += line("unsharded peak", held.unsharded, "units gathered at once");
   text += line("reductions", held.reductions, "gradients on their way, at most");
+  text += line("raw gradient", held.raw_gradient, "of the largest parameter, until it is added");
   text += line("all of these", held.total(), "");
   return text + activations_text(table);
 }

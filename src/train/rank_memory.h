@@ -32,8 +32,10 @@ struct RankMemory {
   std::int64_t unsharded = 0;
   /// The most that gradients take on their way from backward to the shards.
   std::int64_t reductions = 0;
+  /// The largest that a layer gives for one parameter, in its compute dtype, until it is added.
+  std::int64_t raw_gradient = 0;
   std::int64_t total() const {
-    return parameters + gradients + moments + master + unsharded + reductions;
+    return parameters + gradients + moments + master + unsharded + reductions + raw_gradient;
   }
   bool operator==(const RankMemory&) const = default;
 };

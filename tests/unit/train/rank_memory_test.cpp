@@ -55,6 +55,7 @@ TEST(RankMemory, TwoRanksHoldHalfOfEachLine) {
   EXPECT_EQ(first.gradients, slices * 4);
   EXPECT_EQ(first.moments, 2 * (64 + 512 + 1024 + 320) * 4);
   EXPECT_EQ(first.master, 0);
+  EXPECT_EQ(first.raw_gradient, 2000 * 2);
   EXPECT_EQ(first.unsharded, (128 + 1024 + 2048) * 2) << "the root and the two largest neighbours";
   const RankMemory second = Case{}.memory(1);
   EXPECT_EQ(second.moments, 2 * (0 + 488 + 976 + 280) * 4);
@@ -97,6 +98,7 @@ TEST(RankMemory, SixteenBitShardsHaveAMasterAndFrozenOnesNothing) {
   EXPECT_EQ(frozen.memory().gradients, 0);
   EXPECT_EQ(frozen.memory().moments, 0);
   EXPECT_EQ(frozen.memory().reductions, 0);
+  EXPECT_EQ(frozen.memory().raw_gradient, 0);
   EXPECT_GT(frozen.memory().parameters, 0);
 }
 
