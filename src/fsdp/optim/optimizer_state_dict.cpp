@@ -242,7 +242,7 @@ at::Tensor part_of_shard(const ShardView& view, const at::Tensor& whole) {
   auto local = whole;
   if (!view.coordinates.empty()) {
     const auto box = layout::local_box(layout, shape, view.coordinates);
-    local = fsdp::narrow_to(whole.reshape(layout::cut_shape(layout, shape)), box);
+    local = fsdp::narrow_to(whole.reshape(layout::sharded_shape(layout, shape)), box);
   }
   return local.reshape(-1).narrow(0, view.begin, view.end - view.begin);
 }
