@@ -13,7 +13,7 @@
 
 namespace tessera {
 
-/// The axis names of the two meshes of design.md, outermost first.
+/// The axis names of the dense mesh, then those that only the sparse one has, outermost first.
 namespace axis {
 inline constexpr std::string_view kPipeline = "pp";
 inline constexpr std::string_view kReplicate = "dp_replicate";

@@ -1,7 +1,7 @@
 // set_trainable: freezes and unfreezes parameters of a sharded model between steps.
 //
 // What PyTorch's `requires_grad_` does to parameters under FSDP2, done for layouts in which frozen
-// and trained parameters lie in buckets of their own (design.md section 4): the parameters of the
+// and trained parameters lie in buckets of their own (docs/communication.md): the parameters of the
 // units concerned move to their new places, rank to rank, stretch by stretch; no rank holds a whole
 // parameter for it. docs/fsdp2.md says what FSDP2 does. Next: optim.h.
 #pragma once

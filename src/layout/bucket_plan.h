@@ -4,8 +4,8 @@
 // Pure. A unit owns one bucket per distinct BucketKey; in a bucket parameters lie one after the
 // other, whole, each beginning at `alignment_bytes` of the compute dtype. The length is a multiple
 // of ranks x 64 elements; rank r owns the r-th equal slice, the same elements in every dtype's
-// buffer. Gaps are padding: zero in gradients, in no norm. Source: design.md section 4; compare
-// FSDP2's per-parameter padding (8x for stacked experts at 64 ranks).
+// buffer. Gaps are padding: zero in gradients, in no norm. Compare FSDP2's per-parameter
+// padding (8x for stacked experts at 64 ranks).
 #pragma once
 
 #include <cstdint>

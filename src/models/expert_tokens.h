@@ -7,7 +7,7 @@
 // are put among zeros and summed. Experts cut over tp: all tokens, whose results are addends.
 // Experts whole, router on all tokens: all are routed, the own part is sent. So one sum at the exit
 // is all that is needed, and everything between entry and exit that all ranks see is Replicate,
-// everything that they add Partial. Source: the matrix of design.md section 5; torchtitan PR 2416.
+// everything that they add Partial. Source: torchtitan PR 2416; docs/parallelism.md.
 // Short symbols: B rows, T positions, M tokens, H hidden, E experts, K experts a token. Next:
 // moe_layer.h, language_model.h.
 #pragma once

@@ -3,7 +3,8 @@
 //
 // A layer creates its parameters with full sizes and no storage; loading, initialization or
 // sharding fills them, so that no rank ever holds a model whole. Until then every access throws.
-// This is the same state that a released unsharded parameter has (design.md, [Note: release]).
+// This is the same state that a released unsharded parameter has ([Note: release] of
+// fsdp/runtime.h).
 // PlacedModule is a layer that says of each of its own where it lies beyond the data axes, how it
 // begins, how files hold it; layers of one rank declare no placement. Next: declaration.h,
 // tensor_region.h, linear.h, tessera/placement.h.
@@ -32,8 +33,8 @@ bool has_data(const at::Tensor& tensor);
 void materialize(const torch::nn::Module& module);
 
 /// Lets `alias` use the storage of `owner`: two leaves over one memory, so that each use of a tied
-/// weight has a gradient of its own (design.md, [Note: one leaf a use]). `alias` stays the tensor
-/// object it is; what it held is dropped. Errors: kContract if sizes or dtypes differ.
+/// weight has a gradient of its own ([Note: one leaf a use] of grad/leaf.h). `alias` stays the
+/// tensor object it is; what it held is dropped. Errors: kContract if sizes or dtypes differ.
 void tie(const at::Tensor& alias, const at::Tensor& owner);
 
 class PlacedModule : public torch::nn::Module, public DeclaresLayouts {

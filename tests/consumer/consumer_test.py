@@ -10,6 +10,7 @@ Run by ctest after the test `install`, with
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import unittest
@@ -41,6 +42,24 @@ class Consumer(unittest.TestCase):
         done = run(WORK / "build" / "consumer", env={**os.environ, "OMP_NUM_THREADS": "1"})
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertRegex(done.stdout, r"^2 ranks, loss \d\.\d+, then 0\.\d+\n$")
+
+    def test_it_is_told_as_it_compiles_what_cannot_work(self):
+        if not (WORK / "build" / "build.ninja").exists():
+            done = configure(WORK / "build", PREFIX, TORCH)
+            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        done = run("cmake", "--build", WORK / "build", "--target", "refused", "--", "-k", "0")
+        self.assertNotEqual(done.returncode, 0)
+        failed = re.split(r"^FAILED: ", done.stdout, flags=re.MULTILINE)[1:]
+        sources = sorted((SOURCE / "refused").glob("*.cpp"))
+        self.assertTrue(sources)
+        for source in sources:
+            with self.subTest(source.name):
+                expected = source.read_text().splitlines()[0].removeprefix("// expected: ")
+                said = [text for text in failed if source.name in text.splitlines()[0]]
+                self.assertEqual(len(said), 1, done.stdout + done.stderr)
+                errors = [line for line in said[0].splitlines() if "error:" in line]
+                self.assertEqual(len(errors), 1, said[0])
+                self.assertIn(expected, errors[0])
 
     def test_nothing_but_torch_and_threads_is_asked_of_a_user(self):
         targets = next(PREFIX.glob("lib*/**/TesseraTargets.cmake")).read_text()

@@ -102,6 +102,22 @@ TEST_P(Collectives, ReduceScatterAddsInRankOrderInTheOutputsDtype) {
   }
 }
 
+TEST_P(Collectives, BroadcastPutsTheSourcesTensorEverywhere) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kLong, at::kByte}) {
+    for (const auto slice : kSlices) {
+      for (int source = 0; source < ranks(); ++source) {
+        const auto expected = values(slice, dtype, source, 5);
+        threads().run([&](World& world) {
+          const auto group = world.group(everyone(world), "gather");
+          auto data = values(slice, dtype, world.rank(), 5);
+          group->issue(batch_of(Broadcast{data, source}))->wait();
+          EXPECT_TRUE(same_bits(data, expected)) << dtype << " " << slice << " " << source;
+        });
+      }
+    }
+  }
+}
+
 TEST_P(Collectives, AllReduceGivesTheSameBitsOnEveryRank) {
   for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble, at::kLong}) {
     // The last two go in two phases where there are more than two ranks, with uneven parts.

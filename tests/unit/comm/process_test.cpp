@@ -320,6 +320,50 @@ TEST_P(AnyRank, ThatIsLostBeforeTheFirstStepIsNoticedInSeconds) {
   }
 }
 
+// Users' collectives among processes: their values, and what ranks that call other things are told.
+TEST(UserCalls, HaveTheirValues) {
+  for (const int nproc : {1, 2, 3}) {
+    const auto outcome = run({.nproc = nproc, .mode = "user-none"});
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
+  }
+}
+
+TEST(UserCalls, ThatDifferAreNamedBesideEachOther) {
+  const std::pair<const char*, const char*> differences[] = {
+      {"operation", "broadcast of loss"},
+      {"shape", "sum of [3, 2]"},
+      {"dtype", "24 B Int"},
+      {"order", "barrier of end"},
+  };
+  for (const auto& [mode, called] : differences) {
+    const auto outcome = run({.nproc = 3, .mode = std::string("user-") + mode, .rank = 1});
+    EXPECT_EQ(outcome.exit_code, 1) << mode;
+    EXPECT_THAT(outcome.last_error_line(),
+                AllOf(HasSubstr("ranks disagree"), HasSubstr(called),
+                      HasSubstr("all_reduce of loss"), HasSubstr("sum of [2, 3]")))
+        << outcome.err;
+    EXPECT_LT(outcome.seconds, kSeconds);
+  }
+}
+
+TEST(UserCalls, ThatOneRankLeavesOutNameIt) {
+  const auto outcome = run({.nproc = 3, .mode = "user-absent", .rank = 1, .timeout_ms = 4000});
+  EXPECT_EQ(outcome.exit_code, 1);
+  EXPECT_THAT(outcome.last_error_line(),
+              AllOf(HasSubstr("all_reduce of loss"), HasSubstr("waited 4 s for rank 1")))
+      << outcome.err;
+  EXPECT_LT(outcome.seconds, kSeconds + 4);
+}
+
+TEST(UserCalls, ThatAreRefusedOnOneRankEndTheOthersWithItsError) {
+  const auto outcome = run({.nproc = 3, .mode = "user-refused", .rank = 1});
+  EXPECT_EQ(outcome.exit_code, 2);
+  EXPECT_THAT(outcome.last_error_line(),
+              StartsWith("rank 1: all_reduce of loss: found sizes [3, 2]"))
+      << outcome.err;
+  EXPECT_LT(outcome.seconds, kSeconds);
+}
+
 INSTANTIATE_TEST_SUITE_P(Process, AnyRank, testing::Values(0, 1),
                          [](const auto& one) { return "Rank" + std::to_string(one.param); });
 

@@ -31,6 +31,7 @@ inline Batch batch_of(Op op, const std::string& unit = "unit", std::uint32_t id 
   batch.label.kind = std::holds_alternative<AllGather>(op)       ? Kind::kAllGather
                      : std::holds_alternative<ReduceScatter>(op) ? Kind::kReduceScatter
                      : std::holds_alternative<AllToAll>(op)      ? Kind::kAllToAll
+                     : std::holds_alternative<Broadcast>(op)     ? Kind::kBroadcast
                      : std::holds_alternative<Combine>(op)       ? Kind::kAnyOf
                                                                  : Kind::kAllReduce;
   batch.ops.push_back(std::move(op));

@@ -45,6 +45,12 @@ TEST(SentBytes, AnAllToAllSendsAllButTheOwnStretch) {
   EXPECT_EQ(sent_bytes(op, 3, 2), 5 * 4);
 }
 
+TEST(SentBytes, ABroadcastIsSentByItsSourceToEveryOtherRank) {
+  const Broadcast op{floats(9), 1};
+  EXPECT_EQ(sent_bytes(op, 3, 1), 2 * 36);
+  EXPECT_EQ(sent_bytes(op, 3, 0), 0);
+}
+
 TEST(SentBytes, WhatIsRelayedComesToTheSameBytesInFewerMessages) {
   const auto bytes = at::empty({60}, at::kByte);
   EXPECT_EQ(sent_bytes(RelayedGather{bytes, {12, 12, 12, 12, 12}}, 5, 3), 4 * 12);

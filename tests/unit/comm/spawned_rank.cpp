@@ -6,6 +6,8 @@
 //         alone: gives up after TIMEOUT_MS where nobody serves the store
 //         apart: RANK is in no group, and stops
 //         unwind: aborts its World, and says half a second later why
+//         user-none | user-operation | user-shape | user-dtype | user-order | user-refused |
+//         user-absent: what RANK calls of a user's collectives, while the others call all_reduce
 //         work-slow | work-endless | work-kill | work-stop: of RANK, before the first step
 #include <ATen/ATen.h>
 #include <signal.h>
@@ -19,6 +21,7 @@
 #include "comm/group.h"
 #include "comm/queue.h"
 #include "tessera/error.h"
+#include "tessera/group.h"
 #include "tessera/world.h"
 
 namespace {
@@ -104,6 +107,43 @@ void prepare(const Plan& plan, World& world, std::chrono::milliseconds timeout) 
   world.end_start_up();
 }
 
+/// Every call of a user's, against what it means over ranks 0, 1, ...
+void check_calls(World& world) {
+  const auto group = world.group();
+  const int size = world.size();
+  const auto mine = at::full({3}, world.rank() + 0.5);
+  auto sum = mine.clone();
+  group.all_reduce(sum);
+  auto largest = mine.clone();
+  group.all_reduce(largest, tessera::ReduceOp::kMax);
+  auto last = mine.clone();
+  group.broadcast(last, size - 1);
+  const auto all = group.all_gather(mine);
+  TESSERA_INVARIANT(sum.equal(at::full({3}, size * (size - 1) / 2 + 0.5 * size)), "wrong sum");
+  TESSERA_INVARIANT(largest.equal(at::full({3}, size - 0.5)), "wrong maximum");
+  TESSERA_INVARIANT(last.equal(all.back()) && last.equal(largest), "wrong broadcast");
+  TESSERA_INVARIANT(group.mean(mine).equal(sum / size), "wrong mean");
+  TESSERA_INVARIANT(group.mean(world.rank() + 1.0) == (size + 1) / 2.0, "wrong mean");
+}
+
+/// The rank of the plan calls something else than the others.
+void call_as_a_user(const Plan& plan, World& world) {
+  check_calls(world);
+  const auto group = world.group();
+  const auto sum = [&](const at::Tensor& x) {
+    group.all_reduce(x, tessera::ReduceOp::kSum, "loss");
+  };
+  const std::string what = world.rank() == plan.rank ? plan.mode.substr(5) : "none";
+  if (what == "operation") group.broadcast(at::ones({2, 3}), 0, "loss");
+  if (what == "shape") sum(at::ones({3, 2}));
+  if (what == "dtype") sum(at::ones({2, 3}, at::kInt));
+  if (what == "refused") sum(at::ones({2, 3}).t());
+  if (what == "order") group.barrier("end");
+  if (what == "absent") std::this_thread::sleep_for(std::chrono::hours(1));
+  sum(at::ones({2, 3}));
+  group.barrier("end");
+}
+
 void gather_layers(World& world, comm::Group& group) {
   comm::Batch batch;
   batch.label.kind = comm::Kind::kAllGather;
@@ -149,6 +189,7 @@ int main(int argc, char** argv) {
     std::cout << "begun " << world.rank() << '\n';  // it stays in the buffer
     if (plan.mode.starts_with("work-")) prepare(plan, world, options.timeout);
     if (plan.mode == "apart") stop_apart(plan, world);
+    if (plan.mode.starts_with("user-")) call_as_a_user(plan, world);
     train(plan, world);
   };
   return tessera::launch(plan.nproc, body, options);
