@@ -51,9 +51,10 @@ enum class ReduceOp : std::uint8_t {
 /// above, with what was found; a rank that goes on after that is missed by the others. kComm, on
 /// every rank, where ranks differ in what they call or in its order (at once where ranks are
 /// threads in process, over Gloo after WorldOptions::blocked_after or at once with
-/// compare_entries), and where one does not call within WorldOptions::timeout: both entries, or the
-/// ranks that are missing. The World is aborted then (World::recover()), and the contents of
-/// tensors given in place are undefined.
+/// compare_entries), and where one does not call within WorldOptions::timeout (init_timeout for the
+/// first call on a group that is new, or after a recovery): both entries, or the ranks that are
+/// missing. The World is aborted then (World::recover()), and what tensors given in place hold is
+/// undefined.
 ///
 /// Threads: the rank's own, or one of autograd in a backward of it; one call at a time.
 class Group {
@@ -80,8 +81,8 @@ class Group {
   /// at::stack or at::cat make one tensor of them. Shapes are equal on all ranks. Bytes: (N - 1) X.
   std::vector<at::Tensor> all_gather(const at::Tensor& tensor, const std::string& what = {}) const;
 
-  /// In place: the tensor of ranks()[group_src] on every rank. Bytes: (N - 1) X of that rank, none
-  /// of others. Errors: kUsage for a group_src that is not an index into ranks().
+  /// In place: the tensor of ranks()[group_src] on every rank. Bytes: (N - 1) X of that rank,
+  /// and a barrier's of all. Errors: kUsage for a group_src that is not an index into ranks().
   void broadcast(const at::Tensor& tensor, int group_src = 0, const std::string& what = {}) const;
 
   /// Nobody goes on before all have come. Over NCCL the host waits, too.

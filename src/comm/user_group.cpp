@@ -3,6 +3,7 @@
 #include <ATen/ops/amin.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/sum.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
@@ -33,6 +34,12 @@ at::ScalarType sum_dtype(at::ScalarType dtype) {
 
 at::DeviceType device_of(const World& world) {
   return world.backend() == "nccl" ? at::kCUDA : at::kCPU;
+}
+
+/// Of an operation by which every rank waits for every other.
+comm::Op everyones(const World& world) {
+  return comm::AllReduce{
+      at::ones({1}, at::TensorOptions().device(device_of(world))), {}, comm::Route::kRelayed};
 }
 
 at::Tensor flat(const at::Tensor& tensor) { return tensor.detach().view({-1}); }
@@ -67,7 +74,8 @@ struct Group::Call {
   }
 
   void require_usable(const at::Tensor& tensor) const;
-  void run(comm::Op op) const;
+  void run(comm::Op op) const { run(std::vector{std::move(op)}); }
+  void run(std::vector<comm::Op> ops) const;
 
   const Group& group;
   comm::Kind kind;
@@ -101,13 +109,13 @@ void Group::Call::require_usable(const at::Tensor& tensor) const {
   static_cast<void>(tensor.const_data_ptr());  // released storage says here whose it is
 }
 
-void Group::Call::run(comm::Op op) const {
+void Group::Call::run(std::vector<comm::Op> ops) const {
   RECORD_USER_SCOPE("tessera::wait");
   comm::Batch batch;
   batch.label.kind = kind;
   batch.label.unit = what.empty() ? "an unnamed call" : what;
   batch.label.controls = how;
-  batch.ops.push_back(std::move(op));
+  batch.ops = std::move(ops);
   World& world = *group.world_;
   try {
     world.queue().submit(*group.group_, std::move(batch)).wait();
@@ -193,17 +201,17 @@ void Group::broadcast(const at::Tensor& tensor, int group_src, const std::string
                 ": found group_src ", group_src, ", expected an index into the ", size(),
                 " ranks of the group, from 0");
   call.how = concat("from rank ", ranks_[static_cast<std::size_t>(group_src)], " ", tensor.sizes());
-  call.run(comm::Broadcast{flat(tensor), group_src});
+  // A source has nothing to wait for: by itself it would go on, whatever the others call.
+  call.run({comm::Broadcast{flat(tensor), group_src}, everyones(*world_)});
   wrote(tensor);
 }
 
 void Group::barrier(const std::string& what) const {
   const Call call(*this, comm::Kind::kBarrier, what);
   const c10::AutoGradMode no_grad(false);
-  const auto options = at::TensorOptions().dtype(at::kFloat).device(device_of(*world_));
-  const at::Tensor come = at::full({}, 1.0, options);
-  call.run(comm::AllReduce{come, {}, comm::Route::kRelayed});
-  static_cast<void>(come.item<float>());  // over NCCL a wait is the stream's
+  const comm::Op come = everyones(*world_);
+  call.run(come);
+  static_cast<void>(comm::first_tensor(come).item<float>());  // over NCCL the stream waits
 }
 
 Group World::group() {
