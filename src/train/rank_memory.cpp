@@ -179,7 +179,7 @@ std::string activations_text(const MemoryTable& table) {
   }
   std::string text = concat("  activations of a micro-batch of ", table.rows, " x ",
                             table.positions, " tokens, by activation_checkpoint.mode\n",
-                            "    mode             kept       at most    with the above\n");
+                            "    mode             kept  a layer again     with the above\n");
   for (const auto mode : {RecomputeMode::kNone, RecomputeMode::kSelective, RecomputeMode::kFull}) {
     const auto& bytes = table.activations->in(mode);
     std::string row = concat("    ", mode_name(mode));
