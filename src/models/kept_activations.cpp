@@ -272,6 +272,8 @@ class Forward {
       ledger_.save(ledger_.make(tokens_ / tp_, DType::kInt64));
       ledger_.save(ledger_.make(tokens_ / tp_ * spec_.hidden_size, dtype));
     }
+    // Gemma looks up a copy of the ids, in which images are padding.
+    save_if(tp_ == 1 && wants && spec_.gemma4, ledger_.make(tokens_, DType::kInt64));
     return leave(ledger_.make(tokens_ * spec_.hidden_size, dtype, wants));
   }
 

@@ -35,8 +35,8 @@ struct ForwardCase {
 struct KeptActivations {
   struct InMode {
     std::int64_t kept = 0;  ///< when the forward has ended
-    /// The most until backward has ended: with what one layer keeps that is run again. Gradients
-    /// of activations are not in it.
+    /// The most until backward has ended, with what one layer keeps that is run again. Gradients
+    /// of activations come on top.
     std::int64_t peak = 0;
   };
   InMode none, full, selective;

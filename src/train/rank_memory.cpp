@@ -8,7 +8,6 @@
 
 #include "base/printable.h"
 #include "tessera/error.h"
-#include "train/config/config_resolve.h"
 
 namespace tessera::train {
 namespace {
@@ -140,6 +139,20 @@ std::int64_t gradient_bytes(const BucketPlan& bucket, bool replicas, bool scales
   return bucket.slice_numel() * bytes;
 }
 
+struct StepOfRank {
+  std::int64_t rows = 1;  ///< of a micro-batch
+  std::int64_t micro_batches = 1;
+};
+
+/// Of the rank with most rows. A world that the batch does not divide over is refused by `train`
+/// alone: here it may still be asked about.
+StepOfRank step_of_rank(const TrainingConfig& training, std::int64_t data_ranks) {
+  const std::int64_t local = training.local_batch_size.value_or(1);
+  if (training.global_batch_size <= 0) return {local, 1};
+  const std::int64_t rows = (training.global_batch_size + data_ranks - 1) / data_ranks;
+  return {std::min(local, rows), (rows + local - 1) / local};
+}
+
 std::string_view mode_name(RecomputeMode mode) {
   switch (mode) {
     case RecomputeMode::kFull:
@@ -166,7 +179,7 @@ std::string activations_text(const MemoryTable& table) {
   }
   std::string text = concat("  activations of a micro-batch of ", table.rows, " x ",
                             table.positions, " tokens, by activation_checkpoint.mode\n",
-                            "    mode             kept       at most    with the above\n");
+                            "    mode             kept  a layer again     with the above\n");
   for (const auto mode : {RecomputeMode::kNone, RecomputeMode::kSelective, RecomputeMode::kFull}) {
     const auto& bytes = table.activations->in(mode);
     std::string row = concat("    ", mode_name(mode));
@@ -222,27 +235,26 @@ RankMemoryOptions rank_memory_options(const Config& config, const ParallelDims& 
     return each.compute.dtype == DType::kFloat16 ||
            (each.trainable && each.reduce == DType::kFloat16);
   });
-  const std::int64_t micro_batches =
-      resolve_batch(config.training, dims.data_ranks()).micro_batches;
-  options.defers_reductions = micro_batches > 1 && !config.training.sync_every_micro_batch;
+  const StepOfRank step = step_of_rank(config.training, dims.data_ranks());
+  options.defers_reductions = step.micro_batches > 1 && !config.training.sync_every_micro_batch;
   return options;
 }
 
 MemoryTable memory_table(const Config& config, const models::ModelSpec& spec,
                          const ParallelDims& dims, const ModelContract& contract,
                          const layout::ModelPlan& plan, double aux_loss_coef) {
-  const BatchSizes batch = resolve_batch(config.training, dims.data_ranks());
+  const StepOfRank step = step_of_rank(config.training, dims.data_ranks());
   MemoryTable table{.mode = config.activation_checkpoint.mode,
-                    .rows = batch.local,
+                    .rows = step.rows,
                     .positions = config.training.seq_len.value_or(0),
-                    .micro_batches = batch.micro_batches};
+                    .micro_batches = step.micro_batches};
   table.held = rank_memory(contract.parameters, plan, rank_memory_options(config, dims, contract));
   if (!config.training.seq_len) return table;
   table.activations =
       models::kept_activations({.spec = spec,
                                 .degrees = dims,
                                 .parameters = contract.parameters,
-                                .rows = batch.local,
+                                .rows = step.rows,
                                 .positions = table.positions,
                                 .score_before_experts = config.model.score_before_experts,
                                 .router_probabilities = aux_loss_coef > 0});

@@ -50,7 +50,6 @@ struct RankMemoryOptions {
   std::int64_t in_flight_bytes = std::int64_t{32} << 20;  ///< as ShardOptions has it
 };
 
-/// Errors: as resolve_batch.
 RankMemoryOptions rank_memory_options(const Config& config, const ParallelDims& dims,
                                       const ModelContract& contract);
 
@@ -72,7 +71,7 @@ struct MemoryTable {
   }
 };
 
-/// `aux_loss_coef` as expert_balance.h has it. Errors: as resolve_batch.
+/// `aux_loss_coef` as expert_balance.h has it.
 MemoryTable memory_table(const Config& config, const models::ModelSpec& spec,
                          const ParallelDims& dims, const ModelContract& contract,
                          const layout::ModelPlan& plan, double aux_loss_coef);

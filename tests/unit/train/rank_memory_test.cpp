@@ -111,6 +111,21 @@ TEST(RankMemory, MicroBatchesWithoutAReductionKeepAllSlots) {
   EXPECT_EQ(each.memory().reductions, std::min<std::int64_t>(all, (128 + 2 * 2048) * 4) + 4096);
 }
 
+// Of the rank with most rows; a batch that train would refuse on so many ranks is no error here.
+TEST(RankMemoryOptions, ReductionsWaitWhereARankHasSeveralMicroBatches) {
+  Config config;
+  config.training.global_batch_size = 13;
+  const auto defers = [&](int ranks, std::int64_t local, bool sync) {
+    config.training.local_batch_size = local;
+    config.training.sync_every_micro_batch = sync;
+    return rank_memory_options(config, {.dp_shard = ranks}, {}).defers_reductions;
+  };
+  EXPECT_TRUE(defers(3, 4, false)) << "4 + 1 rows";
+  EXPECT_FALSE(defers(3, 4, true));
+  EXPECT_FALSE(defers(3, 5, false));
+  EXPECT_FALSE(defers(64, 1, false));
+}
+
 TEST(MemoryTableText, MarksTheModeAndSaysWhatIsMissing) {
   MemoryTable table{.mode = RecomputeMode::kFull, .rows = 2, .positions = 512};
   table.held.parameters = std::int64_t{3} << 30;
