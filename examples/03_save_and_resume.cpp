@@ -75,7 +75,6 @@ void train(tessera::World& world, const std::string& folder) {
   }
 
   // 2. Train. A learning rate that changes follows from the step: the optimizer's state has none.
-  const auto before = validate(model);
   for (const auto end = done + kSteps; done < end;) {
     ++done;
     optimizer->set_lr(1e-2 / (1.0 + static_cast<double>(done) / 100.0));
@@ -85,8 +84,8 @@ void train(tessera::World& world, const std::string& folder) {
     model.zero_grad();
   }
   const auto after = validate(model);
-  TESSERA_CHECK(std::stod(after) < std::stod(before), tessera::ErrorKind::kNumeric,
-                "validation: found ", after, " after step ", done, ", expected less than ", before);
+  TESSERA_CHECK(std::stod(after) < 0.1, tessera::ErrorKind::kNumeric, "validation: found ", after,
+                " after step ", done, ", expected below 0.1");
 
   // 3. Save: parameters, buffers, optimizer state, and a few values of one's own.
   tessera::SaveOptions saving;

@@ -2,6 +2,8 @@
 // and refused with every name, on every rank, before anything is written.
 #include <gmock/gmock.h>
 
+#include <algorithm>
+
 #include "base/hash.h"
 #include "dist/cut_modules.h"
 #include "grad/torch_dtype.h"
@@ -16,7 +18,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-/// Parameters of two dtypes and uneven sizes, one frozen, one with two names.
+/// Parameters of two dtypes and uneven sizes, one frozen, one with two names: "tied" is the first.
 class Everything : public torch::nn::Module {
  public:
   explicit Everything(std::uint64_t seed, at::ScalarType narrow_dtype = at::kBFloat16) {
@@ -71,6 +73,13 @@ void expect_same(const OptimizerStateDict& found, const OptimizerStateDict& expe
   }
 }
 
+/// What is stored in 16 bits computes in 32: float16 needs no loss scale then.
+PrecisionPolicy in_float32() {
+  PrecisionPolicy policy;
+  policy.param_dtype = DType::kFloat32;
+  return policy;
+}
+
 struct Kind {
   std::string name;
   at::ScalarType narrow = at::kBFloat16;
@@ -94,7 +103,7 @@ constexpr OnRanks kLayouts[] = {{1, 1}, {2, 1}, {3, 1}, {4, 2}};
 struct Stepped {
   Stepped(World& world, const Kind& kind, int replicas, std::uint64_t seed = 1)
       : module(std::make_shared<Everything>(seed, kind.narrow)),
-        model(fully_shard(module, data_mesh(world, replicas))),
+        model(fully_shard(module, data_mesh(world, replicas), in_float32())),
         optimizer(kind.make(model)) {}
   OptimizerStateDict state(StateDictKind kind = StateDictKind::kFull) const {
     return optimizer_state_dict(model, *optimizer, kind);
@@ -130,11 +139,10 @@ TEST(OptimizerStates, AWholeOneHasPyTorchsNamesAndTheShapesOfParameters) {
   const auto adamw = saved_after({2, 1}, kKinds[0], 2).optimizer;
   EXPECT_EQ(adamw.optimizer, "AdamW");
   EXPECT_EQ(names_of(adamw),
-            "single 2 exp_avg exp_avg_sq; affine.weight 2 exp_avg exp_avg_sq; "
-            "affine.bias 2 exp_avg exp_avg_sq; "
-            "narrow.weight 2 exp_avg exp_avg_sq master_remainder; "
+            "single 2 exp_avg exp_avg_sq; tied 2 exp_avg exp_avg_sq master_remainder; "
+            "affine.weight 2 exp_avg exp_avg_sq; affine.bias 2 exp_avg exp_avg_sq; "
             "narrow.bias 2 exp_avg exp_avg_sq master_remainder; ");
-  const auto& weight = adamw.parameters[3].kept;
+  const auto& weight = adamw.parameters[1].kept;
   EXPECT_EQ(weight.at("exp_avg").sizes(), at::IntArrayRef({5, 13}));
   EXPECT_EQ(weight.at("exp_avg").scalar_type(), at::kFloat);
   EXPECT_EQ(weight.at("master_remainder").scalar_type(), at::kShort);
@@ -247,7 +255,7 @@ TEST(OptimizerStates, AMomentumMayBeginLater) {
     load_optimizer_state_dict(to.model, *to.optimizer, from.state());
     step_by_hand(to.model, *to.optimizer, 3);
     const auto gradient = seeded(hash_bytes("affine.bias", 3), {13});
-    EXPECT_TRUE(same_bits(to.state().parameters[2].kept.at("momentum_buffer"), gradient));
+    EXPECT_TRUE(same_bits(to.state().parameters[3].kept.at("momentum_buffer"), gradient));
   });
 }
 
@@ -272,8 +280,9 @@ std::vector<std::string> refusals(int count,
 }
 
 ParameterState& entry_of(OptimizerStateDict& dict, const std::string& name) {
-  return *std::find_if(dict.parameters.begin(), dict.parameters.end(),
-                       [&](const auto& one) { return one.parameter == name; });
+  const auto found = std::ranges::find(dict.parameters, name, &ParameterState::parameter);
+  if (found == dict.parameters.end()) throw std::runtime_error("no entry for " + name);
+  return *found;
 }
 
 // Naive: the first fault ends it, and the next one is found after the next long start.
@@ -284,18 +293,17 @@ TEST(OptimizerStateErrors, EveryNameShapeAndDtypeIsNamed) {
       entry_of(dict, "affine.weight").kept["exp_avg"] = at::zeros({7, 13});
       entry_of(dict, "single").kept["exp_avg_sq"] = at::zeros({}, at::kDouble);
       entry_of(dict, "narrow.bias").kept.erase("master_remainder");
-      entry_of(dict, "narrow.weight").kept["master"] = at::zeros({5, 13});
+      entry_of(dict, "tied").kept["master"] = at::zeros({5, 13});
     });
     EXPECT_THAT(
         errors,
-        Each(AllOf(
-            HasSubstr("found no entry for affine.bias"),
-            HasSubstr("entries that the optimizer does not step, affine.bios"),
-            HasSubstr("affine.weight: found exp_avg of the shape [7, 13], expected [13, 7]"),
-            HasSubstr("single: found exp_avg_sq in Double, expected Float"),
-            HasSubstr("narrow.bias: found no master_remainder after 1 updates"),
-            HasSubstr("narrow.weight: found master, expected only what AdamW keeps of it: exp_avg, "
-                      "exp_avg_sq, master_remainder"))));
+        Each(AllOf(HasSubstr("found no entry for affine.bias"),
+                   HasSubstr("entries that the optimizer does not step, affine.bios"),
+                   HasSubstr("affine.weight: found exp_avg of the shape [7, 13], expected [13, 7]"),
+                   HasSubstr("single: found exp_avg_sq in Double, expected Float"),
+                   HasSubstr("narrow.bias: found no master_remainder after 1 updates"),
+                   HasSubstr("tied: found master, expected only what AdamW keeps of it: exp_avg, "
+                             "exp_avg_sq, master_remainder"))));
   }
 }
 
@@ -306,13 +314,13 @@ TEST(OptimizerStateErrors, CountsAndDoublesAreNamedEvenWhereLoadingIsLenient) {
         [](World&, OptimizerStateDict& dict) {
           entry_of(dict, "affine.bias").steps = 0;
           entry_of(dict, "affine.weight").steps = -3;
-          dict.parameters.push_back(entry_of(dict, "narrow.weight"));
-          dict.parameters.back().parameter = "tied";
+          dict.parameters.push_back(ParameterState(entry_of(dict, "tied")));
+          dict.parameters.back().parameter = "narrow.weight";
         },
         strict);
     EXPECT_THAT(errors, Each(AllOf(HasSubstr("affine.bias: found 0 updates, expected 1 to"),
                                    HasSubstr("affine.weight: found -3 updates"),
-                                   HasSubstr("tied: found two entries"))));
+                                   HasSubstr("narrow.weight: found two entries"))));
   }
 }
 
@@ -364,12 +372,12 @@ TEST(OptimizerStatesLenient, LeaveWhatIsMissingAndWhatIsUnknown) {
     step_by_hand(run.model, *run.optimizer, 2);
     auto expected = run.state();
     entry_of(dict, "affine.bias").parameter = "head.bias";
-    entry_of(dict, "narrow.weight").parameter = "tied";
+    entry_of(dict, "tied").parameter = "narrow.weight";
     for (const auto& name : {"single", "affine.weight", "narrow.bias"}) {
       entry_of(expected, name) = entry_of(dict, name);
     }
-    entry_of(expected, "narrow.weight") = entry_of(dict, "tied");
-    entry_of(expected, "narrow.weight").parameter = "narrow.weight";
+    entry_of(expected, "tied") = entry_of(dict, "narrow.weight");
+    entry_of(expected, "narrow.weight").parameter = "tied";
     const auto difference = load_optimizer_state_dict(run.model, *run.optimizer, dict, Strict::kNo);
     EXPECT_THAT(difference.missing, ElementsAre("affine.bias"));
     EXPECT_THAT(difference.unexpected, ElementsAre("head.bias"));
