@@ -16,12 +16,16 @@ thread_local constinit Trace* t_current = nullptr;
 
 std::string_view to_string(TraceRow row) {
   switch (row) {
+    case TraceRow::kSlots:
+      return "slots";
     case TraceRow::kCompute:
       return "compute";
     case TraceRow::kWaits:
       return "waits";
     case TraceRow::kActivations:
       return "activations";
+    case TraceRow::kMessages:
+      return "messages";
     case TraceRow::kGathers:
       return "gathers";
     case TraceRow::kReductions:

@@ -24,9 +24,11 @@ namespace tessera {
 
 /// In the order in which they are shown.
 enum class TraceRow : std::uint8_t {
+  kSlots,        ///< of a pipeline's schedule
   kCompute,      ///< the step, forward and backward of each unit
   kWaits,        ///< the rank's own thread waits for others
   kActivations,  ///< activations between ranks of tp and ep, waited for where they are needed
+  kMessages,     ///< between stages of a pipeline, from the sender's slot to their arrival
   kGathers,      ///< all-gathers under way
   kReductions,   ///< reduce-scatters under way
   kReplicas,     ///< sums over replicas under way

@@ -19,6 +19,7 @@ namespace {
 constexpr int kMostRanks = 4096;
 constexpr std::int64_t kMostNewTokens = std::int64_t{1} << 31;
 constexpr double kMostTemperature = 1e6;
+constexpr double kMostCost = 1e9;
 
 // The name of `--name` or `--name=VALUE`, "" for another word.
 std::string_view option_name(std::string_view word) {
@@ -68,6 +69,7 @@ struct Parsed {
   InspectArguments inspect;
   GenerateArguments generate;
   ConvertArguments convert;
+  ScheduleArguments schedule;
 };
 
 void add_nproc(::CLI::App& verb, std::optional<int>& nproc) {
@@ -194,9 +196,56 @@ void add_convert(::CLI::App& app, ConvertArguments& convert) {
                  "adapters alone in peft's files.");
 }
 
+/// Range lets "nan" through here, too.
+std::string not_a_cost(const std::string& text) {
+  double value = 0.0;
+  const auto [rest, failed] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (failed == std::errc{} && rest == text.data() + text.size() && value >= 0.0 &&
+      value <= kMostCost) {
+    return "";
+  }
+  return concat("found ", printable(text), ", expected a number from 0 to ", kMostCost);
+}
+
+void add_schedule(::CLI::App& app, ScheduleArguments& schedule) {
+  ::CLI::App* verb = app.add_subcommand(
+      "schedule",
+      "The lists of a pipeline schedule, validated and simulated: no model, nothing is run.");
+  verb->add_option("schedule", schedule.schedule,
+                   "GPipe, 1F1B, Interleaved1F1B, ZB1P, InterleavedZeroBubble, ZBV, DualPipeV "
+                   "(PyTorch's names, too), or FILE.csv in PyTorch's form.")
+      ->required();
+  verb->add_option("--ranks", schedule.ranks, "Of the pipeline; a file's are its rows.");
+  verb->add_option("--micro-batches", schedule.micro_batches,
+                   "Of a step; a file's are those up to its highest number.");
+  verb->add_option("--stages-per-rank", schedule.stages_per_rank,
+                   "Default the kind's: 1, or 2 where it has several.");
+  ::CLI::Option* costs =
+      verb->add_option("--costs", schedule.costs,
+                       "F,I,W,FB: what a slot of each costs, FB one with a B beside its F; default "
+                       "1,1,1,3. B costs I + W.")
+          ->delimiter(',')
+          ->expected(4)
+          ->check(not_a_cost, "FLOAT from 0 to 1e9");
+  verb->add_option(
+          "--costs-from", schedule.costs_from,
+          "Trace with rows 'slots' and 'messages', as --trace writes: costs of each stage, "
+          "in ms.")
+      ->excludes(costs);
+  verb->add_option("--csv", schedule.csv, "File to write: the lists, in PyTorch's form.");
+  verb->add_option(
+          "--csv-form", schedule.csv_form,
+          "compute_only (default), or compute_comms with messages and moves of parameters.")
+      ->check(::CLI::IsMember({"compute_only", "compute_comms"}));
+  verb->add_option("--svg", schedule.svg, "File to write: a picture.");
+  verb->add_option("--trace", schedule.trace,
+                   "File to write: for ui.perfetto.dev, one unit of cost a millisecond.");
+  verb->footer("Exit code 3 where a file does not validate; every finding is named.");
+}
+
 const std::vector<std::string>& verbs() {
-  static const std::vector<std::string> names{"train", "gradients", "inspect", "generate",
-                                              "convert"};
+  static const std::vector<std::string> names{"train",    "gradients", "inspect",
+                                              "generate", "convert",   "schedule"};
   return names;
 }
 
@@ -228,6 +277,12 @@ Arguments chosen(const ::CLI::App& app, Parsed parsed, Overrides overrides) {
                   "generate: found no prompt, expected --prompt TEXT or --prompt-tokens 1,2,3");
     return takes_overrides(std::move(parsed.generate));
   }
+  if (app.got_subcommand("schedule")) {
+    TESSERA_CHECK(overrides.empty(), ErrorKind::kUsage, "schedule: found --",
+                  overrides.empty() ? "" : overrides.front().first,
+                  ", expected no key of a configuration");
+    return std::move(parsed.schedule);
+  }
   return takes_overrides(std::move(parsed.convert));
 }
 
@@ -252,6 +307,7 @@ Arguments parse_arguments(const std::vector<std::string>& words,
   add_inspect(app, parsed.inspect);
   add_generate(app, parsed.generate);
   add_convert(app, parsed.convert);
+  add_schedule(app, parsed.schedule);
   try {
     std::ranges::reverse(split.other);  // the order that this parser wants
     app.parse(split.other);

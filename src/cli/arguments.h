@@ -69,13 +69,26 @@ struct ConvertArguments {
   Overrides overrides;
 };
 
+struct ScheduleArguments {
+  std::string schedule;  ///< a kind's name, or a file's that ends in .csv
+  std::optional<int> ranks;
+  std::optional<int> micro_batches;
+  std::optional<int> stages_per_rank;
+  std::vector<double> costs;  ///< F, I, W, F beside B; empty = 1, 1, 1, 3
+  std::optional<std::string> costs_from;
+  std::optional<std::string> csv;
+  std::string csv_form = "compute_only";
+  std::optional<std::string> svg;
+  std::optional<std::string> trace;
+};
+
 /// --help and --version.
 struct ShowText {
   std::string text;
 };
 
 using Arguments = std::variant<TrainArguments, GradientsArguments, InspectArguments,
-                               GenerateArguments, ConvertArguments, ShowText>;
+                               GenerateArguments, ConvertArguments, ScheduleArguments, ShowText>;
 
 /// `words` without the program's name; `version` makes what --version shows, called for that only.
 /// Errors: kUsage with what is wrong, in one line.
@@ -87,5 +100,6 @@ int run_gradients(const GradientsArguments& arguments);
 int run_inspect(const InspectArguments& arguments);
 int run_generate(const GenerateArguments& arguments);
 int run_convert(const ConvertArguments& arguments);
+int run_schedule(const ScheduleArguments& arguments);
 
 }  // namespace tessera::cli

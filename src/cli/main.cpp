@@ -29,6 +29,7 @@ struct RunVerb {
   int operator()(const InspectArguments& arguments) const { return run_inspect(arguments); }
   int operator()(const GenerateArguments& arguments) const { return run_generate(arguments); }
   int operator()(const ConvertArguments& arguments) const { return run_convert(arguments); }
+  int operator()(const ScheduleArguments& arguments) const { return run_schedule(arguments); }
   int operator()(const ShowText& show) const {
     std::cout << show.text;
     return kDone;

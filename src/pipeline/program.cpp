@@ -99,6 +99,35 @@ struct StepText {
 
 std::string to_string(const Step& step) { return std::visit(StepText{}, step); }
 
+std::optional<Transfer> parse_transfer(std::string_view text) {
+  struct Word {
+    std::string_view text;
+    Transfer::End end;
+    Direction direction;
+  };
+  static constexpr Word kWords[] = {
+      {"SEND_F", Transfer::End::kSend, Direction::kForward},
+      {"SEND_B", Transfer::End::kSend, Direction::kBackward},
+      {"RECV_F", Transfer::End::kReceive, Direction::kForward},
+      {"RECV_B", Transfer::End::kReceive, Direction::kBackward},
+  };
+  for (const Word& word : kWords) {
+    const auto at = text.find(word.text);
+    if (at == std::string_view::npos) continue;
+    // The two numbers are bounded as those of an action.
+    const auto numbers =
+        parse_action(concat(text.substr(0, at), 'F', text.substr(at + word.text.size())));
+    if (!numbers) return std::nullopt;
+    const bool upwards = word.direction == Direction::kForward;
+    const bool sends = word.end == Transfer::End::kSend;
+    const int from = sends ? numbers->stage : numbers->stage + (upwards ? -1 : 1);
+    const HandOver what{word.direction, from, numbers->micro_batch};
+    if (what.from < 0 || what.to() < 0) return std::nullopt;  // stage 0 has nobody before it
+    return Transfer{word.end, what};
+  }
+  return std::nullopt;
+}
+
 Program lower(const Schedule& schedule, int receives_ahead) {
   TESSERA_INVARIANT(receives_ahead >= 0, "receives cannot be posted after the slot needs them");
   Program program{schedule.micro_batches, schedule.rank_of, {}};

@@ -7,7 +7,9 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <variant>
 #include <vector>
 
@@ -44,6 +46,8 @@ using Step = std::variant<Slot, Transfer, Residency>;
 
 /// In PyTorch's words: "3F0", "(0F3;3B1)OVERLAP_F_B", "1RECV_F0", "0SEND_B2", "2UNSHARD".
 std::string to_string(const Step& step);
+/// The reverse for one end of a message; none for anything else, also where there is no such stage.
+std::optional<Transfer> parse_transfer(std::string_view text);
 
 struct Program {
   int micro_batches = 0;

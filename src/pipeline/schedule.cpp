@@ -69,12 +69,36 @@ std::optional<Action> parse_action(std::string_view text) {
   return Action{*kind, *stage, *micro_batch};
 }
 
+std::optional<Slot> parse_slot(std::string_view text) {
+  if (!text.starts_with('(')) {
+    const auto action = parse_action(text);
+    return action ? std::optional(Slot{*action, {}}) : std::nullopt;
+  }
+  const auto middle = text.find(';');
+  if (middle == std::string_view::npos || !text.ends_with(')')) return std::nullopt;
+  const auto first = parse_action(text.substr(1, middle - 1));
+  const auto second = parse_action(text.substr(middle + 1, text.size() - middle - 2));
+  if (!first || !second) return std::nullopt;
+  return Slot{*first, *second};
+}
+
 std::vector<int> Schedule::stages_of(int rank) const {
   std::vector<int> found;
   for (int stage = 0; stage < stages(); ++stage) {
     if (rank_of[static_cast<std::size_t>(stage)] == rank) found.push_back(stage);
   }
   return found;
+}
+
+Schedule forward_only(const Schedule& schedule) {
+  Schedule forwards{schedule.micro_batches, schedule.rank_of, {}};
+  for (const auto& slots : schedule.slots) {
+    auto& kept = forwards.slots.emplace_back();
+    for (const Slot& slot : slots) {
+      if (slot.action.kind == ActionKind::kForward) kept.push_back({slot.action, {}});
+    }
+  }
+  return forwards;
 }
 
 std::string to_string(const Schedule& schedule) {

@@ -69,6 +69,7 @@ inline constexpr std::int64_t kMostCells = std::int64_t{1} << 20;
 
 /// The reverse of to_string; none for anything else, also for numbers out of the bounds above.
 std::optional<Action> parse_action(std::string_view text);
+std::optional<Slot> parse_slot(std::string_view text);
 
 struct Schedule {
   int micro_batches = 0;
@@ -82,6 +83,9 @@ struct Schedule {
   std::vector<int> stages_of(int rank) const;
   bool operator==(const Schedule&) const = default;
 };
+
+/// Its F alone, in their order: what computes losses and logits without gradients.
+Schedule forward_only(const Schedule& schedule);
 
 /// A line a rank: "rank 0: 0F0 0F1 (0F2;3B0)".
 std::string to_string(const Schedule& schedule);

@@ -38,12 +38,15 @@ std::string ranges_of(const std::vector<int>& numbers) {
 /// Each action once, on its rank, after what it needs there.
 class Lists {
  public:
-  Lists(const Schedule& schedule, Validation& validation)
-      : schedule_(schedule), validation_(validation) {}
+  Lists(const Schedule& schedule, Passes passes, Validation& validation)
+      : schedule_(schedule), passes_(passes), validation_(validation) {}
 
   void check() {
     for (int rank = 0; rank < schedule_.ranks(); ++rank) {
       const auto& slots = schedule_.slots[static_cast<std::size_t>(rank)];
+      if (slots.empty()) {
+        fault(Fault::kMissing, "rank ", rank, ": found no action, expected those of a stage");
+      }
       for (std::size_t i = 0; i < slots.size(); ++i) {
         const Slot& slot = slots[i];
         if (slot.beside && (slot.action.kind != ActionKind::kForward ||
@@ -71,6 +74,11 @@ class Lists {
     if (!known) {
       fault(Fault::kUnknown, text_of(place, action), ": expected stages below ", schedule_.stages(),
             " and micro-batches below ", schedule_.micro_batches);
+      return;
+    }
+    if (passes_ == Passes::kForward && action.kind != ActionKind::kForward) {
+      fault(Fault::kUnknown, text_of(place, action),
+            ": expected F only, as this is a forward alone");
       return;
     }
     const int home = schedule_.rank_of[static_cast<std::size_t>(action.stage)];
@@ -102,7 +110,8 @@ class Lists {
         const bool input = place_of(ActionKind::kInputGradient, stage, k).has_value();
         const bool weight = place_of(ActionKind::kWeightGradient, stage, k).has_value();
         if (!place_of(ActionKind::kForward, stage, k)) no_forward.push_back(k);
-        if (!whole && !input && !weight) no_backward.push_back(k);
+        const bool none = !whole && !input && !weight;
+        if (none && passes_ == Passes::kForwardAndBackward) no_backward.push_back(k);
         if (input && !weight && !whole) no_weight.push_back(k);
         if (weight && !input && !whole) no_input.push_back(k);
         if (whole && (input || weight)) {
@@ -178,13 +187,14 @@ class Lists {
   }
 
   const Schedule& schedule_;
+  Passes passes_;
   Validation& validation_;
   std::map<Action, Place> places_;
   std::set<std::pair<int, bool>> told_;  // of remark_order()
 };
 
 /// The ends of a message in a program, as steps of their ranks.
-struct Ends {
+struct TransferEnds {
   int sends = 0;
   int receives = 0;
   std::size_t sent = 0;  // steps
@@ -244,7 +254,7 @@ class Messages {
       fault("rank ", rank, ": found ", to_string(Step(transfer)),
             ", expected no message within a rank");
     }
-    Ends& ends = ends_[what];
+    TransferEnds& ends = ends_[what];
     (sends ? ends.sent : ends.posted) = step;
     if (++(sends ? ends.sends : ends.receives) == 2) {
       fault(to_string(what), ": found two ", sends ? "sends" : "receives", ", expected one");
@@ -254,7 +264,7 @@ class Messages {
   void expect_sent(const HandOver& what, std::size_t step) {
     made_.insert(what);
     if (rank_of(what.from) == rank_of(what.to())) return;
-    const Ends& ends = ends_[what];
+    const TransferEnds& ends = ends_[what];
     if (ends.sends == 0) fault(to_string(what), ": found no send, expected one");
     if (ends.sends > 0 && ends.sent < step) {
       fault(to_string(what), ": found its send before the slot that makes it");
@@ -263,7 +273,7 @@ class Messages {
 
   void expect_posted(const HandOver& what, std::size_t step) {
     if (rank_of(what.from) == rank_of(what.to())) return;
-    const Ends& ends = ends_[what];
+    const TransferEnds& ends = ends_[what];
     if (ends.receives == 0) fault(to_string(what), ": found no receive, expected one");
     if (ends.receives > 0 && ends.posted > step) {
       fault(to_string(what), ": found its receive behind the slot that needs it");
@@ -273,7 +283,7 @@ class Messages {
   const Program& program_;
   int stages_;
   Validation& validation_;
-  std::map<HandOver, Ends> ends_;
+  std::map<HandOver, TransferEnds> ends_;
   std::set<HandOver> made_;
 };
 
@@ -415,7 +425,7 @@ void check_walk(const Program& program, const Limits& limits, Validation& valida
 }
 
 void check_memory(const Schedule& schedule, const Limits& limits, Validation& validation) {
-  if (!limits.live_chunks) return;
+  if (!limits.live_chunks || limits.passes == Passes::kForward) return;
   const std::vector<int> peaks = peak_live_chunks(schedule);
   for (std::size_t rank = 0; rank < peaks.size(); ++rank) {
     if (peaks[rank] <= *limits.live_chunks) continue;
@@ -438,7 +448,7 @@ std::string_view to_string(Fault fault) {
 Validation validate(const Program& program, const Limits& limits) {
   Validation validation;
   const Schedule schedule = schedule_of(program);
-  Lists(schedule, validation).check();
+  Lists(schedule, limits.passes, validation).check();
   Messages(program, validation).check();
   if (validation.valid()) check_walk(program, limits, validation);
   if (validation.valid()) check_memory(schedule, limits, validation);
@@ -447,7 +457,7 @@ Validation validate(const Program& program, const Limits& limits) {
 
 Validation validate(const Schedule& schedule, const Limits& limits) {
   Validation validation;
-  Lists(schedule, validation).check();
+  Lists(schedule, limits.passes, validation).check();
   // With a fault in the lists their messages mean nothing.
   if (!validation.valid()) return validation;
   const Program program = lower(schedule);

@@ -18,11 +18,11 @@
 namespace tessera::pipeline {
 
 enum class Fault : std::uint8_t {
-  kPair,        ///< two actions in a slot that are not an F and a B
-  kUnknown,     ///< a stage or micro-batch that the schedule does not have
+  kPair,  ///< two actions in a slot that are not an F and a B
+  kUnknown,  ///< a stage or micro-batch that the schedule does not have, a backward where there is none
   kPlacement,   ///< an action on another rank than its stage's
   kRepeated,    ///< an action twice, a B beside I or W
-  kMissing,     ///< no F, no backward, I without W, W without I
+  kMissing,     ///< no F, no backward, I without W, W without I; a rank without any
   kDependency,  ///< before what it needs on its own rank
   kMessage,     ///< no send or receive, two of them, too early, too late
   kDeadlock,    ///< ranks that wait for each other
@@ -42,8 +42,13 @@ struct Validation {
   bool valid() const { return findings.empty(); }
 };
 
+/// What the lists are meant to be: of a step, or of forward_only().
+enum class Passes : std::uint8_t { kForwardAndBackward, kForward };
+
 struct Limits {
-  /// Forwarded micro-batches of all stages of a rank whose weight gradients have not run.
+  Passes passes = Passes::kForwardAndBackward;
+  /// Forwarded micro-batches of all stages of a rank whose weight gradients have not run; of
+  /// nothing without a backward.
   std::optional<int> live_chunks = {};
   /// Sends of a rank whose receives are not posted: with more of them it waits for one before it
   /// goes on. None: it waits at the end of the step.

@@ -57,6 +57,41 @@ TEST(Arguments, GradientsTakesItsFilesAndFlags) {
   EXPECT_EQ(gradients.overrides, (Overrides{{"precision.param_dtype", "float32"}}));
 }
 
+TEST(Arguments, ScheduleTakesAKindOrAFile) {
+  const auto kind = std::get<ScheduleArguments>(
+      parse({"schedule", "DualPipeV", "--ranks", "4", "--micro-batches=8", "--stages-per-rank", "2",
+             "--costs", "1,0.5,1e2,2.5", "--csv", "a.csv", "--csv-form", "compute_comms", "--svg",
+             "a.svg", "--trace", "a.json"}));
+  EXPECT_EQ(kind.schedule, "DualPipeV");
+  EXPECT_EQ(kind.ranks, 4);
+  EXPECT_EQ(kind.micro_batches, 8);
+  EXPECT_EQ(kind.stages_per_rank, 2);
+  EXPECT_EQ(kind.costs, (std::vector<double>{1.0, 0.5, 100.0, 2.5}));
+  EXPECT_EQ(kind.csv, "a.csv");
+  EXPECT_EQ(kind.csv_form, "compute_comms");
+  EXPECT_EQ(kind.svg, "a.svg");
+  EXPECT_EQ(kind.trace, "a.json");
+  const auto file = std::get<ScheduleArguments>(parse({"schedule", "b.csv", "--costs-from", "t"}));
+  EXPECT_EQ(file.schedule, "b.csv");
+  EXPECT_EQ(file.ranks, std::nullopt);
+  EXPECT_EQ(file.costs_from, "t");
+  EXPECT_EQ(file.csv_form, "compute_only");
+}
+
+TEST(Arguments, ScheduleRefusesWhatItDoesNotTake) {
+  EXPECT_THAT(refusal({"schedule"}), HasSubstr("schedule"));
+  for (const char* costs :
+       {"1,1,1", "1,1,1,1,1", "1,1,x,1", "1,1,-1,1", "1,1,nan,1", "1,1,inf,1"}) {
+    EXPECT_THAT(refusal({"schedule", "GPipe", "--costs", costs}), HasSubstr("--costs")) << costs;
+  }
+  EXPECT_THAT(refusal({"schedule", "GPipe", "--costs", "1,1,1,1", "--costs-from", "t"}),
+              HasSubstr("excludes"));
+  EXPECT_THAT(refusal({"schedule", "GPipe", "--csv-form", "all"}), HasSubstr("--csv-form"));
+  EXPECT_THAT(refusal({"schedule", "GPipe", "--ranks", "two"}), HasSubstr("--ranks"));
+  EXPECT_THAT(refusal({"schedule", "GPipe", "--training.steps", "3"}),
+              HasSubstr("schedule: found --training.steps"));
+}
+
 TEST(Arguments, InspectTakesAFolderOrAContract) {
   EXPECT_EQ(std::get<InspectArguments>(parse({"inspect", "m", "--json"})).folder, "m");
   const auto contract =

@@ -453,6 +453,21 @@ TEST(Validate, ReportsStagesThatLeaveTheOrder) {
   EXPECT_EQ(validate(gpipe).remarks.size(), 2U) << "a B is both";
 }
 
+// The F of a valid schedule can run alone, and nothing else counts as that.
+TEST(Validate, ForwardsAloneAreValid) {
+  const Limits forward{.passes = Passes::kForward};
+  for (std::uint64_t seed = 1; seed <= 300; ++seed) {
+    Dice dice(seed);
+    const Schedule schedule = random_schedule(dice, MicroBatchOrder::kAny);
+    Schedule forwards = forward_only(schedule);
+    EXPECT_EQ(text_of(validate(forwards, forward)), "") << "seed " << seed;
+    EXPECT_TRUE(found(validate(forwards), Fault::kMissing));
+    EXPECT_TRUE(found(validate(schedule, forward), Fault::kUnknown));
+    any_list(forwards, dice).pop_back();
+    EXPECT_TRUE(found(validate(forwards, forward), Fault::kMissing));
+  }
+}
+
 TEST(Validate, NamesWhatIsMissingInRanges) {
   Schedule schedule = make_schedule(Kind::kGPipe, {1, 1, 6});
   std::erase_if(schedule.slots[0], [](const Slot& slot) {

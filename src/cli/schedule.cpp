@@ -1,0 +1,156 @@
+// A pipeline schedule of a kind or out of a file: its lists, whether they can run, how long they
+// would take. A value is looked at, nothing runs.
+#include "pipeline/schedule.h"
+
+#include <algorithm>
+#include <iomanip>
+#include <iostream>
+#include <numeric>
+#include <sstream>
+
+#include "base/mapped_file.h"
+#include "base/printable.h"
+#include "cli/arguments.h"
+#include "cli/program_end.h"
+#include "io/atomic_file.h"
+#include "pipeline/kinds.h"
+#include "pipeline/picture.h"
+#include "pipeline/schedule_csv.h"
+#include "pipeline/simulate.h"
+#include "pipeline/slot_trace.h"
+#include "pipeline/validate.h"
+#include "tessera/error.h"
+
+namespace tessera::cli {
+namespace {
+
+constexpr std::int64_t kMostCsvBytes = std::int64_t{64} << 20;
+constexpr std::int64_t kMostTraceBytes = std::int64_t{1} << 30;
+
+/// What was asked for, with messages: a file's own, else those that follow.
+struct Asked {
+  std::string name;
+  pipeline::Program program;
+  bool own_messages = false;
+};
+
+bool is_file(const ScheduleArguments& arguments) { return arguments.schedule.ends_with(".csv"); }
+
+Asked read_asked(const ScheduleArguments& arguments) {
+  Asked asked{arguments.schedule, {}, false};
+  asked.program = pipeline::parse_csv(read_text_file(arguments.schedule, kMostCsvBytes),
+                                      shown(arguments.schedule));
+  const auto ranks = static_cast<int>(asked.program.steps.size());
+  TESSERA_CHECK(arguments.ranks.value_or(ranks) == ranks, ErrorKind::kUsage, "--ranks: found ",
+                arguments.ranks.value_or(0), ", expected ", ranks, ", the rows of ",
+                shown(arguments.schedule));
+  const auto stages = static_cast<int>(asked.program.rank_of.size());
+  TESSERA_CHECK(
+      !arguments.stages_per_rank || std::int64_t{*arguments.stages_per_rank} * ranks == stages,
+      ErrorKind::kUsage, "--stages-per-rank: found ", arguments.stages_per_rank.value_or(0),
+      ", expected what makes ", stages, " stages on ", ranks, " ranks, as in ",
+      shown(arguments.schedule));
+  const int micro_batches = arguments.micro_batches.value_or(asked.program.micro_batches);
+  TESSERA_CHECK(micro_batches >= 1 && micro_batches <= pipeline::kMostMicroBatches &&
+                    std::int64_t{stages} * micro_batches <= pipeline::kMostCells,
+                ErrorKind::kUsage, "--micro-batches: found ", micro_batches,
+                ", expected at least 1 and, with ", stages, " stages, a product of at most ",
+                pipeline::kMostCells);
+  asked.program.micro_batches = micro_batches;
+  asked.own_messages = pipeline::has_messages(asked.program);
+  return asked;
+}
+
+Asked make_asked(const ScheduleArguments& arguments) {
+  const pipeline::KindRow& row = pipeline::row_of(pipeline::kind_named(arguments.schedule));
+  TESSERA_CHECK(arguments.ranks && arguments.micro_batches, ErrorKind::kUsage, "schedule ",
+                row.name, ": found no ", arguments.ranks ? "--micro-batches" : "--ranks",
+                ", expected --ranks P and --micro-batches M");
+  const pipeline::Shape shape{*arguments.ranks,
+                              arguments.stages_per_rank.value_or(row.stages_per_rank),
+                              *arguments.micro_batches};
+  return {std::string(row.name), lower(make_schedule(row.kind, shape)), false};
+}
+
+pipeline::Costs costs_of(const ScheduleArguments& arguments, const pipeline::Schedule& schedule) {
+  pipeline::Costs costs(static_cast<std::size_t>(schedule.stages()));
+  if (arguments.costs_from) {
+    costs = pipeline::costs_from_trace(read_text_file(*arguments.costs_from, kMostTraceBytes),
+                                       shown(*arguments.costs_from), schedule);
+  }
+  for (pipeline::StageCosts& stage : costs) {
+    if (!arguments.costs.empty()) {
+      stage.forward = arguments.costs.at(0);
+      stage.input_gradient = arguments.costs.at(1);
+      stage.weight_gradient = arguments.costs.at(2);
+      stage.beside = arguments.costs.at(3);
+    }
+    // Counted, not weighed: nobody said how large a micro-batch is.
+    stage.live_bytes = stage.deferred_bytes = 1.0;
+  }
+  return costs;
+}
+
+void print_findings(const Asked& asked, const pipeline::Validation& validation) {
+  for (const pipeline::Finding& finding : validation.findings) {
+    std::cout << to_string(finding.fault) << ": " << finding.text << '\n';
+  }
+  std::cout << printable(asked.name) << ": " << validation.findings.size() << " findings\n";
+}
+
+void print_times(const pipeline::Schedule& schedule, const pipeline::Simulated& simulated,
+                 std::string_view unit) {
+  std::cout << "\nmakespan " << simulated.makespan << unit << "\n\n"
+            << "rank         busy         idle  idle %  live  deferred  open sends  stages\n";
+  for (std::size_t rank = 0; rank < simulated.ranks.size(); ++rank) {
+    const pipeline::SimulatedRank& one = simulated.ranks[rank];
+    const double share = simulated.makespan > 0.0 ? 100.0 * one.idle / simulated.makespan : 0.0;
+    std::cout << std::setw(4) << rank << std::setw(13) << one.busy << std::setw(13) << one.idle
+              << std::setw(8) << std::fixed << std::setprecision(1) << share << std::defaultfloat
+              << std::setprecision(6) << std::setw(6) << one.peak_live_chunks << std::setw(10)
+              << one.peak_deferred_bytes << std::setw(12) << one.most_open_sends << "  "
+              << joined(schedule.stages_of(static_cast<int>(rank))) << '\n';
+  }
+  std::cout << "\nlive: micro-batches of all stages of a rank from F to the end of W, at most; "
+               "deferred: W that are put off, at most;\nopen sends: not yet arrived, at most\n";
+}
+
+/// What cannot be written is a failure, not a refusal: the schedule was right.
+void write_output(const std::optional<std::string>& file, std::string_view text) {
+  if (!file) return;
+  try {
+    write_atomically(*file, text);
+  } catch (const Error& error) {
+    throw OutputLost(error.kind(), error.what());
+  }
+}
+
+}  // namespace
+
+int run_schedule(const ScheduleArguments& arguments) {
+  const Asked asked = is_file(arguments) ? read_asked(arguments) : make_asked(arguments);
+  const pipeline::Schedule schedule = schedule_of(asked.program);
+  // Without messages of its own a file's are made from lists that have to be right first.
+  const pipeline::Validation validation =
+      asked.own_messages ? validate(asked.program) : validate(schedule);
+  if (!validation.valid()) {
+    print_findings(asked, validation);
+    return kFoundProblems;
+  }
+  const pipeline::Program program = asked.own_messages ? asked.program : lower(schedule);
+  const pipeline::Simulated simulated = simulate(program, costs_of(arguments, schedule));
+  write_output(arguments.csv,
+               arguments.csv_form == "compute_comms" ? to_csv(program) : to_csv(schedule));
+  write_output(arguments.svg, to_svg(schedule, simulated));
+  write_output(arguments.trace, trace_of(schedule, simulated));
+  std::cout << printable(asked.name) << ": " << schedule.ranks() << " ranks, " << schedule.stages()
+            << " stages, " << schedule.micro_batches << " micro-batches\n\n"
+            << to_string(schedule);
+  for (const std::string& remark : validation.remarks) std::cout << "note: " << remark << '\n';
+  print_times(schedule, simulated, arguments.costs_from ? " ms" : "");
+  std::cout << "valid; where a send ends when its receive is posted, a rank has "
+            << fewest_open_sends(program) << " open before it may wait for one\n";
+  return kDone;
+}
+
+}  // namespace tessera::cli

@@ -1,0 +1,209 @@
+#include "pipeline/simulate.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <utility>
+
+#include "pipeline/validate.h"
+#include "tessera/error.h"
+
+namespace tessera::pipeline {
+namespace {
+
+void check_costs(const Costs& costs, std::size_t stages) {
+  TESSERA_CHECK(costs.size() == stages, ErrorKind::kUsage, "simulate: found the costs of ",
+                costs.size(), " stages, expected those of ", stages);
+  for (std::size_t stage = 0; stage < costs.size(); ++stage) {
+    const StageCosts& one = costs[stage];
+    for (const double cost : {one.forward, one.input_gradient, one.weight_gradient,
+                              one.of_backward(), one.beside.value_or(0.0), one.send_forward,
+                              one.send_backward, one.live_bytes, one.deferred_bytes}) {
+      TESSERA_CHECK(std::isfinite(cost) && cost >= 0.0, ErrorKind::kUsage,
+                    "simulate: found a cost of ", cost, " (stage ", stage,
+                    "), expected a finite one of at least 0");
+    }
+  }
+}
+
+/// What a rank holds while its list runs.
+class Memory {
+ public:
+  explicit Memory(const Costs& costs) : costs_(costs) {}
+
+  void take(const Slot& slot) {
+    slot.each([&](const Action& action) {
+      if (action.kind == ActionKind::kForward) live_ += of(action).live_bytes;
+    });
+    peak_ = std::max(peak_, live_ + deferred_);
+    slot.each([&](const Action& action) {
+      if (action.gives_input_gradient()) live_ -= of(action).live_bytes;
+      if (action.kind == ActionKind::kInputGradient) deferred_ += of(action).deferred_bytes;
+      if (action.kind == ActionKind::kWeightGradient) deferred_ -= of(action).deferred_bytes;
+    });
+    peak_ = std::max(peak_, live_ + deferred_);
+    peak_deferred_ = std::max(peak_deferred_, deferred_);
+  }
+
+  double peak() const { return peak_; }
+  double peak_deferred() const { return peak_deferred_; }
+
+ private:
+  const StageCosts& of(const Action& action) const {
+    return costs_[static_cast<std::size_t>(action.stage)];
+  }
+
+  const Costs& costs_;
+  double live_ = 0.0;
+  double deferred_ = 0.0;
+  double peak_ = 0.0;
+  double peak_deferred_ = 0.0;
+};
+
+class Simulation {
+ public:
+  Simulation(const Program& program, const Costs& costs)
+      : program_(program), costs_(costs), next_(program.steps.size()), now_(program.steps.size()) {
+    simulated_.ranks.resize(program.steps.size());
+  }
+
+  Simulated run() {
+    for (bool moved = true; moved;) {
+      moved = false;
+      for (std::size_t rank = 0; rank < next_.size(); ++rank) {
+        while (next_[rank] < program_.steps[rank].size() && take(rank)) moved = true;
+      }
+    }
+    for (std::size_t rank = 0; rank < next_.size(); ++rank) {
+      TESSERA_CHECK(next_[rank] == program_.steps[rank].size(), ErrorKind::kUsage,
+                    "simulate: found rank ", rank, " waiting for ever before ",
+                    to_string(program_.steps[rank][next_[rank]]), ", expected a valid schedule");
+      simulated_.makespan = std::max(simulated_.makespan, now_[rank]);
+    }
+    finish();
+    return std::move(simulated_);
+  }
+
+ private:
+  int stages() const { return static_cast<int>(program_.rank_of.size()); }
+  const StageCosts& of(int stage) const { return costs_[static_cast<std::size_t>(stage)]; }
+
+  double cost_of(const Action& action) const {
+    switch (action.kind) {
+      case ActionKind::kForward:
+        return of(action.stage).forward;
+      case ActionKind::kInputGradient:
+        return of(action.stage).input_gradient;
+      case ActionKind::kWeightGradient:
+        return of(action.stage).weight_gradient;
+      case ActionKind::kBackward:
+        return of(action.stage).of_backward();
+    }
+    return 0.0;
+  }
+  double cost_of(const Slot& slot) const {
+    if (!slot.beside) return cost_of(slot.action);
+    return of(slot.action.stage).beside.value_or(cost_of(slot.action) + cost_of(*slot.beside));
+  }
+
+  /// False: what the next step needs has not been made yet.
+  bool take(std::size_t rank) {
+    const Step& step = program_.steps[rank][next_[rank]];
+    if (const auto* transfer = std::get_if<Transfer>(&step)) {
+      (transfer->end == Transfer::End::kSend ? sent_ : posted_)[transfer->what] = now_[rank];
+    }
+    if (const auto* slot = std::get_if<Slot>(&step); slot != nullptr && !take(rank, *slot)) {
+      return false;
+    }
+    ++next_[rank];
+    return true;
+  }
+
+  bool take(std::size_t rank, const Slot& slot) {
+    double begin = now_[rank];
+    bool is_there = true;
+    slot.each([&](const Action& action) {
+      const auto need = needed_by(action, stages());
+      if (!need) return;
+      const auto arrived = arrival_of(*need);
+      is_there = is_there && arrived;
+      begin = std::max(begin, arrived.value_or(begin));
+    });
+    if (!is_there) return false;
+    const double cost = cost_of(slot);
+    now_[rank] = begin + cost;
+    simulated_.ranks[rank].busy += cost;
+    simulated_.ranks[rank].slots.push_back({begin, now_[rank]});
+    slot.each([&](const Action& action) {
+      if (const auto given = given_by(action, stages())) made_[*given] = now_[rank];
+    });
+    return true;
+  }
+
+  std::optional<double> arrival_of(const HandOver& what) {
+    const auto made = made_.find(what);
+    if (made == made_.end()) return std::nullopt;
+    const auto posted = posted_.find(what);
+    if (posted == posted_.end()) return made->second;  // within the rank
+    const auto sent = sent_.find(what);
+    if (sent == sent_.end()) return std::nullopt;
+    const StageCosts& sender = of(what.from);
+    const double arrived =
+        std::max(sent->second, posted->second) +
+        (what.direction == Direction::kForward ? sender.send_forward : sender.send_backward);
+    arrived_[what] = {what, sent->second, posted->second, arrived};
+    return arrived;
+  }
+
+  void finish() {
+    std::vector<std::vector<std::pair<double, int>>> changes(next_.size());  // of open sends
+    for (const auto& [what, message] : arrived_) {
+      simulated_.messages.push_back(message);
+      auto& of_sender =
+          changes[static_cast<std::size_t>(program_.rank_of[static_cast<std::size_t>(what.from)])];
+      if (message.arrived == message.sent) continue;
+      of_sender.emplace_back(message.sent, 1);
+      of_sender.emplace_back(message.arrived, -1);
+    }
+    const std::vector<int> chunks = peak_live_chunks(schedule_of(program_));
+    for (std::size_t rank = 0; rank < next_.size(); ++rank) {
+      SimulatedRank& result = simulated_.ranks[rank];
+      result.idle = simulated_.makespan - result.busy;
+      result.peak_live_chunks = chunks[rank];
+      Memory memory(costs_);
+      for (const Step& step : program_.steps[rank]) {
+        if (const auto* slot = std::get_if<Slot>(&step)) memory.take(*slot);
+      }
+      result.peak_bytes = memory.peak();
+      result.peak_deferred_bytes = memory.peak_deferred();
+      std::ranges::sort(changes[rank]);
+      int open = 0;
+      for (const auto& [time, change] : changes[rank]) {
+        result.most_open_sends = std::max(result.most_open_sends, open += change);
+      }
+    }
+  }
+
+  const Program& program_;
+  const Costs& costs_;
+  Simulated simulated_;
+  std::vector<std::size_t> next_;  ///< step of each rank
+  std::vector<double> now_;        ///< its clock
+  std::map<HandOver, double> made_;
+  std::map<HandOver, double> sent_;
+  std::map<HandOver, double> posted_;
+  std::map<HandOver, SimulatedMessage> arrived_;
+};
+
+}  // namespace
+
+Simulated simulate(const Program& program, const Costs& costs) {
+  check_costs(costs, program.rank_of.size());
+  return Simulation(program, costs).run();
+}
+
+Simulated simulate(const Schedule& schedule, const Costs& costs) {
+  return simulate(lower(schedule), costs);
+}
+
+}  // namespace tessera::pipeline

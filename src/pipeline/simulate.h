@@ -1,0 +1,72 @@
+// How long a schedule takes, and what a rank holds meanwhile, for given costs. Pure.
+//
+// A model of the runner: a rank does its slots one after the other, each as soon as what it needs
+// has arrived; a message leaves when its slot ends, but not before its receive is posted, and holds
+// up nobody. Costs have any unit, all the same one.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "pipeline/program.h"
+#include "pipeline/schedule.h"
+
+namespace tessera::pipeline {
+
+struct StageCosts {
+  double forward = 1.0;
+  double input_gradient = 1.0;
+  double weight_gradient = 1.0;
+  /// None: that of I and of W.
+  std::optional<double> backward = {};
+  /// Of the slot in which this stage's F has a B beside it. None: of both, one after the other.
+  std::optional<double> beside = {};
+  /// From the end of a slot to the arrival at another rank.
+  double send_forward = 0.0;
+  double send_backward = 0.0;
+  /// Held for a micro-batch from its F to its I or B.
+  double live_bytes = 0.0;
+  /// Held from its I to its W. With recomputation this is more than the former: what W needs has
+  /// been computed again.
+  double deferred_bytes = 0.0;
+
+  double of_backward() const { return backward.value_or(input_gradient + weight_gradient); }
+};
+
+/// Of each stage.
+using Costs = std::vector<StageCosts>;
+
+struct TimeSpan {
+  double begin = 0.0;
+  double end = 0.0;
+};
+
+struct SimulatedRank {
+  double busy = 0.0;
+  double idle = 0.0;         ///< makespan - busy
+  int peak_live_chunks = 0;  ///< validate.h
+  double peak_bytes = 0.0;   ///< live and deferred
+  double peak_deferred_bytes = 0.0;
+  int most_open_sends = 0;  ///< that have not arrived, at once: the memory that they keep
+  std::vector<TimeSpan> slots;
+};
+
+struct SimulatedMessage {
+  HandOver what;
+  double sent = 0.0;
+  double posted = 0.0;  ///< its receive
+  double arrived = 0.0;
+};
+
+struct Simulated {
+  double makespan = 0.0;
+  std::vector<SimulatedRank> ranks;
+  std::vector<SimulatedMessage> messages;  ///< in the order of what they are of
+};
+
+/// The program must be valid. Errors: kUsage where there are not the costs of each stage, or one is
+/// negative or not finite.
+Simulated simulate(const Program& program, const Costs& costs);
+Simulated simulate(const Schedule& schedule, const Costs& costs);
+
+}  // namespace tessera::pipeline

@@ -1,0 +1,220 @@
+#include "pipeline/slot_trace.h"
+
+#include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+#include <utility>
+
+#include "base/json_reader.h"
+#include "base/trace.h"
+#include "tessera/error.h"
+
+namespace tessera::pipeline {
+namespace {
+
+TraceClock::time_point time_of(double ms) {
+  return TraceClock::time_point(std::chrono::duration_cast<TraceClock::duration>(
+      std::chrono::duration<double, std::milli>(ms)));
+}
+
+/// Of all spans of one name.
+class Mean {
+ public:
+  void add(double value) {
+    sum_ += value;
+    ++count_;
+  }
+  double value() const { return count_ == 0 ? 0.0 : sum_ / count_; }
+
+ private:
+  double sum_ = 0.0;
+  int count_ = 0;
+};
+
+/// A message's spans, once a step.
+struct MessageSpans {
+  std::vector<TimeSpan> sends;
+  std::vector<TimeSpan> receives;
+};
+
+/// What a trace says, in milliseconds.
+struct Measured {
+  std::map<std::pair<int, ActionKind>, Mean> actions;  ///< of stages
+  std::map<int, Mean> beside;                          ///< of the F's stage
+  std::map<HandOver, MessageSpans> messages;
+
+  std::optional<double> of(int stage, ActionKind kind) const {
+    const auto found = actions.find({stage, kind});
+    return found == actions.end() ? std::nullopt : std::optional(found->second.value());
+  }
+  std::optional<double> of_backward(int stage) const {
+    const auto whole = of(stage, ActionKind::kBackward);
+    const auto input = of(stage, ActionKind::kInputGradient);
+    const auto weight = of(stage, ActionKind::kWeightGradient);
+    return whole || !input || !weight ? whole : std::optional(*input + *weight);
+  }
+};
+
+double duration_of(const JsonCursor& event) {
+  const auto arguments = event.find("args");
+  const auto uncut = arguments ? arguments->find("uncut_ms") : std::nullopt;
+  return uncut ? uncut->number(NumberRange{}) : event.member("dur").number(NumberRange{}) / 1000.0;
+}
+
+void add_slot(Measured& measured, const JsonCursor& event) {
+  const auto slot = parse_slot(event.member("name").text());
+  if (!slot) event.member("name").refuse("a slot, as 3F0 or (0F3;3B1)");
+  const Action& action = slot->action;
+  (slot->beside ? measured.beside[action.stage] : measured.actions[{action.stage, action.kind}])
+      .add(duration_of(event));
+}
+
+void add_message(Measured& measured, const JsonCursor& event) {
+  const auto transfer = parse_transfer(event.member("name").text());
+  if (!transfer) event.member("name").refuse("an end of a message, as 0SEND_F3 or 1RECV_F3");
+  const double begin = event.member("ts").number() / 1000.0;
+  MessageSpans& ends = measured.messages[transfer->what];
+  (transfer->end == Transfer::End::kSend ? ends.sends : ends.receives)
+      .push_back({begin, begin + duration_of(event)});
+}
+
+void add(Measured& measured, const JsonCursor& event) {
+  if (!event.value().is_object() || event.member("ph").text() != "X") return;
+  const auto category = event.find("cat");
+  if (!category) return;
+  if (category->text() == to_string(TraceRow::kSlots)) add_slot(measured, event);
+  if (category->text() == to_string(TraceRow::kMessages)) add_message(measured, event);
+}
+
+/// Of all messages that a stage sends in a direction; 0 where there are none.
+double cost_of_messages(const Measured& measured, int from, Direction direction) {
+  Mean mean;
+  for (const auto& [what, ends] : measured.messages) {
+    if (what.from != from || what.direction != direction) continue;
+    // Of several steps the n-th send is taken by the n-th receive.
+    for (std::size_t i = 0; i < std::min(ends.sends.size(), ends.receives.size()); ++i) {
+      const TimeSpan& received = ends.receives[i];
+      mean.add(std::max(0.0, received.end - std::max(ends.sends[i].begin, received.begin)));
+    }
+  }
+  return mean.value();
+}
+
+/// The costs of one stage, as far as the schedule asks for them.
+class StageOfTrace {
+ public:
+  StageOfTrace(const Measured& measured, std::string_view name, int stage)
+      : measured_(measured), name_(name), stage_(stage) {
+    costs_.forward = costs_.input_gradient = costs_.weight_gradient = 0.0;
+    costs_.send_forward = cost_of_messages(measured, stage, Direction::kForward);
+    costs_.send_backward = cost_of_messages(measured, stage, Direction::kBackward);
+  }
+
+  void need(ActionKind kind) {
+    switch (kind) {
+      case ActionKind::kForward:
+        costs_.forward = expect(measured_.of(stage_, kind), "F");
+        break;
+      case ActionKind::kInputGradient:
+        costs_.input_gradient = expect(measured_.of(stage_, kind), "I");
+        break;
+      case ActionKind::kWeightGradient:
+        costs_.weight_gradient = expect(measured_.of(stage_, kind), "W");
+        break;
+      case ActionKind::kBackward:
+        costs_.backward = expect(measured_.of_backward(stage_), "B");
+        break;
+    }
+  }
+
+  void need_beside(int backward_stage) {
+    const auto found = measured_.beside.find(stage_);
+    if (found != measured_.beside.end()) {
+      costs_.beside = found->second.value();
+      return;
+    }
+    const auto backward = measured_.of_backward(backward_stage);
+    costs_.beside = expect(measured_.of(stage_, ActionKind::kForward), "F") +
+                    expect(backward, concat("B beside it, of stage ", backward_stage));
+  }
+
+  const StageCosts& costs() const { return costs_; }
+
+ private:
+  double expect(std::optional<double> cost, std::string_view what) const {
+    TESSERA_CHECK(cost, ErrorKind::kFormat, name_, ": found no span of the row 'slots' with stage ",
+                  stage_, "'s ", what,
+                  ", expected one of each slot of the schedule; record a step of the same kind, or "
+                  "of one that cuts its backwards into I and W");
+    return *cost;
+  }
+
+  const Measured& measured_;
+  std::string_view name_;
+  int stage_;
+  StageCosts costs_;
+};
+
+}  // namespace
+
+std::string trace_of(const Schedule& schedule, const Simulated& simulated) {
+  std::vector<std::vector<TraceSpan>> spans(simulated.ranks.size());
+  for (std::size_t rank = 0; rank < spans.size(); ++rank) {
+    for (std::size_t i = 0; i < schedule.slots[rank].size(); ++i) {
+      const TimeSpan& time = simulated.ranks[rank].slots[i];
+      spans[rank].push_back({TraceRow::kSlots, to_string(schedule.slots[rank][i]),
+                             time_of(time.begin), time_of(time.end)});
+    }
+  }
+  for (const SimulatedMessage& message : simulated.messages) {
+    for (const auto end : {Transfer::End::kSend, Transfer::End::kReceive}) {
+      const Transfer transfer{end, message.what};
+      const double begin = end == Transfer::End::kSend ? message.sent : message.posted;
+      spans[static_cast<std::size_t>(schedule.rank_of[static_cast<std::size_t>(transfer.stage())])]
+          .push_back({TraceRow::kMessages, to_string(Step(transfer)), time_of(begin),
+                      time_of(message.arrived)});
+    }
+  }
+  std::vector<std::string> events;
+  for (std::size_t rank = 0; rank < spans.size(); ++rank) {
+    events.push_back(chrome_events(std::move(spans[rank]), static_cast<int>(rank), time_of(0.0)));
+  }
+  return chrome_trace(events);
+}
+
+Costs costs_from_trace(std::string_view text, std::string_view name, const Schedule& schedule) {
+  const nlohmann::json whole = parse_json_object(text, name);
+  const JsonCursor cursor(whole, name, JsonStyle::kData);
+  Measured measured;
+  cursor.member("traceEvents").list([&](const JsonCursor& event) {
+    add(measured, event);
+    return 0;
+  });
+  std::vector<StageOfTrace> stages;
+  for (int stage = 0; stage < schedule.stages(); ++stage) {
+    stages.emplace_back(measured, name, stage);
+  }
+  const auto of = [&](const Action& action) -> StageOfTrace& {
+    return stages.at(static_cast<std::size_t>(action.stage));
+  };
+  std::set<std::pair<int, int>> asked;  // of stage and kind: each once
+  for (const auto& slots : schedule.slots) {
+    for (const Slot& slot : slots) {
+      const int kind =
+          slot.beside ? static_cast<int>(kActionKinds) : static_cast<int>(slot.action.kind);
+      if (!asked.insert({slot.action.stage, kind}).second) continue;
+      if (slot.beside) {
+        of(slot.action).need_beside(slot.beside->stage);
+      } else {
+        of(slot.action).need(slot.action.kind);
+      }
+    }
+  }
+  Costs costs;
+  for (const StageOfTrace& stage : stages) costs.push_back(stage.costs());
+  return costs;
+}
+
+}  // namespace tessera::pipeline

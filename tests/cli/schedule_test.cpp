@@ -1,0 +1,111 @@
+// `tessera schedule`: what it prints and writes, and how it ends.
+#include <gmock/gmock.h>
+
+#include "cli/program.h"
+
+namespace tessera::cli::schedule_test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using Words = std::vector<std::string>;
+
+Words schedule(const Words& more) {
+  Words words{"schedule"};
+  words.insert(words.end(), more.begin(), more.end());
+  return words;
+}
+
+TEST(ScheduleVerb, PrintsListsAndTimes) {
+  const testing::TemporaryFolder folder;
+  const Outcome outcome = run_program(
+      folder,
+      schedule({"DualPipeV", "--ranks", "2", "--micro-batches", "4", "--costs", "1,1,1,2.5"}));
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_EQ(outcome.err, "");
+  EXPECT_THAT(outcome.out,
+              AllOf(HasSubstr("'DualPipeV': 2 ranks, 4 stages, 4 micro-batches"),
+                    HasSubstr("rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3;3B1) (3F2;0B0) 3B2 "
+                              "(3F3;0B1) 3B3 0I2 0W2 0I3 0W3\n"),
+                    HasSubstr("makespan 24\n"), HasSubstr("valid; ")));
+}
+
+// What it writes it reads: the same lists, the same times out of its own trace.
+TEST(ScheduleVerb, ReadsItsOwnFiles) {
+  const testing::TemporaryFolder folder;
+  for (const std::string form : {"compute_only", "compute_comms"}) {
+    const Outcome made = run_program(
+        folder, schedule({"zbvzerobubble", "--ranks", "3", "--micro-batches", "7", "--csv", "a.csv",
+                          "--csv-form", form, "--svg", "a.svg", "--trace", "a.json"}));
+    EXPECT_EQ(made.code, 0) << made.err;
+    EXPECT_THAT(read_file(folder / "a.svg"), HasSubstr("</svg>"));
+    const Outcome read = run_program(folder, schedule({"a.csv", "--costs-from", "a.json"}));
+    EXPECT_EQ(read.code, 0) << read.err;
+    const auto lists = [](const Outcome& outcome) {
+      const auto begin = outcome.out.find("rank 0:");
+      return outcome.out.substr(begin, outcome.out.find("makespan") - begin);
+    };
+    EXPECT_EQ(lists(read), lists(made));
+    EXPECT_THAT(made.out, HasSubstr("makespan 44\n"));
+    EXPECT_THAT(read.out, HasSubstr("makespan 44 ms\n"));
+  }
+}
+
+// Exit code 3 and every finding, nothing written.
+TEST(ScheduleVerb, NamesEveryFindingOfAFile) {
+  const testing::TemporaryFolder folder;
+  folder.write("bad.csv", "0F0,0F1,0B0,0B0\n1F0,1B0,1F1\n");
+  const Outcome outcome = run_program(folder, schedule({"bad.csv", "--csv", "out.csv"}));
+  EXPECT_EQ(outcome.code, 3) << outcome.err;
+  EXPECT_THAT(outcome.out,
+              AllOf(HasSubstr("repeated: rank 0, slot 3 (0B0)"),
+                    HasSubstr("missing: stage 0: found no B, nor I and W, of "
+                              "micro-batch 1"),
+                    HasSubstr("missing: stage 1:"), HasSubstr("'bad.csv': 3 findings")));
+  EXPECT_EQ(read_file(folder / "out.csv"), "");
+  folder.write("locked.csv", "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n");
+  const Outcome locked = run_program(folder, schedule({"locked.csv"}));
+  EXPECT_EQ(locked.code, 3) << locked.err;
+  EXPECT_THAT(locked.out,
+              HasSubstr("deadlock: ranks wait for each other: rank 0 before 0B0 waits"));
+}
+
+TEST(ScheduleVerb, RefusesWithNumbers) {
+  const testing::TemporaryFolder folder;
+  folder.write("two.csv", "0F0,0B0\n1F0,1B0\n");
+  folder.write("torn.csv", "0F0,0Q0\n");
+  folder.write("t.json", "{\"traceEvents\": []}");
+  const std::vector<std::pair<Words, std::string>> cases{
+      {{"1F1B", "--ranks", "4", "--micro-batches", "3"},
+       "1F1B on 4 ranks: found 3 micro-batches, expected at least 4"},
+      {{"DualPipeV", "--ranks", "4", "--micro-batches", "7"}, "expected at least 8"},
+      {{"ZBV", "--ranks", "0", "--micro-batches", "7"}, "found 0 ranks"},
+      {{"ZBV", "--ranks", "4", "--micro-batches", "7", "--stages-per-rank", "3"},
+       "found 3 stages a rank, expected 2"},
+      {{"1F1B", "--ranks", "4"}, "found no --micro-batches"},
+      {{"2F2B", "--ranks", "4", "--micro-batches", "8"}, "expected one of GPipe, 1F1B"},
+      {{"two.csv", "--ranks", "3"}, "--ranks: found 3, expected 2"},
+      {{"two.csv", "--stages-per-rank", "2"}, "--stages-per-rank: found 2"},
+      {{"torn.csv"}, "row 1, cell 2: found '0Q0'"},
+      {{"absent.csv"}, "absent.csv"},
+      {{"two.csv", "--costs-from", "t.json"}, "found no span of the row 'slots'"},
+  };
+  for (const auto& [words, says] : cases) {
+    const Outcome outcome = run_program(folder, schedule(words));
+    EXPECT_EQ(outcome.code, 2) << says << outcome.out;
+    EXPECT_EQ(outcome.out, "") << says;
+    EXPECT_THAT(outcome.err, HasSubstr(says));
+  }
+}
+
+// What cannot be written is a failure: the schedule itself was right.
+TEST(ScheduleVerb, FailsWhereItCannotWrite) {
+  const testing::TemporaryFolder folder;
+  const Outcome outcome = run_program(
+      folder, schedule({"GPipe", "--ranks", "2", "--micro-batches", "2", "--svg", "absent/a.svg"}));
+  EXPECT_EQ(outcome.code, 1) << outcome.err;
+  EXPECT_THAT(outcome.err, HasSubstr("absent"));
+}
+
+}  // namespace
+}  // namespace tessera::cli::schedule_test
