@@ -54,8 +54,8 @@ enum class MasterRequest : std::uint8_t {
 /// What the contract has to know of the optimizer.
 struct OptimizerPrecision {
   MasterRequest master = MasterRequest::kAuto;
-  /// Patterns as PrecisionRule::match of parameters without weight decay; each must match a
-  /// trainable one. none = the optimizer's own list decides.
+  /// Patterns as PrecisionRule::match of parameters without weight decay; each must match
+  /// one, which may be frozen. none = the optimizer's own list decides.
   std::optional<std::vector<std::string>> no_decay;
   bool operator==(const OptimizerPrecision&) const = default;
 };
