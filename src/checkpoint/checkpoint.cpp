@@ -53,6 +53,13 @@ void require_same_everywhere(World& world, std::int64_t step, const SaveOptions&
 
 void check_save(const Optimizer& optimizer, std::int64_t step, const SaveOptions& options) {
   check_user_values(options.user);
+  const auto length = std::ssize(options.config_json);
+  TESSERA_CHECK(length <= kMaxConfigBytes, ErrorKind::kUsage, "save_checkpoint: found a ",
+                "SaveOptions::config_json of ", length, " bytes, expected at most ",
+                kMaxConfigBytes, ", which is what is read again");
+  TESSERA_CHECK(options.keep_latest_k >= 0, ErrorKind::kUsage,
+                "save_checkpoint: found SaveOptions::keep_latest_k ", options.keep_latest_k,
+                ", expected 0 (all stay) or more");
   const auto states = optimizer.state();
   const auto most = std::ranges::max_element(states, {}, &OptimizerState::steps);
   const auto updates = most == states.end() ? 0 : most->steps;
@@ -93,11 +100,13 @@ void restore_scale(const CheckpointManifest& manifest, GradScaler* scaler, int r
 void save_checkpoint(const ShardedBase& model, const Optimizer& optimizer,
                      const std::string& folder, std::int64_t step, const SaveOptions& options) {
   auto& runtime = fsdp::unit_of_handle(model.unit()).runtime();
-  runtime.require_idle("save_checkpoint");
-  fsdp::require_steps_of(model, optimizer, "save_checkpoint");
   const Mesh& mesh = model.mesh();
   World& world = *mesh.world();
-  comm::on_all_or_none(world, "save_checkpoint", [&] { check_save(optimizer, step, options); });
+  comm::on_all_or_none(world, "save_checkpoint", [&] {
+    runtime.require_idle("save_checkpoint");
+    fsdp::require_steps_of(model, optimizer, "save_checkpoint");
+    check_save(optimizer, step, options);
+  });
   require_same_everywhere(world, step, options);
   comm::on_all_or_none(world, "checkpoint folder", [&] {
     if (world.rank() == 0) CheckpointStore(folder).clean();
@@ -126,11 +135,11 @@ LoadedCheckpoint load_checkpoint(ShardedBase& model, Optimizer& optimizer,
                                  const std::string& folder, GradScaler* scaler) {
   auto& runtime = fsdp::unit_of_handle(model.unit()).runtime();
   runtime.renew_after_failure();
-  runtime.require_idle("load_checkpoint");
-  fsdp::require_steps_of(model, optimizer, "load_checkpoint");
   World& world = *model.mesh().world();
   std::string chosen;
   comm::on_all_or_none(world, "checkpoint to load", [&] {
+    runtime.require_idle("load_checkpoint");
+    fsdp::require_steps_of(model, optimizer, "load_checkpoint");
     if (world.rank() == 0) chosen = path_in(folder).native();
     TESSERA_CHECK(world.rank() != 0 || !chosen.empty(), ErrorKind::kIo, shown(folder),
                   ": found no checkpoint, expected a folder with ", kLatestFile,

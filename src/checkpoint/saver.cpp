@@ -117,7 +117,10 @@ void CheckpointSaver::save(std::int64_t step, const ShardedBase& model, const Op
   finish();
   const double waited = ms_since(asked);
   begun_ = Clock::now();
-  snapshot_.take(state_parts(model, optimizer, options_.state), rank_file(world_.rank()));
+  // Memory may be short on one rank alone.
+  comm::on_all_or_none(world_, "copy of a rank's part", [&] {
+    snapshot_.take(state_parts(model, optimizer, options_.state), rank_file(world_.rank()));
+  });
   step_ = step;
   optimizer_ = optimizer.name();
   loss_scale_.reset();

@@ -72,7 +72,8 @@ FailureWatch::Actions ProcessWorld::watch_actions() {
     leave_after(*this, cause);
   };
   actions.lost = [this](const std::string& why) { report_failure(this, PeerLost(why), 1); };
-  actions.disagree = [this](const std::string& why) {
+  actions.disagree = [this](const std::string& why, int epoch) {
+    if (epoch != epoch_) return;  // recovered in the meantime
     report_failure(this, Error(ErrorKind::kComm, why), 1);
   };
   actions.aborted = [this](const std::string& why, int epoch) {

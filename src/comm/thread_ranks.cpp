@@ -39,10 +39,18 @@ struct ThreadRun {
 
   /// Marks every rank's World and ends all waits.
   void abort_all(const std::string& why);
+  /// What was found in an earlier epoch no longer counts.
+  void abort_all_in(int epoch_of_finding, const std::string& why);
+  int begin_epoch();  ///< by one rank for all: after a failure
+  int present_epoch();
 
   base::Mutex mutex;
   std::vector<ThreadWorld*> worlds TESSERA_GUARDED_BY(mutex);
-  int epoch = 0;
+
+ private:
+  void abort_each(const std::string& why) TESSERA_REQUIRES(mutex);
+
+  int epoch_ TESSERA_GUARDED_BY(mutex) = 0;
 };
 
 /// A World whose ranks are threads of one process. All ranks hang on one ThreadRun; aborting one
@@ -73,6 +81,25 @@ class ThreadWorld : public World {
 
 void ThreadRun::abort_all(const std::string& why) {
   const base::Lock lock(mutex);
+  abort_each(why);
+}
+
+void ThreadRun::abort_all_in(int epoch_of_finding, const std::string& why) {
+  const base::Lock lock(mutex);
+  if (epoch_of_finding == epoch_) abort_each(why);
+}
+
+int ThreadRun::begin_epoch() {
+  const base::Lock lock(mutex);
+  return ++epoch_;
+}
+
+int ThreadRun::present_epoch() {
+  const base::Lock lock(mutex);
+  return epoch_;
+}
+
+void ThreadRun::abort_each(const std::string& why) {
   for (ThreadWorld* world : worlds) world->abort_here(why);
   rendezvous.wake_all();
   for (ThreadWorld* world : worlds) world->wake();
@@ -93,8 +120,10 @@ ThreadWorld::ThreadWorld(std::shared_ptr<ThreadRun> run, int rank)
     std::iota(everyone.begin(), everyone.end(), 0);
     state_->board->watch(std::move(everyone));
     FailureWatch::Actions actions;
-    actions.failed = actions.lost =
-        actions.disagree = [this](const std::string& why) { run_->abort_all(why); };
+    actions.failed = actions.lost = [this](const std::string& why) { run_->abort_all(why); };
+    actions.disagree = [this](const std::string& why, int epoch) {
+      run_->abort_all_in(epoch, why);
+    };
     actions.aborted = [](const std::string&, int) {};  // abort_all() has done it
     watch_ = std::make_unique<FailureWatch>(run_->store, state_->board, watch, std::move(actions));
   }
@@ -131,11 +160,11 @@ void ThreadWorld::recover() {
   queue_->drain();               // its thread may still be inside a collective
   run_->rendezvous.meet(size_);  // from here on nobody is in one
   if (rank_ == 0) {
-    ++run_->epoch;
+    run_->begin_epoch();
     run_->rendezvous.reset();
   }
   run_->rendezvous.meet(size_);
-  repair(run_->epoch);
+  repair(run_->present_epoch());
   run_->rendezvous.meet(size_);  // a rank that goes on meets no half-repaired one
 }
 
@@ -257,7 +286,7 @@ void ThreadRanks::run(const std::function<void(World&)>& body) {
     // A queue's thread that is still inside a collective would join the next generation's.
     for (const auto& world : impl_->worlds) world->queue().drain();
     impl_->run->rendezvous.reset();
-    const int epoch = ++impl_->run->epoch;
+    const int epoch = impl_->run->begin_epoch();
     for (const auto& world : impl_->worlds) world->repair(epoch);
   }
   if (error) std::rethrow_exception(error);

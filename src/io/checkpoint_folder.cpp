@@ -20,7 +20,6 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::string_view kConfigFile = "config.json";
-constexpr std::int64_t kMaxConfigBytes = 4 << 20;
 // What is read at a time where rows are put together.
 constexpr std::size_t kRowChunkBytes = std::size_t{1} << 20;
 

@@ -25,6 +25,9 @@
 
 namespace tessera {
 
+/// Of a checkpoint's config.json, in bytes.
+inline constexpr std::int64_t kMaxConfigBytes = 4 << 20;
+
 class CheckpointFolder {
  public:
   /// Whether `path` is meant as a checkpoint: holds manifest.json; or step-N and no config.json,

@@ -18,6 +18,8 @@ namespace fs = std::filesystem;
 
 constexpr std::string_view kStepPrefix = "step-";
 constexpr std::string_view kTemporary = ".tmp";
+// A complete step that gives its name to another of the same number, until that has it.
+constexpr std::string_view kReplaced = ".replaced.tmp";
 constexpr std::int64_t kMaxLatestBytes = 64;
 
 void check_done(const std::error_code& error, std::string_view what, const fs::path& path) {
@@ -130,7 +132,15 @@ void CheckpointStore::clean() const {
   fs::create_directories(folder_, error);
   check_done(error, "make the folder", folder_);
   for (const fs::path& path : entries(folder_)) {
-    if (!is_unfinished(path.filename().native())) continue;
+    const std::string name = path.filename().native();
+    if (!is_unfinished(name)) continue;
+    const auto replaced = name.ends_with(kReplaced)
+                              ? parse_step_folder(name.substr(0, name.size() - kReplaced.size()))
+                              : std::nullopt;
+    if (replaced && !fs::exists(fs::symlink_status(complete(*replaced), error))) {
+      rename_folder(path, complete(*replaced));  // a crash came before the other had its name
+      continue;
+    }
     fs::remove_all(path, error);
     check_done(error, "remove the unfinished", path);
   }
@@ -152,10 +162,24 @@ void CheckpointStore::discard(std::int64_t step) const noexcept {
 
 void CheckpointStore::finish(std::int64_t step) const {
   sync_folder(temporary(step));
-  std::error_code ignored;
-  if (fs::exists(complete(step), ignored)) remove_complete(complete(step));
-  rename_folder(temporary(step), complete(step));
+  std::error_code error;
+  const fs::path replaced = folder_ / concat(step_folder(step), kReplaced);
+  const bool replaces = fs::exists(complete(step), error);
+  if (replaces) {
+    fs::remove_all(replaced, error);
+    check_done(error, "remove the unfinished", replaced);
+    rename_folder(complete(step), replaced);
+  }
+  try {
+    rename_folder(temporary(step), complete(step));
+  } catch (const Error&) {
+    if (replaces) rename_folder(replaced, complete(step));
+    throw;
+  }
   sync_folder(folder_);
+  // What it replaced is whole on the disk until here.
+  fs::remove_all(replaced, error);
+  check_done(error, "remove", replaced);
 }
 
 void CheckpointStore::set_latest(std::int64_t step) const {

@@ -44,14 +44,15 @@ class CheckpointStore {
   /// is not there; kIo.
   std::optional<std::int64_t> latest() const;
 
-  /// Makes the folder and removes what a crash left unfinished. Errors: kIo.
+  /// Makes the folder and removes what a crash left unfinished; a complete step that finish() was
+  /// replacing is there again. Errors: kIo.
   void clean() const;
   /// Makes step-N.tmp, or takes the folder that is there. Errors: kIo, also for a link.
   void begin(std::int64_t step) const;
   /// Removes step-N.tmp; never throws: it is for cleaning up after an error.
   void discard(std::int64_t step) const noexcept;
   /// Gives step-N.tmp its final name, durably; one of this name that another attempt left is
-  /// replaced. Errors: kIo.
+  /// replaced, and stays whole until then, a crash or an error included. Errors: kIo.
   void finish(std::int64_t step) const;
   void set_latest(std::int64_t step) const;  ///< Errors: kIo.
   /// Removes complete checkpoints older than the newest `count` up to `step` (0: none). Later ones

@@ -141,9 +141,15 @@ void FailureWatch::look_at_peers(int epoch) {
                                  [&] { return board_->lines(); });
   if (standing.wait) board_->set_cause(epoch, *standing.wait, peers_.cause());
   if (!found) return;
+  if (found->what == PeerWatch::Finding::What::kLost) {
+    over_ = true;
+    actions_.lost(found->why);
+    return;
+  }
+  if (epoch != epoch_) return;
   over_ = true;
-  const bool lost = found->what == PeerWatch::Finding::What::kLost;
-  (lost ? actions_.lost : actions_.disagree)(found->why);
+  actions_.disagree(found->why, epoch);
+  if (epoch != epoch_) over_ = false;
 }
 
 void FailureWatch::beat() {

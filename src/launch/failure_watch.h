@@ -50,7 +50,8 @@ class FailureWatch {
   struct Actions {
     std::function<void(const std::string& why)> failed;  ///< the failure key: why as written there
     std::function<void(const std::string& why)> lost;    ///< store gone, or a silent peer
-    std::function<void(const std::string& why)> disagree;  ///< ranks issue different collectives
+    /// Ranks issue different collectives, in this epoch: they may have recovered meanwhile.
+    std::function<void(const std::string& why, int epoch)> disagree;
     std::function<void(const std::string& why, int epoch)> aborted;  ///< a rank aborted its World
   };
 

@@ -180,7 +180,8 @@ TEST(ManyRanks, ARankWithoutAHeartbeatIsNamedByAnother) {
     const auto& board = boards.emplace_back(std::make_shared<comm::WaitBoard>());
     board->watch(everyone);
     comm::FailureWatch::Actions actions;
-    actions.failed = actions.disagree = [&](const std::string&) { ++wrong; };
+    actions.failed = [&](const std::string&) { ++wrong; };
+    actions.disagree = [&](const std::string&, int) { ++wrong; };
     actions.aborted = [](const std::string&, int) {};
     actions.lost = [&](const std::string& why) {
       if (!is_named.exchange(true)) named.set_value(why);

@@ -459,7 +459,9 @@ TEST(GroupsBesideModules, ACallOnTheOtherSideOfAForwardIsAnErrorOnAllRanks) {
                                        HasSubstr("rank 1 waits in all_reduce of accuracy"),
                                        HasSubstr("waits in all_gather of"))));
     } else {
-      EXPECT_THAT(said, Contains(HasSubstr("waited 3 s for rank 1")));
+      // Whose time is over first: rank 1's for the others in the call, or theirs for it.
+      EXPECT_THAT(said, Contains(AnyOf(HasSubstr("waited 3 s for rank 1"),
+                                       HasSubstr("waited 3 s for rank 0, 2"))));
     }
   }
 }

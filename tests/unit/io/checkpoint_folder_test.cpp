@@ -491,6 +491,40 @@ TEST(CheckpointStore, OnlyFinishedFoldersCount) {
   EXPECT_THAT(store.steps(), ElementsAre(9, 10));
 }
 
+// What a step replaces is whole until the new one has its name, whatever ends the attempt.
+TEST(CheckpointStore, AStepThatIsReplacedIsThereUntilTheNewOneIs) {
+  const TemporaryFolder folder;
+  const CheckpointStore store(folder / "checkpoint");
+  const auto begin = [&](const std::string& text) {
+    store.clean();
+    store.begin(5);
+    folder.write("checkpoint/step-5.tmp/a", text);
+  };
+  begin("old");
+  store.finish(5);
+  begin("new");
+  store.finish(5);
+  EXPECT_EQ(read_text_file(store.complete(5) / "a", 16), "new");
+  EXPECT_FALSE(fs::exists(folder / "checkpoint/step-5.replaced.tmp"));
+
+  // A crash between the two renames.
+  fs::rename(store.complete(5), folder / "checkpoint/step-5.replaced.tmp");
+  begin("newer");
+  EXPECT_EQ(read_text_file(store.complete(5) / "a", 16), "new");
+  // One after both: what was replaced is a leftover.
+  fs::create_directory(folder / "checkpoint/step-5.replaced.tmp");
+  store.finish(5);
+  EXPECT_EQ(read_text_file(store.complete(5) / "a", 16), "newer");
+  fs::create_directory(folder / "checkpoint/step-5.replaced.tmp");
+  store.clean();
+  EXPECT_FALSE(fs::exists(folder / "checkpoint/step-5.replaced.tmp"));
+  EXPECT_THAT(store.steps(), ElementsAre(5));
+
+  // Nothing to finish: an error before anything has moved.
+  error_of(ErrorKind::kIo, [&] { store.finish(5); });
+  EXPECT_EQ(read_text_file(store.complete(5) / "a", 16), "newer");
+}
+
 TEST(CheckpointStore, AStepIsNotBegunThroughALink) {
   const TemporaryFolder folder;
   const CheckpointStore store(folder / "checkpoint");

@@ -34,7 +34,7 @@ class Watched : public testing::Test {
     FailureWatch::Actions actions;
     actions.failed = act("failed");
     actions.lost = act("lost");
-    actions.disagree = act("disagree");
+    actions.disagree = [act](const std::string& why, int) { act("disagree")(why); };
     actions.aborted = [act](const std::string& why, int epoch) {
       act("poisoned")(concat(why, " in epoch ", epoch));
     };
