@@ -114,7 +114,8 @@ OptimizerStateDict optimizer_state_dict(const ShardedBase& model, const Optimize
                 ": found kSharded, expected kFull or kFullOnRankZero; Optimizer::state() has what "
                 "this rank holds");
   auto& runtime = fsdp::unit_of_handle(model.unit()).runtime();
-  fsdp::require_steps_of(model, optimizer, kWhat);
+  comm::on_all_or_none(runtime.world(), kWhat,
+                       [&] { fsdp::require_steps_of(model, optimizer, kWhat); });
   const auto states = states_of(optimizer);
   OptimizerStateDict dict{optimizer.name(), {}};
   std::map<const GradContract*, std::size_t> place;
@@ -255,8 +256,10 @@ StateDictDifference load_optimizer_state_dict(const ShardedBase& model, Optimize
   const at::NoGradGuard no_grad;
   auto& runtime = fsdp::unit_of_handle(model.unit()).runtime();
   runtime.renew_after_failure();
-  runtime.require_idle(kWhat);
-  fsdp::require_steps_of(model, optimizer, kWhat);
+  comm::on_all_or_none(runtime.world(), kWhat, [&] {
+    runtime.require_idle(kWhat);
+    fsdp::require_steps_of(model, optimizer, kWhat);
+  });
   const auto states = optimizer.state();
   auto plan = plan_load(optimizer, states, dict);
   comm::on_all_or_none(runtime.world(), kWhat, [&] {
