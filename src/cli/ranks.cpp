@@ -44,8 +44,9 @@ int run_as_rank(const WorldOptions& options, int world_size, const RankBody& bod
     body(*world, phase);
   } catch (const std::exception& error) {
     if (world_size == 1) {
-      if (exit_code(error, phase.now()) == kRefused) phase.refused();
-      return report(error, phase.now());
+      const int code = report(error, phase.now());
+      if (code == kRefused) phase.refused();
+      return code;
     }
     comm::report_failure(world.get(), error, exit_code(error, phase.now()));
   }

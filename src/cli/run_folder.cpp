@@ -10,6 +10,7 @@
 #include <iterator>
 #include <optional>
 #include <set>
+#include <string_view>
 #include <system_error>
 
 #include "base/environment.h"
@@ -17,6 +18,7 @@
 #include "base/log.h"
 #include "comm/group.h"
 #include "io/atomic_file.h"
+#include "io/checkpoint_store.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
 
@@ -26,72 +28,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr char kBetween = '\0';  // of paths: no name has it
-
-fs::path whole_path(const fs::path& path) {
-  fs::path whole = fs::absolute(path).lexically_normal();
-  return whole.has_filename() ? whole : whole.parent_path();
-}
-
-}  // namespace
-
-void MadeFolders::make(const fs::path& folder, std::string_view key) {
-  std::error_code error;
-  std::vector<fs::path> absent;  // the innermost first
-  for (fs::path path = whole_path(folder); path != path.root_path() && !fs::exists(path, error);
-       path = path.parent_path()) {
-    absent.push_back(path);
-  }
-  error.clear();
-  for (std::size_t left = absent.size(); left > 0 && !error; --left) {
-    const fs::path& path = absent[left - 1];
-    // Another run may make it at the same time: then it is not ours.
-    if (!fs::create_directory(path, error)) continue;
-    const base::Lock lock(mutex_);
-    (left == 1 ? own_ : above_).push_back(path);
-  }
-  if (!error) fs::create_directories(folder, error);  // says why it is none
-  TESSERA_CHECK(!error, ErrorKind::kIo, key, ": cannot make ", folder.string(), " (",
-                error.message(), ")");
-}
-
-void MadeFolders::add(const fs::path& path) {
-  const base::Lock lock(mutex_);
-  own_.push_back(whole_path(path));
-}
-
-void MadeFolders::leave(const fs::path& path) {
-  const base::Lock lock(mutex_);
-  std::erase(own_, whole_path(path));
-}
-
-void MadeFolders::remove() const {
-  const base::Lock lock(mutex_);
-  std::error_code ignored;
-  for (const fs::path& path : own_) fs::remove_all(path, ignored);
-  // Of two that one is inside the other the longer path goes first.
-  std::vector<fs::path> above = above_;
-  std::ranges::sort(above, std::greater(),
-                    [](const fs::path& path) { return path.native().size(); });
-  for (const fs::path& path : above) fs::remove(path, ignored);
-}
-
-std::string MadeFolders::own() const {
-  const base::Lock lock(mutex_);
-  std::string text;
-  for (const fs::path& path : own_) text += path.native() + kBetween;
-  return text;
-}
-
-void MadeFolders::take(const std::string& own) {
-  const base::Lock lock(mutex_);
-  for (std::size_t begin = 0; begin < own.size();) {
-    const std::size_t end = own.find(kBetween, begin);
-    own_.emplace_back(own.substr(begin, end - begin));
-    begin = end + 1;
-  }
-}
-
-namespace {
+constexpr const char* kConfigFile = "config.toml";
 
 std::string local_time() {
   const std::time_t now = std::time(nullptr);
@@ -113,14 +50,14 @@ bool holds(const fs::path& path, const std::string& text) {
 }
 
 // Two runs of the same second get different folders: create_directory says whether it was new.
-fs::path make_fresh_folder(const std::string& name, MadeFolders& made) {
-  made.make("outputs");
+fs::path make_fresh_folder(const std::string& name, MadePaths& made) {
+  made.make("outputs", "job.dump_folder");
   const std::string base = concat("outputs/", local_time(), "-", name);
   for (int attempt = 1;; ++attempt) {
     const fs::path folder = attempt == 1 ? base : concat(base, "-", attempt);
     std::error_code error;
     if (fs::create_directory(folder, error)) {
-      made.add(folder);
+      made.add_folder(folder);
       return folder;
     }
     TESSERA_CHECK(!error, ErrorKind::kIo, "job.dump_folder: cannot make ", folder.string(), " (",
@@ -155,20 +92,43 @@ std::optional<fs::path> folder_of_earlier_attempt(const fs::path& note) {
   return std::nullopt;
 }
 
-fs::path choose_folder(const std::string& name, MadeFolders& made) {
+fs::path choose_folder(const std::string& name, MadePaths& made) {
   const auto note = note_for_restarts();
   if (!note) return make_fresh_folder(name, made);
   if (const auto earlier = folder_of_earlier_attempt(*note)) return *earlier;
   const auto folder = make_fresh_folder(name, made);
-  made.make(note->parent_path());
-  std::error_code ignored;
-  if (!fs::exists(fs::symlink_status(*note, ignored))) made.add(*note);
+  made.expect_file(*note);
+  made.make(note->parent_path(), "job.dump_folder");
   write_atomically(*note, fs::absolute(folder).string() + '\n');
   return folder;
 }
 
+/// Another run that is refused may take an empty folder back just as this one wants to lock it: then
+/// it is made anew, once.
+FolderLock lock_folder(const fs::path& path, std::string_view key, MadePaths& made) {
+  const auto take = [&] {
+    std::error_code unknown;
+    const bool is_new =
+        fs::symlink_status(lock_file(path), unknown).type() == fs::file_type::not_found;
+    FolderLock lock(path, kEndOfEarlierRun,
+                    concat("wait for that run to end, or set another ", key));
+    if (is_new) made.add_lock(lock_file(path));
+    return lock;
+  };
+  try {
+    return take();
+  } catch (const Error& error) {
+    std::error_code unknown;
+    if (error.kind() != ErrorKind::kIo || fs::exists(path, unknown) || unknown) throw;
+  }
+  made.make(path, key);
+  return take();
+}
+
 /// Locks on RUN and on each folder of the run, inside RUN too: another run may name it as its own.
-std::vector<FolderLock> lock_folders(const train::Config& run, MadeFolders& made) {
+/// Into `locks` one by one: where a later one is refused, the earlier ones are held until what was
+/// made there is removed.
+void lock_folders(const train::Config& run, MadePaths& made, std::vector<FolderLock>& locks) {
   struct Folder {
     std::string_view key;
     fs::path path;
@@ -176,7 +136,6 @@ std::vector<FolderLock> lock_folders(const train::Config& run, MadeFolders& made
   const fs::path home = *run.job.dump_folder;
   std::vector<Folder> folders{{"job.dump_folder", home}, {"metrics.folder", run.metrics.folder}};
   if (run.checkpoint.enable) folders.push_back({"checkpoint.folder", run.checkpoint.folder});
-  std::vector<FolderLock> locks;
   std::set<fs::path> locked;
   for (const auto& [key, path] : folders) {
     made.make(path, key);
@@ -184,16 +143,21 @@ std::vector<FolderLock> lock_folders(const train::Config& run, MadeFolders& made
     const fs::path real = fs::canonical(path, error);
     TESSERA_CHECK(!error, ErrorKind::kIo, key, ": cannot open ", path.string(), " (",
                   error.message(), ")");
-    if (!locked.insert(real).second) continue;
-    try {
-      locks.emplace_back(real, kEndOfEarlierRun,
-                         concat("wait for that run to end, or set another ", key));
-    } catch (const Error&) {
-      made.leave(path);  // another run was quicker: it has become that one's
-      throw;
-    }
+    if (locked.insert(real).second) locks.push_back(lock_folder(real, key, made));
   }
-  return locks;
+}
+
+/// What a rank puts there before the first step. Event files are not among them: no name of theirs
+/// is known before.
+void expect_files(const train::Config& run, int rank, MadePaths& made) {
+  made.expect_file(log_file(run, rank));
+  if (run.checkpoint.enable) {  // by which ranks find out whether they can write there
+    const CheckpointStore store(run.checkpoint.folder);
+    made.expect_file(store.temporary(0) / concat("rank_", rank));
+  }
+  if (rank != 0) return;
+  made.expect_file(fs::path(*run.job.dump_folder) / kConfigFile);
+  made.expect_file(fs::path(run.metrics.folder) / "metrics.jsonl");
 }
 
 }  // namespace
@@ -202,22 +166,32 @@ void prepare_run_folder(const train::Config& config, const std::string& name, Wo
                         RunFolder& folder) {
   std::string chosen;
   if (world.rank() == 0) {
-    if (config.job.dump_folder) folder.made.make(*config.job.dump_folder);
+    if (config.job.dump_folder) {
+      folder.made.make(*config.job.dump_folder, "job.dump_folder");
+    }
     const fs::path run = config.job.dump_folder ? fs::path(*config.job.dump_folder)
                                                 : choose_folder(name, folder.made);
     chosen = fs::absolute(run).lexically_normal().string();
     // Before any rank opens its log there.
-    folder.locks = lock_folders(train::resolved_for_run(config, chosen), folder.made);
-    chosen += kBetween + folder.made.own();
+    folder.config = train::resolved_for_run(config, chosen);
+    lock_folders(folder.config, folder.made, folder.locks);
+    expect_files(folder.config, 0, folder.made);
+    chosen += kBetween + folder.made.folders();
   }
   chosen = comm::from_first_rank(world, "run folder", chosen);
+  if (world.rank() == 0) return;
   const std::size_t end = chosen.find(kBetween);
-  if (world.rank() != 0) folder.made.take(chosen.substr(end + 1));
   folder.config = train::resolved_for_run(config, chosen.substr(0, end));
+  folder.made.take_folders(std::string_view(chosen).substr(end + 1));
+  expect_files(folder.config, world.rank(), folder.made);
+}
+
+fs::path log_file(const train::Config& run, int rank) {
+  return fs::path(*run.job.dump_folder) / "logs" / concat("rank_", rank, ".log");
 }
 
 void write_run_config(const train::Config& run) {
-  const fs::path file = fs::path(*run.job.dump_folder) / "config.toml";
+  const fs::path file = fs::path(*run.job.dump_folder) / kConfigFile;
   const std::string text = train::to_toml(run);
   if (!holds(file, text)) write_atomically(file, text);
 }

@@ -1,49 +1,27 @@
 // RUN: the folder of a run, the same on every rank, and nobody else's while it runs.
 //
 // A run that is refused leaves nothing that it has made: whatever it makes before its first step is
-// noted. Next: train.cpp.
+// noted, and none of it is ever removed with what others put there (io/made_paths.h). Next:
+// train.cpp.
 #pragma once
 
 #include <filesystem>
 #include <string>
-#include <string_view>
 #include <vector>
 
-#include "base/mutex.h"
 #include "io/folder.h"
+#include "io/made_paths.h"
 #include "tessera/world.h"
 #include "train/config/config.h"
 
 namespace tessera::cli {
 
-/// What was not there before this run. Threads: any.
-class MadeFolders {
- public:
-  /// FOLDER and those above it. Errors: kIo naming the key.
-  void make(const std::filesystem::path& folder, std::string_view key = "job.dump_folder");
-  /// Something that the run has made for itself.
-  void add(const std::filesystem::path& path);
-  /// It is another run's after all.
-  void leave(const std::filesystem::path& path);
-  /// The run's own with all that it has written there, then those above that hold nothing else.
-  void remove() const;
-
-  /// For the other ranks, whose logs go there: each leaves when it does, and the last one removes
-  /// what is there by then.
-  std::string own() const;
-  void take(const std::string& own);
-
- private:
-  mutable base::Mutex mutex_;
-  std::vector<std::filesystem::path> own_ TESSERA_GUARDED_BY(mutex_);
-  std::vector<std::filesystem::path> above_ TESSERA_GUARDED_BY(mutex_);
-};
-
 struct RunFolder {
   train::Config config;  ///< its folders absolute (train::resolved_for_run)
   /// Rank 0: on all that the run writes into; for as long as it runs.
   std::vector<FolderLock> locks;
-  MadeFolders made;
+  /// With the files that this rank puts there before the first step.
+  MadePaths made;
 };
 
 /// Rank 0 chooses job.dump_folder where the config names none and makes it: outputs/<time>-<name>,
@@ -52,6 +30,9 @@ struct RunFolder {
 /// where another run uses it.
 void prepare_run_folder(const train::Config& config, const std::string& name, World& world,
                         RunFolder& folder);
+
+/// RUN/logs/rank_N.log.
+std::filesystem::path log_file(const train::Config& run, int rank);
 
 /// RUN/config.toml, once the command is not refused any more. Errors: kIo.
 void write_run_config(const train::Config& run);

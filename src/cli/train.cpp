@@ -39,10 +39,8 @@ int run_train(const TrainArguments& arguments) {
     comm::when_refused(world, [&phase] { phase.refused(); });
     prepare_run_folder(config, run_name(arguments.config_file), world, *run_folder);
     train::Config& run = run_folder->config;
-    const std::filesystem::path folder = *run.job.dump_folder;
-    log::init({.rank = world.rank(),
-               .world_size = world.size(),
-               .file = folder / "logs" / concat("rank_", world.rank(), ".log")});
+    log::init(
+        {.rank = world.rank(), .world_size = world.size(), .file = log_file(run, world.rank())});
     train::take_newest_checkpoint(run.model, world, "model.path");
     const StopSignal stop;
     train::TrainingHooks hooks;

@@ -205,7 +205,6 @@ void report_failure(World* world, const std::exception& error, int code) {
       first_code = cause->exit_code;
     }
   }
-  if (process_world != nullptr && first_code == kRefusedCode) process_world->refused();
   if (world == nullptr) report_before_joining(error, std::move(record));
   record.rank = world->rank();
   const bool told = tell_parent(record);
@@ -213,6 +212,7 @@ void report_failure(World* world, const std::exception& error, int code) {
     print_unless_told(record, told);
   } else {
     print_and_announce(*process_world, record, told);
+    if (first_code == kRefusedCode) process_world->refused();
     process_world->stay_for_readers();
   }
   ::_exit(record.exit_code);
@@ -226,9 +226,9 @@ void leave_after(ProcessWorld& world, const FailureRecord& cause) {
                              concat("stopped because of ", to_string(cause))};
   tell_parent(record);
   keep_in_log(record);
-  if (cause.exit_code == kRefusedCode) world.refused();
   // A refusal is about what was asked, not about a rank: it is said once.
   if (cause.exit_code != kRefusedCode) print(to_string(record));
+  if (cause.exit_code == kRefusedCode) world.refused();
   world.stay_for_readers();
   ::_exit(record.exit_code);
 }

@@ -30,8 +30,9 @@ void refuse_once(const std::exception& error, int code, const std::function<void
 [[noreturn]] void report_failure(World* world, const std::exception& error, int code);
 
 /// `undo` is called by report_failure and leave_after where this rank, or the one that ends it, was
-/// refused: it takes back what was made for a run that does not begin. A world of one calls nothing:
-/// its error unwinds. Threads: `undo` is called by the thread that leaves.
+/// refused: it takes back what was made for a run that does not begin, after all have been told. It
+/// has a second: a disk that hangs holds nobody up. A world of one calls nothing: its error unwinds.
+/// Threads: `undo` is called on a thread of its own; what it uses lives until the process leaves.
 void when_refused(World& world, std::function<void()> undo);
 
 /// For threads that saw another rank fail: prints its error, and leaves with its exit code.

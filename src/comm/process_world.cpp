@@ -28,6 +28,8 @@ constexpr std::chrono::seconds kLeavePatience{30};
 // collective by then says in which, before the watch says only that the store is gone.
 constexpr std::chrono::seconds kBoardFirst{1};
 
+constexpr std::chrono::milliseconds kUndoPatience{1000};
+
 std::optional<FailureRecord> decoded(const std::optional<std::string>& bytes) {
   return bytes ? decode_failure(*bytes) : std::nullopt;
 }
@@ -187,9 +189,22 @@ void ProcessWorld::when_refused(std::function<void()> undo) {
   undo_ = std::move(undo);
 }
 
-void ProcessWorld::refused() {
-  const base::Lock lock(undo_mutex_);
-  if (undo_) undo_();
+void ProcessWorld::refused() noexcept {
+  try {
+    std::function<void()> undo;
+    {
+      const base::Lock lock(undo_mutex_);
+      undo.swap(undo_);
+    }
+    if (!undo) return;
+    const auto call = [undo = std::move(undo)] {
+      undo();
+      return true;
+    };
+    BoundedCalls().run(call, kUndoPatience);
+  } catch (...) {
+    // It leaves all the same, with the error that it has announced.
+  }
 }
 
 void ProcessWorld::stay_for_readers() const {

@@ -63,7 +63,7 @@ class ProcessWorld : public World {
   std::optional<FailureRecord> failure_behind() noexcept;
   /// comm/failure_report.h.
   void when_refused(std::function<void()> undo);
-  void refused();
+  void refused() noexcept;
   /// Where this process serves the store: until the others have read what it says.
   void stay_for_readers() const;
 

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -67,6 +68,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kLookAgain{20};
+// There are file systems that number a file anew whenever it is asked for.
+constexpr int kMostReplaced = 100;
 
 std::string this_process() {
   std::array<char, 256> host{};
@@ -83,6 +86,14 @@ std::string holder(int descriptor) {
   return shown.substr(1, shown.size() - 2);  // a part of our own sentence, not a name
 }
 
+/// Whoever held it may have unlinked it: then the lock is on a file that nobody else will open.
+bool stands_at(int descriptor, const fs::path& path) {
+  struct stat held{};
+  struct stat named{};
+  return ::fstat(descriptor, &held) == 0 && ::lstat(path.c_str(), &named) == 0 &&
+         held.st_dev == named.st_dev && held.st_ino == named.st_ino;
+}
+
 /// Only what a message says later: where it cannot be written the lock is held all the same.
 void write_holder(int descriptor) {
   const std::string text = this_process();
@@ -97,16 +108,28 @@ std::filesystem::path lock_file(const std::filesystem::path& folder) { return fo
 FolderLock::FolderLock(const std::filesystem::path& folder, std::chrono::milliseconds patience,
                        const std::string& remedy) {
   const auto path = lock_file(folder);
-  require_no_link(path);
-  descriptor_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666);
-  int error_number = errno;
+  int error_number = 0;
   const auto failed = [&](std::string_view what) {
     return concat("cannot ", what, " ", shown(path), ": ",
                   std::generic_category().message(error_number), " (errno ", error_number, ")");
   };
-  TESSERA_CHECK(descriptor_ >= 0, ErrorKind::kIo, failed("create"));
+  const auto open = [&] {
+    if (descriptor_ >= 0) ::close(std::exchange(descriptor_, -1));
+    require_no_link(path);
+    descriptor_ =
+        ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666);
+    error_number = errno;
+    TESSERA_CHECK(descriptor_ >= 0, ErrorKind::kIo, failed("create"));
+  };
+  open();
+  int replaced = 0;
   const auto deadline = Clock::now() + patience;
-  while (::flock(descriptor_, LOCK_EX | LOCK_NB) != 0) {
+  while (true) {
+    if (::flock(descriptor_, LOCK_EX | LOCK_NB) == 0) {
+      if (stands_at(descriptor_, path) || ++replaced == kMostReplaced) break;
+      open();
+      continue;
+    }
     error_number = errno;
     if (error_number == EINTR) continue;
     const bool is_held = error_number == EWOULDBLOCK;

@@ -199,5 +199,23 @@ TEST(RunRefused, LeavesWhatWasThereBefore) {
   EXPECT_EQ(refused("runs/first"), before) << "of a run that is there its files stay";
 }
 
+// A folder that somebody has filled already, but that is no run: the refused ranks take back what
+// they put between its files, and nothing else.
+TEST(RunRefused, LeavesTheFilesOfAFolderThatIsNoRunYet) {
+  for (const std::string ranks : {"1", "2"}) {
+    const testing::TemporaryFolder folder;
+    write_small_run(folder);
+    folder.write("run/notes.txt", "mine");
+    folder.write("run/checkpoint/step-500/x", "mine");
+    folder.write("run/logs/rank_1.log", "of an earlier run\n");
+    const auto before = everything_in(folder);
+    const auto outcome =
+        run_program(folder, {"train", "run.toml", "--nproc", ranks, "--job.dump_folder", "run",
+                             "--optimizer.no_decay", "nomr"});
+    EXPECT_EQ(outcome.code, 2) << outcome.err;
+    EXPECT_EQ(everything_in(folder), before) << ranks << " rank(s)\n" << outcome.err;
+  }
+}
+
 }  // namespace
 }  // namespace tessera::cli::paths_test

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <fstream>
+#include <optional>
 #include <thread>
 
 #include "io/folder.h"
@@ -69,6 +70,20 @@ TEST(FolderLock, GoesWithItsProcess) {
   ::waitpid(child, nullptr, 0);
   ::close(ready[0]);
   ::close(ready[1]);
+}
+
+// A run that is refused takes its lock file away while another waits at it.
+TEST(FolderLock, IsTakenOnTheFileThatStandsThere) {
+  const TemporaryFolder folder;
+  std::optional<FolderLock> first(std::in_place, folder.path(), milliseconds(0), "");
+  std::thread waiting([&] {
+    const FolderLock second(folder.path(), minutes(1), "");
+    EXPECT_NE(error_of(folder.path(), ErrorKind::kConfig), "") << "of the file that others open";
+  });
+  std::this_thread::sleep_for(milliseconds(100));  // at the first one's file by now
+  std::filesystem::remove(lock_file(folder.path()));
+  first.reset();
+  waiting.join();
 }
 
 TEST(FolderLock, AFolderThatIsNotThereAndALinkAreErrorsThatNameTheFile) {
