@@ -2,11 +2,10 @@
 // would take. A value is looked at, nothing runs.
 #include "pipeline/schedule.h"
 
-#include <algorithm>
 #include <iomanip>
 #include <iostream>
-#include <numeric>
-#include <sstream>
+#include <optional>
+#include <string>
 
 #include "base/mapped_file.h"
 #include "base/printable.h"
@@ -25,7 +24,7 @@ namespace tessera::cli {
 namespace {
 
 constexpr std::int64_t kMostCsvBytes = std::int64_t{64} << 20;
-constexpr std::int64_t kMostTraceBytes = std::int64_t{1} << 30;
+constexpr std::int64_t kMostTraceBytes = std::int64_t{256} << 20;
 
 /// What was asked for, with messages: a file's own, else those that follow.
 struct Asked {
@@ -148,8 +147,11 @@ int run_schedule(const ScheduleArguments& arguments) {
             << to_string(schedule);
   for (const std::string& remark : validation.remarks) std::cout << "note: " << remark << '\n';
   print_times(schedule, simulated, arguments.costs_from ? " ms" : "");
-  std::cout << "valid; where a send ends when its receive is posted, a rank has "
-            << fewest_open_sends(program) << " open before it may wait for one\n";
+  const int open_sends = fewest_open_sends(program);
+  std::cout << "valid; no deadlock where a send ends only when its receive is posted and a rank "
+            << (open_sends == 0 ? "waits for each"
+                                : concat("waits for one when ", open_sends + 1, " are open"))
+            << '\n';
   return kDone;
 }
 

@@ -73,7 +73,7 @@ std::optional<Slot> parse_slot(std::string_view text);
 
 struct Schedule {
   int micro_batches = 0;
-  /// Of each stage. A file's schedule may have stages that no rank holds, as -1: validate() says so.
+  /// Of each stage; -1 where a file has none of its actions, which validate() says.
   std::vector<int> rank_of;
   std::vector<std::vector<Slot>> slots;  ///< of each rank, in its order
 

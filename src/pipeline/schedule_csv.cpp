@@ -18,10 +18,6 @@ std::string_view trimmed(std::string_view text) {
   return text.substr(begin, text.find_last_not_of(kBlank) - begin + 1);
 }
 
-bool is_blank(std::string_view text) {
-  return text.find_first_not_of(" \t\r\n") == std::string_view::npos;
-}
-
 /// A cell may stand in quotes; no step has any inside.
 std::string_view unquoted(std::string_view cell) {
   cell = trimmed(cell);
@@ -117,7 +113,6 @@ Program parse_csv(std::string_view text, std::string_view name) {
   while (!text.empty()) {
     std::string_view row = take_until(text, '\n');
     ++rows;
-    if (is_blank(row) && is_blank(text)) break;  // empty lines up to the end
     TESSERA_CHECK(rows <= kMostStages, ErrorKind::kFormat, name, ": found more than ", kMostStages,
                   " rows, expected one a rank");
     auto& steps = program.steps.emplace_back();
@@ -133,6 +128,7 @@ Program parse_csv(std::string_view text, std::string_view name) {
       steps.push_back(*step);
     }
   }
+  while (!program.steps.empty() && program.steps.back().empty()) program.steps.pop_back();
   measure(program);
   TESSERA_CHECK(!program.rank_of.empty(), ErrorKind::kFormat, name,
                 ": found no action of a schedule, expected a row of them a rank");

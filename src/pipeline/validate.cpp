@@ -100,7 +100,14 @@ class Lists {
   }
 
   void check_missing() {
+    std::set<int> present;
+    for (const auto& [action, place] : places_) present.insert(action.stage);
     for (int stage = 0; stage < schedule_.stages(); ++stage) {
+      if (!present.contains(stage)) {
+        fault(Fault::kMissing, "stage ", stage, ": found no action, expected those of ",
+              schedule_.micro_batches, " micro-batches");
+        continue;
+      }
       std::vector<int> no_forward;
       std::vector<int> no_backward;
       std::vector<int> no_input;

@@ -3,7 +3,8 @@
 // What is proven: each action stands once, on the rank of its stage, after what it needs; each
 // message has one send and one receive; no rank waits for ever, also where a send ends only when
 // its receive is posted; memory keeps to a bound. A schedule that leaves the order of micro-batches
-// is valid, its sums may differ in their last bits from those of a run without a pipeline: a remark.
+// is valid, but its sums may differ in their last bits from those of a run without a pipeline: a
+// remark.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +19,8 @@
 namespace tessera::pipeline {
 
 enum class Fault : std::uint8_t {
-  kPair,  ///< two actions in a slot that are not an F and a B
-  kUnknown,  ///< a stage or micro-batch that the schedule does not have, a backward where there is none
+  kPair,        ///< two actions in a slot that are not an F and a B
+  kUnknown,     ///< a stage or micro-batch that the schedule does not have; I, W, B of an F alone
   kPlacement,   ///< an action on another rank than its stage's
   kRepeated,    ///< an action twice, a B beside I or W
   kMissing,     ///< no F, no backward, I without W, W without I; a rank without any

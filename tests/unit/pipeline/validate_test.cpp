@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <functional>
 #include <map>
-#include <numeric>
+#include <tuple>
 
 #include "pipeline/kinds.h"
 #include "tessera/error.h"
@@ -422,8 +422,8 @@ TEST(Validate, ADeadlockNamesTheCircle) {
   EXPECT_FALSE(crossed.valid());
 }
 
-// With receives a slot ahead the simple kinds run where every send blocks its rank until the receive
-// is posted; the others need one or, with stages a rank, a few on the way.
+// With receives a slot ahead the simple kinds run where every send blocks its rank until the
+// receive is posted; the others need one or, with stages a rank, a few on the way.
 TEST(Validate, KindsEndWithFewOpenSends) {
   std::map<std::string_view, int> most;
   each_schedule(4, [&](const KindRow& row, const Shape&, const Schedule& schedule) {
@@ -436,6 +436,37 @@ TEST(Validate, KindsEndWithFewOpenSends) {
                                                    {"InterleavedZeroBubble", 3},
                                                    {"ZBV", 1},
                                                    {"DualPipeV", 1}}));
+}
+
+/// Messages of a direction from one rank to another, in the order of one end.
+std::map<std::tuple<int, int, Direction>, std::vector<HandOver>> messages_of(const Program& program,
+                                                                             Transfer::End end) {
+  std::map<std::tuple<int, int, Direction>, std::vector<HandOver>> messages;
+  for (const auto& steps : program.steps) {
+    for (const Step& step : steps) {
+      const auto* transfer = std::get_if<Transfer>(&step);
+      if (transfer == nullptr || transfer->end != end) continue;
+      const HandOver& what = transfer->what;
+      const int from = program.rank_of[static_cast<std::size_t>(what.from)];
+      const int to = program.rank_of[static_cast<std::size_t>(what.to())];
+      messages[{from, to, what.direction}].push_back(what);
+    }
+  }
+  return messages;
+}
+
+// A transport without tags can run every kind: in each direction messages are received in the order
+// in which they are sent.
+TEST(Validate, MessagesOfKindsDoNotOvertake) {
+  int pairs = 0;
+  each_schedule(4, [&](const KindRow& row, const Shape& shape, const Schedule& schedule) {
+    const Program program = lower(schedule);
+    const auto sent = messages_of(program, Transfer::End::kSend);
+    EXPECT_EQ(sent, messages_of(program, Transfer::End::kReceive))
+        << row.name << ' ' << shape.ranks << ' ' << shape.micro_batches;
+    pairs += static_cast<int>(sent.size());
+  });
+  EXPECT_GT(pairs, 1000);
 }
 
 TEST(Validate, ReportsStagesThatLeaveTheOrder) {
