@@ -10,6 +10,8 @@ namespace tessera::pipeline {
 namespace {
 
 constexpr std::string_view kBeside = "OVERLAP_F_B";
+/// F, I, W and four ends of messages; the rest is room for the moves of stages.
+constexpr std::int64_t kMostSteps = 8 * kMostCells;
 
 std::string_view trimmed(std::string_view text) {
   constexpr std::string_view kBlank = " \t\r";
@@ -110,6 +112,7 @@ std::string to_csv(const Program& program) {
 Program parse_csv(std::string_view text, std::string_view name) {
   Program program;
   std::size_t rows = 0;
+  std::int64_t count = 0;
   while (!text.empty()) {
     std::string_view row = take_until(text, '\n');
     ++rows;
@@ -125,6 +128,9 @@ Program parse_csv(std::string_view text, std::string_view name) {
                     ", expected a step of a schedule, as 3F0, (0F3;3B1)OVERLAP_F_B, 0SEND_F3, "
                     "2UNSHARD; stages below ",
                     kMostStages, ", micro-batches below ", kMostMicroBatches);
+      TESSERA_CHECK(++count <= kMostSteps, ErrorKind::kFormat, name, ", row ", rows, ", cell ",
+                    cell, ": found more than ", kMostSteps,
+                    " steps, expected at most what a schedule has");
       steps.push_back(*step);
     }
   }

@@ -15,6 +15,7 @@
 
 #include "pipeline/program.h"
 #include "pipeline/schedule.h"
+#include "tessera/error.h"
 
 namespace tessera::pipeline {
 
@@ -37,10 +38,23 @@ struct Finding {
 };
 
 struct Validation {
-  std::vector<Finding> findings;
+  /// More than anybody reads; a file of nothing but faults would fill memory with them.
+  static constexpr std::size_t kMostFindings = 100;
+
+  std::vector<Finding> findings;     ///< the first ones
+  std::int64_t more = 0;             ///< findings that were only counted
   std::vector<std::string> remarks;  ///< what is valid, but worth knowing
 
   bool valid() const { return findings.empty(); }
+
+  template <class... Parts>
+  void add(Fault fault, const Parts&... parts) {
+    if (findings.size() == kMostFindings) {
+      ++more;
+      return;
+    }
+    findings.push_back({fault, concat(parts...)});
+  }
 };
 
 /// What the lists are meant to be: of a step, or of forward_only().

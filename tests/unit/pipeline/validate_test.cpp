@@ -438,6 +438,31 @@ TEST(Validate, KindsEndWithFewOpenSends) {
                                                    {"DualPipeV", 1}}));
 }
 
+// Every send of rank 0 is open when rank 1 begins: far above what a walk that counts them anew at
+// each step could do.
+TEST(Validate, TakesLongSchedules) {
+  constexpr int kMicroBatches = kMostMicroBatches / 4;
+  const Schedule schedule = make_schedule(Kind::kGPipe, {2, 1, kMicroBatches});
+  EXPECT_TRUE(validate(schedule).valid());
+  EXPECT_EQ(fewest_open_sends(lower(schedule)), 0);
+  Schedule reversed = schedule;
+  std::ranges::reverse(reversed.slots[1].begin(), reversed.slots[1].begin() + kMicroBatches);
+  // Rank 1 begins with the last and has two receives posted before it.
+  EXPECT_EQ(fewest_open_sends(lower(reversed)), kMicroBatches - 2);
+}
+
+TEST(Validate, StopsToCollectFindings) {
+  Schedule schedule = make_schedule(Kind::kGPipe, {1, 1, 1});
+  schedule.slots[0].resize(1002, schedule.slots[0][0]);  // F and B, then F again
+  const Validation validation = validate(schedule);
+  EXPECT_EQ(validation.findings.size(), Validation::kMostFindings);
+  EXPECT_EQ(validation.more, 900);
+  Schedule holes = make_schedule(Kind::kGPipe, {1, 1, 100});
+  std::erase_if(holes.slots[0], [](const Slot& slot) { return slot.action.micro_batch % 2 == 1; });
+  EXPECT_THAT(text_of(validate(holes)), HasSubstr("micro-batch 1, 3, 5,"));
+  EXPECT_THAT(text_of(validate(holes)), HasSubstr(", 39 and 30 more, expected one of each"));
+}
+
 /// Messages of a direction from one rank to another, in the order of one end.
 std::map<std::tuple<int, int, Direction>, std::vector<HandOver>> messages_of(const Program& program,
                                                                              Transfer::End end) {
