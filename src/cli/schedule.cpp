@@ -2,11 +2,10 @@
 // would take. A value is looked at, nothing runs.
 #include "pipeline/schedule.h"
 
-#include <algorithm>
 #include <iomanip>
 #include <iostream>
-#include <numeric>
-#include <sstream>
+#include <optional>
+#include <string>
 
 #include "base/mapped_file.h"
 #include "base/printable.h"
@@ -20,12 +19,13 @@
 #include "pipeline/slot_trace.h"
 #include "pipeline/validate.h"
 #include "tessera/error.h"
+#include "train/config/config_resolve.h"
 
 namespace tessera::cli {
 namespace {
 
 constexpr std::int64_t kMostCsvBytes = std::int64_t{64} << 20;
-constexpr std::int64_t kMostTraceBytes = std::int64_t{1} << 30;
+constexpr std::int64_t kMostTraceBytes = std::int64_t{64} << 20;
 
 /// What was asked for, with messages: a file's own, else those that follow.
 struct Asked {
@@ -38,8 +38,9 @@ bool is_file(const ScheduleArguments& arguments) { return arguments.schedule.end
 
 Asked read_asked(const ScheduleArguments& arguments) {
   Asked asked{arguments.schedule, {}, false};
-  asked.program = pipeline::parse_csv(read_text_file(arguments.schedule, kMostCsvBytes),
-                                      shown(arguments.schedule));
+  const std::string text =
+      train::open_as("FILE.csv", [&] { return read_text_file(arguments.schedule, kMostCsvBytes); });
+  asked.program = pipeline::parse_csv(text, shown(arguments.schedule));
   const auto ranks = static_cast<int>(asked.program.steps.size());
   TESSERA_CHECK(arguments.ranks.value_or(ranks) == ranks, ErrorKind::kUsage, "--ranks: found ",
                 arguments.ranks.value_or(0), ", expected ", ranks, ", the rows of ",
@@ -75,8 +76,9 @@ Asked make_asked(const ScheduleArguments& arguments) {
 pipeline::Costs costs_of(const ScheduleArguments& arguments, const pipeline::Schedule& schedule) {
   pipeline::Costs costs(static_cast<std::size_t>(schedule.stages()));
   if (arguments.costs_from) {
-    costs = pipeline::costs_from_trace(read_text_file(*arguments.costs_from, kMostTraceBytes),
-                                       shown(*arguments.costs_from), schedule);
+    const std::string text = train::open_as(
+        "--costs-from", [&] { return read_text_file(*arguments.costs_from, kMostTraceBytes); });
+    costs = pipeline::costs_from_trace(text, shown(*arguments.costs_from), schedule);
   }
   for (pipeline::StageCosts& stage : costs) {
     if (!arguments.costs.empty()) {
@@ -95,7 +97,10 @@ void print_findings(const Asked& asked, const pipeline::Validation& validation) 
   for (const pipeline::Finding& finding : validation.findings) {
     std::cout << to_string(finding.fault) << ": " << finding.text << '\n';
   }
-  std::cout << printable(asked.name) << ": " << validation.findings.size() << " findings\n";
+  if (validation.more > 0) std::cout << "and " << validation.more << " more\n";
+  std::cout << printable(asked.name) << ": "
+            << static_cast<std::int64_t>(validation.findings.size()) + validation.more
+            << " findings\n";
 }
 
 void print_times(const pipeline::Schedule& schedule, const pipeline::Simulated& simulated,
@@ -115,11 +120,15 @@ void print_times(const pipeline::Schedule& schedule, const pipeline::Simulated& 
                "deferred: W that are put off, at most;\nopen sends: not yet arrived, at most\n";
 }
 
-/// What cannot be written is a failure, not a refusal: the schedule was right.
-void write_output(const std::optional<std::string>& file, std::string_view text) {
+/// What cannot be written is a failure, not a refusal: the schedule was right. Nothing is made that
+/// was not asked for.
+template <class Make>
+void write_output(std::string_view option, const std::optional<std::string>& file,
+                  const Make& make) {
   if (!file) return;
+  const std::string text = make();
   try {
-    write_atomically(*file, text);
+    train::open_as(option, [&] { write_atomically(*file, text); });
   } catch (const Error& error) {
     throw OutputLost(error.kind(), error.what());
   }
@@ -139,17 +148,21 @@ int run_schedule(const ScheduleArguments& arguments) {
   }
   const pipeline::Program program = asked.own_messages ? asked.program : lower(schedule);
   const pipeline::Simulated simulated = simulate(program, costs_of(arguments, schedule));
-  write_output(arguments.csv,
-               arguments.csv_form == "compute_comms" ? to_csv(program) : to_csv(schedule));
-  write_output(arguments.svg, to_svg(schedule, simulated));
-  write_output(arguments.trace, trace_of(schedule, simulated));
+  write_output("--csv", arguments.csv, [&] {
+    return arguments.csv_form == "compute_comms" ? to_csv(program) : to_csv(schedule);
+  });
+  write_output("--svg", arguments.svg, [&] { return to_svg(schedule, simulated); });
+  write_output("--trace", arguments.trace, [&] { return trace_of(schedule, simulated); });
   std::cout << printable(asked.name) << ": " << schedule.ranks() << " ranks, " << schedule.stages()
             << " stages, " << schedule.micro_batches << " micro-batches\n\n"
             << to_string(schedule);
   for (const std::string& remark : validation.remarks) std::cout << "note: " << remark << '\n';
   print_times(schedule, simulated, arguments.costs_from ? " ms" : "");
-  std::cout << "valid; where a send ends when its receive is posted, a rank has "
-            << fewest_open_sends(program) << " open before it may wait for one\n";
+  const int open_sends = fewest_open_sends(program);
+  std::cout << "valid; no deadlock where a send ends only when its receive is posted and a rank "
+            << (open_sends == 0 ? "waits for each"
+                                : concat("waits for one when ", open_sends + 1, " are open"))
+            << '\n';
   return kDone;
 }
 

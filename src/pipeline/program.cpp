@@ -35,19 +35,25 @@ std::map<int, Uses> uses_of(const std::vector<Slot>& slots) {
 class RankProgram {
  public:
   RankProgram(const Schedule& schedule, const std::vector<Slot>& slots)
-      : schedule_(schedule), slots_(slots), uses_(uses_of(slots)) {}
+      : schedule_(schedule), slots_(slots) {
+    for (const auto& [stage, uses] : uses_of(slots)) {
+      if (uses.first_forward) unshards_[*uses.first_forward].push_back(stage);
+      if (uses.last_gradient) reshards_[*uses.last_gradient].push_back(stage);
+      if (uses.last_weight) reduces_[*uses.last_weight].push_back(stage);
+    }
+  }
 
   std::vector<Step> lower(std::size_t receives_ahead) {
     std::size_t posted = 0;
     for (std::size_t i = 0; i < slots_.size(); ++i) {
-      moves(i, Residency::Move::kUnshard, &Uses::first_forward);
+      moves(i, Residency::Move::kUnshard, unshards_);
       for (; posted < slots_.size() && posted <= i + receives_ahead; ++posted) {
         transfers(slots_[posted], Transfer::End::kReceive);
       }
       steps_.emplace_back(slots_[i]);
       transfers(slots_[i], Transfer::End::kSend);
-      moves(i, Residency::Move::kReshard, &Uses::last_gradient);
-      moves(i, Residency::Move::kReduce, &Uses::last_weight);
+      moves(i, Residency::Move::kReshard, reshards_);
+      moves(i, Residency::Move::kReduce, reduces_);
     }
     return std::move(steps_);
   }
@@ -61,15 +67,20 @@ class RankProgram {
     });
   }
 
-  void moves(std::size_t slot, Residency::Move move, std::optional<std::size_t> Uses::* when) {
-    for (const auto& [stage, of_stage] : uses_) {
-      if (of_stage.*when == slot) steps_.emplace_back(Residency{move, stage});
-    }
+  /// Stages, ascending, by the slot at which they move: a rank may hold thousands.
+  using StagesBySlot = std::map<std::size_t, std::vector<int>>;
+
+  void moves(std::size_t slot, Residency::Move move, const StagesBySlot& when) {
+    const auto found = when.find(slot);
+    if (found == when.end()) return;
+    for (const int stage : found->second) steps_.emplace_back(Residency{move, stage});
   }
 
   const Schedule& schedule_;
   const std::vector<Slot>& slots_;
-  std::map<int, Uses> uses_;
+  StagesBySlot unshards_;
+  StagesBySlot reshards_;
+  StagesBySlot reduces_;
   std::vector<Step> steps_;
 };
 

@@ -1,8 +1,8 @@
 // What a rank does for a schedule, messages and parameters included: a schedule, lowered. Pure.
 //
 // The lists of a schedule leave open when messages and a stage's parameters move; here it is
-// written down. A receive is posted before it is needed and ends when the slot that needs it begins;
-// a send ends at the latest with the step. The turn of a V sends nothing. Next: validate.h, which
+// written down. A receive is posted before it is needed and waited for by the slot that needs it; a
+// send ends at the latest with the step. The turn of a V sends nothing. Next: validate.h, which
 // says whether such lists end.
 #pragma once
 

@@ -79,7 +79,9 @@ std::optional<Slot> parse_slot(std::string_view text) {
   const auto first = parse_action(text.substr(1, middle - 1));
   const auto second = parse_action(text.substr(middle + 1, text.size() - middle - 2));
   if (!first || !second) return std::nullopt;
-  return Slot{*first, *second};
+  Slot pair{*first, {}};
+  pair.beside = second;
+  return pair;
 }
 
 std::vector<int> Schedule::stages_of(int rank) const {

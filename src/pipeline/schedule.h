@@ -64,8 +64,8 @@ std::string to_string(const Slot& slot);
 /// for.
 inline constexpr int kMostStages = 4096;
 inline constexpr int kMostMicroBatches = 65536;
-/// Of stages x micro-batches.
-inline constexpr std::int64_t kMostCells = std::int64_t{1} << 20;
+/// Of stages x micro-batches: what is validated and simulated in some seconds.
+inline constexpr std::int64_t kMostCells = std::int64_t{1} << 18;
 
 /// The reverse of to_string; none for anything else, also for numbers out of the bounds above.
 std::optional<Action> parse_action(std::string_view text);
@@ -73,7 +73,7 @@ std::optional<Slot> parse_slot(std::string_view text);
 
 struct Schedule {
   int micro_batches = 0;
-  /// Of each stage. A file's schedule may have stages that no rank holds, as -1: validate() says so.
+  /// Of each stage; -1 where a file has none of its actions, which validate() says.
   std::vector<int> rank_of;
   std::vector<std::vector<Slot>> slots;  ///< of each rank, in its order
 

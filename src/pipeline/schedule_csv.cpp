@@ -10,16 +10,14 @@ namespace tessera::pipeline {
 namespace {
 
 constexpr std::string_view kBeside = "OVERLAP_F_B";
+/// F, I, W and four ends of messages; the rest is room for the moves of stages.
+constexpr std::int64_t kMostSteps = 8 * kMostCells;
 
 std::string_view trimmed(std::string_view text) {
   constexpr std::string_view kBlank = " \t\r";
   const auto begin = text.find_first_not_of(kBlank);
   if (begin == std::string_view::npos) return {};
   return text.substr(begin, text.find_last_not_of(kBlank) - begin + 1);
-}
-
-bool is_blank(std::string_view text) {
-  return text.find_first_not_of(" \t\r\n") == std::string_view::npos;
 }
 
 /// A cell may stand in quotes; no step has any inside.
@@ -114,10 +112,10 @@ std::string to_csv(const Program& program) {
 Program parse_csv(std::string_view text, std::string_view name) {
   Program program;
   std::size_t rows = 0;
+  std::int64_t count = 0;
   while (!text.empty()) {
     std::string_view row = take_until(text, '\n');
     ++rows;
-    if (is_blank(row) && is_blank(text)) break;  // empty lines up to the end
     TESSERA_CHECK(rows <= kMostStages, ErrorKind::kFormat, name, ": found more than ", kMostStages,
                   " rows, expected one a rank");
     auto& steps = program.steps.emplace_back();
@@ -130,9 +128,13 @@ Program parse_csv(std::string_view text, std::string_view name) {
                     ", expected a step of a schedule, as 3F0, (0F3;3B1)OVERLAP_F_B, 0SEND_F3, "
                     "2UNSHARD; stages below ",
                     kMostStages, ", micro-batches below ", kMostMicroBatches);
+      TESSERA_CHECK(++count <= kMostSteps, ErrorKind::kFormat, name, ", row ", rows, ", cell ",
+                    cell, ": found more than ", kMostSteps,
+                    " steps, expected at most what a schedule has");
       steps.push_back(*step);
     }
   }
+  while (!program.steps.empty() && program.steps.back().empty()) program.steps.pop_back();
   measure(program);
   TESSERA_CHECK(!program.rank_of.empty(), ErrorKind::kFormat, name,
                 ": found no action of a schedule, expected a row of them a rank");

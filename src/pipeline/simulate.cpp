@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
+#include <optional>
 #include <utility>
 
 #include "pipeline/validate.h"
@@ -63,15 +63,22 @@ class Memory {
 class Simulation {
  public:
   Simulation(const Program& program, const Costs& costs)
-      : program_(program), costs_(costs), next_(program.steps.size()), now_(program.steps.size()) {
+      : program_(program),
+        costs_(costs),
+        next_(program.steps.size()),
+        now_(program.steps.size()),
+        hand_overs_(2 * program.rank_of.size() *
+                    static_cast<std::size_t>(std::max(program.micro_batches, 0))) {
     simulated_.ranks.resize(program.steps.size());
   }
 
   Simulated run() {
-    for (bool moved = true; moved;) {
-      moved = false;
-      for (std::size_t rank = 0; rank < next_.size(); ++rank) {
-        while (next_[rank] < program_.steps[rank].size() && take(rank)) moved = true;
+    // A rank is looked at again when something is sent to it, not in rounds over all.
+    for (std::size_t rank = next_.size(); rank > 0; --rank) woken_.push_back(rank - 1);
+    while (!woken_.empty()) {
+      const std::size_t rank = woken_.back();
+      woken_.pop_back();
+      while (next_[rank] < program_.steps[rank].size() && take(rank)) {
       }
     }
     for (std::size_t rank = 0; rank < next_.size(); ++rank) {
@@ -110,7 +117,10 @@ class Simulation {
   bool take(std::size_t rank) {
     const Step& step = program_.steps[rank][next_[rank]];
     if (const auto* transfer = std::get_if<Transfer>(&step)) {
-      (transfer->end == Transfer::End::kSend ? sent_ : posted_)[transfer->what] = now_[rank];
+      const bool sends = transfer->end == Transfer::End::kSend;
+      HandOverTimes& times = times_of(transfer->what);
+      (sends ? times.sent : times.posted) = now_[rank];
+      if (sends) wake_taker(transfer->what);
     }
     if (const auto* slot = std::get_if<Slot>(&step); slot != nullptr && !take(rank, *slot)) {
       return false;
@@ -135,29 +145,55 @@ class Simulation {
     simulated_.ranks[rank].busy += cost;
     simulated_.ranks[rank].slots.push_back({begin, now_[rank]});
     slot.each([&](const Action& action) {
-      if (const auto given = given_by(action, stages())) made_[*given] = now_[rank];
+      if (const auto given = given_by(action, stages())) times_of(*given).made = now_[rank];
     });
     return true;
   }
 
+  /// When what one stage hands to the next was made, and travelled.
+  struct HandOverTimes {
+    std::optional<double> made;
+    std::optional<double> sent;
+    std::optional<double> posted;
+    std::optional<double> arrived;
+  };
+
+  /// In the order of what they are of.
+  HandOverTimes& times_of(const HandOver& what) {
+    const std::size_t direction =
+        what.direction == Direction::kForward ? 0 : program_.rank_of.size();
+    return hand_overs_.at((direction + static_cast<std::size_t>(what.from)) *
+                              static_cast<std::size_t>(program_.micro_batches) +
+                          static_cast<std::size_t>(what.micro_batch));
+  }
+
+  void wake_taker(const HandOver& what) {
+    const int taker = program_.rank_of.at(static_cast<std::size_t>(what.to()));
+    if (taker >= 0) woken_.push_back(static_cast<std::size_t>(taker));
+  }
+
   std::optional<double> arrival_of(const HandOver& what) {
-    const auto made = made_.find(what);
-    if (made == made_.end()) return std::nullopt;
-    const auto posted = posted_.find(what);
-    if (posted == posted_.end()) return made->second;  // within the rank
-    const auto sent = sent_.find(what);
-    if (sent == sent_.end()) return std::nullopt;
+    HandOverTimes& times = times_of(what);
+    if (!times.made || !times.posted) return times.made;  // without a receive: within the rank
+    if (!times.sent) return std::nullopt;
     const StageCosts& sender = of(what.from);
-    const double arrived =
-        std::max(sent->second, posted->second) +
+    times.arrived =
+        std::max(*times.sent, *times.posted) +
         (what.direction == Direction::kForward ? sender.send_forward : sender.send_backward);
-    arrived_[what] = {what, sent->second, posted->second, arrived};
-    return arrived;
+    return times.arrived;
   }
 
   void finish() {
     std::vector<std::vector<std::pair<double, int>>> changes(next_.size());  // of open sends
-    for (const auto& [what, message] : arrived_) {
+    const auto micro_batches = static_cast<std::size_t>(program_.micro_batches);
+    for (std::size_t i = 0; i < hand_overs_.size(); ++i) {
+      const HandOverTimes& times = hand_overs_[i];
+      if (!times.arrived) continue;
+      const std::size_t row = i / micro_batches;
+      const HandOver what{
+          row < program_.rank_of.size() ? Direction::kForward : Direction::kBackward,
+          static_cast<int>(row % program_.rank_of.size()), static_cast<int>(i % micro_batches)};
+      const SimulatedMessage message{what, *times.sent, *times.posted, *times.arrived};
       simulated_.messages.push_back(message);
       auto& of_sender =
           changes[static_cast<std::size_t>(program_.rank_of[static_cast<std::size_t>(what.from)])];
@@ -187,12 +223,10 @@ class Simulation {
   const Program& program_;
   const Costs& costs_;
   Simulated simulated_;
-  std::vector<std::size_t> next_;  ///< step of each rank
-  std::vector<double> now_;        ///< its clock
-  std::map<HandOver, double> made_;
-  std::map<HandOver, double> sent_;
-  std::map<HandOver, double> posted_;
-  std::map<HandOver, SimulatedMessage> arrived_;
+  std::vector<std::size_t> woken_;  ///< ranks to look at
+  std::vector<std::size_t> next_;   ///< step of each rank
+  std::vector<double> now_;         ///< its clock
+  std::vector<HandOverTimes> hand_overs_;
 };
 
 }  // namespace

@@ -14,6 +14,9 @@
 namespace tessera::pipeline {
 namespace {
 
+/// What a clock of nanoseconds in 64 bits holds: 285 years.
+constexpr double kMostMilliseconds = 9e12;
+
 TraceClock::time_point time_of(double ms) {
   return TraceClock::time_point(std::chrono::duration_cast<TraceClock::duration>(
       std::chrono::duration<double, std::milli>(ms)));
@@ -91,8 +94,10 @@ void add(Measured& measured, const JsonCursor& event) {
 /// Of all messages that a stage sends in a direction; 0 where there are none.
 double cost_of_messages(const Measured& measured, int from, Direction direction) {
   Mean mean;
-  for (const auto& [what, ends] : measured.messages) {
-    if (what.from != from || what.direction != direction) continue;
+  for (auto one = measured.messages.lower_bound({direction, from, 0});
+       one != measured.messages.end(); ++one) {
+    const auto& [what, ends] = *one;
+    if (what.from != from || what.direction != direction) break;
     // Of several steps the n-th send is taken by the n-th receive.
     for (std::size_t i = 0; i < std::min(ends.sends.size(), ends.receives.size()); ++i) {
       const TimeSpan& received = ends.receives[i];
@@ -160,6 +165,9 @@ class StageOfTrace {
 }  // namespace
 
 std::string trace_of(const Schedule& schedule, const Simulated& simulated) {
+  TESSERA_CHECK(simulated.makespan <= kMostMilliseconds, ErrorKind::kUsage,
+                "trace: found a makespan of ", simulated.makespan, " ms, expected at most ",
+                kMostMilliseconds);
   std::vector<std::vector<TraceSpan>> spans(simulated.ranks.size());
   for (std::size_t rank = 0; rank < spans.size(); ++rank) {
     for (std::size_t i = 0; i < schedule.slots[rank].size(); ++i) {

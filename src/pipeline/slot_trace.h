@@ -18,9 +18,9 @@ namespace tessera::pipeline {
 /// One unit of cost is a millisecond.
 std::string trace_of(const Schedule& schedule, const Simulated& simulated);
 
-/// Means over all steps of a trace, in milliseconds; what it does not have in whole is added up from
-/// its parts (B from I and W, a pair from F and B). `name` stands in messages. Errors: kFormat where
-/// it is no trace, or has nothing of a slot that the schedule has.
+/// Means over all steps of a trace, in milliseconds; what it does not have in whole is added up
+/// from its parts (B from I and W, a pair from F and B). `name` stands in messages. Errors: kFormat
+/// where it is no trace, or has nothing of a slot that the schedule has.
 Costs costs_from_trace(std::string_view text, std::string_view name, const Schedule& schedule);
 
 }  // namespace tessera::pipeline

@@ -32,8 +32,8 @@ std::string to_string(const Split& split);
 
 /// The largest cost of a rank (the sum over its stages) is as small as can be, then the next one,
 /// then that of a stage: exactly so where all layers cost the same or a rank has one stage, else no
-/// layer that changes its stage makes it smaller. `rank_of`: of each stage. Errors: kConfig with the
-/// numbers where there are fewer layers than stages need.
+/// layer that changes its stage makes it smaller. `rank_of`: of each stage. Errors: kConfig with
+/// the numbers where there are fewer layers than stages need.
 Split split_by_cost(const LayerCosts& costs, const std::vector<int>& rank_of);
 
 /// Errors: kConfig with the numbers for another count than stages, layers out of order or out of

@@ -22,10 +22,13 @@ std::string text_of(const Place& place, const Action& action) {
   return concat("rank ", place.rank, ", slot ", place.slot, " (", to_string(action), ")");
 }
 
-/// "0-3, 7".
+/// "0-3, 7". One line stays one that a person reads: after some ranges, how many numbers follow.
 std::string ranges_of(const std::vector<int>& numbers) {
+  constexpr int kMostRanges = 20;
   std::string text;
-  for (std::size_t i = 0; i < numbers.size();) {
+  int ranges = 0;
+  for (std::size_t i = 0; i < numbers.size(); ++ranges) {
+    if (ranges == kMostRanges) return concat(text, " and ", numbers.size() - i, " more");
     std::size_t last = i;
     while (last + 1 < numbers.size() && numbers[last + 1] == numbers[last] + 1) ++last;
     text += concat(text.empty() ? "" : ", ", numbers[i]);
@@ -65,7 +68,7 @@ class Lists {
  private:
   template <class... Parts>
   void fault(Fault fault, const Parts&... parts) {
-    validation_.findings.push_back({fault, concat(parts...)});
+    validation_.add(fault, parts...);
   }
 
   void enter(const Action& action, const Place& place) {
@@ -100,7 +103,14 @@ class Lists {
   }
 
   void check_missing() {
+    std::set<int> present;
+    for (const auto& [action, place] : places_) present.insert(action.stage);
     for (int stage = 0; stage < schedule_.stages(); ++stage) {
+      if (!present.contains(stage)) {
+        fault(Fault::kMissing, "stage ", stage, ": found no action, expected those of ",
+              schedule_.micro_batches, " micro-batches");
+        continue;
+      }
       std::vector<int> no_forward;
       std::vector<int> no_backward;
       std::vector<int> no_input;
@@ -236,7 +246,7 @@ class Messages {
  private:
   template <class... Parts>
   void fault(const Parts&... parts) {
-    validation_.findings.push_back({Fault::kMessage, concat(parts...)});
+    validation_.add(Fault::kMessage, parts...);
   }
   int rank_of(int stage) const {
     return stage >= 0 && stage < stages_ ? program_.rank_of[static_cast<std::size_t>(stage)] : -1;
@@ -287,31 +297,36 @@ class Messages {
   std::set<HandOver> made_;
 };
 
-/// Walks all ranks as far as they come.
+/// Walks all ranks as far as they come. A rank that waits is looked at again when what it waits for
+/// may have come, and open sends are counted where they change, so that a walk takes a time in
+/// proportion to the steps.
 class Walk {
  public:
   Walk(const Program& program, std::optional<int> open_sends)
-      : program_(program), open_sends_(open_sends), ranks_(program.steps.size()) {
+      : program_(program),
+        open_sends_(open_sends),
+        ranks_(program.steps.size()),
+        hand_overs_(2 * program.rank_of.size() *
+                    static_cast<std::size_t>(std::max(program.micro_batches, 0))) {
     for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
-      for (std::size_t i = 0; i < program.steps[rank].size(); ++i) {
-        if (const auto* transfer = std::get_if<Transfer>(&program.steps[rank][i]);
-            transfer != nullptr && transfer->end == Transfer::End::kReceive) {
-          receiver_[transfer->what] = rank;
-        }
+      for (const Step& step : program.steps[rank]) {
+        const auto* transfer = std::get_if<Transfer>(&step);
+        if (transfer == nullptr) continue;
+        HandOverState& state = state_of(transfer->what);
+        (transfer->end == Transfer::End::kReceive ? state.receiver : state.sender) =
+            static_cast<int>(rank);
       }
     }
   }
 
   /// Whether all ranks come to their end.
   bool ends() {
-    for (bool moved = true; moved;) {
-      moved = false;
-      for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
-        while (!waits(rank) && ranks_[rank].next < program_.steps[rank].size()) {
-          take(rank);
-          moved = true;
-        }
-      }
+    for (std::size_t rank = ranks_.size(); rank > 0; --rank) wake(rank - 1);
+    while (!woken_.empty()) {
+      const std::size_t rank = woken_.back();
+      woken_.pop_back();
+      ranks_[rank].is_woken = false;
+      while (!waits(rank) && ranks_[rank].next < program_.steps[rank].size()) take(rank);
     }
     for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
       if (ranks_[rank].next < program_.steps[rank].size() || waits(rank)) return false;
@@ -324,8 +339,10 @@ class Walk {
     std::size_t rank = 0;
     while (!waits(rank) && rank + 1 < ranks_.size()) ++rank;
     std::vector<std::size_t> path;
-    while (std::ranges::find(path, rank) == path.end()) {
+    std::vector<bool> is_on_path(ranks_.size());
+    while (!is_on_path[rank]) {
       path.push_back(rank);
+      is_on_path[rank] = true;
       const auto wait = waits(rank);
       if (!wait) break;
       rank = wait->rank;
@@ -334,7 +351,7 @@ class Walk {
     for (auto one = std::ranges::find(path, rank); one != path.end(); ++one) {
       const auto wait = waits(*one);
       if (!wait) break;
-      text += concat(text.empty() ? "" : "; ", "rank ", *one, " ", wait->text, " (rank ",
+      text += concat(text.empty() ? "" : "; ", "rank ", *one, " ", text_of(*one, *wait), " (rank ",
                      wait->rank, ")");
     }
     return text;
@@ -345,32 +362,51 @@ class Walk {
  private:
   struct RankState {
     std::size_t next = 0;
-    std::vector<HandOver> open;  ///< sends whose receives are not posted
+    bool is_woken = false;
+    std::vector<HandOver> sends;  ///< those taken before their receives were posted, in order
+    std::size_t oldest = 0;       ///< of them, the first whose receive is not posted
+    int open = 0;                 ///< of them, how many receives are not posted
+  };
+  struct HandOverState {
+    int sender = -1;  ///< rank; none within a rank
+    int receiver = -1;
+    bool is_posted = false;
+    bool is_open = false;  ///< sent, not posted
+    bool is_made = false;  ///< within a rank: made; between ranks: sent
   };
   struct Wait {
     std::size_t rank = 0;  ///< that is waited for
-    std::string text;
+    HandOver what;
+    bool of_send = false;  ///< for its receive, not for what a slot needs
   };
 
-  bool is_posted(const HandOver& what) const { return posted_.contains(what); }
+  std::size_t index_of(const HandOver& what) const {
+    // Valid messages are of what slots make (Messages).
+    TESSERA_INVARIANT(what.from >= 0 && what.micro_batch >= 0 &&
+                          what.from < static_cast<int>(program_.rank_of.size()) &&
+                          what.micro_batch < program_.micro_batches,
+                      "a message of what no slot makes");
+    const auto stages = program_.rank_of.size();
+    const std::size_t direction = what.direction == Direction::kForward ? 0 : stages;
+    return (direction + static_cast<std::size_t>(what.from)) *
+               static_cast<std::size_t>(program_.micro_batches) +
+           static_cast<std::size_t>(what.micro_batch);
+  }
+  HandOverState& state_of(const HandOver& what) { return hand_overs_[index_of(what)]; }
+  const HandOverState& state_of(const HandOver& what) const { return hand_overs_[index_of(what)]; }
+
+  void wake(std::size_t rank) {
+    if (std::exchange(ranks_[rank].is_woken, true)) return;
+    woken_.push_back(rank);
+  }
 
   std::optional<Wait> waits(std::size_t rank) const {
     const RankState& state = ranks_[rank];
-    std::size_t open = 0;
-    const HandOver* oldest = nullptr;
-    for (const HandOver& what : state.open) {
-      if (is_posted(what)) continue;
-      if (oldest == nullptr) oldest = &what;
-      ++open;
-    }
     const bool at_end = state.next == program_.steps[rank].size();
-    const std::size_t allowed =
-        at_end ? 0 : static_cast<std::size_t>(open_sends_.value_or(static_cast<int>(open)));
-    if (open > allowed) {
-      const auto receiver = receiver_.find(*oldest);
-      return Wait{receiver == receiver_.end() ? rank : receiver->second,
-                  concat(at_end ? "at its end" : "after a send", " waits for the receive of ",
-                         to_string(*oldest), " to be posted")};
+    if (state.open > (at_end ? 0 : open_sends_.value_or(state.open))) {
+      const HandOver& oldest = state.sends[state.oldest];
+      const int receiver = state_of(oldest).receiver;
+      return Wait{receiver < 0 ? rank : static_cast<std::size_t>(receiver), oldest, true};
     }
     if (at_end) return std::nullopt;
     const auto* slot = std::get_if<Slot>(&program_.steps[rank][state.next]);
@@ -378,50 +414,80 @@ class Walk {
     std::optional<Wait> wait;
     slot->each([&](const Action& action) {
       const auto need = needed_by(action, static_cast<int>(program_.rank_of.size()));
-      if (!need || made_.contains(*need) || wait) return;
+      if (!need || wait || state_of(*need).is_made) return;
       const int maker = program_.rank_of[static_cast<std::size_t>(need->from)];
-      wait = Wait{static_cast<std::size_t>(maker),
-                  concat("before ", to_string(*slot), " waits for ", to_string(*need))};
+      wait = Wait{static_cast<std::size_t>(maker), *need, false};
     });
     return wait;
   }
 
+  std::string text_of(std::size_t rank, const Wait& wait) const {
+    const auto& steps = program_.steps[rank];
+    const std::size_t next = ranks_[rank].next;
+    if (!wait.of_send) {
+      return concat("before ", to_string(std::get<Slot>(steps[next])), " waits for ",
+                    to_string(wait.what));
+    }
+    return concat(next == steps.size() ? "at its end" : "after a send",
+                  " waits for the receive of ", to_string(wait.what), " to be posted");
+  }
+
   void take(std::size_t rank) {
-    RankState& state = ranks_[rank];
-    const Step& step = program_.steps[rank][state.next++];
+    const Step& step = program_.steps[rank][ranks_[rank].next++];
     if (const auto* slot = std::get_if<Slot>(&step)) {
       slot->each([&](const Action& action) {
         const auto given = given_by(action, static_cast<int>(program_.rank_of.size()));
-        if (given && !receiver_.contains(*given)) made_.insert(*given);
+        if (given && state_of(*given).receiver < 0) make(*given);
       });
     }
     const auto* transfer = std::get_if<Transfer>(&step);
     if (transfer == nullptr) return;
     if (transfer->end == Transfer::End::kReceive) {
-      posted_.insert(transfer->what);
-      return;
+      post(transfer->what);
+    } else {
+      send(rank, transfer->what);
     }
-    // Under way from here on, whether or not its rank waits for it.
-    made_.insert(transfer->what);
-    std::erase_if(state.open, [&](const HandOver& what) { return is_posted(what); });
-    if (is_posted(transfer->what)) return;
-    state.open.push_back(transfer->what);
-    most_open_ = std::max(most_open_, static_cast<int>(state.open.size()));
+  }
+
+  void make(const HandOver& what) {
+    state_of(what).is_made = true;
+    wake(static_cast<std::size_t>(program_.rank_of[static_cast<std::size_t>(what.to())]));
+  }
+
+  void post(const HandOver& what) {
+    HandOverState& posted = state_of(what);
+    posted.is_posted = true;
+    if (!std::exchange(posted.is_open, false)) return;
+    RankState& sender = ranks_[static_cast<std::size_t>(posted.sender)];
+    --sender.open;
+    while (sender.oldest < sender.sends.size() && !state_of(sender.sends[sender.oldest]).is_open) {
+      ++sender.oldest;
+    }
+    wake(static_cast<std::size_t>(posted.sender));
+  }
+
+  void send(std::size_t rank, const HandOver& what) {
+    make(what);  // under way from here on, whether or not its rank waits for it
+    HandOverState& sent = state_of(what);
+    if (sent.is_posted || sent.is_open) return;
+    sent.is_open = true;
+    RankState& sender = ranks_[rank];
+    sender.sends.push_back(what);
+    most_open_ = std::max(most_open_, ++sender.open);
   }
 
   const Program& program_;
   std::optional<int> open_sends_;
   std::vector<RankState> ranks_;
-  std::map<HandOver, std::size_t> receiver_;  ///< rank
-  std::set<HandOver> posted_;
-  std::set<HandOver> made_;  ///< within a rank: made; between ranks: sent
+  std::vector<HandOverState> hand_overs_;  ///< by index_of()
+  std::vector<std::size_t> woken_;         ///< ranks to look at
   int most_open_ = 0;
 };
 
 void check_walk(const Program& program, const Limits& limits, Validation& validation) {
   Walk walk(program, limits.open_sends);
   if (walk.ends()) return;
-  validation.findings.push_back({Fault::kDeadlock, "ranks wait for each other: " + walk.circle()});
+  validation.add(Fault::kDeadlock, "ranks wait for each other: ", walk.circle());
 }
 
 void check_memory(const Schedule& schedule, const Limits& limits, Validation& validation) {
@@ -429,10 +495,9 @@ void check_memory(const Schedule& schedule, const Limits& limits, Validation& va
   const std::vector<int> peaks = peak_live_chunks(schedule);
   for (std::size_t rank = 0; rank < peaks.size(); ++rank) {
     if (peaks[rank] <= *limits.live_chunks) continue;
-    validation.findings.push_back(
-        {Fault::kMemory, concat("rank ", rank, ": found ", peaks[rank],
-                                " live micro-batches of its stages at once, expected at most ",
-                                *limits.live_chunks)});
+    validation.add(Fault::kMemory, "rank ", rank, ": found ", peaks[rank],
+                   " live micro-batches of its stages at once, expected at most ",
+                   *limits.live_chunks);
   }
 }
 

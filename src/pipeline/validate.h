@@ -3,7 +3,8 @@
 // What is proven: each action stands once, on the rank of its stage, after what it needs; each
 // message has one send and one receive; no rank waits for ever, also where a send ends only when
 // its receive is posted; memory keeps to a bound. A schedule that leaves the order of micro-batches
-// is valid, its sums may differ in their last bits from those of a run without a pipeline: a remark.
+// is valid, but its sums may differ in their last bits from those of a run without a pipeline: a
+// remark.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +15,13 @@
 
 #include "pipeline/program.h"
 #include "pipeline/schedule.h"
+#include "tessera/error.h"
 
 namespace tessera::pipeline {
 
 enum class Fault : std::uint8_t {
-  kPair,  ///< two actions in a slot that are not an F and a B
-  kUnknown,  ///< a stage or micro-batch that the schedule does not have, a backward where there is none
+  kPair,        ///< two actions in a slot that are not an F and a B
+  kUnknown,     ///< a stage or micro-batch that the schedule does not have; I, W, B of an F alone
   kPlacement,   ///< an action on another rank than its stage's
   kRepeated,    ///< an action twice, a B beside I or W
   kMissing,     ///< no F, no backward, I without W, W without I; a rank without any
@@ -36,10 +38,23 @@ struct Finding {
 };
 
 struct Validation {
-  std::vector<Finding> findings;
+  /// More than anybody reads; a file of nothing but faults would fill memory with them.
+  static constexpr std::size_t kMostFindings = 100;
+
+  std::vector<Finding> findings;     ///< the first ones
+  std::int64_t more = 0;             ///< findings that were only counted
   std::vector<std::string> remarks;  ///< what is valid, but worth knowing
 
   bool valid() const { return findings.empty(); }
+
+  template <class... Parts>
+  void add(Fault fault, const Parts&... parts) {
+    if (findings.size() == kMostFindings) {
+      ++more;
+      return;
+    }
+    findings.push_back({fault, concat(parts...)});
+  }
 };
 
 /// What the lists are meant to be: of a step, or of forward_only().

@@ -68,6 +68,12 @@ TEST(ScheduleVerb, NamesEveryFindingOfAFile) {
   EXPECT_EQ(locked.code, 3) << locked.err;
   EXPECT_THAT(locked.out,
               HasSubstr("deadlock: ranks wait for each other: rank 0 before 0B0 waits"));
+  std::string many;
+  for (int i = 0; i < 150; ++i) many += "0F0,";
+  folder.write("many.csv", many + "0B0\n");
+  const Outcome counted = run_program(folder, schedule({"many.csv"}));
+  EXPECT_EQ(counted.code, 3) << counted.err;
+  EXPECT_THAT(counted.out, HasSubstr("\nand 49 more\n'many.csv': 149 findings\n"));
 }
 
 TEST(ScheduleVerb, RefusesWithNumbers) {
@@ -87,7 +93,9 @@ TEST(ScheduleVerb, RefusesWithNumbers) {
       {{"two.csv", "--ranks", "3"}, "--ranks: found 3, expected 2"},
       {{"two.csv", "--stages-per-rank", "2"}, "--stages-per-rank: found 2"},
       {{"torn.csv"}, "row 1, cell 2: found '0Q0'"},
-      {{"absent.csv"}, "absent.csv"},
+      {{"absent.csv"}, "FILE.csv: cannot open 'absent.csv'"},
+      {{"two.csv", "--costs-from", "absent.json"}, "--costs-from: cannot open 'absent.json'"},
+      {{"two.csv", "--costs", "1e13,1,1,1", "--trace", "a.json"}, "trace: found a makespan of"},
       {{"two.csv", "--costs-from", "t.json"}, "found no span of the row 'slots'"},
   };
   for (const auto& [words, says] : cases) {
@@ -101,10 +109,12 @@ TEST(ScheduleVerb, RefusesWithNumbers) {
 // What cannot be written is a failure: the schedule itself was right.
 TEST(ScheduleVerb, FailsWhereItCannotWrite) {
   const testing::TemporaryFolder folder;
-  const Outcome outcome = run_program(
-      folder, schedule({"GPipe", "--ranks", "2", "--micro-batches", "2", "--svg", "absent/a.svg"}));
-  EXPECT_EQ(outcome.code, 1) << outcome.err;
-  EXPECT_THAT(outcome.err, HasSubstr("absent"));
+  for (const std::string option : {"--csv", "--svg", "--trace"}) {
+    const Outcome outcome = run_program(
+        folder, schedule({"GPipe", "--ranks", "2", "--micro-batches", "2", option, "absent/a"}));
+    EXPECT_EQ(outcome.code, 1) << outcome.err;
+    EXPECT_THAT(outcome.err, AllOf(HasSubstr(option + ": "), HasSubstr("absent")));
+  }
 }
 
 }  // namespace

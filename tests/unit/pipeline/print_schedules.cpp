@@ -1,10 +1,9 @@
 // Schedules for programs that compare them with their own: reads commands, a line each, and answers
 // each with a line, then the rows of CSV that it says.
-//   make KIND RANKS STAGES_PER_RANK MICRO_BATCHES   "made 2 x RANKS" or "refused WHY"; compute_only,
-//                                                   then compute_comms
-//   read FILE                                       "valid ROWS", "found WHAT" or "refused WHY"; the
-//                                                   file, written again
-#include <algorithm>
+//   make KIND RANKS STAGES_PER_RANK MICRO_BATCHES
+//       "made 2 x RANKS" or "refused WHY"; compute_only, then compute_comms
+//   read FILE
+//       "valid ROWS", "found WHAT" or "refused WHY"; the file, written again
 #include <fstream>
 #include <iostream>
 #include <iterator>

@@ -116,6 +116,14 @@ TEST(ScheduleCsv, RefusesByRowAndCell) {
   EXPECT_THAT(message_of(std::string(5000, '\n') + "0F0"), HasSubstr("more than 4096 rows"));
 }
 
+TEST(ScheduleCsv, RefusesMoreStepsThanAScheduleHas) {
+  constexpr int kMostSteps = 8 * static_cast<int>(kMostCells);
+  std::string text;
+  for (int i = 0; i <= kMostSteps; ++i) text += "0F0,";
+  EXPECT_THAT(message_of(text), HasSubstr(concat("a.csv, row 1, cell ", kMostSteps + 1,
+                                                 ": found more than ", kMostSteps, " steps")));
+}
+
 // What cannot run is read, and validation names it.
 TEST(ScheduleCsv, LeavesWhatCannotRunToTheValidator) {
   const Program gap = parse_csv("0F0,0B0\n2F0,2B0\n", "x");

@@ -73,6 +73,23 @@ TEST(SlotTrace, PartsMakeUpTheWhole) {
   }
 }
 
+TEST(SlotTrace, RefusesTimesThatNoClockHolds) {
+  const Schedule schedule = make_schedule(Kind::kGPipe, {1, 1, 1});
+  Costs costs(1);
+  costs[0].forward = 8e12;
+  EXPECT_THAT(trace_of(schedule, simulate(schedule, costs)), HasSubstr("0F0"));
+  for (const double cost : {9.1e12, 1e300}) {
+    costs[0].forward = cost;
+    try {
+      trace_of(schedule, simulate(schedule, costs));
+      ADD_FAILURE() << "wrote " << cost;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kUsage);
+      EXPECT_THAT(error.what(), HasSubstr("trace: found a makespan of "));
+    }
+  }
+}
+
 TEST(SlotTrace, RefusesWhatIsNoTrace) {
   const Schedule schedule = make_schedule(Kind::kGPipe, {1, 1, 1});
   for (const char* text :

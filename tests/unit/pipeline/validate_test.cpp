@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <functional>
 #include <map>
-#include <numeric>
+#include <tuple>
 
 #include "pipeline/kinds.h"
 #include "tessera/error.h"
@@ -422,8 +422,8 @@ TEST(Validate, ADeadlockNamesTheCircle) {
   EXPECT_FALSE(crossed.valid());
 }
 
-// With receives a slot ahead the simple kinds run where every send blocks its rank until the receive
-// is posted; the others need one or, with stages a rank, a few on the way.
+// With receives a slot ahead the simple kinds run where every send blocks its rank until the
+// receive is posted; the others need one or, with stages a rank, a few on the way.
 TEST(Validate, KindsEndWithFewOpenSends) {
   std::map<std::string_view, int> most;
   each_schedule(4, [&](const KindRow& row, const Shape&, const Schedule& schedule) {
@@ -436,6 +436,62 @@ TEST(Validate, KindsEndWithFewOpenSends) {
                                                    {"InterleavedZeroBubble", 3},
                                                    {"ZBV", 1},
                                                    {"DualPipeV", 1}}));
+}
+
+// Every send of rank 0 is open when rank 1 begins: far above what a walk that counts them anew at
+// each step could do.
+TEST(Validate, TakesLongSchedules) {
+  constexpr int kMicroBatches = kMostMicroBatches / 4;
+  const Schedule schedule = make_schedule(Kind::kGPipe, {2, 1, kMicroBatches});
+  EXPECT_TRUE(validate(schedule).valid());
+  EXPECT_EQ(fewest_open_sends(lower(schedule)), 0);
+  Schedule reversed = schedule;
+  std::ranges::reverse(reversed.slots[1].begin(), reversed.slots[1].begin() + kMicroBatches);
+  // Rank 1 begins with the last and has two receives posted before it.
+  EXPECT_EQ(fewest_open_sends(lower(reversed)), kMicroBatches - 2);
+}
+
+TEST(Validate, StopsToCollectFindings) {
+  Schedule schedule = make_schedule(Kind::kGPipe, {1, 1, 1});
+  schedule.slots[0].resize(1002, schedule.slots[0][0]);  // F and B, then F again
+  const Validation validation = validate(schedule);
+  EXPECT_EQ(validation.findings.size(), Validation::kMostFindings);
+  EXPECT_EQ(validation.more, 900);
+  Schedule holes = make_schedule(Kind::kGPipe, {1, 1, 100});
+  std::erase_if(holes.slots[0], [](const Slot& slot) { return slot.action.micro_batch % 2 == 1; });
+  EXPECT_THAT(text_of(validate(holes)), HasSubstr("micro-batch 1, 3, 5,"));
+  EXPECT_THAT(text_of(validate(holes)), HasSubstr(", 39 and 30 more, expected one of each"));
+}
+
+/// Messages of a direction from one rank to another, in the order of one end.
+std::map<std::tuple<int, int, Direction>, std::vector<HandOver>> messages_of(const Program& program,
+                                                                             Transfer::End end) {
+  std::map<std::tuple<int, int, Direction>, std::vector<HandOver>> messages;
+  for (const auto& steps : program.steps) {
+    for (const Step& step : steps) {
+      const auto* transfer = std::get_if<Transfer>(&step);
+      if (transfer == nullptr || transfer->end != end) continue;
+      const HandOver& what = transfer->what;
+      const int from = program.rank_of[static_cast<std::size_t>(what.from)];
+      const int to = program.rank_of[static_cast<std::size_t>(what.to())];
+      messages[{from, to, what.direction}].push_back(what);
+    }
+  }
+  return messages;
+}
+
+// A transport without tags can run every kind: in each direction messages are received in the order
+// in which they are sent.
+TEST(Validate, MessagesOfKindsDoNotOvertake) {
+  int pairs = 0;
+  each_schedule(4, [&](const KindRow& row, const Shape& shape, const Schedule& schedule) {
+    const Program program = lower(schedule);
+    const auto sent = messages_of(program, Transfer::End::kSend);
+    EXPECT_EQ(sent, messages_of(program, Transfer::End::kReceive))
+        << row.name << ' ' << shape.ranks << ' ' << shape.micro_batches;
+    pairs += static_cast<int>(sent.size());
+  });
+  EXPECT_GT(pairs, 1000);
 }
 
 TEST(Validate, ReportsStagesThatLeaveTheOrder) {
