@@ -66,24 +66,20 @@ void MadePaths::add_lock(const fs::path& file) {
   locks_.push_back(whole_path(file));
 }
 
-void MadePaths::remove() const noexcept {
-  try {
-    const base::Lock lock(mutex_);
-    // What cannot be removed stays: who is refused is told of that alone.
-    for (const auto* const files : {&files_, &locks_}) {
-      for (const fs::path& path : *files) {
-        [[maybe_unused]] const int gone = ::unlink(path.c_str());
-      }
+void MadePaths::remove() const {
+  const base::Lock lock(mutex_);
+  // What cannot be removed stays: who is refused is told of that alone.
+  for (const auto* const files : {&files_, &locks_}) {
+    for (const fs::path& path : *files) {
+      [[maybe_unused]] const int gone = ::unlink(path.c_str());
     }
-    // Of two that one is inside the other the longer path goes first.
-    std::vector<fs::path> folders = folders_;
-    std::ranges::sort(folders, std::greater(),
-                      [](const fs::path& path) { return path.native().size(); });
-    for (const fs::path& path : folders) {
-      [[maybe_unused]] const int gone = ::rmdir(path.c_str());
-    }
-  } catch (...) {
-    // No memory: what is left is left.
+  }
+  // Of two that one is inside the other the longer path goes first.
+  std::vector<fs::path> folders = folders_;
+  std::ranges::sort(folders, std::greater(),
+                    [](const fs::path& path) { return path.native().size(); });
+  for (const fs::path& path : folders) {
+    [[maybe_unused]] const int gone = ::rmdir(path.c_str());
   }
 }
 

@@ -34,7 +34,7 @@ class MadePaths {
   /// The files, then the folders that are empty by then, the inner ones first. Of several ranks with
   /// files in one folder each does so as it leaves; the last one finds it empty. Call it once:
   /// afterwards the names may be another run's.
-  void remove() const noexcept;
+  void remove() const;
 
   /// For the other ranks, which put files there too.
   std::string folders() const;

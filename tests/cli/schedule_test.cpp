@@ -95,7 +95,10 @@ TEST(ScheduleVerb, RefusesWithNumbers) {
       {{"torn.csv"}, "row 1, cell 2: found '0Q0'"},
       {{"absent.csv"}, "FILE.csv: cannot open 'absent.csv'"},
       {{"two.csv", "--costs-from", "absent.json"}, "--costs-from: cannot open 'absent.json'"},
-      {{"two.csv", "--costs", "1e13,1,1,1", "--trace", "a.json"}, "trace: found a makespan of"},
+      {{"two.csv", "--costs", "1e13,1,1,1"}, "--costs: found '1e13', expected a number from 0"},
+      {{"GPipe", "--ranks", "1", "--micro-batches", "10000", "--costs", "1e9,1e9,1e9,1e9",
+        "--trace", "a.json"},
+       "trace: found a makespan of"},
       {{"two.csv", "--costs-from", "t.json"}, "found no span of the row 'slots'"},
   };
   for (const auto& [words, says] : cases) {
