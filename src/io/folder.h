@@ -28,8 +28,8 @@ std::optional<std::filesystem::path> optional_file_inside(const std::filesystem:
 /// Two runs that write into one folder would spoil both without an error. The lock is the system's
 /// (flock): it goes with its process however that ends, so nothing that a crash leaves has to be
 /// cleaned up; the file itself stays, unless its holder unlinks it (a run that is refused does): who
-/// waited at it then locks the one that stands there. Only a guard against accidents: who does not ask for the lock
-/// is not held up by it.
+/// waited at it then locks the one that stands there. Only a guard against accidents: who does not
+/// ask for the lock is not held up by it.
 class FolderLock {
  public:
   /// Waits up to `patience` for whoever holds it: a process that was killed may still be ending.
