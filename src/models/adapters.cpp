@@ -145,6 +145,7 @@ void add_adapters(LanguageModel& model, const LoraSpec& lora) {
   const auto modules = model.named_modules("", /*include_self=*/false);
   for (const std::string& layer : lora.layers) {
     const auto* module = modules.find(layer);
+    if (module == nullptr && !model.is_whole()) continue;  // another stage's
     const auto linear =
         module == nullptr ? nullptr : std::dynamic_pointer_cast<nn::Linear>(*module);
     TESSERA_INVARIANT(linear != nullptr, layer, " is no linear layer of the model");

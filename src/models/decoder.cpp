@@ -35,24 +35,31 @@ at::Tensor DecoderHead::forward(const at::Tensor& x, const std::optional<at::Ten
   return parallel::all_gather(logits, region_.axis(), {2}, parallel::To::kInvariant, "logits");
 }
 
-Decoder::Decoder(const ModelSpec& spec, const ModelAxes& axes) : spec_(spec) {
+Decoder::Decoder(const ModelSpec& spec, const ModelAxes& axes)
+    : spec_(spec), stages_(axes.stages_of(spec.num_hidden_layers)) {
   auto model = register_module("model", std::make_shared<Prefix>());
   const LocalSizes sizes = local_sizes(spec, axes);
-  const auto embedding = std::make_shared<nn::Embedding>(sizes.vocab_size, spec.hidden_size,
-                                                         spec.pad_token_id, axes.tensor);
-  model->register_module("embed_tokens", embedding);
-  embedding_.emplace(embedding);
+  const bool tied_head = spec.tie_word_embeddings && has_head(stages_);
+  if (has_embedding(stages_) || tied_head) {
+    const auto embedding = std::make_shared<nn::Embedding>(sizes.vocab_size, spec.hidden_size,
+                                                           spec.pad_token_id, axes.tensor);
+    model->register_module("embed_tokens", embedding);
+    embedding_.emplace(embedding);
+  }
   auto layers = model->register_module("layers", std::make_shared<Prefix>());
   const auto rope = std::make_shared<nn::Rope>(spec.rope, spec.head_dim);
   for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
+    if (!has_layer(stages_, i)) continue;
+    numbers_.push_back(i);
     layers_.emplace_back(layers->register_module(
         std::to_string(i), std::make_shared<DecoderLayer>(spec, i, sizes, rope)));
   }
+  if (!has_head(stages_)) return;
   // The head is a unit, not a name: its parts are registered where Hugging Face has them.
   const auto head = std::make_shared<DecoderHead>(spec, sizes);
   model->register_module("norm", head->norm());
   register_module("lm_head", head->lm_head());
-  if (spec.tie_word_embeddings) nn::tie(head->lm_head()->weight, embedding->weight);
+  if (tied_head) nn::tie(head->lm_head()->weight, embedding_->module()->weight);
   head_.emplace(head);
 }
 
@@ -60,32 +67,33 @@ at::Tensor Decoder::forward(const at::Tensor& input_ids, const std::optional<at:
   ModelInputs inputs;
   inputs.input_ids = input_ids;
   inputs.targets = targets;
-  return forward(inputs);
+  return LanguageModel::forward(inputs);
 }
 
-at::Tensor Decoder::forward(const ModelInputs& inputs) { return forward_routed(inputs).result; }
-
-ModelOutput Decoder::forward_routed(const ModelInputs& inputs) {
-  TESSERA_CHECK(!inputs.images, ErrorKind::kFormat,
+ModelOutput Decoder::forward_stage(const StageInputs& inputs) {
+  const ModelInputs& batch = inputs.batch;
+  TESSERA_CHECK(!batch.images, ErrorKind::kFormat,
                 "pixel_values: found images, expected none for a model of text");
-  const auto routed = std::ranges::count_if(
-      layers_, [](const auto& layer) { return layer.module()->has_experts(); });
-  TESSERA_CHECK(
-      inputs.imposed_routing.empty() || std::cmp_equal(inputs.imposed_routing.size(), routed),
-      ErrorKind::kFormat, "imposed routing: found ", inputs.imposed_routing.size(),
-      " layers, expected one of each of the ", routed, " layers with experts");
-  auto imposed = inputs.imposed_routing.begin();
+  const auto routed = batch.imposed_routing.empty() ? std::vector<std::int64_t>()
+                                                    : routed_experts(spec_).layers;
+  TESSERA_CHECK(batch.imposed_routing.size() == routed.size(), ErrorKind::kFormat,
+                "imposed routing: found ", batch.imposed_routing.size(),
+                " layers, expected one of each of the ", routed.size(), " layers with experts");
+  const StageLayers& stage = stages_.at(inputs.stage);
   ModelOutput output;
-  at::Tensor x = (*embedding_)(inputs.input_ids);
-  for (auto& layer : layers_) {
-    const bool impose = layer.module()->has_experts() && imposed != inputs.imposed_routing.end();
-    RoutingRequest request{std::nullopt, inputs.router_statistics};
-    if (impose) request.imposed = *imposed++;
-    auto [next, load] = layer(x, request);
+  at::Tensor x = stage.embedding ? (*embedding_)(batch.input_ids) : inputs.x;
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    if (!stage.has_layer(numbers_[i])) continue;
+    RoutingRequest request{std::nullopt, batch.router_statistics};
+    const auto place = std::ranges::find(routed, numbers_[i]);
+    if (place != routed.end()) {
+      request.imposed = batch.imposed_routing[static_cast<std::size_t>(place - routed.begin())];
+    }
+    auto [next, load] = layers_[i](x, request);
     x = std::move(next);
     if (load.counts.defined()) output.loads.push_back(std::move(load));
   }
-  output.result = (*head_)(x, inputs.targets);
+  output.result = stage.head ? (*head_)(x, batch.targets) : std::move(x);
   return output;
 }
 
@@ -133,11 +141,12 @@ at::Tensor Decoder::decode(const at::Tensor& input_ids, DecoderCache& cache) {
 
 std::vector<ModelUnit> Decoder::units() {
   std::vector<ModelUnit> units;
-  if (!spec_.tie_word_embeddings) units.push_back(unit_of(*embedding_, "model.embed_tokens"));
+  const bool tied = spec_.tie_word_embeddings;
+  if (embedding_ && !tied) units.push_back(unit_of(*embedding_, "model.embed_tokens"));
   for (std::size_t i = 0; i < layers_.size(); ++i) {
-    units.push_back(unit_of(layers_[i], concat("model.layers.", i)));
+    units.push_back(unit_of(layers_[i], concat("model.layers.", numbers_[i])));
   }
-  if (!spec_.tie_word_embeddings) units.push_back(unit_of(*head_, kHeadUnit));
+  if (head_ && !tied) units.push_back(unit_of(*head_, kHeadUnit));
   return units;
 }
 

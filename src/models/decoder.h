@@ -54,9 +54,9 @@ class Decoder : public LanguageModel {
  public:
   explicit Decoder(const ModelSpec& spec, const ModelAxes& axes = {});
 
+  using LanguageModel::forward;
   /// Errors: kFormat for images, or for imposed routing of another number of layers.
-  at::Tensor forward(const ModelInputs& inputs) override;
-  ModelOutput forward_routed(const ModelInputs& inputs) override;
+  ModelOutput forward_stage(const StageInputs& inputs) override;
 
   /// input_ids, targets [B, T] i64 -> logits [B, T, V] in the head's input dtype, or with targets
   /// the sum of the token losses (nn/loss.h), [] fp32, without a wider copy of the logits.
@@ -83,6 +83,7 @@ class Decoder : public LanguageModel {
   std::vector<ModelUnit> units() override;
   std::string canonical_name(const std::string& unit, const std::string& path) const override;
   const ModelSpec& spec() const override { return spec_; }
+  const StagesOfRank& stages() const override { return stages_; }
   void set_recompute(RecomputeMode mode) override;
   grad::Slot<nn::Embedding>& embedding() { return *embedding_; }
   std::vector<grad::Slot<DecoderLayer>>& layers() { return layers_; }
@@ -92,9 +93,11 @@ class Decoder : public LanguageModel {
   void require_whole() const;
 
   ModelSpec spec_;
-  std::optional<grad::Slot<nn::Embedding>> embedding_;
+  StagesOfRank stages_;
+  std::optional<grad::Slot<nn::Embedding>> embedding_;  // none where no stage here has it
+  std::vector<std::int64_t> numbers_;                   // of layers_, in the model
   std::vector<grad::Slot<DecoderLayer>> layers_;
-  std::optional<grad::Slot<DecoderHead>> head_;
+  std::optional<grad::Slot<DecoderHead>> head_;  // none where no stage here has it
 };
 
 }  // namespace tessera::models

@@ -55,6 +55,19 @@ struct ModelInputs {
   }
 };
 
+/// What one stage of a rank computes with.
+struct StageInputs {
+  ModelInputs batch;      ///< the whole one: each stage takes what it needs of it
+  std::size_t stage = 0;  ///< among those of this rank (ModelAxes::stages)
+  at::Tensor x = {};      ///< what the stage before gave; undefined for the first
+
+  template <class F>
+  void visit_tensors(F&& f) {
+    batch.visit_tensors(f);
+    if (x.defined()) f(x);
+  }
+};
+
 struct ModelOutput {
   at::Tensor result;              ///< as LanguageModel::forward
   std::vector<RouterLoad> loads;  ///< one a layer with experts, if they were asked for
@@ -91,15 +104,22 @@ ModelUnit unit_of(grad::Slot<M>& slot, std::string name) {
 
 class LanguageModel : public torch::nn::Module {
  public:
-  /// Logits [B, T, V], or with targets the sum of the token losses (nn/loss.h), [] fp32.
-  virtual at::Tensor forward(const ModelInputs& inputs) = 0;
+  /// Logits [B, T, V], or with targets the sum of the token losses (nn/loss.h), [] fp32. Of a model
+  /// that is here whole.
+  at::Tensor forward(const ModelInputs& inputs) { return forward_routed(inputs).result; }
   /// The same with what the routers did. A model without such routers has no loads.
-  virtual ModelOutput forward_routed(const ModelInputs& inputs) { return {forward(inputs), {}}; }
-  /// Without those that belong to the root: a tied embedding and head, small parts.
+  ModelOutput forward_routed(const ModelInputs& inputs) { return forward_stage({inputs}); }
+  /// One stage: from the batch, or from what the stage before gave, to the stream [B, t, H] behind
+  /// its last layer, or as forward where it has the head. Loads are of its own layers.
+  virtual ModelOutput forward_stage(const StageInputs& inputs) = 0;
+  /// Of this rank. Without those that belong to the root: a tied embedding and head, small parts.
   virtual std::vector<ModelUnit> units() = 0;
   /// The Hugging Face name of a unit's parameter; `path` inside the unit's module.
   virtual std::string canonical_name(const std::string& unit, const std::string& path) const = 0;
   virtual const ModelSpec& spec() const = 0;
+  /// Those of this rank; one where the whole model is here.
+  virtual const StagesOfRank& stages() const = 0;
+  bool is_whole() const;
   /// What every layer of text and tower forgets after forward and computes again for backward;
   /// embeddings, projector, pooling and head never do. From the next forward on.
   virtual void set_recompute(RecomputeMode mode) = 0;

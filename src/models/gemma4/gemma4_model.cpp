@@ -45,32 +45,38 @@ at::Tensor Gemma4Head::forward(const at::Tensor& x, const std::optional<at::Tens
 }
 
 Gemma4Model::Gemma4Model(const ModelSpec& spec, const ModelAxes& axes)
-    : spec_(spec), region_(axes.tensor) {
+    : spec_(spec), region_(axes.tensor), stages_(axes.stages_of(spec.num_hidden_layers)) {
   auto model = register_module("model", std::make_shared<Prefix>());
-  register_vision(*model);
+  if (has_embedding(stages_)) register_vision(*model);
   auto text = model->register_module("language_model", std::make_shared<Prefix>());
-  const auto embedding = std::make_shared<nn::Embedding>(
-      region_.part_of(spec.vocab_size), spec.hidden_size, spec.pad_token_id, region_);
-  text->register_module("embed_tokens", embedding);
-  embedding_.emplace(embedding);
+  const bool tied_head = spec.tie_word_embeddings && has_head(stages_);
+  if (has_embedding(stages_) || tied_head) {
+    const auto embedding = std::make_shared<nn::Embedding>(
+        region_.part_of(spec.vocab_size), spec.hidden_size, spec.pad_token_id, region_);
+    text->register_module("embed_tokens", embedding);
+    embedding_.emplace(embedding);
+  }
   auto layers = text->register_module("layers", std::make_shared<Prefix>());
   const Gemma4Spec& gemma = *spec.gemma4;
   std::shared_ptr<nn::Rope> ropes[2];  // one a layer type
   for (std::size_t i = 0; i < gemma.layers.size(); ++i) {
+    if (!has_layer(stages_, static_cast<std::int64_t>(i))) continue;
     const Gemma4Layer& layer = gemma.layers[i];
     auto& rope = ropes[static_cast<std::size_t>(layer.type)];
     if (!rope) {
       const nn::RopeOptions& kind = layer.type == LayerType::kFull ? gemma.full_rope : spec.rope;
       rope = std::make_shared<nn::Rope>(kind, layer.head_dim);
     }
+    numbers_.push_back(i);
     layers_.emplace_back(layers->register_module(
         std::to_string(i), std::make_shared<Gemma4TextLayer>(spec, i, axes, rope)));
   }
+  if (!has_head(stages_)) return;
   // The head is a unit, not a name: its parts are registered where Hugging Face has them.
   const auto head = std::make_shared<Gemma4Head>(spec, region_);
   text->register_module("norm", head->norm());
   register_module("lm_head", head->lm_head());
-  if (spec.tie_word_embeddings) nn::tie(head->lm_head()->weight, embedding->weight);
+  if (tied_head) nn::tie(head->lm_head()->weight, embedding_->module()->weight);
   head_.emplace(head);
 }
 
@@ -162,39 +168,40 @@ std::optional<at::Tensor> Gemma4Model::visible(std::size_t number,
   return nn::sliding_visibility(positions, gemma.sliding_window, blocks);
 }
 
-at::Tensor Gemma4Model::forward(const ModelInputs& inputs) { return forward_routed(inputs).result; }
-
-ModelOutput Gemma4Model::forward_routed(const ModelInputs& inputs) {
-  TESSERA_CHECK(inputs.imposed_routing.empty() ||
-                    (spec_.moe && inputs.imposed_routing.size() == layers_.size()),
-                ErrorKind::kFormat, "imposed routing: found ", inputs.imposed_routing.size(),
+ModelOutput Gemma4Model::forward_stage(const StageInputs& inputs) {
+  const ModelInputs& batch = inputs.batch;
+  TESSERA_CHECK(batch.imposed_routing.empty() ||
+                    (spec_.moe && batch.imposed_routing.size() == spec_.gemma4->layers.size()),
+                ErrorKind::kFormat, "imposed routing: found ", batch.imposed_routing.size(),
                 " layers, expected one of each layer with experts");
+  const StageLayers& stage = stages_.at(inputs.stage);
   ModelOutput output;
-  at::Tensor x = embed(inputs);
+  at::Tensor x = stage.embedding ? embed(batch) : inputs.x;
   std::optional<at::Tensor> sliding;  // one for all layers of the type
   for (std::size_t i = 0; i < layers_.size(); ++i) {
-    const bool slides = spec_.gemma4->layers[i].type == LayerType::kSliding;
-    if (slides && !sliding) sliding = visible(i, inputs);
-    RoutingRequest request{std::nullopt, inputs.router_statistics};
-    if (!inputs.imposed_routing.empty()) request.imposed = inputs.imposed_routing[i];
+    const std::size_t number = numbers_[i];
+    if (!stage.has_layer(static_cast<std::int64_t>(number))) continue;
+    const bool slides = spec_.gemma4->layers[number].type == LayerType::kSliding;
+    if (slides && !sliding) sliding = visible(number, batch);
+    RoutingRequest request{std::nullopt, batch.router_statistics};
+    if (!batch.imposed_routing.empty()) request.imposed = batch.imposed_routing[number];
     auto [next, load] = layers_[i](x, slides ? sliding : std::nullopt, request);
     x = std::move(next);
     if (load.counts.defined()) output.loads.push_back(std::move(load));
   }
-  output.result = (*head_)(x, inputs.targets);
+  output.result = stage.head ? (*head_)(x, batch.targets) : std::move(x);
   return output;
 }
 
 std::vector<ModelUnit> Gemma4Model::units() {
   std::vector<ModelUnit> units;
   if (tower_) units = tower_->units();
-  if (!spec_.tie_word_embeddings) {
-    units.push_back(unit_of(*embedding_, concat(kText, "embed_tokens")));
-  }
+  const bool tied = spec_.tie_word_embeddings;
+  if (embedding_ && !tied) units.push_back(unit_of(*embedding_, concat(kText, "embed_tokens")));
   for (std::size_t i = 0; i < layers_.size(); ++i) {
-    units.push_back(unit_of(layers_[i], concat(kText, "layers.", i)));
+    units.push_back(unit_of(layers_[i], concat(kText, "layers.", numbers_[i])));
   }
-  if (!spec_.tie_word_embeddings) units.push_back(unit_of(*head_, kGemma4HeadUnit));
+  if (head_ && !tied) units.push_back(unit_of(*head_, kGemma4HeadUnit));
   return units;
 }
 

@@ -45,11 +45,11 @@ class Gemma4Model : public LanguageModel {
 
   /// Errors: kFormat for images that do not fit the ids or the token types, or for as many images
   /// as the model has no tower for.
-  at::Tensor forward(const ModelInputs& inputs) override;
-  ModelOutput forward_routed(const ModelInputs& inputs) override;
+  ModelOutput forward_stage(const StageInputs& inputs) override;
   std::vector<ModelUnit> units() override;
   std::string canonical_name(const std::string& unit, const std::string& path) const override;
   const ModelSpec& spec() const override { return spec_; }
+  const StagesOfRank& stages() const override { return stages_; }
   void set_recompute(RecomputeMode mode) override;
 
   // The steps of forward, for those who want to look in between.
@@ -73,11 +73,13 @@ class Gemma4Model : public LanguageModel {
 
   ModelSpec spec_;
   nn::TensorRegion region_;
-  std::shared_ptr<Gemma4VisionTower> tower_;    // null for a text model
+  StagesOfRank stages_;
+  std::shared_ptr<Gemma4VisionTower> tower_;    // null for a text model, and behind the first stage
   std::shared_ptr<Gemma4Projector> projector_;  // likewise
-  std::optional<grad::Slot<nn::Embedding>> embedding_;
+  std::optional<grad::Slot<nn::Embedding>> embedding_;  // none where no stage here has it
+  std::vector<std::size_t> numbers_;                    // of layers_, in the model
   std::vector<grad::Slot<Gemma4TextLayer>> layers_;
-  std::optional<grad::Slot<Gemma4Head>> head_;
+  std::optional<grad::Slot<Gemma4Head>> head_;  // none where no stage here has it
 };
 
 }  // namespace tessera::models
