@@ -300,17 +300,27 @@ const KindRow& row_of(Kind kind) {
   return *std::ranges::find(kinds(), kind, [](const KindRow& row) { return row.kind; });
 }
 
-Kind kind_named(std::string_view name) {
+std::optional<Kind> find_kind(std::string_view name) {
   std::string wanted = in_lower_case(name);
   if (wanted.starts_with("schedule")) wanted.erase(0, 8);
-  std::vector<std::string_view> names;
   for (const KindRow& row : kinds()) {
     if (wanted == in_lower_case(row.name)) return row.kind;
     if (!row.also.empty() && wanted == in_lower_case(row.also)) return row.kind;
-    names.push_back(row.name);
   }
-  throw Error(ErrorKind::kConfig, concat("schedule: found ", printable(name), ", expected one of ",
-                                         joined(names), ", or a file that ends in .csv"));
+  return std::nullopt;
+}
+
+std::string kind_names() {
+  std::vector<std::string_view> names;
+  for (const KindRow& row : kinds()) names.push_back(row.name);
+  return joined(names);
+}
+
+Kind kind_named(std::string_view name) {
+  const auto kind = find_kind(name);
+  TESSERA_CHECK(kind, ErrorKind::kConfig, "schedule: found ", printable(name), ", expected one of ",
+                kind_names(), ", or a file that ends in .csv");
+  return *kind;
 }
 
 std::vector<int> place_stages(Placement placement, int ranks, int stages_per_rank) {

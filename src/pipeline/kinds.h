@@ -7,6 +7,8 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -44,6 +46,10 @@ const KindRow& row_of(Kind kind);
 /// Case does not matter, PyTorch's names of classes ("ScheduleZBVZeroBubble") are names, too.
 /// Errors: kConfig for another name; lists those that there are.
 Kind kind_named(std::string_view name);
+/// The same; none for another name.
+std::optional<Kind> find_kind(std::string_view name);
+/// All of them, for messages.
+std::string kind_names();
 
 struct Shape {
   int ranks = 1;

@@ -103,6 +103,21 @@ Schedule forward_only(const Schedule& schedule) {
   return forwards;
 }
 
+Schedule forward_schedule(const std::vector<int>& rank_of, int ranks, int micro_batches) {
+  Schedule schedule{micro_batches, rank_of,
+                    std::vector<std::vector<Slot>>(static_cast<std::size_t>(ranks))};
+  const int stages = schedule.stages();
+  // In waves: were there a rank for each stage, F of stage s and micro-batch k would run at s + k.
+  // What it needs is one wave earlier, so that no rank waits for itself.
+  for (int wave = 0; wave < stages + micro_batches - 1; ++wave) {
+    for (int k = std::max(0, wave - stages + 1); k <= std::min(wave, micro_batches - 1); ++k) {
+      const auto rank = static_cast<std::size_t>(rank_of[static_cast<std::size_t>(wave - k)]);
+      schedule.slots[rank].push_back({{ActionKind::kForward, wave - k, k}, {}});
+    }
+  }
+  return schedule;
+}
+
 std::string to_string(const Schedule& schedule) {
   std::string text;
   for (int rank = 0; rank < schedule.ranks(); ++rank) {

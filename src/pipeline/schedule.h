@@ -87,6 +87,10 @@ struct Schedule {
 /// Its F alone, in their order: what computes losses and logits without gradients.
 Schedule forward_only(const Schedule& schedule);
 
+/// F alone, of any number of micro-batches, on stages that lie so: what computes losses of other
+/// batches than those of a step.
+Schedule forward_schedule(const std::vector<int>& rank_of, int ranks, int micro_batches);
+
 /// A line a rank: "rank 0: 0F0 0F1 (0F2;3B0)".
 std::string to_string(const Schedule& schedule);
 

@@ -121,19 +121,23 @@ void check_layers(int layers, int stages) {
 
 }  // namespace
 
+std::string layers_text(const Split& split, int stage) {
+  std::vector<std::string> parts;
+  if (stage == 0) parts.emplace_back("embedding");
+  const int last = split.end(stage) - 1;
+  if (last > split.begin(stage)) {
+    parts.push_back(concat("layers ", split.begin(stage), "-", last));
+  } else if (last == split.begin(stage)) {
+    parts.push_back(concat("layer ", last));
+  }
+  if (stage + 1 == split.stages()) parts.emplace_back("head");
+  return joined(parts);
+}
+
 std::string to_string(const Split& split) {
   std::string text;
   for (int stage = 0; stage < split.stages(); ++stage) {
-    std::vector<std::string> parts;
-    if (stage == 0) parts.emplace_back("embedding");
-    const int last = split.end(stage) - 1;
-    if (last > split.begin(stage)) {
-      parts.push_back(concat("layers ", split.begin(stage), "-", last));
-    } else if (last == split.begin(stage)) {
-      parts.push_back(concat("layer ", last));
-    }
-    if (stage + 1 == split.stages()) parts.emplace_back("head");
-    text += concat(stage == 0 ? "" : "; ", "stage ", stage, ": ", joined(parts));
+    text += concat(stage == 0 ? "" : "; ", "stage ", stage, ": ", layers_text(split, stage));
   }
   return text;
 }

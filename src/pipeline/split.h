@@ -27,6 +27,8 @@ struct Split {
   bool operator==(const Split&) const = default;
 };
 
+/// What a stage has: "embedding, layers 0-3".
+std::string layers_text(const Split& split, int stage);
 /// "stage 0: embedding, layers 0-3; stage 1: layers 4-7, head".
 std::string to_string(const Split& split);
 

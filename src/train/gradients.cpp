@@ -122,6 +122,17 @@ std::optional<RoutingWanted> routing_of(const GradientsRequest& request,
   return routed;
 }
 
+/// What this rank computes, a micro-batch at a time.
+std::vector<RowRange> pieces_of(const Config& config, std::int64_t rows, const ParallelDims& dims,
+                                int data_rank) {
+  if (config.pipeline.micro_batches == -1) {
+    return micro_batches(rows, config.training.local_batch_size.value_or(rows), dims.data_ranks(),
+                         data_rank);
+  }
+  return micro_batches_by_count(rows, static_cast<int>(config.pipeline.micro_batches),
+                                dims.data_ranks(), data_rank);
+}
+
 void refuse_overwriting_inputs(const GradientsRequest& request) {
   namespace fs = std::filesystem;
   TESSERA_CHECK(!request.out.empty(), ErrorKind::kUsage,
@@ -161,9 +172,7 @@ void run_gradients(const GradientsRequest& request, World& world,
       writer.emplace(request.out, outputs(request, source, *batch, contract.parameters), metadata);
     });
   }
-  const auto rows = micro_batches(batch->rows_in_step(),
-                                  config.training.local_batch_size.value_or(batch->rows_in_step()),
-                                  dims.data_ranks(), data_rank(mesh));
+  const auto rows = pieces_of(config, batch->rows_in_step(), dims, data_rank(mesh));
   if (config.debug.check_dtypes) check_dtypes(*model, *batch, 1, rows.front());
   if (on_first_step) on_first_step();
   if (request.logits) {

@@ -96,6 +96,7 @@ class Trainer {
     request.steps = *config.training.steps;
     data_ = open_batches(request);
     check_positions(config.parallelism, data_->row_tokens());
+    resolve_micro_batches(config_, Verb::kTrain, data_->rows_in_step(), dims_.data_ranks());
     require_room(Rows(config_, *data_, mesh_).most(data_->row_tokens()),
                  source_.spec.vocab_size / dims_.tp, memory_bytes());
     if (!config.validation.path.empty()) {

@@ -25,6 +25,11 @@ enum class DeviceName : std::uint8_t { kAuto, kCpu, kCuda };
 using OptimizerName = fsdp::OptimizerName;
 enum class LrDecay : std::uint8_t { kConstant, kLinear, kCosine };
 enum class BackendName : std::uint8_t { kAuto, kGloo, kNccl };
+/// How often a stage of a pipeline is gathered.
+enum class PipelineReshard : std::uint8_t {
+  kStep,        ///< before its first forward, until its last backward
+  kMicroBatch,  ///< unit by unit, in each forward and backward
+};
 enum class OnNonfinite : std::uint8_t { kError };
 
 /// A dtype of [precision]: none is written `auto`.
@@ -76,6 +81,16 @@ struct ParallelismConfig {
   RouterTokens moe_router = RouterTokens::kShards;
   bool reshard_after_forward = true;
   bool operator==(const ParallelismConfig&) const = default;
+};
+
+struct PipelineConfig {
+  std::string schedule = "1F1B";       ///< one of pipeline::kinds(), or PyTorch's name of it
+  std::string schedule_file;           ///< CSV in its place; empty = none
+  std::int64_t micro_batches = -1;     ///< -1 = as many as the batch sizes make
+  std::optional<int> stages_per_rank;  ///< none = the schedule's
+  std::vector<std::int64_t> split;     ///< first layers of the stages; empty = by cost
+  PipelineReshard reshard = PipelineReshard::kStep;
+  bool operator==(const PipelineConfig&) const = default;
 };
 
 struct PrecisionConfig {
@@ -162,6 +177,7 @@ struct Config {
   DataConfig data;
   TrainingConfig training;
   ParallelismConfig parallelism;
+  PipelineConfig pipeline;
   PrecisionConfig precision;
   ActivationCheckpointConfig activation_checkpoint;
   LoraRequest lora;

@@ -38,6 +38,11 @@ struct EnumWords<BackendName> {
       {{"auto", BackendName::kAuto}, {"gloo", BackendName::kGloo}, {"nccl", BackendName::kNccl}}};
 };
 template <>
+struct EnumWords<PipelineReshard> {
+  static constexpr std::array<std::pair<std::string_view, PipelineReshard>, 2> kWords{
+      {{"step", PipelineReshard::kStep}, {"micro_batch", PipelineReshard::kMicroBatch}}};
+};
+template <>
 struct EnumWords<OnNonfinite> {
   static constexpr std::array<std::pair<std::string_view, OnNonfinite>, 1> kWords{
       {{"error", OnNonfinite::kError}}};
@@ -66,6 +71,8 @@ template <>
 struct Codec<LrDecay> : EnumCodec<LrDecay> {};
 template <>
 struct Codec<BackendName> : EnumCodec<BackendName> {};
+template <>
+struct Codec<PipelineReshard> : EnumCodec<PipelineReshard> {};
 template <>
 struct Codec<OnNonfinite> : EnumCodec<OnNonfinite> {};
 template <>
@@ -248,7 +255,8 @@ void add_layout(std::vector<ConfigKey>& keys) {
            {"ranks", "Ranks that share the matrices of one expert: 1, or tensor_parallel_degree."},
            count_from(1))
       .key("pipeline_parallel_degree", &P::pipeline_parallel_degree,
-           {"ranks", "Pipeline stages; only 1 so far."}, count_from(1))
+           {"ranks", "Ranks that compute stages of the model side by side; see [pipeline]."},
+           count_from(1))
       .key("sequence_parallel", &P::sequence_parallel,
            {"",
             "Between layers each tensor parallel rank holds a part of every row's positions, not "
@@ -261,6 +269,29 @@ void add_layout(std::vector<ConfigKey>& keys) {
            "comparison."})
       .key("reshard_after_forward", &P::reshard_after_forward,
            {"", "Release gathered parameters after forward and gather them again for backward."});
+  using S = PipelineConfig;
+  Section(keys, "pipeline", &Config::pipeline)
+      .key("schedule", &S::schedule,
+           {"",
+            "Order of forwards and backwards: GPipe, 1F1B, Interleaved1F1B, ZB1P, "
+            "InterleavedZeroBubble, ZBV, DualPipeV, or PyTorch's names of them."})
+      .key("schedule_file", &S::schedule_file,
+           {"file", "CSV of a schedule in its place, as `tessera schedule` and PyTorch write it."})
+      .key("micro_batches", &S::micro_batches,
+           {"",
+            "-1 is global_batch_size / (local_batch_size x data ranks), another number must equal "
+            "that; in `gradients` the pieces of a rank's rows."},
+           positive_or_minus_one())
+      .key("stages_per_rank", &S::stages_per_rank,
+           {"stages", "Stages that a rank of the pipeline has.", "the schedule's"}, count_from(1))
+      .key("split", &S::split,
+           {"layers",
+            "First layer of each stage: [0, 3] is layers 0 to 2, then the others; [] is by cost."},
+           count_from(0))
+      .key("reshard", &S::reshard,
+           {"",
+            "How often a stage is gathered: once a step, or for each micro_batch (less memory, "
+            "more traffic)."});
 }
 
 void add_update(std::vector<ConfigKey>& keys) {

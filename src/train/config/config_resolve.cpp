@@ -10,6 +10,8 @@
 
 #include "base/printable.h"
 #include "grad/resolve_rules.h"
+#include "layout/range.h"
+#include "pipeline/kinds.h"
 #include "tessera/error.h"
 
 namespace tessera::train {
@@ -17,6 +19,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
+// What the trainer does not run yet.
 void check_built(const Config& config) {
   const ParallelismConfig& p = config.parallelism;
   TESSERA_CHECK(p.pipeline_parallel_degree == 1, ErrorKind::kConfig,
@@ -27,6 +30,19 @@ void check_built(const Config& config) {
   TESSERA_CHECK(config.comm.backend != BackendName::kNccl, ErrorKind::kConfig,
                 "comm.backend: found nccl, expected auto or gloo; nccl carries CUDA tensors only, "
                 "and training on CUDA is not yet built");
+}
+
+/// What does not depend on ranks, rows and layers (pipeline_plan.h has the rest). With one rank on
+/// the axis most keys have no effect, so that one configuration serves with and without a pipeline.
+void check_pipeline(const PipelineConfig& section) {
+  const auto kind = pipeline::find_kind(section.schedule);
+  TESSERA_CHECK(kind, ErrorKind::kConfig, "pipeline.schedule: found ", printable(section.schedule),
+                ", expected one of ", pipeline::kind_names());
+  TESSERA_CHECK(
+      section.schedule_file.empty() || kind == pipeline::find_kind(PipelineConfig().schedule),
+      ErrorKind::kConfig, "pipeline.schedule and pipeline.schedule_file: found ",
+      pipeline::row_of(*kind).name, " and ", printable(section.schedule_file, 1024),
+      ", expected one of them; leave the other out");
 }
 
 void check_lora(const LoraRequest& lora, const ModelConfig& model) {
@@ -151,6 +167,7 @@ std::string absolute_under(const fs::path& base, const std::string& folder) {
 
 void validate(const Config& config, Verb verb) {
   check_built(config);
+  check_pipeline(config.pipeline);
   validate(config.grad_scaler);
   check_model(config.model);
   check_lora(config.lora, config.model);
@@ -245,6 +262,22 @@ BatchSizes resolve_batch(const TrainingConfig& training, int data_ranks) {
   return sizes;
 }
 
+std::int64_t resolve_micro_batches(const Config& config, Verb verb, std::int64_t rows_in_step,
+                                   int data_ranks) {
+  const bool trains = verb != Verb::kGradients;
+  const std::int64_t asked = config.pipeline.micro_batches;
+  if (!trains && asked != -1) return asked;
+  const std::int64_t local = config.training.local_batch_size.value_or(
+      trains ? 1 : std::max<std::int64_t>(rows_in_step, 1));
+  const std::int64_t most_rows = layout::part_of(rows_in_step, data_ranks, 0).size();
+  const std::int64_t found = std::max<std::int64_t>(1, (most_rows - 1) / local + 1);
+  TESSERA_CHECK(asked == -1 || asked == found, ErrorKind::kConfig, "pipeline.micro_batches: found ",
+                asked, ", expected -1 or ", found, ", since ", rows_in_step, " rows of a step on ",
+                data_ranks, " data rank(s) are so many times training.local_batch_size ", local,
+                "; change one of them");
+  return found;
+}
+
 Config resolved_for_run(const Config& config, const std::string& run_folder) {
   Config resolved = config;
   const fs::path run = fs::absolute(run_folder).lexically_normal();
@@ -253,6 +286,7 @@ Config resolved_for_run(const Config& config, const std::string& run_folder) {
   };
   make_absolute(resolved.model.path);
   make_absolute(resolved.model.config);
+  make_absolute(resolved.pipeline.schedule_file);
   for (std::string& path : resolved.data.path) make_absolute(path);
   for (std::string& path : resolved.validation.path) make_absolute(path);
   resolved.job.dump_folder = run.string();

@@ -70,6 +70,13 @@ struct BatchSizes {
 /// Errors: kConfig when global_batch_size is not a multiple of local_batch_size x data ranks.
 BatchSizes resolve_batch(const TrainingConfig& training, int data_ranks);
 
+/// How many micro-batches a step of `rows_in_step` rows has on every data rank. In training and for a
+/// contract local_batch_size says it, and pipeline.micro_batches may only say the same; for
+/// `gradients` pipeline.micro_batches counts, and -1 is pieces of local_batch_size. Errors: kConfig
+/// with both numbers.
+std::int64_t resolve_micro_batches(const Config& config, Verb verb, std::int64_t rows_in_step,
+                                   int data_ranks);
+
 /// The config as it is written to RUN/config.toml: dump_folder set to `run_folder`; every path
 /// absolute, those of checkpoints and metrics under the run, all others under the working folder;
 /// optimizer.weight_decay filled in.

@@ -32,4 +32,16 @@ std::vector<RowRange> micro_batches(std::int64_t rows, std::int64_t local_rows, 
   return result;
 }
 
+std::vector<RowRange> micro_batches_by_count(std::int64_t rows, int count, int data_ranks,
+                                             int data_rank) {
+  TESSERA_INVARIANT(count >= 1, "no micro-batches");
+  const RowRange block = layout::part_of(rows, data_ranks, data_rank);
+  std::vector<RowRange> result;
+  for (int piece = 0; piece < count; ++piece) {
+    const RowRange part = layout::part_of(block.size(), count, piece);
+    result.push_back({block.begin + part.begin, block.begin + part.end});
+  }
+  return result;
+}
+
 }  // namespace tessera::train

@@ -38,4 +38,8 @@ class RowOrder {
 std::vector<RowRange> micro_batches(std::int64_t rows, std::int64_t local_rows, int data_ranks,
                                     int data_rank);
 
+/// The same part in `count` pieces as equal as can be, some of them empty where it has fewer rows.
+std::vector<RowRange> micro_batches_by_count(std::int64_t rows, int count, int data_ranks,
+                                             int data_rank);
+
 }  // namespace tessera::train

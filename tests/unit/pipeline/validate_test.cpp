@@ -524,6 +524,23 @@ TEST(Validate, ForwardsAloneAreValid) {
   }
 }
 
+// Forwards of any number of micro-batches on any stages run, in the order of the micro-batches.
+TEST(Validate, ForwardsOfOtherBatchesAreValid) {
+  const Limits forward{.passes = Passes::kForward};
+  for (std::uint64_t seed = 1; seed <= 100; ++seed) {
+    Dice dice(seed);
+    const Schedule schedule = random_schedule(dice, MicroBatchOrder::kAny);
+    for (const int micro_batches : {1, 2, 7}) {
+      const auto forwards = forward_schedule(schedule.rank_of, schedule.ranks(), micro_batches);
+      const Validation validation = validate(forwards, forward);
+      EXPECT_EQ(text_of(validation), "") << "seed " << seed;
+      EXPECT_TRUE(validation.remarks.empty());
+      EXPECT_EQ(forwards.rank_of, schedule.rank_of);
+      EXPECT_EQ(forwards.micro_batches, micro_batches);
+    }
+  }
+}
+
 TEST(Validate, NamesWhatIsMissingInRanges) {
   Schedule schedule = make_schedule(Kind::kGPipe, {1, 1, 6});
   std::erase_if(schedule.slots[0], [](const Slot& slot) {

@@ -105,6 +105,10 @@ INSTANTIATE_TEST_SUITE_P(
                   "lora.dropout", "with tensor_parallel_degree 2"},
         BadConfig{"parallelism.pipeline_parallel_degree=2", "parallelism.pipeline_parallel_degree",
                   "not yet built"},
+        BadConfig{"pipeline.schedule=LoopedBFS", "pipeline.schedule",
+                  "found 'LoopedBFS', expected one of GPipe, 1F1B"},
+        BadConfig{"pipeline.schedule=ZBV\npipeline.schedule_file=a.csv",
+                  "pipeline.schedule and pipeline.schedule_file", "found ZBV and 'a.csv'"},
         BadConfig{"model.path=folder", "model.path and model.config", "found both"},
         BadConfig{"model.config=", "model.path", "found nothing"},
         BadConfig{"data.path=[]", "data.path", "found nothing"},
@@ -188,6 +192,32 @@ TEST(ResolveBatch, GlobalBatchIsAMultipleOfWhatRanksTakeAtOnce) {
               HasSubstr("expected a multiple of 6"));
 }
 
+TEST(ResolveMicroBatches, TheKeyMustSayWhatTheBatchSizesSayInTraining) {
+  Config config;
+  config.training.local_batch_size = 2;
+  const auto found = [&](std::int64_t asked, std::int64_t rows, int ranks, Verb verb) {
+    config.pipeline.micro_batches = asked;
+    return resolve_micro_batches(config, verb, rows, ranks);
+  };
+  EXPECT_EQ(found(-1, 24, 3, Verb::kTrain), 4);
+  EXPECT_EQ(found(4, 24, 3, Verb::kTrain), 4);
+  EXPECT_EQ(found(-1, 25, 3, Verb::kTrain), 5) << "the rank with 9 rows";
+  EXPECT_EQ(found(4, 24, 3, Verb::kContract), 4);
+  EXPECT_THAT(
+      testing::error_of(ErrorKind::kConfig, [&] { found(8, 24, 3, Verb::kTrain); }),
+      AllOf(StartsWith("pipeline.micro_batches: found 8, expected -1 or 4"),
+            HasSubstr("24 rows of a step on 3 data rank(s)"), HasSubstr("local_batch_size 2")));
+}
+
+TEST(ResolveMicroBatches, InGradientsTheKeyCutsAndTheDefaultIsPiecesOfLocalBatchSize) {
+  Config config;
+  EXPECT_EQ(resolve_micro_batches(config, Verb::kGradients, 12, 2), 1) << "all rows";
+  config.training.local_batch_size = 4;
+  EXPECT_EQ(resolve_micro_batches(config, Verb::kGradients, 12, 2), 2);
+  config.pipeline.micro_batches = 8;
+  EXPECT_EQ(resolve_micro_batches(config, Verb::kGradients, 12, 2), 8);
+}
+
 TEST(DataKind, GoesByTheEnding) {
   EXPECT_EQ(data_kind({"a.bin"}, "k"), DataKind::kTokens);
   EXPECT_EQ(data_kind({"a.safetensors"}, "k"), DataKind::kBatches);
@@ -199,10 +229,12 @@ TEST(ResolvedForRun, HoldsPathsAbsoluteSoThatItMeansTheSameElsewhere) {
   Config config = small_config("");
   config.data.path = {"a.txt", "/b.txt"};
   config.validation.path = {"../held_out.txt"};
+  config.pipeline.schedule_file = "mine.csv";
   const Config resolved = resolved_for_run(config, "/runs/one");
   const auto here = std::filesystem::current_path();
   EXPECT_EQ(resolved.data.path, (std::vector<std::string>{here / "a.txt", "/b.txt"}));
   EXPECT_EQ(resolved.validation.path[0], here.parent_path() / "held_out.txt");
+  EXPECT_EQ(resolved.pipeline.schedule_file, here / "mine.csv");
   EXPECT_EQ(resolved.model.path.empty(), config.model.path.empty());
   const std::string model = resolved.model.path + resolved.model.config;
   EXPECT_EQ(model, here / (config.model.path + config.model.config));

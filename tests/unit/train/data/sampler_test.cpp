@@ -25,6 +25,30 @@ TEST(MicroBatches, EveryRankRunsTheLargestNumber) {
   EXPECT_EQ(micro_batches(0, 1, 2, 0), (Ranges{{0, 0}}));
 }
 
+TEST(MicroBatchesByCount, CutTheRowsOfARankAndAreEmptyWhereThereAreFewer) {
+  EXPECT_EQ(micro_batches_by_count(7, 2, 2, 0), (Ranges{{0, 2}, {2, 4}}));
+  EXPECT_EQ(micro_batches_by_count(7, 2, 2, 1), (Ranges{{4, 6}, {6, 7}}));
+  EXPECT_EQ(micro_batches_by_count(2, 3, 1, 0), (Ranges{{0, 1}, {1, 2}, {2, 2}}));
+  EXPECT_EQ(micro_batches_by_count(1, 2, 2, 1), (Ranges{{1, 1}, {1, 1}}));
+}
+
+RC_GTEST_PROP(MicroBatchesByCount, CoverEveryRowOnceInOrderInAsManyPiecesOnEveryRank, ()) {
+  const auto rows = *rc::gen::inRange<std::int64_t>(0, 40);
+  const auto count = *rc::gen::inRange(1, 12);
+  const int ranks = *rc::gen::inRange(1, 9);
+  std::int64_t next = 0;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const Ranges mine = micro_batches_by_count(rows, count, ranks, rank);
+    RC_ASSERT(std::cmp_equal(mine.size(), count));
+    for (const RowRange& range : mine) {
+      RC_ASSERT(range.begin == next && range.end >= next);
+      RC_ASSERT(mine.front().size() - range.size() <= 1);
+      next = range.end;
+    }
+  }
+  RC_ASSERT(next == rows);
+}
+
 RC_GTEST_PROP(MicroBatches, CoverEveryRowOnceInOrder, ()) {
   const auto rows = *rc::gen::inRange<std::int64_t>(0, 40);
   const auto local = *rc::gen::inRange<std::int64_t>(1, 9);

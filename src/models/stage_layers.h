@@ -1,0 +1,35 @@
+// StageLayers: what one stage of a pipeline has of a model. Pure.
+//
+// Which stages there are says pipeline/split.h; a model is made of the stages of one rank
+// (model_axes.h).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace tessera::models {
+
+/// What one stage of a pipeline has of a model.
+struct StageLayers {
+  bool embedding = true;   ///< with all that stands before it (a vision tower)
+  std::int64_t begin = 0;  ///< layers [begin, end)
+  std::int64_t end = 0;
+  bool head = true;  ///< with the final norm
+  bool has_layer(std::int64_t number) const { return begin <= number && number < end; }
+  bool operator==(const StageLayers&) const = default;
+};
+
+/// The stages of one rank, in the order of the model.
+using StagesOfRank = std::vector<StageLayers>;
+inline bool has_embedding(const StagesOfRank& stages) {
+  return std::ranges::any_of(stages, &StageLayers::embedding);
+}
+inline bool has_head(const StagesOfRank& stages) {
+  return std::ranges::any_of(stages, &StageLayers::head);
+}
+inline bool has_layer(const StagesOfRank& stages, std::int64_t number) {
+  return std::ranges::any_of(stages, [&](const auto& one) { return one.has_layer(number); });
+}
+
+}  // namespace tessera::models

@@ -1,0 +1,221 @@
+#include "train/pipeline_plan.h"
+
+#include <algorithm>
+#include <charconv>
+#include <iomanip>
+#include <sstream>
+#include <string_view>
+
+#include "base/hash.h"
+#include "base/mapped_file.h"
+#include "base/printable.h"
+#include "pipeline/kinds.h"
+#include "pipeline/schedule_csv.h"
+#include "pipeline/validate.h"
+#include "tessera/error.h"
+#include "train/config/config_resolve.h"
+
+namespace tessera::train {
+namespace {
+
+constexpr std::int64_t kMostScheduleBytes = std::int64_t{64} << 20;
+
+/// Positions that one position attends to, on average over a row.
+double positions_seen(std::int64_t row_tokens, std::optional<std::int64_t> window) {
+  if (row_tokens == 0) return 0.0;
+  const auto all = static_cast<double>(row_tokens);
+  if (!window || *window >= row_tokens) return (all + 1.0) / 2.0;
+  const auto most = static_cast<double>(*window);
+  return most - most * (most - 1.0) / (2.0 * all);
+}
+
+/// Scores and weighted values, a multiplication and an addition each.
+double attention_cost(const models::ModelSpec& spec, std::int64_t layer, std::int64_t row_tokens) {
+  std::optional<std::int64_t> window;
+  std::int64_t attended = spec.attended_dims();
+  if (spec.gemma4) {
+    const auto& of_layer = spec.gemma4->layers.at(static_cast<std::size_t>(layer));
+    attended = 2 * of_layer.head_dim;
+    if (of_layer.type == models::LayerType::kSliding) window = spec.gemma4->sliding_window;
+  } else if (spec.is_sliding(layer)) {
+    window = spec.sliding_window;
+  }
+  return 2.0 * static_cast<double>(spec.num_attention_heads) * static_cast<double>(attended) *
+         positions_seen(row_tokens, window);
+}
+
+struct NamedSchedule {
+  std::string name;
+  pipeline::Schedule schedule;
+  std::vector<std::string> remarks;
+};
+
+/// As its kind makes it.
+NamedSchedule schedule_of_kind(const PipelineConfig& asked, int ranks, std::int64_t micro_batches) {
+  const auto kind = pipeline::find_kind(asked.schedule);
+  TESSERA_CHECK(kind, ErrorKind::kConfig, "pipeline.schedule: found ", printable(asked.schedule),
+                ", expected one of ", pipeline::kind_names());
+  const pipeline::KindRow& row = pipeline::row_of(*kind);
+  const int stages_per_rank = asked.stages_per_rank.value_or(row.stages_per_rank);
+  TESSERA_CHECK(row.any_stages || stages_per_rank == row.stages_per_rank, ErrorKind::kConfig,
+                "pipeline.stages_per_rank: found ", stages_per_rank, ", expected ",
+                row.stages_per_rank, " for pipeline.schedule ", row.name,
+                "; Interleaved1F1B and InterleavedZeroBubble take other numbers");
+  const auto most = std::int64_t{pipeline::kMostMicroBatches} + 1;  // refused with its bound
+  const pipeline::Shape shape{ranks, stages_per_rank,
+                              static_cast<int>(std::min(micro_batches, most))};
+  try {
+    return {std::string(row.name), pipeline::make_schedule(*kind, shape), {}};
+  } catch (const Error& error) {
+    throw Error(error.kind(), concat("pipeline.schedule: ", error.what()));
+  }
+}
+
+std::string findings_text(const pipeline::Validation& validation) {
+  constexpr std::size_t kMost = 3;
+  std::string text;
+  for (const auto& finding : validation.findings) {
+    if (&finding - validation.findings.data() == kMost) break;
+    text += concat(text.empty() ? "" : "; ", to_string(finding.fault), ": ", finding.text);
+  }
+  const auto all = std::ssize(validation.findings) + validation.more;
+  const auto more = all - std::min<std::int64_t>(all, kMost);
+  return more == 0 ? text : concat(text, "; and ", more, " more");
+}
+
+/// Its slots. Messages and moves of parameters that a file may have beside them are validated, and
+/// follow from the slots again where they are run.
+NamedSchedule schedule_of_file(const PipelineConfig& asked, int ranks, std::int64_t micro_batches) {
+  const std::string& file = asked.schedule_file;
+  constexpr std::string_view kKey = "pipeline.schedule_file";
+  const std::string text = open_as(kKey, [&] { return read_text_file(file, kMostScheduleBytes); });
+  pipeline::Program program = pipeline::parse_csv(text, concat(kKey, ": ", shown(file)));
+  const auto rows = static_cast<int>(program.steps.size());
+  TESSERA_CHECK(rows == ranks, ErrorKind::kConfig, kKey, ": found a schedule of ", rows,
+                " ranks in ", shown(file), ", expected one of ", ranks,
+                ", parallelism.pipeline_parallel_degree; change either");
+  TESSERA_CHECK(program.micro_batches == micro_batches, ErrorKind::kConfig, kKey,
+                ": found a schedule of ", program.micro_batches, " micro-batches in ", shown(file),
+                ", expected one of ", micro_batches,
+                ", which a step has; take another file, or change the batch sizes");
+  const auto stages = static_cast<std::int64_t>(program.rank_of.size());
+  TESSERA_CHECK(!asked.stages_per_rank || std::int64_t{*asked.stages_per_rank} * ranks == stages,
+                ErrorKind::kConfig, "pipeline.stages_per_rank: found ",
+                asked.stages_per_rank.value_or(0), ", expected what makes ", stages, " stages on ",
+                ranks, " ranks, as in ", shown(file), "; leave it out");
+  pipeline::Schedule schedule = schedule_of(program);
+  const auto validation = pipeline::has_messages(program) ? validate(program) : validate(schedule);
+  TESSERA_CHECK(validation.valid(), ErrorKind::kConfig, kKey, ": found ", shown(file),
+                ", which is no valid schedule (", findings_text(validation),
+                "), expected one; `tessera schedule FILE` names all that is wrong");
+  return {file, std::move(schedule), validation.remarks};
+}
+
+pipeline::Split split_of(const std::vector<std::int64_t>& asked, const pipeline::LayerCosts& costs,
+                         const pipeline::Schedule& schedule) {
+  if (asked.empty()) return pipeline::split_by_cost(costs, schedule.rank_of);
+  std::vector<int> first_layers;
+  for (const std::int64_t layer : asked) first_layers.push_back(static_cast<int>(layer));
+  return pipeline::split_as_given(first_layers, static_cast<int>(costs.layers.size()),
+                                  schedule.stages());
+}
+
+std::string_view reshard_text(PipelineReshard reshard) {
+  return reshard == PipelineReshard::kStep ? "stages gathered once a step"
+                                           : "units gathered for each micro-batch";
+}
+
+}  // namespace
+
+std::optional<std::int64_t> layer_of(std::string_view name) {
+  constexpr std::string_view kLayers = ".layers.";
+  const std::size_t found = name.find(kLayers);
+  if (found == std::string_view::npos || models::sees_images(name)) return std::nullopt;
+  const std::string_view rest = name.substr(found + kLayers.size());
+  const std::string_view digits = rest.substr(0, rest.find('.'));
+  std::int64_t number = 0;
+  const auto end = digits.data() + digits.size();
+  const auto parsed = std::from_chars(digits.data(), end, number);
+  if (parsed.ec != std::errc() || parsed.ptr != end) return std::nullopt;
+  return number;
+}
+
+pipeline::LayerCosts layer_costs(const models::ModelSpec& spec,
+                                 const models::ModelDescription& model, std::int64_t row_tokens) {
+  pipeline::LayerCosts costs;
+  for (std::int64_t layer = 0; layer < spec.num_hidden_layers; ++layer) {
+    costs.layers.push_back(attention_cost(spec, layer, row_tokens));
+  }
+  for (const models::ParameterSpec& row : model.parameters) {
+    const auto products = 2.0 * static_cast<double>(models::active_numel(spec, row));
+    const auto layer = layer_of(row.name);
+    (layer ? costs.layers.at(static_cast<std::size_t>(*layer)) : costs.after) += products;
+  }
+  return costs;
+}
+
+std::optional<PipelinePlan> resolve_pipeline(const Config& config, const ParallelDims& dims,
+                                             const models::ModelSpec& spec,
+                                             const models::ModelDescription& model,
+                                             const PipelineBatch& batch) {
+  if (dims.pp == 1) return std::nullopt;
+  const PipelineConfig& asked = config.pipeline;
+  NamedSchedule found = asked.schedule_file.empty()
+                            ? schedule_of_kind(asked, dims.pp, batch.micro_batches)
+                            : schedule_of_file(asked, dims.pp, batch.micro_batches);
+  const pipeline::LayerCosts costs = layer_costs(spec, model, batch.row_tokens);
+  PipelinePlan plan;
+  plan.name = std::move(found.name);
+  plan.schedule = std::move(found.schedule);
+  plan.split = split_of(asked.split, costs, plan.schedule);
+  plan.costs = stage_costs(plan.split, costs);
+  plan.reshard = asked.reshard;
+  plan.remarks = std::move(found.remarks);
+  return plan;
+}
+
+std::string to_string(const PipelinePlan& plan) {
+  const pipeline::Schedule& schedule = plan.schedule;
+  std::string text = concat("pipeline ", printable(plan.name), ": ", schedule.ranks(), " ranks, ",
+                            schedule.stages(), " stages, ", schedule.micro_batches,
+                            " micro-batches, ", reshard_text(plan.reshard), "\n");
+  double all = 0.0;
+  for (const double cost : plan.costs) all += cost;
+  for (int stage = 0; stage < schedule.stages(); ++stage) {
+    const double cost = plan.costs.at(static_cast<std::size_t>(stage));
+    std::ostringstream numbers;
+    numbers << std::setprecision(4) << cost / 1e6 << " MFLOP a token, " << std::fixed
+            << std::setprecision(1) << (all > 0.0 ? 100.0 * cost / all : 0.0) << " %";
+    text +=
+        concat("  stage ", stage, " on rank ", schedule.rank_of.at(static_cast<std::size_t>(stage)),
+               ": ", layers_text(plan.split, stage), "; forward ", numbers.str(), "\n");
+  }
+  return text;
+}
+
+std::uint64_t hash(const PipelinePlan& plan) {
+  return Hasher()
+      .add(std::string_view("pipeline 1"))
+      .add(std::int64_t{plan.schedule.micro_batches})
+      .add(std::string_view(to_string(plan.schedule)))
+      .add(std::string_view(to_string(plan.split)))
+      .add(reshard_text(plan.reshard))
+      .digest();
+}
+
+models::StageLayers stage_layers(const PipelinePlan& plan, int stage) {
+  return {.embedding = stage == 0,
+          .begin = plan.split.begin(stage),
+          .end = plan.split.end(stage),
+          .head = stage + 1 == plan.split.stages()};
+}
+
+models::StagesOfRank stages_of_rank(const PipelinePlan& plan, int pp_rank) {
+  models::StagesOfRank stages;
+  for (const int stage : plan.schedule.stages_of(pp_rank)) {
+    stages.push_back(stage_layers(plan, stage));
+  }
+  return stages;
+}
+
+}  // namespace tessera::train
