@@ -94,6 +94,9 @@ struct ShardView {
   /// parameter the local tensor is. Empty: it is the parameter.
   std::vector<int> coordinates = {};
   std::shared_ptr<const void> owner = {};  ///< what `contract` points into lives as long
+  /// Among the parameters of the whole model, of which a stage of a pipeline has some; -1 where
+  /// nobody has said (ShardOptions::contracts).
+  std::int64_t place_in_model = -1;
 };
 
 /// One buffer: a tensor that a module registered as such, whole on every rank.
@@ -162,6 +165,9 @@ class ShardedBase : public torch::nn::Module {
   /// All ranks of the pipeline stage, for control messages from the rank's own thread; null for
   /// one.
   comm::Group* data_group() const;
+  /// The ranks that have the other stages of a pipeline for the same rows, in the order of axis pp,
+  /// as data_group(); null for one.
+  comm::Group* stages_group() const;
 
   // Controls, to be set to the same on every rank at the same place: none of them communicates, a
   // difference is an error that names it at the next collective. `recurse`: units inside too. Those

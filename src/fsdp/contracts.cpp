@@ -180,12 +180,19 @@ void check_shared_buffers(const std::vector<Unit*>& units) {
 }
 
 std::vector<std::shared_ptr<Parameter>> make_parameters(
-    const std::vector<FoundParameter>& found, const std::vector<GradContract>& contracts) {
+    const std::vector<FoundParameter>& found, const std::vector<GradContract>& contracts,
+    const ShardOptions& options) {
+  const auto place_of = [&](const std::string& name) -> std::int64_t {
+    if (options.contracts == nullptr) return -1;
+    const auto one = std::ranges::find(*options.contracts, name, &GradContract::name);
+    return one == options.contracts->end() ? -1 : one - options.contracts->begin();
+  };
   std::vector<std::shared_ptr<Parameter>> parameters;
   for (std::size_t i = 0; i < found.size(); ++i) {
     auto parameter = std::make_shared<Parameter>();
     parameter->contract = contracts[i];
     parameter->leaves = found[i].leaves;
+    parameter->place_in_model = place_of(contracts[i].name);
     parameters.push_back(std::move(parameter));
   }
   return parameters;

@@ -33,8 +33,10 @@ std::vector<Buffer> make_buffers(const std::vector<FoundBuffer>& found,
 /// Errors: kContract.
 void check_shared_buffers(const std::vector<Unit*>& units);
 
+/// `contracts` of them, in their order; `options` for their places in the whole model.
 std::vector<std::shared_ptr<Parameter>> make_parameters(const std::vector<FoundParameter>& found,
-                                                        const std::vector<GradContract>& contracts);
+                                                        const std::vector<GradContract>& contracts,
+                                                        const ShardOptions& options);
 
 /// Parameters that several units below use move to `ancestor`, which they then need. Collective.
 void move_shared(Unit& ancestor, const std::vector<Unit*>& below);

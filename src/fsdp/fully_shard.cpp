@@ -85,7 +85,7 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
                                [unit = unit_](void*) { unit->runtime().handle_is_gone(*unit); });
   runtime_->add_unit(unit_.get());
   unit_->buffers = fsdp::make_buffers(found.buffers, contracts.buffers, options);
-  unit_->add(fsdp::make_parameters(found.parameters, contracts.parameters));
+  unit_->add(fsdp::make_parameters(found.parameters, contracts.parameters, options));
   for (const auto& parameter : unit_->parameters()) {
     const auto& name = parameter->leaves.front()->name;
     own_.push_back({named_ ? parameter->contract.name : name, parameter.get()});

@@ -57,7 +57,8 @@ std::vector<ShardView> ShardedBase::shards() const {
   for (const auto& own : all()) {
     const auto owned = own.parameter->owned();
     result.push_back({&own.parameter->contract, own.parameter->shard, owned.begin, owned.end,
-                      own.parameter->coordinates, own.parameter->shared_from_this()});
+                      own.parameter->coordinates, own.parameter->shared_from_this(),
+                      own.parameter->place_in_model});
   }
   return result;
 }
@@ -159,6 +160,10 @@ int ShardedBase::rank() const { return mesh().world()->rank(); }
 
 comm::Group* ShardedBase::data_group() const {
   return fsdp::unit_of_handle(unit_).runtime().data_group();
+}
+
+comm::Group* ShardedBase::stages_group() const {
+  return fsdp::unit_of_handle(unit_).runtime().groups().stages();
 }
 
 void ShardedBase::train(bool on) {

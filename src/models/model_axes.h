@@ -4,44 +4,20 @@
 //
 // Layers are made from LocalSizes, never from the spec's totals, so that a rank's part of a layer
 // is the same class with smaller numbers. A rank of a pipeline has some of the layers only:
-// StageLayers. Next: model_spec.h for what degrees it allows, decoder_layer.h, moe_layer.h,
+// stage_layers.h. Next: model_spec.h for what degrees it allows, decoder_layer.h, moe_layer.h,
 // ../nn/tensor_region.h.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
-#include <string>
-#include <vector>
 
 #include "layout/parallel_dims.h"
 #include "models/model_spec.h"
+#include "models/stage_layers.h"
 #include "moe/experts.h"
 #include "nn/tensor_region.h"
 #include "parallel/axis.h"
 
 namespace tessera::models {
-
-/// What one stage of a pipeline has of a model.
-struct StageLayers {
-  bool embedding = true;   ///< with all that stands before it (a vision tower)
-  std::int64_t begin = 0;  ///< layers [begin, end)
-  std::int64_t end = 0;
-  bool head = true;  ///< with the final norm
-  bool has_layer(std::int64_t number) const { return begin <= number && number < end; }
-  bool operator==(const StageLayers&) const = default;
-};
-
-/// The stages of one rank, in the order of the model.
-using StagesOfRank = std::vector<StageLayers>;
-inline bool has_embedding(const StagesOfRank& stages) {
-  return std::ranges::any_of(stages, &StageLayers::embedding);
-}
-inline bool has_head(const StagesOfRank& stages) {
-  return std::ranges::any_of(stages, &StageLayers::head);
-}
-inline bool has_layer(const StagesOfRank& stages, std::int64_t number) {
-  return std::ranges::any_of(stages, [&](const auto& one) { return one.has_layer(number); });
-}
 
 struct ModelAxes {
   ParallelDims degrees;  ///< those of one rank by default

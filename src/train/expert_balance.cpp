@@ -4,11 +4,13 @@
 #include <ATen/ops/tensor.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <numeric>
 
 #include "models/expert_bias.h"
 #include "moe/routing.h"
 #include "tessera/error.h"
+#include "train/pipeline_plan.h"
 #include "train/step.h"
 
 namespace tessera::train {
@@ -21,23 +23,39 @@ double aux_loss_coef(const std::optional<double>& asked, const models::ModelSpec
   return *asked;
 }
 
-at::Tensor auxiliary_loss(const ShardedBase& model, const std::vector<models::RouterLoad>& loads,
-                          std::int64_t experts_per_token) {
-  at::Tensor counts = loads.front().counts;
-  at::Tensor probabilities = loads.front().probabilities;
+models::RouterLoad pool(const std::vector<models::RouterLoad>& loads) {
+  if (loads.empty()) return {};
+  models::RouterLoad all = loads.front();
   for (std::size_t i = 1; i < loads.size(); ++i) {
-    counts = counts + loads[i].counts;
-    probabilities = probabilities + loads[i].probabilities;
+    all.counts = all.counts + loads[i].counts;
+    all.probabilities = all.probabilities + loads[i].probabilities;
   }
+  return all;
+}
+
+at::Tensor chosen_by_all(const ShardedBase& model, const at::Tensor& counts) {
   const at::Tensor mine = counts.to(at::kCPU, at::kDouble).contiguous();
   const auto* begin = mine.const_data_ptr<double>();
-  const auto chosen = sum_over_ranks(model, RankSum::kRouterLoad, {begin, begin + mine.numel()});
+  return at::tensor(sum_over_ranks(model, RankSum::kRouterLoad, {begin, begin + mine.numel()}),
+                    at::kDouble);
+}
+
+at::Tensor auxiliary_addend(const at::Tensor& probabilities, const at::Tensor& chosen,
+                            std::int64_t experts_per_token) {
+  const auto* begin = chosen.const_data_ptr<double>();
   // Rows of the pooled layers: every token of every layer chose as many experts.
-  const double rows =
-      std::accumulate(chosen.begin(), chosen.end(), 0.0) / static_cast<double>(experts_per_token);
-  const auto experts = static_cast<double>(chosen.size());
-  const at::Tensor share = at::tensor(chosen, at::kDouble) * (experts / (rows * rows));
+  const double rows = std::accumulate(begin, begin + chosen.numel(), 0.0) /
+                      static_cast<double>(experts_per_token);
+  const auto experts = static_cast<double>(chosen.numel());
+  // A micro-batch without a token on any rank has no loss.
+  const at::Tensor share = chosen * (rows > 0 ? experts / (rows * rows) : 0.0);
   return (probabilities * share.to(probabilities.options())).sum();
+}
+
+at::Tensor auxiliary_loss(const ShardedBase& model, const std::vector<models::RouterLoad>& loads,
+                          std::int64_t experts_per_token) {
+  const models::RouterLoad all = pool(loads);
+  return auxiliary_addend(all.probabilities, chosen_by_all(model, all.counts), experts_per_token);
 }
 
 std::vector<models::BufferSpec> expert_biases_of(const ModelSource& source, double coefficient) {
@@ -54,17 +72,21 @@ std::vector<models::BufferSpec> expert_biases_of(const ModelSource& source, doub
   return biases;
 }
 
-void balance_experts(const ShardedBase& model, const std::vector<std::vector<double>>& chosen,
-                     double coefficient) {
+void balance_experts(const ShardedBase& model, const models::ModelSpec& spec,
+                     const std::vector<std::vector<double>>& chosen, double coefficient) {
   const at::NoGradGuard no_grad;
-  auto layer = chosen.begin();
+  const auto routed = models::routed_experts(spec).layers;
+  TESSERA_INVARIANT(routed.size() == chosen.size(), "counts of ", chosen.size(), " layers of ",
+                    routed.size());
   for (BufferView& view : model.buffers()) {
     if (!view.contract->name.ends_with(".expert_bias")) continue;
-    TESSERA_INVARIANT(layer != chosen.end(), view.contract->name, " of a layer without counts");
-    const at::Tensor counts = at::tensor(*layer++, at::kDouble);
+    const auto number = layer_of(view.contract->name);
+    const auto layer = std::ranges::find(routed, number.value_or(-1));
+    TESSERA_INVARIANT(layer != routed.end(), view.contract->name, " of a layer without counts");
+    const auto& of_layer = chosen[static_cast<std::size_t>(layer - routed.begin())];
+    const at::Tensor counts = at::tensor(of_layer, at::kDouble);
     view.tensor.copy_(moe::balanced_bias(view.tensor, counts, coefficient));
   }
-  TESSERA_INVARIANT(layer == chosen.end(), "counts of a layer without a bias");
 }
 
 }  // namespace tessera::train

@@ -30,15 +30,25 @@ double aux_loss_coef(const std::optional<double>& asked, const models::ModelSpec
 /// Collective: one exchange of E numbers over all ranks.
 at::Tensor auxiliary_loss(const ShardedBase& model, const std::vector<models::RouterLoad>& loads,
                           std::int64_t experts_per_token);
+// Its parts, for the stages of a pipeline, which have some of the layers each:
+
+/// Of all layers together; undefined where there are none.
+models::RouterLoad pool(const std::vector<models::RouterLoad>& loads);
+/// How often each expert was chosen on all data ranks, [E] fp64; `counts` [E] are this rank's.
+/// Collective.
+at::Tensor chosen_by_all(const ShardedBase& model, const at::Tensor& counts);
+/// The addend of these layers' probabilities [E]; `chosen` [E] fp64 of all layers of the model.
+at::Tensor auxiliary_addend(const at::Tensor& probabilities, const at::Tensor& chosen,
+                            std::int64_t experts_per_token);
 
 /// The buffers that the source's model has besides those of the table: where `coefficient`
 /// (model.load_balance_coeff) is above 0, or the folder holds them. Errors: kConfig for a
 /// coefficient where the model has no experts, or trains adapters only.
 std::vector<models::BufferSpec> expert_biases_of(const ModelSource& source, double coefficient);
 
-/// Once a step, before the optimizer's: moves the biases by `chosen` (BatchLoss), which every rank
-/// has alike. Not collective.
-void balance_experts(const ShardedBase& model, const std::vector<std::vector<double>>& chosen,
-                     double coefficient);
+/// Once a step, before the optimizer's: moves the biases of the layers that are here by `chosen`
+/// (BatchLoss, of all layers of the spec), which every rank has alike. Not collective.
+void balance_experts(const ShardedBase& model, const models::ModelSpec& spec,
+                     const std::vector<std::vector<double>>& chosen, double coefficient);
 
 }  // namespace tessera::train

@@ -14,14 +14,14 @@
 #include "train/batch_memory.h"
 #include "train/config/config.h"
 #include "train/expert_balance.h"
+#include "train/pipeline_step.h"
 
 namespace tessera::train {
 namespace {
 
 /// Every rank's values, by rank.
-std::vector<std::vector<double>> gather_over_ranks(const ShardedBase& model,
-                                                   const std::vector<double>& values) {
-  auto* group = model.data_group();
+std::vector<std::vector<double>> gather_over(comm::Group* group,
+                                             const std::vector<double>& values) {
   if (group == nullptr || values.empty()) return {values};
   const std::string mine(reinterpret_cast<const char*>(values.data()),
                          values.size() * sizeof(double));
@@ -35,10 +35,8 @@ std::vector<std::vector<double>> gather_over_ranks(const ShardedBase& model,
 
 constexpr std::ptrdiff_t kLosses = 2;  // of RankSum::kStep, before its counts
 
-std::vector<std::int64_t> counts_over_ranks(const ShardedBase& model,
-                                            const std::vector<double>& values) {
+std::vector<std::int64_t> counts_over(comm::Group* group, const std::vector<double>& values) {
   const std::vector<std::int64_t> mine(values.begin(), values.end());
-  auto* group = model.data_group();
   if (group == nullptr || mine.empty()) return mine;
   return comm::sum_of_ranks(*group, mine, "counts of a step");
 }
@@ -109,20 +107,26 @@ std::vector<double> added_by_rank(const std::vector<std::vector<double>>& of_ran
 std::vector<double> sum_over_ranks(const ShardedBase& model, RankSum what,
                                    const std::vector<double>& values) {
   if (const auto* hook = test_hooks::rank_sum.get()) {
-    return (*hook)(what, gather_over_ranks(model, values));
+    return (*hook)(what, gather_over(model.data_group(), values));
   }
   const std::ptrdiff_t losses = what == RankSum::kStep ? kLosses : 0;
-  const auto counts = values.begin() + std::min(losses, std::ssize(values));
-  auto sums = added_by_rank(gather_over_ranks(model, {values.begin(), counts}));
-  const auto total = counts_over_ranks(model, {counts, values.end()});
-  sums.insert(sums.end(), total.begin(), total.end());
-  return sums;
+  const auto sum_over = [&](comm::Group* group, const std::vector<double>& mine) {
+    const auto counts = mine.begin() + std::min(losses, std::ssize(mine));
+    auto sums = added_by_rank(gather_over(group, {mine.begin(), counts}));
+    const auto total = counts_over(group, {counts, mine.end()});
+    sums.insert(sums.end(), total.begin(), total.end());
+    return sums;
+  };
+  const auto of_stage = sum_over(model.data_group(), values);
+  return what == RankSum::kStep ? sum_over(model.stages_group(), of_stage) : of_stage;
 }
 
 std::vector<double> max_over_ranks(const ShardedBase& model, const std::vector<double>& values) {
   auto largest = values;
-  for (const auto& rank : gather_over_ranks(model, values)) {
-    for (std::size_t i = 0; i < largest.size(); ++i) largest[i] = std::max(largest[i], rank[i]);
+  for (auto* group : {model.data_group(), model.stages_group()}) {
+    for (const auto& rank : gather_over(group, largest)) {
+      for (std::size_t i = 0; i < largest.size(); ++i) largest[i] = std::max(largest[i], rank[i]);
+    }
   }
   return largest;
 }
@@ -138,6 +142,21 @@ StepOptions step_options(const Config& config, const GradScaler* scaler) {
 
 namespace {
 
+/// What the stages of all ranks found.
+BatchLoss added(const ShardedBase& model, BatchLoss loss, const FoundByStages& found) {
+  std::vector<double> mine{once(model, found.loss), found.auxiliary};
+  for (const auto& layer : found.chosen) mine.insert(mine.end(), layer.begin(), layer.end());
+  const auto sums = sum_over_ranks(model, RankSum::kStep, mine);
+  loss.sum = sums[0];
+  loss.auxiliary = sums[1];
+  auto next = sums.begin() + kLosses;
+  for (const auto& layer : found.chosen) {
+    loss.chosen.emplace_back(next, next + std::ssize(layer));
+    next += std::ssize(layer);
+  }
+  return loss;
+}
+
 BatchLoss run_forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,
                                std::int64_t step, const std::vector<RowRange>& rows,
                                const StepOptions& options) {
@@ -147,6 +166,10 @@ BatchLoss run_forward_backward(Sharded<models::LanguageModel>& model, const Batc
                 ": found no kept label (all are -100), expected at least one");
   const models::ModelSpec& spec = model.module()->spec();
   const double coef = aux_loss_coef(options.aux_loss_coef, spec);
+  if (options.pipeline != nullptr) {
+    return added(model, loss,
+                 options.pipeline->forward_backward({batches, rows, step, options, loss.kept, coef}));
+  }
   ChosenExperts chosen;
   double sum = 0.0;
   double auxiliary = 0.0;
@@ -186,10 +209,16 @@ BatchLoss run_forward_backward(Sharded<models::LanguageModel>& model, const Batc
 }
 
 BatchLoss run_forward_only(Sharded<models::LanguageModel>& model, const BatchSource& source,
-                           std::int64_t step, const std::vector<RowRange>& rows) {
+                           std::int64_t step, const std::vector<RowRange>& rows,
+                           PipelineOfRun* pipeline) {
   const at::NoGradGuard no_grad;
   const auto batches = load_micro_batches(source, step, rows);
   auto loss = count_kept(model, batches);
+  if (pipeline != nullptr) {
+    auto found = pipeline->forward_only({batches, rows, step});
+    found.chosen.clear();
+    return added(model, loss, found);
+  }
   double sum = 0.0;
   for (const auto& batch : batches) sum += model.forward(batch.inputs()).item<double>();
   loss.sum = sum_over_ranks(model, RankSum::kStep, {once(model, sum)}).front();
@@ -222,8 +251,10 @@ BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSou
 }
 
 BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource& source,
-                       std::int64_t step, const std::vector<RowRange>& rows) {
-  return in_memory(source, rows, [&] { return run_forward_only(model, source, step, rows); });
+                       std::int64_t step, const std::vector<RowRange>& rows,
+                       PipelineOfRun* pipeline) {
+  return in_memory(source, rows,
+                   [&] { return run_forward_only(model, source, step, rows, pipeline); });
 }
 
 namespace {

@@ -35,13 +35,16 @@ enum class RankSum : std::uint8_t {
 };
 /// What every rank's values come to, by rank: each added up in rank order.
 std::vector<double> added_by_rank(const std::vector<std::vector<double>>& of_ranks);
-/// The same sum of every rank's values; what ranks of tp share one of them adds. The losses are
-/// added in rank order, counts on the way: what a rank sends of them grows with log2 of the ranks
-/// only. Collective.
+/// The same sum of every data rank's values; what ranks of tp share one of them adds. The losses
+/// are added in rank order, counts on the way: what a rank sends of them grows with log2 of the
+/// ranks only. Of a pipeline kStep is of all stages, which have zeros for what is another's; of
+/// the other sums every stage has the same. Collective.
 std::vector<double> sum_over_ranks(const ShardedBase& model, RankSum what,
                                    const std::vector<double>& values);
 /// The largest of every rank's values. Collective.
 std::vector<double> max_over_ranks(const ShardedBase& model, const std::vector<double>& values);
+
+class PipelineOfRun;
 
 enum class Sync : std::uint8_t { kLastMicroBatch, kEveryMicroBatch };
 
@@ -52,6 +55,7 @@ struct StepOptions {
   double loss_scale = 1.0;  ///< the model's scaler's
   /// Weight of the auxiliary loss as model.aux_loss_coef has it; none = what config.json says.
   std::optional<double> aux_loss_coef = std::nullopt;
+  PipelineOfRun* pipeline = nullptr;  ///< by which the model's stages are run; null = it is whole
 };
 
 /// As the config says, at the scaler's present scale; null where the loss is not scaled.
@@ -66,7 +70,8 @@ BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSou
 
 /// The loss alone; a batch without a kept label adds nothing. Collective.
 BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource& source,
-                       std::int64_t step, const std::vector<RowRange>& rows);
+                       std::int64_t step, const std::vector<RowRange>& rows,
+                       PipelineOfRun* pipeline = nullptr);
 
 /// A scaler where float16 is computed with, frozen parameters included (gradients pass through
 /// them), or carries gradients; else none. Errors: kConfig for options of a run that needs none.

@@ -3,8 +3,10 @@
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <sstream>
 
 #include "base/hash.h"
 #include "base/trace.h"
@@ -28,14 +30,44 @@ bool counts(const ShardView& view) {
   return true;
 }
 
+/// A parameter's sum, as the stages of a pipeline tell each other.
+struct SumOfParameter {
+  std::int64_t place = 0;  ///< ShardView::place_in_model
+  double sum = 0.0;
+};
+
+/// Each parameter's sum added in the model's order: the additions of a rank that has all stages.
+double added_over_stages(comm::Group& stages, const std::vector<SumOfParameter>& mine) {
+  const std::string bytes(reinterpret_cast<const char*>(mine.data()),
+                          mine.size() * sizeof(SumOfParameter));
+  std::vector<SumOfParameter> all;
+  for (const auto& of_rank : comm::all_gather_bytes(stages, bytes, "gradient norm over stages")) {
+    const auto begin = all.size();
+    all.resize(begin + of_rank.size() / sizeof(SumOfParameter));
+    std::memcpy(all.data() + begin, of_rank.data(), of_rank.size());
+  }
+  // Without places they stay in the order of the stages' ranks.
+  std::ranges::stable_sort(all, {}, &SumOfParameter::place);
+  double sum = 0.0;
+  for (const auto& one : all) sum += one.sum;
+  return sum;
+}
+
 /// Of |value|^p over all elements of all gradients, in fp64; kernels.h says what `largest` is for.
-/// Added in rank order. Replicas hold the same gradients: only the ranks of one add.
+/// Added parameter by parameter, then in rank order. Replicas hold the same gradients: only the
+/// ranks of one add.
 double sum_of_powers(const ShardedBase& model, double p, double largest = 1.0) {
+  auto* stages = model.stages_group();
+  std::vector<SumOfParameter> of_parameters;
   const auto sum = at::zeros({1}, at::kDouble);
   for (const auto& view : model.shards()) {
     if (!view.shard.grad().defined() || !counts(view)) continue;
     kernels::add_powers(view.shard.grad(), p, largest, sum);
+    if (stages == nullptr) continue;
+    of_parameters.push_back({view.place_in_model, sum.item<double>()});
+    sum.zero_();
   }
+  if (stages != nullptr) sum.fill_(added_over_stages(*stages, of_parameters));
   auto* group = fsdp::unit_of_handle(model.unit()).runtime().groups().replica_control();
   if (group != nullptr) comm::all_reduce(*group, sum, "gradient norm");
   return sum.item<double>();
@@ -51,15 +83,44 @@ double largest_absolute(const ShardedBase& model) {
     if (!gradient.defined() || gradient.numel() == 0) continue;
     largest = larger(largest, gradient.abs().max().item<double>());
   }
-  auto* group = fsdp::unit_of_handle(model.unit()).runtime().groups().replica_control();
-  if (group == nullptr) return largest;
-  const std::string mine(reinterpret_cast<const char*>(&largest), sizeof(largest));
-  for (const auto& bytes : comm::all_gather_fixed(*group, mine, "largest gradient")) {
-    double other = 0.0;
-    std::memcpy(&other, bytes.data(), sizeof(other));
-    largest = larger(largest, other);
+  for (auto* group : {fsdp::unit_of_handle(model.unit()).runtime().groups().replica_control(),
+                      model.stages_group()}) {
+    if (group == nullptr) continue;
+    const std::string mine(reinterpret_cast<const char*>(&largest), sizeof(largest));
+    for (const auto& bytes : comm::all_gather_fixed(*group, mine, "largest gradient")) {
+      double other = 0.0;
+      std::memcpy(&other, bytes.data(), sizeof(other));
+      largest = larger(largest, other);
+    }
   }
   return largest;
+}
+
+/// Those that this stage has found, with those of the other stages of a pipeline, in the order of
+/// the model. Collective.
+std::vector<std::string> names_of_stages(const ShardedBase& model,
+                                         const std::vector<ShardView>& found) {
+  struct Named {
+    std::int64_t place;
+    std::string name;
+  };
+  std::vector<Named> all;
+  if (auto* stages = model.stages_group(); stages == nullptr) {
+    for (const auto& view : found) all.push_back({0, view.contract->name});
+  } else {
+    std::string mine;
+    for (const auto& view : found) {
+      mine += concat(view.place_in_model, " ", view.contract->name, "\n");
+    }
+    for (const auto& text : comm::all_gather_bytes(*stages, mine, "names over stages")) {
+      std::istringstream lines(text);
+      for (Named one; lines >> one.place >> one.name;) all.push_back(one);
+    }
+    std::ranges::stable_sort(all, {}, &Named::place);
+  }
+  std::vector<std::string> names;
+  for (const auto& one : all) names.push_back(one.name);
+  return names;
 }
 
 }  // namespace
@@ -105,10 +166,12 @@ std::vector<std::string> nonfinite_parameters(const ShardedBase& model, std::siz
   }
   auto* group = fsdp::unit_of_handle(model.unit()).runtime().data_group();
   if (group != nullptr) any = comm::any_of_ranks(*group, any, "parameters that are not finite");
-  std::vector<std::string> names;
-  for (std::size_t i = 0; i < any.size() && names.size() < most; ++i) {
-    if (any[i]) names.push_back(views[i].contract->name);
+  std::vector<ShardView> found;
+  for (std::size_t i = 0; i < any.size() && found.size() < most; ++i) {
+    if (any[i]) found.push_back(views[i]);
   }
+  auto names = names_of_stages(model, found);
+  names.resize(std::min(names.size(), most));
   return names;
 }
 

@@ -245,6 +245,7 @@ Groups::Groups(Mesh mesh) : mesh_(std::move(mesh)) {
   replica_gathers_ = of_several(replica, "gather");
   replica_control_ = of_several(replica, "shard control");
   data_ = of_several(shapes.stage_of(rank), "data");
+  stages_ = of_several(mesh_.ranks_of({axis::kPipeline}), "stages");
 }
 
 AxesGroups Groups::of(const layout::BucketKey& key) {

@@ -162,11 +162,12 @@ class Groups {
   comm::Group* replica_control() const { return replica_control_.get(); }
   comm::Group* replica_gathers() const { return replica_gathers_.get(); }
   comm::Group* replicas() const { return replicas_.get(); }  ///< of one shard
+  comm::Group* stages() const { return stages_.get(); }      ///< of a pipeline, control
 
  private:
   const Mesh mesh_;
   std::vector<std::pair<std::vector<std::string>, AxesGroups>> of_axes_;  // by shard axes
-  std::shared_ptr<comm::Group> data_, replica_control_, replica_gathers_, replicas_;
+  std::shared_ptr<comm::Group> data_, replica_control_, replica_gathers_, replicas_, stages_;
 };
 
 }  // namespace tessera::fsdp

@@ -1,0 +1,342 @@
+#include "train/pipeline_step.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "base/random.h"
+#include "comm/mail.h"
+#include "grad/torch_dtype.h"
+#include "pipeline/runner.h"
+#include "pipeline/valid_program.h"
+#include "tessera/error.h"
+#include "tessera/step_scope.h"
+#include "train/expert_balance.h"
+
+namespace tessera::train {
+namespace {
+
+using pipeline::Boundary;
+using pipeline::BoundaryTensor;
+using pipeline::Tensors;
+
+/// What the last stage of a step is to give.
+enum class Wanted : std::uint8_t { kLoss, kLogits };
+
+/// One stage of a language model.
+class ModelStage : public pipeline::Stage {
+ public:
+  struct Place {
+    int stage = 0;         ///< of the pipeline
+    std::size_t here = 0;  ///< among those of this rank
+    models::StageLayers layers;
+    bool input_has_gradient = false;
+    bool output_has_gradient = false;
+  };
+
+  ModelStage(Sharded<models::LanguageModel>& model, const Place& place,
+             const StreamBorders& borders)
+      : model_(model),
+        place_(place),
+        dtype_(borders.dtype),
+        sequence_parts_(borders.sequence_parts) {}
+
+  void begin(const StepOfStages& step, Wanted wanted) {
+    step_ = &step;
+    wanted_ = wanted;
+    loss_ = auxiliary_ = 0.0;
+    chosen_.clear();
+    of_.clear();
+  }
+  double loss() const { return loss_; }
+  double auxiliary() const { return auxiliary_; }
+  /// Of its own layers with experts, over the micro-batches so far.
+  const std::vector<at::Tensor>& chosen() const { return chosen_; }
+  const models::StageLayers& layers() const { return place_.layers; }
+
+  Boundary input(std::int64_t micro_batch) const override {
+    return border(micro_batch, place_.input_has_gradient);
+  }
+  Boundary output(std::int64_t micro_batch) const override {
+    return border(micro_batch, place_.output_has_gradient);
+  }
+
+  Tensors forward(std::int64_t micro_batch, const Tensors& inputs) override {
+    const auto i = static_cast<std::size_t>(micro_batch);
+    const SampleScope place(SamplePlace{step_->options.seed, step_->step, step_->rows[i].begin});
+    models::StageInputs stage;
+    stage.batch = step_->batches[i].inputs();
+    stage.stage = place_.here;
+    if (wanted_ == Wanted::kLogits || !place_.layers.head) stage.batch.targets.reset();
+    if (!place_.layers.embedding) {
+      stage.batch.images.reset();
+      stage.x = inputs.at(0);
+    }
+    stage.batch.router_statistics = statistics();
+    auto output = model_.call(&models::LanguageModel::forward_stage, stage);
+    note_chosen(output.loads);
+    Tensors results{output.result};
+    if (sends_counts()) {
+      auto& routed = of_[micro_batch];
+      routed = pooled(output.loads, place_.layers.embedding ? at::Tensor() : inputs.at(1));
+      if (!place_.layers.head) results.push_back(routed.counts);
+    }
+    if (place_.layers.head && wanted_ == Wanted::kLoss) loss_ += output.result.item<double>();
+    return results;
+  }
+
+  Roots roots(std::int64_t micro_batch, const Tensors& results, const Tensors& back) override {
+    Roots roots;
+    if (place_.layers.head) {
+      // The mean over the whole batch is differentiated: no rank divides again.
+      const at::Tensor& loss = results.at(0);
+      roots.tensors.push_back(loss);
+      roots.gradients.push_back(
+          at::full_like(loss, step_->options.loss_scale / static_cast<double>(step_->kept)));
+    }
+    if (sends_counts()) add_auxiliary(micro_batch, back, roots);
+    return roots;
+  }
+
+  Tensors back(std::int64_t micro_batch) override {
+    if (!sends_counts()) return {};
+    Tensors totals{of_.at(micro_batch).counts};
+    of_.erase(micro_batch);
+    return totals;
+  }
+
+ private:
+  bool sends_counts() const { return step_->aux_loss_coef > 0 && wanted_ == Wanted::kLoss; }
+
+  models::RouterStatistics statistics() const {
+    if (!model_.module()->spec().moe || !at::GradMode::is_enabled()) {
+      return models::RouterStatistics::kNone;
+    }
+    return step_->aux_loss_coef > 0 ? models::RouterStatistics::kAndProbabilities
+                                    : models::RouterStatistics::kCounts;
+  }
+
+  Boundary border(std::int64_t micro_batch, bool has_gradient) const {
+    const models::ModelSpec& spec = model_.module()->spec();
+    const at::Tensor& ids = step_->batches[static_cast<std::size_t>(micro_batch)].input_ids;
+    Boundary border;
+    border.activations.push_back(
+        {{ids.size(0), ids.size(1) / sequence_parts_, spec.hidden_size}, dtype_, has_gradient});
+    if (sends_counts()) {
+      const std::int64_t experts = models::routed_experts(spec).experts;
+      border.activations.push_back({{experts}, at::kLong, /*has_gradient=*/false});
+      border.back.push_back({{experts}, at::kDouble});
+    }
+    return border;
+  }
+
+  void note_chosen(const std::vector<models::RouterLoad>& loads) {
+    chosen_.resize(loads.size());
+    for (std::size_t i = 0; i < loads.size(); ++i) {
+      const at::Tensor counts = loads[i].counts.to(at::kDouble);
+      chosen_[i] = chosen_[i].defined() ? chosen_[i] + counts : counts;
+    }
+  }
+
+  /// With the counts of the stages before, if there are any.
+  models::RouterLoad pooled(const std::vector<models::RouterLoad>& loads,
+                            const at::Tensor& before) const {
+    models::RouterLoad all = pool(loads);
+    if (before.defined()) {
+      all.counts = all.counts.defined() ? before + all.counts : before;
+    } else if (!all.counts.defined()) {
+      all.counts = at::zeros({models::routed_experts(model_.module()->spec()).experts},
+                             at::TensorOptions().dtype(at::kLong));
+    }
+    return all;
+  }
+
+  void add_auxiliary(std::int64_t micro_batch, const Tensors& back, Roots& roots) {
+    auto& routed = of_.at(micro_batch);
+    // From here on `counts` are the total, which goes to the stage before.
+    routed.counts = place_.layers.head ? chosen_by_all(model_, routed.counts) : back.at(0);
+    if (!routed.probabilities.defined()) return;
+    const at::Tensor addend =
+        auxiliary_addend(routed.probabilities, routed.counts,
+                         model_.module()->spec().moe->experts_per_token);
+    routed.probabilities = {};
+    const double share = 1.0 / static_cast<double>(step_->batches.size());
+    auxiliary_ += addend.item<double>() * share;
+    if (!addend.requires_grad()) return;  // all that it comes from is frozen
+    roots.tensors.push_back(addend);
+    roots.gradients.push_back(
+        at::full_like(addend, step_->options.loss_scale * step_->aux_loss_coef * share));
+  }
+
+  Sharded<models::LanguageModel>& model_;
+  Place place_;
+  at::ScalarType dtype_;
+  std::int64_t sequence_parts_;
+  const StepOfStages* step_ = nullptr;
+  Wanted wanted_ = Wanted::kLoss;
+  double loss_ = 0.0;
+  double auxiliary_ = 0.0;
+  std::vector<at::Tensor> chosen_;
+  std::map<std::int64_t, models::RouterLoad> of_;  // by micro-batch, between its F and its B or I
+};
+
+}  // namespace
+
+StreamBorders stream_borders(const PipelinePlan& plan, const ParallelDims& dims,
+                             const models::ModelDescription& model, const ModelContract& contract) {
+  const auto find = [&](const std::string& name) {
+    const auto found = std::ranges::find(contract.parameters, name, &GradContract::name);
+    TESSERA_INVARIANT(found != contract.parameters.end(), name, " has no contract");
+    return found;
+  };
+  StreamBorders borders;
+  if (dims.sequence == SequenceParallel::kYes) borders.sequence_parts = dims.tp;
+  for (const auto& parameter : model.parameters) {
+    if (parameter.decay != models::DecayClass::kEmbedding || !parameter.tied_to.empty()) continue;
+    if (models::sees_images(parameter.name)) continue;
+    borders.dtype = to_scalar_type(find(parameter.name)->compute.dtype);
+    break;
+  }
+  for (int stage = 0; stage + 1 < plan.split.stages(); ++stage) {
+    const int end = plan.split.end(stage);
+    bool any = false;
+    std::int64_t layers = 0;  // that have been passed
+    for (const auto& parameter : model.parameters) {
+      const auto layer = layer_of(parameter.name);
+      if (layer) layers = std::max(layers, *layer + 1);
+      if (layers > end || (!layer && layers > 0)) break;  // behind the border, or the head's
+      if (parameter.tied_to.empty()) any = any || find(parameter.name)->trainable;
+    }
+    borders.has_gradient.push_back(any);
+  }
+  return borders;
+}
+
+struct PipelineOfRun::Parts {
+  Sharded<models::LanguageModel>& model;
+  pipeline::Runner runner;
+  pipeline::ValidProgram training;
+  std::map<int, pipeline::ValidProgram> evaluations = {};  ///< by their micro-batches
+  std::vector<ModelStage> stages;
+  std::string words;  ///< what ranks of a stage have to run alike
+
+  /// Forwards alone: those of the schedule where it has as many micro-batches, else one after the
+  /// other.
+  const pipeline::ValidProgram& evaluation(const pipeline::Schedule& schedule, int micro_batches) {
+    const auto known = evaluations.find(micro_batches);
+    if (known != evaluations.end()) return known->second;
+    auto forwards = pipeline::forward_only(schedule);
+    if (micro_batches != schedule.micro_batches) {
+      forwards.micro_batches = micro_batches;
+      for (int rank = 0; rank < forwards.ranks(); ++rank) {
+        auto& slots = forwards.slots[static_cast<std::size_t>(rank)];
+        slots.clear();
+        for (int i = 0; i < micro_batches; ++i) {
+          for (const int stage : forwards.stages_of(rank)) {
+            slots.push_back({{pipeline::ActionKind::kForward, stage, i}, std::nullopt});
+          }
+        }
+      }
+    }
+    return evaluations
+        .emplace(micro_batches, pipeline::ValidProgram(forwards, pipeline::Passes::kForward))
+        .first->second;
+  }
+
+  std::vector<pipeline::Stage*> begin(const StepOfStages& step, Wanted wanted) {
+    std::vector<pipeline::Stage*> list;
+    for (auto& stage : stages) {
+      stage.begin(step, wanted);
+      list.push_back(&stage);
+    }
+    return list;
+  }
+};
+
+namespace {
+
+pipeline::Runner::Ties ties_of(const Sharded<models::LanguageModel>& model) {
+  const Mesh& mesh = model.mesh();
+  pipeline::Runner::Ties ties;
+  ties.world = mesh.world();
+  const auto ranks = mesh.ranks_of({axis::kPipeline});
+  ties.mail = comm::make_mail(*mesh.world(), ranks);
+  ties.group = mesh.world()->group(ranks, "pipeline control");
+  return ties;
+}
+
+}  // namespace
+
+PipelineOfRun::PipelineOfRun(PipelinePlan plan, StreamBorders borders,
+                             Sharded<models::LanguageModel>& model)
+    : plan_(std::move(plan)),
+      parts_(new Parts{model,
+                       pipeline::Runner(ties_of(model)),
+                       pipeline::ValidProgram(plan_.schedule),
+                       {},
+                       {},
+                       concat(to_string(plan_), ", ", hash(plan_))}) {
+  std::size_t here = 0;
+  for (const int stage : plan_.schedule.stages_of(model.mesh().coordinate(axis::kPipeline))) {
+    ModelStage::Place place{stage, here++, stage_layers(plan_, stage)};
+    const auto at = static_cast<std::size_t>(stage);
+    place.input_has_gradient = stage > 0 && borders.has_gradient[at - 1];
+    place.output_has_gradient = at < borders.has_gradient.size() && borders.has_gradient[at];
+    parts_->stages.emplace_back(model, place, borders);
+  }
+}
+
+PipelineOfRun::~PipelineOfRun() = default;
+
+FoundByStages PipelineOfRun::found() const {
+  FoundByStages found;
+  const models::ModelSpec& spec = parts_->model.module()->spec();
+  const auto routed = models::routed_experts(spec);
+  found.chosen.assign(routed.layers.size(),
+                      std::vector<double>(static_cast<std::size_t>(routed.experts), 0.0));
+  for (const auto& stage : parts_->stages) {
+    found.loss += stage.loss();
+    found.auxiliary += stage.auxiliary();
+    auto next = stage.chosen().begin();
+    for (std::size_t i = 0; i < routed.layers.size() && next != stage.chosen().end(); ++i) {
+      if (!stage.layers().has_layer(routed.layers[i])) continue;
+      const at::Tensor counts = (next++)->to(at::kCPU).contiguous();
+      const auto* begin = counts.const_data_ptr<double>();
+      found.chosen[i].assign(begin, begin + counts.numel());
+    }
+  }
+  return found;
+}
+
+FoundByStages PipelineOfRun::forward_backward(const StepOfStages& step) {
+  StepScopeOptions options;
+  options.reshard = plan_.reshard == PipelineReshard::kStep ? StepReshard::kStep
+                                                            : StepReshard::kMicroBatch;
+  options.sync_every_micro_batch = step.options.sync == Sync::kEveryMicroBatch;
+  options.schedule = parts_->words;
+  options.stages = static_cast<int>(parts_->stages.size());
+  StepScope scope(parts_->model, options);
+  parts_->runner.run(parts_->training, parts_->begin(step, Wanted::kLoss), &scope);
+  return found();
+}
+
+FoundByStages PipelineOfRun::forward_only(const StepOfStages& step) {
+  const at::NoGradGuard no_grad;
+  parts_->runner.run(parts_->evaluation(plan_.schedule, static_cast<int>(step.batches.size())),
+                     parts_->begin(step, Wanted::kLoss), nullptr);
+  return found();
+}
+
+std::vector<at::Tensor> PipelineOfRun::logits(const StepOfStages& step) {
+  const at::NoGradGuard no_grad;
+  const auto results =
+      parts_->runner.run(parts_->evaluation(plan_.schedule, static_cast<int>(step.batches.size())),
+                         parts_->begin(step, Wanted::kLogits), nullptr);
+  std::vector<at::Tensor> logits;
+  for (const auto& of_micro_batch : results) logits.push_back(of_micro_batch.at(0));
+  return logits;
+}
+
+}  // namespace tessera::train

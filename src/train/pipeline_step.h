@@ -1,0 +1,83 @@
+// The pipeline of a run at work: the stages of this rank's model, run micro-batch by micro-batch by
+// the schedule, for training, for validation and for logits.
+//
+// What a stage of a language model hands on is the stream; with an auxiliary loss also how often
+// experts were chosen so far, whose total the last stage knows and sends back beside the gradients:
+// each stage then differentiates its own routers' probabilities by the same numbers as a model
+// without a pipeline. Next: pipeline_plan.h for the schedule, pipeline/runner.h, step.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "models/language_model.h"
+#include "tessera/model_contract.h"
+#include "tessera/shard.h"
+#include "train/data/data.h"
+#include "train/pipeline_plan.h"
+#include "train/step.h"
+
+namespace tessera::train {
+
+/// What crosses the borders between a model's stages, beyond the rows of a micro-batch.
+struct StreamBorders {
+  at::ScalarType dtype = at::kFloat;  ///< of the stream
+  std::int64_t sequence_parts = 1;    ///< of T: a rank of tp has one of them (sequence parallel)
+  /// Of each stage but the last: whether a gradient comes back, since something before is trained.
+  std::vector<bool> has_gradient;
+};
+/// `contract`: of the whole model.
+StreamBorders stream_borders(const PipelinePlan& plan, const ParallelDims& dims,
+                             const models::ModelDescription& model, const ModelContract& contract);
+
+/// Of one step.
+struct StepOfStages {
+  const std::vector<MicroBatch>& batches;
+  const std::vector<RowRange>& rows;
+  std::int64_t step = 0;
+  StepOptions options = {};
+  std::int64_t kept = 0;  ///< labels of the whole batch
+  double aux_loss_coef = 0;
+};
+
+/// What this rank's stages found; zeros for what is another stage's.
+struct FoundByStages {
+  double loss = 0;       ///< sum over the tokens of its rows
+  double auxiliary = 0;  ///< as BatchLoss, of its layers
+  /// Of each layer with experts in the model: how many tokens of its rows chose each.
+  std::vector<std::vector<double>> chosen;
+};
+
+class PipelineOfRun {
+ public:
+  /// `model` is made of stages_of_rank(plan, ...) and must live as long. Collective.
+  PipelineOfRun(PipelinePlan plan, StreamBorders borders, Sharded<models::LanguageModel>& model);
+  ~PipelineOfRun();
+  PipelineOfRun(const PipelineOfRun&) = delete;
+  PipelineOfRun& operator=(const PipelineOfRun&) = delete;
+
+  const PipelinePlan& plan() const { return plan_; }
+
+  /// All micro-batches, forward and backward: gradients stand on the shards afterwards. Collective.
+  /// Errors: as pipeline::Runner::run.
+  FoundByStages forward_backward(const StepOfStages& step);
+  /// The losses alone, of any number of micro-batches. Collective.
+  FoundByStages forward_only(const StepOfStages& step);
+  /// Logits [b, T, V] of each micro-batch, on the ranks of the last stage. Collective.
+  std::vector<at::Tensor> logits(const StepOfStages& step);
+
+ private:
+  struct Parts;
+  FoundByStages found() const;
+
+  PipelinePlan plan_;
+  std::unique_ptr<Parts> parts_;
+};
+
+}  // namespace tessera::train
