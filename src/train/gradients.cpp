@@ -16,6 +16,7 @@
 #include "train/data/data.h"
 #include "train/hf/model_forms.h"
 #include "train/parallelize.h"
+#include "train/pipeline_step.h"
 #include "train/report/checks.h"
 #include "train/step.h"
 
@@ -160,8 +161,18 @@ void run_gradients(const GradientsRequest& request, World& world,
                                 routing_of(request, source.spec));
   });
   check_positions(config.parallelism, batch->row_tokens());
-  const auto contract = resolve_model(source, config, dims);
-  const auto model = parallelize(source, config, mesh);
+  const auto plan = resolve_pipeline(
+      config, dims, source.spec, source.description,
+      {resolve_micro_batches(config, Verb::kGradients, batch->rows_in_step(), dims.data_ranks()),
+       batch->row_tokens()});
+  auto parts = model_parts(source, config, mesh, Purpose::kTraining, plan ? &*plan : nullptr);
+  const ModelContract contract = parts.contract;
+  const auto model = parallelize(std::move(parts), source, config, mesh);
+  std::optional<PipelineOfRun> stages;
+  if (plan) {
+    stages.emplace(*plan, stream_borders(*plan, dims, source.description, contract), *model);
+  }
+  PipelineOfRun* const pipeline = stages ? &*stages : nullptr;
   std::optional<SafetensorsWriter> writer;
   if (world.rank() == 0) {
     const std::map<std::string, std::string> metadata{
@@ -173,25 +184,32 @@ void run_gradients(const GradientsRequest& request, World& world,
     });
   }
   const auto rows = pieces_of(config, batch->rows_in_step(), dims, data_rank(mesh));
-  if (config.debug.check_dtypes) check_dtypes(*model, *batch, 1, rows.front());
+  if (config.debug.check_dtypes) {
+    check_dtypes(*model, [&] { run_once(*model, *batch, 1, rows.front(), pipeline); });
+  }
   if (on_first_step) on_first_step();
   if (request.logits) {
     const at::NoGradGuard no_grad;
     LogitsWriter logits(world.control(), writer ? &*writer : nullptr, batch->rows_in_step());
     for (const auto& range : rows) {
-      auto inputs = batch->load(1, range).inputs();
-      inputs.targets.reset();
-      logits.write(model->forward(inputs).to(at::kFloat), range);
+      const at::Tensor mine = logits_of(*model, *batch, 1, range, pipeline);
+      mine.defined() ? logits.write(mine.to(at::kFloat), range)
+                     : logits.write(mine, {range.begin, range.begin});  // another stage's
     }
   }
-  const auto scaler = make_scaler(*model, config.grad_scaler);
-  auto loss = forward_backward(*model, *batch, 1, rows, step_options(config, scaler.get()));
+  const auto scaler = make_scaler(*model, contract.parameters, config.grad_scaler);
+  const auto run = [&] {
+    auto options = step_options(config, scaler.get());
+    options.pipeline = pipeline;
+    return forward_backward(*model, *batch, 1, rows, options);
+  };
+  auto loss = run();
   double norm = gradient_norm(*model);
   if (config.debug.check_placements) check_placements(*model);
   // The first scale that float16 holds: of a single batch there is no next step.
   while (scaler && std::isfinite(loss.mean()) && !scaler->update(*model, norm)) {
     model->zero_grad();
-    loss = forward_backward(*model, *batch, 1, rows, step_options(config, scaler.get()));
+    loss = run();
     norm = gradient_norm(*model);
   }
   TESSERA_CHECK(std::isfinite(loss.mean()) && std::isfinite(norm), ErrorKind::kNumeric,

@@ -53,13 +53,17 @@ parallel::Axis activations(const Mesh& mesh, std::string_view name,
   return parallel::axis_of(mesh, name, sums);
 }
 
-models::ModelAxes model_axes(const Config& config, const ParallelDims& dims, const Mesh& mesh) {
+models::ModelAxes model_axes(const Config& config, const ParallelDims& dims, const Mesh& mesh,
+                             const PipelinePlan* pipeline) {
   const DTypeChoice& sums = config.precision.activation_reduce_dtype;
   models::ModelAxes axes;
   axes.degrees = dims;
   axes.tensor = nn::TensorRegion(activations(mesh, axis::kTensor, sums), axes.degrees.sequence);
   if (dims.ep > 1) axes.experts = activations(mesh, axis::kExpert, sums);
   if (config.model.score_before_experts) axes.score = moe::Score::kBeforeExperts;
+  if (pipeline != nullptr) {
+    axes.stages = stages_of_rank(*pipeline, mesh.coordinate(axis::kPipeline));
+  }
   return axes;
 }
 
@@ -71,14 +75,14 @@ int data_rank(const Mesh& mesh) {
 }
 
 ModelParts model_parts(const ModelSource& source, const Config& config, const Mesh& mesh,
-                       Purpose purpose) {
+                       Purpose purpose, const PipelinePlan* pipeline) {
   // 1. What every parameter is, for the whole model at once.
   const auto dims = resolve_parallelism(config.parallelism, mesh.shape().size());
   ModelParts parts{resolve_model(source, config, dims, purpose), nullptr};
   if (purpose == Purpose::kInference) parts.on_the_way = storage_on_the_way(source, config, dims);
 
-  // 2. The model: the sizes of this rank, no data.
-  parts.model = models::make_language_model(source.spec, model_axes(config, dims, mesh));
+  // 2. The model: the stages and the sizes of this rank, no data.
+  parts.model = models::make_language_model(source.spec, model_axes(config, dims, mesh, pipeline));
   models::add_adapters(*parts.model, source.lora);
   if (!expert_biases_of(source, config.model.load_balance_coeff).empty()) {
     models::add_expert_biases(*parts.model);

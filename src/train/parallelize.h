@@ -15,6 +15,7 @@
 #include "train/config/config_resolve.h"
 #include "train/contract_of_run.h"
 #include "train/hf/model_source.h"
+#include "train/pipeline_plan.h"
 
 namespace tessera::train {
 
@@ -32,9 +33,11 @@ struct ModelParts {
   /// Of a model for inference, as storage_on_the_way.
   std::map<std::string, DType> on_the_way = {};
 };
-/// Collective on first use of an axis. Errors: as resolve_model.
+/// The contract is the whole model's, the model what `pipeline` gives to this rank; null = all of
+/// it. Collective on first use of an axis. Errors: as resolve_model.
 ModelParts model_parts(const ModelSource& source, const Config& config, const Mesh& mesh,
-                       Purpose purpose = Purpose::kTraining);
+                       Purpose purpose = Purpose::kTraining,
+                       const PipelinePlan* pipeline = nullptr);
 
 /// Collective. The units: models::LanguageModel::units; what is left belongs to the root. Weights
 /// are loaded from the folder, whose files are verified before, each on one rank, or drawn;

@@ -38,8 +38,8 @@ StreamBorders stream_borders(const PipelinePlan& plan, const ParallelDims& dims,
 
 /// Of one step.
 struct StepOfStages {
-  const std::vector<MicroBatch>& batches;
-  const std::vector<RowRange>& rows;
+  std::vector<MicroBatch> batches;  ///< their tensors are shared
+  std::vector<RowRange> rows;
   std::int64_t step = 0;
   StepOptions options = {};
   std::int64_t kept = 0;  ///< labels of the whole batch

@@ -267,10 +267,31 @@ bool needs_scale(const GradContract& contract) {
 
 }  // namespace
 
+void run_once(Sharded<models::LanguageModel>& model, const BatchSource& source, std::int64_t step,
+              RowRange rows, PipelineOfRun* pipeline) {
+  if (pipeline == nullptr) {
+    model.forward(source.load(step, rows).inputs());
+  } else {
+    pipeline->forward_only({{source.load(step, rows)}, {rows}, step});
+  }
+}
+
+at::Tensor logits_of(Sharded<models::LanguageModel>& model, const BatchSource& source,
+                     std::int64_t step, RowRange rows, PipelineOfRun* pipeline) {
+  const at::NoGradGuard no_grad;
+  if (pipeline != nullptr) {
+    const auto logits = pipeline->logits({{source.load(step, rows)}, {rows}, step});
+    return logits.empty() ? at::Tensor() : logits.front();
+  }
+  auto inputs = source.load(step, rows).inputs();
+  inputs.targets.reset();
+  return model.forward(inputs);
+}
+
 std::unique_ptr<GradScaler> make_scaler(const ShardedBase& model,
+                                        const std::vector<GradContract>& parameters,
                                         const GradScalerOptions& options) {
-  const auto contract = model.contract();
-  if (std::ranges::any_of(contract.parameters, needs_scale)) {
+  if (std::ranges::any_of(parameters, needs_scale)) {
     return std::make_unique<GradScaler>(model, options);
   }
   TESSERA_CHECK(options == GradScalerOptions{}, ErrorKind::kConfig,

@@ -73,8 +73,18 @@ BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource&
                        std::int64_t step, const std::vector<RowRange>& rows,
                        PipelineOfRun* pipeline = nullptr);
 
+/// One micro-batch forward, whatever comes of it. Collective.
+void run_once(Sharded<models::LanguageModel>& model, const BatchSource& source, std::int64_t step,
+              RowRange rows, PipelineOfRun* pipeline = nullptr);
+/// The logits [b, T, V] of one micro-batch; undefined where another stage has them. Collective.
+at::Tensor logits_of(Sharded<models::LanguageModel>& model, const BatchSource& source,
+                     std::int64_t step, RowRange rows, PipelineOfRun* pipeline = nullptr);
+
 /// A scaler where float16 is computed with, frozen parameters included (gradients pass through
-/// them), or carries gradients; else none. Errors: kConfig for options of a run that needs none.
-std::unique_ptr<GradScaler> make_scaler(const ShardedBase& model, const GradScalerOptions& options);
+/// them), or carries gradients; else none. `parameters`: of the whole model. Errors: kConfig for
+/// options of a run that needs none.
+std::unique_ptr<GradScaler> make_scaler(const ShardedBase& model,
+                                        const std::vector<GradContract>& parameters,
+                                        const GradScalerOptions& options);
 
 }  // namespace tessera::train

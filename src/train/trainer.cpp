@@ -21,6 +21,7 @@
 #include "train/data/data.h"
 #include "train/expert_balance.h"
 #include "train/parallelize.h"
+#include "train/pipeline_step.h"
 #include "train/report/banner.h"
 #include "train/report/checks.h"
 #include "train/report/metrics.h"
@@ -96,7 +97,10 @@ class Trainer {
     request.steps = *config.training.steps;
     data_ = open_batches(request);
     check_positions(config.parallelism, data_->row_tokens());
-    resolve_micro_batches(config_, Verb::kTrain, data_->rows_in_step(), dims_.data_ranks());
+    const auto plan = resolve_pipeline(
+        config_, dims_, source_.spec, source_.description,
+        {resolve_micro_batches(config_, Verb::kTrain, data_->rows_in_step(), dims_.data_ranks()),
+         data_->row_tokens()});
     require_room(Rows(config_, *data_, mesh_).most(data_->row_tokens()),
                  source_.spec.vocab_size / dims_.tp, memory_bytes());
     if (!config.validation.path.empty()) {
@@ -108,12 +112,18 @@ class Trainer {
       check_positions(config.parallelism, validation_->row_tokens());
     }
     checkpoints_->begin(source_, *data_);
+    auto parts =
+        model_parts(source_, config, mesh_, Purpose::kTraining, plan ? &*plan : nullptr);
+    parameters_ = parts.contract.parameters;
+    std::optional<StreamBorders> borders;
+    if (plan) borders = stream_borders(*plan, dims_, source_.description, parts.contract);
     model_ =
-        parallelize(source_, config, mesh_,
+        parallelize(std::move(parts), source_, config, mesh_,
                     checkpoints_->resumes() ? InitialWeights::kLater : InitialWeights::kOfSource);
+    if (plan) pipeline_.emplace(*plan, *borders, *model_);
     optimizer_ = fsdp::make_optimizer(config.optimizer.name, *model_, *config.optimizer.lr,
                                       config.optimizer);
-    scaler_ = make_scaler(*model_, config.grad_scaler);
+    scaler_ = make_scaler(*model_, parameters_, config.grad_scaler);
     done_ = checkpoints_->load(*model_, *optimizer_, scaler_.get());
     flops_per_token_ = flops_per_token(model_size(), data_->row_tokens());
     if (world.rank() == 0) metrics_.emplace(config.metrics.folder, done_);
@@ -134,7 +144,9 @@ class Trainer {
     observers_.emplace(config_, world_, done_ + 1, hooks_.profiling);
     if (config_.debug.check_dtypes && done_ < *config_.training.steps) {
       const Rows rows(config_, *data_, mesh_);
-      check_dtypes(*model_, *data_, done_ + 1, rows.ranges().front());
+      check_dtypes(*model_, [&] {
+        run_once(*model_, *data_, done_ + 1, rows.ranges().front(), pipeline());
+      });
     }
     if (hooks_.on_first_step) hooks_.on_first_step();
     if (world_.rank() == 0 && done_ < *config_.training.steps) introduce();
@@ -154,7 +166,7 @@ class Trainer {
 
   void introduce() const {
     RunFacts run;
-    run.parameters = model_->contract().parameters;
+    run.parameters = parameters_;
     if (source_.spec.moe) run.active = model_size().active_parameters;
     run.dims = dims_;
     run.rows = data_->rows_in_step();
@@ -219,6 +231,8 @@ class Trainer {
     if (stop) log::info("asked to stop: ended after step ", result.steps, " of ", steps);
   }
 
+  PipelineOfRun* pipeline() { return pipeline_ ? &*pipeline_ : nullptr; }
+
   double asked_to_stop() const {
     return hooks_.stop_requested && hooks_.stop_requested() ? 1.0 : 0.0;
   }
@@ -228,8 +242,9 @@ class Trainer {
   StepEnd train_step(std::int64_t step) {
     const auto begin = Clock::now();
     const Rows rows(config_, *data_, mesh_);
-    const auto loss = forward_backward(*model_, *data_, step, rows.ranges(),
-                                       step_options(config_, scaler_.get()));
+    auto options = step_options(config_, scaler_.get());
+    options.pipeline = pipeline();
+    const auto loss = forward_backward(*model_, *data_, step, rows.ranges(), options);
     if (config_.debug.check_placements) check_placements(*model_);
     StepMetrics metrics;
     metrics.step = step;
@@ -241,7 +256,7 @@ class Trainer {
     metrics.grad_norm = clip_grad_norm(*model_, config_.training.max_norm);
     require_finite(metrics);
     const double balance = config_.model.load_balance_coeff;
-    if (balance > 0) balance_experts(*model_, loss.chosen, balance);
+    if (balance > 0) balance_experts(*model_, source_.spec, loss.chosen, balance);
     metrics.lr =
         learning_rate(config_.lr_scheduler, *config_.optimizer.lr, *config_.training.steps, step);
     optimizer_->set_lr(metrics.lr);
@@ -309,7 +324,7 @@ class Trainer {
     BatchLoss total;
     const Rows rows(config_, *validation_, mesh_);
     for (std::int64_t step = 1; step <= config_.validation.steps; ++step) {
-      const auto loss = forward_only(*model_, *validation_, step, rows.ranges());
+      const auto loss = forward_only(*model_, *validation_, step, rows.ranges(), pipeline());
       total.sum += loss.sum;
       total.kept += loss.kept;
       if (max_over_ranks(*model_, {asked_to_stop()}).front() > 0) return std::nullopt;
@@ -334,6 +349,8 @@ class Trainer {
   std::unique_ptr<BatchSource> data_;
   std::unique_ptr<BatchSource> validation_;
   std::shared_ptr<Sharded<models::LanguageModel>> model_;
+  std::vector<GradContract> parameters_;   ///< of the whole model
+  std::optional<PipelineOfRun> pipeline_;  ///< none where the model is here whole
   std::unique_ptr<Optimizer> optimizer_;
   std::unique_ptr<GradScaler> scaler_;  ///< none without float16
   std::optional<CheckpointSession> checkpoints_;

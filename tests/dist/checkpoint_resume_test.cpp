@@ -344,7 +344,7 @@ TEST(Resume, AChangeToFloat16OrFromItIsAWarningWithItsKey) {
       ranks(1).run([&](World& world) {
         const auto source = train::open_model(config.model);
         const auto model = train::parallelize(source, config, data_mesh(world));
-        const auto scaler = train::make_scaler(*model, {});
+        const auto scaler = train::make_scaler(*model, model->contract().parameters, {});
         train::restore_scaler(manifest, scaler.get());
       });
     });

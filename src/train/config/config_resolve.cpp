@@ -21,10 +21,6 @@ namespace fs = std::filesystem;
 
 // What the trainer does not run yet.
 void check_built(const Config& config) {
-  const ParallelismConfig& p = config.parallelism;
-  TESSERA_CHECK(p.pipeline_parallel_degree == 1, ErrorKind::kConfig,
-                "parallelism.pipeline_parallel_degree: found ", p.pipeline_parallel_degree,
-                ", expected 1; this axis is not yet built");
   TESSERA_CHECK(config.device != DeviceName::kCuda, ErrorKind::kConfig,
                 "device: found cuda, expected auto or cpu; training on CUDA is not yet built");
   TESSERA_CHECK(config.comm.backend != BackendName::kNccl, ErrorKind::kConfig,

@@ -10,18 +10,16 @@
 #include "base/log.h"
 #include "base/printable.h"
 #include "comm/group.h"
-#include "models/language_model.h"
 #include "tessera/clip.h"
 #include "tessera/dtype_watch.h"
 #include "tessera/error.h"
 #include "tessera/shard.h"
-#include "train/data/data.h"
 
 namespace tessera::train {
 namespace {
 
-/// Lines that any rank has, each once, in the order of ranks.
-std::vector<std::string> lines_of_all(comm::Group* group, const std::string& mine) {
+/// Lines that any rank of the group has, each once, in the order of ranks.
+std::vector<std::string> lines_of(comm::Group* group, const std::string& mine) {
   const auto texts = group == nullptr ? std::vector<std::string>{mine}
                                       : comm::all_gather_bytes(*group, mine, "dtypes of results");
   std::vector<std::string> lines;
@@ -36,17 +34,17 @@ std::vector<std::string> lines_of_all(comm::Group* group, const std::string& min
 
 }  // namespace
 
-void check_dtypes(Sharded<models::LanguageModel>& model, const BatchSource& source,
-                  std::int64_t step, const RowRange& rows) {
+void check_dtypes(const ShardedBase& model, const std::function<void()>& forward) {
   const at::NoGradGuard no_grad;
   std::string mine;
   {
-    const auto batch = source.load(step, rows);
     const DtypeWatch watch(model);
-    model.forward(batch.inputs());
+    forward();
     mine = to_string(watch.findings());
   }
-  const auto lines = lines_of_all(model.data_group(), mine);
+  std::string of_stage;
+  for (const auto& line : lines_of(model.data_group(), mine)) of_stage += line + "\n";
+  const auto lines = lines_of(model.stages_group(), of_stage);
   const bool speaks = model.rank() == 0;
   for (const auto& line : lines) {
     if (speaks) log::warn("debug.check_dtypes: ", line);

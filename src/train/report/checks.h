@@ -5,24 +5,15 @@
 // of an axis are compared bit for bit.
 #pragma once
 
-#include <cstdint>
+#include <functional>
 
 #include "tessera/error.h"
-#include "train/data/sampler.h"
 
 namespace tessera {
-template <class M>
-class Sharded;
 class ShardedBase;
-}  // namespace tessera
-
-namespace tessera::models {
-class LanguageModel;
 }
 
 namespace tessera::train {
-
-class BatchSource;
 
 /// A check that was asked for looked, and found something. Not a refusal of what was asked for and
 /// not a failure of the run: the program ends with a code of its own.
@@ -31,11 +22,10 @@ class FoundProblems : public Error {
   using Error::Error;
 };
 
-/// Runs `rows` of the batch of `step` forward, without gradients, and looks at the dtype of every
-/// result. Collective. Errors, on all ranks alike: FoundProblems (kContract) when any rank
-/// found one that leaves its unit's; all are listed in the log before.
-void check_dtypes(Sharded<models::LanguageModel>& model, const BatchSource& source,
-                  std::int64_t step, const RowRange& rows);
+/// Looks at the dtype of every result while `forward` runs, without gradients. Collective. Errors,
+/// on all ranks alike: FoundProblems (kContract) when any rank found one that leaves its unit's; all
+/// are listed in the log before.
+void check_dtypes(const ShardedBase& model, const std::function<void()>& forward);
 
 /// Collective. Errors, on all ranks alike: FoundProblems (kContract) naming the parameters.
 void check_placements(const ShardedBase& model);
