@@ -400,6 +400,12 @@ bool OpenStep::is_last_user(std::uint64_t said, const OfUnit& of) const {
   return all_have_run() && (said & of.users) == of.users;
 }
 
+bool OpenStep::is_over(const Stage& stage) {
+  return stage.resharded && std::ranges::none_of(stage.micro_batches, [](const auto& one) {
+           return one.second.state == State::kInputDone;
+         });
+}
+
 void OpenStep::reshard(int stage) {
   constexpr auto kWhat = "StepScope::reshard";
   require_open(kWhat);
@@ -448,12 +454,17 @@ void OpenStep::reduce(int stage) {
   }
   start({.kind = Kind::kReduce, .stage = stage});
   of.reduced = true;
+  // Of these no gradient comes any more.
+  std::uint64_t over = 0;
+  for (int i = 0; i < options_.stages; ++i) {
+    if (is_over(stages_[static_cast<std::size_t>(i)])) over |= std::uint64_t{1} << i;
+  }
   failing(runtime_, [&] {
     for (auto id = of.units.rbegin(); id != of.units.rend(); ++id) {
       auto& unit = units_[*id];
       unit.reduced |= std::uint64_t{1} << stage;
       if (!is_last_user(unit.reduced, unit)) continue;
-      unit.reduced = 0;
+      unit.reduced &= over;
       if (std::exchange(unit.touched, false)) reduce_now(*runtime_.units_.at(*id));
     }
   });

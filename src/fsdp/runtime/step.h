@@ -125,6 +125,7 @@ class OpenStep {
   void use_units(int stage, const std::vector<Trace>& parts);
   bool all_have_run() const;
   bool is_last_user(std::uint64_t said, const OfUnit& of) const;
+  static bool is_over(const Stage& stage);
   void touch(int stage);
   void reduce_now(Unit& unit);
   void require_whole();
