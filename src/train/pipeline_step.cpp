@@ -262,7 +262,7 @@ pipeline::Runner::Ties ties_of(const Sharded<models::LanguageModel>& model) {
   pipeline::Runner::Ties ties;
   ties.world = mesh.world();
   const auto ranks = mesh.ranks_of({axis::kPipeline});
-  ties.mail = comm::make_mail(*mesh.world(), ranks);
+  ties.mail = comm::mail_of(*mesh.world(), ranks);
   ties.group = mesh.world()->group(ranks, "pipeline control");
   return ties;
 }
