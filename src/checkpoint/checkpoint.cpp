@@ -51,7 +51,9 @@ void require_same_everywhere(World& world, std::int64_t step, const SaveOptions&
                 ", expected the same step and options on every rank");
 }
 
-void check_save(const Optimizer& optimizer, std::int64_t step, const SaveOptions& options) {
+/// `updated`: an optimizer has made an update on any rank; a stage of a pipeline may have had none.
+void check_save(const Optimizer& optimizer, std::int64_t step, const SaveOptions& options,
+                bool updated) {
   check_user_values(options.user);
   const auto length = std::ssize(options.config_json);
   TESSERA_CHECK(length <= kMaxConfigBytes, ErrorKind::kUsage, "save_checkpoint: found a ",
@@ -69,7 +71,7 @@ void check_save(const Optimizer& optimizer, std::int64_t step, const SaveOptions
                 updates > 0 ? concat(" of ", most->view.contract->name) : "",
                 "; other counts belong into SaveOptions::user");
   const auto left_out = options.scaler == nullptr ? 0 : options.scaler->state().skipped_steps;
-  TESSERA_CHECK(updates > 0 || states.empty() || step <= left_out, ErrorKind::kUsage,
+  TESSERA_CHECK(updated || states.empty() || step <= left_out, ErrorKind::kUsage,
                 "save_checkpoint: found step ", step,
                 " and an optimizer without any update, "
                 "expected the one that made the steps, or step 0");
@@ -105,8 +107,13 @@ void save_checkpoint(const ShardedBase& model, const Optimizer& optimizer,
   comm::on_all_or_none(world, "save_checkpoint", [&] {
     runtime.require_idle("save_checkpoint");
     fsdp::require_steps_of(model, optimizer, "save_checkpoint");
-    check_save(optimizer, step, options);
   });
+  const bool updated = comm::any_of_ranks(
+      world.control(),
+      {std::ranges::any_of(optimizer.state(), [](const auto& state) { return state.steps > 0; })},
+      "save_checkpoint: updates")[0];
+  comm::on_all_or_none(world, "save_checkpoint",
+                       [&] { check_save(optimizer, step, options, updated); });
   require_same_everywhere(world, step, options);
   comm::on_all_or_none(world, "checkpoint folder", [&] {
     if (world.rank() == 0) CheckpointStore(folder).clean();

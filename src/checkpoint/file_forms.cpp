@@ -37,6 +37,11 @@ FileForm FileForms::of(const GradContract& contract) const {
   return found == stacked_.end() ? FileForm{{contract.name}, {1, contract.shape}} : found->second;
 }
 
+std::vector<std::string> FileForms::names_of(const std::string& parameter) const {
+  const auto found = stacked_.find(parameter);
+  return found == stacked_.end() ? std::vector{parameter} : found->second.names;
+}
+
 std::vector<layout::Piece> pieces_in_file(const ParameterLayout& layout,
                                           const std::vector<std::int64_t>& shape,
                                           const layout::FileShape& file,

@@ -33,6 +33,8 @@ class FileForms {
 
   /// Of one that is stacked; any other is one tensor of its name.
   FileForm of(const GradContract& contract) const;
+  /// The tensors' names alone.
+  std::vector<std::string> names_of(const std::string& parameter) const;
 
  private:
   std::map<std::string, FileForm, std::less<>> stacked_;

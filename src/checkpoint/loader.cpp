@@ -9,6 +9,7 @@
 
 #include "base/log.h"
 #include "base/printable.h"
+#include "checkpoint/stages.h"
 #include "comm/group.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
@@ -23,6 +24,7 @@ std::set<std::string> names_of(const Optimizer& optimizer) {
 
 class Loader {
  public:
+  /// Collective.
   Loader(const CheckpointFolder& checkpoint, const ShardedBase& model, Optimizer& optimizer,
          const LoadRequest& request)
       : checkpoint_(checkpoint),
@@ -30,32 +32,38 @@ class Loader {
         optimizer_(optimizer),
         request_(request),
         forms_(request.forms),
-        advice_(request.advice) {}
+        advice_(request.advice),
+        stages_(names_of_stages(model, request.holds)),
+        in_stage_(
+            place_among(model.mesh().shapes().stage_of(model.mesh().world()->rank()), model.mesh())) {
+  }
 
-  /// Of this rank's share of all parameters, and of all tensors of the checkpoint: no rank reads
+  /// Of this rank's share of its stage's parameters, and of all tensors of the checkpoint: no rank reads
   /// what the checkpoint says of every tensor. Errors: kFormat, kConfig for tensors that do not fit
   /// model and optimizer.
   void check() {
+    // Of all stages: what others have is checked there.
     std::set<std::string> known;
+    for (const auto& parameter : stages_.everywhere) {
+      for (const std::string& tensor : forms_.names_of(parameter)) {
+        known.insert(concat(kModelPrefix, tensor));
+      }
+    }
     std::size_t index = 0;
     for (const auto& view : model_.shards()) {
       const auto& contract = *view.contract;
       if (!holds(contract)) continue;
+      if (!is_mine(index++)) continue;
       const FileForm form = forms_.of(contract);
-      const bool mine = is_mine(index++);
       for (const std::string& tensor : form.names) {
-        const auto name = concat(kModelPrefix, tensor);
-        known.insert(name);
-        if (!mine) continue;
-        require_tensor(name, contract.storage.dtype, form.file.shape,
+        require_tensor(concat(kModelPrefix, tensor), contract.storage.dtype, form.file.shape,
                        contract.trainable ? advice_.keeps_storage : advice_.keeps_frozen);
       }
     }
     for (const auto& view : model_.buffers()) {
       if (!view.contract->stored || request_.holds) continue;
-      const auto name = concat(kModelPrefix, view.contract->name);
-      require_tensor(name, view.contract->storage, view.contract->shape, advice_.keeps_storage);
-      known.insert(name);
+      require_tensor(concat(kModelPrefix, view.contract->name), view.contract->storage,
+                     view.contract->shape, advice_.keeps_storage);
     }
     const World& world = *model_.mesh().world();
     const auto names = checkpoint_.names("", static_cast<std::size_t>(world.rank()),
@@ -207,8 +215,7 @@ class Loader {
   }
 
   bool is_mine(std::size_t index) const {
-    const World& world = *model_.mesh().world();
-    return static_cast<int>(index % static_cast<std::size_t>(world.size())) == world.rank();
+    return static_cast<int>(index % static_cast<std::size_t>(in_stage_.ranks)) == in_stage_.rank;
   }
 
   bool holds(const GradContract& contract) const {
@@ -251,7 +258,9 @@ class Loader {
     const bool kept_any = keeps_any(form);
     const bool has_step =
         std::ranges::any_of(form.names, [&](const auto& tensor) { return has("step", tensor); });
-    if (!kept_any && !has_step) without_state_.push_back(name);
+    if (!kept_any && !has_step && !stages_.of_earlier.contains(name)) {
+      without_state_.push_back(name);
+    }
     if (kept_any || has_step) {
       for (const std::string& tensor : form.names) {
         require_tensor(named("step", tensor), DType::kInt64, {}, advice_.keeps_storage);
@@ -344,6 +353,8 @@ class Loader {
   const LoadRequest& request_;
   const FileForms& forms_;
   const LoadAdvice& advice_;
+  const NamesOfStages stages_;
+  const Place in_stage_;
   const std::set<std::string> kept_names_ = names_of(optimizer_);
   bool has_state_ = false;                  // in this rank's share of all tensors
   std::vector<std::string> without_state_;  // in this rank's share of trained parameters

@@ -4,10 +4,12 @@
 #include <iterator>
 #include <sstream>
 #include <system_error>
+#include <utility>
 
 #include "base/log.h"
 #include "base/printable.h"
 #include "base/test_hooks.h"
+#include "checkpoint/stages.h"
 #include "comm/group.h"
 #include "io/checkpoint_folder.h"
 #include "io/hashed_file.h"
@@ -89,7 +91,13 @@ void CheckpointSaver::start(std::function<std::string()> work) {
   });
 }
 
+void CheckpointSaver::ask_stages(const ShardedBase& model) {
+  if (std::exchange(asked_stages_, true)) return;
+  options_.state.of_earlier_stages = names_of_stages(model, options_.state.holds).of_earlier;
+}
+
 void CheckpointSaver::check_plan(const ShardedBase& model, const Optimizer& optimizer) {
+  ask_stages(model);
   const auto plan_as = [&](const StateOptions& options) {
     const auto parts = state_parts(model, optimizer, options);
     return plan_of(with_states(entries_of(parts, rank_file(world_.rank())), optimizer));
@@ -116,6 +124,7 @@ void CheckpointSaver::save(std::int64_t step, const ShardedBase& model, const Op
   const auto asked = Clock::now();
   finish();
   const double waited = ms_since(asked);
+  ask_stages(model);
   begun_ = Clock::now();
   // Memory may be short on one rank alone.
   comm::on_all_or_none(world_, "copy of a rank's part", [&] {

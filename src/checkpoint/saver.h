@@ -59,6 +59,8 @@ class CheckpointSaver {
   using Clock = std::chrono::steady_clock;
   enum class Phase { kIdle, kFiles, kManifest };
 
+  /// Before the first look at what this rank writes. Collective.
+  void ask_stages(const ShardedBase& model);
   void start(std::function<std::string()> work);
   void meet();
   std::string write_files() const;
@@ -67,10 +69,11 @@ class CheckpointSaver {
   void require_files(const CheckpointManifest& manifest) const;
 
   World& world_;
-  const CheckpointOptions options_;
+  CheckpointOptions options_;
   const CheckpointStore store_;
   Snapshot snapshot_;
   Phase phase_ = Phase::kIdle;
+  bool asked_stages_ = false;
   std::int64_t step_ = 0;
   std::string optimizer_;
   std::optional<LossScaleState> loss_scale_;

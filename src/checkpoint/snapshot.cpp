@@ -50,22 +50,14 @@ class ShardParts {
 };
 
 /// This rank's place among those that hold the same.
-struct Holder {
-  int rank = 0;
-  int ranks = 1;
-  auto operator<=>(const Holder&) const = default;
-};
+using Holder = Place;
 using Whole = std::map<Holder, std::vector<StatePart>>;
 
 /// Of what is whole on the ranks of the data axes, and of all axes where no layer cuts it.
 Holder holder_of(const ParameterLayout& layout, const Mesh& mesh) {
-  const int own = mesh.world()->rank();
+  if (layout.axes.empty()) return place_among(mesh.shapes().stage_of(mesh.world()->rank()), mesh);
   const auto data = layout.mesh == MeshKind::kDense ? axis::kShard : axis::kExpertData;
-  const std::vector<int> ranks =
-      layout.axes.empty() ? mesh.shapes().stage_of(own) : mesh.ranks_of({axis::kReplicate, data});
-  const auto self = std::ranges::find(ranks, own);
-  TESSERA_INVARIANT(self != ranks.end(), "a rank outside its own group");
-  return {static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size())};
+  return place_among(mesh.ranks_of({axis::kReplicate, data}), mesh);
 }
 
 /// Of this rank's shards; those of parameters that are whole on every rank of the data go to
@@ -76,7 +68,7 @@ void add_model(std::vector<StatePart>& parts, Whole& whole, const ShardedBase& m
   for (const auto& view : model.shards()) {
     const auto& contract = *view.contract;
     if (options.holds && !options.holds(contract.name)) continue;
-    if (!is_first_holder(view)) continue;
+    if (options.of_earlier_stages.contains(contract.name) || !is_first_holder(view)) continue;
     const FileForm form = options.forms.of(contract);
     auto& to = contract.replicated() ? whole[holder_of(contract.layout, mesh)] : parts;
     ShardParts(view, form)
@@ -85,9 +77,10 @@ void add_model(std::vector<StatePart>& parts, Whole& whole, const ShardedBase& m
 }
 
 void add_optimizer(std::vector<StatePart>& parts, const OptimizerState& state,
-                   const FileForms& forms) {
+                   const StateOptions& options) {
+  if (options.of_earlier_stages.contains(state.view.contract->name)) return;
   if (!is_first_holder(state.view)) return;
-  const FileForm form = forms.of(*state.view.contract);
+  const FileForm form = options.forms.of(*state.view.contract);
   const ShardParts shard(state.view, form);
   const auto prefix = [](const std::string& kept) { return concat(kOptimizerPrefix, kept, "/"); };
   for (const auto& kept : state.kept) shard.add_values(parts, prefix(kept.name), kept.values, {});
@@ -96,12 +89,12 @@ void add_optimizer(std::vector<StatePart>& parts, const OptimizerState& state,
 
 /// Buffers with the digits of the folder that training began with: every rank holds them whole.
 void add_buffers(std::vector<StatePart>& parts, const ShardedBase& model,
-                 const SourceDType& source_dtype) {
+                 const StateOptions& options) {
   for (const auto& view : model.buffers()) {
     const auto& contract = *view.contract;
-    if (!contract.stored) continue;
+    if (!contract.stored || options.of_earlier_stages.contains(contract.name)) continue;
     parts.push_back({concat(kModelPrefix, contract.name), contract.shape,
-                     source_dtype ? source_dtype(contract.name) : std::nullopt,
+                     options.source_dtype ? options.source_dtype(contract.name) : std::nullopt,
                      TensorBox::whole(contract.shape), 0, view.tensor.numel(),
                      view.stored.reshape({-1})});
   }
@@ -133,6 +126,12 @@ void take_huge_pages(const at::Tensor& buffer) {
 
 }  // namespace
 
+Place place_among(const std::vector<int>& ranks, const Mesh& mesh) {
+  const auto self = std::ranges::find(ranks, mesh.world()->rank());
+  TESSERA_INVARIANT(self != ranks.end(), "a rank outside its own group");
+  return {static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size())};
+}
+
 std::vector<layout::Piece> pieces_of(const ShardView& view, const layout::FileShape& file) {
   return pieces_in_file(view.contract->layout, view.contract->shape, file, view.coordinates,
                         {view.begin, view.end});
@@ -155,10 +154,10 @@ std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& op
   std::vector<StatePart> parts;
   Whole whole;
   add_model(parts, whole, model, options);
-  for (const auto& state : optimizer.state()) add_optimizer(parts, state, options.forms);
+  for (const auto& state : optimizer.state()) add_optimizer(parts, state, options);
   if (!options.holds) {
     const Holder everywhere = holder_of({}, model.mesh());
-    add_buffers(whole[everywhere], model, options.source_dtype);
+    add_buffers(whole[everywhere], model, options);
   }
   parts = cut(parts, options.replica, options.replicas);
   for (const auto& [holder, same] : whole) {

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -33,6 +34,15 @@ struct StatePart {
   at::Tensor values;  ///< [end - begin]
 };
 
+/// A rank among others that share work.
+struct Place {
+  int rank = 0;
+  int ranks = 1;
+  auto operator<=>(const Place&) const = default;
+};
+/// Of this one. Errors: kInternal where it is none of `ranks`.
+Place place_among(const std::vector<int>& ranks, const Mesh& mesh);
+
 /// The dtype of a tensor in the folder that training began with, where there is one.
 using SourceDType = std::function<std::optional<DType>(const std::string& tensor)>;
 
@@ -51,13 +61,16 @@ struct StateOptions {
   SourceDType source_dtype;
   FileForms forms = {};  ///< the names that the checkpoint has
   Holds holds = {};
+  /// Of a pipeline: what a stage before this rank's has, too, and writes.
+  std::set<std::string, std::less<>> of_earlier_stages = {};
   int replica = 0;  ///< of the data
   int replicas = 1;
 };
 
 /// What this rank writes: of its shards and their optimizer state, which replicas divide, and of
 /// what is whole on every rank, which all ranks divide. All ranks together: each element once. The
-/// number of updates goes with the first element of a tensor.
+/// number of updates goes with the first element of a tensor. What several stages of a pipeline have
+/// the first of them writes.
 std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& optimizer,
                                    const StateOptions& options);
 
