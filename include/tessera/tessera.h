@@ -25,6 +25,7 @@
 #include "tessera/recompute_mode.h"
 #include "tessera/shard.h"
 #include "tessera/state_dict.h"
+#include "tessera/step_scope.h"
 #include "tessera/trainable.h"
 #include "tessera/visit_tensors.h"
 #include "tessera/wide_scope.h"

@@ -168,7 +168,9 @@ void ShardedBase::train(bool on) {
 }
 
 void ShardedBase::zero_grad(bool set_to_none) {
-  fsdp::unit_of_handle(unit_).runtime().renew_after_failure();
+  auto& runtime = fsdp::unit_of_handle(unit_).runtime();
+  runtime.renew_after_failure();
+  runtime.require_no_step("zero_grad");
   for (const auto& own : all()) {
     auto& grad = own.parameter->shard.mutable_grad();
     own.parameter->lost = false;
@@ -248,6 +250,7 @@ void ShardedBase::for_units(bool recurse, const std::function<void(ShardedBase&)
 }
 
 void ShardedBase::set_requires_gradient_sync(bool value, bool recurse) {
+  fsdp::unit_of_handle(unit_).runtime().require_no_step("set_requires_gradient_sync");
   for_units(recurse, [&](ShardedBase& handle) { handle.unit_->controls.requires_sync = value; });
   runtime_->controls_changed();
 }
@@ -348,6 +351,7 @@ void ShardedBase::unshard() { unshard_async().wait(); }
 
 UnshardHandle ShardedBase::unshard_async() {
   auto& unit = fsdp::unit_of_handle(unit_);
+  unit.runtime().require_no_step("unshard");
   unit.runtime().begin_unshard(unit);
   return UnshardHandle(unit_);
 }
@@ -360,6 +364,7 @@ void UnshardHandle::wait() {
 void ShardedBase::reshard() {
   auto& unit = fsdp::unit_of_handle(unit_);
   unit.runtime().renew_after_failure();
+  unit.runtime().require_no_step("reshard");
   unit.release();
 }
 

@@ -91,14 +91,15 @@ void GradSink::accept(SlotId id, const at::Tensor& raw, Source source) {
 }
 
 std::string Ticket::Promise::text() const {
-  return concat(parameter, " (layer ", layer, ", micro-batch ", micro_batch, ")");
+  const auto stage = group.stage < 0 ? std::string() : concat(", stage ", group.stage);
+  return concat(parameter, " (layer ", layer, stage, ", micro-batch ", group.micro_batch, ")");
 }
 
-Ticket GradSink::promise(SlotId id, std::string layer, std::int64_t micro_batch) {
+Ticket GradSink::promise(SlotId id, std::string layer, WeightGradGroup group) {
   const auto& slot = slots_.at(id);
   Ticket ticket;
   ticket.promise_ = std::make_shared<Ticket::Promise>(
-      Ticket::Promise{this, id, slot.contract->name, std::move(layer), micro_batch});
+      Ticket::Promise{this, id, slot.contract->name, std::move(layer), group});
   open_.push_back(ticket.promise_);
   slot.owner->tickets_changed(+1);
   return ticket;
@@ -127,11 +128,20 @@ void GradSink::redeem(const Ticket& ticket, const at::Tensor& raw) {
 
 void GradSink::require_all_redeemed(const char* before) const {
   if (open_.empty()) return;
+  require_redeemed(before, [](const SlotOwner&, WeightGradGroup) { return true; });
+}
+
+void GradSink::require_redeemed(
+    const char* before,
+    const std::function<bool(const SlotOwner&, WeightGradGroup)>& is_meant) const {
   std::string open;
+  std::size_t count = 0;
   for (const auto& promise : open_) {
+    if (!is_meant(*slots_.at(promise->slot).owner, promise->group)) continue;
+    ++count;
     open += concat(open.empty() ? "" : "; ", promise->text());
   }
-  TESSERA_CHECK(false, ErrorKind::kContract, before, ": found ", open_.size(),
+  TESSERA_CHECK(count == 0, ErrorKind::kContract, before, ": found ", count,
                 " deferred gradients that are not redeemed, expected none: ", open,
                 "; run the deferred weight gradients first");
 }
@@ -144,23 +154,33 @@ void GradSink::drop_tickets() {
 void WeightGradStore::put(SlotId slot, Product product) {
   const std::string& parameter = sink_.contract(slot).name;
   std::string layer = parameter.substr(0, parameter.rfind('.'));
-  owed_.push_back({sink_.promise(slot, std::move(layer), micro_batch_), std::move(product)});
+  owed_.push_back({group_, sink_.promise(slot, std::move(layer), group_), std::move(product)});
+}
+
+void WeightGradStore::form(std::size_t place) {
+  const auto at = owed_.begin() + static_cast<std::ptrdiff_t>(place);
+  // Its inputs are given back before the next product is formed.
+  const Owed owed = std::move(*at);
+  owed_.erase(at);
+  sink_.redeem(owed.ticket, owed.product());
 }
 
 void WeightGradStore::run() {
   const at::NoGradGuard no_grad;
-  while (!owed_.empty()) {
-    // Its inputs are given back before the next product is formed.
-    const Owed owed = std::move(owed_.front());
-    owed_.pop_front();
-    sink_.redeem(owed.ticket, owed.product());
+  while (!owed_.empty()) form(0);
+  counted_ = 0;
+}
+
+void WeightGradStore::run(WeightGradGroup group) {
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < owed_.size();) {
+    owed_[i].group == group ? form(i) : static_cast<void>(++i);
   }
-  micro_batch_ = -1;
 }
 
 void WeightGradStore::drop() {
   owed_.clear();
-  micro_batch_ = -1;
+  counted_ = 0;
 }
 
 }  // namespace tessera::grad

@@ -20,6 +20,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/contract.h"
@@ -49,6 +50,13 @@ using SlotId = std::uint32_t;
 class GradSink;
 class WeightGradStore;
 
+/// Whose a weight gradient is that was put off, as a schedule names it.
+struct WeightGradGroup {
+  int stage = -1;  ///< of this rank; -1: there are no stages
+  std::int64_t micro_batch = 0;
+  bool operator==(const WeightGradGroup&) const = default;
+};
+
 /// A gradient that is owed: made by GradSink::promise(), handed back to redeem(). Copies are the
 /// same ticket. It knows what it stands for, so that the sink keeps no book of what is settled.
 class Ticket {
@@ -63,7 +71,7 @@ class Ticket {
     SlotId slot;
     std::string parameter;
     std::string layer;
-    std::int64_t micro_batch;
+    WeightGradGroup group;
     State state = State::kOpen;
     std::string text() const;
   };
@@ -89,12 +97,19 @@ class GradSink {
 
   /// Announces a gradient that will come after this backward's nodes ran: its unit is not ready
   /// before.
-  Ticket promise(SlotId slot, std::string layer, std::int64_t micro_batch);
+  Ticket promise(SlotId slot, std::string layer, WeightGradGroup group);
+  Ticket promise(SlotId slot, std::string layer, std::int64_t micro_batch) {
+    return promise(slot, std::move(layer), {-1, micro_batch});
+  }
   /// Hands it in. Errors: kContract for a ticket that was redeemed before (in whatever step), or
   /// dropped, naming parameter, layer and micro-batch; for one of another sink.
   void redeem(const Ticket& ticket, const at::Tensor& raw);
   /// Throws kContract naming every ticket that is still open. `before`: what it stands in front of.
   void require_all_redeemed(const char* before) const;
+  /// The same of those that `is_meant` says.
+  void require_redeemed(
+      const char* before,
+      const std::function<bool(const SlotOwner&, WeightGradGroup)>& is_meant) const;
   std::size_t open_tickets() const { return open_.size(); }
   /// Forgets all tickets (after an exception). Owners are not told: nothing of theirs goes on.
   void drop_tickets();
@@ -135,23 +150,31 @@ class WeightGradStore {
   explicit WeightGradStore(GradSink& sink) : sink_(sink) {}
 
   /// A backward begins: the next micro-batch, as errors name it, counted from 0 since run().
-  void begin_micro_batch() { ++micro_batch_; }
+  void begin_micro_batch() { begin({-1, counted_++}); }
+  /// The same of a schedule, whose own numbers these are.
+  void begin(WeightGradGroup group) { group_ = group; }
   void put(SlotId slot, Product product);
   /// Forms what was put, oldest first, and hands it to the sink. Where a product throws, those
   /// after it stay owed.
   void run();
+  /// The same of one group alone.
+  void run(WeightGradGroup group);
   /// Forgets everything (after an exception); the sink forgets the tickets.
   void drop();
   std::size_t size() const { return owed_.size(); }
 
  private:
   struct Owed {
+    WeightGradGroup group;
     Ticket ticket;
     Product product;
   };
+  void form(std::size_t place);  ///< in `owed_`
+
   GradSink& sink_;
   std::deque<Owed> owed_;
-  std::int64_t micro_batch_ = -1;
+  WeightGradGroup group_;
+  std::int64_t counted_ = 0;
 };
 
 }  // namespace tessera::grad

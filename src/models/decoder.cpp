@@ -24,6 +24,7 @@ DecoderHead::DecoderHead(const ModelSpec& spec, const LocalSizes& sizes)
   lm_head_ = register_module(
       "lm_head", std::make_shared<nn::Linear>(spec.hidden_size, sizes.vocab_size, nn::Bias::kNo,
                                               nn::column_parallel(region_)));
+  lm_head_->form_weight_gradient_at_once();
 }
 
 at::Tensor DecoderHead::forward(const at::Tensor& x, const std::optional<at::Tensor>& targets) {

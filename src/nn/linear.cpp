@@ -22,10 +22,17 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+/// What a call says beside its tensors.
+struct LinearCall {
+  at::ScalarType compute;
+  WeightGradient when;
+};
+
 /// One node a layer, plain products of 2-D views, nothing computed for what needs no gradient.
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
-                            const std::optional<at::Tensor>& bias, at::ScalarType compute) {
+                            const std::optional<at::Tensor>& bias, const LinearCall& call) {
+    const at::ScalarType compute = call.compute;
     weight.const_data_ptr();    // a parameter without data says so here, not from inside a product
     const WideScope own_dtype;  // the result has the input's
     std::vector<std::int64_t> shape = input.sizes().vec();
@@ -39,6 +46,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     // A frozen weight has no use for its input.
     ctx->save_for_backward({weight.requires_grad() ? x : at::Tensor(), weight});
     ctx->saved_data["compute"] = compute;
+    ctx->saved_data["at_once"] = call.when == WeightGradient::kAtOnce;
     ctx->saved_data["has_bias"] = bias.has_value();
     ctx->saved_data["input_dtype"] = input.scalar_type();
     ctx->saved_data["input_shape"] = input.sizes();
@@ -63,7 +71,9 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
                       .view(ctx->saved_data["input_shape"].toIntVector());
     }
     if (ctx->needs_input_grad(1)) {
-      result[1] = weight_gradient(weight, [grad, x] { return at::mm(grad.t(), x); });
+      result[1] = weight_gradient(
+          weight, [grad, x] { return at::mm(grad.t(), x); },
+          ctx->saved_data["at_once"].toBool() ? WeightGradient::kAtOnce : WeightGradient::kMayWait);
     }
     // Edges are counted over tensors: there is none for a bias that is not there. Its sum is too
     // small to be put off.
@@ -75,9 +85,9 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
 }  // namespace
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
-                  std::optional<at::ScalarType> compute) {
+                  std::optional<at::ScalarType> compute, WeightGradient when) {
   return LinearFunction::apply(x, weight, bias.defined() ? std::make_optional(bias) : std::nullopt,
-                               compute.value_or(weight.scalar_type()));
+                               LinearCall{compute.value_or(weight.scalar_type()), when});
 }
 
 LinearPlacement column_parallel(const TensorRegion& region) {
@@ -110,13 +120,15 @@ at::Tensor Linear::with_adapter(const at::Tensor& y, const at::Tensor& x) const 
   return lora_a_ ? nn::add_adapter(y, x, lora_a_->weight, lora_b_->weight, lora_) : y;
 }
 
-at::Tensor Linear::forward(const at::Tensor& x) { return with_adapter(linear(x, weight, bias), x); }
+at::Tensor Linear::forward(const at::Tensor& x) {
+  return with_adapter(linear(x, weight, bias, std::nullopt, when_), x);
+}
 
 at::Tensor Linear::forward_into(const TensorRegion& region, const at::Tensor& x) {
   if (region.size() == 1) return forward(x);
   // One rank's addend has the bias: it is in the sum once, and rounded with it.
   const at::Tensor once = bias.defined() ? parallel::only_first(bias, region.axis()) : bias;
-  return region.leave(with_adapter(nn::linear(x, weight, once), x));
+  return region.leave(with_adapter(nn::linear(x, weight, once, std::nullopt, when_), x));
 }
 
 void Linear::declare_all(const ParameterLayout& layout) {

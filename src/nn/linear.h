@@ -2,9 +2,9 @@
 // (lora.h) its part is added. Where ranks share it, sizes are those of one rank.
 //
 // The gradient of a layer's parameter is formed in the backward, or put off where the model defers
-// weight gradients (ShardedBase::set_defer_weight_gradients, ../grad/sink.h). Either
-// way it reaches the parameter's slot through the sink. What is no leaf of a sharded model (a cast
-// weight, a plain module) has its gradient at once.
+// weight gradients (ShardedBase::set_defer_weight_gradients, Backward::kInputOnly,
+// ../grad/sink.h). Either way it reaches the parameter's slot through the sink. What is no leaf of a
+// sharded model (a cast weight, a plain module) has its gradient at once; so has a head's.
 //
 // Short symbols: B rows, T positions, K inputs, N outputs. Next: rms_norm.h.
 #pragma once
@@ -26,15 +26,26 @@
 
 namespace tessera::nn {
 
+/// When a backward that puts weight gradients off forms this one.
+enum class WeightGradient : std::uint8_t {
+  kMayWait,
+  /// At once: what is held for it until then (of a projection to the vocabulary, the gradient of
+  /// all logits) is larger than what anybody waits less for.
+  kAtOnce,
+};
+
 /// x [..., K], weight [N, K], bias [N] or undefined -> [..., N] in x's dtype. Computed in `compute`
 /// (none: the weight's dtype), which raw gradients have, too: nothing rounds them before the sink.
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias = {},
-                  std::optional<at::ScalarType> compute = std::nullopt);
+                  std::optional<at::ScalarType> compute = std::nullopt,
+                  WeightGradient when = WeightGradient::kMayWait);
 
 /// product() -> the raw gradient of `parameter`; undefined where it comes later: the backward
 /// returns that, and nothing arrives twice. `product` holds what it needs by value.
 template <class Product>
-at::Tensor weight_gradient(const at::Tensor& parameter, Product product) {
+at::Tensor weight_gradient(const at::Tensor& parameter, Product product,
+                           WeightGradient when = WeightGradient::kMayWait) {
+  if (when == WeightGradient::kAtOnce) return product();
   const auto leaf = grad::find_leaf(parameter);
   if (!leaf || leaf->sink == nullptr || leaf->sink->store() == nullptr) return product();
   leaf->sink->store()->put(leaf->slot, std::move(product));
@@ -69,6 +80,9 @@ class Linear : public PlacedModule {
   /// Of an adapter that is added later, too.
   void declare_all(const ParameterLayout& layout) override;
 
+  /// For a head: the gradient of its weight (not of an adapter's) is never put off.
+  void form_weight_gradient_at_once() { when_ = WeightGradient::kAtOnce; }
+
   /// Adds the parameters lora_A.weight [rank, in] and lora_B.weight [out, rank], before sharding.
   void add_adapter(const LoraOptions& options);
 
@@ -79,6 +93,7 @@ class Linear : public PlacedModule {
   at::Tensor with_adapter(const at::Tensor& y, const at::Tensor& x) const;
 
   LinearPlacement placement_;
+  WeightGradient when_ = WeightGradient::kMayWait;
   std::shared_ptr<Linear> lora_a_, lora_b_;  // null without an adapter; hold parameters only
   LoraOptions lora_;
 };

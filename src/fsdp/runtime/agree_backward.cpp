@@ -122,6 +122,7 @@ std::uint64_t Runtime::hash_of_agreed() const {
   for (const auto& past : forwards_.past()) {
     hash.add(std::uint64_t{past.forward->number}).add(past.forward->trace.hash());
   }
+  if (step_ != nullptr) hash.add(std::string_view(step_->action_in_words()));
   return hash.add(std::string_view(memory_lines())).add(std::string_view(controls_)).digest();
 }
 
@@ -132,6 +133,12 @@ void Runtime::name_difference() {
                 " (numbered as they were sharded); on every rank run the backwards of the same "
                 "models in the same order, each through some result of its model");
   agree_on_controls();
+  const auto action = difference_between_ranks(
+      step_ != nullptr ? step_->action_in_words() : "a backward outside of a step",
+      "backwards of a step");
+  TESSERA_CHECK(action.empty(), ErrorKind::kComm,
+                "backwards of a step differ between ranks: ", action,
+                "; walk through one list on every rank of a stage");
   std::string text;
   for (const auto& past : forwards_.past()) {
     const auto& trace = past.forward->trace;

@@ -69,14 +69,17 @@ void Runtime::begin_backward(const Entry* first) {
   take_up_abandoned();
   if (in_backward_) return;
   in_backward_ = true;
-  store_.begin_micro_batch();
-  for (auto* unit : units_) {
-    // What the last backward reduced without waiting is published with the rest.
-    auto& progress = unit->progress_;
-    progress.unpublished = progress.unpublished || (awaiting_tickets_ && progress.reduced);
-    progress.reduced = false;
+  const auto step = step_;
+  if (step == nullptr) {
+    store_.begin_micro_batch();
+    for (auto* unit : units_) {
+      // What the last backward reduced without waiting is published with the rest.
+      auto& progress = unit->progress_;
+      progress.unpublished = progress.unpublished || (awaiting_tickets_ && progress.reduced);
+      progress.reduced = false;
+    }
+    awaiting_tickets_ = holds_reductions_ = false;
   }
-  awaiting_tickets_ = holds_reductions_ = false;
   // Nested graph tasks (recomputation) come after this one has begun; the callback is the outermost
   // one's. Whatever throws from here on ends as a failure of all ranks.
   torch::autograd::Engine::get_default_engine().queue_callback(
@@ -87,6 +90,10 @@ void Runtime::begin_backward(const Entry* first) {
                 " of a GradScaler that ended in the middle of a step, expected it to live on; keep "
                 "it as long as the model trains, or recover the World");
   for (const auto* unit : units_) refuse_capture(*unit);
+  if (step != nullptr) {
+    step->plan_backward(first);
+    return;
+  }
   publisher_.import_user_changes(switches_);
   plan_backward_under_way(first);
 }
@@ -174,6 +181,18 @@ void Runtime::refuse_forgotten(const Entry& entry) {
   throw Error(ErrorKind::kUsage, message);
 }
 
+/// A step scope's micro-batches are summed by its end.
+void Runtime::refuse_other_step(const Entry& entry) {
+  const auto& of = entry.segment->forward->in_step;
+  if (!of || (step_ != nullptr && of->step == step_->number())) return;
+  const auto message =
+      concat("backward of unit ", entry.unit->shown_name(), ": found the forward of stage ",
+             of->stage, ", micro-batch ", of->micro_batch,
+             " of a StepScope that has ended, expected its backward before finish()");
+  fail(message);
+  throw Error(ErrorKind::kUsage, message);
+}
+
 void Runtime::pre_backward(Entry& entry) {
   take_up_abandoned();
   TESSERA_CHECK(entry.generation == generation_, ErrorKind::kUsage, "backward of unit ",
@@ -181,7 +200,13 @@ void Runtime::pre_backward(Entry& entry) {
                 ": found a forward of before a failure, expected one that came after it; run the "
                 "step's forward again");
   if (entry.segment->forward->forgotten) refuse_forgotten(entry);
+  refuse_other_step(entry);
   begin_backward(&entry);
+  if (const auto step = step_) {
+    step->pre_backward(entry);
+    spans_.backward_begins(&entry, entry.unit->name());
+    return;
+  }
   auto* backward = under_way(entry, /*needs_weights=*/true);
   if (backward == nullptr) {
     // A backward inside a node of this one, which autograd has not announced.
@@ -200,6 +225,10 @@ void Runtime::post_backward(Entry& entry) {
   begin_backward();
   spans_.backward_ends(&entry);
   entry.owed.reset();
+  if (const auto step = step_) {
+    step->post_backward(entry);
+    return;
+  }
   auto* backward = under_way(entry, /*needs_weights=*/false);
   if (backward == nullptr) return;
   const auto& places = backward->plan.places.at(entry.segment->forward->number)[entry.position];
@@ -220,7 +249,7 @@ void Runtime::on_gradient() {
 }
 
 void Runtime::on_tickets_closed() {
-  if (in_backward_ || !awaiting_tickets_ || sink_.store() != nullptr) return;
+  if (step_ != nullptr || in_backward_ || !awaiting_tickets_ || sink_.store() != nullptr) return;
   if (sink_.open_tickets() > 0) return;
   try {
     settle_gradients();
@@ -253,6 +282,10 @@ void Runtime::issue_reduction(Unit& unit) {
 
 void Runtime::end_backward() {
   try {
+    if (const auto step = step_) {
+      step->end_backward();
+      return;
+    }
     for (; !under_way_.empty(); under_way_.pop_back()) finish(under_way_.back());
     spans_.all_backwards_end();
     for (auto* unit : units_) {

@@ -18,7 +18,8 @@ Controls Runtime::controls() const {
     return shown;
   };
   Controls all{switches_, {}};
-  all.model.defers_weight_gradients = sink_.store() != nullptr;
+  // Inside a step each backward chooses.
+  all.model.defers_weight_gradients = step_ == nullptr && sink_.store() != nullptr;
   for (const auto* unit : units_) {
     all.units.push_back({unit->shown_name(), unit->controls, names(unit->forward_prefetch),
                          names(unit->backward_prefetch)});
@@ -35,6 +36,7 @@ const std::string& Runtime::controls_in_words() {
 }
 
 const std::string& Runtime::marks() {
+  if (step_ != nullptr) return step_->marks();
   controls_in_words();
   return marks_;
 }
@@ -51,11 +53,13 @@ void Runtime::agree_on_controls() {
 }
 
 void Runtime::set_requires_replica_reduce(bool value) {
+  require_no_step("set_requires_replica_reduce");
   switches_.requires_replica_reduce = value;
   controls_changed();
 }
 
 void Runtime::set_is_last_backward(bool value) {
+  require_no_step("set_is_last_backward");
   switches_.is_last_backward = value;
   controls_changed();
 }
@@ -69,6 +73,7 @@ void Runtime::set_defer_weight_gradients(bool value) {
 
 void Runtime::run_weight_gradients() {
   renew_after_failure();
+  require_no_step("run_weight_gradients");
   try {
     store_.run();
     if (awaiting_tickets_ && sink_.store() != nullptr && !any_rank_owes()) settle_gradients();
@@ -80,7 +85,15 @@ void Runtime::run_weight_gradients() {
 
 // --------------------------------------------------------------------------- what must have ended
 
+void Runtime::require_no_step(const char* what) const {
+  TESSERA_CHECK(step_ == nullptr || has_failed(), ErrorKind::kUsage, what,
+                ": found a StepScope that is open, expected none, since inside a step weights, "
+                "gradients and controls stay as they are; call it before the scope or after its "
+                "finish()");
+}
+
 void Runtime::require_idle(const char* what) const {
+  require_no_step(what);
   const int owed = *outstanding_;
   TESSERA_CHECK(
       owed == 0, ErrorKind::kUsage, what, ": found ", owed,
@@ -90,6 +103,7 @@ void Runtime::require_idle(const char* what) const {
 }
 
 void Runtime::require_none_owed(const char* what) const {
+  require_no_step(what);
   sink_.require_all_redeemed(what);
   TESSERA_CHECK(!awaiting_tickets_, ErrorKind::kUsage, what,
                 ": found gradients that were deferred, on this rank or another, expected none; "
@@ -171,7 +185,16 @@ void Runtime::take_up_abandoned() {
   if (abandoned_ == generation_) end_step();
 }
 
+void Runtime::end_scope() {
+  if (step_ == nullptr) return;
+  sink_.set_store(nullptr);
+  forwards_.forget_steps();
+  step_.reset();
+}
+
 void Runtime::end_step() {
+  end_scope();
+  records_.clear();
   failed_ = true;
   ++generation_;
   forwards_.abandon();
@@ -181,6 +204,8 @@ void Runtime::end_step() {
 }
 
 void Runtime::reset() {
+  end_scope();
+  records_.clear();
   // Nothing is waited for: what was under way when the run failed is lost.
   reducer_.drop_all();
   sink_.drop_tickets();

@@ -68,6 +68,10 @@ void Forwards::forget_all_but(const std::set<std::uint32_t>& alive) {
 
 void Forwards::forgot_what_it_could() { limit_ = std::max<std::size_t>(limit_, 2 * past_.size()); }
 
+void Forwards::forget_steps() {
+  std::erase_if(past_, [](const Past& past) { return past.forward->in_step.has_value(); });
+}
+
 void Forwards::forget_units() {
   reference_ = {};
   for (const auto& past : past_) past.forward->forgotten = true;

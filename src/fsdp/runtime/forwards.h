@@ -56,11 +56,20 @@ class Runtime;
 class Unit;
 struct Entry;
 
+/// Whose an outermost forward inside a step scope is (step.h).
+struct InStep {
+  std::uint64_t step = 0;  ///< of the runtime, counted
+  int stage = 0;
+  std::int64_t micro_batch = 0;
+  std::size_t part = 0;  ///< among the outermost forwards of the micro-batch
+};
+
 /// One forward of the root, as all ranks have it: the units that it entered. Kept until no rank has
 /// a graph of it any more.
 struct PastForward {
   std::uint32_t number = 0;
   Trace trace;
+  std::optional<InStep> in_step;  ///< none: outside of one
   bool forgotten = false;  ///< units have come or gone since: its numbers of them mean nothing now
 };
 
@@ -145,6 +154,7 @@ class Forwards {
   /// Counts checkpoints as they run for the first time, by their serial numbers: the same number
   /// on every rank.
   std::uint32_t number_of_checkpoint(std::uint64_t serial);
+  std::uint32_t checkpoints() const { return checkpoints_; }  ///< so far
   void add(const std::shared_ptr<Entry>& entry) { current_->entries.push_back(entry); }
   bool has_entries() const { return !current_->entries.empty(); }
 
@@ -164,6 +174,8 @@ class Forwards {
   void forgot_what_it_could();
   /// The forward under way, from its first entry on.
   void keep_current() { past_.push_back({current_->forward, current_}); }
+  /// Of a step scope that is over: nothing may go through them any more.
+  void forget_steps();
   /// Units are numbered anew.
   void forget_units();
   /// How many there were.

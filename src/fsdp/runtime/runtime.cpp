@@ -27,6 +27,8 @@ layout::PlanOptions Runtime::plan_options() const {
 
 void Runtime::number_units() {
   agreed_ = controls_known_ = false;
+  records_.clear();
+  if (step_ != nullptr) step_->units_changed();
   for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->id_ = static_cast<UnitId>(i);
 }
 
@@ -121,6 +123,7 @@ void Runtime::agree(const std::string& lines, const char* what, const char* hint
 void Runtime::begin_relayout() {
   for (auto* unit : units_) unit->release();
   agreed_ = false;
+  records_.clear();
   ++layout_;
 }
 
@@ -162,7 +165,9 @@ void Runtime::issue_gather(Unit& unit) {
   if (unit.buckets().empty()) return;
   ++gathers_issued_;
   const auto& forward = forwards_.current();
-  unit.begin_gather(forward ? forward->forward->number : 0);
+  unit.begin_gather(step_ != nullptr ? step_->micro_batch()
+                    : forward        ? forward->forward->number
+                                     : 0);
 }
 
 std::vector<std::shared_ptr<Unit>> Runtime::living(const std::vector<std::weak_ptr<Unit>>& named,
@@ -187,7 +192,8 @@ void Runtime::prefetch_after(const Unit& unit, std::size_t position) {
     for (const auto& next : living(unit.forward_prefetch, "set_forward_prefetch", unit)) {
       prefetch(*next);
     }
-  } else if (const auto next = forwards_.next_after(position)) {
+  } else if (const auto next =
+                 step_ != nullptr ? step_->next_after(position) : forwards_.next_after(position)) {
     prefetch(*units_.at(*next));
   }
 }
@@ -199,7 +205,7 @@ std::shared_ptr<Entry> Runtime::record(Unit& unit, std::size_t position) {
   entry->segment = forwards_.current();
   entry->position = position;
   entry->generation = generation_;
-  if (!forwards_.has_entries()) keep_forward();
+  if (!forwards_.has_entries() && (step_ == nullptr || step_->keeps_forwards())) keep_forward();
   forwards_.add(entry);
   expect(*entry);
   return entry;
@@ -221,7 +227,9 @@ void Runtime::check_borrowed(const Unit& unit) const {
 
 std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   take_up_abandoned();
-  if (!forwards_.is_open()) {
+  if (!forwards_.is_open() && step_ != nullptr) {
+    step_->begin_outermost();
+  } else if (!forwards_.is_open()) {
     check_usable();
     std::vector<std::shared_ptr<Unit>> units;
     for (auto* each : units_) units.push_back(each->shared_from_this());
@@ -234,9 +242,10 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   ++unit.progress_.open_calls;
   // Of the outermost checkpoint that runs for the first time.
   const auto* in_checkpoint = at::GradMode::is_enabled() ? nullptr : first_forward();
-  const auto position = forwards_.enter(
-      unit.id(),
-      in_checkpoint == nullptr ? 0 : forwards_.number_of_checkpoint(in_checkpoint->serial));
+  const auto checkpoint =
+      in_checkpoint == nullptr ? 0 : forwards_.number_of_checkpoint(in_checkpoint->serial);
+  const auto position = forwards_.enter(unit.id(), checkpoint);
+  if (step_ != nullptr) step_->enter(unit, position, checkpoint);
   check_borrowed(unit);
   gather_needed(unit);
   prefetch_after(unit, position);
@@ -287,6 +296,11 @@ void Runtime::leave_forward(Unit& unit) {
   if (recomputing() != nullptr) return;
   const bool ends_its_use = gives_back(unit);
   const bool outermost = forwards_.leave();
+  if (step_ != nullptr) {
+    step_->leave(unit, outermost);
+    if (outermost) forwards_.end();
+    return;
+  }
   const bool grad = at::GradMode::is_enabled() || first_forward() != nullptr;
   if (!in_backward_ && unit.progress_.open_calls == 0 && ends_its_use) {
     // The last unit's backward comes first: its memory stays.

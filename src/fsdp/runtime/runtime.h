@@ -5,7 +5,8 @@
 // with are values and executors of their own: controls.h (what users switch), forwards.h (what was
 // run), order.h and backward_plan.h (what a backward issues), reducer.h, publisher.h, unit.h and
 // bucket.h (what moves bytes). Its own parts: runtime.cpp (units, forward, failure),
-// agree_backward.cpp (the list of what a backward issues), backward.cpp (walking through it).
+// agree_backward.cpp (the list of what a backward issues), backward.cpp (walking through it). What
+// is different inside a step scope is in step.h.
 //
 // [Note: readiness] Gradients are never counted: parameters stay unused, hooks fire twice under
 // recomputation, functions return undefined gradients. A unit's backward is over when a *marker*
@@ -31,6 +32,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/buffer_pool.h"
@@ -41,6 +43,7 @@
 #include "fsdp/runtime/forwards.h"
 #include "fsdp/runtime/publisher.h"
 #include "fsdp/runtime/reducer.h"
+#include "fsdp/runtime/step.h"
 #include "fsdp/runtime/unit.h"
 #include "fsdp/runtime/unit_trace.h"
 #include "grad/sink.h"
@@ -144,7 +147,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// The same in words. It is part of every label and of the agreement on the forward order, so
   /// that ranks cannot differ. [Note: controls]
   const std::string& controls_in_words();
-  /// The same behind the model's name, for labels: two models of one module issue the same.
+  /// The same behind the model's name, for labels: two models of one module issue the same. Inside
+  /// a step the stage is named, too.
   const std::string& marks();
   /// From here on labels have one; units of this tree are what all ranks have agreed on.
   void name_model() {
@@ -169,6 +173,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void require_none_lost(const char* what) const;
   /// Errors: kUsage while a recorded forward waits for its backward or deferred gradients are owed.
   void require_idle(const char* what) const;
+  /// No step scope is open. Errors: kUsage.
+  void require_no_step(const char* what) const;
   /// An exception has ended a step, and nothing has begun anew since.
   bool has_failed() const;
   /// reset() after a failure that World::recover() has ended: first in whatever may follow one.
@@ -179,6 +185,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::int64_t reductions_issued() const { return reducer_.issued(); }
 
  private:
+  friend class OpenStep;
+  /// Whatever way a step scope ends.
+  void end_scope();
   /// A step that failed: nothing of it is under way any more.
   void end_step();
   /// What abandon_backward() has noted. Threads: the rank's own.
@@ -212,6 +221,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void plan_backward_under_way(const Entry* first);
   // backward: backward.cpp
   [[noreturn]] void refuse_forgotten(const Entry& entry);
+  void refuse_other_step(const Entry& entry);
   BackwardUnderWay* under_way(const Entry& entry, bool needs_weights);
   void do_steps(BackwardUnderWay& backward, std::size_t count);
   void finish(BackwardUnderWay& backward);
@@ -249,6 +259,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool awaiting_tickets_ = false;
   bool holds_reductions_ = false;
   bool waits_for_last_ = false;  // reductions are issued that no gradient shows yet
+
+  std::shared_ptr<OpenStep> step_;                             // null outside of a step scope
+  std::uint64_t steps_ = 0;                                    // so far
+  std::map<std::pair<std::string, int>, StepRecord> records_;  // by schedule and number of stages
 
   bool failed_ = false;
   std::atomic<std::uint64_t> generation_ = 0;

@@ -30,6 +30,7 @@ Gemma4Head::Gemma4Head(const ModelSpec& spec, const nn::TensorRegion& region)
   lm_head_ = nn::add_projection(*this, "lm_head",
                                 {spec.hidden_size, region.part_of(spec.vocab_size),
                                  nn::WeightName::kOwn, nn::column_parallel(region)});
+  lm_head_->form_weight_gradient_at_once();
 }
 
 at::Tensor Gemma4Head::forward(const at::Tensor& x, const std::optional<at::Tensor>& targets) {

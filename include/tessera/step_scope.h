@@ -1,0 +1,91 @@
+// StepScope: one step of a sharded model, of several stages and micro-batches.
+//
+// Inside it weights do not change. So ranks agree once, when it opens, on what it will run, instead
+// of at each backward; units stay gathered over micro-batches where that is asked for; weight
+// gradients are put off for the backwards that say so, and the others wait for none of them; a
+// stage's gradients are reduced while other stages still compute, and shown by finish(). What a
+// pipeline runner opens, and whoever accumulates over micro-batches may. Outside of one everything
+// is as shard.h says. Not a schedule: it is told what comes next.
+//
+// The first scope of a schedule agrees as usual and records what each stage enters; later ones
+// follow that. [Note: step scope] in src/fsdp/runtime/step.h. Next: shard.h.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace tessera {
+
+class ShardedBase;
+
+/// How long a unit's parameters stay gathered inside a step.
+enum class StepReshard : std::uint8_t {
+  kStep,        ///< from their first use in it until reshard() of their stage: one gather a step
+  kMicroBatch,  ///< as reshard_after_forward says, for each forward and each backward
+};
+
+/// What a backward does with the weight gradients of layers that can form them later.
+enum class Backward : std::uint8_t {
+  kFull,       ///< forms them
+  kInputOnly,  ///< leaves them to run_weight_gradients()
+};
+
+struct StepScopeOptions {
+  StepReshard reshard = StepReshard::kStep;
+  /// reduce() may come several times in a step, for what has arrived so far.
+  bool sync_every_micro_batch = false;
+  /// What this rank is going to run, in words or as a hash: what was recorded is looked up by it,
+  /// and all ranks of the stage have the same.
+  std::string schedule;
+  int stages = 1;  ///< of this rank, at most 64
+};
+
+/// Errors of all calls: kUsage for what does not fit together (a stage or micro-batch that is not
+/// there, twice, in the wrong order), naming both. Where a forward or backward leaves what was
+/// recorded, or an exception leaves one, the step has failed on all ranks as after every failure
+/// (World::recover()), and the next scope records anew. Threads: the rank's own.
+class StepScope {
+ public:
+  /// Collective over the ranks of the pipeline stage (ShardedBase::data_group()). No forward may
+  /// wait for its backward, and no other scope of the model may be open. Until finish() optimizer
+  /// steps, norms, zero_grad() and every control of the model are refused (kUsage). Errors: kUsage
+  /// naming what ranks have set differently.
+  explicit StepScope(ShardedBase& model, StepScopeOptions options = {});
+  /// Without finish() the step has failed, as after an exception.
+  ~StepScope();
+  StepScope(const StepScope&) = delete;
+  StepScope& operator=(const StepScope&) = delete;
+
+  /// Forwards from here to the next call are this stage's and micro-batch's: one of the outermost
+  /// handle, or several of handles inside it, in the same order for every micro-batch. Stages are
+  /// counted from 0 among this rank's. One a micro-batch and stage.
+  void begin_forward(int stage, std::int64_t micro_batch);
+  /// The next backward goes through that forward, and through no other.
+  void begin_backward(int stage, std::int64_t micro_batch, Backward backward = Backward::kFull);
+  /// Forms what the kInputOnly backward of this stage and micro-batch has left, oldest first.
+  void run_weight_gradients(int stage, std::int64_t micro_batch);
+  /// No forward and no backward of the stage comes any more: its parameters' memory is given back,
+  /// that of units which another stage uses too with the last of them.
+  void reshard(int stage);
+  /// Its last weight gradient was formed: its units' gradients go out, in reverse of the order in
+  /// which its forward enters them; nothing is waited for. Units which another stage uses too go
+  /// out with the last of them. What was not reduced so is by finish(). Collective. Errors:
+  /// kContract naming parameter, layer, stage and micro-batch for weight gradients that are owed
+  /// (but with sync_every_micro_batch, where what is owed comes with a later call).
+  void reduce(int stage);
+  /// Waits for the reductions, sums over replicas and shows the gradients. Collective. Errors:
+  /// kContract as reduce(), for any stage; kUsage for a forward without the backward that others of
+  /// its stage had, for weights that were changed; kComm where ranks have run different things.
+  void finish();
+
+  /// Whether this scope agrees at each backward, since nothing of its schedule was recorded yet, or
+  /// micro-batches of a stage enter different units.
+  bool records() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,484 @@
+// The calls of a step scope: what comes next, what is over, how the step begins and ends.
+#include "fsdp/runtime/step.h"
+
+#include <algorithm>
+#include <sstream>
+#include <utility>
+
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
+#include "tessera/error.h"
+
+namespace tessera::fsdp {
+namespace {
+
+constexpr int kMostStages = 64;  // a bit each in OpenStep::OfUnit
+/// So many schedules are remembered; a program has two or three.
+constexpr std::size_t kMostRecords = 16;
+
+std::string named(int stage) { return concat("stage ", stage); }
+std::string named(int stage, std::int64_t micro_batch) {
+  return concat(named(stage), ", micro-batch ", micro_batch);
+}
+
+/// "rank 0 has X, rank 2 has Y", of the first lines that differ. Collective; empty where none do.
+std::string difference(comm::Group& group, const std::string& lines, const char* what) {
+  const auto found = comm::first_that_differs(group, lines, what);
+  if (!found) return "";
+  std::istringstream first(found->of_first), other(found->of_rank);
+  std::string one, two;
+  do {
+    if (!std::getline(first, one)) one = "nothing more";
+    if (!std::getline(other, two)) two = "nothing more";
+  } while (one == two && one != "nothing more");
+  return concat("rank 0 has ", one, ", rank ", found->rank, " has ", two);
+}
+
+/// What throws in the middle of a step ends it on all ranks.
+template <class Act>
+void failing(Runtime& runtime, const Act& act) {
+  try {
+    act();
+  } catch (const std::exception& error) {
+    if (!runtime.has_failed()) runtime.fail(error.what());
+    throw;
+  }
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------------------------- begin, end
+
+OpenStep::OpenStep(Runtime& runtime, StepScopeOptions options, std::uint64_t number)
+    : runtime_(runtime),
+      options_(std::move(options)),
+      number_(number),
+      stages_(static_cast<std::size_t>(options_.stages)),
+      units_(runtime.units().size()) {
+  for (const auto* unit : runtime.units()) {
+    std::vector<UnitId> ids;
+    for (const auto& lender : unit->lenders) ids.push_back(lender->id());
+    lenders_.push_back(std::move(ids));
+  }
+}
+
+std::shared_ptr<OpenStep> OpenStep::begin(Runtime& runtime, StepScopeOptions options) {
+  constexpr auto kWhat = "StepScope";
+  TESSERA_CHECK(options.stages >= 1 && options.stages <= kMostStages, ErrorKind::kUsage, kWhat,
+                ": found ", options.stages, " stages of a rank, expected 1 to ", kMostStages);
+  runtime.check_usable();
+  runtime.require_idle(kWhat);
+  TESSERA_CHECK(!runtime.in_backward_ && !runtime.forwards_.is_open(), ErrorKind::kUsage, kWhat,
+                ": found a forward or backward under way, expected none where a step begins");
+  TESSERA_CHECK(
+      runtime.sink_.store() == nullptr, ErrorKind::kUsage, kWhat,
+      ": found set_defer_weight_gradients(true), expected false, since inside a step each "
+      "backward chooses (Backward::kInputOnly)");
+  auto step = std::make_shared<OpenStep>(runtime, std::move(options), ++runtime.steps_);
+  runtime.release_stale();
+  step->agree_at_begin();
+  failing(runtime, [&] { step->settle_into(); });
+  runtime.step_ = step;
+  return step;
+}
+
+void OpenStep::agree_at_begin() {
+  const auto found = runtime_.records_.find({options_.schedule, options_.stages});
+  bool is_known = found != runtime_.records_.end();
+  if (auto* group = runtime_.data_group(); group != nullptr) {
+    const auto& controls = runtime_.controls_in_words();
+    std::string owed;
+    for (const auto* unit : runtime_.units_) {
+      if (unit->progress().owed) owed += concat(" ", unit->shown_name());
+    }
+    const auto text = concat(
+        "the model ", runtime_.model_, "\nthe schedule ", options_.schedule, "\n", options_.stages,
+        " stages\n", options_.reshard == StepReshard::kStep ? "kStep" : "kMicroBatch", "\n",
+        options_.sync_every_micro_batch ? "" : "no ", "sync_every_micro_batch\nthe controls ",
+        controls.empty() ? "none" : controls, "\nunsharded units:\n", runtime_.memory_lines(),
+        "gradients that are to be reduced in", owed);
+    const auto same = comm::all_agree(
+        *group, {hash_bytes(text), is_known ? found->second.hash() : 0}, "step scope");
+    TESSERA_CHECK(same[0], ErrorKind::kUsage,
+                  "StepScope differs between ranks: ", difference(*group, text, "step scopes"),
+                  "; open it on every rank with the same options, at the same place");
+    is_known = is_known && same[1];
+  }
+  records_ = !is_known;
+  if (is_known) record_ = found->second;
+  record_.stages.resize(stages_.size());
+}
+
+void OpenStep::settle_into() {
+  runtime_.publisher_.import_user_changes(runtime_.switches_);
+  runtime_.awaiting_tickets_ = runtime_.holds_reductions_ = false;
+  base_marks_ = runtime_.marks();
+  marks_ = &base_marks_;
+  for (std::size_t i = 0; i < units_.size(); ++i) {
+    auto& unit = *runtime_.units_[i];
+    unit.progress_.reduced = false;
+    units_[i].touched = unit.progress_.owed;
+    weights_ += unit.weights_version();
+  }
+  for (int stage = 0; stage < options_.stages; ++stage) {
+    auto& of = stages_[static_cast<std::size_t>(stage)];
+    of.marks = concat(base_marks_, ", stage ", stage);
+    use_units(stage, record_.stages[static_cast<std::size_t>(stage)].parts);
+  }
+}
+
+void OpenStep::require_open(const char* what) const {
+  runtime_.take_up_abandoned();
+  TESSERA_CHECK(!finished_, ErrorKind::kUsage, what,
+                ": found a step that has finished, expected one that is open; open another "
+                "StepScope");
+  TESSERA_CHECK(
+      runtime_.step_.get() == this && !runtime_.has_failed(), ErrorKind::kComm, what,
+      ": found a step that has failed, expected one that is open; call World::recover() on every "
+      "rank, then zero_grad(), and open another StepScope");
+  TESSERA_CHECK(!units_changed_, ErrorKind::kUsage, what,
+                ": found that units of the model have come or gone since the step began, expected "
+                "the same ones; keep the handles until finish()");
+  TESSERA_CHECK(!runtime_.in_backward_ && !runtime_.forwards_.is_open(), ErrorKind::kUsage, what,
+                ": found a forward or backward under way, expected that it has ended");
+}
+
+void OpenStep::require_whole() {
+  runtime_.sink_.require_all_redeemed("StepScope::finish");
+  for (int stage = 0; stage < options_.stages; ++stage) {
+    const auto& of = stages_[static_cast<std::size_t>(stage)];
+    for (const auto& [number, one] : of.micro_batches) {
+      TESSERA_CHECK(one.state != State::kInputDone, ErrorKind::kUsage, "StepScope::finish: found ",
+                    named(stage, number),
+                    " without its run_weight_gradients(), expected one after its "
+                    "Backward::kInputOnly");
+      TESSERA_CHECK(one.state == State::kDone || !of.had_backward, ErrorKind::kUsage,
+                    "StepScope::finish: found ", named(stage, number),
+                    " without its backward, expected one as the stage's other micro-batches had");
+    }
+  }
+  std::uint64_t weights = 0;
+  for (const auto* unit : runtime_.units_) weights += unit->weights_version();
+  TESSERA_CHECK(weights == weights_, ErrorKind::kUsage,
+                "StepScope::finish: found parameters that were changed inside the step, expected "
+                "those that it began with; change them between steps");
+}
+
+std::string OpenStep::log_in_words() const {
+  std::string text;
+  const auto word = [](const Action& action) -> std::string {
+    switch (action.kind) {
+      case Kind::kNone:
+        return "nothing";
+      case Kind::kForward:
+        return "begin_forward";
+      case Kind::kBackward:
+        return action.backward == Backward::kFull ? "begin_backward (kFull)"
+                                                  : "begin_backward (kInputOnly)";
+      case Kind::kWeights:
+        return "run_weight_gradients";
+      case Kind::kReshard:
+        return "reshard";
+      case Kind::kReduce:
+        return "reduce";
+    }
+    return "";
+  };
+  for (const auto& action : log_) {
+    const bool of_stage = action.kind == Kind::kReshard || action.kind == Kind::kReduce;
+    text += concat(word(action), " of ",
+                   of_stage ? named(action.stage) : named(action.stage, action.micro_batch), "\n");
+  }
+  return text;
+}
+
+std::string OpenStep::record_in_words() const {
+  std::string text;
+  for (std::size_t stage = 0; stage < record_.stages.size(); ++stage) {
+    for (const auto& part : record_.stages[stage].parts) {
+      for (std::size_t i = 0; i < part.units.size(); ++i) {
+        text +=
+            concat("unit ", runtime_.units_.at(part.units[i])->shown_name(),
+                   part.checkpoints[i] != 0 ? " in a checkpoint" : "", " in stage ", stage, "\n");
+      }
+      for (const auto position : part.exits) {
+        text += concat("the end of ", runtime_.units_.at(part.units.at(position))->shown_name(),
+                       " in stage ", stage, "\n");
+      }
+      text += concat("no other unit in stage ", stage, "\n");
+    }
+  }
+  return text;
+}
+
+/// What ran without a word between ranks has to have been the same. One exchange a step.
+void OpenStep::agree_at_end() {
+  auto* group = runtime_.data_group();
+  if (group == nullptr) return;
+  Hasher log;
+  for (const auto& one : log_) {
+    log.add(static_cast<std::uint64_t>(one.kind)).add(std::int64_t{one.stage});
+    log.add(one.micro_batch).add(static_cast<std::uint64_t>(one.backward));
+  }
+  const auto same =
+      comm::all_agree(*group, {log.digest(), records_ ? record_.hash() : 0}, "end of a step");
+  TESSERA_CHECK(same[0], ErrorKind::kComm, "StepScope::finish: ranks have run different things: ",
+                difference(*group, log_in_words(), "calls of a step scope"),
+                "; walk through one list on every rank of a stage");
+  TESSERA_CHECK(same[1], ErrorKind::kComm, "the order of units differs between ranks: ",
+                difference(*group, record_in_words(), "units of stages"),
+                "; run the same units in the same order on every rank");
+}
+
+void OpenStep::finish() {
+  require_open("StepScope::finish");
+  end_action();
+  require_whole();
+  failing(runtime_, [&] {
+    agree_at_end();
+    for (std::size_t i = 0; i < units_.size(); ++i) {
+      auto& progress = runtime_.units_[i]->progress_;
+      progress.owed = progress.owed || (units_[i].touched && runtime_.units_[i]->trainable());
+    }
+    runtime_.settle_gradients();
+    for (auto* unit : runtime_.units_) {
+      if (unit->controls.reshard_after_backward) unit->release();
+    }
+  });
+  auto& records = runtime_.records_;
+  if (records_) {
+    if (records.size() >= kMostRecords) records.clear();
+    records.erase({options_.schedule, options_.stages});
+    if (record_.is_complete()) records[{options_.schedule, options_.stages}] = record_;
+  }
+  finished_ = true;
+  runtime_.end_scope();
+}
+
+void OpenStep::give_up() {
+  runtime_.take_up_abandoned();
+  if (runtime_.step_.get() != this) return;
+  if (runtime_.has_failed() || runtime_.world().aborted()) {
+    runtime_.end_scope();
+    runtime_.end_step();
+    return;
+  }
+  runtime_.fail("a StepScope ended without finish()");
+}
+
+// -------------------------------------------------------------------------------------- what comes
+
+OpenStep::Stage& OpenStep::stage_of(int stage, const char* what) {
+  TESSERA_CHECK(stage >= 0 && stage < options_.stages, ErrorKind::kUsage, what, ": found ",
+                named(stage), ", expected 0 to ", options_.stages - 1,
+                ", as StepScopeOptions::stages says");
+  return stages_[static_cast<std::size_t>(stage)];
+}
+
+OpenStep::MicroBatch& OpenStep::micro_batch_of(int stage, std::int64_t micro_batch,
+                                               const char* what) {
+  auto& all = stage_of(stage, what).micro_batches;
+  const auto found = all.find(micro_batch);
+  TESSERA_CHECK(found != all.end(), ErrorKind::kUsage, what, ": found ", named(stage, micro_batch),
+                ", expected one that had its forward in this step");
+  return found->second;
+}
+
+void OpenStep::start(Action action) {
+  marks_ = &stages_[static_cast<std::size_t>(action.stage)].marks;
+  action_ = action;
+  log_.push_back(action);
+}
+
+void OpenStep::end_action() {
+  if (action_.kind == Kind::kForward) {
+    end_forward();
+  } else if (action_.kind == Kind::kBackward && !action_.began) {
+    // Nothing here required a gradient of it; what it issues is issued all the same.
+    failing(runtime_, [&] {
+      plan_backward(nullptr);
+      end_backward();
+    });
+  }
+  action_ = {};
+  marks_ = &base_marks_;
+}
+
+void OpenStep::end_forward() {
+  auto& record = record_.stages[static_cast<std::size_t>(action_.stage)];
+  if (!records_) {
+    if (action_.parts < record.parts.size()) {
+      leave_record("no other forward",
+                   concat("one that begins with ", name_of(record.parts, action_.parts, 0)));
+    }
+    return;
+  }
+  const auto& parts =
+      micro_batch_of(action_.stage, action_.micro_batch, "StepScope::begin_forward").parts;
+  TESSERA_CHECK(!parts.empty(), ErrorKind::kUsage, "StepScope::begin_forward of ",
+                named(action_.stage, action_.micro_batch),
+                ": found no forward of the model after it, expected one before the next call");
+  if (record.parts.empty()) {
+    record.parts = parts;
+  } else if (record.parts != parts) {
+    record_.varies = true;
+  }
+  use_units(action_.stage, parts);
+}
+
+void OpenStep::use_units(int stage, const std::vector<Trace>& parts) {
+  auto& units = stages_[static_cast<std::size_t>(stage)].units;
+  for (const auto unit : first_entries(parts, lenders_)) {
+    const auto bit = std::uint64_t{1} << stage;
+    if ((units_.at(unit).users & bit) != 0) continue;
+    units_[unit].users |= bit;
+    units.push_back(unit);
+  }
+}
+
+void OpenStep::begin_forward(int stage, std::int64_t micro_batch) {
+  constexpr auto kWhat = "StepScope::begin_forward";
+  require_open(kWhat);
+  end_action();
+  auto& of = stage_of(stage, kWhat);
+  TESSERA_CHECK(!of.resharded, ErrorKind::kUsage, kWhat, ": found ", named(stage, micro_batch),
+                " after reshard() of the stage, expected it before");
+  require_not_reduced(stage, micro_batch, kWhat);
+  TESSERA_CHECK(of.micro_batches.try_emplace(micro_batch).second, ErrorKind::kUsage, kWhat,
+                ": found ", named(stage, micro_batch),
+                " a second time, expected one forward of it");
+  start({.kind = Kind::kForward, .stage = stage, .micro_batch = micro_batch});
+}
+
+void OpenStep::require_not_reduced(int stage, std::int64_t micro_batch, const char* what) {
+  TESSERA_CHECK(options_.sync_every_micro_batch || !stage_of(stage, what).reduced,
+                ErrorKind::kUsage, what, ": found ", named(stage, micro_batch),
+                " after reduce() of the stage, expected it before; reduce a stage after its last "
+                "weight gradients, or set sync_every_micro_batch");
+}
+
+void OpenStep::begin_backward(int stage, std::int64_t micro_batch, Backward backward) {
+  constexpr auto kWhat = "StepScope::begin_backward";
+  require_open(kWhat);
+  end_action();
+  const auto& one = micro_batch_of(stage, micro_batch, kWhat);
+  TESSERA_CHECK(one.state == State::kForward, ErrorKind::kUsage, kWhat, ": found ",
+                named(stage, micro_batch), " a second time, expected one backward of it");
+  TESSERA_CHECK(!stage_of(stage, kWhat).resharded, ErrorKind::kUsage, kWhat, ": found ",
+                named(stage, micro_batch), " after reshard() of the stage, expected it before");
+  require_not_reduced(stage, micro_batch, kWhat);
+  start(
+      {.kind = Kind::kBackward, .stage = stage, .micro_batch = micro_batch, .backward = backward});
+}
+
+void OpenStep::run_weight_gradients(int stage, std::int64_t micro_batch) {
+  constexpr auto kWhat = "StepScope::run_weight_gradients";
+  require_open(kWhat);
+  end_action();
+  auto& one = micro_batch_of(stage, micro_batch, kWhat);
+  TESSERA_CHECK(one.state != State::kForward, ErrorKind::kUsage, kWhat, ": found ",
+                named(stage, micro_batch),
+                " before its backward, expected a Backward::kInputOnly first");
+  TESSERA_CHECK(one.state != State::kDone, ErrorKind::kUsage, kWhat, ": found ",
+                named(stage, micro_batch),
+                ", whose weight gradients were formed, expected one after each "
+                "Backward::kInputOnly and none after a kFull");
+  require_not_reduced(stage, micro_batch, kWhat);
+  start({.kind = Kind::kWeights, .stage = stage, .micro_batch = micro_batch});
+  failing(runtime_, [&] { runtime_.store_.run({stage, micro_batch}); });
+  one.state = State::kDone;
+  touch(stage);
+  end_action();
+}
+
+bool OpenStep::all_have_run() const {
+  return std::ranges::none_of(stages_, [](const Stage& stage) { return stage.units.empty(); });
+}
+
+/// Of a unit that several stages use, as long as it is known which.
+bool OpenStep::is_last_user(std::uint64_t said, const OfUnit& of) const {
+  return all_have_run() && (said & of.users) == of.users;
+}
+
+bool OpenStep::is_over(const Stage& stage) {
+  return stage.resharded && std::ranges::none_of(stage.micro_batches, [](const auto& one) {
+           return one.second.state == State::kInputDone;
+         });
+}
+
+void OpenStep::reshard(int stage) {
+  constexpr auto kWhat = "StepScope::reshard";
+  require_open(kWhat);
+  end_action();
+  auto& of = stage_of(stage, kWhat);
+  TESSERA_CHECK(!of.resharded, ErrorKind::kUsage, kWhat, ": found ", named(stage),
+                " a second time, expected it once");
+  start({.kind = Kind::kReshard, .stage = stage});
+  of.resharded = true;
+  failing(runtime_, [&] {
+    for (const auto id : of.units) {
+      units_[id].resharded |= std::uint64_t{1} << stage;
+      auto& unit = *runtime_.units_.at(id);
+      if (is_last_user(units_[id].resharded, units_[id]) && !unit.outlasts_backward()) {
+        unit.release();
+      }
+    }
+  });
+  end_action();
+}
+
+void OpenStep::touch(int stage) {
+  for (const auto id : stages_[static_cast<std::size_t>(stage)].units) units_[id].touched = true;
+}
+
+void OpenStep::reduce(int stage) {
+  constexpr auto kWhat = "StepScope::reduce";
+  require_open(kWhat);
+  end_action();
+  auto& of = stage_of(stage, kWhat);
+  if (!options_.sync_every_micro_batch) {
+    TESSERA_CHECK(!of.reduced, ErrorKind::kUsage, kWhat, ": found ", named(stage),
+                  " a second time, expected it once, or sync_every_micro_batch");
+    const auto is_of_stage = [&](const grad::SlotOwner& owner, grad::WeightGradGroup group) {
+      if (group.stage >= 0) return group.stage == stage;
+      return std::ranges::any_of(of.units, [&](UnitId id) {
+        return static_cast<const grad::SlotOwner*>(runtime_.units_.at(id)) == &owner;
+      });
+    };
+    runtime_.sink_.require_redeemed(kWhat, is_of_stage);
+    for (const auto& [number, one] : of.micro_batches) {
+      TESSERA_CHECK(one.state != State::kInputDone, ErrorKind::kUsage, kWhat, ": found ",
+                    named(stage, number),
+                    " without its run_weight_gradients(), expected the stage's last one before");
+    }
+  }
+  start({.kind = Kind::kReduce, .stage = stage});
+  of.reduced = true;
+  // Of these no gradient comes any more.
+  std::uint64_t over = 0;
+  for (int i = 0; i < options_.stages; ++i) {
+    if (is_over(stages_[static_cast<std::size_t>(i)])) over |= std::uint64_t{1} << i;
+  }
+  failing(runtime_, [&] {
+    for (auto id = of.units.rbegin(); id != of.units.rend(); ++id) {
+      auto& unit = units_[*id];
+      unit.reduced |= std::uint64_t{1} << stage;
+      if (!is_last_user(unit.reduced, unit)) continue;
+      unit.reduced &= over;
+      if (std::exchange(unit.touched, false)) reduce_now(*runtime_.units_.at(*id));
+    }
+  });
+  end_action();
+}
+
+void OpenStep::reduce_now(Unit& unit) {
+  if (!unit.trainable()) return;
+  unit.progress_.owed = !unit.controls.requires_sync;
+  if (unit.progress_.owed) return;
+  unit.progress_.reduced = true;
+  runtime_.reducer_.finish(unit);  // of earlier micro-batches
+  Publisher::leave_shown_sums(unit);
+  runtime_.reducer_.issue(runtime_.queue(), unit, marks());
+}
+
+}  // namespace tessera::fsdp

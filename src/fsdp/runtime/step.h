@@ -1,0 +1,170 @@
+// OpenStep: one step of a sharded tree, while a StepScope is open. [Note: step scope]
+//
+// Inside it weights do not change, so nothing is compared with the shards, no user's gradient is
+// looked for, and nothing is published before finish(). It knows whose each forward and backward is
+// (stage and micro-batch), which is what a runtime alone cannot: so it chooses for each backward
+// whether weight gradients are put off, and reduces and releases a stage when that is over.
+//
+// Which collectives go out follows from agreed values only. The first step of a schedule agrees at
+// each backward, as outside of one, and records what each stage enters and what its backward goes
+// through (StepRecord). A later one agrees when it begins, on that and on all that is set, and no
+// more until finish(): a forward enters what was recorded and a backward goes through no more than
+// that, or the step fails on all ranks. A backward that goes through less does the steps of what it
+// leaves out all the same. Where micro-batches of one stage enter different units there is nothing
+// to follow, and each step records.
+//
+// What is unsharded at the beginning of a forward or backward is a function of the list alone: after
+// each of them only what stays (stays()) is. So a stage has one plan of its backward a step.
+//
+// Owned by the runtime as long as it is open; the scope keeps it longer, to say that it has ended.
+// Next: step.cpp (the calls of a scope), step_passes.cpp (the forwards and backwards inside),
+// ../agreed/step_record.h.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/hash.h"
+#include "fsdp/agreed/backward_plan.h"
+#include "fsdp/agreed/step_record.h"
+#include "fsdp/runtime/forwards.h"
+#include "tessera/error.h"
+#include "tessera/step_scope.h"
+
+namespace tessera::fsdp {
+
+class Runtime;
+class Unit;
+
+class OpenStep {
+ public:
+  /// Collective. As StepScope's constructor.
+  static std::shared_ptr<OpenStep> begin(Runtime& runtime, StepScopeOptions options);
+  OpenStep(Runtime& runtime, StepScopeOptions options, std::uint64_t number);
+
+  // --- as the functions of StepScope ---
+  void begin_forward(int stage, std::int64_t micro_batch);
+  void begin_backward(int stage, std::int64_t micro_batch, Backward backward);
+  void run_weight_gradients(int stage, std::int64_t micro_batch);
+  void reshard(int stage);
+  void reduce(int stage);
+  void finish();
+  void give_up();
+  bool records() const { return records_; }
+
+  // --- called by the runtime ---
+  std::uint64_t number() const { return number_; }  ///< of the runtime's steps
+  /// Behind the controls in labels.
+  const std::string& marks() const { return *marks_; }
+  /// Of the forward or backward under way, for labels.
+  std::uint32_t micro_batch() const { return static_cast<std::uint32_t>(action_.micro_batch); }
+  void begin_outermost();
+  /// A unit is entered at `position` of the outermost forward under way.
+  void enter(const Unit& unit, std::size_t position, std::uint32_t checkpoint);
+  std::optional<UnitId> next_after(std::size_t position) const;
+  /// Whether the runtime keeps it for an agreement at backward.
+  bool keeps_forwards() const { return records_; }
+  void leave(Unit& unit, bool is_outermost);
+  void plan_backward(const Entry* first);
+  void pre_backward(Entry& entry);
+  void post_backward(Entry& entry);
+  void end_backward();
+  /// What begins, in words and as a hash: entered into agreements at backward.
+  std::string action_in_words() const;
+  /// Units have come or gone: nothing of the step is meant any more.
+  void units_changed() { units_changed_ = true; }
+
+ private:
+  enum class Kind : std::uint8_t { kNone, kForward, kBackward, kWeights, kReshard, kReduce };
+  struct Action {
+    Kind kind = Kind::kNone;
+    int stage = 0;
+    std::int64_t micro_batch = 0;
+    Backward backward = Backward::kFull;
+    bool began = false;        ///< of a backward: autograd has come to a unit
+    std::size_t parts = 0;     ///< of a forward: outermost forwards that have ended
+    std::uint32_t before = 0;  ///< of a forward: checkpoints that ran before it
+  };
+  enum class State : std::uint8_t { kForward, kInputDone, kDone };
+  struct MicroBatch {
+    State state = State::kForward;
+    std::vector<std::weak_ptr<Segment>> segments;
+    std::vector<Trace> parts;  // where the step records
+  };
+  struct Stage {
+    std::map<std::int64_t, MicroBatch> micro_batches;
+    std::vector<UnitId> units;  // as first_entries(); empty: it has not run yet
+    std::optional<BackwardPlan> plan;
+    std::string marks;
+    bool had_backward = false;
+    bool resharded = false;
+    bool reduced = false;
+  };
+  /// How the step stands with a unit.
+  struct OfUnit {
+    std::uint64_t users = 0;      // stages that enter it, a bit each
+    std::uint64_t resharded = 0;  // of these
+    std::uint64_t reduced = 0;    // since it was last reduced
+    bool touched = false;         // it may have gradients that are not reduced
+  };
+
+  // step.cpp
+  void agree_at_begin();
+  void settle_into();
+  void require_open(const char* what) const;
+  Stage& stage_of(int stage, const char* what);
+  MicroBatch& micro_batch_of(int stage, std::int64_t micro_batch, const char* what);
+  void require_not_reduced(int stage, std::int64_t micro_batch, const char* what);
+  void start(Action action);
+  void end_action();
+  void end_forward();
+  void use_units(int stage, const std::vector<Trace>& parts);
+  bool all_have_run() const;
+  bool is_last_user(std::uint64_t said, const OfUnit& of) const;
+  static bool is_over(const Stage& stage);
+  void touch(int stage);
+  void reduce_now(Unit& unit);
+  void require_whole();
+  void agree_at_end();
+  std::string record_in_words() const;
+  std::string log_in_words() const;
+  // step_passes.cpp
+  [[noreturn]] void fail(ErrorKind kind, const std::string& message);
+  [[noreturn]] void leave_record(const std::string& found, const std::string& expected);
+  std::string name_of(const std::vector<Trace>& parts, std::size_t part,
+                      std::size_t position) const;
+  bool stays(const Unit& unit) const;
+  void release_what_passes();
+  void require_of_action(const Entry& entry);
+  std::vector<Reach> agreed_reach(const Entry* first);
+  BackwardPlan plan_through(const std::vector<Trace>& parts, const std::vector<Reach>& reached);
+  void do_steps(std::size_t count);
+
+  Runtime& runtime_;
+  const StepScopeOptions options_;
+  const std::uint64_t number_;
+  bool records_ = true;
+  bool units_changed_ = false;
+  bool finished_ = false;
+  StepRecord record_;  // what is followed, or has been recorded so far
+  std::vector<Stage> stages_;
+  std::vector<OfUnit> units_;
+  std::vector<std::vector<UnitId>> lenders_;  // by unit
+  std::uint64_t weights_ = 0;                 // versions of all shards when it began
+  Action action_;
+  std::vector<Action> log_;
+  const std::string* marks_ = nullptr;
+  std::string base_marks_;
+  // the backward under way
+  BackwardPlan recorded_plan_;  // where the step records
+  std::vector<Reach> recorded_reach_;
+  const BackwardPlan* plan_ = nullptr;
+  const std::vector<Reach>* reach_ = nullptr;
+  std::size_t done_ = 0;  // of its steps
+};
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,285 @@
+// Forwards and backwards inside a step scope: they follow what was recorded, or record it.
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/step.h"
+#include "fsdp/runtime/unit.h"
+#include "tessera/error.h"
+
+namespace tessera::fsdp {
+
+/// On this rank with the message, on the others as its reason.
+void OpenStep::fail(ErrorKind kind, const std::string& message) {
+  runtime_.fail(message);
+  throw Error(kind, message);
+}
+
+void OpenStep::leave_record(const std::string& found, const std::string& expected) {
+  fail(ErrorKind::kComm,
+       concat("rank ", runtime_.world().rank(), ", ", action_in_words(), ": found ", found,
+              ", expected ", expected, " as in the first step of the schedule '", options_.schedule,
+              "'; run the same units in every step of it, or open the StepScope with another "
+              "schedule"));
+}
+
+std::string OpenStep::name_of(const std::vector<Trace>& parts, std::size_t part,
+                              std::size_t position) const {
+  if (part >= parts.size()) return "no other forward";
+  if (position >= parts[part].units.size()) return "no other unit";
+  return concat("unit ", runtime_.units_.at(parts[part].units[position])->shown_name(),
+                parts[part].checkpoints[position] != 0 ? " in a checkpoint" : "");
+}
+
+std::string OpenStep::action_in_words() const {
+  const auto* what = action_.kind == Kind::kForward    ? "the forward"
+                     : action_.kind == Kind::kBackward ? "the backward"
+                                                       : "nothing announced";
+  const bool puts_off = action_.kind == Kind::kBackward && action_.backward == Backward::kInputOnly;
+  return concat(what, puts_off ? " (kInputOnly)" : "", " of stage ", action_.stage,
+                ", micro-batch ", action_.micro_batch);
+}
+
+/// Its memory outlasts single forwards and backwards.
+bool OpenStep::stays(const Unit& unit) const {
+  return options_.reshard == StepReshard::kStep || !unit.controls.reshard_after_forward;
+}
+
+void OpenStep::release_what_passes() {
+  if (options_.reshard == StepReshard::kStep) return;
+  for (auto* unit : runtime_.units_) {
+    if (!stays(*unit) && unit->progress().open_calls == 0) unit->release();
+  }
+}
+
+// ---------------------------------------------------------------------------------------- forward
+
+void OpenStep::begin_outermost() {
+  if (runtime_.in_backward_) {
+    fail(ErrorKind::kUsage, torch::autograd::get_current_graph_task_id() == -1
+                                ? std::string(kAbandoned)
+                                : concat(action_in_words(),
+                                         " of a step: found a forward inside it, expected them one "
+                                         "after the other"));
+  }
+  TESSERA_CHECK(!runtime_.world().aborted(), ErrorKind::kComm,
+                "a sharded forward was entered after a failure of this run; call "
+                "World::recover() on every rank first");
+  if (action_.kind != Kind::kForward) {
+    fail(ErrorKind::kUsage,
+         "forward in a step: found one that was not announced, expected StepScope::begin_forward() "
+         "before it");
+  }
+  auto& forwards = runtime_.forwards_;
+  if (action_.parts == 0) action_.before = forwards.checkpoints();
+  std::vector<std::shared_ptr<Unit>> units;
+  units.reserve(runtime_.units_.size());
+  for (auto* unit : runtime_.units_) units.push_back(unit->shared_from_this());
+  forwards.begin(std::move(units));
+  forwards.current()->forward->in_step =
+      InStep{number_, action_.stage, action_.micro_batch, action_.parts};
+}
+
+void OpenStep::enter(const Unit& unit, std::size_t position, std::uint32_t checkpoint) {
+  if (records_) return;
+  const auto& parts = record_.stages[static_cast<std::size_t>(action_.stage)].parts;
+  const auto counted = checkpoint == 0 ? 0 : checkpoint - action_.before;
+  if (action_.parts < parts.size()) {
+    const auto& part = parts[action_.parts];
+    if (position < part.units.size() && part.units[position] == unit.id() &&
+        part.checkpoints[position] == counted) {
+      return;
+    }
+  }
+  leave_record(concat("unit ", unit.shown_name(), counted != 0 ? " in a checkpoint" : ""),
+               name_of(parts, action_.parts, position));
+}
+
+std::optional<UnitId> OpenStep::next_after(std::size_t position) const {
+  if (records_) return std::nullopt;
+  const auto& parts = record_.stages[static_cast<std::size_t>(action_.stage)].parts;
+  const auto& units = parts.at(action_.parts).units;
+  if (position + 1 < units.size()) return units[position + 1];
+  return std::nullopt;
+}
+
+void OpenStep::leave(Unit& unit, bool is_outermost) {
+  if (unit.progress().open_calls == 0 && !stays(unit)) unit.release();
+  if (!is_outermost) return;
+  const auto& segment = runtime_.forwards_.current();
+  const auto& trace = segment->forward->trace;
+  auto& one = stages_[static_cast<std::size_t>(action_.stage)].micro_batches[action_.micro_batch];
+  if (records_) {
+    one.parts.push_back(counted_after(trace, action_.before));
+  } else {
+    const auto& parts = record_.stages[static_cast<std::size_t>(action_.stage)].parts;
+    const auto& part = parts.at(action_.parts);
+    if (trace.units.size() < part.units.size()) {
+      leave_record("no other unit", name_of(parts, action_.parts, trace.units.size()));
+    }
+    if (trace.exits != part.exits) {
+      leave_record("units that end in another order", "them one inside another");
+    }
+  }
+  one.segments.push_back(segment);
+  ++action_.parts;
+  release_what_passes();
+}
+
+// --------------------------------------------------------------------------------------- backward
+
+/// Errors: kUsage, here and on the other ranks.
+void OpenStep::require_of_action(const Entry& entry) {
+  const auto& of = entry.segment->forward->in_step;
+  if (action_.kind != Kind::kBackward) {
+    fail(ErrorKind::kUsage, concat("backward of unit ", entry.unit->shown_name(),
+                                   " in a step: found one that was not announced, expected "
+                                   "StepScope::begin_backward() before it"));
+  }
+  if (of && of->step == number_ && of->stage == action_.stage &&
+      of->micro_batch == action_.micro_batch) {
+    return;
+  }
+  fail(
+      ErrorKind::kUsage,
+      concat(action_in_words(), ": found unit ", entry.unit->shown_name(),
+             of && of->step == number_
+                 ? concat(" of stage ", of->stage, ", micro-batch ", of->micro_batch)
+                 : std::string(" of a forward outside of the step"),
+             " in it, expected those of its own forward; detach what crosses from one stage to the "
+             "next"));
+}
+
+/// What any rank's backward goes through, by part and position. Collective.
+std::vector<Reach> OpenStep::agreed_reach(const Entry* first) {
+  auto& forwards = runtime_.forwards_;
+  const auto agreed = runtime_.agree_on_backward(runtime_.view_of_backward(first));
+  forwards.forget_all_but(agreed.alive);
+  const auto& one =
+      stages_[static_cast<std::size_t>(action_.stage)].micro_batches[action_.micro_batch];
+  std::vector<Reach> reached;
+  for (const auto& part : one.parts) reached.emplace_back(part.units.size(), false);
+  for (const auto& past : forwards.past()) {
+    const auto found = agreed.reached.find(past.forward->number);
+    if (found == agreed.reached.end()) continue;
+    const auto& of = past.forward->in_step;
+    if (!of || of->step != number_ || of->stage != action_.stage ||
+        of->micro_batch != action_.micro_batch) {
+      fail(ErrorKind::kUsage,
+           concat(action_in_words(), ": found that it goes through another forward",
+                  of ? concat(" (stage ", of->stage, ", micro-batch ", of->micro_batch, ")")
+                     : std::string(),
+                  ", expected its own alone; detach what crosses from one stage to the next"));
+    }
+    reached.at(of->part) = found->second;
+  }
+  return reached;
+}
+
+BackwardPlan OpenStep::plan_through(const std::vector<Trace>& parts,
+                                    const std::vector<Reach>& reached) {
+  std::vector<ReachedForward> forwards;
+  for (std::size_t part = parts.size(); part-- > 0;) {
+    forwards.push_back({static_cast<std::uint32_t>(part), &parts[part], reached.at(part)});
+  }
+  std::vector<UnitState> states;
+  for (const auto* unit : runtime_.units_) {
+    // Those that stay were gathered by the forward.
+    auto state = runtime_.state_of(*unit);
+    state.gathered = stays(*unit);
+    state.releases = !stays(*unit);
+    state.reduces = false;
+    states.push_back(std::move(state));
+  }
+  return fsdp::plan_backward(forwards, std::move(states));
+}
+
+void OpenStep::plan_backward(const Entry* first) {
+  if (first != nullptr) require_of_action(*first);
+  if (action_.kind != Kind::kBackward || action_.began) {
+    fail(ErrorKind::kUsage, concat(action_in_words(),
+                                   ": found another backward, expected one after each "
+                                   "StepScope::begin_backward()"));
+  }
+  action_.began = true;
+  auto& of = stages_[static_cast<std::size_t>(action_.stage)];
+  auto& record = record_.stages[static_cast<std::size_t>(action_.stage)];
+  if (records_) {
+    recorded_reach_ = agreed_reach(first);
+    const auto& parts = of.micro_batches[action_.micro_batch].parts;
+    recorded_plan_ = plan_through(parts, recorded_reach_);
+    if (parts == record.parts) add_reach(record.reached, recorded_reach_);
+    plan_ = &recorded_plan_;
+    reach_ = &recorded_reach_;
+  } else {
+    if (record.reached.empty()) leave_record("one", "none");
+    if (!of.plan) of.plan = plan_through(record.parts, record.reached);
+    plan_ = &*of.plan;
+    reach_ = &record.reached;
+  }
+  done_ = 0;
+  if (action_.backward == Backward::kInputOnly) {
+    runtime_.store_.begin({action_.stage, action_.micro_batch});
+    runtime_.sink_.set_store(&runtime_.store_);
+  }
+}
+
+void OpenStep::do_steps(std::size_t count) {
+  while (done_ < count) {
+    const auto& step = plan_->steps.at(done_++);
+    auto& unit = *runtime_.units_.at(step.unit);
+    if (step.kind == Step::Kind::kGather) {
+      ++runtime_.gathers_issued_;
+      unit.begin_gather(micro_batch());
+    } else {
+      unit.release();
+    }
+  }
+}
+
+void OpenStep::pre_backward(Entry& entry) {
+  require_of_action(entry);
+  const auto part = entry.segment->forward->in_step->part;
+  if (!reach_->at(part).at(entry.position)) {
+    leave_record(concat("unit ", entry.unit->shown_name(), " in it"), "one without it");
+  }
+  const auto& places = plan_->places.at(static_cast<std::uint32_t>(part)).at(entry.position);
+  do_steps(places.needed);
+  runtime_.wait_unsharded(*entry.unit);
+  do_steps(places.ahead);
+}
+
+void OpenStep::post_backward(Entry& entry) {
+  require_of_action(entry);
+  const auto part = entry.segment->forward->in_step->part;
+  do_steps(plan_->places.at(static_cast<std::uint32_t>(part)).at(entry.position).after);
+}
+
+void OpenStep::end_backward() {
+  do_steps(plan_->steps.size());
+  auto& of = stages_[static_cast<std::size_t>(action_.stage)];
+  auto& one = of.micro_batches[action_.micro_batch];
+  for (const auto& weak : std::exchange(one.segments, {})) {
+    const auto segment = weak.lock();
+    if (segment == nullptr) continue;
+    for (const auto& each : segment->entries) {
+      if (const auto entry = each.lock()) entry->owed.reset();
+    }
+  }
+  one.parts.clear();
+  runtime_.spans_.all_backwards_end();
+  runtime_.in_backward_ = false;
+  runtime_.sink_.set_store(nullptr);
+  release_what_passes();
+  of.had_backward = true;
+  one.state = action_.backward == Backward::kFull ? State::kDone : State::kInputDone;
+  touch(action_.stage);
+  plan_ = nullptr;
+  action_ = {};
+  marks_ = &base_marks_;
+}
+
+}  // namespace tessera::fsdp

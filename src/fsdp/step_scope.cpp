@@ -1,0 +1,52 @@
+#include "tessera/step_scope.h"
+
+#include <exception>
+#include <utility>
+
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
+#include "tessera/shard.h"
+
+namespace tessera {
+
+/// The runtime lives as long as the scope, which it does not own.
+struct StepScope::Impl {
+  std::shared_ptr<fsdp::Runtime> runtime;
+  std::shared_ptr<fsdp::OpenStep> step;
+};
+
+StepScope::StepScope(ShardedBase& model, StepScopeOptions options)
+    : impl_(std::make_unique<Impl>()) {
+  impl_->runtime = fsdp::unit_of_handle(model.unit()).runtime().shared_from_this();
+  impl_->step = fsdp::OpenStep::begin(*impl_->runtime, std::move(options));
+}
+
+StepScope::~StepScope() {
+  try {
+    impl_->step->give_up();
+  } catch (const std::exception&) {
+    // Telling the others failed too; the exception under way says why.
+  }
+}
+
+void StepScope::begin_forward(int stage, std::int64_t micro_batch) {
+  impl_->step->begin_forward(stage, micro_batch);
+}
+
+void StepScope::begin_backward(int stage, std::int64_t micro_batch, Backward backward) {
+  impl_->step->begin_backward(stage, micro_batch, backward);
+}
+
+void StepScope::run_weight_gradients(int stage, std::int64_t micro_batch) {
+  impl_->step->run_weight_gradients(stage, micro_batch);
+}
+
+void StepScope::reshard(int stage) { impl_->step->reshard(stage); }
+
+void StepScope::reduce(int stage) { impl_->step->reduce(stage); }
+
+void StepScope::finish() { impl_->step->finish(); }
+
+bool StepScope::records() const { return impl_->step->records(); }
+
+}  // namespace tessera

@@ -1,0 +1,354 @@
+// What a step scope refuses, by name, and what is left after a failure inside one: nothing.
+#include <gmock/gmock.h>
+
+#include "dist/body.h"
+#include "dist/staged.h"
+#include "tessera/clip.h"
+#include "tessera/grad_scaler.h"
+#include "tessera/trainable.h"
+
+namespace tessera::test::step_scope_errors_test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::Each;
+using ::testing::HasSubstr;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+SlotRunner::InputOf inputs(const World& world, int step = 0, std::int64_t width = 6) {
+  return [rank = world.rank(), step, width](int micro_batch) {
+    return input_of(rank, 10 * step + micro_batch, width);
+  };
+}
+
+constexpr const char* kList = "F0.0 F1.0 I1.0 I0.0 F0.1 W1.0 W0.0 F1.1 B1.1 B0.1";
+
+/// What comes of `act` after these slots, on one rank.
+std::string refused(const std::string& slots,
+                    const std::function<void(StagedModel&, StepScope&)>& act) {
+  std::string error;
+  ranks(1).run([&](World& world) {
+    StagedModel model(data_mesh(world), {});
+    StepScope scope(model.handle, {.stages = 2});
+    SlotRunner runner(model, scope, inputs(world));
+    for (const auto& slot : slots_of(slots)) runner.run(slot);
+    error = error_of([&] { act(model, scope); });
+  });
+  return error;
+}
+
+// Naive: gradients without what was put off, silently.
+TEST(StepScopeErrors, WeightGradientsThatAreMissingTwiceOrOfOthersAreNamed) {
+  const auto names_owed = AllOf(HasSubstr("piece2.linear.weight"), HasSubstr("layer piece2.linear"),
+                                HasSubstr("stage 1"), HasSubstr("micro-batch 0"));
+  EXPECT_THAT(refused("F0.0 F1.0 I1.0 B0.0", [](auto&, auto& scope) { scope.finish(); }),
+              AllOf(HasSubstr("finish"), names_owed));
+  EXPECT_THAT(refused("F0.0 F1.0 I1.0", [](auto&, auto& scope) { scope.reduce(1); }),
+              AllOf(HasSubstr("reduce"), names_owed));
+  EXPECT_EQ(refused("F0.0 F1.0 I1.0 B0.0", [](auto&, auto& scope) { scope.reduce(0); }), "");
+  EXPECT_THAT(
+      refused("F0.0 F1.0 I1.0 W1.0", [](auto&, auto& scope) { scope.run_weight_gradients(1, 0); }),
+      AllOf(HasSubstr("stage 1, micro-batch 0"), HasSubstr("were formed")));
+  EXPECT_THAT(
+      refused("F0.0 F1.0 I1.0", [](auto&, auto& scope) { scope.run_weight_gradients(1, 1); }),
+      AllOf(HasSubstr("stage 1, micro-batch 1"), HasSubstr("had its forward")));
+  EXPECT_THAT(
+      refused("F0.0 F1.0 I1.0", [](auto&, auto& scope) { scope.run_weight_gradients(0, 0); }),
+      AllOf(HasSubstr("stage 0, micro-batch 0"), HasSubstr("before its backward")));
+  EXPECT_THAT(
+      refused("F0.0 F1.0 B1.0", [](auto&, auto& scope) { scope.run_weight_gradients(1, 0); }),
+      HasSubstr("none after a kFull"));
+}
+
+// Naive: a micro-batch that is reduced late, or not at all.
+TEST(StepScopeErrors, WhatComesTwiceOrTooLateIsNamed) {
+  const std::string both = "F0.0 F1.0 B1.0 B0.0";
+  EXPECT_THAT(refused(both, [](auto&, auto& scope) { scope.begin_forward(0, 0); }),
+              AllOf(HasSubstr("stage 0, micro-batch 0"), HasSubstr("a second time")));
+  EXPECT_THAT(refused(both, [](auto&, auto& scope) { scope.begin_backward(0, 0); }),
+              AllOf(HasSubstr("stage 0, micro-batch 0"), HasSubstr("a second time")));
+  EXPECT_THAT(refused(both, [](auto&, auto& scope) { scope.begin_backward(0, 3); }),
+              HasSubstr("stage 0, micro-batch 3"));
+  EXPECT_THAT(refused(both, [](auto&, auto& scope) { scope.begin_forward(2, 0); }),
+              AllOf(HasSubstr("stage 2"), HasSubstr("0 to 1")));
+  EXPECT_THAT(refused(both,
+                      [](auto&, auto& scope) {
+                        scope.reduce(0);
+                        scope.begin_forward(0, 1);
+                      }),
+              AllOf(HasSubstr("stage 0, micro-batch 1"), HasSubstr("after reduce()")));
+  EXPECT_THAT(refused(both + "F0.1",
+                      [](auto&, auto& scope) {
+                        scope.reduce(0);
+                        scope.begin_backward(0, 1);
+                      }),
+              AllOf(HasSubstr("stage 0, micro-batch 1"), HasSubstr("after reduce()")));
+  EXPECT_THAT(refused(both,
+                      [](auto&, auto& scope) {
+                        scope.reshard(1);
+                        scope.begin_forward(1, 1);
+                      }),
+              AllOf(HasSubstr("stage 1, micro-batch 1"), HasSubstr("after reshard()")));
+  EXPECT_THAT(refused(both,
+                      [](auto&, auto& scope) {
+                        scope.reshard(1);
+                        scope.reshard(1);
+                      }),
+              AllOf(HasSubstr("reshard"), HasSubstr("a second time")));
+  EXPECT_THAT(refused(both + "F0.1 F1.1", [](auto&, auto& scope) { scope.finish(); }),
+              AllOf(HasSubstr("stage 0, micro-batch 1"), HasSubstr("without its backward")));
+  EXPECT_THAT(refused(both,
+                      [](auto&, auto& scope) {
+                        scope.finish();
+                        scope.finish();
+                      }),
+              HasSubstr("has finished"));
+}
+
+// Naive: a forward that is counted to the micro-batch before.
+TEST(StepScopeErrors, WhatWasNotAnnouncedIsNamed) {
+  const auto input = [] { return input_of(0, 0, 6); };
+  EXPECT_THAT(refused("", [&](auto& model, auto&) { model.handle.call(&Staged::run, 0, input()); }),
+              HasSubstr("begin_forward()"));
+  EXPECT_THAT(refused("",
+                      [&](auto& model, auto& scope) {
+                        scope.begin_forward(0, 0);
+                        const auto y = model.handle.call(&Staged::run, 0, input());
+                        backward(squares(y));
+                      }),
+              HasSubstr("begin_backward()"));
+  EXPECT_THAT(refused("",
+                      [&](auto& model, auto& scope) {
+                        scope.begin_forward(0, 0);
+                        const auto x = model.handle.call(&Staged::run, 0, input());
+                        scope.begin_forward(1, 0);
+                        const auto y = model.handle.call(&Staged::run, 1, x);
+                        scope.begin_backward(1, 0);
+                        backward(squares(y));
+                      }),
+              AllOf(HasSubstr("stage 1, micro-batch 0"), HasSubstr("stage 0, micro-batch 0"),
+                    HasSubstr("detach")));
+  EXPECT_THAT(refused("",
+                      [&](auto&, auto& scope) {
+                        scope.begin_forward(0, 0);
+                        scope.finish();
+                      }),
+              AllOf(HasSubstr("stage 0, micro-batch 0"), HasSubstr("no forward")));
+}
+
+// Naive: a step in the middle of which weights, gradients or controls change.
+TEST(StepScopeErrors, InsideWeightsGradientsAndControlsStay) {
+  ranks(1).run([](World& world) {
+    StagedModel model(data_mesh(world), {});
+    const auto optimizer = make_sgd(model.handle, sgd(0.1));
+    const auto x = input_of(0, 0, 6);
+    StepScope scope(model.handle, {.stages = 2});
+    SlotRunner runner(model, scope, inputs(world));
+    for (const auto& slot : slots_of(kList)) runner.run(slot);
+    const std::map<std::string, std::function<void()>> refused{
+        {"optimizer step", [&] { optimizer->step(); }},
+        {"zero_grad", [&] { model.handle.zero_grad(); }},
+        {"gradient norm", [&] { clip_grad_norm(model.handle, 1.0); }},
+        {"GradScaler", [&] { GradScaler scaler(model.handle); }},
+        {"StepScope", [&] { StepScope another(model.handle); }},
+        {"set_requires_gradient_sync", [&] { model.handle.set_requires_gradient_sync(false); }},
+        {"set_requires_replica_reduce", [&] { model.handle.set_requires_replica_reduce(false); }},
+        {"set_is_last_backward", [&] { model.handle.set_is_last_backward(false); }},
+        {"set_defer_weight_gradients", [&] { model.handle.set_defer_weight_gradients(true); }},
+        {"run_weight_gradients", [&] { model.handle.run_weight_gradients(); }},
+        {"set_reshard_after_forward", [&] { model.handle.set_reshard_after_forward(false); }},
+        {"set_reshard_after_backward", [&] { model.handle.set_reshard_after_backward(false); }},
+        {"unshard", [&] { model.handle.unshard(); }},
+        {"reshard", [&] { model.handle.reshard(); }},
+        {"set_trainable", [&] { set_trainable(model.handle, {{{"scale"}, false}}, {}); }},
+        {"whole gradients", [&] { whole_gradients(model.handle); }},
+    };
+    for (const auto& [what, act] : refused) {
+      EXPECT_THAT(error_of(act), AllOf(HasSubstr(what), HasSubstr("StepScope that is open")))
+          << what;
+    }
+    scope.finish();
+    StagedModel loop(data_mesh(world), {});
+    run_loop(loop, 2, inputs(world));
+    expect_same(whole_gradients(model.handle), whole_gradients(loop.handle));
+    optimizer->step();
+  });
+}
+
+// Naive: micro-batches of one step that were computed with two versions of a weight.
+TEST(StepScopeErrors, WeightsThatChangeInsideAreFound) {
+  EXPECT_THAT(refused("F0.0 F1.0 B1.0 B0.0",
+                      [](auto& model, auto& scope) {
+                        const at::NoGradGuard no_grad;
+                        model.handle.shards()[0].shard.mul_(2.0);
+                        scope.finish();
+                      }),
+              HasSubstr("were changed inside the step"));
+}
+
+TEST(StepScopeErrors, AForwardOfAnEndedScopeHasNoBackwardAnyMore) {
+  ranks(1).run([](World& world) {
+    StagedModel model(data_mesh(world), {});
+    at::Tensor y;
+    {
+      StepScope scope(model.handle, {.stages = 2});
+      scope.begin_forward(0, 0);
+      y = squares(model.handle.call(&Staged::run, 0, input_of(0, 0, 6)));
+      scope.finish();
+    }
+    EXPECT_THAT(error_of([&] { backward(y); }),
+                AllOf(HasSubstr("stage 0, micro-batch 0"), HasSubstr("has ended")));
+  });
+}
+
+class StepScopeFailures : public ::testing::TestWithParam<std::tuple<int, ThreadBackend>> {};
+INSTANTIATE_TEST_SUITE_P(Grid, StepScopeFailures,
+                         ::testing::Combine(::testing::Values(1, 2, 3),
+                                            ::testing::Values(ThreadBackend::kInProcess,
+                                                              ThreadBackend::kGloo)));
+
+/// Steps that are right: what came before has left nothing.
+void expect_right_steps(World& world, StagedModel& model, const std::string& schedule) {
+  StagedModel loop(data_mesh(world), model.options);
+  for (int step = 0; step < 3; ++step) {
+    model.handle.zero_grad();
+    loop.handle.zero_grad();
+    run_step(model, slots_of(kList), {.schedule = schedule}, inputs(world, step));
+    run_loop(loop, 2, inputs(world, step));
+    expect_same(whole_gradients(model.handle), whole_gradients(loop.handle), concat("step ", step));
+  }
+}
+
+// Naive: ranks gather different units, and compute with each other's weights.
+TEST_P(StepScopeFailures, ARankThatLeavesWhatWasRecordedIsNamed) {
+  const auto& [count, backend] = GetParam();
+  for (const auto reshard : {StepReshard::kStep, StepReshard::kMicroBatch}) {
+    std::vector<std::string> errors(static_cast<std::size_t>(count));
+    RankBarrier meeting(count);
+    ranks(count, backend).run([&, reshard](World& world) {
+      RankBarrier::Seat seat(meeting);
+      StagedModel model(data_mesh(world), {});
+      const StepScopeOptions options{.reshard = reshard, .schedule = "list"};
+      for (int step = 0; step < 2; ++step) {
+        run_step(model, slots_of(kList), options, inputs(world, step));
+        model.handle.zero_grad();
+      }
+      const bool culprit = world.rank() == world.size() - 1;
+      if (culprit) model.module->skip = 2;
+      errors[static_cast<std::size_t>(world.rank())] = error_of([&] {
+        run_step(model, slots_of(kList), options, inputs(world, 2));
+        comm::barrier(world.control(), "end of the step");
+      });
+      model.module->skip = -1;
+      seat.wait();
+      world.recover();
+      expect_right_steps(world, model, "list");
+    });
+    EXPECT_THAT(errors, all_and_one(AllOf(HasSubstr(concat("rank ", count - 1)),
+                                          HasSubstr("stage 1, micro-batch 0"),
+                                          HasSubstr("unit piece2"), HasSubstr("unit piece3"))));
+  }
+}
+
+// Naive: an entered list of another length hangs the others.
+TEST(StepScopeErrors, RanksThatDifferAreNamed) {
+  const auto errors = [](const std::function<void(World&, StagedModel&)>& body) {
+    return errors_of(2, [&](World& world) {
+      StagedModel model(data_mesh(world), {});
+      body(world, model);
+    });
+  };
+  const auto with = [&](const std::function<void(World&, StepScopeOptions&)>& change) {
+    return errors([&](World& world, StagedModel& model) {
+      StepScopeOptions options{.schedule = "list"};
+      change(world, options);
+      run_step(model, slots_of(kList), options, inputs(world));
+    });
+  };
+  EXPECT_THAT(with([](World& world, StepScopeOptions& options) {
+                options.schedule = concat("list ", world.rank());
+              }),
+              Each(AllOf(HasSubstr("schedule list 0"), HasSubstr("schedule list 1"))));
+  EXPECT_THAT(with([](World& world, StepScopeOptions& options) {
+                options.reshard = world.rank() == 0 ? StepReshard::kStep : StepReshard::kMicroBatch;
+              }),
+              Each(AllOf(HasSubstr("kStep"), HasSubstr("kMicroBatch"))));
+  EXPECT_THAT(errors([](World& world, StagedModel& model) {
+                model.handle.set_requires_gradient_sync(world.rank() == 0);
+                run_step(model, slots_of(kList), {}, inputs(world));
+              }),
+              Each(HasSubstr("set_requires_gradient_sync(false)")));
+  // The same units in another order of micro-batches.
+  EXPECT_THAT(
+      errors([](World& world, StagedModel& model) {
+        for (int step = 0; step < 2; ++step) {
+          run_step(
+              model,
+              slots_of(step == 1 && world.rank() == 1 ? "F0.1 F0.0 F1.0 B1.0 B0.0 F1.1 B1.1 B0.1"
+                                                      : "F0.0 F0.1 F1.0 B1.0 B0.0 F1.1 B1.1 B0.1"),
+              {}, inputs(world));
+        }
+      }),
+      Each(AllOf(HasSubstr("stage 0, micro-batch 0"), HasSubstr("stage 0, micro-batch 1"))));
+}
+
+enum class When : std::uint8_t { kForward, kBackward, kBetween };
+
+class ThrowsInBackward : public torch::autograd::Function<ThrowsInBackward> {
+ public:
+  static at::Tensor forward(AutogradContext*, const at::Tensor& x) { return x * 1.0; }
+  static variable_list backward(AutogradContext*, const variable_list&) {
+    throw std::runtime_error("the user's backward went wrong");
+  }
+};
+
+// Naive: the others wait, and the next step adds to half a step's sums or redeems its tickets.
+TEST_P(StepScopeFailures, AfterAnExceptionAndRecoverTheNextStepIsRight) {
+  const auto& [count, backend] = GetParam();
+  for (const bool recorded : {false, true}) {
+    for (const auto when : {When::kForward, When::kBackward, When::kBetween}) {
+      RankBarrier meeting(count);
+      ranks(count, backend).run([&](World& world) {
+        RankBarrier::Seat seat(meeting);
+        StagedModel model(data_mesh(world), {});
+        const StepScopeOptions options{.schedule = "list", .stages = 2};
+        if (recorded) expect_right_steps(world, model, "list");
+        const bool culprit = world.rank() == world.size() - 1;
+        const auto error = error_of([&] {
+          StepScope scope(model.handle, options);
+          SlotRunner runner(model, scope, inputs(world));
+          if (culprit && when == When::kBackward) {
+            runner.scaled = [](const at::Tensor& loss) { return ThrowsInBackward::apply(loss); };
+          }
+          // One gradient is owed, one is in its slot, one is on the wire.
+          for (const auto& slot : slots_of("F0.0 F1.0 F0.1 I1.0 I0.0 W1.0")) runner.run(slot);
+          if (culprit && when == When::kForward) {
+            model.module->pieces[3]->before = [] {
+              throw std::runtime_error("the user's forward went wrong");
+            };
+          }
+          if (culprit && when == When::kBetween) {
+            throw std::runtime_error("the user's loader went wrong");
+          }
+          runner.run({'F', 1, 1});
+          scope.reduce(1);
+          scope.finish();
+          comm::barrier(world.control(), "end of the step");
+        });
+        model.module->pieces[3]->before = nullptr;
+        EXPECT_NE(error, "");
+        if (culprit) {
+          EXPECT_THAT(error, HasSubstr("the user's"));
+        }
+        seat.wait();
+        world.recover();
+        expect_right_steps(world, model, "list");
+      });
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera::test::step_scope_errors_test

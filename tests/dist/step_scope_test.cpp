@@ -1,0 +1,492 @@
+// A step as a scope: whatever order forwards, backwards and weight gradients of its stages come in,
+// gradients have the bits of the loop over micro-batches, and nothing is gathered or reduced twice.
+#include <gmock/gmock.h>
+
+#include <random>
+
+#include "dist/staged.h"
+#include "tessera/grad_scaler.h"
+
+namespace tessera::test::step_scope_test {
+namespace {
+
+using ::testing::Combine;
+using ::testing::Values;
+
+constexpr int kMicroBatches = 4;
+/// Both stages on one rank, as if the list of two ranks were interleaved.
+constexpr const char* kOneForwardOneBackward =
+    "F0.0 F0.1 F1.0 B1.0 B0.0 F0.2 F1.1 B1.1 B0.1 F0.3 F1.2 B1.2 B0.2 F1.3 B1.3 B0.3";
+constexpr const char* kZeroBubble =
+    "F0.0 F0.1 F1.0 I1.0 F0.2 I0.0 F1.1 I1.1 W1.0 I0.1 F1.2 I1.2 W0.0 F0.3 W1.1 I0.2 W0.1 W1.2 "
+    "F1.3 B1.3 W0.2 I0.3 W0.3";
+constexpr const char* kAllForwardsFirst =
+    "F0.0 F0.1 F0.2 F0.3 F1.0 F1.1 F1.2 F1.3 B1.0 B1.1 B1.2 B1.3 B0.0 B0.1 B0.2 B0.3";
+
+struct Layout {
+  int ranks, replicas;
+  ThreadBackend backend = ThreadBackend::kInProcess;
+};
+void PrintTo(const Layout& layout, std::ostream* out) {
+  *out << layout.ranks << " ranks, " << layout.replicas << " replicas, "
+       << (layout.backend == ThreadBackend::kGloo ? "Gloo" : "in process");
+}
+
+SlotRunner::InputOf inputs(const World& world, int step, std::int64_t width) {
+  return [rank = world.rank(), step, width](int micro_batch) {
+    return input_of(rank, 10 * step + micro_batch, width);
+  };
+}
+
+/// Steps with a scope beside steps of the loop, each with its optimizer: the same bits, also of what
+/// was gathered in the step before.
+void expect_the_loop(World& world, int replicas, const StagedOptions& staged,
+                     const PrecisionPolicy& policy, const std::vector<std::vector<Slot>>& lists,
+                     const StepScopeOptions& options, const ShardOptions& root = {}) {
+  const auto mesh = data_mesh(world, replicas);
+  StagedModel model(mesh, staged, policy, root);
+  StagedModel loop(mesh, staged, policy, root);
+  const auto optimizer = make_sgd(model.handle, sgd(0.05));
+  const auto loop_optimizer = make_sgd(loop.handle, sgd(0.05));
+  for (int step = 0; step < static_cast<int>(lists.size()); ++step) {
+    const auto& slots = lists[static_cast<std::size_t>(step)];
+    const int micro_batches =
+        1 + std::max_element(slots.begin(), slots.end(), [](const Slot& a, const Slot& b) {
+              return a.micro_batch < b.micro_batch;
+            })->micro_batch;
+    const auto input = inputs(world, step, staged.width);
+    run_step(model, slots, options, input);
+    run_loop(loop, micro_batches, input, options.sync_every_micro_batch);
+    const auto expected = whole_gradients(loop.handle);
+    EXPECT_TRUE(expected.at("piece0.gain").ne(0).any().item<bool>() || staged.frozen == 0);
+    expect_same(whole_gradients(model.handle), expected, concat("step ", step));
+    optimizer->step();
+    loop_optimizer->step();
+    model.handle.zero_grad();
+    loop.handle.zero_grad();
+  }
+}
+
+std::vector<std::vector<Slot>> thrice(const char* list) {
+  return {slots_of(list), slots_of(list), slots_of(list)};
+}
+
+class StepScopes : public ::testing::TestWithParam<std::tuple<Layout, StepReshard>> {};
+INSTANTIATE_TEST_SUITE_P(Grid, StepScopes,
+                         Combine(Values(Layout{1, 1}, Layout{2, 1}, Layout{3, 1}, Layout{2, 2},
+                                        Layout{4, 2}, Layout{2, 1, ThreadBackend::kGloo},
+                                        Layout{3, 1, ThreadBackend::kGloo}),
+                                 Values(StepReshard::kStep, StepReshard::kMicroBatch)));
+
+// Naive: weights of the last step, a micro-batch that is reduced alone, sums rounded on the way.
+TEST_P(StepScopes, EveryOrderGivesTheBitsOfTheLoop) {
+  const auto& [layout, reshard] = GetParam();
+  ranks(layout.ranks, layout.backend).run([&, reshard = reshard](World& world) {
+    for (const auto* list : {kOneForwardOneBackward, kZeroBubble, kAllForwardsFirst}) {
+      for (const auto& policy : {PrecisionPolicy{}, in_bfloat16()}) {
+        SCOPED_TRACE(list);
+        expect_the_loop(world, layout.replicas, {}, policy, thrice(list),
+                        {.reshard = reshard, .schedule = list});
+      }
+    }
+  });
+}
+
+TEST_P(StepScopes, RecomputedUnitsGiveTheBitsOfTheLoop) {
+  const auto& [layout, reshard] = GetParam();
+  ranks(layout.ranks, layout.backend).run([&, reshard = reshard](World& world) {
+    for (const auto mode : {RecomputeMode::kFull, RecomputeMode::kSelective}) {
+      for (const auto* list : {kOneForwardOneBackward, kZeroBubble}) {
+        SCOPED_TRACE(list);
+        expect_the_loop(world, layout.replicas, {.mode = mode}, {}, thrice(list),
+                        {.reshard = reshard, .schedule = list});
+      }
+    }
+  });
+}
+
+TEST_P(StepScopes, EachMicroBatchMayBeReducedByItself) {
+  const auto& [layout, reshard] = GetParam();
+  ranks(layout.ranks, layout.backend).run([&, reshard = reshard](World& world) {
+    for (const auto* list : {kOneForwardOneBackward, kAllForwardsFirst}) {
+      SCOPED_TRACE(list);
+      expect_the_loop(world, layout.replicas, {}, {}, thrice(list),
+                      {.reshard = reshard, .sync_every_micro_batch = true, .schedule = list});
+    }
+  });
+}
+
+// The root's bucket holds what its stages are too small for, and what both of them use.
+TEST_P(StepScopes, SmallBucketsOfTheRootAndAWeightOfTwoStages) {
+  const auto& [layout, reshard] = GetParam();
+  ranks(layout.ranks, layout.backend).run([&, reshard = reshard](World& world) {
+    ShardOptions root;
+    root.merge_below_bytes = 64;
+    for (const bool ties : {false, true}) {
+      for (const auto* list : {kOneForwardOneBackward, kZeroBubble}) {
+        SCOPED_TRACE(list);
+        // Each micro-batch adds to the tied weight in the last stage, then in the first one, but
+        // the second list mixes micro-batches: whole numbers would do, here it is left out.
+        if (ties && list == kZeroBubble) continue;
+        expect_the_loop(world, layout.replicas, {.ties = ties}, {}, thrice(list),
+                        {.reshard = reshard, .schedule = list}, root);
+      }
+    }
+  });
+}
+
+TEST_P(StepScopes, AFrozenStageIsGatheredAndNothingElse) {
+  const auto& [layout, reshard] = GetParam();
+  ranks(layout.ranks, layout.backend).run([&, reshard = reshard](World& world) {
+    for (const int frozen : {0, 1}) {
+      for (const auto* list : {kOneForwardOneBackward, kZeroBubble}) {
+        expect_the_loop(world, layout.replicas, {.frozen = frozen}, {}, thrice(list),
+                        {.reshard = reshard, .schedule = list});
+      }
+    }
+  });
+}
+
+/// A list that keeps micro-batches in order on each stage, and is random beside that. A full
+/// backward comes after the weight gradients of the micro-batches before it.
+std::vector<Slot> random_list(std::uint64_t seed, int stages, int micro_batches) {
+  std::mt19937_64 random(seed);
+  const auto count = static_cast<std::size_t>(stages);
+  std::vector<int> forwards(count), backwards(count), weights(count);  // done, in order
+  std::vector<std::vector<int>> owed(count);
+  std::vector<Slot> slots;
+  while (true) {
+    std::vector<Slot> possible;
+    for (int stage = 0; stage < stages; ++stage) {
+      const auto i = static_cast<std::size_t>(stage);
+      if (forwards[i] < micro_batches && (stage == 0 || forwards[i] < forwards[i - 1])) {
+        possible.push_back({'F', stage, forwards[i]});
+      }
+      const bool is_last = stage + 1 == stages;
+      if (backwards[i] < forwards[i] && (is_last || backwards[i] < backwards[i + 1])) {
+        possible.push_back({'I', stage, backwards[i]});
+        if (owed[i].empty()) possible.push_back({'B', stage, backwards[i]});
+      }
+      if (!owed[i].empty()) possible.push_back({'W', stage, owed[i].front()});
+    }
+    if (possible.empty()) return slots;
+    const auto slot = possible[random() % possible.size()];
+    const auto i = static_cast<std::size_t>(slot.stage);
+    if (slot.kind == 'F') ++forwards[i];
+    if (slot.kind == 'B' || slot.kind == 'I') ++backwards[i];
+    if (slot.kind == 'I') owed[i].push_back(slot.micro_batch);
+    if (slot.kind == 'W') owed[i].erase(owed[i].begin());
+    slots.push_back(slot);
+  }
+}
+
+TEST_P(StepScopes, RandomOrdersGiveTheBitsOfTheLoop) {
+  const auto& [layout, reshard] = GetParam();
+  ranks(layout.ranks, layout.backend).run([&, reshard = reshard](World& world) {
+    for (std::uint64_t seed = 0; seed < 12; ++seed) {
+      SCOPED_TRACE(seed);
+      const int stages = 1 + static_cast<int>(seed % 3);
+      const auto list = random_list(seed, stages, 2 + static_cast<int>(seed % 4));
+      const StagedOptions staged{
+          .stages = stages,
+          .pieces = 1 + static_cast<int>(seed % 2),
+          .mode = seed % 4 == 3 ? RecomputeMode::kFull : RecomputeMode::kNone};
+      expect_the_loop(world, layout.replicas, staged,
+                      seed % 2 == 0 ? PrecisionPolicy{} : in_bfloat16(), {list, list},
+                      {.reshard = reshard, .schedule = concat(seed)});
+    }
+  });
+}
+
+// What is recorded is one schedule's; another number of micro-batches is another.
+TEST(StepScopes, SchedulesInTurnAreRecordedOnceEach) {
+  ranks(2).run([](World& world) {
+    StagedModel model(data_mesh(world), {});
+    const auto records = [&](const std::string& schedule) {
+      StepScope scope(model.handle, {.schedule = schedule, .stages = 2});
+      const bool result = scope.records();
+      SlotRunner runner(model, scope, inputs(world, 0, model.options.width));
+      for (const auto& slot : slots_of("F0.0 F1.0 B1.0 B0.0")) runner.run(slot);
+      scope.finish();
+      return result;
+    };
+    EXPECT_TRUE(records("one"));
+    EXPECT_TRUE(records("two"));
+    EXPECT_FALSE(records("one"));
+    EXPECT_FALSE(records("two"));
+  });
+}
+
+// Naive: a gather at each forward, a reduction at each backward.
+TEST(StepScopes, AUnitIsGatheredAndReducedOnceAStep) {
+  for (const auto reshard : {StepReshard::kStep, StepReshard::kMicroBatch}) {
+    ranks(2).run([reshard](World& world) {
+      StagedModel model(data_mesh(world), {});
+      constexpr int kUnits = 5;  // four pieces and the root
+      for (int step = 0; step < 3; ++step) {
+        const auto gathers = model.runtime().gathers_issued();
+        const auto reductions = model.runtime().reductions_issued();
+        run_step(model, slots_of(kOneForwardOneBackward), {.reshard = reshard, .schedule = "1F1B"},
+                 inputs(world, step, model.options.width));
+        // A piece is gathered for each forward and each backward; the root, which stays, once.
+        const int expected =
+            reshard == StepReshard::kStep ? kUnits : 1 + (kUnits - 1) * 2 * kMicroBatches;
+        EXPECT_EQ(model.runtime().gathers_issued() - gathers, expected) << step;
+        EXPECT_EQ(model.runtime().reductions_issued() - reductions, kUnits) << step;
+        for (const auto* unit : model.runtime().units()) EXPECT_FALSE(unit->gathered()) << step;
+        model.handle.zero_grad();
+      }
+    });
+  }
+}
+
+// Naive: a stage waits for the gradients that another one has put off.
+TEST(StepScopes, AStageIsReducedAndGivenBackWhileAnotherOneOwesGradients) {
+  ranks(2).run([](World& world) {
+    StagedModel model(data_mesh(world), {});
+    for (int step = 0; step < 2; ++step) {
+      StepScope scope(model.handle, {.schedule = "one stage first", .stages = 2});
+      SlotRunner runner(model, scope, inputs(world, step, model.options.width));
+      for (const auto& slot : slots_of("F0.0 F1.0 I1.0 I0.0 W1.0")) runner.run(slot);
+      const auto before = model.runtime().reductions_issued();
+      scope.reshard(1);
+      scope.reduce(1);
+      // The root is both stages'.
+      EXPECT_EQ(model.runtime().reductions_issued() - before, 2);
+      EXPECT_TRUE(model.module->handles[0]->unit()->gathered());
+      EXPECT_FALSE(model.module->handles[3]->unit()->gathered());
+      EXPECT_TRUE(model.handle.unit()->gathered());
+      runner.run({'W', 0, 0});
+      scope.reshard(0);
+      scope.reduce(0);
+      EXPECT_EQ(model.runtime().reductions_issued() - before, 5);
+      EXPECT_FALSE(model.handle.unit()->gathered());
+      scope.finish();
+      model.handle.zero_grad();
+    }
+  });
+}
+
+// Naive: one rounding to bf16 a micro-batch, where the sum is kept in the layer's dtype.
+TEST(StepScopes, DeferredBesideEagerWeightsAreFp32SumsOfTheirBf16Gradients) {
+  ranks(1).run([](World& world) {
+    constexpr int kMany = 20;
+    const StagedOptions staged{.stages = 1, .pieces = 2};
+    StagedModel model(data_mesh(world), staged, in_bfloat16());
+    std::string list;
+    // Every third one at once, the others two micro-batches later.
+    for (int k = 0; k < kMany; ++k) {
+      list += concat(" F0.", k, k % 3 == 2 ? " B0." : " I0.", k);
+      if (k % 3 == 1) list += concat(" W0.", k - 1, " W0.", k);
+    }
+    list += concat(" W0.", kMany - 2, " W0.", kMany - 1);
+    const auto input = inputs(world, 0, staged.width);
+    // Each micro-batch's own gradients, as bf16 has them.
+    Tensors sums;
+    StagedModel alone(data_mesh(world), staged, in_bfloat16());
+    for (int k = 0; k < kMany; ++k) {
+      alone.handle.zero_grad();
+      backward(squares(alone.handle.forward(input(k))));
+      for (const auto& [name, gradient] : whole_gradients(alone.handle)) {
+        EXPECT_TRUE(same_bits(gradient.to(at::kBFloat16).to(at::kFloat), gradient)) << name;
+        auto& sum = sums[name];
+        sum = sum.defined() ? sum + gradient : gradient;
+      }
+    }
+    for (int step = 0; step < 2; ++step) {
+      run_step(model, slots_of(list), {.schedule = "twenty"}, input);
+      expect_same(whole_gradients(model.handle), sums, concat("step ", step));
+      model.handle.zero_grad();
+    }
+  });
+}
+
+/// w x, w one number.
+class Factor : public torch::nn::Module {
+ public:
+  Factor() {
+    const at::NoGradGuard no_grad;
+    linear = register_module("linear", std::make_shared<nn::Linear>(1, 1, nn::Bias::kNo));
+    linear->weight.set_data(at::ones({1, 1}));
+  }
+  at::Tensor forward(const at::Tensor& x) { return linear->forward(x); }
+  std::shared_ptr<nn::Linear> linear;
+};
+
+// The classic: in bf16 256 + 1 is 256.
+TEST(StepScopes, WhatBf16WouldLoseStays) {
+  for (const auto reshard : {StepReshard::kStep, StepReshard::kMicroBatch}) {
+    for (const auto* list :
+         {"FBFBFB", "FIWFIWFIW", "FIFIFIWWW", "FFFIWBIW", "FIWFBFIW", "FFFBBB"}) {
+      ranks(1).run([&](World& world) {
+        auto handle = fully_shard(std::make_shared<Factor>(), data_mesh(world), in_bfloat16());
+        for (int step = 0; step < 2; ++step) {
+          StepScope scope(handle, {.reshard = reshard, .schedule = list});
+          std::map<char, int> done;
+          std::map<int, at::Tensor> out;
+          std::vector<int> owed;
+          const double values[] = {256, 1, -256};
+          for (const char kind : std::string(list)) {
+            if (kind == 'F') {
+              const int k = done['F']++;
+              scope.begin_forward(0, k);
+              out[k] = handle.forward(at::full({1, 1}, values[k], at::kBFloat16));
+            } else if (kind == 'W') {
+              scope.run_weight_gradients(0, done['W']++);
+              while (std::find(owed.begin(), owed.end(), done['W']) == owed.end() &&
+                     done['W'] < done['B']) {
+                ++done['W'];
+              }
+            } else {
+              const int k = done['B']++;
+              if (kind == 'I') owed.push_back(k);
+              if (kind == 'B' && done['W'] == k) ++done['W'];
+              scope.begin_backward(0, k, kind == 'B' ? Backward::kFull : Backward::kInputOnly);
+              backward(out[k].sum());
+            }
+          }
+          scope.finish();
+          EXPECT_EQ(whole_gradients(handle).at("linear.weight").item<double>(), 1.0) << list;
+          handle.zero_grad();
+        }
+      });
+    }
+  }
+}
+
+// Forward only: nothing is shown, and what comes after is right.
+TEST(StepScopes, AScopeOfForwardsAloneShowsNothing) {
+  ranks(2).run([](World& world) {
+    StagedModel model(data_mesh(world), {});
+    StagedModel loop(data_mesh(world), {});
+    const auto input = inputs(world, 0, model.options.width);
+    for (int step = 0; step < 2; ++step) {
+      {
+        const at::NoGradGuard no_grad;
+        StepScope scope(model.handle, {.schedule = "forward", .stages = 2});
+        EXPECT_EQ(scope.records(), step == 0);
+        at::Tensor x = input(0);
+        for (int stage = 0; stage < 2; ++stage) {
+          scope.begin_forward(stage, 0);
+          x = model.handle.call(&Staged::run, stage, x);
+          scope.reshard(stage);
+        }
+        scope.finish();
+        EXPECT_TRUE(same_bits(x, loop.handle.forward(input(0))));
+      }
+      EXPECT_FALSE(model.handle.shards()[0].shard.grad().defined());
+      run_step(model, slots_of(kZeroBubble), {.schedule = "train"}, input);
+      run_loop(loop, kMicroBatches, input);
+      expect_same(whole_gradients(model.handle), whole_gradients(loop.handle));
+      model.handle.zero_grad();
+      loop.handle.zero_grad();
+    }
+  });
+}
+
+// Gradients that stand are added to, also what a loop without a scope has left.
+TEST(StepScopes, GradientsThatStandAreAddedTo) {
+  for (const int count : {1, 2}) {
+    ranks(count).run([](World& world) {
+      StagedModel model(data_mesh(world), {});
+      StagedModel loop(data_mesh(world), {});
+      for (int step = 0; step < 3; ++step) {
+        const auto input = inputs(world, step, model.options.width);
+        if (step == 1) {
+          run_loop(model, kMicroBatches, input);
+        } else {
+          run_step(model, slots_of(kZeroBubble), {.schedule = "train"}, input);
+        }
+        run_loop(loop, kMicroBatches, input);
+        expect_same(whole_gradients(model.handle), whole_gradients(loop.handle),
+                    concat("step ", step));
+      }
+    });
+  }
+}
+
+TEST(StepScopes, TwoModelsInOneStep) {
+  ranks(2).run([](World& world) {
+    StagedModel one(data_mesh(world), {}), other(data_mesh(world), {.pieces = 1});
+    StagedModel loop(data_mesh(world), {}), other_loop(data_mesh(world), {.pieces = 1});
+    for (int step = 0; step < 2; ++step) {
+      const auto input = inputs(world, step, one.options.width);
+      {
+        StepScope first(one.handle, {.schedule = "a", .stages = 2});
+        StepScope second(other.handle, {.schedule = "b", .stages = 2});
+        SlotRunner runner(one, first, input);
+        SlotRunner other_runner(other, second, input);
+        for (const auto& slot : slots_of(kZeroBubble)) {
+          runner.run(slot);
+          other_runner.run(slot);
+        }
+        second.finish();
+        first.finish();
+      }
+      run_loop(loop, kMicroBatches, input);
+      run_loop(other_loop, kMicroBatches, input);
+      expect_same(whole_gradients(one.handle), whole_gradients(loop.handle));
+      expect_same(whole_gradients(other.handle), whole_gradients(other_loop.handle));
+      for (auto* each : {&one, &other, &loop, &other_loop}) each->handle.zero_grad();
+    }
+  });
+}
+
+// Handles inside the root may be a stage by themselves, several in one forward.
+TEST(StepScopes, InnerHandlesOfOneRootAreAStage) {
+  for (const auto reshard : {StepReshard::kStep, StepReshard::kMicroBatch}) {
+    ranks(2).run([reshard](World& world) {
+      StagedModel model(data_mesh(world), {}), loop(data_mesh(world), {});
+      const auto chain = [](StagedModel& of, at::Tensor x) {
+        for (const auto& handle : of.module->handles) x = handle->forward(x);
+        return squares(x);
+      };
+      for (int step = 0; step < 3; ++step) {
+        const auto input = inputs(world, step, model.options.width);
+        {
+          StepScope scope(model.handle, {.reshard = reshard, .schedule = "inner"});
+          std::vector<at::Tensor> losses;
+          for (int k = 0; k < 3; ++k) {
+            scope.begin_forward(0, k);
+            losses.push_back(chain(model, input(k)));
+          }
+          for (int k = 0; k < 3; ++k) {
+            scope.begin_backward(0, k);
+            backward(std::exchange(losses[static_cast<std::size_t>(k)], at::Tensor()));
+          }
+          scope.finish();
+        }
+        for (int k = 0; k < 3; ++k) {
+          loop.handle.set_requires_gradient_sync(k == 2);
+          backward(chain(loop, input(k)));
+        }
+        expect_same(whole_gradients(model.handle), whole_gradients(loop.handle),
+                    concat("step ", step));
+        model.handle.zero_grad();
+        loop.handle.zero_grad();
+      }
+    });
+  }
+}
+
+// Losses are multiplied by a power of two, gradients divided by it, once.
+TEST(StepScopes, ALossScaleIsTakenOutOnce) {
+  ranks(2).run([](World& world) {
+    StagedModel model(data_mesh(world), {}), loop(data_mesh(world), {});
+    GradScalerOptions options;
+    options.init_scale = 1024;
+    GradScaler scaler(model.handle, options);
+    for (int step = 0; step < 2; ++step) {
+      const auto input = inputs(world, step, model.options.width);
+      run_step(model, slots_of(kZeroBubble), {.schedule = "scaled"}, input,
+               [&](const at::Tensor& loss) { return scaler.scaled(loss); });
+      run_loop(loop, kMicroBatches, input);
+      expect_same(whole_gradients(model.handle), whole_gradients(loop.handle));
+      model.handle.zero_grad();
+      loop.handle.zero_grad();
+    }
+  });
+}
+
+}  // namespace
+}  // namespace tessera::test::step_scope_test
