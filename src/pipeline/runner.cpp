@@ -365,11 +365,11 @@ std::vector<Tensors> Runner::run(const ValidProgram& program, const std::vector<
   try {
     const Borders borders(schedule, ids, stages);
     const auto step = agreement_.renew(ties_.group.get(), program, borders,
-                                       ties_.mail != nullptr ? ties_.mail->next_step : 0);
+                                       ties_.mail != nullptr ? ties_.mail->next_step() : 0);
     std::optional<Messages> messages;
     if (ties_.mail != nullptr) {
       // A tag is used once: also where a failure has left some ranks a step behind.
-      ties_.mail->next_step = step + 1;
+      ties_.mail->begin_step(step);
       messages.emplace(*ties_.mail, step, ties_.device);
     }
     Walk walk(program, rank(), stages, borders, messages ? &*messages : nullptr, scope);

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "base/random.h"
-#include "comm/mail.h"
 #include "grad/torch_dtype.h"
 #include "pipeline/runner.h"
 #include "pipeline/valid_program.h"
@@ -161,7 +160,7 @@ class ModelStage : public pipeline::Stage {
     const at::Tensor addend =
         auxiliary_addend(routed.probabilities, routed.counts,
                          model_.module()->spec().moe->experts_per_token);
-    routed.probabilities = {};
+    routed.probabilities = at::Tensor();
     const double share = 1.0 / static_cast<double>(step_->batches.size());
     auxiliary_ += addend.item<double>() * share;
     if (!addend.requires_grad()) return;  // all that it comes from is frozen
@@ -255,25 +254,11 @@ struct PipelineOfRun::Parts {
   }
 };
 
-namespace {
-
-pipeline::Runner::Ties ties_of(const Sharded<models::LanguageModel>& model) {
-  const Mesh& mesh = model.mesh();
-  pipeline::Runner::Ties ties;
-  ties.world = mesh.world();
-  const auto ranks = mesh.ranks_of({axis::kPipeline});
-  ties.mail = comm::mail_of(*mesh.world(), ranks);
-  ties.group = mesh.world()->group(ranks, "pipeline control");
-  return ties;
-}
-
-}  // namespace
-
 PipelineOfRun::PipelineOfRun(PipelinePlan plan, StreamBorders borders,
                              Sharded<models::LanguageModel>& model)
     : plan_(std::move(plan)),
       parts_(new Parts{model,
-                       pipeline::Runner(ties_of(model)),
+                       pipeline::Runner(pipeline::ties_of(model.mesh(), at::kCPU)),
                        pipeline::ValidProgram(plan_.schedule),
                        {},
                        {},
