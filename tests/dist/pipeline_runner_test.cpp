@@ -153,13 +153,13 @@ class Watched : public Stage {
   explicit Watched(bool is_first) : is_first_(is_first) {}
   Boundary input(std::int64_t) const override { return {{{{1000}, at::kFloat}}}; }
   Boundary output(std::int64_t) const override { return input(0); }
-  Tensors forward(std::int64_t, const Tensors& inputs) override {
+  pipeline::Tensors forward(std::int64_t, const pipeline::Tensors& inputs) override {
     if (!is_first_) return {inputs[0].sum() * 2.0};
     const auto result = weight * 3.0;  // its backward needs no result
     memory.emplace_back(result.storage().getWeakStorageImpl());
     return {result};
   }
-  Roots roots(std::int64_t micro_batch, const Tensors& results, const Tensors& back) override {
+  Roots roots(std::int64_t micro_batch, const pipeline::Tensors& results, const pipeline::Tensors& back) override {
     if (is_first_ && micro_batch == 0) {
       for (const auto& one : memory) kept += one.expired() ? 0 : 1;
     }
