@@ -115,7 +115,9 @@ TEST_P(Messages, ReachTheReceiveThatMeansThemInWhateverOrderTheyArePosted) {
           // Asked for, asked for until it is there, or waited for at once.
           const auto way = random() % 4;
           if (way == 0) end.transfer->done();
-          if (way == 1) EXPECT_TRUE(comes_true([&] { return end.transfer->done(); }));
+          if (way == 1) {
+            EXPECT_TRUE(comes_true([&] { return end.transfer->done(); }));
+          }
           end.transfer->wait();
           EXPECT_TRUE(end.transfer->done());
           EXPECT_TRUE(end.tensor.equal(end.planned.values()))
@@ -143,7 +145,8 @@ TEST_P(Messages, TravelWithSeveralTensors) {
     }
     for (std::size_t i = 0; i < transfers.size(); ++i) {
       transfers[i]->wait();
-      if (world.rank() == 1) EXPECT_EQ(tensors[i][0].item<std::int64_t>(), 5 - static_cast<int>(i));
+      const int index = world.rank() == 0 ? static_cast<int>(i) : 5 - static_cast<int>(i);
+      EXPECT_EQ(tensors[i][0].item<std::int64_t>(), index);
     }
   });
 }
@@ -365,8 +368,8 @@ TEST_P(Messages, WorkAgainAfterARecoveryAndLeaveTheMemoryOfTheOldOnesAlone) {
 
       const auto into = at::zeros({4});
       const auto receive = mail->receive(other, activations(1, 30, other), into);
-      const auto send =
-          mail->send(other, activations(1, 30, world.rank()), at::full({4}, 1.0F + world.rank()));
+      const auto send = mail->send(other, activations(1, 30, world.rank()),
+                                   at::full({4}, 1 + world.rank(), at::kFloat));
       receive->wait();
       send->wait();
       EXPECT_EQ(into.sum().item<float>(), 4.0F * (1.0F + static_cast<float>(other)));
@@ -398,7 +401,9 @@ TEST_P(Messages, OfARunThatHasFailedAreForgottenByTheNextOne) {
                                             : mail->receive(1, activations(0, 40, 1), x);
     transfer->wait();
     EXPECT_EQ(x.sum().item<float>(), 4.0F);
-    if (world.rank() == 0) EXPECT_THROW(left->wait(), Error);
+    if (world.rank() == 0) {
+      EXPECT_THROW(left->wait(), Error);
+    }
   });
   EXPECT_EQ(into.sum().item<float>(), 28.0F);
 }
