@@ -149,36 +149,38 @@ class Pipeline {
   std::unique_ptr<Impl> impl_;
 };
 
-namespace detail {
-
-/// A stage whose borders are the same for all micro-batches.
-std::shared_ptr<pipeline::Stage> stage_of(
+/// A stage whose borders are the same for all micro-batches. `input` and `output`: what crosses to
+/// the stages before and after; of the first and the last stage nothing is asked there.
+std::shared_ptr<pipeline::Stage> make_stage(
     std::function<pipeline::Tensors(const pipeline::Tensors&)> forward,
     std::vector<pipeline::BoundaryTensor> input, std::vector<pipeline::BoundaryTensor> output);
+
+namespace detail {
 
 /// Errors: kUsage for another number of tensors.
 const at::Tensor& only(const pipeline::Tensors& inputs);
 
+template <class Module>
+concept HasForward = requires { &Module::forward; };
+
 }  // namespace detail
 
-/// Of a module, or of its handle, with `forward(const std::vector<at::Tensor>&) ->
-/// std::vector<at::Tensor>`, or from one tensor to one tensor; `module` must live as long. `input`
-/// and `output`: what crosses to the stages before and after, for every micro-batch alike; of the
-/// first and last stage nothing is asked there.
-template <class Module>
+/// The same of a module or its handle, with `forward(const std::vector<at::Tensor>&) ->
+/// std::vector<at::Tensor>`, or from one tensor to one tensor. `module` must live as long.
+template <detail::HasForward Module>
 std::shared_ptr<pipeline::Stage> make_stage(Module& module,
                                             std::vector<pipeline::BoundaryTensor> input,
                                             std::vector<pipeline::BoundaryTensor> output) {
-  return detail::stage_of(
-      [&module](const pipeline::Tensors& inputs) -> pipeline::Tensors {
-        if constexpr (std::is_invocable_v<decltype(&Module::forward), Module&,
-                                          const pipeline::Tensors&>) {
-          return module.forward(inputs);
-        } else {
-          return {module.forward(detail::only(inputs))};
-        }
-      },
-      std::move(input), std::move(output));
+  const auto forward = [&module](const pipeline::Tensors& inputs) -> pipeline::Tensors {
+    if constexpr (std::is_invocable_v<decltype(&Module::forward), Module&,
+                                      const pipeline::Tensors&>) {
+      return module.forward(inputs);
+    } else {
+      return {module.forward(detail::only(inputs))};
+    }
+  };
+  return make_stage(std::function<pipeline::Tensors(const pipeline::Tensors&)>(forward),
+                    std::move(input), std::move(output));
 }
 
 }  // namespace tessera

@@ -37,7 +37,7 @@ struct StepScopeOptions {
   bool sync_every_micro_batch = false;
   /// What this rank is going to run, in words or as a hash: what was recorded is looked up by it,
   /// and all ranks of the stage have the same.
-  std::string schedule;
+  std::string schedule = {};
   int stages = 1;  ///< of this rank, at most 64
 };
 

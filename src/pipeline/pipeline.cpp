@@ -114,13 +114,13 @@ class PlainStage : public Stage {
 
 }  // namespace
 
-namespace detail {
-
-std::shared_ptr<Stage> stage_of(std::function<Tensors(const Tensors&)> forward,
-                                std::vector<BoundaryTensor> input,
-                                std::vector<BoundaryTensor> output) {
+std::shared_ptr<Stage> make_stage(std::function<Tensors(const Tensors&)> forward,
+                                  std::vector<BoundaryTensor> input,
+                                  std::vector<BoundaryTensor> output) {
   return std::make_shared<PlainStage>(std::move(forward), std::move(input), std::move(output));
 }
+
+namespace detail {
 
 const at::Tensor& only(const Tensors& inputs) {
   TESSERA_CHECK(inputs.size() == 1, ErrorKind::kUsage, "stage: found ", inputs.size(),
@@ -152,14 +152,14 @@ struct Pipeline::Impl {
                                                ids[i] == last ? loss : nullptr));
     }
     if (root == nullptr || program.passes() == pipeline::Passes::kForward) {
-      return runner->run(program, pointers, nullptr);
+      return runner->run(program, pointers, {});
     }
     StepScopeOptions scoped;
     scoped.reshard = options.reshard;
     scoped.schedule = concat("pipeline ", program.hash());
     scoped.stages = static_cast<int>(stages.size());
     StepScope scope(*root, scoped);
-    return runner->run(program, pointers, &scope);
+    return runner->run(program, pointers, {&scope});
   }
 
   Mesh mesh;

@@ -8,7 +8,6 @@
 
 #include <map>
 #include <optional>
-#include <set>
 #include <string>
 #include <utility>
 #include <variant>
@@ -42,13 +41,14 @@ struct Place {
 class Walk {
  public:
   Walk(const ValidProgram& program, int rank, const std::vector<Stage*>& stages,
-       const Borders& borders, Messages* messages, StepScope* scope)
+       const Borders& borders, Messages* messages, const Parameters& parameters)
       : program_(program),
         rank_(static_cast<std::size_t>(rank)),
         stages_(stages),
         borders_(borders),
         messages_(messages),
-        scope_(scope),
+        scope_(parameters.scope),
+        reduces_every_(parameters.reduce_every),
         trains_(program.passes() == Passes::kForwardAndBackward) {
     const auto& ids = program.schedule().rank_of;
     for (std::size_t stage = 0; stage < ids.size(); ++stage) {
@@ -163,7 +163,8 @@ class Walk {
       case Residency::Move::kReshard:
         return scope_->reshard(in_scope(residency.stage));
       case Residency::Move::kReduce:
-        return scope_->reduce(in_scope(residency.stage));
+        if (!reduces_every_) scope_->reduce(in_scope(residency.stage));
+        return;
     }
   }
 
@@ -173,16 +174,14 @@ class Walk {
     // All that it needs is here before its time begins: a trace shows computing and waits apart.
     Tensors first = wait_for(slot.action);
     Tensors second = slot.beside ? wait_for(*slot.beside) : Tensors{};
-    {
-      const auto name = current_trace() != nullptr ? to_string(slot) : std::string();
-      const TraceScope traced(TraceRow::kSlots, name);
-      if (slot.beside) {
-        side_by_side(slot.action, std::move(first), *slot.beside, std::move(second));
-      } else {
-        compute(slot.action, std::move(first));
-      }
-    }
     if (messages_ != nullptr) messages_->let_go();
+    const auto name = current_trace() != nullptr ? to_string(slot) : std::string();
+    const TraceScope traced(TraceRow::kSlots, name);
+    if (slot.beside) {
+      side_by_side(slot.action, std::move(first), *slot.beside, std::move(second));
+    } else {
+      compute(slot.action, std::move(first));
+    }
   }
 
   /// Here a forward and a backward of two stages may come to run under each other: what both need
@@ -204,10 +203,15 @@ class Walk {
         backward(action, needed);
         break;
       case ActionKind::kWeightGradient:
-        if (owing_.erase({action.stage, action.micro_batch}) > 0) {
+        if (scope_ != nullptr) {
           scope_->run_weight_gradients(in_scope(action.stage), action.micro_batch);
         }
         break;
+    }
+    const bool ends_weights =
+        action.kind == ActionKind::kWeightGradient || action.kind == ActionKind::kBackward;
+    if (reduces_every_ && scope_ != nullptr && ends_weights) {
+      scope_->reduce(in_scope(action.stage));
     }
     place_.action = nullptr;
   }
@@ -272,22 +276,20 @@ class Walk {
       add_roots(roots, edges, begins);
     }
     flight.results.clear();
-    // Where all is frozen up to here there is none.
+    if (scope_ != nullptr) {
+      scope_->begin_backward(in_scope(action.stage), action.micro_batch,
+                             action.kind == ActionKind::kBackward
+                                 ? tessera::Backward::kFull
+                                 : tessera::Backward::kInputOnly);
+    }
+    // Where all is frozen up to here there is none. The scope is told all the same: other ranks of
+    // the stage may have some.
     if (!edges.empty()) {
-      begin_in_scope(action);
       torch::autograd::Engine::get_default_engine().execute(edges, begins, /*keep_graph=*/false,
                                                             /*create_graph=*/false,
                                                             /*accumulate_grad=*/true);
     }
     if (action.stage > 0) give(action, gradients_of(action, flight.inputs));
-  }
-
-  void begin_in_scope(const Action& action) {
-    if (scope_ == nullptr) return;
-    const bool is_whole = action.kind == ActionKind::kBackward;
-    scope_->begin_backward(in_scope(action.stage), action.micro_batch,
-                           is_whole ? tessera::Backward::kFull : tessera::Backward::kInputOnly);
-    if (!is_whole) owing_.insert({action.stage, action.micro_batch});
   }
 
   static void add_roots(const Stage::Roots& roots, torch::autograd::edge_list& edges,
@@ -326,11 +328,11 @@ class Walk {
   const Borders& borders_;
   Messages* const messages_;
   StepScope* const scope_;
+  const bool reduces_every_;
   const bool trains_;
   std::map<int, std::size_t> local_;
   std::vector<Flight> flights_;
   std::map<HandOver, Tensors> given_;  ///< made here, not yet sent or taken
-  std::set<std::pair<int, int>> owing_;  ///< stages and micro-batches whose W is to come
   std::vector<Tensors> results_;
   Place place_;
 };
@@ -352,7 +354,7 @@ Runner::Runner(Ties ties) : ties_(std::move(ties)) {
 }
 
 std::vector<Tensors> Runner::run(const ValidProgram& program, const std::vector<Stage*>& stages,
-                                 StepScope* scope) {
+                                 const Parameters& parameters) {
   const auto& schedule = program.schedule();
   const int ranks = ties_.mail != nullptr ? ties_.mail->size() : 1;
   TESSERA_CHECK(schedule.ranks() == ranks, ErrorKind::kConfig, "pipeline schedule: found ",
@@ -372,7 +374,7 @@ std::vector<Tensors> Runner::run(const ValidProgram& program, const std::vector<
       ties_.mail->begin_step(step);
       messages.emplace(*ties_.mail, step, ties_.device);
     }
-    Walk walk(program, rank(), stages, borders, messages ? &*messages : nullptr, scope);
+    Walk walk(program, rank(), stages, borders, messages ? &*messages : nullptr, parameters);
     try {
       return walk.run();
     } catch (const std::exception&) {

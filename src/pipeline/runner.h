@@ -45,19 +45,25 @@ struct Ties {
 /// Along the axis "pp". Collective among its ranks, the first time.
 Ties ties_of(const Mesh& mesh, at::Device device);
 
+/// Who holds the parameters of a rank's stages, while a step runs.
+struct Parameters {
+  StepScope* scope = nullptr;  ///< one stage in it for each; null: plain modules
+  /// Gradients are reduced after each B or W (StepScopeOptions::sync_every_micro_batch), not once.
+  bool reduce_every = false;
+};
+
 class Runner {
  public:
   explicit Runner(Ties ties);
 
   int rank() const { return ties_.mail != nullptr ? ties_.mail->rank() : 0; }
 
-  /// A step. `stages`: those of this rank, ascending. `scope`: of the handle that holds their
-  /// parameters, which has a stage for each, null for plain modules; it is finished here. Without
-  /// a backward (Passes::kForward) no graph is made. What the last stage's forward returned for
-  /// each micro-batch, without graphs, on its rank; else nothing. Collective among the ranks of the
-  /// pipeline. Errors: as Agreement::renew; those of stages and messages, see above.
+  /// A step. `stages`: those of this rank, ascending. The scope is finished here. Without a
+  /// backward (Passes::kForward) no graph is made. Returns what the last stage's forward returned
+  /// for each micro-batch, without graphs, on its rank; else nothing. Collective among the ranks of
+  /// the pipeline. Errors: as Agreement::renew; those of stages and messages, see above.
   std::vector<Tensors> run(const ValidProgram& program, const std::vector<Stage*>& stages,
-                           StepScope* scope);
+                           const Parameters& parameters);
 
  private:
   [[noreturn]] void fail(const std::exception& error, const std::string& place);

@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -28,6 +29,10 @@ struct Toy {
   Numbers numbers = Numbers::kReal;
   int frozen = 0;  ///< stages at the front without a trainable parameter
   std::uint64_t seed = 1;
+  bool totals = true;            ///< counts travel, their totals come back
+  std::int64_t more_rows = 0;    ///< than usual
+  /// Called in the midst of each: "F", "B" (inside autograd), "roots", "back".
+  std::function<void(const std::string& what, int stage, std::int64_t micro_batch)> midst = {};
 };
 
 class ToyStage : public pipeline::Stage {
@@ -51,14 +56,17 @@ class ToyStage : public pipeline::Stage {
   }
 
   /// 0 rows, too.
-  static std::int64_t rows(std::int64_t micro_batch) { return (micro_batch + 1) % 4; }
+  std::int64_t rows(std::int64_t micro_batch) const {
+    return toy_.more_rows + (micro_batch + 1) % 4;
+  }
 
   pipeline::Boundary border_after(int stage, std::int64_t micro_batch) const {
     const bool has_gradient = !frozen(stage);
+    const std::vector<pipeline::BoundaryTensor> totals{{{kWidth}, at::kLong, false}};
     return {{{{rows(micro_batch), kWidth}, at::kFloat, has_gradient},
              {{kWidth}, at::kLong, false},
              {{rows(micro_batch), kWidth}, at::kFloat, has_gradient}},
-            {{{kWidth}, at::kLong, false}}};
+            toy_.totals ? totals : std::vector<pipeline::BoundaryTensor>{}};
   }
   pipeline::Boundary input(std::int64_t micro_batch) const override {
     return border_after(stage_ - 1, micro_batch);
@@ -73,7 +81,11 @@ class ToyStage : public pipeline::Stage {
       const auto data = values(static_cast<std::uint64_t>(micro_batch) + 1000, rows(micro_batch));
       given = {data, at::zeros({kWidth}, at::kLong), data * 3.0};
     }
+    midst("F", micro_batch);
     auto h = at::linear(given[0], weight, bias);
+    if (toy_.midst && h.requires_grad()) {
+      h.register_hook([this, micro_batch](const at::Tensor&) { midst("B", micro_batch); });
+    }
     if (toy_.numbers == Numbers::kReal) h = at::tanh(h);
     const auto counts = given[1] + at::arange(kWidth) * (stage_ + micro_batch);
     // Stages with an odd number leave out what came, so that no gradient comes to it.
@@ -86,7 +98,9 @@ class ToyStage : public pipeline::Stage {
   }
 
   Roots roots(std::int64_t micro_batch, const Tensors& results, const Tensors& back) override {
+    midst("roots", micro_batch);
     auto roots = Stage::roots(micro_batch, results, back);
+    if (!toy_.totals) return roots;
     if (!back.empty()) totals_[micro_batch] = back.front();
     const auto share = shares_.extract(micro_batch).mapped();
     roots.tensors.push_back(share);
@@ -95,12 +109,16 @@ class ToyStage : public pipeline::Stage {
     return roots;
   }
   Tensors back(std::int64_t micro_batch) override {
+    midst("back", micro_batch);
     return {totals_.extract(micro_batch).mapped()};
   }
 
   at::Tensor weight, bias;
 
  private:
+  void midst(const char* what, std::int64_t micro_batch) const {
+    if (toy_.midst) toy_.midst(what, stage_, micro_batch);
+  }
   bool frozen(int stage) const { return stage < toy_.frozen; }
   at::Tensor values(std::uint64_t seed, std::int64_t count) const {
     const auto drawn = seeded(toy_.seed * 10000 + seed, {count, kWidth});

@@ -49,8 +49,8 @@ struct StagedOptions {
   int pieces = 2;  ///< of each
   std::int64_t width = 6;
   RecomputeMode mode = RecomputeMode::kNone;
-  bool ties = false;          ///< the root's scale is used by the last stage, too
-  std::optional<int> frozen;  ///< the pieces of this stage
+  bool ties = false;                         ///< the root's scale is used by the last stage, too
+  std::optional<int> frozen = std::nullopt;  ///< the pieces of this stage
 };
 
 /// Stages of a few pieces that are units, and a scale that the root holds.
@@ -92,10 +92,10 @@ class Staged : public torch::nn::Module {
 };
 
 struct StagedModel {
-  StagedModel(const Mesh& mesh, const StagedOptions& options, const PrecisionPolicy& policy = {},
+  StagedModel(const Mesh& mesh, const StagedOptions& staged, const PrecisionPolicy& policy = {},
               const ShardOptions& root = {})
-      : options(options),
-        module(std::make_shared<Staged>(mesh, options, policy)),
+      : options(staged),
+        module(std::make_shared<Staged>(mesh, staged, policy)),
         handle(fully_shard(module, mesh, policy, root)) {}
   fsdp::Runtime& runtime() { return handle.unit()->runtime(); }
   StagedOptions options;

@@ -120,9 +120,9 @@ TEST_P(StepScopes, EachMicroBatchMayBeReducedByItself) {
 TEST_P(StepScopes, SmallBucketsOfTheRootAndAWeightOfTwoStages) {
   const auto& [layout, reshard] = GetParam();
   ranks(layout.ranks, layout.backend).run([&, reshard = reshard](World& world) {
-    ShardOptions root;
-    root.merge_below_bytes = 64;
     for (const bool ties : {false, true}) {
+      ShardOptions root;
+      root.merge_below_bytes = ties ? 0 : 4096;
       for (const auto* list : {kOneForwardOneBackward, kZeroBubble}) {
         SCOPED_TRACE(list);
         // Each micro-batch adds to the tied weight in the last stage, then in the first one, but
