@@ -303,14 +303,15 @@ FoundByStages PipelineOfRun::forward_backward(const StepOfStages& step) {
   options.schedule = parts_->words;
   options.stages = static_cast<int>(parts_->stages.size());
   StepScope scope(parts_->model, options);
-  parts_->runner.run(parts_->training, parts_->begin(step, Wanted::kLoss), &scope);
+  parts_->runner.run(parts_->training, parts_->begin(step, Wanted::kLoss),
+                     {&scope, options.sync_every_micro_batch});
   return found();
 }
 
 FoundByStages PipelineOfRun::forward_only(const StepOfStages& step) {
   const at::NoGradGuard no_grad;
   parts_->runner.run(parts_->evaluation(plan_.schedule, static_cast<int>(step.batches.size())),
-                     parts_->begin(step, Wanted::kLoss), nullptr);
+                     parts_->begin(step, Wanted::kLoss), {});
   return found();
 }
 
@@ -318,7 +319,7 @@ std::vector<at::Tensor> PipelineOfRun::logits(const StepOfStages& step) {
   const at::NoGradGuard no_grad;
   const auto results =
       parts_->runner.run(parts_->evaluation(plan_.schedule, static_cast<int>(step.batches.size())),
-                         parts_->begin(step, Wanted::kLogits), nullptr);
+                         parts_->begin(step, Wanted::kLogits), {});
   std::vector<at::Tensor> logits;
   for (const auto& of_micro_batch : results) logits.push_back(of_micro_batch.at(0));
   return logits;

@@ -167,7 +167,9 @@ TEST(PipelineOfReferences, EveryFolderIsTransformers) {
   }
   for (const auto& folder : folders) {
     EXPECT_NO_THROW(expect_transformers(folder, "1F1B"));
-    if (test::full_proof()) EXPECT_NO_THROW(expect_transformers(folder, "ZB1P"));
+    if (test::full_proof()) {
+      EXPECT_NO_THROW(expect_transformers(folder, "ZB1P"));
+    }
   }
 }
 
