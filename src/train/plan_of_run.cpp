@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 
+#include "base/hash.h"
 #include "grad/contract_key.h"
 #include "tessera/error.h"
 
@@ -97,6 +98,14 @@ layout::ModelPlan plan_model(const models::ModelDescription& model,
   options.ranks = mesh.size_of(axis::kShard) * mesh.size_of(axis::kContext);
   options.mesh = mesh;
   return layout::plan_model(root, inner, options, kMergeBelowBytes);
+}
+
+std::uint64_t stages_hash(const std::vector<std::uint64_t>& plans) {
+  if (plans.size() == 1) return plans.front();
+  Hasher hasher;
+  hasher.add(std::string_view("plans of stages 1"));
+  for (const std::uint64_t plan : plans) hasher.add(plan);
+  return hasher.digest();
 }
 
 }  // namespace tessera::train

@@ -34,4 +34,7 @@ std::vector<UnitMeta> units_of(const models::ModelDescription& model,
 layout::ModelPlan plan_model(const models::ModelDescription& model,
                              const std::vector<GradContract>& contracts, const MeshShapes& mesh);
 
+/// Of the plans of all ranks of a pipeline, by their place on its axis; of one alone its own.
+std::uint64_t stages_hash(const std::vector<std::uint64_t>& plans);
+
 }  // namespace tessera::train

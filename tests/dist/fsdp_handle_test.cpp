@@ -307,20 +307,6 @@ TEST(Handle, PartsOverAnotherMeshAreRefused) {
   });
 }
 
-// Naive: no group has the axis, so every rank trains a whole model of its own without a word.
-TEST(Handle, AMeshWithPipelineStagesIsRefused) {
-  ranks(2).run([](World& world) {
-    const auto with_stages = {
-        MeshShapes(MeshShape::dense(2, 1, 1, 1, 1)), MeshShapes(MeshShape({{"pp", 2}})),
-        MeshShapes(MeshShape::dense(2, 1, 1, 1, 1), MeshShape::sparse(2, 1, 1, 1, 1))};
-    for (const auto& shapes : with_stages) {
-      EXPECT_THAT(
-          error_of([&] { fully_shard(std::make_shared<Block>(1, kWidth), world.mesh(shapes)); }),
-          AllOf(HasSubstr("found size 2 (axis pp), expected 1"), HasSubstr("not yet built")));
-    }
-  });
-}
-
 TEST(Handle, AMeshWithAxesOnWhichNobodySumsIsRefused) {
   ranks(2).run([](World& world) {
     const auto error_over = [&](const MeshShape& shape) {
