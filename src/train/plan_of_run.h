@@ -30,6 +30,9 @@ inline constexpr std::int64_t kMergeBelowBytes = std::int64_t{64} << 10;
 std::vector<UnitMeta> units_of(const models::ModelDescription& model,
                                const std::vector<ParameterMeta>& parameters);
 
+/// How buckets are laid out over the ranks of a mesh.
+layout::PlanOptions plan_options(const MeshShapes& mesh);
+
 /// `contracts` as resolve_model gives them for `mesh`.
 layout::ModelPlan plan_model(const models::ModelDescription& model,
                              const std::vector<GradContract>& contracts, const MeshShapes& mesh);
