@@ -34,9 +34,8 @@ class Loader {
         forms_(request.forms),
         advice_(request.advice),
         stages_(names_of_stages(model, request.holds)),
-        in_stage_(
-            place_among(model.mesh().shapes().stage_of(model.mesh().world()->rank()), model.mesh())) {
-  }
+        in_stage_(place_among(model.mesh().shapes().stage_of(model.mesh().world()->rank()),
+                              model.mesh())) {}
 
   /// Of this rank's share of its stage's parameters, and of all tensors of the checkpoint: no rank reads
   /// what the checkpoint says of every tensor. Errors: kFormat, kConfig for tensors that do not fit

@@ -6,6 +6,7 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "base/printable.h"
@@ -18,6 +19,8 @@
 #include "train/config/config_resolve.h"
 #include "train/expert_balance.h"
 #include "train/parallelize.h"
+#include "train/pipeline_memory.h"
+#include "train/pipeline_plan.h"
 #include "train/plan_of_run.h"
 #include "train/rank_memory.h"
 
@@ -160,6 +163,15 @@ Listing listing_at(const std::string& path) {
   return listing_of(is_file ? HfFolder::of_file(path) : HfFolder::open(path));
 }
 
+std::int64_t kept_bytes(const layout::ModelPlan& plan) {
+  std::int64_t bytes = 0;
+  for (const auto& unit : plan.units) {
+    for (const auto& bucket : unit.plan.buckets) bytes += layout::shard_bytes(bucket);
+  }
+  return bytes;
+}
+
+/// Of a run without a pipeline, or with one: a plan for each place on its axis.
 struct Planned {
   MeshShapes mesh;
   ModelContract contract;
@@ -167,16 +179,45 @@ struct Planned {
   layout::Reshard reshard = layout::Reshard::kYes;
   train::MemoryTable memory;
 
+  struct Pipelined {
+    train::PipelinePlan plan;
+    std::vector<train::RankPlan> ranks;
+    train::PipelineMemory memory;
+    bool sync_every_micro_batch = false;
+
+    std::uint64_t plan_hash() const {
+      std::vector<std::uint64_t> hashes;
+      for (const auto& rank : ranks) hashes.push_back(layout::hash(rank.plan));
+      return train::stages_hash(hashes);
+    }
+    layout::Traffic traffic(const train::RankPlan& rank) const {
+      return train::step_traffic(rank, plan, sync_every_micro_batch);
+    }
+  };
+  std::optional<Pipelined> pipelined = {};
+
   /// Of a step of one micro-batch.
   layout::Traffic traffic() const { return layout::step_traffic(plan, reshard, 1); }
-  std::int64_t kept_bytes() const {
-    std::int64_t bytes = 0;
-    for (const auto& unit : plan.units) {
-      for (const auto& bucket : unit.plan.buckets) bytes += layout::shard_bytes(bucket);
-    }
-    return bytes;
-  }
 };
+
+Planned::Pipelined plan_pipeline(const train::Config& config, const train::ModelSource& source,
+                                 const ParallelDims& dims, const Planned& planned,
+                                 train::PipelinePlan plan) {
+  Planned::Pipelined found{.plan = std::move(plan), .ranks = {}, .memory = {}};
+  found.ranks =
+      train::plan_ranks(source.description, planned.contract.parameters, planned.mesh, found.plan);
+  found.memory =
+      train::pipeline_memory(config, source.spec, dims, planned.contract, found.plan, found.ranks,
+                             train::aux_loss_coef(config.model.aux_loss_coef, source.spec));
+  found.sync_every_micro_batch = config.training.sync_every_micro_batch;
+  return found;
+}
+
+/// As many rows as a step has; where the data says it, as many as training says for a rank.
+std::int64_t rows_in_step(const train::TrainingConfig& training, const ParallelDims& dims) {
+  const std::int64_t asked = training.global_batch_size;
+  return asked > 0 ? asked : training.local_batch_size.value_or(1) * dims.data_ranks();
+}
 
 Planned plan_run(const InspectArguments& arguments) {
   train::Config config =
@@ -191,6 +232,15 @@ Planned plan_run(const InspectArguments& arguments) {
   Planned planned;
   planned.mesh = train::mesh_shape(dims);
   planned.contract = train::resolve_model(source, config, dims);
+  auto pipeline = train::resolve_pipeline(
+      config, dims, source.spec, source.description,
+      {.micro_batches = train::resolve_micro_batches(
+           config, train::Verb::kContract, rows_in_step(config.training, dims), dims.data_ranks()),
+       .row_tokens = config.training.seq_len.value_or(0)});
+  if (pipeline) {
+    planned.pipelined = plan_pipeline(config, source, dims, planned, std::move(*pipeline));
+    return planned;
+  }
   planned.plan = train::plan_model(source.description, planned.contract.parameters, planned.mesh);
   if (!config.parallelism.reshard_after_forward) planned.reshard = layout::Reshard::kNo;
   planned.memory =
@@ -199,17 +249,40 @@ Planned plan_run(const InspectArguments& arguments) {
   return planned;
 }
 
-void print_text(const Planned& planned, Layers layers) {
-  const layout::Traffic traffic = planned.traffic();
+void print_contract(const Planned& planned, Layers layers) {
   const ModelContract& contract = planned.contract;
   std::cout << to_string(layers == Layers::kAll ? contract : folded(contract))
             << contract.parameters.size() << " parameters, " << contract.buffers.size()
             << " buffers on " << to_string(planned.mesh) << ", contract hash " << hash(contract)
-            << "\n\n"
-            << planned.plan.units.size() << " units over " << planned.plan.options.ranks
+            << "\n\n";
+}
+
+void print_pipeline(const Planned::Pipelined& pipelined, Layers layers) {
+  std::cout << to_string(pipelined.plan) << "\nplan hash " << pipelined.plan_hash() << "\n";
+  for (std::size_t rank = 0; rank < pipelined.ranks.size(); ++rank) {
+    const train::RankPlan& of_rank = pipelined.ranks[rank];
+    const layout::Traffic traffic = pipelined.traffic(of_rank);
+    std::cout << "\npp " << rank << ": " << of_rank.plan.units.size() << " units over "
+              << of_rank.plan.options.ranks << " rank(s), parameters begin at multiples of "
+              << of_rank.plan.options.alignment_bytes << " B, plan hash "
+              << layout::hash(of_rank.plan) << "\n"
+              << plan_text(of_rank.plan, layers) << "a rank keeps "
+              << size_text(kept_bytes(of_rank.plan)) << " of parameters and sends, in a step, "
+              << size_text(traffic.gathers) << " in gathers and " << size_text(traffic.reductions)
+              << " in reductions\n";
+  }
+  std::cout << "\n" << to_string(pipelined.memory);
+}
+
+void print_text(const Planned& planned, Layers layers) {
+  print_contract(planned, layers);
+  if (planned.pipelined) return print_pipeline(*planned.pipelined, layers);
+  const layout::Traffic traffic = planned.traffic();
+  std::cout << planned.plan.units.size() << " units over " << planned.plan.options.ranks
             << " rank(s), parameters begin at multiples of " << planned.plan.options.alignment_bytes
             << " B, plan hash " << layout::hash(planned.plan) << "\n"
-            << plan_text(planned.plan, layers) << "a rank keeps " << size_text(planned.kept_bytes())
+            << plan_text(planned.plan, layers) << "a rank keeps "
+            << size_text(kept_bytes(planned.plan))
             << " of parameters and sends, in a step of one micro-batch, "
             << size_text(traffic.gathers) << " in gathers and " << size_text(traffic.reductions)
             << " in reductions\n\n"
@@ -329,18 +402,88 @@ Json json_of(const train::MemoryTable& table) {
   return found;
 }
 
+Json buckets_of(const layout::PlannedUnit& unit) {
+  Json buckets = Json::array();
+  for (const auto& bucket : unit.plan.buckets) buckets.push_back(json_of(bucket, unit.items));
+  return buckets;
+}
+
+Json json_of(const train::PipelineRankMemory& memory, bool knows_activations) {
+  const train::RankMemory& held = memory.held;
+  Json found = {{"parameters", held.parameters},
+                {"gradients", held.gradients},
+                {"moments", held.moments},
+                {"master", held.master},
+                {"unsharded_peak", held.unsharded},
+                {"reductions", held.reductions},
+                {"raw_gradient", held.raw_gradient},
+                {"live_micro_batches", memory.live_chunks},
+                {"messages", Json()},
+                {"activations", Json()}};
+  if (!knows_activations) return found;
+  found["messages"] = memory.messages;
+  found["activations"] = {{"none", memory.activations.none},
+                          {"selective", memory.activations.selective},
+                          {"full", memory.activations.full}};
+  return found;
+}
+
+/// Of each place on axis pp, its units included.
+Json json_of(const Planned::Pipelined& pipelined) {
+  Json stages = Json::array();
+  for (int stage = 0; stage < pipelined.plan.split.stages(); ++stage) {
+    stages.push_back(
+        {{"rank", pipelined.plan.schedule.rank_of.at(static_cast<std::size_t>(stage))},
+         {"first_layer", pipelined.plan.split.begin(stage)},
+         {"end_layer", pipelined.plan.split.end(stage)},
+         {"forward_flops_per_token", pipelined.plan.costs.at(static_cast<std::size_t>(stage))}});
+  }
+  Json ranks = Json::array();
+  for (std::size_t rank = 0; rank < pipelined.ranks.size(); ++rank) {
+    const train::RankPlan& of_rank = pipelined.ranks[rank];
+    const layout::Traffic traffic = pipelined.traffic(of_rank);
+    Json units = Json::array();
+    for (const auto& unit : of_rank.plan.units) {
+      units.push_back({{"name", unit.plan.name}, {"buckets", buckets_of(unit)}});
+    }
+    ranks.push_back({{"plan_hash", concat(layout::hash(of_rank.plan))},
+                     {"units", units},
+                     {"shard_bytes", kept_bytes(of_rank.plan)},
+                     {"step_gather_sent_bytes", traffic.gathers},
+                     {"step_reduce_sent_bytes", traffic.reductions},
+                     {"rank_memory_bytes", json_of(pipelined.memory.ranks.at(rank),
+                                                   pipelined.memory.knows_activations)}});
+  }
+  return {
+      {"schedule", pipelined.plan.name},
+      {"micro_batches", pipelined.plan.schedule.micro_batches},
+      {"reshard", pipelined.plan.reshard == train::PipelineReshard::kStep ? "step" : "micro_batch"},
+      {"hash", concat(hash(pipelined.plan))},
+      {"stages", stages},
+      {"ranks", ranks}};
+}
+
 void print_contract_json(const Planned& planned) {
   Json parameters = Json::array();
   for (const auto& contract : planned.contract.parameters) parameters.push_back(json_of(contract));
   Json buffers = Json::array();
   for (const auto& contract : planned.contract.buffers) buffers.push_back(json_of(contract));
+  if (planned.pipelined) {
+    const Json whole = {{"layout", to_string(planned.mesh)},
+                        {"world_size", planned.mesh.size()},
+                        {"contract_hash", concat(hash(planned.contract))},
+                        {"plan_hash", concat(planned.pipelined->plan_hash())},
+                        {"parameters", parameters},
+                        {"buffers", buffers},
+                        {"pipeline", json_of(*planned.pipelined)}};
+    std::cout << whole.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << '\n';
+    return;
+  }
   Json units = Json::array();
   for (std::size_t i = 0; i < planned.plan.units.size(); ++i) {
     const layout::PlannedUnit& unit = planned.plan.units[i];
     units.push_back(casts_of(planned.contract.units.at(i)));
-    Json buckets = Json::array();
-    for (const auto& bucket : unit.plan.buckets) buckets.push_back(json_of(bucket, unit.items));
-    units.back()["buckets"] = buckets;
+    units.back()["buckets"] = buckets_of(unit);
   }
   const layout::Traffic traffic = planned.traffic();
   // The hashes as text, as in the metadata of `gradients`: they have 64 bits.
@@ -352,7 +495,7 @@ void print_contract_json(const Planned& planned) {
                       {"parameters", parameters},
                       {"buffers", buffers},
                       {"units", units},
-                      {"shard_bytes", planned.kept_bytes()},
+                      {"shard_bytes", kept_bytes(planned.plan)},
                       {"step_gather_sent_bytes", traffic.gathers},
                       {"step_reduce_sent_bytes", traffic.reductions},
                       {"rank_memory_bytes", json_of(planned.memory)}};

@@ -46,6 +46,12 @@ class Ledger {
   void product(const Value& y) {
     if (layer_) layer_->products.push_back(y.memory);
   }
+  /// A weight's product that backward may put off.
+  void put_off(const Value& input, const Value& product) {
+    deferred_.insert(input.memory);
+    deferred_gradients_ += product.numel * size_of(product.dtype);
+  }
+  std::int64_t deferred() const { return sum(deferred_) + deferred_gradients_; }
   void begin_layer(const std::vector<Value>& inputs) {
     layer_.emplace();
     for (const Value& input : inputs) layer_->inputs.push_back(input.memory);
@@ -84,6 +90,8 @@ class Ledger {
 
   std::vector<std::int64_t> bytes_;  // by memory
   std::vector<std::size_t> before_, after_;
+  std::set<std::size_t> deferred_;
+  std::int64_t deferred_gradients_ = 0;
   std::vector<LayerKeeps> layers_;
   std::optional<LayerKeeps> layer_;
 };
@@ -110,18 +118,24 @@ class Forward {
 
   KeptActivations run() {
     const std::string text = spec_.gemma4 ? "model.language_model." : "model.";
-    Value x = embedding(text + "embed_tokens");
+    const StageLayers all{true, 0, spec_.num_hidden_layers, true};
+    const StageLayers stage = of_.stage.value_or(all);
+    Value x = stage.embedding ? embedding(text + "embed_tokens") : received(stage, text);
+    const std::int64_t stream = x.numel * size_of(x.dtype);
     if (spec_.gemma4) {
-      x = made_like(x);
+      if (stage.embedding) x = made_like(x);
       mask_ = ledger_.make(of_.positions * of_.positions, DType::kBool);
     }
-    for (std::int64_t i = 0; i < spec_.num_hidden_layers; ++i) {
+    for (std::int64_t i = stage.begin; i < stage.end; ++i) {
       const std::string layer = concat(text, "layers.", i, ".");
       x = spec_.gemma4 ? gemma_layer(x, i, layer) : decoder_layer(x, i, layer);
     }
-    head(x, text + "norm");
-    return {ledger_.in(RecomputeMode::kNone), ledger_.in(RecomputeMode::kFull),
-            ledger_.in(RecomputeMode::kSelective)};
+    if (stage.head) head(x, text + "norm");
+    return {.none = ledger_.in(RecomputeMode::kNone),
+            .full = ledger_.in(RecomputeMode::kFull),
+            .selective = ledger_.in(RecomputeMode::kSelective),
+            .deferred = ledger_.deferred(),
+            .stream = stream};
   }
 
  private:
@@ -153,9 +167,11 @@ class Forward {
     const std::int64_t rows = x.numel / shape[1];
     const DType compute = asked.value_or(weight.compute.dtype);
     const bool wants = x.wants || weight.trainable || trains(name + ".bias");
-    save_if(weight.trainable, ledger_.cast(x, compute));
+    const Value input = ledger_.cast(x, compute);
+    save_if(weight.trainable, input);
     Value product = ledger_.make(rows * shape[0], compute, wants);
     ledger_.product(product);
+    if (weight.trainable && name != "lm_head") ledger_.put_off(input, product);
     const Value y = ledger_.cast(product, x.dtype);
     const GradContract* a = find(name + ".lora_A.weight");
     if (a == nullptr) return y;
@@ -277,6 +293,21 @@ class Forward {
     return leave(ledger_.make(tokens_ * spec_.hidden_size, dtype, wants));
   }
 
+  /// What another stage made. It wants a gradient where anything before it is trained.
+  Value received(const StageLayers& stage, const std::string& text) {
+    const std::string layers = text + "layers.";
+    const auto is_before = [&](const std::string& name) {
+      if (!name.starts_with(layers))
+        return name != "lm_head.weight" && name != text + "norm.weight";
+      return std::stoll(name.substr(layers.size())) < stage.begin;
+    };
+    const bool wants = std::ranges::any_of(of_.parameters, [&](const GradContract& each) {
+      return each.trainable && is_before(each.name);
+    });
+    const DType dtype = parameter(text + "embed_tokens.weight").compute.dtype;
+    return ledger_.make(own_tokens() * spec_.hidden_size, dtype, wants);
+  }
+
   void head(const Value& x, const std::string& norm_name) {
     Value logits = linear(enter(norm(x, norm_name)), "lm_head");
     if (!logits.wants) return;
@@ -390,10 +421,12 @@ class Forward {
   Value grouped(const Value& x, std::int64_t rows, std::int64_t out, const std::string& name) {
     const GradContract& weight = parameter(name);
     const DType compute = weight.compute.dtype;
-    save_if(weight.trainable, ledger_.cast(x, compute));
+    const Value input = ledger_.cast(x, compute);
+    save_if(weight.trainable, input);
     const bool wants = x.wants || weight.trainable || trains(name + "_bias");
     const Value product = ledger_.make(rows * out, compute, wants);
     ledger_.product(product);
+    if (weight.trainable) ledger_.put_off(input, product);
     return ledger_.cast(product, x.dtype);
   }
 

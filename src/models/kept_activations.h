@@ -10,10 +10,12 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "layout/parallel_dims.h"
 #include "models/model_spec.h"
+#include "models/stage_layers.h"
 #include "tessera/contract.h"
 #include "tessera/recompute_mode.h"
 
@@ -29,6 +31,8 @@ struct ForwardCase {
   bool score_before_experts = false;
   /// The routers' probabilities are asked for, as the auxiliary loss does.
   bool router_probabilities = false;
+  /// Of a pipeline, whose stages before it send what they made; none = the whole model.
+  std::optional<StageLayers> stage = {};
 };
 
 /// Of a rank; where experts lie on several ranks, with as many tokens for each rank.
@@ -40,6 +44,10 @@ struct KeptActivations {
     std::int64_t peak = 0;
   };
   InMode none, full, selective;
+  /// What products of weights wait for from an input gradient on, where they are put off: their
+  /// inputs, and gradients of their results. The head's is never put off.
+  std::int64_t deferred = 0;
+  std::int64_t stream = 0;  ///< what a layer gives to the next one
   const InMode& in(RecomputeMode mode) const;
 };
 

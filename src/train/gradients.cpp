@@ -8,13 +8,13 @@
 #include <system_error>
 
 #include "comm/group.h"
-#include "fsdp/plan.h"
 #include "grad/torch_dtype.h"
 #include "io/safetensors.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"
 #include "train/data/data.h"
 #include "train/hf/model_forms.h"
+#include "train/over_stages.h"
 #include "train/parallelize.h"
 #include "train/pipeline_step.h"
 #include "train/report/checks.h"
@@ -97,12 +97,11 @@ std::vector<TensorSpec> outputs(const GradientsRequest& request, const ModelSour
 }
 
 /// The whole gradients, under the names of the folder that the model comes from. Collective.
-void write_gradients(const ShardedBase& model, const FileForms& forms, SafetensorsWriter* writer) {
+void write_gradients(const ShardedBase& model, const std::vector<GradContract>& contracts,
+                     const FileForms& forms, SafetensorsWriter* writer) {
   std::map<std::string, FileForm> form_of;
-  for (const auto& view : model.shards()) {
-    form_of.emplace(view.contract->name, forms.of(*view.contract));
-  }
-  model.visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
+  for (const auto& contract : contracts) form_of.emplace(contract.name, forms.of(contract));
+  visit_full_gradients_of_run(model, [&](const std::string& name, const at::Tensor& gradient) {
     if (writer == nullptr) return;
     const auto values = gradient.to(at::kFloat).contiguous();
     const auto bytes = bytes_of_tensor(values);
@@ -173,12 +172,12 @@ void run_gradients(const GradientsRequest& request, World& world,
     stages.emplace(*plan, stream_borders(*plan, dims, source.description, contract), *model);
   }
   PipelineOfRun* const pipeline = stages ? &*stages : nullptr;
+  const auto plan_hash = plan_hash_of_run(*model);
   std::optional<SafetensorsWriter> writer;
   if (world.rank() == 0) {
-    const std::map<std::string, std::string> metadata{
-        {"layout", to_string(mesh.shapes())},
-        {"contract_hash", concat(hash(contract))},
-        {"plan_hash", concat(layout::hash(fsdp::plan_of(*model)))}};
+    const std::map<std::string, std::string> metadata{{"layout", to_string(mesh.shapes())},
+                                                      {"contract_hash", concat(hash(contract))},
+                                                      {"plan_hash", concat(plan_hash)}};
     open_as("--out", [&] {
       writer.emplace(request.out, outputs(request, source, *batch, contract.parameters), metadata);
     });
@@ -215,7 +214,8 @@ void run_gradients(const GradientsRequest& request, World& world,
   TESSERA_CHECK(std::isfinite(loss.mean()) && std::isfinite(norm), ErrorKind::kNumeric,
                 "gradients: found loss ", loss.mean(), " and gradient norm ", norm,
                 ", expected finite values; look at the batch, or compute in a wider dtype");
-  write_gradients(*model, file_forms(source.description.parameters), writer ? &*writer : nullptr);
+  write_gradients(*model, contract.parameters, file_forms(source.description.parameters),
+                  writer ? &*writer : nullptr);
   if (!writer) return;
   const auto mean = at::full({1}, loss.mean(), at::TensorOptions().dtype(at::kFloat));
   writer->write("loss", bytes_of_tensor(mean));

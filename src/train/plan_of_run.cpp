@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 
+#include "base/hash.h"
 #include "grad/contract_key.h"
 #include "tessera/error.h"
 
@@ -82,6 +83,13 @@ std::vector<UnitMeta> units_of(const models::ModelDescription& model,
   return units;
 }
 
+layout::PlanOptions plan_options(const MeshShapes& mesh) {
+  layout::PlanOptions options;
+  options.ranks = mesh.size_of(axis::kShard) * mesh.size_of(axis::kContext);
+  options.mesh = mesh;
+  return options;
+}
+
 layout::ModelPlan plan_model(const models::ModelDescription& model,
                              const std::vector<GradContract>& contracts, const MeshShapes& mesh) {
   const UnitNumbers numbers(model);
@@ -93,10 +101,15 @@ layout::ModelPlan plan_model(const models::ModelDescription& model,
     auto& items = unit == 0 ? root.items : inner[unit - 1].items;
     items.push_back(plan_item(contract));
   }
-  layout::PlanOptions options;
-  options.ranks = mesh.size_of(axis::kShard) * mesh.size_of(axis::kContext);
-  options.mesh = mesh;
-  return layout::plan_model(root, inner, options, kMergeBelowBytes);
+  return layout::plan_model(root, inner, plan_options(mesh), kMergeBelowBytes);
+}
+
+std::uint64_t stages_hash(const std::vector<std::uint64_t>& plans) {
+  if (plans.size() == 1) return plans.front();
+  Hasher hasher;
+  hasher.add(std::string_view("plans of stages 1"));
+  for (const std::uint64_t plan : plans) hasher.add(plan);
+  return hasher.digest();
 }
 
 }  // namespace tessera::train

@@ -30,8 +30,14 @@ inline constexpr std::int64_t kMergeBelowBytes = std::int64_t{64} << 10;
 std::vector<UnitMeta> units_of(const models::ModelDescription& model,
                                const std::vector<ParameterMeta>& parameters);
 
+/// How buckets are laid out over the ranks of a mesh.
+layout::PlanOptions plan_options(const MeshShapes& mesh);
+
 /// `contracts` as resolve_model gives them for `mesh`.
 layout::ModelPlan plan_model(const models::ModelDescription& model,
                              const std::vector<GradContract>& contracts, const MeshShapes& mesh);
+
+/// Of the plans of all ranks of a pipeline, by their place on its axis; of one alone its own.
+std::uint64_t stages_hash(const std::vector<std::uint64_t>& plans);
 
 }  // namespace tessera::train

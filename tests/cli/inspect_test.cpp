@@ -108,6 +108,80 @@ TEST(InspectCommand, ContractAndPlanHaveTheHashesOfTheRun) {
   }
 }
 
+// Of 70e9 parameters a rank has its stages; every number of the table is one of a rank.
+TEST(InspectCommand, APipelineIsPlannedRankByRank) {
+  const testing::TemporaryFolder folder;
+  folder.write("model.json", R"({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+    "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 3072, "hidden_act": "silu",
+    "vocab_size": 32000, "max_position_embeddings": 4096, "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-06, "attention_bias": false, "tie_word_embeddings": true})");
+  folder.write("run.toml", R"([model]
+config = "model.json"
+[training]
+seq_len = 512
+global_batch_size = 16
+[parallelism]
+pipeline_parallel_degree = 2
+[pipeline]
+schedule = "ZBV"
+split = [0, 3, 6, 9]
+)");
+  const std::vector<std::string> words{"inspect", "--contract", "run.toml", "--world", "4"};
+  const Outcome text = run_program(folder, words);
+  ASSERT_EQ(text.code, 0) << text.err;
+  EXPECT_THAT(text.out, HasSubstr("\npipeline 'ZBV': 2 ranks, 4 stages, 8 micro-batches, stages "
+                                  "gathered once a step\n"
+                                  "  stage 0 on rank 0: embedding, layers 0-2; forward "));
+  EXPECT_THAT(text.out, HasSubstr("  stage 3 on rank 0: layers 9-11, head; forward "));
+  EXPECT_THAT(text.out, HasSubstr("pp 0        pp 1\n"));
+  auto as_json = words;
+  as_json.push_back("--json");
+  const Outcome outcome = run_program(folder, as_json);
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const json found = json::parse(outcome.out);
+  ASSERT_EQ(found["pipeline"]["ranks"].size(), 2U);
+  EXPECT_EQ(found["pipeline"]["stages"][3]["rank"], 0);
+  EXPECT_EQ(found["pipeline"]["stages"][3]["first_layer"], 9);
+  EXPECT_THAT(found["layout"], HasSubstr("pp 2"));
+  std::set<std::string> names;
+  std::size_t placed = 0;
+  for (const json& rank : found["pipeline"]["ranks"]) {
+    EXPECT_EQ(rank["rank_memory_bytes"]["parameters"], rank["shard_bytes"]);
+    EXPECT_GT(rank["rank_memory_bytes"]["activations"]["none"], 0);
+    for (const json& unit : rank["units"]) {
+      for (const json& bucket : unit["buckets"]) {
+        for (const json& parameter : bucket["parameters"]) {
+          names.insert(parameter["name"]);
+          ++placed;
+        }
+      }
+    }
+  }
+  EXPECT_EQ(names.size(), found["parameters"].size());
+  EXPECT_EQ(placed, names.size()) << "the tied one is on one rank of a V";
+}
+
+TEST(InspectCommand, APipelineThatCannotBeIsRefusedWithBothNumbers) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  const auto refused = [&](const std::vector<std::string>& more) {
+    std::vector<std::string> words{"inspect",  "--contract",
+                                   "run.toml", "--world",
+                                   "2",        "--parallelism.pipeline_parallel_degree",
+                                   "2"};
+    words.insert(words.end(), more.begin(), more.end());
+    const Outcome outcome = run_program(folder, words);
+    EXPECT_EQ(outcome.code, 2) << outcome.out;
+    return outcome.err;
+  };
+  EXPECT_THAT(refused({}), HasSubstr("found 1 micro-batches, expected at least 2"));
+  EXPECT_THAT(refused({"--training.global_batch_size", "4", "--pipeline.micro_batches", "3"}),
+              HasSubstr("pipeline.micro_batches: found 3, expected -1 or 4"));
+  EXPECT_THAT(refused({"--training.global_batch_size", "4", "--pipeline.split", "[0, 1, 2]"}),
+              HasSubstr("found the first layers of 3 stages, expected those of 2"));
+}
+
 TEST(InspectCommand, ALargeModelOn64RanksIsPlannedWithoutItsWeights) {
   const testing::TemporaryFolder folder;
   folder.write("model.json", R"({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",

@@ -154,7 +154,7 @@ TEST(PipelinePlan, WhatDoesNotFitIsRefusedWithTheNumbers) {
                                       "expected those of 8"));
   one = Case();
   one.config.pipeline.split = {0, 9};
-  EXPECT_THAT(one.error(), StartsWith("pipeline.split: found stage 0 from layer 0 to 9 of 8"));
+  EXPECT_THAT(one.error(), StartsWith("pipeline.split: found stage 1 from layer 9 to 8 of 8"));
   one.config.pipeline.split = {1, 4};
   EXPECT_THAT(one.error(), StartsWith("pipeline.split: found layer 1 at the beginning"));
 }
@@ -199,9 +199,11 @@ TEST_F(ScheduleFile, ThatDoesNotValidateIsRefusedWithItsFindings) {
   auto schedule = make_schedule(pipeline::Kind::kGPipe, {2, 1, 4});
   schedule.slots[1].pop_back();
   write(to_csv(schedule));
-  EXPECT_THAT(case_.error(), AllOf(StartsWith("pipeline.schedule_file: found "), HasSubstr("1B3"),
-                                   HasSubstr("which is no valid schedule (missing"),
-                                   HasSubstr("tessera schedule")));
+  EXPECT_THAT(case_.error(),
+              AllOf(StartsWith("pipeline.schedule_file: found "),
+                    HasSubstr("which is no valid schedule (missing: stage 1: found no B, nor I and "
+                              "W, of micro-batch 3"),
+                    HasSubstr("tessera schedule")));
 }
 
 TEST_F(ScheduleFile, ThatIsNoneIsRefusedWithRowAndCell) {

@@ -1,0 +1,389 @@
+#include "train/pipeline_memory.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <set>
+#include <string_view>
+#include <utility>
+
+#include "base/printable.h"
+#include "grad/contract_key.h"
+#include "models/kept_activations.h"
+#include "pipeline/simulate.h"
+#include "pipeline/validate.h"
+#include "tessera/error.h"
+#include "train/plan_of_run.h"
+
+namespace tessera::train {
+namespace {
+
+using layout::PlannedUnit;
+using models::StageLayers;
+
+/// Where a parameter stands in the order of the model.
+struct Standing {
+  std::optional<std::int64_t> layer;
+  bool before = false;  ///< the first layer
+  bool tied = false;    ///< the head has it, too
+
+  bool is_in(const StageLayers& stage) const {
+    if (layer) return stage.has_layer(*layer);
+    return (stage.embedding && before) || (stage.head && (!before || tied));
+  }
+};
+
+std::map<std::string, Standing> standings(const models::ModelDescription& model) {
+  std::map<std::string, Standing> found;
+  bool before = true;
+  for (const models::ParameterSpec& row : model.parameters) {
+    Standing standing{layer_of(row.name), before, false};
+    if (standing.layer) before = standing.before = false;
+    found.emplace(row.name, standing);
+    if (!row.tied_to.empty()) found.at(row.tied_to).tied = true;
+  }
+  return found;
+}
+
+/// The items of one stage: those of no unit in front, then unit by unit.
+struct StageItems {
+  std::vector<layout::PlanItem> own;
+  std::vector<layout::UnitItems> units;
+};
+
+class RankPlanner {
+ public:
+  RankPlanner(const models::ModelDescription& model, const std::vector<GradContract>& contracts,
+              const MeshShapes& mesh)
+      : model_(model), contracts_(contracts), standings_(standings(model)) {
+    options_ = plan_options(mesh);
+    for (const auto& row : model.parameters) unit_of_.emplace(row.name, row.unit);
+  }
+
+  RankPlan plan(const PipelinePlan& pipeline, int pp_rank) const {
+    const auto numbers = pipeline.schedule.stages_of(pp_rank);
+    const auto stages = stages_of_rank(pipeline, pp_rank);
+    layout::UnitItems shared{"", {}};
+    for (const GradContract& contract : contracts_) {
+      if (in_how_many(contract, stages) > 1) shared.items.push_back(plan_item(contract));
+    }
+    RankPlan rank;
+    rank.plan = layout::plan_model(shared, {}, options_, kMergeBelowBytes);
+    for (std::size_t i = 0; i < stages.size(); ++i) {
+      const StageItems items = items_of(stages[i], stages);
+      const auto planned = layout::plan_model({concat("stage ", numbers[i]), items.own},
+                                              items.units, options_, kMergeBelowBytes);
+      const std::size_t begin = rank.plan.units.size();
+      rank.plan.units.insert(rank.plan.units.end(), planned.units.begin(), planned.units.end());
+      rank.stages.push_back({numbers[i], begin, rank.plan.units.size()});
+    }
+    return rank;
+  }
+
+ private:
+  const Standing& standing_of(const GradContract& contract) const {
+    return standings_.at(contract.name);
+  }
+  std::ptrdiff_t in_how_many(const GradContract& contract,
+                             const models::StagesOfRank& stages) const {
+    return std::ranges::count_if(
+        stages, [&](const auto& stage) { return standing_of(contract).is_in(stage); });
+  }
+  StageItems items_of(const StageLayers& stage, const models::StagesOfRank& of_rank) const {
+    StageItems items;
+    std::map<std::string, std::vector<layout::PlanItem>> by_unit;
+    for (const GradContract& contract : contracts_) {
+      if (!standing_of(contract).is_in(stage) || in_how_many(contract, of_rank) > 1) continue;
+      const std::string& unit = unit_of_.at(contract.name);
+      (unit.empty() ? items.own : by_unit[unit]).push_back(plan_item(contract));
+    }
+    for (const std::string& unit : model_.units) {
+      const auto found = by_unit.find(unit);
+      if (found != by_unit.end()) items.units.push_back({unit, std::move(found->second)});
+    }
+    return items;
+  }
+
+  const models::ModelDescription& model_;
+  const std::vector<GradContract>& contracts_;
+  const std::map<std::string, Standing> standings_;
+  std::map<std::string, std::string> unit_of_;
+  layout::PlanOptions options_;
+};
+
+/// What of a rank's plan one stage is, or what its stages share.
+layout::ModelPlan part_of(const RankPlan& rank, std::size_t begin, std::size_t end) {
+  const auto units = rank.plan.units.begin();
+  return {rank.plan.options,
+          {units + static_cast<std::ptrdiff_t>(begin), units + static_cast<std::ptrdiff_t>(end)}};
+}
+
+/// The contracts of what a plan has.
+std::vector<GradContract> contracts_in(const layout::ModelPlan& plan,
+                                       const std::vector<GradContract>& all) {
+  std::set<std::string_view> names;
+  for (const PlannedUnit& unit : plan.units) {
+    for (const auto& item : unit.items) names.insert(item.name);
+  }
+  std::vector<GradContract> found;
+  std::ranges::copy_if(all, std::back_inserter(found),
+                       [&](const auto& each) { return names.contains(each.name); });
+  return found;
+}
+
+/// Bytes of one stage of a rank, and of one that computes.
+struct StageBytes {
+  RankMemory held = {};
+  std::int64_t whole = 0;         ///< unsharded
+  std::int64_t unit_by_unit = 0;  ///< unsharded, as far as one forward or backward needs it
+  std::int64_t slots = 0;
+};
+
+StageBytes bytes_of(const layout::ModelPlan& plan, const std::vector<GradContract>& all,
+                    RankMemoryOptions options) {
+  const auto contracts = contracts_in(plan, all);
+  StageBytes bytes;
+  options.reshard = layout::Reshard::kYes;
+  bytes.held = rank_memory(contracts, plan, options);
+  bytes.unit_by_unit = bytes.held.unsharded;
+  bytes.slots = bytes.held.reductions;
+  options.reshard = layout::Reshard::kNo;
+  bytes.whole = rank_memory(contracts, plan, options).unsharded;
+  return bytes;
+}
+
+/// The slots of a rank in which something of a stage is there.
+struct Window {
+  std::size_t begin = 0;
+  std::size_t end = 0;  ///< behind the last one
+  void take(std::size_t slot) {
+    if (end == 0) begin = slot;
+    end = slot + 1;
+  }
+  bool has(std::size_t slot) const { return begin <= slot && slot < end; }
+};
+struct StageWindows {
+  Window unsharded;  ///< from the first F to the last I or B
+  Window gradients;  ///< from the first I or B to the last W or B
+};
+
+std::map<int, StageWindows> windows_of(const std::vector<pipeline::Slot>& slots) {
+  std::map<int, StageWindows> found;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    slots[i].each([&](const pipeline::Action& action) {
+      StageWindows& windows = found[action.stage];
+      if (action.kind != pipeline::ActionKind::kWeightGradient) windows.unsharded.take(i);
+      if (action.kind != pipeline::ActionKind::kForward) windows.gradients.take(i);
+    });
+  }
+  return found;
+}
+
+/// Held and computed with, over the slots of a rank.
+RankMemory held_of(const RankPlan& rank, const std::vector<pipeline::Slot>& slots,
+                   const PipelinePlan& pipeline, const std::vector<GradContract>& contracts,
+                   const RankMemoryOptions& options) {
+  RankMemory sum = bytes_of(part_of(rank, 0, 1), contracts, options).held;
+  std::map<int, StageBytes> stages;
+  for (const RankPlan::Stage& stage : rank.stages) {
+    const auto bytes = bytes_of(part_of(rank, stage.begin, stage.end), contracts, options);
+    stages.emplace(stage.number, bytes);
+    sum.parameters += bytes.held.parameters;
+    sum.gradients += bytes.held.gradients;
+    sum.moments += bytes.held.moments;
+    sum.master += bytes.held.master;
+    sum.raw_gradient = std::max(sum.raw_gradient, bytes.held.raw_gradient);
+  }
+  const auto windows = windows_of(slots);
+  std::int64_t unsharded = 0, reductions = 0;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    std::int64_t whole = 0, unit_by_unit = 0, waiting = 0, under_way = 0;
+    for (const auto& [number, of] : windows) {
+      const StageBytes& bytes = stages.at(number);
+      if (of.unsharded.has(i)) whole += bytes.whole;
+      if (of.gradients.has(i)) waiting += bytes.slots;
+      under_way = std::max(under_way, bytes.slots);
+    }
+    slots[i].each([&](const pipeline::Action& action) {
+      if (action.kind == pipeline::ActionKind::kWeightGradient) return;
+      unit_by_unit += stages.at(action.stage).unit_by_unit;
+    });
+    const bool once = pipeline.reshard == PipelineReshard::kStep;
+    unsharded = std::max(unsharded, once ? whole : unit_by_unit);
+    reductions = std::max(reductions, options.defers_reductions ? waiting : under_way);
+  }
+  sum.unsharded += unsharded;
+  sum.reductions += reductions;
+  return sum;
+}
+
+/// As many rows as the rank with most has in a micro-batch.
+std::int64_t rows_of_micro_batch(const Config& config, const ParallelDims& dims) {
+  const std::int64_t local = config.training.local_batch_size.value_or(1);
+  const std::int64_t global = config.training.global_batch_size;
+  if (global <= 0) return local;
+  return std::min(local, (global + dims.data_ranks() - 1) / dims.data_ranks());
+}
+
+/// With the costs of the plan, an I and a W as much as an F each, and these bytes.
+pipeline::Simulated simulated(const PipelinePlan& plan,
+                              const std::vector<models::KeptActivations>& kept,
+                              RecomputeMode mode) {
+  pipeline::Costs costs(plan.costs.size());
+  for (std::size_t stage = 0; stage < costs.size(); ++stage) {
+    const double cost = plan.costs[stage];
+    costs[stage].forward = costs[stage].input_gradient = costs[stage].weight_gradient = cost;
+    if (kept.empty()) continue;
+    costs[stage].live_bytes = static_cast<double>(kept[stage].in(mode).kept);
+    costs[stage].deferred_bytes = static_cast<double>(kept[stage].deferred);
+  }
+  return simulate(plan.schedule, costs);
+}
+
+/// The most that a layer which is run again adds, of a rank's stages.
+std::int64_t again(const std::vector<int>& stages, const std::vector<models::KeptActivations>& kept,
+                   RecomputeMode mode) {
+  std::int64_t most = 0;
+  for (const int stage : stages) {
+    const auto& one = kept[static_cast<std::size_t>(stage)].in(mode);
+    most = std::max(most, one.peak - one.kept);
+  }
+  return most;
+}
+
+std::string cell(const std::string& text, std::size_t width) {
+  return std::string(text.size() < width ? width - text.size() : 1, ' ') + text;
+}
+
+}  // namespace
+
+std::vector<RankPlan> plan_ranks(const models::ModelDescription& model,
+                                 const std::vector<GradContract>& contracts, const MeshShapes& mesh,
+                                 const PipelinePlan& pipeline) {
+  const RankPlanner planner(model, contracts, mesh);
+  std::vector<RankPlan> ranks;
+  for (int rank = 0; rank < pipeline.schedule.ranks(); ++rank) {
+    ranks.push_back(planner.plan(pipeline, rank));
+  }
+  return ranks;
+}
+
+layout::Traffic step_traffic(const RankPlan& rank, const PipelinePlan& pipeline,
+                             bool sync_every_micro_batch) {
+  const std::int64_t micro_batches = pipeline.schedule.micro_batches;
+  const std::int64_t gathers = pipeline.reshard == PipelineReshard::kStep ? 1 : 2 * micro_batches;
+  layout::Traffic traffic;
+  for (const PlannedUnit& unit : rank.plan.units) {
+    const bool shared = &unit == &rank.plan.units.front();
+    for (const layout::BucketPlan& bucket : unit.plan.buckets) {
+      traffic.gathers +=
+          (shared ? 1 : gathers) * layout::sent_bytes(layout::gathered_bytes(bucket), bucket.ranks);
+      traffic.reductions += (sync_every_micro_batch ? micro_batches : 1) *
+                            layout::sent_bytes(layout::reduced_bytes(bucket), bucket.ranks);
+    }
+  }
+  return traffic;
+}
+
+std::int64_t PipelineRankMemory::Activations::in(RecomputeMode mode) const {
+  if (mode == RecomputeMode::kFull) return full;
+  return mode == RecomputeMode::kSelective ? selective : none;
+}
+
+PipelineMemory pipeline_memory(const Config& config, const models::ModelSpec& spec,
+                               const ParallelDims& dims, const ModelContract& contract,
+                               const PipelinePlan& pipeline, const std::vector<RankPlan>& ranks,
+                               double aux_loss_coef) {
+  PipelineMemory memory{.ranks = {},
+                        .mode = config.activation_checkpoint.mode,
+                        .knows_activations = config.training.seq_len.has_value(),
+                        .rows = rows_of_micro_batch(config, dims),
+                        .positions = config.training.seq_len.value_or(0)};
+  RankMemoryOptions options = rank_memory_options(config, dims, contract);
+  options.defers_reductions = !config.training.sync_every_micro_batch;
+  std::vector<models::KeptActivations> kept;
+  if (memory.knows_activations) {
+    for (int stage = 0; stage < pipeline.schedule.stages(); ++stage) {
+      kept.push_back(
+          models::kept_activations({.spec = spec,
+                                    .degrees = dims,
+                                    .parameters = contract.parameters,
+                                    .rows = memory.rows,
+                                    .positions = memory.positions,
+                                    .score_before_experts = config.model.score_before_experts,
+                                    .router_probabilities = aux_loss_coef > 0,
+                                    .stage = stage_layers(pipeline, stage)}));
+    }
+  }
+  const auto chunks = peak_live_chunks(pipeline.schedule);
+  const auto none = simulated(pipeline, kept, RecomputeMode::kNone);
+  const auto full = simulated(pipeline, kept, RecomputeMode::kFull);
+  const auto selective = simulated(pipeline, kept, RecomputeMode::kSelective);
+  for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+    PipelineRankMemory one;
+    one.held =
+        held_of(ranks[rank], pipeline.schedule.slots[rank], pipeline, contract.parameters, options);
+    one.live_chunks = chunks[rank];
+    if (memory.knows_activations) {
+      const auto stages = pipeline.schedule.stages_of(static_cast<int>(rank));
+      const auto bytes = [&](const pipeline::Simulated& of, RecomputeMode mode) {
+        return static_cast<std::int64_t>(of.ranks[rank].peak_bytes) + again(stages, kept, mode);
+      };
+      one.activations = {.none = bytes(none, RecomputeMode::kNone),
+                         .full = bytes(full, RecomputeMode::kFull),
+                         .selective = bytes(selective, RecomputeMode::kSelective)};
+      // Beside those that are open a receive of each direction, posted a slot ahead.
+      one.messages = (none.ranks[rank].most_open_sends + 2) * kept.front().stream;
+    }
+    memory.ranks.push_back(one);
+  }
+  return memory;
+}
+
+std::string to_string(const PipelineMemory& memory) {
+  constexpr std::size_t kColumns = 8, kFirst = 22, kWidth = 12;
+  std::string text =
+      "memory of a rank of each place in the pipeline (of the one that needs most)\n";
+  for (std::size_t begin = 0; begin < memory.ranks.size(); begin += kColumns) {
+    const std::size_t end = std::min(memory.ranks.size(), begin + kColumns);
+    const auto row = [&](std::string name, const auto& value) {
+      name = "  " + name;
+      name.resize(std::max(name.size(), kFirst), ' ');
+      for (std::size_t i = begin; i < end; ++i) name += cell(value(i), kWidth);
+      text += name + "\n";
+    };
+    const auto bytes = [&](const std::string& name, const auto& value) {
+      row(name, [&](std::size_t i) { return size_text(value(memory.ranks[i])); });
+    };
+    const auto held = [&](const std::string& name, std::int64_t RankMemory::* line) {
+      bytes(name, [&](const PipelineRankMemory& rank) { return rank.held.*line; });
+    };
+    row("", [&](std::size_t i) { return concat("pp ", i); });
+    held("parameters", &RankMemory::parameters);
+    held("gradients", &RankMemory::gradients);
+    held("moments", &RankMemory::moments);
+    held("master", &RankMemory::master);
+    held("unsharded peak", &RankMemory::unsharded);
+    held("reductions", &RankMemory::reductions);
+    held("raw gradient", &RankMemory::raw_gradient);
+    bytes("all of these", [](const PipelineRankMemory& rank) { return rank.held.total(); });
+    row("live micro-batches", [&](std::size_t i) { return concat(memory.ranks[i].live_chunks); });
+    if (!memory.knows_activations) continue;
+    bytes("messages", [](const PipelineRankMemory& rank) { return rank.messages; });
+    for (const auto& [name, mode] : {std::pair("none", RecomputeMode::kNone),
+                                     std::pair("selective", RecomputeMode::kSelective),
+                                     std::pair("full", RecomputeMode::kFull)}) {
+      bytes(concat("activations, ", name),
+            [&](const PipelineRankMemory& rank) { return rank.activations.in(mode); });
+    }
+    bytes("all in this run",
+          [&](const PipelineRankMemory& rank) { return rank.total(memory.mode); });
+  }
+  if (!memory.knows_activations) {
+    return text + "  activations: set training.seq_len to know what they take\n";
+  }
+  return text + concat("  activations: of micro-batches of ", memory.rows, " x ", memory.positions,
+                       " tokens, by activation_checkpoint.mode, with what W waits for\n");
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,76 @@
+// What a rank of a pipeline shards, and what a step takes of its memory: plan and table of
+// `inspect --contract`, a column a rank.
+//
+// Beside what rank_memory.h counts it depends on the order of the rank's slots: how many
+// micro-batches are between their forward and their backward, and how long a stage's parameters and
+// gradients are unsharded. Nobody is started and nothing is allocated. Next: pipeline_plan.h,
+// pipeline/simulate.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "layout/model_plan.h"
+#include "train/pipeline_plan.h"
+#include "train/rank_memory.h"
+
+namespace tessera::train {
+
+/// The buckets of a rank: those of its stages one after the other, small ones of a stage's units
+/// together in front of it. What two stages of the rank share (a tied embedding) is the outermost
+/// unit's, which is empty elsewhere.
+struct RankPlan {
+  layout::ModelPlan plan;
+  struct Stage {
+    int number = 0;
+    std::size_t begin = 0;  ///< units
+    std::size_t end = 0;
+  };
+  std::vector<Stage> stages;  ///< in the order of the model
+};
+
+/// Of each rank of axis pp. `contracts` as resolve_model gives them for `mesh`.
+std::vector<RankPlan> plan_ranks(const models::ModelDescription& model,
+                                 const std::vector<GradContract>& contracts, const MeshShapes& mesh,
+                                 const PipelinePlan& pipeline);
+
+/// Bytes that a rank sends in gathers and reductions of a step, as layout::step_traffic; messages
+/// between stages are not in it.
+layout::Traffic step_traffic(const RankPlan& rank, const PipelinePlan& pipeline,
+                             bool sync_every_micro_batch);
+
+struct PipelineRankMemory {
+  RankMemory held;            ///< unsharded and reductions as the order of slots has them
+  int live_chunks = 0;        ///< most micro-batches of all stages between F and W
+  std::int64_t messages = 0;  ///< sent and not arrived, or posted, at most
+  /// What micro-batches keep until their I or B, and put off until their W, at most.
+  struct Activations {
+    std::int64_t none = 0, full = 0, selective = 0;
+    std::int64_t in(RecomputeMode mode) const;
+  };
+  Activations activations;
+  std::int64_t total(RecomputeMode mode) const {
+    return held.total() + messages + activations.in(mode);
+  }
+};
+
+struct PipelineMemory {
+  std::vector<PipelineRankMemory> ranks;  ///< of axis pp, each that needs most of its stages' ranks
+  RecomputeMode mode = RecomputeMode::kNone;
+  bool knows_activations = false;  ///< training.seq_len is known
+  std::int64_t rows = 1;           ///< of a micro-batch
+  std::int64_t positions = 0;
+};
+
+/// `ranks` as plan_ranks gives them; the others as memory_table takes them.
+PipelineMemory pipeline_memory(const Config& config, const models::ModelSpec& spec,
+                               const ParallelDims& dims, const ModelContract& contract,
+                               const PipelinePlan& pipeline, const std::vector<RankPlan>& ranks,
+                               double aux_loss_coef);
+
+/// A line a row, a column a rank; up to eight beside each other.
+std::string to_string(const PipelineMemory& memory);
+
+}  // namespace tessera::train
