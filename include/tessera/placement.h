@@ -88,6 +88,10 @@ struct ReductionPlan {
   std::vector<std::string> shard_axes;    ///< flattened: the reduce-scatter group
   std::vector<std::string> replica_axes;  ///< summed once a step, after it
   double divide_factor = 1.0;
+  /// Coordinates on axis pp whose ranks hold a copy each (a tied embedding at both ends of a
+  /// pipeline): their sums are added once a step, in this order, with the replicas'. Empty: one
+  /// stage has it.
+  std::vector<int> copies = {};
   bool operator==(const ReductionPlan&) const = default;
 };
 /// Whether gradients may be divided by it: above 0, and a number that float32 has in full.

@@ -6,6 +6,7 @@
 // launch_threads() for ranks as threads of one process. Next: mesh.h, shard.h.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -104,11 +105,14 @@ class World : public std::enable_shared_from_this<World> {
   std::uint64_t recoveries() const { return recoveries_; }
   /// The next name for what is sharded, "model 2". All ranks shard in one order, so it is the same
   /// on every one; after a failure that only some had come to, from the recovery on.
-  std::string next_model_name() {
-    if (std::exchange(named_at_, recoveries_) != recoveries_) models_ = 0;
+  std::string next_model_name(std::uint64_t others = 0) {
+    models_ = std::max(models_named(), others);
+    named_at_ = recoveries_;
     const auto name = "model " + std::to_string(++models_);
     return recoveries_ == 0 ? name : name + " since recovery " + std::to_string(recoveries_);
   }
+  /// So far; `others` above: what another rank says, where ranks hold different numbers of units.
+  std::uint64_t models_named() const { return named_at_ == recoveries_ ? models_ : 0; }
 
  protected:
   struct State;

@@ -238,6 +238,7 @@ Planned plan_run(const InspectArguments& arguments) {
            config, train::Verb::kContract, rows_in_step(config.training, dims), dims.data_ranks()),
        .row_tokens = config.training.seq_len.value_or(0)});
   if (pipeline) {
+    train::note_copies(*pipeline, source.description, planned.contract);
     planned.pipelined = plan_pipeline(config, source, dims, planned, std::move(*pipeline));
     return planned;
   }

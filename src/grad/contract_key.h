@@ -21,6 +21,7 @@ inline layout::BucketKey key_of(const GradContract& contract) {
     key.reduce = contract.reduce;
     key.final = contract.final;
   } else {
+    key.reductions.copies.clear();
     key.replicated = contract.replicated();
     if (key.replicated) {
       key.reductions.shard_axes.clear();

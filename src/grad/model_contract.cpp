@@ -88,6 +88,12 @@ std::vector<FieldText> values_of(const GradContract& c) {
 /// is not listed here is in no hash.
 std::vector<FieldText> fields_of(const GradContract& c) {
   auto fields = values_of(c);
+  // Where there are any: hashes and texts of other models stay as they were.
+  if (!c.reductions.copies.empty()) {
+    std::string ranks;
+    for (const int rank : c.reductions.copies) ranks += concat(ranks.empty() ? "" : " ", rank);
+    fields.push_back({"copies", ranks});
+  }
   // Only where there is one: runs on data axes alone keep their hashes.
   if (c.layout != ParameterLayout()) fields.push_back({"placement", text(c.layout)});
   return fields;

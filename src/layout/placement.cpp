@@ -69,6 +69,11 @@ std::string to_string(const ReductionPlan& reductions) {
   std::string text = "no sum";
   if (!shard.empty()) text = "sum over " + shard;
   if (!replica.empty()) text = shard.empty() ? "sum over " + replica : text + ", then " + replica;
+  if (!reductions.copies.empty()) {
+    std::string ranks;
+    for (const int rank : reductions.copies) ranks += concat(ranks.empty() ? "" : " and ", rank);
+    text = concat(text == "no sum" ? "sum over" : text + ", then", " the copies of pp ranks ", ranks);
+  }
   if (reductions.divide_factor != 1.0) text += concat(", / ", reductions.divide_factor);
   return text;
 }

@@ -79,6 +79,7 @@ ModelParts model_parts(const ModelSource& source, const Config& config, const Me
   // 1. What every parameter is, for the whole model at once.
   const auto dims = resolve_parallelism(config.parallelism, mesh.shape().size());
   ModelParts parts{resolve_model(source, config, dims, purpose), nullptr};
+  if (pipeline != nullptr) note_copies(*pipeline, source.description, parts.contract);
   if (purpose == Purpose::kInference) parts.on_the_way = storage_on_the_way(source, config, dims);
 
   // 2. The model: the stages and the sizes of this rank, no data.

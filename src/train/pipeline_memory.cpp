@@ -45,70 +45,57 @@ std::map<std::string, Standing> standings(const models::ModelDescription& model)
   return found;
 }
 
-/// The items of one stage: those of no unit in front, then unit by unit.
-struct StageItems {
-  std::vector<layout::PlanItem> own;
-  std::vector<layout::UnitItems> units;
-};
-
 class RankPlanner {
  public:
   RankPlanner(const models::ModelDescription& model, const std::vector<GradContract>& contracts,
               const MeshShapes& mesh)
-      : model_(model), contracts_(contracts), standings_(standings(model)) {
-    options_ = plan_options(mesh);
-    for (const auto& row : model.parameters) unit_of_.emplace(row.name, row.unit);
-  }
+      : model_(model), contracts_(contracts), mesh_(mesh), standings_(standings(model)) {}
 
   RankPlan plan(const PipelinePlan& pipeline, int pp_rank) const {
     const auto numbers = pipeline.schedule.stages_of(pp_rank);
     const auto stages = stages_of_rank(pipeline, pp_rank);
-    layout::UnitItems shared{"", {}};
-    for (const GradContract& contract : contracts_) {
-      if (in_how_many(contract, stages) > 1) shared.items.push_back(plan_item(contract));
+    // The part of the model that the rank makes, as the whole one is planned.
+    models::ModelDescription part;
+    std::vector<GradContract> contracts;
+    for (const auto& row : model_.parameters) {
+      const std::string& name = row.tied_to.empty() ? row.name : row.tied_to;
+      if (is_in_any(name, stages)) part.parameters.push_back(row);
+    }
+    for (const auto& contract : contracts_) {
+      if (is_in_any(contract.name, stages)) contracts.push_back(contract);
     }
     RankPlan rank;
-    rank.plan = layout::plan_model(shared, {}, options_, kMergeBelowBytes);
+    std::size_t begin = 1;  // behind the root
     for (std::size_t i = 0; i < stages.size(); ++i) {
-      const StageItems items = items_of(stages[i], stages);
-      const auto planned = layout::plan_model({concat("stage ", numbers[i]), items.own},
-                                              items.units, options_, kMergeBelowBytes);
-      const std::size_t begin = rank.plan.units.size();
-      rank.plan.units.insert(rank.plan.units.end(), planned.units.begin(), planned.units.end());
-      rank.stages.push_back({numbers[i], begin, rank.plan.units.size()});
+      const auto units = units_of_stage(stages[i]);
+      part.units.insert(part.units.end(), units.begin(), units.end());
+      rank.stages.push_back({numbers[i], begin, begin + units.size()});
+      begin += units.size();
     }
+    rank.plan = plan_model(part, contracts, mesh_);
     return rank;
   }
 
  private:
-  const Standing& standing_of(const GradContract& contract) const {
-    return standings_.at(contract.name);
+  bool is_in_any(const std::string& name, const models::StagesOfRank& stages) const {
+    return std::ranges::any_of(
+        stages, [&](const auto& stage) { return standings_.at(name).is_in(stage); });
   }
-  std::ptrdiff_t in_how_many(const GradContract& contract,
-                             const models::StagesOfRank& stages) const {
-    return std::ranges::count_if(
-        stages, [&](const auto& stage) { return standing_of(contract).is_in(stage); });
-  }
-  StageItems items_of(const StageLayers& stage, const models::StagesOfRank& of_rank) const {
-    StageItems items;
-    std::map<std::string, std::vector<layout::PlanItem>> by_unit;
-    for (const GradContract& contract : contracts_) {
-      if (!standing_of(contract).is_in(stage) || in_how_many(contract, of_rank) > 1) continue;
-      const std::string& unit = unit_of_.at(contract.name);
-      (unit.empty() ? items.own : by_unit[unit]).push_back(plan_item(contract));
-    }
+  std::vector<std::string> units_of_stage(const StageLayers& stage) const {
+    std::vector<std::string> units;
     for (const std::string& unit : model_.units) {
-      const auto found = by_unit.find(unit);
-      if (found != by_unit.end()) items.units.push_back({unit, std::move(found->second)});
+      const bool is_here = std::ranges::any_of(model_.parameters, [&](const auto& row) {
+        return row.unit == unit && standings_.at(row.name).is_in(stage);
+      });
+      if (is_here) units.push_back(unit);
     }
-    return items;
+    return units;
   }
 
   const models::ModelDescription& model_;
   const std::vector<GradContract>& contracts_;
+  const MeshShapes mesh_;
   const std::map<std::string, Standing> standings_;
-  std::map<std::string, std::string> unit_of_;
-  layout::PlanOptions options_;
 };
 
 /// What of a rank's plan one stage is, or what its stages share.

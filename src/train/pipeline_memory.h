@@ -18,9 +18,8 @@
 
 namespace tessera::train {
 
-/// The buckets of a rank: those of its stages one after the other, small ones of a stage's units
-/// together in front of it. What two stages of the rank share (a tied embedding) is the outermost
-/// unit's, which is empty elsewhere.
+/// The buckets of a rank: the root's, which its stages share (small ones of all their units, a tied
+/// embedding), then those of its stages one after the other.
 struct RankPlan {
   layout::ModelPlan plan;
   struct Stage {

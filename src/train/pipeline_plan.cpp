@@ -218,4 +218,18 @@ models::StagesOfRank stages_of_rank(const PipelinePlan& plan, int pp_rank) {
   return stages;
 }
 
+void note_copies(const PipelinePlan& plan, const models::ModelDescription& model,
+                 ModelContract& contract) {
+  const std::vector<int>& ranks = plan.schedule.rank_of;
+  if (ranks.front() == ranks.back()) return;
+  for (const auto& parameter : model.parameters) {
+    if (parameter.tied_to.empty()) continue;
+    const auto owner =
+        std::ranges::find(contract.parameters, parameter.tied_to, &GradContract::name);
+    TESSERA_INVARIANT(owner != contract.parameters.end(), parameter.tied_to, " has no contract");
+    owner->reductions.copies = {std::min(ranks.front(), ranks.back()),
+                                std::max(ranks.front(), ranks.back())};
+  }
+}
+
 }  // namespace tessera::train

@@ -18,6 +18,7 @@
 #include "models/stage_layers.h"
 #include "pipeline/schedule.h"
 #include "pipeline/split.h"
+#include "tessera/model_contract.h"
 #include "train/config/config.h"
 
 namespace tessera::train {
@@ -52,6 +53,11 @@ std::optional<PipelinePlan> resolve_pipeline(const Config& config, const Paralle
                                              const models::ModelSpec& spec,
                                              const models::ModelDescription& model,
                                              const PipelineBatch& batch);
+
+/// Says in the contracts of the whole model which parameters two stages have on different ranks: an
+/// embedding that is the head's weight, too (ReductionPlan::copies).
+void note_copies(const PipelinePlan& plan, const models::ModelDescription& model,
+                 ModelContract& contract);
 
 /// Operations of a forward, per token: of each layer, and of what follows the last one. What stands
 /// before the first costs nothing: an embedding is a copy, and images are not counted.

@@ -18,9 +18,12 @@
 namespace tessera {
 namespace {
 
-/// Whether this rank adds the parameter: of ranks with the same gradient (I) the first one does.
+/// Whether this rank adds the parameter: of ranks with the same gradient (I), and of stages that
+/// hold copies, the first one does.
 /// What is cut, or shared out by the data axes, is another part on every rank.
-bool counts(const ShardView& view) {
+bool counts(const ShardView& view, const Mesh& mesh) {
+  const auto& copies = view.contract->reductions.copies;
+  if (!copies.empty() && mesh.coordinate(axis::kPipeline) != copies.front()) return false;
   const auto& axes = view.contract->layout.axes;
   for (std::size_t i = 0; i < axes.size(); ++i) {
     if (axes[i].parameter.kind == PlacementKind::kInvariant && view.coordinates[i] != 0) {
@@ -61,7 +64,7 @@ double sum_of_powers(const ShardedBase& model, double p, double largest = 1.0) {
   std::vector<SumOfParameter> of_parameters;
   const auto sum = at::zeros({1}, at::kDouble);
   for (const auto& view : model.shards()) {
-    if (!view.shard.grad().defined() || !counts(view)) continue;
+    if (!view.shard.grad().defined() || !counts(view, model.mesh())) continue;
     kernels::add_powers(view.shard.grad(), p, largest, sum);
     if (stages == nullptr) continue;
     of_parameters.push_back({view.place_in_model, sum.item<double>()});

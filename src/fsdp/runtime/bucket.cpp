@@ -197,7 +197,8 @@ void Bucket::leave_final_memory() {
 void Bucket::begin_replica_reduce(comm::Batch& batch) {
   if (groups_.replicas == nullptr) return;
   if (!replica_sum_.defined()) replica_sum_ = at::empty_like(accumulator_);
-  if (plan_.key.reduce != plan_.key.accumulate) {
+  // Copies are added as they were summed up: one sum, but for its two ends.
+  if (plan_.key.reduce != plan_.key.accumulate && plan_.key.reductions.copies.empty()) {
     wire_ = pool_->take(accumulator_.numel(), to_scalar_type(plan_.key.reduce));
     wire_.copy_(accumulator_);
   }
@@ -250,11 +251,21 @@ Groups::Groups(Mesh mesh) : mesh_(std::move(mesh)) {
 
 AxesGroups Groups::of(const layout::BucketKey& key) {
   const auto& axes = key.reductions.shard_axes;
-  for (const auto& [known, groups] : of_axes_) {
-    if (known == axes) return groups;
+  const auto& copies = key.reductions.copies;
+  for (const auto& one : known_) {
+    if (one.shard_axes == axes && one.copies == copies) return one.groups;
   }
   AxesGroups made;
   made.groups.replicas = replicas();
+  if (!copies.empty()) {
+    auto all = mesh_.ranks_of({axis::kPipeline, axis::kReplicate});
+    std::erase_if(all, [&](int rank) {
+      const int stage = mesh_.shapes().coordinate(rank, axis::kPipeline);
+      return std::ranges::find(copies, stage) == copies.end();
+    });
+    // Ascending: the first stage's replicas come first. The World keeps it.
+    made.groups.replicas = all.size() > 1 ? world().group(all, "copies").get() : nullptr;
+  }
   const auto members = mesh_.ranks_of({axes.begin(), axes.end()});
   if (members.size() > 1) {
     // Separate channels, so that a long reduction does not hold up the next gather. The World keeps
@@ -265,7 +276,7 @@ AxesGroups Groups::of(const layout::BucketKey& key) {
     made.rank = made.groups.gather->rank();
     made.ranks = made.groups.gather->size();
   }
-  of_axes_.emplace_back(axes, made);
+  known_.push_back({axes, copies, made});
   return made;
 }
 

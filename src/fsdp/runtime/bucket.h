@@ -26,7 +26,7 @@ namespace tessera::fsdp {
 struct BucketGroups {
   comm::Group* gather = nullptr;
   comm::Group* reduce = nullptr;
-  comm::Group* replicas = nullptr;
+  comm::Group* replicas = nullptr;  ///< and copies of other stages (ReductionPlan::copies)
 };
 
 /// The same with this rank's place on the axes that the bucket lies over.
@@ -166,7 +166,12 @@ class Groups {
 
  private:
   const Mesh mesh_;
-  std::vector<std::pair<std::vector<std::string>, AxesGroups>> of_axes_;  // by shard axes
+  struct Of {
+    std::vector<std::string> shard_axes;
+    std::vector<int> copies;
+    AxesGroups groups;
+  };
+  std::vector<Of> known_;
   std::shared_ptr<comm::Group> data_, replica_control_, replica_gathers_, replicas_, stages_;
 };
 

@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+
 #include "fsdp/runtime/integrity.h"
 #include "fsdp/runtime/unit.h"
 #include "grad/torch_dtype.h"
@@ -136,8 +138,12 @@ void Publisher::agree_on_used() {
 
 void Publisher::publish(const ModelControls& controls, const std::string& marks) {
   // A partial sum over replicas waits in the accumulators.
-  auto* replicas = groups_.replicas();
-  if (replicas != nullptr && !controls.requires_replica_reduce) return;
+  const auto is_partial = [](const std::unique_ptr<Bucket>& bucket) {
+    return bucket->trainable() && bucket->groups().replicas != nullptr;
+  };
+  const bool any_partial = std::ranges::any_of(
+      units_, [&](const Unit* unit) { return std::ranges::any_of(unit->buckets(), is_partial); });
+  if (any_partial && !controls.requires_replica_reduce) return;
   if (std::none_of(units_.begin(), units_.end(),
                    [](auto* unit) { return unit->progress().unpublished; }))
     return;
@@ -152,13 +158,25 @@ void Publisher::publish(const ModelControls& controls, const std::string& marks)
       finals.push_back(&bucket);
     }
   }
-  if (replicas != nullptr) {
-    comm::Batch batch;
-    batch.label = {comm::Kind::kAllReduce, "replicas", 0, 0, marks};
-    for (auto* bucket : finals) bucket->begin_replica_reduce(batch);
-    if (!batch.ops.empty()) groups_.world().queue().submit(*replicas, std::move(batch)).wait();
-    for (auto* bucket : finals) bucket->finish_replica_reduce();
+  // One batch a group: replicas, then those that hold copies of what is here.
+  std::vector<comm::Group*> partial_over;
+  for (const auto* bucket : finals) {
+    auto* group = bucket->groups().replicas;
+    if (group == nullptr || std::ranges::find(partial_over, group) != partial_over.end()) continue;
+    group == groups_.replicas() ? static_cast<void>(partial_over.insert(partial_over.begin(), group))
+                                : partial_over.push_back(group);
   }
+  for (auto* group : partial_over) {
+    comm::Batch batch;
+    const bool is_replicas = group == groups_.replicas();
+    batch.label = {comm::Kind::kAllReduce, is_replicas ? "replicas" : "copies", 0, 0,
+                   is_replicas ? marks : ""};
+    for (auto* bucket : finals) {
+      if (bucket->groups().replicas == group) bucket->begin_replica_reduce(batch);
+    }
+    groups_.world().queue().submit(*group, std::move(batch)).wait();
+  }
+  for (auto* bucket : finals) bucket->finish_replica_reduce();
   for (auto* bucket : finals) bucket->finish_final(controls.loss_scale);
   for (auto* unit : units_) {
     if (!unit->progress().unpublished) continue;

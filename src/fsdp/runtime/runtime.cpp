@@ -120,6 +120,19 @@ void Runtime::agree(const std::string& lines, const char* what, const char* hint
                 " differ between ranks: ", difference_between_ranks(lines, what), "; ", hint);
 }
 
+void Runtime::name_model() {
+  std::uint64_t others = 0;
+  // Every unit was counted, and a rank may have had another stage of a model before.
+  if (mesh().size_of(axis::kPipeline) > 1 && data_group() != nullptr) {
+    const auto mine = std::to_string(world().models_named());
+    for (const auto& text : comm::all_gather_bytes(*data_group(), mine, "models so far")) {
+      others = std::max<std::uint64_t>(others, std::stoull(text));
+    }
+  }
+  model_ = world().next_model_name(others);
+  controls_changed();
+}
+
 void Runtime::begin_relayout() {
   for (auto* unit : units_) unit->release();
   agreed_ = false;

@@ -151,10 +151,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// a step the stage is named, too.
   const std::string& marks();
   /// From here on labels have one; units of this tree are what all ranks have agreed on.
-  void name_model() {
-    model_ = world().next_model_name();
-    controls_changed();
-  }
+  /// Collective where there are pipeline stages.
+  void name_model();
   const std::string& model_name() const { return model_; }
   /// Starts the unit's gather for the user, and keeps it. Collective.
   void begin_unshard(Unit& unit);
