@@ -113,6 +113,9 @@ class World : public std::enable_shared_from_this<World> {
   }
   /// So far; `others` above: what another rank says, where ranks hold different numbers of units.
   std::uint64_t models_named() const { return named_at_ == recoveries_ ? models_ : 0; }
+  /// Whether ranks may have counted differently: there was a pipeline, whose stages differ.
+  bool had_stages() const { return had_stages_; }
+  void note_stages() { had_stages_ = true; }
 
  protected:
   struct State;
@@ -131,6 +134,7 @@ class World : public std::enable_shared_from_this<World> {
   std::uint64_t recoveries_ = 0;  ///< counted by derived classes
   std::uint64_t models_ = 0;      ///< that were named since recovery named_at_
   std::uint64_t named_at_ = 0;
+  bool had_stages_ = false;
   std::unique_ptr<State> state_;  ///< groups, abort flag
   std::unique_ptr<comm::IssueQueue> queue_;
 };

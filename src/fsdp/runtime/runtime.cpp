@@ -123,7 +123,8 @@ void Runtime::agree(const std::string& lines, const char* what, const char* hint
 void Runtime::name_model() {
   std::uint64_t others = 0;
   // Every unit was counted, and a rank may have had another stage of a model before.
-  if (mesh().size_of(axis::kPipeline) > 1 && data_group() != nullptr) {
+  if (mesh().size_of(axis::kPipeline) > 1) world().note_stages();
+  if (world().had_stages() && data_group() != nullptr) {
     const auto mine = std::to_string(world().models_named());
     for (const auto& text : comm::all_gather_bytes(*data_group(), mine, "models so far")) {
       others = std::max<std::uint64_t>(others, std::stoull(text));
