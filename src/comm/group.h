@@ -76,8 +76,8 @@ class Group {
   /// beyond what the op's output asks for.
   virtual std::unique_ptr<Work> issue(Batch batch) = 0;
   /// Messages between two members (mail.h), over this group's connections: a group has collectives
-  /// or messages, so that their tags never meet. Lives as long as the group. Errors: kUsage where
-  /// the backend has none.
+  /// or messages, so that their tags never meet. Lives as long as the group. Collective at the first
+  /// call, and at the first since a recovery. Errors: kUsage where the backend has none.
   virtual Mail& mail();
 };
 

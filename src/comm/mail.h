@@ -27,8 +27,8 @@ class World;
 
 namespace tessera::comm {
 
-/// Which message: both ends name it alike. Between two ranks a tag is used once, until the World
-/// recovers; what repeats a step (a validation, a second attempt) counts as another one.
+/// Which message: both ends name it alike. Between two ranks a tag stands for one message at a time:
+/// it is used again, if at all, when both ends are through.
 struct MailTag {
   enum class Direction : std::uint8_t {
     kForward,   ///< activations, to the stage after
@@ -107,8 +107,8 @@ class Mail {
   void begin_step(std::uint64_t step) { next_step_ = step + 1; }
 
   /// `to`, `from`: indices into the group. Tensors are contiguous, on the CPU, and alike at both
-  /// ends: sizes and dtype. An empty one sends nothing. The first call after a recovery connects
-  /// the ranks again, all together. Errors: kInternal for what cannot be posted; kComm.
+  /// ends: sizes and dtype. An empty one sends nothing. After a recovery the first call connects
+  /// all ranks again where mail_of() has not. Errors: kInternal for what cannot be posted; kComm.
   ///
   /// The tensor keeps its values until the send is done.
   std::unique_ptr<Transfer> send(int to, const MailTag& tag, const at::Tensor& tensor);
@@ -138,8 +138,9 @@ std::string waited_in_vain(const Letter& letter, std::chrono::milliseconds time,
                            const Patience& patience);
 
 /// The messages among `ranks` of the world (ascending, this one among them), on connections of
-/// their own. Collective among them at the first call, then the same again. Errors: as
-/// World::group; kUsage where the backend has no messages.
+/// their own; the same at every call. Collective among them at the first call, and at the first
+/// since a recovery, when it connects them. Errors: as World::group; kUsage where the backend has
+/// no messages.
 std::shared_ptr<Mail> mail_of(World& world, const std::vector<int>& ranks);
 
 }  // namespace tessera::comm

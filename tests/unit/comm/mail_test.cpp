@@ -316,13 +316,18 @@ TEST_P(Messages, ThatNeverComeAreNamedAfterTheTimeout) {
 TEST_P(Messages, WaitsEndWhenTheOtherRankThrowsAndNameItsErrorAndTheMessage) {
   for (const bool asks : {false, true}) {
     std::string freed;
+    std::atomic<bool> posted{false};
     try {
       pool(GetParam(), 3).run([&](World& world) {
         const auto mail = mail_of_all(world);
-        if (world.rank() == 1) throw std::runtime_error("out of ideas");
         if (world.rank() == 2) return;
+        if (world.rank() == 1) {
+          EXPECT_TRUE(comes_true([&] { return posted.load(); }));
+          throw std::runtime_error("out of ideas");
+        }
         const auto x = at::zeros({4});
         const auto transfer = mail->receive(1, activations(3, 20, 1), x);
+        posted = true;
         try {
           if (asks) {
             comes_true([&] { return transfer->done(); });
@@ -343,7 +348,8 @@ TEST_P(Messages, WaitsEndWhenTheOtherRankThrowsAndNameItsErrorAndTheMessage) {
 }
 
 TEST_P(Messages, WorkAgainAfterARecoveryAndLeaveTheMemoryOfTheOldOnesAlone) {
-  pool(GetParam(), 2).run([](World& world) {
+  std::atomic<std::uint64_t> posted{0};
+  pool(GetParam(), 2).run([&](World& world) {
     const auto mail = mail_of_all(world);
     const int other = 1 - world.rank();
     constexpr std::int64_t kMany = 4 << 20;
@@ -352,16 +358,18 @@ TEST_P(Messages, WorkAgainAfterARecoveryAndLeaveTheMemoryOfTheOldOnesAlone) {
       const auto half = at::zeros({kMany});
       const auto never = at::zeros({4});
       std::vector<std::unique_ptr<Transfer>> old;
+      old.push_back(mail->receive(other, activations(1, 30, other), never));
       old.push_back(mail->receive(other, activations(0, 30, other), half));
       old.push_back(mail->send(other, activations(0, 30, world.rank()), at::ones({kMany})));
-      old.push_back(mail->receive(other, activations(1, 30, other), never));
-      old.back()->done();
+      if (attempt % 2 == 0) old.front()->done();
+      ++posted;
+      EXPECT_TRUE(comes_true([&] { return posted >= 2 * (attempt + 1); }));
       if (world.rank() == 0) {
         world.abort("a bad step");
         EXPECT_THAT(error_of([&] { mail->send(1, activations(9, 30), never); }),
                     HasSubstr("a bad step"));
       }
-      EXPECT_THAT(error_of([&] { old[2]->wait(); }), HasSubstr("a bad step"));
+      EXPECT_THAT(error_of([&] { old.front()->wait(); }), HasSubstr("a bad step"));
       world.recover();
       half.fill_(7);
       never.fill_(7);
@@ -373,9 +381,9 @@ TEST_P(Messages, WorkAgainAfterARecoveryAndLeaveTheMemoryOfTheOldOnesAlone) {
       receive->wait();
       send->wait();
       EXPECT_EQ(into.sum().item<float>(), 4.0F * (1.0F + static_cast<float>(other)));
-      EXPECT_THAT(error_of([&] { old[2]->wait(); }),
+      EXPECT_THAT(error_of([&] { old.front()->wait(); }),
                   AnyOf(HasSubstr("a bad step"), HasSubstr("lost when the World was recovered")));
-      EXPECT_THROW(old[2]->done(), Error);
+      EXPECT_THROW(old.front()->done(), Error);
       barrier(world.control(), "sent");
       EXPECT_TRUE(half.equal(at::full({kMany}, 7.0F)));
       EXPECT_TRUE(never.equal(at::full({4}, 7.0F)));
@@ -386,11 +394,16 @@ TEST_P(Messages, WorkAgainAfterARecoveryAndLeaveTheMemoryOfTheOldOnesAlone) {
 TEST_P(Messages, OfARunThatHasFailedAreForgottenByTheNextOne) {
   ThreadRanks& ranks = pool(GetParam(), 2);
   std::unique_ptr<Transfer> left;
+  std::atomic<bool> posted{false};
   const auto into = at::full({4}, 7.0F);
   EXPECT_THROW(ranks.run([&](World& world) {
     const auto mail = mail_of_all(world);
-    if (world.rank() == 1) throw std::runtime_error("gone");
+    if (world.rank() == 1) {
+      EXPECT_TRUE(comes_true([&] { return posted.load(); }));
+      throw std::runtime_error("gone");
+    }
     left = mail->receive(1, activations(0, 40, 1), into);
+    posted = true;
     left->wait();
   }),
                std::runtime_error);
@@ -422,10 +435,15 @@ TEST_P(Messages, ThatCannotBePostedAreRefused) {
     EXPECT_THROW(mail->send(other, activations(0, 50), x.t()), Error);
     EXPECT_THROW(mail->send(other, activations(0, 50), at::Tensor()), Error);
     // Posted twice: both would go to whichever receive comes first.
-    const auto first = mail->send(other, activations(0, 50, world.rank()), x);
-    EXPECT_THROW(mail->send(other, activations(0, 50, world.rank()), x), Error);
-    mail->receive(other, activations(0, 50, other), at::zeros({2, 3}))->wait();
-    first->wait();
+    if (world.rank() == 0) {
+      const auto first = mail->send(1, activations(0, 50), x);
+      EXPECT_THROW(mail->send(1, activations(0, 50), x), Error);
+      barrier(world.control(), "posted");
+      first->wait();
+    } else {
+      barrier(world.control(), "posted");
+      mail->receive(0, activations(0, 50), at::zeros({2, 3}))->wait();
+    }
     barrier(world.control(), "end of the test");
   });
 }

@@ -362,6 +362,22 @@ TEST_P(AnyRank, ThatStallsBetweenMessagesIsNamedWithTheMessageThatIsWaitedFor) {
   }
 }
 
+// Stages further away wait for one that waits itself.
+TEST_P(AnyRank, ThatStallsBetweenMessagesIsNamedByAllStages) {
+  const auto outcome =
+      run({.nproc = 4, .mode = "mail-stall", .rank = GetParam(), .step = 4, .timeout_ms = 4000});
+  EXPECT_EQ(outcome.exit_code, 1);
+  const std::string waited = "waited 4 s for rank ";
+  EXPECT_THAT(outcome.last_error_line(), HasSubstr(waited + std::to_string(GetParam()) + ";"))
+      << outcome.err;
+  for (auto at = outcome.err.find(waited); at != std::string::npos;
+       at = outcome.err.find(waited, at + 1)) {
+    EXPECT_EQ(outcome.err.substr(at + waited.size(), 2), std::to_string(GetParam()) + ";")
+        << outcome.err;
+  }
+  EXPECT_LT(outcome.seconds, kSeconds + 4);
+}
+
 TEST_P(AnyRank, ThatAbortsBetweenMessagesCanRecoverWithTheOthers) {
   const auto outcome = run({.nproc = 3, .mode = "mail-poison", .rank = GetParam(), .step = 3});
   EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
@@ -455,7 +471,7 @@ TEST(OwnSpawn, SignalsArePassedOn) {
 
 TEST(OtherLaunchers, RanksOfAnEnvironmentMeetAndNameALostOne) {
   // As mpirun and torchrun start them: no parent of ours, the store at a port that both know.
-  for (const std::string mode : {"none", "kill", "throw"}) {
+  for (const std::string mode : {"none", "kill", "throw", "mail-kill"}) {
     auto variables = tessera::base::environment();
     variables["WORLD_SIZE"] = "2";
     variables["LOCAL_WORLD_SIZE"] = "2";
@@ -478,6 +494,10 @@ TEST(OtherLaunchers, RanksOfAnEnvironmentMeetAndNameALostOne) {
     EXPECT_EQ(survivor.exit_code, 1) << mode;
     EXPECT_THAT(survivor.last_error_line(), AllOf(StartsWith("rank 0: "), HasSubstr("rank 1")));
     EXPECT_LT(survivor.seconds, kSeconds);
+    if (mode == "mail-kill") {
+      EXPECT_THAT(survivor.last_error_line(),
+                  AllOf(HasSubstr("micro-batch "), HasSubstr("step 5")));
+    }
     if (mode == "throw") {
       EXPECT_EQ(culprit.last_error_line(), "rank 1: rank fails on purpose");
     }

@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstddef>
 #include <deque>
@@ -64,43 +63,41 @@ int gloo_tag(const MailTag& tag, std::uint64_t fingerprint, int ranks) {
 
 }  // namespace
 
-/// What this rank has posted lately to and from one other: for the failure watch, which compares
-/// both ends. Written at every message, so no text is made. Threads: any.
+/// What this rank has under way to and from one other: for the failure watch, which compares both
+/// ends. Written at every message, so no text is made. Threads: any.
 class MailLog final : public Recorded {
  public:
   /// `name` is the same at both ends.
   explicit MailLog(std::string name) : name_(std::move(name)), hash_(hash_bytes(name_)) {}
 
-  /// Errors: kInternal where this very message is under way.
+  /// Errors: kInternal where this tag is under way already.
   void post(const Letter& letter, std::uint64_t key, std::uint64_t fingerprint) {
     const base::Lock lock(mutex_);
-    TESSERA_INVARIANT(
-        std::find(under_way_.begin(), under_way_.end(), fingerprint) == under_way_.end(),
-        to_string(letter), ": found it posted and not through, expected a new tag");
-    Posted& one = ring_[count_++ % ring_.size()];
+    const bool twice = std::any_of(under_way_.begin(), under_way_.end(),
+                                   [&](const Posted& one) { return one.key == key; });
+    TESSERA_INVARIANT(!twice, to_string(letter),
+                      ": found it posted and not through, expected another tag");
+    Posted& one = under_way_.emplace_back();
     one.key = key;
     one.fingerprint = fingerprint;
     one.letter = letter;
-    one.letter.tensor = at::Tensor();
+    one.letter.tensor = at::Tensor();  // it may be freed before its entry
     one.sizes.assign(letter.tensor.sizes().begin(), letter.tensor.sizes().end());
     one.dtype = letter.tensor.scalar_type();
-    under_way_.push_back(fingerprint);
   }
   void end(std::uint64_t fingerprint) {
     const base::Lock lock(mutex_);
-    std::erase(under_way_, fingerprint);
+    std::erase_if(under_way_, [&](const Posted& one) { return one.fingerprint == fingerprint; });
   }
   void clear() {
     const base::Lock lock(mutex_);
-    count_ = 0;
     under_way_.clear();
   }
 
   std::string lines() const override {
     const base::Lock lock(mutex_);
     std::string text;
-    for (std::size_t i = count_ - std::min(count_, ring_.size()); i < count_; ++i) {
-      const Posted& one = ring_[i % ring_.size()];
+    for (const Posted& one : under_way_) {
       text += concat(name_, "\t", one.key, "\t", one.fingerprint, "\t", to_string(one.letter), " (",
                      at::IntArrayRef(one.sizes), " ", c10::toString(one.dtype), ")\n");
     }
@@ -108,7 +105,9 @@ class MailLog final : public Recorded {
   }
   IssuedHashes issued() const override {
     const base::Lock lock(mutex_);
-    return {hash_, under_way_.size(), under_way_, /*of_messages=*/true};
+    IssuedHashes issued{hash_, under_way_.size(), {}, /*of_messages=*/true};
+    for (const Posted& one : under_way_) issued.latest.push_back(one.fingerprint);
+    return issued;
   }
   std::uint64_t hash() const { return hash_; }
 
@@ -124,9 +123,7 @@ class MailLog final : public Recorded {
   const std::string name_;
   const std::uint64_t hash_;
   mutable base::Mutex mutex_;
-  std::array<Posted, 64> ring_ TESSERA_GUARDED_BY(mutex_);
-  std::size_t count_ TESSERA_GUARDED_BY(mutex_) = 0;
-  std::vector<std::uint64_t> under_way_ TESSERA_GUARDED_BY(mutex_);
+  std::vector<Posted> under_way_ TESSERA_GUARDED_BY(mutex_);
 };
 
 /// What Gloo carries of a message, shared by who waits for it and who asks for it.
@@ -444,11 +441,11 @@ void GlooMail::reset() {
 std::shared_ptr<MailLog> GlooMail::log_with(int peer) {
   auto& log = logs_[peer];
   if (!log) {
-    const auto [low, high] = std::minmax(rank(), peer);
     const ChannelOptions& group = channel_->options;
-    log = std::make_shared<MailLog>(concat(group.name, ": between ",
-                                           group.members[static_cast<std::size_t>(low)], " and ",
-                                           group.members[static_cast<std::size_t>(high)]));
+    const auto low = static_cast<std::size_t>(std::min(rank(), peer));
+    const auto high = static_cast<std::size_t>(std::max(rank(), peer));
+    log = std::make_shared<MailLog>(
+        concat(group.name, ": between ", group.members[low], " and ", group.members[high]));
     group.board->add(log);
   }
   return log;
@@ -458,14 +455,11 @@ std::unique_ptr<Transfer> GlooMail::post(Letter letter) {
   const auto& abort_flag = channel_->options.abort_flag;
   if (abort_flag->is_set()) throw PeerLost(concat(to_string(letter), ": ", abort_flag->why()));
   open_();
+  if (letter.tensor.numel() == 0) return std::make_unique<NothingToCarry>(abort_flag);
   const auto log = log_with(letter.peer);
   const std::uint64_t key = message_key(letter.tag, letter.sends() ? rank() : letter.peer);
   const std::uint64_t fingerprint = fingerprint_of(key, letter.tensor);
   log->post(letter, key, fingerprint);
-  if (letter.tensor.numel() == 0) {
-    log->end(fingerprint);
-    return std::make_unique<NothingToCarry>(abort_flag);
-  }
   auto parcel = std::make_shared<Parcel>(desk_, log, std::move(letter), fingerprint);
   parcel->start();
   desk_->under_way.push_back(parcel);

@@ -183,6 +183,7 @@ Mail& PointToPointGroup::mail() {
       if (!open_) open();
     });
   }
+  if (!open_) open();
   return *mail_;
 }
 

@@ -12,7 +12,10 @@ namespace tessera::comm {
 
 /// Guarded by the mailbox's mutex.
 struct Mailbox::Message {
-  std::uint64_t generation = 0;
+  Message(const Key& what, std::uint64_t when) : key(what), generation(when) {}
+
+  const Key key;
+  const std::uint64_t generation;
   std::optional<Letter> sent;
   std::optional<Letter> received;
   bool buffered = false;
@@ -38,10 +41,7 @@ std::shared_ptr<Mailbox::Message> Mailbox::post(const Key& key, const Letter& le
   const auto buffers = test_hooks::buffered_messages.get();
   const base::Lock lock(mutex_);
   auto& half = half_posted_[key];
-  if (!half) {
-    half = std::make_shared<Message>();
-    half->generation = generation_;
-  }
+  if (!half) half = std::make_shared<Message>(key, generation_);
   const auto message = half;
   auto& end = letter.sends() ? message->sent : message->received;
   TESSERA_INVARIANT(!end, to_string(letter), ": found it posted already, expected a new tag");
@@ -52,12 +52,13 @@ std::shared_ptr<Mailbox::Message> Mailbox::post(const Key& key, const Letter& le
   }
   if (message->sent && message->received) {
     half_posted_.erase(key);
-    match(key, *message);
+    match(*message);
   }
   return message;
 }
 
-void Mailbox::match(const Key& key, Message& message) {
+void Mailbox::match(Message& message) {
+  const Key& key = message.key;
   message.matched = true;
   message.arrives = std::chrono::steady_clock::now();
   const auto delay = test_hooks::message_delay.get();
@@ -92,16 +93,14 @@ bool Mailbox::is_through(Message& message, const Letter& letter) {
   return true;
 }
 
-std::string Mailbox::others_than(const Letter& letter, int self) const {
+std::string Mailbox::others_than(const Message& message, const Letter& letter) const {
   constexpr int kNamed = 4;
-  const int sender = letter.sends() ? self : letter.peer_rank;
-  const int receiver = letter.sends() ? letter.peer_rank : self;
   std::string text;
   int named = 0;
-  for (const auto& [key, message] : half_posted_) {
-    const auto& other = letter.sends() ? message->received : message->sent;
-    if (key.sender != sender || key.receiver != receiver || !other) continue;
-    if (++named > kNamed) continue;
+  for (const auto& [key, half] : half_posted_) {
+    const auto& other = letter.sends() ? half->received : half->sent;
+    const bool same_way = key.sender == message.key.sender && key.receiver == message.key.receiver;
+    if (!same_way || !other || ++named > kNamed) continue;
     text += concat(text.empty() ? "; it has posted " : " and ", to_string(*other));
   }
   return named > kNamed ? concat(text, " and ", named - kNamed, " more") : text;
@@ -118,9 +117,8 @@ void Mailbox::wait_for(Message& message, const Letter& letter, std::chrono::mill
     const auto now = Clock::now();
     const bool on_its_way = message.matched;
     if (!on_its_way && now >= deadline) {
-      const int self = (letter.sends() ? message.sent : message.received)->peer_rank;
       throw PeerLost(concat(waited_in_vain(letter, patience, letter.peer_rank, abort_flag.patience),
-                            others_than(letter, self)));
+                            others_than(message, letter)));
     }
     changed_.wait_for(lock, (on_its_way ? message.arrives : deadline) - now,
                       [&]() TESSERA_REQUIRES(mutex_) {

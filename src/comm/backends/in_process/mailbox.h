@@ -41,14 +41,15 @@ class Mailbox {
   struct Message;
 
   std::shared_ptr<Message> post(const Key& key, const Letter& letter);
-  void match(const Key& key, Message& message) TESSERA_REQUIRES(mutex_);
+  void match(Message& message) TESSERA_REQUIRES(mutex_);
   /// Whether it is through for the end of `letter`; delivers it when its time has come.
   bool is_through(Message& message, const Letter& letter) TESSERA_REQUIRES(mutex_);
   void wait_for(Message& message, const Letter& letter, std::chrono::milliseconds timeout,
                 const AbortFlag& abort_flag);
   bool poll(Message& message, const Letter& letter, const AbortFlag& abort_flag);
-  /// "; it has posted ...": what else waits here for the end that `letter` posts.
-  std::string others_than(const Letter& letter, int self) const TESSERA_REQUIRES(mutex_);
+  /// "; it has posted ...": what the other end of `message` waits with in its place.
+  std::string others_than(const Message& message, const Letter& letter) const
+      TESSERA_REQUIRES(mutex_);
 
   mutable base::Mutex mutex_;
   base::Condition changed_;
