@@ -198,7 +198,8 @@ inline void run_step(StagedModel& model, const std::vector<Slot>& slots, StepSco
   scope.finish();
 }
 
-/// The same micro-batches in a loop without a scope, through all stages at once.
+/// The same micro-batches in a loop without a scope. Each stage is a forward of its own: what two of
+/// them share has two gradients, as in a list.
 inline void run_loop(StagedModel& model, int micro_batches, const SlotRunner::InputOf& input,
                      bool sync_every = false,
                      const std::function<at::Tensor(const at::Tensor&)>& scaled = {}) {
@@ -206,7 +207,11 @@ inline void run_loop(StagedModel& model, int micro_batches, const SlotRunner::In
     const bool last = k + 1 == micro_batches;
     model.handle.set_requires_gradient_sync(last || sync_every);
     model.handle.set_requires_replica_reduce(last);
-    const at::Tensor loss = squares(model.handle.forward(input(k)));
+    at::Tensor y = input(k);
+    for (int stage = 0; stage < model.options.stages; ++stage) {
+      y = model.handle.call(&Staged::run, stage, y);
+    }
+    const at::Tensor loss = squares(y);
     backward(scaled ? scaled(loss) : loss);
   }
 }

@@ -58,7 +58,7 @@ void expect_the_loop(World& world, int replicas, const StagedOptions& staged,
     run_step(model, slots, options, input);
     run_loop(loop, micro_batches, input, options.sync_every_micro_batch);
     const auto expected = whole_gradients(loop.handle);
-    EXPECT_TRUE(expected.at("piece0.gain").ne(0).any().item<bool>() || staged.frozen == 0);
+    EXPECT_TRUE(expected.at("scale").ne(0).all().item<bool>());
     expect_same(whole_gradients(model.handle), expected, concat("step ", step));
     optimizer->step();
     loop_optimizer->step();
@@ -125,8 +125,7 @@ TEST_P(StepScopes, SmallBucketsOfTheRootAndAWeightOfTwoStages) {
       root.merge_below_bytes = ties ? 0 : 4096;
       for (const auto* list : {kOneForwardOneBackward, kZeroBubble}) {
         SCOPED_TRACE(list);
-        // Each micro-batch adds to the tied weight in the last stage, then in the first one, but
-        // the second list mixes micro-batches: whole numbers would do, here it is left out.
+        // The second list adds to the tied weight in another order of stages and micro-batches.
         if (ties && list == kZeroBubble) continue;
         expect_the_loop(world, layout.replicas, {.ties = ties}, {}, thrice(list),
                         {.reshard = reshard, .schedule = list}, root);
@@ -279,7 +278,6 @@ TEST(StepScopes, DeferredBesideEagerWeightsAreFp32SumsOfTheirBf16Gradients) {
       list += concat(" F0.", k, k % 3 == 2 ? " B0." : " I0.", k);
       if (k % 3 == 1) list += concat(" W0.", k - 1, " W0.", k);
     }
-    list += concat(" W0.", kMany - 2, " W0.", kMany - 1);
     const auto input = inputs(world, 0, staged.width);
     // Each micro-batch's own gradients, as bf16 has them.
     Tensors sums;
