@@ -28,16 +28,16 @@ class Piece : public torch::nn::Module {
     gain = register_parameter("gain", seeded(seed + 2, {width}));
   }
   at::Tensor forward(const at::Tensor& x) {
-    ++calls;
     if (before) before();
     const auto run = [this](const std::vector<at::Tensor>& in) {
-      return in[0] + (at::tanh(linear->forward(in[0])) * gain).to(in[0].scalar_type());
+      const at::Tensor y = at::tanh(linear->forward(in[0]));
+      return in[0] + (uses_gain ? y * gain : y).to(in[0].scalar_type());
     };
     return mode_ == RecomputeMode::kNone ? run({x}) : checkpoint(run, {x}, mode_);
   }
   std::shared_ptr<nn::Linear> linear;
   at::Tensor gain;
-  int calls = 0;
+  bool uses_gain = true;
   std::function<void()> before;  ///< runs inside the forward
 
  private:
@@ -49,6 +49,7 @@ struct StagedOptions {
   int pieces = 2;  ///< of each
   std::int64_t width = 6;
   RecomputeMode mode = RecomputeMode::kNone;
+  bool recomputes_outside = false;           ///< checkpoint(unit), not unit(checkpoint)
   bool ties = false;                         ///< the root's scale is used by the last stage, too
   std::optional<int> frozen = std::nullopt;  ///< the pieces of this stage
 };
@@ -78,7 +79,11 @@ class Staged : public torch::nn::Module {
     const bool scales = stage == 0 || (options_.ties && stage + 1 == options_.stages);
     at::Tensor y = scales ? x * scale : x;
     for (int i = stage * options_.pieces; i < (stage + 1) * options_.pieces; ++i) {
-      if (i != skip) y = handles[static_cast<std::size_t>(i)]->forward(y);
+      if (i == skip) continue;
+      const auto& handle = handles[static_cast<std::size_t>(i)];
+      y = options_.recomputes_outside
+              ? checkpoint([&handle](const auto& in) { return handle->forward(in[0]); }, {y})
+              : handle->forward(y);
     }
     return y;
   }
@@ -198,7 +203,8 @@ inline void run_step(StagedModel& model, const std::vector<Slot>& slots, StepSco
   scope.finish();
 }
 
-/// The same micro-batches in a loop without a scope, through all stages at once.
+/// The same micro-batches in a loop without a scope. Each stage is a forward of its own: what two of
+/// them share has two gradients, as in a list.
 inline void run_loop(StagedModel& model, int micro_batches, const SlotRunner::InputOf& input,
                      bool sync_every = false,
                      const std::function<at::Tensor(const at::Tensor&)>& scaled = {}) {
@@ -206,7 +212,11 @@ inline void run_loop(StagedModel& model, int micro_batches, const SlotRunner::In
     const bool last = k + 1 == micro_batches;
     model.handle.set_requires_gradient_sync(last || sync_every);
     model.handle.set_requires_replica_reduce(last);
-    const at::Tensor loss = squares(model.handle.forward(input(k)));
+    at::Tensor y = input(k);
+    for (int stage = 0; stage < model.options.stages; ++stage) {
+      y = model.handle.call(&Staged::run, stage, y);
+    }
+    const at::Tensor loss = squares(y);
     backward(scaled ? scaled(loss) : loss);
   }
 }
