@@ -13,6 +13,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -29,6 +30,7 @@ namespace tessera::comm {
 struct Batch;
 class Group;
 struct Label;
+struct MailTag;
 }  // namespace tessera::comm
 
 namespace tessera::parallel {
@@ -111,6 +113,11 @@ inline constinit Hook<void(int rank, const comm::Batch& batch)> before_issue;
 /// In-process backend: whether a rank's results appear in its wait() and not before, so that code
 /// that forgets to wait sees old data.
 inline constinit Hook<bool()> deliver_at_wait;
+/// In-process backend, messages (comm/mail.h): how long one is on its way once both ends are posted.
+inline constinit Hook<std::chrono::microseconds(const comm::MailTag& tag)> message_delay;
+/// The same: whether sends are buffered, so that they end before their receives are posted; code
+/// that relies on it hangs without.
+inline constinit Hook<bool()> buffered_messages;
 /// comm/queue.h, on the issuing thread, before a batch is issued: whether it is held back until the
 /// next one was (an injected reordering).
 inline constinit Hook<bool(const comm::Group& group, const comm::Label& label)> hold_back;

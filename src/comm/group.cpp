@@ -24,6 +24,12 @@ const at::Tensor& first_tensor(const Op& op) {
   return std::visit([](const auto& one) -> const at::Tensor& { return one.first_tensor(); }, op);
 }
 
+Mail& Group::mail() {
+  throw Error(ErrorKind::kUsage,
+              concat("found a group without messages between two ranks (", name(),
+                     "), expected one of gloo; pipelines go over gloo: set comm.backend to it"));
+}
+
 namespace {
 
 void issue_and_wait(Group& group, Kind kind, Op op, const std::string& what) {

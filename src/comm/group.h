@@ -29,6 +29,8 @@ class World;
 
 namespace tessera::comm {
 
+class Mail;
+
 /// Who calls: compared over ranks, printed when ranks disagree.
 struct Label {
   Kind kind = Kind::kBatch;
@@ -73,6 +75,10 @@ class Group {
   /// Starts all ops of the batch. Collective. A group of one rank completes at once without a copy
   /// beyond what the op's output asks for.
   virtual std::unique_ptr<Work> issue(Batch batch) = 0;
+  /// Messages between two members (mail.h), over this group's connections: a group has collectives
+  /// or messages, so that their tags never meet. Lives as long as the group. Collective at the first
+  /// call, and at the first since a recovery. Errors: kUsage where the backend has none.
+  virtual Mail& mail();
 };
 
 /// Blocking forms, for control messages: ceil(log2 size) messages a rank and exchange, of which the

@@ -28,6 +28,9 @@ constexpr std::size_t kWatchedBefore = 2;
 
 // Ranks that wait in the same collective differ by what was issued ahead: a few.
 constexpr std::size_t kPublishedHashes = 8;
+// Of messages under way: all of most schedules. Of those of a rank that has more nothing is
+// concluded.
+constexpr std::size_t kPublishedMessages = 32;
 
 // Of a chain of waits: the rounds of one collective for more ranks than there are, and some for the
 // others that it may lead through.
@@ -80,9 +83,16 @@ const IssuedHashes* of_group(const std::vector<IssuedHashes>& issued, std::uint6
   return found == issued.end() ? nullptr : &*found;
 }
 
+bool holds(const IssuedHashes& messages, std::uint64_t hash) {
+  return std::find(messages.latest.begin(), messages.latest.end(), hash) != messages.latest.end();
+}
+
+/// Or may have.
 bool has_issued(const Pulse& pulse, const PeerWait& wait) {
   const auto* issued = of_group(pulse.issued, wait.group);
-  return issued != nullptr && issued->count > wait.sequence;
+  if (issued == nullptr) return false;
+  if (!issued->of_messages) return issued->count > wait.sequence;
+  return holds(*issued, wait.sequence) || issued->count > issued->latest.size();
 }
 
 bool read_wait(const std::vector<std::string_view>& fields, Pulse& pulse) {
@@ -105,6 +115,7 @@ std::optional<IssuedHashes> read_issued(const std::vector<std::string_view>& fie
   for (std::size_t i = 3; i < fields.size(); ++i) {
     if (!read(fields[i], issued.latest.emplace_back(), 16)) return std::nullopt;
   }
+  issued.of_messages = fields[0] == "posted";
   return issued;
 }
 
@@ -142,8 +153,10 @@ std::string encode(const Pulse& pulse) {
                  pulse.wait->sequence, "\t", pulse.wait->peer, "\t", pulse.cause, "\t",
                  pulse.wait->text);
   for (const IssuedHashes& issued : pulse.issued) {
-    text += concat("\nissued\t", hex(issued.group), "\t", issued.count);
-    for (std::size_t i = 0; i < std::min(issued.latest.size(), kPublishedHashes); ++i) {
+    text += concat(issued.of_messages ? "\nposted\t" : "\nissued\t", hex(issued.group), "\t",
+                   issued.count);
+    const std::size_t most = issued.of_messages ? kPublishedMessages : kPublishedHashes;
+    for (std::size_t i = 0; i < std::min(issued.latest.size(), most); ++i) {
       text += concat("\t", hex(issued.latest[i]));
     }
   }
@@ -157,7 +170,7 @@ Pulse decode_pulse(const std::string& text) {
     const auto fields = fields_of(line);
     if (fields[0] == "wait") {
       read_wait(fields, pulse);
-    } else if (fields[0] == "issued") {
+    } else if (fields[0] == "issued" || fields[0] == "posted") {
       if (auto issued = read_issued(fields)) pulse.issued.push_back(*std::move(issued));
     } else {
       read(fields[0], pulse.beat);
@@ -357,10 +370,12 @@ std::optional<PeerWatch::Finding> PeerWatch::compare_with(
   const Pulse pulse = decode_pulse(heard->second.text);
   const auto* mine = of_group(standing.issued, standing.wait->group);
   const auto* theirs = of_group(pulse.issued, standing.wait->group);
-  if (!pulse.wait || pulse.epoch != epoch_ || mine == nullptr || theirs == nullptr ||
-      compare(*mine, *theirs) == Issued::kSame) {
+  if (!pulse.wait || pulse.epoch != epoch_ || mine == nullptr || theirs == nullptr) {
     return std::nullopt;
   }
+  const bool same = mine->of_messages ? holds(*theirs, standing.wait->sequence)
+                                      : compare(*mine, *theirs) == Issued::kSame;
+  if (same) return std::nullopt;
   if (asked_ != std::pair(epoch_, peer)) {
     store_.set(store_key::asked(epoch_, peer), "here");
     asked_ = {epoch_, peer};

@@ -47,10 +47,13 @@ struct IssuedHashes {
   std::uint64_t count = 0;
   /// [k]: over the first count - k collectives.
   std::vector<std::uint64_t> latest;
+  /// Of messages between two ranks, which have no common order: `latest` holds a hash of each that
+  /// is under way here, `count` says how many these are. PeerWait::sequence is such a hash.
+  bool of_messages = false;
 };
 
 enum class Issued : std::uint8_t { kSame, kDifferent, kTooFarApart };
-/// Whether two ranks have issued the same as far as both have come.
+/// Whether two ranks have issued the same as far as both have come. Not of messages.
 Issued compare(const IssuedHashes& one, const IssuedHashes& other);
 
 /// "rank 0 issues A but rank 1 issues B (group G)" for the first entry in which two ranks' lines

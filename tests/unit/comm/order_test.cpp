@@ -18,16 +18,6 @@ using std::chrono::milliseconds;
 using testing::AllOf;
 using testing::HasSubstr;
 
-std::string error_of(const std::function<void()>& act) {
-  try {
-    act();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kComm) << error.what();
-    return error.what();
-  }
-  return "no error";
-}
-
 Batch gather(std::int64_t numel, const std::string& unit, std::uint32_t id) {
   return batch_of(AllGather{at::zeros({numel})}, unit, id);
 }

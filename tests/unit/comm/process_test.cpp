@@ -320,6 +320,73 @@ TEST_P(AnyRank, ThatIsLostBeforeTheFirstStepIsNoticedInSeconds) {
   }
 }
 
+// Messages between stages among processes: who fails while another one waits for its message.
+TEST(Messages, ReachTheirReceives) {
+  for (const int nproc : {2, 4}) {
+    const auto outcome = run({.nproc = nproc, .mode = "mail-none", .steps = 60});
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
+    EXPECT_THAT(outcome.out, HasSubstr("done " + std::to_string(nproc - 1)));
+  }
+}
+
+TEST_P(AnyRank, ThatIsKilledBetweenMessagesIsNamedWithItsSignal) {
+  for (const int step : moments(3)) {
+    const auto outcome = run({.nproc = 3, .mode = "mail-kill", .rank = GetParam(), .step = step});
+    EXPECT_EQ(outcome.exit_code, 137);
+    EXPECT_EQ(outcome.last_error_line(), name() + "killed by signal 9 (SIGKILL)") << outcome.err;
+    EXPECT_LT(outcome.seconds, kSeconds);
+  }
+}
+
+TEST_P(AnyRank, ThatThrowsBetweenMessagesIsNamedWithItsError) {
+  const auto outcome = run({.nproc = 3, .mode = "mail-throw", .rank = GetParam(), .step = 5});
+  EXPECT_EQ(outcome.exit_code, 1);
+  EXPECT_EQ(outcome.last_error_line(), name() + "rank fails on purpose") << outcome.err;
+  EXPECT_LT(outcome.seconds, kSeconds);
+}
+
+TEST_P(AnyRank, ThatStallsBetweenMessagesIsNamedWithTheMessageThatIsWaitedFor) {
+  for (const char* mode : {"mail-stall", "mail-stop"}) {
+    const auto outcome = run({.mode = mode, .rank = GetParam(), .step = 4, .timeout_ms = 1000});
+    EXPECT_EQ(outcome.exit_code, 1) << mode;
+    const std::string other = std::to_string(1 - GetParam());
+    // The first stage waits for gradients, the second one for activations.
+    EXPECT_THAT(outcome.last_error_line(),
+                AllOf(StartsWith("rank " + other + ": "),
+                      HasSubstr(GetParam() == 0 ? "activations of stage 0, micro-batch 0, step 4"
+                                                : "gradients of stage 1, micro-batch 0, step 4"),
+                      HasSubstr("waited 1 s for rank " + std::to_string(GetParam()))))
+        << mode << "\n"
+        << outcome.err;
+    EXPECT_LT(outcome.seconds, kSeconds + 1);
+  }
+}
+
+TEST_P(AnyRank, ThatAbortsBetweenMessagesCanRecoverWithTheOthers) {
+  const auto outcome = run({.nproc = 3, .mode = "mail-poison", .rank = GetParam(), .step = 3});
+  EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
+}
+
+TEST_P(AnyRank, WhoseMessageIsOfAnotherShapeIsNamedBesideTheOtherEnd) {
+  const auto outcome = run({.mode = "mail-shape", .rank = GetParam(), .step = 3});
+  EXPECT_EQ(outcome.exit_code, 1);
+  EXPECT_THAT(outcome.last_error_line(),
+              AllOf(HasSubstr("ranks disagree: rank 0 issues "), HasSubstr("[2, 15000] Long"),
+                    HasSubstr("[30000] Long"), HasSubstr("micro-batch 0, step 3")))
+      << outcome.err;
+  EXPECT_LT(outcome.seconds, kSeconds);
+}
+
+TEST_P(AnyRank, WhoseMessagesAreSwappedIsNamedBesideTheOtherEnd) {
+  const auto outcome = run({.mode = "mail-swap", .rank = GetParam(), .step = 3});
+  EXPECT_EQ(outcome.exit_code, 1);
+  EXPECT_THAT(outcome.last_error_line(),
+              AllOf(HasSubstr("ranks wait for each other: rank 0 waits in "),
+                    HasSubstr("micro-batch 0, step 3"), HasSubstr("has not issued; rank 1 waits")))
+      << outcome.err;
+  EXPECT_LT(outcome.seconds, kSeconds);
+}
+
 // Users' collectives among processes: their values, and what ranks that call other things are told.
 TEST(UserCalls, HaveTheirValues) {
   for (const int nproc : {1, 2, 3}) {

@@ -8,6 +8,8 @@
 //         unwind: aborts its World, and says half a second later why
 //         user-none | user-operation | user-shape | user-dtype | user-order | user-refused |
 //         user-absent: what RANK calls of a user's collectives, while the others call all_reduce
+//         mail-MODE: RANK does MODE (none, throw, kill, stall, stop, poison; shape, swap: sends what
+//         its neighbour does not expect) while stages hand messages on
 //         work-slow | work-endless | work-kill | work-stop: of RANK, before the first step
 #include <ATen/ATen.h>
 #include <signal.h>
@@ -15,10 +17,13 @@
 
 #include <cstdlib>
 #include <iostream>
+#include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "comm/group.h"
+#include "comm/mail.h"
 #include "comm/queue.h"
 #include "tessera/error.h"
 #include "tessera/group.h"
@@ -152,6 +157,55 @@ void gather_layers(World& world, comm::Group& group) {
   world.queue().submit(group, std::move(batch)).wait();
 }
 
+/// One step of a pipeline whose ranks are its stages: activations go up, gradients back, in two
+/// micro-batches. `wrong`: what the plan's rank does.
+void hand_on(World& world, comm::Mail& mail, int step, const std::string& wrong) {
+  const int rank = world.rank();
+  const int last = world.size() - 1;
+  std::vector<std::unique_ptr<comm::Transfer>> sends;
+  const auto tag = [&](comm::MailTag::Direction direction, int stage, int micro_batch) {
+    return comm::MailTag{static_cast<std::uint64_t>(step), direction, stage, micro_batch, 0};
+  };
+  // Takes one message from one neighbour and hands it on to the other one, or turns it.
+  const auto pass = [&](comm::MailTag::Direction direction, int micro_batch) {
+    const int ahead = direction == comm::MailTag::Direction::kForward ? 1 : -1;
+    auto x = at::full({30000}, 10 * step + micro_batch, at::kLong);
+    const int from = rank - ahead;
+    const int to = rank + ahead;
+    if (from >= 0 && from <= last) {
+      x.fill_(-1);
+      mail.receive(from, tag(direction, from, micro_batch), x)->wait();
+    }
+    TESSERA_INVARIANT(x.eq(10 * step + micro_batch).all().item<bool>(), "wrong message");
+    if (to < 0 || to > last) return;
+    if (wrong == "shape") x = x.view({2, 15000});
+    const int named = wrong == "swap" ? micro_batch + 5 : micro_batch;
+    sends.push_back(mail.send(to, tag(direction, rank, named), x));
+  };
+  for (const int micro_batch : {0, 1}) pass(comm::MailTag::Direction::kForward, micro_batch);
+  for (const int micro_batch : {0, 1}) pass(comm::MailTag::Direction::kBackward, micro_batch);
+  for (const auto& send : sends) send->wait();
+}
+
+void train_a_pipeline(const Plan& plan, World& world) {
+  std::vector<int> all;
+  for (int rank = 0; rank < world.size(); ++rank) all.push_back(rank);
+  const auto mail = comm::mail_of(world, all);
+  Plan wrong = plan;
+  wrong.mode = plan.mode.substr(5);
+  for (int step = 0; step < plan.steps; ++step) {
+    const bool fails = step == plan.step && world.rank() == plan.rank;
+    try {
+      if (fails) misbehave(wrong, world);
+      hand_on(world, *mail, step, fails ? wrong.mode : "none");
+    } catch (const tessera::Error&) {
+      if (wrong.mode != "poison" || !world.aborted()) throw;
+      world.recover();
+    }
+  }
+  std::cout << "done " << world.rank() << std::endl;
+}
+
 void train(const Plan& plan, World& world) {
   std::vector<int> all;
   for (int rank = 0; rank < world.size(); ++rank) all.push_back(rank);
@@ -190,7 +244,7 @@ int main(int argc, char** argv) {
     if (plan.mode.starts_with("work-")) prepare(plan, world, options.timeout);
     if (plan.mode == "apart") stop_apart(plan, world);
     if (plan.mode.starts_with("user-")) call_as_a_user(plan, world);
-    train(plan, world);
+    plan.mode.starts_with("mail-") ? train_a_pipeline(plan, world) : train(plan, world);
   };
   return tessera::launch(plan.nproc, body, options);
 }

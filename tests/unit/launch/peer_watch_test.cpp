@@ -350,6 +350,52 @@ TEST_F(Deadlock, IsNoneWhereAnotherThreadMayIssueIt) {
   EXPECT_EQ(watch_->run(90), std::nullopt);
 }
 
+/// Of messages on group 1: hashes first, first + 1, ...
+std::vector<IssuedHashes> posted(std::uint64_t first, std::uint64_t count) {
+  IssuedHashes messages{1, count, {}, /*of_messages=*/true};
+  for (std::uint64_t i = 0; i < count; ++i) messages.latest.push_back(first + i);
+  return {messages};
+}
+
+/// Two ranks of which each waits for a message of the other one.
+std::optional<SimulatedWatch::Named> named_of_two(std::vector<IssuedHashes> of_first,
+                                                  std::vector<IssuedHashes> of_second) {
+  SimulatedWatch watch(2, kRequest);
+  let_wait(watch.ranks[0], wait_for(1, 0xfedcba9876543210, 1), 2, std::move(of_first));
+  let_wait(watch.ranks[1], wait_for(1, 0xaaaaaaaaaaaaaaaa, 0), 2, std::move(of_second));
+  return watch.run(60);
+}
+
+// Messages have no common order: their sequence is a hash, and far above any count.
+TEST(MessagesBetweenRanks, ThatWaitForEachOtherAreADeadlockWhereNeitherIsUnderWay) {
+  const auto named = named_of_two(posted(1, 3), posted(9, 2));
+  ASSERT_TRUE(named.has_value());
+  EXPECT_THAT(named->why, StartsWith("ranks wait for each other: rank 0 waits in"));
+}
+
+TEST(MessagesBetweenRanks, AreNoDeadlockWhereOneIsUnderWay) {
+  EXPECT_EQ(named_of_two(posted(1, 3), posted(0xfedcba9876543210 - 1, 3)), std::nullopt);
+  EXPECT_EQ(named_of_two(posted(0xaaaaaaaaaaaaaaaa, 1), posted(5, 1)), std::nullopt);
+}
+
+// A pulse has room for some of them only.
+TEST(MessagesBetweenRanks, AreNoDeadlockWhereTheOneThatIsWaitedForMayBeUnderWay) {
+  EXPECT_EQ(named_of_two(posted(1, 3), posted(9, 200)), std::nullopt);
+}
+
+TEST(MessagesBetweenRanks, OfDifferentTensorsAreNamed) {
+  SimulatedWatch watch(2, kRequest);
+  let_wait(watch.ranks[0], wait_for(1, 100, 1), 2, posted(100, 1));
+  let_wait(watch.ranks[1], wait_for(1, 200, 0), 2, posted(200, 1));
+  watch.ranks[0].lines = "g\t77\t100\tactivations, to rank 1 ([4] Float)\n";
+  watch.ranks[1].lines = "g\t77\t200\tactivations, from rank 0 ([5] Float)\n";
+  const auto named = watch.run(60);
+  ASSERT_TRUE(named.has_value());
+  EXPECT_EQ(named->why,
+            "ranks disagree: rank 0 issues activations, to rank 1 ([4] Float) but rank 1 issues "
+            "activations, from rank 0 ([5] Float) (group g)");
+}
+
 TEST(Compare, LooksAsFarBackAsBothHaveCome) {
   const auto one = [](std::uint64_t count, std::uint64_t what = 0) {
     return issued({count}, what).front();
@@ -375,6 +421,11 @@ TEST(Pulse, ReadsAsItWasWritten) {
   EXPECT_EQ(encode(read), encode(pulse));
   EXPECT_EQ(read.wait->text, pulse.wait->text);
   EXPECT_EQ(read.issued.front().latest.size(), 8U) << "the latest ones only";
+  pulse.issued = posted(5, 20);
+  const Pulse of_messages = decode_pulse(encode(pulse));
+  EXPECT_TRUE(of_messages.issued.front().of_messages);
+  EXPECT_EQ(of_messages.issued.front().count, 20U);
+  EXPECT_EQ(of_messages.issued.front().latest, pulse.issued.front().latest);
 }
 
 TEST(Pulse, OfAnotherProcessIsReadAsFarAsItGoes) {

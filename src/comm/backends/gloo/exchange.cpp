@@ -19,15 +19,14 @@ std::vector<at::Tensor> as_bytes(const void* data, std::int64_t bytes) {
   return {at::from_blob(const_cast<void*>(data), {bytes}, at::TensorOptions().dtype(at::kByte))};
 }
 
-/// Gloo's message without the place in its source and without its advice.
-std::string reason(const std::string& error) {
+}  // namespace
+
+std::string gloo_reason(const std::string& error) {
   const std::string what = one_line(error);
   auto begin = what.find("] ");
   begin = what.starts_with('[') && begin != std::string::npos ? begin + 2 : 0;
   return what.substr(begin, what.find(". ", begin) - begin);
 }
-
-}  // namespace
 
 // A peer whose own wait has timed out closes its connections before it can say for whom it waited;
 // one that has died says nothing. Its words are waited for before it is blamed itself: they travel
@@ -119,7 +118,7 @@ std::string Exchange::text() const {
 void Exchange::blame(int peer, const std::exception& error) const {
   hear_others(*channel_->options.abort_flag, *channel_->options.board, world_rank(peer));
   throw PeerLost(concat(text(), ": the connection to rank ", world_rank(peer),
-                        " is gone: ", reason(error.what())));
+                        " is gone: ", gloo_reason(error.what())));
 }
 
 int Exchange::UnderWay::size() const { return exchange_.channel_->size(); }
@@ -285,7 +284,7 @@ void Exchange::fail(const Transfer& transfer, const std::string& what) {
     throw PeerLost(
         waited_in_vain(text(), patience_, {cause.value_or(peer)}, options.abort_flag->patience));
   }
-  throw PeerLost(concat(text(), ": lost rank ", peer, ": ", reason(what)));
+  throw PeerLost(concat(text(), ": lost rank ", peer, ": ", gloo_reason(what)));
 }
 
 }  // namespace tessera::comm

@@ -61,6 +61,9 @@ void hear_others(const AbortFlag& abort_flag, const WaitBoard& board, int peer);
 std::string waited_in_vain(const std::string& what, std::chrono::milliseconds time,
                            const std::vector<int>& world_ranks, const Patience& patience);
 
+/// Gloo's message without the place in its source and without its advice.
+std::string gloo_reason(const std::string& error);
+
 class Exchange final : public Work, private Blocked {
  public:
   Exchange(std::shared_ptr<Channel> channel, Batch batch, std::uint64_t sequence,

@@ -10,6 +10,7 @@
 
 #include "base/printable.h"
 #include "comm/backends/gloo/exchange.h"
+#include "comm/backends/gloo/gloo_mail.h"
 #include "comm/batch.h"
 #include "comm/relay.h"
 #include "tessera/error.h"
@@ -163,6 +164,7 @@ const std::string& PointToPointGroup::name() const { return channel_->options.na
 std::unique_ptr<Work> PointToPointGroup::issue(Batch batch) {
   channel_->options.abort_flag->check();
   check_batch(batch, size());
+  TESSERA_INVARIANT(!mail_, "group ", name(), ": found a collective, expected messages only");
   if (!open_) open();
   const std::uint64_t sequence = next_sequence_++;
   const std::uint64_t fingerprint = channel_->log->record(batch, sequence);
@@ -171,6 +173,18 @@ std::unique_ptr<Work> PointToPointGroup::issue(Batch batch) {
   auto work = std::make_unique<Exchange>(channel_, std::move(batch), sequence, fingerprint);
   work->start();
   return work;
+}
+
+Mail& PointToPointGroup::mail() {
+  TESSERA_INVARIANT(!channel_->options.open_pair, "group ", name(),
+                    ": found connections that are made for collectives, expected all of them");
+  if (!mail_) {
+    mail_ = std::make_unique<GlooMail>(channel_, [this] {
+      if (!open_) open();
+    });
+  }
+  if (!open_) open();
+  return *mail_;
 }
 
 void PointToPointGroup::open() {
@@ -185,6 +199,7 @@ void PointToPointGroup::open() {
 
 void PointToPointGroup::reset(int epoch) {
   open_ = false;
+  if (mail_) mail_->reset();
   for (Line& line : channel_->lines) line.backend.reset();
   channel_->log->clear();
   epoch_ = epoch;

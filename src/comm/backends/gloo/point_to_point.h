@@ -46,6 +46,7 @@ struct ChannelOptions {
 ChannelOptions channel_options(const GroupPlace& place);
 
 class Channel;
+class GlooMail;
 
 class PointToPointGroup : public Group {
  public:
@@ -57,6 +58,7 @@ class PointToPointGroup : public Group {
   int size() const override;
   const std::string& name() const override;
   std::unique_ptr<Work> issue(Batch batch) override;
+  Mail& mail() override;
 
   /// After a failure: closes the connections; the next issue() opens new ones. Nothing may be under
   /// way.
@@ -69,6 +71,7 @@ class PointToPointGroup : public Group {
   void compare(const Batch& batch, std::uint64_t sequence);
 
   std::shared_ptr<Channel> channel_;
+  std::unique_ptr<GlooMail> mail_;
   int epoch_ = 0;
   bool open_ = false;
   std::uint64_t next_sequence_ = 0;

@@ -3,6 +3,7 @@
 #include "base/mutex.h"
 #include "base/printable.h"
 #include "base/test_hooks.h"
+#include "comm/backends/in_process/mailbox.h"
 #include "comm/batch.h"
 #include "tessera/error.h"
 
@@ -27,6 +28,7 @@ struct Rendezvous::SharedGroup {
   base::Condition changed;
   std::map<std::uint64_t, std::shared_ptr<Collective>> open TESSERA_GUARDED_BY(mutex);
   std::uint64_t generation TESSERA_GUARDED_BY(mutex) = 0;
+  const std::shared_ptr<Mailbox> mailbox = std::make_shared<Mailbox>();
 };
 
 namespace {
@@ -160,8 +162,17 @@ class InProcessGroup : public Group {
   int size() const override { return static_cast<int>(shared_->members.size()); }
   const std::string& name() const override { return shared_->name; }
 
+  Mail& mail() override {
+    if (!mail_) {
+      mail_ = open_mailbox(shared_->mailbox, shared_->members, self_, rendezvous_.timeout_,
+                           abort_flag_);
+    }
+    return *mail_;
+  }
+
   std::unique_ptr<Work> issue(Batch batch) override {
     abort_flag_->check();
+    TESSERA_INVARIANT(!mail_, "group ", name(), ": found a collective, expected messages only");
     check_batch(batch, size());
     if (const auto hook = test_hooks::before_issue.get()) {
       (*hook)(shared_->members[static_cast<std::size_t>(self_)], batch);
@@ -224,6 +235,7 @@ class InProcessGroup : public Group {
   std::shared_ptr<AbortFlag> abort_flag_;
   std::uint64_t generation_ = 0;
   std::uint64_t next_sequence_ = 0;
+  std::unique_ptr<Mail> mail_;
 };
 
 std::shared_ptr<Rendezvous::SharedGroup> Rendezvous::shared(const std::string& name,
@@ -250,6 +262,7 @@ void Rendezvous::wake_all() {
   for (const auto& [name, shared] : shared_groups_) {
     const base::Lock group_lock(shared->mutex);
     shared->changed.notify_all();
+    shared->mailbox->wake_all();
   }
   met_.notify_all();
 }
@@ -261,6 +274,7 @@ void Rendezvous::reset() {
     const base::Lock group_lock(shared->mutex);
     shared->open.clear();
     ++shared->generation;
+    shared->mailbox->reset();
   }
 }
 

@@ -1,0 +1,469 @@
+#include "comm/backends/gloo/gloo_mail.h"
+
+#include <ATen/core/DimVector.h>
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <deque>
+#include <exception>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/hash.h"
+#include "base/mutex.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+// Gloo takes its own timeout, and closes its connections at the end of it, where it is given none.
+constexpr std::chrono::hours kNoEnd{24 * 365};
+
+std::uint64_t message_key(const MailTag& tag, int sender) {
+  return Hasher()
+      .add(tag.step)
+      .add(static_cast<std::uint64_t>(tag.direction))
+      .add(std::int64_t{tag.stage})
+      .add(std::int64_t{tag.micro_batch})
+      .add(std::int64_t{tag.index})
+      .add(std::int64_t{sender})
+      .digest();
+}
+
+/// Of all that both ends must agree on.
+std::uint64_t fingerprint_of(std::uint64_t key, const at::Tensor& tensor) {
+  Hasher hash;
+  hash.add(key).add(static_cast<std::uint64_t>(tensor.scalar_type()));
+  for (const std::int64_t size : tensor.sizes()) hash.add(size);
+  return hash.digest();
+}
+
+/// [Note: message tags]
+int gloo_tag(const MailTag& tag, std::uint64_t fingerprint, int ranks) {
+  struct Field {
+    std::uint64_t value;
+    unsigned bits;
+  };
+  const Field fields[] = {{static_cast<std::uint64_t>(tag.direction), 1},
+                          {static_cast<std::uint64_t>(tag.stage / ranks), 2},
+                          {static_cast<std::uint64_t>(tag.index), 2},
+                          {static_cast<std::uint64_t>(tag.micro_batch), 6},
+                          {fingerprint, 20}};
+  std::uint64_t bits = 0;
+  for (const Field& field : fields) {
+    bits = bits << field.bits | (field.value & ((std::uint64_t{1} << field.bits) - 1));
+  }
+  return static_cast<int>(bits);
+}
+
+}  // namespace
+
+/// What this rank has under way to and from one other: for the failure watch, which compares both
+/// ends. Written at every message, so no text is made. Threads: any.
+class MailLog final : public Recorded {
+ public:
+  /// `name` is the same at both ends.
+  explicit MailLog(std::string name) : name_(std::move(name)), hash_(hash_bytes(name_)) {}
+
+  /// Errors: kInternal where this tag is under way already.
+  void post(const Letter& letter, std::uint64_t key, std::uint64_t fingerprint) {
+    const base::Lock lock(mutex_);
+    const bool twice = std::any_of(under_way_.begin(), under_way_.end(),
+                                   [&](const Posted& one) { return one.key == key; });
+    TESSERA_INVARIANT(!twice, to_string(letter),
+                      ": found it posted and not through, expected another tag");
+    Posted& one = under_way_.emplace_back();
+    one.key = key;
+    one.fingerprint = fingerprint;
+    one.letter = letter;
+    one.letter.tensor = at::Tensor();  // it may be freed before its entry
+    one.sizes.assign(letter.tensor.sizes().begin(), letter.tensor.sizes().end());
+    one.dtype = letter.tensor.scalar_type();
+  }
+  void end(std::uint64_t fingerprint) {
+    const base::Lock lock(mutex_);
+    std::erase_if(under_way_, [&](const Posted& one) { return one.fingerprint == fingerprint; });
+  }
+  void clear() {
+    const base::Lock lock(mutex_);
+    under_way_.clear();
+  }
+
+  std::string lines() const override {
+    const base::Lock lock(mutex_);
+    std::string text;
+    for (const Posted& one : under_way_) {
+      text += concat(name_, "\t", one.key, "\t", one.fingerprint, "\t", to_string(one.letter), " (",
+                     at::IntArrayRef(one.sizes), " ", c10::toString(one.dtype), ")\n");
+    }
+    return text;
+  }
+  IssuedHashes issued() const override {
+    const base::Lock lock(mutex_);
+    IssuedHashes issued{hash_, under_way_.size(), {}, /*of_messages=*/true};
+    for (const Posted& one : under_way_) issued.latest.push_back(one.fingerprint);
+    return issued;
+  }
+  std::uint64_t hash() const { return hash_; }
+
+ private:
+  struct Posted {
+    std::uint64_t key = 0;  // of the message alone, whatever its tensor
+    std::uint64_t fingerprint = 0;
+    Letter letter;  // without its tensor
+    at::DimVector sizes;
+    at::ScalarType dtype = at::kByte;
+  };
+
+  const std::string name_;
+  const std::uint64_t hash_;
+  mutable base::Mutex mutex_;
+  std::vector<Posted> under_way_ TESSERA_GUARDED_BY(mutex_);
+};
+
+/// What Gloo carries of a message, shared by who waits for it and who asks for it.
+class Carried {
+ public:
+  enum class Found : std::uint8_t { kNothing, kThrough, kBroken };
+
+  c10::intrusive_ptr<c10d::Work> work;
+  std::atomic<Found> found{Found::kNothing};  // by the thread that is asked
+};
+
+/// Gloo can be waited for, and not asked: a wait that times out closes all connections. So a thread
+/// waits, for one after another of those that somebody asks for. Nobody asks, no thread. Threads:
+/// the rank's own.
+class MailPoll {
+ public:
+  ~MailPoll() { stop(); }
+
+  /// Has the thread wait for `one` next.
+  void ask(const std::shared_ptr<Carried>& one) {
+    {
+      const base::Lock lock(mutex_);
+      if (at_hand_ == one || one->found != Carried::Found::kNothing) return;
+      interrupt();  // it goes to the end of the row
+      if (std::find(row_.begin(), row_.end(), one) == row_.end()) row_.push_back(one);
+      if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+    }
+    changed_.notify_all();
+  }
+
+  /// Afterwards the thread does not touch it.
+  void take_back(const std::shared_ptr<Carried>& one) {
+    base::Lock lock(mutex_);
+    std::erase(row_, one);
+    if (at_hand_ != one) return;
+    wanted_ = one.get();
+    one->work->abort();
+    changed_.wait(lock, [&]() TESSERA_REQUIRES(mutex_) { return at_hand_ != one; });
+    wanted_ = nullptr;
+  }
+
+  void stop() {
+    {
+      const base::Lock lock(mutex_);
+      stopping_ = true;
+      row_.clear();
+      interrupt();
+    }
+    changed_.notify_all();
+    if (thread_.joinable()) thread_.join();
+    const base::Lock lock(mutex_);
+    stopping_ = false;
+  }
+
+ private:
+  void run() {
+    base::Lock lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [&]() TESSERA_REQUIRES(mutex_) { return stopping_ || !row_.empty(); });
+      if (stopping_) return;
+      at_hand_ = std::move(row_.front());
+      row_.pop_front();
+      const auto one = at_hand_;
+      lock.unlock();
+      wait_for(*one);
+      lock.lock();
+      const bool again = one->found == Carried::Found::kNothing && wanted_ != one.get();
+      if (again && !stopping_) row_.push_back(one);
+      at_hand_ = nullptr;
+      changed_.notify_all();
+    }
+  }
+
+  /// Of one that is through nothing is left to interrupt.
+  void interrupt() TESSERA_REQUIRES(mutex_) {
+    if (at_hand_ && at_hand_->found == Carried::Found::kNothing) at_hand_->work->abort();
+  }
+
+  static void wait_for(Carried& one) {
+    try {
+      if (one.work->wait(kNoEnd)) one.found = Carried::Found::kThrough;
+    } catch (const std::exception&) {
+      one.found = Carried::Found::kBroken;  // the rank's own wait throws, too
+    }
+  }
+
+  base::Mutex mutex_;
+  base::Condition changed_;
+  std::deque<std::shared_ptr<Carried>> row_ TESSERA_GUARDED_BY(mutex_);
+  std::shared_ptr<Carried> at_hand_ TESSERA_GUARDED_BY(mutex_);
+  const Carried* wanted_ TESSERA_GUARDED_BY(mutex_) = nullptr;
+  bool stopping_ TESSERA_GUARDED_BY(mutex_) = false;
+  std::thread thread_;
+};
+
+class Parcel;
+
+/// What is under way: whoever lets go of a Transfer leaves Gloo with memory that is still there.
+class MailDesk {
+ public:
+  explicit MailDesk(std::shared_ptr<Channel> what) : channel(std::move(what)) {}
+
+  const std::shared_ptr<Channel> channel;
+  std::vector<std::shared_ptr<Parcel>> under_way;
+  MailPoll poll;
+};
+
+/// A message that was posted. Threads: the rank's own; what a watch asks of it, any.
+class Parcel final : public Blocked {
+ public:
+  Parcel(std::shared_ptr<MailDesk> desk, std::shared_ptr<MailLog> log, Letter letter,
+         std::uint64_t fingerprint)
+      : desk_(std::move(desk)),
+        log_(std::move(log)),
+        letter_(std::move(letter)),
+        fingerprint_(fingerprint) {}
+
+  /// Errors: PeerLost.
+  void start();
+  void finish();
+  bool poll();
+  /// Gloo does not touch its memory any more.
+  void let_go();
+
+ private:
+  enum class State : std::uint8_t { kUnderWay, kThrough, kLost };
+
+  const ChannelOptions& options() const { return desk_->channel->options; }
+  void abort() override { carried_->work->abort(); }
+  std::optional<PeerWait> waits_for() const override {
+    return PeerWait{log_->hash(), fingerprint_, letter_.peer_rank,
+                    concat(to_string(letter_), " on group ", options().name)};
+  }
+
+  void require_kept() const;
+  void check_aborted() const;
+  void wait_for_gloo();
+  [[noreturn]] void fail(const std::string& what);
+  [[noreturn]] void blame(const std::string& what) const;
+  void end();
+
+  const std::shared_ptr<MailDesk> desk_;
+  const std::shared_ptr<MailLog> log_;
+  Letter letter_;
+  const std::uint64_t fingerprint_;
+  const std::shared_ptr<Carried> carried_ = std::make_shared<Carried>();
+  State state_ = State::kUnderWay;
+  bool asked_ = false;
+  std::chrono::milliseconds patience_{0};
+  std::chrono::steady_clock::time_point deadline_;
+  std::exception_ptr failure_;
+};
+
+void Parcel::start() {
+  const Line& line = desk_->channel->lines[static_cast<std::size_t>(letter_.peer)];
+  std::vector<at::Tensor> tensors{letter_.tensor};
+  const int tag = gloo_tag(letter_.tag, fingerprint_, desk_->channel->size());
+  try {
+    carried_->work = letter_.sends() ? line.backend->send(tensors, line.rank, tag)
+                                     : line.backend->recv(tensors, line.rank, tag);
+  } catch (const std::exception& error) {
+    log_->end(fingerprint_);
+    blame(concat("the connection to rank ", letter_.peer_rank,
+                 " is gone: ", gloo_reason(error.what())));
+  }
+}
+
+void Parcel::require_kept() const {
+  if (state_ == State::kLost) {
+    throw PeerLost(concat(to_string(letter_), ": lost when the World was recovered"));
+  }
+}
+
+/// What has failed elsewhere, and what this rank waited for meanwhile.
+void Parcel::check_aborted() const {
+  const AbortFlag& flag = *options().abort_flag;
+  if (flag.is_set()) throw PeerLost(concat(to_string(letter_), ": ", flag.why()));
+}
+
+void Parcel::end() {
+  log_->end(fingerprint_);
+  state_ = State::kThrough;
+  carried_->work.reset();
+  letter_.tensor = at::Tensor();
+  std::erase_if(desk_->under_way, [&](const auto& one) { return one.get() == this; });
+}
+
+void Parcel::let_go() {
+  carried_->work.reset();
+  letter_.tensor = at::Tensor();
+  state_ = State::kLost;
+}
+
+bool Parcel::poll() {
+  if (state_ == State::kThrough) return true;
+  if (failure_) std::rethrow_exception(failure_);
+  require_kept();
+  check_aborted();
+  switch (carried_->found) {
+    case Carried::Found::kThrough:
+      end();
+      return true;
+    case Carried::Found::kBroken:
+      finish();
+      return true;
+    case Carried::Found::kNothing:
+      break;
+  }
+  asked_ = true;
+  desk_->poll.ask(carried_);
+  return false;
+}
+
+void Parcel::finish() {
+  if (state_ == State::kThrough) return;
+  if (failure_) std::rethrow_exception(failure_);
+  require_kept();
+  if (asked_) desk_->poll.take_back(carried_);
+  asked_ = false;
+  try {
+    if (carried_->found != Carried::Found::kThrough) wait_for_gloo();
+  } catch (...) {
+    failure_ = std::current_exception();
+    throw;
+  }
+  end();
+}
+
+void Parcel::wait_for_gloo() {
+  using std::chrono::milliseconds;
+  const OnBoard on_board(*options().board, *this);
+  patience_ = options().abort_flag->patience.of(options().timeout);
+  deadline_ = std::chrono::steady_clock::now() + patience_;
+  bool through = false;
+  while (!through) {
+    check_aborted();  // after this, whoever aborts finds us on the board
+    const auto left =
+        std::chrono::duration_cast<milliseconds>(deadline_ - std::chrono::steady_clock::now());
+    try {
+      // It may have been told to stop waiting while another thread did: then it is asked again.
+      through = carried_->work->wait(std::max(left, milliseconds(1)));
+    } catch (const std::exception& error) {
+      fail(error.what());
+    }
+  }
+}
+
+void Parcel::fail(const std::string& what) {
+  check_aborted();
+  // Gloo waits by another clock and may be done a little before ours.
+  const bool timed_out = what.find("Timed out waiting") != std::string::npos ||
+                         std::chrono::steady_clock::now() >= deadline_;
+  if (!timed_out) blame(concat("lost rank ", letter_.peer_rank, ": ", gloo_reason(what)));
+  // That rank may itself wait for another one, whose name the watch has by then.
+  const auto cause = options().board->cause_of(log_->hash(), fingerprint_);
+  throw PeerLost(waited_in_vain(letter_, patience_, cause.value_or(letter_.peer_rank),
+                                options().abort_flag->patience));
+}
+
+/// Unless others have said meanwhile what is the matter.
+void Parcel::blame(const std::string& what) const {
+  try {
+    hear_others(*options().abort_flag, *options().board, letter_.peer_rank);
+  } catch (const PeerLost& said) {
+    throw PeerLost(concat(to_string(letter_), ": ", said.what()));
+  }
+  throw PeerLost(concat(to_string(letter_), ": ", what));
+}
+
+namespace {
+
+class GlooTransfer final : public Transfer {
+ public:
+  GlooTransfer(std::shared_ptr<AbortFlag> abort_flag, std::shared_ptr<Parcel> parcel)
+      : Transfer(std::move(abort_flag)), parcel_(std::move(parcel)) {}
+
+ private:
+  void finish() override { parcel_->finish(); }
+  bool poll() override { return parcel_->poll(); }
+
+  const std::shared_ptr<Parcel> parcel_;
+};
+
+/// Of an empty tensor.
+class NothingToCarry final : public Transfer {
+ public:
+  explicit NothingToCarry(std::shared_ptr<AbortFlag> abort_flag)
+      : Transfer(std::move(abort_flag)) {}
+
+ private:
+  void finish() override {}
+  bool poll() override { return true; }
+};
+
+}  // namespace
+
+GlooMail::GlooMail(std::shared_ptr<Channel> channel, std::function<void()> open)
+    : Mail(channel->options.members, channel->options.self),
+      channel_(std::move(channel)),
+      open_(std::move(open)),
+      desk_(std::make_shared<MailDesk>(channel_)) {}
+
+GlooMail::~GlooMail() {
+  reset();
+  for (const auto& [peer, log] : logs_) channel_->options.board->remove(*log);
+}
+
+void GlooMail::reset() {
+  desk_->poll.stop();
+  // Gloo lets go of a buffer when its work object goes.
+  for (const auto& parcel : std::exchange(desk_->under_way, {})) parcel->let_go();
+  for (const auto& [peer, log] : logs_) log->clear();
+}
+
+std::shared_ptr<MailLog> GlooMail::log_with(int peer) {
+  auto& log = logs_[peer];
+  if (!log) {
+    const ChannelOptions& group = channel_->options;
+    const auto low = static_cast<std::size_t>(std::min(rank(), peer));
+    const auto high = static_cast<std::size_t>(std::max(rank(), peer));
+    log = std::make_shared<MailLog>(
+        concat(group.name, ": between ", group.members[low], " and ", group.members[high]));
+    group.board->add(log);
+  }
+  return log;
+}
+
+std::unique_ptr<Transfer> GlooMail::post(Letter letter) {
+  const auto& abort_flag = channel_->options.abort_flag;
+  if (abort_flag->is_set()) throw PeerLost(concat(to_string(letter), ": ", abort_flag->why()));
+  open_();
+  if (letter.tensor.numel() == 0) return std::make_unique<NothingToCarry>(abort_flag);
+  const auto log = log_with(letter.peer);
+  const std::uint64_t key = message_key(letter.tag, letter.sends() ? rank() : letter.peer);
+  const std::uint64_t fingerprint = fingerprint_of(key, letter.tensor);
+  log->post(letter, key, fingerprint);
+  auto parcel = std::make_shared<Parcel>(desk_, log, std::move(letter), fingerprint);
+  parcel->start();
+  desk_->under_way.push_back(parcel);
+  return std::make_unique<GlooTransfer>(abort_flag, std::move(parcel));
+}
+
+}  // namespace tessera::comm

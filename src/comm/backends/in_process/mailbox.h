@@ -1,0 +1,65 @@
+// Messages between ranks that are threads: a mailbox that the members of a group share.
+//
+// Stricter than Gloo: a send ends when its receive was posted and the message has been on its way
+// for as long as a test says (test_hooks.h), data appear when one of the ends waits or asks, and
+// ends that differ are named at once, on both; those of empty tensors, too.
+#pragma once
+
+#include <chrono>
+#include <compare>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/mutex.h"
+#include "comm/mail.h"
+#include "launch/abort_flag.h"
+
+namespace tessera::comm {
+
+/// Threads: any.
+class Mailbox {
+ public:
+  /// Ends all waits (after every rank's AbortFlag was marked).
+  void wake_all();
+  /// Messages under way are lost: their tensors are not touched any more.
+  void reset();
+
+ private:
+  friend class InProcessTransfer;
+  friend class InProcessMail;
+
+  /// Sender and receiver (of the world), and which of their messages.
+  struct Key {
+    int sender;
+    int receiver;
+    MailTag tag;
+    auto operator<=>(const Key&) const = default;
+  };
+  struct Message;
+
+  std::shared_ptr<Message> post(const Key& key, const Letter& letter);
+  void match(Message& message) TESSERA_REQUIRES(mutex_);
+  /// Whether it is through for the end of `letter`; delivers it when its time has come.
+  bool is_through(Message& message, const Letter& letter) TESSERA_REQUIRES(mutex_);
+  void wait_for(Message& message, const Letter& letter, std::chrono::milliseconds timeout,
+                const AbortFlag& abort_flag);
+  bool poll(Message& message, const Letter& letter, const AbortFlag& abort_flag);
+  /// "; it has posted ...": what the other end of `message` waits with in its place.
+  std::string others_than(const Message& message, const Letter& letter) const
+      TESSERA_REQUIRES(mutex_);
+
+  mutable base::Mutex mutex_;
+  base::Condition changed_;
+  std::map<Key, std::shared_ptr<Message>> half_posted_ TESSERA_GUARDED_BY(mutex_);
+  std::uint64_t generation_ TESSERA_GUARDED_BY(mutex_) = 0;
+};
+
+/// For the member at index `self` of `members`.
+std::unique_ptr<Mail> open_mailbox(std::shared_ptr<Mailbox> mailbox, std::vector<int> members,
+                                   int self, std::chrono::milliseconds timeout,
+                                   std::shared_ptr<AbortFlag> abort_flag);
+
+}  // namespace tessera::comm

@@ -1,0 +1,145 @@
+#include "comm/mail.h"
+
+#include <ATen/record_function.h>
+
+#include <utility>
+
+#include "base/trace.h"
+#include "comm/group.h"
+#include "tessera/error.h"
+#include "tessera/world.h"
+
+namespace tessera::comm {
+namespace {
+
+bool is_forward(const MailTag& tag) { return tag.direction == MailTag::Direction::kForward; }
+
+/// As pipeline/slot_trace.h reads it: "1SEND_F3", "2RECV_F3". The stage is that of this end.
+std::string name_in_trace(const Letter& letter) {
+  const MailTag& tag = letter.tag;
+  const int receiver = tag.stage + (is_forward(tag) ? 1 : -1);
+  return concat(letter.sends() ? tag.stage : receiver, letter.sends() ? "SEND_" : "RECV_",
+                is_forward(tag) ? 'F' : 'B', tag.micro_batch);
+}
+
+}  // namespace
+
+/// One end of a message of a traced step: from its posting until this rank knows that it is
+/// through. Made only while there is a trace.
+class TracedMessage {
+ public:
+  /// Null where nobody looks.
+  static std::unique_ptr<TracedMessage> of(const Letter& letter) {
+    Trace* const trace = current_trace();
+    if (trace == nullptr) return nullptr;
+    auto traced = std::make_unique<TracedMessage>();
+    traced->trace_ = trace->shared_from_this();
+    traced->span_ = {TraceRow::kMessages,
+                     name_in_trace(letter),
+                     TraceClock::now(),
+                     {},
+                     {{"tensor", std::int64_t{letter.tag.index}},
+                      {"bytes", static_cast<std::int64_t>(letter.tensor.nbytes())}}};
+    return traced;
+  }
+
+  void ended() {
+    span_.end = TraceClock::now();
+    trace_->add(std::move(span_));
+  }
+  void waited_since(TraceClock::time_point begin) {
+    trace_->add({TraceRow::kWaits, span_.name, begin, TraceClock::now(), {}});
+    ended();
+  }
+
+ private:
+  std::shared_ptr<Trace> trace_;
+  TraceSpan span_;
+};
+
+std::string to_string(const MailTag& tag) {
+  return concat(is_forward(tag) ? "activations" : "gradients", " of stage ", tag.stage,
+                ", micro-batch ", tag.micro_batch, ", step ", tag.step,
+                tag.index == 0 ? "" : concat(", tensor ", tag.index));
+}
+
+std::string to_string(const Letter& letter) {
+  const at::Tensor& tensor = letter.tensor;
+  return concat(
+      to_string(letter.tag), letter.sends() ? ", to rank " : ", from rank ", letter.peer_rank,
+      tensor.defined() ? concat(" (", tensor.sizes(), " ", c10::toString(tensor.scalar_type()), ")")
+                       : "");
+}
+
+std::string waited_in_vain(const Letter& letter, std::chrono::milliseconds time, int rank,
+                           const Patience& patience) {
+  const std::string works = patience.works_of({rank});
+  return concat(
+      to_string(letter), ": waited ", in_seconds(time), " for rank ", rank,
+      works.empty() ? "; it is stalled, or does not post its end of this message" : works);
+}
+
+Transfer::Transfer(std::shared_ptr<AbortFlag> abort_flag) : abort_flag_(std::move(abort_flag)) {}
+
+Transfer::~Transfer() = default;
+
+void Transfer::keep_suspicion(const PeerLost& error) const { abort_flag_->suspect(error.what()); }
+
+void Transfer::wait() {
+  RECORD_USER_SCOPE("tessera::wait");
+  const auto begin = traced_ ? TraceClock::now() : TraceClock::time_point();
+  try {
+    finish();
+  } catch (const PeerLost& error) {
+    keep_suspicion(error);
+    throw;
+  }
+  if (traced_) std::exchange(traced_, nullptr)->waited_since(begin);
+}
+
+bool Transfer::done() {
+  try {
+    if (!poll()) return false;
+  } catch (const PeerLost& error) {
+    keep_suspicion(error);
+    throw;
+  }
+  if (traced_) std::exchange(traced_, nullptr)->ended();
+  return true;
+}
+
+Mail::Mail(std::vector<int> members, int self) : members_(std::move(members)), self_(self) {}
+
+Mail::~Mail() = default;
+
+std::unique_ptr<Transfer> Mail::checked_and_posted(Letter::End end, int peer, const MailTag& tag,
+                                                   at::Tensor tensor) {
+  TESSERA_INVARIANT(peer >= 0 && peer < size() && peer != self_, to_string(tag), ": found index ",
+                    peer, " for the other end, expected one below ", size(), " that is not ",
+                    self_);
+  TESSERA_INVARIANT(tensor.defined() && tensor.layout() == c10::kStrided &&
+                        tensor.device().is_cpu() && tensor.is_contiguous(),
+                    to_string(tag),
+                    ": found a tensor that is undefined, sparse, on a device or not contiguous, "
+                    "expected x.contiguous() on the CPU");
+  Letter letter{end, tag, peer, members_[static_cast<std::size_t>(peer)], std::move(tensor)};
+  auto traced = TracedMessage::of(letter);
+  auto transfer = post(std::move(letter));
+  transfer->traced_ = std::move(traced);
+  return transfer;
+}
+
+std::unique_ptr<Transfer> Mail::send(int to, const MailTag& tag, const at::Tensor& tensor) {
+  return checked_and_posted(Letter::End::kSend, to, tag, tensor);
+}
+
+std::unique_ptr<Transfer> Mail::receive(int from, const MailTag& tag, at::Tensor into) {
+  return checked_and_posted(Letter::End::kReceive, from, tag, std::move(into));
+}
+
+std::shared_ptr<Mail> mail_of(World& world, const std::vector<int>& ranks) {
+  const auto group = world.group(ranks, "messages");
+  return {group, &group->mail()};
+}
+
+}  // namespace tessera::comm

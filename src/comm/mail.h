@@ -1,0 +1,140 @@
+// Mail: messages between two ranks of a group, by which the stages of a pipeline hand tensors on.
+//
+// No collective: a message concerns its two ends, and these find each other by what it is
+// (MailTag), never by how many came before. Ranks of a pipeline send and receive in orders of their
+// own: on a V activations and gradients take the same way. Both ends are compared pair by pair, so
+// that what differs waits or is refused and is never exchanged.
+//
+// Posting never blocks. A send ends when its receive was posted (unbuffered, as Gloo is), so two
+// ranks that each wait for a send before they post a receive wait for ever: post receives first,
+// wait for sends last. Threads: the rank's own. Next: ../../docs/communication.md.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <compare>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "launch/abort_flag.h"
+
+namespace tessera {
+class World;
+}
+
+namespace tessera::comm {
+
+/// Which message: both ends name it alike. Between two ranks a tag stands for one message at a time:
+/// it is used again, if at all, when both ends are through.
+struct MailTag {
+  enum class Direction : std::uint8_t {
+    kForward,   ///< activations, to the stage after
+    kBackward,  ///< gradients, to the stage before
+  };
+
+  std::uint64_t step = 0;
+  Direction direction = Direction::kForward;
+  std::int32_t stage = 0;  ///< of the sender
+  std::int32_t micro_batch = 0;
+  std::int32_t index = 0;  ///< of its tensors
+  auto operator<=>(const MailTag&) const = default;
+};
+/// "activations of stage 1, micro-batch 3, step 7"; ", tensor 1" of the second one.
+std::string to_string(const MailTag& tag);
+
+/// One end of a message, as a backend posts it.
+struct Letter {
+  enum class End : std::uint8_t { kSend, kReceive };
+
+  End end = End::kSend;
+  MailTag tag;
+  int peer = 0;       ///< the other end, as an index into the group
+  int peer_rank = 0;  ///< of the world
+  at::Tensor tensor;
+
+  bool sends() const { return end == End::kSend; }
+};
+/// "activations of stage 1, micro-batch 3, step 7, to rank 2 ([4, 8] Float)".
+std::string to_string(const Letter& letter);
+
+class TracedMessage;
+
+/// A message under way. Who lets go of it unfinished loses nothing: the Mail keeps the tensor's
+/// memory until the message is through or the World recovers.
+class Transfer {
+ public:
+  virtual ~Transfer();
+  Transfer(const Transfer&) = delete;
+  Transfer& operator=(const Transfer&) = delete;
+
+  /// Until what was received is here, or what was sent may be overwritten. Errors: kComm that names
+  /// the message, the other rank and what has become of it: PeerLost when it is lost, stalled, or
+  /// has aborted the World, within the World's timeout; kComm when the ends differ.
+  void wait();
+  /// Whether it is through; never blocks. A yes may come a little late: over Gloo a thread finds
+  /// out, from the first question on. Errors: as wait(), where they are known.
+  bool done();
+
+ protected:
+  explicit Transfer(std::shared_ptr<AbortFlag> abort_flag);
+
+  virtual void finish() = 0;  ///< wait()
+  virtual bool poll() = 0;    ///< done()
+
+ private:
+  friend class Mail;
+  void keep_suspicion(const PeerLost& error) const;
+
+  const std::shared_ptr<AbortFlag> abort_flag_;
+  std::unique_ptr<TracedMessage> traced_;  // null: nobody looks, or it has ended
+};
+
+class Mail {
+ public:
+  virtual ~Mail();
+  Mail(const Mail&) = delete;
+  Mail& operator=(const Mail&) = delete;
+
+  int rank() const { return self_; }  ///< within the group
+  int size() const { return static_cast<int>(members_.size()); }
+
+  /// `to`, `from`: indices into the group. Tensors are contiguous, on the CPU, and alike at both
+  /// ends: sizes and dtype. An empty one sends nothing. After a recovery the first call connects
+  /// all ranks again where mail_of() has not. Errors: kInternal for what cannot be posted; kComm.
+  ///
+  /// The tensor keeps its values until the send is done.
+  std::unique_ptr<Transfer> send(int to, const MailTag& tag, const at::Tensor& tensor);
+  /// `into` is written until the receive is done.
+  std::unique_ptr<Transfer> receive(int from, const MailTag& tag, at::Tensor into);
+
+ protected:
+  /// `members`: world ranks.
+  Mail(std::vector<int> members, int self);
+
+  /// Starts a checked letter.
+  virtual std::unique_ptr<Transfer> post(Letter letter) = 0;
+
+  const std::vector<int>& members() const { return members_; }
+
+ private:
+  std::unique_ptr<Transfer> checked_and_posted(Letter::End end, int peer, const MailTag& tag,
+                                               at::Tensor tensor);
+
+  const std::vector<int> members_;
+  const int self_;
+};
+
+/// Of a wait that has ended: "LETTER: waited 100 s for rank 2; ...".
+std::string waited_in_vain(const Letter& letter, std::chrono::milliseconds time, int rank,
+                           const Patience& patience);
+
+/// The messages among `ranks` of the world (ascending, this one among them), on connections of
+/// their own; the same at every call. Collective among them at the first call, and at the first
+/// since a recovery, when it connects them. Errors: as World::group; kUsage where the backend has
+/// no messages.
+std::shared_ptr<Mail> mail_of(World& world, const std::vector<int>& ranks);
+
+}  // namespace tessera::comm
