@@ -32,10 +32,10 @@ std::map<int, Uses> uses_of(const std::vector<Slot>& slots) {
   return uses;
 }
 
-class RankProgram {
+/// When the stages of a rank move.
+class Moves {
  public:
-  RankProgram(const Schedule& schedule, const std::vector<Slot>& slots)
-      : schedule_(schedule), slots_(slots) {
+  explicit Moves(const std::vector<Slot>& slots) {
     for (const auto& [stage, uses] : uses_of(slots)) {
       if (uses.first_forward) unshards_[*uses.first_forward].push_back(stage);
       if (uses.last_gradient) reshards_[*uses.last_gradient].push_back(stage);
@@ -43,17 +43,46 @@ class RankProgram {
     }
   }
 
+  void before(std::size_t slot, std::vector<Step>& steps) const {
+    append(slot, Residency::Move::kUnshard, unshards_, steps);
+  }
+  void after(std::size_t slot, std::vector<Step>& steps) const {
+    append(slot, Residency::Move::kReshard, reshards_, steps);
+    append(slot, Residency::Move::kReduce, reduces_, steps);
+  }
+
+ private:
+  /// Stages, ascending, by the slot at which they move: a rank may hold thousands.
+  using StagesBySlot = std::map<std::size_t, std::vector<int>>;
+
+  static void append(std::size_t slot, Residency::Move move, const StagesBySlot& when,
+                     std::vector<Step>& steps) {
+    const auto found = when.find(slot);
+    if (found == when.end()) return;
+    for (const int stage : found->second) steps.emplace_back(Residency{move, stage});
+  }
+
+  StagesBySlot unshards_;
+  StagesBySlot reshards_;
+  StagesBySlot reduces_;
+};
+
+class RankProgram {
+ public:
+  RankProgram(const Schedule& schedule, const std::vector<Slot>& slots)
+      : schedule_(schedule), slots_(slots) {}
+
   std::vector<Step> lower(std::size_t receives_ahead) {
+    const Moves moves(slots_);
     std::size_t posted = 0;
     for (std::size_t i = 0; i < slots_.size(); ++i) {
-      moves(i, Residency::Move::kUnshard, unshards_);
+      moves.before(i, steps_);
       for (; posted < slots_.size() && posted <= i + receives_ahead; ++posted) {
         transfers(slots_[posted], Transfer::End::kReceive);
       }
       steps_.emplace_back(slots_[i]);
       transfers(slots_[i], Transfer::End::kSend);
-      moves(i, Residency::Move::kReshard, reshards_);
-      moves(i, Residency::Move::kReduce, reduces_);
+      moves.after(i, steps_);
     }
     return std::move(steps_);
   }
@@ -67,22 +96,27 @@ class RankProgram {
     });
   }
 
-  /// Stages, ascending, by the slot at which they move: a rank may hold thousands.
-  using StagesBySlot = std::map<std::size_t, std::vector<int>>;
-
-  void moves(std::size_t slot, Residency::Move move, const StagesBySlot& when) {
-    const auto found = when.find(slot);
-    if (found == when.end()) return;
-    for (const int stage : found->second) steps_.emplace_back(Residency{move, stage});
-  }
-
   const Schedule& schedule_;
   const std::vector<Slot>& slots_;
-  StagesBySlot unshards_;
-  StagesBySlot reshards_;
-  StagesBySlot reduces_;
   std::vector<Step> steps_;
 };
+
+/// Moves stand before their slots, and behind what is sent when these end.
+std::vector<Step> with_moves(const std::vector<Step>& steps, const Moves& moves) {
+  std::vector<Step> result;
+  std::size_t slots = 0;
+  std::size_t moved = 0;  // slots after which stages have
+  for (const Step& step : steps) {
+    if (std::holds_alternative<Residency>(step)) continue;
+    const auto* transfer = std::get_if<Transfer>(&step);
+    const bool is_send = transfer != nullptr && transfer->end == Transfer::End::kSend;
+    for (; !is_send && moved < slots; ++moved) moves.after(moved, result);
+    if (std::holds_alternative<Slot>(step)) moves.before(slots++, result);
+    result.push_back(step);
+  }
+  for (; moved < slots; ++moved) moves.after(moved, result);
+  return result;
+}
 
 struct StepText {
   std::string operator()(const Slot& slot) const {
@@ -147,6 +181,15 @@ Program lower(const Schedule& schedule, int receives_ahead) {
         RankProgram(schedule, slots).lower(static_cast<std::size_t>(receives_ahead)));
   }
   return program;
+}
+
+Program with_moves(const Program& program) {
+  const Schedule schedule = schedule_of(program);
+  Program result{program.micro_batches, program.rank_of, {}};
+  for (std::size_t rank = 0; rank < program.steps.size(); ++rank) {
+    result.steps.push_back(with_moves(program.steps[rank], Moves(schedule.slots[rank])));
+  }
+  return result;
 }
 
 Schedule schedule_of(const Program& program) {

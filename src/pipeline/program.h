@@ -61,6 +61,10 @@ struct Program {
 /// schedule need not be valid.
 Program lower(const Schedule& schedule, int receives_ahead = 1);
 
+/// The same with other moves of parameters: where the slots ask for them. A file may have none, or
+/// wrong ones.
+Program with_moves(const Program& program);
+
 /// The slots alone.
 Schedule schedule_of(const Program& program);
 
