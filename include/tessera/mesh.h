@@ -21,8 +21,8 @@ class World;
 class Mesh {
  public:
   Mesh() = default;
-  /// Errors: kConfig when the shape's size is not the world's, and for pp and cp above 1,
-  /// which nothing runs yet.
+  /// Ranks that differ on pp have models of their own, stages of a whole: pipeline.h runs them.
+  /// Errors: kConfig when the shape's size is not the world's, and for cp above 1: not yet built.
   Mesh(std::shared_ptr<World> world, MeshShapes shapes);
 
   const std::shared_ptr<World>& world() const { return world_; }

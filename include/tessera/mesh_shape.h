@@ -38,7 +38,7 @@ class MeshShape {
   /// Errors: kConfig for a size < 1 or two axes of one name.
   explicit MeshShape(std::vector<MeshAxis> axes);
 
-  /// All axes of the dense mesh; cp above 1 is refused (kConfig), pp above 1 by Mesh.
+  /// All axes of the dense mesh; cp above 1 is refused (kConfig): not yet built.
   static MeshShape dense(int pp, int dp_replicate, int dp_shard, int cp, int tp);
   /// All axes of the sparse (expert) mesh.
   static MeshShape sparse(int pp, int dp_replicate, int expert_data, int ep, int etp);

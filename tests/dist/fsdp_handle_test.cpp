@@ -307,17 +307,26 @@ TEST(Handle, PartsOverAnotherMeshAreRefused) {
   });
 }
 
-// Naive: no group has the axis, so every rank trains a whole model of its own without a word.
-TEST(Handle, AMeshWithPipelineStagesIsRefused) {
-  ranks(2).run([](World& world) {
-    const auto with_stages = {
-        MeshShapes(MeshShape::dense(2, 1, 1, 1, 1)), MeshShapes(MeshShape({{"pp", 2}})),
-        MeshShapes(MeshShape::dense(2, 1, 1, 1, 1), MeshShape::sparse(2, 1, 1, 1, 1))};
-    for (const auto& shapes : with_stages) {
-      EXPECT_THAT(
-          error_of([&] { fully_shard(std::make_shared<Block>(1, kWidth), world.mesh(shapes)); }),
-          AllOf(HasSubstr("found size 2 (axis pp), expected 1"), HasSubstr("not yet built")));
-    }
+// Stages of a pipeline hold different parts of a model: neither weights nor gradients meet.
+TEST(Handle, RanksOfAnotherPipelineStageHaveModelsOfTheirOwn) {
+  ranks(4).run([](World& world) {
+    const auto mesh = world.mesh(MeshShape::dense(2, 1, 2, 1, 1));
+    const int stage = mesh.coordinate("pp");
+    const auto make = [&] { return std::make_shared<Block>(stage == 0 ? 1 : 7, kWidth); };
+    const auto x = seeded(static_cast<std::uint64_t>(stage) + 20, {3, kWidth});
+    const auto plain = make();
+    plain->forward(x).sum().backward();
+    std::map<std::string, at::Tensor> expected;
+    for (const auto& one : plain->named_parameters()) expected[one.key()] = one.value().grad();
+
+    auto handle = fully_shard(make(), mesh);
+    handle.forward(x).sum().backward();
+    std::size_t compared = 0;
+    handle.visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
+      EXPECT_TRUE(gradient.equal(expected.at(name))) << name << " of stage " << stage;
+      ++compared;
+    });
+    EXPECT_EQ(compared, expected.size());
   });
 }
 
