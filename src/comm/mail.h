@@ -101,6 +101,11 @@ class Mail {
   int rank() const { return self_; }  ///< within the group
   int size() const { return static_cast<int>(members_.size()); }
 
+  /// For who numbers steps (MailTag::step): one that this rank has not begun. Those that all ranks
+  /// begin together take the largest.
+  std::uint64_t next_step() const { return next_step_; }
+  void begin_step(std::uint64_t step) { next_step_ = step + 1; }
+
   /// `to`, `from`: indices into the group. Tensors are contiguous, on the CPU, and alike at both
   /// ends: sizes and dtype. An empty one sends nothing. After a recovery the first call connects
   /// all ranks again where mail_of() has not. Errors: kInternal for what cannot be posted; kComm.
@@ -125,6 +130,7 @@ class Mail {
 
   const std::vector<int> members_;
   const int self_;
+  std::uint64_t next_step_ = 0;
 };
 
 /// Of a wait that has ended: "LETTER: waited 100 s for rank 2; ...".

@@ -1,0 +1,397 @@
+#include "pipeline/runner.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <variant>
+
+#include "base/trace.h"
+#include "comm/group.h"
+#include "pipeline/messages.h"
+#include "tessera/error.h"
+#include "tessera/step_scope.h"
+
+namespace tessera::pipeline {
+namespace {
+
+using torch::autograd::Edge;
+
+/// A micro-batch in a stage, between its F and its B or I.
+struct Flight {
+  Tensors inputs;           ///< leaves; undefined where no gradient is asked for
+  std::vector<Edge> edges;  ///< of outputs; without a node where the output needs no gradient
+  Tensors results;          ///< of the last stage, with their graphs
+};
+
+/// Where the walk is, for the message of an error.
+struct Place {
+  const Step* step = nullptr;
+  const Action* action = nullptr;     ///< that is being computed
+  std::optional<HandOver> waits_for;  ///< that has not arrived
+  std::optional<HandOver> sends;      ///< that is not through
+};
+
+class Walk {
+ public:
+  Walk(const ValidProgram& program, int rank, const std::vector<Stage*>& stages,
+       const Borders& borders, Messages* messages, const Parameters& parameters)
+      : program_(program),
+        rank_(static_cast<std::size_t>(rank)),
+        stages_(stages),
+        borders_(borders),
+        messages_(messages),
+        scope_(parameters.scope),
+        reduces_every_(parameters.reduce_every),
+        trains_(program.passes() == Passes::kForwardAndBackward) {
+    const auto& ids = program.schedule().rank_of;
+    for (std::size_t stage = 0; stage < ids.size(); ++stage) {
+      if (ids[stage] == rank) local_.emplace(static_cast<int>(stage), local_.size());
+    }
+    flights_.resize(stages.size() * micro_batches());
+    if (local_.contains(last_stage())) results_.resize(micro_batches());
+  }
+
+  std::vector<Tensors> run() {
+    for (const Step& step : program_.program().steps[rank_]) {
+      place_.step = &step;
+      std::visit([this](const auto& one) { take(one); }, step);
+    }
+    place_ = {};
+    if (scope_ != nullptr) scope_->finish();
+    if (messages_ != nullptr) {
+      messages_->wait_for_sends([this](const HandOver& what) { place_.sends = what; });
+    }
+    return std::move(results_);
+  }
+
+  /// "slot 3B1 (stage 3, micro-batch 1)" and what it waits for.
+  std::string place() const {
+    if (place_.sends) return concat("at the end of the step, sending ", to_string(*place_.sends));
+    if (place_.step == nullptr) return "at the end of the step";
+    std::string text;
+    if (const auto* slot = std::get_if<Slot>(place_.step)) {
+      text = concat("slot ", to_string(*slot));
+    } else {
+      text = to_string(*place_.step);
+    }
+    if (place_.action != nullptr) {
+      text += concat(" (stage ", place_.action->stage, ", micro-batch ", place_.action->micro_batch,
+                     ")");
+    }
+    if (place_.waits_for) {
+      text += concat(", which waits for the ", to_string(*place_.waits_for), " from rank ",
+                     rank_of(place_.waits_for->from), " of the pipeline");
+    }
+    return text;
+  }
+
+ private:
+  std::size_t micro_batches() const {
+    return static_cast<std::size_t>(program_.schedule().micro_batches);
+  }
+  int last_stage() const { return program_.schedule().stages() - 1; }
+  int rank_of(int stage) const {
+    return program_.schedule().rank_of[static_cast<std::size_t>(stage)];
+  }
+  /// Of a stage, among those of the rank.
+  std::size_t local(int stage) const { return local_.find(stage)->second; }
+  int in_scope(int stage) const { return static_cast<int>(local(stage)); }
+  Flight& flight(const Action& action) {
+    return flights_[local(action.stage) * micro_batches() +
+                    static_cast<std::size_t>(action.micro_batch)];
+  }
+  /// Of what is handed over, as the end on this rank declares it.
+  const Boundary& border_of(const HandOver& what, int stage) const {
+    const bool above = what.from == stage ? what.to() > stage : what.from > stage;
+    return above ? borders_.after(local(stage), what.micro_batch)
+                 : borders_.before(local(stage), what.micro_batch);
+  }
+
+  // Messages.
+
+  void take(const Transfer& transfer) {
+    const HandOver& what = transfer.what;
+    if (transfer.end == Transfer::End::kReceive) {
+      messages_->post(what, rank_of(what.from),
+                      contents(border_of(what, what.to()), what.direction));
+      return;
+    }
+    auto given = given_.extract(what);
+    TESSERA_INVARIANT(!given.empty(), "nothing was made of the ", to_string(what));
+    messages_->send(what, rank_of(what.to()), std::move(given.mapped()));
+  }
+
+  /// What the action needs of another stage, once it is here.
+  Tensors wait_for(const Action& action) {
+    const auto what = needed_by(action, program_.schedule().stages());
+    if (!what) return {};
+    if (is_message(*what, program_.schedule())) {
+      place_.action = &action;
+      place_.waits_for = what;
+      Tensors tensors = messages_->wait_for(*what);
+      place_.waits_for.reset();
+      return tensors;
+    }
+    auto given = given_.extract(*what);
+    TESSERA_INVARIANT(!given.empty(), "nothing was handed over of the ", to_string(*what));
+    return std::move(given.mapped());
+  }
+
+  void give(const Action& action, Tensors tensors) {
+    const auto what = given_by(action, program_.schedule().stages());
+    if (!what) return;
+    if (is_message(*what, program_.schedule())) {
+      for (at::Tensor& tensor : tensors) tensor = tensor.contiguous();
+    }
+    given_.emplace(*what, std::move(tensors));
+  }
+
+  // Parameters.
+
+  void take(const Residency& residency) {
+    if (scope_ == nullptr) return;
+    switch (residency.move) {
+      case Residency::Move::kUnshard:
+        return;  // the stage's first forward gathers
+      case Residency::Move::kReshard:
+        return scope_->reshard(in_scope(residency.stage));
+      case Residency::Move::kReduce:
+        if (!reduces_every_) scope_->reduce(in_scope(residency.stage));
+        return;
+    }
+  }
+
+  // Slots.
+
+  void take(const Slot& slot) {
+    // All that it needs is here before its time begins: a trace shows computing and waits apart.
+    Tensors first = wait_for(slot.action);
+    Tensors second = slot.beside ? wait_for(*slot.beside) : Tensors{};
+    if (messages_ != nullptr) messages_->let_go();
+    const auto name = current_trace() != nullptr ? to_string(slot) : std::string();
+    const TraceScope traced(TraceRow::kSlots, name);
+    if (slot.beside) {
+      side_by_side(slot.action, std::move(first), *slot.beside, std::move(second));
+    } else {
+      compute(slot.action, std::move(first));
+    }
+  }
+
+  /// Here a forward and a backward of two stages may come to run under each other: what both need
+  /// has arrived, what they give is sent when the slot ends.
+  void side_by_side(const Action& forward, Tensors inputs, const Action& backward,
+                    Tensors gradients) {
+    compute(forward, std::move(inputs));
+    compute(backward, std::move(gradients));
+  }
+
+  void compute(const Action& action, Tensors needed) {
+    place_.action = &action;
+    switch (action.kind) {
+      case ActionKind::kForward:
+        forward(action, std::move(needed));
+        break;
+      case ActionKind::kInputGradient:
+      case ActionKind::kBackward:
+        backward(action, needed);
+        break;
+      case ActionKind::kWeightGradient:
+        if (scope_ != nullptr) {
+          scope_->run_weight_gradients(in_scope(action.stage), action.micro_batch);
+        }
+        break;
+    }
+    const bool ends_weights =
+        action.kind == ActionKind::kWeightGradient || action.kind == ActionKind::kBackward;
+    if (reduces_every_ && scope_ != nullptr && ends_weights) {
+      scope_->reduce(in_scope(action.stage));
+    }
+    place_.action = nullptr;
+  }
+
+  void forward(const Action& action, Tensors inputs) {
+    const at::AutoGradMode grad_mode(trains_);
+    Stage& stage = *stages_[local(action.stage)];
+    const auto& before = borders_.before(local(action.stage), action.micro_batch);
+    Flight& flight = this->flight(action);
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      const bool is_leaf = trains_ && before.activations[i].has_gradient;
+      if (is_leaf) inputs[i].set_requires_grad(true);
+      if (trains_) flight.inputs.push_back(is_leaf ? inputs[i] : at::Tensor());
+    }
+    if (scope_ != nullptr) scope_->begin_forward(in_scope(action.stage), action.micro_batch);
+    Tensors outputs = stage.forward(action.micro_batch, inputs);
+    if (action.stage == last_stage()) {
+      auto& results = results_[static_cast<std::size_t>(action.micro_batch)];
+      for (const auto& output : outputs) {
+        results.push_back(output.defined() ? output.detach() : output);
+      }
+      if (trains_) flight.results = std::move(outputs);
+      return;
+    }
+    leave(action, flight, std::move(outputs));
+  }
+
+  /// What goes to the stage after has no graph; of the graph the edges stay.
+  void leave(const Action& action, Flight& flight, Tensors outputs) {
+    const auto& after = borders_.after(local(action.stage), action.micro_batch).activations;
+    require_as_declared(outputs, after, "output");
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      if (trains_ && after[i].has_gradient) {
+        flight.edges.push_back(
+            outputs[i].requires_grad() ? torch::autograd::impl::gradient_edge(outputs[i]) : Edge());
+      }
+      TESSERA_CHECK(!trains_ || after[i].has_gradient || !outputs[i].requires_grad(),
+                    ErrorKind::kContract, "output ", i,
+                    ": found a tensor that requires grad, expected none: no gradient of it travels "
+                    "back; declare has_gradient, or return its detach()");
+      outputs[i] = outputs[i].detach();
+    }
+    give(action, std::move(outputs));
+  }
+
+  void backward(const Action& action, const Tensors& arrived) {
+    Stage& stage = *stages_[local(action.stage)];
+    Flight flight = std::exchange(this->flight(action), {});
+    const std::size_t gradients = flight.edges.size();
+    Tensors back(arrived.begin() + static_cast<std::ptrdiff_t>(gradients), arrived.end());
+
+    torch::autograd::edge_list edges;
+    Tensors begins;
+    for (std::size_t i = 0; i < gradients; ++i) {
+      if (!flight.edges[i].is_valid()) continue;
+      edges.push_back(std::move(flight.edges[i]));
+      begins.push_back(arrived[i]);
+    }
+    {
+      auto roots = stage.roots(action.micro_batch, flight.results, back);
+      add_roots(roots, edges, begins);
+    }
+    flight.results.clear();
+    if (scope_ != nullptr) {
+      scope_->begin_backward(in_scope(action.stage), action.micro_batch,
+                             action.kind == ActionKind::kBackward ? tessera::Backward::kFull
+                                                                  : tessera::Backward::kInputOnly);
+    }
+    // Where all is frozen up to here there is none. The scope is told all the same: other ranks of
+    // the stage may have some.
+    if (!edges.empty()) {
+      torch::autograd::Engine::get_default_engine().execute(edges, begins, /*keep_graph=*/false,
+                                                            /*create_graph=*/false,
+                                                            /*accumulate_grad=*/true);
+    }
+    if (action.stage > 0) give(action, gradients_of(action, flight.inputs));
+  }
+
+  static void add_roots(const Stage::Roots& roots, torch::autograd::edge_list& edges,
+                        Tensors& begins) {
+    TESSERA_CHECK(roots.tensors.size() == roots.gradients.size(), ErrorKind::kUsage,
+                  "roots of a stage: found ", roots.tensors.size(), " tensors and ",
+                  roots.gradients.size(), " gradients, expected one for each");
+    for (std::size_t i = 0; i < roots.tensors.size(); ++i) {
+      if (!roots.tensors[i].requires_grad()) continue;
+      edges.push_back(torch::autograd::impl::gradient_edge(roots.tensors[i]));
+      begins.push_back(roots.gradients[i]);
+    }
+  }
+
+  /// What the stage before is given.
+  Tensors gradients_of(const Action& action, const Tensors& inputs) {
+    const auto& before = borders_.before(local(action.stage), action.micro_batch);
+    Tensors tensors;
+    for (const at::Tensor& input : inputs) {
+      if (!input.defined()) continue;
+      auto gradient = std::exchange(input.mutable_grad(), {});
+      tensors.push_back(gradient.defined() ? std::move(gradient) : at::zeros_like(input.detach()));
+    }
+    if (!before.back.empty()) {
+      auto back = stages_[local(action.stage)]->back(action.micro_batch);
+      require_as_declared(back, before.back, "value back");
+      for (auto& value : back) tensors.push_back(value.detach());
+    }
+    require_as_declared(tensors, contents(before, Direction::kBackward), "gradient of input");
+    return tensors;
+  }
+
+  const ValidProgram& program_;
+  const std::size_t rank_;
+  const std::vector<Stage*>& stages_;
+  const Borders& borders_;
+  Messages* const messages_;
+  StepScope* const scope_;
+  const bool reduces_every_;
+  const bool trains_;
+  std::map<int, std::size_t> local_;
+  std::vector<Flight> flights_;
+  std::map<HandOver, Tensors> given_;  ///< made here, not yet sent or taken
+  std::vector<Tensors> results_;
+  Place place_;
+};
+
+}  // namespace
+
+Ties ties_of(const Mesh& mesh, at::Device device) {
+  Ties ties{mesh.world(), {}, {}, device};
+  const auto ranks = mesh.ranks_of({axis::kPipeline});
+  if (ranks.size() == 1) return ties;
+  ties.group = mesh.world()->group(ranks, "pipeline control");
+  ties.mail = comm::mail_of(*mesh.world(), ranks);
+  return ties;
+}
+
+Runner::Runner(Ties ties) : ties_(std::move(ties)) {
+  TESSERA_INVARIANT((ties_.mail == nullptr) == (ties_.group == nullptr),
+                    "mail and group have the same ranks");
+}
+
+std::vector<Tensors> Runner::run(const ValidProgram& program, const std::vector<Stage*>& stages,
+                                 const Parameters& parameters) {
+  const auto& schedule = program.schedule();
+  const int ranks = ties_.mail != nullptr ? ties_.mail->size() : 1;
+  TESSERA_CHECK(schedule.ranks() == ranks, ErrorKind::kConfig, "pipeline schedule: found ",
+                schedule.ranks(), " ranks, expected the ", ranks, " of the pipeline");
+  auto ids = schedule.stages_of(rank());
+  TESSERA_CHECK(stages.size() == ids.size(), ErrorKind::kUsage, "pipeline: found ", stages.size(),
+                " stages on rank ", rank(), " of the pipeline, expected the ", ids.size(),
+                " of the schedule");
+  std::string place = "before its first slot";
+  try {
+    const Borders borders(schedule, ids, stages);
+    const auto step = agreement_.renew(ties_.group.get(), program, borders,
+                                       ties_.mail != nullptr ? ties_.mail->next_step() : 0);
+    std::optional<Messages> messages;
+    if (ties_.mail != nullptr) {
+      // A tag is used once: also where a failure has left some ranks a step behind.
+      ties_.mail->begin_step(step);
+      messages.emplace(*ties_.mail, step, ties_.device);
+    }
+    Walk walk(program, rank(), stages, borders, messages ? &*messages : nullptr, parameters);
+    try {
+      return walk.run();
+    } catch (const std::exception&) {
+      place = walk.place();
+      throw;
+    }
+  } catch (const std::exception& error) {
+    fail(error, place);
+  }
+}
+
+/// The others learn of it where they wait.
+void Runner::fail(const std::exception& error, const std::string& place) {
+  const auto* known = dynamic_cast<const Error*>(&error);
+  const Error named(
+      known != nullptr ? known->kind() : ErrorKind::kUsage,
+      concat("pipeline, rank ", ties_.world->rank(), ", ", place, ": ", error.what()));
+  if (ties_.world->size() > 1) ties_.world->abort(named.what());
+  throw named;
+}
+
+}  // namespace tessera::pipeline

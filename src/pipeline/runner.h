@@ -1,0 +1,75 @@
+// The runner: walks the list of one rank of a valid program, whatever the schedule.
+//
+// What a step of the list does:
+//   F  waits for the activations that the stage before has sent, and makes fresh leaves of them:
+//      the backward of each stage is a graph task of its own. Of its outputs only autograd's edges
+//      stay here; the memory goes when the message has gone, unless the graph itself saves it.
+//   B  begins with what came back from the stage after (the last stage: with its losses); what
+//      autograd leaves on the leaves goes to the stage before, zeros where it leaves nothing.
+//   I  the same, but weight gradients of layers that can put them off wait (StepScope).
+//   W  forms those of one stage and micro-batch. Nothing, where all were formed in I.
+//   messages: receives are posted where the list says, so before the slot that needs them; a send
+//      keeps its memory until it is through, at the latest to the end of the step. Between two
+//      stages of one rank (the turn of a V) tensors are handed over without message or copy.
+// A slot of an F and a B runs them in turn; side_by_side() is where they may run under each other.
+//
+// An exception in a slot gets the rank, stage, micro-batch and slot into its message, and aborts
+// the World: the others end where they wait. Next: messages.h, borders.h.
+#pragma once
+
+#include <exception>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/mail.h"
+#include "pipeline/borders.h"
+#include "pipeline/valid_program.h"
+#include "tessera/pipeline.h"
+#include "tessera/world.h"
+
+namespace tessera {
+class StepScope;
+}  // namespace tessera
+
+namespace tessera::pipeline {
+
+/// What one rank of a pipeline talks through. Mail and group have the ranks of the pipeline in
+/// their order; both are null where there is one.
+struct Ties {
+  std::shared_ptr<World> world;  ///< told of failures
+  std::shared_ptr<comm::Mail> mail;
+  std::shared_ptr<comm::Group> group;  ///< control messages
+  at::Device device = at::kCPU;        ///< of what arrives
+};
+/// Along the axis "pp". Collective among its ranks, the first time.
+Ties ties_of(const Mesh& mesh, at::Device device);
+
+/// Who holds the parameters of a rank's stages, while a step runs.
+struct Parameters {
+  StepScope* scope = nullptr;  ///< one stage in it for each; null: plain modules
+  /// Gradients are reduced after each B or W (StepScopeOptions::sync_every_micro_batch), not once.
+  bool reduce_every = false;
+};
+
+class Runner {
+ public:
+  explicit Runner(Ties ties);
+
+  int rank() const { return ties_.mail != nullptr ? ties_.mail->rank() : 0; }
+
+  /// A step. `stages`: those of this rank, ascending. The scope is finished here. Without a
+  /// backward (Passes::kForward) no graph is made. Returns what the last stage's forward returned
+  /// for each micro-batch, without graphs, on its rank; else nothing. Collective among the ranks of
+  /// the pipeline. Errors: as Agreement::renew; those of stages and messages, see above.
+  std::vector<Tensors> run(const ValidProgram& program, const std::vector<Stage*>& stages,
+                           const Parameters& parameters);
+
+ private:
+  [[noreturn]] void fail(const std::exception& error, const std::string& place);
+
+  Ties ties_;
+  Agreement agreement_;
+};
+
+}  // namespace tessera::pipeline

@@ -1,0 +1,237 @@
+// What a pipeline refuses, and how it ends: every rank, with the place by name, and ready for the
+// next step after recover().
+#include <gmock/gmock.h>
+
+#include <fstream>
+
+#include "dist/body.h"
+#include "dist/pipeline_runs.h"
+#include "pipeline/schedule_csv.h"
+
+namespace tessera::test::pipeline_errors_test {
+namespace {
+
+using pipeline::Kind;
+using pipeline::ValidProgram;
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+ValidProgram program_of(Kind kind, int ranks, int micro_batches) {
+  return ValidProgram(
+      make_schedule(kind, {ranks, pipeline::row_of(kind).stages_per_rank, micro_batches}));
+}
+
+/// What each rank is told where its stages are those of `toy_of(rank)`.
+template <class ToyOf>
+std::vector<std::string> errors_with(const std::vector<ValidProgram>& programs,
+                                     const ToyOf& toy_of) {
+  const int count = programs.front().schedule().ranks();
+  return errors_of(count, [&](World& world) {
+    const auto& program =
+        programs.at(std::min(static_cast<std::size_t>(world.rank()), programs.size() - 1));
+    pipeline::Runner runner(pipeline::ties_of(stages_mesh(world), at::kCPU));
+    const Mine mine(toy_of(world.rank()), program.schedule(), world.rank());
+    runner.run(program, mine.pointers(), {});
+  });
+}
+
+struct Throws {
+  const char* what;
+  int stage;
+  std::int64_t micro_batch;
+  const char* slot;
+  bool others_wait = true;  ///< for what comes after it
+};
+
+TEST(PipelineErrors, AnExceptionInASlotEndsAllRanksByNameAndTheNextStepIsRight) {
+  const auto program = program_of(Kind::kZeroBubbleV, 2, 4);
+  const Throws all[] = {{"F", 0, 0, "0F0"},     {"F", 1, 2, "1F2"},        {"F", 3, 3, "3F3"},
+                        {"B", 3, 0, "3I0"},     {"B", 0, 3, "0I3", false}, {"B", 2, 1, "2I1"},
+                        {"roots", 1, 2, "1I2"}, {"back", 2, 3, "2I3"}};
+  for (const auto& [what, stage, micro_batch, slot, others_wait] : all) {
+    SCOPED_TRACE(concat(what, " of stage ", stage, ", micro-batch ", micro_batch));
+    std::atomic<bool> armed = true;
+    Toy toy;
+    toy.stages = 4;
+    toy.midst = [&, &what = what, &stage = stage, &micro_batch = micro_batch](
+                    const std::string& where, int of, std::int64_t k) {
+      if (armed && where == what && of == stage && k == micro_batch) {
+        armed = false;
+        throw std::runtime_error("a stage's own mishap");
+      }
+    };
+    const auto expected = run_in_one_process(
+        [&] {
+          auto plain = toy;
+          plain.midst = {};
+          return plain;
+        }(),
+        4);
+    const int thrower = program.schedule().rank_of[static_cast<std::size_t>(stage)];
+    std::vector<std::string> errors(2);
+    Left left;
+    std::mutex mutex;
+    ranks(2).run([&](World& world) {
+      const auto mesh = stages_mesh(world);
+      pipeline::Runner runner(pipeline::ties_of(mesh, at::kCPU));
+      const auto me = static_cast<std::size_t>(world.rank());
+      {
+        const Mine mine(toy, program.schedule(), world.rank());
+        errors[me] = error_of([&] { runner.run(program, mine.pointers(), {}); });
+      }
+      world.recover();
+      const Mine mine(toy, program.schedule(), world.rank());
+      const auto results = runner.run(program, mine.pointers(), {});
+      const std::lock_guard lock(mutex);
+      for (const auto& result : results) left.losses.push_back(result.at(0));
+      for (std::size_t i = 0; i < mine.ids.size(); ++i) {
+        add_gradients(left, mine.ids[i], *mine.stages[i]);
+      }
+    });
+    const auto named = AllOf(HasSubstr(concat("rank ", thrower)), HasSubstr(concat("slot ", slot)),
+                             HasSubstr(concat("stage ", stage, ", micro-batch ", micro_batch)),
+                             HasSubstr("a stage's own mishap"));
+    EXPECT_THAT(errors[static_cast<std::size_t>(thrower)], named);
+    if (others_wait) {
+      EXPECT_THAT(errors, Each(named));
+    }
+    expect_same_left(left, expected, toy.numbers);
+  }
+}
+
+/// A stage whose borders a test changes.
+class Declares : public ToyStage {
+ public:
+  using Change = std::function<void(pipeline::Boundary&)>;
+  Declares(const Toy& toy, int stage, Change input, Change output)
+      : ToyStage(toy, stage), input_(std::move(input)), output_(std::move(output)) {}
+  pipeline::Boundary input(std::int64_t micro_batch) const override {
+    return changed(ToyStage::input(micro_batch), input_);
+  }
+  pipeline::Boundary output(std::int64_t micro_batch) const override {
+    return changed(ToyStage::output(micro_batch), output_);
+  }
+
+ private:
+  static pipeline::Boundary changed(pipeline::Boundary boundary, const Change& change) {
+    if (change) change(boundary);
+    return boundary;
+  }
+  Change input_, output_;
+};
+
+std::vector<std::string> errors_of_borders(const Declares::Change& output_of_first,
+                                           const Declares::Change& input_of_second) {
+  const auto program = program_of(Kind::kOneFOneB, 2, 2);
+  return errors_of(2, [&](World& world) {
+    pipeline::Runner runner(pipeline::ties_of(stages_mesh(world), at::kCPU));
+    Declares stage(Toy{}, world.rank(), input_of_second, output_of_first);
+    runner.run(program, {&stage}, {});
+  });
+}
+
+TEST(PipelineErrors, BordersThatDifferAreRefusedOnAllRanksBeforeAnythingIsSent) {
+  using Border = pipeline::Boundary;
+  const auto told = [](const Declares::Change& output, const Declares::Change& input,
+                       const std::string& one, const std::string& other) {
+    EXPECT_THAT(errors_of_borders(output, input),
+                Each(AllOf(HasSubstr("between stages 0 and 1"), HasSubstr(one), HasSubstr(other))));
+  };
+  told([](Border& b) { b.activations[2].dtype = at::kBFloat16; }, {},
+       "'micro-batch 0, tensor 2: BFloat16 [1, 4] with a gradient'",
+       "'micro-batch 0, tensor 2: Float [1, 4] with a gradient'");
+  told(
+      {}, [](Border& b) { b.activations[0].shape = {1, 5}; },
+      "'micro-batch 0, tensor 0: Float [1, 4] with a gradient'",
+      "'micro-batch 0, tensor 0: Float [1, 5] with a gradient'");
+  told(
+      {}, [](Border& b) { b.activations[0].has_gradient = false; },
+      "tensor 0: Float [1, 4] with a gradient'", "tensor 0: Float [1, 4]'");
+  told([](Border& b) { b.activations.pop_back(); }, {}, "'micro-batch 0, value back 0: Long [4]'",
+       "'micro-batch 0, tensor 2: Float [1, 4] with a gradient'");
+  told([](Border& b) { b.back.clear(); }, {}, "'micro-batch 1, tensor 0",
+       "value back 0: Long [4]'");
+  EXPECT_THAT(errors_of_borders([](Border& b) { b.activations[1].has_gradient = true; },
+                                [](Border& b) { b.activations[1].has_gradient = true; }),
+              Each(HasSubstr("found a gradient of Long")));
+}
+
+// Both ends declare it, and the stage returns something else.
+TEST(PipelineErrors, ResultsThatAreNotAsDeclaredAreRefusedByName) {
+  const auto both = [](const Declares::Change& change) {
+    return errors_of_borders(change, change);
+  };
+  EXPECT_THAT(
+      both([](auto& b) { b.activations[0].dtype = at::kDouble; }),
+      all_and_one(AllOf(HasSubstr("slot 0F0 (stage 0, micro-batch 0)"),
+                        HasSubstr("output 0: found Float [1, 4], expected Double [1, 4]"))));
+  EXPECT_THAT(both([](auto& b) { b.activations[2].shape = {7}; }),
+              all_and_one(HasSubstr("output 2: found Float [1, 4], expected Float [7]")));
+  EXPECT_THAT(both([](auto& b) { b.activations.pop_back(); }),
+              all_and_one(HasSubstr("output: found 3 tensors, expected 2")));
+  EXPECT_THAT(both([](auto& b) { b.activations[2].has_gradient = false; }),
+              all_and_one(AllOf(HasSubstr("output 2: found a tensor that requires grad"),
+                                HasSubstr("declare has_gradient"))));
+  EXPECT_THAT(both([](auto& b) { b.back.front().shape = {5}; }),
+              all_and_one(HasSubstr("value back 0: found Long [4], expected Long [5]")));
+}
+
+TEST(PipelineErrors, ShapesThatChangeBetweenStepsAreComparedAgain) {
+  const auto program = program_of(Kind::kOneFOneB, 2, 3);
+  std::vector<std::string> errors(2);
+  std::vector<at::Tensor> losses;
+  Toy more;
+  more.more_rows = 2;
+  ranks(2).run([&](World& world) {
+    pipeline::Runner runner(pipeline::ties_of(stages_mesh(world), at::kCPU));
+    const Mine usual(Toy{}, program.schedule(), world.rank());
+    const Mine longer(more, program.schedule(), world.rank());
+    runner.run(program, usual.pointers(), {});
+    const auto results = runner.run(program, longer.pointers(), {});
+    if (world.rank() == 1) {
+      for (const auto& result : results) losses.push_back(result.at(0));
+    }
+    // Now at one end alone.
+    const auto& mine = world.rank() == 0 ? longer : usual;
+    errors[static_cast<std::size_t>(world.rank())] =
+        error_of([&] { runner.run(program, mine.pointers(), {}); });
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("'micro-batch 0, tensor 0: Float [3, 4]"),
+                                 HasSubstr("'micro-batch 0, tensor 0: Float [1, 4]"))));
+  const auto expected = run_in_one_process(more, 3);
+  for (std::size_t i = 0; i < 3; ++i) EXPECT_TRUE(same_bits(losses.at(i), expected.losses[i]));
+}
+
+TEST(PipelineErrors, RanksWithDifferentSchedulesAreTold) {
+  const auto toy_of = [](int) { return Toy{}; };
+  EXPECT_THAT(
+      errors_with({program_of(Kind::kGPipe, 2, 2), program_of(Kind::kOneFOneB, 2, 2)}, toy_of),
+      Each(HasSubstr("another schedule than on the first")));
+  const auto training = program_of(Kind::kGPipe, 2, 2);
+  EXPECT_THAT(errors_with({training, ValidProgram(forward_only(training.schedule()),
+                                                  pipeline::Passes::kForward)},
+                          toy_of),
+              Each(HasSubstr("or a step of another kind")));
+}
+
+TEST(PipelineErrors, SchedulesThatCannotRunAreNoPrograms) {
+  const std::string valid = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1W0,1F1,1B1\n";
+  const auto error_with = [&](const std::string& slot, const std::string& instead) {
+    auto text = valid;
+    text.replace(text.find(slot), slot.size(), instead);
+    return error_of([&] { ValidProgram(pipeline::parse_csv(text, "test")); });
+  };
+  EXPECT_EQ(error_with("0W0", "0W0"), "");
+  EXPECT_THAT(error_with(",0W0", ""),
+              HasSubstr("missing: stage 0: found no W after the I of micro-batch 0"));
+  EXPECT_THAT(error_with("0W1", "0W0"), AllOf(HasSubstr("repeated"), HasSubstr("missing")));
+  EXPECT_THAT(error_with("0W1", "0W1,0W1"), HasSubstr("repeated"));
+  EXPECT_THAT(error_with("0W1", "0W2"), HasSubstr("no I beside the W of micro-batch 2"));
+  EXPECT_THAT(error_with("0I0,0W0", "0W0,0I0"), HasSubstr("dependency"));
+  EXPECT_THAT(error_with("1F0,1I0", "1I0,1F0"), HasSubstr("dependency"));
+}
+
+}  // namespace
+}  // namespace tessera::test::pipeline_errors_test

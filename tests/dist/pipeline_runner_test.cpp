@@ -1,0 +1,263 @@
+// The runner beside the same stages in one process, one micro-batch after the other: every kind of
+// schedule, any valid one, messages that take their time; and what is refused.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <mutex>
+
+#include "base/trace.h"
+#include "dist/pipeline_runs.h"
+#include "pipeline/runner.h"
+#include "pipeline/schedule_csv.h"
+#include "pipeline/slot_trace.h"
+
+namespace tessera::test::pipeline_runner_test {
+namespace {
+
+using namespace tessera::pipeline;  // NOLINT(google-build-using-namespace): what is tested
+
+TEST(PipelineRunner, EveryKindGivesTheBitsOfOneProcess) {
+  for (const KindRow& row : kinds()) {
+    for (const int ranks : {1, 2, 4}) {
+      for (const int more : {0, 3}) {
+        Toy toy;
+        toy.stages = ranks * row.stages_per_rank;
+        const Shape shape{ranks, row.stages_per_rank, toy.stages + more * ranks};
+        toy.seed = static_cast<std::uint64_t>(ranks + more);
+        SCOPED_TRACE(concat(row.name, ", ", ranks, " ranks, ", shape.micro_batches));
+        const ValidProgram program(make_schedule(row.kind, shape));
+        expect_same_left(run(program, toy), run_in_one_process(toy, shape.micro_batches),
+                         toy.numbers);
+      }
+    }
+  }
+}
+
+TEST(PipelineRunner, RandomSchedulesEndWithTheSameBits) {
+  tessera::testing::Dice dice(18);
+  for (int i = 0; i < 400; ++i) {
+    SCOPED_TRACE(concat("schedule ", i));
+    const auto schedule = tessera::testing::random_schedule(dice);
+    Toy toy;
+    toy.stages = schedule.stages();
+    toy.seed = static_cast<std::uint64_t>(i);
+    toy.frozen = dice.chance(25) ? dice.roll(toy.stages + 1) : 0;
+    const auto delays = dice.chance(75) ? static_cast<std::uint64_t>(i + 1) : 0;
+    const Travel travel({dice.chance(50), delays});
+    expect_same_left(run(ValidProgram(schedule), toy),
+                     run_in_one_process(toy, schedule.micro_batches), toy.numbers);
+    if (HasFailure()) return;
+  }
+}
+
+TEST(PipelineRunner, SchedulesInAnyOrderEndWithTheSameSums) {
+  tessera::testing::Dice dice(19);
+  for (int i = 0; i < 100; ++i) {
+    SCOPED_TRACE(concat("schedule ", i));
+    const auto schedule =
+        tessera::testing::random_schedule(dice, tessera::testing::MicroBatchOrder::kAny);
+    Toy toy;
+    toy.stages = schedule.stages();
+    toy.seed = static_cast<std::uint64_t>(i);
+    toy.numbers = Numbers::kWhole;
+    const Travel travel({dice.chance(50), static_cast<std::uint64_t>(i + 1)});
+    expect_same_left(run(ValidProgram(schedule), toy),
+                     run_in_one_process(toy, schedule.micro_batches), toy.numbers);
+    if (HasFailure()) return;
+  }
+}
+
+/// Tags of all messages that arrive while it lives, in any order.
+class Seen {
+ public:
+  Seen()
+      : hook_(test_hooks::message_delay, [this](const comm::MailTag& tag) {
+          const std::lock_guard lock(mutex_);
+          tags_.push_back(tag);
+          return std::chrono::microseconds(0);
+        }) {}
+  std::vector<comm::MailTag> tags() const { return tags_; }
+
+ private:
+  std::mutex mutex_;
+  std::vector<comm::MailTag> tags_;
+  test_hooks::Set<decltype(test_hooks::message_delay)> hook_;
+};
+
+/// Runs the program once on its ranks; `body` is called on each.
+template <class Body>
+void run_on_ranks(const ValidProgram& program, const Toy& toy, const Body& body) {
+  ranks(program.schedule().ranks()).run([&](World& world) {
+    Runner runner(ties_of(stages_mesh(world), at::kCPU));
+    const Mine mine(toy, program.schedule(), world.rank());
+    body(world, runner, mine);
+  });
+}
+
+TEST(PipelineRunner, ForwardsAloneSendNothingBackAndMakeNoGraph) {
+  const auto training = make_schedule(Kind::kDualPipeV, {2, 2, 4});
+  Toy toy;
+  toy.stages = 4;
+  const ValidProgram program(forward_only(training), Passes::kForward);
+  const auto expected = run_in_one_process(toy, 4);
+  const Seen seen;
+  run_on_ranks(program, toy, [&](World& world, Runner& runner, const Mine& mine) {
+    const auto results = runner.run(program, mine.pointers(), {});
+    ASSERT_EQ(results.size(), world.rank() == 0 ? 4U : 0U);
+    for (std::size_t k = 0; k < results.size(); ++k) {
+      EXPECT_FALSE(results[k].at(0).requires_grad());
+      EXPECT_TRUE(same_bits(results[k].at(0), expected.losses[k]));
+    }
+    for (const auto& stage : mine.stages) EXPECT_FALSE(stage->weight.grad().defined());
+  });
+  for (const auto& tag : seen.tags()) {
+    EXPECT_EQ(tag.direction, comm::MailTag::Direction::kForward);
+  }
+  EXPECT_EQ(seen.tags().size(), 4U * 2 * 3);  // micro-batches, borders between ranks, tensors
+}
+
+TEST(PipelineRunner, NothingComesBackToAFrozenFront) {
+  const auto schedule = make_schedule(Kind::kZeroBubble, {4, 1, 4});
+  Toy toy;
+  toy.stages = 4;
+  toy.frozen = 2;
+  toy.totals = false;
+  const Seen seen;
+  const auto left = run(ValidProgram(schedule), toy);
+  const auto tags = seen.tags();
+  const auto back = std::ranges::count_if(tags, [](const auto& tag) {
+    EXPECT_TRUE(tag.direction == comm::MailTag::Direction::kForward || tag.stage == 3);
+    return tag.direction == comm::MailTag::Direction::kBackward;
+  });
+  EXPECT_EQ(back, 4 * 2);  // of the last border: two tensors have a gradient
+  expect_same_left(left, run_in_one_process(toy, 4), toy.numbers);
+  EXPECT_FALSE(left.gradients.at("weight 1").defined());
+  EXPECT_TRUE(left.gradients.at("weight 2").defined());
+}
+
+// The stage that turns around has both ends on one rank.
+TEST(PipelineRunner, TheTurnOfAVSendsNothing) {
+  const auto schedule = make_schedule(Kind::kZeroBubbleV, {2, 2, 4});
+  Toy toy;
+  toy.stages = 4;
+  const Seen seen;
+  run(ValidProgram(schedule), toy);
+  for (const auto& tag : seen.tags()) {
+    const bool forward = tag.direction == comm::MailTag::Direction::kForward;
+    EXPECT_NE(forward ? tag.stage : tag.stage - 1, 1) << "between stages 1 and 2";
+  }
+  // Micro-batches, borders between ranks; three tensors, and two gradients with a value.
+  EXPECT_EQ(seen.tags().size(), 4U * 2 * (3 + 3));
+}
+
+/// Results whose memory it watches.
+class Watched : public Stage {
+ public:
+  explicit Watched(bool is_first) : is_first_(is_first) {}
+  Boundary input(std::int64_t) const override { return {{{{1000}, at::kFloat}}}; }
+  Boundary output(std::int64_t) const override { return input(0); }
+  pipeline::Tensors forward(std::int64_t, const pipeline::Tensors& inputs) override {
+    if (!is_first_) return {inputs[0].sum() * 2.0};
+    const auto result = weight * 3.0;  // its backward needs no result
+    memory.emplace_back(result.storage().getWeakStorageImpl());
+    return {result};
+  }
+  Roots roots(std::int64_t micro_batch, const pipeline::Tensors& results,
+              const pipeline::Tensors& back) override {
+    if (is_first_ && micro_batch == 0) {
+      for (const auto& one : memory) kept += one.expired() ? 0 : 1;
+    }
+    return Stage::roots(micro_batch, results, back);
+  }
+  at::Tensor weight = at::ones({1000}).requires_grad_();
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> memory;
+  int kept = 0;
+
+ private:
+  bool is_first_;
+};
+
+TEST(PipelineRunner, TheMemoryOfAResultGoesWhenItIsSent) {
+  const ValidProgram program(make_schedule(Kind::kGPipe, {2, 1, 6}));
+  for (const bool buffered : {false, true}) {
+    const Travel travel({buffered, 0});
+    ranks(2).run([&](World& world) {
+      Runner runner(ties_of(stages_mesh(world), at::kCPU));
+      Watched stage(world.rank() == 0);
+      runner.run(program, {&stage}, {});
+      if (world.rank() != 0) return;
+      EXPECT_EQ(stage.memory.size(), 6U);
+      EXPECT_EQ(stage.kept, 0) << "of 6 at the first backward";
+      EXPECT_TRUE(stage.weight.grad().equal(at::full({1000}, 36.0)));
+    });
+  }
+}
+
+TEST(PipelineRunner, RunnersOfOneMailTakeTurns) {
+  const auto training = make_schedule(Kind::kOneFOneB, {2, 1, 3});
+  const ValidProgram program(training);
+  const ValidProgram forwards(forward_only(training), Passes::kForward);
+  const auto expected = run_in_one_process(Toy{}, 3);
+  run_on_ranks(program, Toy{}, [&](World& world, Runner& one, const Mine& mine) {
+    Runner other(ties_of(stages_mesh(world), at::kCPU));
+    for (int step = 0; step < 3; ++step) {
+      other.run(forwards, mine.pointers(), {});
+      for (const auto& stage : mine.stages) {
+        stage->weight.mutable_grad().reset();
+        stage->bias.mutable_grad().reset();
+      }
+      one.run(program, mine.pointers(), {});
+      Left left;
+      add_gradients(left, world.rank(), *mine.stages.front());
+      for (const auto& [name, gradient] : left.gradients) {
+        EXPECT_TRUE(same_bits(gradient, expected.gradients.at(name))) << name;
+      }
+    }
+  });
+}
+
+TEST(PipelineRunner, AFilesOwnMessagesAreRunAsTheyStand) {
+  const auto schedule = make_schedule(Kind::kInterleavedZeroBubble, {2, 2, 4});
+  Toy toy;
+  toy.stages = 4;
+  const auto expected = run_in_one_process(toy, 4);
+  // Posted far ahead, and as late as can be; without any moves of parameters.
+  for (const int ahead : {0, 1, 5}) {
+    Program program = lower(schedule, ahead);
+    for (auto& steps : program.steps) {
+      std::erase_if(steps,
+                    [](const Step& step) { return std::holds_alternative<Residency>(step); });
+    }
+    const auto read = parse_csv(to_csv(program), "test");
+    expect_same_left(run(ValidProgram(read), toy), expected, toy.numbers);
+    EXPECT_EQ(schedule_of(ValidProgram(read).program()), schedule);
+  }
+}
+
+TEST(PipelineRunner, ATraceHasSlotsAndMessagesThatCostsAreReadFrom) {
+  const ValidProgram program(make_schedule(Kind::kDualPipeV, {2, 2, 4}));
+  Toy toy;
+  toy.stages = 4;
+  std::vector<std::string> events(2);
+  const auto origin = TraceClock::now();
+  run_on_ranks(program, toy, [&](World& world, Runner& runner, const Mine& mine) {
+    const auto trace = std::make_shared<Trace>();
+    {
+      const TraceHere here(trace);
+      runner.run(program, mine.pointers(), {});
+    }
+    events[static_cast<std::size_t>(world.rank())] =
+        chrome_events(trace->take(), world.rank(), origin);
+  });
+  const auto costs = costs_from_trace(chrome_trace(events), "test", program.schedule());
+  ASSERT_EQ(costs.size(), 4U);
+  for (const auto& stage : costs) {
+    EXPECT_GT(stage.forward, 0.0);
+    EXPECT_GT(stage.of_backward(), 0.0);
+  }
+  EXPECT_GT(costs[0].send_forward + costs[2].send_forward, 0.0);
+}
+
+}  // namespace
+}  // namespace tessera::test::pipeline_runner_test
