@@ -53,7 +53,9 @@ double train(tessera::Pipeline& pipeline, Handle& part) {
   double last = 0;
   for (int step = 0; step < 200; ++step) {
     const auto losses = pipeline.step(
-        [&](std::int64_t micro_batch) { return tessera::Pipeline::Tensors{rows(step, micro_batch)}; },
+        [&](std::int64_t micro_batch) {
+          return tessera::Pipeline::Tensors{rows(step, micro_batch)};
+        },
         [&](std::int64_t micro_batch, const tessera::Pipeline::Tensors& outputs) {
           const auto wanted = at::mm(rows(step, micro_batch), target);
           return (outputs[0] - wanted).pow(2).mean() / kMicroBatches;

@@ -120,9 +120,9 @@ class Pipeline {
   Pipeline(Pipeline&&) noexcept;
   Pipeline& operator=(Pipeline&&) noexcept;
 
-  int stage_count() const;                ///< of all ranks
-  const std::vector<int>& stages() const; ///< of this rank, ascending
-  bool has_first() const;                 ///< whether this rank has the first stage
+  int stage_count() const;                 ///< of all ranks
+  const std::vector<int>& stages() const;  ///< of this rank, ascending
+  bool has_first() const;                  ///< whether this rank has the first stage
   bool has_last() const;
 
   /// Those of this rank, in the order of stages(). `root`: the handle that holds their parameters,

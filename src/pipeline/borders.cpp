@@ -73,8 +73,8 @@ void require_same(int stage, const Declared& gives, const Declared& takes) {
   throw Error(ErrorKind::kContract,
               concat("border between stages ", stage, " and ", stage + 1, ": found that stage ",
                      stage, " (pipeline rank ", gives.rank, ") declares '", line(gives, a),
-                     "' as its output and stage ", stage + 1, " (pipeline rank ", takes.rank,
-                     ") '", line(takes, b), "' as its input, expected the same of both"));
+                     "' as its output and stage ", stage + 1, " (pipeline rank ", takes.rank, ") '",
+                     line(takes, b), "' as its input, expected the same of both"));
 }
 
 void require_same_at_all(const std::vector<std::string>& texts, int stages) {
@@ -119,11 +119,10 @@ void require_as_declared(const Tensors& found, const std::vector<BoundaryTensor>
     TESSERA_CHECK(tensor.defined() && tensor.layout() == at::kStrided, ErrorKind::kContract, what,
                   " ", i, ": found ", tensor.defined() ? "a sparse tensor" : "none", ", expected ",
                   to_string(declared[i]), " as declared");
-    TESSERA_CHECK(
-        tensor.sizes() == at::IntArrayRef(declared[i].shape) &&
-            tensor.scalar_type() == declared[i].dtype,
-        ErrorKind::kContract, what, " ", i, ": found ", tensor.scalar_type(), " ", tensor.sizes(),
-        ", expected ", to_string(declared[i]), " as declared");
+    TESSERA_CHECK(tensor.sizes() == at::IntArrayRef(declared[i].shape) &&
+                      tensor.scalar_type() == declared[i].dtype,
+                  ErrorKind::kContract, what, " ", i, ": found ", tensor.scalar_type(), " ",
+                  tensor.sizes(), ", expected ", to_string(declared[i]), " as declared");
   }
 }
 

@@ -11,8 +11,8 @@ namespace tessera::pipeline {
 
 comm::MailTag Messages::tag(const HandOver& what, std::size_t index) const {
   using MailDirection = comm::MailTag::Direction;
-  const auto direction = what.direction == Direction::kForward ? MailDirection::kForward
-                                                               : MailDirection::kBackward;
+  const auto direction =
+      what.direction == Direction::kForward ? MailDirection::kForward : MailDirection::kBackward;
   return {step_, direction, what.from, what.micro_batch, static_cast<std::int32_t>(index)};
 }
 

@@ -61,14 +61,15 @@ pipeline::ValidProgram program_of(const PipelineOptions& options, int ranks) {
                                            options.schedule_file);
   const auto stages = static_cast<int>(program.rank_of.size());
   const auto rows = static_cast<int>(program.steps.size());
-  TESSERA_CHECK(
-      rows == ranks && program.micro_batches == options.micro_batches &&
-          (options.stages_per_rank == 0 ||
-           std::int64_t{options.stages_per_rank} * ranks == std::int64_t{stages}),
-      ErrorKind::kConfig, options.schedule_file, ": found ", rows, " ranks, ", stages,
-      " stages and ", program.micro_batches, " micro-batches, expected ", ranks, " ranks, ",
-      options.micro_batches, " micro-batches",
-      options.stages_per_rank == 0 ? "" : concat(" and ", options.stages_per_rank, " stages a rank"));
+  TESSERA_CHECK(rows == ranks && program.micro_batches == options.micro_batches &&
+                    (options.stages_per_rank == 0 ||
+                     std::int64_t{options.stages_per_rank} * ranks == std::int64_t{stages}),
+                ErrorKind::kConfig, options.schedule_file, ": found ", rows, " ranks, ", stages,
+                " stages and ", program.micro_batches, " micro-batches, expected ", ranks,
+                " ranks, ", options.micro_batches, " micro-batches",
+                options.stages_per_rank == 0
+                    ? ""
+                    : concat(" and ", options.stages_per_rank, " stages a rank"));
   return pipeline::ValidProgram(program);
 }
 
@@ -184,10 +185,11 @@ bool Pipeline::has_first() const { return impl_->ids.front() == 0; }
 bool Pipeline::has_last() const { return impl_->ids.back() == stage_count() - 1; }
 
 void Pipeline::set_stages(std::vector<std::shared_ptr<Stage>> stages, ShardedBase* root) {
-  TESSERA_CHECK(stages.size() == impl_->ids.size() &&
-                    std::ranges::none_of(stages, [](const auto& stage) { return stage == nullptr; }),
-                ErrorKind::kUsage, "set_stages: found ", stages.size(), " stages or a null one, expected ",
-                impl_->ids.size(), ", one for each of stages()");
+  TESSERA_CHECK(
+      stages.size() == impl_->ids.size() &&
+          std::ranges::none_of(stages, [](const auto& stage) { return stage == nullptr; }),
+      ErrorKind::kUsage, "set_stages: found ", stages.size(), " stages or a null one, expected ",
+      impl_->ids.size(), ", one for each of stages()");
   const auto& mesh = impl_->mesh;
   const int others = mesh.shape().size() / mesh.size_of(axis::kPipeline);
   TESSERA_CHECK(root != nullptr || others == 1, ErrorKind::kUsage,
@@ -197,9 +199,8 @@ void Pipeline::set_stages(std::vector<std::shared_ptr<Stage>> stages, ShardedBas
   impl_->stages = std::move(stages);
   impl_->root = root;
   if (impl_->runner) return;
-  const auto device = root == nullptr
-                          ? at::Device(at::kCPU)
-                          : fsdp::unit_of_handle(root->unit()).runtime().device();
+  const auto device = root == nullptr ? at::Device(at::kCPU)
+                                      : fsdp::unit_of_handle(root->unit()).runtime().device();
   impl_->runner.emplace(pipeline::ties_of(mesh, device));
 }
 

@@ -82,8 +82,8 @@ class Walk {
       text = to_string(*place_.step);
     }
     if (place_.action != nullptr) {
-      text += concat(" (stage ", place_.action->stage, ", micro-batch ",
-                     place_.action->micro_batch, ")");
+      text += concat(" (stage ", place_.action->stage, ", micro-batch ", place_.action->micro_batch,
+                     ")");
     }
     if (place_.waits_for) {
       text += concat(", which waits for the ", to_string(*place_.waits_for), " from rank ",
@@ -245,9 +245,8 @@ class Walk {
     require_as_declared(outputs, after, "output");
     for (std::size_t i = 0; i < outputs.size(); ++i) {
       if (trains_ && after[i].has_gradient) {
-        flight.edges.push_back(outputs[i].requires_grad()
-                                   ? torch::autograd::impl::gradient_edge(outputs[i])
-                                   : Edge());
+        flight.edges.push_back(
+            outputs[i].requires_grad() ? torch::autograd::impl::gradient_edge(outputs[i]) : Edge());
       }
       TESSERA_CHECK(!trains_ || after[i].has_gradient || !outputs[i].requires_grad(),
                     ErrorKind::kContract, "output ", i,
@@ -278,9 +277,8 @@ class Walk {
     flight.results.clear();
     if (scope_ != nullptr) {
       scope_->begin_backward(in_scope(action.stage), action.micro_batch,
-                             action.kind == ActionKind::kBackward
-                                 ? tessera::Backward::kFull
-                                 : tessera::Backward::kInputOnly);
+                             action.kind == ActionKind::kBackward ? tessera::Backward::kFull
+                                                                  : tessera::Backward::kInputOnly);
     }
     // Where all is frozen up to here there is none. The scope is told all the same: other ranks of
     // the stage may have some.
@@ -389,8 +387,9 @@ std::vector<Tensors> Runner::run(const ValidProgram& program, const std::vector<
 /// The others learn of it where they wait.
 void Runner::fail(const std::exception& error, const std::string& place) {
   const auto* known = dynamic_cast<const Error*>(&error);
-  const Error named(known != nullptr ? known->kind() : ErrorKind::kUsage,
-                    concat("pipeline, rank ", ties_.world->rank(), ", ", place, ": ", error.what()));
+  const Error named(
+      known != nullptr ? known->kind() : ErrorKind::kUsage,
+      concat("pipeline, rank ", ties_.world->rank(), ", ", place, ": ", error.what()));
   if (ties_.world->size() > 1) ties_.world->abort(named.what());
   throw named;
 }

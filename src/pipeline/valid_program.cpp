@@ -38,8 +38,7 @@ Validation validated(const Program& program, Passes passes) {
   limits.passes = passes;
   // Without messages of its own those that follow from the slots are looked at, once these are
   // right.
-  return has_messages(program) ? validate(program, limits)
-                               : validate(schedule_of(program), limits);
+  return has_messages(program) ? validate(program, limits) : validate(schedule_of(program), limits);
 }
 
 }  // namespace

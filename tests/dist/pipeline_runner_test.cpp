@@ -1,7 +1,5 @@
 // The runner beside the same stages in one process, one micro-batch after the other: every kind of
 // schedule, any valid one, messages that take their time; and what is refused.
-#include "pipeline/runner.h"
-
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -10,6 +8,7 @@
 
 #include "base/trace.h"
 #include "dist/pipeline_runs.h"
+#include "pipeline/runner.h"
 #include "pipeline/schedule_csv.h"
 #include "pipeline/slot_trace.h"
 
@@ -28,7 +27,8 @@ TEST(PipelineRunner, EveryKindGivesTheBitsOfOneProcess) {
         toy.seed = static_cast<std::uint64_t>(ranks + more);
         SCOPED_TRACE(concat(row.name, ", ", ranks, " ranks, ", shape.micro_batches));
         const ValidProgram program(make_schedule(row.kind, shape));
-        expect_same_left(run(program, toy), run_in_one_process(toy, shape.micro_batches), toy.numbers);
+        expect_same_left(run(program, toy), run_in_one_process(toy, shape.micro_batches),
+                         toy.numbers);
       }
     }
   }
@@ -43,9 +43,10 @@ TEST(PipelineRunner, RandomSchedulesEndWithTheSameBits) {
     toy.stages = schedule.stages();
     toy.seed = static_cast<std::uint64_t>(i);
     toy.frozen = dice.chance(25) ? dice.roll(toy.stages + 1) : 0;
-    const Way way{dice.chance(50), dice.chance(75) ? static_cast<std::uint64_t>(i + 1) : 0};
-    expect_same_left(run(ValidProgram(schedule), toy, way),
-                run_in_one_process(toy, schedule.micro_batches), toy.numbers);
+    const auto delays = dice.chance(75) ? static_cast<std::uint64_t>(i + 1) : 0;
+    const Travel travel({dice.chance(50), delays});
+    expect_same_left(run(ValidProgram(schedule), toy),
+                     run_in_one_process(toy, schedule.micro_batches), toy.numbers);
     if (HasFailure()) return;
   }
 }
@@ -54,14 +55,15 @@ TEST(PipelineRunner, SchedulesInAnyOrderEndWithTheSameSums) {
   tessera::testing::Dice dice(19);
   for (int i = 0; i < 100; ++i) {
     SCOPED_TRACE(concat("schedule ", i));
-    const auto schedule = tessera::testing::random_schedule(dice, tessera::testing::MicroBatchOrder::kAny);
+    const auto schedule =
+        tessera::testing::random_schedule(dice, tessera::testing::MicroBatchOrder::kAny);
     Toy toy;
     toy.stages = schedule.stages();
     toy.seed = static_cast<std::uint64_t>(i);
     toy.numbers = Numbers::kWhole;
-    const Way way{dice.chance(50), static_cast<std::uint64_t>(i + 1)};
-    expect_same_left(run(ValidProgram(schedule), toy, way),
-                run_in_one_process(toy, schedule.micro_batches), toy.numbers);
+    const Travel travel({dice.chance(50), static_cast<std::uint64_t>(i + 1)});
+    expect_same_left(run(ValidProgram(schedule), toy),
+                     run_in_one_process(toy, schedule.micro_batches), toy.numbers);
     if (HasFailure()) return;
   }
 }
@@ -145,6 +147,8 @@ TEST(PipelineRunner, TheTurnOfAVSendsNothing) {
     const bool forward = tag.direction == comm::MailTag::Direction::kForward;
     EXPECT_NE(forward ? tag.stage : tag.stage - 1, 1) << "between stages 1 and 2";
   }
+  // Micro-batches, borders between ranks; three tensors, and two gradients with a value.
+  EXPECT_EQ(seen.tags().size(), 4U * 2 * (3 + 3));
 }
 
 /// Results whose memory it watches.
@@ -159,7 +163,8 @@ class Watched : public Stage {
     memory.emplace_back(result.storage().getWeakStorageImpl());
     return {result};
   }
-  Roots roots(std::int64_t micro_batch, const pipeline::Tensors& results, const pipeline::Tensors& back) override {
+  Roots roots(std::int64_t micro_batch, const pipeline::Tensors& results,
+              const pipeline::Tensors& back) override {
     if (is_first_ && micro_batch == 0) {
       for (const auto& one : memory) kept += one.expired() ? 0 : 1;
     }
@@ -221,7 +226,8 @@ TEST(PipelineRunner, AFilesOwnMessagesAreRunAsTheyStand) {
   for (const int ahead : {0, 1, 5}) {
     Program program = lower(schedule, ahead);
     for (auto& steps : program.steps) {
-      std::erase_if(steps, [](const Step& step) { return std::holds_alternative<Residency>(step); });
+      std::erase_if(steps,
+                    [](const Step& step) { return std::holds_alternative<Residency>(step); });
     }
     const auto read = parse_csv(to_csv(program), "test");
     expect_same_left(run(ValidProgram(read), toy), expected, toy.numbers);

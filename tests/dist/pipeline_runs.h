@@ -32,7 +32,8 @@ class Travel {
           if (seed == 0) return std::chrono::microseconds(0);
           const auto what = tag.stage * 131 + tag.micro_batch * 17 + tag.index;
           const bool forward = tag.direction == comm::MailTag::Direction::kForward;
-          tessera::testing::Dice dice(seed * 1000 + static_cast<std::uint64_t>(2 * what + (forward ? 1 : 0)));
+          tessera::testing::Dice dice(seed * 1000 +
+                                      static_cast<std::uint64_t>(2 * what + (forward ? 1 : 0)));
           return std::chrono::microseconds(dice.chance(50) ? 0 : dice.roll(300));
         }) {}
 
@@ -41,11 +42,14 @@ class Travel {
   test_hooks::Set<decltype(test_hooks::message_delay)> delay_;
 };
 
-inline Mesh stages_mesh(World& world) { return world.mesh(MeshShape::dense(world.size(), 1, 1, 1, 1)); }
+inline Mesh stages_mesh(World& world) {
+  return world.mesh(MeshShape::dense(world.size(), 1, 1, 1, 1));
+}
 
 /// The stages of one rank.
 struct Mine {
-  Mine(const Toy& toy, const pipeline::Schedule& schedule, int rank) : ids(schedule.stages_of(rank)) {
+  Mine(const Toy& toy, const pipeline::Schedule& schedule, int rank)
+      : ids(schedule.stages_of(rank)) {
     for (const int id : ids) stages.push_back(std::make_unique<ToyStage>(toy, id));
   }
   std::vector<pipeline::Stage*> pointers() const {
@@ -57,8 +61,7 @@ struct Mine {
   std::vector<std::unique_ptr<ToyStage>> stages;
 };
 
-inline Left run(const pipeline::ValidProgram& program, const Toy& toy, const Way& way = {}) {
-  const Travel travel(way);
+inline Left run(const pipeline::ValidProgram& program, const Toy& toy) {
   Left left;
   std::mutex mutex;
   ranks(program.schedule().ranks()).run([&](World& world) {

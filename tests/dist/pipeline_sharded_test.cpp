@@ -44,9 +44,8 @@ class Part : public torch::nn::Module {
       for (int i = stage * kPieces; i < (stage + 1) * kPieces; ++i) {
         const auto seed = 100 + 10 * static_cast<std::uint64_t>(i);
         const auto piece = std::make_shared<Piece>(seed, kWidth, of.mode);
-        pieces[i] = register_module(
-            concat("piece", i),
-            std::make_shared<Sharded<Piece>>(fully_shard(piece, mesh, of.policy())));
+        pieces[i] = register_module(concat("piece", i), std::make_shared<Sharded<Piece>>(
+                                                            fully_shard(piece, mesh, of.policy())));
       }
     }
   }
@@ -66,8 +65,8 @@ struct Result {
   Tensors weights;
 };
 
-void take(ShardedBase& handle, int step, bool is_first_data_rank,
-          std::mutex& mutex, Result& result) {
+void take(ShardedBase& handle, int step, bool is_first_data_rank, std::mutex& mutex,
+          Result& result) {
   auto gradients = whole_gradients(handle);
   SgdOptions options;
   options.lr = 0.1;
@@ -130,8 +129,7 @@ Result run_in_stages(const Case& of, const PipelineOptions& options) {
     for (int step = 0; step < kSteps; ++step) {
       const auto losses = pipeline.step(
           [&](std::int64_t k) {
-            return pipeline::Tensors{
-                input_of(data_rank, 10 * step + static_cast<int>(k), kWidth)};
+            return pipeline::Tensors{input_of(data_rank, 10 * step + static_cast<int>(k), kWidth)};
           },
           [](std::int64_t, const pipeline::Tensors& outputs) { return squares(outputs.at(0)); });
       take(part, step, data_rank == 0, mutex, result);
@@ -217,7 +215,8 @@ TEST(PipelineOfHandles, WhatDoesNotFitIsRefused) {
     options.schedule = "ZBV";
     Pipeline pipeline(mesh, options);
     EXPECT_EQ(pipeline.stage_count(), 4);
-    EXPECT_EQ(pipeline.stages(), (mesh.coordinate("pp") == 0 ? std::vector{0, 3} : std::vector{1, 2}));
+    EXPECT_EQ(pipeline.stages(),
+              (mesh.coordinate("pp") == 0 ? std::vector{0, 3} : std::vector{1, 2}));
     const auto stage = make_stage([](const auto& x) { return x; }, {}, {});
     EXPECT_THAT(error_of([&] { pipeline.set_stages({stage}); }),
                 AllOf(HasSubstr("found 1 stages"), HasSubstr("expected 2")));

@@ -29,8 +29,8 @@ struct Toy {
   Numbers numbers = Numbers::kReal;
   int frozen = 0;  ///< stages at the front without a trainable parameter
   std::uint64_t seed = 1;
-  bool totals = true;            ///< counts travel, their totals come back
-  std::int64_t more_rows = 0;    ///< than usual
+  bool totals = true;          ///< counts travel, their totals come back
+  std::int64_t more_rows = 0;  ///< than usual
   /// Called in the midst of each: "F", "B" (inside autograd), "roots", "back".
   std::function<void(const std::string& what, int stage, std::int64_t micro_batch)> midst = {};
 };
