@@ -175,7 +175,8 @@ TEST(InspectCommand, APipelineThatCannotBeIsRefusedWithBothNumbers) {
     EXPECT_EQ(outcome.code, 2) << outcome.out;
     return outcome.err;
   };
-  EXPECT_THAT(refused({}), HasSubstr("found 1 micro-batches, expected at least 2"));
+  EXPECT_THAT(refused({"--training.global_batch_size", "1"}),
+              HasSubstr("found 1 micro-batches, expected at least 2"));
   EXPECT_THAT(refused({"--training.global_batch_size", "4", "--pipeline.micro_batches", "3"}),
               HasSubstr("pipeline.micro_batches: found 3, expected -1 or 4"));
   EXPECT_THAT(refused({"--training.global_batch_size", "4", "--pipeline.split", "[0, 1, 2]"}),
