@@ -322,6 +322,9 @@ TEST(LibraryCheckpoint, StepsAndValuesThatNoReaderTakesAreRefused) {
                              return SaveOptions{.user = {{"epoch", std::int64_t{world.rank()}}}};
                            }),
               AllOf(HasSubstr("\"epoch\": 0"), HasSubstr("on rank 1"), HasSubstr("\"epoch\": 1")));
+  EXPECT_THAT(refused_save(folder, 1, 1,
+                           [](World& world) { return SaveOptions{.keep_latest_k = world.rank()}; }),
+              AllOf(HasSubstr("keep_latest_k '0' on rank 0"), HasSubstr("'1' on rank 1")));
   EXPECT_THAT(
       refused_save(folder, 1, 1, [](World&) { return SaveOptions{.user = {{"a", "\xff"}}}; }),
       AllOf(HasSubstr("expected UTF-8"), HasSubstr("\\xff")));
@@ -329,6 +332,41 @@ TEST(LibraryCheckpoint, StepsAndValuesThatNoReaderTakesAreRefused) {
       refused_save(folder, 1, 1,
                    [](World&) { return SaveOptions{.user = {{"a", std::string(1 << 20, 'x')}}}; }),
       HasSubstr("found 1048577 bytes of names and texts"));
+}
+
+TEST(LibraryCheckpoint, RanksThatNameOtherFoldersOrStepsAreToldSoAndNothingIsLeft) {
+  const TemporaryFolder folder;
+  ranks(2).run([&](World& world) {
+    Trained run(world, 1, 1);
+    run.step(1);
+    const auto refused = [&](const fs::path& path, std::int64_t step) {
+      return testing::error_of(ErrorKind::kUsage,
+                               [&] { save_checkpoint(run.model, *run.optimizer, path, step); });
+    };
+    EXPECT_THAT(
+        refused(folder / std::to_string(world.rank()), 1),
+        AllOf(HasSubstr("found the folder"), HasSubstr("0' on rank 0"), HasSubstr("1' on rank 1")));
+    EXPECT_THAT(refused(folder / "saved", 1 + world.rank()),
+                HasSubstr("found the step '1' on rank 0 and '2' on rank 1"));
+    world.group().barrier();
+    for (const auto* name : {"0", "1", "saved"}) EXPECT_FALSE(fs::exists(folder / name)) << name;
+  });
+}
+
+TEST(LibraryCheckpoint, AConfigThatNoReaderTakesIsRefused) {
+  const TemporaryFolder folder;
+  ranks(2).run([&](World& world) {
+    Trained run(world, 1, 1);
+    for (const auto* config : {"", "{", "[]", "{\"a\": 1, \"a\": 2}"}) {
+      EXPECT_THAT(testing::error_of(ErrorKind::kFormat,
+                                    [&] {
+                                      save_checkpoint(run.model, *run.optimizer, folder / "saved",
+                                                      0, {.config_json = config});
+                                    }),
+                  HasSubstr("SaveOptions::config_json"));
+    }
+    EXPECT_FALSE(has_checkpoint(world, folder / "saved"));
+  });
 }
 
 // --------------------------------------------------------------------------------- what is loaded
