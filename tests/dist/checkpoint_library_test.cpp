@@ -353,6 +353,40 @@ TEST(LibraryCheckpoint, RanksThatNameOtherFoldersOrStepsAreToldSoAndNothingIsLef
   });
 }
 
+/// A parameter and a buffer without elements, as a cache that is empty.
+struct WithNothing : Affine {
+  explicit WithNothing(std::uint64_t seed) : Affine(seed, 7, 13) {
+    none = register_parameter("none", at::zeros({0, 3}));
+    nothing = register_buffer("nothing", at::zeros({2, 0}, at::kLong));
+  }
+  at::Tensor forward(const at::Tensor& x) { return Affine::forward(x) + none.sum(); }
+  at::Tensor none, nothing;
+};
+
+TEST(LibraryCheckpoint, TensorsWithoutElementsAreNoObstacle) {
+  const TemporaryFolder folder;
+  Tensors saved;
+  for (const int count : {2, 3, 1}) {
+    ranks(count).run([&](World& world) {
+      auto model = fully_shard(std::make_shared<WithNothing>(1), data_mesh(world));
+      const auto optimizer = make_adamw(model, adamw(0.01));
+      std::int64_t step = 0;
+      if (has_checkpoint(world, folder / "saved")) {
+        step = load_checkpoint(model, *optimizer, folder / "saved").step;
+        expect_same(whole_parameters(model), saved, "loaded");
+      }
+      for (const auto end = step + 2; step < end; ++step) {
+        torch::autograd::backward({model(at::ones({2, 7})).square().mean()}, {});
+        optimizer->step();
+        model.zero_grad();
+      }
+      save_checkpoint(model, *optimizer, folder / "saved", step);
+      auto whole = whole_parameters(model);
+      if (world.rank() == 0) saved = std::move(whole);
+    });
+  }
+}
+
 TEST(LibraryCheckpoint, AConfigThatNoReaderTakesIsRefused) {
   const TemporaryFolder folder;
   ranks(2).run([&](World& world) {
