@@ -1,9 +1,8 @@
 // Optimizers over the shards of a handle: AdamW and SGD with PyTorch's formulas, element by element
 // on the ranges that this rank owns.
 //
-// They hold what they step: one may outlive its handle. Those of torch::optim that step each element
-// by itself work on handle.parameters() too (not LBFGS: its sums over all of them would be those of
-// one rank); these refuse to step while a backward is owed, skip parameters that no rank used, and decide
+// They hold what they step: one may outlive its handle. torch::optim's work on handle.parameters()
+// too; these refuse to step while a backward is owed, skip parameters that no rank used, and decide
 // decay by name, since a shard has lost its dims. Next: clip.h.
 #pragma once
 
