@@ -387,6 +387,20 @@ TEST(LibraryCheckpoint, TensorsWithoutElementsAreNoObstacle) {
   }
 }
 
+// Naive: each rank writes a cut of all buffers, and a mean of one stands beside a variance of another.
+TEST(LibraryCheckpoint, BuffersThatDifferBetweenRanksAreThoseOfTheFirst) {
+  const TemporaryFolder folder;
+  ranks(3).run([&](World& world) {
+    const auto rank = static_cast<std::int64_t>(world.rank());
+    Trained run(world, 1, 1);
+    run.module->count.fill_(100 + rank);
+    save_checkpoint(run.model, *run.optimizer, folder / "saved", 0);
+    Trained other(world, 1, 2);
+    load_checkpoint(other.model, *other.optimizer, folder / "saved");
+    EXPECT_TRUE(same_bits(other.module->count, at::full({2}, std::int64_t{100}, at::kLong)));
+  });
+}
+
 TEST(LibraryCheckpoint, AConfigThatNoReaderTakesIsRefused) {
   const TemporaryFolder folder;
   ranks(2).run([&](World& world) {

@@ -330,5 +330,29 @@ TEST(Optim, AGroupThatIsAddedIsRefusedByNameAtTheNextStep) {
   }
 }
 
+// Naive: mutable_grad() takes any tensor, and the step reads memory that is not the gradient's.
+TEST(Optim, AGradientOfAnotherShapeIsRefusedByName) {
+  ranks(2).run([](World& world) {
+    auto handle = fully_shard(std::make_shared<Affine>(1, 4, 4), data_mesh(world));
+    const auto before = whole_parameters(handle);
+    for (const bool adam : {true, false}) {
+      const auto optimizer = adam ? make_adamw(handle, {}) : make_sgd(handle, {});
+      const auto refused = [&](const std::function<at::Tensor(const at::Tensor&)>& make) {
+        for (const auto& view : handle.shards()) view.shard.mutable_grad() = make(view.shard);
+        return error_of([&] { optimizer->step(); });
+      };
+      EXPECT_THAT(refused([](const auto& shard) { return at::ones({shard.numel() + 1}); }),
+                  HasSubstr("gradient of weight: found the shape [9] with strides [1], "
+                            "expected [8] as its shard"));
+      EXPECT_THAT(refused([](const auto& shard) { return at::ones({shard.numel() - 1}); }),
+                  HasSubstr("found the shape [7]"));
+      EXPECT_THAT(refused([](const auto& shard) { return at::ones({1}).expand(shard.sizes()); }),
+                  HasSubstr("with strides [0]"));
+      handle.zero_grad();
+    }
+    expect_same(whole_parameters(handle), before, "nothing was stepped");
+  });
+}
+
 }  // namespace
 }  // namespace tessera::test::fsdp_optim_test
