@@ -17,6 +17,7 @@
 #include "io/checkpoint_store.h"
 #include "tessera/checkpoint.h"
 #include "tessera/clip.h"
+#include "tessera/group.h"
 #include "tessera/state_dict.h"
 #include "train/checkpoint/resume.h"
 #include "train/parallelize.h"
