@@ -39,8 +39,9 @@ struct SaveOptions {
 /// left out included. Ranks share `folder`, which one program at a time writes to; step-N is
 /// replaced where it is there. Memory: one copy of this rank's shards and optimizer state while it
 /// is written. Collective, between steps. Errors, on all ranks alike: kUsage for an optimizer of
-/// another model, a step below the updates that were made, values that are not the same on every
-/// rank; kIo naming the file, after which the earlier checkpoints are as they were.
+/// another model, a step below the updates that were made, a folder, step or options that are not the
+/// same on every rank; kFormat for a config_json that is no JSON object; kIo naming the file, after
+/// which the earlier checkpoints are as they were.
 void save_checkpoint(const ShardedBase& model, const Optimizer& optimizer,
                      const std::string& folder, std::int64_t step, const SaveOptions& options = {});
 

@@ -3,9 +3,12 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <string>
+#include <string_view>
 #include <system_error>
+#include <variant>
 
-#include "base/hash.h"
+#include "base/json_reader.h"
 #include "base/log.h"
 #include "base/printable.h"
 #include "checkpoint/loader.h"
@@ -36,19 +39,39 @@ constexpr checkpointing::LoadAdvice kAdvice{
     .keeps_optimizer = "make the optimizer that was saved",
     .weights_alone = "take the parameters alone, by state_dict.h"};
 
-/// Everything but tensors has to be the same on every rank.
-void require_same_everywhere(World& world, std::int64_t step, const SaveOptions& options) {
-  CheckpointManifest about;
-  about.step = step;
-  about.user = options.user;
-  if (options.scaler != nullptr) about.loss_scale = options.scaler->state();
-  const auto text =
-      concat(to_json(about), "\nkeep_latest_k ", options.keep_latest_k, "\n", options.config_json);
-  const auto found = comm::first_that_differs(world.control(), text, "save_checkpoint");
-  TESSERA_CHECK(!found, ErrorKind::kUsage, "save_checkpoint: found on rank 0 ",
-                printable(found->of_first, 1024), " and on rank ", found->rank, " ",
-                printable(found->of_rank, 1024),
-                ", expected the same step and options on every rank");
+std::string in_words(const CheckpointValues& values) {
+  std::string words;
+  for (const auto& [name, value] : values) {
+    const auto text = std::visit([](const auto& one) { return concat(one); }, value);
+    words += concat(words.empty() ? "" : ", ", "\"", name, "\": ", text);
+  }
+  return words;
+}
+
+std::string in_words(const GradScaler* scaler) {
+  if (scaler == nullptr) return "none";
+  const LossScaleState state = scaler->state();
+  return concat("scale ", state.scale, " after ", state.good_steps, " finite steps in a row, ",
+                state.skipped_steps, " left out");
+}
+
+/// Everything but tensors has to be the same on every rank: rank 0 writes it, and reads the folder
+/// that the others write to.
+void require_same_everywhere(World& world, const std::string& folder, std::int64_t step,
+                             const SaveOptions& options) {
+  const auto compare = [&](std::string_view what, const std::string& mine) {
+    const auto found = comm::first_that_differs(world.control(), mine, "save_checkpoint");
+    TESSERA_CHECK(!found, ErrorKind::kUsage, "save_checkpoint: found the ", what, " ",
+                  printable(found->of_first, 512), " on rank 0 and ",
+                  printable(found->of_rank, 512), " on rank ", found->rank,
+                  ", expected the same on every rank");
+  };
+  compare("folder", folder);
+  compare("step", concat(step));
+  compare("SaveOptions::user", in_words(options.user));
+  compare("SaveOptions::scaler", in_words(options.scaler));
+  compare("SaveOptions::keep_latest_k", concat(options.keep_latest_k));
+  compare("SaveOptions::config_json", options.config_json);
 }
 
 /// `updated`: an optimizer has made an update on any rank; a stage of a pipeline may have had none.
@@ -59,6 +82,7 @@ void check_save(const Optimizer& optimizer, std::int64_t step, const SaveOptions
   TESSERA_CHECK(length <= kMaxConfigBytes, ErrorKind::kUsage, "save_checkpoint: found a ",
                 "SaveOptions::config_json of ", length, " bytes, expected at most ",
                 kMaxConfigBytes, ", which is what is read again");
+  static_cast<void>(parse_json_object(options.config_json, "SaveOptions::config_json"));
   TESSERA_CHECK(options.keep_latest_k >= 0, ErrorKind::kUsage,
                 "save_checkpoint: found SaveOptions::keep_latest_k ", options.keep_latest_k,
                 ", expected 0 (all stay) or more");
@@ -114,7 +138,7 @@ void save_checkpoint(const ShardedBase& model, const Optimizer& optimizer,
       "save_checkpoint: updates")[0];
   comm::on_all_or_none(world, "save_checkpoint",
                        [&] { check_save(optimizer, step, options, updated); });
-  require_same_everywhere(world, step, options);
+  require_same_everywhere(world, folder, step, options);
   comm::on_all_or_none(world, "checkpoint folder", [&] {
     if (world.rank() == 0) CheckpointStore(folder).clean();
   });

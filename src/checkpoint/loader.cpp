@@ -151,10 +151,16 @@ class Loader {
   }
 
  private:
+  /// Nobody writes a tensor without elements, so it may be missing.
+  static bool is_empty(const std::vector<std::int64_t>& shape) {
+    return std::ranges::find(shape, 0) != shape.end();
+  }
+
   /// `hint` is for another dtype.
   void require_tensor(const std::string& name, DType dtype, const std::vector<std::int64_t>& shape,
                       const char* hint) const {
     const auto* tensor = checkpoint_.find(name);
+    if (tensor == nullptr && is_empty(shape)) return;
     TESSERA_CHECK(tensor != nullptr, ErrorKind::kFormat, shown(checkpoint_.path()),
                   ": found no tensor ", printable(name), ", expected one");
     TESSERA_CHECK(tensor->dtype == dtype && tensor->shape == shape, ErrorKind::kFormat,
@@ -202,8 +208,10 @@ class Loader {
       if (!view.contract->stored) continue;
       const auto values = at::empty(
           view.contract->shape, at::TensorOptions().dtype(to_scalar_type(view.contract->storage)));
-      checkpoint_.read(concat(kModelPrefix, view.contract->name), 0, values.numel(),
-                       {static_cast<std::byte*>(values.mutable_data_ptr()), values.nbytes()});
+      if (!is_empty(view.contract->shape)) {
+        checkpoint_.read(concat(kModelPrefix, view.contract->name), 0, values.numel(),
+                         {static_cast<std::byte*>(values.mutable_data_ptr()), values.nbytes()});
+      }
       view.tensor.set_data(values);
     }
     model_.set_loaded();
@@ -253,6 +261,7 @@ class Loader {
   /// All that the optimizer keeps of a parameter, or nothing: never updated, or frozen until now.
   void check_state(const GradContract& contract) {
     const auto& name = contract.name;
+    if (is_empty(contract.shape)) return;
     const FileForm form = forms_.of(contract);
     const bool kept_any = keeps_any(form);
     const bool has_step =

@@ -155,13 +155,14 @@ std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& op
   Whole whole;
   add_model(parts, whole, model, options);
   for (const auto& state : optimizer.state()) add_optimizer(parts, state, options);
-  if (!options.holds) {
-    const Holder everywhere = holder_of({}, model.mesh());
-    add_buffers(whole[everywhere], model, options);
-  }
   parts = cut(parts, options.replica, options.replicas);
   for (const auto& [holder, same] : whole) {
     for (auto& part : cut(same, holder.rank, holder.ranks)) parts.push_back(std::move(part));
+  }
+  // All of them from one rank: others may hold other values, as BatchNorm those of their own rows,
+  // and a mean of one rank with a variance of another would be of none.
+  if (!options.holds && holder_of({}, model.mesh()).rank == 0) {
+    add_buffers(parts, model, options);
   }
   std::erase_if(parts, [](const StatePart& part) { return part.begin == part.end; });
   return parts;

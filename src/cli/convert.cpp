@@ -41,6 +41,7 @@ train::ModelConfig model_of(const ConvertArguments& arguments) {
 /// until then be taken for one that is not whole.
 void require_outside_checkpoints(const std::filesystem::path& out) {
   namespace fs = std::filesystem;
+  TESSERA_CHECK(!out.empty(), ErrorKind::kUsage, "OUT: found an empty name, expected a folder");
   std::error_code failed;
   const fs::path whole = fs::weakly_canonical(fs::absolute(out), failed);
   TESSERA_CHECK(!failed, ErrorKind::kIo, "cannot reach ", shown(out), ": ", failed.message());

@@ -56,5 +56,6 @@ int run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   tessera::cli::keep_standard_descriptors();
+  tessera::cli::ignore_file_size_signal();
   return argc < 1 ? tessera::cli::kRefused : tessera::cli::run(argc, argv);
 }

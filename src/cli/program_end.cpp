@@ -62,6 +62,8 @@ void keep_standard_descriptors() {
   }
 }
 
+void ignore_file_size_signal() { ::signal(SIGXFSZ, SIG_IGN); }
+
 namespace {
 
 constexpr int kSignals[] = {SIGINT, SIGTERM};
@@ -90,7 +92,6 @@ void install(int number, void (*handler)(int)) {
 StopSignal::StopSignal() {
   arrived.store(false);
   for (const int number : kSignals) install(number, on_signal);
-  install(SIGXFSZ, SIG_IGN);
 }
 
 bool StopSignal::requested() { return arrived.load(); }

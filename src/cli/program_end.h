@@ -74,14 +74,16 @@ void check_standard_output();
 /// opened: that would take its place, and what is printed would go into it.
 void keep_standard_descriptors();
 
+/// Makes writing past a file size limit (`ulimit -f`) an error of the write (EFBIG, with a message)
+/// instead of a signal that ends the process. Ranks that are spawned inherit it.
+void ignore_file_size_signal();
+
 /// Signals belong to the process, so this is one of the few things that do: make one, in a rank's
 /// own process. The trainer only sees a function (TrainingHooks::stop_requested).
 class StopSignal {
  public:
-  /// Installs the handlers; also makes writing past a file size limit an error of the write
-  /// (EFBIG, with a message) instead of a signal. The handlers stay for the rest of the process: a
-  /// first signal while a run that is saved takes its leave does not make it a failure. Errors:
-  /// kIo.
+  /// Installs the handlers. They stay for the rest of the process: a first signal while a run that
+  /// is saved takes its leave does not make it a failure. Errors: kIo.
   StopSignal();
   ~StopSignal() = default;
   StopSignal(const StopSignal&) = delete;

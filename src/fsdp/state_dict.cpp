@@ -91,7 +91,9 @@ std::string refusal_of_cast(const StateTensor& entry, at::ScalarType dtype) {
 /// Empty when `entry` can be written into `target` as it is.
 std::string refusal_of(const Target& target, const StateTensor& entry) {
   const auto found = [&](const auto&... words) { return concat(entry.name, ": found ", words...); };
-  if (!entry.values.defined()) return found("no tensor, expected values");
+  if (!fsdp::has_values(entry.values)) {
+    return found("no tensor with values, expected a dense one that is not on the meta device");
+  }
   if (entry.shape != target.shape) {
     return found("the shape ", shown(entry.shape), ", expected ", shown(target.shape));
   }
@@ -110,6 +112,14 @@ std::string refusal_of(const Target& target, const StateTensor& entry) {
   if (entry.begin < 0 || entry.end > held || entry.values.numel() != entry.end - entry.begin) {
     return found(entry.values.numel(), " values for elements ", entry.begin, " to ", entry.end,
                  ", expected as many as elements");
+  }
+  // Rows of a part may come in a shape of their own; what is whole and has another one than the
+  // tensor, as a transposed weight, would be taken in another order.
+  const auto held_shape = whole ? entry.shape : layout::local_shape(entry.layout, entry.shape);
+  if (entry.begin == 0 && entry.end == held && entry.values.dim() != 1 &&
+      entry.values.sizes() != at::IntArrayRef(held_shape)) {
+    return found("values of the shape ", entry.values.sizes(), " for ", shown(held_shape),
+                 ", expected the same, or one dim");
   }
   const bool owns = target.end > target.begin;
   if (owns && !(whole && is_sharded(target.layout)) &&

@@ -83,6 +83,21 @@ TEST(FullDisk, LeavesTheRunsConfigAsItWas) {
   EXPECT_THAT(read_file(config), HasSubstr("steps = 5"));
 }
 
+// Naive: the signal ends the program without a message, and half a folder stays.
+TEST(FullDisk, AFileThatMayNotGrowIsNamedByTheOtherVerbsToo) {
+  const TemporaryFolder folder;
+  write_small_run(folder);
+  Process run(folder.path(), two_ranks("run", 2, 2));
+  ASSERT_EQ(run.wait(kLong), 0) << run.err();
+  Process full(folder.path(),
+               {"prlimit", "--fsize=4000", TESSERA_PROGRAM, "convert", "run", "out"});
+  EXPECT_EQ(full.wait(kLong), 1);
+  EXPECT_THAT(full.err(), AllOf(HasSubstr("model.safetensors"), HasSubstr("File too large")));
+  for (const auto& entry : fs::directory_iterator(folder.path())) {
+    EXPECT_THAT(entry.path().filename(), Not(::testing::StartsWith("out")));
+  }
+}
+
 /// A small disk of memory in place of a run's checkpoint folder, seen by this process and its
 /// children only.
 class SmallDisk {

@@ -51,6 +51,7 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(
         Refused{{"generate", "--model", "m", "--prompt", "x", "--max-new-tokens", "1"}, "'m'"},
         Refused{{"convert", "absent", "b"}, "absent"},
+        Refused{{"convert", "absent", ""}, "OUT: found an empty name"},
         Refused{{"train", "absent.toml"}, "absent.toml"},
         Refused{{"train", "broken.toml"}, "broken.toml:2:9"},
         Refused{train({"--training.stpes", "3"}), "the nearest is --training.steps"},

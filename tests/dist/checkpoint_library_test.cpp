@@ -17,6 +17,7 @@
 #include "io/checkpoint_store.h"
 #include "tessera/checkpoint.h"
 #include "tessera/clip.h"
+#include "tessera/group.h"
 #include "tessera/state_dict.h"
 #include "train/checkpoint/resume.h"
 #include "train/parallelize.h"
@@ -322,6 +323,9 @@ TEST(LibraryCheckpoint, StepsAndValuesThatNoReaderTakesAreRefused) {
                              return SaveOptions{.user = {{"epoch", std::int64_t{world.rank()}}}};
                            }),
               AllOf(HasSubstr("\"epoch\": 0"), HasSubstr("on rank 1"), HasSubstr("\"epoch\": 1")));
+  EXPECT_THAT(refused_save(folder, 1, 1,
+                           [](World& world) { return SaveOptions{.keep_latest_k = world.rank()}; }),
+              AllOf(HasSubstr("keep_latest_k '0' on rank 0"), HasSubstr("'1' on rank 1")));
   EXPECT_THAT(
       refused_save(folder, 1, 1, [](World&) { return SaveOptions{.user = {{"a", "\xff"}}}; }),
       AllOf(HasSubstr("expected UTF-8"), HasSubstr("\\xff")));
@@ -329,6 +333,89 @@ TEST(LibraryCheckpoint, StepsAndValuesThatNoReaderTakesAreRefused) {
       refused_save(folder, 1, 1,
                    [](World&) { return SaveOptions{.user = {{"a", std::string(1 << 20, 'x')}}}; }),
       HasSubstr("found 1048577 bytes of names and texts"));
+}
+
+TEST(LibraryCheckpoint, RanksThatNameOtherFoldersOrStepsAreToldSoAndNothingIsLeft) {
+  const TemporaryFolder folder;
+  ranks(2).run([&](World& world) {
+    Trained run(world, 1, 1);
+    run.step(1);
+    const auto refused = [&](const fs::path& path, std::int64_t step) {
+      return testing::error_of(ErrorKind::kUsage,
+                               [&] { save_checkpoint(run.model, *run.optimizer, path, step); });
+    };
+    EXPECT_THAT(
+        refused(folder / std::to_string(world.rank()), 1),
+        AllOf(HasSubstr("found the folder"), HasSubstr("0' on rank 0"), HasSubstr("1' on rank 1")));
+    EXPECT_THAT(refused(folder / "saved", 1 + world.rank()),
+                HasSubstr("found the step '1' on rank 0 and '2' on rank 1"));
+    world.group().barrier();
+    for (const auto* name : {"0", "1", "saved"}) EXPECT_FALSE(fs::exists(folder / name)) << name;
+  });
+}
+
+/// A parameter and a buffer without elements, as a cache that is empty.
+struct WithNothing : Affine {
+  explicit WithNothing(std::uint64_t seed) : Affine(seed, 7, 13) {
+    none = register_parameter("none", at::zeros({0, 3}));
+    nothing = register_buffer("nothing", at::zeros({2, 0}, at::kLong));
+  }
+  at::Tensor forward(const at::Tensor& x) { return Affine::forward(x) + none.sum(); }
+  at::Tensor none, nothing;
+};
+
+TEST(LibraryCheckpoint, TensorsWithoutElementsAreNoObstacle) {
+  const TemporaryFolder folder;
+  Tensors saved;
+  for (const int count : {2, 3, 1}) {
+    ranks(count).run([&](World& world) {
+      auto model = fully_shard(std::make_shared<WithNothing>(1), data_mesh(world));
+      const auto optimizer = make_adamw(model, adamw(0.01));
+      std::int64_t step = 0;
+      if (has_checkpoint(world, folder / "saved")) {
+        step = load_checkpoint(model, *optimizer, folder / "saved").step;
+        expect_same(whole_parameters(model), saved, "loaded");
+      }
+      for (const auto end = step + 2; step < end; ++step) {
+        torch::autograd::backward({model(at::ones({2, 7})).square().mean()}, {});
+        optimizer->step();
+        model.zero_grad();
+      }
+      save_checkpoint(model, *optimizer, folder / "saved", step);
+      auto whole = whole_parameters(model);
+      if (world.rank() == 0) saved = std::move(whole);
+    });
+  }
+}
+
+// Naive: each rank writes a cut of all buffers, and a mean of one stands beside a variance of another.
+TEST(LibraryCheckpoint, BuffersThatDifferBetweenRanksAreThoseOfTheFirst) {
+  const TemporaryFolder folder;
+  ranks(3).run([&](World& world) {
+    const auto rank = static_cast<std::int64_t>(world.rank());
+    Trained run(world, 1, 1);
+    run.module->count.fill_(100 + rank);
+    save_checkpoint(run.model, *run.optimizer, folder / "saved", 0);
+    Trained other(world, 1, 2);
+    load_checkpoint(other.model, *other.optimizer, folder / "saved");
+    EXPECT_TRUE(same_bits(other.module->count, at::full({2}, std::int64_t{100}, at::kLong)));
+  });
+}
+
+TEST(LibraryCheckpoint, AConfigThatNoReaderTakesIsRefused) {
+  const TemporaryFolder folder;
+  ranks(2).run([&](World& world) {
+    Trained run(world, 1, 1);
+    for (const auto* config : {"", "{", "[]", "{\"a\": 1, \"a\": 2}"}) {
+      EXPECT_THAT(testing::error_of(ErrorKind::kFormat,
+                                    [&] {
+                                      save_checkpoint(run.model, *run.optimizer, folder / "saved",
+                                                      0, {.config_json = config});
+                                    }),
+                  HasSubstr("SaveOptions::config_json"));
+    }
+    EXPECT_FALSE(has_checkpoint(world, folder / "saved"));
+  });
 }
 
 // --------------------------------------------------------------------------------- what is loaded

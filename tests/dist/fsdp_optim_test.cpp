@@ -330,5 +330,29 @@ TEST(Optim, AGroupThatIsAddedIsRefusedByNameAtTheNextStep) {
   }
 }
 
+// Naive: mutable_grad() takes any tensor, and the step reads memory that is not the gradient's.
+TEST(Optim, AGradientOfAnotherShapeIsRefusedByName) {
+  ranks(2).run([](World& world) {
+    auto handle = fully_shard(std::make_shared<Affine>(1, 4, 4), data_mesh(world));
+    const auto before = whole_parameters(handle);
+    for (const bool adam : {true, false}) {
+      const auto optimizer = adam ? make_adamw(handle, {}) : make_sgd(handle, {});
+      const auto shard = handle.shards()[0].shard;  // of 10 and of 6 of the 16 elements
+      const auto refused = [&](const at::Tensor& gradient) {
+        shard.mutable_grad() = gradient;
+        return error_of([&] { optimizer->step(); });
+      };
+      const auto numel = shard.numel();
+      EXPECT_THAT(refused(at::ones({numel + 1})),
+                  HasSubstr(concat("gradient of weight: found the shape [", numel + 1,
+                                   "] with strides [1], expected [", numel, "] as its shard")));
+      EXPECT_THAT(refused(at::ones({numel - 1})), HasSubstr(concat("the shape [", numel - 1, "]")));
+      EXPECT_THAT(refused(at::ones({1}).expand({numel})), HasSubstr("with strides [0]"));
+      handle.zero_grad();
+    }
+    expect_same(whole_parameters(handle), before, "nothing was stepped");
+  });
+}
+
 }  // namespace
 }  // namespace tessera::test::fsdp_optim_test

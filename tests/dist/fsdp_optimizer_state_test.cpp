@@ -333,6 +333,18 @@ TEST(OptimizerStateErrors, AnotherKindOfOptimizerIsNamedOnce) {
                                  ::testing::Not(HasSubstr("momentum_buffer")))));
 }
 
+// Naive: the copy itself finds out, on this rank, when others have loaded.
+TEST(OptimizerStateErrors, TensorsWithoutValuesAreNamed) {
+  const auto errors = refusals(2, [](World& world, OptimizerStateDict& dict) {
+    if (world.rank() == 0) return;
+    auto& kept = entry_of(dict, "affine.weight").kept;
+    kept["exp_avg"] = kept["exp_avg"].to(at::kMeta);
+    kept["exp_avg_sq"] = kept["exp_avg_sq"].to_sparse();
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("affine.weight: found exp_avg without values"),
+                                 HasSubstr("affine.weight: found exp_avg_sq without values"))));
+}
+
 // Naive: the rank with the sound dict waits, or loads alone.
 TEST(OptimizerStateErrors, WhatOneRankCannotLoadNoRankLoads) {
   const auto one = refusals(3, [](World& world, OptimizerStateDict& dict) {

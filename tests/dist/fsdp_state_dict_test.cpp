@@ -272,6 +272,23 @@ TEST(StateDictErrors, ShapesDtypesAndDoublesAreNamedEvenWhereLoadingIsLenient) {
   }
 }
 
+// Naive: as many values as elements are enough, and a transposed weight is loaded in another order.
+TEST(StateDictErrors, WholeValuesOfAnotherShapeAndTensorsWithoutValuesAreNamed) {
+  const auto errors = refusals(2, [](World& world, StateDict& dict) {
+    if (world.rank() == 0) return;
+    auto& weight = entry_of(dict, "affine.weight");
+    weight.values = weight.values.t().contiguous();
+    auto& bias = entry_of(dict, "affine.bias");
+    bias.values = bias.values.to(at::kMeta);
+    auto& single = entry_of(dict, "single");
+    single.values = single.values.reshape({1}).to_sparse();
+  });
+  EXPECT_THAT(errors,
+              Each(AllOf(HasSubstr("affine.weight: found values of the shape [7, 13] for [13, 7]"),
+                         HasSubstr("affine.bias: found no tensor with values"),
+                         HasSubstr("single: found no tensor with values"))));
+}
+
 // Naive: the rank with the complete dict waits, or loads alone.
 TEST(StateDictErrors, WhatOneRankCannotLoadNoRankLoads) {
   const auto errors = refusals(3, [](World& world, StateDict& dict) {

@@ -232,6 +232,11 @@ void Optimizer::step() {
                   c10::toString(grad.scalar_type()), ", expected the shard's ",
                   c10::toString(dtype), wanted != dtype ? " or Float" : "",
                   "; set final_dtype to the storage dtype");
+    // mutable_grad() takes any tensor, and what steps reads memory.
+    TESSERA_CHECK(grad.sizes() == item.view.shard.sizes() && grad.is_contiguous(),
+                  ErrorKind::kContract, "optimizer step: gradient of ", item.view.contract->name,
+                  ": found the shape ", grad.sizes(), " with strides ", grad.strides(),
+                  ", expected ", item.view.shard.sizes(), " as its shard, and contiguous");
     make_item_state(item);
     ++item.steps;
     items.push_back(&item);

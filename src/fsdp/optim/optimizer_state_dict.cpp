@@ -159,8 +159,8 @@ void refuse_state(const Optimizer& optimizer, const GradContract& contract,
     if (expected == known.end()) {
       found(name, ", expected only what ", optimizer.name(),
             " keeps of it: ", joined(std::views::keys(known), "nothing"));
-    } else if (!values.defined()) {
-      found(name, " without a tensor, expected values");
+    } else if (!fsdp::has_values(values)) {
+      found(name, " without values, expected a dense tensor that is not on the meta device");
     } else if (values.sizes() != at::IntArrayRef(contract.shape)) {
       found(name, " of the shape ", values.sizes(), ", expected ", at::IntArrayRef(contract.shape));
     } else if (const auto dtype = to_scalar_type(expected->second); values.scalar_type() != dtype) {

@@ -51,6 +51,10 @@ at::Tensor whole_of(Runtime& runtime, const Parameter& parameter, const at::Tens
   return whole.view(shape);
 }
 
+bool has_values(const at::Tensor& tensor) {
+  return tensor.defined() && !tensor.is_meta() && tensor.layout() == at::kStrided;
+}
+
 at::Tensor narrow_to(at::Tensor whole, const TensorBox& box) {
   for (std::size_t d = 0; d < box.size.size(); ++d) {
     whole = whole.narrow(static_cast<std::int64_t>(d), box.offset[d], box.size[d]);

@@ -19,6 +19,9 @@ at::Tensor whole_of(Runtime& runtime, const Unit& unit, const Bucket& bucket,
 /// among the ranks that hold parts. Errors: kComm.
 at::Tensor whole_of(Runtime& runtime, const Parameter& parameter, const at::Tensor& local);
 
+/// Whether values can be copied out of it: there, dense, and not on the meta device.
+bool has_values(const at::Tensor& tensor);
+
 /// The elements of `whole` that lie in the box, as a view.
 at::Tensor narrow_to(at::Tensor whole, const TensorBox& box);
 

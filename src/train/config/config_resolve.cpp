@@ -94,6 +94,9 @@ void check_training(const Config& config) {
   TESSERA_CHECK(!config.data.path.empty(), ErrorKind::kConfig,
                 "data.path: found nothing, expected a text file, a folder, NAME.bin or "
                 "X.safetensors");
+  TESSERA_CHECK(!config.job.dump_folder || !config.job.dump_folder->empty(), ErrorKind::kConfig,
+                "job.dump_folder: found an empty name, expected a folder; leave it out for a "
+                "new one below outputs");
   check_checkpoint(config.checkpoint);
   require_inside_run("checkpoint.folder", config.checkpoint.folder);
   require_inside_run("metrics.folder", config.metrics.folder);

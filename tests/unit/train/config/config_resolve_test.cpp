@@ -114,6 +114,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadConfig{"data.path=[]", "data.path", "found nothing"},
         BadConfig{"data.path=['a.bin', 'b.txt']", "data.path", "a.bin"},
         BadConfig{"data.path=['']", "data.path", "empty name"},
+        BadConfig{"job.dump_folder=''", "job.dump_folder", "empty name"},
         BadConfig{"validation.path=['a.txt', 'b.safetensors']", "validation.path", "b.safetensors"},
         BadConfig{"metrics.trace_steps=[3, 21]", "metrics.trace_steps",
                   "found 21, expected at most training.steps, 20"},
