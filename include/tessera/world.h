@@ -6,6 +6,7 @@
 // launch_threads() for ranks as threads of one process. Next: mesh.h, shard.h.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -92,7 +93,10 @@ class World : public std::enable_shared_from_this<World> {
 
   /// Marks the run as failed: waits and later collectives throw kComm, here at once, on the other
   /// ranks as soon as they learn of it. Not collective. Threads: any.
-  virtual void abort(const std::string& why) = 0;
+  void abort(const std::string& why) { abort_epoch(recoveries(), why); }
+  /// The same for what went wrong when recoveries() was `epoch`, by a thread that may come late:
+  /// once the World was recovered, nothing happens. Threads: any.
+  virtual void abort_epoch(std::uint64_t epoch, const std::string& why) = 0;
   bool aborted() const;
   [[deprecated("abort()")]] void poison(const std::string& why) { abort(why); }
   [[deprecated("aborted()")]] bool poisoned() const { return aborted(); }
@@ -105,9 +109,10 @@ class World : public std::enable_shared_from_this<World> {
   /// The next name for what is sharded, "model 2". All ranks shard in one order, so it is the same
   /// on every one; after a failure that only some had come to, from the recovery on.
   std::string next_model_name() {
-    if (std::exchange(named_at_, recoveries_) != recoveries_) models_ = 0;
+    const auto now = recoveries();
+    if (std::exchange(named_at_, now) != now) models_ = 0;
     const auto name = "model " + std::to_string(++models_);
-    return recoveries_ == 0 ? name : name + " since recovery " + std::to_string(recoveries_);
+    return now == 0 ? name : name + " since recovery " + std::to_string(now);
   }
 
  protected:
@@ -124,8 +129,8 @@ class World : public std::enable_shared_from_this<World> {
   int rank_ = 0;
   int size_ = 1;
   int local_rank_ = 0;
-  std::uint64_t recoveries_ = 0;  ///< counted by derived classes
-  std::uint64_t models_ = 0;      ///< that were named since recovery named_at_
+  std::atomic<std::uint64_t> recoveries_ = 0;  ///< counted by derived classes
+  std::uint64_t models_ = 0;                   ///< that were named since recovery named_at_
   std::uint64_t named_at_ = 0;
   std::unique_ptr<State> state_;  ///< groups, abort flag
   std::unique_ptr<comm::IssueQueue> queue_;
