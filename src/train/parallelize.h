@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <string>
 
@@ -29,8 +28,6 @@ enum class InitialWeights : std::uint8_t {
 struct ModelParts {
   ModelContract contract;
   std::shared_ptr<models::LanguageModel> model;
-  /// Of a model for inference, as storage_on_the_way.
-  std::map<std::string, DType> on_the_way = {};
 };
 /// Collective on first use of an axis. Errors: as resolve_model.
 ModelParts model_parts(const ModelSource& source, const Config& config, const Mesh& mesh,
