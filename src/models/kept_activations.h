@@ -1,10 +1,12 @@
 // Kept activations: what autograd holds of one forward until its backward, in bytes, for any model
 // and any degrees, without a tensor.
 //
-// What each layer keeps is said on the layer's own floor: nn/layer_keeps.h, moe/expert_keeps.h, and
-// here model_keeps.h and gemma4/gemma4_keeps.h. tests/unit/train/memory_table_test.cpp counts the
-// bytes of real runs. Text alone: a vision tower that is trained is left out. Pure. Next:
-// ../train/rank_memory.h.
+// The layers' forward once more, operation by operation: which tensors each saves, and whose memory
+// they are. Memory counts once however many operations save it; parameters, tables and the batch
+// itself do not count. A layer that computes in another way is changed here, too:
+// tests/unit/train/memory_table_test.cpp counts the bytes of real runs. It follows the kernels of
+// CPUs, and text: a vision tower that is trained is left out. Short symbols: B rows, T positions, H
+// hidden, E experts, K experts a token. Pure. Next: ../train/rank_memory.h.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +14,6 @@
 
 #include "layout/parallel_dims.h"
 #include "models/model_spec.h"
-#include "nn/layer_keeps.h"
 #include "tessera/contract.h"
 #include "tessera/recompute_mode.h"
 
@@ -32,7 +33,12 @@ struct ForwardCase {
 
 /// Of a rank; where experts lie on several ranks, with as many tokens for each rank.
 struct KeptActivations {
-  using InMode = nn::KeptBytes;
+  struct InMode {
+    std::int64_t kept = 0;  ///< when the forward has ended
+    /// The most until backward has ended, with what one layer keeps that is run again. Gradients
+    /// of activations come on top.
+    std::int64_t peak = 0;
+  };
   InMode none, full, selective;
   const InMode& in(RecomputeMode mode) const;
 };
