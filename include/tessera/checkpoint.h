@@ -54,7 +54,7 @@ struct LoadedCheckpoint {
 };
 
 /// Whether `folder` holds one for load_checkpoint(): what rank 0 sees. Collective. Errors, on all
-/// ranks alike: kIo; kFormat for a `latest` that names none.
+/// ranks alike: kIo; kFormat for a `latest` that names none, or one that is not whole.
 bool has_checkpoint(World& world, const std::string& folder);
 
 /// Fills shards, buffers and optimizer state from FOLDER/latest, or from `folder` where that is a
@@ -65,9 +65,10 @@ bool has_checkpoint(World& world, const std::string& folder);
 /// goes on at it. Collective, between steps. Errors, on all ranks alike: kUsage for an optimizer of
 /// another model, while a forward waits for its backward; kIo where there is none, kFormat naming
 /// the file or tensor that is missing, unknown, altered, or has another shape or dtype; kConfig for
-/// the state of another kind of optimizer, and for adapters alone. Nothing has changed after those
-/// that names, shapes, dtypes and kinds give; after one in the files' bytes the model holds nothing
-/// of use.
+/// the state of another kind of optimizer, a scale below the scaler's min_scale, and for adapters
+/// alone. Nothing has changed after those that names, shapes, dtypes, kinds and the scale give;
+/// after one in the files' bytes the model holds nothing of use. The optimizer's state is in memory
+/// once: of each parameter what was kept goes before what comes is made.
 LoadedCheckpoint load_checkpoint(ShardedBase& model, Optimizer& optimizer,
                                  const std::string& folder, GradScaler* scaler = nullptr);
 

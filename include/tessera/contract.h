@@ -90,6 +90,9 @@ struct GradContract {
   std::string name;
   std::vector<std::int64_t> shape;
   Encoding storage;  ///< the sharded parameter; the compute dtype where it is replicated()
+  /// What the storage dtype of a replicated() one would be if it were sharded, where that is not the
+  /// compute dtype: values pass through it as they are loaded, so that both compute the same.
+  std::optional<DType> loaded_through;
   Encoding compute;  ///< the unsharded parameter in forward and backward
   /// Opt-in rounding of a raw gradient on arrival; none = added as it arrives. What arrives of
   /// several uses inside one forward is autograd's own sum, in the dtype of the uses: how often a

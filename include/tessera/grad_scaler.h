@@ -49,8 +49,11 @@ class GradScaler {
   bool step(Optimizer& optimizer, const ShardedBase& model, double norm);
 
   const LossScaleState& state() const { return scale_.state(); }
-  /// Goes on where another run was. Errors: kConfig; kUsage in the middle of a step.
+  /// Goes on where another run was. Errors: as require_restorable().
   void restore(const LossScaleState& state);
+  /// Errors: kConfig for a state that it cannot go on from, as one below min_scale; kUsage in the
+  /// middle of a step.
+  void require_restorable(const LossScaleState& state) const;
 
  private:
   LossScale scale_;

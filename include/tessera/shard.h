@@ -402,8 +402,13 @@ Sharded<M> fully_shard(const torch::nn::ModuleHolder<M>& module, const Mesh& mes
 
 namespace detail {
 
-template <class H>
-concept Handle = std::is_base_of_v<ShardedBase, H>;
+template <class T>
+inline constexpr bool kIsHandle = std::is_base_of_v<ShardedBase, T>;
+template <class T>
+inline constexpr bool kIsHandle<std::shared_ptr<T>> = std::is_base_of_v<ShardedBase, T>;
+/// A handle, or a pointer to one.
+template <class T>
+concept Handle = kIsHandle<T>;
 template <Handle>
 inline constexpr bool kIsSavedWhole = false;
 
@@ -419,22 +424,12 @@ torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& arc
   return archive;
 }
 template <detail::Handle H>
-torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
-                                            const std::shared_ptr<H>& handle) {
-  return archive << *handle;
-}
-template <detail::Handle H>
 torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive, H&) {
   static_assert(detail::kIsSavedWhole<H>,
                 "torch::load: a sharded module holds this rank's part alone. Load a dict by "
                 "tessera::load_state_dict(handle, entries), or a checkpoint: "
                 "tessera::load_checkpoint(handle, optimizer, folder).");
   return archive;
-}
-template <detail::Handle H>
-torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
-                                           std::shared_ptr<H>& handle) {
-  return archive >> *handle;
 }
 
 }  // namespace tessera

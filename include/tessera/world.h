@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -93,7 +94,10 @@ class World : public std::enable_shared_from_this<World> {
 
   /// Marks the run as failed: waits and later collectives throw kComm, here at once, on the other
   /// ranks as soon as they learn of it. Not collective. Threads: any.
-  virtual void abort(const std::string& why) = 0;
+  void abort(const std::string& why) { abort_epoch(recoveries(), why); }
+  /// The same for what went wrong when recoveries() was `epoch`, by a thread that may come late:
+  /// once the World was recovered, nothing happens. Threads: any.
+  virtual void abort_epoch(std::uint64_t epoch, const std::string& why) = 0;
   bool aborted() const;
   [[deprecated("abort()")]] void poison(const std::string& why) { abort(why); }
   [[deprecated("aborted()")]] bool poisoned() const { return aborted(); }
@@ -106,13 +110,14 @@ class World : public std::enable_shared_from_this<World> {
   /// The next name for what is sharded, "model 2". All ranks shard in one order, so it is the same
   /// on every one; after a failure that only some had come to, from the recovery on.
   std::string next_model_name(std::uint64_t others = 0) {
+    const auto now = recoveries();
     models_ = std::max(models_named(), others);
-    named_at_ = recoveries_;
+    named_at_ = now;
     const auto name = "model " + std::to_string(++models_);
-    return recoveries_ == 0 ? name : name + " since recovery " + std::to_string(recoveries_);
+    return now == 0 ? name : name + " since recovery " + std::to_string(now);
   }
   /// So far; `others` above: what another rank says, where ranks hold different numbers of units.
-  std::uint64_t models_named() const { return named_at_ == recoveries_ ? models_ : 0; }
+  std::uint64_t models_named() const { return named_at_ == recoveries() ? models_ : 0; }
   /// Whether ranks may have counted differently: there was a pipeline, whose stages differ.
   bool had_stages() const { return had_stages_; }
   void note_stages() { had_stages_ = true; }
@@ -131,8 +136,8 @@ class World : public std::enable_shared_from_this<World> {
   int rank_ = 0;
   int size_ = 1;
   int local_rank_ = 0;
-  std::uint64_t recoveries_ = 0;  ///< counted by derived classes
-  std::uint64_t models_ = 0;      ///< that were named since recovery named_at_
+  std::atomic<std::uint64_t> recoveries_ = 0;  ///< counted by derived classes
+  std::uint64_t models_ = 0;                   ///< that were named since recovery named_at_
   std::uint64_t named_at_ = 0;
   bool had_stages_ = false;
   std::unique_ptr<State> state_;  ///< groups, abort flag

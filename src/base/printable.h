@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <limits>
 #include <span>
 #include <string>
 #include <string_view>
@@ -61,6 +62,23 @@ std::string joined(const Names& names, std::string_view if_none = "") {
     first = false;
   }
   return first ? std::string(if_none) : text;
+}
+
+/// "0-2, 5" of ascending whole numbers; after `most` ranges, how many numbers follow.
+template <class Numbers>
+std::string ranges_text(const Numbers& numbers, std::string_view between = ", ",
+                        int most = std::numeric_limits<int>::max()) {
+  std::string text;
+  int ranges = 0;
+  for (std::size_t i = 0; i < numbers.size(); ++ranges) {
+    if (ranges == most) return concat(text, " and ", numbers.size() - i, " more");
+    std::size_t last = i;
+    while (last + 1 < numbers.size() && numbers[last + 1] == numbers[last] + 1) ++last;
+    text += concat(text.empty() ? "" : between, numbers[i]);
+    if (last > i) text += concat("-", numbers[last]);
+    i = last + 1;
+  }
+  return text;
 }
 
 /// The outermost unit of a model has no name of its own.

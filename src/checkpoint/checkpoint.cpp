@@ -3,10 +3,13 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <system_error>
+#include <utility>
 #include <variant>
+#include <vector>
 
 #include "base/json_reader.h"
 #include "base/log.h"
@@ -39,39 +42,92 @@ constexpr checkpointing::LoadAdvice kAdvice{
     .keeps_optimizer = "make the optimizer that was saved",
     .weights_alone = "take the parameters alone, by state_dict.h"};
 
-std::string in_words(const CheckpointValues& values) {
-  std::string words;
-  for (const auto& [name, value] : values) {
-    const auto text = std::visit([](const auto& one) { return concat(one); }, value);
-    words += concat(words.empty() ? "" : ", ", "\"", name, "\": ", text);
+/// An option as it is compared over ranks: a name, and its value on one line.
+struct Option {
+  std::string name;
+  std::string value;
+};
+
+/// In double quotes, a line's end as \n: other texts for other texts, whatever bytes they have.
+std::string on_one_line(std::string_view text) {
+  std::string line = "\"";
+  for (const char byte : text) {
+    if (byte == '\n') {
+      line += "\\n";
+    } else {
+      if (byte == '\\' || byte == '"') line += '\\';
+      line += byte;
+    }
   }
-  return words;
+  return line + '"';
+}
+std::string on_one_line(std::int64_t number) { return concat(number); }
+
+/// Everything but tensors.
+std::vector<Option> options_of(const std::string& folder, std::int64_t step,
+                               const SaveOptions& options) {
+  std::vector<Option> all{{"folder", on_one_line(folder)},
+                          {"step", concat(step)},
+                          {"SaveOptions::keep_latest_k", concat(options.keep_latest_k)}};
+  for (const auto& [name, value] : options.user) {
+    const auto text = std::visit([](const auto& one) { return on_one_line(one); }, value);
+    all.push_back({concat("SaveOptions::user ", on_one_line(name)), text});
+  }
+  if (options.scaler != nullptr) {
+    const auto& state = options.scaler->state();  // a scale is a power of two: few digits name it
+    all.push_back({"SaveOptions::scaler", concat(state.scale, ", ", state.good_steps, " finite, ",
+                                                 state.skipped_steps, " skipped")});
+  }
+  all.push_back({"SaveOptions::config_json", on_one_line(options.config_json)});
+  return all;
 }
 
-std::string in_words(const GradScaler* scaler) {
-  if (scaler == nullptr) return "none";
-  const LossScaleState state = scaler->state();
-  return concat("scale ", state.scale, " after ", state.good_steps, " finite steps in a row, ",
-                state.skipped_steps, " left out");
+std::vector<Option> options_in(const std::string& lines) {
+  std::vector<Option> all;
+  std::istringstream in(lines);
+  Option one;
+  while (std::getline(in, one.name) && std::getline(in, one.value)) all.push_back(one);
+  return all;
+}
+
+/// What a person has to see of a text that differs from another one from `at` on.
+std::string around(std::string_view text, std::size_t at) {
+  constexpr std::size_t kBefore = 40;
+  constexpr std::size_t kMost = 120;
+  std::size_t begin = at > kBefore ? at - kBefore : 0;
+  while (begin > 0 && (static_cast<unsigned char>(text[begin]) & 0xC0U) == 0x80U) --begin;
+  return concat(begin > 0 ? "..." : "", printable(text.substr(begin), kMost));
+}
+
+/// The first option that differs.
+std::string difference_of(const comm::Difference& found) {
+  const auto first = options_in(found.of_first), other = options_in(found.of_rank);
+  const auto [a, b] = std::ranges::mismatch(first, other, [](const Option& one, const Option& two) {
+    return one.name == two.name && one.value == two.value;
+  });
+  // All of them end with config_json, so that a name is left on both sides.
+  if (a->name != b->name) {
+    const bool lacks = std::ranges::find(other, a->name, &Option::name) == other.end();
+    return concat("found ", lacks ? a->name : b->name, " on rank ", lacks ? 0 : found.rank,
+                  " and not on rank ", lacks ? found.rank : 0);
+  }
+  const auto at = std::ranges::mismatch(a->value, b->value).in1 - a->value.begin();
+  const auto position = static_cast<std::size_t>(at);
+  return concat("found ", a->name, " ", around(a->value, position), " on rank 0 and ",
+                around(b->value, position), " on rank ", found.rank);
 }
 
 /// Everything but tensors has to be the same on every rank: rank 0 writes it, and reads the folder
 /// that the others write to.
 void require_same_everywhere(World& world, const std::string& folder, std::int64_t step,
                              const SaveOptions& options) {
-  const auto compare = [&](std::string_view what, const std::string& mine) {
-    const auto found = comm::first_that_differs(world.control(), mine, "save_checkpoint");
-    TESSERA_CHECK(!found, ErrorKind::kUsage, "save_checkpoint: found the ", what, " ",
-                  printable(found->of_first, 512), " on rank 0 and ",
-                  printable(found->of_rank, 512), " on rank ", found->rank,
-                  ", expected the same on every rank");
-  };
-  compare("folder", folder);
-  compare("step", concat(step));
-  compare("SaveOptions::user", in_words(options.user));
-  compare("SaveOptions::scaler", in_words(options.scaler));
-  compare("SaveOptions::keep_latest_k", concat(options.keep_latest_k));
-  compare("SaveOptions::config_json", options.config_json);
+  std::string lines;
+  for (const auto& [name, value] : options_of(folder, step, options)) {
+    lines += name + "\n" + value + "\n";
+  }
+  const auto found = comm::first_that_differs(world.control(), lines, "save_checkpoint");
+  TESSERA_CHECK(!found, ErrorKind::kUsage, "save_checkpoint: ", difference_of(*found),
+                ", expected the same folder, step and options on every rank");
 }
 
 /// `updated`: an optimizer has made an update on any rank; a stage of a pipeline may have had none.
@@ -101,13 +157,10 @@ void check_save(const Optimizer& optimizer, std::int64_t step, const SaveOptions
                 "expected the one that made the steps, or step 0");
 }
 
-/// Where load_checkpoint() finds it; empty where there is none.
-fs::path path_in(const fs::path& folder) {
-  std::error_code ignored;
-  if (fs::exists(folder / kManifestFile, ignored)) return folder;
-  const CheckpointStore store(folder);
-  const auto latest = store.latest();
-  return latest ? store.complete(*latest) : fs::path();
+/// Rank 0's find_checkpoint(); empty where there is none.
+std::string found_by_first(const World& world, const std::string& folder) {
+  if (world.rank() != 0) return "";
+  return find_checkpoint(folder).value_or(fs::path()).native();
 }
 
 void restore_scale(const CheckpointManifest& manifest, GradScaler* scaler, int rank) {
@@ -156,9 +209,7 @@ void save_checkpoint(const ShardedBase& model, const Optimizer& optimizer,
 
 bool has_checkpoint(World& world, const std::string& folder) {
   std::string found;
-  comm::on_all_or_none(world, "checkpoint to load", [&] {
-    if (world.rank() == 0) found = path_in(folder).native();
-  });
+  comm::on_all_or_none(world, "checkpoint to load", [&] { found = found_by_first(world, folder); });
   return !comm::from_first_rank(world, "checkpoint to load", found).empty();
 }
 
@@ -171,7 +222,7 @@ LoadedCheckpoint load_checkpoint(ShardedBase& model, Optimizer& optimizer,
   comm::on_all_or_none(world, "checkpoint to load", [&] {
     runtime.require_idle("load_checkpoint");
     fsdp::require_steps_of(model, optimizer, "load_checkpoint");
-    if (world.rank() == 0) chosen = path_in(folder).native();
+    chosen = found_by_first(world, folder);
     TESSERA_CHECK(world.rank() != 0 || !chosen.empty(), ErrorKind::kIo, shown(folder),
                   ": found no checkpoint, expected a folder with ", kLatestFile,
                   " or step-N; has_checkpoint() asks");
@@ -182,10 +233,12 @@ LoadedCheckpoint load_checkpoint(ShardedBase& model, Optimizer& optimizer,
     TESSERA_CHECK(!opened.manifest().lora, ErrorKind::kConfig, shown(opened.path()),
                   ": found adapters alone, expected a checkpoint of the whole module; `tessera "
                   "convert --merged` makes a model of them");
+    const auto& scale = opened.manifest().loss_scale;
+    if (scaler != nullptr && scale) scaler->require_restorable(*scale);
     return opened;
   });
-  checkpointing::load(found, model, optimizer, world, {.advice = kAdvice});
   const auto& manifest = found.manifest();
+  checkpointing::load(found, model, optimizer, world, {.advice = kAdvice});
   restore_scale(manifest, scaler, world.rank());
   return {found.path().native(), manifest.step, manifest.world_size, manifest.user};
 }

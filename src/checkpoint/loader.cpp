@@ -325,7 +325,9 @@ class Loader {
       add_parts(found, std::string(kModelPrefix), forms_.of(*view.contract), view,
                 view.shard.detach());
     }
-    for (const auto& state : optimizer_.state()) {
+    auto states = optimizer_.state();
+    for (auto& state : states) {
+      state.kept.clear();  // or it would lie beside the new one until the last is made
       const auto& contract = *state.view.contract;
       const FileForm form = forms_.of(contract);
       optimizer_.forget(contract.name);

@@ -34,19 +34,6 @@ std::optional<LayerName> layer_name(const std::string& name) {
   return std::nullopt;
 }
 
-/// "0-2,5" of ascending numbers.
-std::string ranges_text(const std::vector<std::int64_t>& numbers) {
-  std::string text;
-  for (std::size_t i = 0; i < numbers.size();) {
-    std::size_t last = i;
-    while (last + 1 < numbers.size() && numbers[last + 1] == numbers[last] + 1) ++last;
-    text += concat(text.empty() ? "" : ",", numbers[i]);
-    if (last > i) text += concat("-", numbers[last]);
-    i = last + 1;
-  }
-  return text;
-}
-
 /// Some that are alike but for the number in their name; or one.
 template <class T>
 struct Alike {
@@ -56,7 +43,8 @@ struct Alike {
 
   std::string shown(const std::string& own) const {
     if (numbers.size() < 2) return own;
-    return concat(name->before, "{", ranges_text(numbers), "}", name->after, " x ", numbers.size());
+    return concat(name->before, "{", ranges_text(numbers, ","), "}", name->after, " x ",
+                  numbers.size());
   }
 };
 
@@ -143,7 +131,7 @@ std::string unit_text(const layout::PlannedUnit& unit, const Alike<layout::Plann
     for (const layout::Placed& placed : bucket.parameters) {
       std::string name = unit.items.at(placed.parameter).name;
       if (const auto parts = layer_name(name); parts && of.numbers.size() > 1) {
-        name = concat(parts->before, "{", ranges_text(of.numbers), "}", parts->after);
+        name = concat(parts->before, "{", ranges_text(of.numbers, ","), "}", parts->after);
       }
       lines.push_back({placed, std::move(name)});
     }

@@ -41,7 +41,7 @@ int run_train(const TrainArguments& arguments) {
     train::Config& run = run_folder->config;
     log::init(
         {.rank = world.rank(), .world_size = world.size(), .file = log_file(run, world.rank())});
-    train::take_newest_checkpoint(run.model, world, "model.path");
+    train::take_checkpoint_of_run(run, world);
     const StopSignal stop;
     train::TrainingHooks hooks;
     hooks.on_first_step = [&] {

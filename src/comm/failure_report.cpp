@@ -9,7 +9,6 @@
 #include <cstdlib>
 #include <iostream>
 #include <memory>
-#include <numeric>
 #include <optional>
 #include <string>
 #include <thread>
@@ -63,9 +62,8 @@ void wait_for_readers(const LaunchEnvironment& launch, Store& store) {
     if (launch.rank != 0) {
       store.arrive(kKey, launch.rank, launch.world_size);
     } else if (!launch.agent_store) {
-      std::vector<int> everyone(static_cast<std::size_t>(launch.world_size));
-      std::iota(everyone.begin(), everyone.end(), 0);
-      store.meet(kKey, launch.rank, everyone, patience_for(launch), AbortFlag());
+      store.meet(kKey, launch.rank, all_ranks(launch.world_size), patience_for(launch),
+                 AbortFlag());
     }
   } catch (const Error&) {
     // Whoever did not come was not refused, or says so itself.

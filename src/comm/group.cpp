@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "base/hash.h"
 #include "base/trace.h"
@@ -184,6 +185,12 @@ void on_all_or_none(World& world, const std::string& what, const std::function<v
       std::find_if(all.begin(), all.end(), [](const auto& one) { return !one.empty(); });
   const auto equal = static_cast<std::size_t>(std::count(all.begin(), all.end(), *failed));
   rethrow(*failed, static_cast<std::size_t>(failed - all.begin()), equal == all.size());
+}
+
+std::vector<int> all_ranks(int size) {
+  std::vector<int> all(static_cast<std::size_t>(size));
+  std::iota(all.begin(), all.end(), 0);
+  return all;
 }
 
 std::string from_first_rank(World& world, const std::string& what, const std::string& text) {

@@ -120,6 +120,9 @@ std::vector<std::string> all_gather_bytes(Group& group, const std::string& mine,
 /// throws the error of the first of them; kinds are kept. Collective, on the control group.
 void on_all_or_none(World& world, const std::string& what, const std::function<void()>& action);
 
+/// Numbers of all ranks of a world: 0 to size - 1.
+std::vector<int> all_ranks(int size);
+
 /// Rank 0's text on every rank. Collective.
 std::string from_first_rank(World& world, const std::string& what, const std::string& text);
 

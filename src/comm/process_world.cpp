@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <numeric>
 
 #include "base/printable.h"
 #include "comm/failure_report.h"
@@ -42,8 +41,7 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
       options_(options),
       exceptions_before_(std::uncaught_exceptions()),
       backend_(backend_named(options.backend)),
-      everyone_(static_cast<std::size_t>(launch.world_size)) {
-  std::iota(everyone_.begin(), everyone_.end(), 0);
+      everyone_(all_ranks(launch.world_size)) {
   connections_ = backend_.open(launch);
   store_ = Store::connect(launch, options.init_timeout, options.timeout);
   state_->store = store_;
@@ -154,13 +152,14 @@ void ProcessWorld::abort_here(const std::string& why, int epoch, Aborter by) {
   state_->board->abort_all();
 }
 
-void ProcessWorld::abort(const std::string& why) {
+void ProcessWorld::abort_epoch(std::uint64_t of, const std::string& why) {
   const std::string suspicion = state_->abort_flag->suspicion();
   const bool said = why.find(suspicion) != std::string::npos;
   const std::string text =
       of_rank(rank_, said ? one_line(why) : concat(one_line(why), ": ", one_line(suspicion)));
-  const int epoch = epoch_;
+  const int epoch = static_cast<int>(of);  // recoveries and epochs are counted together
   abort_here(why, epoch, Aborter::kSelf);
+  if (epoch != epoch_) return;  // over: nobody is to be told
   in_time([store = store_, text, epoch] {
     return store->set_if_absent(store_key::abort(epoch), text);
   });

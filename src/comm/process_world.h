@@ -51,7 +51,7 @@ class ProcessWorld : public World {
   ~ProcessWorld() override;
 
   std::string backend() const override { return std::string(backend_.name); }
-  void abort(const std::string& why) override;
+  void abort_epoch(std::uint64_t epoch, const std::string& why) override;
   void recover() override;
 
   /// Writes the failure key unless it is there. Returns what stands there; none when the store is

@@ -61,7 +61,7 @@ class ThreadWorld : public World {
   ~ThreadWorld() override;
 
   std::string backend() const override;
-  void abort(const std::string& why) override;
+  void abort_epoch(std::uint64_t epoch, const std::string& why) override;
   void recover() override;
 
   void abort_here(const std::string& why);
@@ -116,9 +116,7 @@ ThreadWorld::ThreadWorld(std::shared_ptr<ThreadRun> run, int rank)
     watch.blocked_after = run_->options.blocked_after;
     watch.poll = std::min(watch.poll, watch.blocked_after / 4 + std::chrono::milliseconds(1));
     state_->abort_flag->patience.expect_words_within(WatchTimes{watch.poll}.words());
-    std::vector<int> everyone(static_cast<std::size_t>(size_));
-    std::iota(everyone.begin(), everyone.end(), 0);
-    state_->board->watch(std::move(everyone));
+    state_->board->watch(all_ranks(size_));
     FailureWatch::Actions actions;
     actions.failed = actions.lost = [this](const std::string& why) { run_->abort_all(why); };
     actions.disagree = [this](const std::string& why, int epoch) {
@@ -145,7 +143,10 @@ std::string ThreadWorld::backend() const {
   return run_->backend == ThreadBackend::kGloo ? "gloo" : "in-process";
 }
 
-void ThreadWorld::abort(const std::string& why) { run_->abort_all(of_rank(rank_, why)); }
+void ThreadWorld::abort_epoch(std::uint64_t epoch, const std::string& why) {
+  // Recoveries and epochs are counted together.
+  run_->abort_all_in(static_cast<int>(epoch), of_rank(rank_, why));
+}
 
 void ThreadWorld::abort_here(const std::string& why) {
   state_->abort_flag->mark(why);

@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <array>
-#include <numeric>
 
 #include "base/printable.h"
 #include "comm/group.h"
@@ -37,9 +36,9 @@ at::DeviceType device_of(const World& world) {
 }
 
 /// Of an operation by which every rank waits for every other.
-comm::Op everyones(const World& world) {
+comm::Op everyones(at::Device device) {
   return comm::AllReduce{
-      at::ones({1}, at::TensorOptions().device(device_of(world))), {}, comm::Route::kRelayed};
+      at::ones({1}, at::TensorOptions().device(device)), {}, comm::Route::kRelayed};
 }
 
 at::Tensor flat(const at::Tensor& tensor) { return tensor.detach().view({-1}); }
@@ -202,23 +201,19 @@ void Group::broadcast(const at::Tensor& tensor, int group_src, const std::string
                 " ranks of the group, from 0");
   call.how = concat("from rank ", ranks_[static_cast<std::size_t>(group_src)], " ", tensor.sizes());
   // A source has nothing to wait for: by itself it would go on, whatever the others call.
-  call.run({comm::Broadcast{flat(tensor), group_src}, everyones(*world_)});
+  call.run({comm::Broadcast{flat(tensor), group_src}, everyones(tensor.device())});
   wrote(tensor);
 }
 
 void Group::barrier(const std::string& what) const {
   const Call call(*this, comm::Kind::kBarrier, what);
   const c10::AutoGradMode no_grad(false);
-  const comm::Op come = everyones(*world_);
+  const comm::Op come = everyones(device_of(*world_));
   call.run(come);
   static_cast<void>(comm::first_tensor(come).item<float>());  // over NCCL the stream waits
 }
 
-Group World::group() {
-  std::vector<int> all(static_cast<std::size_t>(size_));
-  std::iota(all.begin(), all.end(), 0);
-  return Group(shared_from_this(), std::move(all));
-}
+Group World::group() { return Group(shared_from_this(), comm::all_ranks(size_)); }
 
 Group Mesh::group(std::string_view axis) const { return group({axis}); }
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <iostream>
-#include <numeric>
 
 #include "base/environment.h"
 #include "base/log.h"
@@ -71,11 +70,14 @@ class SoloWorld : public World {
   SoloWorld() : World(0, 1, 0) {}
   ~SoloWorld() override { stop_queue(); }
   std::string backend() const override { return "none"; }
-  void abort(const std::string& why) override {
+  void abort_epoch(std::uint64_t epoch, const std::string& why) override {
+    const base::Lock lock(epoch_mutex_);
+    if (epoch != recoveries_) return;
     state_->abort_flag->mark(why);
     queue_->abort(why);
   }
   void recover() override {
+    const base::Lock lock(epoch_mutex_);
     queue_->recover();
     ++recoveries_;
     state_->abort_flag->clear();
@@ -86,6 +88,9 @@ class SoloWorld : public World {
                                           const std::string& name) override {
     return std::make_shared<comm::SoloGroup>(name, state_->abort_flag);
   }
+
+ private:
+  base::Mutex epoch_mutex_;  ///< as ProcessWorld's
 };
 
 }  // namespace
@@ -131,11 +136,7 @@ std::shared_ptr<comm::Group> World::group(const std::vector<int>& ranks, std::st
   return made;
 }
 
-comm::Group& World::control() {
-  std::vector<int> all(static_cast<std::size_t>(size_));
-  std::iota(all.begin(), all.end(), 0);
-  return *group(all, "control");
-}
+comm::Group& World::control() { return *group(comm::all_ranks(size_), "control"); }
 
 void World::begin_start_up() {
   if (!state_->store) return;

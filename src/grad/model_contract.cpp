@@ -96,6 +96,7 @@ std::vector<FieldText> fields_of(const GradContract& c) {
   }
   // Only where there is one: runs on data axes alone keep their hashes.
   if (c.layout != ParameterLayout()) fields.push_back({"placement", text(c.layout)});
+  if (c.loaded_through) fields.push_back({"loaded_through", text(c.loaded_through)});
   return fields;
 }
 

@@ -93,6 +93,9 @@ void resolve_compute(GradContract& contract, const ParameterMeta& meta, const As
 /// Nothing gathers it, so nothing would cast it on the way: it is kept as it computes.
 void keep_whole(GradContract& contract) {
   if (!contract.replicated() || contract.storage == contract.compute) return;
+  if (contract.storage.dtype != contract.compute.dtype) {
+    contract.loaded_through = contract.storage.dtype;
+  }
   std::string& reason = contract.reason(ContractField::kStorage);
   reason = concat("as compute: whole on every rank, cast once when it is loaded, from ",
                   to_string(contract.storage.dtype), " (", reason, ")");
@@ -236,6 +239,7 @@ GradContract retrained(const GradContract& contract, const Setting<FrozenRule>& 
   check_trainable_dtype(next, next.storage.dtype);
   if (!is_floating(next.storage.dtype)) return next;
   check_loss_scaling(next, policy);
+  if (!next.replicated()) next.loaded_through.reset();
   keep_whole(next);
   resolve_optimizer(next, policy);
   return next;

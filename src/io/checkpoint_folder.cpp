@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <ranges>
 #include <string_view>
 #include <system_error>
 #include <utility>
 
 #include "base/mapped_file.h"
 #include "base/printable.h"
-#include "io/checkpoint_store.h"
 #include "io/safetensors.h"
 #include "io/tensor_source.h"
 #include "tessera/error.h"
@@ -124,12 +124,7 @@ bool CheckpointFolder::is_one(const fs::path& path) {
 
 CheckpointFolder CheckpointFolder::open(const fs::path& path) {
   CheckpointFolder checkpoint;
-  std::error_code ignored;
-  checkpoint.path_ = path;
-  if (!fs::exists(path / kManifestFile, ignored)) {
-    const CheckpointStore store(path);
-    if (const auto latest = store.latest()) checkpoint.path_ = store.complete(*latest);
-  }
+  checkpoint.path_ = find_checkpoint(path).value_or(path);
   const fs::path manifest = checkpoint.path_ / kManifestFile;
   const std::string text = read_text_file(manifest, kMaxManifestBytes);
   check_manifest_hash(text, shown(manifest));
@@ -313,6 +308,54 @@ void CheckpointFolder::read(std::string_view name, std::int64_t begin, std::int6
         open_listed(path_ / piece.file, manifest_.files.find(piece.file)->second);
     PieceRead{file, piece, tensor.shape, info.begin, element_bytes, begin, out}.copy(part);
   }
+}
+
+namespace {
+
+bool has_manifest(const fs::path& folder) {
+  std::error_code ignored;
+  return fs::exists(folder / kManifestFile, ignored);
+}
+
+}  // namespace
+
+std::optional<fs::path> find_checkpoint(const fs::path& path) {
+  if (has_manifest(path)) return path;
+  const CheckpointStore store(path);
+  const auto latest = store.latest();
+  if (!latest) return std::nullopt;
+  fs::path found = store.complete(*latest);
+  try {
+    require_whole(found);
+  } catch (const Error& error) {
+    const auto older = newest_whole_before(store, *latest);
+    throw Error(error.kind(),
+                concat(error.what(),
+                       older ? concat("; the newest whole checkpoint before it is ",
+                                      shown(store.complete(*older)), ": name that one to take it")
+                             : "; there is no whole checkpoint before it"));
+  }
+  return found;
+}
+
+void require_whole(const fs::path& checkpoint) {
+  TESSERA_CHECK(has_manifest(checkpoint), ErrorKind::kFormat, shown(checkpoint), ": found no ",
+                kManifestFile,
+                ", expected a whole checkpoint; copying or removing it was interrupted, or another "
+                "program made the folder");
+}
+
+std::optional<std::int64_t> newest_whole_before(const CheckpointStore& store, std::int64_t step) {
+  for (const std::int64_t older : store.steps() | std::views::reverse) {
+    if (older >= step) continue;
+    try {
+      CheckpointFolder::open(store.complete(older));
+      return older;
+    } catch (const Error&) {
+      continue;
+    }
+  }
+  return std::nullopt;
 }
 
 CheckpointTensors::CheckpointTensors(CheckpointFolder folder) : folder_(std::move(folder)) {

@@ -13,12 +13,14 @@
 #include <filesystem>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "io/checkpoint_manifest.h"
+#include "io/checkpoint_store.h"
 #include "io/hashed_file.h"
 #include "io/safetensors_header.h"
 #include "io/tensor_source.h"
@@ -108,6 +110,16 @@ class CheckpointFolder {
   /// Headers of the files that were read from.
   mutable std::map<std::string, SafetensorsHeader, std::less<>> headers_;
 };
+
+/// The checkpoint that `path` stands for: `path` itself where it holds manifest.json, else the latest
+/// one of the folder (CheckpointStore::latest); none where it has none. What is older is not taken
+/// without being told. Errors: as latest(); kFormat where the latest is not whole, with the newest
+/// one before it that is.
+std::optional<std::filesystem::path> find_checkpoint(const std::filesystem::path& path);
+/// Whoever copied or removed it came to the end: it holds manifest.json. Errors: kFormat.
+void require_whole(const std::filesystem::path& checkpoint);
+/// The newest checkpoint of a step before this one that can be opened.
+std::optional<std::int64_t> newest_whole_before(const CheckpointStore& store, std::int64_t step);
 
 /// The model's tensors of it as a TensorSource: what ranks cut apart reads as a whole here.
 class CheckpointTensors final : public TensorSource {

@@ -122,8 +122,8 @@ std::optional<std::int64_t> CheckpointStore::latest() const {
                 ", expected step-N; write the name of a complete checkpoint into it");
   TESSERA_CHECK(fs::is_directory(complete(*step), ignored), ErrorKind::kFormat, shown(file),
                 ": found ", text,
-                ", which is not there; write the name of a complete checkpoint into it, or name "
-                "one: checkpoint.load_step of a run, the folder step-N elsewhere");
+                ", which is not there; write the name of a complete checkpoint into it, or remove "
+                "it: then the newest one counts");
   return step;
 }
 

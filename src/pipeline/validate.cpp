@@ -6,6 +6,7 @@
 #include <set>
 #include <utility>
 
+#include "base/printable.h"
 #include "tessera/error.h"
 
 namespace tessera::pipeline {
@@ -22,21 +23,8 @@ std::string text_of(const Place& place, const Action& action) {
   return concat("rank ", place.rank, ", slot ", place.slot, " (", to_string(action), ")");
 }
 
-/// "0-3, 7". One line stays one that a person reads: after some ranges, how many numbers follow.
-std::string ranges_of(const std::vector<int>& numbers) {
-  constexpr int kMostRanges = 20;
-  std::string text;
-  int ranges = 0;
-  for (std::size_t i = 0; i < numbers.size(); ++ranges) {
-    if (ranges == kMostRanges) return concat(text, " and ", numbers.size() - i, " more");
-    std::size_t last = i;
-    while (last + 1 < numbers.size() && numbers[last + 1] == numbers[last] + 1) ++last;
-    text += concat(text.empty() ? "" : ", ", numbers[i]);
-    if (last > i) text += concat("-", numbers[last]);
-    i = last + 1;
-  }
-  return text;
-}
+// One line stays one that a person reads.
+constexpr int kMostRanges = 20;
 
 /// Each action once, on its rank, after what it needs there.
 class Lists {
@@ -132,7 +120,7 @@ class Lists {
       const auto missing = [&](const std::vector<int>& numbers, std::string_view what) {
         if (numbers.empty()) return;
         fault(Fault::kMissing, "stage ", stage, ": found no ", what, " of micro-batch ",
-              ranges_of(numbers), ", expected one of each");
+              ranges_text(numbers, ", ", kMostRanges), ", expected one of each");
       };
       missing(no_forward, "F");
       missing(no_backward, "B, nor I and W,");

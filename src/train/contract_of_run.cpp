@@ -191,14 +191,4 @@ ModelContract resolve_model(const ModelSource& source, const Config& config,
                  {purpose, trains ? config.model.frozen : FrozenAs::kReplicate});
 }
 
-std::map<std::string, DType> storage_on_the_way(const ModelSource& source, const Config& config,
-                                                const ParallelDims& dims) {
-  std::map<std::string, DType> dtypes;
-  for (const GradContract& each :
-       resolve(source, config, dims, {Purpose::kInference, FrozenAs::kShard}).parameters) {
-    if (each.storage.dtype != each.compute.dtype) dtypes.emplace(each.name, each.storage.dtype);
-  }
-  return dtypes;
-}
-
 }  // namespace tessera::train

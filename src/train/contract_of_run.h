@@ -2,9 +2,6 @@
 // and its layout say together. Next: grad/resolve_model.cpp, plan_of_run.h.
 #pragma once
 
-#include <map>
-#include <string>
-
 #include "tessera/dtype.h"
 #include "tessera/mesh_shape.h"
 #include "tessera/model_contract.h"
@@ -19,12 +16,6 @@ namespace tessera::train {
 /// naming the parameter and the key; kFormat for a tensor of the folder that is not floating.
 ModelContract resolve_model(const ModelSource& source, const Config& config,
                             const ParallelDims& dims, Purpose purpose = Purpose::kTraining);
-
-/// By name, the storage dtypes that sharded parameters would have where these are not those in which
-/// they compute. For inference values pass through them: what is computed is what a sharded model
-/// computes. Errors: as resolve_model.
-std::map<std::string, DType> storage_on_the_way(const ModelSource& source, const Config& config,
-                                                const ParallelDims& dims);
 
 /// The dense reading of the ranks, and the sparse one of experts.
 MeshShapes mesh_shape(const ParallelDims& dims);

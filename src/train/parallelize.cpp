@@ -14,31 +14,28 @@ namespace tessera::train {
 
 namespace {
 
-using OnTheWay = std::map<std::string, DType>;
-
-void load(const ShardedBase& model, const TensorSource& folder, const FileForms& forms, Loaded what,
-          const OnTheWay& on_the_way) {
+void load(const ShardedBase& model, const TensorSource& folder, const FileForms& forms,
+          Loaded what) {
   auto& world = *model.mesh().world();
   if (!folder.hashed_files().empty()) {
     comm::on_all_or_none(world, "verifying the weights",
                          [&] { verify_weights(folder, world.rank(), world.size()); });
   }
   comm::on_all_or_none(world, "loading the weights",
-                       [&] { load_weights(model, folder, forms, what, on_the_way); });
+                       [&] { load_weights(model, folder, forms, what); });
 }
 
 /// With kLater the caller fills what is trained.
 void fill(const ShardedBase& model, const ModelSource& source, std::uint64_t seed,
-          InitialWeights weights, const OnTheWay& on_the_way) {
+          InitialWeights weights) {
   const bool later = weights == InitialWeights::kLater;
   if (source.base_hash) check_base(source, *model.mesh().world());
   if (source.folder && (!later || source.lora)) {
-    load(model, *source.folder, file_forms(source.description.parameters), Loaded::kModel,
-         on_the_way);
+    load(model, *source.folder, file_forms(source.description.parameters), Loaded::kModel);
   }
   if (later) return;
   if (source.adapters) {
-    load(model, *source.adapters, {}, Loaded::kAdapters, on_the_way);
+    load(model, *source.adapters, {}, Loaded::kAdapters);
   } else if (source.lora) {
     draw_weights(model, source.description.parameters, seed, Loaded::kAdapters);
   } else if (!source.folder) {
@@ -80,7 +77,6 @@ ModelParts model_parts(const ModelSource& source, const Config& config, const Me
   const auto dims = resolve_parallelism(config.parallelism, mesh.shape().size());
   ModelParts parts{resolve_model(source, config, dims, purpose), nullptr};
   if (pipeline != nullptr) note_copies(*pipeline, source.description, parts.contract);
-  if (purpose == Purpose::kInference) parts.on_the_way = storage_on_the_way(source, config, dims);
 
   // 2. The model: the stages and the sizes of this rank, no data.
   parts.model = models::make_language_model(source.spec, model_axes(config, dims, mesh, pipeline));
@@ -142,7 +138,7 @@ std::shared_ptr<Sharded<models::LanguageModel>> parallelize(ModelParts parts,
   auto model = std::make_shared<Sharded<models::LanguageModel>>(plain, mesh, as_contracts, root);
 
   // 5. Weights: each rank reads or draws only what it owns.
-  fill(*model, source, static_cast<std::uint64_t>(config.debug.seed), weights, parts.on_the_way);
+  fill(*model, source, static_cast<std::uint64_t>(config.debug.seed), weights);
   if (source.folder) load_buffers(*model, *source.folder);
   model->set_loaded();
   return model;

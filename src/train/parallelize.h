@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <string>
 
@@ -30,8 +29,6 @@ enum class InitialWeights : std::uint8_t {
 struct ModelParts {
   ModelContract contract;
   std::shared_ptr<models::LanguageModel> model;
-  /// Of a model for inference, as storage_on_the_way.
-  std::map<std::string, DType> on_the_way = {};
 };
 /// The contract is the whole model's, the model what `pipeline` gives to this rank; null = all of
 /// it. Collective on first use of an axis. Errors: as resolve_model.

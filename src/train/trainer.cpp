@@ -112,6 +112,9 @@ class Trainer {
       check_positions(config.parallelism, validation_->row_tokens());
     }
     checkpoints_->begin(source_, *data_);
+    if (config.job.dump_folder && world.rank() == 0) {
+      log::info(banner_line("run folder", *config.job.dump_folder));
+    }
     auto parts =
         model_parts(source_, config, mesh_, Purpose::kTraining, plan ? &*plan : nullptr);
     parameters_ = parts.contract.parameters;
@@ -174,7 +177,6 @@ class Trainer {
     run.rows_at_once = config_.training.local_batch_size.value_or(1);
     run.first_step = done_ + 1;
     run.steps = *config_.training.steps;
-    run.run_folder = config_.job.dump_folder.value_or("");
     run.processor = {kernels::cpu::best_isa().name, kernels::cpu::has_bf16_products(),
                      at::get_num_threads()};
     const auto warn = [](const std::optional<std::string>& text) {

@@ -81,6 +81,45 @@ TEST_F(RunAsModel, BeginsARunWhichKeepsTheCheckpointThatItTook) {
                {"inspect", "--contract", "further.toml", "--model.path", "further"});
 }
 
+// Adapters belong to the model beside which they were trained, however far its own run has come
+// since. Naive: RUN is looked up anew, and the run is refused with "set it back".
+TEST_F(RunAsModel, OfARunThatGoesOnIsTheCheckpointThatItBeganWith) {
+  std::string config = read_file(folder_ / "run.toml");
+  config.replace(config.find("config = \"model.json\""), 21, "path = \"run\"");
+  folder_.write("adapters.toml", config);
+  const auto adapters = [&](const std::string& steps) {
+    return Words{
+        "train",          "adapters.toml", "--job.dump_folder", "adapters", "--lora.rank", "2",
+        "--lora.targets", "q_proj",        "--training.steps",  steps};
+  };
+  const auto kept = [&] {
+    return train::load_config((folder_ / "adapters/config.toml").string()).model.path;
+  };
+  const std::string first = (folder_ / "run/checkpoint/step-3").string();
+  expect_taken((folder_ / "run").string(), "model.path", adapters("2"));
+  EXPECT_EQ(kept(), first);
+  const auto further = run_program(
+      folder_, {"train", "run.toml", "--job.dump_folder", "run", "--training.steps", "5"});
+  ASSERT_EQ(further.code, 0) << further.err;
+
+  const auto resumed = run_program(folder_, adapters("4"));
+  EXPECT_EQ(resumed.code, 0) << resumed.err;
+  EXPECT_THAT(resumed.err,
+              AllOf(HasSubstr("the checkpoint is taken with which this run began, '" + first + "'"),
+                    HasSubstr("resumed from")));
+  EXPECT_EQ(kept(), first);
+  // What it began with is gone: said, not replaced.
+  fs::remove_all(first);
+  const auto without = run_program(folder_, adapters("6"));
+  EXPECT_EQ(without.code, 2) << without.err;
+  EXPECT_THAT(last_line(without.err), HasSubstr("model.path: found tensors with the hash"));
+  // A run that begins anew takes the newest.
+  fs::remove_all(folder_ / "adapters/checkpoint");
+  const auto anew = run_program(folder_, adapters("2"));
+  EXPECT_EQ(anew.code, 0) << anew.err;
+  EXPECT_EQ(kept(), (folder_ / "run/checkpoint/step-5").string());
+}
+
 // Its config.toml has the absolute path of where it was.
 TEST_F(RunAsModel, MayHaveBeenMovedAndKeepItsCheckpointsElsewhere) {
   fs::rename(folder_ / "run", folder_ / "moved");
@@ -97,8 +136,9 @@ TEST_F(RunAsModel, WithoutAWholeCheckpointIsRefusedWithTheWayOn) {
   fs::remove(folder_ / "run/checkpoint/step-3/manifest.json");
   const auto torn = run_program(folder_, {"inspect", "run"});
   EXPECT_EQ(torn.code, 2);
-  EXPECT_THAT(torn.err, AllOf(HasSubstr("DIR: found no manifest.json in 'run/checkpoint/step-3'"),
-                              HasSubstr("name the newest whole one, 'run/checkpoint/step-2'")));
+  EXPECT_THAT(torn.err, AllOf(HasSubstr("DIR: 'run/checkpoint/step-3': found no manifest.json"),
+                              HasSubstr("the newest whole checkpoint before it is "
+                                        "'run/checkpoint/step-2': name that one")));
   ASSERT_EQ(run_program(folder_, {"train", "run.toml", "--job.dump_folder", "none",
                                   "--checkpoint.enable", "false"})
                 .code,

@@ -87,7 +87,7 @@ TEST(TrainCommand, SaysWhatItWillDoBeforeStepOne) {
   }
   const auto first = std::ranges::find_if(
       lines, [](const auto& line) { return line.starts_with("parameters  "); });
-  ASSERT_GE(lines.end() - first, 7) << outcome.err;
+  ASSERT_GE(lines.end() - first, 6) << outcome.err;
   // 260 x 16 twice, attention 16 x (16 + 8 + 8 + 16), 3 x 16 x 32, norms 3 x 16 + 2 x 8.
   EXPECT_EQ(first[0], "parameters  10.7 k, trained all");
   EXPECT_EQ(first[1], "layout      2 ranks, dp_shard 2");
@@ -95,8 +95,10 @@ TEST(TrainCommand, SaysWhatItWillDoBeforeStepOne) {
             "tokens      64 a step: 4 rows of 16, in 2 micro-batches of at most 1 a rank");
   EXPECT_EQ(first[3], "dtypes      storage float32; compute float32; reduce float32");
   EXPECT_EQ(first[4], "steps       1 to 3");
-  EXPECT_EQ(first[5], "run folder  " + (folder / "run").string());
-  EXPECT_THAT(first[6], StartsWith("kernels     "));
+  EXPECT_THAT(first[5], StartsWith("kernels     "));
+  const std::string where = "run folder  " + (folder / "run").string();
+  EXPECT_EQ(std::count(lines.begin(), first, where), 1) << outcome.err;
+  EXPECT_EQ(std::count(first, lines.end(), where), 0) << outcome.err;
   EXPECT_EQ(outcome.err.find("parameters  "), outcome.err.rfind("parameters  "));
   EXPECT_THAT(read_file(folder / "run/logs/rank_0.log"), HasSubstr("steps       1 to 3"));
 

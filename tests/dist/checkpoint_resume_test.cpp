@@ -8,6 +8,7 @@
 
 #include "base/log.h"
 #include "checkpoint/saver.h"
+#include "dist/checkpoint_tensors.h"
 #include "dist/modules.h"
 #include "dist/ranks.h"
 #include "dist/training_run.h"
@@ -31,19 +32,6 @@ const RanksOfRun kLayouts[] = {{1, 1}, {2, 1}, {3, 1}, {2, 2}, {4, 2}};
 
 std::string text_of(const RanksOfRun& layout) {
   return concat(layout.replicas, " x ", layout.ranks / layout.replicas);
-}
-
-/// Every tensor of a checkpoint, whole, whatever wrote it.
-std::map<std::string, std::vector<std::byte>> all_tensors(const fs::path& path) {
-  const auto checkpoint = CheckpointFolder::open(path);
-  checkpoint.verify_all();
-  std::map<std::string, std::vector<std::byte>> values;
-  for (const auto& [name, tensor] : checkpoint.tensors()) {
-    auto& bytes = values[name];
-    bytes.resize(static_cast<std::size_t>(tensor.numel() * size_of(tensor.dtype)));
-    checkpoint.read(name, 0, tensor.numel(), bytes);
-  }
-  return values;
 }
 
 void expect_same_tensors(const fs::path& found, const fs::path& expected) {
@@ -483,6 +471,9 @@ TEST(Resume, ANewestStepThatIsNotWholeNamesTheNewestThatIsAndTheKey) {
   for (const int step : {1, 2, 3, 4, 5}) fs::remove(at(step) / "manifest.json");
   config.checkpoint.load_step = -1;
   EXPECT_THAT(refused(), HasSubstr("there is no whole checkpoint before it: choose another"));
+  folder.write("run/checkpoint/latest", "step-9");
+  EXPECT_THAT(refused(), AllOf(HasSubstr("found step-9, which is not there"),
+                               HasSubstr("or set checkpoint.load_step")));
 }
 
 TEST(Resume, AnEarlierStepThatWasAskedForBecomesTheLatest) {

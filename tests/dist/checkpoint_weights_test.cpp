@@ -6,6 +6,7 @@
 #include <atomic>
 #include <functional>
 
+#include "dist/plain.h"
 #include "dist/ranks.h"
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
@@ -245,6 +246,36 @@ TEST(CheckpointWeights, AModelToGenerateFromIsWholeInItsComputeDtypeByWayOfItsSt
     expect_kept_as(
         *opened_to_generate(source, config), *source.folder,
         [](const at::Tensor& stored) { return stored.to(at::kBFloat16).to(at::kFloat); });
+  }
+}
+
+// The same in training, from a folder and drawn. Naive: "replicate" loads past the storage dtype, and
+// a run computes with other values than one of "shard".
+TEST(CheckpointWeights, FrozenPartsToTrainBesideHaveTheSameValuesWholeOrSharded) {
+  const TemporaryFolder folder;
+  const auto drawn = small_run(folder);
+  train_on({}, with_steps(drawn, 1), folder / "run");
+  auto loaded = drawn;
+  loaded.model.config.clear();
+  loaded.model.path = (folder / "run/checkpoint").string();
+  for (auto config : {drawn, loaded}) {
+    config.model.freeze = {"layers.0"};
+    config.precision.storage_dtype.dtype = DType::kBFloat16;
+    config.precision.on_narrower_request = NarrowerRequest::kNarrow;
+    config.precision.param_dtype.dtype = DType::kFloat32;
+    const auto source = train::open_model(config.model);
+    const auto values = [&](World& world, FrozenAs frozen) {
+      config.model.frozen = frozen;
+      const auto model = train::parallelize(source, config, data_mesh(world));
+      Tensors all;
+      for (const auto& [name, value] : whole_parameters(*model)) all[name] = value.to(at::kFloat);
+      return all;
+    };
+    ranks(1).run([&](World& world) {
+      const auto sharded = values(world, FrozenAs::kShard);
+      EXPECT_GT(sharded.size(), 10U);
+      expect_same(values(world, FrozenAs::kReplicate), sharded);
+    });
   }
 }
 

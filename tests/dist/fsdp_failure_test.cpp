@@ -187,7 +187,8 @@ class LeavesToAnotherThread : public torch::autograd::Function<LeavesToAnotherTh
   static variable_list backward(AutogradContext* context, variable_list) {
     auto& runtime = *reinterpret_cast<fsdp::Runtime*>(context->saved_data["runtime"].toInt());
     const auto generation = runtime.generation();
-    std::thread([&] { runtime.abandon_backward(generation); }).join();
+    const auto epoch = runtime.world().recoveries();
+    std::thread([&] { runtime.abandon_backward(generation, epoch); }).join();
     EXPECT_EQ(runtime.generation(), generation);
     EXPECT_TRUE(runtime.has_failed());
     EXPECT_EQ(runtime.world().aborted(), runtime.world().size() > 1);
@@ -219,6 +220,42 @@ TEST(FailuresOfMany, AnotherThreadLeavesANoteForTheRanksOwn) {
       backward(squares(model.handle.forward(input_of(world.rank(), 1, kWidth))));
       expect_same(whole_gradients(model.handle),
                   gradients_of_squares(plain, world.size(), 1, kWidth));
+    });
+  }
+}
+
+/// In whose backward another thread comes by that has looked at the generation and then slept through
+/// a recovery: it knows the epoch of before.
+class IsMetByALateThread : public torch::autograd::Function<IsMetByALateThread> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, fsdp::Runtime* runtime) {
+    context->saved_data["runtime"] = reinterpret_cast<std::int64_t>(runtime);
+    return x * 1.0;
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    auto& runtime = *reinterpret_cast<fsdp::Runtime*>(context->saved_data["runtime"].toInt());
+    const auto generation = runtime.generation();
+    const auto epoch = runtime.world().recoveries() - 1;
+    std::thread([&] { runtime.abandon_backward(generation, epoch); }).join();
+    EXPECT_FALSE(runtime.world().aborted());
+    return {gradients[0], at::Tensor()};
+  }
+};
+
+// Naive: the World of ranks that have recovered is aborted by a backward of before.
+TEST(FailuresOfMany, AThreadThatSleptThroughARecoveryAbortsNobody) {
+  for (const auto backend : {ThreadBackend::kInProcess, ThreadBackend::kGloo}) {
+    ranks(2, backend).run([](World& world) {
+      ShardedChain model(data_mesh(world), 1, 2, kWidth);
+      world.abort("a bad step");
+      world.recover();
+      auto x = input_of(world.rank(), 0, kWidth).requires_grad_();
+      auto& runtime = model.handle.unit()->runtime();
+      // Behind all units: the backward is under way.
+      const auto loss = squares(model.handle.forward(IsMetByALateThread::apply(x, &runtime)));
+      EXPECT_EQ(error_of([&] { backward(loss); }), "");
+      EXPECT_FALSE(world.aborted());
+      comm::barrier(world.control(), "all are well");
     });
   }
 }

@@ -7,6 +7,7 @@
 #include "dist/ranks.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
+#include "grad/torch_dtype.h"
 #include "tessera/clip.h"
 #include "tessera/trainable.h"
 
@@ -125,6 +126,36 @@ TEST_P(FrozenOnRanks, WholeAndShardedGiveTheSameBits) {
     };
     expect_same(run(FrozenRule::kReplicate), run(FrozenRule::kShard));
   });
+}
+
+// Where the storage dtype loses digits that the compute dtype would have kept, both lose them.
+// Naive: what is whole is copied past the storage dtype.
+TEST_P(FrozenOnRanks, WholeAndShardedGiveTheSameBitsOfANarrowerStorage) {
+  for (const auto storage : {DType::kBFloat16, DType::kFloat16}) {
+    ranks(count()).run([&](World& world) {
+      const auto run = [&](FrozenRule how) {
+        auto policy = frozen({"a"}, how, DType::kFloat32);
+        policy.rules[0].storage_dtype = storage;
+        policy.on_narrower_request = NarrowerRequest::kNarrow;
+        auto chain = std::make_shared<Chain>(1, kBlocks, kWidth);
+        chain->shard_blocks(mesh(world), policy);
+        auto handle = fully_shard(chain, mesh(world));
+        auto step = step_of(handle, world.rank());
+        step.gradients["loss"] = step.loss.detach();
+        for (const auto& view : handle.shards()) {
+          if (view.contract->trainable) continue;
+          EXPECT_EQ(view.contract->compute.dtype, DType::kFloat32);
+          step.gradients[view.contract->name] =
+              whole_parameters(handle).at(view.contract->name).to(at::kFloat);
+        }
+        return step.gradients;
+      };
+      const auto whole = run(FrozenRule::kReplicate);
+      expect_same(whole, run(FrozenRule::kShard));
+      const auto values = whole.at("block0.a");
+      EXPECT_TRUE(same_bits(values, values.to(to_scalar_type(storage)).to(at::kFloat)));
+    });
+  }
 }
 
 TEST_P(FrozenOnRanks, AWholeUnitIsNeverGathered) {

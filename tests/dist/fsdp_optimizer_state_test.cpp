@@ -6,6 +6,7 @@
 
 #include "base/hash.h"
 #include "dist/cut_modules.h"
+#include "dist/everything.h"
 #include "grad/torch_dtype.h"
 #include "tessera/state_dict.h"
 
@@ -17,21 +18,6 @@ using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-
-/// Parameters of two dtypes and uneven sizes, one frozen, one with two names: "tied" is the first.
-class Everything : public torch::nn::Module {
- public:
-  explicit Everything(std::uint64_t seed, at::ScalarType narrow_dtype = at::kBFloat16) {
-    affine = register_module("affine", std::make_shared<Affine>(seed, 7, 13));
-    narrow = register_module("narrow", std::make_shared<Affine>(seed + 1, 13, 5, narrow_dtype));
-    frozen = register_parameter("frozen", seeded(seed + 2, {3, 3, 3}), /*requires_grad=*/false);
-    single = register_parameter("single", seeded(seed + 3, {}));
-    tied = register_parameter("tied", narrow->weight);
-  }
-  at::Tensor forward(const at::Tensor& x) { return narrow->forward(affine->forward(x)) * single; }
-  std::shared_ptr<Affine> affine, narrow;
-  at::Tensor frozen, single, tied;
-};
 
 /// Updates by gradients that depend on parameter, step and element of the whole only; of parameters
 /// whose names begin with `skip` none.

@@ -5,6 +5,7 @@
 #include <map>
 
 #include "dist/controls.h"
+#include "dist/everything.h"
 #include "tessera/state_dict.h"
 
 namespace tessera::test::fsdp_state_dict_test {
@@ -15,25 +16,6 @@ using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-
-/// Parameters of two dtypes and uneven sizes, one frozen, one tied, and buffers.
-class Everything : public torch::nn::Module {
- public:
-  explicit Everything(std::uint64_t seed) {
-    affine = register_module("affine", std::make_shared<Affine>(seed, 7, 13));
-    narrow = register_module("narrow", std::make_shared<Affine>(seed + 1, 13, 5, at::kBFloat16));
-    frozen = register_parameter("frozen", seeded(seed + 2, {3, 3, 3}), /*requires_grad=*/false);
-    single = register_parameter("single", seeded(seed + 3, {}));
-    tied = register_parameter("tied", narrow->weight);
-    count = register_buffer("count", at::full({2}, static_cast<std::int64_t>(seed), at::kLong));
-    mean = affine->register_buffer("mean", seeded(seed + 4, {7}));
-  }
-  at::Tensor forward(const at::Tensor& x) {
-    return narrow->forward(affine->forward((x - affine->named_buffers()["mean"]))) * single;
-  }
-  std::shared_ptr<Affine> affine, narrow;
-  at::Tensor frozen, single, tied, count, mean;
-};
 
 std::map<std::string, at::Tensor> values_of(const torch::nn::Module& module) {
   std::map<std::string, at::Tensor> all;

@@ -4,6 +4,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 
@@ -15,15 +16,19 @@ class HeldBytes {
  public:
   HeldBytes() : guard_(c10::DebugInfoKind::PROFILER_STATE, counter_) {}
   std::int64_t bytes() const { return counter_->bytes; }
+  /// At any moment so far.
+  std::int64_t most() const { return counter_->most; }
 
  private:
   struct Counter : c10::MemoryReportingInfoBase {
     void reportMemoryUsage(void*, std::int64_t size, std::size_t, std::size_t,
                            c10::Device) override {
       bytes += size;
+      most = std::max(most, bytes);
     }
     bool memoryProfilingEnabled() const override { return true; }
     std::int64_t bytes = 0;
+    std::int64_t most = 0;
   };
   std::shared_ptr<Counter> counter_ = std::make_shared<Counter>();
   c10::DebugInfoGuard guard_;

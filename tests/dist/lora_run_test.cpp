@@ -5,6 +5,7 @@
 
 #include <map>
 
+#include "dist/checkpoint_tensors.h"
 #include "dist/ranks.h"
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
@@ -24,18 +25,8 @@ using testing::TemporaryFolder;
 
 constexpr std::size_t kAdapted = 2 + 2 + 1;  // q and o of two layers, one down_proj
 
-using Values = std::map<std::string, std::vector<std::byte>>;
-
-Values tensors_of(const fs::path& run, std::int64_t step) {
-  const auto checkpoint = CheckpointFolder::open(run / "checkpoint" / concat("step-", step));
-  checkpoint.verify_all();
-  Values values;
-  for (const auto& [name, tensor] : checkpoint.tensors()) {
-    auto& bytes = values[name];
-    bytes.resize(static_cast<std::size_t>(tensor.numel() * size_of(tensor.dtype)));
-    checkpoint.read(name, 0, tensor.numel(), bytes);
-  }
-  return values;
+std::map<std::string, std::vector<std::byte>> tensors_of(const fs::path& run, std::int64_t step) {
+  return all_tensors(run / "checkpoint" / concat("step-", step));
 }
 
 // One row a forward everywhere: what is added is the same in the same order ([Note: same bits] of

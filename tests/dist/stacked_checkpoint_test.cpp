@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "checkpoint/saver.h"
+#include "dist/checkpoint_tensors.h"
 #include "dist/cut_modules.h"
 #include "dist/stacked_files.h"
 #include "io/checkpoint_folder.h"
@@ -91,23 +92,11 @@ fs::path checkpoint_of(const Layout& layout, const fs::path& folder) {
   return folder / "step-2";
 }
 
-std::map<std::string, std::vector<std::byte>> values_of(const fs::path& path) {
-  const auto checkpoint = CheckpointFolder::open(path);
-  checkpoint.verify_all();
-  std::map<std::string, std::vector<std::byte>> all;
-  for (const auto& [name, tensor] : checkpoint.tensors()) {
-    auto& bytes = all[name];
-    bytes.resize(static_cast<std::size_t>(tensor.numel() * size_of(tensor.dtype)));
-    checkpoint.read(name, 0, tensor.numel(), bytes);
-  }
-  return all;
-}
-
 // The manifest's own check sees that each element is in exactly one piece.
 TEST(StackedCheckpoint, HasTheNamesOfFilesAndTheSameBytesUnderEveryLayout) {
   const TemporaryFolder folder;
   const auto alone = checkpoint_of(kLayouts[0], folder / "alone");
-  const auto expected = values_of(alone);
+  const auto expected = all_tensors(alone);
   EXPECT_EQ(expected.size(), 13U * 4U) << "12 of experts and a norm, each with three of AdamW's";
   const auto checkpoint = CheckpointFolder::open(alone);
   const auto& up = checkpoint.tensors().at("model/experts.1.up_proj.weight");
@@ -119,7 +108,7 @@ TEST(StackedCheckpoint, HasTheNamesOfFilesAndTheSameBytesUnderEveryLayout) {
             (std::vector<std::int64_t>{5, 6}));
   for (const auto& layout : kLayouts) {
     const auto other = checkpoint_of(layout, folder / text_of(layout));
-    const auto found = values_of(other);
+    const auto found = all_tensors(other);
     EXPECT_EQ(found.size(), expected.size()) << text_of(layout);
     for (const auto& [name, bytes] : expected) {
       EXPECT_TRUE(found.count(name) > 0 && found.at(name) == bytes) << text_of(layout) << name;
@@ -131,7 +120,7 @@ TEST(StackedCheckpoint, IsReadUnderEveryOtherLayout) {
   const TemporaryFolder folder;
   for (const auto& from : kLayouts) {
     const auto written = checkpoint_of(from, folder / text_of(from));
-    const auto expected = values_of(written);
+    const auto expected = all_tensors(written);
     for (const auto& to : kLayouts) {
       const auto copy = folder / concat(text_of(from), " to ", text_of(to));
       ranks(to.degrees.ranks()).run([&](World& world) {
@@ -141,7 +130,8 @@ TEST(StackedCheckpoint, IsReadUnderEveryOtherLayout) {
         for (const auto& state : other.optimizer->state()) EXPECT_EQ(state.steps, 2);
         save(world, other, copy);
       });
-      EXPECT_TRUE(values_of(copy / "step-2") == expected) << text_of(from) << " to " << text_of(to);
+      EXPECT_TRUE(all_tensors(copy / "step-2") == expected)
+          << text_of(from) << " to " << text_of(to);
     }
   }
 }

@@ -4,6 +4,7 @@
 
 #include "golden/model_folder.h"
 #include "tessera/error.h"
+#include "unit/train/parallel_degrees.h"
 
 namespace tessera::golden {
 namespace {
@@ -80,20 +81,9 @@ std::vector<Degrees> one_of_each_form(Experts experts) {
   return some;
 }
 
-void set_degrees(train::Config& config, const Degrees& d) {
-  auto& parallelism = config.parallelism;
-  parallelism.data_parallel_replicate_degree = d.replicate;
-  parallelism.data_parallel_shard_degree = d.shard;
-  parallelism.tensor_parallel_degree = d.tp;
-  parallelism.expert_parallel_degree = d.ep;
-  parallelism.expert_tensor_parallel_degree = d.etp;
-  parallelism.sequence_parallel = d.sequence;
-  parallelism.moe_router = d.router;
-}
-
 train::Config config_for(const std::string& folder, const Degrees& d) {
   auto config = config_for(layout_of(d));
-  set_degrees(config, d);
+  train::set_parallelism(config, d);
   config.model.path = data_folder(folder);
   return config;
 }

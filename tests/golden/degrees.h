@@ -30,7 +30,6 @@ std::vector<Degrees> all_degrees(Experts experts);
 /// A few of them: each axis alone, each pair, and every form of sequence, router and experts.
 std::vector<Degrees> one_of_each_form(Experts experts);
 
-void set_degrees(train::Config& config, const Degrees& degrees);
 /// In fp32, of a folder of tests/golden/data.
 train::Config config_for(const std::string& folder, const Degrees& degrees);
 Layout layout_of(const Degrees& degrees);

@@ -14,6 +14,7 @@
 #include "golden/model_folder.h"
 #include "proof.h"
 #include "tessera/error.h"
+#include "unit/train/parallel_degrees.h"
 
 namespace tessera::golden::layout_product_test {
 namespace {
@@ -94,7 +95,7 @@ std::vector<Case> cases_of(const std::string& folder) {
 void expect_transformers_gradients(const Case& c) {
   const Reference& reference = Reference::of(c.folder);
   auto config = config_for(c.layout);
-  set_degrees(config, c.degrees);
+  train::set_parallelism(config, c.degrees);
   config.model.path = data_folder(c.folder);
   config.activation_checkpoint.mode = c.recompute;
   if (c.compute == Compute::kFloat32) {

@@ -13,6 +13,7 @@
 #include "io/safetensors.h"
 #include "train/data/data.h"
 #include "train/parallelize.h"
+#include "unit/train/parallel_degrees.h"
 
 namespace tessera::golden::router_layouts_test {
 namespace {
@@ -96,7 +97,7 @@ std::string batch_of_step_one(const Reference& reference) {
 nlohmann::json line_of_step_one(const Reference& reference, const std::string& batch,
                                 const Degrees& degrees) {
   auto config = training_config(reference, OptimizerKind::kSgd, layout_of(degrees));
-  set_degrees(config, degrees);
+  train::set_parallelism(config, degrees);
   config.data.path = {batch};
   config.training.steps = 1;
   config.model.aux_loss_coef = 0.5;

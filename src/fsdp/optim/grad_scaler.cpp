@@ -68,6 +68,13 @@ bool GradScaler::step(Optimizer& optimizer, const ShardedBase& model, double nor
   return finite;
 }
 
+void GradScaler::require_restorable(const LossScaleState& state) const {
+  LossScale next = scale_;
+  next.restore(state);
+  auto& runtime = unit_->runtime();
+  if (next.value() != runtime.loss_scale()) runtime.require_whole_sums("GradScaler");
+}
+
 void GradScaler::restore(const LossScaleState& state) {
   LossScale next = scale_;
   next.restore(state);

@@ -19,10 +19,12 @@ namespace {
 class BackwardEnd {
  public:
   explicit BackwardEnd(std::shared_ptr<Runtime> runtime)
-      : runtime_(std::move(runtime)), generation_(runtime_->generation()) {}
+      : runtime_(std::move(runtime)),
+        generation_(runtime_->generation()),
+        epoch_(runtime_->world().recoveries()) {}
   ~BackwardEnd() {
     try {
-      if (runtime_) runtime_->abandon_backward(generation_);
+      if (runtime_) runtime_->abandon_backward(generation_, epoch_);
     } catch (const std::exception&) {
       // Telling the others failed too; the exception under way says why.
     }
@@ -34,6 +36,7 @@ class BackwardEnd {
  private:
   std::shared_ptr<Runtime> runtime_;
   std::uint64_t generation_;
+  std::uint64_t epoch_;
 };
 
 /// torch::autograd::grad on a leaf takes its gradient off in front of the leaf's hooks: it would
@@ -98,11 +101,12 @@ void Runtime::begin_backward(const Entry* first) {
   plan_backward_under_way(first);
 }
 
-void Runtime::abandon_backward(std::uint64_t generation) {
+void Runtime::abandon_backward(std::uint64_t generation, std::uint64_t epoch) {
   if (generation != generation_ || !in_backward_) return;
   abandoned_ = generation;
-  // At once, since the rank's thread may not come by again: the others wait for it.
-  if (world().size() > 1) world().abort(kAbandoned);
+  // At once, since the rank's thread may not come by again: the others wait for it. Unless it has
+  // come by since the look above, and all of them have recovered.
+  if (world().size() > 1) world().abort_epoch(epoch, kAbandoned);
 }
 
 /// The innermost one that goes through the entry; those inside it have ended. Null: none does, or

@@ -29,4 +29,13 @@ void finite_copy(const at::Tensor& to, const at::Tensor& from, std::string_view 
   }
 }
 
+void load_values(const at::Tensor& to, const at::Tensor& from, const GradContract& contract) {
+  const std::string name = "parameter " + contract.name;
+  if (!contract.loaded_through) return finite_copy(to, from, name);
+  const auto through = from.options().dtype(to_scalar_type(*contract.loaded_through));
+  const auto passed = at::empty(from.sizes(), through);
+  finite_copy(passed, from, name);
+  finite_copy(to, passed, name);
+}
+
 }  // namespace tessera::fsdp

@@ -114,9 +114,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// on what is issued, once a backward.
   void begin_backward(const Entry* first = nullptr);
   void end_backward();
-  /// The backward that began at `generation` ended without end_backward(). Again, or once the rank
-  /// has begun anew: nothing happens. Threads: any.
-  void abandon_backward(std::uint64_t generation);
+  /// The backward that began at `generation`, when the World's recoveries() were `epoch`, ended
+  /// without end_backward(). Again, or once the rank has begun anew: nothing happens. Threads: any.
+  void abandon_backward(std::uint64_t generation, std::uint64_t epoch);
   void pre_backward(Entry& entry);
   void post_backward(Entry& entry);
   void on_gradient();

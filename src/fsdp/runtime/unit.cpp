@@ -193,8 +193,8 @@ void Unit::build(std::vector<std::shared_ptr<Parameter>> added) {
       const auto shard = bucket->shard_of(placed);
       if (const auto& first = parameter.leaves.front()->tensor; has_data(first)) {
         const auto owned = bucket_plan.owned(placed, bucket->rank());
-        finite_copy(shard, first.detach().reshape(-1).narrow(0, owned.begin, owned.size()),
-                    "parameter " + parameter.contract.name);
+        load_values(shard, first.detach().reshape(-1).narrow(0, owned.begin, owned.size()),
+                    parameter.contract);
       } else {
         has_values_ = false;
       }

@@ -85,6 +85,8 @@ std::int64_t CheckpointSession::load(const ShardedBase& model, Optimizer& optimi
   if (!saver_) return 0;
   saver_->check_plan(model, optimizer);
   if (resumed_) {
+    const auto& scale = resumed_->manifest().loss_scale;
+    if (scale && scaler != nullptr) scaler->require_restorable(*scale);
     load_checkpoint(*resumed_, model, optimizer, world_, forms_);
     restore_scaler(resumed_->manifest(), scaler);
   }

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
-#include <ranges>
 #include <set>
 #include <span>
 #include <system_error>
@@ -90,6 +89,15 @@ void try_folder(const CheckpointStore& store, World& world) {
   });
 }
 
+/// With the key that goes around a `latest` that is of no use.
+std::optional<std::int64_t> latest_of(const CheckpointStore& store) {
+  try {
+    return store.latest();
+  } catch (const Error& error) {
+    throw Error(error.kind(), concat(error.what(), "; or set checkpoint.load_step"));
+  }
+}
+
 std::optional<std::int64_t> step_to_load(const CheckpointConfig& config,
                                          const CheckpointStore& store) {
   const RestartNote note(store.folder());
@@ -97,11 +105,11 @@ std::optional<std::int64_t> step_to_load(const CheckpointConfig& config,
   if (note.has(config.load_step)) {
     log::info("started again by torchrun: goes on from `latest`; checkpoint.load_step ",
               config.load_step, " was for an earlier attempt");
-    return store.latest();
+    return latest_of(store);
   }
   const auto steps = store.steps();
   const auto newest = [&] { return shown(store.complete(steps.back())); };
-  if (config.load_step < 0) return store.latest();
+  if (config.load_step < 0) return latest_of(store);
   if (config.load_step == 0) {
     TESSERA_CHECK(steps.empty(), ErrorKind::kConfig, "checkpoint.load_step: found 0 and ", newest(),
                   ", expected a folder without checkpoints to start anew; choose another "
@@ -117,27 +125,18 @@ std::optional<std::int64_t> step_to_load(const CheckpointConfig& config,
 
 /// How a run whose checkpoint cannot be read goes on: never without being told.
 std::string way_on(const CheckpointStore& store, std::int64_t step) {
-  for (const std::int64_t older : store.steps() | std::views::reverse) {
-    if (older >= step) continue;
-    try {
-      CheckpointFolder::open(store.complete(older));
-    } catch (const Error&) {
-      continue;
-    }
-    return concat("; the newest whole checkpoint before it is ", shown(store.complete(older)),
-                  ": set checkpoint.load_step = ", older, " to go on from there");
+  const auto older = newest_whole_before(store, step);
+  if (!older) {
+    return "; there is no whole checkpoint before it: choose another job.dump_folder to start anew";
   }
-  return "; there is no whole checkpoint before it: choose another job.dump_folder to start anew";
+  return concat("; the newest whole checkpoint before it is ", shown(store.complete(*older)),
+                ": set checkpoint.load_step = ", *older, " to go on from there");
 }
 
 CheckpointFolder open_step(const CheckpointStore& store, std::int64_t step) {
   const fs::path path = store.complete(step);
   try {
-    std::error_code ignored;
-    TESSERA_CHECK(fs::exists(path / kManifestFile, ignored), ErrorKind::kFormat, shown(path),
-                  ": found no ", kManifestFile,
-                  ", expected a whole checkpoint; copying or removing it was interrupted, or "
-                  "another program made the folder");
+    require_whole(path);
     return CheckpointFolder::open(path);
   } catch (const Error& error) {
     throw Error(error.kind(), error.what() + way_on(store, step));

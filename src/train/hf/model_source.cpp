@@ -1,6 +1,8 @@
 #include "train/hf/model_source.h"
 
 #include <algorithm>
+#include <functional>
+#include <optional>
 #include <system_error>
 #include <vector>
 
@@ -168,9 +170,36 @@ std::optional<fs::path> checkpoints_at(const fs::path& path) {
   return CheckpointStore(path).steps().empty() ? checkpoints_of_run(path) : path;
 }
 
-bool is_whole(const fs::path& checkpoint) {
+/// The step that model.path stood for when the run of this folder began, as its own config.toml
+/// says, where it goes on from a checkpoint: the other run may have come further since, and adapters
+/// belong to the model beside which they were trained. None where that step is not there any more.
+std::optional<fs::path> taken_at_first(const Config& run) {
+  const auto folder = checkpoints_at(run.model.path);
+  const fs::path own = fs::path(run.job.dump_folder.value_or("")) / "config.toml";
   std::error_code ignored;
-  return fs::exists(checkpoint / kManifestFile, ignored);
+  if (!folder || !run.checkpoint.enable || !fs::exists(own, ignored) ||
+      CheckpointStore(run.checkpoint.folder).steps().empty()) {
+    return std::nullopt;
+  }
+  try {
+    const fs::path before = load_config(own.string()).model.path;
+    const bool same_run = parse_step_folder(before.filename().native()) &&
+                          fs::equivalent(before.parent_path(), *folder, ignored);
+    return same_run && fs::exists(before / kManifestFile, ignored) ? std::optional(before)
+                                                                   : std::nullopt;
+  } catch (const Error&) {
+    return std::nullopt;  // of another version
+  }
+}
+
+/// Rank 0's `find` on every rank. Collective.
+void take(ModelConfig& model, World& world, const std::function<std::string()>& find) {
+  if (model.path.empty()) return;
+  std::string taken;
+  comm::on_all_or_none(world, "checkpoint of model.path", [&] {
+    if (world.rank() == 0) taken = find();
+  });
+  model.path = comm::from_first_rank(world, "checkpoint of model.path", taken);
 }
 
 }  // namespace
@@ -178,35 +207,31 @@ bool is_whole(const fs::path& checkpoint) {
 std::string newest_checkpoint(const std::string& path, std::string_view key) {
   const auto folder = checkpoints_at(path);
   if (!folder) return path;
-  const CheckpointStore store(*folder);
-  const auto latest = store.latest();
-  TESSERA_CHECK(latest, ErrorKind::kIo, key, ": found ", shown(path),
+  std::optional<fs::path> taken;
+  try {
+    taken = find_checkpoint(*folder);
+  } catch (const Error& error) {
+    throw Error(error.kind(), concat(key, ": ", error.what()));
+  }
+  TESSERA_CHECK(taken, ErrorKind::kIo, key, ": found ", shown(path),
                 ", the folder of a run, and no checkpoint in ", shown(*folder),
                 ", expected one; it has saved none yet, or had checkpoint.enable = false");
-  const fs::path taken = store.complete(*latest);
-  if (!is_whole(taken)) {
-    const auto steps = store.steps();
-    const auto whole = std::ranges::find_if(steps.rbegin(), steps.rend(), [&](std::int64_t step) {
-      return is_whole(store.complete(step));
-    });
-    throw Error(ErrorKind::kIo,
-                concat(key, ": found no ", kManifestFile, " in ", shown(taken), ", the latest of ",
-                       shown(*folder), ", expected a whole checkpoint; ",
-                       whole == steps.rend()
-                           ? "there is no other one"
-                           : concat("name the newest whole one, ", shown(store.complete(*whole)))));
-  }
-  log::info(key, ": of ", shown(path), " the latest checkpoint is taken, ", shown(taken));
-  return taken.string();
+  log::info(key, ": of ", shown(path), " the latest checkpoint is taken, ", shown(*taken));
+  return taken->string();
 }
 
 void take_newest_checkpoint(ModelConfig& model, World& world, std::string_view key) {
-  if (model.path.empty()) return;
-  std::string taken;
-  comm::on_all_or_none(world, "checkpoint of model.path", [&] {
-    if (world.rank() == 0) taken = newest_checkpoint(model.path, key);
+  take(model, world, [&] { return newest_checkpoint(model.path, key); });
+}
+
+void take_checkpoint_of_run(Config& run, World& world) {
+  take(run.model, world, [&] {
+    const auto first = taken_at_first(run);
+    if (!first) return newest_checkpoint(run.model.path, "model.path");
+    log::info("model.path: of ", shown(run.model.path),
+              " the checkpoint is taken with which this run began, ", shown(*first));
+    return first->string();
   });
-  model.path = comm::from_first_rank(world, "checkpoint of model.path", taken);
 }
 
 std::vector<models::BufferSpec> stored_expert_biases(const TensorSource& folder,

@@ -52,6 +52,9 @@ std::string newest_checkpoint(const std::string& path, std::string_view key);
 /// The same of model.path, on all ranks as rank 0 finds it: the run may still be saving. Collective.
 /// Errors: on all ranks alike.
 void take_newest_checkpoint(ModelConfig& model, World& world, std::string_view key);
+/// The same of the model.path of a run in its folder. One that goes on from a checkpoint keeps the
+/// step that it began with, which its own config.toml has. Collective. Errors: on all ranks alike.
+void take_checkpoint_of_run(Config& run, World& world);
 
 /// The biases that balance experts (models/expert_bias.h) that the folder holds: all, or none.
 std::vector<models::BufferSpec> stored_expert_biases(const TensorSource& folder,

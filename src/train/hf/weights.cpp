@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <map>
 #include <set>
 #include <span>
 #include <string_view>
@@ -266,23 +265,15 @@ at::Tensor read_parameter(const TensorSource& folder, const GradContract& contra
 }
 
 void load_weights(const ShardedBase& model, const TensorSource& folder, const FileForms& forms,
-                  Loaded what, const std::map<std::string, DType>& on_the_way) {
+                  Loaded what) {
   const at::NoGradGuard no_grad;
   LoadingProgress progress = progress_of(model, "loading weights");
   for (const auto& view : model.shards()) {
     const auto& name = view.contract->name;
     if (models::is_adapter(name) != (what == Loaded::kAdapters)) continue;
     const FileForm form = forms.of(*view.contract);
-    const auto through = on_the_way.find(name);
     in_chunks(view, form.file, progress, [&](const at::Tensor& part, const layout::Piece& piece) {
-      at::Tensor values = read_parameter(folder, *view.contract, form, piece);
-      if (through != on_the_way.end()) {
-        const auto passed =
-            at::empty_like(values, at::TensorOptions().dtype(to_scalar_type(through->second)));
-        fsdp::finite_copy(passed, values, "parameter " + name);
-        values = passed;
-      }
-      fsdp::finite_copy(part, values, "parameter " + name);
+      fsdp::load_values(part, read_parameter(folder, *view.contract, form, piece), *view.contract);
     });
   }
 }
@@ -323,7 +314,7 @@ void draw_weights(const ShardedBase& model, const std::vector<models::ParameterS
     in_chunks(view, own, progress, [&](const at::Tensor& part, const layout::Piece& piece) {
       auto drawn = at::empty({part.numel()}, at::TensorOptions().dtype(at::kFloat));
       draw_rows(piece, own.shape, drawn.data_ptr<float>(), fill);
-      part.copy_(drawn);
+      fsdp::load_values(part, drawn, *view.contract);
     });
   }
 }

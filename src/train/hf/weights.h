@@ -6,7 +6,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <map>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -54,12 +53,10 @@ at::Tensor read_elements(const TensorSource& folder, const std::string& name, st
 enum class Loaded : std::uint8_t { kModel, kAdapters };
 
 /// Copies the owned range of every parameter of that kind; the folder passed check_tensors or
-/// check_adapters. `on_the_way`: by name, dtypes that values pass through before they are cast to
-/// the one they are kept in. Not collective. Errors: kContract for a value that one of these dtypes
-/// cannot hold.
+/// check_adapters. Not collective. Errors: kContract for a value that the dtype it is kept in, or
+/// loaded through, cannot hold.
 void load_weights(const ShardedBase& model, const TensorSource& folder, const FileForms& forms = {},
-                  Loaded what = Loaded::kModel,
-                  const std::map<std::string, DType>& on_the_way = {});
+                  Loaded what = Loaded::kModel);
 
 /// Gives every buffer that the folder has its values in the storage dtype; set_loaded() casts them.
 /// Not collective.

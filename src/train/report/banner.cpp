@@ -130,14 +130,15 @@ std::vector<std::string> banner(const RunFacts& run) {
       {"tokens", tokens_text(run)},
       {"dtypes", dtypes_text(run)},
       {"steps", concat(run.first_step, " to ", run.steps)},
-      {"run folder", run.run_folder},
       {"kernels", kernels_text(run.processor)}};
   std::vector<std::string> texts;
-  for (const auto& [name, value] : lines) {
-    constexpr std::size_t kColumn = 12;
-    texts.push_back(name + std::string(kColumn - name.size(), ' ') + value);
-  }
+  for (const auto& [name, value] : lines) texts.push_back(banner_line(name, value));
   return texts;
+}
+
+std::string banner_line(const std::string& name, const std::string& value) {
+  constexpr std::size_t kColumn = 12;
+  return name + std::string(kColumn - name.size(), ' ') + value;
 }
 
 std::optional<std::string> slow_bf16(const std::vector<GradContract>& parameters,

@@ -31,13 +31,14 @@ struct RunFacts {
   std::int64_t rows_at_once = 0;
   std::int64_t first_step = 1;
   std::int64_t steps = 0;
-  std::string run_folder;
   Processor processor;
 };
 
-/// One line each, their values below each other: parameters, layout, tokens, dtypes, steps, run
-/// folder, kernels.
+/// One line each, their values below each other: parameters, layout, tokens, dtypes, steps,
+/// kernels.
 std::vector<std::string> banner(const RunFacts& run);
+/// A line of it that is said by itself: the run folder's, before what may take minutes.
+std::string banner_line(const std::string& name, const std::string& value);
 
 /// "10.7 M", "960", "1.2 B".
 std::string short_count(std::int64_t count);

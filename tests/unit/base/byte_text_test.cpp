@@ -5,6 +5,7 @@
 #include <limits>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "base/printable.h"
 
@@ -86,6 +87,16 @@ TEST(SizeText, HasThreeDigitsAndTheUnitThatFits) {
       {std::numeric_limits<std::int64_t>::max(), "8192 PiB"},
   };
   for (const auto& [bytes, text] : cases) EXPECT_EQ(size_text(bytes), text) << bytes;
+}
+
+TEST(RangesText, NamesRunsOfNumbersAndCountsWhatIsTooMuch) {
+  using Numbers = std::vector<int>;
+  EXPECT_EQ(ranges_text(Numbers{}), "");
+  EXPECT_EQ(ranges_text(Numbers{4}), "4");
+  EXPECT_EQ(ranges_text(Numbers{0, 1, 2, 5, 7, 8}), "0-2, 5, 7-8");
+  EXPECT_EQ(ranges_text(std::vector<std::int64_t>{0, 1, 2, 5}, ","), "0-2,5");
+  EXPECT_EQ(ranges_text(Numbers{0, 2, 4, 6, 7}, ", ", 2), "0, 2 and 3 more");
+  EXPECT_EQ(ranges_text(Numbers{0, 2, 3}, ", ", 2), "0, 2-3") << "as many as are shown";
 }
 
 }  // namespace

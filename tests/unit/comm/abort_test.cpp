@@ -103,6 +103,26 @@ TEST_P(Failing, AbortedWorldThrowsUntilAllRecover) {
   });
 }
 
+// A thread that comes late aborts what it has seen fail, not what came after it. Naive: an abort of
+// whatever stands now, which ends a step of ranks that have recovered.
+TEST_P(Failing, AnAbortOfAnEarlierEpochIsIgnored) {
+  pool(GetParam(), 3).run([](World& world) {
+    const std::uint64_t before = world.recoveries();
+    world.abort_epoch(before, "a bad step");
+    EXPECT_TRUE(world.aborted());
+    world.recover();
+    EXPECT_EQ(world.recoveries(), before + 1);
+    world.abort_epoch(before, "late");
+    EXPECT_FALSE(world.aborted());
+    auto sum = at::ones({10});
+    all_reduce(world.control(), sum, "after");
+    EXPECT_EQ(sum.sum().item<float>(), 30.0F);
+    if (world.rank() == 1) world.abort_epoch(world.recoveries(), "another bad step");
+    EXPECT_THROW(barrier(world.control(), "never"), Error);
+    world.recover();
+  });
+}
+
 TEST_P(Failing, GroupsOutsideTheWorldAreRefused) {
   EXPECT_THROW(launch_threads(2, GetParam(), [](World& world) { world.group({0, 2}, "x"); }),
                Error);
@@ -132,6 +152,8 @@ TEST(WorldOfOne, NeedsNobody) {
   EXPECT_TRUE(world->aborted());
   EXPECT_THROW(barrier(world->control(), "alone"), Error);
   world->recover();
+  EXPECT_FALSE(world->aborted());
+  world->abort_epoch(world->recoveries() - 1, "late");
   EXPECT_FALSE(world->aborted());
 }
 

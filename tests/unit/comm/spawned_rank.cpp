@@ -223,7 +223,10 @@ void train(const Plan& plan, World& world) {
       TESSERA_INVARIANT(sum[0].item<std::int64_t>() == expected || fails, "wrong sum");
     } catch (const tessera::Error& error) {
       if (plan.mode != "poison" || !world.aborted()) throw;
+      const auto failed = world.recoveries();
       world.recover();
+      world.abort_epoch(failed, "too late");
+      TESSERA_INVARIANT(!world.aborted(), "aborted by what an earlier epoch has found");
     }
   }
   std::cout << "done " << world.rank() << std::endl;

@@ -211,6 +211,29 @@ TEST(FrozenKey, AWholeParameterIsKeptInItsComputeDtype) {
   EXPECT_EQ(resolve_only(meta, policy).storage, Encoding{kF32});
 }
 
+// Naive: with a storage dtype that narrows, the whole parameter has digits that the sharded one lost.
+TEST(FrozenKey, AWholeParameterIsLoadedThroughTheStorageDtypeThatItWouldHave) {
+  PrecisionPolicy policy = mixed_policy();
+  policy.storage_dtype = kBF16;
+  policy.param_dtype = kF32;
+  policy.on_narrower_request = NarrowerRequest::kNarrow;
+  policy.rules = {rule_for("w")};
+  policy.rules[0].frozen = FrozenRule::kReplicate;
+  const GradContract whole = resolve_only(stored("w", kF32), policy);
+  EXPECT_EQ(whole.storage, Encoding{kF32});
+  EXPECT_EQ(whole.loaded_through, kBF16);
+  policy.rules[0].frozen = FrozenRule::kShard;
+  EXPECT_EQ(resolve_only(stored("w", kF32), policy).loaded_through, std::nullopt);
+  policy.rules[0].frozen = FrozenRule::kNo;
+  EXPECT_EQ(resolve_only(stored("w", kF32), policy).loaded_through, std::nullopt);
+  policy.rules[0].frozen = FrozenRule::kReplicate;
+  policy.storage_dtype = kF32;
+  EXPECT_EQ(resolve_only(stored("w", kF32), policy).loaded_through, std::nullopt);
+  GradContract same = whole;
+  same.loaded_through.reset();
+  EXPECT_NE(hash({whole}), hash({same})) << "ranks that differ in it find out";
+}
+
 TEST(FinalKey, Float64StorageKeepsItsPrecisionThroughToTheOptimizer) {
   const GradContract contract = resolve_only(stored("w", kF64), mixed_policy());
   EXPECT_EQ(contract.final, kF64);

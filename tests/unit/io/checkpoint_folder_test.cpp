@@ -4,8 +4,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <fstream>
 
+#include "base/printable.h"
 #include "io/checkpoint_store.h"
 #include "io/safetensors.h"
 #include "unit/io/checkpoint_cases.h"
@@ -413,6 +415,41 @@ TEST(CheckpointFolder, TheFolderAboveGivesItsLatest) {
   EXPECT_EQ(CheckpointFolder::open(folder.path()).path(), store.complete(newer.step));
 }
 
+// One rule for all who look for a checkpoint: the latest, or an error that names the one before it
+// that can be opened. Naive: `cannot open manifest.json`, or what is older without a word.
+TEST(CheckpointFolder, TheLatestIsFoundOrNamesTheNewestWholeOneBeforeIt) {
+  const TemporaryFolder folder;
+  Random random(7);
+  const CheckpointStore store(folder.path());
+  EXPECT_EQ(find_checkpoint(folder.path()), std::nullopt);
+  EXPECT_EQ(find_checkpoint(folder / "absent"), std::nullopt);
+  std::vector<std::int64_t> steps;
+  while (steps.size() < 4) {
+    const auto step = write_random_checkpoint(random, folder / "written").manifest.step;
+    if (fs::exists(store.complete(step))) {
+      fs::remove_all(folder / "written");
+      continue;
+    }
+    fs::rename(folder / "written", store.complete(step));
+    steps.push_back(step);
+  }
+  std::sort(steps.begin(), steps.end());
+  const auto at = [&](std::size_t i) { return store.complete(steps[i]); };
+  EXPECT_EQ(find_checkpoint(folder.path()), at(3));
+  EXPECT_EQ(find_checkpoint(at(1)), at(1)) << "a checkpoint stands for itself";
+  fs::remove(at(3) / "manifest.json");
+  fs::remove(at(2) / "config.json");
+  const auto refused = [&] {
+    return error_of(ErrorKind::kFormat, [&] { find_checkpoint(folder.path()); });
+  };
+  EXPECT_THAT(refused(), AllOf(HasSubstr(shown(at(3)) + ": found no manifest.json"),
+                               HasSubstr("before it is " + shown(at(1)) + ": name that one")));
+  EXPECT_EQ(error_of(ErrorKind::kFormat, [&] { CheckpointFolder::open(folder.path()); }),
+            refused());
+  for (const std::size_t i : {0, 1, 2}) fs::remove_all(at(i));
+  EXPECT_THAT(refused(), HasSubstr("there is no whole checkpoint before it"));
+}
+
 TEST(CheckpointFolder, AModelsFolderIsNoneWhateverElseItHolds) {
   const TemporaryFolder folder;
   folder.write("config.json", "{}");
@@ -566,7 +603,7 @@ TEST(CheckpointStore, AnUnusableLatestSaysWhatToDo) {
   const CheckpointStore store(folder.path());
   folder.write("latest", "step-7\n");
   EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { store.latest(); }),
-              AllOf(HasSubstr("found step-7, which is not there"), HasSubstr("load_step")));
+              AllOf(HasSubstr("found step-7, which is not there"), HasSubstr("or remove it")));
   folder.write("latest", "../step-7");
   EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { store.latest(); }),
               HasSubstr("found '../step-7', expected step-N"));

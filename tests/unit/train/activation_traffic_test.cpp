@@ -14,6 +14,7 @@
 #include "train/parallelize.h"
 #include "train/plan_of_run.h"
 #include "train/trainer.h"
+#include "unit/train/parallel_degrees.h"
 #include "unit/train/read_trace.h"
 #include "unit/train/run_case.h"
 #include "unit/train/traffic_formulas.h"
@@ -46,14 +47,7 @@ Config traffic_case(const testing::TemporaryFolder& folder, const Degrees& d) {
   std::string text;
   for (int line = 0; line < 300; ++line) text += "line " + std::to_string(line) + " of a page.\n";
   folder.write("page.txt", text);
-  auto& parallelism = config.parallelism;
-  parallelism.data_parallel_replicate_degree = d.replicate;
-  parallelism.data_parallel_shard_degree = d.shard;
-  parallelism.tensor_parallel_degree = d.tp;
-  parallelism.expert_parallel_degree = d.ep;
-  parallelism.expert_tensor_parallel_degree = d.etp;
-  parallelism.sequence_parallel = d.sequence;
-  parallelism.moe_router = d.router;
+  set_parallelism(config, d);
   config.activation_checkpoint.mode = d.recompute;
   config.precision.param_dtype.dtype =
       d.dtypes == Dtypes::kFloat32 ? DType::kFloat32 : DType::kBFloat16;

@@ -12,6 +12,7 @@
 #include "train/parallelize.h"
 #include "train/step.h"
 #include "train/trainer.h"
+#include "unit/train/parallel_degrees.h"
 #include "unit/train/run_case.h"
 
 namespace tessera::train::load_balance_of_run_test {
@@ -47,14 +48,7 @@ Config balanced(const testing::TemporaryFolder& folder, const BalanceCase& c) {
   config.model.path = reference;
   config.model.load_balance_coeff = kCoefficient;
   config.data.path = {reference + "/reference.safetensors"};
-  auto& parallelism = config.parallelism;
-  parallelism.data_parallel_replicate_degree = c.replicate;
-  parallelism.data_parallel_shard_degree = c.shard;
-  parallelism.tensor_parallel_degree = c.tp;
-  parallelism.expert_parallel_degree = c.ep;
-  parallelism.expert_tensor_parallel_degree = c.etp;
-  parallelism.moe_router = c.router;
-  parallelism.sequence_parallel = c.sequence;
+  set_parallelism(config, c);
   config.activation_checkpoint.mode = c.recompute;
   config.precision.param_dtype.dtype = DType::kFloat32;
   config.training.seq_len.reset();

@@ -23,7 +23,7 @@ GradContract frozen(GradContract contract) {
   return contract;
 }
 
-// What a run is stands in seven lines, whose values begin in one column.
+// What a run is stands in six lines, whose values begin in one column.
 TEST(Banner, SaysOfALargeRunWhatItIs) {
   RunFacts run;
   run.parameters = {parameter(1000, 9900, DType::kBFloat16), parameter(100, 1000, DType::kFloat32)};
@@ -40,7 +40,6 @@ TEST(Banner, SaysOfALargeRunWhatItIs) {
   run.rows_at_once = 4;
   run.first_step = 21;
   run.steps = 500;
-  run.run_folder = "/runs/a";
   run.processor = {"avx512", true, 8};
   EXPECT_THAT(banner(run),
               ElementsAre("parameters  11.0 M, trained 10.0 M, active a token 3.63 M",
@@ -49,8 +48,11 @@ TEST(Banner, SaysOfALargeRunWhatItIs) {
                           "most 4 a rank",
                           "dtypes      storage float32, bfloat16 for 9.09 %; compute bfloat16, "
                           "float32 for 0.91 %; reduce float32",
-                          "steps       21 to 500", "run folder  /runs/a",
-                          "kernels     avx512, 8 threads a rank"));
+                          "steps       21 to 500", "kernels     avx512, 8 threads a rank"));
+}
+
+TEST(Banner, ALineByItselfStandsInTheSameColumn) {
+  EXPECT_EQ(banner_line("run folder", "/runs/a"), "run folder  /runs/a");
 }
 
 TEST(Banner, CountsHaveThreeDigits) {

@@ -1,0 +1,21 @@
+// The degrees that a case of a test names, in its config.
+#pragma once
+
+#include "train/config/config.h"
+
+namespace tessera::train {
+
+/// `of` has replicate, shard, tp, ep, etp, sequence and router.
+template <class Degrees>
+void set_parallelism(Config& config, const Degrees& of) {
+  auto& parallelism = config.parallelism;
+  parallelism.data_parallel_replicate_degree = of.replicate;
+  parallelism.data_parallel_shard_degree = of.shard;
+  parallelism.tensor_parallel_degree = of.tp;
+  parallelism.expert_parallel_degree = of.ep;
+  parallelism.expert_tensor_parallel_degree = of.etp;
+  parallelism.sequence_parallel = of.sequence;
+  parallelism.moe_router = of.router;
+}
+
+}  // namespace tessera::train
