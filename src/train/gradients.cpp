@@ -6,6 +6,7 @@
 #include <cstring>
 #include <filesystem>
 #include <system_error>
+#include <utility>
 
 #include "comm/group.h"
 #include "fsdp/plan.h"
@@ -149,8 +150,9 @@ void run_gradients(const GradientsRequest& request, World& world,
                                 routing_of(request, source.spec));
   });
   check_positions(config.parallelism, batch->row_tokens());
-  const auto contract = resolve_model(source, config, dims);
-  const auto model = parallelize(source, config, mesh);
+  auto parts = model_parts(source, config, mesh);
+  const ModelContract contract = parts.contract;
+  const auto model = parallelize(std::move(parts), source, config, mesh);
   std::optional<SafetensorsWriter> writer;
   if (world.rank() == 0) {
     const std::map<std::string, std::string> metadata{
