@@ -25,6 +25,10 @@ struct Stepped {
   std::int64_t end = 0;  ///< of the shard's elements
 };
 
+/// After a failure that World::recover() has ended: first in whatever may follow one.
+void renew_after_failure(const ShardedBase& model);
+/// That no step of `model` is under way. Errors: kUsage, named `what`.
+void require_idle(const ShardedBase& model, const char* what);
 /// That `optimizer` steps parameters of `model`, as they lie now. Errors: kUsage, named `what`.
 void require_steps_of(const ShardedBase& model, const Optimizer& optimizer, const char* what);
 

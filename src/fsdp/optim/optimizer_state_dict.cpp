@@ -19,6 +19,14 @@
 
 namespace tessera {
 
+void fsdp::renew_after_failure(const ShardedBase& model) {
+  unit_of_handle(model.unit()).runtime().renew_after_failure();
+}
+
+void fsdp::require_idle(const ShardedBase& model, const char* what) {
+  unit_of_handle(model.unit()).runtime().require_idle(what);
+}
+
 void fsdp::require_steps_of(const ShardedBase& model, const Optimizer& optimizer,
                             const char* what) {
   std::map<const GradContract*, ShardView> views;
@@ -255,9 +263,9 @@ StateDictDifference load_optimizer_state_dict(const ShardedBase& model, Optimize
   constexpr auto kWhat = "load_optimizer_state_dict";
   const at::NoGradGuard no_grad;
   auto& runtime = fsdp::unit_of_handle(model.unit()).runtime();
-  runtime.renew_after_failure();
+  fsdp::renew_after_failure(model);
   comm::on_all_or_none(runtime.world(), kWhat, [&] {
-    runtime.require_idle(kWhat);
+    fsdp::require_idle(model, kWhat);
     fsdp::require_steps_of(model, optimizer, kWhat);
   });
   const auto states = optimizer.state();
