@@ -168,8 +168,7 @@ void ProcessWorld::abort(const std::string& why) {
 
 void ProcessWorld::recover() {
   connections_->require_recovery();
-  // Whoever still waits for this rank is to leave, too.
-  if (!aborted()) abort("recovers from an error of its own");
+  if (!aborted()) abort(kRecovers);
   const AbortFlag never;  // our own abort flag is set
   const int next = epoch_ + 1;
   queue_->drain();
