@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks what the C++ files include: floors and their rooms, purity, narrow torch headers.
+"""Checks the C++ files: floors and their rooms, and what they include: purity, narrow torch headers.
 
 The order of the floors is read from src/CMakeLists.txt, which sources are pure from the PURE lists
 of src/*/CMakeLists.txt. Prints one line for each fault; exit code 1 if there is any.
@@ -17,6 +17,21 @@ ROOMS = {
     "fsdp": ("agreed", "runtime", "optim"),
     "train": ("config", "data", "report", "hf", "checkpoint"),
 }
+# Public headers without a source of their name: the floor whose sources they declare, or the lowest
+# that uses them.
+HOME = {
+    "checkpoint_values": "io",
+    "forward_signature": "grad",
+    "optim": "fsdp",
+    "precision": "grad",
+    "recompute_mode": "grad",
+    "shard": "fsdp",
+    "tessera": "cli",
+    "visit_tensors": "fsdp",
+}
+# Where a file is named after what it is a part of: a command, or a kernel.
+NAMED_AFTER_OTHERS = ("cli", "kernels")
+MOST_FILES = 32  # in a folder: some 25 are a room, more are two
 WIDE = ("torch/torch.h", "torch/extension.h", "torch/all.h")
 
 
@@ -70,10 +85,28 @@ def height_in_floor(name):
     return rooms.index(room) if room in rooms else len(rooms)
 
 
+def check_rooms(fault):
+    """A room is found from its name, and is not too full."""
+    first = {}
+    for path in sorted((ROOT / "src").rglob("*")):
+        if path.suffix not in (".cpp", ".h"):
+            continue
+        floor = path.relative_to(ROOT / "src").parts[0]
+        if floor in NAMED_AFTER_OTHERS:
+            continue
+        other = first.setdefault(path.name, path)
+        if floor != other.relative_to(ROOT / "src").parts[0]:
+            fault(path, 1, f"{other.relative_to(ROOT)} has the same name, on another floor")
+    for folder in sorted(p for p in (ROOT / "src").rglob("*") if p.is_dir()):
+        count = sum(p.suffix in (".cpp", ".h") for p in folder.iterdir())
+        if count > MOST_FILES:
+            fault(folder, 1, f"found {count} files, expected at most {MOST_FILES}: two rooms")
+
+
 def main():
     order = {name: height for height, name in enumerate(floors())}
-    # A public header belongs to the floor that has a source or private header of its name.
-    home = {}
+    # A public header belongs to the floor that has a source of its name.
+    home = dict(HOME)
     for name in order:
         for path in (ROOT / "src" / name).rglob("*.cpp"):
             home.setdefault(path.stem, name)
@@ -81,6 +114,11 @@ def main():
 
     def fault(path, line, text):
         faults.append(f"{path.relative_to(ROOT)}:{line}: {text}")
+
+    for path in sorted((ROOT / "include").rglob("*.h")):
+        if path.stem not in home:
+            fault(path, 1, "belongs to no floor: no source has its name, and HOME in this script does not say")
+    check_rooms(fault)
 
     def floor_of(name):
         top, _, rest = name.partition("/")

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "base/appended_file.h"
+#include "base/mutex.h"
 #include "base/printable.h"
 
 namespace tessera::log {
@@ -61,18 +62,18 @@ std::shared_ptr<spdlog::logger> make_logger(const Options& options) {
 class Sinks {
  public:
   std::shared_ptr<spdlog::logger> get() {
-    const std::lock_guard lock(mutex_);
+    const base::Lock lock(mutex_);
     if (!logger_) logger_ = make_logger({});
     return logger_;
   }
   void set(std::shared_ptr<spdlog::logger> logger) {
-    const std::lock_guard lock(mutex_);
+    const base::Lock lock(mutex_);
     logger_ = std::move(logger);
   }
 
  private:
-  std::mutex mutex_;
-  std::shared_ptr<spdlog::logger> logger_;
+  base::Mutex mutex_;
+  std::shared_ptr<spdlog::logger> logger_ TESSERA_GUARDED_BY(mutex_);
 };
 
 Sinks& sinks() {
@@ -119,8 +120,8 @@ constexpr const char* kEraseLine = "\r\x1B[K";
 
 /// The one mutable thing: whether a line stands there.
 struct State {
-  std::mutex mutex;
-  bool visible = false;
+  base::Mutex mutex;
+  bool visible TESSERA_GUARDED_BY(mutex) = false;
 };
 
 State& state() {
@@ -147,7 +148,7 @@ bool is_possible() { return ::isatty(STDERR_FILENO) == 1; }
 void show(const std::string& text) {
   if (!is_possible()) return;
   State& line = state();
-  const std::lock_guard lock(line.mutex);
+  const base::Lock lock(line.mutex);
   // The last column stays free: a character there would wrap on some terminals.
   put(kEraseLine + text.substr(0, columns() - 1));
   line.visible = true;
@@ -155,14 +156,14 @@ void show(const std::string& text) {
 
 void clear() {
   State& line = state();
-  const std::lock_guard lock(line.mutex);
+  const base::Lock lock(line.mutex);
   if (line.visible) put(kEraseLine);
   line.visible = false;
 }
 
 void clear_of_any_process() {
   State& line = state();
-  const std::lock_guard lock(line.mutex);
+  const base::Lock lock(line.mutex);
   if (is_possible()) put(kEraseLine);
   line.visible = false;
 }

@@ -41,12 +41,12 @@ std::string_view to_string(TraceRow row) {
 }
 
 void Trace::add(TraceSpan span) {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   spans_.push_back(std::move(span));
 }
 
 std::vector<TraceSpan> Trace::take() {
-  const std::lock_guard lock(mutex_);
+  const base::Lock lock(mutex_);
   return std::exchange(spans_, {});
 }
 

@@ -13,12 +13,13 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <variant>
 #include <vector>
+
+#include "base/mutex.h"
 
 namespace tessera {
 
@@ -56,8 +57,8 @@ class Trace : public std::enable_shared_from_this<Trace> {
   std::vector<TraceSpan> take();
 
  private:
-  std::mutex mutex_;
-  std::vector<TraceSpan> spans_;
+  base::Mutex mutex_;
+  std::vector<TraceSpan> spans_ TESSERA_GUARDED_BY(mutex_);
 };
 
 /// Of the rank whose thread this is; null: nobody looks.

@@ -18,8 +18,6 @@
 #include "checkpoint/saver.h"
 #include "comm/group.h"
 #include "fsdp/optim/optimizer_shards.h"
-#include "fsdp/runtime/runtime.h"
-#include "fsdp/runtime/unit.h"
 #include "io/checkpoint_folder.h"
 #include "io/checkpoint_store.h"
 #include "tessera/error.h"
@@ -178,11 +176,10 @@ void restore_scale(const CheckpointManifest& manifest, GradScaler* scaler, int r
 
 void save_checkpoint(const ShardedBase& model, const Optimizer& optimizer,
                      const std::string& folder, std::int64_t step, const SaveOptions& options) {
-  auto& runtime = fsdp::unit_of_handle(model.unit()).runtime();
   const Mesh& mesh = model.mesh();
   World& world = *mesh.world();
   comm::on_all_or_none(world, "save_checkpoint", [&] {
-    runtime.require_idle("save_checkpoint");
+    fsdp::require_idle(model, "save_checkpoint");
     fsdp::require_steps_of(model, optimizer, "save_checkpoint");
   });
   const bool updated = comm::any_of_ranks(
@@ -215,12 +212,11 @@ bool has_checkpoint(World& world, const std::string& folder) {
 
 LoadedCheckpoint load_checkpoint(ShardedBase& model, Optimizer& optimizer,
                                  const std::string& folder, GradScaler* scaler) {
-  auto& runtime = fsdp::unit_of_handle(model.unit()).runtime();
-  runtime.renew_after_failure();
+  fsdp::renew_after_failure(model);
   World& world = *model.mesh().world();
   std::string chosen;
   comm::on_all_or_none(world, "checkpoint to load", [&] {
-    runtime.require_idle("load_checkpoint");
+    fsdp::require_idle(model, "load_checkpoint");
     fsdp::require_steps_of(model, optimizer, "load_checkpoint");
     chosen = found_by_first(world, folder);
     TESSERA_CHECK(world.rank() != 0 || !chosen.empty(), ErrorKind::kIo, shown(folder),

@@ -131,7 +131,8 @@ class Loader {
   /// The rest, once all files are verified.
   void fill_rest() const {
     for (const auto& part : rest_) {
-      checkpoint_.read_box(part.name, part.box, part.begin, part.end, part.bytes);
+      const auto [begin, end] = part.elements;
+      checkpoint_.read_box(part.name, part.box, begin, end, part.bytes);
     }
     fill_buffers();
     mark_written();
@@ -296,8 +297,7 @@ class Loader {
   struct Part {
     std::string name;
     TensorBox box;
-    std::int64_t begin = 0;
-    std::int64_t end = 0;
+    layout::Range elements;  ///< of the box
     std::span<std::byte> bytes;
   };
 
@@ -310,8 +310,7 @@ class Loader {
     for (layout::Piece& piece : pieces_of(view, form.file)) {
       parts.push_back({prefix + form.names[piece.tensor],
                        std::move(piece.box),
-                       piece.in_box.begin,
-                       piece.in_box.end,
+                       piece.in_box,
                        {data + (piece.local.begin - view.begin) * size,
                         static_cast<std::size_t>(piece.local.size() * size)}});
     }
@@ -341,18 +340,19 @@ class Loader {
 
   /// Where a part lies in files of `mine` they bring it along; else it waits for fill_rest().
   void want(const Part& part, std::map<std::string, std::vector<WantedBytes>>& mine) {
-    const auto stretches = checkpoint_.stretches(part.name, part.box, part.begin, part.end);
+    const auto [begin, end] = part.elements;
+    const auto stretches = checkpoint_.stretches(part.name, part.box, begin, end);
     if (stretches.empty()) return rest_.push_back(part);
-    const auto size = static_cast<std::int64_t>(part.bytes.size()) / (part.end - part.begin);
+    const auto size = static_cast<std::int64_t>(part.bytes.size()) / part.elements.size();
     for (const auto& one : stretches) {
       const auto bytes =
-          part.bytes.subspan(static_cast<std::size_t>((one.begin - part.begin) * size),
-                             static_cast<std::size_t>((one.end - one.begin) * size));
+          part.bytes.subspan(static_cast<std::size_t>((one.elements.begin - begin) * size),
+                             static_cast<std::size_t>(one.elements.size() * size));
       const auto file = mine.find(one.file);
       if (file != mine.end()) {
         file->second.push_back({one.offset, bytes});
       } else {
-        rest_.push_back({part.name, part.box, one.begin, one.end, bytes});
+        rest_.push_back({part.name, part.box, one.elements, bytes});
       }
     }
   }

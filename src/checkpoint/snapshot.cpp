@@ -26,8 +26,7 @@ class ShardParts {
     for (const layout::Piece& piece : pieces_) {
       const std::string& name = form_.names[piece.tensor];
       parts.push_back({prefix + name, form_.file.shape,
-                       source_dtype ? source_dtype(name) : std::nullopt, piece.box,
-                       piece.in_box.begin, piece.in_box.end,
+                       source_dtype ? source_dtype(name) : std::nullopt, piece.box, piece.in_box,
                        values.narrow(0, piece.local.begin - view_.begin, piece.local.size())});
     }
   }
@@ -39,7 +38,7 @@ class ShardParts {
     for (const layout::Piece& piece : pieces_) {
       const bool at_front = std::ranges::all_of(piece.box.offset, [](auto o) { return o == 0; });
       if (piece.in_box.begin != 0 || !at_front) continue;
-      parts.push_back({prefix + form_.names[piece.tensor], {}, std::nullopt, {}, 0, 1, value});
+      parts.push_back({prefix + form_.names[piece.tensor], {}, std::nullopt, {}, {0, 1}, value});
     }
   }
 
@@ -93,9 +92,11 @@ void add_buffers(std::vector<StatePart>& parts, const ShardedBase& model,
   for (const auto& view : model.buffers()) {
     const auto& contract = *view.contract;
     if (!contract.stored || options.of_earlier_stages.contains(contract.name)) continue;
-    parts.push_back({concat(kModelPrefix, contract.name), contract.shape,
+    parts.push_back({concat(kModelPrefix, contract.name),
+                     contract.shape,
                      options.source_dtype ? options.source_dtype(contract.name) : std::nullopt,
-                     TensorBox::whole(contract.shape), 0, view.tensor.numel(),
+                     TensorBox::whole(contract.shape),
+                     {0, view.tensor.numel()},
                      view.stored.reshape({-1})});
   }
 }
@@ -110,7 +111,7 @@ std::string add_entry(CheckpointManifest& entries, const StatePart& part, const 
           .first->second;
   // Of a tensor that is cut this rank may hold several parts.
   const std::string key = piece_key(part.name, entry.pieces.size() + 1);
-  entry.pieces.push_back({name, key, part.box, part.begin, part.end});
+  entry.pieces.push_back({name, key, part.box, part.elements.begin, part.elements.end});
   return key;
 }
 
@@ -164,7 +165,7 @@ std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& op
   if (!options.holds && holder_of({}, model.mesh()).rank == 0) {
     add_buffers(parts, model, options);
   }
-  std::erase_if(parts, [](const StatePart& part) { return part.begin == part.end; });
+  std::erase_if(parts, [](const StatePart& part) { return part.elements.empty(); });
   return parts;
 }
 
@@ -179,14 +180,13 @@ std::vector<StatePart> cut(const std::vector<StatePart>& parts, int replica, int
     const auto size = static_cast<std::int64_t>(part.values.element_size());
     // An element belongs to the cut in which it begins.
     const auto elements_before = [&](std::int64_t byte) {
-      return std::clamp<std::int64_t>((byte - at + size - 1) / size, 0, part.end - part.begin);
+      return std::clamp<std::int64_t>((byte - at + size - 1) / size, 0, part.elements.size());
     };
     const auto begin = elements_before(first_byte);
     const auto end = elements_before(last_byte);
     if (begin < end) {
       auto piece = part;
-      piece.begin = part.begin + begin;
-      piece.end = part.begin + end;
+      piece.elements = {part.elements.begin + begin, part.elements.begin + end};
       piece.values = part.values.narrow(0, begin, end - begin);
       mine.push_back(std::move(piece));
     }
@@ -219,7 +219,7 @@ void Snapshot::take(const std::vector<StatePart>& parts, const std::string& name
   std::vector<std::string> keys;
   for (const auto& part : parts) {
     keys.push_back(add_entry(entries_, part, name));
-    specs.push_back({keys.back(), to_dtype(part.values.scalar_type()), {part.end - part.begin}});
+    specs.push_back({keys.back(), to_dtype(part.values.scalar_type()), {part.elements.size()}});
   }
   const auto layout = lay_out_safetensors(std::move(specs));
   auto* const data = grow_to(static_cast<std::size_t>(layout.file_bytes));

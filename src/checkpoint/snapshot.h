@@ -18,20 +18,20 @@
 
 #include "checkpoint/file_forms.h"
 #include "io/checkpoint_manifest.h"
+#include "layout/range.h"
 #include "tessera/optim.h"
 #include "tessera/shard.h"
 
 namespace tessera::checkpointing {
 
-/// Elements [begin, end) of a box of a tensor of the checkpoint, as they stand on this rank.
+/// Elements of a box of a tensor of the checkpoint, as they stand on this rank.
 struct StatePart {
   std::string name;  ///< "model/<name>", "optim/<state>/<name>"
   std::vector<std::int64_t> shape;
   std::optional<DType> source_dtype;
   TensorBox box;
-  std::int64_t begin = 0;
-  std::int64_t end = 0;
-  at::Tensor values;  ///< [end - begin]
+  layout::Range elements;  ///< of the box
+  at::Tensor values;       ///< [elements.size()]
 };
 
 /// A rank among others that share work.

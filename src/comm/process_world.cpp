@@ -15,9 +15,9 @@ namespace {
 
 // The keys under which ranks meet as they join and as they leave, and under which rank 0, which
 // serves the store, waits until all have left.
-constexpr const char* kJoin = "hello";
-constexpr const char* kLeave = "goodbye";
-constexpr const char* kLeft = "gone";
+constexpr const char* kJoin = "join";
+constexpr const char* kLeave = "leave";
+constexpr const char* kLeft = "left";
 // A rank that is done waits for the others to be done too, but not for one that gives no sign of
 // life for this long.
 constexpr std::chrono::seconds kLeavePatience{30};
@@ -167,8 +167,7 @@ void ProcessWorld::abort_epoch(std::uint64_t of, const std::string& why) {
 
 void ProcessWorld::recover() {
   connections_->require_recovery();
-  // Whoever still waits for this rank is to leave, too.
-  if (!aborted()) abort("recovers from an error of its own");
+  if (!aborted()) abort(kRecovers);
   const AbortFlag never;  // our own abort flag is set
   const int next = epoch_ + 1;
   queue_->drain();

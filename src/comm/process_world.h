@@ -44,6 +44,9 @@ struct World::State {
 
 namespace tessera::comm {
 
+/// Why a rank aborts its World before it recovers: whoever still waits for it is to leave, too.
+inline constexpr const char* kRecovers = "recovers from an error of its own";
+
 class ProcessWorld : public World {
  public:
   /// Collective. Errors: kComm when the others do not come in time.

@@ -156,8 +156,7 @@ void ThreadWorld::abort_here(const std::string& why) {
 void ThreadWorld::wake() { state_->board->abort_all(); }
 
 void ThreadWorld::recover() {
-  // Whoever still waits for this rank is to leave, too.
-  if (!aborted()) abort("recovers from an error of its own");
+  if (!aborted()) abort(kRecovers);
   queue_->drain();               // its thread may still be inside a collective
   run_->rendezvous.meet(size_);  // from here on nobody is in one
   if (rank_ == 0) {

@@ -12,6 +12,7 @@
 #include <array>
 
 #include "base/printable.h"
+#include "comm/backends/backend.h"
 #include "comm/group.h"
 #include "comm/queue.h"
 #include "kernels/kernels.h"
@@ -23,16 +24,14 @@
 namespace tessera {
 namespace {
 
+using comm::device_of;
+
 constexpr std::array kDtypes = {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kLong,
                                 at::kInt,    at::kShort, at::kChar, at::kByte,     at::kBool};
 
 /// In which sums are formed.
 at::ScalarType sum_dtype(at::ScalarType dtype) {
   return dtype == at::kBFloat16 || dtype == at::kHalf ? at::kFloat : dtype;
-}
-
-at::DeviceType device_of(const World& world) {
-  return world.backend() == "nccl" ? at::kCUDA : at::kCPU;
 }
 
 /// Of an operation by which every rank waits for every other.

@@ -9,6 +9,7 @@
 
 #include "fsdp/runtime/unit.h"
 #include "grad/torch_dtype.h"
+#include "layout/range.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
@@ -32,8 +33,7 @@ Identity identity_of(const at::Tensor& tensor) {
 
 /// The bytes of its storage between a tensor's first and last element.
 struct Extent {
-  std::int64_t begin;
-  std::int64_t end;
+  layout::Range bytes;
   std::string name;
   at::Tensor tensor;
 };
@@ -44,16 +44,17 @@ Extent extent_of(const at::Tensor& tensor, const std::string& name) {
   for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
     last += (tensor.size(dim) - 1) * tensor.stride(dim);
   }
-  return {tensor.storage_offset() * bytes, (last + 1) * bytes, name, tensor};
+  return {{tensor.storage_offset() * bytes, (last + 1) * bytes}, name, tensor};
 }
 
 /// Whether both show an element of their storage. Columns of one matrix lie between each other.
 bool overlap(const Extent& one, const Extent& other) {
-  if (one.end <= other.begin || other.end <= one.begin) return false;
+  if (layout::intersect(one.bytes, other.bytes).empty()) return false;
   const auto bytes = static_cast<std::int64_t>(one.tensor.element_size());
   if (other.tensor.element_size() != one.tensor.element_size()) return true;
-  const auto begin = std::min(one.begin, other.begin) / bytes;
-  const auto marks = at::zeros({std::max(one.end, other.end) / bytes - begin}, at::kByte);
+  const auto begin = std::min(one.bytes.begin, other.bytes.begin) / bytes;
+  const auto marks =
+      at::zeros({std::max(one.bytes.end, other.bytes.end) / bytes - begin}, at::kByte);
   const auto in_marks = [&](const at::Tensor& tensor) {
     auto sizes = tensor.sizes().vec();
     for (std::size_t dim = 0; dim < sizes.size(); ++dim) {

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "base/printable.h"
+#include "fsdp/optim/load_refusals.h"
 #include "fsdp/runtime/finite_copy.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
@@ -151,19 +152,15 @@ bool same_values(const StateTensor& one, const StateTensor& other) {
          one.values.sizes() == other.values.sizes() && at::equal(one.values, other.values);
 }
 
-struct Plan {
+struct Plan : fsdp::LoadRefusals {
   std::vector<const StateTensor*> sources;  // by target; null where there is none
-  StateDictDifference difference;
-  std::vector<std::string> refusals;
 };
 
 Plan plan_of(const std::vector<Target>& targets, const StateDict& entries) {
   Plan plan;
   std::map<std::string, const StateTensor*> by_name;
   for (const auto& entry : entries) {
-    if (!by_name.emplace(entry.name, &entry).second) {
-      plan.refusals.push_back(concat(entry.name, ": found two entries, expected one"));
-    }
+    if (!by_name.emplace(entry.name, &entry).second) plan.add_second_entry(entry.name);
   }
   std::set<std::string> known;
   for (const auto& target : targets) {
@@ -193,13 +190,8 @@ Plan plan_of(const std::vector<Target>& targets, const StateDict& entries) {
 std::string objections(const Plan& plan, Strict strict) {
   std::string text;
   const auto add = [&](const std::string& more) { text += concat(text.empty() ? "" : "; ", more); };
-  if (strict == Strict::kYes) {
-    const auto& [missing, unexpected] = plan.difference;
-    if (!missing.empty()) add(concat("found no entry for ", joined(missing)));
-    if (!unexpected.empty()) {
-      add(concat("found entries that the model does not have, ", joined(unexpected)));
-    }
-  }
+  const auto unexpected_are = "entries that the model does not have";
+  for (const auto& one : plan.refused_difference(strict, unexpected_are)) add(one);
   for (const auto& refusal : plan.refusals) add(refusal);
   return text;
 }

@@ -50,25 +50,18 @@ InputFile open_listed(const fs::path& path, const CheckpointFile& listed) {
   return file;
 }
 
-/// Elements [first, last) of a box.
-struct BoxRange {
-  std::int64_t first = 0;
-  std::int64_t last = 0;
-  bool empty() const { return first >= last; }
-};
-
-/// What a piece holds of the elements [begin, end) of its tensor.
-BoxRange part_in(const CheckpointPiece& piece, std::span<const std::int64_t> shape,
-                 std::int64_t begin, std::int64_t end) {
+/// Of the elements [begin, end) of its tensor, those that a piece holds: counted in its box.
+layout::Range part_in(const CheckpointPiece& piece, std::span<const std::int64_t> shape,
+                      std::int64_t begin, std::int64_t end) {
   return {std::max(piece.begin, elements_before(piece.box, shape, begin)),
           std::min(piece.end, elements_before(piece.box, shape, end))};
 }
 
 /// Whether they follow one another in the tensor too.
-bool is_one_row(const TensorBox& box, std::span<const std::int64_t> shape, BoxRange range) {
-  return position_in_tensor(box, shape, range.last - 1) -
-             position_in_tensor(box, shape, range.first) ==
-         range.last - 1 - range.first;
+bool is_one_row(const TensorBox& box, std::span<const std::int64_t> shape, layout::Range range) {
+  return position_in_tensor(box, shape, range.end - 1) -
+             position_in_tensor(box, shape, range.begin) ==
+         range.end - 1 - range.begin;
 }
 
 /// Copies elements of a piece to their positions in `out`, which begins at position `begin` of the
@@ -91,7 +84,7 @@ struct PieceRead {
     file.read_range(data_offset + (index - piece.begin) * element_bytes, into);
   }
 
-  void copy(BoxRange part) const {
+  void copy(layout::Range part) const {
     const auto [first, last] = part;
     if (is_one_row(piece.box, shape, part)) {
       fetch(first, place(position_in_tensor(piece.box, shape, first), last - first));
@@ -267,19 +260,20 @@ std::vector<CheckpointFolder::Stretch> CheckpointFolder::stretches(std::string_v
   const bool is_whole = box == TensorBox::whole(tensor.shape);
   std::vector<Stretch> found;
   for (const CheckpointPiece& piece : tensor.pieces) {
-    BoxRange part{std::max(piece.begin, begin), std::min(piece.end, end)};  // of the piece's box
-    std::int64_t position = part.first;                                     // in `box`
+    layout::Range part{std::max(piece.begin, begin), std::min(piece.end, end)};  // of its box
+    std::int64_t position = part.begin;                                          // in `box`
     if (!(piece.box == box)) {
       if (!overlap(piece.box, box)) continue;
       if (!is_whole) return {};
       part = part_in(piece, tensor.shape, begin, end);
       if (!part.empty() && !is_one_row(piece.box, tensor.shape, part)) return {};
-      if (!part.empty()) position = position_in_tensor(piece.box, tensor.shape, part.first);
+      if (!part.empty()) position = position_in_tensor(piece.box, tensor.shape, part.begin);
     }
     if (part.empty()) continue;
     const TensorInfo& info = where_in_file(piece, tensor.dtype);
-    found.push_back({piece.file, info.begin + (part.first - piece.begin) * size_of(tensor.dtype),
-                     position, position + part.last - part.first});
+    found.push_back({piece.file,
+                     info.begin + (part.begin - piece.begin) * size_of(tensor.dtype),
+                     {position, position + part.size()}});
   }
   return found;
 }
@@ -287,7 +281,7 @@ std::vector<CheckpointFolder::Stretch> CheckpointFolder::stretches(std::string_v
 void CheckpointFolder::read_box(std::string_view name, const TensorBox& box, std::int64_t begin,
                                 std::int64_t end, std::span<std::byte> out) const {
   const CheckpointTensor& tensor = checked(name, 0, 0);
-  tessera::read_box({tensor.shape, size_of(tensor.dtype), box, begin, end}, out,
+  tessera::read_box({tensor.shape, size_of(tensor.dtype), box, {begin, end}}, out,
                     [&](std::int64_t first, std::int64_t last, std::span<std::byte> to) {
                       read(name, first, last, to);
                     });
@@ -301,7 +295,7 @@ void CheckpointFolder::read(std::string_view name, std::int64_t begin, std::int6
                 ErrorKind::kUsage, shown(path_), ": found room for ", out.size(), " bytes of ",
                 printable(name), ", expected ", (end - begin) * element_bytes);
   for (const CheckpointPiece& piece : tensor.pieces) {
-    const BoxRange part = part_in(piece, tensor.shape, begin, end);
+    const layout::Range part = part_in(piece, tensor.shape, begin, end);
     if (part.empty()) continue;
     const TensorInfo& info = where_in_file(piece, tensor.dtype);
     const InputFile file =

@@ -24,6 +24,7 @@
 #include "io/hashed_file.h"
 #include "io/safetensors_header.h"
 #include "io/tensor_source.h"
+#include "layout/range.h"
 
 namespace tessera {
 
@@ -79,12 +80,11 @@ class CheckpointFolder {
   void read_box(std::string_view name, const TensorBox& box, std::int64_t begin, std::int64_t end,
                 std::span<std::byte> out) const;
 
-  /// Elements [begin, end) of a box that lie one after the other from `offset` of a file on.
+  /// Elements of a box that lie one after the other from `offset` of a file on.
   struct Stretch {
     std::string file;
     std::int64_t offset = 0;
-    std::int64_t begin = 0;
-    std::int64_t end = 0;
+    layout::Range elements;
   };
   /// Where the elements [begin, end) of the flattened `box` lie, for who reads whole files anyway:
   /// none where a piece holds them in rows of another box; read_box() puts those together. Errors:

@@ -66,7 +66,7 @@ class BoxReader {
       : wanted_(wanted), out_(out), read_(read), row_(row_length(wanted.box, wanted.shape)) {}
 
   void run() {
-    for (std::int64_t at = wanted_.begin; at < wanted_.end;) {
+    for (std::int64_t at = wanted_.elements.begin; at < wanted_.elements.end;) {
       const std::int64_t last = end_of_span(at);
       const std::int64_t count = last - at;
       if (count <= left_in_row(at)) {
@@ -83,7 +83,7 @@ class BoxReader {
     return static_cast<std::size_t>(elements * wanted_.element_bytes);
   }
   std::span<std::byte> place(std::int64_t index, std::int64_t count) const {
-    return out_.subspan(bytes(index - wanted_.begin), bytes(count));
+    return out_.subspan(bytes(index - wanted_.elements.begin), bytes(count));
   }
   std::int64_t position(std::int64_t index) const {
     return position_in_tensor(wanted_.box, wanted_.shape, index);
@@ -93,9 +93,9 @@ class BoxReader {
   /// Up to where elements are read in one call: rows, as long as they lie close together.
   std::int64_t end_of_span(std::int64_t at) const {
     const std::int64_t first = position(at);
-    std::int64_t last = std::min(wanted_.end, at + left_in_row(at));
-    for (std::int64_t before = first; last < wanted_.end;) {
-      const std::int64_t next = std::min(wanted_.end, last + row_);
+    std::int64_t last = std::min(wanted_.elements.end, at + left_in_row(at));
+    for (std::int64_t before = first; last < wanted_.elements.end;) {
+      const std::int64_t next = std::min(wanted_.elements.end, last + row_);
       const std::int64_t from = position(last);
       if ((from - before) * wanted_.element_bytes > kFarBytes ||
           (from + next - last - first) * wanted_.element_bytes > kMostBytes) {
@@ -128,9 +128,10 @@ class BoxReader {
 }  // namespace
 
 void read_box(const RangeOfBox& wanted, std::span<std::byte> out, const Read& read) {
-  if (wanted.begin == wanted.end) return;
-  TESSERA_INVARIANT(is_box_inside(wanted.box, wanted.shape) && 0 <= wanted.begin &&
-                        wanted.begin < wanted.end && wanted.end <= wanted.box.numel(),
+  const auto [begin, end] = wanted.elements;
+  if (begin == end) return;
+  TESSERA_INVARIANT(is_box_inside(wanted.box, wanted.shape) && 0 <= begin && begin < end &&
+                        end <= wanted.box.numel(),
                     "a box outside of its tensor");
   BoxReader(wanted, out, read).run();
 }
@@ -140,7 +141,7 @@ void read_box(const TensorSource& source, std::string_view name, const TensorBox
   const SourceTensor* const tensor = source.find(name);
   TESSERA_CHECK(tensor != nullptr, ErrorKind::kFormat, source.path().string(), ": found no tensor ",
                 printable(name));
-  read_box({tensor->shape, size_of(tensor->dtype), box, begin, end}, out,
+  read_box({tensor->shape, size_of(tensor->dtype), box, {begin, end}}, out,
            [&](std::int64_t first, std::int64_t last, std::span<std::byte> to) {
              source.read(name, first, last, to);
            });

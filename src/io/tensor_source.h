@@ -17,6 +17,7 @@
 #include <string_view>
 #include <vector>
 
+#include "layout/range.h"
 #include "layout/tensor_box.h"
 #include "tessera/dtype.h"
 
@@ -76,13 +77,12 @@ class TensorSource {
 /// The floating dtype that has most elements, the narrower of two equals.
 std::optional<DType> bulk_dtype(const std::map<DType, std::int64_t>& elements);
 
-/// Elements [begin, end) of a flattened box of a tensor.
+/// Elements of a flattened box of a tensor.
 struct RangeOfBox {
   std::span<const std::int64_t> shape;  ///< of the tensor
   std::int64_t element_bytes = 1;
   const TensorBox& box;
-  std::int64_t begin = 0;
-  std::int64_t end = 0;
+  layout::Range elements;
 };
 
 /// Copies them to `out`, which has exactly their bytes; `read(first, last, out)` copies elements of

@@ -79,4 +79,14 @@ std::vector<std::string> ConfigReader::unknown() const {
   return lines;
 }
 
+void check_head_dim(std::string_view key, std::int64_t head_dim) {
+  TESSERA_CHECK(head_dim % 2 == 0, ErrorKind::kConfig, "config.json ", key, ": found ", head_dim,
+                ", expected an even number, as rope turns pairs");
+}
+
+void check_key_value_heads(std::string_view key, std::int64_t found, std::int64_t attention_heads) {
+  TESSERA_CHECK(attention_heads % found == 0, ErrorKind::kConfig, "config.json ", key, ": found ",
+                found, ", expected a divisor of num_attention_heads = ", attention_heads);
+}
+
 }  // namespace tessera::models

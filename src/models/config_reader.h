@@ -64,6 +64,14 @@ class ConfigReader {
   std::set<std::string, std::less<>> used_;
 };
 
+/// Why ConfigReader::expect() refuses what no family computes.
+inline constexpr std::string_view kNoQuantization = "quantized weights are not supported";
+inline constexpr std::string_view kDecoderOnly = "decoder-only models";
+
+/// Errors: kConfig naming `key`, which stands in config.json and may say of which layer.
+void check_head_dim(std::string_view key, std::int64_t head_dim);
+void check_key_value_heads(std::string_view key, std::int64_t found, std::int64_t attention_heads);
+
 /// As messages show it.
 inline std::string shown(const nlohmann::json& value) { return json_line(value); }
 

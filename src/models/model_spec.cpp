@@ -32,14 +32,14 @@ void expect_unsupported_off(ConfigReader& keys, const FamilyTraits& family) {
   for (const std::string_view key : {"max_window_layers", "sliding_window"}) {
     if (!family.owns(key)) keys.ignore({key});
   }
-  expect("quantization_config", nullptr, "quantized weights are not supported");
+  expect("quantization_config", nullptr, kNoQuantization);
   keys.expect("pretraining_tp", 1, "sliced products are not supported");
   keys.expect("partial_rotary_factor", 1.0, "rope turns the whole head");
-  keys.expect("is_encoder_decoder", false, "decoder-only models");
+  keys.expect("is_encoder_decoder", false, kDecoderOnly);
   keys.expect("is_decoder", false, "no cross attention");
   keys.expect("add_cross_attention", false, "no cross attention");
   keys.expect("cross_attention_hidden_size", nullptr, "no cross attention");
-  keys.expect("tie_encoder_decoder", false, "decoder-only models");
+  keys.expect("tie_encoder_decoder", false, kDecoderOnly);
   keys.expect("chunk_size_feed_forward", 0, "the MLP runs in one piece");
   keys.expect("pruned_heads", nlohmann::json::object(), "all heads are there");
   keys.expect("rope_interleaved", false, "rope pairs x[i] with x[i + head_dim / 2]");
@@ -52,9 +52,7 @@ void read_heads(ConfigReader& keys, const FamilyTraits& family, ModelSpec& spec)
                           ? spec.num_attention_heads
                           : family.default_num_key_value_heads.value_or(spec.num_attention_heads);
   spec.num_key_value_heads = keys.integer("num_key_value_heads", kSize).value_or(absent);
-  TESSERA_CHECK(spec.num_attention_heads % spec.num_key_value_heads == 0, ErrorKind::kConfig,
-                "config.json num_key_value_heads: found ", spec.num_key_value_heads,
-                ", expected a divisor of num_attention_heads = ", spec.num_attention_heads);
+  check_key_value_heads("num_key_value_heads", spec.num_key_value_heads, spec.num_attention_heads);
   if (const auto head_dim = keys.integer("head_dim", kSize)) {
     spec.head_dim = *head_dim;
   } else if (family.default_head_dim) {
@@ -66,8 +64,7 @@ void read_heads(ConfigReader& keys, const FamilyTraits& family, ModelSpec& spec)
                   " (there is no head_dim)");
     spec.head_dim = spec.hidden_size / spec.num_attention_heads;
   }
-  TESSERA_CHECK(spec.head_dim % 2 == 0, ErrorKind::kConfig, "config.json head_dim: found ",
-                spec.head_dim, ", expected an even number, as rope turns pairs");
+  check_head_dim("head_dim", spec.head_dim);
 }
 
 void check_layer_types(ConfigReader& keys, std::int64_t layers) {

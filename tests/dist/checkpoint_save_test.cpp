@@ -371,8 +371,7 @@ TEST(CheckpointSnapshot, CutsOfReplicasHoldEachElementOnce) {
                      {100},
                      std::nullopt,
                      {{0}, {100}},
-                     3,
-                     3 + size,
+                     {3, 3 + size},
                      at::arange(size).to(dtypes[i % 5])});
     total += static_cast<std::int64_t>(parts.back().values.nbytes());
   }
@@ -381,20 +380,20 @@ TEST(CheckpointSnapshot, CutsOfReplicasHoldEachElementOnce) {
     for (int replica = 0; replica < replicas; ++replica) {
       std::int64_t bytes = 0;
       for (const auto& part : checkpointing::cut(parts, replica, replicas)) {
-        ranges[part.name].emplace_back(part.begin, part.end);
+        ranges[part.name].emplace_back(part.elements.begin, part.elements.end);
         bytes += static_cast<std::int64_t>(part.values.nbytes());
-        ASSERT_EQ(part.values.size(0), part.end - part.begin);
-        EXPECT_EQ(part.values[0].item<std::int64_t>(), part.begin - 3);
+        ASSERT_EQ(part.values.size(0), part.elements.size());
+        EXPECT_EQ(part.values[0].item<std::int64_t>(), part.elements.begin - 3);
       }
       EXPECT_LE(std::abs(bytes - total / replicas), 9) << "equal but for an element and rounding";
     }
     for (const auto& part : parts) {
-      auto at = part.begin;
+      auto at = part.elements.begin;
       for (const auto& [begin, end] : ranges[part.name]) {
         EXPECT_EQ(begin, at);
         at = end;
       }
-      EXPECT_EQ(at, part.end);
+      EXPECT_EQ(at, part.elements.end);
     }
   }
 }

@@ -14,23 +14,36 @@ int GroupPlace::self() const {
 
 const std::vector<BackendRow>& backends() {
   static const std::vector<BackendRow> rows{
-      {"gloo", [] { return true; }, open_gloo},
-      {"nccl", nccl_usable, open_nccl},
+      {"gloo", at::kCPU, [] { return true; }, open_gloo},
+      {"nccl", at::kCUDA, nccl_usable, open_nccl},
   };
   return rows;
 }
 
+namespace {
+
+/// Null where there is none.
+const BackendRow* find_backend(std::string_view name) {
+  const auto row = std::ranges::find(backends(), name, &BackendRow::name);
+  return row == backends().end() ? nullptr : &*row;
+}
+
+}  // namespace
+
 const BackendRow& backend_named(const std::string& name) {
   // Models live on the CPU so far: "auto" is the first.
   if (name == "auto") return backends().front();
-  const auto row =
-      std::ranges::find_if(backends(), [&](const BackendRow& one) { return one.name == name; });
-  if (row != backends().end()) return *row;
+  if (const BackendRow* row = find_backend(name)) return *row;
   std::string expected = "auto";
   for (const BackendRow& one : backends()) {
     expected += concat(&one == &backends().back() ? " or " : ", ", one.name);
   }
   throw Error(ErrorKind::kUsage, concat("world: found backend ", name, ", expected ", expected));
+}
+
+at::DeviceType device_of(const World& world) {
+  const BackendRow* row = find_backend(world.backend());
+  return row == nullptr ? at::kCPU : row->device;
 }
 
 }  // namespace tessera::comm

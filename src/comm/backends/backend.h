@@ -5,6 +5,8 @@
 // in-process one beside Gloo (thread_ranks.h). Next: group.h, what a backend implements.
 #pragma once
 
+#include <c10/core/DeviceType.h>
+
 #include <chrono>
 #include <memory>
 #include <string>
@@ -51,6 +53,7 @@ class Connections {
 
 struct BackendRow {
   std::string_view name;  ///< WorldOptions::backend, World::backend()
+  at::DeviceType device;  ///< where the tensors of its collectives lie
   bool (*usable)();       ///< built in, and there is a device
   /// Errors: kUsage where it is not usable; kComm.
   std::unique_ptr<Connections> (*open)(const LaunchEnvironment& launch);
@@ -60,5 +63,7 @@ struct BackendRow {
 const std::vector<BackendRow>& backends();
 /// Errors: kUsage where there is none of that name.
 const BackendRow& backend_named(const std::string& name);
+/// Where the tensors of its collectives lie; the CPU where ranks are threads.
+at::DeviceType device_of(const World& world);
 
 }  // namespace tessera::comm

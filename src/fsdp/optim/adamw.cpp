@@ -29,7 +29,7 @@ class AdamW : public Optimizer {
           const auto& shard = item->view.shard;
           if (item->master.defined() || item->decays != decays || shard.scalar_type() != dtype)
             continue;
-          add(lists, *item, {shard.detach(), shard.grad(), 0, shard.numel()});
+          add(lists, *item, {shard.detach(), shard.grad(), {0, shard.numel()}});
         }
         step_fused(lists, decays);
       }
@@ -51,14 +51,14 @@ class AdamW : public Optimizer {
   };
 
   static void add(Lists& lists, Item& item, const fsdp::Stepped& part) {
-    const auto size = part.end - part.begin;
+    const auto size = part.elements.size();
     if (size == 0) return;
     if (item.state.size() == kSteps) item.state.push_back(at::zeros({}, at::kFloat));
     item.state[kSteps].fill_(static_cast<double>(item.steps));
     lists.parameters.push_back(part.values);
     lists.grads.push_back(part.gradient);
-    lists.first.push_back(item.state[kFirst].narrow(0, part.begin, size));
-    lists.second.push_back(item.state[kSecond].narrow(0, part.begin, size));
+    lists.first.push_back(item.state[kFirst].narrow(0, part.elements.begin, size));
+    lists.second.push_back(item.state[kSecond].narrow(0, part.elements.begin, size));
     lists.steps.push_back(item.state[kSteps]);
   }
 

@@ -55,7 +55,7 @@ void MasterOfShard::step(const ShardView& view, const at::Tensor& kept, bool cha
     case Master::kStorage:
       break;
   }
-  update({view.shard.detach(), view.shard.grad(), 0, view.shard.numel()});
+  update({view.shard.detach(), view.shard.grad(), {0, view.shard.numel()}});
 }
 
 void MasterOfShard::step_split(const ShardView& view, const at::Tensor& remainder,
@@ -68,7 +68,7 @@ void MasterOfShard::step_split(const ShardView& view, const at::Tensor& remainde
     const auto rest = remainder.narrow(0, begin, size);
     const auto values = scratch(values_, size, shard.device());
     kernels::join_master(stored, rest, values);
-    update({values, widened(view.shard.grad().narrow(0, begin, size)), begin, begin + size});
+    update({values, widened(view.shard.grad().narrow(0, begin, size)), {begin, begin + size}});
     kernels::split_master(values, stored, rest);
   }
 }
@@ -78,7 +78,7 @@ void MasterOfShard::step_copy(const ShardView& view, const at::Tensor& master,
   const auto shard = view.shard.detach();
   // Elements of the shard that somebody else has written since the master was rounded into it.
   kernels::take_over_changes(shard, master);
-  update({master, widened(view.shard.grad()), 0, shard.numel()});
+  update({master, widened(view.shard.grad()), {0, shard.numel()}});
   shard.copy_(master);
 }
 

@@ -7,6 +7,7 @@
 #include <functional>
 #include <optional>
 
+#include "layout/range.h"
 #include "tessera/contract.h"
 #include "tessera/optim.h"
 
@@ -19,12 +20,15 @@ inline constexpr std::int64_t kMasterPart = std::int64_t{1} << 20;
 
 /// A stretch of one shard in the dtype in which it is stepped.
 struct Stepped {
-  at::Tensor values;    ///< to be updated in place
-  at::Tensor gradient;  ///< same dtype
-  std::int64_t begin = 0;
-  std::int64_t end = 0;  ///< of the shard's elements
+  at::Tensor values;       ///< to be updated in place
+  at::Tensor gradient;     ///< same dtype
+  layout::Range elements;  ///< of the shard's
 };
 
+/// After a failure that World::recover() has ended: first in whatever may follow one.
+void renew_after_failure(const ShardedBase& model);
+/// That no step of `model` is under way. Errors: kUsage, named `what`.
+void require_idle(const ShardedBase& model, const char* what);
 /// That `optimizer` steps parameters of `model`, as they lie now. Errors: kUsage, named `what`.
 void require_steps_of(const ShardedBase& model, const Optimizer& optimizer, const char* what);
 

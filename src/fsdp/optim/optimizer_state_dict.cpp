@@ -8,6 +8,7 @@
 
 #include "base/printable.h"
 #include "comm/group.h"
+#include "fsdp/optim/load_refusals.h"
 #include "fsdp/optim/optimizer_shards.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
@@ -18,6 +19,14 @@
 #include "tessera/state_dict.h"
 
 namespace tessera {
+
+void fsdp::renew_after_failure(const ShardedBase& model) {
+  unit_of_handle(model.unit()).runtime().renew_after_failure();
+}
+
+void fsdp::require_idle(const ShardedBase& model, const char* what) {
+  unit_of_handle(model.unit()).runtime().require_idle(what);
+}
 
 void fsdp::require_steps_of(const ShardedBase& model, const Optimizer& optimizer,
                             const char* what) {
@@ -181,10 +190,8 @@ void refuse_state(const Optimizer& optimizer, const GradContract& contract,
 }
 
 /// What is loaded into which state, and what stands against it.
-struct LoadPlan {
+struct LoadPlan : fsdp::LoadRefusals {
   std::vector<std::pair<const OptimizerState*, const ParameterState*>> sources;
-  StateDictDifference difference;
-  std::vector<std::string> refusals;
 };
 
 LoadPlan plan_load(const Optimizer& optimizer, const std::vector<OptimizerState>& states,
@@ -207,9 +214,7 @@ LoadPlan plan_load(const Optimizer& optimizer, const std::vector<OptimizerState>
       plan.difference.unexpected.push_back(source.parameter);
       continue;
     }
-    if (!taken.insert(target->second).second) {
-      plan.refusals.push_back(concat(source.parameter, ": found two entries, expected one"));
-    }
+    if (!taken.insert(target->second).second) plan.add_second_entry(source.parameter);
     // Of another optimizer every tensor would be named.
     if (dict.optimizer == optimizer.name()) {
       refuse_state(optimizer, *target->second->view.contract, source, plan.refusals);
@@ -224,16 +229,11 @@ LoadPlan plan_load(const Optimizer& optimizer, const std::vector<OptimizerState>
 
 /// What stands against loading, in words; "" for nothing.
 std::string objections(const LoadPlan& plan, Strict strict) {
-  auto all = plan.refusals;
-  if (strict == Strict::kYes) {
-    const auto& [missing, unexpected] = plan.difference;
-    if (!missing.empty()) all.push_back(concat("found no entry for ", joined(missing)));
-    if (!unexpected.empty()) {
-      all.push_back(concat("found entries that the optimizer does not step, ", joined(unexpected)));
-    }
-  }
   std::string text;
-  for (const auto& one : all) text += concat(text.empty() ? "" : "; ", one);
+  const auto add = [&](const std::string& more) { text += concat(text.empty() ? "" : "; ", more); };
+  for (const auto& refusal : plan.refusals) add(refusal);
+  const auto unexpected_are = "entries that the optimizer does not step";
+  for (const auto& one : plan.refused_difference(strict, unexpected_are)) add(one);
   return text;
 }
 
@@ -255,9 +255,9 @@ StateDictDifference load_optimizer_state_dict(const ShardedBase& model, Optimize
   constexpr auto kWhat = "load_optimizer_state_dict";
   const at::NoGradGuard no_grad;
   auto& runtime = fsdp::unit_of_handle(model.unit()).runtime();
-  runtime.renew_after_failure();
+  fsdp::renew_after_failure(model);
   comm::on_all_or_none(runtime.world(), kWhat, [&] {
-    runtime.require_idle(kWhat);
+    fsdp::require_idle(model, kWhat);
     fsdp::require_steps_of(model, optimizer, kWhat);
   });
   const auto states = optimizer.state();

@@ -37,7 +37,7 @@ class Sgd : public Optimizer {
       direction = direction.add(part.values, options_.weight_decay);
     }
     if (options_.momentum != 0.0) {
-      const auto momentum = item.state[0].narrow(0, part.begin, part.end - part.begin);
+      const auto momentum = item.state[0].narrow(0, part.elements.begin, part.elements.size());
       momentum.mul_(options_.momentum).add_(direction);
       direction = momentum;
     }

@@ -12,12 +12,12 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <set>
 #include <utility>
 #include <vector>
 
+#include "base/mutex.h"
 #include "fsdp/agreed/order.h"
 
 namespace torch::autograd {
@@ -33,23 +33,23 @@ class LivingNodes {
  public:
   using Node = torch::autograd::Node;
   void add(const Node* node) {
-    const std::lock_guard lock(mutex_);
+    const base::Lock lock(mutex_);
     nodes_.push_back(node);
   }
   void remove(const Node* node) {
-    const std::lock_guard lock(mutex_);
+    const base::Lock lock(mutex_);
     std::erase(nodes_, node);
   }
   /// Whether `holds(node)` is true of one; none of them goes in the meantime.
   template <class Holds>
   bool any(const Holds& holds) const {
-    const std::lock_guard lock(mutex_);
+    const base::Lock lock(mutex_);
     return std::any_of(nodes_.begin(), nodes_.end(), holds);
   }
 
  private:
-  mutable std::mutex mutex_;
-  std::vector<const Node*> nodes_;
+  mutable base::Mutex mutex_;
+  std::vector<const Node*> nodes_ TESSERA_GUARDED_BY(mutex_);
 };
 
 class Runtime;

@@ -27,8 +27,8 @@ struct SharedMemory {
   std::string parameter;
 };
 
-/// Makes it throw where something outside the sharded module still looks at it.
-void poison(const std::vector<SharedMemory>& all) {
+/// Gives it back: who still looks at it from outside the sharded module meets an error.
+void release_memory(const std::vector<SharedMemory>& all) {
   for (const auto& [storage, name] : all) {
     auto* impl = storage.unsafeGetStorageImpl();
     const auto records = std::ranges::count_if(all, [&](const SharedMemory& other) {
@@ -223,7 +223,7 @@ void Unit::build(std::vector<std::shared_ptr<Parameter>> added) {
     bucket->set_number(buckets_.size());
     buckets_.push_back(std::move(bucket));
   }
-  poison(old_memory);
+  release_memory(old_memory);
   for (auto& p : added) parameters_.push_back(std::move(p));
 }
 

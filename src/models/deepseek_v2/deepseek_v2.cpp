@@ -23,9 +23,7 @@ void read_attention(ConfigReader& keys, ModelSpec& spec) {
   // An absent key means transformers' default, an explicit null that there is no latent.
   if (!keys.contains("q_lora_rank")) mla.q_lora_rank = 1536;
   if (const auto rank = keys.integer("q_lora_rank", kSize)) mla.q_lora_rank = rank;
-  if (mla.qk_rope_head_dim % 2 != 0) {
-    keys.refuse("qk_rope_head_dim", "an even number, as rope turns pairs");
-  }
+  check_head_dim("qk_rope_head_dim", mla.qk_rope_head_dim);
   if (spec.num_key_value_heads != spec.num_attention_heads) {
     keys.refuse("num_key_value_heads", concat("num_attention_heads = ", spec.num_attention_heads,
                                               ", as every head has keys of its own"));

@@ -273,8 +273,8 @@ ModelSpec read_gemma4(ConfigReader& keys, Purpose purpose, std::vector<std::stri
   spec.family = Family::kGemma4;
   Gemma4Spec& gemma = spec.gemma4.emplace();
   keys.expect("audio_config", nullptr, "audio is not supported");
-  keys.expect("quantization_config", nullptr, "quantized weights are not supported");
-  keys.expect("is_encoder_decoder", false, "decoder-only models");
+  keys.expect("quantization_config", nullptr, kNoQuantization);
+  keys.expect("is_encoder_decoder", false, kDecoderOnly);
   // The text_config's count; the last two are the tokenizer's and the processor's.
   keys.ignore({"initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "eoa_token_id",
                "vision_soft_tokens_per_image"});

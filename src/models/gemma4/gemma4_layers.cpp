@@ -5,6 +5,7 @@
 #include <string_view>
 #include <utility>
 
+#include "models/config_reader.h"
 #include "models/spec_keys.h"
 #include "tessera/error.h"
 
@@ -78,13 +79,9 @@ void check_layers(const ModelSpec& spec) {
   std::optional<std::int64_t> head_dims[2];
   for (std::size_t i = 0; i < spec.gemma4->layers.size(); ++i) {
     const Gemma4Layer& layer = spec.gemma4->layers[i];
-    TESSERA_CHECK(spec.num_attention_heads % layer.num_key_value_heads == 0, ErrorKind::kConfig,
-                  "config.json text_config num_key_value_heads of layer ", i, ": found ",
-                  layer.num_key_value_heads,
-                  ", expected a divisor of num_attention_heads = ", spec.num_attention_heads);
-    TESSERA_CHECK(layer.head_dim % 2 == 0, ErrorKind::kConfig,
-                  "config.json text_config head_dim of layer ", i, ": found ", layer.head_dim,
-                  ", expected an even number, as rope turns pairs");
+    check_key_value_heads(concat("text_config num_key_value_heads of layer ", i),
+                          layer.num_key_value_heads, spec.num_attention_heads);
+    check_head_dim(concat("text_config head_dim of layer ", i), layer.head_dim);
     auto& expected = head_dims[static_cast<std::size_t>(layer.type)];
     TESSERA_CHECK(!expected || *expected == layer.head_dim, ErrorKind::kConfig,
                   "config.json text_config head_dim of layer ", i, ": found ", layer.head_dim,

@@ -264,7 +264,7 @@ TEST_P(AnyRank, ThatDisagreesIsNamedBesideAnother) {
 }
 
 TEST_P(AnyRank, ThatAbortsItsWorldCanRecoverWithTheOthers) {
-  const auto outcome = run({.mode = "poison", .rank = GetParam(), .step = 3});
+  const auto outcome = run({.mode = "abort", .rank = GetParam(), .step = 3});
   EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
 }
 

@@ -2,7 +2,7 @@
 // arguments say.
 //
 //   spawned_rank NPROC MODE RANK STEP STEPS TIMEOUT_MS
-//   MODE: none | throw | usage | kill | stall | exit | stop | disagree | cross | poison | withhold
+//   MODE: none | throw | usage | kill | stall | exit | stop | disagree | cross | abort | withhold
 //         alone: gives up after TIMEOUT_MS where nobody serves the store
 //         apart: RANK is in no group, and stops
 //         unwind: aborts its World, and says half a second later why
@@ -56,7 +56,7 @@ void misbehave(const Plan& plan, World& world) {
   if (plan.mode == "disagree") {
     comm::barrier(world.control(), "something else");
   }
-  if (plan.mode == "poison") world.abort("a step went wrong");
+  if (plan.mode == "abort") world.abort("a step went wrong");
   if (plan.mode == "unwind") {
     world.abort("an exception left the forward");
     std::this_thread::sleep_for(std::chrono::milliseconds(500));
@@ -222,7 +222,7 @@ void train(const Plan& plan, World& world) {
       const std::int64_t expected = world.size() * (world.size() - 1) / 2;
       TESSERA_INVARIANT(sum[0].item<std::int64_t>() == expected || fails, "wrong sum");
     } catch (const tessera::Error& error) {
-      if (plan.mode != "poison" || !world.aborted()) throw;
+      if (plan.mode != "abort" || !world.aborted()) throw;
       const auto failed = world.recoveries();
       world.recover();
       world.abort_epoch(failed, "too late");

@@ -202,8 +202,8 @@ TEST(CheckpointFolder, StretchesLeadToTheSameValuesInOnePass) {
       for (const auto& one : stretches) {
         wanted[one.file].push_back(
             {one.offset,
-             std::span(bytes).subspan(static_cast<std::size_t>(one.begin) * size,
-                                      static_cast<std::size_t>(one.end - one.begin) * size)});
+             std::span(bytes).subspan(static_cast<std::size_t>(one.elements.begin) * size,
+                                      static_cast<std::size_t>(one.elements.size()) * size)});
       }
     }
     for (auto& [file, bytes] : wanted) checkpoint.verify(file, bytes);
@@ -255,9 +255,10 @@ TEST(CheckpointFolder, ARangeOfABoxReadsWhatIndexingFindsHoweverItWasWritten) {
       std::fill(found.begin(), found.end(), std::byte{0});
       for (const auto& one : stretches) {
         InputFile(path / one.file)
-            .read_range(one.offset, std::span(found).subspan(
-                                        static_cast<std::size_t>((one.begin - begin) * size),
-                                        static_cast<std::size_t>((one.end - one.begin) * size)));
+            .read_range(one.offset,
+                        std::span(found).subspan(
+                            static_cast<std::size_t>((one.elements.begin - begin) * size),
+                            static_cast<std::size_t>(one.elements.size() * size)));
       }
       EXPECT_TRUE(found == expected) << name;
       ++in_one_pass;

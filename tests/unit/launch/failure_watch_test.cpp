@@ -36,7 +36,7 @@ class Watched : public testing::Test {
     actions.lost = act("lost");
     actions.disagree = [act](const std::string& why, int) { act("disagree")(why); };
     actions.aborted = [act](const std::string& why, int epoch) {
-      act("poisoned")(concat(why, " in epoch ", epoch));
+      act("aborted")(concat(why, " in epoch ", epoch));
     };
     watch_ = std::make_unique<FailureWatch>(
         store_, board_, WatchOptions{0, milliseconds(2), blocked_after, silent_after}, actions);
@@ -126,7 +126,7 @@ TEST_F(Watched, FailureKeyIsSeen) {
 TEST_F(Watched, AbortOfItsEpochIsSeen) {
   store_->set(store_key::abort(0), "old");
   start();
-  EXPECT_EQ(first_action(), "poisoned: old in epoch 0");
+  EXPECT_EQ(first_action(), "aborted: old in epoch 0");
 }
 
 // Without patience every look decides: none while nothing waits, the first one after.
