@@ -97,9 +97,7 @@ std::string batch_file(const models::ModelSpec& spec, std::int64_t rows, std::in
 }
 
 train::Config config_of(const Case& c) {
-  auto config = config_for(layout_of(c.beside));
-  set_degrees(config, c.beside);
-  config.model.path = data_folder(c.folder);
+  auto config = config_for(c.folder, c.beside);
   config.activation_checkpoint.mode = c.recompute;
   if (c.bfloat16) config.precision = {};
   config.pipeline.schedule = c.schedule;

@@ -99,30 +99,27 @@ double largest_absolute(const ShardedBase& model) {
   return largest;
 }
 
+/// A parameter that a check names.
+struct Named {
+  std::int64_t place = 0;  ///< ShardView::place_in_model
+  std::string name;
+};
+
 /// Those that this stage has found, with those of the other stages of a pipeline, in the order of
 /// the model. Collective.
-std::vector<std::string> names_of_stages(const ShardedBase& model,
-                                         const std::vector<ShardView>& found) {
-  struct Named {
-    std::int64_t place;
-    std::string name;
-  };
-  std::vector<Named> all;
-  if (auto* stages = model.stages_group(); stages == nullptr) {
-    for (const auto& view : found) all.push_back({0, view.contract->name});
-  } else {
+std::vector<std::string> names_of_stages(const ShardedBase& model, std::vector<Named> found) {
+  if (auto* stages = model.stages_group(); stages != nullptr) {
     std::string mine;
-    for (const auto& view : found) {
-      mine += concat(view.place_in_model, " ", view.contract->name, "\n");
-    }
+    for (const auto& one : found) mine += concat(one.place, " ", one.name, "\n");
+    found.clear();
     for (const auto& text : comm::all_gather_bytes(*stages, mine, "names over stages")) {
       std::istringstream lines(text);
-      for (Named one; lines >> one.place >> one.name;) all.push_back(one);
+      for (Named one; lines >> one.place >> one.name;) found.push_back(one);
     }
-    std::ranges::stable_sort(all, {}, &Named::place);
+    std::ranges::stable_sort(found, {}, &Named::place);
   }
   std::vector<std::string> names;
-  for (const auto& one : all) names.push_back(one.name);
+  for (const auto& one : found) names.push_back(one.name);
   return names;
 }
 
@@ -169,11 +166,11 @@ std::vector<std::string> nonfinite_parameters(const ShardedBase& model, std::siz
   }
   auto* group = fsdp::unit_of_handle(model.unit()).runtime().data_group();
   if (group != nullptr) any = comm::any_of_ranks(*group, any, "parameters that are not finite");
-  std::vector<ShardView> found;
+  std::vector<Named> found;
   for (std::size_t i = 0; i < any.size() && found.size() < most; ++i) {
-    if (any[i]) found.push_back(views[i]);
+    if (any[i]) found.push_back({views[i].place_in_model, views[i].contract->name});
   }
-  auto names = names_of_stages(model, found);
+  auto names = names_of_stages(model, std::move(found));
   names.resize(std::min(names.size(), most));
   return names;
 }
@@ -200,11 +197,8 @@ std::uint64_t hash_of(const fsdp::Parameter& parameter) {
   return hash_bytes({static_cast<const char*>(sum.const_data_ptr()), sum.nbytes()});
 }
 
-}  // namespace
-
-std::vector<std::string> check_invariant_gradients(const ShardedBase& model) {
-  auto& runtime = fsdp::unit_of_handle(model.unit()).runtime();
-  runtime.require_reduced("invariant gradients");
+/// Of this stage.
+std::vector<Named> differing_gradients(fsdp::Runtime& runtime) {
   std::vector<const fsdp::Parameter*> parameters;
   for (const auto* unit : runtime.units()) {
     for (const auto& parameter : unit->parameters()) {
@@ -227,16 +221,24 @@ std::vector<std::string> check_invariant_gradients(const ShardedBase& model) {
                 sizeof hash);
     return hash;
   };
-  std::vector<std::string> names;
+  std::vector<Named> found;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const auto& layout = parameters[i]->contract.layout;
     const bool same = std::all_of(stage.begin(), stage.end(), [&](int rank) {
       const auto alike = shapes.of(layout.mesh).group_of(rank, invariant_axes(layout));
       return hash_on(rank, i) == hash_on(alike.front(), i);
     });
-    if (!same) names.push_back(parameters[i]->contract.name);
+    if (!same) found.push_back({parameters[i]->place_in_model, parameters[i]->contract.name});
   }
-  return names;
+  return found;
+}
+
+}  // namespace
+
+std::vector<std::string> check_invariant_gradients(const ShardedBase& model) {
+  auto& runtime = fsdp::unit_of_handle(model.unit()).runtime();
+  runtime.require_reduced("invariant gradients");
+  return names_of_stages(model, differing_gradients(runtime));
 }
 
 }  // namespace tessera
