@@ -1,12 +1,10 @@
 // Kept activations: what autograd holds of one forward until its backward, in bytes, for any model
 // and any degrees, without a tensor.
 //
-// The layers' forward once more, operation by operation: which tensors each saves, and whose memory
-// they are. Memory counts once however many operations save it; parameters, tables and the batch
-// itself do not count. A layer that computes in another way is changed here, too:
-// tests/unit/train/memory_table_test.cpp counts the bytes of real runs. It follows the kernels of
-// CPUs, and text: a vision tower that is trained is left out. Short symbols: B rows, T positions, H
-// hidden, E experts, K experts a token. Pure. Next: ../train/rank_memory.h.
+// What each layer keeps is said on the layer's own floor: nn/layer_keeps.h, moe/expert_keeps.h, and
+// here model_keeps.h and gemma4/gemma4_keeps.h. tests/unit/train/memory_table_test.cpp counts the
+// bytes of real runs. Text alone: a vision tower that is trained is left out. Pure. Next:
+// ../train/rank_memory.h.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +14,7 @@
 #include "layout/parallel_dims.h"
 #include "models/model_spec.h"
 #include "models/stage_layers.h"
+#include "nn/layer_keeps.h"
 #include "tessera/contract.h"
 #include "tessera/recompute_mode.h"
 
@@ -37,12 +36,7 @@ struct ForwardCase {
 
 /// Of a rank; where experts lie on several ranks, with as many tokens for each rank.
 struct KeptActivations {
-  struct InMode {
-    std::int64_t kept = 0;  ///< when the forward has ended
-    /// The most until backward has ended, with what one layer keeps that is run again. Gradients
-    /// of activations come on top.
-    std::int64_t peak = 0;
-  };
+  using InMode = nn::KeptBytes;
   InMode none, full, selective;
   /// What products of weights wait for from an input gradient on, where they are put off: their
   /// inputs, and gradients of their results. The head's is never put off.
