@@ -175,6 +175,12 @@ class SlotRunner {
   std::map<std::pair<int, int>, at::Tensor> in_, out_;
 };
 
+inline SlotRunner::InputOf inputs(const World& world, int step = 0, std::int64_t width = 6) {
+  return [rank = world.rank(), step, width](int micro_batch) {
+    return input_of(rank, 10 * step + micro_batch, width);
+  };
+}
+
 /// One step: the slots, with each stage given back and reduced where it is over.
 inline void run_step(StagedModel& model, const std::vector<Slot>& slots, StepScopeOptions options,
                      const SlotRunner::InputOf& input,

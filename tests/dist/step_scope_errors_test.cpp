@@ -17,12 +17,6 @@ using ::testing::HasSubstr;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-SlotRunner::InputOf inputs(const World& world, int step = 0, std::int64_t width = 6) {
-  return [rank = world.rank(), step, width](int micro_batch) {
-    return input_of(rank, 10 * step + micro_batch, width);
-  };
-}
-
 constexpr const char* kList = "F0.0 F1.0 I1.0 I0.0 F0.1 W1.0 W0.0 F1.1 B1.1 B0.1";
 
 /// What comes of `act` after these slots, on one rank.

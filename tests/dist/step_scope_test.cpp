@@ -5,7 +5,6 @@
 #include <random>
 
 #include "dist/staged.h"
-#include "tessera/grad_scaler.h"
 
 namespace tessera::test::step_scope_test {
 namespace {
@@ -30,12 +29,6 @@ struct Layout {
 void PrintTo(const Layout& layout, std::ostream* out) {
   *out << layout.ranks << " ranks, " << layout.replicas << " replicas, "
        << (layout.backend == ThreadBackend::kGloo ? "Gloo" : "in process");
-}
-
-SlotRunner::InputOf inputs(const World& world, int step, std::int64_t width) {
-  return [rank = world.rank(), step, width](int micro_batch) {
-    return input_of(rank, 10 * step + micro_batch, width);
-  };
 }
 
 /// Steps with a scope beside steps of the loop, each with its optimizer: the same bits, also of what
@@ -74,8 +67,7 @@ std::vector<std::vector<Slot>> thrice(const char* list) {
 class StepScopes : public ::testing::TestWithParam<std::tuple<Layout, StepReshard>> {};
 INSTANTIATE_TEST_SUITE_P(Grid, StepScopes,
                          Combine(Values(Layout{1, 1}, Layout{2, 1}, Layout{3, 1}, Layout{2, 2},
-                                        Layout{4, 2}, Layout{2, 1, ThreadBackend::kGloo},
-                                        Layout{3, 1, ThreadBackend::kGloo}),
+                                        Layout{4, 2}, Layout{2, 1, ThreadBackend::kGloo}),
                                  Values(StepReshard::kStep, StepReshard::kMicroBatch)));
 
 // Naive: weights of the last step, a micro-batch that is reduced alone, sums rounded on the way.
@@ -184,7 +176,7 @@ std::vector<Slot> random_list(std::uint64_t seed, int stages, int micro_batches)
 TEST_P(StepScopes, RandomOrdersGiveTheBitsOfTheLoop) {
   const auto& [layout, reshard] = GetParam();
   ranks(layout.ranks, layout.backend).run([&, reshard = reshard](World& world) {
-    for (std::uint64_t seed = 0; seed < 12; ++seed) {
+    for (std::uint64_t seed = 0; seed < 8; ++seed) {
       SCOPED_TRACE(seed);
       const int stages = 1 + static_cast<int>(seed % 3);
       const auto list = random_list(seed, stages, 2 + static_cast<int>(seed % 4));
@@ -332,28 +324,6 @@ TEST(StepScopes, ABackwardThroughLessIsRightAndThroughMoreIsNamed) {
   }
 }
 
-// Micro-batches of several scopes are one sum where all but the last leave them unreduced.
-TEST(StepScopes, SeveralScopesAreOneSumWithoutGradientSync) {
-  for (const int count : {1, 2}) {
-    ranks(count).run([](World& world) {
-      StagedModel model(data_mesh(world), {}), loop(data_mesh(world), {});
-      for (int step = 0; step < 2; ++step) {
-        for (int part = 0; part < 2; ++part) {
-          model.handle.set_requires_gradient_sync(part == 1);
-          run_step(model, slots_of(kZeroBubble), {.schedule = "part"},
-                   inputs(world, part, model.options.width));
-        }
-        run_loop(loop, 2 * kMicroBatches, [&](int k) {
-          return inputs(world, k / kMicroBatches, model.options.width)(k % kMicroBatches);
-        });
-        expect_same(whole_gradients(model.handle), whole_gradients(loop.handle));
-        model.handle.zero_grad();
-        loop.handle.zero_grad();
-      }
-    });
-  }
-}
-
 // Naive: the gradient of all logits is held until the weights' turn.
 TEST(StepScopes, AHeadFormsItsGradientAtOnce) {
   ranks(1).run([](World& world) {
@@ -439,89 +409,29 @@ TEST(StepScopes, AStageIsReducedAndGivenBackWhileAnotherOneOwesGradients) {
   });
 }
 
-// Naive: one rounding to bf16 a micro-batch, where the sum is kept in the layer's dtype.
-TEST(StepScopes, DeferredBesideEagerWeightsAreFp32SumsOfTheirBf16Gradients) {
-  ranks(1).run([](World& world) {
-    constexpr int kMany = 20;
-    const StagedOptions staged{.stages = 1, .pieces = 2};
-    StagedModel model(data_mesh(world), staged, in_bfloat16());
-    std::string list;
-    // Every third one at once, the others two micro-batches later.
-    for (int k = 0; k < kMany; ++k) {
-      list += concat(" F0.", k, k % 3 == 2 ? " B0." : " I0.", k);
-      if (k % 3 == 1) list += concat(" W0.", k - 1, " W0.", k);
-    }
-    const auto input = inputs(world, 0, staged.width);
-    // Each micro-batch's own gradients, as bf16 has them.
-    Tensors sums;
-    StagedModel alone(data_mesh(world), staged, in_bfloat16());
-    for (int k = 0; k < kMany; ++k) {
-      alone.handle.zero_grad();
-      backward(squares(alone.handle.forward(input(k))));
-      for (const auto& [name, gradient] : whole_gradients(alone.handle)) {
-        EXPECT_TRUE(same_bits(gradient.to(at::kBFloat16).to(at::kFloat), gradient)) << name;
-        auto& sum = sums[name];
-        sum = sum.defined() ? sum + gradient : gradient;
-      }
-    }
-    for (int step = 0; step < 2; ++step) {
-      run_step(model, slots_of(list), {.schedule = "twenty"}, input);
-      expect_same(whole_gradients(model.handle), sums, concat("step ", step));
-      model.handle.zero_grad();
-    }
-  });
-}
-
-/// w x, w one number.
-class Factor : public torch::nn::Module {
- public:
-  Factor() {
-    const at::NoGradGuard no_grad;
-    linear = register_module("linear", std::make_shared<nn::Linear>(1, 1, nn::Bias::kNo));
-    linear->weight.set_data(at::ones({1, 1}));
-  }
-  at::Tensor forward(const at::Tensor& x) { return linear->forward(x); }
-  std::shared_ptr<nn::Linear> linear;
-};
-
-// The classic: in bf16 256 + 1 is 256.
-TEST(StepScopes, WhatBf16WouldLoseStays) {
+// Naive: what stays gathered from one step to the next is the weights of before the optimizer.
+TEST(StepScopes, UnitsThatOutlastBackwardsFollowTheOptimizer) {
   for (const auto reshard : {StepReshard::kStep, StepReshard::kMicroBatch}) {
-    for (const auto* list :
-         {"FBFBFB", "FIWFIWFIW", "FIFIFIWWW", "FFFIWBIW", "FIWFBFIW", "FFFBBB"}) {
-      ranks(1).run([&](World& world) {
-        auto handle = fully_shard(std::make_shared<Factor>(), data_mesh(world), in_bfloat16());
-        for (int step = 0; step < 2; ++step) {
-          StepScope scope(handle, {.reshard = reshard, .schedule = list});
-          std::map<char, int> done;
-          std::map<int, at::Tensor> out;
-          std::vector<int> owed;
-          const double values[] = {256, 1, -256};
-          for (const char kind : std::string(list)) {
-            if (kind == 'F') {
-              const int k = done['F']++;
-              scope.begin_forward(0, k);
-              out[k] = handle.forward(at::full({1, 1}, values[k], at::kBFloat16));
-            } else if (kind == 'W') {
-              scope.run_weight_gradients(0, done['W']++);
-              while (std::find(owed.begin(), owed.end(), done['W']) == owed.end() &&
-                     done['W'] < done['B']) {
-                ++done['W'];
-              }
-            } else {
-              const int k = done['B']++;
-              if (kind == 'I') owed.push_back(k);
-              if (kind == 'B' && done['W'] == k) ++done['W'];
-              scope.begin_backward(0, k, kind == 'B' ? Backward::kFull : Backward::kInputOnly);
-              backward(out[k].sum());
-            }
-          }
-          scope.finish();
-          EXPECT_EQ(whole_gradients(handle).at("linear.weight").item<double>(), 1.0) << list;
-          handle.zero_grad();
-        }
-      });
-    }
+    ranks(2).run([reshard](World& world) {
+      StagedModel model(data_mesh(world), {}), loop(data_mesh(world), {});
+      for (auto* each : {&model, &loop}) {
+        each->handle.set_reshard_after_forward(false);
+        each->handle.set_reshard_after_backward(false);
+      }
+      const auto optimizer = make_sgd(model.handle, sgd(0.05));
+      const auto loop_optimizer = make_sgd(loop.handle, sgd(0.05));
+      for (int step = 0; step < 3; ++step) {
+        const auto input = inputs(world, step, model.options.width);
+        run_step(model, slots_of(kZeroBubble), {.reshard = reshard, .schedule = "kept"}, input);
+        run_loop(loop, kMicroBatches, input);
+        expect_same(whole_gradients(model.handle), whole_gradients(loop.handle));
+        EXPECT_TRUE(model.module->handles[0]->unit()->gathered());
+        optimizer->step();
+        loop_optimizer->step();
+        model.handle.zero_grad();
+        loop.handle.zero_grad();
+      }
+    });
   }
 }
 
@@ -638,25 +548,6 @@ TEST(StepScopes, InnerHandlesOfOneRootAreAStage) {
       }
     });
   }
-}
-
-// Losses are multiplied by a power of two, gradients divided by it, once.
-TEST(StepScopes, ALossScaleIsTakenOutOnce) {
-  ranks(2).run([](World& world) {
-    StagedModel model(data_mesh(world), {}), loop(data_mesh(world), {});
-    GradScalerOptions options;
-    options.init_scale = 1024;
-    GradScaler scaler(model.handle, options);
-    for (int step = 0; step < 2; ++step) {
-      const auto input = inputs(world, step, model.options.width);
-      run_step(model, slots_of(kZeroBubble), {.schedule = "scaled"}, input,
-               [&](const at::Tensor& loss) { return scaler.scaled(loss); });
-      run_loop(loop, kMicroBatches, input);
-      expect_same(whole_gradients(model.handle), whole_gradients(loop.handle));
-      model.handle.zero_grad();
-      loop.handle.zero_grad();
-    }
-  });
 }
 
 }  // namespace

@@ -7,18 +7,20 @@
 
 namespace tessera::fsdp {
 
-std::uint64_t Segment::weights_now() const {
+std::uint64_t weights_of(const std::vector<std::shared_ptr<Unit>>& units) {
   std::uint64_t version = 0;
   for (const auto& unit : units) version += unit->weights_version();
   return version;
 }
 
-void Forwards::begin(std::vector<std::shared_ptr<Unit>> units) {
+std::uint64_t Segment::weights_now() const { return weights_of(*units); }
+
+void Forwards::begin(HeldUnits units, std::uint64_t weights) {
   current_ = std::make_shared<Segment>();
   current_->forward = std::make_shared<PastForward>();
   current_->forward->number = count_++;
   current_->units = std::move(units);
-  current_->weights = current_->weights_now();
+  current_->weights = weights;
   follows_ = !reference_.units.empty();
 }
 

@@ -73,14 +73,18 @@ struct PastForward {
   bool forgotten = false;  ///< units have come or gone since: its numbers of them mean nothing now
 };
 
+using HeldUnits = std::shared_ptr<const std::vector<std::shared_ptr<Unit>>>;
+
+/// Changes whenever a shard of these is written to.
+std::uint64_t weights_of(const std::vector<std::shared_ptr<Unit>>& units);
+
 /// What this rank has of it.
 struct Segment {
   std::shared_ptr<PastForward> forward;
   std::uint64_t weights = 0;  ///< weights_now() when it began
   std::vector<std::weak_ptr<Entry>> entries;
-  std::vector<std::shared_ptr<Unit>> units;  ///< of the whole tree: a graph may outlive the handles
+  HeldUnits units;  ///< of the whole tree: a graph may outlive the handles
 
-  /// Changes whenever a shard of its units is written to.
   std::uint64_t weights_now() const;
 };
 
@@ -142,7 +146,8 @@ class Forwards {
   /// Inside the outermost unit alone.
   bool is_outermost() const { return open_.size() == 1; }
   const std::shared_ptr<Segment>& current() const { return current_; }
-  void begin(std::vector<std::shared_ptr<Unit>> units);
+  /// `weights`: weights_of() these now.
+  void begin(HeldUnits units, std::uint64_t weights);
   /// Returns the position in its trace. `checkpoint`: the outermost one that it runs in, counted
   /// from 1; 0 for none.
   std::size_t enter(UnitId unit, std::uint32_t checkpoint);

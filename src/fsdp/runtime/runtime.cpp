@@ -32,6 +32,12 @@ void Runtime::number_units() {
   for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->id_ = static_cast<UnitId>(i);
 }
 
+HeldUnits Runtime::held_units() const {
+  auto units = std::make_shared<std::vector<std::shared_ptr<Unit>>>();
+  for (auto* unit : units_) units->push_back(unit->shared_from_this());
+  return units;
+}
+
 void Runtime::add_unit(Unit* unit) {
   units_.push_back(unit);
   number_units();
@@ -245,9 +251,9 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
     step_->begin_outermost();
   } else if (!forwards_.is_open()) {
     check_usable();
-    std::vector<std::shared_ptr<Unit>> units;
-    for (auto* each : units_) units.push_back(each->shared_from_this());
-    forwards_.begin(std::move(units));
+    auto units = held_units();
+    const auto weights = weights_of(*units);
+    forwards_.begin(std::move(units), weights);
     release_stale();
   }
   if (auto* kept = std::exchange(kept_, nullptr); kept != nullptr && kept != &unit) {

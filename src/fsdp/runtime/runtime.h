@@ -193,6 +193,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   // units and forward: runtime.cpp
   void check_usable();
   void number_units();
+  HeldUnits held_units() const;
   void remove_orphans();
   /// The first line in which `lines` differs between ranks, in words. Collective.
   std::string difference_between_ranks(const std::string& lines, const char* what);

@@ -118,8 +118,9 @@ void OpenStep::settle_into() {
     auto& unit = *runtime_.units_[i];
     unit.progress_.reduced = false;
     units_[i].touched = unit.progress_.owed;
-    weights_ += unit.weights_version();
   }
+  held_ = runtime_.held_units();
+  weights_ = weights_of(*held_);
   for (int stage = 0; stage < options_.stages; ++stage) {
     auto& of = stages_[static_cast<std::size_t>(stage)];
     of.marks = concat(base_marks_, ", stage ", stage);
@@ -157,9 +158,7 @@ void OpenStep::require_whole() {
                     " without its backward, expected one as the stage's other micro-batches had");
     }
   }
-  std::uint64_t weights = 0;
-  for (const auto* unit : runtime_.units_) weights += unit->weights_version();
-  TESSERA_CHECK(weights == weights_, ErrorKind::kUsage,
+  TESSERA_CHECK(weights_of(*held_) == weights_, ErrorKind::kUsage,
                 "StepScope::finish: found parameters that were changed inside the step, expected "
                 "those that it began with; change them between steps");
 }
@@ -252,6 +251,7 @@ void OpenStep::finish() {
     if (record_.is_complete()) records[{options_.schedule, options_.stages}] = record_;
   }
   finished_ = true;
+  held_.reset();
   runtime_.end_scope();
 }
 

@@ -154,7 +154,8 @@ class OpenStep {
   std::vector<Stage> stages_;
   std::vector<OfUnit> units_;
   std::vector<std::vector<UnitId>> lenders_;  // by unit
-  std::uint64_t weights_ = 0;                 // versions of all shards when it began
+  HeldUnits held_;                            // all of them, until it has ended
+  std::uint64_t weights_ = 0;                 // weights_of() these when it began
   Action action_;
   std::vector<Action> log_;
   const std::string* marks_ = nullptr;

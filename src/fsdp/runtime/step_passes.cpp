@@ -75,10 +75,7 @@ void OpenStep::begin_outermost() {
   }
   auto& forwards = runtime_.forwards_;
   if (action_.parts == 0) action_.before = forwards.checkpoints();
-  std::vector<std::shared_ptr<Unit>> units;
-  units.reserve(runtime_.units_.size());
-  for (auto* unit : runtime_.units_) units.push_back(unit->shared_from_this());
-  forwards.begin(std::move(units));
+  forwards.begin(held_, weights_);
   forwards.current()->forward->in_step =
       InStep{number_, action_.stage, action_.micro_batch, action_.parts};
 }
