@@ -51,6 +51,9 @@ struct Case {
     }
     PrecisionPolicy policy;
     policy.param_dtype = DType::kBFloat16;
+    policy.rules.emplace_back();
+    policy.rules.back().match = {"*norm"};
+    policy.rules.back().param_dtype = DType::kFloat32;
     contract.parameters = resolve_contracts(metas, policy, {{"dp_shard"}, {}, 1.0});
   }
 
