@@ -17,11 +17,6 @@
 namespace tessera::checkpointing {
 namespace {
 
-std::set<std::string> names_of(const Optimizer& optimizer) {
-  const auto names = optimizer.kept_names();
-  return {names.begin(), names.end()};
-}
-
 class Loader {
  public:
   /// Collective.
@@ -34,6 +29,7 @@ class Loader {
         forms_(request.forms),
         advice_(request.advice),
         stages_(names_of_stages(model, request.holds)),
+        kept_names_(kept_in_stages(model, optimizer)),
         in_stage_(place_among(model.mesh().shapes().stage_of(model.mesh().world()->rank()),
                               model.mesh())) {}
 
@@ -364,8 +360,8 @@ class Loader {
   const FileForms& forms_;
   const LoadAdvice& advice_;
   const NamesOfStages stages_;
+  const std::set<std::string> kept_names_;
   const Place in_stage_;
-  const std::set<std::string> kept_names_ = names_of(optimizer_);
   bool has_state_ = false;                  // in this rank's share of all tensors
   std::vector<std::string> without_state_;  // in this rank's share of trained parameters
   std::vector<Part> rest_;

@@ -20,6 +20,10 @@ struct NamesOfStages {
   std::set<std::string, std::less<>> of_earlier;  ///< of the stages before this rank's
 };
 
+/// What an optimizer may keep of parameters of any stage (Optimizer::kept_names): a stage without
+/// 16-bit ones keeps no masters. Collective as names_of_stages.
+std::set<std::string> kept_in_stages(const ShardedBase& model, const Optimizer& optimizer);
+
 /// Collective among the ranks of axis pp; nobody is asked where it has one.
 NamesOfStages names_of_stages(const ShardedBase& model, const Holds& holds);
 

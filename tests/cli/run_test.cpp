@@ -281,5 +281,24 @@ INSTANTIATE_TEST_SUITE_P(Program, LostOutput,
                                            StandardOutput{"Closed", ">&-"}),
                          [](const auto& one) { return one.param.name; });
 
+// Two rows in two pieces are two micro-batches of a row; in four, two that are empty change nothing.
+TEST(GradientsCommand, MicroBatchesCutARanksRowsByCount) {
+  const testing::TemporaryFolder folder;
+  const std::string model = std::string(TESSERA_TEST_DATA) + "/qwen3-mixed";
+  const auto gradients = [&](const std::string& out, const std::vector<std::string>& more) {
+    std::vector<std::string> words{
+        "gradients", "--model", model, "--batch", model + "/reference.safetensors", "--out", out};
+    words.insert(words.end(), more.begin(), more.end());
+    const Outcome outcome = run_program(folder, words);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return read_file(folder / out);
+  };
+  const auto one_row = gradients("rows", {"--training.local_batch_size", "1"});
+  EXPECT_TRUE(gradients("two", {"--pipeline.micro_batches", "2"}) == one_row);
+  EXPECT_TRUE(gradients("four", {"--pipeline.micro_batches", "4"}) == one_row);
+  EXPECT_FALSE(gradients("one", {"--pipeline.micro_batches", "1"}) == one_row)
+      << "other products, other roundings";
+}
+
 }  // namespace
 }  // namespace tessera::cli::run_test

@@ -8,6 +8,7 @@
 #include "dist/plain.h"
 #include "dist/ranks.h"
 #include "fsdp/plan.h"
+#include "grad/torch_dtype.h"
 #include "train/plan_of_run.h"
 
 namespace tessera::test::over_stages_test {
@@ -63,7 +64,7 @@ void for_each_layout(
         view.shard.mutable_grad() = gradient_of(*view.contract)
                                         .flatten()
                                         .narrow(0, view.begin, view.end - view.begin)
-                                        .to(view.shard.scalar_type())
+                                        .to(to_scalar_type(view.contract->final))
                                         .clone();
       }
       body(world, layout, model);
@@ -95,7 +96,7 @@ TEST(OverStages, ThePlansHashIsOfAllStagesAndTheSameOnEveryRank) {
   std::vector<std::uint64_t> of_layouts;
   for_each_layout([&](World& world, const Layout& layout, const Sharded<Named>& model) {
     const auto hash = train::plan_hash_of_run(model);
-    const auto agreed = comm::all_agree(world.control(), {hash}, "hash of the test")[0];
+    const bool agreed = comm::all_agree(world.control(), {hash}, "hash of the test")[0];
     EXPECT_TRUE(agreed);
     if (layout.stages.size() == 1) {
       EXPECT_EQ(hash, layout::hash(fsdp::plan_of(model)));
