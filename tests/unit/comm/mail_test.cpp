@@ -86,45 +86,61 @@ std::vector<Planned> plan(int ranks, int messages, std::uint64_t step) {
   return all;
 }
 
+/// Of every rank: all ends of a plan, posted in one random order and waited for in another one.
+void exchange_in_random_order(World& world, std::uint64_t first_step, std::uint64_t steps) {
+  struct End {
+    Planned planned;
+    at::Tensor tensor;
+    std::unique_ptr<Transfer> transfer;
+  };
+  const auto mail = mail_of_all(world);
+  std::mt19937 random(static_cast<unsigned>(100 * world.size() + world.rank()));
+  for (std::uint64_t step = first_step; step < first_step + steps; ++step) {
+    std::vector<End> ends;
+    for (const Planned& one : plan(world.size(), 24, step)) {
+      if (one.from == world.rank()) ends.push_back({one, one.values(), nullptr});
+      if (one.to == world.rank()) ends.push_back({one, at::full_like(one.values(), 55), nullptr});
+    }
+    std::shuffle(ends.begin(), ends.end(), random);
+    for (End& end : ends) {
+      const bool sends = end.planned.from == world.rank();
+      end.transfer = sends ? mail->send(end.planned.to, end.planned.tag, end.tensor)
+                           : mail->receive(end.planned.from, end.planned.tag, end.tensor);
+    }
+    std::shuffle(ends.begin(), ends.end(), random);
+    for (End& end : ends) {
+      // Asked for, asked for until it is there, or waited for at once.
+      const auto way = random() % 4;
+      if (way == 0) end.transfer->done();
+      if (way == 1) {
+        EXPECT_TRUE(comes_true([&] { return end.transfer->done(); }));
+      }
+      end.transfer->wait();
+      EXPECT_TRUE(end.transfer->done());
+      EXPECT_TRUE(end.tensor.equal(end.planned.values()))
+          << to_string(end.planned.tag) << " from " << end.planned.from << " to " << end.planned.to;
+    }
+  }
+}
+
 TEST_P(Messages, ReachTheReceiveThatMeansThemInWhateverOrderTheyArePosted) {
   for (const int ranks : {2, 3, 4}) {
-    pool(GetParam(), ranks).run([&](World& world) {
-      const auto mail = mail_of_all(world);
-      std::mt19937 random(static_cast<unsigned>(100 * ranks + world.rank()));
-      for (std::uint64_t step = 0; step < 5; ++step) {
-        struct End {
-          Planned planned;
-          at::Tensor tensor;
-          std::unique_ptr<Transfer> transfer;
-        };
-        std::vector<End> ends;
-        for (const Planned& one : plan(ranks, 24, 1000 * static_cast<unsigned>(ranks) + step)) {
-          if (one.from == world.rank()) ends.push_back({one, one.values(), nullptr});
-          if (one.to == world.rank()) {
-            ends.push_back({one, at::full_like(one.values(), 55), nullptr});
-          }
-        }
-        std::shuffle(ends.begin(), ends.end(), random);
-        for (End& end : ends) {
-          const bool sends = end.planned.from == world.rank();
-          end.transfer = sends ? mail->send(end.planned.to, end.planned.tag, end.tensor)
-                               : mail->receive(end.planned.from, end.planned.tag, end.tensor);
-        }
-        std::shuffle(ends.begin(), ends.end(), random);
-        for (End& end : ends) {
-          // Asked for, asked for until it is there, or waited for at once.
-          const auto way = random() % 4;
-          if (way == 0) end.transfer->done();
-          if (way == 1) {
-            EXPECT_TRUE(comes_true([&] { return end.transfer->done(); }));
-          }
-          end.transfer->wait();
-          EXPECT_TRUE(end.transfer->done());
-          EXPECT_TRUE(end.tensor.equal(end.planned.values()))
-              << to_string(end.planned.tag) << " from " << end.planned.from << " to "
-              << end.planned.to;
-        }
-      }
+    pool(GetParam(), ranks).run([](World& world) { exchange_in_random_order(world, 1000, 5); });
+  }
+}
+
+TEST(InProcessMessages, ReachTheirReceivesWhateverTheirDelaysAndWhichSendsAreBuffered) {
+  const test_hooks::Set delayed(test_hooks::message_delay, [](const MailTag& tag) {
+    const auto number = tag.step * 7919 + static_cast<std::uint64_t>(tag.stage) * 31 +
+                        static_cast<std::uint64_t>(tag.micro_batch) * 17 +
+                        static_cast<std::uint64_t>(tag.direction);
+    return microseconds(number * 2654435761 % 3000);
+  });
+  std::atomic<int> sends{0};
+  const test_hooks::Set buffered(test_hooks::buffered_messages, [&] { return ++sends % 3 == 0; });
+  for (const int ranks : {2, 3, 4}) {
+    pool(ThreadBackend::kInProcess, ranks).run([](World& world) {
+      exchange_in_random_order(world, 2000, 10);
     });
   }
 }
