@@ -8,7 +8,7 @@
 // is as shard.h says. Not a schedule: it is told what comes next.
 //
 // The first scope of a schedule agrees as usual and records what each stage enters; later ones
-// follow that. [Note: step scope] in src/fsdp/runtime/step.h. Next: shard.h.
+// follow that. [Note: step scope] in src/fsdp/runtime/open_step.h. Next: shard.h.
 #pragma once
 
 #include <cstdint>

@@ -179,9 +179,9 @@ void check_shared_buffers(const std::vector<Unit*>& units) {
   }
 }
 
-std::vector<std::shared_ptr<Parameter>> make_parameters(
-    const std::vector<FoundParameter>& found, const std::vector<GradContract>& contracts,
-    const ShardOptions& options) {
+std::vector<std::shared_ptr<Parameter>> make_parameters(const std::vector<FoundParameter>& found,
+                                                        const std::vector<GradContract>& contracts,
+                                                        const ShardOptions& options) {
   const auto place_of = [&](const std::string& name) -> std::int64_t {
     if (options.contracts == nullptr) return -1;
     const auto one = std::ranges::find(*options.contracts, name, &GradContract::name);

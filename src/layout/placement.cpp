@@ -72,7 +72,8 @@ std::string to_string(const ReductionPlan& reductions) {
   if (!reductions.copies.empty()) {
     std::string ranks;
     for (const int rank : reductions.copies) ranks += concat(ranks.empty() ? "" : " and ", rank);
-    text = concat(text == "no sum" ? "sum over" : text + ", then", " the copies of pp ranks ", ranks);
+    text =
+        concat(text == "no sum" ? "sum over" : text + ", then", " the copies of pp ranks ", ranks);
   }
   if (reductions.divide_factor != 1.0) text += concat(", / ", reductions.divide_factor);
   return text;

@@ -75,8 +75,8 @@ ModelOutput Decoder::forward_stage(const StageInputs& inputs) {
   const ModelInputs& batch = inputs.batch;
   TESSERA_CHECK(!batch.images, ErrorKind::kFormat,
                 "pixel_values: found images, expected none for a model of text");
-  const auto routed = batch.imposed_routing.empty() ? std::vector<std::int64_t>()
-                                                    : routed_experts(spec_).layers;
+  const auto routed =
+      batch.imposed_routing.empty() ? std::vector<std::int64_t>() : routed_experts(spec_).layers;
   TESSERA_CHECK(batch.imposed_routing.size() == routed.size(), ErrorKind::kFormat,
                 "imposed routing: found ", batch.imposed_routing.size(),
                 " layers, expected one of each of the ", routed.size(), " layers with experts");

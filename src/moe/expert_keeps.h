@@ -1,5 +1,5 @@
 // What autograd holds of routers and experts until their backward: nn/layer_keeps.h for the layers of
-// this floor. Symbols: E experts, K experts a token. Pure. Next: models/kept_activations.h.
+// this floor. Symbols: E experts, K experts a token. Pure. Next: models/keeps/kept_activations.h.
 #pragma once
 
 #include <cstdint>

@@ -5,7 +5,7 @@
 // not count. A layer that computes in another way is changed here, too:
 // tests/unit/train/memory_table_test.cpp counts the bytes of real runs. It follows the kernels of
 // CPUs. Short symbols: B rows, T positions. Pure. Next: moe/expert_keeps.h,
-// models/kept_activations.h.
+// models/keeps/kept_activations.h.
 #pragma once
 
 #include <cstddef>

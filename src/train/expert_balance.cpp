@@ -44,8 +44,8 @@ at::Tensor auxiliary_addend(const at::Tensor& probabilities, const at::Tensor& c
                             std::int64_t experts_per_token) {
   const auto* begin = chosen.const_data_ptr<double>();
   // Rows of the pooled layers: every token of every layer chose as many experts.
-  const double rows = std::accumulate(begin, begin + chosen.numel(), 0.0) /
-                      static_cast<double>(experts_per_token);
+  const double rows =
+      std::accumulate(begin, begin + chosen.numel(), 0.0) / static_cast<double>(experts_per_token);
   const auto experts = static_cast<double>(chosen.numel());
   // A micro-batch without a token on any rank has no loss.
   const at::Tensor share = chosen * (rows > 0 ? experts / (rows * rows) : 0.0);

@@ -9,7 +9,7 @@
 
 #include "base/printable.h"
 #include "grad/contract_key.h"
-#include "models/kept_activations.h"
+#include "models/keeps/kept_activations.h"
 #include "pipeline/simulate.h"
 #include "pipeline/validate.h"
 #include "tessera/error.h"
@@ -78,8 +78,8 @@ class RankPlanner {
 
  private:
   bool is_in_any(const std::string& name, const models::StagesOfRank& stages) const {
-    return std::ranges::any_of(
-        stages, [&](const auto& stage) { return standings_.at(name).is_in(stage); });
+    return std::ranges::any_of(stages,
+                               [&](const auto& stage) { return standings_.at(name).is_in(stage); });
   }
   std::vector<std::string> units_of_stage(const StageLayers& stage) const {
     std::vector<std::string> units;

@@ -157,9 +157,8 @@ class ModelStage : public pipeline::Stage {
     // From here on `counts` are the total, which goes to the stage before.
     routed.counts = place_.layers.head ? chosen_by_all(model_, routed.counts) : back.at(0);
     if (!routed.probabilities.defined()) return;
-    const at::Tensor addend =
-        auxiliary_addend(routed.probabilities, routed.counts,
-                         model_.module()->spec().moe->experts_per_token);
+    const at::Tensor addend = auxiliary_addend(routed.probabilities, routed.counts,
+                                               model_.module()->spec().moe->experts_per_token);
     routed.probabilities = at::Tensor();
     const double share = 1.0 / static_cast<double>(step_->batches.size());
     auxiliary_ += addend.item<double>() * share;
@@ -297,8 +296,8 @@ FoundByStages PipelineOfRun::found() const {
 
 FoundByStages PipelineOfRun::forward_backward(const StepOfStages& step) {
   StepScopeOptions options;
-  options.reshard = plan_.reshard == PipelineReshard::kStep ? StepReshard::kStep
-                                                            : StepReshard::kMicroBatch;
+  options.reshard =
+      plan_.reshard == PipelineReshard::kStep ? StepReshard::kStep : StepReshard::kMicroBatch;
   options.sync_every_micro_batch = step.options.sync == Sync::kEveryMicroBatch;
   options.schedule = parts_->words;
   options.stages = static_cast<int>(parts_->stages.size());

@@ -4,7 +4,7 @@
 // Pure: nobody is started and nothing is allocated. Not counted: the program and libtorch, the
 // batch, messages on their way between processes, and while a backward computes the gradients of
 // activations. docs/performance.md has the formulas; tests/unit/train/memory_table_test.cpp counts
-// the bytes of real runs. Next: ../models/kept_activations.h.
+// the bytes of real runs. Next: ../models/keeps/kept_activations.h.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 #include "layout/model_plan.h"
 #include "layout/parallel_dims.h"
-#include "models/kept_activations.h"
+#include "models/keeps/kept_activations.h"
 #include "models/model_spec.h"
 #include "tessera/mesh_shape.h"
 #include "tessera/model_contract.h"

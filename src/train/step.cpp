@@ -167,8 +167,9 @@ BatchLoss run_forward_backward(Sharded<models::LanguageModel>& model, const Batc
   const models::ModelSpec& spec = model.module()->spec();
   const double coef = aux_loss_coef(options.aux_loss_coef, spec);
   if (options.pipeline != nullptr) {
-    return added(model, loss,
-                 options.pipeline->forward_backward({batches, rows, step, options, loss.kept, coef}));
+    return added(
+        model, loss,
+        options.pipeline->forward_backward({batches, rows, step, options, loss.kept, coef}));
   }
   ChosenExperts chosen;
   double sum = 0.0;

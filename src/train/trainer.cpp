@@ -115,8 +115,7 @@ class Trainer {
     if (config.job.dump_folder && world.rank() == 0) {
       log::info(banner_line("run folder", *config.job.dump_folder));
     }
-    auto parts =
-        model_parts(source_, config, mesh_, Purpose::kTraining, plan ? &*plan : nullptr);
+    auto parts = model_parts(source_, config, mesh_, Purpose::kTraining, plan ? &*plan : nullptr);
     parameters_ = parts.contract.parameters;
     std::optional<StreamBorders> borders;
     if (plan) borders = stream_borders(*plan, dims_, source_.description, parts.contract);

@@ -122,10 +122,10 @@ TEST(InspectCommand, ContractAndPlanOfAPipelineHaveTheHashesOfTheRun) {
     SCOPED_TRACE(c.folder + ", " + c.schedule);
     const std::string model = std::string(TESSERA_TEST_DATA) + "/" + c.folder;
     const Outcome gradients = run_program(
-        folder, {"gradients", "--model", model, "--batch", model + "/reference.safetensors",
-                 "--out", "g.safetensors", "--no-logits", "--parallelism.pipeline_parallel_degree",
-                 "2", "--pipeline.schedule", c.schedule, "--pipeline.micro_batches",
-                 c.micro_batches});
+        folder,
+        {"gradients", "--model", model, "--batch", model + "/reference.safetensors", "--out",
+         "g.safetensors", "--no-logits", "--parallelism.pipeline_parallel_degree", "2",
+         "--pipeline.schedule", c.schedule, "--pipeline.micro_batches", c.micro_batches});
     ASSERT_EQ(gradients.code, 0) << gradients.err;
     folder.write("run.toml", "[model]\npath = \"" + model +
                                  "\"\n[training]\nglobal_batch_size = 2\nseq_len = 24\n"

@@ -66,9 +66,8 @@ std::vector<std::size_t> sizes() {
 }
 
 Case case_of(const test::Choice& choice) {
-  return {kUntied[choice[0]],     kKinds[choice[1]],    kRanks[choice[2]],
-          kBeside[choice[3]],     kBFloat16[choice[4]], kModes[choice[5]],
-          kReshard[choice[6]]};
+  return {kUntied[choice[0]],   kKinds[choice[1]], kRanks[choice[2]],  kBeside[choice[3]],
+          kBFloat16[choice[4]], kModes[choice[5]], kReshard[choice[6]]};
 }
 
 /// The reference models have four layers: a stage each at most.
@@ -120,8 +119,7 @@ void expect_bits_of_no_pipeline(const Case& c) {
   const std::string batch = batch_file(spec, kMicroBatches * data - 1, 16);
   const auto expected = run_gradients(config, layout_of(c.beside), batch);
   config.parallelism.pipeline_parallel_degree = c.stages;
-  const auto found =
-      run_gradients(config, with_stages(layout_of(c.beside), c.stages), batch);
+  const auto found = run_gradients(config, with_stages(layout_of(c.beside), c.stages), batch);
   expect_same_bits(found, expected);
   std::filesystem::remove(batch);
 }

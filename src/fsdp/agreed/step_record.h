@@ -1,7 +1,7 @@
 // What one step of a sharded tree runs, as a value: each stage's forward and what its backward goes
 // through. Recorded in the first step of a schedule, agreed on at the beginning of the others.
 //
-// Pure: no torch header. Next: order.h (traces), ../runtime/step.h (who records and follows).
+// Pure: no torch header. Next: order.h (traces), ../runtime/open_step.h (who records and follows).
 #pragma once
 
 #include <cstdint>

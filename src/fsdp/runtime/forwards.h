@@ -56,7 +56,7 @@ class Runtime;
 class Unit;
 struct Entry;
 
-/// Whose an outermost forward inside a step scope is (step.h).
+/// Whose an outermost forward inside a step scope is (open_step.h).
 struct InStep {
   std::uint64_t step = 0;  ///< of the runtime, counted
   int stage = 0;

@@ -163,8 +163,9 @@ void Publisher::publish(const ModelControls& controls, const std::string& marks)
   for (const auto* bucket : finals) {
     auto* group = bucket->groups().replicas;
     if (group == nullptr || std::ranges::find(partial_over, group) != partial_over.end()) continue;
-    group == groups_.replicas() ? static_cast<void>(partial_over.insert(partial_over.begin(), group))
-                                : partial_over.push_back(group);
+    group == groups_.replicas()
+        ? static_cast<void>(partial_over.insert(partial_over.begin(), group))
+        : partial_over.push_back(group);
   }
   for (auto* group : partial_over) {
     comm::Batch batch;

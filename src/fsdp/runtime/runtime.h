@@ -6,7 +6,7 @@
 // run), order.h and backward_plan.h (what a backward issues), reducer.h, publisher.h, unit.h and
 // bucket.h (what moves bytes). Its own parts: runtime.cpp (units, forward, failure),
 // agree_backward.cpp (the list of what a backward issues), backward.cpp (walking through it). What
-// is different inside a step scope is in step.h.
+// is different inside a step scope is in open_step.h.
 //
 // [Note: readiness] Gradients are never counted: parameters stay unused, hooks fire twice under
 // recomputation, functions return undefined gradients. A unit's backward is over when a *marker*
@@ -41,9 +41,9 @@
 #include "fsdp/agreed/controls.h"
 #include "fsdp/runtime/bucket.h"
 #include "fsdp/runtime/forwards.h"
+#include "fsdp/runtime/open_step.h"
 #include "fsdp/runtime/publisher.h"
 #include "fsdp/runtime/reducer.h"
-#include "fsdp/runtime/step.h"
 #include "fsdp/runtime/unit.h"
 #include "fsdp/runtime/unit_trace.h"
 #include "grad/sink.h"

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "fsdp/runtime/open_step.h"
 #include "fsdp/runtime/runtime.h"
-#include "fsdp/runtime/step.h"
 #include "fsdp/runtime/unit.h"
 #include "tessera/error.h"
 

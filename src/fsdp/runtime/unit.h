@@ -48,16 +48,16 @@ struct Parameter : std::enable_shared_from_this<Parameter> {
 
   GradContract contract;
   std::vector<std::shared_ptr<Leaf>> leaves;
-  at::Tensor shard;              ///< [owned], storage dtype: what optimizers see
-  Unit* unit = nullptr;          ///< null once that is gone
-  std::size_t bucket = 0;        ///< index into Unit::buckets
-  std::size_t place = 0;         ///< index into the bucket plan's parameters
-  std::vector<int> coordinates;  ///< of this rank on contract.layout.axes
+  at::Tensor shard;                  ///< [owned], storage dtype: what optimizers see
+  Unit* unit = nullptr;              ///< null once that is gone
+  std::size_t bucket = 0;            ///< index into Unit::buckets
+  std::size_t place = 0;             ///< index into the bucket plan's parameters
+  std::vector<int> coordinates;      ///< of this rank on contract.layout.axes
   std::int64_t place_in_model = -1;  ///< as ShardView
-  bool used = false;             ///< a gradient arrived here since gradients were last published
-  bool published = false;        ///< shard.grad() is ours
-  bool lost = false;             ///< a failure took it, and nobody has said that it may go
-  at::Tensor seen_grad;          ///< shard.grad() as it was last looked at, and its version then
+  bool used = false;       ///< a gradient arrived here since gradients were last published
+  bool published = false;  ///< shard.grad() is ours
+  bool lost = false;       ///< a failure took it, and nobody has said that it may go
+  at::Tensor seen_grad;    ///< shard.grad() as it was last looked at, and its version then
   std::uint32_t seen_version = 0;
 
   layout::Range owned() const;  ///< elements of the parameter in the shard

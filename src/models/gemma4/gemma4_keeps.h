@@ -1,11 +1,11 @@
 // What autograd holds of Gemma 4's layers until their backward (gemma4_layer.cpp), text alone. Pure.
-// Next: ../kept_activations.h.
+// Next: ../keeps/kept_activations.h.
 #pragma once
 
 #include <cstdint>
 #include <string>
 
-#include "models/model_keeps.h"
+#include "models/keeps/model_keeps.h"
 
 namespace tessera::models {
 

@@ -1,6 +1,6 @@
 // What autograd keeps, beside the formulas of docs/performance.md worked out by hand; real bytes
 // are counted in tests/unit/train/memory_table_test.cpp.
-#include "models/kept_activations.h"
+#include "models/keeps/kept_activations.h"
 
 #include <gtest/gtest.h>
 

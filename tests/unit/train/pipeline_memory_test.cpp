@@ -7,7 +7,7 @@
 #include <map>
 
 #include "models/description.h"
-#include "models/kept_activations.h"
+#include "models/keeps/kept_activations.h"
 #include "pipeline/kinds.h"
 #include "train/plan_of_run.h"
 
@@ -121,8 +121,9 @@ TEST(PipelineRanks, HaveTheUnitsOfTheirStagesBehindTheSmallBucketsOfAll) {
   const auto ranks = one.ranks();
   std::vector<std::string> names;
   for (const auto& unit : ranks.front().plan.units) names.push_back(unit.plan.name);
-  EXPECT_EQ(names, (std::vector<std::string>{"", "model.embed_tokens", "model.layers.0", "model.layers.1",
-                                             "model.layers.6", "model.layers.7", "head"}));
+  EXPECT_EQ(names,
+            (std::vector<std::string>{"", "model.embed_tokens", "model.layers.0", "model.layers.1",
+                                      "model.layers.6", "model.layers.7", "head"}));
   ASSERT_EQ(ranks.front().stages.size(), 2U);
   EXPECT_EQ(ranks.front().stages[1].number, 3);
   EXPECT_EQ(ranks.front().stages[1].begin, 4U);

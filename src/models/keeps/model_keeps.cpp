@@ -1,4 +1,4 @@
-#include "models/model_keeps.h"
+#include "models/keeps/model_keeps.h"
 
 #include "models/family.h"
 #include "tessera/error.h"

@@ -1,11 +1,11 @@
-#include "models/kept_activations.h"
+#include "models/keeps/kept_activations.h"
 
 #include <algorithm>
 #include <optional>
 #include <string>
 
 #include "models/gemma4/gemma4_keeps.h"
-#include "models/model_keeps.h"
+#include "models/keeps/model_keeps.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
@@ -54,10 +54,9 @@ KeptActivations kept_activations(const ForwardCase& forward) {
       forward.stage.value_or(StageLayers{true, 0, forward.spec.num_hidden_layers, true});
   // Gemma looks up a copy of the ids, in which images are padding.
   nn::KeptValue x =
-      stage.embedding
-          ? layers.embedding(text + "embed_tokens",
-                             gemma4 ? LayerKeeps::Ids::kCopied : LayerKeeps::Ids::kOfBatch)
-          : received(layers, forward, stage.begin, text);
+      stage.embedding ? layers.embedding(text + "embed_tokens", gemma4 ? LayerKeeps::Ids::kCopied
+                                                                       : LayerKeeps::Ids::kOfBatch)
+                      : received(layers, forward, stage.begin, text);
   const std::int64_t stream = x.numel * size_of(x.dtype);
   std::optional<Gemma4Keeps> gemma;
   if (gemma4) {

@@ -1,12 +1,12 @@
 // What autograd holds of a decoder's layers until their backward, put together of what the floors
 // below say: nn/layer_keeps.h, moe/expert_keeps.h. Pure. Next: kept_activations.h,
-// gemma4/gemma4_keeps.h.
+// ../gemma4/gemma4_keeps.h.
 #pragma once
 
 #include <cstdint>
 #include <string>
 
-#include "models/kept_activations.h"
+#include "models/keeps/kept_activations.h"
 #include "moe/expert_keeps.h"
 #include "nn/layer_keeps.h"
 

@@ -1,5 +1,5 @@
 // The calls of a step scope: what comes next, what is over, how the step begins and ends.
-#include "fsdp/runtime/step.h"
+#include "fsdp/runtime/open_step.h"
 
 #include <algorithm>
 #include <sstream>
