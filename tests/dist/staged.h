@@ -52,6 +52,7 @@ struct StagedOptions {
   bool recomputes_outside = false;           ///< checkpoint(unit), not unit(checkpoint)
   bool ties = false;                         ///< the root's scale is used by the last stage, too
   std::optional<int> frozen = std::nullopt;  ///< the pieces of this stage
+  bool freezes_scale = false;
 };
 
 /// Stages of a few pieces that are units, and a scale that the root holds.
@@ -59,6 +60,7 @@ class Staged : public torch::nn::Module {
  public:
   Staged(const Mesh& mesh, const StagedOptions& options, const PrecisionPolicy& policy)
       : scale(register_parameter("scale", seeded(7, {options.width}) + 1.0)), options_(options) {
+    scale.set_requires_grad(!options.freezes_scale);
     for (int i = 0; i < options.stages * options.pieces; ++i) {
       const auto seed = 100 + 10 * static_cast<std::uint64_t>(i);
       pieces.push_back(std::make_shared<Piece>(seed, options.width, options.mode));

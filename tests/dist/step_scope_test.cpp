@@ -409,6 +409,28 @@ TEST(StepScopes, AStageIsReducedAndGivenBackWhileAnotherOneOwesGradients) {
   });
 }
 
+// Naive: a rank that has nothing to differentiate in its first stage leaves out what others wait for.
+TEST(StepScopes, AStageThatTrainsNothingHasItsBackwardsAllTheSame) {
+  for (const auto reshard : {StepReshard::kStep, StepReshard::kMicroBatch}) {
+    for (const int count : {1, 2}) {
+      ranks(count).run([reshard](World& world) {
+        const StagedOptions staged{.frozen = 0, .freezes_scale = true};
+        StagedModel model(data_mesh(world), staged), loop(data_mesh(world), staged);
+        for (int step = 0; step < 3; ++step) {
+          const auto input = inputs(world, step, staged.width);
+          run_step(model, slots_of(kZeroBubble), {.reshard = reshard, .schedule = "front"}, input);
+          run_loop(loop, kMicroBatches, input);
+          const auto expected = whole_gradients(loop.handle);
+          EXPECT_EQ(expected.size(), 6U);
+          expect_same(whole_gradients(model.handle), expected);
+          model.handle.zero_grad();
+          loop.handle.zero_grad();
+        }
+      });
+    }
+  }
+}
+
 // Naive: what stays gathered from one step to the next is the weights of before the optimizer.
 TEST(StepScopes, UnitsThatOutlastBackwardsFollowTheOptimizer) {
   for (const auto reshard : {StepReshard::kStep, StepReshard::kMicroBatch}) {
