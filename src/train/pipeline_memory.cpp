@@ -328,7 +328,7 @@ PipelineMemory pipeline_memory(const Config& config, const models::ModelSpec& sp
 }
 
 std::string to_string(const PipelineMemory& memory) {
-  constexpr std::size_t kColumns = 8, kFirst = 22, kWidth = 12;
+  constexpr std::size_t kColumns = 8, kFirst = 26, kWidth = 12;
   std::string text =
       "memory of a rank of each place in the pipeline (of the one that needs most)\n";
   for (std::size_t begin = 0; begin < memory.ranks.size(); begin += kColumns) {

@@ -240,7 +240,7 @@ TEST(PipelineMemory, ItsTextHasAColumnARank) {
   Case one;
   const std::string text = to_string(one.memory());
   EXPECT_THAT(text, HasSubstr("pp 0        pp 1\n"));
-  EXPECT_THAT(text, HasSubstr("\n  live micro-batches             2           1\n"));
+  EXPECT_THAT(text, HasSubstr("\n  live micro-batches                 2           1\n"));
   one.config.training.seq_len.reset();
   EXPECT_THAT(to_string(one.memory()), HasSubstr("set training.seq_len"));
 }
