@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "base/doing.h"
 #include "fsdp/runtime/integrity.h"
 #include "fsdp/runtime/runtime.h"
 #include "tessera/error.h"
@@ -102,7 +103,7 @@ void Runtime::abandon_backward(std::uint64_t generation) {
   if (generation != generation_ || !in_backward_) return;
   abandoned_ = generation;
   // At once, since the rank's thread may not come by again: the others wait for it.
-  if (world().size() > 1) world().abort(kAbandoned);
+  if (world().size() > 1) world().abort(kAbandoned + DoingHere::in_words());
 }
 
 /// The innermost one that goes through the entry; those inside it have ended. Null: none does, or
