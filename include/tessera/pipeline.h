@@ -96,6 +96,8 @@ struct PipelineOptions {
   int micro_batches = 1;           ///< a step; of a file, too, which must have as many
   int stages_per_rank = 0;         ///< 0 = the kind's; of a file it follows
   StepReshard reshard = StepReshard::kStep;
+  /// Gradients are reduced after each micro-batch, not once a step: less memory, more is sent.
+  bool sync_every_micro_batch = false;
 };
 
 /// One pipeline over the axis "pp" of a mesh, and what runs it. Ranks that differ on other axes

@@ -157,10 +157,11 @@ struct Pipeline::Impl {
     }
     StepScopeOptions scoped;
     scoped.reshard = options.reshard;
+    scoped.sync_every_micro_batch = options.sync_every_micro_batch;
     scoped.schedule = concat("pipeline ", program.hash());
     scoped.stages = static_cast<int>(stages.size());
     StepScope scope(*root, scoped);
-    return runner->run(program, pointers, {&scope});
+    return runner->run(program, pointers, {&scope, options.sync_every_micro_batch});
   }
 
   Mesh mesh;

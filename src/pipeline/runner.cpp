@@ -12,6 +12,7 @@
 #include <utility>
 #include <variant>
 
+#include "base/doing.h"
 #include "base/trace.h"
 #include "comm/group.h"
 #include "pipeline/messages.h"
@@ -373,6 +374,7 @@ std::vector<Tensors> Runner::run(const ValidProgram& program, const std::vector<
       messages.emplace(*ties_.mail, step, ties_.device);
     }
     Walk walk(program, rank(), stages, borders, messages ? &*messages : nullptr, parameters);
+    const DoingHere doing([&walk] { return walk.place(); });
     try {
       return walk.run();
     } catch (const std::exception&) {

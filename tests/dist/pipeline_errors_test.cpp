@@ -45,60 +45,59 @@ struct Throws {
   bool others_wait = true;  ///< for what comes after it
 };
 
-TEST(PipelineErrors, AnExceptionInASlotEndsAllRanksByNameAndTheNextStepIsRight) {
+/// Two ranks, of which one throws; then recover(), and a step.
+void expect_a_named_end_and_a_right_step(const Throws& throws, ThreadBackend backend) {
+  SCOPED_TRACE(
+      concat(throws.what, " of stage ", throws.stage, ", micro-batch ", throws.micro_batch));
   const auto program = program_of(Kind::kZeroBubbleV, 2, 4);
+  Toy toy;
+  toy.stages = 4;
+  const auto expected = run_in_one_process(toy, 4);
+  std::atomic<bool> armed = true;
+  toy.midst = [&](const std::string& what, int stage, std::int64_t micro_batch) {
+    if (what != throws.what || stage != throws.stage || micro_batch != throws.micro_batch) return;
+    if (armed.exchange(false)) throw std::runtime_error("a stage's own mishap");
+  };
+  std::vector<std::string> errors(2);
+  Left left;
+  std::mutex mutex;
+  ranks(2, backend).run([&](World& world) {
+    pipeline::Runner runner(pipeline::ties_of(stages_mesh(world), at::kCPU));
+    {
+      const Mine mine(toy, program.schedule(), world.rank());
+      errors[static_cast<std::size_t>(world.rank())] =
+          error_of([&] { runner.run(program, mine.pointers(), {}); });
+    }
+    world.recover();
+    const Mine mine(toy, program.schedule(), world.rank());
+    const auto results = runner.run(program, mine.pointers(), {});
+    const std::lock_guard lock(mutex);
+    mine.add_to(left, results);
+  });
+  const int thrower = program.schedule().rank_of[static_cast<std::size_t>(throws.stage)];
+  const auto named =
+      AllOf(HasSubstr(concat("rank ", thrower)), HasSubstr(concat("slot ", throws.slot)),
+            HasSubstr(concat("stage ", throws.stage, ", micro-batch ", throws.micro_batch)),
+            HasSubstr("a stage's own mishap"));
+  EXPECT_THAT(errors[static_cast<std::size_t>(thrower)], named);
+  if (throws.others_wait) {
+    EXPECT_THAT(errors, Each(named));
+  }
+  expect_same_left(left, expected, toy.numbers);
+}
+
+TEST(PipelineErrors, AnExceptionInASlotEndsAllRanksByNameAndTheNextStepIsRight) {
   const Throws all[] = {{"F", 0, 0, "0F0"},     {"F", 1, 2, "1F2"},        {"F", 3, 3, "3F3"},
                         {"B", 3, 0, "3I0"},     {"B", 0, 3, "0I3", false}, {"B", 2, 1, "2I1"},
                         {"roots", 1, 2, "1I2"}, {"back", 2, 3, "2I3"}};
-  for (const auto& [what, stage, micro_batch, slot, others_wait] : all) {
-    SCOPED_TRACE(concat(what, " of stage ", stage, ", micro-batch ", micro_batch));
-    std::atomic<bool> armed = true;
-    Toy toy;
-    toy.stages = 4;
-    toy.midst = [&, &what = what, &stage = stage, &micro_batch = micro_batch](
-                    const std::string& where, int of, std::int64_t k) {
-      if (armed && where == what && of == stage && k == micro_batch) {
-        armed = false;
-        throw std::runtime_error("a stage's own mishap");
-      }
-    };
-    const auto expected = run_in_one_process(
-        [&] {
-          auto plain = toy;
-          plain.midst = {};
-          return plain;
-        }(),
-        4);
-    const int thrower = program.schedule().rank_of[static_cast<std::size_t>(stage)];
-    std::vector<std::string> errors(2);
-    Left left;
-    std::mutex mutex;
-    ranks(2).run([&](World& world) {
-      const auto mesh = stages_mesh(world);
-      pipeline::Runner runner(pipeline::ties_of(mesh, at::kCPU));
-      const auto me = static_cast<std::size_t>(world.rank());
-      {
-        const Mine mine(toy, program.schedule(), world.rank());
-        errors[me] = error_of([&] { runner.run(program, mine.pointers(), {}); });
-      }
-      world.recover();
-      const Mine mine(toy, program.schedule(), world.rank());
-      const auto results = runner.run(program, mine.pointers(), {});
-      const std::lock_guard lock(mutex);
-      for (const auto& result : results) left.losses.push_back(result.at(0));
-      for (std::size_t i = 0; i < mine.ids.size(); ++i) {
-        add_gradients(left, mine.ids[i], *mine.stages[i]);
-      }
-    });
-    const auto named = AllOf(HasSubstr(concat("rank ", thrower)), HasSubstr(concat("slot ", slot)),
-                             HasSubstr(concat("stage ", stage, ", micro-batch ", micro_batch)),
-                             HasSubstr("a stage's own mishap"));
-    EXPECT_THAT(errors[static_cast<std::size_t>(thrower)], named);
-    if (others_wait) {
-      EXPECT_THAT(errors, Each(named));
-    }
-    expect_same_left(left, expected, toy.numbers);
+  for (const auto& one : all) {
+    expect_a_named_end_and_a_right_step(one, ThreadBackend::kInProcess);
   }
+}
+
+TEST(PipelineErrors, OverGlooTheyEndAlike) {
+  const Throws all[] = {{"F", 1, 2, "1F2"}, {"B", 2, 1, "2I1"}};
+  for (const auto& one : all) expect_a_named_end_and_a_right_step(one, ThreadBackend::kGloo);
 }
 
 /// A stage whose borders a test changes.

@@ -34,6 +34,16 @@ TEST(PipelineRunner, EveryKindGivesTheBitsOfOneProcess) {
   }
 }
 
+TEST(PipelineRunner, OverGlooItIsTheSame) {
+  for (const Kind kind : {Kind::kOneFOneB, Kind::kInterleavedZeroBubble, Kind::kDualPipeV}) {
+    Toy toy;
+    toy.stages = 2 * row_of(kind).stages_per_rank;
+    const ValidProgram program(make_schedule(kind, {2, row_of(kind).stages_per_rank, 6}));
+    expect_same_left(run(program, toy, ThreadBackend::kGloo), run_in_one_process(toy, 6),
+                     toy.numbers);
+  }
+}
+
 TEST(PipelineRunner, RandomSchedulesEndWithTheSameBits) {
   tessera::testing::Dice dice(18);
   for (int i = 0; i < 400; ++i) {

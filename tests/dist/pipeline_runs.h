@@ -57,22 +57,25 @@ struct Mine {
     for (const auto& stage : stages) result.push_back(stage.get());
     return result;
   }
+  /// What a step has left here.
+  void add_to(Left& left, const std::vector<pipeline::Tensors>& results) const {
+    for (const auto& result : results) left.losses.push_back(result.at(0));
+    for (std::size_t i = 0; i < ids.size(); ++i) add_gradients(left, ids[i], *stages[i]);
+  }
   std::vector<int> ids;
   std::vector<std::unique_ptr<ToyStage>> stages;
 };
 
-inline Left run(const pipeline::ValidProgram& program, const Toy& toy) {
+inline Left run(const pipeline::ValidProgram& program, const Toy& toy,
+                ThreadBackend backend = ThreadBackend::kInProcess) {
   Left left;
   std::mutex mutex;
-  ranks(program.schedule().ranks()).run([&](World& world) {
+  ranks(program.schedule().ranks(), backend).run([&](World& world) {
     pipeline::Runner runner(pipeline::ties_of(stages_mesh(world), at::kCPU));
     const Mine mine(toy, program.schedule(), world.rank());
     const auto results = runner.run(program, mine.pointers(), {});
     const std::lock_guard lock(mutex);
-    for (const auto& result : results) left.losses.push_back(result.at(0));
-    for (std::size_t i = 0; i < mine.ids.size(); ++i) {
-      add_gradients(left, mine.ids[i], *mine.stages[i]);
-    }
+    mine.add_to(left, results);
   });
   return left;
 }

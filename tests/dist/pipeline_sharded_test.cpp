@@ -4,6 +4,7 @@
 
 #include <fstream>
 #include <mutex>
+#include <numeric>
 
 #include "dist/pipeline_runs.h"
 #include "dist/staged.h"
@@ -22,40 +23,71 @@ constexpr int kPieces = 2;  // of a stage
 
 struct Case {
   pipeline::Kind kind = pipeline::Kind::kOneFOneB;
-  int ranks = 2;  ///< of a pipeline
+  int ranks = 2;     ///< of a pipeline
+  int replicas = 1;  ///< of the two data ranks
   int micro_batches = 4;
+  int frozen = 0;  ///< stages at the front without a trainable parameter
   bool bfloat16 = false;
+  bool sync_every = false;
   RecomputeMode mode = RecomputeMode::kNone;
   StepReshard reshard = StepReshard::kStep;
 
   int stages() const { return ranks * pipeline::row_of(kind).stages_per_rank; }
   PrecisionPolicy policy() const { return bfloat16 ? in_bfloat16() : PrecisionPolicy{}; }
+  PipelineOptions options() const {
+    PipelineOptions options;
+    options.schedule = std::string(pipeline::row_of(kind).name);
+    options.micro_batches = micro_batches;
+    options.reshard = reshard;
+    options.sync_every_micro_batch = sync_every;
+    return options;
+  }
+  Mesh mesh(World& world) const {
+    const int stages = world.size() / kDataRanks;
+    return world.mesh(MeshShape::dense(stages, replicas, kDataRanks / replicas, 1, 1));
+  }
+  int data_rank(const Mesh& mesh) const {
+    return mesh.coordinate("dp_replicate") + mesh.coordinate("dp_shard");  // one of them is 1 wide
+  }
+  static constexpr int kDataRanks = 2;
 };
 
-constexpr int kDataRanks = 2;
 constexpr int kSteps = 2;
+constexpr int kAll = -1;
 
-/// The pieces of some stages, and with the first one the scale before them: names as in Staged.
+/// The pieces of some stages, and with the first one a scale before them.
 class Part : public torch::nn::Module {
  public:
-  Part(const Mesh& mesh, const std::vector<int>& stages, const Case& of) {
-    if (stages.front() == 0) scale = register_parameter("scale", seeded(7, {kWidth}) + 1.0);
+  Part(const Mesh& mesh, const std::vector<int>& stages, const Case& of) : stages_(stages) {
+    if (stages.front() == 0) {
+      scale = register_parameter("scale", seeded(7, {kWidth}) + 1.0);
+      scale.requires_grad_(of.frozen == 0);
+    }
     for (const int stage : stages) {
       for (int i = stage * kPieces; i < (stage + 1) * kPieces; ++i) {
         const auto seed = 100 + 10 * static_cast<std::uint64_t>(i);
         const auto piece = std::make_shared<Piece>(seed, kWidth, of.mode);
+        for (auto& parameter : piece->parameters()) parameter.requires_grad_(stage >= of.frozen);
         pieces[i] = register_module(concat("piece", i), std::make_shared<Sharded<Piece>>(
                                                             fully_shard(piece, mesh, of.policy())));
       }
     }
   }
-  at::Tensor forward(int stage, const at::Tensor& x) {
-    at::Tensor y = stage == 0 ? x * scale : x;
-    for (int i = stage * kPieces; i < (stage + 1) * kPieces; ++i) y = pieces.at(i)->forward(y);
+  /// Of one of its stages, or of all of them.
+  at::Tensor forward(int which, const at::Tensor& x) {
+    at::Tensor y = x;
+    for (const int stage : stages_) {
+      if (which != kAll && which != stage) continue;
+      if (stage == 0) y = y * scale;
+      for (int i = stage * kPieces; i < (stage + 1) * kPieces; ++i) y = pieces.at(i)->forward(y);
+    }
     return y;
   }
   at::Tensor scale;
   std::map<int, std::shared_ptr<Sharded<Piece>>> pieces;
+
+ private:
+  std::vector<int> stages_;
 };
 
 /// What kSteps steps leave, of each data rank and of the whole model.
@@ -65,41 +97,45 @@ struct Result {
   Tensors weights;
 };
 
-void take(ShardedBase& handle, int step, bool is_first_data_rank, std::mutex& mutex,
-          Result& result) {
+/// Steps the part and takes what it has.
+void take(ShardedBase& handle, int step, int data_rank, std::mutex& mutex, Result& result) {
   auto gradients = whole_gradients(handle);
-  SgdOptions options;
-  options.lr = 0.1;
-  make_sgd(handle, options)->step();
+  if (!gradients.empty()) {
+    SgdOptions options;
+    options.lr = 0.1;
+    make_sgd(handle, options)->step();
+  }
   auto weights = whole_parameters(handle);
   handle.zero_grad();
-  if (!is_first_data_rank) return;
+  if (data_rank != 0) return;
   const std::lock_guard lock(mutex);
   result.gradients[step].merge(gradients);
   if (step + 1 == kSteps) result.weights.merge(weights);
 }
 
+at::Tensor rows_of(int data_rank, int step, std::int64_t micro_batch) {
+  return input_of(data_rank, 10 * step + static_cast<int>(micro_batch), kWidth);
+}
+
 Result run_whole(const Case& of) {
   Result result;
   std::mutex mutex;
-  ranks(kDataRanks).run([&](World& world) {
-    StagedOptions options;
-    options.stages = of.stages();
-    options.pieces = kPieces;
-    options.width = kWidth;
-    options.mode = of.mode;
-    StagedModel model(data_mesh(world), options, of.policy());
+  ranks(Case::kDataRanks).run([&](World& world) {
+    const auto mesh = of.mesh(world);
+    std::vector<int> stages(static_cast<std::size_t>(of.stages()));
+    std::iota(stages.begin(), stages.end(), 0);
+    auto part = fully_shard(std::make_shared<Part>(mesh, stages, of), mesh, of.policy());
     for (int step = 0; step < kSteps; ++step) {
       std::vector<at::Tensor> losses;
-      run_loop(
-          model, of.micro_batches,
-          [&](int k) { return input_of(world.rank(), 10 * step + k, kWidth); },
-          /*sync_every=*/false,
-          [&](const at::Tensor& loss) {
-            losses.push_back(loss.detach());
-            return loss;
-          });
-      take(model.handle, step, world.rank() == 0, mutex, result);
+      for (int k = 0; k < of.micro_batches; ++k) {
+        const bool last = k + 1 == of.micro_batches;
+        part.set_requires_gradient_sync(last || of.sync_every);
+        part.set_requires_replica_reduce(last);
+        losses.push_back(squares(part.forward(kAll, rows_of(world.rank(), step, k))));
+        if (losses.back().requires_grad()) backward(losses.back());
+        losses.back() = losses.back().detach();
+      }
+      take(part, step, world.rank(), mutex, result);
       const std::lock_guard lock(mutex);
       result.losses[{world.rank(), step}] = losses;
     }
@@ -107,35 +143,58 @@ Result run_whole(const Case& of) {
   return result;
 }
 
-Result run_in_stages(const Case& of, const PipelineOptions& options) {
-  Result result;
-  std::mutex mutex;
-  ranks(of.ranks * kDataRanks).run([&](World& world) {
-    const auto mesh = world.mesh(MeshShape::dense(of.ranks, 1, kDataRanks, 1, 1));
-    const int data_rank = mesh.coordinate("dp_shard");
-    Pipeline pipeline(mesh, options);
-    auto part = fully_shard(std::make_shared<Part>(mesh, pipeline.stages(), of), mesh, of.policy());
-    const std::vector<pipeline::BoundaryTensor> border{
-        {{3, kWidth}, of.bfloat16 ? at::kBFloat16 : at::kFloat}};
+/// One rank of a pipeline of Parts.
+class InStages {
+ public:
+  InStages(World& world, const Case& of, const PipelineOptions& options)
+      : mesh_(of.mesh(world)),
+        data_rank(of.data_rank(mesh_)),
+        pipeline(mesh_, options),
+        part(
+            fully_shard(std::make_shared<Part>(mesh_, pipeline.stages(), of), mesh_, of.policy())) {
+    const auto border_after = [&](int stage) {
+      const auto dtype = of.bfloat16 ? at::kBFloat16 : at::kFloat;
+      return std::vector<pipeline::BoundaryTensor>{{{3, kWidth}, dtype, stage >= of.frozen}};
+    };
     std::vector<std::shared_ptr<pipeline::Stage>> stages;
     for (const int stage : pipeline.stages()) {
       stages.push_back(make_stage(
-          [&part, stage](const pipeline::Tensors& inputs) {
+          [this, stage](const pipeline::Tensors& inputs) {
             return pipeline::Tensors{part.forward(stage, inputs.at(0))};
           },
-          border, border));
+          border_after(stage - 1), border_after(stage)));
     }
     pipeline.set_stages(stages, &part);
+  }
+  InStages(const InStages&) = delete;
+  InStages& operator=(const InStages&) = delete;
+
+  std::vector<at::Tensor> step(int step) {
+    return pipeline.step(
+        [&](std::int64_t k) { return pipeline::Tensors{rows_of(data_rank, step, k)}; },
+        [](std::int64_t, const pipeline::Tensors& outputs) { return squares(outputs.at(0)); });
+  }
+
+ private:
+  Mesh mesh_;
+
+ public:
+  int data_rank;
+  Pipeline pipeline;
+  Sharded<Part> part;
+};
+
+Result run_in_stages(const Case& of, const PipelineOptions& options) {
+  Result result;
+  std::mutex mutex;
+  ranks(of.ranks * Case::kDataRanks).run([&](World& world) {
+    InStages rank(world, of, options);
     for (int step = 0; step < kSteps; ++step) {
-      const auto losses = pipeline.step(
-          [&](std::int64_t k) {
-            return pipeline::Tensors{input_of(data_rank, 10 * step + static_cast<int>(k), kWidth)};
-          },
-          [](std::int64_t, const pipeline::Tensors& outputs) { return squares(outputs.at(0)); });
-      take(part, step, data_rank == 0, mutex, result);
+      const auto losses = rank.step(step);
+      take(rank.part, step, rank.data_rank, mutex, result);
       const std::lock_guard lock(mutex);
-      if (pipeline.has_last()) result.losses[{data_rank, step}] = losses;
-      EXPECT_EQ(losses.empty(), !pipeline.has_last());
+      if (rank.pipeline.has_last()) result.losses[{rank.data_rank, step}] = losses;
+      EXPECT_EQ(losses.empty(), !rank.pipeline.has_last());
     }
   });
   return result;
@@ -172,17 +231,81 @@ TEST(PipelineOfHandles, EveryKindHasTheBitsOfTheSameLayoutWithoutOne) {
         of.kind = row.kind;
         of.bfloat16 = bfloat16;
         of.reshard = reshard;
-        of.mode = index++ % 3 == 0 ? RecomputeMode::kFull : RecomputeMode::kNone;
+        of.mode = index % 3 == 0 ? RecomputeMode::kFull : RecomputeMode::kNone;
         of.micro_batches = 4 + 2 * (index % 2);
-        SCOPED_TRACE(concat(row.name, bfloat16 ? ", bf16" : ", fp32", ", case ", index));
-        PipelineOptions options;
-        options.schedule = std::string(row.name);
-        options.micro_batches = of.micro_batches;
-        options.reshard = reshard;
-        expect_same(run_in_stages(of, options), run_whole(of));
+        of.replicas = 1 + index / 2 % 2;
+        // Where an I runs before the W of a micro-batch before, its biases are reduced with those.
+        of.sync_every = index % 2 == 1 && row.kind <= pipeline::Kind::kInterleavedOneFOneB;
+        SCOPED_TRACE(concat(row.name, ", case ", index++));
+        expect_same(run_in_stages(of, of.options()), run_whole(of));
       }
     }
   }
+}
+
+TEST(PipelineOfHandles, AFrozenFrontHasItsSlotsAndNoGradient) {
+  for (const auto kind : {pipeline::Kind::kOneFOneB, pipeline::Kind::kZeroBubbleV}) {
+    for (const int frozen : {1, 2}) {
+      Case of;
+      of.kind = kind;
+      of.frozen = frozen;
+      SCOPED_TRACE(concat(pipeline::row_of(kind).name, ", ", frozen, " frozen"));
+      expect_same(run_in_stages(of, of.options()), run_whole(of));
+    }
+  }
+}
+
+TEST(PipelineOfHandles, AllStagesOnOneRankAreAPipelineToo) {
+  Case of;
+  of.kind = pipeline::Kind::kDualPipeV;
+  of.ranks = 1;
+  expect_same(run_in_stages(of, of.options()), run_whole(of));
+}
+
+/// On one rank of four a piece throws in its forward, or as its backward begins; then recover().
+void expect_a_named_end_and_a_right_step(bool in_forward, const std::string& slot) {
+  Case of;
+  of.kind = pipeline::Kind::kZeroBubble;
+  const auto expected = run_whole(of);
+  std::vector<std::string> errors(4);
+  Tensors gradients;
+  std::mutex mutex;
+  ranks(4).run([&](World& world) {
+    InStages rank(world, of, of.options());
+    rank.step(0);
+    rank.part.zero_grad();
+    if (world.rank() == 3) {  // of the last stage
+      auto& piece = *rank.part.module()->pieces.at(2)->module();
+      const auto mishap = [&piece] {
+        piece.before = {};
+        throw std::runtime_error("a piece's own mishap");
+      };
+      piece.before = mishap;
+      if (!in_forward) {
+        piece.before = [&piece, mishap] {
+          piece.gain.register_hook([mishap](const at::Tensor&) { mishap(); });
+        };
+      }
+    }
+    errors[static_cast<std::size_t>(world.rank())] = error_of([&] { rank.step(0); });
+    world.recover();
+    rank.part.zero_grad();
+    rank.step(0);
+    const auto mine = whole_gradients(rank.part);
+    const std::lock_guard lock(mutex);
+    for (const auto& [name, gradient] : mine) gradients[name] = gradient;
+  });
+  EXPECT_THAT(errors, ::testing::Each(AllOf(HasSubstr("rank 3"), HasSubstr(slot))));
+  EXPECT_THAT(errors[3], HasSubstr("a piece's own mishap"));
+  expect_same(gradients, expected.gradients.at(0));
+}
+
+TEST(PipelineOfHandles, AnExceptionInAForwardEndsAllRanksByNameAndTheNextStepIsRight) {
+  expect_a_named_end_and_a_right_step(/*in_forward=*/true, "slot 1F0 (stage 1, micro-batch 0)");
+}
+
+TEST(PipelineOfHandles, AnExceptionInABackwardEndsAllRanksByNameAndTheNextStepIsRight) {
+  expect_a_named_end_and_a_right_step(/*in_forward=*/false, "slot 1I0 (stage 1, micro-batch 0)");
 }
 
 TEST(PipelineOfHandles, AScheduleOutOfAFileRunsAsOneOfAKind) {
@@ -190,9 +313,8 @@ TEST(PipelineOfHandles, AScheduleOutOfAFileRunsAsOneOfAKind) {
   Case of;
   of.kind = pipeline::Kind::kZeroBubbleV;
   const auto schedule = pipeline::make_schedule(of.kind, {of.ranks, 2, of.micro_batches});
-  PipelineOptions options;
+  auto options = of.options();
   options.schedule_file = (folder.path() / "own.csv").string();
-  options.micro_batches = of.micro_batches;
   std::ofstream(options.schedule_file) << pipeline::to_csv(pipeline::lower(schedule));
   expect_same(run_in_stages(of, options), run_whole(of));
 

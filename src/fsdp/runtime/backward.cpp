@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "base/doing.h"
 #include "fsdp/runtime/integrity.h"
 #include "fsdp/runtime/runtime.h"
 #include "tessera/error.h"
@@ -106,7 +107,7 @@ void Runtime::abandon_backward(std::uint64_t generation, std::uint64_t epoch) {
   abandoned_ = generation;
   // At once, since the rank's thread may not come by again: the others wait for it. Unless it has
   // come by since the look above, and all of them have recovered.
-  if (world().size() > 1) world().abort_epoch(epoch, kAbandoned);
+  if (world().size() > 1) world().abort_epoch(epoch, kAbandoned + DoingHere::in_words());
 }
 
 /// The innermost one that goes through the entry; those inside it have ended. Null: none does, or

@@ -1,5 +1,6 @@
 // The runtime between steps: what users switch, what must have ended before something else may
 // begin, and what a failure leaves behind.
+#include "base/doing.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "tessera/error.h"
@@ -178,7 +179,7 @@ void Runtime::renew_after_failure() {
 
 void Runtime::fail(const std::string& why) {
   end_step();
-  if (world().size() > 1) world().abort(why);
+  if (world().size() > 1) world().abort(why + DoingHere::in_words());
 }
 
 void Runtime::take_up_abandoned() {
