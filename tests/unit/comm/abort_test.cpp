@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <barrier>
 #include <chrono>
 
 #include "comm/queue.h"
@@ -106,7 +107,8 @@ TEST_P(Failing, AbortedWorldThrowsUntilAllRecover) {
 // A thread that comes late aborts what it has seen fail, not what came after it. Naive: an abort of
 // whatever stands now, which ends a step of ranks that have recovered.
 TEST_P(Failing, AnAbortOfAnEarlierEpochIsIgnored) {
-  pool(GetParam(), 3).run([](World& world) {
+  std::barrier<> all_are_here(3);
+  pool(GetParam(), 3).run([&](World& world) {
     const std::uint64_t before = world.recoveries();
     world.abort_epoch(before, "a bad step");
     EXPECT_TRUE(world.aborted());
@@ -117,6 +119,7 @@ TEST_P(Failing, AnAbortOfAnEarlierEpochIsIgnored) {
     auto sum = at::ones({10});
     all_reduce(world.control(), sum, "after");
     EXPECT_EQ(sum.sum().item<float>(), 30.0F);
+    all_are_here.arrive_and_wait();  // nobody is in it any more
     if (world.rank() == 1) world.abort_epoch(world.recoveries(), "another bad step");
     EXPECT_THROW(barrier(world.control(), "never"), Error);
     world.recover();
