@@ -115,7 +115,10 @@ void check_floating(const GradContract& contract, const ParameterMeta& meta,
   if (contract.replicated()) {
     RC_ASSERT(contract.storage == contract.compute);
     RC_ASSERT(contract.compute.rounding == Rounding::kNearestEven);
+    RC_ASSERT(contract.loaded_through != compute);
+    RC_ASSERT(may_narrow || represents(contract.loaded_through.value_or(found), found));
   } else {
+    RC_ASSERT(!contract.loaded_through);
     RC_ASSERT(may_narrow || represents(contract.storage.dtype, found));
   }
   RC_ASSERT(represents(contract.accumulate, contract.reduce));

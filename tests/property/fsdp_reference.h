@@ -26,8 +26,10 @@ class Reference {
         slots_(static_cast<std::size_t>(c.ranks)),
         sums_(static_cast<std::size_t>(c.replicas)) {
     for (std::size_t p = 0; p < case_.parameters.size(); ++p) {
+      const auto kept = contracts_[p].storage.dtype;
+      const auto through = contracts_[p].loaded_through.value_or(kept);
       shards_.push_back(
-          case_.parameters[p].initial.clone().to(to_scalar_type(contracts_[p].storage.dtype)));
+          case_.parameters[p].initial.clone().to(to_scalar_type(through)).to(to_scalar_type(kept)));
       masters_.push_back(shards_[p]);
     }
     make_masters();

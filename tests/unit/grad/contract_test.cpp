@@ -96,6 +96,7 @@ TEST(Contract, HashChangesWithEveryFieldButNotWithReasons) {
       [](GradContract& c) { c.shape = {12}; },
       [](GradContract& c) { c.storage.dtype = DType::kBFloat16; },
       [](GradContract& c) { c.compute.dtype = DType::kFloat32; },
+      [](GradContract& c) { c.loaded_through = DType::kBFloat16; },
       [](GradContract& c) { c.grad = DType::kFloat32; },
       [](GradContract& c) { c.accumulate = DType::kFloat64; },
       [](GradContract& c) { c.reduce = DType::kBFloat16; },
