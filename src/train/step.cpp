@@ -106,9 +106,6 @@ std::vector<double> added_by_rank(const std::vector<std::vector<double>>& of_ran
 
 std::vector<double> sum_over_ranks(const ShardedBase& model, RankSum what,
                                    const std::vector<double>& values) {
-  if (const auto* hook = test_hooks::rank_sum.get()) {
-    return (*hook)(what, gather_over(model.data_group(), values));
-  }
   const std::ptrdiff_t losses = what == RankSum::kStep ? kLosses : 0;
   const auto sum_over = [&](comm::Group* group, const std::vector<double>& mine) {
     const auto counts = mine.begin() + std::min(losses, std::ssize(mine));
@@ -117,7 +114,9 @@ std::vector<double> sum_over_ranks(const ShardedBase& model, RankSum what,
     sums.insert(sums.end(), total.begin(), total.end());
     return sums;
   };
-  const auto of_stage = sum_over(model.data_group(), values);
+  const auto* hook = test_hooks::rank_sum.get();
+  const auto of_stage = hook != nullptr ? (*hook)(what, gather_over(model.data_group(), values))
+                                        : sum_over(model.data_group(), values);
   return what == RankSum::kStep ? sum_over(model.stages_group(), of_stage) : of_stage;
 }
 

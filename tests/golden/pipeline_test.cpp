@@ -1,24 +1,35 @@
-// Pipelines against the same layout and micro-batches without one: loss, logits, gradients and
-// trained parameters bit for bit, and against transformers within its bounds.
+// Pipelines against the same layout and micro-batches without one: loss, logits, gradients, losses
+// and norms of clipped steps bit for bit, and against transformers within its bounds.
 //
 // The class of bug: a stage that sums in another order or dtype, misses a micro-batch, divides by
 // the stages, or takes another stage's rows. A pairwise part in ./test, all of it under
 // `scripts/full pipeline`.
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <iterator>
 #include <string>
 #include <vector>
 
+#include "base/test_hooks.h"
+#include "dist/ranks.h"
 #include "golden/degrees.h"
 #include "golden/model_folder.h"
 #include "golden/reference.h"
 #include "io/safetensors.h"
 #include "models/model_spec.h"
 #include "proof.h"
+#include "tessera/clip.h"
 #include "tessera/error.h"
+#include "train/contract_of_run.h"
+#include "train/data/data.h"
 #include "train/hf/model_source.h"
+#include "train/over_stages.h"
+#include "train/parallelize.h"
+#include "train/pipeline_step.h"
+#include "train/step.h"
 
 namespace tessera::golden::pipeline_test {
 namespace {
@@ -169,7 +180,7 @@ TEST(PipelineOfReferences, EveryFolderIsTransformers) {
   }
 }
 
-/// 30 steps with a clipped norm, and what they end with.
+/// 30 steps with a clipped norm.
 TEST(PipelineOfTraining, ClippedStepsHaveTheBitsOfNoPipeline) {
   for (const std::string schedule : {"1F1B", "ZBV"}) {
     for (const std::string folder : {"qwen3-fp32", "qwen3-moe-fp32"}) {
@@ -187,6 +198,83 @@ TEST(PipelineOfTraining, ClippedStepsHaveTheBitsOfNoPipeline) {
       EXPECT_EQ(found.losses, expected.losses);
       EXPECT_EQ(found.norms, expected.norms);
     }
+  }
+}
+
+// ------------------------------------------------------------------------ what is wrong on purpose
+
+enum class Mistake : std::uint8_t { kNone, kCopyNotSummed, kLabelsOfEachStage, kNormOfOneStage };
+
+struct Found {
+  at::Tensor embedding;  ///< its gradient
+  double norm = 0;
+};
+
+/// One step of the tied reference on two stages, as rank 0 has it.
+Found step_with(Mistake mistake) {
+  const Reference& reference = Reference::of("llama-fp32");
+  auto config = config_for(Layout{});
+  config.model.path = data_folder("llama-fp32");
+  config.parallelism.pipeline_parallel_degree = 2;
+  Found found;
+  test::ranks(2).run([&](World& world) {
+    at::set_num_threads(1);
+    const auto source = train::open_model(config.model);
+    const auto dims = train::resolve_parallelism(config.parallelism, world.size());
+    const auto mesh = world.mesh(train::mesh_shape(dims));
+    const auto batch = train::open_gradients_batch(
+        reference.batches(), train::vocabulary_of(source.spec, false), std::nullopt);
+    const auto plan =
+        *train::resolve_pipeline(config, dims, source.spec, source.description, {2, 24});
+    auto parts = train::model_parts(source, config, mesh, train::Purpose::kTraining, &plan);
+    if (mistake == Mistake::kCopyNotSummed) {
+      for (auto& contract : parts.contract.parameters) contract.reductions.copies.clear();
+    }
+    const auto borders = train::stream_borders(plan, dims, source.description, parts.contract);
+    const auto model = train::parallelize(std::move(parts), source, config, mesh);
+    train::PipelineOfRun pipeline(plan, borders, *model);
+    const test_hooks::Set sums(test_hooks::rank_sum, [&](train::RankSum what,
+                                                         const auto& of_ranks) {
+      auto sum = train::added_by_rank(of_ranks);
+      const bool wrong = mistake == Mistake::kLabelsOfEachStage && what == train::RankSum::kLabels;
+      if (wrong) sum[0] *= 2;
+      return sum;
+    });
+    train::StepOptions options;
+    options.pipeline = &pipeline;
+    train::forward_backward(*model, *batch, 1, {{0, 1}, {1, 2}}, options);
+    double norm = gradient_norm(*model);
+    if (mistake == Mistake::kNormOfOneStage) {
+      norm = 0;
+      for (const auto& view : model->shards()) {
+        norm += view.shard.grad().to(at::kDouble).square().sum().item<double>();
+      }
+      norm = std::sqrt(norm);
+    }
+    train::visit_full_gradients_of_run(
+        *model, [&](const std::string& name, const at::Tensor& gradient) {
+          if (world.rank() != 0 || name != "model.embed_tokens.weight") return;
+          found = {gradient.clone(), norm};
+        });
+  });
+  return found;
+}
+
+TEST(PipelineMistakes, AreFarOutsideOfTheBounds) {
+  const Tensors& expected = Reference::of("llama-fp32").gradients();
+  const at::Tensor embedding = expected.at("model.embed_tokens.weight");
+  double norm = 0;
+  for (const auto& [name, gradient] : expected) {
+    norm += gradient.to(at::kDouble).square().sum().item<double>();
+  }
+  norm = std::sqrt(norm);
+  const auto error = [&](const Found& found) {
+    return std::max(relative_error(found.embedding, embedding), std::abs(found.norm / norm - 1));
+  };
+  EXPECT_LT(error(step_with(Mistake::kNone)), kGradientBound);
+  for (const auto mistake :
+       {Mistake::kCopyNotSummed, Mistake::kLabelsOfEachStage, Mistake::kNormOfOneStage}) {
+    EXPECT_GT(error(step_with(mistake)), 100 * kGradientBound) << static_cast<int>(mistake);
   }
 }
 
