@@ -276,9 +276,8 @@ void expect_a_named_end_and_a_right_step(bool in_forward, const std::string& slo
     rank.part.zero_grad();
     if (world.rank() == 3) {  // of the last stage
       auto& piece = *rank.part.module()->pieces.at(2)->module();
-      const auto mishap = [&piece] {
-        piece.before = {};
-        throw std::runtime_error("a piece's own mishap");
+      const auto mishap = [armed = std::make_shared<bool>(true)] {
+        if (std::exchange(*armed, false)) throw std::runtime_error("a piece's own mishap");
       };
       piece.before = mishap;
       if (!in_forward) {
