@@ -1,0 +1,77 @@
+// Runs of the program on a small model that has layers enough for four ranks and a V.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cli/process.h"
+#include "cli/program.h"
+#include "cli/same_bits.h"
+#include "tessera/error.h"
+
+namespace tessera::cli {
+
+/// What the text of model.json of write_small_run() becomes.
+inline void write_variant(const testing::TemporaryFolder& folder, const std::string& name,
+                          const nlohmann::json& changes) {
+  auto model = nlohmann::json::parse(read_file(folder / "model.json"));
+  model.update(changes);
+  folder.write(name, model.dump());
+}
+
+/// run.toml trains four steps; model.json has eight layers and its own head, tied.json the
+/// embedding's, moe.json four experts a layer, short.json two layers.
+inline void write_pipeline_run(const testing::TemporaryFolder& folder) {
+  write_small_run(folder);
+  write_variant(
+      folder, "model.json",
+      {{"num_hidden_layers", 8}, {"num_key_value_heads", 2}, {"initializer_range", 0.05}});
+  write_variant(folder, "tied.json", {{"tie_word_embeddings", true}});
+  write_variant(folder, "short.json", {{"num_hidden_layers", 2}});
+  write_variant(folder, "moe.json",
+                {{"architectures", {"Qwen3MoeForCausalLM"}},
+                 {"model_type", "qwen3_moe"},
+                 {"num_experts", 4},
+                 {"num_experts_per_tok", 2},
+                 {"moe_intermediate_size", 16},
+                 {"norm_topk_prob", true}});
+}
+
+inline Words joined(Words words, const Words& more) {
+  words.insert(words.end(), more.begin(), more.end());
+  return words;
+}
+
+/// So many ranks of each layout, one behind the other; micro-batches are rows.
+inline Words training(const std::string& run, int ranks, int micro_batches, const Words& more) {
+  return joined({"train", "run.toml", "--nproc", std::to_string(ranks), "--job.dump_folder", run,
+                 "--training.global_batch_size", std::to_string(micro_batches),
+                 "--metrics.enable_tensorboard", "false"},
+                more);
+}
+
+inline Words as_pipeline(int ranks, const std::string& schedule) {
+  return {"--parallelism.pipeline_parallel_degree", std::to_string(ranks), "--pipeline.schedule",
+          schedule};
+}
+
+/// Of each line of metrics.jsonl what does not depend on the time.
+inline std::vector<nlohmann::json> numbers(const std::filesystem::path& run) {
+  std::istringstream text(read_file(run / "metrics/metrics.jsonl"));
+  std::vector<nlohmann::json> steps;
+  for (std::string line; std::getline(text, line);) {
+    auto step = nlohmann::json::parse(line);
+    for (const char* timed : {"step_ms", "tps", "tps_global", "tflops", "peak_rss_mib"}) {
+      step.erase(timed);
+    }
+    steps.push_back(std::move(step));
+  }
+  return steps;
+}
+
+}  // namespace tessera::cli
