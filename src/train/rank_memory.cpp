@@ -148,6 +148,15 @@ struct StepOfRank {
 /// alone: here it may still be asked about.
 StepOfRank step_of_rank(const TrainingConfig& training, std::int64_t data_ranks) {
   const std::int64_t local = training.local_batch_size.value_or(1);
+  // What is counted, up to a score for each pair of positions, stays far within 64 bits.
+  constexpr std::int64_t kMostPositions = std::int64_t{1} << 23;
+  constexpr std::int64_t kMostPairs = std::int64_t{1} << 46;
+  const std::int64_t positions = training.seq_len.value_or(1);
+  TESSERA_CHECK(positions <= kMostPositions && local <= kMostPairs / (positions * positions),
+                ErrorKind::kConfig, "training.seq_len and local_batch_size: found rows of ",
+                positions, " tokens and ", local, " of them at once, expected at most ",
+                kMostPositions, " tokens and ", kMostPairs,
+                " pairs of positions, as no memory holds more");
   if (training.global_batch_size <= 0) return {local, 1};
   const std::int64_t rows = (training.global_batch_size + data_ranks - 1) / data_ranks;
   return {std::min(local, rows), (rows + local - 1) / local};

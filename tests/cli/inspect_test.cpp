@@ -197,6 +197,20 @@ split = [0, 3, 6, 9]
   EXPECT_EQ(placed, names.size()) << "the tied one is on one rank of a V";
 }
 
+// Naive: bytes beyond 64 bits, shown as negative ones.
+TEST(InspectCommand, RowsThatNoMemoryHoldsAreRefused) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  for (const auto& [tokens, rows] :
+       {std::pair("1000000000", "1"), {"1000000", "100"}, {"12", "4000000000000000"}}) {
+    const Outcome outcome = run_program(
+        folder, {"inspect", "--contract", "run.toml", "--world", "2", "--training.seq_len", tokens,
+                 "--training.local_batch_size", rows, "--training.global_batch_size", "-1"});
+    EXPECT_EQ(outcome.code, 2) << outcome.out;
+    EXPECT_THAT(outcome.err, HasSubstr(std::string("rows of ") + tokens + " tokens"));
+  }
+}
+
 TEST(InspectCommand, APipelineThatCannotBeIsRefusedWithBothNumbers) {
   const testing::TemporaryFolder folder;
   write_small_run(folder);
