@@ -122,7 +122,12 @@ class Trainer {
     model_ =
         parallelize(std::move(parts), source_, config, mesh_,
                     checkpoints_->resumes() ? InitialWeights::kLater : InitialWeights::kOfSource);
-    if (plan) pipeline_.emplace(*plan, *borders, *model_);
+    if (plan) {
+      pipeline_.emplace(*plan, *borders, *model_);
+      for (const std::string& remark : plan->remarks) {
+        if (world.rank() == 0) log::warn(remark);
+      }
+    }
     optimizer_ = fsdp::make_optimizer(config.optimizer.name, *model_, *config.optimizer.lr,
                                       config.optimizer);
     scaler_ = make_scaler(*model_, parameters_, config.grad_scaler);

@@ -66,8 +66,6 @@ INSTANTIATE_TEST_SUITE_P(
                 "checkpoint.folder: found '../checkpoint', which leads out of RUN"},
         Refused{train({"--metrics.folder", "metrics/../.."}),
                 "metrics.folder: found 'metrics/../..', which leads out of RUN"},
-        Refused{train({"--parallelism.pipeline_parallel_degree", "2"}),
-                "this axis is not yet built"},
         Refused{train({"--pipeline.micro_batches", "3"}),
                 "pipeline.micro_batches: found 3, expected -1 or 4"},
         Refused{train({"--pipeline.schedule", "LoopedBFS"}),

@@ -103,8 +103,6 @@ INSTANTIATE_TEST_SUITE_P(
         BadConfig{"parallelism.tensor_parallel_degree=2\nlora.rank=8\nlora.targets=q_proj\n"
                   "model.config=''\nmodel.path=m\nlora.dropout=0.1",
                   "lora.dropout", "with tensor_parallel_degree 2"},
-        BadConfig{"parallelism.pipeline_parallel_degree=2", "parallelism.pipeline_parallel_degree",
-                  "not yet built"},
         BadConfig{"pipeline.schedule=LoopedBFS", "pipeline.schedule",
                   "found 'LoopedBFS', expected one of GPipe, 1F1B"},
         BadConfig{"pipeline.schedule=ZBV\npipeline.schedule_file=a.csv",
