@@ -245,8 +245,11 @@ class IsMetByALateThread : public torch::autograd::Function<IsMetByALateThread> 
 // Naive: the World of ranks that have recovered is aborted by a backward of before.
 TEST(FailuresOfMany, AThreadThatSleptThroughARecoveryAbortsNobody) {
   for (const auto backend : {ThreadBackend::kInProcess, ThreadBackend::kGloo}) {
-    ranks(2, backend).run([](World& world) {
+    RankBarrier meeting(2);
+    ranks(2, backend).run([&](World& world) {
+      RankBarrier::Seat seat(meeting);
       ShardedChain model(data_mesh(world), 1, 2, kWidth);
+      seat.wait();  // an abort would end what the other one is still in
       world.abort("a bad step");
       world.recover();
       auto x = input_of(world.rank(), 0, kWidth).requires_grad_();
