@@ -79,11 +79,15 @@ class Part : public torch::nn::Module {
     for (const int stage : stages_) {
       if (which != kAll && which != stage) continue;
       if (stage == 0) y = y * scale;
-      for (int i = stage * kPieces; i < (stage + 1) * kPieces; ++i) y = pieces.at(i)->forward(y);
+      for (int i = stage * kPieces; i < (stage + 1) * kPieces; ++i) {
+        y = pieces.at(i)->forward(y);
+        if (in_backward) y.register_hook([this](const at::Tensor&) { in_backward(); });
+      }
     }
     return y;
   }
   at::Tensor scale;
+  std::function<void()> in_backward;  ///< runs before that of each piece
   std::map<int, std::shared_ptr<Sharded<Piece>>> pieces;
 
  private:
@@ -262,7 +266,7 @@ TEST(PipelineOfHandles, AllStagesOnOneRankAreAPipelineToo) {
   expect_same(run_in_stages(of, of.options()), run_whole(of));
 }
 
-/// On one rank of four a piece throws in its forward, or as its backward begins; then recover().
+/// On one rank of four a piece throws in its forward, or in the midst of a backward; then recover().
 void expect_a_named_end_and_a_right_step(bool in_forward, const std::string& slot) {
   Case of;
   of.kind = pipeline::Kind::kZeroBubble;
@@ -275,16 +279,11 @@ void expect_a_named_end_and_a_right_step(bool in_forward, const std::string& slo
     rank.step(0);
     rank.part.zero_grad();
     if (world.rank() == 3) {  // of the last stage
-      auto& piece = *rank.part.module()->pieces.at(2)->module();
-      const auto mishap = [armed = std::make_shared<bool>(true)] {
-        if (std::exchange(*armed, false)) throw std::runtime_error("a piece's own mishap");
+      auto& part = *rank.part.module();
+      const auto mishap = [calls = std::make_shared<int>(0)] {
+        if (++*calls == 2) throw std::runtime_error("a piece's own mishap");
       };
-      piece.before = mishap;
-      if (!in_forward) {
-        piece.before = [&piece, mishap] {
-          piece.gain.register_hook([mishap](const at::Tensor&) { mishap(); });
-        };
-      }
+      (in_forward ? part.pieces.at(2)->module()->before : part.in_backward) = mishap;
     }
     errors[static_cast<std::size_t>(world.rank())] = error_of([&] { rank.step(0); });
     world.recover();
@@ -300,7 +299,7 @@ void expect_a_named_end_and_a_right_step(bool in_forward, const std::string& slo
 }
 
 TEST(PipelineOfHandles, AnExceptionInAForwardEndsAllRanksByNameAndTheNextStepIsRight) {
-  expect_a_named_end_and_a_right_step(/*in_forward=*/true, "slot 1F0 (stage 1, micro-batch 0)");
+  expect_a_named_end_and_a_right_step(/*in_forward=*/true, "slot 1F1 (stage 1, micro-batch 1)");
 }
 
 TEST(PipelineOfHandles, AnExceptionInABackwardEndsAllRanksByNameAndTheNextStepIsRight) {
