@@ -146,7 +146,7 @@ TEST(LostStage, KilledInItsStepsIsNamedNobodyStaysAndTheRunGoesOnWithout) {
     SCOPED_TRACE(to_string(one));
     Victim victim(one, {"--checkpoint.interval", "1"});
     const auto ranks = victim.in_the_steps();
-    ASSERT_FALSE(testing::Test::HasFailure());
+    ASSERT_FALSE(::testing::Test::HasFailure());
     kill(ranks.at(one.victim), SIGKILL);
     EXPECT_EQ(victim.run().wait(kGone), 128 + SIGKILL) << victim.run().err();
     EXPECT_EQ(victim.run().last_error_line(),
@@ -169,7 +169,7 @@ TEST(LostStage, StoppedInItsStepsIsNamedAndNobodyStaysAfterTheTimeout) {
     SCOPED_TRACE(to_string(one));
     Victim victim(one);
     const auto ranks = victim.in_the_steps();
-    ASSERT_FALSE(testing::Test::HasFailure());
+    ASSERT_FALSE(::testing::Test::HasFailure());
     kill(ranks.at(one.victim), SIGSTOP);
     EXPECT_EQ(victim.run().wait(kTimeout + kGone), 1) << victim.run().err();
     EXPECT_THAT(victim.run().last_error_line(), HasSubstr(concat("rank ", one.victim)));
@@ -209,7 +209,7 @@ TEST(StagesAskedToStop, SaveTheSameStepAndGoOnWithout) {
     SCOPED_TRACE(to_string(one));
     Victim asked(one);
     const auto ranks = asked.in_the_steps();
-    ASSERT_FALSE(testing::Test::HasFailure());
+    ASSERT_FALSE(::testing::Test::HasFailure());
     ::kill(one.number == 0 ? ranks.at(one.victim) : asked.run().pid(), SIGTERM);
     ASSERT_EQ(asked.run().wait(kLong), 0) << asked.run().err();
     const auto steps = static_cast<std::int64_t>(losses(asked.folder() / "run").size());

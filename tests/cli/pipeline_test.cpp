@@ -244,6 +244,16 @@ TEST_F(PipelineRun, LeavesACheckpointThatTheOtherCommandsReadAsAnyOther) {
             nlohmann::json::parse(printed("whole", {"inspect", "--json"}, "")).at("tensors"));
 }
 
+// Eight stages of a tied model: parameters of the first and the last all lie in the root.
+TEST_F(PipelineRun, IsPlannedAlsoWhereAStageHasNoUnitOfItsOwn) {
+  const Outcome outcome =
+      run_program(folder_, joined({"inspect", "--contract", "run.toml", "--model.config",
+                                   "tied.json", "--training.global_batch_size", "8"},
+                                  as_pipeline(4, "ZBV")));
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.out, AllOf(HasSubstr("memory of a rank of each place"), HasSubstr("pp 3")));
+}
+
 struct Refused {
   int ranks = 2;
   int rows = kMicroBatches;
