@@ -31,7 +31,9 @@ class PipelineRun : public ::testing::Test {
   }
 
   void train(const std::string& run, int ranks, int rows, const Words& more) const {
-    const Outcome outcome = run_program(folder_, training(run, ranks, rows, more));
+    const Outcome outcome = run_program(
+        folder_,
+        training(run, ranks, rows, joined({"--training.steps", std::to_string(kSteps)}, more)));
     ASSERT_EQ(outcome.code, 0) << run << ": " << outcome.err;
   }
 
