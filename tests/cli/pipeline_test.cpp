@@ -241,9 +241,18 @@ TEST_F(PipelineRun, LeavesACheckpointThatTheOtherCommandsReadAsAnyOther) {
   };
   const Words generate{"generate", "--prompt", "line", "--max-new-tokens", "24"};
   EXPECT_EQ(printed("stages", generate, "--model"), printed("whole", generate, "--model"));
-  const auto tensors = nlohmann::json::parse(printed("stages", {"inspect", "--json"}, ""));
-  EXPECT_EQ(tensors.at("tensors"),
-            nlohmann::json::parse(printed("whole", {"inspect", "--json"}, "")).at("tensors"));
+  // In how many pieces a tensor lies is the layout's own.
+  const auto tensors = [&](const std::string& run) {
+    std::vector<std::string> lines;
+    for (const auto& one :
+         nlohmann::json::parse(printed(run, {"inspect", "--json"}, "")).at("tensors")) {
+      lines.push_back(
+          concat(one.at("name").dump(), one.at("dtype").dump(), one.at("shape").dump()));
+    }
+    return lines;
+  };
+  EXPECT_GT(tensors("stages").size(), 80U);
+  EXPECT_EQ(tensors("stages"), tensors("whole"));
 }
 
 // Eight stages of a tied model: parameters of the first and the last all lie in the root.
