@@ -244,10 +244,9 @@ TEST_F(PipelineRun, LeavesACheckpointThatTheOtherCommandsReadAsAnyOther) {
   // In how many pieces a tensor lies is the layout's own.
   const auto tensors = [&](const std::string& run) {
     std::vector<std::string> lines;
-    for (const auto& one :
-         nlohmann::json::parse(printed(run, {"inspect", "--json"}, "")).at("tensors")) {
-      lines.push_back(
-          concat(one.at("name").dump(), one.at("dtype").dump(), one.at("shape").dump()));
+    const auto all = nlohmann::json::parse(printed(run, {"inspect", "--json"}, "")).at("tensors");
+    for (const auto& [name, one] : all.items()) {
+      lines.push_back(concat(name, " ", one.at("dtype").dump(), one.at("shape").dump()));
     }
     return lines;
   };
