@@ -113,7 +113,9 @@ void FailureWatch::look_or_end() {
       const base::Lock lock(mutex_);
       if (stopping_) return;
     }
-    actions_.lost(concat("the store is gone, rank 0 or the launcher has left: ", error.what()));
+    const auto waits = board_->standing().wait;
+    actions_.lost(concat("the store is gone, rank 0 or the launcher has left: ", error.what(),
+                         waits ? concat("; this rank waits for: ", waits->text) : ""));
   }
 }
 

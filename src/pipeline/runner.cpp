@@ -15,6 +15,7 @@
 #include "base/doing.h"
 #include "base/trace.h"
 #include "comm/group.h"
+#include "launch/abort_flag.h"
 #include "pipeline/messages.h"
 #include "tessera/error.h"
 #include "tessera/step_scope.h"
@@ -389,11 +390,12 @@ std::vector<Tensors> Runner::run(const ValidProgram& program, const std::vector<
 /// The others learn of it where they wait.
 void Runner::fail(const std::exception& error, const std::string& place) {
   const auto* known = dynamic_cast<const Error*>(&error);
-  const Error named(
-      known != nullptr ? known->kind() : ErrorKind::kUsage,
-      concat("pipeline, rank ", ties_.world->rank(), ", ", place, ": ", error.what()));
-  if (ties_.world->size() > 1) ties_.world->abort(named.what());
-  throw named;
+  const std::string text =
+      concat("pipeline, rank ", ties_.world->rank(), ", ", place, ": ", error.what());
+  if (ties_.world->size() > 1) ties_.world->abort(text);
+  // Who only notices what began on another rank is not taken for the culprit.
+  if (dynamic_cast<const comm::PeerLost*>(&error) != nullptr) throw comm::PeerLost(text);
+  throw Error(known != nullptr ? known->kind() : ErrorKind::kUsage, text);
 }
 
 }  // namespace tessera::pipeline

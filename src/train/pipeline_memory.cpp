@@ -128,8 +128,9 @@ struct StageBytes {
 
 StageBytes bytes_of(const layout::ModelPlan& plan, const std::vector<GradContract>& all,
                     RankMemoryOptions options) {
-  const auto contracts = contracts_in(plan, all);
   StageBytes bytes;
+  if (plan.units.empty()) return bytes;  // a stage whose parameters all lie in the rank's root
+  const auto contracts = contracts_in(plan, all);
   options.reshard = layout::Reshard::kYes;
   bytes.held = rank_memory(contracts, plan, options);
   bytes.unit_by_unit = bytes.held.unsharded;

@@ -1,5 +1,5 @@
 // A rank of a pipeline is killed, stops or throws at a random moment of the steps: every process is
-// gone within 10 s of the event, or of the timeout; the others say in which slot they waited for
+// gone within 20 s of the event, or of the timeout; the others say in which slot they waited for
 // whom; and what was saved before goes on without the pipeline, with its bits. Asked to stop, all
 // stages stop after the same step.
 //
@@ -29,7 +29,7 @@ using testing::TemporaryFolder;
 
 constexpr int kMicroBatches = 48;
 constexpr seconds kLong{120};
-constexpr seconds kGone{10};
+constexpr seconds kGone{20};    // 5 s of them grace for a stopped rank, on a busy machine
 constexpr seconds kTimeout{3};  // of a collective or message
 
 struct Case {
@@ -46,12 +46,12 @@ std::string to_string(const Case& one) {
 }
 
 /// The same in every run of the test.
-std::vector<Case> random_cases(unsigned seed) {
+std::vector<Case> random_cases(unsigned seed, int in_short) {
   const char* const schedules[] = {
       "1F1B", "ZBV", "DualPipeV", "Interleaved1F1B", "ZB1P", "GPipe", "InterleavedZeroBubble"};
   std::mt19937 random(seed);
   std::vector<Case> cases;
-  const int count = test::full_proof() ? 20 : 3;
+  const int count = test::full_proof() ? 20 : in_short;
   for (int i = 0; i < count; ++i) {
     Case one{i, random() % 2 == 0 ? 2 : 4, schedules[random() % std::size(schedules)]};
     one.victim = static_cast<int>(random()) & (one.ranks - 1);
@@ -140,13 +140,17 @@ void expect_goes_on_without(const TemporaryFolder& folder, std::int64_t saved) {
 }
 
 TEST(LostStage, KilledInItsStepsIsNamedNobodyStaysAndTheRunGoesOnWithout) {
-  const auto cases = random_cases(18);
+  const auto cases = random_cases(18, 3);
   std::size_t named = 0;
   for (const Case& one : cases) {
     SCOPED_TRACE(to_string(one));
     Victim victim(one, {"--checkpoint.interval", "1"});
     const auto ranks = victim.in_the_steps();
     ASSERT_FALSE(::testing::Test::HasFailure());
+    const auto store = store_of(victim.folder(), "run");
+    if (one.number == 0) {
+      ASSERT_TRUE(wait_until(kLong, [&] { return store.latest().has_value(); }));
+    }
     kill(ranks.at(one.victim), SIGKILL);
     EXPECT_EQ(victim.run().wait(kGone), 128 + SIGKILL) << victim.run().err();
     EXPECT_EQ(victim.run().last_error_line(),
@@ -154,16 +158,16 @@ TEST(LostStage, KilledInItsStepsIsNamedNobodyStaysAndTheRunGoesOnWithout) {
     named += victim.expect_blamed() > 0 ? 1 : 0;
     expect_all_gone(ranks);
     if (one.number > 0) continue;
-    const auto latest = store_of(victim.folder(), "run").latest();
+    const auto latest = store.latest();
     ASSERT_TRUE(latest.has_value());
-    CheckpointFolder::open(store_of(victim.folder(), "run").complete(*latest)).verify_all();
+    CheckpointFolder::open(store.complete(*latest)).verify_all();
     expect_goes_on_without(victim.folder(), *latest);
   }
   EXPECT_GE(named, cases.size() / 2) << "most moments are in a slot";
 }
 
 TEST(LostStage, StoppedInItsStepsIsNamedAndNobodyStaysAfterTheTimeout) {
-  const auto cases = random_cases(19);
+  const auto cases = random_cases(19, 2);
   std::size_t named = 0;
   for (const Case& one : cases) {
     SCOPED_TRACE(to_string(one));
@@ -181,7 +185,7 @@ TEST(LostStage, StoppedInItsStepsIsNamedAndNobodyStaysAfterTheTimeout) {
 
 // As memory that runs out in a slot.
 TEST(LostStage, ThatThrowsIsNamedWithItsSlotAndNobodyStays) {
-  const auto cases = random_cases(20);
+  const auto cases = random_cases(20, 2);
   std::size_t named = 0;
   for (Case one : cases) {
     one.moment += milliseconds(3000);  // after the start of the processes

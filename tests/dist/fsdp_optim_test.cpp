@@ -333,11 +333,11 @@ TEST(Optim, AGroupThatIsAddedIsRefusedByNameAtTheNextStep) {
 // Naive: mutable_grad() takes any tensor, and the step reads memory that is not the gradient's.
 TEST(Optim, AGradientOfAnotherShapeIsRefusedByName) {
   ranks(2).run([](World& world) {
-    auto handle = fully_shard(std::make_shared<Affine>(1, 4, 4), data_mesh(world));
+    auto handle = fully_shard(std::make_shared<Affine>(1, 12, 16), data_mesh(world));
     const auto before = whole_parameters(handle);
     for (const bool adam : {true, false}) {
       const auto optimizer = adam ? make_adamw(handle, {}) : make_sgd(handle, {});
-      const auto shard = handle.shards()[0].shard;  // of 10 and of 6 of the 16 elements
+      const auto shard = handle.shards()[0].shard;  // of 128 and of 64 of the 192 elements
       const auto refused = [&](const at::Tensor& gradient) {
         shard.mutable_grad() = gradient;
         return error_of([&] { optimizer->step(); });

@@ -18,6 +18,8 @@ class HeldBytes {
   std::int64_t bytes() const { return counter_->bytes; }
   /// At any moment so far.
   std::int64_t most() const { return counter_->most; }
+  /// From here on; what was taken before this was made is not known, and missed when it goes.
+  std::int64_t restart() { return counter_->most = counter_->bytes; }
 
  private:
   struct Counter : c10::MemoryReportingInfoBase {
