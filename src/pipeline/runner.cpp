@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <exception>
 #include <map>
 #include <optional>
 #include <string>
@@ -395,7 +396,9 @@ void Runner::fail(const std::exception& error, const std::string& place) {
   if (ties_.world->size() > 1) ties_.world->abort(text);
   // Who only notices what began on another rank is not taken for the culprit.
   if (dynamic_cast<const comm::PeerLost*>(&error) != nullptr) throw comm::PeerLost(text);
-  throw Error(known != nullptr ? known->kind() : ErrorKind::kUsage, text);
+  if (known != nullptr) throw Error(known->kind(), text);
+  // What libtorch has thrown stays inside: that memory has run out is told by it.
+  std::throw_with_nested(Error(ErrorKind::kUsage, text));
 }
 
 }  // namespace tessera::pipeline

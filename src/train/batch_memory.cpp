@@ -2,6 +2,7 @@
 
 #include <sys/sysinfo.h>
 
+#include <exception>
 #include <new>
 #include <string_view>
 
@@ -43,7 +44,14 @@ void require_room(const RowsOfRank& rows, std::int64_t logits, double memory) {
 
 bool is_out_of_memory(const std::exception& error) {
   if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr) return true;
-  if (dynamic_cast<const Error*>(&error) != nullptr) return false;  // may quote another rank's
+  if (dynamic_cast<const Error*>(&error) != nullptr) {  // may quote another rank's
+    try {
+      std::rethrow_if_nested(error);  // where in a pipeline it was
+    } catch (const std::exception& inner) {
+      return is_out_of_memory(inner);
+    }
+    return false;
+  }
   const std::string_view said = error.what();
   for (const std::string_view words :
        {"can't allocate memory", "not enough memory", "out of memory", "calculation overflowed"}) {

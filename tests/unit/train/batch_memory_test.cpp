@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 
+#include <exception>
 #include <new>
 #include <stdexcept>
 
@@ -45,6 +46,15 @@ TEST(BatchMemory, TellsMemoryThatRanOutFromOtherErrors) {
       "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
       "you tried to allocate 9007199254740992 bytes.")));
   EXPECT_TRUE(is_out_of_memory(std::runtime_error("CUDA out of memory. Tried to allocate 2 GiB")));
+  try {  // as a pipeline's runner says where it was
+    try {
+      throw std::bad_alloc();
+    } catch (const std::exception&) {
+      std::throw_with_nested(Error(ErrorKind::kUsage, "slot 1F0: std::bad_alloc"));
+    }
+  } catch (const std::exception& error) {
+    EXPECT_TRUE(is_out_of_memory(error));
+  }
   EXPECT_FALSE(is_out_of_memory(std::runtime_error("mat1 and mat2 shapes cannot be multiplied")));
   EXPECT_FALSE(is_out_of_memory(Error(ErrorKind::kComm, "rank 1 is lost: out of memory")));
   EXPECT_THAT(out_of_memory_text({8, 4, 12}, std::bad_alloc()),
