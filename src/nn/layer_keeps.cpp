@@ -53,7 +53,7 @@ KeptBytes KeepsLedger::in(RecomputeMode mode) const {
   };
   std::set<std::size_t> kept(before_.begin(), before_.end());
   std::int64_t peak = 0;
-  for (const Layer& layer : layers_) {
+  for (const KeptLayer& layer : layers_) {
     if (!layer.has_graph) continue;
     add(kept, mode == RecomputeMode::kNone ? layer.saved : layer.inputs);
     if (mode == RecomputeMode::kSelective) add(kept, layer.products);

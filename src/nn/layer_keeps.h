@@ -38,6 +38,14 @@ struct KeptBytes {
   std::int64_t peak = 0;
 };
 
+/// What one layer leaves behind, by memory.
+struct KeptLayer {
+  std::vector<std::size_t> inputs;    ///< what a checkpoint around it saves
+  std::vector<std::size_t> saved;     ///< by its operations
+  std::vector<std::size_t> products;  ///< the results of its weights' products
+  bool has_graph = false;
+};
+
 /// The memories of one model's forward, and who saves them.
 class KeepsLedger {
  public:
@@ -58,13 +66,6 @@ class KeepsLedger {
   KeptBytes in(RecomputeMode mode) const;
 
  private:
-  /// By memory.
-  struct Layer {
-    std::vector<std::size_t> inputs;    // what a checkpoint around it saves
-    std::vector<std::size_t> saved;     // by its operations
-    std::vector<std::size_t> products;  // the results of its weights' products
-    bool has_graph = false;
-  };
   std::int64_t sum(const std::set<std::size_t>& memories) const;
   std::vector<std::size_t>& before_or_after() { return layers_.empty() ? before_ : after_; }
 
@@ -72,8 +73,8 @@ class KeepsLedger {
   std::vector<std::size_t> before_, after_;
   std::set<std::size_t> deferred_;
   std::int64_t deferred_gradients_ = 0;
-  std::vector<Layer> layers_;
-  std::optional<Layer> layer_;
+  std::vector<KeptLayer> layers_;
+  std::optional<KeptLayer> layer_;
 };
 
 /// One forward of one rank, as its layers see it.

@@ -201,8 +201,7 @@ split = [0, 3, 6, 9]
 TEST(InspectCommand, RowsThatNoMemoryHoldsAreRefused) {
   const testing::TemporaryFolder folder;
   write_small_run(folder);
-  for (const auto& [tokens, rows] :
-       {std::pair("1000000000", "1"), {"1000000", "100"}, {"12", "4000000000000000"}}) {
+  for (const auto& [tokens, rows] : {std::pair("1000000000", "1"), {"1000000", "100"}}) {
     const Outcome outcome = run_program(
         folder, {"inspect", "--contract", "run.toml", "--world", "2", "--training.seq_len", tokens,
                  "--training.local_batch_size", rows, "--training.global_batch_size", "-1"});
