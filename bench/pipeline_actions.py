@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""PyTorch's side of build/release/bench/pipeline_actions: what one action of a schedule costs beside its
-computing, in torch.distributed.pipelining.
+"""PyTorch's side of build/release/bench/pipeline_actions: what one action of a schedule costs
+beside its computing, in torch.distributed.pipelining.
 
     .venv/bin/python bench/pipeline_actions.py [KIND] [ranks] [micro-batches] [steps]
 
-Stages of one addition over 16 numbers, 1 thread a rank, Gloo. One line of JSON: median, 10th and 90th
-percentile over steps, in microseconds of one F or B (an I with its W counts as a B) of rank 0. The
-first tenth of the steps is not counted. The loss squares because c10d's Gloo does not send the expanded
-gradient of a bare sum.
+Stages of one addition over 16 numbers, 1 thread a rank, Gloo. One line of JSON: median, 10th and
+90th percentile over steps, in microseconds of one F or B (an I with its W counts as a B) of rank 0.
+The first tenth of the steps is not counted. The loss squares because c10d's Gloo does not send the
+expanded gradient of a bare sum.
 """
 
 import argparse

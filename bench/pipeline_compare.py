@@ -6,12 +6,12 @@ layers, cut into stages of torch.distributed.pipelining.
                                                [--steps 20] [--rows 1] [--micro-batches 8]
                                                [--param-dtype bfloat16|float32]
 
-Two ranks x 1 thread over Gloo, one pipeline, no data parallelism. One line of JSON: step times of the
-slower rank, losses, peak RSS of both.
+Two ranks x 1 thread over Gloo, one pipeline, no data parallelism. One line of JSON: step times of
+the slower rank, losses, peak RSS of both.
 
-Every rank makes the modules of its own stages alone and reads their weights alone. bfloat16: weights
-and gradients are bf16, so micro-batches are summed in bf16, beside fp32 masters that the optimizer
-works on. That is less work and memory than fp32 sums, which Tessera has.
+Every rank makes the modules of its own stages alone and reads their weights alone. bfloat16:
+weights and gradients are bf16, so micro-batches are summed in bf16, beside fp32 masters that the
+optimizer works on. That is less work and memory than fp32 sums, which Tessera has.
 """
 
 import argparse
