@@ -8,6 +8,7 @@
 #include <numeric>
 #include <thread>
 
+#include "comm/backends/gloo/exchange.h"
 #include "comm/backends/gloo/gloo.h"
 #include "comm/backends/gloo/point_to_point.h"
 #include "rank_pools.h"
@@ -18,6 +19,7 @@ namespace {
 
 using std::chrono::milliseconds;
 using testing::HasSubstr;
+using testing::Not;
 
 ChannelOptions channel(std::vector<int> members, int self) {
   ChannelOptions options;
@@ -50,6 +52,19 @@ TEST(Opening, StandsOnTheBoardWithTheRankThatItWaitsFor) {
   EXPECT_EQ(seen[1].wait->text, "the opening of group gather of some ranks");
   EXPECT_FALSE(seen[2].wait.has_value());
   EXPECT_EQ(board->standing().waits, 0);
+}
+
+// A process that is stopped for longer than it waits, and goes on: what it waited for is there. Naive:
+// "waited 20 s for rank ; it is stalled".
+TEST(WaitedInVain, BlamesNobodyWhereAllHaveCome) {
+  const Patience patience;
+  EXPECT_EQ(waited_in_vain("gather", milliseconds(20'000), {3, 5}, patience),
+            "gather: waited 20 s for rank 3, 5; it is stalled, or does not take part in this "
+            "collective");
+  const std::string late = waited_in_vain("gather", milliseconds(20'000), {}, patience);
+  EXPECT_THAT(late, HasSubstr("gather: waited 20 s and found every rank there"));
+  EXPECT_THAT(late, HasSubstr("comm.timeout_seconds"));
+  EXPECT_THAT(late, Not(HasSubstr("for rank")));
 }
 
 // Naive: each attempt at a group leaves a log on the board, and peers read what never was issued.

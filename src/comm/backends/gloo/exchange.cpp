@@ -45,6 +45,14 @@ void hear_others(const AbortFlag& abort_flag, const WaitBoard& board, int peer) 
 
 std::string waited_in_vain(const std::string& what, std::chrono::milliseconds time,
                            const std::vector<int>& world_ranks, const Patience& patience) {
+  // All have come between the end of the wait and the look at who is missing.
+  if (world_ranks.empty()) {
+    return concat(
+        what, ": waited ", in_seconds(time),
+        " and found every rank there once that was over, expected them in time; they were "
+        "late, or this rank itself stood still (stopped, or without a core): raise "
+        "comm.timeout_seconds where that happens");
+  }
   return concat(what, ": waited ", in_seconds(time), " for rank ", joined(world_ranks),
                 patience.why_missing(world_ranks));
 }

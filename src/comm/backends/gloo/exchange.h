@@ -57,7 +57,8 @@ class Channel {
 /// store's timeout that the store is gone. Errors: PeerLost with what another rank has said in the
 /// meantime.
 void hear_others(const AbortFlag& abort_flag, const WaitBoard& board, int peer);
-/// "what: waited 100 s for rank 3; ...", and why, as far as `patience` knows.
+/// "what: waited 100 s for rank 3; ...", and why, as far as `patience` knows. No ranks: all have come
+/// after all, as to one that was stopped for longer than it waits.
 std::string waited_in_vain(const std::string& what, std::chrono::milliseconds time,
                            const std::vector<int>& world_ranks, const Patience& patience);
 
