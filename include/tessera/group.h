@@ -72,7 +72,7 @@ class Group {
                   const std::string& what = {}) const;
 
   /// The mean over ranks: of a floating dtype, shaped as `tensor`, which stays as it is. Bytes as a
-  /// sum.
+  /// sum, of 16-bit floats as of float32.
   at::Tensor mean(const at::Tensor& tensor, const std::string& what = {}) const;
   /// The same of one number a rank, in fp64: mean(loss.item<double>()).
   double mean(double value, const std::string& what = {}) const;

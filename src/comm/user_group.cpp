@@ -175,7 +175,10 @@ at::Tensor Group::mean(const at::Tensor& tensor, const std::string& what) const 
                 c10::toString(tensor.scalar_type()),
                 ", expected a floating one; give x.to(at::kDouble)");
   call.how = concat("mean of ", tensor.sizes());
-  return summed(call, tensor).div_(size()).to(tensor.scalar_type());
+  // A sum that 16 bits do not hold may have a mean that they do: it is not rounded on its way.
+  const at::Tensor wide = tensor.to(sum_dtype(tensor.scalar_type()));
+  if (!wide.is_same(tensor)) call.how += concat(" ", c10::toString(tensor.scalar_type()));
+  return summed(call, wide).div_(size()).to(tensor.scalar_type());
 }
 
 double Group::mean(double value, const std::string& what) const {

@@ -114,6 +114,11 @@ TEST_P(Groups, MeansAreSumsOverTheNumberOfRanks) {
         EXPECT_TRUE(same_bits(mine, all[static_cast<std::size_t>(world.rank())]));
       }
     }
+    // The sum is above what float16 holds, also where it travels in parts.
+    for (const std::int64_t numel : {3, 200'000}) {
+      const auto most = at::full({numel}, 60'000, at::kHalf);
+      EXPECT_TRUE(same_bits(group.mean(most), most)) << numel;
+    }
     // Not a float: 0.1 and its thirds have their digits.
     double sum = 0;
     for (int rank = 0; rank < world.size(); ++rank) sum += 0.1 * (rank + 1);
