@@ -220,24 +220,14 @@ struct PipelineOfRun::Parts {
   std::vector<ModelStage> stages;
   std::string words;  ///< what ranks of a stage have to run alike
 
-  /// Forwards alone: those of the schedule where it has as many micro-batches, else one after the
-  /// other.
+  /// Forwards alone: those of the schedule where it has as many micro-batches, else in waves.
   const pipeline::ValidProgram& evaluation(const pipeline::Schedule& schedule, int micro_batches) {
     const auto known = evaluations.find(micro_batches);
     if (known != evaluations.end()) return known->second;
-    auto forwards = pipeline::forward_only(schedule);
-    if (micro_batches != schedule.micro_batches) {
-      forwards.micro_batches = micro_batches;
-      for (int rank = 0; rank < forwards.ranks(); ++rank) {
-        auto& slots = forwards.slots[static_cast<std::size_t>(rank)];
-        slots.clear();
-        for (int i = 0; i < micro_batches; ++i) {
-          for (const int stage : forwards.stages_of(rank)) {
-            slots.push_back({{pipeline::ActionKind::kForward, stage, i}, std::nullopt});
-          }
-        }
-      }
-    }
+    const auto forwards =
+        micro_batches == schedule.micro_batches
+            ? pipeline::forward_only(schedule)
+            : pipeline::forward_schedule(schedule.rank_of, schedule.ranks(), micro_batches);
     return evaluations
         .emplace(micro_batches, pipeline::ValidProgram(forwards, pipeline::Passes::kForward))
         .first->second;
