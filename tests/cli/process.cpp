@@ -11,11 +11,13 @@
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
+#include <random>
 #include <sstream>
 #include <thread>
 
 #include "base/environment.h"
 #include "launch/hosts.h"
+#include "tessera/error.h"
 
 namespace tessera::cli {
 namespace {
@@ -88,7 +90,20 @@ std::string output_of(const std::string& command) {
   return ::pclose(pipe) == 0 ? text : "";
 }
 
-std::string free_port() { return std::to_string(comm::listen_on("127.0.0.1", 0).port); }
+/// Nobody listens on it, on any address. Below the range that the kernel hands out: a port of that
+/// range is anybody's who connects to anything before the launcher has it.
+std::string free_port() {
+  constexpr int kTries = 100;
+  std::random_device draw;
+  for (int tries = 1;; ++tries) {
+    const auto port = static_cast<std::uint16_t>(10000U + draw() % 20000U);
+    try {
+      return std::to_string(comm::listen_on("0.0.0.0", port).port);
+    } catch (const Error&) {
+      if (tries == kTries) throw;
+    }
+  }
+}
 
 /// Torchrun; "--" because it would take --nproc for itself.
 Words torchrun(const Words& how, const std::string& count) {
