@@ -255,6 +255,22 @@ TEST(Parameters, HooksBeforeShardingAreRefusedByName) {
   });
 }
 
+// Naive: libtorch's register_hook drops ours, and gradients go where nobody reduces them.
+TEST(Parameters, AHookOnTheModulesTensorIsRefusedByName) {
+  ranks(2).run([](World& world) {
+    auto block = std::make_shared<Block>(1, 4);
+    auto handle = fully_shard(block, data_mesh(world));
+    const auto loss = [&] { return squares(handle.forward(input_of(world.rank(), 0, 4))); };
+    backward(loss());
+    handle.zero_grad();
+    const auto late = loss();  // between a forward and its backward
+    block->b.register_hook([](const at::Tensor& grad) { return grad * 2; });
+    EXPECT_THAT(error_of([&] { backward(late); }),
+                AllOf(HasSubstr("parameter b"), HasSubstr("no hook")));
+    EXPECT_THAT(error_of([&] { loss(); }), AllOf(HasSubstr("parameter b"), HasSubstr("hook")));
+  });
+}
+
 TEST(Parameters, IgnoredOnesStayAsTheyAre) {
   ranks(2).run([](World& world) {
     auto module = std::make_shared<Block>(1, 4);

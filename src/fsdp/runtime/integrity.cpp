@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "fsdp/runtime/unit.h"
+#include "grad/leaf.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
 
@@ -59,6 +60,12 @@ void check_integrity(const Unit& unit) {
       if (!is_at(leaf->tensor, whole)) {
         report(*parameter, "the module's tensor", leaf->tensor, whole);
       }
+      // libtorch's register_hook clears every hook that it has not made itself.
+      TESSERA_CHECK(grad::find_leaf(leaf->tensor) != nullptr, ErrorKind::kUsage, "parameter ",
+                    parameter->contract.name,
+                    ": found that register_hook on the module's tensor has replaced the hook by "
+                    "which its gradients reach the reduction, expected none on it; make the module "
+                    "anew, and change gradients on handle.parameters() after backward");
     }
   }
   if (!unit.buffers_are_cast()) return;

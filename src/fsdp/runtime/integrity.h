@@ -9,8 +9,8 @@ namespace tessera::fsdp {
 
 class Unit;
 
-/// Compares pointers and dtypes only; allocates nothing. Errors: kUsage naming the parameter, what
-/// was found and what was expected.
+/// Compares pointers and dtypes only, and looks whether the hook that takes the gradients is still
+/// there; allocates nothing. Errors: kUsage naming the parameter, what was found and expected.
 void check_integrity(const Unit& unit);
 
 /// Of parameters that were just gathered, for require_unwritten().
