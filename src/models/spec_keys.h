@@ -3,7 +3,7 @@
 // that several families share.
 //
 // Private to model_spec.cpp and the families' own readers. Next: model_spec.cpp,
-// gemma4/gemma4_config.cpp, qwen3_moe/qwen3_moe.cpp, gpt_oss/gpt_oss.cpp.
+// gemma4/gemma4.cpp, qwen3_moe/qwen3_moe.cpp, gpt_oss/gpt_oss.cpp.
 #pragma once
 
 #include <cstdint>

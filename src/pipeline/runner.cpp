@@ -17,7 +17,6 @@
 #include "base/trace.h"
 #include "comm/group.h"
 #include "launch/abort_flag.h"
-#include "pipeline/messages.h"
 #include "tessera/error.h"
 #include "tessera/step_scope.h"
 

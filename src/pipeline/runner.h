@@ -14,7 +14,7 @@
 // A slot of an F and a B runs them in turn; side_by_side() is where they may run under each other.
 //
 // An exception in a slot gets the rank, stage, micro-batch and slot into its message, and aborts
-// the World: the others end where they wait. Next: messages.h, borders.h.
+// the World: the others end where they wait. Next: borders.h.
 #pragma once
 
 #include <exception>

@@ -58,6 +58,26 @@ at::Tensor auxiliary_loss(const ShardedBase& model, const std::vector<models::Ro
   return auxiliary_addend(all.probabilities, chosen_by_all(model, all.counts), experts_per_token);
 }
 
+void ChosenExperts::add(const std::vector<models::RouterLoad>& loads) {
+  counts_.resize(loads.size());
+  for (std::size_t i = 0; i < loads.size(); ++i) {
+    const at::Tensor counts = loads[i].counts.to(at::kDouble);
+    counts_[i] = counts_[i].defined() ? counts_[i] + counts : counts;
+  }
+}
+
+std::vector<std::vector<double>> ChosenExperts::by_layer() const {
+  std::vector<std::vector<double>> layers;
+  if (counts_.empty()) return layers;
+  const at::Tensor all = at::cat(counts_).to(at::kCPU);
+  const auto* next = all.const_data_ptr<double>();
+  for (const at::Tensor& layer : counts_) {
+    layers.emplace_back(next, next + layer.numel());
+    next += layer.numel();
+  }
+  return layers;
+}
+
 std::vector<models::BufferSpec> expert_biases_of(const ModelSource& source, double coefficient) {
   if (coefficient == 0) {
     if (!source.folder) return {};

@@ -41,6 +41,18 @@ at::Tensor chosen_by_all(const ShardedBase& model, const at::Tensor& counts);
 at::Tensor auxiliary_addend(const at::Tensor& probabilities, const at::Tensor& chosen,
                             std::int64_t experts_per_token);
 
+/// How often the experts of the layers that are here were chosen on this rank, over micro-batches.
+class ChosenExperts {
+ public:
+  /// Of one micro-batch, a layer each.
+  void add(const std::vector<models::RouterLoad>& loads);
+  /// Read from the device at once.
+  std::vector<std::vector<double>> by_layer() const;
+
+ private:
+  std::vector<at::Tensor> counts_;  // [E] fp64 each
+};
+
 /// The buffers that the source's model has besides those of the table: where `coefficient`
 /// (model.load_balance_coeff) is above 0, or the folder holds them. Errors: kConfig for a
 /// coefficient where the model has no experts, or trains adapters only.

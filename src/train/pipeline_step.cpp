@@ -46,13 +46,13 @@ class ModelStage : public pipeline::Stage {
     step_ = &step;
     wanted_ = wanted;
     loss_ = auxiliary_ = 0.0;
-    chosen_.clear();
+    chosen_ = {};
     of_.clear();
   }
   double loss() const { return loss_; }
   double auxiliary() const { return auxiliary_; }
   /// Of its own layers with experts, over the micro-batches so far.
-  const std::vector<at::Tensor>& chosen() const { return chosen_; }
+  const ChosenExperts& chosen() const { return chosen_; }
   const models::StageLayers& layers() const { return place_.layers; }
 
   Boundary input(std::int64_t micro_batch) const override {
@@ -75,7 +75,7 @@ class ModelStage : public pipeline::Stage {
     }
     stage.batch.router_statistics = statistics();
     auto output = model_.call(&models::LanguageModel::forward_stage, stage);
-    note_chosen(output.loads);
+    chosen_.add(output.loads);
     Tensors results{output.result};
     if (sends_counts()) {
       auto& routed = of_[micro_batch];
@@ -131,14 +131,6 @@ class ModelStage : public pipeline::Stage {
     return border;
   }
 
-  void note_chosen(const std::vector<models::RouterLoad>& loads) {
-    chosen_.resize(loads.size());
-    for (std::size_t i = 0; i < loads.size(); ++i) {
-      const at::Tensor counts = loads[i].counts.to(at::kDouble);
-      chosen_[i] = chosen_[i].defined() ? chosen_[i] + counts : counts;
-    }
-  }
-
   /// With the counts of the stages before, if there are any.
   models::RouterLoad pooled(const std::vector<models::RouterLoad>& loads,
                             const at::Tensor& before) const {
@@ -176,7 +168,7 @@ class ModelStage : public pipeline::Stage {
   Wanted wanted_ = Wanted::kLoss;
   double loss_ = 0.0;
   double auxiliary_ = 0.0;
-  std::vector<at::Tensor> chosen_;
+  ChosenExperts chosen_;
   std::map<std::int64_t, models::RouterLoad> of_;  // by micro-batch, between its F and its B or I
 };
 
@@ -273,12 +265,10 @@ FoundByStages PipelineOfRun::found() const {
   for (const auto& stage : parts_->stages) {
     found.loss += stage.loss();
     found.auxiliary += stage.auxiliary();
-    auto next = stage.chosen().begin();
-    for (std::size_t i = 0; i < routed.layers.size() && next != stage.chosen().end(); ++i) {
-      if (!stage.layers().has_layer(routed.layers[i])) continue;
-      const at::Tensor counts = (next++)->to(at::kCPU).contiguous();
-      const auto* begin = counts.const_data_ptr<double>();
-      found.chosen[i].assign(begin, begin + counts.numel());
+    auto chosen = stage.chosen().by_layer();
+    auto next = chosen.begin();
+    for (std::size_t i = 0; i < routed.layers.size() && next != chosen.end(); ++i) {
+      if (stage.layers().has_layer(routed.layers[i])) found.chosen[i] = std::move(*next++);
     }
   }
   return found;

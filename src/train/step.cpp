@@ -55,37 +55,6 @@ BatchLoss count_kept(const ShardedBase& model, const std::vector<MicroBatch>& ba
   return loss;
 }
 
-/// Adds up what micro-batches say of one layer each.
-class ChosenExperts {
- public:
-  void add(const std::vector<models::RouterLoad>& loads) {
-    counts_.resize(loads.size());
-    for (std::size_t i = 0; i < loads.size(); ++i) {
-      const at::Tensor counts = loads[i].counts.to(at::kDouble);
-      counts_[i] = counts_[i].defined() ? counts_[i] + counts : counts;
-    }
-  }
-  /// Behind the numbers that are there.
-  void append_to(std::vector<double>& values) const {
-    if (counts_.empty()) return;
-    const at::Tensor mine = at::cat(counts_).to(at::kCPU);
-    values.insert(values.end(), mine.const_data_ptr<double>(),
-                  mine.const_data_ptr<double>() + mine.numel());
-  }
-  /// The same numbers, layer by layer.
-  std::vector<std::vector<double>> split(std::vector<double>::const_iterator next) const {
-    std::vector<std::vector<double>> layers;
-    for (const at::Tensor& layer : counts_) {
-      layers.emplace_back(next, next + layer.numel());
-      next += layer.numel();
-    }
-    return layers;
-  }
-
- private:
-  std::vector<at::Tensor> counts_;
-};
-
 std::vector<MicroBatch> load_micro_batches(const BatchSource& source, std::int64_t step,
                                            const std::vector<RowRange>& rows) {
   std::vector<MicroBatch> batches;
@@ -141,7 +110,7 @@ StepOptions step_options(const Config& config, const GradScaler* scaler) {
 
 namespace {
 
-/// What the stages of all ranks found.
+/// What the stages of all ranks found; a whole model is one stage.
 BatchLoss added(const ShardedBase& model, BatchLoss loss, const FoundByStages& found) {
   std::vector<double> mine{once(model, found.loss), found.auxiliary};
   for (const auto& layer : found.chosen) mine.insert(mine.end(), layer.begin(), layer.end());
@@ -199,13 +168,7 @@ BatchLoss run_forward_backward(Sharded<models::LanguageModel>& model, const Batc
     torch::autograd::backward(roots, seeds);
     sum += output.result.item<double>();
   }
-  std::vector<double> mine{once(model, sum), auxiliary};
-  chosen.append_to(mine);
-  const auto sums = sum_over_ranks(model, RankSum::kStep, mine);
-  loss.sum = sums[0];
-  loss.auxiliary = sums[1];
-  loss.chosen = chosen.split(sums.begin() + kLosses);
-  return loss;
+  return added(model, loss, {sum, auxiliary, chosen.by_layer()});
 }
 
 BatchLoss run_forward_only(Sharded<models::LanguageModel>& model, const BatchSource& source,

@@ -6,21 +6,19 @@
 #include <cmath>
 #include <map>
 
-#include "base/hash.h"
 #include "base/test_hooks.h"
 #include "checkpoint/saver.h"
 #include "dist/checkpoint_tensors.h"
 #include "dist/held_bytes.h"
 #include "dist/plain.h"
 #include "dist/ranks.h"
+#include "dist/stepped.h"
 #include "dist/training_run.h"
-#include "grad/torch_dtype.h"
 #include "io/checkpoint_folder.h"
 #include "io/checkpoint_store.h"
 #include "tessera/checkpoint.h"
 #include "tessera/clip.h"
 #include "tessera/group.h"
-#include "tessera/state_dict.h"
 #include "train/checkpoint/resume.h"
 #include "train/parallelize.h"
 #include "unit/io/temporary_folder.h"
@@ -55,28 +53,8 @@ struct Trained {
         model(fully_shard(module, data_mesh(world, replicas))),
         optimizer(make_adamw(model, adamw(0.01))) {}
 
-  /// Gradients that depend on parameter, step and element of the whole only.
-  void step(int number) {
-    for (const auto& view : model.shards()) {
-      if (!view.contract->trainable) continue;
-      const auto seed = hash_bytes(view.contract->name, static_cast<std::uint64_t>(number));
-      view.shard.mutable_grad() = seeded(seed, {view.contract->numel()})
-                                      .narrow(0, view.begin, view.end - view.begin)
-                                      .to(to_scalar_type(view.contract->final))
-                                      .clone();
-    }
-    optimizer->step();
-  }
-  /// Everything that a checkpoint holds, whole.
-  Tensors all() const {
-    Tensors values;
-    for (auto& entry : state_dict(model, StateDictKind::kFull)) values[entry.name] = entry.values;
-    for (const auto& state : optimizer_state_dict(model, *optimizer).parameters) {
-      values[state.parameter + " steps"] = at::scalar_tensor(state.steps, at::kLong);
-      for (const auto& [name, kept] : state.kept) values[state.parameter + " " + name] = kept;
-    }
-    return values;
-  }
+  void step(int number) { step_by_name(model, *optimizer, number); }
+  Tensors all() const { return whole_state(model, *optimizer); }
   std::shared_ptr<Own> module;
   Sharded<Own> model;
   std::unique_ptr<Optimizer> optimizer;

@@ -6,13 +6,12 @@
 #include <algorithm>
 #include <map>
 
-#include "base/hash.h"
+#include "dist/checkpoint_tensors.h"
 #include "dist/plain.h"
 #include "dist/ranks.h"
-#include "grad/torch_dtype.h"
+#include "dist/stepped.h"
 #include "io/checkpoint_folder.h"
 #include "tessera/checkpoint.h"
-#include "tessera/state_dict.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::test::checkpoint_stages_test {
@@ -122,28 +121,9 @@ struct Trained {
                           policy_of(part, options))),
         optimizer(make_adamw(model, adamw(0.01))) {}
 
-  void step(int number) {
-    for (const auto& view : model.shards()) {
-      if (!view.contract->trainable) continue;
-      const auto seed = hash_bytes(view.contract->name, static_cast<std::uint64_t>(number));
-      view.shard.mutable_grad() = seeded(seed, {view.contract->numel()})
-                                      .narrow(0, view.begin, view.end - view.begin)
-                                      .to(to_scalar_type(view.contract->final))
-                                      .clone();
-    }
-    optimizer->step();
-  }
-
-  /// Of this rank's stages, whole.
-  Tensors all() const {
-    Tensors values;
-    for (auto& entry : state_dict(model, StateDictKind::kFull)) values[entry.name] = entry.values;
-    for (const auto& state : optimizer_state_dict(model, *optimizer).parameters) {
-      values[state.parameter + " steps"] = at::scalar_tensor(state.steps, at::kLong);
-      for (const auto& [name, kept] : state.kept) values[state.parameter + " " + name] = kept;
-    }
-    return values;
-  }
+  void step(int number) { step_by_name(model, *optimizer, number); }
+  /// Of this rank's stages.
+  Tensors all() const { return whole_state(model, *optimizer); }
 
   Mesh mesh;
   Part part;
@@ -179,28 +159,15 @@ void save_after(int steps, const Layout& layout, const std::filesystem::path& fo
   });
 }
 
-using Bytes = std::map<std::string, std::vector<std::byte>>;
-Bytes tensors_of(const std::filesystem::path& path) {
-  const auto checkpoint = CheckpointFolder::open(path);
-  checkpoint.verify_all();
-  Bytes values;
-  for (const auto& [name, tensor] : checkpoint.tensors()) {
-    auto& bytes = values[name];
-    bytes.resize(static_cast<std::size_t>(tensor.numel() * size_of(tensor.dtype)));
-    checkpoint.read(name, 0, tensor.numel(), bytes);
-  }
-  return values;
-}
-
 // Naive: other stages' tensors are unknown, the tied copy stands there twice, or what is whole is
 // written by nobody.
 TEST(StagesCheckpoint, AnyLayoutWritesTheSameTensors) {
   const TemporaryFolder folder;
-  Bytes expected;
+  std::map<std::string, std::vector<std::byte>> expected;
   for (const auto& layout : layouts()) {
     SCOPED_TRACE(layout.name);
     save_after(2, layout, folder / layout.name);
-    const auto found = tensors_of(folder / layout.name / "step-2");
+    const auto found = all_tensors(folder / layout.name / "step-2");
     if (expected.empty()) expected = found;
     EXPECT_TRUE(found == expected);
   }

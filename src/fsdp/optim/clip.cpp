@@ -39,8 +39,32 @@ struct SumOfParameter {
   double sum = 0.0;
 };
 
-/// Each parameter's sum added in the model's order: the additions of a rank that has all stages.
-double added_over_stages(comm::Group& stages, const std::vector<SumOfParameter>& mine) {
+/// Of |value|^p over the elements of each gradient that this rank adds, in fp64; kernels.h says what
+/// `largest` is for. They are read from the device together.
+std::vector<SumOfParameter> sums_of_parameters(const ShardedBase& model, double p, double largest) {
+  std::vector<SumOfParameter> sums;
+  std::vector<at::Tensor> gradients;
+  for (const auto& view : model.shards()) {
+    if (!view.shard.grad().defined() || !counts(view, model.mesh())) continue;
+    sums.push_back({view.place_in_model});
+    gradients.push_back(view.shard.grad());
+  }
+  if (sums.empty()) return sums;
+  const auto size = std::ssize(gradients);
+  const auto found = at::zeros({size}, gradients.front().options().dtype(at::kDouble));
+  for (std::int64_t i = 0; i < size; ++i) {
+    kernels::add_powers(gradients[static_cast<std::size_t>(i)], p, largest, found.narrow(0, i, 1));
+  }
+  const at::Tensor here = found.to(at::kCPU);
+  const auto* next = here.const_data_ptr<double>();
+  for (auto& one : sums) one.sum = *next++;
+  return sums;
+}
+
+/// With those of the other stages of a pipeline, in the model's order: the additions of a rank that
+/// has all stages.
+std::vector<SumOfParameter> sums_of_stages(comm::Group& stages,
+                                           const std::vector<SumOfParameter>& mine) {
   const std::string bytes(reinterpret_cast<const char*>(mine.data()),
                           mine.size() * sizeof(SumOfParameter));
   std::vector<SumOfParameter> all;
@@ -51,26 +75,18 @@ double added_over_stages(comm::Group& stages, const std::vector<SumOfParameter>&
   }
   // Without places they stay in the order of the stages' ranks.
   std::ranges::stable_sort(all, {}, &SumOfParameter::place);
-  double sum = 0.0;
-  for (const auto& one : all) sum += one.sum;
-  return sum;
+  return all;
 }
 
-/// Of |value|^p over all elements of all gradients, in fp64; kernels.h says what `largest` is for.
-/// Added parameter by parameter, then in rank order. Replicas hold the same gradients: only the
-/// ranks of one add.
+/// Of |value|^p over all elements of all gradients. Added parameter by parameter, then in rank
+/// order. Replicas hold the same gradients: only the ranks of one add.
 double sum_of_powers(const ShardedBase& model, double p, double largest = 1.0) {
+  auto of_parameters = sums_of_parameters(model, p, largest);
   auto* stages = model.stages_group();
-  std::vector<SumOfParameter> of_parameters;
-  const auto sum = at::zeros({1}, at::kDouble);
-  for (const auto& view : model.shards()) {
-    if (!view.shard.grad().defined() || !counts(view, model.mesh())) continue;
-    kernels::add_powers(view.shard.grad(), p, largest, sum);
-    if (stages == nullptr) continue;
-    of_parameters.push_back({view.place_in_model, sum.item<double>()});
-    sum.zero_();
-  }
-  if (stages != nullptr) sum.fill_(added_over_stages(*stages, of_parameters));
+  if (stages != nullptr) of_parameters = sums_of_stages(*stages, of_parameters);
+  double mine = 0.0;
+  for (const auto& one : of_parameters) mine += one.sum;
+  const auto sum = at::full({1}, mine, at::kDouble);
   auto* group = fsdp::unit_of_handle(model.unit()).runtime().groups().replica_control();
   if (group != nullptr) comm::all_reduce(*group, sum, "gradient norm");
   return sum.item<double>();

@@ -1,6 +1,6 @@
 // What differs between Gemma 4's layers: attention type, head size, key and value heads, rope.
 //
-// Private to gemma4_config.cpp. Next: gemma4_config.cpp.
+// Private to gemma4.cpp.
 #pragma once
 
 #include <nlohmann/json.hpp>

@@ -2,7 +2,7 @@
 //
 // ModelSpec's own head_dim, num_key_value_heads and rope are those of the sliding layers; a layer's
 // true ones stand in `layers`. Its experts are ModelSpec's. Read in this folder only: what others
-// want to know goes through the family's row (family.h). Next: gemma4_config.h.
+// want to know goes through the family's row (family.h). Next: gemma4.cpp.
 #pragma once
 
 #include <cstdint>

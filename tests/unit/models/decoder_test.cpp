@@ -9,25 +9,13 @@
 #include "models/description.h"
 #include "nn/parameter.h"
 #include "tessera/error.h"
+#include "unit/models/small_spec.h"
 
 namespace tessera::models::decoder_test {
 namespace {
 
-ModelSpec small(Family family) {
-  ModelSpec spec;
-  spec.family = family;
-  spec.vocab_size = 20;
-  spec.hidden_size = 8;
-  spec.num_hidden_layers = 2;
-  spec.num_attention_heads = 4;
-  spec.num_key_value_heads = 2;
-  spec.head_dim = 4;
-  spec.intermediate_size = 12;
-  return spec;
-}
-
 ModelSpec tied_with_biases() {
-  ModelSpec spec = small(Family::kLlama);
+  ModelSpec spec = tiny(Family::kLlama, 2);
   spec.tie_word_embeddings = true;
   spec.attention_bias = true;
   spec.mlp_bias = true;
@@ -35,7 +23,7 @@ ModelSpec tied_with_biases() {
 }
 
 TEST(Decoder, ParametersAreThoseOfTheTable) {
-  for (const ModelSpec& spec : {small(Family::kQwen3), tied_with_biases()}) {
+  for (const ModelSpec& spec : {tiny(Family::kQwen3, 2), tied_with_biases()}) {
     Decoder model(spec);
     std::map<std::string, std::vector<std::int64_t>> found;
     for (const auto& item : model.named_parameters()) {
@@ -49,7 +37,7 @@ TEST(Decoder, ParametersAreThoseOfTheTable) {
 }
 
 TEST(Decoder, UnitsCoverEveryParameterUnderItsTrueName) {
-  const ModelSpec spec = small(Family::kQwen3);
+  const ModelSpec spec = tiny(Family::kQwen3, 2);
   Decoder model(spec);
   std::map<std::string, at::Tensor> found;
   const auto add = [&](const std::string& unit, const torch::nn::Module& module) {
@@ -70,7 +58,7 @@ TEST(Decoder, UnitsCoverEveryParameterUnderItsTrueName) {
 }
 
 TEST(Decoder, AFreshModelHasNoMemoryAndSaysSo) {
-  Decoder model(small(Family::kQwen3));
+  Decoder model(tiny(Family::kQwen3, 2));
   for (const auto& item : model.named_parameters()) {
     EXPECT_EQ(item.value().storage().nbytes(), 0u) << item.key();
   }
@@ -98,7 +86,7 @@ TEST(Decoder, TiedHeadIsAnotherLeafOverTheSameMemory) {
 }
 
 TEST(Decoder, NoRowsRunForwardAndBackward) {
-  for (const ModelSpec& spec : {small(Family::kQwen3), tied_with_biases()}) {
+  for (const ModelSpec& spec : {tiny(Family::kQwen3, 2), tied_with_biases()}) {
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
       Decoder model(spec);
       nn::materialize(model);

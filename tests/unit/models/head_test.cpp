@@ -13,22 +13,10 @@
 #include "models/gemma4/gemma4_model.h"
 #include "nn/parameter.h"
 #include "tessera/shard.h"
+#include "unit/models/small_spec.h"
 
 namespace tessera::models::head_test {
 namespace {
-
-ModelSpec spec_of(Family family) {
-  ModelSpec spec;
-  spec.family = family;
-  spec.vocab_size = 20;
-  spec.hidden_size = 8;
-  spec.num_hidden_layers = 1;
-  spec.num_attention_heads = 4;
-  spec.num_key_value_heads = 2;
-  spec.head_dim = 4;
-  spec.intermediate_size = 12;
-  return spec;
-}
 
 template <class Head>
 void expect_no_ticket(std::shared_ptr<Head> head, const ModelSpec& spec) {
@@ -51,12 +39,12 @@ void expect_no_ticket(std::shared_ptr<Head> head, const ModelSpec& spec) {
 }
 
 TEST(Head, OfADecoderFormsItsGradientAtOnce) {
-  const ModelSpec spec = spec_of(Family::kQwen3);
+  const ModelSpec spec = tiny(Family::kQwen3);
   expect_no_ticket(std::make_shared<DecoderHead>(spec, local_sizes(spec, {})), spec);
 }
 
 TEST(Head, OfGemma4FormsItsGradientAtOnce) {
-  ModelSpec spec = spec_of(Family::kGemma4);
+  ModelSpec spec = tiny(Family::kGemma4);
   spec.gemma4.emplace().final_logit_softcapping = 30.0;
   expect_no_ticket(std::make_shared<Gemma4Head>(spec, nn::TensorRegion()), spec);
 }

@@ -11,30 +11,19 @@
 #include "models/gemma4/gemma4_vision.h"
 #include "nn/parameter.h"
 #include "nn/rope.h"
+#include "unit/models/small_spec.h"
 
 namespace tessera::models::recompute_test {
 namespace {
 
 using test::HeldBytes;
 
+// Those of tiny().
 constexpr std::int64_t kHidden = 8, kInner = 12, kHeads = 4, kGroups = 2, kHeadDim = 4;
 constexpr std::int64_t kRows = 2, kPositions = 5, kTokens = kRows * kPositions;
 
-ModelSpec small(Family family) {
-  ModelSpec spec;
-  spec.family = family;
-  spec.vocab_size = 20;
-  spec.hidden_size = kHidden;
-  spec.num_hidden_layers = 1;
-  spec.num_attention_heads = kHeads;
-  spec.num_key_value_heads = kGroups;
-  spec.head_dim = kHeadDim;
-  spec.intermediate_size = kInner;
-  return spec;
-}
-
 ModelSpec small_gemma() {
-  ModelSpec spec = small(Family::kGemma4);
+  ModelSpec spec = tiny(Family::kGemma4);
   Gemma4Spec& gemma = spec.gemma4.emplace();
   gemma.layers = {
       {.type = LayerType::kSliding, .head_dim = kHeadDim, .num_key_value_heads = kGroups}};
@@ -59,7 +48,7 @@ std::shared_ptr<nn::Rope> rope() {
 }
 
 std::shared_ptr<DecoderLayer> dense_layer(Family family) {
-  const ModelSpec spec = small(family);
+  const ModelSpec spec = tiny(family);
   return std::make_shared<DecoderLayer>(spec, 0, local_sizes(spec), rope());
 }
 
