@@ -38,6 +38,10 @@ if(TESSERA_CCACHE AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # ccache can reuse objects beside a precompiled header only when the header carries no time stamp.
   target_compile_options(tessera_flags INTERFACE -fpch-preprocess)
 endif()
+if(NOT CMAKE_BUILD_TYPE STREQUAL "Release")
+  # As libtorch is built, and we in Release: without it its headers lay out RecordFunction and others otherwise.
+  target_compile_definitions(tessera_flags INTERFACE NDEBUG)
+endif()
 # Ours alone: libtorch stays as it is, and what the sanitizers say of it is in tests/sanitizers.
 if(TESSERA_SANITIZE STREQUAL "address")
   target_compile_options(tessera_flags INTERFACE
