@@ -40,6 +40,15 @@ struct Place {
   std::optional<HandOver> sends;      ///< that is not through
 };
 
+/// What a stage gives away. It has no graph, and where the stage may write to it again (a buffer of
+/// its own, refilled for the next micro-batch) memory of its own: a message leaves later, and on the
+/// turn of a V the next stage reads it later. What has a graph nobody writes to.
+at::Tensor given_away(const at::Tensor& tensor) {
+  // Held here alone, or by others, too.
+  const bool is_shared = tensor.use_count() > 1 || tensor.storage().use_count() > 1;
+  return is_shared && !tensor.requires_grad() ? tensor.detach().clone() : tensor.detach();
+}
+
 class Walk {
  public:
   Walk(const ValidProgram& program, int rank, const std::vector<Stage*>& stages,
@@ -233,7 +242,7 @@ class Walk {
     if (action.stage == last_stage()) {
       auto& results = results_[static_cast<std::size_t>(action.micro_batch)];
       for (const auto& output : outputs) {
-        results.push_back(output.defined() ? output.detach() : output);
+        results.push_back(output.defined() ? given_away(output) : output);
       }
       if (trains_) flight.results = std::move(outputs);
       return;
@@ -254,7 +263,7 @@ class Walk {
                     ErrorKind::kContract, "output ", i,
                     ": found a tensor that requires grad, expected none: no gradient of it travels "
                     "back; declare has_gradient, or return its detach()");
-      outputs[i] = outputs[i].detach();
+      outputs[i] = given_away(outputs[i]);
     }
     give(action, std::move(outputs));
   }
@@ -273,6 +282,7 @@ class Walk {
       begins.push_back(arrived[i]);
     }
     {
+      const at::AutoGradMode grad_mode(true);  // they may be computed here
       auto roots = stage.roots(action.micro_batch, flight.results, back);
       add_roots(roots, edges, begins);
     }
@@ -316,7 +326,7 @@ class Walk {
     if (!before.back.empty()) {
       auto back = stages_[local(action.stage)]->back(action.micro_batch);
       require_as_declared(back, before.back, "value back");
-      for (auto& value : back) tensors.push_back(value.detach());
+      for (auto& value : back) tensors.push_back(given_away(value));
     }
     require_as_declared(tensors, contents(before, Direction::kBackward), "gradient of input");
     return tensors;

@@ -204,6 +204,96 @@ TEST(PipelineRunner, TheMemoryOfAResultGoesWhenItIsSent) {
   }
 }
 
+/// The first of two stages hands a buffer on, the last one hands one back, and both refill theirs
+/// for each micro-batch.
+class Refills : public Stage {
+ public:
+  explicit Refills(int stage) : stage_(stage) {}
+  Boundary input(std::int64_t) const override {
+    return {{{{1}, at::kFloat}, {{1}, at::kFloat, false}}, {{{1}, at::kFloat}}};
+  }
+  Boundary output(std::int64_t) const override { return input(0); }
+  pipeline::Tensors forward(std::int64_t micro_batch, const pipeline::Tensors& inputs) override {
+    if (stage_ == 1) return {(inputs[0] * inputs[1]).sum()};
+    buffer_.fill_(micro_batch + 1);
+    return {weight * 1.0, buffer_};
+  }
+  Roots roots(std::int64_t micro_batch, const pipeline::Tensors& results,
+              const pipeline::Tensors& back) override {
+    if (stage_ == 0) came_back.push_back(back.at(0).item<float>());
+    return Stage::roots(micro_batch, results, back);
+  }
+  pipeline::Tensors back(std::int64_t micro_batch) override {
+    buffer_.fill_(10 * (micro_batch + 1));
+    return {buffer_};
+  }
+  at::Tensor weight = at::ones({1}).requires_grad_();
+  std::vector<float> came_back;
+
+ private:
+  int stage_;
+  at::Tensor buffer_ = at::zeros({1});
+};
+
+// Naive: a message that leaves late, or the turn of a V, has the values of a later micro-batch.
+TEST(PipelineRunner, ABufferThatAStageRefillsIsHandedOnAsItWas) {
+  const test_hooks::Set slow(test_hooks::message_delay, [](const comm::MailTag&) {
+    return std::chrono::microseconds(20'000);
+  });
+  for (const std::string lists :
+       {"0F0,0F1,1F0,1F1,1B0,1B1,0B0,0B1\n", "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n"}) {
+    const ValidProgram program(parse_csv(lists, "test"));
+    ranks(program.schedule().ranks()).run([&](World& world) {
+      Refills first(0), last(1);
+      std::vector<Stage*> stages;
+      for (const int id : program.schedule().stages_of(world.rank())) {
+        stages.push_back(id == 0 ? &first : &last);
+      }
+      Runner runner(ties_of(stages_mesh(world), at::kCPU));
+      const auto results = runner.run(program, stages, {});
+      for (std::size_t k = 0; k < results.size(); ++k) {
+        EXPECT_EQ(results[k].at(0).item<float>(), static_cast<float>(k + 1)) << lists;
+      }
+      if (stages.front() != &first) return;
+      EXPECT_EQ(first.came_back, (std::vector<float>{10, 20})) << lists;
+      EXPECT_EQ(first.weight.grad().item<float>(), 3.0F) << lists;
+    });
+  }
+}
+
+/// Adds to its loss in roots().
+class AddsInRoots : public Stage {
+ public:
+  Boundary input(std::int64_t) const override { return {}; }
+  Boundary output(std::int64_t) const override { return {}; }
+  pipeline::Tensors forward(std::int64_t, const pipeline::Tensors&) override {
+    twice_ = weight * 2.0;
+    return {twice_.sum()};
+  }
+  Roots roots(std::int64_t micro_batch, const pipeline::Tensors& results,
+              const pipeline::Tensors& back) override {
+    auto roots = Stage::roots(micro_batch, results, back);
+    roots.tensors.push_back(twice_.pow(2).sum());
+    roots.gradients.push_back(at::ones({}));
+    return roots;
+  }
+  at::Tensor weight = at::ones({1}).requires_grad_();
+
+ private:
+  at::Tensor twice_;
+};
+
+// Naive: what is added there is left out where the caller computes without gradients.
+TEST(PipelineRunner, RootsAreMadeWithGradModeAsForwardsAre) {
+  ranks(1).run([](World& world) {
+    Runner runner(ties_of(stages_mesh(world), at::kCPU));
+    AddsInRoots stage;
+    const at::NoGradGuard no_grad;
+    runner.run(ValidProgram(parse_csv("0F0,0B0\n", "test")), {&stage}, {});
+    EXPECT_EQ(stage.weight.grad().item<float>(), 10.0F);
+  });
+}
+
 TEST(PipelineRunner, RunnersOfOneMailTakeTurns) {
   const auto training = make_schedule(Kind::kOneFOneB, {2, 1, 3});
   const ValidProgram program(training);
