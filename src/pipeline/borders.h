@@ -93,6 +93,8 @@ class Messages {
   Tensors wait_for(const HandOver& what);
   /// Keeps the tensors until they are sent.
   void send(const HandOver& what, int to, Tensors tensors);
+  /// Until it is sent, if it is under way. Errors: kComm.
+  void wait_for_send(const HandOver& what);
   /// Lets go of what has been sent. Does not wait. Errors: kComm.
   void let_go();
   /// Until all is sent. `waiting` is told of each before it is waited for. Errors: kComm.

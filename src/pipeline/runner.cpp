@@ -147,6 +147,11 @@ class Walk {
       place_.action = &action;
       place_.waits_for = what;
       Tensors tensors = messages_->wait_for(*what);
+      // A frozen stage to which nothing comes back would run all of its slots, and keep all that it
+      // has to send: what the schedule has it wait for comes after this.
+      if (what->direction == Direction::kBackward && tensors.empty()) {
+        messages_->wait_for_send({Direction::kForward, action.stage, action.micro_batch});
+      }
       place_.waits_for.reset();
       return tensors;
     }

@@ -4,7 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
+#include <functional>
 #include <mutex>
+#include <thread>
 
 #include "base/trace.h"
 #include "dist/pipeline_runs.h"
@@ -164,25 +167,35 @@ TEST(PipelineRunner, TheTurnOfAVSendsNothing) {
 /// Results whose memory it watches.
 class Watched : public Stage {
  public:
-  explicit Watched(bool is_first) : is_first_(is_first) {}
-  Boundary input(std::int64_t) const override { return {{{{1000}, at::kFloat}}}; }
+  explicit Watched(bool is_first, bool trains = true) : is_first_(is_first) {
+    weight.requires_grad_(trains);
+  }
+  Boundary input(std::int64_t) const override {
+    return {{{{1000}, at::kFloat, weight.requires_grad()}}};
+  }
   Boundary output(std::int64_t) const override { return input(0); }
   pipeline::Tensors forward(std::int64_t, const pipeline::Tensors& inputs) override {
-    if (!is_first_) return {inputs[0].sum() * 2.0};
+    if (!is_first_) {
+      if (before) before();
+      return {inputs[0].sum() * 2.0};
+    }
     const auto result = weight * 3.0;  // its backward needs no result
     memory.emplace_back(result.storage().getWeakStorageImpl());
+    most = std::max(most, alive());
     return {result};
   }
   Roots roots(std::int64_t micro_batch, const pipeline::Tensors& results,
               const pipeline::Tensors& back) override {
-    if (is_first_ && micro_batch == 0) {
-      for (const auto& one : memory) kept += one.expired() ? 0 : 1;
-    }
+    if (is_first_ && micro_batch == 0) kept = alive();
     return Stage::roots(micro_batch, results, back);
   }
-  at::Tensor weight = at::ones({1000}).requires_grad_();
+  std::int64_t alive() const {
+    return std::ranges::count_if(memory, [](const auto& one) { return !one.expired(); });
+  }
+  at::Tensor weight = at::ones({1000});
+  std::function<void()> before;  ///< runs inside the last stage's forward
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> memory;
-  int kept = 0;
+  std::int64_t kept = 0, most = 0;
 
  private:
   bool is_first_;
@@ -202,6 +215,20 @@ TEST(PipelineRunner, TheMemoryOfAResultGoesWhenItIsSent) {
       EXPECT_TRUE(stage.weight.grad().equal(at::full({1000}, 36.0)));
     });
   }
+}
+
+// Naive: a rank to which nothing comes back runs all of its slots, and keeps all results at once.
+TEST(PipelineRunner, AFrozenFrontRunsNoFurtherAheadThanTheSchedule) {
+  const ValidProgram program(make_schedule(Kind::kOneFOneB, {2, 1, 8}));
+  ranks(2).run([&](World& world) {
+    Runner runner(ties_of(stages_mesh(world), at::kCPU));
+    Watched stage(world.rank() == 0, /*trains=*/false);
+    stage.before = [] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); };
+    runner.run(program, {&stage}, {});
+    if (world.rank() != 0) return;
+    EXPECT_EQ(stage.memory.size(), 8U);
+    EXPECT_LE(stage.most, 3) << "of 8: one that is made, two that wait";
+  });
 }
 
 /// The first of two stages hands a buffer on, the last one hands one back, and both refill theirs
