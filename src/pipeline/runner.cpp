@@ -40,13 +40,17 @@ struct Place {
   std::optional<HandOver> sends;      ///< that is not through
 };
 
-/// What a stage gives away. It has no graph, and where the stage may write to it again (a buffer of
-/// its own, refilled for the next micro-batch) memory of its own: a message leaves later, and on the
-/// turn of a V the next stage reads it later. What has a graph nobody writes to.
+/// Whether somebody beside the caller can write to it: it may be a buffer that the stage fills again
+/// for the next micro-batch. What autograd has saved of a result nobody writes to.
+bool may_be_refilled(const at::Tensor& tensor) {
+  if (tensor.requires_grad()) return !tensor.is_leaf() && tensor.use_count() > 1;
+  return tensor.use_count() > 1 || tensor.storage().use_count() > 1;
+}
+
+/// What a stage gives away, without its graph: as it is now, since a message leaves later, and on
+/// the turn of a V the next stage reads it later.
 at::Tensor given_away(const at::Tensor& tensor) {
-  // Held here alone, or by others, too.
-  const bool is_shared = tensor.use_count() > 1 || tensor.storage().use_count() > 1;
-  return is_shared && !tensor.requires_grad() ? tensor.detach().clone() : tensor.detach();
+  return may_be_refilled(tensor) ? tensor.detach().clone() : tensor.detach();
 }
 
 class Walk {

@@ -231,8 +231,8 @@ TEST(PipelineRunner, AFrozenFrontRunsNoFurtherAheadThanTheSchedule) {
   });
 }
 
-/// The first of two stages hands a buffer on, the last one hands one back, and both refill theirs
-/// for each micro-batch.
+/// The first of two stages hands two buffers on, of which one has a graph, the last one hands one
+/// back, and both refill theirs for each micro-batch.
 class Refills : public Stage {
  public:
   explicit Refills(int stage) : stage_(stage) {}
@@ -243,7 +243,9 @@ class Refills : public Stage {
   pipeline::Tensors forward(std::int64_t micro_batch, const pipeline::Tensors& inputs) override {
     if (stage_ == 1) return {(inputs[0] * inputs[1]).sum()};
     buffer_.fill_(micro_batch + 1);
-    return {weight * 1.0, buffer_};
+    with_graph_.detach_();
+    with_graph_.copy_(weight * static_cast<double>(micro_batch + 1));
+    return {with_graph_, buffer_};
   }
   Roots roots(std::int64_t micro_batch, const pipeline::Tensors& results,
               const pipeline::Tensors& back) override {
@@ -260,6 +262,7 @@ class Refills : public Stage {
  private:
   int stage_;
   at::Tensor buffer_ = at::zeros({1});
+  at::Tensor with_graph_ = at::zeros({1});
 };
 
 // Naive: a message that leaves late, or the turn of a V, has the values of a later micro-batch.
@@ -279,11 +282,11 @@ TEST(PipelineRunner, ABufferThatAStageRefillsIsHandedOnAsItWas) {
       Runner runner(ties_of(stages_mesh(world), at::kCPU));
       const auto results = runner.run(program, stages, {});
       for (std::size_t k = 0; k < results.size(); ++k) {
-        EXPECT_EQ(results[k].at(0).item<float>(), static_cast<float>(k + 1)) << lists;
+        EXPECT_EQ(results[k].at(0).item<float>(), static_cast<float>((k + 1) * (k + 1))) << lists;
       }
       if (stages.front() != &first) return;
       EXPECT_EQ(first.came_back, (std::vector<float>{10, 20})) << lists;
-      EXPECT_EQ(first.weight.grad().item<float>(), 3.0F) << lists;
+      EXPECT_EQ(first.weight.grad().item<float>(), 5.0F) << lists;
     });
   }
 }
