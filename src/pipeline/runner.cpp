@@ -81,14 +81,17 @@ class Walk {
     place_ = {};
     if (scope_ != nullptr) scope_->finish();
     if (messages_ != nullptr) {
-      messages_->wait_for_sends([this](const HandOver& what) { place_.sends = what; });
+      messages_->wait_for_sends(0, [this](const HandOver& what) { place_.sends = what; });
     }
     return std::move(results_);
   }
 
   /// "slot 3B1 (stage 3, micro-batch 1)" and what it waits for.
   std::string place() const {
-    if (place_.sends) return concat("at the end of the step, sending ", to_string(*place_.sends));
+    if (place_.sends) {
+      return concat(place_.step == nullptr ? "at the end of the step" : "behind a slot",
+                    ", sending ", to_string(*place_.sends));
+    }
     if (place_.step == nullptr) return "at the end of the step";
     std::string text;
     if (const auto* slot = std::get_if<Slot>(place_.step)) {
@@ -141,6 +144,11 @@ class Walk {
     auto given = given_.extract(what);
     TESSERA_INVARIANT(!given.empty(), "nothing was made of the ", to_string(what));
     messages_->send(what, rank_of(what.to()), std::move(given.mapped()));
+    if (!program_.may_wait_for_sends()) return;
+    // Else the first rank runs through a whole batch, and keeps all that it has to send.
+    const auto ranks = static_cast<std::size_t>(program_.schedule().ranks());
+    messages_->wait_for_sends(ranks, [this](const HandOver& sent) { place_.sends = sent; });
+    place_.sends.reset();
   }
 
   /// What the action needs of another stage, once it is here.

@@ -231,6 +231,23 @@ TEST(PipelineRunner, AFrozenFrontRunsNoFurtherAheadThanTheSchedule) {
   });
 }
 
+// Naive: the first rank runs through a whole batch, and keeps all results at once.
+TEST(PipelineRunner, ForwardsAloneRunNoFurtherAheadThanAFewMessages) {
+  const ValidProgram program(forward_only(make_schedule(Kind::kGPipe, {2, 1, 12})),
+                             Passes::kForward);
+  EXPECT_TRUE(program.may_wait_for_sends());
+  ranks(2).run([&](World& world) {
+    Runner runner(ties_of(stages_mesh(world), at::kCPU));
+    Watched stage(world.rank() == 0);
+    stage.before = [] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); };
+    runner.run(program, {&stage}, {});
+    if (world.rank() != 0) return;
+    EXPECT_EQ(stage.memory.size(), 12U);
+    // One that is made, one a rank under way, and what the receives that are posted ahead hold.
+    EXPECT_LE(stage.most, 5) << "of 12";
+  });
+}
+
 /// The first of two stages hands two buffers on, of which one has a graph, the last one hands one
 /// back, and both refill theirs for each micro-batch.
 class Refills : public Stage {
