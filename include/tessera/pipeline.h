@@ -130,8 +130,9 @@ class Pipeline {
   /// Those of this rank, in the order of stages(). `root`: the handle that holds their parameters,
   /// by which gathers and reductions follow the schedule: the stage's own, or that around several;
   /// it must live as long. Null for plain modules, whose gradients stand in their parameters:
-  /// where there is one data rank. Errors: kUsage for another number of stages; for plain modules
-  /// and several ranks in a stage.
+  /// where there is one data rank. Micro-batches of a stage go through the same handles in every
+  /// step, until stages are set again, on all ranks at the same place. Errors: kUsage for another
+  /// number of stages; for plain modules and several ranks in a stage.
   void set_stages(std::vector<std::shared_ptr<pipeline::Stage>> stages,
                   ShardedBase* root = nullptr);
 

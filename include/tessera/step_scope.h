@@ -61,7 +61,8 @@ class StepScope {
   /// handle, or several of handles inside it, in the same order for every micro-batch. Stages are
   /// counted from 0 among this rank's. One a micro-batch and stage.
   void begin_forward(int stage, std::int64_t micro_batch);
-  /// The next backward goes through that forward, and through no other.
+  /// The next backward() goes through that forward, and through no other. Not towards chosen tensors
+  /// alone (torch::autograd::grad): weight gradients would be missing.
   void begin_backward(int stage, std::int64_t micro_batch, Backward backward = Backward::kFull);
   /// Forms what the kInputOnly backward of this stage and micro-batch has left, oldest first.
   void run_weight_gradients(int stage, std::int64_t micro_batch);
@@ -76,7 +77,8 @@ class StepScope {
   void reduce(int stage);
   /// Waits for the reductions, sums over replicas and shows the gradients. Collective. Errors:
   /// kContract as reduce(), for any stage; kUsage for a forward without the backward that others of
-  /// its stage had, for weights that were changed; kComm where ranks have run different things.
+  /// its stage had, for weights that were changed, for gradients on shards that were changed or
+  /// cleared since it began; kComm where ranks have run different things.
   void finish();
 
   /// Whether this scope agrees at each backward, since nothing of its schedule was recorded yet, or

@@ -230,6 +230,13 @@ void Messages::send(const HandOver& what, int to, Tensors tensors) {
   sends_.push_back(std::move(sent));
 }
 
+void Messages::wait_for_send(const HandOver& what) {
+  const auto found = std::ranges::find(sends_, what, &Open::what);
+  if (found == sends_.end()) return;
+  wait(*found);
+  sends_.erase(found);
+}
+
 void Messages::let_go() {
   std::erase_if(sends_, [](const Open& sent) {
     return std::ranges::all_of(sent.transfers,

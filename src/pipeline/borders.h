@@ -93,12 +93,15 @@ class Messages {
   Tensors wait_for(const HandOver& what);
   /// Keeps the tensors until they are sent.
   void send(const HandOver& what, int to, Tensors tensors);
+  /// Until it is sent, if it is under way. Errors: kComm.
+  void wait_for_send(const HandOver& what);
   /// Lets go of what has been sent. Does not wait. Errors: kComm.
   void let_go();
-  /// Until all is sent. `waiting` is told of each before it is waited for. Errors: kComm.
+  /// Until so many are under way at most. `waiting` is told of each before it is waited for. Errors:
+  /// kComm.
   template <class Waiting>
-  void wait_for_sends(const Waiting& waiting) {
-    while (!sends_.empty()) {
+  void wait_for_sends(std::size_t most, const Waiting& waiting) {
+    while (sends_.size() > most) {
       waiting(sends_.front().what);
       wait(sends_.front());
       sends_.pop_front();

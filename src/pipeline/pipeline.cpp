@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <optional>
 #include <utility>
 
@@ -158,7 +159,8 @@ struct Pipeline::Impl {
     StepScopeOptions scoped;
     scoped.reshard = options.reshard;
     scoped.sync_every_micro_batch = options.sync_every_micro_batch;
-    scoped.schedule = concat("pipeline ", program.hash());
+    // Other stages enter other units.
+    scoped.schedule = concat("pipeline ", program.hash(), ", stages set ", times_set, " times");
     scoped.stages = static_cast<int>(stages.size());
     StepScope scope(*root, scoped);
     return runner->run(program, pointers, {&scope, options.sync_every_micro_batch});
@@ -171,6 +173,7 @@ struct Pipeline::Impl {
   std::vector<int> ids;
   std::vector<std::shared_ptr<Stage>> stages;
   ShardedBase* root = nullptr;
+  std::uint64_t times_set = 0;
   std::optional<pipeline::Runner> runner;
 };
 
@@ -199,6 +202,7 @@ void Pipeline::set_stages(std::vector<std::shared_ptr<Stage>> stages, ShardedBas
                 "fully_shard as root");
   impl_->stages = std::move(stages);
   impl_->root = root;
+  ++impl_->times_set;
   if (impl_->runner) return;
   const auto device = root == nullptr ? at::Device(at::kCPU)
                                       : fsdp::unit_of_handle(root->unit()).runtime().device();

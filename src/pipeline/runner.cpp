@@ -40,6 +40,19 @@ struct Place {
   std::optional<HandOver> sends;      ///< that is not through
 };
 
+/// Whether somebody beside the caller can write to it: it may be a buffer that the stage fills again
+/// for the next micro-batch. What autograd has saved of a result nobody writes to.
+bool may_be_refilled(const at::Tensor& tensor) {
+  if (tensor.requires_grad()) return !tensor.is_leaf() && tensor.use_count() > 1;
+  return tensor.use_count() > 1 || tensor.storage().use_count() > 1;
+}
+
+/// What a stage gives away, without its graph: as it is now, since a message leaves later, and on
+/// the turn of a V the next stage reads it later.
+at::Tensor given_away(const at::Tensor& tensor) {
+  return may_be_refilled(tensor) ? tensor.detach().clone() : tensor.detach();
+}
+
 class Walk {
  public:
   Walk(const ValidProgram& program, int rank, const std::vector<Stage*>& stages,
@@ -68,14 +81,17 @@ class Walk {
     place_ = {};
     if (scope_ != nullptr) scope_->finish();
     if (messages_ != nullptr) {
-      messages_->wait_for_sends([this](const HandOver& what) { place_.sends = what; });
+      messages_->wait_for_sends(0, [this](const HandOver& what) { place_.sends = what; });
     }
     return std::move(results_);
   }
 
   /// "slot 3B1 (stage 3, micro-batch 1)" and what it waits for.
   std::string place() const {
-    if (place_.sends) return concat("at the end of the step, sending ", to_string(*place_.sends));
+    if (place_.sends) {
+      return concat(place_.step == nullptr ? "at the end of the step" : "behind a slot",
+                    ", sending ", to_string(*place_.sends));
+    }
     if (place_.step == nullptr) return "at the end of the step";
     std::string text;
     if (const auto* slot = std::get_if<Slot>(place_.step)) {
@@ -128,6 +144,11 @@ class Walk {
     auto given = given_.extract(what);
     TESSERA_INVARIANT(!given.empty(), "nothing was made of the ", to_string(what));
     messages_->send(what, rank_of(what.to()), std::move(given.mapped()));
+    if (!program_.may_wait_for_sends()) return;
+    // Else the first rank runs through a whole batch, and keeps all that it has to send.
+    const auto ranks = static_cast<std::size_t>(program_.schedule().ranks());
+    messages_->wait_for_sends(ranks, [this](const HandOver& sent) { place_.sends = sent; });
+    place_.sends.reset();
   }
 
   /// What the action needs of another stage, once it is here.
@@ -138,6 +159,11 @@ class Walk {
       place_.action = &action;
       place_.waits_for = what;
       Tensors tensors = messages_->wait_for(*what);
+      // A frozen stage to which nothing comes back would run all of its slots, and keep all that it
+      // has to send: what the schedule has it wait for comes after this.
+      if (what->direction == Direction::kBackward && tensors.empty()) {
+        messages_->wait_for_send({Direction::kForward, action.stage, action.micro_batch});
+      }
       place_.waits_for.reset();
       return tensors;
     }
@@ -233,7 +259,7 @@ class Walk {
     if (action.stage == last_stage()) {
       auto& results = results_[static_cast<std::size_t>(action.micro_batch)];
       for (const auto& output : outputs) {
-        results.push_back(output.defined() ? output.detach() : output);
+        results.push_back(output.defined() ? given_away(output) : output);
       }
       if (trains_) flight.results = std::move(outputs);
       return;
@@ -254,7 +280,7 @@ class Walk {
                     ErrorKind::kContract, "output ", i,
                     ": found a tensor that requires grad, expected none: no gradient of it travels "
                     "back; declare has_gradient, or return its detach()");
-      outputs[i] = outputs[i].detach();
+      outputs[i] = given_away(outputs[i]);
     }
     give(action, std::move(outputs));
   }
@@ -273,6 +299,7 @@ class Walk {
       begins.push_back(arrived[i]);
     }
     {
+      const at::AutoGradMode grad_mode(true);  // they may be computed here
       auto roots = stage.roots(action.micro_batch, flight.results, back);
       add_roots(roots, edges, begins);
     }
@@ -316,7 +343,7 @@ class Walk {
     if (!before.back.empty()) {
       auto back = stages_[local(action.stage)]->back(action.micro_batch);
       require_as_declared(back, before.back, "value back");
-      for (auto& value : back) tensors.push_back(value.detach());
+      for (auto& value : back) tensors.push_back(given_away(value));
     }
     require_as_declared(tensors, contents(before, Direction::kBackward), "gradient of input");
     return tensors;

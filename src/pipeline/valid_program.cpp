@@ -47,6 +47,9 @@ ValidProgram::ValidProgram(const Program& program, Passes passes)
     : schedule_(schedule_of(program)), passes_(passes) {
   require_valid(validated(program, passes));
   program_ = has_messages(program) ? with_moves(program) : lower(schedule_);
+  may_wait_for_sends_ =
+      passes == Passes::kForward &&
+      validate(program_, {.passes = passes, .live_chunks = {}, .open_sends = 0}).valid();
   hash_ = hash_bytes(to_csv(program_));
 }
 

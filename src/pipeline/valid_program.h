@@ -23,6 +23,9 @@ class ValidProgram {
   const Program& program() const { return program_; }
   const Schedule& schedule() const { return schedule_; }
   Passes passes() const { return passes_; }
+  /// Of forwards alone, in which nothing comes back that would hold up a rank: whether it may wait
+  /// for any of its sends at any time, and all ranks come to their ends all the same.
+  bool may_wait_for_sends() const { return may_wait_for_sends_; }
   /// Ranks that run the same have the same.
   std::uint64_t hash() const { return hash_; }
 
@@ -30,6 +33,7 @@ class ValidProgram {
   Schedule schedule_;
   Program program_;
   Passes passes_;
+  bool may_wait_for_sends_ = false;
   std::uint64_t hash_;
 };
 

@@ -4,7 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
+#include <functional>
 #include <mutex>
+#include <thread>
 
 #include "base/trace.h"
 #include "dist/pipeline_runs.h"
@@ -164,25 +167,35 @@ TEST(PipelineRunner, TheTurnOfAVSendsNothing) {
 /// Results whose memory it watches.
 class Watched : public Stage {
  public:
-  explicit Watched(bool is_first) : is_first_(is_first) {}
-  Boundary input(std::int64_t) const override { return {{{{1000}, at::kFloat}}}; }
+  explicit Watched(bool is_first, bool trains = true) : is_first_(is_first) {
+    weight.requires_grad_(trains);
+  }
+  Boundary input(std::int64_t) const override {
+    return {{{{1000}, at::kFloat, weight.requires_grad()}}};
+  }
   Boundary output(std::int64_t) const override { return input(0); }
   pipeline::Tensors forward(std::int64_t, const pipeline::Tensors& inputs) override {
-    if (!is_first_) return {inputs[0].sum() * 2.0};
+    if (!is_first_) {
+      if (before) before();
+      return {inputs[0].sum() * 2.0};
+    }
     const auto result = weight * 3.0;  // its backward needs no result
     memory.emplace_back(result.storage().getWeakStorageImpl());
+    most = std::max(most, alive());
     return {result};
   }
   Roots roots(std::int64_t micro_batch, const pipeline::Tensors& results,
               const pipeline::Tensors& back) override {
-    if (is_first_ && micro_batch == 0) {
-      for (const auto& one : memory) kept += one.expired() ? 0 : 1;
-    }
+    if (is_first_ && micro_batch == 0) kept = alive();
     return Stage::roots(micro_batch, results, back);
   }
-  at::Tensor weight = at::ones({1000}).requires_grad_();
+  std::int64_t alive() const {
+    return std::ranges::count_if(memory, [](const auto& one) { return !one.expired(); });
+  }
+  at::Tensor weight = at::ones({1000});
+  std::function<void()> before;  ///< runs inside the last stage's forward
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> memory;
-  int kept = 0;
+  std::int64_t kept = 0, most = 0;
 
  private:
   bool is_first_;
@@ -202,6 +215,130 @@ TEST(PipelineRunner, TheMemoryOfAResultGoesWhenItIsSent) {
       EXPECT_TRUE(stage.weight.grad().equal(at::full({1000}, 36.0)));
     });
   }
+}
+
+// Naive: a rank to which nothing comes back runs all of its slots, and keeps all results at once.
+TEST(PipelineRunner, AFrozenFrontRunsNoFurtherAheadThanTheSchedule) {
+  const ValidProgram program(make_schedule(Kind::kOneFOneB, {2, 1, 8}));
+  ranks(2).run([&](World& world) {
+    Runner runner(ties_of(stages_mesh(world), at::kCPU));
+    Watched stage(world.rank() == 0, /*trains=*/false);
+    stage.before = [] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); };
+    runner.run(program, {&stage}, {});
+    if (world.rank() != 0) return;
+    EXPECT_EQ(stage.memory.size(), 8U);
+    EXPECT_LE(stage.most, 3) << "of 8: one that is made, two that wait";
+  });
+}
+
+// Naive: the first rank runs through a whole batch, and keeps all results at once.
+TEST(PipelineRunner, ForwardsAloneRunNoFurtherAheadThanAFewMessages) {
+  const ValidProgram program(forward_only(make_schedule(Kind::kGPipe, {2, 1, 12})),
+                             Passes::kForward);
+  EXPECT_TRUE(program.may_wait_for_sends());
+  ranks(2).run([&](World& world) {
+    Runner runner(ties_of(stages_mesh(world), at::kCPU));
+    Watched stage(world.rank() == 0);
+    stage.before = [] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); };
+    runner.run(program, {&stage}, {});
+    if (world.rank() != 0) return;
+    EXPECT_EQ(stage.memory.size(), 12U);
+    // One that is made, one a rank under way, and what the receives that are posted ahead hold.
+    EXPECT_LE(stage.most, 5) << "of 12";
+  });
+}
+
+/// The first of two stages hands two buffers on, of which one has a graph, the last one hands one
+/// back, and both refill theirs for each micro-batch.
+class Refills : public Stage {
+ public:
+  explicit Refills(int stage) : stage_(stage) {}
+  Boundary input(std::int64_t) const override {
+    return {{{{1}, at::kFloat}, {{1}, at::kFloat, false}}, {{{1}, at::kFloat}}};
+  }
+  Boundary output(std::int64_t) const override { return input(0); }
+  pipeline::Tensors forward(std::int64_t micro_batch, const pipeline::Tensors& inputs) override {
+    if (stage_ == 1) return {(inputs[0] * inputs[1]).sum()};
+    buffer_.fill_(micro_batch + 1);
+    with_graph_.detach_();
+    with_graph_.copy_(weight * static_cast<double>(micro_batch + 1));
+    return {with_graph_, buffer_};
+  }
+  Roots roots(std::int64_t micro_batch, const pipeline::Tensors& results,
+              const pipeline::Tensors& back) override {
+    if (stage_ == 0) came_back.push_back(back.at(0).item<float>());
+    return Stage::roots(micro_batch, results, back);
+  }
+  pipeline::Tensors back(std::int64_t micro_batch) override {
+    buffer_.fill_(10 * (micro_batch + 1));
+    return {buffer_};
+  }
+  at::Tensor weight = at::ones({1}).requires_grad_();
+  std::vector<float> came_back;
+
+ private:
+  int stage_;
+  at::Tensor buffer_ = at::zeros({1});
+  at::Tensor with_graph_ = at::zeros({1});
+};
+
+// Naive: a message that leaves late, or the turn of a V, has the values of a later micro-batch.
+TEST(PipelineRunner, ABufferThatAStageRefillsIsHandedOnAsItWas) {
+  const test_hooks::Set slow(test_hooks::message_delay, [](const comm::MailTag&) {
+    return std::chrono::microseconds(20'000);
+  });
+  for (const std::string lists :
+       {"0F0,0F1,1F0,1F1,1B0,1B1,0B0,0B1\n", "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n"}) {
+    const ValidProgram program(parse_csv(lists, "test"));
+    ranks(program.schedule().ranks()).run([&](World& world) {
+      Refills first(0), last(1);
+      std::vector<Stage*> stages;
+      for (const int id : program.schedule().stages_of(world.rank())) {
+        stages.push_back(id == 0 ? &first : &last);
+      }
+      Runner runner(ties_of(stages_mesh(world), at::kCPU));
+      const auto results = runner.run(program, stages, {});
+      for (std::size_t k = 0; k < results.size(); ++k) {
+        EXPECT_EQ(results[k].at(0).item<float>(), static_cast<float>((k + 1) * (k + 1))) << lists;
+      }
+      if (stages.front() != &first) return;
+      EXPECT_EQ(first.came_back, (std::vector<float>{10, 20})) << lists;
+      EXPECT_EQ(first.weight.grad().item<float>(), 5.0F) << lists;
+    });
+  }
+}
+
+/// Adds to its loss in roots().
+class AddsInRoots : public Stage {
+ public:
+  Boundary input(std::int64_t) const override { return {}; }
+  Boundary output(std::int64_t) const override { return {}; }
+  pipeline::Tensors forward(std::int64_t, const pipeline::Tensors&) override {
+    twice_ = weight * 2.0;
+    return {twice_.sum()};
+  }
+  Roots roots(std::int64_t micro_batch, const pipeline::Tensors& results,
+              const pipeline::Tensors& back) override {
+    auto roots = Stage::roots(micro_batch, results, back);
+    roots.tensors.push_back(twice_.pow(2).sum());
+    roots.gradients.push_back(at::ones({}));
+    return roots;
+  }
+  at::Tensor weight = at::ones({1}).requires_grad_();
+
+ private:
+  at::Tensor twice_;
+};
+
+// Naive: what is added there is left out where the caller computes without gradients.
+TEST(PipelineRunner, RootsAreMadeWithGradModeAsForwardsAre) {
+  ranks(1).run([](World& world) {
+    Runner runner(ties_of(stages_mesh(world), at::kCPU));
+    AddsInRoots stage;
+    const at::NoGradGuard no_grad;
+    runner.run(ValidProgram(parse_csv("0F0,0B0\n", "test")), {&stage}, {});
+    EXPECT_EQ(stage.weight.grad().item<float>(), 10.0F);
+  });
 }
 
 TEST(PipelineRunner, RunnersOfOneMailTakeTurns) {

@@ -156,6 +156,10 @@ class InStages {
         pipeline(mesh_, options),
         part(
             fully_shard(std::make_shared<Part>(mesh_, pipeline.stages(), of), mesh_, of.policy())) {
+    set_stages(of);
+  }
+  /// Each goes through its pieces so many times.
+  void set_stages(const Case& of, int times = 1) {
     const auto border_after = [&](int stage) {
       const auto dtype = of.bfloat16 ? at::kBFloat16 : at::kFloat;
       return std::vector<pipeline::BoundaryTensor>{{{3, kWidth}, dtype, stage >= of.frozen}};
@@ -163,8 +167,10 @@ class InStages {
     std::vector<std::shared_ptr<pipeline::Stage>> stages;
     for (const int stage : pipeline.stages()) {
       stages.push_back(make_stage(
-          [this, stage](const pipeline::Tensors& inputs) {
-            return pipeline::Tensors{part.forward(stage, inputs.at(0))};
+          [this, stage, times](const pipeline::Tensors& inputs) {
+            at::Tensor y = inputs.at(0);
+            for (int i = 0; i < times; ++i) y = part.forward(stage, y);
+            return pipeline::Tensors{y};
           },
           border_after(stage - 1), border_after(stage)));
     }
@@ -264,6 +270,23 @@ TEST(PipelineOfHandles, AllStagesOnOneRankAreAPipelineToo) {
   of.kind = pipeline::Kind::kDualPipeV;
   of.ranks = 1;
   expect_same(run_in_stages(of, of.options()), run_whole(of));
+}
+
+// Naive: other stages leave what was recorded of those before.
+TEST(PipelineOfHandles, StagesThatAreSetAnewAreRecordedAnew) {
+  const Case of;
+  ranks(of.ranks * Case::kDataRanks).run([&](World& world) {
+    InStages rank(world, of, of.options());
+    InStages other(world, of, of.options());
+    for (int step = 0; step < 2; ++step) rank.step(step);
+    rank.part.zero_grad();
+    for (auto* each : {&rank, &other}) each->set_stages(of, 2);
+    for (int step = 0; step < 2; ++step) {
+      rank.step(step);
+      other.step(step);
+    }
+    expect_same(whole_gradients(rank.part), whole_gradients(other.part));
+  });
 }
 
 /// On one rank of four a piece throws in its forward, or in the midst of a backward; then recover().

@@ -44,6 +44,18 @@ class Piece : public torch::nn::Module {
   RecomputeMode mode_;
 };
 
+/// w x, w one number, 1 at first.
+class Factor : public torch::nn::Module {
+ public:
+  Factor() {
+    const at::NoGradGuard no_grad;
+    linear = register_module("linear", std::make_shared<nn::Linear>(1, 1, nn::Bias::kNo));
+    linear->weight.set_data(at::ones({1, 1}));
+  }
+  at::Tensor forward(const at::Tensor& x) { return linear->forward(x); }
+  std::shared_ptr<nn::Linear> linear;
+};
+
 struct StagedOptions {
   int stages = 2;
   int pieces = 2;  ///< of each

@@ -182,6 +182,45 @@ TEST(StepScopeErrors, WeightsThatChangeInsideAreFound) {
               HasSubstr("were changed inside the step"));
 }
 
+// Naive: torch::optim's zero_grad() inside leaves the sums of the step before under this one's.
+TEST(StepScopeErrors, GradientsThatAreClearedOrChangedInsideAreFound) {
+  using Change = std::function<void(at::Tensor & gradient)>;
+  const Change changes[] = {[](auto& gradient) { gradient.reset(); },
+                            [](auto& gradient) { gradient.zero_(); },
+                            [](auto& gradient) { gradient = at::ones_like(gradient); }};
+  for (const int count : {1, 2}) {
+    for (const auto& change : changes) {
+      const auto errors = errors_of(count, [&](World& world) {
+        StagedModel model(data_mesh(world), {});
+        run_step(model, slots_of(kList), {.schedule = "list"}, inputs(world));
+        StepScope scope(model.handle, {.schedule = "list", .stages = 2});
+        for (const auto& view : model.handle.shards()) change(view.shard.mutable_grad());
+        SlotRunner runner(model, scope, inputs(world, 1));
+        for (const auto& slot : slots_of(kList)) runner.run(slot);
+        scope.finish();
+      });
+      EXPECT_THAT(errors,
+                  all_and_one(AllOf(HasSubstr("StepScope::finish"), HasSubstr("the gradient of"),
+                                    HasSubstr("inside the step"))));
+    }
+  }
+}
+
+// Naive: weights that are not trained, since no gradient of theirs was formed or put off.
+TEST(StepScopeErrors, ABackwardTowardsChosenTensorsIsNamed) {
+  for (const auto kind : {Backward::kFull, Backward::kInputOnly}) {
+    EXPECT_THAT(refused("",
+                        [&](auto& model, auto& scope) {
+                          const auto x = input_of(0, 0, 6).requires_grad_();
+                          scope.begin_forward(1, 0);
+                          const auto loss = squares(model.handle.call(&Staged::run, 1, x));
+                          scope.begin_backward(1, 0, kind);
+                          torch::autograd::grad({loss}, {x});
+                        }),
+                AllOf(HasSubstr("stage 1, micro-batch 0"), HasSubstr("torch::autograd::grad")));
+  }
+}
+
 TEST(StepScopeErrors, AForwardOfAnEndedScopeHasNoBackwardAnyMore) {
   ranks(1).run([](World& world) {
     StagedModel model(data_mesh(world), {});
@@ -274,6 +313,14 @@ TEST(StepScopeErrors, RanksThatDifferAreNamed) {
                 run_step(model, slots_of(kList), {}, inputs(world));
               }),
               Each(HasSubstr("set_requires_gradient_sync(false)")));
+  // Of what outlasts backwards one rank would compare its units with the shards, alone.
+  EXPECT_THAT(errors([](World& world, StagedModel& model) {
+                model.handle.set_reshard_after_backward(false);
+                run_step(model, slots_of(kList), {}, inputs(world));
+                model.handle.set_reshard_after_backward(world.rank() == 1);
+                run_step(model, slots_of(kList), {}, inputs(world, 1));
+              }),
+              Each(HasSubstr("set_reshard_after_backward(false)")));
   // The same units in another order of micro-batches: at the first collective that tells, or at the
   // end where there is none in between.
   const auto in_orders = [&](const std::string& one, const std::string& other) {

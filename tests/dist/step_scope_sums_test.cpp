@@ -45,18 +45,6 @@ TEST(StepScopes, DeferredBesideEagerWeightsAreFp32SumsOfTheirBf16Gradients) {
   });
 }
 
-/// w x, w one number.
-class Factor : public torch::nn::Module {
- public:
-  Factor() {
-    const at::NoGradGuard no_grad;
-    linear = register_module("linear", std::make_shared<nn::Linear>(1, 1, nn::Bias::kNo));
-    linear->weight.set_data(at::ones({1, 1}));
-  }
-  at::Tensor forward(const at::Tensor& x) { return linear->forward(x); }
-  std::shared_ptr<nn::Linear> linear;
-};
-
 struct List {
   const char* slots;
   int ranks;

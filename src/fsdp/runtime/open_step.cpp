@@ -75,8 +75,11 @@ std::shared_ptr<OpenStep> OpenStep::begin(Runtime& runtime, StepScopeOptions opt
       ": found set_defer_weight_gradients(true), expected false, since inside a step each "
       "backward chooses (Backward::kInputOnly)");
   auto step = std::make_shared<OpenStep>(runtime, std::move(options), ++runtime.steps_);
-  runtime.release_stale();
+  runtime.release_leftovers();
+  // Then, so that ranks which keep other units than others are told of it: what is kept is compared
+  // with the shards by a collective to which only those come that keep something.
   step->agree_at_begin();
+  runtime.release_stale();
   failing(runtime, [&] { step->settle_into(); });
   runtime.step_ = step;
   return step;
@@ -161,6 +164,8 @@ void OpenStep::require_whole() {
   TESSERA_CHECK(weights_of(*held_) == weights_, ErrorKind::kUsage,
                 "StepScope::finish: found parameters that were changed inside the step, expected "
                 "those that it began with; change them between steps");
+  // Who has an optimizer of torch::optim clears gradients past zero_grad() of the handle.
+  runtime_.publisher_.require_as_seen("StepScope::finish");
 }
 
 std::string OpenStep::log_in_words() const {

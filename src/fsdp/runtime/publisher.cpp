@@ -246,4 +246,21 @@ void Publisher::import_user_changes(const ModelControls& controls) {
   rescaled_ = false;
 }
 
+void Publisher::require_as_seen(const char* what) const {
+  for (const auto* unit : units_) {
+    for (const auto& p : unit->parameters()) {
+      if (!p->contract.trainable) continue;
+      const auto& grad = p->shard.grad();
+      const bool is_as_seen =
+          grad.is_same(p->seen_grad) &&
+          (!grad.defined() || static_cast<std::uint32_t>(grad._version()) == p->seen_version);
+      TESSERA_CHECK(is_as_seen, ErrorKind::kUsage, what, ": found the gradient of ",
+                    p->contract.name,
+                    " changed or cleared inside the step, expected it as it stood when the step "
+                    "began, since this step's sums are added to it; do it before the StepScope, or "
+                    "after its finish()");
+    }
+  }
+}
+
 }  // namespace tessera::fsdp

@@ -29,6 +29,9 @@ class Publisher {
   void publish(const ModelControls& controls, const std::string& marks);
   /// What users changed, cleared or kept since. Errors: kContract, kUsage naming the parameter.
   void import_user_changes(const ModelControls& controls);
+  /// What stands on the shards is what import_user_changes() has seen last. Errors: kUsage, naming
+  /// `what` and the parameter.
+  void require_as_seen(const char* what) const;
   /// Sums that stand are of losses of another scale.
   void rescaled() { rescaled_ = true; }
   /// Before a reduction into the sums that nobody waits for at the end of this backward: what is

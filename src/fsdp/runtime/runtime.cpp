@@ -366,17 +366,22 @@ std::vector<bool> Runtime::stale_on_any_rank(const std::vector<Unit*>& kept) {
 }
 
 /// Units may still show the parameters of before the last step: after a forward that nobody
-/// differentiated, or whose graph is kept. What is kept on purpose is compared with the shards by
-/// value: torch::optim writes past version counters. A kept graph's tensors follow the next gather.
+/// differentiated, or whose graph is kept.
+void Runtime::release_leftovers() {
+  for (auto* unit : units_) {
+    if (!unit->outlasts_backward()) unit->release();
+  }
+}
+
+/// Leftovers, and what is kept on purpose where it is not the shards' any more: compared by value,
+/// since torch::optim writes past version counters. A kept graph's tensors follow the next gather.
 void Runtime::release_stale() {
   if (in_backward_) return;
+  release_leftovers();
   std::vector<Unit*> kept;
   for (auto* unit : units_) {
-    if (!unit->outlasts_backward()) {
-      unit->release();
-    } else if (!unit->always_unsharded() && (unit->gathered() || unit->gather_pending())) {
-      kept.push_back(unit);
-    }
+    if (!unit->outlasts_backward() || unit->always_unsharded()) continue;
+    if (unit->gathered() || unit->gather_pending()) kept.push_back(unit);
   }
   if (kept.empty()) return;
   const auto stale = stale_on_any_rank(kept);

@@ -202,6 +202,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void prefetch_after(const Unit& unit, std::size_t position);
   void issue_gather(Unit& unit);
   void check_borrowed(const Unit& unit) const;
+  void release_leftovers();
   void release_stale();
   std::vector<bool> stale_on_any_rank(const std::vector<Unit*>& kept);
   void agree_on_controls();

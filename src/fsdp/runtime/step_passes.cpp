@@ -11,6 +11,15 @@
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
+namespace {
+
+/// torch::autograd::grad, or a backward() with inputs: no other gradient is formed, nor put off.
+bool is_towards_chosen_tensors() {
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  return chosen != nullptr && !chosen->empty();
+}
+
+}  // namespace
 
 /// On this rank with the message, on the others as its reason.
 void OpenStep::fail(ErrorKind kind, const std::string& message) {
@@ -200,6 +209,13 @@ void OpenStep::plan_backward(const Entry* first) {
     fail(ErrorKind::kUsage, concat(action_in_words(),
                                    ": found another backward, expected one after each "
                                    "StepScope::begin_backward()"));
+  }
+  if (is_towards_chosen_tensors()) {
+    fail(ErrorKind::kUsage,
+         concat(action_in_words(),
+                ": found torch::autograd::grad, or a backward() with inputs, expected a backward() "
+                "without, since weight gradients would be left out without a word; call backward() "
+                "and read the input's grad()"));
   }
   action_.began = true;
   auto& of = stages_[static_cast<std::size_t>(action_.stage)];
