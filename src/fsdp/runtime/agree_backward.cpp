@@ -126,6 +126,15 @@ std::uint64_t Runtime::hash_of_agreed() const {
   return hash.add(std::string_view(memory_lines())).add(std::string_view(controls_)).digest();
 }
 
+std::string calls_differ(const std::string& what, const std::string& difference) {
+  return concat(what, difference, "; walk through one list on every rank of a stage");
+}
+
+std::string units_differ(const std::string& difference) {
+  return concat("the order of units differs between ranks: ", difference,
+                "; run the same units in the same order on every rank");
+}
+
 /// All ranks are here, since their hashes differ. Errors: kComm, kUsage.
 void Runtime::name_difference() {
   const auto models = difference_between_ranks(model_, "models of a backward");
@@ -137,8 +146,7 @@ void Runtime::name_difference() {
       step_ != nullptr ? step_->action_in_words() : "a backward outside of a step",
       "backwards of a step");
   TESSERA_CHECK(action.empty(), ErrorKind::kComm,
-                "backwards of a step differ between ranks: ", action,
-                "; walk through one list on every rank of a stage");
+                calls_differ("backwards of a step differ between ranks: ", action));
   std::string text;
   for (const auto& past : forwards_.past()) {
     const auto& trace = past.forward->trace;
@@ -154,9 +162,7 @@ void Runtime::name_difference() {
   }
   text += concat("no other forward of ", forwards_.count(), "\n");
   const auto order = difference_between_ranks(text, "forward order names");
-  TESSERA_CHECK(order.empty(), ErrorKind::kComm,
-                "the order of units differs between ranks: ", order,
-                "; run the same units in the same order on every rank");
+  TESSERA_CHECK(order.empty(), ErrorKind::kComm, units_differ(order));
   const auto memory = difference_between_ranks(memory_lines(), "units in memory");
   throw Error(ErrorKind::kComm,
               concat("units that are unsharded differ between ranks: ", memory,

@@ -118,6 +118,7 @@ class OpenStep {
   void require_open(const char* what) const;
   Stage& stage_of(int stage, const char* what);
   MicroBatch& micro_batch_of(int stage, std::int64_t micro_batch, const char* what);
+  void require_not_resharded(int stage, std::int64_t micro_batch, const char* what);
   void require_not_reduced(int stage, std::int64_t micro_batch, const char* what);
   void start(Action action);
   void end_action();

@@ -54,6 +54,11 @@ namespace tessera::fsdp {
 
 inline constexpr auto kAbandoned = "an exception left a backward through sharded modules";
 
+// What a backward refuses by itself, and a step scope at its end. `difference`: the first one
+// between ranks, in words.
+std::string calls_differ(const std::string& what, const std::string& difference);
+std::string units_differ(const std::string& difference);
+
 /// A backward under way: the outermost one, or one inside a node of it that it did not announce.
 struct BackwardUnderWay {
   BackwardPlan plan;
@@ -98,6 +103,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::uint64_t layout() const { return layout_; }
 
   // --- forward, called by Call (call.h) ---
+  /// Errors: kComm after a failure that World::recover() has not ended.
+  void require_recovered() const;
   /// Makes the unit's parameters readable; null when nothing of it needs to be recorded.
   std::shared_ptr<Entry> enter_forward(Unit& unit);
   std::shared_ptr<Entry> enter_recompute(Unit& unit);
