@@ -55,15 +55,20 @@ Setting<DType> asked_compute(const ParameterMeta& meta, const Asked& asked,
   return {*policy.param_dtype, "[precision] param_dtype"};
 }
 
+/// How a refusal of float16 without a loss scaler goes on.
+std::string needs_scaler(const std::string& reason, const char* key) {
+  return concat(
+      ", expected float32 or bfloat16: without a loss scaler small gradients vanish; set "
+      "PrecisionPolicy::loss_scaling and train with a GradScaler, or change ",
+      where_to_change(reason, key));
+}
+
 void check_loss_scaling(const GradContract& contract, const PrecisionPolicy& policy) {
   const std::string& reason = contract.reason(ContractField::kCompute);
   TESSERA_CHECK(
       contract.compute.dtype != DType::kFloat16 || !contract.trainable || policy.loss_scaling,
       ErrorKind::kContract, contract.name, ": found the compute dtype float16 (", reason,
-      ") of a trained parameter, expected float32 or bfloat16: without a loss scaler"
-      " small gradients vanish; set PrecisionPolicy::loss_scaling and train with a GradScaler, or"
-      " change ",
-      where_to_change(reason, "param_dtype"));
+      ") of a trained parameter", needs_scaler(reason, "param_dtype"));
 }
 
 void resolve_compute(GradContract& contract, const ParameterMeta& meta, const Asked& asked,
@@ -134,10 +139,8 @@ void resolve_reduce(GradContract& contract, const Asked& asked, const PrecisionP
     return;
   }
   TESSERA_CHECK(setting->value != DType::kFloat16 || policy.loss_scaling, ErrorKind::kContract,
-                contract.name, ": found the reduce dtype float16 (", setting->reason,
-                "), expected float32 or bfloat16: without a loss scaler small gradients vanish; set"
-                " PrecisionPolicy::loss_scaling and train with a GradScaler, or change ",
-                where_to_change(setting->reason, "reduce_dtype"));
+                contract.name, ": found the reduce dtype float16 (", setting->reason, ")",
+                needs_scaler(setting->reason, "reduce_dtype"));
   contract.reduce = setting->value;
   reason = setting->reason;
   if (!represents(setting->value, compute)) {

@@ -367,9 +367,7 @@ std::string to_string(const PipelineMemory& memory) {
     bytes("all in this run",
           [&](const PipelineRankMemory& rank) { return rank.total(memory.mode); });
   }
-  if (!memory.knows_activations) {
-    return text + "  activations: set training.seq_len to know what they take\n";
-  }
+  if (!memory.knows_activations) return text + kActivationsUnknown;
   return text + concat("  activations: of micro-batches of ", memory.rows, " x ", memory.positions,
                        " tokens, by activation_checkpoint.mode, with what W waits for\n");
 }
