@@ -5,9 +5,9 @@
 
 #include <algorithm>
 
-#include "fsdp/runtime/finite_copy.h"
 #include "fsdp/runtime/runtime.h"
 #include "grad/contract_key.h"
+#include "grad/finite_copy.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
@@ -118,8 +118,8 @@ std::int64_t bytes_of(const Carried& one, const layout::Move& move) {
 }
 
 void put(const Carried& one, const layout::Move& move, const at::Tensor& values) {
-  finite_copy(stretch(one.to, one.parameter->after, move.range), values,
-              "parameter " + one.parameter->parameter->contract.name);
+  grad::finite_copy(stretch(one.to, one.parameter->after, move.range), values,
+                    "parameter " + one.parameter->parameter->contract.name);
 }
 
 }  // namespace

@@ -8,9 +8,9 @@
 #include <set>
 
 #include "fsdp/relayout.h"
-#include "fsdp/runtime/finite_copy.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
+#include "grad/finite_copy.h"
 #include "grad/resolve_rules.h"
 #include "grad/resolve_steps.h"
 #include "grad/torch_dtype.h"
@@ -185,7 +185,7 @@ class TrainableChanger {
       try {
         const auto shard = parameter->shard.detach();
         const auto copy = at::empty(shard.sizes(), shard.options().dtype(to_scalar_type(compute)));
-        fsdp::finite_copy(copy, shard, "parameter " + next.name);
+        grad::finite_copy(copy, shard, "parameter " + next.name);
       } catch (const Error& error) {
         return error.what();
       }

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "comm/group.h"
-#include "fsdp/plan.h"
+#include "fsdp/handle.h"
 #include "tessera/error.h"
 #include "tessera/world.h"
 #include "train/plan_of_run.h"

@@ -7,7 +7,7 @@
 #include "base/hash.h"
 #include "dist/plain.h"
 #include "dist/ranks.h"
-#include "fsdp/plan.h"
+#include "fsdp/handle.h"
 #include "grad/torch_dtype.h"
 #include "train/plan_of_run.h"
 

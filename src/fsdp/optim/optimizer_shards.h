@@ -25,13 +25,6 @@ struct Stepped {
   layout::Range elements;  ///< of the shard's
 };
 
-/// After a failure that World::recover() has ended: first in whatever may follow one.
-void renew_after_failure(const ShardedBase& model);
-/// That no step of `model` is under way. Errors: kUsage, named `what`.
-void require_idle(const ShardedBase& model, const char* what);
-/// That `optimizer` steps parameters of `model`, as they lie now. Errors: kUsage, named `what`.
-void require_steps_of(const ShardedBase& model, const Optimizer& optimizer, const char* what);
-
 /// Where a 16-bit shard has its further bits.
 class MasterOfShard {
  public:
