@@ -1,10 +1,10 @@
 #include "models/keeps/kept_activations.h"
 
 #include <algorithm>
-#include <optional>
+#include <memory>
 #include <string>
 
-#include "models/gemma4/gemma4_keeps.h"
+#include "models/family.h"
 #include "models/keeps/model_keeps.h"
 #include "tessera/error.h"
 
@@ -45,33 +45,21 @@ nn::KeptValue received(nn::LayerKeeps& layers, const ForwardCase& forward, std::
 }  // namespace
 
 KeptActivations kept_activations(const ForwardCase& forward) {
-  using nn::LayerKeeps;
-  const bool gemma4 = forward.spec.gemma4.has_value();
-  const std::string text = gemma4 ? "model.language_model." : "model.";
   ModelKeeps model(forward);
-  LayerKeeps& layers = model.layers();
+  nn::LayerKeeps& layers = model.layers();
+  const auto own = traits(forward.spec.family).keeps;
+  const auto of_text = own != nullptr ? own(model) : std::make_unique<TextKeeps>(model);
+  const std::string text = of_text->prefix();
   const StageLayers stage =
       forward.stage.value_or(StageLayers{true, 0, forward.spec.num_hidden_layers, true});
-  // Gemma looks up a copy of the ids, in which images are padding.
-  nn::KeptValue x =
-      stage.embedding ? layers.embedding(text + "embed_tokens", gemma4 ? LayerKeeps::Ids::kCopied
-                                                                       : LayerKeeps::Ids::kOfBatch)
-                      : received(layers, forward, stage.begin, text);
+  nn::KeptValue x = stage.embedding ? of_text->embedding(text + "embed_tokens")
+                                    : received(layers, forward, stage.begin, text);
   const std::int64_t stream = x.numel * size_of(x.dtype);
-  std::optional<Gemma4Keeps> gemma;
-  if (gemma4) {
-    if (stage.embedding) x = layers.made_like(x);
-    gemma.emplace(model);
-  }
+  of_text->enter_layers();
   for (std::int64_t i = stage.begin; i < stage.end; ++i) {
-    const std::string layer = concat(text, "layers.", i, ".");
-    x = gemma ? gemma->layer(x, i, layer) : model.decoder_layer(x, i, layer);
+    x = of_text->layer(x, i, concat(text, "layers.", i, "."));
   }
-  const bool softcap = gemma4 && forward.spec.gemma4->final_logit_softcapping;
-  if (stage.head) {
-    layers.loss(layers.norm(x, text + "norm"), "lm_head",
-                softcap ? LayerKeeps::Softcap::kYes : LayerKeeps::Softcap::kNo);
-  }
+  if (stage.head) layers.loss(layers.norm(x, text + "norm"), "lm_head", of_text->softcap());
   return {.none = layers.ledger().in(RecomputeMode::kNone),
           .full = layers.ledger().in(RecomputeMode::kFull),
           .selective = layers.ledger().in(RecomputeMode::kSelective),

@@ -47,4 +47,34 @@ class ModelKeeps {
   moe::ExpertKeeps experts_;
 };
 
+/// From the embedding to the head, as a decoder does it; a family with a module of its own says what
+/// is different (family.h).
+class TextKeeps {
+ public:
+  explicit TextKeeps(ModelKeeps& model) : model_(model) {}
+  virtual ~TextKeeps() = default;
+  TextKeeps(const TextKeeps&) = delete;
+  TextKeeps& operator=(const TextKeeps&) = delete;
+
+  /// What stands before "embed_tokens", "layers.N." and "norm".
+  virtual std::string prefix() const { return "model."; }
+  virtual nn::KeptValue embedding(const std::string& name) {
+    return model_.layers().embedding(name, nn::LayerKeeps::Ids::kOfBatch);
+  }
+  /// What all layers share is made.
+  virtual void enter_layers() {}
+  virtual nn::KeptValue layer(const nn::KeptValue& x, std::int64_t number,
+                              const std::string& name) {
+    return model_.decoder_layer(x, number, name);
+  }
+  virtual nn::LayerKeeps::Softcap softcap() const { return nn::LayerKeeps::Softcap::kNo; }
+
+ protected:
+  ModelKeeps& model() { return model_; }
+  const ModelKeeps& model() const { return model_; }
+
+ private:
+  ModelKeeps& model_;
+};
+
 }  // namespace tessera::models
