@@ -197,8 +197,7 @@ std::uint64_t hash(const PipelinePlan& plan) {
 
 models::StageLayers stage_layers(const PipelinePlan& plan, int stage) {
   return {.embedding = stage == 0,
-          .begin = plan.split.begin(stage),
-          .end = plan.split.end(stage),
+          .layers = {plan.split.begin(stage), plan.split.end(stage)},
           .head = stage + 1 == plan.split.stages()};
 }
 

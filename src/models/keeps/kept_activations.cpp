@@ -51,12 +51,12 @@ KeptActivations kept_activations(const ForwardCase& forward) {
   const auto of_text = own != nullptr ? own(model) : std::make_unique<TextKeeps>(model);
   const std::string text = of_text->prefix();
   const StageLayers stage =
-      forward.stage.value_or(StageLayers{true, 0, forward.spec.num_hidden_layers, true});
+      forward.stage.value_or(StageLayers{true, {0, forward.spec.num_hidden_layers}, true});
   nn::KeptValue x = stage.embedding ? of_text->embedding(text + "embed_tokens")
-                                    : received(layers, forward, stage.begin, text);
+                                    : received(layers, forward, stage.layers.begin, text);
   const std::int64_t stream = x.numel * size_of(x.dtype);
   of_text->enter_layers();
-  for (std::int64_t i = stage.begin; i < stage.end; ++i) {
+  for (std::int64_t i = stage.layers.begin; i < stage.layers.end; ++i) {
     x = of_text->layer(x, i, concat(text, "layers.", i, "."));
   }
   if (stage.head) layers.loss(layers.norm(x, text + "norm"), "lm_head", of_text->softcap());
