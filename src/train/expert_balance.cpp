@@ -105,7 +105,7 @@ void balance_experts(const ShardedBase& model, const models::ModelSpec& spec,
   TESSERA_INVARIANT(routed.size() == chosen.size(), "counts of ", chosen.size(), " layers of ",
                     routed.size());
   for (BufferView& view : model.buffers()) {
-    if (!view.contract->name.ends_with(".expert_bias")) continue;
+    if (!models::HasExpertBias::is_name(view.contract->name)) continue;
     const auto number = layer_of(view.contract->name);
     const auto layer = std::ranges::find(routed, number.value_or(-1));
     TESSERA_INVARIANT(layer != routed.end(), view.contract->name, " of a layer without counts");
