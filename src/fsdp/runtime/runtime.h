@@ -5,7 +5,7 @@
 // with are values and executors of their own: controls.h (what users switch), forwards.h (what was
 // run), order.h and backward_plan.h (what a backward issues), reducer.h, publisher.h, unit.h and
 // bucket.h (what moves bytes). Its own parts: runtime.cpp (units, forward, failure),
-// agree_backward.cpp (the list of what a backward issues), backward.cpp (walking through it). What
+// backward.cpp (the list of what a backward issues, and walking through it). What
 // is different inside a step scope is in open_step.h.
 //
 // [Note: readiness] Gradients are never counted: parameters stay unused, hooks fire twice under
@@ -214,7 +214,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void agree_on_controls();
   std::vector<std::shared_ptr<Unit>> living(const std::vector<std::weak_ptr<Unit>>& named,
                                             const char* control, const Unit& of) const;
-  // what a backward issues: agree_backward.cpp
+  // what a backward issues
   BackwardView view_of_backward(const Entry* first) const;
   UnitState state_of(const Unit& unit) const;
   std::string memory_lines() const;
