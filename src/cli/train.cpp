@@ -28,7 +28,6 @@
 #include "io/atomic_file.h"
 #include "io/checkpoint_store.h"
 #include "io/folder.h"
-#include "io/made_paths.h"
 #include "tessera/error.h"
 #include "tessera/world.h"
 #include "train/config/config.h"
@@ -43,7 +42,7 @@ namespace fs = std::filesystem;
 
 // RUN: the folder of a run, the same on every rank, and nobody else's while it runs. A run that is
 // refused leaves nothing that it has made: whatever it makes before its first step is noted, and
-// none of it is ever removed with what others put there (io/made_paths.h).
+// none of it is ever removed with what others put there (MadePaths).
 
 struct RunFolder {
   train::Config config;  ///< its folders absolute (train::resolved_for_run)

@@ -63,7 +63,7 @@ struct FamilyTraits {
   LayerAttention (*attention_of)(const ModelSpec& spec, std::int64_t layer) = nullptr;
   std::vector<std::int64_t> (*key_value_heads)(const ModelSpec& spec) = nullptr;
   std::optional<ImageTokens> (*image_tokens)(const ModelSpec& spec) = nullptr;
-  /// What its forward keeps until backward (keeps/model_keeps.h); null = as a decoder's.
+  /// What its forward keeps until backward (keeps/kept_activations.h); null = as a decoder's.
   std::unique_ptr<TextKeeps> (*keeps)(ModelKeeps& model) = nullptr;
   /// What is the family's own in a config.json, read after what all have; null = nothing.
   void (*read)(ConfigReader& keys, ModelSpec& spec) = nullptr;

@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "models/keeps/model_keeps.h"
+#include "models/keeps/kept_activations.h"
 
 namespace tessera::models {
 

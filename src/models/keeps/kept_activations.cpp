@@ -5,7 +5,6 @@
 #include <string>
 
 #include "models/family.h"
-#include "models/keeps/model_keeps.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
@@ -65,6 +64,124 @@ KeptActivations kept_activations(const ForwardCase& forward) {
           .selective = layers.ledger().in(RecomputeMode::kSelective),
           .deferred = layers.ledger().deferred(),
           .stream = stream};
+}
+
+namespace {
+
+using nn::KeptValue;
+
+nn::KeepsCase layers_of(const ForwardCase& of) {
+  const bool cut = of.degrees.tp > 1 && of.degrees.sequence == SequenceParallel::kYes;
+  return {of.parameters, of.rows, of.positions, of.spec.hidden_size, of.degrees.tp, cut};
+}
+
+/// Of a model without experts nobody asks.
+moe::ExpertKeepsCase experts_of(const ForwardCase& of) {
+  if (!of.spec.moe) return {};
+  const MoeSpec& moe = *of.spec.moe;
+  return {.num_experts = moe.num_experts,
+          .experts_per_token = moe.experts_per_token,
+          .intermediate_size = moe.moe_intermediate_size,
+          .ep = of.degrees.ep,
+          .etp = of.degrees.etp,
+          .softmax_of_all = moe.scores == ExpertScores::kSoftmaxOfAll,
+          .norm_topk = moe.norm_topk_prob,
+          .scaled = moe.routed_scaling_factor != 1.0,
+          .geglu = moe.activation == ExpertActivation::kGeglu,
+          .score_before_experts = of.score_before_experts,
+          .router_probabilities = of.router_probabilities};
+}
+
+}  // namespace
+
+ModelKeeps::ModelKeeps(const ForwardCase& of)
+    : of_(of), layers_(layers_of(of)), experts_(layers_, experts_of(of)) {}
+
+ModelKeeps::Way ModelKeeps::way() const {
+  if (of_.degrees.tp == 1) return Way::kOwn;
+  if (of_.degrees.etp > 1) return Way::kAllCut;
+  if (of_.degrees.router == RouterTokens::kAll) return Way::kAllRouted;
+  return layers_.of().cut ? Way::kOwn : Way::kSliced;
+}
+
+/// A part of the rows: the same memory.
+KeptValue ModelKeeps::part(KeptValue x) const {
+  x.numel /= of_.degrees.tp;
+  return x;
+}
+
+KeptValue ModelKeeps::enter_experts(const KeptValue& x) {
+  return way() == Way::kOwn ? x : layers_.enter(x);
+}
+
+KeptValue ModelKeeps::routed_part(const KeptValue& entered) const {
+  return way() == Way::kSliced ? part(entered) : entered;
+}
+
+KeptValue ModelKeeps::leave_experts(const KeptValue& y) {
+  return way() == Way::kOwn ? y : layers_.leave(y);
+}
+
+KeptValue ModelKeeps::through_experts(const KeptValue& routed, const moe::KeptRouting& routing,
+                                      const std::string& name) {
+  KeptValue given;
+  if (way() == Way::kAllRouted) {
+    const moe::KeptRouting sent{routing.tokens / of_.degrees.tp, part(routing.indices),
+                                part(routing.weights)};
+    given = experts_.experts(part(routed), sent, name);
+  } else {
+    given = experts_.experts(routed, routing, name);
+  }
+  // The addend of all tokens, or the stream's own.
+  if (way() == Way::kOwn || way() == Way::kAllCut) return given;
+  return layers_.ledger().make(layers_.tokens() * of_.spec.hidden_size, given.dtype, given.wants);
+}
+
+KeptValue ModelKeeps::attention(const KeptValue& x, std::int64_t number, const std::string& name) {
+  if (of_.spec.mla) {
+    const MlaSpec& mla = *of_.spec.mla;
+    return layers_.latent_attention(
+        x, {mla.q_lora_rank, mla.kv_lora_rank, mla.v_head_dim, of_.spec.num_attention_heads}, name);
+  }
+  const bool windowed = of_.spec.is_sliding(number) && of_.positions > of_.spec.sliding_window;
+  using Windowed = nn::LayerKeeps::Windowed;
+  return layers_.self_attention(x, of_.spec.head_dim, windowed ? Windowed::kYes : Windowed::kNo,
+                                name);
+}
+
+KeptValue ModelKeeps::moe_layer(const KeptValue& x, const std::string& name) {
+  const MoeSpec& moe = *of_.spec.moe;
+  const KeptValue entered = enter_experts(x);
+  const KeptValue routed = routed_part(entered);
+  const std::string router = concat(name, traits(of_.spec.family).router_module);
+  const DType own = layers_.parameter(router + ".weight").compute.dtype;
+  const DType inside =
+      moe.router_dtype == RouterDtype::kFloat32 ? promote(own, DType::kFloat32) : own;
+  const KeptValue scores = layers_.linear(layers_.ledger().cast(routed, inside), router, inside);
+  const moe::KeptRouting routing = experts_.route(scores, scores.dtype);
+  KeptValue y = through_experts(routed, routing, name + "experts.");
+  if (moe.shared_intermediate_size > 0) {
+    const std::string shared = name + "shared_experts.";
+    constexpr auto kSilu = nn::LayerKeeps::Gate::kSilu;
+    y = layers_.sum(y, way() == Way::kOwn ? layers_.mlp(x, shared, kSilu)
+                                          : layers_.inner_mlp(entered, shared, kSilu));
+  }
+  return leave_experts(y);
+}
+
+KeptValue ModelKeeps::decoder_layer(const KeptValue& x, std::int64_t number,
+                                    const std::string& name) {
+  layers_.ledger().begin_layer({x});
+  const KeptValue normed = layers_.norm(x, name + "input_layernorm");
+  const KeptValue middle = layers_.sum(x, attention(normed, number, name + "self_attn."));
+  const KeptValue fed_input = layers_.norm(middle, name + "post_attention_layernorm");
+  const std::string feed = name + "mlp.";
+  const KeptValue fed = of_.spec.is_moe(number)
+                            ? moe_layer(fed_input, feed)
+                            : layers_.mlp(fed_input, feed, nn::LayerKeeps::Gate::kSilu);
+  const KeptValue result = layers_.sum(middle, fed);
+  layers_.ledger().end_layer(result);
+  return result;
 }
 
 }  // namespace tessera::models
