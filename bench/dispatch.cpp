@@ -24,7 +24,7 @@
 #include <vector>
 
 #include "comm/group.h"
-#include "moe/expert_parallel.h"
+#include "moe/experts.h"
 #include "plain_gloo.h"
 #include "tessera/error.h"
 

@@ -22,7 +22,6 @@ ROOMS = {
 HOME = {
     "checkpoint_values": "io",
     "forward_signature": "grad",
-    "optim": "fsdp",
     "precision": "grad",
     "recompute_mode": "grad",
     "shard": "fsdp",

@@ -17,7 +17,7 @@
 #include "checkpoint/loader.h"
 #include "checkpoint/saver.h"
 #include "comm/group.h"
-#include "fsdp/optim/optimizer_shards.h"
+#include "fsdp/handle.h"
 #include "io/checkpoint_folder.h"
 #include "io/checkpoint_store.h"
 #include "tessera/error.h"

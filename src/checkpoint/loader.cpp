@@ -9,7 +9,7 @@
 
 #include "base/log.h"
 #include "base/printable.h"
-#include "checkpoint/stages.h"
+#include "checkpoint/snapshot.h"
 #include "comm/group.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"

@@ -9,7 +9,7 @@
 #include "base/log.h"
 #include "base/printable.h"
 #include "base/test_hooks.h"
-#include "checkpoint/stages.h"
+#include "checkpoint/snapshot.h"
 #include "comm/group.h"
 #include "io/checkpoint_folder.h"
 #include "io/hashed_file.h"

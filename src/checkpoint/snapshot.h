@@ -1,8 +1,11 @@
 // One rank's part of a checkpoint, copied to memory of its own: the only thing that a step waits
-// for.
+// for; and what the stages of a pipeline have of one model between them.
 //
 // The copy is the file itself, header and data, so that writing it is one pass over one buffer
-// while training goes on. The buffer is kept for the next checkpoint. Next: saver.h.
+// while training goes on. The buffer is kept for the next checkpoint. A checkpoint knows no
+// pipeline, a rank has the parameters of its own stages only: ranks that differ in their stage alone
+// tell each other their names. A parameter that two stages have (a tied embedding) is written by the
+// first. Next: saver.h, loader.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -100,5 +103,18 @@ class Snapshot {
   std::size_t size_ = 0;
   CheckpointManifest entries_;
 };
+
+/// Names of parameters and of buffers that are stored; of what `Holds` leaves out there are none.
+struct NamesOfStages {
+  std::set<std::string, std::less<>> everywhere;  ///< of all stages, this rank's own included
+  std::set<std::string, std::less<>> of_earlier;  ///< of the stages before this rank's
+};
+
+/// What an optimizer may keep of parameters of any stage (Optimizer::kept_names): a stage without
+/// 16-bit ones keeps no masters. Collective as names_of_stages.
+std::set<std::string> kept_in_stages(const ShardedBase& model, const Optimizer& optimizer);
+
+/// Collective among the ranks of axis pp; nobody is asked where it has one.
+NamesOfStages names_of_stages(const ShardedBase& model, const Holds& holds);
 
 }  // namespace tessera::checkpointing

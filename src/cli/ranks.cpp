@@ -15,10 +15,10 @@ std::string_view backend_word(train::BackendName name) {
   switch (name) {
     case train::BackendName::kAuto:
       return "auto";
-    case train::BackendName::kGloo:
-      return "gloo";
-    case train::BackendName::kNccl:
-      return "nccl";
+#define TESSERA_BACKEND(enumerator, folder, name, ...) \
+  case train::BackendName::enumerator:                 \
+    return name;
+#include "comm/backends/backends.def"
   }
   return "auto";
 }

@@ -71,6 +71,15 @@ std::string to_string(const Letter& letter) {
                        : "");
 }
 
+void require_no_mail(const Mail* mail, const std::string& group) {
+  TESSERA_INVARIANT(mail == nullptr, "group ", group,
+                    ": found a collective, expected messages only");
+}
+
+PeerLost lost_in_recovery(const Letter& letter) {
+  return PeerLost(concat(to_string(letter), ": lost when the World was recovered"));
+}
+
 std::string waited_in_vain(const Letter& letter, std::chrono::milliseconds time, int rank,
                            const Patience& patience) {
   const std::string works = patience.works_of({rank});

@@ -133,6 +133,10 @@ class Mail {
   std::uint64_t next_step_ = 0;
 };
 
+/// What each backend refuses alike. Errors: kInternal for a collective of a group that has Mail.
+void require_no_mail(const Mail* mail, const std::string& group);
+/// Of a letter under way when the World recovered.
+PeerLost lost_in_recovery(const Letter& letter);
 /// Of a wait that has ended: "LETTER: waited 100 s for rank 2; ...".
 std::string waited_in_vain(const Letter& letter, std::chrono::milliseconds time, int rank,
                            const Patience& patience);

@@ -12,7 +12,6 @@
 
 #include "base/mutex.h"
 #include "comm/backends/backend.h"
-#include "comm/backends/gloo/gloo.h"
 #include "comm/backends/in_process/in_process.h"
 #include "comm/process_world.h"
 #include "comm/queue.h"
@@ -29,10 +28,10 @@ class ThreadWorld;
 /// What the ranks share.
 struct ThreadRun {
   ThreadRun(int ranks, ThreadBackend kind, const WorldOptions& what)
-      : size(ranks), backend(kind), options(what), rendezvous(what.timeout) {}
+      : size(ranks), backend(backend_of(kind)), options(what), rendezvous(what.timeout) {}
 
   const int size;
-  const ThreadBackend backend;
+  const BackendRow& backend;
   const WorldOptions options;
   Rendezvous rendezvous;
   const std::shared_ptr<Store> store = Store::in_memory(options.init_timeout);
@@ -109,9 +108,11 @@ ThreadWorld::ThreadWorld(std::shared_ptr<ThreadRun> run, int rank)
     : World(rank, run->size, rank), run_(std::move(run)) {
   state_->store = run_->store;
   state_->init_timeout = run_->options.init_timeout;
-  const bool over_gloo = run_->backend == ThreadBackend::kGloo && size_ > 1;
-  connections_ = over_gloo ? open_gloo(LaunchEnvironment{}) : open_in_process(run_->rendezvous);
-  if (over_gloo) {
+  // What connects processes needs what they need, also between threads.
+  const bool as_processes = run_->backend.connects_processes() && size_ > 1;
+  connections_ =
+      as_processes ? run_->backend.open(LaunchEnvironment{}) : open_in_process(run_->rendezvous);
+  if (as_processes) {
     WatchOptions watch = watch_options(rank, run_->size);
     watch.blocked_after = run_->options.blocked_after;
     watch.poll = std::min(watch.poll, watch.blocked_after / 4 + std::chrono::milliseconds(1));
@@ -139,8 +140,7 @@ ThreadWorld::~ThreadWorld() {
 }
 
 std::string ThreadWorld::backend() const {
-  if (size_ == 1) return "none";
-  return run_->backend == ThreadBackend::kGloo ? "gloo" : "in-process";
+  return size_ == 1 ? "none" : std::string(run_->backend.name);
 }
 
 void ThreadWorld::abort_epoch(std::uint64_t epoch, const std::string& why) {

@@ -1,13 +1,18 @@
-// What a handle offers beside forward: names, shards, whole tensors, and what users switch between
-// steps (controls.h).
+// What a handle offers beside forward: names, shards, whole tensors, what users switch between steps
+// (controls.h), and what floors above ask of it.
+#include "fsdp/handle.h"
+
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <map>
 #include <set>
 
 #include "fsdp/runtime/integrity.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "fsdp/runtime/whole.h"
+#include "grad/contract_key.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
 #include "tessera/shard.h"
@@ -374,3 +379,70 @@ void ShardedBase::reshard() {
 }
 
 }  // namespace tessera
+
+namespace tessera::fsdp {
+namespace {
+
+const Parameter& parameter_at(const Unit& unit, std::size_t bucket, std::size_t place) {
+  const auto found =
+      std::find_if(unit.parameters().begin(), unit.parameters().end(), [&](const auto& parameter) {
+        return parameter->bucket == bucket && parameter->place == place;
+      });
+  TESSERA_INVARIANT(found != unit.parameters().end(), "unit ", unit.name(), ", bucket ", bucket,
+                    ": nothing at place ", place);
+  return **found;
+}
+
+layout::PlannedUnit planned(const Unit& unit) {
+  layout::PlannedUnit result{{unit.name(), {}}, {}};
+  for (std::size_t b = 0; b < unit.buckets().size(); ++b) {
+    auto plan = unit.buckets()[b]->plan();
+    for (std::size_t place = 0; place < plan.parameters.size(); ++place) {
+      const auto& contract = parameter_at(unit, b, place).contract;
+      plan.parameters[place].parameter = result.items.size();
+      result.items.push_back(plan_item(contract));
+    }
+    result.plan.buckets.push_back(std::move(plan));
+  }
+  return result;
+}
+
+}  // namespace
+
+layout::ModelPlan plan_of(const ShardedBase& model) {
+  auto& runtime = unit_of_handle(model.unit()).runtime();
+  layout::ModelPlan plan{runtime.plan_options(), {}};
+  for (const auto* unit : runtime.units()) plan.units.push_back(planned(*unit));
+  return plan;
+}
+
+at::Device device_of(const ShardedBase& model) {
+  return unit_of_handle(model.unit()).runtime().device();
+}
+
+void renew_after_failure(const ShardedBase& model) {
+  unit_of_handle(model.unit()).runtime().renew_after_failure();
+}
+
+void require_idle(const ShardedBase& model, const char* what) {
+  unit_of_handle(model.unit()).runtime().require_idle(what);
+}
+
+void require_steps_of(const ShardedBase& model, const Optimizer& optimizer, const char* what) {
+  std::map<const GradContract*, ShardView> views;
+  for (const auto& view : model.shards()) views.emplace(view.contract, view);
+  for (const auto& state : optimizer.state()) {
+    const auto view = views.find(state.view.contract);
+    TESSERA_CHECK(view != views.end(), ErrorKind::kUsage, what, ": found an optimizer that steps ",
+                  state.view.contract->name,
+                  ", which is no parameter of this handle, expected one that was made for it or "
+                  "for a handle inside it");
+    TESSERA_CHECK(view->second.begin == state.view.begin && view->second.end == state.view.end,
+                  ErrorKind::kUsage, what, ": found that set_trainable() has laid out ",
+                  state.view.contract->name,
+                  " anew without this optimizer, expected it among those that follow; name it "
+                  "there");
+  }
+}
+
+}  // namespace tessera::fsdp

@@ -323,22 +323,22 @@ class Recompute : public torch::autograd::Function<Recompute> {
     const at::AutoGradMode grad(true);
     const SampleScope place(block.place);
     auto outputs = block.run(inputs);
+    constexpr auto kAsBefore = " as in the first forward";
     TESSERA_CHECK(outputs.size() == block.outputs.size() &&
                       block.recorded.next_kept == block.recorded.kept.size() &&
                       block.recorded.next == block.recorded.entries.size(),
                   ErrorKind::kUsage, "recomputation: found ", outputs.size(), " results, ",
                   block.recorded.next_kept, " calls of keep() and ", block.recorded.next,
                   " calls of units, expected ", block.outputs.size(), ", ",
-                  block.recorded.kept.size(), " and ", block.recorded.entries.size(),
-                  " as in the first forward; make the checkpointed function deterministic");
+                  block.recorded.kept.size(), " and ", block.recorded.entries.size(), kAsBefore,
+                  grad::kMakeDeterministic);
     for (std::size_t i = 0; i < outputs.size(); ++i) {
       TESSERA_CHECK(outputs[i].defined(), ErrorKind::kUsage, "recomputation: found result ", i,
-                    " undefined, expected ", block.outputs[i],
-                    " as in the first forward; make the checkpointed function deterministic");
+                    " undefined, expected ", block.outputs[i], kAsBefore, grad::kMakeDeterministic);
       const auto found = result_of(outputs[i]);
       TESSERA_CHECK(found == block.outputs[i], ErrorKind::kUsage, "recomputation: found result ", i,
-                    " as ", found, ", expected ", block.outputs[i],
-                    " as in the first forward; make the checkpointed function deterministic");
+                    " as ", found, ", expected ", block.outputs[i], kAsBefore,
+                    grad::kMakeDeterministic);
     }
     return outputs;
   }

@@ -6,11 +6,11 @@
 #include <set>
 
 #include "base/printable.h"
-#include "fsdp/optim/load_refusals.h"
-#include "fsdp/runtime/finite_copy.h"
+#include "fsdp/load_refusals.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "fsdp/runtime/whole.h"
+#include "grad/finite_copy.h"
 #include "grad/torch_dtype.h"
 #include "layout/local_part.h"
 #include "tessera/error.h"
@@ -82,7 +82,7 @@ std::string refusal_of_cast(const StateTensor& entry, at::ScalarType dtype) {
   if (entry.values.scalar_type() == dtype) return "";
   try {
     const auto cast = at::empty({entry.values.numel()}, entry.values.options().dtype(dtype));
-    fsdp::finite_copy(cast, entry.values.reshape(-1), entry.name);
+    grad::finite_copy(cast, entry.values.reshape(-1), entry.name);
     return "";
   } catch (const Error& error) {
     return error.what();

@@ -22,12 +22,11 @@ KeptResults*& open_results(CheckpointRun run) {
 at::Tensor take_kept(KeptResults& results, at::IntArrayRef sizes) {
   TESSERA_CHECK(results.next_kept < results.kept.size(), ErrorKind::kUsage,
                 "recomputation: found more calls of keep() than the ", results.kept.size(),
-                " of the first forward, expected the same; make the checkpointed function "
-                "deterministic");
+                " of the first forward, expected the same", kMakeDeterministic);
   at::Tensor value = std::exchange(results.kept[results.next_kept++].value, {});
   TESSERA_CHECK(value.sizes() == sizes, ErrorKind::kUsage, "recomputation: found keep() of sizes ",
-                sizes, ", expected ", value.sizes(),
-                " as in the first forward; make the checkpointed function deterministic");
+                sizes, ", expected ", value.sizes(), " as in the first forward",
+                kMakeDeterministic);
   return value;
 }
 

@@ -14,6 +14,9 @@
 
 namespace tessera::grad {
 
+/// How each refusal of a second run that is not as the first one ends.
+inline constexpr auto kMakeDeterministic = "; make the checkpointed function deterministic";
+
 /// What keep() was given, as it was then.
 struct Kept {
   at::Tensor value;

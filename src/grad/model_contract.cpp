@@ -1,4 +1,4 @@
-// What a contract is shown, compared and hashed as; resolve_model.cpp makes it.
+// What a contract is shown, compared and hashed as; resolve.cpp makes it.
 #include "tessera/model_contract.h"
 
 #include <algorithm>

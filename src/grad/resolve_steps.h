@@ -1,5 +1,5 @@
 // The steps of resolution: each sets some fields of a contract and the reasons of their values.
-// resolve.cpp calls those of a parameter in order, resolve_model.cpp the others.
+// resolve.cpp calls those of a parameter in order, then the others.
 #pragma once
 
 #include <optional>
@@ -66,11 +66,11 @@ bool matches(const std::string& pattern, const GradContract& contract);
 void check_no_decay(const std::vector<std::string>& patterns,
                     const std::vector<const GradContract*>& contracts);
 
-/// resolve_model.cpp. `parameters` decide which subtrees are frozen.
+/// Of a model. `parameters` decide which subtrees are frozen.
 BufferContract resolve_buffer(const BufferMeta& meta, const Asked& asked,
                               const std::vector<GradContract>& parameters,
                               const PrecisionPolicy& policy);
-/// resolve_model.cpp. `parameters` are those that the unit's indices count.
+/// Of a model. `parameters` are those that the unit's indices count.
 UnitContract resolve_unit(const UnitMeta& unit, const std::vector<GradContract>& parameters,
                           const PrecisionPolicy& policy);
 

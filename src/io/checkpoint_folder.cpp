@@ -324,10 +324,7 @@ std::optional<fs::path> find_checkpoint(const fs::path& path) {
   } catch (const Error& error) {
     const auto older = newest_whole_before(store, *latest);
     throw Error(error.kind(),
-                concat(error.what(),
-                       older ? concat("; the newest whole checkpoint before it is ",
-                                      shown(store.complete(*older)), ": name that one to take it")
-                             : "; there is no whole checkpoint before it"));
+                concat(error.what(), older.text, older.step ? ": name that one to take it" : ""));
   }
   return found;
 }
@@ -339,17 +336,18 @@ void require_whole(const fs::path& checkpoint) {
                 "program made the folder");
 }
 
-std::optional<std::int64_t> newest_whole_before(const CheckpointStore& store, std::int64_t step) {
+WholeBefore newest_whole_before(const CheckpointStore& store, std::int64_t step) {
   for (const std::int64_t older : store.steps() | std::views::reverse) {
     if (older >= step) continue;
     try {
       CheckpointFolder::open(store.complete(older));
-      return older;
+      return {older,
+              concat("; the newest whole checkpoint before it is ", shown(store.complete(older)))};
     } catch (const Error&) {
       continue;
     }
   }
-  return std::nullopt;
+  return {std::nullopt, "; there is no whole checkpoint before it"};
 }
 
 CheckpointTensors::CheckpointTensors(CheckpointFolder folder) : folder_(std::move(folder)) {

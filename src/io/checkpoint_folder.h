@@ -118,8 +118,13 @@ class CheckpointFolder {
 std::optional<std::filesystem::path> find_checkpoint(const std::filesystem::path& path);
 /// Whoever copied or removed it came to the end: it holds manifest.json. Errors: kFormat.
 void require_whole(const std::filesystem::path& checkpoint);
-/// The newest checkpoint of a step before this one that can be opened.
-std::optional<std::int64_t> newest_whole_before(const CheckpointStore& store, std::int64_t step);
+/// The newest checkpoint of a step before this one that can be opened; `text` continues an error
+/// with its path, or with that there is none.
+struct WholeBefore {
+  std::optional<std::int64_t> step;
+  std::string text;
+};
+WholeBefore newest_whole_before(const CheckpointStore& store, std::int64_t step);
 
 /// The model's tensors of it as a TensorSource: what ranks cut apart reads as a whole here.
 class CheckpointTensors final : public TensorSource {

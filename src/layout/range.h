@@ -1,7 +1,7 @@
 // Half-open ranges: of elements, rows, positions or ranks' parts; the equal split into parts; and
 // which rank sends which elements of a parameter to which other one when its layout changes.
 //
-// Pure. Moves are between two layouts of one run (fsdp/relayout.h); reading a checkpoint elsewhere
+// Pure. Moves are between two layouts of one run (fsdp/trainable.cpp); reading a checkpoint elsewhere
 // is the same question to files instead of ranks, answered piece by piece in
 // io/checkpoint_folder.h. Next: bucket_plan.h, tensor_box.h for parts along several dims.
 #pragma once

@@ -37,7 +37,7 @@ std::string refusal(const ParameterSpec& row) {
   if (!row.tied_to.empty()) {
     return concat("is tied to ", row.tied_to, ": an adapter could not be merged into both");
   }
-  if (row.name.find(".router.") != std::string::npos || row.name.ends_with(".mlp.gate.weight")) {
+  if (row.part == ModelPart::kRouter) {
     return "is a router, whose choice of experts has no gradient";
   }
   return {};

@@ -3,7 +3,7 @@
 // A pattern names layers by the end of their names, as peft's target_modules do: "q_proj" is every
 // layer's, "layers.0.self_attn.*" those of one layer's attention. What is no linear layer, or has
 // no forward of its own that an adapter could be added to, is refused. No torch in this header.
-// Next: description.h, ../nn/lora.h.
+// Next: description.h, ../nn/linear.h.
 #pragma once
 
 #include <string>

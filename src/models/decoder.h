@@ -23,7 +23,6 @@
 #include "nn/embedding.h"
 #include "nn/linear.h"
 #include "nn/rms_norm.h"
-#include "nn/self_attention.h"
 
 namespace tessera::models {
 
@@ -44,13 +43,7 @@ class DecoderHead : public torch::nn::Module {
   std::shared_ptr<nn::Linear> lm_head_;
 };
 
-/// What a model remembers of one text while it writes it: one cache a layer.
-struct DecoderCache {
-  std::vector<nn::KvCache> layers;
-  std::int64_t length() const { return layers.front().length(); }  ///< positions so far
-};
-
-class Decoder : public LanguageModel {
+class Decoder : public LanguageModel, public WritesText {
  public:
   explicit Decoder(const ModelSpec& spec, const ModelAxes& axes = {});
 
@@ -66,19 +59,11 @@ class Decoder : public LanguageModel {
     return forward(input_ids, targets);
   }
 
-  /// Whether every layer has a decode.
-  bool can_decode() const;
-  /// Room for `capacity` positions; memory is taken when the first ones come.
-  DecoderCache make_cache(std::int64_t capacity) const;
-  /// input_ids [B, T] that follow the positions in the cache, which they join -> logits [B, V] of
-  /// the last one. No gradient, nothing gathered: the modules are called past any handle. The first
-  /// call of a cache gives the bits of forward's hidden states; later ones differ from it by the
-  /// order of additions. Errors: kUsage for more positions than the cache has room for, or, in the
-  /// first call, for a parameter that is neither plain nor frozen and whole on every rank.
-  at::Tensor decode(const at::Tensor& input_ids, DecoderCache& cache);
-
-  /// input_ids [B, T] -> logits [B, V] after the last one, by a whole forward. As decode otherwise.
-  at::Tensor next_logits(const at::Tensor& input_ids);
+  WritesText* writer() override { return this; }
+  bool can_decode() const override;
+  DecoderCache make_cache(std::int64_t capacity) const override;
+  at::Tensor decode(const at::Tensor& input_ids, DecoderCache& cache) override;
+  at::Tensor next_logits(const at::Tensor& input_ids) override;
 
   std::vector<ModelUnit> units() override;
   std::string canonical_name(const std::string& unit, const std::string& path) const override;

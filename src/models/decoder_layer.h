@@ -2,7 +2,7 @@
 // norm and beside the residual stream.
 //
 // Which attention a family has is read off its FamilyTraits in decoder_layer.cpp. Short symbols: B
-// rows, T positions. Next: ../nn/self_attention.h, moe_layer.h.
+// rows, T positions. Next: ../nn/attention.h, moe_layer.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,10 +16,10 @@
 #include "models/model_axes.h"
 #include "models/model_spec.h"
 #include "models/moe_layer.h"
+#include "nn/attention.h"
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
-#include "nn/self_attention.h"
 #include "tessera/recompute_mode.h"
 
 namespace tessera::models {

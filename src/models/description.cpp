@@ -41,6 +41,11 @@ class Reader {
     // Of the model itself there is nothing: it has modules only.
     for (const auto& module : model_.named_modules("", /*include_self=*/false)) {
       const auto* placed = dynamic_cast<const nn::PlacedModule*>(module.value().get());
+      // A module comes before those inside it.
+      if (const auto* part = dynamic_cast<const IsModelPart*>(module.value().get())) {
+        part_begins_ = module.key() + ".";
+        part_ = part->part();
+      }
       for (const auto& parameter : module.value()->named_parameters(/*recurse=*/false)) {
         TESSERA_INVARIANT(placed != nullptr, module.key(), " does not declare ", parameter.key());
         add(module.key(), parameter.key(), parameter.value(),
@@ -66,6 +71,7 @@ class Reader {
       row.init_std = 1.0 / std::sqrt(static_cast<double>(row.shape.back()));
     }
     row.decay = declared.decay;
+    if (!part_begins_.empty() && row.name.starts_with(part_begins_)) row.part = part_;
     read_parts(row, module, declared.parts);
     const auto unit = unit_of_.find(tensor.unsafeGetTensorImpl());
     if (unit != unit_of_.end()) row.unit = unit->second;
@@ -88,6 +94,8 @@ class Reader {
   ModelDescription result_;
   std::map<const c10::TensorImpl*, std::string> unit_of_;
   std::map<const c10::StorageImpl*, std::size_t> by_storage_;  // index of the first that has it
+  std::string part_begins_;                                    // of the last module that is one
+  ModelPart part_ = ModelPart::kLayers;
 };
 
 /// Of a rank that nobody asks: layers only read how many share them.
@@ -134,7 +142,7 @@ std::int64_t active_numel(const ModelSpec& spec, const ParameterSpec& row) {
   const bool is_head = !row.tied_to.empty();
   if (row.decay == DecayClass::kEmbedding && !is_head) return 0;
   if (sees_images(row.name)) return 0;
-  if (row.name.find(".experts.") == std::string::npos) return row.numel();
+  if (row.part != ModelPart::kExperts) return row.numel();
   const RoutedExperts experts = routed_experts(spec);
   return row.numel() / experts.experts * experts.experts_per_token;
 }

@@ -23,6 +23,15 @@ class LanguageModel;
 using nn::DecayClass;
 using nn::InitKind;
 
+/// What of a model a parameter is part of.
+enum class ModelPart : std::uint8_t { kLayers, kRouter, kExperts };
+/// Of a module, besides torch::nn::Module, whose parameters, and of those inside it, are such a part.
+class IsModelPart {
+ public:
+  virtual ~IsModelPart() = default;
+  virtual ModelPart part() const = 0;
+};
+
 struct ParameterSpec {
   std::string name;                      ///< Hugging Face's
   std::vector<std::int64_t> shape = {};  ///< global
@@ -40,6 +49,7 @@ struct ParameterSpec {
   /// One of ModelDescription::units; empty = the root.
   std::string unit = {};
   ParameterLayout layout = {};  ///< beyond the data axes
+  ModelPart part = ModelPart::kLayers;
   std::int64_t numel() const {
     std::int64_t product = 1;
     for (const std::int64_t size : shape) product *= size;

@@ -11,6 +11,7 @@
 #include <torch/nn/module.h>
 
 #include <cstdint>
+#include <string_view>
 #include <vector>
 
 #include "models/description.h"
@@ -23,6 +24,10 @@ class LanguageModel;
 class HasExpertBias {
  public:
   static constexpr const char* kName = "expert_bias";
+  /// Of a buffer, with the module's.
+  static bool is_name(std::string_view buffer) {
+    return buffer.substr(buffer.rfind('.') + 1) == kName;
+  }
 
   explicit HasExpertBias(std::int64_t num_experts) : num_experts_(num_experts) {}
   virtual ~HasExpertBias() = default;

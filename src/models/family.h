@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <memory>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
@@ -18,6 +19,8 @@
 namespace tessera::models {
 
 class ConfigReader;
+class ModelKeeps;
+class TextKeeps;
 
 /// Parameters that transformers' classes of a family keep in fp32, as patterns of whole dotted
 /// components. A test compares them with the classes.
@@ -57,8 +60,11 @@ struct FamilyTraits {
   bool output_bias = true;        ///< attention_bias holds for o_proj, too
   bool norm_rounds_once = false;  ///< norms multiply by their weight before they round
   // What others ask of a spec (model_spec.h); null = what most families answer.
+  LayerAttention (*attention_of)(const ModelSpec& spec, std::int64_t layer) = nullptr;
   std::vector<std::int64_t> (*key_value_heads)(const ModelSpec& spec) = nullptr;
   std::optional<ImageTokens> (*image_tokens)(const ModelSpec& spec) = nullptr;
+  /// What its forward keeps until backward (keeps/kept_activations.h); null = as a decoder's.
+  std::unique_ptr<TextKeeps> (*keeps)(ModelKeeps& model) = nullptr;
   /// What is the family's own in a config.json, read after what all have; null = nothing.
   void (*read)(ConfigReader& keys, ModelSpec& spec) = nullptr;
   void (*write)(const ModelSpec& spec, nlohmann::ordered_json& json) = nullptr;

@@ -5,7 +5,7 @@
 namespace tessera::models {
 
 bool LanguageModel::is_whole() const {
-  return stages() == StagesOfRank{{true, 0, spec().num_hidden_layers, true}};
+  return stages() == StagesOfRank{{true, {0, spec().num_hidden_layers}, true}};
 }
 
 std::shared_ptr<LanguageModel> make_language_model(const ModelSpec& spec, const ModelAxes& axes) {

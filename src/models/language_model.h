@@ -21,6 +21,7 @@
 #include "models/expert_tokens.h"
 #include "models/model_axes.h"
 #include "models/model_spec.h"
+#include "nn/attention.h"
 #include "tessera/recompute_mode.h"
 #include "tessera/shard.h"
 
@@ -102,6 +103,31 @@ ModelUnit unit_of(grad::Slot<M>& slot, std::string name) {
           }};
 }
 
+/// What a model remembers of one text while it writes it: one cache a layer.
+struct DecoderCache {
+  std::vector<nn::KvCache> layers;
+  std::int64_t length() const { return layers.front().length(); }  ///< positions so far
+};
+
+/// Of a model that writes text, token by token.
+class WritesText {
+ public:
+  virtual ~WritesText() = default;
+  virtual const ModelSpec& spec() const = 0;
+  /// Whether every layer has a decode.
+  virtual bool can_decode() const = 0;
+  /// Room for `capacity` positions; memory is taken when the first ones come.
+  virtual DecoderCache make_cache(std::int64_t capacity) const = 0;
+  /// input_ids [B, T] that follow the positions in the cache, which they join -> logits [B, V] of
+  /// the last one. No gradient, nothing gathered: the modules are called past any handle. The first
+  /// call of a cache gives the bits of forward's hidden states; later ones differ from it by the
+  /// order of additions. Errors: kUsage for more positions than the cache has room for, or, in the
+  /// first call, for a parameter that is neither plain nor frozen and whole on every rank.
+  virtual at::Tensor decode(const at::Tensor& input_ids, DecoderCache& cache) = 0;
+  /// input_ids [B, T] -> logits [B, V] after the last one, by a whole forward. As decode otherwise.
+  virtual at::Tensor next_logits(const at::Tensor& input_ids) = 0;
+};
+
 class LanguageModel : public torch::nn::Module {
  public:
   /// Logits [B, T, V], or with targets the sum of the token losses (nn/loss.h), [] fp32. Of a model
@@ -123,6 +149,8 @@ class LanguageModel : public torch::nn::Module {
   /// What every layer of text and tower forgets after forward and computes again for backward;
   /// embeddings, projector, pooling and head never do. From the next forward on.
   virtual void set_recompute(RecomputeMode mode) = 0;
+  /// Null where text of this family cannot be generated.
+  virtual WritesText* writer() { return nullptr; }
 };
 
 /// The module of the spec's family (the factory of its row in families.def), or the part of it that

@@ -28,7 +28,7 @@ struct ModelAxes {
 
   /// The same with the whole model as one stage.
   StagesOfRank stages_of(std::int64_t layers) const {
-    return stages.empty() ? StagesOfRank{{true, 0, layers, true}} : stages;
+    return stages.empty() ? StagesOfRank{{true, {0, layers}, true}} : stages;
   }
 };
 

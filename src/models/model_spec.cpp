@@ -226,6 +226,14 @@ RoutedExperts routed_experts(const ModelSpec& spec) {
   return routed;
 }
 
+LayerAttention attention_of(const ModelSpec& spec, std::int64_t layer) {
+  const auto own = traits(spec.family).attention_of;
+  if (own != nullptr) return own(spec, layer);
+  LayerAttention of{spec.attended_dims()};
+  if (spec.is_sliding(layer)) of.window = spec.sliding_window;
+  return of;
+}
+
 std::vector<std::int64_t> key_value_heads(const ModelSpec& spec) {
   const auto own = traits(spec.family).key_value_heads;
   return own != nullptr ? own(spec) : std::vector{spec.num_key_value_heads};

@@ -81,6 +81,13 @@ struct RoutedExperts {
 };
 RoutedExperts routed_experts(const ModelSpec& spec);
 
+/// What the attention of one layer multiplies.
+struct LayerAttention {
+  std::int64_t dims = 0;  ///< of a query with a key, and of their weight with a value
+  std::optional<std::int64_t> window = {};  ///< how many positions it sees; none = all before
+};
+LayerAttention attention_of(const ModelSpec& spec, std::int64_t layer);
+
 /// The numbers of key and value heads that occur among the layers.
 std::vector<std::int64_t> key_value_heads(const ModelSpec& spec);
 

@@ -12,6 +12,7 @@
 
 #include <memory>
 
+#include "models/description.h"
 #include "models/expert_bias.h"
 #include "models/expert_tokens.h"
 #include "models/model_axes.h"
@@ -25,9 +26,10 @@ namespace tessera::models {
 RouterLoad load_of(const moe::Routing& routing, RouterStatistics statistics);
 
 /// Scores of all experts, those of other ranks too.
-class ExpertRouter : public nn::PlacedModule {
+class ExpertRouter : public nn::PlacedModule, public IsModelPart {
  public:
   ExpertRouter(std::int64_t hidden_size, const MoeSpec& moe, const nn::TensorRegion& region = {});
+  ModelPart part() const override { return ModelPart::kRouter; }
   /// x [M, H] -> [M, E] in the dtype that the router computes in.
   at::Tensor scores(const at::Tensor& x) const;
   /// `imposed` as RoutingRequest has it; `bias` [E] on the choice, or undefined.
@@ -41,9 +43,10 @@ class ExpertRouter : public nn::PlacedModule {
 };
 
 /// The weights of a rank's experts, one tensor a product.
-class ExpertBank : public nn::PlacedModule {
+class ExpertBank : public nn::PlacedModule, public IsModelPart {
  public:
   ExpertBank(const ModelSpec& spec, const LocalSizes& sizes);
+  ModelPart part() const override { return ModelPart::kExperts; }
   /// x [M, H] -> [M, H] in x's dtype.
   at::Tensor forward(const at::Tensor& x, const moe::Routing& routing);
 

@@ -8,15 +8,18 @@
 #include <cstdint>
 #include <vector>
 
+#include "layout/range.h"
+
 namespace tessera::models {
 
 /// What one stage of a pipeline has of a model.
 struct StageLayers {
-  bool embedding = true;   ///< with all that stands before it (a vision tower)
-  std::int64_t begin = 0;  ///< layers [begin, end)
-  std::int64_t end = 0;
+  bool embedding = true;  ///< with all that stands before it (a vision tower)
+  layout::Range layers;
   bool head = true;  ///< with the final norm
-  bool has_layer(std::int64_t number) const { return begin <= number && number < end; }
+  bool has_layer(std::int64_t number) const {
+    return layers.begin <= number && number < layers.end;
+  }
   bool operator==(const StageLayers&) const = default;
 };
 

@@ -36,7 +36,7 @@ class ExpertKeeps {
 
   /// routing.cpp, of scores [tokens, E].
   KeptRouting route(const nn::KeptValue& scores, DType weights_dtype);
-  /// experts.cpp and expert_parallel.cpp. `x` are the tokens that are sent.
+  /// experts.cpp. `x` are the tokens that are sent.
   nn::KeptValue experts(const nn::KeptValue& x, const KeptRouting& routed, const std::string& name);
 
  private:

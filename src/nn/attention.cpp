@@ -1,5 +1,7 @@
 #include "nn/attention.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -10,6 +12,7 @@
 #include "base/first_derivative.h"
 #include "kernels/kernels.h"
 #include "nn/masked_attention.h"
+#include "tessera/error.h"
 
 namespace tessera::nn {
 
@@ -132,6 +135,26 @@ at::Tensor Attention::decode(const at::Tensor& x, KvCache& cache) {
                               ? cached_attention(heads.q, cache.keys(), cache.values(), scale())
                               : windowed_attention(heads.q, cache.keys(), cache.values(),
                                                    {options_.window, sinks_}, scale()));
+}
+
+void KvCache::append(const at::Tensor& keys, const at::Tensor& values) {
+  const std::int64_t rows = keys.size(0), groups = keys.size(1), added = keys.size(2),
+                     head_dim = keys.size(4);
+  TESSERA_CHECK(added <= capacity_ - length_, ErrorKind::kUsage, "key-value cache: found ", added,
+                " new positions after ", length_, ", expected at most ", capacity_, " in all");
+  if (!keys_.defined()) {
+    keys_ = at::empty({rows, groups, capacity_, head_dim}, keys.options());
+    values_ = at::empty_like(keys_);
+  }
+  TESSERA_CHECK(keys_.size(0) == rows && keys_.size(1) == groups && keys_.size(3) == head_dim &&
+                    keys_.scalar_type() == keys.scalar_type(),
+                ErrorKind::kUsage, "key-value cache: found keys ", keys.sizes(), " ",
+                keys.scalar_type(), ", expected rows, heads and dtype of ", keys_.sizes(), " ",
+                keys_.scalar_type());
+  keys_.narrow(2, length_, added).copy_(keys.squeeze(3));
+  values_.narrow(2, length_, added)
+      .copy_(values.view({rows, added, groups, head_dim}).transpose(1, 2));
+  length_ += added;
 }
 
 }  // namespace tessera::nn

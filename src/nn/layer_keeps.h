@@ -104,7 +104,7 @@ class LayerKeeps {
 
   /// Whether the gradient of a weight's product may be put off.
   enum class Deferral : std::uint8_t { kMayBe, kNever };
-  /// linear.cpp and lora.cpp. `compute`: another dtype than the weight's.
+  /// linear.cpp. `compute`: another dtype than the weight's.
   KeptValue linear(const KeptValue& x, const std::string& name, std::optional<DType> compute = {},
                    Deferral deferral = Deferral::kMayBe);
   /// rms_norm.cpp. Rows are as long as the weight; without one a row of ones is kept instead.
@@ -123,7 +123,7 @@ class LayerKeeps {
   KeptValue masked_attention(const KeptValue& q, const KeptValue& k, const KeptValue& v,
                              std::int64_t heads, std::int64_t groups);
   enum class Windowed : std::uint8_t { kNo, kYes };
-  /// self_attention.cpp.
+  /// attention.cpp.
   KeptValue self_attention(const KeptValue& stream, std::int64_t head_dim, Windowed windowed,
                            const std::string& name);
   struct Latent {

@@ -1,12 +1,18 @@
-// Linear: x W^T + b, computed in the weight's dtype, returned in the input's; with an adapter
-// (lora.h) its part is added. Where ranks share it, sizes are those of one rank.
+// Linear: x W^T + b, computed in the weight's dtype, returned in the input's; with an adapter its
+// part is added. Where ranks share it, sizes are those of one rank.
 //
 // The gradient of a layer's parameter is formed in the backward, or put off where the model defers
 // weight gradients (ShardedBase::set_defer_weight_gradients, Backward::kInputOnly,
 // ../grad/sink.h). Either way it reaches the parameter's slot through the sink. What is no leaf of a
 // sharded model (a cast weight, a plain module) has its gradient at once; so has a head's.
 //
-// Short symbols: B rows, T positions, K inputs, N outputs. Next: rms_norm.h.
+// An adapter is y + scale * B(A(dropout(x))), two thin matrices beside a frozen one. The product is
+// computed in the adapter's dtype and the sum rounded once to the layer's result dtype, as peft
+// does. Dropout takes no generator: which elements are dropped follows from (seed, step, layer, row
+// of the global batch, position, column), so it is the same under every layout and in
+// recomputation. Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
+//
+// Short symbols: B rows, T positions, K inputs, N outputs, R rank. Next: rms_norm.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,14 +23,39 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "base/random.h"
 #include "grad/leaf.h"
 #include "grad/sink.h"
-#include "nn/lora.h"
 #include "nn/parameter.h"
 #include "nn/tensor_region.h"
 
 namespace tessera::nn {
+
+struct LoraOptions {
+  std::int64_t rank = 0;
+  double scale = 1.0;
+  double dropout = 0.0;    ///< in [0, 1): of the adapter's input, while a SampleScope lives
+  std::string layer = {};  ///< its name in the model, by which dropout is drawn
+};
+
+/// base [..., N], x [..., K], a [R, K], b [N, R] -> [..., N] in base's dtype. Where dropout is
+/// drawn x is [B, T, K].
+at::Tensor add_adapter(const at::Tensor& base, const at::Tensor& x, const at::Tensor& a,
+                       const at::Tensor& b, const LoraOptions& options);
+
+/// What one forward drops, as a value.
+struct DropoutDraw {
+  double probability = 0.0;
+  std::uint64_t stream = 0;  ///< of seed, step and layer
+  std::int64_t first_row = 0;
+};
+DropoutDraw dropout_draw(const LoraOptions& options, const SamplePlace& place);
+
+/// 0 for an element that is dropped, else 1 / (1 - probability): [B, T, K].
+at::Tensor dropout_factors(const DropoutDraw& draw, const std::vector<std::int64_t>& shape,
+                           at::ScalarType dtype);
 
 /// When a backward that puts weight gradients off forms this one.
 enum class WeightGradient : std::uint8_t {

@@ -13,10 +13,10 @@
 #include <memory>
 #include <optional>
 
+#include "nn/attention.h"
 #include "nn/linear.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
-#include "nn/self_attention.h"
 #include "nn/tensor_region.h"
 
 namespace tessera::nn {

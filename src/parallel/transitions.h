@@ -1,6 +1,6 @@
 // Transitions between placements: where layers communicate, forward and backward. (Besides them do
 // the loss over a cut vocabulary, nn/loss.h, and the dispatch to experts,
-// moe/expert_parallel.h, whose derivatives are their own.)
+// moe/experts.h, whose derivatives are their own.)
 //
 // Local tensors carry no placement; what a layer does to it is one of these, each a fixed pair of a
 // forward and its backward. The placement of a gradient follows from that of the tensor alone:

@@ -352,10 +352,7 @@ Schedule make_schedule(Kind kind, const Shape& shape) {
   Schedule schedule;
   schedule.micro_batches = shape.micro_batches;
   schedule.rank_of = place_stages(row.placement, shape.ranks, shape.stages_per_rank);
-  const std::int64_t cells = std::int64_t{schedule.stages()} * shape.micro_batches;
-  TESSERA_CHECK(cells <= kMostCells, ErrorKind::kConfig, row.name, ": found ", schedule.stages(),
-                " stages and ", shape.micro_batches,
-                " micro-batches, expected a product of at most ", kMostCells);
+  require_few_cells(schedule.stages(), shape.micro_batches, ErrorKind::kConfig, row.name);
   check_micro_batches(row, shape);
   for (int rank = 0; rank < shape.ranks; ++rank) {
     RankList list(schedule.stages_of(rank), shape.micro_batches);

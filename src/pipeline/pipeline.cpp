@@ -8,8 +8,7 @@
 #include <utility>
 
 #include "base/mapped_file.h"
-#include "fsdp/runtime/runtime.h"
-#include "fsdp/runtime/unit.h"
+#include "fsdp/handle.h"
 #include "pipeline/kinds.h"
 #include "pipeline/runner.h"
 #include "pipeline/schedule_csv.h"
@@ -204,8 +203,7 @@ void Pipeline::set_stages(std::vector<std::shared_ptr<Stage>> stages, ShardedBas
   impl_->root = root;
   ++impl_->times_set;
   if (impl_->runner) return;
-  const auto device = root == nullptr ? at::Device(at::kCPU)
-                                      : fsdp::unit_of_handle(root->unit()).runtime().device();
+  const auto device = root == nullptr ? at::Device(at::kCPU) : fsdp::device_of(*root);
   impl_->runner.emplace(pipeline::ties_of(mesh, device));
 }
 

@@ -54,6 +54,13 @@ std::string to_string(const Action& action) {
   return concat(action.stage, letter_of(action.kind), action.micro_batch);
 }
 
+void require_few_cells(std::int64_t stages, std::int64_t micro_batches, ErrorKind kind,
+                       std::string_view name) {
+  TESSERA_CHECK(stages * micro_batches <= kMostCells, kind, name, ": found ", stages,
+                " stages and ", micro_batches, " micro-batches, expected a product of at most ",
+                kMostCells);
+}
+
 std::string to_string(const Slot& slot) {
   if (!slot.beside) return to_string(slot.action);
   return concat('(', to_string(slot.action), ';', to_string(*slot.beside), ')');

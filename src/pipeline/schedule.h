@@ -17,6 +17,8 @@
 #include <string_view>
 #include <vector>
 
+#include "tessera/error.h"
+
 namespace tessera::pipeline {
 
 enum class ActionKind : std::uint8_t {
@@ -66,6 +68,9 @@ inline constexpr int kMostStages = 4096;
 inline constexpr int kMostMicroBatches = 65536;
 /// Of stages x micro-batches: what is validated and simulated in some seconds.
 inline constexpr std::int64_t kMostCells = std::int64_t{1} << 18;
+/// Errors: `kind`, of the list of this name.
+void require_few_cells(std::int64_t stages, std::int64_t micro_batches, ErrorKind kind,
+                       std::string_view name);
 
 /// The reverse of to_string; none for anything else, also for numbers out of the bounds above.
 std::optional<Action> parse_action(std::string_view text);

@@ -138,10 +138,7 @@ Program parse_csv(std::string_view text, std::string_view name) {
   measure(program);
   TESSERA_CHECK(!program.rank_of.empty(), ErrorKind::kFormat, name,
                 ": found no action of a schedule, expected a row of them a rank");
-  const auto stages = static_cast<std::int64_t>(program.rank_of.size());
-  TESSERA_CHECK(stages * program.micro_batches <= kMostCells, ErrorKind::kFormat, name, ": found ",
-                stages, " stages and ", program.micro_batches,
-                " micro-batches, expected a product of at most ", kMostCells);
+  require_few_cells(std::ssize(program.rank_of), program.micro_batches, ErrorKind::kFormat, name);
   return program;
 }
 

@@ -1,5 +1,5 @@
 // The contracts of the parameters, buffers and units of a run's model: what its folder, its config
-// and its layout say together. Next: grad/resolve_model.cpp, plan_of_run.h.
+// and its layout say together. Next: grad/resolve.cpp, plan_of_run.h.
 #pragma once
 
 #include "tessera/dtype.h"

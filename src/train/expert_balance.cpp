@@ -14,12 +14,19 @@
 #include "train/step.h"
 
 namespace tessera::train {
+namespace {
+
+void require_experts(bool met, const char* key, double found) {
+  TESSERA_CHECK(met, ErrorKind::kConfig, key, ": found ", found,
+                " for a model without experts, expected 0");
+}
+
+}  // namespace
 
 double aux_loss_coef(const std::optional<double>& asked, const models::ModelSpec& spec) {
   if (!asked)
     return spec.moe && spec.moe->output_router_logits ? spec.moe->router_aux_loss_coef : 0;
-  TESSERA_CHECK(*asked == 0 || spec.moe, ErrorKind::kConfig, "model.aux_loss_coef: found ", *asked,
-                " for a model without experts, expected 0");
+  require_experts(*asked == 0 || spec.moe, "model.aux_loss_coef", *asked);
   return *asked;
 }
 
@@ -84,8 +91,7 @@ std::vector<models::BufferSpec> expert_biases_of(const ModelSource& source, doub
     return stored_expert_biases(*source.folder, source.spec);
   }
   auto biases = models::expert_biases(source.spec);
-  TESSERA_CHECK(!biases.empty(), ErrorKind::kConfig, "model.load_balance_coeff: found ",
-                coefficient, " for a model without experts, expected 0");
+  require_experts(!biases.empty(), "model.load_balance_coeff", coefficient);
   TESSERA_CHECK(!source.lora, ErrorKind::kConfig, "model.load_balance_coeff: found ", coefficient,
                 " where only adapters are trained, whose checkpoints do not hold the bias, "
                 "expected 0");
@@ -99,7 +105,7 @@ void balance_experts(const ShardedBase& model, const models::ModelSpec& spec,
   TESSERA_INVARIANT(routed.size() == chosen.size(), "counts of ", chosen.size(), " layers of ",
                     routed.size());
   for (BufferView& view : model.buffers()) {
-    if (!view.contract->name.ends_with(".expert_bias")) continue;
+    if (!models::HasExpertBias::is_name(view.contract->name)) continue;
     const auto number = layer_of(view.contract->name);
     const auto layer = std::ranges::find(routed, number.value_or(-1));
     TESSERA_INVARIANT(layer != routed.end(), view.contract->name, " of a layer without counts");

@@ -18,16 +18,18 @@ std::shared_ptr<Sharded<models::LanguageModel>> parallelize_to_generate(const Mo
   TESSERA_INVARIANT(source.folder != nullptr, "a model without weights");
   const Mesh mesh = world.mesh(mesh_shape(resolve_parallelism(config.parallelism, world.size())));
   ModelParts parts = model_parts(source, config, mesh, Purpose::kInference);
-  TESSERA_CHECK(std::dynamic_pointer_cast<models::Decoder>(parts.model) != nullptr,
-                ErrorKind::kConfig, "config.json architectures: found ",
+  TESSERA_CHECK(parts.model->writer() != nullptr, ErrorKind::kConfig,
+                "config.json architectures: found ",
                 models::traits(source.spec.family).architecture,
                 ", expected a family without a module of its own; text of this one cannot be "
                 "generated yet");
   return parallelize(std::move(parts), source, config, mesh);
 }
 
-models::Decoder& decoder_of(const Sharded<models::LanguageModel>& model) {
-  return dynamic_cast<models::Decoder&>(*model.module());
+models::WritesText& decoder_of(const Sharded<models::LanguageModel>& model) {
+  models::WritesText* const writer = model.module()->writer();
+  TESSERA_INVARIANT(writer != nullptr, "a model that writes no text");
+  return *writer;
 }
 
 namespace {
@@ -54,7 +56,7 @@ void check_prompt(const models::ModelSpec& spec, const std::vector<std::int64_t>
                 spec.max_position_embeddings, ", the model's max_position_embeddings");
 }
 
-EndedBy generate(models::Decoder& model, const std::vector<std::int64_t>& prompt,
+EndedBy generate(models::WritesText& model, const std::vector<std::int64_t>& prompt,
                  const GenerateOptions& options,
                  const std::function<void(std::int64_t)>& on_token) {
   const c10::NoGradGuard no_grad;

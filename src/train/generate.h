@@ -12,7 +12,7 @@
 #include <memory>
 #include <vector>
 
-#include "models/decoder.h"
+#include "models/language_model.h"
 #include "tessera/shard.h"
 #include "tessera/world.h"
 #include "train/config/config.h"
@@ -22,12 +22,12 @@
 namespace tessera::train {
 
 /// A model to generate from, its weights loaded; generate() takes its decoder_of, which lives as
-/// long. `source` has a folder. Collective. Errors: as parallelize; kConfig for a family that has no
-/// models::Decoder.
+/// long. `source` has a folder. Collective. Errors: as parallelize; kConfig for a family that writes
+/// no text yet.
 std::shared_ptr<Sharded<models::LanguageModel>> parallelize_to_generate(const ModelSource& source,
                                                                         const Config& config,
                                                                         World& world);
-models::Decoder& decoder_of(const Sharded<models::LanguageModel>& model);
+models::WritesText& decoder_of(const Sharded<models::LanguageModel>& model);
 
 struct GenerateOptions {
   std::int64_t max_new_tokens = 0;
@@ -44,7 +44,7 @@ void check_prompt(const models::ModelSpec& spec, const std::vector<std::int64_t>
 
 /// Calls on_token(id) for every new token as it is chosen, an end token included. Ends early where
 /// the model has no further position. Errors: as check_prompt; kNumeric as choose_token.
-EndedBy generate(models::Decoder& model, const std::vector<std::int64_t>& prompt,
+EndedBy generate(models::WritesText& model, const std::vector<std::int64_t>& prompt,
                  const GenerateOptions& options, const std::function<void(std::int64_t)>& on_token);
 
 }  // namespace tessera::train

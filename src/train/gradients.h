@@ -1,10 +1,15 @@
 // `tessera gradients`: loss, logits and the full gradient of every parameter of one batch, under
-// any layout.
+// any layout; and what a run gives away once, although its parts lie on the stages of a pipeline:
+// the gradients of the whole model, and the hash of its plan.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
 #include <functional>
 #include <string>
 
+#include "tessera/shard.h"
 #include "tessera/world.h"
 #include "train/config/config.h"
 
@@ -21,5 +26,19 @@ struct GradientsRequest {
 /// Collective; rank 0 writes `out`. Errors: as run_training.
 void run_gradients(const GradientsRequest& request, World& world,
                    const std::function<void()>& on_first_step = {});
+
+/// As ShardedBase::visit_full_gradients of the whole model, stage after stage: on rank 0 of the
+/// world for every trained parameter once, of what several stages have for the first of them; on
+/// other ranks for those of their own stages. Rank 0 holds one parameter of other stages at a time;
+/// the first rank of each sends it, all ranks go on together, a small message a parameter, so that
+/// no wait is longer than one of them takes. Collective over the world. Errors: those of `visit`,
+/// and of visit_full_gradients.
+void visit_full_gradients_of_run(
+    const ShardedBase& model,
+    const std::function<void(const std::string&, const at::Tensor&)>& visit);
+
+/// stages_hash (plan_of_run.h) of the bucket plans of all stages, the same on every rank. Collective
+/// among the ranks of axis pp.
+std::uint64_t plan_hash_of_run(const ShardedBase& model);
 
 }  // namespace tessera::train

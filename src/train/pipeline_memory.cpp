@@ -65,12 +65,12 @@ class RankPlanner {
       if (is_in_any(contract.name, stages)) contracts.push_back(contract);
     }
     RankPlan rank;
-    std::size_t begin = 1;  // behind the root
+    std::int64_t begin = 1;  // behind the root
     for (std::size_t i = 0; i < stages.size(); ++i) {
       const auto units = units_of_stage(stages[i]);
       part.units.insert(part.units.end(), units.begin(), units.end());
-      rank.stages.push_back({numbers[i], begin, begin + units.size()});
-      begin += units.size();
+      rank.stages.push_back({numbers[i], {begin, begin + std::ssize(units)}});
+      begin = rank.stages.back().units.end;
     }
     rank.plan = plan_model(part, contracts, mesh_);
     return rank;
@@ -99,10 +99,9 @@ class RankPlanner {
 };
 
 /// What of a rank's plan one stage is, or what its stages share.
-layout::ModelPlan part_of(const RankPlan& rank, std::size_t begin, std::size_t end) {
+layout::ModelPlan part_of(const RankPlan& rank, layout::Range of) {
   const auto units = rank.plan.units.begin();
-  return {rank.plan.options,
-          {units + static_cast<std::ptrdiff_t>(begin), units + static_cast<std::ptrdiff_t>(end)}};
+  return {rank.plan.options, {units + of.begin, units + of.end}};
 }
 
 /// The contracts of what a plan has.
@@ -141,27 +140,25 @@ StageBytes bytes_of(const layout::ModelPlan& plan, const std::vector<GradContrac
 }
 
 /// The slots of a rank in which something of a stage is there.
-struct Window {
-  std::size_t begin = 0;
-  std::size_t end = 0;  ///< behind the last one
-  void take(std::size_t slot) {
-    if (end == 0) begin = slot;
-    end = slot + 1;
-  }
-  bool has(std::size_t slot) const { return begin <= slot && slot < end; }
-};
 struct StageWindows {
-  Window unsharded;  ///< from the first F to the last I or B
-  Window gradients;  ///< from the first I or B to the last W or B
+  layout::Range unsharded;  ///< from the first F to the last I or B
+  layout::Range gradients;  ///< from the first I or B to the last W or B
 };
+void reach(layout::Range& window, std::int64_t slot) {
+  if (window.empty()) window.begin = slot;
+  window.end = slot + 1;
+}
+bool has(const layout::Range& window, std::int64_t slot) {
+  return window.begin <= slot && slot < window.end;
+}
 
 std::map<int, StageWindows> windows_of(const std::vector<pipeline::Slot>& slots) {
   std::map<int, StageWindows> found;
-  for (std::size_t i = 0; i < slots.size(); ++i) {
-    slots[i].each([&](const pipeline::Action& action) {
+  for (std::int64_t i = 0; i < std::ssize(slots); ++i) {
+    slots[static_cast<std::size_t>(i)].each([&](const pipeline::Action& action) {
       StageWindows& windows = found[action.stage];
-      if (action.kind != pipeline::ActionKind::kWeightGradient) windows.unsharded.take(i);
-      if (action.kind != pipeline::ActionKind::kForward) windows.gradients.take(i);
+      if (action.kind != pipeline::ActionKind::kWeightGradient) reach(windows.unsharded, i);
+      if (action.kind != pipeline::ActionKind::kForward) reach(windows.gradients, i);
     });
   }
   return found;
@@ -171,10 +168,10 @@ std::map<int, StageWindows> windows_of(const std::vector<pipeline::Slot>& slots)
 RankMemory held_of(const RankPlan& rank, const std::vector<pipeline::Slot>& slots,
                    const PipelinePlan& pipeline, const std::vector<GradContract>& contracts,
                    const RankMemoryOptions& options) {
-  RankMemory sum = bytes_of(part_of(rank, 0, 1), contracts, options).held;
+  RankMemory sum = bytes_of(part_of(rank, {0, 1}), contracts, options).held;
   std::map<int, StageBytes> stages;
   for (const RankPlan::Stage& stage : rank.stages) {
-    const auto bytes = bytes_of(part_of(rank, stage.begin, stage.end), contracts, options);
+    const auto bytes = bytes_of(part_of(rank, stage.units), contracts, options);
     stages.emplace(stage.number, bytes);
     sum.parameters += bytes.held.parameters;
     sum.gradients += bytes.held.gradients;
@@ -184,15 +181,15 @@ RankMemory held_of(const RankPlan& rank, const std::vector<pipeline::Slot>& slot
   }
   const auto windows = windows_of(slots);
   std::int64_t unsharded = 0, reductions = 0;
-  for (std::size_t i = 0; i < slots.size(); ++i) {
+  for (std::int64_t i = 0; i < std::ssize(slots); ++i) {
     std::int64_t whole = 0, unit_by_unit = 0, waiting = 0, under_way = 0;
     for (const auto& [number, of] : windows) {
       const StageBytes& bytes = stages.at(number);
-      if (of.unsharded.has(i)) whole += bytes.whole;
-      if (of.gradients.has(i)) waiting += bytes.slots;
+      if (has(of.unsharded, i)) whole += bytes.whole;
+      if (has(of.gradients, i)) waiting += bytes.slots;
       under_way = std::max(under_way, bytes.slots);
     }
-    slots[i].each([&](const pipeline::Action& action) {
+    slots[static_cast<std::size_t>(i)].each([&](const pipeline::Action& action) {
       if (action.kind == pipeline::ActionKind::kWeightGradient) return;
       unit_by_unit += stages.at(action.stage).unit_by_unit;
     });
@@ -367,9 +364,7 @@ std::string to_string(const PipelineMemory& memory) {
     bytes("all in this run",
           [&](const PipelineRankMemory& rank) { return rank.total(memory.mode); });
   }
-  if (!memory.knows_activations) {
-    return text + "  activations: set training.seq_len to know what they take\n";
-  }
+  if (!memory.knows_activations) return text + kActivationsUnknown;
   return text + concat("  activations: of micro-batches of ", memory.rows, " x ", memory.positions,
                        " tokens, by activation_checkpoint.mode, with what W waits for\n");
 }

@@ -24,8 +24,7 @@ struct RankPlan {
   layout::ModelPlan plan;
   struct Stage {
     int number = 0;
-    std::size_t begin = 0;  ///< units
-    std::size_t end = 0;
+    layout::Range units;
   };
   std::vector<Stage> stages;  ///< in the order of the model
 };

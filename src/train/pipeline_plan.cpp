@@ -31,17 +31,9 @@ double positions_seen(std::int64_t row_tokens, std::optional<std::int64_t> windo
 
 /// Scores and weighted values, a multiplication and an addition each.
 double attention_cost(const models::ModelSpec& spec, std::int64_t layer, std::int64_t row_tokens) {
-  std::optional<std::int64_t> window;
-  std::int64_t attended = spec.attended_dims();
-  if (spec.gemma4) {
-    const auto& of_layer = spec.gemma4->layers.at(static_cast<std::size_t>(layer));
-    attended = 2 * of_layer.head_dim;
-    if (of_layer.type == models::LayerType::kSliding) window = spec.gemma4->sliding_window;
-  } else if (spec.is_sliding(layer)) {
-    window = spec.sliding_window;
-  }
-  return 2.0 * static_cast<double>(spec.num_attention_heads) * static_cast<double>(attended) *
-         positions_seen(row_tokens, window);
+  const models::LayerAttention of = models::attention_of(spec, layer);
+  return 2.0 * static_cast<double>(spec.num_attention_heads) * static_cast<double>(of.dims) *
+         positions_seen(row_tokens, of.window);
 }
 
 struct NamedSchedule {
@@ -205,8 +197,7 @@ std::uint64_t hash(const PipelinePlan& plan) {
 
 models::StageLayers stage_layers(const PipelinePlan& plan, int stage) {
   return {.embedding = stage == 0,
-          .begin = plan.split.begin(stage),
-          .end = plan.split.end(stage),
+          .layers = {plan.split.begin(stage), plan.split.end(stage)},
           .head = stage + 1 == plan.split.stages()};
 }
 

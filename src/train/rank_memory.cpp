@@ -183,9 +183,7 @@ std::string line(std::string_view what, std::int64_t bytes, std::string_view why
 }
 
 std::string activations_text(const MemoryTable& table) {
-  if (!table.activations) {
-    return "  activations: set training.seq_len to know what they take\n";
-  }
+  if (!table.activations) return kActivationsUnknown;
   std::string text = concat("  activations of a micro-batch of ", table.rows, " x ",
                             table.positions, " tokens, by activation_checkpoint.mode\n",
                             "    mode             kept  a layer again     with the above\n");

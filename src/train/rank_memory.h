@@ -76,6 +76,9 @@ MemoryTable memory_table(const Config& config, const models::ModelSpec& spec,
                          const ParallelDims& dims, const ModelContract& contract,
                          const layout::ModelPlan& plan, double aux_loss_coef);
 
+/// The line of a table that does not know them.
+inline constexpr auto kActivationsUnknown =
+    "  activations: set training.seq_len to know what they take\n";
 /// A line a row, bytes as size_text().
 std::string to_string(const MemoryTable& table);
 

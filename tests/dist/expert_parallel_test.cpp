@@ -1,5 +1,4 @@
 // Experts over ranks against all of them on one rank: the same tokens, every gradient.
-#include "moe/expert_parallel.h"
 
 #include <gtest/gtest.h>
 

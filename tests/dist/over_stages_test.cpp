@@ -1,14 +1,13 @@
 // What rank 0 gives away of a model whose stages lie on several ranks: every gradient once, whole,
 // whichever stage it is of.
-#include "train/over_stages.h"
-
 #include <gmock/gmock.h>
 
 #include "base/hash.h"
 #include "dist/plain.h"
 #include "dist/ranks.h"
-#include "fsdp/plan.h"
+#include "fsdp/handle.h"
 #include "grad/torch_dtype.h"
+#include "train/gradients.h"
 #include "train/plan_of_run.h"
 
 namespace tessera::test::over_stages_test {

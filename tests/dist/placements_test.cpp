@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "dist/cut_modules.h"
-#include "fsdp/plan.h"
+#include "fsdp/handle.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "grad/contract_key.h"

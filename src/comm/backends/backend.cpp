@@ -14,8 +14,11 @@ int GroupPlace::self() const {
 
 const std::vector<BackendRow>& backends() {
   static const std::vector<BackendRow> rows{
-      {"gloo", at::kCPU, [] { return true; }, open_gloo},
-      {"nccl", at::kCUDA, nccl_usable, open_nccl},
+#define TESSERA_BACKEND(enumerator, folder, name, device, threads) \
+  {name, device, threads, folder##_usable, open_##folder},
+#define TESSERA_THREAD_BACKEND(folder, name, device, threads) \
+  {name, device, threads, [] { return true; }, nullptr},
+#include "comm/backends/backends.def"
   };
   return rows;
 }
@@ -33,12 +36,21 @@ const BackendRow* find_backend(std::string_view name) {
 const BackendRow& backend_named(const std::string& name) {
   // Models live on the CPU so far: "auto" is the first.
   if (name == "auto") return backends().front();
-  if (const BackendRow* row = find_backend(name)) return *row;
+  const BackendRow* row = find_backend(name);
+  if (row != nullptr && row->connects_processes()) return *row;
+  const auto last = std::ranges::find_if_not(backends(), &BackendRow::connects_processes) -
+                    backends().begin() - 1;
   std::string expected = "auto";
-  for (const BackendRow& one : backends()) {
-    expected += concat(&one == &backends().back() ? " or " : ", ", one.name);
+  for (std::ptrdiff_t i = 0; i <= last; ++i) {
+    expected += concat(i == last ? " or " : ", ", backends()[static_cast<std::size_t>(i)].name);
   }
   throw Error(ErrorKind::kUsage, concat("world: found backend ", name, ", expected ", expected));
+}
+
+const BackendRow& backend_of(ThreadBackend threads) {
+  const auto row = std::ranges::find(backends(), threads, &BackendRow::threads);
+  TESSERA_INVARIANT(row != backends().end(), "no backend connects threads so");
+  return *row;
 }
 
 at::DeviceType device_of(const World& world) {

@@ -1,14 +1,14 @@
-// Backends that connect processes: one row of a table and one folder each.
+// Backends: one row of a table (backends.def) and one folder each.
 //
 // A World asks its backend for groups, and tells it when they are to be opened anew or closed; what
-// else it has (store, watch, queue) is the same under all. Ranks that are threads have the
-// in-process one beside Gloo (thread_ranks.h). Next: group.h, what a backend implements.
+// else it has (store, watch, queue) is the same under all. Next: group.h, what a backend implements.
 #pragma once
 
 #include <c10/core/DeviceType.h>
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -52,18 +52,22 @@ class Connections {
 };
 
 struct BackendRow {
-  std::string_view name;  ///< WorldOptions::backend, World::backend()
-  at::DeviceType device;  ///< where the tensors of its collectives lie
-  bool (*usable)();       ///< built in, and there is a device
-  /// Errors: kUsage where it is not usable; kComm.
+  std::string_view name;                 ///< WorldOptions::backend, World::backend()
+  at::DeviceType device;                 ///< where the tensors of its collectives lie
+  std::optional<ThreadBackend> threads;  ///< under which it connects threads of one process
+  bool (*usable)();                      ///< built in, and there is a device
+  /// Null where it connects threads only. Errors: kUsage where it is not usable; kComm.
   std::unique_ptr<Connections> (*open)(const LaunchEnvironment& launch);
+
+  bool connects_processes() const { return open != nullptr; }
 };
 
-/// The first is the one that "auto" takes.
+/// Those that connect processes first, of which the first is the one that "auto" takes.
 const std::vector<BackendRow>& backends();
-/// Errors: kUsage where there is none of that name.
+/// Of processes. Errors: kUsage where there is none of that name.
 const BackendRow& backend_named(const std::string& name);
-/// Where the tensors of its collectives lie; the CPU where ranks are threads.
+const BackendRow& backend_of(ThreadBackend threads);
+/// Where the tensors of its collectives lie; the CPU where a rank is alone.
 at::DeviceType device_of(const World& world);
 
 }  // namespace tessera::comm

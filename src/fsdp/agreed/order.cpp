@@ -29,4 +29,61 @@ std::string first_difference(const std::vector<std::string>& names_of_first, int
   return "";
 }
 
+bool StepRecord::is_complete() const {
+  return !varies &&
+         std::ranges::none_of(stages, [](const StageRecord& stage) { return stage.parts.empty(); });
+}
+
+std::uint64_t StepRecord::hash() const {
+  Hasher hash;
+  hash.add(varies);
+  for (const auto& stage : stages) {
+    for (const auto& part : stage.parts) hash.add(part.hash());
+    hash.add(std::uint64_t{stage.parts.size()});
+    for (const auto& reached : stage.reached) {
+      for (const bool one : reached) hash.add(one);
+      hash.add(std::uint64_t{reached.size()});
+    }
+    hash.add(std::uint64_t{stage.reached.size()});
+  }
+  return hash.digest();
+}
+
+Trace counted_after(Trace trace, std::uint32_t before) {
+  for (auto& checkpoint : trace.checkpoints) {
+    if (checkpoint == 0) continue;
+    TESSERA_INVARIANT(checkpoint > before, "checkpoint ", checkpoint, " came after ", before);
+    checkpoint -= before;
+  }
+  return trace;
+}
+
+std::vector<UnitId> first_entries(const std::vector<Trace>& parts,
+                                  const std::vector<std::vector<UnitId>>& lenders) {
+  std::vector<UnitId> units;
+  const auto add = [&](UnitId unit) {
+    if (std::ranges::find(units, unit) == units.end()) units.push_back(unit);
+  };
+  for (const auto& part : parts) {
+    for (const auto unit : part.units) {
+      for (const auto lender : lenders.at(unit)) add(lender);
+      add(unit);
+    }
+  }
+  return units;
+}
+
+void add_reach(std::vector<Reach>& known, const std::vector<Reach>& reached) {
+  if (known.empty()) {
+    known = reached;
+    return;
+  }
+  TESSERA_INVARIANT(known.size() == reached.size(), "a backward through other forwards");
+  for (std::size_t part = 0; part < known.size(); ++part) {
+    for (std::size_t i = 0; i < known[part].size(); ++i) {
+      known[part][i] = known[part][i] || reached[part].at(i);
+    }
+  }
+}
+
 }  // namespace tessera::fsdp

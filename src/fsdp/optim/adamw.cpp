@@ -1,7 +1,6 @@
 // AdamW over the shards, as many as one call takes.
 #include <ATen/ATen.h>
 
-#include "fsdp/optim/optimizer_options.h"
 #include "fsdp/optim/optimizer_registry.h"
 #include "fsdp/optim/optimizer_shards.h"
 #include "kernels/kernels.h"

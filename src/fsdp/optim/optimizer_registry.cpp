@@ -1,4 +1,4 @@
-// What the rows of optimizers.def say, without torch (make_optimizer: optimizer.cpp).
+// What the rows of optimizers.def say, without torch (make_optimizer: optim.cpp).
 #include "fsdp/optim/optimizer_registry.h"
 
 #include "tessera/error.h"

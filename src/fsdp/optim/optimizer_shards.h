@@ -1,17 +1,27 @@
-// What the optimizers share: the values that they step, whatever a shard is stored in.
+// What the optimizers share: what their numbers may be, and the values that they step, whatever a
+// shard is stored in.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <optional>
 
 #include "layout/range.h"
 #include "tessera/contract.h"
+#include "tessera/error.h"
 #include "tessera/optim.h"
 
 namespace tessera::fsdp {
+
+/// At least 0 and below `highest`, which stays outside. Errors: kUsage.
+inline void check_option(const char* name, double value,
+                         double highest = std::numeric_limits<double>::infinity()) {
+  TESSERA_CHECK(value >= 0 && value < highest, ErrorKind::kUsage, "optimizer: found ", name, " ",
+                value, ", expected at least 0 and below ", highest);
+}
 
 /// Elements of a shard whose float32 values an optimizer forms at a time. Kernels that divide a
 /// tensor by cache lines treat parts of this size as they would the whole: the bits of an update do
@@ -24,13 +34,6 @@ struct Stepped {
   at::Tensor gradient;     ///< same dtype
   layout::Range elements;  ///< of the shard's
 };
-
-/// After a failure that World::recover() has ended: first in whatever may follow one.
-void renew_after_failure(const ShardedBase& model);
-/// That no step of `model` is under way. Errors: kUsage, named `what`.
-void require_idle(const ShardedBase& model, const char* what);
-/// That `optimizer` steps parameters of `model`, as they lie now. Errors: kUsage, named `what`.
-void require_steps_of(const ShardedBase& model, const Optimizer& optimizer, const char* what);
 
 /// Where a 16-bit shard has its further bits.
 class MasterOfShard {

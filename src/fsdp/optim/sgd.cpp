@@ -1,7 +1,6 @@
 // SGD with momentum, as PyTorch's.
 #include <ATen/ATen.h>
 
-#include "fsdp/optim/optimizer_options.h"
 #include "fsdp/optim/optimizer_registry.h"
 #include "fsdp/optim/optimizer_shards.h"
 #include "tessera/optim.h"

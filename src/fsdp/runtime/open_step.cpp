@@ -226,12 +226,11 @@ void OpenStep::agree_at_end() {
   }
   const auto same =
       comm::all_agree(*group, {log.digest(), records_ ? record_.hash() : 0}, "end of a step");
-  TESSERA_CHECK(same[0], ErrorKind::kComm, "StepScope::finish: ranks have run different things: ",
-                difference(*group, log_in_words(), "calls of a step scope"),
-                "; walk through one list on every rank of a stage");
-  TESSERA_CHECK(same[1], ErrorKind::kComm, "the order of units differs between ranks: ",
-                difference(*group, record_in_words(), "units of stages"),
-                "; run the same units in the same order on every rank");
+  TESSERA_CHECK(same[0], ErrorKind::kComm,
+                calls_differ("StepScope::finish: ranks have run different things: ",
+                             difference(*group, log_in_words(), "calls of a step scope")));
+  TESSERA_CHECK(same[1], ErrorKind::kComm,
+                units_differ(difference(*group, record_in_words(), "units of stages")));
 }
 
 void OpenStep::finish() {
@@ -346,13 +345,17 @@ void OpenStep::begin_forward(int stage, std::int64_t micro_batch) {
   require_open(kWhat);
   end_action();
   auto& of = stage_of(stage, kWhat);
-  TESSERA_CHECK(!of.resharded, ErrorKind::kUsage, kWhat, ": found ", named(stage, micro_batch),
-                " after reshard() of the stage, expected it before");
+  require_not_resharded(stage, micro_batch, kWhat);
   require_not_reduced(stage, micro_batch, kWhat);
   TESSERA_CHECK(of.micro_batches.try_emplace(micro_batch).second, ErrorKind::kUsage, kWhat,
                 ": found ", named(stage, micro_batch),
                 " a second time, expected one forward of it");
   start({.kind = Kind::kForward, .stage = stage, .micro_batch = micro_batch});
+}
+
+void OpenStep::require_not_resharded(int stage, std::int64_t micro_batch, const char* what) {
+  TESSERA_CHECK(!stage_of(stage, what).resharded, ErrorKind::kUsage, what, ": found ",
+                named(stage, micro_batch), " after reshard() of the stage, expected it before");
 }
 
 void OpenStep::require_not_reduced(int stage, std::int64_t micro_batch, const char* what) {
@@ -369,8 +372,7 @@ void OpenStep::begin_backward(int stage, std::int64_t micro_batch, Backward back
   const auto& one = micro_batch_of(stage, micro_batch, kWhat);
   TESSERA_CHECK(one.state == State::kForward, ErrorKind::kUsage, kWhat, ": found ",
                 named(stage, micro_batch), " a second time, expected one backward of it");
-  TESSERA_CHECK(!stage_of(stage, kWhat).resharded, ErrorKind::kUsage, kWhat, ": found ",
-                named(stage, micro_batch), " after reshard() of the stage, expected it before");
+  require_not_resharded(stage, micro_batch, kWhat);
   require_not_reduced(stage, micro_batch, kWhat);
   start(
       {.kind = Kind::kBackward, .stage = stage, .micro_batch = micro_batch, .backward = backward});

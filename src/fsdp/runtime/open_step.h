@@ -18,7 +18,7 @@
 //
 // Owned by the runtime as long as it is open; the scope keeps it longer, to say that it has ended.
 // Next: step.cpp (the calls of a scope), step_passes.cpp (the forwards and backwards inside),
-// ../agreed/step_record.h.
+// ../agreed/order.h.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@
 
 #include "base/hash.h"
 #include "fsdp/agreed/backward_plan.h"
-#include "fsdp/agreed/step_record.h"
+#include "fsdp/agreed/order.h"
 #include "fsdp/runtime/forwards.h"
 #include "tessera/error.h"
 #include "tessera/step_scope.h"
@@ -118,6 +118,7 @@ class OpenStep {
   void require_open(const char* what) const;
   Stage& stage_of(int stage, const char* what);
   MicroBatch& micro_batch_of(int stage, std::int64_t micro_batch, const char* what);
+  void require_not_resharded(int stage, std::int64_t micro_batch, const char* what);
   void require_not_reduced(int stage, std::int64_t micro_batch, const char* what);
   void start(Action action);
   void end_action();

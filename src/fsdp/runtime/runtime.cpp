@@ -149,15 +149,19 @@ void Runtime::begin_relayout() {
 
 // ---------------------------------------------------------------------------------------- forward
 
+void Runtime::require_recovered() const {
+  TESSERA_CHECK(
+      !world().aborted(), ErrorKind::kComm,
+      "a sharded forward was entered after a failure of this run; call World::recover() on every "
+      "rank first");
+}
+
 void Runtime::check_usable() {
   if (!has_failed() && in_backward_ && torch::autograd::get_current_graph_task_id() == -1) {
     fail(kAbandoned);  // what is to say so still waits for another thread to let it go
   }
   renew_after_failure();
-  TESSERA_CHECK(
-      !world().aborted(), ErrorKind::kComm,
-      "a sharded forward was entered after a failure of this run; call World::recover() on every "
-      "rank first");
+  require_recovered();
   remove_orphans();
   if (!agreed_) agree_on_plan();
   for (auto* unit : units_) {
@@ -281,12 +285,11 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
 
 std::shared_ptr<Entry> Runtime::enter_recompute(Unit& unit) {
   auto* recorded = recomputing();
-  TESSERA_CHECK(
-      recorded->next < recorded->entries.size() &&
-          recorded->entries[recorded->next]->unit.get() == &unit,
-      ErrorKind::kUsage, "recomputation: found a call of unit ", unit.shown_name(),
-      " that the first forward did not make at this place, expected the same calls; make the "
-      "checkpointed function deterministic");
+  TESSERA_CHECK(recorded->next < recorded->entries.size() &&
+                    recorded->entries[recorded->next]->unit.get() == &unit,
+                ErrorKind::kUsage, "recomputation: found a call of unit ", unit.shown_name(),
+                " that the first forward did not make at this place, expected the same calls",
+                grad::kMakeDeterministic);
   TESSERA_CHECK(unit.controls.unshard_in_backward || unit.gathered(), ErrorKind::kUsage,
                 "recomputation: ", "found unit ", unit.shown_name(),
                 " with set_unshard_in_backward(false), expected true where a forward runs again");

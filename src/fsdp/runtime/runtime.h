@@ -5,7 +5,7 @@
 // with are values and executors of their own: controls.h (what users switch), forwards.h (what was
 // run), order.h and backward_plan.h (what a backward issues), reducer.h, publisher.h, unit.h and
 // bucket.h (what moves bytes). Its own parts: runtime.cpp (units, forward, failure),
-// agree_backward.cpp (the list of what a backward issues), backward.cpp (walking through it). What
+// backward.cpp (the list of what a backward issues, and walking through it). What
 // is different inside a step scope is in open_step.h.
 //
 // [Note: readiness] Gradients are never counted: parameters stay unused, hooks fire twice under
@@ -54,6 +54,11 @@ namespace tessera::fsdp {
 
 inline constexpr auto kAbandoned = "an exception left a backward through sharded modules";
 
+// What a backward refuses by itself, and a step scope at its end. `difference`: the first one
+// between ranks, in words.
+std::string calls_differ(const std::string& what, const std::string& difference);
+std::string units_differ(const std::string& difference);
+
 /// A backward under way: the outermost one, or one inside a node of it that it did not announce.
 struct BackwardUnderWay {
   BackwardPlan plan;
@@ -98,6 +103,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::uint64_t layout() const { return layout_; }
 
   // --- forward, called by Call (call.h) ---
+  /// Errors: kComm after a failure that World::recover() has not ended.
+  void require_recovered() const;
   /// Makes the unit's parameters readable; null when nothing of it needs to be recorded.
   std::shared_ptr<Entry> enter_forward(Unit& unit);
   std::shared_ptr<Entry> enter_recompute(Unit& unit);
@@ -208,7 +215,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void agree_on_controls();
   std::vector<std::shared_ptr<Unit>> living(const std::vector<std::weak_ptr<Unit>>& named,
                                             const char* control, const Unit& of) const;
-  // what a backward issues: agree_backward.cpp
+  // what a backward issues
   BackwardView view_of_backward(const Entry* first) const;
   UnitState state_of(const Unit& unit) const;
   std::string memory_lines() const;

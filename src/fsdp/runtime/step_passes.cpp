@@ -74,9 +74,7 @@ void OpenStep::begin_outermost() {
                                          " of a step: found a forward inside it, expected them one "
                                          "after the other"));
   }
-  TESSERA_CHECK(!runtime_.world().aborted(), ErrorKind::kComm,
-                "a sharded forward was entered after a failure of this run; call "
-                "World::recover() on every rank first");
+  runtime_.require_recovered();
   if (action_.kind != Kind::kForward) {
     fail(ErrorKind::kUsage,
          "forward in a step: found one that was not announced, expected StepScope::begin_forward() "

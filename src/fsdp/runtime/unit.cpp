@@ -5,11 +5,11 @@
 
 #include <algorithm>
 
-#include "fsdp/runtime/finite_copy.h"
 #include "fsdp/runtime/integrity.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/whole.h"
 #include "grad/contract_key.h"
+#include "grad/finite_copy.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
 
@@ -65,7 +65,7 @@ void Buffer::cast() {
                 "; change dtypes before fully_shard, or by PrecisionPolicy");
   const auto before = tensor.detach();
   const auto after = at::empty(tensor.sizes(), tensor.options().dtype(wanted));
-  finite_copy(after.view({-1}), before.reshape({-1}), "buffer " + contract.name);
+  grad::finite_copy(after.view({-1}), before.reshape({-1}), "buffer " + contract.name);
   tensor.set_data(after);  // the object that the module holds stays
   // Whoever else holds the memory may write to it.
   const bool narrows = !represents(contract.compute, contract.storage);
@@ -193,8 +193,8 @@ void Unit::build(std::vector<std::shared_ptr<Parameter>> added) {
       const auto shard = bucket->shard_of(placed);
       if (const auto& first = parameter.leaves.front()->tensor; has_data(first)) {
         const auto owned = bucket_plan.owned(placed, bucket->rank());
-        load_values(shard, first.detach().reshape(-1).narrow(0, owned.begin, owned.size()),
-                    parameter.contract);
+        grad::load_values(shard, first.detach().reshape(-1).narrow(0, owned.begin, owned.size()),
+                          parameter.contract);
       } else {
         has_values_ = false;
       }

@@ -12,6 +12,7 @@
 
 #include "models/config_reader.h"
 #include "models/family.h"
+#include "models/gemma4/gemma4_keeps.h"
 #include "models/gemma4/gemma4_layers.h"
 #include "models/spec_keys.h"
 #include "tessera/error.h"
@@ -335,6 +336,13 @@ nlohmann::ordered_json gemma4_json(const ModelSpec& spec) {
   return json;
 }
 
+LayerAttention attention_of_layer(const ModelSpec& spec, std::int64_t number) {
+  const Gemma4Layer& layer = spec.gemma4->layers.at(static_cast<std::size_t>(number));
+  LayerAttention of{2 * layer.head_dim};
+  if (layer.type == LayerType::kSliding) of.window = spec.gemma4->sliding_window;
+  return of;
+}
+
 std::vector<std::int64_t> heads_of_layers(const ModelSpec& spec) {
   std::vector<std::int64_t> heads;
   for (const Gemma4Layer& layer : spec.gemma4->layers) heads.push_back(layer.num_key_value_heads);
@@ -361,8 +369,10 @@ const FamilyTraits& gemma4_traits() {
       .pins = {.strict = {}, .under_float16 = {}, .routers = {"router.proj", "router.scale"}},
       .frozen = {"model.vision_tower"},
       .module_name = [](std::string_view name) { return std::string(name); },
+      .attention_of = attention_of_layer,
       .key_value_heads = heads_of_layers,
       .image_tokens = tokens_of_images,
+      .keeps = keeps_of_gemma4,
       .read_all = read_gemma4,
       .write_all = gemma4_json,
   };

@@ -1,20 +1,48 @@
 #include "models/gemma4/gemma4_keeps.h"
 
 #include <cstddef>
+#include <cstdint>
+#include <string>
 #include <vector>
 
 namespace tessera::models {
 
 using nn::KeptValue;
 
-Gemma4Keeps::Gemma4Keeps(ModelKeeps& model)
-    : model_(model), layers_(model.layers()), spec_(model.of().spec) {
-  const std::int64_t positions = model.of().positions;
-  mask_ = layers_.ledger().make(positions * positions, DType::kBool);
-}
+namespace {
+
+class Gemma4Keeps : public TextKeeps {
+ public:
+  explicit Gemma4Keeps(ModelKeeps& of) : TextKeeps(of), layers_(of.layers()), spec_(of.of().spec) {}
+
+  std::string prefix() const override { return "model.language_model."; }
+  /// A copy of the ids is looked up, in which images are padding, and the result scaled.
+  KeptValue embedding(const std::string& name) override {
+    return layers_.made_like(layers_.embedding(name, nn::LayerKeeps::Ids::kCopied));
+  }
+  void enter_layers() override {
+    const std::int64_t positions = model().of().positions;
+    mask_ = layers_.ledger().make(positions * positions, DType::kBool);
+  }
+  KeptValue layer(const KeptValue& x, std::int64_t number, const std::string& name) override;
+  nn::LayerKeeps::Softcap softcap() const override {
+    return spec_.gemma4->final_logit_softcapping ? nn::LayerKeeps::Softcap::kYes
+                                                 : nn::LayerKeeps::Softcap::kNo;
+  }
+
+ private:
+  bool sees_window(const Gemma4Layer& layer) const;
+  KeptValue attention(const KeptValue& stream, const Gemma4Layer& layer, const std::string& name);
+  moe::KeptRouting route(const KeptValue& x, const std::string& name);
+  KeptValue experts(const KeptValue& x, const std::string& name);
+
+  nn::LayerKeeps& layers_;
+  const ModelSpec& spec_;
+  KeptValue mask_;  ///< of sliding layers, one for all
+};
 
 bool Gemma4Keeps::sees_window(const Gemma4Layer& layer) const {
-  return layer.type == LayerType::kSliding && model_.of().positions > spec_.gemma4->sliding_window;
+  return layer.type == LayerType::kSliding && model().of().positions > spec_.gemma4->sliding_window;
 }
 
 KeptValue Gemma4Keeps::attention(const KeptValue& stream, const Gemma4Layer& layer,
@@ -44,7 +72,7 @@ moe::KeptRouting Gemma4Keeps::route(const KeptValue& x, const std::string& name)
   layers_.save_if(scales, normed);
   const KeptValue scaled = ledger.make(x.numel, inside, x.wants || scales);
   const KeptValue scores = layers_.linear(scaled, name + "proj", inside);
-  moe::KeptRouting routed = model_.experts().route(scores, promote(scores.dtype, DType::kFloat32));
+  moe::KeptRouting routed = model().experts().route(scores, promote(scores.dtype, DType::kFloat32));
   // Each expert's factor, looked up: the choice is kept for it already.
   const bool wants = layers_.trains(name + "per_expert_scale");
   layers_.save_if(wants, routed.indices);
@@ -57,12 +85,12 @@ moe::KeptRouting Gemma4Keeps::route(const KeptValue& x, const std::string& name)
 
 KeptValue Gemma4Keeps::experts(const KeptValue& x, const std::string& name) {
   const KeptValue normed = layers_.norm(x, name + "pre_feedforward_layernorm_2");
-  const KeptValue entered = model_.enter_experts(normed);
+  const KeptValue entered = model().enter_experts(normed);
   const moe::KeptRouting routing =
-      route(model_.routed_part(model_.enter_experts(x)), name + "router.");
+      route(model().routed_part(model().enter_experts(x)), name + "router.");
   const KeptValue given =
-      model_.through_experts(model_.routed_part(entered), routing, name + "experts.");
-  return layers_.norm(model_.leave_experts(given), name + "post_feedforward_layernorm_2");
+      model().through_experts(model().routed_part(entered), routing, name + "experts.");
+  return layers_.norm(model().leave_experts(given), name + "post_feedforward_layernorm_2");
 }
 
 KeptValue Gemma4Keeps::layer(const KeptValue& x, std::int64_t number, const std::string& name) {
@@ -82,6 +110,12 @@ KeptValue Gemma4Keeps::layer(const KeptValue& x, std::int64_t number, const std:
       layers_.sum(middle, layers_.norm(fed, name + "post_feedforward_layernorm"));
   layers_.ledger().end_layer(result);
   return layers_.made_like(result);
+}
+
+}  // namespace
+
+std::unique_ptr<TextKeeps> keeps_of_gemma4(ModelKeeps& model) {
+  return std::make_unique<Gemma4Keeps>(model);
 }
 
 }  // namespace tessera::models

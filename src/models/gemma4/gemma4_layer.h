@@ -51,9 +51,10 @@ class Gemma4Attention : public torch::nn::Module {
 
 /// Looks at the residual stream itself, normed without a weight; the experts see the stream through
 /// a norm of their own.
-class Gemma4Router : public nn::PlacedModule, public HasExpertBias {
+class Gemma4Router : public nn::PlacedModule, public HasExpertBias, public IsModelPart {
  public:
   Gemma4Router(const ModelSpec& spec, const nn::TensorRegion& region);
+  ModelPart part() const override { return ModelPart::kRouter; }
   /// x [M, H]; imposed as moe::route.
   moe::Routing forward(const at::Tensor& x, const std::optional<at::Tensor>& imposed);
 

@@ -1,11 +1,10 @@
 #include "models/keeps/kept_activations.h"
 
 #include <algorithm>
-#include <optional>
+#include <memory>
 #include <string>
 
-#include "models/gemma4/gemma4_keeps.h"
-#include "models/keeps/model_keeps.h"
+#include "models/family.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
@@ -45,38 +44,144 @@ nn::KeptValue received(nn::LayerKeeps& layers, const ForwardCase& forward, std::
 }  // namespace
 
 KeptActivations kept_activations(const ForwardCase& forward) {
-  using nn::LayerKeeps;
-  const bool gemma4 = forward.spec.gemma4.has_value();
-  const std::string text = gemma4 ? "model.language_model." : "model.";
   ModelKeeps model(forward);
-  LayerKeeps& layers = model.layers();
+  nn::LayerKeeps& layers = model.layers();
+  const auto own = traits(forward.spec.family).keeps;
+  const auto of_text = own != nullptr ? own(model) : std::make_unique<TextKeeps>(model);
+  const std::string text = of_text->prefix();
   const StageLayers stage =
-      forward.stage.value_or(StageLayers{true, 0, forward.spec.num_hidden_layers, true});
-  // Gemma looks up a copy of the ids, in which images are padding.
-  nn::KeptValue x =
-      stage.embedding ? layers.embedding(text + "embed_tokens", gemma4 ? LayerKeeps::Ids::kCopied
-                                                                       : LayerKeeps::Ids::kOfBatch)
-                      : received(layers, forward, stage.begin, text);
+      forward.stage.value_or(StageLayers{true, {0, forward.spec.num_hidden_layers}, true});
+  nn::KeptValue x = stage.embedding ? of_text->embedding(text + "embed_tokens")
+                                    : received(layers, forward, stage.layers.begin, text);
   const std::int64_t stream = x.numel * size_of(x.dtype);
-  std::optional<Gemma4Keeps> gemma;
-  if (gemma4) {
-    if (stage.embedding) x = layers.made_like(x);
-    gemma.emplace(model);
+  of_text->enter_layers();
+  for (std::int64_t i = stage.layers.begin; i < stage.layers.end; ++i) {
+    x = of_text->layer(x, i, concat(text, "layers.", i, "."));
   }
-  for (std::int64_t i = stage.begin; i < stage.end; ++i) {
-    const std::string layer = concat(text, "layers.", i, ".");
-    x = gemma ? gemma->layer(x, i, layer) : model.decoder_layer(x, i, layer);
-  }
-  const bool softcap = gemma4 && forward.spec.gemma4->final_logit_softcapping;
-  if (stage.head) {
-    layers.loss(layers.norm(x, text + "norm"), "lm_head",
-                softcap ? LayerKeeps::Softcap::kYes : LayerKeeps::Softcap::kNo);
-  }
+  if (stage.head) layers.loss(layers.norm(x, text + "norm"), "lm_head", of_text->softcap());
   return {.none = layers.ledger().in(RecomputeMode::kNone),
           .full = layers.ledger().in(RecomputeMode::kFull),
           .selective = layers.ledger().in(RecomputeMode::kSelective),
           .deferred = layers.ledger().deferred(),
           .stream = stream};
+}
+
+namespace {
+
+using nn::KeptValue;
+
+nn::KeepsCase layers_of(const ForwardCase& of) {
+  const bool cut = of.degrees.tp > 1 && of.degrees.sequence == SequenceParallel::kYes;
+  return {of.parameters, of.rows, of.positions, of.spec.hidden_size, of.degrees.tp, cut};
+}
+
+/// Of a model without experts nobody asks.
+moe::ExpertKeepsCase experts_of(const ForwardCase& of) {
+  if (!of.spec.moe) return {};
+  const MoeSpec& moe = *of.spec.moe;
+  return {.num_experts = moe.num_experts,
+          .experts_per_token = moe.experts_per_token,
+          .intermediate_size = moe.moe_intermediate_size,
+          .ep = of.degrees.ep,
+          .etp = of.degrees.etp,
+          .softmax_of_all = moe.scores == ExpertScores::kSoftmaxOfAll,
+          .norm_topk = moe.norm_topk_prob,
+          .scaled = moe.routed_scaling_factor != 1.0,
+          .geglu = moe.activation == ExpertActivation::kGeglu,
+          .score_before_experts = of.score_before_experts,
+          .router_probabilities = of.router_probabilities};
+}
+
+}  // namespace
+
+ModelKeeps::ModelKeeps(const ForwardCase& of)
+    : of_(of), layers_(layers_of(of)), experts_(layers_, experts_of(of)) {}
+
+ModelKeeps::Way ModelKeeps::way() const {
+  if (of_.degrees.tp == 1) return Way::kOwn;
+  if (of_.degrees.etp > 1) return Way::kAllCut;
+  if (of_.degrees.router == RouterTokens::kAll) return Way::kAllRouted;
+  return layers_.of().cut ? Way::kOwn : Way::kSliced;
+}
+
+/// A part of the rows: the same memory.
+KeptValue ModelKeeps::part(KeptValue x) const {
+  x.numel /= of_.degrees.tp;
+  return x;
+}
+
+KeptValue ModelKeeps::enter_experts(const KeptValue& x) {
+  return way() == Way::kOwn ? x : layers_.enter(x);
+}
+
+KeptValue ModelKeeps::routed_part(const KeptValue& entered) const {
+  return way() == Way::kSliced ? part(entered) : entered;
+}
+
+KeptValue ModelKeeps::leave_experts(const KeptValue& y) {
+  return way() == Way::kOwn ? y : layers_.leave(y);
+}
+
+KeptValue ModelKeeps::through_experts(const KeptValue& routed, const moe::KeptRouting& routing,
+                                      const std::string& name) {
+  KeptValue given;
+  if (way() == Way::kAllRouted) {
+    const moe::KeptRouting sent{routing.tokens / of_.degrees.tp, part(routing.indices),
+                                part(routing.weights)};
+    given = experts_.experts(part(routed), sent, name);
+  } else {
+    given = experts_.experts(routed, routing, name);
+  }
+  // The addend of all tokens, or the stream's own.
+  if (way() == Way::kOwn || way() == Way::kAllCut) return given;
+  return layers_.ledger().make(layers_.tokens() * of_.spec.hidden_size, given.dtype, given.wants);
+}
+
+KeptValue ModelKeeps::attention(const KeptValue& x, std::int64_t number, const std::string& name) {
+  if (of_.spec.mla) {
+    const MlaSpec& mla = *of_.spec.mla;
+    return layers_.latent_attention(
+        x, {mla.q_lora_rank, mla.kv_lora_rank, mla.v_head_dim, of_.spec.num_attention_heads}, name);
+  }
+  const bool windowed = of_.spec.is_sliding(number) && of_.positions > of_.spec.sliding_window;
+  using Windowed = nn::LayerKeeps::Windowed;
+  return layers_.self_attention(x, of_.spec.head_dim, windowed ? Windowed::kYes : Windowed::kNo,
+                                name);
+}
+
+KeptValue ModelKeeps::moe_layer(const KeptValue& x, const std::string& name) {
+  const MoeSpec& moe = *of_.spec.moe;
+  const KeptValue entered = enter_experts(x);
+  const KeptValue routed = routed_part(entered);
+  const std::string router = concat(name, traits(of_.spec.family).router_module);
+  const DType own = layers_.parameter(router + ".weight").compute.dtype;
+  const DType inside =
+      moe.router_dtype == RouterDtype::kFloat32 ? promote(own, DType::kFloat32) : own;
+  const KeptValue scores = layers_.linear(layers_.ledger().cast(routed, inside), router, inside);
+  const moe::KeptRouting routing = experts_.route(scores, scores.dtype);
+  KeptValue y = through_experts(routed, routing, name + "experts.");
+  if (moe.shared_intermediate_size > 0) {
+    const std::string shared = name + "shared_experts.";
+    constexpr auto kSilu = nn::LayerKeeps::Gate::kSilu;
+    y = layers_.sum(y, way() == Way::kOwn ? layers_.mlp(x, shared, kSilu)
+                                          : layers_.inner_mlp(entered, shared, kSilu));
+  }
+  return leave_experts(y);
+}
+
+KeptValue ModelKeeps::decoder_layer(const KeptValue& x, std::int64_t number,
+                                    const std::string& name) {
+  layers_.ledger().begin_layer({x});
+  const KeptValue normed = layers_.norm(x, name + "input_layernorm");
+  const KeptValue middle = layers_.sum(x, attention(normed, number, name + "self_attn."));
+  const KeptValue fed_input = layers_.norm(middle, name + "post_attention_layernorm");
+  const std::string feed = name + "mlp.";
+  const KeptValue fed = of_.spec.is_moe(number)
+                            ? moe_layer(fed_input, feed)
+                            : layers_.mlp(fed_input, feed, nn::LayerKeeps::Gate::kSilu);
+  const KeptValue result = layers_.sum(middle, fed);
+  layers_.ledger().end_layer(result);
+  return result;
 }
 
 }  // namespace tessera::models

@@ -126,11 +126,8 @@ std::optional<std::int64_t> step_to_load(const CheckpointConfig& config,
 /// How a run whose checkpoint cannot be read goes on: never without being told.
 std::string way_on(const CheckpointStore& store, std::int64_t step) {
   const auto older = newest_whole_before(store, step);
-  if (!older) {
-    return "; there is no whole checkpoint before it: choose another job.dump_folder to start anew";
-  }
-  return concat("; the newest whole checkpoint before it is ", shown(store.complete(*older)),
-                ": set checkpoint.load_step = ", *older, " to go on from there");
+  if (!older.step) return older.text + ": choose another job.dump_folder to start anew";
+  return concat(older.text, ": set checkpoint.load_step = ", *older.step, " to go on from there");
 }
 
 CheckpointFolder open_step(const CheckpointStore& store, std::int64_t step) {
@@ -162,7 +159,7 @@ void require_same_model(const models::ModelSpec& found, const CheckpointFolder& 
   for (const auto& name : names) {
     TESSERA_CHECK(text(mine, name) == text(theirs, name), ErrorKind::kConfig, "model: found ", name,
                   " ", text(mine, name), ", expected ", text(theirs, name), " of the checkpoint ",
-                  shown(checkpoint.path()), "; set it back, or start anew in another folder");
+                  shown(checkpoint.path()), kSetBack);
   }
 }
 
@@ -178,8 +175,7 @@ void require_same_layers(const std::vector<std::string>& found,
   throw Error(ErrorKind::kConfig,
               concat("lora.targets: found ", list(mine, found.end()), ", expected ",
                      list(theirs, expected.end()), " of the checkpoint ", checkpoint, ", after ",
-                     mine - found.begin(),
-                     " layers that both have; set it back, or start anew in another folder"));
+                     mine - found.begin(), " layers that both have", kSetBack));
 }
 
 /// The adapters and the model beside them. Errors: kConfig naming what differs.
@@ -190,8 +186,7 @@ void require_same_lora(const RunIdentity& identity, const CheckpointFolder& chec
   };
   const auto same = [&](const char* key, const auto& found, const auto& expected) {
     TESSERA_CHECK(found == expected, ErrorKind::kConfig, key, ": found ", found, ", expected ",
-                  expected, " of the checkpoint ", shown(checkpoint.path()),
-                  "; set it back, or start anew in another folder");
+                  expected, " of the checkpoint ", shown(checkpoint.path()), kSetBack);
   };
   same("lora.rank", rank_of(identity.lora), rank_of(theirs));
   if (!theirs) return;
@@ -202,8 +197,7 @@ void require_same_lora(const RunIdentity& identity, const CheckpointFolder& chec
                 "model.path: found tensors with the hash ", to_string(identity.lora->base_xxh3_128),
                 ", expected ", to_string(theirs->base_xxh3_128),
                 " of the model beside which the adapters of the checkpoint ",
-                shown(checkpoint.path()),
-                " were trained; set it back, or start anew in another folder");
+                shown(checkpoint.path()), " were trained", kSetBack);
 }
 
 }  // namespace
@@ -245,7 +239,7 @@ void require_same_run(const RunIdentity& identity, const CheckpointFolder& check
     require_same_lora(identity, checkpoint);
     TESSERA_CHECK(identity.seed == manifest.seed, ErrorKind::kConfig, "debug.seed: found ",
                   identity.seed, ", expected ", manifest.seed, " of the checkpoint ",
-                  shown(checkpoint.path()), "; set it back, or start anew in another folder");
+                  shown(checkpoint.path()), kSetBack);
     if (world.rank() == 0) {
       require_same_data(identity.data, manifest.data, shown(checkpoint.path()));
     }

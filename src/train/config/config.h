@@ -24,7 +24,11 @@ namespace tessera::train {
 enum class DeviceName : std::uint8_t { kAuto, kCpu, kCuda };
 using OptimizerName = fsdp::OptimizerName;
 enum class LrDecay : std::uint8_t { kConstant, kLinear, kCosine };
-enum class BackendName : std::uint8_t { kAuto, kGloo, kNccl };
+enum class BackendName : std::uint8_t {
+  kAuto,
+#define TESSERA_BACKEND(enumerator, ...) enumerator,
+#include "comm/backends/backends.def"
+};
 /// How often a stage of a pipeline is gathered.
 enum class PipelineReshard : std::uint8_t {
   kStep,        ///< before its first forward, until its last backward

@@ -34,8 +34,11 @@ struct EnumWords<LrDecay> {
 };
 template <>
 struct EnumWords<BackendName> {
-  static constexpr std::array<std::pair<std::string_view, BackendName>, 3> kWords{
-      {{"auto", BackendName::kAuto}, {"gloo", BackendName::kGloo}, {"nccl", BackendName::kNccl}}};
+  static constexpr auto kWords = std::to_array<std::pair<std::string_view, BackendName>>({
+      {"auto", BackendName::kAuto},
+#define TESSERA_BACKEND(enumerator, folder, name, ...) {name, BackendName::enumerator},
+#include "comm/backends/backends.def"
+  });
 };
 template <>
 struct EnumWords<PipelineReshard> {

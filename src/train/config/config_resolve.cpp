@@ -101,18 +101,18 @@ void check_training(const Config& config) {
   require_inside_run("checkpoint.folder", config.checkpoint.folder);
   require_inside_run("metrics.folder", config.metrics.folder);
   const DataKind kind = data_kind(config.data.path, "data.path");
-  TESSERA_CHECK(config.training.seq_len || kind == DataKind::kBatches, ErrorKind::kConfig,
-                "training.seq_len: found nothing, expected the tokens of a row; only .safetensors "
-                "data can do without");
+  if (kind != DataKind::kBatches) {
+    require_seq_len(config.training, "; only .safetensors data can do without");
+  }
   for (const std::int64_t step : config.metrics.trace_steps) {
     TESSERA_CHECK(step <= *config.training.steps, ErrorKind::kConfig, "metrics.trace_steps: found ",
                   step, ", expected at most training.steps, ", *config.training.steps);
   }
   if (config.validation.path.empty()) return;
   const DataKind held_out = data_kind(config.validation.path, "validation.path");
-  TESSERA_CHECK(config.training.seq_len || held_out == DataKind::kBatches, ErrorKind::kConfig,
-                "training.seq_len: found nothing, expected the tokens of a row; validation.path "
-                "needs it");
+  if (held_out != DataKind::kBatches) {
+    require_seq_len(config.training, "; validation.path needs it");
+  }
 }
 
 // The dtypes that a sum may be kept in: auto is float32, and nothing is wider than that here.
@@ -247,6 +247,11 @@ DataKind data_kind(const std::vector<std::string>& path, std::string_view key) {
   if (ends_with(path[0], ".bin")) return DataKind::kTokens;
   if (ends_with(path[0], ".safetensors")) return DataKind::kBatches;
   return DataKind::kText;
+}
+
+void require_seq_len(const TrainingConfig& training, std::string_view why) {
+  TESSERA_CHECK(training.seq_len, ErrorKind::kConfig,
+                "training.seq_len: found nothing, expected the tokens of a row", why);
 }
 
 BatchSizes resolve_batch(const TrainingConfig& training, int data_ranks) {

@@ -60,6 +60,9 @@ enum class DataKind : std::uint8_t { kText, kTokens, kBatches };
 /// Errors: kConfig for a list that holds .bin or .safetensors beside others, or nothing.
 DataKind data_kind(const std::vector<std::string>& path, std::string_view key);
 
+/// Errors: kConfig where training.seq_len is not given; `why` ends it.
+void require_seq_len(const TrainingConfig& training, std::string_view why = "");
+
 /// Rows of a step where the data has none of its own (text, .bin).
 struct BatchSizes {
   std::int64_t local = 1;   ///< rows of a micro-batch on a data rank

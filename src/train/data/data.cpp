@@ -106,8 +106,7 @@ void check_mask(const TokenSource& tokens, const BatchRequest& request, std::int
 std::unique_ptr<BatchSource> open_tokens(const BatchRequest& request,
                                          std::unique_ptr<TokenSource> tokens) {
   const BatchSizes sizes = resolve_batch(request.training, request.data_ranks);
-  TESSERA_CHECK(request.training.seq_len, ErrorKind::kConfig,
-                "training.seq_len: found nothing, expected the tokens of a row");
+  require_seq_len(request.training);
   const std::int64_t seq_len = *request.training.seq_len;
   const std::int64_t rows = tokens->num_tokens() / (seq_len + 1);
   TESSERA_CHECK(rows > 0, ErrorKind::kFormat, request.key, ": found ", tokens->num_tokens(),

@@ -108,8 +108,7 @@ std::int64_t resumed_global_batch_size(const Config& config, int data_ranks,
 
 void require_same_data(const CheckpointData& found, const CheckpointData& expected,
                        const std::string& checkpoint) {
-  const std::string after =
-      concat(" of the checkpoint ", checkpoint, "; set it back, or start anew in another folder");
+  const std::string after = concat(" of the checkpoint ", checkpoint, kSetBack);
   TESSERA_CHECK(found.seq_len == expected.seq_len, ErrorKind::kConfig, "training.seq_len: found ",
                 found.seq_len, ", expected ", expected.seq_len, after);
   TESSERA_CHECK(found.global_batch_size == expected.global_batch_size, ErrorKind::kConfig,

@@ -30,6 +30,9 @@ CheckpointData data_identity(const std::vector<std::string>& path, std::int64_t 
 std::int64_t resumed_global_batch_size(const Config& config, int data_ranks,
                                        const CheckpointData& before, const std::string& checkpoint);
 
+/// How each refusal of a run that goes on, and is not as it was, ends.
+inline constexpr auto kSetBack = "; set it back, or start anew in another folder";
+
 /// Errors: kConfig where `found` gives other rows than those of a checkpoint; says which key.
 void require_same_data(const CheckpointData& found, const CheckpointData& expected,
                        const std::string& checkpoint);

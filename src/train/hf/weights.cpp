@@ -11,7 +11,7 @@
 #include "base/printable.h"
 #include "base/random.h"
 #include "checkpoint/snapshot.h"
-#include "fsdp/runtime/finite_copy.h"
+#include "grad/finite_copy.h"
 #include "grad/torch_dtype.h"
 #include "io/tensor_source.h"
 #include "tessera/error.h"
@@ -273,7 +273,7 @@ void load_weights(const ShardedBase& model, const TensorSource& folder, const Fi
     if (models::is_adapter(name) != (what == Loaded::kAdapters)) continue;
     const FileForm form = forms.of(*view.contract);
     in_chunks(view, form.file, progress, [&](const at::Tensor& part, const layout::Piece& piece) {
-      fsdp::load_values(part, read_parameter(folder, *view.contract, form, piece), *view.contract);
+      grad::load_values(part, read_parameter(folder, *view.contract, form, piece), *view.contract);
     });
   }
 }
@@ -314,7 +314,7 @@ void draw_weights(const ShardedBase& model, const std::vector<models::ParameterS
     in_chunks(view, own, progress, [&](const at::Tensor& part, const layout::Piece& piece) {
       auto drawn = at::empty({part.numel()}, at::TensorOptions().dtype(at::kFloat));
       draw_rows(piece, own.shape, drawn.data_ptr<float>(), fill);
-      fsdp::load_values(part, drawn, *view.contract);
+      grad::load_values(part, drawn, *view.contract);
     });
   }
 }

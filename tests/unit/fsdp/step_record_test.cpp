@@ -1,10 +1,9 @@
 // What a step records of its stages, as a value.
-#include "fsdp/agreed/step_record.h"
-
 #include <gmock/gmock.h>
 
 #include <set>
 
+#include "fsdp/agreed/order.h"
 #include "tessera/error.h"
 #include "unit/fsdp/flat_trace.h"
 

@@ -1,7 +1,6 @@
-#include "io/made_paths.h"
-
 #include <gmock/gmock.h>
 
+#include "io/folder.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::made_paths_test {

@@ -1,7 +1,6 @@
 // Attention over cached keys and values against attention over the whole text.
 #include "nn/attention.h"
 #include "nn/parameter.h"
-#include "nn/self_attention.h"
 #include "tessera/error.h"
 #include "unit/nn/compare.h"
 #include "unit/nn/composites.h"

@@ -7,7 +7,6 @@
 #include "nn/embedding.h"
 #include "nn/grouped_linear.h"
 #include "nn/linear.h"
-#include "nn/lora.h"
 #include "nn/loss.h"
 #include "nn/masked_attention.h"
 #include "nn/mlp.h"

@@ -126,8 +126,8 @@ TEST(PipelineRanks, HaveTheUnitsOfTheirStagesBehindTheSmallBucketsOfAll) {
                                       "model.layers.6", "model.layers.7", "head"}));
   ASSERT_EQ(ranks.front().stages.size(), 2U);
   EXPECT_EQ(ranks.front().stages[1].number, 3);
-  EXPECT_EQ(ranks.front().stages[1].begin, 4U);
-  EXPECT_EQ(ranks.front().stages[1].end, 7U);
+  EXPECT_EQ(ranks.front().stages[1].units.begin, 4);
+  EXPECT_EQ(ranks.front().stages[1].units.end, 7);
   std::vector<std::string> small;
   for (const auto& item : ranks.front().plan.units[0].items) small.push_back(item.name);
   EXPECT_THAT(small, ::testing::Contains("model.layers.1.input_layernorm.weight"));
@@ -206,7 +206,9 @@ std::int64_t of_root(const RankPlan& rank) { return gathered(rank, 0, 1); }
 TEST(PipelineMemory, UnshardedIsAStageOrBothOrAUnitAtATime) {
   Case one;
   const auto of_stage = [](const RankPlan& rank, std::size_t stage) {
-    return gathered(rank, rank.stages[stage].begin, rank.stages[stage].end);
+    const layout::Range units = rank.stages[stage].units;
+    return gathered(rank, static_cast<std::size_t>(units.begin),
+                    static_cast<std::size_t>(units.end));
   };
   const auto ranks = one.ranks();
   const auto kept = of_root(ranks[0]) + of_stage(ranks[0], 0);

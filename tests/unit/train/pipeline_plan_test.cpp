@@ -100,7 +100,7 @@ TEST(PipelinePlan, EveryKindHasEachLayerOnceEmbeddingFirstAndHeadLast) {
       const auto stages = stages_of_rank(*plan, rank);
       EXPECT_EQ(std::ssize(stages), row.stages_per_rank) << row.name;
       for (const models::StageLayers& stage : stages) {
-        for (auto layer = stage.begin; layer < stage.end; ++layer) {
+        for (auto layer = stage.layers.begin; layer < stage.layers.end; ++layer) {
           ++seen.at(static_cast<std::size_t>(layer));
         }
         embeddings += stage.embedding ? 1 : 0;

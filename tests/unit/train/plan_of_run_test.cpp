@@ -9,7 +9,7 @@
 #include <sstream>
 #include <tuple>
 
-#include "fsdp/plan.h"
+#include "fsdp/handle.h"
 #include "train/parallelize.h"
 #include "unit/train/run_case.h"
 

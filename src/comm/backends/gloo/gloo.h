@@ -20,6 +20,8 @@
 
 namespace tessera::comm {
 
+inline bool gloo_usable() { return true; }
+
 /// The backend. Errors: as GlooDevice.
 std::unique_ptr<Connections> open_gloo(const LaunchEnvironment& launch);
 

@@ -292,9 +292,7 @@ void Parcel::start() {
 }
 
 void Parcel::require_kept() const {
-  if (state_ == State::kLost) {
-    throw PeerLost(concat(to_string(letter_), ": lost when the World was recovered"));
-  }
+  if (state_ == State::kLost) throw lost_in_recovery(letter_);
 }
 
 /// What has failed elsewhere, and what this rank waited for meanwhile.

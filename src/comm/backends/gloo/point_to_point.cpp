@@ -164,7 +164,7 @@ const std::string& PointToPointGroup::name() const { return channel_->options.na
 std::unique_ptr<Work> PointToPointGroup::issue(Batch batch) {
   channel_->options.abort_flag->check();
   check_batch(batch, size());
-  TESSERA_INVARIANT(!mail_, "group ", name(), ": found a collective, expected messages only");
+  require_no_mail(mail_.get(), name());
   if (!open_) open();
   const std::uint64_t sequence = next_sequence_++;
   const std::uint64_t fingerprint = channel_->log->record(batch, sequence);

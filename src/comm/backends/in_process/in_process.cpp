@@ -172,7 +172,7 @@ class InProcessGroup : public Group {
 
   std::unique_ptr<Work> issue(Batch batch) override {
     abort_flag_->check();
-    TESSERA_INVARIANT(!mail_, "group ", name(), ": found a collective, expected messages only");
+    require_no_mail(mail_.get(), name());
     check_batch(batch, size());
     if (const auto hook = test_hooks::before_issue.get()) {
       (*hook)(shared_->members[static_cast<std::size_t>(self_)], batch);

@@ -78,9 +78,7 @@ void Mailbox::match(Message& message) {
 
 bool Mailbox::is_through(Message& message, const Letter& letter) {
   if (message.delivered) return true;
-  if (message.generation != generation_) {
-    throw PeerLost(concat(to_string(letter), ": lost when the World was recovered"));
-  }
+  if (message.generation != generation_) throw lost_in_recovery(letter);
   if (!message.failure.empty()) throw Error(ErrorKind::kComm, message.failure);
   if (letter.sends() && message.buffered) return true;
   if (!message.matched || std::chrono::steady_clock::now() < message.arrives) return false;

@@ -7,7 +7,7 @@
 
 #include "tessera/contract.h"
 
-namespace tessera::fsdp {
+namespace tessera::grad {
 
 /// to.copy_(from), 1-D of one size. Errors: kContract naming `name` for a finite value that the
 /// dtype of `to` makes infinite.
@@ -17,4 +17,4 @@ void finite_copy(const at::Tensor& to, const at::Tensor& from, std::string_view 
 /// same, also of that dtype.
 void load_values(const at::Tensor& to, const at::Tensor& from, const GradContract& contract);
 
-}  // namespace tessera::fsdp
+}  // namespace tessera::grad

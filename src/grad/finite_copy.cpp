@@ -1,4 +1,4 @@
-#include "fsdp/runtime/finite_copy.h"
+#include "grad/finite_copy.h"
 
 #include <ATen/ATen.h>
 
@@ -7,7 +7,7 @@
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
 
-namespace tessera::fsdp {
+namespace tessera::grad {
 
 void finite_copy(const at::Tensor& to, const at::Tensor& from, std::string_view name) {
   const auto found = to_dtype(from.scalar_type());
@@ -38,4 +38,4 @@ void load_values(const at::Tensor& to, const at::Tensor& from, const GradContrac
   finite_copy(to, passed, name);
 }
 
-}  // namespace tessera::fsdp
+}  // namespace tessera::grad

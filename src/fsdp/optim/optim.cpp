@@ -8,7 +8,6 @@
 
 #include "base/log.h"
 #include "base/trace.h"
-#include "fsdp/optim/optimizer_options.h"
 #include "fsdp/optim/optimizer_registry.h"
 #include "fsdp/optim/optimizer_shards.h"
 #include "fsdp/runtime/runtime.h"

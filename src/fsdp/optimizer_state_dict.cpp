@@ -8,8 +8,8 @@
 
 #include "base/printable.h"
 #include "comm/group.h"
-#include "fsdp/optim/load_refusals.h"
-#include "fsdp/optim/optimizer_shards.h"
+#include "fsdp/handle.h"
+#include "fsdp/load_refusals.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "fsdp/runtime/whole.h"
@@ -19,32 +19,6 @@
 #include "tessera/state_dict.h"
 
 namespace tessera {
-
-void fsdp::renew_after_failure(const ShardedBase& model) {
-  unit_of_handle(model.unit()).runtime().renew_after_failure();
-}
-
-void fsdp::require_idle(const ShardedBase& model, const char* what) {
-  unit_of_handle(model.unit()).runtime().require_idle(what);
-}
-
-void fsdp::require_steps_of(const ShardedBase& model, const Optimizer& optimizer,
-                            const char* what) {
-  std::map<const GradContract*, ShardView> views;
-  for (const auto& view : model.shards()) views.emplace(view.contract, view);
-  for (const auto& state : optimizer.state()) {
-    const auto view = views.find(state.view.contract);
-    TESSERA_CHECK(view != views.end(), ErrorKind::kUsage, what, ": found an optimizer that steps ",
-                  state.view.contract->name,
-                  ", which is no parameter of this handle, expected one that was made for it or "
-                  "for a handle inside it");
-    TESSERA_CHECK(view->second.begin == state.view.begin && view->second.end == state.view.end,
-                  ErrorKind::kUsage, what, ": found that set_trainable() has laid out ",
-                  state.view.contract->name,
-                  " anew without this optimizer, expected it among those that follow; name it "
-                  "there");
-  }
-}
 
 namespace {
 

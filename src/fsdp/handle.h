@@ -1,0 +1,26 @@
+// What floors above ask of a handle beyond tessera/shard.h: none of them knows what runs it.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include "layout/model_plan.h"
+#include "tessera/optim.h"
+#include "tessera/shard.h"
+
+namespace tessera::fsdp {
+
+/// The bucket plan of a sharded model as the value that it was laid out from: for printing and
+/// comparing. Of the whole tree under `model`, which is the outermost handle. Not collective.
+layout::ModelPlan plan_of(const ShardedBase& model);
+
+/// Where its shards lie, and what it computes on.
+at::Device device_of(const ShardedBase& model);
+
+/// After a failure that World::recover() has ended: first in whatever may follow one.
+void renew_after_failure(const ShardedBase& model);
+/// That no step of `model` is under way. Errors: kUsage, named `what`.
+void require_idle(const ShardedBase& model, const char* what);
+/// That `optimizer` steps parameters of `model`, as they lie now. Errors: kUsage, named `what`.
+void require_steps_of(const ShardedBase& model, const Optimizer& optimizer, const char* what);
+
+}  // namespace tessera::fsdp
