@@ -1,4 +1,6 @@
 // What all optimizers do: which shards they step, when, and what they keep for checkpoints.
+#include "tessera/optim.h"
+
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
@@ -15,7 +17,6 @@
 #include "grad/resolve_steps.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
-#include "tessera/optim.h"
 
 namespace tessera {
 namespace {
