@@ -204,7 +204,7 @@ TEST(InProcessAllToAll, CountsThatDoNotFitAreNamed) {
 }
 
 TEST_P(Collectives, CancellingValuesShowTheOrderOfAdditions) {
-  const std::vector<float> by_rank = {1e8F, 1.0F, -1e8F, 1.0F};
+  const std::vector<float> by_rank = {1e8F, 1.0F, -1e8F, 1.0F, 1e8F, 3.0F, -1e8F};
   float expected = by_rank[0];
   for (int rank = 1; rank < ranks(); ++rank) expected += by_rank[static_cast<std::size_t>(rank)];
   threads().run([&](World& world) {
