@@ -6,8 +6,30 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
+#include <charconv>
+
+#include "base/environment.h"
 
 namespace tessera::base {
+namespace {
+
+/// What libgomp takes OMP_THREAD_LIMIT for: what is no number is ignored.
+int at_most_by_limit(int threads) {
+  const auto text = environment_variable("OMP_THREAD_LIMIT");
+  if (!text) return threads;
+  const auto digits = std::min(text->find_first_not_of(" \t"), text->size());
+  int limit = 0;
+  const auto [end, error] =
+      std::from_chars(text->data() + digits, text->data() + text->size(), limit);
+  return error == std::errc() && limit > 0 ? std::min(threads, limit) : threads;
+}
+
+}  // namespace
+
+void set_threads(int wanted) {
+  const int threads = at_most_by_limit(wanted);
+  if (threads != at::get_num_threads()) at::set_num_threads(threads);
+}
 
 void for_ranges(std::int64_t size, std::int64_t grain,
                 c10::function_ref<void(std::int64_t, std::int64_t)> body) {

@@ -1,4 +1,4 @@
-// Dividing a range over libtorch's own threads.
+// Dividing a range over libtorch's own threads, and how many those are.
 //
 // at::parallel_for is a template that is serial unless the including file is compiled with OpenMP;
 // this borrows the loop inside libtorch instead, so that neither compiler needs an OpenMP of its
@@ -15,5 +15,10 @@ namespace tessera::base {
 /// where there are more than `grain` items. `body` must not throw.
 void for_ranges(std::int64_t size, std::int64_t grain,
                 c10::function_ref<void(std::int64_t, std::int64_t)> body);
+
+/// How many threads libtorch has for loops and products that this thread begins: `wanted`, or fewer
+/// under OMP_THREAD_LIMIT. oneDNN (libtorch 2.13) cuts bf16 products for the number that is set, and
+/// where the limit grants fewer threads the parts of the others hold anything, without a word.
+void set_threads(int wanted);
 
 }  // namespace tessera::base

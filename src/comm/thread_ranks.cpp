@@ -1,7 +1,5 @@
 #include "comm/thread_ranks.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <exception>
 #include <memory>
@@ -11,6 +9,7 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "base/parallel.h"
 #include "comm/backends/backend.h"
 #include "comm/backends/in_process/in_process.h"
 #include "comm/process_world.h"
@@ -229,7 +228,7 @@ void ThreadRanks::Impl::attempt(World& world, const std::function<void(World&)>&
 
 void ThreadRanks::Impl::serve(int rank) {
   const int cores = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
-  at::set_num_threads(std::max(1, cores / run->size));
+  base::set_threads(std::max(1, cores / run->size));
   World& world = *worlds[static_cast<std::size_t>(rank)];
   std::uint64_t served = 0;
   base::Lock lock(mutex);

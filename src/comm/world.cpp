@@ -1,10 +1,13 @@
 #include "tessera/world.h"
 
+#include <ATen/Parallel.h>
+
 #include <algorithm>
 #include <iostream>
 
 #include "base/environment.h"
 #include "base/log.h"
+#include "base/parallel.h"
 #include "base/printable.h"
 #include "comm/backends/backend.h"
 #include "comm/batch.h"
@@ -100,7 +103,9 @@ World::World(int rank, int size, int local_rank)
       size_(size),
       local_rank_(local_rank),
       state_(std::make_unique<State>()),
-      queue_(std::make_unique<comm::IssueQueue>()) {}
+      queue_(std::make_unique<comm::IssueQueue>()) {
+  base::set_threads(at::get_num_threads());
+}
 
 World::~World() = default;
 

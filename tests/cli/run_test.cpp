@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "cli/golden_run.h"
 #include "cli/program.h"
 #include "train/config/config.h"
 
@@ -29,6 +30,21 @@ std::vector<std::filesystem::path> runs_of(const testing::TemporaryFolder& folde
   }
   std::ranges::sort(runs);
   return runs;
+}
+
+// Naive: oneDNN leaves out the parts of bf16 products whose threads the limit does not grant.
+TEST(TrainCommand, ALimitBelowTheThreadsChangesNoBit) {
+  std::vector<std::vector<std::pair<double, double>>> found;
+  for (const std::string set : {"OMP_NUM_THREADS=1", "OMP_NUM_THREADS=2 OMP_THREAD_LIMIT=1"}) {
+    const testing::TemporaryFolder folder;
+    write_golden_run(folder);
+    const Outcome outcome =
+        run_program(folder, {"train", "run.toml", "--precision.param_dtype", "bfloat16"}, set);
+    ASSERT_EQ(outcome.code, 0) << outcome.err;
+    found.push_back(losses_and_norms(folder));
+    EXPECT_EQ(found.back().size(), 6U);
+  }
+  EXPECT_EQ(found[0], found[1]);
 }
 
 TEST(TrainCommand, LeavesConfigMetricsAndLogs) {
