@@ -17,7 +17,7 @@ namespace {
 int at_most_by_limit(int threads) {
   const auto text = environment_variable("OMP_THREAD_LIMIT");
   if (!text) return threads;
-  const auto digits = std::min(text->find_first_not_of(" \t"), text->size());
+  const auto digits = std::min(text->find_first_not_of(" \t\n\v\f\r+"), text->size());
   int limit = 0;
   const auto [end, error] =
       std::from_chars(text->data() + digits, text->data() + text->size(), limit);

@@ -5,7 +5,7 @@
 // in its blocks, which are read, compared with their hashes and kept one by one. Ranges of a
 // tensor's flattened elements are read out of whatever pieces hold them; nothing is ever held
 // whole. What open() did not check, verify() does: it reads a file through once. Writing:
-// train/checkpoint/checkpoint.h; which folders are complete: checkpoint_store.h.
+// checkpoint/saver.h; which folders are complete: checkpoint_store.h.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,7 @@
 // ParallelDims: how many ranks share a run on each axis, and in which form they share a model.
 //
-// Pure. What is asked for may leave a degree open (train/config.h); here every one is known. Next:
-// mesh_shape.h for the ranks themselves, ../models/model_spec.h for what a model allows.
+// Pure. What is asked for may leave a degree open (train/config/config.h); here every one is known.
+// Next: mesh_shape.h for the ranks themselves, ../models/model_spec.h for what a model allows.
 #pragma once
 
 #include <cstdint>

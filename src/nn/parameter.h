@@ -4,7 +4,7 @@
 // A layer creates its parameters with full sizes and no storage; loading, initialization or
 // sharding fills them, so that no rank ever holds a model whole. Until then every access throws.
 // This is the same state that a released unsharded parameter has ([Note: release] of
-// fsdp/runtime.h).
+// fsdp/runtime/runtime.h).
 // PlacedModule is a layer that says of each of its own where it lies beyond the data axes, how it
 // begins, how files hold it; layers of one rank declare no placement. Next: declaration.h,
 // tensor_region.h, linear.h, tessera/placement.h.

@@ -41,9 +41,12 @@ struct Place {
 };
 
 /// Whether somebody beside the caller can write to it: it may be a buffer that the stage fills again
-/// for the next micro-batch. What autograd has saved of a result nobody writes to.
+/// for the next micro-batch, or a view of one. What autograd has saved of a result nobody writes to.
 bool may_be_refilled(const at::Tensor& tensor) {
-  if (tensor.requires_grad()) return !tensor.is_leaf() && tensor.use_count() > 1;
+  if (tensor.requires_grad()) {
+    if (tensor.is_leaf()) return false;
+    return tensor.use_count() > 1 || (tensor.is_view() && tensor._base().use_count() > 1);
+  }
   return tensor.use_count() > 1 || tensor.storage().use_count() > 1;
 }
 

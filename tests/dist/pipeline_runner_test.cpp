@@ -249,10 +249,10 @@ TEST(PipelineRunner, ForwardsAloneRunNoFurtherAheadThanAFewMessages) {
 }
 
 /// The first of two stages hands two buffers on, of which one has a graph, the last one hands one
-/// back, and both refill theirs for each micro-batch.
+/// back, and both refill theirs for each micro-batch. `views`: that with a graph goes as a view.
 class Refills : public Stage {
  public:
-  explicit Refills(int stage) : stage_(stage) {}
+  Refills(int stage, bool views) : stage_(stage), views_(views) {}
   Boundary input(std::int64_t) const override {
     return {{{{1}, at::kFloat}, {{1}, at::kFloat, false}}, {{{1}, at::kFloat}}};
   }
@@ -262,7 +262,7 @@ class Refills : public Stage {
     buffer_.fill_(micro_batch + 1);
     with_graph_.detach_();
     with_graph_.copy_(weight * static_cast<double>(micro_batch + 1));
-    return {with_graph_, buffer_};
+    return {views_ ? with_graph_.view({1}) : with_graph_, buffer_};
   }
   Roots roots(std::int64_t micro_batch, const pipeline::Tensors& results,
               const pipeline::Tensors& back) override {
@@ -278,6 +278,7 @@ class Refills : public Stage {
 
  private:
   int stage_;
+  bool views_;
   at::Tensor buffer_ = at::zeros({1});
   at::Tensor with_graph_ = at::zeros({1});
 };
@@ -290,21 +291,24 @@ TEST(PipelineRunner, ABufferThatAStageRefillsIsHandedOnAsItWas) {
   for (const std::string lists :
        {"0F0,0F1,1F0,1F1,1B0,1B1,0B0,0B1\n", "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n"}) {
     const ValidProgram program(parse_csv(lists, "test"));
-    ranks(program.schedule().ranks()).run([&](World& world) {
-      Refills first(0), last(1);
-      std::vector<Stage*> stages;
-      for (const int id : program.schedule().stages_of(world.rank())) {
-        stages.push_back(id == 0 ? &first : &last);
-      }
-      Runner runner(ties_of(stages_mesh(world), at::kCPU));
-      const auto results = runner.run(program, stages, {});
-      for (std::size_t k = 0; k < results.size(); ++k) {
-        EXPECT_EQ(results[k].at(0).item<float>(), static_cast<float>((k + 1) * (k + 1))) << lists;
-      }
-      if (stages.front() != &first) return;
-      EXPECT_EQ(first.came_back, (std::vector<float>{10, 20})) << lists;
-      EXPECT_EQ(first.weight.grad().item<float>(), 5.0F) << lists;
-    });
+    for (const bool views : {false, true}) {
+      ranks(program.schedule().ranks()).run([&](World& world) {
+        Refills first(0, views), last(1, views);
+        std::vector<Stage*> stages;
+        for (const int id : program.schedule().stages_of(world.rank())) {
+          stages.push_back(id == 0 ? &first : &last);
+        }
+        Runner runner(ties_of(stages_mesh(world), at::kCPU));
+        const auto results = runner.run(program, stages, {});
+        for (std::size_t k = 0; k < results.size(); ++k) {
+          EXPECT_EQ(results[k].at(0).item<float>(), static_cast<float>((k + 1) * (k + 1)))
+              << lists << views;
+        }
+        if (stages.front() != &first) return;
+        EXPECT_EQ(first.came_back, (std::vector<float>{10, 20})) << lists << views;
+        EXPECT_EQ(first.weight.grad().item<float>(), 5.0F) << lists << views;
+      });
+    }
   }
 }
 

@@ -98,7 +98,7 @@ class Bucket {
   void begin_replica_reduce(comm::Batch& batch);
   void finish_replica_reduce() { finish_reduce(); }
   /// [slice] in the final dtype: the accumulated (and replica-summed) gradient over the divide
-  /// factor and the loss scale, rounded once (quotient.h). Aliases the accumulator where nothing
+  /// factor and the loss scale, rounded once (kernels.h). Aliases the accumulator where nothing
   /// has to change; else the memory of the last step.
   const at::Tensor& finish_final(double loss_scale);
   /// Where it writes what is not the accumulator itself; undefined until it has.

@@ -17,7 +17,7 @@
 // each of them only what stays (stays()) is. So a stage has one plan of its backward a step.
 //
 // Owned by the runtime as long as it is open; the scope keeps it longer, to say that it has ended.
-// Next: step.cpp (the calls of a scope), step_passes.cpp (the forwards and backwards inside),
+// Next: open_step.cpp (the calls of a scope), step_passes.cpp (the forwards and backwards inside),
 // ../agreed/order.h.
 #pragma once
 
@@ -112,7 +112,7 @@ class OpenStep {
     bool touched = false;         // it may have gradients that are not reduced
   };
 
-  // step.cpp
+  // open_step.cpp
   void agree_at_begin();
   void settle_into();
   void require_open(const char* what) const;

@@ -102,7 +102,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Changes with every begin_relayout().
   std::uint64_t layout() const { return layout_; }
 
-  // --- forward, called by Call (call.h) ---
+  // --- forward, called by Call (call.cpp) ---
   /// Errors: kComm after a failure that World::recover() has not ended.
   void require_recovered() const;
   /// Makes the unit's parameters readable; null when nothing of it needs to be recorded.

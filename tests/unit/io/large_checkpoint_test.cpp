@@ -114,7 +114,7 @@ std::vector<Held> cut(const Unit& unit) {
   return held;
 }
 
-/// What each rank says that it wrote, as checkpoint_snapshot.cpp does.
+/// What each rank says that it wrote, as checkpoint/snapshot.cpp does.
 std::vector<CheckpointManifest> parts_of_ranks() {
   std::vector<CheckpointManifest> parts(kRanks);
   for (int r = 0; r < kRanks; ++r) parts[static_cast<std::size_t>(r)].files[rank_file(r)] = {};

@@ -2,9 +2,9 @@
 //
 // Gloo's own all-gather copies everything once more and its reduce-scatter is a clone and a full
 // all-reduce (docs/performance.md), and both match by order alone. Here every slice goes straight
-// from its place into its place, sums are formed in rank order (sum.h), and every transfer carries
-// a tag made from what the collective is, so that two different ones never meet. All work is done
-// by Gloo's device thread and by the threads that issue and wait. Next: gloo.h opens the channel.
+// from its place into its place, sums are formed in rank order (kernels/kernels.h), and every
+// transfer carries a tag made from what the collective is, so that two different ones never meet.
+// All work is done by Gloo's device thread and by the threads that issue and wait. Next: gloo.h.
 #pragma once
 
 #include <chrono>

@@ -1,9 +1,9 @@
 // The in-process backend: ranks are threads, collectives are additions and copies in shared memory.
 //
-// Real data and the same bits as every other backend (sum.h), and stricter than any: the last rank
-// to issue compares what all ranks mean and runs the whole operation, so that a swapped or missing
-// collective is named at once, on every rank. It makes thousands of multi-rank cases affordable.
-// Next: thread_ranks.h.
+// Real data and the same bits as every other backend (kernels/kernels.h), and stricter than any:
+// the last rank to issue compares what all ranks mean and runs the whole operation, so that a
+// swapped or missing collective is named at once, on every rank. It makes thousands of multi-rank
+// cases affordable. Next: thread_ranks.h.
 #pragma once
 
 #include <chrono>
