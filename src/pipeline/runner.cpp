@@ -165,7 +165,9 @@ class Walk {
       // A frozen stage to which nothing comes back would run all of its slots, and keep all that it
       // has to send: what the schedule has it wait for comes after this.
       if (what->direction == Direction::kBackward && tensors.empty()) {
-        messages_->wait_for_send({Direction::kForward, action.stage, action.micro_batch});
+        place_.sends = HandOver{Direction::kForward, action.stage, action.micro_batch};
+        messages_->wait_for_send(*place_.sends);
+        place_.sends.reset();
       }
       place_.waits_for.reset();
       return tensors;
