@@ -4,8 +4,10 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include "base/hash.h"
+#include "comm/group.h"
 #include "fsdp/runtime/integrity.h"
 #include "fsdp/runtime/recompute_scopes.h"
+#include "launch/abort_flag.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
@@ -150,10 +152,13 @@ void Runtime::begin_relayout() {
 // ---------------------------------------------------------------------------------------- forward
 
 void Runtime::require_recovered() const {
-  TESSERA_CHECK(
-      !world().aborted(), ErrorKind::kComm,
-      "a sharded forward was entered after a failure of this run; call World::recover() on every "
-      "rank first");
+  if (!world().aborted()) return;
+  try {
+    comm::barrier(world().control(), "after a failure");  // throws at once what it was aborted for
+  } catch (const comm::PeerLost& error) {
+    throw comm::PeerLost(concat("a sharded forward was entered after a failure of this run (",
+                                error.what(), "); call World::recover() on every rank first"));
+  }
 }
 
 void Runtime::check_usable() {
