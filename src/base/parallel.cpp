@@ -7,28 +7,32 @@
 
 #include <algorithm>
 #include <charconv>
+#include <optional>
 
 #include "base/environment.h"
 
 namespace tessera::base {
 namespace {
 
-/// What libgomp takes OMP_THREAD_LIMIT for: what is no number is ignored.
-int at_most_by_limit(int threads) {
+/// As libgomp reads it: what is no number is ignored.
+std::optional<int> thread_limit() {
   const auto text = environment_variable("OMP_THREAD_LIMIT");
-  if (!text) return threads;
+  if (!text) return std::nullopt;
   const auto digits = std::min(text->find_first_not_of(" \t\n\v\f\r+"), text->size());
   int limit = 0;
   const auto [end, error] =
       std::from_chars(text->data() + digits, text->data() + text->size(), limit);
-  return error == std::errc() && limit > 0 ? std::min(threads, limit) : threads;
+  return error == std::errc() && limit > 0 ? std::optional(limit) : std::nullopt;
 }
 
 }  // namespace
 
 void set_threads(int wanted) {
-  const int threads = at_most_by_limit(wanted);
-  if (threads != at::get_num_threads()) at::set_num_threads(threads);
+  at::set_num_threads(std::min(wanted, thread_limit().value_or(wanted)));
+}
+
+void heed_thread_limit() {
+  if (thread_limit()) set_threads(at::get_num_threads());
 }
 
 void for_ranges(std::int64_t size, std::int64_t grain,

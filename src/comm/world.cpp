@@ -1,7 +1,5 @@
 #include "tessera/world.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <iostream>
 
@@ -104,7 +102,7 @@ World::World(int rank, int size, int local_rank)
       local_rank_(local_rank),
       state_(std::make_unique<State>()),
       queue_(std::make_unique<comm::IssueQueue>()) {
-  base::set_threads(at::get_num_threads());
+  base::heed_thread_limit();
 }
 
 World::~World() = default;
