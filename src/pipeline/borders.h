@@ -95,7 +95,8 @@ class Messages {
   void send(const HandOver& what, int to, Tensors tensors);
   /// Until it is sent, if it is under way. Errors: kComm.
   void wait_for_send(const HandOver& what);
-  /// Lets go of what has been sent. Does not wait. Errors: kComm.
+  /// Lets go of what has been sent, once that may be a megabyte or many messages. Does not wait.
+  /// Errors: kComm.
   void let_go();
   /// Until so many are under way at most. `waiting` is told of each before it is waited for. Errors:
   /// kComm.
@@ -116,6 +117,7 @@ class Messages {
   };
 
   comm::MailTag tag(const HandOver& what, std::size_t index) const;
+  std::size_t held_bytes() const;  ///< of sends
   static void wait(const Open& open);
 
   comm::Mail& mail_;

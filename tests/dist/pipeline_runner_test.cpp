@@ -164,6 +164,9 @@ TEST(PipelineRunner, TheTurnOfAVSendsNothing) {
   EXPECT_EQ(seen.tags().size(), 4U * 2 * (3 + 3));
 }
 
+// Of a result that is looked after by itself: more than a megabyte.
+constexpr std::int64_t kLarge = 300'000;
+
 /// Results whose memory it watches.
 class Watched : public Stage {
  public:
@@ -171,7 +174,7 @@ class Watched : public Stage {
     weight.requires_grad_(trains);
   }
   Boundary input(std::int64_t) const override {
-    return {{{{1000}, at::kFloat, weight.requires_grad()}}};
+    return {{{{kLarge}, at::kFloat, weight.requires_grad()}}};
   }
   Boundary output(std::int64_t) const override { return input(0); }
   pipeline::Tensors forward(std::int64_t, const pipeline::Tensors& inputs) override {
@@ -192,7 +195,7 @@ class Watched : public Stage {
   std::int64_t alive() const {
     return std::ranges::count_if(memory, [](const auto& one) { return !one.expired(); });
   }
-  at::Tensor weight = at::ones({1000});
+  at::Tensor weight = at::ones({kLarge});
   std::function<void()> before;  ///< runs inside the last stage's forward
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> memory;
   std::int64_t kept = 0, most = 0;
@@ -212,7 +215,7 @@ TEST(PipelineRunner, TheMemoryOfAResultGoesWhenItIsSent) {
       if (world.rank() != 0) return;
       EXPECT_EQ(stage.memory.size(), 6U);
       EXPECT_EQ(stage.kept, 0) << "of 6 at the first backward";
-      EXPECT_TRUE(stage.weight.grad().equal(at::full({1000}, 36.0)));
+      EXPECT_TRUE(stage.weight.grad().equal(at::full({kLarge}, 36.0)));
     });
   }
 }
