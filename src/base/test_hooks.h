@@ -26,6 +26,10 @@ namespace at {
 class Tensor;
 }
 
+namespace tessera {
+struct GradContract;
+}
+
 namespace tessera::comm {
 struct Batch;
 class Group;
@@ -137,6 +141,15 @@ inline constinit thread_local ThreadHook<at::Tensor(const parallel::Transition& 
 inline constinit thread_local ThreadHook<std::vector<double>(
     train::RankSum what, const std::vector<std::vector<double>>& of_ranks)>
     rank_sum;
+/// The ranks over which numbers are added, null where that is this one alone: of sum_over_ranks the
+/// data ranks, of the gradient norm (fsdp/optim/clip.cpp) the stages of a pipeline.
+inline constinit thread_local ThreadHook<comm::Group*(train::RankSum what, comm::Group* data)>
+    data_ranks_of_sum;
+inline constinit thread_local ThreadHook<comm::Group*(comm::Group* stages)> stages_of_norm;
+/// grad/sink.h, when a gradient was added: the sum as it stands in its slot, to be written to.
+inline constinit Hook<void(const GradContract& contract, const at::Tensor& slot)> after_accept;
+/// pipeline/borders.h: the tag that a message leaves under; its other end waits for `tag`.
+inline constinit Hook<comm::MailTag(const comm::MailTag& tag)> sent_tag;
 
 // Checkpoints.
 

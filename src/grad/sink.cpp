@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "base/test_hooks.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
 
@@ -88,6 +89,7 @@ void GradSink::accept(SlotId id, const at::Tensor& raw, Source source) {
   } else {
     target.add_(value);
   }
+  if (const auto hook = test_hooks::after_accept.get()) (*hook)(*slot.contract, target);
 }
 
 std::string Ticket::Promise::text() const {

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <utility>
 
+#include "base/test_hooks.h"
 #include "comm/group.h"
 #include "tessera/error.h"
 
@@ -238,7 +239,9 @@ Tensors Messages::wait_for(const HandOver& what) {
 void Messages::send(const HandOver& what, int to, Tensors tensors) {
   Open sent{what, std::move(tensors), {}};
   for (std::size_t i = 0; i < sent.tensors.size(); ++i) {
-    sent.transfers.push_back(mail_.send(to, tag(what, i), sent.tensors[i]));
+    const auto hook = test_hooks::sent_tag.get();
+    const auto tagged = hook == nullptr ? tag(what, i) : (*hook)(tag(what, i));
+    sent.transfers.push_back(mail_.send(to, tagged, sent.tensors[i]));
   }
   sends_.push_back(std::move(sent));
 }

@@ -83,9 +83,11 @@ std::vector<double> sum_over_ranks(const ShardedBase& model, RankSum what,
     sums.insert(sums.end(), total.begin(), total.end());
     return sums;
   };
+  comm::Group* data = model.data_group();
+  if (const auto* hook = test_hooks::data_ranks_of_sum.get()) data = (*hook)(what, data);
   const auto* hook = test_hooks::rank_sum.get();
-  const auto of_stage = hook != nullptr ? (*hook)(what, gather_over(model.data_group(), values))
-                                        : sum_over(model.data_group(), values);
+  const auto of_stage =
+      hook != nullptr ? (*hook)(what, gather_over(data, values)) : sum_over(data, values);
   return what == RankSum::kStep ? sum_over(model.stages_group(), of_stage) : of_stage;
 }
 

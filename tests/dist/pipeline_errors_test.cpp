@@ -95,6 +95,20 @@ TEST(PipelineErrors, AnExceptionInASlotEndsAllRanksByNameAndTheNextStepIsRight) 
   }
 }
 
+// Micro-batch 0 has one row, micro-batch 1 has two.
+TEST(PipelineErrors, SwappedMessagesOfOtherShapesEndAllRanksByName) {
+  const test_hooks::Set swaps(test_hooks::sent_tag, [](comm::MailTag tag) {
+    const bool is_one = tag.direction == comm::MailTag::Direction::kForward && tag.micro_batch < 2;
+    if (is_one) tag.micro_batch = 1 - tag.micro_batch;
+    return tag;
+  });
+  const auto errors =
+      errors_with({program_of(Kind::kGPipe, 2, 2)}, [](int /*rank*/) { return Toy(); });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("ranks disagree"),
+                                 HasSubstr("activations of stage 0, micro-batch"),
+                                 HasSubstr("[1, 4]"), HasSubstr("[2, 4]"))));
+}
+
 TEST(PipelineErrors, OverGlooTheyEndAlike) {
   const Throws all[] = {{"F", 1, 2, "1F2"}, {"B", 2, 1, "2I1"}};
   for (const auto& one : all) expect_a_named_end_and_a_right_step(one, ThreadBackend::kGloo);

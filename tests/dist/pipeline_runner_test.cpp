@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "base/trace.h"
+#include "caught.h"
 #include "dist/pipeline_runs.h"
 #include "pipeline/runner.h"
 #include "pipeline/schedule_csv.h"
@@ -78,6 +79,48 @@ TEST(PipelineRunner, SchedulesInAnyOrderEndWithTheSameSums) {
     expect_same_left(run(ValidProgram(schedule), toy),
                      run_in_one_process(toy, schedule.micro_batches), toy.numbers);
     if (HasFailure()) return;
+  }
+}
+
+/// Two messages that leave each under the other's tag.
+struct Swapped {
+  comm::MailTag::Direction direction;
+  std::int32_t stage;
+  std::pair<std::int32_t, std::int32_t> micro_batches = {};
+  std::pair<std::int32_t, std::int32_t> tensors = {};
+
+  comm::MailTag of(comm::MailTag tag) const {
+    if (tag.direction != direction || tag.stage != stage) return tag;
+    const auto other = [](std::int32_t& number, const auto& pair) {
+      if (number == pair.first || number == pair.second) {
+        number = number == pair.first ? pair.second : pair.first;
+      }
+    };
+    other(tag.micro_batch, micro_batches);
+    if (tag.micro_batch == 0) other(tag.index, tensors);
+    return tag;
+  }
+};
+
+// Of equal shapes nothing is refused: what comes out is compared. GPipe sends all before any of it
+// is waited for, so that no wait is in the way.
+TEST(PipelineRunner, MessagesThatAreSwappedAreCaught) {
+  using Direction = comm::MailTag::Direction;
+  constexpr int kMicroBatches = 6;
+  Toy toy;
+  const ValidProgram program(make_schedule(Kind::kGPipe, {2, 1, kMicroBatches}));
+  const auto expected = run_in_one_process(toy, kMicroBatches);
+  expect_same_left(run(program, toy), expected, toy.numbers);
+  // Micro-batches 0 and 4 have one row each; of an activation tensors 0 and 2 are alike.
+  for (const Swapped& swapped :
+       {Swapped{Direction::kForward, 0, {0, 4}}, Swapped{Direction::kBackward, 1, {0, 4}},
+        Swapped{Direction::kForward, 0, {}, {0, 2}}}) {
+    const test_hooks::Set hook(test_hooks::sent_tag,
+                               [&](const comm::MailTag& tag) { return swapped.of(tag); });
+    const auto left = run(program, toy);
+    EXPECT_FALSE(failures_of([&] { expect_same_left(left, expected, toy.numbers); }).empty())
+        << "direction " << static_cast<int>(swapped.direction) << ", tensors "
+        << swapped.tensors.second;
   }
 }
 

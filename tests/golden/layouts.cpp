@@ -4,8 +4,10 @@
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <fstream>
 #include <iostream>
+#include <mutex>
 #include <sstream>
 #include <utility>
 
@@ -154,17 +156,26 @@ TrainingRun run_training(train::Config config, const Layout& layout,
   // Checkpoints only where a test has a folder for them.
   config.checkpoint.enable = std::filesystem::path(config.checkpoint.folder).is_absolute();
   TrainingRun run;
+  std::mutex mutex;
   on_ranks(layout, [&](World& world) {
     train::TrainingHooks hooks;
     hooks.after_step = [&](const train::StepMetrics& metrics, const ShardedBase& model) {
-      const bool first = world.rank() == 0;
-      if (first) {
+      if (world.rank() == 0) {
         run.losses.push_back(metrics.loss);
         run.norms.push_back(metrics.grad_norm);
       }
       if (!keep_parameters_of.contains(metrics.step)) return;
+      // The first rank of each stage of a pipeline has that one's.
+      const auto firsts = model.mesh().shapes().ranks_of(0, {axis::kPipeline});
+      const bool first = std::ranges::count(firsts, world.rank()) > 0;
       model.visit_full_parameters([&](const std::string& name, const at::Tensor& parameter) {
-        if (first) run.parameters[metrics.step][name] = parameter.detach().clone();
+        if (!first) return;
+        const std::lock_guard lock(mutex);
+        const auto [place, is_new] =
+            run.parameters[metrics.step].emplace(name, parameter.detach().clone());
+        // Of a tied pair each end has one.
+        EXPECT_TRUE(is_new || test::same_bits(place->second, parameter))
+            << name << " of two stages";
       });
     };
     const auto result = train::run_training(config, world, hooks);

@@ -1,5 +1,6 @@
-// Pipelines against the same layout and micro-batches without one: loss, logits, gradients, losses
-// and norms of clipped steps bit for bit, and against transformers within its bounds.
+// Pipelines against the same layout and micro-batches without one: loss, logits, gradients, losses,
+// norms and weights of clipped steps bit for bit, a tied weight within fp32's noise, and against
+// transformers within its bounds.
 //
 // The class of bug: a stage that sums in another order or dtype, misses a micro-batch, divides by
 // the stages, or takes another stage's rows. A pairwise part in ./test, all of it under
@@ -8,6 +9,7 @@
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <fstream>
 #include <iterator>
@@ -32,6 +34,7 @@
 #include "train/parallelize.h"
 #include "train/pipeline_step.h"
 #include "train/step.h"
+#include "unit/train/parallel_degrees.h"
 
 namespace tessera::golden::pipeline_test {
 namespace {
@@ -85,9 +88,13 @@ Case case_of(const test::Choice& choice) {
           kBFloat16[choice[4]], kModes[choice[5]], kReshard[choice[6]]};
 }
 
+bool has_experts(const std::string& folder) {
+  return folder != "qwen3-fp32" && folder != "mistral-fp32";
+}
+
 /// A stage has a layer at least.
 bool is_case(const Case& c) {
-  if (c.beside.ep > 1 && (c.folder == "qwen3-fp32" || c.folder == "mistral-fp32")) return false;
+  if (c.beside.ep > 1 && !has_experts(c.folder)) return false;
   return c.stages * (has_several_stages(c.schedule) ? 2 : 1) <= (c.folder == kEightLayers ? 8 : 4);
 }
 
@@ -130,6 +137,7 @@ train::Config config_of(const Case& c) {
   }
   config.activation_checkpoint.mode = c.recompute;
   if (c.bfloat16) config.precision = {};
+  if (has_experts(c.folder)) config.model.aux_loss_coef = 0.1;  // beside each kind and layout
   config.pipeline.schedule = c.schedule;
   config.pipeline.micro_batches = kMicroBatches;
   config.pipeline.reshard = c.reshard;
@@ -155,6 +163,28 @@ void expect_bits_of_no_pipeline(const Case& c) {
   std::filesystem::remove(batch);
 }
 
+// Else the comparisons below say nothing of it.
+TEST(PipelineCases, TheAuxiliaryLossMovesTheGradientsOfEveryFolderWithExperts) {
+  for (const auto& folder : kUntied) {
+    if (!has_experts(folder)) continue;
+    Case c;
+    c.folder = folder;
+    c.schedule = "1F1B";
+    auto config = config_of(c);
+    const std::string batch = batch_file(train::open_model(config.model).spec, kMicroBatches, 16);
+    const auto with = run_gradients(config, {}, batch);
+    config.model.aux_loss_coef = 0.0;
+    const auto without = run_gradients(config, {}, batch);
+    std::filesystem::remove(batch);
+    const auto is_router = [](const auto& each) {
+      return each.first.ends_with("mlp.gate.weight") || each.first.ends_with("router.weight");
+    };
+    const auto router = std::ranges::find_if(without.by_name, is_router);
+    ASSERT_NE(router, without.by_name.end()) << folder;
+    EXPECT_GT(relative_error(with.by_name.at(router->first), router->second), 1e-3) << folder;
+  }
+}
+
 class Pipeline : public ::testing::TestWithParam<std::string> {};
 
 TEST_P(Pipeline, HasTheBitsOfTheSameMicroBatchesWithoutOne) {
@@ -175,7 +205,95 @@ TEST_P(Pipeline, HasTheBitsOfTheSameMicroBatchesWithoutOne) {
 INSTANTIATE_TEST_SUITE_P(Kinds, Pipeline, ::testing::ValuesIn(kKinds),
                          [](const auto& each) { return "Kind_" + each.param; });
 
-/// The reference's own batch of two rows, in two micro-batches.
+// ------------------------------------------------------------------------ one weight at both ends
+
+/// A folder whose head is its embedding: on the ranks of two stages, or of one (a V).
+constexpr const char* kTiedFolder = "llama-fp32";
+constexpr const char* kTiedName = "model.embed_tokens.weight";
+
+struct TiedCase {
+  std::string schedule;
+  int stages = 2;  ///< ranks of axis pp: of 4 the two in the middle have no copy
+  Degrees beside;
+  bool bfloat16 = false;
+  train::PipelineReshard reshard = train::PipelineReshard::kStep;
+  bool sync_every = false;
+};
+
+std::string to_string(const TiedCase& c) {
+  return concat(c.schedule, " of ", c.stages, " ranks, ", to_string(c.beside),
+                c.bfloat16 ? ", bf16" : ", fp32",
+                c.reshard == train::PipelineReshard::kStep ? "" : ", gathered for each micro-batch",
+                c.sync_every ? ", reduced after each micro-batch" : "");
+}
+
+const std::vector<std::string> kTiedKinds{"1F1B", "ZB1P", "ZBV"};
+const std::vector<Degrees> kBesideTied{
+    {}, {.shard = 2}, {.replicate = 2}, {.replicate = 2, .shard = 2}, {.tp = 2}};
+
+// The floats of both ends are added in another order than without a pipeline (first + last, each
+// over all micro-batches), so each is off by a few 2^-24 of what is added: 6e-8 each, and so is any
+// norm of them.
+constexpr double kOtherOrder = 2e-6;
+
+void expect_sums_in_another_order(const Tensors& found, const Tensors& expected) {
+  ASSERT_EQ(found.size(), expected.size());
+  for (const auto& [name, gradient] : expected) {
+    EXPECT_LT(relative_error(found.at(name), gradient), kOtherOrder) << name;
+  }
+}
+
+void expect_sums_of_no_pipeline(const TiedCase& c) {
+  constexpr int kPieces = 4;
+  auto config = config_for(kTiedFolder, c.beside);
+  if (c.bfloat16) config.precision = {};
+  config.training.sync_every_micro_batch = c.sync_every;
+  config.pipeline.schedule = c.schedule;
+  config.pipeline.micro_batches = kPieces;
+  config.pipeline.reshard = c.reshard;
+  const int data = c.beside.replicate * c.beside.shard;
+  const std::string batch =
+      batch_file(train::open_model(config.model).spec, kPieces * data - 1, 16);
+  auto expected = run_gradients(config, layout_of(c.beside), batch);
+  config.parallelism.pipeline_parallel_degree = c.stages;
+  auto found = run_gradients(config, with_stages(layout_of(c.beside), c.stages), batch);
+  std::filesystem::remove(batch);
+  if (c.sync_every && c.schedule != "1F1B") {
+    // What an I has left goes out with an earlier micro-batch (docs/pipeline.md).
+    EXPECT_EQ(found.loss, expected.loss);
+    EXPECT_TRUE(test::same_bits(found.logits, expected.logits)) << "logits";
+    return expect_sums_in_another_order(found.by_name, expected.by_name);
+  }
+  const auto only_tied = [](Gradients& of) {
+    auto node = of.by_name.extract(kTiedName);
+    EXPECT_FALSE(node.empty());
+    return Tensors{{kTiedName, node.empty() ? at::Tensor() : node.mapped()}};
+  };
+  expect_sums_in_another_order(only_tied(found), only_tied(expected));
+  expect_same_bits(found, expected);  // of all others
+}
+
+TEST(PipelineOfTiedEnds, HasTheSumsOfNoPipelineAndTheBitsOfWhatIsNotTied) {
+  constexpr std::uint32_t kSeed = 5;
+  const std::vector<std::size_t> all{
+      kTiedKinds.size(), std::size(kRanks), kBesideTied.size(), 2, std::size(kReshard), 2};
+  const auto case_of_tied = [](const test::Choice& choice) {
+    return TiedCase{kTiedKinds[choice[0]], kRanks[choice[1]],   kBesideTied[choice[2]],
+                    kBFloat16[choice[3]],  kReshard[choice[4]], choice[5] == 1};
+  };
+  const auto has_layers = [&](const test::Choice& choice) {  // four
+    return case_of_tied(choice).stages == 2 || case_of_tied(choice).schedule != "ZBV";
+  };
+  for (const auto& choice : test::cases(all, has_layers, kSeed)) {
+    const TiedCase c = case_of_tied(choice);
+    SCOPED_TRACE(to_string(c));
+    EXPECT_NO_THROW(expect_sums_of_no_pipeline(c));
+  }
+}
+
+// ------------------------------------------------------------------------ transformers
+
+/// The reference's own batch of two rows; where a kind needs more micro-batches some have none.
 void expect_transformers(const std::string& folder, const std::string& schedule) {
   SCOPED_TRACE(folder + ", " + schedule);
   const Reference& reference = Reference::of(folder);
@@ -187,36 +305,106 @@ void expect_transformers(const std::string& folder, const std::string& schedule)
   expect_within_bounds(run_gradients(config, {.ranks = 2}, reference.batches()), reference);
 }
 
-TEST(PipelineOfReferences, EveryFolderIsTransformers) {
+/// Of two stages a rank only where there is a layer for each.
+std::vector<std::string> kinds_of_folder(const std::string& folder) {
+  train::ModelConfig model;
+  model.path = data_folder(folder);
+  std::vector<std::string> kinds{"1F1B", "ZB1P"};
+  if (train::open_model(model).spec.num_hidden_layers >= 4) {
+    kinds.insert(kinds.end(), {"ZBV", "DualPipeV"});
+  }
+  return kinds;
+}
+
+TEST(PipelineOfReferences, EveryFolderIsTransformersUnderKindsOfOneAndOfTwoStagesARank) {
   std::vector<std::string> folders = kFolders;
   for (const auto* more : {&kGemmaFolders, &kMoeFolders, &kDeepseekFolders}) {
     folders.insert(folders.end(), more->begin(), more->end());
   }
   for (const auto& folder : folders) {
-    EXPECT_NO_THROW(expect_transformers(folder, "1F1B"));
-    if (test::full_proof()) {
-      EXPECT_NO_THROW(expect_transformers(folder, "ZB1P"));
+    for (const auto& kind : kinds_of_folder(folder)) {
+      EXPECT_NO_THROW(expect_transformers(folder, kind));
     }
   }
 }
 
-/// 30 steps with a clipped norm.
+// ------------------------------------------------------------------------ training
+
+struct Training {
+  std::string folder;
+  std::string schedule;
+  bool bfloat16 = false;
+};
+
+/// Micro-batches of a row.
+train::Config clipped_training(const std::string& folder, int steps) {
+  auto config = training_config(Reference::of(folder), OptimizerKind::kAdamW,
+                                {.micro_batches = MicroBatches::kOneRow});
+  config.training.steps = steps;
+  config.training.max_norm = 0.05;
+  return config;
+}
+
+void expect_clipped(const TrainingRun& run, double max_norm) {
+  for (std::size_t step = 0; step < run.norms.size(); ++step) {
+    EXPECT_GT(run.norms[step], max_norm) << "step " << step + 1 << " was not clipped";
+  }
+}
+
 TEST(PipelineOfTraining, ClippedStepsHaveTheBitsOfNoPipeline) {
-  for (const std::string schedule : {"1F1B", "ZBV"}) {
-    for (const std::string folder : {"qwen3-fp32", "qwen3-moe-fp32"}) {
-      SCOPED_TRACE(folder + ", " + schedule);
-      const Reference& reference = Reference::of(folder);
-      auto config = training_config(reference, OptimizerKind::kAdamW,
-                                    {.micro_batches = MicroBatches::kOneRow});
-      config.training.steps = 30;
-      config.training.max_norm = 0.5;
-      config.model.aux_loss_coef = folder == "qwen3-fp32" ? 0.0 : 0.01;
+  constexpr int kSteps = 30;
+  const std::vector<Training> all{
+      {"qwen3-fp32", "1F1B"},      {"qwen3-fp32", "ZBV", true},
+      {"qwen3-fp32", "ZB1P"},      {"qwen3-moe-fp32", "1F1B", true},
+      {"qwen3-moe-fp32", "ZBV"},   {"qwen3-moe-fp32", "ZB1P", true},
+      {"qwen3-fp32", "DualPipeV"},
+  };
+  for (const auto& training : all) {
+    SCOPED_TRACE(
+        concat(training.folder, ", ", training.schedule, training.bfloat16 ? ", bf16" : ""));
+    auto config = clipped_training(training.folder, kSteps);
+    if (training.bfloat16) config.precision = {};
+    config.model.aux_loss_coef = has_experts(training.folder) ? 0.01 : 0.0;
+    config.pipeline.schedule = training.schedule;
+    // DualPipeV takes four micro-batches, twice the rows of the reference.
+    const std::string batch = batch_file(train::open_model(config.model).spec, 4, 24);
+    if (training.schedule == "DualPipeV") config.data.path = {batch};
+    const auto expected = run_training(config, {}, {kSteps});
+    config.parallelism.pipeline_parallel_degree = 2;
+    const auto found = run_training(config, {.ranks = 2}, {kSteps});
+    std::filesystem::remove(batch);
+    ASSERT_EQ(expected.norms.size(), static_cast<std::size_t>(kSteps));
+    expect_clipped(expected, config.training.max_norm);
+    EXPECT_EQ(found.losses, expected.losses);
+    EXPECT_EQ(found.norms, expected.norms);
+    expect_same_bits(found.parameters.at(kSteps), expected.parameters.at(kSteps));
+  }
+}
+
+// Each end steps its own copy: run_training finds them alike bit for bit. What the pair adds to the
+// norm is counted once.
+TEST(PipelineOfTraining, TiedEndsStayAlikeAndCountOnce) {
+  constexpr int kSteps = 6;
+  for (const std::string schedule : {"1F1B", "ZB1P"}) {
+    for (const Degrees& beside : {Degrees{}, Degrees{.shard = 2}, Degrees{.replicate = 2}}) {
+      SCOPED_TRACE(concat(schedule, ", ", to_string(beside)));
+      auto config = clipped_training(kTiedFolder, kSteps);
+      train::set_parallelism(config, beside);
       config.pipeline.schedule = schedule;
-      const auto expected = run_training(config, {}, {30});
+      // Each data rank has a micro-batch for each stage.
+      const std::string batch = batch_file(train::open_model(config.model).spec, 4, 24);
+      config.data.path = {batch};
+      const auto expected = run_training(config, layout_of(beside), {kSteps});
       config.parallelism.pipeline_parallel_degree = 2;
-      const auto found = run_training(config, {.ranks = 2}, {30});
-      EXPECT_EQ(found.losses, expected.losses);
-      EXPECT_EQ(found.norms, expected.norms);
+      const auto found = run_training(config, with_stages(layout_of(beside), 2), {kSteps});
+      std::filesystem::remove(batch);
+      expect_clipped(expected, config.training.max_norm);
+      ASSERT_EQ(found.norms.size(), static_cast<std::size_t>(kSteps));
+      EXPECT_NEAR(found.norms[0] / expected.norms[0], 1.0, kOtherOrder);
+      for (std::size_t step = 0; step < found.losses.size(); ++step) {
+        EXPECT_NEAR(found.losses[step], expected.losses[step], kStepLossBound);
+      }
+      ASSERT_EQ(found.parameters.at(kSteps).size(), expected.parameters.at(kSteps).size());
     }
   }
 }
@@ -253,24 +441,18 @@ Found step_with(Mistake mistake) {
     const auto borders = train::stream_borders(plan, dims, source.description, parts.contract);
     const auto model = train::parallelize(std::move(parts), source, config, mesh);
     train::PipelineOfRun pipeline(plan, borders, *model);
-    const test_hooks::Set sums(test_hooks::rank_sum, [&](train::RankSum what,
-                                                         const auto& of_ranks) {
-      auto sum = train::added_by_rank(of_ranks);
+    const test_hooks::Set labels(test_hooks::data_ranks_of_sum, [&](train::RankSum what,
+                                                                    comm::Group* data) {
       const bool wrong = mistake == Mistake::kLabelsOfEachStage && what == train::RankSum::kLabels;
-      if (wrong) sum[0] *= 2;
-      return sum;
+      return wrong ? &world.control() : data;
+    });
+    const test_hooks::Set norms(test_hooks::stages_of_norm, [&](comm::Group* stages) {
+      return mistake == Mistake::kNormOfOneStage ? nullptr : stages;
     });
     train::StepOptions options;
     options.pipeline = &pipeline;
     train::forward_backward(*model, *batch, 1, {{0, 1}, {1, 2}}, options);
-    double norm = gradient_norm(*model);
-    if (mistake == Mistake::kNormOfOneStage) {
-      norm = 0;
-      for (const auto& view : model->shards()) {
-        norm += view.shard.grad().to(at::kDouble).square().sum().item<double>();
-      }
-      norm = std::sqrt(norm);
-    }
+    const double norm = gradient_norm(*model);
     train::visit_full_gradients_of_run(
         *model, [&](const std::string& name, const at::Tensor& gradient) {
           if (world.rank() != 0 || name != "model.embed_tokens.weight") return;
