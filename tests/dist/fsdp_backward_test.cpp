@@ -321,7 +321,7 @@ TEST(Backward, AUnitWhoseResultOneRankDoesNotUse) {
 TEST(Backward, CreateGraphIsRefusedByNameOnEveryLayout) {
   for (const auto& [count, replicas] : {std::pair{1, 1}, {2, 1}, {2, 2}}) {
     for (const bool of_input : {false, true}) {
-      const auto errors = errors_of(count, [&, replicas = replicas](World& world) {
+      const auto errors = errors_of(count, [&](World& world) {
         ShardOptions options;
         options.name = "block";
         auto handle = fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world, replicas),

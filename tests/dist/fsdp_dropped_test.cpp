@@ -107,7 +107,7 @@ at::Tensor some(int rank, int i, const Pair& both) {
 // Naive: a rank gathers and reduces what its own graph needs.
 TEST_P(Dropped, ABranchInEachStep) {
   const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([&, replicas = replicas](World& world) {
+  ranks(count, backend).run([&](World& world) {
     for (const bool reshards : {true, false}) {
       Model model(world, replicas, 32 << 20, reshards);
       for (int step = 0; step < 3; ++step) {
@@ -123,7 +123,7 @@ TEST_P(Dropped, ABranchInEachStep) {
 // Naive: the second step dies, since one rank still has the second forward's last unit in memory.
 TEST_P(Dropped, ABranchOfOneOfTwoForwardsWithABackwardEach) {
   const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([&, replicas = replicas](World& world) {
+  ranks(count, backend).run([&](World& world) {
     Model model(world, replicas);
     for (int step = 0; step < 3; ++step) {
       model.handle.zero_grad();
@@ -141,7 +141,7 @@ TEST_P(Dropped, ABranchOfOneOfTwoForwardsWithABackwardEach) {
 // wait for it to agree on the older forward, have not come to.
 TEST_P(Dropped, ABranchOfTwoForwardsInOneBackwardAboveTheBudget) {
   const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([&, replicas = replicas](World& world) {
+  ranks(count, backend).run([&](World& world) {
     for (const std::int64_t budget : {1, 200, 1 << 20}) {
       Model model(world, replicas, budget);
       for (int step = 0; step < 2; ++step) {
@@ -159,7 +159,7 @@ TEST_P(Dropped, ABranchOfTwoForwardsInOneBackwardAboveTheBudget) {
 // Naive: only the ranks that come to the newer forward tell each other its order.
 TEST_P(Dropped, AWholeForwardThatOneRankDoesNotUse) {
   const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([&, replicas = replicas](World& world) {
+  ranks(count, backend).run([&](World& world) {
     const auto use = [](int rank, int i, const auto& both) {
       return i == 1 && rank == 0 ? at::Tensor() : squares(both.first) + squares(both.second);
     };
@@ -183,7 +183,7 @@ TEST_P(Dropped, AWholeForwardThatOneRankDoesNotUse) {
 // Naive: whoever keeps a graph also keeps memory, and gathers less than the others.
 TEST_P(Dropped, AGraphThatOneRankKeepsAcrossEvaluationsAndSteps) {
   const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([&, replicas = replicas](World& world) {
+  ranks(count, backend).run([&](World& world) {
     for (const bool stays : {false, true}) {
       Model model(world, replicas, 32 << 20, /*reshards=*/false);
       if (stays) model.handle.set_reshard_after_backward(false);
@@ -208,7 +208,7 @@ TEST_P(Dropped, AGraphThatOneRankKeepsAcrossEvaluationsAndSteps) {
 // one rank while another still needs it.
 TEST_P(Dropped, ThousandsOfForwardsOfWhichOneRankKeepsTheFirst) {
   const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([&, replicas = replicas](World& world) {
+  ranks(count, backend).run([&](World& world) {
     Model model(world, replicas);
     auto first = model.forward(world.rank(), 0);
     if (world.rank() != 0) first.first = at::Tensor();
@@ -242,14 +242,14 @@ struct Growing : torch::nn::Module {
 // comes last now is taken for it.
 TEST_P(Dropped, AForwardThatIsLongerOrShorterThanTheOneBefore) {
   const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([&, replicas = replicas](World& world) {
+  ranks(count, backend).run([&](World& world) {
     const auto mesh = data_mesh(world, replicas);
     auto module = std::make_shared<Growing>(mesh);
     auto handle = fully_shard(module, mesh);
     const std::vector<std::shared_ptr<Affine>> units = {std::make_shared<Affine>(10, 5, 5),
                                                         std::make_shared<Affine>(11, 5, 5),
                                                         std::make_shared<Affine>(12, 5, 5)};
-    for (const std::size_t length : {2, 3, 3, 1, 2, 3}) {
+    for (const std::size_t length : {2U, 3U, 3U, 1U, 2U, 3U}) {
       handle.zero_grad();
       module->count = length;
       backward(squares(handle.forward(input_of(world.rank(), 0, kWidth))));

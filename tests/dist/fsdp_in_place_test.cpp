@@ -303,7 +303,7 @@ TEST(InPlaceChanges, OfAParameterAreRefusedByNameOnAnyNumberOfRanks) {
   };
   for (const int count : {1, 2}) {
     for (const auto& [reshards, one] : cases) {
-      const auto errors = errors_of(count, [&, reshards = reshards, &one = one](World& world) {
+      const auto errors = errors_of(count, [&](World& world) {
         ShardOptions options;
         options.name = "block";
         options.reshard_after_forward = reshards;

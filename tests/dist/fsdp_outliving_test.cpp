@@ -44,7 +44,7 @@ std::vector<std::string> litter() {
 // Naive: the optimizer reads contracts of parameters whose units went with the handles inside.
 TEST_P(OutlivingOnRanks, AnOptimizerStepsTheShardsThatItHolds) {
   const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([replicas = replicas](World& world) {
+  ranks(count, backend).run([replicas](World& world) {
     for (const bool adam : {true, false}) {
       const auto mesh = data_mesh(world, replicas);
       ShardedChain kept(mesh, 1, 2, kWidth);
@@ -82,7 +82,7 @@ TEST_P(OutlivingOnRanks, AnOptimizerStepsTheShardsThatItHolds) {
 
 TEST_P(OutlivingOnRanks, AScalerAndAWatchEndAfterTheirModel) {
   const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([replicas = replicas](World& world) {
+  ranks(count, backend).run([replicas](World& world) {
     auto model = std::make_unique<ShardedChain>(data_mesh(world, replicas), 1, 2, kWidth);
     auto scaler = std::make_unique<GradScaler>(model->handle);
     auto watch = std::make_unique<DtypeWatch>(model->handle);
@@ -100,7 +100,7 @@ TEST_P(OutlivingOnRanks, AScalerAndAWatchEndAfterTheirModel) {
 
 TEST_P(OutlivingOnRanks, ViewsOfShardsAndBuffersKeepTheirContracts) {
   const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([replicas = replicas](World& world) {
+  ranks(count, backend).run([replicas](World& world) {
     struct WithBuffer : Chain {
       explicit WithBuffer(std::uint64_t seed) : Chain(seed, 2, kWidth) {
         register_buffer("table_of_positions", at::ones({3}));
@@ -150,7 +150,7 @@ INSTANTIATE_TEST_SUITE_P(
 // handle reads them, and its forward computes with a unit that is gone.
 TEST_P(InnerOnRanks, AnInnerHandleTrainsOnAfterTheOutermostIsGone) {
   const auto [layout, moved] = GetParam();
-  ranks(layout.ranks, layout.backend).run([moved = moved](World& world) {
+  ranks(layout.ranks, layout.backend).run([moved](World& world) {
     auto chain = std::make_shared<Chain>(1, 2, kWidth);
     auto outermost = sharded_around(chain, world, moved);
     backward(squares(outermost->forward(input_of(world.rank(), 0, kWidth))));
@@ -204,7 +204,7 @@ TEST_P(InnerOnRanks, AnInnerHandleTrainsOnAfterTheOutermostIsGone) {
 // that hold none agree on another plan, and wait for the others in a group of their own.
 TEST_P(InnerOnRanks, AnInnerHandleTrainsOnWhileOneRankKeepsALossOfTheOutermost) {
   const auto [layout, moved] = GetParam();
-  ranks(layout.ranks, layout.backend).run([moved = moved](World& world) {
+  ranks(layout.ranks, layout.backend).run([moved](World& world) {
     auto chain = std::make_shared<Chain>(1, 2, kWidth);
     auto outermost = sharded_around(chain, world, moved);
     auto loss = squares(outermost->forward(input_of(world.rank(), 0, kWidth)));
@@ -231,7 +231,7 @@ TEST_P(InnerOnRanks, AnInnerHandleTrainsOnWhileOneRankKeepsALossOfTheOutermost) 
 // Naive: unit numbers of the old tree in the plan of the new one.
 TEST_P(OutlivingOnRanks, ABackwardThroughATreeWhoseOutermostHandleIsGoneIsRefused) {
   const auto [count, replicas, backend] = GetParam();
-  const auto run = [replicas = replicas](World& world) {
+  const auto run = [replicas](World& world) {
     auto model = std::make_unique<ShardedChain>(data_mesh(world, replicas), 1, 2, kWidth);
     const auto loss = squares(model->handle.forward(input_of(world.rank(), 0, kWidth)));
     backward_and_keep_graph(loss);
@@ -322,7 +322,7 @@ struct Nest : torch::nn::Module {
 // Naive: a block knows the unit that its parameters moved to first, not the one that has them now.
 TEST_P(OutlivingOnRanks, WhatMovesTwiceIsFoundWhereItIs) {
   const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([replicas = replicas](World& world) {
+  ranks(count, backend).run([replicas](World& world) {
     const auto mesh = data_mesh(world, replicas);
     ShardOptions merge;
     merge.merge_below_bytes = 1 << 20;

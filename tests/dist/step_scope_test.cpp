@@ -73,7 +73,7 @@ INSTANTIATE_TEST_SUITE_P(Grid, StepScopes,
 // Naive: weights of the last step, a micro-batch that is reduced alone, sums rounded on the way.
 TEST_P(StepScopes, EveryOrderGivesTheBitsOfTheLoop) {
   const auto& [layout, reshard] = GetParam();
-  ranks(layout.ranks, layout.backend).run([&, reshard = reshard](World& world) {
+  ranks(layout.ranks, layout.backend).run([&](World& world) {
     for (const auto* list : {kOneForwardOneBackward, kZeroBubble, kAllForwardsFirst}) {
       for (const auto& policy : {PrecisionPolicy{}, in_bfloat16()}) {
         SCOPED_TRACE(list);
@@ -86,7 +86,7 @@ TEST_P(StepScopes, EveryOrderGivesTheBitsOfTheLoop) {
 
 TEST_P(StepScopes, RecomputedUnitsGiveTheBitsOfTheLoop) {
   const auto& [layout, reshard] = GetParam();
-  ranks(layout.ranks, layout.backend).run([&, reshard = reshard](World& world) {
+  ranks(layout.ranks, layout.backend).run([&](World& world) {
     for (const auto& staged : {StagedOptions{.mode = RecomputeMode::kFull},
                                StagedOptions{.mode = RecomputeMode::kSelective},
                                StagedOptions{.recomputes_outside = true}}) {
@@ -101,7 +101,7 @@ TEST_P(StepScopes, RecomputedUnitsGiveTheBitsOfTheLoop) {
 
 TEST_P(StepScopes, EachMicroBatchMayBeReducedByItself) {
   const auto& [layout, reshard] = GetParam();
-  ranks(layout.ranks, layout.backend).run([&, reshard = reshard](World& world) {
+  ranks(layout.ranks, layout.backend).run([&](World& world) {
     for (const auto* list : {kOneForwardOneBackward, kAllForwardsFirst}) {
       SCOPED_TRACE(list);
       expect_the_loop(world, layout.replicas, {}, {}, thrice(list),
@@ -113,7 +113,7 @@ TEST_P(StepScopes, EachMicroBatchMayBeReducedByItself) {
 // The root's bucket holds what its stages are too small for, and what both of them use.
 TEST_P(StepScopes, SmallBucketsOfTheRootAndAWeightOfTwoStages) {
   const auto& [layout, reshard] = GetParam();
-  ranks(layout.ranks, layout.backend).run([&, reshard = reshard](World& world) {
+  ranks(layout.ranks, layout.backend).run([&](World& world) {
     for (const bool ties : {false, true}) {
       ShardOptions root;
       root.merge_below_bytes = ties ? 0 : 4096;
@@ -130,7 +130,7 @@ TEST_P(StepScopes, SmallBucketsOfTheRootAndAWeightOfTwoStages) {
 
 TEST_P(StepScopes, AFrozenStageIsGatheredAndNothingElse) {
   const auto& [layout, reshard] = GetParam();
-  ranks(layout.ranks, layout.backend).run([&, reshard = reshard](World& world) {
+  ranks(layout.ranks, layout.backend).run([&](World& world) {
     for (const int frozen : {0, 1}) {
       for (const auto* list : {kOneForwardOneBackward, kZeroBubble}) {
         expect_the_loop(world, layout.replicas, {.frozen = frozen}, {}, thrice(list),
@@ -175,7 +175,7 @@ std::vector<Slot> random_list(std::uint64_t seed, int stages, int micro_batches)
 
 TEST_P(StepScopes, RandomOrdersGiveTheBitsOfTheLoop) {
   const auto& [layout, reshard] = GetParam();
-  ranks(layout.ranks, layout.backend).run([&, reshard = reshard](World& world) {
+  ranks(layout.ranks, layout.backend).run([&](World& world) {
     for (std::uint64_t seed = 0; seed < 8; ++seed) {
       SCOPED_TRACE(seed);
       const int stages = 1 + static_cast<int>(seed % 3);

@@ -73,9 +73,9 @@ void withhold(const Plan& plan, World& world, comm::Group& group) {
   comm::AllToAll transfer;
   transfer.input = at::zeros({0});
   transfer.output = at::zeros({world.rank() == creditor ? 1 : 0});
-  transfer.sends.resize(world.size());
-  transfer.receives.resize(world.size());
-  if (world.rank() == creditor) transfer.receives[debtor] = 1;
+  transfer.sends.resize(static_cast<std::size_t>(world.size()));
+  transfer.receives.resize(static_cast<std::size_t>(world.size()));
+  if (world.rank() == creditor) transfer.receives[static_cast<std::size_t>(debtor)] = 1;
   comm::Batch batch;
   batch.ops.emplace_back(std::move(transfer));
   world.queue().submit(group, std::move(batch)).wait();

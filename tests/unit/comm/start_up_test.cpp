@@ -10,6 +10,7 @@
 #include <string>
 #include <thread>
 
+#include "launch/abort_flag.h"
 #include "launch/wait_board.h"
 #include "rank_pools.h"
 #include "tessera/error.h"

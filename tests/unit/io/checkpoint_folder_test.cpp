@@ -447,7 +447,7 @@ TEST(CheckpointFolder, TheLatestIsFoundOrNamesTheNewestWholeOneBeforeIt) {
                                HasSubstr("before it is " + shown(at(1)) + ": name that one")));
   EXPECT_EQ(error_of(ErrorKind::kFormat, [&] { CheckpointFolder::open(folder.path()); }),
             refused());
-  for (const std::size_t i : {0, 1, 2}) fs::remove_all(at(i));
+  for (const std::size_t i : {0U, 1U, 2U}) fs::remove_all(at(i));
   EXPECT_THAT(refused(), HasSubstr("there is no whole checkpoint before it"));
 }
 

@@ -122,8 +122,8 @@ TEST(PipelinePlan, OnAVTheFirstRankHasEmbeddingAndHead) {
   one.config.pipeline.split = {0, 1, 3, 6};
   const auto plan = one.resolve();
   using Stages = models::StagesOfRank;
-  EXPECT_EQ(stages_of_rank(*plan, 0), (Stages{{true, 0, 1, false}, {false, 6, 8, true}}));
-  EXPECT_EQ(stages_of_rank(*plan, 1), (Stages{{false, 1, 3, false}, {false, 3, 6, false}}));
+  EXPECT_EQ(stages_of_rank(*plan, 0), (Stages{{true, {0, 1}, false}, {false, {6, 8}, true}}));
+  EXPECT_EQ(stages_of_rank(*plan, 1), (Stages{{false, {1, 3}, false}, {false, {3, 6}, false}}));
 }
 
 TEST(PipelinePlan, StagesARankMayBeOthersWhereTheKindHasAMeaningForThem) {
