@@ -58,7 +58,7 @@ constexpr List kLists[] = {{"FBFBFB", 1, false},   {"FIWFIWFIW", 1, false}, {"FI
 TEST(StepScopes, WhatBf16WouldLoseStays) {
   for (const auto reshard : {StepReshard::kStep, StepReshard::kMicroBatch}) {
     for (const auto& [list, count, syncs] : kLists) {
-      ranks(count).run([&, list = list, syncs = syncs](World& world) {
+      ranks(count).run([&](World& world) {
         auto handle = fully_shard(std::make_shared<Factor>(), data_mesh(world), in_bfloat16());
         for (int step = 0; step < 2; ++step) {
           StepScope scope(handle,
