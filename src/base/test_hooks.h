@@ -37,6 +37,10 @@ namespace tessera::parallel {
 class Transition;
 }
 
+namespace tessera::pipeline {
+struct Action;
+}
+
 namespace tessera::train {
 enum class RankSum : std::uint8_t;
 }
@@ -137,6 +141,11 @@ inline constinit thread_local ThreadHook<at::Tensor(const parallel::Transition& 
 inline constinit thread_local ThreadHook<std::vector<double>(
     train::RankSum what, const std::vector<std::vector<double>>& of_ranks)>
     rank_sum;
+
+// Pipelines.
+
+/// pipeline/runner.h: an action of this rank begins, or has ended (null). Its thread runs the stages.
+inline constinit thread_local ThreadHook<void(const pipeline::Action* action)> computing;
 
 // Checkpoints.
 
