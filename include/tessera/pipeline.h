@@ -131,8 +131,11 @@ class Pipeline {
   /// by which gathers and reductions follow the schedule: the stage's own, or that around several;
   /// it must live as long. Null for plain modules, whose gradients stand in their parameters:
   /// where there is one data rank. Micro-batches of a stage go through the same handles in every
-  /// step, until stages are set again, on all ranks at the same place. Errors: kUsage for another
-  /// number of stages; for plain modules and several ranks in a stage.
+  /// step, until stages are set again, on all ranks at the same place. With a root the forward of each
+  /// stage goes through some handle: one that only reshapes tensors belongs into the stage before or
+  /// after (kUsage in its first forward). Errors: kUsage for another number of stages, with a root
+  /// for more than StepScopeOptions::kMostStages of this rank; for plain modules and several ranks
+  /// in a stage.
   void set_stages(std::vector<std::shared_ptr<pipeline::Stage>> stages,
                   ShardedBase* root = nullptr);
 

@@ -38,7 +38,8 @@ struct StepScopeOptions {
   /// What this rank is going to run, in words or as a hash: what was recorded is looked up by it,
   /// and all ranks of the stage have the same.
   std::string schedule = {};
-  int stages = 1;  ///< of this rank, at most 64
+  int stages = 1;  ///< of this rank, at most kMostStages
+  static constexpr int kMostStages = 64;
 };
 
 /// Errors of all calls: kUsage for what does not fit together (a stage or micro-batch that is not

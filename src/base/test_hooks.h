@@ -41,6 +41,10 @@ namespace tessera::parallel {
 class Transition;
 }
 
+namespace tessera::pipeline {
+struct Action;
+}
+
 namespace tessera::train {
 enum class RankSum : std::uint8_t;
 }
@@ -150,6 +154,11 @@ inline constinit thread_local ThreadHook<comm::Group*(comm::Group* stages)> stag
 inline constinit Hook<void(const GradContract& contract, const at::Tensor& slot)> after_accept;
 /// pipeline/borders.h: the tag that a message leaves under; its other end waits for `tag`.
 inline constinit Hook<comm::MailTag(const comm::MailTag& tag)> sent_tag;
+
+// Pipelines.
+
+/// pipeline/runner.h: an action of this rank begins, or has ended (null). Its thread runs the stages.
+inline constinit thread_local ThreadHook<void(const pipeline::Action* action)> computing;
 
 // Checkpoints.
 

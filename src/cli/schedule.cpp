@@ -4,6 +4,7 @@
 
 #include <iomanip>
 #include <iostream>
+#include <limits>
 #include <optional>
 #include <string>
 
@@ -97,10 +98,7 @@ void print_findings(const Asked& asked, const pipeline::Validation& validation) 
   for (const pipeline::Finding& finding : validation.findings) {
     std::cout << to_string(finding.fault) << ": " << finding.text << '\n';
   }
-  if (validation.more > 0) std::cout << "and " << validation.more << " more\n";
-  std::cout << printable(asked.name) << ": "
-            << static_cast<std::int64_t>(validation.findings.size()) + validation.more
-            << " findings\n";
+  std::cout << printable(asked.name) << ": " << validation.findings.size() << " findings\n";
 }
 
 void print_times(const pipeline::Schedule& schedule, const pipeline::Simulated& simulated,
@@ -139,9 +137,12 @@ void write_output(std::string_view option, const std::optional<std::string>& fil
 int run_schedule(const ScheduleArguments& arguments) {
   const Asked asked = is_file(arguments) ? read_asked(arguments) : make_asked(arguments);
   const pipeline::Schedule schedule = schedule_of(asked.program);
+  // Every finding is named: a file has no more than it has steps and stages.
+  pipeline::Limits limits;
+  limits.findings = std::numeric_limits<std::size_t>::max();
   // Without messages of its own a file's are made from lists that have to be right first.
   const pipeline::Validation validation =
-      asked.own_messages ? validate(asked.program) : validate(schedule);
+      asked.own_messages ? validate(asked.program, limits) : validate(schedule, limits);
   if (!validation.valid()) {
     print_findings(asked, validation);
     return kFoundProblems;

@@ -26,9 +26,10 @@ const at::Tensor& first_tensor(const Op& op) {
 }
 
 Mail& Group::mail() {
-  throw Error(ErrorKind::kUsage,
-              concat("found a group without messages between two ranks (", name(),
-                     "), expected one of gloo; pipelines go over gloo: set comm.backend to it"));
+  throw Error(
+      ErrorKind::kUsage,
+      concat("found a group without messages between two ranks (", name(),
+             "), expected one of gloo or nccl; pipelines go over these: set comm.backend to one"));
 }
 
 namespace {

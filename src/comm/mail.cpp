@@ -117,7 +117,8 @@ bool Transfer::done() {
   return true;
 }
 
-Mail::Mail(std::vector<int> members, int self) : members_(std::move(members)), self_(self) {}
+Mail::Mail(std::vector<int> members, int self, at::DeviceType device)
+    : members_(std::move(members)), self_(self), device_(device) {}
 
 Mail::~Mail() = default;
 
@@ -127,10 +128,11 @@ std::unique_ptr<Transfer> Mail::checked_and_posted(Letter::End end, int peer, co
                     peer, " for the other end, expected one below ", size(), " that is not ",
                     self_);
   TESSERA_INVARIANT(tensor.defined() && tensor.layout() == c10::kStrided &&
-                        tensor.device().is_cpu() && tensor.is_contiguous(),
+                        tensor.device().type() == device_ && tensor.is_contiguous(),
                     to_string(tag),
-                    ": found a tensor that is undefined, sparse, on a device or not contiguous, "
-                    "expected x.contiguous() on the CPU");
+                    ": found a tensor that is undefined, sparse, elsewhere or not contiguous, "
+                    "expected x.contiguous() on ",
+                    c10::DeviceTypeName(device_));
   Letter letter{end, tag, peer, members_[static_cast<std::size_t>(peer)], std::move(tensor)};
   auto traced = TracedMessage::of(letter);
   auto transfer = post(std::move(letter));

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/DeviceType.h>
 
 #include <chrono>
 #include <compare>
@@ -106,8 +107,8 @@ class Mail {
   std::uint64_t next_step() const { return next_step_; }
   void begin_step(std::uint64_t step) { next_step_ = step + 1; }
 
-  /// `to`, `from`: indices into the group. Tensors are contiguous, on the CPU, and alike at both
-  /// ends: sizes and dtype. An empty one sends nothing. After a recovery the first call connects
+  /// `to`, `from`: indices into the group. Tensors are contiguous, where the backend has them, and
+  /// alike at both ends: sizes and dtype. An empty one sends nothing. After a recovery the first call connects
   /// all ranks again where mail_of() has not. Errors: kInternal for what cannot be posted; kComm.
   ///
   /// The tensor keeps its values until the send is done.
@@ -116,8 +117,8 @@ class Mail {
   std::unique_ptr<Transfer> receive(int from, const MailTag& tag, at::Tensor into);
 
  protected:
-  /// `members`: world ranks.
-  Mail(std::vector<int> members, int self);
+  /// `members`: world ranks. `device`: where tensors lie.
+  Mail(std::vector<int> members, int self, at::DeviceType device = at::kCPU);
 
   /// Starts a checked letter.
   virtual std::unique_ptr<Transfer> post(Letter letter) = 0;
@@ -130,6 +131,7 @@ class Mail {
 
   const std::vector<int> members_;
   const int self_;
+  const at::DeviceType device_;
   std::uint64_t next_step_ = 0;
 };
 

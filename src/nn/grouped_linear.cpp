@@ -212,7 +212,7 @@ struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> 
     if (ctx->needs_input_grad(1)) {
       const at::Tensor& left = layout == GroupLayout::kOutIn ? grad : x;
       const at::Tensor& right = layout == GroupLayout::kOutIn ? x : grad;
-      result[1] = weight_gradient(weight, [left, right, offsets] {
+      result[1] = weight_gradient(weight, [left = left.detach(), right = right.detach(), offsets] {
         return grouped_outer(left, right, offsets, grouped_way(left, right));
       });
     }

@@ -78,7 +78,9 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     }
     if (ctx->needs_input_grad(1)) {
       result[1] = weight_gradient(
-          weight, [grad, x] { return at::mm(grad.t(), x); },
+          // Detached: else its node keeps those before it until W, and with them the inputs of
+          // recomputed layers and of the stage.
+          weight, [grad, x = x.detach()] { return at::mm(grad.t(), x); },
           ctx->saved_data["at_once"].toBool() ? WeightGradient::kAtOnce : WeightGradient::kMayWait);
     }
     // Edges are counted over tensors: there is none for a bias that is not there. Its sum is too

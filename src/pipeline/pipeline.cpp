@@ -195,6 +195,10 @@ void Pipeline::set_stages(std::vector<std::shared_ptr<Stage>> stages, ShardedBas
       impl_->ids.size(), ", one for each of stages()");
   const auto& mesh = impl_->mesh;
   const int others = mesh.shape().size() / mesh.size_of(axis::kPipeline);
+  TESSERA_CHECK(root == nullptr || std::ssize(stages) <= StepScopeOptions::kMostStages,
+                ErrorKind::kUsage, "set_stages: found ", stages.size(),
+                " stages of a rank in one handle, expected at most ",
+                StepScopeOptions::kMostStages);
   TESSERA_CHECK(root != nullptr || others == 1, ErrorKind::kUsage,
                 "set_stages: found plain modules on ", others,
                 " ranks a stage, whose gradients nothing would sum, expected a handle of "

@@ -14,6 +14,7 @@
 #include <variant>
 
 #include "base/doing.h"
+#include "base/test_hooks.h"
 #include "base/trace.h"
 #include "comm/group.h"
 #include "launch/abort_flag.h"
@@ -226,6 +227,13 @@ class Walk {
   }
 
   void compute(const Action& action, Tensors needed) {
+    const auto* const looked_at = test_hooks::computing.get();
+    if (looked_at != nullptr) (*looked_at)(&action);
+    run(action, std::move(needed));
+    if (looked_at != nullptr) (*looked_at)(nullptr);
+  }
+
+  void run(const Action& action, Tensors needed) {
     place_.action = &action;
     switch (action.kind) {
       case ActionKind::kForward:

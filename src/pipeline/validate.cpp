@@ -500,6 +500,7 @@ std::string_view to_string(Fault fault) {
 
 Validation validate(const Program& program, const Limits& limits) {
   Validation validation;
+  validation.most = limits.findings;
   const Schedule schedule = schedule_of(program);
   Lists(schedule, limits.passes, validation).check();
   Messages(program, validation).check();
@@ -510,6 +511,7 @@ Validation validate(const Program& program, const Limits& limits) {
 
 Validation validate(const Schedule& schedule, const Limits& limits) {
   Validation validation;
+  validation.most = limits.findings;
   Lists(schedule, limits.passes, validation).check();
   // With a fault in the lists their messages mean nothing.
   if (!validation.valid()) return validation;

@@ -41,6 +41,7 @@ struct Validation {
   /// More than anybody reads; a file of nothing but faults would fill memory with them.
   static constexpr std::size_t kMostFindings = 100;
 
+  std::size_t most = kMostFindings;  ///< that are kept
   std::vector<Finding> findings;     ///< the first ones
   std::int64_t more = 0;             ///< findings that were only counted
   std::vector<std::string> remarks;  ///< what is valid, but worth knowing
@@ -49,7 +50,7 @@ struct Validation {
 
   template <class... Parts>
   void add(Fault fault, const Parts&... parts) {
-    if (findings.size() == kMostFindings) {
+    if (findings.size() >= most) {
       ++more;
       return;
     }
@@ -68,6 +69,9 @@ struct Limits {
   /// Sends of a rank whose receives are not posted: with more of them it waits for one before it
   /// goes on. None: it waits at the end of the step.
   std::optional<int> open_sends = {};
+  /// That are kept; others are counted. Without a bound there are at most a few for each step of the
+  /// lists and for each stage, of one line each.
+  std::size_t findings = Validation::kMostFindings;
 };
 
 /// Of the lists and of lower(schedule). Deadlocks and memory are looked at where nothing else is

@@ -222,7 +222,7 @@ pipeline::Simulated simulated(const PipelinePlan& plan,
     costs[stage].live_bytes = static_cast<double>(kept[stage].in(mode).kept);
     costs[stage].deferred_bytes = static_cast<double>(kept[stage].deferred);
   }
-  return simulate(plan.schedule, costs);
+  return plan.own_messages ? simulate(*plan.own_messages, costs) : simulate(plan.schedule, costs);
 }
 
 /// The most that a layer which is run again adds, of a rank's stages.

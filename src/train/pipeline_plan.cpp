@@ -13,6 +13,7 @@
 #include "pipeline/schedule_csv.h"
 #include "pipeline/validate.h"
 #include "tessera/error.h"
+#include "tessera/step_scope.h"
 #include "train/config/config_resolve.h"
 
 namespace tessera::train {
@@ -40,6 +41,7 @@ struct NamedSchedule {
   std::string name;
   pipeline::Schedule schedule;
   std::vector<std::string> remarks;
+  std::optional<pipeline::Program> own_messages = {};
 };
 
 /// As its kind makes it.
@@ -75,8 +77,7 @@ std::string findings_text(const pipeline::Validation& validation) {
   return more == 0 ? text : concat(text, "; and ", more, " more");
 }
 
-/// Its slots. Messages and moves of parameters that a file may have beside them are validated, and
-/// follow from the slots again where they are run.
+/// Its slots, and its messages where it has some. Moves of parameters follow from the slots.
 NamedSchedule schedule_of_file(const PipelineConfig& asked, int ranks, std::int64_t micro_batches) {
   const std::string& file = asked.schedule_file;
   constexpr std::string_view kKey = "pipeline.schedule_file";
@@ -96,11 +97,14 @@ NamedSchedule schedule_of_file(const PipelineConfig& asked, int ranks, std::int6
                 asked.stages_per_rank.value_or(0), ", expected what makes ", stages, " stages on ",
                 ranks, " ranks, as in ", shown(file), "; leave it out");
   pipeline::Schedule schedule = schedule_of(program);
-  const auto validation = pipeline::has_messages(program) ? validate(program) : validate(schedule);
+  const bool has_own = pipeline::has_messages(program);
+  const auto validation = has_own ? validate(program) : validate(schedule);
   TESSERA_CHECK(validation.valid(), ErrorKind::kConfig, kKey, ": found ", shown(file),
                 ", which is no valid schedule (", findings_text(validation),
                 "), expected one; `tessera schedule FILE` names all that is wrong");
-  return {file, std::move(schedule), validation.remarks};
+  NamedSchedule found{file, std::move(schedule), validation.remarks};
+  if (has_own) found.own_messages = with_moves(program);
+  return found;
 }
 
 pipeline::Split split_of(const std::vector<std::int64_t>& asked, const pipeline::LayerCosts& costs,
@@ -159,6 +163,15 @@ std::optional<PipelinePlan> resolve_pipeline(const Config& config, const Paralle
   PipelinePlan plan;
   plan.name = std::move(found.name);
   plan.schedule = std::move(found.schedule);
+  plan.own_messages = std::move(found.own_messages);
+  for (int rank = 0; rank < plan.schedule.ranks(); ++rank) {
+    const auto stages = std::ssize(plan.schedule.stages_of(rank));
+    TESSERA_CHECK(
+        stages <= StepScopeOptions::kMostStages, ErrorKind::kConfig,
+        asked.schedule_file.empty() ? "pipeline.stages_per_rank" : "pipeline.schedule_file",
+        ": found ", stages, " stages on rank ", rank, ", expected at most ",
+        StepScopeOptions::kMostStages);
+  }
   plan.split = split_of(asked.split, costs, plan.schedule);
   plan.costs = stage_costs(plan.split, costs);
   plan.reshard = asked.reshard;
@@ -187,9 +200,10 @@ std::string to_string(const PipelinePlan& plan) {
 
 std::uint64_t hash(const PipelinePlan& plan) {
   return Hasher()
-      .add(std::string_view("pipeline 1"))
+      .add(std::string_view("pipeline 2"))
       .add(std::int64_t{plan.schedule.micro_batches})
       .add(std::string_view(to_string(plan.schedule)))
+      .add(std::string_view(plan.own_messages ? to_csv(*plan.own_messages) : ""))
       .add(std::string_view(to_string(plan.split)))
       .add(reshard_text(plan.reshard))
       .digest();

@@ -16,6 +16,7 @@
 #include "models/description.h"
 #include "models/model_spec.h"
 #include "models/stage_layers.h"
+#include "pipeline/program.h"
 #include "pipeline/schedule.h"
 #include "pipeline/split.h"
 #include "tessera/model_contract.h"
@@ -26,6 +27,8 @@ namespace tessera::train {
 struct PipelinePlan {
   std::string name;  ///< of the schedule: its kind, or the file it comes from
   pipeline::Schedule schedule;
+  /// Of a file that says when messages are sent: they stand where it says. None: they follow.
+  std::optional<pipeline::Program> own_messages = {};
   pipeline::Split split;
   std::vector<double> costs;  ///< of each stage: operations of a forward, per token
   PipelineReshard reshard = PipelineReshard::kStep;

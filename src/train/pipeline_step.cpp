@@ -240,7 +240,8 @@ PipelineOfRun::PipelineOfRun(PipelinePlan plan, StreamBorders borders,
     : plan_(std::move(plan)),
       parts_(new Parts{model,
                        pipeline::Runner(pipeline::ties_of(model.mesh(), at::kCPU)),
-                       pipeline::ValidProgram(plan_.schedule),
+                       plan_.own_messages ? pipeline::ValidProgram(*plan_.own_messages)
+                                          : pipeline::ValidProgram(plan_.schedule),
                        {},
                        {},
                        concat(to_string(plan_), ", ", hash(plan_))}) {

@@ -12,7 +12,7 @@
 namespace tessera::fsdp {
 namespace {
 
-constexpr int kMostStages = 64;  // a bit each in OpenStep::OfUnit
+static_assert(StepScopeOptions::kMostStages <= 64, "a bit each in OpenStep::OfUnit");
 /// So many schedules are remembered; a program has two or three.
 constexpr std::size_t kMostRecords = 16;
 
@@ -64,8 +64,9 @@ OpenStep::OpenStep(Runtime& runtime, StepScopeOptions options, std::uint64_t num
 
 std::shared_ptr<OpenStep> OpenStep::begin(Runtime& runtime, StepScopeOptions options) {
   constexpr auto kWhat = "StepScope";
-  TESSERA_CHECK(options.stages >= 1 && options.stages <= kMostStages, ErrorKind::kUsage, kWhat,
-                ": found ", options.stages, " stages of a rank, expected 1 to ", kMostStages);
+  constexpr int kMost = StepScopeOptions::kMostStages;
+  TESSERA_CHECK(options.stages >= 1 && options.stages <= kMost, ErrorKind::kUsage, kWhat,
+                ": found ", options.stages, " stages of a rank, expected 1 to ", kMost);
   runtime.check_usable();
   runtime.require_idle(kWhat);
   TESSERA_CHECK(!runtime.in_backward_ && !runtime.forwards_.is_open(), ErrorKind::kUsage, kWhat,

@@ -270,6 +270,9 @@ std::int64_t resolve_micro_batches(const Config& config, Verb verb, std::int64_t
                                    int data_ranks) {
   const bool trains = verb != Verb::kGradients;
   const std::int64_t asked = config.pipeline.micro_batches;
+  TESSERA_CHECK(asked <= pipeline::kMostMicroBatches, ErrorKind::kConfig,
+                "pipeline.micro_batches: found ", asked, ", expected at most ",
+                pipeline::kMostMicroBatches);
   if (!trains && asked != -1) return asked;
   const std::int64_t local = config.training.local_batch_size.value_or(
       trains ? 1 : std::max<std::int64_t>(rows_in_step, 1));

@@ -457,6 +457,9 @@ TEST(Validate, StopsToCollectFindings) {
   const Validation validation = validate(schedule);
   EXPECT_EQ(validation.findings.size(), Validation::kMostFindings);
   EXPECT_EQ(validation.more, 900);
+  const Validation all = validate(schedule, {.findings = 5000});
+  EXPECT_EQ(all.findings.size(), 1000);
+  EXPECT_EQ(all.more, 0);
   Schedule holes = make_schedule(Kind::kGPipe, {1, 1, 100});
   std::erase_if(holes.slots[0], [](const Slot& slot) { return slot.action.micro_batch % 2 == 1; });
   EXPECT_THAT(text_of(validate(holes)), HasSubstr("micro-batch 1, 3, 5,"));

@@ -153,6 +153,13 @@ TEST(PipelinePlan, WhatDoesNotFitIsRefusedWithTheNumbers) {
   EXPECT_THAT(one.error(), StartsWith("pipeline.split: found the first layers of 3 stages, "
                                       "expected those of 8"));
   one = Case();
+  one.spec = small_spec(130);
+  one.config.pipeline.schedule = "Interleaved1F1B";
+  one.config.pipeline.stages_per_rank = 65;
+  EXPECT_THAT(one.error(),
+              StartsWith("pipeline.stages_per_rank: found 65 stages on rank 0, expected "
+                         "at most 64"));
+  one = Case();
   one.config.pipeline.split = {0, 9};
   EXPECT_THAT(one.error(), StartsWith("pipeline.split: found stage 1 from layer 9 to 8 of 8"));
   one.config.pipeline.split = {1, 4};
@@ -179,10 +186,25 @@ TEST_F(ScheduleFile, GivesTheScheduleThatItHolds) {
   EXPECT_EQ(plan->name, path().string());
   EXPECT_TRUE(plan->remarks.empty());
   write(to_csv(pipeline::lower(schedule)));
-  EXPECT_EQ(case_.resolve()->schedule, schedule) << "messages follow from the slots";
+  EXPECT_EQ(case_.resolve()->schedule, schedule);
   case_.config.pipeline.stages_per_rank = 3;
   EXPECT_THAT(case_.error(), StartsWith("pipeline.stages_per_rank: found 3, expected what makes 4 "
                                         "stages on 2 ranks"));
+}
+
+// Naive: they are validated, and others are run.
+TEST_F(ScheduleFile, WithMessagesHasThemRunAsTheyStand) {
+  const auto schedule = make_schedule(pipeline::Kind::kZeroBubbleV, {2, 2, 4});
+  write(to_csv(schedule));
+  const auto without = case_.resolve();
+  EXPECT_FALSE(without->own_messages);
+  const auto early = pipeline::lower(schedule, /*receives_ahead=*/2);
+  ASSERT_NE(with_moves(early), with_moves(pipeline::lower(schedule)));
+  write(to_csv(early));
+  const auto with = case_.resolve();
+  ASSERT_TRUE(with->own_messages);
+  EXPECT_EQ(*with->own_messages, with_moves(early));
+  EXPECT_NE(hash(*with), hash(*without)) << "ranks agree on them, too";
 }
 
 TEST_F(ScheduleFile, OfOtherRanksOrMicroBatchesIsRefusedWithBothNumbers) {

@@ -7,6 +7,7 @@
 
 #include "base/printable.h"
 #include "comm/backends/gloo/point_to_point.h"
+#include "comm/backends/nccl/nccl_mail.h"
 #include "comm/batch.h"
 #include "tessera/error.h"
 
@@ -58,6 +59,7 @@ class NcclGroup : public Group {
   NcclGroup(const ChannelOptions& channel, const c10::intrusive_ptr<c10d::Store>& store,
             int local_rank)
       : channel_(channel),
+        store_(store),
         device_(at::kCUDA, static_cast<c10::DeviceIndex>(local_rank)),
         log_(std::make_shared<FlightRecorder>(channel.name)) {
     auto options = c10d::ProcessGroupNCCL::Options::create();
@@ -74,7 +76,13 @@ class NcclGroup : public Group {
   int size() const override { return static_cast<int>(channel_.members.size()); }
   const std::string& name() const override { return channel_.name; }
 
+  Mail& mail() override {
+    if (!mail_) mail_ = open_nccl_mail(channel_, store_, device_);
+    return *mail_;
+  }
+
   std::unique_ptr<Work> issue(Batch batch) override {
+    require_no_mail(mail_.get(), name());
     channel_.abort_flag->check();
     check_batch(batch, size(), at::kCUDA);
     Entry entry;
@@ -143,10 +151,12 @@ class NcclGroup : public Group {
   };
 
   ChannelOptions channel_;
+  c10::intrusive_ptr<c10d::Store> store_;
   c10::Device device_;
   std::shared_ptr<FlightRecorder> log_;
   c10::intrusive_ptr<c10d::ProcessGroupNCCL> backend_;
   std::uint64_t next_sequence_ = 0;
+  std::unique_ptr<Mail> mail_;
 };
 
 class NcclConnections final : public Connections {

@@ -217,6 +217,17 @@ TEST(ResolveMicroBatches, InGradientsTheKeyCutsAndTheDefaultIsPiecesOfLocalBatch
   EXPECT_EQ(resolve_micro_batches(config, Verb::kGradients, 12, 2), 8);
 }
 
+// Naive: a billion row ranges are made before anything refuses.
+TEST(ResolveMicroBatches, MoreThanASchedulesMostAreRefusedWithoutAPipelineToo) {
+  Config config;
+  config.pipeline.micro_batches = 65536;
+  EXPECT_EQ(resolve_micro_batches(config, Verb::kGradients, 12, 2), 65536);
+  config.pipeline.micro_batches = 1'000'000'000;
+  EXPECT_THAT(testing::error_of(ErrorKind::kConfig,
+                                [&] { resolve_micro_batches(config, Verb::kGradients, 12, 2); }),
+              HasSubstr("pipeline.micro_batches: found 1000000000, expected at most 65536"));
+}
+
 TEST(DataKind, GoesByTheEnding) {
   EXPECT_EQ(data_kind({"a.bin"}, "k"), DataKind::kTokens);
   EXPECT_EQ(data_kind({"a.safetensors"}, "k"), DataKind::kBatches);
