@@ -49,6 +49,15 @@ class PipelineRun : public ::testing::Test {
     return read_file(folder_ / (out + "/model.safetensors"));
   }
 
+  /// What `convert` makes of a step of adapters, as peft reads it.
+  std::string adapters(const std::string& run, int step) const {
+    const std::string out = concat(run, "-peft-", step);
+    const std::string from = concat(run, "/checkpoint/step-", step);
+    const Outcome outcome = run_program(folder_, {"convert", from, out});
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return read_file(folder_ / (out + "/adapter_model.safetensors"));
+  }
+
   void expect_same_weights(const std::string& found, const std::string& expected) const {
     const std::string wanted = weights(expected);
     EXPECT_GT(wanted.size(), 10'000U);
@@ -141,6 +150,11 @@ INSTANTIATE_TEST_SUITE_P(
                 {"--validation.path", "held_out.txt", "--validation.interval", "2",
                  "--validation.steps", "3", "--debug.check_dtypes", "true"},
                 "DualPipeV"},
+        Options{"front_frozen_and_recomputed",
+                {"--model.freeze",
+                 R"(["model.embed_tokens", "layers.0", "layers.1", "layers.2", "layers.4"])",
+                 "--activation_checkpoint.mode", "full"},
+                "ZB1P"},
         Options{"split_as_given_before_the_head", {}, "1F1B", {"--pipeline.split", "[0,8]"}},
         Options{"expert_biases",
                 {"--model.config", "moe.json", "--model.load_balance_coeff", "0.01"},
@@ -209,8 +223,10 @@ TEST_F(PipelineRun, OfAFileIsThatOfItsKind) {
 /// A run that goes on from `from`; all steps anew would give the same numbers.
 class ResumedPipeline : public PipelineRun {
  protected:
-  void go_on(const std::string& run, int ranks, const std::string& schedule, int from, int to) {
-    const Words until{"--training.steps", std::to_string(to), "--checkpoint.interval", "1"};
+  void go_on(const std::string& run, int ranks, const std::string& schedule, int from, int to,
+             const Words& more = {}) {
+    const Words until =
+        joined({"--training.steps", std::to_string(to), "--checkpoint.interval", "1"}, more);
     const Outcome outcome = run_program(
         folder_, training(run, ranks, kMicroBatches,
                           joined(ranks == 1 ? Words{} : as_pipeline(ranks, schedule), until)));
@@ -230,6 +246,28 @@ TEST_F(ResumedPipeline, GoesOnWithOtherNumbersOfStagesBitForBit) {
   ASSERT_NO_FATAL_FAILURE(go_on("moved", 2, "Interleaved1F1B", 3, 4));
   expect_same_numbers("moved", "whole");
   expect_same_weights("moved", "whole");
+}
+
+// Adapters of every stage, beside a model that no stage trains; dropout follows row and layer,
+// wherever these are.
+TEST_F(ResumedPipeline, OfAdaptersWithDropoutHasTheirBits) {
+  ASSERT_NO_FATAL_FAILURE(train("base", 1, kMicroBatches, {}));
+  weights("base");
+  std::string config = read_file(folder_ / "run.toml");
+  config.replace(config.find("config = \"model.json\""),
+                 std::string_view("config = \"model.json\"").size(), "path = \"base-hf\"");
+  folder_.write("run.toml", config);
+  const Words lora{"--lora.rank", "2", "--lora.targets", "q_proj", "--lora.dropout", "0.1"};
+  ASSERT_NO_FATAL_FAILURE(go_on("whole", 1, "", 0, kSteps, lora));
+  ASSERT_NO_FATAL_FAILURE(go_on("stages", 2, "ZBV", 0, 2, lora));
+  ASSERT_NO_FATAL_FAILURE(go_on("stages", 4, "1F1B", 2, kSteps, lora));
+  expect_same_numbers("stages", "whole");
+  const std::string wanted = adapters("whole", kSteps);
+  EXPECT_GT(wanted.size(), 1'000U);
+  const std::string early = adapters("whole", 2);
+  EXPECT_FALSE(early == wanted);
+  EXPECT_TRUE(adapters("stages", 2) == early);
+  EXPECT_TRUE(adapters("stages", kSteps) == wanted);
 }
 
 TEST_F(PipelineRun, LeavesACheckpointThatTheOtherCommandsReadAsAnyOther) {

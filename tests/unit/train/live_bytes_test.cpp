@@ -22,6 +22,7 @@
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "models/keeps/kept_activations.h"
+#include "pipeline/borders.h"
 #include "pipeline/program.h"
 #include "pipeline/simulate.h"
 #include "train/data/data.h"
@@ -117,7 +118,11 @@ class OnTheirWay {
     if (const auto* transfer = std::get_if<Transfer>(&step)) {
       if (transfer->end == Transfer::End::kReceive) waiting_.insert(transfer->what);
     } else if (std::holds_alternative<pipeline::Slot>(step)) {
-      leaving_.clear();  // the runner lets go of them before a slot
+      // The runner lets go of them before a slot, once they are worth asking for.
+      const auto held = leaving_.size();
+      if (pipeline::Messages::are_worth_asking(held, held * static_cast<std::size_t>(bytes_))) {
+        leaving_.clear();
+      }
     }
   }
 
@@ -126,7 +131,7 @@ class OnTheirWay {
   const std::int64_t bytes_;
   std::size_t next_ = 0;
   Action action_;
-  std::set<HandOver> leaving_;  ///< made in this slot
+  std::set<HandOver> leaving_;  ///< made here, and held until they are through
   std::set<HandOver> waiting_;  ///< posted, or handed over on this rank, for actions to come
 };
 

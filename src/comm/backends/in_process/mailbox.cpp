@@ -87,6 +87,9 @@ bool Mailbox::is_through(Message& message, const Letter& letter) {
     std::memcpy(message.received->tensor.mutable_data_ptr(), from.const_data_ptr(), from.nbytes());
   }
   message.delivered = true;
+  // Each end may hold the message for long: not the other's memory with it.
+  message.sent->tensor.reset();
+  message.received->tensor.reset();
   changed_.notify_all();
   return true;
 }
