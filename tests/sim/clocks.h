@@ -1,0 +1,64 @@
+// Vector clocks of streams and host threads: which launches are known to be over, and where.
+//
+// A stream is a slot, and a clock says for each slot how many of its launches are over. A launch
+// learns what its host thread has waited for; an event carries the clock of its stream to another;
+// a thread learns by waiting. Nothing orders two host threads with each other: memory that one
+// hands to another needs an event, as it does between streams.
+#pragma once
+
+#include <c10/core/Stream.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace tessera::sim {
+
+using Slot = std::int32_t;
+using Clock = std::vector<std::uint64_t>;  ///< by slot; a slot that is missing is at 0
+
+/// Knows afterwards what either knew.
+void join(Clock& clock, const Clock& other);
+std::uint64_t launches_over(const Clock& clock, Slot slot);
+/// Whether all that `other` knows to be over is so for `clock`, too.
+bool covers(const Clock& clock, const Clock& other);
+
+/// One operation's use of some bytes.
+struct Access {
+  Slot stream = -1;  ///< -1: nobody's
+  std::uint64_t launch = 0;
+  const std::string* operation = nullptr;
+  int rank = -1;
+};
+/// Whether whoever has this clock comes behind the access.
+bool is_over(const Clock& clock, const Access& access);
+
+/// Threads: whoever holds the simulator's mutex, but for of_this_thread().
+class Clocks {
+ public:
+  /// Made on first sight, and never shared: two groups on one stream would hide a missing event.
+  Slot slot_of(const c10::Stream& stream);
+  const c10::Stream& stream_of(Slot slot) const { return streams_.at(index(slot)).stream; }
+  std::vector<Slot> slots_of(c10::DeviceIndex device) const;
+  const Clock& of(Slot slot) const { return streams_.at(index(slot)).clock; }
+
+  /// The number of the launch. It comes behind all that this thread has waited for.
+  std::uint64_t launch(Slot slot);
+  /// What an event carries that is recorded now.
+  Clock record(Slot slot);
+  /// Later launches come behind the event's.
+  void block(Slot slot, const Clock& event);
+
+  /// What this thread has waited for.
+  static Clock& of_this_thread();
+
+ private:
+  struct Known {
+    c10::Stream stream;
+    Clock clock;
+  };
+  static std::size_t index(Slot slot) { return static_cast<std::size_t>(slot); }
+  std::vector<Known> streams_;
+};
+
+}  // namespace tessera::sim

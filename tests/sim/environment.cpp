@@ -1,0 +1,29 @@
+// Every program that links the simulator has its devices before the first test, and no test leaves
+// a race that it did not ask for (take_races).
+#include <gtest/gtest.h>
+
+#include "sim/sim.h"
+
+namespace tessera::sim {
+namespace {
+
+constexpr int kDevices = 4;  // as many as the tests' ranks
+
+class NoRaceIsLeft final : public testing::EmptyTestEventListener {
+  void OnTestStart(const testing::TestInfo& /*test*/) override { settle(); }
+  void OnTestEnd(const testing::TestInfo& /*test*/) override {
+    for (const std::string& race : take_races()) ADD_FAILURE() << race;
+  }
+};
+
+class Devices final : public testing::Environment {
+  void SetUp() override {
+    install(kDevices);
+    testing::UnitTest::GetInstance()->listeners().Append(new NoRaceIsLeft);
+  }
+};
+
+[[maybe_unused]] const auto* const environment = testing::AddGlobalTestEnvironment(new Devices);
+
+}  // namespace
+}  // namespace tessera::sim

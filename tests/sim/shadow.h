@@ -1,0 +1,55 @@
+// Who used which bytes of device memory: of each range the last write and the reads since.
+//
+// One access a stream is enough, for a stream's own launches are ordered. What was freed keeps its
+// accesses: the first of the next owner is then the check of the allocator. A tensor is a number of
+// dense runs; from kMostRuns on it is taken as the range from its first to its last byte, which
+// reports say.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <vector>
+
+#include "sim/clocks.h"
+
+namespace tessera::sim {
+
+struct Conflict {
+  Access before;
+  bool before_writes = false;
+  bool of_range = false;  ///< perhaps of bytes between the tensor's own
+};
+
+/// Threads: whoever holds the simulator's mutex.
+class Shadow {
+ public:
+  static constexpr std::int64_t kMostRuns = 4096;
+
+  /// Notes the access, or says what it is not ordered behind; `known` is the clock of its launch.
+  std::optional<Conflict> touch(const at::Tensor& tensor, bool writes, const Access& now,
+                                const Clock& known);
+  std::optional<Conflict> touch(std::uintptr_t begin, std::uintptr_t end, bool writes,
+                                const Access& now, const Clock& known);
+  void forget() { segments_.clear(); }
+  /// Who wrote the byte last, if anybody did.
+  std::optional<Access> last_write(std::uintptr_t address) const;
+
+ private:
+  struct Segment {
+    std::uintptr_t end = 0;
+    Access write;
+    std::vector<Access> reads;  ///< since the write, one a stream
+  };
+  using Segments = std::map<std::uintptr_t, Segment>;
+
+  /// A segment begins at `address`, if one lies there.
+  void split(std::uintptr_t address);
+  void add_read(std::uintptr_t begin, std::uintptr_t end, const Access& now);
+
+  Segments segments_;  // by where they begin; they do not overlap
+};
+
+}  // namespace tessera::sim

@@ -1,0 +1,82 @@
+// Short forms of the simulator's tests.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "sim/sim.h"
+
+namespace tessera::sim {
+
+inline at::TensorOptions on(int index, at::ScalarType dtype = at::kFloat) {
+  return at::TensorOptions(dtype).device(device(index));
+}
+
+inline c10::impl::VirtualGuardImpl guard() {
+  return c10::impl::VirtualGuardImpl(c10::DeviceType::PrivateUse1);
+}
+inline c10::Stream current(int index) { return guard().getStream(device(index)); }
+inline c10::Stream new_stream(int index) { return guard().getNewStream(device(index)); }
+
+/// What is launched later on `waiting` comes behind what was launched on `other`.
+inline void wait_for(const c10::Stream& waiting, const c10::Stream& other) {
+  c10::Event event(c10::DeviceType::PrivateUse1);
+  event.record(other);
+  event.block(waiting);
+}
+
+/// `program` on that stream.
+template <class Program>
+auto run_on(const c10::Stream& stream, const Program& program) {
+  const c10::StreamGuard here(stream);
+  return program();
+}
+
+/// What the first operation that races says, and nothing is left of it; empty where none does.
+template <class Program>
+std::string race_of(const Program& program) {
+  std::string text;
+  try {
+    program();
+  } catch (const Race& race) {
+    text = race.what();
+  }
+  if (!text.empty()) settle();
+  const std::vector<std::string> races = take_races();
+  EXPECT_EQ(races, text.empty() ? std::vector<std::string>() : std::vector<std::string>{text});
+  return text;
+}
+
+/// What is said by an operation that is refused; empty where none is.
+template <class Program>
+std::string refusal_of(const Program& program) {
+  try {
+    program();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "";
+}
+
+/// Equal bits: NaN equals NaN, and zeros have signs.
+inline void expect_same_bits(const at::Tensor& found, const at::Tensor& expected,
+                             const std::string& what) {
+  ASSERT_EQ(found.defined(), expected.defined()) << what;
+  if (!found.defined()) return;
+  ASSERT_EQ(found.scalar_type(), expected.scalar_type()) << what;
+  ASSERT_EQ(found.sizes(), expected.sizes()) << what;
+  const auto bytes = [](const at::Tensor& values) {
+    const at::Tensor dense = values.detach().cpu().contiguous();
+    if (dense.numel() == 0) return std::string();
+    return std::string(static_cast<const char*>(dense.const_data_ptr()), dense.nbytes());
+  };
+  EXPECT_TRUE(bytes(found) == bytes(expected)) << what << ": bits differ";
+}
+
+}  // namespace tessera::sim
