@@ -64,7 +64,11 @@ Clock Clocks::record(Slot slot) {
   return clock;
 }
 
-void Clocks::block(Slot slot, const Clock& event) { join(streams_.at(index(slot)).clock, event); }
+void Clocks::block(Slot slot, const Clock& event) {
+  Clock& clock = streams_.at(index(slot)).clock;
+  join(clock, of_this_thread());
+  join(clock, event);
+}
 
 Clock& Clocks::of_this_thread() {
   thread_local Clock clock;

@@ -1,8 +1,8 @@
 // Vector clocks of streams and host threads: which launches are known to be over, and where.
 //
-// A stream is a slot, and a clock says for each slot how many of its launches are over. A launch
-// learns what its host thread has waited for; an event carries the clock of its stream to another;
-// a thread learns by waiting. Nothing orders two host threads with each other: memory that one
+// A stream is a slot, and a clock says for each slot how many of its launches are over. Whatever a
+// thread puts on a stream (a launch, a record, a block) comes behind what the thread has waited
+// for; an event carries the clock of its stream to another; a thread learns by waiting. Nothing orders two host threads with each other: memory that one
 // hands to another needs an event, as it does between streams.
 #pragma once
 

@@ -124,29 +124,30 @@ TEST(Training, HasTheBitsOfTheCpu) {
 // Values that a step makes on one stream and reads on another, each way with events.
 TEST(Training, PassesBetweenStreamsWithEvents) {
   const OwnBackward own;
-  const at::Tensor weight = drawn(1, {16, 16}), x = drawn(2, {4, 16});
+  const at::Tensor first = drawn(1, {16, 16}), second = drawn(3, {16, 16}), x = drawn(2, {4, 16});
   const auto run = [&](const at::Device& where, bool streams, bool waits) {
-    const at::Tensor w = weight.to(where).clone().requires_grad_(true);
+    const at::Tensor w = first.to(where).clone().requires_grad_(true);
+    const at::Tensor other = second.to(where).clone().requires_grad_(true);
     const at::Tensor input = x.to(where);
     std::optional<c10::Stream> compute, side;
     if (streams) {
       compute = current(0);
       side = new_stream(0);
     }
-    const auto order = [&](const auto& waiting, const auto& other) {
-      if (streams && waits) wait_for(*waiting, *other);
+    const auto order = [&](const auto& waiting, const auto& before) {
+      if (streams && waits) wait_for(*waiting, *before);
     };
     const at::Tensor hidden = at::linear(input, w).relu();
     order(side, compute);
     at::Tensor total;
     {
       const c10::OptionalStreamGuard here(side);
-      total = at::linear(hidden, w).pow(2).sum();
+      total = at::linear(hidden, other).pow(2).sum();
     }
     order(compute, side);
     const at::Tensor loss = total * 2;
     torch::autograd::backward({loss}, {});
-    return Tensors{loss.detach(), w.grad()};
+    return Tensors{loss.detach(), w.grad(), other.grad()};
   };
   const Tensors expected = run(at::kCPU, false, false);
   EXPECT_EQ(race_of([&] { expect_same(run(device(0), true, true), expected, "two streams"); }), "");

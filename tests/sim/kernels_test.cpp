@@ -1,0 +1,229 @@
+// Every function of the kernels' list on a simulated device: the bits of the composites (aten/) on
+// the CPU, no host pointer into device memory, and no view that the device does not know.
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <optional>
+#include <set>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "kernels/implementations.h"
+#include "sim/streams.h"
+
+namespace tessera::sim::kernels_test {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+at::Tensor drawn(std::uint64_t seed, at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
+  return at::randn(shape, at::make_generator<at::CPUGeneratorImpl>(seed)).to(dtype);
+}
+
+void add_to(Tensors& all, const at::Tensor& one) { all.push_back(one); }
+void add_to(Tensors& all, const Tensors& more) { all.insert(all.end(), more.begin(), more.end()); }
+template <class... Results>
+void add_to(Tensors& all, const std::tuple<Results...>& results) {
+  std::apply([&](const auto&... each) { (add_to(all, each), ...); }, results);
+}
+
+class Comparison {
+ public:
+  std::set<std::string> compared;
+
+  /// call(function, inputs) on the device with what the list picks there, and on the CPU with
+  /// aten/: results and all inputs, of which some are written.
+  template <class Function, class Call>
+  void compare(const char* name, Function* picked, Function* composite, const Tensors& inputs,
+               const Call& call) {
+    const auto run = [&](Function* function, const at::Device& where) {
+      Tensors given;
+      for (const at::Tensor& input : inputs) {
+        given.push_back(input.defined() ? input.to(where, input.scalar_type(), false, /*copy=*/true)
+                                        : input);
+      }
+      Tensors results;
+      if constexpr (std::is_void_v<decltype(call(function, given))>) {
+        call(function, given);
+      } else {
+        add_to(results, call(function, given));
+      }
+      add_to(results, given);
+      return results;
+    };
+    const Tensors expected = run(composite, at::kCPU), found = run(picked, device(0));
+    ASSERT_EQ(found.size(), expected.size()) << name;
+    for (std::size_t i = 0; i < found.size(); ++i) {
+      expect_same_bits(found[i], expected[i], std::string(name) + ", tensor " + std::to_string(i));
+    }
+    compared.insert(name);
+  }
+};
+
+#define TESSERA_COMPARE(name, ...) \
+  comparison.compare(#name, &kernels::name, &kernels::aten::name, __VA_ARGS__)
+
+const at::ScalarType kDtypes[] = {at::kFloat, at::kBFloat16};
+
+void norm_and_rope(Comparison& comparison) {
+  for (const auto dtype : kDtypes) {
+    const at::Tensor x = drawn(1, {2, 5, 24}, dtype), other = drawn(2, {2, 5, 24}, dtype);
+    const at::Tensor weight = drawn(3, {24}, dtype), scale = drawn(4, {2, 5}).abs();
+    for (const bool first : {false, true}) {
+      TESSERA_COMPARE(rms_norm, {x, weight},
+                      [&](auto* f, const Tensors& in) { return f(in[0], in[1], 1e-6, first); });
+      TESSERA_COMPARE(add_rms_norm, {x, other, weight}, [&](auto* f, const Tensors& in) {
+        return f(in[0], in[1], in[2], 1e-6, first);
+      });
+      TESSERA_COMPARE(rms_norm_backward, {other, x, weight, scale},
+                      [&](auto* f, const Tensors& in) {
+                        return f(in[0], in[0], in[1], in[2], in[3], first);
+                      });
+    }
+    const at::Tensor angles = drawn(5, {5, 3});
+    const at::Tensor cos = angles.cos().to(dtype), sin = angles.sin().to(dtype);
+    const at::Tensor of_head = drawn(6, {6}, dtype), of_heads = drawn(7, {10, 4}).abs();
+    const at::Tensor grad = drawn(8, {2, 2, 5, 2, 6}, dtype);
+    for (const bool normed : {false, true}) {
+      TESSERA_COMPARE(rope_heads, {x, of_head, cos, sin}, [&](auto* f, const Tensors& in) {
+        return f(in[0], normed ? std::optional(in[1]) : std::nullopt, in[2], in[3], 4, 2, 1e-6,
+                 false);
+      });
+      TESSERA_COMPARE(rope_heads_backward, {grad, x, of_head, cos, sin, of_heads},
+                      [&](auto* f, const Tensors& in) {
+                        const auto some = [&](std::size_t i) {
+                          return normed ? std::optional(in[i]) : std::nullopt;
+                        };
+                        return f(in[0], some(1), some(2), in[3], in[4], some(5), false);
+                      });
+    }
+  }
+}
+
+void gates(Comparison& comparison) {
+  for (const auto dtype : kDtypes) {
+    const at::Tensor gate = drawn(1, {3, 10}, dtype), up = drawn(2, {3, 10}, dtype);
+    const at::Tensor grad = drawn(3, {3, 10}, dtype), both = drawn(4, {3, 20}, dtype);
+    TESSERA_COMPARE(swiglu, {gate, up},
+                    [](auto* f, const Tensors& in) { return f(in[0], in[1]); });
+    TESSERA_COMPARE(swiglu_backward, {grad, gate, up},
+                    [](auto* f, const Tensors& in) { return f(in[0], in[1], in[2]); });
+    TESSERA_COMPARE(swiglu_halves, {both}, [](auto* f, const Tensors& in) { return f(in[0]); });
+    TESSERA_COMPARE(swiglu_halves_backward, {grad, both},
+                    [](auto* f, const Tensors& in) { return f(in[0], in[1]); });
+    TESSERA_COMPARE(clamped_swiglu, {both},
+                    [](auto* f, const Tensors& in) { return f(in[0], 1.702, 3.0); });
+    TESSERA_COMPARE(clamped_swiglu_backward, {grad, both},
+                    [](auto* f, const Tensors& in) { return f(in[0], in[1], 1.702, 3.0); });
+  }
+}
+
+void attention(Comparison& comparison) {
+  for (const auto dtype : kDtypes) {
+    const at::Tensor q = drawn(1, {2, 2, 9, 3, 8}, dtype), k = drawn(2, {2, 2, 9, 1, 8}, dtype);
+    const at::Tensor v = drawn(3, {2, 9, 2 * 6}, dtype), grad = drawn(4, {2, 9, 36}, dtype);
+    TESSERA_COMPARE(causal_attention, {q, k, v}, [](auto* f, const Tensors& in) {
+      return f(in[0], in[1], in[2], 0.4);
+    });
+    TESSERA_COMPARE(causal_attention_forward, {q, k, v}, [](auto* f, const Tensors& in) {
+      return f(in[0], in[1], in[2], 0.4);
+    });
+    const Tensors kept = std::get<1>(kernels::aten::causal_attention_forward(q, k, v, 0.4));
+    TESSERA_COMPARE(causal_attention_backward, {grad, kept[0], kept[1], kept[2], kept[3]},
+                    [](auto* f, const Tensors& in) {
+                      return f(in[0], at::TensorList(in).slice(1), 2, 3, 0.4);
+                    });
+    TESSERA_COMPARE(cached_attention,
+                    {drawn(5, {2, 2, 2, 3, 8}, dtype), drawn(6, {2, 2, 12, 8}, dtype),
+                     drawn(7, {2, 2, 12, 6}, dtype)},
+                    [](auto* f, const Tensors& in) { return f(in[0], in[1], in[2], 0.4); });
+  }
+  const at::Tensor scores = drawn(1, {4, 15, 12}), grad = drawn(2, {4, 15, 12});
+  const at::Tensor sinks = drawn(3, {6}), shares = at::zeros({4, 15});
+  for (const std::int64_t window : {std::int64_t{3}, std::numeric_limits<std::int64_t>::max()}) {
+    TESSERA_COMPARE(window_softmax, {scores, sinks, shares}, [&](auto* f, const Tensors& in) {
+      f(in[0], in[1], in[2], 7, window, 2, 3, 0.7);
+    });
+    TESSERA_COMPARE(window_softmax_backward, {grad, scores.softmax(2), drawn(4, {4, 15}).abs()},
+                    [&](auto* f, const Tensors& in) {
+                      f(in[0], in[1], in[2], 7, window, 2, 3, 0.7);
+                    });
+  }
+  TESSERA_COMPARE(add_sink_gradients, {drawn(5, {4, 15}), drawn(6, {6}, at::kDouble)},
+                  [](auto* f, const Tensors& in) { f(in[0], in[1], 3); });
+}
+
+void tokens_and_loss(Comparison& comparison) {
+  const at::Tensor ids = at::tensor({3, 1, 4, 1, 5, 2, 6, 5, 3, 5}, at::kLong).view({2, 5});
+  const at::Tensor targets = at::tensor({3, -100, 0, 16, 9, -100}, at::kLong).view({2, 3});
+  for (const auto dtype : kDtypes) {
+    TESSERA_COMPARE(embedding, {ids, drawn(1, {8, 9}, dtype)},
+                    [](auto* f, const Tensors& in) { return f(in[0], in[1], 5); });
+    TESSERA_COMPARE(embedding_backward, {drawn(2, {2, 5, 9}, dtype), ids},
+                    [](auto* f, const Tensors& in) { return f(in[0], in[1], 8, 5); });
+    const at::Tensor logits = drawn(3, {2, 3, 17}, dtype), grad = at::scalar_tensor(0.25);
+    const at::Tensor nothing = at::empty({0});
+    TESSERA_COMPARE(cross_entropy_sum, {logits, targets},
+                    [](auto* f, const Tensors& in) { return f(in[0], in[1]); });
+    TESSERA_COMPARE(
+        cross_entropy_sum_backward, {grad, logits, targets, nothing},
+        [](auto* f, const Tensors& in) { return f(in[0], in[1], in[2], in[3]); });
+    TESSERA_COMPARE(cross_entropy_sum_backward_over, {grad, targets, nothing, logits},
+                    [](auto* f, const Tensors& in) { f(in[0], in[1], in[2], in[3]); });
+  }
+}
+
+void sums_quotients_masters_and_adamw(Comparison& comparison) {
+  for (const auto dtype : kDtypes) {
+    const Tensors addends{drawn(1, {65}, dtype), drawn(2, {65}, dtype), drawn(3, {65}, dtype)};
+    for (const bool adds : {false, true}) {
+      TESSERA_COMPARE(sum_in_rank_order, {addends[0], addends[1], addends[2], drawn(4, {65})},
+                      [&](auto* f, const Tensors& in) {
+                        f(at::TensorList(in).slice(0, 3), in[3], adds);
+                      });
+    }
+    TESSERA_COMPARE(divide_into, {at::zeros({65}, dtype), drawn(5, {65})},
+                    [](auto* f, const Tensors& in) { f(in[0], in[1], 3.0); });
+    for (const double p : {1.0, 2.0, 3.5}) {
+      TESSERA_COMPARE(add_powers, {addends[0], at::full({1}, 2.0, at::kDouble)},
+                      [&](auto* f, const Tensors& in) { f(in[0], p, 5.0, in[1]); });
+    }
+  }
+  const at::Tensor values = drawn(6, {65}), shard = at::zeros({65}, at::kBFloat16);
+  const at::Tensor rest = at::zeros({65}, at::kShort);
+  TESSERA_COMPARE(split_master, {values, shard, rest},
+                  [](auto* f, const Tensors& in) { f(in[0], in[1], in[2]); });
+  TESSERA_COMPARE(join_master, {drawn(7, {65}, at::kBFloat16), rest + 77, values},
+                  [](auto* f, const Tensors& in) { f(in[0], in[1], in[2]); });
+  TESSERA_COMPARE(round_half_away, {values, shard},
+                  [](auto* f, const Tensors& in) { f(in[0], in[1]); });
+  TESSERA_COMPARE(take_over_changes, {drawn(8, {65}, at::kHalf), values},
+                  [](auto* f, const Tensors& in) { f(in[0], in[1]); });
+  const Tensors steps{at::full({}, 3.0), at::full({}, 4.0)};  // on the host
+  TESSERA_COMPARE(adamw,
+                  {drawn(1, {9}), drawn(2, {5}), drawn(3, {9}), drawn(4, {5}), drawn(5, {9}),
+                   drawn(6, {5}), drawn(7, {9}).abs(), drawn(8, {5}).abs()},
+                  [&](auto* f, const Tensors& in) {
+                    const at::TensorList all(in);
+                    f(all.slice(0, 2), all.slice(2, 2), all.slice(4, 2), all.slice(6, 2), steps,
+                      1e-2, 0.9, 0.95, 0.1, 1e-8);
+                  });
+}
+
+TEST(KernelsOnSim, TheWholeListHasTheBitsOfCompositesOnTheCpu) {
+  Comparison comparison;
+  norm_and_rope(comparison);
+  gates(comparison);
+  attention(comparison);
+  tokens_and_loss(comparison);
+  sums_quotients_masters_and_adamw(comparison);
+#define TESSERA_LISTED(name) EXPECT_EQ(comparison.compared.count(#name), 1U) << #name;
+  TESSERA_KERNELS(TESSERA_LISTED)
+#undef TESSERA_LISTED
+}
+
+}  // namespace
+}  // namespace tessera::sim::kernels_test
