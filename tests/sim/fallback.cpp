@@ -121,8 +121,9 @@ class Call {
       return tensor;
     }
     const c10::DeviceIndex index = tensor.device().index();
-    TORCH_CHECK(!device_ || *device_ == index, "sim: ", name_, ": found tensors on sim:",
-                static_cast<int>(device_.value_or(0)), " and sim:", static_cast<int>(index),
+    TORCH_CHECK(!device_ || *device_ == index, "sim: ", name_,
+                ": found tensors on sim:", static_cast<int>(device_.value_or(0)),
+                " and sim:", static_cast<int>(index),
                 ", expected all on one device; copy them there first");
     device_ = index;
     touched_.push_back({tensor, written});
@@ -229,8 +230,8 @@ class Call {
 
   /// A result that was given to be written to may have got another size.
   void take_back(const Given& each, const Access& access) {
-    const bool same_memory = each.alias.storage().unsafeGetStorageImpl() ==
-                             each.storage.unsafeGetStorageImpl();
+    const bool same_memory =
+        each.alias.storage().unsafeGetStorageImpl() == each.storage.unsafeGetStorageImpl();
     TORCH_CHECK(same_memory, "sim: ", name_, " replaces the memory of its argument: not simulated");
     if (each.original.sizes() == each.alias.sizes()) return;
     resize_to(each.original, each.alias.sizes());
@@ -247,8 +248,7 @@ class Call {
       TORCH_CHECK(each.storage.unsafeGetStorageImpl() != of_cpu.storage().unsafeGetStorageImpl(),
                   "sim: ", name_, ": makes a view that is not simulated; add it to operations.cpp");
     }
-    const at::Tensor dense =
-        of_cpu.is_non_overlapping_and_dense() ? of_cpu : of_cpu.contiguous();
+    const at::Tensor dense = of_cpu.is_non_overlapping_and_dense() ? of_cpu : of_cpu.contiguous();
     at::Tensor made = new_tensor(dense.sizes(), dense.strides(), dense.scalar_type(), device());
     touch_result(access, made);
     if (made.numel() > 0) {

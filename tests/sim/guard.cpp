@@ -118,8 +118,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 }  // namespace
 
 void register_guard(int count) {
-  TORCH_CHECK(count >= 1 && count <= kMostDevices, "sim: found ", count,
-              " devices, expected 1 to ", kMostDevices);
+  TORCH_CHECK(count >= 1 && count <= kMostDevices, "sim: found ", count, " devices, expected 1 to ",
+              kMostDevices);
   devices_there = count;
   static const c10::impl::DeviceGuardImplRegistrar registrar(kType, new Guard);
 }

@@ -1,6 +1,5 @@
-#include <c10/core/Allocator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <torch/csrc/utils/device_lazy_init.h>
+#include <c10/core/Allocator.h>
 
 #include "sim/guard.h"
 #include "sim/hooks.h"

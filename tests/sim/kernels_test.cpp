@@ -78,10 +78,9 @@ void norm_and_rope(Comparison& comparison) {
       TESSERA_COMPARE(add_rms_norm, {x, other, weight}, [&](auto* f, const Tensors& in) {
         return f(in[0], in[1], in[2], 1e-6, first);
       });
-      TESSERA_COMPARE(rms_norm_backward, {other, x, weight, scale},
-                      [&](auto* f, const Tensors& in) {
-                        return f(in[0], in[0], in[1], in[2], in[3], first);
-                      });
+      TESSERA_COMPARE(
+          rms_norm_backward, {other, x, weight, scale},
+          [&](auto* f, const Tensors& in) { return f(in[0], in[0], in[1], in[2], in[3], first); });
     }
     const at::Tensor angles = drawn(5, {5, 3});
     const at::Tensor cos = angles.cos().to(dtype), sin = angles.sin().to(dtype);
@@ -107,8 +106,7 @@ void gates(Comparison& comparison) {
   for (const auto dtype : kDtypes) {
     const at::Tensor gate = drawn(1, {3, 10}, dtype), up = drawn(2, {3, 10}, dtype);
     const at::Tensor grad = drawn(3, {3, 10}, dtype), both = drawn(4, {3, 20}, dtype);
-    TESSERA_COMPARE(swiglu, {gate, up},
-                    [](auto* f, const Tensors& in) { return f(in[0], in[1]); });
+    TESSERA_COMPARE(swiglu, {gate, up}, [](auto* f, const Tensors& in) { return f(in[0], in[1]); });
     TESSERA_COMPARE(swiglu_backward, {grad, gate, up},
                     [](auto* f, const Tensors& in) { return f(in[0], in[1], in[2]); });
     TESSERA_COMPARE(swiglu_halves, {both}, [](auto* f, const Tensors& in) { return f(in[0]); });
@@ -125,12 +123,10 @@ void attention(Comparison& comparison) {
   for (const auto dtype : kDtypes) {
     const at::Tensor q = drawn(1, {2, 2, 9, 3, 8}, dtype), k = drawn(2, {2, 2, 9, 1, 8}, dtype);
     const at::Tensor v = drawn(3, {2, 9, 2 * 6}, dtype), grad = drawn(4, {2, 9, 36}, dtype);
-    TESSERA_COMPARE(causal_attention, {q, k, v}, [](auto* f, const Tensors& in) {
-      return f(in[0], in[1], in[2], 0.4);
-    });
-    TESSERA_COMPARE(causal_attention_forward, {q, k, v}, [](auto* f, const Tensors& in) {
-      return f(in[0], in[1], in[2], 0.4);
-    });
+    TESSERA_COMPARE(causal_attention, {q, k, v},
+                    [](auto* f, const Tensors& in) { return f(in[0], in[1], in[2], 0.4); });
+    TESSERA_COMPARE(causal_attention_forward, {q, k, v},
+                    [](auto* f, const Tensors& in) { return f(in[0], in[1], in[2], 0.4); });
     const Tensors kept = std::get<1>(kernels::aten::causal_attention_forward(q, k, v, 0.4));
     TESSERA_COMPARE(causal_attention_backward, {grad, kept[0], kept[1], kept[2], kept[3]},
                     [](auto* f, const Tensors& in) {
@@ -147,10 +143,9 @@ void attention(Comparison& comparison) {
     TESSERA_COMPARE(window_softmax, {scores, sinks, shares}, [&](auto* f, const Tensors& in) {
       f(in[0], in[1], in[2], 7, window, 2, 3, 0.7);
     });
-    TESSERA_COMPARE(window_softmax_backward, {grad, scores.softmax(2), drawn(4, {4, 15}).abs()},
-                    [&](auto* f, const Tensors& in) {
-                      f(in[0], in[1], in[2], 7, window, 2, 3, 0.7);
-                    });
+    TESSERA_COMPARE(
+        window_softmax_backward, {grad, scores.softmax(2), drawn(4, {4, 15}).abs()},
+        [&](auto* f, const Tensors& in) { f(in[0], in[1], in[2], 7, window, 2, 3, 0.7); });
   }
   TESSERA_COMPARE(add_sink_gradients, {drawn(5, {4, 15}), drawn(6, {6}, at::kDouble)},
                   [](auto* f, const Tensors& in) { f(in[0], in[1], 3); });
@@ -168,9 +163,8 @@ void tokens_and_loss(Comparison& comparison) {
     const at::Tensor nothing = at::empty({0});
     TESSERA_COMPARE(cross_entropy_sum, {logits, targets},
                     [](auto* f, const Tensors& in) { return f(in[0], in[1]); });
-    TESSERA_COMPARE(
-        cross_entropy_sum_backward, {grad, logits, targets, nothing},
-        [](auto* f, const Tensors& in) { return f(in[0], in[1], in[2], in[3]); });
+    TESSERA_COMPARE(cross_entropy_sum_backward, {grad, logits, targets, nothing},
+                    [](auto* f, const Tensors& in) { return f(in[0], in[1], in[2], in[3]); });
     TESSERA_COMPARE(cross_entropy_sum_backward_over, {grad, targets, nothing, logits},
                     [](auto* f, const Tensors& in) { f(in[0], in[1], in[2], in[3]); });
   }
@@ -180,10 +174,9 @@ void sums_quotients_masters_and_adamw(Comparison& comparison) {
   for (const auto dtype : kDtypes) {
     const Tensors addends{drawn(1, {65}, dtype), drawn(2, {65}, dtype), drawn(3, {65}, dtype)};
     for (const bool adds : {false, true}) {
-      TESSERA_COMPARE(sum_in_rank_order, {addends[0], addends[1], addends[2], drawn(4, {65})},
-                      [&](auto* f, const Tensors& in) {
-                        f(at::TensorList(in).slice(0, 3), in[3], adds);
-                      });
+      TESSERA_COMPARE(
+          sum_in_rank_order, {addends[0], addends[1], addends[2], drawn(4, {65})},
+          [&](auto* f, const Tensors& in) { f(at::TensorList(in).slice(0, 3), in[3], adds); });
     }
     TESSERA_COMPARE(divide_into, {at::zeros({65}, dtype), drawn(5, {65})},
                     [](auto* f, const Tensors& in) { f(in[0], in[1], 3.0); });

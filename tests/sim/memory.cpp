@@ -265,7 +265,8 @@ void map_memory() {
 c10::DeviceAllocator& device_memory() { return memory_of_devices(); }
 
 void* for_kernels(const void* pointer) {
-  TORCH_CHECK(is_device_memory(pointer), "sim: found a tensor of a device whose memory is not the "
+  TORCH_CHECK(is_device_memory(pointer),
+              "sim: found a tensor of a device whose memory is not the "
               "device's, expected memory that its allocator made");
   return as_seen_by_kernels + (static_cast<const char*>(pointer) - as_seen_by_tensors);
 }
@@ -277,10 +278,16 @@ CapacityScope::CapacityScope(int device, std::size_t bytes)
 CapacityScope::~CapacityScope() { memory_of_devices().set_capacity(device_, before_); }
 
 std::int64_t live_bytes(int device) {
-  return device_memory().getDeviceStats(static_cast<c10::DeviceIndex>(device)).allocated_bytes[0].current;
+  return device_memory()
+      .getDeviceStats(static_cast<c10::DeviceIndex>(device))
+      .allocated_bytes[0]
+      .current;
 }
 std::int64_t peak_bytes(int device) {
-  return device_memory().getDeviceStats(static_cast<c10::DeviceIndex>(device)).allocated_bytes[0].peak;
+  return device_memory()
+      .getDeviceStats(static_cast<c10::DeviceIndex>(device))
+      .allocated_bytes[0]
+      .peak;
 }
 
 }  // namespace tessera::sim

@@ -151,5 +151,39 @@ TEST(Memory, LateCopiesOverOnePlaceLandInOrder) {
   EXPECT_EQ(host.sum().item<float>(), 10000);
 }
 
+// As a pool lends it: memory that a view's storage shows and does not own.
+TEST(Memory, StoragesShowMemoryOfOthersUntilItIsTakenAway) {
+  const at::Tensor flat = at::arange(8, on(0));
+  c10::Storage shown(c10::Storage::use_byte_size_t{}, flat.nbytes(),
+                     at::DataPtr(flat.mutable_data_ptr(), device(0)), nullptr, false);
+  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(shown), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), flat.dtype());
+  view.unsafeGetTensorImpl()->set_storage_offset(2);
+  view.unsafeGetTensorImpl()->set_sizes_contiguous({2, 3});
+  view.record_stream(new_stream(0));  // nobody's block: passed over, as on a GPU
+  EXPECT_EQ(view.sum().item<float>(), 2 + 3 + 4 + 5 + 6 + 7);
+  at::Tensor parameter = at::zeros({2, 3}).requires_grad_(true);  // made on the CPU
+  parameter.set_data(view);
+  EXPECT_EQ(parameter.device(), device(0));
+  parameter.sum().backward();
+  EXPECT_TRUE(at::equal(parameter.grad().cpu(), at::ones({2, 3})));
+  view.fill_(1);
+  EXPECT_EQ(flat.sum().item<float>(), 0 + 1 + 6);
+  view.fill_(2);
+  EXPECT_NE(race_of([&] { run_on(new_stream(0), [&] { view.add_(1); }); }), "");
+  shown.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_("taken away");
+  EXPECT_THAT(refusal_of([&] { view.sum(); }), HasSubstr("taken away"));
+}
+
+// One column of a matrix with more rows than are followed: what lies between counts, and is said.
+TEST(Memory, OfTensorsInVeryManyPiecesTheWholeRangeCounts) {
+  const at::Tensor matrix = at::zeros({5000, 2}, on(0));
+  const c10::Stream other = new_stream(0);
+  wait_for(other, current(0));
+  run_on(other, [&] { matrix.select(1, 0).fill_(1); });
+  EXPECT_THAT(race_of([&] { matrix.select(1, 1).fill_(1); }),
+              HasSubstr("taken as the whole range between the first and the last element"));
+}
+
 }  // namespace
 }  // namespace tessera::sim::memory_test

@@ -29,8 +29,18 @@ namespace {
 constexpr std::size_t kStreams = 3, kEvents = 3, kBuffers = 3, kThreads = 2;
 constexpr std::size_t kSide = 32, kElements = kSide * kSide, kMostSteps = 28;
 
-enum class Do { kFill, kSum, kCopy, kMultiply, kRecord, kBlock, kWaitEvent, kAskEvent, kWaitStream,
-                kRenew };
+enum class Do {
+  kFill,
+  kSum,
+  kCopy,
+  kMultiply,
+  kRecord,
+  kBlock,
+  kWaitEvent,
+  kAskEvent,
+  kWaitStream,
+  kRenew
+};
 
 /// Rows or columns of a buffer.
 struct Slice {
@@ -77,7 +87,8 @@ class Draw {
   }
 
   Step step(std::size_t streams, std::size_t threads) {
-    constexpr Do kLaunches[] = {Do::kFill, Do::kSum, Do::kSum, Do::kCopy, Do::kMultiply, Do::kRenew};
+    constexpr Do kLaunches[] = {Do::kFill, Do::kSum,      Do::kSum,
+                                Do::kCopy, Do::kMultiply, Do::kRenew};
     Step step;
     step.what = kLaunches[below(std::size(kLaunches))];
     step.thread = below(threads);
@@ -86,8 +97,8 @@ class Draw {
     step.from = slice();
     step.from.rows = step.to.rows;
     step.from.length = step.to.length;
-    step.from.begin = static_cast<std::int64_t>(
-        below(kSide - static_cast<std::size_t>(step.to.length) + 1));
+    step.from.begin =
+        static_cast<std::int64_t>(below(kSide - static_cast<std::size_t>(step.to.length) + 1));
     // An operation over a part of itself is refused by libtorch.
     if (step.from.buffer == step.to.buffer) step.from.buffer = (step.to.buffer + 1) % kBuffers;
     step.recorded = once_in(3);
@@ -245,7 +256,8 @@ class Reference {
 /// Runs a program up to its first race.
 class Execution {
  public:
-  Execution(const std::vector<c10::Stream>& streams, Worker& other) : streams_(streams), other_(other) {
+  Execution(const std::vector<c10::Stream>& streams, Worker& other)
+      : streams_(streams), other_(other) {
     for (std::size_t i = 0; i < kBuffers; ++i) buffers_.push_back(fresh());
     for (std::size_t i = 0; i < kStreams; ++i) {
       sums_.push_back(at::empty({}, on(0)));
@@ -260,7 +272,9 @@ class Execution {
       const Step& step = program[i];
       const bool expected = reference.add(step, uses_of(step));
       std::string race;
-      const auto task = [&] { race = race_of([&] { run_on(streams_[step.stream], [&] { act(step); }); }); };
+      const auto task = [&] {
+        race = race_of([&] { run_on(streams_[step.stream], [&] { act(step); }); });
+      };
       if (step.thread == 0) {
         task();
       } else {

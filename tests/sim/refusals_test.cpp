@@ -16,10 +16,12 @@ using testing::HasSubstr;
 
 TEST(Refusals, DrawsFromTheDevicesGenerator) {
   const at::Tensor values = at::zeros({4}, on(0));
-  EXPECT_THAT(refusal_of([&] { values.normal_(); }), HasSubstr("draws from the generator of sim:0"));
+  EXPECT_THAT(refusal_of([&] { values.normal_(); }),
+              HasSubstr("draws from the generator of sim:0"));
   EXPECT_THAT(refusal_of([] { at::randn({4}, on(0)); }), HasSubstr("drawn on the host"));
   EXPECT_THAT(refusal_of([] { at::randperm(4, on(0, at::kLong)); }), HasSubstr("randperm"));
-  EXPECT_THAT(refusal_of([&] { at::dropout(values, 0.5, /*train=*/true); }), HasSubstr("bernoulli"));
+  EXPECT_THAT(refusal_of([&] { at::dropout(values, 0.5, /*train=*/true); }),
+              HasSubstr("bernoulli"));
   EXPECT_THAT(refusal_of([&] { at::multinomial(values + 1, 2); }), HasSubstr("multinomial"));
   // CUDA takes no generator of the CPU for its tensors either.
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
@@ -40,7 +42,8 @@ TEST(Refusals, AllowedDrawsFollowFromTheStateAndMoveIt) {
   EXPECT_TRUE(at::equal(at::randn({64}, on(0)), second));
   const at::Tensor dropped = at::dropout(at::ones({1000}, on(0)), 0.25, /*train=*/true);
   EXPECT_NEAR(dropped.eq(0).sum().item<double>(), 250, 70) << "five standard deviations";
-  EXPECT_TRUE(dropped.eq(0).logical_or(dropped.eq(at::scalar_tensor(1 / 0.75F))).all().item<bool>());
+  EXPECT_TRUE(
+      dropped.eq(0).logical_or(dropped.eq(at::scalar_tensor(1 / 0.75F))).all().item<bool>());
   EXPECT_EQ(state.device(), at::kCPU) << "keeping a state does not make the host wait";
 }
 
@@ -86,13 +89,20 @@ TEST(Refusals, StepsOfFusedAdamWOnTheHost) {
   EXPECT_EQ(refusal_of([&] { step(at::ones({}, on(0))); }), "");
 }
 
+TEST(Refusals, WhatOverlapsItself) {
+  const at::Tensor mask = at::ones({4}, on(0, at::kBool));
+  EXPECT_THAT(refusal_of([&] { mask.narrow(0, 0, 3).masked_fill_(mask.narrow(0, 1, 3), false); }),
+              HasSubstr("refer to a single memory location"));
+}
+
 // A view that nobody registered would silently be a copy.
 TEST(Refusals, ViewsShareMemoryOrAreNotThere) {
   const at::Tensor values = at::arange(24, on(0)).view({2, 3, 4});
-  const at::Tensor views[] = {values.transpose(0, 2), values.narrow(1, 1, 2),   values.select(2, 3),
-                              values.unsqueeze(0),    values.expand({5, 2, 3, 4}), values.flatten(),
-                              values.unfold(2, 2, 1), values.view(at::kInt),    values.detach(),
-                              values.diagonal(),      values.permute({2, 0, 1}),   values.squeeze()};
+  const at::Tensor views[] = {
+      values.transpose(0, 2), values.narrow(1, 1, 2),      values.select(2, 3),
+      values.unsqueeze(0),    values.expand({5, 2, 3, 4}), values.flatten(),
+      values.unfold(2, 2, 1), values.view(at::kInt),       values.detach(),
+      values.diagonal(),      values.permute({2, 0, 1}),   values.squeeze()};
   for (const at::Tensor& view : views) EXPECT_TRUE(view.is_alias_of(values));
 }
 

@@ -40,8 +40,8 @@ thread_local int current_rank = -1;
 
 std::string shown(const Access& access, bool writes) {
   const c10::Stream& stream = state().clocks.stream_of(access.stream);
-  std::string text = *access.operation + (writes ? " writes" : " reads") + " on sim:" +
-                     std::to_string(stream.device_index()) + " stream " +
+  std::string text = *access.operation + (writes ? " writes" : " reads") +
+                     " on sim:" + std::to_string(stream.device_index()) + " stream " +
                      std::to_string(stream.id());
   if (access.rank >= 0) text += " of rank " + std::to_string(access.rank);
   return text;
@@ -55,7 +55,8 @@ void report(std::string text) {
 
 void check(const std::optional<Conflict>& conflict, const Access& now, bool writes) {
   if (!conflict) return;
-  report("race: " + shown(now, writes) + " what " + shown(conflict->before, conflict->before_writes) +
+  report("race: " + shown(now, writes) + " what " +
+         shown(conflict->before, conflict->before_writes) +
          ": nothing orders the two; record an event behind the one and let the other's stream wait "
          "for it" +
          (conflict->of_range ? " (taken as the whole range between the first and the last element)"
@@ -243,9 +244,8 @@ HeldStream::HeldStream(const c10::Stream& stream) {
 
 HeldStream::~HeldStream() {
   const std::lock_guard lock(state().mutex);
-  std::erase_if(state().held, [&](const Until& held) {
-    return held.stream == slot_ && held.launch == launch_;
-  });
+  std::erase_if(state().held,
+                [&](const Until& held) { return held.stream == slot_ && held.launch == launch_; });
   state().released.notify_all();
 }
 

@@ -37,8 +37,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad, con
     grad_x = ((of_normed - normed * mean) * scale).to(x.scalar_type());
   }
   if (wanted[1] && has_weight) {
-    grad_weight =
-        (wide_grad * normed).reshape({-1, shape[0]}).sum(0).to(weight->scalar_type());
+    grad_weight = (wide_grad * normed).reshape({-1, shape[0]}).sum(0).to(weight->scalar_type());
   }
   return {grad_x, grad_weight};
 }
@@ -66,8 +65,9 @@ FlashResults flash(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   auto [mixed, log_sum] = at::_scaled_dot_product_flash_attention_for_cpu(
       q, for_every_query(k, q.size(1)), for_every_query(v, q.size(1)), 0.0, causal, {}, scale);
   const at::Tensor nothing = at::empty({0}, at::kLong);
-  return {mixed,     log_sum, at::Tensor(), at::Tensor(), q.size(2),
-          k.size(2), nothing, nothing,      at::empty({0}, q.options())};
+  return {mixed,        log_sum,   at::Tensor(),
+          at::Tensor(), q.size(2), k.size(2),
+          nothing,      nothing,   at::empty({0}, q.options())};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(
@@ -97,9 +97,8 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& x, double p,
 }  // namespace
 
 void register_single_operations() {
-  static auto* const library =
-      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__,
-                         __LINE__);
+  static auto* const library = new torch::Library(
+      torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   const auto single = [&](const std::string& name) {
     library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
   };

@@ -58,13 +58,12 @@ TEST(SingleOperations, RmsNormAndItsBackward) {
         "_fused_rms_norm",
         [&](const Tensors& in) { return listed(at::_fused_rms_norm(in[0], {24}, in[1], kEps)); },
         {x, weight});
-    const Tensors grads = expect_single(
-        "_fused_rms_norm_backward",
-        [&](const Tensors& in) {
-          return listed(
-              at::_fused_rms_norm_backward(in[0], in[1], {24}, in[2], in[3], {true, true}));
-        },
-        {grad, x, normed[1], weight});
+    const Tensors grads = expect_single("_fused_rms_norm_backward",
+                                        [&](const Tensors& in) {
+                                          return listed(at::_fused_rms_norm_backward(
+                                              in[0], in[1], {24}, in[2], in[3], {true, true}));
+                                        },
+                                        {grad, x, normed[1], weight});
     const at::Tensor wide = x.to(at::kDouble).requires_grad_(true);
     const at::Tensor factors = weight.to(at::kDouble).requires_grad_(true);
     const at::Tensor y = wide * at::rsqrt(wide.pow(2).mean(-1, true) + kEps) * factors;
@@ -82,16 +81,16 @@ TEST(SingleOperations, FlashAttentionAndItsBackwardWithGroupedKeys) {
   const at::Tensor k = drawn(2, {kRows, kGroups, kPositions, kHeadDim}, at::kBFloat16);
   const at::Tensor v = drawn(3, {kRows, kGroups, kPositions, kHeadDim}, at::kBFloat16);
   const at::Tensor grad = drawn(4, q.sizes(), at::kBFloat16);
-  const Tensors mixed = expect_single(
-      "_scaled_dot_product_flash_attention",
-      [&](const Tensors& in) {
-        const auto result = at::_scaled_dot_product_flash_attention(in[0], in[1], in[2], 0.0,
-                                                                    /*is_causal=*/true, false, 0.3);
-        EXPECT_EQ(std::get<4>(result), kPositions);
-        EXPECT_FALSE(std::get<2>(result).defined());
-        return Tensors{std::get<0>(result), std::get<1>(result)};
-      },
-      {q, k, v});
+  const Tensors mixed = expect_single("_scaled_dot_product_flash_attention",
+                                      [&](const Tensors& in) {
+                                        const auto result = at::_scaled_dot_product_flash_attention(
+                                            in[0], in[1], in[2], 0.0,
+                                            /*is_causal=*/true, false, 0.3);
+                                        EXPECT_EQ(std::get<4>(result), kPositions);
+                                        EXPECT_FALSE(std::get<2>(result).defined());
+                                        return Tensors{std::get<0>(result), std::get<1>(result)};
+                                      },
+                                      {q, k, v});
   const Tensors grads = expect_single(
       "_scaled_dot_product_flash_attention_backward",
       [&](const Tensors& in) {
@@ -124,17 +123,18 @@ TEST(SingleOperations, FlashAttentionTakesWhatCudaTakes) {
   };
   EXPECT_EQ(run(drawn(1, {1, 2, 4, 8}, at::kHalf).to(device(0))), "");
   EXPECT_THAT(run(drawn(1, {1, 2, 4, 8}).to(device(0))), testing::HasSubstr("found Float"));
-  EXPECT_THAT(run(drawn(1, {1, 2, 4, 12}, at::kHalf).to(device(0))), testing::HasSubstr("found 12"));
+  EXPECT_THAT(run(drawn(1, {1, 2, 4, 12}, at::kHalf).to(device(0))),
+              testing::HasSubstr("found 12"));
 }
 
 TEST(SingleOperations, GroupedProducts) {
   const at::Tensor rows = drawn(1, {12, 16}, at::kBFloat16);
   const at::Tensor experts = drawn(2, {3, 16, 8}, at::kBFloat16);
   const at::Tensor ends = at::tensor({5, 5, 12}, at::kInt);
-  const Tensors product = expect_single(
-      "_grouped_mm",
-      [](const Tensors& in) { return Tensors{at::_grouped_mm(in[0], in[1], in[2])}; },
-      {rows, experts, ends});
+  const Tensors product =
+      expect_single("_grouped_mm",
+                    [](const Tensors& in) { return Tensors{at::_grouped_mm(in[0], in[1], in[2])}; },
+                    {rows, experts, ends});
   const at::Tensor first = at::mm(rows.narrow(0, 0, 5), experts[0]);
   nn::expect_close(product[0].narrow(0, 0, 5), first.to(at::kDouble), nn::kOneBFloat16Rounding,
                    "the first expert's rows");
@@ -153,27 +153,29 @@ TEST(SingleOperations, AdamWAndListsOfTensors) {
                 {drawn(1, {7}), drawn(2, {3, 5}), drawn(3, {7}), drawn(4, {3, 5}), drawn(5, {7}),
                  drawn(6, {3, 5}), at::ones({})});
   const Tensors two{drawn(1, {7}), drawn(2, {3, 5})};
-  expect_single("_foreach_norm.Scalar",
-                [](const Tensors& in) { return at::_foreach_norm(in, 2, at::kDouble); }, two);
-  expect_single("_foreach_mul_.Scalar",
-                [](const Tensors& in) {
-                  const Tensors own{in[0].clone(), in[1].clone()};
-                  take_counts();
-                  at::_foreach_mul_(own, 3);
-                  return own;
-                },
-                two);
+  expect_single(
+      "_foreach_norm.Scalar",
+      [](const Tensors& in) { return at::_foreach_norm(in, 2, at::kDouble); }, two);
+  expect_single(
+      "_foreach_mul_.Scalar",
+      [](const Tensors& in) {
+        const Tensors own{in[0].clone(), in[1].clone()};
+        take_counts();
+        at::_foreach_mul_(own, 3);
+        return own;
+      },
+      two);
 }
 
 TEST(SingleOperations, WhatOtherDevicesTakeApart) {
   const Tensors two{drawn(1, {4, 6}), drawn(2, {4, 6})};
-  expect_single("silu_backward",
-                [](const Tensors& in) { return Tensors{at::silu_backward(in[0], in[1])}; }, two);
-  expect_single("native_layer_norm",
-                [](const Tensors& in) {
-                  return listed(at::native_layer_norm(in[0], {6}, {}, {}, 1e-5));
-                },
-                two);
+  expect_single(
+      "silu_backward", [](const Tensors& in) { return Tensors{at::silu_backward(in[0], in[1])}; },
+      two);
+  expect_single(
+      "native_layer_norm",
+      [](const Tensors& in) { return listed(at::native_layer_norm(in[0], {6}, {}, {}, 1e-5)); },
+      two);
 }
 
 }  // namespace

@@ -58,13 +58,15 @@ Model attention() {
       return part.view({rows, positions, heads, -1}).transpose(1, 2);
     };
     const at::Tensor q = by_head(parts[0]), k = by_head(parts[1]), v = by_head(parts[2]);
-    const at::Tensor behind = at::ones({positions, positions}, x.options().dtype(at::kBool)).triu(1);
+    const at::Tensor behind =
+        at::ones({positions, positions}, x.options().dtype(at::kBool)).triu(1);
     const at::Tensor scores = at::matmul(q, k.transpose(2, 3)) / std::sqrt(8.0);
     const at::Tensor weights = at::softmax(scores.masked_fill(behind, -INFINITY), -1);
     const at::Tensor mixed = at::matmul(weights, v).transpose(1, 2).reshape(x.sizes());
     return (x + at::linear(mixed, w[2])).pow(2).sum();
   };
-  return {{drawn(1, {16}).abs(), drawn(2, {48, 16}), drawn(3, {16, 16})}, loss, drawn(4, {3, 7, 16})};
+  return {
+      {drawn(1, {16}).abs(), drawn(2, {48, 16}), drawn(3, {16, 16})}, loss, drawn(4, {3, 7, 16})};
 }
 
 /// Losses of three steps, then the last gradients, the weights and both moments, on the device.
@@ -211,7 +213,8 @@ std::vector<Tensors> train_two_ranks(int devices, bool records, std::vector<std:
     ready[1 - rank].block(current(index));
     try {
       for (std::size_t i = 0; i < weights.size(); ++i) {
-        const at::Tensor first = grads[0][i].to(device(index)), second = grads[1][i].to(device(index));
+        const at::Tensor first = grads[0][i].to(device(index)),
+                         second = grads[1][i].to(device(index));
         results[static_cast<std::size_t>(rank)].push_back((first + second).cpu());
       }
     } catch (const Race&) {
