@@ -9,13 +9,23 @@
 #include <c10/core/Stream.h>
 
 #include <cstdint>
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace tessera::sim {
 
 using Slot = std::int32_t;
-using Clock = std::vector<std::uint64_t>;  ///< by slot; a slot that is missing is at 0
+
+/// How many times Clocks was begun anew: what is of an earlier time is over for everybody. So tests
+/// that follow each other in a process do not pay for the streams of those before.
+std::uint64_t current_epoch();
+
+struct Clock {
+  std::vector<std::uint64_t> over;  ///< by slot; a slot that is missing is at 0
+  std::uint64_t epoch = current_epoch();
+};
 
 /// Knows afterwards what either knew.
 void join(Clock& clock, const Clock& other);
@@ -49,6 +59,9 @@ class Clocks {
   /// Later launches come behind the event's.
   void block(Slot slot, const Clock& event);
 
+  /// Forgets all streams. Slots, launches and events of before are over for every thread.
+  void begin_anew();
+
   /// What this thread has waited for.
   static Clock& of_this_thread();
 
@@ -58,7 +71,9 @@ class Clocks {
     Clock clock;
   };
   static std::size_t index(Slot slot) { return static_cast<std::size_t>(slot); }
+
   std::vector<Known> streams_;
+  std::map<std::pair<c10::DeviceIndex, c10::StreamId>, Slot> slots_;
 };
 
 }  // namespace tessera::sim

@@ -103,6 +103,21 @@ TEST(Events, AHostThreadOrdersWhatItLaunchesAndNoOther) {
   }).join();
 }
 
+// Between tests all is over, for threads that waited for nothing, too; and an event of before holds
+// nothing back.
+TEST(Events, ASettledDeviceKeepsNothingOfBefore) {
+  const c10::Stream other = new_stream(0);
+  const at::Tensor values = run_on(other, [] { return at::ones({8}, on(0)); });
+  const c10::Event before = recorded_on(other);
+  settle();
+  EXPECT_TRUE(take_counts().launches.empty());
+  std::thread([&] {
+    EXPECT_EQ(race_of([&] { run_on(new_stream(0), [&] { values.add_(1); }); }), "");
+  }).join();
+  before.block(current(0));
+  EXPECT_NE(race_of([&] { values.add_(1); }), "") << "the event is not behind what came later";
+}
+
 TEST(Counts, LaunchesAndWaitsByName) {
   take_counts();
   const at::Tensor a = at::ones({4, 4}, on(0));

@@ -114,6 +114,24 @@ TEST(Faults, MemoryThatIsUsedAgainTooEarlyIsFound) {
   EXPECT_EQ(race_of([] { use_again(/*wait=*/false, /*recorded=*/true); }), "");
 }
 
+// A result is made when its operation runs, in memory that another stream may read.
+TEST(Faults, AResultInMemoryThatIsStillReadIsFound) {
+  const auto make = [](bool wait) {
+    const c10::Stream compute = current(0), other = new_stream(0);
+    const at::Tensor some = at::ones({100}, on(0));
+    {
+      const at::Tensor temporary = at::ones({100}, on(0, at::kLong));
+      wait_for(other, compute);
+      run_on(other, [&] { temporary.sum(); });
+      if (wait) wait_for(compute, other);
+    }
+    EXPECT_EQ(at::nonzero(some).size(0), 100);
+  };
+  EXPECT_EQ(race_of([&] { make(/*wait=*/true); }), "");
+  EXPECT_THAT(race_of([&] { make(/*wait=*/false); }),
+              HasSubstr("nonzero writes on sim:0 stream 0 what sum"));
+}
+
 /// The input of a kernel on another stream goes out of its scope, and something else is computed.
 void drop_input(bool keep_until_done) {
   const c10::Stream compute = current(0), reduce = new_stream(0);

@@ -6,6 +6,7 @@
 #include "sim/memory.h"
 #include "sim/operations.h"
 #include "sim/sim.h"
+#include "sim/simulator.h"
 
 namespace tessera::sim {
 
@@ -16,6 +17,11 @@ void install(int devices) {
   register_hooks();
   c10::register_privateuse1_backend("sim");
   register_single_operations();
+}
+
+void settle() {
+  device_memory().emptyCache();  // waits for every device
+  begin_anew();
 }
 
 }  // namespace tessera::sim

@@ -80,7 +80,8 @@ class DeviceMemory final : public c10::DeviceAllocator {
       for (auto& [size, blocks] : free) {
         for (Block* block : blocks) {
           block->busy_until.push_back(until_now(block->stream));
-          freed_[{block->stream.device_index(), size}].push_back(block);
+          freed_[stream.device_index()][size].push_back(block);
+          give_pages_back(*block);
         }
       }
     }
@@ -138,15 +139,16 @@ class DeviceMemory final : public c10::DeviceAllocator {
 
   /// The smallest free block that fits, at most twice as large, of these the one freed last.
   Block* take(const c10::Stream& stream, std::size_t size) {
-    for (auto& [of, free] : free_) {
-      if (of != stream) continue;
-      for (auto it = free.lower_bound(size); it != free.end() && it->first <= 2 * size; ++it) {
-        if (Block* block = take_from(it->second)) return block;
-      }
-    }
-    Block* block = take_from(freed_[{stream.device_index(), size}]);
+    Block* block = take_from(free_of(stream), size);
+    if (block == nullptr) block = take_from(freed_[stream.device_index()], size);
     if (block != nullptr) block->stream = stream;
     return block;
+  }
+  static Block* take_from(BySize& free, std::size_t size) {
+    for (auto it = free.lower_bound(size); it != free.end() && it->first <= 2 * size; ++it) {
+      if (Block* block = take_from(it->second)) return block;
+    }
+    return nullptr;
   }
   static Block* take_from(std::vector<Block*>& blocks) {
     for (auto it = blocks.rbegin(); it != blocks.rend(); ++it) {
@@ -171,13 +173,23 @@ class DeviceMemory final : public c10::DeviceAllocator {
     }
     return free_.emplace_back(stream, BySize{}).second;
   }
+  /// Large blocks cost the host nothing until they are taken again.
+  static void give_pages_back(const Block& block) {
+    constexpr std::size_t kPage = 4096, kLarge = std::size_t{1} << 18;
+    if (block.size < kLarge) return;
+    const auto begin =
+        (reinterpret_cast<std::uintptr_t>(for_kernels(block.data)) + kPage - 1) / kPage * kPage;
+    const auto end =
+        (reinterpret_cast<std::uintptr_t>(for_kernels(block.data)) + block.size) / kPage * kPage;
+    ::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_REMOVE);
+  }
 
   std::mutex mutex_;  // taken before the simulator's
   std::size_t used_ = 0;
   std::array<OfDevice, kMostDevices> devices_;
   std::map<char*, Block*> blocks_;
   std::vector<std::pair<c10::Stream, BySize>> free_;
-  std::map<std::pair<c10::DeviceIndex, std::size_t>, std::vector<Block*>> freed_;  // of no stream
+  std::map<c10::DeviceIndex, BySize> freed_;  // no stream's
 };
 
 DeviceMemory& memory_of_devices() {

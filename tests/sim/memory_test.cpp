@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "sim/streams.h"
@@ -92,6 +93,8 @@ TEST(Memory, ADeviceThatIsFullSaysSo) {
 TEST(Memory, AnEmptiedCacheIsForEveryStream) {
   const void* address = at::ones({12345}, on(3)).const_data_ptr();
   c10::getDeviceAllocator(c10::DeviceType::PrivateUse1)->emptyCache();
+  // Another thread has not waited for the device.
+  std::thread([&] { EXPECT_NE(at::ones({12345}, on(3)).const_data_ptr(), address); }).join();
   EXPECT_EQ(run_on(new_stream(3), [] { return at::ones({12345}, on(3)).const_data_ptr(); }),
             address);
 }

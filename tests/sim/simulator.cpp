@@ -9,7 +9,6 @@
 #include <tuple>
 #include <utility>
 
-#include "sim/guard.h"
 #include "sim/late_copies.h"
 #include "sim/shadow.h"
 #include "sim/sim.h"
@@ -194,7 +193,17 @@ Until until_now(const c10::Stream& stream) {
 }
 
 bool waited_for(const Until& until) {
-  return until.launch <= launches_over(Clocks::of_this_thread(), until.stream);
+  return until.epoch != current_epoch() ||
+         until.launch <= launches_over(Clocks::of_this_thread(), until.stream);
+}
+
+void begin_anew() {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  s.clocks.begin_anew();
+  s.shadow.forget();
+  s.launches.clear();
+  s.waits.clear();
 }
 
 const char* last_writer(const void* address) noexcept {
@@ -210,15 +219,6 @@ const char* last_writer(const void* address) noexcept {
 std::vector<std::string> take_races() {
   const std::lock_guard lock(state().mutex);
   return std::exchange(state().races, {});
-}
-
-void settle() {
-  for (int index = 0; index < device_count(); ++index) {
-    wait_on_host(static_cast<c10::DeviceIndex>(index), "settle");
-  }
-  const std::lock_guard lock(state().mutex);
-  state().shadow.forget();
-  std::erase_if(state().waits, [](const auto& entry) { return entry.first.second == "settle"; });
 }
 
 RankScope::RankScope(int rank) : before_(std::exchange(current_rank, rank)) {}

@@ -48,10 +48,14 @@ void wait_on_host(c10::DeviceIndex device, const std::string& name);
 struct Until {
   Slot stream = -1;
   std::uint64_t launch = 0;
+  std::uint64_t epoch = current_epoch();
 };
 Until until_now(const c10::Stream& stream);
 /// Whether this thread has waited for them.
 bool waited_for(const Until& until);
+
+/// What was launched is over for everybody, and counts begin at nothing.
+void begin_anew();
 
 /// For the report of a fault: the name of the operation that wrote the byte last, null where nobody
 /// did or the simulator is busy. Takes no memory.

@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <functional>
+#include <map>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -138,6 +139,15 @@ TEST(SingleOperations, GroupedProducts) {
   const at::Tensor first = at::mm(rows.narrow(0, 0, 5), experts[0]);
   nn::expect_close(product[0].narrow(0, 0, 5), first.to(at::kDouble), nn::kOneBFloat16Rounding,
                    "the first expert's rows");
+}
+
+TEST(SingleOperations, GroupedProductsOfOtherDtypesReadTheirOffsetsOnTheHost) {
+  const at::Tensor rows = drawn(1, {12, 16}).to(device(0));
+  const at::Tensor experts = drawn(2, {3, 16, 8}).to(device(0));
+  const at::Tensor ends = at::tensor({5, 5, 12}, at::kInt).to(device(0));
+  take_counts();
+  at::_grouped_mm(rows, experts, ends);
+  EXPECT_EQ(take_counts().waits, (std::map<std::string, std::int64_t>{{"_grouped_mm", 1}}));
 }
 
 TEST(SingleOperations, AdamWAndListsOfTensors) {
