@@ -83,7 +83,6 @@ class Call {
   struct Given {
     at::Tensor original, alias;
     c10::Storage storage;  ///< the alias's, when it was given
-    bool written = false;
   };
 
   const std::vector<c10::Argument>& arguments() const { return operation_.schema().arguments(); }
@@ -127,13 +126,11 @@ class Call {
                 ", expected all on one device; copy them there first");
     device_ = index;
     touched_.push_back({tensor, written});
-    for (Given& other : given_) {
-      if (!other.original.is_same(tensor)) continue;
-      other.written = other.written || written;
-      return other.alias;
+    for (const Given& other : given_) {
+      if (other.original.is_same(tensor)) return other.alias;
     }
     at::Tensor alias = alias_of(tensor);
-    given_.push_back({tensor, alias, alias.storage(), written});
+    given_.push_back({tensor, alias, alias.storage()});
     return alias;
   }
 
@@ -214,9 +211,7 @@ class Call {
   }
 
   void give_results(const Access& access) {
-    for (const Given& each : given_) {
-      if (each.written) take_back(each, access);
-    }
+    for (const Given& each : given_) take_back(each, access);
     const std::size_t results = operation_.schema().returns().size();
     for (std::size_t i = stack_.size() - results; i < stack_.size(); ++i) {
       c10::IValue& value = stack_[i];
