@@ -40,8 +40,9 @@ std::string_view base_name(std::string_view name) { return name.substr(0, name.f
 
 /// The operations that CUDA lets take a number on the host beside those that work by element.
 bool takes_numbers_of_host(const c10::OperatorHandle& operation, std::string_view name) {
-  constexpr std::array<std::string_view, 6> kNames{"masked_fill", "masked_fill_", "where",
-                                                   "fill_",       "index_fill",   "index_fill_"};
+  constexpr std::array<std::string_view, 8> kNames{"masked_fill",  "masked_fill_", "where",
+                                                   "fill_",        "index_fill",   "index_fill_",
+                                                   "floor_divide", "floor_divide_"};
   return operation.hasTag(at::Tag::pointwise) || is_one_of(base_name(name), kNames);
 }
 
@@ -165,6 +166,8 @@ class Call {
         uploads_ = true;
         continue;
       }
+      // ATen's own form of a number that was given as one.
+      if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) continue;
       TORCH_CHECK(tensor.dim() == 0 && takes_numbers_of_host(operation_, name_), "sim: ", name_,
                   ": found a tensor of the host ", tensor.sizes(), " beside one on ", device(),
                   ", expected all on one device as CUDA does; copy it there first");

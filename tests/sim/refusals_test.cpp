@@ -71,6 +71,9 @@ TEST(Refusals, NumbersOfTheHostAreTakenWhereCudaTakesThem) {
   EXPECT_EQ(at::where(here > 0, here, two).sum().item<float>(), 3);
   EXPECT_EQ(here.clone().masked_fill_(here > 0, two).sum().item<float>(), 6);
   EXPECT_EQ(here.clone().fill_(two).sum().item<float>(), 6);
+  EXPECT_EQ(at::floor_divide(here * 5, 2).sum().item<float>(), 6);
+  EXPECT_EQ(at::floor_divide(here * 5, two).sum().item<float>(), 6);
+  EXPECT_EQ(at::copysign(here, -2).sum().item<float>(), -3);
   EXPECT_EQ(here.index({at::tensor({0, 2}, at::kLong)}).sum().item<float>(), 2);
   EXPECT_EQ(take_counts().waits.count("blocking upload"), 1U) << "indices are uploaded";
   EXPECT_THAT(refusal_of([&] { at::cat({here, two.view({1})}); }), HasSubstr("of the host [1]"));
