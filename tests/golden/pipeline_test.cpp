@@ -307,23 +307,17 @@ void expect_transformers(const std::string& folder, const std::string& schedule)
   expect_within_bounds(run_gradients(config, {.ranks = 2}, reference.batches()), reference);
 }
 
-/// With embeddings tied, and with images: of these each kind, else some.
-bool takes_every_kind(const std::string& folder) {
-  return test::full_proof() || folder == kTiedFolder || folder == "gemma4-fp32";
-}
-
 /// Of two stages a rank only where there is a layer for each.
 std::vector<std::string> kinds_of_folder(const std::string& folder) {
   train::ModelConfig model;
   model.path = data_folder(folder);
   const bool has_layers = train::open_model(model).spec.num_hidden_layers >= 4;
-  const std::vector<std::string> some{"1F1B", "ZB1P", "ZBV", "DualPipeV"};
-  auto kinds = takes_every_kind(folder) ? kKinds : some;
+  auto kinds = kKinds;
   std::erase_if(kinds, [&](const auto& kind) { return !has_layers && has_several_stages(kind); });
   return kinds;
 }
 
-TEST(PipelineOfReferences, EveryFolderIsTransformersUnderKindsOfOneAndOfTwoStagesARank) {
+TEST(PipelineOfReferences, EveryFolderIsTransformersUnderEveryKindThatItHasLayersFor) {
   std::vector<std::string> folders = kFolders;
   for (const auto* more : {&kGemmaFolders, &kMoeFolders, &kDeepseekFolders}) {
     folders.insert(folders.end(), more->begin(), more->end());
