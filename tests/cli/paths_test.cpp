@@ -59,7 +59,7 @@ class RunAsModel : public ::testing::Test {
 /// Two rows of 16 tokens for `tessera gradients`.
 void write_batch(const fs::path& path) {
   std::vector<std::int64_t> ids(2 * 16);
-  std::iota(ids.begin(), ids.end(), 'a');
+  std::iota(ids.begin(), ids.end(), std::int64_t{'a'});
   SafetensorsWriter writer(
       path, {{"input_ids", DType::kInt64, {2, 16}}, {"labels", DType::kInt64, {2, 16}}});
   writer.write("input_ids", std::as_bytes(std::span(ids)));
