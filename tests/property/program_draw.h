@@ -115,7 +115,7 @@ class ProgramDraw {
 
   // --- operations ---
 
-  static constexpr std::array<std::pair<Act, int>, 30> kWeights = {{
+  static constexpr std::array<std::pair<Act, int>, 31> kWeights = {{
       {Act::kForward, 40},
       {Act::kBackward, 44},
       {Act::kEvaluate, 6},
@@ -130,6 +130,7 @@ class ProgramDraw {
       {Act::kReplicaReduce, 3},
       {Act::kLastBackward, 5},
       {Act::kDefer, 4},
+      {Act::kRedeem, 7},
       {Act::kRunWeights, 7},
       {Act::kReshardAfterForward, 3},
       {Act::kReshardAfterBackward, 3},
@@ -159,6 +160,7 @@ class ProgramDraw {
       case Act::kLastBackward:
         return has(Feature::kAccumulate);
       case Act::kDefer:
+      case Act::kRedeem:
       case Act::kRunWeights:
         return has(Feature::kDefer) && defers_;
       case Act::kReshardAfterForward:
@@ -258,6 +260,10 @@ class ProgramDraw {
         break;
       case Act::kInputGradient:
         op.input_grad = true;
+        break;
+      case Act::kRedeem:
+        op.result = below(3);
+        op.rank = draw_.one_in(2) ? -1 : draw_rank();
         break;
       default:
         op.node = below(program_.nodes.size());

@@ -59,6 +59,8 @@ class ProgramRules {
       case Act::kRunWeights:
         return lingers_ && !program_.features.has(Feature::kIdleAfterFailure) ? Expect::kNothing
                                                                               : Expect::kRuns;
+      case Act::kRedeem:
+        return awaiting_ && op.rank < program_.ranks ? Expect::kRuns : Expect::kNothing;
       case Act::kForget:
         return when(lives(op.result)) ? Expect::kRuns : Expect::kNothing;
       case Act::kScaleResult:
@@ -141,6 +143,9 @@ class ProgramRules {
         return;
       case Act::kDefer:
         if (!refused) defers_ = op.on;
+        return;
+      case Act::kRedeem:
+        surely_awaiting_ = false;  // a backward that leaves none shows all then
         return;
       case Act::kRunWeights:
         return weights_done();
