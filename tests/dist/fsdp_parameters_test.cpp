@@ -228,7 +228,9 @@ std::vector<std::function<void(const at::Tensor&)>> hooks_on_a_leaf() {
   return {
       [](const at::Tensor& b) { b.register_hook([](const at::Tensor& grad) { return grad * 2; }); },
       [](const at::Tensor& b) { impl::set_post_acc_grad_hooks(b, std::make_unique<After>()); },
-      [](const at::Tensor& b) { impl::grad_accumulator(b)->add_pre_hook(std::make_unique<Pass>()); },
+      [](const at::Tensor& b) {
+        impl::grad_accumulator(b)->add_pre_hook(std::make_unique<Pass>());
+      },
       [](const at::Tensor& b) {
         impl::grad_accumulator(b)->add_post_hook(std::make_unique<PassAfter>());
       },
@@ -256,8 +258,8 @@ TEST_P(HooksBeforeSharding, AreRefusedByNameOnAllRanks) {
     auto handle = fully_shard(block, mesh);
     backward(squares(handle.forward(input_of(world.rank(), 0, 4))));
     Block plain(1, 4);
-    expect_same(whole_gradients(handle),
-                gradients_of_squares(plain, world.size(), 0, 4, replicas), "no hook, no refusal");
+    expect_same(whole_gradients(handle), gradients_of_squares(plain, world.size(), 0, 4, replicas),
+                "no hook, no refusal");
   });
 }
 

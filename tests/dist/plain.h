@@ -145,9 +145,7 @@ inline Tensors plain_gradients(torch::nn::Module& module, int ranks, double divi
 template <class Module>
 Tensors gradients_of_squares(Module& plain, int ranks, int step, std::int64_t width,
                              int replicas = 1) {
-  const auto run = [&](int rank) {
-    backward(squares(plain.forward(input_of(rank, step, width))));
-  };
+  const auto run = [&](int rank) { backward(squares(plain.forward(input_of(rank, step, width)))); };
   return plain_gradients(plain, ranks, ranks, run, replicas);
 }
 

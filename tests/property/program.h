@@ -203,8 +203,8 @@ struct ProgramRoot {
 /// One operation. What its act does not use stays as it is here.
 struct Op {
   Act act = Act::kForward;
-  int result = 0;         ///< that it makes or uses; redeem: which backward, since all were redeemed
-  int from = -1;          ///< forward: an earlier result that is added to the input
+  int result = 0;  ///< that it makes or uses; redeem: which backward, since all were redeemed
+  int from = -1;   ///< forward: an earlier result that is added to the input
   bool detached = false;  ///< forward: without its history
   bool input_grad = false;
   std::vector<ProgramRoot> roots;  ///< backward

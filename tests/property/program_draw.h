@@ -129,8 +129,8 @@ class ProgramDraw {
       {Act::kSync, 7},
       {Act::kReplicaReduce, 3},
       {Act::kLastBackward, 5},
-      {Act::kDefer, 4},
-      {Act::kRedeem, 7},
+      {Act::kDefer, 8},
+      {Act::kRedeem, 20},
       {Act::kRunWeights, 7},
       {Act::kReshardAfterForward, 3},
       {Act::kReshardAfterBackward, 3},
@@ -160,9 +160,10 @@ class ProgramDraw {
       case Act::kLastBackward:
         return has(Feature::kAccumulate);
       case Act::kDefer:
-      case Act::kRedeem:
       case Act::kRunWeights:
         return has(Feature::kDefer) && defers_;
+      case Act::kRedeem:
+        return rules_->waits_for_tickets();
       case Act::kReshardAfterForward:
       case Act::kReshardAfterBackward:
       case Act::kUnshardInBackward:
@@ -262,7 +263,7 @@ class ProgramDraw {
         op.input_grad = true;
         break;
       case Act::kRedeem:
-        op.result = below(3);
+        op.result = below(static_cast<std::size_t>(rules_->backwards_since_redeemed()) + 1);
         op.rank = draw_.one_in(2) ? -1 : draw_rank();
         break;
       default:
