@@ -48,7 +48,10 @@ class TracedMessage {
     trace_->add(std::move(span_));
   }
   void waited_since(TraceClock::time_point begin) {
-    trace_->add({TraceRow::kWaits, span_.name, begin, TraceClock::now(), {}});
+    const auto end = TraceClock::now();
+    trace_->add({TraceRow::kWaits, span_.name, begin, end, {}});
+    const std::chrono::duration<double, std::milli> waited = end - begin;
+    span_.arguments.emplace_back("waited_ms", waited.count());
     ended();
   }
 

@@ -8,6 +8,7 @@
 
 #include "base/test_hooks.h"
 #include "grad/torch_dtype.h"
+#include "kernels/kernels.h"
 #include "tessera/error.h"
 
 namespace tessera::grad {
@@ -87,7 +88,7 @@ void GradSink::accept(SlotId id, const at::Tensor& raw, Source source) {
   if (view.first) {
     target.copy_(value);
   } else {
-    target.add_(value);
+    kernels::add_into(target, value);
   }
   if (const auto hook = test_hooks::after_accept.get()) (*hook)(*slot.contract, target);
 }

@@ -138,6 +138,11 @@ bool can_sum(at::ScalarType from, at::ScalarType to);
 /// widened to the result's dtype first. An addend may be the result itself where it does not add.
 /// Writes: result.
 void sum_in_rank_order(at::TensorList addends, const at::Tensor& result, bool adds);
+/// result += addend, of one shape, each value widened to the result's dtype first; of a wider
+/// addend the sum is rounded. In cpu/ a contiguous addend that is narrower takes one pass, where
+/// ATen makes a copy of it in the result's dtype.
+/// Writes: result.
+void add_into(const at::Tensor& result, const at::Tensor& addend);
 /// Memory of this process, tensor or not: where what a wire brought is added up.
 struct HostSum {
   void* data = nullptr;
