@@ -95,8 +95,7 @@ TEST(SlotTrace, AReceiverThatComesLateMakesNoMessageLonger) {
   const Schedule schedule = make_schedule(Kind::kGPipe, {2, 1, 3});
   Schedule forwards = schedule;
   for (auto& slots : forwards.slots) {
-    std::erase_if(slots,
-                  [](const Slot& slot) { return slot.action.kind != ActionKind::kForward; });
+    std::erase_if(slots, [](const Slot& slot) { return slot.action.kind != ActionKind::kForward; });
   }
   const auto cost = [&] {
     const auto costs =
