@@ -58,11 +58,21 @@ NamedSchedule schedule_of_kind(const PipelineConfig& asked, int ranks, std::int6
   const auto most = std::int64_t{pipeline::kMostMicroBatches} + 1;  // refused with its bound
   const pipeline::Shape shape{ranks, stages_per_rank,
                               static_cast<int>(std::min(micro_batches, most))};
-  try {
-    return {std::string(row.name), pipeline::make_schedule(*kind, shape), {}};
-  } catch (const Error& error) {
-    throw Error(error.kind(), concat("pipeline.schedule: ", error.what()));
-  }
+  const auto named = [](std::string_view remedy, const auto& make) {
+    try {
+      return make();
+    } catch (const Error& error) {
+      throw Error(error.kind(), concat("pipeline.schedule: ", error.what(), remedy));
+    }
+  };
+  named("", [&] { return pipeline::place_stages(row.placement, ranks, stages_per_rank); });
+  // Stages have their places: what does not fit now is the number of micro-batches.
+  constexpr std::string_view kKeys =
+      "; training.local_batch_size says how large they are, in `tessera gradients` "
+      "pipeline.micro_batches how many";
+  return {std::string(row.name),
+          named(kKeys, [&] { return pipeline::make_schedule(*kind, shape); }),
+          {}};
 }
 
 std::string findings_text(const pipeline::Validation& validation) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <utility>
 
 #include "base/random.h"
@@ -64,7 +65,12 @@ class ModelStage : public pipeline::Stage {
 
   Tensors forward(std::int64_t micro_batch, const Tensors& inputs) override {
     const auto i = static_cast<std::size_t>(micro_batch);
-    const SampleScope place(SamplePlace{step_->options.seed, step_->step, step_->rows[i].begin});
+    // Forwards alone train nothing, so nothing is dropped there, as without a pipeline (step.cpp).
+    std::optional<SamplePlace> training;
+    if (at::GradMode::is_enabled()) {
+      training = SamplePlace{step_->options.seed, step_->step, step_->rows[i].begin};
+    }
+    const SampleScope place(training);
     models::StageInputs stage;
     stage.batch = step_->batches[i].inputs();
     stage.stage = place_.here;
