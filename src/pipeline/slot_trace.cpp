@@ -7,7 +7,7 @@
 #include <set>
 #include <utility>
 
-#include "base/json_reader.h"
+#include "base/text/json_reader.h"
 #include "base/trace.h"
 #include "tessera/error.h"
 

@@ -7,7 +7,7 @@
 #include <tuple>
 #include <utility>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "tessera/error.h"
 
 namespace tessera::pipeline {

@@ -32,7 +32,7 @@
 #include "train/gradients.h"
 #include "train/hf/model_source.h"
 #include "train/parallelize.h"
-#include "train/pipeline_step.h"
+#include "train/pipeline/pipeline_step.h"
 #include "train/step.h"
 #include "unit/train/parallel_degrees.h"
 

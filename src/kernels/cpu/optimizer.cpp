@@ -14,6 +14,7 @@
 
 #include "base/parallel.h"
 #include "base/split_float.h"
+#include "kernels/host_sum.h"
 #include "kernels/implementations.h"
 #include "tessera/error.h"
 

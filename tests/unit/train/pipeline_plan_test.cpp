@@ -1,6 +1,6 @@
 // The pipeline that follows from a configuration: who has which layers, what they cost, and every
 // refusal with the numbers that do not fit. The costs are counted by hand.
-#include "train/pipeline_plan.h"
+#include "train/pipeline/pipeline_plan.h"
 
 #include <gmock/gmock.h>
 
@@ -279,15 +279,6 @@ TEST(PipelinePlan, ItsTextHasAStageALine) {
                                "gathered once a step\n"),
                     HasSubstr("  stage 0 on rank 0: embedding, layers 0-4; forward "),
                     HasSubstr("  stage 1 on rank 1: layers 5-7, head; forward ")));
-}
-
-TEST(LayerOf, IsTheNumberInANameOfText) {
-  EXPECT_EQ(layer_of("model.layers.12.mlp.up_proj.weight"), 12);
-  EXPECT_EQ(layer_of("model.language_model.layers.3"), 3);
-  EXPECT_EQ(layer_of("model.vision_tower.encoder.layers.3.mlp.up_proj.linear.weight"),
-            std::nullopt);
-  EXPECT_EQ(layer_of("model.embed_tokens.weight"), std::nullopt);
-  EXPECT_EQ(layer_of("lm_head.weight"), std::nullopt);
 }
 
 }  // namespace
