@@ -137,15 +137,21 @@ TEST(Opening, OverGlooKnowsWhoDoesNotCome) {
 // nothing that their meeting has left in the store for an address.
 TEST(Opening, OverGlooWaitsForRanksThatAreLateAfterAllHaveMet) {
   const auto store = Store::in_memory();
+  std::array<std::atomic<bool>, 3> waits{};
   std::vector<std::future<bool>> ranks;
   for (const int self : {0, 1, 2}) {
-    ranks.push_back(std::async(std::launch::async, [store, self] {
+    ranks.push_back(std::async(std::launch::async, [store, self, &waits] {
       const auto abort_flag = std::make_shared<AbortFlag>();
       GlooDevice device(LaunchEnvironment{});
       store->meet("group", self, {0, 1, 2}, milliseconds(60000), *abort_flag);
-      std::this_thread::sleep_for(milliseconds(100) * (2 - self));
+      // Each comes when the next one waits for those before it.
+      if (self < 2) waits.at(self + 1).wait(false);
       const auto group = connect_all(*store, device, {"group", self, 3, milliseconds(60000)},
-                                     abort_flag, [](int) {});
+                                     abort_flag, [&](int rank) {
+                                       if (rank < 0) return;
+                                       waits.at(self) = true;
+                                       waits.at(self).notify_all();
+                                     });
       // Who leaves closes connections that others still wait for.
       store->meet("connected", self, {0, 1, 2}, milliseconds(60000), *abort_flag);
       return group != nullptr;
