@@ -27,7 +27,7 @@
 #include "comm/group.h"
 #include "io/checkpoint_folder.h"
 #include "io/checkpoint_store.h"
-#include "train/checkpoint/resume.h"
+#include "train/resume/resume.h"
 
 namespace {
 

@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""What PyTorch's FSDP2 answers to the programs of tests/dist/fsdp_{backward,in_place,dropped,recompute}_test.cpp.
+"""What PyTorch's FSDP2 answers to the programs of tests/dist/fsdp_*_test.cpp (backward, in_place, dropped, recompute,
+parameters, outliving).
 
-    bench/fsdp2_answers.py [--ranks N]     (needs ./test's packages; two minutes)
+    bench/fsdp2_answers.py [--ranks N]     (needs ./test's packages; three minutes)
 
-Each program runs on N Gloo ranks of its own, beside the same module unsharded whose gradients are averaged
-over the ranks. Prints one line a program: the largest difference over the largest gradient, the error, or that
-it hung for a minute.
+Each program runs on N Gloo ranks of its own, beside the same module unsharded whose gradients (or parameters, of a
+program that returns these) are averaged over the ranks. Prints one line a program: the largest difference over the
+largest value, the error, or that it hung for a minute.
 """
 
 import argparse
 import datetime
+import gc
 import multiprocessing as mp
 import os
 import socket
@@ -45,6 +47,28 @@ class InPlace(nn.Module):
         return self.linear(x.relu_())
 
 
+class InPlaceOfAView(InPlace):
+    def forward(self, x):
+        x.narrow(1, 0, 2).mul_(2.0)
+        return self.linear(x)
+
+
+class Keeping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        self.kept = self.linear(x)
+        return self.kept
+
+
+class Hooked(Cell):
+    def __init__(self):
+        super().__init__()
+        self.linear.weight.register_hook(lambda grad: grad * 2)
+
+
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()
@@ -56,9 +80,9 @@ class Branches(nn.Module):
 
 
 class Residual(nn.Module):
-    def __init__(self):
+    def __init__(self, block=InPlace):
         super().__init__()
-        self.first, self.block = nn.Linear(WIDTH, WIDTH), InPlace()
+        self.first, self.block = nn.Linear(WIDTH, WIDTH), block()
 
     def forward(self, x):
         y = self.first(x)
@@ -76,8 +100,14 @@ def retained(model, rank):
     model(h1).square().sum().backward()
 
 
-def in_place(model, rank):
+def plain_step(model, rank):
     model(data(rank, 0)).square().sum().backward()
+
+
+def change_of_a_kept_result(model, rank):
+    y = model(data(rank, 0))
+    y.mul_(2.0)
+    (y.square().sum() + model.kept.square().sum()).backward()
 
 
 def grad_through_checkpoint(model, rank):
@@ -110,24 +140,62 @@ def dropped_forward(model, rank):
     loss.backward()
 
 
+def of_both(both):
+    return sum(one.square().sum() for one in both)
+
+
+# These take the model out of the list, which holds it alone.
+def optimizer_outlives(models, rank):
+    model = models.pop()
+    values = dict(model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    of_both(model(data(rank, 0))).backward()
+    del model
+    gc.collect()
+    optimizer.step()
+    return values
+
+
+def inner_outlives(models, rank):
+    model = models.pop()
+    inner = model.left
+    of_both(model(data(rank, 0))).backward()
+    model.zero_grad()
+    del model
+    gc.collect()
+    inner(data(rank, 1)).square().sum().backward()
+    return {name: parameter.grad for name, parameter in inner.named_parameters()}
+
+
 PROGRAMS = {
     "a backward over a retained forward and a newer one": (Cell, retained),
-    "a block that changes its argument in place": (Residual, in_place),
+    "a block that changes its argument in place": (Residual, plain_step),
+    "a block that changes a view of its argument": (lambda: Residual(InPlaceOfAView), plain_step),
+    "a kept result that its caller changes in place": (Keeping, change_of_a_kept_result),
     "autograd.grad through a checkpoint": (Cell, grad_through_checkpoint),
+    "a hook on a parameter before sharding": (Hooked, plain_step),
     "a dropped branch, two forwards, two backwards": (Branches, dropped_two_backwards),
     "a dropped branch, two forwards, one backward": (Branches, dropped_one_backward),
     "a forward that one rank does not use": (Branches, dropped_forward),
+    "an optimizer that outlives its model": (Branches, optimizer_outlives),
+    "an inner module that outlives the outer one": (Branches, inner_outlives),
 }
+OUTLIVING = (optimizer_outlives, inner_outlives)
 
 
 def gradients(model):
-    result = {}
-    for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        if grad is None:
-            grad = torch.zeros(parameter.shape)
-        result[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-    return result
+    return {name: torch.zeros(parameter.shape) if parameter.grad is None else parameter.grad
+            for name, parameter in model.named_parameters()}
+
+
+def run_once(program, models, rank):
+    if program in OUTLIVING:
+        found = program(models, rank)
+    else:
+        program(models[0], rank)
+        found = gradients(models[0])
+    return {name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().double()
+            for name, value in found.items()}
 
 
 def say(answers, text):
@@ -144,13 +212,17 @@ def run(rank, ranks, port, name, answers):
     for other in range(ranks):
         torch.manual_seed(7)
         plain = make().double()
+        for module in plain.modules():
+            module.register_forward_pre_hook(lambda _, inputs: tuple(x.double() for x in inputs))
+        models = [plain]
+        del plain
         try:
-            program(lambda x, plain=plain: plain(x.double()), other)
+            found = run_once(program, models, other)
         except RuntimeError as error:
             if rank == 0:
                 say(answers, f"unsharded: {error}")
             os._exit(0)  # without waiting for ranks that hang
-        for key, value in gradients(plain).items():
+        for key, value in found.items():
             expected[key] = expected.get(key, 0) + value / ranks
     torch.manual_seed(7)
     model = make()
@@ -158,12 +230,13 @@ def run(rank, ranks, port, name, answers):
         if not isinstance(child, nn.Linear):
             fully_shard(child, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    models = [model]
+    del model
     try:
-        for step in range(2):
-            model.zero_grad()
-            program(model, rank)
-            found = gradients(model)
-            worst = max(float((found[key].double() - value).abs().max() / (value.abs().max() + 1e-30))
+        for step in range(1 if program in OUTLIVING else 2):
+            models[0].zero_grad()
+            found = run_once(program, models, rank)
+            worst = max(float((found[key] - value).abs().max() / (value.abs().max() + 1e-30))
                         for key, value in expected.items())
             if rank == 0:
                 say(answers, f"step {step}: {worst:.1e} off")

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Checks the C++ files: floors and their rooms, and what they include: purity, narrow torch headers.
+"""Checks the C++ files: floors and their rooms, what they include (purity, narrow torch headers), and
+that a message stands in one place.
 
 The order of the floors is read from src/CMakeLists.txt, which sources are pure from the PURE lists
 of src/*/CMakeLists.txt. Prints one line for each fault; exit code 1 if there is any.
@@ -14,8 +15,9 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 TORCH = ("torch/", "ATen/", "c10/", "caffe2/")
 # Folders of a floor, lowest first; what lies in none of them is above all.
 ROOMS = {
+    "base": ("text",),
     "fsdp": ("agreed", "runtime", "optim"),
-    "train": ("config", "data", "report", "hf", "checkpoint"),
+    "train": ("config", "data", "report", "hf", "resume"),
 }
 # Public headers without a source of their name: the floor whose sources they declare, or the lowest
 # that uses them.
@@ -30,6 +32,8 @@ HOME = {
 }
 # Where a file is named after what it is a part of: a command, or a kernel.
 NAMED_AFTER_OTHERS = ("cli", "kernels")
+LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+SENTENCE = 38  # characters of a literal that is a message, or the better part of one
 MOST_FILES = 32  # in a folder: some 25 are a room, more are two
 WIDE = ("torch/torch.h", "torch/extension.h", "torch/all.h")
 
@@ -102,6 +106,22 @@ def check_rooms(fault):
             fault(folder, 1, f"found {count} files, expected at most {MOST_FILES}: two rooms")
 
 
+def check_messages(fault):
+    """What a person reads has one owner: a sentence that stands twice is changed once."""
+    first = {}
+    for path in sorted(p for top in ("src", "include") for p in (ROOT / top).rglob("*")):
+        if path.suffix not in (".cpp", ".h"):
+            continue
+        text = re.sub(r"(?m)^\s*//.*$", "", path.read_text())
+        for found in re.finditer(rf"{LITERAL.pattern}(?:\s*{LITERAL.pattern})*", text):
+            message = "".join(part[1:-1] for part in LITERAL.findall(found.group()))
+            line = text.count("\n", 0, found.start()) + 1
+            place = f"{path.relative_to(ROOT)}:{line}"
+            other = first.setdefault(message, place) if len(message) >= SENTENCE else place
+            if other != place:
+                fault(path, line, f"found the message of {other}, expected it in one place: {message}")
+
+
 def main():
     order = {name: height for height, name in enumerate(floors())}
     # A public header belongs to the floor that has a source of its name.
@@ -118,6 +138,7 @@ def main():
         if path.stem not in home:
             fault(path, 1, "belongs to no floor: no source has its name, and HOME in this script does not say")
     check_rooms(fault)
+    check_messages(fault)
 
     def floor_of(name):
         top, _, rest = name.partition("/")

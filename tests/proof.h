@@ -1,22 +1,55 @@
 // Two sizes of one proof: ./test runs a seeded, pairwise part of a product of cases, scripts/full
-// NAME all of it. Next: pairwise.h.
+// NAME all of it, in one sitting or in several. Next: pairwise.h.
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
+#include <string>
 #include <vector>
 
 #include "base/environment.h"
 #include "pairwise.h"
+#include "tessera/error.h"
 
 namespace tessera::test {
 
 /// TESSERA_FULL=1, which scripts/full sets.
 inline bool full_proof() { return base::environment_switch("TESSERA_FULL"); }
 
+/// One sitting of a proof of hours: of the cases that the whole has, every `count`th from the
+/// `number`th on.
+struct Part {
+  std::size_t number = 1, count = 1;
+
+  /// "K/N". Errors: kUsage, unless 1 <= K <= N.
+  static Part parse(const std::string& text) {
+    Part part;
+    int read = 0;
+    const int found = std::sscanf(text.c_str(), "%zu/%zu%n", &part.number, &part.count, &read);
+    TESSERA_CHECK(found == 2 && static_cast<std::size_t>(read) == text.size() && part.number >= 1 &&
+                      part.number <= part.count,
+                  ErrorKind::kUsage, "TESSERA_PART: found '", text,
+                  "', expected K/N with 1 <= K <= N, such as 2/11");
+    return part;
+  }
+  std::vector<Choice> of(const std::vector<Choice>& whole) const {
+    std::vector<Choice> some;
+    for (std::size_t i = number - 1; i < whole.size(); i += count) some.push_back(whole[i]);
+    return some;
+  }
+};
+
+/// TESSERA_PART, which scripts/full NAME --part sets; else the whole.
+inline Part part_of_proof() {
+  const auto text = base::environment_variable("TESSERA_PART");
+  return text ? Part::parse(*text) : Part{};
+}
+
 /// The choices that this run goes through.
 inline std::vector<Choice> cases(const std::vector<std::size_t>& sizes, const IsValid& is_valid,
                                  std::uint32_t seed) {
-  return full_proof() ? product(sizes, is_valid) : pairwise(sizes, is_valid, seed);
+  return full_proof() ? part_of_proof().of(product(sizes, is_valid))
+                      : pairwise(sizes, is_valid, seed);
 }
 
 }  // namespace tessera::test

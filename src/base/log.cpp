@@ -12,7 +12,7 @@
 
 #include "base/appended_file.h"
 #include "base/mutex.h"
-#include "base/printable.h"
+#include "base/text/printable.h"
 
 namespace tessera::log {
 namespace {

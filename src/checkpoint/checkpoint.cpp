@@ -11,9 +11,9 @@
 #include <variant>
 #include <vector>
 
-#include "base/json_reader.h"
 #include "base/log.h"
-#include "base/printable.h"
+#include "base/text/json_reader.h"
+#include "base/text/printable.h"
 #include "checkpoint/loader.h"
 #include "checkpoint/saver.h"
 #include "comm/group.h"
@@ -92,8 +92,7 @@ std::vector<Option> options_in(const std::string& lines) {
 std::string around(std::string_view text, std::size_t at) {
   constexpr std::size_t kBefore = 40;
   constexpr std::size_t kMost = 120;
-  std::size_t begin = at > kBefore ? at - kBefore : 0;
-  while (begin > 0 && (static_cast<unsigned char>(text[begin]) & 0xC0U) == 0x80U) --begin;
+  const std::size_t begin = at > kBefore ? character_begin(text, at - kBefore) : 0;
   return concat(begin > 0 ? "..." : "", printable(text.substr(begin), kMost));
 }
 

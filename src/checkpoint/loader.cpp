@@ -8,7 +8,7 @@
 #include <set>
 
 #include "base/log.h"
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "checkpoint/snapshot.h"
 #include "comm/group.h"
 #include "grad/torch_dtype.h"

@@ -1,6 +1,6 @@
 // Reading a checkpoint into shards and optimizer state, on any layout: each rank reads the ranges
 // that it owns, out of whatever pieces hold them. Nothing here knows which checkpoint is meant, nor
-// of what run it has to be: train/checkpoint/resume.h and tessera/checkpoint.h do. Next: saver.h
+// of what run it has to be: train/resume/resume.h and tessera/checkpoint.h do. Next: saver.h
 // writes them.
 #pragma once
 

@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "base/log.h"
-#include "base/printable.h"
 #include "base/test_hooks.h"
+#include "base/text/printable.h"
 #include "checkpoint/snapshot.h"
 #include "comm/group.h"
 #include "io/checkpoint_folder.h"

@@ -9,7 +9,7 @@
 #include <string_view>
 #include <system_error>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "tessera/error.h"
 #include "train/config/config_keys.h"
 
@@ -91,12 +91,12 @@ void add_train(::CLI::App& app, TrainArguments& train, const std::string& keys) 
   verb->footer(keys);
 }
 
+constexpr const char* kModelFolder = "Hugging Face folder, or checkpoint/step-N of a run.";
+
 void add_gradients(::CLI::App& app, GradientsArguments& gradients, const std::string& keys) {
   ::CLI::App* verb = app.add_subcommand(
       "gradients", "Loss and every parameter's gradient for one batch, under any layout.");
-  verb->add_option("--model", gradients.model,
-                   "Hugging Face folder, or checkpoint/step-N of a run.")
-      ->required();
+  verb->add_option("--model", gradients.model, kModelFolder)->required();
   verb->add_option("--batch", gradients.batch, ".safetensors with input_ids and labels [B,T].")
       ->required();
   verb->add_option("--out", gradients.out, ".safetensors to write.")->required();
@@ -152,8 +152,7 @@ void add_generate(::CLI::App& app, GenerateArguments& generate) {
       "generate",
       "Tokens after a prompt: only the new ones are printed, text after --prompt, ids "
       "after --prompt-tokens.");
-  verb->add_option("--model", generate.model, "Hugging Face folder, or checkpoint/step-N of a run.")
-      ->required();
+  verb->add_option("--model", generate.model, kModelFolder)->required();
   ::CLI::Option* text = verb->add_option(
       "--prompt", generate.prompt,
       "Text, for models trained on bytes; \"\" stands for the beginning of a document.");

@@ -1,6 +1,6 @@
 #include <iostream>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "cli/arguments.h"
 #include "cli/program_end.h"
 #include "io/atomic_file.h"

@@ -5,7 +5,7 @@
 #include <iostream>
 
 #include "base/mapped_file.h"
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "cli/arguments.h"
 #include "cli/program_end.h"
 #include "io/folder.h"

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "cli/arguments.h"
 #include "cli/contract_text.h"
 #include "cli/program_end.h"
@@ -19,8 +19,8 @@
 #include "train/config/config_resolve.h"
 #include "train/expert_balance.h"
 #include "train/parallelize.h"
-#include "train/pipeline_memory.h"
-#include "train/pipeline_plan.h"
+#include "train/pipeline/pipeline_memory.h"
+#include "train/pipeline/pipeline_plan.h"
 #include "train/plan_of_run.h"
 #include "train/rank_memory.h"
 
@@ -258,19 +258,23 @@ void print_contract(const Planned& planned, Layers layers) {
             << "\n\n";
 }
 
+/// `step`: what `traffic` is of.
+void print_plan(const layout::ModelPlan& plan, Layers layers, const layout::Traffic& traffic,
+                std::string_view step) {
+  std::cout << plan.units.size() << " units over " << plan.options.ranks
+            << " rank(s), parameters begin at multiples of " << plan.options.alignment_bytes
+            << " B, plan hash " << layout::hash(plan) << "\n"
+            << plan_text(plan, layers) << "a rank keeps " << size_text(kept_bytes(plan))
+            << " of parameters and sends, in " << step << ", " << size_text(traffic.gathers)
+            << " in gathers and " << size_text(traffic.reductions) << " in reductions\n";
+}
+
 void print_pipeline(const Planned::Pipelined& pipelined, Layers layers) {
   std::cout << to_string(pipelined.plan) << "\nplan hash " << pipelined.plan_hash() << "\n";
   for (std::size_t rank = 0; rank < pipelined.ranks.size(); ++rank) {
     const train::RankPlan& of_rank = pipelined.ranks[rank];
-    const layout::Traffic traffic = pipelined.traffic(of_rank);
-    std::cout << "\npp " << rank << ": " << of_rank.plan.units.size() << " units over "
-              << of_rank.plan.options.ranks << " rank(s), parameters begin at multiples of "
-              << of_rank.plan.options.alignment_bytes << " B, plan hash "
-              << layout::hash(of_rank.plan) << "\n"
-              << plan_text(of_rank.plan, layers) << "a rank keeps "
-              << size_text(kept_bytes(of_rank.plan)) << " of parameters and sends, in a step, "
-              << size_text(traffic.gathers) << " in gathers and " << size_text(traffic.reductions)
-              << " in reductions\n";
+    std::cout << "\npp " << rank << ": ";
+    print_plan(of_rank.plan, layers, pipelined.traffic(of_rank), "a step");
   }
   std::cout << "\n" << to_string(pipelined.memory);
 }
@@ -278,16 +282,8 @@ void print_pipeline(const Planned::Pipelined& pipelined, Layers layers) {
 void print_text(const Planned& planned, Layers layers) {
   print_contract(planned, layers);
   if (planned.pipelined) return print_pipeline(*planned.pipelined, layers);
-  const layout::Traffic traffic = planned.traffic();
-  std::cout << planned.plan.units.size() << " units over " << planned.plan.options.ranks
-            << " rank(s), parameters begin at multiples of " << planned.plan.options.alignment_bytes
-            << " B, plan hash " << layout::hash(planned.plan) << "\n"
-            << plan_text(planned.plan, layers) << "a rank keeps "
-            << size_text(kept_bytes(planned.plan))
-            << " of parameters and sends, in a step of one micro-batch, "
-            << size_text(traffic.gathers) << " in gathers and " << size_text(traffic.reductions)
-            << " in reductions\n\n"
-            << to_string(planned.memory);
+  print_plan(planned.plan, layers, planned.traffic(), "a step of one micro-batch");
+  std::cout << "\n" << to_string(planned.memory);
 }
 
 Json json_of(const ReductionPlan& reductions) {

@@ -10,7 +10,7 @@
 #include <iostream>
 
 #include "base/log.h"
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "tessera/error.h"
 #include "train/report/checks.h"
 

@@ -9,7 +9,7 @@
 #include <string>
 
 #include "base/mapped_file.h"
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "cli/arguments.h"
 #include "cli/program_end.h"
 #include "io/atomic_file.h"

@@ -17,7 +17,7 @@
 
 #include "base/environment.h"
 #include "base/log.h"
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "comm/process_world.h"
 #include "launch/abort_flag.h"
 #include "launch/bounded_calls.h"
@@ -194,7 +194,7 @@ void report_failure(World* world, const std::exception& error, int code) {
   keep_in_log(record);  // a store that is gone may take a second to say so
   auto* const process_world = dynamic_cast<ProcessWorld*>(world);
   int first_code = code;  // of the rank that was first in trouble
-  if (dynamic_cast<const PeerLost*>(&error) != nullptr) {
+  if (dynamic_cast<const LostRank*>(&error) != nullptr) {
     record.what = FailureClass::kNoticed;
     const auto cause = process_world != nullptr ? process_world->failure_behind() : std::nullopt;
     if (cause) {

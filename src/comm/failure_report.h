@@ -25,7 +25,7 @@ void refuse_once(const std::exception& error, int code, const std::function<void
 
 /// Prints "rank R: what" on stderr, in one line, tells own spawn's parent and the other ranks, and
 /// leaves by _exit(code). `world` may be null (the rank failed before it joined). An error that
-/// only noticed another rank's failure (PeerLost) is printed with that failure where it is known;
+/// only noticed another rank's failure (LostRank) is printed with that failure where it is known;
 /// one that another rank has announced word for word is not printed again.
 [[noreturn]] void report_failure(World* world, const std::exception& error, int code);
 

@@ -48,7 +48,10 @@ class TracedMessage {
     trace_->add(std::move(span_));
   }
   void waited_since(TraceClock::time_point begin) {
-    trace_->add({TraceRow::kWaits, span_.name, begin, TraceClock::now(), {}});
+    const auto end = TraceClock::now();
+    trace_->add({TraceRow::kWaits, span_.name, begin, end, {}});
+    const std::chrono::duration<double, std::milli> waited = end - begin;
+    span_.arguments.emplace_back("waited_ms", waited.count());
     ended();
   }
 
@@ -76,8 +79,8 @@ void require_no_mail(const Mail* mail, const std::string& group) {
                     ": found a collective, expected messages only");
 }
 
-PeerLost lost_in_recovery(const Letter& letter) {
-  return PeerLost(concat(to_string(letter), ": lost when the World was recovered"));
+LostRank lost_in_recovery(const Letter& letter) {
+  return LostRank(concat(to_string(letter), ": lost when the World was recovered"));
 }
 
 std::string waited_in_vain(const Letter& letter, std::chrono::milliseconds time, int rank,
@@ -92,14 +95,14 @@ Transfer::Transfer(std::shared_ptr<AbortFlag> abort_flag) : abort_flag_(std::mov
 
 Transfer::~Transfer() = default;
 
-void Transfer::keep_suspicion(const PeerLost& error) const { abort_flag_->suspect(error.what()); }
+void Transfer::keep_suspicion(const LostRank& error) const { abort_flag_->suspect(error.what()); }
 
 void Transfer::wait() {
   RECORD_USER_SCOPE("tessera::wait");
   const auto begin = traced_ ? TraceClock::now() : TraceClock::time_point();
   try {
     finish();
-  } catch (const PeerLost& error) {
+  } catch (const LostRank& error) {
     keep_suspicion(error);
     throw;
   }
@@ -109,7 +112,7 @@ void Transfer::wait() {
 bool Transfer::done() {
   try {
     if (!poll()) return false;
-  } catch (const PeerLost& error) {
+  } catch (const LostRank& error) {
     keep_suspicion(error);
     throw;
   }

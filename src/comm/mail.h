@@ -72,7 +72,7 @@ class Transfer {
   Transfer& operator=(const Transfer&) = delete;
 
   /// Until what was received is here, or what was sent may be overwritten. Errors: kComm that names
-  /// the message, the other rank and what has become of it: PeerLost when it is lost, stalled, or
+  /// the message, the other rank and what has become of it: LostRank when it is lost, stalled, or
   /// has aborted the World, within the World's timeout; kComm when the ends differ.
   void wait();
   /// Whether it is through; never blocks. A yes may come a little late: over Gloo a thread finds
@@ -87,7 +87,7 @@ class Transfer {
 
  private:
   friend class Mail;
-  void keep_suspicion(const PeerLost& error) const;
+  void keep_suspicion(const LostRank& error) const;
 
   const std::shared_ptr<AbortFlag> abort_flag_;
   std::unique_ptr<TracedMessage> traced_;  // null: nobody looks, or it has ended
@@ -138,7 +138,7 @@ class Mail {
 /// What each backend refuses alike. Errors: kInternal for a collective of a group that has Mail.
 void require_no_mail(const Mail* mail, const std::string& group);
 /// Of a letter under way when the World recovered.
-PeerLost lost_in_recovery(const Letter& letter);
+LostRank lost_in_recovery(const Letter& letter);
 /// Of a wait that has ended: "LETTER: waited 100 s for rank 2; ...".
 std::string waited_in_vain(const Letter& letter, std::chrono::milliseconds time, int rank,
                            const Patience& patience);

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <exception>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "comm/failure_report.h"
 #include "comm/queue.h"
 #include "launch/bounded_calls.h"
@@ -71,7 +71,7 @@ FailureWatch::Actions ProcessWorld::watch_actions() {
     }
     leave_after(*this, cause);
   };
-  actions.lost = [this](const std::string& why) { report_failure(this, PeerLost(why), 1); };
+  actions.lost = [this](const std::string& why) { report_failure(this, LostRank(why), 1); };
   actions.disagree = [this](const std::string& why, int epoch) {
     if (epoch != epoch_) return;  // recovered in the meantime
     report_failure(this, Error(ErrorKind::kComm, why), 1);
@@ -108,7 +108,7 @@ void ProcessWorld::wait_for_the_last(const std::string& key) {
   for (;;) {
     try {
       return store_->meet(key, rank_, everyone_, kLeavePatience, *state_->abort_flag);
-    } catch (const PeerLost&) {
+    } catch (const LostRank&) {
       if (aborted() || !missing_are_alive(key, beats)) throw;
     }
   }

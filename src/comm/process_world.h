@@ -97,7 +97,10 @@ class ProcessWorld : public World {
   std::shared_ptr<Store> store_;
   std::unique_ptr<FailureWatch> watch_;
   std::unique_ptr<Connections> connections_;
-  base::Mutex epoch_mutex_;  ///< held while the World is aborted and while it is repaired
+  /// Held while the World is aborted and while it is repaired: what an abort has found of the epoch
+  /// still holds when it acts. It guards no member alone: epoch_, recoveries_ and aborter_ are read
+  /// without it, too.
+  base::Mutex epoch_mutex_;
   std::atomic<int> epoch_{0};
   std::atomic<bool> store_is_silent_{false};
   /// As `by` of the first abort_here() of this epoch.

@@ -10,8 +10,8 @@
 #include <thread>
 
 #include "base/mutex.h"
-#include "base/printable.h"
 #include "base/test_hooks.h"
+#include "base/text/printable.h"
 #include "base/trace.h"
 #include "comm/batch.h"
 #include "launch/abort_flag.h"
@@ -133,7 +133,7 @@ void Pending::wait() {
     if (!state_->work) return;
     state_->abort_flag->check();
     state_->work->wait();
-  } catch (const PeerLost& error) {
+  } catch (const LostRank& error) {
     state_->abort_flag->suspect(error.what());
     throw;
   }
@@ -190,7 +190,7 @@ void IssueQueue::Impl::issue(Submission submission) {
 
 void IssueQueue::Impl::drop(std::deque<Submission> dropped) {
   if (dropped.empty()) return;
-  const auto why = std::make_exception_ptr(PeerLost(abort_flag->why()));
+  const auto why = std::make_exception_ptr(LostRank(abort_flag->why()));
   for (Submission& one : dropped) one.state->issued(nullptr, why);
 }
 

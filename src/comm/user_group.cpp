@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <array>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "comm/backends/backend.h"
 #include "comm/group.h"
 #include "comm/queue.h"

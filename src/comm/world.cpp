@@ -6,7 +6,7 @@
 #include "base/environment.h"
 #include "base/log.h"
 #include "base/parallel.h"
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "comm/backends/backend.h"
 #include "comm/batch.h"
 #include "comm/failure_report.h"

@@ -4,7 +4,7 @@
 #include <map>
 #include <set>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "grad/resolve_steps.h"
 #include "layout/local_part.h"
 #include "layout/model_plan.h"
@@ -233,6 +233,9 @@ void move_shared(Unit& ancestor, const std::vector<Unit*>& below) {
   });
 }
 
+// layout::plan_model works out the same from values, for models that nobody makes; here tensors and
+// the leaves of modules move, for units that other calls of fully_shard have laid out already. What
+// both decide by is is_small() and plan_unit(), and plans are compared (plan_of_run_test).
 void move_small(Unit& ancestor, const std::vector<Unit*>& below, std::int64_t bytes) {
   if (bytes <= 0) return;
   std::vector<std::shared_ptr<Parameter>> moved;

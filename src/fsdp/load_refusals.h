@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "tessera/error.h"
 #include "tessera/state_dict.h"
 

@@ -6,7 +6,7 @@
 #include <ranges>
 #include <set>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "comm/group.h"
 #include "fsdp/handle.h"
 #include "fsdp/load_refusals.h"

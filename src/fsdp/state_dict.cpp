@@ -5,7 +5,7 @@
 #include <map>
 #include <set>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "fsdp/load_refusals.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"

@@ -2,7 +2,7 @@
 
 #include <limits>
 
-#include "base/wildcard.h"
+#include "base/text/wildcard.h"
 #include "layout/local_part.h"
 #include "tessera/error.h"
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "base/hash.h"
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "tessera/error.h"
 
 namespace tessera {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "base/wildcard.h"
+#include "base/text/wildcard.h"
 #include "tessera/error.h"
 
 namespace tessera::grad {
@@ -105,12 +105,13 @@ void RuleBook::check_all_matched() const {
       if (matched_[index][p]) continue;
       const std::string& pattern = rules_[index].match[p];
       const std::optional<std::string> close = closest_name(pattern, names_);
-      throw Error(ErrorKind::kContract,
-                  concat(source_, " ", index + 1, ": found the pattern \"", pattern,
-                         "\", which matches none of ", tensors_,
-                         " parameters and buffers, expected at least one match",
-                         close ? concat(" (nearest name: ", *close, ")") : "",
-                         "; correct match or leave the pattern out"));
+      throw Error(
+          ErrorKind::kContract,
+          concat(unmatched(concat(source_, " ", index + 1), in_quotes(pattern),
+                           concat(", which matches none of ", tensors_, " parameters and buffers"),
+                           "at least one match"),
+                 close ? concat(" (nearest name: ", *close, ")") : "",
+                 "; correct match or leave the pattern out"));
     }
   }
 }

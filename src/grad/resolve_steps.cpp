@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "base/wildcard.h"
+#include "base/text/wildcard.h"
 #include "tessera/error.h"
 
 namespace tessera::grad {
@@ -302,9 +302,8 @@ void check_no_decay(const std::vector<std::string>& patterns,
   for (const std::string& pattern : patterns) {
     const bool any = std::ranges::any_of(
         contracts, [&](const auto* contract) { return matches(pattern, *contract); });
-    TESSERA_CHECK(any, ErrorKind::kContract, "optimizer.no_decay: found the pattern \"", pattern,
-                  "\" that matches no parameter, expected one that does; correct it or leave it "
-                  "out");
+    TESSERA_CHECK(any, ErrorKind::kContract, unmatched("optimizer.no_decay", in_quotes(pattern)),
+                  "; correct it or leave it out");
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include "base/test_hooks.h"
 #include "grad/torch_dtype.h"
+#include "kernels/kernels.h"
 #include "tessera/error.h"
 
 namespace tessera::grad {
@@ -24,23 +25,23 @@ std::string_view to_string(Source source) {
   return "unknown";
 }
 
-GradSink::Slot GradSink::slot_of(const GradContract* contract, SlotOwner* owner,
-                                 std::size_t parameter) {
-  Slot slot{contract, owner, parameter, {}};
+GradSink::Entry GradSink::entry_of(const GradContract* contract, SlotOwner* owner,
+                                   std::size_t parameter) {
+  Entry entry{contract, owner, parameter, {}};
   if (contract != nullptr && !contract->layout.axes.empty()) {
-    slot.local_shape = contract->local_shape();
+    entry.local_shape = contract->local_shape();
   }
-  return slot;
+  return entry;
 }
 
 SlotId GradSink::add(const GradContract* contract, SlotOwner* owner, std::size_t parameter) {
-  slots_.push_back(slot_of(contract, owner, parameter));
+  slots_.push_back(entry_of(contract, owner, parameter));
   return static_cast<SlotId>(slots_.size() - 1);
 }
 
 void GradSink::update(SlotId slot, const GradContract* contract, SlotOwner* owner,
                       std::size_t parameter) {
-  slots_.at(slot) = slot_of(contract, owner, parameter);
+  slots_.at(slot) = entry_of(contract, owner, parameter);
 }
 
 void GradSink::remove(SlotId id) {
@@ -52,8 +53,8 @@ void GradSink::remove(SlotId id) {
   });
 }
 
-void GradSink::check(const Slot& slot, const at::Tensor& raw, Source source) const {
-  const auto& contract = *slot.contract;
+void GradSink::check(const Entry& entry, const at::Tensor& raw, Source source) const {
+  const auto& contract = *entry.contract;
   const auto from = [&] {
     return concat("gradient of ", contract.name, " from ", to_string(source));
   };
@@ -62,7 +63,7 @@ void GradSink::check(const Slot& slot, const at::Tensor& raw, Source source) con
   TESSERA_CHECK(c10::isFloatingType(raw.scalar_type()), ErrorKind::kContract, from(),
                 ": found dtype ", c10::toString(raw.scalar_type()),
                 ", expected a real floating one");
-  const auto& expected = slot.local_shape.empty() ? contract.shape : slot.local_shape;
+  const auto& expected = entry.local_shape.empty() ? contract.shape : entry.local_shape;
   TESSERA_CHECK(raw.sizes() == c10::IntArrayRef(expected), ErrorKind::kContract, from(),
                 ": found shape ", raw.sizes(), ", expected ", c10::IntArrayRef(expected));
   TESSERA_CHECK(
@@ -77,19 +78,19 @@ void GradSink::check(const Slot& slot, const at::Tensor& raw, Source source) con
 
 void GradSink::accept(SlotId id, const at::Tensor& raw, Source source) {
   if (!raw.defined()) return;
-  const auto& slot = slots_.at(id);
-  check(slot, raw, source);
+  const auto& entry = slots_.at(id);
+  check(entry, raw, source);
   const at::NoGradGuard no_grad;
   auto value = raw;
-  if (slot.contract->grad) value = raw.to(to_scalar_type(*slot.contract->grad));
-  const auto view = slot.owner->open_slot(slot.parameter);
+  if (entry.contract->grad) value = raw.to(to_scalar_type(*entry.contract->grad));
+  const auto view = entry.owner->open_slot(entry.parameter);
   const auto target = view.slot.view(raw.sizes());
   if (view.first) {
     target.copy_(value);
   } else {
-    target.add_(value);
+    kernels::add_into(target, value);
   }
-  if (const auto hook = test_hooks::after_accept.get()) (*hook)(*slot.contract, target);
+  if (const auto hook = test_hooks::after_accept.get()) (*hook)(*entry.contract, target);
 }
 
 std::string Ticket::Promise::text() const {
@@ -98,12 +99,12 @@ std::string Ticket::Promise::text() const {
 }
 
 Ticket GradSink::promise(SlotId id, std::string layer, WeightGradGroup group) {
-  const auto& slot = slots_.at(id);
+  const auto& entry = slots_.at(id);
   Ticket ticket;
   ticket.promise_ = std::make_shared<Ticket::Promise>(
-      Ticket::Promise{this, id, slot.contract->name, std::move(layer), group});
+      Ticket::Promise{this, id, entry.contract->name, std::move(layer), group});
   open_.push_back(ticket.promise_);
-  slot.owner->tickets_changed(+1);
+  entry.owner->tickets_changed(+1);
   return ticket;
 }
 

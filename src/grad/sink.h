@@ -27,6 +27,8 @@
 
 namespace tessera::grad {
 
+/// kCaptured: of a recorded step that is replayed, which nothing does yet. It may hand in what eager
+/// autograd does; how errors name it is here so that replaying changes nothing of the sink.
 enum class Source : std::uint8_t { kEager, kDeferred, kCaptured };
 std::string_view to_string(Source source);
 
@@ -121,16 +123,16 @@ class GradSink {
   void set_store(WeightGradStore* store) { store_ = store; }
 
  private:
-  struct Slot {
+  struct Entry {
     const GradContract* contract = nullptr;
     SlotOwner* owner = nullptr;
     std::size_t parameter = 0;
     std::vector<std::int64_t> local_shape;  // empty: the contract's
   };
-  static Slot slot_of(const GradContract* contract, SlotOwner* owner, std::size_t parameter);
-  void check(const Slot& slot, const at::Tensor& raw, Source source) const;
+  static Entry entry_of(const GradContract* contract, SlotOwner* owner, std::size_t parameter);
+  void check(const Entry& entry, const at::Tensor& raw, Source source) const;
 
-  std::vector<Slot> slots_;
+  std::vector<Entry> slots_;
   std::vector<std::shared_ptr<Ticket::Promise>> open_;  // in the order of promise()
   WeightGradStore* store_ = nullptr;
 };

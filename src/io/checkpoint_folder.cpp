@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "base/mapped_file.h"
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "io/safetensors.h"
 #include "io/tensor_source.h"
 #include "tessera/error.h"

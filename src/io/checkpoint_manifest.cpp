@@ -6,7 +6,7 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -297,6 +297,9 @@ CheckpointPlan sum_of(const std::vector<CheckpointPlan>& plans) {
   return sum;
 }
 
+constexpr const char* kTooManyRanks =
+    ", which readers take; run on fewer ranks, or set checkpoint.enable = false";
+
 std::int64_t check_manifest_plan(const CheckpointManifest& about, std::int64_t ranks,
                                  const CheckpointPlan& plan) {
   // A block ends with the tensor that makes it as long as one has to be.
@@ -304,8 +307,7 @@ std::int64_t check_manifest_plan(const CheckpointManifest& about, std::int64_t r
   TESSERA_CHECK(block <= kMaxBlockBytes, ErrorKind::kConfig, "checkpoint: found a plan in which ",
                 ranks, " ranks may have ", plan.pieces,
                 " bytes of pieces of one tensor, a block of ", block, " in ", kTensorsFile,
-                ", expected at most ", kMaxBlockBytes,
-                ", which readers take; run on fewer ranks, or set checkpoint.enable = false");
+                ", expected at most ", kMaxBlockBytes, kTooManyRanks);
   const auto entry_bytes =
       std::ssize(blocks_text({{std::string(kMaxTensorNameBytes, 'x'), kLargestNumber, {}}}));
   const std::int64_t most = std::ssize(to_json(about)) + (ranks + 2) * longest_file_line() +
@@ -313,7 +315,7 @@ std::int64_t check_manifest_plan(const CheckpointManifest& about, std::int64_t r
   TESSERA_CHECK(most <= kMaxManifestBytes, ErrorKind::kConfig, "checkpoint: found a plan whose ",
                 kManifestFile, " may have ", most, " bytes for ", ranks, " ranks and ",
                 plan.tensors, " bytes of ", kTensorsFile, ", expected at most ", kMaxManifestBytes,
-                ", which readers take; run on fewer ranks, or set checkpoint.enable = false");
+                kTooManyRanks);
   return most;
 }
 

@@ -5,8 +5,8 @@
 #include <span>
 #include <tuple>
 
-#include "base/json_reader.h"
-#include "base/printable.h"
+#include "base/text/json_reader.h"
+#include "base/text/printable.h"
 #include "io/checkpoint_manifest.h"
 #include "io/folder.h"
 #include "io/safetensors_header.h"

@@ -5,7 +5,7 @@
 #include <system_error>
 
 #include "base/mapped_file.h"
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "io/atomic_file.h"
 #include "io/checkpoint_manifest.h"
 #include "io/folder.h"

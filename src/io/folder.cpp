@@ -13,7 +13,7 @@
 #include <thread>
 
 #include "base/appended_file.h"
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "tessera/error.h"
 
 namespace tessera {

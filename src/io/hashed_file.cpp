@@ -7,7 +7,7 @@
 #include <cerrno>
 #include <system_error>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "io/atomic_file.h"
 #include "tessera/error.h"
 

@@ -10,8 +10,8 @@
 #include <system_error>
 #include <utility>
 
-#include "base/json_reader.h"
-#include "base/printable.h"
+#include "base/text/json_reader.h"
+#include "base/text/printable.h"
 #include "io/folder.h"
 #include "tessera/error.h"
 

@@ -5,7 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <tuple>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "tessera/error.h"
 
 namespace tessera {

@@ -8,8 +8,8 @@
 #include <tuple>
 #include <utility>
 
-#include "base/json_reader.h"
-#include "base/printable.h"
+#include "base/text/json_reader.h"
+#include "base/text/printable.h"
 #include "tessera/error.h"
 
 namespace tessera {

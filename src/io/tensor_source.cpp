@@ -4,7 +4,7 @@
 #include <cstring>
 #include <vector>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "tessera/error.h"
 
 namespace tessera {

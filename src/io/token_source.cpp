@@ -7,8 +7,8 @@
 #include <system_error>
 #include <vector>
 
-#include "base/json_reader.h"
-#include "base/printable.h"
+#include "base/text/json_reader.h"
+#include "base/text/printable.h"
 #include "tessera/error.h"
 
 namespace tessera {

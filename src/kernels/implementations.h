@@ -32,6 +32,7 @@
   X(cross_entropy_sum_backward)      \
   X(cross_entropy_sum_backward_over) \
   X(sum_in_rank_order)               \
+  X(add_into)                        \
   X(divide_into)                     \
   X(add_powers)                      \
   X(join_master)                     \

@@ -169,6 +169,10 @@ void sum_in_rank_order(at::TensorList addends, const at::Tensor& result, bool ad
   (on_cpu(result) ? cpu::sum_in_rank_order : aten::sum_in_rank_order)(addends, result, adds);
 }
 
+void add_into(const at::Tensor& result, const at::Tensor& addend) {
+  (on_cpu(result) ? cpu::add_into : aten::add_into)(result, addend);
+}
+
 void divide_into(const at::Tensor& result, const at::Tensor& sum, double factor) {
   (on_cpu(result) ? cpu::divide_into : aten::divide_into)(result, sum, factor);
 }

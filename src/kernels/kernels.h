@@ -7,7 +7,8 @@
 // gradient come in pairs, which the layers join. What a function writes beside its results is named
 // by a line "Writes:" and is contiguous; what has no such line reads its arguments only. Where a
 // tensor may be missing it is optional. Short symbols: B rows, T positions, G key/value heads, R
-// query heads of each, H = G*R, D head_dim, K columns, V vocabulary. Next: implementations.h.
+// query heads of each, H = G*R, D head_dim, K columns, V vocabulary. Next: implementations.h;
+// host_sum.h for memory that is no tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -138,17 +139,11 @@ bool can_sum(at::ScalarType from, at::ScalarType to);
 /// widened to the result's dtype first. An addend may be the result itself where it does not add.
 /// Writes: result.
 void sum_in_rank_order(at::TensorList addends, const at::Tensor& result, bool adds);
-/// Memory of this process, tensor or not: where what a wire brought is added up.
-struct HostSum {
-  void* data = nullptr;
-  at::ScalarType dtype = at::ScalarType::Float;
-  std::int64_t numel = 0;
-  bool adds = false;
-};
-/// The same sum in one pass over all addends, without a temporary. `addends` holds at least one
-/// pointer to result.numel values of dtype `from`. Writes: what result.data points to.
-void sum_host_memory(const std::vector<const void*>& addends, at::ScalarType from,
-                     const HostSum& result);
+/// result += addend, of one shape, each value widened to the result's dtype first; of a wider
+/// addend the sum is rounded. In cpu/ a contiguous addend that is narrower takes one pass, where
+/// ATen makes a copy of it in the result's dtype.
+/// Writes: result.
+void add_into(const at::Tensor& result, const at::Tensor& addend);
 
 /// result = sum / factor, formed in fp64 and rounded once, to result's dtype (fp64 sums: the
 /// quotient is one of fp64 first); `result` may be `sum` itself. Both contiguous, of the same size,

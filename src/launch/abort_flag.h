@@ -61,9 +61,9 @@ inline std::string in_seconds(std::chrono::milliseconds time) {
 
 /// A failure that began on another rank (it died, stalled, or said so): this rank's error only says
 /// that it noticed. Own spawn prefers any other error when it looks for the culprit.
-class PeerLost : public Error {
+class LostRank : public Error {
  public:
-  explicit PeerLost(const std::string& message) : Error(ErrorKind::kComm, message) {}
+  explicit LostRank(const std::string& message) : Error(ErrorKind::kComm, message) {}
 };
 
 /// Threads: any.
@@ -101,10 +101,10 @@ class AbortFlag {
     const base::Lock lock(mutex_);
     return why_;
   }
-  /// Errors: PeerLost (kComm) when marked.
+  /// Errors: LostRank (kComm) when marked.
   void check() const {
     if (is_set()) [[unlikely]]
-      throw PeerLost(why());
+      throw LostRank(why());
   }
 
   Patience patience;

@@ -29,7 +29,7 @@ namespace tessera::comm {
 std::vector<int> neighbours(std::vector<int> ranks, int self);
 
 /// Those of `ranks` whose watches give no sign of life for `time`. Waits for as long. Errors:
-/// PeerLost when the store does not answer.
+/// LostRank when the store does not answer.
 std::vector<int> silent_ranks(Store& store, const std::vector<int>& ranks,
                               std::chrono::milliseconds time);
 

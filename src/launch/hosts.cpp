@@ -18,7 +18,7 @@
 #include <thread>
 #include <utility>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "launch/launch_environment.h"
 #include "tessera/error.h"
 

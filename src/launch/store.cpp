@@ -9,7 +9,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "base/environment.h"
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "launch/hosts.h"
 #include "launch/peer_watch.h"
 #include "tessera/error.h"
@@ -110,7 +110,7 @@ class PolledStore final : public c10d::Store {
   }
 
   void wait(const Keys& keys) override { wait(keys, getTimeout()); }
-  /// Errors: PeerLost when the World is aborted or the time is up.
+  /// Errors: LostRank when the World is aborted or the time is up.
   void wait(const Keys& keys, const std::chrono::milliseconds& timeout) override {
     const auto deadline = std::chrono::steady_clock::now() + timeout;
     for (std::size_t there = 0; there < keys.size() && !store_->check(keys); ++there) {
@@ -142,9 +142,9 @@ class PolledStore final : public c10d::Store {
     auto pause = kFirstPause;
     while (!store_->check({key})) {
       abort_flag_->check();
-      if (abort_flag_->marks() != marks_) throw PeerLost("store: the wait was before a recovery");
+      if (abort_flag_->marks() != marks_) throw LostRank("store: the wait was before a recovery");
       if (std::chrono::steady_clock::now() > deadline) {
-        throw PeerLost(concat("store: no ", key, " within ", in_seconds(timeout)));
+        throw LostRank(concat("store: no ", key, " within ", in_seconds(timeout)));
       }
       std::this_thread::sleep_for(pause);
       pause = std::min(2 * pause, longest_pause_);
@@ -186,9 +186,9 @@ auto Store::call(const std::string& what, Operation operation) const {
     if (!calls_) return on_store();
     if (auto answer = calls_->run(on_store, answers_within_)) return *std::move(answer);
   } catch (const std::exception& error) {
-    throw PeerLost(concat("store: ", what, ": ", one_line(error.what()), " (", server_, ")"));
+    throw LostRank(concat("store: ", what, ": ", one_line(error.what()), " (", server_, ")"));
   }
-  throw PeerLost(concat(no_answer(server_, answers_within_), " (", what, ")"));
+  throw LostRank(concat(no_answer(server_, answers_within_), " (", what, ")"));
 }
 
 Store::Store(c10::intrusive_ptr<c10d::Store> store, std::string server,
@@ -233,9 +233,9 @@ std::shared_ptr<Store> Store::connect(const LaunchEnvironment& launch,
     const std::string why = one_line(error.what());
     TESSERA_CHECK(!options.isServer, ErrorKind::kComm, "store: cannot serve as ", server, ": ",
                   why);
-    throw PeerLost(concat("store: cannot reach ", server, ": ", why));
+    throw LostRank(concat("store: cannot reach ", server, ": ", why));
   }
-  if (!tcp) throw PeerLost(no_answer(server, timeout));
+  if (!tcp) throw LostRank(no_answer(server, timeout));
   std::shared_ptr<Store> store(
       new Store(c10::make_intrusive<c10d::PrefixStore>(launch.store_prefix, *tcp), server, timeout,
                 answers_within, launch.world_size));
@@ -325,7 +325,7 @@ void Store::meet(const std::string& key, int self, const std::vector<int>& membe
       for (const int index : absent.members) {
         ranks.push_back(members[static_cast<std::size_t>(index)]);
       }
-      throw PeerLost(concat(key, ": rank ", joined(ranks), absent.and_more ? " and others" : "",
+      throw LostRank(concat(key, ": rank ", joined(ranks), absent.and_more ? " and others" : "",
                             " of ", size, " did not come within ", in_seconds(timeout),
                             abort_flag.patience.works_of(ranks)));
     }

@@ -24,7 +24,7 @@
 namespace tessera::comm {
 
 /// Threads: any; calls through one Store take turns (give a thread that polls a connection of its
-/// own). Errors of every call: PeerLost when the server has gone, or gives no answer in time.
+/// own). Errors of every call: LostRank when the server has gone, or gives no answer in time.
 class Store {
  public:
   /// The store of ranks that are threads. `timeout`: as connect()'s, in for_group().
@@ -60,7 +60,7 @@ class Store {
   /// Indices of those who have not come; a bounded number of requests.
   Missing missing(const std::string& key, int members);
   /// Arrives, and returns once all of `members` have. Errors: kComm naming the ranks that did not
-  /// come within `timeout`; PeerLost as soon as `abort_flag` is marked.
+  /// come within `timeout`; LostRank as soon as `abort_flag` is marked.
   void meet(const std::string& key, int self, const std::vector<int>& members,
             std::chrono::milliseconds timeout, const AbortFlag& abort_flag);
 
@@ -78,7 +78,7 @@ class Store {
   Store(c10::intrusive_ptr<c10d::Store> store, std::string server,
         std::chrono::milliseconds timeout, std::chrono::milliseconds answers_within, int ranks);
   bool is_set(const std::string& key);
-  /// Runs `operation` on the c10d store; whatever it throws becomes PeerLost.
+  /// Runs `operation` on the c10d store; whatever it throws becomes LostRank.
   template <class Operation>
   auto call(const std::string& what, Operation operation) const;
 

@@ -46,6 +46,8 @@ bool is_small(const BucketPlan& bucket, std::int64_t merge_below_bytes) {
   return !bucket.key.replicated && gathered_bytes(bucket) < merge_below_bytes;
 }
 
+// fsdp/contracts.cpp (move_small) does the same to tensors, from units that are laid out already: a
+// plan alone would not say which leaves of which modules move with them.
 ModelPlan plan_model(const UnitItems& outermost, const std::vector<UnitItems>& inner,
                      const PlanOptions& options, std::int64_t merge_below_bytes) {
   const auto all = [](const BucketPlan&) { return true; };

@@ -6,8 +6,8 @@
 #include <optional>
 #include <set>
 
-#include "base/printable.h"
-#include "base/wildcard.h"
+#include "base/text/printable.h"
+#include "base/text/wildcard.h"
 #include "models/description.h"
 #include "models/language_model.h"
 #include "nn/linear.h"
@@ -59,8 +59,8 @@ bool matches_end(const std::string& pattern, const std::string& layer) {
                                  const std::vector<ParameterSpec>& table) {
   const auto found = [&](const std::string& what) {
     return Error(ErrorKind::kConfig,
-                 concat("lora.targets: found the pattern ", printable(pattern), ", which matches ",
-                        what, ", expected linear layers, as \"q_proj\""));
+                 unmatched("lora.targets", printable(pattern), concat(", which matches ", what),
+                           "linear layers, as \"q_proj\""));
   };
   for (const ParameterSpec& row : table) {
     const auto layer = linear_layer(row);
@@ -82,7 +82,7 @@ void check_layer(const ParameterSpec& row, const std::string& layer, const LoraR
   TESSERA_CHECK(request.rank <= most, ErrorKind::kConfig, "lora.rank: found ", request.rank,
                 ", expected at most ", most, ", the smaller dim of ", layer, " [", row.shape[0],
                 ", ", row.shape[1], "]; lower the rank or leave it out of lora.targets");
-  TESSERA_CHECK(request.dropout == 0.0 || !sees_images(layer), ErrorKind::kConfig,
+  TESSERA_CHECK(request.dropout == 0.0 || row.part != ModelPart::kVision, ErrorKind::kConfig,
                 "lora.dropout: found ", request.dropout, " with an adapter in ", layer,
                 ", expected 0: images have no row and position by which it could be drawn; leave "
                 "the vision tower out of lora.targets");

@@ -1,6 +1,6 @@
 // ConfigReader: the keys of one JSON object, each taken at most once, with what is left over known.
 //
-// What is read as which type is the cursor's (base/json_reader.h); this one knows names, not
+// What is read as which type is the cursor's (base/text/json_reader.h); this one knows names, not
 // models. Next: model_spec.cpp.
 #pragma once
 
@@ -12,7 +12,7 @@
 #include <string_view>
 #include <vector>
 
-#include "base/json_reader.h"
+#include "base/text/json_reader.h"
 
 namespace tessera::models {
 

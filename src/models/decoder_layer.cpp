@@ -63,7 +63,8 @@ std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec, const nn::Tenso
 }
 
 DecoderLayer::DecoderLayer(const ModelSpec& spec, std::int64_t number, const LocalSizes& sizes,
-                           std::shared_ptr<nn::Rope> rope) {
+                           std::shared_ptr<nn::Rope> rope)
+    : number_(number) {
   self_attn_ = register_module("self_attn", make_attention(spec, number, sizes, std::move(rope)));
   if (spec.is_moe(number)) {
     moe_ = register_module("mlp", std::make_shared<MoeLayer>(spec, sizes));

@@ -12,6 +12,7 @@
 #include <memory>
 #include <vector>
 
+#include "models/description.h"
 #include "models/expert_tokens.h"
 #include "models/model_axes.h"
 #include "models/model_spec.h"
@@ -27,11 +28,12 @@ namespace tessera::models {
 /// The norm that a family has before attention, feed-forward and head.
 std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec, const nn::TensorRegion& region);
 
-class DecoderLayer : public torch::nn::Module {
+class DecoderLayer : public torch::nn::Module, public IsLayer {
  public:
   /// `number` from 0: layers of one model may differ.
   DecoderLayer(const ModelSpec& spec, std::int64_t number, const LocalSizes& sizes,
                std::shared_ptr<nn::Rope> rope);
+  std::int64_t number() const override { return number_; }
 
   struct Output {
     at::Tensor x;
@@ -62,6 +64,7 @@ class DecoderLayer : public torch::nn::Module {
   Output after_attention(const at::Tensor& x, const at::Tensor& attended,
                          const RoutingRequest& request);
 
+  std::int64_t number_;
   std::shared_ptr<nn::SelfAttention> self_attn_;
   std::shared_ptr<nn::Mlp> mlp_;   // null in a layer with experts
   std::shared_ptr<MoeLayer> moe_;  // null in a layer without

@@ -1,8 +1,10 @@
 #include "models/description.h"
 
 #include <cmath>
+#include <iterator>
 #include <map>
 #include <memory>
+#include <set>
 #include <utility>
 
 #include "layout/local_part.h"
@@ -46,6 +48,10 @@ class Reader {
         part_begins_ = module.key() + ".";
         part_ = part->part();
       }
+      if (const auto* layer = dynamic_cast<const IsLayer*>(module.value().get())) {
+        layer_begins_ = module.key() + ".";
+        layer_ = layer->number();
+      }
       for (const auto& parameter : module.value()->named_parameters(/*recurse=*/false)) {
         TESSERA_INVARIANT(placed != nullptr, module.key(), " does not declare ", parameter.key());
         add(module.key(), parameter.key(), parameter.value(),
@@ -72,6 +78,7 @@ class Reader {
     }
     row.decay = declared.decay;
     if (!part_begins_.empty() && row.name.starts_with(part_begins_)) row.part = part_;
+    if (!layer_begins_.empty() && row.name.starts_with(layer_begins_)) row.layer = layer_;
     read_parts(row, module, declared.parts);
     const auto unit = unit_of_.find(tensor.unsafeGetTensorImpl());
     if (unit != unit_of_.end()) row.unit = unit->second;
@@ -96,6 +103,8 @@ class Reader {
   std::map<const c10::StorageImpl*, std::size_t> by_storage_;  // index of the first that has it
   std::string part_begins_;                                    // of the last module that is one
   ModelPart part_ = ModelPart::kLayers;
+  std::string layer_begins_;  // of the last module that is one
+  std::int64_t layer_ = 0;
 };
 
 /// Of a rank that nobody asks: layers only read how many share them.
@@ -120,7 +129,14 @@ ModelDescription describe(const ModelSpec& spec, const LoraSpec& lora,
   check_degrees(spec, degrees);
   const auto model = make_language_model(spec, axes_of(degrees));
   add_adapters(*model, lora);
-  return describe(*model);
+  ModelDescription whole = describe(*model);
+  std::set<std::int64_t> layers;
+  for (const ParameterSpec& row : whole.parameters) {
+    if (row.layer) layers.insert(*row.layer);
+  }
+  TESSERA_INVARIANT(std::ssize(layers) == spec.num_hidden_layers, "found the numbers of ",
+                    layers.size(), " layers (IsLayer), expected ", spec.num_hidden_layers);
+  return whole;
 }
 
 std::set<std::string> module_names(const std::vector<ParameterSpec>& parameters) {
@@ -134,14 +150,10 @@ std::set<std::string> module_names(const std::vector<ParameterSpec>& parameters)
   return names;
 }
 
-bool sees_images(std::string_view name) {
-  return name.starts_with("model.vision_tower.") || name.starts_with("model.embed_vision.");
-}
-
 std::int64_t active_numel(const ModelSpec& spec, const ParameterSpec& row) {
   const bool is_head = !row.tied_to.empty();
   if (row.decay == DecayClass::kEmbedding && !is_head) return 0;
-  if (sees_images(row.name)) return 0;
+  if (row.part == ModelPart::kVision) return 0;
   if (row.part != ModelPart::kExperts) return row.numel();
   const RoutedExperts experts = routed_experts(spec);
   return row.numel() / experts.experts * experts.experts_per_token;

@@ -7,9 +7,9 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <set>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "models/adapters.h"
@@ -24,12 +24,23 @@ using nn::DecayClass;
 using nn::InitKind;
 
 /// What of a model a parameter is part of.
-enum class ModelPart : std::uint8_t { kLayers, kRouter, kExperts };
+enum class ModelPart : std::uint8_t {
+  kLayers,
+  kRouter,
+  kExperts,
+  kVision,  ///< turns images into embeddings, and sees no token
+};
 /// Of a module, besides torch::nn::Module, whose parameters, and of those inside it, are such a part.
 class IsModelPart {
  public:
   virtual ~IsModelPart() = default;
   virtual ModelPart part() const = 0;
+};
+/// Of a module, besides torch::nn::Module, that is a layer of the text.
+class IsLayer {
+ public:
+  virtual ~IsLayer() = default;
+  virtual std::int64_t number() const = 0;  ///< in the whole model, from 0
 };
 
 struct ParameterSpec {
@@ -50,6 +61,8 @@ struct ParameterSpec {
   std::string unit = {};
   ParameterLayout layout = {};  ///< beyond the data axes
   ModelPart part = ModelPart::kLayers;
+  /// Of the text that it belongs to; none for embedding, norm, head, and what sees images.
+  std::optional<std::int64_t> layer = {};
   std::int64_t numel() const {
     std::int64_t product = 1;
     for (const std::int64_t size : shape) product *= size;
@@ -89,9 +102,6 @@ ModelDescription describe(const ModelSpec& spec, const LoraSpec& lora = {},
 
 /// Names of the modules that hold one of these parameters, and of all that stand around them.
 std::set<std::string> module_names(const std::vector<ParameterSpec>& parameters);
-
-/// Whether a layer or parameter belongs to what turns images into embeddings, and sees no token.
-bool sees_images(std::string_view name);
 
 /// Elements that multiply each token of a text: none of an embedding or a vision tower, of experts
 /// only those that a token goes to.

@@ -64,11 +64,11 @@ class ExpertTokens {
   /// it, where the layer's exit sums; else x.
   at::Tensor enter(const at::Tensor& x) const;
   /// Who else computes with what enter() gives.
-  enum class Beside : std::uint8_t { kNobody, kSharedExperts };
+  enum class Beside : std::uint8_t { kNone, kSharedExperts };
   /// The tokens that the router sees [M, H]; `entered` is enter(x). Beside shared experts they are
   /// taken from `entered`, whose backward sums anyway.
   at::Tensor routed(const at::Tensor& x, const at::Tensor& entered,
-                    Beside beside = Beside::kNobody) const;
+                    Beside beside = Beside::kNone) const;
   /// Of imposed indices [B*T, K] of all tokens those of the tokens that the router sees.
   std::optional<at::Tensor> imposed(const std::optional<at::Tensor>& indices, std::int64_t rows,
                                     std::int64_t positions) const;

@@ -1,6 +1,6 @@
 #include "models/family.h"
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "tessera/error.h"
 
 namespace tessera::models {

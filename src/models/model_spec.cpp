@@ -5,7 +5,7 @@
 #include <string_view>
 #include <utility>
 
-#include "base/json_reader.h"
+#include "base/text/json_reader.h"
 #include "models/config_reader.h"
 #include "models/family.h"
 #include "models/spec_keys.h"

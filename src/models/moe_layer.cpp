@@ -177,7 +177,7 @@ MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& re
   const at::Tensor entered = tokens_.enter(x);
   const at::Tensor routed = tokens_.routed(
       x, entered,
-      shared_experts_ ? ExpertTokens::Beside::kSharedExperts : ExpertTokens::Beside::kNobody);
+      shared_experts_ ? ExpertTokens::Beside::kSharedExperts : ExpertTokens::Beside::kNone);
   const moe::Routing routing =
       router_->route(router_->scores(routed),
                      tokens_.imposed(request.imposed, x.size(0), x.size(1)), expert_bias());

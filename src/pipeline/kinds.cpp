@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "tessera/error.h"
 
 namespace tessera::pipeline {

@@ -434,7 +434,7 @@ void Runner::fail(const std::exception& error, const std::string& place) {
       concat("pipeline, rank ", ties_.world->rank(), ", ", place, ": ", error.what());
   if (ties_.world->size() > 1) ties_.world->abort(text);
   // Who only notices what began on another rank is not taken for the culprit.
-  if (dynamic_cast<const comm::PeerLost*>(&error) != nullptr) throw comm::PeerLost(text);
+  if (dynamic_cast<const comm::LostRank*>(&error) != nullptr) throw comm::LostRank(text);
   if (known != nullptr) throw Error(known->kind(), text);
   // What libtorch has thrown stays inside: that memory has run out is told by it.
   std::throw_with_nested(Error(ErrorKind::kUsage, text));

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <optional>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "tessera/error.h"
 
 namespace tessera::pipeline {

@@ -7,7 +7,7 @@
 #include <set>
 #include <utility>
 
-#include "base/json_reader.h"
+#include "base/text/json_reader.h"
 #include "base/trace.h"
 #include "tessera/error.h"
 
@@ -16,6 +16,10 @@ namespace {
 
 /// What a clock of nanoseconds in 64 bits holds: 285 years.
 constexpr double kMostMilliseconds = 9e12;
+
+/// A wait that ends sooner has not waited, in ms.
+constexpr double kNoticed = 0.02;
+constexpr double kMostTensors = 1e6;
 
 TraceClock::time_point time_of(double ms) {
   return TraceClock::time_point(std::chrono::duration_cast<TraceClock::duration>(
@@ -30,17 +34,22 @@ class Mean {
     ++count_;
   }
   double value() const { return count_ == 0 ? 0.0 : sum_ / count_; }
+  int count() const { return count_; }
 
  private:
   double sum_ = 0.0;
   int count_ = 0;
 };
 
-/// A message's spans, once a step.
-struct MessageSpans {
-  std::vector<TimeSpan> sends;
+/// Of one tensor of a message, once a step.
+struct TensorSpans {
+  std::vector<double> sent;  ///< when its send was posted
   std::vector<TimeSpan> receives;
+  /// Whether the receiver stood waiting when it came. Who waits later only knows that it is there.
+  std::vector<bool> was_waited_for;
 };
+
+using MessageSpans = std::map<std::int64_t, TensorSpans>;  ///< by tensor
 
 /// What a trace says, in milliseconds.
 struct Measured {
@@ -78,9 +87,19 @@ void add_message(Measured& measured, const JsonCursor& event) {
   const auto transfer = parse_transfer(event.member("name").text());
   if (!transfer) event.member("name").refuse("an end of a message, as 0SEND_F3 or 1RECV_F3");
   const double begin = event.member("ts").number() / 1000.0;
-  MessageSpans& ends = measured.messages[transfer->what];
-  (transfer->end == Transfer::End::kSend ? ends.sends : ends.receives)
-      .push_back({begin, begin + duration_of(event)});
+  const auto arguments = event.find("args");
+  const auto number = [&](const char* key, double otherwise) {
+    const auto found = arguments ? arguments->find(key) : std::nullopt;
+    return found ? found->number(NumberRange{}) : otherwise;
+  };
+  const auto tensor = static_cast<std::int64_t>(std::min(number("tensor", 0.0), kMostTensors));
+  TensorSpans& spans = measured.messages[transfer->what][tensor];
+  if (transfer->end == Transfer::End::kSend) {
+    spans.sent.push_back(begin);
+    return;
+  }
+  spans.receives.push_back({begin, begin + duration_of(event)});
+  spans.was_waited_for.push_back(number("waited_ms", kNoticed) >= kNoticed);
 }
 
 void add(Measured& measured, const JsonCursor& event) {
@@ -91,20 +110,47 @@ void add(Measured& measured, const JsonCursor& event) {
   if (category->text() == to_string(TraceRow::kMessages)) add_message(measured, event);
 }
 
-/// Of all messages that a stage sends in a direction; 0 where there are none.
+/// How long a message took, from when the first of its tensors had left and was expected.
+struct Journey {
+  double ms = 0.0;
+  bool is_exact = false;  ///< else at most so long
+};
+
+/// Of several steps the n-th send is taken by the n-th receive.
+std::optional<Journey> journey(const MessageSpans& tensors, std::size_t step) {
+  std::optional<double> begin;
+  double end = 0.0;
+  Journey found;
+  for (const auto& [tensor, spans] : tensors) {
+    if (step >= std::min(spans.sent.size(), spans.receives.size())) return std::nullopt;
+    const TimeSpan& received = spans.receives[step];
+    const double leaves = std::max(spans.sent[step], received.begin);
+    begin = begin ? std::min(*begin, leaves) : leaves;
+    end = std::max(end, received.end);
+    found.is_exact = found.is_exact || spans.was_waited_for[step];
+  }
+  if (!begin) return std::nullopt;
+  found.ms = std::max(0.0, end - *begin);
+  return found;
+}
+
+/// Of all messages that a stage sends in a direction: the mean of those that somebody waited for,
+/// else the shortest; 0 where there are none.
 double cost_of_messages(const Measured& measured, int from, Direction direction) {
-  Mean mean;
+  Mean exact;
+  std::optional<double> least;
   for (auto one = measured.messages.lower_bound({direction, from, 0});
        one != measured.messages.end(); ++one) {
-    const auto& [what, ends] = *one;
+    const auto& [what, tensors] = *one;
     if (what.from != from || what.direction != direction) break;
-    // Of several steps the n-th send is taken by the n-th receive.
-    for (std::size_t i = 0; i < std::min(ends.sends.size(), ends.receives.size()); ++i) {
-      const TimeSpan& received = ends.receives[i];
-      mean.add(std::max(0.0, received.end - std::max(ends.sends[i].begin, received.begin)));
+    for (std::size_t step = 0;; ++step) {
+      const auto found = journey(tensors, step);
+      if (!found) break;
+      if (found->is_exact) exact.add(found->ms);
+      least = least ? std::min(*least, found->ms) : found->ms;
     }
   }
-  return mean.value();
+  return exact.count() > 0 ? exact.value() : least.value_or(0.0);
 }
 
 /// The costs of one stage, as far as the schedule asks for them.

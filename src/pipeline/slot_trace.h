@@ -3,8 +3,9 @@
 //
 // One notation both ways (base/trace.h): in the row "slots" each slot under its name ("3F2",
 // "(0F3;3B1)"), which holds its computing, not its wait for messages; in the row "messages" both
-// ends of each message ("0SEND_F3", "1RECV_F3"), from the send and from the posted receive to the
-// arrival. What a message costs is the time from the later of the two.
+// ends of each message ("0SEND_F3", "1RECV_F3"), from the send and from the posted receive until the
+// rank knows that it is through. What a message costs is the time from the later of the two, where
+// the receiver stood waiting ("waited_ms"): who comes later only knows that it took no longer.
 #pragma once
 
 #include <string>

@@ -56,4 +56,12 @@ ValidProgram::ValidProgram(const Program& program, Passes passes)
 ValidProgram::ValidProgram(const Schedule& schedule, Passes passes)
     : ValidProgram(slots_of(schedule), passes) {}
 
+void ValidProgram::require_messages_in_order() const {
+  const auto in_order = validate(program_, {.passes = passes_, .messages = MessageOrder::kOfSends});
+  TESSERA_CHECK(in_order.valid(), ErrorKind::kConfig,
+                "pipeline schedule: ", in_order.findings.front().text,
+                ": over NCCL messages have no tags; take a schedule whose messages do not overtake "
+                "each other, as those of every kind");
+}
+
 }  // namespace tessera::pipeline

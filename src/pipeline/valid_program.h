@@ -23,6 +23,9 @@ class ValidProgram {
   const Program& program() const { return program_; }
   const Schedule& schedule() const { return schedule_; }
   Passes passes() const { return passes_; }
+  /// For messages without tags (NCCL): the first receive gets what was sent first, whatever it is.
+  /// Errors: kConfig, naming a message that overtakes another one.
+  void require_messages_in_order() const;
   /// Of forwards alone, in which nothing comes back that would hold up a rank: whether it may wait
   /// for any of its sends at any time, and all ranks come to their ends all the same.
   bool may_wait_for_sends() const { return may_wait_for_sends_; }

@@ -4,9 +4,10 @@
 #include <array>
 #include <map>
 #include <set>
+#include <tuple>
 #include <utility>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "tessera/error.h"
 
 namespace tessera::pipeline {
@@ -478,6 +479,32 @@ void check_walk(const Program& program, const Limits& limits, Validation& valida
   validation.add(Fault::kDeadlock, "ranks wait for each other: ", walk.circle());
 }
 
+/// The first message of each way that overtakes another one.
+void check_order(const Program& program, const Limits& limits, Validation& validation) {
+  if (limits.messages == MessageOrder::kAny) return;
+  struct Ends {
+    std::vector<HandOver> sent, posted;
+  };
+  std::map<std::tuple<int, int, Direction>, Ends> ways;  // sender, receiver
+  const auto rank_of = [&](int stage) { return program.rank_of[static_cast<std::size_t>(stage)]; };
+  for (const auto& steps : program.steps) {
+    for (const Step& step : steps) {
+      const auto* transfer = std::get_if<Transfer>(&step);
+      if (transfer == nullptr) continue;
+      const HandOver& what = transfer->what;
+      Ends& ends = ways[{rank_of(what.from), rank_of(what.to()), what.direction}];
+      (transfer->end == Transfer::End::kSend ? ends.sent : ends.posted).push_back(what);
+    }
+  }
+  for (const auto& [way, ends] : ways) {
+    const auto first = std::ranges::mismatch(ends.sent, ends.posted);
+    if (first.in1 == ends.sent.end()) continue;
+    validation.add(Fault::kMessage, "rank ", std::get<1>(way), ": found the receive of ",
+                   to_string(*first.in2), " where rank ", std::get<0>(way), " sends ",
+                   to_string(*first.in1), ", expected receives in the order of the sends");
+  }
+}
+
 void check_memory(const Schedule& schedule, const Limits& limits, Validation& validation) {
   if (!limits.live_chunks || limits.passes == Passes::kForward) return;
   const std::vector<int> peaks = peak_live_chunks(schedule);
@@ -504,6 +531,7 @@ Validation validate(const Program& program, const Limits& limits) {
   const Schedule schedule = schedule_of(program);
   Lists(schedule, limits.passes, validation).check();
   Messages(program, validation).check();
+  if (validation.valid()) check_order(program, limits, validation);
   if (validation.valid()) check_walk(program, limits, validation);
   if (validation.valid()) check_memory(schedule, limits, validation);
   return validation;
@@ -516,7 +544,8 @@ Validation validate(const Schedule& schedule, const Limits& limits) {
   // With a fault in the lists their messages mean nothing.
   if (!validation.valid()) return validation;
   const Program program = lower(schedule);
-  check_walk(program, limits, validation);
+  check_order(program, limits, validation);
+  if (validation.valid()) check_walk(program, limits, validation);
   if (validation.valid()) check_memory(schedule, limits, validation);
   return validation;
 }

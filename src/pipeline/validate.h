@@ -61,8 +61,15 @@ struct Validation {
 /// What the lists are meant to be: of a step, or of forward_only().
 enum class Passes : std::uint8_t { kForwardAndBackward, kForward };
 
+/// Of the messages in one direction from a rank to another.
+enum class MessageOrder : std::uint8_t {
+  kAny,      ///< they meet by what they are
+  kOfSends,  ///< receives are posted as their sends stand: what a transport without tags needs
+};
+
 struct Limits {
   Passes passes = Passes::kForwardAndBackward;
+  MessageOrder messages = MessageOrder::kAny;
   /// Forwarded micro-batches of all stages of a rank whose weight gradients have not run; of
   /// nothing without a backward.
   std::optional<int> live_chunks = {};

@@ -6,7 +6,7 @@
 #include <new>
 #include <string_view>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "tessera/error.h"
 
 namespace tessera::train {

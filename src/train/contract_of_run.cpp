@@ -3,7 +3,8 @@
 #include <algorithm>
 
 #include "base/log.h"
-#include "base/printable.h"
+#include "base/text/printable.h"
+#include "base/text/wildcard.h"
 #include "io/checkpoint_folder.h"
 #include "io/hf_folder.h"
 #include "io/mxfp4_tensors.h"
@@ -29,8 +30,7 @@ void require_matches(const std::vector<std::string>& patterns,
     const bool any = std::any_of(metas.begin(), metas.end(), [&](const auto& meta) {
       return matches_name(pattern, meta.name);
     });
-    TESSERA_CHECK(any, ErrorKind::kConfig, key, ": found the pattern \"", pattern,
-                  "\" that matches no parameter, expected one that does");
+    TESSERA_CHECK(any, ErrorKind::kConfig, unmatched(key, in_quotes(pattern)));
   }
 }
 

@@ -6,11 +6,12 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
+#include <string>
 
 #include "models/expert_bias.h"
 #include "moe/routing.h"
 #include "tessera/error.h"
-#include "train/pipeline_plan.h"
 #include "train/step.h"
 
 namespace tessera::train {
@@ -19,6 +20,16 @@ namespace {
 void require_experts(bool met, const char* key, double found) {
   TESSERA_CHECK(met, ErrorKind::kConfig, key, ": found ", found,
                 " for a model without experts, expected 0");
+}
+
+/// That of the module which has the buffer.
+std::optional<std::int64_t> layer_of(const std::string& buffer,
+                                     const models::ModelDescription& model) {
+  const std::string module = buffer.substr(0, buffer.rfind('.') + 1);
+  for (const models::ParameterSpec& row : model.parameters) {
+    if (row.name.starts_with(module)) return row.layer;
+  }
+  return std::nullopt;
 }
 
 }  // namespace
@@ -98,17 +109,17 @@ std::vector<models::BufferSpec> expert_biases_of(const ModelSource& source, doub
   return biases;
 }
 
-void balance_experts(const ShardedBase& model, const models::ModelSpec& spec,
+void balance_experts(const ShardedBase& model, const ModelSource& source,
                      const std::vector<std::vector<double>>& chosen, double coefficient) {
   const at::NoGradGuard no_grad;
-  const auto routed = models::routed_experts(spec).layers;
+  const auto routed = models::routed_experts(source.spec).layers;
   TESSERA_INVARIANT(routed.size() == chosen.size(), "counts of ", chosen.size(), " layers of ",
                     routed.size());
   for (BufferView& view : model.buffers()) {
     if (!models::HasExpertBias::is_name(view.contract->name)) continue;
-    const auto number = layer_of(view.contract->name);
-    const auto layer = std::ranges::find(routed, number.value_or(-1));
-    TESSERA_INVARIANT(layer != routed.end(), view.contract->name, " of a layer without counts");
+    const std::string& name = view.contract->name;
+    const auto layer = std::ranges::find(routed, layer_of(name, source.description));
+    TESSERA_INVARIANT(layer != routed.end(), name, " of a layer without counts");
     const auto& of_layer = chosen[static_cast<std::size_t>(layer - routed.begin())];
     const at::Tensor counts = at::tensor(of_layer, at::kDouble);
     view.tensor.copy_(moe::balanced_bias(view.tensor, counts, coefficient));

@@ -59,8 +59,8 @@ class ChosenExperts {
 std::vector<models::BufferSpec> expert_biases_of(const ModelSource& source, double coefficient);
 
 /// Once a step, before the optimizer's: moves the biases of the layers that are here by `chosen`
-/// (BatchLoss, of all layers of the spec), which every rank has alike. Not collective.
-void balance_experts(const ShardedBase& model, const models::ModelSpec& spec,
+/// (BatchLoss, of all layers of the source's model), which every rank has alike. Not collective.
+void balance_experts(const ShardedBase& model, const ModelSource& source,
                      const std::vector<std::vector<double>>& chosen, double coefficient);
 
 }  // namespace tessera::train

@@ -23,7 +23,7 @@
 #include "train/data/data.h"
 #include "train/hf/model_forms.h"
 #include "train/parallelize.h"
-#include "train/pipeline_step.h"
+#include "train/pipeline/pipeline_step.h"
 #include "train/plan_of_run.h"
 #include "train/report/checks.h"
 #include "train/step.h"

@@ -14,7 +14,7 @@
 #include "train/config/config_resolve.h"
 #include "train/contract_of_run.h"
 #include "train/hf/model_source.h"
-#include "train/pipeline_plan.h"
+#include "train/pipeline/pipeline_plan.h"
 
 namespace tessera::train {
 

@@ -4,6 +4,7 @@
 #include <map>
 
 #include "base/hash.h"
+#include "base/text/wildcard.h"
 #include "grad/contract_key.h"
 #include "tessera/error.h"
 
@@ -20,11 +21,12 @@ void apply(const std::vector<std::string>& patterns,
       any = true;
       if (!(meta.*member)) meta.*member = pattern;
     }
-    TESSERA_CHECK(any, ErrorKind::kContract, "model family ", family.model_type,
-                  ": found the pattern \"", pattern, "\" in its ", list, ", which matches none of ",
-                  parameters.size(),
-                  " parameters, expected at least one; this table of Tessera's is wrong, please "
-                  "report it");
+    TESSERA_CHECK(any, ErrorKind::kContract,
+                  unmatched(concat("model family ", family.model_type), in_quotes(pattern),
+                            concat(" in its ", list, ", which matches none of ", parameters.size(),
+                                   " parameters"),
+                            "at least one"),
+                  "; this table of Tessera's is wrong, please report it");
   }
 }
 

@@ -14,7 +14,7 @@
 #include "train/batch_memory.h"
 #include "train/config/config.h"
 #include "train/expert_balance.h"
-#include "train/pipeline_step.h"
+#include "train/pipeline/pipeline_step.h"
 
 namespace tessera::train {
 namespace {

@@ -9,23 +9,23 @@
 #include <iostream>
 
 #include "base/log.h"
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "kernels/cpu/tables.h"
 #include "moe/routing.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"
 #include "tessera/optim.h"
 #include "train/batch_memory.h"
-#include "train/checkpoint/checkpoint_session.h"
 #include "train/config/config_resolve.h"
 #include "train/data/data.h"
 #include "train/expert_balance.h"
 #include "train/parallelize.h"
-#include "train/pipeline_step.h"
+#include "train/pipeline/pipeline_step.h"
 #include "train/report/banner.h"
 #include "train/report/checks.h"
 #include "train/report/metrics.h"
 #include "train/report/observers.h"
+#include "train/resume/checkpoint_session.h"
 #include "train/step.h"
 
 namespace tessera::train {
@@ -262,7 +262,7 @@ class Trainer {
     metrics.grad_norm = clip_grad_norm(*model_, config_.training.max_norm);
     require_finite(metrics);
     const double balance = config_.model.load_balance_coeff;
-    if (balance > 0) balance_experts(*model_, source_.spec, loss.chosen, balance);
+    if (balance > 0) balance_experts(*model_, source_, loss.chosen, balance);
     metrics.lr =
         learning_rate(config_.lr_scheduler, *config_.optimizer.lr, *config_.training.steps, step);
     optimizer_->set_lr(metrics.lr);

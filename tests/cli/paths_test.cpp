@@ -2,12 +2,16 @@
 // with what asked for it, and a run that is refused leaves nothing behind.
 #include <gmock/gmock.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <set>
+#include <span>
 
 #include "cli/byte_model.h"
 #include "cli/process.h"
 #include "cli/program.h"
+#include "io/safetensors.h"
 #include "train/config/config.h"
 
 namespace tessera::cli::paths_test {
@@ -52,6 +56,17 @@ class RunAsModel : public ::testing::Test {
   const testing::TemporaryFolder folder_;
 };
 
+/// Two rows of 16 tokens for `tessera gradients`.
+void write_batch(const fs::path& path) {
+  std::vector<std::int64_t> ids(2 * 16);
+  std::iota(ids.begin(), ids.end(), std::int64_t{'a'});
+  SafetensorsWriter writer(
+      path, {{"input_ids", DType::kInt64, {2, 16}}, {"labels", DType::kInt64, {2, 16}}});
+  writer.write("input_ids", std::as_bytes(std::span(ids)));
+  writer.write("labels", std::as_bytes(std::span(ids)));
+  writer.finish();
+}
+
 // Naive: "found no config.json", since a RUN folder is neither a model nor a checkpoint.
 TEST_F(RunAsModel, IsItsLatestCheckpointForEveryVerb) {
   const Words prompt{"--prompt", "line ", "--max-new-tokens", "8"};
@@ -67,6 +82,21 @@ TEST_F(RunAsModel, IsItsLatestCheckpointForEveryVerb) {
             run_program(folder_, {"inspect", "run/checkpoint/step-3"}).out);
   expect_taken("run", "CHECKPOINT", {"convert", "run", "converted"});
   EXPECT_EQ(text, run_program(folder_, generate("converted")).out);
+
+  write_batch(folder_ / "batch.safetensors");
+  const auto gradients = [&](const std::string& model, const std::string& out) {
+    return Words{"gradients", "--model", model, "--batch", "batch.safetensors", "--out", out};
+  };
+  expect_taken("run", "--model", gradients("run", "of_run.safetensors"));
+  const auto named = gradients("run/checkpoint/step-3", "named.safetensors");
+  ASSERT_EQ(run_program(folder_, named).code, 0);
+  const SafetensorsFile of_run(folder_ / "of_run.safetensors");
+  const SafetensorsFile of_checkpoint(folder_ / "named.safetensors");
+  ASSERT_FALSE(of_run.header().tensors.empty());
+  for (const TensorInfo& tensor : of_run.header().tensors) {
+    EXPECT_TRUE(std::ranges::equal(of_run.bytes(tensor.name), of_checkpoint.bytes(tensor.name)))
+        << tensor.name;
+  }
 }
 
 TEST_F(RunAsModel, BeginsARunWhichKeepsTheCheckpointThatItTook) {

@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "cli/pipeline_run.h"
+#include "dist/checkpoint_tensors.h"
 
 namespace tessera::cli::pipeline_test {
 namespace {
@@ -32,11 +33,16 @@ class PipelineRun : public ::testing::Test {
     folder_.write("held_out.txt", std::string(400, 'x') + " and no more of it.\n");
   }
 
-  void train(const std::string& run, int ranks, int rows, const Words& more) const {
+  void train(const std::string& run, int ranks, int rows, const Words& more,
+             int threads = 1) const {
     const Outcome outcome = run_program(
         folder_,
-        training(run, ranks, rows, joined({"--training.steps", std::to_string(kSteps)}, more)));
+        training(run, ranks, rows, joined({"--training.steps", std::to_string(kSteps)}, more)),
+        // Threads that spin take the cores of the other rank, and of other tests.
+        concat("OMP_WAIT_POLICY=passive OMP_NUM_THREADS=", threads));
     ASSERT_EQ(outcome.code, 0) << run << ": " << outcome.err;
+    EXPECT_THAT(outcome.err,
+                HasSubstr(concat(threads, threads == 1 ? " thread" : " threads", " a rank")));
   }
 
   /// What `convert` makes of a step: all weights, in one file.
@@ -62,6 +68,24 @@ class PipelineRun : public ::testing::Test {
     const std::string wanted = weights(expected);
     EXPECT_GT(wanted.size(), 10'000U);
     EXPECT_TRUE(weights(found) == wanted) << "weights of " << found;
+  }
+
+  /// Weights and what the optimizer keeps of them, by name: in which files depends on the ranks.
+  void expect_same_checkpoint(const std::string& found, const std::string& expected) const {
+    const auto tensors = [&](const std::string& run) {
+      return test::all_tensors(folder_ / concat(run, "/checkpoint/step-", kSteps));
+    };
+    const auto wanted = tensors(expected);
+    const auto of_optimizer = std::ranges::count_if(
+        wanted, [](const auto& one) { return one.first.starts_with("optim/"); });
+    EXPECT_GT(of_optimizer, 100);
+    EXPECT_GE(of_optimizer, 2 * (std::ssize(wanted) - of_optimizer)) << "two moments of each";
+    const auto have = tensors(found);
+    ASSERT_EQ(have.size(), wanted.size()) << found;
+    for (const auto& [name, bytes] : wanted) {
+      ASSERT_TRUE(have.contains(name)) << name;
+      EXPECT_TRUE(have.at(name) == bytes) << name << " of " << found;
+    }
   }
 
   /// Every number of every step: losses, norm, loss scale, loads of experts, validation.
@@ -109,7 +133,19 @@ TEST_F(PipelineRun, OfEveryKindHasTheBitsOfTheRunWithout) {
     ASSERT_NO_FATAL_FAILURE(train(run, ranks, kMicroBatches, as_pipeline(ranks, schedule)));
     expect_same_numbers(run, "whole");
     expect_same_weights(run, "whole");
+    expect_same_checkpoint(run, "whole");
   }
+}
+
+// Layers are wide enough for libtorch's loops and products to share their rows among threads.
+TEST_F(PipelineRun, OfTwoThreadsARankHasTheBitsOfTheRunWithout) {
+  write_variant(folder_, "wide.json",
+                {{"hidden_size", 32}, {"num_hidden_layers", 2}, {"intermediate_size", 4096}});
+  const Words wide{"--model.config", "wide.json"};
+  ASSERT_NO_FATAL_FAILURE(train("whole", 1, 2, wide, /*threads=*/2));
+  ASSERT_NO_FATAL_FAILURE(train("stages", 2, 2, joined(as_pipeline(2, "ZB1P"), wide), 2));
+  expect_same_numbers("stages", "whole");
+  expect_same_weights("stages", "whole");
 }
 
 struct Options {
@@ -154,6 +190,10 @@ INSTANTIATE_TEST_SUITE_P(
                 {"--model.freeze",
                  R"(["model.embed_tokens", "layers.0", "layers.1", "layers.2", "layers.4"])",
                  "--activation_checkpoint.mode", "full"},
+                "ZB1P"},
+        // Neither end adds anything to what both have; products of layers are put off all the same.
+        Options{"frozen_tied_ends",
+                {"--model.config", "tied.json", "--model.freeze", R"(["model.embed_tokens"])"},
                 "ZB1P"},
         Options{"split_as_given_before_the_head", {}, "1F1B", {"--pipeline.split", "[0,8]"}},
         Options{"expert_biases",
@@ -248,26 +288,41 @@ TEST_F(ResumedPipeline, GoesOnWithOtherNumbersOfStagesBitForBit) {
   expect_same_weights("moved", "whole");
 }
 
-// Adapters of every stage, beside a model that no stage trains; dropout follows row and layer,
-// wherever these are.
-TEST_F(ResumedPipeline, OfAdaptersWithDropoutHasTheirBits) {
-  ASSERT_NO_FATAL_FAILURE(train("base", 1, kMicroBatches, {}));
-  weights("base");
-  std::string config = read_file(folder_ / "run.toml");
-  config.replace(config.find("config = \"model.json\""),
-                 std::string_view("config = \"model.json\"").size(), "path = \"base-hf\"");
-  folder_.write("run.toml", config);
-  const Words lora{"--lora.rank", "2", "--lora.targets", "q_proj", "--lora.dropout", "0.1"};
-  ASSERT_NO_FATAL_FAILURE(go_on("whole", 1, "", 0, kSteps, lora));
-  ASSERT_NO_FATAL_FAILURE(go_on("stages", 2, "ZBV", 0, 2, lora));
-  ASSERT_NO_FATAL_FAILURE(go_on("stages", 4, "1F1B", 2, kSteps, lora));
-  expect_same_numbers("stages", "whole");
-  const std::string wanted = adapters("whole", kSteps);
-  EXPECT_GT(wanted.size(), 1'000U);
-  const std::string early = adapters("whole", 2);
-  EXPECT_FALSE(early == wanted);
-  EXPECT_TRUE(adapters("stages", 2) == early);
-  EXPECT_TRUE(adapters("stages", kSteps) == wanted);
+/// Of adapters, beside a model that no stage trains.
+class AdaptersInStages : public ResumedPipeline {
+ protected:
+  /// Trains `config` whole, from whose weights adapters are then trained, without a pipeline and
+  /// on 2, then 4 ranks of one. Dropout follows row and layer, wherever these are, and validation
+  /// has none.
+  void expect_their_bits(const std::string& config, const std::string& on_two) {
+    ASSERT_NO_FATAL_FAILURE(train("base", 1, kMicroBatches, {"--model.config", config}));
+    weights("base");
+    std::string text = read_file(folder_ / "run.toml");
+    constexpr std::string_view kModel = "config = \"model.json\"";
+    text.replace(text.find(kModel), kModel.size(), "path = \"base-hf\"");
+    folder_.write("run.toml", text);
+    const Words lora{"--lora.rank",           "2",   "--lora.targets",     "q_proj",
+                     "--lora.dropout",        "0.1", "--validation.path",  "held_out.txt",
+                     "--validation.interval", "1",   "--validation.steps", "3"};
+    ASSERT_NO_FATAL_FAILURE(go_on("whole", 1, "", 0, kSteps, lora));
+    ASSERT_NO_FATAL_FAILURE(go_on("stages", 2, on_two, 0, 2, lora));
+    ASSERT_NO_FATAL_FAILURE(go_on("stages", 4, "1F1B", 2, kSteps, lora));
+    expect_same_numbers("stages", "whole");
+    EXPECT_TRUE(numbers(folder_ / "whole").back().contains("val_loss"));
+    const std::string wanted = adapters("whole", kSteps);
+    EXPECT_GT(wanted.size(), 1'000U);
+    const std::string early = adapters("whole", 2);
+    EXPECT_FALSE(early == wanted);
+    EXPECT_TRUE(adapters("stages", 2) == early);
+    EXPECT_TRUE(adapters("stages", kSteps) == wanted);
+  }
+};
+
+TEST_F(AdaptersInStages, WithDropoutHaveTheirBits) { expect_their_bits("model.json", "ZBV"); }
+
+// Both ends have the one embedding, and neither trains it.
+TEST_F(AdaptersInStages, BesideATiedEmbeddingHaveTheirBits) {
+  expect_their_bits("tied.json", "ZB1P");
 }
 
 TEST_F(PipelineRun, LeavesACheckpointThatTheOtherCommandsReadAsAnyOther) {

@@ -19,8 +19,8 @@
 #include "tessera/checkpoint.h"
 #include "tessera/clip.h"
 #include "tessera/group.h"
-#include "train/checkpoint/resume.h"
 #include "train/parallelize.h"
+#include "train/resume/resume.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::test::checkpoint_library_test {

@@ -14,9 +14,9 @@
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
 #include "io/checkpoint_store.h"
-#include "train/checkpoint/checkpoint_session.h"
-#include "train/checkpoint/resume.h"
 #include "train/parallelize.h"
+#include "train/resume/checkpoint_session.h"
+#include "train/resume/resume.h"
 #include "train/step.h"
 
 namespace tessera::test::checkpoint_resume_test {

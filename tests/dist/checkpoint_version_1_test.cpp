@@ -13,7 +13,7 @@
 #include "dist/plain.h"
 #include "dist/ranks.h"
 #include "io/checkpoint_folder.h"
-#include "train/checkpoint/resume.h"
+#include "train/resume/resume.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::test::checkpoint_version_1_test {

@@ -13,6 +13,15 @@ struct DataLayout {
   ThreadBackend backend = ThreadBackend::kInProcess;
 };
 
+/// What holds under every layout: one to three ranks, and both axes alone and together, over both
+/// backends.
+inline auto every_data_layout() {
+  constexpr auto kGloo = ThreadBackend::kGloo;
+  return ::testing::Values(DataLayout{1, 1}, DataLayout{2, 1}, DataLayout{3, 1}, DataLayout{2, 2},
+                           DataLayout{4, 2}, DataLayout{2, 1, kGloo}, DataLayout{3, 1, kGloo},
+                           DataLayout{4, 2, kGloo});
+}
+
 inline std::string name_of(const ::testing::TestParamInfo<DataLayout>& info) {
   return concat(info.param.ranks, "ranks", info.param.replicas, "replicas",
                 info.param.backend == ThreadBackend::kGloo ? "Gloo" : "InProcess");

@@ -1,6 +1,7 @@
 // [Note: readiness]: several losses, several backwards.
 #include <gmock/gmock.h>
 
+#include "dist/data_layout.h"
 #include "dist/plain.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
@@ -208,26 +209,25 @@ void expect_gradients_of_plain_steps(
     model.handle.zero_grad();
     backward(squares(model.handle.forward(input_of(world.rank(), 5, kWidth))));
     expect_same(whole_gradients(model.handle),
-                gradients_of_squares(plain, world.size(), 5, kWidth));
+                gradients_of_squares(plain, world.size(), 5, kWidth, replicas));
     EXPECT_EQ(model.handle.unit()->expected(), 0);
   }
 }
 
+class BackwardOnLayouts : public ::testing::TestWithParam<DataLayout> {};
+INSTANTIATE_TEST_SUITE_P(Layouts, BackwardOnLayouts, every_data_layout(), name_of);
+
 // Naive: the newer forward's marker reduces the unit; what the older forward adds then stays in
 // slots that nobody reduces, until the next step takes it.
-TEST_P(BackwardOnRanks, OneBackwardOverASettledForwardAndANewerOne) {
-  const int count = GetParam();
-  for (const int replicas : {1, count}) {
-    for (const auto backend : {ThreadBackend::kInProcess, ThreadBackend::kGloo}) {
-      ranks(count, backend).run([&](World& world) {
-        expect_gradients_of_plain_steps(world, replicas, [](const auto& forward, int rank) {
-          const auto h = forward(input_of(rank, 0, kWidth));
-          backward_and_keep_graph(squares(h));
-          backward(squares(forward(h)));
-        });
-      });
-    }
-  }
+TEST_P(BackwardOnLayouts, OneBackwardOverASettledForwardAndANewerOne) {
+  const auto [count, replicas, backend] = GetParam();
+  ranks(count, backend).run([replicas](World& world) {
+    expect_gradients_of_plain_steps(world, replicas, [](const auto& forward, int rank) {
+      const auto h = forward(input_of(rank, 0, kWidth));
+      backward_and_keep_graph(squares(h));
+      backward(squares(forward(h)));
+    });
+  });
 }
 
 /// Two blocks, between which something runs on the way back.
@@ -249,8 +249,9 @@ class Interrupted : public Chain {
 
 // Naive: whoever meets the older forward takes the newer one for finished, and reduces units that
 // are still to get gradients.
-TEST_P(BackwardOnRanks, ABackwardOverAnOlderForwardInTheMiddleOfANewerOne) {
-  ranks(GetParam()).run([](World& world) {
+TEST_P(BackwardOnLayouts, ABackwardOverAnOlderForwardInTheMiddleOfANewerOne) {
+  const auto [count, replicas, backend] = GetParam();
+  ranks(count, backend).run([replicas](World& world) {
     const auto nested = [](Interrupted& module, const auto& forward, int rank) {
       const auto older = squares(forward(input_of(rank, 0, kWidth)));
       module.between = [older] { backward(older); };
@@ -260,8 +261,8 @@ TEST_P(BackwardOnRanks, ABackwardOverAnOlderForwardInTheMiddleOfANewerOne) {
     };
     Interrupted plain;
     auto module = std::make_shared<Interrupted>();
-    module->shard_blocks(data_mesh(world));
-    auto handle = fully_shard(module, data_mesh(world));
+    module->shard_blocks(data_mesh(world, replicas));
+    auto handle = fully_shard(module, data_mesh(world, replicas));
     for (int step = 0; step < 2; ++step) {
       handle.zero_grad();
       nested(*module, [&](const at::Tensor& x) { return handle.forward(x); }, world.rank());
@@ -273,9 +274,10 @@ TEST_P(BackwardOnRanks, ABackwardOverAnOlderForwardInTheMiddleOfANewerOne) {
   });
 }
 
-TEST_P(BackwardOnRanks, OneBackwardOverTwoSettledForwardsAndANewerOne) {
-  ranks(GetParam()).run([](World& world) {
-    expect_gradients_of_plain_steps(world, 1, [](const auto& forward, int rank) {
+TEST_P(BackwardOnLayouts, OneBackwardOverTwoSettledForwardsAndANewerOne) {
+  const auto [count, replicas, backend] = GetParam();
+  ranks(count, backend).run([replicas](World& world) {
+    expect_gradients_of_plain_steps(world, replicas, [](const auto& forward, int rank) {
       const auto h = forward(input_of(rank, 0, kWidth));
       backward_and_keep_graph(squares(h));
       const auto g = forward(h);

@@ -13,11 +13,7 @@ using ::testing::HasSubstr;
 constexpr std::int64_t kWidth = 5;
 
 class Dropped : public ::testing::TestWithParam<DataLayout> {};
-INSTANTIATE_TEST_SUITE_P(Layouts, Dropped,
-                         ::testing::Values(DataLayout{1, 1}, DataLayout{2, 1}, DataLayout{3, 1},
-                                           DataLayout{4, 2}, DataLayout{2, 1, ThreadBackend::kGloo},
-                                           DataLayout{3, 1, ThreadBackend::kGloo}),
-                         name_of);
+INSTANTIATE_TEST_SUITE_P(Layouts, Dropped, every_data_layout(), name_of);
 
 using Pair = std::pair<at::Tensor, at::Tensor>;
 

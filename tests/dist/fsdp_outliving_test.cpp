@@ -22,11 +22,7 @@ using ::testing::HasSubstr;
 constexpr std::int64_t kWidth = 6;
 
 class OutlivingOnRanks : public ::testing::TestWithParam<DataLayout> {};
-INSTANTIATE_TEST_SUITE_P(Layouts, OutlivingOnRanks,
-                         ::testing::Values(DataLayout{1, 1}, DataLayout{2, 1}, DataLayout{3, 1},
-                                           DataLayout{2, 2},
-                                           DataLayout{2, 1, ThreadBackend::kGloo}),
-                         name_of);
+INSTANTIATE_TEST_SUITE_P(Layouts, OutlivingOnRanks, every_data_layout(), name_of);
 
 std::vector<std::string> names_of(const std::vector<OptimizerState>& states) {
   std::vector<std::string> names;
@@ -129,9 +125,8 @@ TEST_P(OutlivingOnRanks, ViewsOfShardsAndBuffersKeepTheirContracts) {
 enum class Moved : std::uint8_t { kNothing, kSmall, kTied };
 
 /// The chain's blocks are sharded, then the chain.
-std::unique_ptr<Sharded<Chain>> sharded_around(const std::shared_ptr<Chain>& chain, World& world,
-                                               Moved moved) {
-  const auto mesh = data_mesh(world);
+std::unique_ptr<Sharded<Chain>> sharded_around(const std::shared_ptr<Chain>& chain,
+                                               const Mesh& mesh, Moved moved) {
   ShardOptions root;
   if (moved == Moved::kSmall) root.merge_below_bytes = 1 << 20;
   if (moved == Moved::kTied) chain->register_parameter("tied", chain->blocks[0]->a);
@@ -140,19 +135,18 @@ std::unique_ptr<Sharded<Chain>> sharded_around(const std::shared_ptr<Chain>& cha
 }
 
 class InnerOnRanks : public ::testing::TestWithParam<std::tuple<DataLayout, Moved>> {};
-INSTANTIATE_TEST_SUITE_P(
-    Grid, InnerOnRanks,
-    ::testing::Combine(::testing::Values(DataLayout{1, 1}, DataLayout{2, 1}, DataLayout{3, 1},
-                                         DataLayout{2, 1, ThreadBackend::kGloo}),
-                       ::testing::Values(Moved::kNothing, Moved::kSmall, Moved::kTied)));
+INSTANTIATE_TEST_SUITE_P(Grid, InnerOnRanks,
+                         ::testing::Combine(every_data_layout(),
+                                            ::testing::Values(Moved::kNothing, Moved::kSmall,
+                                                              Moved::kTied)));
 
 // Naive: parameters that had moved to the outermost unit are freed with it; shards() of the inner
 // handle reads them, and its forward computes with a unit that is gone.
 TEST_P(InnerOnRanks, AnInnerHandleTrainsOnAfterTheOutermostIsGone) {
   const auto [layout, moved] = GetParam();
-  ranks(layout.ranks, layout.backend).run([moved](World& world) {
+  ranks(layout.ranks, layout.backend).run([&](World& world) {
     auto chain = std::make_shared<Chain>(1, 2, kWidth);
-    auto outermost = sharded_around(chain, world, moved);
+    auto outermost = sharded_around(chain, data_mesh(world, layout.replicas), moved);
     backward(squares(outermost->forward(input_of(world.rank(), 0, kWidth))));
     outermost->zero_grad();
     const std::vector<std::shared_ptr<Sharded<Block>>> inner = chain->handles;
@@ -172,7 +166,8 @@ TEST_P(InnerOnRanks, AnInnerHandleTrainsOnAfterTheOutermostIsGone) {
     for (int step = 0; step < 2; ++step) {
       handle.zero_grad();
       backward(squares(handle.forward(input_of(world.rank(), step, kWidth))));
-      const auto expected = gradients_of_squares(plain, world.size(), step, kWidth);
+      const auto expected =
+          gradients_of_squares(plain, world.size(), step, kWidth, layout.replicas);
       const auto found = whole_gradients(handle);
       EXPECT_EQ(found.size(), 2U);
       for (const auto& [name, gradient] : found) {
@@ -204,9 +199,9 @@ TEST_P(InnerOnRanks, AnInnerHandleTrainsOnAfterTheOutermostIsGone) {
 // that hold none agree on another plan, and wait for the others in a group of their own.
 TEST_P(InnerOnRanks, AnInnerHandleTrainsOnWhileOneRankKeepsALossOfTheOutermost) {
   const auto [layout, moved] = GetParam();
-  ranks(layout.ranks, layout.backend).run([moved](World& world) {
+  ranks(layout.ranks, layout.backend).run([&](World& world) {
     auto chain = std::make_shared<Chain>(1, 2, kWidth);
-    auto outermost = sharded_around(chain, world, moved);
+    auto outermost = sharded_around(chain, data_mesh(world, layout.replicas), moved);
     auto loss = squares(outermost->forward(input_of(world.rank(), 0, kWidth)));
     backward_and_keep_graph(loss);
     if (world.rank() > 0) loss = at::Tensor();
@@ -219,7 +214,8 @@ TEST_P(InnerOnRanks, AnInnerHandleTrainsOnWhileOneRankKeepsALossOfTheOutermost) 
     for (int step = 0; step < 3; ++step) {
       inner[0]->zero_grad();
       backward(squares(inner[0]->forward(input_of(world.rank(), step, kWidth))));
-      const auto expected = gradients_of_squares(plain, world.size(), step, kWidth);
+      const auto expected =
+          gradients_of_squares(plain, world.size(), step, kWidth, layout.replicas);
       for (const auto& [name, gradient] : whole_gradients(*inner[0])) {
         EXPECT_TRUE(same_bits(gradient, expected.at(name.substr(name.rfind('.') + 1)))) << name;
       }

@@ -4,6 +4,7 @@
 
 #include <functional>
 
+#include "dist/data_layout.h"
 #include "dist/plain.h"
 #include "fsdp/runtime/unit.h"
 #include "tessera/optim.h"
@@ -206,48 +207,64 @@ TEST(Parameters, AGradientBeforeShardingIsRefused) {
   });
 }
 
+struct After : torch::autograd::PostAccumulateGradHook {
+  void operator()(const at::Tensor&) override {}
+};
+struct Pass : torch::autograd::FunctionPreHook {
+  std::vector<at::Tensor> operator()(const std::vector<at::Tensor>& grads) override {
+    return grads;
+  }
+};
+struct PassAfter : torch::autograd::FunctionPostHook {
+  std::vector<at::Tensor> operator()(const std::vector<at::Tensor>& outputs,
+                                     const std::vector<at::Tensor>&) override {
+    return outputs;
+  }
+};
+
+/// Every way to put a hook on a leaf.
+std::vector<std::function<void(const at::Tensor&)>> hooks_on_a_leaf() {
+  namespace impl = torch::autograd::impl;
+  return {
+      [](const at::Tensor& b) { b.register_hook([](const at::Tensor& grad) { return grad * 2; }); },
+      [](const at::Tensor& b) { impl::set_post_acc_grad_hooks(b, std::make_unique<After>()); },
+      [](const at::Tensor& b) {
+        impl::grad_accumulator(b)->add_pre_hook(std::make_unique<Pass>());
+      },
+      [](const at::Tensor& b) {
+        impl::grad_accumulator(b)->add_post_hook(std::make_unique<PassAfter>());
+      },
+  };
+}
+
+class HooksBeforeSharding : public ::testing::TestWithParam<DataLayout> {};
+INSTANTIATE_TEST_SUITE_P(Layouts, HooksBeforeSharding, every_data_layout(), name_of);
+
 // Naive: an assert of libtorch, or a hook that is never called again.
-TEST(Parameters, HooksBeforeShardingAreRefusedByName) {
-  struct After : torch::autograd::PostAccumulateGradHook {
-    void operator()(const at::Tensor&) override {}
-  };
-  struct Pass : torch::autograd::FunctionPreHook {
-    std::vector<at::Tensor> operator()(const std::vector<at::Tensor>& grads) override {
-      return grads;
-    }
-  };
-  struct PassAfter : torch::autograd::FunctionPostHook {
-    std::vector<at::Tensor> operator()(const std::vector<at::Tensor>& outputs,
-                                       const std::vector<at::Tensor>&) override {
-      return outputs;
-    }
-  };
-  ranks(1).run([](World& world) {
-    namespace impl = torch::autograd::impl;
-    const auto refusal_of = [&](const std::function<void(const at::Tensor&)>& hook) {
+TEST_P(HooksBeforeSharding, AreRefusedByNameOnAllRanks) {
+  const auto [count, replicas, backend] = GetParam();
+  ranks(count, backend).run([replicas](World& world) {
+    const auto mesh = data_mesh(world, replicas);
+    for (const auto& hook : hooks_on_a_leaf()) {
       auto block = std::make_shared<Block>(1, 4);
-      const auto node = impl::grad_accumulator(block->b);  // lives as long as somebody holds it
+      // Lives as long as somebody holds it.
+      const auto node = torch::autograd::impl::grad_accumulator(block->b);
       hook(block->b);
-      return error_of([&] { fully_shard(block, data_mesh(world)); });
-    };
-    const auto told = AllOf(HasSubstr("parameter b"), HasSubstr("hook"));
-    EXPECT_THAT(refusal_of([](const at::Tensor& b) {
-                  b.register_hook([](const at::Tensor& grad) { return grad * 2; });
-                }),
-                told);
-    EXPECT_THAT(refusal_of([](const at::Tensor& b) {
-                  impl::set_post_acc_grad_hooks(b, std::make_unique<After>());
-                }),
-                told);
-    EXPECT_THAT(refusal_of([](const at::Tensor& b) {
-                  impl::grad_accumulator(b)->add_pre_hook(std::make_unique<Pass>());
-                }),
-                told);
-    EXPECT_THAT(refusal_of([](const at::Tensor& b) {
-                  impl::grad_accumulator(b)->add_post_hook(std::make_unique<PassAfter>());
-                }),
-                told);
-    EXPECT_EQ(refusal_of([](const at::Tensor&) {}), "");
+      EXPECT_THAT(error_of([&] { fully_shard(block, mesh); }),
+                  AllOf(HasSubstr("parameter b"), HasSubstr("hook")));
+    }
+    auto block = std::make_shared<Block>(1, 4);
+    const auto node = torch::autograd::impl::grad_accumulator(block->b);
+    auto handle = fully_shard(block, mesh);
+    backward(squares(handle.forward(input_of(world.rank(), 0, 4))));
+    Block plain(1, 4);
+    expect_same(whole_gradients(handle), gradients_of_squares(plain, world.size(), 0, 4, replicas),
+                "no hook, no refusal");
+  });
+}
+
+TEST(Parameters, OfAnotherHandleAreRefused) {
+  ranks(1).run([](World& world) {
     auto twice = std::make_shared<Block>(1, 4);
     auto handle = fully_shard(twice, data_mesh(world));
     EXPECT_THAT(error_of([&] { fully_shard(twice, data_mesh(world)); }),

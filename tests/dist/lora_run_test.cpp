@@ -12,7 +12,7 @@
 #include "models/adapters.h"
 #include "models/model_spec.h"
 #include "tessera/shard.h"
-#include "train/checkpoint/resume.h"
+#include "train/resume/resume.h"
 
 namespace tessera::test::lora_run_test {
 namespace {

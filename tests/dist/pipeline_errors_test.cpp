@@ -2,8 +2,10 @@
 // next step after recover().
 #include <gmock/gmock.h>
 
-#include <fstream>
+#include <atomic>
+#include <set>
 
+#include "base/test_hooks.h"
 #include "dist/body.h"
 #include "dist/pipeline_runs.h"
 #include "pipeline/schedule_csv.h"
@@ -14,6 +16,7 @@ namespace {
 using pipeline::Kind;
 using pipeline::ValidProgram;
 using ::testing::AllOf;
+using ::testing::AnyOf;
 using ::testing::Each;
 using ::testing::HasSubstr;
 using ::testing::Not;
@@ -38,61 +41,123 @@ std::vector<std::string> errors_with(const std::vector<ValidProgram>& programs,
 }
 
 struct Throws {
-  const char* what;
+  const char* what;  ///< as Toy::midst; "W": that slot, before it computes
   int stage;
   std::int64_t micro_batch;
-  const char* slot;
+  std::string slot;
   bool others_wait = true;  ///< for what comes after it
+
+  /// As the runner names it. A W is known to be of its stage where something of it computes.
+  std::string place() const {
+    const auto named = concat("slot ", slot);
+    return what == std::string("W")
+               ? named
+               : concat(named, " (stage ", stage, ", micro-batch ", micro_batch, ")");
+  }
 };
 
-/// Two ranks, of which one throws; then recover(), and a step.
-void expect_a_named_end_and_a_right_step(const Throws& throws, ThreadBackend backend) {
-  SCOPED_TRACE(
-      concat(throws.what, " of stage ", throws.stage, ", micro-batch ", throws.micro_batch));
-  const auto program = program_of(Kind::kZeroBubbleV, 2, 4);
+/// Throws on the first call at that place.
+class Mishap {
+ public:
+  explicit Mishap(Throws where) : where_(std::move(where)) {}
+  void come_to(const std::string& what, int stage, std::int64_t micro_batch) {
+    if (what != where_.what || stage != where_.stage || micro_batch != where_.micro_batch) return;
+    if (armed_.exchange(false)) throw std::runtime_error("a stage's own mishap");
+  }
+
+ private:
+  const Throws where_;
+  std::atomic<bool> armed_ = true;
+};
+
+/// A rank throws; then recover(), and a step. How many other ranks were told.
+std::ptrdiff_t expect_a_named_end_and_a_right_step(const ValidProgram& program,
+                                                   const Throws& throws, ThreadBackend backend) {
+  SCOPED_TRACE(concat(throws.what, " at ", throws.place()));
+  const auto& schedule = program.schedule();
+  Mishap mishap(throws);
   Toy toy;
-  toy.stages = 4;
-  const auto expected = run_in_one_process(toy, 4);
-  std::atomic<bool> armed = true;
+  toy.stages = schedule.stages();
+  const auto expected = run_in_one_process(toy, schedule.micro_batches);
   toy.midst = [&](const std::string& what, int stage, std::int64_t micro_batch) {
-    if (what != throws.what || stage != throws.stage || micro_batch != throws.micro_batch) return;
-    if (armed.exchange(false)) throw std::runtime_error("a stage's own mishap");
+    mishap.come_to(what, stage, micro_batch);
   };
-  std::vector<std::string> errors(2);
+  std::vector<std::string> errors(static_cast<std::size_t>(schedule.ranks()));
   Left left;
   std::mutex mutex;
-  ranks(2, backend).run([&](World& world) {
+  RankBarrier all_have_ended(schedule.ranks());
+  ranks(schedule.ranks(), backend).run([&](World& world) {
+    RankBarrier::Seat seat(all_have_ended);
+    const test_hooks::Set weights(test_hooks::computing, [&](const pipeline::Action* action) {
+      if (action == nullptr || action->kind != pipeline::ActionKind::kWeightGradient) return;
+      mishap.come_to("W", action->stage, action->micro_batch);
+    });
     pipeline::Runner runner(pipeline::ties_of(stages_mesh(world), at::kCPU));
     {
-      const Mine mine(toy, program.schedule(), world.rank());
+      const Mine mine(toy, schedule, world.rank());
       errors[static_cast<std::size_t>(world.rank())] =
           error_of([&] { runner.run(program, mine.pointers(), {}); });
     }
+    seat.wait();  // a recovery ends what others are still in
     world.recover();
-    const Mine mine(toy, program.schedule(), world.rank());
+    const Mine mine(toy, schedule, world.rank());
     const auto results = runner.run(program, mine.pointers(), {});
     const std::lock_guard lock(mutex);
     mine.add_to(left, results);
   });
-  const int thrower = program.schedule().rank_of[static_cast<std::size_t>(throws.stage)];
-  const auto named =
-      AllOf(HasSubstr(concat("rank ", thrower)), HasSubstr(concat("slot ", throws.slot)),
-            HasSubstr(concat("stage ", throws.stage, ", micro-batch ", throws.micro_batch)),
-            HasSubstr("a stage's own mishap"));
-  EXPECT_THAT(errors[static_cast<std::size_t>(thrower)], named);
+  const auto thrower =
+      static_cast<std::size_t>(schedule.rank_of[static_cast<std::size_t>(throws.stage)]);
+  const auto named = AllOf(HasSubstr(concat("rank ", thrower, ", ", throws.place(), ": ")),
+                           HasSubstr("a stage's own mishap"));
+  EXPECT_THAT(errors[thrower], named);
   if (throws.others_wait) {
     EXPECT_THAT(errors, Each(named));
+  } else {  // who waits for nothing that comes after it ends well
+    EXPECT_THAT(errors, Each(AnyOf(std::string(), named)));
   }
   expect_same_left(left, expected, toy.numbers);
+  return std::ranges::count_if(errors, [](const auto& error) { return !error.empty(); }) - 1;
 }
 
 TEST(PipelineErrors, AnExceptionInASlotEndsAllRanksByNameAndTheNextStepIsRight) {
   const Throws all[] = {{"F", 0, 0, "0F0"},     {"F", 1, 2, "1F2"},        {"F", 3, 3, "3F3"},
                         {"B", 3, 0, "3I0"},     {"B", 0, 3, "0I3", false}, {"B", 2, 1, "2I1"},
                         {"roots", 1, 2, "1I2"}, {"back", 2, 3, "2I3"}};
+  const auto program = program_of(Kind::kZeroBubbleV, 2, 4);
   for (const auto& one : all) {
-    expect_a_named_end_and_a_right_step(one, ThreadBackend::kInProcess);
+    expect_a_named_end_and_a_right_step(program, one, ThreadBackend::kInProcess);
   }
+}
+
+/// Anywhere in the lists of several ranks.
+Throws random_place(const pipeline::Schedule& schedule, tessera::testing::Dice& dice) {
+  const auto& slot = dice.pick(dice.pick(schedule.slots));
+  const auto& action = slot.beside && dice.chance(50) ? *slot.beside : slot.action;
+  // A stage's own code runs at both ends of an I or B; its first one hands nothing back.
+  const std::vector<const char*> backward{"B", "roots", "back"};
+  const char* what = "F";
+  if (action.kind == pipeline::ActionKind::kWeightGradient) what = "W";
+  if (action.gives_input_gradient())
+    what = backward.at(static_cast<std::size_t>(dice.roll(action.stage > 0 ? 3 : 2)));
+  return {what, action.stage, action.micro_batch, to_string(slot), /*others_wait=*/false};
+}
+
+TEST(PipelineErrors, AnExceptionAnywhereInRandomSchedulesEndsTheSameWay) {
+  constexpr int kPlaces = 40;
+  tessera::testing::Dice dice(6);
+  std::set<std::string> where;
+  std::ptrdiff_t told = 0;
+  for (int i = 0; i < kPlaces; ++i) {
+    auto schedule = tessera::testing::random_schedule(dice);
+    while (schedule.ranks() == 1) schedule = tessera::testing::random_schedule(dice);
+    const Throws one = random_place(schedule, dice);
+    SCOPED_TRACE(concat("case ", i, ": ", schedule.ranks(), " ranks"));
+    where.insert(one.what);
+    told +=
+        expect_a_named_end_and_a_right_step(ValidProgram(schedule), one, ThreadBackend::kInProcess);
+  }
+  EXPECT_EQ(where, (std::set<std::string>{"F", "B", "roots", "back", "W"}));
+  EXPECT_GE(told, kPlaces) << "one other rank in most of them, at least";
 }
 
 // Micro-batch 0 has one row, micro-batch 1 has two.
@@ -111,7 +176,10 @@ TEST(PipelineErrors, SwappedMessagesOfOtherShapesEndAllRanksByName) {
 
 TEST(PipelineErrors, OverGlooTheyEndAlike) {
   const Throws all[] = {{"F", 1, 2, "1F2"}, {"B", 2, 1, "2I1"}};
-  for (const auto& one : all) expect_a_named_end_and_a_right_step(one, ThreadBackend::kGloo);
+  const auto program = program_of(Kind::kZeroBubbleV, 2, 4);
+  for (const auto& one : all) {
+    expect_a_named_end_and_a_right_step(program, one, ThreadBackend::kGloo);
+  }
 }
 
 /// A stage whose borders a test changes.

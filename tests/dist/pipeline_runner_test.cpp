@@ -48,21 +48,35 @@ TEST(PipelineRunner, OverGlooItIsTheSame) {
   }
 }
 
-TEST(PipelineRunner, RandomSchedulesEndWithTheSameBits) {
-  tessera::testing::Dice dice(18);
-  for (int i = 0; i < 400; ++i) {
+/// Random schedules whose messages travel as `way_of` says: the bits of one process.
+template <class WayOf>
+void expect_bits_of_one_process(std::uint64_t seed, int schedules, const WayOf& way_of) {
+  tessera::testing::Dice dice(seed);
+  for (int i = 0; i < schedules; ++i) {
     SCOPED_TRACE(concat("schedule ", i));
     const auto schedule = tessera::testing::random_schedule(dice);
     Toy toy;
     toy.stages = schedule.stages();
     toy.seed = static_cast<std::uint64_t>(i);
     toy.frozen = dice.chance(25) ? dice.roll(toy.stages + 1) : 0;
-    const auto delays = dice.chance(75) ? static_cast<std::uint64_t>(i + 1) : 0;
-    const Travel travel({dice.chance(50), delays});
+    const Travel travel(way_of(static_cast<std::uint64_t>(i)));
     expect_same_left(run(ValidProgram(schedule), toy),
                      run_in_one_process(toy, schedule.micro_batches), toy.numbers);
-    if (HasFailure()) return;
+    if (::testing::Test::HasFailure()) return;
   }
+}
+
+// A send ends with its receive, and each message takes a time of its own.
+TEST(PipelineRunner, RandomSchedulesEndWithTheSameBits) {
+  expect_bits_of_one_process(
+      18, 500, [](std::uint64_t i) { return Way{.buffered = false, .delays = i + 1}; });
+}
+
+// Sends end at once, and half of the runs have no delays.
+TEST(PipelineRunner, RandomSchedulesOverBufferedMessagesEndWithTheSameBits) {
+  expect_bits_of_one_process(20, 100, [](std::uint64_t i) {
+    return Way{.buffered = true, .delays = i % 2 == 0 ? i + 1 : 0};
+  });
 }
 
 TEST(PipelineRunner, SchedulesInAnyOrderEndWithTheSameSums) {

@@ -3,9 +3,13 @@
 #include <gmock/gmock.h>
 
 #include <fstream>
+#include <functional>
 #include <mutex>
 #include <numeric>
+#include <optional>
+#include <thread>
 
+#include "base/test_hooks.h"
 #include "dist/pipeline_runs.h"
 #include "dist/staged.h"
 #include "pipeline/schedule_csv.h"
@@ -289,8 +293,33 @@ TEST(PipelineOfHandles, StagesThatAreSetAnewAreRecordedAnew) {
   });
 }
 
-/// On one rank of four a piece throws in its forward, or in the midst of a backward; then recover().
-void expect_a_named_end_and_a_right_step(bool in_forward, const std::string& slot) {
+/// Where on one rank of four something throws.
+enum class Midst : std::uint8_t { kForward, kInputGradient, kWeightGradient };
+
+/// Of this thread, which runs a rank's stages: throws when a W adds a weight's gradient.
+class ThrowsInWeightGradient {
+ public:
+  explicit ThrowsInWeightGradient(std::function<void()> mishap)
+      : mishap_(std::move(mishap)),
+        computing_(test_hooks::computing,
+                   [this](const pipeline::Action* action) {
+                     is_in_ =
+                         action != nullptr && action->kind == pipeline::ActionKind::kWeightGradient;
+                   }),
+        accepted_(test_hooks::after_accept, [this](const GradContract&, const at::Tensor&) {
+          if (std::this_thread::get_id() == thread_ && is_in_) mishap_();
+        }) {}
+
+ private:
+  const std::function<void()> mishap_;
+  const std::thread::id thread_ = std::this_thread::get_id();
+  bool is_in_ = false;
+  const test_hooks::Set<decltype(test_hooks::computing)> computing_;
+  const test_hooks::Set<decltype(test_hooks::after_accept)> accepted_;
+};
+
+/// A piece throws the second time that it comes to there; then recover().
+void expect_a_named_end_and_a_right_step(Midst midst, const std::string& slot) {
   Case of;
   of.kind = pipeline::Kind::kZeroBubble;
   const auto expected = run_whole(of);
@@ -301,12 +330,15 @@ void expect_a_named_end_and_a_right_step(bool in_forward, const std::string& slo
     InStages rank(world, of, of.options());
     rank.step(0);
     rank.part.zero_grad();
+    std::optional<ThrowsInWeightGradient> in_weights;
     if (world.rank() == 3) {  // of the last stage
       auto& part = *rank.part.module();
       const auto mishap = [calls = std::make_shared<int>(0)] {
         if (++*calls == 2) throw std::runtime_error("a piece's own mishap");
       };
-      (in_forward ? part.pieces.at(2)->module()->before : part.in_backward) = mishap;
+      if (midst == Midst::kForward) part.pieces.at(2)->module()->before = mishap;
+      if (midst == Midst::kInputGradient) part.in_backward = mishap;
+      if (midst == Midst::kWeightGradient) in_weights.emplace(mishap);
     }
     errors[static_cast<std::size_t>(world.rank())] = error_of([&] { rank.step(0); });
     world.recover();
@@ -322,11 +354,15 @@ void expect_a_named_end_and_a_right_step(bool in_forward, const std::string& slo
 }
 
 TEST(PipelineOfHandles, AnExceptionInAForwardEndsAllRanksByNameAndTheNextStepIsRight) {
-  expect_a_named_end_and_a_right_step(/*in_forward=*/true, "slot 1F1 (stage 1, micro-batch 1)");
+  expect_a_named_end_and_a_right_step(Midst::kForward, "slot 1F1 (stage 1, micro-batch 1)");
 }
 
 TEST(PipelineOfHandles, AnExceptionInABackwardEndsAllRanksByNameAndTheNextStepIsRight) {
-  expect_a_named_end_and_a_right_step(/*in_forward=*/false, "slot 1I0 (stage 1, micro-batch 0)");
+  expect_a_named_end_and_a_right_step(Midst::kInputGradient, "slot 1I0 (stage 1, micro-batch 0)");
+}
+
+TEST(PipelineOfHandles, AnExceptionInAWeightGradientEndsAllRanksByNameAndTheNextStepIsRight) {
+  expect_a_named_end_and_a_right_step(Midst::kWeightGradient, "slot 1W0 (stage 1, micro-batch 0)");
 }
 
 TEST(PipelineOfHandles, AScheduleOutOfAFileRunsAsOneOfAKind) {

@@ -110,16 +110,25 @@ inline Tensors raw_gradients(torch::nn::Module& module,
   return raw;
 }
 
-/// Sum over ranks in rank order in fp32, over `divide`, in the parameter's dtype; zeros where no
-/// rank used it.
+/// Sum over ranks in rank order in fp32, those of a replica first, over `divide`, in the parameter's
+/// dtype; zeros where no rank used it.
 inline Tensors plain_gradients(torch::nn::Module& module, int ranks, double divide,
-                               const std::function<void(int rank)>& forward_backward) {
-  Tensors sums;
-  for (int rank = 0; rank < ranks; ++rank) {
-    for (const auto& [name, raw] : raw_gradients(module, [&] { forward_backward(rank); })) {
+                               const std::function<void(int rank)>& forward_backward,
+                               int replicas = 1) {
+  const auto add = [](Tensors& sums, const Tensors& addends) {
+    for (const auto& [name, raw] : addends) {
       auto& sum = sums[name];
       sum = sum.defined() ? sum + raw.to(at::kFloat) : raw.to(at::kFloat);
     }
+  };
+  Tensors sums;
+  const int shards = ranks / replicas;
+  for (int first = 0; first < ranks; first += shards) {
+    Tensors of_replica;
+    for (int rank = first; rank < first + shards; ++rank) {
+      add(of_replica, raw_gradients(module, [&] { forward_backward(rank); }));
+    }
+    add(sums, of_replica);
   }
   Tensors result;
   for (const auto& entry : module.named_parameters()) {
@@ -134,10 +143,10 @@ inline Tensors plain_gradients(torch::nn::Module& module, int ranks, double divi
 
 /// The mean over ranks of what each one's squares(forward(input_of(rank, step, width))) gives.
 template <class Module>
-Tensors gradients_of_squares(Module& plain, int ranks, int step, std::int64_t width) {
-  return plain_gradients(plain, ranks, ranks, [&](int rank) {
-    backward(squares(plain.forward(input_of(rank, step, width))));
-  });
+Tensors gradients_of_squares(Module& plain, int ranks, int step, std::int64_t width,
+                             int replicas = 1) {
+  const auto run = [&](int rank) { backward(squares(plain.forward(input_of(rank, step, width)))); };
+  return plain_gradients(plain, ranks, ranks, run, replicas);
 }
 
 /// x + b relu(a x); its weights are needed in backward. Optionally recomputed inside

@@ -9,8 +9,8 @@
 #include "dist/stacked_files.h"
 #include "io/checkpoint_folder.h"
 #include "tessera/optim.h"
-#include "train/checkpoint/resume.h"
 #include "train/hf/weights.h"
+#include "train/resume/resume.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::test::stacked_checkpoint_test {

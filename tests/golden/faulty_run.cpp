@@ -112,7 +112,7 @@ class RankOfStep {
   Tensors balanced(const ShardedBase& model, const train::BatchLoss& loss) const {
     Tensors biases;
     if (config_.model.load_balance_coeff == 0) return biases;
-    train::balance_experts(model, source_.spec, loss.chosen, config_.model.load_balance_coeff);
+    train::balance_experts(model, source_, loss.chosen, config_.model.load_balance_coeff);
     for (const BufferView& view : model.buffers()) {
       const std::string& name = view.contract->name;
       if (name.ends_with(".expert_bias")) biases[name] = view.tensor.clone();

@@ -32,7 +32,7 @@
 #include "train/gradients.h"
 #include "train/hf/model_source.h"
 #include "train/parallelize.h"
-#include "train/pipeline_step.h"
+#include "train/pipeline/pipeline_step.h"
 #include "train/step.h"
 #include "unit/train/parallel_degrees.h"
 
@@ -129,12 +129,14 @@ std::string eight_layers() {
   return path;
 }
 
+void set_eight_layers(train::ModelConfig& model) {
+  model.path.clear();
+  model.config = eight_layers();
+}
+
 train::Config config_of(const Case& c) {
   auto config = config_for(c.folder == kEightLayers ? "qwen3-moe-fp32" : c.folder, c.beside);
-  if (c.folder == kEightLayers) {
-    config.model.path.clear();
-    config.model.config = eight_layers();
-  }
+  if (c.folder == kEightLayers) set_eight_layers(config.model);
   config.activation_checkpoint.mode = c.recompute;
   if (c.bfloat16) config.precision = {};
   if (has_experts(c.folder)) config.model.aux_loss_coef = 0.1;  // beside each kind and layout
@@ -309,14 +311,13 @@ void expect_transformers(const std::string& folder, const std::string& schedule)
 std::vector<std::string> kinds_of_folder(const std::string& folder) {
   train::ModelConfig model;
   model.path = data_folder(folder);
-  std::vector<std::string> kinds{"1F1B", "ZB1P"};
-  if (train::open_model(model).spec.num_hidden_layers >= 4) {
-    kinds.insert(kinds.end(), {"ZBV", "DualPipeV"});
-  }
+  const bool has_layers = train::open_model(model).spec.num_hidden_layers >= 4;
+  auto kinds = kKinds;
+  std::erase_if(kinds, [&](const auto& kind) { return !has_layers && has_several_stages(kind); });
   return kinds;
 }
 
-TEST(PipelineOfReferences, EveryFolderIsTransformersUnderKindsOfOneAndOfTwoStagesARank) {
+TEST(PipelineOfReferences, EveryFolderIsTransformersUnderEveryKindThatItHasLayersFor) {
   std::vector<std::string> folders = kFolders;
   for (const auto* more : {&kGemmaFolders, &kMoeFolders, &kDeepseekFolders}) {
     folders.insert(folders.end(), more->begin(), more->end());
@@ -328,18 +329,85 @@ TEST(PipelineOfReferences, EveryFolderIsTransformersUnderKindsOfOneAndOfTwoStage
   }
 }
 
+// ------------------------------------------------------------------------ scaled losses
+
+// Naive: each stage looks at its own gradients alone, and others go on with another scale.
+TEST(PipelineOfFloat16, AScaleThatIsTooLargeForOneStageIsLoweredOnAll) {
+  for (const std::string folder : {"qwen3-fp32", "qwen3-moe-fp32"}) {
+    for (const std::string schedule : {"1F1B", "ZBV"}) {
+      SCOPED_TRACE(concat(folder, ", ", schedule));
+      Case c;
+      c.folder = folder;
+      c.schedule = schedule;
+      auto config = config_of(c);
+      config.precision = {};
+      config.precision.param_dtype.dtype = DType::kFloat16;
+      config.grad_scaler.init_scale = 0x1p40;  // far above what float16 holds of any gradient
+      const std::string batch = batch_file(train::open_model(config.model).spec, kMicroBatches, 16);
+      const auto expected = run_gradients(config, {}, batch);
+      config.parallelism.pipeline_parallel_degree = 2;
+      const auto found = run_gradients(config, {.ranks = 2}, batch);
+      std::filesystem::remove(batch);
+      expect_same_bits(found, expected);
+      for (const auto& [name, gradient] : found.by_name) {
+        EXPECT_TRUE(gradient.isfinite().all().item<bool>()) << name;
+      }
+    }
+  }
+}
+
+// ------------------------------------------------------------------------ adapters
+
+/// Whose second factors are no longer zero, since then the first ones would count for nothing.
+std::filesystem::path trained_adapters(const std::string& folder) {
+  auto config = training_config(Reference::of(folder), OptimizerKind::kAdamW, {});
+  config.lora.rank = 2;
+  config.lora.alpha = 8.0;
+  config.lora.targets = {"q_proj", "o_proj"};
+  config.lora.dropout = 0.3;
+  config.optimizer.lr = 0.05;
+  config.training.steps = 2;
+  config.checkpoint.folder = temporary_path("adapters");
+  run_training(config, {});
+  return std::filesystem::path(config.checkpoint.folder) / "step-2";
+}
+
+// Logits are of the model as it is used, gradients of its training: naive, both are dropped out.
+TEST(PipelineOfAdapters, WithDropoutHasTheLogitsWithoutAndTheGradientsWithIt) {
+  const std::string folder = "qwen3-fp32";
+  Case c;
+  c.folder = folder;
+  c.schedule = "1F1B";
+  auto config = config_of(c);
+  config.model.path = trained_adapters(folder);
+  const std::string batch = batch_file(train::open_model(config.model).spec, kMicroBatches, 16);
+  const auto expected = run_gradients(config, {}, batch);
+  EXPECT_GT(relative_error(expected.logits, run_gradients(config_of(c), {}, batch).logits), 1e-3)
+      << "adapters that count";
+  config.parallelism.pipeline_parallel_degree = 2;
+  for (const std::string schedule : {"1F1B", "ZBV"}) {
+    SCOPED_TRACE(schedule);
+    config.pipeline.schedule = schedule;
+    expect_same_bits(run_gradients(config, {.ranks = 2}, batch), expected);
+  }
+  std::filesystem::remove(batch);
+}
+
 // ------------------------------------------------------------------------ training
 
 struct Training {
   std::string folder;
   std::string schedule;
   bool bfloat16 = false;
+  int stages = 2;  ///< ranks of axis pp
 };
 
 /// Micro-batches of a row.
 train::Config clipped_training(const std::string& folder, int steps) {
-  auto config = training_config(Reference::of(folder), OptimizerKind::kAdamW,
-                                {.micro_batches = MicroBatches::kOneRow});
+  const bool drawn = folder == kEightLayers;
+  auto config = training_config(Reference::of(drawn ? "qwen3-moe-fp32" : folder),
+                                OptimizerKind::kAdamW, {.micro_batches = MicroBatches::kOneRow});
+  if (drawn) set_eight_layers(config.model);
   config.training.steps = steps;
   config.training.max_norm = 0.05;
   return config;
@@ -354,24 +422,32 @@ void expect_clipped(const TrainingRun& run, double max_norm) {
 TEST(PipelineOfTraining, ClippedStepsHaveTheBitsOfNoPipeline) {
   constexpr int kSteps = 30;
   const std::vector<Training> all{
-      {"qwen3-fp32", "1F1B"},      {"qwen3-fp32", "ZBV", true},
-      {"qwen3-fp32", "ZB1P"},      {"qwen3-moe-fp32", "1F1B", true},
-      {"qwen3-moe-fp32", "ZBV"},   {"qwen3-moe-fp32", "ZB1P", true},
+      {"qwen3-fp32", "1F1B"},
+      {"qwen3-fp32", "ZBV", true},
+      {"qwen3-fp32", "ZB1P"},
+      {"qwen3-moe-fp32", "1F1B", true},
+      {"qwen3-moe-fp32", "ZBV"},
+      {"qwen3-moe-fp32", "ZB1P", true},
       {"qwen3-fp32", "DualPipeV"},
+      {"qwen3-fp32", "GPipe", true},
+      {"qwen3-moe-fp32", "Interleaved1F1B"},
+      {"qwen3-fp32", "InterleavedZeroBubble", true},
+      {kEightLayers, "1F1B", true, 4},
+      {kEightLayers, "ZBV", false, 4},
   };
   for (const auto& training : all) {
-    SCOPED_TRACE(
-        concat(training.folder, ", ", training.schedule, training.bfloat16 ? ", bf16" : ""));
+    SCOPED_TRACE(concat(training.folder, ", ", training.schedule, " of ", training.stages, " ranks",
+                        training.bfloat16 ? ", bf16" : ""));
     auto config = clipped_training(training.folder, kSteps);
     if (training.bfloat16) config.precision = {};
     config.model.aux_loss_coef = has_experts(training.folder) ? 0.01 : 0.0;
     config.pipeline.schedule = training.schedule;
-    // DualPipeV takes four micro-batches, twice the rows of the reference.
+    // These take four micro-batches, twice the rows of the reference.
     const std::string batch = batch_file(train::open_model(config.model).spec, 4, 24);
-    if (training.schedule == "DualPipeV") config.data.path = {batch};
+    if (training.schedule == "DualPipeV" || training.stages == 4) config.data.path = {batch};
     const auto expected = run_training(config, {}, {kSteps});
-    config.parallelism.pipeline_parallel_degree = 2;
-    const auto found = run_training(config, {.ranks = 2}, {kSteps});
+    config.parallelism.pipeline_parallel_degree = training.stages;
+    const auto found = run_training(config, {.ranks = training.stages}, {kSteps});
     std::filesystem::remove(batch);
     ASSERT_EQ(expected.norms.size(), static_cast<std::size_t>(kSteps));
     expect_clipped(expected, config.training.max_norm);

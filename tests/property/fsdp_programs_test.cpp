@@ -6,6 +6,10 @@
 // TESSERA_PROGRAM_FROM (1) is the first seed, TESSERA_PROGRAM_COUNT (40) how many are drawn, or
 // TESSERA_PROGRAM_SECONDS for how long; TESSERA_PROGRAM_FEATURES says what may be drawn
 // (program.h).
+//
+// The draw and the shrinker are our own, not rapidcheck's: a try that fails may wait for the ranks'
+// timeouts, so shrinking has seconds, not tries, takes out half of the operations at a time and
+// then parts of model and layout, and a hang ends with the program's text.
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 

@@ -141,6 +141,7 @@ enum class Act : std::uint8_t {
   kReplicaReduce,
   kLastBackward,
   kDefer,
+  kRedeem,  ///< the tickets of one backward, on one rank or on all
   kRunWeights,
   kReshardAfterForward,
   kReshardAfterBackward,
@@ -175,6 +176,7 @@ inline constexpr const char* kActNames[] = {"forward",
                                             "set_requires_replica_reduce",
                                             "set_is_last_backward",
                                             "set_defer_weight_gradients",
+                                            "redeem",
                                             "run_weight_gradients",
                                             "set_reshard_after_forward",
                                             "set_reshard_after_backward",
@@ -201,8 +203,8 @@ struct ProgramRoot {
 /// One operation. What its act does not use stays as it is here.
 struct Op {
   Act act = Act::kForward;
-  int result = 0;         ///< that it makes or uses
-  int from = -1;          ///< forward: an earlier result that is added to the input
+  int result = 0;  ///< that it makes or uses; redeem: which backward, since all were redeemed
+  int from = -1;   ///< forward: an earlier result that is added to the input
   bool detached = false;  ///< forward: without its history
   bool input_grad = false;
   std::vector<ProgramRoot> roots;  ///< backward
@@ -211,7 +213,7 @@ struct Op {
   bool recurse = true;
   int unit = 0;   ///< into Program::units(); forward: the one that is called, 0 the model
   int node = -1;  ///< the branch that is dropped; where it throws, or changes its argument
-  int rank = -1;  ///< that drops, throws, or leaves the last root out
+  int rank = -1;  ///< that drops, throws, redeems, or leaves the last root out
   int parameter = 0;
   double factor = 1;
   std::vector<int> units;

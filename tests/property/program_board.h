@@ -30,6 +30,7 @@ class ProgramBoard {
   explicit ProgramBoard(int ranks)
       : meeting(ranks),
         twins(static_cast<std::size_t>(ranks)),
+        narrow_twins(static_cast<std::size_t>(ranks)),
         errors(static_cast<std::size_t>(ranks)) {}
 
   void find(const std::string& what) {
@@ -49,7 +50,9 @@ class ProgramBoard {
   };
   RankBarrier meeting;
   std::atomic<bool> failed = false;
-  std::vector<std::shared_ptr<ProgramTwin>> twins;  ///< outlive a rank that has failed
+  using Twins = std::vector<std::shared_ptr<ProgramTwin>>;
+  Twins twins;         ///< outlive a rank that has failed
+  Twins narrow_twins;  ///< in bf16, where the sharded model computes in it
   std::vector<Caught> errors;
 
  private:

@@ -115,7 +115,7 @@ class ProgramDraw {
 
   // --- operations ---
 
-  static constexpr std::array<std::pair<Act, int>, 30> kWeights = {{
+  static constexpr std::array<std::pair<Act, int>, 31> kWeights = {{
       {Act::kForward, 40},
       {Act::kBackward, 44},
       {Act::kEvaluate, 6},
@@ -129,7 +129,8 @@ class ProgramDraw {
       {Act::kSync, 7},
       {Act::kReplicaReduce, 3},
       {Act::kLastBackward, 5},
-      {Act::kDefer, 4},
+      {Act::kDefer, 8},
+      {Act::kRedeem, 20},
       {Act::kRunWeights, 7},
       {Act::kReshardAfterForward, 3},
       {Act::kReshardAfterBackward, 3},
@@ -161,6 +162,8 @@ class ProgramDraw {
       case Act::kDefer:
       case Act::kRunWeights:
         return has(Feature::kDefer) && defers_;
+      case Act::kRedeem:
+        return rules_->waits_for_tickets();
       case Act::kReshardAfterForward:
       case Act::kReshardAfterBackward:
       case Act::kUnshardInBackward:
@@ -258,6 +261,10 @@ class ProgramDraw {
         break;
       case Act::kInputGradient:
         op.input_grad = true;
+        break;
+      case Act::kRedeem:
+        op.result = below(static_cast<std::size_t>(rules_->backwards_since_redeemed()) + 1);
+        op.rank = draw_.one_in(2) ? -1 : draw_rank();
         break;
       default:
         op.node = below(program_.nodes.size());

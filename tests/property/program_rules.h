@@ -33,6 +33,8 @@ class ProgramRules {
   const std::map<int, Kept>& kept() const { return kept_; }
   bool trains(std::size_t parameter) const { return trainable_[parameter]; }
   bool waits_for_tickets() const { return awaiting_; }
+  /// Backwards since all tickets were redeemed.
+  int backwards_since_redeemed() const { return backwards_; }
   bool waits_to_be_shown() const { return pending_ || awaiting_; }
   std::size_t node_of(const Op& op) const {
     return units_[static_cast<std::size_t>(op.unit) % units_.size()];
@@ -59,6 +61,8 @@ class ProgramRules {
       case Act::kRunWeights:
         return lingers_ && !program_.features.has(Feature::kIdleAfterFailure) ? Expect::kNothing
                                                                               : Expect::kRuns;
+      case Act::kRedeem:
+        return awaiting_ && op.rank < program_.ranks ? Expect::kRuns : Expect::kNothing;
       case Act::kForget:
         return when(lives(op.result)) ? Expect::kRuns : Expect::kNothing;
       case Act::kScaleResult:
@@ -141,6 +145,9 @@ class ProgramRules {
         return;
       case Act::kDefer:
         if (!refused) defers_ = op.on;
+        return;
+      case Act::kRedeem:
+        surely_awaiting_ = false;  // a backward that leaves none shows all then
         return;
       case Act::kRunWeights:
         return weights_done();
@@ -306,6 +313,7 @@ class ProgramRules {
     any_sum_ = true;
     lingers_ = false;
     sum_of_root_ = sum_of_root_ || of_root;
+    ++backwards_;
     if (defers_ && leaves_weights()) {
       awaiting_ = true;
       surely_awaiting_ = surely_awaiting_ || (of_first && leaves_weights(0));
@@ -317,6 +325,7 @@ class ProgramRules {
     surely_pending_ = of_root && (!sync_[0] || !last_ || (!replicas_too_ && program_.replicas > 1));
   }
   void weights_done() {
+    backwards_ = 0;
     if (!awaiting_) return;
     const bool settles = is_whole() && (was_whole_ || surely_awaiting_);
     pending_ = pending_ && !settles;
@@ -339,6 +348,7 @@ class ProgramRules {
     pending_ = surely_pending_ = awaiting_ = surely_awaiting_ = any_sum_ = sum_of_root_ =
         shows_root_ = false;
     failed_ = lingers_ = true;
+    backwards_ = 0;
   }
 
   const Program& program_;
@@ -347,12 +357,13 @@ class ProgramRules {
   std::map<int, Kept> kept_;
   bool replicas_too_ = true, last_ = true, defers_ = false;
   bool awaiting_ = false, surely_awaiting_ = false;  ///< tickets are open
-  bool pending_ = false, surely_pending_ = false;    ///< sums that no gradient shows
-  bool was_whole_ = true;                            ///< the last backward showed all
-  bool any_sum_ = false, sum_of_root_ = false;       ///< since gradients were last set to none
-  bool maybe_lost_ = false, surely_lost_ = false;    ///< to a failure, since zero_grad
-  bool shows_root_ = false;                          ///< a gradient that is not 0
-  bool failed_ = false;                              ///< nothing has begun since
+  int backwards_ = 0;
+  bool pending_ = false, surely_pending_ = false;  ///< sums that no gradient shows
+  bool was_whole_ = true;                          ///< the last backward showed all
+  bool any_sum_ = false, sum_of_root_ = false;     ///< since gradients were last set to none
+  bool maybe_lost_ = false, surely_lost_ = false;  ///< to a failure, since zero_grad
+  bool shows_root_ = false;                        ///< a gradient that is not 0
+  bool failed_ = false;                            ///< nothing has begun since
   bool lingers_ = false;  ///< a thread's queue may hold nodes of a backward that has failed
 };
 

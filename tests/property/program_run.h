@@ -36,6 +36,9 @@ class ProgramRun {
   void run_all() {
     try {
       twin_ = board_.twins[rank_] = std::make_shared<ProgramTwin>(program_, world_.rank());
+      if (program_.policy == ProgramPolicy::kNarrowCompute)
+        narrow_ = board_.narrow_twins[rank_] =
+            std::make_shared<ProgramTwin>(program_, world_.rank(), at::kFloat, at::kBFloat16);
       sharded_.emplace(program_, world_);
     } catch (const std::exception& error) {
       end(concat("fully_shard: ", error.what()));
@@ -84,17 +87,25 @@ class ProgramRun {
   void attempt(const Op& op) {
     switch (op.act) {
       case Act::kForward:
-        return compare_all(sharded_->forward(op), twin_->forward(op, rules_.node_of(op)));
+        return compare_all(sharded_->forward(op), of_twins([&](ProgramTwin& twin) {
+                             return twin.forward(op, rules_.node_of(op));
+                           }));
       case Act::kEvaluate: {
         const auto found = sharded_->evaluate(op);
         const at::NoGradGuard no_grad;
-        return compare_all(found, twin_->forward(op, rules_.node_of(op)));
+        return compare_all(found, of_twins([&](ProgramTwin& twin) {
+                             return twin.forward(op, rules_.node_of(op));
+                           }));
       }
       case Act::kInputGradient:
-        return compare_all({sharded_->gradient_of_input(op)}, {twin_->gradient_of_input(op)});
+        return compare_scaled("gradient of the input", sharded_->gradient_of_input(op),
+                              of_twins([&](ProgramTwin& twin) {
+                                return std::vector{twin.gradient_of_input(op)};
+                              }).at(0),
+                              tolerance());
       case Act::kBackward:
         sharded_->run(op);
-        twin_->backward(op);
+        twins_do([&](ProgramTwin& twin) { twin.backward(op); });
         return compare_inputs();
       case Act::kRead:
         return read();
@@ -105,18 +116,20 @@ class ProgramRun {
       case Act::kSetTrainable:
         forget_results();
         sharded_->run(op);
-        return twin_->set_trainable(static_cast<std::size_t>(op.parameter), op.on);
+        return twins_do([&](ProgramTwin& twin) {
+          twin.set_trainable(static_cast<std::size_t>(op.parameter), op.on);
+        });
       case Act::kForget:
-        twin_->forget(op.result);
+        twins_do([&](ProgramTwin& twin) { twin.forget(op.result); });
         break;
       case Act::kScaleResult:
-        twin_->scale(op.result);
+        twins_do([&](ProgramTwin& twin) { twin.scale(op.result); });
         break;
       case Act::kZeroGrad:
-        twin_->zero_grad(op.on, sharded_->shown());
+        twins_do([&](ProgramTwin& twin) { twin.zero_grad(op.on, sharded_->shown()); });
         break;
       case Act::kHalveGradients:
-        twin_->halve_gradients();
+        twins_do([](ProgramTwin& twin) { twin.halve_gradients(); });
         break;
       case Act::kDivideFactor:
         twin_->set_divide(op.factor);
@@ -129,16 +142,28 @@ class ProgramRun {
 
   void forget_results() {
     sharded_->forget_results();
-    twin_->forget_results();
+    twins_do([](ProgramTwin& twin) { twin.forget_results(); });
+  }
+  void twins_do(const std::function<void(ProgramTwin&)>& act) {
+    act(*twin_);
+    if (narrow_) act(*narrow_);
+  }
+  /// Both compute; what is compared is of the dtype that the sharded model computes in.
+  std::vector<at::Tensor> of_twins(
+      const std::function<std::vector<at::Tensor>(ProgramTwin&)>& compute) {
+    auto of_wide = compute(*twin_);
+    return narrow_ ? compute(*narrow_) : of_wide;
   }
 
   // --- what is compared ---
 
-  /// Of values of size 1: sums of a few hundred addends.
+  /// Of values of size 1: sums of a few hundred addends. In bf16 only gradients are added in another
+  /// order than unsharded.
   double tolerance() const {
     if (program_.doubles) return 1e-9;
-    return program_.policy == ProgramPolicy::kNarrowCompute ? 0.15 : 5e-5;
+    return narrow_ ? 0.1 : 5e-5;
   }
+  double result_tolerance() const { return narrow_ ? 0 : tolerance(); }
   double gradient_tolerance() const {
     return program_.policy == ProgramPolicy::kNarrowWire ? 0.02 : tolerance();
   }
@@ -162,12 +187,13 @@ class ProgramRun {
     if (found.size() != expected.size())
       end(concat(where(), ": found ", found.size(), " results, expected ", expected.size()));
     for (std::size_t i = 0; i < found.size(); ++i)
-      compare_scaled(concat("result ", i), found[i], expected[i], tolerance());
+      compare_scaled(concat("result ", i), found[i], expected[i], result_tolerance());
   }
   void compare_inputs() {
     for (const auto& [number, result] : sharded_->results()) {
       if (!result.leaf.defined()) continue;
-      const auto& expected = twin_->results().at(number).leaf.grad();
+      const auto& twin = narrow_ ? *narrow_ : *twin_;
+      const auto& expected = twin.results().at(number).leaf.grad();
       if (result.leaf.grad().defined() != expected.defined())
         end(concat(where(), ": found ", expected.defined() ? "no " : "a ",
                    "gradient of the input of r", number, ", expected the other"));
@@ -180,10 +206,11 @@ class ProgramRun {
   /// By parameter; undefined where no rank has one.
   std::vector<at::Tensor> averages() const {
     std::vector<at::Tensor> all(program_.parameters.size());
-    for (const auto& twin : board_.twins) {
+    for (const auto& twin : narrow_ ? board_.narrow_twins : board_.twins) {
       for (std::size_t i = 0; i < all.size(); ++i) {
-        const auto& grad = twin->parameter(i).grad();
-        if (grad.defined()) all[i] = all[i].defined() ? all[i] + grad : grad.clone();
+        if (!twin->parameter(i).grad().defined()) continue;
+        const auto grad = twin->parameter(i).grad().to(at::kDouble);
+        all[i] = all[i].defined() ? all[i] + grad : grad;
       }
     }
     for (auto& one : all) {
@@ -262,7 +289,7 @@ class ProgramRun {
       const auto exact = tolerance() < 1e-3 ? tolerance() : 1e-4;
       compare("value of " + name, value, wanted,
               bounds[i] + exact * std::max(1.0, wanted.detach().abs().max().item<double>()));
-      twin_->follow(i, value);
+      twins_do([&](ProgramTwin& twin) { twin.follow(i, value); });
     }
     meet();
   }
@@ -299,7 +326,7 @@ class ProgramRun {
       end(concat(where(), ": recover: ", error.what()));
     }
     meet();
-    twin_->fail();
+    twins_do([](ProgramTwin& twin) { twin.fail(); });
   }
   void attempt_refused(const Op& op) {
     switch (op.act) {
@@ -351,6 +378,7 @@ class ProgramRun {
   std::size_t place_ = 0;
   std::optional<ProgramSharded> sharded_;
   std::shared_ptr<ProgramTwin> twin_;
+  std::shared_ptr<ProgramTwin> narrow_;  ///< null where the sharded model does not compute in bf16
 };
 
 /// What is wrong with it; "" for nothing.

@@ -9,6 +9,8 @@
 
 #include "comm/group.h"
 #include "dist/plain.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
 #include "property/program_twin.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
@@ -157,6 +159,8 @@ class ProgramSharded {
         return handle_.set_is_last_backward(op.on);
       case Act::kDefer:
         return handle_.set_defer_weight_gradients(op.on);
+      case Act::kRedeem:
+        return redeem(op);
       case Act::kRunWeights:
         return handle_.run_weight_gradients();
       case Act::kReshardAfterForward:
@@ -183,6 +187,12 @@ class ProgramSharded {
       default:
         throw std::logic_error("an act without a meaning");
     }
+  }
+  /// Hands in what one backward has left; whoever calls run_weight_gradients() later finds the rest.
+  void redeem(const Op& op) {
+    auto* store = handle_.unit()->runtime().sink().store();
+    const bool here = op.rank < 0 || op.rank == world_.rank();
+    if (store != nullptr && here) store->run({-1, op.result});
   }
   void set_trainable(const Op& op) {
     std::vector<Optimizer*> follow;

@@ -65,7 +65,7 @@ class ProgramShrink {
         [](Program& p) { p.ranks = p.replicas == 1 ? std::min(p.ranks, 2) : p.ranks; },
         [](Program& p) { p.ranks = p.replicas == 1 ? 1 : p.ranks; },
         [](Program& p) { p.policy = ProgramPolicy::kPlain; },
-        [](Program& p) { p.doubles = true; },
+        [](Program& p) { p.doubles = p.policy == ProgramPolicy::kPlain; },
         [](Program& p) { p.optimizer = ProgramOptimizer::kSgd; },
         [](Program& p) { p.in_flight_bytes = std::int64_t{32} << 20; },
         [](Program& p) { p.merge_below_bytes = 0; },

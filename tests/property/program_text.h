@@ -97,6 +97,8 @@ inline std::string describe_op(const Program& p, const Op& op) {
       return concat(text, " on ", ranks());
     case Act::kChangeArgument:
       return concat(text, " of node ", op.node);
+    case Act::kRedeem:
+      return concat(text, " what backward ", op.result, " has left, on ", ranks());
     default:
       return text;
   }

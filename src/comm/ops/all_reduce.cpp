@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "comm/ops/steps.h"
+#include "kernels/host_sum.h"
 #include "kernels/kernels.h"
 #include "tessera/error.h"
 

@@ -1,6 +1,7 @@
 #include "comm/ops/reduce_scatter.h"
 
 #include "comm/ops/steps.h"
+#include "kernels/host_sum.h"
 #include "kernels/kernels.h"
 #include "layout/bucket_plan.h"
 #include "tessera/error.h"

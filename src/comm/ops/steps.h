@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "comm/ops/operation.h"
-#include "kernels/kernels.h"
+#include "kernels/host_sum.h"
 #include "layout/range.h"
 
 namespace tessera::comm {
@@ -35,7 +35,7 @@ inline std::int64_t stretch_begin(const std::vector<std::int64_t>& counts, int p
 }
 
 /// What the steps of one op may ask of the transport. Nothing is posted for 0 bytes. A phase
-/// numbers what travels between the same two ranks. Errors: PeerLost.
+/// numbers what travels between the same two ranks. Errors: LostRank.
 class Transfers {
  public:
   virtual ~Transfers() = default;

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <functional>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {

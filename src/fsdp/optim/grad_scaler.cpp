@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "tessera/clip.h"

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include "base/hash.h"
+#include "comm/backends/backend.h"
 #include "comm/group.h"
 #include "fsdp/runtime/integrity.h"
 #include "fsdp/runtime/recompute_scopes.h"
@@ -13,7 +14,7 @@
 namespace tessera::fsdp {
 Runtime::Runtime(Mesh mesh, std::int64_t in_flight_bytes)
     : groups_(std::move(mesh)),
-      pool_(std::make_shared<comm::BufferPool>(at::kCPU)),
+      pool_(std::make_shared<comm::BufferPool>(comm::device_of(world()))),
       reducer_(in_flight_bytes),
       recoveries_(world().recoveries()) {}
 
@@ -155,8 +156,8 @@ void Runtime::require_recovered() const {
   if (!world().aborted()) return;
   try {
     comm::barrier(world().control(), "after a failure");  // throws at once what it was aborted for
-  } catch (const comm::PeerLost& error) {
-    throw comm::PeerLost(concat("a sharded forward was entered after a failure of this run (",
+  } catch (const comm::LostRank& error) {
+    throw comm::LostRank(concat("a sharded forward was entered after a failure of this run (",
                                 error.what(), "); call World::recover() on every rank first"));
   }
 }

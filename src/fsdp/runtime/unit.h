@@ -12,7 +12,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "fsdp/agreed/controls.h"
 #include "fsdp/agreed/order.h"
 #include "fsdp/runtime/bucket.h"

@@ -41,6 +41,8 @@ void sum_in_rank_order(at::TensorList addends, const at::Tensor& result, bool ad
   adds ? result.add_(sum) : result.copy_(sum);
 }
 
+void add_into(const at::Tensor& result, const at::Tensor& addend) { result.add_(addend); }
+
 void divide_into(const at::Tensor& result, const at::Tensor& sum, double factor) {
   if (factor == 1.0 && sum.scalar_type() != at::kDouble) {
     result.copy_(sum);

@@ -9,10 +9,12 @@
 #include <array>
 #include <bit>
 #include <cmath>
+#include <cstddef>
 #include <vector>
 
 #include "base/parallel.h"
 #include "base/split_float.h"
+#include "kernels/host_sum.h"
 #include "kernels/implementations.h"
 #include "tessera/error.h"
 
@@ -30,6 +32,13 @@ To widen(From value) {
 template <class From, class To>
 void sum_blocks(const std::vector<const void*>& addends, To* result, std::int64_t numel,
                 bool adds) {
+  if (adds && addends.size() == 1) {
+    const auto* only = static_cast<const From*>(addends.front());
+    for (std::int64_t i = 0; i < numel; ++i) {
+      result[i] = static_cast<To>(result[i] + widen<To>(only[i]));
+    }
+    return;
+  }
   std::array<To, kSumBlock> partial;
   for (std::int64_t begin = 0; begin < numel; begin += kSumBlock) {
     const std::int64_t count = std::min(kSumBlock, numel - begin);
@@ -96,6 +105,22 @@ void sum_in_rank_order(at::TensorList addends, const at::Tensor& result, bool ad
   for (const at::Tensor& addend : addends) pointers.push_back(addend.const_data_ptr());
   sum_host_memory(pointers, addends.empty() ? result.scalar_type() : addends[0].scalar_type(),
                   {result.mutable_data_ptr(), result.scalar_type(), result.numel(), adds});
+}
+
+void add_into(const at::Tensor& result, const at::Tensor& addend) {
+  constexpr std::int64_t kGrain = 1 << 15;
+  const Kernel kernel = find_kernel(addend.scalar_type(), result.scalar_type());
+  const bool is_narrower = addend.element_size() < result.element_size();
+  if (kernel == nullptr || !is_narrower || !addend.is_contiguous()) {
+    result.add_(addend);
+    return;
+  }
+  const auto* from = static_cast<const std::byte*>(addend.const_data_ptr());
+  auto* to = static_cast<std::byte*>(result.mutable_data_ptr());
+  base::for_ranges(result.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
+    const auto at = [&](const at::Tensor& tensor) { return begin * tensor.element_size(); };
+    kernel({from + at(addend)}, {to + at(result), result.scalar_type(), end - begin, true});
+  });
 }
 
 namespace {

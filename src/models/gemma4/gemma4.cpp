@@ -12,7 +12,6 @@
 
 #include "models/config_reader.h"
 #include "models/family.h"
-#include "models/gemma4/gemma4_keeps.h"
 #include "models/gemma4/gemma4_layers.h"
 #include "models/spec_keys.h"
 #include "tessera/error.h"

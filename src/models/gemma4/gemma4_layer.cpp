@@ -88,7 +88,7 @@ moe::Routing Gemma4Router::forward(const at::Tensor& x, const std::optional<at::
 
 Gemma4TextLayer::Gemma4TextLayer(const ModelSpec& spec, std::size_t number, const ModelAxes& axes,
                                  std::shared_ptr<nn::Rope> rope)
-    : tokens_(axes) {
+    : number_(static_cast<std::int64_t>(number)), tokens_(axes) {
   const nn::TensorRegion& region = axes.tensor;
   const auto norm = [&](const char* name) {
     return register_module(name,

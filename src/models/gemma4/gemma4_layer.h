@@ -15,6 +15,7 @@
 #include <optional>
 
 #include "models/decoder_layer.h"
+#include "models/description.h"
 #include "models/expert_bias.h"
 #include "models/expert_tokens.h"
 #include "models/model_spec.h"
@@ -66,10 +67,11 @@ class Gemma4Router : public nn::PlacedModule, public HasExpertBias, public IsMod
   at::Tensor per_expert_scale_;  // [E]
 };
 
-class Gemma4TextLayer : public torch::nn::Module {
+class Gemma4TextLayer : public torch::nn::Module, public IsLayer {
  public:
   Gemma4TextLayer(const ModelSpec& spec, std::size_t number, const ModelAxes& axes,
                   std::shared_ptr<nn::Rope> rope);
+  std::int64_t number() const override { return number_; }
   /// As DecoderLayer::forward; `visible` as Gemma4Attention takes it.
   DecoderLayer::Output forward(const at::Tensor& x, const std::optional<at::Tensor>& visible,
                                const RoutingRequest& request);
@@ -83,6 +85,7 @@ class Gemma4TextLayer : public torch::nn::Module {
   Output feed_forward(const at::Tensor& x, const RoutingRequest& request);
   Output mixed(const at::Tensor& x, const RoutingRequest& request);
 
+  std::int64_t number_;
   ExpertTokens tokens_;
   std::shared_ptr<Gemma4Attention> self_attn_;
   std::shared_ptr<nn::GegluMlp> mlp_;

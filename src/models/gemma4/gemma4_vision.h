@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "grad/slot.h"
+#include "models/description.h"
 #include "models/language_model.h"
 #include "models/model_spec.h"
 #include "nn/linear.h"
@@ -65,9 +66,10 @@ class Gemma4VisionLayer : public torch::nn::Module {
   RecomputeMode recompute_ = RecomputeMode::kNone;
 };
 
-class Gemma4VisionTower : public torch::nn::Module {
+class Gemma4VisionTower : public torch::nn::Module, public IsModelPart {
  public:
   explicit Gemma4VisionTower(const Gemma4Vision& vision);
+  ModelPart part() const override { return ModelPart::kVision; }
   /// -> [M, H]. Errors: kFormat as patch_grid, or for pixels that do not fit the positions.
   at::Tensor forward(const Images& images);
   std::vector<ModelUnit> units();
@@ -84,9 +86,10 @@ class Gemma4VisionTower : public torch::nn::Module {
 };
 
 /// From the tower's soft tokens to embeddings of the text.
-class Gemma4Projector : public torch::nn::Module {
+class Gemma4Projector : public torch::nn::Module, public IsModelPart {
  public:
   Gemma4Projector(const Gemma4Vision& vision, std::int64_t text_hidden_size);
+  ModelPart part() const override { return ModelPart::kVision; }
   /// [M, H] -> [M, hidden of the text] in the same dtype.
   at::Tensor forward(const at::Tensor& soft_tokens);
 

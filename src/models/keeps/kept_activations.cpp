@@ -1,6 +1,7 @@
 #include "models/keeps/kept_activations.h"
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -26,16 +27,12 @@ namespace {
 /// What another stage made. It wants a gradient where anything before it is trained.
 nn::KeptValue received(nn::LayerKeeps& layers, const ForwardCase& forward, std::int64_t begin,
                        const std::string& text) {
-  const std::string of_layers = text + "layers.";
-  const auto is_before = [&](const std::string& name) {
-    if (!name.starts_with(of_layers)) {
-      return name != "lm_head.weight" && name != text + "norm.weight";
-    }
-    return std::stoll(name.substr(of_layers.size())) < begin;
-  };
-  const bool wants = std::ranges::any_of(forward.parameters, [&](const GradContract& each) {
-    return each.trainable && is_before(each.name);
+  const std::string layer = concat(text, "layers.", begin, ".");
+  const auto border = std::ranges::find_if(forward.parameters, [&](const GradContract& each) {
+    return each.name.starts_with(layer) || each.name == text + "norm.weight";
   });
+  const bool wants =
+      std::any_of(forward.parameters.begin(), border, std::mem_fn(&GradContract::trainable));
   const std::int64_t parts = layers.of().cut ? layers.of().tp : 1;
   return layers.ledger().make(layers.tokens() / parts * forward.spec.hidden_size,
                               layers.parameter(text + "embed_tokens.weight").compute.dtype, wants);

@@ -2,7 +2,7 @@
 // and any degrees, without a tensor.
 //
 // What each layer keeps is said on the layer's own floor (nn/layer_keeps.h, moe/expert_keeps.h),
-// and put together here and in gemma4/gemma4_keeps.h. tests/unit/train/memory_table_test.cpp counts
+// and put together here and in gemma4/gemma4_layers.h. tests/unit/train/memory_table_test.cpp counts
 // the bytes of real runs. Text alone: a vision tower that is trained is left out. Pure. Next:
 // ../train/rank_memory.h.
 #pragma once

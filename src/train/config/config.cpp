@@ -11,8 +11,8 @@
 #include <limits>
 
 #include "base/mapped_file.h"
-#include "base/printable.h"
-#include "base/wildcard.h"
+#include "base/text/printable.h"
+#include "base/text/wildcard.h"
 #include "tessera/error.h"
 #include "train/config/config_codec.h"
 #include "train/config/config_keys.h"

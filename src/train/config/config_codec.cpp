@@ -2,7 +2,7 @@
 
 #include <charconv>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 
 namespace tessera::train {
 namespace {

@@ -8,7 +8,7 @@
 #include <numbers>
 #include <utility>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "grad/resolve_rules.h"
 #include "layout/range.h"
 #include "pipeline/kinds.h"
@@ -28,7 +28,7 @@ void check_built(const Config& config) {
                 "and training on CUDA is not yet built");
 }
 
-/// What does not depend on ranks, rows and layers (pipeline_plan.h has the rest). With one rank on
+/// What does not depend on ranks, rows and layers (../pipeline/ has the rest). With one rank on
 /// the axis most keys have no effect, so that one configuration serves with and without a pipeline.
 void check_pipeline(const PipelineConfig& section) {
   const auto kind = pipeline::find_kind(section.schedule);

@@ -4,7 +4,7 @@
 #include <filesystem>
 
 #include "base/mapped_file.h"
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "io/token_source.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "base/log.h"
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "grad/torch_dtype.h"
 #include "models/patch_grid.h"
 #include "nn/loss.h"

@@ -10,7 +10,7 @@
 #include <system_error>
 
 #include "base/mapped_file.h"
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "grad/torch_dtype.h"
 #include "io/atomic_file.h"
 #include "io/folder.h"

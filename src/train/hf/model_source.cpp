@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "base/log.h"
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "comm/group.h"
 #include "io/checkpoint_folder.h"
 #include "io/checkpoint_store.h"

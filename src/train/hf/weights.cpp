@@ -8,8 +8,8 @@
 #include <span>
 #include <string_view>
 
-#include "base/printable.h"
 #include "base/random.h"
+#include "base/text/printable.h"
 #include "checkpoint/snapshot.h"
 #include "grad/finite_copy.h"
 #include "grad/torch_dtype.h"

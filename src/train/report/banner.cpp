@@ -6,7 +6,7 @@
 #include <map>
 #include <utility>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "tessera/dtype.h"
 #include "tessera/error.h"
 #include "train/report/metrics.h"

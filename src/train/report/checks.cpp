@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "base/log.h"
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "comm/group.h"
 #include "tessera/clip.h"
 #include "tessera/dtype_watch.h"

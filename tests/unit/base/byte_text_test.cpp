@@ -1,13 +1,14 @@
 // Bytes of a model as text: what a terminal may show, and what becomes \xNN.
 #include <gtest/gtest.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <string_view>
 #include <utility>
 #include <vector>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 
 namespace tessera::byte_text_test {
 namespace {
@@ -26,6 +27,14 @@ TEST(ByteText, ValidUtf8PassesAsItIs) {
         "\xF0\x90\x80\x80"}) {
     EXPECT_EQ(shown(text), text);
   }
+}
+
+TEST(CharacterBegin, IsTheByteItselfOrTheLeadBeforeIt) {
+  const std::string_view text = "a\u20ac\U0001F600b";
+  const std::vector<std::size_t> begins{0, 1, 1, 1, 4, 4, 4, 4, 8};
+  for (std::size_t at = 0; at < text.size(); ++at) EXPECT_EQ(character_begin(text, at), begins[at]);
+  EXPECT_EQ(character_begin("\x80\x80\x80", 2), 0u) << "where nothing leads, the first byte";
+  EXPECT_EQ(character_begin("", 0), 0u);
 }
 
 TEST(ByteText, ACharacterAppearsWithItsLastByte) {

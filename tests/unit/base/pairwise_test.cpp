@@ -110,5 +110,28 @@ TEST(Cases, AreTheWholeProductOfAFullProofOnly) {
   EXPECT_EQ(found == 2160U, test::full_proof());
 }
 
+// Naive: a case at the end of no part, or the first one of each in all.
+TEST(Parts, HaveEveryCaseOnce) {
+  const auto whole = product({5, 7, 3}, all_valid);
+  for (const std::size_t count : {1U, 2U, 11U, 105U, 200U}) {
+    std::vector<Choice> found;
+    for (std::size_t number = 1; number <= count; ++number) {
+      const auto some = test::Part{number, count}.of(whole);
+      found.insert(found.end(), some.begin(), some.end());
+    }
+    std::ranges::sort(found);
+    EXPECT_EQ(found, whole) << count;
+  }
+}
+
+TEST(Parts, AreReadAsTheyAreWrittenAndNothingElseIs) {
+  const auto part = test::Part::parse("2/11");
+  EXPECT_EQ(part.number, 2U);
+  EXPECT_EQ(part.count, 11U);
+  for (const char* text : {"", "2", "2/", "0/3", "4/3", "1/0", "1/3x", "-1/3", "1 of 3"}) {
+    EXPECT_THROW(test::Part::parse(text), Error) << text;
+  }
+}
+
 }  // namespace
 }  // namespace tessera::pairwise_test

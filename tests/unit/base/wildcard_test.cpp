@@ -1,4 +1,4 @@
-#include "base/wildcard.h"
+#include "base/text/wildcard.h"
 
 #include <gtest/gtest.h>
 

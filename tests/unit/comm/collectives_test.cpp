@@ -6,6 +6,7 @@
 
 #include "base/test_hooks.h"
 #include "comm/batch.h"
+#include "kernels/host_sum.h"
 #include "kernels/kernels.h"
 #include "rank_pools.h"
 #include "tessera/error.h"

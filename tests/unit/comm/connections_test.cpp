@@ -74,10 +74,10 @@ TEST(Opening, ThatFailsLeavesNothingOnTheBoard) {
   int groups = 0;
   options.open = [&](int, const auto&) -> c10::intrusive_ptr<c10d::Backend> {
     groups = board->groups();
-    throw PeerLost("nobody came");
+    throw LostRank("nobody came");
   };
   for (int attempt = 0; attempt < 2; ++attempt) {
-    EXPECT_THROW(const PointToPointGroup group(options), PeerLost);
+    EXPECT_THROW(const PointToPointGroup group(options), LostRank);
     EXPECT_EQ(groups, 1);
     EXPECT_EQ(board->groups(), 0);
     EXPECT_EQ(board->standing().waits, 0);
@@ -113,7 +113,7 @@ TEST(Opening, OverGlooKnowsWhoDoesNotCome) {
     ranks.push_back(std::async(std::launch::async, [options]() -> std::string {
       try {
         const PointToPointGroup group(options);
-      } catch (const PeerLost& error) {
+      } catch (const LostRank& error) {
         return error.what();
       }
       return "opened";
@@ -137,15 +137,21 @@ TEST(Opening, OverGlooKnowsWhoDoesNotCome) {
 // nothing that their meeting has left in the store for an address.
 TEST(Opening, OverGlooWaitsForRanksThatAreLateAfterAllHaveMet) {
   const auto store = Store::in_memory();
+  std::array<std::atomic<bool>, 3> waits{};
   std::vector<std::future<bool>> ranks;
   for (const int self : {0, 1, 2}) {
-    ranks.push_back(std::async(std::launch::async, [store, self] {
+    ranks.push_back(std::async(std::launch::async, [store, self, &waits] {
       const auto abort_flag = std::make_shared<AbortFlag>();
       GlooDevice device(LaunchEnvironment{});
       store->meet("group", self, {0, 1, 2}, milliseconds(60000), *abort_flag);
-      std::this_thread::sleep_for(milliseconds(100) * (2 - self));
+      // Each comes when the next one waits for those before it.
+      if (self < 2) waits.at(self + 1).wait(false);
       const auto group = connect_all(*store, device, {"group", self, 3, milliseconds(60000)},
-                                     abort_flag, [](int) {});
+                                     abort_flag, [&](int rank) {
+                                       if (rank < 0) return;
+                                       waits.at(self) = true;
+                                       waits.at(self).notify_all();
+                                     });
       // Who leaves closes connections that others still wait for.
       store->meet("connected", self, {0, 1, 2}, milliseconds(60000), *abort_flag);
       return group != nullptr;
@@ -171,7 +177,7 @@ TEST(Store, AWaitForManyKeysSaysWhichIsAbsent) {
   try {
     silent->wait({"0", "none"}, milliseconds(5));
     FAIL();
-  } catch (const PeerLost& error) {
+  } catch (const LostRank& error) {
     EXPECT_STREQ(error.what(), "store: no none within 0.005 s");
   }
 }
@@ -185,7 +191,7 @@ TEST(Store, AWaitWithoutATimeLastsTheInitTimeout) {
     try {
       store->get("none");
       FAIL();
-    } catch (const PeerLost& error) {
+    } catch (const LostRank& error) {
       EXPECT_STREQ(error.what(), "store: no none within 0.005 s");
     }
   }
@@ -200,8 +206,8 @@ TEST(Store, AWaitFromBeforeARecoveryEnds) {
   const auto group = Store::in_memory()->for_group("g", abort_flag);
   abort_flag->mark("enough");
   abort_flag->clear();
-  EXPECT_THROW(group->wait({"none"}, milliseconds(100000)), PeerLost);
-  EXPECT_THROW(group->clone()->wait({"none"}, milliseconds(100000)), PeerLost) << "nor a copy's";
+  EXPECT_THROW(group->wait({"none"}, milliseconds(100000)), LostRank);
+  EXPECT_THROW(group->clone()->wait({"none"}, milliseconds(100000)), LostRank) << "nor a copy's";
 }
 
 // Naive: the thread that opens it begins to look after the recovery, and waits for a rank that
@@ -217,7 +223,7 @@ TEST(Connections, AnAttemptFromBeforeARecoveryEnds) {
   try {
     open();
     FAIL();
-  } catch (const PeerLost& error) {
+  } catch (const LostRank& error) {
     EXPECT_THAT(error.what(), HasSubstr("before a recovery"));
   }
 }
@@ -243,7 +249,7 @@ TEST(Connections, AreOpenedAFewAtATime) {
   };
   options.timeout = milliseconds(200);
   PointToPointGroup group(options);
-  EXPECT_THROW(group.issue(batch_of(AllGather{at::zeros({1000})})), PeerLost);
+  EXPECT_THROW(group.issue(batch_of(AllGather{at::zeros({1000})})), LostRank);
   EXPECT_GE(seen->begun, 1);
   EXPECT_LE(seen->begun, 32);
   seen->over.set_value();

@@ -42,6 +42,11 @@ struct Plan {
   int steps;
 };
 
+/// A rank that lives, and comes to nothing any more.
+[[noreturn]] void stall() {
+  for (;;) ::pause();
+}
+
 void misbehave(const Plan& plan, World& world) {
   if (plan.mode == "throw") throw std::runtime_error("rank fails on purpose");
   if (plan.mode == "usage") {
@@ -50,9 +55,7 @@ void misbehave(const Plan& plan, World& world) {
   if (plan.mode == "kill") ::kill(::getpid(), SIGKILL);
   if (plan.mode == "stop") ::kill(::getpid(), SIGSTOP);
   if (plan.mode == "exit") ::_exit(7);
-  if (plan.mode == "stall") {
-    for (;;) std::this_thread::sleep_for(std::chrono::seconds(1));
-  }
+  if (plan.mode == "stall") stall();
   if (plan.mode == "disagree") {
     comm::barrier(world.control(), "something else");
   }
@@ -69,7 +72,7 @@ void misbehave(const Plan& plan, World& world) {
 void withhold(const Plan& plan, World& world, comm::Group& group) {
   const int debtor = plan.rank;
   const int creditor = (debtor + 1) % world.size();
-  if (world.rank() == debtor) std::this_thread::sleep_for(std::chrono::hours(1));
+  if (world.rank() == debtor) stall();
   comm::AllToAll transfer;
   transfer.input = at::zeros({0});
   transfer.output = at::zeros({world.rank() == creditor ? 1 : 0});
@@ -91,7 +94,7 @@ void stop_apart(const Plan& plan, World& world) {
     if (rank != plan.rank) others.push_back(rank);
   }
   const auto group = world.group(others, "gather");
-  if (world.rank() == others.back()) std::this_thread::sleep_for(std::chrono::hours(1));
+  if (world.rank() == others.back()) stall();
   comm::all_gather_bytes(*group, "anything", "what never comes");
 }
 
@@ -103,7 +106,7 @@ void prepare(const Plan& plan, World& world, std::chrono::milliseconds timeout) 
   if (world.rank() == plan.rank) {
     world.work_at("hashing the data");
     if (plan.mode == "work-slow") std::this_thread::sleep_for(2 * timeout);
-    if (plan.mode == "work-endless") std::this_thread::sleep_for(std::chrono::hours(1));
+    if (plan.mode == "work-endless") stall();
     if (plan.mode == "work-kill") ::kill(::getpid(), SIGKILL);
     if (plan.mode == "work-stop") ::kill(::getpid(), SIGSTOP);
     world.work_at("");
@@ -144,7 +147,7 @@ void call_as_a_user(const Plan& plan, World& world) {
   if (what == "dtype") sum(at::ones({2, 3}, at::kInt));
   if (what == "refused") sum(at::ones({2, 3}).t());
   if (what == "order") group.barrier("end");
-  if (what == "absent") std::this_thread::sleep_for(std::chrono::hours(1));
+  if (what == "absent") stall();
   sum(at::ones({2, 3}));
   group.barrier("end");
 }

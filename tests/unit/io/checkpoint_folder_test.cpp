@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <fstream>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "io/checkpoint_store.h"
 #include "io/safetensors.h"
 #include "unit/io/checkpoint_cases.h"

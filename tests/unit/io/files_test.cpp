@@ -5,10 +5,10 @@
 #include <thread>
 #include <vector>
 
-#include "base/json_reader.h"
 #include "base/log.h"
 #include "base/mapped_file.h"
-#include "base/printable.h"
+#include "base/text/json_reader.h"
+#include "base/text/printable.h"
 #include "io/atomic_file.h"
 #include "unit/io/temporary_folder.h"
 

@@ -72,6 +72,17 @@ TEST(FolderLock, GoesWithItsProcess) {
   ::close(ready[1]);
 }
 
+/// How many of this process's descriptors are of the file.
+std::size_t descriptors_of(const std::filesystem::path& file) {
+  const auto path = std::filesystem::canonical(file);
+  std::size_t count = 0;
+  std::error_code closed;  // by another thread, since it was listed
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    count += std::filesystem::read_symlink(entry, closed) == path ? 1 : 0;
+  }
+  return count;
+}
+
 // A run that is refused takes its lock file away while another waits at it.
 TEST(FolderLock, IsTakenOnTheFileThatStandsThere) {
   const TemporaryFolder folder;
@@ -80,7 +91,7 @@ TEST(FolderLock, IsTakenOnTheFileThatStandsThere) {
     const FolderLock second(folder.path(), minutes(1), "");
     EXPECT_NE(error_of(folder.path(), ErrorKind::kConfig), "") << "of the file that others open";
   });
-  std::this_thread::sleep_for(milliseconds(100));  // at the first one's file by now
+  while (descriptors_of(lock_file(folder.path())) < 2) std::this_thread::yield();
   std::filesystem::remove(lock_file(folder.path()));
   first.reset();
   waiting.join();

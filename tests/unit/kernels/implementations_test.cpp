@@ -264,6 +264,23 @@ TEST(Implementations, SumsInRankOrderHaveTheSameBits) {
   }
 }
 
+// A gradient of any dtype and strides in a slot of any: what ATen makes of it, in one pass or not.
+TEST(Implementations, WhatIsAddedIntoASlotHasTheSameBits) {
+  const at::ScalarType dtypes[] = {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf};
+  for (const auto from : dtypes) {
+    for (const auto to : dtypes) {
+      const at::Tensor wide = (draw(1, {300, 311}) * 7).to(from);
+      const at::Tensor turned = (draw(2, {311, 300}) * 7).to(from).t();
+      for (const at::Tensor& addend : {wide, turned, wide.narrow(0, 0, 0)}) {
+        const at::Tensor result = (draw(9, addend.sizes()) * 7).to(to), same = result.clone();
+        cpu::add_into(result, addend);
+        aten::add_into(same, addend);
+        EXPECT_TRUE(at::equal(result, same)) << from << " in " << to << ' ' << addend.strides();
+      }
+    }
+  }
+}
+
 /// Numbers over many magnitudes, ties of bfloat16 and float16, and what is not finite.
 at::Tensor all_kinds(at::ScalarType dtype) {
   const at::Tensor magnitudes = (draw(1, {4099}, at::kDouble) * 40).exp2();

@@ -83,7 +83,7 @@ TEST(HearingOthers, WaitsForALookThatTheStoreDoesNotAnswer) {
   abort_flag.patience.expect_words_within(milliseconds(20));
   const StoppedStore store(board, [&] { abort_flag.mark("the store is gone"); });
   EXPECT_THAT([&] { hear_others(abort_flag, board, 1); },
-              testing::ThrowsMessage<PeerLost>(HasSubstr("the store is gone")));
+              testing::ThrowsMessage<LostRank>(HasSubstr("the store is gone")));
 }
 
 TEST(HearingOthers, EndsWithTheLookThatFoundNothing) {
@@ -197,7 +197,7 @@ TEST(Store, MeetingNamesWhoDidNotCome) {
   try {
     store->meet("join", 1, {0, 1, 2}, milliseconds(10), abort_flag);
     FAIL();
-  } catch (const PeerLost& error) {
+  } catch (const LostRank& error) {
     EXPECT_STREQ(error.what(), "join: rank 0, 2 of 3 did not come within 0.01 s");
   }
   store->meet("alone", 0, {0}, milliseconds(10), abort_flag);
@@ -207,7 +207,7 @@ TEST(Store, AMeetingIsOverWhenTheLastOneHasComeHoweverOftenTheOthersDid) {
   const auto store = Store::in_memory();
   const AbortFlag abort_flag;
   for (int attempt = 0; attempt < 3; ++attempt) {
-    EXPECT_THROW(store->meet("leave", 0, {0, 1, 2}, milliseconds(1), abort_flag), PeerLost);
+    EXPECT_THROW(store->meet("leave", 0, {0, 1, 2}, milliseconds(1), abort_flag), LostRank);
   }
   store->arrive("leave", 1, 3);
   EXPECT_EQ(store->missing("leave", 3).members, std::vector<int>{2});
@@ -230,7 +230,7 @@ TEST(Store, AbortEndsAMeeting) {
   AbortFlag abort_flag;
   abort_flag.mark("enough");
   EXPECT_THROW(Store::in_memory()->meet("join", 0, {0, 1}, std::chrono::hours(1), abort_flag),
-               PeerLost);
+               LostRank);
 }
 
 }  // namespace

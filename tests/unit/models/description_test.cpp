@@ -200,5 +200,37 @@ TEST(Description, BiasesAndTiedHeadFollowTheSpec) {
   EXPECT_EQ(total_numel(table), sum - 128 * 32);
 }
 
+// Layers of a vision tower have numbers in their names, too.
+TEST(Description, SaysWhichLayerOfTheTextAndWhichPartAParameterIsOf) {
+  const ModelSpec spec = spec_at(fs::path(TESSERA_TEST_DATA) / "gemma4-fp32" / "config.json");
+  const LoraSpec lora = plan_lora(spec, {.rank = 2, .targets = {"layers.1.self_attn.q_proj"}});
+  const auto rows = by_name(describe(spec, lora).parameters);
+  const auto layer = [&](const std::string& name) { return rows.at(name).layer; };
+  const auto part = [&](const std::string& name) { return rows.at(name).part; };
+  const std::string text = "model.language_model.";
+  const std::string vision = "model.vision_tower.";
+  EXPECT_EQ(layer(text + "layers.0.self_attn.q_proj.weight"), 0);
+  EXPECT_EQ(layer(text + "layers.1.self_attn.q_proj.lora_A.weight"), 1);
+  EXPECT_EQ(layer(text + "layers.1.router.proj.weight"), 1);
+  EXPECT_EQ(part(text + "layers.1.router.proj.weight"), ModelPart::kRouter);
+  EXPECT_EQ(layer(text + "embed_tokens.weight"), std::nullopt);
+  EXPECT_EQ(layer(text + "norm.weight"), std::nullopt);
+  EXPECT_EQ(layer("lm_head.weight"), std::nullopt);
+  int seeing = 0;
+  for (const auto& [name, row] : rows) {
+    const bool sees = name.starts_with(vision) || name.starts_with("model.embed_vision.");
+    EXPECT_EQ(row.part == ModelPart::kVision, sees) << name;
+    if (!sees) continue;
+    EXPECT_EQ(row.layer, std::nullopt) << name;
+    ++seeing;
+  }
+  EXPECT_GT(seeing, 0);
+  EXPECT_TRUE(rows.contains(vision + "encoder.layers.0.self_attn.q_proj.linear.weight"));
+  EXPECT_EQ(by_name(describe(small(Family::kQwen3)).parameters)
+                .at("model.layers.1.mlp.up_proj.weight")
+                .layer,
+            1);
+}
+
 }  // namespace
 }  // namespace tessera::models::description_test

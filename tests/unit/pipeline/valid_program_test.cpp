@@ -107,6 +107,25 @@ TEST(ValidProgram, TheHashIsOfAllThatIsRun) {
   EXPECT_NE(program.hash(), ValidProgram(forward_only(schedule), Passes::kForward).hash());
 }
 
+TEST(ValidProgram, MessagesThatOvertakeAreRefusedWhereTheyHaveNoTags) {
+  Schedule schedule = make_schedule(Kind::kGPipe, {2, 1, 3});
+  ValidProgram(schedule).require_messages_in_order();
+  std::swap(schedule.slots[1][0], schedule.slots[1][1]);
+  const ValidProgram overtakes(schedule);
+  try {
+    overtakes.require_messages_in_order();
+    FAIL() << "it was taken";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kConfig);
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("rank 1: found the receive of activations of "
+                                                   "stage 0, micro-batch 1"));
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("over NCCL messages have no tags"));
+  }
+  // Those of forwards alone, too.
+  const ValidProgram forwards(forward_only(schedule), Passes::kForward);
+  EXPECT_THROW(forwards.require_messages_in_order(), Error);
+}
+
 TEST(ValidProgram, FindingsAreAnErrorThatNamesThem) {
   auto schedule = make_schedule(Kind::kGPipe, {2, 1, 3});
   std::swap(schedule.slots[1].front(), schedule.slots[1].back());

@@ -493,8 +493,34 @@ TEST(Validate, MessagesOfKindsDoNotOvertake) {
     EXPECT_EQ(sent, messages_of(program, Transfer::End::kReceive))
         << row.name << ' ' << shape.ranks << ' ' << shape.micro_batches;
     pairs += static_cast<int>(sent.size());
+    EXPECT_TRUE(validate(schedule, {.messages = MessageOrder::kOfSends}).valid());
   });
   EXPECT_GT(pairs, 1000);
+}
+
+TEST(Validate, MessagesThatOvertakeAreFoundWhereTheirOrderCounts) {
+  const Limits in_order{.messages = MessageOrder::kOfSends};
+  int overtaken = 0;
+  constexpr int kSeeds = 300;
+  for (std::uint64_t seed = 1; seed <= kSeeds; ++seed) {
+    Dice dice(seed);
+    const Program program = lower(random_schedule(dice, MicroBatchOrder::kAny));
+    EXPECT_TRUE(validate(program).valid());
+    const bool overtakes =
+        messages_of(program, Transfer::End::kSend) != messages_of(program, Transfer::End::kReceive);
+    const Validation validation = validate(program, in_order);
+    EXPECT_EQ(found(validation, Fault::kMessage), overtakes) << "seed " << seed;
+    EXPECT_EQ(validation.valid(), !overtakes) << text_of(validation);
+    overtaken += overtakes ? 1 : 0;
+  }
+  EXPECT_GT(overtaken, kSeeds / 10);
+  EXPECT_LT(overtaken, kSeeds);
+  Schedule schedule = make_schedule(Kind::kGPipe, {2, 1, 2});
+  std::swap(schedule.slots[1][0], schedule.slots[1][1]);
+  EXPECT_EQ(text_of(validate(schedule, in_order)),
+            "message: rank 1: found the receive of activations of stage 0, micro-batch 1 where "
+            "rank 0 sends activations of stage 0, micro-batch 0, expected receives in the order "
+            "of the sends\n");
 }
 
 TEST(Validate, ReportsStagesThatLeaveTheOrder) {

@@ -27,7 +27,7 @@
 #include "pipeline/simulate.h"
 #include "train/data/data.h"
 #include "train/parallelize.h"
-#include "train/pipeline_step.h"
+#include "train/pipeline/pipeline_step.h"
 #include "train/plan_of_run.h"
 #include "unit/train/counted_bytes.h"
 #include "unit/train/run_case.h"

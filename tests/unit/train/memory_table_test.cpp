@@ -18,6 +18,7 @@
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "tessera/clip.h"
+#include "tessera/group.h"
 #include "tessera/optim.h"
 #include "train/data/data.h"
 #include "train/expert_balance.h"
@@ -107,7 +108,7 @@ struct Found {
 class Rank {
  public:
   Rank(const MemoryCase& c, const Config& config, const ModelSource& source, World& world)
-      : case_(c), config_(config), spec_(source.spec) {
+      : case_(c), config_(config), spec_(source.spec), world_(world) {
     const ParallelDims dims = resolve_parallelism(config.parallelism, world.size());
     model_ = parallelize(source, config, world.mesh(mesh_shape(dims)));
     optimizer_ = fsdp::make_optimizer(config.optimizer.name, *model_, *config.optimizer.lr,
@@ -155,8 +156,11 @@ class Rank {
     inputs.targets = tokens.clone();
     if (spec_.moe) inputs.router_statistics = models::RouterStatistics::kCounts;
     const auto beside = [&] { return runtime().pool()->total_bytes(); };
+    // A rank that is still in the last exchange of the in-process backend holds what others sent.
+    world_.group().barrier("before a forward");
     const std::int64_t before = counted_.now() - beside();
     auto output = model_->call(&models::LanguageModel::forward_routed, inputs);
+    world_.group().barrier("after a forward");
     found_.kept = counted_.now() - beside() - before;
     found_.kept -= static_cast<std::int64_t>(output.result.nbytes());
     for (models::RouterLoad& load : output.loads) {
@@ -213,6 +217,7 @@ class Rank {
   const MemoryCase& case_;
   const Config& config_;
   const models::ModelSpec& spec_;
+  World& world_;
   CountedBytes counted_;
   std::shared_ptr<Sharded<models::LanguageModel>> model_;
   std::unique_ptr<Optimizer> optimizer_;

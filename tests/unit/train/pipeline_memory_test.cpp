@@ -1,6 +1,6 @@
 // Plans and memory of a pipeline's ranks beside those of the whole model: every parameter has its
 // place, what micro-batches keep adds up, and the order of slots says how much is there at once.
-#include "train/pipeline_memory.h"
+#include "train/pipeline/pipeline_memory.h"
 
 #include <gmock/gmock.h>
 

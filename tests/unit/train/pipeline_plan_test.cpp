@@ -1,6 +1,6 @@
 // The pipeline that follows from a configuration: who has which layers, what they cost, and every
 // refusal with the numbers that do not fit. The costs are counted by hand.
-#include "train/pipeline_plan.h"
+#include "train/pipeline/pipeline_plan.h"
 
 #include <gmock/gmock.h>
 
@@ -138,10 +138,20 @@ TEST(PipelinePlan, StagesARankMayBeOthersWhereTheKindHasAMeaningForThem) {
 
 TEST(PipelinePlan, WhatDoesNotFitIsRefusedWithTheNumbers) {
   Case one{.dims = {.pp = 4}, .batch = {.micro_batches = 3, .row_tokens = 10}};
-  EXPECT_THAT(one.error(), AllOf(StartsWith("pipeline.schedule: 1F1B on 4 ranks"),
-                                 HasSubstr("found 3 micro-batches, expected at least 4")));
+  const auto names_the_keys =
+      AllOf(HasSubstr("training.local_batch_size"), HasSubstr("pipeline.micro_batches"));
+  EXPECT_THAT(one.error(),
+              AllOf(StartsWith("pipeline.schedule: 1F1B on 4 ranks"),
+                    HasSubstr("found 3 micro-batches, expected at least 4"), names_the_keys));
   one.batch.micro_batches = 1'000'000'000;
-  EXPECT_THAT(one.error(), HasSubstr("expected 1 to 65536"));
+  EXPECT_THAT(one.error(), AllOf(HasSubstr("expected 1 to 65536"), names_the_keys));
+  one.batch.micro_batches = 4;
+  one.config.pipeline.schedule = "Interleaved1F1B";
+  one.config.pipeline.stages_per_rank = 1'000'000;
+  EXPECT_THAT(one.error(), AllOf(StartsWith("pipeline.schedule: "), HasSubstr("stages"),
+                                 ::testing::Not(names_the_keys)))
+      << "another number of micro-batches does not help";
+  one.config.pipeline.stages_per_rank.reset();
   one.batch.micro_batches = 8;
   one.config.pipeline.schedule = "DualPipeV";
   one.spec = small_spec(5);
@@ -269,15 +279,6 @@ TEST(PipelinePlan, ItsTextHasAStageALine) {
                                "gathered once a step\n"),
                     HasSubstr("  stage 0 on rank 0: embedding, layers 0-4; forward "),
                     HasSubstr("  stage 1 on rank 1: layers 5-7, head; forward ")));
-}
-
-TEST(LayerOf, IsTheNumberInANameOfText) {
-  EXPECT_EQ(layer_of("model.layers.12.mlp.up_proj.weight"), 12);
-  EXPECT_EQ(layer_of("model.language_model.layers.3"), 3);
-  EXPECT_EQ(layer_of("model.vision_tower.encoder.layers.3.mlp.up_proj.linear.weight"),
-            std::nullopt);
-  EXPECT_EQ(layer_of("model.embed_tokens.weight"), std::nullopt);
-  EXPECT_EQ(layer_of("lm_head.weight"), std::nullopt);
 }
 
 }  // namespace

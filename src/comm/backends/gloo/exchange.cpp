@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <thread>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "comm/batch.h"
 #include "comm/ops/steps.h"
 #include "tessera/error.h"
@@ -125,7 +125,7 @@ std::string Exchange::text() const {
 /// A transfer cannot even begin: the connection is closed already.
 void Exchange::blame(int peer, const std::exception& error) const {
   hear_others(*channel_->options.abort_flag, *channel_->options.board, world_rank(peer));
-  throw PeerLost(concat(text(), ": the connection to rank ", world_rank(peer),
+  throw LostRank(concat(text(), ": the connection to rank ", world_rank(peer),
                         " is gone: ", gloo_reason(error.what())));
 }
 
@@ -282,17 +282,17 @@ void Exchange::fail(const Transfer& transfer, const std::string& what) {
   const bool timed_out = what.find("Timed out waiting") != std::string::npos ||
                          std::chrono::steady_clock::now() >= deadline_;
   if (timed_out && !is_relayed()) {
-    throw PeerLost(waited_in_vain(text(), patience_, not_arrived(), options.abort_flag->patience));
+    throw LostRank(waited_in_vain(text(), patience_, not_arrived(), options.abort_flag->patience));
   }
   // Of a relayed message the rank before may itself wait for another one. If it came later than
   // this one its time is up later: by then it says so, or the watch has seen it wait.
   hear_others(*options.abort_flag, *options.board, peer);
   if (timed_out) {
     const auto cause = options.board->cause_of(channel_->log->group_hash(), sequence_);
-    throw PeerLost(
+    throw LostRank(
         waited_in_vain(text(), patience_, {cause.value_or(peer)}, options.abort_flag->patience));
   }
-  throw PeerLost(concat(text(), ": lost rank ", peer, ": ", gloo_reason(what)));
+  throw LostRank(concat(text(), ": lost rank ", peer, ": ", gloo_reason(what)));
 }
 
 }  // namespace tessera::comm

@@ -54,7 +54,7 @@ class Channel {
 
 /// Waits as long as words may be on their way (Patience::words) before `peer`, a world rank, is
 /// blamed; and on while the failure watch waits for the store of another rank: it knows by the
-/// store's timeout that the store is gone. Errors: PeerLost with what another rank has said in the
+/// store's timeout that the store is gone. Errors: LostRank with what another rank has said in the
 /// meantime.
 void hear_others(const AbortFlag& abort_flag, const WaitBoard& board, int peer);
 /// "what: waited 100 s for rank 3; ...", and why, as far as `patience` knows. No ranks: all have come
@@ -71,7 +71,7 @@ class Exchange final : public Work, private Blocked {
            std::uint64_t fingerprint);
   ~Exchange() override;
 
-  /// Posts all transfers of the first phase. Errors: PeerLost.
+  /// Posts all transfers of the first phase. Errors: LostRank.
   void start();
   void wait() override;
 
@@ -113,7 +113,7 @@ class Exchange final : public Work, private Blocked {
   void abort() override;
   std::optional<PeerWait> waits_for() const override;
 
-  /// Errors: PeerLost naming the peer, always.
+  /// Errors: LostRank naming the peer, always.
   [[noreturn]] void blame(int peer, const std::exception& error) const;
   void finish(std::vector<Transfer>& transfers);
   void finish(Transfer& transfer);

@@ -11,7 +11,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "base/environment.h"
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "comm/backends/gloo/point_to_point.h"
 #include "launch/abort_flag.h"
 #include "launch/bounded_calls.h"
@@ -98,9 +98,9 @@ c10::intrusive_ptr<c10d::Backend> GlooDevice::connect(const c10::intrusive_ptr<c
   try {
     group = BoundedCalls().run(open, timeout + kGroupMargin);
   } catch (const std::exception& error) {
-    throw PeerLost(concat("gloo: cannot connect: ", one_line(error.what())));
+    throw LostRank(concat("gloo: cannot connect: ", one_line(error.what())));
   }
-  if (!group) throw PeerLost(concat("gloo: not connected within ", in_seconds(timeout)));
+  if (!group) throw LostRank(concat("gloo: not connected within ", in_seconds(timeout)));
   return *group;
 }
 
@@ -157,8 +157,8 @@ auto opener(GroupPlace place, std::shared_ptr<GlooDevice> device, bool when_used
       return connect_all(*place.store, *device,
                          {key, place.self(), static_cast<int>(place.ranks.size()), patience},
                          place.abort_flag, waits_for);
-    } catch (const PeerLost& error) {
-      throw PeerLost(concat(key, ": ", error.what(), silence(place)));
+    } catch (const LostRank& error) {
+      throw LostRank(concat(key, ": ", error.what(), silence(place)));
     }
   };
 }

@@ -69,7 +69,7 @@ class GlooDevice {
   GlooDevice(const GlooDevice&) = delete;
   GlooDevice& operator=(const GlooDevice&) = delete;
 
-  /// Connects to all `size` ranks that share the store. Collective. Errors: PeerLost where one does
+  /// Connects to all `size` ranks that share the store. Collective. Errors: LostRank where one does
   /// not come, or the store does not answer.
   c10::intrusive_ptr<c10d::Backend> connect(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                             int size, std::chrono::milliseconds timeout);

@@ -241,7 +241,7 @@ class Parcel final : public Blocked {
         letter_(std::move(letter)),
         fingerprint_(fingerprint) {}
 
-  /// Errors: PeerLost.
+  /// Errors: LostRank.
   void start();
   void finish();
   bool poll();
@@ -298,7 +298,7 @@ void Parcel::require_kept() const {
 /// What has failed elsewhere, and what this rank waited for meanwhile.
 void Parcel::check_aborted() const {
   const AbortFlag& flag = *options().abort_flag;
-  if (flag.is_set()) throw PeerLost(concat(to_string(letter_), ": ", flag.why()));
+  if (flag.is_set()) throw LostRank(concat(to_string(letter_), ": ", flag.why()));
 }
 
 void Parcel::end() {
@@ -377,7 +377,7 @@ void Parcel::fail(const std::string& what) {
   if (!timed_out) blame(concat("lost rank ", letter_.peer_rank, ": ", gloo_reason(what)));
   // That rank may itself wait for another one, whose name the watch has by then.
   const auto cause = options().board->cause_of(log_->hash(), fingerprint_);
-  throw PeerLost(waited_in_vain(letter_, patience_, cause.value_or(letter_.peer_rank),
+  throw LostRank(waited_in_vain(letter_, patience_, cause.value_or(letter_.peer_rank),
                                 options().abort_flag->patience));
 }
 
@@ -385,10 +385,10 @@ void Parcel::fail(const std::string& what) {
 void Parcel::blame(const std::string& what) const {
   try {
     hear_others(*options().abort_flag, *options().board, letter_.peer_rank);
-  } catch (const PeerLost& said) {
-    throw PeerLost(concat(to_string(letter_), ": ", said.what()));
+  } catch (const LostRank& said) {
+    throw LostRank(concat(to_string(letter_), ": ", said.what()));
   }
-  throw PeerLost(concat(to_string(letter_), ": ", what));
+  throw LostRank(concat(to_string(letter_), ": ", what));
 }
 
 namespace {
@@ -451,7 +451,7 @@ std::shared_ptr<MailLog> GlooMail::log_with(int peer) {
 
 std::unique_ptr<Transfer> GlooMail::post(Letter letter) {
   const auto& abort_flag = channel_->options.abort_flag;
-  if (abort_flag->is_set()) throw PeerLost(concat(to_string(letter), ": ", abort_flag->why()));
+  if (abort_flag->is_set()) throw LostRank(concat(to_string(letter), ": ", abort_flag->why()));
   open_();
   if (letter.tensor.numel() == 0) return std::make_unique<NothingToCarry>(abort_flag);
   const auto log = log_with(letter.peer);

@@ -8,7 +8,7 @@
 #include <future>
 #include <thread>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "comm/backends/gloo/exchange.h"
 #include "comm/backends/gloo/gloo_mail.h"
 #include "comm/batch.h"
@@ -102,7 +102,7 @@ class Connecting final : public Blocked {
     } catch (const std::exception& error) {
       if (!in_time()) return {};
       hear_others(abort_flag, *channel_.options.board, world_rank(one.peer));
-      throw PeerLost(concat(channel_.log->wait_for(sequence_, -1).text, ": cannot connect to rank ",
+      throw LostRank(concat(channel_.log->wait_for(sequence_, -1).text, ": cannot connect to rank ",
                             world_rank(one.peer), ": ", one_line(error.what())));
     }
   }
@@ -118,7 +118,7 @@ class Connecting final : public Blocked {
 };
 
 /// Gives the channel lines to those of `peers` (indices) to which it has none, for the entry
-/// `sequence` of its log, within the channel's patience. Errors: PeerLost naming the rank that did
+/// `sequence` of its log, within the channel's patience. Errors: LostRank naming the rank that did
 /// not come in time.
 void connect_to(const std::vector<int>& peers, Channel& channel, int epoch,
                 std::uint64_t sequence) {
@@ -142,7 +142,7 @@ void connect_to(const std::vector<int>& peers, Channel& channel, int epoch,
     }
     abort_flag.check();
     const auto cause = channel.options.board->cause_of(channel.log->group_hash(), sequence);
-    throw PeerLost(waited_in_vain(channel.log->wait_for(sequence, -1).text, patience,
+    throw LostRank(waited_in_vain(channel.log->wait_for(sequence, -1).text, patience,
                                   {cause.value_or(channel.options.members[index])},
                                   abort_flag.patience));
   }

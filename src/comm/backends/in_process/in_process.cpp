@@ -1,8 +1,8 @@
 #include "comm/backends/in_process/in_process.h"
 
 #include "base/mutex.h"
-#include "base/printable.h"
 #include "base/test_hooks.h"
+#include "base/text/printable.h"
 #include "comm/backends/in_process/mailbox.h"
 #include "comm/batch.h"
 #include "tessera/error.h"
@@ -122,7 +122,7 @@ class InProcessWork : public Work {
     }
     if (!collective_->done) {
       abort_flag_->check();
-      if (!in_time) throw PeerLost(missing(patience));
+      if (!in_time) throw LostRank(missing(patience));
     }
     if (!collective_->staged.empty())
       deliver(collective_->staged[self_], collective_->batches[self_]);
@@ -296,7 +296,7 @@ void Rendezvous::meet(int ranks) {
   met_.wait_for(lock, timeout_,
                 [&]() TESSERA_REQUIRES(mutex_) { return round_ != round || abandoned_; });
   if (round_ != round) return;
-  throw PeerLost(concat("recover: only ", arrived_--, " of ", ranks, " ranks came within ",
+  throw LostRank(concat("recover: only ", arrived_--, " of ", ranks, " ranks came within ",
                         in_seconds(timeout_)));
 }
 

@@ -114,11 +114,11 @@ void Mailbox::wait_for(Message& message, const Letter& letter, std::chrono::mill
   const auto deadline = Clock::now() + patience;
   base::Lock lock(mutex_);
   while (!is_through(message, letter)) {
-    if (abort_flag.is_set()) throw PeerLost(concat(to_string(letter), ": ", abort_flag.why()));
+    if (abort_flag.is_set()) throw LostRank(concat(to_string(letter), ": ", abort_flag.why()));
     const auto now = Clock::now();
     const bool on_its_way = message.matched;
     if (!on_its_way && now >= deadline) {
-      throw PeerLost(concat(waited_in_vain(letter, patience, letter.peer_rank, abort_flag.patience),
+      throw LostRank(concat(waited_in_vain(letter, patience, letter.peer_rank, abort_flag.patience),
                             others_than(message, letter)));
     }
     changed_.wait_for(lock, (on_its_way ? message.arrives : deadline) - now,
@@ -132,7 +132,7 @@ void Mailbox::wait_for(Message& message, const Letter& letter, std::chrono::mill
 bool Mailbox::poll(Message& message, const Letter& letter, const AbortFlag& abort_flag) {
   const base::Lock lock(mutex_);
   if (is_through(message, letter)) return true;
-  if (abort_flag.is_set()) throw PeerLost(concat(to_string(letter), ": ", abort_flag.why()));
+  if (abort_flag.is_set()) throw LostRank(concat(to_string(letter), ": ", abort_flag.why()));
   return false;
 }
 
@@ -170,7 +170,7 @@ class InProcessMail final : public Mail {
 
  private:
   std::unique_ptr<Transfer> post(Letter letter) override {
-    if (abort_flag_->is_set()) throw PeerLost(concat(to_string(letter), ": ", abort_flag_->why()));
+    if (abort_flag_->is_set()) throw LostRank(concat(to_string(letter), ": ", abort_flag_->why()));
     const int self = members()[static_cast<std::size_t>(rank())];
     const Mailbox::Key key{letter.sends() ? self : letter.peer_rank,
                            letter.sends() ? letter.peer_rank : self, letter.tag};

@@ -5,7 +5,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "comm/backends/gloo/point_to_point.h"
 #include "comm/backends/nccl/nccl_mail.h"
 #include "comm/batch.h"
@@ -32,7 +32,7 @@ class NcclWork : public Work {
     try {
       for (const auto& work : works_) work->wait();
     } catch (const std::exception& error) {
-      throw PeerLost(concat(what_, ": ", one_line(error.what())));
+      throw LostRank(concat(what_, ": ", one_line(error.what())));
     }
     for (const auto& [op, summed] : left_) {
       if (op.into == Into::kAdd) {

@@ -6,7 +6,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -45,8 +45,8 @@ class NcclTransfer final : public Transfer {
       throw lost(one_line(error.what()));
     }
   }
-  PeerLost lost(const std::string& why) const {
-    return PeerLost(concat(to_string(letter_), ": ", why));
+  LostRank lost(const std::string& why) const {
+    return LostRank(concat(to_string(letter_), ": ", why));
   }
   void end() {
     work_.reset();
@@ -86,7 +86,7 @@ class NcclMail final : public Mail {
 
   std::unique_ptr<Transfer> post(Letter letter) override {
     if (abort_flag_->is_set()) {
-      throw PeerLost(concat(to_string(letter), ": ", abort_flag_->why()));
+      throw LostRank(concat(to_string(letter), ": ", abort_flag_->why()));
     }
     c10::intrusive_ptr<c10d::Work> work;
     if (letter.tensor.numel() > 0) {
@@ -97,7 +97,7 @@ class NcclMail final : public Mail {
         work = letter.sends() ? backend->send(tensors, letter.peer, kNoTag)
                               : backend->recv(tensors, letter.peer, kNoTag);
       } catch (const std::exception& error) {
-        throw PeerLost(concat(to_string(letter), ": ", one_line(error.what())));
+        throw LostRank(concat(to_string(letter), ": ", one_line(error.what())));
       }
     }
     return std::make_unique<NcclTransfer>(abort_flag_, std::move(letter), std::move(work));

@@ -4,8 +4,9 @@
 // communicator for each direction (activations, gradients) and way between two ranks, and within
 // one of them receives have to be posted in the order in which the other rank sends, as in every
 // kind of schedule and in the order that lower() gives (docs/pipeline.md). A list that does not keep
-// it exchanges tensors of equal size without a word; others end at the timeout. Compiled, and not
-// run yet. Private to nccl.cpp.
+// it would exchange tensors of equal size without a word: a pipeline on CUDA refuses it
+// (ValidProgram::require_messages_in_order). Ends of other sizes wait until the timeout. Compiled,
+// and not run yet. Private to nccl.cpp.
 #pragma once
 
 #include <memory>

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "layout/model_plan.h"
-#include "train/pipeline_plan.h"
+#include "train/pipeline/pipeline_plan.h"
 #include "train/rank_memory.h"
 
 namespace tessera::train {

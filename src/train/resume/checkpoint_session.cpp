@@ -1,12 +1,12 @@
-#include "train/checkpoint/checkpoint_session.h"
+#include "train/resume/checkpoint_session.h"
 
 #include "base/log.h"
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "comm/group.h"
 #include "models/adapters.h"
-#include "train/checkpoint/resume.h"
 #include "train/data/data_identity.h"
 #include "train/hf/model_source.h"
+#include "train/resume/resume.h"
 
 namespace tessera::train {
 namespace {

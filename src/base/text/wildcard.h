@@ -14,6 +14,8 @@
 #include <string_view>
 #include <vector>
 
+#include "tessera/error.h"
+
 namespace tessera {
 
 /// One component, or any plain string: `*` and `?` against the whole of `text`.
@@ -25,6 +27,13 @@ bool dotted_match(std::string_view pattern, std::string_view name);
 
 /// Whether a pattern could match some name: not empty, no empty component.
 bool is_dotted_pattern(std::string_view pattern);
+
+/// How all say that a pattern matches nothing: who gave it (a key, a rule, a table), the pattern in
+/// quotes, what it was held against, what is expected instead.
+std::string unmatched(std::string_view source, std::string_view quoted,
+                      std::string_view found = " that matches no parameter",
+                      std::string_view expected = "one that does");
+inline std::string in_quotes(std::string_view pattern) { return concat("\"", pattern, "\""); }
 
 /// A word is taken as it stands; in a pattern `*` and `?` match, and a swap of neighbours is one
 /// slip as any other.

@@ -1,4 +1,4 @@
-#include "train/checkpoint/resume.h"
+#include "train/resume/resume.h"
 
 #include <unistd.h>
 
@@ -11,7 +11,7 @@
 #include "base/environment.h"
 #include "base/log.h"
 #include "base/mapped_file.h"
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "checkpoint/loader.h"
 #include "comm/group.h"
 #include "io/atomic_file.h"

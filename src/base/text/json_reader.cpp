@@ -1,10 +1,10 @@
-#include "base/json_reader.h"
+#include "base/text/json_reader.h"
 
 #include <algorithm>
 #include <cmath>
 #include <utility>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "tessera/error.h"
 
 namespace tessera {

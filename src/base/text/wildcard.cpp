@@ -1,4 +1,4 @@
-#include "base/wildcard.h"
+#include "base/text/wildcard.h"
 
 #include <algorithm>
 #include <numeric>
@@ -87,6 +87,11 @@ bool dotted_match(std::string_view pattern, std::string_view name) {
     if (std::equal(wanted.begin(), wanted.end(), begin, wildcard_match)) return true;
   }
   return false;
+}
+
+std::string unmatched(std::string_view source, std::string_view quoted, std::string_view found,
+                      std::string_view expected) {
+  return concat(source, ": found the pattern ", quoted, found, ", expected ", expected);
 }
 
 std::optional<std::string> closest_name(std::string_view pattern,

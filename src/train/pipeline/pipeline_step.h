@@ -4,7 +4,7 @@
 // What a stage of a language model hands on is the stream; with an auxiliary loss also how often
 // experts were chosen so far, whose total the last stage knows and sends back beside the gradients:
 // each stage then differentiates its own routers' probabilities by the same numbers as a model
-// without a pipeline. Next: pipeline_plan.h for the schedule, pipeline/runner.h, step.h.
+// without a pipeline. Next: pipeline_plan.h for the schedule, pipeline/runner.h, ../step.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,7 +20,7 @@
 #include "tessera/model_contract.h"
 #include "tessera/shard.h"
 #include "train/data/data.h"
-#include "train/pipeline_plan.h"
+#include "train/pipeline/pipeline_plan.h"
 #include "train/step.h"
 
 namespace tessera::train {

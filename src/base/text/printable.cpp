@@ -1,4 +1,4 @@
-#include "base/printable.h"
+#include "base/text/printable.h"
 
 #include <array>
 #include <charconv>
@@ -93,6 +93,11 @@ std::string printable(std::string_view text, std::size_t max_bytes) {
   }
   out += at < text.size() ? "...'" : "'";
   return out;
+}
+
+std::size_t character_begin(std::string_view text, std::size_t at) {
+  while (at > 0 && continues({}, byte_at(text, at), Second::kAnyContinuation)) --at;
+  return at;
 }
 
 std::string shown(const std::filesystem::path& path) { return printable(path.native(), 1024); }

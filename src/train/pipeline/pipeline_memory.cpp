@@ -1,4 +1,4 @@
-#include "train/pipeline_memory.h"
+#include "train/pipeline/pipeline_memory.h"
 
 #include <algorithm>
 #include <map>
@@ -7,7 +7,7 @@
 #include <string_view>
 #include <utility>
 
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "grad/contract_key.h"
 #include "models/keeps/kept_activations.h"
 #include "pipeline/simulate.h"
@@ -37,7 +37,7 @@ std::map<std::string, Standing> standings(const models::ModelDescription& model)
   std::map<std::string, Standing> found;
   bool before = true;
   for (const models::ParameterSpec& row : model.parameters) {
-    Standing standing{layer_of(row.name), before, false};
+    Standing standing{row.layer, before, false};
     if (standing.layer) before = standing.before = false;
     found.emplace(row.name, standing);
     if (!row.tied_to.empty()) found.at(row.tied_to).tied = true;

@@ -71,8 +71,4 @@ models::StageLayers stage_layers(const PipelinePlan& plan, int stage);
 /// In the order of the model.
 models::StagesOfRank stages_of_rank(const PipelinePlan& plan, int pp_rank);
 
-/// The number of a decoder's layer that a parameter, buffer or unit belongs to, by its name; none
-/// for embedding, norm, head, and what sees images.
-std::optional<std::int64_t> layer_of(std::string_view name);
-
 }  // namespace tessera::train

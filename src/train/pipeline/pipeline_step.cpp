@@ -1,12 +1,14 @@
-#include "train/pipeline_step.h"
+#include "train/pipeline/pipeline_step.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <utility>
 
 #include "base/random.h"
+#include "fsdp/handle.h"
 #include "grad/torch_dtype.h"
 #include "pipeline/runner.h"
 #include "pipeline/valid_program.h"
@@ -64,7 +66,12 @@ class ModelStage : public pipeline::Stage {
 
   Tensors forward(std::int64_t micro_batch, const Tensors& inputs) override {
     const auto i = static_cast<std::size_t>(micro_batch);
-    const SampleScope place(SamplePlace{step_->options.seed, step_->step, step_->rows[i].begin});
+    // Forwards alone train nothing, so nothing is dropped there, as without a pipeline (step.cpp).
+    std::optional<SamplePlace> training;
+    if (at::GradMode::is_enabled()) {
+      training = SamplePlace{step_->options.seed, step_->step, step_->rows[i].begin};
+    }
+    const SampleScope place(training);
     models::StageInputs stage;
     stage.batch = step_->batches[i].inputs();
     stage.stage = place_.here;
@@ -185,7 +192,7 @@ StreamBorders stream_borders(const PipelinePlan& plan, const ParallelDims& dims,
   if (dims.sequence == SequenceParallel::kYes) borders.sequence_parts = dims.tp;
   for (const auto& parameter : model.parameters) {
     if (parameter.decay != models::DecayClass::kEmbedding || !parameter.tied_to.empty()) continue;
-    if (models::sees_images(parameter.name)) continue;
+    if (parameter.part == models::ModelPart::kVision) continue;
     borders.dtype = to_scalar_type(find(parameter.name)->compute.dtype);
     break;
   }
@@ -194,7 +201,7 @@ StreamBorders stream_borders(const PipelinePlan& plan, const ParallelDims& dims,
     bool any = false;
     std::int64_t layers = 0;  // that have been passed
     for (const auto& parameter : model.parameters) {
-      const auto layer = layer_of(parameter.name);
+      const auto layer = parameter.layer;
       if (layer) layers = std::max(layers, *layer + 1);
       if (layers > end || (!layer && layers > 0)) break;  // behind the border, or the head's
       if (parameter.tied_to.empty()) any = any || find(parameter.name)->trainable;
@@ -239,7 +246,7 @@ PipelineOfRun::PipelineOfRun(PipelinePlan plan, StreamBorders borders,
                              Sharded<models::LanguageModel>& model)
     : plan_(std::move(plan)),
       parts_(new Parts{model,
-                       pipeline::Runner(pipeline::ties_of(model.mesh(), at::kCPU)),
+                       pipeline::Runner(pipeline::ties_of(model.mesh(), fsdp::device_of(model))),
                        plan_.own_messages ? pipeline::ValidProgram(*plan_.own_messages)
                                           : pipeline::ValidProgram(plan_.schedule),
                        {},

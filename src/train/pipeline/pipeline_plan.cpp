@@ -1,14 +1,13 @@
-#include "train/pipeline_plan.h"
+#include "train/pipeline/pipeline_plan.h"
 
 #include <algorithm>
-#include <charconv>
 #include <iomanip>
 #include <sstream>
 #include <string_view>
 
 #include "base/hash.h"
 #include "base/mapped_file.h"
-#include "base/printable.h"
+#include "base/text/printable.h"
 #include "pipeline/kinds.h"
 #include "pipeline/schedule_csv.h"
 #include "pipeline/validate.h"
@@ -58,11 +57,21 @@ NamedSchedule schedule_of_kind(const PipelineConfig& asked, int ranks, std::int6
   const auto most = std::int64_t{pipeline::kMostMicroBatches} + 1;  // refused with its bound
   const pipeline::Shape shape{ranks, stages_per_rank,
                               static_cast<int>(std::min(micro_batches, most))};
-  try {
-    return {std::string(row.name), pipeline::make_schedule(*kind, shape), {}};
-  } catch (const Error& error) {
-    throw Error(error.kind(), concat("pipeline.schedule: ", error.what()));
-  }
+  const auto named = [](std::string_view remedy, const auto& make) {
+    try {
+      return make();
+    } catch (const Error& error) {
+      throw Error(error.kind(), concat("pipeline.schedule: ", error.what(), remedy));
+    }
+  };
+  named("", [&] { return pipeline::place_stages(row.placement, ranks, stages_per_rank); });
+  // Stages have their places: what does not fit now is the number of micro-batches.
+  constexpr std::string_view kKeys =
+      "; training.local_batch_size says how large they are, in `tessera gradients` "
+      "pipeline.micro_batches how many";
+  return {std::string(row.name),
+          named(kKeys, [&] { return pipeline::make_schedule(*kind, shape); }),
+          {}};
 }
 
 std::string findings_text(const pipeline::Validation& validation) {
@@ -123,19 +132,6 @@ std::string_view reshard_text(PipelineReshard reshard) {
 
 }  // namespace
 
-std::optional<std::int64_t> layer_of(std::string_view name) {
-  constexpr std::string_view kLayers = ".layers.";
-  const std::size_t found = name.find(kLayers);
-  if (found == std::string_view::npos || models::sees_images(name)) return std::nullopt;
-  const std::string_view rest = name.substr(found + kLayers.size());
-  const std::string_view digits = rest.substr(0, rest.find('.'));
-  std::int64_t number = 0;
-  const auto end = digits.data() + digits.size();
-  const auto parsed = std::from_chars(digits.data(), end, number);
-  if (parsed.ec != std::errc() || parsed.ptr != end) return std::nullopt;
-  return number;
-}
-
 pipeline::LayerCosts layer_costs(const models::ModelSpec& spec,
                                  const models::ModelDescription& model, std::int64_t row_tokens) {
   pipeline::LayerCosts costs;
@@ -144,8 +140,7 @@ pipeline::LayerCosts layer_costs(const models::ModelSpec& spec,
   }
   for (const models::ParameterSpec& row : model.parameters) {
     const auto products = 2.0 * static_cast<double>(models::active_numel(spec, row));
-    const auto layer = layer_of(row.name);
-    (layer ? costs.layers.at(static_cast<std::size_t>(*layer)) : costs.after) += products;
+    (row.layer ? costs.layers.at(static_cast<std::size_t>(*row.layer)) : costs.after) += products;
   }
   return costs;
 }

@@ -22,6 +22,9 @@ namespace tessera {
 /// "...".
 std::string printable(std::string_view text, std::size_t max_bytes = 120);
 
+/// Where the UTF-8 character begins that the byte at `at` belongs to.
+std::size_t character_begin(std::string_view text, std::size_t at);
+
 /// A path for a message: `printable`, long enough for any that a system takes in practice.
 std::string shown(const std::filesystem::path& path);
 

@@ -7,9 +7,9 @@
 #include <optional>
 
 #include "checkpoint/saver.h"
-#include "train/checkpoint/resume.h"
 #include "train/data/data.h"
 #include "train/hf/model_source.h"
+#include "train/resume/resume.h"
 
 namespace tessera::train {
 
