@@ -2,6 +2,8 @@
 // a race that it did not ask for (take_races).
 #include <gtest/gtest.h>
 
+#include <utility>
+
 #include "sim/sim.h"
 
 namespace tessera::sim {
@@ -18,6 +20,8 @@ class NoRaceIsLeft final : public testing::EmptyTestEventListener {
 
 class Devices final : public testing::Environment {
   void SetUp() override {
+    static bool there = false;  // set up again for each repetition
+    if (std::exchange(there, true)) return;
     install(kDevices);
     testing::UnitTest::GetInstance()->listeners().Append(new NoRaceIsLeft);
   }

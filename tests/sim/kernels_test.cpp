@@ -178,6 +178,8 @@ void sums_quotients_masters_and_adamw(Comparison& comparison) {
           sum_in_rank_order, {addends[0], addends[1], addends[2], drawn(4, {65})},
           [&](auto* f, const Tensors& in) { f(at::TensorList(in).slice(0, 3), in[3], adds); });
     }
+    TESSERA_COMPARE(add_into, {drawn(4, {65}), addends[0]},
+                    [](auto* f, const Tensors& in) { f(in[0], in[1]); });
     TESSERA_COMPARE(divide_into, {at::zeros({65}, dtype), drawn(5, {65})},
                     [](auto* f, const Tensors& in) { f(in[0], in[1], 3.0); });
     for (const double p : {1.0, 2.0, 3.5}) {
