@@ -2,11 +2,13 @@
 // kernel under their own names, which calls whatever the CPU has. Some have no kernel for CPUs at
 // all: here is one, made of ATen's operations. It is registered for CPUs, so that a run on the CPU
 // that takes a device's choice of kernels calls the very same function.
+#include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/promote_types.h>
 #include <torch/library.h>
 
 #include <array>
