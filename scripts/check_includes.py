@@ -112,7 +112,7 @@ def check_messages(fault):
     for path in sorted(p for top in ("src", "include") for p in (ROOT / top).rglob("*")):
         if path.suffix not in (".cpp", ".h"):
             continue
-        text = re.sub(r"(?m)^\s*//.*$", "", path.read_text())
+        text = re.sub(r"(?m)^[ \t]*//.*$", "", path.read_text())
         for found in re.finditer(rf"{LITERAL.pattern}(?:\s*{LITERAL.pattern})*", text):
             message = "".join(part[1:-1] for part in LITERAL.findall(found.group()))
             line = text.count("\n", 0, found.start()) + 1

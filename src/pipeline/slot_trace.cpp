@@ -17,8 +17,10 @@ namespace {
 /// What a clock of nanoseconds in 64 bits holds: 285 years.
 constexpr double kMostMilliseconds = 9e12;
 
-/// A wait that ends sooner has not waited, in ms.
+/// A wait that ends sooner has not waited, in ms; nor one that is a small part of the message's time:
+/// a receiver that comes late may still be held up a little.
 constexpr double kNoticed = 0.02;
+constexpr double kShareWaited = 0.25;
 constexpr double kMostTensors = 1e6;
 
 TraceClock::time_point time_of(double ms) {
@@ -45,8 +47,8 @@ class Mean {
 struct TensorSpans {
   std::vector<double> sent;  ///< when its send was posted
   std::vector<TimeSpan> receives;
-  /// Whether the receiver stood waiting when it came. Who waits later only knows that it is there.
-  std::vector<bool> was_waited_for;
+  /// How long the receiver stood waiting for it: who comes later only knows that it is there.
+  std::vector<double> waited;
 };
 
 using MessageSpans = std::map<std::int64_t, TensorSpans>;  ///< by tensor
@@ -99,7 +101,7 @@ void add_message(Measured& measured, const JsonCursor& event) {
     return;
   }
   spans.receives.push_back({begin, begin + duration_of(event)});
-  spans.was_waited_for.push_back(number("waited_ms", kNoticed) >= kNoticed);
+  spans.waited.push_back(number("waited_ms", duration_of(event)));
 }
 
 void add(Measured& measured, const JsonCursor& event) {
@@ -120,6 +122,7 @@ struct Journey {
 std::optional<Journey> journey(const MessageSpans& tensors, std::size_t step) {
   std::optional<double> begin;
   double end = 0.0;
+  double waited = 0.0;
   Journey found;
   for (const auto& [tensor, spans] : tensors) {
     if (step >= std::min(spans.sent.size(), spans.receives.size())) return std::nullopt;
@@ -127,10 +130,11 @@ std::optional<Journey> journey(const MessageSpans& tensors, std::size_t step) {
     const double leaves = std::max(spans.sent[step], received.begin);
     begin = begin ? std::min(*begin, leaves) : leaves;
     end = std::max(end, received.end);
-    found.is_exact = found.is_exact || spans.was_waited_for[step];
+    waited = std::max(waited, spans.waited[step]);
   }
   if (!begin) return std::nullopt;
   found.ms = std::max(0.0, end - *begin);
+  found.is_exact = waited >= std::max(kNoticed, kShareWaited * found.ms);
   return found;
 }
 

@@ -2,8 +2,9 @@
 //
 // A stream is a slot, and a clock says for each slot how many of its launches are over. Whatever a
 // thread puts on a stream (a launch, a record, a block) comes behind what the thread has waited
-// for; an event carries the clock of its stream to another; a thread learns by waiting. Nothing orders two host threads with each other: memory that one
-// hands to another needs an event, as it does between streams.
+// for; an event carries the clock of its stream to another; a thread learns by waiting. Nothing
+// orders two host threads with each other: memory that one hands to another needs an event, as it
+// does between streams.
 #pragma once
 
 #include <c10/core/Stream.h>

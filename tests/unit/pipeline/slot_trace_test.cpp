@@ -74,7 +74,7 @@ TEST(SlotTrace, PartsMakeUpTheWhole) {
 }
 
 // A message of two tensors on its way for 2 ms in three micro-batches: the receiver stood waiting in
-// one, came 40 ms late to another, and 0.5 ms late to the third. Naive: the mean of what both ends
+// one, came 40 ms late to another and was held up for 0.2 ms there, and 0.5 ms late to the third. Naive: the mean of what both ends
 // saw, tensor by tensor, makes 15 ms of it.
 TEST(SlotTrace, AReceiverThatComesLateMakesNoMessageLonger) {
   std::string events = R"({"ph": "X", "cat": "slots", "name": "0F0", "dur": 1000},
@@ -102,7 +102,7 @@ TEST(SlotTrace, AReceiverThatComesLateMakesNoMessageLonger) {
         costs_from_trace(concat(R"({"traceEvents": [)", events, "]}"), "t.json", forwards);
     return costs[0].send_forward;
   };
-  message(0, 10.0, 52.0, 0.0);
+  message(0, 10.0, 52.0, 0.2);
   message(1, 60.0, 62.5, 0.001);
   EXPECT_DOUBLE_EQ(cost(), 2.5) << "the shortest, where nobody waited";
   message(2, 110.0, 112.0, 1.5);
