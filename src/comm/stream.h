@@ -1,0 +1,76 @@
+// Stream, StreamScope, Event: the order of what a device does.
+//
+// Work that is launched on one stream is done in that order; work of two streams in any, unless an
+// event was recorded on the one and the other blocks on it. None of these calls lets the host wait.
+// Over c10's generic streams and events: no header of CUDA is needed, and whatever accelerator
+// libtorch knows is served. On the CPU, where work is done once the call returns, all of them are
+// empty: nothing is allocated and nobody is asked.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
+
+#include <memory>
+#include <optional>
+
+namespace tessera::comm {
+
+class Stream {
+ public:
+  Stream() = default;
+  explicit Stream(const c10::Stream& stream) : stream_(stream) {}
+
+  /// The calling thread's current one of the device; without an index: of its current device.
+  static Stream current(c10::Device device) {
+    return device.is_cpu() ? Stream() : current_of(device);
+  }
+  /// A new one.
+  static Stream make(c10::Device device) { return device.is_cpu() ? Stream() : made_of(device); }
+
+  explicit operator bool() const { return stream_.has_value(); }
+  c10::Device device() const { return stream_ ? stream_->device() : c10::Device(c10::kCPU); }
+  const c10::Stream& get() const { return *stream_; }  ///< not of an empty one
+
+  friend bool operator==(const Stream& one, const Stream& other) {
+    return one.stream_ == other.stream_;
+  }
+
+ private:
+  static Stream current_of(c10::Device device);
+  static Stream made_of(c10::Device device);
+
+  std::optional<c10::Stream> stream_;
+};
+
+/// While it lives, the stream is the thread's current one, and its device the current device. Of an
+/// empty one: nothing changes.
+class StreamScope {
+ public:
+  explicit StreamScope(const Stream& stream) {
+    if (stream) guard_.emplace(stream.get());
+  }
+
+ private:
+  std::optional<c10::StreamGuard> guard_;
+};
+
+/// A point in a stream's work. Copies mark the same point, whatever the original marks later.
+/// Threads: one at a time; copies are independent.
+class Event {
+ public:
+  /// Behind all that was launched on `stream` so far; nothing, of an empty one.
+  void record(const Stream& stream);
+  /// What is launched on `stream` from now on comes behind the point. An empty stream does not wait.
+  void block(const Stream& stream) const {
+    if (event_ != nullptr && stream) event_->block(stream.get());
+  }
+  /// Whether it has been passed: also if it marks nothing. Never waits.
+  bool done() const { return event_ == nullptr || event_->query(); }
+
+ private:
+  std::shared_ptr<c10::Event> event_;
+};
+
+}  // namespace tessera::comm

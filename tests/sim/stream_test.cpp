@@ -1,0 +1,101 @@
+// comm/stream.h: the order that the library's own names make, and none where one is left out.
+#include "comm/stream.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sim/streams.h"
+
+namespace tessera::sim::stream_test {
+namespace {
+
+using comm::Event;
+using comm::Stream;
+using comm::StreamScope;
+using testing::HasSubstr;
+
+/// What is said where values that are written on one stream are read on another, and `order` is all
+/// that stands between.
+template <class Order>
+std::string race_with(const Order& order) {
+  const Stream writer = Stream::make(device(0)), reader = Stream::make(device(0));
+  const at::Tensor values = at::zeros({8}, on(0));
+  settle();
+  return race_of([&] {
+    {
+      const StreamScope there(writer);
+      values.add_(1);
+    }
+    order(writer, reader);
+    const StreamScope here(reader);
+    values.neg();
+  });
+}
+
+TEST(Streams, AnEventOrdersTwoStreams) {
+  EXPECT_EQ(race_with([](const Stream& writer, const Stream& reader) {
+              Event event;
+              event.record(writer);
+              event.block(reader);
+            }),
+            "");
+}
+
+TEST(Streams, AMissingRecordIsFound) {
+  EXPECT_THAT(race_with([](const Stream&, const Stream& reader) { Event().block(reader); }),
+              HasSubstr("neg"));
+}
+
+TEST(Streams, AMissingBlockIsFound) {
+  EXPECT_THAT(race_with([](const Stream& writer, const Stream&) { Event().record(writer); }),
+              HasSubstr("neg"));
+}
+
+TEST(Streams, AScopeIsTheCurrentStreamWhileItLives) {
+  const Stream before = Stream::current(device(1)), made = Stream::make(device(1));
+  EXPECT_NE(before, made);
+  {
+    const StreamScope scope(made);
+    EXPECT_EQ(Stream::current(device(1)), made);
+    EXPECT_EQ(Stream::current(c10::Device(device(1).type())), made) << "its device is current, too";
+  }
+  EXPECT_EQ(Stream::current(device(1)), before);
+}
+
+// Naive: one event that is recorded anew moves the point of those who wait for the first.
+TEST(Streams, ACopyOfAnEventKeepsItsPoint) {
+  const Stream stream = Stream::make(device(0));
+  const StreamScope scope(stream);
+  const at::Tensor values = at::zeros({8}, on(0));
+  settle();
+  Event event;
+  event.record(stream);
+  const Event first = event;
+  values.add_(1);
+  const HeldStream held(stream.get());
+  values.add_(1);
+  event.record(stream);
+  EXPECT_FALSE(event.done());
+  EXPECT_TRUE(first.done());
+}
+
+TEST(Streams, AnEventThatIsUsedAgainMayChangeItsDevice) {
+  Event event;
+  event.record(Stream::current(device(0)));
+  event.record(Stream::current(device(1)));
+  event.block(Stream::current(device(0)));
+  EXPECT_TRUE(event.done());
+}
+
+TEST(Streams, OnTheCpuAllAreEmpty) {
+  EXPECT_FALSE(Stream::current(at::kCPU));
+  EXPECT_FALSE(Stream::make(at::kCPU));
+  Event event;
+  event.record(Stream::current(device(0)));
+  event.record(Stream());
+  EXPECT_TRUE(event.done());
+}
+
+}  // namespace
+}  // namespace tessera::sim::stream_test
