@@ -5,10 +5,12 @@
 // Next: dtype.h.
 #pragma once
 
-#include <sstream>
+#include <initializer_list>
+#include <ostream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <type_traits>
 
 namespace tessera {
 
@@ -35,35 +37,52 @@ class Error : public std::runtime_error {
   ErrorKind kind_;
 };
 
+namespace detail {
+
+/// A part of a message, of any type that streams: points to it only. Messages are put together out
+/// of line, so that what compiles and optimizes a source does not meet a stream in each check.
+class Part {
+ public:
+  // Implicit: whoever writes a message lists values.
+  Part(const char* text) : value_(text), write_(nullptr) {}
+  template <class T>
+    requires(!std::is_array_v<T>)
+  Part(const T& value)
+      : value_(&value),
+        write_([](std::ostream& out, const void* part) { out << *static_cast<const T*>(part); }) {}
+
+  void write(std::ostream& out) const;
+
+ private:
+  const void* value_;
+  void (*write_)(std::ostream&, const void*);  ///< null: text
+};
+
+std::string joined(std::initializer_list<Part> parts);
+[[noreturn, gnu::cold]] void fail(ErrorKind kind, std::initializer_list<Part> parts);
+[[noreturn, gnu::cold]] void fail_invariant(const char* condition, std::string_view file, int line,
+                                            std::initializer_list<Part> parts);
+
+}  // namespace detail
+
 /// All arguments streamed one after the other.
 template <class... Args>
 std::string concat(const Args&... args) {
-  std::ostringstream out;
-  (out << ... << args);
-  return out.str();
-}
-
-/// A source's path within the tree: a unity build includes it by "../../src/comm/sum.cpp".
-constexpr std::string_view source_path(std::string_view file) {
-  const auto up = file.rfind("../");
-  return up == std::string_view::npos ? file : file.substr(up + 3);
+  return detail::joined({detail::Part(args)...});
 }
 
 }  // namespace tessera
 
 /// TESSERA_CHECK(condition, ErrorKind::kX, parts of the message...)
-#define TESSERA_CHECK(condition, kind, ...)                           \
-  do {                                                                \
-    if (!(condition)) [[unlikely]]                                    \
-      throw ::tessera::Error((kind), ::tessera::concat(__VA_ARGS__)); \
+#define TESSERA_CHECK(condition, kind, ...)           \
+  do {                                                \
+    if (!(condition)) [[unlikely]]                    \
+      ::tessera::detail::fail((kind), {__VA_ARGS__}); \
   } while (false)
 
 /// TESSERA_INVARIANT(condition, parts of the message...)
-#define TESSERA_INVARIANT(condition, ...)                                                         \
-  do {                                                                                            \
-    if (!(condition)) [[unlikely]]                                                                \
-      throw ::tessera::Error(                                                                     \
-          ::tessera::ErrorKind::kInternal,                                                        \
-          ::tessera::concat("internal error, please report: ", __VA_ARGS__, " (" #condition ", ", \
-                            ::tessera::source_path(__FILE__), ":", __LINE__, ")"));               \
+#define TESSERA_INVARIANT(condition, ...)                                               \
+  do {                                                                                  \
+    if (!(condition)) [[unlikely]]                                                      \
+      ::tessera::detail::fail_invariant(#condition, __FILE__, __LINE__, {__VA_ARGS__}); \
   } while (false)

@@ -208,11 +208,6 @@ void Pipeline::set_stages(std::vector<std::shared_ptr<Stage>> stages, ShardedBas
   ++impl_->times_set;
   if (impl_->runner) return;
   const auto device = root == nullptr ? at::Device(at::kCPU) : fsdp::device_of(*root);
-  if (device.is_cuda()) {
-    for (const auto* program : {&impl_->training, &impl_->forwards}) {
-      program->require_messages_in_order();
-    }
-  }
   impl_->runner.emplace(pipeline::ties_of(mesh, device));
 }
 

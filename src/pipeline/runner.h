@@ -8,17 +8,20 @@
 //      autograd leaves on the leaves goes to the stage before, zeros where it leaves nothing.
 //   I  the same, but weight gradients of layers that can put them off wait (StepScope).
 //   W  forms those of one stage and micro-batch. Nothing, where all were formed in I.
-//   messages: receives are posted where the list says, so before the slot that needs them; a send
-//      keeps its memory until it is through, at the latest to the end of the step. Between two
-//      stages of one rank (the turn of a V) tensors are handed over without message or copy.
+//   messages: receives are posted where the list says, so before the slot that needs them, small
+//      ones before that; a send keeps its memory until it is through, at the latest to the end of
+//      the step. Between two stages of one rank (the turn of a V) tensors are handed over without
+//      message or copy.
 // A slot of an F and a B runs them in turn; side_by_side() is where they may run under each other.
 //
 // An exception in a slot gets the rank, stage, micro-batch and slot into its message, and aborts
 // the World: the others end where they wait. Next: borders.h.
 #pragma once
 
+#include <cstdint>
 #include <exception>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -61,7 +64,8 @@ class Runner {
   /// A step. `stages`: those of this rank, ascending. The scope is finished here. Without a
   /// backward (Passes::kForward) no graph is made. Returns what the last stage's forward returned
   /// for each micro-batch, without graphs, on its rank; else nothing. Collective among the ranks of
-  /// the pipeline. Errors: as Agreement::renew; those of stages and messages, see above.
+  /// the pipeline. Errors: as Agreement::renew; those of stages and messages, see above; on CUDA
+  /// as ValidProgram::require_messages_in_order.
   std::vector<Tensors> run(const ValidProgram& program, const std::vector<Stage*>& stages,
                            const Parameters& parameters);
 
@@ -70,6 +74,7 @@ class Runner {
 
   Ties ties_;
   Agreement agreement_;
+  std::set<std::uint64_t> in_order_;  ///< hashes of programs whose messages do not overtake
 };
 
 }  // namespace tessera::pipeline

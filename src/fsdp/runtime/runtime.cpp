@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <sstream>
+
 #include "base/hash.h"
 #include "comm/backends/backend.h"
 #include "comm/group.h"
