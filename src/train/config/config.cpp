@@ -253,7 +253,7 @@ Config load_config(const std::string& path) {
 
 void apply_override(Config& config, std::string_view name, std::string_view value) {
   const ConfigKey* key = find_key(name);
-  TESSERA_CHECK(key != nullptr, ErrorKind::kUsage, "unknown key --", printable(name),
+  TESSERA_CHECK(key != nullptr, ErrorKind::kUsage, "unknown key ", printable(concat("--", name)),
                 "; the nearest is --", nearest_key(name));
   const std::optional<ConfigValue> parsed = toml_value(name, value);
   const ConfigValue word = bare_word(name, value);
