@@ -231,11 +231,15 @@ void add_schedule(::CLI::App& app, ScheduleArguments& schedule) {
                    "GPipe, 1F1B, Interleaved1F1B, ZB1P, InterleavedZeroBubble, ZBV, DualPipeV "
                    "(PyTorch's names, too), or FILE.csv in PyTorch's form.")
       ->required();
-  verb->add_option("--ranks", schedule.ranks, "Of the pipeline; a file's are its rows.");
+  const auto count = whole_number(std::numeric_limits<int>::max());
+  verb->add_option("--ranks", schedule.ranks, "Of the pipeline; a file's are its rows.")
+      ->check(count);
   verb->add_option("--micro-batches", schedule.micro_batches,
-                   "Of a step; a file's are those up to its highest number.");
+                   "Of a step; a file's are those up to its highest number.")
+      ->check(count);
   verb->add_option("--stages-per-rank", schedule.stages_per_rank,
-                   "Default the kind's: 1, or 2 where it has several.");
+                   "Default the kind's: 1, or 2 where it has several.")
+      ->check(count);
   ::CLI::Option* costs =
       verb->add_option("--costs", schedule.costs,
                        "F,I,W,FB: what a slot of each costs, FB one with a B beside its F; default "
@@ -292,11 +296,14 @@ std::string meant_by(const std::string& name, const ::CLI::App& verb) {
     keys += concat(keys.empty() ? "--" : ", --", key.full_name());
   }
   if (!keys.empty()) return concat(", expected a key with its section: ", keys);
-  std::vector<std::string> options;
+  const std::string word = concat("--", name);
+  std::vector<std::string> options, longer;
   for (const ::CLI::Option* option : verb.get_options()) {
-    if (!option->get_positional()) options.push_back(option->get_name());
+    if (option->get_positional()) continue;
+    options.push_back(option->get_name());
+    if (options.back().starts_with(word)) longer.push_back(options.back());
   }
-  return concat("; the nearest is ", train::nearest_name(concat("--", name), options));
+  return concat("; the nearest is ", train::nearest_name(word, longer.empty() ? options : longer));
 }
 
 /// What the parser found wrong with `words`, by its own name and with what to do.
@@ -306,17 +313,19 @@ std::string refusal_of(const ::CLI::ParseError& error, const std::vector<std::st
   if (given.empty()) return one_line(error.what()) + "; see tessera --help";
   const ::CLI::App& verb = *given.front();
   const std::string see = concat("; see tessera ", verb.get_name(), " --help");
-  if (dynamic_cast<const ::CLI::RequiredError*>(&error) != nullptr) {
-    std::string_view missing = error.what();
-    missing = missing.substr(0, missing.find(" is required"));
-    return concat(verb.get_name(), ": found no ", missing, ", expected it", see);
-  }
-  if (dynamic_cast<const ::CLI::ExtrasError*>(&error) != nullptr) {
+  const bool lacks = dynamic_cast<const ::CLI::RequiredError*>(&error) != nullptr;
+  // First: what is missing may be there, misspelt.
+  if (lacks || dynamic_cast<const ::CLI::ExtrasError*>(&error) != nullptr) {
     for (const std::string& word : words) {
       const std::string name(option_name(word));
       if (name.empty() || verb.get_option_no_throw(concat("--", name)) != nullptr) continue;
       return concat("unknown option ", printable(concat("--", name)), meant_by(name, verb), see);
     }
+  }
+  if (lacks) {
+    std::string_view missing = error.what();
+    missing = missing.substr(0, missing.find(" is required"));
+    return concat(verb.get_name(), ": found no ", missing, ", expected it", see);
   }
   return one_line(error.what()) + see;
 }

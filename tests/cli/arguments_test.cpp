@@ -89,7 +89,8 @@ TEST(Arguments, ScheduleRefusesWhatItDoesNotTake) {
   EXPECT_THAT(refusal({"schedule", "GPipe", "--costs", "1,1,1,1", "--costs-from", "t"}),
               HasSubstr("excludes"));
   EXPECT_THAT(refusal({"schedule", "GPipe", "--csv-form", "all"}), HasSubstr("--csv-form"));
-  EXPECT_THAT(refusal({"schedule", "GPipe", "--ranks", "two"}), HasSubstr("--ranks"));
+  EXPECT_THAT(refusal({"schedule", "GPipe", "--ranks", "two"}),
+              HasSubstr("--ranks: found 'two', expected a whole number"));
   EXPECT_THAT(refusal({"schedule", "GPipe", "--training.steps", "3"}),
               HasSubstr("schedule: found --training.steps"));
 }
@@ -168,6 +169,12 @@ TEST(Arguments, AnUnknownOptionIsToldWhatItMostLikelyMeans) {
                         "--training.seq_len"));
   EXPECT_EQ(refusal({"train", "a.toml", "--nprocs", "2"}),
             "unknown option '--nprocs'; the nearest is --nproc; see tessera train --help");
+  EXPECT_THAT(refusal({"generate", "--model", "m", "--prompt", "x", "--max_new_tokens", "5"}),
+              HasSubstr("unknown option '--max_new_tokens'; the nearest is --max-new-tokens"))
+      << "not that --max-new-tokens is missing";
+  EXPECT_THAT(refusal({"generate", "--model", "m", "--prompt", "x", "--max-new-tokens", "5",
+                       "--temp", "1"}),
+              HasSubstr("unknown option '--temp'; the nearest is --temperature"));
   EXPECT_THAT(refusal({"train", "--config", "a.toml"}),
               HasSubstr("expected the file alone, as in tessera train CONFIG.toml"));
   EXPECT_THAT(refusal({"convert", "a", "b", "--steps", "5"}), Not(HasSubstr("section")))
