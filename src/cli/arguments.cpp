@@ -72,16 +72,29 @@ struct Parsed {
   ScheduleArguments schedule;
 };
 
+/// From 1 on. Range says of "two" that it is not in the range, and not what was found.
+::CLI::Validator whole_number(std::int64_t most) {
+  const auto check = [most](const std::string& text) -> std::string {
+    std::int64_t value = 0;
+    const auto [rest, failed] = std::from_chars(text.data(), text.data() + text.size(), value);
+    if (failed == std::errc{} && rest == text.data() + text.size() && value >= 1 && value <= most) {
+      return "";
+    }
+    return concat("found ", printable(text), ", expected a whole number from 1 to ", most);
+  };
+  return {check, concat("from 1 to ", most), "whole number"};
+}
+
 void add_nproc(::CLI::App& verb, std::optional<int>& nproc) {
   verb.add_option("--nproc", nproc,
                   "Local ranks to start; default the product of the parallelism degrees. Under a "
                   "launcher its world size.")
-      ->check(::CLI::Range(1, kMostRanks));
+      ->check(whole_number(kMostRanks));
 }
 
 void add_train(::CLI::App& app, TrainArguments& train, const std::string& keys) {
   ::CLI::App* verb = app.add_subcommand("train", "Train a model as a TOML file says.");
-  verb->add_option("config", train.config_file, "The TOML file.")->required();
+  verb->add_option("CONFIG.toml", train.config_file, "The TOML file.")->required();
   verb->add_flag("--print-config", train.print_config,
                  "Print the whole configuration after all overrides, and leave.");
   verb->add_flag("--profile", train.profile,
@@ -91,7 +104,8 @@ void add_train(::CLI::App& app, TrainArguments& train, const std::string& keys) 
   verb->footer(keys);
 }
 
-constexpr const char* kModelFolder = "Hugging Face folder, or checkpoint/step-N of a run.";
+constexpr const char* kModelFolder =
+    "Hugging Face folder, a run's folder (its latest checkpoint), or checkpoint/step-N of one.";
 
 void add_gradients(::CLI::App& app, GradientsArguments& gradients, const std::string& keys) {
   ::CLI::App* verb = app.add_subcommand(
@@ -107,13 +121,13 @@ void add_gradients(::CLI::App& app, GradientsArguments& gradients, const std::st
   verb->footer(keys);
 }
 
-void add_inspect(::CLI::App& app, InspectArguments& inspect) {
+void add_inspect(::CLI::App& app, InspectArguments& inspect, const std::string& keys) {
   ::CLI::App* verb =
       app.add_subcommand("inspect", "Tensors of a folder, or the contract of a run.");
   ::CLI::Option* folder =
-      verb->add_option("folder", inspect.folder,
-                       "Hugging Face folder, checkpoint/step-N of a run, or one "
-                       "safetensors file.");
+      verb->add_option("DIR", inspect.folder,
+                       "Hugging Face folder, a run's folder (its latest checkpoint), "
+                       "checkpoint/step-N of one, or one safetensors file.");
   verb->add_flag("--json", inspect.json, "As JSON.");
   ::CLI::Option* contract =
       verb->add_option("--contract", inspect.contract_file,
@@ -124,7 +138,8 @@ void add_inspect(::CLI::App& app, InspectArguments& inspect) {
       ->needs(contract);
   verb->add_option("--world", inspect.world, "Ranks to plan for; default as own spawn.")
       ->needs(contract)
-      ->check(::CLI::Range(1, 1 << 20));
+      ->check(whole_number(1 << 20));
+  verb->footer("Beside --contract:\n\n" + keys);
 }
 
 /// Range lets "nan" through: it is neither below nor above.
@@ -162,13 +177,13 @@ void add_generate(::CLI::App& app, GenerateArguments& generate) {
   verb->add_option("--max-new-tokens", generate.max_new_tokens,
                    "Fewer come out where the model ends the document or has no position left.")
       ->required()
-      ->check(::CLI::Range(std::int64_t{1}, kMostNewTokens));
+      ->check(whole_number(kMostNewTokens));
   verb->add_option("--temperature", generate.temperature,
                    "0 (default): the most likely token, always; above: drawn from softmax(logits / "
                    "temperature).")
       ->check(not_a_temperature, "FLOAT from 0 to 1e6");
   verb->add_option("--top-k", generate.top_k, "Drawn from this many of the most likely tokens.")
-      ->check(::CLI::Range(std::int64_t{1}, kMostNewTokens));
+      ->check(whole_number(kMostNewTokens));
   verb->add_option("--seed", generate.seed, "Of the draws; default 42.")
       ->check(not_a_seed, "below 2^64");
   verb->footer("Computes in the dtypes of the folder; --precision.KEY VALUE changes that.");
@@ -179,10 +194,11 @@ void add_convert(::CLI::App& app, ConvertArguments& convert) {
       "convert",
       "A checkpoint (or a folder) as a Hugging Face folder that transformers loads; one of "
       "adapters as a folder that peft loads.");
-  verb->add_option("checkpoint", convert.source,
-                   "checkpoint/step-N of a run, or a Hugging Face folder.")
+  verb->add_option("CHECKPOINT", convert.source,
+                   "A run's folder (its latest checkpoint), checkpoint/step-N of one, or a Hugging "
+                   "Face folder.")
       ->required();
-  verb->add_option("out", convert.out, "The folder to make; it must not exist, or be empty.")
+  verb->add_option("OUT", convert.out, "The folder to make; it must not exist, or be empty.")
       ->required();
   verb->add_option("--dtype", convert.dtype,
                    "auto (default): each tensor as in the folder that training began with, else as "
@@ -193,6 +209,7 @@ void add_convert(::CLI::App& app, ConvertArguments& convert) {
   verb->add_flag("--merged", convert.merged,
                  "Of a checkpoint of adapters the whole model with them added, instead of the "
                  "adapters alone in peft's files.");
+  verb->footer("Of a configuration's keys only --model.allow_unknown_config_keys VALUE.");
 }
 
 /// Range lets "nan" through here, too.
@@ -210,15 +227,19 @@ void add_schedule(::CLI::App& app, ScheduleArguments& schedule) {
   ::CLI::App* verb = app.add_subcommand(
       "schedule",
       "The lists of a pipeline schedule, validated and simulated: no model, nothing is run.");
-  verb->add_option("schedule", schedule.schedule,
+  verb->add_option("KIND|FILE.csv", schedule.schedule,
                    "GPipe, 1F1B, Interleaved1F1B, ZB1P, InterleavedZeroBubble, ZBV, DualPipeV "
                    "(PyTorch's names, too), or FILE.csv in PyTorch's form.")
       ->required();
-  verb->add_option("--ranks", schedule.ranks, "Of the pipeline; a file's are its rows.");
+  const auto count = whole_number(std::numeric_limits<int>::max());
+  verb->add_option("--ranks", schedule.ranks, "Of the pipeline; a file's are its rows.")
+      ->check(count);
   verb->add_option("--micro-batches", schedule.micro_batches,
-                   "Of a step; a file's are those up to its highest number.");
+                   "Of a step; a file's are those up to its highest number.")
+      ->check(count);
   verb->add_option("--stages-per-rank", schedule.stages_per_rank,
-                   "Default the kind's: 1, or 2 where it has several.");
+                   "Default the kind's: 1, or 2 where it has several.")
+      ->check(count);
   ::CLI::Option* costs =
       verb->add_option("--costs", schedule.costs,
                        "F,I,W,FB: what a slot of each costs, FB one with a B beside its F; default "
@@ -250,11 +271,63 @@ const std::vector<std::string>& verbs() {
 
 // The parser would only say that some verb is missing.
 void check_verb(const std::vector<std::string>& words) {
-  if (words.empty() || words.front().starts_with("-")) return;
+  const std::string expected = concat(", expected one of ", joined(verbs()));
+  TESSERA_CHECK(!words.empty(), ErrorKind::kUsage, "found no verb", expected,
+                "; see tessera --help");
+  std::vector<std::string> known = verbs();
+  known.insert(known.end(), {"--help", "--version"});
   const std::string& verb = words.front();
-  TESSERA_CHECK(std::ranges::find(verbs(), verb) != verbs().end(), ErrorKind::kUsage,
-                "unknown verb ", printable(verb), "; the nearest is ",
-                train::nearest_name(verb, verbs()));
+  if (verb == "-h" || std::ranges::find(known, verb) != known.end()) return;
+  TESSERA_CHECK(!verb.starts_with("-"), ErrorKind::kUsage, "found ", printable(verb), " first",
+                expected, " before it; see tessera --help");
+  TESSERA_CHECK(false, ErrorKind::kUsage, "unknown verb ", printable(verb), expected,
+                "; the nearest is ", train::nearest_name(verb, known));
+}
+
+/// `steps` alone most likely means the key of a section, anything else another option.
+std::string meant_by(const std::string& name, const ::CLI::App& verb) {
+  if (verb.get_name() == "train" && name == "config") {
+    return ", expected the file alone, as in tessera train CONFIG.toml, or --model.config";
+  }
+  std::string keys;
+  const bool takes_keys = verb.get_name() != "convert" && verb.get_name() != "schedule";
+  for (const train::ConfigKey& key : train::config_keys()) {
+    if (!takes_keys || key.name != name) continue;
+    keys += concat(keys.empty() ? "--" : ", --", key.full_name());
+  }
+  if (!keys.empty()) return concat(", expected a key with its section: ", keys);
+  const std::string word = concat("--", name);
+  std::vector<std::string> options, longer;
+  for (const ::CLI::Option* option : verb.get_options()) {
+    if (option->get_positional()) continue;
+    options.push_back(option->get_name());
+    if (options.back().starts_with(word)) longer.push_back(options.back());
+  }
+  return concat("; the nearest is ", train::nearest_name(word, longer.empty() ? options : longer));
+}
+
+/// What the parser found wrong with `words`, by its own name and with what to do.
+std::string refusal_of(const ::CLI::ParseError& error, const std::vector<std::string>& words,
+                       const ::CLI::App& app) {
+  const auto given = app.get_subcommands();
+  if (given.empty()) return one_line(error.what()) + "; see tessera --help";
+  const ::CLI::App& verb = *given.front();
+  const std::string see = concat("; see tessera ", verb.get_name(), " --help");
+  const bool lacks = dynamic_cast<const ::CLI::RequiredError*>(&error) != nullptr;
+  // First: what is missing may be there, misspelt.
+  if (lacks || dynamic_cast<const ::CLI::ExtrasError*>(&error) != nullptr) {
+    for (const std::string& word : words) {
+      const std::string name(option_name(word));
+      if (name.empty() || verb.get_option_no_throw(concat("--", name)) != nullptr) continue;
+      return concat("unknown option ", printable(concat("--", name)), meant_by(name, verb), see);
+    }
+  }
+  if (lacks) {
+    std::string_view missing = error.what();
+    missing = missing.substr(0, missing.find(" is required"));
+    return concat(verb.get_name(), ": found no ", missing, ", expected it", see);
+  }
+  return one_line(error.what()) + see;
 }
 
 Arguments chosen(const ::CLI::App& app, Parsed parsed, Overrides overrides) {
@@ -303,20 +376,20 @@ Arguments parse_arguments(const std::vector<std::string>& words,
   app.footer(keys);
   add_train(app, parsed.train, keys);
   add_gradients(app, parsed.gradients, keys);
-  add_inspect(app, parsed.inspect);
+  add_inspect(app, parsed.inspect, keys);
   add_generate(app, parsed.generate);
   add_convert(app, parsed.convert);
   add_schedule(app, parsed.schedule);
   try {
-    std::ranges::reverse(split.other);  // the order that this parser wants
-    app.parse(split.other);
+    // In the order that this parser wants.
+    app.parse(std::vector<std::string>(split.other.rbegin(), split.other.rend()));
   } catch (const ::CLI::CallForHelp&) {
     const auto given = app.get_subcommands();
     return ShowText{given.empty() ? app.help() : given.front()->help()};
   } catch (const ::CLI::CallForVersion& call) {
     return ShowText{std::string(call.what()) + "\n"};
   } catch (const ::CLI::ParseError& error) {
-    throw Error(ErrorKind::kUsage, one_line(error.what()) + "; see tessera --help");
+    throw Error(ErrorKind::kUsage, refusal_of(error, split.other, app));
   }
   return chosen(app, std::move(parsed), std::move(split.overrides));
 }

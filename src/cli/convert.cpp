@@ -48,12 +48,12 @@ void require_outside_checkpoints(const std::filesystem::path& out) {
   for (fs::path up = whole; up != up.root_path(); up = up.parent_path()) {
     const bool is_checkpoint =
         fs::exists(up / kManifestFile, failed) && fs::exists(up / "config.json", failed);
-    TESSERA_CHECK(!is_checkpoint, ErrorKind::kUsage, "convert: found ", shown(out),
+    TESSERA_CHECK(!is_checkpoint, ErrorKind::kUsage, "OUT: found ", shown(out),
                   " inside the checkpoint ", shown(up), ", expected a folder outside of it");
     const fs::path above = up.parent_path();
     TESSERA_CHECK(
         !CheckpointStore::takes(up.filename().native()) || !CheckpointStore(above).is_of_a_run(),
-        ErrorKind::kUsage, "convert: found ", shown(up),
+        ErrorKind::kUsage, "OUT: found ", shown(up),
         ", a name that a run gives its checkpoints in ", shown(above),
         ": saving that step would replace it, and a resume would stop at it; expected "
         "another name or a folder elsewhere, as ",
@@ -93,9 +93,9 @@ void say_what_is_left_out(const train::ExportPlan& plan) {
 int run_convert(const ConvertArguments& arguments) {
   const train::ExportOptions options = export_options(arguments);
   train::open_as("OUT", [&] { require_outside_checkpoints(arguments.out); });
-  const train::ModelSource source = train::open_as("CHECKPOINT", [&] {
-    return train::open_model(model_of(arguments), {}, train::Purpose::kInference);
-  });
+  const train::ModelConfig model = model_of(arguments);
+  const train::ModelSource source = train::open_as(
+      "CHECKPOINT", [&] { return train::open_model(model, {}, train::Purpose::kInference); });
   TESSERA_CHECK(source.adapters || !arguments.merged, ErrorKind::kUsage, "--merged: found ",
                 printable(arguments.source, 1024),
                 ", expected a checkpoint of adapters (lora.rank)");

@@ -77,9 +77,10 @@ Asked make_asked(const ScheduleArguments& arguments) {
 pipeline::Costs costs_of(const ScheduleArguments& arguments, const pipeline::Schedule& schedule) {
   pipeline::Costs costs(static_cast<std::size_t>(schedule.stages()));
   if (arguments.costs_from) {
-    const std::string text = train::open_as(
-        "--costs-from", [&] { return read_text_file(*arguments.costs_from, kMostTraceBytes); });
-    costs = pipeline::costs_from_trace(text, shown(*arguments.costs_from), schedule);
+    costs = train::open_as("--costs-from", [&] {
+      const std::string text = read_text_file(*arguments.costs_from, kMostTraceBytes);
+      return pipeline::costs_from_trace(text, shown(*arguments.costs_from), schedule);
+    });
   }
   for (pipeline::StageCosts& stage : costs) {
     if (!arguments.costs.empty()) {

@@ -234,7 +234,8 @@ std::string run_name(const std::string& config_file) {
 }  // namespace
 
 int run_train(const TrainArguments& arguments) {
-  train::Config config = train::load_config(arguments.config_file);
+  train::Config config =
+      train::open_as("CONFIG.toml", [&] { return train::load_config(arguments.config_file); });
   apply(arguments.overrides, config);
   train::validate(config, train::Verb::kTrain);
   if (arguments.print_config) {

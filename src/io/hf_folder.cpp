@@ -116,12 +116,26 @@ namespace fs = std::filesystem;
 // Far above anything published (an index of 100 000 tensors has about 10 MB).
 constexpr std::int64_t kMaxHfConfigBytes = 4 << 20;
 constexpr std::int64_t kMaxIndexBytes = 32 << 20;
+constexpr std::string_view kModelFolder = "a model folder with config.json and safetensors";
 constexpr std::string_view kSingleFile = "model.safetensors";
 constexpr std::string_view kIndexFile = "model.safetensors.index.json";
 
 bool is_there(const fs::path& path) {
   std::error_code ignored;
   return fs::exists(fs::symlink_status(path, ignored));
+}
+
+/// What peft writes, and `convert` of adapters, has no config.json either.
+void require_config(const fs::path& folder) {
+  const fs::path config = folder / "config.json";
+  if (is_there(config)) return;
+  TESSERA_CHECK(!is_there(folder / "adapter_config.json"), ErrorKind::kIo, "cannot open ",
+                shown(folder), ": found a LoRA adapter (adapter_config.json), expected ",
+                kModelFolder,
+                "; give the folder of the model that it stands beside, or, for both together, the "
+                "folder of the run that trained it");
+  TESSERA_CHECK(false, ErrorKind::kIo, "cannot open ", shown(config),
+                ": found no such file, expected ", kModelFolder, ", or the folder of a run");
 }
 
 }  // namespace
@@ -132,8 +146,9 @@ HfFolder HfFolder::open(const fs::path& folder) {
   TESSERA_CHECK(fs::is_directory(status), ErrorKind::kIo, "cannot open ", shown(folder), ": found ",
                 fs::is_regular_file(status) ? "a file"
                 : fs::exists(status)        ? "something that is no folder"
-                                            : "no such folder",
-                ", expected a model folder with config.json and safetensors");
+                                            : "no such folder (nothing is fetched from a hub)",
+                ", expected ", kModelFolder);
+  require_config(folder);
   HfFolder model;
   model.path_ = folder;
   model.config_text_ = read_config_text(file_inside(folder, "config.json"));

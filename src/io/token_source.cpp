@@ -36,7 +36,8 @@ constexpr std::int64_t kScanTokens = 1 << 18;  // 2 MiB of ids at a time
 std::int64_t positive_integer(const nlohmann::json& root, std::string_view key,
                               std::string_view where) {
   const auto found = root.find(key);
-  TESSERA_CHECK(found != root.end(), ErrorKind::kFormat, where, ": lacks the key ", key);
+  TESSERA_CHECK(found != root.end(), ErrorKind::kFormat, where, ": lacks the key ", key,
+                ", expected a positive integer; tools/tokenize.py writes this file");
   const bool fits = found->is_number_unsigned() && found->get<std::uint64_t>() > 0 &&
                     found->get<std::uint64_t>() < (std::uint64_t{1} << 60U);
   TESSERA_CHECK(fits, ErrorKind::kFormat, where, ": found ", key, " = ",
@@ -60,8 +61,10 @@ TokenFileInfo parse_token_file_info(std::string_view text, std::string_view wher
   const nlohmann::json root = parse_json_object(text, where, kMaxInfoDepth);
   TokenFileInfo info;
   const auto dtype = root.find("dtype");
-  TESSERA_CHECK(dtype != root.end() && dtype->is_string(), ErrorKind::kFormat, where,
-                ": lacks the key dtype, expected \"uint16\" or \"uint32\"");
+  TESSERA_CHECK(
+      dtype != root.end() && dtype->is_string(), ErrorKind::kFormat, where,
+      ": lacks the key dtype, expected \"uint16\" or \"uint32\"; tools/tokenize.py writes "
+      "this file");
   const auto& word = dtype->get_ref<const std::string&>();
   TESSERA_CHECK(word == "uint16" || word == "uint32", ErrorKind::kFormat, where,
                 ": found dtype = ", printable(word), ", expected \"uint16\" or \"uint32\"");

@@ -112,13 +112,14 @@ class Trainer {
       check_positions(config.parallelism, validation_->row_tokens());
     }
     checkpoints_->begin(source_, *data_);
-    if (config.job.dump_folder && world.rank() == 0) {
-      log::info(banner_line("run folder", *config.job.dump_folder));
-    }
     auto parts = model_parts(source_, config, mesh_, Purpose::kTraining, plan ? &*plan : nullptr);
     parameters_ = parts.contract.parameters;
     std::optional<StreamBorders> borders;
     if (plan) borders = stream_borders(*plan, dims_, source_.description, parts.contract);
+    // Not before what a key alone may be refused for; reading the weights may take minutes.
+    if (config.job.dump_folder && world.rank() == 0) {
+      log::info(banner_line("run folder", *config.job.dump_folder));
+    }
     model_ =
         parallelize(std::move(parts), source_, config, mesh_,
                     checkpoints_->resumes() ? InitialWeights::kLater : InitialWeights::kOfSource);

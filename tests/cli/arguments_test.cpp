@@ -8,7 +8,9 @@
 namespace tessera::cli::arguments_test {
 namespace {
 
+using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using Words = std::vector<std::string>;
 
 Arguments parse(const Words& words) {
@@ -87,7 +89,8 @@ TEST(Arguments, ScheduleRefusesWhatItDoesNotTake) {
   EXPECT_THAT(refusal({"schedule", "GPipe", "--costs", "1,1,1,1", "--costs-from", "t"}),
               HasSubstr("excludes"));
   EXPECT_THAT(refusal({"schedule", "GPipe", "--csv-form", "all"}), HasSubstr("--csv-form"));
-  EXPECT_THAT(refusal({"schedule", "GPipe", "--ranks", "two"}), HasSubstr("--ranks"));
+  EXPECT_THAT(refusal({"schedule", "GPipe", "--ranks", "two"}),
+              HasSubstr("--ranks: found 'two', expected a whole number"));
   EXPECT_THAT(refusal({"schedule", "GPipe", "--training.steps", "3"}),
               HasSubstr("schedule: found --training.steps"));
 }
@@ -145,6 +148,39 @@ TEST(Arguments, HelpHasEveryKey) {
   }
 }
 
+TEST(Arguments, HelpOfAVerbThatTakesAModelNamesTheFolderOfARun) {
+  for (const std::string verb : {"inspect", "generate", "convert", "gradients"}) {
+    const std::string text = std::get<ShowText>(parse({verb, "--help"})).text;
+    EXPECT_THAT(text, ContainsRegex("[Aa] run's folder \\(its latest checkpoint\\)")) << verb;
+  }
+  EXPECT_THAT(std::get<ShowText>(parse({"convert", "--help"})).text,
+              Not(HasSubstr("training.steps")))
+      << "it takes one key only";
+}
+
+// Naive: "The following arguments were not expected: 5 --steps", to somebody who has just read
+// `steps = 5` in a file.
+TEST(Arguments, AnUnknownOptionIsToldWhatItMostLikelyMeans) {
+  EXPECT_EQ(refusal({"train", "a.toml", "--steps", "5"}),
+            "unknown option '--steps', expected a key with its section: --training.steps, "
+            "--validation.steps; see tessera train --help");
+  EXPECT_THAT(refusal({"gradients", "--model", "m", "--batch", "b", "--out", "o", "--seq_len=8"}),
+              HasSubstr("unknown option '--seq_len', expected a key with its section: "
+                        "--training.seq_len"));
+  EXPECT_EQ(refusal({"train", "a.toml", "--nprocs", "2"}),
+            "unknown option '--nprocs'; the nearest is --nproc; see tessera train --help");
+  EXPECT_THAT(refusal({"generate", "--model", "m", "--prompt", "x", "--max_new_tokens", "5"}),
+              HasSubstr("unknown option '--max_new_tokens'; the nearest is --max-new-tokens"))
+      << "not that --max-new-tokens is missing";
+  EXPECT_THAT(refusal({"generate", "--model", "m", "--prompt", "x", "--max-new-tokens", "5",
+                       "--temp", "1"}),
+              HasSubstr("unknown option '--temp'; the nearest is --temperature"));
+  EXPECT_THAT(refusal({"train", "--config", "a.toml"}),
+              HasSubstr("expected the file alone, as in tessera train CONFIG.toml"));
+  EXPECT_THAT(refusal({"convert", "a", "b", "--steps", "5"}), Not(HasSubstr("section")))
+      << "it takes no such key";
+}
+
 TEST(Arguments, VersionIsMadeOnlyWhenAsked) {
   EXPECT_EQ(std::get<ShowText>(parse({"--version"})).text, "tessera 1 (git abc)\n");
   EXPECT_NO_THROW(parse_arguments({"train", "a.toml"},
@@ -152,13 +188,20 @@ TEST(Arguments, VersionIsMadeOnlyWhenAsked) {
 }
 
 TEST(Arguments, RefusalsAreOneLineAndNameTheWord) {
-  EXPECT_THAT(refusal({}), HasSubstr("subcommand"));
-  EXPECT_EQ(refusal({"trian"}), "unknown verb 'trian'; the nearest is train");
-  EXPECT_THAT(refusal({"train"}), HasSubstr("config"));
+  const std::string verbs = "train, gradients, inspect, generate, convert, schedule";
+  EXPECT_EQ(refusal({}), "found no verb, expected one of " + verbs + "; see tessera --help");
+  EXPECT_EQ(refusal({"trian"}),
+            "unknown verb 'trian', expected one of " + verbs + "; the nearest is train");
+  EXPECT_THAT(refusal({"help"}), HasSubstr("the nearest is --help"));
+  EXPECT_THAT(refusal({"--nproc", "2", "train", "a.toml"}), HasSubstr("found '--nproc' first"));
+  EXPECT_EQ(refusal({"train"}),
+            "train: found no CONFIG.toml, expected it; see tessera train --help");
   EXPECT_THAT(refusal({"train", "a.toml", "b.toml"}), HasSubstr("b.toml"));
-  EXPECT_THAT(refusal({"train", "a.toml", "--nprocs", "2"}), HasSubstr("--nprocs"));
-  EXPECT_THAT(refusal({"train", "a.toml", "--nproc", "0"}), HasSubstr("--nproc"));
-  EXPECT_THAT(refusal({"train", "a.toml", "--nproc", "two"}), HasSubstr("--nproc"));
+  for (const std::string ranks : {"0", "two", "4097", "2.5", ""}) {
+    EXPECT_THAT(
+        refusal({"train", "a.toml", "--nproc", ranks}),
+        HasSubstr("--nproc: found '" + ranks + "', expected a whole number from 1 to 4096"));
+  }
   EXPECT_THAT(refusal({"train", "a.toml", "--training.steps"}), HasSubstr("--training.steps"));
   EXPECT_THAT(refusal({"train", "a.toml", "--training.steps", "--optimizer.lr", "1"}),
               HasSubstr("--training.steps: found no value"));
@@ -182,7 +225,7 @@ TEST(Arguments, RefusalsAreOneLineAndNameTheWord) {
     words.insert(words.end(), bad.begin(), bad.end());
     EXPECT_THAT(refusal(words), HasSubstr(bad[0]));
   }
-  EXPECT_THAT(refusal({"convert", "a"}), HasSubstr("out"));
+  EXPECT_THAT(refusal({"convert", "a"}), HasSubstr("convert: found no OUT"));
   for (const Words& words : {Words{}, Words{"train"}, Words{"trian"}}) {
     EXPECT_EQ(refusal(words).find('\n'), std::string::npos);
   }

@@ -179,9 +179,48 @@ TEST_F(RunAsModel, WithoutAWholeCheckpointIsRefusedWithTheWayOn) {
                               HasSubstr("checkpoint.enable = false")));
 }
 
+// Naive: "cannot open 'lora/config.json'", of a folder that `convert` has just written.
+TEST_F(RunAsModel, OfAdaptersConvertedIsRefusedWithWhatToGiveInstead) {
+  std::string config = read_file(folder_ / "run.toml");
+  config.replace(config.find("config = \"model.json\""), 21, "path = \"run\"");
+  folder_.write("adapters.toml", config);
+  const auto trained =
+      run_program(folder_, {"train", "adapters.toml", "--job.dump_folder", "adapters",
+                            "--lora.rank", "2", "--lora.targets", "q_proj"});
+  ASSERT_EQ(trained.code, 0) << trained.err;
+  ASSERT_EQ(run_program(folder_, {"convert", "adapters", "lora"}).code, 0);
+  const auto before = everything_in(folder_);
+  const auto expect_refused = [&](const std::string& key, const Words& words) {
+    const auto outcome = run_program(folder_, words);
+    EXPECT_EQ(outcome.code, 2) << outcome.err;
+    EXPECT_THAT(last_line(outcome.err),
+                AllOf(StartsWith("tessera: io: " + key + ": cannot open '"),
+                      HasSubstr("lora': found a LoRA adapter (adapter_config.json), expected a "
+                                "model folder"),
+                      HasSubstr("give the folder of the model that it stands beside, or, for both "
+                                "together, the folder of the run that trained it")));
+    EXPECT_EQ(everything_in(folder_), before);
+  };
+  expect_refused("DIR", {"inspect", "lora"});
+  expect_refused("--model",
+                 {"generate", "--model", "lora", "--prompt", "x", "--max-new-tokens", "1"});
+  expect_refused("--model", {"gradients", "--model", "lora", "--batch", "b", "--out", "o"});
+  expect_refused("CHECKPOINT", {"convert", "lora", "out"});
+  expect_refused("model.path", {"train", "adapters.toml", "--model.path", "lora"});
+  // What it says to give.
+  for (const std::string model : {"run", "adapters"}) {
+    EXPECT_EQ(run_program(folder_,
+                          {"generate", "--model", model, "--prompt", "x", "--max-new-tokens", "1"})
+                  .code,
+              0);
+  }
+}
+
 struct WrongPath {
   Words words;
   std::string key;
+  std::string says = "absent";
+  std::string kind = "io";
 };
 
 class WrongPaths : public ::testing::TestWithParam<WrongPath> {};
@@ -191,14 +230,22 @@ TEST_P(WrongPaths, AreNamedWithWhatAskedForThem) {
   const testing::TemporaryFolder folder;
   write_small_run(folder);
   write_folder(folder / "model", byte_spec());
+  auto with_tokenizer = byte_spec();
+  with_tokenizer.tessera_tokenizer.clear();
+  write_folder(folder / "tokenized", with_tokenizer);
+  folder.write("empty/notes.md", "no text");
+  folder.write("ids.bin", std::string(80, '\1'));
+  folder.write("ids.json", R"({"dtype": "uint16", "vocab_size": 260})");
+  folder.write("torn.safetensors", "{");
   std::string config = read_file(folder / "run.toml");
   config.erase(config.find("config = \"model.json\""), 21);
   folder.write("bare.toml", config);
   const auto before = everything_in(folder);
   const auto outcome = run_program(folder, GetParam().words);
   EXPECT_EQ(outcome.code, 2) << outcome.err;
-  EXPECT_THAT(last_line(outcome.err), StartsWith("tessera: io: " + GetParam().key + ": "));
-  EXPECT_THAT(last_line(outcome.err), HasSubstr("absent"));
+  const auto& [words, key, says, kind] = GetParam();
+  EXPECT_THAT(last_line(outcome.err), StartsWith("tessera: " + kind + ": " + key + ": "));
+  EXPECT_THAT(last_line(outcome.err), HasSubstr(says));
   EXPECT_EQ(everything_in(folder), before) << "a refused command leaves nothing";
 }
 
@@ -213,6 +260,37 @@ INSTANTIATE_TEST_SUITE_P(
         WrongPath{{"train", "run.toml", "--data.path", "absent.bin"}, "data.path"},
         WrongPath{{"train", "run.toml", "--data.path", "absent.safetensors"}, "data.path"},
         WrongPath{{"train", "run.toml", "--validation.path", "absent.txt"}, "validation.path"},
+        WrongPath{{"train", "absent.toml"}, "CONFIG.toml"},
+        WrongPath{{"train", "bare.toml", "--model.path", "tokenized", "--data.path", "absent"},
+                  "data.path",
+                  "absent': found no such file or folder"},
+        WrongPath{{"train", "bare.toml", "--model.path", "tokenized"},
+                  "data.path",
+                  "found text",
+                  "config"},
+        WrongPath{{"train", "run.toml", "--data.path", "empty"},
+                  "data.path",
+                  "empty: found no text file",
+                  "format"},
+        WrongPath{{"train", "run.toml", "--validation.path", "empty"},
+                  "validation.path",
+                  "empty: found no text file",
+                  "format"},
+        WrongPath{{"train", "run.toml", "--data.path", "ids.bin"},
+                  "data.path",
+                  "ids.json: lacks the key num_tokens, expected a positive integer",
+                  "format"},
+        WrongPath{{"train", "run.toml", "--data.path", "torn.safetensors"},
+                  "data.path",
+                  "torn.safetensors: found 1 bytes",
+                  "format"},
+        WrongPath{{"train", "run.toml", "--model.config", "torn.safetensors"},
+                  "model.config",
+                  "malformed JSON",
+                  "format"},
+        WrongPath{{"train", "bare.toml", "--model.path", "empty"},
+                  "model.path",
+                  "empty/config.json': found no such file, expected a model folder"},
         WrongPath{{"train", "run.toml", "--job.dump_folder", "/dev/null/absent"},
                   "job.dump_folder"},
         WrongPath{{"train", "run.toml", "--checkpoint.folder", "/dev/null/absent"},
@@ -225,6 +303,13 @@ INSTANTIATE_TEST_SUITE_P(
                   "--model"},
         WrongPath{{"convert", "absent", "out"}, "CHECKPOINT"},
         WrongPath{{"convert", "model", "/dev/null/absent"}, "OUT"},
+        WrongPath{{"convert", "model", "model"}, "OUT", "model': found something there", "usage"},
+        WrongPath{{"convert", "model", "page.txt"}, "OUT", "found something there", "usage"},
+        WrongPath{{"schedule", "1F1B", "--ranks", "2", "--micro-batches", "2", "--costs-from",
+                   "page.txt"},
+                  "--costs-from",
+                  "malformed JSON",
+                  "format"},
         WrongPath{{"gradients", "--model", "absent", "--batch", "b.safetensors", "--out", "o"},
                   "--model"},
         WrongPath{{"gradients", "--model", "model", "--batch", "absent.safetensors", "--out", "o"},

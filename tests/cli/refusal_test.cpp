@@ -7,6 +7,7 @@ namespace tessera::cli::refusal_test {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::Not;
 using ::testing::StartsWith;
 using Words = std::vector<std::string>;
 
@@ -38,6 +39,7 @@ TEST_P(Refusals, AreExitCodeTwoAndOneLine) {
   const std::string last = outcome.err.substr(outcome.err.rfind('\n', outcome.err.size() - 2) + 1);
   EXPECT_THAT(last, StartsWith("tessera: ")) << "the error stands last";
   EXPECT_THAT(last, HasSubstr(GetParam().says)) << "on one line";
+  EXPECT_THAT(outcome.err, Not(HasSubstr("run folder"))) << "none is left to be said";
 }
 
 Words train(const Words& more) {
@@ -99,6 +101,7 @@ INSTANTIATE_TEST_SUITE_P(
         Refused{train({"--training.global_batch_size", "5", "--training.local_batch_size", "2"}),
                 "training.global_batch_size: found 5"},
         Refused{train({"--model.config", "absent.json"}), "absent.json"},
+        Refused{train({"--checkpoint.load_step", "7"}), "there is none; name the run by job.dump_"},
         Refused{train({"--data.path", "absent.txt"}), "absent.txt"},
         Refused{train({"--data.path", "empty.txt"}), "empty.txt"},
         Refused{train({"--data.path", "short.txt"}), "at least one row of 17"},

@@ -253,7 +253,7 @@ Config load_config(const std::string& path) {
 
 void apply_override(Config& config, std::string_view name, std::string_view value) {
   const ConfigKey* key = find_key(name);
-  TESSERA_CHECK(key != nullptr, ErrorKind::kUsage, "unknown key --", printable(name),
+  TESSERA_CHECK(key != nullptr, ErrorKind::kUsage, "unknown key ", printable(concat("--", name)),
                 "; the nearest is --", nearest_key(name));
   const std::optional<ConfigValue> parsed = toml_value(name, value);
   const ConfigValue word = bare_word(name, value);
@@ -423,14 +423,30 @@ std::string nearest_name(std::string_view word, const std::vector<std::string>& 
   return best;
 }
 
+namespace {
+
+/// "tp" of tensor_parallel_degree, as others call it.
+bool is_initials(std::string_view word, const ConfigKey& key) {
+  std::string initials;
+  for (std::size_t i = 0; i < key.name.size(); ++i) {
+    if (i == 0 || key.name[i - 1] == '_') initials += key.name[i];
+  }
+  return word.size() > 1 && initials.starts_with(word);
+}
+
+}  // namespace
+
 std::string nearest_key(std::string_view full_name) {
   std::string best;
   std::size_t fewest = std::string::npos;
   for (const ConfigKey& key : config_keys()) {
     const std::string candidate = key.full_name();
     // A right key in a wrong section is one mistake, however different the sections' names.
-    const std::size_t found =
+    std::size_t found =
         std::min(slips(full_name, candidate), slips(after_dot(full_name), key.name) + 1);
+    if (full_name.starts_with(key.section + ".") && is_initials(after_dot(full_name), key)) {
+      found = std::min(found, std::size_t{1});
+    }
     if (found < fewest) {
       best = candidate;
       fewest = found;

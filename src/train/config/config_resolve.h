@@ -27,17 +27,19 @@ void validate(const Config& config, Verb verb);
 /// beside tensor parallelism.
 void check_dropout(double dropout, int tensor_parallel_degree);
 
-/// What `open` returns; where it cannot open a file or folder the error says by which key, option or
-/// argument it was asked for. Every path that a user gives is opened through this. Errors: those of
-/// `open`.
+/// What `open` returns; where it cannot open a file or folder, or finds there what it has no use for,
+/// the error says by which key, option or argument it was asked for. Every path that a user gives is
+/// opened through this. Errors: those of `open`; of kinds that name their key themselves as they are.
 template <class Open>
 auto open_as(std::string_view key, const Open& open) {
   try {
     return open();
   } catch (const Error& error) {
     const std::string_view what = error.what();
-    if (error.kind() != ErrorKind::kIo || what.starts_with(key)) throw;
-    throw Error(ErrorKind::kIo, concat(key, ": ", what));
+    const bool of_path = error.kind() == ErrorKind::kIo || error.kind() == ErrorKind::kFormat ||
+                         error.kind() == ErrorKind::kUsage;
+    if (!of_path || what.starts_with(key)) throw;
+    throw Error(error.kind(), concat(key, ": ", what));
   }
 }
 /// Which of the two names the model.

@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <system_error>
 
+#include "base/text/printable.h"
 #include "io/token_source.h"
 #include "nn/loss.h"
 #include "tessera/error.h"
@@ -50,9 +52,22 @@ class TokenBatches final : public BatchSource {
   RowOrder order_;
 };
 
+/// First: of a name that is not there nobody knows whether it is text.
+void require_there(const BatchRequest& request) {
+  namespace fs = std::filesystem;
+  for (const std::string& path : request.path) {
+    std::error_code ignored;
+    TESSERA_CHECK(fs::status(path, ignored).type() != fs::file_type::not_found, ErrorKind::kIo,
+                  request.key, ": cannot open ", shown(path),
+                  ": found no such file or folder, expected a text file, a folder of *.txt, "
+                  "NAME.bin or X.safetensors");
+  }
+}
+
 std::unique_ptr<TokenSource> open_text(const BatchRequest& request) {
+  require_there(request);
   TESSERA_CHECK(request.vocabulary.reads_bytes, ErrorKind::kConfig, request.key, ": found text (",
-                request.path[0],
+                shown(request.path[0]),
                 "), but this model has a tokenizer of its own; make NAME.bin of the text with "
                 "tools/tokenize.py");
   if (request.path.size() == 1) return std::make_unique<TextCorpus>(request.path[0]);

@@ -70,6 +70,9 @@ TEST(ConfigKeys, NearestNameOfTypicalMistakes) {
   EXPECT_EQ(nearest_key("optimizer.betass"), "optimizer.betas");
   EXPECT_EQ(nearest_key("parallelism.data_parallel_shards_degree"),
             "parallelism.data_parallel_shard_degree");
+  EXPECT_EQ(nearest_key("parallelism.tp"), "parallelism.tensor_parallel_degree");
+  EXPECT_EQ(nearest_key("parallelism.pp"), "parallelism.pipeline_parallel_degree");
+  EXPECT_EQ(nearest_key("optimizer.wd"), "optimizer.weight_decay");
   EXPECT_EQ(nearest_section("optimiser"), "optimizer");
   EXPECT_EQ(nearest_section(""), "job");
 }

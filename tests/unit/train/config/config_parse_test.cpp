@@ -265,7 +265,7 @@ TEST(ConfigOverride, RefusalsNameTheKey) {
     return testing::error_of(kind, [&] { apply_override(config, key, value); });
   };
   EXPECT_THAT(override_refusal(ErrorKind::kUsage, "training.stpes", "3"),
-              HasSubstr("unknown key --'training.stpes'; the nearest is --training.steps"));
+              HasSubstr("unknown key '--training.stpes'; the nearest is --training.steps"));
   EXPECT_THAT(override_refusal(ErrorKind::kConfig, "training.steps", "ten"),
               HasSubstr("--training.steps: found \"ten\" (string), expected an integer"));
   EXPECT_THAT(override_refusal(ErrorKind::kConfig, "training.steps", "1.5"),
