@@ -36,11 +36,11 @@ std::optional<FailureRecord> decoded(const std::optional<std::string>& bytes) {
 }  // namespace
 
 ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& options)
-    : World(launch.rank, launch.world_size, launch.local_rank),
+    : World(launch.rank, launch.world_size, launch.local_rank, options),
       launch_(launch),
       options_(options),
       exceptions_before_(std::uncaught_exceptions()),
-      backend_(backend_named(options.backend)),
+      backend_(backend_named(options.backend, device().type())),
       everyone_(all_ranks(launch.world_size)) {
   connections_ = backend_.open(launch);
   store_ = Store::connect(launch, options.init_timeout, options.timeout);
@@ -139,8 +139,8 @@ void ProcessWorld::leave_together() {
 
 std::shared_ptr<Group> ProcessWorld::make_group(const std::vector<int>& ranks,
                                                 const std::string& name) {
-  return connections_->make_group({name, ranks, rank_, options_, store_, state_->abort_flag,
-                                   state_->board, times_.heartbeats()});
+  return connections_->make_group({name, ranks, rank_, device(), options_, store_,
+                                   state_->abort_flag, state_->board, times_.heartbeats()});
 }
 
 void ProcessWorld::abort_here(const std::string& why, int epoch, Aborter by) {

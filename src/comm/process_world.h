@@ -38,6 +38,7 @@ struct World::State {
   std::shared_ptr<comm::Store> store;  ///< none in a world of one
   std::chrono::milliseconds init_timeout{0};
   std::unique_ptr<comm::StartUpLog> start_up_log;  ///< of rank 0, in a start-up
+  at::Device device{at::kCPU};
 };
 
 }  // namespace tessera

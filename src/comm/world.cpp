@@ -9,6 +9,7 @@
 #include "base/text/printable.h"
 #include "comm/backends/backend.h"
 #include "comm/batch.h"
+#include "comm/device.h"
 #include "comm/failure_report.h"
 #include "comm/process_world.h"
 #include "comm/queue.h"
@@ -68,7 +69,7 @@ constexpr std::chrono::seconds kStartUpLine{10};
 /// Nobody to talk to: every group has one rank, nothing is lost by a failure elsewhere.
 class SoloWorld : public World {
  public:
-  SoloWorld() : World(0, 1, 0) {}
+  explicit SoloWorld(const WorldOptions& options) : World(0, 1, 0, options) {}
   ~SoloWorld() override { stop_queue(); }
   std::string backend() const override { return "none"; }
   void abort_epoch(std::uint64_t epoch, const std::string& why) override {
@@ -96,13 +97,14 @@ class SoloWorld : public World {
 
 }  // namespace
 
-World::World(int rank, int size, int local_rank)
+World::World(int rank, int size, int local_rank, const WorldOptions& options)
     : rank_(rank),
       size_(size),
       local_rank_(local_rank),
       state_(std::make_unique<State>()),
       queue_(std::make_unique<comm::IssueQueue>()) {
   base::heed_thread_limit();
+  state_->device = comm::device_of_rank(options.device, local_rank);
 }
 
 World::~World() = default;
@@ -110,13 +112,27 @@ World::~World() = default;
 std::shared_ptr<World> World::connect(const WorldOptions& options) {
   auto launch = comm::read_launch_environment(base::environment(),
                                               {options.master_addr, options.master_port});
-  comm::backend_named(options.backend);  // also where nobody is to be connected
-  if (launch.world_size == 1) return of_one();
+  // Also where nobody is to be connected.
+  const auto device = comm::device_of_rank(options.device, launch.local_rank);
+  comm::backend_named(options.backend, device.type());
+  if (launch.world_size == 1) return of_one(options);
   comm::find_first_host(launch, comm::kScontrolPatience);
-  return std::make_shared<comm::ProcessWorld>(launch, options);
+  auto world = std::make_shared<comm::ProcessWorld>(launch, options);
+  world->attach_thread();
+  return world;
 }
 
-std::shared_ptr<World> World::of_one() { return std::make_shared<SoloWorld>(); }
+std::shared_ptr<World> World::of_one(const WorldOptions& options) {
+  auto world = std::make_shared<SoloWorld>(options);
+  world->attach_thread();
+  return world;
+}
+
+c10::Device World::device() const { return state_->device; }
+
+void World::attach_thread() const {
+  if (!device().is_cpu()) comm::use_device(device());
+}
 
 Mesh World::mesh(const MeshShapes& shapes) { return Mesh(shared_from_this(), shapes); }
 

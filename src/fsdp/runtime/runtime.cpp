@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include "base/hash.h"
-#include "comm/backends/backend.h"
 #include "comm/group.h"
 #include "fsdp/runtime/integrity.h"
 #include "fsdp/runtime/recompute_scopes.h"
@@ -14,7 +13,7 @@
 namespace tessera::fsdp {
 Runtime::Runtime(Mesh mesh, std::int64_t in_flight_bytes)
     : groups_(std::move(mesh)),
-      pool_(std::make_shared<comm::BufferPool>(comm::device_of(world()))),
+      pool_(std::make_shared<comm::BufferPool>(world().device())),
       reducer_(in_flight_bytes),
       recoveries_(world().recoveries()) {}
 
@@ -23,7 +22,7 @@ Runtime::~Runtime() = default;
 layout::PlanOptions Runtime::plan_options() const {
   layout::PlanOptions options;
   options.ranks = mesh().size_of(axis::kShard) * mesh().size_of(axis::kContext);
-  options.alignment_bytes = pool_->device().is_cuda() ? 256 : 64;
+  options.alignment_bytes = device().is_cpu() ? 64 : 256;
   options.mesh = mesh().shapes();
   return options;
 }

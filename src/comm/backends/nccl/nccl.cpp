@@ -57,10 +57,10 @@ class NcclWork : public Work {
 class NcclGroup : public Group {
  public:
   NcclGroup(const ChannelOptions& channel, const c10::intrusive_ptr<c10d::Store>& store,
-            int local_rank)
+            at::Device device)
       : channel_(channel),
         store_(store),
-        device_(at::kCUDA, static_cast<c10::DeviceIndex>(local_rank)),
+        device_(device),
         log_(std::make_shared<FlightRecorder>(channel.name)) {
     auto options = c10d::ProcessGroupNCCL::Options::create();
     options->timeout = channel.timeout;
@@ -161,8 +161,6 @@ class NcclGroup : public Group {
 
 class NcclConnections final : public Connections {
  public:
-  explicit NcclConnections(int local_rank) : local_rank_(local_rank) {}
-
   std::shared_ptr<Group> make_group(const GroupPlace& place) override {
     meet_on_board(*place.board, [&] {
       place.store->meet(concat("group ", place.name), place.rank, place.ranks,
@@ -170,24 +168,21 @@ class NcclConnections final : public Connections {
     });
     return std::make_shared<NcclGroup>(
         channel_options(place),
-        place.store->for_group(concat("nccl/", place.name), place.abort_flag), local_rank_);
+        place.store->for_group(concat("nccl/", place.name), place.abort_flag), place.device);
   }
   void require_recovery() const override {
     throw Error(ErrorKind::kUsage, "recover: not with NCCL; start the run anew");
   }
-
- private:
-  const int local_rank_;
 };
 
 }  // namespace
 
 bool nccl_usable() { return c10::cuda::device_count() > 0; }
 
-std::unique_ptr<Connections> open_nccl(const LaunchEnvironment& launch) {
+std::unique_ptr<Connections> open_nccl(const LaunchEnvironment& /*launch*/) {
   TESSERA_CHECK(nccl_usable(), ErrorKind::kUsage,
                 "comm.backend: found nccl, but there is no CUDA device; use gloo");
-  return std::make_unique<NcclConnections>(launch.local_rank);
+  return std::make_unique<NcclConnections>();
 }
 
 }  // namespace tessera::comm
