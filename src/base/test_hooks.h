@@ -32,6 +32,8 @@ struct GradContract;
 
 namespace tessera::comm {
 struct Batch;
+enum class EventEnd : std::uint8_t;
+enum class EventSite : std::uint8_t;
 class Group;
 struct Label;
 struct MailTag;
@@ -132,6 +134,8 @@ inline constinit Hook<bool(const comm::Group& group, const comm::Label& label)> 
 
 // Faults that nets have to find: what a place works out is the function's instead.
 
+/// comm/stream.h: whether one half of an order between two streams is left out.
+inline constinit Hook<bool(comm::EventSite site, comm::EventEnd end)> leaves_out_event;
 /// parallel/transition.h, forward: the result on this rank. Its thread runs the model.
 inline constinit thread_local ThreadHook<at::Tensor(const parallel::Transition& of,
                                                     const at::Tensor& x)>

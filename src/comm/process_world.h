@@ -19,6 +19,7 @@
 #include "base/mutex.h"
 #include "comm/backends/backend.h"
 #include "comm/group.h"
+#include "comm/host_read.h"
 #include "launch/abort_flag.h"
 #include "launch/failure_record.h"
 #include "launch/failure_watch.h"
@@ -39,6 +40,7 @@ struct World::State {
   std::chrono::milliseconds init_timeout{0};
   std::unique_ptr<comm::StartUpLog> start_up_log;  ///< of rank 0, in a start-up
   at::Device device{at::kCPU};
+  std::shared_ptr<comm::HostWaits> host_waits;  ///< none on the CPU
 };
 
 }  // namespace tessera

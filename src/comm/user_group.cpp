@@ -13,6 +13,7 @@
 
 #include "base/text/printable.h"
 #include "comm/group.h"
+#include "comm/host_read.h"
 #include "comm/queue.h"
 #include "kernels/kernels.h"
 #include "tessera/error.h"
@@ -178,7 +179,7 @@ at::Tensor Group::mean(const at::Tensor& tensor, const std::string& what) const 
 
 double Group::mean(double value, const std::string& what) const {
   const auto options = at::TensorOptions().dtype(at::kDouble).device(world_->device());
-  return mean(at::full({}, value, options), what).item<double>();
+  return comm::read_on_host(mean(at::full({}, value, options), what), what).item<double>();
 }
 
 std::vector<at::Tensor> Group::all_gather(const at::Tensor& tensor, const std::string& what) const {
@@ -207,7 +208,7 @@ void Group::barrier(const std::string& what) const {
   const c10::AutoGradMode no_grad(false);
   const comm::Op come = everyones(world_->device());
   call.run(come);
-  static_cast<void>(comm::first_tensor(come).item<float>());  // over NCCL the stream waits
+  comm::read_on_host(comm::first_tensor(come), call.text());  // on a device only a stream waits
 }
 
 Group World::group() { return Group(shared_from_this(), comm::all_ranks(size_)); }

@@ -105,6 +105,9 @@ World::World(int rank, int size, int local_rank, const WorldOptions& options)
       queue_(std::make_unique<comm::IssueQueue>()) {
   base::heed_thread_limit();
   state_->device = comm::device_of_rank(options.device, local_rank);
+  if (state_->device.is_cpu()) return;
+  state_->host_waits =
+      std::make_shared<comm::HostWaits>(state_->abort_flag, state_->board, options.timeout);
 }
 
 World::~World() = default;
@@ -131,7 +134,9 @@ std::shared_ptr<World> World::of_one(const WorldOptions& options) {
 c10::Device World::device() const { return state_->device; }
 
 void World::attach_thread() const {
-  if (!device().is_cpu()) comm::use_device(device());
+  if (device().is_cpu()) return;
+  comm::use_device(device());
+  comm::HostWaits::attach(state_->host_waits);
 }
 
 Mesh World::mesh(const MeshShapes& shapes) { return Mesh(shared_from_this(), shapes); }
