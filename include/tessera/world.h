@@ -141,8 +141,10 @@ class World : public std::enable_shared_from_this<World> {
 
   World(int rank, int size, int local_rank, const WorldOptions& options);
   /// `name` is the same on all members and different for different groups; at least two ranks.
+  /// `device`: of its tensors.
   virtual std::shared_ptr<comm::Group> make_group(const std::vector<int>& ranks,
-                                                  const std::string& name) = 0;
+                                                  const std::string& name,
+                                                  const c10::Device& device) = 0;
   /// Derived classes call this first in their destructors: the queue's thread uses their groups.
   /// The queue itself stays, for a failure watch that still runs.
   void stop_queue();

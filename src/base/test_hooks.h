@@ -129,7 +129,7 @@ inline constinit Hook<std::chrono::microseconds(const comm::MailTag& tag)> messa
 /// that relies on it hangs without.
 inline constinit Hook<bool()> buffered_messages;
 /// comm/queue.h, on the issuing thread, before a batch is issued: whether it is held back until the
-/// next one was (an injected reordering).
+/// next one was (an injected reordering). Not of groups on devices, which the caller issues to.
 inline constinit Hook<bool(const comm::Group& group, const comm::Label& label)> hold_back;
 
 // Faults that nets have to find: what a place works out is the function's instead.

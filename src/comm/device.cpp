@@ -49,9 +49,9 @@ c10::Device device_of_rank(const std::string& name, int local_rank) {
     return asked;
   }
   const auto number = device_number(local_rank, there);
-  TESSERA_CHECK(number, ErrorKind::kUsage, "world: found local rank ", local_rank,
-                " and ", there, " ", type, " devices, expected a device for each rank of a host; ",
-                "start ", there, " ranks on it, or name the one that all take, as ", type, ":0");
+  TESSERA_CHECK(number, ErrorKind::kUsage, "world: found local rank ", local_rank, " and ", there,
+                " ", type, " devices, expected a device for each rank of a host; ", "start ", there,
+                " ranks on it, or name the one that all take, as ", type, ":0");
   return {asked.type(), static_cast<c10::DeviceIndex>(*number)};
 }
 

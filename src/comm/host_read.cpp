@@ -130,8 +130,7 @@ std::vector<at::Tensor> read_on_host(at::TensorList tensors, std::string_view wh
     bytes += static_cast<std::int64_t>(tensor.nbytes()) + kAlignment;
   }
   if (!device) return read;
-  const at::Tensor pinned =
-      at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(true));
+  const at::Tensor pinned = at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(true));
   std::int64_t begin = 0;
   for (at::Tensor& tensor : read) {
     if (!tensor.defined() || tensor.is_cpu()) continue;

@@ -30,9 +30,6 @@ enum class EventSite : std::uint8_t {
   kPoolMade,  ///< who takes a new block comes behind what its memory was before
   kHostRead,  ///< the host comes behind the copy that it reads
 };
-inline constexpr EventSite kEventSites[] = {
-    EventSite::kIssue,    EventSite::kWorkEnd,  EventSite::kPeers,   EventSite::kPoolBack,
-    EventSite::kPoolFree, EventSite::kPoolMade, EventSite::kHostRead};
 std::string_view to_string(EventSite site);
 /// Which half of one: test_hooks::leaves_out_event.
 enum class EventEnd : std::uint8_t { kRecord, kBlock };

@@ -71,8 +71,8 @@ class ThreadWorld : public World {
   void repair(int epoch);
 
  protected:
-  std::shared_ptr<Group> make_group(const std::vector<int>& ranks,
-                                    const std::string& name) override;
+  std::shared_ptr<Group> make_group(const std::vector<int>& ranks, const std::string& name,
+                                    const at::Device& where) override;
 
  private:
   std::shared_ptr<ThreadRun> run_;
@@ -179,9 +179,9 @@ void ThreadWorld::repair(int epoch) {
 }
 
 std::shared_ptr<Group> ThreadWorld::make_group(const std::vector<int>& ranks,
-                                               const std::string& name) {
+                                               const std::string& name, const at::Device& where) {
   return connections_->make_group(
-      {name, ranks, rank_, device(), run_->options, run_->store, state_->abort_flag, state_->board});
+      {name, ranks, rank_, where, run_->options, run_->store, state_->abort_flag, state_->board});
 }
 
 struct ThreadRanks::Impl {

@@ -86,8 +86,8 @@ class SoloWorld : public World {
   }
 
  protected:
-  std::shared_ptr<comm::Group> make_group(const std::vector<int>&,
-                                          const std::string& name) override {
+  std::shared_ptr<comm::Group> make_group(const std::vector<int>&, const std::string& name,
+                                          const at::Device&) override {
     return std::make_shared<comm::SoloGroup>(name, state_->abort_flag);
   }
 
@@ -153,9 +153,17 @@ std::shared_ptr<comm::Group> World::group(const std::vector<int>& ranks, std::st
       " with rank ", rank_, " among them");
   const base::Lock lock(state_->mutex);
   auto& made = state_->made[name];
-  if (!made) {
-    made = ranks.size() == 1 ? std::make_shared<comm::SoloGroup>(name, state_->abort_flag)
-                             : make_group(ranks, name);
+  if (made) return made;
+  if (ranks.size() == 1) {
+    made = std::make_shared<comm::SoloGroup>(name, state_->abort_flag);
+    return made;
+  }
+  const at::Device where = comm::carries_messages(purpose) ? at::Device(at::kCPU) : device();
+  made = make_group(ranks, name, where);
+  if (!where.is_cpu()) {
+    auto& stream = state_->streams[ranks];
+    if (!stream) stream = comm::Stream::make(where);
+    made->use_stream(stream, state_->host_waits);
   }
   return made;
 }

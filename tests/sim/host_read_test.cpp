@@ -12,6 +12,7 @@
 #include <string>
 #include <thread>
 
+#include "base/test_hooks.h"
 #include "comm/batch.h"
 #include "sim/streams.h"
 #include "tessera/error.h"
@@ -21,6 +22,7 @@ namespace tessera::sim::host_read_test {
 namespace {
 
 using comm::Event;
+using comm::EventSite;
 using comm::HostWaits;
 using comm::Stream;
 using comm::StreamScope;
@@ -104,9 +106,9 @@ TEST_P(HostRead, WaitsForWhatItsStreamWaitsFor) {
   {
     const StreamScope there(writer);
     values.fill_(3);
-    written.record(writer, comm::EventSite::kWorkEnd);
+    written.record(writer, EventSite::kWorkEnd);
   }
-  written.block(Stream::current(device(0)), comm::EventSite::kWorkEnd);
+  written.block(Stream::current(device(0)), EventSite::kWorkEnd);
   expect_same_bits(comm::read_on_host(values, "values"), at::full({1000}, 3.0F), "values");
 }
 
@@ -129,8 +131,8 @@ TEST_P(HostRead, NamesTheFirstCollectiveThatDoesNotEnd) {
       at::zeros({1}, on(0));
     }
     Event end;
-    end.record(stream, comm::EventSite::kWorkEnd);
-    end.block(Stream::current(device(0)), comm::EventSite::kWorkEnd);
+    end.record(stream, EventSite::kWorkEnd);
+    end.block(Stream::current(device(0)), EventSite::kWorkEnd);
     world.waits->waited_for(log, number, end);
   };
   collective(0, "layers.0");
@@ -173,6 +175,23 @@ TEST_P(HostRead, StandsOnTheWaitBoardUntilTheWorldIsAborted) {
   reader.join();
   EXPECT_EQ(error, "rank 1: it gave up");
   EXPECT_EQ(board->standing().waits, 0);
+}
+
+using HostReadDeathTest = testing::Test;
+
+TEST(HostReadDeathTest, ItsEventIsFoundIfItIsLeftOut) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto first_of = [](bool with_event) {
+    const test_hooks::Set without(test_hooks::leaves_out_event,
+                                  [&](EventSite site, comm::EventEnd /*end*/) {
+                                    return site == EventSite::kHostRead && !with_event;
+                                  });
+    const at::Tensor read = comm::read_on_host(at::full({5000}, 3.0, on(0)), "values");
+    return read.const_data_ptr<float>()[0];
+  };
+  EXPECT_EXIT(first_of(/*with_event=*/false), testing::ExitedWithCode(134),
+              "the host touches pinned memory before a copy from the device has arrived");
+  EXPECT_EQ(first_of(/*with_event=*/true), 3.0F);
 }
 
 INSTANTIATE_TEST_SUITE_P(Asked, HostRead, testing::Values(Done::kAtOnce, Done::kOnlyWhenWaited));

@@ -39,10 +39,11 @@ void BackendRow::require_carries(at::DeviceType type) const {
   const auto other = std::ranges::find_if(backends(), [&](const BackendRow& row) {
     return row.connects_processes() == connects_processes() && row.carries(type);
   });
-  throw Error(ErrorKind::kConfig,
-              concat("world: found backend ", name, " with device ", word(type), ", expected device ",
-                     word(*device), ", whose tensors it carries; set device to ", word(*device),
-                     other == backends().end() ? "" : concat(", or backend to ", other->name)));
+  throw Error(
+      ErrorKind::kConfig,
+      concat("world: found backend ", name, " with device ", word(type), ", expected device ",
+             word(*device), ", whose tensors it carries; set device to ", word(*device),
+             other == backends().end() ? "" : concat(", or backend to ", other->name)));
 }
 
 const BackendRow& backend_named(const std::string& name, at::DeviceType device) {

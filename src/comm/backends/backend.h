@@ -27,7 +27,7 @@ struct GroupPlace {
   std::string name;        ///< "gather of ranks 0,1"
   std::vector<int> ranks;  ///< of the world, ascending
   int rank = 0;            ///< of the world: this one
-  at::Device device;       ///< the World's
+  at::Device device;       ///< of its tensors: the World's, or the CPU (carries_messages)
   WorldOptions options;
   std::shared_ptr<Store> store;
   std::shared_ptr<AbortFlag> abort_flag;
