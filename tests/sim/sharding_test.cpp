@@ -2,9 +2,11 @@
 // computes on.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <torch/nn/module.h>
 
 #include <chrono>
 #include <exception>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -12,9 +14,11 @@
 #include "comm/host_read.h"
 #include "comm/stream.h"
 #include "dist/plain.h"
+#include "dist/trainable_changes.h"
 #include "sim/streams.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
+#include "tessera/trainable.h"
 
 namespace tessera::sim::sharding_test {
 namespace {
@@ -28,6 +32,7 @@ struct Case {
   int ranks = 2;
   int replicas = 1;
   PrecisionPolicy policy = {};
+  bool changes = false;  ///< units are kept gathered, and parameters freeze and unfreeze
 };
 
 struct Where {
@@ -44,6 +49,7 @@ struct Trained {
 Trained trained(World& world, const Case& c) {
   constexpr std::int64_t kWidth = 5;
   test::ShardedChain model(test::data_mesh(world, c.replicas), 1, 3, kWidth, c.policy);
+  if (c.changes) model.handle.set_reshard_after_backward(false);
   SgdOptions options;
   options.lr = 0.001;
   const auto optimizer = make_sgd(model.handle, options);
@@ -60,6 +66,9 @@ Trained trained(World& world, const Case& c) {
     for (const auto& [name, grad] : test::whole_gradients(model.handle)) results.push_back(grad);
     optimizer->step();
     model.handle.zero_grad();
+    if (!c.changes || step == 2) continue;
+    const auto change = step == 0 ? test::freeze({"block1.*"}) : test::unfreeze({"block1.*"});
+    set_trainable(model.handle, {change}, {optimizer.get()});
   }
   for (const auto& [name, value] : test::whole_parameters(model.handle)) results.push_back(value);
   return {comm::read_on_host(results, "results"), norms};
@@ -88,6 +97,7 @@ std::vector<Case> cases() {
     all.push_back({2, 1, policy});
     all.push_back({3, 1, policy});
     all.push_back({4, 2, policy});
+    all.push_back({3, 1, policy, /*changes=*/true});
   }
   return all;
 }
@@ -120,7 +130,46 @@ TEST(ShardingOnDevices, HasTheBitsOfTheCpuWithoutARace) {
   set_done(Done::kAtOnce);
 }
 
-// Proof that the test above could fail: nothing but these events orders compute and groups.
+/// (x w - bias) with a buffer that is cast, and counts of an integer one.
+struct Tower : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x) { return (x * weight - bias) * count.sum(); }
+  at::Tensor weight = register_parameter("weight", test::seeded(1, {5}));
+  at::Tensor bias = register_buffer("bias", test::seeded(2, {5}));
+  at::Tensor count = register_buffer("count", at::tensor({1, 2, 3}, at::kLong));
+};
+
+// Naive: a module on a device whose buffers stay on the CPU.
+TEST(ShardingOnDevices, BuffersAreWhereTheParametersAre) {
+  const auto results = [](const std::string& device) {
+    std::vector<at::Tensor> read;
+    WorldOptions options;
+    options.device = device;
+    launch_threads(
+        2, ThreadBackend::kInProcess,
+        [&](World& world) {
+          const auto tower = std::make_shared<Tower>();
+          auto handle = fully_shard(tower, test::data_mesh(world), test::in_bfloat16());
+          EXPECT_EQ(tower->count.device(), world.device());
+          const at::Tensor x = test::input_of(0, 0, 5).to(world.device());
+          const at::Tensor y = handle.forward(x);
+          test::backward(test::squares(y));
+          if (world.rank() != 0) {
+            test::whole_gradients(handle);
+            return;
+          }
+          read = comm::read_on_host({y.detach(), test::whole_gradients(handle).at("weight")}, "y");
+        },
+        options);
+    return read;
+  };
+  const auto found = results("sim"), expected = results("cpu");
+  ASSERT_EQ(found.size(), expected.size());
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    expect_same_bits(found[i], expected[i], std::to_string(i));
+  }
+}
+
+// Proof that the first test could fail: nothing but these events orders compute and groups.
 TEST(ShardingOnDevices, EachEventThatIsLeftOutIsFound) {
   for (const EventSite site : {EventSite::kIssue, EventSite::kWorkEnd, EventSite::kPeers}) {
     for (const EventEnd end : {EventEnd::kRecord, EventEnd::kBlock}) {

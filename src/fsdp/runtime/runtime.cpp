@@ -5,6 +5,7 @@
 
 #include "base/hash.h"
 #include "comm/group.h"
+#include "comm/host_read.h"
 #include "fsdp/runtime/integrity.h"
 #include "fsdp/runtime/recompute_scopes.h"
 #include "launch/abort_flag.h"
@@ -353,7 +354,7 @@ std::vector<bool> Runtime::stale_on_any_rank(const std::vector<Unit*>& kept) {
   const auto count = static_cast<std::int64_t>(kept.size());
   auto* group = groups_.replica_gathers();
   const auto ranks = group == nullptr ? 1 : group->size();
-  auto all = at::zeros({ranks, count}, at::kByte);
+  at::Tensor all = at::zeros({ranks, count}, at::kByte);
   auto mine = all[group == nullptr ? 0 : group->rank()];
   for (std::int64_t i = 0; i < count; ++i) {
     mine[i] = kept[static_cast<std::size_t>(i)]->is_stale() ? 1 : 0;
@@ -364,8 +365,10 @@ std::vector<bool> Runtime::stale_on_any_rank(const std::vector<Unit*>& kept) {
     comm::Batch batch;
     batch.label = {comm::Kind::kAllGather, "units kept unsharded:", 0, 0, marks()};
     for (const auto* unit : kept) batch.label.unit += concat(" ", unit->shown_name());
-    batch.ops.emplace_back(comm::AllGather{all.view({-1})});
+    const at::Tensor there = all.to(device());
+    batch.ops.emplace_back(comm::AllGather{there.view({-1})});
     queue().submit(*group, std::move(batch)).wait();
+    all = comm::read_on_host(there, "units kept unsharded");
   }
   const auto any = all.amax(0);
   std::vector<bool> stale;
