@@ -40,10 +40,10 @@ enum class ReduceOp : std::uint8_t {
 /// with the same operation, shape and dtype. `what` names the value in errors and traces ("loss"),
 /// and is the same on all ranks, too.
 ///
-/// Tensors: dense, contiguous, on the CPU (backend nccl: on a CUDA device), of a floating dtype of
-/// 16 bits and more, an integer one from int8 to int64, uint8 or bool. No gradient passes through a
-/// collective, so in grad mode a tensor that requires grad is refused: give x.detach(), or call
-/// under at::NoGradGuard. What is written in place has a new version, so autograd notices a tensor
+/// Tensors: dense, contiguous, on World::device(), of a floating dtype of 16 bits and more, an
+/// integer one from int8 to int64, uint8 or bool. No gradient passes through a collective, so in
+/// grad mode a tensor that requires grad is refused: give x.detach(), or call under
+/// at::NoGradGuard. What is written in place has a new version, so autograd notices a tensor
 /// that some backward still needs. Sums are formed in rank order, of 16-bit floats in fp32 and
 /// rounded once; integers wrap around. Every rank has the same bits.
 ///

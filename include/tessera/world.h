@@ -19,6 +19,10 @@
 
 #include "tessera/mesh.h"
 
+namespace c10 {
+struct Device;
+}
+
 namespace tessera {
 
 namespace comm {
@@ -28,7 +32,10 @@ class Store;
 }  // namespace comm
 
 struct WorldOptions {
-  std::string backend = "auto";  ///< "auto" (gloo), "gloo", "nccl" (where it is built in)
+  std::string backend = "auto";  ///< "auto" (what carries `device`), "gloo" (cpu), "nccl" (cuda)
+  /// Where tensors of sharded modules and of collectives are: "cpu", or "cuda", of which each local
+  /// rank takes the device of its number, or the only one that is visible; "cuda:0": all take that.
+  std::string device = "cpu";
   std::chrono::milliseconds init_timeout = std::chrono::seconds(300);
   std::chrono::milliseconds timeout = std::chrono::seconds(100);  ///< of every collective
   std::string
@@ -48,11 +55,12 @@ class World : public std::enable_shared_from_this<World> {
   /// makes a world of one. Collective. Starts the failure watch when there are other processes. The
   /// last reference to it waits until the others let go of theirs, unless the run has failed. With
   /// Gloo the process ignores SIGPIPE from then on, unless it handles it: a lost rank is an error.
-  /// Errors: kUsage for contradictory variables, kComm when the others do not come in time.
+  /// Errors: kUsage for contradictory variables, and for a device that is not there; kConfig for a
+  /// backend that does not carry its tensors; kComm when the others do not come in time.
   static std::shared_ptr<World> connect(const WorldOptions& options = {});
   /// A world of one, whatever the environment says: of a process that works alone, also where a
   /// launcher has started others beside it.
-  static std::shared_ptr<World> of_one();
+  static std::shared_ptr<World> of_one(const WorldOptions& options = {});
 
   virtual ~World();
   World(const World&) = delete;
@@ -61,6 +69,12 @@ class World : public std::enable_shared_from_this<World> {
   int rank() const { return rank_; }
   int size() const { return size_; }
   int local_rank() const { return local_rank_; }
+  /// Of this rank, by number (c10/core/Device.h); on the CPU without one.
+  c10::Device device() const;
+  /// For a thread of the user's own that computes for this rank on a device: that becomes its
+  /// current one, and its backwards stay on it, as hooks and streams of sharded modules want it.
+  /// Whoever made the World, and the threads of launch_threads(), have done it.
+  void attach_thread() const;
   /// "gloo", "nccl", "in-process", "none" (world of one).
   virtual std::string backend() const = 0;
 
@@ -125,10 +139,12 @@ class World : public std::enable_shared_from_this<World> {
  protected:
   struct State;
 
-  World(int rank, int size, int local_rank);
+  World(int rank, int size, int local_rank, const WorldOptions& options);
   /// `name` is the same on all members and different for different groups; at least two ranks.
+  /// `device`: of its tensors.
   virtual std::shared_ptr<comm::Group> make_group(const std::vector<int>& ranks,
-                                                  const std::string& name) = 0;
+                                                  const std::string& name,
+                                                  const c10::Device& device) = 0;
   /// Derived classes call this first in their destructors: the queue's thread uses their groups.
   /// The queue itself stays, for a failure watch that still runs.
   void stop_queue();

@@ -32,6 +32,8 @@ struct GradContract;
 
 namespace tessera::comm {
 struct Batch;
+enum class EventEnd : std::uint8_t;
+enum class EventSite : std::uint8_t;
 class Group;
 struct Label;
 struct MailTag;
@@ -127,11 +129,13 @@ inline constinit Hook<std::chrono::microseconds(const comm::MailTag& tag)> messa
 /// that relies on it hangs without.
 inline constinit Hook<bool()> buffered_messages;
 /// comm/queue.h, on the issuing thread, before a batch is issued: whether it is held back until the
-/// next one was (an injected reordering).
+/// next one was (an injected reordering). Not of groups on devices, which the caller issues to.
 inline constinit Hook<bool(const comm::Group& group, const comm::Label& label)> hold_back;
 
 // Faults that nets have to find: what a place works out is the function's instead.
 
+/// comm/stream.h: whether one half of an order between two streams is left out.
+inline constinit Hook<bool(comm::EventSite site, comm::EventEnd end)> leaves_out_event;
 /// parallel/transition.h, forward: the result on this rank. Its thread runs the model.
 inline constinit thread_local ThreadHook<at::Tensor(const parallel::Transition& of,
                                                     const at::Tensor& x)>

@@ -59,7 +59,7 @@ int transfer_tag(std::uint64_t fingerprint, std::uint64_t sequence, std::uint64_
   return static_cast<int>(Hasher().add(fingerprint).add(sequence).add(op).digest() & 0x7fffffffU);
 }
 
-void check_batch(const Batch& batch, int ranks, at::DeviceType device) {
+void check_batch(const Batch& batch, int ranks, at::Device device) {
   const CheckedBatch of{batch.label.kind, batch.label.unit, ranks, device};
   for (const Op& op : batch.ops) std::visit([&](const auto& one) { one.check(of); }, op);
 }
@@ -68,11 +68,11 @@ void run_alone(const Batch& batch) {
   for (const Op& op : batch.ops) std::visit([](const auto& one) { one.run_alone(); }, op);
 }
 
-std::unique_ptr<Work> SoloGroup::issue(Batch batch) {
+std::unique_ptr<Work> SoloGroup::start(Batch batch) {
   if (abort_flag_) abort_flag_->check();
   if (batch.ops.empty()) return std::make_unique<Done>();
   const at::Tensor& any = first_tensor(batch.ops.front());
-  check_batch(batch, 1, any.defined() ? any.device().type() : at::kCPU);
+  check_batch(batch, 1, any.defined() ? any.device() : at::kCPU);
   run_alone(batch);
   return std::make_unique<Done>();
 }

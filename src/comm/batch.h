@@ -45,7 +45,7 @@ int transfer_tag(std::uint64_t fingerprint, std::uint64_t sequence, std::uint64_
 
 /// Errors: kInternal for tensors that are undefined, not contiguous, on another device, or whose
 /// sizes or dtypes do not fit.
-void check_batch(const Batch& batch, int ranks, at::DeviceType device = at::kCPU);
+void check_batch(const Batch& batch, int ranks, at::Device device = at::kCPU);
 
 /// All ops of a group with one rank, on any device.
 void run_alone(const Batch& batch);
@@ -58,9 +58,10 @@ class SoloGroup : public Group {
   int rank() const override { return 0; }
   int size() const override { return 1; }
   const std::string& name() const override { return name_; }
-  std::unique_ptr<Work> issue(Batch batch) override;
 
  private:
+  std::unique_ptr<Work> start(Batch batch) override;
+
   std::string name_;
   std::shared_ptr<const AbortFlag> abort_flag_;
 };

@@ -11,28 +11,40 @@ namespace tessera::comm {
 namespace {
 
 constexpr std::size_t kFreedKnown = 64;
+constexpr std::size_t kEventsKept = 64;
 
 }  // namespace
+
+FreeBlocks::~FreeBlocks() {
+  try {
+    clear();
+  } catch (...) {
+    // A device that no longer answers: its memory is lost with it.
+  }
+}
 
 bool FreeBlocks::fits(std::int64_t block, std::int64_t bytes) const {
   return block >= bytes && static_cast<double>(block) <= most_over_ * static_cast<double>(bytes);
 }
 
-at::Tensor FreeBlocks::take(std::int64_t bytes) {
+FreeBlocks::Block FreeBlocks::take(std::int64_t bytes) {
   ++requests_;
   const auto none = blocks_.size();
   auto best = none;
   auto too_small = none;  // the largest that the block to be made could stand in for
   for (std::size_t i = 0; i < blocks_.size(); ++i) {
-    const auto size = blocks_[i].memory.numel();
+    const auto size = blocks_[i].bytes();
     if (fits(size, bytes)) {
       // Of one size the one that came back last: those that a step does not need grow idle.
-      if (best == none || size <= blocks_[best].memory.numel()) best = i;
+      if (best == none || size <= blocks_[best].bytes()) best = i;
     } else if (size < bytes && fits(bytes, size)) {
-      if (too_small == none || size > blocks_[too_small].memory.numel()) too_small = i;
+      if (too_small == none || size > blocks_[too_small].bytes()) too_small = i;
     }
   }
-  if (best != none) return remove(best);
+  if (best != none) {
+    if (allocator_) bring_the_first(best);
+    return remove(best);
+  }
   const auto early = std::ranges::find_if(
       freed_idle_, [&](const std::int64_t freed) { return fits(freed, bytes); });
   if (early != freed_idle_.end()) {
@@ -43,8 +55,18 @@ at::Tensor FreeBlocks::take(std::int64_t bytes) {
   return {};
 }
 
-void FreeBlocks::give_back(at::Tensor block) {
-  bytes_ += block.numel();
+/// The block of that size that came back first stands at `index` then, the others in their order.
+/// Times stay where they are: so the same number grows idle as if the last one went out.
+void FreeBlocks::bring_the_first(std::size_t index) {
+  for (auto i = index; i-- > 0;) {
+    if (blocks_[i].bytes() == blocks_[index].bytes()) {
+      std::swap(blocks_[i].block, blocks_[index].block);
+    }
+  }
+}
+
+void FreeBlocks::give_back(Block block) {
+  bytes_ += block.memory.numel();
   blocks_.push_back({std::move(block), requests_});
   if (requests_ - looked_ >= patience_) free_idle();
 }
@@ -54,40 +76,69 @@ void FreeBlocks::free_idle() {
   for (auto i = blocks_.size(); i-- > 0;) {
     if (requests_ - blocks_[i].since < patience_) continue;
     if (freed_idle_.size() == kFreedKnown) freed_idle_.erase(freed_idle_.begin());
-    freed_idle_.push_back(blocks_[i].memory.numel());
+    freed_idle_.push_back(blocks_[i].bytes());
     free(i);
   }
 }
 
-at::Tensor FreeBlocks::remove(std::size_t index) {
-  at::Tensor block = std::move(blocks_[index].memory);
+FreeBlocks::Block FreeBlocks::remove(std::size_t index) {
+  Block block = std::move(blocks_[index].block);
   blocks_.erase(blocks_.begin() + static_cast<std::ptrdiff_t>(index));
-  bytes_ -= block.numel();
+  bytes_ -= block.memory.numel();
   return block;
 }
 
-void FreeBlocks::free(std::size_t index) { bytes_freed_ += remove(index).numel(); }
+void FreeBlocks::free(std::size_t index) {
+  const Block block = remove(index);
+  bytes_freed_ += block.memory.numel();
+  block.used.block(allocator_, EventSite::kPoolFree);
+}
 
 void FreeBlocks::clear() {
   while (!blocks_.empty()) free(blocks_.size() - 1);
 }
 
-at::Tensor BufferPool::take(std::int64_t numel, at::ScalarType dtype) {
+at::Tensor BufferPool::take(std::int64_t numel, at::ScalarType dtype, const Stream& on) {
   const auto bytes = numel * static_cast<std::int64_t>(c10::elementSize(dtype));
-  at::Tensor block = free_.take(bytes);
-  if (!block.defined()) {
-    block = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
-    made_bytes_ += bytes;
-    ++blocks_made_;
+  FreeBlocks::Block block = free_.take(bytes);
+  if (!block.memory.defined()) {
+    block.memory = make(bytes, on);
+  } else if (on) {
+    block.used.block(on, EventSite::kPoolBack);
+    if (events_.size() < kEventsKept) events_.push_back(std::move(block.used));
   }
-  return block.narrow(0, 0, bytes).view(dtype);
+  return block.memory.narrow(0, 0, bytes).view(dtype);
 }
 
-void BufferPool::give_back(at::Tensor tensor) {
+at::Tensor BufferPool::make(std::int64_t bytes, const Stream& on) {
+  made_bytes_ += bytes;
+  ++blocks_made_;
+  const StreamScope here(allocator_);
+  at::Tensor memory = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+  if (on) {
+    Event made;
+    made.record(allocator_, EventSite::kPoolMade);
+    made.block(on, EventSite::kPoolMade);
+  }
+  return memory;
+}
+
+Event BufferPool::used_here() {
+  Event used;
+  if (!events_.empty()) {
+    used = std::move(events_.back());
+    events_.pop_back();
+  }
+  used.record(Stream::current(device_), EventSite::kPoolBack);
+  return used;
+}
+
+void BufferPool::give_back(at::Tensor tensor, Event used) {
   TESSERA_INVARIANT(tensor.defined(), "an undefined tensor came back to the pool");
   const auto bytes = static_cast<std::int64_t>(tensor.storage().nbytes());
-  free_.give_back(at::empty({0}, at::TensorOptions().dtype(at::kByte).device(device_))
-                      .set_(tensor.storage(), 0, {bytes}, {1}));
+  free_.give_back({at::empty({0}, at::TensorOptions().dtype(at::kByte).device(device_))
+                       .set_(tensor.storage(), 0, {bytes}, {1}),
+                   std::move(used)});
 }
 
 GatherBuffer::GatherBuffer(std::shared_ptr<BufferPool> pool, at::ScalarType dtype,

@@ -5,6 +5,13 @@
 // user keeps. What is kept free follows what is asked for (FreeBlocks): sizes that nobody takes any
 // more are freed.
 //
+// [Note: memory carries its event] On a device giving back is an act of the host with a meaning for
+// streams: the block is free from that point of the current stream on. It carries an event there,
+// behind which whoever takes it comes, and so does the allocator before it is freed. So blocks go
+// round in the host's order, and no caching allocator has to know who reads them
+// (record_stream keeps memory for how long nobody knows; on views of a GatherBuffer it does
+// nothing). The one that came back first goes out first: its last use is over first.
+//
 // GatherBuffer: one flat buffer of a bucket in its compute dtype. Its storage object lives as long
 // as the bucket, and the unsharded parameters are views of it; the bytes come and go. Tensors that
 // autograd saved share the storage and see the data again after the next gather, with an unchanged
@@ -19,9 +26,11 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/group.h"
+#include "comm/stream.h"
 
 namespace tessera::comm {
 
@@ -33,33 +42,46 @@ namespace tessera::comm {
 /// frees and makes nothing. Threads: one.
 class FreeBlocks {
  public:
-  /// A block is at most `most_over` times as large as what it is taken for.
-  explicit FreeBlocks(double most_over, std::uint64_t patience = 1024)
-      : most_over_(most_over), patience_(patience) {}
+  struct Block {
+    at::Tensor memory;  ///< [bytes], kByte, of a storage of its own; undefined: none
+    Event used = {};    ///< behind its last use
+  };
 
-  /// The smallest that fits, the warmest of several; undefined where none does.
-  at::Tensor take(std::int64_t bytes);
-  void give_back(at::Tensor block);  ///< [bytes], kByte, of a storage of its own
+  /// A block is at most `most_over` times as large as what it is taken for. `allocator`: the stream
+  /// that blocks are allocated on, of a device.
+  explicit FreeBlocks(double most_over, Stream allocator = {}, std::uint64_t patience = 1024)
+      : most_over_(most_over), allocator_(allocator), patience_(patience) {}
+  ~FreeBlocks();
+  FreeBlocks(const FreeBlocks&) = delete;
+  FreeBlocks& operator=(const FreeBlocks&) = delete;
+
+  /// The smallest that fits: on the CPU the warmest of several, on a device the one that came back
+  /// first.
+  Block take(std::int64_t bytes);
+  void give_back(Block block);
   void clear();
 
   std::int64_t bytes() const { return bytes_; }              ///< that wait
   std::int64_t bytes_freed() const { return bytes_freed_; }  ///< so far
 
  private:
-  struct Block {
-    at::Tensor memory;
+  struct Waiting {
+    Block block;
     std::uint64_t since;  ///< requests_ when it came back
+    std::int64_t bytes() const { return block.memory.numel(); }
   };
   bool fits(std::int64_t block, std::int64_t bytes) const;
-  at::Tensor remove(std::size_t index);
+  void bring_the_first(std::size_t index);
+  Block remove(std::size_t index);
   void free(std::size_t index);
   void free_idle();
 
   double most_over_;
+  Stream allocator_;
   std::uint64_t patience_;
   std::uint64_t requests_ = 0;
   std::uint64_t looked_ = 0;  // requests_ when idle ones were last looked for
-  std::vector<Block> blocks_;
+  std::vector<Waiting> blocks_;
   std::vector<std::int64_t> freed_idle_;  // their sizes, the last ones
   std::int64_t bytes_ = 0;
   std::int64_t bytes_freed_ = 0;
@@ -68,15 +90,24 @@ class FreeBlocks {
 /// Threads: one (the rank's own).
 class BufferPool {
  public:
-  explicit BufferPool(at::Device device) : device_(device) {}
+  explicit BufferPool(at::Device device)
+      : device_(device), allocator_(Stream::make(device)), free_(1.5, allocator_) {}
   BufferPool(const BufferPool&) = delete;
   BufferPool& operator=(const BufferPool&) = delete;
 
   /// A 1-D tensor with undefined contents: the smallest free block that is at most a half too
-  /// large, else new.
-  at::Tensor take(std::int64_t numel, at::ScalarType dtype);
-  /// Every tensor that take() gave comes back here once.
-  void give_back(at::Tensor tensor);
+  /// large, else new. For use on the current stream.
+  at::Tensor take(std::int64_t numel, at::ScalarType dtype) {
+    return take(numel, dtype, Stream::current(device_));
+  }
+  /// The same for use on `on`.
+  at::Tensor take(std::int64_t numel, at::ScalarType dtype, const Stream& on);
+  /// Every tensor that take() gave comes back here once: free from here on of the current stream.
+  void give_back(at::Tensor tensor) {
+    give_back(std::move(tensor), device_.is_cpu() ? Event() : used_here());
+  }
+  /// Free from `used` on.
+  void give_back(at::Tensor tensor, Event used);
   /// Frees what is not taken.
   void trim() { free_.clear(); }
 
@@ -87,8 +118,15 @@ class BufferPool {
   std::int64_t blocks_made() const { return blocks_made_; }  ///< stays still in a steady step
 
  private:
+  Event used_here();
+  at::Tensor make(std::int64_t bytes, const Stream& on);
+
   at::Device device_;
-  FreeBlocks free_{1.5};
+  /// What the caching allocator knows of: nothing is launched on it, and it is behind the last use
+  /// of whatever was freed.
+  Stream allocator_;
+  FreeBlocks free_;
+  std::vector<Event> events_;  // of blocks that are taken, to be recorded again
   std::int64_t made_bytes_ = 0;
   std::int64_t blocks_made_ = 0;
 };

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
+#include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <cstring>
@@ -23,6 +24,25 @@ std::int64_t Batch::bytes() const {
 
 const at::Tensor& first_tensor(const Op& op) {
   return std::visit([](const auto& one) -> const at::Tensor& { return one.first_tensor(); }, op);
+}
+
+std::unique_ptr<Work> Group::issue_on_stream(Batch batch, const std::function<void()>& ready) {
+  Event made;
+  made.record(Stream::current(stream_.device()), EventSite::kIssue);
+  made.block(stream_, EventSite::kIssue);
+  const StreamScope here(stream_);
+  const c10::AutoGradMode no_grad(false);
+  if (ready) ready();
+  return start(std::move(batch));
+}
+
+void Group::use_stream(const Stream& stream, std::shared_ptr<HostWaits> waits) {
+  stream_ = stream;
+  host_waits_ = std::move(waits);
+}
+
+bool carries_messages(std::string_view purpose) {
+  return purpose == "data" || purpose == "stages" || purpose.ends_with("control");
 }
 
 Mail& Group::mail() {

@@ -6,7 +6,12 @@
 // all-gather is in place. Every call carries a Label, and a backend never lets two calls with
 // different labels meet (Gloo itself exchanges their data without an error: [Note: collective
 // order] of fsdp/agreed/order.h). Threads: a group is issued to from one thread only.
-// Next: queue.h.
+//
+// [Note: groups on devices] A group of tensors on a device owns a stream, on which its collectives
+// run in the order of their issue; groups of the same ranks share it. issue() lets it come behind
+// the caller's current stream, so what was launched there before is what is sent; wait() lets the
+// caller's come behind the collective. Neither holds up the host: what is launched after wait()
+// reads the result. On the CPU, and in a group of one rank, there is no stream. Next: queue.h.
 #pragma once
 
 #include <cstdint>
@@ -23,12 +28,15 @@
 #include "comm/ops/broadcast.h"
 #include "comm/ops/reduce_scatter.h"
 #include "comm/ops/relayed.h"
+#include "comm/stream.h"
+
 namespace tessera {
 class World;
 }
 
 namespace tessera::comm {
 
+class HostWaits;
 class Mail;
 
 /// Who calls: compared over ranks, printed when ranks disagree.
@@ -58,8 +66,9 @@ struct Batch {
 };
 
 /// Something under way. wait() may be called once or more, from any one thread at a time; it does
-/// whatever is left to do (the additions of a reduce-scatter). Errors: kComm with the label, and
-/// the peers waited for.
+/// whatever is left to do (the additions of a reduce-scatter). On a device the caller's current
+/// stream waits, and the host at most until all ranks have issued; who lets go of it unfinished
+/// waits so, too. Errors: kComm with the label, and the peers waited for.
 class Work {
  public:
   virtual ~Work() = default;
@@ -72,14 +81,39 @@ class Group {
   virtual int rank() const = 0;  ///< within the group
   virtual int size() const = 0;
   virtual const std::string& name() const = 0;
-  /// Starts all ops of the batch. Collective. A group of one rank completes at once without a copy
-  /// beyond what the op's output asks for.
-  virtual std::unique_ptr<Work> issue(Batch batch) = 0;
+  /// Starts all ops of the batch, after `ready` has filled what goes out, on the group's stream. A
+  /// group of one rank completes at once without a copy beyond what the op's output asks for.
+  /// Collective.
+  std::unique_ptr<Work> issue(Batch batch, const std::function<void()>& ready = {}) {
+    if (stream_) return issue_on_stream(std::move(batch), ready);
+    if (ready) ready();
+    return start(std::move(batch));
+  }
+  /// On which collectives run; empty: [Note: groups on devices].
+  const Stream& stream() const { return stream_; }
   /// Messages between two members (mail.h), over this group's connections: a group has collectives
   /// or messages, so that their tags never meet. Lives as long as the group. Collective at the first
   /// call, and at the first since a recovery. Errors: kUsage where the backend has none.
   virtual Mail& mail();
+
+  /// By its World, before the first collective. `waits` is told what this rank's streams wait for.
+  void use_stream(const Stream& stream, std::shared_ptr<HostWaits> waits);
+
+ protected:
+  /// issue(), where the stream is the current one and comes behind all that is sent.
+  virtual std::unique_ptr<Work> start(Batch batch) = 0;
+  const std::shared_ptr<HostWaits>& host_waits() const { return host_waits_; }
+
+ private:
+  std::unique_ptr<Work> issue_on_stream(Batch batch, const std::function<void()>& ready);
+
+  Stream stream_;
+  std::shared_ptr<HostWaits> host_waits_;
 };
+
+/// Whether a group of that purpose ("data", "shard control") carries messages, in the memory of the
+/// host under every backend; the others carry tensors of the World's device.
+bool carries_messages(std::string_view purpose);
 
 /// Blocking forms, for control messages: ceil(log2 size) messages a rank and exchange, of which the
 /// first four keep their size however many ranks there are. Collective.

@@ -36,13 +36,14 @@ std::optional<FailureRecord> decoded(const std::optional<std::string>& bytes) {
 }  // namespace
 
 ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& options)
-    : World(launch.rank, launch.world_size, launch.local_rank),
+    : World(launch.rank, launch.world_size, launch.local_rank, options),
       launch_(launch),
       options_(options),
       exceptions_before_(std::uncaught_exceptions()),
-      backend_(backend_named(options.backend)),
+      backend_(backend_named(options.backend, device().type())),
       everyone_(all_ranks(launch.world_size)) {
   connections_ = backend_.open(launch);
+  if (!backend_.carries(at::kCPU)) messages_ = backend_named("auto", at::kCPU).open(launch);
   store_ = Store::connect(launch, options.init_timeout, options.timeout);
   state_->store = store_;
   state_->board->set_store_rank(store_->server_rank());
@@ -121,6 +122,7 @@ void ProcessWorld::leave_together() {
     meet_on_board(*state_->board, [&] { wait_for_the_last(kLeave); });
     watch_->stop();
     connections_->close();
+    if (messages_) messages_->close();
     decltype(state_->made) groups;  // end outside of the lock
     {
       const base::Lock lock(state_->mutex);
@@ -138,9 +140,10 @@ void ProcessWorld::leave_together() {
 }
 
 std::shared_ptr<Group> ProcessWorld::make_group(const std::vector<int>& ranks,
-                                                const std::string& name) {
-  return connections_->make_group({name, ranks, rank_, options_, store_, state_->abort_flag,
-                                   state_->board, times_.heartbeats()});
+                                                const std::string& name, const at::Device& where) {
+  Connections& connections = messages_ && where.is_cpu() ? *messages_ : *connections_;
+  return connections.make_group({name, ranks, rank_, where, options_, store_, state_->abort_flag,
+                                 state_->board, times_.heartbeats()});
 }
 
 void ProcessWorld::abort_here(const std::string& why, int epoch, Aborter by) {
@@ -176,6 +179,7 @@ void ProcessWorld::recover() {
   epoch_ = next;
   watch_->set_epoch(next);
   connections_->reset(next);
+  if (messages_) messages_->reset(next);
   queue_->recover();
   ++recoveries_;
   aborter_ = Aborter::kNobody;

@@ -19,6 +19,7 @@
 #include "base/mutex.h"
 #include "comm/backends/backend.h"
 #include "comm/group.h"
+#include "comm/host_read.h"
 #include "launch/abort_flag.h"
 #include "launch/failure_record.h"
 #include "launch/failure_watch.h"
@@ -33,11 +34,15 @@ namespace tessera {
 struct World::State {
   base::Mutex mutex;
   std::map<std::string, std::shared_ptr<comm::Group>> made TESSERA_GUARDED_BY(mutex);
+  /// Of groups on a device, by their ranks.
+  std::map<std::vector<int>, comm::Stream> streams TESSERA_GUARDED_BY(mutex);
   const std::shared_ptr<comm::AbortFlag> abort_flag = std::make_shared<comm::AbortFlag>();
   const std::shared_ptr<comm::WaitBoard> board = std::make_shared<comm::WaitBoard>();
   std::shared_ptr<comm::Store> store;  ///< none in a world of one
   std::chrono::milliseconds init_timeout{0};
   std::unique_ptr<comm::StartUpLog> start_up_log;  ///< of rank 0, in a start-up
+  at::Device device{at::kCPU};
+  std::shared_ptr<comm::HostWaits> host_waits;  ///< none on the CPU
 };
 
 }  // namespace tessera
@@ -71,8 +76,8 @@ class ProcessWorld : public World {
   void stay_for_readers() const;
 
  protected:
-  std::shared_ptr<Group> make_group(const std::vector<int>& ranks,
-                                    const std::string& name) override;
+  std::shared_ptr<Group> make_group(const std::vector<int>& ranks, const std::string& name,
+                                    const at::Device& where) override;
 
  private:
   /// Who has aborted the World in this epoch: an error of this rank, or a word of another one.
@@ -97,6 +102,7 @@ class ProcessWorld : public World {
   std::shared_ptr<Store> store_;
   std::unique_ptr<FailureWatch> watch_;
   std::unique_ptr<Connections> connections_;
+  std::unique_ptr<Connections> messages_;  ///< where connections_ carry no tensors of the CPU
   /// Held while the World is aborted and while it is repaired: what an abort has found of the epoch
   /// still holds when it acts. It guards no member alone: epoch_, recoveries_ and aborter_ are read
   /// without it, too.

@@ -174,9 +174,11 @@ void IssueQueue::Impl::issue(Submission submission) {
   std::exception_ptr failure;
   try {
     abort_flag->check();
-    if (submission.ready) submission.ready();
-    if (submission.state->traced) submission.state->traced->issued();
-    work = submission.group->issue(std::move(submission.batch));
+    const auto ready = [&] {
+      if (submission.ready) submission.ready();
+      if (submission.state->traced) submission.state->traced->issued();
+    };
+    work = submission.group->issue(std::move(submission.batch), ready);
   } catch (const std::exception& error) {
     failure = std::current_exception();
     // Whatever comes after it would meet other collectives on the other ranks.
@@ -224,7 +226,8 @@ void IssueQueue::Impl::run() {
 Pending IssueQueue::Impl::submit(Submission submission) {
   auto state = submission.state;
   state->traced = TracedCollective::of(submission.batch, *submission.group);
-  if (submission.group->size() == 1) {  // nobody to keep an order with
+  // There is nobody to keep an order with, or this thread keeps it.
+  if (submission.group->size() == 1 || submission.group->stream()) {
     issue(std::move(submission));
     return Pending(std::move(state));
   }

@@ -1,5 +1,7 @@
 // The issuing queue: one thread a World takes every sharding collective, in the order of
-// submission.
+// submission. Those on a device go out on the submitting thread, in the same order: issuing them
+// waits for nobody, another thread has another current stream, and two threads that launch on two
+// communicators may hang.
 //
 // Two collectives issued in different orders on two ranks exchange each other's data on Gloo
 // without an error, so nothing else may start one on a sharding group: not the compute thread, not
@@ -37,8 +39,9 @@ class IssueQueue {
   IssueQueue(const IssueQueue&) = delete;
   IssueQueue& operator=(const IssueQueue&) = delete;
 
-  /// `ready` runs on the issuing thread right before the batch goes out (fills a gather's own
-  /// slice, for example); it may be empty. The group must outlive the returned handle's wait().
+  /// `ready` runs on the issuing thread right before the batch goes out, on the group's stream
+  /// (fills a gather's own slice, for example); it may be empty. The group must outlive the returned
+  /// handle's wait().
   Pending submit(Group& group, Batch batch, std::function<void()> ready = {});
 
   /// Blocks until everything submitted so far was issued (not completed).

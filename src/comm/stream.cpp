@@ -2,7 +2,37 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "base/test_hooks.h"
+
 namespace tessera::comm {
+namespace {
+
+bool is_left_out(EventSite site, EventEnd end) {
+  const auto hook = test_hooks::leaves_out_event.get();
+  return hook && (*hook)(site, end);
+}
+
+}  // namespace
+
+std::string_view to_string(EventSite site) {
+  switch (site) {
+    case EventSite::kIssue:
+      return "issue";
+    case EventSite::kWorkEnd:
+      return "end of a collective";
+    case EventSite::kPeers:
+      return "peers";
+    case EventSite::kPoolBack:
+      return "block given back";
+    case EventSite::kPoolFree:
+      return "block freed";
+    case EventSite::kPoolMade:
+      return "block made";
+    case EventSite::kHostRead:
+      return "read on the host";
+  }
+  return "unknown";
+}
 
 Stream Stream::current_of(c10::Device device) {
   return Stream(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
@@ -12,8 +42,8 @@ Stream Stream::made_of(c10::Device device) {
   return Stream(c10::impl::VirtualGuardImpl(device.type()).getNewStream(device));
 }
 
-void Event::record(const Stream& stream) {
-  if (!stream) {
+void Event::record(const Stream& stream, EventSite site) {
+  if (!stream || is_left_out(site, EventEnd::kRecord)) {
     event_.reset();
     return;
   }
@@ -23,6 +53,10 @@ void Event::record(const Stream& stream) {
                         event_->device_index() == stream.device().index();
   if (!reusable) event_ = std::make_shared<c10::Event>(stream.device().type());
   event_->record(stream.get());
+}
+
+void Event::block_on(const Stream& stream, EventSite site) const {
+  if (!is_left_out(site, EventEnd::kBlock)) event_->block(stream.get());
 }
 
 }  // namespace tessera::comm

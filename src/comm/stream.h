@@ -12,10 +12,27 @@
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
 
+#include <cstdint>
 #include <memory>
 #include <optional>
+#include <string_view>
 
 namespace tessera::comm {
+
+/// Why an event is there: each place where the library orders two streams. A test leaves out one
+/// after the other, and the simulated device has to find each (tests/sim).
+enum class EventSite : std::uint8_t {
+  kIssue,     ///< a group's stream comes behind the caller's, which made what is sent
+  kWorkEnd,   ///< the caller's stream comes behind the collective
+  kPeers,     ///< ranks of one process: streams that read each other's memory
+  kPoolBack,  ///< who takes a block comes behind its last use
+  kPoolFree,  ///< the allocator's stream comes behind the last use of a block that is freed
+  kPoolMade,  ///< who takes a new block comes behind what its memory was before
+  kHostRead,  ///< the host comes behind the copy that it reads
+};
+std::string_view to_string(EventSite site);
+/// Which half of one: test_hooks::leaves_out_event.
+enum class EventEnd : std::uint8_t { kRecord, kBlock };
 
 class Stream {
  public:
@@ -61,15 +78,17 @@ class StreamScope {
 class Event {
  public:
   /// Behind all that was launched on `stream` so far; nothing, of an empty one.
-  void record(const Stream& stream);
+  void record(const Stream& stream, EventSite site);
   /// What is launched on `stream` from now on comes behind the point. An empty stream does not wait.
-  void block(const Stream& stream) const {
-    if (event_ != nullptr && stream) event_->block(stream.get());
+  void block(const Stream& stream, EventSite site) const {
+    if (event_ != nullptr && stream) block_on(stream, site);
   }
   /// Whether it has been passed: also if it marks nothing. Never waits.
   bool done() const { return event_ == nullptr || event_->query(); }
 
  private:
+  void block_on(const Stream& stream, EventSite site) const;
+
   std::shared_ptr<c10::Event> event_;
 };
 

@@ -12,6 +12,7 @@
 #include "base/parallel.h"
 #include "comm/backends/backend.h"
 #include "comm/backends/in_process/in_process.h"
+#include "comm/device.h"
 #include "comm/process_world.h"
 #include "comm/queue.h"
 #include "launch/failure_record.h"
@@ -27,7 +28,9 @@ class ThreadWorld;
 /// What the ranks share.
 struct ThreadRun {
   ThreadRun(int ranks, ThreadBackend kind, const WorldOptions& what)
-      : size(ranks), backend(backend_of(kind)), options(what), rendezvous(what.timeout) {}
+      : size(ranks), backend(backend_of(kind)), options(what), rendezvous(what.timeout) {
+    backend.require_carries(device_of_rank(options.device, 0).type());
+  }
 
   const int size;
   const BackendRow& backend;
@@ -68,8 +71,8 @@ class ThreadWorld : public World {
   void repair(int epoch);
 
  protected:
-  std::shared_ptr<Group> make_group(const std::vector<int>& ranks,
-                                    const std::string& name) override;
+  std::shared_ptr<Group> make_group(const std::vector<int>& ranks, const std::string& name,
+                                    const at::Device& where) override;
 
  private:
   std::shared_ptr<ThreadRun> run_;
@@ -104,7 +107,7 @@ void ThreadRun::abort_each(const std::string& why) {
 }
 
 ThreadWorld::ThreadWorld(std::shared_ptr<ThreadRun> run, int rank)
-    : World(rank, run->size, rank), run_(std::move(run)) {
+    : World(rank, run->size, rank, run->options), run_(std::move(run)) {
   state_->store = run_->store;
   state_->init_timeout = run_->options.init_timeout;
   // What connects processes needs what they need, also between threads.
@@ -176,9 +179,9 @@ void ThreadWorld::repair(int epoch) {
 }
 
 std::shared_ptr<Group> ThreadWorld::make_group(const std::vector<int>& ranks,
-                                               const std::string& name) {
+                                               const std::string& name, const at::Device& where) {
   return connections_->make_group(
-      {name, ranks, rank_, run_->options, run_->store, state_->abort_flag, state_->board});
+      {name, ranks, rank_, where, run_->options, run_->store, state_->abort_flag, state_->board});
 }
 
 struct ThreadRanks::Impl {
@@ -230,6 +233,7 @@ void ThreadRanks::Impl::serve(int rank) {
   const int cores = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
   base::set_threads(std::max(1, cores / run->size));
   World& world = *worlds[static_cast<std::size_t>(rank)];
+  world.attach_thread();
   std::uint64_t served = 0;
   base::Lock lock(mutex);
   for (;;) {

@@ -12,8 +12,8 @@
 #include <array>
 
 #include "base/text/printable.h"
-#include "comm/backends/backend.h"
 #include "comm/group.h"
+#include "comm/host_read.h"
 #include "comm/queue.h"
 #include "kernels/kernels.h"
 #include "tessera/error.h"
@@ -23,8 +23,6 @@
 
 namespace tessera {
 namespace {
-
-using comm::device_of;
 
 constexpr std::array kDtypes = {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kLong,
                                 at::kInt,    at::kShort, at::kChar, at::kByte,     at::kBool};
@@ -87,12 +85,10 @@ void Group::Call::require_usable(const at::Tensor& tensor) const {
   TESSERA_CHECK(tensor.layout() == c10::kStrided, ErrorKind::kUsage, text(), ": found a ",
                 tensor.layout(), " tensor, expected a dense one; give x.to_dense()");
   const World& world = *group.world_;
-  const at::DeviceType device = device_of(world);
   const bool anywhere = world.size() == 1 && tensor.device().type() != at::kMeta;
-  TESSERA_CHECK(anywhere || tensor.device().type() == device, ErrorKind::kUsage, text(),
-                ": found a tensor on ", tensor.device(), ", expected one on ",
-                c10::DeviceTypeName(device, true), " (backend ", world.backend(),
-                "); move it with x.to()");
+  TESSERA_CHECK(anywhere || tensor.device() == world.device(), ErrorKind::kUsage, text(),
+                ": found a tensor on ", tensor.device(), ", expected one on ", world.device(),
+                " (backend ", world.backend(), "); move it with x.to()");
   TESSERA_CHECK(
       std::find(kDtypes.begin(), kDtypes.end(), tensor.scalar_type()) != kDtypes.end(),
       ErrorKind::kUsage, text(), ": found the dtype ", c10::toString(tensor.scalar_type()),
@@ -182,8 +178,8 @@ at::Tensor Group::mean(const at::Tensor& tensor, const std::string& what) const 
 }
 
 double Group::mean(double value, const std::string& what) const {
-  const auto options = at::TensorOptions().dtype(at::kDouble).device(device_of(*world_));
-  return mean(at::full({}, value, options), what).item<double>();
+  const auto options = at::TensorOptions().dtype(at::kDouble).device(world_->device());
+  return comm::read_on_host(mean(at::full({}, value, options), what), what).item<double>();
 }
 
 std::vector<at::Tensor> Group::all_gather(const at::Tensor& tensor, const std::string& what) const {
@@ -210,9 +206,9 @@ void Group::broadcast(const at::Tensor& tensor, int group_src, const std::string
 void Group::barrier(const std::string& what) const {
   const Call call(*this, comm::Kind::kBarrier, what);
   const c10::AutoGradMode no_grad(false);
-  const comm::Op come = everyones(device_of(*world_));
+  const comm::Op come = everyones(world_->device());
   call.run(come);
-  static_cast<void>(comm::first_tensor(come).item<float>());  // over NCCL the stream waits
+  comm::read_on_host(comm::first_tensor(come), call.text());  // on a device only a stream waits
 }
 
 Group World::group() { return Group(shared_from_this(), comm::all_ranks(size_)); }

@@ -9,6 +9,7 @@
 #include "base/text/printable.h"
 #include "comm/backends/backend.h"
 #include "comm/batch.h"
+#include "comm/device.h"
 #include "comm/failure_report.h"
 #include "comm/process_world.h"
 #include "comm/queue.h"
@@ -68,7 +69,7 @@ constexpr std::chrono::seconds kStartUpLine{10};
 /// Nobody to talk to: every group has one rank, nothing is lost by a failure elsewhere.
 class SoloWorld : public World {
  public:
-  SoloWorld() : World(0, 1, 0) {}
+  explicit SoloWorld(const WorldOptions& options) : World(0, 1, 0, options) {}
   ~SoloWorld() override { stop_queue(); }
   std::string backend() const override { return "none"; }
   void abort_epoch(std::uint64_t epoch, const std::string& why) override {
@@ -85,8 +86,8 @@ class SoloWorld : public World {
   }
 
  protected:
-  std::shared_ptr<comm::Group> make_group(const std::vector<int>&,
-                                          const std::string& name) override {
+  std::shared_ptr<comm::Group> make_group(const std::vector<int>&, const std::string& name,
+                                          const at::Device&) override {
     return std::make_shared<comm::SoloGroup>(name, state_->abort_flag);
   }
 
@@ -96,13 +97,17 @@ class SoloWorld : public World {
 
 }  // namespace
 
-World::World(int rank, int size, int local_rank)
+World::World(int rank, int size, int local_rank, const WorldOptions& options)
     : rank_(rank),
       size_(size),
       local_rank_(local_rank),
       state_(std::make_unique<State>()),
       queue_(std::make_unique<comm::IssueQueue>()) {
   base::heed_thread_limit();
+  state_->device = comm::device_of_rank(options.device, local_rank);
+  if (state_->device.is_cpu()) return;
+  state_->host_waits =
+      std::make_shared<comm::HostWaits>(state_->abort_flag, state_->board, options.timeout);
 }
 
 World::~World() = default;
@@ -110,13 +115,29 @@ World::~World() = default;
 std::shared_ptr<World> World::connect(const WorldOptions& options) {
   auto launch = comm::read_launch_environment(base::environment(),
                                               {options.master_addr, options.master_port});
-  comm::backend_named(options.backend);  // also where nobody is to be connected
-  if (launch.world_size == 1) return of_one();
+  // Also where nobody is to be connected.
+  const auto device = comm::device_of_rank(options.device, launch.local_rank);
+  comm::backend_named(options.backend, device.type());
+  if (launch.world_size == 1) return of_one(options);
   comm::find_first_host(launch, comm::kScontrolPatience);
-  return std::make_shared<comm::ProcessWorld>(launch, options);
+  auto world = std::make_shared<comm::ProcessWorld>(launch, options);
+  world->attach_thread();
+  return world;
 }
 
-std::shared_ptr<World> World::of_one() { return std::make_shared<SoloWorld>(); }
+std::shared_ptr<World> World::of_one(const WorldOptions& options) {
+  auto world = std::make_shared<SoloWorld>(options);
+  world->attach_thread();
+  return world;
+}
+
+c10::Device World::device() const { return state_->device; }
+
+void World::attach_thread() const {
+  if (device().is_cpu()) return;
+  comm::use_device(device());
+  comm::HostWaits::attach(state_->host_waits);
+}
 
 Mesh World::mesh(const MeshShapes& shapes) { return Mesh(shared_from_this(), shapes); }
 
@@ -132,9 +153,17 @@ std::shared_ptr<comm::Group> World::group(const std::vector<int>& ranks, std::st
       " with rank ", rank_, " among them");
   const base::Lock lock(state_->mutex);
   auto& made = state_->made[name];
-  if (!made) {
-    made = ranks.size() == 1 ? std::make_shared<comm::SoloGroup>(name, state_->abort_flag)
-                             : make_group(ranks, name);
+  if (made) return made;
+  if (ranks.size() == 1) {
+    made = std::make_shared<comm::SoloGroup>(name, state_->abort_flag);
+    return made;
+  }
+  const at::Device where = comm::carries_messages(purpose) ? at::Device(at::kCPU) : device();
+  made = make_group(ranks, name, where);
+  if (!where.is_cpu()) {
+    auto& stream = state_->streams[ranks];
+    if (!stream) stream = comm::Stream::make(where);
+    made->use_stream(stream, state_->host_waits);
   }
   return made;
 }

@@ -85,6 +85,7 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
                                [unit = unit_](void*) { unit->runtime().handle_is_gone(*unit); });
   runtime_->add_unit(unit_.get());
   unit_->buffers = fsdp::make_buffers(found.buffers, contracts.buffers, options);
+  for (const auto& buffer : unit_->buffers) buffer.move_to(runtime_->device());
   unit_->add(fsdp::make_parameters(found.parameters, contracts.parameters, options));
   for (const auto& parameter : unit_->parameters()) {
     const auto& name = parameter->leaves.front()->name;

@@ -416,10 +416,6 @@ layout::ModelPlan plan_of(const ShardedBase& model) {
   return plan;
 }
 
-at::Device device_of(const ShardedBase& model) {
-  return unit_of_handle(model.unit()).runtime().device();
-}
-
 void renew_after_failure(const ShardedBase& model) {
   unit_of_handle(model.unit()).runtime().renew_after_failure();
 }

@@ -1,8 +1,6 @@
 // What floors above ask of a handle beyond tessera/shard.h: none of them knows what runs it.
 #pragma once
 
-#include <c10/core/Device.h>
-
 #include "layout/model_plan.h"
 #include "tessera/optim.h"
 #include "tessera/shard.h"
@@ -12,9 +10,6 @@ namespace tessera::fsdp {
 /// The bucket plan of a sharded model as the value that it was laid out from: for printing and
 /// comparing. Of the whole tree under `model`, which is the outermost handle. Not collective.
 layout::ModelPlan plan_of(const ShardedBase& model);
-
-/// Where its shards lie, and what it computes on.
-at::Device device_of(const ShardedBase& model);
 
 /// After a failure that World::recover() has ended: first in whatever may follow one.
 void renew_after_failure(const ShardedBase& model);

@@ -245,12 +245,12 @@ void carry(Runtime& runtime, const Unit& unit, const AxesGroups& on,
     });
   }
   const auto received = exchange.output;
-  if (auto* group = on.control; group != nullptr) {
+  if (auto* group = on.groups.gather; group != nullptr) {
     comm::Batch batch;
     batch.label = {comm::Kind::kAllToAll, unit.shown_name() + " (laid out anew)", unit.id(), 0,
                    unit.runtime().model_name()};
     batch.ops.emplace_back(std::move(exchange));
-    group->issue(std::move(batch))->wait();
+    runtime.queue().submit(*group, std::move(batch)).wait();
   }
   offset = 0;
   for (int peer = 0; peer < ranks; ++peer) {

@@ -4,7 +4,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
-#include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -12,6 +11,7 @@
 #include <numeric>
 
 #include "base/first_derivative.h"
+#include "comm/host_read.h"
 #include "moe/routing.h"
 #include "parallel/transitions.h"
 #include "tessera/error.h"
@@ -265,10 +265,11 @@ at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeig
   const bool follows = x.requires_grad() || (before && routing.weights.requires_grad());
   const DispatchOptions dispatch_options{follows && c10::GradMode::is_enabled(), options.ep,
                                          options.name};
-  const at::Tensor nothing = at::empty({0}, routing.indices.options());
-  const std::vector<at::Tensor> read = read_on_host(
-      {routing.indices, routing.finite.defined() ? routing.finite : nothing,
-       options.ep.alone() ? nothing : exchange_counts(routing.indices, count, dispatch_options)});
+  const std::vector<at::Tensor> read = comm::read_on_host(
+      {routing.indices, routing.finite,
+       options.ep.alone() ? at::Tensor()
+                          : exchange_counts(routing.indices, count, dispatch_options)},
+      options.name);
   if (routing.finite.defined()) check_finite(routing, read[1]);
 
   const Dispatch order = dispatch(read[0], count, x.device());
@@ -285,26 +286,6 @@ at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeig
                        dispatch_plan);
   }
   return combine(out, before ? at::Tensor() : routing.weights, order);
-}
-
-std::vector<at::Tensor> read_on_host(const std::vector<at::Tensor>& tensors) {
-  std::vector<at::Tensor> flat;
-  flat.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) {
-    TESSERA_INVARIANT(tensor.scalar_type() == at::kLong, "a read of ", tensor.scalar_type());
-    flat.push_back(tensor.reshape({-1}));
-  }
-  const at::Tensor together = at::cat(flat);
-  RECORD_USER_SCOPE("tessera::host_read");
-  const at::Tensor read = together.to(at::kCPU);
-  std::vector<at::Tensor> result;
-  result.reserve(tensors.size());
-  std::int64_t begin = 0;
-  for (const at::Tensor& tensor : tensors) {
-    result.push_back(read.narrow(0, begin, tensor.numel()).view(tensor.sizes()));
-    begin += tensor.numel();
-  }
-  return result;
 }
 
 at::Tensor to_device(const at::Tensor& on_host, at::Device device) {

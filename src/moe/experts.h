@@ -73,7 +73,7 @@ struct ExpertOptions {
 };
 
 /// x [M, H] -> [M, H] in x's dtype. Collective over options.ep. Reads values on the host once
-/// (read_on_host). Errors: kNumeric for scores that are not finite (check_finite).
+/// (comm/host_read.h). Errors: kNumeric for scores that are not finite (check_finite).
 at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeights& weights,
                    const ExpertOptions& options);
 
@@ -81,18 +81,14 @@ at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeig
 //
 // Rank r of the axis owns experts r E/ep to (r + 1) E/ep - 1. Counts go first, an even all-to-all
 // of as many numbers as a rank has experts (and one more), on the tensors' device; what arrives is
-// read on the host with all else that it must know (read_on_host). Then the rows: they leave in the
-// order of their experts, arrive by source rank and expert, and are put in the order of the
-// experts, rows of lower ranks first. Nothing is added on the way, in either direction. A rank
-// without tokens, or without rows for its experts, takes part all the same, in backward too.
+// read on the host with all else that it must know. Then the rows: they leave in the order of their
+// experts, arrive by source rank and expert, and are put in the order of the experts, rows of lower
+// ranks first. Nothing is added on the way, in either direction. A rank without tokens, or without
+// rows for its experts, takes part all the same, in backward too.
 //
-// read_on_host is the one place where experts wait for their device: on a device every read of a
-// value is a wait for all that was started before, so a call of experts() makes one: indices,
-// whether scores are finite, and what other ranks send. A profile has it as "tessera::host_read".
-// Placement: S(0) -> S(0).
-
-/// i64 tensors of any shapes, all on one device -> the same on the host.
-std::vector<at::Tensor> read_on_host(const std::vector<at::Tensor>& tensors);
+// On a device every read of a value is a wait for all that was started before, so a call of
+// experts() makes one (comm/host_read.h): indices, whether scores are finite, and what other ranks
+// send. A profile has it as "tessera::host_read". Placement: S(0) -> S(0).
 
 /// What was worked out on the host, on a device again: does not wait for it.
 at::Tensor to_device(const at::Tensor& on_host, at::Device device);

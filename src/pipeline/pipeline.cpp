@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "base/mapped_file.h"
-#include "fsdp/handle.h"
 #include "pipeline/kinds.h"
 #include "pipeline/runner.h"
 #include "pipeline/schedule_csv.h"
@@ -207,8 +206,7 @@ void Pipeline::set_stages(std::vector<std::shared_ptr<Stage>> stages, ShardedBas
   impl_->root = root;
   ++impl_->times_set;
   if (impl_->runner) return;
-  const auto device = root == nullptr ? at::Device(at::kCPU) : fsdp::device_of(*root);
-  impl_->runner.emplace(pipeline::ties_of(mesh, device));
+  impl_->runner.emplace(pipeline::ties_of(mesh));
 }
 
 std::vector<at::Tensor> Pipeline::step(const Inputs& inputs, const Loss& loss) {

@@ -422,8 +422,8 @@ class Walk {
 
 }  // namespace
 
-Ties ties_of(const Mesh& mesh, at::Device device) {
-  Ties ties{mesh.world(), {}, {}, device};
+Ties ties_of(const Mesh& mesh) {
+  Ties ties{mesh.world(), {}, {}, mesh.world()->device()};
   const auto ranks = mesh.ranks_of({axis::kPipeline});
   if (ranks.size() == 1) return ties;
   ties.group = mesh.world()->group(ranks, "pipeline control");

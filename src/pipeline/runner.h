@@ -43,10 +43,10 @@ struct Ties {
   std::shared_ptr<World> world;  ///< told of failures
   std::shared_ptr<comm::Mail> mail;
   std::shared_ptr<comm::Group> group;  ///< control messages
-  at::Device device = at::kCPU;        ///< of what arrives
+  at::Device device = at::kCPU;        ///< the World's: of what arrives
 };
 /// Along the axis "pp". Collective among its ranks, the first time.
-Ties ties_of(const Mesh& mesh, at::Device device);
+Ties ties_of(const Mesh& mesh);
 
 /// Who holds the parameters of a rank's stages, while a step runs.
 struct Parameters {

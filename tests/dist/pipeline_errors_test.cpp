@@ -34,7 +34,7 @@ std::vector<std::string> errors_with(const std::vector<ValidProgram>& programs,
   return errors_of(count, [&](World& world) {
     const auto& program =
         programs.at(std::min(static_cast<std::size_t>(world.rank()), programs.size() - 1));
-    pipeline::Runner runner(pipeline::ties_of(stages_mesh(world), at::kCPU));
+    pipeline::Runner runner(pipeline::ties_of(stages_mesh(world)));
     const Mine mine(toy_of(world.rank()), program.schedule(), world.rank());
     runner.run(program, mine.pointers(), {});
   });
@@ -92,7 +92,7 @@ std::ptrdiff_t expect_a_named_end_and_a_right_step(const ValidProgram& program,
       if (action == nullptr || action->kind != pipeline::ActionKind::kWeightGradient) return;
       mishap.come_to("W", action->stage, action->micro_batch);
     });
-    pipeline::Runner runner(pipeline::ties_of(stages_mesh(world), at::kCPU));
+    pipeline::Runner runner(pipeline::ties_of(stages_mesh(world)));
     {
       const Mine mine(toy, schedule, world.rank());
       errors[static_cast<std::size_t>(world.rank())] =
@@ -207,7 +207,7 @@ std::vector<std::string> errors_of_borders(const Declares::Change& output_of_fir
                                            const Declares::Change& input_of_second) {
   const auto program = program_of(Kind::kOneFOneB, 2, 2);
   return errors_of(2, [&](World& world) {
-    pipeline::Runner runner(pipeline::ties_of(stages_mesh(world), at::kCPU));
+    pipeline::Runner runner(pipeline::ties_of(stages_mesh(world)));
     Declares stage(Toy{}, world.rank(), input_of_second, output_of_first);
     runner.run(program, {&stage}, {});
   });
@@ -266,7 +266,7 @@ TEST(PipelineErrors, ShapesThatChangeBetweenStepsAreComparedAgain) {
   Toy more;
   more.more_rows = 2;
   ranks(2).run([&](World& world) {
-    pipeline::Runner runner(pipeline::ties_of(stages_mesh(world), at::kCPU));
+    pipeline::Runner runner(pipeline::ties_of(stages_mesh(world)));
     const Mine usual(Toy{}, program.schedule(), world.rank());
     const Mine longer(more, program.schedule(), world.rank());
     runner.run(program, usual.pointers(), {});

@@ -139,7 +139,7 @@ TEST(PipelineRunner, SmallReceivesArePostedAheadOfTheList) {
     toy.more_rows = more_rows;
     int found = 0;
     ranks(2, ThreadBackend::kInProcess).run([&](World& world) {
-      auto ties = ties_of(stages_mesh(world), at::kCPU);
+      auto ties = ties_of(stages_mesh(world));
       const auto counting = std::make_shared<CountingMail>(ties.mail, 2);
       ties.mail = counting;
       Runner runner(ties);
@@ -216,7 +216,7 @@ class Seen {
 template <class Body>
 void run_on_ranks(const ValidProgram& program, const Toy& toy, const Body& body) {
   ranks(program.schedule().ranks()).run([&](World& world) {
-    Runner runner(ties_of(stages_mesh(world), at::kCPU));
+    Runner runner(ties_of(stages_mesh(world)));
     const Mine mine(toy, program.schedule(), world.rank());
     body(world, runner, mine);
   });
@@ -323,7 +323,7 @@ TEST(PipelineRunner, TheMemoryOfAResultGoesWhenItIsSent) {
   for (const bool buffered : {false, true}) {
     const Travel travel({buffered, 0});
     ranks(2).run([&](World& world) {
-      Runner runner(ties_of(stages_mesh(world), at::kCPU));
+      Runner runner(ties_of(stages_mesh(world)));
       Watched stage(world.rank() == 0);
       runner.run(program, {&stage}, {});
       if (world.rank() != 0) return;
@@ -338,7 +338,7 @@ TEST(PipelineRunner, TheMemoryOfAResultGoesWhenItIsSent) {
 TEST(PipelineRunner, AFrozenFrontRunsNoFurtherAheadThanTheSchedule) {
   const ValidProgram program(make_schedule(Kind::kOneFOneB, {2, 1, 8}));
   ranks(2).run([&](World& world) {
-    Runner runner(ties_of(stages_mesh(world), at::kCPU));
+    Runner runner(ties_of(stages_mesh(world)));
     Watched stage(world.rank() == 0, /*trains=*/false);
     stage.before = [] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); };
     runner.run(program, {&stage}, {});
@@ -354,7 +354,7 @@ TEST(PipelineRunner, ForwardsAloneRunNoFurtherAheadThanAFewMessages) {
                              Passes::kForward);
   EXPECT_TRUE(program.may_wait_for_sends());
   ranks(2).run([&](World& world) {
-    Runner runner(ties_of(stages_mesh(world), at::kCPU));
+    Runner runner(ties_of(stages_mesh(world)));
     Watched stage(world.rank() == 0);
     stage.before = [] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); };
     runner.run(program, {&stage}, {});
@@ -415,7 +415,7 @@ TEST(PipelineRunner, ABufferThatAStageRefillsIsHandedOnAsItWas) {
         for (const int id : program.schedule().stages_of(world.rank())) {
           stages.push_back(id == 0 ? &first : &last);
         }
-        Runner runner(ties_of(stages_mesh(world), at::kCPU));
+        Runner runner(ties_of(stages_mesh(world)));
         const auto results = runner.run(program, stages, {});
         for (std::size_t k = 0; k < results.size(); ++k) {
           EXPECT_EQ(results[k].at(0).item<float>(), static_cast<float>((k + 1) * (k + 1)))
@@ -454,7 +454,7 @@ class AddsInRoots : public Stage {
 // Naive: what is added there is left out where the caller computes without gradients.
 TEST(PipelineRunner, RootsAreMadeWithGradModeAsForwardsAre) {
   ranks(1).run([](World& world) {
-    Runner runner(ties_of(stages_mesh(world), at::kCPU));
+    Runner runner(ties_of(stages_mesh(world)));
     AddsInRoots stage;
     const at::NoGradGuard no_grad;
     runner.run(ValidProgram(parse_csv("0F0,0B0\n", "test")), {&stage}, {});
@@ -468,7 +468,7 @@ TEST(PipelineRunner, RunnersOfOneMailTakeTurns) {
   const ValidProgram forwards(forward_only(training), Passes::kForward);
   const auto expected = run_in_one_process(Toy{}, 3);
   run_on_ranks(program, Toy{}, [&](World& world, Runner& one, const Mine& mine) {
-    Runner other(ties_of(stages_mesh(world), at::kCPU));
+    Runner other(ties_of(stages_mesh(world)));
     for (int step = 0; step < 3; ++step) {
       other.run(forwards, mine.pointers(), {});
       for (const auto& stage : mine.stages) {

@@ -71,7 +71,7 @@ inline Left run(const pipeline::ValidProgram& program, const Toy& toy,
   Left left;
   std::mutex mutex;
   ranks(program.schedule().ranks(), backend).run([&](World& world) {
-    pipeline::Runner runner(pipeline::ties_of(stages_mesh(world), at::kCPU));
+    pipeline::Runner runner(pipeline::ties_of(stages_mesh(world)));
     const Mine mine(toy, program.schedule(), world.rank());
     const auto results = runner.run(program, mine.pointers(), {});
     const std::lock_guard lock(mutex);

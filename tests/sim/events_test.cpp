@@ -54,6 +54,25 @@ TEST(Events, OneThatIsAskedMayAnswerEitherWay) {
   EXPECT_TRUE(guard().queryStream(current(0)));
 }
 
+// comm::read_on_host waits so: it would never end where an event says "not yet" for ever.
+TEST(Events, WhoAsksAgainAndAgainWaits) {
+  set_done(Done::kOnlyWhenWaited);
+  at::zeros({4}, on(0));
+  const c10::Event event = recorded_on(current(0));
+  int asked = 0;
+  for (; asked < 1000 && !event.query(); ++asked) {
+  }
+  EXPECT_GT(asked, 1);
+  EXPECT_LT(asked, 1000);
+  at::zeros({4}, on(0));
+  const c10::Event next = recorded_on(current(0));
+  for (int i = 0; i < 1000; ++i) {
+    EXPECT_FALSE(next.query()) << "whoever goes on in between does not wait";
+    event.block(current(0));
+  }
+  set_done(Done::kAtOnce);
+}
+
 // What waits for a stalled stream stalls with it; what does not, goes on.
 TEST(Events, AHeldStreamHoldsWhatWaitsForIt) {
   const c10::Stream stalled = new_stream(0), waiting = new_stream(0), other = new_stream(0);

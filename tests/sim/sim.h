@@ -87,7 +87,8 @@ class HeldStream {
 };
 
 /// What an event says that is asked and not waited for. Both happen on a GPU: code that runs under
-/// one alone relies on time.
+/// one alone relies on time. kOnlyWhenWaited: not yet, but for a thread that asks again and again
+/// and launches, records and blocks nothing meanwhile, which is a way to wait.
 enum class Done { kAtOnce, kOnlyWhenWaited };
 void set_done(Done done);
 

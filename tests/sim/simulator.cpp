@@ -37,6 +37,10 @@ State& state() {
 
 thread_local int current_rank = -1;
 
+/// Done::kOnlyWhenWaited: who asks so often and does nothing else waits by asking.
+constexpr int kMostAsks = 32;
+thread_local int asked_in_a_row = 0;
+
 std::string shown(const Access& access, bool writes) {
   const c10::Stream& stream = state().clocks.stream_of(access.stream);
   std::string text = *access.operation + (writes ? " writes" : " reads") +
@@ -94,7 +98,8 @@ void wait(const Clock& clock, const std::string& name, std::unique_lock<std::mut
 
 bool answer(const Clock& clock, std::unique_lock<std::mutex> lock) {
   if (covers(Clocks::of_this_thread(), clock)) return true;
-  if (state().done == Done::kOnlyWhenWaited || !can_end(clock)) return false;
+  if (!can_end(clock)) return false;
+  if (state().done == Done::kOnlyWhenWaited && ++asked_in_a_row <= kMostAsks) return false;
   learn(clock, std::move(lock));
   return true;
 }
@@ -120,6 +125,7 @@ Counts take(std::optional<Slot> on) {
 
 Access launch(const c10::Stream& stream, const std::string& operation,
               const std::vector<Touched>& touched) {
+  asked_in_a_row = 0;
   State& s = state();
   const std::lock_guard lock(s.mutex);
   const Slot slot = s.clocks.slot_of(stream);
@@ -146,12 +152,14 @@ void check_late(const Access& copy, const at::Tensor& source) {
 }
 
 Mark record(const c10::Stream& stream) {
+  asked_in_a_row = 0;
   State& s = state();
   const std::lock_guard lock(s.mutex);
   return {s.clocks.record(s.clocks.slot_of(stream)), std::chrono::steady_clock::now()};
 }
 
 void block(const c10::Stream& stream, const Mark& mark) {
+  asked_in_a_row = 0;
   State& s = state();
   const std::lock_guard lock(s.mutex);
   s.clocks.block(s.clocks.slot_of(stream), mark.clock);

@@ -15,6 +15,8 @@ using comm::Stream;
 using comm::StreamScope;
 using testing::HasSubstr;
 
+constexpr auto kSite = comm::EventSite::kIssue;
+
 /// What is said where values that are written on one stream are read on another, and `order` is all
 /// that stands between.
 template <class Order>
@@ -36,19 +38,19 @@ std::string race_with(const Order& order) {
 TEST(Streams, AnEventOrdersTwoStreams) {
   EXPECT_EQ(race_with([](const Stream& writer, const Stream& reader) {
               Event event;
-              event.record(writer);
-              event.block(reader);
+              event.record(writer, kSite);
+              event.block(reader, kSite);
             }),
             "");
 }
 
 TEST(Streams, AMissingRecordIsFound) {
-  EXPECT_THAT(race_with([](const Stream&, const Stream& reader) { Event().block(reader); }),
+  EXPECT_THAT(race_with([](const Stream&, const Stream& reader) { Event().block(reader, kSite); }),
               HasSubstr("neg"));
 }
 
 TEST(Streams, AMissingBlockIsFound) {
-  EXPECT_THAT(race_with([](const Stream& writer, const Stream&) { Event().record(writer); }),
+  EXPECT_THAT(race_with([](const Stream& writer, const Stream&) { Event().record(writer, kSite); }),
               HasSubstr("neg"));
 }
 
@@ -70,21 +72,21 @@ TEST(Streams, ACopyOfAnEventKeepsItsPoint) {
   const at::Tensor values = at::zeros({8}, on(0));
   settle();
   Event event;
-  event.record(stream);
+  event.record(stream, kSite);
   const Event first = event;
   values.add_(1);
   const HeldStream held(stream.get());
   values.add_(1);
-  event.record(stream);
+  event.record(stream, kSite);
   EXPECT_FALSE(event.done());
   EXPECT_TRUE(first.done());
 }
 
 TEST(Streams, AnEventThatIsUsedAgainMayChangeItsDevice) {
   Event event;
-  event.record(Stream::current(device(0)));
-  event.record(Stream::current(device(1)));
-  event.block(Stream::current(device(0)));
+  event.record(Stream::current(device(0)), kSite);
+  event.record(Stream::current(device(1)), kSite);
+  event.block(Stream::current(device(0)), kSite);
   EXPECT_TRUE(event.done());
 }
 
@@ -92,8 +94,8 @@ TEST(Streams, OnTheCpuAllAreEmpty) {
   EXPECT_FALSE(Stream::current(at::kCPU));
   EXPECT_FALSE(Stream::make(at::kCPU));
   Event event;
-  event.record(Stream::current(device(0)));
-  event.record(Stream());
+  event.record(Stream::current(device(0)), kSite);
+  event.record(Stream(), kSite);
   EXPECT_TRUE(event.done());
 }
 

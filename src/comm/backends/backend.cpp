@@ -33,11 +33,32 @@ const BackendRow* find_backend(std::string_view name) {
 
 }  // namespace
 
-const BackendRow& backend_named(const std::string& name) {
-  // Models live on the CPU so far: "auto" is the first.
-  if (name == "auto") return backends().front();
+void BackendRow::require_carries(at::DeviceType type) const {
+  if (carries(type)) return;
+  const auto word = [](at::DeviceType one) { return c10::DeviceTypeName(one, true); };
+  const auto other = std::ranges::find_if(backends(), [&](const BackendRow& row) {
+    return row.connects_processes() == connects_processes() && row.carries(type);
+  });
+  throw Error(
+      ErrorKind::kConfig,
+      concat("world: found backend ", name, " with device ", word(type), ", expected device ",
+             word(*device), ", whose tensors it carries; set device to ", word(*device),
+             other == backends().end() ? "" : concat(", or backend to ", other->name)));
+}
+
+const BackendRow& backend_named(const std::string& name, at::DeviceType device) {
+  if (name == "auto") {
+    const auto carrier = std::ranges::find_if(backends(), [&](const BackendRow& row) {
+      return row.connects_processes() && row.carries(device);
+    });
+    if (carrier != backends().end()) return *carrier;
+    backends().front().require_carries(device);
+  }
   const BackendRow* row = find_backend(name);
-  if (row != nullptr && row->connects_processes()) return *row;
+  if (row != nullptr && row->connects_processes()) {
+    row->require_carries(device);
+    return *row;
+  }
   const auto last = std::ranges::find_if_not(backends(), &BackendRow::connects_processes) -
                     backends().begin() - 1;
   std::string expected = "auto";
@@ -51,11 +72,6 @@ const BackendRow& backend_of(ThreadBackend threads) {
   const auto row = std::ranges::find(backends(), threads, &BackendRow::threads);
   TESSERA_INVARIANT(row != backends().end(), "no backend connects threads so");
   return *row;
-}
-
-at::DeviceType device_of(const World& world) {
-  const BackendRow* row = find_backend(world.backend());
-  return row == nullptr ? at::kCPU : row->device;
 }
 
 }  // namespace tessera::comm

@@ -4,7 +4,7 @@
 // else it has (store, watch, queue) is the same under all. Next: group.h, what a backend implements.
 #pragma once
 
-#include <c10/core/DeviceType.h>
+#include <c10/core/Device.h>
 
 #include <chrono>
 #include <memory>
@@ -27,6 +27,7 @@ struct GroupPlace {
   std::string name;        ///< "gather of ranks 0,1"
   std::vector<int> ranks;  ///< of the world, ascending
   int rank = 0;            ///< of the world: this one
+  at::Device device;       ///< of its tensors: the World's, or the CPU (carries_messages)
   WorldOptions options;
   std::shared_ptr<Store> store;
   std::shared_ptr<AbortFlag> abort_flag;
@@ -53,21 +54,22 @@ class Connections {
 
 struct BackendRow {
   std::string_view name;                 ///< WorldOptions::backend, World::backend()
-  at::DeviceType device;                 ///< where the tensors of its collectives lie
+  std::optional<at::DeviceType> device;  ///< whose tensors it carries; none: any
   std::optional<ThreadBackend> threads;  ///< under which it connects threads of one process
   bool (*usable)();                      ///< built in, and there is a device
   /// Null where it connects threads only. Errors: kUsage where it is not usable; kComm.
   std::unique_ptr<Connections> (*open)(const LaunchEnvironment& launch);
 
   bool connects_processes() const { return open != nullptr; }
+  bool carries(at::DeviceType type) const { return !device || *device == type; }
+  /// Errors: kConfig naming both and what to set.
+  void require_carries(at::DeviceType type) const;
 };
 
-/// Those that connect processes first, of which the first is the one that "auto" takes.
+/// Those that connect processes first; "auto" is the first of these that carries the device.
 const std::vector<BackendRow>& backends();
-/// Of processes. Errors: kUsage where there is none of that name.
-const BackendRow& backend_named(const std::string& name);
+/// Of processes. Errors: kUsage where there is none of that name; as require_carries().
+const BackendRow& backend_named(const std::string& name, at::DeviceType device);
 const BackendRow& backend_of(ThreadBackend threads);
-/// Where the tensors of its collectives lie; the CPU where a rank is alone.
-at::DeviceType device_of(const World& world);
 
 }  // namespace tessera::comm

@@ -64,6 +64,19 @@ void AllGather::run(const std::vector<const AllGather*>& ranks) {
   }
 }
 
+void AllGather::run_on_devices(const std::vector<const AllGather*>& ranks) {
+  const std::int64_t slice = ranks.front()->buffer.numel() / std::ssize(ranks);
+  for (std::int64_t from = 0; from < std::ssize(ranks); ++from) {
+    const auto place = [&](const AllGather& op) {
+      return op.buffer.view(-1).narrow(0, slice * from, slice);
+    };
+    const AllGather& source = *ranks[static_cast<std::size_t>(from)];
+    for (const auto* to : ranks) {
+      if (to != &source) place(*to).copy_(place(source), /*non_blocking=*/true);
+    }
+  }
+}
+
 AllGather AllGather::cloned() const { return {buffer.clone(), bucket}; }
 
 void AllGather::deliver(const AllGather& to) const { to.buffer.copy_(buffer); }

@@ -22,6 +22,7 @@ struct AllGather {
     return std::nullopt;
   }
   static void run(const std::vector<const AllGather*>& ranks);
+  static void run_on_devices(const std::vector<const AllGather*>& ranks);
   AllGather cloned() const;
   void deliver(const AllGather& to) const;
 };

@@ -1,5 +1,7 @@
 #include "comm/ops/all_reduce.h"
 
+#include <ATen/ops/empty.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -152,6 +154,18 @@ void AllReduce::run(const std::vector<const AllReduce*>& ranks) {
   for (std::size_t to = 1; to < ranks.size(); ++to) {
     std::memcpy(at_byte(ranks[to]->result(), 0), at_byte(first, 0), first.nbytes());
   }
+}
+
+void AllReduce::run_on_devices(const std::vector<const AllReduce*>& ranks) {
+  const at::Tensor& first = ranks.front()->result();
+  std::vector<at::Tensor> addends;
+  for (const auto* one : ranks) {
+    addends.push_back(one->data.view(-1).to(first.device(), /*non_blocking=*/true));
+  }
+  // Beside all results, where others' addends may lie.
+  const at::Tensor sum = at::empty({first.numel()}, first.options());
+  kernels::sum_in_rank_order(addends, sum, /*adds=*/false);
+  for (const auto* to : ranks) to->result().view(-1).copy_(sum, /*non_blocking=*/true);
 }
 
 AllReduce AllReduce::cloned() const {

@@ -33,6 +33,7 @@ struct AllReduce {
     return std::nullopt;
   }
   static void run(const std::vector<const AllReduce*>& ranks);
+  static void run_on_devices(const std::vector<const AllReduce*>& ranks);
   AllReduce cloned() const;
   void deliver(const AllReduce& to) const;
 };

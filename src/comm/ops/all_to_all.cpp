@@ -111,6 +111,22 @@ void AllToAll::run(const std::vector<const AllToAll*>& ranks) {
   }
 }
 
+void AllToAll::run_on_devices(const std::vector<const AllToAll*>& ranks) {
+  std::vector<std::int64_t> taken(ranks.size(), 0);  // of each sender's input
+  for (std::size_t to = 0; to < ranks.size(); ++to) {
+    std::int64_t filled = 0;
+    for (std::size_t from = 0; from < ranks.size(); ++from) {
+      const std::int64_t numel = ranks[from]->sends[to];
+      ranks[to]
+          ->output.view(-1)
+          .narrow(0, filled, numel)
+          .copy_(ranks[from]->input.view(-1).narrow(0, taken[from], numel), /*non_blocking=*/true);
+      filled += numel;
+      taken[from] += numel;
+    }
+  }
+}
+
 AllToAll AllToAll::cloned() const { return {input.clone(), sends, output.clone(), receives}; }
 
 void AllToAll::deliver(const AllToAll& to) const { to.output.copy_(output); }

@@ -24,6 +24,7 @@ struct AllToAll {
   std::unique_ptr<Steps> steps(int ranks, int rank) const;
   static std::optional<CountDifference> find_difference(const std::vector<const AllToAll*>& ranks);
   static void run(const std::vector<const AllToAll*>& ranks);
+  static void run_on_devices(const std::vector<const AllToAll*>& ranks);
   AllToAll cloned() const;
   void deliver(const AllToAll& to) const;
 };

@@ -21,6 +21,7 @@ struct Broadcast {
   static std::optional<CountDifference> find_difference(
       const std::vector<const Broadcast*>& of_all_ranks);
   static void run(const std::vector<const Broadcast*>& ranks);
+  static void run_on_devices(const std::vector<const Broadcast*>& ranks);
   Broadcast cloned() const;
   void deliver(const Broadcast& to) const;
 };

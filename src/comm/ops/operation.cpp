@@ -31,8 +31,9 @@ std::string_view to_string(Kind kind) {
 void CheckedBatch::require_usable(const at::Tensor& tensor) const {
   TESSERA_INVARIANT(tensor.defined() && tensor.is_contiguous(), "batch of ", unit,
                     ": found a tensor that is undefined or not contiguous");
-  TESSERA_INVARIANT(tensor.device().type() == device, "batch of ", unit, ": found a tensor on ",
-                    tensor.device(), ", expected ", device);
+  const at::Device there = tensor.device();
+  TESSERA_INVARIANT(there.type() == device.type() && (there.is_cpu() || there == device),
+                    "batch of ", unit, ": found a tensor on ", there, ", expected ", device);
 }
 
 }  // namespace tessera::comm

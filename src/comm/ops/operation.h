@@ -48,7 +48,7 @@ struct CheckedBatch {
   Kind kind;
   std::string_view unit;
   int ranks;
-  at::DeviceType device;
+  at::Device device;
   /// Errors: kInternal unless defined, contiguous and on the device.
   void require_usable(const at::Tensor& tensor) const;
 };
@@ -82,6 +82,9 @@ concept Operation = requires(const Op& op, const CheckedBatch& batch,
   /// The whole of it for ranks that share memory; what cannot meet was found before that.
   { Op::find_difference(of_all_ranks) } -> std::same_as<std::optional<CountDifference>>;
   { Op::run(of_all_ranks) };
+  /// The same by tensor operations on the current stream of each rank's device, which comes behind
+  /// all that made the tensors. In rank order: the same bits.
+  { Op::run_on_devices(of_all_ranks) };
   /// With tensors of its own, and the results of such a copy back in place.
   { op.cloned() } -> std::same_as<Op>;
   { op.deliver(op) };

@@ -86,6 +86,20 @@ void ReduceScatter::run(const std::vector<const ReduceScatter*>& ranks) {
   }
 }
 
+void ReduceScatter::run_on_devices(const std::vector<const ReduceScatter*>& ranks) {
+  for (std::size_t to = 0; to < ranks.size(); ++to) {
+    const at::Tensor output = ranks[to]->output.view(-1);
+    const std::int64_t slice = output.numel();
+    std::vector<at::Tensor> addends;
+    for (const auto* one : ranks) {
+      addends.push_back(one->input.view(-1)
+                            .narrow(0, slice * static_cast<std::int64_t>(to), slice)
+                            .to(output.device(), /*non_blocking=*/true));
+    }
+    kernels::sum_in_rank_order(addends, output, ranks[to]->into == Into::kAdd);
+  }
+}
+
 ReduceScatter ReduceScatter::cloned() const {
   return {input.clone(), output.clone(), into, bucket};
 }

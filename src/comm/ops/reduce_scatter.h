@@ -26,6 +26,7 @@ struct ReduceScatter {
     return std::nullopt;
   }
   static void run(const std::vector<const ReduceScatter*>& ranks);
+  static void run_on_devices(const std::vector<const ReduceScatter*>& ranks);
   ReduceScatter cloned() const;
   void deliver(const ReduceScatter& to) const;
 };

@@ -11,6 +11,10 @@
 namespace tessera::comm {
 namespace {
 
+void refuse_devices() {
+  TESSERA_INVARIANT(false, "a message that is relayed is in the host's memory");
+}
+
 class BytesSteps final : public RelayedGatherSteps {
  public:
   BytesSteps(const RelayedGather& op, int rank)
@@ -67,6 +71,10 @@ void RelayedGather::run(const std::vector<const RelayedGather*>& ranks) {
     }
     begin += length;
   }
+}
+
+void RelayedGather::run_on_devices(const std::vector<const RelayedGather*>& /*ranks*/) {
+  refuse_devices();
 }
 
 RelayedGather RelayedGather::cloned() const { return {bytes.clone(), lengths}; }
@@ -157,6 +165,8 @@ void Combine::run(const std::vector<const Combine*>& ranks) {
   }
   for (const auto* one : ranks) one->values.copy_(all);
 }
+
+void Combine::run_on_devices(const std::vector<const Combine*>& /*ranks*/) { refuse_devices(); }
 
 Combine Combine::cloned() const { return {values.clone(), way}; }
 

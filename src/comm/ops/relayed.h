@@ -24,6 +24,7 @@ struct RelayedGather {
     return std::nullopt;
   }
   static void run(const std::vector<const RelayedGather*>& ranks);
+  static void run_on_devices(const std::vector<const RelayedGather*>& ranks);
   RelayedGather cloned() const;
   void deliver(const RelayedGather& to) const;
 };
@@ -48,6 +49,7 @@ struct Combine {
     return std::nullopt;
   }
   static void run(const std::vector<const Combine*>& ranks);
+  static void run_on_devices(const std::vector<const Combine*>& ranks);
   Combine cloned() const;
   void deliver(const Combine& to) const;
 };

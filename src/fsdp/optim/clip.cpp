@@ -11,6 +11,7 @@
 #include "base/hash.h"
 #include "base/test_hooks.h"
 #include "base/trace.h"
+#include "comm/host_read.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "kernels/kernels.h"
@@ -56,7 +57,7 @@ std::vector<SumOfParameter> sums_of_parameters(const ShardedBase& model, double 
   for (std::int64_t i = 0; i < size; ++i) {
     kernels::add_powers(gradients[static_cast<std::size_t>(i)], p, largest, found.narrow(0, i, 1));
   }
-  const at::Tensor here = found.to(at::kCPU);
+  const at::Tensor here = comm::read_on_host(found, "gradient norm");
   const auto* next = here.const_data_ptr<double>();
   for (auto& one : sums) one.sum = *next++;
   return sums;
@@ -98,11 +99,15 @@ double sum_of_powers(const ShardedBase& model, double p, double largest = 1.0) {
 double larger(double a, double b) { return a > b || std::isnan(a) ? a : b; }
 
 double largest_absolute(const ShardedBase& model) {
-  double largest = 0.0;
+  std::vector<at::Tensor> of_gradients;
   for (const auto& view : model.shards()) {
     const auto& gradient = view.shard.grad();
     if (!gradient.defined() || gradient.numel() == 0) continue;
-    largest = larger(largest, gradient.abs().max().item<double>());
+    of_gradients.push_back(gradient.abs().max());
+  }
+  double largest = 0.0;
+  for (const auto& one : comm::read_on_host(of_gradients, "largest gradient")) {
+    largest = larger(largest, one.item<double>());
   }
   for (auto* group : {fsdp::unit_of_handle(model.unit()).runtime().groups().replica_control(),
                       model.stages_group()}) {
@@ -174,13 +179,20 @@ double clip_grad_norm(const ShardedBase& model, double max_norm, double p) {
 
 std::vector<std::string> nonfinite_parameters(const ShardedBase& model, std::size_t most) {
   const auto views = model.shards();
-  std::vector<bool> any(views.size());
+  std::vector<at::Tensor> fine;
+  std::vector<std::size_t> of_view;
   for (std::size_t i = 0; i < views.size(); ++i) {
     const auto& value = views[i].shard;
-    const auto bad = [](const at::Tensor& tensor) {
-      return tensor.is_floating_point() && !at::isfinite(tensor).all().item<bool>();
-    };
-    if (bad(value.detach()) || (value.grad().defined() && bad(value.grad()))) any[i] = true;
+    for (const auto& tensor : {value.detach(), value.grad()}) {
+      if (!tensor.defined() || !tensor.is_floating_point()) continue;
+      fine.push_back(at::isfinite(tensor).all());
+      of_view.push_back(i);
+    }
+  }
+  std::vector<bool> any(views.size());
+  const auto read = comm::read_on_host(fine, "parameters that are not finite");
+  for (std::size_t i = 0; i < read.size(); ++i) {
+    if (!read[i].item<bool>()) any[of_view[i]] = true;
   }
   auto* group = fsdp::unit_of_handle(model.unit()).runtime().data_group();
   if (group != nullptr) any = comm::any_of_ranks(*group, any, "parameters that are not finite");

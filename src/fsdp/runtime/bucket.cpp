@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include "comm/host_read.h"
 #include "grad/torch_dtype.h"
 #include "kernels/kernels.h"
 #include "tessera/error.h"
@@ -12,6 +13,12 @@ namespace {
 
 at::Tensor zeros(std::int64_t numel, DType dtype, at::Device device) {
   return at::zeros({numel}, at::TensorOptions().dtype(to_scalar_type(dtype)).device(device));
+}
+
+bool has_same_bytes(const at::Tensor& one, const at::Tensor& other) {
+  const at::Tensor bytes = one.view(at::kByte), others = other.view(at::kByte);
+  if (bytes.is_cpu()) return at::equal(bytes, others);
+  return !comm::read_on_host(bytes.ne(others).any(), "unsharded parameters").item<bool>();
 }
 
 }  // namespace
@@ -69,7 +76,7 @@ bool Bucket::shows_shard() const {
     now = pool_->take(slice.numel(), slice.scalar_type());
     encode(now);
   }
-  const bool same = at::equal(slice.view(at::kByte), now.view(at::kByte));
+  const bool same = has_same_bytes(slice, now);
   if (!now.is_same(shard_)) pool_->give_back(std::move(now));
   return same;
 }

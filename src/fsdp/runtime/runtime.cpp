@@ -6,8 +6,8 @@
 #include <sstream>
 
 #include "base/hash.h"
-#include "comm/backends/backend.h"
 #include "comm/group.h"
+#include "comm/host_read.h"
 #include "fsdp/runtime/integrity.h"
 #include "fsdp/runtime/recompute_scopes.h"
 #include "launch/abort_flag.h"
@@ -16,7 +16,7 @@
 namespace tessera::fsdp {
 Runtime::Runtime(Mesh mesh, std::int64_t in_flight_bytes)
     : groups_(std::move(mesh)),
-      pool_(std::make_shared<comm::BufferPool>(comm::device_of(world()))),
+      pool_(std::make_shared<comm::BufferPool>(world().device())),
       reducer_(in_flight_bytes),
       recoveries_(world().recoveries()) {}
 
@@ -25,7 +25,7 @@ Runtime::~Runtime() = default;
 layout::PlanOptions Runtime::plan_options() const {
   layout::PlanOptions options;
   options.ranks = mesh().size_of(axis::kShard) * mesh().size_of(axis::kContext);
-  options.alignment_bytes = pool_->device().is_cuda() ? 256 : 64;
+  options.alignment_bytes = device().is_cpu() ? 64 : 256;
   options.mesh = mesh().shapes();
   return options;
 }
@@ -356,7 +356,7 @@ std::vector<bool> Runtime::stale_on_any_rank(const std::vector<Unit*>& kept) {
   const auto count = static_cast<std::int64_t>(kept.size());
   auto* group = groups_.replica_gathers();
   const auto ranks = group == nullptr ? 1 : group->size();
-  auto all = at::zeros({ranks, count}, at::kByte);
+  at::Tensor all = at::zeros({ranks, count}, at::kByte);
   auto mine = all[group == nullptr ? 0 : group->rank()];
   for (std::int64_t i = 0; i < count; ++i) {
     mine[i] = kept[static_cast<std::size_t>(i)]->is_stale() ? 1 : 0;
@@ -367,8 +367,10 @@ std::vector<bool> Runtime::stale_on_any_rank(const std::vector<Unit*>& kept) {
     comm::Batch batch;
     batch.label = {comm::Kind::kAllGather, "units kept unsharded:", 0, 0, marks()};
     for (const auto* unit : kept) batch.label.unit += concat(" ", unit->shown_name());
-    batch.ops.emplace_back(comm::AllGather{all.view({-1})});
+    const at::Tensor there = all.to(device());
+    batch.ops.emplace_back(comm::AllGather{there.view({-1})});
     queue().submit(*group, std::move(batch)).wait();
+    all = comm::read_on_host(there, "units kept unsharded");
   }
   const auto any = all.amax(0);
   std::vector<bool> stale;

@@ -55,6 +55,11 @@ at::Tensor Buffer::stored() const {
   return is_as_made ? exact : tensor.detach().to(to_scalar_type(contract.storage));
 }
 
+void Buffer::move_to(at::Device device) const {
+  if (tensor.device() == device || tensor.is_meta()) return;
+  tensor.set_data(tensor.detach().to(device));
+}
+
 void Buffer::cast() {
   const auto found = tensor.scalar_type();
   const auto wanted = to_scalar_type(contract.compute);

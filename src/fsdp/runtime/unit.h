@@ -76,6 +76,8 @@ struct Buffer {
   /// Its values in the storage dtype: as they were loaded, all digits, for as long as nobody wrote
   /// to what the cast made of them.
   at::Tensor stored() const;
+  /// Its memory, once: the object that the module holds stays.
+  void move_to(at::Device device) const;
   /// From the storage dtype, to the compute dtype. Errors: kUsage for another dtype; kContract.
   void cast();
 

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "base/random.h"
-#include "fsdp/handle.h"
 #include "grad/torch_dtype.h"
 #include "pipeline/runner.h"
 #include "pipeline/valid_program.h"
@@ -246,7 +245,7 @@ PipelineOfRun::PipelineOfRun(PipelinePlan plan, StreamBorders borders,
                              Sharded<models::LanguageModel>& model)
     : plan_(std::move(plan)),
       parts_(new Parts{model,
-                       pipeline::Runner(pipeline::ties_of(model.mesh(), fsdp::device_of(model))),
+                       pipeline::Runner(pipeline::ties_of(model.mesh())),
                        plan_.own_messages ? pipeline::ValidProgram(*plan_.own_messages)
                                           : pipeline::ValidProgram(plan_.schedule),
                        {},

@@ -6,6 +6,7 @@
 #include "comm/backends/backend.h"
 #include "comm/ops/steps.h"
 #include "tessera/error.h"
+#include "tessera/world.h"
 
 namespace tessera::comm::operation_test {
 namespace {
@@ -60,6 +61,7 @@ struct Shift {
       ranks[(i + 1) % ranks.size()]->in.copy_(ranks[i]->out);
     }
   }
+  static void run_on_devices(const std::vector<const Shift*>& ranks) { run(ranks); }
   Shift cloned() const { return {out.clone(), in.clone()}; }
   void deliver(const Shift& to) const { to.in.copy_(in); }
 };
@@ -67,16 +69,51 @@ struct Shift {
 TEST(Operation, ANewOneIsOneStruct) { EXPECT_TRUE(FitsIntoABatch<Shift>); }
 
 TEST(Backends, AreRowsByTheirNames) {
-  EXPECT_EQ(backend_named("auto").name, "gloo");
-  EXPECT_TRUE(backend_named("gloo").usable());
-  EXPECT_EQ(backend_named("nccl").name, "nccl");
+  EXPECT_EQ(backend_named("gloo", at::kCPU).name, "gloo");
+  EXPECT_TRUE(backend_named("gloo", at::kCPU).usable());
+  EXPECT_EQ(backend_named("nccl", at::kCUDA).name, "nccl");
   try {
-    backend_named("carrier pigeon");
+    backend_named("carrier pigeon", at::kCPU);
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kUsage);
     EXPECT_STREQ(error.what(), "world: found backend carrier pigeon, expected auto, gloo or nccl");
   }
+}
+
+TEST(Backends, AutoIsTheFirstThatCarriesTheDevice) {
+  EXPECT_EQ(backend_named("auto", at::kCPU).name, "gloo");
+  EXPECT_EQ(backend_named("auto", at::kCUDA).name, "nccl");
+  EXPECT_THROW(backend_named("auto", at::kXPU), Error);
+}
+
+/// What a World says of its options, before it asks anybody.
+std::string refusal_of(const WorldOptions& options) {
+  try {
+    World::connect(options);
+  } catch (const Error& error) {
+    return concat(to_string(error.kind()), ": ", error.what());
+  }
+  return "";
+}
+
+// Naive: every group is opened, and the first agreement finds tensors of the other device.
+TEST(Backends, OneThatDoesNotCarryTheDeviceIsRefusedByAWorldOfOneToo) {
+  WorldOptions options;
+  options.backend = "nccl";
+  EXPECT_EQ(refusal_of(options),
+            "config: world: found backend nccl with device cpu, expected device cuda, whose "
+            "tensors it carries; set device to cuda, or backend to gloo");
+}
+
+TEST(Backends, ADeviceThatIsNoneIsRefused) {
+  WorldOptions options;
+  options.device = "toaster";
+  EXPECT_EQ(refusal_of(options),
+            "usage: world: found device 'toaster', expected cpu, or an accelerator that libtorch "
+            "knows, as cuda or cuda:0");
+  options.device = "meta";
+  EXPECT_NE(refusal_of(options), "");
 }
 
 TEST(Backends, OneThatIsNotUsableIsRefusedAsItIsOpened) {

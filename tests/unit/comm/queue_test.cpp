@@ -23,7 +23,7 @@ class RecordingGroup : public Group {
   int rank() const override { return 0; }
   int size() const override { return 2; }
   const std::string& name() const override { return name_; }
-  std::unique_ptr<Work> issue(Batch batch) override {
+  std::unique_ptr<Work> start(Batch batch) override {
     struct Done : Work {
       void wait() override {}
     };

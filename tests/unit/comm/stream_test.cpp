@@ -16,9 +16,9 @@ TEST(Streams, TheCpuHasNone) {
 TEST(Streams, AnEventOfTheCpuIsDone) {
   Event event;
   EXPECT_TRUE(event.done());
-  event.record(Stream::current(c10::kCPU));
+  event.record(Stream::current(c10::kCPU), EventSite::kIssue);
   EXPECT_TRUE(event.done());
-  event.block(Stream());
+  event.block(Stream(), EventSite::kIssue);
   const StreamScope nothing_changes{Stream()};
 }
 

@@ -71,14 +71,14 @@ at::Tensor Channel::take_buffer(std::int64_t bytes) {
   at::Tensor taken;
   {
     const base::Lock lock(mutex_);
-    taken = free_buffers_.take(bytes);
+    taken = free_buffers_.take(bytes).memory;
   }
   return taken.defined() ? taken : at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
 }
 
 void Channel::give_back(at::Tensor buffer) {
   const base::Lock lock(mutex_);
-  free_buffers_.give_back(std::move(buffer));
+  free_buffers_.give_back({std::move(buffer)});
 }
 
 Exchange::Exchange(std::shared_ptr<Channel> channel, Batch batch, std::uint64_t sequence,

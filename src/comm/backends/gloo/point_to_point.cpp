@@ -161,7 +161,7 @@ int PointToPointGroup::rank() const { return channel_->options.self; }
 int PointToPointGroup::size() const { return channel_->size(); }
 const std::string& PointToPointGroup::name() const { return channel_->options.name; }
 
-std::unique_ptr<Work> PointToPointGroup::issue(Batch batch) {
+std::unique_ptr<Work> PointToPointGroup::start(Batch batch) {
   channel_->options.abort_flag->check();
   check_batch(batch, size());
   require_no_mail(mail_.get(), name());

@@ -57,7 +57,6 @@ class PointToPointGroup : public Group {
   int rank() const override;
   int size() const override;
   const std::string& name() const override;
-  std::unique_ptr<Work> issue(Batch batch) override;
   Mail& mail() override;
 
   /// After a failure: closes the connections; the next issue() opens new ones. Nothing may be under
@@ -65,6 +64,7 @@ class PointToPointGroup : public Group {
   void reset(int epoch);
 
  private:
+  std::unique_ptr<Work> start(Batch batch) override;
   void open();
   /// To all that the batch sends to.
   void connect(const Batch& batch, std::uint64_t sequence);

@@ -1,10 +1,17 @@
 #include "comm/backends/in_process/in_process.h"
 
+#include <c10/core/GradMode.h>
+#include <c10/core/StreamGuard.h>
+
+#include <algorithm>
+#include <optional>
+
 #include "base/mutex.h"
 #include "base/test_hooks.h"
 #include "base/text/printable.h"
 #include "comm/backends/in_process/mailbox.h"
 #include "comm/batch.h"
+#include "comm/host_read.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -18,6 +25,9 @@ struct Rendezvous::Collective {
   bool done = false;
   std::string failure;
   std::vector<Batch> staged;  // test_hooks::deliver_at_wait: the results until each rank waits
+  // Of tensors on devices, a member each:
+  std::vector<Stream> streams;
+  std::vector<Event> ends;  // of the collective on that stream
 };
 
 /// What the members of one group share.
@@ -47,6 +57,45 @@ auto with_all(const std::vector<Batch>& batches, std::size_t index, Act act) {
 void run(const std::vector<Batch>& batches) {
   for (std::size_t op = 0; op < batches.front().ops.size(); ++op) {
     with_all(batches, op, []<class One>(const std::vector<const One*>& ranks) { One::run(ranks); });
+  }
+}
+
+/// Each of the streams comes behind all that was launched on any of them.
+void meet(const std::vector<Stream>& streams) {
+  std::vector<Event> came(streams.size());
+  for (std::size_t i = 0; i < streams.size(); ++i) came[i].record(streams[i], EventSite::kPeers);
+  for (const Stream& stream : streams) {
+    for (const Event& event : came) event.block(stream, EventSite::kPeers);
+  }
+}
+
+/// One of the streams for each of their devices.
+std::vector<c10::Stream> one_a_device(const std::vector<Stream>& streams) {
+  std::vector<c10::Stream> chosen;
+  for (const Stream& stream : streams) {
+    const bool has_one = std::ranges::any_of(
+        chosen, [&](const c10::Stream& one) { return one.device() == stream.device(); });
+    if (!has_one) chosen.push_back(stream.get());
+  }
+  return chosen;
+}
+
+/// Launches all of it, by one thread for all members.
+void run_on_devices(Rendezvous::Collective& collective) {
+  const auto& batches = collective.staged.empty() ? collective.batches : collective.staged;
+  meet(collective.streams);
+  {
+    const c10::MultiStreamGuard here(one_a_device(collective.streams));
+    const c10::AutoGradMode no_grad(false);
+    for (std::size_t op = 0; op < batches.front().ops.size(); ++op) {
+      with_all(batches, op,
+               []<class One>(const std::vector<const One*>& ranks) { One::run_on_devices(ranks); });
+    }
+  }
+  // A rank's memory is read by others, too.
+  meet(collective.streams);
+  for (std::size_t i = 0; i < collective.streams.size(); ++i) {
+    collective.ends[i].record(collective.streams[i], EventSite::kWorkEnd);
   }
 }
 
@@ -91,6 +140,14 @@ Batch cloned(const Batch& batch) {
   return copy;
 }
 
+/// A copy of each member's batch, on its stream.
+void stage(Rendezvous::Collective& collective) {
+  for (std::size_t i = 0; i < collective.batches.size(); ++i) {
+    const StreamScope there(collective.streams.empty() ? Stream() : collective.streams[i]);
+    collective.staged.push_back(cloned(collective.batches[i]));
+  }
+}
+
 void deliver(const Batch& staged, const Batch& batch) {
   for (std::size_t i = 0; i < batch.ops.size(); ++i) {
     std::visit([&]<class One>(const One& to) { std::get<One>(staged.ops[i]).deliver(to); },
@@ -102,14 +159,32 @@ void deliver(const Batch& staged, const Batch& batch) {
 
 class InProcessWork : public Work {
  public:
+  /// Of tensors on a device: `log` has it, and `waits` is told that this rank waits for it.
+  struct OnDevice {
+    std::shared_ptr<const FlightRecorder> log;
+    std::uint64_t sequence = 0;  ///< in the log
+    std::shared_ptr<HostWaits> waits;
+  };
+
   InProcessWork(std::shared_ptr<Rendezvous::SharedGroup> shared,
                 std::shared_ptr<Rendezvous::Collective> collective, int self,
-                std::chrono::milliseconds timeout, std::shared_ptr<AbortFlag> abort_flag)
+                std::chrono::milliseconds timeout, std::shared_ptr<AbortFlag> abort_flag,
+                std::optional<OnDevice> on_device)
       : shared_(std::move(shared)),
         collective_(std::move(collective)),
         self_(static_cast<std::size_t>(self)),
         timeout_(timeout),
-        abort_flag_(std::move(abort_flag)) {}
+        abort_flag_(std::move(abort_flag)),
+        on_device_(std::move(on_device)) {}
+  ~InProcessWork() override {
+    if (done_ || !on_device_) return;
+    try {
+      const base::Lock lock(shared_->mutex);
+      if (collective_->done && collective_->failure.empty()) block();
+    } catch (...) {
+      // An error is under way already: it was not waited for.
+    }
+  }
 
   void wait() override {
     if (done_) return;
@@ -124,12 +199,39 @@ class InProcessWork : public Work {
       abort_flag_->check();
       if (!in_time) throw LostRank(missing(patience));
     }
-    if (!collective_->staged.empty())
+    if (on_device_) {
+      deliver_on_device();
+    } else if (!collective_->staged.empty()) {
       deliver(collective_->staged[self_], collective_->batches[self_]);
+    }
     done_ = true;
   }
 
  private:
+  /// The current stream comes behind the collective.
+  void block() const {
+    const Stream& stream = collective_->streams[self_];
+    collective_->ends[self_].block(Stream::current(stream.device()), EventSite::kWorkEnd);
+  }
+
+  void deliver_on_device() {
+    const Stream& stream = collective_->streams[self_];
+    if (!collective_->staged.empty()) {
+      const StreamScope there(stream);
+      deliver(collective_->staged[self_], collective_->batches[self_]);
+      collective_->staged[self_] = {};
+      collective_->ends[self_].record(stream, EventSite::kWorkEnd);
+    }
+    if (on_device_->waits) {
+      on_device_->waits->waited_for(on_device_->log, on_device_->sequence,
+                                    collective_->ends[self_]);
+    }
+    block();
+    // Others may hold the collective for longer: not this rank's memory with it, which is free
+    // behind this point of this rank's stream.
+    collective_->batches[self_].ops.clear();
+  }
+
   std::string missing(std::chrono::milliseconds patience) const {
     Entry entry;
     describe(collective_->batches[self_], collective_->sequence, entry);
@@ -146,17 +248,20 @@ class InProcessWork : public Work {
   std::size_t self_;
   std::chrono::milliseconds timeout_;
   std::shared_ptr<AbortFlag> abort_flag_;
+  std::optional<OnDevice> on_device_;
   bool done_ = false;
 };
 
 class InProcessGroup : public Group {
  public:
-  InProcessGroup(Rendezvous& rendezvous, std::shared_ptr<Rendezvous::SharedGroup> shared, int self,
-                 std::shared_ptr<AbortFlag> abort_flag)
+  InProcessGroup(Rendezvous& rendezvous, std::shared_ptr<Rendezvous::SharedGroup> shared,
+                 const GroupPlace& place)
       : rendezvous_(rendezvous),
         shared_(std::move(shared)),
-        self_(self),
-        abort_flag_(std::move(abort_flag)) {}
+        self_(place.self()),
+        abort_flag_(place.abort_flag),
+        device_(place.device),
+        log_(device_.is_cpu() ? nullptr : std::make_shared<FlightRecorder>(place.name)) {}
 
   int rank() const override { return self_; }
   int size() const override { return static_cast<int>(shared_->members.size()); }
@@ -170,12 +275,18 @@ class InProcessGroup : public Group {
     return *mail_;
   }
 
-  std::unique_ptr<Work> issue(Batch batch) override {
+ private:
+  std::unique_ptr<Work> start(Batch batch) override {
     abort_flag_->check();
     require_no_mail(mail_.get(), name());
-    check_batch(batch, size());
+    check_batch(batch, size(), device_);
     if (const auto hook = test_hooks::before_issue.get()) {
       (*hook)(shared_->members[static_cast<std::size_t>(self_)], batch);
+    }
+    std::optional<InProcessWork::OnDevice> on_device;
+    if (log_) {
+      log_->record(batch, logged_);
+      on_device = InProcessWork::OnDevice{log_, logged_++, host_waits()};
     }
     const Joined joined = join(std::move(batch));
     if (joined.last) {
@@ -183,10 +294,9 @@ class InProcessGroup : public Group {
       complete(*joined.collective, late && (*late)());
     }
     return std::make_unique<InProcessWork>(shared_, joined.collective, self_, rendezvous_.timeout_,
-                                           abort_flag_);
+                                           abort_flag_, std::move(on_device));
   }
 
- private:
   struct Joined {
     std::shared_ptr<Rendezvous::Collective> collective;
     bool last;
@@ -205,10 +315,15 @@ class InProcessGroup : public Group {
       collective->sequence = sequence;
       collective->batches.resize(shared_->members.size());
       collective->came.resize(shared_->members.size());
+      if (stream()) {
+        collective->streams.resize(shared_->members.size());
+        collective->ends.resize(shared_->members.size());
+      }
     }
     const auto self = static_cast<std::size_t>(self_);
     collective->batches[self] = std::move(batch);
     collective->came[self] = true;
+    if (stream()) collective->streams[self] = stream();
     Joined joined{collective, ++collective->count == size()};
     if (joined.last) shared_->open.erase(sequence);
     return joined;
@@ -218,10 +333,12 @@ class InProcessGroup : public Group {
   void complete(Rendezvous::Collective& collective, bool deliver_at_wait) {
     std::string failure = disagreement(*shared_, collective);
     if (failure.empty()) {
-      if (deliver_at_wait) {
-        for (const Batch& batch : collective.batches) collective.staged.push_back(cloned(batch));
+      if (deliver_at_wait) stage(collective);
+      if (stream()) {
+        run_on_devices(collective);
+      } else {
+        run(deliver_at_wait ? collective.staged : collective.batches);
       }
-      run(deliver_at_wait ? collective.staged : collective.batches);
     }
     const base::Lock lock(shared_->mutex);
     collective.failure = std::move(failure);
@@ -233,6 +350,9 @@ class InProcessGroup : public Group {
   std::shared_ptr<Rendezvous::SharedGroup> shared_;
   int self_;
   std::shared_ptr<AbortFlag> abort_flag_;
+  const at::Device device_;
+  const std::shared_ptr<FlightRecorder> log_;  // of tensors on a device
+  std::uint64_t logged_ = 0;
   std::uint64_t generation_ = 0;
   std::uint64_t next_sequence_ = 0;
   std::unique_ptr<Mail> mail_;
@@ -250,11 +370,8 @@ std::shared_ptr<Rendezvous::SharedGroup> Rendezvous::shared(const std::string& n
   return shared;
 }
 
-std::unique_ptr<Group> Rendezvous::make_group(const std::string& name,
-                                              const std::vector<int>& members, int self,
-                                              std::shared_ptr<AbortFlag> abort_flag) {
-  return std::make_unique<InProcessGroup>(*this, shared(name, members), self,
-                                          std::move(abort_flag));
+std::unique_ptr<Group> Rendezvous::make_group(const GroupPlace& place) {
+  return std::make_unique<InProcessGroup>(*this, shared(place.name, place.ranks), place);
 }
 
 void Rendezvous::wake_all() {
@@ -306,7 +423,7 @@ class InProcessConnections final : public Connections {
  public:
   explicit InProcessConnections(Rendezvous& rendezvous) : rendezvous_(rendezvous) {}
   std::shared_ptr<Group> make_group(const GroupPlace& place) override {
-    return rendezvous_.make_group(place.name, place.ranks, place.self(), place.abort_flag);
+    return rendezvous_.make_group(place);
   }
 
  private:

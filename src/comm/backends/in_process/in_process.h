@@ -3,7 +3,9 @@
 // Real data and the same bits as every other backend (kernels/kernels.h), and stricter than any:
 // the last rank to issue compares what all ranks mean and runs the whole operation, so that a
 // swapped or missing collective is named at once, on every rank. It makes thousands of multi-rank
-// cases affordable. Next: thread_ranks.h.
+// cases affordable. Tensors on devices, of one or of several, are added and copied there, in rank
+// order, on the groups' streams: that the thread of another rank launches on them is in order, since
+// all ranks issue in one. Next: thread_ranks.h.
 #pragma once
 
 #include <chrono>
@@ -25,9 +27,7 @@ class Rendezvous {
  public:
   explicit Rendezvous(std::chrono::milliseconds timeout) : timeout_(timeout) {}
 
-  /// `members` are world ranks; `self` an index into them. `abort_flag` is this rank's.
-  std::unique_ptr<Group> make_group(const std::string& name, const std::vector<int>& members,
-                                    int self, std::shared_ptr<AbortFlag> abort_flag);
+  std::unique_ptr<Group> make_group(const GroupPlace& place);
   /// Ends all waits (after every rank's AbortFlag was marked).
   void wake_all();
   /// Forgets everything under way; groups start to count anew. Nothing may be in a call.

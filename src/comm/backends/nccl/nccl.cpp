@@ -9,47 +9,65 @@
 #include "comm/backends/gloo/point_to_point.h"
 #include "comm/backends/nccl/nccl_mail.h"
 #include "comm/batch.h"
+#include "comm/host_read.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
 namespace {
 
 /// What NCCL has under way for one batch, and the additions that are left.
+struct UnderWay {
+  std::vector<c10::intrusive_ptr<c10d::Work>> works;
+  std::vector<std::pair<ReduceScatter, at::Tensor>> left;
+  Stream stream;  ///< the group's
+  std::shared_ptr<const FlightRecorder> log;
+  std::uint64_t sequence = 0;  ///< in the log
+  std::shared_ptr<HostWaits> waits;
+};
+
 class NcclWork : public Work {
  public:
-  NcclWork(std::string what, std::vector<c10::intrusive_ptr<c10d::Work>> works,
-           std::vector<std::pair<ReduceScatter, at::Tensor>> left,
-           std::shared_ptr<const AbortFlag> abort_flag)
+  NcclWork(std::string what, UnderWay under_way, std::shared_ptr<const AbortFlag> abort_flag)
       : what_(std::move(what)),
-        works_(std::move(works)),
-        left_(std::move(left)),
+        under_way_(std::move(under_way)),
         abort_flag_(std::move(abort_flag)) {}
 
   /// Makes the caller's stream wait; the host goes on.
   void wait() override {
     if (done_) return;
     abort_flag_->check();
+    Event end;
+    {
+      // Where the memory of sums was allocated, which is free as soon as they are let go.
+      const StreamScope there(under_way_.stream);
+      finish();
+      end.record(under_way_.stream, EventSite::kWorkEnd);
+    }
+    if (under_way_.waits) under_way_.waits->waited_for(under_way_.log, under_way_.sequence, end);
+    end.block(Stream::current(under_way_.stream.device()), EventSite::kWorkEnd);
+    done_ = true;
+  }
+
+ private:
+  void finish() {
     try {
-      for (const auto& work : works_) work->wait();
+      for (const auto& work : under_way_.works) work->wait();
     } catch (const std::exception& error) {
       throw LostRank(concat(what_, ": ", one_line(error.what())));
     }
-    for (const auto& [op, summed] : left_) {
+    for (const auto& [op, summed] : under_way_.left) {
       if (op.into == Into::kAdd) {
         op.output.add_(summed);
       } else {
         op.output.copy_(summed);
       }
     }
-    works_.clear();
-    left_.clear();
-    done_ = true;
+    under_way_.works.clear();
+    under_way_.left.clear();
   }
 
- private:
   std::string what_;
-  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
-  std::vector<std::pair<ReduceScatter, at::Tensor>> left_;
+  UnderWay under_way_;
   std::shared_ptr<const AbortFlag> abort_flag_;
   bool done_ = false;
 };
@@ -57,10 +75,10 @@ class NcclWork : public Work {
 class NcclGroup : public Group {
  public:
   NcclGroup(const ChannelOptions& channel, const c10::intrusive_ptr<c10d::Store>& store,
-            int local_rank)
+            at::Device device)
       : channel_(channel),
         store_(store),
-        device_(at::kCUDA, static_cast<c10::DeviceIndex>(local_rank)),
+        device_(device),
         log_(std::make_shared<FlightRecorder>(channel.name)) {
     auto options = c10d::ProcessGroupNCCL::Options::create();
     options->timeout = channel.timeout;
@@ -81,24 +99,22 @@ class NcclGroup : public Group {
     return *mail_;
   }
 
-  std::unique_ptr<Work> issue(Batch batch) override {
+ private:
+  std::unique_ptr<Work> start(Batch batch) override {
     require_no_mail(mail_.get(), name());
     channel_.abort_flag->check();
-    check_batch(batch, size(), at::kCUDA);
+    check_batch(batch, size(), device_);
     Entry entry;
     describe(batch, next_sequence_, entry);
-    log_->record(batch, next_sequence_++);
-    std::vector<c10::intrusive_ptr<c10d::Work>> works;
-    std::vector<std::pair<ReduceScatter, at::Tensor>> left;
+    log_->record(batch, next_sequence_);
+    UnderWay begun{{}, {}, stream(), log_, next_sequence_++, host_waits()};
     const bool together = batch.ops.size() > 1;
     if (together) backend_->startCoalescing();
-    for (const Op& op : batch.ops) works.push_back(std::visit(Start{*this, left}, op));
-    if (together) works = {backend_->endCoalescing()};
-    return std::make_unique<NcclWork>(to_string(entry), std::move(works), std::move(left),
-                                      channel_.abort_flag);
+    for (const Op& op : batch.ops) begun.works.push_back(std::visit(Start{*this, begun.left}, op));
+    if (together) begun.works = {backend_->endCoalescing()};
+    return std::make_unique<NcclWork>(to_string(entry), std::move(begun), channel_.abort_flag);
   }
 
- private:
   using Started = c10::intrusive_ptr<c10d::Work>;
 
   /// NCCL's call for each op.
@@ -161,8 +177,6 @@ class NcclGroup : public Group {
 
 class NcclConnections final : public Connections {
  public:
-  explicit NcclConnections(int local_rank) : local_rank_(local_rank) {}
-
   std::shared_ptr<Group> make_group(const GroupPlace& place) override {
     meet_on_board(*place.board, [&] {
       place.store->meet(concat("group ", place.name), place.rank, place.ranks,
@@ -170,24 +184,21 @@ class NcclConnections final : public Connections {
     });
     return std::make_shared<NcclGroup>(
         channel_options(place),
-        place.store->for_group(concat("nccl/", place.name), place.abort_flag), local_rank_);
+        place.store->for_group(concat("nccl/", place.name), place.abort_flag), place.device);
   }
   void require_recovery() const override {
     throw Error(ErrorKind::kUsage, "recover: not with NCCL; start the run anew");
   }
-
- private:
-  const int local_rank_;
 };
 
 }  // namespace
 
 bool nccl_usable() { return c10::cuda::device_count() > 0; }
 
-std::unique_ptr<Connections> open_nccl(const LaunchEnvironment& launch) {
+std::unique_ptr<Connections> open_nccl(const LaunchEnvironment& /*launch*/) {
   TESSERA_CHECK(nccl_usable(), ErrorKind::kUsage,
                 "comm.backend: found nccl, but there is no CUDA device; use gloo");
-  return std::make_unique<NcclConnections>(launch.local_rank);
+  return std::make_unique<NcclConnections>();
 }
 
 }  // namespace tessera::comm

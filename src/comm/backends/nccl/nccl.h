@@ -14,7 +14,7 @@ namespace tessera::comm {
 /// Built in, and there is a CUDA device.
 bool nccl_usable();
 
-/// The backend. The device is cuda:local_rank. compare_entries is not used. Errors: kUsage when it
+/// The backend. compare_entries is not used. Errors: kUsage when it
 /// is not built in or there is no CUDA device.
 std::unique_ptr<Connections> open_nccl(const LaunchEnvironment& launch);
 

@@ -1,0 +1,67 @@
+#include "comm/device.h"
+
+#include <ATen/DeviceAccelerator.h>
+#include <c10/core/AutogradState.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+
+#include "base/text/printable.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+c10::Device parsed(const std::string& name) {
+  try {
+    const c10::Device device(name);
+    if (device.is_cpu() || at::isAccelerator(device.type())) return device;
+  } catch (const c10::Error&) {  // said below
+  }
+  throw Error(ErrorKind::kUsage,
+              concat("world: found device ", printable(name),
+                     ", expected cpu, or an accelerator that libtorch knows, as cuda or cuda:0"));
+}
+
+int devices_there(c10::DeviceType type) {
+  if (!c10::impl::hasDeviceGuardImpl(type)) return 0;
+  return c10::impl::VirtualGuardImpl(type).deviceCount();
+}
+
+}  // namespace
+
+std::optional<int> device_number(int local_rank, int visible) {
+  if (visible == 1) return 0;
+  return local_rank < visible ? std::optional(local_rank) : std::nullopt;
+}
+
+c10::Device device_of_rank(const std::string& name, int local_rank) {
+  const c10::Device asked = parsed(name);
+  if (asked.is_cpu()) return c10::kCPU;
+  const int there = devices_there(asked.type());
+  const std::string type = c10::DeviceTypeName(asked.type(), /*lower_case=*/true);
+  TESSERA_CHECK(there > 0, ErrorKind::kUsage, "world: found device ", name,
+                ", but libtorch sees no ", type, " device; take cpu, or a libtorch with ", type,
+                " where its driver and a device are");
+  if (asked.has_index()) {
+    TESSERA_CHECK(asked.index() < there, ErrorKind::kUsage, "world: found device ", name,
+                  ", expected one of ", type, ":0 to ", type, ":", there - 1);
+    return asked;
+  }
+  const auto number = device_number(local_rank, there);
+  TESSERA_CHECK(number, ErrorKind::kUsage, "world: found local rank ", local_rank, " and ", there,
+                " ", type, " devices, expected a device for each rank of a host; ", "start ", there,
+                " ranks on it, or name the one that all take, as ", type, ":0");
+  return {asked.type(), static_cast<c10::DeviceIndex>(*number)};
+}
+
+void use_device(c10::Device device) {
+  c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
+  c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
+}
+
+bool backward_stays_here() {
+  return !c10::AutogradState::get_tls_state().get_multithreading_enabled();
+}
+
+}  // namespace tessera::comm

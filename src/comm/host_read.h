@@ -1,0 +1,69 @@
+// read_on_host: the one place where the host waits for a device.
+//
+// Work on a device is launched and goes on by itself: collectives too, whose wait() blocks a stream
+// and not the host. So one that never ends holds nobody up until something is read, and that is
+// here: the wait stands on the wait board, ends with the World's abort, and says after
+// comm.timeout_seconds which collective has not ended. Reading by any other way (item(), a blocking
+// copy) would stand still without a word. It asks an event again and again and never synchronizes:
+// a call of the driver that blocks cannot be ended. Next: stream.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/TensorBody.h>
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "comm/stream.h"
+#include "launch/abort_flag.h"
+#include "launch/wait_board.h"
+
+namespace tessera::comm {
+
+class FlightRecorder;
+
+/// What a rank's thread needs to wait for its device. Lent by its World (World::attach_thread).
+/// Threads: the rank's own.
+class HostWaits {
+ public:
+  HostWaits(std::shared_ptr<AbortFlag> abort_flag, std::shared_ptr<WaitBoard> board,
+            std::chrono::milliseconds timeout);
+
+  /// A collective whose end a stream of this rank waits for: what a read that does not come back is
+  /// blamed on. `log` has it under `sequence`.
+  void waited_for(std::shared_ptr<const FlightRecorder> log, std::uint64_t sequence, Event end);
+  /// Until the event has passed. Errors: LostRank naming the first collective that has not ended,
+  /// after the World's timeout; or with why the World was aborted.
+  void wait(const Event& event, std::string_view what);
+
+  /// The calling thread's from now on.
+  static void attach(std::shared_ptr<HostWaits> waits);
+  /// Null where no World has attached the thread.
+  static HostWaits* of_this_thread();
+
+ private:
+  class Standing;
+  struct Collective {
+    std::shared_ptr<const FlightRecorder> log;
+    std::uint64_t sequence;
+    Event end;
+  };
+  void forget_ended();
+
+  const std::shared_ptr<AbortFlag> abort_flag_;
+  const std::shared_ptr<WaitBoard> board_;
+  const std::chrono::milliseconds timeout_;
+  std::deque<Collective> collectives_;  // the oldest first
+};
+
+/// The same values in the host's memory, contiguous, in the same order: one wait for all. Those of
+/// the CPU come back as they are, undefined ones too; the others are of one device. `what` is said
+/// in errors: "gradient norm". Errors: as HostWaits::wait().
+std::vector<at::Tensor> read_on_host(at::TensorList tensors, std::string_view what);
+at::Tensor read_on_host(const at::Tensor& tensor, std::string_view what);
+
+}  // namespace tessera::comm

@@ -1,0 +1,132 @@
+// comm/buffer_pool.h on a device: a block carries the event of its last use, so that memory is
+// handed on between streams in the host's order, and nothing else is asked of the allocator.
+#include "comm/buffer_pool.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/test_hooks.h"
+#include "sim/streams.h"
+
+namespace tessera::sim::buffer_pool_test {
+namespace {
+
+using comm::BufferPool;
+using comm::EventEnd;
+using comm::EventSite;
+using comm::Stream;
+using comm::StreamScope;
+
+/// What is said where a block is used on one stream, given back there and taken on another one.
+/// `between`: what happens to the pool meanwhile.
+template <class Between>
+std::string race_of_two_users(const Between& between) {
+  BufferPool pool(device(0));
+  const Stream first = Stream::make(device(0)), second = Stream::make(device(0));
+  return race_of([&] {
+    {
+      const StreamScope here(first);
+      at::Tensor block = pool.take(100, at::kFloat);
+      block.fill_(1);
+      pool.give_back(std::move(block));
+    }
+    between(pool);
+    const StreamScope here(second);
+    at::Tensor block = pool.take(100, at::kFloat);
+    block.fill_(2);
+    pool.give_back(std::move(block));
+  });
+}
+
+void keep(BufferPool& /*pool*/) {}
+void trim(BufferPool& pool) { pool.trim(); }
+
+TEST(DevicePool, WhoTakesABlockComesBehindItsLastUse) { EXPECT_EQ(race_of_two_users(keep), ""); }
+
+// Its memory goes to the allocator, and the next block is made of it.
+TEST(DevicePool, ABlockIsFreedBehindItsLastUse) { EXPECT_EQ(race_of_two_users(trim), ""); }
+
+TEST(DevicePool, EachEventThatIsLeftOutIsFound) {
+  for (const EventEnd end : {EventEnd::kRecord, EventEnd::kBlock}) {
+    for (const EventSite site :
+         {EventSite::kPoolBack, EventSite::kPoolFree, EventSite::kPoolMade}) {
+      const test_hooks::Set without(
+          test_hooks::leaves_out_event,
+          [&](EventSite which, EventEnd half) { return which == site && half == end; });
+      const bool is_of_free = site != EventSite::kPoolBack;
+      // A block that is freed has the event of the one who gave it back: it has no record of its own.
+      if (site == EventSite::kPoolFree && end == EventEnd::kRecord) continue;
+      EXPECT_NE(race_of_two_users(is_of_free ? trim : keep), "") << to_string(site);
+    }
+  }
+}
+
+TEST(DevicePool, TakesForTheStreamThatIsNamed) {
+  BufferPool pool(device(1));
+  const Stream group = Stream::make(device(1));
+  EXPECT_EQ(race_of([&] {
+              at::Tensor block = pool.take(100, at::kFloat);
+              block.fill_(1);
+              pool.give_back(std::move(block));
+              at::Tensor again = pool.take(100, at::kFloat, group);
+              {
+                const StreamScope there(group);
+                again.fill_(2);
+              }
+              comm::Event end;
+              end.record(group, EventSite::kWorkEnd);
+              pool.give_back(std::move(again), end);
+              pool.take(100, at::kFloat).fill_(3);
+            }),
+            "");
+}
+
+// Naive: the block that came back last is the one whose user is still at work.
+TEST(DevicePool, TheBlockThatCameBackFirstGoesOutFirst) {
+  BufferPool pool(device(0));
+  std::vector<at::Tensor> blocks;
+  std::vector<const void*> places;
+  for (int i = 0; i < 4; ++i) {
+    blocks.push_back(pool.take(100, at::kFloat));
+    places.push_back(blocks.back().const_data_ptr());
+  }
+  for (at::Tensor& block : blocks) pool.give_back(std::move(block));
+  for (int round = 0; round < 3; ++round) {
+    for (const void* place : places) {
+      at::Tensor block = pool.take(100, at::kFloat);
+      EXPECT_EQ(block.const_data_ptr(), place);
+      pool.give_back(std::move(block));
+    }
+  }
+}
+
+/// Takes a block of each size, all at once, and gives them back.
+void step(BufferPool& pool, const std::vector<std::int64_t>& sizes) {
+  std::vector<at::Tensor> taken;
+  taken.reserve(sizes.size());
+  for (const auto size : sizes) taken.push_back(pool.take(size, at::kByte));
+  for (auto& one : taken) pool.give_back(std::move(one));
+}
+
+TEST(DevicePool, ASteadyStepMakesNothing) {
+  BufferPool pool(device(0));
+  step(pool, {100, 100, 120, 700, 5000});
+  const auto made = pool.blocks_made();
+  for (int i = 0; i < 1000; ++i) step(pool, {100, 100, 120, 700, 5000});
+  EXPECT_EQ(pool.blocks_made(), made);
+}
+
+// Naive: since each of several blocks is taken in its turn, none of them ever grows idle.
+TEST(DevicePool, BlocksThatAStepDoesNotNeedAreFreed) {
+  BufferPool pool(device(0));
+  step(pool, {1000, 1000, 1000, 1000});
+  for (int i = 0; i < 3000; ++i) step(pool, {1000});
+  EXPECT_EQ(pool.total_bytes(), 1000);
+}
+
+}  // namespace
+}  // namespace tessera::sim::buffer_pool_test

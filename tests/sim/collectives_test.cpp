@@ -1,0 +1,434 @@
+// Groups of tensors on devices: the bits of the CPU, and an order of streams that is neither missing
+// nor more than is asked for.
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/test_hooks.h"
+#include "comm/group.h"
+#include "comm/host_read.h"
+#include "comm/queue.h"
+#include "sim/streams.h"
+#include "tessera/error.h"
+#include "tessera/group.h"
+#include "tessera/world.h"
+
+namespace tessera::sim::collectives_test {
+namespace {
+
+using comm::Batch;
+using comm::EventEnd;
+using comm::EventSite;
+using comm::Op;
+using comm::Stream;
+using comm::StreamScope;
+using testing::HasSubstr;
+
+using Tensors = std::vector<at::Tensor>;
+
+/// Where ranks are, and how their program runs there.
+struct Where {
+  int ranks = 2;
+  std::string device = "cpu";  ///< WorldOptions::device
+  bool side = false;           ///< not on the device's default stream
+  bool late = false;           ///< test_hooks::deliver_at_wait
+};
+
+std::string shown(const Where& where) {
+  return concat(where.ranks, " ranks on ", where.device, where.side ? ", side streams" : "",
+                where.late ? ", delivered at wait" : "");
+}
+
+void on_ranks(const Where& where, const std::function<void(World&)>& body,
+              std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
+  WorldOptions options;
+  options.device = where.device;
+  options.timeout = timeout;
+  std::optional<test_hooks::Set<decltype(test_hooks::deliver_at_wait)>> late;
+  if (where.late) late.emplace(test_hooks::deliver_at_wait, [] { return true; });
+  launch_threads(
+      where.ranks, ThreadBackend::kInProcess,
+      [&](World& world) {
+        const RankScope rank(world.rank());
+        const StreamScope here(where.side ? Stream::make(world.device()) : Stream());
+        body(world);
+      },
+      options);
+}
+
+comm::Kind kind_of(const Op& op) {
+  return std::visit([](const auto& one) { return one.facts().kind; }, op);
+}
+
+Batch batch_of(std::vector<Op> ops, const std::string& unit = "unit") {
+  Batch batch;
+  batch.label.unit = unit;
+  batch.label.kind = ops.size() == 1 ? kind_of(ops.front()) : comm::Kind::kBatch;
+  batch.ops = std::move(ops);
+  return batch;
+}
+
+/// What the ranks of a program draw alike, and what each draws for itself.
+class Draws {
+ public:
+  Draws(std::uint64_t seed, const World& world)
+      : alike_(seed),
+        own_(at::make_generator<at::CPUGeneratorImpl>(seed * 64 +
+                                                      static_cast<std::uint64_t>(world.rank()))),
+        device_(world.device()) {}
+
+  std::int64_t below(std::int64_t end) {
+    return static_cast<std::int64_t>(alike_() % static_cast<std::uint64_t>(end));
+  }
+  /// Made on the current stream: nothing waits for it, as for an upload something would.
+  at::Tensor tensor(std::int64_t numel, at::ScalarType dtype) {
+    const at::Tensor values = at::isIntegralType(dtype, false)
+                                  ? at::randint(0, 50, {numel}, own_)
+                                  : at::randn({numel}, own_, at::TensorOptions(at::kDouble));
+    return values.to(dtype).to(device_).mul(1);
+  }
+
+ private:
+  std::mt19937_64 alike_;
+  at::Generator own_;
+  at::Device device_;
+};
+
+constexpr std::int64_t kSlices[] = {0, 1, 7, 64, 1000, 40000};
+constexpr at::ScalarType kCarried[] = {at::kFloat, at::kBFloat16, at::kDouble, at::kLong};
+struct Sum {
+  at::ScalarType wire, result;
+};
+constexpr Sum kSums[] = {{at::kFloat, at::kFloat},       {at::kBFloat16, at::kFloat},
+                         {at::kHalf, at::kFloat},        {at::kFloat, at::kDouble},
+                         {at::kBFloat16, at::kBFloat16}, {at::kLong, at::kLong}};
+
+/// A drawn operation among the ranks, and where its result will be.
+std::pair<Op, at::Tensor> drawn(Draws& draws, const comm::Group& group) {
+  const auto pick = [&](const auto& from) {
+    return from[static_cast<std::size_t>(draws.below(static_cast<std::int64_t>(std::size(from))))];
+  };
+  const int ranks = group.size();
+  const std::int64_t slice = pick(kSlices);
+  switch (draws.below(5)) {
+    case 0: {
+      const at::Tensor buffer = draws.tensor(slice * ranks, pick(kCarried));
+      return {comm::AllGather{buffer}, buffer};
+    }
+    case 1: {
+      const Sum sum = pick(kSums);
+      const at::Tensor output = draws.tensor(slice, sum.result);
+      const auto into = draws.below(2) == 0 ? comm::Into::kAdd : comm::Into::kOverwrite;
+      return {comm::ReduceScatter{draws.tensor(slice * ranks, sum.wire), output, into}, output};
+    }
+    case 2: {
+      const Sum sum = pick(kSums);
+      const at::Tensor data = draws.tensor(slice, sum.wire);
+      if (sum.wire == sum.result && draws.below(2) == 0) return {comm::AllReduce{data}, data};
+      const at::Tensor output = draws.tensor(slice, sum.result);
+      return {comm::AllReduce{data, output}, output};
+    }
+    case 3: {
+      const at::Tensor data = draws.tensor(slice, pick(kCarried));
+      return {comm::Broadcast{data, static_cast<int>(draws.below(ranks))}, data};
+    }
+    default: {
+      // counts[s][r]: what s sends to r.
+      std::vector<std::vector<std::int64_t>> counts;
+      for (int s = 0; s < ranks; ++s) {
+        counts.emplace_back();
+        for (int r = 0; r < ranks; ++r) counts.back().push_back(draws.below(slice + 1));
+      }
+      const auto self = static_cast<std::size_t>(group.rank());
+      const auto& sends = counts[self];
+      std::vector<std::int64_t> receives;
+      for (const auto& of_sender : counts) receives.push_back(of_sender[self]);
+      const auto sum = [](const auto& all) {
+        return std::accumulate(all.begin(), all.end(), std::int64_t{0});
+      };
+      const at::ScalarType dtype = pick(kCarried);
+      const at::Tensor output = draws.tensor(sum(receives), dtype);
+      return {comm::AllToAll{draws.tensor(sum(sends), dtype), sends, output, receives}, output};
+    }
+  }
+}
+
+/// Batches of one to three drawn operations on two groups, some of them under way at once, by the
+/// queue or without; results are read, and memory is let go, as soon as each was waited for.
+Tensors program(World& world, std::uint64_t seed) {
+  Draws draws(seed, world);
+  const auto everyone = comm::all_ranks(world.size());
+  const std::shared_ptr<comm::Group> groups[] = {world.group(everyone, "gather"),
+                                                 world.group(everyone, "reduce")};
+  struct UnderWay {
+    std::function<void()> wait;
+    Tensors results;
+  };
+  std::deque<UnderWay> under_way;
+  Tensors read;
+  const auto finish_oldest = [&] {
+    under_way.front().wait();
+    for (const at::Tensor& result : under_way.front().results) read.push_back(result.mul(1));
+    under_way.pop_front();
+  };
+  for (int i = 0; i < 12; ++i) {
+    const auto& group = groups[draws.below(2)];
+    std::vector<Op> ops;
+    UnderWay next;
+    for (std::int64_t n = draws.below(3); n >= 0; --n) {
+      auto [op, result] = drawn(draws, *group);
+      ops.push_back(std::move(op));
+      next.results.push_back(result);
+    }
+    // A group of the CPU is issued to from the queue's thread alone.
+    if (draws.below(2) == 0 || world.device().is_cpu()) {
+      auto pending = world.queue().submit(*group, batch_of(std::move(ops)));
+      next.wait = [pending]() mutable { pending.wait(); };
+    } else {
+      next.wait = [work = std::shared_ptr(group->issue(batch_of(std::move(ops))))] {
+        work->wait();
+      };
+    }
+    under_way.push_back(std::move(next));
+    if (static_cast<std::int64_t>(under_way.size()) > draws.below(3)) finish_oldest();
+  }
+  while (!under_way.empty()) finish_oldest();
+  return comm::read_on_host(read, "results");
+}
+
+std::vector<Tensors> results_of(const Where& where, std::uint64_t seed) {
+  std::vector<Tensors> of_ranks(static_cast<std::size_t>(where.ranks));
+  on_ranks(where, [&](World& world) {
+    of_ranks[static_cast<std::size_t>(world.rank())] = program(world, seed);
+  });
+  return of_ranks;
+}
+
+class DeviceGroups : public testing::TestWithParam<Done> {
+ protected:
+  void SetUp() override { set_done(GetParam()); }
+  void TearDown() override { set_done(Done::kAtOnce); }
+};
+
+TEST_P(DeviceGroups, HaveTheBitsOfTheCpuWithoutARace) {
+  for (std::uint64_t seed = 1; seed <= 4; ++seed) {
+    for (const int ranks : {1, 2, 3, 4}) {
+      const auto expected = results_of({ranks, "cpu"}, seed);
+      for (const std::string device : {"sim", "sim:0"}) {
+        const Where where{ranks, device, /*side=*/seed % 2 == 0, /*late=*/seed > 2};
+        const auto found = results_of(where, seed);
+        for (std::size_t rank = 0; rank < found.size(); ++rank) {
+          ASSERT_EQ(found[rank].size(), expected[rank].size());
+          for (std::size_t i = 0; i < found[rank].size(); ++i) {
+            expect_same_bits(found[rank][i], expected[rank][i],
+                             concat(shown(where), ", seed ", seed, ", rank ", rank, ", ", i));
+          }
+        }
+        settle();
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Asked, DeviceGroups,
+                         testing::Values(Done::kAtOnce, Done::kOnlyWhenWaited));
+
+/// The first race that `body` has on any rank; empty where there is none.
+std::string race_on_ranks(const Where& where, const std::function<void(World&)>& body) {
+  try {
+    on_ranks(where, body);
+  } catch (const Race&) {
+  } catch (const comm::LostRank&) {  // of a rank whose peer had the race
+  }
+  settle();
+  const std::vector<std::string> races = take_races();
+  return races.empty() ? "" : races.front();
+}
+
+/// A sum of what was just made, of which the result is read at once.
+void sum_and_read(World& world) {
+  const auto group = world.group(comm::all_ranks(world.size()), "reduce");
+  const at::Tensor data = at::ones({100}, at::TensorOptions(world.device())).mul(3);
+  const auto work = group->issue(batch_of({comm::AllReduce{data}}));
+  work->wait();
+  data.mul(2);
+}
+
+// Naive: timing hides it, until it does not.
+TEST(DeviceGroupEvents, EachThatIsLeftOutIsFound) {
+  for (const std::string device : {"sim", "sim:0"}) {
+    const Where where{2, device, /*side=*/true};
+    ASSERT_EQ(race_on_ranks(where, sum_and_read), "");
+    for (const EventSite site : {EventSite::kIssue, EventSite::kWorkEnd, EventSite::kPeers}) {
+      // A copy between two devices orders their streams by itself.
+      if (site == EventSite::kPeers && device == "sim") continue;
+      for (const EventEnd end : {EventEnd::kRecord, EventEnd::kBlock}) {
+        const test_hooks::Set without(
+            test_hooks::leaves_out_event,
+            [&](EventSite which, EventEnd half) { return which == site && half == end; });
+        EXPECT_NE(race_on_ranks(where, sum_and_read), "")
+            << to_string(site) << (end == EventEnd::kRecord ? ", record, " : ", block, ") << device;
+      }
+    }
+  }
+}
+
+TEST(DeviceGroupEvents, AMissingWaitIsFound) {
+  EXPECT_THAT(race_on_ranks({2, "sim", true},
+                            [](World& world) {
+                              const auto group = world.group(comm::all_ranks(2), "reduce");
+                              const at::Tensor data =
+                                  at::ones({100}, at::TensorOptions(world.device()));
+                              const auto work = group->issue(batch_of({comm::AllReduce{data}}));
+                              comm::barrier(world.control(), "issued");
+                              data.mul(2);
+                            }),
+              HasSubstr("mul"));
+}
+
+// The compute of a rank goes on while its group is at work: only wait() lets it come behind.
+TEST(DeviceGroupEvents, IssuingHoldsUpNeitherHostNorStream) {
+  on_ranks({2, "sim"}, [](World& world) {
+    const auto group = world.group(comm::all_ranks(2), "reduce");
+    const at::Tensor data = at::ones({100}, at::TensorOptions(world.device()));
+    const HeldStream held(group->stream().get());
+    const auto work = group->issue(batch_of({comm::AllReduce{data}}));
+    comm::barrier(world.control(), "issued");
+    const at::Tensor other = at::ones({8}, at::TensorOptions(world.device())).mul(2);
+    EXPECT_EQ(comm::read_on_host(other, "other").sum().item<float>(), 16.0F);
+    work->wait();
+    comm::Event end;
+    end.record(Stream::current(world.device()), EventSite::kHostRead);
+    EXPECT_FALSE(end.done());
+    comm::barrier(world.control(), "both have seen it");
+  });
+}
+
+TEST(DeviceGroupEvents, WhoLetsGoOfACollectiveComesBehindIt) {
+  EXPECT_EQ(race_on_ranks({2, "sim", true},
+                          [](World& world) {
+                            const auto group = world.group(comm::all_ranks(2), "reduce");
+                            at::Tensor data = at::ones({100}, at::TensorOptions(world.device()));
+                            auto work = group->issue(batch_of({comm::AllReduce{data}}));
+                            comm::barrier(world.control(), "issued");
+                            work.reset();
+                            data.fill_(2);
+                          }),
+            "");
+}
+
+TEST(DeviceGroups, OfTheSameRanksShareAStreamAndMessagesHaveNone) {
+  on_ranks({4, "sim"}, [](World& world) {
+    const auto everyone = comm::all_ranks(4);
+    const Stream& stream = world.group(everyone, "gather")->stream();
+    EXPECT_TRUE(stream);
+    EXPECT_EQ(stream.device(), world.device());
+    EXPECT_EQ(world.group(everyone, "reduce")->stream(), stream);
+    EXPECT_NE(stream, Stream::current(world.device()));
+    const int first = world.rank() / 2 * 2;
+    EXPECT_NE(world.group({first, first + 1}, "gather")->stream(), stream);
+    EXPECT_FALSE(world.group({world.rank()}, "gather")->stream()) << "nobody to wait for";
+    for (const char* purpose : {"data", "stages", "control", "shard control"}) {
+      EXPECT_FALSE(world.group(everyone, purpose)->stream()) << purpose;
+    }
+  });
+}
+
+TEST(DeviceGroups, TheQueueIssuesOnTheSubmittingThread) {
+  on_ranks({2, "sim"}, [](World& world) {
+    const auto group = world.group(comm::all_ranks(2), "gather");
+    const at::Tensor buffer = at::zeros({8}, at::TensorOptions(world.device()));
+    std::thread::id thread;
+    Stream stream;
+    auto pending = world.queue().submit(*group, batch_of({comm::AllGather{buffer}}), [&] {
+      thread = std::this_thread::get_id();
+      stream = Stream::current(world.device());
+      buffer.narrow(0, 4 * world.rank(), 4).fill_(world.rank() + 1);
+    });
+    EXPECT_EQ(thread, std::this_thread::get_id());
+    EXPECT_EQ(stream, group->stream()) << "what goes out is filled there";
+    pending.wait();
+    const at::Tensor read = comm::read_on_host(buffer, "buffer");
+    EXPECT_EQ(read.sum().item<float>(), 12.0F);
+  });
+}
+
+TEST(DeviceGroups, TensorsOfAnotherDeviceAreRefused) {
+  on_ranks({2, "sim"}, [](World& world) {
+    const auto group = world.group(comm::all_ranks(2), "gather");
+    for (const at::Device other : {at::Device(at::kCPU), device(1 - world.rank())}) {
+      try {
+        group->issue(batch_of({comm::AllGather{at::zeros({8}, at::TensorOptions(other))}}));
+        ADD_FAILURE() << "taken from " << other;
+      } catch (const Error& error) {
+        EXPECT_THAT(error.what(),
+                    HasSubstr(concat("found a tensor on ", other, ", expected ", world.device())));
+      }
+    }
+  });
+}
+
+// Nothing on the host stands still for a collective: the read that follows says which it is.
+TEST(DeviceGroups, ACollectiveThatDoesNotEndIsNamedInTime) {
+  std::string error;
+  try {
+    on_ranks(
+        {2, "sim"},
+        [](World& world) {
+          const auto group = world.group(comm::all_ranks(2), "reduce");
+          const auto options = at::TensorOptions(world.device());
+          const auto sum = [&](const std::string& unit) {
+            const at::Tensor data = at::ones({4}, options);
+            group->issue(batch_of({comm::AllReduce{data}}, unit))->wait();
+            return data;
+          };
+          comm::read_on_host(sum("layers.0"), "first");
+          const HeldStream held(group->stream().get());
+          const at::Tensor stalled = sum("layers.1");
+          const at::Tensor later = sum("layers.2");
+          comm::barrier(world.control(), "both are held");
+          comm::read_on_host(later, "loss");
+        },
+        std::chrono::milliseconds(100));
+  } catch (const comm::LostRank& lost) {
+    error = lost.what();
+  }
+  EXPECT_THAT(error, HasSubstr("loss: waited 0.1 s for the device, where all_reduce of layers.1"));
+  EXPECT_THAT(error, HasSubstr("on group reduce of ranks 0,1 has not ended"));
+}
+
+TEST(DeviceGroups, UsersHaveTheirsOnTheDevice) {
+  for (const std::string device : {"sim", "sim:0"}) {
+    on_ranks({3, device, /*side=*/true}, [](World& world) {
+      const Group group = world.group();
+      const auto options = at::TensorOptions(at::kFloat).device(world.device());
+      const at::Tensor mine = at::full({5}, world.rank() + 1, options).mul(2);
+      group.all_reduce(mine, ReduceOp::kSum, "sums");
+      EXPECT_EQ(comm::read_on_host(mine, "sums").sum().item<float>(), 60.0F);
+      const at::Tensor halves = at::full({5}, world.rank() + 1, options.dtype(at::kBFloat16));
+      group.all_reduce(halves, ReduceOp::kMax, "largest");
+      EXPECT_EQ(comm::read_on_host(halves, "largest").sum().item<float>(), 15.0F);
+      EXPECT_EQ(group.mean(world.rank(), "mean"), 1.0);
+      const at::Tensor from_last = at::full({2}, world.rank(), options);
+      group.broadcast(from_last, 2, "from the last");
+      EXPECT_EQ(comm::read_on_host(from_last, "from the last").sum().item<float>(), 4.0F);
+      group.barrier("end");
+    });
+  }
+}
+
+}  // namespace
+}  // namespace tessera::sim::collectives_test

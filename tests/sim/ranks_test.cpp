@@ -1,0 +1,133 @@
+// Ranks that are threads, each with its device: which one it is, and what its thread does there.
+#include <ATen/ATen.h>
+#include <c10/core/AutogradState.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <chrono>
+#include <string>
+#include <thread>
+
+#include "comm/device.h"
+#include "comm/group.h"
+#include "sim/streams.h"
+#include "tessera/error.h"
+#include "tessera/world.h"
+
+namespace tessera::sim::ranks_test {
+namespace {
+
+void on_ranks(int ranks, const std::string& device, const std::function<void(World&)>& body,
+              ThreadBackend backend = ThreadBackend::kInProcess) {
+  WorldOptions options;
+  options.device = device;
+  options.timeout = std::chrono::seconds(10);
+  launch_threads(ranks, backend, body, options);
+}
+
+/// "usage: ..."; empty where nothing is refused.
+std::string refusal(int ranks, const std::string& device,
+                    ThreadBackend backend = ThreadBackend::kInProcess) {
+  try {
+    on_ranks(ranks, device, [](World&) {}, backend);
+  } catch (const Error& error) {
+    return concat(to_string(error.kind()), ": ", error.what());
+  }
+  return "";
+}
+
+TEST(RankDevices, EachRankHasTheDeviceOfItsNumber) {
+  for (const int ranks : {1, 2, 4}) {
+    on_ranks(ranks, "sim", [&](World& world) {
+      EXPECT_EQ(world.device(), device(world.rank()));
+      EXPECT_EQ(at::empty({1}, at::TensorOptions(device(0).type())).device(), world.device())
+          << "it is the current one";
+    });
+  }
+}
+
+TEST(RankDevices, OneThatIsNamedIsEveryones) {
+  on_ranks(2, "sim:1", [&](World& world) {
+    EXPECT_EQ(world.device(), device(1));
+    EXPECT_EQ(at::empty({1}, at::TensorOptions(device(0).type())).device(), device(1));
+  });
+}
+
+// Slurm and containers show each rank its own device, as number 0.
+TEST(RankDevices, TheOnlyVisibleOneIsEveryRanks) {
+  EXPECT_EQ(comm::device_number(0, 1), 0);
+  EXPECT_EQ(comm::device_number(7, 1), 0);
+  EXPECT_EQ(comm::device_number(7, 8), 7);
+  EXPECT_EQ(comm::device_number(2, 2), std::nullopt);
+}
+
+TEST(RankDevices, MoreRanksThanDevicesAreRefused) {
+  EXPECT_EQ(refusal(5, "sim"),
+            "usage: world: found local rank 4 and 4 sim devices, expected a device for each rank "
+            "of a host; start 4 ranks on it, or name the one that all take, as sim:0");
+  EXPECT_EQ(refusal(1, "sim:4"),
+            "usage: world: found device sim:4, expected one of sim:0 to sim:3");
+}
+
+TEST(RankDevices, ABackendThatDoesNotCarryThemIsRefused) {
+  EXPECT_EQ(refusal(2, "sim", ThreadBackend::kGloo),
+            "config: world: found backend gloo with device sim, expected device cpu, whose tensors "
+            "it carries; set device to cpu");
+}
+
+TEST(RankDevices, OneThatLibtorchDoesNotSeeIsRefused) {
+  EXPECT_EQ(refusal(1, "cuda"),
+            "usage: world: found device cuda, but libtorch sees no cuda device; take cpu, or a "
+            "libtorch with cuda where its driver and a device are");
+}
+
+TEST(RankDevices, RanksOnTheCpuKeepAutogradAsItIs) {
+  on_ranks(2, "cpu", [](World& world) {
+    EXPECT_TRUE(world.device().is_cpu());
+    EXPECT_TRUE(c10::AutogradState::get_tls_state().get_multithreading_enabled());
+  });
+}
+
+TEST(RankDevices, AWorldOfOneHasOneToo) {
+  std::thread([] {
+    WorldOptions options;
+    options.device = "sim:2";
+    const auto world = World::of_one(options);
+    EXPECT_EQ(world->device(), device(2));
+    EXPECT_TRUE(comm::backward_stays_here());
+  }).join();
+}
+
+TEST(RankDevices, AThreadOfTheUsersJoinsItsRank) {
+  on_ranks(1, "sim:3", [](World& world) {
+    std::thread([&] {
+      EXPECT_FALSE(comm::backward_stays_here());
+      world.attach_thread();
+      EXPECT_TRUE(comm::backward_stays_here());
+      EXPECT_EQ(at::empty({1}, at::TensorOptions(device(0).type())).device(), device(3));
+    }).join();
+  });
+}
+
+// Naive: autograd's one thread of the device runs rank 0's backward, which waits there for rank 1's,
+// which waits for the thread.
+TEST(RankDevices, BackwardsOfRanksThatShareOneWaitForEachOther) {
+  on_ranks(2, "sim:0", [](World& world) {
+    const auto rank_thread = std::this_thread::get_id();
+    at::Tensor leaf = at::ones({4}, at::TensorOptions(world.device())).requires_grad_(true);
+    const at::Tensor middle = leaf * 2;
+    int hooks = 0;
+    middle.register_hook([&](const at::Tensor& grad) {
+      comm::barrier(world.control(), "in the middle of backward");
+      EXPECT_EQ(std::this_thread::get_id(), rank_thread);
+      ++hooks;
+      return grad;
+    });
+    torch::autograd::backward({(middle * 3).sum()}, {});
+    EXPECT_EQ(hooks, 1);
+    expect_same_bits(leaf.grad(), at::full({4}, 6.0F), "rank " + std::to_string(world.rank()));
+  });
+}
+
+}  // namespace
+}  // namespace tessera::sim::ranks_test
