@@ -317,8 +317,7 @@ PipelineMemory pipeline_memory(const Config& config, const models::ModelSpec& sp
       one.activations = {.none = bytes(none, RecomputeMode::kNone),
                          .full = bytes(full, RecomputeMode::kFull),
                          .selective = bytes(selective, RecomputeMode::kSelective)};
-      // Beside those that are open a receive of each direction, posted a slot ahead. (Of
-      // messages up to 16 KiB more are posted: 128 KiB at most, not counted.)
+      // Beside those that are open a receive of each direction, posted a slot ahead.
       one.messages = (none.ranks[rank].most_open_sends + 2) * kept.front().stream;
     }
     memory.ranks.push_back(one);
