@@ -43,13 +43,14 @@ namespace detail {
 /// of line, so that what compiles and optimizes a source does not meet a stream in each check.
 class Part {
  public:
-  // Implicit: whoever writes a message lists values.
+  // NOLINTBEGIN(google-explicit-constructor): whoever writes a message lists values
   Part(const char* text) : value_(text), write_(nullptr) {}
   template <class T>
     requires(!std::is_array_v<T>)
   Part(const T& value)
       : value_(&value),
         write_([](std::ostream& out, const void* part) { out << *static_cast<const T*>(part); }) {}
+  // NOLINTEND(google-explicit-constructor)
 
   void write(std::ostream& out) const;
 

@@ -72,12 +72,14 @@ struct Parsed {
   ScheduleArguments schedule;
 };
 
-/// From 1 on. Range says of "two" that it is not in the range, and not what was found.
+/// From 1 on, written in decimal. Range says of "two" that it is not in the range, and not what was
+/// found; and the parser would read 010 as 8.
 ::CLI::Validator whole_number(std::int64_t most) {
-  const auto check = [most](const std::string& text) -> std::string {
+  const auto check = [most](std::string& text) -> std::string {
     std::int64_t value = 0;
     const auto [rest, failed] = std::from_chars(text.data(), text.data() + text.size(), value);
     if (failed == std::errc{} && rest == text.data() + text.size() && value >= 1 && value <= most) {
+      text = std::to_string(value);
       return "";
     }
     return concat("found ", printable(text), ", expected a whole number from 1 to ", most);
@@ -89,7 +91,7 @@ void add_nproc(::CLI::App& verb, std::optional<int>& nproc) {
   verb.add_option("--nproc", nproc,
                   "Local ranks to start; default the product of the parallelism degrees. Under a "
                   "launcher its world size.")
-      ->check(whole_number(kMostRanks));
+      ->transform(whole_number(kMostRanks));
 }
 
 void add_train(::CLI::App& app, TrainArguments& train, const std::string& keys) {
@@ -138,7 +140,7 @@ void add_inspect(::CLI::App& app, InspectArguments& inspect, const std::string& 
       ->needs(contract);
   verb->add_option("--world", inspect.world, "Ranks to plan for; default as own spawn.")
       ->needs(contract)
-      ->check(whole_number(1 << 20));
+      ->transform(whole_number(1 << 20));
   verb->footer("Beside --contract:\n\n" + keys);
 }
 
@@ -177,13 +179,13 @@ void add_generate(::CLI::App& app, GenerateArguments& generate) {
   verb->add_option("--max-new-tokens", generate.max_new_tokens,
                    "Fewer come out where the model ends the document or has no position left.")
       ->required()
-      ->check(whole_number(kMostNewTokens));
+      ->transform(whole_number(kMostNewTokens));
   verb->add_option("--temperature", generate.temperature,
                    "0 (default): the most likely token, always; above: drawn from softmax(logits / "
                    "temperature).")
       ->check(not_a_temperature, "FLOAT from 0 to 1e6");
   verb->add_option("--top-k", generate.top_k, "Drawn from this many of the most likely tokens.")
-      ->check(whole_number(kMostNewTokens));
+      ->transform(whole_number(kMostNewTokens));
   verb->add_option("--seed", generate.seed, "Of the draws; default 42.")
       ->check(not_a_seed, "below 2^64");
   verb->footer("Computes in the dtypes of the folder; --precision.KEY VALUE changes that.");
@@ -233,13 +235,13 @@ void add_schedule(::CLI::App& app, ScheduleArguments& schedule) {
       ->required();
   const auto count = whole_number(std::numeric_limits<int>::max());
   verb->add_option("--ranks", schedule.ranks, "Of the pipeline; a file's are its rows.")
-      ->check(count);
+      ->transform(count);
   verb->add_option("--micro-batches", schedule.micro_batches,
                    "Of a step; a file's are those up to its highest number.")
-      ->check(count);
+      ->transform(count);
   verb->add_option("--stages-per-rank", schedule.stages_per_rank,
                    "Default the kind's: 1, or 2 where it has several.")
-      ->check(count);
+      ->transform(count);
   ::CLI::Option* costs =
       verb->add_option("--costs", schedule.costs,
                        "F,I,W,FB: what a slot of each costs, FB one with a B beside its F; default "
@@ -284,15 +286,24 @@ void check_verb(const std::vector<std::string>& words) {
                 "; the nearest is ", train::nearest_name(verb, known));
 }
 
+bool takes_key(const ::CLI::App& verb, const train::ConfigKey& key) {
+  const std::string& name = verb.get_name();
+  if (name == "train" || name == "gradients") return true;
+  if (name == "inspect") return verb.get_option("--contract")->count() > 0;
+  return name == "generate" &&
+         (key.section == "precision" || key.full_name() == "model.allow_unknown_config_keys");
+}
+
 /// `steps` alone most likely means the key of a section, anything else another option.
 std::string meant_by(const std::string& name, const ::CLI::App& verb) {
   if (verb.get_name() == "train" && name == "config") {
     return ", expected the file alone, as in tessera train CONFIG.toml, or --model.config";
   }
   std::string keys;
-  const bool takes_keys = verb.get_name() != "convert" && verb.get_name() != "schedule";
+  std::string as_key = name;
+  std::ranges::replace(as_key, '-', '_');
   for (const train::ConfigKey& key : train::config_keys()) {
-    if (!takes_keys || key.name != name) continue;
+    if (key.name != as_key || !takes_key(verb, key)) continue;
     keys += concat(keys.empty() ? "--" : ", --", key.full_name());
   }
   if (!keys.empty()) return concat(", expected a key with its section: ", keys);
@@ -316,10 +327,15 @@ std::string refusal_of(const ::CLI::ParseError& error, const std::vector<std::st
   const bool lacks = dynamic_cast<const ::CLI::RequiredError*>(&error) != nullptr;
   // First: what is missing may be there, misspelt.
   if (lacks || dynamic_cast<const ::CLI::ExtrasError*>(&error) != nullptr) {
-    for (const std::string& word : words) {
-      const std::string name(option_name(word));
-      if (name.empty() || verb.get_option_no_throw(concat("--", name)) != nullptr) continue;
-      return concat("unknown option ", printable(concat("--", name)), meant_by(name, verb), see);
+    for (std::size_t i = 0; i < words.size(); ++i) {
+      const std::string name(option_name(words[i]));
+      if (name.empty()) continue;
+      const ::CLI::Option* option = verb.get_option_no_throw(concat("--", name));
+      if (option == nullptr) {
+        return concat("unknown option ", printable(concat("--", name)), meant_by(name, verb), see);
+      }
+      const bool value_follows = option->get_items_expected_max() > 0;
+      if (value_follows && words[i].find('=') == std::string::npos) ++i;
     }
   }
   if (lacks) {

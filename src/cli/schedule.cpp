@@ -39,9 +39,10 @@ bool is_file(const ScheduleArguments& arguments) { return arguments.schedule.end
 
 Asked read_asked(const ScheduleArguments& arguments) {
   Asked asked{arguments.schedule, {}, false};
-  const std::string text =
-      train::open_as("FILE.csv", [&] { return read_text_file(arguments.schedule, kMostCsvBytes); });
-  asked.program = pipeline::parse_csv(text, shown(arguments.schedule));
+  asked.program = train::open_as("FILE.csv", [&] {
+    return pipeline::parse_csv(read_text_file(arguments.schedule, kMostCsvBytes),
+                               shown(arguments.schedule));
+  });
   const auto ranks = static_cast<int>(asked.program.steps.size());
   TESSERA_CHECK(arguments.ranks.value_or(ranks) == ranks, ErrorKind::kUsage, "--ranks: found ",
                 arguments.ranks.value_or(0), ", expected ", ranks, ", the rows of ",

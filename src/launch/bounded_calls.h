@@ -4,6 +4,7 @@
 // serves it is stopped, only another thread can tell. Next: store.h.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <future>
@@ -23,14 +24,21 @@ class BoundedCalls {
   BoundedCalls(const BoundedCalls&) = delete;
   BoundedCalls& operator=(const BoundedCalls&) = delete;
 
-  /// What `call` returns or throws; none if it takes longer than `limit`, or an earlier one hangs.
-  /// `call` must own what it uses: it may outlive the caller.
+  /// What `call` returns or throws; none if it takes longer than `limit`, an earlier one hangs, or
+  /// `in_vain`, which is asked every few milliseconds, says that nobody needs it any more. `call`
+  /// must own what it uses: it may outlive the caller.
   template <class Call, class Result = std::invoke_result_t<Call>>
-  std::optional<Result> run(Call call, std::chrono::milliseconds limit) {
+  std::optional<Result> run(Call call, std::chrono::milliseconds limit,
+                            const std::function<bool()>& in_vain = {}) {
     auto task = std::make_shared<std::packaged_task<Result()>>(std::move(call));
     std::future<Result> answer = task->get_future();
     if (!post([task] { (*task)(); })) return std::nullopt;
-    if (answer.wait_for(limit) != std::future_status::ready) {
+    const auto deadline = std::chrono::steady_clock::now() + limit;
+    const auto next_look = [&] {
+      return in_vain ? std::min(deadline, std::chrono::steady_clock::now() + kLook) : deadline;
+    };
+    while (answer.wait_until(next_look()) != std::future_status::ready) {
+      if (std::chrono::steady_clock::now() < deadline && !in_vain()) continue;
       give_up();
       return std::nullopt;
     }
@@ -39,6 +47,8 @@ class BoundedCalls {
 
  private:
   struct State;
+
+  static constexpr std::chrono::milliseconds kLook{10};
 
   bool post(std::function<void()> job);
   void give_up();

@@ -177,8 +177,25 @@ TEST(Arguments, AnUnknownOptionIsToldWhatItMostLikelyMeans) {
               HasSubstr("unknown option '--temp'; the nearest is --temperature"));
   EXPECT_THAT(refusal({"train", "--config", "a.toml"}),
               HasSubstr("expected the file alone, as in tessera train CONFIG.toml"));
-  EXPECT_THAT(refusal({"convert", "a", "b", "--steps", "5"}), Not(HasSubstr("section")))
-      << "it takes no such key";
+  EXPECT_THAT(refusal({"train", "a.toml", "--seq-len", "8"}), HasSubstr("--training.seq_len"));
+  // These take no such key.
+  EXPECT_THAT(refusal({"convert", "a", "b", "--steps", "5"}), Not(HasSubstr("section")));
+  EXPECT_THAT(refusal({"inspect", "a", "--steps", "5"}), Not(HasSubstr("section")));
+  EXPECT_THAT(refusal({"generate", "--model", "m", "--prompt", "x", "--steps", "5"}),
+              Not(HasSubstr("section")));
+  EXPECT_THAT(refusal({"inspect", "--contract", "a.toml", "--steps", "5"}),
+              HasSubstr("--training.steps"));
+}
+
+// A prompt may look like an option.
+TEST(Arguments, AValueIsNotTakenForAnUnknownOption) {
+  EXPECT_THAT(refusal({"generate", "--model", "m", "--prompt", "--hello"}),
+              HasSubstr("found no --max-new-tokens"));
+}
+
+TEST(Arguments, NumbersAreDecimal) {
+  const auto parsed = std::get<TrainArguments>(parse({"train", "a.toml", "--nproc", "010"}));
+  EXPECT_EQ(parsed.nproc, 10);
 }
 
 TEST(Arguments, VersionIsMadeOnlyWhenAsked) {

@@ -101,7 +101,7 @@ INSTANTIATE_TEST_SUITE_P(
         Refused{train({"--training.global_batch_size", "5", "--training.local_batch_size", "2"}),
                 "training.global_batch_size: found 5"},
         Refused{train({"--model.config", "absent.json"}), "absent.json"},
-        Refused{train({"--checkpoint.load_step", "7"}), "there is none; name the run by job.dump_"},
+        Refused{train({"--checkpoint.load_step", "7"}), "there is none; name another run by job.dump_"},
         Refused{train({"--data.path", "absent.txt"}), "absent.txt"},
         Refused{train({"--data.path", "empty.txt"}), "empty.txt"},
         Refused{train({"--data.path", "short.txt"}), "at least one row of 17"},

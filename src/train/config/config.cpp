@@ -437,6 +437,11 @@ bool is_initials(std::string_view word, const ConfigKey& key) {
 }  // namespace
 
 std::string nearest_key(std::string_view full_name) {
+  const auto called_so = [&](const ConfigKey& key) {
+    return full_name.starts_with(key.section + ".") && is_initials(after_dot(full_name), key);
+  };
+  // Of several keys with these initials none is meant more than another.
+  const bool initials_tell = std::ranges::count_if(config_keys(), called_so) == 1;
   std::string best;
   std::size_t fewest = std::string::npos;
   for (const ConfigKey& key : config_keys()) {
@@ -444,9 +449,7 @@ std::string nearest_key(std::string_view full_name) {
     // A right key in a wrong section is one mistake, however different the sections' names.
     std::size_t found =
         std::min(slips(full_name, candidate), slips(after_dot(full_name), key.name) + 1);
-    if (full_name.starts_with(key.section + ".") && is_initials(after_dot(full_name), key)) {
-      found = std::min(found, std::size_t{1});
-    }
+    if (initials_tell && called_so(key)) found = std::min(found, std::size_t{1});
     if (found < fewest) {
       best = candidate;
       fewest = found;

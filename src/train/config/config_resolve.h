@@ -38,7 +38,9 @@ auto open_as(std::string_view key, const Open& open) {
     const std::string_view what = error.what();
     const bool of_path = error.kind() == ErrorKind::kIo || error.kind() == ErrorKind::kFormat ||
                          error.kind() == ErrorKind::kUsage;
-    if (!of_path || what.starts_with(key)) throw;
+    // Not where it begins with a path that begins so.
+    const bool is_named = what.starts_with(key) && what.substr(key.size()).starts_with(':');
+    if (!of_path || is_named) throw;
     throw Error(error.kind(), concat(key, ": ", what));
   }
 }

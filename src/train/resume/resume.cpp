@@ -117,10 +117,13 @@ std::optional<std::int64_t> step_to_load(const CheckpointConfig& config,
     return std::nullopt;
   }
   const bool there = std::binary_search(steps.begin(), steps.end(), config.load_step);
-  TESSERA_CHECK(there, ErrorKind::kConfig, "checkpoint.load_step: found ", config.load_step,
-                ", expected a step with a checkpoint in ", shown(store.folder()), "; ",
-                steps.empty() ? std::string("there is none; name the run by job.dump_folder")
-                              : "the newest is " + newest());
+  TESSERA_CHECK(
+      there, ErrorKind::kConfig, "checkpoint.load_step: found ", config.load_step,
+      ", expected a step with a checkpoint in ", shown(store.folder()), "; ",
+      steps.empty()
+          ? std::string(
+                "there is none; name another run by job.dump_folder, or leave load_step out")
+          : "the newest is " + newest());
   return config.load_step;
 }
 

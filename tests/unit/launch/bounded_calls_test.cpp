@@ -42,5 +42,20 @@ TEST(BoundedCalls, OneThatHangsIsLeftBehindAndNoneFollowsIt) {
   never_answered.set_value();
 }
 
+TEST(BoundedCalls, OneThatIsInVainIsLeftBehind) {
+  std::promise<void> never_answered;
+  const auto answer = std::make_shared<std::shared_future<void>>(never_answered.get_future());
+  int looks = 0;
+  const auto in_vain = [&looks] { return ++looks == 3; };
+  const auto hang = [answer] {
+    answer->wait();
+    return 1;
+  };
+  EXPECT_FALSE(BoundedCalls().run(hang, hours(1), in_vain).has_value());
+  EXPECT_EQ(looks, 3);
+  EXPECT_EQ(BoundedCalls().run([] { return 2; }, hours(1), [] { return false; }), 2);
+  never_answered.set_value();
+}
+
 }  // namespace
 }  // namespace tessera::comm::bounded_calls_test

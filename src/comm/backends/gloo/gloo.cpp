@@ -67,6 +67,15 @@ void ignore_broken_pipes() {
   }
 }
 
+/// Why what begins now is in vain, once it is; "" until then.
+std::function<std::string()> aborted_from_now(std::shared_ptr<const AbortFlag> abort_flag) {
+  const std::uint64_t marks = abort_flag->marks();
+  return [abort_flag = std::move(abort_flag), marks]() -> std::string {
+    if (abort_flag->is_set()) return abort_flag->why();
+    return abort_flag->marks() == marks ? "" : "it began before a recovery";
+  };
+}
+
 }  // namespace
 
 bool connects_when_used(std::string_view group_name) {
@@ -87,7 +96,8 @@ GlooDevice::~GlooDevice() = default;
 
 c10::intrusive_ptr<c10d::Backend> GlooDevice::connect(const c10::intrusive_ptr<c10d::Store>& store,
                                                       int rank, int size,
-                                                      std::chrono::milliseconds timeout) {
+                                                      std::chrono::milliseconds timeout,
+                                                      const std::function<std::string()>& aborted) {
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);
   options->devices.push_back(impl_->device);
   options->threads = 0;  // sends and receives run on the device's thread
@@ -96,9 +106,12 @@ c10::intrusive_ptr<c10d::Backend> GlooDevice::connect(const c10::intrusive_ptr<c
   };
   std::optional<c10::intrusive_ptr<c10d::Backend>> group;
   try {
-    group = BoundedCalls().run(open, timeout + kGroupMargin);
+    group = BoundedCalls().run(open, timeout + kGroupMargin, [&] { return !aborted().empty(); });
   } catch (const std::exception& error) {
     throw LostRank(concat("gloo: cannot connect: ", one_line(error.what())));
+  }
+  if (const std::string why = aborted(); !group && !why.empty()) {
+    throw LostRank(concat("gloo: not connected: ", why));
   }
   if (!group) throw LostRank(concat("gloo: not connected within ", in_seconds(timeout)));
   return *group;
@@ -113,8 +126,9 @@ c10::intrusive_ptr<c10d::Backend> connect_all(const Store& store, GlooDevice& de
     const int rank = rank_in(key, size);
     waits_for(rank == self ? -1 : rank);
   };
+  const auto aborted = aborted_from_now(abort_flag);
   return device.connect(store.for_group(door.key, std::move(abort_flag), waits), door.self,
-                        door.size, door.timeout);
+                        door.size, door.timeout, aborted);
 }
 
 std::function<PairOpening(int epoch, int peer)> pair_opener(
@@ -125,8 +139,8 @@ std::function<PairOpening(int epoch, int peer)> pair_opener(
     const std::string key =
         concat(key_of(epoch), " ", std::min(self, peer), "-", std::max(self, peer));
     return [device, of_pair = store->for_group(key, abort_flag), rank = self < peer ? 0 : 1,
-            patience = abort_flag->patience.of(timeout)] {
-      return device->connect(of_pair, rank, 2, patience);
+            patience = abort_flag->patience.of(timeout), aborted = aborted_from_now(abort_flag)] {
+      return device->connect(of_pair, rank, 2, patience, aborted);
     };
   };
 }

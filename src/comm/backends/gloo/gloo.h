@@ -70,9 +70,11 @@ class GlooDevice {
   GlooDevice& operator=(const GlooDevice&) = delete;
 
   /// Connects to all `size` ranks that share the store. Collective. Errors: LostRank where one does
-  /// not come, or the store does not answer.
+  /// not come, the store does not answer, or `aborted` says why nobody waits for it any more ("":
+  /// it does not): Gloo itself waits for a rank whose address it has, though that rank has given up.
   c10::intrusive_ptr<c10d::Backend> connect(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                            int size, std::chrono::milliseconds timeout);
+                                            int size, std::chrono::milliseconds timeout,
+                                            const std::function<std::string()>& aborted);
 
  private:
   struct Impl;
