@@ -183,7 +183,7 @@ TEST(Arguments, AnUnknownOptionIsToldWhatItMostLikelyMeans) {
   EXPECT_THAT(refusal({"inspect", "a", "--steps", "5"}), Not(HasSubstr("section")));
   EXPECT_THAT(refusal({"generate", "--model", "m", "--prompt", "x", "--steps", "5"}),
               Not(HasSubstr("section")));
-  EXPECT_THAT(refusal({"inspect", "--contract", "a.toml", "--steps", "5"}),
+  EXPECT_THAT(refusal({"inspect", "--contract", "a.toml", "--steps=5"}),
               HasSubstr("--training.steps"));
 }
 
