@@ -48,7 +48,7 @@ class Part {
   template <class T>
     requires(!std::is_array_v<T>)
   Part(const T& value)
-      : value_(&value),
+      : value_(static_cast<const void*>(&value)),
         write_([](std::ostream& out, const void* part) { out << *static_cast<const T*>(part); }) {}
   // NOLINTEND(google-explicit-constructor)
 
@@ -60,9 +60,19 @@ class Part {
 };
 
 std::string joined(std::initializer_list<Part> parts);
-[[noreturn, gnu::cold]] void fail(ErrorKind kind, std::initializer_list<Part> parts);
+[[noreturn, gnu::cold]] void fail_with(ErrorKind kind, std::initializer_list<Part> parts);
+[[noreturn, gnu::cold]] void fail_invariant_with(const char* condition, std::string_view file,
+                                                 int line, std::initializer_list<Part> parts);
+
+template <class... Args>
+[[noreturn, gnu::cold]] void fail(ErrorKind kind, const Args&... args) {
+  fail_with(kind, {Part(args)...});
+}
+template <class... Args>
 [[noreturn, gnu::cold]] void fail_invariant(const char* condition, std::string_view file, int line,
-                                            std::initializer_list<Part> parts);
+                                            const Args&... args) {
+  fail_invariant_with(condition, file, line, {Part(args)...});
+}
 
 }  // namespace detail
 
@@ -75,15 +85,15 @@ std::string concat(const Args&... args) {
 }  // namespace tessera
 
 /// TESSERA_CHECK(condition, ErrorKind::kX, parts of the message...)
-#define TESSERA_CHECK(condition, kind, ...)           \
-  do {                                                \
-    if (!(condition)) [[unlikely]]                    \
-      ::tessera::detail::fail((kind), {__VA_ARGS__}); \
+#define TESSERA_CHECK(condition, kind, ...)         \
+  do {                                              \
+    if (!(condition)) [[unlikely]]                  \
+      ::tessera::detail::fail((kind), __VA_ARGS__); \
   } while (false)
 
 /// TESSERA_INVARIANT(condition, parts of the message...)
-#define TESSERA_INVARIANT(condition, ...)                                               \
-  do {                                                                                  \
-    if (!(condition)) [[unlikely]]                                                      \
-      ::tessera::detail::fail_invariant(#condition, __FILE__, __LINE__, {__VA_ARGS__}); \
+#define TESSERA_INVARIANT(condition, ...)                                             \
+  do {                                                                                \
+    if (!(condition)) [[unlikely]]                                                    \
+      ::tessera::detail::fail_invariant(#condition, __FILE__, __LINE__, __VA_ARGS__); \
   } while (false)

@@ -51,10 +51,12 @@ std::string joined(std::initializer_list<Part> parts) {
   return out.str();
 }
 
-void fail(ErrorKind kind, std::initializer_list<Part> parts) { throw Error(kind, joined(parts)); }
+void fail_with(ErrorKind kind, std::initializer_list<Part> parts) {
+  throw Error(kind, joined(parts));
+}
 
-void fail_invariant(const char* condition, std::string_view file, int line,
-                    std::initializer_list<Part> parts) {
+void fail_invariant_with(const char* condition, std::string_view file, int line,
+                         std::initializer_list<Part> parts) {
   throw Error(ErrorKind::kInternal, concat("internal error, please report: ", joined(parts), " (",
                                            condition, ", ", source_path(file), ":", line, ")"));
 }
