@@ -67,8 +67,8 @@ struct Batch {
 
 /// Something under way. wait() may be called once or more, from any one thread at a time; it does
 /// whatever is left to do (the additions of a reduce-scatter). On a device the caller's current
-/// stream waits, and the host at most until all ranks have issued; who lets go of it unfinished
-/// waits so, too. Errors: kComm with the label, and the peers waited for.
+/// stream waits, and the host at most until all ranks have issued. Who lets go of it unfinished waits
+/// so, too, where all ranks have issued; not yet over NCCL. Errors: kComm with the label, and the peers waited for.
 class Work {
  public:
   virtual ~Work() = default;

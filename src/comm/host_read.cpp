@@ -26,7 +26,7 @@ constexpr auto kPause = std::chrono::microseconds(50);
 // Copies begin where any dtype may.
 constexpr std::int64_t kAlignment = 16;
 
-thread_local std::shared_ptr<HostWaits> waits_of_thread;
+thread_local std::weak_ptr<HostWaits> waits_of_thread;  // it goes with its World
 
 /// Without a World there is nobody who could be lost.
 void ask_until_done(const Event& event) {
@@ -58,9 +58,9 @@ HostWaits::HostWaits(std::shared_ptr<AbortFlag> abort_flag, std::shared_ptr<Wait
                      std::chrono::milliseconds timeout)
     : abort_flag_(std::move(abort_flag)), board_(std::move(board)), timeout_(timeout) {}
 
-void HostWaits::attach(std::shared_ptr<HostWaits> waits) { waits_of_thread = std::move(waits); }
+void HostWaits::attach(const std::shared_ptr<HostWaits>& waits) { waits_of_thread = waits; }
 
-HostWaits* HostWaits::of_this_thread() { return waits_of_thread.get(); }
+std::shared_ptr<HostWaits> HostWaits::of_this_thread() { return waits_of_thread.lock(); }
 
 void HostWaits::waited_for(std::shared_ptr<const FlightRecorder> log, std::uint64_t sequence,
                            Event end) {
@@ -143,7 +143,7 @@ std::vector<at::Tensor> read_on_host(at::TensorList tensors, std::string_view wh
   }
   Event end;
   end.record(Stream::current(*device), EventSite::kHostRead);
-  if (HostWaits* const waits = HostWaits::of_this_thread()) {
+  if (const auto waits = HostWaits::of_this_thread()) {
     waits->wait(end, what);
   } else {
     ask_until_done(end);

