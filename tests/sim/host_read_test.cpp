@@ -167,7 +167,8 @@ TEST_P(HostRead, StandsOnTheWaitBoardUntilTheWorldIsAborted) {
   const auto board = std::make_shared<comm::WaitBoard>();
   std::string error;
   std::thread reader([&] {
-    HostWaits::attach(std::make_shared<HostWaits>(flag, board, std::chrono::seconds(60)));
+    const auto waits = std::make_shared<HostWaits>(flag, board, std::chrono::seconds(60));
+    HostWaits::attach(waits);
     error = error_of([&] { comm::read_on_host(values, "values"); });
   });
   while (board->standing().waits == 0) std::this_thread::yield();
@@ -175,6 +176,23 @@ TEST_P(HostRead, StandsOnTheWaitBoardUntilTheWorldIsAborted) {
   reader.join();
   EXPECT_EQ(error, "rank 1: it gave up");
   EXPECT_EQ(board->standing().waits, 0);
+}
+
+// Naive: a thread keeps what its World has lent it, and after a World that failed every read says
+// why that one did.
+TEST_P(HostRead, AFailedWorldThatHasGoneSaysNothing) {
+  const at::Tensor values = at::full({8}, 3.0, on(0));
+  const auto flag = std::make_shared<comm::AbortFlag>();
+  auto waits = std::make_shared<HostWaits>(flag, std::make_shared<comm::WaitBoard>(),
+                                           std::chrono::seconds(60));
+  HostWaits::attach(waits);
+  flag->mark("rank 1: it gave up");
+  {
+    const HeldStream held(current(0));
+    EXPECT_EQ(error_of([&] { comm::read_on_host(values, "values"); }), "rank 1: it gave up");
+  }
+  waits.reset();
+  expect_same_bits(comm::read_on_host(values, "values"), at::full({8}, 3.0F), "values");
 }
 
 using HostReadDeathTest = testing::Test;
