@@ -63,8 +63,9 @@ struct ShardOptions {
   /// outermost one to PrecisionPolicy::output_dtype, those of units inside stay as they come.
   std::optional<DType> output_dtype;
   /// Gradient bytes that may be under way before the issuer waits for the oldest reduction: enough
-  /// for the wire to stay busy, little enough for buffers to be used again while they are warm.
-  std::int64_t in_flight_bytes = std::int64_t{32} << 20;
+  /// for the wire to stay busy, little enough for buffers to be used again while they are warm. none
+  /// = 32 MiB on the CPU; on a device those of two units.
+  std::optional<std::int64_t> in_flight_bytes;
   /// Resolved beforehand for the whole model, looked up by canonical name; none = resolved here
   /// from the policy. Their placements are compared with what the modules declare.
   std::shared_ptr<const std::vector<GradContract>> contracts;

@@ -157,9 +157,19 @@ GatherBuffer::GatherBuffer(std::shared_ptr<BufferPool> pool, at::ScalarType dtyp
   hide();
 }
 
-void GatherBuffer::begin() {
+GatherBuffer::~GatherBuffer() {
+  hide();
+  try {
+    // Freed as it is, the allocator would not come behind those who use it.
+    if (memory_.defined() && !memory_.is_cpu()) pool_->give_back(std::move(memory_));
+  } catch (const std::exception&) {
+    // A device that no longer answers: its memory is lost with it.
+  }
+}
+
+void GatherBuffer::begin(const Stream& on) {
   TESSERA_INVARIANT(!memory_.defined() && !aliased_.defined(), "a gather began twice");
-  memory_ = pool_->take(numel_, dtype_);
+  memory_ = pool_->take(numel_, dtype_, on);
 }
 
 at::Tensor GatherBuffer::writable_slice() const {

@@ -137,12 +137,13 @@ class GatherBuffer {
   /// released memory throws.
   GatherBuffer(std::shared_ptr<BufferPool> pool, at::ScalarType dtype, std::int64_t numel,
                int ranks, int rank, std::string released_message);
-  ~GatherBuffer() { hide(); }  ///< tensors that outlive it throw, too
+  ~GatherBuffer();  ///< tensors that outlive it throw, too
   GatherBuffer(const GatherBuffer&) = delete;
   GatherBuffer& operator=(const GatherBuffer&) = delete;
 
-  /// Takes memory from the pool; the views still throw.
-  void begin();
+  /// Takes memory from the pool, for use on `on` first; the views still throw.
+  void begin(const Stream& on);
+  void begin() { begin(Stream::current(pool_->device())); }
   /// [numel / ranks]: where this rank writes its slice, between begin() and publish(); readable
   /// until end().
   at::Tensor writable_slice() const;

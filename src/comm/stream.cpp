@@ -2,6 +2,8 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+
 #include "base/test_hooks.h"
 
 namespace tessera::comm {
@@ -28,6 +30,14 @@ std::string_view to_string(EventSite site) {
       return "block freed";
     case EventSite::kPoolMade:
       return "block made";
+    case EventSite::kGather:
+      return "gathered parameters";
+    case EventSite::kAccept:
+      return "gradient added";
+    case EventSite::kDeferred:
+      return "weight gradient put off";
+    case EventSite::kReduced:
+      return "reductions of a sum";
     case EventSite::kHostRead:
       return "read on the host";
   }
@@ -57,6 +67,21 @@ void Event::record(const Stream& stream, EventSite site) {
 
 void Event::block_on(const Stream& stream, EventSite site) const {
   if (!is_left_out(site, EventEnd::kBlock)) event_->block(stream.get());
+}
+
+bool Uses::has(const Stream& stream) const {
+  return std::ranges::find(streams_, stream) != streams_.end();
+}
+
+void Uses::enter_new(const Stream& stream, EventSite site) {
+  if (!streams_.empty()) order(streams_.front(), stream, site);
+  streams_.push_back(stream);
+}
+
+void Uses::join(const Stream& stream, EventSite site) {
+  for (const Stream& user : streams_) order(user, stream, site);
+  streams_.clear();
+  note(stream);
 }
 
 }  // namespace tessera::comm

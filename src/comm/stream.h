@@ -1,4 +1,4 @@
-// Stream, StreamScope, Event: the order of what a device does.
+// Stream, StreamScope, Event, Uses: the order of what a device does.
 //
 // Work that is launched on one stream is done in that order; work of two streams in any, unless an
 // event was recorded on the one and the other blocks on it. None of these calls lets the host wait.
@@ -16,6 +16,7 @@
 #include <memory>
 #include <optional>
 #include <string_view>
+#include <vector>
 
 namespace tessera::comm {
 
@@ -28,6 +29,10 @@ enum class EventSite : std::uint8_t {
   kPoolBack,  ///< who takes a block comes behind its last use
   kPoolFree,  ///< the allocator's stream comes behind the last use of a block that is freed
   kPoolMade,  ///< who takes a new block comes behind what its memory was before
+  kGather,    ///< a second stream that uses gathered parameters, and who gives them back
+  kAccept,    ///< gradients that several streams add: each behind the last one, and the reduction
+  kDeferred,  ///< a weight gradient that is formed on another stream than it was put off on
+  kReduced,   ///< who reads a sum comes behind its reductions
   kHostRead,  ///< the host comes behind the copy that it reads
 };
 std::string_view to_string(EventSite site);
@@ -90,6 +95,40 @@ class Event {
   void block_on(const Stream& stream, EventSite site) const;
 
   std::shared_ptr<c10::Event> event_;
+};
+
+/// What is launched on `later` from now on comes behind what was launched on `earlier` so far.
+/// Nothing, where they are one stream, or either is empty.
+inline void order(const Stream& earlier, const Stream& later, EventSite site) {
+  if (!earlier || !later || earlier == later) return;
+  Event reached;
+  reached.record(earlier, site);
+  reached.block(later, site);
+}
+
+/// The streams that use some memory, the one first that made it ready. An event is recorded when a
+/// second stream comes, and not when the first one is done: so it may be behind more than was
+/// needed, and costs nothing where no second one comes. Threads: one at a time.
+class Uses {
+ public:
+  /// `stream` uses it, too, behind what the first one has done. Again: nothing happens.
+  void enter(const Stream& stream, EventSite site) {
+    if (stream && !has(stream)) enter_new(stream, site);
+  }
+  /// `stream` uses it, and comes behind the first one by itself.
+  void note(const Stream& stream) {
+    if (stream && !has(stream)) streams_.push_back(stream);
+  }
+  /// `stream` comes behind all that use it, and is the first one from now on.
+  void join(const Stream& stream, EventSite site);
+  /// It is other memory now.
+  void clear() { streams_.clear(); }
+
+ private:
+  bool has(const Stream& stream) const;
+  void enter_new(const Stream& stream, EventSite site);
+
+  std::vector<Stream> streams_;
 };
 
 }  // namespace tessera::comm

@@ -26,7 +26,7 @@ void require_sizes(const ShardOptions& options) {
                   ", expected a number of bytes, 0 or more");
   };
   require("merge_below_bytes", options.merge_below_bytes);
-  require("in_flight_bytes", options.in_flight_bytes);
+  require("in_flight_bytes", options.in_flight_bytes.value_or(0));
 }
 
 }  // namespace

@@ -4,28 +4,56 @@
 
 #include <algorithm>
 
+#include "comm/host_read.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
 
 namespace tessera::grad {
 
+namespace {
+
+constexpr std::int64_t kPart = std::int64_t{1} << 20;  // elements of the host looked at together
+
+/// Which of `before` are no longer finite in `after`.
+at::Tensor lost_of(const at::Tensor& before, const at::Tensor& after) {
+  return before.isfinite().logical_and(after.isinf());
+}
+
+[[noreturn]] void refuse(const at::Tensor& lost, DType asked, std::string_view name) {
+  throw Error(ErrorKind::kContract,
+              concat(name, ": found the value ", lost[0].to(at::kDouble).item<double>(),
+                     ", expected one that ", to_string(asked),
+                     " can hold; keep it wider by a [[precision.rule]] (pin, param_dtype or "
+                     "storage_dtype)"));
+}
+
+}  // namespace
+
 void finite_copy(const at::Tensor& to, const at::Tensor& from, std::string_view name) {
   const auto found = to_dtype(from.scalar_type());
   const auto asked = to_dtype(to.scalar_type());
+  const bool may_lose = is_floating(found) && !represents(asked, found);
+  if (may_lose && from.device() != to.device()) {
+    // Looked at where it comes from.
+    const at::Tensor narrow = at::empty(from.sizes(), from.options().dtype(to.scalar_type()));
+    finite_copy(narrow, from, name);
+    to.copy_(narrow);
+    return;
+  }
   to.copy_(from);
-  if (!is_floating(found) || represents(asked, found)) return;
-  constexpr std::int64_t kPart = std::int64_t{1} << 20;  // elements looked at together
+  if (!may_lose) return;
+  if (!from.is_cpu()) {
+    const at::Tensor lost = lost_of(from, to);
+    if (comm::read_on_host(lost.any(), name).item<bool>()) {
+      refuse(comm::read_on_host(from.masked_select(lost), name), asked, name);
+    }
+    return;
+  }
   for (std::int64_t begin = 0; begin < from.numel(); begin += kPart) {
     const auto size = std::min(kPart, from.numel() - begin);
     const auto before = from.narrow(0, begin, size);
-    const auto lost = before.isfinite().logical_and(to.narrow(0, begin, size).isinf());
-    if (!lost.any().item<bool>()) continue;
-    throw Error(ErrorKind::kContract,
-                concat(name, ": found the value ",
-                       before.masked_select(lost)[0].to(at::kDouble).item<double>(),
-                       ", expected one that ", to_string(asked),
-                       " can hold; keep it wider by a [[precision.rule]] (pin, param_dtype or "
-                       "storage_dtype)"));
+    const auto lost = lost_of(before, to.narrow(0, begin, size));
+    if (lost.any().item<bool>()) refuse(before.masked_select(lost), asked, name);
   }
 }
 

@@ -154,10 +154,11 @@ void GradSink::drop_tickets() {
   open_.clear();
 }
 
-void WeightGradStore::put(SlotId slot, Product product) {
+void WeightGradStore::put(SlotId slot, Product product, const comm::Stream& made_on) {
   const std::string& parameter = sink_.contract(slot).name;
   std::string layer = parameter.substr(0, parameter.rfind('.'));
-  owed_.push_back({group_, sink_.promise(slot, std::move(layer), group_), std::move(product)});
+  owed_.push_back(
+      {group_, sink_.promise(slot, std::move(layer), group_), std::move(product), made_on});
 }
 
 void WeightGradStore::form(std::size_t place) {
@@ -165,7 +166,11 @@ void WeightGradStore::form(std::size_t place) {
   // Its inputs are given back before the next product is formed.
   const Owed owed = std::move(*at);
   owed_.erase(at);
+  const auto here = owed.made_on ? comm::Stream::current(owed.made_on.device()) : comm::Stream();
+  comm::order(owed.made_on, here, comm::EventSite::kDeferred);
   sink_.redeem(owed.ticket, owed.product());
+  // They are freed there.
+  comm::order(here, owed.made_on, comm::EventSite::kDeferred);
 }
 
 void WeightGradStore::run() {

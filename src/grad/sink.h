@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/stream.h"
 #include "tessera/contract.h"
 
 namespace tessera::grad {
@@ -142,7 +143,8 @@ class GradSink {
 ///
 /// What is put holds the inputs of its product (a layer's input and the gradient of its output)
 /// until run() forms it: that is the price. Tickets keep the units from being reduced before. One a
-/// model; threads as the sink. Source: zero-bubble schedules (arXiv 2401.10241), which split a
+/// model; threads as the sink. On a device a product is formed on the stream that is current then,
+/// behind the one that made its inputs. Source: zero-bubble schedules (arXiv 2401.10241), which split a
 /// backward in this way. Next: ../nn/linear.h.
 class WeightGradStore {
  public:
@@ -155,7 +157,8 @@ class WeightGradStore {
   void begin_micro_batch() { begin({-1, counted_++}); }
   /// The same of a schedule, whose own numbers these are.
   void begin(WeightGradGroup group) { group_ = group; }
-  void put(SlotId slot, Product product);
+  /// `made_on`: the stream of a device on which the inputs of the product were made.
+  void put(SlotId slot, Product product, const comm::Stream& made_on = {});
   /// Forms what was put, oldest first, and hands it to the sink. Where a product throws, those
   /// after it stay owed.
   void run();
@@ -170,6 +173,7 @@ class WeightGradStore {
     WeightGradGroup group;
     Ticket ticket;
     Product product;
+    comm::Stream made_on;
   };
   void form(std::size_t place);  ///< in `owed_`
 

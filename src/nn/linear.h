@@ -79,7 +79,8 @@ at::Tensor weight_gradient(const at::Tensor& parameter, Product product,
   if (when == WeightGradient::kAtOnce) return product();
   const auto leaf = grad::find_leaf(parameter);
   if (!leaf || leaf->sink == nullptr || leaf->sink->store() == nullptr) return product();
-  leaf->sink->store()->put(leaf->slot, std::move(product));
+  leaf->sink->store()->put(leaf->slot, std::move(product),
+                           comm::Stream::current(parameter.device()));
   return {};
 }
 

@@ -47,7 +47,7 @@ struct RankMemoryOptions {
   bool scales_loss = false;
   /// Several micro-batches without a reduction between them: gradients wait unsharded.
   bool defers_reductions = false;
-  std::int64_t in_flight_bytes = std::int64_t{32} << 20;  ///< as ShardOptions has it
+  std::int64_t in_flight_bytes = std::int64_t{32} << 20;  ///< as ShardOptions has it on the CPU
 };
 
 RankMemoryOptions rank_memory_options(const Config& config, const ParallelDims& dims,

@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -49,6 +50,23 @@ TEST(DevicePool, WhoTakesABlockComesBehindItsLastUse) { EXPECT_EQ(race_of_two_us
 
 // Its memory goes to the allocator, and the next block is made of it.
 TEST(DevicePool, ABlockIsFreedBehindItsLastUse) { EXPECT_EQ(race_of_two_users(trim), ""); }
+
+// Naive: memory that is destroyed with its user, which the allocator knows nothing of.
+TEST(DevicePool, AGatherBufferThatIsGoneGivesItsMemoryBack) {
+  const auto pool = std::make_shared<BufferPool>(device(0));
+  const Stream first = Stream::make(device(0)), second = Stream::make(device(0));
+  EXPECT_EQ(race_of([&] {
+              {
+                const StreamScope here(first);
+                comm::GatherBuffer buffer(pool, at::kFloat, 100, 1, 0, "released");
+                buffer.begin();
+                buffer.writable_slice().fill_(1);
+              }
+              const StreamScope here(second);
+              pool->take(100, at::kFloat).fill_(2);
+            }),
+            "");
+}
 
 TEST(DevicePool, EachEventThatIsLeftOutIsFound) {
   for (const EventEnd end : {EventEnd::kRecord, EventEnd::kBlock}) {

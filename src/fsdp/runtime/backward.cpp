@@ -10,6 +10,7 @@
 
 #include "base/doing.h"
 #include "base/hash.h"
+#include "comm/device.h"
 #include "fsdp/runtime/integrity.h"
 #include "fsdp/runtime/runtime.h"
 #include "tessera/error.h"
@@ -69,6 +70,15 @@ void refuse_create_graph(const Unit& unit) {
                 "parameters have no graph; take second derivatives of a plain module");
 }
 
+/// On a thread of autograd hooks would have other streams and other thread-locals than the rank,
+/// and ranks that share a device would wait for each other for ever.
+void refuse_threads(at::Device device) {
+  TESSERA_CHECK(device.is_cpu() || comm::backward_stays_here(), ErrorKind::kUsage,
+                "backward: found autograd's multithreading on, on ", device.str(),
+                ", expected a backward on the thread that calls it; call World::attach_thread() on "
+                "each thread of your own that runs a backward");
+}
+
 }  // namespace
 
 void Runtime::begin_backward(const Entry* first) {
@@ -91,6 +101,7 @@ void Runtime::begin_backward(const Entry* first) {
   torch::autograd::Engine::get_default_engine().queue_callback(
       [end = std::make_shared<BackwardEnd>(shared_from_this())] { end->run(); });
   refuse_create_graph(first != nullptr ? *first->unit : *units_.front());
+  refuse_threads(device());
   TESSERA_CHECK(has_scaler_ || loss_scale() == 1.0, ErrorKind::kUsage,
                 "backward: found gradients at the loss scale ", loss_scale(),
                 " of a GradScaler that ended in the middle of a step, expected it to live on; keep "
@@ -163,7 +174,7 @@ void Runtime::finish(BackwardUnderWay& backward) {
 void Runtime::wait_unsharded(Unit& unit) {
   const auto wait = [](Unit& one) {
     check_integrity(one);
-    if (one.gathered()) return;
+    if (one.gathered()) return one.read_here();
     if (one.gather_pending() || one.always_unsharded() || one.buckets().empty()) {
       one.wait_gather();
       return;
@@ -282,7 +293,7 @@ void Runtime::issue_reduction(Unit& unit) {
   progress.owed = holds_reductions_ || !unit.controls.requires_sync;
   if (progress.owed) return;
   progress.reduced = true;
-  reducer_.finish(unit);  // of earlier micro-batches
+  reducer_.free_wires(unit);  // of earlier micro-batches
   if (!switches_.is_last_backward) Publisher::leave_shown_sums(unit);
   reducer_.issue(queue(), unit, marks());
 }
@@ -291,7 +302,7 @@ void Runtime::end_backward() {
   try {
     if (const auto step = step_) {
       step->end_backward();
-      return;
+      return leave_shards();
     }
     for (; !under_way_.empty(); under_way_.pop_back()) finish(under_way_.back());
     spans_.all_backwards_end();
@@ -301,6 +312,7 @@ void Runtime::end_backward() {
     in_backward_ = false;
     awaiting_tickets_ = sink_.store() != nullptr ? any_rank_owes() : sink_.open_tickets() > 0;
     if (!awaiting_tickets_) settle_gradients();
+    leave_shards();
   } catch (const std::exception& error) {
     fail(error.what());
     throw;

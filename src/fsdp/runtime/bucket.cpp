@@ -11,14 +11,13 @@
 namespace tessera::fsdp {
 namespace {
 
-at::Tensor zeros(std::int64_t numel, DType dtype, at::Device device) {
-  return at::zeros({numel}, at::TensorOptions().dtype(to_scalar_type(dtype)).device(device));
-}
-
-bool has_same_bytes(const at::Tensor& one, const at::Tensor& other) {
+void mark_difference(const at::Tensor& mark, const at::Tensor& one, const at::Tensor& other) {
   const at::Tensor bytes = one.view(at::kByte), others = other.view(at::kByte);
-  if (bytes.is_cpu()) return at::equal(bytes, others);
-  return !comm::read_on_host(bytes.ne(others).any(), "unsharded parameters").item<bool>();
+  if (!bytes.is_cpu()) {
+    mark.logical_or_(bytes.ne(others).any());
+  } else if (!at::equal(bytes, others)) {
+    mark.fill_(1);
+  }
 }
 
 }  // namespace
@@ -31,11 +30,33 @@ Bucket::Bucket(layout::BucketPlan plan, BucketGroups groups, int rank,
       pool_(std::move(pool)),
       unsharded_(pool_, to_scalar_type(plan_.key.compute), plan_.numel, plan_.ranks, rank,
                  released_message),
-      arrived_(plan_.parameters.size(), 0) {
+      arrived_(plan_.parameters.size(), 0),
+      made_on_(current_stream()) {
   const auto& key = plan_.key;
-  shard_ = zeros(plan_.slice_numel(), key.storage, pool_->device());
+  shard_ = make(plan_.slice_numel(), key.storage).zero_();
   aliases_shard_ = plan_.ranks == 1 && key.storage == key.compute;
   if (aliases_shard_) unsharded_.alias(shard_);
+}
+
+Bucket::~Bucket() {
+  if (!made_on_) return;
+  try {
+    drop_gradients();
+    comm::order(current_stream(), made_on_, comm::EventSite::kPoolFree);
+  } catch (const std::exception&) {
+    // A device that no longer answers: its memory is lost with it.
+  }
+}
+
+at::Tensor Bucket::make(std::int64_t numel, DType dtype) const {
+  at::Tensor made;
+  {
+    const comm::StreamScope there(made_on_);
+    made = at::empty({numel},
+                     at::TensorOptions().dtype(to_scalar_type(dtype)).device(pool_->device()));
+  }
+  if (made_on_) comm::order(made_on_, current_stream(), comm::EventSite::kPoolMade);
+  return made;
 }
 
 bool Bucket::sum_is_final() const {
@@ -55,9 +76,13 @@ at::Tensor Bucket::shard_of(const layout::Placed& placed) const {
 
 void Bucket::begin_gather(comm::Batch& batch) {
   if (aliases_shard_) return;
-  unsharded_.begin();
-  encode(unsharded_.writable_slice());
+  const bool is_of_group = groups_.gather != nullptr && groups_.gather->stream();
+  unsharded_.begin(is_of_group ? groups_.gather->stream() : current_stream());
   if (groups_.gather != nullptr) batch.ops.emplace_back(gather());
+}
+
+void Bucket::fill_gather() const {
+  if (!aliases_shard_) encode(unsharded_.writable_slice());
 }
 
 void Bucket::encode(const at::Tensor& slice) const {
@@ -68,17 +93,16 @@ void Bucket::encode(const at::Tensor& slice) const {
   }
 }
 
-bool Bucket::shows_shard() const {
-  if (aliases_shard_) return true;
+void Bucket::mark_stale(const at::Tensor& mark) const {
+  if (aliases_shard_) return;
   const auto slice = unsharded_.writable_slice();
   auto now = shard_;
   if (slice.scalar_type() != shard_.scalar_type()) {
     now = pool_->take(slice.numel(), slice.scalar_type());
     encode(now);
   }
-  const bool same = has_same_bytes(slice, now);
+  mark_difference(mark, slice, now);
   if (!now.is_same(shard_)) pool_->give_back(std::move(now));
-  return same;
 }
 
 comm::AllGather Bucket::gather() const {
@@ -87,27 +111,46 @@ comm::AllGather Bucket::gather() const {
   return op;
 }
 
+void Bucket::ensure_accumulator() {
+  if (accumulator_.defined()) return;
+  const auto numel = groups_.reduce == nullptr ? plan_.numel : plan_.slice_numel();
+  accumulator_ = make(numel, plan_.key.accumulate).zero_();
+}
+
 void Bucket::ensure_slots() {
   if (slots_.defined()) return;
   TESSERA_INVARIANT(!wire_.defined(),
                     "a gradient arrived while its bucket's reduction is under way");
-  const auto dtype = to_scalar_type(plan_.key.accumulate);
   if (groups_.reduce == nullptr) {
-    if (!accumulator_.defined())
-      accumulator_ = zeros(plan_.numel, plan_.key.accumulate, pool_->device());
+    if (!accumulator_.defined()) slot_uses_.join(current_stream(), comm::EventSite::kAccept);
+    ensure_accumulator();
     slots_ = accumulator_;
   } else {
-    slots_ = pool_->take(plan_.numel, dtype);
+    slots_ = pool_->take(plan_.numel, to_scalar_type(plan_.key.accumulate));
+    slot_uses_.clear();
+    slot_uses_.note(current_stream());
   }
 }
 
 at::Tensor Bucket::open_slot(std::size_t index, bool& first) {
   ensure_slots();
+  if (const auto here = current_stream()) {
+    added_on_.resize(plan_.parameters.size());
+    slot_uses_.enter(here, comm::EventSite::kAccept);
+    comm::order(added_on_[index], here, comm::EventSite::kAccept);
+    added_on_[index] = here;
+  }
   const auto& placed = plan_.parameters[index];
   // In the accumulator a sum of earlier backwards may already stand; reset ranges hold zeros.
   first = arrived_[index] == 0 && !(groups_.reduce == nullptr && has_sum_);
   arrived_[index] = 1;
   return slots_.narrow(0, placed.offset, placed.numel);
+}
+
+void Bucket::join_slots() {
+  if (groups_.reduce == nullptr) {
+    slot_uses_.join(current_stream(), comm::EventSite::kAccept);
+  }
 }
 
 bool Bucket::has_arrivals() const {
@@ -127,29 +170,37 @@ void Bucket::zero_what_did_not_arrive(const at::Tensor& slots) const {
 
 std::int64_t Bucket::begin_reduce(comm::Batch& batch) {
   ensure_slots();
-  const bool own_sum = groups_.reduce == nullptr;
-  if (!(own_sum && has_sum_)) zero_what_did_not_arrive(slots_);  // it is added on other ranks
-  std::fill(arrived_.begin(), arrived_.end(), std::uint8_t{0});
-  if (own_sum) {
-    slots_ = at::Tensor();
+  if (groups_.reduce == nullptr) {
+    fill_reduce();
     has_sum_ = true;
     return 0;
   }
   if (plan_.key.reduce == plan_.key.accumulate) {
     wire_ = std::move(slots_);
+    slots_ = at::Tensor();
   } else {
-    wire_ = pool_->take(plan_.numel, to_scalar_type(plan_.key.reduce));
-    wire_.copy_(slots_);
-    pool_->give_back(std::move(slots_));
+    const auto& stream = groups_.reduce->stream();
+    wire_ = pool_->take(plan_.numel, to_scalar_type(plan_.key.reduce),
+                        stream ? stream : current_stream());
   }
-  slots_ = at::Tensor();
-  if (!accumulator_.defined()) {
-    accumulator_ = zeros(plan_.slice_numel(), plan_.key.accumulate, pool_->device());
-  }
+  ensure_accumulator();
   batch.ops.emplace_back(comm::ReduceScatter{
       wire_, accumulator_, has_sum_ ? comm::Into::kAdd : comm::Into::kOverwrite, number_});
   has_sum_ = true;
   return static_cast<std::int64_t>(wire_.nbytes());
+}
+
+void Bucket::fill_reduce() {
+  slot_uses_.join(current_stream(), comm::EventSite::kAccept);
+  const bool own_sum = groups_.reduce == nullptr;
+  // It is added on other ranks.
+  if (!(own_sum && has_sum_)) zero_what_did_not_arrive(slots_.defined() ? slots_ : wire_);
+  std::fill(arrived_.begin(), arrived_.end(), std::uint8_t{0});
+  if (!own_sum && slots_.defined()) {
+    wire_.copy_(slots_);
+    pool_->give_back(std::move(slots_));
+  }
+  slots_ = at::Tensor();
 }
 
 void Bucket::finish_reduce() {
@@ -163,6 +214,7 @@ void Bucket::reset_accumulator(std::size_t index) {
   const auto& placed = plan_.parameters[index];
   const auto owned = plan_.owned(placed, rank_);
   if (owned.empty()) return;
+  join_slots();
   accumulator_.narrow(0, plan_.offset_in_slice(placed, rank_), owned.size()).zero_();
 }
 
@@ -170,9 +222,8 @@ void Bucket::reset_accumulator() { has_sum_ = false; }
 
 void Bucket::import_accumulator(std::size_t index, const at::Tensor& value) {
   const auto& placed = plan_.parameters[index];
-  if (!accumulator_.defined()) {
-    accumulator_ = zeros(plan_.slice_numel(), plan_.key.accumulate, pool_->device());
-  }
+  join_slots();
+  ensure_accumulator();
   arrived_[index] = 0;
   if (!has_sum_) {
     // Where it is the slots as well, what waits of other parameters stays.
@@ -192,7 +243,9 @@ void Bucket::import_accumulator(std::size_t index, const at::Tensor& value) {
 
 void Bucket::leave_accumulator() {
   TESSERA_INVARIANT(!wire_.defined(), "a bucket in flight changed its accumulator");
-  accumulator_ = accumulator_.clone();
+  join_slots();
+  const at::Tensor next = make(accumulator_.numel(), plan_.key.accumulate);
+  accumulator_ = next.copy_(accumulator_);
   if (groups_.reduce == nullptr && slots_.defined()) slots_ = accumulator_;
 }
 
@@ -203,23 +256,31 @@ void Bucket::leave_final_memory() {
 
 void Bucket::begin_replica_reduce(comm::Batch& batch) {
   if (groups_.replicas == nullptr) return;
-  if (!replica_sum_.defined()) replica_sum_ = at::empty_like(accumulator_);
+  join_slots();
+  slot_uses_.note(groups_.replicas->stream());
+  if (!replica_sum_.defined()) replica_sum_ = make(accumulator_.numel(), plan_.key.accumulate);
   // Copies are added as they were summed up: one sum, but for its two ends.
   if (plan_.key.reduce != plan_.key.accumulate && plan_.key.reductions.copies.empty()) {
-    wire_ = pool_->take(accumulator_.numel(), to_scalar_type(plan_.key.reduce));
-    wire_.copy_(accumulator_);
+    const auto& stream = groups_.replicas->stream();
+    wire_ = pool_->take(accumulator_.numel(), to_scalar_type(plan_.key.reduce),
+                        stream ? stream : current_stream());
   }
   batch.ops.emplace_back(comm::AllReduce{wire_.defined() ? wire_ : accumulator_, replica_sum_});
 }
 
+void Bucket::fill_replica_reduce() const {
+  if (wire_.defined()) wire_.copy_(accumulator_);
+}
+
 const at::Tensor& Bucket::finish_final(double loss_scale) {
   TESSERA_INVARIANT(has_sum_, "a final gradient without a sum");
+  join_slots();
   final_is_accumulator_ = sum_is_final() && loss_scale == 1.0;
   if (final_is_accumulator_) return accumulator_;
   const auto& sum = groups_.replicas != nullptr ? replica_sum_ : accumulator_;
   const bool in_place = groups_.replicas != nullptr && plan_.key.final == plan_.key.accumulate;
   if (!final_.defined()) {
-    final_ = in_place ? sum : zeros(plan_.slice_numel(), plan_.key.final, pool_->device());
+    final_ = in_place ? sum : make(plan_.slice_numel(), plan_.key.final).zero_();
   }
   const auto factor = plan_.key.reductions.divide_factor * loss_scale;
   if (!in_place || factor != 1.0) kernels::divide_into(final_, sum, factor);
@@ -235,11 +296,22 @@ void Bucket::use_pool(const std::shared_ptr<comm::BufferPool>& pool) {
 }
 
 void Bucket::drop_gradients() {
+  // Kernels may read and write what goes back, though no collective came after them.
+  if (slots_.defined() || wire_.defined()) {
+    slot_uses_.join(current_stream(), comm::EventSite::kAccept);
+  }
   if (slots_.defined() && groups_.reduce != nullptr) pool_->give_back(std::move(slots_));
   slots_ = at::Tensor();
   finish_reduce();
   std::fill(arrived_.begin(), arrived_.end(), std::uint8_t{0});
   has_sum_ = false;
+}
+
+comm::Pending submit(comm::IssueQueue& queue, comm::Group& group, comm::Batch batch,
+                     std::function<void()> fill) {
+  if (group.stream()) return queue.submit(group, std::move(batch), std::move(fill));
+  fill();
+  return queue.submit(group, std::move(batch));
 }
 
 Groups::Groups(Mesh mesh) : mesh_(std::move(mesh)) {

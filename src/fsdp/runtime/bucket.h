@@ -4,10 +4,16 @@
 // shard, the gather buffer, the gradient slots while gradients arrive, and the shard's accumulator.
 // It prepares and finishes collectives but starts none: runtime.h does, in the agreed order.
 // With one rank in the shard group the slots *are* the accumulator and nothing is copied.
+//
+// What goes out is prepared by the host first (memory, the collective: begin_...), then filled by
+// kernels (fill_...). On a device these run on the stream of the group that sends it, beside what
+// the rank computes: so memory is taken for that stream, and a reduction waits for all streams that
+// added gradients (submit()). On the CPU one follows the other.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -17,6 +23,7 @@
 #include "comm/buffer_pool.h"
 #include "comm/group.h"
 #include "comm/queue.h"
+#include "comm/stream.h"
 #include "layout/bucket_plan.h"
 #include "tessera/mesh.h"
 
@@ -41,6 +48,9 @@ class Bucket {
  public:
   Bucket(layout::BucketPlan plan, BucketGroups groups, int rank,
          std::shared_ptr<comm::BufferPool> pool, const std::string& released_message);
+  ~Bucket();  ///< on a device what is taken from the pool goes back: buffer_pool.h
+  Bucket(const Bucket&) = delete;
+  Bucket& operator=(const Bucket&) = delete;
 
   const layout::BucketPlan& plan() const { return plan_; }
   const BucketGroups& groups() const { return groups_; }
@@ -56,12 +66,13 @@ class Bucket {
   const comm::GatherBuffer& unsharded() const { return unsharded_; }
   /// One rank that computes in the storage dtype: the unsharded parameters are the shard.
   bool aliases_shard() const { return aliases_shard_; }
-  /// Takes memory and writes this rank's slice, cast to the compute dtype; adds the collective, if
-  /// there is one to run, to `batch`.
+  /// Takes memory and adds the collective, if there is one to run, to `batch`.
   void begin_gather(comm::Batch& batch);
-  /// Whether what is or will be gathered is this rank's shard as it stands now: compared by value,
-  /// since not every write is seen by version counters.
-  bool shows_shard() const;
+  /// Writes this rank's slice, cast to the compute dtype.
+  void fill_gather() const;
+  /// Writes 1 to `mark`, [] of bytes, where what is gathered is not this rank's shard as it stands
+  /// now: compared by value, since not every write is seen by version counters.
+  void mark_stale(const at::Tensor& mark) const;
   /// The collective again, into the memory that is there.
   comm::AllGather gather() const;
 
@@ -74,9 +85,13 @@ class Bucket {
   /// Whether any gradient arrived since the last reduction, or one of plan().parameters[index].
   bool has_arrivals() const;
   bool has_arrivals(std::size_t index) const { return arrived_[index] != 0; }
-  /// Zeroes what never arrived and adds the reduction into the accumulator to `batch`. No slot may
-  /// be opened before finish_reduce(). Returns the bytes that stay busy until then.
+  /// Adds the reduction into the accumulator to `batch`; without ranks to share with the sum is
+  /// made. No slot may be opened before
+  /// finish_reduce(). Returns the bytes that stay busy until then.
   std::int64_t begin_reduce(comm::Batch& batch);
+  /// Zeroes what never arrived; casts to the wire's dtype. Of a bucket that reduces.
+  void fill_reduce();
+  /// The wire is free from here on of the current stream.
   void finish_reduce();
 
   /// Sum over ranks and micro-batches so far, [slice] in the accumulation dtype; zeros where
@@ -96,6 +111,7 @@ class Bucket {
   /// Adds the sum over replicas to `batch`, out of place, so that later micro-batches can add to
   /// the partial.
   void begin_replica_reduce(comm::Batch& batch);
+  void fill_replica_reduce() const;
   void finish_replica_reduce() { finish_reduce(); }
   /// [slice] in the final dtype: the accumulated (and replica-summed) gradient over the divide
   /// factor and the loss scale, rounded once (kernels.h). Aliases the accumulator where nothing
@@ -120,6 +136,12 @@ class Bucket {
 
  private:
   void ensure_slots();
+  void ensure_accumulator();
+  comm::Stream current_stream() const { return comm::Stream::current(pool_->device()); }
+  /// For good, on the device: of the stream that the bucket was made on, in the allocator's eyes.
+  at::Tensor make(std::int64_t numel, DType dtype) const;
+  /// Before the current stream looks at the sums where they are the slots as well.
+  void join_slots();
   /// Gaps between parameters, and slots of `slots` that nothing arrived in.
   void zero_what_did_not_arrive(const at::Tensor& slots) const;
   /// Writes the shard into `slice`, in the compute dtype.
@@ -135,15 +157,22 @@ class Bucket {
   bool final_is_accumulator_ = false;  // as of the last finish_final()
   at::Tensor shard_;
   comm::GatherBuffer unsharded_;
-  at::Tensor slots_;                   // [numel], accumulate dtype, while gradients arrive
-  at::Tensor wire_;                    // reduce dtype, while a reduction is under way: [numel], or
-                                       // [slice] between replicas
-  std::vector<std::uint8_t> arrived_;  // per parameter, since the last reduction
-  at::Tensor accumulator_;             // [slice], accumulate dtype
-  bool has_sum_ = false;               // accumulator_ holds a sum (else it is to be overwritten)
-  at::Tensor replica_sum_;             // [slice], accumulate dtype, where there are replicas
+  at::Tensor slots_;                    // [numel], accumulate dtype, while gradients arrive
+  at::Tensor wire_;                     // reduce dtype, while a reduction is under way: [numel], or
+                                        // [slice] between replicas
+  std::vector<std::uint8_t> arrived_;   // per parameter, since the last reduction
+  comm::Stream made_on_;                // of a device, as all of these:
+  comm::Uses slot_uses_;                // of the slots' memory
+  std::vector<comm::Stream> added_on_;  // per parameter, its last gradient
+  at::Tensor accumulator_;              // [slice], accumulate dtype
+  bool has_sum_ = false;                // accumulator_ holds a sum (else it is to be overwritten)
+  at::Tensor replica_sum_;              // [slice], accumulate dtype, where there are replicas
   at::Tensor final_;  // [slice], final dtype: the replica sum where it has that dtype, else its own
 };
+
+/// The batch, behind `fill`: on the group's stream where it has one, else here before.
+comm::Pending submit(comm::IssueQueue& queue, comm::Group& group, comm::Batch batch,
+                     std::function<void()> fill);
 
 /// On what the ranks of one sharded tree communicate: ordinary members of a World's groups
 /// (tessera/world.h), by what they are for.

@@ -484,7 +484,7 @@ void OpenStep::reduce_now(Unit& unit) {
   unit.progress_.owed = !unit.controls.requires_sync;
   if (unit.progress_.owed) return;
   unit.progress_.reduced = true;
-  runtime_.reducer_.finish(unit);  // of earlier micro-batches
+  runtime_.reducer_.free_wires(unit);  // of earlier micro-batches
   Publisher::leave_shown_sums(unit);
   runtime_.reducer_.issue(runtime_.queue(), unit, marks());
 }

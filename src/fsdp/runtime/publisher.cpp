@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "comm/host_read.h"
 #include "fsdp/runtime/integrity.h"
 #include "fsdp/runtime/unit.h"
 #include "grad/torch_dtype.h"
@@ -175,7 +176,11 @@ void Publisher::publish(const ModelControls& controls, const std::string& marks)
     for (auto* bucket : finals) {
       if (bucket->groups().replicas == group) bucket->begin_replica_reduce(batch);
     }
-    groups_.world().queue().submit(*group, std::move(batch)).wait();
+    submit(groups_.world().queue(), *group, std::move(batch), [&] {
+      for (const auto* bucket : finals) {
+        if (bucket->groups().replicas == group) bucket->fill_replica_reduce();
+      }
+    }).wait();
   }
   for (auto* bucket : finals) bucket->finish_replica_reduce();
   for (auto* bucket : finals) bucket->finish_final(controls.loss_scale);
@@ -199,8 +204,11 @@ void Publisher::import_changed(Unit& unit, Parameter& p, const ModelControls& co
                 p.contract.name, ": found shape ", grad.sizes(), " on the shard, expected ",
                 p.shard.sizes());
   // On any number of ranks alike: zeros clear what waits, other values cannot tell what they mean.
-  TESSERA_CHECK(!is_waited_for(unit, p) || !grad.any().item<bool>(), ErrorKind::kUsage,
-                "gradient of ", p.contract.name,
+  const auto is_zero = [&] {
+    return !comm::read_on_host(grad.any(), "gradient of " + p.contract.name).item<bool>();
+  };
+  TESSERA_CHECK(!is_waited_for(unit, p) || is_zero(), ErrorKind::kUsage, "gradient of ",
+                p.contract.name,
                 ": found it changed while micro-batches of this step wait to be added to it, "
                 "expected changes only "
                 "after a backward that reduces; change it after the last micro-batch, or zero it");

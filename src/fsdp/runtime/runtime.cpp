@@ -14,10 +14,10 @@
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
-Runtime::Runtime(Mesh mesh, std::int64_t in_flight_bytes)
+Runtime::Runtime(Mesh mesh, std::optional<std::int64_t> in_flight_bytes)
     : groups_(std::move(mesh)),
       pool_(std::make_shared<comm::BufferPool>(world().device())),
-      reducer_(in_flight_bytes),
+      reducer_(in_flight_bytes, device()),
       recoveries_(world().recoveries()) {}
 
 Runtime::~Runtime() = default;
@@ -181,7 +181,7 @@ void Runtime::check_usable() {
 void Runtime::gather_needed(Unit& unit) {
   const auto gather = [&](Unit& one) {
     check_integrity(one);
-    if (one.gathered()) return;
+    if (one.gathered()) return one.read_here();
     if (!one.gather_pending()) issue_gather(one);
     one.wait_gather();
   };
@@ -349,6 +349,13 @@ void Runtime::leave_forward(Unit& unit) {
   }
   kept_ = nullptr;
   forwards_.end();
+  leave_shards();
+}
+
+/// What follows is the user's, who may write to them.
+void Runtime::leave_shards() const {
+  if (device().is_cpu()) return;  // they are copied as a gather begins
+  for (const auto* unit : units_) unit->leave_shards();
 }
 
 /// One byte a unit: a rank that owns no changed element has to gather anew all the same.
@@ -356,23 +363,19 @@ std::vector<bool> Runtime::stale_on_any_rank(const std::vector<Unit*>& kept) {
   const auto count = static_cast<std::int64_t>(kept.size());
   auto* group = groups_.replica_gathers();
   const auto ranks = group == nullptr ? 1 : group->size();
-  at::Tensor all = at::zeros({ranks, count}, at::kByte);
-  auto mine = all[group == nullptr ? 0 : group->rank()];
-  for (std::int64_t i = 0; i < count; ++i) {
-    mine[i] = kept[static_cast<std::size_t>(i)]->is_stale() ? 1 : 0;
-  }
+  at::Tensor all = at::zeros({ranks, count}, at::TensorOptions(at::kByte).device(device()));
+  const auto mine = all[group == nullptr ? 0 : group->rank()];
+  for (std::int64_t i = 0; i < count; ++i) kept[static_cast<std::size_t>(i)]->mark_stale(mine[i]);
   if (group != nullptr) {
     // On a group of gathers: a rank that keeps other units meets it with a gather, and both
     // are named.
     comm::Batch batch;
     batch.label = {comm::Kind::kAllGather, "units kept unsharded:", 0, 0, marks()};
     for (const auto* unit : kept) batch.label.unit += concat(" ", unit->shown_name());
-    const at::Tensor there = all.to(device());
-    batch.ops.emplace_back(comm::AllGather{there.view({-1})});
+    batch.ops.emplace_back(comm::AllGather{all.view({-1})});
     queue().submit(*group, std::move(batch)).wait();
-    all = comm::read_on_host(there, "units kept unsharded");
   }
-  const auto any = all.amax(0);
+  const auto any = comm::read_on_host(all, "units kept unsharded").amax(0);
   std::vector<bool> stale;
   for (std::int64_t i = 0; i < count; ++i) stale.push_back(any[i].item<std::uint8_t>() != 0);
   return stale;
@@ -412,12 +415,14 @@ void Runtime::begin_unshard(Unit& unit) {
   }
   if (!unit.gathered() && !unit.gather_pending()) issue_gather(unit);
   unit.progress_.unsharded_by_user = true;
+  unit.leave_shards();
 }
 
 void Runtime::wait_unshard(Unit& unit) {
   renew_after_failure();
   // Released in between, or waited for by a forward: nothing is left to do.
   if (unit.progress_.unsharded_by_user && !unit.gathered()) unit.wait_gather();
+  unit.read_here();
 }
 
 }  // namespace tessera::fsdp

@@ -30,6 +30,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -70,7 +71,8 @@ struct BackwardUnderWay {
 
 class Runtime : public std::enable_shared_from_this<Runtime> {
  public:
-  Runtime(Mesh mesh, std::int64_t in_flight_bytes);
+  /// `in_flight_bytes` as ShardOptions has it.
+  Runtime(Mesh mesh, std::optional<std::int64_t> in_flight_bytes);
   ~Runtime();
 
   const Mesh& mesh() const { return groups_.mesh(); }
@@ -164,8 +166,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Starts the unit's gather for the user, and keeps it. Collective.
   void begin_unshard(Unit& unit);
   void wait_unshard(Unit& unit);
-  /// Waits until its gradients of earlier micro-batches are summed.
-  void finish_reductions_of(const Unit& unit) { reducer_.finish(unit); }
+  /// Until its slots may be used again, which a reduction of an earlier micro-batch has taken.
+  void free_slots_of(const Unit& unit) { reducer_.free_wires(unit); }
   /// Gradients can be read. Errors: kUsage while reductions wait for the last backward; as
   /// GradSink::require_all_redeemed.
   void require_reduced(const char* what) const;
@@ -209,6 +211,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void prefetch_after(const Unit& unit, std::size_t position);
   void issue_gather(Unit& unit);
   void check_borrowed(const Unit& unit) const;
+  void leave_shards() const;
   void release_leftovers();
   void release_stale();
   std::vector<bool> stale_on_any_rank(const std::vector<Unit*>& kept);

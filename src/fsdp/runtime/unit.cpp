@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "comm/host_read.h"
 #include "fsdp/runtime/integrity.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/whole.h"
@@ -47,11 +48,15 @@ void release_memory(const std::vector<SharedMemory>& all) {
 at::Tensor Buffer::stored() const {
   const auto& [exact, made] = *last_cast;
   const auto bytes = [](const at::Tensor& of) { return of.reshape({-1}).view(at::kByte); };
+  const auto is_equal = [&](const at::Tensor& one, const at::Tensor& other) {
+    if (one.is_cpu()) return at::equal(bytes(one), bytes(other));
+    const auto differs = bytes(one).ne(bytes(other)).any();
+    return !comm::read_on_host(differs, contract.name).item<bool>();
+  };
   // By value: the statistics of a batch norm are written past version counters.
-  const bool is_as_made = exact.defined() && tensor.is_alias_of(made) &&
-                          tensor.scalar_type() == made.scalar_type() &&
-                          tensor.sizes() == exact.sizes() &&
-                          at::equal(bytes(tensor.detach()), bytes(exact.to(made.scalar_type())));
+  const bool is_as_made =
+      exact.defined() && tensor.is_alias_of(made) && tensor.scalar_type() == made.scalar_type() &&
+      tensor.sizes() == exact.sizes() && is_equal(tensor.detach(), exact.to(made.scalar_type()));
   return is_as_made ? exact : tensor.detach().to(to_scalar_type(contract.storage));
 }
 
@@ -94,11 +99,26 @@ Unit::Unit(std::string name, std::shared_ptr<Runtime> runtime, bool reshard)
 
 Unit::~Unit() {
   runtime_->remove_unit(this);
+  if (!device().is_cpu()) end_gather();
   for (const auto& parameter : parameters_) {
     for (const auto& leaf : parameter->leaves) {
       if (leaf->sink == &runtime_->sink()) runtime_->sink().remove(leaf->slot);
     }
     parameter->leave_unit();
+  }
+}
+
+/// On a device memory is free behind those who use it, and not when nobody refers to it any more.
+void Unit::end_gather() {
+  try {
+    for (auto& one : pending_) one.wait();
+  } catch (const std::exception&) {
+    // The run has failed: what is under way is lost.
+  }
+  try {
+    abandon_gather();
+  } catch (const std::exception&) {
+    // A device that no longer answers: its memory is lost with it.
   }
 }
 
@@ -295,41 +315,78 @@ std::uint64_t Unit::weights_version() const {
   return version;
 }
 
-bool Unit::is_stale() const {
-  return (gathered_ || gather_pending()) &&
-         !std::all_of(buckets_.begin(), buckets_.end(),
-                      [](const auto& bucket) { return bucket->shows_shard(); });
+void Unit::mark_stale(const at::Tensor& mark) {
+  if (device() != at::kCPU && gather_pending()) wait_gather();  // this rank's part is, too
+  if (!gathered_ && !gather_pending()) return;
+  read_here();
+  for (const auto& bucket : buckets_) bucket->mark_stale(mark);
 }
+
+at::Device Unit::device() const { return runtime_->device(); }
 
 void Unit::begin_gather(std::uint32_t micro_batch) {
   if (gather_pending()) wait_gather();
+  if (!gathered_) {
+    readers_.clear();
+    readers_.note(comm::Stream::current(device()));
+  }
   for_groups(&BucketGroups::gather, [&](comm::Group* group) { begin_gather(group, micro_batch); });
-  if (pending_.empty()) wait_gather();
+  // On a device what is read meanwhile would be written.
+  if (pending_.empty() || (gathered_ && device() != at::kCPU)) wait_gather();
 }
 
 void Unit::begin_gather(comm::Group* group, std::uint32_t micro_batch) {
   comm::Batch batch;
   batch.label = {comm::Kind::kAllGather, shown_name(), id(), micro_batch, runtime_->marks()};
+  std::vector<Bucket*> begun;
   for (auto& bucket : buckets_) {
     if (bucket->groups().gather != group) continue;
     if (gathered_) {
       if (group != nullptr) batch.ops.emplace_back(bucket->gather());
     } else {
       bucket->begin_gather(batch);
+      begun.push_back(bucket.get());
     }
   }
-  if (!batch.ops.empty()) pending_.push_back(runtime_->queue().submit(*group, std::move(batch)));
+  const auto fill = [&] {
+    for (const auto* bucket : begun) bucket->fill_gather();
+  };
+  if (batch.ops.empty()) {
+    fill();
+    return;
+  }
+  if (const auto& stream = group->stream()) {
+    // All that read it, where it is gathered already.
+    gathered_ ? readers_.join(stream, comm::EventSite::kGather) : readers_.note(stream);
+  }
+  pending_.push_back(submit(runtime_->queue(), *group, std::move(batch), [&] {
+    fill();
+    if (group->stream()) {
+      filled_.emplace_back().record(group->stream(), comm::EventSite::kGather);
+    }
+  }));
 }
 
 void Unit::wait_gather() {
   for (auto& one : pending_) one.wait();
   pending_.clear();
+  filled_.clear();
+  const auto here = comm::Stream::current(device());
+  readers_.enter(here, comm::EventSite::kGather);  // what the rank's own stream has written
+  readers_.clear();
+  readers_.note(here);
   if (gathered_) return;
   for (auto& bucket : buckets_) {
     if (!bucket->aliases_shard()) bucket->unsharded().publish();
   }
   gathered_ = true;
   note_versions(*this);
+}
+
+void Unit::leave_shards() const {
+  for (const auto& one : filled_) {
+    one.block(comm::Stream::current(device()), comm::EventSite::kGather);
+  }
 }
 
 void Unit::release() {
@@ -340,12 +397,15 @@ void Unit::release() {
 }
 
 void Unit::give_memory_back() {
+  readers_.join(comm::Stream::current(device()), comm::EventSite::kGather);
+  readers_.clear();
   for (auto& bucket : buckets_) bucket->unsharded().end();
   gathered_ = progress_.unsharded_by_user = false;
 }
 
 void Unit::abandon_gather() {
   pending_.clear();
+  filled_.clear();
   give_memory_back();
 }
 
@@ -358,8 +418,9 @@ grad::SlotOwner::View Unit::open_slot(std::size_t index) {
       "that fully_shard returned");
   runtime_->on_gradient();
   // Of an earlier micro-batch, where this is not the last one.
-  if (bucket_of(parameter).is_reducing()) runtime_->finish_reductions_of(*this);
+  if (bucket_of(parameter).is_reducing()) runtime_->free_slots_of(*this);
   parameter.used = true;
+  if (gathered_) readers_.note(comm::Stream::current(device()));  // what comes before it read them
   View view;
   view.slot = bucket_of(parameter).open_slot(parameter.place, view.first);
   return view;

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/text/printable.h"
+#include "comm/stream.h"
 #include "fsdp/agreed/controls.h"
 #include "fsdp/agreed/order.h"
 #include "fsdp/runtime/bucket.h"
@@ -137,6 +138,12 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   /// order]: whether a collective is issued may not depend on what happened on this rank).
   void begin_gather(std::uint32_t micro_batch);
   void wait_gather();
+  /// The current stream reads what is gathered: behind the gather, and before it is given back.
+  void read_here() {
+    if (gathered_) readers_.enter(comm::Stream::current(device()), comm::EventSite::kGather);
+  }
+  /// Of a gather under way this rank's shards are read: the current stream may write to them.
+  void leave_shards() const;
   /// Errors: kUsage where somebody wrote to the parameters (the memory is given back all the same).
   void release();
   /// The sum of the shards' version counters: changes with every write to one of them.
@@ -145,8 +152,9 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   void cast_buffers();
   void forget_cast() { buffers_are_cast_ = false; }
   bool buffers_are_cast() const { return buffers_are_cast_; }
-  /// Unsharded, or about to be, with other values than this rank's shards hold now.
-  bool is_stale() const;
+  /// Writes 1 to `mark`, [] of bytes, if it is unsharded, or about to be, with other values than
+  /// this rank's shards hold now.
+  void mark_stale(const at::Tensor& mark);
   void abandon_gather();  ///< after a failure: gives memory back without waiting for anything
   void renew_accumulators();
   /// For trainable parameters, from the next sum on. Nothing may be summed yet.
@@ -206,6 +214,8 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
 
   void build(std::vector<std::shared_ptr<Parameter>> parameters);
   void give_memory_back();
+  void end_gather();
+  at::Device device() const;
 
   std::shared_ptr<Runtime> runtime_;
   Progress progress_;
@@ -218,6 +228,9 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   void begin_gather(comm::Group* group, std::uint32_t micro_batch);
 
   std::vector<comm::Pending> pending_;  // one a group
+  // Of a device:
+  std::vector<comm::Event> filled_;  // behind what this rank sends, of pending_
+  comm::Uses readers_;               // of the gathered memory
   bool gathered_ = false;
   bool has_values_ = true;
   bool buffers_are_cast_ = false;

@@ -1,0 +1,337 @@
+// What a step of fully_shard asks of a device beside its bits: where the host waits, on which thread
+// a backward runs, and what a failure and a model that is gone leave behind.
+#include <ATen/ATen.h>
+#include <ATen/record_function.h>
+#include <c10/core/AutogradState.h>
+#include <gmock/gmock.h>
+
+#include <array>
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/host_read.h"
+#include "comm/stream.h"
+#include "dist/plain.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
+#include "sim/streams.h"
+#include "tessera/clip.h"
+#include "tessera/optim.h"
+
+namespace tessera::sim::sharding_steps_test {
+namespace {
+
+using comm::Stream;
+using comm::StreamScope;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+constexpr std::int64_t kWidth = 5;
+
+void on_ranks(int count, const std::string& device, const std::function<void(World&)>& body) {
+  WorldOptions options;
+  options.device = device;
+  options.timeout = std::chrono::seconds(20);
+  launch_threads(
+      count, ThreadBackend::kInProcess,
+      [&](World& world) {
+        const RankScope rank(world.rank());
+        body(world);
+      },
+      options);
+}
+
+at::Tensor input_on(const World& world, int step) {
+  return test::input_of(world.rank(), step, kWidth).to(world.device()).mul(1);
+}
+
+thread_local int reads_of_thread = 0;
+
+/// Calls of read_on_host() by this thread since it was made.
+class Reads {
+ public:
+  Reads() : before_(reads_of_thread) {
+    handle_ = at::addThreadLocalCallback(
+        at::RecordFunctionCallback([](const at::RecordFunction& function)
+                                       -> std::unique_ptr<at::ObserverContext> {
+          if (std::string_view(function.name()) == "tessera::host_read") ++reads_of_thread;
+          return nullptr;
+        }).scopes({at::RecordScope::USER_SCOPE}));
+  }
+  ~Reads() { at::removeCallback(handle_); }
+  Reads(const Reads&) = delete;
+  Reads& operator=(const Reads&) = delete;
+  int count() const { return reads_of_thread - before_; }
+
+ private:
+  int before_;
+  at::CallbackHandle handle_;
+};
+
+/// Host waits of the third step: of libtorch, by name, and reads of the library.
+struct Waits {
+  std::map<std::string, std::int64_t> of_device;
+  int reads = 0;
+};
+
+struct Step {
+  bool clips = false;
+  bool keeps = false;
+  PrecisionPolicy policy = {};
+};
+
+Waits waits_of(const Step& step, int ranks) {
+  std::vector<Waits> of_ranks(static_cast<std::size_t>(ranks));
+  on_ranks(ranks, "sim", [&](World& world) {
+    test::ShardedChain model(test::data_mesh(world), 1, 3, kWidth, step.policy);
+    if (step.keeps) model.handle.set_reshard_after_backward(false);
+    SgdOptions options;
+    options.lr = 0.001;
+    const auto optimizer = make_sgd(model.handle, options);
+    for (int number = 0; number < 3; ++number) {
+      const std::array<at::Tensor, 2> inputs{input_on(world, 2 * number),
+                                             input_on(world, 2 * number + 1)};
+      take_counts();
+      const Reads reads;
+      for (const at::Tensor& x : inputs) test::backward(test::squares(model.handle.forward(x)));
+      if (step.clips) clip_grad_norm(model.handle, 1.0);
+      optimizer->step();
+      model.handle.zero_grad();
+      of_ranks[static_cast<std::size_t>(world.rank())] = {take_counts().waits, reads.count()};
+    }
+  });
+  for (const Waits& one : of_ranks) {
+    EXPECT_EQ(one.reads, of_ranks.front().reads);
+    EXPECT_EQ(one.of_device, of_ranks.front().of_device);
+  }
+  return of_ranks.front();
+}
+
+// Naive: one read a kept unit, and steps that wait where nobody asked for a number.
+TEST(StepOnADevice, TheHostWaitsWhereItIsSaidAlone) {
+  for (const PrecisionPolicy& policy : {PrecisionPolicy(), test::in_bfloat16()}) {
+    for (const int ranks : {1, 2, 3}) {
+      SCOPED_TRACE(concat(ranks, " ranks"));
+      const Waits plain = waits_of({.policy = policy}, ranks);
+      EXPECT_THAT(plain.of_device, IsEmpty());
+      EXPECT_EQ(plain.reads, 0);
+      const Waits clipped = waits_of({.clips = true, .policy = policy}, ranks);
+      EXPECT_THAT(clipped.of_device, IsEmpty());
+      EXPECT_EQ(clipped.reads, 1);
+      // Whether what is kept is still the shards': once a forward, for all units.
+      const Waits kept = waits_of({.keeps = true, .policy = policy}, ranks);
+      EXPECT_THAT(kept.of_device, IsEmpty());
+      const bool is_whole = ranks == 1 && !policy.param_dtype;
+      EXPECT_EQ(kept.reads, is_whole ? 0 : 2);
+    }
+  }
+}
+
+/// Bytes of the pool after two steps.
+std::int64_t pool_bytes(int blocks, std::optional<std::int64_t> in_flight_bytes) {
+  std::int64_t bytes = 0;
+  on_ranks(2, "sim", [&](World& world) {
+    ShardOptions root;
+    root.in_flight_bytes = in_flight_bytes;
+    test::ShardedChain model(test::data_mesh(world), 1, blocks, kWidth, {}, root);
+    for (int step = 0; step < 2; ++step) {
+      test::backward(test::squares(model.handle.forward(input_on(world, step))));
+      model.handle.zero_grad();
+    }
+    if (world.rank() == 0) bytes = model.handle.unit()->runtime().pool()->total_bytes();
+  });
+  return bytes;
+}
+
+// Naive: a number of bytes, which is all units of a small model and less than one of a large one.
+TEST(StepOnADevice, ReductionsOfTwoUnitsAreUnderWay) {
+  EXPECT_EQ(pool_bytes(5, {}), pool_bytes(10, {}));
+  EXPECT_LT(pool_bytes(10, 1), pool_bytes(10, {}));
+  EXPECT_LT(pool_bytes(5, std::int64_t{1} << 20), pool_bytes(10, std::int64_t{1} << 20));
+}
+
+// Naive: the rank's own stream waits wherever the host takes a buffer back.
+TEST(StepOnADevice, ABackwardGoesOnBesideItsReductions) {
+  for (const PrecisionPolicy& policy : {PrecisionPolicy(), test::in_bfloat16()}) {
+    on_ranks(2, "sim", [&](World& world) {
+      test::ShardedChain model(test::data_mesh(world), 1, 2, kWidth, policy);
+      model.handle.set_reshard_after_forward(false);  // backwards gather nothing
+      model.handle.set_reshard_after_backward(false);
+      const auto backward_of = [&](int number, bool is_last) {
+        model.handle.set_is_last_backward(is_last);
+        const at::Tensor loss = test::squares(model.handle.forward(input_on(world, number)));
+        std::optional<HeldStream> held;
+        const auto* const group = model.handle.unit()->buckets().front()->groups().reduce;
+        if (!is_last) held.emplace(group->stream().get());
+        test::backward(loss);
+        comm::Event end;
+        end.record(Stream::current(world.device()), comm::EventSite::kHostRead);
+        EXPECT_TRUE(is_last || end.done());
+      };
+      backward_of(0, /*is_last=*/true);
+      backward_of(1, /*is_last=*/false);
+      backward_of(2, /*is_last=*/true);
+    });
+  }
+}
+
+// A thread of the user's own has autograd's threads on until its World is told of it.
+TEST(StepOnADevice, ABackwardOnAnotherThreadIsRefused) {
+  for (const int ranks : {1, 2}) {
+    on_ranks(ranks, "sim", [&](World& world) {
+      test::ShardedChain model(test::data_mesh(world), 1, 2, kWidth);
+      const at::Tensor loss = test::squares(model.handle.forward(input_on(world, 0)));
+      auto& state = c10::AutogradState::get_tls_state();
+      state.set_multithreading_enabled(true);
+      const std::string refusal = test::error_of([&] { test::backward(loss); });
+      EXPECT_THAT(refusal, HasSubstr("call World::attach_thread()"));
+      world.attach_thread();
+      if (ranks > 1) world.recover();
+      model.handle.zero_grad();
+      test::backward(test::squares(model.handle.forward(input_on(world, 0))));
+      EXPECT_EQ(test::whole_gradients(model.handle).size(), 5U);
+    });
+  }
+}
+
+enum class Fails { kForward, kBackward, kInFlight };
+
+class ThrowsInBackward : public torch::autograd::Function<ThrowsInBackward> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* /*context*/, const at::Tensor& x) {
+    return x * 1.0;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* /*context*/,
+                                                 torch::autograd::variable_list /*grads*/) {
+    throw std::runtime_error("the user's backward went wrong");
+  }
+};
+
+/// Of two steps after a failure of rank 0.
+std::vector<at::Tensor> results_after(Fails fails, World& world, const PrecisionPolicy& policy) {
+  test::ShardedChain model(test::data_mesh(world), 1, 3, kWidth, policy);
+  const auto step = [&](int number, const std::function<void()>& inside) {
+    model.chain->blocks[1]->before = inside;
+    at::Tensor y = model.handle.forward(input_on(world, number));
+    if (inside && fails != Fails::kForward) y = ThrowsInBackward::apply(y);
+    test::backward(test::squares(y));
+  };
+  step(0, {});
+  model.handle.zero_grad();
+  if (fails == Fails::kInFlight) {
+    // Reductions that nobody has waited for.
+    model.handle.set_is_last_backward(false);
+    step(1, {});
+    model.handle.set_is_last_backward(true);
+  }
+  const std::function<void()> failure = [&] {
+    if (fails == Fails::kForward) throw std::runtime_error("the user's forward went wrong");
+  };
+  const bool is_mine = world.rank() == 0;
+  test::error_of([&] { step(2, is_mine ? failure : std::function<void()>()); });
+  if (world.size() > 1) world.recover();
+  model.handle.zero_grad();
+  std::vector<at::Tensor> results;
+  for (const int number : {3, 4}) {
+    step(number, {});
+    for (const auto& [name, grad] : test::whole_gradients(model.handle)) results.push_back(grad);
+    model.handle.zero_grad();
+  }
+  return comm::read_on_host(results, "results");
+}
+
+TEST(StepOnADevice, AfterARecoveryStreamsAndPoolsAreRight) {
+  for (const PrecisionPolicy& policy : {PrecisionPolicy(), test::in_bfloat16()}) {
+    for (const Fails fails : {Fails::kForward, Fails::kBackward, Fails::kInFlight}) {
+      for (const int ranks : {1, 2, 3}) {
+        std::map<std::string, std::vector<at::Tensor>> results;
+        for (const std::string device : {"cpu", "sim", "sim:0"}) {
+          on_ranks(ranks, device, [&](World& world) {
+            const StreamScope here(Stream::make(world.device()));
+            auto mine = results_after(fails, world, policy);
+            if (world.rank() == 0) results[device] = std::move(mine);
+          });
+          settle();
+        }
+        for (const char* const device : {"sim", "sim:0"}) {
+          ASSERT_EQ(results[device].size(), results["cpu"].size());
+          for (std::size_t i = 0; i < results[device].size(); ++i) {
+            expect_same_bits(results[device][i], results["cpu"][i],
+                             concat(ranks, " ranks on ", device, ", result ", i));
+          }
+        }
+      }
+    }
+  }
+}
+
+// Naive: the shard is cast for the wire on the group's stream while its owner writes to it.
+TEST(StepOnADevice, ShardsMayBeWrittenOnceAGatherHasBegun) {
+  for (const PrecisionPolicy& policy : {PrecisionPolicy(), test::in_bfloat16()}) {
+    std::map<std::string, std::vector<at::Tensor>> results;
+    for (const std::string device : {"cpu", "sim", "sim:0"}) {
+      on_ranks(2, device, [&](World& world) {
+        test::ShardedChain model(test::data_mesh(world), 1, 2, kWidth, policy);
+        std::vector<at::Tensor> losses;
+        for (int step = 0; step < 2; ++step) {
+          const auto gathering = model.handle.unshard_async();
+          {
+            const at::NoGradGuard no_grad;
+            for (const auto& parameter : model.handle.parameters()) parameter.mul_(1.5);
+          }
+          losses.push_back(test::squares(model.handle.forward(input_on(world, step))).detach());
+        }
+        auto read = comm::read_on_host(losses, "losses");
+        if (world.rank() == 0) results[device] = std::move(read);
+      });
+      settle();
+    }
+    for (const char* const device : {"sim", "sim:0"}) {
+      for (std::size_t i = 0; i < results["cpu"].size(); ++i) {
+        expect_same_bits(results[device][i], results["cpu"][i], concat(device, ", loss ", i));
+      }
+    }
+  }
+}
+
+// Naive: what the allocator gets back it hands out on the stream that it was made on, which knows
+// nothing of where the model was trained.
+TEST(StepOnADevice, AModelThatIsGoneIsFreedBehindItsLastUse) {
+  on_ranks(2, "sim", [&](World& world) {
+    for (const bool is_gathered : {false, true}) {
+      std::optional<test::ShardedChain> model(std::in_place, test::data_mesh(world), 1, 3, kWidth);
+      const Stream main = Stream::current(world.device());
+      const Stream training = Stream::make(world.device());
+      wait_for(training.get(), main.get());
+      std::vector<at::Tensor> kept;
+      {
+        const StreamScope here(training);
+        kept.push_back(input_on(world, 0));
+        const at::Tensor loss = test::squares(model->handle.forward(kept.back()));
+        test::backward(loss);
+        const at::NoGradGuard no_grad;
+        for (const auto& parameter : model->handle.parameters()) {
+          parameter.sub_(parameter.grad(), 0.001);
+        }
+        model->handle.zero_grad();
+        if (is_gathered) model->handle.unshard();
+        model.reset();
+      }
+      std::vector<at::Tensor> next;
+      for (std::int64_t numel = 1; numel < 64; ++numel) {
+        next.push_back(at::full({numel}, 1.0, at::TensorOptions().device(world.device())));
+      }
+      wait_for(main.get(), training.get());
+    }
+  });
+}
+
+}  // namespace
+}  // namespace tessera::sim::sharding_steps_test
